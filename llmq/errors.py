@@ -1,0 +1,41 @@
+"""What a user can fix: one exception per exit code, each carrying one clear message (the value, the limit, the fix)."""
+
+
+class LlmqError(ValueError):
+    """Base of everything that a command reports as one message without a traceback. `exit_code` is the shell's."""
+
+    exit_code = 1
+
+
+class UsageError(LlmqError):
+    """An unknown flag or key, a bad value, options that contradict each other, a device that is not there."""
+
+    exit_code = 2
+
+
+class DataError(LlmqError):
+    """A data or model file that is absent, corrupt, or does not fit the run."""
+
+    exit_code = 3
+
+
+class MemoryLimitError(LlmqError):
+    """The plan does not fit: says how many bytes are missing and which option helps."""
+
+    exit_code = 4
+
+
+class NonFiniteError(LlmqError):
+    """Loss or gradients are not finite and training cannot go on."""
+
+    exit_code = 5
+
+
+class StorageError(LlmqError):
+    """The disk is full, not writable, or would lose something of value."""
+
+    exit_code = 7
+
+
+INTERRUPTED = 130  # Ctrl-C: the step was ended and saved
+TERMINATED = 75  # SIGTERM: the same, and the scheduler may start the job again (EX_TEMPFAIL)

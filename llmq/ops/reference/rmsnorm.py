@@ -1,0 +1,31 @@
+"""RMSNorm (Zhang and Sennrich, 2019): x = res * rstd * weight, rstd = 1 / sqrt(mean(res^2) + eps)."""
+
+import numpy as np
+
+from llmq.tensor import Output, Tensor
+
+
+def rmsnorm_forward(x: Output, rstd: Output, /, res: Tensor, weight: Tensor, *, eps: float) -> None:
+    """x (B,T,C), rstd (B,T) <- res (B,T,C), weight (C,)."""
+    r = res.read()
+    s = 1 / np.sqrt(np.mean(r * r, axis=-1) + r.dtype.type(eps))
+    x.write(r * s[..., None] * weight.read())
+    rstd.write(s)
+
+
+def rmsnorm_backward(
+    d_out: Output, d_weight: Output, /, d_x: Tensor, d_res: Tensor | None, res: Tensor, weight: Tensor, rstd: Tensor
+) -> None:
+    """d_out (B,T,C), d_weight (C,) <- d_x (B,T,C), d_res (B,T,C) or None, res (B,T,C), weight (C,), rstd (B,T).
+
+    d_out = d_res + rstd * (g - n * mean(g * n)) with n = res * rstd and g = d_x * weight: the gradient that arrives
+    through the residual path is added here. d_weight = sum over tokens of d_x * n.
+    """
+    n = res.read() * rstd.read()[..., None]
+    dx = d_x.read()
+    g = dx * weight.read()
+    d = rstd.read()[..., None] * (g - n * np.mean(g * n, axis=-1, keepdims=True))
+    if d_res is not None:
+        d = d + d_res.read()
+    d_weight.write((dx * n).reshape(-1, n.shape[-1]).sum(axis=0))
+    d_out.write(d)

@@ -1,0 +1,76 @@
+"""The parameter table: one row per parameter as the engine holds it, with the Hugging Face tensors it is made of.
+
+The engine fuses what is computed together (q, k and v; gate and up) and pads the vocabulary; `parts` says which
+slices along axis 0 are which Hugging Face tensors, so loading and export need no knowledge of models.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from llmq.config import ModelConfig
+
+VOCAB_MULTIPLE = 128  # the vocabulary is padded to this, so that every matmul is aligned; padded rows stay zero
+
+
+@dataclass(frozen=True)
+class Part:
+    """Rows [start, stop) along axis 0 of a parameter are the Hugging Face tensor `name`, whole."""
+
+    name: str
+    start: int
+    stop: int
+
+
+@dataclass(frozen=True)
+class Row:
+    """One parameter. `name` is dotted: `layers.3.mlp.up.weight`; `init` is normal, residual, ones or zeros."""
+
+    name: str
+    shape: tuple[int, ...]
+    parts: tuple[Part, ...]
+    init: str
+    decay: bool  # weight decay: matrices and embeddings only
+    layer: int | None = None
+    trainable: bool = True
+    file: str = "base"
+    tp_grad: str = "whole"  # how a tensor-parallel rank's gradient relates to the whole one
+
+
+def padded_vocab(config: ModelConfig) -> int:
+    """Vocabulary size as held: the next multiple of VOCAB_MULTIPLE."""
+    return -(-config.vocab_size // VOCAB_MULTIPLE) * VOCAB_MULTIPLE
+
+
+def parameter_rows(config: ModelConfig) -> tuple[Row, ...]:
+    """Every parameter of a model, in the order of the forward pass."""
+    c, f, hd = config.hidden_size, config.intermediate_size, config.head_dim
+    q, kv = config.num_heads * hd, config.num_kv_heads * hd
+    v, vp = config.vocab_size, padded_vocab(config)
+    rows = [Row("embed.weight", (vp, c), (Part("model.embed_tokens.weight", 0, v),), "normal", decay=True)]
+
+    def add(layer: int, name: str, shape: tuple[int, ...], init: str, *parts: tuple[str, int]) -> None:
+        start, cut = 0, []
+        for suffix, size in parts:
+            cut.append(Part(f"model.layers.{layer}.{suffix}", start, start + size))
+            start += size
+        rows.append(Row(f"layers.{layer}.{name}", shape, tuple(cut), init, decay=len(shape) > 1, layer=layer))
+
+    for n in range(config.num_layers):
+        att, mlp = "self_attn.", "mlp."
+        add(n, "attention.norm", (c,), "ones", ("input_layernorm.weight", c))
+        sizes = (("q_proj", q), ("k_proj", kv), ("v_proj", kv))
+        add(n, "attention.qkv.weight", (q + 2 * kv, c), "normal", *((f"{att}{p}.weight", s) for p, s in sizes))
+        if config.qkv_bias:
+            add(n, "attention.qkv.bias", (q + 2 * kv,), "zeros", *((f"{att}{p}.bias", s) for p, s in sizes))
+        if config.qk_norm:
+            add(n, "attention.q_norm", (hd,), "ones", (f"{att}q_norm.weight", hd))
+            add(n, "attention.k_norm", (hd,), "ones", (f"{att}k_norm.weight", hd))
+        add(n, "attention.o.weight", (c, q), "residual", (f"{att}o_proj.weight", c))
+        add(n, "mlp.norm", (c,), "ones", ("post_attention_layernorm.weight", c))
+        add(n, "mlp.up.weight", (2 * f, c), "normal", (f"{mlp}gate_proj.weight", f), (f"{mlp}up_proj.weight", f))
+        add(n, "mlp.down.weight", (c, f), "residual", (f"{mlp}down_proj.weight", c))
+    rows.append(Row("head.norm", (c,), (Part("model.norm.weight", 0, c),), "ones", decay=False))
+    if not config.tie_embeddings:
+        rows.append(Row("head.weight", (vp, c), (Part("lm_head.weight", 0, v),), "normal", decay=True))
+    return tuple(rows)

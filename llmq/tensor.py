@@ -1,0 +1,190 @@
+"""Handles: how a tensor is stored (Form), what it is called (Ref), and where its bytes are (Tensor, Output).
+
+Block code and the planner handle Refs, which are names with shapes and no memory. Once the plan is laid out, every
+argument of every call becomes a Tensor (read) or an Output (written); backends see only those two. One value may be
+stored in several forms at once (bf16 value, quantized row-major, quantized transposed, column sums); a consumer names
+the form it reads, and an Output writes all forms that somebody reads, each a function of the value *as rounded to the
+slot's dtype*, so that a copy made now and a copy made again later have the same bits.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field, replace
+
+import ml_dtypes
+import numpy as np
+
+DTYPES: dict[str, np.dtype] = {
+    "fp64": np.dtype(np.float64),
+    "fp32": np.dtype(np.float32),
+    "fp16": np.dtype(np.float16),
+    "bf16": np.dtype(ml_dtypes.bfloat16),
+    "e4m3": np.dtype(ml_dtypes.float8_e4m3fn),
+    "e5m2": np.dtype(ml_dtypes.float8_e5m2),
+    "int32": np.dtype(np.int32),
+    "uint8": np.dtype(np.uint8),
+}
+LARGEST = {"e4m3": 448.0, "e5m2": 57344.0}  # finite limits of the fp8 formats (OCP 8-bit floating point, 2023)
+COLSUM_ROWS = 256  # a partial column sum covers this many consecutive rows
+
+
+@dataclass(frozen=True)
+class Form:
+    """A representation of a slot. `layout`: row (as is), col (2-D transpose: last axis first), colsum (partial sums).
+
+    `scaling`: None (plain cast), "delayed" (scale from earlier steps, kept in a persistent cell) or "current" (scale
+    from this very value). Row and col copies of one dtype and scaling share one scale.
+    """
+
+    dtype: str
+    layout: str = "row"
+    scaling: str | None = None
+
+    @property
+    def key(self) -> str:
+        """Short unique name, as used in storage names: `e4m3/col/delayed`."""
+        return "/".join(filter(None, (self.dtype, self.layout, self.scaling)))
+
+
+COLSUM = Form("fp32", "colsum")
+
+
+@dataclass(frozen=True)
+class Slot:
+    """A named intermediate of a sublayer: `dtype` is "act" (the model dtype), "stat" (fp32) or "int32".
+
+    A slot is dropped after forward, and computed again in backward, when one of its `roles` is recomputed.
+    """
+
+    name: str
+    shape: tuple[int, ...]
+    roles: tuple[str, ...] = ()
+    dtype: str = "act"
+
+
+@dataclass(frozen=True)
+class Ref:
+    """A name for a tensor, in one form, without memory: what block code passes to ops.
+
+    `space` says which store owns it: activation, weight, master, grad, m, v, cell, batch or const.
+    `rows` (start, count) is a slice of the flattened leading axes, for work done in chunks.
+    """
+
+    name: str
+    space: str
+    shape: tuple[int, ...]
+    dtype: str
+    layer: int | None = None
+    roles: tuple[str, ...] = ()
+    form: Form | None = None
+    rows: tuple[int, int] | None = None
+
+    def as_form(self, form: Form) -> Ref:
+        """This tensor as stored in `form`; a plain row form of the slot's own dtype is the value itself."""
+        own = form.layout == "row" and form.scaling is None and form.dtype == self.dtype
+        return replace(self, form=None if own else form)
+
+    def chunk(self, start: int, count: int) -> Ref:
+        """Rows [start, start + count) of this tensor seen as (rows, last axis)."""
+        return replace(self, rows=(start, count), shape=(count, self.shape[-1]))
+
+    def flat(self, start: int, count: int) -> Ref:
+        """Elements [start, start + count) of this tensor seen as one axis (of a per-token tensor)."""
+        return replace(self, rows=(start, count), shape=(count,))
+
+
+def stored_shape(shape: tuple[int, ...], form: Form | None) -> tuple[int, ...]:
+    """Shape of the bytes of a tensor of logical `shape` in `form`."""
+    if form is None or form.layout == "row":
+        return shape
+    rows, columns = int(np.prod(shape[:-1])), shape[-1]
+    return (columns, rows) if form.layout == "col" else (-(-rows // COLSUM_ROWS), columns)
+
+
+@dataclass(eq=False)
+class Tensor:
+    """Bytes that an op reads: `array` has the stored shape, `shape` is the logical one, `scale` (1,) dequantises."""
+
+    name: str
+    array: np.ndarray
+    shape: tuple[int, ...]
+    form: Form | None = None
+    scale: np.ndarray | None = None
+
+    def read(self) -> np.ndarray:
+        """The logical tensor in f32 (f64 if stored so; integers as they are), dequantised; (parts, N) for colsum.
+
+        May be a view of the storage: an op computes everything before it writes anything.
+        """
+        array = self.array
+        if array.dtype.kind not in "iu" and array.dtype not in (np.float32, np.float64):
+            array = array.astype(np.float32)
+        if self.scale is not None:
+            array = array * self.scale
+        if self.form is not None and self.form.layout == "col":
+            array = array.T.reshape(self.shape)
+        return array
+
+
+@dataclass(eq=False)
+class Output:
+    """Bytes that an op writes: one Tensor per wanted form, none if nobody reads the result.
+
+    `dtype` is the slot's: every form is made from the value rounded to it. With `accumulate` the value is added to
+    what is there. `amax` (1,) collects the largest magnitude for delayed scaling, where statistics are wanted.
+    """
+
+    name: str
+    shape: tuple[int, ...]
+    dtype: str
+    tensors: tuple[Tensor, ...]
+    accumulate: bool = False
+    amax: dict[str, np.ndarray] = field(default_factory=dict)  # by the dtype of the quantized form
+
+    @property
+    def wanted(self) -> bool:
+        """Whether anybody reads the result; an op skips the work of an unwanted output."""
+        return bool(self.tensors)
+
+    def write(self, value: np.ndarray) -> None:
+        """Rounds `value` (logical shape, f32 or f64) to the slot's dtype and stores every wanted form."""
+        if not self.tensors:
+            return
+        if self.accumulate:
+            (target,) = self.tensors
+            value = target.read() + value
+        rounded = round_to(value, self.dtype)
+        wide = rounded if rounded.dtype in (np.float32, np.float64) else None
+        for target in self.tensors:
+            if target.form is None:
+                target.array[...] = rounded.reshape(target.array.shape)
+                continue
+            if wide is None:
+                wide = rounded if rounded.dtype.kind in "iu" else rounded.astype(np.float32)
+            target.array[...] = to_form(wide, target.form, target.scale)
+        for cell in self.amax.values():
+            assert wide is not None
+            cell[...] = np.maximum(cell, np.abs(wide).max(initial=0.0))
+
+
+def round_to(value: np.ndarray, dtype: str) -> np.ndarray:
+    """`value` rounded to nearest even in the storage type `dtype` (no saturation: bf16 overflows to infinity)."""
+    return np.asarray(value).astype(DTYPES[dtype], copy=False)
+
+
+def to_form(value: np.ndarray, form: Form, scale: np.ndarray | None) -> np.ndarray:
+    """`value` (f32, already rounded to its slot's dtype) as the bytes of `form`, in the stored shape.
+
+    A scaled copy is sat(value * (1 / scale)) rounded to nearest even, with one f32 reciprocal per scale; values beyond
+    the format saturate at its largest finite number, and NaN stays NaN.
+    """
+    columns = value.shape[-1]
+    if form.layout == "colsum":
+        starts = np.arange(0, value.size // columns, COLSUM_ROWS)
+        return np.add.reduceat(value.reshape(-1, columns), starts, axis=0)
+    if form.dtype in LARGEST:
+        assert scale is not None
+        limit = np.float32(LARGEST[form.dtype])
+        value = np.clip(value * (np.float32(1) / scale), -limit, limit)
+    stored = value.astype(DTYPES[form.dtype])
+    return stored.reshape(-1, columns).T if form.layout == "col" else stored
