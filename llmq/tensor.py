@@ -9,6 +9,7 @@ slot's dtype*, so that a copy made now and a copy made again later have the same
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, field, replace
 
 import ml_dtypes
@@ -66,8 +67,9 @@ class Slot:
 class Ref:
     """A name for a tensor, in one form, without memory: what block code passes to ops.
 
-    `space` says which store owns it: activation, weight, master, grad, m, v, cell, batch or const.
-    `rows` (start, count) is a slice of the flattened leading axes, for work done in chunks.
+    `space` says which store owns it: activation, weight, master, grad, m, v, sum, cell, batch, const or scale.
+    `span` (offset, size) in elements is a contiguous piece of the value, for work done in chunks; `shape` is then the
+    piece's. `again` marks the second life of an intermediate, after it was dropped and computed anew in backward.
     """
 
     name: str
@@ -77,7 +79,8 @@ class Ref:
     layer: int | None = None
     roles: tuple[str, ...] = ()
     form: Form | None = None
-    rows: tuple[int, int] | None = None
+    span: tuple[int, int] | None = None
+    again: bool = False
 
     def as_form(self, form: Form) -> Ref:
         """This tensor as stored in `form`; a plain row form of the slot's own dtype is the value itself."""
@@ -86,18 +89,24 @@ class Ref:
 
     def chunk(self, start: int, count: int) -> Ref:
         """Rows [start, start + count) of this tensor seen as (rows, last axis)."""
-        return replace(self, rows=(start, count), shape=(count, self.shape[-1]))
+        width = self.shape[-1]
+        return replace(self, span=(start * width, count * width), shape=(count, width))
 
     def flat(self, start: int, count: int) -> Ref:
-        """Elements [start, start + count) of this tensor seen as one axis (of a per-token tensor)."""
-        return replace(self, rows=(start, count), shape=(count,))
+        """Elements [start, start + count) of this tensor seen as one axis."""
+        return replace(self, span=(start, count), shape=(count,))
+
+    def batch(self, start: int, count: int) -> Ref:
+        """Entries [start, start + count) along the first axis."""
+        size = math.prod(self.shape[1:])
+        return replace(self, span=(start * size, count * size), shape=(count, *self.shape[1:]))
 
 
 def stored_shape(shape: tuple[int, ...], form: Form | None) -> tuple[int, ...]:
     """Shape of the bytes of a tensor of logical `shape` in `form`."""
     if form is None or form.layout == "row":
         return shape
-    rows, columns = int(np.prod(shape[:-1])), shape[-1]
+    rows, columns = math.prod(shape[:-1]), shape[-1]
     return (columns, rows) if form.layout == "col" else (-(-rows // COLSUM_ROWS), columns)
 
 

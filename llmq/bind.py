@@ -1,0 +1,75 @@
+"""Programs bound to memory and a backend: every step becomes one call with nothing left to decide."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from functools import partial
+
+import numpy as np
+
+from llmq.arena import HostMemory, stored_dtype
+from llmq.plan.plan import Plan
+from llmq.plan.program import Operand, Program, Result
+from llmq.tensor import Output, Tensor, stored_shape
+
+Op = Callable[..., None]
+
+
+def bind(plan: Plan, name: str, memory: HostMemory, ops: Mapping[str, Op], *, poison: bool) -> list[Callable[[], None]]:
+    """The calls of a program, in order. With `poison`, activations are filled with 0xFF bytes (NaN in every float
+    format) before their first write and after their last read."""
+    binder = _Binder(plan, plan.programs[name], memory)
+    calls: list[Callable[[], None]] = []
+    for index, step in enumerate(binder.program.steps):
+        if poison:
+            calls += [partial(binder.bytes_of(storage).fill, 0xFF) for storage in binder.program.births.get(index, ())]
+        outputs = [None if result is None else binder.output(result) for result in step.outputs]
+        inputs = [None if operand is None else binder.tensor(operand) for operand in step.inputs]
+        calls.append(partial(ops[step.op], *outputs, *inputs, **step.numbers))
+        if poison:
+            calls += [partial(binder.bytes_of(storage).fill, 0xFF) for storage in binder.program.deaths.get(index, ())]
+    return calls
+
+
+class _Binder:
+    def __init__(self, plan: Plan, program: Program, memory: HostMemory) -> None:
+        self.program, self._plan, self._memory = program, plan, memory
+        self._cells = {f"scale:{cell}": index for index, cell in enumerate(plan.scales)}
+
+    def bytes_of(self, storage: str) -> np.ndarray:
+        place = self.program.places[storage]
+        return self._memory.place(place.offset, place.size)
+
+    def output(self, result: Result) -> Output:
+        tensors = tuple(self.tensor(operand) for operand in result.operands)
+        amax = {cell: self._cell("scale:amax", self._cells[f"scale:{cell}"]) for cell in result.amax}
+        return Output(result.ref.name, result.ref.shape, result.ref.dtype, tensors, result.accumulate, amax)
+
+    def tensor(self, operand: Operand) -> Tensor:
+        scale = None if operand.scale is None else self._scale(operand.scale)
+        return Tensor(operand.storage, self._array(operand), operand.ref.shape, operand.ref.form, scale)
+
+    def _scale(self, name: str) -> np.ndarray:
+        if name in self._cells:
+            return self._cell("scale:scales", self._cells[name])
+        if name in self.program.places:
+            return self.bytes_of(name)[:4].view(np.float32)
+        return self._memory.array(name)
+
+    def _cell(self, vector: str, index: int) -> np.ndarray:
+        return self._memory.array(vector)[index : index + 1]
+
+    def _array(self, operand: Operand) -> np.ndarray:
+        ref = operand.ref
+        if operand.storage in self.program.places:
+            dtype = stored_dtype(ref)
+            whole = self.bytes_of(operand.storage)
+            whole = whole[: whole.size // dtype.itemsize * dtype.itemsize].view(dtype)
+        else:
+            whole = self._memory.array(operand.storage)
+        if ref.span is None:
+            shape = stored_shape(ref.shape, ref.form)
+            return whole.reshape(-1)[: int(np.prod(shape))].reshape(shape)
+        start, size = ref.span
+        assert ref.form is None or ref.form.layout == "row", f"{operand.storage}: pieces of {ref.form} are not laid out"
+        return whole.reshape(-1)[start : start + size].reshape(ref.shape)

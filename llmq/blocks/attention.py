@@ -1,0 +1,135 @@
+"""Attention sublayer: norm, packed q-k-v projection, rotary (with or without qk-norm), an attention core, projection.
+
+Two parts vary between models and are objects, so that the sublayer stays a straight line: the *rotary* (what happens
+to q and k before attention) and the *core* (which keys a query sees).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from llmq.tensor import Slot
+
+
+@dataclass(frozen=True)
+class Heads:
+    """Head counts: q heads, then k heads, then v heads lie side by side in the packed qkv (B,T,(Hq+2Hkv)*Hd)."""
+
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+
+    @property
+    def numbers(self) -> dict[str, int]:
+        """The counts as the keyword numbers of ops."""
+        return {"num_heads": self.num_heads, "num_kv_heads": self.num_kv_heads}
+
+    @property
+    def packed(self) -> int:
+        """Width of the packed qkv."""
+        return (self.num_heads + 2 * self.num_kv_heads) * self.head_dim
+
+
+class Rotary:
+    """rot = rope(qkv) on q and k heads (Su et al., 2021)."""
+
+    def __init__(self, heads: Heads) -> None:
+        self.heads = heads
+
+    def slots(self, b: int, t: int) -> tuple[Slot, ...]:
+        """Intermediates for a batch of b sequences of t tokens."""
+        return (Slot("rot", (b, t, self.heads.packed), ("qkv",)),)
+
+    def forward(self, ops: Any, a: Any, w: Any) -> None:
+        """a.rot <- a.qkv."""
+        ops.rope_forward(a.rot, a.qkv, a.const.rope, a.batch.positions, **self.heads.numbers)
+
+    def backward(self, ops: Any, a: Any, d: Any, w: Any, dw: Any) -> None:
+        """d.qkv <- d.rot."""
+        ops.rope_backward(d.qkv, d.rot, a.const.rope, a.batch.positions, **self.heads.numbers)
+
+
+class NormedRotary:
+    """rot = rope(rmsnorm per head(qkv)) on q and k heads (Qwen3)."""
+
+    def __init__(self, heads: Heads, eps: float) -> None:
+        self.heads, self.eps = heads, eps
+
+    def slots(self, b: int, t: int) -> tuple[Slot, ...]:
+        """Intermediates for a batch of b sequences of t tokens."""
+        h = self.heads
+        return (
+            Slot("normed", (b, t, h.packed), ("qkv",)),
+            Slot("qk_rstd", (b, t, h.num_heads + h.num_kv_heads), ("qkv",), "stat"),
+            Slot("rot", (b, t, h.packed), ("qkv", "norm")),
+        )
+
+    def forward(self, ops: Any, a: Any, w: Any) -> None:
+        """a.rot <- a.qkv."""
+        ops.qk_norm_forward(a.normed, a.qk_rstd, a.qkv, w.q_norm, w.k_norm, eps=self.eps, **self.heads.numbers)
+        ops.rope_forward(a.rot, a.normed, a.const.rope, a.batch.positions, **self.heads.numbers)
+
+    def backward(self, ops: Any, a: Any, d: Any, w: Any, dw: Any) -> None:
+        """d.qkv, dw <- d.rot."""
+        ops.rope_backward(d.normed, d.rot, a.const.rope, a.batch.positions, **self.heads.numbers)
+        qk = (a.qkv, w.q_norm, w.k_norm, a.qk_rstd)
+        ops.qk_norm_backward(d.qkv, dw.q_norm, dw.k_norm, d.normed, *qk, **self.heads.numbers)
+
+
+class DenseCore:
+    """Causal attention within each sequence, whole or in a sliding window; backward in `chunks` pieces of the batch."""
+
+    def __init__(self, heads: Heads, window: int | None, chunks: int) -> None:
+        self.numbers = {**heads.numbers, "window": window, "softmax_scale": heads.head_dim**-0.5}
+        self.chunks = chunks
+
+    def forward(self, ops: Any, a: Any) -> None:
+        """a.att (B,T,Hq*Hd), a.lse (B,Hq,T) <- a.rot."""
+        ops.attention_forward(a.att, a.lse, a.rot, **self.numbers)
+
+    def backward(self, ops: Any, a: Any, d: Any) -> None:
+        """d.rot <- d.att."""
+        count = a.att.shape[0] // self.chunks
+        for start in range(0, a.att.shape[0], count):
+            parts = (ref.batch(start, count) for ref in (d.rot, d.att, a.rot, a.att, a.lse))
+            ops.attention_backward(*parts, **self.numbers)
+
+
+class Attention:
+    """out = res + W_o core(rotary(W_qkv rmsnorm(res) + b)).
+
+    res, x, out (B,T,C); qkv, rot (B,T,(Hq+2Hkv)*Hd); att (B,T,Hq*Hd); lse (B,Hq,T); rstd (B,T).
+    """
+
+    def __init__(self, hidden_size: int, heads: Heads, eps: float, qkv: Any, o: Any, rotary: Any, core: Any) -> None:
+        self.c, self.heads, self.eps = hidden_size, heads, eps
+        self.qkv, self.o, self.rotary, self.core = qkv, o, rotary, core
+
+    def slots(self, b: int, t: int) -> tuple[Slot, ...]:
+        """Intermediates for a batch of b sequences of t tokens."""
+        h = self.heads
+        return (
+            Slot("x", (b, t, self.c), ("norm",)),
+            Slot("rstd", (b, t), ("block",), "stat"),
+            Slot("qkv", (b, t, h.packed), ("qkv",)),
+            *self.rotary.slots(b, t),
+            Slot("att", (b, t, h.num_heads * h.head_dim), ("att",)),
+            Slot("lse", (b, h.num_heads, t), ("att",), "stat"),
+        )
+
+    def forward(self, ops: Any, a: Any, w: Any) -> None:
+        """a.out <- a.res."""
+        ops.rmsnorm_forward(a.x, a.rstd, a.res, w.norm, eps=self.eps)
+        self.qkv.forward(ops, a, a.qkv, a.x, w.qkv)
+        self.rotary.forward(ops, a, w)
+        self.core.forward(ops, a)
+        self.o.forward(ops, a, a.out, a.att, w.o, residual=a.res)
+
+    def backward(self, ops: Any, a: Any, d: Any, w: Any, dw: Any) -> None:
+        """d.res, dw <- d.out."""
+        self.o.backward(ops, a, d, d.att, dw.o, d.out, a.att, w.o)
+        self.core.backward(ops, a, d)
+        self.rotary.backward(ops, a, d, w, dw)
+        self.qkv.backward(ops, a, d, d.x, dw.qkv, d.qkv, a.x, w.qkv)
+        ops.rmsnorm_backward(d.res, dw.norm, d.x, d.out, a.res, w.norm, a.rstd)

@@ -1,0 +1,62 @@
+"""The head: final norm, logits and loss in chunks of tokens, so that the logits of a micro-batch never exist at once."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from llmq.tensor import Slot
+
+
+class Head:
+    """loss = cross entropy(W rmsnorm(res)), with its gradient made in the same pass over each chunk.
+
+    res, x (B,T,C); loss (B,T) per token; logits of chunk i (B*T/chunks, Vp).
+    """
+
+    def __init__(
+        self, hidden_size: int, vocab_size: int, padded_vocab: int, eps: float, chunks: int, z_loss: float, site: Any
+    ) -> None:
+        self.c, self.vp, self.eps, self.chunks, self.site = hidden_size, padded_vocab, eps, chunks, site
+        self.numbers = {"vocab_size": vocab_size, "z_loss": z_loss}
+
+    def slots(self, b: int, t: int) -> tuple[Slot, ...]:
+        """Intermediates for a batch of b sequences of t tokens."""
+        logits = (b * t // self.chunks, self.vp)
+        return (
+            Slot("x", (b, t, self.c)),
+            Slot("rstd", (b, t), (), "stat"),
+            Slot("loss", (b, t), (), "stat"),
+            *(Slot(f"logits{i}", logits) for i in range(self.chunks)),
+            Slot("last", (b, 1, self.c)),
+        )
+
+    def train(self, ops: Any, a: Any, d: Any, w: Any, dw: Any) -> None:
+        """d.res, dw and the step's loss and token count <- a.res, a.batch.targets."""
+        ops.rmsnorm_forward(a.x, a.rstd, a.res, w.norm, eps=self.eps)
+        for i, start, count in self._chunks(a):
+            logits, d_logits, x = a[f"logits{i}"], d[f"logits{i}"], a.x.chunk(start, count)
+            targets = a.batch.targets.flat(start, count)
+            self.site.forward(ops, a, logits, x, w)
+            ops.cross_entropy(d_logits, a.loss.flat(start, count), logits, targets, **self.numbers)
+            self.site.backward(ops, a, d, d.x.chunk(start, count), dw, d_logits, x, w)
+        ops.loss_sum(a.total.loss, a.total.tokens, a.loss, a.batch.targets)
+        ops.rmsnorm_backward(d.res, dw.norm, d.x, None, a.res, w.norm, a.rstd)
+
+    def evaluate(self, ops: Any, a: Any, d: Any, w: Any) -> None:
+        """The batch's loss and token count <- a.res, a.batch.targets; no gradient."""
+        ops.rmsnorm_forward(a.x, a.rstd, a.res, w.norm, eps=self.eps)
+        for i, start, count in self._chunks(a):
+            logits, targets = a[f"logits{i}"], a.batch.targets.flat(start, count)
+            self.site.forward(ops, a, logits, a.x.chunk(start, count), w)
+            ops.cross_entropy(d[f"logits{i}"], a.loss.flat(start, count), logits, targets, **self.numbers)
+        ops.loss_sum(a.total.loss, a.total.tokens, a.loss, a.batch.targets)
+
+    def generate(self, ops: Any, a: Any, w: Any) -> None:
+        """a.total.logits (B,1,Vp) of the token at a.batch.index (B,) in each sequence <- a.res."""
+        ops.rmsnorm_forward(a.x, a.rstd, a.res, w.norm, eps=self.eps)
+        ops.gather_rows(a.last, a.x, a.batch.index)
+        self.site.forward(ops, a, a.total.logits, a.last, w)
+
+    def _chunks(self, a: Any) -> list[tuple[int, int, int]]:
+        count = a.loss.shape[0] * a.loss.shape[1] // self.chunks
+        return [(i, i * count, count) for i in range(self.chunks)]

@@ -1,0 +1,41 @@
+"""Gated feed-forward sublayer (SwiGLU; Shazeer, 2020)."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from llmq.tensor import Slot
+
+
+class Mlp:
+    """out = res + down(silu(gate) * up), (gate, up) = W_up rmsnorm(res).
+
+    res, x, out (B,T,C); gate_up (B,T,2F), gate first; act (B,T,F); rstd (B,T).
+    """
+
+    def __init__(self, hidden_size: int, intermediate_size: int, eps: float, up: Any, down: Any) -> None:
+        self.c, self.f, self.eps = hidden_size, intermediate_size, eps
+        self.up, self.down = up, down
+
+    def slots(self, b: int, t: int) -> tuple[Slot, ...]:
+        """Intermediates for a batch of b sequences of t tokens."""
+        return (
+            Slot("x", (b, t, self.c), ("norm",)),
+            Slot("rstd", (b, t), ("block",), "stat"),
+            Slot("gate_up", (b, t, 2 * self.f), ("ffn",)),
+            Slot("act", (b, t, self.f), ("swiglu",)),
+        )
+
+    def forward(self, ops: Any, a: Any, w: Any) -> None:
+        """a.out <- a.res."""
+        ops.rmsnorm_forward(a.x, a.rstd, a.res, w.norm, eps=self.eps)
+        self.up.forward(ops, a, a.gate_up, a.x, w.up)
+        ops.swiglu_forward(a.act, a.gate_up)
+        self.down.forward(ops, a, a.out, a.act, w.down, residual=a.res)
+
+    def backward(self, ops: Any, a: Any, d: Any, w: Any, dw: Any) -> None:
+        """d.res, dw <- d.out."""
+        self.down.backward(ops, a, d, d.act, dw.down, d.out, a.act, w.down)
+        ops.swiglu_backward(d.gate_up, d.act, a.gate_up)
+        self.up.backward(ops, a, d, d.x, dw.up, d.gate_up, a.x, w.up)
+        ops.rmsnorm_backward(d.res, dw.norm, d.x, d.out, a.res, w.norm, a.rstd)

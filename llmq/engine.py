@@ -1,0 +1,180 @@
+"""A plan made flesh: memory allocated, programs bound to a backend, and the few things a training loop asks of them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass
+
+import numpy as np
+
+from llmq.arena import HostMemory
+from llmq.bind import Op, bind
+from llmq.plan.plan import Plan
+from llmq.rope import rope_table
+from llmq.rows import Row
+
+WARM_UP_PASSES = 8  # fp8 scales settle in about as many passes as a layer has matmuls in a chain
+SETTLED = 0.05  # relative change of every scale between two passes
+
+
+@dataclass(frozen=True)
+class StepResult:
+    """A finished optimizer step: mean loss per trained token, norm of its gradient, whether it was applied."""
+
+    loss: float
+    norm: float
+    num_tokens: int
+    applied: bool
+
+
+class Engine:
+    """Runs the programs of a plan. All arrays passed in and out are on the host.
+
+    `wrap(name, function) -> function` may be put around every op (timing, checking); `poison` fills activations with
+    NaN before their first write and after their last read.
+    """
+
+    def __init__(
+        self,
+        plan: Plan,
+        backend: Mapping[str, Op],
+        *,
+        wrap: Callable[[str, Op], Op] | None = None,
+        poison: bool = False,
+    ) -> None:
+        self.plan = plan
+        self._memory = HostMemory(plan.persistent, plan.activation_bytes)
+        self._ops = {name: wrap(name, op) for name, op in backend.items()} if wrap else dict(backend)
+        self._poison = poison
+        self._programs: dict[str, list[Callable[[], None]]] = {}
+        self._rows = {row.name: row for row in plan.rows}
+        self._fill_constants()
+
+    # parameters
+
+    def load(self, parameters: Iterable[tuple[Row, np.ndarray]]) -> None:
+        """Sets masters from whole parameters (padded, any float dtype) and makes all copies; moments become zero."""
+        missing = set(self._rows)
+        for row, values in parameters:
+            self._memory.write(self._state(row.name, "master"), values)
+            missing.discard(row.name)
+        assert not missing, f"parameters not given: {sorted(missing)}"
+        for row in self.plan.rows:
+            for space in ("m", "v"):
+                self._memory.fill(self._state(row.name, space), 0)
+        self.run("publish")
+
+    def parameter(self, name: str) -> np.ndarray:
+        """Master of a parameter, padded, in its own dtype (a copy)."""
+        return self._memory.read(self._state(name, "master"))
+
+    def gradient(self, name: str) -> np.ndarray:
+        """Gradient of a parameter as accumulated since the step began: a sum over trained tokens (a copy)."""
+        return self._memory.read(f"grad:{name}")
+
+    # training
+
+    def micro_step(self, tokens: np.ndarray, targets: np.ndarray, *, first: bool) -> None:
+        """Forward and backward of one micro-batch, (B,T) int32 each; target -100 is not trained.
+
+        The first micro-step of an optimizer step overwrites gradients and sums, the others add.
+        """
+        self._set_batch(tokens, targets)
+        self.run("first" if first else "next")
+
+    def update(self, step: int, learning_rate: float) -> StepResult:
+        """The optimizer step number `step`, counted from 1. Nothing changes if loss or gradient is not finite."""
+        self._memory.fill("cell:step", step)
+        self._memory.fill("cell:learning_rate", learning_rate)
+        self.run("update")
+        loss, tokens, norm, applied = (
+            float(self._memory.read(name)[0]) for name in ("sum:loss", "sum:tokens", "cell:norm", "cell:apply")
+        )
+        return StepResult(loss / max(tokens, 1.0), norm, int(tokens), applied != 0)
+
+    @property
+    def needs_warm_up(self) -> bool:
+        """Whether delayed scales exist, which a first batch has to set."""
+        return bool(self.plan.scales)
+
+    def warm_up(self, tokens: np.ndarray, targets: np.ndarray) -> int:
+        """Repeats a micro-batch without updating until no scale changes any more; returns the passes it took."""
+        for count in range(1, WARM_UP_PASSES + 1):
+            before = self._memory.read("scale:scales")
+            self.run("publish_counted")
+            self.micro_step(tokens, targets, first=True)
+            amax = self._memory.read("scale:amax")
+            self._memory.fill("scale:history", 0)
+            self.run("calibrate")
+            after = self._memory.read("scale:scales")
+            self.run("publish")
+            if amax.all() and np.all(np.abs(after - before) <= SETTLED * before):
+                return count
+        return WARM_UP_PASSES
+
+    # reading
+
+    def evaluate(self, tokens: np.ndarray, targets: np.ndarray) -> tuple[float, int]:
+        """Sum of losses and number of trained tokens of a batch, (B,T) int32 each."""
+        self._set_batch(tokens, targets)
+        self.run("evaluate")
+        loss, count = (self._memory.read(f"sum:evaluate.{name}")[0] for name in ("loss", "tokens"))
+        return float(loss), int(count)
+
+    def next_logits(self, tokens: np.ndarray) -> np.ndarray:
+        """Logits (V,) f32 of the token after `tokens` (n,), of which the last seq_len are read."""
+        tokens = np.asarray(tokens, np.int32)[-self.plan.seq_len :]
+        padded = np.zeros((1, self.plan.seq_len), np.int32)
+        padded[0, : tokens.size] = tokens
+        self._memory.write("batch:prompt.tokens", padded)
+        self._memory.fill("batch:prompt.index", tokens.size - 1)
+        self.run("generate")
+        logits = self._memory.read("cell:logits").reshape(-1)[: self.plan.config.vocab_size]
+        return logits if logits.dtype == np.float64 else logits.astype(np.float32)
+
+    # state
+
+    def state_refs(self) -> list[str]:
+        """Storages that a checkpoint holds: masters, moments, and the state of delayed scales."""
+        names = [self._state(row.name, space) for row in self.plan.rows for space in ("master", "m", "v")]
+        scales = [name for name, ref in self.plan.persistent.items() if ref.space == "scale"]
+        return names + sorted(scales)
+
+    def state(self) -> Iterator[tuple[str, np.ndarray]]:
+        """Name and host copy of everything that a bit-exact resume needs, one at a time."""
+        for name in self.state_refs():
+            yield name, self._memory.read(name)
+
+    def restore(self, read: Callable[[str], np.ndarray]) -> None:
+        """Sets the state from `read(name)` and makes all copies of the weights."""
+        for name in self.state_refs():
+            self._memory.write(name, read(name))
+        self.run("publish")
+
+    def run(self, name: str) -> None:
+        """Runs a program of the plan by name; it is bound on first use."""
+        if name not in self._programs:
+            self._programs[name] = bind(self.plan, name, self._memory, self._ops, poison=self._poison)
+        for call in self._programs[name]:
+            call()
+
+    def _state(self, name: str, space: str) -> str:
+        return f"{space}:{name}"
+
+    def _set_batch(self, tokens: np.ndarray, targets: np.ndarray) -> None:
+        self._memory.write("batch:batch.tokens", tokens)
+        self._memory.write("batch:batch.targets", targets)
+
+    def _fill_constants(self) -> None:
+        plan, memory = self.plan, self._memory
+        table = rope_table(plan.config.rope, plan.config.head_dim, plan.seq_len)
+        memory.write("const:rope", table)
+        for prefix in ("batch:batch", "batch:prompt"):
+            positions = plan.persistent[f"{prefix}.positions"].shape
+            memory.write(f"{prefix}.positions", np.broadcast_to(np.arange(plan.seq_len), positions))
+        for name, ref in plan.persistent.items():
+            if ref.space == "scale":
+                memory.fill(name, 1 if ref.shape == (1,) or ref.name == "scales" else 0)
+        if plan.scales:
+            memory.write("scale:limits", np.array(plan.limits))
+            memory.fill("cell:always", 1)

@@ -1,0 +1,94 @@
+"""The update at the end of a step: global norm, scales, AdamW, and the weights' copies for the next step.
+
+Gradients are sums over the tokens of the step; one device number, clip factor over token count, is read by `adamw`
+beside a flag `apply`, so that a non-finite step is a no-op without the host being asked.
+"""
+
+from __future__ import annotations
+
+import zlib
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from llmq.options import OptimizerOptions
+from llmq.rows import Row
+from llmq.tensor import Ref
+
+
+@dataclass(frozen=True)
+class Hyperparameters:
+    """AdamW's constants (Loshchilov and Hutter, 2019) and the gradient clip on the norm; 0 is no clip."""
+
+    beta_1: float = 0.9
+    beta_2: float = 0.95
+    epsilon: float = 1e-8
+    weight_decay: float = 0.1
+    grad_clip: float = 1.0
+    z_loss: float = 0.0
+
+
+def resolve(options: OptimizerOptions) -> Hyperparameters:
+    """The options as the engine's constants."""
+    return Hyperparameters(
+        options.beta_1,
+        options.beta_2,
+        options.adam_epsilon,
+        options.weight_decay,
+        options.grad_clip,
+        options.z_loss,
+    )
+
+
+def stream(row: Row) -> int:
+    """The number that addresses a parameter's random bits: a hash of its name, so that order does not matter."""
+    return zlib.crc32(row.name.encode())
+
+
+def update(
+    ops: Any,
+    rows: Mapping[str, Row],
+    weights: Mapping[str, Ref],
+    grads: Mapping[str, Ref],
+    moments: Mapping[str, Mapping[str, Ref]],
+    cells: Mapping[str, Ref],
+    hyper: Hyperparameters,
+    seed: int,
+) -> None:
+    """Every master, m and v, and all copies of the weights <- gradients.
+
+    Scales change first: a weight copy written here and its scale stay together until the next update.
+    """
+    for index, grad in enumerate(grads.values()):
+        ops.sum_squares(cells["partials"].flat(index, 1), grad)
+    sums = (cells["partials"], cells["loss"], cells["tokens"])
+    ops.grad_scale(cells["norm"], cells["grad_scale"], cells["apply"], *sums, grad_clip=hyper.grad_clip)
+    update_scales(ops, cells, cells["apply"])
+    for name, grad in grads.items():
+        state = [moments[name][space] for space in ("master", "m", "v")]
+        scalars = (cells["grad_scale"], cells["apply"], cells["learning_rate"], cells["step"])
+        ops.adamw(
+            *state,
+            weights[name],
+            *state,
+            grad,
+            *scalars,
+            beta_1=hyper.beta_1,
+            beta_2=hyper.beta_2,
+            epsilon=hyper.epsilon,
+            weight_decay=hyper.weight_decay if rows[name].decay else 0.0,
+            seed=seed,
+            stream=stream(rows[name]),
+        )
+
+
+def update_scales(ops: Any, cells: Mapping[str, Ref], apply: Ref) -> None:
+    """New scales <- the amax of the step and its history; nothing is called in a run without delayed scales."""
+    state = [cells.get(name) for name in ("scales", "history", "amax")]
+    ops.scale_update(*state, *state, cells.get("limits"), apply)
+
+
+def publish(ops: Any, weights: Mapping[str, Ref], moments: Mapping[str, Mapping[str, Ref]]) -> None:
+    """All copies of the weights <- masters, as after loading."""
+    for name, ref in weights.items():
+        ops.cast(ref, moments[name]["master"])

@@ -1,0 +1,29 @@
+"""Model shape and precision made into sublayers and sites: the only place where one is chosen over another."""
+
+from __future__ import annotations
+
+from llmq.blocks.attention import Attention, DenseCore, Heads, NormedRotary, Rotary
+from llmq.blocks.embed import Embed
+from llmq.blocks.head import Head
+from llmq.blocks.mlp import Mlp
+from llmq.config import ModelConfig
+from llmq.model import Block, Model
+from llmq.plan.memory import Memory
+from llmq.plan.precision import Precision
+from llmq.rows import padded_vocab
+
+
+def build_model(config: ModelConfig, precision: Precision, memory: Memory, z_loss: float) -> Model:
+    """The objects whose forward and backward are recorded."""
+    c, eps = config.hidden_size, config.rms_norm_eps
+    heads = Heads(config.num_heads, config.num_kv_heads, config.head_dim)
+    rotary = NormedRotary(heads, eps) if config.qk_norm else Rotary(heads)
+    blocks = []
+    for layer in range(config.num_layers):
+        core = DenseCore(heads, config.window(layer), memory.attention_chunks)
+        attention = Attention(c, heads, eps, precision.block_site(), precision.block_site(), rotary, core)
+        mlp = Mlp(c, config.intermediate_size, eps, precision.block_site(), precision.block_site())
+        blocks.append(Block(attention, mlp))
+    padded = padded_vocab(config)
+    head = Head(c, config.vocab_size, padded, eps, memory.head_chunks, z_loss, precision.head_site())
+    return Model(Embed(), tuple(blocks), head)

@@ -1,0 +1,42 @@
+"""Memory options made into roles to recompute and numbers of chunks."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from llmq.errors import UsageError
+from llmq.options import MemoryOptions
+from llmq.plan.recompute import ROLES
+
+LOGITS_BYTES = 2**30  # automatic head chunks keep the logits of a chunk below this
+
+
+@dataclass(frozen=True)
+class Memory:
+    """Resolved: recompute flags that are on, chunks of the head and of the attention backward."""
+
+    flags: tuple[str, ...] = ()
+    head_chunks: int = 1
+    attention_chunks: int = 1
+
+    @property
+    def roles(self) -> frozenset[str]:
+        """Roles of the slots that are recomputed."""
+        return frozenset().union(*(ROLES[flag] for flag in self.flags))
+
+
+def resolve(options: MemoryOptions, b: int, t: int, padded_vocab: int, logit_bytes: int) -> Memory:
+    """Checks the chunk counts against the batch; UsageError where they do not divide it."""
+    flags = tuple(flag for flag in ROLES if getattr(options, flag))
+    tokens, problems = b * t, []
+    head = options.lmhead_chunks
+    if head == 0:
+        head = next(n for n in range(1, tokens + 1) if tokens % n == 0 and tokens // n * padded_vocab * logit_bytes <= LOGITS_BYTES or n == tokens)
+    elif tokens % head:
+        problems.append(f"--lmhead-chunks {head} does not divide the {tokens} tokens of a micro-batch ({b} x {t})")
+    attention = options.attn_bwd_chunks
+    if b % attention:
+        problems.append(f"--attn-bwd-chunks {attention} does not divide --batch-size {b}")
+    if problems:
+        raise UsageError("; ".join(problems) + ": use a divisor")
+    return Memory(flags, head, attention)

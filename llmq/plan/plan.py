@@ -1,0 +1,273 @@
+"""The plan: everything that is decided before memory is allocated, and the table that `--dry-run` prints."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+
+from llmq import optimizer
+from llmq.arena import aligned
+from llmq.config import ModelConfig
+from llmq.errors import UsageError
+from llmq.model import Model
+from llmq.ops.record import Call, Recompute, Recorder
+from llmq.optimizer import Hyperparameters
+from llmq.plan.build import build_model
+from llmq.plan.memory import Memory
+from llmq.plan.precision import Precision
+from llmq.plan.program import Compiler, Program, reads_of_weights, storage_name, stored_bytes
+from llmq.plan.recompute import ROLES, Fates, decide
+from llmq.rows import Row, parameter_rows
+from llmq.stores.activations import Frame, Frames
+from llmq.stores.grads import ReplicatedGrads
+from llmq.stores.moments import ReplicatedMoments
+from llmq.stores.weights import ReplicatedWeights
+from llmq.tensor import LARGEST, Form, Ref
+
+HISTORY = 16  # steps whose amax a delayed scale covers
+
+
+@dataclass(frozen=True)
+class Plan:
+    """`persistent` maps storages outside the activation arena to Refs; `table` sums bytes by category."""
+
+    config: ModelConfig
+    precision: Precision
+    memory: Memory
+    hyper: Hyperparameters
+    batch_size: int
+    seq_len: int
+    rows: tuple[Row, ...]
+    programs: Mapping[str, Program]
+    persistent: Mapping[str, Ref]
+    aliases: Mapping[str, str]
+    scales: tuple[str, ...]  # cells, in the order of the scale vectors
+    limits: tuple[float, ...]
+    fates: Fates
+    kept: Mapping[str, int] = field(default_factory=dict)  # bytes of what lives from forward to backward, by storage
+
+    @property
+    def activation_bytes(self) -> int:
+        """Bytes of the arena that all programs share, one at a time."""
+        return max(program.activation_bytes for program in self.programs.values())
+
+    def table(self) -> dict[str, int]:
+        """Bytes by category of the allocator table."""
+        names = {"v": "Adam V", "m": "Adam M", "grad": "Gradients", "master": "Master", "weight": "Weights"}
+        total = dict.fromkeys(("Adam V", "Adam M", "Gradients", "Activations", "Master", "Weights", "Workspace", "Other"), 0)
+        own = {storage_name(ref) for ref in self.persistent.values()} & set(self.aliases.values())
+        for storage, ref in self.persistent.items():
+            category = "Weights" if storage in own else names.get(ref.space, "Other")
+            total[category] += aligned(stored_bytes(ref))
+        total["Activations"] = self.activation_bytes
+        return total
+
+    @property
+    def total_bytes(self) -> int:
+        """Bytes that the run allocates."""
+        return sum(self.table().values())
+
+
+@dataclass
+class Recordings:
+    """Records programs of one model; `statistic` and `act` are dtypes."""
+
+    model: Model
+    config: ModelConfig
+    precision: Precision
+    hyper: Hyperparameters
+    rows: Sequence[Row]
+    batch_size: int
+    seq_len: int
+    seed: int
+
+    def __post_init__(self) -> None:
+        p, stat = self.precision, self.precision.stat
+        self.weights = ReplicatedWeights(self.rows, p.model)
+        self.grads = ReplicatedGrads(self.rows, p.grad)
+        self.moments = ReplicatedMoments(self.rows, p.master, p.m, p.v)
+        cell = {name: Ref(name, "cell", (1,), stat) for name in ("norm", "grad_scale", "apply", "learning_rate")}
+        cell["step"] = Ref("step", "cell", (1,), "int32")
+        cell["partials"] = Ref("partials", "cell", (len(self.grads.refs),), stat)
+        self.sums = {name: Ref(name, "sum", (1,), stat) for name in ("loss", "tokens")}
+        self.cells = {**cell, **self.sums}
+        self.rope = Ref("rope", "const", (self.seq_len, self.config.head_dim), stat)
+
+    def frames(self, b: int, name: str, sums: dict[str, Ref], micro_step: int) -> Frames:
+        """Frames of b sequences whose inputs are `name.tokens` and so on, and whose totals are `sums`."""
+        shape = (b, self.seq_len)
+        inputs = {key: Ref(f"{name}.{key}", "batch", shape, "int32") for key in ("tokens", "targets", "positions")}
+        inputs["index"] = Ref(f"{name}.index", "batch", (b,), "int32")
+        shared = {"batch": Frame(inputs), "const": Frame({"rope": self.rope}), "total": Frame(sums)}
+        p = self.precision
+        return Frames(self.model, shared, b, self.seq_len, self.config.hidden_size, p.model, p.stat, micro_step)
+
+    def train(self, recompute: Recompute | None = None) -> list[Call]:
+        """One forward and backward."""
+        ops = Recorder(recompute or Recompute())
+        frames = self.frames(self.batch_size, "batch", self.sums, 0)
+        self.model.forward(ops, frames.a, self.weights)
+        ops.phase = "backward"
+        head = (frames.a["head"], frames.d["head"], self.weights.bundle("head"), self.grads.bundle("head"))
+        self.model.head.train(ops, *head)
+        self.model.backward(ops, frames.a, frames.d, self.weights, self.grads)
+        return ops.calls
+
+    def evaluate(self) -> list[Call]:
+        """Loss of a batch, without gradients."""
+        ops = Recorder()
+        sums = {name: replace(ref, name=f"evaluate.{name}") for name, ref in self.sums.items()}
+        frames = self.frames(self.batch_size, "batch", sums, 0)
+        self.model.forward(ops, frames.a, self.weights)
+        self.model.head.evaluate(ops, frames.a["head"], frames.d["head"], self.weights.bundle("head"))
+        return ops.calls
+
+    def generate(self) -> list[Call]:
+        """Logits of one token of one sequence."""
+        ops = Recorder()
+        logits = Ref("logits", "cell", (1, 1, self.model.head.vp), self.precision.model)
+        frames = self.frames(1, "prompt", {"logits": logits}, 1)
+        self.model.forward(ops, frames.a, self.weights)
+        self.model.head.generate(ops, frames.a["head"], self.weights.bundle("head"))
+        return ops.calls
+
+    def update(self, cells: Mapping[str, Ref]) -> list[Call]:
+        """The optimizer step."""
+        ops = Recorder(phase="update")
+        rows = {row.name: row for row in self.rows}
+        state = (self.weights.refs, self.grads.refs, self.moments.refs)
+        optimizer.update(ops, rows, *state, cells, self.hyper, self.seed)
+        return ops.calls
+
+    def publish(self) -> list[Call]:
+        """Copies of the weights from their masters."""
+        ops = Recorder(phase="update")
+        optimizer.publish(ops, self.weights.refs, self.moments.refs)
+        return ops.calls
+
+    def calibrate(self, cells: Mapping[str, Ref]) -> list[Call]:
+        """New scales from the amax of a warm-up pass."""
+        ops = Recorder(phase="update")
+        optimizer.update_scales(ops, cells, Ref("always", "cell", (1,), self.precision.stat))
+        return ops.calls
+
+
+def make_plan(
+    config: ModelConfig,
+    precision: Precision,
+    memory: Memory,
+    hyper: Hyperparameters,
+    *,
+    batch_size: int,
+    seq_len: int,
+    seed: int = 0,
+    drop: Iterable[str] = (),
+) -> Plan:
+    """Decides everything for one rank. `drop` names further slots to recompute, beyond the flags' roles (tests).
+
+    UsageError if a recompute flag frees no byte.
+    """
+    rows = parameter_rows(config)
+    model = build_model(config, precision, memory, hyper.z_loss)
+    recordings = Recordings(model, config, precision, hyper, rows, batch_size, seq_len, seed)
+    plain = recordings.train()
+    fates = decide(plain, memory.roles, drop)
+    _refuse_idle_flags(plain, memory)
+    train = recordings.train(fates.recompute)
+    evaluate, generate, publish = recordings.evaluate(), recordings.generate(), recordings.publish()
+
+    weights, moments = recordings.weights.refs, recordings.moments.refs
+    aliases = {}
+    if precision.master == precision.model:
+        aliases = {storage_name(ref): storage_name(moments[name]["master"]) for name, ref in weights.items()}
+    weight_forms = reads_of_weights([train, evaluate, generate])
+    masters = {name: state["master"] for name, state in moments.items()}
+    compiler = Compiler(weight_forms, aliases, masters)
+    programs = {
+        # with one rank, the last micro-step of a step is like the middle ones, and the only one like the first
+        "first": compiler.program("first", train, statistics=True, first=True),
+        "next": compiler.program("next", train, statistics=True, first=False),
+        "evaluate": compiler.program("evaluate", evaluate, statistics=False),
+        "generate": compiler.program("generate", generate, statistics=False),
+        "publish": compiler.program("publish", publish, statistics=False),
+        "publish_counted": compiler.program("publish_counted", publish, statistics=True),
+    }
+    scales = tuple(sorted(compiler.scales))
+    cells = {**recordings.cells, **_scale_cells(len(scales))}
+    programs["update"] = compiler.program("update", recordings.update(cells), statistics=True)
+    programs["calibrate"] = compiler.program("calibrate", recordings.calibrate(cells), statistics=False)
+    assert tuple(sorted(compiler.scales)) == scales
+    persistent = _persistent(programs.values(), [recordings.weights.refs, recordings.grads.refs], moments, aliases)
+    refs = {storage_name(r): r for call in plain for r in (*call.outputs,) if r is not None}
+    return Plan(
+        config,
+        precision,
+        memory,
+        hyper,
+        batch_size,
+        seq_len,
+        rows,
+        programs,
+        persistent,
+        aliases,
+        scales,
+        tuple(LARGEST[cell.rsplit("@", 1)[1]] for cell in scales),
+        fates,
+        kept_storages(refs, fates),
+    )
+
+
+def kept_storages(refs: Mapping[str, Ref], fates: Fates) -> dict[str, int]:
+    """Bytes of every storage that lives from forward to backward."""
+    kept = {}
+    for name, form in fates.kept:
+        ref = replace(refs[name], form=form)
+        kept[storage_name(ref)] = aligned(stored_bytes(ref))
+    return kept
+
+
+def _refuse_idle_flags(plain: Sequence[Call], memory: Memory) -> None:
+    refs = {storage_name(r): r for call in plain for r in call.outputs if r is not None}
+    without = sum(kept_storages(refs, decide(plain, ())).values())
+    idle = [flag for flag in memory.flags if sum(kept_storages(refs, decide(plain, ROLES[flag])).values()) >= without]
+    if idle:
+        flags = ", ".join(f"--{flag.replace('_', '-')}" for flag in idle)
+        raise UsageError(f"{flags} frees no memory in this run: leave it out")
+
+
+def _scale_cells(count: int) -> dict[str, Ref]:
+    if not count:
+        return {}
+    shapes = {"scales": (count,), "amax": (count,), "limits": (count,), "history": (HISTORY, count)}
+    return {name: Ref(name, "scale", shape, "fp32") for name, shape in shapes.items()}
+
+
+def _persistent(
+    programs: Iterable[Program],
+    tables: Iterable[Mapping[str, Ref]],
+    moments: Mapping[str, Mapping[str, Ref]],
+    aliases: Mapping[str, str],
+) -> dict[str, Ref]:
+    """Every storage outside the activation arena that a program touches, whole."""
+    whole: dict[tuple[str, str], Ref] = {}
+    for refs in tables:
+        whole.update({(ref.space, ref.name): ref for ref in refs.values()})
+    for state in moments.values():
+        whole.update({(ref.space, ref.name): ref for ref in state.values()})
+    found: dict[str, Ref] = {}
+    for program in programs:
+        for step in program.steps:
+            operands = [o for o in step.inputs if o is not None]
+            operands += [o for result in step.outputs if result for o in result.operands]
+            for operand in operands:
+                ref = operand.ref
+                if ref.space == "activation" or storage_name(ref) in aliases:
+                    continue
+                form: Form | None = ref.form
+                if ref.span is not None:
+                    known = whole.get((ref.space, ref.name)) or found.get(operand.storage)
+                    if known is None:
+                        continue
+                    ref = replace(known, form=form)
+                found[operand.storage] = ref
+    return found

@@ -1,0 +1,61 @@
+"""Precision options made into dtypes and sites."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from llmq.errors import UsageError
+from llmq.options import PrecisionOptions
+from llmq.sites.bf16 import Bf16Linear
+from llmq.sites.fp8 import Fp8Linear
+
+
+@dataclass(frozen=True)
+class Precision:
+    """Resolved dtypes. `stat` is that of statistics and losses: fp32, or fp64 in a model of fp64."""
+
+    model: str = "fp32"
+    matmul: str = "fp32"
+    gradient: str = "e4m3"
+    scaling: str = "delayed"
+    m: str = "fp32"
+    v: str = "fp32"
+    master: str = "fp32"
+    grad: str = "fp32"
+
+    @property
+    def stat(self) -> str:
+        """Dtype of statistics, losses and optimizer scalars."""
+        return "fp64" if self.model == "fp64" else "fp32"
+
+    @property
+    def is_fp8(self) -> bool:
+        """Whether the blocks' matmuls read fp8."""
+        return self.matmul == "e4m3"
+
+    def block_site(self) -> Any:
+        """The site of the blocks' linear maps."""
+        return Fp8Linear(self.gradient, self.scaling) if self.is_fp8 else Bf16Linear(self.matmul)
+
+    def head_site(self) -> Any:
+        """The site of the logits, which stay in the model dtype when the blocks are fp8."""
+        return Bf16Linear(self.model if self.is_fp8 else self.matmul)
+
+
+def resolve(options: PrecisionOptions) -> Precision:
+    """Fills in the defaults that depend on each other; UsageError for what cannot be combined."""
+    model = options.model_dtype
+    master = options.master_dtype or model
+    if model == "fp32" and master == "bf16":
+        raise UsageError("--master-dtype bf16 is narrower than --model-dtype fp32: use --model-dtype bf16")
+    return Precision(
+        model=model,
+        matmul=options.matmul_dtype or model,
+        gradient=options.gradient_dtype,
+        scaling=options.fp8_scaling,
+        m=options.opt_m_dtype,
+        v=options.opt_v_dtype,
+        master=master,
+        grad=options.grad_accum_dtype or model,
+    )

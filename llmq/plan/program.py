@@ -1,0 +1,269 @@
+"""A recording made executable: which forms each call writes, where casts go, and how long every tensor lives.
+
+A `Program` is the list of steps that the engine runs, eagerly or captured as one graph. Nothing is decided after this.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+from llmq.arena import Lifetime, aligned, lay_out, live_peak
+from llmq.ops.record import Call
+from llmq.ops.seam import MAY_SHARE, signature
+from llmq.plan.recompute import writes_form
+from llmq.tensor import DTYPES, LARGEST, Form, Ref, stored_shape
+
+
+@dataclass(frozen=True)
+class Operand:
+    """One storage as a call sees it: `ref` gives shape, form and span; `scale` names the storage or cell to read."""
+
+    storage: str
+    ref: Ref
+    scale: str | None = None
+
+
+@dataclass(frozen=True)
+class Result:
+    """What a call writes: one operand per wanted form, none if nobody reads it; `amax` names cells to collect in."""
+
+    ref: Ref
+    operands: tuple[Operand, ...]
+    accumulate: bool = False
+    amax: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True)
+class Step:
+    """A call with everything decided."""
+
+    op: str
+    outputs: tuple[Result | None, ...]
+    inputs: tuple[Operand | None, ...]
+    numbers: dict[str, Any]
+    phase: str
+
+
+@dataclass(frozen=True)
+class Placement:
+    """Bytes in the activation arena."""
+
+    offset: int
+    size: int
+
+
+@dataclass(frozen=True)
+class Program:
+    """Steps, and where their activations lie. `births` and `deaths` are the storages that begin and end per step."""
+
+    name: str
+    steps: tuple[Step, ...]
+    places: Mapping[str, Placement]
+    activation_bytes: int
+    live_bytes: int
+    births: Mapping[int, tuple[str, ...]]
+    deaths: Mapping[int, tuple[str, ...]]
+
+
+def scale_cell(ref: Ref, dtype: str) -> str:
+    """Name of the persistent scale of a tensor's copies in `dtype`: one for all programs and micro-steps."""
+    name = ref.name.split("/", 1)[-1] if ref.space == "activation" else ref.name
+    return f"{name}@{dtype}"
+
+
+def storage_name(ref: Ref) -> str:
+    """Unique name of the bytes that a Ref stands for."""
+    name = ref.name if ref.space == "activation" else f"{ref.space}:{ref.name}"
+    return name + ("~" if ref.again else "") + (f"@{ref.form.key}" if ref.form else "")
+
+
+def reads_of_weights(recordings: Sequence[Sequence[Call]]) -> dict[str, frozenset[Form | None]]:
+    """The forms of each parameter that any program reads."""
+    forms: dict[str, set[Form | None]] = defaultdict(set)
+    for calls in recordings:
+        for call in calls:
+            for ref in call.inputs:
+                if ref is not None and ref.space == "weight":
+                    forms[ref.name].add(ref.form)
+    return {name: frozenset(found) for name, found in forms.items()}
+
+
+@dataclass
+class Compiler:
+    """Turns recordings into programs.
+
+    `weight_forms` as from `reads_of_weights`; `aliases` maps storages that share their bytes with another (a weight
+    that is its own master); `masters` are what weights are cast from.
+    """
+
+    weight_forms: Mapping[str, frozenset[Form | None]]
+    aliases: Mapping[str, str]
+    masters: Mapping[str, Ref]
+    scales: set[str] = field(default_factory=set)  # cells of delayed scales that any program so far reads
+
+    def program(self, name: str, calls: Sequence[Call], *, statistics: bool, first: bool = True) -> Program:
+        """`statistics`: collect amax; `first`: the first write of each gradient overwrites (else all add)."""
+        steps = self._steps(calls, statistics, first)
+        return _place(name, steps)
+
+    def _steps(self, calls: Sequence[Call], statistics: bool, first: bool) -> list[Step]:
+        wanted: dict[tuple[str, bool], set[Form | None]] = defaultdict(set)
+        for call in calls:
+            for ref in call.inputs:
+                if ref is not None and ref.space == "activation":
+                    wanted[ref.name, ref.again].add(ref.form)
+        steps: list[Step] = []
+        written: set[str] = set()
+        for call in calls:
+            inputs = tuple(self._operand(ref) for ref in call.inputs)
+            outputs: list[Result | None] = []
+            casts: list[tuple[Ref, list[Form]]] = []
+            for output, ref in zip(signature(call.op).outputs, call.outputs, strict=True):
+                if ref is None:
+                    outputs.append(None)
+                    continue
+                forms = self._forms_wanted(ref, wanted)
+                later = [form for form in forms if form is not None and not writes_form(call.op, output, form)]
+                if call.op == "cast" and ref.again:
+                    later = []  # the scale it reads was made in forward
+                now = [form for form in forms if form not in later]
+                if later and ref.space == "activation" and None not in now:
+                    now.insert(0, None)
+                accumulate = ref.space in ("grad", "sum") and (not first or storage_name(ref) in written)
+                written.add(storage_name(ref))
+                outputs.append(self._result(ref, now, statistics, accumulate))
+                if later:
+                    casts.append((ref, later))
+            if any(result is not None and result.operands for result in outputs):
+                steps.append(Step(call.op, tuple(outputs), inputs, call.numbers, call.phase))
+            for ref, later in casts:
+                steps += self._casts(ref, later, call.phase, statistics)
+        return steps
+
+    def _forms_wanted(self, ref: Ref, wanted: Mapping[tuple[str, bool], set[Form | None]]) -> list[Form | None]:
+        if ref.space == "activation":
+            forms: set[Form | None] | frozenset[Form | None] = wanted.get((ref.name, ref.again), set())
+        elif ref.space == "weight":
+            forms = {form for form in self.weight_forms.get(ref.name, ()) if self._own(replace(ref, form=form))}
+        else:
+            forms = {None}
+        return sorted(forms, key=lambda form: form.key if form else "")
+
+    def _own(self, ref: Ref) -> bool:
+        return storage_name(ref) not in self.aliases
+
+    def _casts(self, ref: Ref, forms: list[Form], phase: str, statistics: bool) -> list[Step]:
+        """A cast of a value to the forms its producer could not write; with current scaling its scale comes first."""
+        value = self._operand(self.masters[ref.name] if ref.space == "weight" else ref)
+        steps = []
+        for dtype in sorted({form.dtype for form in forms if form.scaling == "current"}) if not ref.again else ():
+            scale = self._scale_ref(ref, dtype)
+            result = Result(scale, (Operand(storage_name(scale), scale),))
+            steps.append(Step("amax_scale", (result,), (value,), {"limit": LARGEST[dtype]}, phase))
+        steps.append(Step("cast", (self._result(ref, list(forms), statistics, False),), (value,), {}, phase))
+        return steps
+
+    def _scale_ref(self, ref: Ref, dtype: str) -> Ref:
+        """The slot or cell that holds the current scale of a tensor's copies in `dtype`."""
+        if ref.space == "activation":
+            return Ref(f"{ref.name}@scale/{dtype}", "activation", (1,), "fp32", ref.layer)
+        return Ref(scale_cell(ref, dtype), "scale", (1,), "fp32")
+
+    def _operand(self, ref: Ref | None) -> Operand | None:
+        if ref is None:
+            return None
+        scale = None
+        if ref.form is not None and ref.form.scaling == "delayed":
+            cell = scale_cell(ref, ref.form.dtype)
+            self.scales.add(cell)
+            scale = f"scale:{cell}"
+        elif ref.form is not None and ref.form.scaling == "current":
+            scale = storage_name(self._scale_ref(ref, ref.form.dtype))
+        name = storage_name(ref)
+        return Operand(self.aliases.get(name, name), ref, scale)
+
+    def _result(self, ref: Ref, forms: Sequence[Form | None], statistics: bool, accumulate: bool) -> Result:
+        operands = tuple(op for form in forms if (op := self._operand(replace(ref, form=form))) is not None)
+        collects = statistics and not ref.again
+        dtypes = sorted({form.dtype for form in forms if form is not None and form.scaling == "delayed"})
+        amax = tuple(scale_cell(ref, dtype) for dtype in dtypes) if collects else ()
+        return Result(ref, operands, accumulate, amax)
+
+
+def stored_bytes(ref: Ref) -> int:
+    """Bytes of the whole tensor that a Ref without span stands for."""
+    shape = stored_shape(ref.shape, ref.form)
+    return math.prod(shape) * DTYPES[ref.form.dtype if ref.form else ref.dtype].itemsize
+
+
+def _place(name: str, steps: Sequence[Step]) -> Program:
+    firsts: dict[str, int] = {}
+    lasts: dict[str, int] = {}
+    sizes: dict[str, int] = {}
+
+    def touch(operand: Operand, index: int) -> None:
+        if operand.ref.space == "activation":
+            firsts.setdefault(operand.storage, index)
+            lasts[operand.storage] = index
+            if operand.ref.span is None:
+                sizes[operand.storage] = stored_bytes(operand.ref)
+        if operand.scale is not None and operand.scale in lasts:
+            lasts[operand.scale] = index
+
+    for index, step in enumerate(steps):
+        for operand in step.inputs:
+            if operand is not None:
+                assert operand.ref.space != "activation" or operand.storage in firsts, f"{operand.storage} read unwritten"
+                touch(operand, index)
+        for result in step.outputs:
+            for operand in result.operands if result else ():
+                touch(operand, index)
+    roots = _shared(steps, sizes, lasts)
+    lives: dict[str, Lifetime] = {}
+    for storage, first in firsts.items():
+        root = roots.get(storage, storage)
+        life = lives.get(root, Lifetime(0, first, first))
+        size = max(life.size, sizes[storage])
+        lives[root] = Lifetime(size, min(life.first, first), max(life.last, lasts[storage]))
+    offsets, total = lay_out(list(lives.values()))
+    by_root = {root: Placement(offset, life.size) for (root, life), offset in zip(lives.items(), offsets, strict=True)}
+    births, deaths = defaultdict(list), defaultdict(list)
+    for root, life in lives.items():
+        births[life.first].append(root)
+        deaths[life.last].append(root)
+    return Program(
+        name,
+        tuple(steps),
+        {storage: by_root[roots.get(storage, storage)] for storage in firsts},
+        total,
+        live_peak(list(lives.values())),
+        {index: tuple(found) for index, found in births.items()},
+        {index: tuple(found) for index, found in deaths.items()},
+    )
+
+
+def _shared(steps: Sequence[Step], sizes: Mapping[str, int], lasts: Mapping[str, int]) -> dict[str, str]:
+    """Storages that take over the memory of an input at its last read, by the root whose place they share."""
+    roots: dict[str, str] = {}
+    for index, step in enumerate(steps):
+        names = signature(step.op)
+        given = dict(zip(names.inputs, step.inputs, strict=True))
+        for output, result in zip(names.outputs, step.outputs, strict=True):
+            source = given.get(MAY_SHARE.get(step.op, {}).get(output, ""))
+            if result is None or source is None or source.ref.space != "activation":
+                continue
+            for operand in result.operands:
+                same = operand.ref.form is None and source.ref.form is None
+                whole = operand.ref.span is None and source.ref.span is None
+                if same and whole and lasts[source.storage] == index and sizes[operand.storage] == sizes[source.storage]:
+                    roots[operand.storage] = roots.get(source.storage, source.storage)
+    return roots
+
+
+def kept_bytes(kept: Sequence[Ref]) -> int:
+    """Aligned bytes of the storages that live from forward to backward."""
+    return sum(aligned(stored_bytes(ref)) for ref in kept)
