@@ -134,6 +134,19 @@ class Tensor:
             array = array.T.reshape(self.shape)
         return array
 
+    def read_rows(self, index: np.ndarray) -> np.ndarray:
+        """Rows `index` (any shape) along the first axis, as `read` gives them, without reading the others."""
+        rows = (self.array.T if self.form is not None and self.form.layout == "col" else self.array)[index]
+        return Tensor(self.name, rows, rows.shape, scale=self.scale).read()
+
+    def chunk(self, start: int, count: int) -> Tensor:
+        """Rows [start, start + count) of this tensor seen as (rows, last axis), over the same bytes."""
+        shape = (count, self.shape[-1])
+        if self.form is not None and self.form.layout == "col":
+            return replace(self, array=self.array[:, start : start + count], shape=shape)
+        assert self.form is None or self.form.layout == "row", "column sums cover a fixed number of rows"
+        return replace(self, array=self.array.reshape(-1, shape[1])[start : start + count], shape=shape)
+
 
 @dataclass(eq=False)
 class Output:
@@ -174,6 +187,24 @@ class Output:
         for cell in self.amax.values():
             assert wide is not None
             cell[...] = np.maximum(cell, np.abs(wide).max(initial=0.0))
+
+    def write_rows(self, index: np.ndarray, values: np.ndarray) -> None:
+        """Writes a value that is `values` (n, ...) at the distinct rows `index` (n,) and zero elsewhere.
+
+        What `write` of the dense value would store, for a plain output, touching only those rows when accumulating.
+        """
+        (target,) = self.tensors
+        assert target.form is None and not self.amax
+        if self.accumulate:
+            values = target.read_rows(index) + values
+        else:
+            target.array[...] = 0
+        target.array[index] = round_to(values, self.dtype)
+
+    def chunk(self, start: int, count: int) -> Output:
+        """Rows [start, start + count) of this output seen as (rows, last axis), over the same bytes."""
+        tensors = tuple(target.chunk(start, count) for target in self.tensors)
+        return replace(self, shape=(count, self.shape[-1]), tensors=tensors)
 
 
 def round_to(value: np.ndarray, dtype: str) -> np.ndarray:

@@ -1,0 +1,115 @@
+"""Causal attention with grouped queries and an optional sliding window: att = softmax(scale * q k^T) v.
+
+Query head h reads key and value head h // (Hq / Hkv). Query i sees keys j with i - window < j <= i (no window: all
+j <= i). Work goes in blocks of queries per sequence and key head, so that no (T,T) matrix exists; keys that no query of
+a block sees are skipped. Each block sees all its keys at once, which makes the softmax plain (no online rescaling).
+Every sequence is computed by itself, so the result does not depend on the batch it is in.
+"""
+
+from collections.abc import Iterator
+from itertools import product
+
+import numpy as np
+
+from llmq.tensor import Output, Tensor
+
+QUERY_BLOCK = 64  # queries of one head per block: the scores of a block of a short sequence stay in the L2 cache
+
+
+def attention_forward(
+    att: Output,
+    lse: Output,
+    /,
+    qkv: Tensor,
+    *,
+    num_heads: int,
+    num_kv_heads: int,
+    window: int | None,
+    softmax_scale: float,
+) -> None:
+    """att (B,T,Hq*Hd), lse (B,Hq,T) <- qkv (B,T,(Hq+2Hkv)*Hd); lse = log(sum over seen keys of exp(scale * q k))."""
+    q, k, v = _groups(qkv.read(), num_heads, num_kv_heads)
+    out = np.empty(q.shape, q.dtype)
+    sums = np.empty((*q.shape[:3], q.shape[3] // k.shape[3]), q.dtype)
+    for queries, keys, mask in _blocks(q.shape[1], window, q.dtype):
+        for b, h in product(range(q.shape[0]), range(num_kv_heads)):
+            p = _scores(q[b, queries, h], k[b, keys, h], mask, softmax_scale)
+            largest = p.max(axis=-1, keepdims=True)
+            p -= largest
+            np.exp(p, out=p)
+            total = p.sum(axis=-1, keepdims=True)
+            o = p.reshape(-1, p.shape[-1]) @ v[b, keys, h]
+            o /= total.reshape(-1, 1)
+            out[b, queries, h] = o.reshape(len(mask), -1)
+            sums[b, queries, h] = (largest + np.log(total))[..., 0]
+    att.write(out.reshape(*q.shape[:2], -1))
+    lse.write(sums.reshape(*q.shape[:2], -1).transpose(0, 2, 1))
+
+
+def attention_backward(
+    d_qkv: Output,
+    /,
+    d_att: Tensor,
+    qkv: Tensor,
+    att: Tensor,
+    lse: Tensor,
+    *,
+    num_heads: int,
+    num_kv_heads: int,
+    window: int | None,
+    softmax_scale: float,
+) -> None:
+    """d_qkv (B,T,(Hq+2Hkv)*Hd) <- d_att (B,T,Hq*Hd), qkv like d_qkv, att like d_att, lse (B,Hq,T).
+
+    The probabilities come back from lse: p = exp(scale * q k^T - lse). Then d_v = p^T d_att, d_p = d_att v^T,
+    d_s = p * (d_p - rowsum(d_att * att)), d_q = scale * d_s k, d_k = scale * d_s^T q, the last two and d_v summed over
+    the query heads of a group.
+    """
+    x = qkv.read()
+    q, k, v = _groups(x, num_heads, num_kv_heads)
+    d_x = np.zeros_like(x)
+    d_q, d_k, d_v = _groups(d_x, num_heads, num_kv_heads)
+    d_out, out = d_att.read().reshape(q.shape), att.read().reshape(q.shape)
+    sums = lse.read().transpose(0, 2, 1).reshape(*q.shape[:3], -1)
+    hd = k.shape[-1]
+    for queries, keys, mask in _blocks(q.shape[1], window, q.dtype):
+        for b, h in product(range(q.shape[0]), range(num_kv_heads)):
+            p = _scores(q[b, queries, h], k[b, keys, h], mask, softmax_scale)
+            p -= sums[b, queries, h][..., None]
+            p = np.exp(p, out=p).reshape(-1, p.shape[-1])
+            do = d_out[b, queries, h].reshape(-1, hd)
+            d_s = do @ v[b, keys, h].T
+            d_s -= (do * out[b, queries, h].reshape(-1, hd)).sum(axis=-1, keepdims=True)
+            d_s *= p
+            d_s *= softmax_scale
+            d_v[b, keys, h] += p.T @ do
+            d_q[b, queries, h] = (d_s @ k[b, keys, h]).reshape(len(mask), -1)
+            d_k[b, keys, h] += d_s.T @ q[b, queries, h].reshape(-1, hd)
+    d_qkv.write(d_x)
+
+
+def _groups(x: np.ndarray, num_heads: int, num_kv_heads: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """Views of x (B,T,(Hq+2Hkv)*Hd): q (B,T,Hkv,G*Hd), the G query heads of a key head together; k, v (B,T,Hkv,Hd)."""
+    hd = x.shape[-1] // (num_heads + 2 * num_kv_heads)
+    cuts = np.split(x, [num_heads * hd, (num_heads + num_kv_heads) * hd], axis=-1)
+    q, k, v = (part.reshape(*x.shape[:2], num_kv_heads, -1) for part in cuts)
+    return q, k, v
+
+
+def _blocks(length: int, window: int | None, dtype: np.dtype) -> Iterator[tuple[slice, slice, np.ndarray]]:
+    """Blocks of queries, the keys that any of them sees, and what to add to their scores: 0 if seen, -inf if not."""
+    for start in range(0, length, QUERY_BLOCK):
+        stop = min(start + QUERY_BLOCK, length)
+        low = 0 if window is None else max(0, start - window + 1)
+        i, j = np.arange(start, stop)[:, None], np.arange(low, stop)
+        seen = (j <= i) if window is None else (j <= i) & (j > i - window)
+        yield slice(start, stop), slice(low, stop), np.where(seen, 0, -np.inf).astype(dtype)
+
+
+def _scores(q: np.ndarray, k: np.ndarray, mask: np.ndarray, softmax_scale: float) -> np.ndarray:
+    """Masked scores (queries,G,keys) of q (queries,G*Hd) and k (keys,Hd); the group is part of the matmul's rows."""
+    s = q.reshape(-1, k.shape[-1]) @ k.T
+    s *= softmax_scale
+    s = s.reshape(len(mask), -1, len(k))
+    s += mask[:, None]
+    return s

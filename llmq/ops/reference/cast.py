@@ -1,0 +1,49 @@
+"""Copies of a value in other forms, and the scales that quantized forms use."""
+
+import numpy as np
+
+from llmq.tensor import Output, Tensor
+
+SMALLEST = np.finfo(np.float32).tiny  # of a scale: the reciprocal of a subnormal one would overflow
+
+
+def cast(out: Output, /, x: Tensor) -> None:
+    """out, in every wanted form, <- x (the same shape)."""
+    out.write(x.read())
+
+
+def amax_scale(scale: Output, /, x: Tensor, *, limit: float) -> None:
+    """scale (1,) <- x (any shape): amax(|x|) / limit, which maps amax to `limit`; 1 if amax is 0 or not finite."""
+    amax = np.array([np.abs(x.read()).max(initial=0)], np.float32)
+    scale.write(_scale(amax, np.float32(limit), np.ones(1, np.float32)))
+
+
+def scale_update(
+    new_scale: Output,
+    new_history: Output,
+    new_amax: Output,
+    /,
+    scale: Tensor,
+    history: Tensor,
+    amax: Tensor,
+    limits: Tensor,
+    apply: Tensor,
+) -> None:
+    """new_scale (N,), new_history (H,N), new_amax (N,) <- scale, amax, limits (N,), history (H,N), apply (1,).
+
+    Delayed scaling: amax enters the history (newest first), whose maximum / limit is the next scale, unless that
+    maximum is 0 or not finite. A cell whose amax is not finite, and every cell when apply is 0, keeps its scale and its
+    history: a step that changes no weight changes no scale. amax starts again from 0.
+    """
+    seen, past = amax.read(), history.read()
+    used = np.isfinite(seen) & (apply.read() != 0)
+    pushed = np.where(used, np.concatenate([seen[None], past[:-1]]), past)
+    updated = np.where(used, _scale(pushed.max(axis=0), limits.read(), scale.read()), scale.read())
+    new_scale.write(updated)
+    new_history.write(pushed)
+    new_amax.write(np.zeros_like(seen))
+
+
+def _scale(amax: np.ndarray, limit: np.ndarray | np.float32, otherwise: np.ndarray) -> np.ndarray:
+    """amax / limit where amax is finite and not 0, elsewhere `otherwise`."""
+    return np.where((amax > 0) & np.isfinite(amax), np.maximum(amax / limit, SMALLEST), otherwise)

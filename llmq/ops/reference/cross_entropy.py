@@ -1,0 +1,53 @@
+"""Cross-entropy of each token against its target, with its gradient made in the same pass, and the sum over tokens."""
+
+import numpy as np
+
+from llmq.tensor import Output, Tensor
+
+IGNORED = -100  # target of a token that is not trained
+
+
+def cross_entropy(
+    d_logits: Output, loss: Output, /, logits: Tensor, targets: Tensor, *, vocab_size: int, z_loss: float
+) -> None:
+    """d_logits (M,Vp), loss (M,) <- logits (M,Vp), targets (M,) int32; d_logits is the gradient of the sum of losses.
+
+    loss = lse - logits[target] + z_loss * lse^2 with lse = log(sum(exp(logits))) (z-loss: PaLM, 2022), so
+    d_logits = softmax(logits) * (1 + 2 z_loss lse) - onehot(target). Columns from `vocab_size` on are padding: no
+    probability, gradient 0. Target -100: loss 0, gradient 0, whatever the logits are.
+    """
+    x, ids = logits.read(), targets.read()
+    trained = np.flatnonzero(ids != IGNORED)
+    ignored = np.flatnonzero(ids == IGNORED)
+    real = x[:, :vocab_size]
+    p = np.empty_like(x)
+    largest = real.max(axis=-1, keepdims=True)
+    np.subtract(real, largest, out=p[:, :vocab_size])
+    np.exp(p[:, :vocab_size], out=p[:, :vocab_size])
+    total = p[:, :vocab_size].sum(axis=-1)
+    lse = largest[:, 0] + np.log(total)
+
+    value = np.zeros_like(lse)
+    value[trained] = (lse + z_loss * lse * lse)[trained] - x[trained, ids[trained]]
+    if d_logits.wanted:
+        p *= ((1 + 2 * z_loss * lse) / total)[:, None]
+        p[trained, ids[trained]] -= 1
+        p[:, vocab_size:] = 0
+        p[ignored] = 0
+        d_logits.write(p)
+    loss.write(value)
+
+
+def loss_sum(loss_total: Output, num_tokens: Output, /, loss: Tensor, targets: Tensor) -> None:
+    """loss_total (1,), num_tokens (1,) <- loss (...), targets (...) int32: sum of losses and number of trained tokens.
+
+    The sum is a binary tree over the losses padded with zeros to a power of two, the second half added to the first
+    until one is left: the same additions on every machine.
+    """
+    values = loss.read().ravel()
+    tree = np.zeros(1 << (values.size - 1).bit_length(), values.dtype)
+    tree[: values.size] = values
+    while tree.size > 1:
+        tree = tree[: tree.size // 2] + tree[tree.size // 2 :]
+    loss_total.write(tree)
+    num_tokens.write(np.array([np.count_nonzero(targets.read() != IGNORED)], np.int32))

@@ -1,0 +1,33 @@
+"""The linear map y = x weight^T + bias, its two gradients, and the gradient of the bias."""
+
+from llmq.tensor import Output, Tensor
+
+
+def linear_forward(y: Output, /, x: Tensor, weight: Tensor, bias: Tensor | None, residual: Tensor | None) -> None:
+    """y (...,N) <- x (...,K), weight (N,K), bias (N,) or None, residual (...,N) or None: x weight^T + both."""
+    if not y.wanted:
+        return
+    value = x.read().reshape(-1, x.shape[-1]) @ weight.read().T
+    if bias is not None:
+        value += bias.read()
+    if residual is not None:
+        value += residual.read().reshape(value.shape)
+    y.write(value.reshape(y.shape))
+
+
+def linear_dgrad(d_x: Output, /, d_y: Tensor, weight: Tensor) -> None:
+    """d_x (...,K) <- d_y (...,N), weight (N,K): d_y weight."""
+    if d_x.wanted:
+        d_x.write((d_y.read().reshape(-1, d_y.shape[-1]) @ weight.read()).reshape(d_x.shape))
+
+
+def linear_wgrad(d_weight: Output, /, d_y: Tensor, x: Tensor) -> None:
+    """d_weight (N,K) <- d_y (...,N), x (...,K): d_y^T x, a sum over all leading axes."""
+    if d_weight.wanted:
+        d_weight.write(d_y.read().reshape(-1, d_y.shape[-1]).T @ x.read().reshape(-1, x.shape[-1]))
+
+
+def bias_backward(d_bias: Output, /, d_y: Tensor) -> None:
+    """d_bias (N,) <- d_y (...,N) in colsum form, read as its (parts,N) partial sums."""
+    partial = d_y.read()
+    d_bias.write(partial.reshape(-1, partial.shape[-1]).sum(axis=0))

@@ -1,0 +1,113 @@
+"""The update: sums of squares of gradients, the global norm with clipping, and AdamW (Loshchilov and Hutter, 2019).
+
+Gradients arrive as sums over tokens; one number, `scale`, makes them the clipped gradient of the mean loss. `apply` is
+0 when the step is not finite: then nothing is written, and the host need not look before the next step.
+"""
+
+from collections.abc import Iterator
+
+import numpy as np
+
+from llmq.ops.reference.random import MASTER, M, V, random_bits, stochastic_round_bf16
+from llmq.tensor import DTYPES, Output, Tensor
+
+SLICE = 1 << 16  # elements per slice: bounds the temporaries of a large row, and keeps them in the L2 cache
+
+
+def sum_squares(partial: Output, /, grad: Tensor) -> None:
+    """partial (1,) <- grad (any shape): sum of its squares, in a fixed order."""
+    sums = []
+    for start, count in _slices(grad.shape):
+        g = grad.chunk(start, count).read()
+        sums.append(np.sum(g * g))
+    partial.write(np.sum(sums, keepdims=True))
+
+
+def grad_scale(
+    norm: Output,
+    scale: Output,
+    apply: Output,
+    /,
+    partials: Tensor,
+    loss_total: Tensor,
+    num_tokens: Tensor,
+    *,
+    grad_clip: float,
+) -> None:
+    """norm (1,), scale (1,), apply (1,) <- partials (R,) sums of squares, loss_total (1,), num_tokens (1,).
+
+    norm = sqrt(sum(partials)) / tokens, that of the mean loss's gradient; scale = min(1, grad_clip / norm) / tokens
+    (grad_clip 0: no clipping); apply = 1 if norm and loss are finite, else 0. Without tokens norm and scale are 0.
+    """
+    tokens = float(num_tokens.read()[0])
+    total = np.sqrt(np.sum(partials.read(), keepdims=True))
+    finite = np.isfinite(total) & np.isfinite(loss_total.read())
+    value = total / tokens if tokens else np.zeros_like(total)
+    clip = grad_clip / float(value[0]) if grad_clip and value[0] > grad_clip else 1.0
+    norm.write(value)
+    scale.write(np.full_like(value, clip / tokens if tokens else 0.0))
+    apply.write(finite.astype(value.dtype))
+
+
+def adamw(
+    new_master: Output,
+    new_m: Output,
+    new_v: Output,
+    weight: Output,
+    /,
+    master: Tensor,
+    m: Tensor,
+    v: Tensor,
+    grad: Tensor,
+    scale: Tensor,
+    apply: Tensor,
+    learning_rate: Tensor,
+    step: Tensor,
+    *,
+    beta_1: float,
+    beta_2: float,
+    epsilon: float,
+    weight_decay: float,
+    seed: int,
+    stream: int,
+) -> None:
+    """new_master, new_m, new_v, weight <- master, m, v, grad (one shape); scale, apply, learning_rate, step cells (1,).
+
+    g = grad * scale, m = beta_1 m + (1 - beta_1) g, v = beta_2 v + (1 - beta_2) g^2, and with `step` counting from 1
+    master = master (1 - lr weight_decay) - lr (m / (1 - beta_1^step)) / (sqrt(v / (1 - beta_2^step)) + epsilon).
+    The update uses m and v before they are rounded for storage. What is stored in bf16 is rounded stochastically, with
+    bits addressed by (seed, step, stream, element); `weight` is made from the master as stored. new_* may be the memory
+    of master, m and v. With apply 0 nothing is written.
+    """
+    if apply.read()[0] == 0:
+        return
+    count, lr = int(step.read()[0]), float(learning_rate.read()[0])
+    bias_1, bias_2 = 1 - beta_1**count, 1 - beta_2**count
+    for start, rows in _slices(master.shape):
+        address = (seed, count, stream, start * master.shape[-1])
+        g = grad.chunk(start, rows).read() * scale.read()
+        first_moment = beta_1 * m.chunk(start, rows).read() + (1 - beta_1) * g
+        second_moment = beta_2 * v.chunk(start, rows).read() + (1 - beta_2) * (g * g)
+        update = (first_moment / bias_1) / (np.sqrt(second_moment / bias_2) + epsilon)
+        updated = master.chunk(start, rows).read() * (1 - lr * weight_decay) - lr * update
+        updated = _stored(updated, new_master.dtype, MASTER, *address)
+        new_m.chunk(start, rows).write(_stored(first_moment, new_m.dtype, M, *address))
+        new_v.chunk(start, rows).write(_stored(second_moment, new_v.dtype, V, *address))
+        new_master.chunk(start, rows).write(updated)
+        weight.chunk(start, rows).write(updated)
+
+
+def _stored(value: np.ndarray, dtype: str, purpose: int, seed: int, step: int, stream: int, first: int) -> np.ndarray:
+    """`value` as stored in `dtype`: bf16 is rounded stochastically, with the bits of elements from `first` on."""
+    if dtype != "bf16":
+        return value.astype(DTYPES[dtype], copy=False)
+    bits = random_bits(seed, step, stream, purpose, value.size, first)
+    return stochastic_round_bf16(value, bits.reshape(value.shape))
+
+
+def _slices(shape: tuple[int, ...]) -> Iterator[tuple[int, int]]:
+    """(start, count) of whole rows, of about SLICE elements, over the flattened leading axes of `shape`."""
+    num_rows = int(np.prod(shape[:-1]))
+    step = max(1, SLICE // shape[-1])
+    for start in range(0, num_rows, step):
+        yield start, min(step, num_rows - start)

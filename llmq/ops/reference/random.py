@@ -1,0 +1,52 @@
+"""Random bits by address, and the stochastic rounding that uses them.
+
+A bit is a function of (seed, step, stream, purpose, element), never of the order of calls: whatever slice of a
+parameter is updated, in whatever order, on whatever device, its elements get the same bits.
+"""
+
+import ml_dtypes
+import numpy as np
+
+M, V, MASTER = 0, 1, 2  # purposes: what is rounded
+_WORD = np.uint64(0xFFFFFFFF)
+
+
+def philox4x32(counter: np.ndarray, key: tuple[int, int]) -> np.ndarray:
+    """(4,n) uint32 <- counter (4,n) uint32, by Philox4x32-10.
+
+    Salmon et al., "Parallel random numbers: as easy as 1, 2, 3", 2011.
+    """
+    c0, c1, c2, c3 = counter.astype(np.uint64)
+    k0, k1 = key
+    half = np.uint64(32)
+    for _ in range(10):
+        left, right = c0 * np.uint64(0xD2511F53), c2 * np.uint64(0xCD9E8D57)
+        c0, c1 = (right >> half) ^ c1 ^ np.uint64(k0), right & _WORD
+        c2, c3 = (left >> half) ^ c3 ^ np.uint64(k1), left & _WORD
+        k0, k1 = (k0 + 0x9E3779B9) & 0xFFFFFFFF, (k1 + 0xBB67AE85) & 0xFFFFFFFF
+    return np.stack([c0, c1, c2, c3]).astype(np.uint32)
+
+
+def random_bits(seed: int, step: int, stream: int, purpose: int, count: int, first: int = 0) -> np.ndarray:
+    """uint32 (count,): the bits of elements [first, first + count) of a parameter.
+
+    Element i is word i % 4 of the block with counter (i // 4 low, i // 4 high, step, purpose) and key (seed low, stream
+    xor seed high); all are taken modulo 2^32.
+    """
+    blocks = np.arange(first // 4, -(-(first + count) // 4), dtype=np.uint64)
+    counter = np.empty((4, blocks.size), np.uint32)
+    counter[0], counter[1] = blocks & _WORD, blocks >> np.uint64(32)
+    counter[2:] = np.array([[step & 0xFFFFFFFF], [purpose & 0xFFFFFFFF]], np.uint32)
+    words = philox4x32(counter, (seed & 0xFFFFFFFF, (stream ^ (seed >> 32)) & 0xFFFFFFFF))
+    return words.T.ravel()[first % 4 :][:count]
+
+
+def stochastic_round_bf16(values: np.ndarray, bits: np.ndarray) -> np.ndarray:
+    """`values` (f32; f64 is rounded to f32 first) in bf16, up or down with probabilities that keep the mean.
+
+    The low 16 random bits are added below the kept mantissa, then cut off. Infinities and NaN pass through.
+    """
+    values = values.astype(np.float32, copy=False)
+    raised = (values.view(np.uint32) + (bits & np.uint32(0xFFFF))) & np.uint32(0xFFFF0000)
+    finite = np.isfinite(values)
+    return np.where(finite, raised.view(np.float32), values).astype(ml_dtypes.bfloat16)

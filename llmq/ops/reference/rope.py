@@ -1,0 +1,47 @@
+"""Rotary position embedding (Su et al., 2021) of query and key heads, in Hugging Face's rotate-half convention.
+
+Channel i of a head's first half and channel i of its second half form a pair, turned by the angle position * freq[i].
+The table (`llmq.rope.rope_table`) holds cos and sin of every angle.
+"""
+
+import numpy as np
+
+from llmq.tensor import Output, Tensor
+
+
+def rope_forward(
+    out: Output, /, qkv: Tensor, table: Tensor, positions: Tensor, *, num_heads: int, num_kv_heads: int
+) -> None:
+    """out (B,T,(Hq+2Hkv)*Hd) <- qkv like out, table (max_T,Hd) cos | sin, positions (B,T) int32.
+
+    Per query and key head with halves x1, x2: out1 = x1 cos - x2 sin, out2 = x2 cos + x1 sin; value heads are copied.
+    """
+    cos, sin = _cos_sin(table, positions)
+    out.write(_turned(qkv.read(), cos, sin, num_heads + num_kv_heads, num_heads + 2 * num_kv_heads))
+
+
+def rope_backward(
+    d_qkv: Output, /, d_out: Tensor, table: Tensor, positions: Tensor, *, num_heads: int, num_kv_heads: int
+) -> None:
+    """d_qkv (B,T,(Hq+2Hkv)*Hd) <- d_out like d_qkv, table (max_T,Hd), positions (B,T): the turn backwards."""
+    cos, sin = _cos_sin(table, positions)
+    d_qkv.write(_turned(d_out.read(), cos, -sin, num_heads + num_kv_heads, num_heads + 2 * num_kv_heads))
+
+
+def _cos_sin(table: Tensor, positions: Tensor) -> tuple[np.ndarray, np.ndarray]:
+    """cos and sin (B,T,1,Hd/2) of every position's angles."""
+    rows = table.read_rows(positions.read())[:, :, None]
+    half = rows.shape[-1] // 2
+    return rows[..., :half], rows[..., half:]
+
+
+def _turned(x: np.ndarray, cos: np.ndarray, sin: np.ndarray, num_turned: int, num_all: int) -> np.ndarray:
+    """x (B,T,heads*Hd) with its first `num_turned` of `num_all` heads turned, in new memory."""
+    out = np.empty_like(x)
+    heads, turned = (a.reshape(*x.shape[:2], num_all, -1) for a in (x, out))
+    half = cos.shape[-1]
+    x1, x2 = heads[:, :, :num_turned, :half], heads[:, :, :num_turned, half:]
+    np.subtract(x1 * cos, x2 * sin, out=turned[:, :, :num_turned, :half])
+    np.add(x2 * cos, x1 * sin, out=turned[:, :, :num_turned, half:])
+    turned[:, :, num_turned:] = heads[:, :, num_turned:]
+    return out

@@ -1,0 +1,48 @@
+"""SwiGLU (Shazeer, 2020): act = silu(gate) * up, silu(x) = x * sigmoid(x); gate and up are one tensor, gate first."""
+
+import numpy as np
+
+from llmq.tensor import Output, Tensor
+
+
+def swiglu_forward(act: Output, /, gate_up: Tensor) -> None:
+    """act (B,T,F) <- gate_up (B,T,2F)."""
+    gate, up = _halves(gate_up.read())
+    value = _sigmoid(gate)
+    value *= gate
+    value *= up
+    act.write(value)
+
+
+def swiglu_backward(d_gate_up: Output, /, d_act: Tensor, gate_up: Tensor) -> None:
+    """d_gate_up (B,T,2F) <- d_act (B,T,F), gate_up (B,T,2F).
+
+    d_up = d_act * silu(gate); d_gate = d_act * up * sigmoid(gate) * (1 + gate * (1 - sigmoid(gate))).
+    """
+    x, d = gate_up.read(), d_act.read()
+    gate, up = _halves(x)
+    d_x = np.empty_like(x)
+    d_gate, d_up = _halves(d_x)
+    s = _sigmoid(gate)
+    np.multiply(s, gate, out=d_up)
+    np.subtract(1, s, out=d_gate)
+    d_gate *= d_up
+    d_gate += s
+    d_gate *= up
+    d_gate *= d
+    d_up *= d
+    d_gate_up.write(d_x)
+
+
+def _halves(x: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """Views of gate and up in x (...,2F)."""
+    half = x.shape[-1] // 2
+    return x[..., :half], x[..., half:]
+
+
+def _sigmoid(x: np.ndarray) -> np.ndarray:
+    """1 / (1 + exp(-x)) in new memory; exp overflows to infinity for very negative x, which gives the right 0."""
+    with np.errstate(over="ignore"):
+        s = np.exp(-x)
+    s += 1
+    return np.divide(1, s, out=s)
