@@ -42,7 +42,11 @@ def lay_out(lifetimes: Sequence[Lifetime]) -> tuple[list[int], int]:
         rivals = rivals[np.argsort(offsets[rivals], kind="stable")]
         starts = offsets[rivals]
         # everything below ends[i] is taken by the first i rivals
-        ends = np.concatenate([[0], np.maximum.accumulate(starts + sizes[rivals])]) if rivals.size else np.zeros(1, np.int64)
+        ends = (
+            np.concatenate([[0], np.maximum.accumulate(starts + sizes[rivals])])
+            if rivals.size
+            else np.zeros(1, np.int64)
+        )
         fits = np.flatnonzero(starts - ends[:-1] >= sizes[index])
         offsets[index] = ends[fits[0]] if fits.size else ends[-1]
         placed[index] = True

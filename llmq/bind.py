@@ -13,6 +13,7 @@ from llmq.plan.program import Operand, Program, Result
 from llmq.tensor import Output, Tensor, stored_shape
 
 Op = Callable[..., None]
+UNWANTED = Output("unwanted", (), "fp32", ())
 
 
 def bind(plan: Plan, name: str, memory: HostMemory, ops: Mapping[str, Op], *, poison: bool) -> list[Callable[[], None]]:
@@ -23,7 +24,7 @@ def bind(plan: Plan, name: str, memory: HostMemory, ops: Mapping[str, Op], *, po
     for index, step in enumerate(binder.program.steps):
         if poison:
             calls += [partial(binder.bytes_of(storage).fill, 0xFF) for storage in binder.program.births.get(index, ())]
-        outputs = [None if result is None else binder.output(result) for result in step.outputs]
+        outputs = [UNWANTED if result is None else binder.output(result) for result in step.outputs]
         inputs = [None if operand is None else binder.tensor(operand) for operand in step.inputs]
         calls.append(partial(ops[step.op], *outputs, *inputs, **step.numbers))
         if poison:

@@ -37,7 +37,9 @@ class ModelConfig:
     tie_embeddings: bool = False
     qkv_bias: bool = False
     qk_norm: bool = False
-    windows: tuple[int | None, ...] = ()  # per layer: sliding window in tokens (self included), None is full; () is all full
+    windows: tuple[
+        int | None, ...
+    ] = ()  # per layer: sliding window in tokens (self included), None is full; () is all full
     dtype: str = "bf16"  # of the source's weights: bf16, fp16, fp32
     bos_token_id: int | None = None
     eos_token_ids: tuple[int, ...] = ()

@@ -167,7 +167,7 @@ class Engine:
 
     def _fill_constants(self) -> None:
         plan, memory = self.plan, self._memory
-        table = rope_table(plan.config.rope, plan.config.head_dim, plan.seq_len)
+        table = rope_table(plan.config.rope, plan.config.head_dim, plan.seq_len, np.float64)
         memory.write("const:rope", table)
         for prefix in ("batch:batch", "batch:prompt"):
             positions = plan.persistent[f"{prefix}.positions"].shape

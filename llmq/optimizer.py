@@ -9,11 +9,13 @@ from __future__ import annotations
 import zlib
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from llmq.options import OptimizerOptions
 from llmq.rows import Row
 from llmq.tensor import Ref
+
+if TYPE_CHECKING:
+    from llmq.options import OptimizerOptions
 
 
 @dataclass(frozen=True)

@@ -84,6 +84,8 @@ class Ref:
 
     def as_form(self, form: Form) -> Ref:
         """This tensor as stored in `form`; a plain row form of the slot's own dtype is the value itself."""
+        if form.layout == "colsum" and self.dtype == "fp64":
+            form = replace(form, dtype="fp64")
         own = form.layout == "row" and form.scaling is None and form.dtype == self.dtype
         return replace(self, form=None if own else form)
 

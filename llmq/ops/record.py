@@ -63,7 +63,12 @@ class Recorder:
         self._note(op, tuple(outputs), arguments[count:], numbers, "replay")
 
     def _note(
-        self, op: str, outputs: tuple[Ref | None, ...], inputs: tuple[Ref | None, ...], numbers: dict[str, Any], phase: str
+        self,
+        op: str,
+        outputs: tuple[Ref | None, ...],
+        inputs: tuple[Ref | None, ...],
+        numbers: dict[str, Any],
+        phase: str,
     ) -> None:
         if all(ref is None for ref in outputs):
             return

@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 from llmq.errors import UsageError
-from llmq.options import MemoryOptions
 from llmq.plan.recompute import ROLES
+
+if TYPE_CHECKING:
+    from llmq.options import MemoryOptions
 
 LOGITS_BYTES = 2**30  # automatic head chunks keep the logits of a chunk below this
 
@@ -31,7 +34,11 @@ def resolve(options: MemoryOptions, b: int, t: int, padded_vocab: int, logit_byt
     tokens, problems = b * t, []
     head = options.lmhead_chunks
     if head == 0:
-        head = next(n for n in range(1, tokens + 1) if tokens % n == 0 and tokens // n * padded_vocab * logit_bytes <= LOGITS_BYTES or n == tokens)
+        head = next(
+            n
+            for n in range(1, tokens + 1)
+            if (tokens % n == 0 and tokens // n * padded_vocab * logit_bytes <= LOGITS_BYTES) or n == tokens
+        )
     elif tokens % head:
         problems.append(f"--lmhead-chunks {head} does not divide the {tokens} tokens of a micro-batch ({b} x {t})")
     attention = options.attn_bwd_chunks

@@ -54,7 +54,9 @@ class Plan:
     def table(self) -> dict[str, int]:
         """Bytes by category of the allocator table."""
         names = {"v": "Adam V", "m": "Adam M", "grad": "Gradients", "master": "Master", "weight": "Weights"}
-        total = dict.fromkeys(("Adam V", "Adam M", "Gradients", "Activations", "Master", "Weights", "Workspace", "Other"), 0)
+        total = dict.fromkeys(
+            ("Adam V", "Adam M", "Gradients", "Activations", "Master", "Weights", "Workspace", "Other"), 0
+        )
         own = {storage_name(ref) for ref in self.persistent.values()} & set(self.aliases.values())
         for storage, ref in self.persistent.items():
             category = "Weights" if storage in own else names.get(ref.space, "Other")
@@ -89,7 +91,7 @@ class Recordings:
         cell = {name: Ref(name, "cell", (1,), stat) for name in ("norm", "grad_scale", "apply", "learning_rate")}
         cell["step"] = Ref("step", "cell", (1,), "int32")
         cell["partials"] = Ref("partials", "cell", (len(self.grads.refs),), stat)
-        self.sums = {name: Ref(name, "sum", (1,), stat) for name in ("loss", "tokens")}
+        self.sums = {"loss": Ref("loss", "sum", (1,), stat), "tokens": Ref("tokens", "sum", (1,), "int32")}
         self.cells = {**cell, **self.sums}
         self.rope = Ref("rope", "const", (self.seq_len, self.config.head_dim), stat)
 

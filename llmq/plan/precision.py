@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from llmq.errors import UsageError
-from llmq.options import PrecisionOptions
 from llmq.sites.bf16 import Bf16Linear
 from llmq.sites.fp8 import Fp8Linear
+
+if TYPE_CHECKING:
+    from llmq.options import PrecisionOptions
 
 
 @dataclass(frozen=True)

@@ -217,7 +217,9 @@ def _place(name: str, steps: Sequence[Step]) -> Program:
     for index, step in enumerate(steps):
         for operand in step.inputs:
             if operand is not None:
-                assert operand.ref.space != "activation" or operand.storage in firsts, f"{operand.storage} read unwritten"
+                assert operand.ref.space != "activation" or operand.storage in firsts, (
+                    f"{operand.storage} read unwritten"
+                )
                 touch(operand, index)
         for result in step.outputs:
             for operand in result.operands if result else ():
@@ -259,7 +261,12 @@ def _shared(steps: Sequence[Step], sizes: Mapping[str, int], lasts: Mapping[str,
             for operand in result.operands:
                 same = operand.ref.form is None and source.ref.form is None
                 whole = operand.ref.span is None and source.ref.span is None
-                if same and whole and lasts[source.storage] == index and sizes[operand.storage] == sizes[source.storage]:
+                if (
+                    same
+                    and whole
+                    and lasts[source.storage] == index
+                    and sizes[operand.storage] == sizes[source.storage]
+                ):
                     roots[operand.storage] = roots.get(source.storage, source.storage)
     return roots
 

@@ -32,31 +32,38 @@ class Frames:
     """
 
     def __init__(
-        self, model: Model, shared: dict[str, Frame], b: int, t: int, hidden: int, act: str, stat: str, micro_step: int = 0
+        self,
+        model: Model,
+        shared: dict[str, Frame],
+        b: int,
+        t: int,
+        hidden: int,
+        act: str,
+        stat: str,
+        micro_step: int = 0,
     ) -> None:
         self._dtypes = {"act": act, "stat": stat, "int32": "int32"}
         self._shared, self._micro_step = shared, micro_step
         res = Slot("res", (b, t, hidden))
-        self.a, self.d = {}, {}
+        self.a, self.d = (self._direction(model, prefix, res, b, t) for prefix in ("", "d."))
+
+    def _direction(self, model: Model, prefix: str, res: Slot, b: int, t: int) -> Frame:
+        """All frames of activations (no prefix) or of their gradients, by layer number, `embed` and `head`."""
         count = len(model.blocks)
-        entering = [(layer, "attention.res", ()) for layer in range(count)] + [(None, "head.res", ())]
-        for prefix, frames in (("", self.a), ("d.", self.d)):
-            stream = [self._ref(prefix, layer, name, res, roles) for layer, name, roles in entering]
-            frames["embed"] = self._frame({"out": stream[0]})
-            for layer, block in enumerate(model.blocks):
-                middle = self._ref(prefix, layer, "mlp.res", res, ("block",))
-                sublayers = {
-                    "attention": (block.attention, stream[layer], middle),
-                    "mlp": (block.mlp, middle, stream[layer + 1]),
-                }
-                frames[layer] = Frame(
-                    {
-                        name: self._frame({**self._refs(prefix, layer, name, sub.slots(b, t)), "res": before, "out": after})
-                        for name, (sub, before, after) in sublayers.items()
-                    }
-                )
-            head = self._refs(prefix, None, "head", model.head.slots(b, t))
-            frames["head"] = self._frame({**head, "res": stream[count]})
+        stream = [self._ref(prefix, layer, "attention.res", res, ()) for layer in range(count)]
+        stream.append(self._ref(prefix, None, "head.res", res, ()))
+        frames: dict[Any, Any] = {"embed": self._frame({"out": stream[0]})}
+        for layer, block in enumerate(model.blocks):
+            middle = self._ref(prefix, layer, "mlp.res", res, ("block",))
+            joints = {"attention": (stream[layer], middle), "mlp": (middle, stream[layer + 1])}
+            sublayers = {}
+            for name, (before, after) in joints.items():
+                own = self._refs(prefix, layer, name, getattr(block, name).slots(b, t))
+                sublayers[name] = self._frame({**own, "res": before, "out": after})
+            frames[layer] = Frame(sublayers)
+        head = self._refs(prefix, None, "head", model.head.slots(b, t))
+        frames["head"] = self._frame({**head, "res": stream[count]})
+        return Frame(frames)
 
     def _refs(self, prefix: str, layer: int | None, sublayer: str, slots: tuple[Slot, ...]) -> dict[str, Ref]:
         return {slot.name: self._ref(prefix, layer, f"{sublayer}.{slot.name}", slot, slot.roles) for slot in slots}
