@@ -1,4 +1,4 @@
-"""The head: final norm, logits and loss in chunks of tokens, so that the logits of a micro-batch never exist at once."""
+"""The head: final norm, logits and loss in chunks of tokens, so that a micro-batch's logits never exist at once."""
 
 from __future__ import annotations
 
