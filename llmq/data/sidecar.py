@@ -1,0 +1,134 @@
+"""What a token file does not say of itself: `train.bin.json` beside `train.bin`, and the tokenizer in `tokenizer/`."""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import shutil
+from pathlib import Path
+
+from pydantic import BaseModel, ConfigDict, ValidationError
+
+from llmq.data.token_file import storage, sync_folder, temporary_name, write_whole
+from llmq.errors import DataError
+
+SUFFIX = ".json"
+# All that tokenizers are made of in Hugging Face folders; an export copies them byte for byte.
+TOKENIZER_FILES = (
+    "tokenizer.json",
+    "tokenizer_config.json",
+    "special_tokens_map.json",
+    "added_tokens.json",
+    "vocab.json",
+    "merges.txt",
+    "tokenizer.model",
+    "chat_template.jinja",
+    "chat_template.json",
+)
+
+
+class TokenizerNote(BaseModel):
+    """Which tokenizer made the ids. `sha256` is that of tokenizer.json; `folder` is relative to the token file."""
+
+    model_config = ConfigDict(frozen=True)
+
+    source: str  # hub name or folder, as resolved
+    revision: str | None  # commit, for a hub name
+    sha256: str
+    folder: str
+    vocab_size: int  # largest id + 1, added tokens included
+    eos_token: str
+    eos_token_id: int
+
+
+class Sidecar(BaseModel):
+    """Where the tokens of a token file come from."""
+
+    model_config = ConfigDict(frozen=True)
+
+    sidecar_version: int = 1
+    num_tokens: int
+    num_documents: int
+    document_rule: str
+    text: tuple[str, ...]  # the inputs as given, or the data set's name
+    tokenizer: TokenizerNote
+
+    def write(self, token_file: Path) -> None:
+        """Writes this beside `token_file`."""
+        write_whole(sidecar_name(token_file), self.model_dump_json(indent=1).encode() + b"\n")
+
+    @classmethod
+    def read(cls, token_file: Path, num_tokens: int) -> Sidecar | None:
+        """What lies beside `token_file`, or None; DataError if it is unreadable or tells of another file."""
+        path = sidecar_name(token_file)
+        fix = "make the token file again, or delete the sidecar to use the tokens without it"
+        try:
+            sidecar = cls.model_validate_json(path.read_bytes())
+        except FileNotFoundError:
+            return None
+        except OSError as error:
+            raise DataError(f"{path}: cannot be read ({error.strerror}): {fix}") from None
+        except ValidationError as error:
+            first = error.errors()[0]
+            where = ".".join(map(str, first["loc"])) or "the file"
+            raise DataError(f"{path} is not a sidecar of a token file ({where}: {first['msg']}): {fix}") from None
+        if sidecar.sidecar_version != 1:
+            raise DataError(f"{path} has sidecar_version {sidecar.sidecar_version}, but only 1 can be read: {fix}")
+        if sidecar.num_tokens != num_tokens:
+            raise DataError(
+                f"{path} tells of {sidecar.num_tokens} tokens, but {token_file.name} has {num_tokens}: {fix}"
+            )
+        return sidecar
+
+
+def sidecar_name(token_file: Path) -> Path:
+    return token_file.with_name(token_file.name + SUFFIX)
+
+
+def tokenizer_folder(token_file: Path, sidecar: Sidecar) -> Path:
+    """The folder with the tokenizer's files: the copy beside the token file, or, if that is gone, the source itself.
+
+    Raises DataError if it cannot be found, or is not the tokenizer that made the ids.
+    """
+    note = sidecar.tokenizer
+    folder = token_file.parent / note.folder
+    if not folder.is_dir():
+        from llmq.hub import model_folder
+
+        folder = model_folder(note.source, note.revision, kind="tokenizer")
+    found = tokenizer_hash(folder)
+    if found != note.sha256:
+        raise DataError(
+            f"{folder} has another tokenizer than the one that made {token_file} (sha256 of tokenizer.json "
+            f"{found[:12]}..., not {note.sha256[:12]}...): put the files of {note.source} there, or tokenize again"
+        )
+    return folder
+
+
+def tokenizer_hash(folder: Path) -> str:
+    """SHA-256 of a folder's tokenizer.json, in hex; DataError if it cannot be read."""
+    path = folder / "tokenizer.json"
+    try:
+        return hashlib.sha256(path.read_bytes()).hexdigest()
+    except OSError as error:
+        raise DataError(f"{path}: cannot be read ({error.strerror}): give a folder with a tokenizer.json") from None
+
+
+def copy_tokenizer(source: Path, target: Path) -> None:
+    """Makes `target` a folder with the tokenizer's files of `source`, whole or not at all; both may be the same."""
+    if target.is_dir() and target.samefile(source):
+        return
+    fresh, stale = temporary_name(target), temporary_name(target.with_name(target.name + ".old"))
+    with storage(target):
+        try:
+            fresh.mkdir(parents=True)
+            for name in TOKENIZER_FILES:
+                if (source / name).is_file():
+                    shutil.copyfile(source / name, fresh / name)
+            if target.exists():
+                os.replace(target, stale)
+            os.replace(fresh, target)
+            sync_folder(target.parent)
+        finally:
+            shutil.rmtree(fresh, ignore_errors=True)
+            shutil.rmtree(stale, ignore_errors=True)

@@ -1,0 +1,133 @@
+"""Token files seen as samples: consecutive windows that do not overlap, each with the targets shifted by one."""
+
+from __future__ import annotations
+
+import glob
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+
+import numpy as np
+
+from llmq.data.sidecar import SUFFIX, Sidecar
+from llmq.data.token_file import TokenFile
+from llmq.errors import DataError
+
+IGNORED = -100  # a target that is not trained
+CHECKED_WHOLE = 1 << 26  # tokens: the ids of files up to this (256 MiB) are all checked when training starts
+CHECKED_ENDS = 1 << 20  # tokens at each end that are checked in larger ones; every batch is checked in any case
+
+
+class Windows:
+    """The windows of several token files, numbered through in the order of the files.
+
+    A file of n tokens has floor((n - 1) / seq_len) windows from its start; the tokens behind the last are not used.
+    """
+
+    def __init__(self, files: Sequence[TokenFile], seq_len: int, vocab_size: int) -> None:
+        """Raises DataError if an id that is looked at here is not below `vocab_size`: see CHECKED_WHOLE."""
+        self.token_files = tuple(files)
+        self.seq_len = seq_len
+        self.vocab_size = vocab_size
+        self.num_tokens = sum(file.num_tokens for file in files)
+        counts = [max(file.num_tokens - 1, 0) // seq_len for file in files]
+        self._ends = np.cumsum(np.array(counts, np.int64))
+        self.num_windows = int(self._ends[-1]) if counts else 0
+        problems = []
+        for file in files:
+            try:
+                if file.num_tokens <= CHECKED_WHOLE:
+                    file.check_ids(vocab_size)
+                else:
+                    file.check_ids(vocab_size, 0, CHECKED_ENDS)
+                    file.check_ids(vocab_size, file.num_tokens - CHECKED_ENDS)
+            except DataError as error:
+                problems.append(str(error))
+        _raise(problems)
+
+    @property
+    def files(self) -> list[tuple[Path, int]]:
+        """Path and number of tokens of each file."""
+        return [(file.path, file.num_tokens) for file in self.token_files]
+
+    def read(self, samples: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        """Tokens and targets, both (len(samples), seq_len) int32, of the windows with the numbers `samples`.
+
+        Targets that the file's masks exclude are -100. Raises DataError if an id is not in the vocabulary.
+        """
+        tokens = np.empty((len(samples), self.seq_len), np.int32)
+        targets = np.empty_like(tokens)
+        for row, sample in enumerate(np.asarray(samples).tolist()):
+            index = int(np.searchsorted(self._ends, sample, side="right"))
+            file = self.token_files[index]
+            window = sample - (int(self._ends[index - 1]) if index else 0)
+            start = window * self.seq_len
+            stop = start + self.seq_len
+            file.check_ids(self.vocab_size, start, stop + 1)
+            tokens[row] = file.tokens[start:stop]
+            targets[row] = file.tokens[start + 1 : stop + 1]
+            if file.mask_bits is not None:
+                targets[row, ~file.trained(start + 1, stop + 1)] = IGNORED
+        return tokens, targets
+
+
+def open_windows(patterns: Iterable[str], seq_len: int, vocab_size: int) -> Windows:
+    """The windows of all files that `patterns` (paths or globs) name: in the order given, sorted within a glob.
+
+    Raises one DataError with everything that is wrong: no match, a file named twice, a bad file, a foreign id,
+    files of different tokenizers (as their sidecars tell).
+    """
+    problems: list[str] = []
+    files: list[TokenFile] = []
+    for path in matched(patterns, problems, skip=SUFFIX):
+        try:
+            files.append(TokenFile.open(path))
+        except DataError as error:
+            problems.append(str(error))
+    _raise(problems)
+    require_one_tokenizer(files)
+    return Windows(files, seq_len, vocab_size)
+
+
+def matched(patterns: Iterable[str], problems: list[str], skip: str | None = None) -> list[Path]:
+    """The files that `patterns` name; adds to `problems` what matches nothing or is named twice.
+
+    A wildcard does not match names that end in `skip`; a pattern that is itself the name of a file is that file.
+    """
+    found: dict[Path, None] = {}
+    for pattern in patterns:
+        if Path(pattern).exists() or not glob.has_magic(pattern):
+            names = [Path(pattern)]
+        else:
+            hits = sorted(glob.glob(str(Path(pattern).expanduser()), recursive=True))
+            names = [Path(hit) for hit in hits if Path(hit).is_file() and not (skip and hit.endswith(skip))]
+            if not names:
+                problems.append(
+                    f"no file matches {pattern}: check the path (the shell passes a quoted glob on as it is)"
+                )
+        for name in names:
+            if name in found:
+                problems.append(f"{name} is named twice: name every file once")
+            found[name] = None
+    return list(found)
+
+
+def require_one_tokenizer(files: Iterable[TokenFile]) -> None:
+    """Raises DataError if the files' sidecars tell of more than one tokenizer, or are unreadable."""
+    problems: list[str] = []
+    first: dict[str, str] = {}  # tokenizer hash -> who has it
+    for file in files:
+        try:
+            sidecar = Sidecar.read(file.path, file.num_tokens)
+        except DataError as error:
+            problems.append(str(error))
+            continue
+        if sidecar is not None:
+            first.setdefault(sidecar.tokenizer.sha256, f"{file.path} ({sidecar.tokenizer.source})")
+    if len(first) > 1:
+        problems.append(f"the files are of different tokenizers: {', '.join(first.values())}: tokenize all with one")
+    _raise(problems)
+
+
+def _raise(problems: Sequence[str]) -> None:
+    if problems:
+        raise DataError("\n".join(problems))

@@ -1,0 +1,233 @@
+"""The loader: order, ranks, seeking, the background thread, and what a run's data must be."""
+
+from __future__ import annotations
+
+import gc
+import threading
+import time
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from llmq.data.loader import Loader, eval_batches, open_data
+from llmq.data.token_file import TokenFile
+from llmq.data.windows import Windows
+from llmq.errors import DataError, UsageError
+
+T = 4
+
+
+@dataclass
+class Options:
+    train_file: tuple[str, ...]
+    eval_file: tuple[str, ...] | None = None
+    batch_size: int = 2
+    seq_len: int = T
+    grad_accumulation: int = 1
+    global_batch_size: int | None = None
+
+
+@pytest.fixture(autouse=True)
+def no_thread_is_left():
+    before = threading.active_count()
+    yield
+    gc.collect()
+    deadline = time.monotonic() + 5
+    while threading.active_count() > before and time.monotonic() < deadline:
+        time.sleep(0.01)
+    assert threading.active_count() == before
+
+
+def make_windows(folder: Path, num_windows: int) -> Windows:
+    """Windows whose first token is the window's number."""
+    tokens = np.repeat(np.arange(num_windows + 1), T)[: num_windows * T + 1]
+    TokenFile.write(folder / "a.bin", tokens, vocab_size=num_windows + 1)
+    return Windows([TokenFile.open(folder / "a.bin")], T, num_windows + 1)
+
+
+def samples(loader: Loader, batches: int) -> list[int]:
+    return [int(row[0]) for _ in range(batches) for row in loader.next().tokens]
+
+
+def test_every_epoch_has_every_window_once_in_an_order_of_its_own(tmp_path: Path) -> None:
+    with Loader(make_windows(tmp_path, 30), 5, T, seed=1).start(0) as loader:
+        epochs = [samples(loader, 6) for _ in range(3)]
+    assert all(sorted(epoch) == list(range(30)) for epoch in epochs)
+    assert len({tuple(epoch) for epoch in epochs}) == 3 and list(range(30)) not in epochs
+
+
+def test_the_last_batch_of_an_epoch_wraps_into_the_next(tmp_path: Path) -> None:
+    windows = make_windows(tmp_path, 7)
+    with Loader(windows, 5, T, seed=1).start() as loader:
+        seen = samples(loader, 7)
+    assert all(sorted(seen[7 * e : 7 * e + 7]) == list(range(7)) for e in range(5))
+
+
+@settings(max_examples=25, deadline=None)
+@given(size=st.integers(2, 40), batch_size=st.integers(1, 6), skip=st.integers(0, 20), seed=st.integers(0, 99))
+def test_starting_at_a_position_is_the_same_as_coming_to_it(
+    tmp_path_factory: pytest.TempPathFactory, size: int, batch_size: int, skip: int, seed: int
+) -> None:
+    windows = make_windows(tmp_path_factory.mktemp("l"), size)
+    with Loader(windows, batch_size, T, seed).start(0) as loader:
+        position = 0
+        for _ in range(skip):
+            position = loader.next().position
+        assert position == skip * batch_size
+        want = [loader.next() for _ in range(3)]
+        loader.start(position)
+        for batch in want:
+            again = loader.next()
+            np.testing.assert_array_equal(again.tokens, batch.tokens)
+            np.testing.assert_array_equal(again.targets, batch.targets)
+            assert again.position == batch.position
+
+
+@settings(max_examples=25, deadline=None)
+@given(size=st.integers(4, 60), batch_size=st.integers(1, 4), world=st.integers(1, 5))
+def test_ranks_share_the_order_of_one(
+    tmp_path_factory: pytest.TempPathFactory, size: int, batch_size: int, world: int
+) -> None:
+    windows = make_windows(tmp_path_factory.mktemp("l"), size)
+    with Loader(windows, 1, T, 3).start() as one:
+        want = samples(one, 4 * world * batch_size)
+    ranks = [Loader(windows, batch_size, T, 3, rank, world).start() for rank in range(world)]
+    got, positions = [], set()
+    for _ in range(4):
+        for rank in ranks:
+            batch = rank.next()
+            got += batch.tokens[:, 0].tolist()
+            positions.add(batch.position)
+    for rank in ranks:
+        rank.close()
+    assert got == want
+    assert positions == {(i + 1) * world * batch_size for i in range(4)}
+
+
+def test_seeds_have_different_orders(tmp_path: Path) -> None:
+    windows = make_windows(tmp_path, 50)
+    orders = set()
+    for seed in range(5):
+        with Loader(windows, 50, T, seed).start() as loader:
+            orders.add(tuple(samples(loader, 1)))
+    assert len(orders) == 5
+
+
+def test_an_error_in_the_thread_is_raised_by_next_after_the_good_batches(tmp_path: Path, monkeypatch) -> None:
+    windows = make_windows(tmp_path, 8)
+    reads = []
+
+    def read(samples: np.ndarray):
+        reads.append(threading.current_thread())
+        if len(reads) == 3:
+            raise DataError("token 5 is bad")
+        return Windows.read(windows, samples)
+
+    monkeypatch.setattr(windows, "read", read)
+    loader = Loader(windows, 2, T, 0).start()
+    loader.next()
+    loader.next()
+    for _ in range(2):
+        with pytest.raises(DataError, match="token 5 is bad"):
+            loader.next()
+    loader.close()
+    assert threading.main_thread() not in reads
+
+
+def test_it_reads_ahead_but_not_without_bound(tmp_path: Path, monkeypatch) -> None:
+    windows = make_windows(tmp_path, 8)
+    reads = []
+    monkeypatch.setattr(windows, "read", lambda s: (reads.append(1), Windows.read(windows, s))[1])
+    with Loader(windows, 2, T, 0).start() as loader:
+        deadline = time.monotonic() + 5
+        while len(reads) < 4 and time.monotonic() < deadline:
+            time.sleep(0.005)
+        time.sleep(0.05)
+        assert 4 <= len(reads) <= 6
+        assert loader.next().wait_ms < 50
+
+
+def test_the_wait_is_measured(tmp_path: Path, monkeypatch) -> None:
+    windows = make_windows(tmp_path, 8)
+    monkeypatch.setattr(windows, "read", lambda s: (time.sleep(0.05), Windows.read(windows, s))[1])
+    with Loader(windows, 2, T, 0).start() as loader:
+        assert loader.next().wait_ms > 20
+
+
+def test_closing_is_quick_repeatable_and_final(tmp_path: Path) -> None:
+    loader = Loader(make_windows(tmp_path, 8), 2, T, 0)
+    loader.close()
+    loader.start()
+    loader.close()
+    loader.close()
+    with pytest.raises(RuntimeError, match="not started"):
+        loader.next()
+
+
+def test_a_forgotten_loader_leaves_no_thread(tmp_path: Path) -> None:
+    windows = make_windows(tmp_path, 8)
+    loader = Loader(windows, 2, T, 0).start()
+    loader.next()
+    del loader  # the fixture waits for the thread's end
+
+
+@pytest.mark.parametrize(("num_steps", "batches"), [(None, 3), (2, 2), (9, 3), (0, 0)])
+def test_evaluation_goes_through_the_file_and_fills_up_with_untrained_rows(tmp_path: Path, num_steps, batches) -> None:
+    windows = make_windows(tmp_path, 8)
+    got = list(eval_batches(windows, 3, T, num_steps))
+    assert len(got) == batches
+    seen = [
+        int(row[0]) for batch in got for row, target in zip(batch.tokens, batch.targets, strict=True) if target[0] >= 0
+    ]
+    assert seen == list(range(min(8, batches * 3)))
+    if batches == 3:
+        assert got[-1].tokens.shape == (3, T) and (got[-1].targets[2] == -100).all() and got[-1].position == 8
+
+
+def test_a_run_is_opened_with_its_counts(tmp_path: Path) -> None:
+    TokenFile.write(tmp_path / "train.bin", np.zeros(41, int), vocab_size=9)
+    TokenFile.write(tmp_path / "eval.bin", np.zeros(9, int), vocab_size=9)
+    options = Options((str(tmp_path / "train.bin"),), (str(tmp_path / "eval.bin"),), grad_accumulation=5)
+    data = open_data(options, 9, 3)  # type: ignore[arg-type]
+    assert (data.train.num_windows, data.train.num_tokens, data.samples_per_step) == (10, 41, 10)
+    assert data.eval is not None and data.eval.num_windows == 2 and data.train.files == [(tmp_path / "train.bin", 41)]
+    assert data.tokenizer_folder() is None
+    with data.loader().start() as loader:
+        assert loader.next().tokens.shape == (2, T)
+    assert open_data(Options(options.train_file), 9, 3).eval is None  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(("global_batch", "world", "accumulation"), [(2, 1, 1), (6, 1, 3), (8, 2, 2)])
+def test_a_global_batch_becomes_accumulation(tmp_path: Path, global_batch: int, world: int, accumulation: int) -> None:
+    TokenFile.write(tmp_path / "a.bin", np.zeros(99, int), vocab_size=9)
+    options = Options((str(tmp_path / "a.bin"),), global_batch_size=global_batch, grad_accumulation=4)
+    assert open_data(options, 9, 0, world=world).grad_accumulation == accumulation  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    ("global_batch", "world", "says"), [(7, 1, "use 6 or 8"), (1, 1, "use 2 or 4"), (6, 2, "4, which")]
+)
+def test_a_global_batch_that_does_not_divide_is_refused(
+    tmp_path: Path, global_batch: int, world: int, says: str
+) -> None:
+    options = Options(("unread",), global_batch_size=global_batch)
+    with pytest.raises(UsageError, match=f"global_batch_size {global_batch} is not a multiple of .*{says}|{says}"):
+        open_data(options, 9, 0, world=world)  # type: ignore[arg-type]
+
+
+def test_too_little_data_is_said_with_both_numbers(tmp_path: Path) -> None:
+    TokenFile.write(tmp_path / "train.bin", np.zeros(5 * T, int), vocab_size=9)
+    TokenFile.write(tmp_path / "eval.bin", np.zeros(T, int), vocab_size=9)
+    options = Options((str(tmp_path / "train.bin"),), (str(tmp_path / "eval.bin"),), batch_size=5)
+    with pytest.raises(DataError, match=r"has 4 windows of seq_len 4 \(20 tokens\), but one step needs 5") as caught:
+        open_data(options, 9, 0)  # type: ignore[arg-type]
+    assert "4 tokens and no window of seq_len 4" in str(caught.value)
+
+
+def test_both_absent_files_are_named(tmp_path: Path) -> None:
+    with pytest.raises(DataError, match=r"(?s)one\.bin.*two\.bin"):
+        open_data(Options((str(tmp_path / "one.bin"),), (str(tmp_path / "two.bin"),)), 9, 0)  # type: ignore[arg-type]

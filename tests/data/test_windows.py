@@ -1,0 +1,104 @@
+"""Windows: which tokens they are, over several files, with masks; which files a pattern names."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from llmq.data import windows as windows_module
+from llmq.data.token_file import TokenFile
+from llmq.data.windows import Windows, open_windows
+from llmq.errors import DataError
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    sizes=st.lists(st.integers(0, 60), min_size=1, max_size=4),
+    seq_len=st.integers(1, 20),
+    masked=st.booleans(),
+)
+def test_windows_are_consecutive_with_shifted_targets(
+    tmp_path_factory: pytest.TempPathFactory, sizes: list[int], seq_len: int, masked: bool
+) -> None:
+    folder = tmp_path_factory.mktemp("w")
+    rng = np.random.default_rng(len(sizes))
+    want = []
+    files = []
+    for number, size in enumerate(sizes):
+        tokens = rng.integers(0, 99, size)
+        mask = rng.integers(0, 2, size).astype(bool) if masked else None
+        TokenFile.write(folder / f"{number}.bin", tokens, vocab_size=99, mask=mask)
+        files.append(TokenFile.open(folder / f"{number}.bin"))
+        start = 0
+        while start + seq_len + 1 <= size:
+            targets = [
+                int(tokens[i]) if mask is None or mask[i] else -100 for i in range(start + 1, start + seq_len + 1)
+            ]
+            want.append((tokens[start : start + seq_len].tolist(), targets))
+            start += seq_len
+    windows = Windows(files, seq_len, 99)
+    assert windows.num_windows == len(want) == sum(max(size - 1, 0) // seq_len for size in sizes)
+    assert windows.num_tokens == sum(sizes)
+    order = rng.permutation(len(want))
+    tokens, targets = windows.read(order)
+    assert tokens.dtype == targets.dtype == np.int32 and tokens.shape == (len(want), seq_len)
+    assert list(zip(tokens.tolist(), targets.tolist(), strict=True)) == [want[i] for i in order]
+
+
+def write(path: Path, tokens: list[int] | np.ndarray, vocab_size: int = 100) -> Path:
+    TokenFile.write(path, np.asarray(tokens), vocab_size=vocab_size)
+    return path
+
+
+def test_globs_are_sorted_within_and_kept_in_the_order_given(tmp_path: Path) -> None:
+    for name in ("b2.bin", "b1.bin", "a.bin"):
+        write(tmp_path / name, [1, 2, 3])
+    found = open_windows([str(tmp_path / "b*"), str(tmp_path / "a.bin")], 2, 100)
+    assert [(path.name, n) for path, n in found.files] == [("b1.bin", 3), ("b2.bin", 3), ("a.bin", 3)]
+
+
+def test_a_wildcard_passes_sidecars_by(tmp_path: Path) -> None:
+    write(tmp_path / "train.bin", [1, 2, 3])
+    (tmp_path / "train.json").write_text("{}")
+    assert len(open_windows([str(tmp_path / "train*")], 2, 100).files) == 1
+
+
+def test_a_name_with_brackets_is_that_file(tmp_path: Path) -> None:
+    write(tmp_path / "a[1].bin", [1, 2, 3])
+    assert open_windows([str(tmp_path / "a[1].bin")], 2, 100).num_windows == 1
+
+
+def test_everything_wrong_is_said_at_once(tmp_path: Path) -> None:
+    good = write(tmp_path / "good.bin", [1, 2, 3])
+    (tmp_path / "bad.bin").write_bytes(b"hello")
+    patterns = [str(good), str(good), str(tmp_path / "bad.bin"), str(tmp_path / "*.none"), str(tmp_path / "gone.bin")]
+    with pytest.raises(DataError) as caught:
+        open_windows(patterns, 2, 100)
+    for says in ("named twice", "not a token file", "no file matches", "gone.bin: cannot be read"):
+        assert says in str(caught.value)
+
+
+def test_foreign_ids_are_found_at_the_start(tmp_path: Path) -> None:
+    paths = [str(write(tmp_path / f"{i}.bin", [1, 2, 99, 3])) for i in range(2)]
+    with pytest.raises(DataError) as caught:
+        open_windows(paths, 1, 99)
+    assert str(caught.value).count("token 2 has the id 99") == 2
+
+
+def test_foreign_ids_within_a_large_file_are_found_when_read(tmp_path: Path, monkeypatch) -> None:
+    monkeypatch.setattr(windows_module, "CHECKED_WHOLE", 10)
+    monkeypatch.setattr(windows_module, "CHECKED_ENDS", 4)
+    tokens = np.ones(20, int)
+    tokens[12] = 50
+    windows = open_windows([str(write(tmp_path / "a.bin", tokens))], 3, 50)
+    windows.read(np.array([0, 1, 2, 5]))
+    for sample in (3, 4):  # it is the last target of one and the first token of the other
+        with pytest.raises(DataError, match="token 12 has the id 50"):
+            windows.read(np.array([0, sample]))
+    tokens[18] = 50
+    with pytest.raises(DataError, match="token 18 has the id 50"):
+        open_windows([str(write(tmp_path / "b.bin", tokens))], 3, 50)
