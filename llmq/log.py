@@ -1,0 +1,322 @@
+"""The run's log: what the console shows, and the JSON-lines file in the run folder (llmq/report/read.py reads it).
+
+The file has one JSON object per line, with a `type`:
+
+    header      first record: schema, started, version, and the sections options, system, model, dataset, allocator
+    train       one optimizer step: the fields of TrainRecord, and tps
+    eval        one evaluation: the fields of EvalRecord, and tps
+    resume      the run was continued from the checkpoint of `step`; carries the header's sections again
+    notice, checkpoint, end     what happened, at which step
+
+`step` counts finished updates: the train record of step 7 describes the seventh update. Losses are nats per trained
+token, `sol` is a fraction of the speed of light, `epoch` counts passes over the data with its fraction.
+
+JSON has no word for a number that is not finite, so such a number is one of the strings "NaN", "Infinity",
+"-Infinity"; the reader makes numbers of them again in the train and eval tables. What is not known is null (NaN in the
+tables). A continued run appends to its file: on a `resume` record of step S the reader drops earlier train and eval
+records of steps beyond S, and of several records of one step and type the last one counts. A last line without an end
+is what a killed process leaves: the reader ignores it and a continued run removes it.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import sys
+import time
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass, fields
+from pathlib import Path
+from typing import IO, TYPE_CHECKING, Any, TextIO
+
+import numpy as np
+
+import llmq
+from llmq.errors import StorageError
+
+if TYPE_CHECKING:
+    from llmq.options import LogOptions
+
+SCHEMA = 1
+DEFAULT_PATH = "runs/%n/log.jsonl"
+SECTIONS = ("options", "system", "model", "dataset", "allocator")
+MUCH_FREE = 0.25  # of the memory listed: beyond this the allocator table hints at what would use it
+
+
+@dataclass(frozen=True)
+class TrainRecord:
+    """One optimizer step. `tokens` are all tokens of the step, `trained_tokens` those that the loss is made of."""
+
+    step: int
+    epoch: float
+    loss: float
+    norm: float  # of the gradient of the mean loss, before clipping
+    lr: float
+    time_ms: float
+    tokens: int
+    trained_tokens: int
+    wait_ms: float = 0.0  # part of time_ms spent waiting for data
+    sol: float | None = None
+    applied: bool = True  # False: not finite, the update changed nothing
+
+    @property
+    def tps(self) -> float:
+        """Tokens per second, over all tokens of the step."""
+        return 1000.0 * self.tokens / self.time_ms if self.time_ms > 0 else math.nan
+
+
+@dataclass(frozen=True)
+class EvalRecord:
+    """One evaluation after `step` updates: `loss` on held-out data, `train_loss` as the run stands."""
+
+    step: int
+    epoch: float
+    loss: float
+    train_loss: float | None
+    time_ms: float
+    tokens: int
+    trained_tokens: int
+
+    @property
+    def tps(self) -> float:
+        """Tokens per second, over all tokens of the evaluation."""
+        return 1000.0 * self.tokens / self.time_ms if self.time_ms > 0 else math.nan
+
+
+TRAIN_COLUMNS = (*(f.name for f in fields(TrainRecord)), "tps")
+EVAL_COLUMNS = (*(f.name for f in fields(EvalRecord)), "tps")
+
+
+def train_line(r: TrainRecord) -> str:
+    """`[T] step     7 [ 12.5%] | time:   412 ms | norm   2.718282 | loss   3.141593 | tps 19871 | sol 31.4%`."""
+    sol = "  n/a" if r.sol is None else f"{100 * r.sol:4.1f}%"
+    return f"[T] {_place(r)} | norm {r.norm:10.6f} | loss {r.loss:10.6f} | tps {r.tps:5.0f} | sol {sol}"
+
+
+def eval_line(r: EvalRecord) -> str:
+    """`[V] step     7 [ 12.5%] | time:   412 ms | eval   3.141593 | train   3.141593 | tps 19871`."""
+    train = math.nan if r.train_loss is None else r.train_loss
+    return f"[V] {_place(r)} | eval {r.loss:10.6f} | train {train:10.6f} | tps {r.tps:5.0f}"
+
+
+def _place(r: TrainRecord | EvalRecord) -> str:
+    fraction = r.epoch % 1.0
+    if r.epoch > 0 and (fraction < 1e-9 or fraction > 1 - 1e-9):
+        fraction = 1.0  # the end of an epoch, not the start of the next
+    return f"step {r.step:5d} [{100 * fraction:5.1f}%] | time: {r.time_ms:5.0f} ms"
+
+
+class RunLog:
+    """Writes one run's console lines and its file. The sections are printed as they come; `begin` opens the file."""
+
+    def __init__(self, options: LogOptions, console: TextIO | None = None) -> None:
+        self.name = options.name or ""
+        self.path = Path((options.log_file or DEFAULT_PATH).replace("%n", self.name or "run"))
+        self.eval_num_steps = options.eval_num_steps
+        self._every = (options.log_every, options.eval_every_n_steps)
+        self._console = console
+        self._sections: dict[str, Any] = {name: None for name in SECTIONS}
+        self._file: IO[str] | None = None
+        self._step = 0
+
+    def due(self, step: int, *, last: bool = False) -> bool:
+        """Whether the update `step` (from 1) gets a line: each n-th one, the first, and the last of the run."""
+        return last or step == 1 or (self._every[0] > 0 and step % self._every[0] == 0)
+
+    def eval_due(self, step: int, *, last: bool = False) -> bool:
+        """Whether to evaluate after the update `step`: each n-th one and the last, or never with n = 0."""
+        return self._every[1] > 0 and (last or step % self._every[1] == 0)
+
+    def options(self, options: Mapping[str, Any]) -> None:
+        """[Options]: flat names and values."""
+        self._section("options", "Options", options)
+
+    def system(self, facts: Mapping[str, Any], index: int = 0) -> None:
+        """[System i]: device, library versions, memory."""
+        self._section("system", f"System {index}", facts)
+
+    def model(self, path: object, **facts: Any) -> None:
+        """The model's path or preset, and facts for the file (number of parameters, architecture)."""
+        self._sections["model"] = {"path": str(path), **facts}
+        self.say(f"Model: {path}")
+
+    def dataset(
+        self,
+        train: Iterable[tuple[object, int]],
+        evaluation: Iterable[tuple[object, int]] = (),
+        **facts: Any,
+    ) -> None:
+        """[Dataset]: (path, tokens) of each file, then other facts (tokens per step, steps per epoch)."""
+        files = {"train": list(train), "eval": list(evaluation)}
+        self._sections["dataset"] = {
+            **{kind: [{"path": str(p), "tokens": n} for p, n in found] for kind, found in files.items()},
+            **facts,
+        }
+        self._head("Dataset")
+        width = max((len(str(p)) for found in files.values() for p, _ in found), default=0)
+        for kind, found in files.items():
+            total = sum(n for _, n in found)
+            self.say(f"  {kind + ':':<6} {total:,} tokens in {len(found)} file{'' if len(found) == 1 else 's'}")
+            for path, tokens in found:
+                self.say(f"    {path!s:<{width}}  {tokens:>15,} tokens")
+        self._items(facts)
+
+    def allocator(self, mib: Mapping[str, float], *, hint: str | None = None) -> None:
+        """[Allocator State]: MiB by name. `hint` is shown when `Free` is more than a quarter of everything listed."""
+        self._sections["allocator"] = dict(mib)
+        self._head("Allocator State")
+        width = max(map(len, mib), default=0)
+        for name, amount in mib.items():
+            self.say(f"  {name:<{width}} {amount:>12,.1f} MiB")
+        total, free = sum(mib.values()), mib.get("Free", 0.0)
+        if total > 0 and free > MUCH_FREE * total:
+            hint = hint or "a larger --batch-size, or fewer --recompute flags, would use them"
+            self.say(f"  Hint: {free:,.0f} MiB ({100 * free / total:.0f}%) are free: {hint}.")
+
+    def begin(self, *, resume_step: int | None = None) -> None:
+        """Opens the file and writes its header, or appends after the checkpoint of `resume_step`.
+
+        A fresh run does not overwrite the log of an earlier one: that is renamed to PATH.1, PATH.2, ...
+        """
+        kept = None
+        with self._storage():
+            self.path.parent.mkdir(parents=True, exist_ok=True)
+            if resume_step is None and self.path.exists() and self.path.stat().st_size > 0:
+                kept = next(p for n in range(1, 10**6) if not (p := Path(f"{self.path}.{n}")).exists())
+                os.rename(self.path, kept)
+            elif resume_step is not None and self.path.exists():
+                _drop_torn_line(self.path)
+            self._file = open(self.path, "a", buffering=1, encoding="ascii", newline="\n")  # noqa: SIM115
+        about = {"schema": SCHEMA, "started": _now(), "version": llmq.__version__, **self._sections}
+        if resume_step is not None:
+            self._step = resume_step
+            if self.path.stat().st_size > 0:
+                self.record("resume", step=resume_step, **about)
+                return
+        self.record("header", **about)
+        if kept is not None:
+            self.notice(f"The log of an earlier run at {self.path} is kept as {kept}")
+
+    def train(self, record: TrainRecord) -> None:
+        """One [T] line and its record."""
+        self._step = record.step
+        self.say(train_line(record))
+        self.record("train", **asdict(record), tps=record.tps)
+        if not record.applied:
+            self.notice(f"Step {record.step} changed nothing: its loss or gradient is not finite")
+
+    def evaluation(self, record: EvalRecord) -> None:
+        """One [V] line and its record."""
+        self._step = record.step
+        self.say(eval_line(record))
+        self.record("eval", **asdict(record), tps=record.tps)
+
+    def notice(self, text: str, **facts: Any) -> None:
+        """A line that the user should see, and its record."""
+        self.say(text)
+        self.record("notice", step=self._step, text=text, **facts)
+
+    def checkpoint(self, path: object, **facts: Any) -> None:
+        """A checkpoint was completed at `path`."""
+        self.say(f"Checkpoint: {path}")
+        self.record("checkpoint", step=self._step, path=str(path), **facts)
+
+    def end(self, reason: str, **metrics: Any) -> None:
+        """The run is over: `reason` is finished, interrupted, terminated or failed."""
+        self.record("end", step=self._step, reason=reason, **metrics)
+
+    def record(self, kind: str, **values: Any) -> None:
+        """Appends one record to the file, if it is open."""
+        if self._file is None:
+            return
+        line = json.dumps(to_json({"type": kind, **values}), allow_nan=False)
+        with self._storage():
+            self._file.write(line + "\n")
+            self._file.flush()
+
+    def say(self, text: str) -> None:
+        """One console line, flushed; what the console's encoding lacks is escaped."""
+        console = sys.stdout if self._console is None else self._console
+        encoding = getattr(console, "encoding", None) or "ascii"
+        print(text.encode(encoding, "backslashreplace").decode(encoding), file=console, flush=True)
+
+    def close(self) -> None:
+        """Closes the file; the log can no longer be written."""
+        file, self._file = self._file, None
+        if file is not None:
+            with self._storage():
+                file.close()
+
+    def __enter__(self) -> RunLog:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    @contextmanager
+    def _storage(self) -> Iterator[None]:
+        try:
+            yield
+        except OSError as error:
+            raise StorageError(
+                f"the log {self.path} cannot be written: {error.strerror or error}. "
+                "Free space there, or name another place with --log-file."
+            ) from error
+
+    def _section(self, key: str, title: str, facts: Mapping[str, Any]) -> None:
+        self._sections[key] = dict(facts)
+        self._head(title)
+        self._items(facts)
+
+    def _head(self, title: str) -> None:
+        console = sys.stdout if self._console is None else self._console
+        plain = not console.isatty() or "NO_COLOR" in os.environ or os.environ.get("TERM", "dumb") == "dumb"
+        self.say(f"[{title}]" if plain else f"\x1b[1m[{title}]\x1b[0m")
+
+    def _items(self, facts: Mapping[str, Any]) -> None:
+        width = max(map(len, facts), default=0)
+        for name, value in facts.items():
+            shown = ", ".join(map(str, value)) if isinstance(value, (list, tuple)) else value
+            self.say(f"  {name:<{width}} : {'-' if shown is None else shown}")
+
+
+def to_json(value: Any) -> Any:
+    """`value` with everything that JSON lacks made a string, list or null: see the module's rule for numbers."""
+    if isinstance(value, np.generic):
+        value = value.item()
+    if value is None or isinstance(value, (bool, int)):
+        return value
+    if isinstance(value, str):
+        return str(value)
+    if isinstance(value, float):
+        if math.isfinite(value):
+            return value
+        return "NaN" if math.isnan(value) else "Infinity" if value > 0 else "-Infinity"
+    if isinstance(value, Mapping):
+        return {str(k): to_json(v) for k, v in value.items()}
+    if isinstance(value, (list, tuple, set, frozenset)):
+        return [to_json(v) for v in value]
+    if isinstance(value, np.ndarray):
+        return to_json(value.tolist())
+    return str(value)
+
+
+def _now() -> str:
+    return time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime())
+
+
+def _drop_torn_line(path: Path) -> None:
+    """Cuts what follows the last line end: a line that a killed process did not finish."""
+    with open(path, "r+b") as file:
+        end = file.seek(0, os.SEEK_END)
+        while end > 0:
+            start = max(0, end - 65536)
+            file.seek(start)
+            found = file.read(end - start).rfind(b"\n")
+            if found >= 0:
+                end = start + found + 1
+                break
+            end = start
+        file.truncate(end)

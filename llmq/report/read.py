@@ -1,0 +1,136 @@
+"""Reads a run's log: header, and the train and eval records as columns. llmq/log.py says what the format means."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from llmq.errors import DataError
+from llmq.log import EVAL_COLUMNS, SCHEMA, TRAIN_COLUMNS
+
+NON_FINITE = {"NaN": math.nan, "Infinity": math.inf, "-Infinity": -math.inf}
+
+
+@dataclass(frozen=True)
+class Log:
+    """A log as read. Tables are columns by name: `step` int64, all others float64 (NaN where not known)."""
+
+    path: Path
+    header: dict[str, Any]
+    train: dict[str, np.ndarray]
+    eval: dict[str, np.ndarray]
+    events: tuple[dict[str, Any], ...]  # every other record, in order
+
+    @property
+    def name(self) -> str:
+        """The run's name: option `name`, else the folder's, else the file's."""
+        named = (self.header.get("options") or {}).get("name")
+        generic = self.path.stem in ("log", "train", "metrics")
+        return str(named or (self.path.resolve().parent.name if generic else self.path.stem) or self.path.name)
+
+
+def find_log(run: Path) -> Path:
+    """The log of a run: `run` itself if it is a file, else log.jsonl or the only .jsonl file in the folder."""
+    if run.is_file():
+        return run
+    if not run.exists():
+        raise DataError(f"there is no run folder or log at {run}")
+    if (run / "log.jsonl").is_file():
+        return run / "log.jsonl"
+    found = sorted(run.glob("*.jsonl"))
+    if len(found) != 1:
+        what = "no .jsonl file" if not found else "several: " + ", ".join(p.name for p in found)
+        raise DataError(f"the folder {run} has no log.jsonl, and {what}. Name the log file itself.")
+    return found[0]
+
+
+def read_log(path: Path) -> Log:
+    """Reads a log file, or the log in a run folder; see llmq/log.py for what counts.
+
+    DataError naming the file and every bad line (at most ten), for a missing or foreign header, or a newer schema.
+    """
+    path = find_log(Path(path))
+    try:
+        lines = path.read_bytes().split(b"\n")
+    except OSError as error:
+        raise DataError(f"the log {path} cannot be read: {error.strerror or error}") from error
+    torn = lines.pop()
+    records, bad = [], []
+    for number, line in enumerate(lines, 1):
+        try:
+            records.append(_parse(line))
+        except (ValueError, RecursionError) as error:
+            bad.append(f"  line {number}: {error}")
+    if torn and not bad:
+        try:
+            records.append(_parse(torn))
+        except (ValueError, RecursionError):
+            pass  # the unfinished last line of a killed process
+    if bad:
+        more = f"\n  and {len(bad) - 10} more" if len(bad) > 10 else ""
+        raise DataError(f"the log {path} is corrupt:\n" + "\n".join(bad[:10]) + more)
+    if not records or records[0]["type"] != "header":
+        raise DataError(f"{path} is not a log of llmq: its first line is not a header record")
+    header = records[0]
+    if header.get("schema") != SCHEMA:
+        raise DataError(f"the log {path} has schema {header.get('schema')!r}, this llmq reads {SCHEMA}: update llmq")
+    tables: dict[str, dict[int, dict[str, Any]]] = {"train": {}, "eval": {}}
+    events = []
+    for record in records[1:]:
+        if record["type"] in tables:
+            tables[record["type"]][record["step"]] = record
+            continue
+        events.append(record)
+        if record["type"] == "resume":
+            for kind, table in tables.items():
+                tables[kind] = {step: row for step, row in table.items() if step <= record["step"]}
+    train, evaluation = (
+        _columns(tables[kind], names) for kind, names in (("train", TRAIN_COLUMNS), ("eval", EVAL_COLUMNS))
+    )
+    return Log(path, header, train, evaluation, tuple(events))
+
+
+def _parse(line: bytes) -> dict[str, Any]:
+    """One record, checked; ValueError says what is wrong."""
+    record = json.loads(line, parse_constant=_refuse)
+    if not isinstance(record, dict) or not isinstance(record.get("type"), str):
+        raise ValueError("not a JSON object with a type")
+    kind = record["type"]
+    if kind in ("train", "eval", "resume"):
+        step = record.get("step")
+        if type(step) is not int or not 0 <= step < 2**63:
+            raise ValueError(f"step is {step!r}, not a count")
+    if kind == "header" and not isinstance(record.get("options"), (dict, type(None))):
+        raise ValueError("options are not an object")
+    columns = {"train": TRAIN_COLUMNS, "eval": EVAL_COLUMNS}.get(kind, ())
+    wrong = [f"{c} is {record[c]!r}" for c in columns if c in record and not _is_number(record[c])]
+    if wrong:
+        raise ValueError("not a number: " + ", ".join(wrong))
+    return record
+
+
+def _refuse(word: str) -> None:
+    raise ValueError(f"{word} is not JSON")
+
+
+def _is_number(value: Any) -> bool:
+    if isinstance(value, str):
+        return value in NON_FINITE
+    return value is None or isinstance(value, float) or (isinstance(value, int) and abs(value) < 2**63)
+
+
+def _columns(rows: Mapping[int, Mapping[str, Any]], names: Iterable[str]) -> dict[str, np.ndarray]:
+    """Columns of the records, ordered by step."""
+    ordered = [rows[step] for step in sorted(rows)]
+
+    def number(value: Any) -> float:
+        return math.nan if value is None else NON_FINITE[value] if isinstance(value, str) else float(value)
+
+    table = {name: np.array([number(row.get(name)) for row in ordered], np.float64) for name in names}
+    return {**table, "step": np.array([row["step"] for row in ordered], np.int64)}

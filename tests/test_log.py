@@ -1,0 +1,321 @@
+"""The log: console lines, the file's rules, and reading it back, damaged or not."""
+
+from __future__ import annotations
+
+import io
+import json
+import math
+import os
+import random
+import subprocess
+import sys
+from dataclasses import replace
+from pathlib import Path
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+
+from llmq.errors import DataError, LlmqError, StorageError
+from llmq.log import EvalRecord, RunLog, TrainRecord, eval_line, to_json, train_line
+from llmq.report.read import find_log, read_log
+
+TRAIN = TrainRecord(
+    step=7,
+    epoch=0.125,
+    loss=3.1415926,
+    norm=2.7182818,
+    lr=1e-5,
+    time_ms=412.2,
+    tokens=8191,
+    trained_tokens=8000,
+    sol=0.314,
+)
+EVAL = EvalRecord(step=7, epoch=0.125, loss=3.1415926, train_loss=3.25, time_ms=99, tokens=990, trained_tokens=900)
+
+
+def options(path: Path | None, **changes: object) -> SimpleNamespace:
+    values = {
+        "name": "try",
+        "log_file": path and str(path),
+        "log_every": 1,
+        "eval_every_n_steps": 100,
+        "eval_num_steps": 20,
+    }
+    return SimpleNamespace(**{**values, **changes})
+
+
+def write(path: Path, steps: range, *, resume: int | None = None, loss: float = 1.0) -> None:
+    with RunLog(options(path), io.StringIO()) as log:
+        log.options({"name": "try", "learning_rate": 1e-5})
+        log.begin(resume_step=resume)
+        for step in steps:
+            log.train(replace(TRAIN, step=step, loss=loss))
+            if step % 4 == 0:
+                log.evaluation(replace(EVAL, step=step, loss=loss))
+
+
+def test_lines_have_the_documented_form() -> None:
+    assert train_line(TRAIN) == (
+        "[T] step     7 [ 12.5%] | time:   412 ms | norm   2.718282 | loss   3.141593 | tps 19871 | sol 31.4%"
+    )
+    assert eval_line(EVAL) == (
+        "[V] step     7 [ 12.5%] | time:    99 ms | eval   3.141593 | train   3.250000 | tps 10000"
+    )
+
+
+@pytest.mark.parametrize(
+    ("epoch", "shown"),
+    [(0.0, "  0.0%"), (1.0, "100.0%"), (1.25, " 25.0%"), (2.0000000000001, "100.0%"), (29 * (1 / 29), "100.0%")],
+)
+def test_percent_is_of_the_epoch(epoch: float, shown: str) -> None:
+    assert f"[{shown}]" in train_line(replace(TRAIN, epoch=epoch))
+
+
+def test_sections_on_the_console_are_plain_and_in_order(tmp_path: Path) -> None:
+    console = io.StringIO()
+    with RunLog(options(tmp_path / "log.jsonl"), console) as log:
+        log.options({"model": "Qwen/Qwen2.5-0.5B", "train_file": ("a.bin", "b.bin"), "eval_file": None})
+        log.system({"device": "cpu"})
+        log.model("/models/qwen")
+        log.dataset([("a.bin", 1000), ("longer.bin", 234567)], [("e.bin", 12)], steps_per_epoch=9)
+        log.allocator({"Weights": 100.0, "Free": 300.0})
+        log.begin()
+    lines = console.getvalue().splitlines()
+    heads = [line for line in lines if not line.startswith(" ")]
+    assert heads == ["[Options]", "[System 0]", "Model: /models/qwen", "[Dataset]", "[Allocator State]"]
+    assert "  train_file : a.bin, b.bin" in lines
+    assert "  train: 235,567 tokens in 2 files" in lines
+    assert "    longer.bin          234,567 tokens" in lines
+    assert "  Weights        100.0 MiB" in lines
+    assert any("300 MiB (75%) are free" in line for line in lines)
+    header = json.loads((tmp_path / "log.jsonl").read_text().splitlines()[0])
+    assert (header["type"], header["schema"]) == ("header", 1)
+    assert header["dataset"]["train"][1] == {"path": "longer.bin", "tokens": 234567}
+    assert header["allocator"] == {"Weights": 100.0, "Free": 300.0}
+
+
+def test_no_hint_when_little_is_free(tmp_path: Path) -> None:
+    console = io.StringIO()
+    RunLog(options(tmp_path / "log.jsonl"), console).allocator({"Weights": 300.0, "Free": 100.0})
+    assert "Hint" not in console.getvalue()
+
+
+def test_colour_only_on_a_terminal(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    class Terminal(io.StringIO):
+        def isatty(self) -> bool:
+            return True
+
+    monkeypatch.setenv("TERM", "xterm")
+    monkeypatch.delenv("NO_COLOR", raising=False)
+    console = Terminal()
+    log = RunLog(options(tmp_path / "log.jsonl"), console)
+    log.system({})
+    assert "\x1b[1m[System 0]\x1b[0m" in console.getvalue()
+    monkeypatch.setenv("NO_COLOR", "1")
+    log.system({})
+    assert console.getvalue().endswith("\n[System 0]\n")
+
+
+def test_lines_arrive_when_piped_in_the_c_locale(tmp_path: Path) -> None:
+    code = (
+        "import sys, types; from llmq.log import RunLog\n"
+        "o = types.SimpleNamespace(name='n', log_file=sys.argv[1], log_every=1, eval_every_n_steps=0, eval_num_steps=0)\n"
+        "log = RunLog(o); log.model('caf\\u00e9/\\udcff'); log.begin(); input()"
+    )
+    env = {
+        **os.environ,
+        "LC_ALL": "C",
+        "PYTHONUTF8": "0",
+        "PYTHONCOERCECLOCALE": "0",
+        "PYTHONIOENCODING": "ascii:strict",
+    }
+    command = [sys.executable, "-c", code, str(tmp_path / "log.jsonl")]
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, env=env) as process:
+        assert process.stdout is not None
+        assert (
+            process.stdout.readline() == b"Model: caf\\xe9/\\udcff\n"
+        )  # the process still waits: the line was flushed
+        process.communicate(b"\n")
+    assert process.returncode == 0
+
+
+def test_due() -> None:
+    log = RunLog(options(None, log_every=10, eval_every_n_steps=4))
+    assert [s for s in range(1, 33) if log.due(s, last=s == 32)] == [1, 10, 20, 30, 32]
+    assert [s for s in range(1, 15) if log.eval_due(s, last=s == 14)] == [4, 8, 12, 14]
+    assert not RunLog(options(None, eval_every_n_steps=0)).eval_due(4, last=True)
+    assert RunLog(options(None)).path == Path("runs/try/log.jsonl")
+
+
+def test_tables_come_back_as_written(tmp_path: Path) -> None:
+    path = tmp_path / "log.jsonl"
+    write(path, range(1, 9))
+    log = read_log(path)
+    assert log.name == "try"
+    assert log.header["options"]["learning_rate"] == 1e-5
+    assert log.train["step"].tolist() == list(range(1, 9))
+    assert log.train["loss"].tolist() == [1.0] * 8
+    assert log.train["tps"][0] == pytest.approx(8191 / 0.4122)
+    assert log.train["applied"].tolist() == [1.0] * 8
+    assert log.eval["step"].tolist() == [4, 8]
+    assert read_log(tmp_path).train["lr"].tolist() == [1e-5] * 8
+
+
+def test_numbers_that_are_not_finite_are_valid_json(tmp_path: Path) -> None:
+    path, console = tmp_path / "log.jsonl", io.StringIO()
+    with RunLog(options(path), console) as log:
+        log.begin()
+        log.train(replace(TRAIN, loss=math.nan, norm=math.inf, applied=False, sol=None))
+        log.record("end", worst=-math.inf, where=[np.float32("nan")])
+
+    def refuse(word: str) -> None:
+        raise AssertionError(f"{word} is not JSON")
+
+    records = [json.loads(line, parse_constant=refuse) for line in path.read_text().splitlines()]
+    assert (records[1]["loss"], records[1]["norm"], records[1]["sol"]) == ("NaN", "Infinity", None)
+    assert (records[-1]["worst"], records[-1]["where"]) == ("-Infinity", ["NaN"])
+    table = read_log(path).train
+    assert math.isnan(table["loss"][0]) and table["norm"][0] == math.inf and math.isnan(table["sol"][0])
+    assert "Step 7 changed nothing" in console.getvalue()
+
+
+def test_to_json_takes_what_runs_hold() -> None:
+    given = {"p": Path("a/b"), "n": np.int64(3), "a": np.arange(2), "t": (1, None), 5: True, "b": np.float32(0.5)}
+    assert to_json(given) == {"p": "a/b", "n": 3, "a": [0, 1], "t": [1, None], "5": True, "b": 0.5}
+
+
+def test_a_continued_run_supersedes_what_came_after_its_checkpoint(tmp_path: Path) -> None:
+    path = tmp_path / "log.jsonl"
+    write(path, range(1, 13), loss=1.0)
+    write(path, range(9, 11), resume=8, loss=2.0)
+    log = read_log(path)
+    assert log.train["step"].tolist() == list(range(1, 11))  # 11 and 12 belong to the abandoned line
+    assert log.train["loss"].tolist() == [1.0] * 8 + [2.0] * 2
+    assert log.eval["step"].tolist() == [4, 8]
+    assert [e["type"] for e in log.events] == ["resume"]
+
+
+def test_the_last_record_of_a_step_counts(tmp_path: Path) -> None:
+    path = tmp_path / "log.jsonl"
+    write(path, range(1, 4), loss=1.0)
+    with open(path, "a") as file:
+        file.write('{"type": "train", "step": 2, "loss": 5}\n')
+    table = read_log(path).train
+    assert table["loss"].tolist() == [1.0, 5.0, 1.0]
+    assert math.isnan(table["lr"][1])
+
+
+def test_a_torn_last_line_is_ignored_and_removed_on_resume(tmp_path: Path) -> None:
+    path = tmp_path / "log.jsonl"
+    write(path, range(1, 6))
+    whole = path.read_bytes()
+    path.write_bytes(whole[:-9])
+    assert read_log(path).train["step"].tolist() == [1, 2, 3, 4]
+    write(path, range(5, 7), resume=4)
+    assert read_log(path).train["step"].tolist() == [1, 2, 3, 4, 5, 6]
+
+
+@pytest.mark.parametrize("left", [b"", b"{" + b"x" * 70000])
+def test_resume_on_a_log_without_a_whole_line_starts_one(tmp_path: Path, left: bytes) -> None:
+    path = tmp_path / "log.jsonl"
+    path.write_bytes(left)
+    write(path, range(5, 7), resume=4)
+    assert read_log(path).train["step"].tolist() == [5, 6]
+
+
+def test_a_fresh_run_keeps_the_log_of_an_earlier_one(tmp_path: Path) -> None:
+    path = tmp_path / "log.jsonl"
+    for n in (2, 3, 4):
+        write(path, range(1, n))
+    assert [read_log(p).train["step"].size for p in (path, tmp_path / "log.jsonl.2", tmp_path / "log.jsonl.1")] == [
+        3,
+        2,
+        1,
+    ]
+    assert "log.jsonl.2" in read_log(path).events[0]["text"]
+
+
+@pytest.mark.parametrize(
+    ("line", "says"),
+    [
+        (b"{", "line 3"),
+        (b"[1]", "not a JSON object"),
+        (b'{"type": "train", "step": -1}', "step is -1"),
+        (b'{"type": "train", "step": true}', "step is True"),
+        (b'{"type": "train", "step": 3, "loss": "high", "lr": []}', "loss is 'high', lr is []"),
+        (b'{"type": "train", "step": 3, "loss": NaN}', "NaN is not JSON"),
+        (b'{"type": "eval", "step": 3, "loss": 1' + b"0" * 400 + b"}", "not a number"),
+        (b'{"type": "eval", "step": 3, "loss": 1' + b"0" * 5000 + b"}", "line 3"),
+        (b"[" * 100000, "line 3"),
+        (b"\x00\xff\xfe", "line 3"),
+    ],
+)
+def test_a_corrupt_line_is_named(tmp_path: Path, line: bytes, says: str) -> None:
+    path = tmp_path / "log.jsonl"
+    write(path, range(1, 3))
+    lines = path.read_bytes().split(b"\n")
+    path.write_bytes(b"\n".join([*lines[:2], line, *lines[2:]]))
+    with pytest.raises(DataError, match="line 3") as caught:
+        read_log(path)
+    assert says in str(caught.value) and str(path) in str(caught.value)
+
+
+def test_all_corrupt_lines_are_named_up_to_ten(tmp_path: Path) -> None:
+    path = tmp_path / "log.jsonl"
+    path.write_bytes(b"{\n" * 13)
+    with pytest.raises(DataError, match="and 3 more") as caught:
+        read_log(path)
+    assert str(caught.value).count("  line ") == 10
+
+
+def test_other_files_and_newer_schemas_are_refused(tmp_path: Path) -> None:
+    path = tmp_path / "log.jsonl"
+    for text, says in (
+        ("", "not a log"),
+        ('{"type": "train", "step": 1}\n', "not a log"),
+        ('{"type": "header", "schema": 2}\n', "schema 2"),
+    ):
+        path.write_text(text)
+        with pytest.raises(DataError, match=says):
+            read_log(path)
+
+
+def test_finding_the_log_of_a_run(tmp_path: Path) -> None:
+    with pytest.raises(DataError, match="no run folder"):
+        find_log(tmp_path / "absent")
+    with pytest.raises(DataError, match=r"no \.jsonl"):
+        find_log(tmp_path)
+    (tmp_path / "a.jsonl").touch()
+    assert find_log(tmp_path) == tmp_path / "a.jsonl"
+    (tmp_path / "b.jsonl").touch()
+    with pytest.raises(DataError, match=r"several: a\.jsonl, b\.jsonl"):
+        find_log(tmp_path)
+
+
+def test_mutated_logs_raise_only_our_errors(tmp_path: Path) -> None:
+    path, chance = tmp_path / "log.jsonl", random.Random(5)
+    write(path, range(1, 6))
+    whole = path.read_bytes()
+    refused = 0
+    for _ in range(300):
+        damaged = bytearray(whole[: chance.randrange(len(whole) + 1)])
+        for _ in range(chance.randrange(3)):
+            if damaged:
+                damaged[chance.randrange(len(damaged))] = chance.randrange(256)
+        path.write_bytes(bytes(damaged))
+        try:
+            read_log(path)
+        except LlmqError:
+            refused += 1
+    assert 50 < refused < 300
+
+
+def test_storage_errors_are_ours(tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    with pytest.raises(StorageError, match="--log-file"):
+        RunLog(options(tmp_path / "file" / "log.jsonl"), io.StringIO()).begin()
+    if os.path.exists("/dev/full"):
+        log = RunLog(options(Path("/dev/full")), io.StringIO())
+        with pytest.raises(StorageError, match="No space left"):
+            log.begin()
