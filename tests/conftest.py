@@ -1,0 +1,50 @@
+"""Which tests run: `slow` ones with --all, `judge` ones with --judges, `gpu` ones where there is a CUDA device."""
+
+import ctypes
+import importlib.util
+
+import pytest
+
+CHOSEN_BY = {"slow": "--all", "judge": "--judges"}
+
+
+def pytest_addoption(parser):
+    """The two flags of tools/test.sh."""
+    parser.addoption("--all", action="store_true", help="run the slow tests too")
+    parser.addoption("--judges", action="store_true", help="run the comparisons with PyTorch and transformers")
+
+
+def pytest_configure(config):
+    """A judge that is asked for and not there is an error, not a skip."""
+    missing = [name for name in ("torch", "transformers") if not importlib.util.find_spec(name)]
+    if config.getoption("--judges") and missing:
+        raise pytest.UsageError(f"--judges needs {' and '.join(missing)}: tools/test.sh --judges installs them")
+
+
+def cuda_problem() -> str | None:
+    """Why no CUDA device can be used, asked of the driver itself; None if one can."""
+    try:
+        driver = ctypes.CDLL("libcuda.so.1")
+    except OSError:
+        return "no NVIDIA driver (libcuda.so.1)"
+    code, count = driver.cuInit(0), ctypes.c_int(0)
+    if code or driver.cuDeviceGetCount(ctypes.byref(count)):
+        return f"the NVIDIA driver does not start (cuInit returned {code})"
+    return None if count.value else "the NVIDIA driver sees no device"
+
+
+@pytest.hookimpl(trylast=True)
+def pytest_collection_modifyitems(config, items):
+    """Deselects what was not asked for; `-m` is an explicit choice and is left alone."""
+    if any(item.get_closest_marker("gpu") for item in items):
+        problem = cuda_problem()
+        for item in items:
+            if problem and item.get_closest_marker("gpu"):
+                item.add_marker(pytest.mark.skip(reason=problem))
+    if config.option.markexpr:
+        return
+    unwanted = [marker for marker, flag in CHOSEN_BY.items() if not config.getoption(flag)]
+    dropped = [item for item in items if any(item.get_closest_marker(marker) for marker in unwanted)]
+    if dropped:
+        config.hook.pytest_deselected(items=dropped)
+        items[:] = [item for item in items if item not in set(dropped)]

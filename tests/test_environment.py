@@ -1,0 +1,89 @@
+"""The environment that the scripts make: nothing is done twice, nothing foreign is touched, failures say what to do."""
+
+import subprocess
+import sys
+
+import pytest
+
+from llmq import environment
+
+
+@pytest.fixture
+def calls(monkeypatch):
+    """Commands that would have run; each succeeds, and making an environment leaves a Python that runs."""
+    ran = []
+    real = subprocess.run
+
+    def run(command, **keywords):
+        if "-c" in command:
+            return real(command, **keywords)
+        ran.append(command)
+        if "venv" in command:
+            folder = environment.Path(command[-1])
+            (folder / "bin").mkdir(parents=True)
+            (folder / "bin" / "python").symlink_to(sys.executable)
+            (folder / "pyvenv.cfg").touch()
+        return subprocess.CompletedProcess(command, 0)
+
+    monkeypatch.setattr(environment.subprocess, "run", run)
+    monkeypatch.setattr(environment.shutil, "which", lambda name: None)
+    return ran
+
+
+def test_a_second_call_does_nothing(tmp_path, calls):
+    assert environment.make(tmp_path / "venv", ["test"], [])
+    made = len(calls)
+    assert [command[1:3] for command in calls] == [["-m", "venv"], ["-m", "pip"], ["-m", "pip"]]
+    assert not environment.make(tmp_path / "venv", ["test"], [])
+    assert len(calls) == made
+
+
+def test_more_packages_are_added_and_fewer_are_enough(tmp_path, calls):
+    environment.make(tmp_path / "venv", ["test"], [])
+    del calls[:]
+    assert environment.make(tmp_path / "venv", ["test"], ["torch==2.13.0"])
+    assert not any("venv" in command for command in calls)
+    assert calls[-1][-1] == "torch==2.13.0"
+    assert not environment.make(tmp_path / "venv", ["test"], [])
+
+
+def test_a_changed_project_file_installs_again(tmp_path, calls, monkeypatch):
+    environment.make(tmp_path / "venv", [], [])
+    (tmp_path / "pyproject.toml").write_text("[project]\n")
+    monkeypatch.setattr(environment, "CHECKOUT", tmp_path)
+    assert environment.make(tmp_path / "venv", [], [])
+
+
+def test_uv_is_used_where_it_is(tmp_path, calls, monkeypatch):
+    monkeypatch.setattr(environment.shutil, "which", lambda name: "/opt/uv")
+    environment.make(tmp_path / "venv", ["test"], [])
+    assert [command[:2] for command in calls] == [["/opt/uv", "venv"], ["/opt/uv", "pip"]]
+
+
+def test_a_folder_with_something_else_is_left_alone(tmp_path, calls):
+    (tmp_path / "thesis.tex").touch()
+    with pytest.raises(environment.EnvironmentProblem, match="not a virtual environment"):
+        environment.make(tmp_path, [], [])
+    assert not calls
+
+
+def test_a_python_without_venv_names_the_package(tmp_path, calls, monkeypatch, capsys):
+    """Debian and Ubuntu put ensurepip into a package of its own."""
+    monkeypatch.setattr(environment.importlib.util, "find_spec", lambda name: None if name == "ensurepip" else object())
+    assert environment.main([str(tmp_path / "venv")]) == 2
+    assert "apt install python{}.{}-venv".format(*sys.version_info) in capsys.readouterr().err
+    assert not (tmp_path / "venv").exists()
+
+
+def test_an_install_that_fails_is_tried_again(tmp_path, calls, monkeypatch, capsys):
+    environment.make(tmp_path / "venv", [], [])
+    succeeding = environment.subprocess.run
+    monkeypatch.setattr(
+        environment.subprocess,
+        "run",
+        lambda command, **k: subprocess.CompletedProcess(command, 1) if "pip" in command else succeeding(command, **k),
+    )
+    assert environment.main([str(tmp_path / "venv"), "--extra", "plot"]) == 2
+    assert "failed with exit code 1" in capsys.readouterr().err
+    monkeypatch.setattr(environment.subprocess, "run", succeeding)
+    assert environment.make(tmp_path / "venv", ["plot"], [])

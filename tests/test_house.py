@@ -1,0 +1,230 @@
+"""The import table of the house and the laws that can be read off the source: who may import what, who reads an option.
+
+Modules that are not there yet are not checked.
+"""
+
+import ast
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[1]
+ARRAYS = {"numpy", "cupy", "ml_dtypes"}
+JUDGES = {"torch", "transformers", "tensorflow", "jax"}
+
+
+@dataclass(frozen=True)
+class Place:
+    """What a folder or file of llmq/ may import of llmq (None: anything but `never`), and what it never does.
+
+    Everybody may import errors, and a folder itself. `never` holds parts of llmq and outside packages.
+    """
+
+    may: set[str] | None = None
+    never: frozenset[str] | set[str] = frozenset()
+
+
+HOUSE = {
+    "options": Place(may=set()),
+    "config": Place(may=set()),
+    "rows": Place(may={"config"}, never={"ops"}),
+    "tensor": Place(may=set(), never={"ops", "blocks"}),
+    "arena": Place(never={"ops", "blocks"}),
+    "ops": Place(may={"tensor"}, never={"blocks", "options"}),
+    "sites": Place(may={"tensor"}, never={"options", "stores", *ARRAYS}),
+    "blocks": Place(may={"tensor", "sites"}, never={"options", "plan", "stores", "comm", *ARRAYS}),
+    "stores": Place(may={"tensor", "arena", "ops", "comm", "rows"}, never={"blocks", "options"}),
+    "comm": Place(may={"tensor"}),
+    "plan": Place(
+        may={"options", "rows", "config", "tensor", "arena", "ops", "blocks", "sites", "stores"}, never={"train", "cli"}
+    ),
+    "data": Place(never={"blocks"}),
+    "checkpoint": Place(never={"blocks"}),
+    "hf": Place(never={"blocks"}),
+    "log": Place(never={"blocks"}),
+    "sol": Place(never={"blocks"}),
+    "report": Place(never={"blocks"}),
+}
+# Each section of the options is read by one module: a new reader asks the owner instead.
+OWNERS = {
+    "ModelOptions": "llmq.source",
+    "ExportOptions": "llmq.hf",
+    "DataOptions": "llmq.data.loader",
+    "PrecisionOptions": "llmq.plan.precision",
+    "MemoryOptions": "llmq.plan.memory",
+    "ScheduleOptions": "llmq.schedule",
+    "OptimizerOptions": "llmq.optimizer",
+    "LogOptions": "llmq.log",
+    "CheckpointOptions": "llmq.checkpoint",
+    "SystemOptions": "llmq.device",
+}
+STRAIGHT_LINES = {"forward", "backward", "dgrad", "wgrad"}
+BRANCHES = (ast.If, ast.IfExp, ast.While, ast.Match, ast.Try, ast.BoolOp, ast.Assert)
+MAX_LINES = 450
+
+
+@cache
+def tree(path: Path) -> ast.Module:
+    """The syntax tree of a file."""
+    return ast.parse(path.read_text("utf-8"), str(path))
+
+
+@cache
+def modules() -> dict[str, Path]:
+    """Every module of llmq by its dotted name."""
+    names = {}
+    for path in sorted((ROOT / "llmq").rglob("*.py")):
+        parts = path.relative_to(ROOT).with_suffix("").parts
+        names[".".join(parts[:-1] if parts[-1] == "__init__" else parts)] = path
+    return names
+
+
+def imported(module: str, *, at_import: bool = False) -> set[str]:
+    """Dotted names that a module imports, anywhere or (`at_import`) when it is imported itself.
+
+    `from llmq import rows` counts as `llmq.rows`; a relative import is resolved; imports for types only count.
+    """
+    path = modules()[module]
+    package = module if path.name == "__init__.py" else module.rpartition(".")[0]
+    found = set()
+    for node in at_import_nodes(tree(path)) if at_import else ast.walk(tree(path)):
+        if isinstance(node, ast.Import):
+            found.update(alias.name for alias in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            above = package.split(".")[: len(package.split(".")) - node.level + 1] if node.level else []
+            source = ".".join([*above, *filter(None, [node.module])])
+            found.update(f"{source}.{a.name}" if f"{source}.{a.name}" in modules() else source for a in node.names)
+    return found
+
+
+def at_import_nodes(node: ast.AST) -> Iterator[ast.AST]:
+    """The nodes of a module that run when it is imported: not the bodies of functions."""
+    for child in ast.iter_child_nodes(node):
+        if not isinstance(child, ast.FunctionDef | ast.AsyncFunctionDef | ast.Lambda):
+            yield child
+            yield from at_import_nodes(child)
+
+
+def place(module: str) -> str:
+    """The folder or file below llmq/ that a module is in."""
+    return module.split(".")[1] if "." in module else ""
+
+
+def below(*folders: str) -> list[str]:
+    """The modules in these folders of llmq/."""
+    return [name for name in modules() if place(name) in folders]
+
+
+def decides(node: ast.AST) -> bool:
+    """Whether a node chooses what is computed."""
+    return isinstance(node, BRANCHES) or (isinstance(node, ast.comprehension) and bool(node.ifs))
+
+
+@pytest.mark.parametrize("name", HOUSE)
+def test_a_place_imports_what_the_table_allows(name):
+    rule, wrong = HOUSE[name], []
+    for module in below(name):
+        for target in imported(module):
+            top, _, _ = target.partition(".")
+            part = place(target) if top == "llmq" else top
+            outside = top == "llmq" and rule.may is not None and part not in {*rule.may, name, "errors"}
+            if outside or part in rule.never:
+                wrong.append(f"{module} imports {target}")
+    assert not wrong
+
+
+def test_nothing_imports_pytorch():
+    wrong = [f"{m} imports {t}" for m in modules() for t in imported(m) if t.partition(".")[0] in JUDGES]
+    assert not wrong
+
+
+def test_a_command_starts_without_numpy():
+    """`--help` answers at once: nothing that a command module imports on its way, at any depth, is slow to import."""
+    todo, reached = [*below("cli"), "llmq.options"], {}
+    while todo:
+        module = todo.pop()
+        if module not in modules() or module in reached:
+            continue
+        reached[module] = imported(module, at_import=True)
+        todo += [*reached[module], module.rpartition(".")[0]]
+    slow = ARRAYS | JUDGES | {"tokenizers", "pyarrow", "huggingface_hub", "matplotlib", "safetensors", "wandb"}
+    assert not [f"{m} imports {t}" for m, targets in reached.items() for t in targets if t.partition(".")[0] in slow]
+
+
+@pytest.mark.parametrize("module", below("blocks", "sites"))
+def test_block_code_is_straight_lines(module):
+    """Law 1: no decision on a tensor or an option where something is computed."""
+    wrong = []
+    for function in ast.walk(tree(modules()[module])):
+        if isinstance(function, ast.FunctionDef) and function.name in STRAIGHT_LINES:
+            wrong += [f"{function.name}: {ast.unparse(node)}" for node in ast.walk(function) if decides(node)]
+    assert not wrong
+
+
+@pytest.mark.skipif("llmq.options" not in modules(), reason="no options yet")
+def test_every_option_section_has_one_reader():
+    sections = {
+        node.name
+        for node in tree(modules()["llmq.options"]).body
+        if isinstance(node, ast.ClassDef) and node.name.endswith("Options") and node.name != "Options"
+    }
+    assert sections == set(OWNERS)
+    readers: dict[str, set[str]] = {section: set() for section in OWNERS}
+    for module, path in modules().items():
+        for node in ast.walk(tree(path)):
+            names = [alias.name for alias in node.names] if isinstance(node, ast.ImportFrom) else []
+            names += [node.attr] if isinstance(node, ast.Attribute) else []
+            for section in OWNERS.keys() & set(names):
+                readers[section].add(module)
+    wrong = {s: who for s, who in readers.items() if who != ({OWNERS[s]} & modules().keys())}
+    assert not wrong
+
+
+def test_no_one_reaches_through_the_options():
+    """`options.<section>` is handed to its owner whole: `options.<section>.<field>` is an option read elsewhere."""
+    sections = {name.removesuffix("Options").lower() for name in OWNERS}
+    wrong = []
+    for module, path in modules().items():
+        for node in ast.walk(tree(path)):
+            if isinstance(node, ast.Attribute) and isinstance(section := node.value, ast.Attribute):
+                holder = section.value
+                name = holder.id if isinstance(holder, ast.Name) else getattr(holder, "attr", "")
+                if section.attr in sections and name == "options":
+                    wrong.append(f"{module}, line {node.lineno}: options.{section.attr}.{node.attr}")
+    assert not wrong
+
+
+@pytest.mark.parametrize("module", [m for m in modules() if m.startswith("llmq.ops.reference")])
+def test_a_reference_op_has_no_state(module):
+    """A module level of functions and constants: nothing that a call could change."""
+    mutable = (ast.List, ast.Dict, ast.Set, ast.ListComp, ast.DictComp, ast.SetComp, ast.GeneratorExp)
+    allowed = {"__all__", "OPS"} if module == "llmq.ops.reference" else set()
+    wrong = []
+    for node in tree(modules()[module]).body:
+        if isinstance(node, ast.Assign | ast.AnnAssign) and node.value is not None:
+            targets = node.targets if isinstance(node, ast.Assign) else [node.target]
+            if {ast.unparse(target) for target in targets} - allowed:
+                wrong += [ast.unparse(node) for part in ast.walk(node.value) if isinstance(part, mutable)]
+        elif isinstance(node, ast.ClassDef):
+            wrong.append(f"class {node.name}")
+    for node in ast.walk(tree(modules()[module])):
+        if isinstance(node, ast.Global):
+            wrong.append(ast.unparse(node))
+        elif isinstance(node, ast.FunctionDef):
+            wrong += [ast.unparse(d) for d in node.decorator_list if "cache" in ast.unparse(d)]
+    assert not wrong
+
+
+@pytest.mark.parametrize("module", modules())
+def test_a_file_opens_with_its_subject_and_stays_short(module):
+    source = modules()[module].read_text("utf-8")
+    assert not source.strip() or ast.get_docstring(tree(modules()[module]))
+    assert len(source.splitlines()) <= MAX_LINES
+
+
+def test_the_cuda_folder_is_no_package():
+    """A package named `cuda` in the checkout would shadow NVIDIA's."""
+    assert not list((ROOT / "cuda").rglob("*.py"))

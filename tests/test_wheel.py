@@ -1,0 +1,62 @@
+"""What an installation carries: the CUDA sources are found in a checkout and in a wheel, through one function."""
+
+import os
+import shutil
+import subprocess
+import sys
+import zipfile
+from pathlib import Path
+
+from llmq.ops import cuda_sources
+
+ROOT = Path(__file__).parents[1]
+ASK = (
+    "from llmq.ops.cuda_sources import cuda_folder as f; print(f(), *sorted(p.name for p in f().iterdir()), sep='\\n')"
+)
+
+
+def files(folder: Path) -> set[str]:
+    """Names of the files below `folder`, relative to it."""
+    return {path.relative_to(folder).as_posix() for path in folder.rglob("*") if path.is_file()}
+
+
+def test_a_checkout_finds_its_own_folder():
+    assert cuda_sources.cuda_folder() == ROOT / "cuda"
+    assert {f"{op}.cu" for op in cuda_sources.cuda_sources()} == {path.name for path in (ROOT / "cuda").glob("*.cu")}
+
+
+def test_kernels_are_found_by_the_name_of_their_op(tmp_path, monkeypatch):
+    """A wheel's own copy comes first: a folder `cuda` beside site-packages/llmq belongs to somebody else."""
+    (tmp_path / "llmq" / "_cuda").mkdir(parents=True)
+    (tmp_path / "cuda").mkdir()
+    for path in ("llmq/_cuda/rmsnorm.cu", "llmq/_cuda/common.cuh", "cuda/other.cu"):
+        (tmp_path / path).touch()
+    monkeypatch.setattr(cuda_sources, "PACKAGE", tmp_path / "llmq")
+    assert cuda_sources.cuda_sources() == {"rmsnorm": tmp_path / "llmq" / "_cuda" / "rmsnorm.cu"}
+
+
+def test_the_wheel_carries_the_package_and_the_cuda_sources(tmp_path):
+    """Built from a copy by the build backend itself, unpacked, and asked."""
+    copy = tmp_path / "checkout"
+    for name in ("llmq", "cuda"):
+        shutil.copytree(ROOT / name, copy / name, ignore=shutil.ignore_patterns("__pycache__"))
+    for name in ("pyproject.toml", "setup.py", "MANIFEST.in", "README.md", "LICENSE"):
+        shutil.copy(ROOT / name, copy)
+    (copy / "cuda" / "probe.cu").write_text("// a kernel\n")
+    build = [sys.executable, "-c", f"from setuptools.build_meta import build_wheel; build_wheel({str(tmp_path)!r})"]
+    built = subprocess.run(build, cwd=copy, capture_output=True, text=True, check=False)
+    assert not built.returncode, built.stderr
+    (wheel,) = tmp_path.glob("*.whl")
+    site = tmp_path / "site"
+    zipfile.ZipFile(wheel).extractall(site)
+
+    assert files(site / "llmq" / "_cuda") == files(copy / "cuda")
+    assert files(site / "llmq") - {f"_cuda/{name}" for name in files(copy / "cuda")} == files(copy / "llmq")
+    assert {path.name for path in site.iterdir() if path.suffix != ".dist-info"} == {"llmq"}
+    environ = {**os.environ, "PYTHONPATH": str(site)}
+    asked = subprocess.run(
+        [sys.executable, "-c", ASK], cwd=site, env=environ, capture_output=True, text=True, check=True
+    )
+    folder, *names = asked.stdout.split("\n")
+    assert Path(folder) == site / "llmq" / "_cuda"
+    assert "probe.cu" in names

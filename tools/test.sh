@@ -1,0 +1,28 @@
+#!/usr/bin/env bash
+# Format, lint, types and tests in an environment of their own (.test-venv); the last line is pytest's summary.
+#   tools/test.sh [--all] [--judges] [pytest arguments ...]
+# --all: the slow tests too. --judges: comparisons with PyTorch and transformers, which are installed for it.
+set -u
+cd "$(dirname "$0")/.."
+. tools/python.sh
+
+judges=
+for argument in "$@"; do
+    [ "$argument" != --judges ] || judges="--package torch==2.13.0 --package transformers"
+done
+# shellcheck disable=SC2086
+"$python" -m llmq.environment .test-venv --extra test $judges || exit
+
+# The workers are one per core already: threads of BLAS and OpenMP would only take the cores from each other.
+export OMP_NUM_THREADS=1 OPENBLAS_NUM_THREADS=1 MKL_NUM_THREADS=1 RAYON_NUM_THREADS=1 TOKENIZERS_PARALLELISM=false
+status=0
+check() {
+    .test-venv/bin/python -m "$@"
+    local code=$?
+    [ "$code" -eq 0 ] || [ "$status" -ne 0 ] || status=$code
+}
+check ruff format --quiet --check llmq tests tools setup.py
+check ruff check --quiet llmq tests tools setup.py
+check mypy --no-error-summary
+check pytest -q -n auto --maxprocesses 8 --dist worksteal "$@"
+exit "$status"
