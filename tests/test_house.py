@@ -39,7 +39,8 @@ HOUSE = {
     "stores": Place(may={"tensor", "arena", "ops", "comm", "rows"}, never={"blocks", "options"}),
     "comm": Place(may={"tensor"}),
     "plan": Place(
-        may={"options", "rows", "config", "tensor", "arena", "ops", "blocks", "sites", "stores"}, never={"train", "cli"}
+        may={*"options rows config tensor arena ops blocks sites stores model optimizer".split()},
+        never={"train", "cli"},
     ),
     "data": Place(never={"blocks"}),
     "checkpoint": Place(never={"blocks"}),

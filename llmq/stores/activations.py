@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from typing import Any
 
-from llmq.model import Model
 from llmq.tensor import Ref, Slot
 
 
@@ -33,7 +32,7 @@ class Frames:
 
     def __init__(
         self,
-        model: Model,
+        model: Any,
         shared: dict[str, Frame],
         b: int,
         t: int,
@@ -47,7 +46,7 @@ class Frames:
         res = Slot("res", (b, t, hidden))
         self.a, self.d = (self._direction(model, prefix, res, b, t) for prefix in ("", "d."))
 
-    def _direction(self, model: Model, prefix: str, res: Slot, b: int, t: int) -> Frame:
+    def _direction(self, model: Any, prefix: str, res: Slot, b: int, t: int) -> Frame:
         """All frames of activations (no prefix) or of their gradients, by layer number, `embed` and `head`."""
         count = len(model.blocks)
         stream = [self._ref(prefix, layer, "attention.res", res, ()) for layer in range(count)]
