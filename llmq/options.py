@@ -1,0 +1,442 @@
+"""Options: one description of each gives its flag, its `--config` key, help, default, limits and the JSON schema.
+
+An option is a field of a section. Sections are frozen, so a run cannot change its own settings, and each is read by
+exactly one other module, so an option has one place where it takes effect. To the user all keys are flat:
+`--learning-rate`, `learning_rate:` or `learning-rate:` in the file, `learning_rate=` in `llmq.train`.
+
+Whether options fit together is a function of their values alone, never of which were typed and which are defaults:
+the effective options, printed and fed back with `--config`, give the same run. A default that depends on another
+option (`master_dtype` on `model_dtype`) is resolved here, so readers see plain values.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from difflib import get_close_matches
+from functools import cache
+from typing import Annotated, Any, Literal
+
+from pydantic import BeforeValidator
+
+from llmq.errors import UsageError
+from llmq.section import (
+    Description,
+    Float,
+    Int,
+    Path,
+    Paths,
+    Section,
+    Text,
+    build,
+    describe,
+    flag,
+    option,
+    read_flat_yaml,
+)
+
+LARGEST_STEP = 2**31 - 1  # the step number is an int32 on the device
+LARGEST_SEED = 2**64 - 1  # two 32-bit words of a Philox key
+RUN_FOLDER = "runs/%n"
+
+Narrow = Literal["bf16", "fp32"]
+
+
+def _which_checkpoint(value: Any) -> Any:
+    if isinstance(value, bool) or value in ("true", "True"):  # resume_from_checkpoint: true
+        return "auto" if value else None
+    if isinstance(value, str) and value.isascii() and value.isdigit():
+        return int(value)
+    return value
+
+
+Checkpoint = Annotated[int | Path, BeforeValidator(_which_checkpoint)]
+
+
+class ModelOptions(Section):
+    title = "Model"
+    model: Path = option(
+        ..., "What to train: a folder, a Hugging Face hub name, or a preset such as Qwen2.5-0.5B.", "model_name_or_path"
+    )
+    revision: Text | None = option(None, "Branch, tag or commit of a hub model.", "model_revision")
+    from_scratch: bool = option(
+        False, "Start from random weights, N(0, 0.02), residual projections scaled by 1/sqrt(2L)."
+    )
+    init_proj_to_zero: bool = option(
+        False, "With --from-scratch: start the attention and MLP output projections at zero."
+    )
+
+    def contradictions(self) -> Iterator[str]:
+        if self.init_proj_to_zero and not self.from_scratch:
+            yield "--init-proj-to-zero would overwrite the weights that are loaded: add --from-scratch, or leave it out"
+
+
+class DataOptions(Section):
+    title = "Data"
+    train_file: Paths = option(..., "Token files to train on: a path or glob; repeatable.", metavar="GLOB")
+    eval_file: Paths | None = option(None, "Held-out token files: a path or glob; repeatable.", metavar="GLOB")
+    batch_size: Int = option(
+        4, "Sequences in a micro-batch, per GPU.", "per_device_train_batch_size", "batch", ge=1, le=LARGEST_STEP
+    )
+    global_batch_size: Int | None = option(
+        None, "Sequences in an optimizer step: instead of --grad-accumulation.", ge=1, le=LARGEST_STEP
+    )
+    grad_accumulation: Int = option(
+        lambda data: (
+            max((data.get("global_batch_size") or 0) // data.get("batch_size", 1), 1)
+            if data.get("global_batch_size")
+            else 4
+        ),
+        "Micro-batches in an optimizer step.",
+        "gradient_accumulation_steps",
+        shown="4, or what --global-batch-size asks",
+        ge=1,
+        le=LARGEST_STEP,
+    )
+    seq_len: Int = option(
+        1024, "Tokens in a sequence.", "seq_length", "max_seq_length", "block_size", ge=1, le=LARGEST_STEP
+    )
+
+    def contradictions(self) -> Iterator[str]:
+        total, micro = self.global_batch_size, self.batch_size
+        if total is None:
+            return
+        if total % micro:
+            below = total // micro * micro
+            fix = f"{below} or {below + micro}" if below else str(micro)
+            yield f"--global-batch-size {total} is not a multiple of --batch-size {micro}: use {fix}"
+        elif total != micro * self.grad_accumulation:
+            yield (
+                f"--global-batch-size {total} and --grad-accumulation {self.grad_accumulation} disagree: with "
+                f"--batch-size {micro} the first asks for {total // micro} micro-batches; give one of the two"
+            )
+
+
+class PrecisionOptions(Section):
+    title = "Precision"
+    model_dtype: Narrow = option("bf16", "Dtype of weights, activations and gradients.")
+    matmul_dtype: Literal["fp32", "bf16", "e4m3"] = option(
+        lambda data: data.get("model_dtype", "bf16"),
+        "Dtype of the matmuls inside the blocks.",
+        shown="the model dtype",
+    )
+    gradient_dtype: Literal["e4m3", "e5m2"] | None = option(
+        lambda data: "e4m3" if data.get("matmul_dtype") == "e4m3" else None,
+        "Dtype of activation gradients in e4m3 matmuls.",
+        shown="e4m3 in e4m3 matmuls",
+    )
+    fp8_scaling: Literal["delayed", "current"] | None = option(
+        lambda data: "delayed" if data.get("matmul_dtype") == "e4m3" else None,
+        "Scales of e4m3 matmuls: from earlier steps, or from the very values (exact, one more pass).",
+        shown="delayed in e4m3 matmuls",
+    )
+    opt_m_dtype: Narrow = option("fp32", "Dtype of Adam's first moment; bf16 is rounded stochastically, without bias.")
+    opt_v_dtype: Narrow = option("fp32", "Dtype of Adam's second moment; bf16 is rounded stochastically, without bias.")
+    master_dtype: Narrow = option(
+        lambda data: data.get("model_dtype", "bf16"),
+        "Dtype of the weights that the optimizer updates.",
+        shown="the model dtype",
+    )
+    grad_accum_dtype: Narrow = option(
+        lambda data: data.get("model_dtype", "bf16"),
+        "Dtype in which gradients add up over micro-batches.",
+        shown="the model dtype",
+    )
+
+    def contradictions(self) -> Iterator[str]:
+        for key in ("gradient_dtype", "fp8_scaling"):
+            if self.matmul_dtype != "e4m3" and (value := getattr(self, key)) is not None:
+                yield (
+                    f"{flag(key)} {value} is for e4m3 matmuls, but --matmul-dtype is {self.matmul_dtype}: "
+                    f"leave it out, or use --matmul-dtype e4m3"
+                )
+
+
+class MemoryOptions(Section):
+    title = "Memory"
+    recompute_swiglu: bool = option(False, "Recompute SwiGLU in backward.")
+    recompute_norm: bool = option(False, "Recompute the norms in backward.")
+    recompute_ffn: bool = option(False, "Recompute the whole MLP in backward.")
+    recompute_qkv: bool = option(False, "Recompute the q, k and v projections in backward.")
+    recompute_att: bool = option(False, "Recompute the whole attention in backward.")
+    recompute_block: bool = option(False, "Recompute the whole block in backward; only its input is kept.")
+    lmhead_chunks: Int = option(
+        0, "Chunks of the logits, so that they are never whole in memory; 0 chooses by size.", ge=0, le=LARGEST_STEP
+    )
+    attn_bwd_chunks: Int = option(
+        1, "Chunks of the batch in attention's backward, for a smaller workspace.", ge=1, le=LARGEST_STEP
+    )
+
+
+class ScheduleOptions(Section):
+    title = "Schedule"
+    steps: Int | None = option(None, "Optimizer steps.", "max_steps", shown="by --epochs", ge=1, le=LARGEST_STEP)
+    epochs: Float | None = option(
+        lambda data: 1.0 if data.get("steps") is None else None,
+        "Passes over the training data: instead of --steps.",
+        "num_train_epochs",
+        shown="1 without --steps",
+        gt=0,
+    )
+    learning_rate: Float = option(1e-5, "Peak learning rate.", "lr", ge=0)
+    lr_schedule: Literal["cosine", "linear", "constant", "wsd"] = option(
+        "cosine",
+        "Course from the peak to --final-lr-fraction of it; wsd is constant, then falls over --cooldown.",
+        "lr_scheduler_type",
+    )
+    warmup: Int = option(0, "Steps of linear rise to the peak.", "warmup_steps", ge=0, le=LARGEST_STEP)
+    cooldown: Int = option(
+        0, "Last steps, in which the rate falls in a straight line to its final value.", ge=0, le=LARGEST_STEP
+    )
+    final_lr_fraction: Float = option(1.0, "Final learning rate, as a fraction of the peak.", ge=0, le=1)
+
+    def contradictions(self) -> Iterator[str]:
+        if self.steps is not None and self.epochs is not None:
+            yield f"--steps {self.steps} and --epochs {self.epochs:g} both say how long to train: give one of them"
+        if self.steps is not None:
+            yield from self.too_short(self.steps)
+        if self.lr_schedule == "wsd" and not self.cooldown:
+            yield "--lr-schedule wsd falls over the --cooldown steps, which are 0: set --cooldown, or use constant"
+        if self.cooldown and self.final_lr_fraction == 1:
+            yield (
+                f"--cooldown {self.cooldown} falls to --final-lr-fraction 1 of the peak, which is no fall: "
+                f"set --final-lr-fraction 0 (or up to 1), or --cooldown 0"
+            )
+        if self.lr_schedule == "constant" and not self.cooldown and self.final_lr_fraction != 1:
+            yield (
+                f"--final-lr-fraction {self.final_lr_fraction:g} is never reached by --lr-schedule constant: "
+                f"set --cooldown, or use linear or cosine"
+            )
+
+    def too_short(self, steps: int) -> Iterator[str]:
+        """A message if warmup and cooldown do not fit into a run of `steps`."""
+        if self.warmup + self.cooldown > steps:
+            yield (
+                f"--warmup {self.warmup} and --cooldown {self.cooldown} need {self.warmup + self.cooldown} steps, but "
+                f"the run has {steps}: shorten them, or train for longer"
+            )
+
+
+class OptimizerOptions(Section):
+    title = "Optimizer"
+    beta_1: Float = option(0.9, "AdamW: decay of the first moment.", "adam_beta1", ge=0, lt=1)
+    beta_2: Float = option(0.95, "AdamW: decay of the second moment.", "adam_beta2", ge=0, lt=1)
+    adam_epsilon: Float = option(1e-8, "AdamW: added to the root of the second moment.", gt=0)
+    weight_decay: Float = option(0.1, "AdamW: decay of matrices and embeddings; never of norms and biases.", ge=0)
+    grad_clip: Float = option(1.0, "Largest norm of the whole gradient; 0 never clips.", "max_grad_norm", ge=0)
+    z_loss: Float = option(0.0, "Weight of the squared log-partition in the loss.", ge=0)
+
+
+class LogOptions(Section):
+    title = "Log and evaluation"
+    name: Text = option("", "Name of the run: replaces %n in paths.", "run_name", shown="the last part of --model")
+    log_file: Path = option(f"{RUN_FOLDER}/log.jsonl", "JSON-lines log.", metavar="PATH")
+    log_every: Int = option(1, "Steps from one log line to the next.", "logging_steps", ge=1, le=LARGEST_STEP)
+    eval_every_n_steps: Int = option(
+        100, "Steps from one evaluation to the next; 0 is never.", "eval_steps", ge=0, le=LARGEST_STEP
+    )
+    eval_num_steps: Int = option(
+        100, "Batches of an evaluation during training; 0 is all of them.", ge=0, le=LARGEST_STEP
+    )
+
+    def contradictions(self) -> Iterator[str]:
+        if self.name in (".", "..") or re.search(r"[/\\%\x00-\x1f]", self.name):
+            yield f"--name {self.name!r} cannot be part of a path: use letters, digits, '.', '-' and '_'"
+
+
+class CheckpointOptions(Section):
+    title = "Checkpoints"
+    checkpoint_dir: Path = option(f"{RUN_FOLDER}/checkpoints", "Folder of the checkpoints.", metavar="DIR")
+    ckpt_interval: Int = option(
+        100, "Steps from one checkpoint to the next; 0 is only at the end.", "save_steps", ge=0, le=LARGEST_STEP
+    )
+    ckpt_keep_n: Int = option(
+        2, "Checkpoints to keep, the newest; 0 keeps all.", "save_total_limit", ge=0, le=LARGEST_STEP
+    )
+    continue_: Checkpoint | None = option(
+        None,
+        "Go on from a checkpoint: the newest of --checkpoint-dir (auto, also without a value), a step, or a folder.",
+        "resume_from_checkpoint",
+        metavar="[auto|STEP|PATH]",
+        kind="optional_value",
+    )
+
+
+class ExportOptions(Section):
+    title = "Export"
+    out_dir: Path = option(f"{RUN_FOLDER}/model", "Folder of the finished model.", "output_dir", metavar="DIR")
+    export_dtype: Literal["bf16", "fp16", "fp32"] | None = option(
+        None, "Dtype of the exported weights.", shown="that of --model"
+    )
+    overwrite: bool = option(False, "Replace a finished model in --out-dir.", "overwrite_output_dir")
+
+
+class SystemOptions(Section):
+    title = "System"
+    device: Literal["auto", "cuda", "cpu"] = option("auto", "Where to compute; auto takes a usable GPU, else the CPU.")
+    gpus: Int = option(1, "Number of GPUs; more than one is not supported for now.", ge=1)
+    seed: Int = option(0, "Seed of initial weights, data order and stochastic rounding.", ge=0, le=LARGEST_SEED)
+
+    def contradictions(self) -> Iterator[str]:
+        if self.gpus > 1:
+            yield f"--gpus {self.gpus}: for now a run has one GPU: use --gpus 1"
+
+
+class RunOptions(Section):
+    title = "Run"
+    dry_run: bool = option(
+        False, "Only parse, plan and check data and memory; print tokens, steps and the memory table."
+    )
+
+
+SECTIONS: dict[str, type[Section]] = {
+    "model": ModelOptions,
+    "data": DataOptions,
+    "precision": PrecisionOptions,
+    "memory": MemoryOptions,
+    "schedule": ScheduleOptions,
+    "optimizer": OptimizerOptions,
+    "log": LogOptions,
+    "checkpoint": CheckpointOptions,
+    "export": ExportOptions,
+    "system": SystemOptions,
+    "run": RunOptions,
+}
+PATHS_WITH_NAME = (("log", "log_file"), ("checkpoint", "checkpoint_dir"), ("export", "out_dir"))
+
+
+@cache
+def descriptions() -> dict[str, Description]:
+    """Every option by its key, in the order of the sections."""
+    return {d.key: d for name, cls in SECTIONS.items() for d in describe(name, cls)}
+
+
+@cache
+def _spellings() -> dict[str, str]:
+    """Key by every name that it may be given with."""
+    return {name: d.key for d in descriptions().values() for name in (d.key, *d.aliases)}
+
+
+def _named(given: Mapping[str, Any], errors: list[str]) -> dict[str, Any]:
+    """Values by key; unknown names, and two names of one option, are added to `errors`."""
+    spellings = _spellings()
+    found: dict[str, Any] = {}
+    names: dict[str, str] = {}  # by key, as given
+    for name, value in given.items():
+        plain = flag(str(name))[2:].replace("-", "_")
+        key = spellings.get(plain)
+        if key is None:
+            close = get_close_matches(plain, [*spellings, "config"], n=1)
+            fix = f"did you mean {flag(close[0])}?" if close else "llmq-train --help lists all options"
+            errors.append(f"unknown option {flag(plain)}: {fix}")
+        elif key in names:
+            errors.append(f"{names[key]} and {flag(plain)} are the same option: give one of them")
+        else:
+            names[key] = flag(plain)
+            if value is not None or descriptions()[key].default is not None:
+                found[key] = value
+    return found
+
+
+def _across(data: DataOptions, log: LogOptions) -> Iterator[str]:
+    """Contradictions between sections."""
+    if data.eval_file is None:
+        for key in ("eval_every_n_steps", "eval_num_steps"):
+            value = getattr(log, key)
+            if value not in (0, descriptions()[key].default):
+                yield f"{flag(key)} {value} needs data to evaluate on: add --eval-file, or leave it out"
+
+
+def _name_of(model: str) -> str:
+    """Default name of a run: the last part of the model's name, so that the same command finds its checkpoints."""
+    return re.sub(r"[\\%\x00-\x1f]", "_", os.path.basename(os.path.abspath(model))) or "model"
+
+
+@dataclass(frozen=True)
+class Options:
+    """All sections of a run, checked. `templates` are the paths as given, before %n became the run's name."""
+
+    model: ModelOptions
+    data: DataOptions
+    precision: PrecisionOptions
+    memory: MemoryOptions
+    schedule: ScheduleOptions
+    optimizer: OptimizerOptions
+    log: LogOptions
+    checkpoint: CheckpointOptions
+    export: ExportOptions
+    system: SystemOptions
+    run: RunOptions
+    templates: Mapping[str, str]
+
+    @classmethod
+    def parse(cls, given: Mapping[str, Any]) -> Options:
+        """Options from flat keys in any spelling; values may be text. A `config` key names a file that is read first.
+
+        None is the same as not given, where the default is None. UsageError lists everything that is wrong at once.
+        """
+        errors: list[str] = []
+        given = dict(given)
+        config = given.pop("config", None)
+        values = _named(read_flat_yaml(os.fspath(config)), errors) if config is not None else {}
+        values |= _named(given, errors)
+        sections: dict[str, Any] = {}
+        for name, section_class in SECTIONS.items():
+            mine = {d.field: d for d in descriptions().values() if d.section == name}
+            fields = {field: values[d.key] for field, d in mine.items() if d.key in values}
+            sections[name] = build(section_class, fields, mine, errors)
+        if sections["data"] and sections["log"]:
+            errors.extend(_across(sections["data"], sections["log"]))
+        if errors:
+            raise UsageError(errors[0] if len(errors) == 1 else "\n  ".join(["options that need a change:", *errors]))
+        name = sections["log"].name or _name_of(sections["model"].model)
+        sections["log"] = sections["log"].model_copy(update={"name": name})
+        templates = {field: getattr(sections[section], field) for section, field in PATHS_WITH_NAME}
+        for section, field in PATHS_WITH_NAME:
+            path = templates[field].replace("%n", name)
+            sections[section] = sections[section].model_copy(update={field: path})
+        return cls(**sections, templates=templates)
+
+    def to_flat(self) -> dict[str, Any]:
+        """Every option by its key, as JSON knows it (tuples are lists, absent is None)."""
+        return {
+            d.key: list(value) if isinstance(value := getattr(getattr(self, d.section), d.field), tuple) else value
+            for d in descriptions().values()
+        }
+
+    def to_yaml(self) -> str:
+        """The effective options as a `--config` file. Parsing it gives equal options."""
+        import yaml
+
+        values = {**self.to_flat(), **self.templates}
+        if self.data.global_batch_size is not None:
+            del values["grad_accumulation"]  # follows from the other two, so that either can be changed on the way in
+        parts = []
+        for section, cls in SECTIONS.items():
+            keys = [d.key for d in descriptions().values() if d.section == section]
+            shown = {key: values[key] for key in keys if values.get(key) is not None}
+            parts.append(f"# {cls.title}\n" + yaml.safe_dump(shown, sort_keys=False, default_flow_style=False))
+        return "\n".join(parts)
+
+
+def json_schema() -> dict[str, Any]:
+    """JSON schema (2020-12) of a `--config` file: every key in every spelling that is read."""
+    properties: dict[str, Any] = {}
+    for section in SECTIONS.values():
+        fields = section.model_json_schema()["properties"]
+        for d in (descriptions()[field.rstrip("_")] for field in fields):
+            schema = {k: v for k, v in fields[d.field].items() if k not in ("aliases", "shown", "metavar", "kind")}
+            schema["title"] = flag(d.key)
+            if d.kind == "repeatable":
+                schema = {"title": schema.pop("title"), "anyOf": [{"type": "string"}, schema]}
+            for name in (d.key, *d.aliases):
+                properties[name] = properties[name.replace("_", "-")] = schema
+    return {
+        "$schema": "https://json-schema.org/draft/2020-12/schema",
+        "title": "llmq-train",
+        "type": "object",
+        "properties": properties,
+        "additionalProperties": False,
+    }
