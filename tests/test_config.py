@@ -1,0 +1,286 @@
+"""config.json in both spellings: what is read, what is refused, and that what is written reads back the same."""
+
+import copy
+import json
+import random
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from llmq.config import FAMILIES, ModelConfig, RopeConfig, from_folder, read_config, to_hf
+from llmq.errors import DataError, LlmqError, UsageError
+from llmq.presets import PRESETS, preset
+from llmq.rows import parameter_rows
+
+CONFIGS = Path(__file__).parents[1] / "../shared/data/configs"
+LLAMA = {
+    "architectures": ["LlamaForCausalLM"], "model_type": "llama", "vocab_size": 100, "hidden_size": 32,
+    "intermediate_size": 48, "num_hidden_layers": 3, "num_attention_heads": 4, "num_key_value_heads": 2,
+    "rms_norm_eps": 1e-5, "max_position_embeddings": 64, "hidden_act": "silu", "torch_dtype": "bfloat16",
+}  # fmt: skip
+QWEN2 = {**LLAMA, "architectures": ["Qwen2ForCausalLM"], "model_type": "qwen2"}
+QWEN3 = {**LLAMA, "architectures": ["Qwen3ForCausalLM"], "model_type": "qwen3", "head_dim": 16}
+MISTRAL = {**LLAMA, "architectures": ["MistralForCausalLM"], "model_type": "mistral"}
+LLAMA3_ROPE = {
+    "rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 32,
+}  # fmt: skip
+LLAMA3 = RopeConfig(5e5, "llama3", 8.0, 1.0, 4.0, 32)
+
+
+def refused(mapping, *texts):
+    with pytest.raises(DataError) as caught:
+        read_config(mapping)
+    for text in texts:
+        assert text in str(caught.value)
+
+
+def test_llama_in_the_spelling_of_transformers_4():
+    config = read_config({**LLAMA, "rope_theta": 5e5, "rope_scaling": LLAMA3_ROPE, "eos_token_id": [5, 7]})
+    assert config == ModelConfig(
+        "LlamaForCausalLM", 100, 32, 48, 3, 4, 2, 8, 1e-5, 64, LLAMA3, dtype="bf16", bos_token_id=1,
+        eos_token_ids=(5, 7),
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    "spelling",
+    [
+        {"rope_parameters": {"rope_theta": 5e5, **LLAMA3_ROPE}, "dtype": "bfloat16"},
+        {"rope_theta": 5e5, "rope_scaling": LLAMA3_ROPE, "torch_dtype": "torch.bfloat16"},
+        {
+            "rope_theta": 5e5,
+            "rope_scaling": {"type" if k == "rope_type" else k: v for k, v in LLAMA3_ROPE.items()},
+            "rope_parameters": {"rope_theta": 500000, **LLAMA3_ROPE},
+            "torch_dtype": "bfloat16",
+            "dtype": "bfloat16",
+        },
+    ],
+)
+def test_spellings_mean_the_same(spelling):
+    plain = {k: v for k, v in LLAMA.items() if k != "torch_dtype"}
+    config = read_config({**plain, **spelling})
+    assert config.rope == LLAMA3 and config.dtype == "bf16"
+
+
+def test_linear_rope_with_the_old_key():
+    config = read_config({**LLAMA, "rope_scaling": {"type": "linear", "factor": 4}})
+    assert config.rope == RopeConfig(10000.0, "linear", 4.0)
+
+
+@pytest.mark.parametrize(
+    ("extra", "texts"),
+    [
+        ({"rope_theta": 1e4, "rope_parameters": {"rope_theta": 1e6, "rope_type": "default"}}, ["base contradicts"]),
+        ({"rope_scaling": LLAMA3_ROPE, "rope_parameters": {"rope_type": "default"}}, ["contradicts rope_scaling"]),
+        ({"rope_scaling": {**LLAMA3_ROPE, "type": "linear"}}, ["rope_scaling.type ('linear'): contradicts"]),
+        ({"dtype": "float32"}, ["dtype ('float32'): contradicts torch_dtype ('bfloat16')"]),
+        ({"model_type": "mistral"}, ["model_type ('mistral'): contradicts"]),
+    ],
+)
+def test_contradictions_are_errors(extra, texts):
+    refused({**LLAMA, **extra}, *texts)
+
+
+@pytest.mark.parametrize(
+    ("key", "value"),
+    [
+        ("architectures", ["Qwen3MoeForCausalLM"]), ("architectures", ["LlamaModel"]), ("architectures", "Llama"),
+        ("model_type", "gemma"), ("hidden_act", "gelu"), ("attention_bias", True), ("mlp_bias", True),
+        ("attention_dropout", 0.1), ("partial_rotary_factor", 0.5), ("quantization_config", {"quant_method": "gptq"}),
+        ("final_logit_softcapping", 30.0), ("num_local_experts", 8), ("is_causal", False), ("vocab_size", 0),
+        ("vocab_size", 2**40), ("hidden_size", "32"), ("num_hidden_layers", True), ("num_hidden_layers", 10**9),
+        ("num_attention_heads", 3), ("num_key_value_heads", 3), ("head_dim", 7), ("intermediate_size", None),
+        ("rms_norm_eps", 0), ("rms_norm_eps", float("nan")), ("rope_theta", -1), ("rope_theta", float("inf")),
+        ("rope_scaling", "linear"), ("rope_parameters", [1]), ("tie_word_embeddings", "yes"), ("torch_dtype", "int8"),
+        ("torch_dtype", 3), ("eos_token_id", "</s>"), ("eos_token_id", [1, None]), ("bos_token_id", 1.5),
+        ("layer_types", ["full_attention"]), ("layer_types", ["full_attention", "chunked_attention", []]),
+        ("rope_parameters", {"full_attention": {"rope_type": "default"}}),
+    ],
+)  # fmt: skip
+def test_a_bad_or_unsupported_key_is_named_with_its_value(key, value):
+    hint = "hidden_size" if (key, value) == ("num_attention_heads", 3) else key
+    refused({**LLAMA, key: value}, hint, str(value)[:20])
+
+
+@pytest.mark.parametrize("kind", ["yarn", "dynamic", "longrope", "su", "mrope", None, 5, {}])
+def test_other_rope_kinds_are_refused(kind):
+    refused({**LLAMA, "rope_scaling": {"rope_type": kind, "factor": 2.0}}, "rope_scaling.rope_type", "llama3")
+
+
+@pytest.mark.parametrize("key", [k for k in LLAMA3_ROPE if k != "rope_type"])
+def test_llama3_rope_needs_its_keys(key):
+    refused({**LLAMA, "rope_scaling": {**LLAMA3_ROPE, key: 0}}, f"rope_scaling.{key} (0)")
+    refused({**LLAMA, "rope_scaling": {k: v for k, v in LLAMA3_ROPE.items() if k != key}}, f"{key} (absent)")
+
+
+def test_all_problems_are_said_at_once():
+    refused(
+        {"architectures": ["LlamaForCausalLM"], "mlp_bias": True, "hidden_act": "relu", "dtype": "float8"},
+        *("mlp_bias", "hidden_act", "dtype", "vocab_size (absent)", "hidden_size (absent)", "num_hidden_layers"),
+    )
+    refused({}, "architectures (absent)")
+
+
+def test_families_differ_where_transformers_does():
+    llama, qwen2, qwen3, mistral = (read_config(c) for c in (LLAMA, QWEN2, QWEN3, MISTRAL))
+    assert (qwen2.qkv_bias, qwen3.qkv_bias, llama.qkv_bias) == (True, False, False)
+    assert (qwen2.qk_norm, qwen3.qk_norm, qwen3.head_dim) == (False, True, 16)
+    assert mistral.windows == (4096,) * 3 and llama.windows == ()
+    assert (mistral.eos_token_ids, qwen2.eos_token_ids) == ((2,), ())
+    assert read_config({k: v for k, v in QWEN3.items() if k != "head_dim"}).head_dim == 128
+    assert read_config({k: v for k, v in LLAMA.items() if k != "num_key_value_heads"}).num_kv_heads == 4
+    assert read_config({**MISTRAL, "num_key_value_heads": None}).num_kv_heads == 4
+    assert read_config({k: v for k, v in LLAMA.items() if k != "torch_dtype"}).dtype == "fp32"
+    assert read_config({**QWEN2, "attention_bias": False}).qkv_bias
+    assert read_config({**LLAMA, "pretraining_tp": 2, "pad_token_id": -1}).pad_token_id is None
+    refused({k: v for k, v in MISTRAL.items() if k != "num_key_value_heads"}, "num_key_value_heads")
+
+
+def test_sliding_windows():
+    assert read_config({**MISTRAL, "sliding_window": None}).windows == ()
+    assert read_config({**MISTRAL, "sliding_window": 7}).windows == (7, 7, 7)
+    refused({**MISTRAL, "sliding_window": 0}, "sliding_window (0)")
+    refused({**MISTRAL, "sliding_window": 7, "layer_types": ["full_attention"] * 3}, "layer_types")
+    assert read_config({**QWEN2, "sliding_window": 7}).windows == ()
+    sliding = {**QWEN2, "sliding_window": 7, "use_sliding_window": True, "max_window_layers": 2}
+    assert read_config(sliding).windows == (None, None, 7)
+    listed = {**sliding, "layer_types": ["sliding_attention", "full_attention", "sliding_attention"]}
+    assert read_config(listed).windows == (7, None, 7)
+    assert read_config({**sliding, "max_window_layers": 3}).windows == ()
+    refused({**listed, "use_sliding_window": False}, "layer_types", "no sliding window")
+
+
+CASES = {
+    "llama3": {**LLAMA, "rope_theta": 5e5, "rope_scaling": LLAMA3_ROPE, "tie_word_embeddings": True},
+    "linear": {**LLAMA, "rope_parameters": {"rope_type": "linear", "factor": 2.0, "rope_theta": 1e6}, "head_dim": 64},
+    "codellama": {**LLAMA, "rope_theta": 1e6, "vocab_size": 32016, "torch_dtype": "float16", "eos_token_id": [2, 3]},
+    "mistral": {**MISTRAL, "sliding_window": 16, "pad_token_id": 0},
+    "mistral full": {**MISTRAL, "sliding_window": None, "eos_token_id": None},
+    "qwen2": {**QWEN2, "sliding_window": 32, "use_sliding_window": False, "rope_theta": 1e6},
+    "qwen2 sliding": {**QWEN2, "sliding_window": 7, "use_sliding_window": True, "max_window_layers": 1},
+    "qwen3": {**QWEN3, "layer_types": ["full_attention"] * 3},
+    "qwen3 mixed": {
+        **QWEN3, "sliding_window": 9, "use_sliding_window": True,
+        "layer_types": ["sliding_attention", "full_attention", "sliding_attention"],
+    },
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_what_is_written_reads_back_the_same(name):
+    config = read_config(CASES[name])
+    written = to_hf(config)
+    assert read_config(json.loads(json.dumps(written))) == config
+    four = {k: v for k, v in written.items() if k not in ("rope_parameters", "dtype")}
+    five = {k: v for k, v in written.items() if k not in ("rope_theta", "rope_scaling", "torch_dtype")}
+    assert read_config(four) == read_config(five) == config
+    assert read_config(to_hf(replace(config, source={}))) == config
+    assert read_config(to_hf(config, "fp32")) == replace(config, dtype="fp32")
+
+
+def test_export_keeps_unrelated_keys_and_drops_what_is_not_true():
+    source = {**LLAMA, "initializer_range": 0.01, "note": {"a": [1]}, "auto_map": {"AutoModel": "m.py"}, "use_cache": 0}
+    before = copy.deepcopy(source)
+    written = to_hf(read_config(source))
+    assert (written["initializer_range"], written["note"], written["use_cache"]) == (0.01, {"a": [1]}, 0)
+    assert "auto_map" not in written and source == before
+
+
+@pytest.mark.parametrize("text", ["", "[]", "{", '{"a": }', "\xff", "[" * 100_000, "1" * 5000, "null"])
+def test_files_that_are_no_json_object(tmp_path, text):
+    (tmp_path / "config.json").write_bytes(text.encode("latin-1"))
+    with pytest.raises(DataError, match=r"config\.json"):
+        from_folder(tmp_path)
+
+
+def test_absent_file(tmp_path):
+    with pytest.raises(DataError, match="absent"):
+        from_folder(tmp_path)
+
+
+def test_mutated_configs_give_a_config_or_one_clear_error():
+    draw = random.Random(1)
+    pool = [None, True, False, 0, -1, 1, 3, 10**30, 1e-9, float("nan"), float("inf"), "", "silu", "llama3", [], [1], {}]
+    pool += [{"rope_type": "llama3"}, {"type": "linear", "factor": -1}, {"a": {}}, ["full_attention"] * 3, [None], "é"]
+    outcomes = {True: 0, False: 0}
+    for _ in range(600):
+        mapping = dict(draw.choice(list(CASES.values())))
+        keys = [*mapping, "rope_scaling", "rope_parameters", "dtype", "layer_types", "sliding_window", "eos_token_id"]
+        for key in draw.sample(keys, draw.randint(1, 2)):
+            if draw.random() < 0.3:
+                mapping.pop(key, None)
+            else:
+                mapping[key] = draw.choice(pool)
+        try:
+            assert read_config(to_hf(read_config(mapping))) == read_config(mapping)
+        except LlmqError as error:
+            assert "cannot be used" in str(error)
+            outcomes[False] += 1
+        else:
+            outcomes[True] += 1
+    assert min(outcomes.values()) > 50  # the mutations are neither all harmless nor all fatal
+
+
+@pytest.mark.parametrize("name", PRESETS)
+def test_presets_survive_export(name):
+    assert read_config(to_hf(PRESETS[name])) == PRESETS[name]
+
+
+@pytest.mark.parametrize(
+    ("name", "millions"),  # published parameter counts
+    [
+        ("tiny_llama3_50m", 50.5), ("tiny_llama3_150m", 148.8), ("tinyllama", 1100.0), ("llama1_7b", 6738.4),
+        ("llama2_7b", 6738.4), ("llama2_13b", 13015.9), ("llama2_70b", 68976.6), ("code_llama_7b", 6738.5),
+        ("llama3_8b", 8030.3), ("llama3_70b", 70553.7), ("llama3_405b", 405853.4), ("Qwen2.5-0.5B", 494.0),
+        ("Qwen2.5-1.5B", 1543.7), ("Qwen2.5-3B", 3085.9), ("Qwen2.5-7B", 7615.6), ("Qwen2.5-14B", 14770.0),
+        ("Qwen2.5-32B", 32763.9), ("Qwen2.5-72B", 72706.2), ("Qwen3-0.6B", 596.0), ("Qwen3-1.7B", 1720.6),
+        ("Qwen3-4B", 4022.5), ("Qwen3-8B", 8190.7), ("Mistral-7B", 7241.7),
+    ],
+)  # fmt: skip
+def test_preset_sizes(name, millions):
+    total = 0
+    for row in parameter_rows(preset(name)):
+        width = row.shape[1] if len(row.shape) > 1 else 1
+        total += sum((part.stop - part.start) * width for part in row.parts)
+    assert total / 1e6 == pytest.approx(millions, abs=0.06)
+
+
+def test_preset_names_in_any_case_and_near_ones():
+    assert preset("QWEN2.5-0.5b") is PRESETS["Qwen2.5-0.5B"]
+    with pytest.raises(UsageError, match="nearest: Qwen3-4B"):
+        preset("qwen3_4b")
+    with pytest.raises(UsageError, match="known are"):
+        preset("zzz")
+
+
+@pytest.mark.skipif(not CONFIGS.is_dir(), reason="the shared data folder is absent")
+def test_published_configs():
+    for name in ("Qwen2.5-0.5B", "Qwen2.5-1.5B", "Qwen2.5-3B", "Qwen2.5-7B", "Qwen3-0.6B"):
+        assert from_folder(CONFIGS / name) == PRESETS[name]
+    assert from_folder(CONFIGS / "Mistral-7B-v0.1") == PRESETS["Mistral-7B"]
+    assert from_folder(CONFIGS / "Llama-3.1-8B").rope == PRESETS["llama3_405b"].rope
+    with pytest.raises(DataError, match="qwen3_moe"):
+        from_folder(CONFIGS / "Qwen3-30B-A3B")
+
+
+@pytest.mark.judge
+@pytest.mark.parametrize("name", CASES)
+def test_transformers_reads_the_same_and_writes_what_reads_here(name, tmp_path):
+    transformers = pytest.importorskip("transformers")
+    config = read_config(CASES[name])
+    (tmp_path / "config.json").write_text(json.dumps(to_hf(config)))
+    theirs = transformers.AutoConfig.from_pretrained(tmp_path)
+    assert (
+        theirs.architectures == [config.architecture] and theirs.model_type == FAMILIES[config.architecture].model_type
+    )
+    sizes = (theirs.vocab_size, theirs.hidden_size, theirs.intermediate_size, theirs.num_hidden_layers)
+    assert sizes == (config.vocab_size, config.hidden_size, config.intermediate_size, config.num_layers)
+    heads = (theirs.num_attention_heads, theirs.num_key_value_heads, theirs.head_dim, theirs.tie_word_embeddings)
+    assert heads == (config.num_heads, config.num_kv_heads, config.head_dim, config.tie_embeddings)
+    rope = getattr(theirs, "rope_parameters", None) or {"rope_theta": theirs.rope_theta, **(theirs.rope_scaling or {})}
+    assert rope["rope_theta"] == config.rope.theta and rope.get("rope_type", "default") == config.rope.kind
+    assert rope.get("factor", 1.0) == config.rope.factor
+    theirs.save_pretrained(tmp_path / "again")
+    assert from_folder(tmp_path / "again") == config
