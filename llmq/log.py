@@ -40,7 +40,6 @@ if TYPE_CHECKING:
     from llmq.options import LogOptions
 
 SCHEMA = 1
-DEFAULT_PATH = "runs/%n/log.jsonl"
 SECTIONS = ("options", "system", "model", "dataset", "allocator")
 MUCH_FREE = 0.25  # of the memory listed: beyond this the allocator table hints at what would use it
 
@@ -112,18 +111,18 @@ class RunLog:
     """Writes one run's console lines and its file. The sections are printed as they come; `begin` opens the file."""
 
     def __init__(self, options: LogOptions, console: TextIO | None = None) -> None:
-        self.name = options.name or ""
-        self.path = Path((options.log_file or DEFAULT_PATH).replace("%n", self.name or "run"))
+        self.name = options.name
+        self.path = Path(options.log_file)
         self.eval_num_steps = options.eval_num_steps
         self._every = (options.log_every, options.eval_every_n_steps)
         self._console = console
-        self._sections: dict[str, Any] = {name: None for name in SECTIONS}
+        self._sections: dict[str, Any] = dict.fromkeys(SECTIONS)
         self._file: IO[str] | None = None
         self._step = 0
 
     def due(self, step: int, *, last: bool = False) -> bool:
         """Whether the update `step` (from 1) gets a line: each n-th one, the first, and the last of the run."""
-        return last or step == 1 or (self._every[0] > 0 and step % self._every[0] == 0)
+        return last or step == 1 or step % self._every[0] == 0
 
     def eval_due(self, step: int, *, last: bool = False) -> bool:
         """Whether to evaluate after the update `step`: each n-th one and the last, or never with n = 0."""

@@ -34,10 +34,10 @@ TRAIN = TrainRecord(
 EVAL = EvalRecord(step=7, epoch=0.125, loss=3.1415926, train_loss=3.25, time_ms=99, tokens=990, trained_tokens=900)
 
 
-def options(path: Path | None, **changes: object) -> SimpleNamespace:
+def options(path: Path, **changes: object) -> SimpleNamespace:
     values = {
         "name": "try",
-        "log_file": path and str(path),
+        "log_file": str(path),
         "log_every": 1,
         "eval_every_n_steps": 100,
         "eval_num_steps": 20,
@@ -120,7 +120,8 @@ def test_colour_only_on_a_terminal(tmp_path: Path, monkeypatch: pytest.MonkeyPat
 def test_lines_arrive_when_piped_in_the_c_locale(tmp_path: Path) -> None:
     code = (
         "import sys, types; from llmq.log import RunLog\n"
-        "o = types.SimpleNamespace(name='n', log_file=sys.argv[1], log_every=1, eval_every_n_steps=0, eval_num_steps=0)\n"
+        "values = dict(name='n', log_file=sys.argv[1], log_every=1, eval_every_n_steps=0, eval_num_steps=0)\n"
+        "o = types.SimpleNamespace(**values)\n"
         "log = RunLog(o); log.model('caf\\u00e9/\\udcff'); log.begin(); input()"
     )
     env = {
@@ -141,11 +142,10 @@ def test_lines_arrive_when_piped_in_the_c_locale(tmp_path: Path) -> None:
 
 
 def test_due() -> None:
-    log = RunLog(options(None, log_every=10, eval_every_n_steps=4))
+    log = RunLog(options(Path("log.jsonl"), log_every=10, eval_every_n_steps=4))
     assert [s for s in range(1, 33) if log.due(s, last=s == 32)] == [1, 10, 20, 30, 32]
     assert [s for s in range(1, 15) if log.eval_due(s, last=s == 14)] == [4, 8, 12, 14]
-    assert not RunLog(options(None, eval_every_n_steps=0)).eval_due(4, last=True)
-    assert RunLog(options(None)).path == Path("runs/try/log.jsonl")
+    assert not RunLog(options(Path("log.jsonl"), eval_every_n_steps=0)).eval_due(4, last=True)
 
 
 def test_tables_come_back_as_written(tmp_path: Path) -> None:

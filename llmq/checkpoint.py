@@ -1,0 +1,401 @@
+"""Checkpoints: all that a run needs to continue with the same bits, complete or not there at all.
+
+A checkpoint is a folder `step-00000012` (the number of finished updates) in the checkpoint folder: tensors in
+safetensors files (llmq/shards.py), and state.json with everything else, the size and checksum of each file, and a
+checksum of itself. It is written under a temporary name, synced and renamed, so the name appears only when every byte
+is durable; older ones are deleted after that. One process writes to a checkpoint folder at a time: it holds the lock
+of `.lock`, so a temporary folder seen under the lock was left by a process that is gone, and is removed.
+
+The newest checkpoint is the one written last, not the one of the highest step: after `--continue 8`, step 10 is newer
+than an abandoned step 12. Therefore state.json counts the saves.
+"""
+
+from __future__ import annotations
+
+import errno
+import fcntl
+import hashlib
+import json
+import os
+import re
+import secrets
+import shutil
+import zlib
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+import llmq
+from llmq.disk import check_free_space, existing_folder, sync_folder
+from llmq.errors import DataError, StorageError, UsageError
+from llmq.shards import (
+    SHARD_BYTES,
+    Place,
+    Shard,
+    raw_bytes,
+    read_tensor,
+    shards_bytes,
+    verify_shard,
+    write_shards,
+)
+
+if TYPE_CHECKING:
+    from llmq.options import CheckpointOptions
+
+SCHEMA = 1
+STATE = "state.json"
+STATE_BYTES = 1 << 20  # allowed for state.json in estimates; it holds no tensors
+NAME = re.compile(r"step-([0-9]{8,18})")
+TEMPORARY, REPLACED = ".tmp-", ".old-"
+
+
+class Checkpoints:
+    """The checkpoints of one run, as its options ask."""
+
+    def __init__(self, options: CheckpointOptions) -> None:
+        self.folder = Path(options.checkpoint_dir)
+        self.keep = options.ckpt_keep_n
+        self._interval = options.ckpt_interval
+        self._continue = options.continue_
+
+    def due(self, step: int, *, last: bool = False) -> bool:
+        """Whether to save after the update `step` (from 1): each n-th one, and the last of the run."""
+        return last or (self._interval > 0 and step % self._interval == 0)
+
+    def start(self) -> Path | None:
+        """The checkpoint to continue from; None for a run from step 0.
+
+        UsageError if a fresh run would mix its checkpoints with those of an earlier one.
+        """
+        if self._continue is not None:
+            return find(self.folder, self._continue)
+        if there := _found(self.folder):
+            raise UsageError(
+                f"{self.folder} holds checkpoints of an earlier run ({_listed(there)}): go on from them with "
+                "--continue, choose another --name or --checkpoint-dir, or delete them"
+            )
+        return None
+
+    def peak_bytes(self, one: int) -> int:
+        """Most bytes that this run's checkpoints take at a time, `one` each, beyond what is in the folder already.
+
+        One more than is kept, because older ones go only after the new one is complete; with --ckpt-keep-n 0, which
+        keeps all, only the first one is counted.
+        """
+        return max(one, one * (self.keep + 1 - len(_found(self.folder)))) if self.keep else one
+
+    def save(
+        self, step: int, tensors: Iterable[tuple[str, np.ndarray]], state: Mapping[str, Any], num_bytes: int
+    ) -> Path:
+        """As the function `save`, into this run's folder."""
+        return save(self.folder, step, tensors, state, self.keep, num_bytes=num_bytes)
+
+
+def folder_name(step: int) -> str:
+    """`step-00000012`."""
+    return f"step-{step:08d}"
+
+
+def save(
+    folder: Path,
+    step: int,
+    tensors: Iterable[tuple[str, np.ndarray]],
+    state: Mapping[str, Any],
+    keep: int,
+    *,
+    num_bytes: int | None = None,
+    shard_bytes: int = SHARD_BYTES,
+) -> Path:
+    """Writes the checkpoint of `step`, then deletes all but the `keep` newest (0 keeps all); returns its folder.
+
+    One tensor is in memory at a time. `state` is JSON without non-finite numbers. With `num_bytes` (see
+    checkpoint_bytes) the free space is checked before anything is written. A checkpoint of this step that is there
+    already is replaced. StorageError leaves the earlier checkpoints as they were.
+    """
+    folder = Path(folder)
+    temporary = folder / _hidden(TEMPORARY, step)
+    path = None
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        sync_folder(folder.parent)
+        with _lock(folder) as alone:
+            if alone is False:
+                raise StorageError(
+                    f"another process is writing a checkpoint to {folder}: end it, or choose another --checkpoint-dir"
+                )
+            if alone:
+                _remove_leftovers(folder)
+            if num_bytes is not None:
+                check_free_space({"the checkpoint": (folder, num_bytes)})
+            number = 1 + max((_save_number(path) or 0 for path in _found(folder).values()), default=0)
+            temporary.mkdir()
+            shards = write_shards(temporary, tensors, shard_bytes=shard_bytes)
+            _write_state(temporary, step, number, shards, state)
+            sync_folder(temporary)
+            path = _publish(temporary, step)
+            _delete_old(folder, path, keep)
+    except OSError as error:
+        if path is not None:
+            raise StorageError(f"{path} is complete, but an older checkpoint cannot be deleted: {error}") from error
+        raise _storage_error(folder, temporary, num_bytes, error) from error
+    finally:
+        shutil.rmtree(temporary, ignore_errors=True)
+    return path
+
+
+def find(folder: Path, which: str | int | Path) -> Path | None:
+    """The checkpoint to continue from: "auto" is the newest one, or None if there are none; else a step or a path.
+
+    DataError if it is not there or damaged at first sight, naming what is there. A damaged newest one is an error
+    too: an older one is used only when asked for.
+    """
+    folder = Path(folder)
+    if any(folder.glob(f"{REPLACED}*")) and os.access(folder, os.W_OK):
+        with _lock(folder) as alone:
+            if alone:
+                _remove_leftovers(folder)
+    there = _found(folder)
+    if which == "auto":
+        if not there:
+            return None
+        numbers = {step: _save_number(path) for step, path in there.items()}
+        newest = max(there, key=lambda step: numbers[step] or 0)
+        step = max([newest, *(step for step, number in numbers.items() if number is None)])
+    elif re.fullmatch(r"[0-9]{1,18}", str(which)):
+        step = int(str(which))
+        if step not in there:
+            raise DataError(f"there is no checkpoint of step {step} in {folder}: {_listed(there)}")
+    else:
+        path = Path(str(which))
+        if not (path / STATE).exists() and _found(path):
+            return find(path, "auto")
+        if not path.is_dir():
+            raise DataError(f"there is no checkpoint at {path}; in {folder}: {_listed(there)}")
+        with _naming_others(path):
+            _read_state(path)
+        return path
+    with _naming_others(there[step]):
+        _read_state(there[step])
+    return there[step]
+
+
+def load(path: Path) -> tuple[dict[str, Any], Reader]:
+    """Verifies every file of a checkpoint; returns the state as saved, with `step`, and a function that reads a tensor.
+
+    DataError if anything is missing, damaged or of a newer schema, naming the other checkpoints there.
+    """
+    path = Path(path)
+    with _naming_others(path):
+        record = _read_state(path)
+        places: dict[str, tuple[Path, Place]] = {}
+        for shard in _shards(record):
+            places.update({name: (path / shard.name, at) for name, at in verify_shard(path, shard).items()})
+    return {**record["state"], "step": record["step"]}, Reader(path, places)
+
+
+@dataclass(frozen=True)
+class Reader:
+    """Reads tensors of one verified checkpoint by name, each into memory of its own."""
+
+    path: Path
+    places: Mapping[str, tuple[Path, Place]]
+
+    def __call__(self, name: str) -> np.ndarray:
+        if name not in self.places:
+            raise DataError(f"the checkpoint {self.path} has no tensor {name}: it was saved by another model or setup")
+        return read_tensor(*self.places[name])
+
+    @property
+    def shapes(self) -> dict[str, tuple[tuple[int, ...], np.dtype]]:
+        """Shape and dtype of every tensor."""
+        return {name: (place.shape, place.dtype) for name, (_, place) in self.places.items()}
+
+
+def checkpoint_bytes(tensors: Iterable[tuple[str, tuple[int, ...], np.dtype]]) -> int:
+    """Disk that one checkpoint of tensors with these names, shapes and dtypes takes (an upper bound by < 1 MiB)."""
+    return shards_bytes(tensors) + STATE_BYTES
+
+
+def check_same(saved: Mapping[str, Any], now: Mapping[str, Any]) -> None:
+    """UsageError naming every option that must match its checkpoint and does not."""
+    unset = "not set"
+    different = [
+        f"  {name}: {saved.get(name, unset)} in the checkpoint, {now.get(name, unset)} now"
+        for name in sorted({*saved, *now})
+        if _canonical(saved.get(name, unset)) != _canonical(now.get(name, unset))
+    ]
+    if different:
+        raise UsageError(
+            "the checkpoint was written with other options, and continuing with these would not be the same run:\n"
+            + "\n".join(different)
+        )
+
+
+def config_hash(values: Mapping[str, Any]) -> str:
+    """SHA-256 of a JSON mapping, the same for any order of its keys."""
+    return hashlib.sha256(_canonical(values)).hexdigest()
+
+
+def hash_tensors(tensors: Iterable[tuple[str, np.ndarray]]) -> str:
+    """SHA-256 over names, dtypes, shapes and bytes of tensors, the same for any order of them."""
+    lines = []
+    for name, array in tensors:
+        digest = hashlib.sha256(raw_bytes(array)).hexdigest()
+        lines.append(json.dumps([name, str(array.dtype), list(array.shape), digest]))
+    return hashlib.sha256("\n".join(sorted(lines)).encode()).hexdigest()
+
+
+def _canonical(value: object) -> bytes:
+    return json.dumps(value, sort_keys=True, separators=(",", ":"), allow_nan=False).encode()
+
+
+def _hidden(kind: str, step: int) -> str:
+    return f"{kind}{folder_name(step)}-{os.getpid()}-{secrets.token_hex(4)}"
+
+
+@contextmanager
+def _lock(folder: Path) -> Iterator[bool | None]:
+    """Holds the folder's lock: True; False if another process does; None where the file system has no locks."""
+    fd = os.open(folder / ".lock", os.O_RDWR | os.O_CREAT, 0o666)
+    try:
+        try:
+            fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            alone: bool | None = True
+        except OSError as error:
+            alone = False if error.errno in (errno.EWOULDBLOCK, errno.EACCES) else None
+        yield alone
+    finally:
+        os.close(fd)
+
+
+def _remove_leftovers(folder: Path) -> None:
+    """Under the lock: deletes what dead writers left, and undoes a replacement that was cut between its renames."""
+    for path in folder.glob(f"{REPLACED}step-*"):
+        match = NAME.search(path.name)
+        if match and not (folder / match.group()).exists():
+            os.rename(path, folder / match.group())
+        else:
+            shutil.rmtree(path)
+    for path in folder.glob(f"{TEMPORARY}step-*"):
+        shutil.rmtree(path)
+
+
+def _publish(temporary: Path, step: int) -> Path:
+    """Gives a complete checkpoint its name."""
+    folder, path = temporary.parent, temporary.parent / folder_name(step)
+    replaced = folder / _hidden(REPLACED, step) if path.exists() else None
+    if replaced:
+        os.rename(path, replaced)
+    os.rename(temporary, path)
+    sync_folder(folder)
+    if replaced:
+        shutil.rmtree(replaced)
+    return path
+
+
+def _delete_old(folder: Path, newest: Path, keep: int) -> None:
+    others = [path for path in _found(folder).values() if path != newest]
+    others.sort(key=lambda path: (_save_number(path) or 0, path.name))
+    for path in others[: len(others) - keep + 1 if keep > 0 else 0]:
+        # Renamed first: a deletion that is cut off must not leave half a checkpoint under a good name.
+        hidden = folder / _hidden(TEMPORARY, int(path.name[5:]))
+        os.rename(path, hidden)
+        shutil.rmtree(hidden)
+
+
+def _found(folder: Path) -> dict[int, Path]:
+    """Checkpoints in a folder by step, complete by their names."""
+    try:
+        paths = sorted(folder.iterdir())
+    except OSError:
+        return {}
+    return {int(match[1]): path for path in paths if (match := NAME.fullmatch(path.name)) and path.is_dir()}
+
+
+def _listed(there: Mapping[int, Path]) -> str:
+    if not there:
+        return "no checkpoints"
+    return f"step{'' if len(there) == 1 else 's'} " + ", ".join(map(str, sorted(there)))
+
+
+@contextmanager
+def _naming_others(path: Path) -> Iterator[None]:
+    """Adds to a DataError about one checkpoint which others could be used."""
+    try:
+        yield
+    except DataError as error:
+        others = {s: p for s, p in _found(path.absolute().parent).items() if p != path.absolute() and _save_number(p)}
+        advice = f"Others there: {_listed(others)}"
+        if others:
+            advice += f"; continue from one with --continue {max(others)}"
+        raise DataError(f"{error}. {advice}.") from error
+
+
+def _save_number(path: Path) -> int | None:
+    """Which save of its folder a checkpoint is, or None if it is damaged at first sight."""
+    try:
+        return int(_read_state(path)["save"])
+    except DataError:
+        return None
+
+
+def _write_state(folder: Path, step: int, number: int, shards: Iterable[Shard], state: Mapping[str, Any]) -> None:
+    files = [asdict(shard) for shard in shards]
+    record = {"schema": SCHEMA, "version": llmq.__version__, "step": step, "save": number, "files": files}
+    record["state"] = dict(state)
+    record["crc32"] = zlib.crc32(_canonical(record))
+    with open(folder / STATE, "w", encoding="ascii") as file:
+        file.write(json.dumps(record, indent=1, allow_nan=False) + "\n")
+        file.flush()
+        os.fsync(file.fileno())
+
+
+def _read_state(path: Path) -> dict[str, Any]:
+    """state.json, checked against its checksum, with every file there in its size; DataError says what is wrong."""
+    file = path / STATE
+    try:
+        record = json.loads(file.read_bytes())
+        crc = record.pop("crc32")
+        if crc != zlib.crc32(_canonical(record)):
+            raise ValueError("its checksum is not the one it was written with")
+        if record["schema"] != SCHEMA:
+            raise DataError(f"{file} has schema {record['schema']}, this llmq reads {SCHEMA}: update llmq")
+        if any(type(record[k]) is not int or record[k] < 0 for k in ("step", "save")):
+            raise ValueError("step and save are not counts")
+        record["state"].keys()
+        shards = _shards(record)
+    except OSError as error:
+        raise DataError(f"the checkpoint {path} cannot be read: {error.strerror or error}: {file}") from error
+    except DataError:
+        raise
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
+        raise DataError(f"{file} is corrupt: {error}") from error
+    for shard in shards:
+        try:
+            size = os.stat(path / shard.name).st_size
+        except OSError as error:
+            raise DataError(f"{path / shard.name} cannot be read: {error.strerror or error}") from error
+        if size != shard.num_bytes:
+            raise DataError(f"{path / shard.name} has {size} bytes instead of {shard.num_bytes}")
+    return record
+
+
+def _shards(record: Mapping[str, Any]) -> list[Shard]:
+    return [Shard(**file) for file in record["files"]]
+
+
+def _storage_error(folder: Path, temporary: Path, num_bytes: int | None, error: OSError) -> StorageError:
+    kept = "earlier checkpoints are as they were"
+    if error.errno not in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
+        return StorageError(f"the checkpoint cannot be written to {folder}: {error.strerror or error}; {kept}")
+    written = sum(p.stat().st_size for p in temporary.glob("*")) if temporary.is_dir() else 0
+    needs = f"{num_bytes:,}" if num_bytes is not None else f"more than {written:,}"
+    free = shutil.disk_usage(existing_folder(folder)).free + written
+    return StorageError(
+        f"the checkpoint does not fit into {folder}: it needs {needs} bytes, {free:,} are free "
+        f"({error.strerror}); {kept}. Free space, lower --ckpt-keep-n, or choose another --checkpoint-dir."
+    )

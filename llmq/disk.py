@@ -1,0 +1,55 @@
+"""Room on the disk, checked before it is needed, and names made durable."""
+
+from __future__ import annotations
+
+import os
+import shutil
+from collections.abc import Mapping
+from pathlib import Path
+
+from llmq.errors import StorageError
+
+
+def existing_folder(folder: Path) -> Path:
+    """The nearest folder upwards that is there."""
+    folder = folder.absolute()
+    while not os.path.exists(folder) and folder != folder.parent:
+        folder = folder.parent
+    return folder
+
+
+def sync_folder(folder: Path) -> None:
+    """Makes the names in `folder` durable."""
+    fd = os.open(folder, os.O_RDONLY)
+    try:
+        os.fsync(fd)
+    finally:
+        os.close(fd)
+
+
+def check_free_space(needs: Mapping[str, tuple[Path, int]]) -> None:
+    """Checks that what is to be written fits: {"2 checkpoints": (folder, bytes), "the export": (folder, bytes)}.
+
+    Needs on one file system are added up. Folders need not exist. StorageError names all that cannot be written.
+    """
+    problems: list[str] = []
+    disks: dict[int, tuple[Path, list[str], list[int]]] = {}
+    for what, (folder, num_bytes) in needs.items():
+        there = existing_folder(folder)
+        if not there.is_dir() or not os.access(there, os.W_OK | os.X_OK):
+            problems.append(
+                f"{what} cannot be written to {folder}: {there} is not a folder that this user can write to"
+            )
+            continue
+        disk = disks.setdefault(os.stat(there).st_dev, (there, [], []))
+        disk[1].append(f"{what} in {folder} needs {num_bytes:,}")
+        disk[2].append(num_bytes)
+    for there, texts, sizes in disks.values():
+        free = shutil.disk_usage(there).free
+        if sum(sizes) > free:
+            problems.append(
+                f"{' and '.join(texts)} bytes, {free:,} are free, {sum(sizes) - free:,} are missing: free space there, "
+                "or choose folders on another disk"
+            )
+    if problems:
+        raise StorageError("\n".join(problems))

@@ -1,0 +1,393 @@
+"""Checkpoints: complete or absent, whatever happens to the writer, the disk or the files."""
+
+from __future__ import annotations
+
+import errno
+import fcntl
+import json
+import os
+import random
+import shutil
+import signal
+import subprocess
+import sys
+import zlib
+from collections.abc import Iterator
+from pathlib import Path
+from types import SimpleNamespace
+
+import ml_dtypes
+import numpy as np
+import pytest
+
+from llmq.checkpoint import (
+    STATE_BYTES,
+    Checkpoints,
+    check_same,
+    checkpoint_bytes,
+    config_hash,
+    find,
+    hash_tensors,
+    load,
+    save,
+)
+from llmq.errors import DataError, LlmqError, StorageError, UsageError
+
+
+def some_tensors(seed: int = 0) -> dict[str, np.ndarray]:
+    rng = np.random.default_rng(seed)
+    weight = rng.standard_normal((9, 5)).astype(np.float32)
+    return {
+        "weight/embed": weight.astype(ml_dtypes.bfloat16),
+        "m/embed": weight,
+        "v/embed": weight.astype(np.float64),
+        "copy/embed": weight.astype(ml_dtypes.float8_e4m3fn),
+        "scale": np.array([0.25], np.float32),
+    }
+
+
+def write(folder: Path, step: int, keep: int = 0, **changes: object) -> Path:
+    return save(folder, step, some_tensors(step).items(), {"seed": 2**64 - 1, "position": [step, 0.1]}, keep, **changes)
+
+
+def names(folder: Path) -> list[str]:
+    return sorted(path.name for path in folder.iterdir() if path.name != ".lock")
+
+
+def flip(path: Path, position: int = -1) -> None:
+    data = bytearray(path.read_bytes())
+    data[position] ^= 4
+    path.write_bytes(data)
+
+
+def options(folder: Path, **changes: object) -> SimpleNamespace:
+    values = {"checkpoint_dir": str(folder), "ckpt_interval": 10, "ckpt_keep_n": 2, "continue_": None}
+    return SimpleNamespace(**{**values, **changes})
+
+
+def test_all_comes_back_as_saved(tmp_path: Path) -> None:
+    path = write(tmp_path / "new" / "folder", 12, shard_bytes=300)
+    assert path == tmp_path / "new" / "folder" / "step-00000012"
+    assert len(list(path.glob("*.safetensors"))) > 1
+    state, read = load(path)
+    assert state == {"step": 12, "seed": 2**64 - 1, "position": [12, 0.1]}
+    for name, array in some_tensors(12).items():
+        assert read(name).dtype == array.dtype and read(name).tobytes() == array.tobytes()
+        assert read.shapes[name] == (array.shape, array.dtype)
+    read("m/embed")[:] = 0  # in memory of its own
+    assert read("m/embed").any()
+    with pytest.raises(DataError, match="no tensor absent"):
+        read("absent")
+
+
+def test_what_is_on_disk_is_what_was_estimated(tmp_path: Path) -> None:
+    path = write(tmp_path, 1)
+    estimate = checkpoint_bytes((n, a.shape, a.dtype) for n, a in some_tensors().items())
+    state = (path / "state.json").stat().st_size
+    assert sum(p.stat().st_size for p in path.iterdir()) == estimate - STATE_BYTES + state
+    assert state < STATE_BYTES
+
+
+def test_the_newest_are_kept(tmp_path: Path) -> None:
+    for step in (5, 10, 15):
+        write(tmp_path, step, keep=2)
+    assert names(tmp_path) == ["step-00000010", "step-00000015"]
+    write(tmp_path, 20, keep=0)
+    assert names(tmp_path) == ["step-00000010", "step-00000015", "step-00000020"]
+    write(tmp_path, 25, keep=1)
+    assert names(tmp_path) == ["step-00000025"]
+
+
+def test_newest_is_what_was_written_last(tmp_path: Path) -> None:
+    for step in (8, 12, 10):
+        write(tmp_path, step, keep=2)
+    assert find(tmp_path, "auto") == tmp_path / "step-00000010"  # 12 is of the line that was left at 8
+    assert names(tmp_path) == ["step-00000010", "step-00000012"]
+    write(tmp_path, 11, keep=2)
+    assert names(tmp_path) == ["step-00000010", "step-00000011"]
+
+
+def test_a_step_saved_again_is_replaced(tmp_path: Path) -> None:
+    write(tmp_path, 3)
+    path = save(tmp_path, 3, [("only", np.ones(2))], {}, 2)
+    assert load(path)[1].shapes == {"only": ((2,), np.dtype(np.float64))}
+    assert names(tmp_path) == ["step-00000003"]
+
+
+def test_finding(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert find(tmp_path, "auto") is None and find(tmp_path / "absent", "auto") is None
+    with pytest.raises(DataError, match=r"step 3 in .*: no checkpoints"):
+        find(tmp_path, 3)
+    for step in (3, 123456789):
+        write(tmp_path, step)
+    (tmp_path / "step-00000099").touch()
+    assert find(tmp_path, "auto") == find(tmp_path, 123456789) == tmp_path / "step-123456789"
+    assert find(tmp_path, "3") == find(tmp_path, tmp_path / "step-00000003") == tmp_path / "step-00000003"
+    assert find(Path("elsewhere"), str(tmp_path)) == tmp_path / "step-123456789"
+    for absent in (4, 99, "absent/path"):
+        with pytest.raises(DataError, match="steps 3, 123456789"):
+            find(tmp_path, absent)
+    monkeypatch.chdir(tmp_path)
+    assert find(Path("."), "step-00000003") == Path("step-00000003")
+    with pytest.raises(DataError, match="cannot be read: No such file"):
+        find(tmp_path, Path(__file__).parent)
+
+
+@pytest.mark.parametrize("damage", ["flip", "truncate", "remove", "state", "no state"])
+def test_a_damaged_newest_one_names_the_older_and_is_never_skipped(tmp_path: Path, damage: str) -> None:
+    for step in (1, 2, 3):
+        path = write(tmp_path, step)
+    tensors, state = path / "tensors-00001.safetensors", path / "state.json"
+    {
+        "flip": lambda: flip(tensors),
+        "truncate": lambda: os.truncate(tensors, 100),
+        "remove": tensors.unlink,
+        "state": lambda: flip(state, 30),
+        "no state": state.unlink,
+    }[damage]()
+    with pytest.raises(DataError, match=r"Others there: steps 1, 2; continue from one with --continue 2\."):
+        load(find(tmp_path, "auto") or tmp_path)
+    with pytest.raises(DataError, match="steps 1, 2"):
+        load(find(tmp_path, 3) or tmp_path)
+    assert load(find(tmp_path, 2) or tmp_path)[0]["step"] == 2
+    write(tmp_path, 4, keep=2)
+    assert find(tmp_path, "auto") == tmp_path / "step-00000004"
+
+
+def test_a_damaged_only_one_says_that_there_is_no_other(tmp_path: Path) -> None:
+    flip(write(tmp_path, 7) / "tensors-00001.safetensors")
+    with pytest.raises(DataError, match=r"corrupt.*Others there: no checkpoints\."):
+        load(tmp_path / "step-00000007")
+
+
+def test_a_newer_schema_is_refused(tmp_path: Path) -> None:
+    file = write(tmp_path, 7) / "state.json"
+    record = {**json.loads(file.read_text()), "schema": 2}
+    del record["crc32"]
+    record["crc32"] = zlib.crc32(json.dumps(record, sort_keys=True, separators=(",", ":")).encode())
+    file.write_text(json.dumps(record))
+    with pytest.raises(DataError, match=r"schema 2.*update llmq"):
+        load(tmp_path / "step-00000007")
+
+
+def test_mutations_raise_only_our_errors(tmp_path: Path) -> None:
+    chance = random.Random(11)
+    path = write(tmp_path, 7)
+    want = hash_tensors(some_tensors(7).items())
+    for file in sorted(path.iterdir()):
+        whole = file.read_bytes()
+        for _ in range(150):
+            damaged = bytearray(whole[: chance.choice([len(whole), chance.randrange(len(whole))])])
+            for _ in range(chance.randrange(1, 4)):
+                if damaged:
+                    damaged[chance.randrange(len(damaged))] = chance.randrange(256)
+            file.write_bytes(damaged)
+            try:
+                _, read = load(path)
+            except LlmqError:
+                continue
+            assert hash_tensors((n, read(n)) for n in read.shapes) == want  # white space of state.json, nothing else
+        file.write_bytes(whole)
+    load(path)
+
+
+def test_a_killed_writer_leaves_the_previous_one_and_its_traces_go(tmp_path: Path) -> None:
+    write(tmp_path, 1)
+    code = (
+        "import sys, time, numpy as np; from pathlib import Path; from llmq.checkpoint import save\n"
+        "def tensors():\n"
+        "    yield 'a', np.ones(1 << 20)\n"
+        "    yield 'b', np.ones(1 << 20)\n"
+        "    print('midway', flush=True); time.sleep(60)\n"
+        "save(Path(sys.argv[1]), 2, tensors(), {}, 1)"
+    )
+    with subprocess.Popen([sys.executable, "-c", code, str(tmp_path)], stdout=subprocess.PIPE) as process:
+        assert process.stdout is not None and process.stdout.readline() == b"midway\n"
+        with pytest.raises(StorageError, match="another process is writing"):
+            write(tmp_path, 3)
+        process.send_signal(signal.SIGKILL)
+        process.wait()
+    assert any(name.startswith(".tmp-step-00000002-") for name in names(tmp_path))
+    found = find(tmp_path, "auto")
+    assert found == tmp_path / "step-00000001" and load(found)[0]["step"] == 1
+    write(tmp_path, 2)
+    assert names(tmp_path) == ["step-00000001", "step-00000002"]
+
+
+def test_a_writer_killed_at_any_time_leaves_a_whole_newest_one(tmp_path: Path) -> None:
+    code = (
+        "import sys, numpy as np; from pathlib import Path; from llmq.checkpoint import save\n"
+        "for step in range(int(sys.argv[2]), 10**6):\n"
+        "    tensors = [(f't{i}', np.full(50000, step)) for i in range(4)]\n"
+        "    save(Path(sys.argv[1]), step, tensors, {'n': step}, 1, shard_bytes=1); print(step, flush=True)"
+    )
+    chance, step = random.Random(), 0
+    for _ in range(4):
+        command = [sys.executable, "-c", code, str(tmp_path), str(step + 1)]
+        with subprocess.Popen(command, stdout=subprocess.PIPE) as process:
+            assert process.stdout is not None
+            process.stdout.readline()
+            with pytest.raises(subprocess.TimeoutExpired):
+                process.wait(chance.uniform(0, 0.1))
+            process.send_signal(signal.SIGKILL)
+            reported = [int(line) for line in process.stdout.read().split()]
+        path = find(tmp_path, "auto")
+        assert path is not None
+        state, read = load(path)
+        assert [int(read(f"t{i}")[-1]) for i in range(4)] == [state["n"]] * 4
+        assert state["step"] >= max(reported, default=step + 1)
+        step = state["step"]
+
+
+def test_killed_between_the_renames_of_a_replacement(tmp_path: Path) -> None:
+    path = write(tmp_path, 5)
+    path.rename(tmp_path / ".old-step-00000005-77-abcd")
+    assert find(tmp_path, "auto") == path
+    load(path)
+    shutil.copytree(path, tmp_path / ".old-step-00000005-77-abcd")
+    write(tmp_path, 6)
+    assert names(tmp_path) == ["step-00000005", "step-00000006"]
+
+
+@pytest.mark.parametrize("stop", [KeyboardInterrupt, RuntimeError])
+def test_a_failing_source_leaves_nothing(tmp_path: Path, stop: type[BaseException]) -> None:
+    def tensors() -> Iterator[tuple[str, np.ndarray]]:
+        yield "a", np.ones(4)
+        raise stop
+
+    write(tmp_path, 1)
+    with pytest.raises(stop):
+        save(tmp_path, 2, tensors(), {}, 1)
+    assert names(tmp_path) == ["step-00000001"]
+
+
+def test_a_full_disk_leaves_the_earlier_ones(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    write(tmp_path, 1)
+    real, written = os.write, 0
+
+    def limited(fd: int, data: memoryview) -> int:
+        nonlocal written
+        if written > 400:
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        written += (count := real(fd, data[:150]))
+        return count
+
+    monkeypatch.setattr(os, "write", limited)
+    with pytest.raises(StorageError, match=r"needs more than [0-9,]+ bytes, [0-9,]+ are free.*--ckpt-keep-n") as caught:
+        write(tmp_path, 2, keep=1)
+    assert caught.value.exit_code == 7
+    written = 0
+    with pytest.raises(StorageError, match="needs 5,000 bytes"):
+        write(tmp_path, 2, keep=1, num_bytes=5000)
+    monkeypatch.undo()
+    assert names(tmp_path) == ["step-00000001"]
+    assert load(tmp_path / "step-00000001")[0]["step"] == 1
+
+
+def test_short_writes_are_completed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    real = os.write
+    monkeypatch.setattr(os, "write", lambda fd, data: real(fd, data[:997]))
+    _, read = load(write(tmp_path, 2))
+    assert hash_tensors((n, read(n)) for n in read.shapes) == hash_tensors(some_tensors(2).items())
+
+
+def test_too_little_space_is_seen_before_writing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(shutil, "disk_usage", lambda path: SimpleNamespace(free=10))
+    with pytest.raises(StorageError, match="needs 11 bytes, 10 are free, 1 are missing"):
+        save(tmp_path, 2, iter(()), {}, 1, num_bytes=11)
+    assert names(tmp_path) == []
+
+
+def test_places_that_cannot_be_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "file").touch()
+    with pytest.raises(StorageError, match="cannot be written to"):
+        write(tmp_path / "file" / "checkpoints", 1)
+    write(tmp_path, 1)
+    monkeypatch.setattr(os, "fsync", lambda fd: (_ for _ in ()).throw(OSError(errno.EIO, "Input/output error")))
+    with pytest.raises(StorageError, match="Input/output error; earlier checkpoints are as they were"):
+        write(tmp_path, 2, keep=1)
+    assert names(tmp_path) == ["file", "step-00000001"]
+
+
+def test_everything_is_synced_before_the_name_appears(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    events: list[str] = []
+    real_sync, real_rename = os.fsync, os.rename
+
+    def sync(fd: int) -> None:
+        events.append("sync " + os.path.basename(os.readlink(f"/proc/self/fd/{fd}"))[:9])
+        real_sync(fd)
+
+    def rename(source: Path, target: Path) -> None:
+        events.append(f"rename {Path(target).name}")
+        real_rename(source, target)
+
+    if not os.path.exists("/proc/self/fd"):
+        pytest.skip("needs /proc to name file descriptors")
+    folder = tmp_path / "ckpt"
+    write(folder, 1)
+    monkeypatch.setattr(os, "fsync", sync)
+    monkeypatch.setattr(os, "rename", rename)
+    write(folder, 2, keep=1)
+    assert events[1:6] == [
+        "sync tensors-0",
+        "sync state.jso",
+        "sync .tmp-step",
+        "rename step-00000002",
+        "sync ckpt",
+    ]
+    assert events[6].startswith("rename .tmp-step-00000001")  # the old one goes last
+
+
+def test_without_locks_it_still_writes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def none(fd: int, operation: int) -> None:
+        raise OSError(errno.ENOLCK, "No locks available")
+
+    (tmp_path / ".tmp-step-00000001-1-a").mkdir()
+    monkeypatch.setattr(fcntl, "flock", none)
+    write(tmp_path, 1)
+    assert names(tmp_path) == [".tmp-step-00000001-1-a", "step-00000001"]  # whose it is cannot be known
+
+
+def test_the_run_and_its_options(tmp_path: Path) -> None:
+    run = Checkpoints(options(tmp_path))
+    assert run.start() is None
+    assert [s for s in range(1, 26) if run.due(s, last=s == 25)] == [10, 20, 25]
+    assert [s for s in range(1, 26) if Checkpoints(options(tmp_path, ckpt_interval=0)).due(s, last=s == 25)] == [25]
+    assert run.peak_bytes(100) == 300
+    for step in (10, 20, 25):
+        run.save(step, some_tensors().items(), {}, 1000)
+    assert names(tmp_path) == ["step-00000020", "step-00000025"]
+    assert run.peak_bytes(100) == 100
+    with pytest.raises(UsageError, match=r"earlier run \(steps 20, 25\).*--continue"):
+        run.start()
+    assert Checkpoints(options(tmp_path, continue_="auto")).start() == tmp_path / "step-00000025"
+    assert Checkpoints(options(tmp_path, continue_=20)).start() == tmp_path / "step-00000020"
+
+
+def test_options_that_must_match() -> None:
+    check_same({"a": 1, "b": [1, 2]}, {"b": (1, 2), "a": 1})
+    with pytest.raises(UsageError) as caught:
+        check_same({"a": 1, "b": 2, "c": 3}, {"a": 1, "b": 4, "d": None})
+    lines = str(caught.value).splitlines()[1:]
+    assert lines == [
+        "  b: 2 in the checkpoint, 4 now",
+        "  c: 3 in the checkpoint, not set now",
+        "  d: not set in the checkpoint, None now",
+    ]
+
+
+def test_hashes() -> None:
+    tensors = some_tensors()
+    whole = hash_tensors(tensors.items())
+    assert whole == hash_tensors(reversed(list(tensors.items())))
+    assert whole == hash_tensors((n, np.asfortranarray(a)) for n, a in tensors.items())
+    changed = [
+        {**tensors, "scale": np.array([0.5], np.float32)},
+        {**tensors, "scale": tensors["scale"].view(np.int32)},
+        {**tensors, "scale": tensors["scale"].reshape(1, 1)},
+        {("scales" if n == "scale" else n): a for n, a in tensors.items()},
+        {n: a for n, a in tensors.items() if n != "scale"},
+    ]
+    assert len({whole, *(hash_tensors(other.items()) for other in changed)}) == 6
+    assert config_hash({"a": 1, "b": {"c": 2, "d": 3}}) == config_hash({"b": {"d": 3, "c": 2}, "a": 1})
+    assert config_hash({"a": 1}) != config_hash({"a": 2})
