@@ -134,20 +134,14 @@ class Engine:
 
     # state
 
-    def state_refs(self) -> list[str]:
-        """Storages that a checkpoint holds: masters, moments, and the state of delayed scales."""
-        names = [self._state(row.name, space) for row in self.plan.rows for space in ("master", "m", "v")]
-        scales = [name for name, ref in self.plan.persistent.items() if ref.space == "scale"]
-        return names + sorted(scales)
-
     def state(self) -> Iterator[tuple[str, np.ndarray]]:
         """Name and host copy of everything that a bit-exact resume needs, one at a time."""
-        for name in self.state_refs():
+        for name in self.plan.state():
             yield name, self._memory.read(name)
 
     def restore(self, read: Callable[[str], np.ndarray]) -> None:
         """Sets the state from `read(name)` and makes all copies of the weights."""
-        for name in self.state_refs():
+        for name in self.plan.state():
             self._memory.write(name, read(name))
         self.run("publish")
 
@@ -155,8 +149,9 @@ class Engine:
         """Runs a program of the plan by name; it is bound on first use."""
         if name not in self._programs:
             self._programs[name] = bind(self.plan, name, self._memory, self._ops, poison=self._poison)
-        for call in self._programs[name]:
-            call()
+        with np.errstate(all="ignore"):  # what is not finite is caught by the update, on every backend alike
+            for call in self._programs[name]:
+                call()
 
     def _state(self, name: str, space: str) -> str:
         return f"{space}:{name}"

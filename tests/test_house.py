@@ -28,7 +28,7 @@ class Place:
 
 
 HOUSE = {
-    "options": Place(may=set()),
+    "options": Place(may={"section"}),
     "config": Place(may=set()),
     "rows": Place(may={"config"}, never={"ops"}),
     "tensor": Place(may=set(), never={"ops", "blocks"}),
@@ -39,7 +39,7 @@ HOUSE = {
     "stores": Place(may={"tensor", "arena", "ops", "comm", "rows"}, never={"blocks", "options"}),
     "comm": Place(may={"tensor"}),
     "plan": Place(
-        may={*"options rows config tensor arena ops blocks sites stores model optimizer".split()},
+        may={"options", "rows", "config", "tensor", "arena", "ops", "blocks", "sites", "stores", "model", "optimizer"},
         never={"train", "cli"},
     ),
     "data": Place(never={"blocks"}),
@@ -61,6 +61,7 @@ OWNERS = {
     "LogOptions": "llmq.log",
     "CheckpointOptions": "llmq.checkpoint",
     "SystemOptions": "llmq.device",
+    "RunOptions": "llmq.train",
 }
 STRAIGHT_LINES = {"forward", "backward", "dgrad", "wgrad"}
 BRANCHES = (ast.If, ast.IfExp, ast.While, ast.Match, ast.Try, ast.BoolOp, ast.Assert)

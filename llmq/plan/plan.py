@@ -37,6 +37,7 @@ class Plan:
     hyper: Hyperparameters
     batch_size: int
     seq_len: int
+    seed: int
     rows: tuple[Row, ...]
     programs: Mapping[str, Program]
     persistent: Mapping[str, Ref]
@@ -63,6 +64,12 @@ class Plan:
             total[category] += aligned(stored_bytes(ref))
         total["Activations"] = self.activation_bytes
         return total
+
+    def state(self) -> dict[str, Ref]:
+        """Storages that a checkpoint holds: masters, moments, and the state of persistent scales."""
+        names = [f"{space}:{row.name}" for row in self.rows for space in ("master", "m", "v")]
+        scales = sorted(name for name, ref in self.persistent.items() if ref.space == "scale")
+        return {name: self.persistent[name] for name in names + scales}
 
     @property
     def total_bytes(self) -> int:
@@ -208,6 +215,7 @@ def make_plan(
         hyper,
         batch_size,
         seq_len,
+        seed,
         rows,
         programs,
         persistent,

@@ -46,18 +46,17 @@ class Precision:
 
 
 def resolve(options: PrecisionOptions) -> Precision:
-    """Fills in the defaults that depend on each other; UsageError for what cannot be combined."""
+    """The options as dtypes; UsageError for what cannot be combined."""
     model = options.model_dtype
-    master = options.master_dtype or model
-    if model == "fp32" and master == "bf16":
+    if model == "fp32" and options.master_dtype == "bf16":
         raise UsageError("--master-dtype bf16 is narrower than --model-dtype fp32: use --model-dtype bf16")
     return Precision(
         model=model,
-        matmul=options.matmul_dtype or model,
-        gradient=options.gradient_dtype,
-        scaling=options.fp8_scaling,
+        matmul=options.matmul_dtype,
+        gradient=options.gradient_dtype or "e4m3",
+        scaling=options.fp8_scaling or "delayed",
         m=options.opt_m_dtype,
         v=options.opt_v_dtype,
-        master=master,
-        grad=options.grad_accum_dtype or model,
+        master=options.master_dtype,
+        grad=options.grad_accum_dtype,
     )

@@ -1,0 +1,45 @@
+"""The first Ctrl-C or SIGTERM asks a run to end after its step; a second one ends it at once."""
+
+from __future__ import annotations
+
+import signal
+import threading
+from types import FrameType, TracebackType
+from typing import Any
+
+from llmq.errors import INTERRUPTED, TERMINATED
+
+EXIT_CODES = {signal.SIGINT: INTERRUPTED, signal.SIGTERM: TERMINATED}
+
+
+class Interrupt:
+    """While entered, SIGINT and SIGTERM set `exit_code` instead of ending the process; then all is as before.
+
+    Only the main thread may handle signals: entered in another one (a notebook's worker), it does nothing.
+    """
+
+    def __init__(self) -> None:
+        self.exit_code = 0
+        self._before: dict[signal.Signals, Any] = {}
+
+    def __bool__(self) -> bool:
+        return self.exit_code != 0
+
+    def __enter__(self) -> Interrupt:
+        if threading.current_thread() is threading.main_thread():
+            self._before = {number: signal.signal(number, self._handle) for number in EXIT_CODES}
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._restore()
+
+    def _handle(self, number: int, frame: FrameType | None) -> None:
+        self.exit_code = EXIT_CODES[signal.Signals(number)]
+        self._restore()  # the second signal does what it did before
+
+    def _restore(self) -> None:
+        for number, handler in self._before.items():
+            signal.signal(number, handler)
+        self._before = {}

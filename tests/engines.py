@@ -1,0 +1,100 @@
+"""Small models for tests of the plan and the engine: tiny shapes of every wiring, random weights, random tokens."""
+
+import numpy as np
+
+from llmq.config import ModelConfig
+from llmq.engine import Engine
+from llmq.ops import reference
+from llmq.optimizer import Hyperparameters
+from llmq.plan.memory import Memory
+from llmq.plan.plan import Plan, make_plan
+from llmq.plan.precision import Precision
+from llmq.rows import Row
+
+VOCAB, B, T = 97, 2, 16
+FP32 = Precision()
+FP64 = Precision("fp64", "fp64", m="fp64", v="fp64", master="fp64", grad="fp64")
+BF16 = Precision("bf16", "bf16", m="bf16", v="bf16", master="bf16", grad="bf16")
+FP8 = {
+    (gradient, scaling): Precision("bf16", "e4m3", gradient, scaling, "bf16", "bf16", "bf16", "bf16")
+    for gradient in ("e4m3", "e5m2")
+    for scaling in ("delayed", "current")
+}
+PRECISIONS = {"fp32": FP32, "bf16": BF16, **{f"fp8-{'-'.join(key)}": value for key, value in FP8.items()}}
+
+
+def tiny(**changes: object) -> ModelConfig:
+    """Two layers of Qwen2's wiring (GQA, qkv bias, tied embeddings), or with `changes`."""
+    shape = {
+        "architecture": "Qwen2ForCausalLM",
+        "vocab_size": VOCAB,
+        "hidden_size": 48,
+        "intermediate_size": 64,
+        "num_layers": 2,
+        "num_heads": 4,
+        "num_kv_heads": 2,
+        "head_dim": 12,
+        "rms_norm_eps": 1e-6,
+        "max_position": 64,
+        "tie_embeddings": True,
+        "qkv_bias": True,
+    }
+    return ModelConfig(**{**shape, **changes})
+
+
+def plan_of(
+    precision: Precision = FP32,
+    memory: Memory | None = None,
+    config: ModelConfig | None = None,
+    hyper: Hyperparameters | None = None,
+    **numbers: object,
+) -> Plan:
+    """A plan for B x T tokens of a tiny model."""
+    shape = {"batch_size": B, "seq_len": T, **numbers}
+    return make_plan(config or tiny(), precision, memory or Memory(), hyper or Hyperparameters(), **shape)
+
+
+def parameters(plan: Plan, seed: int = 0) -> list[tuple[Row, np.ndarray]]:
+    """Random parameters, norms around 1, the padding of the vocabulary zero."""
+    rng = np.random.default_rng(seed)
+    found = []
+    for row in plan.rows:
+        values = rng.standard_normal(row.shape) * 0.1 + (row.init == "ones")
+        values[row.parts[-1].stop :] = 0
+        found.append((row, values))
+    return found
+
+
+def batch(seed: int = 1, b: int = B, t: int = T, vocab: int = VOCAB) -> tuple[np.ndarray, np.ndarray]:
+    """Random tokens and targets, one target in eight not trained."""
+    rng = np.random.default_rng(seed)
+    tokens, targets = rng.integers(0, vocab, (2, b, t)).astype(np.int32)
+    targets[rng.random(targets.shape) < 1 / 8] = -100
+    return tokens, targets
+
+
+def engine_of(plan: Plan, *, seed: int = 0, poison: bool = True) -> Engine:
+    """An engine with random parameters and settled scales."""
+    engine = Engine(plan, reference.OPS, poison=poison)
+    engine.load(parameters(plan, seed))
+    if engine.needs_warm_up:
+        engine.warm_up(*batch())
+    return engine
+
+
+def train_steps(engine: Engine, steps: int = 2, accumulation: int = 2, rate: float = 1e-2) -> list[float]:
+    """Losses of a few optimizer steps on random batches."""
+    losses = []
+    for step in range(1, steps + 1):
+        for micro_step in range(accumulation):
+            tokens, targets = batch(100 * step + micro_step, engine.plan.batch_size, engine.plan.seq_len)
+            engine.micro_step(tokens, targets, first=micro_step == 0)
+        losses.append(engine.update(step, rate).loss)
+    return losses
+
+
+def bits(engine: Engine) -> dict[str, bytes]:
+    """Everything that training changed, as bytes."""
+    found = {name: array.tobytes() for name, array in engine.state()}
+    found |= {f"grad:{row.name}": engine.gradient(row.name).tobytes() for row in engine.plan.rows}
+    return found

@@ -1,0 +1,101 @@
+"""Programs: casts where a producer cannot write a form, shared memory, sums, scales, and the memory table."""
+
+from collections import Counter
+
+import pytest
+
+from llmq.plan.memory import Memory
+from tests.engines import BF16, FP8, FP32, plan_of, tiny
+
+DELAYED, CURRENT = FP8["e5m2", "delayed"], FP8["e5m2", "current"]
+
+
+def ops_of(plan, name="first"):
+    return Counter(step.op for step in plan.programs[name].steps)
+
+
+def test_producers_write_quantized_forms_and_only_attention_s_output_is_cast():
+    casts = [s for s in plan_of(DELAYED).programs["first"].steps if s.op == "cast"]
+    layers = tiny().num_layers
+    assert sum(s.outputs[0].ref.name.endswith("attention.att") for s in casts) == 2 * layers  # row, then col again
+    assert len(casts) == 2 * layers
+
+
+def test_current_scaling_measures_before_it_casts_and_replays_reuse_the_scale():
+    plan = plan_of(CURRENT, Memory(("recompute_block",)))
+    steps = plan.programs["first"].steps
+    measured = [s.outputs[0].ref.name for s in steps if s.op == "amax_scale"]
+    assert len(measured) == len(set(measured))
+    assert all(s.phase != "replay" for s in steps if s.op == "amax_scale")
+    assert any(s.op == "cast" and s.phase == "replay" for s in steps)
+
+
+@pytest.mark.parametrize("precision", [FP32, BF16])
+def test_plain_dtypes_need_no_cast(precision):
+    assert not {"cast", "amax_scale", "scale_update"} & {
+        *ops_of(plan_of(precision)),
+        *ops_of(plan_of(precision), "update"),
+    }
+
+
+def test_statistics_are_collected_in_training_only_and_never_in_a_replay():
+    programs = plan_of(DELAYED, Memory(("recompute_ffn",))).programs
+    for name, program in programs.items():
+        for step in program.steps:
+            for result in filter(None, step.outputs):
+                if name in ("evaluate", "generate", "publish") or step.phase == "replay":
+                    assert not result.amax, (name, step.op)
+    collected = {cell for step in programs["first"].steps for r in filter(None, step.outputs) for cell in r.amax}
+    collected |= {cell for step in programs["update"].steps for r in filter(None, step.outputs) for cell in r.amax}
+    assert collected == set(plan_of(DELAYED).scales)
+
+
+def test_the_first_write_of_a_gradient_overwrites_and_the_others_add():
+    plan = plan_of(BF16, Memory((), head_chunks=4))
+    writes = {"first": {}, "next": {}}
+    for name, found in writes.items():
+        for step in plan.programs[name].steps:
+            for result in filter(None, step.outputs):
+                if result.ref.space in ("grad", "sum"):
+                    found.setdefault(result.ref.name, []).append(result.accumulate)
+    assert all(flags == [False] + [True] * (len(flags) - 1) for flags in writes["first"].values())
+    assert len(writes["first"]["embed.weight"]) == 5  # four chunks of the tied head, then the embedding
+    assert all(all(flags) for flags in writes["next"].values())
+
+
+def test_logits_and_their_gradient_share_memory():
+    for chunks in (1, 4):
+        program = plan_of(BF16, Memory((), head_chunks=chunks)).programs["first"]
+        assert program.places["0/head.logits0"] == program.places["0/d.head.logits0"]
+        assert program.places["0/0.attention.qkv"] == program.places["0/0.attention.rot"]
+
+
+def test_what_is_kept_for_backward_is_not_overwritten_in_place():
+    # Qwen3's norm on q and k reads the projection in backward, so rope works on the normed copy
+    config = tiny(architecture="Qwen3ForCausalLM", qk_norm=True, qkv_bias=False)
+    program = plan_of(BF16, config=config).programs["first"]
+    assert program.places["0/0.attention.qkv"] != program.places["0/0.attention.normed"]
+    assert program.places["0/0.attention.normed"] == program.places["0/0.attention.rot"]
+
+
+def test_evaluation_writes_no_gradient_and_no_transposed_copy():
+    steps = plan_of(DELAYED).programs["evaluate"].steps
+    written = [o.storage for s in steps for r in filter(None, s.outputs) for o in r.operands]
+    assert not [name for name in written if ".d." in name or "/d." in name or "/col/" in name or name.startswith("grad:")]
+
+
+def test_a_bf16_weight_is_its_own_master():
+    table = plan_of(BF16).table()
+    assert table["Master"] == 0 and table["Weights"] > 0
+    wide = plan_of(FP8["e4m3", "delayed"].__class__(**{**BF16.__dict__, "master": "fp32"})).table()
+    assert wide["Master"] == pytest.approx(2 * wide["Weights"], rel=0.2)
+    assert wide["Weights"] == table["Weights"]
+
+
+def test_the_table_names_every_byte_that_the_engine_allocates():
+    from llmq.arena import aligned
+    from llmq.plan.program import stored_bytes
+
+    plan = plan_of(DELAYED)
+    persistent = sum(aligned(stored_bytes(ref)) for ref in plan.persistent.values())
+    assert plan.total_bytes == persistent + plan.activation_bytes == sum(plan.table().values())

@@ -1,0 +1,107 @@
+"""Recompute: every flag, every combination and random drop sets give the same bits and free exactly what they drop."""
+
+import itertools
+import random
+
+import pytest
+
+from llmq.arena import aligned
+from llmq.errors import UsageError
+from llmq.plan.memory import Memory
+from llmq.plan.recompute import ROLES
+from llmq.presets import preset
+from tests.engines import BF16, FP8, PRECISIONS, bits, engine_of, plan_of, tiny, train_steps
+
+FLAGS = tuple(ROLES)
+CONFIGS = {
+    "qwen2": tiny(),
+    "qwen3": tiny(architecture="Qwen3ForCausalLM", qk_norm=True, qkv_bias=False, tie_embeddings=False),
+}
+
+
+def result(precision, memory, config, **numbers):
+    engine = engine_of(plan_of(precision, memory, config, **numbers))
+    losses = train_steps(engine)
+    return losses, bits(engine)
+
+
+FAST = {("fp32", "qwen2"), ("bf16", "qwen3"), ("fp8-e5m2-delayed", "qwen3"), ("fp8-e4m3-current", "qwen2")}
+CASES = [
+    pytest.param(precision, config, id=f"{p}-{c}", marks=[] if (p, c) in FAST else pytest.mark.slow)
+    for p, precision in PRECISIONS.items()
+    for c, config in CONFIGS.items()
+]
+
+
+@pytest.mark.parametrize(("precision", "config"), CASES)
+def test_each_flag_is_bit_equal_and_frees_memory(precision, config):
+    plain = result(precision, Memory(), config)
+    kept = sum(plan_of(precision, Memory(), config).kept.values())
+    for flag in FLAGS:
+        assert result(precision, Memory((flag,)), config) == plain, flag
+        assert sum(plan_of(precision, Memory((flag,)), config).kept.values()) < kept, flag
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("precision", PRECISIONS.values(), ids=PRECISIONS)
+def test_every_combination_of_flags_is_bit_equal(precision):
+    plain = result(precision, Memory(), tiny())
+    for count in range(2, len(FLAGS) + 1):
+        for flags in itertools.combinations(FLAGS, count):
+            assert result(precision, Memory(flags), tiny()) == plain, flags
+
+
+@pytest.mark.parametrize("precision", [BF16, FP8["e5m2", "delayed"], FP8["e4m3", "current"]])
+def test_random_drop_sets_are_bit_equal(precision):
+    config = CONFIGS["qwen3"]
+    plain = result(precision, Memory(), config)
+    names = sorted({name for name, _ in plan_of(precision, Memory(), config).fates.kept})
+    # only what a layer makes for itself can be made again from the stream that enters it
+    names = [name for name in names if not name.endswith("attention.res") and name.split("/")[1][0].isdigit()]
+    for seed in range(4):
+        drop = random.Random(seed).sample(names, random.Random(seed).randint(1, len(names)))
+        assert result(precision, Memory(), config, drop=drop) == plain, drop
+
+
+def test_planned_bytes_fall_by_exactly_the_bytes_of_the_dropped_slots():
+    plain = plan_of(BF16).kept
+    b, t, c, f = 2, 16, 48, 64
+    sizes = {"act": 2 * b * t * f, "gate_up": 2 * b * t * 2 * f, "x": 2 * b * t * c}
+    for flag, slots in {
+        "recompute_swiglu": ["act"],
+        "recompute_ffn": ["act", "gate_up"],
+        "recompute_norm": ["x", "x"],
+    }.items():
+        freed = sum(plain.values()) - sum(plan_of(BF16, Memory((flag,))).kept.values())
+        assert freed == 2 * sum(aligned(sizes[slot]) for slot in slots), flag  # two layers
+
+
+def test_only_the_stream_entering_a_block_is_kept_with_recompute_block():
+    kept = plan_of(BF16, Memory(("recompute_block",))).kept
+    assert all(name.endswith("attention.res") for name in kept)
+
+
+def test_recompute_block_needs_a_quarter_of_the_activations_of_qwen_05b():
+    config = preset("Qwen2.5-0.5B")
+    big = {"batch_size": 8, "seq_len": 1024}
+    plain = plan_of(BF16, Memory((), head_chunks=4), config, **big)
+    block = plan_of(BF16, Memory(("recompute_block",), head_chunks=4), config, **big)
+    assert block.activation_bytes <= 0.25 * plain.activation_bytes
+    assert plain.activation_bytes <= 1.05 * max(program.live_bytes for program in plain.programs.values())
+
+
+def test_an_fp8_site_keeps_its_quantized_copy_and_not_the_value():
+    kept = {name for name in plan_of(FP8["e4m3", "delayed"]).kept if "mlp.x" in name or "mlp.act" in name}
+    assert kept and all(name.endswith("@e4m3/col/delayed") for name in kept)
+
+
+def test_a_copy_is_not_kept_beside_its_value():
+    # attention's backward reads its output's value, so the copy that wgrad reads is cast again
+    kept = {name for name in plan_of(FP8["e4m3", "delayed"]).kept if "attention.att" in name}
+    assert kept == {"0/0.attention.att", "0/1.attention.att"}
+
+
+def test_a_flag_that_frees_nothing_is_an_error(monkeypatch):
+    monkeypatch.setitem(ROLES, "recompute_swiglu", frozenset({"nobody's role"}))
+    with pytest.raises(UsageError, match="--recompute-swiglu frees no memory"):
+        plan_of(BF16, Memory(("recompute_swiglu",)))
