@@ -6,6 +6,8 @@ slices along axis 0 are which Hugging Face tensors, so loading and export need n
 
 from __future__ import annotations
 
+import math
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 from llmq.config import ModelConfig
@@ -40,6 +42,11 @@ class Row:
 def padded_vocab(config: ModelConfig) -> int:
     """Vocabulary size as held: the next multiple of VOCAB_MULTIPLE."""
     return -(-config.vocab_size // VOCAB_MULTIPLE) * VOCAB_MULTIPLE
+
+
+def num_parameters(rows: Iterable[Row]) -> int:
+    """Parameters of a model as published: without the padding of the vocabulary."""
+    return sum((row.parts[-1].stop - row.parts[0].start) * math.prod(row.shape[1:]) for row in rows)
 
 
 def parameter_rows(config: ModelConfig) -> tuple[Row, ...]:

@@ -28,22 +28,25 @@ class Memory:
         return frozenset().union(*(ROLES[flag] for flag in self.flags))
 
 
-def resolve(options: MemoryOptions, b: int, t: int, padded_vocab: int, logit_bytes: int) -> Memory:
-    """Checks the chunk counts against the batch; UsageError where they do not divide it."""
+def resolve(options: MemoryOptions, *, batch_size: int, seq_len: int, logit_bytes: int) -> Memory:
+    """Checks the chunk counts against the batch; UsageError where they do not divide it.
+
+    `logit_bytes` is what the logits of one token take.
+    """
     flags = tuple(flag for flag in ROLES if getattr(options, flag))
-    tokens, problems = b * t, []
-    head = options.lmhead_chunks
-    if head == 0:
-        head = next(
-            n
-            for n in range(1, tokens + 1)
-            if (tokens % n == 0 and tokens // n * padded_vocab * logit_bytes <= LOGITS_BYTES) or n == tokens
+    tokens, problems = batch_size * seq_len, []
+    head = options.lmhead_chunks or _fewest_chunks(tokens, logit_bytes)
+    if tokens % head:
+        problems.append(
+            f"--lmhead-chunks {head} does not divide the {tokens} tokens of a micro-batch ({batch_size} x {seq_len})"
         )
-    elif tokens % head:
-        problems.append(f"--lmhead-chunks {head} does not divide the {tokens} tokens of a micro-batch ({b} x {t})")
-    attention = options.attn_bwd_chunks
-    if b % attention:
-        problems.append(f"--attn-bwd-chunks {attention} does not divide --batch-size {b}")
+    if batch_size % options.attn_bwd_chunks:
+        problems.append(f"--attn-bwd-chunks {options.attn_bwd_chunks} does not divide --batch-size {batch_size}")
     if problems:
         raise UsageError("; ".join(problems) + ": use a divisor")
-    return Memory(flags, head, attention)
+    return Memory(flags, head, options.attn_bwd_chunks)
+
+
+def _fewest_chunks(tokens: int, logit_bytes: int) -> int:
+    """The smallest divisor of `tokens` that keeps the logits of a chunk within LOGITS_BYTES, if one does."""
+    return next(n for n in range(1, tokens + 1) if tokens % n == 0 and (tokens // n * logit_bytes <= LOGITS_BYTES or n == tokens))

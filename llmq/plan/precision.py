@@ -36,13 +36,18 @@ class Precision:
         """Whether the blocks' matmuls read fp8."""
         return self.matmul == "e4m3"
 
+    @property
+    def head(self) -> str:
+        """Dtype of the logits' matmuls: the model's where the blocks are fp8."""
+        return self.model if self.is_fp8 else self.matmul
+
     def block_site(self) -> Any:
         """The site of the blocks' linear maps."""
         return Fp8Linear(self.gradient, self.scaling) if self.is_fp8 else Bf16Linear(self.matmul)
 
     def head_site(self) -> Any:
-        """The site of the logits, which stay in the model dtype when the blocks are fp8."""
-        return Bf16Linear(self.model if self.is_fp8 else self.matmul)
+        """The site of the logits."""
+        return Bf16Linear(self.head)
 
 
 def resolve(options: PrecisionOptions) -> Precision:
