@@ -18,13 +18,12 @@ def cross_entropy(
     """
     x, ids = logits.read(), targets.read()
     trained = np.flatnonzero(ids != IGNORED)
-    ignored = np.flatnonzero(ids == IGNORED)
-    real = x[:, :vocab_size]
-    p = np.empty_like(x)
+    real, d = x[:, :vocab_size], np.zeros_like(x)
+    p = d[:, :vocab_size]
     largest = real.max(axis=-1, keepdims=True)
-    np.subtract(real, largest, out=p[:, :vocab_size])
-    np.exp(p[:, :vocab_size], out=p[:, :vocab_size])
-    total = p[:, :vocab_size].sum(axis=-1)
+    np.subtract(real, largest, out=p)
+    np.exp(p, out=p)
+    total = p.sum(axis=-1)
     lse = largest[:, 0] + np.log(total)
 
     value = np.zeros_like(lse)
@@ -32,9 +31,8 @@ def cross_entropy(
     if d_logits.wanted:
         p *= ((1 + 2 * z_loss * lse) / total)[:, None]
         p[trained, ids[trained]] -= 1
-        p[:, vocab_size:] = 0
-        p[ignored] = 0
-        d_logits.write(p)
+        p[ids == IGNORED] = 0
+        d_logits.write(d)
     loss.write(value)
 
 

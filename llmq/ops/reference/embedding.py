@@ -1,4 +1,4 @@
-"""Token embedding: row `token` of the table; backward adds each token's gradient to its row, in the tokens' order."""
+"""Token embedding: row `token` of the table; backward adds each token's gradient to its row."""
 
 import numpy as np
 
@@ -13,8 +13,8 @@ def embedding_forward(res: Output, /, tokens: Tensor, weight: Tensor) -> None:
 def embedding_backward(d_weight: Output, /, d_res: Tensor, tokens: Tensor) -> None:
     """d_weight (Vp,C) <- d_res (B,T,C), tokens (B,T) int32.
 
-    Row v is the sum of d_res over the positions that hold token v, in the order of positions, zero for absent tokens.
-    Only rows that occur are computed: a dense f32 gradient of a large vocabulary would cost more than the model.
+    Row v is the sum of d_res over the positions that hold token v, in a fixed order, and zero for absent tokens. Only
+    rows that occur are computed: a dense f32 gradient of a large vocabulary would cost more than the model.
     """
     if not d_weight.wanted:
         return

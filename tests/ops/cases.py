@@ -1,0 +1,287 @@
+"""Random arguments for every op, in an odd and in a larger shape: what the laws of all ops are tested on."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from llmq.config import RopeConfig
+from llmq.ops import seam
+from llmq.ops.reference import OPS
+from llmq.rope import rope_table
+from llmq.tensor import Form, Output, Tensor
+
+from .build import output, run, tensor
+
+STAT = {"fp64": "fp64", "fp32": "fp32", "bf16": "fp32"}  # dtype of statistics and cells in a model of that dtype
+
+
+@dataclass(frozen=True)
+class Sizes:
+    """Extents of the axes; see the names in the ops' docstrings."""
+
+    b: int
+    t: int
+    c: int
+    hq: int
+    hkv: int
+    hd: int
+    f: int
+    v: int
+    vp: int
+
+    @property
+    def q(self) -> int:
+        """Width of the fused query, key and value heads."""
+        return (self.hq + 2 * self.hkv) * self.hd
+
+
+ODD = Sizes(b=2, t=7, c=6, hq=6, hkv=2, hd=4, f=5, v=11, vp=16)
+LARGE = Sizes(b=3, t=197, c=136, hq=4, hkv=1, hd=32, f=173, v=1000, vp=1024)
+
+
+@dataclass
+class Case:
+    """Shapes of outputs, values of inputs (f64 or int32; None is absent), numbers; `stat` names are never bf16."""
+
+    op: str
+    outputs: dict[str, tuple[int, ...]]
+    inputs: dict[str, np.ndarray | None]
+    numbers: dict[str, object] = field(default_factory=dict)
+    stat: frozenset[str] = frozenset()
+    colsum: frozenset[str] = frozenset()
+
+    def dtype(self, name: str, dtype: str) -> str:
+        """Storage of an argument in a model of `dtype`."""
+        return STAT[dtype] if name in self.stat else dtype
+
+    def output(self, name: str, dtype: str, **options: object) -> Output:
+        """A poisoned output of this case."""
+        return output(self.outputs[name], self.dtype(name, dtype), **options)  # type: ignore[arg-type]
+
+    def input(self, name: str, dtype: str) -> Tensor | None:
+        """An input of this case, stored."""
+        value = self.inputs[name]
+        if value is None:
+            return None
+        if name in self.colsum:
+            return tensor(value, None, Form(STAT[dtype], "colsum"))
+        return tensor(value, self.dtype(name, dtype))
+
+    def call(self, dtype: str, **given: Output | Tensor) -> dict[str, Output]:
+        """Runs the op with fresh memory in a model of `dtype`, but for the arguments given."""
+        written = {n: given.get(n) or self.output(n, dtype) for n in self.outputs}
+        read = [given[n] if n in given else self.input(n, dtype) for n in self.inputs]
+        OPS[self.op](*written.values(), *read, **self.numbers)
+        return written  # type: ignore[return-value]
+
+    def values(self, dtype: str, **given: Output | Tensor) -> dict[str, np.ndarray]:
+        """What the outputs hold after `call`, each in its first form."""
+        return {n: o.tensors[0].array for n, o in self.call(dtype, **given).items() if o.wanted}
+
+
+def cells(rng: np.random.Generator, *names: str) -> dict[str, np.ndarray]:
+    """Positive cells (1,)."""
+    return {name: rng.uniform(0.5, 2, 1) for name in names}
+
+
+def make(op: str, s: Sizes, seed: int = 0) -> Case:
+    """The case of an op at the sizes `s`."""
+    case = CASES[op](s, np.random.default_rng([seed, s.t]))
+    contract = seam.signature(op)
+    assert (tuple(case.outputs), tuple(case.inputs)) == (contract.outputs, contract.inputs), op
+    assert set(case.numbers) == set(contract.numbers), op
+    case.op = op
+    return case
+
+
+def _embedding(s: Sizes, rng: np.random.Generator) -> tuple[np.ndarray, np.ndarray]:
+    tokens = rng.integers(0, s.v, (s.b, s.t)).astype(np.int32)
+    tokens[0, : s.t // 2] = tokens[0, 0]  # a token that occurs often
+    return tokens, rng.standard_normal((s.vp, s.c))
+
+
+def embedding_forward(s: Sizes, rng: np.random.Generator) -> Case:
+    tokens, weight = _embedding(s, rng)
+    return Case("", {"res": (s.b, s.t, s.c)}, {"tokens": tokens, "weight": weight})
+
+
+def embedding_backward(s: Sizes, rng: np.random.Generator) -> Case:
+    tokens, weight = _embedding(s, rng)
+    return Case("", {"d_weight": weight.shape}, {"d_res": rng.standard_normal((s.b, s.t, s.c)), "tokens": tokens})
+
+
+def rmsnorm_forward(s: Sizes, rng: np.random.Generator) -> Case:
+    inputs = {"res": rng.standard_normal((s.b, s.t, s.c)), "weight": rng.standard_normal(s.c)}
+    return Case("", {"x": (s.b, s.t, s.c), "rstd": (s.b, s.t)}, inputs, {"eps": 1e-5}, frozenset({"rstd"}))
+
+
+def rmsnorm_backward(s: Sizes, rng: np.random.Generator) -> Case:
+    res = rng.standard_normal((s.b, s.t, s.c))
+    d_x, d_res = rng.standard_normal((2, *res.shape))
+    inputs = {
+        "d_x": d_x,
+        "d_res": d_res,
+        "res": res,
+        "weight": rng.standard_normal(s.c),
+        "rstd": 1 / np.sqrt(np.mean(res * res, axis=-1)),
+    }
+    return Case("", {"d_out": res.shape, "d_weight": (s.c,)}, inputs, {}, frozenset({"rstd"}))
+
+
+def qk_norm_forward(s: Sizes, rng: np.random.Generator) -> Case:
+    qkv = rng.standard_normal((s.b, s.t, s.q))
+    inputs = {"qkv": qkv, "q_weight": rng.standard_normal(s.hd), "k_weight": rng.standard_normal(s.hd)}
+    outputs = {"out": qkv.shape, "rstd": (s.b, s.t, s.hq + s.hkv)}
+    return Case("", outputs, inputs, {**_heads(s), "eps": 1e-6}, frozenset({"rstd"}))
+
+
+def qk_norm_backward(s: Sizes, rng: np.random.Generator) -> Case:
+    forward = qk_norm_forward(s, rng)
+    qkv = forward.inputs["qkv"]
+    assert qkv is not None
+    heads = qkv.reshape(s.b, s.t, -1, s.hd)[:, :, : s.hq + s.hkv]
+    inputs = {
+        "d_out": rng.standard_normal(qkv.shape),
+        **forward.inputs,
+        "rstd": 1 / np.sqrt(np.mean(heads * heads, axis=-1)),
+    }
+    outputs = {"d_qkv": qkv.shape, "d_q_weight": (s.hd,), "d_k_weight": (s.hd,)}
+    return Case("", outputs, inputs, _heads(s), frozenset({"rstd"}))
+
+
+def _heads(s: Sizes) -> dict[str, object]:
+    return {"num_heads": s.hq, "num_kv_heads": s.hkv}
+
+
+def _rope(output_name: str, input_name: str) -> Callable[[Sizes, np.random.Generator], Case]:
+    def make(s: Sizes, rng: np.random.Generator) -> Case:
+        inputs = {
+            input_name: rng.standard_normal((s.b, s.t, s.q)),
+            "table": rope_table(RopeConfig(), s.hd, s.t + 3, np.float64),
+            "positions": rng.integers(0, s.t + 3, (s.b, s.t)).astype(np.int32),
+        }
+        return Case("", {output_name: (s.b, s.t, s.q)}, inputs, _heads(s), frozenset({"table"}))
+
+    return make
+
+
+def attention_forward(s: Sizes, rng: np.random.Generator) -> Case:
+    numbers = {**_heads(s), "window": 3 * s.t // 4, "softmax_scale": s.hd**-0.5}
+    outputs = {"att": (s.b, s.t, s.hq * s.hd), "lse": (s.b, s.hq, s.t)}
+    return Case("", outputs, {"qkv": rng.standard_normal((s.b, s.t, s.q))}, numbers, frozenset({"lse"}))
+
+
+def attention_backward(s: Sizes, rng: np.random.Generator) -> Case:
+    forward = attention_forward(s, rng)
+    att, lse = run("attention_forward", [*forward.outputs.values()], *forward.inputs.values(), **forward.numbers)  # type: ignore[arg-type]
+    inputs = {"d_att": rng.standard_normal(att.shape), **forward.inputs, "att": att, "lse": lse}
+    return Case("", {"d_qkv": (s.b, s.t, s.q)}, inputs, forward.numbers, frozenset({"lse"}))
+
+
+def swiglu_forward(s: Sizes, rng: np.random.Generator) -> Case:
+    return Case("", {"act": (s.b, s.t, s.f)}, {"gate_up": rng.standard_normal((s.b, s.t, 2 * s.f))})
+
+
+def swiglu_backward(s: Sizes, rng: np.random.Generator) -> Case:
+    shape = (s.b, s.t, 2 * s.f)
+    inputs = {"d_act": rng.standard_normal((s.b, s.t, s.f)), "gate_up": rng.standard_normal(shape)}
+    return Case("", {"d_gate_up": shape}, inputs)
+
+
+def linear_forward(s: Sizes, rng: np.random.Generator) -> Case:
+    inputs = {
+        "x": rng.standard_normal((s.b, s.t, s.c)),
+        "weight": rng.standard_normal((s.f, s.c)),
+        "bias": rng.standard_normal(s.f),
+        "residual": rng.standard_normal((s.b, s.t, s.f)),
+    }
+    return Case("", {"y": (s.b, s.t, s.f)}, inputs)
+
+
+def linear_dgrad(s: Sizes, rng: np.random.Generator) -> Case:
+    inputs = {"d_y": rng.standard_normal((s.b, s.t, s.f)), "weight": rng.standard_normal((s.f, s.c))}
+    return Case("", {"d_x": (s.b, s.t, s.c)}, inputs)
+
+
+def linear_wgrad(s: Sizes, rng: np.random.Generator) -> Case:
+    inputs = {"d_y": rng.standard_normal((s.b, s.t, s.f)), "x": rng.standard_normal((s.b, s.t, s.c))}
+    return Case("", {"d_weight": (s.f, s.c)}, inputs)
+
+
+def bias_backward(s: Sizes, rng: np.random.Generator) -> Case:
+    d_y = rng.standard_normal((s.b, s.t, s.f))
+    return Case("", {"d_bias": (s.f,)}, {"d_y": d_y}, colsum=frozenset({"d_y"}))
+
+
+def cross_entropy(s: Sizes, rng: np.random.Generator) -> Case:
+    m = s.b * s.t
+    targets = rng.integers(0, s.v, m).astype(np.int32)
+    targets[::4] = -100
+    outputs = {"d_logits": (m, s.vp), "loss": (m,)}
+    inputs = {"logits": 2 * rng.standard_normal((m, s.vp)), "targets": targets}
+    return Case("", outputs, inputs, {"vocab_size": s.v, "z_loss": 1e-2}, frozenset({"loss"}))
+
+
+def loss_sum(s: Sizes, rng: np.random.Generator) -> Case:
+    targets = rng.integers(0, s.v, (s.b, s.t)).astype(np.int32)
+    targets[0, 0] = -100
+    names = frozenset({"loss_total", "num_tokens", "loss"})
+    inputs = {"loss": np.where(targets == -100, 0, rng.uniform(0, 9, targets.shape)), "targets": targets}
+    return Case("", {"loss_total": (1,), "num_tokens": (1,)}, inputs, {}, names)
+
+
+def gather_rows(s: Sizes, rng: np.random.Generator) -> Case:
+    index = rng.integers(0, s.t, s.b).astype(np.int32)
+    return Case("", {"out": (s.b, 1, s.c)}, {"x": rng.standard_normal((s.b, s.t, s.c)), "index": index})
+
+
+def sum_squares(s: Sizes, rng: np.random.Generator) -> Case:
+    return Case("", {"partial": (1,)}, {"grad": rng.standard_normal((s.vp, s.c))}, {}, frozenset({"partial"}))
+
+
+def grad_scale(s: Sizes, rng: np.random.Generator) -> Case:
+    inputs = {"partials": rng.uniform(0, 9, s.c), **cells(rng, "loss_total"), "num_tokens": np.array([5.0])}
+    outputs = {"norm": (1,), "scale": (1,), "apply": (1,)}
+    return Case("", outputs, inputs, {"grad_clip": 0.5}, frozenset({*inputs, *outputs}))
+
+
+def adamw(s: Sizes, rng: np.random.Generator) -> Case:
+    shape = (s.vp, s.c)
+    master, m, grad = rng.standard_normal((3, *shape))
+    inputs = {"master": master, "m": m, "v": rng.uniform(0, 1, shape), "grad": grad}
+    inputs |= cells(rng, "scale", "apply", "learning_rate")
+    inputs["step"] = np.array([3], np.int32)
+    numbers = {"beta_1": 0.9, "beta_2": 0.95, "epsilon": 1e-8, "weight_decay": 0.1, "seed": 5, "stream": 2}
+    stat = frozenset({"scale", "apply", "learning_rate"})
+    return Case("", dict.fromkeys(("new_master", "new_m", "new_v", "weight"), shape), inputs, numbers, stat)
+
+
+def cast(s: Sizes, rng: np.random.Generator) -> Case:
+    return Case("", {"out": (s.b, s.t, s.c)}, {"x": rng.standard_normal((s.b, s.t, s.c))})
+
+
+def amax_scale(s: Sizes, rng: np.random.Generator) -> Case:
+    x = rng.standard_normal((s.b, s.t, s.c))
+    return Case("", {"scale": (1,)}, {"x": x}, {"limit": 448.0}, frozenset({"scale"}))
+
+
+def scale_update(s: Sizes, rng: np.random.Generator) -> Case:
+    inputs = {
+        "scale": rng.uniform(0.1, 1, s.c),
+        "history": rng.uniform(0, 9, (4, s.c)),
+        "amax": rng.uniform(0, 9, s.c),
+        "limits": np.full(s.c, 448.0),
+        "apply": np.ones(1),
+    }
+    outputs = {"new_scale": (s.c,), "new_history": (4, s.c), "new_amax": (s.c,)}
+    return Case("", outputs, inputs, {}, frozenset({*inputs, *outputs}))
+
+
+CASES: dict[str, Callable[[Sizes, np.random.Generator], Case]] = {
+    **{op: globals()[op] for op in OPS if not op.startswith("rope")},
+    "rope_forward": _rope("out", "qkv"),
+    "rope_backward": _rope("d_qkv", "d_out"),
+}

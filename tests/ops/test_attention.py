@@ -1,0 +1,106 @@
+"""Attention against the whole score matrix, with groups and windows; finite differences; torch."""
+
+import numpy as np
+import pytest
+
+from llmq.ops.reference import attention
+
+from .build import check_gradient, run, tensor
+from .cases import LARGE, ODD, Sizes, make
+
+WINDOWS = pytest.mark.parametrize("window", [None, 1, 3, 64, 65, 1000])
+BLOCKS = Sizes(b=2, t=2 * attention.QUERY_BLOCK + 5, c=4, hq=4, hkv=2, hd=4, f=4, v=4, vp=4)
+
+
+def numbers(size, window, scale=0.37):
+    return {"num_heads": size.hq, "num_kv_heads": size.hkv, "window": window, "softmax_scale": scale}
+
+
+def forward(size, qkv, window):
+    shapes = [(*qkv.shape[:2], size.hq * size.hd), (qkv.shape[0], size.hq, qkv.shape[1])]
+    return run("attention_forward", shapes, qkv, **numbers(size, window))
+
+
+def whole_matrix(size, qkv, window):
+    """att and lse, head by head, each from one (T,T) matrix of scores."""
+    b, t = qkv.shape[:2]
+    heads = qkv.reshape(b, t, -1, size.hd)
+    att, lse = np.empty((b, t, size.hq, size.hd)), np.empty((b, size.hq, t))
+    for n, h in np.ndindex(b, size.hq):
+        group = h // (size.hq // size.hkv)
+        q, k, v = heads[n, :, h], heads[n, :, size.hq + group], heads[n, :, size.hq + size.hkv + group]
+        weights = np.exp(0.37 * q @ k.T)
+        for i, j in np.ndindex(t, t):
+            if j > i or (window is not None and j <= i - window):
+                weights[i, j] = 0
+        total = weights.sum(axis=1)
+        att[n, :, h], lse[n, h] = weights @ v / total[:, None], np.log(total)
+    return att.reshape(b, t, -1), lse
+
+
+@WINDOWS
+@pytest.mark.parametrize("size", [ODD, BLOCKS], ids=["odd", "blocks"])
+def test_whole_score_matrix_agrees(size, window):
+    qkv = np.random.default_rng(0).standard_normal((size.b, size.t, size.q))
+    for got, expected in zip(forward(size, qkv, window), whole_matrix(size, qkv, window), strict=True):
+        np.testing.assert_allclose(got, expected, atol=1e-12)
+
+
+@WINDOWS
+@pytest.mark.parametrize("groups", [(6, 2), (3, 3), (4, 1)], ids=str)
+def test_gradient_by_finite_differences(groups, window):
+    size = Sizes(b=2, t=70, c=4, hq=groups[0], hkv=groups[1], hd=4, f=4, v=4, vp=4)
+    rng = np.random.default_rng(0)
+    qkv = rng.standard_normal((size.b, size.t, size.q))
+    att, lse = forward(size, qkv, window)
+    d_att = rng.standard_normal(att.shape)
+    gradient = run("attention_backward", [qkv.shape], d_att, qkv, att, lse, **numbers(size, window))
+
+    def loss(qkv):
+        return np.sum(forward(size, qkv, window)[0] * d_att)
+
+    check_gradient(loss, [qkv], gradient, np.abs(d_att).sum() * np.abs(qkv).max())
+
+
+def test_large_scores_do_not_overflow():
+    qkv = 100 * np.random.default_rng(0).standard_normal((ODD.b, ODD.t, ODD.q))
+    expected = whole_matrix(ODD, qkv / 100, None)[0]  # only for its shape: scores of 1e4 have no exp in f32
+    read = tensor(qkv, "fp32")
+    shapes = [expected.shape, (ODD.b, ODD.hq, ODD.t)]
+    att, lse = run("attention_forward", shapes, read, dtype="fp32", **numbers(ODD, None))
+    d_qkv = run("attention_backward", [qkv.shape], att, read, att, lse, dtype="fp32", **numbers(ODD, None))
+    assert all(np.isfinite(a).all() for a in (att, lse, *d_qkv))
+    assert np.abs(lse).max() > 1000
+
+
+def test_a_sequence_has_the_same_bits_in_any_batch():
+    """Backward in batch-wise chunks relies on it."""
+    case = make("attention_backward", LARGE)
+    whole = case.values("fp32")["d_qkv"]
+    case.outputs = {n: (1, *shape[1:]) for n, shape in case.outputs.items()}
+    inputs = case.inputs
+    for b in range(LARGE.b):
+        case.inputs = {n: x[b : b + 1] for n, x in inputs.items()}
+        np.testing.assert_array_equal(case.values("fp32")["d_qkv"][0], whole[b])
+
+
+@pytest.mark.judge
+@WINDOWS
+def test_torch_agrees(window):
+    torch = pytest.importorskip("torch")
+    s = LARGE
+    rng = np.random.default_rng(0)
+    qkv = rng.standard_normal((s.b, s.t, s.q))
+    x = torch.tensor(qkv, requires_grad=True)
+    heads = x.reshape(s.b, s.t, -1, s.hd).transpose(1, 2)
+    i, j = torch.arange(s.t)[:, None], torch.arange(s.t)
+    mask = (j <= i) & (j > i - (window or s.t))
+    q, k, v = heads.split([s.hq, s.hkv, s.hkv], dim=1)
+    y = torch.nn.functional.scaled_dot_product_attention(q, k, v, mask, scale=0.37, enable_gqa=True)
+    y = y.transpose(1, 2).reshape(s.b, s.t, -1)
+    d_att = rng.standard_normal(y.shape)
+    (y * torch.tensor(d_att)).sum().backward()
+    att, lse = forward(s, qkv, window)
+    (d_qkv,) = run("attention_backward", [qkv.shape], d_att, qkv, att, lse, **numbers(s, window))
+    np.testing.assert_allclose(att, y.detach(), atol=1e-12)
+    np.testing.assert_allclose(d_qkv, x.grad, atol=1e-10)
