@@ -30,9 +30,9 @@ def cross_entropy(
     value = np.zeros_like(lse)
     value[trained] = (lse + z_loss * lse * lse)[trained] - x[trained, ids[trained]]
     if d_logits.wanted:
+        p[:, vocab_size:] = 0
         p *= ((1 + 2 * z_loss * lse) / total)[:, None]
         p[trained, ids[trained]] -= 1
-        p[:, vocab_size:] = 0
         p[ignored] = 0
         d_logits.write(p)
     loss.write(value)
