@@ -1,0 +1,85 @@
+"""llmq's side of a comparison: an engine for a config.json dict and named weights, its results by Hugging Face name."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+
+from llmq.config import read_config
+from llmq.engine import Engine
+from llmq.ops.reference import OPS
+from llmq.optimizer import Hyperparameters
+from llmq.plan.memory import Memory
+from llmq.plan.plan import make_plan
+from llmq.plan.precision import Precision
+
+FP64 = Precision(*["fp64"] * 2, m="fp64", v="fp64", master="fp64", grad="fp64")
+FP32 = Precision()
+BF16 = Precision("bf16", "bf16", master="bf16", grad="bf16")
+
+
+def fp8(gradient: str, scaling: str) -> Precision:
+    """The blocks' matmuls in e4m3, gradients in `gradient`, everything else in bf16."""
+    return replace(BF16, matmul="e4m3", gradient=gradient, scaling=scaling)
+
+
+def engine_of(
+    config: dict[str, Any],
+    weights: dict[str, np.ndarray],
+    precision: Precision,
+    batch_size: int,
+    seq_len: int,
+    hyper: Hyperparameters | None = None,
+) -> Engine:
+    """An engine holding `weights`, by Hugging Face name: every one of them used, and every parameter given."""
+    plan = make_plan(
+        read_config(config), precision, Memory(), hyper or Hyperparameters(), batch_size=batch_size, seq_len=seq_len
+    )
+    parameters = []
+    for row in plan.rows:
+        values = np.zeros(row.shape, np.float32)
+        for part in row.parts:
+            values[part.start : part.stop] = weights[part.name]
+        parameters.append((row, values))
+    assert {part.name for row in plan.rows for part in row.parts} == set(weights)
+    engine = Engine(plan, OPS)
+    engine.load(parameters)
+    return engine
+
+
+def by_name(engine: Engine, read: Callable[[str], np.ndarray]) -> dict[str, np.ndarray]:
+    """Hugging Face name -> f64 array, from `read(row name)`; what pads a parameter must be zero."""
+    named = {}
+    for row in engine.plan.rows:
+        values = read(row.name).astype(np.float64)
+        assert not values[row.parts[-1].stop :].any(), f"{row.name}: padding is not zero"
+        named.update({part.name: values[part.start : part.stop] for part in row.parts})
+    return named
+
+
+def gradients(engine: Engine, tokens: np.ndarray, targets: np.ndarray) -> dict[str, np.ndarray]:
+    """Gradients of the mean loss over trained tokens."""
+    engine.micro_step(tokens, targets, first=True)
+    count = np.count_nonzero(targets != -100)
+    return {name: array / count for name, array in by_name(engine, engine.gradient).items()}
+
+
+def parameters(engine: Engine) -> dict[str, np.ndarray]:
+    """Master parameters."""
+    return by_name(engine, engine.parameter)
+
+
+def relative_errors(found: dict[str, np.ndarray], right: dict[str, np.ndarray]) -> dict[str, float]:
+    """Norm of each tensor's difference over the right tensor's norm."""
+    assert found.keys() == right.keys()
+    return {name: float(np.linalg.norm(found[name] - right[name]) / np.linalg.norm(right[name])) for name in right}
+
+
+def cosine(found: dict[str, np.ndarray], right: dict[str, np.ndarray]) -> float:
+    """Of the angle between two whole gradients."""
+    assert found.keys() == right.keys()
+    a, b = (np.concatenate([named[name].ravel() for name in right]) for named in (found, right))
+    return float(a @ b / (np.linalg.norm(a) * np.linalg.norm(b)))
