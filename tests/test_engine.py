@@ -7,7 +7,7 @@ from llmq.engine import Engine
 from llmq.ops import reference
 from llmq.optimizer import Hyperparameters
 from llmq.plan.memory import Memory
-from tests.engines import (
+from tiny_engines import (
     BF16,
     FP8,
     FP32,

@@ -49,4 +49,5 @@ def resolve(options: MemoryOptions, *, batch_size: int, seq_len: int, logit_byte
 
 def _fewest_chunks(tokens: int, logit_bytes: int) -> int:
     """The smallest divisor of `tokens` that keeps the logits of a chunk within LOGITS_BYTES, if one does."""
-    return next(n for n in range(1, tokens + 1) if tokens % n == 0 and (tokens // n * logit_bytes <= LOGITS_BYTES or n == tokens))
+    fitting = (n for n in range(1, tokens + 1) if tokens % n == 0 and tokens // n * logit_bytes <= LOGITS_BYTES)
+    return next(fitting, tokens)

@@ -10,7 +10,7 @@ from llmq.errors import UsageError
 from llmq.plan.memory import Memory
 from llmq.plan.recompute import ROLES
 from llmq.presets import preset
-from tests.engines import BF16, FP8, PRECISIONS, bits, engine_of, plan_of, tiny, train_steps
+from tiny_engines import BF16, FP8, PRECISIONS, bits, engine_of, plan_of, tiny, train_steps
 
 FLAGS = tuple(ROLES)
 CONFIGS = {
@@ -25,7 +25,7 @@ def result(precision, memory, config, **numbers):
     return losses, bits(engine)
 
 
-FAST = {("fp32", "qwen2"), ("bf16", "qwen3"), ("fp8-e5m2-delayed", "qwen3"), ("fp8-e4m3-current", "qwen2")}
+FAST = {("bf16", "qwen3"), ("fp8-e5m2-delayed", "qwen2"), ("fp8-e4m3-current", "qwen2")}
 CASES = [
     pytest.param(precision, config, id=f"{p}-{c}", marks=[] if (p, c) in FAST else pytest.mark.slow)
     for p, precision in PRECISIONS.items()
@@ -51,14 +51,14 @@ def test_every_combination_of_flags_is_bit_equal(precision):
             assert result(precision, Memory(flags), tiny()) == plain, flags
 
 
-@pytest.mark.parametrize("precision", [BF16, FP8["e5m2", "delayed"], FP8["e4m3", "current"]])
+@pytest.mark.parametrize("precision", [BF16, FP8["e5m2", "delayed"]])
 def test_random_drop_sets_are_bit_equal(precision):
     config = CONFIGS["qwen3"]
     plain = result(precision, Memory(), config)
     names = sorted({name for name, _ in plan_of(precision, Memory(), config).fates.kept})
     # only what a layer makes for itself can be made again from the stream that enters it
     names = [name for name in names if not name.endswith("attention.res") and name.split("/")[1][0].isdigit()]
-    for seed in range(4):
+    for seed in range(3):
         drop = random.Random(seed).sample(names, random.Random(seed).randint(1, len(names)))
         assert result(precision, Memory(), config, drop=drop) == plain, drop
 
