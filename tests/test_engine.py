@@ -2,11 +2,6 @@
 
 import numpy as np
 import pytest
-
-from llmq.engine import Engine
-from llmq.ops import reference
-from llmq.optimizer import Hyperparameters
-from llmq.plan.memory import Memory
 from tiny_engines import (
     BF16,
     FP8,
@@ -23,6 +18,11 @@ from tiny_engines import (
     tiny,
     train_steps,
 )
+
+from llmq.engine import Engine
+from llmq.ops import reference
+from llmq.optimizer import Hyperparameters
+from llmq.plan.memory import Memory
 
 
 def gradients(engine):

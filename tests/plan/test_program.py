@@ -3,9 +3,9 @@
 from collections import Counter
 
 import pytest
+from tiny_engines import BF16, FP8, FP32, plan_of, tiny
 
 from llmq.plan.memory import Memory
-from tiny_engines import BF16, FP8, FP32, plan_of, tiny
 
 DELAYED, CURRENT = FP8["e5m2", "delayed"], FP8["e5m2", "current"]
 

@@ -4,13 +4,13 @@ import itertools
 import random
 
 import pytest
+from tiny_engines import BF16, FP8, PRECISIONS, bits, engine_of, plan_of, tiny, train_steps
 
 from llmq.arena import aligned
 from llmq.errors import UsageError
 from llmq.plan.memory import Memory
 from llmq.plan.recompute import ROLES
 from llmq.presets import preset
-from tiny_engines import BF16, FP8, PRECISIONS, bits, engine_of, plan_of, tiny, train_steps
 
 FLAGS = tuple(ROLES)
 CONFIGS = {
