@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from difflib import get_close_matches
 from functools import cache
@@ -52,7 +52,7 @@ def _which_checkpoint(value: Any) -> Any:
     return value
 
 
-Checkpoint = Annotated[int | Path, BeforeValidator(_which_checkpoint)]
+Checkpoint = Annotated[int | Path | None, BeforeValidator(_which_checkpoint)]
 
 
 class ModelOptions(Section):
@@ -255,7 +255,7 @@ class CheckpointOptions(Section):
     ckpt_keep_n: Int = option(
         2, "Checkpoints to keep, the newest; 0 keeps all.", "save_total_limit", ge=0, le=LARGEST_STEP
     )
-    continue_: Checkpoint | None = option(
+    continue_: Checkpoint = option(
         None,
         "Go on from a checkpoint: the newest of --checkpoint-dir (auto, also without a value), a step, or a folder.",
         "resume_from_checkpoint",
@@ -372,12 +372,13 @@ class Options:
     templates: Mapping[str, str]
 
     @classmethod
-    def parse(cls, given: Mapping[str, Any]) -> Options:
+    def parse(cls, given: Mapping[str, Any], problems: Sequence[str] = ()) -> Options:
         """Options from flat keys in any spelling; values may be text. A `config` key names a file that is read first.
 
-        None is the same as not given, where the default is None. UsageError lists everything that is wrong at once.
+        None is the same as not given, where the default is None. UsageError lists everything that is wrong at once,
+        after the caller's own `problems`.
         """
-        errors: list[str] = []
+        errors = list(problems)
         given = dict(given)
         config = given.pop("config", None)
         values = _named(read_flat_yaml(os.fspath(config)), errors) if config is not None else {}

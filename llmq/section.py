@@ -45,7 +45,7 @@ def _patterns(value: Any) -> Any:
 
 
 Int = Annotated[int, BeforeValidator(_number)]
-Float = Annotated[float, BeforeValidator(_number), Field(allow_inf_nan=False)]
+Float = Annotated[float, BeforeValidator(_number)]
 Text = Annotated[str, BeforeValidator(_text)]
 Path = Annotated[Text, Field(min_length=1), AfterValidator(_home)]
 Paths = Annotated[tuple[Path, ...], BeforeValidator(_patterns), Field(min_length=1)]
@@ -55,7 +55,12 @@ class Section(BaseModel):
     """Options that one module reads. Unknown keys are errors; validators are built at the first use, not at import."""
 
     model_config = ConfigDict(
-        frozen=True, extra="forbid", defer_build=True, protected_namespaces=(), coerce_numbers_to_str=True
+        frozen=True,
+        extra="forbid",
+        defer_build=True,
+        protected_namespaces=(),
+        coerce_numbers_to_str=True,
+        allow_inf_nan=False,
     )
     title: ClassVar[str]
 

@@ -29,6 +29,7 @@ class Place:
 
 HOUSE = {
     "options": Place(may={"section"}),
+    "section": Place(may=set()),
     "config": Place(may=set()),
     "rows": Place(may={"config"}, never={"ops"}),
     "tensor": Place(may=set(), never={"ops", "blocks"}),

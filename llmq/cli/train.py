@@ -1,0 +1,145 @@
+"""`llmq-train`: trains a model. Flags, help and checks come from the description in `llmq.options`."""
+
+from __future__ import annotations
+
+import json
+import sys
+import textwrap
+from collections.abc import Sequence
+from typing import Any
+
+import click
+
+from llmq.cli import shell
+from llmq.options import SECTIONS, Description, Options, descriptions, flag, json_schema
+
+WIDTH = 100  # largest width of the help
+COLUMN = 34  # where its explanations begin
+STRAY = "every option starts with --; quote a glob ('--train-file=data/*.bin'), or repeat the flag for each file"
+UNKNOWN_ALLOWED = {  # click stops at the first unknown flag; Options.parse reports all of them with the bad values
+    "ignore_unknown_options": True,
+    "allow_extra_args": True,
+    "help_option_names": ["-h", "--help"],
+    "max_content_width": WIDTH,
+}
+
+
+def train(context: click.Context, *, config: str | None, print_config: bool, **given: Any) -> int:
+    """Reads the options, and prints them or trains; returns the exit code."""
+    values = {key: value for key, value in given.items() if value not in (None, ())}
+    unknown, unexpected = _unknown(context.args)
+    problems = [f"unexpected {' '.join(unexpected)}: {STRAY}"] if unexpected else []
+    options = Options.parse({**values, **unknown, "config": config}, problems)
+    if print_config:
+        click.echo(options.to_yaml(), nl=False)
+        return 0
+    from llmq.train import run
+
+    return run(options).exit_code
+
+
+def _unknown(arguments: Sequence[str]) -> tuple[dict[str, str], list[str]]:
+    """Unknown flags with their values, and arguments that belong to no flag."""
+    flags: dict[str, str] = {}
+    unexpected: list[str] = []
+    last = ""  # a flag that may have its value in the next argument
+    for text in arguments:
+        if text.startswith("-") and text.strip("-"):
+            name, equals, value = text.lstrip("-").partition("=")
+            flags[name] = value
+            last = "" if equals else name
+        elif last:
+            flags[last], last = text, ""
+        else:
+            unexpected.append(text)
+    return flags, unexpected
+
+
+def _click_option(d: Description, name: str, hidden: bool) -> click.Option:
+    """One spelling of an option. Values stay text: llmq.options says what is wrong with them."""
+    own = flag(name)
+    declaration = f"{own}/--no-{own[2:]}" if d.kind == "flag" else own
+    kinds: dict[str, dict[str, Any]] = {
+        "flag": {"is_flag": True},
+        "repeatable": {"multiple": True},
+        "optional_value": {"is_flag": False, "flag_value": "auto"},
+        "value": {},
+    }
+    return click.Option([declaration, name], default=None, hidden=hidden, **kinds[d.kind])
+
+
+class TrainCommand(click.Command):
+    """Help by section."""
+
+    def format_options(self, context: click.Context, formatter: click.HelpFormatter) -> None:
+        """Writes every option below the title of its section, with its aliases and default."""
+        for section, section_class in SECTIONS.items():
+            rows = [_help_row(d) for d in descriptions().values() if d.section == section]
+            _write_rows(formatter, section_class.title, rows)
+        records = [p.get_help_record(context) for p in self.get_params(context) if p.name not in descriptions()]
+        _write_rows(formatter, "Shell", [record for record in records if record])
+
+
+def _help_row(d: Description) -> tuple[str, str]:
+    own = flag(d.key)
+    left = f"{own} / --no-{own[2:]}" if d.kind == "flag" else f"{own} {d.metavar}"
+    notes = [f"default: {d.shown}" if d.shown not in ("", "needed") else d.shown]
+    notes.append("also " + ", ".join(flag(alias) for alias in d.aliases) if d.aliases else "")
+    notes = [note for note in notes if note]
+    return left, d.help + (f" [{'; '.join(notes)}]" if notes else "")
+
+
+def _write_rows(formatter: click.HelpFormatter, title: str, rows: Sequence[tuple[str, str]]) -> None:
+    # click's own layout breaks lines inside flag names, where they cannot be searched for.
+    formatter.write(f"\n{title}:\n")
+    for left, right in rows:
+        first = f"  {left}".ljust(COLUMN)
+        lines = [] if len(first) == COLUMN and first.endswith("  ") else [first.rstrip()]
+        indent = " " * COLUMN
+        text = textwrap.fill(
+            right,
+            formatter.width,
+            initial_indent=indent if lines else first,
+            subsequent_indent=indent,
+            break_on_hyphens=False,
+            break_long_words=False,
+        )
+        formatter.write("\n".join([*lines, text]) + "\n")
+
+
+def command() -> click.Command:
+    """The click command, made from the description."""
+    parameters: list[click.Parameter] = [
+        _click_option(d, name, hidden=name != d.key) for d in descriptions().values() for name in (d.key, *d.aliases)
+    ]
+    parameters += [
+        click.Option(["--config"], metavar="FILE", help="YAML file of options; the command line overrides it."),
+        click.Option(["--print-config"], is_flag=True, help="Print the effective options, as --config reads them."),
+        click.Option(
+            ["--print-schema"],
+            is_flag=True,
+            is_eager=True,
+            expose_value=False,
+            callback=shell.show_and_exit(lambda: json.dumps(json_schema(), indent=2)),
+            help="Print the JSON schema of --config files.",
+        ),
+        shell.version_option(),
+    ]
+    return TrainCommand(
+        "llmq-train",
+        params=parameters,
+        callback=click.pass_context(train),
+        context_settings=UNKNOWN_ALLOWED,
+        help="Trains a Llama- or Qwen-class model on token files, and exports it as a Hugging Face folder.",
+        epilog="Example: llmq-train --model=Qwen/Qwen2.5-0.5B --train-file=data/tiny-shakespeare-qwen/train.bin "
+        "--eval-file=data/tiny-shakespeare-qwen/eval.bin --steps=30",
+    )
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    """The console script."""
+    sys.exit(shell.run(command(), arguments))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,310 @@
+"""`llmq-train` as the shell sees it: help, versions, exit codes, one message for what a user can fix."""
+
+import json
+import os
+import subprocess
+import sys
+import types
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+
+from llmq import errors
+from llmq.cli import shell
+from llmq.cli.train import command
+from llmq.options import Options, descriptions, flag
+
+ROOT = Path(__file__).parents[2]
+NEEDED = ["--model=m", "--train-file=t.bin"]
+# The command line of the manual, as it stands.
+MANUAL = [
+    "--model=Qwen/Qwen2.5-0.5B",
+    "--train-file=data/tiny-shakespeare-qwen/train.bin",
+    "--eval-file=data/tiny-shakespeare-qwen/eval.bin",
+    "--model-dtype=bf16",
+    "--opt-m-dtype=bf16",
+    "--opt-v-dtype=bf16",
+    "--matmul-dtype=e4m3",
+    "--recompute-ffn",
+    "--recompute-att",
+    "--grad-accumulation=8",
+    "--steps=30",
+    "--learning-rate=1e-5",
+    "--gpus=1",
+    "--batch-size=8",
+]
+
+
+@pytest.fixture
+def trained(monkeypatch):
+    """Options that `llmq.train.run` was called with; what it does can be replaced through `outcome`."""
+    seen = SimpleNamespace(options=None, outcome=lambda: 0)
+
+    def run(options):
+        seen.options = options
+        return SimpleNamespace(exit_code=seen.outcome())
+
+    module = types.ModuleType("llmq.train")
+    module.run = run
+    monkeypatch.setitem(sys.modules, "llmq.train", module)
+    return seen
+
+
+def call(*arguments):
+    return shell.run(command(), list(arguments))
+
+
+def process(*arguments, **settings):
+    environment = {**os.environ, "PYTHONPATH": str(ROOT), **settings.pop("env", {})}
+    for name in settings.pop("without", ()):
+        environment.pop(name, None)
+    return subprocess.run(
+        [sys.executable, *arguments], capture_output=True, env=environment, timeout=60, check=False, **settings
+    )
+
+
+def test_the_manuals_command_line_is_understood(trained):
+    assert call(*MANUAL) == 0
+    expected = Options.parse(
+        {
+            "model": "Qwen/Qwen2.5-0.5B",
+            "train_file": ["data/tiny-shakespeare-qwen/train.bin"],
+            "eval_file": ["data/tiny-shakespeare-qwen/eval.bin"],
+            "opt_m_dtype": "bf16",
+            "opt_v_dtype": "bf16",
+            "matmul_dtype": "e4m3",
+            "recompute_ffn": True,
+            "recompute_att": True,
+            "grad_accumulation": 8,
+            "steps": 30,
+            "learning_rate": 1e-5,
+            "batch_size": 8,
+        }
+    )
+    assert trained.options == expected
+
+
+def test_a_space_is_an_equals_sign(trained):
+    assert call(*(part for text in MANUAL for part in text.split("="))) == 0
+    assert trained.options.data.batch_size == 8 and trained.options.system.gpus == 1
+
+
+def test_every_option_and_alias_is_a_flag_that_arrives(trained):
+    samples = {"INT": "3", "FLOAT": "0.5", "TEXT": "x", "GLOB": "x", "PATH": "x", "DIR": "x"}
+    for d in descriptions().values():
+        for name in (d.key, *d.aliases):
+            if d.kind == "flag":
+                given = [flag(name)]
+            else:
+                given = [flag(name), d.choices[-1] if d.choices else samples.get(d.metavar, "7")]
+            with pytest.MonkeyPatch.context() as patch:
+                seen = {}
+                patch.setattr(Options, "parse", lambda values, problems, seen=seen: seen.update(values) or Options)
+                assert call(*given) == 0
+            value = seen.pop(name)
+            assert value == {"flag": True, "repeatable": (given[-1],)}.get(d.kind, given[-1])
+            assert {k: v for k, v in seen.items() if v is not None} == {}
+
+
+@pytest.mark.parametrize(
+    ("given", "value"),
+    [
+        (["--continue"], "auto"),
+        (["--continue", "--seed=1"], "auto"),
+        (["--continue", "5"], 5),
+        (["--continue=runs/a/checkpoints"], "runs/a/checkpoints"),
+        (["--resume-from-checkpoint"], "auto"),
+        ([], None),
+    ],
+)
+def test_continue_has_an_optional_value(given, value, trained):
+    assert call(*NEEDED, *given) == 0
+    assert trained.options.checkpoint.continue_ == value
+
+
+def test_a_flag_can_be_taken_back(trained, tmp_path):
+    file = tmp_path / "run.yaml"
+    file.write_text("model: m\ntrain_file: [a.bin, b.bin]\nrecompute_ffn: true\nrecompute_att: true\nlr: 1\n")
+    assert call(f"--config={file}", "--no-recompute-ffn", "--learning-rate", "2e-4") == 0
+    memory = trained.options.memory
+    assert (memory.recompute_ffn, memory.recompute_att) == (False, True)
+    assert trained.options.schedule.learning_rate == 2e-4
+    assert trained.options.data.train_file == ("a.bin", "b.bin")
+
+
+def test_files_are_repeatable(trained):
+    assert call("--model=m", "--train-file=a.bin", "--train-file", "b*.bin") == 0
+    assert trained.options.data.train_file == ("a.bin", "b*.bin")
+
+
+def test_print_config_feeds_back(capsys, tmp_path, trained):
+    assert call(*MANUAL, "--print-config") == 0
+    assert trained.options is None
+    file = tmp_path / "effective.yaml"
+    file.write_text(capsys.readouterr().out)
+    assert call("--config", str(file)) == 0
+    first = trained.options
+    assert call(*MANUAL) == 0
+    assert first == trained.options
+
+
+def test_print_schema_is_json(capsys):
+    assert call("--print-schema") == 0
+    assert "learning_rate" in json.loads(capsys.readouterr().out)["properties"]
+
+
+def test_help_names_everything_unbroken(capsys):
+    assert call("--help") == 0
+    text = capsys.readouterr().out
+    for d in descriptions().values():
+        for name in (d.key, *d.aliases):
+            assert flag(name) in text
+    for name in ("--config", "--print-config", "--print-schema", "--version", "--dry-run"):
+        assert name in text
+    assert "[default: 1e-05; also --lr]" in " ".join(text.split())
+
+
+def test_everything_wrong_is_one_message(capsys):
+    arguments = ["--model=m", "--train-file", "a.bin", "b.bin", "c.bin", "--bacth-size", "3", "--foo=1", "--lr=-1"]
+    assert call(*arguments, "--gpus=2") == 2
+    out, err = capsys.readouterr()
+    assert out == ""
+    lines = [line.strip() for line in err.splitlines()]
+    assert lines[0] == "error: options that need a change:"
+    assert lines[1].startswith("unexpected b.bin c.bin: ") and "--train-file=data/*.bin" in lines[1]
+    assert lines[2:] == [
+        "unknown option --bacth-size: did you mean --batch-size?",
+        "unknown option --foo: llmq-train --help lists all options",
+        "--learning-rate -1 is below the least value: use 0 or more",
+        "--gpus 2: for now a run has one GPU: use --gpus 1",
+    ]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        ([*NEEDED, "--lr=1", "--learning-rate=1"], "--lr and --learning-rate are the same option"),
+        ([*NEEDED, "--lr"], "requires an argument"),
+        ([*NEEDED, "--from-scratch=1"], "does not take a value"),
+        ([*NEEDED, "--config=absent.yaml"], "absent.yaml cannot be read"),
+        ([], "--train-file is needed"),
+        (["--model"], "requires an argument"),
+    ],
+)
+def test_bad_usage_is_exit_code_2(arguments, words, capsys, trained):
+    assert call(*arguments) == 2
+    out, err = capsys.readouterr()
+    assert out == "" and err.startswith("error: ") and words in err
+    assert trained.options is None
+
+
+@pytest.mark.parametrize(
+    ("error", "code"),
+    [
+        (errors.UsageError("why"), 2),
+        (errors.DataError("why"), 3),
+        (errors.MemoryLimitError("why"), 4),
+        (MemoryError("why"), 4),
+        (errors.NonFiniteError("why"), 5),
+        (errors.StorageError("why"), 7),
+        (KeyboardInterrupt(), 130),
+    ],
+)
+def test_errors_have_exit_codes(error, code, trained, capsys):
+    def fail():
+        raise error
+
+    trained.outcome = fail
+    assert call(*NEEDED) == code
+    err = capsys.readouterr().err
+    assert "Traceback" not in err
+    lines = [line for line in err.splitlines() if line]
+    assert len(lines) == 1 and lines[0].startswith("error: ") and ("why" in err or code == 130)
+
+
+@pytest.mark.parametrize("code", [0, errors.INTERRUPTED, errors.TERMINATED])
+def test_the_result_has_the_exit_code(code, trained):
+    trained.outcome = lambda: code
+    assert call(*NEEDED) == code
+
+
+def test_our_own_errors_keep_their_traceback(trained):
+    def fail():
+        raise RuntimeError("a bug")
+
+    trained.outcome = fail
+    with pytest.raises(RuntimeError, match="a bug"):
+        call(*NEEDED)
+
+
+def test_windows_gets_one_line(monkeypatch, capsys):
+    monkeypatch.setattr(sys, "platform", "win32")
+    assert call(*NEEDED) == 2
+    err = capsys.readouterr().err
+    assert "WSL2" in err and len(err.splitlines()) == 1
+
+
+def test_version_names_the_libraries(capsys):
+    assert call("--version") == 0
+    lines = dict(line.split(" ", 1) for line in capsys.readouterr().out.splitlines())
+    assert {"llmq", "python", "numpy", "pydantic"} <= lines.keys()
+    assert lines["python"] == ".".join(map(str, sys.version_info[:3]))
+
+
+def test_help_loads_nothing_heavy():
+    code = """
+import sys
+from llmq.cli.train import main
+try:
+    main(sys.argv[1:])
+except SystemExit as end:
+    heavy = {"numpy", "cupy", "ml_dtypes", "tokenizers", "huggingface_hub", "pyarrow", "rich", "llmq.train"}
+    print(end.code, sorted(heavy & set(sys.modules)))
+"""
+    for argument in ("--help", "--version"):
+        assert process("-c", code, argument).stdout.decode().splitlines()[-1] == "0 []"
+
+
+def test_help_answers_in_under_400_ms():
+    """In CPU seconds, the best of three: a busy machine must not turn this red."""
+    code = "import os, resource, subprocess, sys; subprocess.run(sys.argv[1:], stdout=subprocess.DEVNULL, check=True); "
+    code += "used = resource.getrusage(resource.RUSAGE_CHILDREN); print(used.ru_utime + used.ru_stime)"
+    command_line = [sys.executable, "-m", "llmq.cli.train", "--help"]
+    assert min(float(process("-c", code, *command_line).stdout) for _ in range(3)) < 0.4
+
+
+def test_a_bare_environment_is_enough(tmp_path):
+    """C locale, no HOME, a terminal that knows ASCII only, no bytecode to be written."""
+    settings = {"LC_ALL": "C", "NO_COLOR": "1", "PYTHONIOENCODING": "ascii", "PYTHONDONTWRITEBYTECODE": "1"}
+    done = process(
+        "-m",
+        "llmq",
+        *NEEDED,
+        "--out-dir=mod\u00e8le",
+        "--model-dtype=\u00e8",
+        env=settings,
+        without=["HOME"],
+        cwd=tmp_path,
+    )
+    assert done.returncode == 2
+    assert done.stderr.decode("ascii").startswith("error: --model-dtype ")
+    done = process("-m", "llmq", *NEEDED, "--print-config", env=settings, without=["HOME"], cwd=tmp_path)
+    assert done.returncode == 0 and b"model: m\n" in done.stdout and b"\x1b" not in done.stdout
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_reader_that_goes_away_is_no_traceback():
+    read, write = os.pipe()
+    os.close(read)
+    done = subprocess.run(
+        [sys.executable, "-m", "llmq", "--help"],
+        stdout=write,
+        stderr=subprocess.PIPE,
+        env={**os.environ, "PYTHONPATH": str(ROOT)},
+        timeout=60,
+        check=False,
+    )
+    os.close(write)
+    assert done.returncode == shell.BROKEN_PIPE
+    assert done.stderr == b""

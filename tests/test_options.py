@@ -1,0 +1,318 @@
+"""Options: spellings, defaults, limits, contradictions, and that the effective options feed back."""
+
+from pathlib import Path
+
+import pytest
+import yaml
+
+from llmq.errors import UsageError
+from llmq.options import SECTIONS, Options, ScheduleOptions, descriptions, flag, json_schema
+
+NEEDED = {"model": "Qwen/Qwen2.5-0.5B", "train_file": "train.bin"}
+DEFAULTS = {
+    "revision": None,
+    "from_scratch": False,
+    "init_proj_to_zero": False,
+    "eval_file": None,
+    "batch_size": 4,
+    "global_batch_size": None,
+    "grad_accumulation": 4,
+    "seq_len": 1024,
+    "model_dtype": "bf16",
+    "matmul_dtype": "bf16",
+    "gradient_dtype": None,
+    "fp8_scaling": None,
+    "opt_m_dtype": "fp32",
+    "opt_v_dtype": "fp32",
+    "master_dtype": "bf16",
+    "grad_accum_dtype": "bf16",
+    "recompute_swiglu": False,
+    "recompute_norm": False,
+    "recompute_ffn": False,
+    "recompute_qkv": False,
+    "recompute_att": False,
+    "recompute_block": False,
+    "lmhead_chunks": 0,
+    "attn_bwd_chunks": 1,
+    "steps": None,
+    "epochs": 1.0,
+    "learning_rate": 1e-5,
+    "lr_schedule": "cosine",
+    "warmup": 0,
+    "cooldown": 0,
+    "final_lr_fraction": 1.0,
+    "beta_1": 0.9,
+    "beta_2": 0.95,
+    "adam_epsilon": 1e-8,
+    "weight_decay": 0.1,
+    "grad_clip": 1.0,
+    "z_loss": 0.0,
+    "name": "Qwen2.5-0.5B",
+    "log_file": "runs/Qwen2.5-0.5B/log.jsonl",
+    "log_every": 1,
+    "eval_every_n_steps": 100,
+    "eval_num_steps": 100,
+    "checkpoint_dir": "runs/Qwen2.5-0.5B/checkpoints",
+    "ckpt_interval": 100,
+    "ckpt_keep_n": 2,
+    "continue": None,
+    "out_dir": "runs/Qwen2.5-0.5B/model",
+    "export_dtype": None,
+    "overwrite": False,
+    "device": "auto",
+    "gpus": 1,
+    "seed": 0,
+    "dry_run": False,
+}
+
+
+def parse(**given):
+    return Options.parse({**NEEDED, **given})
+
+
+def problems(**given):
+    """The lines of the error that these options are."""
+    with pytest.raises(UsageError) as error:
+        parse(**given)
+    return [line.strip() for line in str(error.value).splitlines()]
+
+
+def test_defaults_are_those_of_the_manual():
+    assert parse().to_flat() == {"model": "Qwen/Qwen2.5-0.5B", "train_file": ["train.bin"], **DEFAULTS}
+
+
+def test_what_is_needed_is_said():
+    with pytest.raises(UsageError, match=r"(?s)--model is needed.*--train-file is needed"):
+        Options.parse({})
+
+
+def test_sections_are_frozen():
+    with pytest.raises(ValueError, match="frozen"):
+        parse().data.batch_size = 8
+
+
+@pytest.mark.parametrize("spelling", ["learning_rate", "learning-rate", "--learning-rate", "lr"])
+@pytest.mark.parametrize("value", [3e-4, "3e-4"])
+def test_spellings_and_text_are_read_alike(spelling, value):
+    assert Options.parse({**NEEDED, spelling: value}) == parse(learning_rate=0.0003)
+
+
+@pytest.mark.parametrize(
+    ("alias", "key", "value"),
+    [
+        ("per_device_train_batch_size", "batch_size", 8),
+        ("batch", "batch_size", 8),
+        ("gradient_accumulation_steps", "grad_accumulation", 2),
+        ("max_seq_length", "seq_len", 64),
+        ("seq_length", "seq_len", 64),
+        ("max_steps", "steps", 30),
+        ("num_train_epochs", "epochs", 3.0),
+        ("warmup_steps", "warmup", 5),
+        ("lr_scheduler_type", "lr_schedule", "linear"),
+        ("max_grad_norm", "grad_clip", 0.5),
+        ("adam_beta1", "beta_1", 0.8),
+        ("adam_beta2", "beta_2", 0.99),
+        ("output_dir", "out_dir", "here"),
+        ("overwrite_output_dir", "overwrite", True),
+        ("save_steps", "ckpt_interval", 7),
+        ("save_total_limit", "ckpt_keep_n", 3),
+        ("eval_steps", "eval_every_n_steps", 7),
+        ("logging_steps", "log_every", 7),
+        ("run_name", "name", "night"),
+        ("resume_from_checkpoint", "continue", 7),
+        ("model_revision", "revision", "main"),
+    ],
+)
+def test_aliases_reach_their_option_and_cannot_be_given_beside_it(alias, key, value):
+    flat = parse(**{alias: value}, eval_file="eval.bin").to_flat()
+    assert flat[key] == value
+    assert flat == parse(**{key: value}, eval_file="eval.bin").to_flat()
+    (problem,) = problems(**{alias: value, key: value}, eval_file="eval.bin")
+    assert flag(alias) in problem and flag(key) in problem
+
+
+def test_no_name_means_two_options_and_all_have_help():
+    names = [name for d in descriptions().values() for name in (d.key, *d.aliases)]
+    assert len(names) == len(set(names))
+    assert [d.key for d in descriptions().values() if not d.help.endswith(".")] == []
+    assert {d.section for d in descriptions().values()} == set(SECTIONS)
+
+
+def test_everything_wrong_is_said_at_once():
+    lines = problems(
+        bacth_size=3,
+        batch_size=0,
+        seq_len=True,
+        steps="1.5",
+        learning_rate="nan",
+        model_dtype="bp16",
+        beta_1=1,
+        out_dir="",
+    )
+    assert lines == [
+        "options that need a change:",
+        "unknown option --bacth-size: did you mean --batch-size?",
+        "--batch-size 0 is below the least value: use 1 or more",
+        "--seq-len True: a number is needed, not true or false",
+        "--model-dtype bp16 is not one of bf16, fp32: did you mean bf16?",
+        "--steps 1.5 is not a whole number: Optimizer steps.",
+        "--learning-rate nan is not a finite number",
+        "--beta-1 1 is too large: use less than 1",
+        "--out-dir '' is empty: give a path, or leave the option out",
+    ]
+
+
+@pytest.mark.parametrize(
+    ("given", "words"),
+    [
+        ({"init_proj_to_zero": True}, "--from-scratch"),
+        ({"global_batch_size": 30}, "not a multiple of --batch-size 4: use 28 or 32"),
+        ({"global_batch_size": 3}, "not a multiple of --batch-size 4: use 4"),
+        ({"global_batch_size": 32, "grad_accumulation": 4}, "asks for 8 micro-batches"),
+        ({"gradient_dtype": "e5m2"}, "--matmul-dtype is bf16"),
+        ({"fp8_scaling": "current", "matmul_dtype": "fp32"}, "--matmul-dtype is fp32"),
+        ({"steps": 10, "epochs": 1}, "give one of them"),
+        ({"warmup": 6, "steps": 10, "cooldown": 5, "final_lr_fraction": 0}, "need 11 steps, but the run has 10"),
+        ({"lr_schedule": "wsd"}, "set --cooldown"),
+        ({"cooldown": 5}, "--final-lr-fraction 1"),
+        ({"lr_schedule": "constant", "final_lr_fraction": 0.1}, "never reached"),
+        ({"eval_every_n_steps": 7}, "--eval-file"),
+        ({"eval_num_steps": 7}, "--eval-file"),
+        ({"gpus": 2}, "use --gpus 1"),
+        ({"name": "a/b"}, "cannot be part of a path"),
+        ({"name": ".."}, "cannot be part of a path"),
+        ({"final_lr_fraction": 1.5}, "use 1 or less"),
+        ({"final_lr_fraction": -0.5}, "use 0 or more"),
+        ({"adam_epsilon": 0}, "use more than 0"),
+        ({"epochs": 0}, "use more than 0"),
+        ({"seed": 2**64}, "above the largest value"),
+        ({"continue": ""}, "is empty"),
+        ({"train_file": []}, "is empty"),
+        ({"recompute_ffn": "maybe"}, "is not true or false"),
+        ({"learning_rate": None}, "is not a number"),
+        ({"revision": ["a"]}, "is not text"),
+    ],
+)
+def test_what_cannot_be_is_one_clear_error(given, words):
+    (problem,) = problems(**given)
+    assert words in problem and flag(next(iter(given))) in problem
+
+
+def test_values_of_defaults_are_no_contradiction():
+    """Harmless, and needed so that the effective options can be fed back."""
+    parse(eval_every_n_steps=100, eval_num_steps=0)
+    parse(global_batch_size=32, grad_accumulation=8)
+
+
+def test_defaults_follow_other_options():
+    assert parse(global_batch_size=32).data.grad_accumulation == 8
+    precision = parse(model_dtype="fp32").precision
+    assert (precision.matmul_dtype, precision.master_dtype, precision.grad_accum_dtype) == ("fp32", "fp32", "fp32")
+    precision = parse(matmul_dtype="e4m3").precision
+    assert (precision.gradient_dtype, precision.fp8_scaling, precision.master_dtype) == ("e4m3", "delayed", "bf16")
+    assert parse(steps=3).schedule.epochs is None
+
+
+def test_which_checkpoint():
+    for given, which in [("auto", "auto"), (True, "auto"), ("12", 12), (12, 12), ("runs/a", "runs/a"), (False, None)]:
+        assert parse(**{"continue": given}).checkpoint.continue_ == which
+        assert parse(continue_=given).checkpoint.continue_ == which
+
+
+def test_names_in_paths():
+    options = parse(name="night", out_dir="a/%n/b-%n", log_file="%n.jsonl")
+    assert options.export.out_dir == "a/night/b-night"
+    assert options.log.log_file == "night.jsonl"
+    assert options.checkpoint.checkpoint_dir == "runs/night/checkpoints"
+    assert parse(model="models/small/").log.name == "small"
+    assert parse(model="/").log.name == "model"
+    assert parse(model="50%nice").export.out_dir == "runs/50_nice/model"
+
+
+def test_python_values_are_welcome(monkeypatch):
+    monkeypatch.setenv("HOME", "/home/ada")
+    options = parse(out_dir=Path("a") / "b", train_file=[Path("x.bin"), "y.bin"], eval_file="~/e*.bin", steps=None)
+    assert options.export.out_dir == "a/b"
+    assert options.data.train_file == ("x.bin", "y.bin")
+    assert options.data.eval_file == ("/home/ada/e*.bin",)
+
+
+@pytest.mark.parametrize(
+    "given",
+    [
+        {},
+        {"global_batch_size": 32, "eval_file": ["a", "b*"], "eval_every_n_steps": 3},
+        {"matmul_dtype": "e4m3", "gradient_dtype": "e5m2", "fp8_scaling": "current", "steps": 7, "warmup": 3},
+        {"model_dtype": "fp32", "master_dtype": "bf16", "continue": 12, "seed": 2**64 - 1, "dry_run": True},
+        {"name": "0123", "revision": "1e5", "learning_rate": 1e-7, "adam_epsilon": 1e-12, "out_dir": "x y: #%n"},
+        {"model": "null", "train_file": "on", "name": "modèle", "continue": "step\t3"},
+        {"lr_schedule": "wsd", "cooldown": 3, "final_lr_fraction": 0, "recompute_ffn": True, "export_dtype": "fp16"},
+    ],
+)
+def test_effective_options_feed_back(given, tmp_path):
+    options = parse(**given)
+    file = tmp_path / "effective.yaml"
+    file.write_text(options.to_yaml(), "ascii")
+    assert Options.parse({"config": file}) == options
+    assert set(yaml.safe_load(file.read_text())) <= set(json_schema()["properties"])
+
+
+def test_a_printed_file_takes_another_name_and_batch(tmp_path):
+    file = tmp_path / "effective.yaml"
+    file.write_text(parse(global_batch_size=32).to_yaml())
+    options = Options.parse({"config": file, "name": "night", "batch_size": 16})
+    assert options.export.out_dir == "runs/night/model"
+    assert options.data.grad_accumulation == 2
+
+
+def test_the_command_line_overrides_the_file(tmp_path):
+    file = tmp_path / "run.yaml"
+    file.write_text("model: a\ntrain-file: [x.bin, y.bin]\nlr: 1e-3\nwarmup: 5\nseed: 0123\nrevision:\n")
+    options = Options.parse({"config": str(file), "learning_rate": "1e-4"})
+    assert options.data.train_file == ("x.bin", "y.bin")
+    assert (options.schedule.learning_rate, options.schedule.warmup) == (1e-4, 5)
+    assert options.system.seed == 123  # YAML 1.1 alone would read 83
+    assert options.model.revision is None
+
+
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        ("model: a\nmodel: b\n", r"run.yaml:2: model is given a second time"),
+        ("model: a\nlr: 1\nlearning-rate: 2\n", r"(?s)--lr and --learning-rate are the same option"),
+        ("optimizer:\n  beta_1: 0.5\n", r"run.yaml:2: keys are flat"),
+        ("modle: a\n", r"(?s)unknown option --modle: did you mean --model\?"),
+        ("config: other.yaml\n", r"(?s)unknown option --config"),
+        ("- a\n", r"must hold lines of the form"),
+        ("a: [\n", r"is not YAML"),
+        ("a: \xff\n", r"is not YAML"),
+    ],
+)
+def test_bad_files_are_usage_errors(text, words, tmp_path):
+    file = tmp_path / "run.yaml"
+    file.write_bytes(text.encode("latin-1"))
+    with pytest.raises(UsageError, match=words):
+        Options.parse({"config": file})
+
+
+def test_an_absent_file_is_a_usage_error(tmp_path):
+    with pytest.raises(UsageError, match=r"absent.yaml cannot be read: No such file"):
+        Options.parse({"config": tmp_path / "absent.yaml"})
+
+
+def test_the_schema_knows_every_spelling_and_limit():
+    schema = json_schema()
+    properties = schema["properties"]
+    for d in descriptions().values():
+        for name in (d.key, d.key.replace("_", "-"), *d.aliases):
+            assert properties[name]["title"] == flag(d.key)
+    assert schema["additionalProperties"] is False
+    assert properties["lr"]["minimum"] == 0 and properties["lr"]["default"] == 1e-5
+    assert properties["model-dtype"]["enum"] == ["bf16", "fp32"]
+    assert {"type": "string"} in properties["train_file"]["anyOf"]
+
+
+def test_too_short_a_run_is_said_by_the_section():
+    section = ScheduleOptions(warmup=3, cooldown=4, final_lr_fraction=0)
+    assert not list(section.too_short(7))
+    assert "need 7 steps, but the run has 6" in next(section.too_short(6))

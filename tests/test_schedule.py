@@ -1,0 +1,108 @@
+"""The learning rate at every joint of every schedule, and the number of steps of a run."""
+
+import math
+from itertools import pairwise
+
+import pytest
+
+from llmq.errors import UsageError
+from llmq.options import ScheduleOptions
+from llmq.schedule import Schedule, make_schedule, num_steps
+
+SHAPES = ["cosine", "linear", "constant", "wsd"]
+
+
+def rates(schedule):
+    return [schedule.learning_rate(step) for step in range(1, schedule.steps + 1)]
+
+
+def test_linear_by_hand():
+    """W = 2, S = 6, f = 0.5: p = 0, 1/4, 1/2, 3/4 after the warmup."""
+    assert rates(Schedule(6, 1.0, warmup=2, final=0.5, shape="linear")) == [0.5, 1.0, 1.0, 0.875, 0.75, 0.625]
+
+
+def test_cosine_by_hand():
+    """S = 4, f = 0: (1 + cos(pi p)) / 2 at p = 0, 1/4, 1/2, 3/4."""
+    half = math.sqrt(0.5)
+    assert rates(Schedule(4, 2.0, final=0.0)) == pytest.approx([2, 1 + half, 1, 1 - half])
+
+
+def test_wsd_by_hand():
+    expected = [0.5, 1.0, 1.0, 1.0, 1.0, 0.775, 0.55, 0.325]
+    assert rates(Schedule(8, 1.0, warmup=2, cooldown=4, final=0.1, shape="wsd")) == pytest.approx(expected)
+
+
+def test_cooldown_goes_straight_from_where_the_course_is():
+    """Linear from 1 to 0 over 8 steps, from 1/2 at x = 4 straight to 0: the same line."""
+    with_cooldown = rates(Schedule(8, 1.0, cooldown=4, final=0.0, shape="linear"))
+    assert with_cooldown == pytest.approx(rates(Schedule(8, 1.0, final=0.0, shape="linear")))
+    # The cosine is at 1/2 there too.
+    assert rates(Schedule(8, 1.0, cooldown=4, final=0.0))[4:] == pytest.approx([0.5, 0.375, 0.25, 0.125])
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+def test_joints_are_continuous(shape):
+    """No jump: neighbours differ by no more than the steepest piece allows."""
+    steps, warmup, cooldown = 4000, 500, 700
+    schedule = Schedule(steps, 3.0, warmup=warmup, cooldown=cooldown, final=0.1, shape=shape)
+    found = rates(schedule)
+    steepest = 3.0 * max(1 / warmup, 0.9 / cooldown, 0.9 * math.pi / 2 / (steps - warmup))
+    assert max(abs(a - b) for a, b in pairwise(found)) <= steepest * 1.001
+    assert found[0] == 3.0 / warmup
+    assert found[warmup - 1] == found[warmup] == 3.0
+    assert max(found) == 3.0
+    last = found[-1] - 0.3
+    assert 0 < last <= steepest * 1.001  # one step of the way before the end
+    assert schedule.learning_rate(steps + 1) == pytest.approx(0.3)
+    assert schedule.learning_rate(steps + 99) == pytest.approx(0.3)
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+def test_the_rate_only_falls_after_the_warmup(shape):
+    found = rates(Schedule(60, 1.0, warmup=7, cooldown=9, final=0.0, shape=shape))
+    assert found[:7] == pytest.approx([k / 7 for k in range(1, 8)])
+    assert all(a >= b > 0 for a, b in pairwise(found[7:]))
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+def test_without_a_fall_the_rate_is_constant(shape):
+    assert set(rates(Schedule(9, 0.5, final=1.0, shape=shape))) == {0.5}
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+def test_short_runs(shape):
+    assert rates(Schedule(1, 1.0, final=0.0, shape=shape)) == [1.0]
+    assert rates(Schedule(3, 1.0, warmup=3, final=0.0, shape=shape)) == pytest.approx([1 / 3, 2 / 3, 1])
+    assert rates(Schedule(4, 1.0, warmup=2, cooldown=2, final=0.0, shape=shape)) == pytest.approx([0.5, 1, 1, 0.5])
+
+
+@pytest.mark.parametrize(
+    ("given", "windows", "per_step", "steps"),
+    [
+        ({}, 100, 16, 7),
+        ({}, 96, 16, 6),
+        ({"epochs": 0.1}, 1000, 10, 10),
+        ({"epochs": 2.5}, 100, 16, 16),
+        ({"epochs": 0.001}, 10, 16, 1),
+        ({"epochs": 1e-05}, 10**7, 10, 10),
+        ({"steps": 30}, 100, 16, 30),
+    ],
+)
+def test_number_of_steps(given, windows, per_step, steps):
+    options = ScheduleOptions(**given)
+    assert num_steps(options, windows, per_step) == steps
+    assert make_schedule(options, windows, per_step).steps == steps
+
+
+def test_options_arrive():
+    options = ScheduleOptions(
+        steps=50, learning_rate=2.0, warmup=5, cooldown=6, final_lr_fraction=0.25, lr_schedule="wsd"
+    )
+    assert make_schedule(options, 1, 1) == Schedule(50, 2.0, 5, 6, 0.25, "wsd")
+
+
+def test_warmup_and_cooldown_must_fit_into_the_epochs():
+    options = ScheduleOptions(warmup=5, cooldown=3, final_lr_fraction=0)
+    assert make_schedule(options, 80, 10).steps == 8
+    with pytest.raises(UsageError, match=r"--warmup 5 and --cooldown 3 need 8 steps, but the run has 7"):
+        make_schedule(options, 70, 10)

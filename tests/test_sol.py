@@ -1,0 +1,63 @@
+"""Speed of light, by hand for Qwen2.5-0.5B."""
+
+from dataclasses import replace
+
+import pytest
+
+from llmq import sol
+from llmq.config import ModelConfig
+from llmq.rows import parameter_rows
+
+QWEN = ModelConfig(
+    architecture="Qwen2ForCausalLM",
+    vocab_size=151936,
+    hidden_size=896,
+    intermediate_size=4864,
+    num_layers=24,
+    num_heads=14,
+    num_kv_heads=2,
+    head_dim=64,
+    rms_norm_eps=1e-6,
+    max_position=32768,
+    tie_embeddings=True,
+    qkv_bias=True,
+)
+H200 = {"bf16": 989.4e12, "e4m3": 1978.9e12}
+# Per layer: qkv 896 * (896 + 2 * 128) = 1,032,192; o 896 * 896 = 802,816; MLP 3 * 896 * 4864 = 13,074,432.
+BLOCKS = 24 * (1_032_192 + 802_816 + 13_074_432)
+HEAD = 136_134_656  # 151936 * 896
+ATTENTION = 22_020_096  # 24 * 14 * 64 * 1024
+
+
+def test_block_weights():
+    assert sol.block_weights(QWEN) == BLOCKS == 357_826_560
+
+
+def test_block_weights_are_the_matrices_of_the_parameter_table():
+    for config in (QWEN, replace(QWEN, head_dim=128, num_heads=16, num_kv_heads=8, qk_norm=True)):
+        matrices = [row for row in parameter_rows(config) if row.layer is not None and len(row.shape) == 2]
+        assert sol.block_weights(config) == sum(row.shape[0] * row.shape[1] for row in matrices)
+
+
+def test_bf16():
+    """3.0959 GFLOP a token: 319,585 tokens/s on one H200."""
+    seconds = sol.seconds_per_token(QWEN, 1024, H200, matmul_dtype="bf16", head_dtype="bf16")
+    assert seconds == pytest.approx(6 * (BLOCKS + HEAD + ATTENTION) / 989.4e12, rel=1e-12)
+    assert 1 / seconds == pytest.approx(319_585, rel=1e-5)
+
+
+def test_fp8_blocks():
+    seconds = sol.seconds_per_token(QWEN, 1024, H200, matmul_dtype="e4m3", head_dtype="bf16")
+    assert seconds == pytest.approx(6 * BLOCKS / 1978.9e12 + 6 * (HEAD + ATTENTION) / 989.4e12, rel=1e-12)
+
+
+def test_head_dtype_and_length_count():
+    short = sol.seconds_per_token(QWEN, 1024, H200, matmul_dtype="e4m3", head_dtype="e4m3")
+    assert short == pytest.approx(6 * (BLOCKS + HEAD) / 1978.9e12 + 6 * ATTENTION / 989.4e12, rel=1e-12)
+    long = sol.seconds_per_token(QWEN, 4096, H200, matmul_dtype="e4m3", head_dtype="e4m3")
+    assert long - short == pytest.approx(6 * 3 * ATTENTION / 989.4e12, rel=1e-9)
+
+
+def test_fraction():
+    dtypes = {"matmul_dtype": "bf16", "head_dtype": "bf16"}
+    assert sol.fraction(156_000, QWEN, 1024, H200, **dtypes) == pytest.approx(0.48813, rel=1e-4)
