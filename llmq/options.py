@@ -9,7 +9,7 @@ the effective options, printed and fed back with `--config`, give the same run. 
 option (`master_dtype` on `model_dtype`) is resolved here, so readers see plain values.
 """
 
-from __future__ import annotations
+# No `from __future__ import annotations`: pydantic would compile every annotation from text, a tenth of --help's time.
 
 import os
 import re
@@ -372,7 +372,7 @@ class Options:
     templates: Mapping[str, str]
 
     @classmethod
-    def parse(cls, given: Mapping[str, Any], problems: Sequence[str] = ()) -> Options:
+    def parse(cls, given: Mapping[str, Any], problems: Sequence[str] = ()) -> "Options":
         """Options from flat keys in any spelling; values may be text. A `config` key names a file that is read first.
 
         None is the same as not given, where the default is None. UsageError lists everything that is wrong at once,
