@@ -200,7 +200,7 @@ def check_export(
     with _disk_errors(folder, needed):
         _finish_replacement(folder)
         _check_target(folder, overwrite)
-        free = _free_bytes(folder)
+        free = free_bytes(folder)
     if needed > free:
         raise StorageError(
             f"the model for {folder} needs {needed:,} bytes in {dtype}, but {free:,} are free on its disk: "
@@ -277,7 +277,7 @@ def _disk_errors(folder: Path, needed: int) -> Iterator[None]:
     except OSError as error:
         raise StorageError(
             f"the model cannot be written to {folder}: {error.strerror or error} "
-            f"(it needs {needed:,} bytes; {_free_bytes(folder):,} are free on that disk)"
+            f"(it needs {needed:,} bytes; {free_bytes(folder):,} are free on that disk)"
         ) from error
 
 
@@ -368,7 +368,8 @@ def _existing(folder: Path) -> Path:
     return next(path for path in (folder, *folder.parents) if os.path.exists(path))
 
 
-def _free_bytes(folder: Path) -> int:
+def free_bytes(folder: Path) -> int:
+    """Bytes free on the disk that holds `folder`, or would."""
     return shutil.disk_usage(_existing(folder)).free
 
 

@@ -1,0 +1,296 @@
+"""The Hub against a stand-in on 127.0.0.1, reached through HF_ENDPOINT as a user would set it.
+
+The hub library reads its environment when it is imported, so each environment is a Python process of its own; within
+one process the cases run in order and answer as JSON lines.
+"""
+
+import hashlib
+import json
+import os
+import subprocess
+import sys
+import threading
+from dataclasses import dataclass, field
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+from urllib.parse import unquote, urlsplit
+
+import numpy as np
+import pytest
+
+from llmq import hub
+from llmq.config import ModelConfig
+from llmq.errors import DataError, UsageError
+from llmq.hf import write_model
+from llmq.hub import model_folder
+from llmq.rows import parameter_rows
+
+ROOT = Path(__file__).parents[1]
+CONFIG = ModelConfig("LlamaForCausalLM", 100, 64, 96, 2, 4, 2, 16, 1e-5, 64, dtype="fp32", eos_token_ids=(2,))
+COMMIT = "0123456789abcdef0123456789abcdef01234567"
+DRIVER = """
+import json, sys
+import llmq.hub
+from llmq.errors import LlmqError
+if len(sys.argv) > 2:
+    llmq.hub.free_bytes = lambda folder: int(sys.argv[2])
+for name, revision, kind in json.loads(sys.argv[1]):
+    try:
+        print(json.dumps({"folder": str(llmq.hub.model_folder(name, revision, kind))}))
+    except LlmqError as error:
+        print(json.dumps({"error": type(error).__name__, "text": str(error)}))
+"""
+
+
+@dataclass
+class Hub:
+    """A stand-in for the Hub: repositories by name, what was asked of it, and what it does wrong."""
+
+    repos: dict[str, dict[str, bytes]] = field(default_factory=dict)
+    gated: set[str] = field(default_factory=set)
+    cut: dict[str, bool] = field(default_factory=dict)  # file -> whether its first half has been sent
+    requests: list[tuple[str, str]] = field(default_factory=list)  # method, path
+    url: str = ""
+
+    def files(self):
+        """Names of the files whose content was asked for."""
+        return [path.rsplit("/", 1)[1] for method, path in self.requests if method == "GET" and "/resolve/" in path]
+
+
+def handler_of(state):
+    class Handler(BaseHTTPRequestHandler):
+        protocol_version = "HTTP/1.1"
+
+        def log_message(self, *arguments):
+            pass
+
+        def answer(self, status, body=b"", headers=(), length=None):
+            self.send_response(status)
+            for key, value in {"Content-Length": len(body) if length is None else length, **dict(headers)}.items():
+                self.send_header(key, str(value))
+            self.end_headers()
+            if self.command == "GET":
+                self.wfile.write(body)
+
+        def error(self, status, code):
+            self.answer(status, headers={"X-Error-Code": code, "X-Error-Message": code})
+
+        def do_GET(self):
+            path = unquote(urlsplit(self.path).path)
+            state.requests.append((self.command, path))
+            words = path.strip("/").split("/")
+            if len(words) < 4:
+                return self.answer(404)  # what else the library asks for
+            if words[:2] == ["api", "models"]:
+                name, revision = "/".join(words[2:4]), "/".join(words[5:]) or "main"
+            else:
+                name, revision = "/".join(words[:2]), words[3]
+            if name not in state.repos:
+                return self.error(401, "RepoNotFound")
+            if revision not in ("main", COMMIT):
+                return self.error(404, "RevisionNotFound")
+            files = state.repos[name]
+            if words[0] == "api":
+                siblings = [{"rfilename": file, "size": len(data)} for file, data in files.items()]
+                info = {"_id": "1", "id": name, "modelId": name, "sha": COMMIT, "siblings": siblings}
+                return self.answer(200, json.dumps(info).encode(), {"Content-Type": "application/json"})
+            file = "/".join(words[4:])
+            if name in state.gated and self.headers.get("Authorization") != "Bearer hf_good":
+                return self.error(401, "GatedRepo")
+            if file not in files:
+                return self.error(404, "EntryNotFound")
+            return self.send_file(file, files[file])
+
+        do_HEAD = do_GET
+
+        def send_file(self, file, data):
+            headers = {"ETag": f'"{hashlib.sha256(data).hexdigest()}"', "X-Repo-Commit": COMMIT}
+            if self.command == "GET" and file in state.cut:
+                if state.cut[file]:
+                    return self.answer(503)
+                state.cut[file] = True
+                self.close_connection = True
+                return self.answer(200, data[: len(data) // 2], headers, len(data))
+            return self.answer(200, data, headers)
+
+    return Handler
+
+
+@pytest.fixture(scope="module")
+def contents(tmp_path_factory):
+    """Files of a sharded model with a tokenizer, and much that must not be fetched."""
+    folder = tmp_path_factory.mktemp("model") / "m"
+    draw = np.random.default_rng(0)
+    write_model(
+        folder, CONFIG, parameter_rows(CONFIG), lambda row: draw.standard_normal(row.shape, np.float32), dtype="fp32",
+        tokenizer_folder=None, overwrite=False, shard_bytes=150_000,
+    )  # fmt: skip
+    files = {path.name: path.read_bytes() for path in folder.iterdir()}
+    wanted = {
+        **files,
+        "tokenizer.json": b"{}",
+        "tokenizer_config.json": b"{} ",
+        "additional_chat_templates/a.jinja": b"a",
+    }
+    more = dict.fromkeys(
+        ("pytorch_model.bin", "modeling_x.py", "README.md", "consolidated.safetensors", "sub/config.json"), b"no"
+    )
+    return wanted, more
+
+
+@pytest.fixture
+def server(contents):
+    wanted, more = contents
+    state = Hub({"org/good": {**wanted, **more}})
+    http = ThreadingHTTPServer(("127.0.0.1", 0), handler_of(state))
+    http.daemon_threads = True
+    thread = threading.Thread(target=http.serve_forever, kwargs={"poll_interval": 0.01})
+    thread.start()
+    state.url = f"http://127.0.0.1:{http.server_address[1]}"
+    yield state
+    http.shutdown()
+    thread.join()
+    http.server_close()
+
+
+def ask(home, url, *cases, free=None, **environment):
+    """Runs model_folder for each (name, revision, kind) in a process with this environment; its answers in order."""
+    kept = {key: value for key, value in os.environ.items() if not key.startswith(("HF_", "HUGGING", "TRANSFORMERS"))}
+    kept |= {"HF_HOME": str(home), "HF_ENDPOINT": url, "PYTHONPATH": str(ROOT), "NO_PROXY": "*", "no_proxy": "*"}
+    command = [sys.executable, "-c", DRIVER, json.dumps(cases), *([str(free)] if free is not None else [])]
+    done = subprocess.run(command, env={**kept, **environment}, cwd=home, capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stderr
+    return [json.loads(line) for line in done.stdout.splitlines()]
+
+
+def case(name, revision=None, kind="model"):
+    return name, revision, kind
+
+
+def test_found_then_offline_then_unreachable(server, contents, tmp_path):
+    wanted, _ = contents
+    first, again, pinned = ask(tmp_path, server.url, case("org/good"), case("org/good"), case("org/good", COMMIT))
+    folder = Path(first["folder"])
+    assert again == pinned == first and folder.is_relative_to(tmp_path)
+    assert {str(path.relative_to(folder)): path.read_bytes() for path in folder.rglob("*") if path.is_file()} == wanted
+    fetched = server.files()
+    assert sorted(fetched) == sorted(name.rsplit("/", 1)[-1] for name in wanted)  # once each, and nothing else
+    weights = [n for n, name in enumerate(fetched) if name.endswith(".safetensors")]
+    assert len(weights) > 1 and weights == list(range(len(fetched) - len(weights), len(fetched)))  # weights come last
+
+    offline = {"HF_HUB_OFFLINE": "1"}
+    asked = len(server.requests)
+    answers = ask(tmp_path, server.url, case("org/good"), case("org/goood"), case("org/good", "v2"), **offline)
+    assert answers[0] == first and len(server.requests) == asked
+    assert answers[1]["error"] == answers[2]["error"] == "DataError"
+    assert "nearest: org/good" in answers[1]["text"] and "HF_HUB_OFFLINE" in answers[1]["text"]
+    assert "revision v2" in answers[2]["text"]
+
+    nobody = "http://127.0.0.1:9"
+    away = ask(tmp_path, nobody, case("org/good"), case("org/good", COMMIT), case("org/other"))
+    assert "cannot be reached" in away[0]["text"] and "set HF_HUB_OFFLINE=1 to use it" in away[0]["text"]
+    assert away[1] == first  # a commit never changes
+    assert "check the network" in away[2]["text"] and nobody in away[2]["text"]
+
+    shard = next(name for name in wanted if name.startswith("model-00002"))
+    (folder / shard).unlink()
+    (broken,) = ask(tmp_path, server.url, case("org/good"), **offline)
+    assert "not complete" in broken["text"] and shard in broken["text"]
+
+
+def test_gated_absent_and_unusable(server, contents, tmp_path):
+    wanted, _ = contents
+    good = dict(wanted)
+    config = json.loads(good["config.json"])
+    server.repos |= {
+        "org/gated": good,
+        "org/moe": {**good, "config.json": json.dumps({**config, "num_experts": 8}).encode()},
+        "org/pickled": {"config.json": good["config.json"], "pytorch_model.bin": b"no"},
+        "org/empty": {"README.md": b""},
+        "org/torn": {name: data for name, data in good.items() if not name.startswith("model-00002")},
+        "org/spm": {"config.json": good["config.json"], "tokenizer.model": b"x"},
+    }
+    server.gated.add("org/gated")
+    (tmp_path / "org" / "goodies").mkdir(parents=True)
+    (tmp_path / "org" / "goodies" / "config.json").write_text("{}")
+    names = ["gated", "absent", "goods", "moe", "pickled", "empty", "torn", "../x", "b@d"]
+    cases = [case(f"org/{name}") for name in names]
+    cases += [case("org/good", "v9"), case("org/spm", None, "tokenizer"), case("org/spm", None, "config")]
+    answers = dict(zip([*names, "revision", "spm", "spm config"], ask(tmp_path, server.url, *cases), strict=True))
+    text = {name: answer.get("text", "") for name, answer in answers.items()}
+    for phrase in (f"{server.url}/org/gated", "hf auth login", "HF_TOKEN"):
+        assert phrase in text["gated"]
+    assert "no public model" in text["absent"] and "HF_TOKEN" in text["absent"]
+    assert "org/goodies" in text["goods"]
+    assert "num_experts (8)" in text["moe"]
+    assert "pickled weights" in text["pickled"] and "save_pretrained" in text["pickled"]
+    assert "no config.json" in text["empty"]
+    assert "model-00002" in text["torn"]
+    assert "no revision 'v9'" in text["revision"]
+    assert "sentencepiece" in text["spm"] and "save_pretrained" in text["spm"]
+    assert answers["b@d"]["error"] == "UsageError" and "ORG/NAME" in text["b@d"]
+    assert all("Traceback" not in t for t in text.values())
+    assert sorted(os.listdir(answers["spm config"]["folder"])) == ["config.json", "tokenizer.model"]
+    assert not any(name.endswith((".safetensors", ".bin")) for name in server.files())  # refused before the weights
+
+    (allowed,) = ask(tmp_path, server.url, case("org/gated"), HF_TOKEN="hf_good")
+    assert (Path(allowed["folder"]) / "tokenizer.json").read_bytes() == b"{}"
+
+
+def test_a_tokenizer_is_fetched_without_weights(server, tmp_path):
+    (answer,) = ask(tmp_path, server.url, case("org/good", None, "tokenizer"))
+    names = sorted(os.listdir(answer["folder"]))
+    assert names == [
+        "additional_chat_templates", "config.json", "generation_config.json", "tokenizer.json", "tokenizer_config.json",
+    ]  # fmt: skip
+    assert server.files()[0] == "tokenizer.json"
+    (offline,) = ask(tmp_path, server.url, case("org/good", None, "tokenizer"), HF_HUB_OFFLINE="1")
+    assert offline == answer
+
+
+def test_a_download_that_was_cut_off_goes_on_when_run_again(server, contents, tmp_path):
+    wanted, _ = contents
+    shard = next(name for name in wanted if name.startswith("model-00002"))
+    server.cut[shard] = False
+    (answer,) = ask(tmp_path, server.url, case("org/good"))
+    assert answer["error"] == "DataError" and shard in answer["text"] and "run the same command again" in answer["text"]
+    (answer,) = ask(tmp_path, server.url, case("org/good"), HF_HUB_OFFLINE="1")
+    assert "not complete" in answer["text"] and shard in answer["text"]
+    server.cut.clear()
+    server.requests.clear()
+    (answer,) = ask(tmp_path, server.url, case("org/good"))
+    assert (Path(answer["folder"]) / shard).read_bytes() == wanted[shard]
+    assert server.files() == [shard]  # the others were kept
+
+
+def test_a_full_disk_is_found_before_the_weights(server, contents, tmp_path):
+    wanted, _ = contents
+    room = hub.SPACE_LEFT + 100_000  # enough for the small files, not for the weights
+    (answer,) = ask(tmp_path, server.url, case("org/good"), free=room)
+    needed = sum(len(data) for name, data in wanted.items() if name.endswith(".safetensors"))
+    assert (
+        answer["error"] == "StorageError" and f"{needed:,} bytes more" in answer["text"] and "HF_HOME" in answer["text"]
+    )
+    assert f"free {needed - 100_000:,} bytes" in answer["text"]
+    assert not any(name.endswith(".safetensors") for name in server.files())
+
+
+def test_local_folders_come_first(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    folder = tmp_path / "org" / "name"
+    folder.mkdir(parents=True)
+    assert model_folder("org/name") == Path("org/name")
+    with pytest.raises(UsageError, match="--revision v1"):
+        model_folder("org/name", "v1")
+    with pytest.raises(DataError, match=r"has no tokenizer\.json"):
+        model_folder(str(folder), kind="tokenizer")
+    (folder / "tokenizer.model").write_bytes(b"x")
+    with pytest.raises(DataError, match=r"only a sentencepiece tokenizer\.model.*save_pretrained"):
+        model_folder(str(folder), kind="tokenizer")
+    (folder / "tokenizer.json").write_text("{}")
+    assert model_folder(str(folder), kind="tokenizer") == folder
+    for name in ("./org/nam", str(tmp_path / "org" / "nam"), "a/b/c", "~/no such folder here"):
+        with pytest.raises(DataError, match="there is no folder"):
+            model_folder(name)
+    with pytest.raises(DataError, match="is a file"):
+        model_folder("org/name/tokenizer.json")

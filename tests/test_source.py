@@ -1,0 +1,161 @@
+"""Model sources: which of folder, preset and Hub is meant, and that initial values are a function of their address."""
+
+import math
+from dataclasses import replace
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+
+from llmq import source as source_module
+from llmq.config import ModelConfig, from_folder
+from llmq.errors import DataError, UsageError
+from llmq.hf import write_model
+from llmq.presets import PRESETS
+from llmq.rows import VOCAB_MULTIPLE, Part, Row, parameter_rows
+from llmq.source import BLOCK, INIT_STD, ModelSource, drawn, initial_parameters, normal_block, open_source
+from llmq.tensor import DTYPES
+
+CONFIG = ModelConfig(
+    "Qwen2ForCausalLM", 3001, 128, 352, 2, 4, 2, 32, 1e-6, 64, qkv_bias=True, tie_embeddings=False, dtype="bf16"
+)
+SCRATCH = ModelSource("x", CONFIG, None, None, True, False)
+
+
+def options(model, **more):
+    return SimpleNamespace(
+        **{"model": model, "revision": None, "from_scratch": False, "init_proj_to_zero": False, **more}
+    )
+
+
+def write(folder, config=CONFIG):
+    values = {
+        row.name: value.astype(DTYPES[config.dtype]) for row, value in initial_parameters(SCRATCH, rows(config), 3)
+    }
+    write_model(
+        folder, config, rows(config), lambda row: values[row.name], dtype=config.dtype, tokenizer_folder=None,
+        overwrite=False,
+    )  # fmt: skip
+    return values
+
+
+def rows(config=CONFIG):
+    return parameter_rows(config)
+
+
+def test_a_folder_is_read_as_fp32(tmp_path):
+    values = write(tmp_path / "m")
+    source = open_source(options(tmp_path / "m"))
+    assert (source.config, source.folder, source.tokenizer_folder) == (CONFIG, tmp_path / "m", None)
+    read = {row.name: value for row, value in initial_parameters(source, rows(), seed=0)}
+    assert list(read) == [row.name for row in rows()]
+    for name, value in read.items():
+        assert value.dtype == np.float32
+        np.testing.assert_array_equal(value, values[name].astype(np.float32))
+    (tmp_path / "m" / "tokenizer.json").write_text("{}")
+    assert open_source(options(tmp_path / "m")).tokenizer_folder == tmp_path / "m"
+
+
+def test_a_folder_from_scratch_needs_no_weights(tmp_path):
+    write(tmp_path / "m")
+    (tmp_path / "m" / "model.safetensors").unlink()
+    source = open_source(options(tmp_path / "m", from_scratch=True))
+    assert source.from_scratch and source.config == CONFIG
+    with pytest.raises(DataError, match=r"--from-scratch"):
+        initial_parameters(open_source(options(tmp_path / "m")), rows(), 0)  # by the call
+
+
+def test_a_config_without_dtype_takes_that_of_the_weights(tmp_path):
+    write(tmp_path / "m", replace(CONFIG, dtype="fp16"))
+    path = tmp_path / "m" / "config.json"
+    path.write_text(path.read_text().replace('"dtype"', '"a"').replace('"torch_dtype"', '"b"'))
+    assert from_folder(tmp_path / "m").dtype == "fp32"
+    assert open_source(options(tmp_path / "m")).config.dtype == "fp16"
+
+
+def test_presets(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    source = open_source(options("QWEN2.5-0.5b", from_scratch=True, init_proj_to_zero=True))
+    assert source.config is PRESETS["Qwen2.5-0.5B"] and source.init_proj_to_zero
+    assert source.folder is None and source.tokenizer_folder is None
+    with pytest.raises(UsageError, match="add --from-scratch"):
+        open_source(options("Qwen2.5-0.5B"))
+    with pytest.raises(UsageError, match=r"nearest: Qwen2\.5-0\.5B.*ORG/NAME"):
+        open_source(options("Qwen2.5-0.5", from_scratch=True))
+    with pytest.raises(UsageError, match="--revision v2"):
+        open_source(options("tinyllama", from_scratch=True, revision="v2"))
+    write(tmp_path / "tinyllama")  # a folder of that name comes first
+    assert open_source(options("tinyllama")).config == CONFIG
+
+
+def test_bad_combinations_and_absent_folders(tmp_path):
+    with pytest.raises(UsageError, match="--from-scratch"):
+        open_source(options("tinyllama", init_proj_to_zero=True))
+    (tmp_path / "model-a").mkdir()
+    with pytest.raises(DataError, match=r"no folder .*nearest: .*model-a"):
+        open_source(options(tmp_path / "model-b"))
+    with pytest.raises(DataError, match=r"config\.json is absent"):
+        open_source(options(tmp_path / "model-a"))
+    with pytest.raises(UsageError, match="--revision v1"):
+        open_source(options(tmp_path / "model-a", revision="v1"))
+    (tmp_path / "config.json").write_text("{}")
+    with pytest.raises(DataError, match="is a file"):
+        open_source(options(tmp_path / "config.json"))
+
+
+def test_the_hub_is_asked_for_no_weights_from_scratch(monkeypatch, tmp_path):
+    asked = []
+    write(tmp_path / "m")
+    monkeypatch.setattr(source_module, "model_folder", lambda *arguments: asked.append(arguments) or tmp_path / "m")
+    open_source(options("org/name", revision="v1"))
+    open_source(options("org/name", from_scratch=True))
+    assert asked == [("org/name", "v1", "model"), ("org/name", None, "config")]
+
+
+def test_initial_distribution():
+    for row, value in initial_parameters(SCRATCH, rows(), seed=7):
+        assert value.shape == row.shape and value.dtype == np.float32
+        used = value[: row.parts[-1].stop].astype(np.float64)
+        assert not value[row.parts[-1].stop :].any()
+        if row.init in ("ones", "zeros"):
+            assert (used == (row.init == "ones")).all()
+            continue
+        std = INIT_STD / math.sqrt(2 * CONFIG.num_layers) if row.init == "residual" else INIT_STD
+        # Five standard errors of the mean, the standard deviation and the fourth moment of n normal values.
+        n = used.size
+        assert abs(used.mean()) < 5 * std / math.sqrt(n)
+        assert abs(used.std() / std - 1) < 5 / math.sqrt(2 * n)
+        assert abs((used**4).mean() / std**4 - 3) < 5 * math.sqrt(96 / n)
+
+
+def test_projections_can_start_at_zero():
+    source = replace(SCRATCH, init_proj_to_zero=True)
+    zero = {row.name for row, value in initial_parameters(source, rows(), 7) if not value.any()}
+    expected = {row.name for row in rows() if row.init == "residual" or row.init == "zeros"}
+    assert zero == expected and "layers.0.mlp.down.weight" in zero and "layers.1.attention.o.weight" in zero
+
+
+def test_a_value_is_a_function_of_seed_name_and_element():
+    named = {row.name: row for row in rows()}
+    whole = {row.name: value for row, value in initial_parameters(SCRATCH, rows(), 7)}
+    for name in reversed(named):  # any order
+        np.testing.assert_array_equal(drawn(SCRATCH, named[name], 7), whole[name])
+    weights = [name for name in named if named[name].init in ("normal", "residual")]
+    other = drawn(SCRATCH, named[weights[0]], 8)
+    assert np.mean(other == whole[weights[0]]) < 0.1
+    scaled = [whole[name].ravel()[:1000] / whole[name].std() for name in weights]
+    for a in range(len(scaled)):
+        for b in range(a):
+            assert abs(np.corrcoef(scaled[a], scaled[b])[0, 1]) < 0.2
+
+
+def test_padding_and_blocks_do_not_change_a_value():
+    rows_of = 2 * BLOCK // 128 + 10
+    plain = Row("embed.weight", (rows_of, 128), (Part("e", 0, rows_of),), "normal", True)
+    padded = replace(plain, shape=(rows_of + VOCAB_MULTIPLE, 128))
+    value = drawn(SCRATCH, plain, 1)
+    np.testing.assert_array_equal(drawn(SCRATCH, padded, 1)[:rows_of], value)
+    assert not drawn(SCRATCH, padded, 1)[rows_of:].any()
+    block = normal_block(1, "embed.weight", 1, 64) * np.float32(INIT_STD)
+    np.testing.assert_array_equal(value.ravel()[BLOCK : BLOCK + 64], block)
+    assert not np.array_equal(value.ravel()[:64], block)
