@@ -32,6 +32,7 @@ from llmq.checkpoint import (
     save,
 )
 from llmq.errors import DataError, LlmqError, StorageError, UsageError
+from llmq.options import CheckpointOptions
 
 
 def some_tensors(seed: int = 0) -> dict[str, np.ndarray]:
@@ -60,9 +61,8 @@ def flip(path: Path, position: int = -1) -> None:
     path.write_bytes(data)
 
 
-def options(folder: Path, **changes: object) -> SimpleNamespace:
-    values = {"checkpoint_dir": str(folder), "ckpt_interval": 10, "ckpt_keep_n": 2, "continue_": None}
-    return SimpleNamespace(**{**values, **changes})
+def options(folder: Path, **changes: object) -> CheckpointOptions:
+    return CheckpointOptions.model_validate({"checkpoint_dir": str(folder), "ckpt_interval": 10, **changes})
 
 
 def test_all_comes_back_as_saved(tmp_path: Path) -> None:

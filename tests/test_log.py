@@ -11,13 +11,13 @@ import subprocess
 import sys
 from dataclasses import replace
 from pathlib import Path
-from types import SimpleNamespace
 
 import numpy as np
 import pytest
 
 from llmq.errors import DataError, LlmqError, StorageError
 from llmq.log import EvalRecord, RunLog, TrainRecord, eval_line, to_json, train_line
+from llmq.options import LogOptions
 from llmq.report.read import find_log, read_log
 
 TRAIN = TrainRecord(
@@ -34,15 +34,8 @@ TRAIN = TrainRecord(
 EVAL = EvalRecord(step=7, epoch=0.125, loss=3.1415926, train_loss=3.25, time_ms=99, tokens=990, trained_tokens=900)
 
 
-def options(path: Path, **changes: object) -> SimpleNamespace:
-    values = {
-        "name": "try",
-        "log_file": str(path),
-        "log_every": 1,
-        "eval_every_n_steps": 100,
-        "eval_num_steps": 20,
-    }
-    return SimpleNamespace(**{**values, **changes})
+def options(path: Path, **changes: object) -> LogOptions:
+    return LogOptions.model_validate({"name": "try", "log_file": str(path), **changes})
 
 
 def write(path: Path, steps: range, *, resume: int | None = None, loss: float = 1.0) -> None:
@@ -119,9 +112,8 @@ def test_colour_only_on_a_terminal(tmp_path: Path, monkeypatch: pytest.MonkeyPat
 
 def test_lines_arrive_when_piped_in_the_c_locale(tmp_path: Path) -> None:
     code = (
-        "import sys, types; from llmq.log import RunLog\n"
-        "values = dict(name='n', log_file=sys.argv[1], log_every=1, eval_every_n_steps=0, eval_num_steps=0)\n"
-        "o = types.SimpleNamespace(**values)\n"
+        "import sys; from llmq.log import RunLog; from llmq.options import LogOptions\n"
+        "o = LogOptions(name='n', log_file=sys.argv[1])\n"
         "log = RunLog(o); log.model('caf\\u00e9/\\udcff'); log.begin(); input()"
     )
     env = {

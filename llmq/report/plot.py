@@ -1,0 +1,239 @@
+"""Training curves of one or several runs: loss raw and smoothed, evaluation loss, norm, learning rate, tokens/s.
+
+Figures are made without pyplot, so nothing global changes and a notebook's own plots are left alone.
+"""
+
+from __future__ import annotations
+
+import io
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from llmq.errors import DataError, StorageError, UsageError
+from llmq.report.read import Log, read_log
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
+
+FORMATS = ("png", "svg", "pdf")
+COLOURS = ("#1f6feb", "#d9480f", "#2b8a3e", "#9c36b5", "#e0a100", "#0c8599", "#c2255c", "#5f3dc4", "#495057")
+INK, FAINT = "#24292f", "#8c959f"
+STYLE: dict[str, Any] = {
+    "font.size": 9.5,
+    "text.color": INK,
+    "axes.labelcolor": FAINT,
+    "axes.edgecolor": "#d0d7de",
+    "axes.spines.top": False,
+    "axes.spines.right": False,
+    "axes.grid": True,
+    "axes.axisbelow": True,
+    "axes.titlelocation": "left",
+    "axes.titlesize": 10.5,
+    "axes.titleweight": "bold",
+    "axes.titlepad": 9,
+    "grid.color": "#eaeef2",
+    "grid.linewidth": 0.8,
+    "xtick.color": FAINT,
+    "ytick.color": FAINT,
+    "xtick.labelcolor": INK,
+    "ytick.labelcolor": INK,
+    "xtick.major.size": 0,
+    "ytick.major.size": 0,
+    "legend.frameon": False,
+    "svg.hashsalt": "llmq",
+    "svg.fonttype": "none",
+}
+
+
+@dataclass(frozen=True)
+class Run:
+    """One run in the figure. `loss` has NaN where it was not finite; `smooth` is its running mean."""
+
+    label: str
+    colour: str
+    log: Log
+    loss: np.ndarray
+    smooth: np.ndarray
+
+
+def smoothed(values: np.ndarray, width: int) -> np.ndarray:
+    """Mean over a bell of about 3 x `width` values around each one; values that are not finite stay NaN, uncounted.
+
+    Centred, unlike an exponential mean, so that a steep start is not drawn too late. The bell is three passes of a box,
+    which cost the same for any width.
+    """
+    good = np.isfinite(values)
+    total, count = np.where(good, values, 0.0), good.astype(np.float64)
+    reach = max(width, 1) // 2
+    first = np.maximum(np.arange(values.size) - reach, 0)
+    last = np.minimum(np.arange(values.size) + reach + 1, values.size)
+    for _ in range(3):
+        total, count = (s[last] - s[first] for s in (np.cumsum([0.0, *total]), np.cumsum([0.0, *count])))
+    return np.divide(total, count, out=np.full(values.shape, math.nan), where=good)
+
+
+def plot_runs(runs: Sequence[Path], out: Path) -> Path:
+    """Draws the logs of `runs` (run folders or log files) into `out`, a .png, .svg or .pdf file; returns its path.
+
+    UsageError without matplotlib or for another format, DataError for logs that cannot be drawn, StorageError when
+    `out` cannot be written.
+    """
+    out = Path(out)
+    kind = out.suffix.lower().lstrip(".")
+    if kind not in FORMATS:
+        raise UsageError(
+            f"{out} does not end in one of {', '.join('.' + f for f in FORMATS)}: choose one of these formats"
+        )
+    try:
+        import matplotlib
+        from matplotlib.figure import Figure
+    except ImportError as error:
+        raise UsageError(
+            f"plots need matplotlib, which is not installed here ({error}): install llmq with its extra [plot], or "
+            '`pip install "matplotlib>=3.8"`'
+        ) from error
+    logs = _read(runs)
+    style: Any = {**dict(matplotlib.rcParamsDefault), **STYLE}  # not the user's matplotlibrc
+    with matplotlib.rc_context(style):
+        figure = Figure(figsize=(11, 6.2), dpi=160, facecolor="white")
+        _draw(figure, _labelled(logs))
+        image = io.BytesIO()
+        figure.savefig(image, format=kind, metadata={"Date": None} if kind == "svg" else None)
+    try:
+        out.parent.mkdir(parents=True, exist_ok=True)
+        out.write_bytes(image.getvalue())
+    except OSError as error:
+        raise StorageError(f"the plot {out} cannot be written: {error.strerror or error}") from error
+    return out
+
+
+def _read(runs: Sequence[Path]) -> list[Log]:
+    logs, problems = [], []
+    for run in runs:
+        try:
+            log = read_log(Path(run))
+            if log.train["step"].size == 0 and log.eval["step"].size == 0:
+                raise DataError(f"the log {log.path} has no steps yet")
+            logs.append(log)
+        except DataError as error:
+            problems.append(str(error))
+    if problems:
+        raise DataError("\n".join(problems))
+    return logs
+
+
+def _labelled(logs: Sequence[Log]) -> list[Run]:
+    names = [log.name for log in logs]
+    if len(set(names)) < len(names):  # the same name: what tells them apart is where they are
+        names = [str(log.path.parent if log.path.stem == "log" else log.path) for log in logs]
+    runs = []
+    for i, (log, name) in enumerate(zip(logs, names, strict=True)):
+        loss = np.where(np.isfinite(log.train["loss"]), log.train["loss"], math.nan)
+        runs.append(Run(name, COLOURS[i % len(COLOURS)], log, loss, smoothed(loss, loss.size // 60)))
+    return runs
+
+
+def _draw(figure: Figure, runs: Sequence[Run]) -> None:
+    top = 0.825 if len(runs) == 1 else 0.87  # one run has a line of facts under its name
+    grid = figure.add_gridspec(
+        2, 3, height_ratios=(1.45, 1), left=0.055, right=0.985, bottom=0.075, top=top, wspace=0.2, hspace=0.38
+    )
+    loss = figure.add_subplot(grid[0, :2], title="training loss")
+    held_out = figure.add_subplot(grid[0, 2], title="evaluation loss")
+    norm, rate, speed = (
+        figure.add_subplot(grid[1, i], title=title)
+        for i, title in enumerate(("gradient norm", "learning rate", "tokens/s"))
+    )
+    raw, smooth = ("each step", "smoothed") if len(runs) == 1 else ("_", None)  # "_": not in the legend
+    for run in runs:
+        train, evals = run.log.train, run.log.eval
+        dotted = "." if np.isfinite(run.loss).sum() < 2 else None  # one point has no line
+        loss.plot(train["step"], run.loss, color=run.colour, linewidth=0.8, alpha=0.35, marker=dotted, label=raw)
+        loss.plot(train["step"], run.smooth, color=run.colour, linewidth=1.9, label=smooth or run.label)
+        held_out.plot(
+            evals["step"], _finite(evals["loss"]), color=run.colour, linewidth=1.5, marker="o", markersize=3.5
+        )
+        norm.plot(train["step"], _finite(train["norm"]), color=run.colour, linewidth=1.0, alpha=0.9, marker=dotted)
+        rate.plot(train["step"], _finite(train["lr"]), color=run.colour, linewidth=1.7, marker=dotted)
+        speed.plot(train["step"], _finite(train["tps"]), color=run.colour, linewidth=1.0, alpha=0.9, marker=dotted)
+    _mark_lost_steps(loss, runs)
+    _finish(figure, (loss, held_out, norm, rate, speed), runs)
+
+
+def _mark_lost_steps(axes: Axes, runs: Sequence[Run]) -> None:
+    """Crosses at the foot of the panel where a loss or gradient was not finite."""
+    for run in runs:
+        train = run.log.train
+        lost = train["step"][~(np.isfinite(train["loss"]) & np.isfinite(train["norm"]) & (train["applied"] != 0))]
+        if lost.size:
+            foot = np.full(lost.size, 0.025)
+            axes.plot(lost, foot, "x", color=run.colour, markersize=5, transform=axes.get_xaxis_transform(), label="_")
+            noun = "step" if lost.size == 1 else "steps"
+            axes.plot([], [], "x", color=run.colour, markersize=5, label=f"{lost.size} {noun} not finite")
+
+
+def _finish(figure: Figure, panels: Sequence[Axes], runs: Sequence[Run]) -> None:
+    from matplotlib.ticker import EngFormatter, FuncFormatter, MaxNLocator
+
+    loss, held_out, norm, rate, speed = panels
+    last = max(int(table["step"].max(initial=1)) for run in runs for table in (run.log.train, run.log.eval))
+    for axes in panels:
+        axes.set_xlim(0, last + 0.5 if last < 50 else last * 1.01)
+        axes.xaxis.set_major_locator(MaxNLocator(6, integer=True))
+        axes.xaxis.set_major_formatter(FuncFormatter(lambda x, _: f"{x:,.0f}"))
+        axes.margins(y=0.08)
+    for axes in panels[2:]:
+        axes.set_xlabel("step")
+    norms = np.concatenate([_finite(run.log.train["norm"]) for run in runs])
+    norms = norms[norms > 0]
+    if norms.size and norms.max() > 30 * norms.min():
+        norm.set_yscale("log")
+    rate.set_ylim(bottom=0)
+    rate.yaxis.set_major_formatter(FuncFormatter(lambda y, _: _short(y)))
+    speed.set_ylim(bottom=0)
+    speed.yaxis.set_major_formatter(EngFormatter(sep=""))
+    if not any(run.log.eval["step"].size for run in runs):
+        held_out.text(0.5, 0.5, "no evaluations", transform=held_out.transAxes, ha="center", color=FAINT)
+        held_out.set_yticks([])
+    figure.text(0.012, 0.955, _title(runs), fontsize=14, fontweight="bold", va="center")
+    if len(runs) == 1:
+        figure.text(0.012, 0.912, _summary(runs[0]), fontsize=9.5, color="#57606a", va="center")
+    loss.legend(loc="upper right")
+
+
+def _short(value: float) -> str:
+    """`3e-4`: a small number as people type it."""
+    if value == 0 or abs(value) >= 0.01:
+        return f"{value:.3g}"
+    mantissa, exponent = f"{value:.2e}".split("e")
+    return f"{float(mantissa):g}e{int(exponent)}"
+
+
+def _title(runs: Sequence[Run]) -> str:
+    return runs[0].label if len(runs) == 1 else f"{len(runs)} runs"
+
+
+def _summary(run: Run) -> str:
+    """One line: model, steps, last losses, speed."""
+    train, evals, model = run.log.train, run.log.eval, run.log.header.get("model")
+    parts = [str(model["path"])] if isinstance(model, dict) and model.get("path") else []
+    steps = int(max(train["step"].max(initial=0), evals["step"].max(initial=0)))
+    parts.append(f"{steps:,} step{'' if steps == 1 else 's'}")
+    for what, values in (("training loss", run.smooth), ("evaluation loss", evals["loss"])):
+        finite = values[np.isfinite(values)]
+        if finite.size:
+            parts.append(f"{what} {finite[-1]:.4f}")
+    speeds = train["tps"][np.isfinite(train["tps"])]
+    if speeds.size:
+        parts.append(f"{np.median(speeds):,.0f} tokens/s")
+    return "   |   ".join(parts)
+
+
+def _finite(values: np.ndarray) -> np.ndarray:
+    return np.where(np.isfinite(values), values, math.nan)

@@ -1,0 +1,148 @@
+"""Plots: what is drawn is what the logs say, and the image is a whole one."""
+
+from __future__ import annotations
+
+import io
+import math
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from llmq.errors import DataError, StorageError, UsageError
+from llmq.log import EvalRecord, RunLog, TrainRecord
+from llmq.options import LogOptions
+from llmq.report.plot import plot_runs, smoothed
+
+matplotlib = pytest.importorskip("matplotlib")
+from matplotlib.figure import Figure  # noqa: E402
+
+MAGIC = {"png": b"\x89PNG", "svg": b"<?xml", "pdf": b"%PDF"}
+ROOT = Path(__file__).parents[2]
+
+
+def write_run(folder: Path, steps: int = 30, lost: tuple[int, ...] = (), name: str | None = None) -> Path:
+    log_options = LogOptions.model_validate({"name": name or folder.name, "log_file": str(folder / "log.jsonl")})
+    with RunLog(log_options, io.StringIO()) as log:
+        log.options({"name": log_options.name})
+        log.model("tinyllama")
+        log.begin()
+        for step in range(1, steps + 1):
+            loss = math.nan if step in lost else 2 + 5 / step
+            log.train(TrainRecord(step, step / 30, loss, 1.0 + step, 1e-4, 100.0, 512, 512, applied=step not in lost))
+            if step % 10 == 0:
+                log.evaluation(EvalRecord(step, step / 30, 2.5 + 5 / step, loss, 50.0, 512, 512))
+    return folder
+
+
+@pytest.fixture
+def figures(monkeypatch: pytest.MonkeyPatch) -> list[Figure]:
+    """The figures that are saved."""
+    saved: list[Figure] = []
+    real = Figure.savefig
+
+    def save(figure: Figure, *args: object, **kwargs: object) -> None:
+        saved.append(figure)
+        real(figure, *args, **kwargs)
+
+    monkeypatch.setattr(Figure, "savefig", save)
+    return saved
+
+
+@pytest.mark.parametrize("kind", sorted(MAGIC))
+def test_formats(tmp_path: Path, kind: str) -> None:
+    before = dict(matplotlib.rcParams)
+    out = plot_runs([write_run(tmp_path / "a")], tmp_path / "new" / f"out.{kind.upper()}")
+    assert out.read_bytes().startswith(MAGIC[kind])
+    assert dict(matplotlib.rcParams) == before
+
+
+def test_panels_hold_the_numbers_of_the_log(tmp_path: Path, figures: list[Figure]) -> None:
+    plot_runs([write_run(tmp_path / "a", lost=(7, 8))], tmp_path / "out.png")
+    panels = {axes.get_title(loc="left"): axes for axes in figures[0].axes}
+    assert list(panels) == ["training loss", "evaluation loss", "gradient norm", "learning rate", "tokens/s"]
+    raw = panels["training loss"].lines[0]
+    want = [math.nan if step in (7, 8) else 2 + 5 / step for step in range(1, 31)]
+    np.testing.assert_array_equal(raw.get_xdata(), np.arange(1, 31))
+    np.testing.assert_array_equal(raw.get_ydata(), want)
+    np.testing.assert_array_equal(panels["training loss"].lines[2].get_xdata(), [7, 8])
+    np.testing.assert_array_equal(panels["evaluation loss"].lines[0].get_ydata(), [3.0, 2.75, 2.5 + 5 / 30])
+    np.testing.assert_array_equal(panels["gradient norm"].lines[0].get_ydata(), np.arange(2.0, 32.0))
+    np.testing.assert_array_equal(panels["learning rate"].lines[0].get_ydata(), [1e-4] * 30)
+    np.testing.assert_allclose(panels["tokens/s"].lines[0].get_ydata(), 5120.0)
+    legend = [text.get_text() for text in panels["training loss"].get_legend().get_texts()]
+    assert legend == ["each step", "smoothed", "2 steps not finite"]
+    assert "evaluation loss 2.6667" in figures[0].texts[1].get_text()
+
+
+def test_several_runs_share_the_panels_and_a_legend(tmp_path: Path, figures: list[Figure]) -> None:
+    runs = [write_run(tmp_path / "a"), write_run(tmp_path / "b", 50) / "log.jsonl"]
+    plot_runs(runs, tmp_path / "out.png")
+    legend = figures[0].axes[0].get_legend()
+    assert [text.get_text() for text in legend.get_texts()] == ["a", "b"]
+    for axes in figures[0].axes:
+        assert len({line.get_color() for line in axes.lines}) == 2
+        assert axes.get_xlim()[1] >= 50
+
+
+def test_runs_of_one_name_are_told_apart(tmp_path: Path, figures: list[Figure]) -> None:
+    plot_runs([write_run(tmp_path / "a", name="x"), write_run(tmp_path / "b", name="x")], tmp_path / "out.png")
+    legend = figures[0].axes[0].get_legend()
+    assert [text.get_text() for text in legend.get_texts()] == [str(tmp_path / "a"), str(tmp_path / "b")]
+
+
+@pytest.mark.parametrize(("steps", "lost"), [(1, ()), (2, (1, 2)), (5, ()), (1, (1,))])
+def test_short_and_lost_runs_are_drawn(tmp_path: Path, steps: int, lost: tuple[int, ...]) -> None:
+    assert plot_runs([write_run(tmp_path / "a", steps, lost)], tmp_path / "out.png").stat().st_size > 1000
+
+
+def test_smoothing() -> None:
+    values = np.array([1.0, math.nan, 3.0, 5.0, math.inf, 7.0])
+    np.testing.assert_array_equal(smoothed(values, 0), [1, math.nan, 3, 5, math.nan, 7])
+    np.testing.assert_allclose(smoothed(np.full(50, 2.5), 9), 2.5)
+    line = np.arange(101.0)
+    np.testing.assert_allclose(smoothed(line, 9)[12:-12], line[12:-12])  # centred: a slope is not delayed
+    noise = np.random.default_rng().standard_normal(4000)
+    assert smoothed(noise, 100).std() < 0.15
+    holes = np.where(np.arange(50) % 7 == 0, math.nan, 2.5)
+    np.testing.assert_allclose(smoothed(holes, 9), holes)
+    assert smoothed(np.empty(0), 5).shape == (0,)
+
+
+def test_what_cannot_be_drawn_is_said_at_once(tmp_path: Path) -> None:
+    (tmp_path / "bad.jsonl").write_text("{}\n")
+    empty = write_run(tmp_path / "empty", 0)
+    with pytest.raises(DataError) as caught:
+        plot_runs([tmp_path / "bad.jsonl", empty, tmp_path / "absent"], tmp_path / "out.png")
+    lines = str(caught.value)
+    assert all(text in lines for text in ("bad.jsonl", "has no steps yet", "absent"))
+    run = write_run(tmp_path / "a")
+    with pytest.raises(UsageError, match=r"\.png, \.svg, \.pdf"):
+        plot_runs([run], tmp_path / "out.gif")
+    with pytest.raises(StorageError, match="cannot be written"):
+        plot_runs([run], tmp_path / "bad.jsonl" / "out.png")
+
+
+def test_without_matplotlib(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "matplotlib", None)
+    with pytest.raises(UsageError, match=r"\[plot\]"):
+        plot_runs([write_run(tmp_path / "a")], tmp_path / "out.png")
+
+
+def test_the_command_and_the_script(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    from llmq.cli.plot import main
+
+    run, out = write_run(tmp_path / "a"), tmp_path / "out.png"
+    for arguments, code in (([str(run), "-o", str(out)], 0), ([], 2), ([str(tmp_path / "absent")], 3)):
+        with pytest.raises(SystemExit) as caught:
+            main(arguments)
+        assert caught.value.code == code
+    printed = capsys.readouterr()
+    assert printed.out == f"{out}\n"
+    assert "no run folder or log" in printed.err and "Traceback" not in printed.err
+    out.unlink()
+    script = ROOT / "tools" / "plot-training-run.py"
+    subprocess.run([sys.executable, script, run, "-o", out], check=True, cwd=tmp_path, capture_output=True)
+    assert out.exists()
