@@ -1,0 +1,45 @@
+"""llmq-export-wandb: a finished log to Weights & Biases."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+import click
+
+from llmq.cli import shell
+
+
+@click.command("llmq-export-wandb", epilog="Example: llmq-export-wandb --log-file runs/first/log.jsonl --project llmq")
+@click.option("--log-file", required=True, metavar="LOG", help="The log, or the run folder that it is in.")
+@click.option("--project", required=True, help="W&B project.")
+@click.option("--name", help="Name of the run in W&B.  [default: the run's own]")
+@click.option("--entity", help="W&B user or team.  [default: yours]")
+@click.option("--run-id", help="W&B id of the run.  [default: made from the log; the same for every export of it]")
+@click.option("--offline", is_flag=True, help="Only into a local folder, for `wandb sync`; so does WANDB_MODE=offline.")
+def command(
+    log_file: str, project: str, name: str | None, entity: str | None, run_id: str | None, offline: bool
+) -> None:
+    """Sends a finished run's options, losses and speeds to Weights & Biases, each at its step."""
+    # Imported here, so that --help does not wait for them.
+    from llmq.report.wandb import export_wandb
+
+    done = export_wandb(Path(log_file), project=project, name=name, entity=entity, run_id=run_id, offline=offline)
+    steps = f"{done.num_steps} step{'' if done.num_steps == 1 else 's'}"
+    if done.url:
+        click.echo(f"{steps} sent to {done.url}")
+    else:
+        click.echo(f"{steps} written to {done.folder}\nUpload with: wandb sync {done.folder}")
+
+
+command.params.append(shell.version_option())
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    """The console script."""
+    sys.exit(shell.run(command, arguments))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,124 @@
+"""A finished log to Weights & Biases: the options as its config, every train and eval record at its step.
+
+The run's id comes from the log's header, so exporting the same log again finds the same run, and only the steps that
+W&B does not have yet are sent (W&B's history cannot be rewritten: steps of a line that the run left behind stay there).
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from llmq.errors import DataError, StorageError, UsageError
+from llmq.report.read import Log, read_log
+
+
+@dataclass(frozen=True)
+class Exported:
+    """Where the run is: `url` online, else None; `folder` is W&B's local copy, which `wandb sync` uploads."""
+
+    run_id: str
+    url: str | None
+    folder: Path
+    num_steps: int  # sent by this export
+
+
+def export_wandb(
+    log_file: Path,
+    *,
+    project: str,
+    name: str | None = None,
+    entity: str | None = None,
+    run_id: str | None = None,
+    offline: bool = False,
+) -> Exported:
+    """Sends the log (a file, or the run folder) to W&B, or with `offline` or WANDB_MODE=offline to a folder for later.
+
+    DataError for a log that cannot be read, UsageError without wandb, without a login, or when W&B refuses,
+    StorageError when its local folder cannot be written.
+    """
+    log = read_log(log_file)
+    history = _history(log)
+    if not history:
+        raise DataError(f"the log {log.path} has no steps yet")
+    run_id = run_id or default_run_id(log)
+    if not re.fullmatch(r"[A-Za-z0-9_-]{1,64}", run_id):
+        raise UsageError(f"--run-id {run_id!r} is not an id for W&B: use up to 64 letters, digits, '-' and '_'")
+    mode: Any = "offline" if offline else os.environ.get("WANDB_MODE") or "online"
+    if mode not in ("online", "offline"):
+        raise UsageError(f"WANDB_MODE={mode} would export nothing: unset it, or set it to online or offline")
+    try:
+        import wandb
+    except ImportError as error:
+        raise UsageError(
+            f"the export needs wandb, which is not installed here ({error}): install llmq with its extra [wandb], or "
+            '`pip install "wandb>=0.19"`'
+        ) from error
+    # Only what the log says: not this machine's load, console or git state.
+    settings = wandb.Settings(
+        console="off", silent=True, x_disable_stats=True, x_disable_meta=True, disable_git=True, save_code=False
+    )
+    try:
+        run = wandb.init(
+            project=project,
+            name=name or log.name,
+            entity=entity,
+            id=run_id,
+            config=_config(log),
+            mode=mode,
+            resume="allow" if mode == "online" else None,
+            settings=settings,
+        )
+        new = {step: values for step, values in history.items() if step >= run.step}
+        for step, values in new.items():
+            run.log(values, step=step)
+        run.summary.update(_summary(log))
+        exported = Exported(run_id, run.url if mode == "online" else None, Path(run.dir).parent, len(new))
+        run.finish()
+    except wandb.Error as error:
+        raise UsageError(
+            f"W&B refused the export: {error}\nLog in with `wandb login` or set WANDB_API_KEY; or export with "
+            "--offline and upload later with `wandb sync`"
+        ) from error
+    except OSError as error:
+        raise StorageError(f"W&B's local folder cannot be written: {error}. WANDB_DIR names another place.") from error
+    return exported
+
+
+def default_run_id(log: Log) -> str:
+    """An id that is the same for every export of this run, and of no other."""
+    return hashlib.sha256(json.dumps(log.header, sort_keys=True).encode()).hexdigest()[:16]
+
+
+def _history(log: Log) -> dict[int, dict[str, float]]:
+    """Metrics by step: `train/loss`, `eval/loss`, ...; columns that nothing is known of are left out."""
+    history: dict[int, dict[str, float]] = {}
+    for kind, table in (("train", log.train), ("eval", log.eval)):
+        known = {name for name, values in table.items() if name != "step" and not np.isnan(values).all()}
+        for row, step in enumerate(table["step"].tolist()):
+            values = {(n if n == "epoch" else f"{kind}/{n}"): float(table[n][row]) for n in table if n in known}
+            history.setdefault(step, {}).update(values)
+    return dict(sorted(history.items()))
+
+
+def _config(log: Log) -> dict[str, Any]:
+    options = log.header.get("options")
+    others = {name: log.header[name] for name in ("system", "model", "dataset", "allocator") if log.header.get(name)}
+    return {
+        **(dict(options) if isinstance(options, Mapping) else {}),
+        "llmq": {"version": log.header.get("version"), **others},
+    }
+
+
+def _summary(log: Log) -> dict[str, Any]:
+    """How the run ended, if it did."""
+    ends = [event for event in log.events if event["type"] == "end"]
+    return {f"end/{k}": v for k, v in ends[-1].items() if k not in ("type", "step")} if ends else {}

@@ -1,0 +1,226 @@
+"""The export to W&B: with a stand-in that keeps what it is given, and with the real library, offline."""
+
+from __future__ import annotations
+
+import io
+import math
+import struct
+import subprocess
+import sys
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from types import ModuleType, SimpleNamespace
+from typing import Any
+
+import pytest
+
+from llmq.errors import DataError, StorageError, UsageError
+from llmq.log import EvalRecord, RunLog, TrainRecord
+from llmq.options import LogOptions
+from llmq.report.read import read_log
+from llmq.report.wandb import default_run_id, export_wandb
+
+ROOT = Path(__file__).parents[2]
+
+
+def write_run(folder: Path, steps: int = 6) -> Path:
+    with RunLog(LogOptions(name="try", log_file=str(folder / "log.jsonl")), io.StringIO()) as log:
+        log.options({"name": "try", "learning_rate": 1e-5})
+        log.model("tinyllama", num_parameters=7)
+        log.begin()
+        for step in range(1, steps + 1):
+            loss = math.nan if step == 2 else 5 / step
+            log.train(TrainRecord(step, step / 6, loss, 1.0, 1e-4, 100.0, 512, 512, applied=step != 2))
+            if step % 3 == 0:
+                log.evaluation(EvalRecord(step, step / 6, 3.0 / step, loss, 50.0, 512, 512))
+        log.end("finished", eval_loss=0.5)
+    return folder / "log.jsonl"
+
+
+@dataclass
+class FakeRun:
+    """Keeps what is logged; a second init with its id goes on where it was."""
+
+    dir: str
+    url: str = "https://wandb.example/run"
+    logged: dict[int, dict[str, float]] = field(default_factory=dict)
+    summary: dict[str, Any] = field(default_factory=dict)
+    finished: int = 0
+
+    @property
+    def step(self) -> int:
+        return max(self.logged, default=-1) + 1
+
+    def log(self, values: dict[str, float], step: int) -> None:
+        assert step >= self.step, "W&B drops what comes out of order"
+        self.logged[step] = values
+
+    def finish(self) -> None:
+        self.finished += 1
+
+
+@pytest.fixture
+def fake(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> SimpleNamespace:
+    """Stands in for wandb."""
+    seen = SimpleNamespace(calls=[], runs={}, error=None)
+    module: Any = ModuleType("wandb")
+
+    class Error(Exception):
+        pass
+
+    def init(**arguments: Any) -> FakeRun:
+        if seen.error:
+            raise seen.error
+        seen.calls.append(arguments)
+        return seen.runs.setdefault(arguments["id"], FakeRun(str(tmp_path / "wandb" / "run-x" / "files")))
+
+    module.Error, module.init, module.Settings = Error, init, SimpleNamespace
+    monkeypatch.setitem(sys.modules, "wandb", module)
+    monkeypatch.delenv("WANDB_MODE", raising=False)
+    return seen
+
+
+def test_metrics_come_at_their_steps(tmp_path: Path, fake: SimpleNamespace) -> None:
+    path = write_run(tmp_path)
+    done = export_wandb(path, project="p", entity="team")
+    (call,) = fake.calls
+    assert {k: call[k] for k in ("project", "entity", "name", "mode", "resume")} == {
+        "project": "p",
+        "entity": "team",
+        "name": "try",
+        "mode": "online",
+        "resume": "allow",
+    }
+    assert call["config"]["learning_rate"] == 1e-5
+    assert call["config"]["llmq"]["model"] == {"path": "tinyllama", "num_parameters": 7}
+    run = fake.runs[call["id"]]
+    assert list(run.logged) == [1, 2, 3, 4, 5, 6]
+    assert run.logged[3]["train/loss"] == 5 / 3 and run.logged[3]["eval/loss"] == 1.0
+    assert "eval/loss" not in run.logged[4] and "train/sol" not in run.logged[4]  # not measured
+    assert math.isnan(run.logged[2]["train/loss"]) and run.logged[2]["train/applied"] == 0
+    assert run.logged[6]["epoch"] == 1.0 and run.logged[6]["train/tps"] == pytest.approx(5120)
+    assert run.summary == {"end/reason": "finished", "end/eval_loss": 0.5}
+    assert run.finished == 1
+    assert (done.url, done.num_steps) == (run.url, 6)
+
+
+def test_exporting_again_adds_only_what_is_new(tmp_path: Path, fake: SimpleNamespace) -> None:
+    path = write_run(tmp_path)
+    first = export_wandb(path, project="p")
+    assert export_wandb(path, project="p").num_steps == 0
+    with RunLog(LogOptions(name="try", log_file=str(path)), io.StringIO()) as log:
+        log.begin(resume_step=6)
+        log.train(TrainRecord(7, 1.2, 1.0, 1.0, 1e-4, 100.0, 512, 512))
+    again = export_wandb(path, project="p", name="other")
+    assert (again.run_id, again.num_steps) == (first.run_id, 1)
+    assert len(fake.runs) == 1 and fake.calls[-1]["name"] == "other"
+
+
+def test_ids(tmp_path: Path, fake: SimpleNamespace) -> None:
+    log = read_log(write_run(tmp_path))
+    assert default_run_id(log) == default_run_id(read_log(tmp_path))
+    log.header["started"] = "another time"
+    assert default_run_id(log) != default_run_id(read_log(tmp_path))
+    assert export_wandb(tmp_path, project="p", run_id="mine").run_id == "mine"
+    with pytest.raises(UsageError, match="--run-id"):
+        export_wandb(tmp_path, project="p", run_id="a/b")
+
+
+@pytest.mark.parametrize(
+    ("variable", "offline", "mode"),
+    [(None, True, "offline"), ("offline", False, "offline"), ("online", False, "online"), ("online", True, "offline")],
+)
+def test_modes(
+    tmp_path: Path,
+    fake: SimpleNamespace,
+    monkeypatch: pytest.MonkeyPatch,
+    variable: str | None,
+    offline: bool,
+    mode: str,
+) -> None:
+    if variable:
+        monkeypatch.setenv("WANDB_MODE", variable)
+    done = export_wandb(write_run(tmp_path), project="p", offline=offline)
+    assert fake.calls[0]["mode"] == mode
+    assert (done.url is None) == (mode == "offline")
+    assert done.folder == tmp_path / "wandb" / "run-x"
+
+
+def test_what_cannot_be_exported(tmp_path: Path, fake: SimpleNamespace, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = write_run(tmp_path)
+    fake.error = sys.modules["wandb"].Error("api_key not configured")
+    with pytest.raises(UsageError, match=r"(?s)api_key not configured.*wandb login.*--offline"):
+        export_wandb(path, project="p")
+    fake.error = OSError(28, "No space left on device")
+    with pytest.raises(StorageError, match="No space left"):
+        export_wandb(path, project="p")
+    monkeypatch.setenv("WANDB_MODE", "disabled")
+    with pytest.raises(UsageError, match="WANDB_MODE=disabled"):
+        export_wandb(path, project="p")
+    monkeypatch.setitem(sys.modules, "wandb", None)
+    with pytest.raises(UsageError, match=r"\[wandb\]"):
+        export_wandb(path, project="p", offline=True)
+    with pytest.raises(DataError, match="no run folder"):
+        export_wandb(tmp_path / "absent", project="p")
+    with pytest.raises(DataError, match="no steps"):
+        export_wandb(write_run(tmp_path / "new", 0), project="p")
+
+
+def test_the_command(tmp_path: Path, fake: SimpleNamespace, capsys: pytest.CaptureFixture[str]) -> None:
+    from llmq.cli.export_wandb import main
+
+    arguments = ["--log-file", str(write_run(tmp_path)), "--project", "p"]
+    for more, code, says in (
+        ([], 0, "6 steps sent to https://wandb.example/run"),
+        (["--offline", "--run-id", "new"], 0, f"wandb sync {tmp_path / 'wandb' / 'run-x'}"),
+        (["--log-file", str(tmp_path / "absent")], 3, "no run folder"),
+        (["--nonsense"], 2, "nonsense"),
+    ):
+        with pytest.raises(SystemExit) as caught:
+            main([*arguments, *more])
+        assert caught.value.code == code
+        printed = capsys.readouterr()
+        assert says in (printed.err if code else printed.out)
+
+
+def payloads(path: Path) -> Iterator[bytes]:
+    """Records of a .wandb file: LevelDB's log format behind 7 bytes, blocks of 32 KiB, heads of crc, length, type."""
+    data, at, parts = path.read_bytes(), 7, b""
+    while at + 7 <= len(data):
+        if 32768 - at % 32768 < 7:
+            at += 32768 - at % 32768
+            continue
+        _, length, kind = struct.unpack_from("<IHB", data, at)
+        parts += data[at + 7 : at + 7 + length]
+        at += 7 + length
+        if kind in (1, 4):  # whole, or the last part
+            yield parts
+            parts = b""
+
+
+def test_the_real_library_offline(tmp_path: Path) -> None:
+    pytest.importorskip("wandb", reason="wandb is not installed: extra [wandb]")
+    from wandb.proto.wandb_internal_pb2 import Record
+
+    path = write_run(tmp_path / "run")
+    script = ROOT / "tools" / "export-wandb.py"
+    command = [sys.executable, script, "--log-file", path, "--project", "p", "--offline", "--run-id", "abc"]
+    environment = {"HOME": str(tmp_path), "WANDB_DIR": str(tmp_path), "PATH": "/usr/bin:/bin"}
+    done = subprocess.run(command, cwd=tmp_path, env=environment, timeout=120, capture_output=True, text=True)
+    assert (done.returncode, done.stderr) == (0, "")
+    assert done.stdout.startswith(f"6 steps written to {tmp_path}")
+    (file,) = tmp_path.glob("wandb/offline-run-*/run-abc.wandb")
+    history: dict[int, dict[str, str]] = {}
+    config: dict[str, str] = {}
+    for payload in payloads(file):
+        record = Record()
+        record.ParseFromString(payload)
+        if record.WhichOneof("record_type") == "history":
+            items = record.history.item
+            history[record.history.step.num] = {i.key or "/".join(i.nested_key): i.value_json for i in items}
+        if record.WhichOneof("record_type") == "run":
+            config.update({update.key: update.value_json for update in record.run.config.update})
+    assert sorted(history) == [1, 2, 3, 4, 5, 6]
+    assert float(history[6]["eval/loss"]) == 0.5 and float(history[4]["train/loss"]) == 1.25
+    assert float(config["learning_rate"]) == 1e-5
