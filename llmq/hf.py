@@ -166,10 +166,8 @@ class Export:
 
 def open_export(
     options: ExportOptions, config: ModelConfig, rows: Sequence[Row], tokenizer_folder: Path | None
-) -> Export | None:
-    """The export that the options ask for, or None without `--out-dir`. The dtype defaults to the source's."""
-    if options.out_dir is None:
-        return None
+) -> Export:
+    """The export that the options ask for. The dtype defaults to the source's."""
     dtype = options.export_dtype or config.dtype
     return Export(Path(options.out_dir), config, rows, dtype, tokenizer_folder, options.overwrite)
 

@@ -62,7 +62,7 @@ OWNERS = {
     "LogOptions": "llmq.log",
     "CheckpointOptions": "llmq.checkpoint",
     "SystemOptions": "llmq.device",
-    "RunOptions": "llmq.train",
+    "RunOptions": "llmq.training",
 }
 STRAIGHT_LINES = {"forward", "backward", "dgrad", "wgrad"}
 BRANCHES = (ast.If, ast.IfExp, ast.While, ast.Match, ast.Try, ast.BoolOp, ast.Assert)

@@ -33,7 +33,7 @@ def train(context: click.Context, *, config: str | None, print_config: bool, **g
     if print_config:
         click.echo(options.to_yaml(), nl=False)
         return 0
-    from llmq.train import run
+    from llmq.training import run
 
     return run(options).exit_code
 

@@ -38,16 +38,16 @@ MANUAL = [
 
 @pytest.fixture
 def trained(monkeypatch):
-    """Options that `llmq.train.run` was called with; what it does can be replaced through `outcome`."""
+    """Options that `llmq.training.run` was called with; what it does can be replaced through `outcome`."""
     seen = SimpleNamespace(options=None, outcome=lambda: 0)
 
     def run(options):
         seen.options = options
         return SimpleNamespace(exit_code=seen.outcome())
 
-    module = types.ModuleType("llmq.train")
+    module = types.ModuleType("llmq.training")
     module.run = run
-    monkeypatch.setitem(sys.modules, "llmq.train", module)
+    monkeypatch.setitem(sys.modules, "llmq.training", module)
     return seen
 
 
@@ -259,7 +259,7 @@ from llmq.cli.train import main
 try:
     main(sys.argv[1:])
 except SystemExit as end:
-    heavy = {"numpy", "cupy", "ml_dtypes", "tokenizers", "huggingface_hub", "pyarrow", "rich", "llmq.train"}
+    heavy = {"numpy", "cupy", "ml_dtypes", "tokenizers", "huggingface_hub", "pyarrow", "rich", "llmq.training"}
     print(end.code, sorted(heavy & set(sys.modules)))
 """
     for argument in ("--help", "--version"):

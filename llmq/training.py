@@ -1,0 +1,316 @@
+"""The training loop: options to plan, plan to engine, batches to steps, steps to log, checkpoints and a model.
+
+`train(**options)` is what the command calls. It installs its signal handlers and threads for the time of the run only.
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Callable
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import Any, TextIO
+
+import numpy as np
+
+from llmq import device, ops, optimizer, sol
+from llmq.checkpoint import Checkpoints, check_same, checkpoint_bytes, load
+from llmq.data.loader import Data, Loader, eval_batches, open_data
+from llmq.data.windows import Windows
+from llmq.disk import check_free_space
+from llmq.engine import Engine
+from llmq.errors import INTERRUPTED, LlmqError, NonFiniteError
+from llmq.hf import Export, open_export
+from llmq.interrupt import Interrupt
+from llmq.log import EvalRecord, RunLog, TrainRecord
+from llmq.options import Options, RunOptions
+from llmq.plan import memory, precision
+from llmq.plan.advice import refuse_if_too_large
+from llmq.plan.plan import Plan, make_plan
+from llmq.rows import num_parameters, padded_vocab
+from llmq.schedule import Schedule, make_schedule
+from llmq.source import ModelSource, initial_parameters, open_source
+from llmq.tensor import DTYPES
+
+MIB = 2**20
+NON_FINITE_LIMIT = 10  # consecutive steps without an update after which training gives up
+
+Watch = Callable[[TrainRecord | EvalRecord], None]
+
+
+@dataclass(frozen=True)
+class TrainResult:
+    """What a run made. Losses are nats per trained token; paths are None for what was not written."""
+
+    exit_code: int = 0
+    steps: int = 0
+    train_loss: float = math.nan  # of the last step
+    eval_loss: float = math.nan  # of the last evaluation
+    tokens_per_second: float = math.nan  # median over the steps of this run
+    sol: float | None = None  # median share of the device's speed of light
+    first_step_s: float = math.nan  # from the call to the end of the first step
+    model_path: Path | None = None
+    log_path: Path | None = None
+    checkpoint_path: Path | None = None
+
+
+def train(*, watch: Watch | None = None, console: TextIO | None = None, **options: Any) -> TrainResult:
+    """Trains a model with the options of `llmq-train` as keyword arguments, and returns metrics and paths.
+
+    `watch` is called with every train and eval record; `console` takes the lines that the command prints (default
+    stdout). Raises LlmqError for what the caller can fix.
+    """
+    return run(Options.parse(options), watch=watch, console=console)
+
+
+def run(options: Options, *, watch: Watch | None = None, console: TextIO | None = None) -> TrainResult:
+    """As `train`, for parsed options."""
+    began = time.perf_counter()
+    with RunLog(options.log, console) as log:
+        job = _prepare(options, log)
+        if _plans_only(options.run):
+            return TrainResult()
+        with Interrupt() as interrupt:
+            try:
+                return _Run(job, log, interrupt, watch or (lambda record: None), began).finish()
+            except LlmqError as error:
+                log.end("failed", error=str(error))
+                raise
+
+
+def _plans_only(options: RunOptions) -> bool:
+    return options.dry_run
+
+
+@dataclass(frozen=True)
+class Job:
+    """A run, checked and planned, before memory is allocated."""
+
+    device: str
+    seed: int
+    source: ModelSource
+    data: Data
+    schedule: Schedule
+    plan: Plan
+    checkpoints: Checkpoints
+    resume: Path | None
+    export: Export
+    must_match: dict[str, Any]
+    checkpoint_bytes: int
+
+    @property
+    def tokens_per_step(self) -> int:
+        """All tokens of an optimizer step."""
+        return self.data.samples_per_step * self.data.seq_len
+
+
+def _prepare(options: Options, log: RunLog) -> Job:
+    """Everything that can be refused before the first allocation, and the sections of the log."""
+    log.options(options.to_flat())
+    where, seed = device.pick_device(options.system), device.seed_of(options.system)
+    source = open_source(options.model)
+    config = source.config
+    data = open_data(options.data, config.vocab_size, seed)
+    schedule = make_schedule(options.schedule, data.train.num_windows, data.samples_per_step)
+    dtypes = precision.resolve(options.precision)
+    b, t = data.batch_size, data.seq_len
+    logit_bytes = padded_vocab(config) * DTYPES[dtypes.model].itemsize
+    limits = memory.resolve(options.memory, batch_size=b, seq_len=t, logit_bytes=logit_bytes)
+    hyper = optimizer.resolve(options.optimizer)
+    plan = make_plan(config, dtypes, limits, hyper, batch_size=b, seq_len=t, seed=seed)
+    checkpoints = Checkpoints(options.checkpoint)
+    tokenizer = (data.tokenizer_folder() if source.from_scratch else None) or source.tokenizer_folder
+    job = Job(
+        device=where,
+        seed=seed,
+        source=source,
+        data=data,
+        schedule=schedule,
+        plan=plan,
+        checkpoints=checkpoints,
+        resume=checkpoints.start(),
+        export=open_export(options.export, config, plan.rows, tokenizer),
+        must_match=_must_match(plan, seed, data),
+        checkpoint_bytes=checkpoint_bytes((name, r.shape, DTYPES[r.dtype]) for name, r in plan.state().items()),
+    )
+    _describe(job, log)
+    refuse_if_too_large(plan, device.memory_bytes()[1])
+    saved = (checkpoints.folder, checkpoints.peak_bytes(job.checkpoint_bytes))
+    check_free_space({"the checkpoints": saved, "the model": (job.export.folder, job.export.check())})
+    return job
+
+
+def _describe(job: Job, log: RunLog) -> None:
+    """The sections of the log that say what will be run."""
+    plan, data, config = job.plan, job.data, job.plan.config
+    log.system(device.system_facts(job.device))
+    log.model(job.source.name, architecture=config.architecture, parameters=num_parameters(plan.rows))
+    per_epoch = -(-data.train.num_windows // data.samples_per_step)
+    steps = {"tokens per step": job.tokens_per_step, "steps per epoch": per_epoch, "steps": job.schedule.steps}
+    log.dataset(data.train.files, data.eval.files if data.eval else (), **steps)
+    table = {name: size / MIB for name, size in plan.table().items()}
+    other = table.pop("Other")
+    total, free = device.memory_bytes()
+    left = max(free - plan.total_bytes, 0) / MIB
+    log.allocator({**table, "Free": left, "Reserved": max(total - free, 0) / MIB, "Other": other})
+
+
+def _must_match(plan: Plan, seed: int, data: Data) -> dict[str, Any]:
+    """What a checkpoint has in common with the run that continues it: else it would be another run."""
+    return {
+        "seed": seed,
+        "seq_len": data.seq_len,
+        "training samples": data.train.num_windows,
+        "parameters": [[row.name, list(row.shape)] for row in plan.rows],
+        "precision": asdict(plan.precision),
+    }
+
+
+class _Run:
+    """One training run from its first allocation to its exported model."""
+
+    def __init__(self, job: Job, log: RunLog, interrupt: Interrupt, watch: Watch, began: float) -> None:
+        self.job, self.log, self.interrupt, self.watch, self.began = job, log, interrupt, watch, began
+        self.engine = Engine(job.plan, ops.load(job.device))
+        dtypes = {"matmul_dtype": job.plan.precision.matmul, "head_dtype": job.plan.precision.head}
+        self.light_s = sol.seconds_per_token(job.plan.config, job.data.seq_len, device.peaks(job.device), **dtypes)
+        self.step = self.position = self.saved = 0  # updates, samples taken, step of the newest checkpoint
+        self.rejected = 0  # consecutive steps that were not finite
+        self.losses: list[float] = []  # of the steps since the last evaluation
+        self.speeds: list[float] = []
+        self.result = TrainResult(log_path=log.path)
+
+    def finish(self) -> TrainResult:
+        """Trains to the end or to an interrupt; saves; exports a finished model."""
+        job, log = self.job, self.log
+        self._begin()
+        with job.data.loader() as loader:
+            loader.start(self.position)
+            while self.step < job.schedule.steps and not self.interrupt:
+                self._step(loader)
+        self._save()
+        if self.interrupt:
+            log.say(f"Interrupted after step {self.step}. Continue with the same command and --continue.")
+            log.end("interrupted" if self.interrupt.exit_code == INTERRUPTED else "terminated")
+            return self._result(exit_code=self.interrupt.exit_code)
+        self._export()
+        result = self._result()
+        log.end("finished", train_loss=result.train_loss, eval_loss=result.eval_loss)
+        return result
+
+    def _begin(self) -> None:
+        """Weights from the source or state from the checkpoint, and the log's file."""
+        job, engine = self.job, self.engine
+        if job.resume is None:
+            engine.load(initial_parameters(job.source, job.plan.rows, job.seed))
+            self.log.begin()
+            return
+        state, read = load(job.resume)
+        check_same(state["must_match"], job.must_match)
+        engine.restore(read)
+        self.step = self.saved = state["step"]
+        self.position = state["position"]
+        self.log.begin(resume_step=self.step)
+        self.log.notice(f"Continued from {job.resume}")
+
+    def _step(self, loader: Loader) -> None:
+        """One optimizer step, and what is due after it."""
+        job, start = self.job, time.perf_counter()
+        wait_ms = 0.0
+        for micro_step in range(job.data.grad_accumulation):
+            batch = loader.next()
+            wait_ms += batch.wait_ms
+            if micro_step == 0 and self.step == 0 and self.engine.needs_warm_up:
+                self.engine.warm_up(batch.tokens, batch.targets)
+            self.engine.micro_step(batch.tokens, batch.targets, first=micro_step == 0)
+        rate = job.schedule.learning_rate(self.step + 1)
+        done = self.engine.update(self.step + 1, rate)
+        seconds = time.perf_counter() - start
+        self.step, self.position = self.step + 1, batch.position
+        last = self.step == job.schedule.steps
+        record = TrainRecord(
+            step=self.step,
+            epoch=self.position / job.data.train.num_windows,
+            loss=done.loss,
+            norm=done.norm,
+            lr=rate,
+            time_ms=1e3 * seconds,
+            tokens=job.tokens_per_step,
+            trained_tokens=done.num_tokens,
+            wait_ms=wait_ms,
+            sol=self.light_s * job.tokens_per_step / seconds,
+            applied=done.applied,
+        )
+        self._note(record, last)
+        if job.data.eval is not None and self.log.eval_due(self.step, last=last):
+            self._evaluate(job.data.eval, whole=last)
+        if job.checkpoints.due(self.step, last=last):
+            self._save()
+
+    def _note(self, record: TrainRecord, last: bool) -> None:
+        """A step's record to log and watcher; NonFiniteError when steps keep being refused."""
+        if self.log.due(record.step, last=last) or not record.applied:
+            self.log.train(record)
+        self.watch(record)
+        self.losses.append(record.loss)
+        self.speeds.append(record.tps)
+        first = self.result.first_step_s
+        self.result = replace(
+            self.result,
+            steps=record.step,
+            train_loss=record.loss,
+            first_step_s=time.perf_counter() - self.began if math.isnan(first) else first,
+        )
+        self.rejected = 0 if record.applied else self.rejected + 1
+        if self.rejected == NON_FINITE_LIMIT or (last and self.rejected == len(self.speeds)):
+            raise NonFiniteError(
+                f"loss or gradient was not finite in the last {self.rejected} steps up to step {record.step}, and none "
+                "of them changed the weights: lower --learning-rate, set --grad-clip, or use a wider --matmul-dtype"
+            )
+
+    def _evaluate(self, windows: Windows, *, whole: bool) -> None:
+        """Held-out loss now: the first batches, or at the end of the run all of them."""
+        start, total, trained, tokens = time.perf_counter(), 0.0, 0, 0
+        job = self.job
+        steps = None if whole else self.log.eval_num_steps or None
+        for batch in eval_batches(windows, job.data.batch_size, job.data.seq_len, steps):
+            if self.interrupt:
+                return
+            loss, count = self.engine.evaluate(batch.tokens, batch.targets)
+            total, trained, tokens = total + loss, trained + count, tokens + batch.tokens.size
+        record = EvalRecord(
+            step=self.step,
+            epoch=self.position / job.data.train.num_windows,
+            loss=total / max(trained, 1),
+            train_loss=sum(self.losses) / len(self.losses) if self.losses else None,
+            time_ms=1e3 * (time.perf_counter() - start),
+            tokens=tokens,
+            trained_tokens=trained,
+        )
+        self.losses = []
+        self.result = replace(self.result, eval_loss=record.loss)
+        self.log.evaluation(record)
+        self.watch(record)
+
+    def _save(self) -> None:
+        """A checkpoint of this step, unless it is there."""
+        if self.saved == self.step:
+            return
+        state = {"position": self.position, "must_match": self.job.must_match}
+        path = self.job.checkpoints.save(self.step, self.engine.state(), state, self.job.checkpoint_bytes)
+        self.saved = self.step
+        self.result = replace(self.result, checkpoint_path=path)
+        self.log.checkpoint(path)
+
+    def _export(self) -> None:
+        path = self.job.export.write(lambda row: self.engine.parameter(row.name))
+        self.result = replace(self.result, model_path=path)
+        self.log.say(f"Exported: {path}")
+
+    def _result(self, exit_code: int = 0) -> TrainResult:
+        """The run's metrics; the first step is left out of the speed where there are others."""
+        steady = self.speeds[1:] or self.speeds
+        speed = float(np.median(steady)) if steady else math.nan
+        share = self.light_s * speed if steady else None
+        return replace(self.result, exit_code=exit_code, tokens_per_second=speed, sol=share)

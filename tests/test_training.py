@@ -1,0 +1,253 @@
+"""Training end to end: a run, its files, resuming with the same bits, interrupts, refusals, and what is left behind."""
+
+import io
+import json
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+from pathlib import Path
+
+import numpy as np
+import pytest
+from tiny_engines import tiny
+
+import llmq
+from llmq.checkpoint import hash_tensors, load
+from llmq.config import to_hf
+from llmq.data.token_file import TokenWriter
+from llmq.errors import DataError, MemoryLimitError, NonFiniteError, StorageError, UsageError
+from llmq.log import EvalRecord
+from llmq.report.read import read_log
+from llmq.training import NON_FINITE_LIMIT
+
+ROOT = Path(__file__).parents[1]
+T = 16
+
+
+def folder(path, **changes):
+    """A model folder without weights."""
+    path.mkdir()
+    (path / "config.json").write_text(json.dumps(to_hf(tiny(num_layers=1, **changes), "fp32")))
+    return path
+
+
+@pytest.fixture
+def given(tmp_path, monkeypatch):
+    """Options of a small run in a folder of its own."""
+    monkeypatch.chdir(tmp_path)
+    rng = np.random.default_rng(0)
+    for name, count in (("train", 40 * T + 1), ("eval", 5 * T + 1)):
+        with TokenWriter(f"{name}.bin", vocab_size=97) as file:
+            file.append((rng.zipf(1.5, count) % 97).astype(np.int32))
+    return {
+        "model": str(folder(tmp_path / "source")),
+        "from_scratch": True,
+        "train_file": "train.bin",
+        "eval_file": "eval.bin",
+        "model_dtype": "fp32",
+        "batch_size": 2,
+        "seq_len": T,
+        "grad_accumulation": 2,
+        "learning_rate": 1e-2,
+        "warmup": 2,
+        "eval_every_n_steps": 4,
+        "steps": 12,
+        "name": "run",
+        "console": io.StringIO(),
+    }
+
+
+def weights_of(path):
+    _, read = load(Path(path))
+    return hash_tensors((name, read(name)) for name in read.shapes)
+
+
+FP8 = {"model_dtype": "bf16", "matmul_dtype": "e4m3", "opt_m_dtype": "bf16", "opt_v_dtype": "bf16"}
+
+
+def test_a_run_learns_logs_saves_and_exports(given):
+    records = []
+    result = llmq.train(**given, watch=records.append)
+    assert result.exit_code == 0 and result.steps == 12
+    assert result.eval_loss < 0.9 * np.log(97)
+    assert result.model_path == Path("runs/run/model") and result.checkpoint_path.name == "step-00000012"
+    log = read_log(result.log_path)
+    assert list(log.train["step"]) == list(range(1, 13)) and list(log.eval["step"]) == [4, 8, 12]
+    assert log.train["loss"][-1] == result.train_loss and log.eval["loss"][-1] == result.eval_loss
+    assert log.train["lr"][:3] == pytest.approx([5e-3, 1e-2, 1e-2])
+    assert log.train["epoch"][9] == pytest.approx(1.0)  # 40 windows, 4 a step
+    assert log.train["tokens"][0] == 4 * T
+    assert [r.step for r in records if isinstance(r, EvalRecord)] == [4, 8, 12]
+    text = given["console"].getvalue()
+    for section in ("[Options]", "[System 0]", "[Dataset]", "[Allocator State]", "[T] step    12", "[V] step    12"):
+        assert section in text
+    assert json.loads((result.model_path / "config.json").read_text())["vocab_size"] == 97
+
+
+def test_an_exported_model_trains_on_from_where_it_was(given):
+    first = llmq.train(**given)
+    again = {**given, "model": str(first.model_path), "from_scratch": False, "name": "again", "learning_rate": 1e-9}
+    second = llmq.train(**{**again, "steps": 4})
+    assert second.eval_loss == pytest.approx(first.eval_loss, abs=1e-5)
+
+
+@pytest.mark.parametrize("precision", [{}, FP8, {**FP8, "fp8_scaling": "current"}], ids=["fp32", "delayed", "current"])
+def test_a_continued_run_has_the_bits_of_one_that_was_never_stopped(given, precision):
+    whole = llmq.train(**{**given, **precision, "name": "whole"})
+    llmq.train(**{**given, **precision, "ckpt_interval": 5, "ckpt_keep_n": 0})
+    parts = llmq.train(**{**given, **precision, "continue": 5, "overwrite": True})
+    assert weights_of(parts.checkpoint_path) == weights_of(whole.checkpoint_path)
+    assert parts.eval_loss == whole.eval_loss and parts.train_loss == whole.train_loss
+    one, other = (read_log(result.log_path) for result in (whole, parts))
+    assert np.array_equal(one.train["loss"], other.train["loss"]) and np.array_equal(one.train["lr"], other.train["lr"])
+    exported = [(result.model_path / "model.safetensors").read_bytes() for result in (whole, parts)]
+    assert exported[0] == exported[1]
+
+
+def test_recompute_flags_do_not_change_a_run(given):
+    flags = {f"recompute_{name}": True for name in ("swiglu", "norm", "ffn", "qkv", "att", "block")}
+    plain, small = (llmq.train(**{**given, **FP8, **more, "name": n}) for n, more in (("a", {}), ("b", flags)))
+    assert weights_of(plain.checkpoint_path) == weights_of(small.checkpoint_path)
+
+
+def test_continue_without_a_checkpoint_starts_from_the_beginning(given):
+    assert llmq.train(**{**given, "continue": "auto"}).steps == 12
+
+
+def test_a_checkpoint_of_another_run_is_refused(given):
+    llmq.train(**given)
+    with pytest.raises(UsageError, match="seed"):
+        llmq.train(**{**given, "continue": "auto", "seed": 7, "overwrite": True, "steps": 14})
+    with pytest.raises(UsageError, match="earlier run"):
+        llmq.train(**{**given, "overwrite": True})
+
+
+def test_a_finished_model_is_not_overwritten_unasked(given):
+    result = llmq.train(**given)
+    before = (result.model_path / "model.safetensors").read_bytes()
+    with pytest.raises(StorageError, match="--overwrite"):
+        llmq.train(**{**given, "continue": "auto", "steps": 14})
+    assert (result.model_path / "model.safetensors").read_bytes() == before
+    llmq.train(**{**given, "continue": "auto", "steps": 14, "overwrite": True})
+    assert (result.model_path / "model.safetensors").read_bytes() != before
+
+
+def test_a_dry_run_writes_nothing(given, tmp_path):
+    before = sorted(tmp_path.rglob("*"))
+    result = llmq.train(**given, dry_run=True)
+    assert result.exit_code == 0 and sorted(tmp_path.rglob("*")) == before
+    text = given["console"].getvalue()
+    assert "[Allocator State]" in text and "Activations" in text and "[T]" not in text
+
+
+def test_too_little_memory_names_the_option_that_helps(given, monkeypatch):
+    plan_bytes = 1_100_000
+    monkeypatch.setattr("llmq.device.memory_bytes", lambda *_: (10 * plan_bytes, plan_bytes))
+    with pytest.raises(MemoryLimitError, match=r"missing: .*--recompute-block|missing: .*--batch-size 1"):
+        llmq.train(**{**given, "batch_size": 8, "seq_len": 32, "grad_accumulation": 1})
+    with pytest.raises(MemoryLimitError, match="no memory option"):
+        monkeypatch.setattr("llmq.device.memory_bytes", lambda *_: (10 * plan_bytes, 1000))
+        llmq.train(**given)
+
+
+def test_too_little_data_names_both_numbers(given):
+    with pytest.raises(DataError, match=r"40 windows.*needs 64"):
+        llmq.train(**{**given, "grad_accumulation": 32})
+
+
+def test_steps_that_stay_non_finite_end_the_run_with_the_weights_as_they_were(given):
+    with pytest.raises(NonFiniteError, match=f"last {NON_FINITE_LIMIT} steps"):
+        llmq.train(**{**given, "learning_rate": 1e30, "grad_clip": 0, "steps": 40, "model_dtype": "fp32"})
+    log = read_log(Path("runs/run/log.jsonl"))
+    assert not log.train["applied"][-NON_FINITE_LIMIT:].any()
+
+
+def test_nothing_is_left_behind(given):
+    handlers = [signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)]
+    threads = set(threading.enumerate())
+    llmq.train(**given)
+    with pytest.raises(UsageError):
+        llmq.train(**given)
+    assert [signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)] == handlers
+    assert set(threading.enumerate()) == threads
+
+
+def test_it_runs_in_another_thread(given):
+    results = []
+    thread = threading.Thread(target=lambda: results.append(llmq.train(**given)))
+    thread.start()
+    thread.join()
+    assert results[0].exit_code == 0
+
+
+def command(given, *more):
+    given = {key: value for key, value in given.items() if key not in ("console", "from_scratch")}
+    flags = [f"--{key.replace('_', '-')}={value}" for key, value in given.items()]
+    return [sys.executable, "-m", "llmq.cli.train", "--from-scratch", *flags, *more]
+
+
+def start(given, *more):
+    environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
+    return subprocess.Popen(
+        command(given, *more), env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
+    )
+
+
+def wait_for(process, text):
+    """Reads lines, which are flushed as they come, until one has `text`."""
+    for line in process.stdout:
+        if text in line:
+            return
+    raise AssertionError(f"no {text!r} before the end")
+
+
+@pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 75)])
+def test_the_first_signal_ends_the_step_saves_and_says_how_to_go_on(given, number, code):
+    whole = llmq.train(**{**given, "steps": 150, "name": "whole", "eval_every_n_steps": 0})
+    process = start({**given, "steps": 150, "eval_every_n_steps": 0, "ckpt_interval": 0})
+    wait_for(process, "[T] step     5")
+    process.send_signal(number)
+    rest = process.stdout.read()
+    assert process.wait() == code
+    assert "--continue" in rest
+    (saved,) = Path("runs/run/checkpoints").glob("step-*")
+    assert 5 <= int(saved.name[5:]) < 150
+    done = llmq.train(**{**given, "steps": 150, "eval_every_n_steps": 0, "continue": "auto"})
+    assert weights_of(done.checkpoint_path) == weights_of(whole.checkpoint_path)
+
+
+def test_a_killed_run_goes_on_from_its_last_checkpoint(given):
+    long = {**given, "steps": 100, "eval_every_n_steps": 0}
+    whole = llmq.train(**{**long, "name": "whole"})
+    process = start({**long, "ckpt_interval": 3})
+    wait_for(process, "Checkpoint: runs/run/checkpoints/step-00000006")
+    time.sleep(0.02)
+    process.kill()
+    process.wait()
+    process.stdout.close()
+    done = llmq.train(**long, **{"continue": "auto"})
+    assert weights_of(done.checkpoint_path) == weights_of(whole.checkpoint_path)
+
+
+@pytest.mark.parametrize(
+    ("more", "code", "says"),
+    [
+        (["--train-file=absent.bin"], 3, "absent.bin"),
+        (["--learning-rate=fast"], 2, "--learning-rate"),
+        (["--lerning-rate=1"], 2, "--learning-rate"),
+        (["--config=absent.yaml"], 2, "absent.yaml"),
+        (["--device=cuda"], 2, "--device cpu"),
+        (["--train-file=source/config.json"], 3, "BIN.TOK"),
+        (["--out-dir=/proc/model"], 7, "/proc"),
+        (["--model=absent/folder/of/mine"], 3, "absent/folder/of/mine"),
+    ],
+)
+def test_bad_input_is_one_message_and_an_exit_code(given, more, code, says):
+    replaced = {m.split("=")[0][2:].replace("-", "_") for m in more}
+    process = start({k: v for k, v in given.items() if k not in replaced}, *more)
+    output, _ = process.communicate()
+    assert process.returncode == code, output
+    assert says in output and "Traceback" not in output
