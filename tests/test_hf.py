@@ -427,9 +427,7 @@ def test_what_would_fail_is_found_before_training(tmp_path, monkeypatch):
 
 def test_options_become_an_export(tmp_path):
     rows, values = parameter_rows(BASE), random_values(BASE)
-    options = SimpleNamespace(out_dir=None, export_dtype=None, overwrite=False)
-    assert open_export(options, BASE, rows, None) is None
-    options.out_dir = str(tmp_path / "m")
+    options = SimpleNamespace(out_dir=str(tmp_path / "m"), export_dtype=None, overwrite=False)
     export = open_export(options, BASE, rows, None)
     assert export.dtype == "fp32" and export.check() > 0
     assert export.write(lambda row: values[row.name]) == tmp_path / "m"
