@@ -16,6 +16,7 @@ import numpy as np
 
 from llmq import device, ops, optimizer, sol
 from llmq.checkpoint import Checkpoints, check_same, checkpoint_bytes, load
+from llmq.commands import continue_command
 from llmq.data.loader import Data, Loader, eval_batches, open_data
 from llmq.data.windows import Windows
 from llmq.disk import check_free_space
@@ -98,6 +99,7 @@ class Job:
     export: Export
     must_match: dict[str, Any]
     checkpoint_bytes: int
+    continue_command: str
 
     @property
     def tokens_per_step(self) -> int:
@@ -133,6 +135,7 @@ def _prepare(options: Options, log: RunLog) -> Job:
         export=open_export(options.export, config, plan.rows, tokenizer),
         must_match=_must_match(plan, seed, data),
         checkpoint_bytes=checkpoint_bytes((name, r.shape, DTYPES[r.dtype]) for name, r in plan.state().items()),
+        continue_command=continue_command(options),
     )
     _describe(job, log)
     refuse_if_too_large(plan, device.memory_bytes()[1])
@@ -191,7 +194,7 @@ class _Run:
                 self._step(loader)
         self._save()
         if self.interrupt:
-            log.say(f"Interrupted after step {self.step}. Continue with the same command and --continue.")
+            log.say(f"Stopped after step {self.step}. Go on with:\n  {job.continue_command}")
             log.end("interrupted" if self.interrupt.exit_code == INTERRUPTED else "terminated")
             return self._result(exit_code=self.interrupt.exit_code)
         self._export()
