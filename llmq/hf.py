@@ -21,6 +21,7 @@ import numpy as np
 from safetensors import SafetensorError, safe_open
 
 from llmq.config import DEQUANTIZE, ModelConfig, read_json, to_hf
+from llmq.disk import existing_folder, sync_folder
 from llmq.errors import DataError, StorageError, UsageError
 from llmq.rows import Row
 from llmq.tensor import DTYPES
@@ -222,7 +223,7 @@ def _check_target(folder: Path, overwrite: bool) -> None:
                 f"{folder} holds a model already ({', '.join(there[:3])}{more}): "
                 "use another --out-dir, or --overwrite to replace it"
             )
-    parent = _existing(folder.parent)
+    parent = existing_folder(folder.parent)
     if not parent.is_dir() or not os.access(parent, os.W_OK | os.X_OK):
         raise StorageError(f"{parent} is not a folder that can be written to: give another --out-dir")
 
@@ -261,7 +262,7 @@ def write_model(
                 _copy(source, new / source.relative_to(Path(tokenizer_folder or "")))
             for entry in (new / TEMPLATE_FOLDER, new):
                 if entry.is_dir():
-                    _sync_folder(entry)
+                    sync_folder(entry)
             _replace(folder, new)
     finally:
         shutil.rmtree(new, ignore_errors=True)
@@ -349,26 +350,13 @@ def _copy(source: Path, target: Path) -> None:
         os.fsync(writer.fileno())
 
 
-def _sync_folder(folder: Path) -> None:
-    descriptor = os.open(folder, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
-
-
 def _resolved(folder: Path) -> Path:
     return Path(os.path.realpath(os.path.expanduser(folder)))
 
 
-def _existing(folder: Path) -> Path:
-    """The nearest ancestor (or itself) that exists."""
-    return next(path for path in (folder, *folder.parents) if os.path.exists(path))
-
-
 def free_bytes(folder: Path) -> int:
     """Bytes free on the disk that holds `folder`, or would."""
-    return shutil.disk_usage(_existing(folder)).free
+    return shutil.disk_usage(existing_folder(folder)).free
 
 
 def _is_ours(name: str) -> bool:
@@ -390,7 +378,7 @@ def _replace(folder: Path, new: Path) -> None:
             os.rename(_replaced(folder), folder)
         raise
     _finish_replacement(folder)
-    _sync_folder(folder.parent)
+    sync_folder(folder.parent)
 
 
 def _finish_replacement(folder: Path) -> None:

@@ -46,8 +46,6 @@ class ModelSource:
 def open_source(options: ModelOptions) -> ModelSource:
     """Finds what `--model` names: a local folder, else a preset, else a model of the Hub (downloaded)."""
     name = str(options.model)
-    if options.init_proj_to_zero and not options.from_scratch:
-        raise UsageError("--init-proj-to-zero changes how weights are drawn: use it with --from-scratch")
     if not any(mark in name for mark in "/\\~") and not os.path.exists(name):
         config = _preset(name)
         if not options.from_scratch:

@@ -88,9 +88,7 @@ def test_presets(tmp_path, monkeypatch):
     assert open_source(options("tinyllama")).config == CONFIG
 
 
-def test_bad_combinations_and_absent_folders(tmp_path):
-    with pytest.raises(UsageError, match="--from-scratch"):
-        open_source(options("tinyllama", init_proj_to_zero=True))
+def test_absent_folders_and_revisions_of_folders(tmp_path):
     (tmp_path / "model-a").mkdir()
     with pytest.raises(DataError, match=r"no folder .*nearest: .*model-a"):
         open_source(options(tmp_path / "model-b"))
