@@ -2,25 +2,25 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from functools import partial
 
 import numpy as np
 
-from llmq.arena import HostMemory, stored_dtype
+from llmq.arena import stored_dtype
+from llmq.backend import Call, Memory, Op
 from llmq.plan.plan import Plan
 from llmq.plan.program import Operand, Program, Result
 from llmq.tensor import Output, Tensor, stored_shape
 
-Op = Callable[..., None]
 UNWANTED = Output("unwanted", (), "fp32", ())
 
 
-def bind(plan: Plan, name: str, memory: HostMemory, ops: Mapping[str, Op], *, poison: bool) -> list[Callable[[], None]]:
+def bind(plan: Plan, name: str, memory: Memory, ops: Mapping[str, Op], *, poison: bool) -> list[Call]:
     """The calls of a program, in order. With `poison`, activations are filled with 0xFF bytes (NaN in every float
     format) before their first write and after their last read."""
     binder = _Binder(plan, plan.programs[name], memory)
-    calls: list[Callable[[], None]] = []
+    calls: list[Call] = []
     for index, step in enumerate(binder.program.steps):
         if poison:
             calls += [partial(binder.bytes_of(storage).fill, 0xFF) for storage in binder.program.births.get(index, ())]
@@ -33,7 +33,7 @@ def bind(plan: Plan, name: str, memory: HostMemory, ops: Mapping[str, Op], *, po
 
 
 class _Binder:
-    def __init__(self, plan: Plan, program: Program, memory: HostMemory) -> None:
+    def __init__(self, plan: Plan, program: Program, memory: Memory) -> None:
         self.program, self._plan, self._memory = program, plan, memory
         self._cells = {f"scale:{cell}": index for index, cell in enumerate(plan.scales)}
 

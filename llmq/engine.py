@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 
 import numpy as np
 
-from llmq.arena import HostMemory
-from llmq.bind import Op, bind
+from llmq.backend import Backend, Call, Op
+from llmq.bind import bind
 from llmq.plan.plan import Plan
 from llmq.rope import rope_table
 from llmq.rows import Row
@@ -37,16 +37,16 @@ class Engine:
     def __init__(
         self,
         plan: Plan,
-        backend: Mapping[str, Op],
+        backend: Backend,
         *,
         wrap: Callable[[str, Op], Op] | None = None,
         poison: bool = False,
     ) -> None:
         self.plan = plan
-        self._memory = HostMemory(plan.persistent, plan.activation_bytes)
-        self._ops = {name: wrap(name, op) for name, op in backend.items()} if wrap else dict(backend)
-        self._poison = poison
-        self._programs: dict[str, list[Callable[[], None]]] = {}
+        self._backend, self._poison = backend, poison
+        self._memory = backend.memory(plan.persistent, plan.activation_bytes)
+        self._ops = {name: wrap(name, op) for name, op in backend.ops.items()} if wrap else backend.ops
+        self._programs: dict[str, Call] = {}
         self._rows = {row.name: row for row in plan.rows}
         self._fill_constants()
 
@@ -148,10 +148,9 @@ class Engine:
     def run(self, name: str) -> None:
         """Runs a program of the plan by name; it is bound on first use."""
         if name not in self._programs:
-            self._programs[name] = bind(self.plan, name, self._memory, self._ops, poison=self._poison)
-        with np.errstate(all="ignore"):  # what is not finite is caught by the update, on every backend alike
-            for call in self._programs[name]:
-                call()
+            calls = bind(self.plan, name, self._memory, self._ops, poison=self._poison)
+            self._programs[name] = self._backend.program(calls)
+        self._programs[name]()
 
     def _state(self, name: str, space: str) -> str:
         return f"{space}:{name}"

@@ -14,7 +14,8 @@ from typing import Any, TextIO
 
 import numpy as np
 
-from llmq import device, ops, optimizer, sol
+from llmq import device, optimizer, sol
+from llmq.backend import open_backend
 from llmq.checkpoint import Checkpoints, check_same, checkpoint_bytes, load
 from llmq.commands import continue_command
 from llmq.data.loader import Data, Loader, eval_batches, open_data
@@ -175,7 +176,7 @@ class _Run:
 
     def __init__(self, job: Job, log: RunLog, interrupt: Interrupt, watch: Watch, began: float) -> None:
         self.job, self.log, self.interrupt, self.watch, self.began = job, log, interrupt, watch, began
-        self.engine = Engine(job.plan, ops.load(job.device))
+        self.engine = Engine(job.plan, open_backend(job.device))
         dtypes = {"matmul_dtype": job.plan.precision.matmul, "head_dtype": job.plan.precision.head}
         self.light_s = sol.seconds_per_token(job.plan.config, job.data.seq_len, device.peaks(job.device), **dtypes)
         self.step = self.position = self.saved = 0  # updates, samples taken, step of the newest checkpoint

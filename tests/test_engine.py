@@ -19,8 +19,8 @@ from tiny_engines import (
     train_steps,
 )
 
+from llmq.backend import HostBackend
 from llmq.engine import Engine
-from llmq.ops import reference
 from llmq.optimizer import Hyperparameters
 from llmq.plan.memory import Memory
 
@@ -233,7 +233,7 @@ def test_every_op_can_be_wrapped():
         return timed
 
     plan = plan_of(FP8["e4m3", "current"], Memory(("recompute_block",)))
-    engine = Engine(plan, reference.OPS, wrap=wrap)
+    engine = Engine(plan, HostBackend(), wrap=wrap)
     engine.load([(row, np.ones(row.shape)) for row in plan.rows])
     engine.micro_step(*batch(), first=True)
     steps = [step.op for name in ("publish", "first") for step in plan.programs[name].steps]

@@ -2,9 +2,9 @@
 
 import numpy as np
 
+from llmq.backend import HostBackend
 from llmq.config import ModelConfig
 from llmq.engine import Engine
-from llmq.ops import reference
 from llmq.optimizer import Hyperparameters
 from llmq.plan.memory import Memory
 from llmq.plan.plan import Plan, make_plan
@@ -75,7 +75,7 @@ def batch(seed: int = 1, b: int = B, t: int = T, vocab: int = VOCAB) -> tuple[np
 
 def engine_of(plan: Plan, *, seed: int = 0, poison: bool = True) -> Engine:
     """An engine with random parameters and settled scales."""
-    engine = Engine(plan, reference.OPS, poison=poison)
+    engine = Engine(plan, HostBackend(), poison=poison)
     engine.load(parameters(plan, seed))
     if engine.needs_warm_up:
         engine.warm_up(*batch())

@@ -10,7 +10,6 @@ import numpy as np
 
 from llmq.config import read_config
 from llmq.engine import Engine
-from llmq.ops.reference import OPS
 from llmq.optimizer import Hyperparameters
 from llmq.plan.memory import Memory
 from llmq.plan.plan import make_plan
@@ -45,7 +44,7 @@ def engine_of(
             values[part.start : part.stop] = weights[part.name]
         parameters.append((row, values))
     assert {part.name for row in plan.rows for part in row.parts} == set(weights)
-    engine = Engine(plan, OPS)
+    engine = Engine(plan, HostBackend())
     engine.load(parameters)
     return engine
 

@@ -1,0 +1,62 @@
+"""A backend is ops, memory for a plan, and a way to run a list of calls again and again."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Protocol
+
+import numpy as np
+
+from llmq.arena import HostMemory
+from llmq.tensor import Ref
+
+Op = Callable[..., None]
+Call = Callable[[], None]
+
+
+class Memory(Protocol):
+    """Persistent storages by name, and one block for the activations of a program."""
+
+    def array(self, name: str) -> np.ndarray: ...
+    def place(self, offset: int, size: int) -> np.ndarray: ...
+    def write(self, name: str, values: np.ndarray) -> None: ...
+    def read(self, name: str) -> np.ndarray: ...
+    def fill(self, name: str, value: float) -> None: ...
+
+
+class Backend(Protocol):
+    """What the engine needs of a device."""
+
+    @property
+    def ops(self) -> Mapping[str, Op]: ...
+    def memory(self, persistent: Mapping[str, Ref], arena_bytes: int) -> Memory: ...
+    def program(self, calls: Sequence[Call]) -> Call: ...
+
+
+class HostBackend:
+    """The CPU: NumPy ops, calls run one after the other."""
+
+    def __init__(self) -> None:
+        from llmq.ops import reference
+
+        self.ops: Mapping[str, Op] = reference.OPS
+
+    def memory(self, persistent: Mapping[str, Ref], arena_bytes: int) -> HostMemory:
+        """Arrays of the host."""
+        return HostMemory(persistent, arena_bytes)
+
+    def program(self, calls: Sequence[Call]) -> Call:
+        """One call that makes all `calls` in order."""
+
+        def run() -> None:
+            with np.errstate(all="ignore"):  # what is not finite is caught by the update, on every backend alike
+                for call in calls:
+                    call()
+
+        return run
+
+
+def open_backend(device: str) -> Backend:
+    """The backend of a device as `llmq.device` picked it."""
+    assert device == "cpu", device
+    return HostBackend()
