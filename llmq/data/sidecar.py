@@ -130,5 +130,7 @@ def copy_tokenizer(source: Path, target: Path) -> None:
             os.replace(fresh, target)
             sync_folder(target.parent)
         finally:
+            if stale.exists() and not target.exists():
+                os.replace(stale, target)
             shutil.rmtree(fresh, ignore_errors=True)
             shutil.rmtree(stale, ignore_errors=True)

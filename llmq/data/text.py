@@ -1,0 +1,198 @@
+"""Text files as documents: which part is which split, and pieces of bounded size that tokenize like the whole."""
+
+from __future__ import annotations
+
+import codecs
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from fractions import Fraction
+from pathlib import Path
+from typing import Any
+
+from llmq.errors import DataError
+
+BLOCK_BYTES = 1 << 16  # read at once; a piece is about as long, and the pieces of a batch are tokenized in parallel
+
+# Where text can be cut: before a space behind a visible character, or behind a single line break between such.
+# There each pattern below ends a match, whose end does not depend on what follows, and none of them looks back; so the
+# words on both sides are those of the whole text. NFC joins nothing across a space or a line break.
+_CUT = re.compile(r"(?<=\S)(?= )|(?<=\S\n)(?=[^\s/])")
+
+# The word patterns of GPT-2 (which is also what ByteLevel does by itself), of Llama 3 and cl100k, of Qwen2 and of
+# GPT-4o. They match a space only first in a word or in white space, and a line break only in white space or, with a
+# slash in GPT-4o's, last after punctuation.
+_CONTRACTIONS = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)"
+_SPACES = r"\s*[\r\n]+|\s+(?!\S)|\s+"
+_KNOWN_PATTERNS = frozenset(
+    {
+        r"'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+",
+        rf"{_CONTRACTIONS}|[^\r\n\p{{L}}\p{{N}}]?\p{{L}}+|\p{{N}}{{1,3}}| ?[^\s\p{{L}}\p{{N}}]+[\r\n]*|{_SPACES}",
+        rf"{_CONTRACTIONS}|[^\r\n\p{{L}}\p{{N}}]?\p{{L}}+|\p{{N}}| ?[^\s\p{{L}}\p{{N}}]+[\r\n]*|{_SPACES}",
+        r"[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]*[\p{Ll}\p{Lm}\p{Lo}\p{M}]+(?i:'s|'t|'re|'ve|'m|'ll|'d)?|"
+        r"[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]+[\p{Ll}\p{Lm}\p{Lo}\p{M}]*(?i:'s|'t|'re|'ve|'m|'ll|'d)?|"
+        rf"\p{{N}}{{1,3}}| ?[^\s\p{{L}}\p{{N}}]+[\r\n/]*|{_SPACES}",
+    }
+)
+
+
+@dataclass(frozen=True)
+class Document:
+    """Bytes [start, stop) of a text file in UTF-8."""
+
+    path: Path
+    start: int
+    stop: int
+
+    @property
+    def num_bytes(self) -> int:
+        return self.stop - self.start
+
+
+def open_documents(paths: Sequence[Path]) -> list[Document]:
+    """One document per file, without the empty ones; one DataError for all that cannot be read, or if all are empty."""
+    documents, problems = [], []
+    for path in paths:
+        try:
+            if path.is_dir():
+                raise IsADirectoryError(0, "it is a folder: name the files in it, for example with a glob")
+            with path.open("rb") as file:
+                documents.append(Document(path, 0, file.seek(0, 2)))
+        except OSError as error:
+            problems.append(f"{path}: cannot be read ({error.strerror})")
+    if problems:
+        raise DataError("\n".join(problems))
+    filled = [document for document in documents if document.num_bytes]
+    if not filled:
+        names = ", ".join(str(path) for path in paths[:5])
+        raise DataError(
+            f"there is no text in {names}{' ...' if len(paths) > 5 else ''} (0 bytes): give files with text"
+        )
+    return filled
+
+
+def split(documents: Sequence[Document], eval_fraction: float) -> tuple[list[Document], list[Document], str]:
+    """The training documents, the evaluation documents, and in words how they were chosen.
+
+    Whole documents go to the evaluation, spread evenly, as long as they are at most `eval_fraction` of the bytes up to
+    there. If none fits (as with a single file), the end of the largest document does, from behind a line break.
+    Raises DataError if that has no line break to be cut at.
+    """
+    fraction = Fraction(str(eval_fraction))
+    if not fraction:
+        return list(documents), [], "all of it is training data"
+    train: list[Document] = []
+    evaluation: list[Document] = []
+    seen = taken = 0
+    for document in documents:
+        seen += document.num_bytes
+        if taken + document.num_bytes <= fraction * seen:
+            taken += document.num_bytes
+            evaluation.append(document)
+        else:
+            train.append(document)
+    if evaluation:
+        return (
+            train,
+            evaluation,
+            f"whole documents, spread evenly, up to {eval_fraction:g} of the bytes, are for evaluation",
+        )
+    at = max(range(len(documents)), key=lambda index: documents[index].num_bytes)
+    whole = documents[at]
+    # The largest is larger than the fraction of all bytes, else it or a later one would have fitted.
+    border = _line_border(whole, whole.stop - max(int(fraction * seen), 1))
+    train[at] = replace(whole, stop=border)
+    rule = (
+        f"the end of {whole.path.name}, from the first line that starts in its last {eval_fraction:g} of the bytes (at "
+        f"byte {border}), is for evaluation; both parts are documents"
+    )
+    return train, [replace(whole, start=border)], rule
+
+
+def _line_border(document: Document, at: int) -> int:
+    """The first start of a line at or after byte `at`, or the last one before it."""
+    with document.path.open("rb") as file:
+        file.seek(at - 1)
+        line = file.readline()
+        border = at - 1 + len(line)
+        if line.endswith(b"\n") and document.start < border < document.stop:
+            return border
+        while at > document.start:
+            start = max(document.start, at - BLOCK_BYTES)
+            file.seek(start)
+            found = file.read(at - start).rfind(b"\n")
+            if found >= 0:
+                return start + found + 1
+            at = start
+    raise DataError(
+        f"{document.path} has no line break within, so no part of it can be kept for evaluation: "
+        "give several files, or --eval-fraction 0"
+    )
+
+
+def tokenizes_in_pieces(tokenizer: Mapping[str, Any]) -> bool:
+    """Whether text cut at `pieces`' places has the same ids as the whole, for a tokenizer.json as read.
+
+    True for byte-level tokenizers with a word pattern that is known here and no normalizer but NFC.
+    """
+    normalizer = tokenizer.get("normalizer")
+    if normalizer is not None and normalizer.get("type") != "NFC":
+        return False
+    rule = tokenizer.get("pre_tokenizer") or {}
+    parts = rule.get("pretokenizers", []) if rule.get("type") == "Sequence" else [rule]
+    splits_words = False
+    for part in parts:
+        match part:
+            case {"type": "ByteLevel", "add_prefix_space": False}:
+                splits_words |= part.get("use_regex", True)
+            case {"type": "Split", "pattern": {"Regex": pattern}, "behavior": "Isolated", "invert": False}:
+                if pattern not in _KNOWN_PATTERNS:
+                    return False
+                splits_words = True
+            case {"type": "Digits"}:
+                pass
+            case _:
+                return False
+    # Added tokens are taken out of the text first, some with the white space around them; special ones are left in it.
+    ordinary = [token for token in tokenizer.get("added_tokens", []) if not token.get("special")]
+    plain = all(not (token["lstrip"] or token["rstrip"] or re.search(r"\s", token["content"])) for token in ordinary)
+    return splits_words and plain and not (tokenizer.get("model") or {}).get("dropout")
+
+
+def pieces(document: Document, cut: bool) -> Iterator[str]:
+    """The text of `document`, whole, or with `cut` in pieces of about BLOCK_BYTES; line ends stay as they are.
+
+    Raises DataError, with the byte's place, if it is not UTF-8.
+    """
+    pending: list[str] = []
+    for text in _decoded(document):
+        found = _CUT.search(text) if cut else None
+        if found is not None:
+            yield "".join([*pending, text[: found.end()]])
+            pending = [text[found.end() :]]
+        else:
+            pending.append(text)
+    yield "".join(pending)
+
+
+def _decoded(document: Document) -> Iterator[str]:
+    decoder = codecs.getincrementaldecoder("utf-8")()
+    at = document.start
+    try:
+        with document.path.open("rb") as file:
+            file.seek(at)
+            while block := file.read(min(BLOCK_BYTES, document.stop - at)):
+                held = len(decoder.getstate()[0])
+                yield decoder.decode(block)
+                at += len(block)
+            held = len(decoder.getstate()[0])
+            decoder.decode(b"", final=True)
+    except UnicodeDecodeError as error:
+        place = at - held + error.start
+        byte = error.object[error.start]
+        raise DataError(
+            f"{document.path} is not UTF-8: byte {place} is 0x{byte:02x} ({error.reason}): "
+            "convert it, for example with iconv -f latin1 -t utf-8"
+        ) from None
+    except OSError as error:
+        raise DataError(f"{document.path}: cannot be read ({error.strerror}): check the file and the disk") from None

@@ -1,0 +1,123 @@
+"""Sidecars and the copy of the tokenizer: written whole, read back, and refused when they tell of something else."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+
+from llmq.data.sidecar import Sidecar, TokenizerNote, copy_tokenizer, sidecar_name, tokenizer_folder, tokenizer_hash
+from llmq.errors import DataError
+
+
+def sidecar(sha256: str = "0" * 64) -> Sidecar:
+    note = TokenizerNote(
+        source="me/model",
+        revision="abc",
+        sha256=sha256,
+        folder="tokenizer",
+        vocab_size=9,
+        eos_token="</s>",
+        eos_token_id=2,
+    )
+    return Sidecar(num_tokens=7, num_documents=1, document_rule="rule", text=("a.txt",), tokenizer=note)
+
+
+def test_it_is_read_as_written(tmp_path: Path) -> None:
+    token_file = tmp_path / "train.bin"
+    assert Sidecar.read(token_file, 7) is None
+    sidecar().write(token_file)
+    assert sidecar_name(token_file).name == "train.bin.json" and list(tmp_path.iterdir()) == [sidecar_name(token_file)]
+    assert Sidecar.read(token_file, 7) == sidecar()
+    assert json.loads(sidecar_name(token_file).read_text())["tokenizer"]["eos_token_id"] == 2
+
+
+@pytest.mark.parametrize(
+    ("change", "says"),
+    [
+        (lambda d: d.update(num_tokens=8), r"tells of 8 tokens, but train\.bin has 7"),
+        (lambda d: d.update(sidecar_version=2), "sidecar_version 2"),
+        (lambda d: d["tokenizer"].pop("sha256"), r"tokenizer\.sha256: Field required"),
+    ],
+)
+def test_a_foreign_sidecar_is_refused(tmp_path: Path, change, says: str) -> None:
+    content = sidecar().model_dump(mode="json")
+    change(content)
+    (tmp_path / "train.bin.json").write_text(json.dumps(content))
+    with pytest.raises(DataError, match=says):
+        Sidecar.read(tmp_path / "train.bin", 7)
+
+
+@pytest.mark.parametrize("content", [b"", b"[]", b"\xff\xfe", b'{"num_tokens": 7', b"null"])
+def test_a_broken_sidecar_is_refused(tmp_path: Path, content: bytes) -> None:
+    (tmp_path / "train.bin.json").write_bytes(content)
+    with pytest.raises(DataError, match="is not a sidecar"):
+        Sidecar.read(tmp_path / "train.bin", 7)
+
+
+def test_the_copy_has_the_tokenizers_files_alone_and_replaces_an_older_one(tmp_path: Path) -> None:
+    source, target = tmp_path / "model", tmp_path / "out/tokenizer"
+    source.mkdir()
+    for name in ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja", "model.safetensors", "config.json"):
+        (source / name).write_text(name)
+    target.mkdir(parents=True)
+    (target / "vocab.json").write_text("of an older tokenizer")
+    copy_tokenizer(source, target)
+    assert sorted(p.name for p in target.iterdir()) == [
+        "chat_template.jinja",
+        "tokenizer.json",
+        "tokenizer_config.json",
+    ]
+    assert (target / "chat_template.jinja").read_text() == "chat_template.jinja"
+    assert list(target.parent.iterdir()) == [target]
+    copy_tokenizer(target, target)
+    assert len(list(target.iterdir())) == 3
+
+
+@pytest.mark.parametrize("step", [1, 2, 3])
+def test_a_failed_copy_leaves_the_older_one(tmp_path: Path, monkeypatch, step: int) -> None:
+    source, target = tmp_path / "model", tmp_path / "tokenizer"
+    for folder, content in ((source, "new"), (target, "old")):
+        folder.mkdir()
+        (folder / "tokenizer.json").write_text(content)
+
+    calls = []
+
+    def stopping(method: Callable[[Path, Path], object]) -> Callable[[Path, Path], None]:
+        def call(source: Path, target: Path) -> None:
+            calls.append(method)
+            if len(calls) == step:
+                raise KeyboardInterrupt
+            method(source, target)
+
+        return call
+
+    monkeypatch.setattr("llmq.data.sidecar.shutil.copyfile", stopping(shutil.copyfile))
+    monkeypatch.setattr("llmq.data.sidecar.os.replace", stopping(os.replace))
+    with pytest.raises(KeyboardInterrupt):
+        copy_tokenizer(source, target)
+    assert (target / "tokenizer.json").read_text() == "old" and len(list(tmp_path.iterdir())) == 2
+
+
+def test_the_tokenizer_is_found_beside_the_file_or_at_its_source(tmp_path: Path, monkeypatch) -> None:
+    folder = tmp_path / "tokenizer"
+    folder.mkdir()
+    (folder / "tokenizer.json").write_text("{}")
+    right = sidecar(tokenizer_hash(folder))
+    token_file = tmp_path / "train.bin"
+    assert tokenizer_folder(token_file, right) == folder
+    with pytest.raises(DataError, match="another tokenizer than the one that made"):
+        tokenizer_folder(token_file, sidecar())
+    folder.rename(tmp_path / "moved")
+    asked = []
+    hub = ModuleType("llmq.hub")
+    hub.model_folder = lambda name, revision, kind: (asked.append((name, revision, kind)), tmp_path / "moved")[1]  # type: ignore[attr-defined]
+    monkeypatch.setitem(sys.modules, "llmq.hub", hub)
+    assert tokenizer_folder(token_file, right) == tmp_path / "moved"
+    assert asked == [("me/model", "abc", "tokenizer")]

@@ -1,0 +1,204 @@
+"""Whole tokenizations: ids equal to the library's on the whole text, files, sidecars, and nothing half-written."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+import pytest
+from tokenizers import Tokenizer
+
+from llmq.data import text, tokenize
+from llmq.data.loader import open_data
+from llmq.data.sidecar import Sidecar
+from llmq.data.token_file import TokenFile, TokenWriter
+from llmq.data.tokenize import tokenize_data
+from llmq.errors import DataError, StorageError, UsageError
+
+
+@dataclass
+class Options:
+    train_file: tuple[str, ...]
+    eval_file: tuple[str, ...] | None = None
+    batch_size: int = 1
+    seq_len: int = 4
+    grad_accumulation: int = 1
+    global_batch_size: int | None = None
+
+
+def reference(folder: Path, documents: list[str], eos: int) -> list[int]:
+    """The library's own ids, one whole document at a time."""
+    tokenizer = Tokenizer.from_file(str(folder / "tokenizer.json"))
+    tokenizer.encode_special_tokens = True
+    return [i for document in documents for i in (*tokenizer.encode(document, add_special_tokens=False).ids, eos)]
+
+
+@pytest.mark.parametrize("in_pieces", [True, False])
+def test_ids_are_those_of_whole_documents_in_any_batches(
+    tmp_path: Path, monkeypatch, small_tokenizer: Path, in_pieces: bool
+) -> None:
+    monkeypatch.setattr(text, "BLOCK_BYTES", 40)
+    monkeypatch.setattr(tokenize, "BATCH_CHARACTERS", 100)
+    monkeypatch.setattr("llmq.data.tokenizer.tokenizes_in_pieces", lambda description: in_pieces)
+    documents = ["The king's <|endoftext|> \u00e9t\u00e9 10 20\n\n  x" * n for n in (1, 30, 2)]
+    for number, document in enumerate(documents):
+        (tmp_path / f"{number}.txt").write_text(document)
+    (tmp_path / "1b.txt").touch()
+    progress: list[tuple[int, int]] = []
+    (written,) = tokenize_data(
+        tokenizer=str(small_tokenizer),
+        inputs=[str(tmp_path / "*.txt")],
+        eval_fraction=0,
+        out_dir=tmp_path / "out",
+        on_progress=lambda done, total: progress.append((done, total)),
+    )
+    assert len(progress) > (3 if in_pieces else 1)
+    tokens = TokenFile.open(tmp_path / "out/train.bin").tokens.tolist()
+    assert tokens == reference(small_tokenizer, documents, 0) and tokens.count(0) == 3
+    assert (written.path, written.num_tokens, written.num_documents) == (tmp_path / "out/train.bin", len(tokens), 3)
+
+
+def test_two_files_two_sidecars_and_the_tokenizer(tmp_path: Path, small_tokenizer: Path) -> None:
+    for number in range(20):
+        (tmp_path / f"{number:02d}.txt").write_text(f"document {number:02d}\n")
+    seen: list[tuple[int, int]] = []
+    tokenize_data(
+        tokenizer=str(small_tokenizer),
+        inputs=[str(tmp_path / "*.txt")],
+        out_dir=tmp_path / "out",
+        on_progress=lambda done, total: seen.append((done, total)),
+    )
+    out = tmp_path / "out"
+    assert sorted(p.name for p in out.iterdir()) == [
+        "eval.bin", "eval.bin.json", "tokenizer", "train.bin", "train.bin.json",
+    ]  # fmt: skip
+    texts = [f"document {number:02d}\n" for number in range(20)]
+    assert TokenFile.open(out / "eval.bin").tokens.tolist() == reference(small_tokenizer, [texts[9], texts[19]], 0)
+    train = TokenFile.open(out / "train.bin")
+    assert train.tokens.tolist() == reference(small_tokenizer, texts[:9] + texts[10:19], 0)
+    sidecar = Sidecar.read(out / "train.bin", train.num_tokens)
+    assert sidecar is not None and sidecar.num_documents == 18 and sidecar.text == (str(tmp_path / "*.txt"),)
+    assert sidecar.tokenizer.source == str(small_tokenizer) and sidecar.tokenizer.vocab_size == train.vocab_size
+    assert "ends with <|endoftext|>" in sidecar.document_rule and "whole documents" in sidecar.document_rule
+    assert seen[-1] == (20 * 12, 20 * 12)
+    assert (out / "tokenizer/tokenizer.json").read_bytes() == (small_tokenizer / "tokenizer.json").read_bytes()
+    options = Options((str(out / "train.bin"),), (str(out / "eval.bin"),))
+    assert open_data(options, train.vocab_size, 0).tokenizer_folder() == out / "tokenizer"  # type: ignore[arg-type]
+
+
+def test_files_of_two_tokenizers_are_not_mixed(tmp_path: Path, small_tokenizer: Path) -> None:
+    (tmp_path / "a.txt").write_text("some text for two tokenizers\n" * 9)
+    other = tmp_path / "other"
+    other.mkdir()
+    (other / "tokenizer.json").write_text((small_tokenizer / "tokenizer.json").read_text() + "\n")
+    for name in (small_tokenizer, other):
+        tokenize_data(tokenizer=str(name), inputs=[str(tmp_path / "a.txt")], out_dir=tmp_path / f"out-{name.name}")
+    options = Options((str(tmp_path / "out-*/train.bin"),))
+    with pytest.raises(DataError, match=r"of different tokenizers: .*other.*small"):
+        open_data(options, 999, 0)  # type: ignore[arg-type]
+    options = Options((str(tmp_path / "out-small/train.bin"),), (str(tmp_path / "out-other/eval.bin"),))
+    with pytest.raises(DataError, match="of different tokenizers"):
+        open_data(options, 999, 0)  # type: ignore[arg-type]
+
+
+def test_default_folders_are_named_after_text_and_tokenizer(tmp_path: Path, monkeypatch, small_tokenizer: Path) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("books").mkdir()
+    for name in ("one.txt", "two.txt"):
+        (tmp_path / "books" / name).write_text("a line\n" * 30)
+    monkeypatch.setenv("LLMQ_TINY_SHAKESPEARE", str(tmp_path / "books/one.txt"))
+    for arguments, folder in [
+        ({"inputs": ["books/one.txt"]}, "data/one-small"),
+        ({"inputs": ["books/*.txt"]}, "data/books-small"),
+        ({"dataset": "tiny-shakespeare"}, "data/tiny-shakespeare-small"),
+    ]:
+        written = tokenize_data(tokenizer=str(small_tokenizer), **arguments)  # type: ignore[arg-type]
+        assert [str(file.path) for file in written] == [f"{folder}/train.bin", f"{folder}/eval.bin"]
+
+
+def test_bad_requests_are_refused_before_anything_is_written(tmp_path: Path, small_tokenizer: Path) -> None:
+    out = tmp_path / "out"
+    (tmp_path / "a.txt").write_text("x\ny\n")
+    for arguments, kind, says in [
+        ({}, UsageError, "either as --dataset or as --input"),
+        ({"inputs": ["x"], "dataset": "tiny-shakespeare"}, UsageError, "either"),
+        ({"dataset": "c4"}, UsageError, "--dataset c4 is not one of tiny-shakespeare"),
+        ({"inputs": [str(tmp_path / "a.txt")], "eval_fraction": 1.0}, UsageError, "--eval-fraction 1.0"),
+        ({"inputs": [str(tmp_path / "*.md"), str(tmp_path / "a.txt")]}, DataError, r"no file matches .*\.md"),
+        ({"inputs": [str(tmp_path / "a.txt")], "eos_token": "nope"}, UsageError, "--eos-token nope"),
+    ]:
+        with pytest.raises(kind, match=says):
+            tokenize_data(tokenizer=str(small_tokenizer), out_dir=out, **arguments)  # type: ignore[arg-type]
+    assert not out.exists()
+
+
+def test_a_stale_eval_file_is_not_left_beside_new_training_data(tmp_path: Path, small_tokenizer: Path) -> None:
+    (tmp_path / "a.txt").write_text("x\ny\n" * 9)
+    arguments = {"tokenizer": str(small_tokenizer), "inputs": [str(tmp_path / "a.txt")], "out_dir": tmp_path / "out"}
+    tokenize_data(**arguments)
+    tokenize_data(**arguments)
+    with pytest.raises(StorageError, match=r"eval\.bin is of an earlier run"):
+        tokenize_data(**arguments, eval_fraction=0)
+
+
+@pytest.mark.parametrize("error", [KeyboardInterrupt(), DataError("bad")])
+@pytest.mark.parametrize("when", [1, 2, 3])
+def test_an_interruption_leaves_what_was_there(
+    tmp_path: Path, monkeypatch, small_tokenizer: Path, error, when: int
+) -> None:
+    (tmp_path / "a.txt").write_text("one line of it\n" * 20)
+    arguments = {"tokenizer": str(small_tokenizer), "inputs": [str(tmp_path / "a.txt")], "out_dir": tmp_path / "out"}
+    tokenize_data(**arguments)
+    before = {path: path.read_bytes() for path in (tmp_path / "out").rglob("*") if path.is_file()}
+    (tmp_path / "a.txt").write_text("another line\n" * 20)
+    calls = []
+    append, seal = TokenWriter.append, TokenWriter.seal
+
+    def counted(method):
+        def call(*args):
+            calls.append(1)
+            if len(calls) > when:
+                raise error
+            return method(*args)
+
+        return call
+
+    monkeypatch.setattr(TokenWriter, "append", counted(append))
+    monkeypatch.setattr(TokenWriter, "seal", counted(seal))
+    with pytest.raises(type(error)):
+        tokenize_data(**arguments)
+    assert {path: path.read_bytes() for path in (tmp_path / "out").rglob("*") if path.is_file()} == before
+
+
+def test_real_text_with_a_real_tokenizer(tmp_path: Path, shared: Callable[[str], Path]) -> None:
+    corpus, folder = shared("tinyshakespeare.txt"), shared("qwen2.5-tokenizer")
+    written = tokenize_data(tokenizer=str(folder), inputs=[str(corpus)], out_dir=tmp_path)
+    assert [file.num_tokens for file in written] == [270362, 31470]
+    train, evaluation = (TokenFile.open(file.path, vocab_size=151936).tokens for file in written)
+    tokenizer = Tokenizer.from_file(str(folder / "tokenizer.json"))
+    eos = json.loads((tmp_path / "eval.bin.json").read_text())["tokenizer"]["eos_token_id"]
+    assert train[-1] == evaluation[-1] == eos == tokenizer.token_to_id("<|endoftext|>")
+    parts = [tokenizer.decode(part[:-1].tolist(), skip_special_tokens=False) for part in (train, evaluation)]
+    whole = corpus.read_bytes().decode()
+    assert "".join(parts) == whole
+    assert 0.09 * len(whole) < len(parts[1]) <= 0.1 * len(whole) and parts[0].endswith("\n")
+    np.testing.assert_array_equal(evaluation[:-1], tokenizer.encode(parts[1], add_special_tokens=False).ids)
+
+
+def test_real_text_in_small_pieces_has_the_same_ids(tmp_path: Path, monkeypatch, shared: Callable[[str], Path]) -> None:
+    folder = shared("qwen2.5-tokenizer")
+    monkeypatch.setattr(text, "BLOCK_BYTES", 512)
+    content = b"".join(
+        shared(name).read_bytes()[:40_000]
+        for name in ("tinyshakespeare.txt", "wikitext2-test.txt", "gsm8k-test.jsonl")
+    )
+    content = content.decode(errors="ignore").encode()
+    (tmp_path / "a.txt").write_bytes(content)
+    (written,) = tokenize_data(
+        tokenizer=str(folder), inputs=[str(tmp_path / "a.txt")], eval_fraction=0, out_dir=tmp_path / "out"
+    )
+    assert len(list(text.pieces(text.Document(tmp_path / "a.txt", 0, len(content)), cut=True))) > 150
+    assert TokenFile.open(written.path).tokens.tolist() == reference(folder, [content.decode()], 151643)

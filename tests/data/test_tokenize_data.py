@@ -1,0 +1,108 @@
+"""The command: its exit codes and messages, and what it leaves after a signal."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+from click.testing import CliRunner
+
+from llmq.cli.tokenize_data import main
+from llmq.data.token_file import TokenFile
+
+ROOT = Path(__file__).parents[2]
+TOOL = ROOT / "tools/tokenize_data.py"
+
+
+def run(*arguments: object) -> tuple[int, str]:
+    before = signal.getsignal(signal.SIGTERM)
+    result = CliRunner().invoke(main, [str(argument) for argument in arguments])
+    assert result.exception is None or isinstance(result.exception, SystemExit), result.exception
+    assert signal.getsignal(signal.SIGTERM) is before
+    return result.exit_code, result.output
+
+
+def test_local_text_is_tokenized(tmp_path: Path, small_tokenizer: Path) -> None:
+    (tmp_path / "a.txt").write_text("a line\n" * 100)
+    code, output = run("--input", tmp_path / "a.txt", "--tokenizer", small_tokenizer, "--out-dir", tmp_path / "out")
+    assert code == 0
+    train = TokenFile.open(tmp_path / "out/train.bin")
+    assert f"train.bin: {train.num_tokens} tokens in 1 document\n" in output and "eval.bin" in output
+
+
+def test_model_and_tokenizer_are_one_option_and_the_fraction_counts(tmp_path: Path, small_tokenizer: Path) -> None:
+    for number in range(4):
+        (tmp_path / f"{number}.txt").write_text("a line\n" * 100)
+    arguments = ("--input", tmp_path / "0.txt", "--input", tmp_path / "[123].txt", "--model", small_tokenizer)
+    code, output = run(*arguments, "--eval-fraction", 0.5, "--out-dir", tmp_path / "out")
+    assert code == 0 and output.count("in 2 documents") == 2
+
+
+@pytest.mark.parametrize(
+    ("arguments", "code", "says"),
+    [
+        (["--dataset", "tiny-shakespeare"], 2, "--model"),
+        (["--model", "{t}"], 2, "either as --dataset or as --input"),
+        (["--model", "{t}", "--dataset", "c4"], 2, "tiny-shakespeare"),
+        (["--model", "{t}", "--input", "{d}/a.txt", "--eval-fraction", "1"], 2, "eval-fraction"),
+        (["--model", "{t}", "--input", "{d}/*.none"], 3, "no file matches"),
+        (["--model", "{t}", "--input", "{d}/gone.txt"], 3, "gone.txt"),
+        (["--model", "{t}", "--input", "{d}/empty.txt"], 3, "no text in"),
+        (["--model", "{t}", "--input", "{d}/latin.txt", "--eval-fraction", "0"], 3, "latin.txt is not UTF-8: byte 3"),
+        (["--model", "{d}/broken", "--input", "{d}/a.txt"], 3, "tokenizer.json cannot be loaded"),
+        (["--model", "{t}", "--input", "{d}/a.txt", "--out-dir", "{d}/a.txt/x"], 7, "cannot be written"),
+        (["--nonsense"], 2, "nonsense"),
+    ],
+)
+def test_errors_are_one_message_and_a_code(
+    tmp_path: Path, small_tokenizer: Path, arguments: list[str], code: int, says: str
+) -> None:
+    (tmp_path / "a.txt").write_text("x\ny\n")
+    (tmp_path / "empty.txt").touch()
+    (tmp_path / "latin.txt").write_bytes(b"caf\xe9 au lait\n")
+    (tmp_path / "broken").mkdir()
+    (tmp_path / "broken/tokenizer.json").write_text("{")
+    arguments = [argument.format(t=small_tokenizer, d=tmp_path) for argument in arguments]
+    got, output = run("--out-dir", tmp_path / "out", *arguments)
+    assert (got, "Traceback" in output) == (code, False)
+    assert says in output
+    assert not list(tmp_path.glob("out/*"))
+
+
+def test_help_is_quick_because_nothing_heavy_is_imported() -> None:
+    program = (
+        "import sys; from llmq.cli.tokenize_data import main; "
+        "print([m for m in ('numpy', 'tokenizers', 'rich', 'pydantic', 'huggingface_hub') if m in sys.modules])"
+    )
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, cwd=ROOT, check=True)
+    assert done.stdout.strip() == "[]"
+    assert "tiny-shakespeare" in CliRunner().invoke(main, ["--help"]).output
+
+
+def test_the_script_works_from_anywhere_in_a_c_locale(tmp_path: Path, small_tokenizer: Path) -> None:
+    (tmp_path / "a.txt").write_text("\u00e9t\u00e9\n" * 50, encoding="utf-8")
+    environment = {"PATH": os.environ["PATH"], "LC_ALL": "C"}
+    command = [sys.executable, str(TOOL), "--input", "a.txt", "--tokenizer", str(small_tokenizer)]
+    done = subprocess.run(command, capture_output=True, text=True, cwd=tmp_path, env=environment)
+    assert (done.returncode, done.stderr) == (0, "")
+    assert (tmp_path / "data/a-small/eval.bin.json").is_file() and "data/a-small/train.bin" in done.stdout
+
+
+@pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 75)])
+def test_a_signal_leaves_no_half_file(tmp_path: Path, small_tokenizer: Path, number: signal.Signals, code: int) -> None:
+    (tmp_path / "a.txt").write_text("It's the king's 10 ships, isn't it?\n" * 1_000_000)
+    out = tmp_path / "out"
+    command = [sys.executable, str(TOOL), "--input", "a.txt", "--tokenizer", str(small_tokenizer), "--out-dir", "out"]
+    with subprocess.Popen(command, cwd=tmp_path, stderr=subprocess.PIPE, text=True) as process:
+        deadline = time.monotonic() + 60
+        while not list(out.glob(".train.bin.*")) and time.monotonic() < deadline:
+            time.sleep(0.01)
+        process.send_signal(number)
+        _, errors = process.communicate(timeout=60)
+    assert process.returncode == code and "Traceback" not in errors
+    assert list(out.iterdir()) == []

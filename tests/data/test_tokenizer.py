@@ -1,0 +1,108 @@
+"""Opening tokenizers: where they come from, which token is EOS, what is refused."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import sys
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+from conftest import EOS, byte_level, save
+
+from llmq.data.tokenizer import TextTokenizer
+from llmq.errors import DataError, UsageError
+
+
+def test_a_folder_is_opened_as_it_is(small_tokenizer: Path) -> None:
+    opened = TextTokenizer.open(str(small_tokenizer))
+    assert (opened.eos_token, opened.eos_token_id, opened.in_pieces, opened.revision) == (EOS, 0, True, None)
+    assert opened.source == str(small_tokenizer) and opened.vocab_size == opened.encoder.get_vocab_size()
+
+
+def test_truncation_padding_and_special_tokens_in_the_text_are_off(tmp_path: Path) -> None:
+    tokenizer = byte_level()
+    tokenizer.enable_truncation(4)
+    tokenizer.enable_padding(length=64)
+    opened = TextTokenizer.open(str(save(tokenizer, tmp_path)))
+    ids = opened.encoder.encode(f"a{EOS}b, many more than four tokens", add_special_tokens=False).ids
+    assert 12 < len(ids) < 64 and 0 not in ids
+
+
+@pytest.mark.parametrize(
+    ("files", "eos"),
+    [
+        ({"tokenizer_config.json": {"eos_token": "king"}}, "king"),
+        ({"tokenizer_config.json": {"eos_token": {"content": "king", "lstrip": False}}}, "king"),
+        ({"tokenizer_config.json": {"eos_token": None}, "special_tokens_map.json": {"eos_token": "king"}}, "king"),
+        ({"generation_config.json": {"eos_token_id": [5, 0]}, "config.json": {"eos_token_id": 0}}, 5),
+        ({"config.json": {"eos_token_id": 7}}, 7),
+        ({}, EOS),
+    ],
+)
+def test_eos_is_found_in_the_files(tmp_path: Path, files: dict, eos: str | int) -> None:
+    tokenizer = byte_level(added=("king", "queen"))
+    save(tokenizer, tmp_path)
+    for name, content in files.items():
+        (tmp_path / name).write_text(json.dumps(content))
+    opened = TextTokenizer.open(str(tmp_path))
+    assert eos in (opened.eos_token, opened.eos_token_id)
+    assert opened.encoder.token_to_id(opened.eos_token) == opened.eos_token_id
+    assert TextTokenizer.open(str(tmp_path), eos_token="queen").eos_token == "queen"
+
+
+@pytest.mark.parametrize(
+    ("files", "added", "says"),
+    [
+        (
+            {"tokenizer_config.json": {"eos_token": "[none]"}},
+            (),
+            r"eos_token '\[none\]', which is not in the vocabulary",
+        ),
+        ({"config.json": {"eos_token_id": 99999}}, (), "eos_token_id 99999, which is not in the vocabulary"),
+        ({}, ("</s>",), r"has <\|endoftext\|> and </s>.*--eos-token"),
+        ({"tokenizer_config.json": []}, (), "is not a JSON object"),
+    ],
+)
+def test_an_unclear_eos_is_refused(tmp_path: Path, files: dict, added: tuple[str, ...], says: str) -> None:
+    save(byte_level(added=added), tmp_path)
+    for name, content in files.items():
+        (tmp_path / name).write_text(json.dumps(content))
+    with pytest.raises(DataError, match=says):
+        TextTokenizer.open(str(tmp_path))
+
+
+def test_no_eos_at_all_names_the_option(tmp_path: Path) -> None:
+    save(byte_level(), tmp_path)
+    path = tmp_path / "tokenizer.json"
+    path.write_text(path.read_text().replace(EOS, "<|other|>"))
+    with pytest.raises(DataError, match=r"has none of .*set it with --eos-token"):
+        TextTokenizer.open(str(tmp_path))
+    assert TextTokenizer.open(str(tmp_path), eos_token="<|other|>").eos_token_id == 0
+    with pytest.raises(UsageError, match="--eos-token nope is not in the vocabulary"):
+        TextTokenizer.open(str(tmp_path), eos_token="nope")
+
+
+@pytest.mark.parametrize("content", [b"", b"{}", b"[]", b"\xff", b'{"version": "1.0"}', b'{"model": null}'])
+def test_a_tokenizer_that_does_not_load_is_named(tmp_path: Path, content: bytes) -> None:
+    (tmp_path / "tokenizer.json").write_bytes(content)
+    with pytest.raises(DataError, match=r"tokenizer\.json cannot be loaded"):
+        TextTokenizer.open(str(tmp_path))
+
+
+@pytest.mark.parametrize(
+    ("name", "repository"), [("qwen", "Qwen/Qwen2.5-0.5B"), ("llama", "unsloth/llama-2-7b"), ("me/mine", "me/mine")]
+)
+def test_other_names_go_to_the_hub_and_the_commit_is_noted(
+    tmp_path: Path, monkeypatch, small_tokenizer: Path, name: str, repository: str
+) -> None:
+    commit = tmp_path / "snapshots" / "0123abcd"
+    shutil.copytree(small_tokenizer, commit)
+    asked = []
+    hub = ModuleType("llmq.hub")
+    hub.model_folder = lambda name, revision, kind: (asked.append((name, revision, kind)), commit)[1]  # type: ignore[attr-defined]
+    monkeypatch.setitem(sys.modules, "llmq.hub", hub)
+    opened = TextTokenizer.open(name, "main")
+    assert asked == [(repository, "main", "tokenizer")]
+    assert (opened.source, opened.revision, opened.folder) == (repository, "0123abcd", commit)
