@@ -1,13 +1,13 @@
-"""Where bytes live: lifetimes become offsets in one block of memory, and the host's memory itself."""
+"""Where bytes live: lifetimes become offsets in one block of memory."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
 
-from llmq.tensor import DTYPES, Ref, stored_shape
+from llmq.tensor import DTYPES, Ref
 
 ALIGNMENT = 256  # bytes; what cuBLASLt workspaces and 16-byte vector accesses ask for, with room
 
@@ -67,34 +67,3 @@ def live_peak(lifetimes: Sequence[Lifetime]) -> int:
 def stored_dtype(ref: Ref) -> np.dtype:
     """Dtype of the bytes that a Ref stands for."""
     return DTYPES[ref.form.dtype if ref.form else ref.dtype]
-
-
-class HostMemory:
-    """Memory of the CPU backend: an array per persistent storage and one block for all activations."""
-
-    def __init__(self, persistent: Mapping[str, Ref], arena_bytes: int) -> None:
-        self._arrays = {
-            name: np.zeros(stored_shape(ref.shape, ref.form), stored_dtype(ref)) for name, ref in persistent.items()
-        }
-        self._arena = np.zeros(arena_bytes, np.uint8)
-
-    def array(self, name: str) -> np.ndarray:
-        """The storage itself."""
-        return self._arrays[name]
-
-    def place(self, offset: int, size: int) -> np.ndarray:
-        """Bytes [offset, offset + size) of the activation block."""
-        return self._arena[offset : offset + size]
-
-    def write(self, name: str, values: np.ndarray) -> None:
-        """Sets a storage from host values of any float dtype, rounded to nearest even."""
-        array = self._arrays[name]
-        array[...] = np.asarray(values).astype(array.dtype)
-
-    def read(self, name: str) -> np.ndarray:
-        """A copy of a storage on the host."""
-        return self._arrays[name].copy()
-
-    def fill(self, name: str, value: float) -> None:
-        """Sets every element of a storage."""
-        self._arrays[name].fill(value)

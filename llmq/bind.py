@@ -8,7 +8,7 @@ from functools import partial
 import numpy as np
 
 from llmq.arena import stored_dtype
-from llmq.backend import Call, Memory, Op
+from llmq.backends import Call, Memory, Op
 from llmq.plan.plan import Plan
 from llmq.plan.program import Operand, Program, Result
 from llmq.tensor import Output, Tensor, stored_shape

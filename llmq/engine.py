@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from llmq.backend import Backend, Call, Op
+from llmq.backends import Backend, Call, Op
 from llmq.bind import bind
 from llmq.plan.plan import Plan
 from llmq.rope import rope_table

@@ -15,7 +15,7 @@ from typing import Any, TextIO
 import numpy as np
 
 from llmq import device, optimizer, sol
-from llmq.backend import open_backend
+from llmq.backends import open_backend
 from llmq.checkpoint import Checkpoints, check_same, checkpoint_bytes, load
 from llmq.commands import continue_command
 from llmq.data.loader import Data, Loader, eval_batches, open_data

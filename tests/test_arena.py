@@ -1,12 +1,9 @@
 """Lifetimes to offsets: no overlap in time and space, aligned, close to what is alive at once."""
 
-import numpy as np
-import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from llmq.arena import ALIGNMENT, HostMemory, Lifetime, aligned, lay_out, live_peak
-from llmq.tensor import DTYPES, Form, Ref
+from llmq.arena import ALIGNMENT, Lifetime, aligned, lay_out, live_peak
 
 lifetimes = st.lists(
     st.tuples(st.integers(1, 5000), st.integers(0, 20), st.integers(0, 20)).map(
@@ -37,19 +34,3 @@ def test_a_stack_of_lifetimes_is_laid_out_without_a_gap():
 
 def test_memory_that_is_free_again_is_used_again():
     assert lay_out([Lifetime(512, 0, 1), Lifetime(512, 2, 3), Lifetime(512, 4, 5)])[1] == 512
-
-
-@pytest.mark.parametrize("dtype", ["fp32", "bf16", "e4m3"])
-def test_host_memory_rounds_what_is_written(dtype):
-    memory = HostMemory({"x": Ref("x", "weight", (3, 5), dtype)}, 0)
-    values = np.linspace(-3, 3, 15).reshape(3, 5)
-    memory.write("x", values)
-    assert np.array_equal(memory.read("x"), values.astype(DTYPES[dtype]))
-    copy = memory.read("x")
-    memory.fill("x", 0)
-    assert copy.any() and not memory.array("x").any()
-
-
-def test_a_transposed_copy_has_its_own_shape_and_dtype():
-    memory = HostMemory({"x": Ref("x", "weight", (2, 3, 5), "bf16", form=Form("e4m3", "col", "delayed"))}, 0)
-    assert memory.array("x").shape == (5, 6) and memory.array("x").dtype == DTYPES["e4m3"]

@@ -19,7 +19,7 @@ from tiny_engines import (
     train_steps,
 )
 
-from llmq.backend import HostBackend
+from llmq.backends.host import HostBackend
 from llmq.engine import Engine
 from llmq.optimizer import Hyperparameters
 from llmq.plan.memory import Memory

@@ -2,7 +2,7 @@
 
 import numpy as np
 
-from llmq.backend import HostBackend
+from llmq.backends.host import HostBackend
 from llmq.config import ModelConfig
 from llmq.engine import Engine
 from llmq.optimizer import Hyperparameters

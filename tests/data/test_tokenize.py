@@ -192,8 +192,7 @@ def test_real_text_in_small_pieces_has_the_same_ids(tmp_path: Path, monkeypatch,
     folder = shared("qwen2.5-tokenizer")
     monkeypatch.setattr(text, "BLOCK_BYTES", 512)
     content = b"".join(
-        shared(name).read_bytes()[:40_000]
-        for name in ("tinyshakespeare.txt", "wikitext2-test.txt", "gsm8k-test.jsonl")
+        shared(name).read_bytes()[:40_000] for name in ("tinyshakespeare.txt", "wikitext2-test.txt", "gsm8k-test.jsonl")
     )
     content = content.decode(errors="ignore").encode()
     (tmp_path / "a.txt").write_bytes(content)

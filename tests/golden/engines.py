@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from llmq.backend import HostBackend
+from llmq.backends.host import HostBackend
 from llmq.config import read_config
 from llmq.engine import Engine
 from llmq.optimizer import Hyperparameters

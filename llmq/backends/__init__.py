@@ -7,7 +7,6 @@ from typing import Protocol
 
 import numpy as np
 
-from llmq.arena import HostMemory
 from llmq.tensor import Ref
 
 Op = Callable[..., None]
@@ -33,30 +32,13 @@ class Backend(Protocol):
     def program(self, calls: Sequence[Call]) -> Call: ...
 
 
-class HostBackend:
-    """The CPU: NumPy ops, calls run one after the other."""
-
-    def __init__(self) -> None:
-        from llmq.ops import reference
-
-        self.ops: Mapping[str, Op] = reference.OPS
-
-    def memory(self, persistent: Mapping[str, Ref], arena_bytes: int) -> HostMemory:
-        """Arrays of the host."""
-        return HostMemory(persistent, arena_bytes)
-
-    def program(self, calls: Sequence[Call]) -> Call:
-        """One call that makes all `calls` in order."""
-
-        def run() -> None:
-            with np.errstate(all="ignore"):  # what is not finite is caught by the update, on every backend alike
-                for call in calls:
-                    call()
-
-        return run
-
-
 def open_backend(device: str) -> Backend:
-    """The backend of a device as `llmq.device` picked it."""
+    """The backend of a device as `llmq.device` picked it: `cpu` or `cuda`."""
+    if device == "cuda":
+        from llmq.backends.cuda import CudaBackend
+
+        return CudaBackend()
+    from llmq.backends.host import HostBackend
+
     assert device == "cpu", device
     return HostBackend()

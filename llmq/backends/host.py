@@ -1,0 +1,64 @@
+"""The CPU: NumPy ops, an array per storage, calls made one after the other."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+import numpy as np
+
+from llmq.arena import stored_dtype
+from llmq.backends import Call, Op
+from llmq.ops import reference
+from llmq.tensor import Ref, stored_shape
+
+
+class HostMemory:
+    """An array per persistent storage and one block for all activations."""
+
+    def __init__(self, persistent: Mapping[str, Ref], arena_bytes: int) -> None:
+        self._arrays = {
+            name: np.zeros(stored_shape(ref.shape, ref.form), stored_dtype(ref)) for name, ref in persistent.items()
+        }
+        self._arena = np.zeros(arena_bytes, np.uint8)
+
+    def array(self, name: str) -> np.ndarray:
+        """The storage itself."""
+        return self._arrays[name]
+
+    def place(self, offset: int, size: int) -> np.ndarray:
+        """Bytes [offset, offset + size) of the activation block."""
+        return self._arena[offset : offset + size]
+
+    def write(self, name: str, values: np.ndarray) -> None:
+        """Sets a storage from host values of any float dtype, rounded to nearest even."""
+        array = self._arrays[name]
+        array[...] = np.asarray(values).astype(array.dtype)
+
+    def read(self, name: str) -> np.ndarray:
+        """A copy of a storage on the host."""
+        return self._arrays[name].copy()
+
+    def fill(self, name: str, value: float) -> None:
+        """Sets every element of a storage."""
+        self._arrays[name].fill(value)
+
+
+class HostBackend:
+    """The reference ops on the host's memory."""
+
+    def __init__(self) -> None:
+        self.ops: Mapping[str, Op] = reference.OPS
+
+    def memory(self, persistent: Mapping[str, Ref], arena_bytes: int) -> HostMemory:
+        """Arrays of the host."""
+        return HostMemory(persistent, arena_bytes)
+
+    def program(self, calls: Sequence[Call]) -> Call:
+        """One call that makes all `calls` in order."""
+
+        def run() -> None:
+            with np.errstate(all="ignore"):  # what is not finite is caught by the update, on every backend alike
+                for call in calls:
+                    call()
+
+        return run

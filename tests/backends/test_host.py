@@ -1,0 +1,23 @@
+"""Host memory: what is written is rounded, what is read is a copy, copies in other forms have their own shape."""
+
+import numpy as np
+import pytest
+
+from llmq.backends.host import HostMemory
+from llmq.tensor import DTYPES, Form, Ref
+
+
+@pytest.mark.parametrize("dtype", ["fp32", "bf16", "e4m3"])
+def test_host_memory_rounds_what_is_written(dtype):
+    memory = HostMemory({"x": Ref("x", "weight", (3, 5), dtype)}, 0)
+    values = np.linspace(-3, 3, 15).reshape(3, 5)
+    memory.write("x", values)
+    assert np.array_equal(memory.read("x"), values.astype(DTYPES[dtype]))
+    copy = memory.read("x")
+    memory.fill("x", 0)
+    assert copy.any() and not memory.array("x").any()
+
+
+def test_a_transposed_copy_has_its_own_shape_and_dtype():
+    memory = HostMemory({"x": Ref("x", "weight", (2, 3, 5), "bf16", form=Form("e4m3", "col", "delayed"))}, 0)
+    assert memory.array("x").shape == (5, 6) and memory.array("x").dtype == DTYPES["e4m3"]
