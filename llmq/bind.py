@@ -23,12 +23,12 @@ def bind(plan: Plan, name: str, memory: Memory, ops: Mapping[str, Op], *, poison
     calls: list[Call] = []
     for index, step in enumerate(binder.program.steps):
         if poison:
-            calls += [partial(binder.bytes_of(storage).fill, 0xFF) for storage in binder.program.births.get(index, ())]
+            calls += [partial(binder.raw(storage).fill, 0xFF) for storage in binder.program.births.get(index, ())]
         outputs = [UNWANTED if result is None else binder.output(result) for result in step.outputs]
         inputs = [None if operand is None else binder.tensor(operand) for operand in step.inputs]
         calls.append(partial(ops[step.op], *outputs, *inputs, **step.numbers))
         if poison:
-            calls += [partial(binder.bytes_of(storage).fill, 0xFF) for storage in binder.program.deaths.get(index, ())]
+            calls += [partial(binder.raw(storage).fill, 0xFF) for storage in binder.program.deaths.get(index, ())]
     return calls
 
 
@@ -37,9 +37,10 @@ class _Binder:
         self.program, self._plan, self._memory = program, plan, memory
         self._cells = {f"scale:{cell}": index for index, cell in enumerate(plan.scales)}
 
-    def bytes_of(self, storage: str) -> np.ndarray:
+    def raw(self, storage: str) -> np.ndarray:
+        """All bytes of an activation."""
         place = self.program.places[storage]
-        return self._memory.place(place.offset, place.size)
+        return self._memory.place(place.offset, (place.size,), np.dtype(np.uint8))
 
     def output(self, result: Result) -> Output:
         tensors = tuple(self.tensor(operand) for operand in result.operands)
@@ -54,23 +55,22 @@ class _Binder:
         if name in self._cells:
             return self._cell("scale:scales", self._cells[name])
         if name in self.program.places:
-            return self.bytes_of(name)[:4].view(np.float32)
+            return self._memory.place(self.program.places[name].offset, (1,), np.dtype(np.float32))
         return self._memory.array(name)
 
     def _cell(self, vector: str, index: int) -> np.ndarray:
         return self._memory.array(vector)[index : index + 1]
 
     def _array(self, operand: Operand) -> np.ndarray:
-        ref = operand.ref
-        if operand.storage in self.program.places:
-            dtype = stored_dtype(ref)
-            whole = self.bytes_of(operand.storage)
-            whole = whole[: whole.size // dtype.itemsize * dtype.itemsize].view(dtype)
-        else:
-            whole = self._memory.array(operand.storage)
+        ref, place = operand.ref, self.program.places.get(operand.storage)
         if ref.span is None:
             shape = stored_shape(ref.shape, ref.form)
-            return whole.reshape(-1)[: int(np.prod(shape))].reshape(shape)
-        start, size = ref.span
+            if place is None:
+                return self._memory.array(operand.storage)
+            return self._memory.place(place.offset, shape, stored_dtype(ref))
         assert ref.form is None or ref.form.layout == "row", f"{operand.storage}: pieces of {ref.form} are not laid out"
-        return whole.reshape(-1)[start : start + size].reshape(ref.shape)
+        start, size = ref.span
+        if place is None:
+            return self._memory.array(operand.storage).reshape(-1)[start : start + size].reshape(ref.shape)
+        dtype = stored_dtype(ref)
+        return self._memory.place(place.offset + start * dtype.itemsize, ref.shape, dtype)

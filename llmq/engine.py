@@ -9,7 +9,7 @@ import numpy as np
 
 from llmq.backends import Backend, Call, Op
 from llmq.bind import bind
-from llmq.plan.plan import Plan
+from llmq.plan.plan import SCRATCH, Plan
 from llmq.rope import rope_table
 from llmq.rows import Row
 
@@ -47,6 +47,8 @@ class Engine:
         self._memory = backend.memory(plan.persistent, plan.activation_bytes)
         self._ops = {name: wrap(name, op) for name, op in backend.ops.items()} if wrap else backend.ops
         self._programs: dict[str, Call] = {}
+        if SCRATCH in plan.persistent:
+            backend.use_scratch(self._memory.array(SCRATCH))
         self._rows = {row.name: row for row in plan.rows}
         self._fill_constants()
 

@@ -2,6 +2,7 @@
 
 import numpy as np
 
+from llmq.backends import Backend
 from llmq.backends.host import HostBackend
 from llmq.config import ModelConfig
 from llmq.engine import Engine
@@ -73,9 +74,9 @@ def batch(seed: int = 1, b: int = B, t: int = T, vocab: int = VOCAB) -> tuple[np
     return tokens, targets
 
 
-def engine_of(plan: Plan, *, seed: int = 0, poison: bool = True) -> Engine:
-    """An engine with random parameters and settled scales."""
-    engine = Engine(plan, HostBackend(), poison=poison)
+def engine_of(plan: Plan, *, seed: int = 0, poison: bool = True, backend: Backend | None = None) -> Engine:
+    """An engine with random parameters and settled scales, on the CPU or on `backend`."""
+    engine = Engine(plan, backend or HostBackend(), poison=poison)
     engine.load(parameters(plan, seed))
     if engine.needs_warm_up:
         engine.warm_up(*batch())

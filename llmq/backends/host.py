@@ -25,9 +25,10 @@ class HostMemory:
         """The storage itself."""
         return self._arrays[name]
 
-    def place(self, offset: int, size: int) -> np.ndarray:
-        """Bytes [offset, offset + size) of the activation block."""
-        return self._arena[offset : offset + size]
+    def place(self, offset: int, shape: tuple[int, ...], dtype: np.dtype) -> np.ndarray:
+        """An array at an offset of the activation block."""
+        size = int(np.prod(shape)) * dtype.itemsize
+        return self._arena[offset : offset + size].view(dtype).reshape(shape)
 
     def write(self, name: str, values: np.ndarray) -> None:
         """Sets a storage from host values of any float dtype, rounded to nearest even."""
@@ -48,6 +49,13 @@ class HostBackend:
 
     def __init__(self) -> None:
         self.ops: Mapping[str, Op] = reference.OPS
+
+    def scratch_bytes(self, op: str, shapes: Mapping[str, tuple[int, ...]]) -> int:
+        """None: NumPy allocates its temporaries itself."""
+        return 0
+
+    def use_scratch(self, buffer: np.ndarray) -> None:
+        """Nothing to do."""
 
     def memory(self, persistent: Mapping[str, Ref], arena_bytes: int) -> HostMemory:
         """Arrays of the host."""

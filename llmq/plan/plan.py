@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 from llmq import optimizer
@@ -11,11 +11,12 @@ from llmq.config import ModelConfig
 from llmq.errors import UsageError
 from llmq.model import Model
 from llmq.ops.record import Call, Recompute, Recorder
+from llmq.ops.seam import signature
 from llmq.optimizer import Hyperparameters
 from llmq.plan.build import build_model
 from llmq.plan.memory import Memory
 from llmq.plan.precision import Precision
-from llmq.plan.program import Compiler, Program, reads_of_weights, storage_name, stored_bytes
+from llmq.plan.program import Compiler, Program, Step, reads_of_weights, storage_name, stored_bytes
 from llmq.plan.recompute import ROLES, Fates, decide
 from llmq.rows import Row, parameter_rows
 from llmq.stores.activations import Frame, Frames
@@ -24,6 +25,8 @@ from llmq.stores.moments import ReplicatedMoments
 from llmq.stores.weights import ReplicatedWeights
 from llmq.tensor import LARGEST, Form, Ref
 
+ScratchBytes = Callable[[str, Mapping[str, tuple[int, ...]]], int]
+SCRATCH = "workspace:scratch"  # memory that one call after the other uses while it runs
 HISTORY = 16  # steps whose amax a delayed scale covers
 
 
@@ -55,6 +58,7 @@ class Plan:
     def table(self) -> dict[str, int]:
         """Bytes by category of the allocator table."""
         names = {"v": "Adam V", "m": "Adam M", "grad": "Gradients", "master": "Master", "weight": "Weights"}
+        names["workspace"] = "Workspace"
         total = dict.fromkeys(
             ("Adam V", "Adam M", "Gradients", "Activations", "Master", "Weights", "Workspace", "Other"), 0
         )
@@ -171,10 +175,12 @@ def make_plan(
     seq_len: int,
     seed: int = 0,
     drop: Iterable[str] = (),
+    scratch_bytes: ScratchBytes | None = None,
 ) -> Plan:
     """Decides everything for one rank. `drop` names further slots to recompute, beyond the flags' roles (tests).
 
-    UsageError if a recompute flag frees no byte.
+    `scratch_bytes` is the backend's: what a call needs beside its arguments, by op and shapes. UsageError if a
+    recompute flag frees no byte.
     """
     rows = parameter_rows(config)
     model = build_model(config, precision, memory, hyper.z_loss)
@@ -207,7 +213,10 @@ def make_plan(
     programs["calibrate"] = compiler.program("calibrate", recordings.calibrate(cells), statistics=False)
     assert tuple(sorted(compiler.scales)) == scales
     persistent = _persistent(programs.values(), [recordings.weights.refs, recordings.grads.refs], moments, aliases)
-    refs = {storage_name(r): r for call in plain for r in (*call.outputs,) if r is not None}
+    if scratch_bytes is not None:
+        size = max(_scratch(step, scratch_bytes) for program in programs.values() for step in program.steps)
+        persistent[SCRATCH] = Ref("scratch", "workspace", (max(size, 1),), "uint8")
+    refs = {storage_name(r): r for call in plain for r in call.outputs if r is not None}
     return Plan(
         config,
         precision,
@@ -225,6 +234,13 @@ def make_plan(
         fates,
         kept_storages(refs, fates),
     )
+
+
+def _scratch(step: Step, scratch_bytes: ScratchBytes) -> int:
+    names = signature(step.op)
+    shapes = {name: result.ref.shape for name, result in zip(names.outputs, step.outputs, strict=True) if result}
+    shapes |= {name: operand.ref.shape for name, operand in zip(names.inputs, step.inputs, strict=True) if operand}
+    return scratch_bytes(step.op, shapes)
 
 
 def kept_storages(refs: Mapping[str, Ref], fates: Fates) -> dict[str, int]:
