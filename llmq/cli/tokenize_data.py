@@ -5,14 +5,17 @@ from __future__ import annotations
 import signal
 import sys
 import threading
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from types import FrameType
 
 import click
 
-from llmq.errors import INTERRUPTED, TERMINATED, LlmqError
+from llmq.cli import shell
+from llmq.errors import TERMINATED
 
 
-@click.command(context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 110})
+@click.command("tokenize-data", context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 100})
 @click.option("--dataset", metavar="NAME", help="A data set by name: tiny-shakespeare (1.1 MB, downloaded once).")
 @click.option("--input", "inputs", multiple=True, metavar="FILE-OR-GLOB", help="Text files in UTF-8; repeatable.")
 @click.option(
@@ -33,7 +36,7 @@ from llmq.errors import INTERRUPTED, TERMINATED, LlmqError
 )
 @click.option("--eos-token", help="The token that ends a document, if the tokenizer does not say.")
 @click.option("--out-dir", metavar="FOLDER", help="Where to write.  [default: data/TEXT-TOKENIZER]")
-def main(
+def command(
     dataset: str | None,
     inputs: tuple[str, ...],
     tokenizer: str,
@@ -42,7 +45,7 @@ def main(
     eos_token: str | None,
     out_dir: str | None,
 ) -> None:
-    """Tokenize text into train.bin and eval.bin.
+    """Tokenizes text into train.bin and eval.bin.
 
     \b
     tokenize-data --dataset tiny-shakespeare --model qwen
@@ -58,35 +61,6 @@ def main(
     Environment: LLMQ_TINY_SHAKESPEARE is a file or URL to take instead of the download, LLMQ_CACHE the folder for
     downloads (~/.cache/llmq), HF_HUB_OFFLINE=1 forbids the network, TOKENIZERS_PARALLELISM=false is one thread.
     """
-    previous = None
-    if threading.current_thread() is threading.main_thread():
-        previous = signal.signal(signal.SIGTERM, _terminate)
-    try:
-        _run(dataset, inputs, tokenizer, revision, eval_fraction, eos_token, out_dir)
-    except LlmqError as error:
-        click.echo(f"Error: {error}", err=True)
-        raise SystemExit(error.exit_code) from None
-    except KeyboardInterrupt:
-        click.echo("Interrupted: no half-written file is left.", err=True)
-        raise SystemExit(INTERRUPTED) from None
-    finally:
-        if previous is not None:
-            signal.signal(signal.SIGTERM, previous)
-
-
-def _terminate(number: int, frame: FrameType | None) -> None:
-    raise SystemExit(TERMINATED)  # by way of the writers, which remove what is not complete
-
-
-def _run(
-    dataset: str | None,
-    inputs: tuple[str, ...],
-    tokenizer: str,
-    revision: str | None,
-    eval_fraction: float,
-    eos_token: str | None,
-    out_dir: str | None,
-) -> None:
     # Imported here, so that --help does not wait for them.
     from rich.console import Console
     from rich.progress import Progress
@@ -94,7 +68,7 @@ def _run(
     from llmq.data.tokenize import tokenize_data
 
     console = Console(stderr=True)
-    with Progress(console=console, transient=True, disable=not sys.stderr.isatty()) as progress:
+    with _terminable(), Progress(console=console, transient=True, disable=not sys.stderr.isatty()) as progress:
         bar = progress.add_task("tokenizing", total=None)
         written = tokenize_data(
             tokenizer=tokenizer,
@@ -109,6 +83,31 @@ def _run(
     for file in written:
         documents = f"{file.num_documents} document{'s' if file.num_documents != 1 else ''}"
         click.echo(f"{file.path}: {file.num_tokens} tokens in {documents}")
+
+
+command.params.append(shell.version_option())
+
+
+@contextmanager
+def _terminable() -> Iterator[None]:
+    """Lets SIGTERM end the command by way of the writers, which remove what is not complete."""
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    previous = signal.signal(signal.SIGTERM, _terminate)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, previous)
+
+
+def _terminate(number: int, frame: FrameType | None) -> None:
+    raise SystemExit(TERMINATED)
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    """The console script."""
+    sys.exit(shell.run(command, arguments))
 
 
 if __name__ == "__main__":

@@ -9,22 +9,14 @@ from pathlib import Path
 
 from pydantic import BaseModel, ConfigDict, ValidationError
 
-from llmq.data.token_file import storage, sync_folder, temporary_name, write_whole
+from llmq.data.token_file import storage, temporary_name, write_whole
+from llmq.disk import sync_folder
 from llmq.errors import DataError
+from llmq.hf import tokenizer_files
+from llmq.hub import model_folder
 
 SUFFIX = ".json"
-# All that tokenizers are made of in Hugging Face folders; an export copies them byte for byte.
-TOKENIZER_FILES = (
-    "tokenizer.json",
-    "tokenizer_config.json",
-    "special_tokens_map.json",
-    "added_tokens.json",
-    "vocab.json",
-    "merges.txt",
-    "tokenizer.model",
-    "chat_template.jinja",
-    "chat_template.json",
-)
+GENERATION_CONFIG = "generation_config.json"  # says which tokens end a text, where the source has it
 
 
 class TokenizerNote(BaseModel):
@@ -93,8 +85,6 @@ def tokenizer_folder(token_file: Path, sidecar: Sidecar) -> Path:
     note = sidecar.tokenizer
     folder = token_file.parent / note.folder
     if not folder.is_dir():
-        from llmq.hub import model_folder
-
         folder = model_folder(note.source, note.revision, kind="tokenizer")
     found = tokenizer_hash(folder)
     if found != note.sha256:
@@ -122,9 +112,11 @@ def copy_tokenizer(source: Path, target: Path) -> None:
     with storage(target):
         try:
             fresh.mkdir(parents=True)
-            for name in TOKENIZER_FILES:
-                if (source / name).is_file():
-                    shutil.copyfile(source / name, fresh / name)
+            generation = source / GENERATION_CONFIG
+            for path in [*tokenizer_files(source), *([generation] if generation.is_file() else [])]:
+                copy = fresh / path.relative_to(source)
+                copy.parent.mkdir(exist_ok=True)
+                shutil.copyfile(path, copy)
             if target.exists():
                 os.replace(target, stale)
             os.replace(fresh, target)

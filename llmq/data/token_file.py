@@ -22,6 +22,7 @@ from typing import BinaryIO
 
 import numpy as np
 
+from llmq.disk import sync_folder
 from llmq.errors import DataError, StorageError
 
 MAGIC = b"BIN.TOK\n"
@@ -253,15 +254,6 @@ def write_whole(path: Path, content: bytes) -> None:
 def temporary_name(path: Path) -> Path:
     """Where `path` is written before it is complete: hidden, beside it, and this process's own."""
     return path.with_name(f".{path.name}.{os.getpid()}.tmp")
-
-
-def sync_folder(folder: Path) -> None:
-    """Waits until the disk has the names in `folder`."""
-    handle = os.open(folder, os.O_RDONLY)
-    try:
-        os.fsync(handle)
-    finally:
-        os.close(handle)
 
 
 @contextmanager

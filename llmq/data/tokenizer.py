@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -12,6 +13,7 @@ import tokenizers
 from llmq.data.sidecar import tokenizer_hash
 from llmq.data.text import tokenizes_in_pieces
 from llmq.errors import DataError, UsageError
+from llmq.hub import model_folder
 
 # Ungated repositories; llm.q has the same short names for the same tokenizers.
 SHORT_NAMES = {"qwen": "Qwen/Qwen2.5-0.5B", "llama": "unsloth/llama-2-7b"}
@@ -40,13 +42,8 @@ class TextTokenizer:
         Raises DataError if it cannot be had or read, or has no EOS, and UsageError if `eos_token` is not in it.
         """
         source = SHORT_NAMES.get(name, name)
-        if (Path(source) / "tokenizer.json").is_file():  # a folder needs neither the network nor the hub's library
-            folder, is_local = Path(source), True
-        else:
-            from llmq.hub import model_folder
-
-            is_local = Path(source).is_dir()
-            folder = model_folder(source, revision, kind="tokenizer")
+        is_local = Path(os.path.expanduser(source)).is_dir()
+        folder = model_folder(source, revision, kind="tokenizer")
         path = folder / "tokenizer.json"
         sha256 = tokenizer_hash(folder)
         try:
@@ -64,12 +61,10 @@ class TextTokenizer:
         if not vocabulary:
             raise DataError(f"{path} has an empty vocabulary: get the tokenizer's files again")
         eos = _eos_token(folder, vocabulary, eos_token)
-        if not is_local and folder.parent.name == "snapshots":  # the layout of the hub's cache
-            revision = folder.name
         return cls(
             folder=folder,
             source=str(folder.resolve()) if is_local else source,
-            revision=None if is_local else revision,
+            revision=None if is_local else folder.name,  # the hub's cache has a folder for each commit
             sha256=sha256,
             encoder=encoder,
             vocab_size=max(vocabulary.values()) + 1,

@@ -5,10 +5,8 @@ from __future__ import annotations
 import json
 import os
 import shutil
-import sys
 from collections.abc import Callable
 from pathlib import Path
-from types import ModuleType
 
 import pytest
 
@@ -64,20 +62,18 @@ def test_a_broken_sidecar_is_refused(tmp_path: Path, content: bytes) -> None:
 def test_the_copy_has_the_tokenizers_files_alone_and_replaces_an_older_one(tmp_path: Path) -> None:
     source, target = tmp_path / "model", tmp_path / "out/tokenizer"
     source.mkdir()
-    for name in ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja", "model.safetensors", "config.json"):
+    (source / "additional_chat_templates").mkdir()
+    copied = {"tokenizer.json", "generation_config.json", "chat_template.jinja", "additional_chat_templates/rag.jinja"}
+    for name in (*copied, "model.safetensors", "config.json"):
         (source / name).write_text(name)
     target.mkdir(parents=True)
     (target / "vocab.json").write_text("of an older tokenizer")
     copy_tokenizer(source, target)
-    assert sorted(p.name for p in target.iterdir()) == [
-        "chat_template.jinja",
-        "tokenizer.json",
-        "tokenizer_config.json",
-    ]
-    assert (target / "chat_template.jinja").read_text() == "chat_template.jinja"
+    there = {path.relative_to(target).as_posix(): path.read_text() for path in target.rglob("*") if path.is_file()}
+    assert there == {name: name for name in copied}
     assert list(target.parent.iterdir()) == [target]
     copy_tokenizer(target, target)
-    assert len(list(target.iterdir())) == 3
+    assert len(list(target.iterdir())) == 4
 
 
 @pytest.mark.parametrize("step", [1, 2, 3])
@@ -116,8 +112,11 @@ def test_the_tokenizer_is_found_beside_the_file_or_at_its_source(tmp_path: Path,
         tokenizer_folder(token_file, sidecar())
     folder.rename(tmp_path / "moved")
     asked = []
-    hub = ModuleType("llmq.hub")
-    hub.model_folder = lambda name, revision, kind: (asked.append((name, revision, kind)), tmp_path / "moved")[1]  # type: ignore[attr-defined]
-    monkeypatch.setitem(sys.modules, "llmq.hub", hub)
+
+    def model_folder(name: str, revision: str | None, kind: str) -> Path:
+        asked.append((name, revision, kind))
+        return tmp_path / "moved"
+
+    monkeypatch.setattr("llmq.data.sidecar.model_folder", model_folder)
     assert tokenizer_folder(token_file, right) == tmp_path / "moved"
     assert asked == [("me/model", "abc", "tokenizer")]

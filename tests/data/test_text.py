@@ -6,9 +6,9 @@ import json
 from pathlib import Path
 
 import pytest
-from conftest import byte_level
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
+from small_tokenizers import byte_level
 from tokenizers import AddedToken, Tokenizer, normalizers, pre_tokenizers
 
 from llmq.data import text

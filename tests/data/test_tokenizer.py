@@ -4,12 +4,10 @@ from __future__ import annotations
 
 import json
 import shutil
-import sys
 from pathlib import Path
-from types import ModuleType
 
 import pytest
-from conftest import EOS, byte_level, save
+from small_tokenizers import EOS, byte_level, save
 
 from llmq.data.tokenizer import TextTokenizer
 from llmq.errors import DataError, UsageError
@@ -91,6 +89,11 @@ def test_a_tokenizer_that_does_not_load_is_named(tmp_path: Path, content: bytes)
         TextTokenizer.open(str(tmp_path))
 
 
+def test_a_folder_has_no_revision(small_tokenizer: Path) -> None:
+    with pytest.raises(UsageError, match="--revision main is for models of the Hub"):
+        TextTokenizer.open(str(small_tokenizer), "main")
+
+
 @pytest.mark.parametrize(
     ("name", "repository"), [("qwen", "Qwen/Qwen2.5-0.5B"), ("llama", "unsloth/llama-2-7b"), ("me/mine", "me/mine")]
 )
@@ -100,9 +103,12 @@ def test_other_names_go_to_the_hub_and_the_commit_is_noted(
     commit = tmp_path / "snapshots" / "0123abcd"
     shutil.copytree(small_tokenizer, commit)
     asked = []
-    hub = ModuleType("llmq.hub")
-    hub.model_folder = lambda name, revision, kind: (asked.append((name, revision, kind)), commit)[1]  # type: ignore[attr-defined]
-    monkeypatch.setitem(sys.modules, "llmq.hub", hub)
+
+    def model_folder(name: str, revision: str | None, kind: str) -> Path:
+        asked.append((name, revision, kind))
+        return commit
+
+    monkeypatch.setattr("llmq.data.tokenizer.model_folder", model_folder)
     opened = TextTokenizer.open(name, "main")
     assert asked == [(repository, "main", "tokenizer")]
     assert (opened.source, opened.revision, opened.folder) == (repository, "0123abcd", commit)
