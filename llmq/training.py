@@ -18,6 +18,7 @@ from llmq import device, optimizer, sol
 from llmq.backends import open_backend
 from llmq.checkpoint import Checkpoints, check_same, checkpoint_bytes, load
 from llmq.commands import continue_command
+from llmq.config import ModelConfig
 from llmq.data.loader import Data, Loader, eval_batches, open_data
 from llmq.data.windows import Windows
 from llmq.disk import check_free_space
@@ -113,8 +114,8 @@ def _prepare(options: Options, log: RunLog) -> Job:
     log.options(options.to_flat())
     where, seed = device.pick_device(options.system), device.seed_of(options.system)
     source = open_source(options.model)
-    config = source.config
-    data = open_data(options.data, config.vocab_size, seed)
+    data = open_data(options.data, source.config.vocab_size, seed)
+    config = _with_end_token(source, data.eos_token_id())
     schedule = make_schedule(options.schedule, data.train.num_windows, data.samples_per_step)
     dtypes = precision.resolve(options.precision)
     b, t = data.batch_size, data.seq_len
@@ -143,6 +144,14 @@ def _prepare(options: Options, log: RunLog) -> Job:
     saved = (checkpoints.folder, checkpoints.peak_bytes(job.checkpoint_bytes))
     check_free_space({"the checkpoints": saved, "the model": (job.export.folder, job.export.check())})
     return job
+
+
+def _with_end_token(source: ModelSource, eos: int | None) -> ModelConfig:
+    """The config of the exported model: one trained from scratch ends its documents as its data does."""
+    config = source.config
+    if not source.from_scratch or eos is None or eos in config.eos_token_ids:
+        return config
+    return replace(config, eos_token_ids=(eos,), bos_token_id=None, pad_token_id=None)
 
 
 def _describe(job: Job, log: RunLog) -> None:

@@ -251,3 +251,27 @@ def test_bad_input_is_one_message_and_an_exit_code(given, more, code, says):
     output, _ = process.communicate()
     assert process.returncode == code, output
     assert says in output and "Traceback" not in output
+
+
+def test_a_model_trained_from_scratch_takes_its_tokenizer_and_its_end_token_from_the_data(given, tmp_path):
+    from tokenizers import Tokenizer, models, pre_tokenizers
+
+    from llmq.cli import shell
+    from llmq.cli.tokenize_data import command as tokenize
+
+    alphabet = {letter: i for i, letter in enumerate(sorted(pre_tokenizers.ByteLevel.alphabet())[:90])}
+    vocabulary = {**alphabet, "<end>": 95}
+    tokenizer = Tokenizer(models.BPE({**vocabulary}, []))
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.add_special_tokens(["<end>"])
+    source = tmp_path / "letters"
+    source.mkdir()
+    tokenizer.save(str(source / "tokenizer.json"))
+    (source / "tokenizer_config.json").write_text('{"eos_token": "<end>"}')
+    Path("text.txt").write_text("abc\n" * 300)
+    arguments = ["--input=text.txt", f"--tokenizer={source}", "--eval-fraction=0", "--out-dir=tokens"]
+    assert shell.run(tokenize, arguments) == 0
+    result = llmq.train(**{**given, "train_file": "tokens/train.bin", "eval_file": None, "steps": 2})
+    assert json.loads((result.model_path / "config.json").read_text())["eos_token_id"] == 95
+    assert json.loads((result.model_path / "generation_config.json").read_text())["eos_token_id"] == 95
+    assert (result.model_path / "tokenizer.json").read_bytes() == (source / "tokenizer.json").read_bytes()

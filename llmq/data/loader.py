@@ -62,10 +62,16 @@ class Data:
 
     def tokenizer_folder(self) -> Path | None:
         """Folder with the files of the tokenizer that made the training data; None if no file has a sidecar."""
+        return next((tokenizer_folder(path, sidecar) for path, sidecar in self._sidecars()), None)
+
+    def eos_token_id(self) -> int | None:
+        """The token that ends each document of the training data; None if no file has a sidecar."""
+        return next((sidecar.tokenizer.eos_token_id for _, sidecar in self._sidecars()), None)
+
+    def _sidecars(self) -> Iterator[tuple[Path, Sidecar]]:
         for file in self.train.token_files:
             if sidecar := Sidecar.read(file.path, file.num_tokens):
-                return tokenizer_folder(file.path, sidecar)
-        return None
+                yield file.path, sidecar
 
 
 def open_data(options: DataOptions, vocab_size: int, seed: int, *, world: int = 1) -> Data:
