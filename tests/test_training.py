@@ -271,7 +271,7 @@ def test_a_model_trained_from_scratch_takes_its_tokenizer_and_its_end_token_from
     Path("text.txt").write_text("abc\n" * 300)
     arguments = ["--input=text.txt", f"--tokenizer={source}", "--eval-fraction=0", "--out-dir=tokens"]
     assert shell.run(tokenize, arguments) == 0
-    result = llmq.train(**{**given, "train_file": "tokens/train.bin", "eval_file": None, "steps": 2})
+    result = llmq.train(**{**given, "train_file": "tokens/train.bin", "eval_file": "tokens/train.bin", "steps": 2})
     assert json.loads((result.model_path / "config.json").read_text())["eos_token_id"] == 95
     assert json.loads((result.model_path / "generation_config.json").read_text())["eos_token_id"] == 95
     assert (result.model_path / "tokenizer.json").read_bytes() == (source / "tokenizer.json").read_bytes()
