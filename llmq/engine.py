@@ -44,6 +44,7 @@ class Engine:
     ) -> None:
         self.plan = plan
         self._backend, self._poison = backend, poison
+        backend.prepare(step for program in plan.programs.values() for step in program.steps)
         self._memory = backend.memory(plan.persistent, plan.activation_bytes)
         self._ops = {name: wrap(name, op) for name, op in backend.ops.items()} if wrap else backend.ops
         self._programs: dict[str, Call] = {}

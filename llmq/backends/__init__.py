@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from typing import Protocol
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import TYPE_CHECKING, Protocol
 
 import numpy as np
 
 from llmq.tensor import Ref
+
+if TYPE_CHECKING:
+    from llmq.plan.program import Step
 
 Op = Callable[..., None]
 Call = Callable[[], None]
@@ -24,11 +27,12 @@ class Memory(Protocol):
 
 
 class Backend(Protocol):
-    """What the engine needs of a device."""
+    """What the engine needs of a device. `prepare` comes before memory is allocated, with all steps of the plan."""
 
     @property
     def ops(self) -> Mapping[str, Op]: ...
-    def scratch_bytes(self, op: str, shapes: Mapping[str, tuple[int, ...]]) -> int: ...
+    def scratch_bytes(self, step: Step) -> int: ...
+    def prepare(self, steps: Iterable[Step]) -> None: ...
     def use_scratch(self, buffer: np.ndarray) -> None: ...
     def memory(self, persistent: Mapping[str, Ref], arena_bytes: int) -> Memory: ...
     def program(self, calls: Sequence[Call]) -> Call: ...

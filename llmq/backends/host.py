@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
+from typing import TYPE_CHECKING
 
 import numpy as np
 
@@ -10,6 +11,9 @@ from llmq.arena import stored_dtype
 from llmq.backends import Call, Op
 from llmq.ops import reference
 from llmq.tensor import Ref, stored_shape
+
+if TYPE_CHECKING:
+    from llmq.plan.program import Step
 
 
 class HostMemory:
@@ -50,9 +54,12 @@ class HostBackend:
     def __init__(self) -> None:
         self.ops: Mapping[str, Op] = reference.OPS
 
-    def scratch_bytes(self, op: str, shapes: Mapping[str, tuple[int, ...]]) -> int:
+    def scratch_bytes(self, step: Step) -> int:
         """None: NumPy allocates its temporaries itself."""
         return 0
+
+    def prepare(self, steps: Iterable[Step]) -> None:
+        """Nothing to do."""
 
     def use_scratch(self, buffer: np.ndarray) -> None:
         """Nothing to do."""

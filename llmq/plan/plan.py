@@ -11,7 +11,6 @@ from llmq.config import ModelConfig
 from llmq.errors import UsageError
 from llmq.model import Model
 from llmq.ops.record import Call, Recompute, Recorder
-from llmq.ops.seam import signature
 from llmq.optimizer import Hyperparameters
 from llmq.plan.build import build_model
 from llmq.plan.memory import Memory
@@ -25,7 +24,6 @@ from llmq.stores.moments import ReplicatedMoments
 from llmq.stores.weights import ReplicatedWeights
 from llmq.tensor import LARGEST, Form, Ref
 
-ScratchBytes = Callable[[str, Mapping[str, tuple[int, ...]]], int]
 SCRATCH = "workspace:scratch"  # memory that one call after the other uses while it runs
 HISTORY = 16  # steps whose amax a delayed scale covers
 
@@ -175,12 +173,12 @@ def make_plan(
     seq_len: int,
     seed: int = 0,
     drop: Iterable[str] = (),
-    scratch_bytes: ScratchBytes | None = None,
+    scratch_bytes: Callable[[Step], int] | None = None,
 ) -> Plan:
     """Decides everything for one rank. `drop` names further slots to recompute, beyond the flags' roles (tests).
 
-    `scratch_bytes` is the backend's: what a call needs beside its arguments, by op and shapes. UsageError if a
-    recompute flag frees no byte.
+    `scratch_bytes` is the backend's: what a step needs beside its arguments. UsageError if a recompute flag frees no
+    byte.
     """
     rows = parameter_rows(config)
     model = build_model(config, precision, memory, hyper.z_loss)
@@ -214,7 +212,7 @@ def make_plan(
     assert tuple(sorted(compiler.scales)) == scales
     persistent = _persistent(programs.values(), [recordings.weights.refs, recordings.grads.refs], moments, aliases)
     if scratch_bytes is not None:
-        size = max(_scratch(step, scratch_bytes) for program in programs.values() for step in program.steps)
+        size = max(scratch_bytes(step) for program in programs.values() for step in program.steps)
         persistent[SCRATCH] = Ref("scratch", "workspace", (max(size, 1),), "uint8")
     refs = {storage_name(r): r for call in plain for r in call.outputs if r is not None}
     return Plan(
@@ -234,13 +232,6 @@ def make_plan(
         fates,
         kept_storages(refs, fates),
     )
-
-
-def _scratch(step: Step, scratch_bytes: ScratchBytes) -> int:
-    names = signature(step.op)
-    shapes = {name: result.ref.shape for name, result in zip(names.outputs, step.outputs, strict=True) if result}
-    shapes |= {name: operand.ref.shape for name, operand in zip(names.inputs, step.inputs, strict=True) if operand}
-    return scratch_bytes(step.op, shapes)
 
 
 def kept_storages(refs: Mapping[str, Ref], fates: Fates) -> dict[str, int]:
