@@ -15,7 +15,7 @@ from typing import Any, TextIO
 import numpy as np
 
 from llmq import device, optimizer, sol
-from llmq.backends import open_backend
+from llmq.backends import Backend, open_backend
 from llmq.checkpoint import Checkpoints, check_same, checkpoint_bytes, load
 from llmq.commands import continue_command
 from llmq.config import ModelConfig
@@ -91,6 +91,7 @@ class Job:
     """A run, checked and planned, before memory is allocated."""
 
     device: str
+    backend: Backend
     seed: int
     source: ModelSource
     data: Data
@@ -113,6 +114,7 @@ def _prepare(options: Options, log: RunLog) -> Job:
     """Everything that can be refused before the first allocation, and the sections of the log."""
     log.options(options.to_flat())
     where, seed = device.pick_device(options.system), device.seed_of(options.system)
+    backend = open_backend(where)
     source = open_source(options.model)
     data = open_data(options.data, source.config.vocab_size, seed)
     config = _with_end_token(source, data.eos_token_id())
@@ -122,11 +124,13 @@ def _prepare(options: Options, log: RunLog) -> Job:
     logit_bytes = padded_vocab(config) * DTYPES[dtypes.model].itemsize
     limits = memory.resolve(options.memory, batch_size=b, seq_len=t, logit_bytes=logit_bytes)
     hyper = optimizer.resolve(options.optimizer)
-    plan = make_plan(config, dtypes, limits, hyper, batch_size=b, seq_len=t, seed=seed)
+    scratch = backend.scratch_bytes
+    plan = make_plan(config, dtypes, limits, hyper, batch_size=b, seq_len=t, seed=seed, scratch_bytes=scratch)
     checkpoints = Checkpoints(options.checkpoint)
     tokenizer = (data.tokenizer_folder() if source.from_scratch else None) or source.tokenizer_folder
     job = Job(
         device=where,
+        backend=backend,
         seed=seed,
         source=source,
         data=data,
@@ -185,7 +189,7 @@ class _Run:
 
     def __init__(self, job: Job, log: RunLog, interrupt: Interrupt, watch: Watch, began: float) -> None:
         self.job, self.log, self.interrupt, self.watch, self.began = job, log, interrupt, watch, began
-        self.engine = Engine(job.plan, open_backend(job.device))
+        self.engine = Engine(job.plan, job.backend)
         dtypes = {"matmul_dtype": job.plan.precision.matmul, "head_dtype": job.plan.precision.head}
         self.light_s = sol.seconds_per_token(job.plan.config, job.data.seq_len, device.peaks(job.device), **dtypes)
         self.step = self.position = self.saved = 0  # updates, samples taken, step of the newest checkpoint

@@ -213,7 +213,8 @@ def make_plan(
     persistent = _persistent(programs.values(), [recordings.weights.refs, recordings.grads.refs], moments, aliases)
     if scratch_bytes is not None:
         size = max(scratch_bytes(step) for program in programs.values() for step in program.steps)
-        persistent[SCRATCH] = Ref("scratch", "workspace", (max(size, 1),), "uint8")
+        if size:
+            persistent[SCRATCH] = Ref("scratch", "workspace", (size,), "uint8")
     refs = {storage_name(r): r for call in plain for r in call.outputs if r is not None}
     return Plan(
         config,
