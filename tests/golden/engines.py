@@ -8,6 +8,7 @@ from typing import Any
 
 import numpy as np
 
+from llmq.backends import Backend
 from llmq.backends.host import HostBackend
 from llmq.config import read_config
 from llmq.engine import Engine
@@ -33,10 +34,18 @@ def engine_of(
     batch_size: int,
     seq_len: int,
     hyper: Hyperparameters | None = None,
+    backend: Backend | None = None,
 ) -> Engine:
     """An engine holding `weights`, by Hugging Face name: every one of them used, and every parameter given."""
+    backend = backend or HostBackend()
     plan = make_plan(
-        read_config(config), precision, Memory(), hyper or Hyperparameters(), batch_size=batch_size, seq_len=seq_len
+        read_config(config),
+        precision,
+        Memory(),
+        hyper or Hyperparameters(),
+        batch_size=batch_size,
+        seq_len=seq_len,
+        scratch_bytes=backend.scratch_bytes,
     )
     parameters = []
     for row in plan.rows:
@@ -45,7 +54,7 @@ def engine_of(
             values[part.start : part.stop] = weights[part.name]
         parameters.append((row, values))
     assert {part.name for row in plan.rows for part in row.parts} == set(weights)
-    engine = Engine(plan, HostBackend())
+    engine = Engine(plan, backend)
     engine.load(parameters)
     return engine
 
