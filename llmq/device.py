@@ -45,8 +45,13 @@ def cuda_problem() -> str | None:
 
 
 def pick_device(options: SystemOptions) -> str:
-    """The device to compute on: `cpu`. UsageError for `--device cuda`."""
-    if options.device == "cuda":
+    """The device to compute on, as the options ask; see `pick`."""
+    return pick(options.device)
+
+
+def pick(device: str) -> str:
+    """`cpu` for auto or cpu. UsageError for cuda."""
+    if device == "cuda":
         problem = cuda_problem() or "this version has no CUDA backend"
         raise UsageError(f"--device cuda: {problem}: use --device cpu (or auto)")
     return "cpu"

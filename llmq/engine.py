@@ -155,6 +155,13 @@ class Engine:
             self._programs[name] = self._backend.program(calls)
         self._programs[name]()
 
+    def trace(self, batch: tuple[np.ndarray, np.ndarray], wrap: Callable[[str, Op], Op]) -> None:
+        """One micro-step on `batch` and one update, eagerly, with `wrap` around every op; for timing."""
+        self._set_batch(*batch)
+        ops = {name: wrap(name, op) for name, op in self._ops.items()}
+        for name in ("next", "update"):
+            self._backend.program(bind(self.plan, name, self._memory, ops, poison=False))()
+
     def _state(self, name: str, space: str) -> str:
         return f"{space}:{name}"
 

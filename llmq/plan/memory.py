@@ -35,7 +35,7 @@ def resolve(options: MemoryOptions, *, batch_size: int, seq_len: int, logit_byte
     """
     flags = tuple(flag for flag in ROLES if getattr(options, flag))
     tokens, problems = batch_size * seq_len, []
-    head = options.lmhead_chunks or _fewest_chunks(tokens, logit_bytes)
+    head = options.lmhead_chunks or fewest_chunks(tokens, logit_bytes)
     if tokens % head:
         problems.append(
             f"--lmhead-chunks {head} does not divide the {tokens} tokens of a micro-batch ({batch_size} x {seq_len})"
@@ -47,7 +47,7 @@ def resolve(options: MemoryOptions, *, batch_size: int, seq_len: int, logit_byte
     return Memory(flags, head, options.attn_bwd_chunks)
 
 
-def _fewest_chunks(tokens: int, logit_bytes: int) -> int:
+def fewest_chunks(tokens: int, logit_bytes: int) -> int:
     """The smallest divisor of `tokens` that keeps the logits of a chunk within LOGITS_BYTES, if one does."""
     fitting = (n for n in range(1, tokens + 1) if tokens % n == 0 and tokens // n * logit_bytes <= LOGITS_BYTES)
     return next(fitting, tokens)
