@@ -49,7 +49,7 @@ def engine_of(
     )
     parameters = []
     for row in plan.rows:
-        values = np.zeros(row.shape, np.float32)
+        values = np.zeros(row.shape)
         for part in row.parts:
             values[part.start : part.stop] = weights[part.name]
         parameters.append((row, values))

@@ -16,6 +16,7 @@ from unittest import mock
 import numpy as np
 import torch
 import transformers
+
 from golden import families
 
 
