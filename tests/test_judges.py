@@ -1,4 +1,4 @@
-"""The engine against transformers and torch, live: fresh random models of every family, beyond the golden files' ten.
+"""The engine against transformers and torch, live: fresh random models of every family, folders both ways.
 
 The golden files fix one small model per family; here shapes, rotary constants, windows and tying are drawn too.
 """
@@ -9,6 +9,8 @@ import pytest
 pytest.importorskip("torch", reason="the judges are torch and transformers")
 pytest.importorskip("transformers", reason="the judges are torch and transformers")
 
+import torch
+import transformers
 from golden import families, transformers_judge
 from golden.engines import (
     BF16,
@@ -21,7 +23,13 @@ from golden.engines import (
     relative_errors,
 )
 
+from llmq.config import from_folder
+from llmq.engine import Engine
+from llmq.hf import read_parameters, write_model
+from llmq.ops.reference import OPS
 from llmq.optimizer import Hyperparameters
+from llmq.plan.memory import Memory
+from llmq.plan.plan import make_plan
 
 pytestmark = pytest.mark.judge
 
@@ -166,3 +174,99 @@ def test_vocabularies_of_any_size(vocab_size, tied):
     assert np.linalg.norm(found - logits[0, -1]) < 1e-9 * np.linalg.norm(logits[0, -1])
     assert run.update(1, 1e-3).applied
     parameters(run)  # asserts that padding is still zero
+
+
+FOLDERS = pytest.mark.parametrize("family", families.FAMILIES)
+
+
+def reloaded(folder):
+    """A folder's model as transformers loads it, in f32, with nothing missing and nothing left over."""
+    model, said = transformers.AutoModelForCausalLM.from_pretrained(
+        folder, dtype=torch.float32, attn_implementation="eager", output_loading_info=True
+    )
+    assert not any(said.values()), said
+    return model
+
+
+def assert_same_logits(run, model, tokens):
+    """Ours in f32 are those of a transformers model in f32."""
+    wanted = transformers_judge.logits_of(model, tokens)
+    for row, count in ((0, 3), (1, tokens.shape[1])):
+        found, right = run.next_logits(tokens[row, :count]), wanted[row, count - 1]
+        assert found.shape == right.shape
+        assert np.linalg.norm(found - right) < 1e-5 * np.linalg.norm(right)
+
+
+def engine_from(folder):
+    """An f32 engine with the model of a Hugging Face folder."""
+    config = from_folder(folder)
+    plan = make_plan(config, FP32, Memory(), Hyperparameters(), batch_size=families.BATCH, seq_len=LENGTH)
+    run = Engine(plan, OPS)
+    run.load(read_parameters(folder, plan.rows))
+    return run
+
+
+def export(run, folder, dtype):
+    """Writes an engine's model as a Hugging Face folder."""
+    plan, by_row = run.plan, lambda row: run.parameter(row.name)
+    write_model(folder, plan.config, plan.rows, by_row, dtype=dtype, tokenizer_folder=None, overwrite=False)
+
+
+@FOLDERS
+def test_exported_folders_load_in_transformers(family, tmp_path):
+    """After some training, so that the weights are no longer those of anything else."""
+    config = families.FAMILIES[family]
+    run = engine_of(config, families.weights(config), FP32, families.BATCH, LENGTH)
+    for step in (1, 2):
+        run.micro_step(*drawn_batch(config, step), first=True)
+        run.update(step, 1e-2)
+    export(run, tmp_path / "model", "fp32")
+    model = reloaded(tmp_path / "model")
+    named = parameters(run)
+    assert {n: p.shape for n, p in model.named_parameters()} == {n: a.shape for n, a in named.items()}
+    assert all(np.array_equal(array, named[name]) for name, array in transformers_judge.parameters(model).items())
+    assert_same_logits(run, model, drawn_batch(config, 3)[0])
+
+
+@FOLDERS
+def test_transformers_folders_load_here(family, tmp_path):
+    """As save_pretrained writes them, in one file or many, in f32 or bf16; they train on here and go back."""
+    config = families.FAMILIES[family]
+    model = transformers_judge.empty_model(config)
+    bf16 = sorted(families.FAMILIES).index(family) % 2 == 0
+    if bf16:
+        model.to(torch.bfloat16)
+    model.save_pretrained(tmp_path / "theirs", max_shard_size="30KB" if bf16 else "5GB")
+    run = engine_from(tmp_path / "theirs")
+    batch = drawn_batch(config, 1)
+    assert_same_logits(run, reloaded(tmp_path / "theirs"), batch[0])
+    losses = []
+    for step in range(1, 11):
+        run.micro_step(*batch, first=True)
+        losses.append(run.update(step, 1e-2).loss)
+    assert losses[-1] < losses[0] - 0.5
+    export(run, tmp_path / "ours", "fp32")
+    assert_same_logits(run, reloaded(tmp_path / "ours"), batch[0])
+
+
+@pytest.mark.parametrize(("dtype", "theirs"), [("bf16", "bfloat16"), ("fp16", "float16"), ("fp32", "float32")])
+def test_exported_dtype_is_what_transformers_loads(dtype, theirs, tmp_path):
+    config = families.FAMILIES["qwen3_tied"]
+    export(engine_of(config, families.weights(config), FP32, families.BATCH, LENGTH), tmp_path / "model", dtype)
+    model = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "model", dtype="auto")
+    assert model.dtype == getattr(torch, theirs)
+    assert all(
+        np.array_equal(array, families.weights(config)[name])  # exact in every one of these types
+        for name, array in transformers_judge.parameters(model).items()
+    )
+
+
+@pytest.mark.parametrize("vocab_size", [32001, 262144])
+def test_exported_vocabularies_are_not_padded(vocab_size, tmp_path):
+    config = dict(families.FAMILIES["llama3"], vocab_size=vocab_size, num_hidden_layers=1)
+    config.update(hidden_size=8, num_attention_heads=2, num_key_value_heads=1, intermediate_size=8)
+    run = engine_of(config, families.weights(config), FP32, families.BATCH, LENGTH)
+    export(run, tmp_path / "model", "fp32")
+    model = reloaded(tmp_path / "model")
+    assert model.get_input_embeddings().weight.shape == model.lm_head.weight.shape == (vocab_size, 8)
+    assert_same_logits(run, model, drawn_batch(config, 1)[0])
