@@ -1,0 +1,51 @@
+"""The update around AdamW: options to constants, one stream of random bits per parameter, scales that keep up."""
+
+import numpy as np
+import pytest
+from tiny_engines import BF16, FP8, batch, engine_of, plan_of
+
+from llmq import optimizer
+from llmq.optimizer import Hyperparameters
+from llmq.options import OptimizerOptions
+from llmq.presets import preset
+from llmq.rows import parameter_rows
+
+
+def test_every_option_becomes_its_constant():
+    values = {"beta_1": 0.5, "beta_2": 0.75, "weight_decay": 0.25, "grad_clip": 2.0, "z_loss": 0.125}
+    resolved = optimizer.resolve(OptimizerOptions(**values, adam_epsilon=0.0625))
+    assert resolved == Hyperparameters(**values, epsilon=0.0625)
+
+
+@pytest.mark.parametrize("name", ["Qwen2.5-72B", "llama3_405b"])
+def test_no_two_parameters_share_random_bits(name):
+    rows = parameter_rows(preset(name))
+    assert len({optimizer.stream(row) for row in rows}) == len(rows)
+
+
+def test_each_parameter_is_rounded_with_its_own_stream_and_the_run_s_seed():
+    plan = plan_of(BF16, seed=77)
+    steps = [step for step in plan.programs["update"].steps if step.op == "adamw"]
+    found = {step.inputs[0].ref.name: (step.numbers["stream"], step.numbers["seed"]) for step in steps}
+    assert found == {row.name: (optimizer.stream(row), 77) for row in plan.rows}
+
+
+@pytest.mark.parametrize("gradient", ["e4m3", "e5m2"])
+def test_scales_follow_what_the_step_has_seen(gradient):
+    """The amax of a step enters the history, whose largest decides the scale: once per step, for every cell."""
+    engine = engine_of(plan_of(FP8[gradient, "delayed"]))
+    limits = np.array(engine.plan.limits, np.float32)
+    names = {row.name for row in engine.plan.rows}
+    of_weights = np.array([cell.split("@")[0] in names for cell in engine.plan.scales])
+    assert of_weights.any() and not of_weights.all()
+    for step in range(1, 4):
+        for micro_step in range(2):
+            engine.micro_step(*batch(10 * step + micro_step), first=micro_step == 0)
+        before = dict(engine.state())
+        assert ((before["scale:amax"] > 0) | (of_weights & (step == 1))).all()  # weights are seen as they are written
+        assert engine.update(step, 1e-2).applied
+        after = dict(engine.state())
+        history = np.concatenate([before["scale:amax"][None], before["scale:history"][:-1]])
+        assert np.array_equal(after["scale:history"], history)
+        assert np.allclose(after["scale:scales"], history.max(axis=0) / limits, rtol=1e-6, atol=0)
+        assert not after["scale:amax"][~of_weights].any(), "the next step starts from nothing"
