@@ -59,11 +59,11 @@ def tree(tmp_path):
 )
 def test_verdicts(tool, tree, old, new, verdict, by):
     before = (tree / "product.py").read_text()
-    found, why = tool.try_fault(tree, Fault("name", "product.py", old, new, ("test_product.py",)))
+    found, why = tool.try_fault(tree, Fault("name", "product.py", old, new, ("test_product.py",)), workers=1)
     assert found == verdict and by in why
     assert (tree / "product.py").read_text() == before, "the fault is taken out again"
 
 
 def test_tests_that_do_not_exist_are_no_proof(tool, tree):
-    found, why = tool.try_fault(tree, Fault("name", "product.py", "2 * x", "3 * x", ("test_absent.py",)))
+    found, why = tool.try_fault(tree, Fault("name", "product.py", "2 * x", "3 * x", ("test_absent.py",)), workers=1)
     assert found == "broken" and "test_absent.py" in why

@@ -1,5 +1,5 @@
 #!/usr/bin/env python3
-"""Do the tests bite? Plants the faults of tests/faults.py, one at a time, and lists those that no test notices.
+"""Do the tests bite? Plants the faults of tests/faults, one at a time, and lists those that no test notices.
 
     python tools/plant_faults.py [--jobs N] [--only NAME ...] [--list]
 
@@ -78,8 +78,11 @@ def failure(output: str) -> str:
     return named[0] if named else "no output"
 
 
-def try_fault(tree: Path, fault: Fault) -> tuple[str, str]:
-    """Plants `fault` in `tree`, runs the tests, takes it out; ("noticed" | "survived" | "broken", by what)."""
+def try_fault(tree: Path, fault: Fault, workers: int = 2) -> tuple[str, str]:
+    """Plants `fault` in `tree`, runs the tests, takes it out; ("noticed" | "survived" | "broken", by what).
+
+    The default suite is spread over `workers` processes.
+    """
     path = tree / fault.file
     original = path.read_text()
     path.write_text(planted(original, fault))
@@ -88,8 +91,8 @@ def try_fault(tree: Path, fault: Fault) -> tuple[str, str]:
         status, output = run(tree, ["-c", f"import {module}"])
         if status:
             return "broken", output.strip().splitlines()[-1]
-        for tests, workers in ((fault.tests, 1), ((), 2)):
-            status, output = pytest(tree, tests, workers)
+        for tests, processes in ((fault.tests, 1), ((), workers)):
+            status, output = pytest(tree, tests, processes)
             if status in (3, 4):  # pytest itself failed, or was asked for tests that are not there
                 return "broken", failure(output)
             if status:
