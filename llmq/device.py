@@ -1,15 +1,17 @@
 """The device of a run: which one, what it is, how much memory it has, and how fast it can multiply.
 
-This is the one place where a backend is chosen. There is one so far, the NumPy reference on the CPU.
+This is the one place where a backend is chosen: the CPU, the first GPU that CUDA sees, or for a dry run a GPU that is
+not here at all.
 """
 
 from __future__ import annotations
 
-import ctypes
+import importlib.util
 import os
 import platform
 import sys
 import time
+from dataclasses import dataclass
 from functools import cache
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
@@ -17,7 +19,9 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from llmq.errors import UsageError
+from llmq import cuda_driver, cuda_libraries, gpus, nvml
+from llmq.cuda_driver import Problem
+from llmq.errors import MemoryLimitError, UsageError
 
 if TYPE_CHECKING:
     from llmq.options import SystemOptions
@@ -30,31 +34,87 @@ LIBRARIES = {
 MEBIBYTE = 2**20
 PEAK_SECONDS = 0.15  # of measuring
 PEAK_SIZES = (256, 512, 1024)  # of square matrices; one that would take longer than all the time is left out
+CUDA_PEAK_SIZE = 4096
+OLDEST_FP8 = (8, 9)  # compute capability
+
+
+@dataclass(frozen=True)
+class Device:
+    """Where a run computes: `kind` is cpu or cuda. A CUDA device is a GPU that is here, or a card to plan for."""
+
+    kind: str = "cpu"
+    gpu: cuda_driver.Gpu | None = None
+    planned: gpus.Card | None = None
+    note: str | None = None  # why `auto` is not the GPU that is here
+
+    @property
+    def card(self) -> gpus.Card | None:
+        """The card's entry in the table of cards; None for the CPU and for cards that are not in it."""
+        return self.planned or (gpus.find(self.gpu.name) if self.gpu else None)
+
+    @property
+    def capability(self) -> tuple[int, int]:
+        """Compute capability of a CUDA device: (9, 0)."""
+        found = self.planned or self.gpu
+        assert found is not None
+        return found.capability
+
+
+CPU = Device()
 
 
 def cuda_problem() -> str | None:
-    """Why no CUDA device can be used, asked of the driver itself; None if one can."""
-    try:
-        driver = ctypes.CDLL("libcuda.so.1")
-    except OSError:
-        return "there is no NVIDIA driver (libcuda.so.1)"
-    code, count = driver.cuInit(0), ctypes.c_int(0)
-    if code or driver.cuDeviceGetCount(ctypes.byref(count)):
-        return f"the NVIDIA driver does not start (cuInit returned {code})"
-    return None if count.value else "the NVIDIA driver sees no GPU"
+    """Why no GPU can be used whatever is installed, with the fix; None if one can."""
+    found = cuda_driver.problem(cuda_driver.read())
+    return str(found) if found else None
 
 
-def pick_device(options: SystemOptions) -> str:
-    """The device to compute on, as the options ask; see `pick`."""
+def cuda_backend_problem() -> Problem | None:
+    """Why the CUDA backend cannot run here: driver, GPU, this version of llmq, libraries; None if it can."""
+    driver = cuda_driver.read()
+    found = cuda_driver.problem(driver)
+    if found:
+        return found
+    if not importlib.util.find_spec("llmq.backends.cuda"):
+        return Problem("this version has no CUDA backend", "install a newer one", has_gpu=True)
+    assert driver is not None
+    return cuda_libraries.problem(driver.cuda)
+
+
+def pick_device(options: SystemOptions) -> Device:
+    """The device to compute on, or with `--gpu` to plan for. UsageError if what was asked for cannot be used."""
+    if options.gpu is not None:
+        card = gpus.named(options.gpu)
+        if card is None:
+            raise UsageError(f"--gpu {options.gpu}: not one of the known cards: {', '.join(gpus.names())}")
+        return Device("cuda", planned=card)
     return pick(options.device)
 
 
-def pick(device: str) -> str:
-    """`cpu` for auto or cpu. UsageError for cuda."""
+def pick(device: str) -> Device:
+    """The device of `auto`, `cpu` or `cuda`. UsageError for a GPU that cannot be used."""
+    if device == "cpu":
+        return CPU
+    problem = cuda_backend_problem()
+    if problem is None:
+        driver = cuda_driver.read()
+        assert driver is not None
+        return Device("cuda", gpu=driver.gpus[0])
     if device == "cuda":
-        problem = cuda_problem() or "this version has no CUDA backend"
-        raise UsageError(f"--device cuda: {problem}: use --device cpu (or auto)")
-    return "cpu"
+        raise UsageError(f"--device cuda: {problem}; or use --device cpu")
+    if cuda_driver.load() is None:
+        return CPU
+    there = "a GPU is there, but " if problem.has_gpu else ""
+    return Device(note=f"{there}{problem.what}: training on the CPU (for the GPU: {problem.fix})")
+
+
+def refuse_dtypes(device: Device, *dtypes: str) -> None:
+    """UsageError if the matmuls of a run are of a dtype that the GPU does not have."""
+    if device.kind == "cuda" and "e4m3" in dtypes and device.capability < OLDEST_FP8:
+        raise UsageError(
+            f"--matmul-dtype e4m3 needs a GPU of compute capability {cuda_driver.dotted(OLDEST_FP8)} or later, and "
+            f"{_gpu_name(device)} has {cuda_driver.dotted(device.capability)}: use --matmul-dtype bf16"
+        )
 
 
 def seed_of(options: SystemOptions) -> int:
@@ -62,14 +122,15 @@ def seed_of(options: SystemOptions) -> int:
     return options.seed
 
 
-def system_facts(device: str = "cpu") -> dict[str, Any]:
+def system_facts(device: Device = CPU) -> dict[str, Any]:
     """What a run runs on, for the log: device, memory, system, and the libraries that are loaded."""
-    assert device == "cpu"
-    total, free = memory_bytes()
+    total, free = memory_bytes(device)
     facts = {
-        "device": f"cpu: {cpu_name()}",
+        "device": f"cpu: {cpu_name()}" if device.kind == "cpu" else f"cuda: {_gpu_name(device)}",
+        **({"gpu": device.note} if device.note else {}),
         "cores": num_cores(),
         "memory": f"{(total - free) // MEBIBYTE} MiB / {total // MEBIBYTE} MiB",
+        **(_cuda_facts(device) if device.kind == "cuda" else {}),
         "os": f"{platform.system()} {platform.release()} {platform.machine()}",
         "python": platform.python_version(),
     }
@@ -81,6 +142,36 @@ def system_facts(device: str = "cpu") -> dict[str, Any]:
                 facts[distribution or module] = str(getattr(sys.modules[module], "__version__", "unknown"))
     facts["blas"] = blas()
     return facts
+
+
+def _gpu_name(device: Device) -> str:
+    if device.planned:
+        return f"{device.planned.name} (planned for, not used)"
+    assert device.gpu is not None
+    return device.gpu.name
+
+
+def _cuda_facts(device: Device) -> dict[str, Any]:
+    """What the log says of a GPU beside its name and memory: never a field that nobody knows."""
+    found = device.planned or device.gpu
+    assert found is not None
+    facts: dict[str, Any] = {"compute capability": cuda_driver.dotted(found.capability), "SMs": found.num_sms}
+    rate = f"{peaks(device)['bf16'] / gpus.TERA:.4g} TFLOP/s bf16"
+    source = device.card.source if device.card else "measured, since this card is not in llmq's table"
+    facts["peak"] = f"{rate} ({source})"
+    if device.gpu is None:
+        return facts
+    driver, reading = cuda_driver.read(), nvml.read(device.gpu.uuid) or nvml.Reading()
+    assert driver is not None
+    facts |= {"uuid": device.gpu.uuid, "driver": f"{reading.driver or driver.version or 'unknown'}"}
+    facts["driver"] += f" (CUDA {cuda_driver.dotted(driver.cuda)})"
+    if reading.max_watts is not None:
+        facts["power limit"] = f"{reading.max_watts:.0f} W"
+    if reading.max_sm_mhz is not None:
+        facts["largest clock"] = f"{reading.max_sm_mhz} MHz"
+    if reading.pcie_generation is not None and reading.pcie_lanes is not None:
+        facts["pcie"] = f"generation {reading.pcie_generation}, {reading.pcie_lanes} lanes"
+    return facts | cuda_libraries.versions()
 
 
 def blas() -> str:
@@ -108,7 +199,27 @@ def num_cores() -> int:
     return os.cpu_count() or 1
 
 
-def memory_bytes(root: Path = Path("/")) -> tuple[int, int]:
+def memory_bytes(device: Device = CPU) -> tuple[int, int]:
+    """(total, free) bytes of the device's memory, for the CPU that of the host.
+
+    On a GPU this makes the CUDA context, so that what it takes is not counted as free. MemoryLimitError if the GPU has
+    no room for one, or belongs to another process alone.
+    """
+    if device.kind == "cpu":
+        return host_memory_bytes()
+    if device.planned:
+        return device.planned.total_bytes, device.planned.free_bytes
+    assert device.gpu is not None
+    try:
+        return cuda_driver.memory_bytes(device.gpu)
+    except OSError as error:
+        raise MemoryLimitError(
+            f"{device.gpu.name} cannot be used now: {error}: end what runs on it (nvidia-smi lists it), or choose "
+            "another with CUDA_VISIBLE_DEVICES"
+        ) from error
+
+
+def host_memory_bytes(root: Path = Path("/")) -> tuple[int, int]:
     """(total, free) bytes of host memory that this process may use, with a container's limit.
 
     Where the system does not say what is free, all of it is. `root` is where proc and sys are mounted.
@@ -133,11 +244,44 @@ def memory_bytes(root: Path = Path("/")) -> tuple[int, int]:
     return total, free
 
 
-def peaks(device: str = "cpu") -> dict[str, float]:
-    """Peak FLOP/s by dtype. The reference backend computes in f32, or f64, whatever the storage."""
-    assert device == "cpu"
-    rate = measured_peak("fp32")
-    return {**dict.fromkeys(("fp32", "bf16", "e4m3"), rate), "fp64": rate / 2}
+def peaks(device: Device = CPU) -> dict[str, float]:
+    """Peak FLOP/s by dtype: of a GPU its papers' dense rates, else the rate at which it multiplies large matrices.
+
+    The CPU's backend computes in f32, or f64, whatever the storage. No `e4m3` where a GPU has none.
+    """
+    if device.kind == "cpu":
+        rate = measured_peak("fp32")
+        return {**dict.fromkeys(("fp32", "bf16", "e4m3"), rate), "fp64": rate / 2}
+    if device.card:
+        return device.card.peaks
+    rates = {"bf16": measured_cuda_peak("fp16"), "fp32": measured_cuda_peak("fp32")}
+    # Every tensor core with fp8 has it at twice its bf16 rate.
+    return rates | ({"e4m3": 2 * rates["bf16"]} if device.capability >= OLDEST_FP8 else {})
+
+
+@cache
+def measured_cuda_peak(dtype: str) -> float:
+    """FLOP/s of cuBLAS's matrix product on the current GPU, the best of ten, 4096 on a side; measured once per process.
+
+    fp16 stands for bf16, which CuPy does not multiply: both sum in f32, at one rate on every tensor core.
+    """
+    import cupy
+
+    size = CUDA_PEAK_SIZE
+    start, end = cupy.cuda.Event(), cupy.cuda.Event()
+    generator = np.random.default_rng(0)  # a product of zeros draws less power and runs at a higher clock
+    values = generator.standard_normal((size, size), np.float32).astype({"fp16": np.float16, "fp32": np.float32}[dtype])
+    a, best = cupy.asarray(values), 0.0
+    out = cupy.matmul(a, a)
+    for _ in range(10):
+        start.record()
+        cupy.matmul(a, a, out=out)
+        end.record()
+        end.synchronize()
+        best = max(best, 2e3 * size**3 / cupy.cuda.get_elapsed_time(start, end))
+    del a, out
+    cupy.get_default_memory_pool().free_all_blocks()
+    return best
 
 
 @cache

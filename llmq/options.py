@@ -277,9 +277,12 @@ class SystemOptions(Section):
     title = "System"
     device: Literal["auto", "cuda", "cpu"] = option("auto", "Where to compute; auto takes a usable GPU, else the CPU.")
     gpus: Int = option(1, "Number of GPUs; more than one is not supported for now.", ge=1)
+    gpu: Text | None = option(None, "With --dry-run: plan for this GPU, here or not, such as H200 or 'RTX 4090'.")
     seed: Int = option(0, "Seed of initial weights, data order and stochastic rounding.", ge=0, le=LARGEST_SEED)
 
     def contradictions(self) -> Iterator[str]:
+        if self.gpu is not None and self.device == "cpu":
+            yield f"--gpu {self.gpu} plans for a GPU, but --device is cpu: use --device cuda, or leave --gpu out"
         if self.gpus > 1:
             yield f"--gpus {self.gpus}: for now a run has one GPU: use --gpus 1"
 
@@ -340,9 +343,12 @@ def _named(given: Mapping[str, Any], errors: list[str]) -> dict[str, Any]:
     return found
 
 
-def _across(data: DataOptions, log: LogOptions) -> Iterator[str]:
-    """Contradictions between sections."""
-    if data.eval_file is None:
+def _across(sections: Mapping[str, Any]) -> Iterator[str]:
+    """Contradictions between sections; one that is bad in itself is None."""
+    data, log, system, run = (sections[name] for name in ("data", "log", "system", "run"))
+    if system and run and system.gpu is not None and not run.dry_run:
+        yield f"--gpu {system.gpu} only plans: add --dry-run, or choose a GPU that is here with CUDA_VISIBLE_DEVICES"
+    if data and log and data.eval_file is None:
         for key in ("eval_every_n_steps", "eval_num_steps"):
             value = getattr(log, key)
             if value not in (0, descriptions()[key].default):
@@ -388,8 +394,7 @@ class Options:
             mine = {d.field: d for d in descriptions().values() if d.section == name}
             fields = {field: values[d.key] for field, d in mine.items() if d.key in values}
             sections[name] = build(section_class, fields, mine, errors)
-        if sections["data"] and sections["log"]:
-            errors.extend(_across(sections["data"], sections["log"]))
+        errors.extend(_across(sections))
         if errors:
             raise UsageError(errors[0] if len(errors) == 1 else "\n  ".join(["options that need a change:", *errors]))
         name = sections["log"].name or _name_of(sections["model"].model)

@@ -21,6 +21,7 @@ from llmq.commands import continue_command
 from llmq.config import ModelConfig
 from llmq.data.loader import Data, Loader, eval_batches, open_data
 from llmq.data.windows import Windows
+from llmq.device import Device
 from llmq.disk import check_free_space
 from llmq.engine import Engine
 from llmq.errors import INTERRUPTED, LlmqError, NonFiniteError
@@ -90,7 +91,7 @@ def _plans_only(options: RunOptions) -> bool:
 class Job:
     """A run, checked and planned, before memory is allocated."""
 
-    device: str
+    device: Device
     backend: Backend
     seed: int
     source: ModelSource
@@ -114,7 +115,7 @@ def _prepare(options: Options, log: RunLog) -> Job:
     """Everything that can be refused before the first allocation, and the sections of the log."""
     log.options(options.to_flat())
     where, seed = device.pick_device(options.system), device.seed_of(options.system)
-    backend = open_backend(where)
+    backend = open_backend("cpu" if where.planned else where.kind)  # a card that is only planned for runs nothing
     source = open_source(options.model)
     data = open_data(options.data, source.config.vocab_size, seed)
     config = _with_end_token(source, data.eos_token_id())
@@ -123,6 +124,7 @@ def _prepare(options: Options, log: RunLog) -> Job:
     b, t = data.batch_size, data.seq_len
     logit_bytes = padded_vocab(config) * DTYPES[dtypes.model].itemsize
     limits = memory.resolve(options.memory, batch_size=b, seq_len=t, logit_bytes=logit_bytes)
+    device.refuse_dtypes(where, dtypes.matmul, dtypes.head)
     hyper = optimizer.resolve(options.optimizer)
     scratch = backend.scratch_bytes
     plan = make_plan(config, dtypes, limits, hyper, batch_size=b, seq_len=t, seed=seed, scratch_bytes=scratch)
@@ -144,7 +146,7 @@ def _prepare(options: Options, log: RunLog) -> Job:
         continue_command=continue_command(options),
     )
     _describe(job, log)
-    refuse_if_too_large(plan, device.memory_bytes()[1])
+    refuse_if_too_large(plan, device.memory_bytes(where)[1])
     saved = (checkpoints.folder, checkpoints.peak_bytes(job.checkpoint_bytes))
     check_free_space({"the checkpoints": saved, "the model": (job.export.folder, job.export.check())})
     return job
@@ -168,7 +170,7 @@ def _describe(job: Job, log: RunLog) -> None:
     log.dataset(data.train.files, data.eval.files if data.eval else (), **steps)
     table = {name: size / MIB for name, size in plan.table().items()}
     other = table.pop("Other")
-    total, free = device.memory_bytes()
+    total, free = device.memory_bytes(job.device)
     left = max(free - plan.total_bytes, 0) / MIB
     log.allocator({**table, "Free": left, "Reserved": max(total - free, 0) / MIB, "Other": other})
 
@@ -189,9 +191,9 @@ class _Run:
 
     def __init__(self, job: Job, log: RunLog, interrupt: Interrupt, watch: Watch, began: float) -> None:
         self.job, self.log, self.interrupt, self.watch, self.began = job, log, interrupt, watch, began
-        self.engine = Engine(job.plan, job.backend)
         dtypes = {"matmul_dtype": job.plan.precision.matmul, "head_dtype": job.plan.precision.head}
         self.light_s = sol.seconds_per_token(job.plan.config, job.data.seq_len, device.peaks(job.device), **dtypes)
+        self.engine = Engine(job.plan, job.backend)
         self.step = self.position = self.saved = 0  # updates, samples taken, step of the newest checkpoint
         self.rejected = 0  # consecutive steps that were not finite
         self.losses: list[float] = []  # of the steps since the last evaluation

@@ -1,35 +1,183 @@
-"""The device of a run: the choice, the facts, the memory with a container's limit, the measured peak."""
+"""The device of a run: the choice, the facts, the memory with a container's limit, the peak rates."""
 
+import sys
 import time
 from importlib.metadata import version
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
+from fake_cuda import H200, RTX_2080, RTX_4080_SUPER, FakeDriver, install
 
-from llmq import device
-from llmq.errors import UsageError
+import llmq
+from llmq import cuda_libraries, device, gpus, nvml
+from llmq.cuda_driver import Problem
+from llmq.device import CPU, Device
+from llmq.errors import MemoryLimitError, UsageError
 from llmq.options import SystemOptions
 
-
-def test_auto_and_cpu_are_the_cpu():
-    assert device.pick_device(SystemOptions()) == "cpu"
-    assert device.pick_device(SystemOptions(device="cpu")) == "cpu"
+AUTO, CUDA = SystemOptions(), SystemOptions(device="cuda")
 
 
-@pytest.mark.parametrize("problem", ["there is no NVIDIA driver (libcuda.so.1)", None])
-def test_cuda_is_never_the_cpu_in_silence(problem, monkeypatch):
-    monkeypatch.setattr(device, "cuda_problem", lambda: problem)
-    with pytest.raises(UsageError, match="use --device cpu") as error:
-        device.pick_device(SystemOptions(device="cuda"))
-    assert (problem or "no CUDA backend") in str(error.value)
+@pytest.fixture
+def machine(monkeypatch):
+    """Sets the driver and what is wrong with its libraries, and whether this version has a CUDA backend."""
+
+    def pretend(driver=None, libraries=None, has_backend=True):
+        install(monkeypatch, driver)
+        spec = object() if has_backend else None
+        monkeypatch.setattr(device.importlib.util, "find_spec", lambda name: spec)
+        monkeypatch.setattr(cuda_libraries, "problem", lambda cuda: libraries)
+        monkeypatch.setattr(cuda_libraries, "versions", lambda: {"cuDNN": "9.28.0"})
+        monkeypatch.setattr(nvml, "read", lambda uuid: None)
+
+    return pretend
 
 
-def test_no_driver_is_said(monkeypatch):
-    def absent(name):
-        raise OSError(name)
+def test_without_a_driver_auto_is_the_cpu_and_says_nothing(machine):
+    machine()
+    assert device.pick_device(AUTO) == CPU == device.pick_device(SystemOptions(device="cpu"))
+    with pytest.raises(UsageError, match=r"--device cuda: there is no NVIDIA driver .*; or use --device cpu"):
+        device.pick_device(CUDA)
 
-    monkeypatch.setattr(device.ctypes, "CDLL", absent)
-    assert "no NVIDIA driver" in device.cuda_problem()
+
+def test_auto_takes_a_usable_gpu(machine):
+    machine(FakeDriver())
+    for options in (AUTO, CUDA):
+        picked = device.pick_device(options)
+        assert (picked.kind, picked.gpu.name, picked.card.name) == ("cuda", "NVIDIA H200", "H200")
+        assert picked.capability == (9, 0) and picked.note is None
+    assert device.pick_device(SystemOptions(device="cpu")) == CPU
+
+
+NO_CUPY = Problem("CuPy is not installed", "pip install 'llmq-train[cuda13]'", has_gpu=True)
+
+
+@pytest.mark.parametrize(
+    ("state", "note"),
+    [
+        (
+            {"driver": FakeDriver(), "libraries": NO_CUPY},
+            "a GPU is there, but CuPy is not installed: training on the CPU "
+            "(for the GPU: pip install 'llmq-train[cuda13]')",
+        ),
+        ({"driver": FakeDriver(), "has_backend": False}, "a GPU is there, but this version has no CUDA backend: "),
+        (
+            {"driver": FakeDriver(gpus=(RTX_2080,))},
+            "a GPU is there, but NVIDIA GeForce RTX 2080 has compute capability",
+        ),
+        ({"driver": FakeDriver(failure=100)}, "the NVIDIA driver (CUDA 13.0) sees no GPU: training on the CPU"),
+    ],
+)
+def test_auto_says_why_a_gpu_is_left_alone_and_cuda_is_never_the_cpu(state, note, machine, monkeypatch, tmp_path):
+    machine(**state)
+    read = device.cuda_driver.read
+    monkeypatch.setattr(device.cuda_driver, "read", lambda: read(tmp_path))
+    picked = device.pick_device(AUTO)
+    assert picked.kind == "cpu" and picked.note.startswith(note) and "\n" not in picked.note
+    assert device.system_facts(picked)["gpu"] == picked.note
+    with pytest.raises(UsageError, match=r"--device cuda: .*; or use --device cpu"):
+        device.pick_device(CUDA)
+    assert device.pick_device(SystemOptions(device="cpu")) == CPU
+
+
+def test_a_problem_of_the_machine_is_told_whatever_is_installed(machine):
+    machine(FakeDriver(cuda=11080), libraries=NO_CUPY)
+    assert "too old" in device.cuda_problem() and "too old" in device.cuda_backend_problem().what
+    machine(FakeDriver(), libraries=NO_CUPY)
+    assert device.cuda_problem() is None and device.cuda_backend_problem() is NO_CUPY
+
+
+def test_a_gpu_that_is_not_here_is_planned_for(machine):
+    machine()
+    picked = device.pick_device(SystemOptions(device="cuda", gpu="NVIDIA H200"))
+    card = gpus.named("H200")
+    assert picked == Device("cuda", planned=card) == device.pick_device(SystemOptions(gpu="h200"))
+    assert device.memory_bytes(picked) == (card.total_bytes, card.free_bytes)
+    assert device.peaks(picked) == card.peaks
+    facts = device.system_facts(picked)
+    assert facts["device"] == "cuda: H200 (planned for, not used)" and "uuid" not in facts
+    assert facts["peak"].startswith("989.4 TFLOP/s bf16 (NVIDIA H200")
+
+
+def test_an_unknown_card_names_the_known_ones():
+    with pytest.raises(UsageError, match=r"--gpu RTX 4080 SUPER: not one of the known cards: .*H200, .*RTX 4080, "):
+        device.pick_device(SystemOptions(gpu="RTX 4080 SUPER"))
+
+
+def test_a_named_gpu_is_for_dry_runs_only():
+    with pytest.raises(UsageError, match="--gpu H200 only plans: add --dry-run"):
+        llmq.train(model="m", train_file="t.bin", gpu="H200")
+    with pytest.raises(UsageError, match="--gpu H200 plans for a GPU, but --device is cpu"):
+        llmq.train(model="m", train_file="t.bin", gpu="H200", device="cpu", dry_run=True)
+
+
+def test_the_device_is_refused_before_the_model_is_opened(machine, monkeypatch):
+    """A card that is too old is told before any download."""
+    machine(FakeDriver(gpus=(RTX_2080,)))
+    monkeypatch.setattr("llmq.training.open_source", lambda options: pytest.fail("opened"))
+    with pytest.raises(UsageError, match=r"compute capability 7\.5, below 8\.0"):
+        llmq.train(model="someone/model", train_file="t.bin", device="cuda")
+
+
+def test_fp8_needs_a_card_that_has_it():
+    a100, h200 = (Device("cuda", planned=gpus.named(name)) for name in ("A100 80GB", "H200"))
+    with pytest.raises(UsageError, match=r"e4m3 needs .* 8\.9 .*A100 80GB .*has 8\.0: use --matmul-dtype bf16"):
+        device.refuse_dtypes(a100, "e4m3", "bf16")
+    device.refuse_dtypes(a100, "bf16", "fp32")
+    device.refuse_dtypes(h200, "e4m3", "e4m3")
+    device.refuse_dtypes(CPU, "e4m3")
+
+
+def test_facts_of_a_gpu(machine, monkeypatch):
+    machine(FakeDriver(used=10 * 2**30))
+    picked = device.pick_device(AUTO)
+    facts = device.system_facts(picked)
+    assert facts["device"] == "cuda: NVIDIA H200" and facts["uuid"] == picked.gpu.uuid
+    assert facts["compute capability"] == "9.0" and facts["SMs"] == 132
+    assert facts["memory"] == f"10240 MiB / {H200[3] // 2**20} MiB"
+    assert facts["driver"].endswith("(CUDA 13.0)") and facts["cuDNN"] == "9.28.0"
+    assert not {"power limit", "pcie", "largest clock"} & facts.keys()  # nobody says
+    monkeypatch.setattr(
+        nvml, "read", lambda uuid: nvml.Reading(driver="580.1", max_watts=700, pcie_generation=5, pcie_lanes=16)
+    )
+    facts = device.system_facts(picked)
+    assert facts["driver"] == "580.1 (CUDA 13.0)" and facts["power limit"] == "700 W"
+    assert facts["pcie"] == "generation 5, 16 lanes"
+
+
+def test_a_gpu_that_is_full_is_told(machine):
+    machine(FakeDriver(context_failure=2))
+    with pytest.raises(MemoryLimitError, match=r"NVIDIA H200 cannot be used now: .*OUT_OF_MEMORY.*nvidia-smi"):
+        device.memory_bytes(device.pick_device(AUTO))
+
+
+def test_an_unknown_card_is_measured_and_the_log_says_so(machine, monkeypatch):
+    machine(FakeDriver(gpus=(RTX_4080_SUPER,)))
+    monkeypatch.setattr(device, "measured_cuda_peak", {"fp16": 1.01e14, "fp32": 5e13}.get)
+    picked = device.pick_device(AUTO)
+    assert picked.card is None
+    assert device.peaks(picked) == {"bf16": 1.01e14, "fp32": 5e13, "e4m3": 2.02e14}
+    assert device.system_facts(picked)["peak"] == "101 TFLOP/s bf16 (measured, since this card is not in llmq's table)"
+
+
+def test_the_rate_of_a_gpu_is_that_of_its_fastest_product(monkeypatch):
+    """CuPy's events tell milliseconds; a square product is 2*n^3 operations."""
+    times = iter([5.0, *[2.0] * 9])
+    event = SimpleNamespace(record=lambda: None, synchronize=lambda: None)
+    cupy = SimpleNamespace(
+        cuda=SimpleNamespace(Event=lambda: event, get_elapsed_time=lambda start, end: next(times)),
+        asarray=lambda values: values,
+        matmul=lambda a, b, out=None: a if a.dtype == np.float16 else pytest.fail("dtype"),
+        get_default_memory_pool=lambda: SimpleNamespace(free_all_blocks=lambda: None),
+    )
+    monkeypatch.setitem(sys.modules, "cupy", cupy)
+    monkeypatch.setattr(device, "CUDA_PEAK_SIZE", 64)
+    device.measured_cuda_peak.cache_clear()
+    try:
+        assert device.measured_cuda_peak("fp16") == pytest.approx(2 * 64**3 / 2e-3)
+    finally:
+        device.measured_cuda_peak.cache_clear()
 
 
 def test_seed():
@@ -46,8 +194,6 @@ def test_facts_name_what_is_loaded():
 
 
 def test_a_library_that_is_not_loaded_is_not_named(monkeypatch):
-    import sys
-
     monkeypatch.delitem(sys.modules, "tokenizers", raising=False)
     assert "tokenizers" not in device.system_facts()
 
@@ -87,11 +233,11 @@ MEMINFO = "MemTotal:       8000 kB\nMemFree:        1000 kB\nMemAvailable:   600
 )
 def test_memory_obeys_a_containers_limit(files, kilobytes, tmp_path):
     write(tmp_path, {"proc/meminfo": MEMINFO, **files})
-    assert device.memory_bytes(tmp_path) == tuple(1024 * k for k in kilobytes)
+    assert device.host_memory_bytes(tmp_path) == tuple(1024 * k for k in kilobytes)
 
 
 def test_memory_without_proc_is_the_machines(tmp_path):
-    total, free = device.memory_bytes(tmp_path)
+    total, free = device.host_memory_bytes(tmp_path)
     assert total == free > 2**20
 
 

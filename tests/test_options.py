@@ -61,6 +61,7 @@ DEFAULTS = {
     "overwrite": False,
     "device": "auto",
     "gpus": 1,
+    "gpu": None,
     "seed": 0,
     "dry_run": False,
 }

@@ -143,6 +143,15 @@ def test_a_dry_run_writes_nothing(given, tmp_path):
     assert "[Allocator State]" in text and "Activations" in text and "[T]" not in text
 
 
+def test_a_dry_run_plans_for_a_gpu_that_is_not_here(given):
+    assert llmq.train(**given, dry_run=True, device="cuda", gpu="H200").exit_code == 0
+    text = given["console"].getvalue()
+    assert "cuda: H200 (planned for, not used)" in text and "989.4 TFLOP/s bf16" in text
+    large = {**given, "model": "llama3_8b", "from_scratch": True}
+    with pytest.raises(MemoryLimitError, match=r"22\.7 GiB are free"):
+        llmq.train(**large, dry_run=True, device="cuda", gpu="RTX 4090")
+
+
 def test_too_little_memory_names_the_option_that_helps(given, monkeypatch):
     plan_bytes = 1_100_000
     monkeypatch.setattr("llmq.device.memory_bytes", lambda *_: (10 * plan_bytes, plan_bytes))

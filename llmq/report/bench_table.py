@@ -56,7 +56,7 @@ def run(
             f"use {max(1, tokens_per_step // (batch_size * seq_len)) * batch_size * seq_len}"
         )
     where = devices.pick(device)
-    clock = CudaClock() if where == "cuda" else Clock()
+    clock = CudaClock() if where.kind == "cuda" else Clock()
     results, console = [], Console()
     for name, config in configs.items():
         for dtype in dtypes:
@@ -67,7 +67,7 @@ def run(
                 config,
                 precision,
                 memory,
-                open_backend(where),
+                open_backend(where.kind),
                 clock,
                 batch_size=batch_size,
                 seq_len=seq_len,
@@ -89,7 +89,7 @@ def _config(name: str) -> ModelConfig:
     return from_folder(Path(name)) if Path(name).is_dir() else preset(name)
 
 
-def _result(name: str, dtype: str, where: str, speed: Speed) -> dict[str, Any]:
+def _result(name: str, dtype: str, where: devices.Device, speed: Speed) -> dict[str, Any]:
     """What is known of one run, as JSON."""
     plan = speed.plan
     median, low, high = speed.tokens_per_second

@@ -1,0 +1,133 @@
+"""NVML: every reading, every reading that may be missing, and no NVML at all."""
+
+import sys
+from types import SimpleNamespace
+
+import pytest
+
+from llmq import nvml
+
+UUID = "GPU-00010203-0405-0607-0809-0a0b0c0d0e0f"
+
+
+class FakeNvml:
+    """The package `pynvml` for one GPU; a function in `missing` is refused, as WSL2 does, one in `absent` not there."""
+
+    NVMLError = type("NVMLError", (Exception,), {})
+    NVML_CLOCK_SM, NVML_CLOCK_MEM, NVML_TEMPERATURE_GPU = 1, 2, 0
+
+    def __init__(self, missing=(), absent=(), starts=True):
+        self.missing, self.absent, self.starts, self.num_starts = missing, absent, starts, 0
+        self.answers = {
+            "nvmlSystemGetDriverVersion": lambda: b"580.65.06",
+            "nvmlDeviceGetName": lambda gpu: "NVIDIA H200",
+            "nvmlDeviceGetMemoryInfo": lambda gpu: SimpleNamespace(total=1000, free=600, used=400),
+            "nvmlDeviceGetClockInfo": lambda gpu, clock: {1: 1500, 2: 3201}[clock],
+            "nvmlDeviceGetMaxClockInfo": lambda gpu, clock: {1: 1980}[clock],
+            "nvmlDeviceGetPowerUsage": lambda gpu: 689_500,
+            "nvmlDeviceGetEnforcedPowerLimit": lambda gpu: 700_000,
+            "nvmlDeviceGetTemperature": lambda gpu, sensor: {0: 61}[sensor],
+            "nvmlDeviceGetCurrentClocksEventReasons": lambda gpu: 0x1 | 0x2 | 0x4 | 0x40,
+            "nvmlDeviceGetCurrentClocksThrottleReasons": lambda gpu: 0x4,
+            "nvmlDeviceGetCurrPcieLinkGeneration": lambda gpu: 5,
+            "nvmlDeviceGetCurrPcieLinkWidth": lambda gpu: 16,
+        }
+
+    def nvmlInit(self):
+        self.num_starts += 1
+        if not self.starts:
+            raise self.NVMLError("Driver Not Loaded")
+
+    def nvmlShutdown(self):
+        pass
+
+    def nvmlDeviceGetHandleByUUID(self, uuid):
+        if uuid != UUID:
+            raise self.NVMLError("Not Found")
+        return "the GPU"
+
+    def __getattr__(self, name):
+        if name in self.absent or name not in self.answers:
+            raise AttributeError(name)
+
+        def call(*arguments):
+            if name in self.missing:
+                raise self.NVMLError("Not Supported")
+            assert not arguments or arguments[0] == "the GPU"
+            return self.answers[name](*arguments)
+
+        return call
+
+
+@pytest.fixture
+def pretend(monkeypatch):
+    """Puts a fake package in the place of `pynvml`."""
+
+    def install(fake):
+        monkeypatch.setitem(sys.modules, "pynvml", fake)
+        nvml._started.cache_clear()
+        return fake
+
+    yield install
+    nvml._started.cache_clear()
+
+
+def test_everything_that_it_says(pretend):
+    fake = pretend(FakeNvml())
+    assert nvml.read(UUID) == nvml.Reading(
+        name="NVIDIA H200",
+        driver="580.65.06",
+        total_bytes=1000,
+        free_bytes=600,
+        used_bytes=400,
+        sm_mhz=1500,
+        memory_mhz=3201,
+        max_sm_mhz=1980,
+        watts=689.5,
+        max_watts=700,
+        celsius=61,
+        throttled=("power cap", "hardware temperature"),
+        pcie_generation=5,
+        pcie_lanes=16,
+    )
+    nvml.read(UUID)
+    assert fake.num_starts == 1
+
+
+FIELDS = {
+    "nvmlSystemGetDriverVersion": {"driver"},
+    "nvmlDeviceGetName": {"name"},
+    "nvmlDeviceGetMemoryInfo": {"total_bytes", "free_bytes", "used_bytes"},
+    "nvmlDeviceGetClockInfo": {"sm_mhz", "memory_mhz"},
+    "nvmlDeviceGetMaxClockInfo": {"max_sm_mhz"},
+    "nvmlDeviceGetPowerUsage": {"watts"},
+    "nvmlDeviceGetEnforcedPowerLimit": {"max_watts"},
+    "nvmlDeviceGetTemperature": {"celsius"},
+    "nvmlDeviceGetCurrPcieLinkGeneration": {"pcie_generation"},
+    "nvmlDeviceGetCurrPcieLinkWidth": {"pcie_lanes"},
+}
+
+
+@pytest.mark.parametrize("how", ["missing", "absent"])
+@pytest.mark.parametrize("function", FIELDS)
+def test_a_reading_that_is_missing_is_none_and_the_others_stay(function, how, pretend):
+    pretend(FakeNvml(**{how: (function,)}))
+    found = nvml.read(UUID)
+    assert {name for name, value in vars(found).items() if value is None} == FIELDS[function]
+
+
+def test_reasons_have_an_older_name(pretend):
+    pretend(FakeNvml(absent=("nvmlDeviceGetCurrentClocksEventReasons",)))
+    assert nvml.read(UUID).throttled == ("power cap",)
+    both = ("nvmlDeviceGetCurrentClocksEventReasons", "nvmlDeviceGetCurrentClocksThrottleReasons")
+    pretend(FakeNvml(missing=both))
+    assert nvml.read(UUID).throttled is None
+
+
+def test_nothing_is_known_without_nvml(pretend):
+    pretend(None)  # importing it fails
+    assert nvml.read(UUID) is None
+    pretend(FakeNvml(starts=False))
+    assert nvml.read(UUID) is None
+    pretend(FakeNvml())
+    assert nvml.read("GPU-of-another-machine") is None
