@@ -23,10 +23,10 @@ from golden.engines import (
     relative_errors,
 )
 
+from llmq.backends.host import HostBackend
 from llmq.config import from_folder
 from llmq.engine import Engine
 from llmq.hf import read_parameters, write_model
-from llmq.ops.reference import OPS
 from llmq.optimizer import Hyperparameters
 from llmq.plan.memory import Memory
 from llmq.plan.plan import make_plan
@@ -201,7 +201,7 @@ def engine_from(folder):
     """An f32 engine with the model of a Hugging Face folder."""
     config = from_folder(folder)
     plan = make_plan(config, FP32, Memory(), Hyperparameters(), batch_size=families.BATCH, seq_len=LENGTH)
-    run = Engine(plan, OPS)
+    run = Engine(plan, HostBackend())
     run.load(read_parameters(folder, plan.rows))
     return run
 

@@ -14,10 +14,18 @@ from typing import Any
 from unittest import mock
 
 import numpy as np
+import safetensors.torch
 import torch
 import transformers
+from transformers.models.llama import modeling_llama
+from transformers.models.mistral import modeling_mistral
+from transformers.models.qwen2 import modeling_qwen2
+from transformers.models.qwen3 import modeling_qwen3
 
 from golden import families
+
+# transformers imports these when it first needs them; within `doubled` their tables and defaults would keep f64
+LOADED = (safetensors.torch, modeling_llama, modeling_mistral, modeling_qwen2, modeling_qwen3)
 
 
 @contextmanager
