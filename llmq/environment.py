@@ -89,11 +89,14 @@ def make(folder: Path, extras: list[str], packages: list[str]) -> bool:
     # A user's settings for other environments must not redirect this one.
     environ = {key: value for key, value in os.environ.items() if key not in ("PYTHONHOME", "PIP_TARGET", "PIP_USER")}
     stamp_file.unlink(missing_ok=True)
+    notes = set(CHECKOUT.glob("*.egg-info"))
     print(f"installing llmq and what it needs into {folder} (once)", file=sys.stderr, flush=True)
     for step in steps:
         code = subprocess.run(step, env=environ, check=False).returncode
         if code:
             raise EnvironmentProblem(f"{folder} is not complete: `{' '.join(step)}` failed with exit code {code}")
+    for left_behind in set(CHECKOUT.glob("*.egg-info")) - notes:  # by setuptools, which has no more use for it
+        shutil.rmtree(left_behind)
     stamp_file.write_text(f"{base}\n{wanted}\n", "ascii")
     return True
 

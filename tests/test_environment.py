@@ -87,3 +87,20 @@ def test_an_install_that_fails_is_tried_again(tmp_path, calls, monkeypatch, caps
     assert "failed with exit code 1" in capsys.readouterr().err
     monkeypatch.setattr(environment.subprocess, "run", succeeding)
     assert environment.make(tmp_path / "venv", ["plot"], [])
+
+
+def test_setuptools_leaves_nothing_in_the_checkout(tmp_path, calls, monkeypatch):
+    """An editable install writes an egg-info folder there; one that was there before belongs to somebody else."""
+    (tmp_path / "pyproject.toml").write_text("[project]\n")
+    (tmp_path / "other.egg-info").mkdir()
+    monkeypatch.setattr(environment, "CHECKOUT", tmp_path)
+    installing = environment.subprocess.run
+
+    def run(command, **keywords):
+        if "-e" in command:
+            (tmp_path / "llmq_train.egg-info").mkdir()
+        return installing(command, **keywords)
+
+    monkeypatch.setattr(environment.subprocess, "run", run)
+    environment.make(tmp_path / "venv", [], [])
+    assert [path.name for path in tmp_path.glob("*.egg-info")] == ["other.egg-info"]
