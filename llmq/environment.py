@@ -15,9 +15,13 @@ import subprocess
 import sys
 from pathlib import Path
 
+from llmq import cuda_driver, cuda_libraries
+
 CHECKOUT = Path(__file__).resolve().parents[1]
 OLDEST_PYTHON = (3, 10)
 OLDEST_PIP = "pip>=22.3"  # the pip of Python 3.10.0 cannot install a pyproject.toml editable
+# Bytes of the GPU's libraries to download, and on disk: CuPy 14.2, cuDNN 9.28, NCCL 2.32, cuBLAS 12.9.3 and 13.10.
+CUDA_BYTES = {"cuda12": (1_900_000_000, 3_140_000_000), "cuda13": (1_420_000_000, 2_360_000_000)}
 
 
 class EnvironmentProblem(Exception):
@@ -28,6 +32,35 @@ def stamp(extras: list[str], packages: list[str]) -> str:
     """Fingerprint of what an environment with these extras and packages is made from."""
     parts = [str(CHECKOUT), (CHECKOUT / "pyproject.toml").read_text("utf-8"), *extras, "", *packages]
     return hashlib.sha256("\0".join(parts).encode()).hexdigest()
+
+
+def cuda_extra() -> str | None:
+    """The extra with the libraries for this machine's GPU, by its driver; None if there is none that llmq can use.
+
+    Says why on stderr where there is a driver all the same.
+    """
+    driver = cuda_driver.read()
+    if driver is None:
+        return None
+    if problem := cuda_driver.problem(driver):
+        print(f"the GPU's libraries are left out: {problem}", file=sys.stderr, flush=True)
+        return None
+    return cuda_libraries.extra(driver.cuda)
+
+
+def check_space(folder: Path, extra: str) -> None:
+    """Tells the size of the GPU's libraries. EnvironmentProblem if the disk has no room for them."""
+    download, installed = CUDA_BYTES[extra]
+    needed = download + installed  # an installer unpacks what it has downloaded
+    existing = next(path for path in (folder, *folder.parents) if path.exists())
+    free = shutil.disk_usage(existing).free
+    sizes = f"{download / 1e9:.1f} GB to download, {installed / 1e9:.1f} GB on disk ({free / 1e9:.1f} GB are free)"
+    print(f"with the libraries for the GPU ({extra}): {sizes}", file=sys.stderr, flush=True)
+    if free < needed:
+        raise EnvironmentProblem(
+            f"installing the libraries for the GPU in {folder} takes {needed / 1e9:.1f} GB, {free / 1e9:.1f} GB are "
+            "free: make room, or do without the GPU (CUDA_VISIBLE_DEVICES= hides it)"
+        )
 
 
 def venv_problem() -> str | None:
@@ -82,6 +115,8 @@ def make(folder: Path, extras: list[str], packages: list[str]) -> bool:
     python_exists = (folder / "bin" / "python").exists()  # false for a link to a Python that is gone
     if python_exists and stamp_file.is_file() and wanted in stamp_file.read_text("ascii").split():
         return False
+    for extra in CUDA_BYTES.keys() & set(extras):
+        check_space(folder, extra)
     uv = shutil.which("uv")
     selected = f"{CHECKOUT}[{','.join(extras)}]" if extras else str(CHECKOUT)
     steps = [] if works(folder, uv) else make_commands(folder, uv)
@@ -106,10 +141,12 @@ def main(arguments: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="python -m llmq.environment", description=__doc__.splitlines()[0])
     parser.add_argument("folder", type=Path)
     parser.add_argument("--extra", action="append", default=[], help="an extra of pyproject.toml; repeatable")
+    parser.add_argument("--cuda", action="store_true", help="the extra for this machine's GPU, if it has a usable one")
     parser.add_argument("--package", action="append", default=[], help="another requirement; repeatable")
     asked = parser.parse_args(arguments)
+    gpu = cuda_extra() if asked.cuda else None
     try:
-        make(asked.folder.absolute(), asked.extra, asked.package)
+        make(asked.folder.absolute(), asked.extra + ([gpu] if gpu else []), asked.package)
     except EnvironmentProblem as problem:
         print(f"error: {problem}", file=sys.stderr)
         return 2

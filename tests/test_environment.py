@@ -2,8 +2,10 @@
 
 import subprocess
 import sys
+from types import SimpleNamespace
 
 import pytest
+from fake_cuda import RTX_2080, FakeDriver, install
 
 from llmq import environment
 
@@ -104,3 +106,45 @@ def test_setuptools_leaves_nothing_in_the_checkout(tmp_path, calls, monkeypatch)
     monkeypatch.setattr(environment.subprocess, "run", run)
     environment.make(tmp_path / "venv", [], [])
     assert [path.name for path in tmp_path.glob("*.egg-info")] == ["other.egg-info"]
+
+
+@pytest.mark.parametrize(
+    ("driver", "extra"),
+    [
+        (None, None),
+        (FakeDriver(cuda=12000), "cuda12"),
+        (FakeDriver(cuda=12090), "cuda12"),
+        (FakeDriver(cuda=13000), "cuda13"),
+        (FakeDriver(cuda=13020), "cuda13"),
+        (FakeDriver(cuda=11080), None),
+        (FakeDriver(failure=100), None),
+        (FakeDriver(gpus=(RTX_2080,)), None),
+    ],
+)
+def test_the_driver_chooses_the_libraries_for_the_gpu(driver, extra, tmp_path, calls, monkeypatch, capsys):
+    """Drivers 525 to 579 run CUDA 12, from 580 on 13; a driver that will not do is told, no driver is no news."""
+    install(monkeypatch, driver)
+    monkeypatch.setattr(environment.shutil, "disk_usage", lambda path: SimpleNamespace(free=10**11))
+    assert environment.main([str(tmp_path / "venv"), "--extra", "plot", "--cuda"]) == 0
+    wanted = f"[plot,{extra}]" if extra else "[plot]"
+    assert calls[-1][-1] == f"{environment.CHECKOUT}{wanted}"
+    said = capsys.readouterr().err
+    assert ("left out" in said) == (driver is not None and extra is None)
+    assert ("GB to download" in said) == (extra is not None)
+
+
+def test_the_libraries_for_the_gpu_are_asked_for(tmp_path, calls, monkeypatch):
+    install(monkeypatch, FakeDriver())
+    assert environment.main([str(tmp_path / "venv")]) == 0
+    assert calls[-1][-1] == str(environment.CHECKOUT)
+
+
+def test_a_disk_without_room_is_told_before_the_download(tmp_path, calls, monkeypatch, capsys):
+    install(monkeypatch, FakeDriver())
+    asked = []
+    monkeypatch.setattr(
+        environment.shutil, "disk_usage", lambda path: asked.append(path) or SimpleNamespace(free=3_000_000_000)
+    )
+    assert environment.main([str(tmp_path / "not" / "there"), "--cuda"]) == 2
+    assert "takes 3.8 GB, 3.0 GB are free" in capsys.readouterr().err
+    assert asked == [tmp_path] and not calls
