@@ -1,0 +1,163 @@
+"""The linear map and its gradients on the GPU: row-major handles seen as the column-major problems of cuBLASLt.
+
+All three are out (M,N) = left (M,K) right (N,K)^T, with a handle or its transpose in either place; row and col forms
+only decide which axis lies innermost. In column-major terms out^T (N,M) = right left^T, so A is `right` and B `left`.
+fp8 takes both with K innermost. Bias goes into the epilogue, a residual is C, and accumulation adds to D in place.
+Into bf16, some algorithms round the product before they add C, as a separate addition would.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import partial, reduce
+from operator import or_
+from typing import Any
+
+from llmq.errors import UsageError
+from llmq.ops.cuda.cublaslt import ALIGNMENT, BYTES, FP8, WORKSPACE_BYTES, Gemms, Matrix, Pointers, Problem
+from llmq.tensor import DTYPES, Output, Ref, Tensor
+
+NAMES = {DTYPES[name]: name for name in BYTES}
+# op: (whether left and right are the transposes of the first and second input, whether fp8 may sum fast)
+WAYS = {
+    "linear_forward": (False, False, True),
+    "linear_dgrad": (False, True, True),
+    "linear_wgrad": (True, True, False),
+}
+
+
+def linear_forward(
+    gemms: Gemms, y: Output, /, x: Tensor, weight: Tensor, bias: Tensor | None, residual: Tensor | None
+) -> None:
+    """y (...,N) <- x (...,K), weight (N,K), bias (N,) or None, residual (...,N) or None: x weight^T + both."""
+    _run(gemms, "linear_forward", y, x, weight, bias, residual)
+
+
+def linear_dgrad(gemms: Gemms, d_x: Output, /, d_y: Tensor, weight: Tensor) -> None:
+    """d_x (...,K) <- d_y (...,N), weight (N,K): d_y weight."""
+    _run(gemms, "linear_dgrad", d_x, d_y, weight)
+
+
+def linear_wgrad(gemms: Gemms, d_weight: Output, /, d_y: Tensor, x: Tensor) -> None:
+    """d_weight (N,K) <- d_y (...,N), x (...,K): d_y^T x, a sum over all leading axes."""
+    _run(gemms, "linear_wgrad", d_weight, d_y, x)
+
+
+def linear_ops(gemms: Gemms) -> dict[str, Callable[..., None]]:
+    """The three ops, with the reference's signatures."""
+    return {op.__name__: partial(op, gemms) for op in (linear_forward, linear_dgrad, linear_wgrad)}
+
+
+def linear_scratch() -> int:
+    """Bytes of scratch that a call may take."""
+    return WORKSPACE_BYTES
+
+
+def planned_problem(op: str, out: Ref, accumulate: bool, inputs: Sequence[Ref | None]) -> Problem:
+    """The problem that a planned call will pose, for `Gemms.prepare`: storages are aligned to 256 bytes."""
+    views = [None if ref is None else _View.of_ref(ref) for ref in inputs]
+    return _problem(op, _View.of_ref(out), accumulate, views)
+
+
+@dataclass(frozen=True)
+class _View:
+    """A handle seen as a (rows, columns) matrix; `ld` elements between stored rows, which are columns in col form."""
+
+    name: str
+    dtype: str
+    rows: int
+    columns: int
+    is_col: bool
+    ld: int
+    address: int
+    scale: int  # address; 0 for none
+
+    @classmethod
+    def of(cls, tensor: Tensor) -> _View:
+        """A handle over a CuPy array."""
+        array: Any = tensor.array
+        dtype = tensor.form.dtype if tensor.form is not None else NAMES.get(array.dtype, str(array.dtype))
+        is_col = tensor.form is not None and tensor.form.layout == "col"
+        assert array.strides[-1] == array.itemsize, f"{tensor.name} is strided along its last axis"
+        ld = array.strides[-2] // array.itemsize if array.ndim > 1 else array.size
+        scale = 0 if tensor.scale is None else int(tensor.scale.data.ptr)  # type: ignore[attr-defined]
+        return cls._make(tensor.name, dtype, tensor.shape, is_col, max(ld, array.shape[-1]), int(array.data.ptr), scale)
+
+    @classmethod
+    def of_ref(cls, ref: Ref) -> _View:
+        """A planned tensor; addresses count from an aligned one."""
+        dtype = ref.form.dtype if ref.form is not None else ref.dtype
+        is_col = ref.form is not None and ref.form.layout == "col"
+        scale = ALIGNMENT if ref.form is not None and ref.form.scaling else 0
+        ld = math.prod(ref.shape[:-1]) if is_col else ref.shape[-1]
+        address = ref.span[0] * DTYPES[dtype].itemsize if ref.span is not None else 0
+        return cls._make(ref.name, dtype, ref.shape, is_col, ld, address, scale)
+
+    @classmethod
+    def _make(
+        cls, name: str, dtype: str, shape: tuple[int, ...], is_col: bool, ld: int, address: int, scale: int
+    ) -> _View:
+        if dtype not in BYTES:
+            raise UsageError(f"{name} is stored in {dtype}, which has no matrix product on the GPU: use --device cpu")
+        return cls(name, dtype, math.prod(shape[:-1]), shape[-1], is_col, ld, address, scale)
+
+    def matrix(self, transposed: bool) -> Matrix:
+        """As an operand."""
+        return Matrix(self.dtype, self.ld, transposed, "tensor" if self.dtype in FP8 else None)
+
+
+def _run(gemms: Gemms, op: str, output: Output, *inputs: Tensor | None) -> None:
+    """Runs an op; what follows from its handles is worked out at their first call (50 us) and remembered with them."""
+    if not output.wanted:
+        return
+    read, run = gemms.bound.get(output, (None, None))
+    if run is None or read != inputs:
+        run = gemms.bind(*_pose(op, output, inputs))
+        gemms.bound[output] = inputs, run
+    run()
+
+
+def _pose(op: str, output: Output, inputs: Sequence[Tensor | None]) -> tuple[Problem, Pointers]:
+    """A call's problem, and where its operands are."""
+    (target,) = output.tensors
+    assert target.form is None, f"{output.name}: a matrix product writes the value only, not {target.form}"
+    out, views = _View.of(target), [None if tensor is None else _View.of(tensor) for tensor in inputs]
+    problem = _problem(op, out, output.accumulate, views)
+    left, right, bias, residual = (*views, None, None)[:4]
+    assert left is not None and right is not None
+    return problem, Pointers(
+        a=right.address,
+        b=left.address,
+        c=residual.address if residual is not None else out.address,
+        d=out.address,
+        bias=bias.address if bias is not None else 0,
+        scale_a=right.scale,
+        scale_b=left.scale,
+    )
+
+
+def _problem(op: str, out: _View, accumulate: bool, inputs: Sequence[_View | None]) -> Problem:
+    left, right, bias, residual = (*inputs, None, None)[:4]
+    assert left is not None and right is not None
+    left_flipped, right_flipped, fast = WAYS[op]
+    summed = left.rows if left_flipped else left.columns
+    assert summed == (right.rows if right_flipped else right.columns), f"{op}: {left} does not fit {right}"
+    assert not (accumulate and residual is not None), f"{op}: {out.name} is added to and has a residual"
+    assert residual is None or (residual.dtype, residual.ld) == (out.dtype, out.ld), f"{op}: residual unlike {out.name}"
+    addresses = [view.address for view in (out, left, right, residual) if view is not None]
+    lowest = reduce(or_, addresses, ALIGNMENT)
+    # the summed axis lies innermost where col form and transposition agree: then A is stored transposed and B is not
+    return Problem(
+        m=out.columns,
+        n=out.rows,
+        k=summed,
+        a=right.matrix(right.is_col == right_flipped),
+        b=left.matrix(left.is_col != left_flipped),
+        d=Matrix(out.dtype, out.ld),
+        bias=bias.dtype if bias is not None else None,
+        c="same" if accumulate else "other" if residual is not None else None,
+        fast=fast and left.dtype in FP8,
+        alignment=lowest & -lowest,
+    )

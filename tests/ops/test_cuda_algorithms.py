@@ -1,0 +1,155 @@
+"""The table of GEMM algorithms: what is found, what is kept on disk, what a run carries; and where caches lie."""
+
+import json
+import os
+import threading
+from pathlib import Path
+
+import pytest
+
+from llmq.ops.cuda import cache
+from llmq.ops.cuda.algorithms import Algorithms, Choice
+
+DEVICE = "NVIDIA H200, 132 SMs, cuBLASLt 130100"
+
+
+def choice(byte: int) -> Choice:
+    return Choice(bytes([byte] * 64).hex(), 10.5, 12.0, 24)
+
+
+def stored(folder: Path, *problems: str) -> Algorithms:
+    table = Algorithms(DEVICE, folder=folder)
+    for number, problem in enumerate(problems, 1):
+        table.add(problem, choice(number))
+    assert table.save() is None
+    return table
+
+
+def test_what_was_chosen_is_found_by_the_next_process(tmp_path):
+    stored(tmp_path, "a", "b")
+    table = Algorithms(DEVICE, folder=tmp_path)
+    assert table.find("b") == bytes([2] * 64)
+    assert table.find("c") is None
+    assert list(table.facts()["algorithms"]) == ["b"], "a run carries what it used"
+
+
+def test_the_file_belongs_to_one_device_and_library(tmp_path):
+    stored(tmp_path, "a")
+    for other in ("NVIDIA H100, 132 SMs, cuBLASLt 130100", "NVIDIA H200, 132 SMs, cuBLASLt 130200"):
+        assert Algorithms(other, folder=tmp_path).find("a") is None
+
+
+def test_a_file_of_another_device_under_the_same_name_is_not_believed(tmp_path):
+    path = stored(tmp_path, "a").path
+    content = json.loads(path.read_text())
+    path.write_text(json.dumps(content | {"device": "another"}))
+    assert Algorithms(DEVICE, folder=tmp_path).find("a") is None
+
+
+@pytest.mark.parametrize(
+    "damage",
+    [
+        lambda text: "",
+        lambda text: text[:-20],
+        lambda text: text.replace("0202", "0203", 1),
+        lambda text: "[]",
+        lambda text: json.dumps({"device": DEVICE, "algorithms": {"a": 1}, "digest": "x"}),
+        lambda text: "\ud800".encode("utf-8", "surrogatepass").decode("latin-1"),
+    ],
+    ids=["empty", "cut", "one digit", "a list", "no choices", "no text"],
+)
+def test_a_damaged_file_is_made_anew(tmp_path, damage):
+    path = stored(tmp_path, "a", "b").path
+    path.write_text(damage(path.read_text()), "latin-1")
+    assert Algorithms(DEVICE, folder=tmp_path).find("a") is None
+    stored(tmp_path, "c")
+    assert Algorithms(DEVICE, folder=tmp_path).find("c") is not None
+
+
+def test_an_algorithm_of_another_size_is_refused():
+    with pytest.raises(ValueError, match="64 bytes, not 63"):
+        Choice(bytes(63).hex(), 1, 1, 1)
+
+
+def test_a_run_carries_its_algorithms_and_they_come_first(tmp_path):
+    run = Algorithms(DEVICE, folder=tmp_path / "first")
+    run.add("a", choice(7))
+    facts = json.loads(json.dumps(run.facts()))
+    stored(tmp_path / "second", "a", "b")
+    resumed = Algorithms(DEVICE, given=facts, folder=tmp_path / "second")
+    assert resumed.given_fits
+    assert resumed.find("a") == bytes([7] * 64)
+    assert resumed.find("b") == bytes([2] * 64)
+    assert resumed.facts()["algorithms"]["a"] == facts["algorithms"]["a"]
+
+
+def test_algorithms_of_another_device_are_not_used(tmp_path):
+    run = Algorithms("NVIDIA L4, 58 SMs, cuBLASLt 130100", folder=tmp_path)
+    run.add("a", choice(7))
+    moved = Algorithms(DEVICE, given=run.facts(), folder=tmp_path)
+    assert not moved.given_fits
+    assert moved.find("a") is None
+
+
+def test_processes_add_to_one_file_and_a_reader_always_sees_a_whole_one(tmp_path):
+    path = stored(tmp_path, "first").path
+    seen, done = [], threading.Event()
+
+    def read():
+        while not done.is_set():
+            seen.append(json.loads(path.read_bytes())["algorithms"])
+
+    reader = threading.Thread(target=read)
+    reader.start()
+    one, two = Algorithms(DEVICE, folder=tmp_path), Algorithms(DEVICE, folder=tmp_path)
+    for number in range(30):
+        table = (one, two)[number % 2]
+        table.add(f"p{number}", choice(number))
+        assert table.save() is None
+    done.set()
+    reader.join()
+    assert all("first" in table for table in seen)
+    assert len(json.loads(path.read_bytes())["algorithms"]) == 31
+    assert [p.name for p in tmp_path.iterdir()] == [path.name]
+
+
+def test_a_folder_that_cannot_be_written_costs_a_notice_and_nothing_else(tmp_path):
+    (tmp_path / "gemm").write_text("in the way")
+    table = Algorithms(DEVICE, folder=tmp_path / "gemm")
+    table.add("a", choice(1))
+    notice = table.save()
+    assert notice is not None and str(tmp_path) in notice and "not kept" in notice
+    assert table.find("a") is not None
+
+
+def test_a_failed_write_leaves_the_old_file_and_no_other(tmp_path, monkeypatch):
+    path = tmp_path / "x.json"
+    cache.write_whole(path, b"old")
+    monkeypatch.setattr(os, "replace", lambda *_: (_ for _ in ()).throw(OSError("disk full")))
+    with pytest.raises(OSError, match="disk full"):
+        cache.write_whole(path, b"new")
+    assert path.read_bytes() == b"old"
+    assert list(tmp_path.iterdir()) == [path]
+
+
+def test_the_place_of_the_cache(tmp_path, monkeypatch):
+    monkeypatch.setenv("HOME", str(tmp_path))
+    monkeypatch.delenv("LLMQ_CACHE_DIR", raising=False)
+    monkeypatch.delenv("XDG_CACHE_HOME", raising=False)
+    assert cache.cache_folder("gemm") == tmp_path / ".cache/llmq/gemm"
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "xdg"))
+    assert cache.cache_folder("gemm") == tmp_path / "xdg/llmq/gemm"
+    monkeypatch.setenv("LLMQ_CACHE_DIR", str(tmp_path / "own"))
+    assert cache.cache_folder("gemm") == tmp_path / "own/gemm"
+
+
+def test_without_a_home_the_cache_is_a_temporary_folder_of_this_user_alone(tmp_path, monkeypatch):
+    monkeypatch.delenv("LLMQ_CACHE_DIR", raising=False)
+    monkeypatch.delenv("XDG_CACHE_HOME", raising=False)
+    monkeypatch.setenv("HOME", str(tmp_path / "absent"))
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
+    folder = cache.cache_folder("gemm")
+    assert folder == tmp_path / f"llmq-{os.getuid()}" / "gemm"
+    assert folder.parent.stat().st_mode & 0o777 == 0o700
+    folder.parent.chmod(0o777)
+    assert cache.cache_folder("gemm").parent != folder.parent, "others may write there"

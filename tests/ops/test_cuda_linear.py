@@ -1,0 +1,439 @@
+"""The linear map on the GPU: the column-major problems that it poses, computed in NumPy; and cuBLASLt's answers.
+
+Bounds: products of bf16 and of fp8 numbers are exact in f32; tensor cores add 16 of them at a time, rounding by less
+than 2^-22 of the running sum each time, and the value is then rounded to its dtype once.
+"""
+
+import ctypes
+from dataclasses import replace
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+
+from llmq.errors import UsageError
+from llmq.ops import seam
+from llmq.ops.cuda import cublaslt, linear
+from llmq.ops.cuda.algorithms import Algorithms
+from llmq.ops.cuda.cublaslt import Gemms, Matrix, Pointers, Problem, refusal
+from llmq.ops.reference import OPS
+from llmq.tensor import DTYPES, Form, Output, Ref, Tensor
+
+from .build import output, tensor
+from .cases import LARGE, ODD, Sizes, make
+
+LINEAR = ("linear_forward", "linear_dgrad", "linear_wgrad")
+EVEN = Sizes(b=2, t=96, c=128, hq=2, hkv=1, hd=32, f=176, v=32, vp=32)  # widths and tokens in multiples of 16, for fp8
+FORMS = {"plain": (None, None), "row": (Form("bf16"), Form("bf16")), "col": (Form("bf16", "col"), Form("bf16", "col"))}
+ROUNDING = {"fp32": 2.0**-24, "bf16": 2.0**-8}  # of a number, relative
+E4M3, E5M2 = Form("e4m3", "row", "delayed"), Form("e5m2", "row", "delayed")
+
+
+class HostArray:
+    """A NumPy array with what launchers ask of a CuPy one."""
+
+    def __init__(self, array):
+        self.array = array.view(np.uint8) if array.dtype.itemsize == 1 else array
+        self.shape, self.strides, self.ndim, self.size = array.shape, array.strides, array.ndim, array.size
+        self.dtype, self.itemsize = self.array.dtype, array.itemsize
+        self.data = SimpleNamespace(ptr=array.ctypes.data)
+
+
+def as_host(handle):
+    """The same handle over HostArrays; the bytes stay where they are."""
+    if isinstance(handle, Output):
+        return replace(handle, tensors=tuple(as_host(t) for t in handle.tensors))
+    if handle is None:
+        return None
+    scale = None if handle.scale is None else HostArray(handle.scale)
+    return replace(handle, array=HostArray(handle.array), scale=scale)
+
+
+class NumpyGemms:
+    """Column-major products by the letter of `Problem`, at addresses of the host."""
+
+    def __init__(self):
+        self.problems, self.bound = [], {}
+
+    def bind(self, problem, pointers):
+        self.problems.append(problem)
+        return lambda: self.run(problem, pointers)
+
+    def run(self, p, at):
+        a = self.operand(at.a, p.a, p.m, p.k) * self.scale(at.scale_a)
+        b = self.operand(at.b, p.b, p.k, p.n) * self.scale(at.scale_b)
+        value = a @ b
+        if p.bias:
+            value += self.matrix(at.bias, p.bias, p.m, 1, p.m)
+        if p.c:
+            assert (at.c == at.d) == (p.c == "same")
+            value += self.matrix(at.c, p.d.dtype, p.m, p.n, p.d.ld)
+        d = self.matrix(at.d, p.d.dtype, p.m, p.n, p.d.ld)
+        d[...] = value.astype(d.dtype)
+
+    def operand(self, address, matrix, rows, columns):
+        shape = (columns, rows) if matrix.transposed else (rows, columns)
+        stored = self.matrix(address, matrix.dtype, *shape, matrix.ld).astype(np.float32)
+        return stored.T if matrix.transposed else stored
+
+    def matrix(self, address, dtype, rows, columns, ld):
+        assert ld >= rows
+        kind = DTYPES[dtype]
+        raw = (ctypes.c_char * (((columns - 1) * ld + rows) * kind.itemsize)).from_address(address)
+        return np.ndarray((rows, columns), kind, raw, 0, (kind.itemsize, ld * kind.itemsize))
+
+    def scale(self, address):
+        return self.matrix(address, "fp32", 1, 1, 1)[0, 0] if address else 1
+
+
+def arguments(op, size, dtype, form=None, d_form=None, scale=0.5):
+    """A case and its inputs: plain, or matrices in `form` (d_y in `d_form`)."""
+    case = make(op, size)
+    inputs = {}
+    for name, value in case.inputs.items():
+        chosen = None if name in ("bias", "residual") else d_form if name == "d_y" else form
+        quantized = chosen is not None and chosen.scaling is not None
+        inputs[name] = tensor(value, None if chosen else dtype, chosen, scale if quantized else None)
+    return case, inputs
+
+
+def written(case, dtype, start=None):
+    (shape,) = case.outputs.values()
+    return output(shape, dtype, start=start)
+
+
+def start_for(case, accumulate):
+    (shape,) = case.outputs.values()
+    return np.random.default_rng(5).standard_normal(shape) if accumulate else None
+
+
+def as_layout(form, layout):
+    return None if form is None else replace(form, layout=layout)
+
+
+# the problems, without a GPU
+
+
+@pytest.mark.parametrize("op", LINEAR)
+def test_names_and_signatures_are_the_references(op):
+    assert seam.parse(linear.linear_ops(NumpyGemms())[op]) == seam.signature(op)
+
+
+@pytest.mark.parametrize("accumulate", [False, True])
+@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize("size", [ODD, LARGE], ids=["odd", "large"])
+@pytest.mark.parametrize("op", LINEAR)
+def test_a_problem_describes_the_reference(op, size, form, accumulate):
+    case, inputs = arguments(op, size, "fp32", *FORMS[form])
+    if accumulate:
+        inputs |= {"residual": None} if "residual" in inputs else {}
+    expected, got = (written(case, "fp32", start_for(case, accumulate)) for _ in range(2))
+    OPS[op](expected, *inputs.values())
+    linear.linear_ops(NumpyGemms())[op](as_host(got), *map(as_host, inputs.values()))
+    bound = 2 * 2**-24 * max(size.c, size.f, size.b * size.t) * np.abs(expected.tensors[0].array).max()
+    np.testing.assert_allclose(got.tensors[0].array, expected.tensors[0].array, atol=bound, rtol=0)
+
+
+@pytest.mark.parametrize("op", LINEAR)
+def test_quantized_operands_are_read_with_their_scales(op):
+    """Each op given the copies with the summed axis innermost, as fp8 must have them."""
+    layouts = {"linear_forward": ("row", "row"), "linear_dgrad": ("col", "row"), "linear_wgrad": ("col", "col")}[op]
+    case, inputs = arguments(op, EVEN, "fp32", as_layout(E4M3, layouts[0]), as_layout(E5M2, layouts[1]), scale=0.25)
+    expected, got, gemms = written(case, "fp32"), written(case, "fp32"), NumpyGemms()
+    OPS[op](expected, *inputs.values())
+    linear.linear_ops(gemms)[op](as_host(got), *map(as_host, inputs.values()))
+    (problem,) = gemms.problems
+    assert (problem.a.transposed, problem.b.transposed) == (True, False)
+    assert (problem.a.scale, problem.b.scale) == ("tensor", "tensor")
+    assert problem.fast == (op != "linear_wgrad")
+    np.testing.assert_allclose(got.tensors[0].array, expected.tensors[0].array, rtol=1e-4, atol=1e-3)
+
+
+@pytest.mark.parametrize("layout", ["row", "col"])
+def test_a_chunk_of_tokens_is_a_problem_of_its_own(layout):
+    """Rows 16 to 48 of x and d_y, which in col form are columns of a wider matrix."""
+    form = Form("bf16", layout)
+    case, inputs = arguments("linear_wgrad", EVEN, "fp32", form, form)
+    pieces = [x.chunk(16, 32) for x in inputs.values()]
+    expected, got, gemms = written(case, "fp32"), written(case, "fp32"), NumpyGemms()
+    OPS["linear_wgrad"](expected, *pieces)
+    linear.linear_ops(gemms)["linear_wgrad"](as_host(got), *map(as_host, pieces))
+    np.testing.assert_allclose(got.tensors[0].array, expected.tensors[0].array, rtol=1e-5, atol=1e-4)
+    (problem,) = gemms.problems
+    assert problem.k == 32
+    assert problem.a.ld == (EVEN.c if layout == "row" else EVEN.b * EVEN.t)
+    assert problem.alignment <= 32 if layout == "col" else problem.alignment <= 16 * EVEN.c * 2
+
+
+def test_an_unwanted_output_is_not_computed():
+    case, inputs = arguments("linear_dgrad", ODD, "fp32")
+    gemms = NumpyGemms()
+    unwanted = output(case.outputs["d_x"], "fp32", ())
+    linear.linear_ops(gemms)["linear_dgrad"](as_host(unwanted), *map(as_host, inputs.values()))
+    assert gemms.problems == []
+
+
+@pytest.mark.parametrize("layout", ["row", "col"])
+@pytest.mark.parametrize("op", LINEAR)
+def test_the_problem_is_known_from_the_plan(op, layout):
+    """What `prepare` gets is what the call then asks for, given storages aligned to 256 bytes."""
+    form = Form("e4m3", layout, "delayed")
+    case, inputs = arguments(op, EVEN, "bf16", form, form)
+    out = written(case, "bf16")
+    gemms = NumpyGemms()
+    gemms.run = lambda problem, pointers: None
+    host = {name: as_host(x) for name, x in {"out": out, **inputs}.items()}
+    for handle in host.values():
+        for t in handle.tensors if isinstance(handle, Output) else (handle,):
+            t.array.data.ptr = 512
+    linear.linear_ops(gemms)[op](*host.values())
+    refs = [Ref(n, "activation", x.shape, "bf16", form=x.form) for n, x in inputs.items()]
+    (shape,) = case.outputs.values()
+    planned = linear.planned_problem(op, Ref("out", "activation", shape, "bf16"), False, refs)
+    assert [planned] == gemms.problems
+    chunk = Ref("x", "activation", (4, 6), "bf16", span=(24, 24))
+    weight, bias = Ref("w", "weight", (8, 6), "bf16"), None
+    y = Ref("y", "activation", (4, 8), "bf16")
+    part = linear.planned_problem("linear_forward", y, False, [chunk, weight, bias, None])
+    assert part.alignment == 16, "the chunk starts 48 bytes in"
+
+
+def test_a_dtype_without_products_is_refused():
+    case, inputs = arguments("linear_dgrad", ODD, "fp64")
+    with pytest.raises(UsageError, match=r"float64.*--device cpu"):
+        linear.linear_ops(NumpyGemms())["linear_dgrad"](as_host(written(case, "fp64")), *map(as_host, inputs.values()))
+
+
+BF16 = Problem(64, 32, 16, Matrix("bf16", 16, True), Matrix("bf16", 16), Matrix("bf16", 64))
+FP8 = replace(BF16, a=Matrix("e4m3", 16, True, "tensor"), b=Matrix("e5m2", 16, False, "tensor"))
+
+
+def test_every_fact_of_a_problem_is_in_its_key():
+    others = [
+        replace(BF16, m=65),
+        replace(BF16, n=33),
+        replace(BF16, k=17),
+        replace(BF16, a=Matrix("bf16", 16, False)),
+        replace(BF16, a=Matrix("bf16", 24, True)),
+        replace(BF16, b=Matrix("bf16", 16, True)),
+        replace(BF16, d=Matrix("fp32", 64)),
+        replace(BF16, bias="bf16"),
+        replace(BF16, bias="fp32"),
+        replace(BF16, c="same"),
+        replace(BF16, c="other"),
+        replace(BF16, alignment=16),
+        FP8,
+        replace(FP8, fast=True),
+        replace(FP8, a=Matrix("e4m3", 16, True, "row")),
+    ]
+    assert len({p.key for p in (BF16, *others)}) == 1 + len(others)
+    assert BF16.key == "64x32x16 bf16T16 bf16N16 -> bf16N64"
+
+
+def test_the_bytes_of_a_problem():
+    problem = replace(FP8, a=Matrix("e4m3", 24, True, "row"), bias="bf16", c="other")
+    matrices = {"a": 24 * 64, "b": 16 * 32, "d": 2 * 64 * 32, "c": 2 * 64 * 32}
+    assert problem.sizes() == {**matrices, "bias": 128, "scale_a": 256, "scale_b": 4}
+
+
+@pytest.mark.parametrize(
+    ("problem", "text"),
+    [
+        (replace(FP8, a=Matrix("e4m3", 64, False, "tensor")), "summed axis innermost"),
+        (replace(FP8, a=Matrix("e5m2", 16, True, "tensor")), "e5m2 times e5m2"),
+        (replace(FP8, m=65, k=10), "multiples of 16, not m 65, k 10: use --matmul-dtype bf16"),
+        (replace(FP8, alignment=4), "aligned to 16 bytes, not 4"),
+        (replace(FP8, bias="fp32"), "bias in bf16 only"),
+        (replace(BF16, b=Matrix("fp32", 16)), "bf16 times fp32 into bf16 does not exist"),
+        (replace(BF16, a=Matrix("fp32", 16), b=Matrix("fp32", 16)), "fp32 times fp32 into bf16 does not exist"),
+        (BF16, "this GPU or this version of the library lacks it"),
+    ],
+)
+def test_a_refusal_names_the_shape_and_the_reason(problem, text):
+    message = refusal(problem)
+    assert text in message
+    assert problem.key in message
+
+
+# on the GPU
+
+
+@pytest.fixture(scope="module")
+def gemms(tmp_path_factory):
+    cupy = pytest.importorskip("cupy")
+    scratch = cupy.empty(cublaslt.WORKSPACE_BYTES, cupy.uint8)
+    found = Gemms(Algorithms(cublaslt.device_key(), folder=tmp_path_factory.mktemp("gemm")), lambda _: scratch.data.ptr)
+    yield found
+    found.close()
+
+
+@pytest.fixture
+def device():
+    from .cuda_build import Device
+
+    return Device()
+
+
+def on_gpu(gemms, device, op, out, inputs):
+    import cupy
+
+    linear.linear_ops(gemms)[op](device.output(out), *(device.tensor(x) for x in inputs.values()))
+    cupy.cuda.get_current_stream().synchronize()
+    return device.host(out.tensors[0].array)
+
+
+def size_of_terms(op, inputs, start):
+    """The sum of the magnitudes of what each number of the result is the sum of."""
+    plain = {n: Tensor(n, np.abs(x.read()), x.shape) for n, x in inputs.items() if x is not None}
+    first = next(iter(plain.values()))
+    handles = [plain.get(n) for n in inputs]
+    shape = {
+        "linear_forward": lambda: (*first.shape[:-1], plain["weight"].shape[0]),
+        "linear_dgrad": lambda: (*first.shape[:-1], plain["weight"].shape[1]),
+        "linear_wgrad": lambda: (first.shape[-1], plain["x"].shape[-1]),
+    }[op]()
+    total = output(shape, "fp32")
+    OPS[op](total, *handles)
+    return total.tensors[0].array + (0 if start is None else np.abs(start))
+
+
+def check(got, expected, added, terms, count, dtype):
+    """`added` is what was added to the product: some algorithms round the product, into bf16, before that."""
+    got, expected = got.astype(np.float64), expected.astype(np.float64)
+    error, size = np.abs(got - expected), np.abs(expected)
+    bound = ROUNDING[dtype] * (2 * size + (added != 0) * (size + np.abs(added)))
+    bound += (count / 16 + 16) * 2.0**-22 * terms
+    assert np.isfinite(got).all()
+    assert (error <= bound).all(), f"{(error / bound).max()} times the bound"
+
+
+def summed(op, size):
+    return {"linear_forward": size.c, "linear_dgrad": size.f, "linear_wgrad": size.b * size.t}[op]
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize("accumulate", [False, True])
+@pytest.mark.parametrize("size", [ODD, LARGE, EVEN], ids=["odd", "large", "even"])
+@pytest.mark.parametrize("op", LINEAR)
+@pytest.mark.parametrize(("dtype", "out"), [("fp32", "fp32"), ("bf16", "bf16"), ("bf16", "fp32")])
+def test_the_gpu_agrees(gemms, device, op, size, dtype, out, accumulate, form):
+    """Values or copies of a dtype; fp32 results of bf16 operands; bias and residual in the result's dtype."""
+    forms = FORMS[form] if dtype == "bf16" else tuple(f and replace(f, dtype=dtype) for f in FORMS[form])
+    case, inputs = arguments(op, size, dtype, *forms)
+    for name in {"bias", "residual"} & set(inputs):
+        inputs[name] = None if accumulate and name == "residual" else tensor(case.inputs[name], out)
+    start = start_for(case, accumulate)
+    expected, got = written(case, out, start), written(case, out, start)
+    OPS[op](expected, *inputs.values())
+    residual = inputs.get("residual")
+    added = residual.read() if residual is not None else 0 if start is None else start
+    result = on_gpu(gemms, device, op, got, inputs)
+    check(result, expected.tensors[0].array, added, size_of_terms(op, inputs, start), summed(op, size), out)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("absent", [(), ("bias",), ("residual",), ("bias", "residual")], ids=str)
+def test_bias_and_residual_are_optional(gemms, device, absent):
+    case, inputs = arguments("linear_forward", LARGE, "bf16")
+    inputs |= dict.fromkeys(absent)
+    expected, got = written(case, "bf16"), written(case, "bf16")
+    OPS["linear_forward"](expected, *inputs.values())
+    result = on_gpu(gemms, device, "linear_forward", got, inputs)
+    added = 0 if "residual" in absent else inputs["residual"].read()
+    terms = size_of_terms("linear_forward", inputs, None)
+    check(result, expected.tensors[0].array, added, terms, LARGE.c, "bf16")
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("accumulate", [False, True])
+@pytest.mark.parametrize("out", ["bf16", "fp32"])
+@pytest.mark.parametrize("d_dtype", ["e4m3", "e5m2"])
+@pytest.mark.parametrize("op", LINEAR)
+def test_fp8(gemms, device, op, d_dtype, out, accumulate):
+    """Against the product of the dequantised numbers; fast accumulation keeps 13 bits of each partial sum.
+
+    Both sides round to bf16, by half of 2^-8 of a number on average over its binade; accumulation may round once more.
+    """
+    layouts = {"linear_forward": ("row", "row"), "linear_dgrad": ("col", "row"), "linear_wgrad": ("col", "col")}[op]
+    forms = (as_layout(E4M3, layouts[0]), as_layout(Form(d_dtype, "row", "delayed"), layouts[1]))
+    case, inputs = arguments(op, EVEN, "bf16", *forms, scale=0.01)
+    if "bias" in inputs:
+        inputs |= {"bias": tensor(case.inputs["bias"], "bf16"), "residual": None}
+    start = start_for(case, accumulate)
+    expected, got = written(case, out, start), written(case, out, start)
+    OPS[op](expected, *inputs.values())
+    result = on_gpu(gemms, device, op, got, inputs).astype(np.float64)
+    wanted = expected.tensors[0].array.astype(np.float64)
+    assert np.linalg.norm(result - wanted) <= (2.0**-8 + 2.0**-11) * np.linalg.norm(wanted)
+
+
+@pytest.mark.gpu
+def test_an_impossible_product_is_refused_with_its_reason(gemms, device):
+    case, inputs = arguments("linear_forward", ODD, "bf16", E4M3, E4M3)
+    inputs |= dict.fromkeys(("bias", "residual"))
+    with pytest.raises(UsageError, match="multiples of 16"):
+        on_gpu(gemms, device, "linear_forward", written(case, "bf16"), inputs)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("op", LINEAR)
+def test_two_runs_a_graph_and_a_stored_table_give_the_same_bits(gemms, device, op, tmp_path):
+    import cupy
+
+    size = replace(EVEN, b=8, t=1024, c=256, f=512)
+    case, inputs = arguments(op, size, "bf16")
+    out = written(case, "bf16")
+    first = on_gpu(gemms, device, op, out, inputs)
+    again = on_gpu(gemms, device, op, out, inputs)
+    handles = [device.output(out), *(device.tensor(x) for x in inputs.values())]
+    handles[0].tensors[0].array.fill(0)
+    stream = cupy.cuda.Stream(non_blocking=True)
+    with stream:
+        stream.begin_capture()
+        linear.linear_ops(gemms)[op](*handles)
+        graph = stream.end_capture()
+        graph.launch(stream)
+        stream.synchronize()
+    captured = device.host(out.tensors[0].array)
+    scratch = cupy.empty(cublaslt.WORKSPACE_BYTES, cupy.uint8)
+    table = Algorithms(cublaslt.device_key(), given=gemms.algorithms.facts(), folder=tmp_path)
+    other = Gemms(table, lambda _: scratch.data.ptr)
+    before = len(table.facts()["algorithms"])
+    other_result = on_gpu(other, device, op, out, inputs)
+    assert before == 0 and len(table.facts()["algorithms"]) == 1
+    assert table.save() is None and not table.path.exists(), "nothing was timed"
+    other.close()
+    for result in (again, captured, other_result):
+        np.testing.assert_array_equal(result.view(np.uint16), first.view(np.uint16))
+
+
+@pytest.mark.gpu
+def test_a_stored_algorithm_that_the_library_refuses_is_chosen_anew(gemms, device, tmp_path):
+    case, inputs = arguments("linear_dgrad", EVEN, "bf16")
+    good = on_gpu(gemms, device, "linear_dgrad", written(case, "bf16"), inputs)
+    facts = gemms.algorithms.facts()
+    facts["algorithms"] = {p: c | {"algorithm": "ff" * 64} for p, c in facts["algorithms"].items()}
+    table = Algorithms(cublaslt.device_key(), given=facts, folder=tmp_path)
+    other = Gemms(table, gemms._take)
+    got = on_gpu(other, device, "linear_dgrad", written(case, "bf16"), inputs)
+    other.close()
+    np.testing.assert_allclose(got.astype(np.float32), good.astype(np.float32), rtol=2**-7, atol=1e-2)
+    assert all(c["algorithm"] != "ff" * 64 for c in table.facts()["algorithms"].values())
+
+
+@pytest.mark.gpu
+def test_a_scale_for_every_row_of_both_operands(gemms):
+    import cupy
+
+    rng = np.random.default_rng(0)
+    x, w = (rng.standard_normal((n, 64)).astype(np.float32).astype(DTYPES["e4m3"]) for n in (96, 48))
+    s_x, s_w = rng.uniform(0.5, 2, (96, 1)).astype(np.float32), rng.uniform(0.5, 2, (48, 1)).astype(np.float32)
+    on = [cupy.asarray(v.view(np.uint8) if v.itemsize == 1 else v) for v in (x, w, s_x, s_w)]
+    y = cupy.zeros((96, 48), DTYPES["bf16"])
+    problem = Problem(48, 96, 64, Matrix("e4m3", 64, True, "row"), Matrix("e4m3", 64, False, "row"), Matrix("bf16", 48))
+    a = [v.data.ptr for v in on]
+    gemms.bind(problem, Pointers(a[1], a[0], y.data.ptr, y.data.ptr, 0, a[3], a[2]))()
+    expected = (x.astype(np.float32) * s_x) @ (w.astype(np.float32) * s_w).T
+    got = cupy.asnumpy(y).astype(np.float32)
+    assert np.linalg.norm(got - expected) <= (2.0**-9 + 2.0**-11) * np.linalg.norm(expected)
