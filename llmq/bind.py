@@ -9,7 +9,7 @@ import numpy as np
 
 from llmq.arena import stored_dtype
 from llmq.backends import Call, Memory, Op
-from llmq.plan.plan import Plan
+from llmq.plan.plan import SCALE_STRIDE, Plan
 from llmq.plan.program import Operand, Program, Result
 from llmq.tensor import Output, Tensor, stored_shape
 
@@ -35,7 +35,7 @@ def bind(plan: Plan, name: str, memory: Memory, ops: Mapping[str, Op], *, poison
 class _Binder:
     def __init__(self, plan: Plan, program: Program, memory: Memory) -> None:
         self.program, self._plan, self._memory = program, plan, memory
-        self._cells = {f"scale:{cell}": index for index, cell in enumerate(plan.scales)}
+        self._cells = {f"scale:{cell}": SCALE_STRIDE * index for index, cell in enumerate(plan.scales)}
 
     def raw(self, storage: str) -> np.ndarray:
         """All bytes of an activation."""

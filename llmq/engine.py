@@ -9,7 +9,7 @@ import numpy as np
 
 from llmq.backends import Backend, Call, Op
 from llmq.bind import bind
-from llmq.plan.plan import SCRATCH, Plan
+from llmq.plan.plan import SCALE_STRIDE, SCRATCH, Plan
 from llmq.rope import rope_table
 from llmq.rows import Row
 
@@ -106,7 +106,7 @@ class Engine:
             before = self._memory.read("scale:scales")
             self.run("publish_counted")
             self.micro_step(tokens, targets, first=True)
-            amax = self._memory.read("scale:amax")
+            amax = self._memory.read("scale:amax")[::SCALE_STRIDE]
             self._memory.fill("scale:history", 0)
             self.run("calibrate")
             after = self._memory.read("scale:scales")

@@ -25,6 +25,7 @@ from llmq.stores.weights import ReplicatedWeights
 from llmq.tensor import LARGEST, Form, Ref
 
 SCRATCH = "workspace:scratch"  # memory that one call after the other uses while it runs
+SCALE_STRIDE = 4  # floats from one delayed scale to the next: matmuls read scales at 16-byte aligned addresses only
 HISTORY = 16  # steps whose amax a delayed scale covers
 
 
@@ -43,8 +44,8 @@ class Plan:
     programs: Mapping[str, Program]
     persistent: Mapping[str, Ref]
     aliases: Mapping[str, str]
-    scales: tuple[str, ...]  # cells, in the order of the scale vectors
-    limits: tuple[float, ...]
+    scales: tuple[str, ...]  # cells: each has every SCALE_STRIDE-th element of the scale vectors
+    limits: tuple[float, ...]  # the vector of largest finite values
     fates: Fates
     kept: Mapping[str, int] = field(default_factory=dict)  # bytes of what lives from forward to backward, by storage
 
@@ -229,7 +230,7 @@ def make_plan(
         persistent,
         aliases,
         scales,
-        tuple(LARGEST[cell.rsplit("@", 1)[1]] for cell in scales),
+        tuple(x for cell in scales for x in (LARGEST[cell.rsplit("@", 1)[1]], *[1.0] * (SCALE_STRIDE - 1))),
         fates,
         kept_storages(refs, fates),
     )
@@ -256,6 +257,7 @@ def _refuse_idle_flags(plain: Sequence[Call], memory: Memory) -> None:
 def _scale_cells(count: int) -> dict[str, Ref]:
     if not count:
         return {}
+    count *= SCALE_STRIDE
     shapes = {"scales": (count,), "amax": (count,), "limits": (count,), "history": (HISTORY, count)}
     return {name: Ref(name, "scale", shape, "fp32") for name, shape in shapes.items()}
 
