@@ -197,6 +197,13 @@ def load(path: Path) -> tuple[dict[str, Any], Reader]:
     return {**record["state"], "step": record["step"]}, Reader(path, places)
 
 
+def load_state(path: Path) -> dict[str, Any]:
+    """The state of a checkpoint as saved, with `step`, without a look at its tensors. DataError as of `load`."""
+    with _naming_others(Path(path)):
+        record = _read_state(Path(path))
+    return {**record["state"], "step": record["step"]}
+
+
 @dataclass(frozen=True)
 class Reader:
     """Reads tensors of one verified checkpoint by name, each into memory of its own."""

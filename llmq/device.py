@@ -117,6 +117,11 @@ def refuse_dtypes(device: Device, *dtypes: str) -> None:
         )
 
 
+def backend_settings(options: SystemOptions) -> dict[str, bool]:
+    """How the backend runs programs, as keywords of `open_backend`."""
+    return {"use_graphs": options.use_cuda_graphs, "deterministic": options.deterministic}
+
+
 def seed_of(options: SystemOptions) -> int:
     """The seed of everything random in a run."""
     return options.seed

@@ -48,8 +48,6 @@ class Engine:
         self._memory = backend.memory(plan.persistent, plan.activation_bytes)
         self._ops = {name: wrap(name, op) for name, op in backend.ops.items()} if wrap else backend.ops
         self._programs: dict[str, Call] = {}
-        if SCRATCH in plan.persistent:
-            backend.use_scratch(self._memory.array(SCRATCH))
         self._rows = {row.name: row for row in plan.rows}
         self._fill_constants()
 
@@ -90,9 +88,8 @@ class Engine:
         self._memory.fill("cell:step", step)
         self._memory.fill("cell:learning_rate", learning_rate)
         self.run("update")
-        loss, tokens, norm, applied = (
-            float(self._memory.read(name)[0]) for name in ("sum:loss", "sum:tokens", "cell:norm", "cell:apply")
-        )
+        results = ("sum:loss", "sum:tokens", "cell:norm", "cell:apply")
+        loss, tokens, norm, applied = self._memory.read_scalars(results)
         return StepResult(loss / max(tokens, 1.0), norm, int(tokens), applied != 0)
 
     @property
@@ -121,8 +118,8 @@ class Engine:
         """Sum of losses and number of trained tokens of a batch, (B,T) int32 each."""
         self._set_batch(tokens, targets)
         self.run("evaluate")
-        loss, count = (self._memory.read(f"sum:evaluate.{name}")[0] for name in ("loss", "tokens"))
-        return float(loss), int(count)
+        loss, count = self._memory.read_scalars(["sum:evaluate.loss", "sum:evaluate.tokens"])
+        return loss, int(count)
 
     def next_logits(self, tokens: np.ndarray) -> np.ndarray:
         """Logits (V,) f32 of the token after `tokens` (n,), of which the last seq_len are read."""
@@ -153,14 +150,21 @@ class Engine:
         if name not in self._programs:
             calls = bind(self.plan, name, self._memory, self._ops, poison=self._poison)
             self._programs[name] = self._backend.program(calls)
+        self._use_scratch()
         self._programs[name]()
 
     def trace(self, batch: tuple[np.ndarray, np.ndarray], wrap: Callable[[str, Op], Op]) -> None:
         """One micro-step on `batch` and one update, eagerly, with `wrap` around every op; for timing."""
         self._set_batch(*batch)
         ops = {name: wrap(name, op) for name, op in self._ops.items()}
+        self._use_scratch()
         for name in ("next", "update"):
             self._backend.program(bind(self.plan, name, self._memory, ops, poison=False))()
+
+    def _use_scratch(self) -> None:
+        """This engine's scratch, which another engine of the same backend may have replaced."""
+        if SCRATCH in self.plan.persistent:
+            self._backend.use_scratch(self._memory.array(SCRATCH))
 
     def _state(self, name: str, space: str) -> str:
         return f"{space}:{name}"

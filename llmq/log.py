@@ -6,6 +6,7 @@ The file has one JSON object per line, with a `type`:
     train       one optimizer step: the fields of TrainRecord, and tps
     eval        one evaluation: the fields of EvalRecord, and tps
     resume      the run was continued from the checkpoint of `step`; carries the header's sections again
+    algorithms  the table of matrix-product algorithms of a GPU, which decides the run's bits
     notice, checkpoint, end     what happened, at which step
 
 `step` counts finished updates: the train record of step 7 describes the seventh update. Losses are nats per trained
@@ -59,6 +60,7 @@ class TrainRecord:
     wait_ms: float = 0.0  # part of time_ms spent waiting for data
     sol: float | None = None
     applied: bool = True  # False: not finite, the update changed nothing
+    memory_mib: float | None = None  # most that was in use so far
 
     @property
     def tps(self) -> float:

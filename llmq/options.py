@@ -278,6 +278,10 @@ class SystemOptions(Section):
     device: Literal["auto", "cuda", "cpu"] = option("auto", "Where to compute; auto takes a usable GPU, else the CPU.")
     gpus: Int = option(1, "Number of GPUs; more than one is not supported for now.", ge=1)
     gpu: Text | None = option(None, "With --dry-run: plan for this GPU, here or not, such as H200 or 'RTX 4090'.")
+    use_cuda_graphs: bool = option(
+        True, "Launch a program as one CUDA graph; without, kernel by kernel (same bits)."
+    )
+    deterministic: bool = option(True, "Repeat the same bits; without, attention's backward needs less memory.")
     seed: Int = option(0, "Seed of initial weights, data order and stochastic rounding.", ge=0, le=LARGEST_SEED)
 
     def contradictions(self) -> Iterator[str]:
@@ -425,24 +429,3 @@ class Options:
             shown = {key: values[key] for key in keys if values.get(key) is not None}
             parts.append(f"# {cls.title}\n" + yaml.safe_dump(shown, sort_keys=False, default_flow_style=False))
         return "\n".join(parts)
-
-
-def json_schema() -> dict[str, Any]:
-    """JSON schema (2020-12) of a `--config` file: every key in every spelling that is read."""
-    properties: dict[str, Any] = {}
-    for section in SECTIONS.values():
-        fields = section.model_json_schema()["properties"]
-        for d in (descriptions()[field.rstrip("_")] for field in fields):
-            schema = {k: v for k, v in fields[d.field].items() if k not in ("aliases", "shown", "metavar", "kind")}
-            schema["title"] = flag(d.key)
-            if d.kind == "repeatable":
-                schema = {"title": schema.pop("title"), "anyOf": [{"type": "string"}, schema]}
-            for name in (d.key, *d.aliases):
-                properties[name] = properties[name.replace("_", "-")] = schema
-    return {
-        "$schema": "https://json-schema.org/draft/2020-12/schema",
-        "title": "llmq-train",
-        "type": "object",
-        "properties": properties,
-        "additionalProperties": False,
-    }

@@ -16,7 +16,7 @@ import numpy as np
 
 from llmq import device, optimizer, sol
 from llmq.backends import Backend, open_backend
-from llmq.checkpoint import Checkpoints, check_same, checkpoint_bytes, load
+from llmq.checkpoint import Checkpoints, check_same, checkpoint_bytes, load, load_state
 from llmq.commands import continue_command
 from llmq.config import ModelConfig
 from llmq.data.loader import Data, Loader, eval_batches, open_data
@@ -115,7 +115,8 @@ def _prepare(options: Options, log: RunLog) -> Job:
     """Everything that can be refused before the first allocation, and the sections of the log."""
     log.options(options.to_flat())
     where, seed = device.pick_device(options.system), device.seed_of(options.system)
-    backend = open_backend("cpu" if where.planned else where.kind)  # a card that is only planned for runs nothing
+    checkpoints = Checkpoints(options.checkpoint)
+    resume = checkpoints.start()
     source = open_source(options.model)
     data = open_data(options.data, source.config.vocab_size, seed)
     config = _with_end_token(source, data.eos_token_id())
@@ -126,9 +127,11 @@ def _prepare(options: Options, log: RunLog) -> Job:
     limits = memory.resolve(options.memory, batch_size=b, seq_len=t, logit_bytes=logit_bytes)
     device.refuse_dtypes(where, dtypes.matmul, dtypes.head)
     hyper = optimizer.resolve(options.optimizer)
+    algorithms = load_state(resume).get("algorithms") if resume else None
+    kind = "cpu" if where.planned else where.kind  # a card that is only planned for runs nothing
+    backend = open_backend(kind, algorithms=algorithms or None, **device.backend_settings(options.system))
     scratch = backend.scratch_bytes
     plan = make_plan(config, dtypes, limits, hyper, batch_size=b, seq_len=t, seed=seed, scratch_bytes=scratch)
-    checkpoints = Checkpoints(options.checkpoint)
     tokenizer = (data.tokenizer_folder() if source.from_scratch else None) or source.tokenizer_folder
     job = Job(
         device=where,
@@ -139,7 +142,7 @@ def _prepare(options: Options, log: RunLog) -> Job:
         schedule=schedule,
         plan=plan,
         checkpoints=checkpoints,
-        resume=checkpoints.start(),
+        resume=resume,
         export=open_export(options.export, config, plan.rows, tokenizer),
         must_match=_must_match(plan, seed, data),
         checkpoint_bytes=checkpoint_bytes((name, r.shape, DTYPES[r.dtype]) for name, r in plan.state().items()),
@@ -260,8 +263,11 @@ class _Run:
             wait_ms=wait_ms,
             sol=self.light_s * job.tokens_per_step / seconds,
             applied=done.applied,
+            memory_mib=job.backend.peak_bytes() / MIB,
         )
         self._note(record, last)
+        if len(self.speeds) == 1 and job.backend.algorithms:
+            self.log.record("algorithms", **job.backend.algorithms)
         if job.data.eval is not None and self.log.eval_due(self.step, last=last):
             self._evaluate(job.data.eval, whole=last)
         if job.checkpoints.due(self.step, last=last):
@@ -316,8 +322,9 @@ class _Run:
         """A checkpoint of this step, unless it is there."""
         if self.saved == self.step:
             return
-        state = {"position": self.position, "must_match": self.job.must_match}
-        path = self.job.checkpoints.save(self.step, self.engine.state(), state, self.job.checkpoint_bytes)
+        job = self.job
+        state = {"position": self.position, "must_match": job.must_match, "algorithms": job.backend.algorithms}
+        path = job.checkpoints.save(self.step, self.engine.state(), state, job.checkpoint_bytes)
         self.saved = self.step
         self.result = replace(self.result, checkpoint_path=path)
         self.log.checkpoint(path)

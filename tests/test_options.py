@@ -6,7 +6,8 @@ import pytest
 import yaml
 
 from llmq.errors import UsageError
-from llmq.options import SECTIONS, Options, ScheduleOptions, descriptions, flag, json_schema
+from llmq.options import SECTIONS, Options, ScheduleOptions, descriptions, flag
+from llmq.schema import json_schema
 
 NEEDED = {"model": "Qwen/Qwen2.5-0.5B", "train_file": "train.bin"}
 DEFAULTS = {
@@ -62,6 +63,8 @@ DEFAULTS = {
     "device": "auto",
     "gpus": 1,
     "gpu": None,
+    "use_cuda_graphs": True,
+    "deterministic": True,
     "seed": 0,
     "dry_run": False,
 }

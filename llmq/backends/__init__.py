@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
 
@@ -23,27 +23,43 @@ class Memory(Protocol):
     def place(self, offset: int, shape: tuple[int, ...], dtype: np.dtype) -> np.ndarray: ...
     def write(self, name: str, values: np.ndarray) -> None: ...
     def read(self, name: str) -> np.ndarray: ...
+    def read_scalars(self, names: Sequence[str]) -> list[float]: ...
     def fill(self, name: str, value: float) -> None: ...
 
 
 class Backend(Protocol):
-    """What the engine needs of a device. `prepare` comes before memory is allocated, with all steps of the plan."""
+    """What the engine needs of a device. `prepare` comes before memory is allocated, with all steps of the plan.
 
+    `algorithms` is what decides the bits of matrix products, as plain data; `peak_bytes` the most memory used so far.
+    """
+
+    @property
+    def algorithms(self) -> dict[str, Any]: ...
     @property
     def ops(self) -> Mapping[str, Op]: ...
     def scratch_bytes(self, step: Step) -> int: ...
     def prepare(self, steps: Iterable[Step]) -> None: ...
     def use_scratch(self, buffer: np.ndarray) -> None: ...
+    def peak_bytes(self) -> int: ...
     def memory(self, persistent: Mapping[str, Ref], arena_bytes: int) -> Memory: ...
     def program(self, calls: Sequence[Call]) -> Call: ...
 
 
-def open_backend(device: str) -> Backend:
-    """The backend of a device as `llmq.device` picked it: `cpu` or `cuda`."""
+def open_backend(
+    device: str,
+    *,
+    use_graphs: bool = True,
+    deterministic: bool = True,
+    algorithms: Mapping[str, Any] | None = None,
+) -> Backend:
+    """The backend of a device: `cpu`, or `cuda` on the current GPU.
+
+    The CPU is always deterministic. `algorithms` are those of an earlier run, whose bits are then repeated.
+    """
     if device == "cuda":
         from llmq.backends.cuda import CudaBackend
 
-        return CudaBackend()
+        return CudaBackend(use_graphs=use_graphs, deterministic=deterministic, given=algorithms)
     from llmq.backends.host import HostBackend
 
     assert device == "cpu", device

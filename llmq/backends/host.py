@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import resource
 from collections.abc import Iterable, Mapping, Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
@@ -43,6 +44,10 @@ class HostMemory:
         """A copy of a storage on the host."""
         return self._arrays[name].copy()
 
+    def read_scalars(self, names: Sequence[str]) -> list[float]:
+        """First elements of some storages."""
+        return [float(self._arrays[name].flat[0]) for name in names]
+
     def fill(self, name: str, value: float) -> None:
         """Sets every element of a storage."""
         self._arrays[name].fill(value)
@@ -53,6 +58,7 @@ class HostBackend:
 
     def __init__(self) -> None:
         self.ops: Mapping[str, Op] = reference.OPS
+        self.algorithms: dict[str, Any] = {}  # one BLAS, one way
 
     def scratch_bytes(self, step: Step) -> int:
         """None: NumPy allocates its temporaries itself."""
@@ -63,6 +69,10 @@ class HostBackend:
 
     def use_scratch(self, buffer: np.ndarray) -> None:
         """Nothing to do."""
+
+    def peak_bytes(self) -> int:
+        """Largest resident size of this process."""
+        return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
 
     def memory(self, persistent: Mapping[str, Ref], arena_bytes: int) -> HostMemory:
         """Arrays of the host."""

@@ -11,7 +11,8 @@ from typing import Any
 import click
 
 from llmq.cli import shell
-from llmq.options import SECTIONS, Description, Options, descriptions, flag, json_schema
+from llmq.options import SECTIONS, Description, Options, descriptions, flag
+from llmq.schema import json_schema
 
 WIDTH = 100  # largest width of the help
 COLUMN = 34  # where its explanations begin
