@@ -94,6 +94,22 @@ def test_a_dtype_without_attention_is_refused():
         attention._is_exact(np.dtype(np.float64))
 
 
+SOME, MORE = [90], [80, 86, 89, 100, 120]
+REGISTERS = {32: 104, 64: 112, 80: 128, 128: 128, 256: 160}  # most of any kernel and card, by head_dim
+
+
+@pytest.mark.parametrize("capability", [*SOME, *(pytest.param(n, marks=pytest.mark.slow) for n in MORE)])
+def test_the_exact_kernels_compile_within_their_registers_and_do_not_spill(capability):
+    pytest.importorskip("cuda.bindings.nvrtc", reason="needs cuda-bindings and nvidia-cuda-nvrtc")
+    from llmq.ops.cuda import compile as cuda_compile
+
+    for head_dim, most in REGISTERS.items():
+        _, log = cuda_compile.compiled("attention", capability, {"HD": head_dim, "GROUP": 7, "KV_HEADS": 2})
+        used = cuda_compile.resources(log)
+        assert set(used) == {"attention_forward", "attention_backward_q", "attention_backward_kv"}
+        assert all(not u.spill_bytes and u.registers <= most for u in used.values()), (head_dim, used)
+
+
 # on the GPU
 
 

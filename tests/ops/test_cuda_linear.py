@@ -298,10 +298,10 @@ def size_of_terms(op, inputs, start):
 
 
 def check(got, expected, added, terms, count, dtype):
-    """`added` is what was added to the product: some algorithms round the product, into bf16, before that."""
+    """`added` is the size of what joins the product: some algorithms round to bf16 before the bias, and before C."""
     got, expected = got.astype(np.float64), expected.astype(np.float64)
     error, size = np.abs(got - expected), np.abs(expected)
-    bound = ROUNDING[dtype] * (2 * size + (added != 0) * (size + np.abs(added)))
+    bound = ROUNDING[dtype] * (2 * size + 2 * (added != 0) * (size + added))
     bound += (count / 16 + 16) * 2.0**-22 * terms
     assert np.isfinite(got).all()
     assert (error <= bound).all(), f"{(error / bound).max()} times the bound"
@@ -326,8 +326,8 @@ def test_the_gpu_agrees(gemms, device, op, size, dtype, out, accumulate, form):
     start = start_for(case, accumulate)
     expected, got = written(case, out, start), written(case, out, start)
     OPS[op](expected, *inputs.values())
-    residual = inputs.get("residual")
-    added = residual.read() if residual is not None else 0 if start is None else start
+    added = sum(np.abs(x.read()) for n, x in inputs.items() if n in ("bias", "residual") and x is not None)
+    added = added + (0 if start is None else np.abs(start))
     result = on_gpu(gemms, device, op, got, inputs)
     check(result, expected.tensors[0].array, added, size_of_terms(op, inputs, start), summed(op, size), out)
 
@@ -340,7 +340,7 @@ def test_bias_and_residual_are_optional(gemms, device, absent):
     expected, got = written(case, "bf16"), written(case, "bf16")
     OPS["linear_forward"](expected, *inputs.values())
     result = on_gpu(gemms, device, "linear_forward", got, inputs)
-    added = 0 if "residual" in absent else inputs["residual"].read()
+    added = sum(np.abs(inputs[name].read()) for name in ("bias", "residual") if name not in absent)
     terms = size_of_terms("linear_forward", inputs, None)
     check(result, expected.tensors[0].array, added, terms, LARGE.c, "bf16")
 

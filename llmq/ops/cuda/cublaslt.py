@@ -2,7 +2,8 @@
 
 cuBLASLt thinks in column-major matrices; so does `Problem` (`llmq.ops.cuda.linear` translates). Descriptors are built
 once per problem. Its algorithm comes from the table of `llmq.ops.cuda.algorithms`, or is chosen once by timing what the
-library proposes: its first proposal is up to a third slower than its best (bf16 5-17%, fp8 10-48% on an H200).
+library proposes: on an H200 its first proposal is 0-18% slower than its best in bf16, and 0-39% in fp8. Its eight
+proposals are enough: all 2112 configurations of the same kernels gain 0-4%, for ten seconds a problem.
 
 Every algorithm gives the same bits each time: sums over split K go through the workspace in a fixed order, never
 through atomics or the output (whose dtype would round partial sums).
@@ -27,7 +28,7 @@ FP8 = ("e4m3", "e5m2")
 COMPUTE_32F = 68  # cublasComputeType_t: sums in f32, and f32 operands as they are (no TF32)
 SCALES = {"tensor": 0, "row": 3}  # cublasLtMatmulMatrixScale_t: one factor, or one per row of op(A), column of op(B)
 WORKSPACE_BYTES = 32 * 2**20  # what the library may use; the table depends on it
-CANDIDATES = 64  # asked for; the library has 8 to 50 for most problems
+CANDIDATES = 64  # asked for; cuBLASLt 13.1 gives 8 for large problems
 ALIGNMENT = 256  # bytes beyond which more alignment helps no kernel
 
 

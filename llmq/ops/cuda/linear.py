@@ -3,7 +3,7 @@
 All three are out (M,N) = left (M,K) right (N,K)^T, with a handle or its transpose in either place; row and col forms
 only decide which axis lies innermost. In column-major terms out^T (N,M) = right left^T, so A is `right` and B `left`.
 fp8 takes both with K innermost. Bias goes into the epilogue, a residual is C, and accumulation adds to D in place.
-Into bf16, some algorithms round the product before they add C, as a separate addition would.
+Into bf16, some algorithms round before they add the bias and C, as separate additions would.
 """
 
 from __future__ import annotations
