@@ -1,0 +1,123 @@
+// Numbers, vectors of 16 bytes, and sums over a warp: what every kernel uses.
+//
+// bf16 is a plain 16-bit struct here: conversion up is a shift, conversion down one instruction from sm_80 on, and no CUDA
+// header has to be found or compiled.
+
+typedef unsigned char u8;
+typedef unsigned short u16;
+typedef unsigned int u32;
+typedef unsigned long long u64;
+typedef long long i64;
+
+struct bf16 {
+    u16 bits;
+};
+
+__device__ __forceinline__ float to_float(float x) { return x; }
+__device__ __forceinline__ float to_float(bf16 x) { return __uint_as_float(static_cast<u32>(x.bits) << 16); }
+
+template <typename T>
+struct Narrow;
+template <>
+struct Narrow<float> {
+    static __device__ __forceinline__ float from(float x) { return x; }
+};
+template <>
+struct Narrow<bf16> {
+    static __device__ __forceinline__ bf16 from(float x) {
+        bf16 y;
+        asm("cvt.rn.bf16.f32 %0, %1;" : "=h"(y.bits) : "f"(x));
+        return y;
+    }
+};
+
+// x rounded to nearest even in T
+template <typename T>
+__device__ __forceinline__ float rounded(float x) {
+    return to_float(Narrow<T>::from(x));
+}
+
+template <typename T>
+__device__ __forceinline__ T narrow(float x) {
+    return Narrow<T>::from(x);
+}
+
+template <int N>
+struct __align__(4 * N) Words {
+    u32 at[N];
+};
+
+// N consecutive numbers of type T in registers, moved in pieces of up to 16 bytes; N * sizeof(T) is a power of two >= 4.
+template <typename T, int N>
+struct Pack {
+    static constexpr int WORDS = N * sizeof(T) / 4, WIDE = WORDS < 4 ? WORDS : 4;
+    static_assert(WORDS >= 1 && (WORDS & (WORDS - 1)) == 0, "a vector is 4, 8, 16 or more bytes");
+    u32 at[WORDS];
+
+    __device__ __forceinline__ void load(const T* from) {
+#pragma unroll
+        for (int i = 0; i < WORDS / WIDE; i++) {
+            Words<WIDE> piece = reinterpret_cast<const Words<WIDE>*>(from)[i];
+#pragma unroll
+            for (int j = 0; j < WIDE; j++) at[i * WIDE + j] = piece.at[j];
+        }
+    }
+
+    __device__ __forceinline__ void store(T* to) const {
+#pragma unroll
+        for (int i = 0; i < WORDS / WIDE; i++) {
+            Words<WIDE> piece;
+#pragma unroll
+            for (int j = 0; j < WIDE; j++) piece.at[j] = at[i * WIDE + j];
+            reinterpret_cast<Words<WIDE>*>(to)[i] = piece;
+        }
+    }
+
+    __device__ __forceinline__ void get(float (&v)[N]) const {
+#pragma unroll
+        for (int i = 0; i < N; i++) {
+            if constexpr (sizeof(T) == 4)
+                v[i] = __uint_as_float(at[i]);
+            else
+                v[i] = __uint_as_float(i % 2 ? at[i / 2] & 0xffff0000u : at[i / 2] << 16);
+        }
+    }
+
+    __device__ __forceinline__ void set(const float (&v)[N]) {
+#pragma unroll
+        for (int i = 0; i < WORDS; i++) {
+            if constexpr (sizeof(T) == 4)
+                at[i] = __float_as_uint(v[i]);
+            else
+                asm("cvt.rn.bf16x2.f32 %0, %1, %2;" : "=r"(at[i]) : "f"(v[2 * i + 1]), "f"(v[2 * i]));
+        }
+    }
+};
+
+template <typename T, int N>
+__device__ __forceinline__ void load(const T* from, float (&v)[N]) {
+    Pack<T, N> pack;
+    pack.load(from);
+    pack.get(v);
+}
+
+template <typename T, int N>
+__device__ __forceinline__ void store(T* to, const float (&v)[N]) {
+    Pack<T, N> pack;
+    pack.set(v);
+    pack.store(to);
+}
+
+// the sum over the WIDTH lanes around this one, the same in all of them
+template <int WIDTH = 32>
+__device__ __forceinline__ float warp_sum(float x) {
+#pragma unroll
+    for (int step = WIDTH / 2; step > 0; step /= 2) x += __shfl_xor_sync(0xffffffffu, x, step);
+    return x;
+}
+
+__device__ __forceinline__ u32 warp_max(u32 x) {
+#pragma unroll
+    for (int step = 16; step > 0; step /= 2) x = max(x, __shfl_xor_sync(0xffffffffu, x, step));
+    return x;
+}

@@ -1,0 +1,183 @@
+// Cross-entropy of each row of logits (rows, VP) against its target, and its gradient in place of the logits:
+// loss = lse - logits[target] + z_loss lse^2, d_logits = softmax * (1 + 2 z_loss lse) - onehot(target), lse = log sum exp.
+// Columns from V on are padding: no probability, gradient 0. Target -100: loss 0, gradient 0, logits not even read.
+//
+// CLUSTER blocks own a row and hold it in registers (HELD accesses to a thread), so it is read once: the blocks exchange
+// only a maximum and a sum, through distributed shared memory (sm_90 and later). A row that does not fit in registers
+// (HELD 0; or no clusters) is read twice by one block, the second time mostly from L2. Several blocks share a
+// multiprocessor, so that one reads while another writes.
+//
+// Architectures: 80 86 89 90 100 120
+// Constants: T, V, VP, N, THREADS, CLUSTER, HELD, GRADIENT (0 or 1: d_logits wanted)
+
+#include "common.cuh"
+#include "constants"
+
+constexpr int IGNORED = -100, WARPS = THREADS / 32;
+constexpr float LOG2_E = 1.4426950408889634f;
+#define NONE __uint_as_float(0xff800000u)  // -infinity
+
+// 2^x; one instruction, where exp2f adds three for subnormal results, which are no probability that counts
+__device__ __forceinline__ float power(float x) {
+    float y;
+    asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
+    return y;
+}
+
+// (m, s): the sum of exp over some logits is s * exp(m); s is 0 and m -inf for none
+struct Total {
+    float m, s;
+};
+
+__device__ __forceinline__ Total both(Total a, Total b) {
+    float m = fmaxf(a.m, b.m);
+    // an empty side must not make -inf - -inf
+    float x = a.s == 0 ? 0 : a.s * power((a.m - m) * LOG2_E), y = b.s == 0 ? 0 : b.s * power((b.m - m) * LOG2_E);
+    return {m, x + y};
+}
+
+// the total of an access at `column`; padding counts as -inf
+__device__ __forceinline__ void add_access(Total& total, float (&v)[N], int column) {
+    float m = total.m;
+    if (V < VP && column + N > V) {
+#pragma unroll
+        for (int j = 0; j < N; j++)
+            if (column + j >= V) v[j] = NONE;
+    }
+#pragma unroll
+    for (int j = 0; j < N; j++) m = fmaxf(m, v[j]);
+    if (m == NONE) return;
+    float s = total.s == 0 ? 0 : total.s * power((total.m - m) * LOG2_E), shift = -m * LOG2_E;
+#pragma unroll
+    for (int j = 0; j < N; j++) s += power(fmaf(v[j], LOG2_E, shift));
+    total = {m, s};
+}
+
+__device__ __forceinline__ Total warp_total(Total t) {
+#pragma unroll
+    for (int step = 16; step > 0; step /= 2)
+        t = both(t, {__shfl_xor_sync(0xffffffffu, t.m, step), __shfl_xor_sync(0xffffffffu, t.s, step)});
+    return t;
+}
+
+#if __CUDA_ARCH__ >= 900
+#define CLUSTERED __cluster_dims__(CLUSTER, 1, 1)
+__device__ __forceinline__ u32 cluster_rank() {
+    u32 rank;
+    asm volatile("mov.u32 %0, %%cluster_ctarank;" : "=r"(rank));
+    return rank;
+}
+__device__ __forceinline__ void cluster_arrive() { asm volatile("barrier.cluster.arrive.release.aligned;" ::: "memory"); }
+__device__ __forceinline__ void cluster_wait() { asm volatile("barrier.cluster.wait.acquire.aligned;" ::: "memory"); }
+// writes *own of this block's shared memory as the block of that rank sees it
+__device__ __forceinline__ void remote_store(float* own, u32 rank, float value) {
+    u32 here = static_cast<u32>(__cvta_generic_to_shared(own)), there;
+    asm volatile("mapa.shared::cluster.u32 %0, %1, %2;" : "=r"(there) : "r"(here), "r"(rank));
+    asm volatile("st.shared::cluster.f32 [%0], %1;" ::"r"(there), "f"(value) : "memory");
+}
+#else
+#define CLUSTERED
+static_assert(CLUSTER == 1, "clusters begin with sm_90");
+__device__ __forceinline__ u32 cluster_rank() { return 0; }
+__device__ __forceinline__ void cluster_arrive() {}
+__device__ __forceinline__ void cluster_wait() {}
+__device__ __forceinline__ void remote_store(float*, u32, float) {}
+#endif
+
+// the total of all threads of all blocks of the cluster
+__device__ __forceinline__ Total row_total(Total t) {
+    __shared__ float warps[2][WARPS];
+    int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
+    t = warp_total(t);
+    if (lane == 0) warps[0][warp] = t.m, warps[1][warp] = t.s;
+    __syncthreads();
+    t = lane < WARPS ? Total{warps[0][lane], warps[1][lane]} : Total{NONE, 0};
+    t = warp_total(t);
+    if constexpr (CLUSTER == 1) return t;
+    __shared__ float blocks[2][CLUSTER];
+    cluster_wait();  // every block of the cluster has begun
+    if (threadIdx.x < CLUSTER) {
+        remote_store(&blocks[0][cluster_rank()], threadIdx.x, t.m);
+        remote_store(&blocks[1][cluster_rank()], threadIdx.x, t.s);
+    }
+    cluster_arrive();
+    cluster_wait();
+    t = {blocks[0][0], blocks[1][0]};
+#pragma unroll
+    for (int i = 1; i < CLUSTER; i++) t = both(t, {blocks[0][i], blocks[1][i]});
+    return t;
+}
+
+__device__ __forceinline__ void gradient(float (&v)[N], int column, float shift, float factor, int target) {
+#pragma unroll
+    for (int j = 0; j < N; j++) v[j] = power(fmaf(v[j], LOG2_E, shift)) * factor;
+    if (static_cast<u32>(target - column) < N || (V < VP && column + N > V)) {
+#pragma unroll
+        for (int j = 0; j < N; j++) {
+            if (column + j == target) v[j] -= 1.0f;
+            if (column + j >= V) v[j] = 0;
+        }
+    }
+}
+
+extern "C" __global__ void CLUSTERED __launch_bounds__(THREADS)
+    cross_entropy(T* d_logits, float* loss, const T* logits, const int* targets, float z_loss) {
+    constexpr int STRIDE = THREADS * CLUSTER * N;
+    i64 row = blockIdx.x / CLUSTER;
+    const T* from = logits + row * VP;
+    T* to = d_logits + row * VP;
+    int target = targets[row], first = (cluster_rank() * THREADS + threadIdx.x) * N;
+    if (target == IGNORED) {
+        if (loss && first == 0) loss[row] = 0;
+        if constexpr (GRADIENT) {
+            float zero[N] = {};
+            for (int column = first; column < VP; column += STRIDE) store(to + column, zero);
+        }
+        return;
+    }
+    if constexpr (CLUSTER > 1) cluster_arrive();
+    float hit = first == 0 ? to_float(from[target]) : 0;  // before the exchange, and so before any block writes
+    Total total = {NONE, 0};
+    Pack<T, N> held[HELD > 0 ? HELD : 1];
+    float v[N];
+    if constexpr (HELD > 0) {
+#pragma unroll
+        for (int i = 0; i < HELD; i++)
+            if (first + i * STRIDE < VP) held[i].load(from + first + i * STRIDE);
+#pragma unroll
+        for (int i = 0; i < HELD; i++) {
+            if (first + i * STRIDE >= VP) break;
+            held[i].get(v);
+            add_access(total, v, first + i * STRIDE);
+        }
+    } else {
+#pragma unroll 4
+        for (int column = first; column < VP; column += STRIDE) {
+            load(from + column, v);
+            add_access(total, v, column);
+        }
+    }
+    total = row_total(total);
+    float lse = total.m + logf(total.s), shift = -total.m * LOG2_E;
+    if (loss && first == 0) loss[row] = lse + z_loss * lse * lse - hit;
+    if constexpr (GRADIENT) {
+        float factor = (1.0f + 2.0f * z_loss * lse) / total.s;
+        if constexpr (HELD > 0) {
+#pragma unroll
+            for (int i = 0; i < HELD; i++) {
+                int column = first + i * STRIDE;
+                if (column >= VP) break;
+                held[i].get(v);
+                gradient(v, column, shift, factor, target);
+                store(to + column, v);
+            }
+        } else {
+#pragma unroll 4
+            for (int column = first; column < VP; column += STRIDE) {
+                load(from + column, v);
+                gradient(v, column, shift, factor, target);
+                store(to + column, v);
+            }
+        }
+    }
+}

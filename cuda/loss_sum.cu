@@ -1,0 +1,55 @@
+// The sum of losses in the fixed tree of the reference, and the number of trained tokens.
+//
+// The tree: losses padded with zeros to a power of two; the second half is added to the first until one is left. `fold`
+// does five levels of it in registers, over a grid, for more losses than `finish`, one block, takes.
+//
+// Architectures: 80 86 89 90 100 120
+// Constants: none
+
+#include "common.cuh"
+#include "constants"
+
+constexpr int IGNORED = -100, THREADS = 1024, HELD = 8192;
+
+// five levels for the element that 32 others, `size` apart, fall on; `at(i)` is element i
+template <typename F>
+__device__ __forceinline__ float folded(F at, i64 i, i64 size) {
+    float v[32];
+#pragma unroll
+    for (int j = 0; j < 32; j++) v[j] = at(i + j * size);
+#pragma unroll
+    for (int half = 16; half > 0; half /= 2)
+#pragma unroll
+        for (int j = 0; j < half; j++) v[j] += v[j + half];
+    return v[0];
+}
+
+// to (size,) <- from (count,), count at most 32 * size
+extern "C" __global__ void __launch_bounds__(256) fold(float* to, const float* from, i64 size, i64 count) {
+    i64 i = static_cast<i64>(blockIdx.x) * 256 + threadIdx.x;
+    if (i < size) to[i] = folded([&](i64 at) { return at < count ? from[at] : 0.0f; }, i, size);
+}
+
+// total (1,), tokens (1,) <- values (count,), whose tree has `size` leaves: at most 32 * HELD; targets (num_targets,)
+extern "C" __global__ void __launch_bounds__(THREADS)
+    finish(float* total, int* tokens, const float* values, const int* targets, int size, i64 count, i64 num_targets,
+           int add_total, int add_tokens) {
+    __shared__ float tree[HELD];
+    __shared__ int trained;
+    if (threadIdx.x == 0) trained = 0;
+    auto at = [&](i64 i) { return i < count ? values[i] : 0.0f; };
+    int small = size >= 32 ? size / 32 : size;
+    for (int i = threadIdx.x; i < small; i += THREADS) tree[i] = size >= 32 ? folded(at, i, small) : at(i);
+    for (int half = small / 2; half > 0; half /= 2) {
+        __syncthreads();
+        for (int i = threadIdx.x; i < half; i += THREADS) tree[i] += tree[i + half];
+    }
+    __syncthreads();
+    int own = 0;
+    for (i64 i = threadIdx.x; i < num_targets; i += THREADS) own += targets[i] != IGNORED;
+    atomicAdd(&trained, own);
+    __syncthreads();
+    if (threadIdx.x) return;
+    if (total) *total = add_total ? *total + tree[0] : tree[0];
+    if (tokens) *tokens = add_tokens ? *tokens + trained : trained;
+}

@@ -1,0 +1,59 @@
+"""The CUDA backend: kernels of `cuda/` behind the names and signatures of the reference. Imports without CuPy or a GPU.
+
+Matrix products and attention come from cuBLASLt and cuDNN.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+
+from llmq.ops.cuda.bias import bias_backward
+from llmq.ops.cuda.cast import amax_scale, amax_scale_scratch, cast, scale_update
+from llmq.ops.cuda.cross_entropy import cross_entropy, loss_sum, loss_sum_scratch
+from llmq.ops.cuda.embedding import embedding_backward, embedding_backward_scratch, embedding_forward
+from llmq.ops.cuda.gather import gather_rows
+from llmq.ops.cuda.optimizer import adamw, grad_scale, sum_squares, sum_squares_scratch
+from llmq.ops.cuda.qk_norm import qk_norm_backward, qk_norm_backward_scratch, qk_norm_forward
+from llmq.ops.cuda.rmsnorm import rmsnorm_backward, rmsnorm_backward_scratch, rmsnorm_forward
+from llmq.ops.cuda.rope import rope_backward, rope_forward
+from llmq.ops.cuda.swiglu import swiglu_backward, swiglu_forward
+
+__all__ = [
+    "adamw",
+    "amax_scale",
+    "bias_backward",
+    "cast",
+    "cross_entropy",
+    "embedding_backward",
+    "embedding_forward",
+    "gather_rows",
+    "grad_scale",
+    "loss_sum",
+    "qk_norm_backward",
+    "qk_norm_forward",
+    "rmsnorm_backward",
+    "rmsnorm_forward",
+    "rope_backward",
+    "rope_forward",
+    "scale_update",
+    "sum_squares",
+    "swiglu_backward",
+    "swiglu_forward",
+]
+
+OPS: dict[str, Callable[..., None]] = {name: globals()[name] for name in __all__}
+
+Shape = tuple[int, ...]
+_SCRATCH: dict[str, Callable[[Mapping[str, Shape]], int]] = {
+    "amax_scale": lambda _: amax_scale_scratch(),
+    "embedding_backward": lambda s: embedding_backward_scratch(s["d_weight"], s["d_res"]),
+    "loss_sum": lambda s: loss_sum_scratch(s["loss"]),
+    "qk_norm_backward": lambda s: qk_norm_backward_scratch(s["qkv"], s["q_weight"]),
+    "rmsnorm_backward": lambda s: rmsnorm_backward_scratch(s["res"]),
+    "sum_squares": lambda s: sum_squares_scratch(s["grad"]),
+}
+
+
+def scratch_bytes(op: str, shapes: Mapping[str, Shape]) -> int:
+    """Bytes of scratch that a call needs, by the shapes of its arguments (names as in the signature)."""
+    return _SCRATCH[op](shapes) if op in _SCRATCH else 0

@@ -1,0 +1,19 @@
+"""The bias gradient on the GPU, from partial column sums; see cuda/bias.cu."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from llmq.ops.cuda.launch import SUM_COLUMNS, SUM_THREADS, adds, launch, plain, pointer, type_of
+from llmq.tensor import Output, Tensor
+
+
+def bias_backward(d_bias: Output, /, d_y: Tensor) -> None:
+    """d_bias (N,) <- d_y (...,N) in colsum form: (parts,N) f32."""
+    if not d_bias.wanted:
+        return
+    assert d_y.form is not None and d_y.form.layout == "colsum", "the bias gradient is read as column sums"
+    parts, columns = d_y.array.shape
+    arguments = (plain(d_bias), pointer(d_y), np.int32(parts), np.int32(columns), adds(d_bias))
+    blocks = -(-columns // SUM_COLUMNS)
+    launch("bias", "bias_backward", blocks, SUM_THREADS, arguments, {"G": type_of(d_bias)})

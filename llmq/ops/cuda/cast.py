@@ -1,0 +1,88 @@
+"""Copies in other forms, and scales, on the GPU; see cuda/cast.cu."""
+
+from __future__ import annotations
+
+import math
+
+import numpy as np
+
+from llmq.ops.cuda.compile import Constants
+from llmq.ops.cuda.launch import (
+    COL,
+    SUMS,
+    TILE_LANES,
+    TILE_THREADS,
+    access,
+    forms,
+    launch,
+    plain,
+    pointer,
+    rows_of,
+    tiles,
+    type_of,
+)
+from llmq.ops.cuda.scratch import take
+from llmq.tensor import Output, Tensor
+
+AMAX_BLOCKS = 1024
+
+
+def cast(out: Output, /, x: Tensor) -> None:
+    """out, in every wanted form, <- x (the same shape)."""
+    if not out.wanted:
+        return
+    wanted, outputs = forms(out)
+    rows, columns, number = matrix(x.shape, int(wanted["FORMS"]), type_of(x), type_of(out))
+    constants = {"X": type_of(x), "T": type_of(out), "C": columns, "N": number, **wanted}
+    blocks = tiles(rows, columns, int(wanted["FORMS"]), number)
+    launch("cast", "cast", blocks, TILE_THREADS, (*outputs, pointer(x), np.int64(rows)), constants)
+
+
+def matrix(shape: tuple[int, ...], wanted: int, *types: str) -> tuple[int, int, int]:
+    """Rows, columns and numbers per access: as wide as a tile where the forms do not depend on the shape."""
+    count = math.prod(shape)
+    number = access(shape[-1], *types)
+    flat = access(count, *types)
+    if not wanted & (COL | SUMS) and count % (TILE_LANES * flat) == 0:
+        return count // (TILE_LANES * flat), TILE_LANES * flat, flat
+    return rows_of(shape), shape[-1], number
+
+
+def amax_scale(scale: Output, /, x: Tensor, *, limit: float) -> None:
+    """scale (1,) <- x (any shape): amax(|x|) / limit; 1 if amax is 0 or not finite."""
+    if not scale.wanted:
+        return
+    import cupy
+
+    kind, count, cell = type_of(x), math.prod(x.shape), take(amax_scale_scratch())
+    number = access(count, kind)
+    constants: Constants = {"X": kind, "T": kind, "C": TILE_LANES, "N": number, "FORMS": 0, "E4M3": 1}
+    cupy.cuda.runtime.memsetAsync(cell, 0, 4, cupy.cuda.get_current_stream().ptr)
+    blocks = min(AMAX_BLOCKS, -(-count // (TILE_THREADS * number)))
+    launch("cast", "amax", blocks, TILE_THREADS, (cell, pointer(x), np.int64(count)), constants)
+    launch("cast", "amax_scale", 1, 1, (plain(scale), cell, np.float32(limit)), constants)
+
+
+def amax_scale_scratch() -> int:
+    """Bytes of scratch: the largest magnitude."""
+    return 4
+
+
+def scale_update(
+    new_scale: Output,
+    new_history: Output,
+    new_amax: Output,
+    /,
+    scale: Tensor,
+    history: Tensor,
+    amax: Tensor,
+    limits: Tensor,
+    apply: Tensor,
+) -> None:
+    """new_scale (N,), new_history (H,N), new_amax (N,) <- scale, amax, limits (N,), history (H,N), apply (1,)."""
+    depth, cells = history.shape
+    written = (plain(new_scale), plain(new_history), plain(new_amax))
+    read = (pointer(scale), pointer(history), pointer(amax), pointer(limits), pointer(apply))
+    constants: Constants = {"X": "float", "T": "float", "C": TILE_LANES, "N": 4, "FORMS": 0, "E4M3": 1}
+    arguments = (*written, *read, np.int32(cells), np.int32(depth))
+    launch("cast", "scale_update", -(-cells // 128), 128, arguments, constants)

@@ -1,0 +1,156 @@
+"""Kernels made from `cuda/*.cu` by NVRTC, one cubin per (source, constants, card), kept on disk.
+
+A source includes nothing but the `.cuh` files beside it, which are pasted in: no CUDA headers are needed, and the key
+of the cache covers every byte that is compiled. Shapes and dtypes are constants, so that loops unroll and nothing is
+decided per element. CuPy's own compilation is not used: it flushes subnormal numbers to zero (-ftz=true), and its cache
+does not see headers.
+
+The cache is `$LLMQ_CACHE_DIR/kernels`, else `$XDG_CACHE_HOME/llmq/kernels`, else `~/.cache/llmq/kernels`; it may be
+deleted at any time. Files appear there whole, under names that hold a hash of their content: a damaged one is made
+anew.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import re
+import tempfile
+import threading
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+from llmq.ops.cuda_sources import cuda_folder
+
+INCLUDE = re.compile(r'^#include "([\w.]+)"\n', re.MULTILINE)
+# 177: a header's constant that this kernel does not use
+# A sum is fused with a product only where the source says so: else the bits of a value would depend on its forms.
+OPTIONS = ("--std=c++17", "--fmad=false", "--ptxas-options=-v", "-diag-suppress=177")
+Constants = Mapping[str, int | str]  # numbers and type names
+_lock = threading.Lock()
+_modules: dict[tuple[Any, ...], Any] = {}
+
+
+@dataclass(frozen=True)
+class Resources:
+    """What ptxas reports of a kernel: registers and spilled bytes per thread, static shared bytes per block."""
+
+    registers: int
+    spill_bytes: int
+    shared_bytes: int
+
+
+def source(name: str, constants: Constants) -> str:
+    """The text of `cuda/<name>.cu` with every header pasted in once, and `constants` where it includes "constants".
+
+    Numbers become `constexpr int`, strings types. They are no macros, which would reach into NVRTC's own headers.
+    """
+    seen: set[str] = set()
+
+    def paste(match: re.Match[str]) -> str:
+        header = match.group(1)
+        if header == "constants":
+            lines = (
+                f"using {key} = {value};\n" if isinstance(value, str) else f"constexpr int {key} = {value};\n"
+                for key, value in sorted(constants.items())
+            )
+            return "".join(lines)
+        if header in seen:
+            return ""
+        seen.add(header)
+        return INCLUDE.sub(paste, (cuda_folder() / header).read_text("utf-8"))
+
+    return INCLUDE.sub(paste, (cuda_folder() / f"{name}.cu").read_text("utf-8"))
+
+
+def compiled(name: str, capability: int, constants: Constants) -> tuple[bytes, str]:
+    """Cubin and compiler's log of `cuda/<name>.cu` for a compute capability (90 is 9.0). Needs no GPU.
+
+    From 9.0 on the card's own instruction set is used, features of no other card included.
+    """
+    from cuda.bindings import nvrtc
+
+    def check(answer: tuple[Any, ...]) -> Any:
+        if answer[0] != nvrtc.nvrtcResult.NVRTC_SUCCESS:
+            raise RuntimeError(f"NVRTC: {answer[0].name}")
+        return answer[1] if len(answer) == 2 else None
+
+    suffix = "a" if capability >= 90 else ""
+    options = [*OPTIONS, f"-arch=sm_{capability}{suffix}"]
+    program = check(nvrtc.nvrtcCreateProgram(source(name, constants).encode(), f"{name}.cu".encode(), 0, [], []))
+    (status,) = nvrtc.nvrtcCompileProgram(program, len(options), [option.encode() for option in options])
+    raw = b" " * check(nvrtc.nvrtcGetProgramLogSize(program))
+    check(nvrtc.nvrtcGetProgramLog(program, raw))
+    log = raw.rstrip(b"\0 ").decode()
+    if status != nvrtc.nvrtcResult.NVRTC_SUCCESS:
+        raise RuntimeError(f"{name}.cu does not compile for sm_{capability} with {dict(constants)}:\n{log}")
+    cubin = b" " * check(nvrtc.nvrtcGetCUBINSize(program))
+    check(nvrtc.nvrtcGetCUBIN(program, cubin))
+    check(nvrtc.nvrtcDestroyProgram(program))
+    return cubin, log
+
+
+def resources(log: str) -> dict[str, Resources]:
+    """What a compiler's log says of each kernel, by name."""
+    found = {}
+    for part in log.split("Compiling entry function '")[1:]:
+        numbers = [
+            int(match.group(1)) if (match := re.search(pattern, part)) else 0
+            for pattern in (r"Used (\d+) registers", r"(\d+) bytes spill stores", r"(\d+) bytes smem")
+        ]
+        found[part.split("'")[0]] = Resources(*numbers)
+    return found
+
+
+def cache_folder() -> Path:
+    """Where cubins are kept."""
+    own = os.environ.get("LLMQ_CACHE_DIR")
+    home = Path(own) if own else Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "llmq"
+    return home / "kernels"
+
+
+def cubin_file(name: str, capability: int, constants: Constants) -> Path:
+    """File with the cubin, compiled unless it is there already and whole."""
+    from cuda.bindings import nvrtc
+
+    version = nvrtc.nvrtcVersion()[1:]
+    parts = (source(name, constants), version, capability, OPTIONS)
+    key = hashlib.sha256(repr(parts).encode()).hexdigest()[:32]
+    folder = cache_folder()
+    for path in folder.glob(f"{name}-{key}-*.cubin"):
+        if path.stem.rsplit("-", 1)[1] == _digest(path.read_bytes()):
+            return path
+        path.unlink(missing_ok=True)
+    cubin, _ = compiled(name, capability, constants)
+    folder.mkdir(parents=True, exist_ok=True)
+    path = folder / f"{name}-{key}-{_digest(cubin)}.cubin"
+    with tempfile.NamedTemporaryFile(dir=folder, delete=False) as file:
+        file.write(cubin)
+    os.replace(file.name, path)
+    return path
+
+
+def kernel(name: str, entry: str, constants: Constants) -> Any:
+    """The kernel `entry` of `cuda/<name>.cu` as a CuPy function for the current device. Any thread may call."""
+    import cupy
+
+    key = (name, device_capability(cupy.cuda.runtime.getDevice()), tuple(sorted(constants.items())))
+    with _lock:
+        if key not in _modules:
+            _modules[key] = cupy.RawModule(path=str(cubin_file(name, key[1], constants)))
+        return _modules[key].get_function(entry)
+
+
+@cache
+def device_capability(device: int) -> int:
+    """Compute capability of a device: 90 for 9.0."""
+    import cupy
+
+    return int(cupy.cuda.Device(device).compute_capability)
+
+
+def _digest(content: bytes) -> str:
+    return hashlib.sha256(content).hexdigest()[:16]

@@ -1,0 +1,64 @@
+"""Cross-entropy and the sum of losses on the GPU; see cuda/cross_entropy.cu and cuda/loss_sum.cu."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from llmq.ops.cuda.launch import access, adds, capability, launch, plain, pointer, type_of
+from llmq.ops.cuda.scratch import take
+from llmq.tensor import Output, Tensor
+
+THREADS = (256, 512)  # of a block; the smaller ones, four to a multiprocessor, overlap their reads and writes better
+HELD = 10  # accesses of 16 bytes that a thread holds: 40 of its 64 registers
+CLUSTER = 8  # blocks of a cluster at most, which every card with clusters has
+FINISHED = 32 * 8192  # leaves of the tree that one block adds up (loss_sum.cu)
+
+
+def cross_entropy(
+    d_logits: Output, loss: Output, /, logits: Tensor, targets: Tensor, *, vocab_size: int, z_loss: float
+) -> None:
+    """d_logits (M,Vp), loss (M,) <- logits (M,Vp), targets (M,) int32; d_logits may be the memory of logits."""
+    rows, columns = logits.shape
+    constants = constants_of(type_of(logits), vocab_size, columns, d_logits.wanted)
+    blocks = rows * int(constants["CLUSTER"])
+    arguments = (plain(d_logits), plain(loss), pointer(logits), pointer(targets), np.float32(z_loss))
+    launch("cross_entropy", "cross_entropy", blocks, int(constants["THREADS"]), arguments, constants)
+
+
+def constants_of(kind: str, vocab: int, columns: int, gradient: bool) -> dict[str, int | str]:
+    """The kernel for rows this wide: the smallest cluster whose registers hold a row, or one block that reads twice."""
+    number = access(columns, kind)
+    clusters = (1, 2, 4, CLUSTER) if capability() >= 90 else (1,)
+    shapes = ((threads, cluster) for threads in THREADS for cluster in clusters)
+    fits = (shape for shape in shapes if columns <= number * HELD * shape[0] * shape[1])
+    threads, cluster = next(fits, (1024, 0))
+    held = -(-columns // (number * threads * cluster)) if cluster else 0
+    sizes = {"V": vocab, "VP": columns, "N": number, "THREADS": threads, "CLUSTER": max(1, cluster), "HELD": held}
+    return {"T": kind, **sizes, "GRADIENT": int(gradient)}
+
+
+def loss_sum(loss_total: Output, num_tokens: Output, /, loss: Tensor, targets: Tensor) -> None:
+    """loss_total (1,), num_tokens (1,) <- loss (...) fp32, targets (...) int32, in the tree of the reference."""
+    values, count = pointer(loss), int(loss.array.size)
+    size, scratch = _leaves(count), 0
+    while size > FINISHED:
+        size //= 32
+        scratch = scratch + size * 32 * 4 if scratch else take(loss_sum_scratch(loss.shape))
+        launch("loss_sum", "fold", -(-size // 256), 256, (scratch, values, np.int64(size), np.int64(count)), {})
+        values, count = scratch, size
+    counts = (np.int32(size), np.int64(count), np.int64(targets.array.size))
+    arguments = (plain(loss_total), plain(num_tokens), values, pointer(targets), *counts)
+    launch("loss_sum", "finish", 1, 1024, (*arguments, adds(loss_total), adds(num_tokens)), {})
+
+
+def loss_sum_scratch(loss: tuple[int, ...]) -> int:
+    """Bytes of scratch for this shape: what is left of the tree after each five levels."""
+    size, total = _leaves(int(np.prod(loss))), 0
+    while size > FINISHED:
+        size //= 32
+        total += size * 4
+    return total
+
+
+def _leaves(count: int) -> int:
+    return 1 << (count - 1).bit_length()

@@ -1,0 +1,134 @@
+"""What all launchers share: dtypes as type names, handles as pointers, wanted forms as a constant, and the call.
+
+Arrays are CuPy arrays: bf16 with the dtype of ml_dtypes, fp8 as uint8 (the form says which format). Launches go to
+CuPy's current stream, and everything but pointers and counts is a constant of the kernel.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import numpy as np
+
+from llmq.errors import UsageError
+from llmq.ops.cuda.compile import Constants, device_capability, kernel
+from llmq.tensor import DTYPES, LARGEST, Form, Output, Tensor
+
+TYPES = {"fp32": "float", "bf16": "bf16", "int32": "int"}
+NAMES = {DTYPES[name]: name for name in TYPES}
+TILE_THREADS, TILE_LANES, SUMS_ROWS = 256, 32, 256  # forms.cuh
+SUM_THREADS, SUM_COLUMNS = 1024, 32  # columns.cuh
+VALUE, COPY, ROW, COL, SUMS, AMAX = 1, 2, 4, 8, 16, 32  # forms.cuh
+
+
+def type_of(tensor: Tensor | Output) -> str:
+    """Type name of a value in the kernels; UsageError for what they do not know (fp64)."""
+    name = tensor.dtype if isinstance(tensor, Output) else NAMES.get(tensor.array.dtype, str(tensor.array.dtype))
+    if name not in TYPES:
+        raise UsageError(f"{tensor.name} is stored in {name}, which the GPU kernels do not have: use --device cpu")
+    return TYPES[name]
+
+
+def size_of(*types: str) -> int:
+    """Bytes of the largest of these types."""
+    return max(2 if name == "bf16" else 4 for name in types)
+
+
+def access(width: int, *types: str) -> int:
+    """Numbers per access: 16 bytes of the largest type, less where `width` is no multiple of that."""
+    number = math.gcd(width, 16 // size_of(*types))
+    if number * min(2 if name == "bf16" else 4 for name in types) < 4:
+        raise UsageError(f"a tensor {width} wide cannot be read 4 bytes at a time in bf16: use an even width")
+    return number
+
+
+def pointer(tensor: Tensor | None) -> int:
+    """Address of a tensor's bytes, 0 for none."""
+    return 0 if tensor is None else address(tensor.array)
+
+
+def address(array: Any) -> int:
+    """Address of a CuPy array."""
+    return int(array.data.ptr)
+
+
+def plain(output: Output) -> int:
+    """Address of an output that is stored as its value only, 0 if nobody reads it."""
+    forms = [tensor.form for tensor in output.tensors]
+    assert forms in ([], [None]), f"{output.name}: the kernel writes the value, not {forms}"
+    return pointer(output.tensors[0]) if forms else 0
+
+
+def adds(output: Output) -> np.int32:
+    """Whether an output is added to what is there."""
+    return np.int32(output.wanted and output.accumulate)
+
+
+def forms(output: Output) -> tuple[dict[str, int | str], tuple[int, ...]]:
+    """Constants FORMS and E4M3 of an output, and the arguments of OUTPUT_PARAMETERS in forms.cuh."""
+    assert not output.accumulate, f"{output.name}: forms are written, not added to"
+    found: dict[int, Tensor] = {}
+    for tensor in output.tensors:
+        bit = _bit(tensor.form, output)
+        assert bit not in found, f"{output.name}: two forms in place {bit}"
+        found[bit] = tensor
+    quantized = [tensor for bit, tensor in found.items() if bit in (ROW, COL)]
+    formats = {tensor.form.dtype for tensor in quantized if tensor.form is not None}
+    assert len(formats) <= 1 and len(output.amax) <= 1, f"{output.name}: one fp8 format at a time, not {formats}"
+    scale = address(quantized[0].scale) if quantized and quantized[0].scale is not None else 0
+    amax = [address(cell) for cell in output.amax.values()]
+    wanted = sum(found) + (AMAX if amax else 0)
+    pointers = tuple(pointer(found.get(bit)) for bit in (VALUE, COPY, ROW, COL, SUMS))
+    return {"FORMS": wanted, "E4M3": int(formats != {"e5m2"})}, (*pointers, scale, amax[0] if amax else 0)
+
+
+def _bit(form: Form | None, output: Output) -> int:
+    if form is None:
+        return VALUE
+    if form.layout == "colsum":
+        return SUMS
+    if form.dtype in LARGEST and form.scaling is not None:
+        return COL if form.layout == "col" else ROW
+    assert form.dtype == "bf16" and form.layout == "row" and output.dtype == "fp32", (
+        f"{output.name}: no kernel for {form}"
+    )
+    return COPY
+
+
+def rows_of(shape: tuple[int, ...]) -> int:
+    """Number of rows of a tensor seen as (rows, last axis)."""
+    return math.prod(shape[:-1])
+
+
+def tiles(rows: int, columns: int, wanted: int, per_lane: int) -> int:
+    """Blocks of an elementwise kernel: tiles 32 lanes wide, of 256 rows for column sums, 64 to transpose, else 32."""
+    height = SUMS_ROWS if wanted & SUMS else 64 if wanted & COL else 32
+    return -(-columns // (TILE_LANES * per_lane)) * -(-rows // height)
+
+
+def capability() -> int:
+    """Compute capability of the current device: 90 for 9.0."""
+    import cupy
+
+    return device_capability(cupy.cuda.runtime.getDevice())
+
+
+def launch(
+    name: str,
+    entry: str,
+    blocks: int | tuple[int, ...],
+    threads: int,
+    arguments: tuple[Any, ...],
+    constants: Constants,
+    *,
+    shared_bytes: int = 0,
+) -> None:
+    """Puts a kernel on the current stream; nothing for an empty grid. Integers among `arguments` are 64 bits wide."""
+    grid = (blocks,) if isinstance(blocks, int) else blocks
+    if not math.prod(grid):
+        return
+    function = kernel(name, entry, constants)
+    if shared_bytes > 48 * 1024:
+        function.max_dynamic_shared_size_bytes = shared_bytes
+    function(grid, (threads,), arguments, shared_mem=shared_bytes)

@@ -1,0 +1,96 @@
+"""The update on the GPU; see cuda/optimizer.cu and cuda/sum_squares.cu."""
+
+from __future__ import annotations
+
+import math
+
+import numpy as np
+
+from llmq.ops.cuda.cast import matrix
+from llmq.ops.cuda.compile import Constants
+from llmq.ops.cuda.launch import TILE_THREADS, access, adds, forms, launch, plain, pointer, tiles, type_of
+from llmq.ops.cuda.scratch import take
+from llmq.tensor import Output, Tensor
+
+SQUARE_BLOCKS, SQUARE_THREADS = 1024, 512
+WORD = 0xFFFFFFFF
+
+
+def sum_squares(partial: Output, /, grad: Tensor) -> None:
+    """partial (1,) <- grad (any shape): sum of its squares."""
+    if not partial.wanted:
+        return
+    kind, count = type_of(grad), math.prod(grad.shape)
+    constants: Constants = {"G": kind, "N": access(count, kind)}
+    blocks = _square_blocks(count)
+    sums = take(sum_squares_scratch(grad.shape))
+    launch("sum_squares", "square", blocks, SQUARE_THREADS, (sums, pointer(grad), np.int64(count)), constants)
+    last = (plain(partial), sums, np.int32(blocks), adds(partial))
+    launch("sum_squares", "add", 1, SQUARE_THREADS, last, constants)
+
+
+def sum_squares_scratch(grad: tuple[int, ...]) -> int:
+    """Bytes of scratch for this shape: a sum per block."""
+    return _square_blocks(math.prod(grad)) * 4
+
+
+def _square_blocks(count: int) -> int:
+    return min(SQUARE_BLOCKS, -(-count // (SQUARE_THREADS * 32)))
+
+
+def grad_scale(
+    norm: Output,
+    scale: Output,
+    apply: Output,
+    /,
+    partials: Tensor,
+    loss_total: Tensor,
+    num_tokens: Tensor,
+    *,
+    grad_clip: float,
+) -> None:
+    """norm (1,), scale (1,), apply (1,) <- partials (R,) sums of squares, loss_total (1,), num_tokens (1,) int32."""
+    written = (plain(norm), plain(scale), plain(apply))
+    read = (pointer(partials), np.int32(math.prod(partials.shape)), pointer(loss_total), pointer(num_tokens))
+    arguments = (*written, *read, np.float64(grad_clip))
+    launch("sum_squares", "grad_scale", 1, 32, arguments, {"G": "float", "N": 4})
+
+
+def adamw(
+    new_master: Output,
+    new_m: Output,
+    new_v: Output,
+    weight: Output,
+    /,
+    master: Tensor,
+    m: Tensor,
+    v: Tensor,
+    grad: Tensor,
+    scale: Tensor,
+    apply: Tensor,
+    learning_rate: Tensor,
+    step: Tensor,
+    *,
+    beta_1: float,
+    beta_2: float,
+    epsilon: float,
+    weight_decay: float,
+    seed: int,
+    stream: int,
+) -> None:
+    """new_master, new_m, new_v, weight <- master, m, v, grad (one shape); scale, apply, learning_rate, step cells (1,).
+
+    Bit for bit what the reference computes; new_* may be the memory of master, m and v.
+    """
+    wanted, outputs = forms(weight)
+    types = {"MASTER": type_of(master), "M": type_of(m), "V": type_of(v), "G": type_of(grad)}
+    types["T"] = type_of(weight) if weight.wanted else types["MASTER"]
+    rows, columns, number = matrix(master.shape, int(wanted["FORMS"]), *types.values())
+    assert number % 4 == 0, f"{master.name}: a width of {master.shape[-1]} is no multiple of 4, which random bits need"
+    written = (plain(new_master), plain(new_m), plain(new_v), *outputs)
+    read = tuple(pointer(x) for x in (master, m, v, grad, scale, apply, learning_rate, step))
+    numbers = (np.float64(beta_1), np.float64(beta_2), np.float32(epsilon), np.float64(weight_decay))
+    key = (np.uint32(seed & WORD), np.uint32((stream ^ (seed >> 32)) & WORD))
+    blocks = tiles(rows, columns, int(wanted["FORMS"]), number)
+    constants = {**types, "C": columns, "N": number, **wanted}
+    launch("optimizer", "adamw", blocks, TILE_THREADS, (*written, *read, *numbers, *key, np.int64(rows)), constants)

@@ -1,0 +1,84 @@
+"""RMSNorm of query and key heads on the GPU; see cuda/qk_norm.cu."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from llmq.ops.cuda.launch import SUM_COLUMNS, SUM_THREADS, access, adds, launch, plain, pointer, rows_of, type_of
+from llmq.ops.cuda.scratch import take
+from llmq.tensor import Output, Tensor
+
+THREADS, WARPS, STEPS = 256, 8, 2  # qk_norm.cu
+PARTS = 384  # blocks of the backward pass, and partial rows of the weights' gradients: 3 per multiprocessor of an H200
+
+
+def qk_norm_forward(
+    out: Output,
+    rstd: Output,
+    /,
+    qkv: Tensor,
+    q_weight: Tensor,
+    k_weight: Tensor,
+    *,
+    num_heads: int,
+    num_kv_heads: int,
+    eps: float,
+) -> None:
+    """out (B,T,(Hq+2Hkv)*Hd), rstd (B,T,Hq+Hkv) <- qkv like out, q_weight (Hd,), k_weight (Hd,)."""
+    constants = _constants(type_of(qkv), "float", q_weight.shape[-1], num_heads, num_kv_heads, out.wanted)
+    heads = rows_of(qkv.shape) * (num_heads + 2 * num_kv_heads)
+    assert heads < 2**32, "heads of all rows are counted in 32 bits"
+    per_block = WARPS * STEPS * (32 // int(constants["LANES"]))
+    read = (pointer(qkv), pointer(q_weight), pointer(k_weight), np.float32(eps), np.int64(rows_of(qkv.shape)))
+    arguments = (plain(out), plain(rstd), *read)
+    launch("qk_norm", "qk_norm_forward", -(-heads // per_block), THREADS, arguments, constants)
+
+
+def qk_norm_backward(
+    d_qkv: Output,
+    d_q_weight: Output,
+    d_k_weight: Output,
+    /,
+    d_out: Tensor,
+    qkv: Tensor,
+    q_weight: Tensor,
+    k_weight: Tensor,
+    rstd: Tensor,
+    *,
+    num_heads: int,
+    num_kv_heads: int,
+) -> None:
+    """d_qkv (B,T,(Hq+2Hkv)*Hd), d_q_weight (Hd,), d_k_weight (Hd,) <- d_out, qkv like d_qkv, weights, rstd."""
+    rows, width = rows_of(qkv.shape), q_weight.shape[-1]
+    weights = [output for output in (d_q_weight, d_k_weight) if output.wanted]
+    kinds = [type_of(output) for output in weights] or ["float"]
+    assert len(set(kinds)) == 1, "both weights' gradients have one dtype"
+    constants = _constants(type_of(qkv), kinds[0], width, num_heads, num_kv_heads, d_qkv.wanted)
+    per_block = _rows_per_part(rows)
+    parts = -(-rows // per_block)
+    partial = take(parts * 2 * width * 4) if weights else 0
+    read = (pointer(d_out), pointer(qkv), pointer(q_weight), pointer(k_weight), pointer(rstd))
+    arguments = (plain(d_qkv), partial, *read, np.int32(per_block), np.int64(rows))
+    launch("qk_norm", "qk_norm_backward", parts, THREADS, arguments, constants)
+    for offset, output in ((0, d_q_weight), (width, d_k_weight)):
+        if output.wanted:
+            last = (plain(output), partial, np.int32(parts), np.int32(offset), adds(output))
+            launch("qk_norm", "sum_weights", -(-width // SUM_COLUMNS), SUM_THREADS, last, constants)
+
+
+def qk_norm_backward_scratch(qkv: tuple[int, ...], q_weight: tuple[int, ...]) -> int:
+    """Bytes of scratch for these shapes."""
+    rows = rows_of(qkv)
+    return -(-rows // _rows_per_part(rows)) * 2 * q_weight[-1] * 4
+
+
+def _rows_per_part(rows: int) -> int:
+    return -(-rows // PARTS)
+
+
+def _constants(kind: str, gradient: str, width: int, heads: int, kv_heads: int, wanted: bool) -> dict[str, int | str]:
+    number = access(width, kind)
+    lanes = 1 << (width // number - 1).bit_length()
+    assert lanes <= 32, f"head_dim {width} is too wide for one warp"
+    sizes = {"HQ": heads, "HKV": kv_heads, "HD": width, "N": number, "LANES": lanes, "VALUE": int(wanted)}
+    return {"T": kind, "G": gradient, **sizes}

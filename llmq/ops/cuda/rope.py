@@ -1,0 +1,62 @@
+"""Rotary embedding on the GPU; see cuda/rope.cu."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from llmq.ops.cuda.launch import (
+    COL,
+    SUMS,
+    SUMS_ROWS,
+    TILE_THREADS,
+    VALUE,
+    access,
+    forms,
+    launch,
+    pointer,
+    rows_of,
+    type_of,
+)
+from llmq.tensor import Output, Tensor
+
+
+def rope_forward(
+    out: Output, /, qkv: Tensor, table: Tensor, positions: Tensor, *, num_heads: int, num_kv_heads: int
+) -> None:
+    """out (B,T,(Hq+2Hkv)*Hd) <- qkv like out, table (max_T,Hd) cos | sin fp32, positions (B,T) int32."""
+    _turn(out, qkv, table, positions, num_heads, num_kv_heads, 1)
+
+
+def rope_backward(
+    d_qkv: Output, /, d_out: Tensor, table: Tensor, positions: Tensor, *, num_heads: int, num_kv_heads: int
+) -> None:
+    """d_qkv (B,T,(Hq+2Hkv)*Hd) <- d_out like d_qkv, table (max_T,Hd) fp32, positions (B,T) int32."""
+    _turn(d_qkv, d_out, table, positions, num_heads, num_kv_heads, -1)
+
+
+def _turn(
+    out: Output, x: Tensor, table: Tensor, positions: Tensor, num_heads: int, num_kv_heads: int, sign: int
+) -> None:
+    if not out.wanted:
+        return
+    assert type_of(table) == "float" and type_of(out) == type_of(x)
+    kind, width, rows = type_of(x), table.shape[-1], rows_of(x.shape)
+    wanted, outputs = forms(out)
+    in_place = wanted["FORMS"] == VALUE and outputs[0] == pointer(x)
+    number, lanes = access(width // 2, kind), 8 if int(wanted["FORMS"]) & SUMS else 32  # see rope.cu
+    heads, turned = num_heads + 2 * num_kv_heads, num_heads + num_kv_heads
+    sizes = {
+        "HEADS": heads,
+        "TURNED": turned,
+        "HD": width,
+        "N": number,
+        "LANES": lanes,
+        "SIGN": sign,
+        "IN_PLACE": int(in_place),
+    }
+    pairs = (turned if in_place else heads) * width // 2 // number
+    bits = int(wanted["FORMS"])
+    height = SUMS_ROWS if bits & SUMS else 64 if bits & COL else 4 * TILE_THREADS // lanes
+    blocks = -(-pairs // lanes) * -(-rows // height)
+    arguments = (*outputs, pointer(x), pointer(table), pointer(positions), np.int64(rows))
+    launch("rope", "rope", blocks, TILE_THREADS, arguments, {"T": kind, **sizes, **wanted})

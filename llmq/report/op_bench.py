@@ -1,0 +1,360 @@
+"""How fast the ops of the CUDA backend are: GB/s of the bytes that each must move, beside a copy of as many bytes.
+
+Calls are captured in a CUDA graph over several sets of buffers, larger together than the L2 cache, and the median of
+several replays is taken: what an op costs inside a training step. `python -m llmq.report.op_bench` prints the table.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from llmq.ops import cuda
+from llmq.ops.cuda import scratch
+from llmq.tensor import COLSUM, DTYPES, Form, Output, Tensor, stored_shape
+
+L2_BYTES = 2**28  # more than any card's L2 cache
+REPLAYS = 15
+ROW8, COL8 = Form("e4m3", "row", "delayed"), Form("e4m3", "col", "delayed")
+
+
+@dataclass(frozen=True)
+class Sizes:
+    """A model and its micro-batch; letters as in the op's docstrings."""
+
+    name: str
+    b: int
+    t: int
+    c: int
+    hq: int
+    hkv: int
+    hd: int
+    f: int
+    v: int
+
+
+MODELS = (
+    Sizes("0.5B", 32, 1024, 896, 14, 2, 64, 4864, 151936),
+    Sizes("7B", 16, 1024, 3584, 28, 4, 128, 18944, 152064),
+)
+
+
+@dataclass(frozen=True)
+class Timing:
+    """An op at a size: bytes it must move, its time, and that of a copy that moves as many bytes."""
+
+    name: str
+    num_bytes: int
+    time_us: float
+    copy_us: float
+
+    @property
+    def bytes_per_s(self) -> float:
+        """What the op achieves."""
+        return self.num_bytes / self.time_us * 1e6
+
+    def row(self) -> str:
+        """A line of the table."""
+        share = 100 * self.copy_us / self.time_us
+        size, rate = self.num_bytes / 2**20, self.bytes_per_s / 1e9
+        return f"| {self.name} | {size:.0f} | {self.time_us:.1f} | {rate:.0f} | {share:.0f}% |"
+
+
+class Arrays:
+    """Random arrays of the GPU as handles, and the bytes that were made."""
+
+    def __init__(self) -> None:
+        import cupy
+
+        self.cupy, self.num_bytes = cupy, 0
+        self.random = cupy.random.RandomState(1)
+
+    def tensor(self, shape: tuple[int, ...], dtype: str = "bf16", form: Form | None = None, high: int = 0) -> Tensor:
+        """Normal numbers, or integers below `high`."""
+        kind = form.dtype if form else dtype
+        stored = stored_shape(shape, form)
+        if kind == "int32":
+            array = self.random.randint(0, high or 1, stored, dtype=np.int32)
+        elif kind in ("e4m3", "e5m2"):
+            array = self.cupy.zeros(stored, np.uint8)
+        else:
+            array = self.random.standard_normal(stored, dtype=np.float32)
+            if kind == "bf16":
+                array = (array.view(np.uint32) >> 16).astype(np.uint16).view(DTYPES["bf16"])
+        self.num_bytes += array.nbytes
+        scale = self.cupy.full(1, 0.01, np.float32) if form and form.scaling else None
+        return Tensor("x", array, shape, form, scale)
+
+    def output(self, shape: tuple[int, ...], dtype: str = "bf16", forms: tuple[Form | None, ...] = (None,)) -> Output:
+        """An output in these forms, with statistics if one is quantized."""
+        amax = {"e4m3": self.cupy.zeros(1, np.float32)} if ROW8 in forms else {}
+        return Output("y", shape, dtype, tuple(self.tensor(shape, dtype, form) for form in forms), amax=amax)
+
+
+OPS: Any = cuda  # called with unpacked arguments
+Call = Callable[[], None]
+Maker = Callable[[Arrays, Sizes], tuple[Call, int]]  # the call, and the bytes it moves beyond those of its arrays
+
+
+def cases(wanted: str | None = None) -> Iterator[tuple[str, Maker]]:
+    """Ops by name; forms beside the value are named after a plus."""
+    for name, maker in CASES.items():
+        if wanted is None or name.split("+")[0] == wanted:
+            yield name, maker
+
+
+def _rmsnorm_forward(forms: tuple[Form | None, ...]) -> Maker:
+    def make(a: Arrays, s: Sizes) -> tuple[Call, int]:
+        x, rstd = a.output((s.b, s.t, s.c), forms=forms), a.output((s.b, s.t), "fp32")
+        res, weight = a.tensor((s.b, s.t, s.c)), a.tensor((s.c,))
+        return lambda: OPS.rmsnorm_forward(x, rstd, res, weight, eps=1e-6), 0
+
+    return make
+
+
+def _rmsnorm_backward(forms: tuple[Form | None, ...]) -> Maker:
+    def make(a: Arrays, s: Sizes) -> tuple[Call, int]:
+        d_out, d_weight = a.output((s.b, s.t, s.c), forms=forms), a.output((s.c,))
+        d_x, d_res, res = (a.tensor((s.b, s.t, s.c)) for _ in range(3))
+        weight, rstd = a.tensor((s.c,)), a.tensor((s.b, s.t), "fp32")
+        return lambda: OPS.rmsnorm_backward(d_out, d_weight, d_x, d_res, res, weight, rstd), 0
+
+    return make
+
+
+def _swiglu_forward(forms: tuple[Form | None, ...]) -> Maker:
+    def make(a: Arrays, s: Sizes) -> tuple[Call, int]:
+        act, gate_up = a.output((s.b, s.t, s.f), forms=forms), a.tensor((s.b, s.t, 2 * s.f))
+        return lambda: OPS.swiglu_forward(act, gate_up), 0
+
+    return make
+
+
+def _swiglu_backward(forms: tuple[Form | None, ...]) -> Maker:
+    def make(a: Arrays, s: Sizes) -> tuple[Call, int]:
+        d, gate_up = a.output((s.b, s.t, 2 * s.f), forms=forms), a.tensor((s.b, s.t, 2 * s.f))
+        d_act = a.tensor((s.b, s.t, s.f))
+        return lambda: OPS.swiglu_backward(d, d_act, gate_up), 0
+
+    return make
+
+
+def _rope(op: Any, forms: tuple[Form | None, ...], in_place: bool = False) -> Maker:
+    def make(a: Arrays, s: Sizes) -> tuple[Call, int]:
+        shape = (s.b, s.t, (s.hq + 2 * s.hkv) * s.hd)
+        x = a.tensor(shape)
+        values = s.b * s.t * s.hkv * s.hd * 2  # in place the value heads are not touched
+        out = Output("out", shape, "bf16", (x,)) if in_place else a.output(shape, forms=forms)
+        more = x.array.nbytes - 2 * values if in_place else 0
+        table = a.tensor((s.t, s.hd), "fp32")
+        positions = a.tensor((s.b, s.t), "int32")
+        positions.array[...] = a.cupy.arange(s.t, dtype=np.int32)
+        return lambda: op(out, x, table, positions, num_heads=s.hq, num_kv_heads=s.hkv), more
+
+    return make
+
+
+def _qk_norm_forward(a: Arrays, s: Sizes) -> tuple[Call, int]:
+    shape, heads = (s.b, s.t, (s.hq + 2 * s.hkv) * s.hd), {"num_heads": s.hq, "num_kv_heads": s.hkv}
+    out, rstd = a.output(shape), a.output((s.b, s.t, s.hq + s.hkv), "fp32")
+    read = (a.tensor(shape), a.tensor((s.hd,)), a.tensor((s.hd,)))
+    return lambda: OPS.qk_norm_forward(out, rstd, *read, **heads, eps=1e-6), 0
+
+
+def _qk_norm_backward(a: Arrays, s: Sizes) -> tuple[Call, int]:
+    shape, heads = (s.b, s.t, (s.hq + 2 * s.hkv) * s.hd), {"num_heads": s.hq, "num_kv_heads": s.hkv}
+    out = (a.output(shape), a.output((s.hd,)), a.output((s.hd,)))
+    read = (a.tensor(shape), a.tensor(shape), a.tensor((s.hd,)), a.tensor((s.hd,)))
+    rstd = a.tensor((s.b, s.t, s.hq + s.hkv), "fp32")
+    return lambda: OPS.qk_norm_backward(*out, *read, rstd, **heads), -2 * s.b * s.t * s.hkv * s.hd
+
+
+def _zipf(a: Arrays, s: Sizes) -> tuple[Tensor, int]:
+    """Tokens of which few are frequent, and how many there are."""
+    ids = np.random.default_rng(1).zipf(1.1, (s.b, s.t)) % s.v
+    return Tensor("tokens", a.cupy.asarray(ids.astype(np.int32)), (s.b, s.t)), len(np.unique(ids))
+
+
+def _embedding_forward(a: Arrays, s: Sizes) -> tuple[Call, int]:
+    res, weight, (tokens, rows) = a.output((s.b, s.t, s.c)), a.tensor((s.v, s.c)), _zipf(a, s)
+    return lambda: OPS.embedding_forward(res, tokens, weight), (rows - s.v) * s.c * 2
+
+
+def _embedding_backward(a: Arrays, s: Sizes) -> tuple[Call, int]:
+    d_weight, d_res, (tokens, rows) = a.output((s.v, s.c)), a.tensor((s.b, s.t, s.c)), _zipf(a, s)
+    d_weight.accumulate = True
+    return lambda: OPS.embedding_backward(d_weight, d_res, tokens), (2 * rows - s.v) * s.c * 2
+
+
+def _cross_entropy(a: Arrays, s: Sizes) -> tuple[Call, int]:
+    rows = 2**13
+    logits, targets = a.tensor((rows, s.v)), a.tensor((rows,), "int32", high=s.v)
+    d_logits, loss = Output("d", logits.shape, "bf16", (logits,)), a.output((rows,), "fp32")
+    call = lambda: OPS.cross_entropy(d_logits, loss, logits, targets, vocab_size=s.v, z_loss=0.0)  # noqa: E731
+    return call, logits.array.nbytes
+
+
+def _adamw(master: str, m: str, v: str, grad: str, forms: tuple[Form | None, ...]) -> Maker:
+    def make(a: Arrays, s: Sizes) -> tuple[Call, int]:
+        shape, kinds = (2 * s.f, s.c), (master, m, v)
+        state = [a.tensor(shape, kind) for kind in kinds]
+        new = [Output("new", shape, kind, (t,)) for kind, t in zip(kinds, state, strict=True)]
+        weight, gradient = a.output(shape, forms=forms), a.tensor(shape, grad)
+        cells = [Tensor("cell", a.cupy.full(1, value, np.float32), (1,)) for value in (1, 1, 1e-4)]
+        step = Tensor("step", a.cupy.full(1, 100, np.int32), (1,))
+        state[2].array.view(np.uint16 if v == "bf16" else np.uint32)[...] &= 0x7FFF if v == "bf16" else 0x7FFFFFFF
+        more = sum(t.array.nbytes for t in state)
+        numbers: dict[str, Any] = {
+            "beta_1": 0.9,
+            "beta_2": 0.95,
+            "epsilon": 1e-8,
+            "weight_decay": 0.1,
+            "seed": 1,
+            "stream": 2,
+        }
+        return lambda: OPS.adamw(*new, weight, *state, gradient, *cells, step, **numbers), more
+
+    return make
+
+
+def _cast(dtype: str, forms: tuple[Form | None, ...], source: str) -> Maker:
+    def make(a: Arrays, s: Sizes) -> tuple[Call, int]:
+        out, x = a.output((2 * s.f, s.c), dtype, forms), a.tensor((2 * s.f, s.c), source)
+        return lambda: OPS.cast(out, x), 0
+
+    return make
+
+
+def _amax_scale(a: Arrays, s: Sizes) -> tuple[Call, int]:
+    scale, x = a.output((1,), "fp32"), a.tensor((s.b, s.t, s.c))
+    return lambda: OPS.amax_scale(scale, x, limit=448.0), 0
+
+
+def _sum_squares(a: Arrays, s: Sizes) -> tuple[Call, int]:
+    partial, grad = a.output((1,), "fp32"), a.tensor((s.v, s.c))
+    return lambda: OPS.sum_squares(partial, grad), 0
+
+
+def _loss_sum(a: Arrays, s: Sizes) -> tuple[Call, int]:
+    out = (a.output((1,), "fp32"), a.output((1,), "int32"))
+    loss, targets = a.tensor((s.b, s.t), "fp32"), a.tensor((s.b, s.t), "int32", high=s.v)
+    return lambda: OPS.loss_sum(*out, loss, targets), 0
+
+
+def _bias_backward(a: Arrays, s: Sizes) -> tuple[Call, int]:
+    width = (s.hq + 2 * s.hkv) * s.hd
+    d_bias, d_y = a.output((width,)), a.tensor((s.b, s.t, width), "fp32", COLSUM)
+    return lambda: OPS.bias_backward(d_bias, d_y), 0
+
+
+FP8 = (ROW8, COL8)
+CASES: dict[str, Maker] = {
+    "embedding_forward": _embedding_forward,
+    "embedding_backward": _embedding_backward,
+    "rmsnorm_forward": _rmsnorm_forward((None,)),
+    "rmsnorm_forward+fp8": _rmsnorm_forward(FP8),
+    "rmsnorm_backward": _rmsnorm_backward((None,)),
+    "rmsnorm_backward+value+fp8": _rmsnorm_backward((None, *FP8)),
+    "qk_norm_forward": _qk_norm_forward,
+    "qk_norm_backward": _qk_norm_backward,
+    "rope_forward": _rope(OPS.rope_forward, (None,)),
+    "rope_forward+in place": _rope(OPS.rope_forward, (None,), in_place=True),
+    "rope_backward+colsum": _rope(OPS.rope_backward, (None, COLSUM)),
+    "rope_backward+fp8+colsum": _rope(OPS.rope_backward, (*FP8, COLSUM)),
+    "swiglu_forward": _swiglu_forward((None,)),
+    "swiglu_forward+fp8": _swiglu_forward(FP8),
+    "swiglu_backward": _swiglu_backward((None,)),
+    "swiglu_backward+fp8": _swiglu_backward(FP8),
+    "bias_backward": _bias_backward,
+    "cross_entropy": _cross_entropy,
+    "loss_sum": _loss_sum,
+    "sum_squares": _sum_squares,
+    "adamw bf16": _adamw("bf16", "bf16", "bf16", "bf16", ()),
+    "adamw fp32": _adamw("fp32", "fp32", "fp32", "fp32", (None,)),
+    "adamw fp32, bf16 moments": _adamw("fp32", "bf16", "bf16", "bf16", (None,)),
+    "adamw fp32, bf16 moments+fp8": _adamw("fp32", "bf16", "bf16", "bf16", FP8),
+    "cast fp32 to bf16": _cast("bf16", (None,), "fp32"),
+    "cast+fp8": _cast("bf16", FP8, "bf16"),
+    "amax_scale": _amax_scale,
+}
+
+
+def measure(name: str, maker: Maker, sizes: Sizes) -> Timing:
+    """Times one op at one size."""
+    import cupy
+
+    probe = Arrays()
+    call, more = maker(probe, sizes)
+    num_bytes = probe.num_bytes + more
+    calls = [call]
+    while len(calls) * num_bytes < L2_BYTES:
+        calls.append(maker(Arrays(), sizes)[0])
+    timing = Timing(f"{name}, {sizes.name}", num_bytes, _replayed(calls), _copy_us(num_bytes, len(calls)))
+    del calls, call, probe
+    cupy.get_default_memory_pool().free_all_blocks()
+    return timing
+
+
+def _copy_us(num_bytes: int, count: int) -> float:
+    """Time of the faster of two copies of half as many bytes: the driver's, and our own kernel's."""
+    import cupy
+
+    elements = max(num_bytes // 4 // 2**16, 1) * 2**16
+    pairs = [cupy.zeros((2, elements), DTYPES["bf16"]) for _ in range(count)]
+
+    def driver(pair: Any) -> Call:
+        return lambda: pair[0].data.copy_from_device_async(pair[1].data, 2 * elements)
+
+    def own(pair: Any) -> Call:
+        shape = (elements,)
+        out = Output("copy", shape, "bf16", (Tensor("copy", pair[0], shape),))
+        return lambda: OPS.cast(out, Tensor("x", pair[1], shape))
+
+    best = min(_replayed([copy(pair) for pair in pairs]) for copy in (driver, own))
+    return best * num_bytes / (4 * elements)
+
+
+def _replayed(calls: list[Call]) -> float:
+    """Microseconds of one call, from the median replay of a graph of all of them, several times over."""
+    import cupy
+
+    stream = cupy.cuda.Stream(non_blocking=True)
+    repeats = max(1, 8 // len(calls))
+    cupy.cuda.runtime.deviceSynchronize()  # buffers are filled on another stream
+    with stream:
+        for call in calls:
+            call()
+        stream.synchronize()
+        stream.begin_capture()
+        for _ in range(repeats):
+            for call in calls:
+                call()
+        graph = stream.end_capture()
+        times = []
+        for _ in range(REPLAYS):
+            start, stop = cupy.cuda.Event(), cupy.cuda.Event()
+            start.record(stream)
+            graph.launch(stream)
+            stop.record(stream)
+            stop.synchronize()
+            times.append(cupy.cuda.get_elapsed_time(start, stop))
+    return float(np.median(times)) * 1000 / (repeats * len(calls))
+
+
+def main(wanted: str | None = None) -> None:
+    """Prints the table, of one op or of all."""
+    import cupy
+
+    scratch.use(cupy.empty(2**28, np.uint8))
+    print("| op | MiB moved | us | GB/s | share of a copy |\n|---|---|---|---|---|")
+    for name, maker in cases(wanted):
+        for sizes in MODELS:
+            print(measure(name, maker, sizes).row(), flush=True)
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])

@@ -1,0 +1,60 @@
+"""Handles of the reference copied to the GPU, so that one case runs on both backends."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+
+from llmq.ops import cuda
+from llmq.ops.cuda import scratch
+from llmq.tensor import DTYPES, Output, Tensor
+
+FP8 = (DTYPES["e4m3"], DTYPES["e5m2"])
+
+
+class Device:
+    """Copies arrays to the GPU once each: handles that share memory on the host share it there."""
+
+    def __init__(self) -> None:
+        self.arrays: dict[int, Any] = {}
+        self.kept: list[np.ndarray] = []
+
+    def array(self, array: np.ndarray) -> Any:
+        """The CuPy array of a host array; fp8 is uint8."""
+        import cupy
+
+        if id(array) not in self.arrays:
+            raw = cupy.asarray(np.ascontiguousarray(array).reshape(-1).view(np.uint8))
+            dtype = np.uint8 if array.dtype in FP8 else array.dtype
+            self.arrays[id(array)] = raw.view(dtype).reshape(array.shape)
+            self.kept.append(array)
+        return self.arrays[id(array)]
+
+    def tensor(self, tensor: Tensor | None) -> Tensor | None:
+        """A tensor over the GPU's bytes."""
+        if tensor is None:
+            return None
+        scale = None if tensor.scale is None else self.array(tensor.scale)
+        return replace(tensor, array=self.array(tensor.array), scale=scale)
+
+    def output(self, output: Output) -> Output:
+        """An output over the GPU's bytes."""
+        amax = {name: self.array(cell) for name, cell in output.amax.items()}
+        return replace(output, tensors=tuple(self.tensor(t) for t in output.tensors), amax=amax)
+
+    def host(self, array: np.ndarray) -> np.ndarray:
+        """What the GPU's copy of a host array holds now."""
+        return self.arrays[id(array)].view(np.uint8).reshape(-1).get().view(array.dtype).reshape(array.shape)
+
+    def call(self, op: str, outputs: dict[str, Output], inputs: dict[str, Tensor | None], **numbers: Any) -> None:
+        """Runs `op` on the GPU, with scratch of exactly the size asked for, poisoned."""
+        import cupy
+
+        shapes = {name: argument.shape for name, argument in {**outputs, **inputs}.items() if argument is not None}
+        buffer = cupy.full(max(1, cuda.scratch_bytes(op, shapes)), 0xFF, cupy.uint8)
+        scratch.use(buffer)
+        written = [self.output(o) for o in outputs.values()]
+        cuda.OPS[op](*written, *(self.tensor(t) for t in inputs.values()), **numbers)
+        cupy.cuda.get_current_stream().synchronize()

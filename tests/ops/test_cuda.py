@@ -1,0 +1,335 @@
+"""Every CUDA op against the reference: bf16 and fp32, odd and large shapes, all forms, accumulation, repeatability.
+
+Outputs and scratch are poisoned first. Ops that only move, round or add in a fixed order equal the reference bit for
+bit. The others are compared with the reference in f64 on the same stored inputs, E: with u the unit roundoff of the
+output's dtype and w = 2^-24 that of f32, the bound is u |E| (1 + 2^-6) for the last rounding, whose operand may itself
+be off, plus k w S for the f32 arithmetic before it, where S is the largest |E| and k counts roundings along the longest
+chain of an element; for a sum over rows S is the sum of the magnitudes of what is added and k the number of rows.
+"""
+
+from __future__ import annotations
+
+import inspect
+from dataclasses import replace
+
+import numpy as np
+import pytest
+
+from llmq.ops import cuda, seam
+from llmq.ops.reference import OPS
+from llmq.tensor import COLSUM, DTYPES, Form, Output, Tensor, to_form
+
+from .build import output, tensor
+from .cases import Case, Sizes, make
+from .cuda_build import Device
+
+gpu = pytest.mark.gpu
+SIZES = {
+    "odd": Sizes(b=2, t=37, c=88, hq=6, hkv=2, hd=16, f=40, v=203, vp=256),
+    "large": Sizes(b=3, t=197, c=896, hq=14, hkv=2, hd=64, f=1208, v=5000, vp=5120),
+}
+EXACT = {"adamw", "amax_scale", "cast", "embedding_forward", "gather_rows", "loss_sum", "scale_update"}
+EXACT |= {"rope_forward", "rope_backward"}
+# sums over rows: the inputs whose magnitudes make the sum of magnitudes
+SUMS = {
+    "d_weight": ("d_x", "res", "rstd", "d_res"),
+    "d_q_weight": ("d_out", "qkv", "rstd"),
+    "d_k_weight": ("d_out", "qkv", "rstd"),
+    "d_bias": ("d_y",),
+    "partial": ("grad",),
+}
+# exp, division and log of the GPU err by up to 2 units; norms add a row of up to 896 over 32 lanes, then a butterfly
+CHAIN = 64
+UNIT = {"bf16": 2.0**-8, "fp32": 2.0**-24}
+
+
+def inputs_of(case: Case, dtype: str) -> dict[str, Tensor | None]:
+    """Stored inputs, with counts of tokens as integers."""
+    found = {name: case.input(name, dtype) for name in case.inputs}
+    if "num_tokens" in found:
+        found["num_tokens"] = tensor(np.array([5], np.int32))
+    return found
+
+
+def outputs_of(case: Case, dtype: str, accumulate: bool = False) -> dict[str, Output]:
+    """Poisoned outputs; with `accumulate` those of sums add to ones."""
+    found = {}
+    for name, shape in case.outputs.items():
+        kind = "int32" if name == "num_tokens" else case.dtype(name, dtype)
+        start = np.ones(shape) if accumulate else None
+        found[name] = output(shape, kind, start=start)
+    return found
+
+
+def wide(x: Tensor | None, magnitude: bool = False) -> Tensor | None:
+    """The tensor as f64."""
+    if x is None or x.array.dtype.kind in "iu":
+        return x
+    array = x.read().astype(np.float64)
+    form = Form("fp64", "colsum") if x.form else None
+    return Tensor(x.name, np.abs(array) if magnitude else array, x.shape, form)
+
+
+def f64_values(case: Case, inputs: dict[str, Tensor | None], absolute: tuple[str, ...] = ()) -> dict[str, np.ndarray]:
+    """The reference in f64 on these stored inputs, some by magnitude."""
+    read = [wide(x, name in absolute) for name, x in inputs.items()]
+    written = {name: output(shape, "fp64") for name, shape in case.outputs.items()}
+    OPS[case.op](*written.values(), *read, **case.numbers)
+    return {name: o.tensors[0].array for name, o in written.items()}
+
+
+def run_gpu(case: Case, outputs: dict[str, Output], inputs: dict[str, Tensor | None]) -> dict[str, np.ndarray]:
+    """What the outputs hold after the CUDA op, by name."""
+    device = Device()
+    device.call(case.op, outputs, inputs, **case.numbers)
+    return {name: device.host(o.tensors[0].array) for name, o in outputs.items() if o.wanted}
+
+
+def same_bytes(a: np.ndarray, b: np.ndarray) -> bool:
+    return a.dtype == b.dtype and a.shape == b.shape and a.tobytes() == b.tobytes()
+
+
+def check(case: Case, dtype: str, *, accumulate: bool = False) -> None:
+    """Runs the case on both backends and compares every output."""
+    inputs = inputs_of(case, dtype)
+    got = run_gpu(case, outputs_of(case, dtype, accumulate), inputs)
+    if case.op in EXACT:
+        expected = outputs_of(case, dtype, accumulate)
+        OPS[case.op](*expected.values(), *inputs.values(), **case.numbers)
+        for name, o in expected.items():
+            assert same_bytes(got[name], o.tensors[0].array), f"{name} differs from the reference's bytes"
+        return
+    exact = f64_values(case, inputs)
+    for name, value in got.items():
+        e, kind = exact[name] + accumulate, case.dtype(name, dtype)
+        if name in SUMS:
+            rows = max(int(np.prod(x.shape[:-1])) for x in inputs.values() if x is not None)
+            chain, size = rows, f64_values(case, inputs, SUMS[name])[name] + accumulate
+        else:
+            chain, size = CHAIN, np.abs(e).max(initial=0)
+        bound = UNIT[kind] * np.abs(e) * (1 + 2**-6) + chain * 2.0**-24 * size
+        worst = np.abs(value.astype(np.float64) - e) - bound
+        assert np.all(worst <= 0), f"{name}: {np.nanmax(worst)} beyond the bound, of {np.abs(e).max()}"
+
+
+@gpu
+@pytest.mark.parametrize("size", SIZES)
+@pytest.mark.parametrize("dtype", ["bf16", "fp32"])
+@pytest.mark.parametrize("op", cuda.OPS)
+def test_an_op_equals_the_reference(op, dtype, size):
+    check(make(op, SIZES[size]), dtype)
+
+
+@gpu
+@pytest.mark.parametrize("dtype", ["bf16", "fp32"])
+@pytest.mark.parametrize("op", ["embedding_backward", "bias_backward", "loss_sum", "sum_squares"])
+def test_gradients_and_sums_accumulate(op, dtype):
+    check(make(op, SIZES["large"]), dtype, accumulate=True)
+
+
+@gpu
+@pytest.mark.parametrize(("op", "names"), [("rmsnorm_backward", 1), ("qk_norm_backward", 2)])
+def test_the_gradient_of_a_norm_weight_accumulates_in_fp32(op, names):
+    """The first output is written, the weights' gradients, of another dtype, are added to."""
+    case = make(op, SIZES["large"])
+    inputs, outputs = inputs_of(case, "bf16"), outputs_of(case, "bf16")
+    for name in list(outputs)[1:]:
+        outputs[name] = output(case.outputs[name], "fp32", start=np.ones(case.outputs[name]))
+    assert len(outputs) == 1 + names
+    got, exact = run_gpu(case, outputs, inputs), f64_values(case, inputs)
+    for name in list(outputs)[1:]:
+        size = f64_values(case, inputs, SUMS[name])[name] + 1
+        assert np.all(np.abs(got[name] - exact[name] - 1) <= 591 * 2.0**-24 * size)
+
+
+@gpu
+@pytest.mark.parametrize("op", ["embedding_backward", "rmsnorm_backward", "qk_norm_backward", "sum_squares"])
+def test_the_same_call_gives_the_same_bits(op):
+    case = make(op, SIZES["large"])
+    runs = [run_gpu(case, outputs_of(case, "bf16"), inputs_of(case, "bf16")) for _ in range(3)]
+    assert all(same_bytes(a, b) for other in runs[1:] for a, b in zip(runs[0].values(), other.values(), strict=True))
+
+
+@gpu
+@pytest.mark.parametrize("vocab", [(151936, 151936), (32000, 32000), (100003, 100096), (400000, 400000)])
+@pytest.mark.parametrize("dtype", ["bf16", "fp32"])
+def test_cross_entropy_of_wide_rows(vocab, dtype):
+    """One block, clusters of 2 to 8, padding, and rows that do not fit on chip."""
+    s = replace(SIZES["odd"], b=1, t=9, v=vocab[0], vp=vocab[1])
+    check(make("cross_entropy", s), dtype)
+
+
+@gpu
+def test_cross_entropy_in_place_and_without_gradient():
+    case = make("cross_entropy", SIZES["large"])
+    inputs, outputs = inputs_of(case, "bf16"), outputs_of(case, "bf16")
+    plain = run_gpu(case, outputs, inputs)
+    logits = inputs["logits"]
+    assert logits is not None
+    shared = {**outputs, "d_logits": replace(outputs["d_logits"], tensors=(logits,))}
+    loss = {**outputs, "d_logits": replace(outputs["d_logits"], tensors=())}
+    for other in (shared, loss):
+        got = run_gpu(case, other, inputs)
+        assert all(same_bytes(got[name], plain[name]) for name in got)
+
+
+@gpu
+@pytest.mark.parametrize("count", [1, 2, 31, 32, 33, 1000, 32768, 262145, 1 << 20])
+def test_the_loss_is_summed_in_the_tree_of_the_reference(count):
+    rng = np.random.default_rng(count)
+    case = Case("loss_sum", {"loss_total": (1,), "num_tokens": (1,)}, {}, stat=frozenset({"loss_total"}))
+    targets = rng.integers(-1, 3, count).astype(np.int32)
+    targets[targets < 0] = -100
+    case.inputs = {"loss": rng.uniform(0, 20, count).astype(np.float32), "targets": targets}
+    case.stat |= {"loss"}
+    check(case, "fp32")
+
+
+@gpu
+@pytest.mark.parametrize("op", ["rmsnorm_backward", "rope_forward", "rope_backward"])
+def test_an_output_may_take_the_memory_of_its_input(op):
+    case = make(op, SIZES["large"])
+    inputs, outputs = inputs_of(case, "bf16"), outputs_of(case, "bf16")
+    plain = run_gpu(case, outputs, inputs)
+    for name, source in seam.MAY_SHARE[op].items():
+        given = inputs[source]
+        assert given is not None
+        got = run_gpu(case, {**outputs, name: replace(outputs[name], tensors=(given,))}, inputs)
+        assert all(same_bytes(got[n], plain[n]) for n in got)
+
+
+@gpu
+def test_rmsnorm_backward_without_a_residual_and_without_a_weight_gradient():
+    case = make("rmsnorm_backward", SIZES["odd"])
+    case.inputs["d_res"] = None
+    check(case, "bf16")
+    outputs = outputs_of(case, "bf16")
+    plain = run_gpu(case, outputs, inputs_of(case, "bf16"))
+    for name in outputs:
+        got = run_gpu(case, {**outputs, name: replace(outputs[name], tensors=())}, inputs_of(case, "bf16"))
+        assert all(same_bytes(got[n], plain[n]) for n in got)
+
+
+@gpu
+@pytest.mark.parametrize("hidden", [3584, 5120, 8192])
+def test_norms_of_wide_rows(hidden):
+    s = replace(SIZES["odd"], c=hidden)
+    check(make("rmsnorm_forward", s), "bf16")
+    check(make("rmsnorm_backward", s), "bf16")
+
+
+@gpu
+@pytest.mark.parametrize("hd", [32, 96, 128, 256])
+def test_heads_of_other_widths(hd):
+    s = replace(SIZES["odd"], hd=hd)
+    for op in ("rope_forward", "rope_backward", "qk_norm_forward", "qk_norm_backward"):
+        check(make(op, s), "bf16")
+
+
+@gpu
+@pytest.mark.parametrize("dtypes", ["bf16 bf16 bf16 bf16 bf16", "fp32 bf16 fp32 fp32 bf16", "fp32 fp32 bf16 bf16 fp32"])
+@pytest.mark.parametrize("apply", [0.0, 1.0])
+def test_adamw_equals_the_reference_bit_for_bit(dtypes, apply):
+    """All mixes of dtypes, a 64-bit seed, in place; apply 0 leaves everything alone."""
+    case = make("adamw", SIZES["large"])
+    case.numbers |= {"seed": 0x123456789ABCDEF, "stream": 0x89ABCDEF}
+    master, m, v, grad, weight = dtypes.split()
+    kinds = {"master": master, "m": m, "v": v, "grad": grad}
+    inputs = inputs_of(case, "fp32") | {name: tensor(case.inputs[name], kind) for name, kind in kinds.items()}
+    inputs["apply"] = tensor(np.array([apply]), "fp32")
+    outputs = {}
+    for name in ("master", "m", "v"):
+        given = inputs[name]
+        assert given is not None
+        outputs[f"new_{name}"] = Output(name, given.shape, kinds[name], (given,))
+    outputs["weight"] = output(case.outputs["weight"], weight)
+    got = run_gpu(case, outputs, inputs)
+    OPS["adamw"](*outputs.values(), *inputs.values(), **case.numbers)
+    assert all(same_bytes(got[name], o.tensors[0].array) for name, o in outputs.items())
+
+
+FORM_OPS = [(op, name) for op, names in seam.WRITES_FORMS.items() for name in names]
+
+
+@gpu
+@pytest.mark.parametrize("quantized", ["e4m3", "e5m2"])
+@pytest.mark.parametrize(("dtype", "rows"), [("bf16", 37), ("bf16", 304), ("fp32", 64)])
+@pytest.mark.parametrize(("op", "name"), FORM_OPS)
+def test_every_form_is_a_function_of_the_rounded_value(op, name, dtype, rows, quantized):
+    """Bytes of the row, transposed and bf16 copies and the amax equal those made from the value on the host; a column
+    sum of 256 rows is within 256 roundings of the sum of magnitudes. Large values saturate."""
+    case = make(op, replace(SIZES["odd"], b=1, t=rows, c=896, hq=6, f=328))
+    copies = [Form(quantized, "row", "delayed"), Form(quantized, "col", "delayed")]
+    copies += [COLSUM] if op in ("swiglu_backward", "swiglu_forward", "rope_backward", "cast") else []
+    copies += [Form("bf16")] if dtype == "fp32" else []
+    inputs, outputs = inputs_of(case, dtype), outputs_of(case, dtype)
+    scale = 2.0**-9 if quantized == "e4m3" else 2.0**-14
+    outputs[name] = output(case.outputs[name], dtype, (None, *copies), scale=1.3 * scale, amax=0.25)
+    device = Device()
+    device.call(op, outputs, inputs, **case.numbers)
+    value = device.host(outputs[name].tensors[0].array)
+    assert np.isfinite(value.astype(np.float32)).all()
+    rounded = value.astype(np.float32)
+    cell = device.host(outputs[name].amax["e4m3"])
+    assert cell[0] == max(np.float32(0.25), np.abs(rounded).max())
+    for target in outputs[name].tensors[1:]:
+        assert target.form is not None
+        got, expected = device.host(target.array), to_form(rounded, target.form, target.scale)
+        if target.form.layout == "colsum":
+            size = to_form(np.abs(rounded), target.form, None)
+            assert np.all(np.abs(got - expected) <= 256 * 2.0**-24 * size)
+        else:
+            assert same_bytes(got, np.ascontiguousarray(expected)), target.form.key
+    for only in outputs[name].tensors[1:]:  # each form alone, without the value
+        alone = Device()
+        single = {**outputs, name: replace(outputs[name], tensors=(only,), amax={})}
+        alone.call(op, single, inputs, **case.numbers)
+        assert same_bytes(alone.host(only.array), device.host(only.array))
+
+
+@gpu
+@pytest.mark.parametrize("value", [0.0, np.inf, np.nan, 1e-38])
+def test_a_scale_needs_a_finite_amax(value):
+    case = make("amax_scale", SIZES["odd"])
+    x = case.inputs["x"]
+    assert x is not None
+    x[...] = 0 if value < 1 else x
+    x[1, 3, 5] = value
+    check(case, "fp32")
+
+
+@gpu
+def test_a_scale_waits_for_a_finite_step():
+    for apply in (0.0, 1.0):
+        case = make("scale_update", SIZES["odd"])
+        assert case.inputs["amax"] is not None and case.inputs["history"] is not None
+        case.inputs["apply"] = np.array([apply])
+        case.inputs["amax"][:4] = [0, np.inf, np.nan, 1]
+        case.inputs["history"][:, 0] = 0
+        check(case, "fp32")
+
+
+@gpu
+@pytest.mark.parametrize("broken", [np.inf, np.nan])
+def test_a_step_that_is_not_finite_is_not_applied(broken):
+    for name in ("partials", "loss_total"):
+        case = make("grad_scale", SIZES["odd"])
+        values = case.inputs[name]
+        assert values is not None
+        values[0] = broken
+        got = run_gpu(case, outputs_of(case, "fp32"), inputs_of(case, "fp32"))
+        assert got["apply"][0] == 0
+
+
+def test_names_and_signatures_are_those_of_the_reference():
+    for name, function in cuda.OPS.items():
+        assert inspect.signature(function, eval_str=True) == inspect.signature(OPS[name], eval_str=True)
+
+
+def test_fp64_is_refused_with_the_way_out():
+    from llmq.errors import UsageError
+    from llmq.ops.cuda.launch import type_of
+
+    with pytest.raises(UsageError, match="--device cpu"):
+        type_of(Tensor("res", np.zeros(8), (8,)))
+    assert DTYPES["fp64"] == np.float64

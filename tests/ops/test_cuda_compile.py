@@ -1,0 +1,253 @@
+"""The CUDA sources without a GPU: every launch fits its kernel, every kernel compiles for the cards its header names.
+
+Launchers run on arrays that have an address and no memory, at the sizes of Qwen2.5-0.5B and 7B, and their launches are
+noted; each noted kernel is then compiled by NVRTC, held to recorded numbers of registers, and never spills.
+"""
+
+from __future__ import annotations
+
+import re
+import sys
+from dataclasses import dataclass, field
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+
+from llmq.ops import cuda
+from llmq.ops.cuda import compile as cuda_compile
+from llmq.ops.cuda import launch, scratch
+from llmq.ops.cuda_sources import cuda_folder, cuda_sources
+from llmq.tensor import COLSUM, DTYPES, Form, Output, Tensor, stored_shape
+
+ROW8, COL8 = Form("e4m3", "row", "delayed"), Form("e4m3", "col", "delayed")
+# most registers of any variant on any card; a kernel that needs more has changed its occupancy
+REGISTERS = {
+    "add": 40,
+    "adamw": 96,
+    "amax": 56,
+    "amax_scale": 24,
+    "bias_backward": 40,
+    "cast": 96,
+    "cross_entropy": 64,
+    "embedding_add": 112,
+    "embedding_forward": 48,
+    "embedding_join": 96,
+    "embedding_write": 80,
+    "finish": 64,
+    "fold": 48,
+    "gather_rows": 32,
+    "grad_scale": 40,
+    "qk_norm_backward": 96,
+    "qk_norm_forward": 48,
+    "rmsnorm_backward": 168,
+    "rmsnorm_forward": 96,
+    "rope": 128,
+    "scale_update": 32,
+    "sort_count": 40,
+    "sort_place": 48,
+    "sort_scan": 32,
+    "square": 40,
+    "sum_weight": 40,
+    "sum_weights": 40,
+    "swiglu_backward": 96,
+    "swiglu_forward": 96,
+}
+WORDS = {"int": np.int32, "float": np.float32, "double": np.float64, "u32": np.uint32, "i64": np.int64}
+
+
+class Address:
+    """An array of the GPU as launchers see it: shape, dtype and an address."""
+
+    def __init__(self, shape: tuple[int, ...], dtype: np.dtype, ptr: int) -> None:
+        self.shape, self.dtype, self.size = shape, np.dtype(dtype), int(np.prod(shape))
+        self.nbytes = self.size * self.dtype.itemsize
+        self.data = SimpleNamespace(ptr=ptr, memset_async=lambda value, size: None)
+
+
+@dataclass
+class Launches:
+    """Notes launches instead of making them."""
+
+    capability: int = 90
+    found: list[tuple[str, str, dict[str, Any], tuple[Any, ...]]] = field(default_factory=list)
+    used: int = 0
+
+    def kernel(self, name: str, entry: str, constants: dict[str, Any]) -> Any:
+        def call(grid: tuple[int, ...], block: tuple[int], arguments: tuple[Any, ...], *, shared_mem: int) -> None:
+            assert all(0 < size < 65536 for size in grid[1:]) and 0 < grid[0] < 2**31
+            assert 0 < block[0] <= 1024 and shared_mem <= (99 if self.capability in (86, 89, 120) else 163) * 1024
+            self.found.append((name, entry, dict(constants), arguments))
+
+        call.max_dynamic_shared_size_bytes = 0  # type: ignore[attr-defined]
+        return call
+
+    def address(self, shape: tuple[int, ...], dtype: str) -> Any:
+        self.used += 1
+        return Address(shape, np.uint8 if dtype in ("e4m3", "e5m2") else DTYPES[dtype], self.used << 32)
+
+    def tensor(self, shape: tuple[int, ...], dtype: str, form: Form | None = None) -> Tensor:
+        stored = self.address(stored_shape(shape, form), form.dtype if form else dtype)
+        return Tensor("x", stored, shape, form, self.address((1,), "fp32") if form and form.scaling else None)
+
+    def output(self, shape: tuple[int, ...], dtype: str, *forms: Form | None) -> Output:
+        amax = {"e4m3": self.address((1,), "fp32")} if ROW8 in forms else {}
+        return Output("y", shape, dtype, tuple(self.tensor(shape, dtype, form) for form in forms), amax=amax)
+
+
+@pytest.fixture
+def launches(monkeypatch):
+    """Launchers of the backend write into this instead of to a GPU."""
+    noted = Launches()
+    runtime = SimpleNamespace(getDevice=lambda: 0, memsetAsync=lambda *arguments: None)
+    stream = SimpleNamespace(ptr=0)
+    fake = SimpleNamespace(cuda=SimpleNamespace(runtime=runtime, get_current_stream=lambda: stream))
+    monkeypatch.setitem(sys.modules, "cupy", fake)
+    monkeypatch.setattr(launch, "kernel", noted.kernel)
+    monkeypatch.setattr(launch, "device_capability", lambda _: noted.capability)
+    monkeypatch.setitem(scratch._buffers, 0, Address((2**34,), np.dtype(np.uint8), 1 << 60))
+    return noted
+
+
+def model_launches(noted: Launches, b: int, t: int, c: int, hq: int, hkv: int, hd: int, f: int, v: int) -> None:
+    """Every op as a training step in bf16 calls it, plain and with the forms of fp8, and in fp32."""
+    heads, width = {"num_heads": hq, "num_kv_heads": hkv}, (hq + 2 * hkv) * hd
+    x, qkv, up, out = (b, t, c), (b, t, width), (b, t, 2 * f), noted.output
+    tokens, table = noted.tensor((b, t), "int32"), noted.tensor((t, hd), "fp32")
+    cell, count, ops = noted.tensor((1,), "fp32"), noted.tensor((1,), "int32"), cuda
+    for dtype in ("bf16", "fp32"):
+
+        def read(shape: tuple[int, ...], dtype: str = dtype) -> Tensor:
+            return noted.tensor(shape, dtype)
+
+        one = out((1,), "fp32", None)
+        ops.embedding_forward(out(x, dtype, None), tokens, read((v, c)))
+        added = out((v, c), dtype, None)
+        ops.embedding_backward(added, read(x), tokens)
+        added.accumulate = True
+        ops.embedding_backward(added, read(x), tokens)
+        normed = (read(qkv), read((hd,)), read((hd,)))
+        rstd = out((b, t, hq + hkv), "fp32", None)
+        ops.qk_norm_forward(out(qkv, dtype, None), rstd, *normed, **heads, eps=1e-6)
+        weights = (out((hd,), dtype, None), out((hd,), dtype, None))
+        stat = noted.tensor((b, t, hq + hkv), "fp32")
+        ops.qk_norm_backward(out(qkv, dtype, None), *weights, read(qkv), *normed, stat, **heads)
+        ops.bias_backward(out((width,), dtype, None), noted.tensor(qkv, "fp32", COLSUM))
+        logits, targets = read((b * t // 4, v)), noted.tensor((b * t // 4,), "int32")
+        for gradient in (out(logits.shape, dtype, None), out(logits.shape, dtype)):
+            loss = out(targets.shape, "fp32", None)
+            ops.cross_entropy(gradient, loss, logits, targets, vocab_size=v, z_loss=0.0)
+        ops.loss_sum(one, out((1,), "int32", None), noted.tensor((b, t), "fp32"), tokens)
+        ops.loss_sum(one, out((1,), "int32", None), noted.tensor((2**20,), "fp32"), noted.tensor((2**20,), "int32"))
+        ops.gather_rows(out((b, 1, c), dtype, None), read(x), noted.tensor((b,), "int32"))
+        ops.sum_squares(one, read((2 * f, c)))
+        ops.grad_scale(one, one, one, noted.tensor((290,), "fp32"), cell, count, grad_clip=1.0)
+        ops.amax_scale(one, read(x), limit=448.0)
+        vector, history = noted.tensor((99,), "fp32"), noted.tensor((16, 99), "fp32")
+        new = (out((99,), "fp32", None), out((16, 99), "fp32", None), out((99,), "fp32", None))
+        ops.scale_update(*new, vector, history, vector, vector, cell)
+        for forms in ((None,), (ROW8, COL8), (None, ROW8, COL8)):
+            norm = (read(x), read((c,)))
+            ops.rmsnorm_forward(out(x, dtype, *forms), out((b, t), "fp32", None), *norm, eps=1e-6)
+            grad = (out(x, dtype, *forms), out((c,), dtype, None))
+            ops.rmsnorm_backward(*grad, read(x), read(x), *norm, noted.tensor((b, t), "fp32"))
+            ops.swiglu_forward(out((b, t, f), dtype, *forms), read(up))
+            ops.swiglu_backward(out(up, dtype, *forms), read((b, t, f)), read(up))
+            ops.rope_forward(out(qkv, dtype, None), read(qkv), table, tokens, **heads)
+            ops.rope_backward(out(qkv, dtype, *forms, COLSUM), read(qkv), table, tokens, **heads)
+            ops.cast(out(x, dtype, *forms, COLSUM), read(x))
+            ops.cast(out((2 * f, c), "bf16", *forms), noted.tensor((2 * f, c), "fp32"))
+            update = {"beta_1": 0.9, "beta_2": 0.95, "epsilon": 1e-8, "weight_decay": 0.1, "seed": 1, "stream": 2}
+            for master in ("bf16", "fp32"):
+                state = [noted.tensor((2 * f, c), kind) for kind in (master, dtype, "bf16", dtype)]
+                written = [out((2 * f, c), kind, None) for kind in (master, dtype, "bf16")]
+                weight = out((2 * f, c), dtype, *forms)
+                ops.adamw(*written, weight, *state, cell, cell, cell, count, **update)
+
+
+QWEN_0_5B = {"b": 32, "t": 1024, "c": 896, "hq": 14, "hkv": 2, "hd": 64, "f": 4864, "v": 151936}
+QWEN_7B = {"b": 16, "t": 1024, "c": 3584, "hq": 28, "hkv": 4, "hd": 128, "f": 18944, "v": 152064}
+
+
+def parameters(name: str, entry: str) -> list[str]:
+    """The types of a kernel's parameters: `ptr` or a number's name."""
+    text = (cuda_folder() / f"{name}.cu").read_text("utf-8")
+    assert f" {entry}(" in text, f"{name}.cu has no kernel {entry}"
+    start = text.index("(", text.index(f" {entry}(", text.index('extern "C"'))) + 1
+    depth, end = 1, start
+    while depth:
+        depth += {"(": 1, ")": -1}.get(text[end], 0)
+        end += 1
+    listed = re.sub(r"OUTPUT_PARAMETERS\(.*?\)", ", ".join(["u8* p"] * 7), text[start : end - 1])
+    return ["ptr" if "*" in one else one.split()[-2] for one in listed.split(",")]
+
+
+@pytest.mark.parametrize("sizes", [QWEN_0_5B, QWEN_7B], ids=["0.5B", "7B"])
+def test_every_launch_gives_its_kernel_what_it_declares(launches, sizes):
+    model_launches(launches, **sizes)
+    assert {entry for _, entry, _, _ in launches.found} == set(REGISTERS)
+    for name, entry, _, arguments in launches.found:
+        declared = parameters(name, entry)
+        assert len(declared) == len(arguments), entry
+        for kind, value in zip(declared, arguments, strict=True):
+            assert isinstance(value, int) if kind == "ptr" else type(value) is WORDS[kind], (entry, kind, value)
+
+
+def architectures(name: str) -> list[int]:
+    """The compute capabilities that a source's header names."""
+    match = re.search(r"^// Architectures: ([\d ]+)$", cuda_sources()[name].read_text("utf-8"), re.MULTILINE)
+    assert match, f"{name}.cu does not say which cards it is for"
+    return [int(number) for number in match.group(1).split()]
+
+
+def test_every_source_names_the_supported_cards():
+    assert all(architectures(name) == [80, 86, 89, 90, 100, 120] for name in cuda_sources())
+
+
+SOME, MORE = [90], [80, 86, 89, 100, 120]
+
+
+@pytest.mark.parametrize("capability", [*SOME, *(pytest.param(n, marks=pytest.mark.slow) for n in MORE)])
+def test_every_kernel_compiles_within_its_registers_and_does_not_spill(launches, capability, request):
+    """By default what training in bf16 and fp8 launches at 0.5B; with --all both models and fp32 as well."""
+    pytest.importorskip("cuda.bindings.nvrtc", reason="needs cuda-bindings and nvidia-cuda-nvrtc")
+    launches.capability = capability
+    everything = request.config.getoption("--all")
+    for sizes in (QWEN_0_5B, QWEN_7B)[: 2 if everything else 1]:
+        model_launches(launches, **sizes)
+    units = {}
+    for name, _, constants, _ in launches.found:
+        if everything or "float" not in (constants.get("T"), constants.get("X")):
+            units[name, tuple(sorted(constants.items()))] = constants
+    wrong = []
+    for (name, _), constants in units.items():
+        assert capability in architectures(name)
+        _, log = cuda_compile.compiled(name, capability, constants)
+        found = cuda_compile.resources(log)
+        assert found and "warning" not in log, log
+        for entry, used in found.items():
+            if used.spill_bytes or used.registers > REGISTERS[entry] or used.shared_bytes > 48 * 1024:
+                wrong.append(f"{entry} {used} with {constants}")
+    assert not wrong, "\n".join(wrong)
+
+
+def test_a_cubin_is_compiled_once_and_a_damaged_one_again(monkeypatch, tmp_path):
+    pytest.importorskip("cuda.bindings.nvrtc", reason="needs cuda-bindings and nvidia-cuda-nvrtc")
+    monkeypatch.setenv("LLMQ_CACHE_DIR", str(tmp_path))
+    path = cuda_compile.cubin_file("bias", 90, {"G": "float"})
+    content, written = path.read_bytes(), path.stat().st_mtime_ns
+    assert content[:4] == b"\x7fELF"
+    assert cuda_compile.cubin_file("bias", 90, {"G": "float"}) == path
+    assert path.stat().st_mtime_ns == written
+    assert cuda_compile.cubin_file("bias", 90, {"G": "bf16"}) != path
+    path.write_bytes(content[:-100])
+    assert cuda_compile.cubin_file("bias", 90, {"G": "float"}).read_bytes() == content
+    assert len(list((tmp_path / "kernels").iterdir())) == 2
+
+
+def test_headers_are_part_of_the_source():
+    text = cuda_compile.source("rmsnorm", {"T": "bf16", "C": 896})
+    assert "#include" not in text
+    assert text.count("struct Pack") == 1
+    assert "using T = bf16;\n" in text and "constexpr int C = 896;\n" in text
