@@ -278,9 +278,7 @@ class SystemOptions(Section):
     device: Literal["auto", "cuda", "cpu"] = option("auto", "Where to compute; auto takes a usable GPU, else the CPU.")
     gpus: Int = option(1, "Number of GPUs; more than one is not supported for now.", ge=1)
     gpu: Text | None = option(None, "With --dry-run: plan for this GPU, here or not, such as H200 or 'RTX 4090'.")
-    use_cuda_graphs: bool = option(
-        True, "Launch a program as one CUDA graph; without, kernel by kernel (same bits)."
-    )
+    use_cuda_graphs: bool = option(True, "Launch a program as one CUDA graph; without, kernel by kernel (same bits).")
     deterministic: bool = option(True, "Repeat the same bits; without, attention's backward needs less memory.")
     seed: Int = option(0, "Seed of initial weights, data order and stochastic rounding.", ge=0, le=LARGEST_SEED)
 

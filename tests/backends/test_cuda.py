@@ -1,14 +1,7 @@
-"""The engine on the GPU: exact to the reference on every family, graphs equal eager runs, and all is repeatable."""
-
-import json
+"""The engine on the GPU: it follows the reference, graphs equal eager runs, and every bit is repeatable."""
 
 import numpy as np
 import pytest
-from golden import families
-from golden.engines import BF16 as GOLDEN_BF16
-from golden.engines import FP32 as GOLDEN_FP32
-from golden.engines import cosine, gradients, relative_errors
-from golden.engines import engine_of as golden_engine
 from tiny_engines import BF16, FP8, FP32, batch, bits, engine_of, plan_of, tiny, train_steps
 
 from llmq.plan.memory import Memory
@@ -31,37 +24,6 @@ def cuda_engine(backend, precision, memory=None, config=CONFIG, **numbers):
     """A tiny engine on the GPU."""
     plan = plan_of(precision, memory, config, scratch_bytes=backend.scratch_bytes, **numbers)
     return engine_of(plan, backend=backend)
-
-
-def both(family, precision, backend):
-    """(the GPU's engine, the CPU's), equal models."""
-    config = families.FAMILIES[family]
-    weights = families.weights(config)
-    shape = (families.BATCH, families.LENGTH)
-    return [golden_engine(config, weights, precision, *shape, backend=b) for b in (backend, None)]
-
-
-@pytest.mark.parametrize("family", sorted(families.FAMILIES))
-def test_f32_gradients_and_logits_equal_the_reference(backend, family):
-    gpu, cpu = both(family, GOLDEN_FP32, backend)
-    tokens, targets = families.batch(families.VOCAB, 0)
-    found, right = gradients(gpu, tokens, targets), gradients(cpu, tokens, targets)
-    assert max(relative_errors(found, right).values()) <= 1e-4
-    for length in (1, 7, tokens.shape[1]):
-        a, b = (engine.next_logits(tokens[0, :length]) for engine in (gpu, cpu))
-        assert np.linalg.norm(a - b) <= 1e-4 * np.linalg.norm(b)
-
-
-@pytest.mark.parametrize("family", sorted(families.FAMILIES))
-def test_bf16_gradients_are_as_good_as_the_reference_s(backend, family):
-    gpu, cpu = both(family, GOLDEN_BF16, backend)
-    exact = both(family, GOLDEN_FP32, backend)[1]
-    tokens, targets = families.batch(families.VOCAB, 0)
-    found, rounded, right = (gradients(engine, tokens, targets) for engine in (gpu, cpu, exact))
-    assert cosine(found, right) >= 0.999
-    errors, allowed = relative_errors(found, right), relative_errors(rounded, right)
-    # another order of sums: the same size of error, not the same error; small tensors scatter most
-    assert all(errors[name] <= 2 * allowed[name] + 1e-3 for name in errors), json.dumps([errors, allowed], indent=1)
 
 
 @pytest.mark.parametrize("precision", PRECISIONS.values(), ids=PRECISIONS)

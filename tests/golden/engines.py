@@ -27,6 +27,11 @@ def fp8(gradient: str, scaling: str) -> Precision:
     return replace(BF16, matmul="e4m3", gradient=gradient, scaling=scaling)
 
 
+def default_backend(precision: Precision) -> Backend:
+    """Where comparisons run: the CPU. tests/backends/test_cuda_golden.py replaces this."""
+    return HostBackend()
+
+
 def engine_of(
     config: dict[str, Any],
     weights: dict[str, np.ndarray],
@@ -37,7 +42,7 @@ def engine_of(
     backend: Backend | None = None,
 ) -> Engine:
     """An engine holding `weights`, by Hugging Face name: every one of them used, and every parameter given."""
-    backend = backend or HostBackend()
+    backend = backend or default_backend(precision)
     plan = make_plan(
         read_config(config),
         precision,

@@ -1,0 +1,253 @@
+"""The GPU: one allocation at the offsets of the plan, and every program captured once as a CUDA graph.
+
+A program runs eagerly the first time, doing real work: kernels are compiled, attention plans built and matmul
+algorithms timed then, which a capture could not do. The second time it is captured, and from then on the graph runs.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+import cupy
+import numpy as np
+from cupy.cuda import runtime
+
+from llmq.arena import aligned, stored_dtype
+from llmq.backends import Call, Op
+from llmq.errors import MemoryLimitError
+from llmq.ops import cuda
+from llmq.ops.cuda import scratch
+from llmq.ops.cuda.algorithms import Algorithms
+from llmq.ops.cuda.attention import Attention, attention_ops, attention_scratch
+from llmq.ops.cuda.cublaslt import Gemms, device_key
+from llmq.ops.cuda.cudnn import Cudnn
+from llmq.ops.cuda.linear import linear_ops, linear_scratch, planned_problem
+from llmq.ops.seam import signature
+from llmq.tensor import DTYPES, Ref, stored_shape
+
+if TYPE_CHECKING:
+    from llmq.plan.program import Step
+
+FP8 = (DTYPES["e4m3"], DTYPES["e5m2"])
+STAGED_BYTES = 1 << 20  # host writes up to this size do not wait for the GPU
+STAGED = 8  # of them may be under way
+
+
+class DeviceMemory:
+    """One cudaMalloc: persistent storages one after the other, then the activations of a program.
+
+    fp8 storages are uint8 arrays, as CuPy has no dtype for them; `read` and `write` convert.
+    """
+
+    def __init__(self, persistent: Mapping[str, Ref], arena_bytes: int, stream: Any) -> None:
+        self._stream = stream
+        self._dtypes = {name: stored_dtype(ref) for name, ref in persistent.items()}
+        shapes = {name: stored_shape(ref.shape, ref.form) for name, ref in persistent.items()}
+        sizes = {name: aligned(int(np.prod(shapes[name])) * self._dtypes[name].itemsize) for name in persistent}
+        total = sum(sizes.values()) + arena_bytes
+        self._address = _allocate(total)
+        self._owned = cupy.cuda.UnownedMemory(self._address, total, None)
+        self._arrays: dict[str, Any] = {}
+        offset = 0
+        for name, size in sizes.items():
+            self._arrays[name] = self._view(offset, shapes[name], self._dtypes[name])
+            offset += size
+        self._arena = offset
+        runtime.memsetAsync(self._address, 0, total, stream.ptr)
+        self._staging, self._scalars = _Staging(stream), _pinned(512)
+
+    def array(self, name: str) -> Any:
+        """The storage itself, a CuPy array."""
+        return self._arrays[name]
+
+    def place(self, offset: int, shape: tuple[int, ...], dtype: np.dtype) -> Any:
+        """A CuPy array at an offset of the activation block."""
+        return self._view(self._arena + offset, shape, dtype)
+
+    def write(self, name: str, values: np.ndarray) -> None:
+        """Sets a storage from host values of any float dtype, rounded to nearest even, in the order of the stream.
+
+        Up to 1 MiB the values go through pinned memory and the host does not wait.
+        """
+        array = self._arrays[name]
+        values = np.asarray(values).astype(self._dtypes[name], copy=False)
+        host = np.ascontiguousarray(np.broadcast_to(values, array.shape))
+        if host.nbytes <= STAGED_BYTES:
+            self._staging.copy(array.data.ptr, host)
+            return
+        runtime.memcpyAsync(array.data.ptr, host.ctypes.data, host.nbytes, runtime.memcpyHostToDevice, self._stream.ptr)
+        self._stream.synchronize()
+
+    def read(self, name: str) -> np.ndarray:
+        """A copy of a storage on the host; waits for everything before it."""
+        array = self._arrays[name]
+        host = np.empty(array.shape, self._dtypes[name])
+        runtime.memcpyAsync(host.ctypes.data, array.data.ptr, host.nbytes, runtime.memcpyDeviceToHost, self._stream.ptr)
+        self._stream.synchronize()
+        return host
+
+    def read_scalars(self, names: Sequence[str]) -> list[float]:
+        """First elements of some storages, waiting once."""
+        offset, places = 0, []
+        for name in names:
+            array, size = self._arrays[name], self._dtypes[name].itemsize
+            target = self._scalars.ctypes.data + offset
+            runtime.memcpyAsync(target, array.data.ptr, size, runtime.memcpyDeviceToHost, self._stream.ptr)
+            places.append((offset, self._dtypes[name]))
+            offset += 8
+        self._stream.synchronize()
+        return [float(self._scalars[start : start + d.itemsize].view(d)[0]) for start, d in places]
+
+    def fill(self, name: str, value: float) -> None:
+        """Sets every element of a storage."""
+        array = self._arrays[name]
+        if value == 0:
+            runtime.memsetAsync(array.data.ptr, 0, array.nbytes, self._stream.ptr)
+        else:
+            self.write(name, np.full(array.shape, value))
+
+    def _view(self, offset: int, shape: tuple[int, ...], dtype: np.dtype) -> Any:
+        kind = np.dtype(np.uint8) if dtype in FP8 else dtype
+        return cupy.ndarray(shape, kind, memptr=cupy.cuda.MemoryPointer(self._owned, offset))
+
+    def __del__(self) -> None:
+        if getattr(self, "_address", 0):
+            self._stream.synchronize()
+            runtime.free(self._address)
+            self._address = 0
+
+
+class _Staging:
+    """A ring of pinned buffers for small host-to-device copies; a buffer is used again once its copy is done."""
+
+    def __init__(self, stream: Any) -> None:
+        self._stream = stream
+        self._buffers = [_pinned(STAGED_BYTES) for _ in range(STAGED)]
+        self._events = [cupy.cuda.Event(disable_timing=True) for _ in range(STAGED)]
+        self._next = 0
+
+    def copy(self, target: int, host: np.ndarray) -> None:
+        """Starts a copy of `host` to the device address `target`."""
+        index, self._next = self._next, (self._next + 1) % STAGED
+        event, buffer = self._events[index], self._buffers[index]
+        event.synchronize()
+        buffer[: host.nbytes] = host.reshape(-1).view(np.uint8)
+        runtime.memcpyAsync(target, buffer.ctypes.data, host.nbytes, runtime.memcpyHostToDevice, self._stream.ptr)
+        event.record(self._stream)
+
+
+def _pinned(num_bytes: int) -> np.ndarray:
+    """Page-locked host memory, or ordinary memory where the system refuses to lock any: its copies then wait."""
+    try:
+        return np.frombuffer(cupy.cuda.alloc_pinned_memory(num_bytes), np.uint8, num_bytes)
+    except runtime.CUDARuntimeError:
+        return np.empty(num_bytes, np.uint8)
+
+
+def _allocate(num_bytes: int) -> int:
+    """Address of device memory, not from CuPy's pool, which rounds, keeps and grows."""
+    try:
+        return int(runtime.malloc(max(num_bytes, 1)))
+    except runtime.CUDARuntimeError as error:
+        free, total = runtime.memGetInfo()
+        raise MemoryLimitError(
+            f"the GPU refused {num_bytes:,} bytes ({free:,} of {total:,} are free): end other programs on it, or use a "
+            "smaller --batch-size or --recompute-block"
+        ) from error
+
+
+class CudaBackend:
+    """The GPU's ops on one stream, with the handles of the libraries behind them.
+
+    `given` are the GEMM algorithms of an earlier run (`algorithms`), which repeat its bits.
+    """
+
+    def __init__(
+        self, *, use_graphs: bool = True, deterministic: bool = True, given: Mapping[str, Any] | None = None
+    ) -> None:
+        self._use_graphs = use_graphs
+        self._free_bytes, _ = runtime.memGetInfo()
+        self.stream = cupy.cuda.Stream(non_blocking=True)
+        self._algorithms = Algorithms(device_key(), given)
+        self._gemms = Gemms(self._algorithms, scratch.take)
+        self._attention = Attention(Cudnn(deterministic=deterministic), scratch.take)
+        self.ops: Mapping[str, Op] = {**cuda.OPS, **linear_ops(self._gemms), **attention_ops(self._attention)}
+
+    def scratch_bytes(self, step: Step) -> int:
+        """Bytes that a step needs beside its arguments. UsageError for attention that this GPU lacks."""
+        if step.op.startswith("linear_"):
+            return linear_scratch()
+        names = signature(step.op)
+        inputs = {name: operand.ref for name, operand in zip(names.inputs, step.inputs, strict=True) if operand}
+        if step.op.startswith("attention_"):
+            qkv = inputs["qkv"]
+            wanted = tuple(result is not None and bool(result.operands) for result in step.outputs)
+            return attention_scratch(self._attention, step.op, qkv.shape, qkv.dtype, step.numbers, wanted)
+        outputs = {name: result.ref for name, result in zip(names.outputs, step.outputs, strict=True) if result}
+        return cuda.scratch_bytes(step.op, {name: ref.shape for name, ref in {**outputs, **inputs}.items()})
+
+    def prepare(self, steps: Iterable[Step]) -> None:
+        """Chooses an algorithm for every matrix product of the plan, by timing what the table lacks."""
+        problems = []
+        for step in steps:
+            result = step.outputs[0]
+            if step.op.startswith("linear_") and result is not None and result.operands:
+                inputs = [None if operand is None else operand.ref for operand in step.inputs]
+                problems.append(planned_problem(step.op, result.ref, result.accumulate, inputs))
+        with self.stream:
+            self._gemms.prepare(problems)
+        self._algorithms.save()
+
+    @property
+    def algorithms(self) -> dict[str, Any]:
+        """The GEMM algorithms in use, for the run folder and checkpoints."""
+        return self._algorithms.facts()
+
+    def peak_bytes(self) -> int:
+        """Device memory that was free when this backend began and is not now: nothing is given back before the end."""
+        return self._free_bytes - int(runtime.memGetInfo()[0])
+
+    def use_scratch(self, buffer: Any) -> None:
+        """The memory for that, which all calls use in turn."""
+        scratch.use(buffer)
+
+    def memory(self, persistent: Mapping[str, Ref], arena_bytes: int) -> DeviceMemory:
+        """Memory of the current device."""
+        return DeviceMemory(persistent, arena_bytes, self.stream)
+
+    def program(self, calls: Sequence[Call]) -> Call:
+        """One call that makes all `calls` in order on the stream, without waiting for them."""
+        return _Program(calls, self.stream, self._use_graphs)
+
+
+class _Program:
+    """Calls that run eagerly once, then as a graph."""
+
+    def __init__(self, calls: Sequence[Call], stream: Any, use_graphs: bool) -> None:
+        self._calls, self._stream, self._use_graphs = calls, stream, use_graphs
+        self._graph: Any = None
+        self._runs = 0
+
+    def __call__(self) -> None:
+        self._runs += 1
+        if self._use_graphs and self._graph is None and self._runs > 1:
+            self._graph = self._captured()
+        if self._graph is not None:
+            self._graph.launch(self._stream)
+        else:
+            self._make_calls()
+
+    def _captured(self) -> Any:
+        self._stream.begin_capture()
+        try:
+            self._make_calls()
+        finally:
+            graph = self._stream.end_capture()
+        graph.upload(self._stream)
+        return graph
+
+    def _make_calls(self) -> None:
+        with self._stream:
+            for call in self._calls:
+                call()
