@@ -163,7 +163,7 @@ def _cuda_facts(device: Device) -> dict[str, Any]:
     facts: dict[str, Any] = {"compute capability": cuda_driver.dotted(found.capability), "SMs": found.num_sms}
     rate = f"{peaks(device)['bf16'] / gpus.TERA:.4g} TFLOP/s bf16"
     source = device.card.source if device.card else "measured, since this card is not in llmq's table"
-    facts["peak"] = f"{rate} ({source})"
+    facts["peak"] = f"{rate}, {source}"
     if device.gpu is None:
         return facts
     driver, reading = cuda_driver.read(), nvml.read(device.gpu.uuid) or nvml.Reading()

@@ -97,7 +97,7 @@ def test_a_gpu_that_is_not_here_is_planned_for(machine):
     assert device.peaks(picked) == card.peaks
     facts = device.system_facts(picked)
     assert facts["device"] == "cuda: H200 (planned for, not used)" and "uuid" not in facts
-    assert facts["peak"].startswith("989.4 TFLOP/s bf16 (NVIDIA H200")
+    assert facts["peak"].startswith("989.4 TFLOP/s bf16, NVIDIA H200")
 
 
 def test_an_unknown_card_names_the_known_ones():
@@ -158,7 +158,7 @@ def test_an_unknown_card_is_measured_and_the_log_says_so(machine, monkeypatch):
     picked = device.pick_device(AUTO)
     assert picked.card is None
     assert device.peaks(picked) == {"bf16": 1.01e14, "fp32": 5e13, "e4m3": 2.02e14}
-    assert device.system_facts(picked)["peak"] == "101 TFLOP/s bf16 (measured, since this card is not in llmq's table)"
+    assert device.system_facts(picked)["peak"] == "101 TFLOP/s bf16, measured, since this card is not in llmq's table"
 
 
 def test_the_rate_of_a_gpu_is_that_of_its_fastest_product(monkeypatch):
