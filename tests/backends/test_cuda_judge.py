@@ -24,7 +24,7 @@ def batches(vocab_size):
     path = os.environ.get("LLMQ_TEST_TOKENS")
     if not path:
         return [zipf_batch(vocab_size, B, T, seed) for seed in range(STEPS)]
-    tokens = np.asarray(TokenFile(path).tokens[:])
+    tokens = np.asarray(TokenFile.open(path).tokens[:])
     starts = np.random.default_rng(0).permutation((tokens.size - 1) // T)
     rows = np.resize(starts, STEPS * B).reshape(STEPS, B) * T
     return [
