@@ -25,7 +25,7 @@ ROW8, COL8 = Form("e4m3", "row", "delayed"), Form("e4m3", "col", "delayed")
 # most registers of any variant on any card; a kernel that needs more has changed its occupancy
 REGISTERS = {
     "add": 40,
-    "adamw": 96,
+    "adamw": 112,
     "amax": 56,
     "amax_scale": 24,
     "bias_backward": 40,
@@ -216,17 +216,19 @@ def test_every_kernel_compiles_within_its_registers_and_does_not_spill(launches,
     everything = request.config.getoption("--all")
     for sizes in (QWEN_0_5B, QWEN_7B)[: 2 if everything else 1]:
         model_launches(launches, **sizes)
-    units = {}
-    for name, _, constants, _ in launches.found:
+    launched: dict[tuple[str, tuple[Any, ...]], set[str]] = {}
+    for name, entry, constants, _ in launches.found:
         if everything or "float" not in (constants.get("T"), constants.get("X")):
-            units[name, tuple(sorted(constants.items()))] = constants
+            launched.setdefault((name, tuple(sorted(constants.items()))), set()).add(entry)
     wrong = []
-    for (name, _), constants in units.items():
+    for (name, items), entries in launched.items():
+        constants = dict(items)
         assert capability in architectures(name)
         _, log = cuda_compile.compiled(name, capability, constants)
         found = cuda_compile.resources(log)
-        assert found and "warning" not in log, log
-        for entry, used in found.items():
+        assert found.keys() >= entries and "warning" not in log, log
+        for entry in entries:
+            used = found[entry]
             if used.spill_bytes or used.registers > REGISTERS[entry] or used.shared_bytes > 48 * 1024:
                 wrong.append(f"{entry} {used} with {constants}")
     assert not wrong, "\n".join(wrong)

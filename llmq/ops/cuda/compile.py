@@ -5,17 +5,14 @@ of the cache covers every byte that is compiled. Shapes and dtypes are constants
 decided per element. CuPy's own compilation is not used: it flushes subnormal numbers to zero (-ftz=true), and its cache
 does not see headers.
 
-The cache is `$LLMQ_CACHE_DIR/kernels`, else `$XDG_CACHE_HOME/llmq/kernels`, else `~/.cache/llmq/kernels`; it may be
-deleted at any time. Files appear there whole, under names that hold a hash of their content: a damaged one is made
-anew.
+Cubins lie in the folder `kernels` of the cache (`cache.py`), under names that hold a hash of their content: a damaged
+one is made anew.
 """
 
 from __future__ import annotations
 
 import hashlib
-import os
 import re
-import tempfile
 import threading
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -23,6 +20,7 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
+from llmq.ops.cuda.cache import cache_folder, write_whole
 from llmq.ops.cuda_sources import cuda_folder
 
 INCLUDE = re.compile(r'^#include "([\w.]+)"\n', re.MULTILINE)
@@ -105,13 +103,6 @@ def resources(log: str) -> dict[str, Resources]:
     return found
 
 
-def cache_folder() -> Path:
-    """Where cubins are kept."""
-    own = os.environ.get("LLMQ_CACHE_DIR")
-    home = Path(own) if own else Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "llmq"
-    return home / "kernels"
-
-
 def cubin_file(name: str, capability: int, constants: Constants) -> Path:
     """File with the cubin, compiled unless it is there already and whole."""
     from cuda.bindings import nvrtc
@@ -119,17 +110,14 @@ def cubin_file(name: str, capability: int, constants: Constants) -> Path:
     version = nvrtc.nvrtcVersion()[1:]
     parts = (source(name, constants), version, capability, OPTIONS)
     key = hashlib.sha256(repr(parts).encode()).hexdigest()[:32]
-    folder = cache_folder()
+    folder = cache_folder("kernels")
     for path in folder.glob(f"{name}-{key}-*.cubin"):
         if path.stem.rsplit("-", 1)[1] == _digest(path.read_bytes()):
             return path
         path.unlink(missing_ok=True)
     cubin, _ = compiled(name, capability, constants)
-    folder.mkdir(parents=True, exist_ok=True)
     path = folder / f"{name}-{key}-{_digest(cubin)}.cubin"
-    with tempfile.NamedTemporaryFile(dir=folder, delete=False) as file:
-        file.write(cubin)
-    os.replace(file.name, path)
+    write_whole(path, cubin)
     return path
 
 
