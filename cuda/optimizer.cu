@@ -1,9 +1,12 @@
 // The update: sums of squares, the step's global norm and scale, and AdamW in one pass.
 //
-// adamw: a block owns tiles of 32 rows and 32*N columns (parameters are seen as rows of a fixed width where no transposed
-// form is wanted), a lane N elements. Every operation is rounded by itself, in the order of the reference (no fused products,
-// see compile.py), and bits come from Philox4x32-10 by address, so that results equal the reference bit for bit. What is stored in bf16 is rounded
-// stochastically; with `apply` 0 nothing is written.
+// adamw: a block owns tiles of rows and 32*N columns (parameters are seen as rows of a fixed width where no transposed form
+// is wanted), a lane N elements. Every operation is rounded by itself, in the order of the reference (no fused products:
+// compile.py), and bits come from Philox4x32-10 by address, so that results equal the reference bit for bit. What is stored
+// in bf16 is rounded stochastically; with `apply` 0 nothing is written.
+//
+// Measured on an H200 with a 7B gate-up matrix: all fp32 4100 GB/s, 95% of a copy; bf16 moments 3889, 94%; all bf16 2990,
+// 70%, bound by the instructions of Philox.
 //
 // Architectures: 80 86 89 90 100 120
 // Constants: MASTER, M, V, G, T (dtypes of master, moments, gradient, weight), C (columns), N, FORMS, E4M3

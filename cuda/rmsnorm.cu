@@ -5,6 +5,9 @@
 // (`parts` of them, a function of the shapes) and leaves their sum to `sum_weight`: the order never changes.
 // d_out may be the memory of d_res.
 //
+// Measured on an H200 in bf16: (32768, 896) forward 3382 GB/s, 90% of a copy, backward 3679, 90%; (16384, 3584) 3959, 96%,
+// and 3861, 91%. With fp8 in both layouts forward is at 71-73%: a block transposes only when all of its rows are there.
+//
 // Architectures: 80 86 89 90 100 120
 // Constants: T, G (dtype of the weight's gradient), C, N, GROUP, VPT, GROUPS, ROWS (forward), FORMS, E4M3, RESIDUAL (0 or 1)
 

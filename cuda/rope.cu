@@ -4,7 +4,9 @@
 // A lane owns N channels of the first half of one head and the N that they pair with; LANES of them stand side by side, and
 // SLOTS rows one below the other, so column sums for the bias gradient stay in registers until a block has gone through
 // its 256 rows, and out may be the memory of x. Backward is the turn by -angle. Where sums are wanted LANES is 8: with 32
-// there are so few blocks of 256 rows that the last wave stands half empty (measured, 0.5B: 65% of a copy against 77%).
+// there are so few blocks of 256 rows that the last wave stands half empty (measured, 0.5B: 65% of a copy against 79%).
+//
+// Measured on an H200 in bf16 (0.5B, 7B): forward 94 and 98% of a copy, backward with sums 79 and 87%.
 //
 // Architectures: 80 86 89 90 100 120
 // Constants: T, HEADS (all), TURNED (query and key heads), HD, N, LANES, SIGN, IN_PLACE (value heads are there already),

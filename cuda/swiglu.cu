@@ -4,6 +4,9 @@
 // 16 bytes, a warp whole rows of the tile, so that every access of a warp is one run of 512 bytes. The transposed fp8 form
 // waits in shared memory until the tile is full.
 //
+// Measured on an H200 at (32768, 4864) bf16: forward 4325 GB/s and backward 4227, as fast as a copy; with fp8 in both
+// layouts in place of the value 3715 and 3754 (tiles of 32 rows, so runs of 32 bytes: 2638 and 3421).
+//
 // Architectures: 80 86 89 90 100 120
 // Constants: T (float or bf16), F, N (numbers per access), FORMS and E4M3 (forms.cuh)
 
