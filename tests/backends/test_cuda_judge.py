@@ -13,69 +13,97 @@ from llmq.plan.plan import make_plan
 from llmq.plan.precision import Precision
 from llmq.presets import preset
 from llmq.report.bench import zipf_batch
+from llmq.rows import parameter_rows
 from llmq.source import ModelSource, drawn
 
 pytestmark = [pytest.mark.gpu, pytest.mark.judge]
-B, T, STEPS, RATE = 8, 1024, 50, 3e-4
+T, STEPS, RATE, WARMUP, CLIP, DECAY = 1024, 50, 3e-4, 10, 1.0, 0.1
+CONFIG = preset("Qwen2.5-0.5B")
 
 
-def batches(vocab_size):
-    """STEPS batches of windows of a token file (LLMQ_TEST_TOKENS: tiny-shakespeare by Qwen's tokenizer), else words."""
+def batches(b):
+    """STEPS batches of b windows of LLMQ_TEST_TOKENS (tiny-shakespeare by Qwen's tokenizer), or of generated tokens."""
     path = os.environ.get("LLMQ_TEST_TOKENS")
     if not path:
-        return [zipf_batch(vocab_size, B, T, seed) for seed in range(STEPS)]
+        return [zipf_batch(CONFIG.vocab_size, b, T, seed) for seed in range(STEPS)]
     tokens = np.asarray(TokenFile.open(path).tokens[:])
     starts = np.random.default_rng(0).permutation((tokens.size - 1) // T)
-    rows = np.resize(starts, STEPS * B).reshape(STEPS, B) * T
+    rows = np.resize(starts, STEPS * b).reshape(STEPS, b) * T
     return [
         (np.stack([tokens[r : r + T] for r in step]), np.stack([tokens[r + 1 : r + T + 1] for r in step]))
         for step in rows
     ]
 
 
-def test_fifty_steps_follow_transformers(capsys):
-    torch = pytest.importorskip("torch")
-    transformers = pytest.importorskip("transformers")
+def initial_values():
+    """Our initialisation of every row, from seed 0."""
+    source = ModelSource("Qwen2.5-0.5B", CONFIG, None, None, True, False)
+    return [(row, drawn(source, row, 0)) for row in parameter_rows(CONFIG)]
+
+
+def rate(step, warmup):
+    """Learning rate of a step, from 1."""
+    return RATE * min(1.0, step / warmup) if warmup else RATE
+
+
+def our_losses(values, given, warmup):
+    """Losses of llmq: bf16 copies of fp32 masters, moments and gradients in fp32."""
     from llmq.backends.cuda import CudaBackend
     from llmq.engine import Engine
 
-    config = preset("Qwen2.5-0.5B")
     backend = CudaBackend()
+    hyper = Hyperparameters(weight_decay=DECAY, grad_clip=CLIP)
     precision = Precision("bf16", "bf16", master="fp32", grad="fp32")
-    hyper = Hyperparameters(weight_decay=0.1, grad_clip=1.0)
-    plan = make_plan(config, precision, Memory(), hyper, batch_size=B, seq_len=T, scratch_bytes=backend.scratch_bytes)
-    source = ModelSource("Qwen2.5-0.5B", config, None, None, True, False)
-    values = {row.name: drawn(source, row, 0) for row in plan.rows}
-    model = transformers.AutoModelForCausalLM.from_config(
-        transformers.AutoConfig.for_model(**to_hf(config, "fp32")), attn_implementation="sdpa", dtype=torch.float32
-    ).cuda()
+    shape = {"batch_size": len(given[0][0]), "seq_len": T}
+    plan = make_plan(CONFIG, precision, Memory(), hyper, **shape, scratch_bytes=backend.scratch_bytes)
+    engine = Engine(plan, backend)
+    engine.load(values)
+    losses = []
+    for step, (tokens, targets) in enumerate(given, 1):
+        engine.micro_step(tokens, targets, first=True)
+        losses.append(engine.update(step, rate(step, warmup)).loss)
+    return np.array(losses)
+
+
+def their_losses(values, given, warmup, attention="sdpa"):
+    """Losses of transformers: f32 weights under bf16 autocast, torch.optim.AdamW."""
+    torch = pytest.importorskip("torch")
+    transformers = pytest.importorskip("transformers")
+
+    config = transformers.AutoConfig.for_model(**to_hf(CONFIG, "fp32"))
+    model = transformers.AutoModelForCausalLM.from_config(config, attn_implementation=attention, dtype=torch.float32)
+    model.cuda()
     named = dict(model.named_parameters())
     with torch.no_grad():
-        for row in plan.rows:
+        for row, value in values:
             for part in row.parts:
-                named[part.name].copy_(torch.from_numpy(values[row.name][part.start : part.stop]))
-    decay = [p for p in model.parameters() if p.ndim > 1]
-    others = [p for p in model.parameters() if p.ndim == 1]
-    groups = [{"params": decay, "weight_decay": 0.1}, {"params": others, "weight_decay": 0.0}]
+                named[part.name].copy_(torch.from_numpy(value[part.start : part.stop]))
+    groups = [
+        {"params": [p for p in model.parameters() if p.ndim > 1], "weight_decay": DECAY},
+        {"params": [p for p in model.parameters() if p.ndim == 1], "weight_decay": 0.0},
+    ]
     optimizer = torch.optim.AdamW(groups, lr=RATE, betas=(0.9, 0.95), eps=1e-8)
-    engine = Engine(plan, backend)
-    engine.load((row, values[row.name]) for row in plan.rows)
-    ours, theirs = [], []
-    for step, (tokens, targets) in enumerate(batches(config.vocab_size), 1):
-        engine.micro_step(tokens, targets, first=True)
-        ours.append(engine.update(step, RATE).loss)
+    losses = []
+    for step, (tokens, targets) in enumerate(given, 1):
+        for group in optimizer.param_groups:
+            group["lr"] = rate(step, warmup)
         with torch.autocast("cuda", torch.bfloat16):
             logits = model(torch.from_numpy(tokens).long().cuda()).logits
-        loss = torch.nn.functional.cross_entropy(
-            logits.float().view(-1, config.vocab_size), torch.from_numpy(targets).long().cuda().view(-1)
-        )
+        flat = torch.from_numpy(targets).long().cuda().view(-1)
+        loss = torch.nn.functional.cross_entropy(logits.float().view(-1, CONFIG.vocab_size), flat)
+        del logits
         loss.backward()
-        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        torch.nn.utils.clip_grad_norm_(model.parameters(), CLIP)
         optimizer.step()
         optimizer.zero_grad()
-        theirs.append(loss.item())
-    difference = np.abs(np.array(ours) - np.array(theirs))
-    text = f"loss {ours[0]:.4f} to {ours[-1]:.4f}, transformers {theirs[-1]:.4f}, {difference.max():.4f} apart at most"
+        losses.append(loss.item())
+    return np.array(losses)
+
+
+def test_fifty_steps_follow_transformers(capsys):
+    values, given = initial_values(), batches(16)
+    ours, theirs = our_losses(values, given, WARMUP), their_losses(values, given, WARMUP)
+    apart = np.abs(ours - theirs).max()
     with capsys.disabled():
-        print(f"\n{text}")
-    assert difference.max() <= 0.02
+        print(f"\nloss {ours[0]:.4f} to {ours[-1]:.4f}, transformers {theirs[-1]:.4f}, {apart:.4f} apart at most")
+    assert apart <= 0.02

@@ -8,6 +8,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -108,7 +109,9 @@ def test_a_signal_leaves_no_half_file(tmp_path: Path, small_tokenizer: Path, num
     (tmp_path / "a.txt").write_text("It's the king's 10 ships, isn't it?\n" * 1_000_000)
     out = tmp_path / "out"
     command = [sys.executable, str(TOOL), "--input", "a.txt", "--tokenizer", str(small_tokenizer), "--out-dir", "out"]
-    with subprocess.Popen(command, cwd=tmp_path, stderr=subprocess.PIPE, text=True) as process:
+    # a background job of a shell ignores Ctrl-C, and so would what it starts
+    heed = partial(signal.signal, signal.SIGINT, signal.SIG_DFL)
+    with subprocess.Popen(command, cwd=tmp_path, stderr=subprocess.PIPE, text=True, preexec_fn=heed) as process:
         deadline = time.monotonic() + 60
         while not list(out.glob(".train.bin.*")) and time.monotonic() < deadline:
             time.sleep(0.01)
