@@ -22,8 +22,8 @@ NOT_PROVEN = 1  # exit code: it ran, and what it should show is not so
 def prepare_environment(out: Path) -> None:
     """Settings of libraries that they read when they are imported; what the user has set stays.
 
-    One BLAS thread: two of them wait for each other in every small product, and on a machine with other work on its
-    two cores that was 10 to 20 times slower (69 to 377 tokens/s, against 1050 to 1500 with one thread).
+    One BLAS thread: two are 16% faster on two idle cores (5494 tokens/s, against 4757), but wait for each other in
+    every small product, and beside other work were 10 times slower and more (69 to 377, against 1047 to 1517).
     """
     for name in ("OPENBLAS", "OMP", "MKL"):
         os.environ.setdefault(f"{name}_NUM_THREADS", "1")

@@ -1,0 +1,106 @@
+"""The README agrees with the code: its tables are made from it (`python tests/test_readme.py`), its commands parse."""
+
+import ast
+import inspect
+import re
+import shlex
+from importlib import import_module
+from pathlib import Path
+
+from llmq import errors
+from llmq.options import SECTIONS, Options, descriptions
+from llmq.presets import PRESETS
+from llmq.section import flag
+from llmq.training import TrainResult
+
+ROOT = Path(__file__).parents[1]
+README = ROOT / "README.md"
+
+
+def options_table() -> str:
+    """Every option by section: flag, values, default, meaning, other names."""
+    lines = []
+    for section, cls in SECTIONS.items():
+        lines += [f"**{cls.title}**", "", "| option | default | meaning |", "|---|---|---|"]
+        for d in descriptions().values():
+            if d.section == section:
+                value = "" if d.kind == "flag" else f" {d.metavar}"
+                also = f" Also {', '.join(f'`{flag(alias)}`' for alias in d.aliases)}." if d.aliases else ""
+                cells = (f"`{flag(d.key)}{value}`", "off" if d.kind == "flag" else d.shown or "none", d.help + also)
+                lines.append("| " + " | ".join(cell.replace("|", "\\|") for cell in cells) + " |")
+        lines.append("")
+    return "\n".join(lines).strip()
+
+
+def presets() -> str:
+    """The presets' names."""
+    return ", ".join(f"`{name}`" for name in PRESETS) + "."
+
+
+MADE = {"options": options_table, "presets": presets}
+
+
+def with_made_parts(text: str) -> str:
+    """`text` with the parts between the marks made anew."""
+    for name, make in MADE.items():
+        parts = re.compile(rf"(<!-- {name}: .*? -->\n).*?(<!-- end of {name} -->)", re.DOTALL)
+        text, count = parts.subn(lambda found, make=make: f"{found[1]}{make()}\n{found[2]}", text)
+        assert count == 1, f"README.md has {count} places for the {name}"
+    return text
+
+
+def blocks(language: str) -> list[str]:
+    """The code blocks in a language."""
+    return re.findall(rf"```{language}\n(.*?)```", README.read_text("utf-8"), re.DOTALL)
+
+
+def commands() -> list[list[str]]:
+    """Every line of a shell that the README shows in a block."""
+    lines = "".join(blocks("bash")).replace("\\\n", " ").splitlines()
+    return [shlex.split(line) for line in lines]
+
+
+def test_the_tables_are_those_of_the_code():
+    text = README.read_text("utf-8")
+    assert with_made_parts(text) == text, "run: python tests/test_readme.py"
+
+
+def test_the_commands_exist_and_parse():
+    seen = set()
+    for name, *arguments in commands():
+        seen.add(name)
+        if name == "llmq-train":
+            Options.parse(dict(argument[2:].split("=", 1) for argument in arguments))
+        elif name in ("tokenize-data", "llmq-plot", "llmq-export-wandb"):
+            module = import_module(f"llmq.cli.{name.removeprefix('llmq-').replace('-', '_')}")
+            module.command.make_context(name, list(arguments))
+        elif name == "bash":
+            assert (ROOT / arguments[0]).is_file()
+        else:
+            assert name == "pip"
+    assert {"llmq-train", "tokenize-data", "llmq-plot", "llmq-export-wandb", "bash"} <= seen
+
+
+def test_the_python_example_uses_options_and_results_that_exist():
+    (example,) = map(ast.parse, blocks("python"))
+    (call,) = [node for node in ast.walk(example) if isinstance(node, ast.Call) and node.keywords]
+    assert ast.unparse(call.func) == "llmq.train"
+    Options.parse({keyword.arg: ast.literal_eval(keyword.value) for keyword in call.keywords})
+    read = [node for node in ast.walk(example) if isinstance(node, ast.Attribute)]
+    fields = {node.attr for node in read if ast.unparse(node.value) == "result"}
+    assert fields and fields <= set(TrainResult.__dataclass_fields__)
+
+
+def test_the_exit_codes_are_those_of_the_errors():
+    table = {int(code) for code in re.findall(r"^\| (\d+) \|", README.read_text("utf-8"), re.MULTILINE)}
+    classes = [value for _, value in inspect.getmembers(errors, inspect.isclass) if value is not errors.LlmqError]
+    assert table == {0, errors.INTERRUPTED, errors.TERMINATED} | {c.exit_code for c in classes}
+
+
+def test_paths_of_the_checkout_exist():
+    named = re.findall(r"\b(?:tools|tests|llmq)/[\w./-]+\.\w+", README.read_text("utf-8"))
+    assert named and all((ROOT / name).exists() for name in named)
+
+
+if __name__ == "__main__":
+    README.write_text(with_made_parts(README.read_text("utf-8")), "utf-8")
