@@ -243,7 +243,7 @@ def trained(settings: Settings, places: Places, tell: Callable[[str], None], fol
     chosen = options(settings, places)
     if any((places.run / "checkpoints").glob("step-*")):
         chosen["continue"] = "auto"
-    gpu = "" if cuda_problem() else " (there is a GPU, but this version trains on the CPU only)"
+    gpu = "" if cuda_problem() else " (the quickstart does not use the GPU yet)"
     tell(f"Training for {settings.steps} steps of {settings.batch_size * settings.seq_len} tokens on the CPU{gpu}")
     places.run.mkdir(parents=True, exist_ok=True)
     with open(places.run / "console.txt", "a", encoding="utf-8") as console, follow(settings.steps) as watch:
