@@ -128,7 +128,7 @@ def _prepare(options: Options, log: RunLog) -> Job:
     device.refuse_dtypes(where, dtypes.matmul, dtypes.head)
     hyper = optimizer.resolve(options.optimizer)
     algorithms = load_state(resume).get("algorithms") if resume else None
-    kind = "cpu" if where.planned else where.kind  # a card that is only planned for runs nothing
+    kind = "planned" if where.planned else where.kind
     backend = open_backend(kind, algorithms=algorithms or None, **device.backend_settings(options.system))
     scratch = backend.scratch_bytes
     plan = make_plan(config, dtypes, limits, hyper, batch_size=b, seq_len=t, seed=seed, scratch_bytes=scratch)
@@ -266,6 +266,8 @@ class _Run:
             memory_mib=job.backend.peak_bytes() / MIB,
         )
         self._note(record, last)
+        for text in job.backend.notices if len(self.speeds) == 1 else ():
+            self.log.notice(text)
         if len(self.speeds) == 1 and job.backend.algorithms:
             self.log.record("algorithms", **job.backend.algorithms)
         if job.data.eval is not None and self.log.eval_due(self.step, last=last):

@@ -30,11 +30,14 @@ class Memory(Protocol):
 class Backend(Protocol):
     """What the engine needs of a device. `prepare` comes before memory is allocated, with all steps of the plan.
 
-    `algorithms` is what decides the bits of matrix products, as plain data; `peak_bytes` the most memory used so far.
+    `algorithms` is what decides the bits of matrix products, as plain data; `notices` what the user should know of the
+    device; `peak_bytes` the most memory used so far.
     """
 
     @property
-    def algorithms(self) -> dict[str, Any]: ...
+    def algorithms(self) -> Mapping[str, Any]: ...
+    @property
+    def notices(self) -> Sequence[str]: ...
     @property
     def ops(self) -> Mapping[str, Op]: ...
     def scratch_bytes(self, step: Step) -> int: ...
@@ -52,7 +55,7 @@ def open_backend(
     deterministic: bool = True,
     algorithms: Mapping[str, Any] | None = None,
 ) -> Backend:
-    """The backend of a device: `cpu`, or `cuda` on the current GPU.
+    """The backend of a device: `cpu`, `cuda` on the current GPU, or `planned` for a GPU that is not here.
 
     The CPU is always deterministic. `algorithms` are those of an earlier run, whose bits are then repeated.
     """
@@ -60,6 +63,10 @@ def open_backend(
         from llmq.backends.cuda import CudaBackend
 
         return CudaBackend(use_graphs=use_graphs, deterministic=deterministic, given=algorithms)
+    if device == "planned":
+        from llmq.backends.planned import PlannedBackend
+
+        return PlannedBackend(deterministic=deterministic)
     from llmq.backends.host import HostBackend
 
     assert device == "cpu", device

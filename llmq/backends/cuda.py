@@ -55,7 +55,12 @@ class DeviceMemory:
             offset += size
         self._arena = offset
         runtime.memsetAsync(self._address, 0, total, stream.ptr)
-        self._staging, self._scalars = _Staging(stream), _pinned(512)
+        self._staging, self._scalars = _Staging(stream), _pinned(512)[0]
+
+    @property
+    def is_pinned(self) -> bool:
+        """Whether host writes go through page-locked memory."""
+        return self._staging.is_pinned
 
     def array(self, name: str) -> Any:
         """The storage itself, a CuPy array."""
@@ -123,7 +128,8 @@ class _Staging:
 
     def __init__(self, stream: Any) -> None:
         self._stream = stream
-        self._buffers = [_pinned(STAGED_BYTES) for _ in range(STAGED)]
+        self._buffers, pinned = zip(*(_pinned(STAGED_BYTES) for _ in range(STAGED)), strict=True)
+        self.is_pinned = all(pinned)
         self._events = [cupy.cuda.Event(disable_timing=True) for _ in range(STAGED)]
         self._next = 0
 
@@ -137,12 +143,12 @@ class _Staging:
         event.record(self._stream)
 
 
-def _pinned(num_bytes: int) -> np.ndarray:
-    """Page-locked host memory, or ordinary memory where the system refuses to lock any: its copies then wait."""
+def _pinned(num_bytes: int) -> tuple[np.ndarray, bool]:
+    """Page-locked host memory, or ordinary memory where the system refuses to lock any; and which of the two."""
     try:
-        return np.frombuffer(cupy.cuda.alloc_pinned_memory(num_bytes), np.uint8, num_bytes)
-    except runtime.CUDARuntimeError:
-        return np.empty(num_bytes, np.uint8)
+        return np.frombuffer(cupy.cuda.alloc_pinned_memory(num_bytes), np.uint8, num_bytes), True
+    except (runtime.CUDARuntimeError, MemoryError):
+        return np.empty(num_bytes, np.uint8), False
 
 
 def _allocate(num_bytes: int) -> int:
@@ -166,10 +172,16 @@ class CudaBackend:
     def __init__(
         self, *, use_graphs: bool = True, deterministic: bool = True, given: Mapping[str, Any] | None = None
     ) -> None:
+        self.notices: list[str] = []
         self._use_graphs = use_graphs
         self._free_bytes, _ = runtime.memGetInfo()
         self.stream = cupy.cuda.Stream(non_blocking=True)
         self._algorithms = Algorithms(device_key(), given)
+        if not self._algorithms.given_fits:
+            self.notices.append(
+                "The checkpoint's matrix-product algorithms are those of another GPU or library, so this run does not "
+                "repeat the bits that the old one would have had"
+            )
         self._gemms = Gemms(self._algorithms, scratch.take)
         self._attention = Attention(Cudnn(deterministic=deterministic), scratch.take)
         self.ops: Mapping[str, Op] = {**cuda.OPS, **linear_ops(self._gemms), **attention_ops(self._attention)}
@@ -197,7 +209,8 @@ class CudaBackend:
                 problems.append(planned_problem(step.op, result.ref, result.accumulate, inputs))
         with self.stream:
             self._gemms.prepare(problems)
-        self._algorithms.save()
+        if problem := self._algorithms.save():
+            self.notices.append(problem)
 
     @property
     def algorithms(self) -> dict[str, Any]:
@@ -214,7 +227,10 @@ class CudaBackend:
 
     def memory(self, persistent: Mapping[str, Ref], arena_bytes: int) -> DeviceMemory:
         """Memory of the current device."""
-        return DeviceMemory(persistent, arena_bytes, self.stream)
+        memory = DeviceMemory(persistent, arena_bytes, self.stream)
+        if not memory.is_pinned:
+            self.notices.append("The system refuses to lock host memory: copies to the GPU wait for each other")
+        return memory
 
     def program(self, calls: Sequence[Call]) -> Call:
         """One call that makes all `calls` in order on the stream, without waiting for them."""

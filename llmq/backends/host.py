@@ -58,7 +58,8 @@ class HostBackend:
 
     def __init__(self) -> None:
         self.ops: Mapping[str, Op] = reference.OPS
-        self.algorithms: dict[str, Any] = {}  # one BLAS, one way
+        self.algorithms: Mapping[str, Any] = {}  # one BLAS, one way
+        self.notices: Sequence[str] = ()
 
     def scratch_bytes(self, step: Step) -> int:
         """None: NumPy allocates its temporaries itself."""
