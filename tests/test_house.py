@@ -39,6 +39,11 @@ HOUSE = {
     "blocks": Place(may={"tensor", "sites"}, never={"options", "plan", "stores", "comm", *ARRAYS}),
     "stores": Place(may={"tensor", "arena", "ops", "comm", "rows"}, never={"blocks", "options"}),
     "comm": Place(may={"tensor"}),
+    "model": Place(may={"ops"}, never={"options", "plan", "stores", *ARRAYS}),
+    "optimizer": Place(may={"options", "rows", "tensor"}, never={*ARRAYS}),
+    "backends": Place(may={"arena", "ops", "plan", "tensor"}, never={"blocks", "options"}),
+    "bind": Place(may={"arena", "backends", "plan", "tensor"}, never={"blocks", "options"}),
+    "engine": Place(may={"backends", "bind", "plan", "rope", "rows"}, never={"blocks", "options"}),
     "plan": Place(
         may={"options", "rows", "config", "tensor", "arena", "ops", "blocks", "sites", "stores", "model", "optimizer"},
         never={"train", "cli"},
