@@ -59,7 +59,7 @@ def check_space(folder: Path, extra: str) -> None:
     if free < needed:
         raise EnvironmentProblem(
             f"installing the libraries for the GPU in {folder} takes {needed / 1e9:.1f} GB, {free / 1e9:.1f} GB are "
-            "free: make room, or do without the GPU (CUDA_VISIBLE_DEVICES= hides it)"
+            "free: make room, or do without the GPU: bash tools/quickstart.sh --cpu"
         )
 
 
@@ -108,9 +108,11 @@ def install_commands(folder: Path, requirements: list[str], uv: str | None) -> l
 def make(folder: Path, extras: list[str], packages: list[str]) -> bool:
     """Brings `folder` up to date; False if it was already. Raises EnvironmentProblem.
 
-    An environment that works is kept, with whatever else is in it.
+    An environment that works is kept, with whatever else is in it. One with the GPU's libraries serves without, too.
     """
-    base, wanted = stamp(extras, []), stamp(extras, packages)
+    wanted = stamp(extras, packages)
+    without_gpu = [extra for extra in extras if extra not in CUDA_BYTES]
+    made = {stamp(kinds, more) for kinds in (extras, without_gpu) for more in ([], packages)}
     stamp_file = folder / "llmq-stamp"
     python_exists = (folder / "bin" / "python").exists()  # false for a link to a Python that is gone
     if python_exists and stamp_file.is_file() and wanted in stamp_file.read_text("ascii").split():
@@ -132,7 +134,7 @@ def make(folder: Path, extras: list[str], packages: list[str]) -> bool:
             raise EnvironmentProblem(f"{folder} is not complete: `{' '.join(step)}` failed with exit code {code}")
     for left_behind in set(CHECKOUT.glob("*.egg-info")) - notes:  # by setuptools, which has no more use for it
         shutil.rmtree(left_behind)
-    stamp_file.write_text(f"{base}\n{wanted}\n", "ascii")
+    stamp_file.write_text("".join(f"{line}\n" for line in sorted(made)), "ascii")
     return True
 
 

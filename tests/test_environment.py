@@ -1,5 +1,6 @@
 """The environment that the scripts make: nothing is done twice, nothing foreign is touched, failures say what to do."""
 
+import shutil
 import subprocess
 import sys
 from types import SimpleNamespace
@@ -146,5 +147,41 @@ def test_a_disk_without_room_is_told_before_the_download(tmp_path, calls, monkey
         environment.shutil, "disk_usage", lambda path: asked.append(path) or SimpleNamespace(free=3_000_000_000)
     )
     assert environment.main([str(tmp_path / "not" / "there"), "--cuda"]) == 2
-    assert "takes 3.8 GB, 3.0 GB are free" in capsys.readouterr().err
+    said = capsys.readouterr().err
+    assert "takes 3.8 GB, 3.0 GB are free" in said and said.endswith("bash tools/quickstart.sh --cpu\n")
     assert asked == [tmp_path] and not calls
+
+
+@pytest.fixture
+def checkout(tmp_path, monkeypatch):
+    """A folder with the quickstart's script and a Python that notes how it is called."""
+    python, tools = tmp_path / "python", tmp_path / "checkout" / "tools"
+    python.write_text('#!/bin/sh\n[ "$1" = -c ] || echo "$@" >> "$CALLED"\n')
+    python.chmod(0o755)
+    tools.mkdir(parents=True)
+    for name in ("quickstart.sh", "python.sh"):
+        shutil.copy(environment.CHECKOUT / "tools" / name, tools)
+    (tmp_path / "checkout" / ".venv" / "bin").mkdir(parents=True)
+    (tmp_path / "checkout" / ".venv" / "bin" / "python").symlink_to(python)
+    monkeypatch.setenv("PYTHON", str(python))
+    monkeypatch.setenv("CALLED", str(tmp_path / "called"))
+    return tmp_path / "checkout"
+
+
+@pytest.mark.parametrize("arguments", [(), ("--show-resume",), ("--cpu",), ("--show-resume", "--cpu")])
+def test_the_quickstart_asks_for_the_libraries_for_the_gpu_unless_told(checkout, arguments):
+    assert subprocess.run(["bash", str(checkout / "tools" / "quickstart.sh"), *arguments], check=False).returncode == 0
+    made, started = [line.split() for line in (checkout.parent / "called").read_text().splitlines()]
+    gpu = [] if "--cpu" in arguments else ["--cuda"]
+    assert made == ["-m", "llmq.environment", ".venv", "--extra", "plot", *gpu]
+    assert started == ["-m", "llmq.quickstart", *arguments]
+
+
+def test_an_environment_for_the_gpu_serves_without_it(tmp_path, calls, monkeypatch):
+    """So that --cpu after a run on the GPU needs no network; the other way round the libraries are installed."""
+    monkeypatch.setattr(environment.shutil, "disk_usage", lambda path: SimpleNamespace(free=10**11))
+    assert environment.make(tmp_path / "venv", ["plot", "cuda13"], ["torch"])
+    assert not environment.make(tmp_path / "venv", ["plot"], [])
+    assert not environment.make(tmp_path / "venv", ["plot"], ["torch"])
+    assert environment.make(tmp_path / "other", ["plot"], [])
+    assert environment.make(tmp_path / "other", ["plot", "cuda13"], [])
