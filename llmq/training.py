@@ -149,7 +149,7 @@ def _prepare(options: Options, log: RunLog) -> Job:
         continue_command=continue_command(options),
     )
     _describe(job, log)
-    refuse_if_too_large(plan, device.memory_bytes(where)[1])
+    refuse_if_too_large(plan, device.memory_bytes(where)[1], scratch)
     saved = (checkpoints.folder, checkpoints.peak_bytes(job.checkpoint_bytes))
     check_free_space({"the checkpoints": saved, "the model": (job.export.folder, job.export.check())})
     return job

@@ -2,18 +2,22 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
 
 from llmq.errors import MemoryLimitError, UsageError
 from llmq.plan.plan import Plan, make_plan
+from llmq.plan.program import Step
+
+Scratch = Callable[[Step], int]
 
 
-def refuse_if_too_large(plan: Plan, free_bytes: int) -> None:
-    """MemoryLimitError if the plan needs more than `free_bytes`."""
+def refuse_if_too_large(plan: Plan, free_bytes: int, scratch_bytes: Scratch | None = None) -> None:
+    """MemoryLimitError if the plan needs more than `free_bytes`. `scratch_bytes` is what the plan was made with."""
     missing = plan.total_bytes - free_bytes
     if missing <= 0:
         return
-    for change, smaller in _smaller_plans(plan):
+    for change, smaller in _smaller_plans(plan, scratch_bytes):
         if smaller.total_bytes <= free_bytes:
             raise MemoryLimitError(
                 f"the run needs {_gib(plan.total_bytes)}, {_gib(free_bytes)} are free, {_gib(missing)} are missing: "
@@ -25,7 +29,7 @@ def refuse_if_too_large(plan: Plan, free_bytes: int) -> None:
     )
 
 
-def _smaller_plans(plan: Plan) -> list[tuple[str, Plan]]:
+def _smaller_plans(plan: Plan, scratch_bytes: Scratch | None) -> list[tuple[str, Plan]]:
     """Changes of the run's options that need less memory, the mildest first."""
     block = replace(plan.memory, flags=("recompute_block",))
     one = replace(plan.memory, attention_chunks=1)
@@ -50,7 +54,14 @@ def _smaller_plans(plan: Plan) -> list[tuple[str, Plan]]:
             memory = replace(memory, head_chunks=1)
         try:
             smaller = make_plan(
-                plan.config, precision, memory, plan.hyper, batch_size=batch_size, seq_len=plan.seq_len, seed=plan.seed
+                plan.config,
+                precision,
+                memory,
+                plan.hyper,
+                batch_size=batch_size,
+                seq_len=plan.seq_len,
+                seed=plan.seed,
+                scratch_bytes=scratch_bytes,
             )
         except UsageError:
             continue
