@@ -17,14 +17,32 @@ from llmq.plan.precision import Precision
 from llmq.source import ModelSource, initial_parameters
 
 
-def open_engine(folder: Path, *, seq_len: int, from_scratch: bool = False, seed: int = 0) -> Engine:
-    """An fp32 engine on the CPU with the weights in `folder`, or with those that `seed` draws for its config.json.
+def open_engine(
+    folder: Path,
+    *,
+    seq_len: int,
+    from_scratch: bool = False,
+    seed: int = 0,
+    device: str = "cpu",
+    precision: Precision | None = None,
+) -> Engine:
+    """An engine with the weights in `folder`, or with those that `seed` draws for its config.json.
 
-    It reads `seq_len` tokens back. Errors are those of the folder's config and weights.
+    It reads `seq_len` tokens back, in fp32 without a `precision`. `device` is cpu or cuda. Errors are those of the
+    folder's config and weights.
     """
     source = ModelSource(str(folder), from_folder(folder), folder, None, from_scratch, False)
-    plan = make_plan(source.config, Precision(), Memory(), Hyperparameters(), batch_size=1, seq_len=seq_len)
-    engine = Engine(plan, open_backend("cpu"))
+    backend = open_backend(device)
+    plan = make_plan(
+        source.config,
+        precision or Precision(),
+        Memory(),
+        Hyperparameters(),
+        batch_size=1,
+        seq_len=seq_len,
+        scratch_bytes=backend.scratch_bytes,
+    )
+    engine = Engine(plan, backend)
     engine.load(initial_parameters(source, plan.rows, seed))
     return engine
 

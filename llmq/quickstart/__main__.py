@@ -13,7 +13,7 @@ import click
 from llmq.cli import shell
 
 if TYPE_CHECKING:
-    from llmq.quickstart.run import Settings
+    from llmq.quickstart.settings import Settings
 
 OUT = Path("out") / "quickstart"
 NOT_PROVEN = 1  # exit code: it ran, and what it should show is not so
@@ -30,10 +30,14 @@ def prepare_environment(out: Path) -> None:
     os.environ.setdefault("VECLIB_MAXIMUM_THREADS", "1")
     # matplotlib keeps a list of fonts: it goes where everything else goes.
     os.environ.setdefault("MPLCONFIGDIR", str(out.absolute() / "cache" / "matplotlib"))
+    # So do kernels and matmul algorithms, and what CuPy and the NVIDIA driver would keep in the home folder.
+    for name, folder in (("LLMQ_CACHE_DIR", "llmq"), ("CUPY_CACHE_DIR", "cupy"), ("CUDA_CACHE_PATH", "driver")):
+        os.environ.setdefault(name, str(out.absolute() / "cache" / folder))
 
 
 def run(out: Path, settings: Settings, *, show_resume: bool) -> int:
     """Makes everything below `out`, shows it, and returns the exit code."""
+    from llmq.quickstart.gpu import fitted
     from llmq.quickstart.resume import show_resume as repeat_killed
     from llmq.quickstart.run import Interrupted, Places, quickstart
     from llmq.quickstart.show import last_screen, resumed_lines, say, tell, training
@@ -44,7 +48,7 @@ def run(out: Path, settings: Settings, *, show_resume: bool) -> int:
     except Interrupted as interrupted:
         say(f"Interrupted after step {interrupted.result.steps}: the same command goes on from there.")
         return interrupted.result.exit_code
-    resumed = repeat_killed(settings, places, tell) if show_resume else None
+    resumed = repeat_killed(fitted(settings, places), places, tell) if show_resume else None
     for line in last_screen(settings, places, outcome, cached=cached):
         say(line)
     if resumed is not None:
@@ -54,15 +58,26 @@ def run(out: Path, settings: Settings, *, show_resume: bool) -> int:
     return 0 if proven else NOT_PROVEN
 
 
+def settings_for(device: str) -> Settings:
+    """The settings for `cpu`, or for what `auto` finds; says why a GPU that is there is left alone."""
+    from llmq.device import pick
+    from llmq.quickstart.settings import GPU, Settings
+    from llmq.quickstart.show import say
+
+    where = pick(device)
+    if where.note:
+        say(where.note)
+    return GPU if where.kind == "cuda" else Settings()
+
+
 def command() -> click.Command:
     """The click command."""
 
-    def callback(show_resume: bool) -> int:
+    def callback(cpu: bool, show_resume: bool) -> int:
         prepare_environment(OUT)
-        from llmq.quickstart.run import Settings
+        return run(OUT, settings_for("cpu" if cpu else "auto"), show_resume=show_resume)
 
-        return run(OUT, Settings(), show_resume=show_resume)
-
+    on_cpu = click.Option(["--cpu"], is_flag=True, help="Train on the CPU, also where a GPU could be used.")
     resume = click.Option(
         ["--show-resume"],
         is_flag=True,
@@ -70,9 +85,10 @@ def command() -> click.Command:
     )
     return click.Command(
         "llmq.quickstart",
-        params=[resume, shell.version_option()],
+        params=[on_cpu, resume, shell.version_option()],
         callback=callback,
-        help=f"Trains a small model on this machine's Python sources, offline, in a few minutes. Writes to {OUT} only.",
+        help=f"Trains a small model on this machine's Python sources, offline, in a few minutes, on a GPU if there is "
+        f"one that can be used. Writes to {OUT} only.",
     )
 
 

@@ -1,4 +1,7 @@
-"""Real text that every machine has: the sources of Python's standard library, with a tokenizer trained on them."""
+"""Real text that every machine has: the sources of Python's standard library, with a tokenizer trained on them.
+
+Where more is wanted, those of the installed packages are text as well.
+"""
 
 from __future__ import annotations
 
@@ -22,6 +25,8 @@ LEFT_OUT = frozenset(
     {"test", "tests", "idle_test", "encodings", "pydoc_data", "lib2to3", "_bundled", "__pycache__"}
     | {"site-packages", "dist-packages"}
 )
+COPIES = "_vendor"  # packages within packages
+LONGEST_NAME = 200  # bytes; file systems take 255
 LEAST_BYTES = 100_000
 EVAL_FRACTION = 0.05
 EOS = "<|endoftext|>"
@@ -64,6 +69,23 @@ def standard_library(most_bytes: int, root: Path | None = None) -> Corpus:
             f"{root} has {size} bytes of Python sources, but the quickstart needs {LEAST_BYTES} to train on: "
             "use a Python that has its standard library as files"
         )
+    return Corpus(texts)
+
+
+def with_packages(library: Corpus, most_bytes: int, root: Path | None = None) -> Corpus:
+    """`library` and the modules of the installed packages after it, up to `most_bytes` in all, no content twice.
+
+    A file held out of the training would otherwise be known from a copy of it.
+    """
+    root = root or Path(sysconfig.get_path("purelib"))
+    texts, size, known = dict(library.texts), library.num_bytes, set(library.texts.values())
+    for path in _modules(root):
+        name = ".".join((root.name, *path.relative_to(root).parts))
+        usable = 0 < path.stat().st_size <= most_bytes - size and len(os.fsencode(name)) <= LONGEST_NAME
+        if usable and COPIES not in path.parts and _is_utf8(content := path.read_bytes()) and content not in known:
+            texts[name] = content
+            size += len(content)
+            known.add(content)
     return Corpus(texts)
 
 

@@ -16,7 +16,7 @@ from typing import Any
 
 from llmq.errors import LlmqError
 from llmq.options import flag
-from llmq.quickstart.run import Places, Settings, options
+from llmq.quickstart.settings import Places, Settings, options
 from llmq.weight_files import weight_files
 
 POLL_S = 0.05

@@ -12,87 +12,27 @@ from collections.abc import Callable
 from contextlib import AbstractContextManager
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 from tokenizers import Tokenizer
 
 import llmq
+from llmq import device
 from llmq.config import from_folder
 from llmq.data.token_file import TokenFile, write_whole
-from llmq.device import cuda_problem, num_cores
+from llmq.device import Device, num_cores
 from llmq.generate import complete, open_engine
 from llmq.quickstart import corpus
+from llmq.quickstart.gpu import OnGpu, fit_to_card, measured_on
 from llmq.quickstart.installed import installed_bytes
+from llmq.quickstart.settings import SEED, Places, Settings, config, options
+from llmq.report.bench_table import PRECISIONS
 from llmq.report.plot import plot_runs
 from llmq.report.read import read_log
 from llmq.rows import num_parameters, parameter_rows
 from llmq.training import TrainResult, Watch, train
 
-SEED = 0
-
 Follow = Callable[[int], AbstractContextManager[Watch]]
-
-
-@dataclass(frozen=True)
-class Settings:
-    """Sizes of the data, the model and the run."""
-
-    text_bytes: int = 8_000_000
-    vocab_size: int = 2048
-    hidden_size: int = 192
-    intermediate_size: int = 512
-    num_layers: int = 3
-    num_heads: int = 6
-    num_kv_heads: int = 2
-    seq_len: int = 128
-    batch_size: int = 8
-    steps: int = 600
-    learning_rate: float = 2e-3
-    prompt: str = "class Reader:\n    def __init__(self, "
-    new_tokens: int = 60
-    least_gain: float = 1.0  # nats per token that the held-out loss has to be below the unigram entropy
-
-
-@dataclass(frozen=True)
-class Places:
-    """Where everything is, below one folder."""
-
-    out: Path
-
-    @property
-    def shape(self) -> Path:
-        """Folder with the config.json of the model to make."""
-        return self.out / "shape"
-
-    @property
-    def train_file(self) -> Path:
-        return self.out / "data" / "train.bin"
-
-    @property
-    def eval_file(self) -> Path:
-        return self.out / "data" / "eval.bin"
-
-    @property
-    def run(self) -> Path:
-        """Folder of the log and the checkpoints."""
-        return self.out / "run"
-
-    @property
-    def log(self) -> Path:
-        return self.run / "log.jsonl"
-
-    @property
-    def model(self) -> Path:
-        return self.out / "model"
-
-    @property
-    def outcome(self) -> Path:
-        return self.out / "outcome.json"
-
-    @property
-    def plot(self) -> Path:
-        return self.out / "loss.png"
 
 
 @dataclass(frozen=True)
@@ -107,7 +47,7 @@ class Outcome:
     installed_bytes: int | None
     first_step_s: float | None  # none if only the end was left to do
     tokens_per_second: float
-    sol: float  # share of the speed of light of the cores that were computed on
+    sol: float  # share of the speed of light of the cores, or of the GPU, that were computed on
     used_cores: int
     num_cores: int
     eval_loss: float
@@ -115,6 +55,7 @@ class Outcome:
     seconds: float
     before: str
     after: str
+    on_gpu: OnGpu | None = None
 
     @property
     def gain(self) -> float:
@@ -135,57 +76,6 @@ class Interrupted(Exception):
         self.result = result
 
 
-def options(settings: Settings, places: Places) -> dict[str, Any]:
-    """The options of `llmq-train` for the quickstart's run."""
-    return {
-        "model": str(places.shape),
-        "from_scratch": True,
-        "model_dtype": "fp32",
-        "train_file": str(places.train_file),
-        "eval_file": str(places.eval_file),
-        "seq_len": settings.seq_len,
-        "batch_size": settings.batch_size,
-        "grad_accumulation": 1,
-        "steps": settings.steps,
-        "learning_rate": settings.learning_rate,
-        "warmup": settings.steps // 10,
-        "final_lr_fraction": 0.1,
-        "eval_every_n_steps": max(settings.steps // 5, 1),
-        "eval_num_steps": 4,
-        "name": "quickstart",
-        "log_file": str(places.log),
-        "checkpoint_dir": str(places.run / "checkpoints"),
-        "ckpt_interval": max(settings.steps // 4, 1),
-        "ckpt_keep_n": 1,
-        "out_dir": str(places.model),
-        "overwrite": True,
-        "device": "cpu",
-        "seed": SEED,
-    }
-
-
-def config(settings: Settings) -> dict[str, Any]:
-    """The config.json of a small Llama."""
-    return {
-        "architectures": ["LlamaForCausalLM"],
-        "model_type": "llama",
-        "vocab_size": settings.vocab_size,
-        "hidden_size": settings.hidden_size,
-        "intermediate_size": settings.intermediate_size,
-        "num_hidden_layers": settings.num_layers,
-        "num_attention_heads": settings.num_heads,
-        "num_key_value_heads": settings.num_kv_heads,
-        "max_position_embeddings": settings.seq_len,
-        "rms_norm_eps": 1e-5,
-        "rope_theta": 10000.0,
-        "tie_word_embeddings": False,
-        "bos_token_id": 0,
-        "eos_token_id": 0,
-        "dtype": "float32",
-        "torch_dtype": "float32",
-    }
-
-
 def quickstart(
     places: Places, settings: Settings, *, tell: Callable[[str], None], follow: Follow
 ) -> tuple[Outcome, bool]:
@@ -195,14 +85,19 @@ def quickstart(
     watches its records. Raises LlmqError, and Interrupted when the training was asked to end.
     """
     began, out = time.perf_counter(), places.out
-    tell("Reading the sources of Python's standard library")
+    where = device.pick(settings.device)
+    tell("Reading the sources of Python's standard library" + " and of the packages here" * settings.packages)
     text = corpus.standard_library(settings.text_bytes)
-    made_from = hashlib.sha256(repr((asdict(settings), text.sha256, llmq.__version__)).encode()).hexdigest()
+    if settings.packages:
+        text = corpus.with_packages(text, settings.text_bytes)
+    facts = (asdict(settings), text.sha256, llmq.__version__, where.gpu.name if where.gpu else None)
+    made_from = hashlib.sha256(repr(facts).encode()).hexdigest()
     if (earlier := _earlier(places, made_from)) is not None:
         return earlier, True
     if _read(out / "made-from") != made_from:
         for stale in (places.run, places.model, out / "text", out / "data", out / "tokenizer", out / "resume"):
             shutil.rmtree(stale, ignore_errors=True)
+        places.fitted.unlink(missing_ok=True)
         tell(f"Training a tokenizer of {settings.vocab_size} tokens on {text.num_bytes / 1e6:.1f} MB, and tokenizing")
         corpus.make_token_files(text, out, settings.vocab_size, settings.seq_len)
         write_whole(places.shape / "config.json", json.dumps(config(settings), indent=1).encode())
@@ -211,11 +106,17 @@ def quickstart(
     tokenizer = Tokenizer.from_file(str(out / "tokenizer" / "tokenizer.json"))
     tell("Completing a prompt with the untrained model")
     before = sample(settings, tokenizer, places.shape, from_scratch=True)
-    first_step_s = trained(settings, places, tell, follow)
+    settings = fit_to_card(settings, places, where, tell)
+    first_step_s = trained(settings, places, where, tell, follow)
     tell("Completing the same prompt with the exported model, and drawing the curves")
     after = sample(settings, tokenizer, places.model)
     plot_runs([places.log], places.plot)
     log = read_log(places.log)
+    rate = float(np.median(log.train["tps"]))
+    on_gpu = None
+    if settings.fit:
+        tell(f"Measuring the GPU's speed for {settings.fit.bench_seconds:.0f} s")
+        on_gpu = measured_on(settings, places, where, rate)
     outcome = Outcome(
         num_parameters=num_parameters(parameter_rows(from_folder(places.model))),
         train_tokens=TokenFile.open(places.train_file).num_tokens,
@@ -224,7 +125,7 @@ def quickstart(
         text_bytes=text.num_bytes,
         installed_bytes=installed_bytes(),
         first_step_s=first_step_s,
-        tokens_per_second=float(np.median(log.train["tps"])),
+        tokens_per_second=rate,
         sol=float(np.median(log.train["sol"])),
         used_cores=used_cores(),
         num_cores=num_cores(),
@@ -233,18 +134,21 @@ def quickstart(
         seconds=time.perf_counter() - began,
         before=before,
         after=after,
+        on_gpu=on_gpu,
     )
     write_whole(places.outcome, json.dumps({"made_from": made_from, **asdict(outcome)}, indent=1).encode())
     return outcome, False
 
 
-def trained(settings: Settings, places: Places, tell: Callable[[str], None], follow: Follow) -> float | None:
+def trained(
+    settings: Settings, places: Places, where: Device, tell: Callable[[str], None], follow: Follow
+) -> float | None:
     """Trains and exports, going on from a checkpoint that is there; seconds to the first step, if there was one."""
     chosen = options(settings, places)
     if any((places.run / "checkpoints").glob("step-*")):
         chosen["continue"] = "auto"
-    gpu = "" if cuda_problem() else " (the quickstart does not use the GPU yet)"
-    tell(f"Training for {settings.steps} steps of {settings.batch_size * settings.seq_len} tokens on the CPU{gpu}")
+    name = where.gpu.name if where.gpu else "CPU"
+    tell(f"Training for {settings.steps} steps of {settings.tokens_per_step} tokens on the {name}")
     places.run.mkdir(parents=True, exist_ok=True)
     with open(places.run / "console.txt", "a", encoding="utf-8") as console, follow(settings.steps) as watch:
         result = train(watch=watch, console=console, **chosen)
@@ -255,7 +159,14 @@ def trained(settings: Settings, places: Places, tell: Callable[[str], None], fol
 
 def sample(settings: Settings, tokenizer: Tokenizer, folder: Path, *, from_scratch: bool = False) -> str:
     """What the model in `folder`, or the one drawn for its shape, writes after the prompt."""
-    engine = open_engine(folder, seq_len=settings.seq_len, from_scratch=from_scratch, seed=SEED)
+    engine = open_engine(
+        folder,
+        seq_len=settings.seq_len,
+        from_scratch=from_scratch,
+        seed=SEED,
+        device=settings.device,
+        precision=PRECISIONS[settings.model_dtype],
+    )
     tokens = complete(
         engine, tokenizer.encode(settings.prompt).ids, settings.new_tokens, temperature=0.7, seed=SEED, stop=0
     )
@@ -274,7 +185,10 @@ def _earlier(places: Places, made_from: str) -> Outcome | None:
     except (OSError, ValueError):
         return None
     there = all(path.exists() for path in (places.model / "model.safetensors", places.plot, places.log))
-    return Outcome(**saved) if saved.pop("made_from", None) == made_from and there else None
+    if saved.pop("made_from", None) != made_from or not there:
+        return None
+    on_gpu = saved.pop("on_gpu")
+    return Outcome(**saved, on_gpu=OnGpu(**on_gpu) if on_gpu else None)
 
 
 def _read(path: Path) -> str:

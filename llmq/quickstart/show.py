@@ -14,8 +14,10 @@ from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
 
 from llmq.log import EvalRecord, TrainRecord
-from llmq.quickstart.resume import Resumed
-from llmq.quickstart.run import Outcome, Places, Settings
+from llmq.quickstart.gpu import OnGpu, verdict_options
+from llmq.quickstart.resume import Resumed, arguments
+from llmq.quickstart.run import Outcome
+from llmq.quickstart.settings import Places, Settings
 from llmq.training import Watch
 
 PLAIN_EVERY_S = 5.0  # seconds from one plain line to the next
@@ -86,14 +88,14 @@ def training(steps: int) -> Iterator[Watch]:
         yield Bar(progress, steps)
 
 
+def tool(name: str) -> str:
+    """The path of a command of this environment, for a shell in this folder."""
+    path = Path(sys.executable).parent / name
+    return os.path.relpath(path) if path.is_relative_to(Path.cwd()) else str(path)
+
+
 def commands(settings: Settings, places: Places) -> list[tuple[str, list[str]]]:
     """Three things to try next, and their commands, for a shell in this folder."""
-    tools = Path(sys.executable).parent
-
-    def tool(name: str) -> str:
-        path = tools / name
-        return os.path.relpath(path) if path.is_relative_to(Path.cwd()) else str(path)
-
     again = places.out / "again"
     return [
         (
@@ -103,7 +105,7 @@ def commands(settings: Settings, places: Places) -> list[tuple[str, list[str]]]:
                 f"--model={places.model}",
                 f"--train-file={places.train_file}",
                 f"--eval-file={places.eval_file}",
-                "--model-dtype=fp32",
+                f"--model-dtype={settings.model_dtype}",
                 f"--seq-len={settings.seq_len}",
                 "--steps=20",
                 "--lr=3e-4",
@@ -129,7 +131,8 @@ def last_screen(settings: Settings, places: Places, outcome: Outcome, *, cached:
     """What was made and where, what was measured, the prompt before and after, and what to try next."""
     mb = f"{outcome.installed_bytes / 1e6:.0f} MB, without torch" if outcome.installed_bytes else "run from the source"
     first = f"{outcome.first_step_s:.1f}" if outcome.first_step_s is not None else "continued from a checkpoint"
-    cores = f"{outcome.used_cores} of {outcome.num_cores}"
+    if outcome.on_gpu:
+        first += f" ({outcome.on_gpu.cold_first_step_s:.1f} before, while kernels were compiled and algorithms chosen)"
     made = (
         ("text", places.out / "text", f"{outcome.text_files} Python files, {outcome.text_bytes / 1e6:.1f} MB"),
         ("tokens", places.train_file.parent, f"{outcome.train_tokens:,} to train on, {outcome.eval_tokens:,} held out"),
@@ -141,10 +144,7 @@ def last_screen(settings: Settings, places: Places, outcome: Outcome, *, cached:
         ("installed", mb),
         ("seconds to the first step", first),
         ("tokens/s", f"{outcome.tokens_per_second:.0f}"),
-        (
-            "share of the speed of light",
-            f"{100 * outcome.machine_sol:.1f}% of the machine's, {100 * outcome.sol:.1f}% of the {cores} cores in use",
-        ),
+        ("share of the speed of light", share_of_light(outcome)),
         ("held-out loss", f"{outcome.eval_loss:.3f} nats per token"),
         ("unigram entropy", f"{outcome.unigram_entropy:.3f} nats per token: the loss is {outcome.gain:.3f} below"),
         ("all of it took", f"{outcome.seconds:.0f} s" + (" (made by an earlier call)" if cached else "")),
@@ -153,12 +153,36 @@ def last_screen(settings: Settings, places: Places, outcome: Outcome, *, cached:
     lines += [f"  {name:<7} {path!s:<30} {what}" for name, path, what in made]
     lines += ["", "Measured:"]
     lines += [f"  {name:<27} {value}" for name, value in measured]
+    lines += on_gpu_lines(outcome.on_gpu, settings, places) if outcome.on_gpu else []
     for title, text in (("untrained model", outcome.before), ("trained model", outcome.after)):
         lines += ["", f"Completed by the {title}:", *("  | " + line for line in (settings.prompt + text).split("\n"))]
     lines += ["", "Try next:"]
     for title, command in commands(settings, places):
         lines += [f"  # {title}", f"  {shlex.join(command)}"]
     return lines
+
+
+def share_of_light(outcome: Outcome) -> str:
+    """The share, and whose light it is: the GPU's, or that of the machine and of the cores that were used."""
+    if outcome.on_gpu:
+        return f"{100 * outcome.sol:.1f}% of {outcome.on_gpu.peak_tflops:.4g} TFLOP/s bf16 ({outcome.on_gpu.name})"
+    cores = f"{outcome.used_cores} of {outcome.num_cores}"
+    return f"{100 * outcome.machine_sol:.1f}% of the machine's, {100 * outcome.sol:.1f}% of the {cores} cores in use"
+
+
+def on_gpu_lines(on_gpu: OnGpu, settings: Settings, places: Places) -> list[str]:
+    """The speed of the card, and what a large model would need of it."""
+    assert settings.fit is not None
+    command = [tool("llmq-train"), *arguments(verdict_options(settings.fit, places))]
+    least, most = on_gpu.least_tokens_per_second, on_gpu.most_tokens_per_second
+    return [
+        "",
+        f"This {on_gpu.name}:",
+        f"  {on_gpu.tokens_per_second:,.0f} tokens/s ({least:,.0f} to {most:,.0f}), {100 * on_gpu.sol:.1f}% of the "
+        f"speed of light, in {on_gpu.bench_seconds:.0f} s of this model's steps on generated tokens",
+        f"  {on_gpu.verdict_model} {on_gpu.verdict}",
+        f"  {shlex.join(command)}",
+    ]
 
 
 def resumed_lines(resumed: Resumed) -> list[str]:

@@ -1,0 +1,37 @@
+"""A GPU that computes on the host: an H200 to whoever asks for the device, the NumPy backend to whoever opens it."""
+
+import sys
+from importlib.machinery import ModuleSpec
+from types import ModuleType
+
+import fake_cuda
+
+from llmq import cuda_libraries, nvml
+from llmq.backends.host import HostBackend
+from llmq.quickstart import gpu
+from llmq.report.bench import Clock
+
+BACKEND = "llmq.backends.cuda"
+OPENED = []  # algorithms that each backend was opened with
+
+
+def install(monkeypatch, driver=None):
+    """Makes `driver` (an H200's) with all its libraries what llmq finds, and clears OPENED."""
+    fake_cuda.install(monkeypatch, driver or fake_cuda.FakeDriver())
+    monkeypatch.setattr(cuda_libraries, "problem", lambda cuda: None)
+    monkeypatch.setattr(cuda_libraries, "versions", lambda: {"cuDNN": "9.28.0"})
+    monkeypatch.setattr(nvml, "read", lambda uuid: None)
+    monkeypatch.setattr(gpu, "CudaClock", Clock)  # events are CuPy's
+    module = ModuleType(BACKEND)
+    module.__spec__ = ModuleSpec(BACKEND, None)
+    module.CudaBackend = open_backend
+    monkeypatch.setitem(sys.modules, BACKEND, module)
+    OPENED.clear()
+
+
+def open_backend(*, use_graphs=True, deterministic=True, given=None):
+    """The host in the place of the GPU; what a run records and hands on as algorithms is a number of its own."""
+    backend = HostBackend()
+    OPENED.append(given)
+    backend.algorithms = given or {"table": len(OPENED)}
+    return backend
