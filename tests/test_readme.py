@@ -26,7 +26,8 @@ def options_table() -> str:
             if d.section == section:
                 value = "" if d.kind == "flag" else f" {d.metavar}"
                 also = f" Also {', '.join(f'`{flag(alias)}`' for alias in d.aliases)}." if d.aliases else ""
-                cells = (f"`{flag(d.key)}{value}`", "off" if d.kind == "flag" else d.shown or "none", d.help + also)
+                shown = ("on" if d.default else "off") if d.kind == "flag" else d.shown or "none"
+                cells = (f"`{flag(d.key)}{value}`", shown, d.help + also)
                 lines.append("| " + " | ".join(cell.replace("|", "\\|") for cell in cells) + " |")
         lines.append("")
     return "\n".join(lines).strip()
@@ -70,15 +71,16 @@ def test_the_commands_exist_and_parse():
     for name, *arguments in commands():
         seen.add(name)
         if name == "llmq-train":
-            Options.parse(dict(argument[2:].split("=", 1) for argument in arguments))
-        elif name in ("tokenize-data", "llmq-plot", "llmq-export-wandb"):
+            given = (argument[2:].partition("=") for argument in arguments)
+            Options.parse({key: value if has_value else True for key, has_value, value in given})
+        elif name in ("tokenize-data", "llmq-plot", "llmq-export-wandb", "llmq-bench"):
             module = import_module(f"llmq.cli.{name.removeprefix('llmq-').replace('-', '_')}")
             module.command.make_context(name, list(arguments))
         elif name == "bash":
             assert (ROOT / arguments[0]).is_file()
         else:
             assert name == "pip"
-    assert {"llmq-train", "tokenize-data", "llmq-plot", "llmq-export-wandb", "bash"} <= seen
+    assert {"llmq-train", "tokenize-data", "llmq-plot", "llmq-export-wandb", "llmq-bench", "bash"} <= seen
 
 
 def test_the_python_example_uses_options_and_results_that_exist():
