@@ -181,6 +181,7 @@ def on_gpu_lines(on_gpu: OnGpu, settings: Settings, places: Places) -> list[str]
         f"  {on_gpu.tokens_per_second:,.0f} tokens/s ({least:,.0f} to {most:,.0f}), {100 * on_gpu.sol:.1f}% of the "
         f"speed of light, in {on_gpu.bench_seconds:.0f} s of this model's steps on generated tokens",
         f"  {on_gpu.verdict_model} {on_gpu.verdict}",
+        "  # The same as a dry run, which looks at the disk, too",
         f"  {shlex.join(command)}",
     ]
 
