@@ -4,10 +4,10 @@ from pathlib import Path
 
 import pytest
 import yaml
-from llmq.schema import json_schema
 
 from llmq.errors import UsageError
 from llmq.options import SECTIONS, Options, ScheduleOptions, descriptions, flag
+from llmq.schema import json_schema
 
 NEEDED = {"model": "Qwen/Qwen2.5-0.5B", "train_file": "train.bin"}
 DEFAULTS = {
