@@ -34,7 +34,7 @@ def bind(plan: Plan, name: str, memory: Memory, ops: Mapping[str, Op], *, poison
 
 class _Binder:
     def __init__(self, plan: Plan, program: Program, memory: Memory) -> None:
-        self.program, self._plan, self._memory = program, plan, memory
+        self.program, self._memory = program, memory
         self._cells = {f"scale:{cell}": SCALE_STRIDE * index for index, cell in enumerate(plan.scales)}
 
     def raw(self, storage: str) -> np.ndarray:

@@ -48,14 +48,13 @@ class Engine:
         self._memory = backend.memory(plan.persistent, plan.activation_bytes)
         self._ops = {name: wrap(name, op) for name, op in backend.ops.items()} if wrap else backend.ops
         self._programs: dict[str, Call] = {}
-        self._rows = {row.name: row for row in plan.rows}
         self._fill_constants()
 
     # parameters
 
     def load(self, parameters: Iterable[tuple[Row, np.ndarray]]) -> None:
         """Sets masters from whole parameters (padded, any float dtype) and makes all copies; moments become zero."""
-        missing = set(self._rows)
+        missing = {row.name for row in self.plan.rows}
         for row, values in parameters:
             self._memory.write(self._state(row.name, "master"), values)
             missing.discard(row.name)

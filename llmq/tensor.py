@@ -26,6 +26,7 @@ DTYPES: dict[str, np.dtype] = {
     "uint8": np.dtype(np.uint8),
 }
 LARGEST = {"e4m3": 448.0, "e5m2": 57344.0}  # finite limits of the fp8 formats (OCP 8-bit floating point, 2023)
+IGNORED = -100  # target of a token that is not trained
 COLSUM_ROWS = 256  # a partial column sum covers this many consecutive rows
 
 

@@ -21,8 +21,9 @@ import numpy as np
 
 from llmq.data.permutation import sample_order
 from llmq.data.sidecar import Sidecar, tokenizer_folder
-from llmq.data.windows import IGNORED, Windows, open_windows, require_one_tokenizer
+from llmq.data.windows import Windows, open_windows, require_one_tokenizer
 from llmq.errors import DataError, UsageError
+from llmq.tensor import IGNORED
 
 if TYPE_CHECKING:
     from llmq.options import DataOptions

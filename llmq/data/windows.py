@@ -11,8 +11,8 @@ import numpy as np
 from llmq.data.sidecar import SUFFIX, Sidecar
 from llmq.data.token_file import TokenFile
 from llmq.errors import DataError
+from llmq.tensor import IGNORED
 
-IGNORED = -100  # a target that is not trained
 CHECKED_WHOLE = 1 << 26  # tokens: the ids of files up to this (256 MiB) are all checked when training starts
 CHECKED_ENDS = 1 << 20  # tokens at each end that are checked in larger ones; every batch is checked in any case
 

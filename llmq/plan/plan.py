@@ -24,6 +24,16 @@ from llmq.stores.moments import ReplicatedMoments
 from llmq.stores.weights import ReplicatedWeights
 from llmq.tensor import LARGEST, Form, Ref
 
+# what the allocator table calls each space, in its order
+CATEGORIES = {
+    "v": "Adam V",
+    "m": "Adam M",
+    "grad": "Gradients",
+    "activation": "Activations",
+    "master": "Master",
+    "weight": "Weights",
+    "workspace": "Workspace",
+}
 SCRATCH = "workspace:scratch"  # memory that one call after the other uses while it runs
 SCALE_STRIDE = 4  # floats from one delayed scale to the next: matmuls read scales at 16-byte aligned addresses only
 HISTORY = 16  # steps whose amax a delayed scale covers
@@ -56,14 +66,10 @@ class Plan:
 
     def table(self) -> dict[str, int]:
         """Bytes by category of the allocator table."""
-        names = {"v": "Adam V", "m": "Adam M", "grad": "Gradients", "master": "Master", "weight": "Weights"}
-        names["workspace"] = "Workspace"
-        total = dict.fromkeys(
-            ("Adam V", "Adam M", "Gradients", "Activations", "Master", "Weights", "Workspace", "Other"), 0
-        )
+        total = dict.fromkeys((*CATEGORIES.values(), "Other"), 0)
         own = {storage_name(ref) for ref in self.persistent.values()} & set(self.aliases.values())
         for storage, ref in self.persistent.items():
-            category = "Weights" if storage in own else names.get(ref.space, "Other")
+            category = "Weights" if storage in own else CATEGORIES.get(ref.space, "Other")
             total[category] += aligned(stored_bytes(ref))
         total["Activations"] = self.activation_bytes
         return total
@@ -82,7 +88,7 @@ class Plan:
 
 @dataclass
 class Recordings:
-    """Records programs of one model; `statistic` and `act` are dtypes."""
+    """Records the programs of one model, on its stores and cells."""
 
     model: Model
     config: ModelConfig
@@ -185,8 +191,10 @@ def make_plan(
     model = build_model(config, precision, memory, hyper.z_loss)
     recordings = Recordings(model, config, precision, hyper, rows, batch_size, seq_len, seed)
     plain = recordings.train()
+    made = {storage_name(ref): ref for call in plain for ref in call.outputs if ref is not None}
     fates = decide(plain, memory.roles, drop)
-    _refuse_idle_flags(plain, memory)
+    if memory.flags:
+        _refuse_idle_flags(plain, made, memory)
     train = recordings.train(fates.recompute)
     evaluate, generate, publish = recordings.evaluate(), recordings.generate(), recordings.publish()
 
@@ -216,7 +224,6 @@ def make_plan(
         size = max(scratch_bytes(step) for program in programs.values() for step in program.steps)
         if size:
             persistent[SCRATCH] = Ref("scratch", "workspace", (size,), "uint8")
-    refs = {storage_name(r): r for call in plain for r in call.outputs if r is not None}
     return Plan(
         config,
         precision,
@@ -232,7 +239,7 @@ def make_plan(
         scales,
         tuple(x for cell in scales for x in (LARGEST[cell.rsplit("@", 1)[1]], *[1.0] * (SCALE_STRIDE - 1))),
         fates,
-        kept_storages(refs, fates),
+        kept_storages(made, fates),
     )
 
 
@@ -245,10 +252,12 @@ def kept_storages(refs: Mapping[str, Ref], fates: Fates) -> dict[str, int]:
     return kept
 
 
-def _refuse_idle_flags(plain: Sequence[Call], memory: Memory) -> None:
-    refs = {storage_name(r): r for call in plain for r in call.outputs if r is not None}
-    without = sum(kept_storages(refs, decide(plain, ())).values())
-    idle = [flag for flag in memory.flags if sum(kept_storages(refs, decide(plain, ROLES[flag])).values()) >= without]
+def _refuse_idle_flags(plain: Sequence[Call], made: Mapping[str, Ref], memory: Memory) -> None:
+    def kept_bytes(roles: Iterable[str]) -> int:
+        return sum(kept_storages(made, decide(plain, roles)).values())
+
+    without = kept_bytes(())
+    idle = [flag for flag in memory.flags if kept_bytes(ROLES[flag]) >= without]
     if idle:
         flags = ", ".join(f"--{flag.replace('_', '-')}" for flag in idle)
         raise UsageError(f"{flags} frees no memory in this run: leave it out")

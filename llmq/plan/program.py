@@ -11,7 +11,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from llmq.arena import Lifetime, aligned, lay_out, live_peak
+from llmq.arena import Lifetime, lay_out, live_peak
 from llmq.ops.record import Call
 from llmq.ops.seam import MAY_SHARE, signature
 from llmq.plan.recompute import writes_form
@@ -269,8 +269,3 @@ def _shared(steps: Sequence[Step], sizes: Mapping[str, int], lasts: Mapping[str,
                 ):
                     roots[operand.storage] = roots.get(source.storage, source.storage)
     return roots
-
-
-def kept_bytes(kept: Sequence[Ref]) -> int:
-    """Aligned bytes of the storages that live from forward to backward."""
-    return sum(aligned(stored_bytes(ref)) for ref in kept)

@@ -2,9 +2,7 @@
 
 import numpy as np
 
-from llmq.tensor import Output, Tensor
-
-IGNORED = -100  # target of a token that is not trained
+from llmq.tensor import IGNORED, Output, Tensor
 
 
 def cross_entropy(
