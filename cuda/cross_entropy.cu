@@ -10,10 +10,11 @@
 // Measured on an H200 at (8192, 151936) bf16: 3671 GB/s, 89% of a copy; other shapes of a cluster are in README.md.
 //
 // Architectures: 80 86 89 90 100 120
-// Constants: T, V, VP, N, THREADS, CLUSTER, HELD, GRADIENT (0 or 1: d_logits wanted)
+// Constants: T, V, VP, N, THREADS, CLUSTER, HELD, FORMS (of d_logits: value, fp8 rows, amax; 0: not wanted), E4M3
 
 #include "common.cuh"
 #include "constants"
+#include "forms.cuh"
 
 constexpr int IGNORED = -100, WARPS = THREADS / 32;
 constexpr float LOG2_E = 1.4426950408889634f;
@@ -123,17 +124,17 @@ __device__ __forceinline__ void gradient(float (&v)[N], int column, float shift,
 }
 
 extern "C" __global__ void CLUSTERED __launch_bounds__(THREADS)
-    cross_entropy(T* d_logits, float* loss, const T* logits, const int* targets, float z_loss) {
+    cross_entropy(OUTPUT_PARAMETERS(T, d_logits), float* loss, const T* logits, const int* targets, float z_loss) {
     constexpr int STRIDE = THREADS * CLUSTER * N;
     i64 row = blockIdx.x / CLUSTER;
     const T* from = logits + row * VP;
-    T* to = d_logits + row * VP;
+    Sink<T, FORMS, E4M3> sink(OUTPUT(T, d_logits));
     int target = targets[row], first = (cluster_rank() * THREADS + threadIdx.x) * N;
     if (target == IGNORED) {
         if (loss && first == 0) loss[row] = 0;
-        if constexpr (GRADIENT) {
+        if constexpr (FORMS != 0) {
             float zero[N] = {};
-            for (int column = first; column < VP; column += STRIDE) store(to + column, zero);
+            for (int column = first; column < VP; column += STRIDE) sink.put(row * VP + column, zero, nullptr);
         }
         return;
     }
@@ -162,7 +163,7 @@ extern "C" __global__ void CLUSTERED __launch_bounds__(THREADS)
     total = row_total(total);
     float lse = total.m + logf(total.s), shift = -total.m * LOG2_E;
     if (loss && first == 0) loss[row] = lse + z_loss * lse * lse - hit;
-    if constexpr (GRADIENT) {
+    if constexpr (FORMS != 0) {
         float factor = (1.0f + 2.0f * z_loss * lse) / total.s;
         if constexpr (HELD > 0) {
 #pragma unroll
@@ -171,15 +172,16 @@ extern "C" __global__ void CLUSTERED __launch_bounds__(THREADS)
                 if (column >= VP) break;
                 held[i].get(v);
                 gradient(v, column, shift, factor, target);
-                store(to + column, v);
+                sink.put(row * VP + column, v, nullptr);
             }
         } else {
 #pragma unroll 4
             for (int column = first; column < VP; column += STRIDE) {
                 load(from + column, v);
                 gradient(v, column, shift, factor, target);
-                store(to + column, v);
+                sink.put(row * VP + column, v, nullptr);
             }
         }
+        sink.finish();
     }
 }

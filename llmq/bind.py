@@ -68,9 +68,13 @@ class _Binder:
             if place is None:
                 return self._memory.array(operand.storage)
             return self._memory.place(place.offset, shape, stored_dtype(ref))
-        assert ref.form is None or ref.form.layout == "row", f"{operand.storage}: pieces of {ref.form} are not laid out"
         start, size = ref.span
+        dtype = stored_dtype(ref)
+        if ref.form is not None and ref.form.layout != "row":
+            assert ref.form.layout == "col" and place is not None, f"{operand.storage}: no pieces of {ref.form}"
+            whole = self._memory.place(place.offset, stored_shape(ref.whole, ref.form), dtype)
+            width = ref.whole[-1]
+            return whole[:, start // width : (start + size) // width]
         if place is None:
             return self._memory.array(operand.storage).reshape(-1)[start : start + size].reshape(ref.shape)
-        dtype = stored_dtype(ref)
         return self._memory.place(place.offset + start * dtype.itemsize, ref.shape, dtype)

@@ -132,6 +132,18 @@ class PrecisionOptions(Section):
         "Scales of e4m3 matmuls: from earlier steps, or from the very values (exact, one more pass).",
         shown="delayed in e4m3 matmuls",
     )
+    head_dtype: Literal["bf16", "e4m3"] | None = option(
+        None, "Dtype of the logits' matmuls.", shown="the matmul dtype, or the model dtype in e4m3 runs"
+    )
+    bf16_layers: Text | None = option(
+        None,
+        "Leave these out of e4m3 matmuls: FIRST,LAST (so many layers at either end), or names with commas between, "
+        "such as mlp.down, layers.0 or layers.3.attention.o.",
+        metavar="FIRST,LAST|NAMES",
+    )
+    fp8_layers: Text | None = option(
+        None, "The only layers or sites with e4m3 matmuls, named as in --bf16-layers.", metavar="FIRST,LAST|NAMES"
+    )
     opt_m_dtype: Narrow = option("fp32", "Dtype of Adam's first moment; bf16 is rounded stochastically, without bias.")
     opt_v_dtype: Narrow = option("fp32", "Dtype of Adam's second moment; bf16 is rounded stochastically, without bias.")
     master_dtype: Narrow = option(
@@ -146,8 +158,12 @@ class PrecisionOptions(Section):
     )
 
     def contradictions(self) -> Iterator[str]:
-        for key in ("gradient_dtype", "fp8_scaling"):
-            if self.matmul_dtype != "e4m3" and (value := getattr(self, key)) is not None:
+        if self.bf16_layers is not None and self.fp8_layers is not None:
+            yield "--bf16-layers and --fp8-layers both say which sites are in e4m3: give one of them"
+        for key in ("gradient_dtype", "fp8_scaling", "bf16_layers", "fp8_layers", "head_dtype"):
+            if self.matmul_dtype == "e4m3" or (key == "head_dtype" and self.head_dtype == "bf16"):
+                continue
+            if (value := getattr(self, key)) is not None:
                 yield (
                     f"{flag(key)} {value} is for e4m3 matmuls, but --matmul-dtype is {self.matmul_dtype}: "
                     f"leave it out, or use --matmul-dtype e4m3"

@@ -55,7 +55,8 @@ COLSUM = Form("fp32", "colsum")
 class Slot:
     """A named intermediate of a sublayer: `dtype` is "act" (the model dtype), "stat" (fp32) or "int32".
 
-    A slot is dropped after forward, and computed again in backward, when one of its `roles` is recomputed.
+    A slot is dropped after forward, and computed again in backward, when one of its `roles` is recomputed. Slots whose
+    names differ only behind a `#` are pieces of one value: their quantized copies share one persistent scale.
     """
 
     name: str
@@ -70,7 +71,8 @@ class Ref:
 
     `space` says which store owns it: activation, weight, master, grad, m, v, sum, cell, batch, const or scale.
     `span` (offset, size) in elements is a contiguous piece of the value, for work done in chunks; `shape` is then the
-    piece's. `again` marks the second life of an intermediate, after it was dropped and computed anew in backward.
+    piece's and `whole` the value's. `again` marks the second life of an intermediate, after it was dropped and computed
+    anew in backward.
     """
 
     name: str
@@ -81,6 +83,7 @@ class Ref:
     roles: tuple[str, ...] = ()
     form: Form | None = None
     span: tuple[int, int] | None = None
+    whole: tuple[int, ...] = ()
     again: bool = False
 
     def as_form(self, form: Form) -> Ref:
@@ -93,16 +96,16 @@ class Ref:
     def chunk(self, start: int, count: int) -> Ref:
         """Rows [start, start + count) of this tensor seen as (rows, last axis)."""
         width = self.shape[-1]
-        return replace(self, span=(start * width, count * width), shape=(count, width))
+        return replace(self, span=(start * width, count * width), shape=(count, width), whole=self.shape)
 
     def flat(self, start: int, count: int) -> Ref:
         """Elements [start, start + count) of this tensor seen as one axis."""
-        return replace(self, span=(start, count), shape=(count,))
+        return replace(self, span=(start, count), shape=(count,), whole=self.shape)
 
     def batch(self, start: int, count: int) -> Ref:
         """Entries [start, start + count) along the first axis."""
         size = math.prod(self.shape[1:])
-        return replace(self, span=(start * size, count * size), shape=(count, *self.shape[1:]))
+        return replace(self, span=(start * size, count * size), shape=(count, *self.shape[1:]), whole=self.shape)
 
 
 def stored_shape(shape: tuple[int, ...], form: Form | None) -> tuple[int, ...]:

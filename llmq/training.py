@@ -121,7 +121,7 @@ def _prepare(options: Options, log: RunLog) -> Job:
     data = open_data(options.data, source.config.vocab_size, seed)
     config = _with_end_token(source, data.eos_token_id())
     schedule = make_schedule(options.schedule, data.train.num_windows, data.samples_per_step)
-    dtypes = precision.resolve(options.precision)
+    dtypes = precision.resolve(options.precision, config.num_layers)
     b, t = data.batch_size, data.seq_len
     logit_bytes = padded_vocab(config) * DTYPES[dtypes.model].itemsize
     limits = memory.resolve(options.memory, batch_size=b, seq_len=t, logit_bytes=logit_bytes)

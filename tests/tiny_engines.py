@@ -1,5 +1,7 @@
 """Small models for tests of the plan and the engine: tiny shapes of every wiring, random weights, random tokens."""
 
+from dataclasses import replace
+
 import numpy as np
 
 from llmq.backends import Backend
@@ -21,7 +23,14 @@ FP8 = {
     for gradient in ("e4m3", "e5m2")
     for scaling in ("delayed", "current")
 }
-PRECISIONS = {"fp32": FP32, "bf16": BF16, **{f"fp8-{'-'.join(key)}": value for key, value in FP8.items()}}
+FP8_HEAD = replace(FP8["e4m3", "delayed"], head="e4m3")
+PRECISIONS = {
+    "fp32": FP32,
+    "bf16": BF16,
+    **{f"fp8-{'-'.join(key)}": value for key, value in FP8.items()},
+    "fp8-head": FP8_HEAD,
+    "fp8-some": replace(FP8_HEAD, scaling="current", wide=("layers.0.mlp.down", "layers.1.attention.qkv")),
+}
 
 
 def tiny(**changes: object) -> ModelConfig:

@@ -10,7 +10,7 @@ from llmq.tensor import Slot
 class Head:
     """loss = cross entropy(W rmsnorm(res)), with its gradient made in the same pass over each chunk.
 
-    res, x (B,T,C); loss (B,T) per token; logits of chunk i (B*T/chunks, Vp).
+    res, x (B,T,C); loss (B,T) per token; logits of chunk i (B*T/chunks, Vp); last (B,1,C), a row of x each.
     """
 
     def __init__(
@@ -26,15 +26,15 @@ class Head:
             Slot("x", (b, t, self.c)),
             Slot("rstd", (b, t), (), "stat"),
             Slot("loss", (b, t), (), "stat"),
-            *(Slot(f"logits{i}", logits) for i in range(self.chunks)),
-            Slot("last", (b, 1, self.c)),
+            *(Slot(f"logits#{i}", logits) for i in range(self.chunks)),
+            Slot("x#last", (b, 1, self.c)),
         )
 
     def train(self, ops: Any, a: Any, d: Any, w: Any, dw: Any) -> None:
         """d.res, dw and the step's loss and token count <- a.res, a.batch.targets."""
         ops.rmsnorm_forward(a.x, a.rstd, a.res, w.norm, eps=self.eps)
         for i, start, count in self._chunks(a):
-            logits, d_logits, x = a[f"logits{i}"], d[f"logits{i}"], a.x.chunk(start, count)
+            logits, d_logits, x = a[f"logits#{i}"], d[f"logits#{i}"], a.x.chunk(start, count)
             targets = a.batch.targets.flat(start, count)
             self.site.forward(ops, a, logits, x, w)
             ops.cross_entropy(d_logits, a.loss.flat(start, count), logits, targets, **self.numbers)
@@ -46,16 +46,16 @@ class Head:
         """The batch's loss and token count <- a.res, a.batch.targets; no gradient."""
         ops.rmsnorm_forward(a.x, a.rstd, a.res, w.norm, eps=self.eps)
         for i, start, count in self._chunks(a):
-            logits, targets = a[f"logits{i}"], a.batch.targets.flat(start, count)
+            logits, targets = a[f"logits#{i}"], a.batch.targets.flat(start, count)
             self.site.forward(ops, a, logits, a.x.chunk(start, count), w)
-            ops.cross_entropy(d[f"logits{i}"], a.loss.flat(start, count), logits, targets, **self.numbers)
+            ops.cross_entropy(d[f"logits#{i}"], a.loss.flat(start, count), logits, targets, **self.numbers)
         ops.loss_sum(a.total.loss, a.total.tokens, a.loss, a.batch.targets)
 
     def generate(self, ops: Any, a: Any, w: Any) -> None:
         """a.total.logits (B,1,Vp) of the token at a.batch.index (B,) in each sequence <- a.res."""
         ops.rmsnorm_forward(a.x, a.rstd, a.res, w.norm, eps=self.eps)
-        ops.gather_rows(a.last, a.x, a.batch.index)
-        self.site.forward(ops, a, a.total.logits, a.last, w)
+        ops.gather_rows(a["x#last"], a.x, a.batch.index)
+        self.site.forward(ops, a, a.total.logits, a["x#last"], w)
 
     def _chunks(self, a: Any) -> list[tuple[int, int, int]]:
         count = a.loss.shape[0] * a.loss.shape[1] // self.chunks

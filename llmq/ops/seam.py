@@ -33,6 +33,9 @@ WRITES_FORMS: dict[str, frozenset[str]] = {
     "cast": frozenset({"out"}),
 }
 
+# op -> outputs whose fp8 rows it can write in the same pass, but nothing else: a `cast` of the rows makes columns
+WRITES_ROWS: dict[str, frozenset[str]] = {"cross_entropy": frozenset({"d_logits"})}
+
 
 @dataclass(frozen=True)
 class Signature:

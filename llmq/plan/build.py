@@ -9,7 +9,7 @@ from llmq.blocks.mlp import Mlp
 from llmq.config import ModelConfig
 from llmq.model import Block, Model
 from llmq.plan.memory import Memory
-from llmq.plan.precision import Precision
+from llmq.plan.precision import HEAD, SITES, Precision
 from llmq.rows import padded_vocab
 
 
@@ -21,9 +21,10 @@ def build_model(config: ModelConfig, precision: Precision, memory: Memory, z_los
     blocks = []
     for layer in range(config.num_layers):
         core = DenseCore(heads, config.window(layer), memory.attention_chunks)
-        attention = Attention(c, heads, eps, precision.block_site(), precision.block_site(), rotary, core)
-        mlp = Mlp(c, config.intermediate_size, eps, precision.block_site(), precision.block_site())
+        qkv, o, up, down = (precision.site(f"layers.{layer}.{site}") for site in SITES)
+        attention = Attention(c, heads, eps, qkv, o, rotary, core)
+        mlp = Mlp(c, config.intermediate_size, eps, up, down)
         blocks.append(Block(attention, mlp))
     padded = padded_vocab(config)
-    head = Head(c, config.vocab_size, padded, eps, memory.head_chunks, z_loss, precision.head_site())
+    head = Head(c, config.vocab_size, padded, eps, memory.head_chunks, z_loss, precision.site(HEAD))
     return Model(Embed(), tuple(blocks), head)

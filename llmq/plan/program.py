@@ -71,7 +71,7 @@ class Program:
 
 def scale_cell(ref: Ref, dtype: str) -> str:
     """Name of the persistent scale of a tensor's copies in `dtype`: one for all programs and micro-steps."""
-    name = ref.name.split("/", 1)[-1] if ref.space == "activation" else ref.name
+    name = ref.name.split("/", 1)[-1].split("#")[0] if ref.space == "activation" else ref.name
     return f"{name}@{dtype}"
 
 
@@ -122,6 +122,7 @@ class Compiler:
             inputs = tuple(self._operand(ref) for ref in call.inputs)
             outputs: list[Result | None] = []
             casts: list[tuple[Ref, list[Form]]] = []
+            turns: list[Ref] = []
             for output, ref in zip(signature(call.op).outputs, call.outputs, strict=True):
                 if ref is None:
                     outputs.append(None)
@@ -131,6 +132,8 @@ class Compiler:
                 if call.op == "cast" and ref.again:
                     later = []  # the scale it reads was made in forward
                 now = [form for form in forms if form not in later]
+                turned = [form for form in later if form.layout == "col" and replace(form, layout="row") in now]
+                later = [form for form in later if form not in turned]
                 if later and ref.space == "activation" and None not in now:
                     now.insert(0, None)
                 accumulate = ref.space in ("grad", "sum") and (not first or storage_name(ref) in written)
@@ -138,10 +141,12 @@ class Compiler:
                 outputs.append(self._result(ref, now, statistics, accumulate))
                 if later:
                     casts.append((ref, later))
+                turns += [replace(ref, form=form) for form in turned]
             if any(result is not None and result.operands for result in outputs):
                 steps.append(Step(call.op, tuple(outputs), inputs, call.numbers, call.phase))
             for ref, later in casts:
                 steps += self._casts(ref, later, call.phase, statistics)
+            steps += [self._turn(ref, call.phase) for ref in turns]
         return steps
 
     def _forms_wanted(self, ref: Ref, wanted: Mapping[tuple[str, bool], set[Form | None]]) -> list[Form | None]:
@@ -166,6 +171,12 @@ class Compiler:
             steps.append(Step("amax_scale", (result,), (value,), {"limit": LARGEST[dtype]}, phase))
         steps.append(Step("cast", (self._result(ref, list(forms), statistics, False),), (value,), {}, phase))
         return steps
+
+    def _turn(self, ref: Ref, phase: str) -> Step:
+        """Columns in fp8 from the rows, which have the same scale."""
+        columns, rows = self._operand(ref), self._operand(_as_row(ref))
+        assert columns is not None
+        return Step("cast", (Result(ref, (columns,)),), (rows,), {}, phase)
 
     def _scale_ref(self, ref: Ref, dtype: str) -> Ref:
         """The slot or cell that holds the current scale of a tensor's copies in `dtype`."""
@@ -192,6 +203,11 @@ class Compiler:
         dtypes = sorted({form.dtype for form in forms if form is not None and form.scaling == "delayed"})
         amax = tuple(scale_cell(ref, dtype) for dtype in dtypes) if collects else ()
         return Result(ref, operands, accumulate, amax)
+
+
+def _as_row(ref: Ref) -> Ref:
+    assert ref.form is not None
+    return replace(ref, form=replace(ref.form, layout="row"))
 
 
 def stored_bytes(ref: Ref) -> int:

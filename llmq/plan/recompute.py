@@ -12,7 +12,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 from llmq.ops.record import Call, Recompute
-from llmq.ops.seam import WRITES_FORMS, signature
+from llmq.ops.seam import WRITES_FORMS, WRITES_ROWS, signature
 from llmq.tensor import Form, Ref
 
 # flag -> the roles it drops, as sublayers tag them on their slots
@@ -35,10 +35,13 @@ class Fates:
 
 
 def writes_form(op: str, output: str, form: Form | None) -> bool:
-    """Whether `op` writes `form` of its output in its own pass, so that no cast is put behind it."""
+    """Whether `op` writes `form` of its output in its own pass, so that nothing is put behind it."""
     if form is None:
         return True
-    return form.scaling != "current" and output in WRITES_FORMS.get(op, ())
+    if form.scaling == "current":
+        return False
+    rows = form.layout == "row" and form.scaling == "delayed" and output in WRITES_ROWS.get(op, ())
+    return rows or output in WRITES_FORMS.get(op, ())
 
 
 def decide(calls: Sequence[Call], roles: Iterable[str], drop: Iterable[str] = ()) -> Fates:

@@ -174,7 +174,7 @@ def _parsed(settings: Settings, places: Places) -> Options:
 
 
 def _resolved(config: ModelConfig, chosen: Options) -> tuple[Precision, Memory]:
-    dtypes, flat = precision.resolve(chosen.precision), chosen.to_flat()
+    dtypes, flat = precision.resolve(chosen.precision, config.num_layers), chosen.to_flat()
     logit_bytes = padded_vocab(config) * DTYPES[dtypes.model].itemsize
     sizes = {name: flat[name] for name in ("batch_size", "seq_len")}
     return dtypes, memory.resolve(chosen.memory, **sizes, logit_bytes=logit_bytes)

@@ -53,6 +53,7 @@ REGISTERS = {
     "sum_weights": 40,
     "swiglu_backward": 96,
     "swiglu_forward": 96,
+    "transpose": 56,
 }
 WORDS = {"int": np.int32, "float": np.float32, "double": np.float64, "u32": np.uint32, "i64": np.int64}
 
@@ -135,7 +136,8 @@ def model_launches(noted: Launches, b: int, t: int, c: int, hq: int, hkv: int, h
         ops.qk_norm_backward(out(qkv, dtype, None), *weights, read(qkv), *normed, stat, **heads)
         ops.bias_backward(out((width,), dtype, None), noted.tensor(qkv, "fp32", COLSUM))
         logits, targets = read((b * t // 4, v)), noted.tensor((b * t // 4,), "int32")
-        for gradient in (out(logits.shape, dtype, None), out(logits.shape, dtype)):
+        eighths = (out(logits.shape, dtype, ROW8), out(logits.shape, dtype, None, ROW8))
+        for gradient in (out(logits.shape, dtype, None), out(logits.shape, dtype), *eighths):
             loss = out(targets.shape, "fp32", None)
             ops.cross_entropy(gradient, loss, logits, targets, vocab_size=v, z_loss=0.0)
         ops.loss_sum(one, out((1,), "int32", None), noted.tensor((b, t), "fp32"), tokens)
@@ -157,6 +159,7 @@ def model_launches(noted: Launches, b: int, t: int, c: int, hq: int, hkv: int, h
             ops.rope_forward(out(qkv, dtype, None), read(qkv), table, tokens, **heads)
             ops.rope_backward(out(qkv, dtype, *forms, COLSUM), read(qkv), table, tokens, **heads)
             ops.cast(out(x, dtype, *forms, COLSUM), read(x))
+            ops.cast(out(x, dtype, COL8), noted.tensor(x, dtype, ROW8))
             ops.cast(out((2 * f, c), "bf16", *forms), noted.tensor((2 * f, c), "fp32"))
             update = {"beta_1": 0.9, "beta_2": 0.95, "epsilon": 1e-8, "weight_decay": 0.1, "seed": 1, "stream": 2}
             for master in ("bf16", "fp32"):

@@ -66,7 +66,7 @@ def test_the_first_write_of_a_gradient_overwrites_and_the_others_add():
 def test_logits_and_their_gradient_share_memory():
     for chunks in (1, 4):
         program = plan_of(BF16, Memory((), head_chunks=chunks)).programs["first"]
-        assert program.places["0/head.logits0"] == program.places["0/d.head.logits0"]
+        assert program.places["0/head.logits#0"] == program.places["0/d.head.logits#0"]
         assert program.places["0/0.attention.qkv"] == program.places["0/0.attention.rot"]
 
 

@@ -1,8 +1,9 @@
-"""Copies in other forms, and scales, on the GPU; see cuda/cast.cu."""
+"""Copies in other forms, and scales, on the GPU; see cuda/cast.cu and cuda/transpose.cu."""
 
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 
 import numpy as np
 
@@ -25,17 +26,29 @@ from llmq.ops.cuda.scratch import take
 from llmq.tensor import Output, Tensor
 
 AMAX_BLOCKS = 1024
+TURNED = 128  # rows and columns of a tile of transpose.cu
 
 
 def cast(out: Output, /, x: Tensor) -> None:
     """out, in every wanted form, <- x (the same shape)."""
     if not out.wanted:
         return
+    if x.form is not None and [target.form for target in out.tensors] == [replace(x.form, layout="col")]:
+        _transpose(out.tensors[0], x)
+        return
     wanted, outputs = forms(out)
     rows, columns, number = matrix(x.shape, int(wanted["FORMS"]), type_of(x), type_of(out))
     constants = {"X": type_of(x), "T": type_of(out), "C": columns, "N": number, **wanted}
     blocks = tiles(rows, columns, int(wanted["FORMS"]), number)
     launch("cast", "cast", blocks, TILE_THREADS, (*outputs, pointer(x), np.int64(rows)), constants)
+
+
+def _transpose(out: Tensor, x: Tensor) -> None:
+    """Bytes of the columns of x <- those of its rows."""
+    rows, columns = rows_of(x.shape), x.shape[-1]
+    constants: Constants = {"C": columns, "VECTOR": int(rows % 16 == 0 and columns % 16 == 0)}
+    blocks = -(-rows // TURNED) * -(-columns // TURNED)
+    launch("transpose", "transpose", blocks, TILE_THREADS, (pointer(out), pointer(x), np.int64(rows)), constants)
 
 
 def matrix(shape: tuple[int, ...], wanted: int, *types: str) -> tuple[int, int, int]:

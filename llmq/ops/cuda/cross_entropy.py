@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from llmq.ops.cuda.launch import access, adds, capability, launch, plain, pointer, type_of
+from llmq.ops.cuda.launch import AMAX, ROW, VALUE, access, adds, capability, forms, launch, plain, pointer, type_of
 from llmq.ops.cuda.scratch import take
 from llmq.tensor import Output, Tensor
 
@@ -19,13 +19,15 @@ def cross_entropy(
 ) -> None:
     """d_logits (M,Vp), loss (M,) <- logits (M,Vp), targets (M,) int32; d_logits may be the memory of logits."""
     rows, columns = logits.shape
-    constants = constants_of(type_of(logits), vocab_size, columns, d_logits.wanted)
+    wanted, outputs = forms(d_logits)
+    assert not int(wanted["FORMS"]) & ~(VALUE | ROW | AMAX), f"{d_logits.name}: written as values and fp8 rows only"
+    constants = {**constants_of(type_of(logits), vocab_size, columns), **wanted}
     blocks = rows * int(constants["CLUSTER"])
-    arguments = (plain(d_logits), plain(loss), pointer(logits), pointer(targets), np.float32(z_loss))
+    arguments = (*outputs, plain(loss), pointer(logits), pointer(targets), np.float32(z_loss))
     launch("cross_entropy", "cross_entropy", blocks, int(constants["THREADS"]), arguments, constants)
 
 
-def constants_of(kind: str, vocab: int, columns: int, gradient: bool) -> dict[str, int | str]:
+def constants_of(kind: str, vocab: int, columns: int) -> dict[str, int | str]:
     """The kernel for rows this wide: the smallest cluster whose registers hold a row, or one block that reads twice."""
     number = access(columns, kind)
     clusters = (1, 2, 4, CLUSTER) if capability() >= 90 else (1,)
@@ -34,7 +36,7 @@ def constants_of(kind: str, vocab: int, columns: int, gradient: bool) -> dict[st
     threads, cluster = next(fits, (1024, 0))
     held = -(-columns // (number * threads * cluster)) if cluster else 0
     sizes = {"V": vocab, "VP": columns, "N": number, "THREADS": threads, "CLUSTER": max(1, cluster), "HELD": held}
-    return {"T": kind, **sizes, "GRADIENT": int(gradient)}
+    return {"T": kind, **sizes}
 
 
 def loss_sum(loss_total: Output, num_tokens: Output, /, loss: Tensor, targets: Tensor) -> None:

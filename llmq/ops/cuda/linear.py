@@ -91,8 +91,9 @@ class _View:
         dtype = ref.form.dtype if ref.form is not None else ref.dtype
         is_col = ref.form is not None and ref.form.layout == "col"
         scale = ALIGNMENT if ref.form is not None and ref.form.scaling else 0
-        ld = math.prod(ref.shape[:-1]) if is_col else ref.shape[-1]
-        address = ref.span[0] * DTYPES[dtype].itemsize if ref.span is not None else 0
+        ld = math.prod((ref.whole or ref.shape)[:-1]) if is_col else ref.shape[-1]
+        start = ref.span[0] if ref.span is not None else 0
+        address = (start // ref.shape[-1] if is_col else start) * DTYPES[dtype].itemsize
         return cls._make(ref.name, dtype, ref.shape, is_col, ld, address, scale)
 
     @classmethod
