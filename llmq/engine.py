@@ -9,6 +9,7 @@ import numpy as np
 
 from llmq.backends import Backend, Call, Op
 from llmq.bind import bind
+from llmq.plan.observe import FIELDS, STRIDE
 from llmq.plan.plan import SCALE_STRIDE, SCRATCH, Plan
 from llmq.rope import rope_table
 from llmq.rows import Row
@@ -112,6 +113,17 @@ class Engine:
         return WARM_UP_PASSES
 
     # reading
+
+    def observe(self, tokens: np.ndarray, targets: np.ndarray) -> np.ndarray:
+        """Six numbers for every copy in `plan.observed`, (copies, 6): see the op `quantization_error`.
+
+        One forward and backward of a micro-batch at the start of an optimizer step, whose first micro-step overwrites
+        what it leaves; scales and their statistics do not change.
+        """
+        self._memory.fill("cell:quantization_error", 0)
+        self._set_batch(tokens, targets)
+        self.run("observe")
+        return self._memory.read("cell:quantization_error").reshape(-1, STRIDE)[:, :FIELDS]
 
     def evaluate(self, tokens: np.ndarray, targets: np.ndarray) -> tuple[float, int]:
         """Sum of losses and number of trained tokens of a batch, (B,T) int32 each."""

@@ -7,6 +7,7 @@ The file has one JSON object per line, with a `type`:
     eval        one evaluation: the fields of EvalRecord, and tps
     resume      the run was continued from the checkpoint of `step`; carries the header's sections again
     algorithms  the table of matrix-product algorithms of a GPU, which decides the run's bits
+    fp8         errors of fp8 copies before the step after `step`: the fields of CopyError for each
     notice, checkpoint, end     what happened, at which step
 
 `step` counts finished updates: the train record of step 7 describes the seventh update. Losses are nats per trained

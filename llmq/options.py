@@ -15,7 +15,6 @@ import os
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from difflib import get_close_matches
 from functools import cache
 from typing import Annotated, Any, Literal
 
@@ -33,6 +32,7 @@ from llmq.section import (
     build,
     describe,
     flag,
+    named,
     option,
     read_flat_yaml,
 )
@@ -144,6 +144,16 @@ class PrecisionOptions(Section):
     fp8_layers: Text | None = option(
         None, "The only layers or sites with e4m3 matmuls, named as in --bf16-layers.", metavar="FIRST,LAST|NAMES"
     )
+    log_fp8_every: Int | None = option(
+        lambda data: 100 if data.get("matmul_dtype") == "e4m3" else None,
+        "Steps from one log of the errors of all e4m3 copies to the next, a micro-batch each; 0 is never.",
+        shown="100 in e4m3 runs",
+        ge=0,
+        le=LARGEST_STEP,
+    )
+    fp8_fallback: bool = option(
+        False, "Move a site to the model dtype when its copies' signal-to-noise ratio stays low (see --log-fp8-every)."
+    )
     opt_m_dtype: Narrow = option("fp32", "Dtype of Adam's first moment; bf16 is rounded stochastically, without bias.")
     opt_v_dtype: Narrow = option("fp32", "Dtype of Adam's second moment; bf16 is rounded stochastically, without bias.")
     master_dtype: Narrow = option(
@@ -160,7 +170,11 @@ class PrecisionOptions(Section):
     def contradictions(self) -> Iterator[str]:
         if self.bf16_layers is not None and self.fp8_layers is not None:
             yield "--bf16-layers and --fp8-layers both say which sites are in e4m3: give one of them"
-        for key in ("gradient_dtype", "fp8_scaling", "bf16_layers", "fp8_layers", "head_dtype"):
+        if self.fp8_fallback and self.matmul_dtype == "e4m3" and not self.log_fp8_every:
+            yield "--fp8-fallback goes by the readings of --log-fp8-every, which is 0: set that, or leave this out"
+        if self.fp8_fallback and self.matmul_dtype != "e4m3":
+            yield f"--fp8-fallback is for e4m3 matmuls, but --matmul-dtype is {self.matmul_dtype}: leave it out"
+        for key in ("gradient_dtype", "fp8_scaling", "bf16_layers", "fp8_layers", "log_fp8_every", "head_dtype"):
             if self.matmul_dtype == "e4m3" or (key == "head_dtype" and self.head_dtype == "bf16"):
                 continue
             if (value := getattr(self, key)) is not None:
@@ -335,30 +349,9 @@ def descriptions() -> dict[str, Description]:
 
 
 @cache
-def _spellings() -> dict[str, str]:
-    """Key by every name that it may be given with."""
-    return {name: d.key for d in descriptions().values() for name in (d.key, *d.aliases)}
-
-
-def _named(given: Mapping[str, Any], errors: list[str]) -> dict[str, Any]:
-    """Values by key; unknown names, and two names of one option, are added to `errors`."""
-    spellings = _spellings()
-    found: dict[str, Any] = {}
-    names: dict[str, str] = {}  # by key, as given
-    for name, value in given.items():
-        plain = flag(str(name))[2:].replace("-", "_")
-        key = spellings.get(plain)
-        if key is None:
-            close = get_close_matches(plain, [*spellings, "config"], n=1)
-            fix = f"did you mean {flag(close[0])}?" if close else "llmq-train --help lists all options"
-            errors.append(f"unknown option {flag(plain)}: {fix}")
-        elif key in names:
-            errors.append(f"{names[key]} and {flag(plain)} are the same option: give one of them")
-        else:
-            names[key] = flag(plain)
-            if value is not None or descriptions()[key].default is not None:
-                found[key] = value
-    return found
+def _spellings() -> dict[str, Description]:
+    """Every option by every name that it may be given with."""
+    return {name: d for d in descriptions().values() for name in (d.key, *d.aliases)}
 
 
 def _across(sections: Mapping[str, Any]) -> Iterator[str]:
@@ -405,8 +398,8 @@ class Options:
         errors = list(problems)
         given = dict(given)
         config = given.pop("config", None)
-        values = _named(read_flat_yaml(os.fspath(config)), errors) if config is not None else {}
-        values |= _named(given, errors)
+        values = named(read_flat_yaml(os.fspath(config)), _spellings(), errors) if config is not None else {}
+        values |= named(given, _spellings(), errors)
         sections: dict[str, Any] = {}
         for name, section_class in SECTIONS.items():
             mine = {d.field: d for d in descriptions().values() if d.section == name}

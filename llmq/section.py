@@ -119,6 +119,29 @@ def _describe(section: str, cls: type[Section], field: str) -> Description:
     )
 
 
+def named(given: Mapping[str, Any], spellings: Mapping[str, Description], errors: list[str]) -> dict[str, Any]:
+    """Values by key; unknown names, and two names of one option, are added to `errors`.
+
+    `spellings` has every option by every name; None is the same as not given, where the default is None.
+    """
+    found: dict[str, Any] = {}
+    names: dict[str, str] = {}  # by key, as given
+    for name, value in given.items():
+        plain = flag(str(name))[2:].replace("-", "_")
+        option = spellings.get(plain)
+        if option is None:
+            close = get_close_matches(plain, [*spellings, "config"], n=1)
+            fix = f"did you mean {flag(close[0])}?" if close else "llmq-train --help lists all options"
+            errors.append(f"unknown option {flag(plain)}: {fix}")
+        elif option.key in names:
+            errors.append(f"{names[option.key]} and {flag(plain)} are the same option: give one of them")
+        else:
+            names[option.key] = flag(plain)
+            if value is not None or option.default is not None:
+                found[option.key] = value
+    return found
+
+
 def build(
     cls: type[Section], fields: Mapping[str, Any], options: Mapping[str, Description], errors: list[str]
 ) -> Section | None:

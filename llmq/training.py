@@ -19,12 +19,13 @@ from llmq.backends import Backend, open_backend
 from llmq.checkpoint import Checkpoints, check_same, checkpoint_bytes, load, load_state
 from llmq.commands import continue_command
 from llmq.config import ModelConfig
-from llmq.data.loader import Data, Loader, eval_batches, open_data
+from llmq.data.loader import Batch, Data, Loader, eval_batches, open_data
 from llmq.data.windows import Windows
 from llmq.device import Device
 from llmq.disk import check_free_space
 from llmq.engine import Engine
-from llmq.errors import INTERRUPTED, LlmqError, NonFiniteError
+from llmq.errors import INTERRUPTED, LlmqError, MemoryLimitError, NonFiniteError
+from llmq.fp8_watch import CopyError, Fp8Watch, carried, summary
 from llmq.hf import Export, open_export
 from llmq.interrupt import Interrupt
 from llmq.log import EvalRecord, RunLog, TrainRecord
@@ -32,6 +33,7 @@ from llmq.options import Options, RunOptions
 from llmq.plan import memory, precision
 from llmq.plan.advice import refuse_if_too_large
 from llmq.plan.plan import Plan, make_plan
+from llmq.plan.precision import Precision
 from llmq.rows import num_parameters, padded_vocab
 from llmq.schedule import Schedule, make_schedule
 from llmq.source import ModelSource, initial_parameters, open_source
@@ -101,14 +103,30 @@ class Job:
     checkpoints: Checkpoints
     resume: Path | None
     export: Export
-    must_match: dict[str, Any]
-    checkpoint_bytes: int
     continue_command: str
+    watching: precision.Watching
+    replan: Callable[[Precision], Plan]
 
     @property
     def tokens_per_step(self) -> int:
         """All tokens of an optimizer step."""
         return self.data.samples_per_step * self.data.seq_len
+
+    @property
+    def checkpoint_bytes(self) -> int:
+        """Size of a checkpoint's tensors."""
+        return checkpoint_bytes((name, r.shape, DTYPES[r.dtype]) for name, r in self.plan.state().items())
+
+    @property
+    def must_match(self) -> dict[str, Any]:
+        """What a checkpoint has in common with the run that continues it: else it would be another run."""
+        return {
+            "seed": self.seed,
+            "seq_len": self.data.seq_len,
+            "training samples": self.data.train.num_windows,
+            "parameters": [[row.name, list(row.shape)] for row in self.plan.rows],
+            "precision": asdict(self.plan.precision),
+        }
 
 
 def _prepare(options: Options, log: RunLog) -> Job:
@@ -127,11 +145,27 @@ def _prepare(options: Options, log: RunLog) -> Job:
     limits = memory.resolve(options.memory, batch_size=b, seq_len=t, logit_bytes=logit_bytes)
     device.refuse_dtypes(where, dtypes.matmul, dtypes.head)
     hyper = optimizer.resolve(options.optimizer)
-    algorithms = load_state(resume).get("algorithms") if resume else None
+    watching, before = precision.watching(options.precision), load_state(resume) if resume else {}
+    dtypes = dtypes.without(before.get("fp8", {}).get("fell_back", ()))
+    algorithms = before.get("algorithms")
     kind = "planned" if where.planned else where.kind
     backend = open_backend(kind, algorithms=algorithms or None, **device.backend_settings(options.system))
     scratch = backend.scratch_bytes
-    plan = make_plan(config, dtypes, limits, hyper, batch_size=b, seq_len=t, seed=seed, scratch_bytes=scratch)
+
+    def planned(dtypes: Precision) -> Plan:
+        return make_plan(
+            config,
+            dtypes,
+            limits,
+            hyper,
+            batch_size=b,
+            seq_len=t,
+            seed=seed,
+            observe=watching.every > 0,
+            scratch_bytes=scratch,
+        )
+
+    plan = planned(dtypes)
     tokenizer = (data.tokenizer_folder() if source.from_scratch else None) or source.tokenizer_folder
     job = Job(
         device=where,
@@ -144,9 +178,9 @@ def _prepare(options: Options, log: RunLog) -> Job:
         checkpoints=checkpoints,
         resume=resume,
         export=open_export(options.export, config, plan.rows, tokenizer),
-        must_match=_must_match(plan, seed, data),
-        checkpoint_bytes=checkpoint_bytes((name, r.shape, DTYPES[r.dtype]) for name, r in plan.state().items()),
         continue_command=continue_command(options),
+        watching=watching,
+        replan=planned,
     )
     _describe(job, log)
     refuse_if_too_large(plan, device.memory_bytes(where)[1], scratch)
@@ -178,17 +212,6 @@ def _describe(job: Job, log: RunLog) -> None:
     log.allocator({**table, "Free": left, "Reserved": max(total - free, 0) / MIB, "Other": other})
 
 
-def _must_match(plan: Plan, seed: int, data: Data) -> dict[str, Any]:
-    """What a checkpoint has in common with the run that continues it: else it would be another run."""
-    return {
-        "seed": seed,
-        "seq_len": data.seq_len,
-        "training samples": data.train.num_windows,
-        "parameters": [[row.name, list(row.shape)] for row in plan.rows],
-        "precision": asdict(plan.precision),
-    }
-
-
 class _Run:
     """One training run from its first allocation to its exported model."""
 
@@ -198,6 +221,8 @@ class _Run:
         self.light_s = sol.seconds_per_token(job.plan.config, job.data.seq_len, device.peaks(job.device), **dtypes)
         self.engine = Engine(job.plan, job.backend)
         self.step = self.position = self.saved = 0  # updates, samples taken, step of the newest checkpoint
+        self.fp8 = Fp8Watch(job.watching, {})
+        self.fell_back: list[str] = []  # sites that left fp8 in this run
         self.rejected = 0  # consecutive steps that were not finite
         self.losses: list[float] = []  # of the steps since the last evaluation
         self.speeds: list[float] = []
@@ -233,6 +258,8 @@ class _Run:
         engine.restore(read)
         self.step = self.saved = state["step"]
         self.position = state["position"]
+        self.fp8 = Fp8Watch(job.watching, state["fp8"]["low"])
+        self.fell_back = state["fp8"]["fell_back"]
         self.log.begin(resume_step=self.step)
         self.log.notice(f"Continued from {job.resume}")
 
@@ -245,6 +272,8 @@ class _Run:
             wait_ms += batch.wait_ms
             if micro_step == 0 and self.step == 0 and self.engine.needs_warm_up:
                 self.engine.warm_up(batch.tokens, batch.targets)
+            if micro_step == 0 and self.engine.plan.observed and self.fp8.due(self.step):
+                start += self._observe(batch)
             self.engine.micro_step(batch.tokens, batch.targets, first=micro_step == 0)
         rate = job.schedule.learning_rate(self.step + 1)
         done = self.engine.update(self.step + 1, rate)
@@ -274,6 +303,42 @@ class _Run:
             self._evaluate(job.data.eval, whole=last)
         if job.checkpoints.due(self.step, last=last):
             self._save()
+
+    def _observe(self, batch: Batch) -> float:
+        """Reads the errors of all fp8 copies, and lets sites fall back; returns the seconds that it took."""
+        began, observed = time.perf_counter(), self.engine.plan.observed
+        fields = self.engine.observe(batch.tokens, batch.targets)
+        errors = [CopyError.of(name, sites, row) for (name, sites), row in zip(observed.items(), fields, strict=True)]
+        self.log.say(summary(errors))
+        self.log.record("fp8", step=self.step, copies=[error.record() for error in errors])
+        low = self.fp8.judge(errors)
+        for site, error in low.items():
+            advice = "" if self.fp8.falls_back else f": --bf16-layers {site} or --fp8-fallback would leave it in bf16"
+            shares = f"{100 * error.clipped:.2g}% clipped, {100 * error.flushed:.2g}% flushed to zero"
+            self.log.notice(f"The fp8 copy {error.name} of {site} stays at {error.snr_db:.1f} dB ({shares}){advice}")
+        if low and self.fp8.falls_back:
+            self._fall_back(list(low))
+        return time.perf_counter() - began
+
+    def _fall_back(self, sites: list[str]) -> None:
+        """Goes on with `sites` in the model's dtype, as a resume from a checkpoint of this step would."""
+        job, old, names = self.job, self.job.plan, ", ".join(sites)
+        try:
+            plan = job.replan(old.precision.without(sites))
+            free = device.memory_bytes(job.device)[1] + old.total_bytes
+            refuse_if_too_large(plan, free, job.backend.scratch_bytes)
+        except MemoryLimitError as error:
+            self.log.notice(f"{names} cannot leave fp8: {error}")
+            return
+        self._save()
+        path = self.result.checkpoint_path or job.resume
+        assert path is not None
+        del self.engine
+        self.engine, self.job = Engine(plan, job.backend), replace(job, plan=plan)
+        _, read = load(path)
+        self.engine.restore(carried(read, old, plan))
+        self.fell_back += sites
+        self.log.notice(f"{names}: in {plan.precision.model} from step {self.step + 1} on", fell_back=sites)
 
     def _note(self, record: TrainRecord, last: bool) -> None:
         """A step's record to log and watcher; NonFiniteError when steps keep being refused."""
@@ -325,7 +390,12 @@ class _Run:
         if self.saved == self.step:
             return
         job = self.job
-        state = {"position": self.position, "must_match": job.must_match, "algorithms": job.backend.algorithms}
+        state = {
+            "position": self.position,
+            "must_match": job.must_match,
+            "algorithms": job.backend.algorithms,
+            "fp8": {"low": self.fp8.low, "fell_back": self.fell_back},
+        }
         path = job.checkpoints.save(self.step, self.engine.state(), state, job.checkpoint_bytes)
         self.saved = self.step
         self.result = replace(self.result, checkpoint_path=path)

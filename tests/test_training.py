@@ -15,10 +15,12 @@ import pytest
 from tiny_engines import tiny
 
 import llmq
+from llmq import training
 from llmq.checkpoint import hash_tensors, load
 from llmq.config import to_hf
 from llmq.data.token_file import TokenWriter
 from llmq.errors import DataError, MemoryLimitError, NonFiniteError, StorageError, UsageError
+from llmq.fp8_watch import CopyError
 from llmq.log import EvalRecord
 from llmq.report.read import read_log
 from llmq.training import NON_FINITE_LIMIT
@@ -111,6 +113,55 @@ def test_recompute_flags_do_not_change_a_run(given):
     flags = {f"recompute_{name}": True for name in ("swiglu", "norm", "ffn", "qkv", "att", "block")}
     plain, small = (llmq.train(**{**given, **FP8, **more, "name": n}) for n, more in (("a", {}), ("b", flags)))
     assert weights_of(plain.checkpoint_path) == weights_of(small.checkpoint_path)
+
+
+FALLS = {**FP8, "log_fp8_every": 2, "ckpt_interval": 5, "ckpt_keep_n": 0}
+
+
+def strict(monkeypatch, sites):
+    """Readings call the copies of these sites low."""
+    monkeypatch.setattr(CopyError, "is_low", property(lambda error: bool({*error.sites} & {*sites})))
+
+
+def test_a_site_that_stays_low_is_named(given, monkeypatch):
+    strict(monkeypatch, ["layers.0.mlp.down"])
+    log = read_log(llmq.train(**{**given, **FALLS}).log_path)
+    texts = [event["text"] for event in log.events if event["type"] == "notice"]
+    assert len([t for t in texts if "of layers.0.mlp.down stays at" in t and "--fp8-fallback" in t]) == 1
+    read = [event for event in log.events if event["type"] == "fp8"]
+    assert [event["step"] for event in read] == [0, 2, 4, 6, 8, 10]
+    assert {"name", "sites", "amax", "snr_db", "clipped", "flushed"} == read[0]["copies"][0].keys()
+    assert "fp8: 12 copies, worst" in given["console"].getvalue()
+
+
+def test_a_site_falls_back_and_a_continued_run_knows(given, monkeypatch):
+    strict(monkeypatch, ["layers.0.mlp.down", "layers.0.attention.o"])
+    whole = llmq.train(**{**given, **FALLS, "fp8_fallback": True, "name": "whole"})
+    plain = llmq.train(**{**given, **FALLS, "name": "plain"})
+    assert weights_of(whole.checkpoint_path) != weights_of(plain.checkpoint_path)
+    events = read_log(whole.log_path).events
+    (event,) = [event for event in events if "fell_back" in event]
+    assert (event["step"], event["fell_back"]) == (2, ["layers.0.attention.o", "layers.0.mlp.down"])
+    assert [len(event["copies"]) for event in events if event["type"] == "fp8"] == [12, 12, 6, 6, 6, 6]
+    llmq.train(**{**given, **FALLS, "fp8_fallback": True, "steps": 7})
+    parts = llmq.train(**{**given, **FALLS, "fp8_fallback": True, "continue": 5, "overwrite": True})
+    assert weights_of(parts.checkpoint_path) == weights_of(whole.checkpoint_path)
+    assert parts.train_loss == whole.train_loss
+
+
+def test_a_fallback_that_does_not_fit_is_refused(given, monkeypatch):
+    strict(monkeypatch, ["layers.0.mlp.down"])
+    refuse, calls = training.refuse_if_too_large, []
+
+    def tight(plan, free, scratch):
+        calls.append(plan)
+        refuse(plan, free if len(calls) == 1 else plan.total_bytes - 1, scratch)
+
+    monkeypatch.setattr(training, "refuse_if_too_large", tight)
+    result = llmq.train(**{**given, **FALLS, "fp8_fallback": True})
+    texts = [event["text"] for event in read_log(result.log_path).events if event["type"] == "notice"]
+    assert any(text.startswith("layers.0.mlp.down cannot leave fp8: the run needs") for text in texts)
+    assert result.steps == 12
 
 
 def test_continue_without_a_checkpoint_starts_from_the_beginning(given):

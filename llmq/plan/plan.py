@@ -14,6 +14,7 @@ from llmq.ops.record import Call, Recompute, Recorder
 from llmq.optimizer import Hyperparameters
 from llmq.plan.build import build_model
 from llmq.plan.memory import Memory
+from llmq.plan.observe import observed
 from llmq.plan.precision import Precision
 from llmq.plan.program import Compiler, Program, Step, reads_of_weights, storage_name, stored_bytes
 from llmq.plan.recompute import ROLES, Fates, decide
@@ -22,7 +23,7 @@ from llmq.stores.activations import Frame, Frames
 from llmq.stores.grads import ReplicatedGrads
 from llmq.stores.moments import ReplicatedMoments
 from llmq.stores.weights import ReplicatedWeights
-from llmq.tensor import LARGEST, Form, Ref
+from llmq.tensor import LARGEST, Ref
 
 # what the allocator table calls each space, in its order
 CATEGORIES = {
@@ -58,6 +59,9 @@ class Plan:
     limits: tuple[float, ...]  # the vector of largest finite values
     fates: Fates
     kept: Mapping[str, int] = field(default_factory=dict)  # bytes of what lives from forward to backward, by storage
+    observed: Mapping[str, tuple[str, ...]] = field(
+        default_factory=dict
+    )  # cells of `observe`: sites that read the copy
 
     @property
     def activation_bytes(self) -> int:
@@ -179,10 +183,13 @@ def make_plan(
     batch_size: int,
     seq_len: int,
     seed: int = 0,
+    observe: bool = False,
     drop: Iterable[str] = (),
     scratch_bytes: Callable[[Step], int] | None = None,
 ) -> Plan:
     """Decides everything for one rank. `drop` names further slots to recompute, beyond the flags' roles (tests).
+
+    `observe` adds the program that measures the errors of fp8 copies, if there are any.
 
     `scratch_bytes` is the backend's: what a step needs beside its arguments. UsageError if a recompute flag frees no
     byte.
@@ -214,12 +221,17 @@ def make_plan(
         "publish": compiler.program("publish", publish, statistics=False),
         "publish_counted": compiler.program("publish_counted", publish, statistics=True),
     }
+    readers: dict[str, tuple[str, ...]] = {}
+    if observe:
+        calls, readers = observed(train, masters)
+    if readers:
+        programs["observe"] = compiler.program("observe", calls, statistics=False)
     scales = tuple(sorted(compiler.scales))
     cells = {**recordings.cells, **_scale_cells(len(scales))}
     programs["update"] = compiler.program("update", recordings.update(cells), statistics=True)
     programs["calibrate"] = compiler.program("calibrate", recordings.calibrate(cells), statistics=False)
     assert tuple(sorted(compiler.scales)) == scales
-    persistent = _persistent(programs.values(), [recordings.weights.refs, recordings.grads.refs], moments, aliases)
+    persistent = _persistent(programs.values(), aliases)
     if scratch_bytes is not None:
         size = max(scratch_bytes(step) for program in programs.values() for step in program.steps)
         if size:
@@ -240,6 +252,7 @@ def make_plan(
         tuple(x for cell in scales for x in (LARGEST[cell.rsplit("@", 1)[1]], *[1.0] * (SCALE_STRIDE - 1))),
         fates,
         kept_storages(made, fates),
+        readers,
     )
 
 
@@ -271,18 +284,8 @@ def _scale_cells(count: int) -> dict[str, Ref]:
     return {name: Ref(name, "scale", shape, "fp32") for name, shape in shapes.items()}
 
 
-def _persistent(
-    programs: Iterable[Program],
-    tables: Iterable[Mapping[str, Ref]],
-    moments: Mapping[str, Mapping[str, Ref]],
-    aliases: Mapping[str, str],
-) -> dict[str, Ref]:
+def _persistent(programs: Iterable[Program], aliases: Mapping[str, str]) -> dict[str, Ref]:
     """Every storage outside the activation arena that a program touches, whole."""
-    whole: dict[tuple[str, str], Ref] = {}
-    for refs in tables:
-        whole.update({(ref.space, ref.name): ref for ref in refs.values()})
-    for state in moments.values():
-        whole.update({(ref.space, ref.name): ref for ref in state.values()})
     found: dict[str, Ref] = {}
     for program in programs:
         for step in program.steps:
@@ -292,11 +295,5 @@ def _persistent(
                 ref = operand.ref
                 if ref.space == "activation" or storage_name(ref) in aliases:
                     continue
-                form: Form | None = ref.form
-                if ref.span is not None:
-                    known = whole.get((ref.space, ref.name)) or found.get(operand.storage)
-                    if known is None:
-                        continue
-                    ref = replace(known, form=form)
-                found[operand.storage] = ref
+                found[operand.storage] = replace(ref, span=None, shape=ref.whole, whole=()) if ref.span else ref
     return found

@@ -6,8 +6,8 @@ here, once; everything else only asks for the site of a place.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 from llmq.errors import UsageError
@@ -49,12 +49,29 @@ class Precision:
         """Dtype of statistics, losses and optimizer scalars."""
         return "fp64" if self.model == "fp64" else "fp32"
 
+    def without(self, sites: Iterable[str]) -> Precision:
+        """The same with these sites in the model's dtype too."""
+        return replace(self, wide=tuple(sorted({*self.wide, *sites})))
+
     def site(self, name: str) -> Any:
         """The site of the linear map of that name: `layers.N.` and one of SITES, or `head`."""
         dtype = self.head if name == HEAD else self.matmul
         if dtype == "e4m3" and name not in self.wide:
             return Fp8Linear(self.gradient, self.scaling)
         return Bf16Linear(self.model if dtype == "e4m3" else dtype)
+
+
+@dataclass(frozen=True)
+class Watching:
+    """How the errors of fp8 copies are watched: a reading after each n-th step, or never; do low ones leave fp8?"""
+
+    every: int = 0
+    fallback: bool = False
+
+
+def watching(options: PrecisionOptions) -> Watching:
+    """The options as numbers."""
+    return Watching(options.log_fp8_every or 0, options.fp8_fallback)
 
 
 def site_names(num_layers: int) -> list[str]:
@@ -95,7 +112,7 @@ def wide_sites(bf16_layers: str | None, fp8_layers: str | None, num_layers: int)
         raise UsageError(
             f"--bf16-layers {bf16_layers} leaves no site of {num_layers} layers in e4m3: use --matmul-dtype bf16"
         )
-    return tuple(name for name in every if name in wide)
+    return tuple(sorted(wide))
 
 
 def chosen(text: str, flag: str, num_layers: int) -> set[str]:

@@ -132,8 +132,8 @@ LOOP = (
     Fault(
         "seed_not_in_the_plan",
         "llmq/training.py",
-        "batch_size=b, seq_len=t, seed=seed,",
-        "batch_size=b, seq_len=t,",
+        "            seed=seed,\n",
+        "",
         LOOP_BY_HAND,
     ),
     Fault(

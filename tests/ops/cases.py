@@ -52,6 +52,7 @@ class Case:
     numbers: dict[str, object] = field(default_factory=dict)
     stat: frozenset[str] = frozenset()
     colsum: frozenset[str] = frozenset()
+    forms: dict[str, tuple[Form, float]] = field(default_factory=dict)  # inputs that are copies, with their scale
 
     def dtype(self, name: str, dtype: str) -> str:
         """Storage of an argument in a model of `dtype`."""
@@ -66,6 +67,8 @@ class Case:
         value = self.inputs[name]
         if value is None:
             return None
+        if name in self.forms:
+            return tensor(value, None, *self.forms[name])
         if name in self.colsum:
             return tensor(value, None, Form(STAT[dtype], "colsum"))
         return tensor(value, self.dtype(name, dtype))
@@ -266,6 +269,14 @@ def cast(s: Sizes, rng: np.random.Generator) -> Case:
 def amax_scale(s: Sizes, rng: np.random.Generator) -> Case:
     x = rng.standard_normal((s.b, s.t, s.c))
     return Case("", {"scale": (1,)}, {"x": x}, {"limit": 448.0}, frozenset({"scale"}))
+
+
+def quantization_error(s: Sizes, rng: np.random.Generator) -> Case:
+    x = rng.standard_normal((s.b, s.t, s.c))
+    x[0, 0], x[0, 1, 0] = 0, 1e-6
+    inputs = {"error": np.ones(6), "x": x, "copy": x}
+    copies = {"copy": (Form("e4m3", "row", "delayed"), 2.0**-8)}  # largest: 1.75
+    return Case("", {"new_error": (6,)}, inputs, {}, frozenset({"new_error", "error"}), forms=copies)
 
 
 def scale_update(s: Sizes, rng: np.random.Generator) -> Case:

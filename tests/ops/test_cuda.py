@@ -63,7 +63,7 @@ def outputs_of(case: Case, dtype: str, accumulate: bool = False) -> dict[str, Ou
 
 def wide(x: Tensor | None, magnitude: bool = False) -> Tensor | None:
     """The tensor as f64."""
-    if x is None or x.array.dtype.kind in "iu":
+    if x is None or x.array.dtype.kind in "iu" or x.scale is not None:
         return x
     array = x.read().astype(np.float64)
     form = Form("fp64", "colsum") if x.form else None

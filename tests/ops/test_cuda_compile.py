@@ -35,6 +35,8 @@ REGISTERS = {
     "embedding_forward": 48,
     "embedding_join": 96,
     "embedding_write": 80,
+    "error_parts": 64,
+    "error_total": 40,
     "finish": 64,
     "fold": 48,
     "gather_rows": 32,
@@ -149,6 +151,8 @@ def model_launches(noted: Launches, b: int, t: int, c: int, hq: int, hkv: int, h
         vector, history = noted.tensor((99,), "fp32"), noted.tensor((16, 99), "fp32")
         new = (out((99,), "fp32", None), out((16, 99), "fp32", None), out((99,), "fp32", None))
         ops.scale_update(*new, vector, history, vector, vector, cell)
+        six = noted.tensor((6,), "fp32")
+        ops.quantization_error(out((6,), "fp32", None), six, read(x), noted.tensor(x, dtype, ROW8))
         for forms in ((None,), (ROW8, COL8), (None, ROW8, COL8)):
             norm = (read(x), read((c,)))
             ops.rmsnorm_forward(out(x, dtype, *forms), out((b, t), "fp32", None), *norm, eps=1e-6)

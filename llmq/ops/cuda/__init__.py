@@ -14,6 +14,7 @@ from llmq.ops.cuda.embedding import embedding_backward, embedding_backward_scrat
 from llmq.ops.cuda.gather import gather_rows
 from llmq.ops.cuda.optimizer import adamw, grad_scale, sum_squares, sum_squares_scratch
 from llmq.ops.cuda.qk_norm import qk_norm_backward, qk_norm_backward_scratch, qk_norm_forward
+from llmq.ops.cuda.quantization_error import quantization_error, quantization_error_scratch
 from llmq.ops.cuda.rmsnorm import rmsnorm_backward, rmsnorm_backward_scratch, rmsnorm_forward
 from llmq.ops.cuda.rope import rope_backward, rope_forward
 from llmq.ops.cuda.swiglu import swiglu_backward, swiglu_forward
@@ -31,6 +32,7 @@ __all__ = [
     "loss_sum",
     "qk_norm_backward",
     "qk_norm_forward",
+    "quantization_error",
     "rmsnorm_backward",
     "rmsnorm_forward",
     "rope_backward",
@@ -49,6 +51,7 @@ _SCRATCH: dict[str, Callable[[Mapping[str, Shape]], int]] = {
     "embedding_backward": lambda s: embedding_backward_scratch(s["d_weight"], s["d_res"]),
     "loss_sum": lambda s: loss_sum_scratch(s["loss"]),
     "qk_norm_backward": lambda s: qk_norm_backward_scratch(s["qkv"], s["q_weight"]),
+    "quantization_error": lambda _: quantization_error_scratch(),
     "rmsnorm_backward": lambda s: rmsnorm_backward_scratch(s["res"]),
     "sum_squares": lambda s: sum_squares_scratch(s["grad"]),
 }

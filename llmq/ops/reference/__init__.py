@@ -10,6 +10,7 @@ from llmq.ops.reference.gather import gather_rows
 from llmq.ops.reference.linear import bias_backward, linear_dgrad, linear_forward, linear_wgrad
 from llmq.ops.reference.optimizer import adamw, grad_scale, sum_squares
 from llmq.ops.reference.qk_norm import qk_norm_backward, qk_norm_forward
+from llmq.ops.reference.quantization_error import quantization_error
 from llmq.ops.reference.rmsnorm import rmsnorm_backward, rmsnorm_forward
 from llmq.ops.reference.rope import rope_backward, rope_forward
 from llmq.ops.reference.swiglu import swiglu_backward, swiglu_forward
@@ -32,6 +33,7 @@ __all__ = [
     "loss_sum",
     "qk_norm_backward",
     "qk_norm_forward",
+    "quantization_error",
     "rmsnorm_backward",
     "rmsnorm_forward",
     "rope_backward",

@@ -1,0 +1,33 @@
+"""Errors of fp8 copies on the GPU; see cuda/quantization_error.cu."""
+
+from __future__ import annotations
+
+import math
+
+import numpy as np
+
+from llmq.ops.cuda.compile import Constants
+from llmq.ops.cuda.launch import access, address, launch, plain, pointer, type_of
+from llmq.ops.cuda.scratch import take
+from llmq.tensor import Output, Tensor
+
+BLOCKS, THREADS, FIELDS = 1024, 256, 6
+
+
+def quantization_error(new_error: Output, /, error: Tensor, x: Tensor, copy: Tensor) -> None:
+    """new_error (6,) <- error (6,), x (any shape), its `copy` in fp8 rows."""
+    assert copy.form is not None and copy.form.layout == "row" and copy.scale is not None
+    kind, count = type_of(x), math.prod(x.shape)
+    number = access(count, kind)
+    constants: Constants = {"X": kind, "N": number, "E4M3": int(copy.form.dtype == "e4m3")}
+    blocks = min(BLOCKS, -(-count // (THREADS * number)))
+    parts = take(quantization_error_scratch())
+    read = (pointer(x), pointer(copy), address(copy.scale), np.int64(count))
+    launch("quantization_error", "error_parts", blocks, THREADS, (parts, *read), constants)
+    last = (plain(new_error), pointer(error), parts, np.int32(blocks))
+    launch("quantization_error", "error_total", 1, THREADS, last, constants)
+
+
+def quantization_error_scratch() -> int:
+    """Bytes of scratch: six numbers per block."""
+    return BLOCKS * FIELDS * 4
