@@ -142,7 +142,8 @@ def _prepare(options: Options, log: RunLog) -> Job:
     dtypes = precision.resolve(options.precision, config.num_layers)
     b, t = data.batch_size, data.seq_len
     logit_bytes = padded_vocab(config) * DTYPES[dtypes.model].itemsize
-    limits = memory.resolve(options.memory, batch_size=b, seq_len=t, logit_bytes=logit_bytes)
+    gpu_bytes = device.memory_bytes(where)[0] if where.kind == "cuda" else 0
+    limits = memory.resolve(options.memory, batch_size=b, seq_len=t, logit_bytes=logit_bytes, gpu_bytes=gpu_bytes)
     device.refuse_dtypes(where, dtypes.matmul, dtypes.head)
     hyper = optimizer.resolve(options.optimizer)
     watching, before = precision.watching(options.precision), load_state(resume) if resume else {}

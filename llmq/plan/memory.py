@@ -11,7 +11,10 @@ from llmq.plan.recompute import ROLES
 if TYPE_CHECKING:
     from llmq.options import MemoryOptions
 
-LOGITS_BYTES = 2**30  # automatic head chunks keep the logits of a chunk below this
+# Automatic head chunks keep the logits of a chunk below the larger of these. On an H200 Qwen2.5-0.5B with an fp8 head
+# is 2.3% faster in 4 chunks than in the 16 of 1 GiB each; a bf16 head does not care.
+LOGITS_BYTES = 2**30
+LOGITS_SHARE = 48  # of the GPU's memory, as a divisor
 
 
 @dataclass(frozen=True)
@@ -28,14 +31,14 @@ class Memory:
         return frozenset().union(*(ROLES[flag] for flag in self.flags))
 
 
-def resolve(options: MemoryOptions, *, batch_size: int, seq_len: int, logit_bytes: int) -> Memory:
+def resolve(options: MemoryOptions, *, batch_size: int, seq_len: int, logit_bytes: int, gpu_bytes: int = 0) -> Memory:
     """Checks the chunk counts against the batch; UsageError where they do not divide it.
 
-    `logit_bytes` is what the logits of one token take.
+    `logit_bytes` is what the logits of one token take, `gpu_bytes` the memory of the GPU, if there is one.
     """
     flags = tuple(flag for flag in ROLES if getattr(options, flag))
     tokens, problems = batch_size * seq_len, []
-    head = options.lmhead_chunks or fewest_chunks(tokens, logit_bytes)
+    head = options.lmhead_chunks or fewest_chunks(tokens, logit_bytes, gpu_bytes)
     if tokens % head:
         problems.append(
             f"--lmhead-chunks {head} does not divide the {tokens} tokens of a micro-batch ({batch_size} x {seq_len})"
@@ -47,7 +50,8 @@ def resolve(options: MemoryOptions, *, batch_size: int, seq_len: int, logit_byte
     return Memory(flags, head, options.attn_bwd_chunks)
 
 
-def fewest_chunks(tokens: int, logit_bytes: int) -> int:
-    """The smallest divisor of `tokens` that keeps the logits of a chunk within LOGITS_BYTES, if one does."""
-    fitting = (n for n in range(1, tokens + 1) if tokens % n == 0 and tokens // n * logit_bytes <= LOGITS_BYTES)
+def fewest_chunks(tokens: int, logit_bytes: int, gpu_bytes: int = 0) -> int:
+    """The smallest divisor of `tokens` that keeps the logits of a chunk within the limit above, if one does."""
+    most = max(LOGITS_BYTES, gpu_bytes // LOGITS_SHARE)
+    fitting = (n for n in range(1, tokens + 1) if tokens % n == 0 and tokens // n * logit_bytes <= most)
     return next(fitting, tokens)
