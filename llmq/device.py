@@ -110,11 +110,16 @@ def pick(device: str) -> Device:
 
 def refuse_dtypes(device: Device, *dtypes: str) -> None:
     """UsageError if the matmuls of a run are of a dtype that the GPU does not have."""
-    if device.kind == "cuda" and "e4m3" in dtypes and device.capability < OLDEST_FP8:
+    if "e4m3" in dtypes and not has_fp8(device):
         raise UsageError(
             f"--matmul-dtype e4m3 needs a GPU of compute capability {cuda_driver.dotted(OLDEST_FP8)} or later, and "
             f"{_gpu_name(device)} has {cuda_driver.dotted(device.capability)}: use --matmul-dtype bf16"
         )
+
+
+def has_fp8(device: Device) -> bool:
+    """Whether fp8 matmuls run here; the CPU's backend has every dtype."""
+    return device.kind == "cpu" or device.capability >= OLDEST_FP8
 
 
 def backend_settings(options: SystemOptions) -> dict[str, bool]:

@@ -2,7 +2,8 @@
 
 The file has one JSON object per line, with a `type`:
 
-    header      first record: schema, started, version, and the sections options, system, model, dataset, allocator
+    header      first record: schema, started, version, and the sections options, system, model, dataset, allocator,
+                and matmuls where timing chose their dtypes
     train       one optimizer step: the fields of TrainRecord, and tps
     eval        one evaluation: the fields of EvalRecord, and tps
     resume      the run was continued from the checkpoint of `step`; carries the header's sections again
@@ -42,7 +43,7 @@ if TYPE_CHECKING:
     from llmq.options import LogOptions
 
 SCHEMA = 1
-SECTIONS = ("options", "system", "model", "dataset", "allocator")
+SECTIONS = ("options", "system", "model", "dataset", "matmuls", "allocator")
 MUCH_FREE = 0.25  # of the memory listed: beyond this the allocator table hints at what would use it
 
 
@@ -164,6 +165,10 @@ class RunLog:
             for path, tokens in found:
                 self.say(f"    {path!s:<{width}}  {tokens:>15,} tokens")
         self._items(facts)
+
+    def matmuls(self, lines: Mapping[str, str]) -> None:
+        """[Matmuls]: what timing chose for each site."""
+        self._section("matmuls", "Matmuls", lines)
 
     def allocator(self, mib: Mapping[str, float], *, hint: str | None = None) -> None:
         """[Allocator State]: MiB by name. `hint` is shown when `Free` is more than a quarter of everything listed."""

@@ -42,6 +42,7 @@ LARGEST_SEED = 2**64 - 1  # two 32-bit words of a Philox key
 RUN_FOLDER = "runs/%n"
 
 Narrow = Literal["bf16", "fp32"]
+FP8_MATMULS = ("e4m3", "auto")
 
 
 def _which_checkpoint(value: Any) -> Any:
@@ -117,18 +118,18 @@ class DataOptions(Section):
 class PrecisionOptions(Section):
     title = "Precision"
     model_dtype: Narrow = option("bf16", "Dtype of weights, activations and gradients.")
-    matmul_dtype: Literal["fp32", "bf16", "e4m3"] = option(
+    matmul_dtype: Literal["fp32", "bf16", "e4m3", "auto"] = option(
         lambda data: data.get("model_dtype", "bf16"),
-        "Dtype of the matmuls inside the blocks.",
+        "Dtype of the matmuls inside the blocks; auto times each and takes e4m3 where it is faster.",
         shown="the model dtype",
     )
     gradient_dtype: Literal["e4m3", "e5m2"] | None = option(
-        lambda data: "e4m3" if data.get("matmul_dtype") == "e4m3" else None,
+        lambda data: "e4m3" if data.get("matmul_dtype") in FP8_MATMULS else None,
         "Dtype of activation gradients in e4m3 matmuls.",
         shown="e4m3 in e4m3 matmuls",
     )
     fp8_scaling: Literal["delayed", "current"] | None = option(
-        lambda data: "delayed" if data.get("matmul_dtype") == "e4m3" else None,
+        lambda data: "delayed" if data.get("matmul_dtype") in FP8_MATMULS else None,
         "Scales of e4m3 matmuls: from earlier steps, or from the very values (exact, one more pass).",
         shown="delayed in e4m3 matmuls",
     )
@@ -145,7 +146,7 @@ class PrecisionOptions(Section):
         None, "The only layers or sites with e4m3 matmuls, named as in --bf16-layers.", metavar="FIRST,LAST|NAMES"
     )
     log_fp8_every: Int | None = option(
-        lambda data: 100 if data.get("matmul_dtype") == "e4m3" else None,
+        lambda data: 100 if data.get("matmul_dtype") in FP8_MATMULS else None,
         "Steps from one log of the errors of all e4m3 copies to the next, a micro-batch each; 0 is never.",
         shown="100 in e4m3 runs",
         ge=0,
@@ -170,12 +171,12 @@ class PrecisionOptions(Section):
     def contradictions(self) -> Iterator[str]:
         if self.bf16_layers is not None and self.fp8_layers is not None:
             yield "--bf16-layers and --fp8-layers both say which sites are in e4m3: give one of them"
-        if self.fp8_fallback and self.matmul_dtype == "e4m3" and not self.log_fp8_every:
+        if self.fp8_fallback and self.matmul_dtype in FP8_MATMULS and not self.log_fp8_every:
             yield "--fp8-fallback goes by the readings of --log-fp8-every, which is 0: set that, or leave this out"
-        if self.fp8_fallback and self.matmul_dtype != "e4m3":
+        if self.fp8_fallback and self.matmul_dtype not in FP8_MATMULS:
             yield f"--fp8-fallback is for e4m3 matmuls, but --matmul-dtype is {self.matmul_dtype}: leave it out"
         for key in ("gradient_dtype", "fp8_scaling", "bf16_layers", "fp8_layers", "log_fp8_every", "head_dtype"):
-            if self.matmul_dtype == "e4m3" or (key == "head_dtype" and self.head_dtype == "bf16"):
+            if self.matmul_dtype in FP8_MATMULS or (key == "head_dtype" and self.head_dtype == "bf16"):
                 continue
             if (value := getattr(self, key)) is not None:
                 yield (

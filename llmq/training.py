@@ -14,7 +14,7 @@ from typing import Any, TextIO
 
 import numpy as np
 
-from llmq import device, optimizer, sol
+from llmq import auto, device, optimizer, sol
 from llmq.backends import Backend, open_backend
 from llmq.checkpoint import Checkpoints, check_same, checkpoint_bytes, load, load_state
 from llmq.commands import continue_command
@@ -24,7 +24,7 @@ from llmq.data.windows import Windows
 from llmq.device import Device
 from llmq.disk import check_free_space
 from llmq.engine import Engine
-from llmq.errors import INTERRUPTED, LlmqError, MemoryLimitError, NonFiniteError
+from llmq.errors import INTERRUPTED, LlmqError, MemoryLimitError, NonFiniteError, UsageError
 from llmq.fp8_watch import CopyError, Fp8Watch, carried, summary
 from llmq.hf import Export, open_export
 from llmq.interrupt import Interrupt
@@ -144,6 +144,9 @@ def _prepare(options: Options, log: RunLog) -> Job:
     logit_bytes = padded_vocab(config) * DTYPES[dtypes.model].itemsize
     gpu_bytes = device.memory_bytes(where)[0] if where.kind == "cuda" else 0
     limits = memory.resolve(options.memory, batch_size=b, seq_len=t, logit_bytes=logit_bytes, gpu_bytes=gpu_bytes)
+    is_auto = precision.is_auto(options.precision)
+    if is_auto and not device.has_fp8(where):
+        is_auto, dtypes = False, dtypes.without_fp8()
     device.refuse_dtypes(where, dtypes.matmul, dtypes.head)
     hyper = optimizer.resolve(options.optimizer)
     watching, before = precision.watching(options.precision), load_state(resume) if resume else {}
@@ -152,6 +155,14 @@ def _prepare(options: Options, log: RunLog) -> Job:
     kind = "planned" if where.planned else where.kind
     backend = open_backend(kind, algorithms=algorithms or None, **device.backend_settings(options.system))
     scratch = backend.scratch_bytes
+    if is_auto and "sites" in before:
+        dtypes = replace(dtypes, matmul=before["sites"]["matmul"], wide=tuple(before["sites"]["wide"]))
+    elif is_auto:
+        if where.planned:
+            raise UsageError("--matmul-dtype auto times a GPU, and --gpu names one that is not here: use bf16 or e4m3")
+        sizes = {"batch_size": b, "seq_len": t, "grad_accumulation": data.grad_accumulation}
+        dtypes, timing = auto.choose(config, dtypes, limits, backend, **sizes)
+        log.matmuls(timing.rows(dtypes.model))
 
     def planned(dtypes: Precision) -> Plan:
         return make_plan(
@@ -395,6 +406,7 @@ class _Run:
             "position": self.position,
             "must_match": job.must_match,
             "algorithms": job.backend.algorithms,
+            "sites": {"matmul": job.plan.precision.matmul, "wide": list(job.plan.precision.wide)},
             "fp8": {"low": self.fp8.low, "fell_back": self.fell_back},
         }
         path = job.checkpoints.save(self.step, self.engine.state(), state, job.checkpoint_bytes)

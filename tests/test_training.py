@@ -15,7 +15,7 @@ import pytest
 from tiny_engines import tiny
 
 import llmq
-from llmq import training
+from llmq import auto, training
 from llmq.checkpoint import hash_tensors, load
 from llmq.config import to_hf
 from llmq.data.token_file import TokenWriter
@@ -162,6 +162,46 @@ def test_a_fallback_that_does_not_fit_is_refused(given, monkeypatch):
     texts = [event["text"] for event in read_log(result.log_path).events if event["type"] == "notice"]
     assert any(text.startswith("layers.0.mlp.down cannot leave fp8: the run needs") for text in texts)
     assert result.steps == 12
+
+
+AUTO = {**FP8, "matmul_dtype": "auto", "ckpt_interval": 5, "ckpt_keep_n": 0}
+
+
+def test_auto_takes_fp8_where_it_is_faster_and_a_continued_run_keeps_that(given, monkeypatch):
+    timed = []
+
+    def gain_ms(config, precision, *numbers):
+        """attention.o gains 2 ms, mlp.down 1 ms, the others lose half of one."""
+        timed.append(precision)
+        sites = {"attention.qkv": 0.5, "attention.o": -2, "mlp.up": 0.5, "mlp.down": -1}
+        return 10 + sum(ms for site, ms in sites.items() if f"layers.0.{site}" not in precision.wide)
+
+    monkeypatch.setattr(auto, "_step_ms", gain_ms)
+    whole = llmq.train(**{**given, **AUTO, "name": "whole"})
+    assert len(timed) == 6
+    log = read_log(whole.log_path)
+    assert "bf16 2.500 ms, e4m3 2.000 ms a layer: e4m3" in log.header["matmuls"]["attention.o"]
+    assert log.header["matmuls"]["mlp.up"].endswith(": bf16")
+    assert "1.43 times as fast" in given["console"].getvalue()
+    wide = {**FP8, "bf16_layers": "attention.qkv,mlp.up"}
+    same = llmq.train(**{**given, **wide, "name": "same"})
+    assert weights_of(same.checkpoint_path) == weights_of(whole.checkpoint_path)
+    llmq.train(**{**given, **AUTO, "steps": 7})
+    monkeypatch.setattr(auto, "_step_ms", lambda *anything: pytest.fail("timed again"))
+    parts = llmq.train(**{**given, **AUTO, "continue": 5, "overwrite": True})
+    assert weights_of(parts.checkpoint_path) == weights_of(whole.checkpoint_path)
+
+
+def test_auto_without_a_gain_is_bf16(given):
+    """On a CPU, where fp8 is emulated: timed for real."""
+    timed = llmq.train(**{**given, **AUTO, "name": "auto"})
+    wide = llmq.train(**{**given, **FP8, "matmul_dtype": "bf16", "name": "wide"})
+    assert weights_of(timed.checkpoint_path) == weights_of(wide.checkpoint_path)
+
+
+def test_auto_needs_a_gpu_to_time(given):
+    with pytest.raises(UsageError, match="auto times a GPU"):
+        llmq.train(**{**given, **AUTO, "dry_run": True, "device": "cuda", "gpu": "H200"})
 
 
 def test_continue_without_a_checkpoint_starts_from_the_beginning(given):

@@ -53,6 +53,10 @@ class Precision:
         """The same with these sites in the model's dtype too."""
         return replace(self, wide=tuple(sorted({*self.wide, *sites})))
 
+    def without_fp8(self) -> Precision:
+        """The same with all matmuls of the blocks in the model's dtype."""
+        return replace(self, matmul=self.model, wide=())
+
     def site(self, name: str) -> Any:
         """The site of the linear map of that name: `layers.N.` and one of SITES, or `head`."""
         dtype = self.head if name == HEAD else self.matmul
@@ -74,6 +78,11 @@ def watching(options: PrecisionOptions) -> Watching:
     return Watching(options.log_fp8_every or 0, options.fp8_fallback)
 
 
+def is_auto(options: PrecisionOptions) -> bool:
+    """Whether timing decides which sites stay in fp8."""
+    return options.matmul_dtype == "auto"
+
+
 def site_names(num_layers: int) -> list[str]:
     """All sites of the blocks of a model, in the order of the forward pass."""
     return [f"layers.{layer}.{site}" for layer in range(num_layers) for site in SITES]
@@ -86,7 +95,7 @@ def resolve(options: PrecisionOptions, num_layers: int) -> Precision:
         raise UsageError("--master-dtype bf16 is narrower than --model-dtype fp32: use --model-dtype bf16")
     return Precision(
         model=model,
-        matmul=options.matmul_dtype,
+        matmul="e4m3" if options.matmul_dtype == "auto" else options.matmul_dtype,
         gradient=options.gradient_dtype or "e4m3",
         scaling=options.fp8_scaling or "delayed",
         m=options.opt_m_dtype,
