@@ -81,11 +81,6 @@ extern "C" __global__ void __launch_bounds__(TILE_THREADS) amax(u32* amax, const
     if (threadIdx.x % 32 == 0) atomicMax(amax, largest);
 }
 
-// amax / limit where amax is finite and not 0, and then at least the smallest normal number (its reciprocal is finite)
-__device__ __forceinline__ float scale_of(float amax, float limit, float otherwise) {
-    return amax > 0 && isfinite(amax) ? fmaxf(amax / limit, 0x1p-126f) : otherwise;
-}
-
 extern "C" __global__ void amax_scale(float* scale, const float* amax, float limit) {
     *scale = scale_of(*amax, limit, 1.0f);
 }

@@ -25,6 +25,11 @@ struct Output {
 #define OUTPUT(T, name) \
     Output<T> { name##_value, name##_copy, name##_row, name##_col, name##_sums, name##_scale, name##_amax }
 
+// amax / limit where amax is finite and not 0, and then at least the smallest normal number (its reciprocal is finite)
+__device__ __forceinline__ float scale_of(float amax, float limit, float otherwise) {
+    return amax > 0 && isfinite(amax) ? fmaxf(amax / limit, 0x1p-126f) : otherwise;
+}
+
 // bytes of x * inverse in fp8, two at a time: x in the low byte, y in the high one
 template <bool E4M3>
 __device__ __forceinline__ u32 fp8_pair(float x, float y) {

@@ -11,7 +11,7 @@ from llmq.arena import stored_dtype
 from llmq.backends import Call, Memory, Op
 from llmq.plan.plan import SCALE_STRIDE, Plan
 from llmq.plan.program import Operand, Program, Result
-from llmq.tensor import Output, Tensor, stored_shape
+from llmq.tensor import Output, Tensor, scale_shape, scales_of_rows, stored_shape
 
 UNWANTED = Output("unwanted", (), "fp32", ())
 
@@ -48,15 +48,21 @@ class _Binder:
         return Output(result.ref.name, result.ref.shape, result.ref.dtype, tensors, result.accumulate, amax)
 
     def tensor(self, operand: Operand) -> Tensor:
-        scale = None if operand.scale is None else self._scale(operand.scale)
+        scale = None if operand.scale is None else self._scale(operand)
         return Tensor(operand.storage, self._array(operand), operand.ref.shape, operand.ref.form, scale)
 
-    def _scale(self, name: str) -> np.ndarray:
+    def _scale(self, operand: Operand) -> np.ndarray:
+        name, ref = str(operand.scale), operand.ref
         if name in self._cells:
             return self._cell("scale:scales", self._cells[name])
+        assert ref.form is not None
         if name in self.program.places:
-            return self._memory.place(self.program.places[name].offset, (1,), np.dtype(np.float32))
-        return self._memory.array(name)
+            shape = scale_shape(ref.whole or ref.shape, ref.form)
+            whole = self._memory.place(self.program.places[name].offset, shape, np.dtype(np.float32))
+        else:
+            whole = self._memory.array(name)
+        width = ref.shape[-1]
+        return whole if ref.span is None else scales_of_rows(whole, ref.form, *(n // width for n in ref.span))
 
     def _cell(self, vector: str, index: int) -> np.ndarray:
         return self._memory.array(vector)[index : index + 1]

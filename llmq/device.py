@@ -36,6 +36,7 @@ PEAK_SECONDS = 0.15  # of measuring
 PEAK_SIZES = (256, 512, 1024)  # of square matrices; one that would take longer than all the time is left out
 CUDA_PEAK_SIZE = 4096
 OLDEST_FP8 = (8, 9)  # compute capability
+HOPPER = (9, 0)  # the only one for which cuBLASLt has scales per row and per 128 numbers (as of 13.1)
 
 
 @dataclass(frozen=True)
@@ -108,12 +109,20 @@ def pick(device: str) -> Device:
     return Device(note=f"{there}{problem.what}: training on the CPU (for the GPU: {problem.fix})")
 
 
-def refuse_dtypes(device: Device, *dtypes: str) -> None:
-    """UsageError if the matmuls of a run are of a dtype that the GPU does not have."""
-    if "e4m3" in dtypes and not has_fp8(device):
+def refuse_dtypes(device: Device, *dtypes: str, scaling: str = "delayed") -> None:
+    """UsageError if the matmuls of a run are of a dtype, or read fp8 by scales, that the GPU does not have."""
+    if "e4m3" not in dtypes or device.kind == "cpu":
+        return
+    if not has_fp8(device):
         raise UsageError(
             f"--matmul-dtype e4m3 needs a GPU of compute capability {cuda_driver.dotted(OLDEST_FP8)} or later, and "
             f"{_gpu_name(device)} has {cuda_driver.dotted(device.capability)}: use --matmul-dtype bf16"
+        )
+    if scaling in ("rowwise", "blockwise") and device.capability != HOPPER:
+        raise UsageError(
+            f"--fp8-scaling {scaling} needs a GPU of compute capability {cuda_driver.dotted(HOPPER)}, as cuBLASLt has "
+            f"such scales for no other, and {_gpu_name(device)} has {cuda_driver.dotted(device.capability)}: use "
+            "--fp8-scaling delayed or current"
         )
 
 

@@ -128,9 +128,10 @@ class PrecisionOptions(Section):
         "Dtype of activation gradients in e4m3 matmuls.",
         shown="e4m3 in e4m3 matmuls",
     )
-    fp8_scaling: Literal["delayed", "current"] | None = option(
+    fp8_scaling: Literal["delayed", "current", "rowwise", "blockwise"] | None = option(
         lambda data: "delayed" if data.get("matmul_dtype") in FP8_MATMULS else None,
-        "Scales of e4m3 matmuls: from earlier steps, or from the very values (exact, one more pass).",
+        "Scales of e4m3 matmuls: one per tensor from earlier steps, or from the very values (exact, one more pass) for "
+        "each tensor, row or block (1x128, weights 128x128; the last two on compute capability 9.0).",
         shown="delayed in e4m3 matmuls",
     )
     head_dtype: Literal["bf16", "e4m3"] | None = option(

@@ -28,6 +28,9 @@ DTYPES: dict[str, np.dtype] = {
 LARGEST = {"e4m3": 448.0, "e5m2": 57344.0}  # finite limits of the fp8 formats (OCP 8-bit floating point, 2023)
 IGNORED = -100  # target of a token that is not trained
 COLSUM_ROWS = 256  # a partial column sum covers this many consecutive rows
+OWN_SCALES = ("rowwise", "blockwise", "tilewise")  # scalings whose scales are made with the copy and stored beside it
+BLOCK = 128  # consecutive numbers of a row under one blockwise scale; rows and columns under a tilewise one
+SMALLEST = np.finfo(np.float32).tiny  # of a scale: the reciprocal of a subnormal one would overflow
 
 
 @dataclass(frozen=True)
@@ -35,7 +38,9 @@ class Form:
     """A representation of a slot. `layout`: row (as is), col (2-D transpose: last axis first), colsum (partial sums).
 
     `scaling`: None (plain cast), "delayed" (scale from earlier steps, kept in a persistent cell) or "current" (scale
-    from this very value). Row and col copies of one dtype and scaling share one scale.
+    from this very value). Row and col copies of one dtype and scaling share one scale. The others have many, each from
+    the very numbers under it, by the matrix as stored: "rowwise" one per row, "blockwise" one per 128 numbers of a row,
+    "tilewise" one per 128 x 128. See `scale_shape`.
     """
 
     dtype: str
@@ -46,6 +51,11 @@ class Form:
     def key(self) -> str:
         """Short unique name, as used in storage names: `e4m3/col/delayed`."""
         return "/".join(filter(None, (self.dtype, self.layout, self.scaling)))
+
+    @property
+    def owns_scales(self) -> bool:
+        """Whether the scales are made with the copy, and live and die with it."""
+        return self.scaling in OWN_SCALES
 
 
 COLSUM = Form("fp32", "colsum")
@@ -116,9 +126,27 @@ def stored_shape(shape: tuple[int, ...], form: Form | None) -> tuple[int, ...]:
     return (columns, rows) if form.layout == "col" else (-(-rows // COLSUM_ROWS), columns)
 
 
+def scale_shape(shape: tuple[int, ...], form: Form) -> tuple[int, ...]:
+    """Shape of the scales of a tensor of logical `shape` in `form`, laid out as cuBLASLt reads them.
+
+    Of a copy stored as (R, K): (R,) rowwise; (K / 128, R) blockwise; (R / 128, K / 128) tilewise, quotients rounded up
+    and the last one to a multiple of 4.
+    """
+    *leading, columns = stored_shape(shape, form)
+    rows = math.prod(leading)
+    if form.scaling == "rowwise":
+        return (rows,)
+    if form.scaling == "blockwise":
+        return (-(-columns // BLOCK), rows)
+    return (-(-rows // BLOCK), -(-columns // (4 * BLOCK)) * 4) if form.scaling == "tilewise" else (1,)
+
+
 @dataclass(eq=False)
 class Tensor:
-    """Bytes that an op reads: `array` has the stored shape, `shape` is the logical one, `scale` (1,) dequantises."""
+    """Bytes that an op reads: `array` has the stored shape, `shape` is the logical one, `scale` dequantises.
+
+    `scale` is (1,) or, where the copy owns its scales, of `scale_shape`.
+    """
 
     name: str
     array: np.ndarray
@@ -135,23 +163,26 @@ class Tensor:
         if array.dtype.kind not in "iu" and array.dtype not in (np.float32, np.float64):
             array = array.astype(np.float32)
         if self.scale is not None:
-            array = array * self.scale
+            array = array * _spread(self.scale, array.shape, self.form)
         if self.form is not None and self.form.layout == "col":
             array = array.T.reshape(self.shape)
         return array
 
     def read_rows(self, index: np.ndarray) -> np.ndarray:
         """Rows `index` (any shape) along the first axis, as `read` gives them, without reading the others."""
+        assert self.form is None or not self.form.owns_scales, f"{self.name}: a row of {self.form} has no scale alone"
         rows = (self.array.T if self.form is not None and self.form.layout == "col" else self.array)[index]
         return Tensor(self.name, rows, rows.shape, scale=self.scale).read()
 
     def chunk(self, start: int, count: int) -> Tensor:
         """Rows [start, start + count) of this tensor seen as (rows, last axis), over the same bytes."""
-        shape = (count, self.shape[-1])
+        shape, scale = (count, self.shape[-1]), self.scale
+        if self.form is not None and scale is not None:
+            scale = scales_of_rows(scale, self.form, start, count)
         if self.form is not None and self.form.layout == "col":
-            return replace(self, array=self.array[:, start : start + count], shape=shape)
+            return replace(self, array=self.array[:, start : start + count], shape=shape, scale=scale)
         assert self.form is None or self.form.layout == "row", "column sums cover a fixed number of rows"
-        return replace(self, array=self.array.reshape(-1, shape[1])[start : start + count], shape=shape)
+        return replace(self, array=self.array.reshape(-1, shape[1])[start : start + count], shape=shape, scale=scale)
 
 
 @dataclass(eq=False)
@@ -189,6 +220,9 @@ class Output:
                 continue
             if wide is None:
                 wide = rounded if rounded.dtype.kind in "iu" else rounded.astype(np.float32)
+            if target.form.owns_scales:
+                assert target.scale is not None
+                target.scale[...] = own_scales(wide, target.form)
             target.array[...] = to_form(wide, target.form, target.scale)
         for cell in self.amax.values():
             assert wide is not None
@@ -228,9 +262,52 @@ def to_form(value: np.ndarray, form: Form, scale: np.ndarray | None) -> np.ndarr
     if form.layout == "colsum":
         starts = np.arange(0, value.size // columns, COLSUM_ROWS)
         return np.add.reduceat(value.reshape(-1, columns), starts, axis=0)
+    if form.layout == "col":
+        value = value.reshape(-1, columns).T
     if form.dtype in LARGEST:
         assert scale is not None
         limit = np.float32(LARGEST[form.dtype])
-        value = np.clip(value * (np.float32(1) / scale), -limit, limit)
-    stored = value.astype(DTYPES[form.dtype])
-    return stored.reshape(-1, columns).T if form.layout == "col" else stored
+        value = np.clip(value * _spread(np.float32(1) / scale, value.shape, form), -limit, limit)
+    return value.astype(DTYPES[form.dtype])
+
+
+def scale_from(amax: np.ndarray, limit: np.ndarray | np.float32, otherwise: np.ndarray | np.float32) -> np.ndarray:
+    """amax / limit (f32) where amax is finite and not 0, elsewhere `otherwise`."""
+    return np.where((amax > 0) & np.isfinite(amax), np.maximum(amax / limit, SMALLEST), otherwise)
+
+
+def own_scales(value: np.ndarray, form: Form) -> np.ndarray:
+    """Scales of a copy of `value` (f32) that owns them: amax / limit of the numbers under each, or else 1."""
+    size = np.abs(value.reshape(-1, value.shape[-1]))
+    size = size.T if form.layout == "col" else size
+    limit, one = np.float32(LARGEST[form.dtype]), np.float32(1)
+    if form.scaling == "rowwise":
+        return scale_from(size.max(axis=1), limit, one)
+    amax = np.maximum.reduceat(size, np.arange(0, size.shape[1], BLOCK), axis=1)
+    if form.scaling == "blockwise":
+        return scale_from(amax.T, limit, one)
+    amax = np.maximum.reduceat(amax, np.arange(0, size.shape[0], BLOCK), axis=0)
+    return scale_from(np.pad(amax, ((0, 0), (0, -amax.shape[1] % 4))), limit, one)
+
+
+def scales_of_rows(scale: np.ndarray, form: Form, start: int, count: int) -> np.ndarray:
+    """Of the scales of a copy, those of rows [start, start + count) of the logical tensor, where they lie together."""
+    if form.scaling == "rowwise":
+        return scale[start : start + count] if form.layout == "row" else scale
+    if form.scaling == "blockwise" and form.layout == "col" and start % BLOCK == 0:
+        return scale[start // BLOCK : -(-(start + count) // BLOCK)]
+    assert not form.owns_scales, f"rows {start} to {start + count} in {form} have no scales that lie together"
+    return scale
+
+
+def _spread(scale: np.ndarray, shape: tuple[int, ...], form: Form | None) -> np.ndarray:
+    """Scales, or their reciprocals, of a copy stored in `shape`, so that they multiply it number by number."""
+    if form is None or not form.owns_scales:
+        return scale
+    *leading, columns = shape
+    rows = math.prod(leading)
+    if form.scaling == "rowwise":
+        return scale.reshape(*leading, 1)
+    if form.scaling == "tilewise":
+        scale = np.repeat(scale, BLOCK, axis=0)[:rows].T
+    return np.repeat(scale.T, BLOCK, axis=1)[:, :columns].reshape(shape)

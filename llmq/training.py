@@ -147,7 +147,7 @@ def _prepare(options: Options, log: RunLog) -> Job:
     is_auto = precision.is_auto(options.precision)
     if is_auto and not device.has_fp8(where):
         is_auto, dtypes = False, dtypes.without_fp8()
-    device.refuse_dtypes(where, dtypes.matmul, dtypes.head)
+    device.refuse_dtypes(where, dtypes.matmul, dtypes.head, scaling=dtypes.scaling)
     hyper = optimizer.resolve(options.optimizer)
     watching, before = precision.watching(options.precision), load_state(resume) if resume else {}
     dtypes = dtypes.without(before.get("fp8", {}).get("fell_back", ()))

@@ -21,7 +21,7 @@ BF16 = Precision("bf16", "bf16", m="bf16", v="bf16", master="bf16", grad="bf16")
 FP8 = {
     (gradient, scaling): Precision("bf16", "e4m3", gradient, scaling, "bf16", "bf16", "bf16", "bf16")
     for gradient in ("e4m3", "e5m2")
-    for scaling in ("delayed", "current")
+    for scaling in ("delayed", "current", "rowwise", "blockwise")
 }
 FP8_HEAD = replace(FP8["e4m3", "delayed"], head="e4m3")
 PRECISIONS = {

@@ -23,6 +23,7 @@ MAY_SHARE: dict[str, dict[str, str]] = {
 }
 
 # op -> outputs that it can write in quantized or column-sum forms in the same pass; all others get a `cast` behind them
+# (copies that own their scales a `quantize`)
 WRITES_FORMS: dict[str, frozenset[str]] = {
     "rmsnorm_forward": frozenset({"x"}),
     "rmsnorm_backward": frozenset({"d_out"}),

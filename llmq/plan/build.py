@@ -7,6 +7,7 @@ from llmq.blocks.embed import Embed
 from llmq.blocks.head import Head
 from llmq.blocks.mlp import Mlp
 from llmq.config import ModelConfig
+from llmq.errors import UsageError
 from llmq.model import Block, Model
 from llmq.plan.memory import Memory
 from llmq.plan.precision import HEAD, SITES, Precision
@@ -14,7 +15,12 @@ from llmq.rows import padded_vocab
 
 
 def build_model(config: ModelConfig, precision: Precision, memory: Memory, z_loss: float) -> Model:
-    """The objects whose forward and backward are recorded."""
+    """The objects whose forward and backward are recorded. UsageError for what cannot be combined."""
+    if precision.head == "e4m3" and precision.scaling == "blockwise" and memory.head_chunks > 1:
+        raise UsageError(
+            f"--lmhead-chunks {memory.head_chunks} cuts the head's input into pieces, whose 1x128 scales do not lie "
+            "together: with --head-dtype e4m3 --fp8-scaling blockwise use --lmhead-chunks 1, or use --head-dtype bf16"
+        )
     c, eps = config.hidden_size, config.rms_norm_eps
     heads = Heads(config.num_heads, config.num_kv_heads, config.head_dim)
     rotary = NormedRotary(heads, eps) if config.qk_norm else Rotary(heads)

@@ -16,7 +16,7 @@ from llmq.plan.build import build_model
 from llmq.plan.memory import Memory
 from llmq.plan.observe import observed
 from llmq.plan.precision import Precision
-from llmq.plan.program import Compiler, Program, Step, reads_of_weights, storage_name, stored_bytes
+from llmq.plan.program import Compiler, Program, Step, own_scales, reads_of_weights, storage_name, stored_bytes
 from llmq.plan.recompute import ROLES, Fates, decide
 from llmq.rows import Row, parameter_rows
 from llmq.stores.activations import Frame, Frames
@@ -261,7 +261,8 @@ def kept_storages(refs: Mapping[str, Ref], fates: Fates) -> dict[str, int]:
     kept = {}
     for name, form in fates.kept:
         ref = replace(refs[name], form=form)
-        kept[storage_name(ref)] = aligned(stored_bytes(ref))
+        owned = [own_scales(ref)] if form is not None and form.owns_scales else []
+        kept.update({storage_name(part): aligned(stored_bytes(part)) for part in (ref, *owned)})
     return kept
 
 
@@ -295,5 +296,8 @@ def _persistent(programs: Iterable[Program], aliases: Mapping[str, str]) -> dict
                 ref = operand.ref
                 if ref.space == "activation" or storage_name(ref) in aliases:
                     continue
-                found[operand.storage] = replace(ref, span=None, shape=ref.whole, whole=()) if ref.span else ref
+                ref = replace(ref, span=None, shape=ref.whole, whole=()) if ref.span else ref
+                found[operand.storage] = ref
+                if ref.form is not None and ref.form.owns_scales:
+                    found[str(operand.scale)] = own_scales(ref)
     return found

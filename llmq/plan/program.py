@@ -15,12 +15,12 @@ from llmq.arena import Lifetime, lay_out, live_peak
 from llmq.ops.record import Call
 from llmq.ops.seam import MAY_SHARE, signature
 from llmq.plan.recompute import writes_form
-from llmq.tensor import DTYPES, LARGEST, Form, Ref, stored_shape
+from llmq.tensor import DTYPES, LARGEST, Form, Ref, scale_shape, stored_shape
 
 
 @dataclass(frozen=True)
 class Operand:
-    """One storage as a call sees it: `ref` gives shape, form and span; `scale` names the storage or cell to read."""
+    """One storage as a call sees it: `ref` gives shape, form and span; `scale` names the storage or cell of scales."""
 
     storage: str
     ref: Ref
@@ -73,6 +73,13 @@ def scale_cell(ref: Ref, dtype: str) -> str:
     """Name of the persistent scale of a tensor's copies in `dtype`: one for all programs and micro-steps."""
     name = ref.name.split("/", 1)[-1].split("#")[0] if ref.space == "activation" else ref.name
     return f"{name}@{dtype}"
+
+
+def own_scales(ref: Ref) -> Ref:
+    """The scales of a copy that owns them: one more tensor, which lives as long as the copy's bytes."""
+    assert ref.form is not None and ref.form.owns_scales
+    name, shape = f"{ref.name}@scale/{ref.form.key}", scale_shape(ref.whole or ref.shape, ref.form)
+    return replace(ref, name=name, shape=shape, dtype="fp32", form=None)
 
 
 def storage_name(ref: Ref) -> str:
@@ -129,12 +136,12 @@ class Compiler:
                     continue
                 forms = self._forms_wanted(ref, wanted)
                 later = [form for form in forms if form is not None and not writes_form(call.op, output, form)]
-                if call.op == "cast" and ref.again:
-                    later = []  # the scale it reads was made in forward
+                if call.op == "cast" and ref.again:  # it reads a scale that was made in forward
+                    later = [form for form in later if storage_name(self._scale_ref(ref, form)) not in written]
                 now = [form for form in forms if form not in later]
                 turned = [form for form in later if form.layout == "col" and replace(form, layout="row") in now]
                 later = [form for form in later if form not in turned]
-                if later and ref.space == "activation" and None not in now:
+                if later and ref.space == "activation" and call.op != "cast" and None not in now:
                     now.insert(0, None)
                 accumulate = ref.space in ("grad", "sum") and (not first or storage_name(ref) in written)
                 written.add(storage_name(ref))
@@ -145,7 +152,12 @@ class Compiler:
             if any(result is not None and result.operands for result in outputs):
                 steps.append(Step(call.op, tuple(outputs), inputs, call.numbers, call.phase))
             for ref, later in casts:
-                steps += self._casts(ref, later, call.phase, statistics)
+                value = self.masters[ref.name] if ref.space == "weight" else ref
+                source = call.inputs[0] if call.op == "cast" else value
+                assert source is not None
+                made = self._casts(ref, source, later, call.phase, statistics, written)
+                written.update(o.storage for step in made for r in step.outputs if r for o in r.operands)
+                steps += made
             steps += [self._turn(ref, call.phase) for ref in turns]
         return steps
 
@@ -161,15 +173,26 @@ class Compiler:
     def _own(self, ref: Ref) -> bool:
         return storage_name(ref) not in self.aliases
 
-    def _casts(self, ref: Ref, forms: list[Form], phase: str, statistics: bool) -> list[Step]:
-        """A cast of a value to the forms its producer could not write; with current scaling its scale comes first."""
-        value = self._operand(self.masters[ref.name] if ref.space == "weight" else ref)
-        steps = []
-        for dtype in sorted({form.dtype for form in forms if form.scaling == "current"}) if not ref.again else ():
-            scale = self._scale_ref(ref, dtype)
-            result = Result(scale, (Operand(storage_name(scale), scale),))
-            steps.append(Step("amax_scale", (result,), (value,), {"limit": LARGEST[dtype]}, phase))
-        steps.append(Step("cast", (self._result(ref, list(forms), statistics, False),), (value,), {}, phase))
+    def _casts(
+        self, ref: Ref, source: Ref, forms: list[Form], phase: str, statistics: bool, written: set[str]
+    ) -> list[Step]:
+        """Copies of a value that its producer could not write, and the current scale that some of them have."""
+        value, steps = (self._operand(source),), []
+        for dtype in sorted({form.dtype for form in forms}):
+            own = [form for form in forms if form.dtype == dtype and form.owns_scales]
+            current = [form for form in forms if form.dtype == dtype and form.scaling == "current"]
+            scale = None
+            if current and storage_name(shared := self._scale_ref(ref, current[0])) not in written:
+                scale = Result(shared, (Operand(storage_name(shared), shared),))
+            limit = {"limit": LARGEST.get(dtype)}
+            if own:
+                outputs = (self._result(ref, own, False, False), scale)
+                steps.append(Step("quantize", outputs, value, limit, phase))
+            elif scale is not None:
+                steps.append(Step("amax_scale", (scale,), value, limit, phase))
+        rest = [form for form in forms if not form.owns_scales]
+        if rest:
+            steps.append(Step("cast", (self._result(ref, rest, statistics, False),), value, {}, phase))
         return steps
 
     def _turn(self, ref: Ref, phase: str) -> Step:
@@ -178,11 +201,13 @@ class Compiler:
         assert columns is not None
         return Step("cast", (Result(ref, (columns,)),), (rows,), {}, phase)
 
-    def _scale_ref(self, ref: Ref, dtype: str) -> Ref:
-        """The slot or cell that holds the current scale of a tensor's copies in `dtype`."""
+    def _scale_ref(self, ref: Ref, form: Form) -> Ref:
+        """The slot or cell of the scales of a copy whose scales come from its value."""
+        if form.owns_scales:
+            return own_scales(replace(ref, form=form))
         if ref.space == "activation":
-            return Ref(f"{ref.name}@scale/{dtype}", "activation", (1,), "fp32", ref.layer)
-        return Ref(scale_cell(ref, dtype), "scale", (1,), "fp32")
+            return Ref(f"{ref.name}@scale/{form.dtype}", "activation", (1,), "fp32", ref.layer)
+        return Ref(scale_cell(ref, form.dtype), "scale", (1,), "fp32")
 
     def _operand(self, ref: Ref | None) -> Operand | None:
         if ref is None:
@@ -192,8 +217,8 @@ class Compiler:
             cell = scale_cell(ref, ref.form.dtype)
             self.scales.add(cell)
             scale = f"scale:{cell}"
-        elif ref.form is not None and ref.form.scaling == "current":
-            scale = storage_name(self._scale_ref(ref, ref.form.dtype))
+        elif ref.form is not None and ref.form.scaling is not None:
+            scale = storage_name(self._scale_ref(ref, ref.form))
         name = storage_name(ref)
         return Operand(self.aliases.get(name, name), ref, scale)
 
@@ -227,6 +252,8 @@ def _place(name: str, steps: Sequence[Step]) -> Program:
             lasts[operand.storage] = index
             if operand.ref.span is None:
                 sizes[operand.storage] = stored_bytes(operand.ref)
+            if operand.ref.form is not None and operand.ref.form.owns_scales:
+                touch(Operand(str(operand.scale), own_scales(operand.ref)), index)
         if operand.scale is not None and operand.scale in lasts:
             lasts[operand.scale] = index
 

@@ -38,7 +38,7 @@ def writes_form(op: str, output: str, form: Form | None) -> bool:
     """Whether `op` writes `form` of its output in its own pass, so that nothing is put behind it."""
     if form is None:
         return True
-    if form.scaling == "current":
+    if form.scaling == "current" or form.owns_scales:
         return False
     rows = form.layout == "row" and form.scaling == "delayed" and output in WRITES_ROWS.get(op, ())
     return rows or output in WRITES_FORMS.get(op, ())

@@ -64,15 +64,15 @@ STORAGE = (
     Fault(
         "fp8_cast_does_not_saturate",
         "llmq/tensor.py",
-        "np.clip(value * (np.float32(1) / scale), -limit, limit)",
-        "value * (np.float32(1) / scale) + 0 * limit",
+        "np.clip(value * _spread(np.float32(1) / scale, value.shape, form), -limit, limit)",
+        "value * _spread(np.float32(1) / scale, value.shape, form) + 0 * limit",
         ("tests/ops/test_cast.py",),
     ),
     Fault(
         "transposed_copy_without_scale",
         "llmq/tensor.py",
-        "if self.scale is not None:\n            array = array * self.scale\n",
-        "if self.scale is not None and self.shape == array.shape:\n            array = array * self.scale\n",
+        "if self.scale is not None:\n            array = array *",
+        "if self.scale is not None and self.shape == array.shape:\n            array = array *",
         ("tests/ops/test_cast.py", "tests/ops/test_linear.py"),
     ),
     Fault(
@@ -177,8 +177,8 @@ MODELS = (
     Fault(
         "fp8_gradients_in_the_wrong_format",
         "llmq/sites/fp8.py",
-        'self.d_row, self.d_col = Form(gradient_dtype, "row", scaling)',
-        'self.d_row, self.d_col = Form("e4m3", "row", scaling)',
+        'self.d_row, self.d_col = Form(gradient_dtype, "row", by.rows)',
+        'self.d_row, self.d_col = Form("e4m3", "row", by.rows)',
         ("tests/sites/test_fp8.py",),
     ),
 )

@@ -7,18 +7,20 @@ from collections.abc import Callable, Sequence
 import numpy as np
 
 from llmq.ops.reference import OPS
-from llmq.tensor import DTYPES, Form, Output, Tensor, stored_shape, to_form
+from llmq.tensor import DTYPES, Form, Output, Tensor, own_scales, scale_shape, stored_shape, to_form
 
 NAN_BYTE = {"int32": 0x80, "uint8": 0x80}  # every float format here reads bytes of 0xff as NaN
 
 
 def tensor(array: np.ndarray, dtype: str | None = None, form: Form | None = None, scale: float | None = None) -> Tensor:
-    """`array` as an op reads it, in `dtype` (integers: int32) or in `form` with a scale."""
+    """`array` as an op reads it, in `dtype` (integers: int32) or in `form` with a scale, or with the form's own."""
     array = np.asarray(array)
     if array.dtype.kind in "iu":
         dtype = "int32"
     value = array.astype(DTYPES[dtype]) if dtype else array.copy()
     cell = None if scale is None else np.array([scale], np.float32)
+    if form is not None and form.owns_scales:
+        cell = np.ascontiguousarray(own_scales(value.astype(np.float32), form))
     if form is not None:
         value = to_form(value if form.dtype == "fp64" else value.astype(np.float32), form, cell)
     return Tensor("in", np.ascontiguousarray(value), array.shape, form, cell)
@@ -44,6 +46,8 @@ def output(
     for form in forms:
         stored = poisoned(stored_shape(shape, form), form.dtype if form else dtype)
         cell = np.array([scale], np.float32) if form and form.scaling else None
+        if form is not None and form.owns_scales:
+            cell = poisoned(scale_shape(shape, form), "fp32")
         targets.append(Tensor("out", stored, shape, form, cell))
     if start is not None:
         targets[0].array[...] = start

@@ -279,6 +279,11 @@ def quantization_error(s: Sizes, rng: np.random.Generator) -> Case:
     return Case("", {"new_error": (6,)}, inputs, {}, frozenset({"new_error", "error"}), forms=copies)
 
 
+def quantize(s: Sizes, rng: np.random.Generator) -> Case:
+    x = rng.standard_normal((s.b, s.t, s.c))
+    return Case("", {"out": x.shape, "scale": (1,)}, {"x": x}, {"limit": 448.0}, frozenset({"scale"}))
+
+
 def scale_update(s: Sizes, rng: np.random.Generator) -> Case:
     inputs = {
         "scale": rng.uniform(0.1, 1, s.c),

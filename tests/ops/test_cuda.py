@@ -115,7 +115,7 @@ def check(case: Case, dtype: str, *, accumulate: bool = False) -> None:
 @gpu
 @pytest.mark.parametrize("size", SIZES)
 @pytest.mark.parametrize("dtype", ["bf16", "fp32"])
-@pytest.mark.parametrize("op", cuda.OPS)
+@pytest.mark.parametrize("op", [op for op in cuda.OPS if op != "quantize"])  # it writes no value: test_cuda_quantize
 def test_an_op_equals_the_reference(op, dtype, size):
     check(make(op, SIZES[size]), dtype)
 

@@ -19,9 +19,10 @@ from llmq.ops import cuda
 from llmq.ops.cuda import compile as cuda_compile
 from llmq.ops.cuda import launch, scratch
 from llmq.ops.cuda_sources import cuda_folder, cuda_sources
-from llmq.tensor import COLSUM, DTYPES, Form, Output, Tensor, stored_shape
+from llmq.tensor import COLSUM, DTYPES, OWN_SCALES, Form, Output, Tensor, scale_shape, stored_shape
 
 ROW8, COL8 = Form("e4m3", "row", "delayed"), Form("e4m3", "col", "delayed")
+OWN = {name: [Form("e4m3", layout, name) for layout in ("row", "col")] for name in OWN_SCALES}
 # most registers of any variant on any card; a kernel that needs more has changed its occupancy
 REGISTERS = {
     "add": 40,
@@ -30,6 +31,8 @@ REGISTERS = {
     "amax_scale": 24,
     "bias_backward": 40,
     "cast": 96,
+    "column_amax": 64,
+    "column_scale": 32,
     "cross_entropy": 64,
     "embedding_add": 112,
     "embedding_forward": 48,
@@ -43,6 +46,8 @@ REGISTERS = {
     "grad_scale": 40,
     "qk_norm_backward": 96,
     "qk_norm_forward": 48,
+    "quantize_rows": 64,
+    "quantize_tiles": 128,
     "rmsnorm_backward": 168,
     "rmsnorm_forward": 96,
     "rope": 128,
@@ -92,7 +97,8 @@ class Launches:
 
     def tensor(self, shape: tuple[int, ...], dtype: str, form: Form | None = None) -> Tensor:
         stored = self.address(stored_shape(shape, form), form.dtype if form else dtype)
-        return Tensor("x", stored, shape, form, self.address((1,), "fp32") if form and form.scaling else None)
+        scale = self.address(scale_shape(shape, form), "fp32") if form and form.scaling else None
+        return Tensor("x", stored, shape, form, scale)
 
     def output(self, shape: tuple[int, ...], dtype: str, *forms: Form | None) -> Output:
         amax = {"e4m3": self.address((1,), "fp32")} if ROW8 in forms else {}
@@ -148,6 +154,14 @@ def model_launches(noted: Launches, b: int, t: int, c: int, hq: int, hkv: int, h
         ops.sum_squares(one, read((2 * f, c)))
         ops.grad_scale(one, one, one, noted.tensor((290,), "fp32"), cell, count, grad_clip=1.0)
         ops.amax_scale(one, read(x), limit=448.0)
+        for shape in (x, (b, t, f), up):
+            ops.quantize(out(shape, dtype, OWN["rowwise"][0]), one, read(shape), limit=448.0)
+            ops.quantize(out(shape, dtype, *OWN["blockwise"]), out((1,), "fp32"), read(shape), limit=448.0)
+            ops.quantize(out(shape, dtype, OWN["blockwise"][0]), out((1,), "fp32"), read(shape), limit=448.0)
+        for recipe in ("rowwise", "tilewise"):
+            for source in (dtype, "fp32"):
+                copies, shape = out((2 * f, c), dtype, *OWN[recipe]), (2 * f, c)
+                ops.quantize(copies, out((1,), "fp32"), noted.tensor(shape, source), limit=448.0)
         vector, history = noted.tensor((99,), "fp32"), noted.tensor((16, 99), "fp32")
         new = (out((99,), "fp32", None), out((16, 99), "fp32", None), out((99,), "fp32", None))
         ops.scale_update(*new, vector, history, vector, vector, cell)

@@ -17,6 +17,7 @@ from llmq.ops.cuda import cublaslt, linear
 from llmq.ops.cuda.algorithms import Algorithms
 from llmq.ops.cuda.cublaslt import Gemms, Matrix, Pointers, Problem, refusal
 from llmq.ops.reference import OPS
+from llmq.sites.fp8 import Fp8Linear
 from llmq.tensor import DTYPES, Form, Output, Ref, Tensor
 
 from .build import output, tensor
@@ -24,6 +25,7 @@ from .cases import LARGE, ODD, Sizes, make
 
 LINEAR = ("linear_forward", "linear_dgrad", "linear_wgrad")
 EVEN = Sizes(b=2, t=96, c=128, hq=2, hkv=1, hd=32, f=176, v=32, vp=32)  # widths and tokens in multiples of 16, for fp8
+MANY_BLOCKS = Sizes(b=2, t=136, c=272, hq=2, hkv=1, hd=32, f=656, v=32, vp=32)  # 3, 3 and 6 blocks of 128, all ragged
 FORMS = {"plain": (None, None), "row": (Form("bf16"), Form("bf16")), "col": (Form("bf16", "col"), Form("bf16", "col"))}
 ROUNDING = {"fp32": 2.0**-24, "bf16": 2.0**-8}  # of a number, relative
 E4M3, E5M2 = Form("e4m3", "row", "delayed"), Form("e5m2", "row", "delayed")
@@ -60,8 +62,8 @@ class NumpyGemms:
         return lambda: self.run(problem, pointers)
 
     def run(self, p, at):
-        a = self.operand(at.a, p.a, p.m, p.k) * self.scale(at.scale_a)
-        b = self.operand(at.b, p.b, p.k, p.n) * self.scale(at.scale_b)
+        a = self.operand(at.a, p.a, p.m, p.k) * self.scales(at.scale_a, p.a, p.m, p.k)
+        b = self.operand(at.b, p.b, p.k, p.n) * self.scales(at.scale_b, p.b, p.n, p.k).T
         value = a @ b
         if p.bias:
             value += self.matrix(at.bias, p.bias, p.m, 1, p.m)
@@ -82,8 +84,18 @@ class NumpyGemms:
         raw = (ctypes.c_char * (((columns - 1) * ld + rows) * kind.itemsize)).from_address(address)
         return np.ndarray((rows, columns), kind, raw, 0, (kind.itemsize, ld * kind.itemsize))
 
-    def scale(self, address):
-        return self.matrix(address, "fp32", 1, 1, 1)[0, 0] if address else 1
+    def scales(self, address, matrix, outer, k):
+        """Factors of an operand seen as (outer, k), by the layouts in cuBLAS's documentation of scaling modes."""
+        blocks = -(-k // 128)
+        if matrix.scale == "row":
+            return self.matrix(address, "fp32", outer, 1, outer)
+        if matrix.scale == "block":
+            return np.repeat(self.matrix(address, "fp32", outer, blocks, outer), 128, axis=1)[:, :k]
+        if matrix.scale == "tile":
+            pitch, count = -(-blocks // 4) * 4, -(-outer // 128)
+            tiles = self.matrix(address, "fp32", pitch, count, pitch)[:blocks].T
+            return np.repeat(np.repeat(tiles, 128, axis=0), 128, axis=1)[:outer, :k]
+        return self.matrix(address, "fp32", 1, 1, 1) if address else np.ones((1, 1))
 
 
 def arguments(op, size, dtype, form=None, d_form=None, scale=0.5):
@@ -147,6 +159,41 @@ def test_quantized_operands_are_read_with_their_scales(op):
     assert (problem.a.scale, problem.b.scale) == ("tensor", "tensor")
     assert problem.fast == (op != "linear_wgrad")
     np.testing.assert_allclose(got.tensors[0].array, expected.tensors[0].array, rtol=1e-4, atol=1e-3)
+
+
+def recipe_arguments(op, size, scaling, d_dtype):
+    """A case and its inputs as a site of that scaling reads them."""
+    site = Fp8Linear(d_dtype, scaling)
+    forms = {
+        "linear_forward": {"x": site.row, "weight": site.w_row},
+        "linear_dgrad": {"d_y": site.d_row, "weight": site.w_col},
+        "linear_wgrad": {"d_y": site.d_col, "x": site.col},
+    }[op]
+    case = make(op, size)
+    inputs = {}
+    for name, value in case.inputs.items():
+        uneven = value * 2.0 ** np.random.default_rng(7).integers(-9, 9, (*value.shape[:-1], 1))  # for scales to matter
+        shared = name in forms and not forms[name].owns_scales
+        inputs[name] = tensor(uneven if name in forms else value, None, forms.get(name), 0.02 if shared else None)
+    return case, inputs
+
+
+@pytest.mark.parametrize("op", LINEAR)
+@pytest.mark.parametrize("scaling", ["rowwise", "blockwise"])
+def test_scales_by_row_and_by_block_are_read_as_cublaslt_lays_them_out(op, scaling):
+    """Extents beyond 128 that are no multiples of it, and one whose scales are padded."""
+    case, inputs = recipe_arguments(op, MANY_BLOCKS, scaling, "e5m2")
+    inputs |= {name: tensor(case.inputs[name], "fp32") for name in ("bias", "residual") if name in inputs}
+    expected, got, gemms = written(case, "fp32"), written(case, "fp32"), NumpyGemms()
+    OPS[op](expected, *inputs.values())
+    linear.linear_ops(gemms)[op](as_host(got), *map(as_host, inputs.values()))
+    (problem,) = gemms.problems
+    row = {"linear_wgrad": ("tensor", "tensor")}.get(op, ("row", "row"))
+    block = {"linear_wgrad": ("block", "block")}.get(op, ("tile", "block"))
+    assert (problem.a.scale, problem.b.scale) == (row if scaling == "rowwise" else block)
+    assert problem.fast == (scaling == "rowwise" and op != "linear_wgrad")
+    size = np.abs(expected.tensors[0].array).max()
+    np.testing.assert_allclose(got.tensors[0].array, expected.tensors[0].array, rtol=1e-4, atol=1e-5 * size)
 
 
 @pytest.mark.parametrize("layout", ["row", "col"])
@@ -225,6 +272,8 @@ def test_every_fact_of_a_problem_is_in_its_key():
         FP8,
         replace(FP8, fast=True),
         replace(FP8, a=Matrix("e4m3", 16, True, "row")),
+        replace(FP8, a=Matrix("e4m3", 16, True, "block")),
+        replace(FP8, a=Matrix("e4m3", 16, True, "tile")),
     ]
     assert len({p.key for p in (BF16, *others)}) == 1 + len(others)
     assert BF16.key == "64x32x16 bf16T16 bf16N16 -> bf16N64"
@@ -234,6 +283,9 @@ def test_the_bytes_of_a_problem():
     problem = replace(FP8, a=Matrix("e4m3", 24, True, "row"), bias="bf16", c="other")
     matrices = {"a": 24 * 64, "b": 16 * 32, "d": 2 * 64 * 32, "c": 2 * 64 * 32}
     assert problem.sizes() == {**matrices, "bias": 128, "scale_a": 256, "scale_b": 4}
+    blocks = replace(FP8, m=200, k=1300, a=Matrix("e4m3", 1300, True, "tile"), b=Matrix("e4m3", 1300, False, "block"))
+    sizes = blocks.sizes()  # 11 blocks of 128 in k, 12 with what pads them to a multiple of 4; 2 of them in m
+    assert (sizes["scale_a"], sizes["scale_b"]) == (4 * 12 * 2, 4 * 11 * 32)
 
 
 @pytest.mark.parametrize(
@@ -244,6 +296,7 @@ def test_the_bytes_of_a_problem():
         (replace(FP8, m=65, k=10), "multiples of 16, not m 65, k 10: use --matmul-dtype bf16"),
         (replace(FP8, alignment=4), "aligned to 16 bytes, not 4"),
         (replace(FP8, bias="fp32"), "bias in bf16 only"),
+        (replace(FP8, a=Matrix("e4m3", 16, True, "row")), "on compute capability 9.0, from cuBLAS 12.9 on"),
         (replace(BF16, b=Matrix("fp32", 16)), "bf16 times fp32 into bf16 does not exist"),
         (replace(BF16, a=Matrix("fp32", 16), b=Matrix("fp32", 16)), "fp32 times fp32 into bf16 does not exist"),
         (BF16, "this GPU or this version of the library lacks it"),
@@ -361,6 +414,29 @@ def test_fp8(gemms, device, op, d_dtype, out, accumulate):
     if "bias" in inputs:
         inputs |= {"bias": tensor(case.inputs["bias"], "bf16"), "residual": None}
     start = start_for(case, accumulate)
+    expected, got = written(case, out, start), written(case, out, start)
+    OPS[op](expected, *inputs.values())
+    result = on_gpu(gemms, device, op, got, inputs).astype(np.float64)
+    wanted = expected.tensors[0].array.astype(np.float64)
+    assert np.linalg.norm(result - wanted) <= (2.0**-8 + 2.0**-11) * np.linalg.norm(wanted)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("size", [MANY_BLOCKS, replace(MANY_BLOCKS, t=1024, c=896, f=1152)], ids=["ragged", "whole"])
+@pytest.mark.parametrize("way", ["plain", "joined", "fp32"])
+@pytest.mark.parametrize("d_dtype", ["e4m3", "e5m2"])
+@pytest.mark.parametrize("scaling", ["rowwise", "blockwise"])
+@pytest.mark.parametrize("op", LINEAR)
+def test_fp8_with_many_scales(gemms, device, op, scaling, d_dtype, way, size):
+    """Against the product of the dequantised numbers, by the norm as above; with bias and residual, or added up."""
+    case, inputs = recipe_arguments(op, size, scaling, d_dtype)
+    out = "fp32" if way == "fp32" else "bf16"
+    rows = np.random.default_rng(8).standard_normal(next(iter(case.outputs.values())))
+    joins = way == "joined"
+    if "bias" in inputs:
+        inputs |= {"bias": tensor(case.inputs["bias"], "bf16") if joins else None}
+        inputs |= {"residual": tensor(rows, "bf16") if joins else None}
+    start = rows if joins and "bias" not in inputs else None
     expected, got = written(case, out, start), written(case, out, start)
     OPS[op](expected, *inputs.values())
     result = on_gpu(gemms, device, op, got, inputs).astype(np.float64)

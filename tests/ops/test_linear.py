@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from llmq.tensor import COLSUM, Form
+from llmq.tensor import COLSUM, OWN_SCALES, Form
 
 from .build import check_gradient, run, tensor
 from .cases import LARGE, ODD, make
@@ -55,13 +55,14 @@ def test_the_bias_sums_all_column_sums():
     np.testing.assert_array_equal(run("bias_backward", [(5,)], read)[0], d_y.sum(axis=(0, 1)))
 
 
+@pytest.mark.parametrize("scaling", ["delayed", *OWN_SCALES])
 @pytest.mark.parametrize("layout", ["row", "col"])
 @pytest.mark.parametrize("op", ["linear_forward", "linear_dgrad", "linear_wgrad"])
-def test_quantized_arguments_are_read_dequantised(op, layout):
+def test_quantized_arguments_are_read_dequantised(op, layout, scaling):
     """The product of the stored values, in f32: exactly that of the same values given plain."""
     case = make(op, LARGE)
     names = [n for n in case.inputs if n not in ("bias", "residual")]
-    quantized = {n: tensor(case.inputs[n], None, Form("e4m3", layout, "delayed"), 0.01) for n in names}
+    quantized = {n: tensor(case.inputs[n], None, Form("e4m3", layout, scaling), 0.01) for n in names}
     got = case.values("fp32", **quantized)
     case.inputs |= {n: x.read().astype(np.float64) for n, x in quantized.items()}
     for name, expected in case.values("fp32").items():

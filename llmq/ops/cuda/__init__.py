@@ -15,6 +15,7 @@ from llmq.ops.cuda.gather import gather_rows
 from llmq.ops.cuda.optimizer import adamw, grad_scale, sum_squares, sum_squares_scratch
 from llmq.ops.cuda.qk_norm import qk_norm_backward, qk_norm_backward_scratch, qk_norm_forward
 from llmq.ops.cuda.quantization_error import quantization_error, quantization_error_scratch
+from llmq.ops.cuda.quantize import quantize, quantize_scratch
 from llmq.ops.cuda.rmsnorm import rmsnorm_backward, rmsnorm_backward_scratch, rmsnorm_forward
 from llmq.ops.cuda.rope import rope_backward, rope_forward
 from llmq.ops.cuda.swiglu import swiglu_backward, swiglu_forward
@@ -33,6 +34,7 @@ __all__ = [
     "qk_norm_backward",
     "qk_norm_forward",
     "quantization_error",
+    "quantize",
     "rmsnorm_backward",
     "rmsnorm_forward",
     "rope_backward",
@@ -52,6 +54,7 @@ _SCRATCH: dict[str, Callable[[Mapping[str, Shape]], int]] = {
     "loss_sum": lambda s: loss_sum_scratch(s["loss"]),
     "qk_norm_backward": lambda s: qk_norm_backward_scratch(s["qkv"], s["q_weight"]),
     "quantization_error": lambda _: quantization_error_scratch(),
+    "quantize": lambda _: quantize_scratch(),
     "rmsnorm_backward": lambda s: rmsnorm_backward_scratch(s["res"]),
     "sum_squares": lambda s: sum_squares_scratch(s["grad"]),
 }

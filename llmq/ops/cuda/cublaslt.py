@@ -21,12 +21,14 @@ import numpy as np
 from llmq.errors import UsageError
 from llmq.ops.cuda.algorithms import ALGORITHM_BYTES, Algorithms, Choice
 from llmq.ops.cuda.timing import fastest, is_capturing
+from llmq.tensor import BLOCK
 
 CUDA_TYPES = {"fp32": 0, "bf16": 14, "e4m3": 28, "e5m2": 29}  # cudaDataType_t
 BYTES = {"fp32": 4, "bf16": 2, "e4m3": 1, "e5m2": 1}
 FP8 = ("e4m3", "e5m2")
 COMPUTE_32F = 68  # cublasComputeType_t: sums in f32, and f32 operands as they are (no TF32)
-SCALES = {"tensor": 0, "row": 3}  # cublasLtMatmulMatrixScale_t: one factor, or one per row of op(A), column of op(B)
+# cublasLtMatmulMatrixScale_t: one factor; one per row of op(A), column of op(B); per 128 of its numbers; per 128 x 128
+SCALES = {"tensor": 0, "row": 3, "block": 4, "tile": 5}
 WORKSPACE_BYTES = 32 * 2**20  # what the library may use; the table depends on it
 CANDIDATES = 64  # asked for; cuBLASLt 13.1 gives 8 for large problems
 ALIGNMENT = 256  # bytes beyond which more alignment helps no kernel
@@ -89,7 +91,10 @@ class Problem:
         found = {"a": a, "b": b, "d": d, "c": d if self.c == "other" else 0}
         found["bias"] = self.m * BYTES[self.bias] if self.bias else 0
         for name, matrix, length in (("scale_a", self.a, self.m), ("scale_b", self.b, self.n)):
-            found[name] = {None: 0, "tensor": 4, "row": 4 * length}[matrix.scale]
+            blocks = -(-self.k // BLOCK)
+            tiles = -(-length // BLOCK) * -(-blocks // 4) * 4
+            counts = {None: 0, "tensor": 1, "row": length, "block": blocks * length, "tile": tiles}
+            found[name] = 4 * counts[matrix.scale]
         return found
 
 
@@ -319,6 +324,8 @@ def refusal(problem: Problem) -> str:
             reasons.append(f"fp8 needs multiples of 16, not {', '.join(odd)}: use --matmul-dtype bf16")
         if p.alignment < 16:
             reasons.append(f"fp8 needs addresses aligned to 16 bytes, not {p.alignment}")
+        if {p.a.scale, p.b.scale} - {"tensor"}:
+            reasons.append("scales per row and per block exist on compute capability 9.0, from cuBLAS 12.9 on")
         if p.bias == "fp32":
             reasons.append("fp8 products add a bias in bf16 only: use --model-dtype bf16")
     elif p.a.dtype != p.b.dtype or (p.a.dtype == "fp32" and p.d.dtype != "fp32"):

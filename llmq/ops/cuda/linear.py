@@ -16,9 +16,10 @@ from operator import or_
 from typing import Any
 
 from llmq.errors import UsageError
-from llmq.ops.cuda.cublaslt import ALIGNMENT, BYTES, FP8, WORKSPACE_BYTES, Gemms, Matrix, Pointers, Problem
-from llmq.tensor import DTYPES, Output, Ref, Tensor
+from llmq.ops.cuda.cublaslt import ALIGNMENT, BYTES, WORKSPACE_BYTES, Gemms, Matrix, Pointers, Problem
+from llmq.tensor import DTYPES, Form, Output, Ref, Tensor
 
+SCALES = {"delayed": "tensor", "current": "tensor", "rowwise": "row", "blockwise": "block", "tilewise": "tile"}
 NAMES = {DTYPES[name]: name for name in BYTES}
 # op: (whether left and right are the transposes of the first and second input, whether fp8 may sum fast)
 WAYS = {
@@ -73,17 +74,18 @@ class _View:
     ld: int
     address: int
     scale: int  # address; 0 for none
+    scaling: str | None  # a key of cublaslt.SCALES
 
     @classmethod
     def of(cls, tensor: Tensor) -> _View:
         """A handle over a CuPy array."""
         array: Any = tensor.array
         dtype = tensor.form.dtype if tensor.form is not None else NAMES.get(array.dtype, str(array.dtype))
-        is_col = tensor.form is not None and tensor.form.layout == "col"
         assert array.strides[-1] == array.itemsize, f"{tensor.name} is strided along its last axis"
         ld = array.strides[-2] // array.itemsize if array.ndim > 1 else array.size
         scale = 0 if tensor.scale is None else int(tensor.scale.data.ptr)  # type: ignore[attr-defined]
-        return cls._make(tensor.name, dtype, tensor.shape, is_col, max(ld, array.shape[-1]), int(array.data.ptr), scale)
+        ld, address = max(ld, array.shape[-1]), int(array.data.ptr)
+        return cls._make(tensor.name, dtype, tensor.shape, tensor.form, ld, address, scale)
 
     @classmethod
     def of_ref(cls, ref: Ref) -> _View:
@@ -94,19 +96,21 @@ class _View:
         ld = math.prod((ref.whole or ref.shape)[:-1]) if is_col else ref.shape[-1]
         start = ref.span[0] if ref.span is not None else 0
         address = (start // ref.shape[-1] if is_col else start) * DTYPES[dtype].itemsize
-        return cls._make(ref.name, dtype, ref.shape, is_col, ld, address, scale)
+        return cls._make(ref.name, dtype, ref.shape, ref.form, ld, address, scale)
 
     @classmethod
     def _make(
-        cls, name: str, dtype: str, shape: tuple[int, ...], is_col: bool, ld: int, address: int, scale: int
+        cls, name: str, dtype: str, shape: tuple[int, ...], form: Form | None, ld: int, address: int, scale: int
     ) -> _View:
         if dtype not in BYTES:
             raise UsageError(f"{name} is stored in {dtype}, which has no matrix product on the GPU: use --device cpu")
-        return cls(name, dtype, math.prod(shape[:-1]), shape[-1], is_col, ld, address, scale)
+        is_col = form is not None and form.layout == "col"
+        scaling = SCALES[form.scaling] if form is not None and form.scaling is not None else None
+        return cls(name, dtype, math.prod(shape[:-1]), shape[-1], is_col, ld, address, scale, scaling)
 
     def matrix(self, transposed: bool) -> Matrix:
         """As an operand."""
-        return Matrix(self.dtype, self.ld, transposed, "tensor" if self.dtype in FP8 else None)
+        return Matrix(self.dtype, self.ld, transposed, self.scaling)
 
 
 def _run(gemms: Gemms, op: str, output: Output, *inputs: Tensor | None) -> None:
@@ -159,6 +163,6 @@ def _problem(op: str, out: _View, accumulate: bool, inputs: Sequence[_View | Non
         d=Matrix(out.dtype, out.ld),
         bias=bias.dtype if bias is not None else None,
         c="same" if accumulate else "other" if residual is not None else None,
-        fast=fast and left.dtype in FP8,
+        fast=fast and left.scaling in ("tensor", "row"),  # 128-blocks are added up in f32, and have no fast mode
         alignment=lowest & -lowest,
     )

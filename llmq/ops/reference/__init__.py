@@ -11,6 +11,7 @@ from llmq.ops.reference.linear import bias_backward, linear_dgrad, linear_forwar
 from llmq.ops.reference.optimizer import adamw, grad_scale, sum_squares
 from llmq.ops.reference.qk_norm import qk_norm_backward, qk_norm_forward
 from llmq.ops.reference.quantization_error import quantization_error
+from llmq.ops.reference.quantize import quantize
 from llmq.ops.reference.rmsnorm import rmsnorm_backward, rmsnorm_forward
 from llmq.ops.reference.rope import rope_backward, rope_forward
 from llmq.ops.reference.swiglu import swiglu_backward, swiglu_forward
@@ -34,6 +35,7 @@ __all__ = [
     "qk_norm_backward",
     "qk_norm_forward",
     "quantization_error",
+    "quantize",
     "rmsnorm_backward",
     "rmsnorm_forward",
     "rope_backward",

@@ -4,9 +4,7 @@ from dataclasses import replace
 
 import numpy as np
 
-from llmq.tensor import Output, Tensor
-
-SMALLEST = np.finfo(np.float32).tiny  # of a scale: the reciprocal of a subnormal one would overflow
+from llmq.tensor import Output, Tensor, scale_from
 
 
 def cast(out: Output, /, x: Tensor) -> None:
@@ -21,7 +19,7 @@ def cast(out: Output, /, x: Tensor) -> None:
 def amax_scale(scale: Output, /, x: Tensor, *, limit: float) -> None:
     """scale (1,) <- x (any shape): amax(|x|) / limit, which maps amax to `limit`; 1 if amax is 0 or not finite."""
     amax = np.array([np.abs(x.read()).max(initial=0)], np.float32)
-    scale.write(_scale(amax, np.float32(limit), np.ones(1, np.float32)))
+    scale.write(scale_from(amax, np.float32(limit), np.ones(1, np.float32)))
 
 
 def scale_update(
@@ -44,12 +42,7 @@ def scale_update(
     seen, past = amax.read(), history.read()
     used = np.isfinite(seen) & (apply.read() != 0)
     pushed = np.where(used, np.concatenate([seen[None], past[:-1]]), past)
-    updated = np.where(used, _scale(pushed.max(axis=0), limits.read(), scale.read()), scale.read())
+    updated = np.where(used, scale_from(pushed.max(axis=0), limits.read(), scale.read()), scale.read())
     new_scale.write(updated)
     new_history.write(pushed)
     new_amax.write(np.zeros_like(seen))
-
-
-def _scale(amax: np.ndarray, limit: np.ndarray | np.float32, otherwise: np.ndarray) -> np.ndarray:
-    """amax / limit where amax is finite and not 0, elsewhere `otherwise`."""
-    return np.where((amax > 0) & np.isfinite(amax), np.maximum(amax / limit, SMALLEST), otherwise)

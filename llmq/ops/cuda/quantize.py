@@ -1,0 +1,97 @@
+"""fp8 copies with scales of their own on the GPU; see cuda/quantize.cu."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from llmq.errors import UsageError
+from llmq.ops.cuda.cast import amax_scale, amax_scale_scratch
+from llmq.ops.cuda.compile import Constants
+from llmq.ops.cuda.launch import COL, ROW, access, address, launch, plain, pointer, rows_of, type_of
+from llmq.ops.cuda.scratch import take
+from llmq.tensor import BLOCK, Output, Tensor
+
+THREADS, HELD_PACKS = 256, 8  # quantize.cu
+PER = {"blockwise": 0, "tilewise": 1, "rowwise": 2}  # of the kernel over tiles, where "rowwise" is a column's
+AMAX_ROWS = 8 * BLOCK  # that a block of column_amax reads
+
+
+def quantize(out: Output, scale: Output, /, x: Tensor, *, limit: float) -> None:
+    """out, in every wanted form with its scales, and scale (1,) <- x (the shape of out)."""
+    copies = {_place(tensor): tensor for tensor in out.tensors}
+    by_rows = copies.pop(("rowwise", "row"), None)
+    if by_rows is not None:
+        _rows(out, scale, by_rows, x, limit)
+    elif scale.wanted:
+        amax_scale(scale, x, limit=limit)
+    for scaling in PER:
+        row, col = (copies.pop((scaling, layout), None) for layout in ("row", "col"))
+        if row is not None or col is not None:
+            _tiles(out, scaling, row, col, x)
+    assert not copies, f"{out.name}: two copies in one place, or not quantized: {sorted(copies)}"
+
+
+def quantize_scratch() -> int:
+    """Bytes of scratch: the largest magnitude."""
+    return amax_scale_scratch()
+
+
+def _place(tensor: Tensor) -> tuple[str, str]:
+    assert tensor.form is not None and tensor.form.scaling is not None, f"{tensor.name} is not quantized"
+    return tensor.form.scaling, tensor.form.layout
+
+
+def _constants(out: Output, x: Tensor, copy: Tensor, forms: int, scaling: str) -> Constants:
+    number = access(x.shape[-1], type_of(x), type_of(out))
+    if number < 4:
+        wide = f"{x.name} is {x.shape[-1]} wide"
+        raise UsageError(f"{wide}, and its fp8 copies need a multiple of 16: use --matmul-dtype bf16")
+    assert copy.form is not None and not out.accumulate and not out.amax
+    packs, warps = -(-x.shape[-1] // number), 1
+    while warps < 32 and packs > 32 * warps * HELD_PACKS:
+        warps *= 2
+    return {
+        "X": type_of(x),
+        "T": type_of(out),
+        "C": x.shape[-1],
+        "N": number,
+        "FORMS": forms,
+        "E4M3": int(copy.form.dtype == "e4m3"),
+        "WARPS": warps,
+        "PER": PER[scaling],
+    }
+
+
+def _rows(out: Output, scale: Output, copy: Tensor, x: Tensor, limit: float) -> None:
+    """The copy in rows with one scale per row, and the scale of the whole where it is wanted."""
+    import cupy
+
+    constants = _constants(out, x, copy, ROW, "rowwise")
+    cell = take(quantize_scratch()) if scale.wanted else 0
+    if cell:
+        cupy.cuda.runtime.memsetAsync(cell, 0, 4, cupy.cuda.get_current_stream().ptr)
+    rows, lanes = rows_of(x.shape), 32 * int(constants["WARPS"])
+    threads = max(THREADS, lanes)
+    arguments = (pointer(copy), address(copy.scale), cell, pointer(x), np.int64(rows))
+    launch("quantize", "quantize_rows", -(-rows // (threads // lanes)), threads, arguments, constants)
+    if cell:
+        shape: Constants = {"X": "float", "T": "float", "C": 32, "N": 4, "FORMS": 0, "E4M3": 1}
+        launch("cast", "amax_scale", 1, 1, (plain(scale), cell, np.float32(limit)), shape)
+
+
+def _tiles(out: Output, scaling: str, row: Tensor | None, col: Tensor | None, x: Tensor) -> None:
+    """Copies with one scale per tile, per 128 numbers, or per column, whose largest values are then found first."""
+    import cupy
+
+    copy = row or col
+    assert copy is not None and copy.form is not None
+    constants = _constants(out, x, copy, ROW * (row is not None) + COL * (col is not None), scaling)
+    rows, across = rows_of(x.shape), -(-x.shape[-1] // BLOCK)
+    scales = [0 if tensor is None else address(tensor.scale) for tensor in (row, col)]
+    if scaling == "rowwise":
+        cupy.cuda.runtime.memsetAsync(scales[1], 0, 4 * x.shape[-1], cupy.cuda.get_current_stream().ptr)
+        blocks = across * -(-rows // AMAX_ROWS)
+        launch("quantize", "column_amax", blocks, THREADS, (scales[1], pointer(x), np.int64(rows)), constants)
+        launch("quantize", "column_scale", -(-x.shape[-1] // THREADS), THREADS, (scales[1],), constants)
+    arguments = (pointer(row), scales[0], pointer(col), scales[1], pointer(x), np.int64(rows))
+    launch("quantize", "quantize_tiles", across * -(-rows // BLOCK), THREADS, arguments, constants)

@@ -1,0 +1,16 @@
+"""fp8 copies that come with scales of their own: one per row, per 128 numbers of a row, or per 128 x 128."""
+
+import numpy as np
+
+from llmq.tensor import Output, Tensor, scale_from
+
+
+def quantize(out: Output, scale: Output, /, x: Tensor, *, limit: float) -> None:
+    """out, in every wanted form with its scales (see `llmq.tensor.own_scales`), and scale (1,) <- x (the shape of out).
+
+    `scale` is that of `amax_scale`, for other copies of x: amax(|x|) / limit, 1 if amax is 0 or not finite.
+    """
+    value = x.read()
+    amax = np.array([np.abs(value).max(initial=0)], np.float32)
+    out.write(value)
+    scale.write(scale_from(amax, np.float32(limit), np.float32(1)))

@@ -1,0 +1,89 @@
+"""Copies with scales of their own on the GPU: every byte and every scale equals the reference's."""
+
+import numpy as np
+import pytest
+
+from llmq.tensor import LARGEST, OWN_SCALES, Form
+
+from .build import output, tensor
+from .cuda_build import Device
+from .test_quantize import uneven
+
+pytestmark = pytest.mark.gpu
+# rows that no 16 divides, accesses of 4 numbers, ragged tiles, rows of several warps and ones that are read twice
+SHAPES = [(37, 88), (3, 43, 76), (304, 896), (2, 197, 1160), (513, 4864), (5, 37888), (130, 151936)]
+
+
+def copies(dtype, *scalings, layouts=("row", "col")):
+    """Forms of one fp8 format."""
+    return tuple(Form(dtype, layout, scaling) for scaling in scalings for layout in layouts)
+
+
+def both(x, forms, source, dtype, *, scale=True):
+    """The outputs of the reference and of the GPU."""
+    from llmq.ops.reference import OPS
+
+    limit = LARGEST[forms[0].dtype] if forms else 448.0
+    inputs = {"x": tensor(x, source)}
+    outputs = [
+        {"out": output(x.shape, dtype, forms), "scale": output((1,), "fp32", (None,) if scale else ())}
+        for _ in range(2)
+    ]
+    with np.errstate(invalid="ignore"):
+        OPS["quantize"](*outputs[0].values(), inputs["x"], limit=limit)
+    device = Device()
+    device.call("quantize", outputs[1], inputs, limit=limit)
+    return outputs[0], outputs[1], device
+
+
+def check(x, forms, source="bf16", dtype="bf16", *, scale=True):
+    """Asserts that bytes and scales, what pads scales included, are equal."""
+    expected, got, device = both(x, forms, source, dtype, scale=scale)
+    for right, found in zip(expected["out"].tensors, got["out"].tensors, strict=True):
+        scales = device.host(found.scale)
+        assert scales.tobytes() == right.scale.tobytes(), f"{right.form.key}: {np.sum(scales != right.scale)} scales"
+        stored = device.host(found.array)
+        differ = np.count_nonzero(stored.view(np.uint8) != right.array.view(np.uint8))
+        assert not differ, f"{right.form.key}: {differ} of {stored.size} bytes"
+    for right, found in zip(expected["scale"].tensors, got["scale"].tensors, strict=True):
+        assert device.host(found.array) == right.array
+
+
+@pytest.mark.parametrize("dtypes", ["bf16 bf16", "fp32 bf16", "fp32 fp32"])
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+def test_copies_equal_the_reference(shape, dtypes):
+    """Both layouts of every scaling at once, in both formats."""
+    if np.prod(shape) > 2**22 and dtypes != "bf16 bf16":
+        shape = (shape[0] // 16, shape[1])
+    x = uneven(shape)
+    for fp8 in ("e4m3", "e5m2"):
+        check(x, copies(fp8, *OWN_SCALES), *dtypes.split())
+
+
+@pytest.mark.parametrize("form", copies("e4m3", *OWN_SCALES), ids=lambda form: form.key)
+def test_a_copy_alone_equals_the_reference(form):
+    """Without the others, and without the scale of the whole."""
+    for shape in ((304, 896), (37, 88)):
+        check(uneven(shape), (form,), scale=False)
+        check(uneven(shape), (form,))
+
+
+def test_the_scale_of_the_whole_alone():
+    check(uneven((304, 896)), ())
+
+
+@pytest.mark.parametrize("broken", [0.0, np.nan, np.inf, 1e-38])
+def test_without_a_finite_maximum_a_scale_is_1(broken):
+    x = uneven((260, 520))
+    x[128:256, 128:256] = broken
+    x[3], x[:, 5] = broken, broken
+    for dtypes in (("bf16", "bf16"), ("fp32", "fp32")):
+        check(x, copies("e4m3", *OWN_SCALES), *dtypes)
+        check(np.full_like(x, broken), copies("e5m2", *OWN_SCALES), *dtypes)
+
+
+def test_an_odd_width_is_refused_with_the_way_out():
+    from llmq.errors import UsageError
+
+    with pytest.raises(UsageError, match=r"90 wide.*multiple of 16: use --matmul-dtype bf16"):
+        both(uneven((8, 90)), copies("e4m3", "blockwise"), "bf16", "bf16")
