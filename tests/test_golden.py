@@ -19,6 +19,7 @@ from golden.engines import (
     BF16,
     FP32,
     FP64,
+    SCALINGS,
     cosine,
     engine_of,
     fp8,
@@ -164,7 +165,7 @@ def test_bf16_gradients(family):
     assert worst(ratios) <= (1.5, "")
 
 
-@pytest.mark.parametrize("scaling", ["delayed", "current"])
+@pytest.mark.parametrize("scaling", SCALINGS)
 @pytest.mark.parametrize("gradient", ["e4m3", "e5m2"])
 @pytest.mark.parametrize("family", ["llama3", "mistral", "qwen2", "qwen3_tied"])
 def test_fp8_gradients(family, gradient, scaling):
@@ -188,9 +189,7 @@ def initial_weights(config):
 
 
 LOSSY = {"bf16": (BF16, 0.999)} | {
-    f"{gradient}-{scaling}": (fp8(gradient, scaling), 0.98)
-    for gradient in ("e4m3", "e5m2")
-    for scaling in ("delayed", "current")
+    f"{gradient}-{scaling}": (fp8(gradient, scaling), 0.98) for gradient in ("e4m3", "e5m2") for scaling in SCALINGS
 }
 
 
@@ -228,7 +227,7 @@ def test_four_micro_steps_of_two_equal_one_of_eight():
         np.testing.assert_allclose(parameters(parts)[name], array, rtol=1e-9, atol=1e-12)
 
 
-NO_TOKENS = {"fp32": FP32, "bf16": BF16, "delayed": fp8("e5m2", "delayed"), "current": fp8("e4m3", "current")}
+NO_TOKENS = {"fp32": FP32, "bf16": BF16, **{scaling: fp8("e5m2", scaling) for scaling in SCALINGS}}
 
 
 @pytest.mark.parametrize("precision", NO_TOKENS)

@@ -96,7 +96,11 @@ def test_an_exported_model_trains_on_from_where_it_was(given):
     assert second.eval_loss == pytest.approx(first.eval_loss, abs=1e-5)
 
 
-@pytest.mark.parametrize("precision", [{}, FP8, {**FP8, "fp8_scaling": "current"}], ids=["fp32", "delayed", "current"])
+@pytest.mark.parametrize(
+    "precision",
+    [{}, *({**FP8, "fp8_scaling": scaling} for scaling in ("delayed", "current", "rowwise", "blockwise"))],
+    ids=lambda options: options.get("fp8_scaling", "fp32"),
+)
 def test_a_continued_run_has_the_bits_of_one_that_was_never_stopped(given, precision):
     whole = llmq.train(**{**given, **precision, "name": "whole"})
     llmq.train(**{**given, **precision, "ckpt_interval": 5, "ckpt_keep_n": 0})

@@ -15,7 +15,7 @@ import numpy as np
 
 from llmq.ops import cuda
 from llmq.ops.cuda import scratch
-from llmq.tensor import COLSUM, DTYPES, Form, Output, Tensor, stored_shape
+from llmq.tensor import COLSUM, DTYPES, Form, Output, Tensor, scale_shape, stored_shape
 
 L2_BYTES = 2**28  # more than any card's L2 cache
 REPLAYS = 15
@@ -86,7 +86,7 @@ class Arrays:
             if kind == "bf16":
                 array = (array.view(np.uint32) >> 16).astype(np.uint16).view(DTYPES["bf16"])
         self.num_bytes += array.nbytes
-        scale = self.cupy.full(1, 0.01, np.float32) if form and form.scaling else None
+        scale = self.cupy.full(scale_shape(shape, form), 0.01, np.float32) if form and form.scaling else None
         return Tensor("x", array, shape, form, scale)
 
     def output(self, shape: tuple[int, ...], dtype: str = "bf16", forms: tuple[Form | None, ...] = (None,)) -> Output:
@@ -234,6 +234,16 @@ def _amax_scale(a: Arrays, s: Sizes) -> tuple[Call, int]:
     return lambda: OPS.amax_scale(scale, x, limit=448.0), 0
 
 
+def _quantize(forms: tuple[Form, ...], measures: bool = False, is_weight: bool = False) -> Maker:
+    def make(a: Arrays, s: Sizes) -> tuple[Call, int]:
+        shape = (2 * s.f, s.c) if is_weight else (s.b, s.t, s.f)
+        out, scale = a.output(shape, forms=forms), a.output((1,), "fp32", (None,) if measures else ())
+        x = a.tensor(shape)
+        return lambda: OPS.quantize(out, scale, x, limit=448.0), 0
+
+    return make
+
+
 def _sum_squares(a: Arrays, s: Sizes) -> tuple[Call, int]:
     partial, grad = a.output((1,), "fp32"), a.tensor((s.v, s.c))
     return lambda: OPS.sum_squares(partial, grad), 0
@@ -252,6 +262,9 @@ def _bias_backward(a: Arrays, s: Sizes) -> tuple[Call, int]:
 
 
 FP8 = (ROW8, COL8)
+ROWS, COLUMNS = Form("e4m3", "row", "rowwise"), Form("e4m3", "col", "rowwise")
+BLOCKS = (Form("e4m3", "row", "blockwise"), Form("e4m3", "col", "blockwise"))
+TILES = (Form("e4m3", "row", "tilewise"), Form("e4m3", "col", "tilewise"))
 CASES: dict[str, Maker] = {
     "embedding_forward": _embedding_forward,
     "embedding_backward": _embedding_backward,
@@ -280,6 +293,12 @@ CASES: dict[str, Maker] = {
     "cast fp32 to bf16": _cast("bf16", (None,), "fp32"),
     "cast+fp8": _cast("bf16", FP8, "bf16"),
     "amax_scale": _amax_scale,
+    "quantize+rows": _quantize((ROWS,)),
+    "quantize+rows, scale of the whole": _quantize((ROWS,), measures=True),
+    "quantize+blocks": _quantize(BLOCKS),
+    "quantize+blocks in rows": _quantize(BLOCKS[:1]),
+    "quantize+rows of a weight": _quantize((ROWS, COLUMNS), is_weight=True),
+    "quantize+tiles of a weight": _quantize(TILES, is_weight=True),
 }
 
 

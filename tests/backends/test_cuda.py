@@ -122,7 +122,35 @@ def test_the_plan_s_peak_is_what_the_driver_says(backend):
     assert abs(before - after - plan.total_bytes) <= max(0.01 * plan.total_bytes, 300 * 2**20)
 
 
-@pytest.mark.parametrize("precision", [FP8["e5m2", "delayed"], FP8["e5m2", "current"]], ids=["delayed", "current"])
+RECIPES = {
+    "delayed": FP8["e5m2", "delayed"],
+    "current": FP8["e5m2", "current"],
+    "rowwise": FP8["e4m3", "rowwise"],
+    "rowwise-e5m2": FP8["e5m2", "rowwise"],
+    "blockwise": FP8["e4m3", "blockwise"],
+    "blockwise-e5m2": FP8["e5m2", "blockwise"],
+}
+
+
+@pytest.mark.parametrize("precision", RECIPES.values(), ids=RECIPES)
 def test_fp8_trains_like_the_reference(backend, precision):
     gpu, cpu = cuda_engine(backend, precision), engine_of(plan_of(precision, config=CONFIG))
     assert np.allclose(train_steps(gpu, steps=4), train_steps(cpu, steps=4), rtol=2e-2)
+
+
+@pytest.mark.parametrize("scaling", ["rowwise", "blockwise"])
+def test_scales_by_row_and_by_block_are_bit_equal_under_recompute_and_graphs(backend, scaling):
+    """Widths of several 128-blocks, ragged ones among them."""
+    from llmq.backends.cuda import CudaBackend
+
+    precision = FP8["e5m2", scaling]
+    config = tiny(hidden_size=192, head_dim=48, intermediate_size=336)
+    plain = cuda_engine(backend, precision, config=config, seq_len=80)
+    others = [cuda_engine(backend, precision, Memory((flag,)), config, seq_len=80) for flag in ROLES]
+    others.append(cuda_engine(CudaBackend(use_graphs=False), precision, config=config, seq_len=80))
+    losses = train_steps(plain, steps=3)
+    for engine in others:
+        assert train_steps(engine, steps=3) == losses
+        assert bits(engine) == bits(plain)
+    reference = engine_of(plan_of(precision, config=config, seq_len=80))
+    assert np.allclose(losses, train_steps(reference, steps=3), rtol=2e-2)

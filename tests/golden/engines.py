@@ -22,6 +22,9 @@ FP32 = Precision()
 BF16 = Precision("bf16", "bf16", master="bf16", grad="bf16")
 
 
+SCALINGS = ("delayed", "current", "rowwise", "blockwise")
+
+
 def fp8(gradient: str, scaling: str) -> Precision:
     """The blocks' matmuls in e4m3, gradients in `gradient`, everything else in bf16."""
     return replace(BF16, matmul="e4m3", gradient=gradient, scaling=scaling)

@@ -5,7 +5,9 @@ from collections import Counter
 import pytest
 from tiny_engines import BF16, FP8, FP32, plan_of, tiny
 
+from llmq.arena import aligned
 from llmq.plan.memory import Memory
+from llmq.plan.program import stored_bytes
 
 DELAYED, CURRENT = FP8["e5m2", "delayed"], FP8["e5m2", "current"]
 
@@ -30,9 +32,48 @@ def test_current_scaling_measures_before_it_casts_and_replays_reuse_the_scale():
     assert any(s.op == "cast" and s.phase == "replay" for s in steps)
 
 
+def test_a_copy_with_scales_of_its_own_is_made_with_them_behind_its_producer():
+    """One quantize per value and format, which measures the current scale of wgrad's copy by the way."""
+    for scaling, beside in (("rowwise", True), ("blockwise", False)):
+        steps = plan_of(FP8["e5m2", scaling], Memory(("recompute_swiglu",))).programs["first"].steps
+        for index, step in enumerate(steps):
+            if step.op == "quantize":
+                (value,) = step.inputs
+                made = [o.storage for s in steps[:index] for r in filter(None, s.outputs) for o in r.operands]
+                assert value.storage in made and value.ref.form is None
+                assert all(o.ref.form.owns_scales and o.scale for o in step.outputs[0].operands)
+        gate_up = [s for s in steps if s.inputs[0] and s.inputs[0].storage == "0/0.d.mlp.gate_up"]
+        assert [s.op for s in gate_up] == (["quantize", "cast"] if beside else ["quantize"])
+        assert (gate_up[0].outputs[1] is not None) == beside
+        written = [o.storage for s in gate_up for r in filter(None, s.outputs) for o in r.operands]
+        columns = "@e5m2/col/current" if beside else "@e5m2/col/blockwise"
+        scale = ["0/0.d.mlp.gate_up@scale/e5m2"] if beside else []
+        copies = [f"0/0.d.mlp.gate_up@e5m2/row/{scaling}", f"0/0.d.mlp.gate_up{columns}", *scale]
+        assert sorted(written) == sorted(copies)
+        # a copy that only backward reads is made where the value is made again, its scale with it
+        replayed = [s.op for s in steps if s.phase == "replay"]
+        assert Counter(replayed)["swiglu_forward"] == 2
+        assert ("amax_scale" in replayed) == beside
+
+
+def test_a_scale_by_row_or_block_takes_the_bytes_of_its_shape():
+    """Kept beside the copies of an activation, and persistent beside those of a weight; nothing in a checkpoint."""
+    tokens, width = 2 * 128, 48
+    for scaling, kept, weight in (
+        ("rowwise", {}, {"row/rowwise": (2 * 64,), "col/rowwise": (width,)}),
+        ("blockwise", {"col/blockwise": 4 * tokens // 128 * width}, {"row/tilewise": (1, 4), "col/tilewise": (1, 4)}),
+    ):
+        plan = plan_of(FP8["e4m3", scaling], seq_len=128)
+        scales = {name: size for name, size in plan.kept.items() if "mlp.x@scale" in name}
+        assert scales == {f"0/{n}.mlp.x@scale/e4m3/{k}": aligned(size) for n in range(2) for k, size in kept.items()}
+        for key, shape in weight.items():
+            assert plan.persistent[f"weight:layers.0.mlp.up.weight@scale/e4m3/{key}"].shape == shape
+        assert not plan.scales and not [name for name in plan.state() if "scale" in name]
+
+
 @pytest.mark.parametrize("precision", [FP32, BF16])
 def test_plain_dtypes_need_no_cast(precision):
-    assert not {"cast", "amax_scale", "scale_update"} & {
+    assert not {"cast", "quantize", "amax_scale", "scale_update"} & {
         *ops_of(plan_of(precision)),
         *ops_of(plan_of(precision), "update"),
     }
@@ -92,10 +133,8 @@ def test_a_bf16_weight_is_its_own_master():
     assert wide["Weights"] == table["Weights"]
 
 
-def test_the_table_names_every_byte_that_the_engine_allocates():
-    from llmq.arena import aligned
-    from llmq.plan.program import stored_bytes
-
-    plan = plan_of(DELAYED)
+@pytest.mark.parametrize("precision", [DELAYED, *(FP8["e5m2", name] for name in ("rowwise", "blockwise"))])
+def test_the_table_names_every_byte_that_the_engine_allocates(precision):
+    plan = plan_of(precision)
     persistent = sum(aligned(stored_bytes(ref)) for ref in plan.persistent.values())
     assert plan.total_bytes == persistent + plan.activation_bytes == sum(plan.table().values())

@@ -26,6 +26,7 @@ def result(precision, memory, config, **numbers):
 
 
 FAST = {("bf16", "qwen3"), ("fp8-e5m2-delayed", "qwen2"), ("fp8-e4m3-current", "qwen2")}
+FAST |= {("fp8-e4m3-rowwise", "qwen2"), ("fp8-e5m2-blockwise", "qwen3")}
 CASES = [
     pytest.param(precision, config, id=f"{p}-{c}", marks=[] if (p, c) in FAST else pytest.mark.slow)
     for p, precision in PRECISIONS.items()

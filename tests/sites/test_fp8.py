@@ -13,7 +13,16 @@ def ref(name, *shape):
     return Ref(name, "activation", shape, "bf16")
 
 
-@pytest.mark.parametrize("scaling", ["delayed", "current"])
+# scalings of: rows of activations and gradients, their transposed copies, both copies of the weight
+SCALINGS = {
+    "delayed": ("delayed", "delayed", "delayed"),
+    "current": ("current", "current", "current"),
+    "rowwise": ("rowwise", "current", "rowwise"),
+    "blockwise": ("blockwise", "blockwise", "tilewise"),
+}
+
+
+@pytest.mark.parametrize("scaling", SCALINGS)
 @pytest.mark.parametrize("gradient", ["e4m3", "e5m2"])
 def test_every_matmul_reads_its_operands_with_the_summed_axis_innermost(gradient, scaling):
     x, y, d_x, d_y, residual = (ref("x", 4, 8), ref("y", 4, 16), ref("d_x", 4, 8), ref("d_y", 4, 16), ref("r", 4, 16))
@@ -23,19 +32,24 @@ def test_every_matmul_reads_its_operands_with_the_summed_axis_innermost(gradient
     site.forward(ops, None, y, x, w, residual)
     site.backward(ops, None, None, d_x, dw, d_y, x, w)
 
+    rows, columns, weight = SCALINGS[scaling]
+
     def form(dtype, layout):
-        return Form(dtype, layout, scaling)
+        return Form(dtype, layout, {"row": rows, "col": columns}[layout])
+
+    def of_weight(layout):
+        return w.weight.as_form(Form("e4m3", layout, weight))
 
     assert [(call.op, call.outputs, call.inputs) for call in ops.calls] == [
         (
             "linear_forward",
             (y,),
-            (x.as_form(form("e4m3", "row")), w.weight.as_form(form("e4m3", "row")), w.bias, residual),
+            (x.as_form(form("e4m3", "row")), of_weight("row"), w.bias, residual),
         ),
         (
             "linear_dgrad",
             (d_x,),
-            (d_y.as_form(form(gradient, "row")), w.weight.as_form(form("e4m3", "col"))),
+            (d_y.as_form(form(gradient, "row")), of_weight("col")),
         ),
         (
             "linear_wgrad",
