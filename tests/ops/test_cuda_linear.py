@@ -421,10 +421,16 @@ def test_fp8(gemms, device, op, d_dtype, out, accumulate):
     assert np.linalg.norm(result - wanted) <= (2.0**-8 + 2.0**-11) * np.linalg.norm(wanted)
 
 
+WHOLE_BLOCKS = replace(MANY_BLOCKS, t=1024, c=896, f=1152)
+
+
 @pytest.mark.gpu
-@pytest.mark.parametrize("size", [MANY_BLOCKS, replace(MANY_BLOCKS, t=1024, c=896, f=1152)], ids=["ragged", "whole"])
 @pytest.mark.parametrize("way", ["plain", "joined", "fp32"])
-@pytest.mark.parametrize("d_dtype", ["e4m3", "e5m2"])
+@pytest.mark.parametrize(
+    ("size", "d_dtype"),
+    [(MANY_BLOCKS, "e4m3"), (MANY_BLOCKS, "e5m2"), (WHOLE_BLOCKS, "e5m2")],
+    ids=["ragged-e4m3", "ragged-e5m2", "whole-e5m2"],
+)
 @pytest.mark.parametrize("scaling", ["rowwise", "blockwise"])
 @pytest.mark.parametrize("op", LINEAR)
 def test_fp8_with_many_scales(gemms, device, op, scaling, d_dtype, way, size):

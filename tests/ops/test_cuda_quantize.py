@@ -11,7 +11,7 @@ from .test_quantize import uneven
 
 pytestmark = pytest.mark.gpu
 # rows that no 16 divides, accesses of 4 numbers, ragged tiles, rows of several warps and ones that are read twice
-SHAPES = [(37, 88), (3, 43, 76), (304, 896), (2, 197, 1160), (513, 4864), (5, 37888), (130, 151936)]
+SHAPES = [(37, 88), (3, 43, 76), (304, 896), (2, 197, 1160), (257, 4864), (5, 37888), (9, 151936)]
 
 
 def copies(dtype, *scalings, layouts=("row", "col")):
@@ -53,8 +53,6 @@ def check(x, forms, source="bf16", dtype="bf16", *, scale=True):
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
 def test_copies_equal_the_reference(shape, dtypes):
     """Both layouts of every scaling at once, in both formats."""
-    if np.prod(shape) > 2**22 and dtypes != "bf16 bf16":
-        shape = (shape[0] // 16, shape[1])
     x = uneven(shape)
     for fp8 in ("e4m3", "e5m2"):
         check(x, copies(fp8, *OWN_SCALES), *dtypes.split())
