@@ -132,11 +132,15 @@ def test_the_scale_of_the_whole_is_that_of_amax_scale(dtype):
         np.testing.assert_array_equal(outputs[1].tensors[0].array, expected)
 
 
-def test_rows_with_scales_of_their_own_can_be_taken_apart():
-    x = uneven((40, 24))
-    copy = copy_of(x, Form("e4m3", "row", "rowwise"))
-    np.testing.assert_array_equal(copy.chunk(8, 16).read(), copy.read()[8:24])
-    for form in FORMS:
-        if (form.layout, form.scaling) != ("row", "rowwise"):
-            with pytest.raises(AssertionError, match="share their scales"):
-                copy_of(x, form).chunk(8, 16)
+@EVERY_FORM
+def test_rows_are_taken_out_where_their_scales_lie_together(form):
+    """Rows of a tensor: one scale each or, in the transposed copy, one per column or blocks that end with them."""
+    x = uneven((300, 24))
+    copy = copy_of(x, form)
+    parts = {"row/rowwise": (8, 16), "col/rowwise": (8, 16), "col/blockwise": (128, 172)}
+    start, count = parts.get(form.key.split("/", 1)[1], (8, 16))
+    if form.key.split("/", 1)[1] in parts:
+        np.testing.assert_array_equal(copy.chunk(start, count).read(), copy.read()[start : start + count])
+    else:
+        with pytest.raises(AssertionError, match="lie together"):
+            copy.chunk(start, count)

@@ -87,7 +87,7 @@ def test_an_fp8_head_stores_its_gradient_in_fp8_only_and_its_chunks_share_a_scal
     assert [cell for cell in plan.scales if "logits" in cell] == ["d.head.logits@e4m3"]
 
 
-@pytest.mark.parametrize("scaling", ["delayed", "current"])
+@pytest.mark.parametrize("scaling", ["delayed", "current", "rowwise"])
 def test_chunks_of_an_fp8_head_only_change_the_order_of_sums(scaling):
     """Whole and in four pieces: the copies of x are the same bytes, those of the logits' gradient share a scale if it
     is delayed; then only f32 sums of the head's gradient differ, which are rounded to bf16 between chunks."""
@@ -99,6 +99,15 @@ def test_chunks_of_an_fp8_head_only_change_the_order_of_sums(scaling):
     for name, whole in gradients(runs[0]).items():
         pieces = gradients(runs[1])[name]
         assert np.linalg.norm(whole - pieces) <= (4 * 2**-8 if scaling == "delayed" else 0.1) * np.linalg.norm(whole)
+
+
+def test_an_fp8_head_with_scales_by_block_is_whole():
+    precision = replace(FP8_HEAD, scaling="blockwise")
+    with pytest.raises(UsageError, match=r"--lmhead-chunks 4 cuts.*use --lmhead-chunks 1, or use --head-dtype bf16"):
+        plan_of(precision, Memory(head_chunks=4))
+    runs = [engine_of(plan_of(p)) for p in (precision, FP8["e4m3", "blockwise"])]
+    losses = [run.evaluate(*batch())[0] for run in runs]
+    assert losses[0] == pytest.approx(losses[1], rel=0.01) and losses[0] != losses[1]
 
 
 @pytest.mark.parametrize("tied", [True, False])
