@@ -69,6 +69,13 @@ STORAGE = (
         ("tests/ops/test_cast.py",),
     ),
     Fault(
+        "scale_of_a_block_from_its_neighbour",
+        "llmq/tensor.py",
+        "return scale_from(amax.T, limit, one)",
+        "return scale_from(np.roll(amax.T, 1, axis=0), limit, one)",
+        ("tests/ops/test_quantize.py",),
+    ),
+    Fault(
         "transposed_copy_without_scale",
         "llmq/tensor.py",
         "if self.scale is not None:\n            array = array *",
@@ -172,6 +179,13 @@ MODELS = (
         "llmq/sites/fp8.py",
         "ops.bias_backward(dw.bias,",
         "ops.bias_backward(None,",
+        ("tests/sites/test_fp8.py",),
+    ),
+    Fault(
+        "fp8_rowwise_wgrad_reads_scales_by_row",
+        "llmq/sites/fp8.py",
+        'Scaling("rowwise", "current", "rowwise")',
+        'Scaling("rowwise", "rowwise", "rowwise")',
         ("tests/sites/test_fp8.py",),
     ),
     Fault(

@@ -31,6 +31,13 @@ STEP = (
         'compiler.program("evaluate", evaluate, statistics=True)',
         PLAN,
     ),
+    Fault(
+        "scales_of_a_copy_die_before_it",
+        "llmq/plan/program.py",
+        "            lasts[operand.scale] = index",
+        "            lasts[operand.scale] += 0",
+        PLAN,
+    ),
     Fault("memory_taken_before_the_last_read", "llmq/plan/program.py", "and lasts[source.storage] == index", "", PLAN),
     Fault(
         "replay_reads_what_was_dropped",
