@@ -296,8 +296,7 @@ def scales_of_rows(scale: np.ndarray, form: Form, start: int, count: int) -> np.
         return scale[start : start + count] if form.layout == "row" else scale
     if form.scaling == "blockwise" and form.layout == "col" and start % BLOCK == 0:
         return scale[start // BLOCK : -(-(start + count) // BLOCK)]
-    every = form.scaling == "blockwise" and scale.shape[1] == count
-    assert every or not form.owns_scales, f"rows {start} to {start + count} in {form} have no scales that lie together"
+    assert not form.owns_scales, f"rows {start} to {start + count} in {form} have no scales that lie together"
     return scale
 
 

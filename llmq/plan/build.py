@@ -16,10 +16,10 @@ from llmq.rows import padded_vocab
 
 def build_model(config: ModelConfig, precision: Precision, memory: Memory, z_loss: float) -> Model:
     """The objects whose forward and backward are recorded. UsageError for what cannot be combined."""
-    if precision.head == "e4m3" and precision.scaling == "blockwise" and memory.head_chunks > 1:
+    if precision.head == "e4m3" and precision.scaling == "blockwise":
         raise UsageError(
-            f"--lmhead-chunks {memory.head_chunks} cuts the head's input into pieces, whose 1x128 scales do not lie "
-            "together: with --head-dtype e4m3 --fp8-scaling blockwise use --lmhead-chunks 1, or use --head-dtype bf16"
+            "--head-dtype e4m3 needs one scale per tensor or row, as cuBLASLt takes 1x128 scales neither for a chunk "
+            "of the head's input nor for one token: use --fp8-scaling rowwise, or leave the head in bf16"
         )
     c, eps = config.hidden_size, config.rms_norm_eps
     heads = Heads(config.num_heads, config.num_kv_heads, config.head_dim)

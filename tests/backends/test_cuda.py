@@ -140,15 +140,15 @@ def test_fp8_trains_like_the_reference(backend, precision):
     assert np.allclose(train_steps(gpu, steps=4), train_steps(cpu, steps=4), rtol=2e-2)
 
 
-@pytest.mark.parametrize(("scaling", "chunks"), [("rowwise", 1), ("rowwise", 4), ("blockwise", 1)])
-def test_an_fp8_head_with_scales_by_row_and_by_block_follows_the_reference(backend, scaling, chunks):
-    """In training and, for one token, in generation."""
-    precision, memory = replace(FP8_HEAD, scaling=scaling), Memory(head_chunks=chunks)
+@pytest.mark.parametrize("chunks", [1, 4])
+def test_an_fp8_head_with_scales_by_row_follows_the_reference(backend, chunks):
+    """In generation, of one token, and in training."""
+    precision, memory = replace(FP8_HEAD, scaling="rowwise"), Memory(head_chunks=chunks)
     gpu = cuda_engine(backend, precision, memory, batch_size=4)
     cpu = engine_of(plan_of(precision, memory, CONFIG, batch_size=4))
-    assert np.allclose(train_steps(gpu, steps=3), train_steps(cpu, steps=3), rtol=2e-2)
     ours, reference = (engine.next_logits(batch()[0][0]) for engine in (gpu, cpu))
-    assert np.abs(ours - reference).max() <= 0.1 * np.abs(reference).max()
+    assert np.abs(ours - reference).max() <= 0.05 * np.abs(reference).max()
+    assert np.allclose(train_steps(gpu, steps=3), train_steps(cpu, steps=3), rtol=2e-2)
 
 
 @pytest.mark.parametrize("scaling", ["rowwise", "blockwise"])

@@ -296,6 +296,7 @@ def test_the_bytes_of_a_problem():
         (replace(FP8, m=65, k=10), "multiples of 16, not m 65, k 10: use --matmul-dtype bf16"),
         (replace(FP8, alignment=4), "aligned to 16 bytes, not 4"),
         (replace(FP8, bias="fp32"), "bias in bf16 only"),
+        (replace(FP8, n=1, b=Matrix("e5m2", 16, False, "block")), "need multiples of 4, not m 64, n 1: use other"),
         (replace(FP8, a=Matrix("e4m3", 16, True, "row")), "on compute capability 9.0, from cuBLAS 12.9 on"),
         (replace(BF16, b=Matrix("fp32", 16)), "bf16 times fp32 into bf16 does not exist"),
         (replace(BF16, a=Matrix("fp32", 16), b=Matrix("fp32", 16)), "fp32 times fp32 into bf16 does not exist"),

@@ -43,8 +43,9 @@ def check(x, forms, source="bf16", dtype="bf16", *, scale=True):
         scales = device.host(found.scale)
         assert scales.tobytes() == right.scale.tobytes(), f"{right.form.key}: {np.sum(scales != right.scale)} scales"
         stored = device.host(found.array)
-        differ = np.count_nonzero(stored.view(np.uint8) != right.array.view(np.uint8))
-        assert not differ, f"{right.form.key}: {differ} of {stored.size} bytes"
+        nan = [np.isnan(array.astype(np.float32)) for array in (stored, right.array)]  # of which e5m2 has many bytes
+        differ = (stored.view(np.uint8) != right.array.view(np.uint8)) & ~(nan[0] & nan[1])
+        assert not differ.any(), f"{right.form.key}: {np.count_nonzero(differ)} of {stored.size} bytes"
     for right, found in zip(expected["scale"].tensors, got["scale"].tensors, strict=True):
         assert device.host(found.array) == right.array
 

@@ -324,7 +324,10 @@ def refusal(problem: Problem) -> str:
             reasons.append(f"fp8 needs multiples of 16, not {', '.join(odd)}: use --matmul-dtype bf16")
         if p.alignment < 16:
             reasons.append(f"fp8 needs addresses aligned to 16 bytes, not {p.alignment}")
-        if {p.a.scale, p.b.scale} - {"tensor"}:
+        scales = {p.a.scale, p.b.scale}
+        if scales & {"block", "tile"} and (p.m % 4 or p.n % 4):
+            reasons.append(f"scales per 128 numbers need multiples of 4, not m {p.m}, n {p.n}: use other scales")
+        elif scales - {"tensor"}:
             reasons.append("scales per row and per block exist on compute capability 9.0, from cuBLAS 12.9 on")
         if p.bias == "fp32":
             reasons.append("fp8 products add a bias in bf16 only: use --model-dtype bf16")
