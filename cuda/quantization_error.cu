@@ -3,13 +3,25 @@
 // one block that adds those up. Runs once in many steps; it reads value and copy once, 8 numbers to an access.
 //
 // Architectures: 80 86 89 90 100 120
-// Constants: X (dtype of the value), N, E4M3
+// Constants: X (dtype of the value), C (columns), N, E4M3, PER
 
 #include "common.cuh"
 #include "constants"
 
 constexpr int THREADS = 256, WARPS = THREADS / 32, FIELDS = 6;
 constexpr float LIMIT = E4M3 ? 448.0f : 57344.0f, CLIPPED = E4M3 ? 464.0f : 61440.0f;
+
+constexpr int TENSOR = 0, ROW = 1, BLOCK = 2, TILE = 3, SIDE = 128;  // PER: what one scale is for
+
+// the scale of the N numbers from `first` on, as scale_shape of llmq/tensor.py lays scales out
+__device__ __forceinline__ float scale_at(const float* scale, i64 first, i64 rows) {
+    if constexpr (PER == TENSOR) return *scale;
+    i64 row = first / C;
+    int column = static_cast<int>(first % C);
+    if constexpr (PER == ROW) return scale[row];
+    if constexpr (PER == BLOCK) return scale[column / SIDE * rows + row];
+    return scale[row / SIDE * ((C + 4 * SIDE - 1) / (4 * SIDE) * 4) + column / SIDE];
+}
 
 // an fp8 number: its bits, moved to where f32 has them, need only another exponent bias, which a product changes
 __device__ __forceinline__ float from_fp8(u32 byte) {
@@ -37,13 +49,13 @@ __device__ __forceinline__ void block_total(float (&field)[FIELDS]) {
         for (int w = 1; w < WARPS; w++) field[f] = f ? field[f] + warps[f][w] : fmaxf(field[f], warps[f][w]);
 }
 
-// parts (blocks, 6) <- x, copy (count,), scale (1,)
+// parts (blocks, 6) <- x, copy (count,), scale
 extern "C" __global__ void __launch_bounds__(THREADS)
     error_parts(float* parts, const X* x, const u8* copy, const float* scale, i64 count) {
-    float unit = *scale, field[FIELDS] = {};
+    float field[FIELDS] = {};
     i64 step = static_cast<i64>(gridDim.x) * THREADS * N;
     for (i64 first = (static_cast<i64>(blockIdx.x) * THREADS + threadIdx.x) * N; first < count; first += step) {
-        float v[N];
+        float v[N], unit = scale_at(scale, first, count / C);
         load(x + first, v);
 #pragma unroll
         for (int j = 0; j < N; j++) {

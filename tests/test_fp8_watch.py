@@ -19,7 +19,11 @@ def readings(engine, seed=1):
     return {name: CopyError.of(name, sites, row) for (name, sites), row in found}
 
 
-@pytest.mark.parametrize("precision", [DELAYED, FP8["e5m2", "current"], FP8_HEAD], ids=["delayed", "current", "head"])
+READ = {"delayed": DELAYED, "current": FP8["e5m2", "current"], "head": FP8_HEAD}
+READ |= {name: FP8["e4m3", name] for name in ("rowwise", "blockwise")}
+
+
+@pytest.mark.parametrize("precision", READ.values(), ids=READ)
 def test_every_copy_of_every_site_is_read(precision):
     found = readings(engine_of(plan_of(precision, observe=True)))
     sites = {site for error in found.values() for site in error.sites}

@@ -166,7 +166,8 @@ def model_launches(noted: Launches, b: int, t: int, c: int, hq: int, hkv: int, h
         new = (out((99,), "fp32", None), out((16, 99), "fp32", None), out((99,), "fp32", None))
         ops.scale_update(*new, vector, history, vector, vector, cell)
         six = noted.tensor((6,), "fp32")
-        ops.quantization_error(out((6,), "fp32", None), six, read(x), noted.tensor(x, dtype, ROW8))
+        for form in (ROW8, *(forms[0] for forms in OWN.values())):
+            ops.quantization_error(out((6,), "fp32", None), six, read(x), noted.tensor(x, dtype, form))
         for forms in ((None,), (ROW8, COL8), (None, ROW8, COL8)):
             norm = (read(x), read((c,)))
             ops.rmsnorm_forward(out(x, dtype, *forms), out((b, t), "fp32", None), *norm, eps=1e-6)

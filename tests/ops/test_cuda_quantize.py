@@ -84,6 +84,24 @@ def test_without_a_finite_maximum_a_scale_is_1(broken):
         check(values, copies("e5m2", *OWN_SCALES), "fp32", "fp32")
 
 
+@pytest.mark.parametrize("form", copies("e4m3", *OWN_SCALES, layouts=("row",)), ids=lambda form: form.key)
+@pytest.mark.parametrize("shape", [(300, 600), (3, 43, 88)], ids=str)
+def test_errors_of_copies_are_measured_by_their_scales(shape, form):
+    """Counts are equal; sums of f32 in another order agree to a thousand roundings."""
+    from llmq.ops.reference import OPS
+
+    x = uneven(shape)
+    inputs = {"error": tensor(np.ones(6), "fp32"), "x": tensor(x, "bf16"), "copy": tensor(x, None, form)}
+    expected, got = ({"new_error": output((6,), "fp32")} for _ in range(2))
+    OPS["quantization_error"](*expected.values(), *inputs.values())
+    device = Device()
+    device.call("quantization_error", got, inputs)
+    right = expected["new_error"].tensors[0].array
+    found = device.host(got["new_error"].tensors[0].array)
+    np.testing.assert_allclose(found, right, rtol=1000 * 2.0**-24)
+    np.testing.assert_array_equal(found[[0, 3, 4, 5]], right[[0, 3, 4, 5]])
+
+
 def test_an_odd_width_is_refused_with_the_way_out():
     from llmq.errors import UsageError
 

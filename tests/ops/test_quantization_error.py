@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from llmq.tensor import Form
+from llmq.tensor import OWN_SCALES, Form
 
 from .build import output, run, tensor
 
@@ -30,6 +30,18 @@ def test_what_rounding_alone_moves_is_not_clipped(dtype, edge):
 
 def test_numbers_that_are_not_finite_count_only():
     assert errors([[np.nan, np.inf, -np.inf, 2.0]]).tolist() == [2, 4, 0, 0, 0, 4]
+
+
+@pytest.mark.parametrize("scaling", OWN_SCALES)
+def test_each_number_is_judged_by_its_own_scale(scaling):
+    """Blocks of very different size in one tensor: nothing is clipped or flushed, and the error is rounding's."""
+    rng = np.random.default_rng(0)
+    x = rng.uniform(1, 2, (256, 256)) * np.repeat(10.0 ** np.arange(-4, 4, 4), 128)[:, None]
+    copy = tensor(x, None, Form("e4m3", "row", scaling))
+    (found,) = run("quantization_error", [output((6,), "fp32")], np.zeros(6, np.float32), x, copy, dtype="fp32")
+    assert found[2] == pytest.approx(np.square(x - copy.read()).sum(), rel=1e-3)
+    assert found[3:].tolist() == [0, 0, x.size]
+    assert found[2] <= 2.0**-8 * found[1]  # an eighth of a number between its neighbours, half of that at worst
 
 
 def test_findings_add_up_and_the_largest_stays():

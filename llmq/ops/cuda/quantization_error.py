@@ -12,14 +12,17 @@ from llmq.ops.cuda.scratch import take
 from llmq.tensor import Output, Tensor
 
 BLOCKS, THREADS, FIELDS = 1024, 256, 6
+PER = {"delayed": 0, "current": 0, "rowwise": 1, "blockwise": 2, "tilewise": 3}  # what one scale is for
 
 
 def quantization_error(new_error: Output, /, error: Tensor, x: Tensor, copy: Tensor) -> None:
     """new_error (6,) <- error (6,), x (any shape), its `copy` in fp8 rows."""
     assert copy.form is not None and copy.form.layout == "row" and copy.scale is not None
-    kind, count = type_of(x), math.prod(x.shape)
-    number = access(count, kind)
-    constants: Constants = {"X": kind, "N": number, "E4M3": int(copy.form.dtype == "e4m3")}
+    kind, count, columns = type_of(x), math.prod(x.shape), x.shape[-1]
+    per = PER[str(copy.form.scaling)]
+    number = access(columns if per else count, kind)  # an access has one scale
+    e4m3 = int(copy.form.dtype == "e4m3")
+    constants: Constants = {"X": kind, "C": columns, "N": number, "E4M3": e4m3, "PER": per}
     blocks = min(BLOCKS, -(-count // (THREADS * number)))
     parts = take(quantization_error_scratch())
     read = (pointer(x), pointer(copy), address(copy.scale), np.int64(count))
