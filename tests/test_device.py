@@ -123,14 +123,15 @@ def test_the_device_is_refused_before_the_model_is_opened(machine, monkeypatch):
 @pytest.mark.parametrize("scaling", ["rowwise", "blockwise"])
 def test_scales_by_row_and_by_block_need_hopper(scaling):
     for name, dotted in (("RTX 4090", "8.9"), ("B200", "10.0"), ("RTX 5090", "12.0")):
-        card = device.Device("cuda", planned=gpus.named(name))
+        card = Device("cuda", planned=gpus.named(name))
         message = rf"{scaling} needs .* 9\.0.*has {dotted}: use --fp8-scaling delayed or current"
         with pytest.raises(UsageError, match=message):
-            device.refuse_scaling(card, scaling)
-        device.refuse_scaling(card, "delayed")
-        device.refuse_scaling(card, "current")
-    device.refuse_scaling(device.Device("cuda", planned=gpus.named("H200")), scaling)
-    device.refuse_scaling(CPU, scaling)
+            device.refuse_dtypes(card, "e4m3", "bf16", scaling=scaling)
+        device.refuse_dtypes(card, "bf16", "bf16", scaling=scaling)
+        for works in ("delayed", "current"):
+            device.refuse_dtypes(card, "e4m3", "bf16", scaling=works)
+    device.refuse_dtypes(Device("cuda", planned=gpus.named("H200")), "e4m3", scaling=scaling)
+    device.refuse_dtypes(CPU, "e4m3", scaling=scaling)
 
 
 def test_fp8_needs_a_card_that_has_it():
