@@ -35,6 +35,7 @@ MEBIBYTE = 2**20
 PEAK_SECONDS = 0.15  # of measuring
 PEAK_SIZES = (256, 512, 1024)  # of square matrices; one that would take longer than all the time is left out
 CUDA_PEAK_SIZE = 4096
+PEAK_DRAWN = 1_048_573  # random numbers that fill its matrices: a prime, so that no row repeats another
 OLDEST_FP8 = (8, 9)  # compute capability
 HOPPER = (9, 0)  # the only one for which cuBLASLt has scales per row and per 128 numbers (as of 13.1)
 
@@ -109,14 +110,19 @@ def pick(device: str) -> Device:
     return Device(note=f"{there}{problem.what}: training on the CPU (for the GPU: {problem.fix})")
 
 
-def refuse_dtypes(device: Device, *dtypes: str, scaling: str = "delayed") -> None:
-    """UsageError if the matmuls of a run are of a dtype, or read fp8 by scales, that the GPU does not have."""
+def refuse_dtypes(
+    device: Device, *dtypes: str, scaling: str = "delayed", option: str = "--matmul-dtype"
+) -> None:
+    """UsageError if the matmuls of a run are of a dtype, or read fp8 by scales, that the GPU does not have.
+
+    `option` is where the dtype was asked for.
+    """
     if "e4m3" not in dtypes or device.kind == "cpu":
         return
     if not has_fp8(device):
         raise UsageError(
-            f"--matmul-dtype e4m3 needs a GPU of compute capability {cuda_driver.dotted(OLDEST_FP8)} or later, and "
-            f"{_gpu_name(device)} has {cuda_driver.dotted(device.capability)}: use --matmul-dtype bf16"
+            f"{option} e4m3 needs a GPU of compute capability {cuda_driver.dotted(OLDEST_FP8)} or later, and "
+            f"{_gpu_name(device)} has {cuda_driver.dotted(device.capability)}: use {option} bf16"
         )
     if scaling in ("rowwise", "blockwise") and device.capability != HOPPER:
         raise UsageError(
@@ -288,9 +294,10 @@ def measured_cuda_peak(dtype: str) -> float:
 
     size = CUDA_PEAK_SIZE
     start, end = cupy.cuda.Event(), cupy.cuda.Event()
-    generator = np.random.default_rng(0)  # a product of zeros draws less power and runs at a higher clock
-    values = generator.standard_normal((size, size), np.float32).astype({"fp16": np.float16, "fp32": np.float32}[dtype])
-    a, best = cupy.asarray(values), 0.0
+    # a product of zeros draws less power and runs at a higher clock; drawing every number would take a quarter second
+    drawn = np.random.default_rng(0).standard_normal(PEAK_DRAWN, np.float32)
+    values = drawn.astype({"fp16": np.float16, "fp32": np.float32}[dtype])
+    a, best = cupy.asarray(np.resize(values, (size, size))), 0.0
     out = cupy.matmul(a, a)
     for _ in range(10):
         start.record()

@@ -164,13 +164,16 @@ class Engine:
         self._use_scratch()
         self._programs[name]()
 
-    def trace(self, batch: tuple[np.ndarray, np.ndarray], wrap: Callable[[str, Op], Op]) -> None:
-        """One micro-step on `batch` and one update, eagerly, with `wrap` around every op; for timing."""
-        self._set_batch(*batch)
-        ops = {name: wrap(name, op) for name, op in self._ops.items()}
-        self._use_scratch()
-        for name in ("next", "update"):
-            self._backend.program(bind(self.plan, name, self._memory, ops, poison=False))()
+    def traced(self, name: str, wrap: Callable[[str, Op], Op]) -> Call:
+        """A program of the plan, with `wrap` around every op, that runs eagerly whenever it is called; for timing."""
+        ops = {op: wrap(op, function) for op, function in self._ops.items()}
+        calls = bind(self.plan, name, self._memory, ops, poison=False)
+
+        def run() -> None:
+            self._use_scratch()
+            self._backend.program(calls)()
+
+        return run
 
     def _use_scratch(self) -> None:
         """This engine's scratch, which another engine of the same backend may have replaced."""

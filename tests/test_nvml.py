@@ -1,6 +1,8 @@
 """NVML: every reading, every reading that may be missing, and no NVML at all."""
 
+import dataclasses
 import sys
+import threading
 from types import SimpleNamespace
 
 import pytest
@@ -31,6 +33,9 @@ class FakeNvml:
             "nvmlDeviceGetCurrentClocksThrottleReasons": lambda gpu: 0x4,
             "nvmlDeviceGetCurrPcieLinkGeneration": lambda gpu: 5,
             "nvmlDeviceGetCurrPcieLinkWidth": lambda gpu: 16,
+            "nvmlDeviceGetUtilizationRates": lambda gpu: SimpleNamespace(gpu=97, memory=41),
+            "nvmlDeviceGetPcieThroughput": lambda gpu, way: {0: 1200, 1: 3400}[way],  # nvmlPcieUtilCounter_t: tx, rx
+            "nvmlDeviceGetComputeRunningProcesses": lambda gpu: ["one", "another"],
         }
 
     def nvmlInit(self):
@@ -89,9 +94,59 @@ def test_everything_that_it_says(pretend):
         throttled=("power cap", "hardware temperature"),
         pcie_generation=5,
         pcie_lanes=16,
+        gpu_percent=97,
+        memory_percent=41,
     )
     nvml.read(UUID)
     assert fake.num_starts == 1
+
+
+def test_traffic_over_pcie_is_counted_where_it_is_asked_for(pretend):
+    """It takes the driver 20 ms in each direction."""
+    pretend(FakeNvml())
+    plain, found = nvml.read(UUID), nvml.read(UUID, traffic=True)
+    assert found == dataclasses.replace(plain, pcie_rx_kb_s=3400, pcie_tx_kb_s=1200)
+    pretend(FakeNvml(missing=("nvmlDeviceGetPcieThroughput",)))
+    assert nvml.read(UUID, traffic=True) == plain
+
+
+def test_processes_are_counted_and_not_named(pretend):
+    pretend(FakeNvml())
+    assert nvml.num_processes(UUID) == 2
+    pretend(FakeNvml(missing=("nvmlDeviceGetComputeRunningProcesses",)))
+    assert nvml.num_processes(UUID) is None
+    pretend(None)
+    assert nvml.num_processes(UUID) is None
+
+
+def test_a_gpu_is_read_in_the_background_until_it_is_stopped(monkeypatch):
+    clocks, threads, enough = iter(range(1000, 10000)), set(), threading.Event()
+
+    def read(uuid, *, traffic):
+        assert (uuid, traffic) == (UUID, True)
+        threads.add(threading.get_ident())
+        clock = next(clocks)
+        if clock == 1004:
+            enough.set()
+        return nvml.Reading(sm_mhz=clock)
+
+    monkeypatch.setattr(nvml, "read", read)
+    watch = nvml.Background(UUID, every_s=1e-3, traffic=True)
+    assert enough.wait(60)
+    found = watch.stop()
+    assert [r.sm_mhz for r in found] == list(range(1000, 1000 + len(found))) and len(found) >= 5
+    assert threads and threading.get_ident() not in threads
+    assert next(clocks) == 1000 + len(found), "nobody reads on"
+    once = nvml.Background(UUID, traffic=True)
+    assert len(once.stop()) == 1
+
+
+def test_the_background_ends_where_nvml_does_not_answer(pretend):
+    pretend(None)
+    assert nvml.Background(UUID, every_s=3600).stop() == ()
+    pretend(FakeNvml())
+    (reading,) = nvml.Background(UUID, every_s=3600).stop()
+    assert reading.watts == 689.5
 
 
 FIELDS = {
@@ -105,6 +160,8 @@ FIELDS = {
     "nvmlDeviceGetTemperature": {"celsius"},
     "nvmlDeviceGetCurrPcieLinkGeneration": {"pcie_generation"},
     "nvmlDeviceGetCurrPcieLinkWidth": {"pcie_lanes"},
+    "nvmlDeviceGetUtilizationRates": {"gpu_percent", "memory_percent"},
+    "nvmlDeviceGetPcieThroughput": {"pcie_rx_kb_s", "pcie_tx_kb_s"},
 }
 
 
@@ -112,7 +169,7 @@ FIELDS = {
 @pytest.mark.parametrize("function", FIELDS)
 def test_a_reading_that_is_missing_is_none_and_the_others_stay(function, how, pretend):
     pretend(FakeNvml(**{how: (function,)}))
-    found = nvml.read(UUID)
+    found = nvml.read(UUID, traffic=True)
     assert {name for name, value in vars(found).items() if value is None} == FIELDS[function]
 
 

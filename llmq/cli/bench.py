@@ -1,45 +1,132 @@
-"""`llmq-bench`: how fast this machine trains a model shape, and where the time goes."""
+"""`llmq-bench`: how fast this machine trains a model shape, and where the time goes; `llmq-bench op`: one op alone."""
 
 from __future__ import annotations
 
+import shlex
 import sys
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 import click
 
 from llmq.cli import shell
+from llmq.cli.train import click_option
+from llmq.options import descriptions
+
+SETTINGS = {"help_option_names": ["-h", "--help"], "max_content_width": 100}
+NOT_OF_A_RECIPE = ("model_dtype", "matmul_dtype", "log_fp8_every", "fp8_fallback")  # --dtypes; watching a run
 
 
-@click.command("llmq-bench", context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 100})
-@click.option("--models", default="Qwen2.5-0.5B", show_default=True, help="Presets or folders, with commas between.")
+def _names(context: click.Context, parameter: click.Parameter, value: str | None) -> tuple[str, ...]:
+    return tuple(name.strip() for name in (value or "").split(",") if name.strip())
+
+
+class Bench(click.Group):
+    """A command that measures training, unless it is told to measure an op; it keeps its arguments for the reports."""
+
+    def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
+        """Notes the command line, as it will stand in results."""
+        ctx.meta["command"] = shlex.join(["llmq-bench", *args])
+        return super().parse_args(ctx, args)
+
+
+def _recipe(command: click.Command) -> click.Command:
+    """Adds the options of llmq-train's section on precision."""
+    for d in descriptions().values():
+        if _is_recipe(d.key):
+            option = click_option(d, d.key, hidden=False)
+            option.metavar, option.help = d.metavar, f"As in llmq-train: {d.help}"
+            command.params.append(option)
+    return command
+
+
+@click.group("llmq-bench", cls=Bench, invoke_without_command=True, context_settings=SETTINGS)
 @click.option(
-    "--dtypes", default="bf16", show_default=True, help="Matmul dtypes, with commas between: fp32, bf16, e4m3."
+    "--models", callback=_names, help="Presets or folders, with commas between; without, models that fit this device."
 )
-@click.option("--batch-size", type=click.IntRange(1), default=32, show_default=True, help="Sequences in a micro-batch.")
-@click.option("--seq-len", type=click.IntRange(1), default=1024, show_default=True, help="Tokens in a sequence.")
 @click.option(
-    "--tokens-per-step", type=click.IntRange(1), default=524288, show_default=True, help="Tokens in an optimizer step."
+    "--dtypes",
+    callback=_names,
+    help="Matmul dtypes, with commas between: fp32, bf16, e4m3. [default: bf16; without --models e4m3 too]",
+)
+@click.option("--batch-size", type=click.IntRange(1), help="Sequences in a micro-batch. [default: the most up to 32]")
+@click.option("--seq-len", type=click.IntRange(1), help="Tokens in a sequence. [default: 1024; on the CPU 128]")
+@click.option(
+    "--tokens-per-step", type=click.IntRange(1), help="Tokens in an optimizer step. [default: 524288; on the CPU 1024]"
 )
 @click.option("--steps", type=click.IntRange(1), default=10, show_default=True, help="Optimizer steps to time.")
-@click.option("--warmup", type=click.IntRange(0), default=3, show_default=True, help="Steps before them.")
-@click.option("--recompute", default="", help="Recompute flags without their prefix, with commas between: ffn,att.")
+@click.option(
+    "--warmup", type=click.IntRange(0), default=3, show_default=True, help="Steps before them; two capture the graphs."
+)
+@click.option(
+    "--recompute", callback=_names, help="Recompute flags without their prefix, with commas between: ffn,att."
+)
 @click.option("--lmhead-chunks", type=click.IntRange(0), default=0, help="Chunks of the logits; 0 chooses.")
 @click.option("--device", type=click.Choice(["auto", "cuda", "cpu"]), default="auto", show_default=True)
-@click.option("--save", type=click.Path(dir_okay=False), help="Write the results as JSON.")
-def command(models: str, dtypes: str, device: str, save: str | None, **numbers: Any) -> int:
-    """Time training from scratch on generated tokens.
+@click.option("--save", type=click.Path(path_type=Path), metavar="FILE", help="Write the results as JSON.")
+@click.option(
+    "--compare", type=click.Path(path_type=Path), metavar="FILE", help="Print the changes against results of --save."
+)
+@click.option(
+    "--tolerance", type=click.FloatRange(0), metavar="PERCENT", help="With --compare: exit with 1 if slower by more."
+)
+@click.option("--markdown", is_flag=True, help="Print the results as Markdown, and everything else to stderr.")
+@click.pass_context
+def command(context: click.Context, **given: Any) -> int:
+    """Time training from scratch on generated tokens: the programs of llmq-train.
 
     \b
-    llmq-bench --models Qwen2.5-0.5B,Qwen2.5-1.5B
-    llmq-bench --models Qwen2.5-7B --batch-size 16
+    llmq-bench
+    llmq-bench --models Qwen2.5-0.5B,Qwen2.5-1.5B --dtypes bf16,e4m3 --save today.json
+    llmq-bench --models Qwen2.5-7B --batch-size 16 --compare yesterday.json --tolerance 2
+    llmq-bench op rmsnorm_forward
 
-    Weights and moments are bf16 (fp32 with --dtypes fp32). The command prints tokens per second, the share of the speed
-    of light, memory, and the milliseconds of a micro-batch by family of ops, each run eagerly once.
+    Weights and moments are bf16 (fp32 with --dtypes fp32). The command prints tokens per second, the shares of the
+    speed of light and of what the device was measured to reach, memory, clock and power, and the milliseconds of a
+    micro-batch by family of ops, each beside its roofline. Without --models it takes less than three minutes.
     """
-    from llmq.report.bench_table import run
+    if context.invoked_subcommand:
+        return 0
+    from llmq.report.bench_run import Request, run
 
-    return run(models.split(","), dtypes.split(","), device, save, **numbers)
+    recipe = {key: value for key, value in given.items() if _is_recipe(key) and value is not None}
+    given = {key: value for key, value in given.items() if not _is_recipe(key)}
+    given["models"], given["dtypes"] = given["models"] or None, given["dtypes"] or None
+    return run(Request(**given, recipe=recipe, command=context.meta["command"]))
+
+
+def _is_recipe(key: str) -> bool:
+    found = descriptions().get(key)
+    return found is not None and found.section == "precision" and key not in NOT_OF_A_RECIPE
+
+
+_recipe(command)
+
+
+@command.command("op", context_settings=SETTINGS)
+@click.argument("name", required=False)
+@click.option(
+    "--shape",
+    "shapes",
+    multiple=True,
+    metavar="MODEL:BxT",
+    help="A preset and its micro-batch; repeatable. [default: Qwen2.5-0.5B:32x1024 and Qwen2.5-7B:16x1024]",
+)
+@click.option("--list", "listed", is_flag=True, help="List the ops with the forms that are timed, and end.")
+def op(name: str | None, shapes: tuple[str, ...], listed: bool) -> int:
+    """Time one op, or all, over its shapes and forms: against a copy of as many bytes, or the peak of matrix products.
+
+    \b
+    llmq-bench op swiglu_backward
+    llmq-bench op linear_forward --shape Qwen2.5-1.5B:32x1024
+    """
+    from llmq.report.bench_op import listing, run
+
+    if listed:
+        click.echo(listing())
+        return 0
+    return run(name, shapes)
 
 
 def main(arguments: Sequence[str] | None = None) -> None:

@@ -56,7 +56,7 @@ def _unknown(arguments: Sequence[str]) -> tuple[dict[str, str], list[str]]:
     return flags, unexpected
 
 
-def _click_option(d: Description, name: str, hidden: bool) -> click.Option:
+def click_option(d: Description, name: str, hidden: bool) -> click.Option:
     """One spelling of an option. Values stay text: llmq.options says what is wrong with them."""
     own = flag(name)
     declaration = f"{own}/--no-{own[2:]}" if d.kind == "flag" else own
@@ -111,7 +111,7 @@ def _write_rows(formatter: click.HelpFormatter, title: str, rows: Sequence[tuple
 def command() -> click.Command:
     """The click command, made from the description."""
     parameters: list[click.Parameter] = [
-        _click_option(d, name, hidden=name != d.key) for d in descriptions().values() for name in (d.key, *d.aliases)
+        click_option(d, name, hidden=name != d.key) for d in descriptions().values() for name in (d.key, *d.aliases)
     ]
     parameters += [
         click.Option(["--config"], metavar="FILE", help="YAML file of options; the command line overrides it."),

@@ -22,11 +22,12 @@ from llmq.config import from_folder
 from llmq.data.token_file import TokenFile, write_whole
 from llmq.device import Device, num_cores
 from llmq.generate import complete, open_engine
+from llmq.options import Options
+from llmq.plan import precision
 from llmq.quickstart import corpus
 from llmq.quickstart.gpu import OnGpu, fit_to_card, measured_on
 from llmq.quickstart.installed import installed_bytes
 from llmq.quickstart.settings import SEED, Places, Settings, config, options
-from llmq.report.bench_table import PRECISIONS
 from llmq.report.plot import plot_runs
 from llmq.report.read import read_log
 from llmq.rows import num_parameters, parameter_rows
@@ -159,13 +160,14 @@ def trained(
 
 def sample(settings: Settings, tokenizer: Tokenizer, folder: Path, *, from_scratch: bool = False) -> str:
     """What the model in `folder`, or the one drawn for its shape, writes after the prompt."""
+    chosen = Options.parse({"model": str(folder), "train_file": "none", "model_dtype": settings.model_dtype})
     engine = open_engine(
         folder,
         seq_len=settings.seq_len,
         from_scratch=from_scratch,
         seed=SEED,
         device=settings.device,
-        precision=PRECISIONS[settings.model_dtype],
+        precision=precision.resolve(chosen.precision, from_folder(folder).num_layers),
     )
     tokens = complete(
         engine, tokenizer.encode(settings.prompt).ids, settings.new_tokens, temperature=0.7, seed=SEED, stop=0

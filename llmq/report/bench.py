@@ -1,16 +1,21 @@
-"""Training speed of a model shape on this device: the trainer's own programs on generated tokens, and where time goes.
+"""Training speed of a model shape on this device: the trainer's own programs on generated tokens, timed.
 
 Tokens are drawn from a Zipf distribution, as words are, so that embedding and loss see realistic repetition. Weights
 are random: zeros would draw less power and run faster than training does.
+
+A step's time is from one moment of the device to the next (CUDA events; the host's clock on the CPU), with whatever
+the host does between two steps. Single ops are timed afterwards, each between two events, queued behind enough other
+work that the host's pace does not show.
 """
 
 from __future__ import annotations
 
+import math
 import statistics
 import time
-from collections import defaultdict
-from collections.abc import Iterator
-from dataclasses import dataclass, field
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from itertools import pairwise
 from typing import Any
 
 import numpy as np
@@ -18,6 +23,7 @@ import numpy as np
 from llmq.backends import Backend, Op
 from llmq.config import ModelConfig
 from llmq.engine import Engine
+from llmq.nvml import Background, Reading
 from llmq.optimizer import Hyperparameters
 from llmq.plan.memory import Memory
 from llmq.plan.plan import Plan, make_plan
@@ -26,34 +32,23 @@ from llmq.rows import Row
 
 BLOCK = 1 << 20  # random values that fill all weights, over and over
 ZIPF = 1.2
+TIMED = ("next", "update")  # programs: the micro-step that repeats, and the optimizer step
+BATCHES = 8  # different micro-batches, in turn
+REPEATS = 3  # of the timing of single ops
+AHEAD_S = 0.2  # of other work before it: the host takes about 30 us to launch an op between two events
+SAMPLE_S = 0.05  # from one reading of clock and power to the next
 
-# (op, part of what it writes) -> family; the first that fits counts
-FAMILIES = (
-    ("linear_", ".head.", "head"),
-    ("linear_", "head.logits", "head"),
-    ("linear_wgrad", "embed.weight", "head"),
-    ("linear_wgrad", "head.weight", "head"),
-    ("linear_forward", "", "linears forward"),
-    ("linear_dgrad", "", "linears dgrad"),
-    ("linear_wgrad", "", "linears wgrad"),
-    ("bias_backward", "", "linears wgrad"),
-    ("attention_forward", "", "attention forward"),
-    ("attention_backward", "", "attention backward"),
-    ("rmsnorm", "", "norms"),
-    ("qk_norm", "", "norms"),
-    ("rope", "", "rope"),
-    ("swiglu", "", "swiglu"),
-    ("cast", "", "quantize"),
-    ("amax_scale", "", "quantize"),
-    ("cross_entropy", "", "cross-entropy"),
-    ("loss_sum", "", "cross-entropy"),
-    ("embedding", "", "embedding"),
-)
+Batch = tuple[np.ndarray, np.ndarray]  # tokens and targets, (B,T) int32 each
+Parameters = Iterable[tuple[Row, np.ndarray]]
 
 
-def family(op: str, written: str) -> str:
-    """The family that a call is counted in, by its op and the name of what it writes first."""
-    return next((name for start, part, name in FAMILIES if op.startswith(start) and part in written), "optimizer")
+@dataclass(frozen=True)
+class Timed:
+    """One call of an op: its index among the steps of `program` ("next" or "update"), and its milliseconds."""
+
+    program: str
+    index: int
+    ms: float
 
 
 @dataclass(frozen=True)
@@ -64,14 +59,22 @@ class Speed:
     tokens_per_step: int
     seconds: tuple[float, ...]
     first_step_s: float
-    micro_step_ms: dict[str, float] = field(default_factory=dict)  # by family, one micro-batch, run eagerly
-    update_ms: float = 0.0
+    losses: tuple[float, ...]  # of every step, those of the warm-up first
+    calls: tuple[Timed, ...]  # of one micro-step and one update
+    readings: tuple[Reading, ...]  # of the GPU during the measured steps
+    peak_bytes: int  # of the device's memory, by the backend's count
 
     @property
     def tokens_per_second(self) -> tuple[float, float, float]:
         """(median, smallest, largest) over the steps."""
         rates = [self.tokens_per_step / s for s in self.seconds]
         return statistics.median(rates), min(rates), max(rates)
+
+    @property
+    def micro_batch_ms(self) -> float:
+        """Milliseconds of a micro-batch, with its share of the update, in the median step."""
+        tokens = self.plan.batch_size * self.plan.seq_len
+        return 1e3 * statistics.median(self.seconds) * tokens / self.tokens_per_step
 
 
 def measure(
@@ -83,13 +86,10 @@ def measure(
     *,
     batch_size: int,
     seq_len: int,
-    tokens_per_step: int,
-    steps: int = 10,
-    warmup: int = 3,
     seed: int = 0,
+    **run: Any,
 ) -> Speed:
-    """Trains for `warmup` + `steps` optimizer steps; `clock` times single ops afterwards."""
-    began = time.perf_counter()
+    """Plans the training of a model and measures it; `run` as for `measure_plan`."""
     plan = make_plan(
         config,
         precision,
@@ -100,25 +100,66 @@ def measure(
         seed=seed,
         scratch_bytes=backend.scratch_bytes,
     )
+    return measure_plan(plan, backend, clock, **run)
+
+
+def measure_plan(
+    plan: Plan,
+    backend: Backend,
+    clock: Clock,
+    *,
+    tokens_per_step: int,
+    steps: int = 10,
+    warmup: int = 3,
+    learning_rate: float = 1e-5,
+    batches: Sequence[Batch] | None = None,
+    parameters: Parameters | None = None,
+    uuid: str | None = None,
+) -> Speed:
+    """Trains for `warmup` + `steps` optimizer steps, then times single ops.
+
+    `batches` (taken in turn) and `parameters` are generated if they are not given; `uuid` names a GPU whose clock and
+    power are read meanwhile.
+    """
+    began = time.perf_counter()
+    b, t = plan.batch_size, plan.seq_len
     engine = Engine(plan, backend)
-    engine.load(random_parameters(plan, seed))
-    accumulation = max(1, tokens_per_step // (batch_size * seq_len))
-    batches = [zipf_batch(config.vocab_size, batch_size, seq_len, seed + i) for i in range(min(accumulation, 8))]
+    engine.load(random_parameters(plan, plan.seed) if parameters is None else parameters)
+    accumulation = max(1, tokens_per_step // (b * t))
+    if batches is None:
+        count = min(accumulation, BATCHES)
+        batches = [zipf_batch(plan.config.vocab_size, b, t, plan.seed + i) for i in range(count)]
     if engine.needs_warm_up:
         engine.warm_up(*batches[0])
-    seconds, first_step = [], 0.0
-    for step in range(1, warmup + steps + 1):
-        start = time.perf_counter()
-        for micro_step in range(accumulation):
-            engine.micro_step(*batches[micro_step % len(batches)], first=micro_step == 0)
-        engine.update(step, 1e-5)  # waits for the device
-        seconds.append(time.perf_counter() - start)
-        if step == 1:
-            first_step = time.perf_counter() - began
-    families = clock.families(engine, batches[0])
-    update_ms = families.pop("optimizer", 0.0)
-    done = accumulation * batch_size * seq_len
-    return Speed(plan, done, tuple(seconds[warmup:]), first_step, families, update_ms)
+    clock.follow(backend)
+    marks, losses, watch, first_step = [], [], None, 0.0
+    try:
+        for step in range(1, warmup + steps + 1):
+            if step == warmup + 1:
+                watch = Background(uuid, every_s=SAMPLE_S) if uuid is not None else None
+                marks.append(clock.mark())
+            for micro_step in range(accumulation):
+                batch = batches[((step - 1) * accumulation + micro_step) % len(batches)]
+                engine.micro_step(*batch, first=micro_step == 0)
+            losses.append(engine.update(step, learning_rate).loss)  # waits for the device
+            if step > warmup:
+                marks.append(clock.mark())
+            if step == 1:
+                first_step = time.perf_counter() - began
+    finally:
+        readings = watch.stop() if watch else ()
+    seconds = tuple(1e-3 * clock.elapsed_ms(*pair) for pair in pairwise(marks))
+    ahead = math.ceil(AHEAD_S * accumulation / statistics.median(seconds)) if clock.is_queued else 0
+    return Speed(
+        plan=plan,
+        tokens_per_step=accumulation * b * t,
+        seconds=seconds,
+        first_step_s=first_step,
+        losses=tuple(losses),
+        peak_bytes=backend.peak_bytes(),
+        readings=readings,
+        calls=tuple(clock.calls(engine, ahead)),
+    )
 
 
 def random_parameters(plan: Plan, seed: int) -> Iterator[tuple[Row, np.ndarray]]:
@@ -132,7 +173,7 @@ def random_parameters(plan: Plan, seed: int) -> Iterator[tuple[Row, np.ndarray]]
         yield row, values
 
 
-def zipf_batch(vocab_size: int, b: int, t: int, seed: int) -> tuple[np.ndarray, np.ndarray]:
+def zipf_batch(vocab_size: int, b: int, t: int, seed: int) -> Batch:
     """Tokens and their successors, (B,T) int32 each, all trained."""
     weights = 1.0 / np.arange(1, vocab_size + 1) ** ZIPF
     edges = np.cumsum(weights / weights.sum())
@@ -142,25 +183,39 @@ def zipf_batch(vocab_size: int, b: int, t: int, seed: int) -> tuple[np.ndarray, 
 
 
 class Clock:
-    """Times every op of a micro-step and an update on the host: for backends whose ops return when they are done."""
+    """Moments of the host: for backends whose ops return when they are done."""
 
-    def families(self, engine: Engine, batch: tuple[np.ndarray, np.ndarray]) -> dict[str, float]:
-        """Milliseconds by family of one micro-step and one update, run eagerly on the engine's own memory."""
-        spent: dict[str, float] = defaultdict(float)
+    is_queued = False  # whether ops run later than they are called
+
+    def follow(self, backend: Backend) -> None:
+        """From now on moments are those of this backend's work."""
+
+    def calls(self, engine: Engine, ahead: int) -> Iterator[Timed]:
+        """Every op of one micro-step and one update: the median of some eager runs on the engine's own memory.
+
+        Before each of them the micro-step is run `ahead` times as it is in training, so that the device is behind.
+        """
+        marks: list[tuple[Any, Any]] = []
 
         def wrap(name: str, op: Op) -> Op:
             def timed(*arguments: Any, **numbers: Any) -> None:
                 start = self.mark()
                 op(*arguments, **numbers)
-                marks.append((family(name, arguments[0].name), start, self.mark()))
+                marks.append((start, self.mark()))
 
             return timed
 
-        marks: list[tuple[str, Any, Any]] = []
-        engine.trace(batch, wrap)
-        for name, start, end in marks:
-            spent[name] += self.elapsed_ms(start, end)
-        return dict(spent)
+        programs, rounds = [engine.traced(name, wrap) for name in TIMED], []
+        for _ in range(REPEATS):
+            for _ in range(ahead):
+                engine.run("next")
+            for program in programs:
+                program()
+            rounds.append([self.elapsed_ms(*pair) for pair in marks])
+            marks.clear()
+        steps = [(name, index) for name in TIMED for index in range(len(engine.plan.programs[name].steps))]
+        for (name, index), times in zip(steps, zip(*rounds, strict=True), strict=True):
+            yield Timed(name, index, statistics.median(times))
 
     def mark(self) -> Any:
         """A moment."""
@@ -172,14 +227,23 @@ class Clock:
 
 
 class CudaClock(Clock):
-    """The same with events on the current stream, which the host does not wait for."""
+    """Moments of the GPU: events on the backend's stream, which the host does not wait for."""
+
+    is_queued = True
+
+    def __init__(self) -> None:
+        self._stream: Any = None
+
+    def follow(self, backend: Any) -> None:
+        """From now on moments are those of this backend's work."""
+        self._stream = backend.stream
 
     def mark(self) -> Any:
         """An event on the stream."""
         import cupy
 
         event = cupy.cuda.Event()
-        event.record()
+        event.record(self._stream)
         return event
 
     def elapsed_ms(self, start: Any, end: Any) -> float:

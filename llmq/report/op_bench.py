@@ -1,13 +1,14 @@
 """How fast the ops of the CUDA backend are: GB/s of the bytes that each must move, beside a copy of as many bytes.
 
 Calls are captured in a CUDA graph over several sets of buffers, larger together than the L2 cache, and the median of
-several replays is taken: what an op costs inside a training step. `python -m llmq.report.op_bench` prints the table.
+several replays is taken: what an op costs inside a training step. `llmq-bench op` prints the table.
 """
 
 from __future__ import annotations
 
+import re
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -15,6 +16,7 @@ import numpy as np
 
 from llmq.ops import cuda
 from llmq.ops.cuda import scratch
+from llmq.ops.cuda.timing import fill_random
 from llmq.tensor import COLSUM, DTYPES, Form, Output, Tensor, scale_shape, stored_shape
 
 L2_BYTES = 2**28  # more than any card's L2 cache
@@ -71,20 +73,16 @@ class Arrays:
         import cupy
 
         self.cupy, self.num_bytes = cupy, 0
-        self.random = cupy.random.RandomState(1)
 
     def tensor(self, shape: tuple[int, ...], dtype: str = "bf16", form: Form | None = None, high: int = 0) -> Tensor:
         """Normal numbers, or integers below `high`."""
         kind = form.dtype if form else dtype
         stored = stored_shape(shape, form)
         if kind == "int32":
-            array = self.random.randint(0, high or 1, stored, dtype=np.int32)
-        elif kind in ("e4m3", "e5m2"):
-            array = self.cupy.zeros(stored, np.uint8)
+            array = self.cupy.asarray(np.random.default_rng(1).integers(0, high or 1, stored, dtype=np.int32))
         else:
-            array = self.random.standard_normal(stored, dtype=np.float32)
-            if kind == "bf16":
-                array = (array.view(np.uint32) >> 16).astype(np.uint16).view(DTYPES["bf16"])
+            array = self.cupy.empty(stored, np.uint8 if kind in ("e4m3", "e5m2") else DTYPES[kind])
+            fill_random(array.data.ptr, array.nbytes, kind, self.cupy.cuda.get_current_stream().ptr)
         self.num_bytes += array.nbytes
         scale = self.cupy.full(scale_shape(shape, form), 0.01, np.float32) if form and form.scaling else None
         return Tensor("x", array, shape, form, scale)
@@ -101,10 +99,15 @@ Maker = Callable[[Arrays, Sizes], tuple[Call, int]]  # the call, and the bytes i
 
 
 def cases(wanted: str | None = None) -> Iterator[tuple[str, Maker]]:
-    """Ops by name; forms beside the value are named after a plus."""
+    """The variants of an op, one variant, or everything; forms beside the value are named after a plus."""
     for name, maker in CASES.items():
-        if wanted is None or name.split("+")[0] == wanted:
+        if wanted in (None, name, base(name)):
             yield name, maker
+
+
+def base(name: str) -> str:
+    """The op of a variant: `adamw` for `adamw fp32, bf16 moments+fp8`."""
+    return re.split("[+ ]", name)[0]
 
 
 def _rmsnorm_forward(forms: tuple[Form | None, ...]) -> Maker:
@@ -312,13 +315,13 @@ def measure(name: str, maker: Maker, sizes: Sizes) -> Timing:
     calls = [call]
     while len(calls) * num_bytes < L2_BYTES:
         calls.append(maker(Arrays(), sizes)[0])
-    timing = Timing(f"{name}, {sizes.name}", num_bytes, _replayed(calls), _copy_us(num_bytes, len(calls)))
+    timing = Timing(f"{name}, {sizes.name}", num_bytes, replayed(calls), copy_us(num_bytes, len(calls)))
     del calls, call, probe
     cupy.get_default_memory_pool().free_all_blocks()
     return timing
 
 
-def _copy_us(num_bytes: int, count: int) -> float:
+def copy_us(num_bytes: int, count: int) -> float:
     """Time of the faster of two copies of half as many bytes: the driver's, and our own kernel's."""
     import cupy
 
@@ -333,11 +336,11 @@ def _copy_us(num_bytes: int, count: int) -> float:
         out = Output("copy", shape, "bf16", (Tensor("copy", pair[0], shape),))
         return lambda: OPS.cast(out, Tensor("x", pair[1], shape))
 
-    best = min(_replayed([copy(pair) for pair in pairs]) for copy in (driver, own))
+    best = min(replayed([copy(pair) for pair in pairs]) for copy in (driver, own))
     return best * num_bytes / (4 * elements)
 
 
-def _replayed(calls: list[Call]) -> float:
+def replayed(calls: list[Call]) -> float:
     """Microseconds of one call, from the median replay of a graph of all of them, several times over."""
     import cupy
 
@@ -364,16 +367,18 @@ def _replayed(calls: list[Call]) -> float:
     return float(np.median(times)) * 1000 / (repeats * len(calls))
 
 
-def main(wanted: str | None = None) -> None:
-    """Prints the table, of one op or of all."""
+def table(wanted: str | None = None, sizes: Sequence[Sizes] = MODELS) -> None:
+    """Prints the table of an op or of all; nothing for an op that moves no bytes to speak of."""
     import cupy
 
-    scratch.use(cupy.empty(2**28, np.uint8))
-    print("| op | MiB moved | us | GB/s | share of a copy |\n|---|---|---|---|---|")
-    for name, maker in cases(wanted):
-        for sizes in MODELS:
-            print(measure(name, maker, sizes).row(), flush=True)
+    found = list(cases(wanted))
+    if found:
+        scratch.use(cupy.empty(2**28, np.uint8))
+        print("| op | MiB moved | us | GB/s | share of a copy |\n|---|---|---|---|---|")
+    for name, maker in found:
+        for size in sizes:
+            print(measure(name, maker, size).row(), flush=True)
 
 
 if __name__ == "__main__":
-    main(*sys.argv[1:])
+    table(sys.argv[1] if sys.argv[1:] else None)

@@ -1,47 +1,166 @@
-"""The bench trains for real: it reports what was measured, family by family, and refuses what it cannot run."""
+"""The bench trains for real: losses are those of llmq-train, every op is timed, a GPU is timed on its own stream."""
 
+import dataclasses
+import io
 import json
+import statistics
 
 import numpy as np
 import pytest
-from tiny_engines import FP32, plan_of, tiny
+from tiny_engines import BF16, FP32, plan_of, tiny
 
+import llmq
+from llmq import nvml
 from llmq.backends.host import HostBackend
-from llmq.cli import bench, shell
-from llmq.config import to_hf
+from llmq.config import from_folder, to_hf
+from llmq.data.loader import open_data
+from llmq.data.token_file import TokenWriter
+from llmq.log import TrainRecord
+from llmq.options import Options
 from llmq.plan.memory import Memory
-from llmq.report.bench import Clock, family, measure, random_parameters, zipf_batch
-
-
-def test_every_op_of_a_step_belongs_to_a_family():
-    named = {}
-    for name in ("next", "update"):
-        for step in plan_of(FP32, config=tiny(qk_norm=True)).programs[name].steps:
-            named.setdefault(family(step.op, step.outputs[0].ref.name), set()).add(step.op)
-    assert named["head"] == {"linear_forward", "linear_dgrad", "linear_wgrad"}
-    assert named["linears wgrad"] == {"linear_wgrad", "bias_backward"}
-    assert named["optimizer"] == {"sum_squares", "grad_scale", "adamw"}
-    assert named["embedding"] == {"embedding_forward", "embedding_backward"}
-
+from llmq.plan.precision import resolve
+from llmq.report import bench
+from llmq.report.bench import Clock, CudaClock, measure, measure_plan, random_parameters, zipf_batch
+from llmq.report.bench_run import MATMULS
+from llmq.source import initial_parameters, open_source
 
 SHAPE = {"batch_size": 2, "seq_len": 16, "tokens_per_step": 64, "steps": 3, "warmup": 1}
 
 
+class FakeClock(Clock):
+    """Every moment is 1 ms after the last; says whether steps or single ops were asked for."""
+
+    def __init__(self):
+        self.now, self.followed = 0, []
+
+    def follow(self, backend):
+        self.followed.append(backend)
+
+    def mark(self):
+        self.now += 1
+        return self.now
+
+    def elapsed_ms(self, start, end):
+        return float(end - start)
+
+
 def test_measured_steps_are_training_steps():
     speed = measure(tiny(), FP32, Memory(), HostBackend(), Clock(), **SHAPE)
-    assert len(speed.seconds) == 3 and speed.tokens_per_step == 64
+    assert len(speed.seconds) == 3 and speed.tokens_per_step == 64 and len(speed.losses) == 4
     median, low, high = speed.tokens_per_second
     assert low <= median <= high and high == pytest.approx(64 / min(speed.seconds))
-    assert speed.update_ms > 0 and all(ms > 0 for ms in speed.micro_step_ms.values())
-    assert {"linears forward", "head", "attention backward", "cross-entropy"} <= speed.micro_step_ms.keys()
+    assert speed.micro_batch_ms == pytest.approx(1e3 * statistics.median(speed.seconds) / 2)
+    assert speed.readings == () and speed.peak_bytes > 0
+
+
+@pytest.mark.parametrize("dtype", ["fp32", "e4m3"])
+def test_losses_are_those_of_llmq_train(dtype, tmp_path, monkeypatch):
+    """The same tokens, weights and options: bit by bit the same loss in every step."""
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "shape").mkdir()
+    (tmp_path / "shape" / "config.json").write_text(json.dumps(to_hf(tiny(), "fp32")))
+    tokens, _ = zipf_batch(97, 1, 40 * 16 + 1, seed=3)
+    with TokenWriter("train.bin", vocab_size=97) as file:
+        file.append(tokens[0])
+    steps, accumulation, rate = 5, 2, 3e-3
+    given = {"model": "shape", "from_scratch": True, "train_file": "train.bin", "batch_size": 2, "seq_len": 16}
+    given |= {"grad_accumulation": accumulation, "steps": steps, "learning_rate": rate, "lr_schedule": "constant"}
+    given |= {**MATMULS[dtype], "seed": 7, "eval_every_n_steps": 0, "device": "cpu"}
+    records = []
+    llmq.train(**given, watch=records.append, console=io.StringIO())
+    trained = [record.loss for record in records if isinstance(record, TrainRecord)]
+
+    options = Options.parse(given)
+    config = from_folder(tmp_path / "shape")
+    plan = plan_of(resolve(options.precision, config.num_layers), config=config, batch_size=2, seq_len=16, seed=7)
+    with open_data(options.data, 97, 7).loader() as loader:
+        loader.start()
+        batches = [(b.tokens, b.targets) for b in (loader.next() for _ in range(steps * accumulation))]
+    speed = measure_plan(
+        plan,
+        HostBackend(),
+        Clock(),
+        tokens_per_step=accumulation * 32,
+        steps=steps - 2,
+        warmup=2,
+        learning_rate=rate,
+        batches=batches,
+        parameters=initial_parameters(open_source(options.model), plan.rows, 7),
+    )
+    assert len(trained) == steps and trained[-1] < trained[0]
+    assert list(speed.losses) == trained
+
+
+def test_every_step_of_both_programs_is_timed_once():
+    speed = measure(tiny(), BF16, Memory(), HostBackend(), FakeClock(), **SHAPE)
+    expected = [(n, i) for n in ("next", "update") for i in range(len(speed.plan.programs[n].steps))]
+    assert [(call.program, call.index) for call in speed.calls] == expected
+    assert {call.ms for call in speed.calls} == {1.0} and speed.seconds == (1e-3,) * 3
+
+
+def test_the_time_of_an_op_is_the_median_of_its_runs(monkeypatch):
+    """The first run binds products and compiles, another may be interrupted."""
+    rounds, traced = [], bench.Engine.traced
+
+    def counted(self, name, wrap):
+        run = traced(self, name, wrap)
+        return lambda: (rounds.append(name), run())
+
+    class Uneven(FakeClock):
+        def elapsed_ms(self, start, end):
+            return {1: 100.0, 2: 5.0, 3: 7.0}.get(rounds.count("next"), 1.0)
+
+    monkeypatch.setattr(bench.Engine, "traced", counted)
+    speed = measure(tiny(num_layers=1), FP32, Memory(), HostBackend(), Uneven(), **SHAPE)
+    assert {call.ms for call in speed.calls} == {7.0} and rounds == ["next", "update"] * 3
+
+
+def test_the_device_is_given_work_ahead_of_single_ops(monkeypatch):
+    """About AHEAD_S of micro-steps before each round, where ops are queued."""
+    ran = []
+    original = bench.Engine.run
+    monkeypatch.setattr(bench.Engine, "run", lambda self, name: ran.append(name) or original(self, name))
+
+    class Queued(FakeClock):
+        is_queued = True
+
+        def calls(self, engine, ahead):
+            ran.append(ahead)
+            return super().calls(engine, ahead)
+
+    monkeypatch.setattr(bench, "AHEAD_S", 2e-3)
+    clock, backend = Queued(), HostBackend()
+    measure(tiny(num_layers=1), FP32, Memory(), backend, clock, **SHAPE)
+    asked = ran.index(4)  # a step of 1 ms has two micro-steps
+    assert ran[asked + 1 :] == ["next"] * 4 * bench.REPEATS and clock.followed == [backend]
+
+
+def test_clock_and_power_are_read_during_the_measured_steps_only(monkeypatch):
+    seen = []
+
+    class Background:
+        def __init__(self, uuid, *, every_s):
+            seen.append((uuid, every_s, len(losses)))
+
+        def stop(self):
+            return (nvml.Reading(sm_mhz=1500),)
+
+    losses = []
+    update = bench.Engine.update
+    monkeypatch.setattr(bench.Engine, "update", lambda self, *a: losses.append(a) or update(self, *a))
+    monkeypatch.setattr(bench, "Background", Background)
+    plan = plan_of(FP32, config=tiny(num_layers=1))
+    run = {"tokens_per_step": 32, "steps": 2, "warmup": 3}
+    speed = measure_plan(plan, HostBackend(), Clock(), **run, uuid="GPU-1")
+    assert seen == [("GPU-1", bench.SAMPLE_S, 3)] and speed.readings == (nvml.Reading(sm_mhz=1500),)
 
 
 def test_the_parts_timed_one_by_one_are_about_the_whole():
-    """A forgotten family would be missing. Steps take 10 ms: what else the machine does must not turn this red."""
+    """A forgotten op would be missing. Steps take 10 ms: what else the machine does must not turn this red."""
     found = []
     while len(found) < 10:
         speed = measure(tiny(), FP32, Memory(), HostBackend(), Clock(), **SHAPE)
-        parts = 2 * sum(speed.micro_step_ms.values()) + speed.update_ms
+        parts = sum(call.ms * (2 if call.program == "next" else 1) for call in speed.calls)
         found.append(1e-3 * parts / (sum(speed.seconds) / 3))
         if 0.3 < found[-1] < 3:
             return
@@ -61,26 +180,21 @@ def test_weights_are_random_and_their_padding_is_zero():
     assert (values["head.norm"] == 1).all() and not values["embed.weight"][97:].any()
 
 
-def test_the_command_prints_and_saves(tmp_path, capsys):
-    (tmp_path / "config.json").write_text(json.dumps(to_hf(tiny(), "fp32")))
-    shape = ["--batch-size=2", "--seq-len=16", "--tokens-per-step=64", "--steps=2", "--warmup=1", "--device=cpu"]
-    arguments = [f"--models={tmp_path}", "--dtypes=fp32,e4m3", *shape, f"--save={tmp_path}/out.json"]
-    assert shell.run(bench.command, arguments) == 0
-    assert "tokens/s" in capsys.readouterr().out
-    first, second = json.loads((tmp_path / "out.json").read_text())
-    assert (first["dtype"], second["dtype"]) == ("fp32", "e4m3")
-    assert first["tokens_per_second"]["median"] > 0 and first["sol"] > 0 and "quantize" in second["micro_step_ms"]
+@pytest.mark.gpu
+def test_a_gpu_is_timed_by_its_own_events():
+    from llmq.backends.cuda import CudaBackend
 
+    config = tiny(hidden_size=64, head_dim=16, intermediate_size=96)  # what cuDNN and 16-byte accesses take
+    backend, clock = CudaBackend(), CudaClock()
+    speed = measure(config, BF16, Memory(), backend, clock, **{**SHAPE, "warmup": 3})
+    assert all(0 < s < 1 for s in speed.seconds) and all(0 < call.ms < 100 for call in speed.calls)
+    assert speed.peak_bytes > 0 and len(set(speed.losses)) == 6
+    start = clock.mark()
+    with backend.stream:
+        import cupy
 
-@pytest.mark.parametrize(
-    ("arguments", "says"),
-    [
-        (["--models=Qwen2.5-0.6B"], "Qwen2.5-0.5B"),
-        (["--dtypes=int4"], "known are"),
-        (["--recompute=everything"], "known are"),
-        (["--batch-size=3", "--seq-len=100"], "524100"),
-    ],
-)
-def test_bad_input_is_one_message(arguments, says, capsys):
-    assert shell.run(bench.command, [*arguments, "--device=cpu"]) == 2
-    assert says in capsys.readouterr().err
+        x = cupy.ones((4096, 4096), np.float32)
+        for _ in range(50):
+            x = x @ x * 1e-4
+    assert clock.elapsed_ms(start, clock.mark()) > 1  # 50 products of 137 GFLOP, whoever waits for them
+    assert dataclasses.replace(speed, seconds=(1.0,)).micro_batch_ms == 500

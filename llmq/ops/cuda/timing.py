@@ -70,6 +70,11 @@ def fastest(
     raise RuntimeError(f"{what}: none of {count} algorithms ran and gave the same result twice")
 
 
+def fill_random(address: int, num_bytes: int, dtype: str, stream: int) -> None:
+    """Fills device memory with normal numbers of a dtype, in the order of the stream; needs no cuRAND."""
+    _tile(address, num_bytes, _pattern(dtype), stream)
+
+
 def is_capturing(stream: int) -> bool:
     """Whether a graph is being captured on the stream."""
     from cupy.cuda import runtime
@@ -112,14 +117,7 @@ class _Memory:
     def fill(self, name: str, dtype: str, value: np.float32 | None = None) -> None:
         """Fills a piece with random numbers of a dtype, or with one value."""
         host = _pattern(dtype) if value is None else np.full(PATTERN, value)
-        address, size = self.addresses[name], self.sizes[name]
-        done = min(size, host.nbytes)
-        self._runtime.memcpy(address, host.ctypes.data, done, self._runtime.memcpyHostToDevice)
-        while done < size:
-            more = min(done, size - done)
-            kind = self._runtime.memcpyDeviceToDevice
-            self._runtime.memcpyAsync(address + done, address, more, kind, self._stream)
-            done += more
+        _tile(self.addresses[name], self.sizes[name], host, self._stream)
 
     def ends(self, name: str) -> list[bytes]:
         """Copies of the first and last bytes of a piece."""
@@ -162,6 +160,18 @@ class _Runner:
             self._runtime.streamSynchronize(self._stream)
             results.append(self._memory.ends("d"))
         return results[0] == results[1]
+
+
+def _tile(address: int, num_bytes: int, host: np.ndarray, stream: int) -> None:
+    """Fills device memory with copies of a host array, one behind the other."""
+    from cupy.cuda import runtime
+
+    done = min(num_bytes, host.nbytes)
+    runtime.memcpy(address, host.ctypes.data, done, runtime.memcpyHostToDevice)
+    while done < num_bytes:
+        more = min(done, num_bytes - done)
+        runtime.memcpyAsync(address + done, address, more, runtime.memcpyDeviceToDevice, stream)
+        done += more
 
 
 @cache

@@ -1,0 +1,140 @@
+"""The ladder: every op has a family, and the work of each step of a tiny plan is what it is by hand."""
+
+import dataclasses
+
+import pytest
+from tiny_engines import BF16, FP8, FP32, plan_of, tiny
+
+from llmq.plan.memory import Memory
+from llmq.report.bench import Timed
+from llmq.report.bench_ceilings import Ceilings
+from llmq.report.bench_ladder import Ladder, Rung, family, ladder, work_of, written
+
+B, T, C, F, HQ, HKV, HD, L = 2, 16, 48, 64, 4, 2, 12, 2
+M, QKV, VP = B * T, (HQ + 2 * HKV) * HD, 128
+USED = 20  # different tokens
+CEILINGS = Ceilings({"fp32": 1e9, "bf16": 2e9, "e4m3": 4e9}, 1e8)
+
+
+def works(plan, program="next"):
+    """(op, name of what is written first, its work) of every step."""
+    p = plan.programs[program]
+    return [(step.op, written(step), work_of(step, p.places, USED)) for step in p.steps]
+
+
+def of(plan, op, part="", program="next"):
+    """The work of the steps of an op that write something with `part` in its name."""
+    return [work for name, output, work in works(plan, program) if name == op and part in output]
+
+
+def test_every_op_of_a_step_belongs_to_a_family():
+    named = {}
+    for name in ("next", "update"):
+        for op, output, _ in works(plan_of(FP32, config=tiny(qk_norm=True)), name):
+            named.setdefault(family(op, output), set()).add(op)
+    assert named["head"] == {"linear_forward", "linear_dgrad", "linear_wgrad"}
+    assert named["linears wgrad"] == {"linear_wgrad", "bias_backward"}
+    assert named["optimizer"] == {"sum_squares", "grad_scale", "adamw"}
+    assert named["embedding"] == {"embedding_forward", "embedding_backward"}
+    fp8 = plan_of(FP8["e4m3", "current"])
+    assert {family(op, output) for op, output, _ in works(fp8) if op in ("cast", "amax_scale")} == {"quantize"}
+
+
+def test_products_by_hand():
+    plan = plan_of(FP32, Memory(head_chunks=2))
+    assert plan.rows[0].shape == (VP, C)
+    per_layer = 2 * M * (C * QKV + HQ * HD * C + C * 2 * F + F * C)
+    head = 2 * M * VP * C
+    for op in ("linear_forward", "linear_dgrad", "linear_wgrad"):
+        found = of(plan, op)
+        assert sum(work.flops for work in found) == L * per_layer + head
+        assert {work.dtype for work in found} == {"fp32"}
+    seen = sum(range(1, T + 1))  # keys of all queries of a sequence and head: itself and those before
+    assert [w.flops for w in of(plan, "attention_forward")] == [2 * 2 * B * HQ * HD * seen] * L
+    assert [w.flops for w in of(plan, "attention_backward")] == [5 * 2 * B * HQ * HD * seen] * L
+    assert {w.flops for op, _, w in works(plan) if not op.startswith(("linear", "attention"))} == {0}
+
+
+def test_a_window_hides_keys():
+    plan = plan_of(FP32, config=tiny(windows=(4, None)))
+    seen = [1 + 2 + 3 + 4 * (T - 3), sum(range(1, T + 1))]
+    assert [w.flops for w in of(plan, "attention_forward")] == [4 * B * HQ * HD * n for n in seen]
+
+
+def test_bytes_by_hand():
+    plan = plan_of(FP32)
+    row, stat = 4 * C, 4  # bytes of a row of the stream, of a statistic
+    assert of(plan, "rmsnorm_forward")[0].num_bytes == M * (2 * row + stat) + row
+    # d_x, d_res, res, rstd and the weight are read, d_out is written, the weight's gradient is added to
+    head, *blocks = of(plan, "rmsnorm_backward")
+    assert blocks[0].num_bytes == M * (4 * row + stat) + row + 2 * row
+    assert head.num_bytes == blocks[0].num_bytes - M * row  # the stream ends here: there is no d_res
+    assert of(plan, "swiglu_forward")[0].num_bytes == M * 4 * 3 * F
+    assert of(plan, "swiglu_backward")[0].num_bytes == M * 4 * 5 * F
+    (down,) = of(plan, "linear_forward", "1.attention.res")  # act, weight, residual; the sum is written
+    assert down.num_bytes == 4 * (M * F + C * F + 2 * M * C)
+    up_grad = of(plan, "linear_wgrad", "mlp.up")[0]  # added to
+    assert up_grad.num_bytes == 4 * (M * 2 * F + M * C + 2 * 2 * F * C)
+    assert of(plan, "attention_forward")[0].num_bytes == 4 * M * (QKV + HQ * HD + HQ)
+    assert of(plan, "cross_entropy")[0].num_bytes == 4 * (2 * M * VP + M) + 4 * M
+
+
+def test_bytes_that_an_op_does_not_touch():
+    plan = plan_of(FP32)
+    assert of(plan, "embedding_forward")[0].num_bytes == 4 * (M + USED * C + M * C)
+    assert of(plan, "embedding_backward")[0].num_bytes == 4 * (M + 2 * USED * C + M * C)
+    tables = 4 * (T * HD + M)
+    forward, backward = of(plan, "rope_forward")[0], of(plan, "rope_backward")[0]
+    turned, value = 4 * M * (HQ + HKV) * HD, 4 * M * HKV * HD
+    assert forward.num_bytes == 2 * turned + tables, "in place, value heads stay where they are"
+    # the bias's column sums are made of value heads, too: 32 rows fit in one part
+    assert backward.num_bytes == 2 * turned + value + tables + 4 * QKV
+    kept = plan_of(FP32, config=tiny(qk_norm=True, qkv_bias=False))
+    assert of(kept, "qk_norm_backward")[0].num_bytes == (
+        4 * (3 * M * QKV + M * (HQ + HKV)) - value + 2 * 4 * HD + 2 * 2 * 4 * HD
+    )
+
+
+def test_an_optimizer_step_by_hand():
+    plan = plan_of(FP32)
+    numbers = sum(row.shape[0] * (row.shape[1] if row.shape[1:] else 1) for row in plan.rows)
+    # master, m, v and gradient are read, the first three written; the weight is its own master; four cells each
+    assert sum(w.num_bytes for w in of(plan, "adamw", program="update")) == 7 * 4 * numbers + 16 * len(plan.rows)
+    assert sum(w.num_bytes for w in of(plan, "sum_squares", program="update")) == 4 * numbers + 4 * len(plan.rows)
+    wide = plan_of(dataclasses.replace(BF16, master="fp32"))
+    own = 4 * 2 + 2 * 2 * 2 + 2 + 2  # master, both moments, gradient, and the weight's copy
+    assert sum(w.num_bytes for w in of(wide, "adamw", program="update")) == own * numbers + 16 * len(plan.rows)
+
+
+@pytest.mark.parametrize("gradient", ["e4m3", "e5m2"])
+def test_fp8_products_count_at_the_rate_of_e4m3_and_move_single_bytes(gradient):
+    plan = plan_of(FP8[gradient, "delayed"])
+    up = of(plan, "linear_forward", "gate_up")[0]
+    assert (up.dtype, up.num_bytes) == ("e4m3", M * C + 2 * F * C + 2 * M * 2 * F)
+    assert {w.dtype for w in of(plan, "linear_dgrad", "d_layers")} <= {"e4m3"}
+    assert of(plan, "linear_dgrad")[-1].dtype == "e4m3"
+    assert of(plan, "linear_forward", "logits")[0].dtype == "bf16"
+
+
+def test_a_rung_is_the_sum_of_its_calls_and_its_rooflines():
+    plan = plan_of(FP32)
+    calls = [Timed(name, i, 2.0) for name in ("next", "update") for i in range(len(plan.programs[name].steps))]
+    found = ladder(plan, calls, CEILINGS, micro_batch_ms=1000.0, tokens_per_step=4 * M, used=USED)
+    rungs = {rung.family: rung for rung in found.rungs}
+    forward = rungs["linears forward"]
+    assert (forward.calls, forward.ms) == (4 * L, 8.0 * L)
+    maps = [w for op, output, w in works(plan) if op == "linear_forward" and "logits" not in output]
+    by_hand = [max(w.flops / 1e9, w.num_bytes / 1e8) for w in maps]
+    assert forward.roofline_ms == pytest.approx(1e3 * sum(by_hand))
+    # a quarter of the update belongs to each of the four micro-batches of a step
+    updates = [w for op, output, w in works(plan, "update") if family(op, output) == "optimizer"]
+    optimizer = rungs["optimizer"]
+    assert optimizer.ms == 2.0 * len(updates) / 4
+    assert optimizer.roofline_ms == pytest.approx(1e3 * sum(w.num_bytes for w in updates) / 1e8 / 4)
+    assert [rung.ms for rung in found.rungs] == sorted((rung.ms for rung in found.rungs), reverse=True)
+    assert found.gaps_ms == pytest.approx(1000.0 - sum(rung.ms for rung in found.rungs))
+    assert found.share == pytest.approx(sum(rung.roofline_ms for rung in found.rungs) / 1000)
+
+
+def test_ops_that_take_longer_alone_than_together_overlap():
+    assert Ladder((Rung("norms", 1, 5.0, 2.0, 0, 0), Rung("rope", 1, 6.0, 2.0, 0, 0)), 10.0).gaps_ms == -1.0

@@ -1,0 +1,300 @@
+"""The command: what is chosen where nothing is asked, what is refused, what is printed and saved."""
+
+import json
+from types import SimpleNamespace
+
+import pytest
+from fake_cuda import RTX_4090, FakeDriver
+from tiny_engines import tiny
+
+from llmq import cuda_libraries, device, gpus, nvml
+from llmq.backends.host import HostBackend
+from llmq.cli import bench, shell
+from llmq.config import to_hf
+from llmq.device import CPU, Device
+from llmq.errors import MemoryLimitError, UsageError
+from llmq.plan.plan import make_plan
+from llmq.report import bench_run
+from llmq.report.bench_ceilings import Ceilings
+from llmq.report.bench_run import Request, configurations, measured, tokens_in_time
+
+H200, A100, GPU_4090 = (Device("cuda", planned=gpus.named(name)) for name in ("H200", "A100 80GB", "RTX 4090"))
+
+
+@pytest.fixture
+def shape(tmp_path):
+    """Options of a tiny run, its model a folder."""
+    (tmp_path / "config.json").write_text(json.dumps(to_hf(tiny(num_layers=1), "fp32")))
+    sizes = ["--batch-size=2", "--seq-len=16", "--tokens-per-step=64", "--steps=2", "--warmup=1", "--device=cpu"]
+    return [f"--models={tmp_path}", *sizes]
+
+
+@pytest.fixture(autouse=True)
+def quick(monkeypatch):
+    """The host's ceilings without half a second of products and copies."""
+    monkeypatch.setattr(device, "measured_peak", lambda dtype: 1e11)
+    monkeypatch.setattr("llmq.report.bench_ceilings._host_copy", lambda: 1e10)
+
+
+def run(arguments):
+    return shell.run(bench.command, arguments)
+
+
+def test_the_command_prints_and_saves(shape, tmp_path, capsys):
+    assert run([*shape, "--dtypes=fp32,e4m3", f"--save={tmp_path}/out.json"]) == 0
+    told = capsys.readouterr().out
+    for part in (
+        "tokens/s (",
+        "of the speed of light",
+        "of the measured ceilings",
+        "GiB planned",
+        "roofline ms",
+        "gaps",
+    ):
+        assert part in told, part
+    saved = json.loads((tmp_path / "out.json").read_text())
+    assert saved["command"].startswith(f"llmq-bench --models={tmp_path} ") and saved["schema"] == 1
+    assert saved["ceilings"] == {"flops": dict.fromkeys(("bf16", "e4m3", "fp32"), 1e11), "bytes_per_s": 1e10}
+    first, second = saved["results"]
+    assert (first["dtype"], second["dtype"]) == ("fp32", "e4m3") and first["precision"]["m"] == "fp32"
+    assert first["tokens_per_second"]["median"] > 0 and first["sol"] > 0 and len(first["losses"]) == 3
+    assert "quantize" in {rung["family"] for rung in second["ladder"]}
+    assert second["precision"]["m"] == second["precision"]["master"] == "bf16"
+
+
+def test_results_are_compared_with_a_file(shape, tmp_path, capsys):
+    save, old = f"--save={tmp_path}/new.json", tmp_path / "old.json"
+    assert run([*shape, "--dtypes=fp32", f"--save={old}"]) == 0
+    content = json.loads(old.read_text())
+    content["results"][0]["tokens_per_second"]["median"] = 1e12
+    old.write_text(json.dumps(content))
+    capsys.readouterr()
+    assert run([*shape, "--dtypes=fp32", save, f"--compare={old}"]) == 0
+    told = capsys.readouterr().out
+    assert "fp32 2x16 against" in told and "-100.0%" in told and "ms before" in told
+    assert run([*shape, "--dtypes=fp32", f"--compare={old}", "--tolerance=99"]) == 1
+    assert "Slower by more than 99%" in capsys.readouterr().out
+    content["results"][0]["tokens_per_second"]["median"] = 1e-3
+    old.write_text(json.dumps(content))
+    assert run([*shape, "--dtypes=fp32", f"--compare={old}", "--tolerance=0"]) == 0
+
+
+def test_markdown_goes_alone_to_stdout(shape, capsys):
+    assert run([*shape, "--dtypes=fp32", "--markdown"]) == 0
+    out, err = capsys.readouterr()
+    assert out.startswith("`llmq-bench --models=") and "| linears forward |" in out and "tokens a step" not in out
+    assert "of the speed of light" in err
+
+
+@pytest.mark.parametrize(
+    ("arguments", "code", "says"),
+    [
+        (["--models=Qwen2.5-0.6B"], 2, ["Qwen2.5-0.5B"]),
+        (["--dtypes=int4"], 2, ["--dtypes int4: known are fp32, bf16, e4m3"]),
+        (["--recompute=everything"], 2, ["--recompute everything: known are swiglu, norm"]),
+        (["--batch-size=3", "--seq-len=100", "--tokens-per-step=524288"], 2, ["not a multiple", "use 524100"]),
+        (["--seq-len=100", "--tokens-per-step=128"], 2, ["--tokens-per-step 128", "use 100"]),
+        (["--dtypes=int4", "--models=none,Qwen2.5-0.5B"], 2, ["--dtypes int4", "--models none: there is no preset"]),
+        (["--models=Qwen2.5-0.5B", "--fp8-scaling=current"], 2, ["--fp8-scaling current is for e4m3 matmuls"]),
+        (["--models=Qwen2.5-0.5B", "--dtypes=e4m3", "--fp8-scaling=x"], 2, ["--fp8-scaling", "delayed"]),
+        (["--tolerance=3"], 2, ["--tolerance 3 is for --compare"]),
+        (["--compare=nowhere.json"], 3, ["nowhere.json cannot be read: No such file"]),
+        (["--save=nowhere/out.json"], 7, ["--save nowhere/out.json cannot be written: there is no folder"]),
+        (["--lmhead-chunks=3", "--models=Qwen2.5-0.5B"], 2, ["--lmhead-chunks 3 does not divide the 128 tokens"]),
+    ],
+)
+def test_bad_input_is_one_message(arguments, code, says, tmp_path, capsys, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    assert run([*arguments, "--device=cpu"]) == code
+    told = capsys.readouterr().err
+    assert all(part in told for part in says), told
+    assert "Traceback" not in told
+
+
+@pytest.mark.parametrize(
+    ("content", "says"),
+    [
+        ("{", "is not JSON"),
+        ("[]", "is not a result of llmq-bench"),
+        ('{"type": "header"}', "is not a result of llmq-bench"),
+        ('{"kind": "llmq-bench", "schema": 99, "version": "7", "results": []}', "has schema 99, and this llmq reads 1"),
+        ('{"kind": "llmq-bench", "schema": 1, "results": []}', "nothing to compare: the old file has no results"),
+    ],
+)
+def test_a_foreign_file_is_refused_before_anything_is_measured(content, says, shape, tmp_path, capsys, monkeypatch):
+    (tmp_path / "old.json").write_text(content)
+    monkeypatch.setattr(bench_run, "measure_ceilings", lambda *a: pytest.fail("measured"))
+    assert run([*shape, f"--compare={tmp_path}/old.json"]) in (2, 3)
+    assert says in capsys.readouterr().err
+
+
+def test_fp8_on_a_card_without_it_is_an_error_with_the_fix():
+    with pytest.raises(UsageError, match=r"--dtypes e4m3 needs .* 8\.9 .*A100 80GB .*has 8\.0: use --dtypes bf16"):
+        configurations(Request(models=("Qwen2.5-0.5B",), dtypes=("bf16", "e4m3")), A100)
+
+
+def test_the_default_is_what_the_device_can():
+    def names(where, **asked):
+        return [(one.model, one.dtype) for one in configurations(Request(**asked), where)]
+
+    both = [(model, dtype) for model in ("Qwen2.5-0.5B", "Qwen2.5-1.5B") for dtype in ("bf16", "e4m3")]
+    assert names(H200) == both
+    assert names(A100) == [both[0], both[2]]
+    assert names(CPU) == [("tiny_llama3_50m", "fp32")]
+    assert names(H200, models=("Qwen2.5-7B",)) == [("Qwen2.5-7B", "bf16")]
+    assert names(H200, dtypes=("e4m3",)) == [both[1], both[3]]
+
+
+def test_a_recipe_is_for_fp8_and_the_optimizers_for_all():
+    request = Request(dtypes=("bf16", "e4m3"), recipe={"fp8_scaling": "current", "opt_v_dtype": "fp32"})
+    bf16, e4m3, *_ = configurations(request, H200)
+    assert (bf16.precision.v, e4m3.precision.v, e4m3.precision.scaling) == ("fp32", "fp32", "current")
+    assert e4m3.precision.m == "bf16" and bf16.precision.matmul == "bf16"
+
+
+@pytest.fixture
+def card(monkeypatch):
+    """Measurements at a share of the speed of light, on a made-up clock; returns what is run, and the clock."""
+
+    def pretend(share=0.5, batch_size=32):
+        seen, now = [], [0.0]
+        monkeypatch.setattr(bench_run.devices, "memory_bytes", lambda where: (2**37, 2**37))
+        monkeypatch.setattr(bench_run, "open_backend", lambda kind: None)
+        monkeypatch.setattr(bench_run.time, "perf_counter", lambda: now[0])
+
+        def plan(request, one, where, backend, free):
+            batch = request.batch_size or batch_size
+            return SimpleNamespace(config=one.config, precision=one.precision, batch_size=batch, seq_len=1024)
+
+        def measure(request, one, plan, backend, where, tokens, peaks, ceilings):
+            dtypes = {"matmul_dtype": plan.precision.matmul, "head_dtype": plan.precision.head}
+            light = bench_run.sol.seconds_per_token(plan.config, plan.seq_len, peaks, **dtypes)
+            now[0] += 12 + 13 * tokens * light / share
+            seen.append((one.model, one.dtype, plan.batch_size, tokens))
+            return {"sol": share}
+
+        monkeypatch.setattr(bench_run, "fitting_plan", plan)
+        monkeypatch.setattr(bench_run, "_measure", measure)
+        return seen, now
+
+    return pretend
+
+
+def choose(where, request=None):
+    """Measures all that a request wants."""
+    request = request or Request()
+    return list(measured(request, configurations(request, where), where, where.card.peaks, Ceilings({}, 1.0)))
+
+
+def test_without_arguments_an_h200_measures_full_steps_within_three_minutes(card):
+    seen, now = card()
+    choose(H200)
+    assert seen[:2] == [("Qwen2.5-0.5B", "bf16", 32, 524288), ("Qwen2.5-0.5B", "e4m3", 32, 524288)]
+    assert seen[2][:2] == ("Qwen2.5-1.5B", "bf16") and seen[2][3] < 524288
+    assert 60 < now[0] < 175
+
+
+@pytest.mark.parametrize("share", [0.1, 0.3, 0.6])
+@pytest.mark.parametrize("name", ["H200", "A100 80GB", "RTX 4090", "L4", "GB10"])
+def test_any_card_is_done_in_time(name, share, card):
+    seen, now = card(share, batch_size=4)
+    choose(Device("cuda", planned=gpus.named(name)))
+    assert seen[0][:2] == ("Qwen2.5-0.5B", "bf16")
+    # only a card that reaches less than what is taken for granted may need longer, and then not much
+    assert now[0] < (175 if share > bench_run.SHARE else 400)
+
+
+def test_named_models_are_all_measured_in_full(card):
+    seen, _ = card(share=0.01)
+    choose(H200, Request(models=("Qwen2.5-0.5B", "Qwen2.5-7B"), dtypes=("bf16",), batch_size=8))
+    assert seen == [("Qwen2.5-0.5B", "bf16", 8, 524288), ("Qwen2.5-7B", "bf16", 8, 524288)]
+
+
+@pytest.fixture
+def memory(monkeypatch, tmp_path):
+    """A card with this much memory whose choice is a small and a large model, planned for and not measured."""
+
+    def pretend(free):
+        names = []
+        for name, hidden in (("small", 64), ("large", 512)):
+            names.append(str(tmp_path / name))
+            (tmp_path / name).mkdir(exist_ok=True)
+            config = tiny(num_layers=1, hidden_size=hidden, head_dim=16)
+            (tmp_path / name / "config.json").write_text(json.dumps(to_hf(config, "bf16")))
+        monkeypatch.setattr(bench_run, "CHOICE", tuple(names))
+        real, seen = bench_run.open_backend, []
+        monkeypatch.setattr(bench_run, "open_backend", lambda kind: real("planned") if kind == "cuda" else real(kind))
+        monkeypatch.setattr(bench_run.devices, "memory_bytes", lambda where: (free, free))
+        monkeypatch.setattr(
+            bench_run, "_measure", lambda request, one, plan, *_: seen.append((one.model, plan)) or {"sol": 0.5}
+        )
+        return names, seen
+
+    return pretend
+
+
+def test_the_batch_is_the_largest_that_fits(memory):
+    (small, large), seen = memory(2**40)
+    choose(GPU_4090, Request(dtypes=("bf16",)))
+    assert [(model, plan.batch_size) for model, plan in seen] == [(small, 32), (large, 32)]
+    whole = {model: plan.total_bytes for model, plan in seen}
+    _, seen = memory(int(0.6 * whole[small]))
+    choose(GPU_4090, Request(models=(small,)))
+    assert [plan.batch_size for _, plan in seen] == [16] and seen[0][1].total_bytes < 0.6 * whole[small]
+
+
+def test_what_does_not_fit_is_left_out_of_the_choice_and_refused_if_it_was_named(memory):
+    (small, large), seen = memory(2**40)
+    choose(GPU_4090, Request(dtypes=("bf16",), batch_size=1))
+    sizes = {model: plan.total_bytes for model, plan in seen}
+    assert sizes[small] < sizes[large]
+    (small, large), seen = memory(sizes[large] - 1)
+    choose(GPU_4090, Request(dtypes=("bf16",)))
+    assert {model for model, _ in seen} == {small}
+    for request in (Request(models=(large,)), Request(models=(small,), batch_size=32)):
+        with pytest.raises(MemoryLimitError, match="are missing"):
+            choose(GPU_4090, request)
+    memory(2**20)
+    with pytest.raises(MemoryLimitError, match="are missing"):
+        choose(GPU_4090)
+
+
+def test_tokens_are_halved_until_they_are_measured_in_time():
+    plan = SimpleNamespace(batch_size=4, seq_len=100)
+    assert tokens_in_time(4000, plan, 10, 1e-3, left_s=bench_run.START_S + 40) == 4000
+    assert tokens_in_time(4000, plan, 10, 1e-3, left_s=bench_run.START_S + 39) == 2000
+    assert tokens_in_time(4000, plan, 10, 1e-3, left_s=bench_run.START_S + 9.9) == 800, "whole micro-batches"
+    assert tokens_in_time(4000, plan, 10, 1e-3, left_s=bench_run.START_S + 3) is None
+
+
+def test_a_gpu_is_opened_measured_and_told_of(shape, tmp_path, monkeypatch, capsys):
+    """The GPU's way through the command, with the host in the place of the GPU."""
+    import fake_gpu
+
+    fake_gpu.install(monkeypatch, FakeDriver(gpus=(RTX_4090,)))
+    reading = nvml.Reading(sm_mhz=2520, watts=401.5, celsius=60, throttled=("power cap",), used_bytes=2**30)
+    monkeypatch.setattr(nvml, "read", lambda uuid, traffic=False: reading)
+    monkeypatch.setattr(nvml, "num_processes", lambda uuid: 3)
+    monkeypatch.setattr(bench_run, "CudaClock", bench_run.Clock)
+    monkeypatch.setattr(bench_run, "measure_ceilings", lambda kind, dtypes: Ceilings(dict.fromkeys(dtypes, 1e14), 9e11))
+    monkeypatch.setattr(cuda_libraries, "versions", lambda: {"cuBLASLt": "13.1.0", "cuDNN": "9.19.0", "cupy": "14.2"})
+    arguments = [text for text in shape if text != "--device=cpu"]
+    assert run([*arguments, "--dtypes=bf16", f"--save={tmp_path}/out.json"]) == 0
+    told = capsys.readouterr().out
+    assert "NVIDIA GeForce RTX 4090; driver unknown (CUDA 13.0), cuBLASLt 13.1.0, cuDNN 9.19.0, cupy 14.2" in told
+    assert "bf16 100 TFLOP/s (61% of the peak), copy 900 GB/s" in told
+    assert "SM clock 2,520 MHz, 402 W, up to 60 C, slowed by: power cap 100% of the time" in told
+    assert "Warning: 2 other processes on the card" in told and "1.0 GiB in use on the card" in told
+    gpu = json.loads((tmp_path / "out.json").read_text())["results"][0]["gpu"]
+    assert gpu["sm_mhz"] == 2520 and gpu["throttled"] == {"power cap": 1.0} and gpu["other_processes"] == 2
+
+
+def test_the_host_is_planned_as_the_trainer_plans(monkeypatch):
+    """The plan comes from the same options: chunks of the head, recomputation, dtypes."""
+    request = Request(models=("tiny_llama3_50m",), dtypes=("bf16",), batch_size=2, seq_len=64, recompute=("ffn",))
+    (one,) = configurations(request, CPU)
+    plan = bench_run.fitting_plan(request, one, CPU, HostBackend(), 2**40)
+    assert plan.memory.flags == ("recompute_ffn",) and plan.memory.head_chunks == 1
+    sizes = {"batch_size": 2, "seq_len": 64}
+    same = make_plan(one.config, one.precision, plan.memory, plan.hyper, **sizes)
+    assert same.table() == plan.table()
