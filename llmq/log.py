@@ -6,6 +6,7 @@ The file has one JSON object per line, with a `type`:
                 and matmuls where timing chose their dtypes
     train       one optimizer step: the fields of TrainRecord, and tps
     eval        one evaluation: the fields of EvalRecord, and tps
+    gpu         the GPU while a step ran: the fields of GpuRecord
     resume      the run was continued from the checkpoint of `step`; carries the header's sections again
     algorithms  the table of matrix-product algorithms of a GPU, which decides the run's bits
     fp8         errors of fp8 copies before the step after `step`: the fields of CopyError for each
@@ -15,10 +16,10 @@ The file has one JSON object per line, with a `type`:
 token, `sol` is a fraction of the speed of light, `epoch` counts passes over the data with its fraction.
 
 JSON has no word for a number that is not finite, so such a number is one of the strings "NaN", "Infinity",
-"-Infinity"; the reader makes numbers of them again in the train and eval tables. What is not known is null (NaN in the
-tables). A continued run appends to its file: on a `resume` record of step S the reader drops earlier train and eval
-records of steps beyond S, and of several records of one step and type the last one counts. A last line without an end
-is what a killed process leaves: the reader ignores it and a continued run removes it.
+"-Infinity"; the reader makes numbers of them again in the tables of train, eval and gpu records. What is not known is
+null (NaN in the tables). A continued run appends to its file: on a `resume` record of step S the reader drops earlier
+rows of steps beyond S, and of several records of one step and type the last one counts. A last line without an end is
+what a killed process leaves: the reader ignores it and a continued run removes it.
 """
 
 from __future__ import annotations
@@ -88,8 +89,26 @@ class EvalRecord:
         return 1000.0 * self.tokens / self.time_ms if self.time_ms > 0 else math.nan
 
 
+@dataclass(frozen=True)
+class GpuRecord:
+    """The GPU while the update `step` was computed, as NVML says; None where it does not."""
+
+    step: int
+    sm_mhz: int | None = None
+    memory_mhz: int | None = None
+    watts: float | None = None
+    celsius: int | None = None
+    throttled: tuple[str, ...] | None = None  # what holds the clocks down: empty if nothing
+    used_mib: float | None = None  # of its memory, by all processes
+    pcie_rx_kb_s: int | None = None  # to the GPU
+    pcie_tx_kb_s: int | None = None  # from the GPU
+    gpu_percent: int | None = None  # of the time in which a kernel ran
+    memory_percent: int | None = None  # of the time in which its memory was read or written
+
+
 TRAIN_COLUMNS = (*(f.name for f in fields(TrainRecord)), "tps")
 EVAL_COLUMNS = (*(f.name for f in fields(EvalRecord)), "tps")
+GPU_COLUMNS = tuple(f.name for f in fields(GpuRecord) if f.name != "throttled")  # the numbers
 
 
 def train_line(r: TrainRecord) -> str:
@@ -102,6 +121,21 @@ def eval_line(r: EvalRecord) -> str:
     """`[V] step     7 [ 12.5%] | time:   412 ms | eval   3.141593 | train   3.141593 | tps 19871`."""
     train = math.nan if r.train_loss is None else r.train_loss
     return f"[V] {_place(r)} | eval {r.loss:10.6f} | train {train:10.6f} | tps {r.tps:5.0f}"
+
+
+def gpu_line(r: GpuRecord) -> str:
+    """`[G] step     7 | SM 1755 MHz | 655 W | 61 C | 36100 MiB | PCIe 12/3 MB/s | busy 99% | power cap`."""
+    pcie = None if r.pcie_rx_kb_s is None or r.pcie_tx_kb_s is None else (r.pcie_rx_kb_s, r.pcie_tx_kb_s)
+    parts = (
+        None if r.sm_mhz is None else f"SM {r.sm_mhz} MHz",
+        None if r.watts is None else f"{r.watts:.0f} W",
+        None if r.celsius is None else f"{r.celsius} C",
+        None if r.used_mib is None else f"{r.used_mib:.0f} MiB",
+        None if pcie is None else f"PCIe {pcie[0] / 1000:.0f}/{pcie[1] / 1000:.0f} MB/s",
+        None if r.gpu_percent is None else f"busy {r.gpu_percent}%",
+        ", ".join(r.throttled or ()),
+    )
+    return " | ".join([f"[G] step {r.step:5d}", *(part for part in parts if part)])
 
 
 def _place(r: TrainRecord | EvalRecord) -> str:
@@ -118,6 +152,7 @@ class RunLog:
         self.name = options.name
         self.path = Path(options.log_file)
         self.eval_num_steps = options.eval_num_steps
+        self.gpu_every = options.log_gpu_util
         self._every = (options.log_every, options.eval_every_n_steps)
         self._console = console
         self._sections: dict[str, Any] = dict.fromkeys(SECTIONS)
@@ -131,6 +166,10 @@ class RunLog:
     def eval_due(self, step: int, *, last: bool = False) -> bool:
         """Whether to evaluate after the update `step`: each n-th one and the last, or never with n = 0."""
         return self._every[1] > 0 and (last or step % self._every[1] == 0)
+
+    def gpu_due(self, step: int) -> bool:
+        """Whether to read the GPU during the update `step`: each n-th one, or never with n = 0."""
+        return self.gpu_every > 0 and step % self.gpu_every == 0
 
     def options(self, options: Mapping[str, Any]) -> None:
         """[Options]: flat names and values."""
@@ -219,6 +258,11 @@ class RunLog:
         self._step = record.step
         self.say(eval_line(record))
         self.record("eval", **asdict(record), tps=record.tps)
+
+    def gpu(self, record: GpuRecord) -> None:
+        """One [G] line and its record."""
+        self.say(gpu_line(record))
+        self.record("gpu", **asdict(record))
 
     def notice(self, text: str, **facts: Any) -> None:
         """A line that the user should see, and its record."""

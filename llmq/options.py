@@ -272,6 +272,9 @@ class LogOptions(Section):
     eval_num_steps: Int = option(
         100, "Batches of an evaluation during training; 0 is all of them.", ge=0, le=LARGEST_STEP
     )
+    log_gpu_util: Int = option(
+        0, "Steps from one reading of the GPU's clocks, power and heat to the next; 0 is never.", ge=0, le=LARGEST_STEP
+    )
 
     def contradictions(self) -> Iterator[str]:
         if self.name in (".", "..") or re.search(r"[/\\%\x00-\x1f]", self.name):

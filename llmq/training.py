@@ -14,7 +14,7 @@ from typing import Any, TextIO
 
 import numpy as np
 
-from llmq import auto, device, optimizer, sol
+from llmq import auto, device, gemm_speed, optimizer, sol
 from llmq.backends import Backend, open_backend
 from llmq.checkpoint import Checkpoints, check_same, checkpoint_bytes, load, load_state
 from llmq.commands import continue_command
@@ -26,6 +26,8 @@ from llmq.disk import check_free_space
 from llmq.engine import Engine
 from llmq.errors import INTERRUPTED, LlmqError, MemoryLimitError, NonFiniteError, UsageError
 from llmq.fp8_watch import CopyError, Fp8Watch, carried, summary
+from llmq.gemm_speed import GemmSpeed
+from llmq.gpu_log import GpuWatch
 from llmq.hf import Export, open_export
 from llmq.interrupt import Interrupt
 from llmq.log import EvalRecord, RunLog, TrainRecord
@@ -106,6 +108,8 @@ class Job:
     continue_command: str
     watching: precision.Watching
     replan: Callable[[Precision], Plan]
+    gpu: GpuWatch
+    speed: GemmSpeed | None
 
     @property
     def tokens_per_step(self) -> int:
@@ -148,6 +152,8 @@ def _prepare(options: Options, log: RunLog) -> Job:
     if is_auto and not device.has_fp8(where):
         is_auto, dtypes = False, dtypes.without_fp8()
     device.refuse_dtypes(where, dtypes.matmul, dtypes.head, scaling=dtypes.scaling)
+    gpu = GpuWatch(where, log.gpu_every)
+    speed = None if _plans_only(options.run) else gemm_speed.measure(where)
     hyper = optimizer.resolve(options.optimizer)
     watching, before = precision.watching(options.precision), load_state(resume) if resume else {}
     dtypes = dtypes.without(before.get("fp8", {}).get("fell_back", ()))
@@ -193,6 +199,8 @@ def _prepare(options: Options, log: RunLog) -> Job:
         continue_command=continue_command(options),
         watching=watching,
         replan=planned,
+        gpu=gpu,
+        speed=speed,
     )
     _describe(job, log)
     refuse_if_too_large(plan, device.memory_bytes(where)[1], scratch)
@@ -212,7 +220,8 @@ def _with_end_token(source: ModelSource, eos: int | None) -> ModelConfig:
 def _describe(job: Job, log: RunLog) -> None:
     """The sections of the log that say what will be run."""
     plan, data, config = job.plan, job.data, job.plan.config
-    log.system(device.system_facts(job.device))
+    measured = {"measured": f"matrix products at {job.speed.line}"} if job.speed else {}
+    log.system({**device.system_facts(job.device), **measured})
     log.model(job.source.name, architecture=config.architecture, parameters=num_parameters(plan.rows))
     per_epoch = -(-data.train.num_windows // data.samples_per_step)
     steps = {"tokens per step": job.tokens_per_step, "steps per epoch": per_epoch, "steps": job.schedule.steps}
@@ -264,6 +273,7 @@ class _Run:
         if job.resume is None:
             engine.load(initial_parameters(job.source, job.plan.rows, job.seed))
             self.log.begin()
+            self._warn()
             return
         state, read = load(job.resume)
         check_same(state["must_match"], job.must_match)
@@ -274,6 +284,12 @@ class _Run:
         self.fell_back = state["fp8"]["fell_back"]
         self.log.begin(resume_step=self.step)
         self.log.notice(f"Continued from {job.resume}")
+        self._warn()
+
+    def _warn(self) -> None:
+        """What is wrong with the GPU, if something is."""
+        if self.job.speed and self.job.speed.warning:
+            self.log.notice(self.job.speed.warning)
 
     def _step(self, loader: Loader) -> None:
         """One optimizer step, and what is due after it."""
@@ -287,6 +303,8 @@ class _Run:
             if micro_step == 0 and self.engine.plan.observed and self.fp8.due(self.step):
                 start += self._observe(batch)
             self.engine.micro_step(batch.tokens, batch.targets, first=micro_step == 0)
+            if micro_step == 0 and self.log.gpu_due(self.step + 1):
+                job.gpu.begin()  # the GPU works on the step from here on
         rate = job.schedule.learning_rate(self.step + 1)
         done = self.engine.update(self.step + 1, rate)
         seconds = time.perf_counter() - start
@@ -307,6 +325,8 @@ class _Run:
             memory_mib=job.backend.peak_bytes() / MIB,
         )
         self._note(record, last)
+        if (reading := job.gpu.record(self.step)) is not None:
+            self.log.gpu(reading)
         for text in job.backend.notices if len(self.speeds) == 1 else ():
             self.log.notice(text)
         if len(self.speeds) == 1 and job.backend.algorithms:

@@ -6,7 +6,7 @@ from types import ModuleType
 
 import fake_cuda
 
-from llmq import cuda_libraries, nvml
+from llmq import cuda_libraries, device, nvml
 from llmq.backends.host import HostBackend
 from llmq.quickstart import gpu
 from llmq.report.bench import Clock
@@ -20,7 +20,8 @@ def install(monkeypatch, driver=None):
     fake_cuda.install(monkeypatch, driver or fake_cuda.FakeDriver())
     monkeypatch.setattr(cuda_libraries, "problem", lambda cuda: None)
     monkeypatch.setattr(cuda_libraries, "versions", lambda: {"cuDNN": "9.28.0"})
-    monkeypatch.setattr(nvml, "read", lambda uuid: None)
+    monkeypatch.setattr(nvml, "read", lambda uuid, traffic=False: None)
+    monkeypatch.setattr(device, "measured_cuda_peak", lambda dtype: 7e14)
     monkeypatch.setattr(gpu, "CudaClock", Clock)  # events are CuPy's
     module = ModuleType(BACKEND)
     module.__spec__ = ModuleSpec(BACKEND, None)

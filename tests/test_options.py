@@ -58,6 +58,7 @@ DEFAULTS = {
     "log_every": 1,
     "eval_every_n_steps": 100,
     "eval_num_steps": 100,
+    "log_gpu_util": 0,
     "checkpoint_dir": "runs/Qwen2.5-0.5B/checkpoints",
     "ckpt_interval": 100,
     "ckpt_keep_n": 2,

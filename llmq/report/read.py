@@ -12,8 +12,9 @@ from typing import Any
 import numpy as np
 
 from llmq.errors import DataError
-from llmq.log import EVAL_COLUMNS, SCHEMA, TRAIN_COLUMNS
+from llmq.log import EVAL_COLUMNS, GPU_COLUMNS, SCHEMA, TRAIN_COLUMNS
 
+TABLES = {"train": TRAIN_COLUMNS, "eval": EVAL_COLUMNS, "gpu": GPU_COLUMNS}
 NON_FINITE = {"NaN": math.nan, "Infinity": math.inf, "-Infinity": -math.inf}
 
 
@@ -25,6 +26,7 @@ class Log:
     header: dict[str, Any]
     train: dict[str, np.ndarray]
     eval: dict[str, np.ndarray]
+    gpu: dict[str, np.ndarray]
     events: tuple[dict[str, Any], ...]  # every other record, in order
 
     @property
@@ -80,7 +82,7 @@ def read_log(path: Path) -> Log:
     header = records[0]
     if header.get("schema") != SCHEMA:
         raise DataError(f"the log {path} has schema {header.get('schema')!r}, this llmq reads {SCHEMA}: update llmq")
-    tables: dict[str, dict[int, dict[str, Any]]] = {"train": {}, "eval": {}}
+    tables: dict[str, dict[int, dict[str, Any]]] = {kind: {} for kind in TABLES}
     events = []
     for record in records[1:]:
         if record["type"] in tables:
@@ -90,10 +92,8 @@ def read_log(path: Path) -> Log:
         if record["type"] == "resume":
             for kind, table in tables.items():
                 tables[kind] = {step: row for step, row in table.items() if step <= record["step"]}
-    train, evaluation = (
-        _columns(tables[kind], names) for kind, names in (("train", TRAIN_COLUMNS), ("eval", EVAL_COLUMNS))
-    )
-    return Log(path, header, train, evaluation, tuple(events))
+    columns = {kind: _columns(tables[kind], names) for kind, names in TABLES.items()}
+    return Log(path, header, columns["train"], columns["eval"], columns["gpu"], tuple(events))
 
 
 def _parse(line: bytes) -> dict[str, Any]:
@@ -102,14 +102,13 @@ def _parse(line: bytes) -> dict[str, Any]:
     if not isinstance(record, dict) or not isinstance(record.get("type"), str):
         raise ValueError("not a JSON object with a type")
     kind = record["type"]
-    if kind in ("train", "eval", "resume"):
+    if kind in (*TABLES, "resume"):
         step = record.get("step")
         if type(step) is not int or not 0 <= step < 2**63:
             raise ValueError(f"step is {step!r}, not a count")
     if kind == "header" and not isinstance(record.get("options"), (dict, type(None))):
         raise ValueError("options are not an object")
-    columns = {"train": TRAIN_COLUMNS, "eval": EVAL_COLUMNS}.get(kind, ())
-    wrong = [f"{c} is {record[c]!r}" for c in columns if c in record and not _is_number(record[c])]
+    wrong = [f"{c} is {record[c]!r}" for c in TABLES.get(kind, ()) if c in record and not _is_number(record[c])]
     if wrong:
         raise ValueError("not a number: " + ", ".join(wrong))
     return record

@@ -1,4 +1,4 @@
-"""A finished log to Weights & Biases: the options as its config, every train and eval record at its step.
+"""A finished log to Weights & Biases: the options as its config, every train, eval and gpu record at its step.
 
 The run's id comes from the log's header, so exporting the same log again finds the same run, and only the steps that
 W&B does not have yet are sent (W&B's history cannot be rewritten: steps of a line that the run left behind stay there).
@@ -101,7 +101,7 @@ def default_run_id(log: Log) -> str:
 def _history(log: Log) -> dict[int, dict[str, float]]:
     """Metrics by step: `train/loss`, `eval/loss`, ...; columns that nothing is known of are left out."""
     history: dict[int, dict[str, float]] = {}
-    for kind, table in (("train", log.train), ("eval", log.eval)):
+    for kind, table in (("train", log.train), ("eval", log.eval), ("gpu", log.gpu)):
         known = {name for name, values in table.items() if name != "step" and not np.isnan(values).all()}
         for row, step in enumerate(table["step"].tolist()):
             values = {(n if n == "epoch" else f"{kind}/{n}"): float(table[n][row]) for n in table if n in known}

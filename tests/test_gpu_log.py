@@ -1,0 +1,143 @@
+"""`--log-gpu-util`: a reading of the GPU every N steps, taken while the step runs; an error where there is none."""
+
+import io
+import json
+
+import fake_gpu
+import numpy as np
+import pytest
+from fake_cuda import H200
+from tiny_engines import tiny
+
+import llmq
+from llmq import gpus, nvml
+from llmq.config import to_hf
+from llmq.cuda_driver import Gpu
+from llmq.data.token_file import TokenWriter
+from llmq.device import CPU, Device
+from llmq.errors import UsageError
+from llmq.gpu_log import GpuWatch
+from llmq.log import GpuRecord, gpu_line
+from llmq.report.read import read_log
+
+HERE = Device("cuda", gpu=Gpu(0, *H200[:1], "GPU-1", *H200[1:]))
+READING = nvml.Reading(
+    used_bytes=3 * 2**30,
+    sm_mhz=1755,
+    memory_mhz=3201,
+    watts=654.6,
+    celsius=61,
+    throttled=("power cap",),
+    gpu_percent=99,
+    memory_percent=40,
+    pcie_rx_kb_s=12_400,
+    pcie_tx_kb_s=3_000,
+)
+RECORD = GpuRecord(7, 1755, 3201, 654.6, 61, ("power cap",), 3072.0, 12_400, 3_000, 99, 40)
+
+
+@pytest.fixture
+def readings(monkeypatch):
+    """What NVML says, and how it was asked."""
+    asked = []
+    monkeypatch.setattr(nvml, "read", lambda uuid, traffic=False: asked.append((uuid, traffic)) or READING)
+    return asked
+
+
+def test_a_reading_is_a_record_of_its_step(readings):
+    watch = GpuWatch(HERE, 5)
+    assert watch.record(6) is None
+    watch.begin()
+    assert watch.record(7) == RECORD and watch.record(8) is None
+    assert readings == [("GPU-1", False), ("GPU-1", True)]
+
+
+def test_what_nvml_does_not_say_is_none(monkeypatch):
+    watch = GpuWatch(HERE, 0)
+    monkeypatch.setattr(nvml, "read", lambda uuid, traffic=False: None)
+    watch.begin()
+    assert watch.record(7) == GpuRecord(7)
+    assert gpu_line(GpuRecord(7)) == "[G] step     7" and gpu_line(GpuRecord(7, watts=99.6)) == "[G] step     7 | 100 W"
+
+
+def test_the_line_has_its_documented_form():
+    assert gpu_line(RECORD) == (
+        "[G] step     7 | SM 1755 MHz | 655 W | 61 C | 3072 MiB | PCIe 12/3 MB/s | busy 99% | power cap"
+    )
+
+
+def test_it_needs_a_gpu_and_nvml(monkeypatch):
+    with pytest.raises(UsageError, match="--log-gpu-util 3 needs a GPU, and this run is on the CPU: leave it out"):
+        GpuWatch(CPU, 3)
+    monkeypatch.setattr(nvml, "read", lambda uuid: None)
+    with pytest.raises(UsageError, match=r"--log-gpu-util 3 needs NVML, .*pip install nvidia-ml-py"):
+        GpuWatch(HERE, 3)
+    GpuWatch(HERE, 0), GpuWatch(CPU, 0), GpuWatch(Device("cuda", planned=gpus.named("H200")), 3)
+
+
+@pytest.fixture
+def given(tmp_path, monkeypatch):
+    """Options of a small run."""
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "source").mkdir()
+    (tmp_path / "source" / "config.json").write_text(json.dumps(to_hf(tiny(num_layers=1), "fp32")))
+    with TokenWriter("train.bin", vocab_size=97) as file:
+        file.append((np.arange(40 * 16 + 1) % 97).astype(np.int32))
+    sizes = {"batch_size": 2, "seq_len": 16, "grad_accumulation": 2, "steps": 7, "model_dtype": "fp32"}
+    source = {"model": str(tmp_path / "source"), "from_scratch": True, "train_file": "train.bin", "name": "run"}
+    return {**source, **sizes, "console": io.StringIO()}
+
+
+def test_every_n_steps_of_a_run_are_in_its_log(given, monkeypatch):
+    fake_gpu.install(monkeypatch)
+    monkeypatch.setattr(nvml, "read", lambda uuid, traffic=False: READING)
+    result = llmq.train(**given, log_gpu_util=3)
+    log, told = read_log(result.log_path), given["console"].getvalue()
+    assert list(log.gpu["step"]) == [3, 6] and list(log.gpu["watts"]) == [654.6] * 2
+    assert told.count("[G] step") == 2 and told.index("[T] step     3") < told.index("[G] step     3")
+    records = [json.loads(line) for line in result.log_path.read_text().splitlines()]
+    (first, _) = [record for record in records if record["type"] == "gpu"]
+    assert first["throttled"] == ["power cap"] and first["pcie_rx_kb_s"] == 12_400
+    assert "matrix products at 700 TFLOP/s, 71% of the card's peak" in told and "This GPU" not in told
+
+
+def test_a_slow_gpu_is_told_when_the_run_begins(given, monkeypatch):
+    fake_gpu.install(monkeypatch)
+    monkeypatch.setattr("llmq.device.measured_cuda_peak", lambda dtype: 1e14)
+    monkeypatch.setattr("llmq.gemm_speed._while_working", lambda uuid, flops: READING)
+    result = llmq.train(**given)
+    (warning,) = [event["text"] for event in read_log(result.log_path).events if "slow" in event.get("text", "")]
+    assert warning.startswith("This GPU is slow: matrix products run at 100 TFLOP/s, 10%")
+    assert "slowed down by power cap" in warning and warning in given["console"].getvalue()
+    assert not read_log(result.log_path).gpu["step"].size
+
+
+def test_a_dry_run_multiplies_nothing(given, monkeypatch):
+    fake_gpu.install(monkeypatch)
+    monkeypatch.setattr("llmq.device.measured_cuda_peak", lambda dtype: pytest.fail("measured"))
+    llmq.train(**given, dry_run=True)
+    assert "matrix products" not in given["console"].getvalue()
+
+
+def test_on_the_cpu_it_is_refused_before_anything_is_made(given, tmp_path):
+    with pytest.raises(UsageError, match="--log-gpu-util 3 needs a GPU"):
+        llmq.train(**given, device="cpu", log_gpu_util=3)
+    assert not (tmp_path / "runs").exists()
+
+
+def test_a_continued_run_drops_readings_of_steps_that_it_makes_again(given, monkeypatch):
+    fake_gpu.install(monkeypatch)
+    monkeypatch.setattr(nvml, "read", lambda uuid, traffic=False: READING)
+    llmq.train(**given, log_gpu_util=2, ckpt_interval=3, ckpt_keep_n=0)
+    again = llmq.train(**{**given, "steps": 7}, log_gpu_util=5, overwrite=True, **{"continue": 3})
+    assert list(read_log(again.log_path).gpu["step"]) == [2, 5]
+
+
+def test_an_export_has_the_gpu_at_its_steps(given, monkeypatch):
+    from llmq.report.wandb import _history
+
+    fake_gpu.install(monkeypatch)
+    monkeypatch.setattr(nvml, "read", lambda uuid, traffic=False: READING)
+    history = _history(read_log(llmq.train(**given, log_gpu_util=4).log_path))
+    assert history[4]["gpu/sm_mhz"] == 1755 and history[4]["gpu/pcie_tx_kb_s"] == 3000 and "train/loss" in history[4]
+    assert "gpu/sm_mhz" not in history[3]
