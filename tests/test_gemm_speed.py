@@ -73,7 +73,6 @@ def test_the_share_is_of_the_dense_peak():
 @pytest.mark.gpu
 def test_a_gpu_is_measured_in_no_time():
     where = device.pick("cuda")
-    where = where if where.card else Device("cuda", gpu=where.gpu, planned=None)
     device.measured_cuda_peak("fp16")  # cuBLAS is loaded
     device.measured_cuda_peak.cache_clear()
     start = time.perf_counter()

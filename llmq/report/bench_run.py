@@ -53,7 +53,7 @@ HOST_CHOICE = ("tiny_llama3_50m",)
 ROOM = 0.95  # of the free memory, for a plan that models what cuDNN will need
 LIMIT_S = 165.0  # for all configurations that were chosen here: under three minutes with the start of Python
 START_S = 15.0  # of a configuration: kernels, algorithms, weights, ladder
-SHARE = 0.25  # of the speed of light that the first configuration surely reaches
+SHARE = {"cuda": 0.25, "cpu": 0.06}  # of the speed of light that the first configuration surely reaches
 CAUTION = 0.8  # of the last share of the speed of light is expected of the next
 
 
@@ -222,7 +222,7 @@ def measured(
     request: Request, wanted: Sequence[Wanted], where: Device, peaks: Mapping[str, float], ceilings: Ceilings
 ) -> Iterator[dict[str, Any]]:
     """The result of each configuration; of the device's own choice only what fits and can be measured in time."""
-    share, began, done = SHARE, time.perf_counter(), 0
+    share, began, done = SHARE[where.kind], time.perf_counter(), 0
     for one in wanted:
         backend, free = open_backend(where.kind), devices.memory_bytes(where)[1]
         try:
