@@ -110,9 +110,7 @@ def pick(device: str) -> Device:
     return Device(note=f"{there}{problem.what}: training on the CPU (for the GPU: {problem.fix})")
 
 
-def refuse_dtypes(
-    device: Device, *dtypes: str, scaling: str = "delayed", option: str = "--matmul-dtype"
-) -> None:
+def refuse_dtypes(device: Device, *dtypes: str, scaling: str = "delayed", option: str = "--matmul-dtype") -> None:
     """UsageError if the matmuls of a run are of a dtype, or read fp8 by scales, that the GPU does not have.
 
     `option` is where the dtype was asked for.

@@ -17,7 +17,7 @@ from llmq.plan.plan import Plan
 from llmq.plan.program import Operand, Placement, Step, stored_bytes
 from llmq.report.bench import Timed
 from llmq.report.bench_ceilings import Ceilings
-from llmq.tensor import DTYPES
+from llmq.tensor import DTYPES, scale_shape
 
 # (op, part of what it writes) -> family; the first that fits counts
 FAMILIES = (
@@ -37,6 +37,7 @@ FAMILIES = (
     ("swiglu", "", "swiglu"),
     ("cast", "", "quantize"),
     ("amax_scale", "", "quantize"),
+    ("quantize", "", "quantize"),
     ("cross_entropy", "", "cross-entropy"),
     ("loss_sum", "", "cross-entropy"),
     ("embedding", "", "embedding"),
@@ -159,11 +160,18 @@ def _rate(operand: Operand) -> str:
 
 def _bytes(step: Step, inputs: Mapping[str, Operand | None], places: Mapping[str, Placement], used: float) -> int:
     read = {(operand.storage, operand.ref.span): operand for operand in step.inputs if operand is not None}
-    total = sum(stored_bytes(operand.ref) for operand in read.values())
+    total = sum(_stored(operand) for operand in read.values())
     for result in step.outputs:
         for operand in result.operands if result else ():
-            total += stored_bytes(operand.ref) * (2 if result and result.accumulate else 1)
+            total += _stored(operand) * (2 if result and result.accumulate else 1)
     return total - _untouched(step, inputs, places, used)
+
+
+def _stored(operand: Operand) -> int:
+    """Bytes of an operand, with its scales where it has many."""
+    form = operand.ref.form
+    scales = math.prod(scale_shape(operand.ref.shape, form)) if form is not None and form.owns_scales else 0
+    return stored_bytes(operand.ref) + 4 * scales
 
 
 def _untouched(step: Step, inputs: Mapping[str, Operand | None], places: Mapping[str, Placement], used: float) -> int:

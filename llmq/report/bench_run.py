@@ -162,8 +162,7 @@ def configurations(request: Request, where: Device) -> list[Wanted]:
 def _default_dtypes(request: Request, where: Device) -> tuple[str, ...]:
     if where.kind == "cpu":
         return ("bf16",) if request.models else ("fp32",)
-    has_fp8 = where.capability >= devices.OLDEST_FP8
-    return ("bf16", "e4m3") if has_fp8 and not request.models else ("bf16",)
+    return ("bf16", "e4m3") if devices.has_fp8(where) and not request.models else ("bf16",)
 
 
 def _odd_tokens(request: Request, where: Device) -> Iterator[str]:
@@ -202,7 +201,7 @@ def _wanted(
         **recipe,
     }
     resolved = precision.resolve(Options.parse(flat).precision, config.num_layers)
-    devices.refuse_dtypes(where, resolved.matmul, resolved.head, option="--dtypes")
+    devices.refuse_dtypes(where, resolved.matmul, resolved.head, scaling=resolved.scaling, option="--dtypes")
     return Wanted(model, dtype, config, resolved, flat)
 
 
@@ -224,9 +223,9 @@ def measured(
     """The result of each configuration; of the device's own choice only what fits and can be measured in time."""
     share, began, done = SHARE[where.kind], time.perf_counter(), 0
     for one in wanted:
-        backend, free = open_backend(where.kind), devices.memory_bytes(where)[1]
+        backend = open_backend(where.kind)
         try:
-            plan = fitting_plan(request, one, where, backend, free)
+            plan = fitting_plan(request, one, where, backend)
         except MemoryLimitError:
             if request.models or (one is wanted[-1] and not done):
                 raise
@@ -247,15 +246,16 @@ def measured(
         gc.collect()  # the next configuration needs the memory
 
 
-def fitting_plan(request: Request, one: Wanted, where: Device, backend: Backend, free_bytes: int) -> Plan:
+def fitting_plan(request: Request, one: Wanted, where: Device, backend: Backend) -> Plan:
     """The plan with the batch that was asked for, or the largest that fits. MemoryLimitError if none does."""
-    on_gpu = where.kind == "cuda"
+    on_gpu, (total_bytes, free_bytes) = where.kind == "cuda", devices.memory_bytes(where)
+    gpu_bytes = total_bytes if on_gpu else 0
     sizes = [request.batch_size] if request.batch_size else _sizes(BATCH_SIZE if on_gpu else HOST_BATCH_SIZE)
     modelled = open_backend("planned") if on_gpu else backend
-    fitting = (size for size in sizes if _plan(one, size, modelled).total_bytes <= ROOM * free_bytes)
-    plan = _plan(one, next(fitting, sizes[-1]), backend)
+    fitting = (size for size in sizes if _plan(one, size, modelled, gpu_bytes).total_bytes <= ROOM * free_bytes)
+    plan = _plan(one, next(fitting, sizes[-1]), backend, gpu_bytes)
     while plan.total_bytes > free_bytes and not request.batch_size and plan.batch_size > 1:
-        plan = _plan(one, plan.batch_size // 2, backend)
+        plan = _plan(one, plan.batch_size // 2, backend, gpu_bytes)
     refuse_if_too_large(plan, free_bytes, backend.scratch_bytes)
     return plan
 
@@ -264,11 +264,11 @@ def _sizes(largest: int) -> list[int]:
     return [largest >> shift for shift in range(largest.bit_length())]
 
 
-def _plan(one: Wanted, batch_size: int, backend: Backend) -> Plan:
+def _plan(one: Wanted, batch_size: int, backend: Backend, gpu_bytes: int) -> Plan:
     options = Options.parse({**one.flat, "batch_size": batch_size})
     sizes = {"batch_size": batch_size, "seq_len": one.flat["seq_len"]}
     logit_bytes = padded_vocab(one.config) * DTYPES[one.precision.model].itemsize
-    limits = memory.resolve(options.memory, **sizes, logit_bytes=logit_bytes)
+    limits = memory.resolve(options.memory, **sizes, logit_bytes=logit_bytes, gpu_bytes=gpu_bytes)
     scratch = backend.scratch_bytes
     return make_plan(one.config, one.precision, limits, Hyperparameters(), **sizes, scratch_bytes=scratch)
 

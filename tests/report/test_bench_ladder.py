@@ -138,3 +138,11 @@ def test_a_rung_is_the_sum_of_its_calls_and_its_rooflines():
 
 def test_ops_that_take_longer_alone_than_together_overlap():
     assert Ladder((Rung("norms", 1, 5.0, 2.0, 0, 0), Rung("rope", 1, 6.0, 2.0, 0, 0)), 10.0).gaps_ms == -1.0
+
+
+def test_scales_that_a_copy_owns_are_moved_with_it():
+    plan = plan_of(dataclasses.replace(FP8["e4m3", "delayed"], scaling="rowwise"))
+    up = of(plan, "linear_forward", "gate_up")[0]
+    assert up.num_bytes == M * C + 2 * F * C + 2 * M * 2 * F + 4 * (M + 2 * F)  # one scale per token, and per output
+    named = {family(op, output) for op, output, _ in works(plan) if op == "quantize"}
+    assert named == {"quantize"}

@@ -162,7 +162,7 @@ def card(monkeypatch):
         monkeypatch.setattr(bench_run, "open_backend", lambda kind: None)
         monkeypatch.setattr(bench_run.time, "perf_counter", lambda: now[0])
 
-        def plan(request, one, where, backend, free):
+        def plan(request, one, where, backend):
             batch = request.batch_size or batch_size
             return SimpleNamespace(config=one.config, precision=one.precision, batch_size=batch, seq_len=1024)
 
@@ -293,7 +293,7 @@ def test_the_host_is_planned_as_the_trainer_plans(monkeypatch):
     """The plan comes from the same options: chunks of the head, recomputation, dtypes."""
     request = Request(models=("tiny_llama3_50m",), dtypes=("bf16",), batch_size=2, seq_len=64, recompute=("ffn",))
     (one,) = configurations(request, CPU)
-    plan = bench_run.fitting_plan(request, one, CPU, HostBackend(), 2**40)
+    plan = bench_run.fitting_plan(request, one, CPU, HostBackend())
     assert plan.memory.flags == ("recompute_ffn",) and plan.memory.head_chunks == 1
     sizes = {"batch_size": 2, "seq_len": 64}
     same = make_plan(one.config, one.precision, plan.memory, plan.hyper, **sizes)
