@@ -20,7 +20,7 @@ from llmq.checkpoint import Checkpoints, check_same, checkpoint_bytes, load, loa
 from llmq.commands import continue_command
 from llmq.config import ModelConfig
 from llmq.data.loader import Batch, Data, Loader, eval_batches, open_data
-from llmq.data.windows import Windows
+from llmq.data.windows import Samples
 from llmq.device import Device
 from llmq.disk import check_free_space
 from llmq.engine import Engine
@@ -373,7 +373,7 @@ class _Run:
                 "of them changed the weights: lower --learning-rate, set --grad-clip, or use a wider --matmul-dtype"
             )
 
-    def _evaluate(self, windows: Windows, *, whole: bool) -> None:
+    def _evaluate(self, windows: Samples, *, whole: bool) -> None:
         """Held-out loss now: the first batches, or at the end of the run all of them."""
         start, total, trained, tokens = time.perf_counter(), 0.0, 0, 0
         job = self.job

@@ -21,7 +21,7 @@ import numpy as np
 
 from llmq.data.permutation import sample_order
 from llmq.data.sidecar import Sidecar, tokenizer_folder
-from llmq.data.windows import Windows, open_windows, require_one_tokenizer
+from llmq.data.windows import Samples, open_windows, require_one_tokenizer
 from llmq.errors import DataError, UsageError
 from llmq.tensor import IGNORED
 
@@ -37,6 +37,7 @@ class Batch:
 
     tokens: np.ndarray  # (B,T) int32
     targets: np.ndarray  # (B,T) int32; -100 is not trained
+    borders: np.ndarray | None  # (B,D+1) int32: starts of each row's documents, then T repeated; None: not packed
     position: int  # samples taken by all ranks up to and with this batch: where to start to get the next one
     wait_ms: float = 0.0  # how long the training thread waited for it
 
@@ -45,8 +46,8 @@ class Batch:
 class Data:
     """The data of a run. A step takes batch_size * grad_accumulation samples on each of the ranks."""
 
-    train: Windows
-    eval: Windows | None
+    train: Samples
+    eval: Samples | None
     batch_size: int
     seq_len: int
     grad_accumulation: int
@@ -127,7 +128,7 @@ def open_data(options: DataOptions, vocab_size: int, seed: int, *, world: int = 
     )
 
 
-def eval_batches(windows: Windows, batch_size: int, seq_len: int, num_steps: int | None = None) -> Iterator[Batch]:
+def eval_batches(windows: Samples, batch_size: int, seq_len: int, num_steps: int | None = None) -> Iterator[Batch]:
     """The windows in the order of the files: at most `num_steps` batches, or all of them.
 
     The last batch is filled up with rows that are not trained.
@@ -138,8 +139,14 @@ def eval_batches(windows: Windows, batch_size: int, seq_len: int, num_steps: int
         samples = np.arange(start, min(start + batch_size, stop))
         tokens = np.zeros((batch_size, seq_len), np.int32)
         targets = np.full((batch_size, seq_len), IGNORED, np.int32)
-        tokens[: len(samples)], targets[: len(samples)] = windows.read(samples)
-        yield Batch(tokens, targets, position=start + len(samples))
+        rows = windows.read(samples)
+        tokens[: len(samples)], targets[: len(samples)] = rows.tokens, rows.targets
+        borders = None
+        if rows.borders is not None:
+            borders = np.full((batch_size, rows.borders.shape[1]), seq_len, np.int32)
+            borders[:, 0] = 0
+            borders[: len(samples)] = rows.borders
+        yield Batch(tokens, targets, borders, position=start + len(samples))
 
 
 class Loader:
@@ -149,7 +156,7 @@ class Loader:
     """
 
     def __init__(
-        self, windows: Windows, batch_size: int, seq_len: int, seed: int, rank: int = 0, world: int = 1
+        self, windows: Samples, batch_size: int, seq_len: int, seed: int, rank: int = 0, world: int = 1
     ) -> None:
         assert seq_len == windows.seq_len and 0 <= rank < world
         self.windows, self.batch_size, self.seed = windows, batch_size, seed
@@ -192,13 +199,13 @@ class Loader:
 
 
 def _training_batches(
-    windows: Windows, batch_size: int, seed: int, rank: int, world: int, position: int
+    windows: Samples, batch_size: int, seed: int, rank: int, world: int, position: int
 ) -> Iterator[Batch]:
     while True:
         places = position + rank * batch_size + np.arange(batch_size)
-        tokens, targets = windows.read(sample_order(places, windows.num_windows, seed))
+        rows = windows.read(sample_order(places, windows.num_windows, seed))
         position += batch_size * world
-        yield Batch(tokens, targets, position)
+        yield Batch(*rows, position)
 
 
 class _Reader:

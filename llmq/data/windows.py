@@ -5,6 +5,7 @@ from __future__ import annotations
 import glob
 from collections.abc import Iterable, Sequence
 from pathlib import Path
+from typing import NamedTuple, Protocol
 
 import numpy as np
 
@@ -15,6 +16,35 @@ from llmq.tensor import IGNORED
 
 CHECKED_WHOLE = 1 << 26  # tokens: the ids of files up to this (256 MiB) are all checked when training starts
 CHECKED_ENDS = 1 << 20  # tokens at each end that are checked in larger ones; every batch is checked in any case
+
+
+class Rows(NamedTuple):
+    """Samples as they go into a batch, n rows of T tokens."""
+
+    tokens: np.ndarray  # (n,T) int32
+    targets: np.ndarray  # (n,T) int32; -100 is not trained
+    borders: (
+        np.ndarray | None
+    )  # (n,D+1) int32: starts of a row's documents, ascending, then T repeated; None: not packed
+
+
+class Samples(Protocol):
+    """What a loader reads: samples that are numbered from 0, of any kind."""
+
+    seq_len: int
+    num_tokens: int
+    token_files: tuple[TokenFile, ...]
+
+    @property
+    def num_windows(self) -> int:
+        """How many samples there are: one epoch."""
+
+    @property
+    def files(self) -> list[tuple[Path, int]]:
+        """Path and number of tokens of each file."""
+
+    def read(self, samples: np.ndarray) -> Rows:
+        """The samples with the numbers `samples` (n,); DataError if an id is not in the vocabulary."""
 
 
 class Windows:
@@ -49,8 +79,8 @@ class Windows:
         """Path and number of tokens of each file."""
         return [(file.path, file.num_tokens) for file in self.token_files]
 
-    def read(self, samples: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        """Tokens and targets, both (len(samples), seq_len) int32, of the windows with the numbers `samples`.
+    def read(self, samples: np.ndarray) -> Rows:
+        """The windows with the numbers `samples` (n,), not packed.
 
         Targets that the file's masks exclude are -100. Raises DataError if an id is not in the vocabulary.
         """
@@ -67,7 +97,7 @@ class Windows:
             targets[row] = file.tokens[start + 1 : stop + 1]
             if file.mask_bits is not None:
                 targets[row, ~file.trained(start + 1, stop + 1)] = IGNORED
-        return tokens, targets
+        return Rows(tokens, targets, None)
 
 
 def open_windows(patterns: Iterable[str], seq_len: int, vocab_size: int) -> Windows:

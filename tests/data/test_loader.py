@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 
 from llmq.data.loader import Loader, eval_batches, open_data
 from llmq.data.token_file import TokenFile
-from llmq.data.windows import Windows
+from llmq.data.windows import Rows, Windows
 from llmq.errors import DataError, UsageError
 
 T = 4
@@ -186,6 +186,23 @@ def test_evaluation_goes_through_the_file_and_fills_up_with_untrained_rows(tmp_p
     assert seen == list(range(min(8, batches * 3)))
     if batches == 3:
         assert got[-1].tokens.shape == (3, T) and (got[-1].targets[2] == -100).all() and got[-1].position == 8
+
+
+def test_borders_go_with_their_rows_and_untrained_rows_are_one_document(tmp_path: Path, monkeypatch) -> None:
+    windows = make_windows(tmp_path, 8)
+    read = windows.read
+
+    def packed(samples: np.ndarray) -> Rows:
+        tokens, targets, _ = read(samples)
+        return Rows(tokens, targets, np.array([[0, 1 + n % 3, T] for n in samples], np.int32))
+
+    monkeypatch.setattr(windows, "read", packed)
+    with Loader(windows, 3, T, 0).start() as loader:
+        for batch in (loader.next(), loader.next()):
+            assert batch.borders is not None and batch.borders.dtype == np.int32
+            assert batch.borders.tolist() == [[0, 1 + n % 3, T] for n in batch.tokens[:, 0]]
+    last = list(eval_batches(windows, 3, T))[-1].borders
+    assert last is not None and last.tolist() == [[0, 1, T], [0, 2, T], [0, T, T]]
 
 
 def test_a_run_is_opened_with_its_counts(tmp_path: Path) -> None:

@@ -44,7 +44,8 @@ def test_windows_are_consecutive_with_shifted_targets(
     assert windows.num_windows == len(want) == sum(max(size - 1, 0) // seq_len for size in sizes)
     assert windows.num_tokens == sum(sizes)
     order = rng.permutation(len(want))
-    tokens, targets = windows.read(order)
+    tokens, targets, borders = windows.read(order)
+    assert borders is None
     assert tokens.dtype == targets.dtype == np.int32 and tokens.shape == (len(want), seq_len)
     assert list(zip(tokens.tolist(), targets.tolist(), strict=True)) == [want[i] for i in order]
 

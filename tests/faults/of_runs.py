@@ -226,8 +226,8 @@ DATA = (
     Fault(
         "data_position_one_batch_behind",
         "llmq/data/loader.py",
-        "        position += batch_size * world\n        yield Batch(tokens, targets, position)\n",
-        "        yield Batch(tokens, targets, position)\n        position += batch_size * world\n",
+        "        position += batch_size * world\n        yield Batch(*rows, position)\n",
+        "        yield Batch(*rows, position)\n        position += batch_size * world\n",
         ("tests/data/test_loader.py",),
     ),
 )
