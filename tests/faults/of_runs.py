@@ -184,15 +184,15 @@ DATA = (
     Fault(
         "foreign_ids_accepted",
         "llmq/data/token_file.py",
-        'if ids.view("<u4").max(initial=0) >= vocab_size:',
-        "if ids.max(initial=0) >= vocab_size:",
+        'self.tokens[at:end].view(f"<u{size}")',
+        "self.tokens[at:end]",
         ("tests/data/test_token_file.py",),
     ),
     Fault(
         "mask_bits_most_significant_first",
         "llmq/data/token_file.py",
-        'np.unpackbits(self.mask_bits[first : _mask_bytes(stop)], bitorder="little")',
-        'np.unpackbits(self.mask_bits[first : _mask_bytes(stop)], bitorder="big")',
+        'np.unpackbits(self.mask_bits[first:last], bitorder="little")',
+        'np.unpackbits(self.mask_bits[first:last], bitorder="big")',
         ("tests/data/test_token_file.py",),
     ),
     Fault(
