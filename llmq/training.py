@@ -136,7 +136,8 @@ def _prepare(options: Options, log: RunLog) -> Job:
     checkpoints = Checkpoints(options.checkpoint)
     resume = checkpoints.start()
     source = open_source(options.model)
-    data = open_data(options.data, source.config.vocab_size, seed)
+    given = None if source.from_scratch else source.tokenizer_folder  # from scratch, the data's tokenizer is exported
+    data = open_data(options.data, source.config.vocab_size, seed, tokenizer=given)
     config = _with_end_token(source, data.eos_token_id())
     schedule = make_schedule(options.schedule, data.train.num_windows, data.samples_per_step)
     dtypes = precision.resolve(options.precision, config.num_layers)

@@ -387,3 +387,10 @@ def test_a_model_trained_from_scratch_takes_its_tokenizer_and_its_end_token_from
     assert json.loads((result.model_path / "config.json").read_text())["eos_token_id"] == 95
     assert json.loads((result.model_path / "generation_config.json").read_text())["eos_token_id"] == 95
     assert (result.model_path / "tokenizer.json").read_bytes() == (source / "tokenizer.json").read_bytes()
+    tuning = {**given, "model": str(result.model_path), "from_scratch": False, "name": "tuned", "dry_run": True}
+    tuning |= {"train_file": "tokens/train.bin", "eval_file": "tokens/train.bin"}
+    llmq.train(**tuning)
+    tokenizer.add_special_tokens(["<other>"])
+    tokenizer.save(str(result.model_path / "tokenizer.json"))
+    with pytest.raises(DataError, match=r"train\.bin is of another tokenizer"):
+        llmq.train(**tuning)

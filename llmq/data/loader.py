@@ -76,11 +76,13 @@ class Data:
                 yield file.path, sidecar
 
 
-def open_data(options: DataOptions, vocab_size: int, seed: int, *, world: int = 1) -> Data:
-    """Opens and checks all token files of a run for a model of `vocab_size` ids.
+def open_data(
+    options: DataOptions, vocab_size: int, seed: int, *, tokenizer: Path | None = None, world: int = 1
+) -> Data:
+    """Opens and checks all token files of a run for a model of `vocab_size` ids, whose `tokenizer` is in a folder.
 
     Raises UsageError if the global batch is no multiple of what the ranks take at once, and DataError if a file is bad
-    (see open_windows) or there are fewer samples than one step or one evaluation needs.
+    (see open_windows) or of another tokenizer, or there are fewer samples than one step or one evaluation needs.
     """
     per_micro_step = options.batch_size * world
     accumulation = options.grad_accumulation
@@ -102,7 +104,7 @@ def open_data(options: DataOptions, vocab_size: int, seed: int, *, world: int = 
     if problems:
         raise DataError("\n".join(problems))
     train, evaluation = found
-    require_one_tokenizer((*train.token_files, *evaluation.token_files))
+    require_one_tokenizer((*train.token_files, *evaluation.token_files), tokenizer)
     needed = per_micro_step * accumulation
     if train.num_windows < needed:
         problems.append(

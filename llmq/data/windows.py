@@ -9,7 +9,7 @@ from typing import NamedTuple, Protocol
 
 import numpy as np
 
-from llmq.data.sidecar import SUFFIX, Sidecar
+from llmq.data.sidecar import SUFFIX, Sidecar, same_ids, tokenizer_hash
 from llmq.data.token_file import TokenFile
 from llmq.errors import DataError
 from llmq.tensor import IGNORED
@@ -141,20 +141,38 @@ def matched(patterns: Iterable[str], problems: list[str], skip: str | None = Non
     return list(found)
 
 
-def require_one_tokenizer(files: Iterable[TokenFile]) -> None:
-    """Raises DataError if the files' sidecars tell of more than one tokenizer, or are unreadable."""
+def require_one_tokenizer(files: Iterable[TokenFile], model: Path | None = None) -> None:
+    """Raises DataError if the files' headers and sidecars tell of more than one tokenizer, or are unreadable.
+
+    `model` is the folder of the model: if it has a tokenizer.json, the files must have the ids of that.
+    """
     problems: list[str] = []
-    first: dict[str, str] = {}  # tokenizer hash -> who has it
+    first: dict[str, tuple[TokenFile, str, Path | None]] = {}  # tokenizer hash -> who has it, its name, its folder
     for file in files:
         try:
             sidecar = Sidecar.read(file.path, file.num_tokens)
         except DataError as error:
             problems.append(str(error))
             continue
-        if sidecar is not None:
-            first.setdefault(sidecar.tokenizer.sha256, f"{file.path} ({sidecar.tokenizer.source})")
+        said = sidecar.tokenizer if sidecar is not None else None
+        found = file.tokenizer_sha256 or (said.sha256 if said else None)
+        if said and found != said.sha256:
+            problems.append(
+                f"{file.path} and its sidecar tell of different tokenizers: make both again, or delete the sidecar"
+            )
+        elif found:
+            folder = file.path.parent / said.folder if said else None
+            first.setdefault(found, (file, said.source if said else f"sha256 {found[:12]}...", folder))
     if len(first) > 1:
-        problems.append(f"the files are of different tokenizers: {', '.join(first.values())}: tokenize all with one")
+        named = [f"{file.path} ({name})" for file, name, _ in first.values()]
+        problems.append(f"the files are of different tokenizers: {', '.join(named)}: tokenize all with one")
+    elif first and model is not None and (model / "tokenizer.json").is_file():
+        ((found, (file, name, folder)),) = first.items()
+        if tokenizer_hash(model) != found and not (folder and same_ids(folder, model)):
+            problems.append(
+                f"{file.path} is of another tokenizer ({name}) than the model's in {model}: tokenize the text with "
+                f"--tokenizer {model}, or train another model"
+            )
     _raise(problems)
 
 
