@@ -24,6 +24,7 @@ from llmq.errors import UsageError
 from llmq.section import (
     Description,
     Float,
+    Floats,
     Int,
     Path,
     Paths,
@@ -76,7 +77,12 @@ class ModelOptions(Section):
 
 class DataOptions(Section):
     title = "Data"
-    train_file: Paths = option(..., "Token files to train on: a path or glob; repeatable.", metavar="GLOB")
+    train_file: Paths = option(
+        ..., "Token files to train on: a path or glob, repeatable; or one mix file (YAML).", metavar="GLOB"
+    )
+    weight: Floats | None = option(
+        None, "Share of each --train-file in the tokens, in the same order; repeatable.", metavar="WEIGHT"
+    )
     eval_file: Paths | None = option(None, "Held-out token files: a path or glob; repeatable.", metavar="GLOB")
     batch_size: Int = option(
         4, "Sequences in a micro-batch, per GPU.", "per_device_train_batch_size", "batch", ge=1, le=LARGEST_STEP
@@ -99,8 +105,16 @@ class DataOptions(Section):
     seq_len: Int = option(
         1024, "Tokens in a sequence.", "seq_length", "max_seq_length", "block_size", ge=1, le=LARGEST_STEP
     )
+    augment: Text | None = option(
+        None, "Noise on the input tokens of training: token-dropout=P,span-shuffle=P, or one of them.", metavar="LIST"
+    )
 
     def contradictions(self) -> Iterator[str]:
+        if self.weight is not None and len(self.weight) != len(self.train_file):
+            yield (
+                f"--weight is given {len(self.weight)} times and --train-file {len(self.train_file)} times: "
+                "give one weight for each"
+            )
         total, micro = self.global_batch_size, self.batch_size
         if total is None:
             return

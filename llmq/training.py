@@ -122,8 +122,7 @@ class Job:
         """What a checkpoint has in common with the run that continues it: else it would be another run."""
         return {
             "seed": self.seed,
-            "seq_len": self.data.seq_len,
-            "training samples": self.data.train.num_windows,
+            **self.data.identity(),
             "parameters": [[row.name, list(row.shape)] for row in self.plan.rows],
             "precision": asdict(self.plan.precision),
         }
@@ -215,9 +214,11 @@ def _describe(job: Job, log: RunLog) -> None:
     plan, data, config = job.plan, job.data, job.plan.config
     log.system(device.system_facts(job.device))
     log.model(job.source.name, architecture=config.architecture, parameters=num_parameters(plan.rows))
-    per_epoch = -(-data.train.num_windows // data.samples_per_step)
+    windows = data.train.num_windows
+    per_epoch = None if windows is None else -(-windows // data.samples_per_step)
     steps = {"tokens per step": job.tokens_per_step, "steps per epoch": per_epoch, "steps": job.schedule.steps}
-    log.dataset(data.train.files, data.eval.files if data.eval else (), **steps)
+    shares = [asdict(share) for share in data.shares(job.schedule.steps * data.samples_per_step)]
+    log.dataset(data.train.files, data.eval.files if data.eval else (), mixture=shares, **steps)
     table = {name: size / MIB for name, size in plan.table().items()}
     other = table.pop("Other")
     total, free = device.memory_bytes(job.device)
@@ -236,6 +237,8 @@ class _Run:
         self.step = self.position = self.saved = 0  # updates, samples taken, step of the newest checkpoint
         self.fp8 = Fp8Watch(job.watching, {})
         self.fell_back: list[str] = []  # sites that left fp8 in this run
+        self.epoch = 0.0  # passes over the data
+        self.stream: dict[str, int] | None = None  # of a stream: where the next sample begins
         self.rejected = 0  # consecutive steps that were not finite
         self.losses: list[float] = []  # of the steps since the last evaluation
         self.speeds: list[float] = []
@@ -246,7 +249,7 @@ class _Run:
         job, log = self.job, self.log
         self._begin()
         with job.data.loader() as loader:
-            loader.start(self.position)
+            loader.start(self.position, self.stream)
             while self.step < job.schedule.steps and not self.interrupt:
                 self._step(loader)
         self._save()
@@ -270,7 +273,7 @@ class _Run:
         check_same(state["must_match"], job.must_match)
         engine.restore(read)
         self.step = self.saved = state["step"]
-        self.position = state["position"]
+        self.position, self.stream = state["position"], state.get("stream")
         self.fp8 = Fp8Watch(job.watching, state["fp8"]["low"])
         self.fell_back = state["fp8"]["fell_back"]
         self.log.begin(resume_step=self.step)
@@ -291,11 +294,11 @@ class _Run:
         rate = job.schedule.learning_rate(self.step + 1)
         done = self.engine.update(self.step + 1, rate)
         seconds = time.perf_counter() - start
-        self.step, self.position = self.step + 1, batch.position
+        self.step, self.position, self.epoch, self.stream = self.step + 1, batch.position, batch.epoch, batch.stream
         last = self.step == job.schedule.steps
         record = TrainRecord(
             step=self.step,
-            epoch=self.position / job.data.train.num_windows,
+            epoch=batch.epoch,
             loss=done.loss,
             norm=done.norm,
             lr=rate,
@@ -386,7 +389,7 @@ class _Run:
             total, trained, tokens = total + loss, trained + count, tokens + batch.tokens.size
         record = EvalRecord(
             step=self.step,
-            epoch=self.position / job.data.train.num_windows,
+            epoch=self.epoch,
             loss=total / max(trained, 1),
             train_loss=sum(self.losses) / len(self.losses) if self.losses else None,
             time_ms=1e3 * (time.perf_counter() - start),
@@ -405,6 +408,7 @@ class _Run:
         job = self.job
         state = {
             "position": self.position,
+            "stream": self.stream,
             "must_match": job.must_match,
             "algorithms": job.backend.algorithms,
             "sites": {"matmul": job.plan.precision.matmul, "wide": list(job.plan.precision.wide)},

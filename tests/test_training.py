@@ -113,6 +113,24 @@ def test_a_continued_run_has_the_bits_of_one_that_was_never_stopped(given, preci
     assert exported[0] == exported[1]
 
 
+def test_a_mixed_and_augmented_run_goes_on_with_the_same_bits_and_says_its_shares(given):
+    with TokenWriter("more.bin", vocab_size=97) as file:
+        file.append((np.arange(7 * T + 1) % 97).astype(np.int32))
+    given |= {"train_file": ["train.bin", "more.bin"], "weight": [0.75, "0.25"], "steps": 8}
+    given["augment"] = "token-dropout=0.1,span-shuffle=0.3"
+    whole = llmq.train(**{**given, "name": "whole"})
+    assert "more.bin: 25.00% of the tokens, 8 samples, 1.14 epochs" in given["console"].getvalue()
+    shares = read_log(whole.log_path).header["dataset"]["mixture"]
+    assert [(s["weight"], s["share"], s["samples"]) for s in shares] == [(0.75, 0.75, 24), (0.25, 0.25, 8)]
+    llmq.train(**{**given, "ckpt_interval": 5, "ckpt_keep_n": 0})
+    parts = llmq.train(**{**given, "continue": 5, "overwrite": True})
+    assert weights_of(parts.checkpoint_path) == weights_of(whole.checkpoint_path)
+    assert parts.eval_loss == whole.eval_loss and parts.train_loss == whole.train_loss
+    for change, says in (({"weight": [0.5, 0.5]}, "mixture: "), ({"augment": None}, "augment: .*not set now")):
+        with pytest.raises(UsageError, match=says):
+            llmq.train(**{**given, **change, "continue": 5, "overwrite": True})
+
+
 def test_recompute_flags_do_not_change_a_run(given):
     flags = {f"recompute_{name}": True for name in ("swiglu", "norm", "ffn", "qkv", "att", "block")}
     plain, small = (llmq.train(**{**given, **FP8, **more, "name": n}) for n, more in (("a", {}), ("b", flags)))

@@ -29,6 +29,8 @@ class Options:
     seq_len: int = T
     grad_accumulation: int = 1
     global_batch_size: int | None = None
+    weight: tuple[float, ...] | None = None
+    augment: str | None = None
 
 
 @pytest.fixture(autouse=True)

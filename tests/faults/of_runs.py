@@ -111,8 +111,8 @@ LOOP = (
     Fault(
         "data_position_not_restored",
         "llmq/training.py",
-        'self.position = state["position"]',
-        'self.position = 0 * state["position"]',
+        'self.position, self.stream = state["position"],',
+        'self.position, self.stream = 0 * state["position"],',
         ("tests/test_training.py",),
     ),
     Fault(
@@ -226,9 +226,37 @@ DATA = (
     Fault(
         "data_position_one_batch_behind",
         "llmq/data/loader.py",
-        "        position += batch_size * world\n        yield Batch(*rows, position)\n",
-        "        yield Batch(*rows, position)\n        position += batch_size * world\n",
+        "        yield Batch(*rows, position, epoch=position / windows.num_windows)\n",
+        "        yield Batch(*rows, position - batch_size * world, epoch=position / windows.num_windows)\n",
         ("tests/data/test_loader.py",),
+    ),
+    Fault(
+        "a_source_starts_again_with_each_period",
+        "llmq/data/mixture.py",
+        "draws = periods[mine] * self.parts[n] + counts[mine]",
+        "draws = 0 * periods[mine] * self.parts[n] + counts[mine]",
+        ("tests/data/test_mixture.py",),
+    ),
+    Fault(
+        "shuffled_inputs_show_their_targets",
+        "llmq/data/augment.py",
+        "targets[row, source[row, to] - 1] = IGNORED",
+        "targets[row, source[row, to]] = IGNORED",
+        ("tests/data/test_augment.py",),
+    ),
+    Fault(
+        "a_stream_goes_on_at_the_start_of_its_document",
+        "llmq/data/stream.py",
+        'epoch, skipped = at["epoch"], at["token"]',
+        'epoch, skipped = at["epoch"], 0',
+        ("tests/data/test_stream.py",),
+    ),
+    Fault(
+        "damaged_blocks_are_read",
+        "llmq/data/token_file.py",
+        "!= self._table[block]:",
+        "< 0 * self._table[block]:",
+        ("tests/data/test_token_file.py",),
     ),
 )
 
