@@ -110,11 +110,6 @@ class DataOptions(Section):
     )
 
     def contradictions(self) -> Iterator[str]:
-        if self.weight is not None and len(self.weight) != len(self.train_file):
-            yield (
-                f"--weight is given {len(self.weight)} times and --train-file {len(self.train_file)} times: "
-                "give one weight for each"
-            )
         total, micro = self.global_batch_size, self.batch_size
         if total is None:
             return
@@ -273,6 +268,9 @@ class OptimizerOptions(Section):
     weight_decay: Float = option(0.1, "AdamW: decay of matrices and embeddings; never of norms and biases.", ge=0)
     grad_clip: Float = option(1.0, "Largest norm of the whole gradient; 0 never clips.", "max_grad_norm", ge=0)
     z_loss: Float = option(0.0, "Weight of the squared log-partition in the loss.", ge=0)
+    neftune_alpha: Float = option(
+        0.0, "NEFTune: noise up to alpha / sqrt(T C) on the embedded tokens in training.", "neftune_noise_alpha", ge=0
+    )
 
 
 class LogOptions(Section):

@@ -287,10 +287,10 @@ class _Run:
             batch = loader.next()
             wait_ms += batch.wait_ms
             if micro_step == 0 and self.step == 0 and self.engine.needs_warm_up:
-                self.engine.warm_up(batch.tokens, batch.targets)
+                self.engine.warm_up(batch.tokens, batch.targets, batch.places)
             if micro_step == 0 and self.engine.plan.observed and self.fp8.due(self.step):
                 start += self._observe(batch)
-            self.engine.micro_step(batch.tokens, batch.targets, first=micro_step == 0)
+            self.engine.micro_step(batch.tokens, batch.targets, first=micro_step == 0, samples=batch.places)
         rate = job.schedule.learning_rate(self.step + 1)
         done = self.engine.update(self.step + 1, rate)
         seconds = time.perf_counter() - start
@@ -323,7 +323,7 @@ class _Run:
     def _observe(self, batch: Batch) -> float:
         """Reads the errors of all fp8 copies, and lets sites fall back; returns the seconds that it took."""
         began, observed = time.perf_counter(), self.engine.plan.observed
-        fields = self.engine.observe(batch.tokens, batch.targets)
+        fields = self.engine.observe(batch.tokens, batch.targets, batch.places)
         errors = [CopyError.of(name, sites, row) for (name, sites), row in zip(observed.items(), fields, strict=True)]
         self.log.say(summary(errors))
         self.log.record("fp8", step=self.step, copies=[error.record() for error in errors])

@@ -113,11 +113,11 @@ def test_a_continued_run_has_the_bits_of_one_that_was_never_stopped(given, preci
     assert exported[0] == exported[1]
 
 
-def test_a_mixed_and_augmented_run_goes_on_with_the_same_bits_and_says_its_shares(given):
+def test_a_mixed_run_with_noise_goes_on_with_the_same_bits_and_says_its_shares(given):
     with TokenWriter("more.bin", vocab_size=97) as file:
         file.append((np.arange(7 * T + 1) % 97).astype(np.int32))
     given |= {"train_file": ["train.bin", "more.bin"], "weight": [0.75, "0.25"], "steps": 8}
-    given["augment"] = "token-dropout=0.1,span-shuffle=0.3"
+    given |= {"augment": "token-dropout=0.1,span-shuffle=0.3", "neftune_alpha": 5, "opt_m_dtype": "bf16"}
     whole = llmq.train(**{**given, "name": "whole"})
     assert "more.bin: 25.00% of the tokens, 8 samples, 1.14 epochs" in given["console"].getvalue()
     shares = read_log(whole.log_path).header["dataset"]["mixture"]

@@ -33,8 +33,8 @@ from llmq.tensor import IGNORED
 if TYPE_CHECKING:
     from llmq.options import DataOptions
 
-# Batches read ahead: B * T * 8 bytes each, 256 KiB at 32 x 1024. They are pageable; the copy into a GPU's pinned ring takes
-# 25 us at that size, 0.02% of a step at 250,000 tokens/s, which pinned buffers handed to and fro would not be worth.
+# Batches read ahead: B * T * 8 bytes each, 256 KiB at 32 x 1024. They are pageable; the copy into a GPU's pinned ring
+# takes 25 us at that size, 0.02% of a step at 250,000 tokens/s: pinned buffers handed to and fro would not be worth it.
 PREFETCHED = 4
 
 
@@ -46,6 +46,7 @@ class Batch:
     targets: np.ndarray  # (B,T) int32; -100 is not trained
     borders: np.ndarray | None  # (B,D+1) int32: starts of each row's documents, then T repeated; None: not packed
     position: int  # samples taken by all ranks up to and with this batch: where to start to get the next one
+    places: np.ndarray | None = None  # (B,) int64: where each row stands in the run's sequence; None in evaluation
     epoch: float = 0.0  # passes over the data up to and with this batch
     stream: dict[str, int] | None = None  # of a stream: what goes to `start` beside the position
     wait_ms: float = 0.0  # how long the training thread waited for it
@@ -174,6 +175,11 @@ def _open_train(options: DataOptions, vocab_size: int, seed: int) -> Samples:
                 "tokenize-data, and name them as train_file"
             )
     elif options.weight is not None:
+        if len(options.weight) != len(options.train_file):
+            raise UsageError(
+                f"--weight is given {len(options.weight)} times and --train-file {len(options.train_file)} times: "
+                "give one weight for each"
+            )
         entries = [MixEntry((name,), weight) for name, weight in zip(options.train_file, options.weight, strict=True)]
     else:
         return open_windows(options.train_file, options.seq_len, vocab_size)
@@ -291,7 +297,7 @@ def _training_batches(
         if augment is not None:
             rows = augment(rows, places)
         position += batch_size * world
-        yield Batch(*rows, position, epoch=position / windows.num_windows)
+        yield Batch(*rows, position, places, epoch=position / windows.num_windows)
 
 
 def _streamed_batches(
@@ -310,11 +316,12 @@ def _streamed_batches(
         group = [next(rows) for _ in range(batch_size * world)]
         mine = group[rank * batch_size : (rank + 1) * batch_size]
         batch = Rows(np.stack([tokens for tokens, _, _ in mine]), np.stack([targets for _, targets, _ in mine]), None)
+        places = position + rank * batch_size + np.arange(batch_size)
         if augment is not None:
-            batch = augment(batch, position + rank * batch_size + np.arange(batch_size))
+            batch = augment(batch, places)
         position += batch_size * world
         state = group[-1][2]
-        yield Batch(*batch, position, epoch=float(state["epoch"]), stream=dict(state))
+        yield Batch(*batch, position, places, epoch=float(state["epoch"]), stream=dict(state))
 
 
 class _Reader:

@@ -124,6 +124,7 @@ def test_loaders_of_any_world_and_start_read_the_same(
                 np.testing.assert_array_equal(batch.tokens, want.tokens[at : at + batch_size])
                 np.testing.assert_array_equal(batch.targets, want.targets[at : at + batch_size])
                 assert batch.position == (step + 1) * batch_size * world
+                assert batch.places is not None and batch.places.tolist() == list(range(at, at + batch_size))
                 assert batch.epoch == batch.position / data.train.num_windows
 
 
@@ -249,6 +250,8 @@ def test_a_mixture_that_cannot_be_is_refused(tmp_path: Path) -> None:
     path = write_mix(tmp_path, "- {data: gsm8k, weight: 1}\n")
     with pytest.raises(UsageError, match="gsm8k: --train-file takes token files"):
         open_data(Options((path,)), 10_000, 0)  # type: ignore[arg-type]
+    with pytest.raises(UsageError, match="--weight is given 1 times and --train-file 2 times"):
+        open_data(Options((a, empty), weight=(1.0,)), 10_000, 0)  # type: ignore[arg-type]
     for options in (Options((path, a)), Options((path,), weight=(1.0,))):
         with pytest.raises(UsageError, match="describes a whole mixture"):
             open_data(options, 10_000, 0)  # type: ignore[arg-type]

@@ -118,8 +118,8 @@ LOOP = (
     Fault(
         "every_micro_step_is_the_first",
         "llmq/training.py",
-        "first=micro_step == 0)",
-        "first=micro_step >= 0)",
+        "first=micro_step == 0,",
+        "first=micro_step >= 0,",
         LOOP_BY_HAND,
     ),
     Fault(
@@ -226,8 +226,8 @@ DATA = (
     Fault(
         "data_position_one_batch_behind",
         "llmq/data/loader.py",
-        "        yield Batch(*rows, position, epoch=position / windows.num_windows)\n",
-        "        yield Batch(*rows, position - batch_size * world, epoch=position / windows.num_windows)\n",
+        "yield Batch(*rows, position, places, epoch",
+        "yield Batch(*rows, position - batch_size * world, places, epoch",
         ("tests/data/test_loader.py",),
     ),
     Fault(
