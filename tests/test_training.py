@@ -8,6 +8,7 @@ import subprocess
 import sys
 import threading
 import time
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -18,6 +19,8 @@ import llmq
 from llmq import auto, training
 from llmq.checkpoint import hash_tensors, load
 from llmq.config import to_hf
+from llmq.data.loader import open_data
+from llmq.data.stream import Stream, StreamedDocument
 from llmq.data.token_file import TokenWriter
 from llmq.errors import DataError, MemoryLimitError, NonFiniteError, StorageError, UsageError
 from llmq.fp8_watch import CopyError
@@ -129,6 +132,31 @@ def test_a_mixed_run_with_noise_goes_on_with_the_same_bits_and_says_its_shares(g
     for change, says in (({"weight": [0.5, 0.5]}, "mixture: "), ({"augment": None}, "augment: .*not set now")):
         with pytest.raises(UsageError, match=says):
             llmq.train(**{**given, **change, "continue": 5, "overwrite": True})
+
+
+def test_a_run_on_a_stream_goes_on_with_the_same_bits(given, monkeypatch):
+    opened = []
+
+    def open_at(shard, row):
+        opened.append((shard, row))
+        for number in range(10 * shard + row, 40):
+            size = 5 + 13 * number % 29
+            ids = np.random.default_rng(number).integers(0, 97, size)
+            yield StreamedDocument(number // 10, number % 10, ids, None)
+
+    def open_stream(options, vocab_size, seed, **about):
+        return replace(open_data(options, vocab_size, seed, **about), train=Stream(open_at, T, vocab_size, "stream"))
+
+    monkeypatch.setattr(training, "open_data", open_stream)
+    whole = llmq.train(**{**given, "name": "whole"})
+    llmq.train(**{**given, "ckpt_interval": 5, "ckpt_keep_n": 0})
+    opened.clear()
+    parts = llmq.train(**{**given, "continue": 5, "overwrite": True})
+    assert opened[0] != (0, 0)
+    assert weights_of(parts.checkpoint_path) == weights_of(whole.checkpoint_path)
+    assert np.array_equal(*(read_log(result.log_path).train["epoch"] for result in (whole, parts)))
+    with pytest.raises(UsageError, match="set --steps"):
+        llmq.train(**{**given, "name": "epochs", "steps": None, "epochs": 1})
 
 
 def test_recompute_flags_do_not_change_a_run(given):

@@ -31,6 +31,8 @@ from llmq.disk import sync_folder
 from llmq.errors import DataError, StorageError, UsageError
 
 MASKS, DOCUMENTS = ".masks", ".documents"  # what is written beside the tokens until a file is complete
+STATE = {"version", "vocab_size", "has_masks", "tokenizer_sha256", "tokens", "documents", "document_start", "bytes"}
+STATE |= {"mask_bits"}  # what a writer's state has in it
 MAX_LEGACY_TOKENS = 2**31 - 1  # the count is an int32 in versions 1 and 2
 
 CHECKED_AT_ONCE = 1 << 20  # tokens, or documents, held in memory while they are checked (4 or 8 MiB)
@@ -241,6 +243,8 @@ class TokenWriter:
         Raises DataError if what the earlier writer left is gone or does not hold that much.
         """
         path = Path(path)
+        if missing := STATE - set(state):
+            raise DataError(f"the state to go on from with {path} lacks {', '.join(sorted(missing))}: start over")
         about = {name: state[name] for name in ("vocab_size", "has_masks", "version", "tokenizer_sha256")}
         try:
             return cls(path, **about, resumable=True, state=state)

@@ -393,6 +393,8 @@ def test_a_writer_cannot_go_on_from_what_is_gone_or_cut(tmp_path: Path) -> None:
     writer.append(np.arange(9))
     state = writer.state()
     writer.close()
+    with pytest.raises(DataError, match="lacks bytes, documents: start over"):
+        TokenWriter.resume(path, {name: x for name, x in state.items() if name not in ("bytes", "documents")})
     partial_name(path).write_bytes(b"short")
     with pytest.raises(DataError, match=r"\.partial has 5 of 1042 bytes"):
         TokenWriter.resume(path, state)
