@@ -77,9 +77,7 @@ class ModelOptions(Section):
 
 class DataOptions(Section):
     title = "Data"
-    train_file: Paths = option(
-        ..., "Token files to train on: a path or glob, repeatable; or one mix file (YAML).", metavar="GLOB"
-    )
+    train_file: Paths = option(..., "Token files to train on: path or glob, repeatable; or a mixture.", metavar="GLOB")
     weight: Floats | None = option(
         None, "Share of each --train-file in the tokens, in the same order; repeatable.", metavar="WEIGHT"
     )

@@ -50,7 +50,7 @@ def make(folder: Path, sizes: list[int], weights: list[float], seed: int = 0) ->
     return Mixture(sources, weights, seed)
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=40, deadline=None)
 @given(weights=WEIGHTS)
 def test_after_any_number_of_places_every_source_is_within_one_of_its_share(weights: list[float]) -> None:
     parts, period = whole_parts(weights)
@@ -65,7 +65,7 @@ def test_after_any_number_of_places_every_source_is_within_one_of_its_share(weig
             assert (abs(off) * (2 * len(parts) - 2) <= period * (2 * len(parts) - 3)).all()
 
 
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=15, deadline=None)
 @given(data=st.data(), weights=WEIGHTS, seed=st.integers(0, 99))
 def test_shares_are_exact_and_every_source_goes_through_permuted_epochs(
     tmp_path_factory: pytest.TempPathFactory, data: st.DataObject, weights: list[float], seed: int
@@ -96,7 +96,7 @@ def test_it_is_the_same_sequence_from_any_place_on(tmp_path: Path) -> None:
     assert (other.order(np.arange(1000)) != whole).any()
 
 
-@settings(max_examples=20, deadline=None)
+@settings(max_examples=12, deadline=None)
 @given(
     batch_size=st.integers(1, 5),
     world=st.integers(1, 4),

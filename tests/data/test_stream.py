@@ -84,7 +84,7 @@ def test_it_goes_on_from_any_row_as_if_nothing_had_happened(sizes: list[list[int
         assert opened[0] == (state["shard"], state["row"])
 
 
-@settings(max_examples=20, deadline=None)
+@settings(max_examples=12, deadline=None)
 @given(sizes=SIZES, batch_size=st.integers(1, 3), world=st.integers(1, 3), skip=st.integers(0, 5))
 def test_loaders_of_any_world_and_start_read_the_same(
     sizes: list[list[int]], batch_size: int, world: int, skip: int

@@ -72,7 +72,7 @@ def test_ids_take_two_bytes_where_the_vocabulary_fits(tmp_path: Path, vocab_size
     assert file.tokens.dtype == dtype and file.tokens.tolist() == [0, vocab_size - 1]
 
 
-@settings(max_examples=80, deadline=None)
+@settings(max_examples=50, deadline=None)
 @given(data=st.data(), size=st.integers(0, 70), masked=st.booleans(), version=st.sampled_from([1, 2, 3]))
 def test_pieces_make_the_same_file_as_the_whole(
     tmp_path_factory: pytest.TempPathFactory, data: st.DataObject, size: int, masked: bool, version: int
@@ -340,7 +340,7 @@ def test_a_sealed_file_shows_only_when_published(tmp_path: Path) -> None:
     assert list(tmp_path.iterdir()) == [path]
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=25, deadline=None)
 @given(data=st.data(), masked=st.booleans(), version=st.sampled_from([2, 3]))
 def test_a_writer_that_is_stopped_anywhere_and_goes_on_makes_the_same_file(
     tmp_path_factory: pytest.TempPathFactory, data: st.DataObject, masked: bool, version: int
