@@ -14,29 +14,10 @@
 #include "common.cuh"
 #include "constants"
 #include "forms.cuh"
+#include "random.cuh"
 
 constexpr int SPAN = 32 * N, ACROSS = (C + SPAN - 1) / SPAN, PITCH = tile_pitch(SPAN);
 static_assert(N % 4 == 0, "a Philox block makes the bits of 4 elements");
-
-enum Purpose : u32 { FOR_M = 0, FOR_V = 1, FOR_MASTER = 2 };
-
-struct Key {
-    u32 step, low, high;
-};
-
-// the 4 words of block `block` (Salmon et al., 2011)
-__device__ __forceinline__ void philox(u64 block, u32 purpose, Key key, u32 (&word)[4]) {
-    u32 c0 = static_cast<u32>(block), c1 = static_cast<u32>(block >> 32), c2 = key.step, c3 = purpose;
-    u32 k0 = key.low, k1 = key.high;
-#pragma unroll
-    for (int i = 0; i < 10; i++) {
-        u64 left = static_cast<u64>(0xD2511F53u) * c0, right = static_cast<u64>(0xCD9E8D57u) * c2;
-        c0 = static_cast<u32>(right >> 32) ^ c1 ^ k0, c1 = static_cast<u32>(right);
-        c2 = static_cast<u32>(left >> 32) ^ c3 ^ k1, c3 = static_cast<u32>(left);
-        k0 += 0x9E3779B9u, k1 += 0xBB67AE85u;
-    }
-    word[0] = c0, word[1] = c1, word[2] = c2, word[3] = c3;
-}
 
 // v as stored in S: bf16 up or down by the low 16 bits of each element's word; infinities and NaN pass
 template <typename S>

@@ -44,7 +44,7 @@ from llmq.shards import (
 )
 
 if TYPE_CHECKING:
-    from llmq.options import CheckpointOptions
+    from llmq.sections import CheckpointOptions
 
 SCHEMA = 1
 STATE = "state.json"

@@ -24,7 +24,7 @@ from llmq.cuda_driver import Problem
 from llmq.errors import MemoryLimitError, UsageError
 
 if TYPE_CHECKING:
-    from llmq.options import SystemOptions
+    from llmq.sections import SystemOptions
 
 # module: distribution, where the names differ
 LIBRARIES = {

@@ -15,6 +15,7 @@ from llmq.rope import rope_table
 from llmq.rows import Row
 
 WARM_UP_PASSES = 8  # fp8 scales settle in about as many passes as a layer has matmuls in a chain
+SAMPLES = "batch:batch.samples"
 SETTLED = 0.05  # relative change of every scale between two passes
 
 
@@ -75,12 +76,16 @@ class Engine:
 
     # training
 
-    def micro_step(self, tokens: np.ndarray, targets: np.ndarray, *, first: bool) -> None:
+    def micro_step(
+        self, tokens: np.ndarray, targets: np.ndarray, *, first: bool, samples: np.ndarray | None = None
+    ) -> None:
         """Forward and backward of one micro-batch, (B,T) int32 each; target -100 is not trained.
 
-        The first micro-step of an optimizer step overwrites gradients and sums, the others add.
+        The first micro-step of an optimizer step overwrites gradients and sums, the others add. `samples` (B,) int are
+        the rows' places in the run's sequence, which a plan with noise needs.
         """
-        self._set_batch(tokens, targets)
+        assert samples is not None or SAMPLES not in self.plan.persistent, "noise is a function of a sample's place"
+        self._set_batch(tokens, targets, samples)
         self.run("first" if first else "next")
 
     def update(self, step: int, learning_rate: float) -> StepResult:
@@ -97,12 +102,12 @@ class Engine:
         """Whether delayed scales exist, which a first batch has to set."""
         return bool(self.plan.scales)
 
-    def warm_up(self, tokens: np.ndarray, targets: np.ndarray) -> int:
+    def warm_up(self, tokens: np.ndarray, targets: np.ndarray, samples: np.ndarray | None = None) -> int:
         """Repeats a micro-batch without updating until no scale changes any more; returns the passes it took."""
         for count in range(1, WARM_UP_PASSES + 1):
             before = self._memory.read("scale:scales")
             self.run("publish_counted")
-            self.micro_step(tokens, targets, first=True)
+            self.micro_step(tokens, targets, first=True, samples=samples)
             amax = self._memory.read("scale:amax")[::SCALE_STRIDE]
             self._memory.fill("scale:history", 0)
             self.run("calibrate")
@@ -114,14 +119,14 @@ class Engine:
 
     # reading
 
-    def observe(self, tokens: np.ndarray, targets: np.ndarray) -> np.ndarray:
+    def observe(self, tokens: np.ndarray, targets: np.ndarray, samples: np.ndarray | None = None) -> np.ndarray:
         """Six numbers for every copy in `plan.observed`, (copies, 6): see the op `quantization_error`.
 
         One forward and backward of a micro-batch at the start of an optimizer step, whose first micro-step overwrites
         what it leaves; scales and their statistics do not change.
         """
         self._memory.fill("cell:quantization_error", 0)
-        self._set_batch(tokens, targets)
+        self._set_batch(tokens, targets, samples)
         self.run("observe")
         return self._memory.read("cell:quantization_error").reshape(-1, STRIDE)[:, :FIELDS]
 
@@ -183,9 +188,11 @@ class Engine:
     def _state(self, name: str, space: str) -> str:
         return f"{space}:{name}"
 
-    def _set_batch(self, tokens: np.ndarray, targets: np.ndarray) -> None:
+    def _set_batch(self, tokens: np.ndarray, targets: np.ndarray, samples: np.ndarray | None = None) -> None:
         self._memory.write("batch:batch.tokens", tokens)
         self._memory.write("batch:batch.targets", targets)
+        if samples is not None and SAMPLES in self.plan.persistent:
+            self._memory.write(SAMPLES, samples.astype(np.int32))  # modulo 2^32
 
     def _fill_constants(self) -> None:
         plan, memory = self.plan, self._memory

@@ -29,7 +29,7 @@ from llmq.weight_files import FILE_DTYPES, FILE_NAMES, INDEX, WEIGHTS, Piece, St
 from llmq.weight_files import write_file as write_weights
 
 if TYPE_CHECKING:
-    from llmq.options import ExportOptions
+    from llmq.sections import ExportOptions
 
 EMBEDDING, HEAD = "model.embed_tokens.weight", "lm_head.weight"
 SHARD_BYTES = 5_000_000_000

@@ -29,7 +29,7 @@ import math
 import os
 import sys
 import time
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
@@ -41,7 +41,7 @@ import llmq
 from llmq.errors import StorageError
 
 if TYPE_CHECKING:
-    from llmq.options import LogOptions
+    from llmq.sections import LogOptions
 
 SCHEMA = 1
 SECTIONS = ("options", "system", "model", "dataset", "matmuls", "allocator")
@@ -188,12 +188,18 @@ class RunLog:
         self,
         train: Iterable[tuple[object, int]],
         evaluation: Iterable[tuple[object, int]] = (),
+        *,
+        mixture: Sequence[Mapping[str, Any]] = (),
         **facts: Any,
     ) -> None:
-        """[Dataset]: (path, tokens) of each file, then other facts (tokens per step, steps per epoch)."""
+        """[Dataset]: (path, tokens) of each file, then other facts (tokens per step, steps per epoch).
+
+        `mixture` has the `name`, `weight`, `samples`, `share` and `epochs` of each source in this run.
+        """
         files = {"train": list(train), "eval": list(evaluation)}
         self._sections["dataset"] = {
             **{kind: [{"path": str(p), "tokens": n} for p, n in found] for kind, found in files.items()},
+            **({"mixture": list(mixture)} if mixture else {}),
             **facts,
         }
         self._head("Dataset")
@@ -203,6 +209,9 @@ class RunLog:
             self.say(f"  {kind + ':':<6} {total:,} tokens in {len(found)} file{'' if len(found) == 1 else 's'}")
             for path, tokens in found:
                 self.say(f"    {path!s:<{width}}  {tokens:>15,} tokens")
+        for share in mixture:
+            part, samples, epochs = share["share"], share["samples"], share["epochs"]
+            self.say(f"  {share['name']}: {100 * part:.2f}% of the tokens, {samples:,} samples, {epochs:.2f} epochs")
         self._items(facts)
 
     def matmuls(self, lines: Mapping[str, str]) -> None:

@@ -15,12 +15,13 @@ from llmq.rows import Row
 from llmq.tensor import Ref
 
 if TYPE_CHECKING:
-    from llmq.options import OptimizerOptions
+    from llmq.sections import OptimizerOptions
 
 
 @dataclass(frozen=True)
 class Hyperparameters:
-    """AdamW's constants (Loshchilov and Hutter, 2019) and the gradient clip on the norm; 0 is no clip."""
+    """AdamW's constants (Loshchilov and Hutter, 2019), the gradient clip on the norm (0 is no clip), and what training
+    adds to the loss (z_loss) and to the embedded tokens (neftune_alpha)."""
 
     beta_1: float = 0.9
     beta_2: float = 0.95
@@ -28,6 +29,7 @@ class Hyperparameters:
     weight_decay: float = 0.1
     grad_clip: float = 1.0
     z_loss: float = 0.0
+    neftune_alpha: float = 0.0
 
 
 def resolve(options: OptimizerOptions) -> Hyperparameters:
@@ -39,6 +41,7 @@ def resolve(options: OptimizerOptions) -> Hyperparameters:
         options.weight_decay,
         options.grad_clip,
         options.z_loss,
+        options.neftune_alpha,
     )
 
 

@@ -1,335 +1,34 @@
 """Options: one description of each gives its flag, its `--config` key, help, default, limits and the JSON schema.
 
-An option is a field of a section. Sections are frozen, so a run cannot change its own settings, and each is read by
-exactly one other module, so an option has one place where it takes effect. To the user all keys are flat:
-`--learning-rate`, `learning_rate:` or `learning-rate:` in the file, `learning_rate=` in `llmq.train`.
-
-Whether options fit together is a function of their values alone, never of which were typed and which are defaults:
-the effective options, printed and fed back with `--config`, give the same run. A default that depends on another
-option (`master_dtype` on `model_dtype`) is resolved here, so readers see plain values.
+To the user all keys are flat: `--learning-rate`, `learning_rate:` or `learning-rate:` in the file, `learning_rate=` in
+`llmq.train`. What there is to set is in `llmq.sections`. The effective options, printed and fed back with `--config`,
+give the same run.
 """
 
-# No `from __future__ import annotations`: pydantic would compile every annotation from text, a tenth of --help's time.
+from __future__ import annotations
 
 import os
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
-from typing import Annotated, Any, Literal
-
-from pydantic import BeforeValidator
+from typing import Any
 
 from llmq.errors import UsageError
-from llmq.section import (
-    Description,
-    Float,
-    Int,
-    Path,
-    Paths,
-    Section,
-    Text,
-    build,
-    describe,
-    flag,
-    named,
-    option,
-    read_flat_yaml,
+from llmq.section import Description, Section, build, describe, flag, named, read_flat_yaml
+from llmq.sections import (
+    CheckpointOptions,
+    DataOptions,
+    ExportOptions,
+    LogOptions,
+    MemoryOptions,
+    ModelOptions,
+    OptimizerOptions,
+    PrecisionOptions,
+    RunOptions,
+    ScheduleOptions,
+    SystemOptions,
 )
-
-LARGEST_STEP = 2**31 - 1  # the step number is an int32 on the device
-LARGEST_SEED = 2**64 - 1  # two 32-bit words of a Philox key
-RUN_FOLDER = "runs/%n"
-
-Narrow = Literal["bf16", "fp32"]
-FP8_MATMULS = ("e4m3", "auto")
-
-
-def _which_checkpoint(value: Any) -> Any:
-    if isinstance(value, bool) or value in ("true", "True"):  # resume_from_checkpoint: true
-        return "auto" if value else None
-    if isinstance(value, str) and value.isascii() and value.isdigit():
-        return int(value)
-    return value
-
-
-Checkpoint = Annotated[int | Path | None, BeforeValidator(_which_checkpoint)]
-
-
-class ModelOptions(Section):
-    title = "Model"
-    model: Path = option(
-        ..., "What to train: a folder, a Hugging Face hub name, or a preset such as Qwen2.5-0.5B.", "model_name_or_path"
-    )
-    revision: Text | None = option(None, "Branch, tag or commit of a hub model.", "model_revision")
-    from_scratch: bool = option(
-        False, "Start from random weights, N(0, 0.02), residual projections scaled by 1/sqrt(2L)."
-    )
-    init_proj_to_zero: bool = option(
-        False, "With --from-scratch: start the attention and MLP output projections at zero."
-    )
-
-    def contradictions(self) -> Iterator[str]:
-        if self.init_proj_to_zero and not self.from_scratch:
-            yield "--init-proj-to-zero would overwrite the weights that are loaded: add --from-scratch, or leave it out"
-
-
-class DataOptions(Section):
-    title = "Data"
-    train_file: Paths = option(..., "Token files to train on: a path or glob; repeatable.", metavar="GLOB")
-    eval_file: Paths | None = option(None, "Held-out token files: a path or glob; repeatable.", metavar="GLOB")
-    batch_size: Int = option(
-        4, "Sequences in a micro-batch, per GPU.", "per_device_train_batch_size", "batch", ge=1, le=LARGEST_STEP
-    )
-    global_batch_size: Int | None = option(
-        None, "Sequences in an optimizer step: instead of --grad-accumulation.", ge=1, le=LARGEST_STEP
-    )
-    grad_accumulation: Int = option(
-        lambda data: (
-            max((data.get("global_batch_size") or 0) // data.get("batch_size", 1), 1)
-            if data.get("global_batch_size")
-            else 4
-        ),
-        "Micro-batches in an optimizer step.",
-        "gradient_accumulation_steps",
-        shown="4, or what --global-batch-size asks",
-        ge=1,
-        le=LARGEST_STEP,
-    )
-    seq_len: Int = option(
-        1024, "Tokens in a sequence.", "seq_length", "max_seq_length", "block_size", ge=1, le=LARGEST_STEP
-    )
-
-    def contradictions(self) -> Iterator[str]:
-        total, micro = self.global_batch_size, self.batch_size
-        if total is None:
-            return
-        if total % micro:
-            below = total // micro * micro
-            fix = f"{below} or {below + micro}" if below else str(micro)
-            yield f"--global-batch-size {total} is not a multiple of --batch-size {micro}: use {fix}"
-        elif total != micro * self.grad_accumulation:
-            yield (
-                f"--global-batch-size {total} and --grad-accumulation {self.grad_accumulation} disagree: with "
-                f"--batch-size {micro} the first asks for {total // micro} micro-batches; give one of the two"
-            )
-
-
-class PrecisionOptions(Section):
-    title = "Precision"
-    model_dtype: Narrow = option("bf16", "Dtype of weights, activations and gradients.")
-    matmul_dtype: Literal["fp32", "bf16", "e4m3", "auto"] = option(
-        lambda data: data.get("model_dtype", "bf16"),
-        "Dtype of the matmuls inside the blocks; auto times each and takes e4m3 where it is faster.",
-        shown="the model dtype",
-    )
-    gradient_dtype: Literal["e4m3", "e5m2"] | None = option(
-        lambda data: "e4m3" if data.get("matmul_dtype") in FP8_MATMULS else None,
-        "Dtype of activation gradients in e4m3 matmuls.",
-        shown="e4m3 in e4m3 matmuls",
-    )
-    fp8_scaling: Literal["delayed", "current", "rowwise", "blockwise"] | None = option(
-        lambda data: "delayed" if data.get("matmul_dtype") in FP8_MATMULS else None,
-        "Scales of e4m3 matmuls: one per tensor from earlier steps, or from the very values (exact, one more pass) for "
-        "each tensor, row or block (1x128, weights 128x128; the last two on compute capability 9.0).",
-        shown="delayed in e4m3 matmuls",
-    )
-    head_dtype: Literal["bf16", "e4m3"] | None = option(
-        None, "Dtype of the logits' matmuls.", shown="the matmul dtype, or the model dtype in e4m3 runs"
-    )
-    bf16_layers: Text | None = option(
-        None,
-        "Leave these out of e4m3 matmuls: FIRST,LAST (so many layers at either end), or names with commas between, "
-        "such as mlp.down, layers.0 or layers.3.attention.o.",
-        metavar="FIRST,LAST|NAMES",
-    )
-    fp8_layers: Text | None = option(
-        None, "The only layers or sites with e4m3 matmuls, named as in --bf16-layers.", metavar="FIRST,LAST|NAMES"
-    )
-    log_fp8_every: Int | None = option(
-        lambda data: 100 if data.get("matmul_dtype") in FP8_MATMULS else None,
-        "Steps from one log of the errors of all e4m3 copies to the next, a micro-batch each; 0 is never.",
-        shown="100 in e4m3 runs",
-        ge=0,
-        le=LARGEST_STEP,
-    )
-    fp8_fallback: bool = option(
-        False, "Move a site to the model dtype when its copies' signal-to-noise ratio stays low (see --log-fp8-every)."
-    )
-    opt_m_dtype: Narrow = option("fp32", "Dtype of Adam's first moment; bf16 is rounded stochastically, without bias.")
-    opt_v_dtype: Narrow = option("fp32", "Dtype of Adam's second moment; bf16 is rounded stochastically, without bias.")
-    master_dtype: Narrow = option(
-        lambda data: data.get("model_dtype", "bf16"),
-        "Dtype of the weights that the optimizer updates.",
-        shown="the model dtype",
-    )
-    grad_accum_dtype: Narrow = option(
-        lambda data: data.get("model_dtype", "bf16"),
-        "Dtype in which gradients add up over micro-batches.",
-        shown="the model dtype",
-    )
-
-    def contradictions(self) -> Iterator[str]:
-        if self.bf16_layers is not None and self.fp8_layers is not None:
-            yield "--bf16-layers and --fp8-layers both say which sites are in e4m3: give one of them"
-        if self.fp8_fallback and self.matmul_dtype in FP8_MATMULS and not self.log_fp8_every:
-            yield "--fp8-fallback goes by the readings of --log-fp8-every, which is 0: set that, or leave this out"
-        if self.fp8_fallback and self.matmul_dtype not in FP8_MATMULS:
-            yield f"--fp8-fallback is for e4m3 matmuls, but --matmul-dtype is {self.matmul_dtype}: leave it out"
-        for key in ("gradient_dtype", "fp8_scaling", "bf16_layers", "fp8_layers", "log_fp8_every", "head_dtype"):
-            if self.matmul_dtype in FP8_MATMULS or (key == "head_dtype" and self.head_dtype == "bf16"):
-                continue
-            if (value := getattr(self, key)) is not None:
-                yield (
-                    f"{flag(key)} {value} is for e4m3 matmuls, but --matmul-dtype is {self.matmul_dtype}: "
-                    f"leave it out, or use --matmul-dtype e4m3"
-                )
-
-
-class MemoryOptions(Section):
-    title = "Memory"
-    recompute_swiglu: bool = option(False, "Recompute SwiGLU in backward.")
-    recompute_norm: bool = option(False, "Recompute the norms in backward.")
-    recompute_ffn: bool = option(False, "Recompute the whole MLP in backward.")
-    recompute_qkv: bool = option(False, "Recompute the q, k and v projections in backward.")
-    recompute_att: bool = option(False, "Recompute the whole attention in backward.")
-    recompute_block: bool = option(False, "Recompute the whole block in backward; only its input is kept.")
-    lmhead_chunks: Int = option(
-        0, "Chunks of the logits, so that they are never whole in memory; 0 chooses by size.", ge=0, le=LARGEST_STEP
-    )
-    attn_bwd_chunks: Int = option(
-        1, "Chunks of the batch in attention's backward, for a smaller workspace.", ge=1, le=LARGEST_STEP
-    )
-
-
-class ScheduleOptions(Section):
-    title = "Schedule"
-    steps: Int | None = option(None, "Optimizer steps.", "max_steps", shown="by --epochs", ge=1, le=LARGEST_STEP)
-    epochs: Float | None = option(
-        lambda data: 1.0 if data.get("steps") is None else None,
-        "Passes over the training data: instead of --steps.",
-        "num_train_epochs",
-        shown="1 without --steps",
-        gt=0,
-    )
-    learning_rate: Float = option(1e-5, "Peak learning rate.", "lr", ge=0)
-    lr_schedule: Literal["cosine", "linear", "constant", "wsd"] = option(
-        "cosine",
-        "Course from the peak to --final-lr-fraction of it; wsd is constant, then falls over --cooldown.",
-        "lr_scheduler_type",
-    )
-    warmup: Int = option(0, "Steps of linear rise to the peak.", "warmup_steps", ge=0, le=LARGEST_STEP)
-    cooldown: Int = option(
-        0, "Last steps, in which the rate falls in a straight line to its final value.", ge=0, le=LARGEST_STEP
-    )
-    final_lr_fraction: Float = option(1.0, "Final learning rate, as a fraction of the peak.", ge=0, le=1)
-
-    def contradictions(self) -> Iterator[str]:
-        if self.steps is not None and self.epochs is not None:
-            yield f"--steps {self.steps} and --epochs {self.epochs:g} both say how long to train: give one of them"
-        if self.steps is not None:
-            yield from self.too_short(self.steps)
-        if self.lr_schedule == "wsd" and not self.cooldown:
-            yield "--lr-schedule wsd falls over the --cooldown steps, which are 0: set --cooldown, or use constant"
-        if self.cooldown and self.final_lr_fraction == 1:
-            yield (
-                f"--cooldown {self.cooldown} falls to --final-lr-fraction 1 of the peak, which is no fall: "
-                f"set --final-lr-fraction 0 (or up to 1), or --cooldown 0"
-            )
-        if self.lr_schedule == "constant" and not self.cooldown and self.final_lr_fraction != 1:
-            yield (
-                f"--final-lr-fraction {self.final_lr_fraction:g} is never reached by --lr-schedule constant: "
-                f"set --cooldown, or use linear or cosine"
-            )
-
-    def too_short(self, steps: int) -> Iterator[str]:
-        """A message if warmup and cooldown do not fit into a run of `steps`."""
-        if self.warmup + self.cooldown > steps:
-            yield (
-                f"--warmup {self.warmup} and --cooldown {self.cooldown} need {self.warmup + self.cooldown} steps, but "
-                f"the run has {steps}: shorten them, or train for longer"
-            )
-
-
-class OptimizerOptions(Section):
-    title = "Optimizer"
-    beta_1: Float = option(0.9, "AdamW: decay of the first moment.", "adam_beta1", ge=0, lt=1)
-    beta_2: Float = option(0.95, "AdamW: decay of the second moment.", "adam_beta2", ge=0, lt=1)
-    adam_epsilon: Float = option(1e-8, "AdamW: added to the root of the second moment.", gt=0)
-    weight_decay: Float = option(0.1, "AdamW: decay of matrices and embeddings; never of norms and biases.", ge=0)
-    grad_clip: Float = option(1.0, "Largest norm of the whole gradient; 0 never clips.", "max_grad_norm", ge=0)
-    z_loss: Float = option(0.0, "Weight of the squared log-partition in the loss.", ge=0)
-
-
-class LogOptions(Section):
-    title = "Log and evaluation"
-    name: Text = option("", "Name of the run: replaces %n in paths.", "run_name", shown="the last part of --model")
-    log_file: Path = option(f"{RUN_FOLDER}/log.jsonl", "JSON-lines log.", metavar="PATH")
-    log_every: Int = option(1, "Steps from one log line to the next.", "logging_steps", ge=1, le=LARGEST_STEP)
-    eval_every_n_steps: Int = option(
-        100, "Steps from one evaluation to the next; 0 is never.", "eval_steps", ge=0, le=LARGEST_STEP
-    )
-    eval_num_steps: Int = option(
-        100, "Batches of an evaluation during training; 0 is all of them.", ge=0, le=LARGEST_STEP
-    )
-    log_gpu_util: Int = option(
-        0, "Steps from one reading of the GPU's clocks, power and heat to the next; 0 is never.", ge=0, le=LARGEST_STEP
-    )
-
-    def contradictions(self) -> Iterator[str]:
-        if self.name in (".", "..") or re.search(r"[/\\%\x00-\x1f]", self.name):
-            yield f"--name {self.name!r} cannot be part of a path: use letters, digits, '.', '-' and '_'"
-
-
-class CheckpointOptions(Section):
-    title = "Checkpoints"
-    checkpoint_dir: Path = option(f"{RUN_FOLDER}/checkpoints", "Folder of the checkpoints.", metavar="DIR")
-    ckpt_interval: Int = option(
-        100, "Steps from one checkpoint to the next; 0 is only at the end.", "save_steps", ge=0, le=LARGEST_STEP
-    )
-    ckpt_keep_n: Int = option(
-        2, "Checkpoints to keep, the newest; 0 keeps all.", "save_total_limit", ge=0, le=LARGEST_STEP
-    )
-    continue_: Checkpoint = option(
-        None,
-        "Go on from a checkpoint: the newest of --checkpoint-dir (auto, also without a value), a step, or a folder.",
-        "resume_from_checkpoint",
-        metavar="[auto|STEP|PATH]",
-        kind="optional_value",
-    )
-
-
-class ExportOptions(Section):
-    title = "Export"
-    out_dir: Path = option(f"{RUN_FOLDER}/model", "Folder of the finished model.", "output_dir", metavar="DIR")
-    export_dtype: Literal["bf16", "fp16", "fp32"] | None = option(
-        None, "Dtype of the exported weights.", shown="that of --model"
-    )
-    overwrite: bool = option(False, "Replace a finished model in --out-dir.", "overwrite_output_dir")
-
-
-class SystemOptions(Section):
-    title = "System"
-    device: Literal["auto", "cuda", "cpu"] = option("auto", "Where to compute; auto takes a usable GPU, else the CPU.")
-    gpus: Int = option(1, "Number of GPUs; more than one is not supported for now.", ge=1)
-    gpu: Text | None = option(None, "With --dry-run: plan for this GPU, here or not, such as H200 or 'RTX 4090'.")
-    use_cuda_graphs: bool = option(True, "Launch a program as one CUDA graph; without, kernel by kernel (same bits).")
-    deterministic: bool = option(True, "Repeat the same bits; without, attention's backward needs less memory.")
-    seed: Int = option(0, "Seed of initial weights, data order and stochastic rounding.", ge=0, le=LARGEST_SEED)
-
-    def contradictions(self) -> Iterator[str]:
-        if self.gpu is not None and self.device == "cpu":
-            yield f"--gpu {self.gpu} plans for a GPU, but --device is cpu: use --device cuda, or leave --gpu out"
-        if self.gpus > 1:
-            yield f"--gpus {self.gpus}: for now a run has one GPU: use --gpus 1"
-
-
-class RunOptions(Section):
-    title = "Run"
-    dry_run: bool = option(
-        False, "Only parse, plan and check data and memory; print tokens, steps and the memory table."
-    )
-
 
 SECTIONS: dict[str, type[Section]] = {
     "model": ModelOptions,
@@ -394,7 +93,7 @@ class Options:
     templates: Mapping[str, str]
 
     @classmethod
-    def parse(cls, given: Mapping[str, Any], problems: Sequence[str] = ()) -> "Options":
+    def parse(cls, given: Mapping[str, Any], problems: Sequence[str] = ()) -> Options:
         """Options from flat keys in any spelling; values may be text. A `config` key names a file that is read first.
 
         None is the same as not given, where the default is None. UsageError lists everything that is wrong at once,

@@ -25,7 +25,7 @@ from typing import TYPE_CHECKING
 from llmq.errors import UsageError
 
 if TYPE_CHECKING:
-    from llmq.options import ScheduleOptions
+    from llmq.sections import ScheduleOptions
 
 
 @dataclass(frozen=True)
@@ -57,17 +57,22 @@ class Schedule:
         return 1 - (1 - self.final) * p if self.shape == "linear" else 1.0
 
 
-def num_steps(options: ScheduleOptions, num_windows: int, windows_per_step: int) -> int:
-    """Updates of the run: --steps, or as many as cover --epochs passes over the windows of the training data."""
+def num_steps(options: ScheduleOptions, num_windows: int | None, windows_per_step: int) -> int:
+    """Updates of the run: --steps, or as many as cover --epochs passes over the windows of the training data.
+
+    `num_windows` None: nobody knows. UsageError if --epochs asks for them then.
+    """
     if options.steps is not None:
         return options.steps
     assert options.epochs is not None
+    if num_windows is None:
+        raise UsageError(f"--epochs {options.epochs:g} of a stream, whose length is not known: set --steps instead")
     # As written, not as the nearest binary fraction: 0.1 epochs of 1000 windows are 100 windows.
     windows = Fraction(repr(options.epochs)) * num_windows
     return max(math.ceil(windows / windows_per_step), 1)
 
 
-def make_schedule(options: ScheduleOptions, num_windows: int, windows_per_step: int) -> Schedule:
+def make_schedule(options: ScheduleOptions, num_windows: int | None, windows_per_step: int) -> Schedule:
     """The schedule of a run over `num_windows` training windows. UsageError if warmup and cooldown do not fit."""
     steps = num_steps(options, num_windows, windows_per_step)
     problems = list(options.too_short(steps))

@@ -40,6 +40,10 @@ def _home(value: str) -> str:
     return os.path.expanduser(value) if value.startswith("~") else value
 
 
+def _several(value: Any) -> Any:
+    return (value,) if isinstance(value, (str, int, float)) else value
+
+
 def _patterns(value: Any) -> Any:
     return (value,) if isinstance(value, (str, os.PathLike)) else value
 
@@ -48,6 +52,7 @@ Int = Annotated[int, BeforeValidator(_number)]
 Float = Annotated[float, BeforeValidator(_number)]
 Text = Annotated[str, BeforeValidator(_text)]
 Path = Annotated[Text, Field(min_length=1), AfterValidator(_home)]
+Floats = Annotated[tuple[Float, ...], BeforeValidator(_several), Field(min_length=1)]
 Paths = Annotated[tuple[Path, ...], BeforeValidator(_patterns), Field(min_length=1)]
 
 

@@ -25,7 +25,7 @@ from llmq.rows import Row
 from llmq.weight_files import stored_dtype
 
 if TYPE_CHECKING:
-    from llmq.options import ModelOptions
+    from llmq.sections import ModelOptions
 
 INIT_STD = 0.02
 BLOCK = 1 << 18  # elements drawn from one stream

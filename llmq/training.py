@@ -1,4 +1,4 @@
-"""The training loop: options to plan, plan to engine, batches to steps, steps to log, checkpoints and a model.
+"""The training loop: a job to an engine, batches to steps, steps to log, checkpoints and a model.
 
 `train(**options)` is what the command calls. It installs its signal handlers and threads for the time of the run only.
 """
@@ -8,40 +8,26 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Callable
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, TextIO
 
 import numpy as np
 
-from llmq import auto, device, gemm_speed, optimizer, sol
-from llmq.backends import Backend, open_backend
-from llmq.checkpoint import Checkpoints, check_same, checkpoint_bytes, load, load_state
-from llmq.commands import continue_command
-from llmq.config import ModelConfig
-from llmq.data.loader import Batch, Data, Loader, eval_batches, open_data
-from llmq.data.windows import Windows
-from llmq.device import Device
-from llmq.disk import check_free_space
+from llmq import device, sol
+from llmq.checkpoint import check_same, load
+from llmq.data.loader import Batch, Loader, eval_batches
+from llmq.data.windows import Samples
 from llmq.engine import Engine
-from llmq.errors import INTERRUPTED, LlmqError, MemoryLimitError, NonFiniteError, UsageError
+from llmq.errors import INTERRUPTED, LlmqError, MemoryLimitError, NonFiniteError
 from llmq.fp8_watch import CopyError, Fp8Watch, carried, summary
-from llmq.gemm_speed import GemmSpeed
-from llmq.gpu_log import GpuWatch
-from llmq.hf import Export, open_export
 from llmq.interrupt import Interrupt
+from llmq.job import MIB, Job, prepare
 from llmq.log import EvalRecord, RunLog, TrainRecord
-from llmq.options import Options, RunOptions
-from llmq.plan import memory, precision
+from llmq.options import Options
 from llmq.plan.advice import refuse_if_too_large
-from llmq.plan.plan import Plan, make_plan
-from llmq.plan.precision import Precision
-from llmq.rows import num_parameters, padded_vocab
-from llmq.schedule import Schedule, make_schedule
-from llmq.source import ModelSource, initial_parameters, open_source
-from llmq.tensor import DTYPES
+from llmq.source import initial_parameters
 
-MIB = 2**20
 NON_FINITE_LIMIT = 10  # consecutive steps without an update after which training gives up
 
 Watch = Callable[[TrainRecord | EvalRecord], None]
@@ -76,8 +62,8 @@ def run(options: Options, *, watch: Watch | None = None, console: TextIO | None 
     """As `train`, for parsed options."""
     began = time.perf_counter()
     with RunLog(options.log, console) as log:
-        job = _prepare(options, log)
-        if _plans_only(options.run):
+        job = prepare(options, log)
+        if job.plans_only:
             return TrainResult()
         with Interrupt() as interrupt:
             try:
@@ -85,152 +71,6 @@ def run(options: Options, *, watch: Watch | None = None, console: TextIO | None 
             except LlmqError as error:
                 log.end("failed", error=str(error))
                 raise
-
-
-def _plans_only(options: RunOptions) -> bool:
-    return options.dry_run
-
-
-@dataclass(frozen=True)
-class Job:
-    """A run, checked and planned, before memory is allocated."""
-
-    device: Device
-    backend: Backend
-    seed: int
-    source: ModelSource
-    data: Data
-    schedule: Schedule
-    plan: Plan
-    checkpoints: Checkpoints
-    resume: Path | None
-    export: Export
-    continue_command: str
-    watching: precision.Watching
-    replan: Callable[[Precision], Plan]
-    gpu: GpuWatch
-    speed: GemmSpeed | None
-
-    @property
-    def tokens_per_step(self) -> int:
-        """All tokens of an optimizer step."""
-        return self.data.samples_per_step * self.data.seq_len
-
-    @property
-    def checkpoint_bytes(self) -> int:
-        """Size of a checkpoint's tensors."""
-        return checkpoint_bytes((name, r.shape, DTYPES[r.dtype]) for name, r in self.plan.state().items())
-
-    @property
-    def must_match(self) -> dict[str, Any]:
-        """What a checkpoint has in common with the run that continues it: else it would be another run."""
-        return {
-            "seed": self.seed,
-            "seq_len": self.data.seq_len,
-            "training samples": self.data.train.num_windows,
-            "parameters": [[row.name, list(row.shape)] for row in self.plan.rows],
-            "precision": asdict(self.plan.precision),
-        }
-
-
-def _prepare(options: Options, log: RunLog) -> Job:
-    """Everything that can be refused before the first allocation, and the sections of the log."""
-    log.options(options.to_flat())
-    where, seed = device.pick_device(options.system), device.seed_of(options.system)
-    checkpoints = Checkpoints(options.checkpoint)
-    resume = checkpoints.start()
-    source = open_source(options.model)
-    data = open_data(options.data, source.config.vocab_size, seed)
-    config = _with_end_token(source, data.eos_token_id())
-    schedule = make_schedule(options.schedule, data.train.num_windows, data.samples_per_step)
-    dtypes = precision.resolve(options.precision, config.num_layers)
-    b, t = data.batch_size, data.seq_len
-    logit_bytes = padded_vocab(config) * DTYPES[dtypes.model].itemsize
-    gpu_bytes = device.memory_bytes(where)[0] if where.kind == "cuda" else 0
-    limits = memory.resolve(options.memory, batch_size=b, seq_len=t, logit_bytes=logit_bytes, gpu_bytes=gpu_bytes)
-    is_auto = precision.is_auto(options.precision)
-    if is_auto and not device.has_fp8(where):
-        is_auto, dtypes = False, dtypes.without_fp8()
-    device.refuse_dtypes(where, dtypes.matmul, dtypes.head, scaling=dtypes.scaling)
-    gpu = GpuWatch(where, log.gpu_every)
-    speed = None if _plans_only(options.run) else gemm_speed.measure(where)
-    hyper = optimizer.resolve(options.optimizer)
-    watching, before = precision.watching(options.precision), load_state(resume) if resume else {}
-    dtypes = dtypes.without(before.get("fp8", {}).get("fell_back", ()))
-    algorithms = before.get("algorithms")
-    kind = "planned" if where.planned else where.kind
-    backend = open_backend(kind, algorithms=algorithms or None, **device.backend_settings(options.system))
-    scratch = backend.scratch_bytes
-    if is_auto and "sites" in before:
-        dtypes = replace(dtypes, matmul=before["sites"]["matmul"], wide=tuple(before["sites"]["wide"]))
-    elif is_auto:
-        if where.planned:
-            raise UsageError("--matmul-dtype auto times a GPU, and --gpu names one that is not here: use bf16 or e4m3")
-        sizes = {"batch_size": b, "seq_len": t, "grad_accumulation": data.grad_accumulation}
-        dtypes, timing = auto.choose(config, dtypes, limits, backend, **sizes)
-        log.matmuls(timing.rows(dtypes.model))
-
-    def planned(dtypes: Precision) -> Plan:
-        return make_plan(
-            config,
-            dtypes,
-            limits,
-            hyper,
-            batch_size=b,
-            seq_len=t,
-            seed=seed,
-            observe=watching.every > 0,
-            scratch_bytes=scratch,
-        )
-
-    plan = planned(dtypes)
-    tokenizer = (data.tokenizer_folder() if source.from_scratch else None) or source.tokenizer_folder
-    job = Job(
-        device=where,
-        backend=backend,
-        seed=seed,
-        source=source,
-        data=data,
-        schedule=schedule,
-        plan=plan,
-        checkpoints=checkpoints,
-        resume=resume,
-        export=open_export(options.export, config, plan.rows, tokenizer),
-        continue_command=continue_command(options),
-        watching=watching,
-        replan=planned,
-        gpu=gpu,
-        speed=speed,
-    )
-    _describe(job, log)
-    refuse_if_too_large(plan, device.memory_bytes(where)[1], scratch)
-    saved = (checkpoints.folder, checkpoints.peak_bytes(job.checkpoint_bytes))
-    check_free_space({"the checkpoints": saved, "the model": (job.export.folder, job.export.check())})
-    return job
-
-
-def _with_end_token(source: ModelSource, eos: int | None) -> ModelConfig:
-    """The config of the exported model: one trained from scratch ends its documents as its data does."""
-    config = source.config
-    if not source.from_scratch or eos is None or eos in config.eos_token_ids:
-        return config
-    return replace(config, eos_token_ids=(eos,), bos_token_id=None, pad_token_id=None)
-
-
-def _describe(job: Job, log: RunLog) -> None:
-    """The sections of the log that say what will be run."""
-    plan, data, config = job.plan, job.data, job.plan.config
-    measured = {"measured": f"matrix products at {job.speed.line}"} if job.speed else {}
-    log.system({**device.system_facts(job.device), **measured})
-    log.model(job.source.name, architecture=config.architecture, parameters=num_parameters(plan.rows))
-    per_epoch = -(-data.train.num_windows // data.samples_per_step)
-    steps = {"tokens per step": job.tokens_per_step, "steps per epoch": per_epoch, "steps": job.schedule.steps}
-    log.dataset(data.train.files, data.eval.files if data.eval else (), **steps)
-    table = {name: size / MIB for name, size in plan.table().items()}
-    other = table.pop("Other")
-    total, free = device.memory_bytes(job.device)
-    left = max(free - plan.total_bytes, 0) / MIB
-    log.allocator({**table, "Free": left, "Reserved": max(total - free, 0) / MIB, "Other": other})
 
 
 class _Run:
@@ -244,6 +84,8 @@ class _Run:
         self.step = self.position = self.saved = 0  # updates, samples taken, step of the newest checkpoint
         self.fp8 = Fp8Watch(job.watching, {})
         self.fell_back: list[str] = []  # sites that left fp8 in this run
+        self.epoch = 0.0  # passes over the data
+        self.stream: dict[str, int] | None = None  # of a stream: where the next sample begins
         self.rejected = 0  # consecutive steps that were not finite
         self.losses: list[float] = []  # of the steps since the last evaluation
         self.speeds: list[float] = []
@@ -254,7 +96,7 @@ class _Run:
         job, log = self.job, self.log
         self._begin()
         with job.data.loader() as loader:
-            loader.start(self.position)
+            loader.start(self.position, self.stream)
             while self.step < job.schedule.steps and not self.interrupt:
                 self._step(loader)
         self._save()
@@ -279,7 +121,7 @@ class _Run:
         check_same(state["must_match"], job.must_match)
         engine.restore(read)
         self.step = self.saved = state["step"]
-        self.position = state["position"]
+        self.position, self.stream = state["position"], state.get("stream")
         self.fp8 = Fp8Watch(job.watching, state["fp8"]["low"])
         self.fell_back = state["fp8"]["fell_back"]
         self.log.begin(resume_step=self.step)
@@ -299,20 +141,20 @@ class _Run:
             batch = loader.next()
             wait_ms += batch.wait_ms
             if micro_step == 0 and self.step == 0 and self.engine.needs_warm_up:
-                self.engine.warm_up(batch.tokens, batch.targets)
+                self.engine.warm_up(batch.tokens, batch.targets, batch.places)
             if micro_step == 0 and self.engine.plan.observed and self.fp8.due(self.step):
                 start += self._observe(batch)
-            self.engine.micro_step(batch.tokens, batch.targets, first=micro_step == 0)
+            self.engine.micro_step(batch.tokens, batch.targets, first=micro_step == 0, samples=batch.places)
             if micro_step == 0 and self.log.gpu_due(self.step + 1):
                 job.gpu.begin()  # the GPU works on the step from here on
         rate = job.schedule.learning_rate(self.step + 1)
         done = self.engine.update(self.step + 1, rate)
         seconds = time.perf_counter() - start
-        self.step, self.position = self.step + 1, batch.position
+        self.step, self.position, self.epoch, self.stream = self.step + 1, batch.position, batch.epoch, batch.stream
         last = self.step == job.schedule.steps
         record = TrainRecord(
             step=self.step,
-            epoch=self.position / job.data.train.num_windows,
+            epoch=batch.epoch,
             loss=done.loss,
             norm=done.norm,
             lr=rate,
@@ -339,7 +181,7 @@ class _Run:
     def _observe(self, batch: Batch) -> float:
         """Reads the errors of all fp8 copies, and lets sites fall back; returns the seconds that it took."""
         began, observed = time.perf_counter(), self.engine.plan.observed
-        fields = self.engine.observe(batch.tokens, batch.targets)
+        fields = self.engine.observe(batch.tokens, batch.targets, batch.places)
         errors = [CopyError.of(name, sites, row) for (name, sites), row in zip(observed.items(), fields, strict=True)]
         self.log.say(summary(errors))
         self.log.record("fp8", step=self.step, copies=[error.record() for error in errors])
@@ -393,7 +235,7 @@ class _Run:
                 "of them changed the weights: lower --learning-rate, set --grad-clip, or use a wider --matmul-dtype"
             )
 
-    def _evaluate(self, windows: Windows, *, whole: bool) -> None:
+    def _evaluate(self, windows: Samples, *, whole: bool) -> None:
         """Held-out loss now: the first batches, or at the end of the run all of them."""
         start, total, trained, tokens = time.perf_counter(), 0.0, 0, 0
         job = self.job
@@ -405,7 +247,7 @@ class _Run:
             total, trained, tokens = total + loss, trained + count, tokens + batch.tokens.size
         record = EvalRecord(
             step=self.step,
-            epoch=self.position / job.data.train.num_windows,
+            epoch=self.epoch,
             loss=total / max(trained, 1),
             train_loss=sum(self.losses) / len(self.losses) if self.losses else None,
             time_ms=1e3 * (time.perf_counter() - start),
@@ -424,6 +266,7 @@ class _Run:
         job = self.job
         state = {
             "position": self.position,
+            "stream": self.stream,
             "must_match": job.must_match,
             "algorithms": job.backend.algorithms,
             "sites": {"matmul": job.plan.precision.matmul, "wide": list(job.plan.precision.wide)},

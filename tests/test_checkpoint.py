@@ -32,7 +32,7 @@ from llmq.checkpoint import (
     save,
 )
 from llmq.errors import DataError, LlmqError, StorageError, UsageError
-from llmq.options import CheckpointOptions
+from llmq.sections import CheckpointOptions
 
 
 def some_tensors(seed: int = 0) -> dict[str, np.ndarray]:

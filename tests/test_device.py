@@ -14,7 +14,7 @@ from llmq import cuda_libraries, device, gpus, nvml
 from llmq.cuda_driver import Problem
 from llmq.device import CPU, Device
 from llmq.errors import MemoryLimitError, UsageError
-from llmq.options import SystemOptions
+from llmq.sections import SystemOptions
 
 AUTO, CUDA = SystemOptions(), SystemOptions(device="cuda")
 

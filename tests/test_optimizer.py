@@ -6,10 +6,10 @@ from tiny_engines import BF16, FP8, batch, engine_of, plan_of
 
 from llmq import optimizer
 from llmq.optimizer import Hyperparameters
-from llmq.options import OptimizerOptions
 from llmq.plan.plan import SCALE_STRIDE
 from llmq.presets import preset
 from llmq.rows import parameter_rows
+from llmq.sections import OptimizerOptions
 
 
 def test_every_option_becomes_its_constant():

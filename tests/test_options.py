@@ -6,19 +6,23 @@ import pytest
 import yaml
 
 from llmq.errors import UsageError
-from llmq.options import SECTIONS, Options, ScheduleOptions, descriptions, flag
+from llmq.options import SECTIONS, Options, descriptions
 from llmq.schema import json_schema
+from llmq.section import flag
+from llmq.sections import ScheduleOptions
 
 NEEDED = {"model": "Qwen/Qwen2.5-0.5B", "train_file": "train.bin"}
 DEFAULTS = {
     "revision": None,
     "from_scratch": False,
     "init_proj_to_zero": False,
+    "weight": None,
     "eval_file": None,
     "batch_size": 4,
     "global_batch_size": None,
     "grad_accumulation": 4,
     "seq_len": 1024,
+    "augment": None,
     "model_dtype": "bf16",
     "matmul_dtype": "bf16",
     "gradient_dtype": None,
@@ -53,6 +57,7 @@ DEFAULTS = {
     "weight_decay": 0.1,
     "grad_clip": 1.0,
     "z_loss": 0.0,
+    "neftune_alpha": 0.0,
     "name": "Qwen2.5-0.5B",
     "log_file": "runs/Qwen2.5-0.5B/log.jsonl",
     "log_every": 1,
@@ -204,6 +209,7 @@ def test_everything_wrong_is_said_at_once():
         ({"seed": 2**64}, "above the largest value"),
         ({"continue": ""}, "is empty"),
         ({"train_file": []}, "is empty"),
+        ({"weight": ["much"]}, "--weight much is not a number"),
         ({"recompute_ffn": "maybe"}, "is not true or false"),
         ({"learning_rate": None}, "is not a number"),
         ({"revision": ["a"]}, "is not text"),

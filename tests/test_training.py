@@ -8,6 +8,7 @@ import subprocess
 import sys
 import threading
 import time
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -15,9 +16,11 @@ import pytest
 from tiny_engines import tiny
 
 import llmq
-from llmq import auto, training
+from llmq import auto, job, training
 from llmq.checkpoint import hash_tensors, load
 from llmq.config import to_hf
+from llmq.data.loader import open_data
+from llmq.data.stream import Stream, StreamedDocument
 from llmq.data.token_file import TokenWriter
 from llmq.errors import DataError, MemoryLimitError, NonFiniteError, StorageError, UsageError
 from llmq.fp8_watch import CopyError
@@ -113,6 +116,49 @@ def test_a_continued_run_has_the_bits_of_one_that_was_never_stopped(given, preci
     assert exported[0] == exported[1]
 
 
+def test_a_mixed_run_with_noise_goes_on_with_the_same_bits_and_says_its_shares(given):
+    with TokenWriter("more.bin", vocab_size=97) as file:
+        file.append((np.arange(7 * T + 1) % 97).astype(np.int32))
+    given |= {"train_file": ["train.bin", "more.bin"], "weight": [0.75, "0.25"], "steps": 8}
+    given |= {"augment": "token-dropout=0.1,span-shuffle=0.3", "neftune_alpha": 5, "opt_m_dtype": "bf16"}
+    whole = llmq.train(**{**given, "name": "whole"})
+    assert "more.bin: 25.00% of the tokens, 8 samples, 1.14 epochs" in given["console"].getvalue()
+    shares = read_log(whole.log_path).header["dataset"]["mixture"]
+    assert [(s["weight"], s["share"], s["samples"]) for s in shares] == [(0.75, 0.75, 24), (0.25, 0.25, 8)]
+    llmq.train(**{**given, "ckpt_interval": 5, "ckpt_keep_n": 0})
+    parts = llmq.train(**{**given, "continue": 5, "overwrite": True})
+    assert weights_of(parts.checkpoint_path) == weights_of(whole.checkpoint_path)
+    assert parts.eval_loss == whole.eval_loss and parts.train_loss == whole.train_loss
+    for change, says in (({"weight": [0.5, 0.5]}, "mixture: "), ({"augment": None}, "augment: .*not set now")):
+        with pytest.raises(UsageError, match=says):
+            llmq.train(**{**given, **change, "continue": 5, "overwrite": True})
+
+
+def test_a_run_on_a_stream_goes_on_with_the_same_bits(given, monkeypatch):
+    opened = []
+
+    def open_at(shard, row):
+        opened.append((shard, row))
+        for number in range(10 * shard + row, 40):
+            size = 5 + 13 * number % 29
+            ids = np.random.default_rng(number).integers(0, 97, size)
+            yield StreamedDocument(number // 10, number % 10, ids, None)
+
+    def open_stream(options, vocab_size, seed, **about):
+        return replace(open_data(options, vocab_size, seed, **about), train=Stream(open_at, T, vocab_size, "stream"))
+
+    monkeypatch.setattr(job, "open_data", open_stream)
+    whole = llmq.train(**{**given, "name": "whole"})
+    llmq.train(**{**given, "ckpt_interval": 5, "ckpt_keep_n": 0})
+    opened.clear()
+    parts = llmq.train(**{**given, "continue": 5, "overwrite": True})
+    assert opened[0] != (0, 0)
+    assert weights_of(parts.checkpoint_path) == weights_of(whole.checkpoint_path)
+    assert np.array_equal(*(read_log(result.log_path).train["epoch"] for result in (whole, parts)))
+    with pytest.raises(UsageError, match="set --steps"):
+        llmq.train(**{**given, "name": "epochs", "steps": None, "epochs": 1})
+
+
 def test_recompute_flags_do_not_change_a_run(given):
     flags = {f"recompute_{name}": True for name in ("swiglu", "norm", "ffn", "qkv", "att", "block")}
     plain, small = (llmq.train(**{**given, **FP8, **more, "name": n}) for n, more in (("a", {}), ("b", flags)))
@@ -155,12 +201,8 @@ def test_a_site_falls_back_and_a_continued_run_knows(given, monkeypatch):
 
 def test_a_fallback_that_does_not_fit_is_refused(given, monkeypatch):
     strict(monkeypatch, ["layers.0.mlp.down"])
-    refuse, calls = training.refuse_if_too_large, []
-
-    def tight(plan, free, scratch):
-        calls.append(plan)
-        refuse(plan, free if len(calls) == 1 else plan.total_bytes - 1, scratch)
-
+    refuse = training.refuse_if_too_large
+    tight = lambda plan, free, scratch: refuse(plan, plan.total_bytes - 1, scratch)  # noqa: E731
     monkeypatch.setattr(training, "refuse_if_too_large", tight)
     result = llmq.train(**{**given, **FALLS, "fp8_fallback": True})
     texts = [event["text"] for event in read_log(result.log_path).events if event["type"] == "notice"]
@@ -387,3 +429,10 @@ def test_a_model_trained_from_scratch_takes_its_tokenizer_and_its_end_token_from
     assert json.loads((result.model_path / "config.json").read_text())["eos_token_id"] == 95
     assert json.loads((result.model_path / "generation_config.json").read_text())["eos_token_id"] == 95
     assert (result.model_path / "tokenizer.json").read_bytes() == (source / "tokenizer.json").read_bytes()
+    tuning = {**given, "model": str(result.model_path), "from_scratch": False, "name": "tuned", "dry_run": True}
+    tuning |= {"train_file": "tokens/train.bin", "eval_file": "tokens/train.bin"}
+    llmq.train(**tuning)
+    tokenizer.add_special_tokens(["<other>"])
+    tokenizer.save(str(result.model_path / "tokenizer.json"))
+    with pytest.raises(DataError, match=r"train\.bin is of another tokenizer"):
+        llmq.train(**tuning)

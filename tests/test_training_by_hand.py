@@ -38,7 +38,7 @@ def token_files(folder):
 
 def windows_of(path):
     """Tokens and shifted targets (windows, T), without the loader."""
-    tokens = np.fromfile(path, "<i4", offset=1024)
+    tokens = np.fromfile(path, "<u2", offset=1024).astype(np.int32)
     count = (14 * T + 2) // T if path.name == "train.bin" else 5
     return tokens[: count * T].reshape(count, T), tokens[1 : count * T + 1].reshape(count, T)
 

@@ -4,9 +4,15 @@ from __future__ import annotations
 
 from typing import Any
 
+from llmq.tensor import Slot
+
 
 class Embed:
     """res = weight[tokens]."""
+
+    def slots(self, b: int, t: int) -> tuple[Slot, ...]:
+        """No intermediates."""
+        return ()
 
     def forward(self, ops: Any, a: Any, w: Any) -> None:
         """a.out (B,T,C) <- a.batch.tokens (B,T)."""
@@ -15,3 +21,20 @@ class Embed:
     def backward(self, ops: Any, a: Any, d: Any, w: Any, dw: Any) -> None:
         """dw.weight (Vp,C) <- d.out (B,T,C)."""
         ops.embedding_backward(dw.weight, d.out, a.batch.tokens)
+
+
+class NoisyEmbed(Embed):
+    """res = weight[tokens] + noise, for training (NEFTune); the gradient passes the noise as it is."""
+
+    def __init__(self, hidden_size: int, alpha: float, seed: int, stream: int) -> None:
+        self.hidden_size = hidden_size
+        self.numbers = {"alpha": alpha, "seed": seed, "stream": stream}
+
+    def slots(self, b: int, t: int) -> tuple[Slot, ...]:
+        """clean (B,T,C)."""
+        return (Slot("clean", (b, t, self.hidden_size)),)
+
+    def forward(self, ops: Any, a: Any, w: Any) -> None:
+        """a.out (B,T,C) <- a.batch.tokens (B,T), a.batch.samples (B,)."""
+        ops.embedding_forward(a.clean, a.batch.tokens, w.weight)
+        ops.embedding_noise(a.out, a.clean, a.batch.samples, **self.numbers)

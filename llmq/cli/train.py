@@ -11,8 +11,9 @@ from typing import Any
 import click
 
 from llmq.cli import shell
-from llmq.options import SECTIONS, Description, Options, descriptions, flag
+from llmq.options import SECTIONS, Options, descriptions
 from llmq.schema import json_schema
+from llmq.section import Description, flag
 
 WIDTH = 100  # largest width of the help
 COLUMN = 34  # where its explanations begin

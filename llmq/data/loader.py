@@ -1,8 +1,9 @@
 """From the data options to batches: what is trained on, in which order, read ahead of the training thread.
 
 The order of the samples is one endless sequence: place s holds sample s % N of epoch s // N's permutation, so that the
-last step of an epoch wraps into the next, and training can start at any place. A rank of W takes rows of each group of
-W * batch_size consecutive places; what a whole step sees does not depend on W.
+last step of an epoch wraps into the next, and training can start at any place. A mixture has an order of its own over
+the same places (llmq/data/mixture.py); a stream has no places, and goes on from its state (llmq/data/stream.py). A rank
+of W takes rows of each group of W * batch_size consecutive places; what a whole step sees does not depend on W.
 """
 
 from __future__ import annotations
@@ -11,24 +12,30 @@ import queue
 import threading
 import time
 import weakref
-from collections.abc import Iterator
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from types import TracebackType
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from llmq.data.augment import Augmentation, open_augmentation
+from llmq.data.mixture import MixEntry, Mixture, Share, mix_file, read_mix
 from llmq.data.permutation import sample_order
 from llmq.data.sidecar import Sidecar, tokenizer_folder
-from llmq.data.windows import Windows, open_windows, require_one_tokenizer
+from llmq.data.stream import Stream
+from llmq.data.windows import Rows, Samples, open_windows, require_one_tokenizer
 from llmq.errors import DataError, UsageError
 from llmq.tensor import IGNORED
 
 if TYPE_CHECKING:
-    from llmq.options import DataOptions
+    from llmq.sections import DataOptions
 
-PREFETCHED = 4  # batches read ahead: B * T * 8 bytes each, 256 KiB at 8 x 4096
+# Batches read ahead: B * T * 8 bytes each, 256 KiB at 32 x 1024. They are pageable; the copy into a GPU's pinned ring
+# takes 25 us at that size, 0.02% of a step at 250,000 tokens/s: pinned buffers handed to and fro would not be worth it.
+PREFETCHED = 4
 
 
 @dataclass(frozen=True, eq=False)
@@ -37,7 +44,11 @@ class Batch:
 
     tokens: np.ndarray  # (B,T) int32
     targets: np.ndarray  # (B,T) int32; -100 is not trained
+    borders: np.ndarray | None  # (B,D+1) int32: starts of each row's documents, then T repeated; None: not packed
     position: int  # samples taken by all ranks up to and with this batch: where to start to get the next one
+    places: np.ndarray | None = None  # (B,) int64: where each row stands in the run's sequence; None in evaluation
+    epoch: float = 0.0  # passes over the data up to and with this batch
+    stream: dict[str, int] | None = None  # of a stream: what goes to `start` beside the position
     wait_ms: float = 0.0  # how long the training thread waited for it
 
 
@@ -45,13 +56,14 @@ class Batch:
 class Data:
     """The data of a run. A step takes batch_size * grad_accumulation samples on each of the ranks."""
 
-    train: Windows
-    eval: Windows | None
+    train: Samples | Stream
+    eval: Samples | None
     batch_size: int
     seq_len: int
     grad_accumulation: int
     seed: int
     world: int
+    augment: Augmentation | None = None
 
     @property
     def samples_per_step(self) -> int:
@@ -59,7 +71,21 @@ class Data:
 
     def loader(self, rank: int = 0) -> Loader:
         """A loader of the training data for one rank; call its `start`."""
-        return Loader(self.train, self.batch_size, self.seq_len, self.seed, rank, self.world)
+        return Loader(self.train, self.batch_size, self.seq_len, self.seed, rank, self.world, augment=self.augment)
+
+    def shares(self, num_samples: int) -> list[Share]:
+        """What each source gives to the first `num_samples` samples; empty if the data is no mixture."""
+        return self.train.shares(num_samples) if isinstance(self.train, Mixture) else []
+
+    def identity(self) -> dict[str, Any]:
+        """What a run that continues another must have in common with it, beside the seed; as JSON knows it."""
+        train = self.train
+        return {
+            "seq_len": self.seq_len,
+            "training samples": train.num_windows,
+            **({"mixture": train.identity()} if isinstance(train, Mixture) else {}),
+            **({"augment": [list(rate) for rate in self.augment.rates]} if self.augment else {}),
+        }
 
     def tokenizer_folder(self) -> Path | None:
         """Folder with the files of the tokenizer that made the training data; None if no file has a sidecar."""
@@ -75,11 +101,13 @@ class Data:
                 yield file.path, sidecar
 
 
-def open_data(options: DataOptions, vocab_size: int, seed: int, *, world: int = 1) -> Data:
-    """Opens and checks all token files of a run for a model of `vocab_size` ids.
+def open_data(
+    options: DataOptions, vocab_size: int, seed: int, *, tokenizer: Path | None = None, world: int = 1
+) -> Data:
+    """Opens and checks all token files of a run for a model of `vocab_size` ids, whose `tokenizer` is in a folder.
 
     Raises UsageError if the global batch is no multiple of what the ranks take at once, and DataError if a file is bad
-    (see open_windows) or there are fewer samples than one step or one evaluation needs.
+    (see open_windows) or of another tokenizer, or there are fewer samples than one step or one evaluation needs.
     """
     per_micro_step = options.batch_size * world
     accumulation = options.grad_accumulation
@@ -92,16 +120,20 @@ def open_data(options: DataOptions, vocab_size: int, seed: int, *, world: int = 
                 f"global_batch_size {options.global_batch_size} is not a multiple of {per_micro_step}, which is "
                 f"batch_size {options.batch_size}{on_ranks}: use {lower} or {lower + per_micro_step}"
             )
+    augment = open_augmentation(options.augment, vocab_size, seed)
     problems, found = [], []
-    for patterns in (options.train_file, options.eval_file or ()):
+    for open_part in (
+        lambda: _open_train(options, vocab_size, seed),
+        lambda: open_windows(options.eval_file or (), options.seq_len, vocab_size),
+    ):
         try:
-            found.append(open_windows(patterns, options.seq_len, vocab_size))
+            found.append(open_part())
         except DataError as error:
             problems.append(str(error))
     if problems:
         raise DataError("\n".join(problems))
     train, evaluation = found
-    require_one_tokenizer((*train.token_files, *evaluation.token_files))
+    require_one_tokenizer((*train.token_files, *evaluation.token_files), tokenizer)
     needed = per_micro_step * accumulation
     if train.num_windows < needed:
         problems.append(
@@ -124,10 +156,52 @@ def open_data(options: DataOptions, vocab_size: int, seed: int, *, world: int = 
         grad_accumulation=accumulation,
         seed=seed,
         world=world,
+        augment=augment,
     )
 
 
-def eval_batches(windows: Windows, batch_size: int, seq_len: int, num_steps: int | None = None) -> Iterator[Batch]:
+def _open_train(options: DataOptions, vocab_size: int, seed: int) -> Samples:
+    """The training data: windows, or a mixture where there are weights. DataError names all bad files."""
+    if mix := mix_file(options.train_file):
+        if options.weight is not None or len(options.train_file) > 1:
+            raise UsageError(
+                f"--train-file {mix} describes a whole mixture, with its weights: leave out --weight and other files, "
+                "or put them into it"
+            )
+        entries = read_mix(mix)
+        if datasets := [entry.data for entry in entries if entry.data is not None]:
+            raise UsageError(
+                f"{mix}: {', '.join(datasets)}: --train-file takes token files: make them with "
+                "tokenize-data, and name them as train_file"
+            )
+    elif options.weight is not None:
+        if len(options.weight) != len(options.train_file):
+            raise UsageError(
+                f"--weight is given {len(options.weight)} times and --train-file {len(options.train_file)} times: "
+                "give one weight for each"
+            )
+        entries = [MixEntry((name,), weight) for name, weight in zip(options.train_file, options.weight, strict=True)]
+    else:
+        return open_windows(options.train_file, options.seq_len, vocab_size)
+    return open_mixture(entries, options.seq_len, vocab_size, seed)
+
+
+def open_mixture(entries: Sequence[MixEntry], seq_len: int, vocab_size: int, seed: int) -> Mixture:
+    """A mixture of token files. Raises DataError and UsageError as open_windows and Mixture; no file may be in two."""
+    problems, sources = [], []
+    for entry in entries:
+        try:
+            sources.append(open_windows(entry.train_file, seq_len, vocab_size))
+        except DataError as error:
+            problems.append(str(error))
+    paths = Counter(file.path for source in sources for file in source.token_files)
+    problems += [f"{path} is in {count} sources: name every file once" for path, count in paths.items() if count > 1]
+    if problems:
+        raise DataError("\n".join(problems))
+    return Mixture(sources, [entry.weight for entry in entries], seed, [entry.name for entry in entries])
+
+
+def eval_batches(windows: Samples, batch_size: int, seq_len: int, num_steps: int | None = None) -> Iterator[Batch]:
     """The windows in the order of the files: at most `num_steps` batches, or all of them.
 
     The last batch is filled up with rows that are not trained.
@@ -138,8 +212,14 @@ def eval_batches(windows: Windows, batch_size: int, seq_len: int, num_steps: int
         samples = np.arange(start, min(start + batch_size, stop))
         tokens = np.zeros((batch_size, seq_len), np.int32)
         targets = np.full((batch_size, seq_len), IGNORED, np.int32)
-        tokens[: len(samples)], targets[: len(samples)] = windows.read(samples)
-        yield Batch(tokens, targets, position=start + len(samples))
+        rows = windows.read(samples)
+        tokens[: len(samples)], targets[: len(samples)] = rows.tokens, rows.targets
+        borders = None
+        if rows.borders is not None:
+            borders = np.full((batch_size, rows.borders.shape[1]), seq_len, np.int32)
+            borders[:, 0] = 0
+            borders[: len(samples)] = rows.borders
+        yield Batch(tokens, targets, borders, position=start + len(samples))
 
 
 class Loader:
@@ -149,17 +229,28 @@ class Loader:
     """
 
     def __init__(
-        self, windows: Windows, batch_size: int, seq_len: int, seed: int, rank: int = 0, world: int = 1
+        self,
+        windows: Samples | Stream,
+        batch_size: int,
+        seq_len: int,
+        seed: int,
+        rank: int = 0,
+        world: int = 1,
+        *,
+        augment: Augmentation | None = None,
     ) -> None:
         assert seq_len == windows.seq_len and 0 <= rank < world
         self.windows, self.batch_size, self.seed = windows, batch_size, seed
-        self.rank, self.world = rank, world
+        self.rank, self.world, self.augment = rank, world, augment
         self._reader: _Reader | None = None
 
-    def start(self, position: int = 0) -> Loader:
-        """Begins to read at sample `position` of the sequence of all ranks: 0, or the `position` of a batch."""
+    def start(self, position: int = 0, stream: Mapping[str, int] | None = None) -> Loader:
+        """Begins to read at sample `position` of the sequence of all ranks: 0, or the `position` of a batch.
+
+        Of a stream, the batch's `stream` is needed too.
+        """
         self.close()
-        self._reader = _Reader(self._batches(position))
+        self._reader = _Reader(self._batches(position, stream))
         self._collected = weakref.finalize(self, self._reader.stop)
         return self
 
@@ -186,19 +277,51 @@ class Loader:
     ) -> None:
         self.close()
 
-    def _batches(self, position: int) -> Iterator[Batch]:
-        # A generator over local values: the thread that runs it must not keep the loader alive.
-        return _training_batches(self.windows, self.batch_size, self.seed, self.rank, self.world, position)
+    def _batches(self, position: int, stream: Mapping[str, int] | None) -> Iterator[Batch]:
+        # Generators over local values: the thread that runs one must not keep the loader alive.
+        about = (self.batch_size, self.rank, self.world, position, self.augment)
+        if isinstance(self.windows, Stream):
+            return _streamed_batches(self.windows, stream, *about)
+        return _training_batches(self.windows, self.seed, *about)
 
 
 def _training_batches(
-    windows: Windows, batch_size: int, seed: int, rank: int, world: int, position: int
+    windows: Samples, seed: int, batch_size: int, rank: int, world: int, position: int, augment: Augmentation | None
 ) -> Iterator[Batch]:
     while True:
         places = position + rank * batch_size + np.arange(batch_size)
-        tokens, targets = windows.read(sample_order(places, windows.num_windows, seed))
+        if isinstance(windows, Mixture):
+            rows = windows.read(windows.order(places))
+        else:
+            rows = windows.read(sample_order(places, windows.num_windows, seed))
+        if augment is not None:
+            rows = augment(rows, places)
         position += batch_size * world
-        yield Batch(tokens, targets, position)
+        yield Batch(*rows, position, places, epoch=position / windows.num_windows)
+
+
+def _streamed_batches(
+    stream: Stream,
+    state: Mapping[str, int] | None,
+    batch_size: int,
+    rank: int,
+    world: int,
+    position: int,
+    augment: Augmentation | None,
+) -> Iterator[Batch]:
+    assert position == 0 or state is not None
+    rows = stream.rows(state)
+    while True:
+        # Every rank reads all rows: which of them are whole windows depends on all documents before.
+        group = [next(rows) for _ in range(batch_size * world)]
+        mine = group[rank * batch_size : (rank + 1) * batch_size]
+        batch = Rows(np.stack([tokens for tokens, _, _ in mine]), np.stack([targets for _, targets, _ in mine]), None)
+        places = position + rank * batch_size + np.arange(batch_size)
+        if augment is not None:
+            batch = augment(batch, places)
+        position += batch_size * world
+        state = group[-1][2]
+        yield Batch(*batch, position, places, epoch=float(state["epoch"]), stream=dict(state))
 
 
 class _Reader:

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import hashlib
+import json
 import os
 import shutil
 from pathlib import Path
+from typing import Any
 
 from pydantic import BaseModel, ConfigDict, ValidationError
 
@@ -102,6 +104,26 @@ def tokenizer_hash(folder: Path) -> str:
         return hashlib.sha256(path.read_bytes()).hexdigest()
     except OSError as error:
         raise DataError(f"{path}: cannot be read ({error.strerror}): give a folder with a tokenizer.json") from None
+
+
+def same_ids(one: Path, other: Path) -> bool:
+    """Whether the tokenizer.json of two folders give the same ids: their parts that decide on ids are equal.
+
+    The same tokenizer saved by another version of a library has another hash: keys in another order, merges as pairs.
+    """
+    try:
+        found = [json.loads((folder / "tokenizer.json").read_text(encoding="utf-8")) for folder in (one, other)]
+        return len({json.dumps([_deciding(content)], sort_keys=True) for content in found}) == 1
+    except (OSError, ValueError, AttributeError, TypeError):
+        return False
+
+
+def _deciding(content: dict[str, Any]) -> dict[str, Any]:
+    parts = {name: content.get(name) for name in ("added_tokens", "normalizer", "pre_tokenizer", "model")}
+    model = dict(parts["model"] or {})
+    if "merges" in model:
+        model["merges"] = [pair.split(" ") if isinstance(pair, str) else pair for pair in model["merges"]]
+    return {**parts, "model": model}
 
 
 def copy_tokenizer(source: Path, target: Path) -> None:

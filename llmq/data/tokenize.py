@@ -86,7 +86,9 @@ def tokenize_data(
         for name, part in ((TRAIN, train), (EVAL, evaluation)):
             if not part:
                 continue
-            writer = stack.enter_context(TokenWriter(folder / name, vocab_size=opened.vocab_size))
+            writer = stack.enter_context(
+                TokenWriter(folder / name, vocab_size=opened.vocab_size, tokenizer_sha256=opened.sha256)
+            )
             for ids, num_bytes in _tokenized(part, opened):
                 writer.append(ids)
                 done += num_bytes

@@ -5,16 +5,46 @@ from __future__ import annotations
 import glob
 from collections.abc import Iterable, Sequence
 from pathlib import Path
+from typing import NamedTuple, Protocol
 
 import numpy as np
 
-from llmq.data.sidecar import SUFFIX, Sidecar
+from llmq.data.sidecar import SUFFIX, Sidecar, same_ids, tokenizer_hash
 from llmq.data.token_file import TokenFile
 from llmq.errors import DataError
 from llmq.tensor import IGNORED
 
 CHECKED_WHOLE = 1 << 26  # tokens: the ids of files up to this (256 MiB) are all checked when training starts
 CHECKED_ENDS = 1 << 20  # tokens at each end that are checked in larger ones; every batch is checked in any case
+
+
+class Rows(NamedTuple):
+    """Samples as they go into a batch, n rows of T tokens."""
+
+    tokens: np.ndarray  # (n,T) int32
+    targets: np.ndarray  # (n,T) int32; -100 is not trained
+    borders: (
+        np.ndarray | None
+    )  # (n,D+1) int32: starts of a row's documents, ascending, then T repeated; None: not packed
+
+
+class Samples(Protocol):
+    """What a loader reads: samples that are numbered from 0, of any kind."""
+
+    seq_len: int
+    num_tokens: int
+    token_files: tuple[TokenFile, ...]
+
+    @property
+    def num_windows(self) -> int:
+        """How many samples there are: one epoch."""
+
+    @property
+    def files(self) -> list[tuple[Path, int]]:
+        """Path and number of tokens of each file."""
+
+    def read(self, samples: np.ndarray) -> Rows:
+        """The samples with the numbers `samples` (n,); DataError if an id is not in the vocabulary."""
 
 
 class Windows:
@@ -49,8 +79,8 @@ class Windows:
         """Path and number of tokens of each file."""
         return [(file.path, file.num_tokens) for file in self.token_files]
 
-    def read(self, samples: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        """Tokens and targets, both (len(samples), seq_len) int32, of the windows with the numbers `samples`.
+    def read(self, samples: np.ndarray) -> Rows:
+        """The windows with the numbers `samples` (n,), not packed.
 
         Targets that the file's masks exclude are -100. Raises DataError if an id is not in the vocabulary.
         """
@@ -67,7 +97,7 @@ class Windows:
             targets[row] = file.tokens[start + 1 : stop + 1]
             if file.mask_bits is not None:
                 targets[row, ~file.trained(start + 1, stop + 1)] = IGNORED
-        return tokens, targets
+        return Rows(tokens, targets, None)
 
 
 def open_windows(patterns: Iterable[str], seq_len: int, vocab_size: int) -> Windows:
@@ -111,20 +141,38 @@ def matched(patterns: Iterable[str], problems: list[str], skip: str | None = Non
     return list(found)
 
 
-def require_one_tokenizer(files: Iterable[TokenFile]) -> None:
-    """Raises DataError if the files' sidecars tell of more than one tokenizer, or are unreadable."""
+def require_one_tokenizer(files: Iterable[TokenFile], model: Path | None = None) -> None:
+    """Raises DataError if the files' headers and sidecars tell of more than one tokenizer, or are unreadable.
+
+    `model` is the folder of the model: if it has a tokenizer.json, the files must have the ids of that.
+    """
     problems: list[str] = []
-    first: dict[str, str] = {}  # tokenizer hash -> who has it
+    first: dict[str, tuple[TokenFile, str, Path | None]] = {}  # tokenizer hash -> who has it, its name, its folder
     for file in files:
         try:
             sidecar = Sidecar.read(file.path, file.num_tokens)
         except DataError as error:
             problems.append(str(error))
             continue
-        if sidecar is not None:
-            first.setdefault(sidecar.tokenizer.sha256, f"{file.path} ({sidecar.tokenizer.source})")
+        said = sidecar.tokenizer if sidecar is not None else None
+        found = file.tokenizer_sha256 or (said.sha256 if said else None)
+        if said and found != said.sha256:
+            problems.append(
+                f"{file.path} and its sidecar tell of different tokenizers: make both again, or delete the sidecar"
+            )
+        elif found:
+            folder = file.path.parent / said.folder if said else None
+            first.setdefault(found, (file, said.source if said else f"sha256 {found[:12]}...", folder))
     if len(first) > 1:
-        problems.append(f"the files are of different tokenizers: {', '.join(first.values())}: tokenize all with one")
+        named = [f"{file.path} ({name})" for file, name, _ in first.values()]
+        problems.append(f"the files are of different tokenizers: {', '.join(named)}: tokenize all with one")
+    elif first and model is not None and (model / "tokenizer.json").is_file():
+        ((found, (file, name, folder)),) = first.items()
+        if tokenizer_hash(model) != found and not (folder and same_ids(folder, model)):
+            problems.append(
+                f"{file.path} is of another tokenizer ({name}) than the model's in {model}: tokenize the text with "
+                f"--tokenizer {model}, or train another model"
+            )
     _raise(problems)
 
 

@@ -16,6 +16,7 @@ from llmq.ops import reference
 
 # op -> {output: input whose memory it may take when that input is read for the last time}
 MAY_SHARE: dict[str, dict[str, str]] = {
+    "embedding_noise": {"out": "res"},
     "rmsnorm_backward": {"d_out": "d_res"},
     "rope_forward": {"out": "qkv"},
     "rope_backward": {"d_qkv": "d_out"},

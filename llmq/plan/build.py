@@ -2,20 +2,26 @@
 
 from __future__ import annotations
 
+import zlib
+from dataclasses import replace
+
 from llmq.blocks.attention import Attention, DenseCore, Heads, NormedRotary, Rotary
-from llmq.blocks.embed import Embed
+from llmq.blocks.embed import Embed, NoisyEmbed
 from llmq.blocks.head import Head
 from llmq.blocks.mlp import Mlp
 from llmq.config import ModelConfig
 from llmq.errors import UsageError
 from llmq.model import Block, Model
+from llmq.optimizer import Hyperparameters
 from llmq.plan.memory import Memory
 from llmq.plan.precision import HEAD, SITES, Precision
 from llmq.rows import padded_vocab
 
+NOISE_STREAM = zlib.crc32(b"embedding noise")  # addresses its random bits, as a parameter's name does
 
-def build_model(config: ModelConfig, precision: Precision, memory: Memory, z_loss: float) -> Model:
-    """The objects whose forward and backward are recorded. UsageError for what cannot be combined."""
+
+def build_model(config: ModelConfig, precision: Precision, memory: Memory, hyper: Hyperparameters, seed: int) -> Model:
+    """The objects whose forward and backward are recorded in training. UsageError for what cannot be combined."""
     if precision.head == "e4m3" and precision.scaling == "blockwise":
         raise UsageError(
             "--head-dtype e4m3 needs one scale per tensor or row, as cuBLASLt takes 1x128 scales neither for a chunk "
@@ -32,5 +38,11 @@ def build_model(config: ModelConfig, precision: Precision, memory: Memory, z_los
         mlp = Mlp(c, config.intermediate_size, eps, up, down)
         blocks.append(Block(attention, mlp))
     padded = padded_vocab(config)
-    head = Head(c, config.vocab_size, padded, eps, memory.head_chunks, z_loss, precision.site(HEAD))
-    return Model(Embed(), tuple(blocks), head)
+    head = Head(c, config.vocab_size, padded, eps, memory.head_chunks, hyper.z_loss, precision.site(HEAD))
+    embed = NoisyEmbed(c, hyper.neftune_alpha, seed, NOISE_STREAM) if hyper.neftune_alpha else Embed()
+    return Model(embed, tuple(blocks), head)
+
+
+def without_noise(model: Model) -> Model:
+    """The model as it is evaluated."""
+    return replace(model, embed=Embed())

@@ -9,7 +9,7 @@ from llmq.errors import UsageError
 from llmq.plan.recompute import ROLES
 
 if TYPE_CHECKING:
-    from llmq.options import MemoryOptions
+    from llmq.sections import MemoryOptions
 
 # Automatic head chunks keep the logits of a chunk below the larger of these. On an H200 Qwen2.5-0.5B with an fp8 head
 # is 2.3% faster in 4 chunks than in the 16 of 1 GiB each; a bf16 head does not care.

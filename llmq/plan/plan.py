@@ -12,7 +12,7 @@ from llmq.errors import UsageError
 from llmq.model import Model
 from llmq.ops.record import Call, Recompute, Recorder
 from llmq.optimizer import Hyperparameters
-from llmq.plan.build import build_model
+from llmq.plan.build import build_model, without_noise
 from llmq.plan.memory import Memory
 from llmq.plan.observe import observed
 from llmq.plan.precision import Precision
@@ -119,7 +119,7 @@ class Recordings:
         """Frames of b sequences whose inputs are `name.tokens` and so on, and whose totals are `sums`."""
         shape = (b, self.seq_len)
         inputs = {key: Ref(f"{name}.{key}", "batch", shape, "int32") for key in ("tokens", "targets", "positions")}
-        inputs["index"] = Ref(f"{name}.index", "batch", (b,), "int32")
+        inputs |= {key: Ref(f"{name}.{key}", "batch", (b,), "int32") for key in ("index", "samples")}
         shared = {"batch": Frame(inputs), "const": Frame({"rope": self.rope}), "total": Frame(sums)}
         p = self.precision
         return Frames(self.model, shared, b, self.seq_len, self.config.hidden_size, p.model, p.stat, micro_step)
@@ -140,7 +140,7 @@ class Recordings:
         ops = Recorder()
         sums = {name: replace(ref, name=f"evaluate.{name}") for name, ref in self.sums.items()}
         frames = self.frames(self.batch_size, "batch", sums, 0)
-        self.model.forward(ops, frames.a, self.weights)
+        without_noise(self.model).forward(ops, frames.a, self.weights)
         self.model.head.evaluate(ops, frames.a["head"], frames.d["head"], self.weights.bundle("head"))
         return ops.calls
 
@@ -149,7 +149,7 @@ class Recordings:
         ops = Recorder()
         logits = Ref("logits", "cell", (1, 1, self.model.head.vp), self.precision.model)
         frames = self.frames(1, "prompt", {"logits": logits}, 1)
-        self.model.forward(ops, frames.a, self.weights)
+        without_noise(self.model).forward(ops, frames.a, self.weights)
         self.model.head.generate(ops, frames.a["head"], self.weights.bundle("head"))
         return ops.calls
 
@@ -195,7 +195,7 @@ def make_plan(
     byte.
     """
     rows = parameter_rows(config)
-    model = build_model(config, precision, memory, hyper.z_loss)
+    model = build_model(config, precision, memory, hyper, seed)
     recordings = Recordings(model, config, precision, hyper, rows, batch_size, seq_len, seed)
     plain = recordings.train()
     made = {storage_name(ref): ref for call in plain for ref in call.outputs if ref is not None}

@@ -15,7 +15,7 @@ from llmq.sites.bf16 import Bf16Linear
 from llmq.sites.fp8 import Fp8Linear
 
 if TYPE_CHECKING:
-    from llmq.options import PrecisionOptions
+    from llmq.sections import PrecisionOptions
 
 SITES = ("attention.qkv", "attention.o", "mlp.up", "mlp.down")  # the linear maps of a layer
 HEAD = "head"

@@ -15,8 +15,8 @@ from pathlib import Path
 from typing import Any
 
 from llmq.errors import LlmqError
-from llmq.options import flag
 from llmq.quickstart.settings import Places, Settings, options
+from llmq.section import flag
 from llmq.weight_files import weight_files
 
 POLL_S = 0.05

@@ -187,6 +187,12 @@ def _embedding_forward(a: Arrays, s: Sizes) -> tuple[Call, int]:
     return lambda: OPS.embedding_forward(res, tokens, weight), (rows - s.v) * s.c * 2
 
 
+def _embedding_noise(a: Arrays, s: Sizes) -> tuple[Call, int]:
+    shape = (s.b, s.t, s.c)
+    out, res, samples = a.output(shape), a.tensor(shape), a.tensor((s.b,), "int32", high=s.b)
+    return lambda: OPS.embedding_noise(out, res, samples, alpha=5.0, seed=1, stream=2), 0
+
+
 def _embedding_backward(a: Arrays, s: Sizes) -> tuple[Call, int]:
     d_weight, d_res, (tokens, rows) = a.output((s.v, s.c)), a.tensor((s.b, s.t, s.c)), _zipf(a, s)
     d_weight.accumulate = True
@@ -270,6 +276,7 @@ BLOCKS = (Form("e4m3", "row", "blockwise"), Form("e4m3", "col", "blockwise"))
 TILES = (Form("e4m3", "row", "tilewise"), Form("e4m3", "col", "tilewise"))
 CASES: dict[str, Maker] = {
     "embedding_forward": _embedding_forward,
+    "embedding_noise": _embedding_noise,
     "embedding_backward": _embedding_backward,
     "rmsnorm_forward": _rmsnorm_forward((None,)),
     "rmsnorm_forward+fp8": _rmsnorm_forward(FP8),

@@ -51,7 +51,8 @@ class Frames:
         count = len(model.blocks)
         stream = [self._ref(prefix, layer, "attention.res", res, ()) for layer in range(count)]
         stream.append(self._ref(prefix, None, "head.res", res, ()))
-        frames: dict[Any, Any] = {"embed": self._frame({"out": stream[0]})}
+        embed = self._refs(prefix, None, "embed", model.embed.slots(b, t))
+        frames: dict[Any, Any] = {"embed": self._frame({**embed, "out": stream[0]})}
         for layer, block in enumerate(model.blocks):
             middle = self._ref(prefix, layer, "mlp.res", res, ("block",))
             joints = {"attention": (stream[layer], middle), "mlp": (middle, stream[layer + 1])}

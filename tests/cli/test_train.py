@@ -14,7 +14,8 @@ import pytest
 from llmq import errors
 from llmq.cli import shell
 from llmq.cli.train import command
-from llmq.options import Options, descriptions, flag
+from llmq.options import Options, descriptions
+from llmq.section import flag
 
 ROOT = Path(__file__).parents[2]
 NEEDED = ["--model=m", "--train-file=t.bin"]

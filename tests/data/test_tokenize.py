@@ -27,6 +27,8 @@ class Options:
     seq_len: int = 4
     grad_accumulation: int = 1
     global_batch_size: int | None = None
+    weight: tuple[float, ...] | None = None
+    augment: str | None = None
 
 
 def reference(folder: Path, documents: list[str], eos: int) -> list[int]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
 import numpy as np
@@ -10,8 +11,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from llmq.data import windows as windows_module
+from llmq.data.sidecar import Sidecar, TokenizerNote, sidecar_name, tokenizer_hash
 from llmq.data.token_file import TokenFile
-from llmq.data.windows import Windows, open_windows
+from llmq.data.windows import Windows, open_windows, require_one_tokenizer
 from llmq.errors import DataError
 
 
@@ -44,7 +46,8 @@ def test_windows_are_consecutive_with_shifted_targets(
     assert windows.num_windows == len(want) == sum(max(size - 1, 0) // seq_len for size in sizes)
     assert windows.num_tokens == sum(sizes)
     order = rng.permutation(len(want))
-    tokens, targets = windows.read(order)
+    tokens, targets, borders = windows.read(order)
+    assert borders is None
     assert tokens.dtype == targets.dtype == np.int32 and tokens.shape == (len(want), seq_len)
     assert list(zip(tokens.tolist(), targets.tolist(), strict=True)) == [want[i] for i in order]
 
@@ -102,3 +105,46 @@ def test_foreign_ids_within_a_large_file_are_found_when_read(tmp_path: Path, mon
     tokens[18] = 50
     with pytest.raises(DataError, match="token 18 has the id 50"):
         open_windows([str(write(tmp_path / "b.bin", tokens))], 3, 50)
+
+
+def tokenizer_folder(folder: Path, content: dict[str, object]) -> Path:
+    folder.mkdir(parents=True)
+    (folder / "tokenizer.json").write_text(json.dumps(content))
+    return folder
+
+
+def with_sidecar(path: Path, folder: Path) -> TokenFile:
+    """A token file whose sidecar and header tell of the tokenizer in `folder`, which lies beside it."""
+    sha256 = tokenizer_hash(folder)
+    TokenFile.write(path, np.arange(7), vocab_size=9, tokenizer_sha256=sha256)
+    note = TokenizerNote(
+        source="me/mine", revision=None, sha256=sha256, folder=folder.name, vocab_size=9, eos_token="e", eos_token_id=1
+    )
+    Sidecar(num_tokens=7, num_documents=1, document_rule="", text=("t",), tokenizer=note).write(path)
+    return TokenFile.open(path)
+
+
+def test_ids_of_another_tokenizer_than_the_models_are_refused(tmp_path: Path) -> None:
+    merges = ["a b", "b c"]
+    mine = tokenizer_folder(tmp_path / "mine", {"model": {"vocab": {"a": 0}, "merges": merges}, "padding": None})
+    file = with_sidecar(tmp_path / "a.bin", mine)
+    require_one_tokenizer([file], mine)
+    require_one_tokenizer([file], tmp_path)  # a model without a tokenizer
+    pairs = [pair.split() for pair in merges]
+    resaved = {"padding": {"length": 8}, "normalizer": None, "model": {"merges": pairs, "vocab": {"a": 0}}}
+    require_one_tokenizer([file], tokenizer_folder(tmp_path / "resaved", resaved))
+    other = tokenizer_folder(tmp_path / "other", {"model": {"vocab": {"a": 0}, "merges": merges[::-1]}})
+    with pytest.raises(DataError, match=r"a\.bin is of another tokenizer \(me/mine\).*--tokenizer .*other"):
+        require_one_tokenizer([file], other)
+    sidecar_name(file.path).unlink()
+    with pytest.raises(DataError, match=r"a\.bin is of another tokenizer \(sha256 [0-9a-f]{12}\.\.\.\)"):
+        require_one_tokenizer([file], other)
+    TokenFile.write(file.path, np.arange(7), vocab_size=9, version=2)
+    require_one_tokenizer([TokenFile.open(file.path)], other)  # nobody knows
+
+
+def test_a_sidecar_of_another_file_is_noticed(tmp_path: Path) -> None:
+    file = with_sidecar(tmp_path / "a.bin", tokenizer_folder(tmp_path / "mine", {}))
+    TokenFile.write(file.path, np.arange(7), vocab_size=9, tokenizer_sha256="ab" * 32)
+    with pytest.raises(DataError, match=r"a\.bin and its sidecar tell of different tokenizers"):
+        require_one_tokenizer([TokenFile.open(file.path)])

@@ -153,9 +153,23 @@ MODELS = (
     Fault(
         "z_loss_option_dropped",
         "llmq/plan/build.py",
-        "memory.head_chunks, z_loss,",
-        "memory.head_chunks, 0 * z_loss,",
+        "memory.head_chunks, hyper.z_loss,",
+        "memory.head_chunks, 0 * hyper.z_loss,",
         GOLDEN,
+    ),
+    Fault(
+        "noise_is_evaluated",
+        "llmq/plan/plan.py",
+        "        without_noise(self.model).forward(ops, frames.a, self.weights)\n        self.model.head.evaluate",
+        "        self.model.forward(ops, frames.a, self.weights)\n        self.model.head.evaluate",
+        ("tests/blocks/test_embed.py",),
+    ),
+    Fault(
+        "every_sample_has_the_same_noise",
+        "llmq/ops/reference/embedding_noise.py",
+        "random_bits(seed, int(place), stream",
+        "random_bits(seed, 0 * int(place), stream",
+        ("tests/ops/test_embedding_noise.py",),
     ),
     Fault(
         "padding_has_probability",

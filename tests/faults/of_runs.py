@@ -111,15 +111,15 @@ LOOP = (
     Fault(
         "data_position_not_restored",
         "llmq/training.py",
-        'self.position = state["position"]',
-        'self.position = 0 * state["position"]',
+        'self.position, self.stream = state["position"],',
+        'self.position, self.stream = 0 * state["position"],',
         ("tests/test_training.py",),
     ),
     Fault(
         "every_micro_step_is_the_first",
         "llmq/training.py",
-        "first=micro_step == 0)",
-        "first=micro_step >= 0)",
+        "first=micro_step == 0,",
+        "first=micro_step >= 0,",
         LOOP_BY_HAND,
     ),
     Fault(
@@ -138,7 +138,7 @@ LOOP = (
     ),
     Fault(
         "seed_not_in_the_plan",
-        "llmq/training.py",
+        "llmq/job.py",
         "            seed=seed,\n",
         "",
         LOOP_BY_HAND,
@@ -184,15 +184,15 @@ DATA = (
     Fault(
         "foreign_ids_accepted",
         "llmq/data/token_file.py",
-        'if ids.view("<u4").max(initial=0) >= vocab_size:',
-        "if ids.max(initial=0) >= vocab_size:",
+        'self.tokens[at:end].view(f"<u{size}")',
+        "self.tokens[at:end]",
         ("tests/data/test_token_file.py",),
     ),
     Fault(
         "mask_bits_most_significant_first",
         "llmq/data/token_file.py",
-        'np.unpackbits(self.mask_bits[first : _mask_bytes(stop)], bitorder="little")',
-        'np.unpackbits(self.mask_bits[first : _mask_bytes(stop)], bitorder="big")',
+        'np.unpackbits(self.mask_bits[first:last], bitorder="little")',
+        'np.unpackbits(self.mask_bits[first:last], bitorder="big")',
         ("tests/data/test_token_file.py",),
     ),
     Fault(
@@ -226,9 +226,37 @@ DATA = (
     Fault(
         "data_position_one_batch_behind",
         "llmq/data/loader.py",
-        "        position += batch_size * world\n        yield Batch(tokens, targets, position)\n",
-        "        yield Batch(tokens, targets, position)\n        position += batch_size * world\n",
+        "yield Batch(*rows, position, places, epoch",
+        "yield Batch(*rows, position - batch_size * world, places, epoch",
         ("tests/data/test_loader.py",),
+    ),
+    Fault(
+        "a_source_starts_again_with_each_period",
+        "llmq/data/mixture.py",
+        "draws = periods[mine] * self.parts[n] + counts[mine]",
+        "draws = 0 * periods[mine] * self.parts[n] + counts[mine]",
+        ("tests/data/test_mixture.py",),
+    ),
+    Fault(
+        "shuffled_inputs_show_their_targets",
+        "llmq/data/augment.py",
+        "targets[row, source[row, to] - 1] = IGNORED",
+        "targets[row, source[row, to]] = IGNORED",
+        ("tests/data/test_augment.py",),
+    ),
+    Fault(
+        "a_stream_goes_on_at_the_start_of_its_document",
+        "llmq/data/stream.py",
+        'epoch, skipped = at["epoch"], at["token"]',
+        'epoch, skipped = at["epoch"], 0',
+        ("tests/data/test_stream.py",),
+    ),
+    Fault(
+        "damaged_blocks_are_read",
+        "llmq/data/token_file.py",
+        "!= self._table[block]:",
+        "< 0 * self._table[block]:",
+        ("tests/data/test_token_file.py",),
     ),
 )
 

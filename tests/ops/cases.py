@@ -116,6 +116,11 @@ def embedding_backward(s: Sizes, rng: np.random.Generator) -> Case:
     return Case("", {"d_weight": weight.shape}, {"d_res": rng.standard_normal((s.b, s.t, s.c)), "tokens": tokens})
 
 
+def embedding_noise(s: Sizes, rng: np.random.Generator) -> Case:
+    inputs = {"res": rng.standard_normal((s.b, s.t, s.c)), "samples": np.arange(-1, s.b - 1, dtype=np.int32)}
+    return Case("", {"out": (s.b, s.t, s.c)}, inputs, {"alpha": 5.0, "seed": 3 + 2**40, "stream": 0xF1234567})
+
+
 def rmsnorm_forward(s: Sizes, rng: np.random.Generator) -> Case:
     inputs = {"res": rng.standard_normal((s.b, s.t, s.c)), "weight": rng.standard_normal(s.c)}
     return Case("", {"x": (s.b, s.t, s.c), "rstd": (s.b, s.t)}, inputs, {"eps": 1e-5}, frozenset({"rstd"}))

@@ -29,7 +29,7 @@ SIZES = {
     "large": Sizes(b=3, t=197, c=896, hq=14, hkv=2, hd=64, f=1208, v=5000, vp=5120),
 }
 EXACT = {"adamw", "amax_scale", "cast", "embedding_forward", "gather_rows", "loss_sum", "scale_update"}
-EXACT |= {"rope_forward", "rope_backward"}
+EXACT |= {"embedding_noise", "rope_forward", "rope_backward"}
 # sums over rows: the inputs whose magnitudes make the sum of magnitudes
 SUMS = {
     "d_weight": ("d_x", "res", "rstd", "d_res"),
@@ -186,7 +186,7 @@ def test_the_loss_is_summed_in_the_tree_of_the_reference(count):
 
 
 @gpu
-@pytest.mark.parametrize("op", ["rmsnorm_backward", "rope_forward", "rope_backward"])
+@pytest.mark.parametrize("op", ["embedding_noise", "rmsnorm_backward", "rope_forward", "rope_backward"])
 def test_an_output_may_take_the_memory_of_its_input(op):
     case = make(op, SIZES["large"])
     inputs, outputs = inputs_of(case, "bf16"), outputs_of(case, "bf16")

@@ -37,6 +37,7 @@ REGISTERS = {
     "embedding_add": 112,
     "embedding_forward": 48,
     "embedding_join": 96,
+    "embedding_noise": 32,
     "embedding_write": 80,
     "error_parts": 64,
     "error_total": 40,
@@ -132,6 +133,8 @@ def model_launches(noted: Launches, b: int, t: int, c: int, hq: int, hkv: int, h
 
         one = out((1,), "fp32", None)
         ops.embedding_forward(out(x, dtype, None), tokens, read((v, c)))
+        noise = {"alpha": 5.0, "seed": 2**40, "stream": 2**31}
+        ops.embedding_noise(out(x, dtype, None), read(x), noted.tensor((b,), "int32"), **noise)
         added = out((v, c), dtype, None)
         ops.embedding_backward(added, read(x), tokens)
         added.accumulate = True

@@ -13,8 +13,8 @@ import pytest
 
 from llmq.errors import DataError, StorageError, UsageError
 from llmq.log import EvalRecord, RunLog, TrainRecord
-from llmq.options import LogOptions
 from llmq.report.plot import plot_runs, smoothed
+from llmq.sections import LogOptions
 
 matplotlib = pytest.importorskip("matplotlib")
 from matplotlib.figure import Figure  # noqa: E402

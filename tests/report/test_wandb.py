@@ -17,9 +17,9 @@ import pytest
 
 from llmq.errors import DataError, StorageError, UsageError
 from llmq.log import EvalRecord, RunLog, TrainRecord
-from llmq.options import LogOptions
 from llmq.report.read import read_log
 from llmq.report.wandb import default_run_id, export_wandb
+from llmq.sections import LogOptions
 
 ROOT = Path(__file__).parents[2]
 

@@ -11,6 +11,7 @@ from llmq.ops.cuda.bias import bias_backward
 from llmq.ops.cuda.cast import amax_scale, amax_scale_scratch, cast, scale_update
 from llmq.ops.cuda.cross_entropy import cross_entropy, loss_sum, loss_sum_scratch
 from llmq.ops.cuda.embedding import embedding_backward, embedding_backward_scratch, embedding_forward
+from llmq.ops.cuda.embedding_noise import embedding_noise
 from llmq.ops.cuda.gather import gather_rows
 from llmq.ops.cuda.optimizer import adamw, grad_scale, sum_squares, sum_squares_scratch
 from llmq.ops.cuda.qk_norm import qk_norm_backward, qk_norm_backward_scratch, qk_norm_forward
@@ -28,6 +29,7 @@ __all__ = [
     "cross_entropy",
     "embedding_backward",
     "embedding_forward",
+    "embedding_noise",
     "gather_rows",
     "grad_scale",
     "loss_sum",

@@ -6,6 +6,7 @@ from llmq.ops.reference.attention import attention_backward, attention_forward
 from llmq.ops.reference.cast import amax_scale, cast, scale_update
 from llmq.ops.reference.cross_entropy import cross_entropy, loss_sum
 from llmq.ops.reference.embedding import embedding_backward, embedding_forward
+from llmq.ops.reference.embedding_noise import embedding_noise
 from llmq.ops.reference.gather import gather_rows
 from llmq.ops.reference.linear import bias_backward, linear_dgrad, linear_forward, linear_wgrad
 from llmq.ops.reference.optimizer import adamw, grad_scale, sum_squares
@@ -26,6 +27,7 @@ __all__ = [
     "cross_entropy",
     "embedding_backward",
     "embedding_forward",
+    "embedding_noise",
     "gather_rows",
     "grad_scale",
     "linear_dgrad",

@@ -7,7 +7,7 @@ parameter is updated, in whatever order, on whatever device, its elements get th
 import ml_dtypes
 import numpy as np
 
-M, V, MASTER = 0, 1, 2  # purposes: what is rounded
+M, V, MASTER, EMBEDDING = 0, 1, 2, 3  # purposes: what is rounded, or gets noise
 _WORD = np.uint64(0xFFFFFFFF)
 
 

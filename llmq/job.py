@@ -1,0 +1,184 @@
+"""A run made ready: options to model, data, device and plan, with everything refused that can be before allocation."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from llmq import auto, device, gemm_speed, optimizer
+from llmq.backends import Backend, open_backend
+from llmq.checkpoint import Checkpoints, checkpoint_bytes, load_state
+from llmq.commands import continue_command
+from llmq.config import ModelConfig
+from llmq.data.loader import Data, open_data
+from llmq.device import Device
+from llmq.disk import check_free_space
+from llmq.errors import UsageError
+from llmq.gemm_speed import GemmSpeed
+from llmq.gpu_log import GpuWatch
+from llmq.hf import Export, open_export
+from llmq.log import RunLog
+from llmq.options import Options
+from llmq.plan import memory, precision
+from llmq.plan.advice import refuse_if_too_large
+from llmq.plan.plan import Plan, make_plan
+from llmq.plan.precision import Precision
+from llmq.rows import num_parameters, padded_vocab
+from llmq.schedule import Schedule, make_schedule
+from llmq.sections import RunOptions
+from llmq.source import ModelSource, open_source
+from llmq.tensor import DTYPES
+
+MIB = 2**20
+
+
+@dataclass(frozen=True)
+class Job:
+    """A run, checked and planned, before memory is allocated."""
+
+    device: Device
+    backend: Backend
+    seed: int
+    source: ModelSource
+    data: Data
+    schedule: Schedule
+    plan: Plan
+    checkpoints: Checkpoints
+    resume: Path | None
+    export: Export
+    continue_command: str
+    watching: precision.Watching
+    replan: Callable[[Precision], Plan]
+    plans_only: bool
+    gpu: GpuWatch
+    speed: GemmSpeed | None
+
+    @property
+    def tokens_per_step(self) -> int:
+        """All tokens of an optimizer step."""
+        return self.data.samples_per_step * self.data.seq_len
+
+    @property
+    def checkpoint_bytes(self) -> int:
+        """Size of a checkpoint's tensors."""
+        return checkpoint_bytes((name, r.shape, DTYPES[r.dtype]) for name, r in self.plan.state().items())
+
+    @property
+    def must_match(self) -> dict[str, Any]:
+        """What a checkpoint has in common with the run that continues it: else it would be another run."""
+        return {
+            "seed": self.seed,
+            **self.data.identity(),
+            "parameters": [[row.name, list(row.shape)] for row in self.plan.rows],
+            "precision": asdict(self.plan.precision),
+        }
+
+
+def _plans_only(options: RunOptions) -> bool:
+    return options.dry_run
+
+
+def prepare(options: Options, log: RunLog) -> Job:
+    """Everything that can be refused before the first allocation, and the sections of the log."""
+    log.options(options.to_flat())
+    where, seed = device.pick_device(options.system), device.seed_of(options.system)
+    checkpoints = Checkpoints(options.checkpoint)
+    resume = checkpoints.start()
+    source = open_source(options.model)
+    given = None if source.from_scratch else source.tokenizer_folder  # from scratch, the data's tokenizer is exported
+    data = open_data(options.data, source.config.vocab_size, seed, tokenizer=given)
+    config = _with_end_token(source, data.eos_token_id())
+    schedule = make_schedule(options.schedule, data.train.num_windows, data.samples_per_step)
+    dtypes = precision.resolve(options.precision, config.num_layers)
+    b, t = data.batch_size, data.seq_len
+    logit_bytes = padded_vocab(config) * DTYPES[dtypes.model].itemsize
+    gpu_bytes = device.memory_bytes(where)[0] if where.kind == "cuda" else 0
+    limits = memory.resolve(options.memory, batch_size=b, seq_len=t, logit_bytes=logit_bytes, gpu_bytes=gpu_bytes)
+    is_auto = precision.is_auto(options.precision)
+    if is_auto and not device.has_fp8(where):
+        is_auto, dtypes = False, dtypes.without_fp8()
+    device.refuse_dtypes(where, dtypes.matmul, dtypes.head, scaling=dtypes.scaling)
+    gpu = GpuWatch(where, log.gpu_every)
+    speed = None if _plans_only(options.run) else gemm_speed.measure(where)
+    hyper = optimizer.resolve(options.optimizer)
+    watching, before = precision.watching(options.precision), load_state(resume) if resume else {}
+    dtypes = dtypes.without(before.get("fp8", {}).get("fell_back", ()))
+    algorithms = before.get("algorithms")
+    kind = "planned" if where.planned else where.kind
+    backend = open_backend(kind, algorithms=algorithms or None, **device.backend_settings(options.system))
+    scratch = backend.scratch_bytes
+    if is_auto and "sites" in before:
+        dtypes = replace(dtypes, matmul=before["sites"]["matmul"], wide=tuple(before["sites"]["wide"]))
+    elif is_auto:
+        if where.planned:
+            raise UsageError("--matmul-dtype auto times a GPU, and --gpu names one that is not here: use bf16 or e4m3")
+        sizes = {"batch_size": b, "seq_len": t, "grad_accumulation": data.grad_accumulation}
+        dtypes, timing = auto.choose(config, dtypes, limits, backend, **sizes)
+        log.matmuls(timing.rows(dtypes.model))
+
+    def planned(dtypes: Precision) -> Plan:
+        return make_plan(
+            config,
+            dtypes,
+            limits,
+            hyper,
+            batch_size=b,
+            seq_len=t,
+            seed=seed,
+            observe=watching.every > 0,
+            scratch_bytes=scratch,
+        )
+
+    plan = planned(dtypes)
+    tokenizer = (data.tokenizer_folder() if source.from_scratch else None) or source.tokenizer_folder
+    job = Job(
+        device=where,
+        backend=backend,
+        seed=seed,
+        source=source,
+        data=data,
+        schedule=schedule,
+        plan=plan,
+        checkpoints=checkpoints,
+        resume=resume,
+        export=open_export(options.export, config, plan.rows, tokenizer),
+        continue_command=continue_command(options),
+        watching=watching,
+        replan=planned,
+        plans_only=_plans_only(options.run),
+        gpu=gpu,
+        speed=speed,
+    )
+    _describe(job, log)
+    refuse_if_too_large(plan, device.memory_bytes(where)[1], scratch)
+    saved = (checkpoints.folder, checkpoints.peak_bytes(job.checkpoint_bytes))
+    check_free_space({"the checkpoints": saved, "the model": (job.export.folder, job.export.check())})
+    return job
+
+
+def _with_end_token(source: ModelSource, eos: int | None) -> ModelConfig:
+    """The config of the exported model: one trained from scratch ends its documents as its data does."""
+    config = source.config
+    if not source.from_scratch or eos is None or eos in config.eos_token_ids:
+        return config
+    return replace(config, eos_token_ids=(eos,), bos_token_id=None, pad_token_id=None)
+
+
+def _describe(job: Job, log: RunLog) -> None:
+    """The sections of the log that say what will be run."""
+    plan, data, config = job.plan, job.data, job.plan.config
+    measured = {"measured": f"matrix products at {job.speed.line}"} if job.speed else {}
+    log.system({**device.system_facts(job.device), **measured})
+    log.model(job.source.name, architecture=config.architecture, parameters=num_parameters(plan.rows))
+    windows = data.train.num_windows
+    per_epoch = None if windows is None else -(-windows // data.samples_per_step)
+    steps = {"tokens per step": job.tokens_per_step, "steps per epoch": per_epoch, "steps": job.schedule.steps}
+    shares = [asdict(share) for share in data.shares(job.schedule.steps * data.samples_per_step)]
+    log.dataset(data.train.files, data.eval.files if data.eval else (), mixture=shares, **steps)
+    table = {name: size / MIB for name, size in plan.table().items()}
+    other = table.pop("Other")
+    total, free = device.memory_bytes(job.device)
+    left = max(free - plan.total_bytes, 0) / MIB
+    log.allocator({**table, "Free": left, "Reserved": max(total - free, 0) / MIB, "Other": other})

@@ -1,0 +1,27 @@
+"""Noise on the embedded tokens on the GPU; see cuda/embedding_noise.cu."""
+
+from __future__ import annotations
+
+import math
+
+import numpy as np
+
+from llmq.ops.cuda.launch import access, launch, plain, pointer, type_of
+from llmq.tensor import Output, Tensor
+
+THREADS = 256  # embedding_noise.cu
+WORD = 0xFFFFFFFF
+
+
+def embedding_noise(out: Output, /, res: Tensor, samples: Tensor, *, alpha: float, seed: int, stream: int) -> None:
+    """out (B,T,C) <- res (B,T,C), samples (B,) int32: res + u alpha / sqrt(T C), u uniform in [-1, 1)."""
+    if not out.wanted:
+        return
+    kind, size = type_of(res), math.prod(res.shape[1:])
+    assert type_of(out) == kind
+    number = access(size, kind)
+    grid = (-(-size // (THREADS * number)), res.shape[0])
+    key = (np.uint32(seed & WORD), np.uint32((stream ^ (seed >> 32)) & WORD))
+    scale = np.float32(alpha / math.sqrt(size))
+    arguments = (plain(out), pointer(res), pointer(samples), scale, *key, np.int64(size))
+    launch("embedding_noise", "embedding_noise", grid, THREADS, arguments, {"T": kind, "N": number})

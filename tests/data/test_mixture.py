@@ -1,0 +1,270 @@
+"""Mixtures: exact shares after any number of samples, one sequence for every start and world size, mix files."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from fractions import Fraction
+from pathlib import Path
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from llmq.data import mixture as mixture_module
+from llmq.data.loader import Loader, open_data
+from llmq.data.mixture import MixEntry, Mixture, assignment, mix_file, read_mix, whole_parts
+from llmq.data.permutation import sample_order
+from llmq.data.token_file import TokenFile
+from llmq.data.windows import Rows, Windows
+from llmq.errors import DataError, UsageError
+
+T = 4
+WEIGHTS = st.lists(st.sampled_from([0.1, 0.25, 0.3, 0.7, 1, 2, 3.5, 5, 0.05, 17]), min_size=1, max_size=6)
+
+
+@dataclass
+class Options:
+    train_file: tuple[str, ...]
+    eval_file: tuple[str, ...] | None = None
+    weight: tuple[float, ...] | None = None
+    batch_size: int = 2
+    seq_len: int = T
+    grad_accumulation: int = 1
+    global_batch_size: int | None = None
+    augment: str | None = None
+
+
+def write(path: Path, number: int, num_windows: int) -> Path:
+    """A token file of which each window's first token is 1000 * number + the window's number."""
+    tokens = np.repeat(1000 * number + np.arange(num_windows + 1), T)[: num_windows * T + 1]
+    TokenFile.write(path, tokens, vocab_size=10_000, mask=np.arange(tokens.size) % 3 > 0 if number % 2 else None)
+    return path
+
+
+def make(folder: Path, sizes: list[int], weights: list[float], seed: int = 0) -> Mixture:
+    sources = []
+    for number, size in enumerate(sizes):
+        file = TokenFile.open(write(folder / f"{number}.bin", number, size))
+        sources.append(Windows([file], T, 10_000))
+    return Mixture(sources, weights, seed)
+
+
+@settings(max_examples=40, deadline=None)
+@given(weights=WEIGHTS)
+def test_after_any_number_of_places_every_source_is_within_one_of_its_share(weights: list[float]) -> None:
+    parts, period = whole_parts(weights)
+    exact = [Fraction(str(weight)) for weight in weights]
+    assert [Fraction(part, period) for part in parts] == [weight / sum(exact) for weight in exact]
+    chosen = assignment(parts, period)
+    for source, part in enumerate(parts):
+        had = np.cumsum(chosen == source)
+        off = had * period - np.arange(1, period + 1) * part
+        assert (abs(off) < period).all() and off[-1] == 0
+        if len(parts) > 1:  # Tijdeman's bound: 1 - 1 / (2k - 2)
+            assert (abs(off) * (2 * len(parts) - 2) <= period * (2 * len(parts) - 3)).all()
+
+
+@settings(max_examples=15, deadline=None)
+@given(data=st.data(), weights=WEIGHTS, seed=st.integers(0, 99))
+def test_shares_are_exact_and_every_source_goes_through_permuted_epochs(
+    tmp_path_factory: pytest.TempPathFactory, data: st.DataObject, weights: list[float], seed: int
+) -> None:
+    sizes = data.draw(st.lists(st.integers(1, 9), min_size=len(weights), max_size=len(weights)))
+    mixture = make(tmp_path_factory.mktemp("m"), sizes, weights, seed)
+    assert mixture.num_windows == sum(sizes)
+    count = data.draw(st.integers(1, 200))
+    first = mixture.read(mixture.order(np.arange(count))).tokens[:, 0]
+    shares = mixture.shares(count)
+    for number, share in enumerate(shares):
+        mine = first[first // 1000 == number] % 1000
+        assert share.samples == len(mine) and share.share == len(mine) / count
+        assert abs(share.samples - count * Fraction(str(weights[number])) / sum(map(Fraction, map(str, weights)))) < 1
+        assert share.epochs == len(mine) / sizes[number]
+        for at in range(0, len(mine) - sizes[number] + 1, sizes[number]):
+            assert sorted(mine[at : at + sizes[number]]) == list(range(sizes[number]))
+
+
+def test_it_is_the_same_sequence_from_any_place_on(tmp_path: Path) -> None:
+    mixture = make(tmp_path, [7, 40, 3], [0.3, 0.5, 0.2], seed=5)
+    whole = mixture.order(np.arange(1000))
+    rng = np.random.default_rng(0)
+    for start in rng.integers(0, 990, 50):
+        np.testing.assert_array_equal(mixture.order(start + np.arange(10)), whole[start : start + 10])
+    np.testing.assert_array_equal(mixture.order(np.arange(10**12, 10**12 + 3)), mixture.order(10**12 + np.arange(3)))
+    other = make(tmp_path, [7, 40, 3], [0.3, 0.5, 0.2], seed=6)
+    assert (other.order(np.arange(1000)) != whole).any()
+
+
+@settings(max_examples=12, deadline=None)
+@given(
+    batch_size=st.integers(1, 5),
+    world=st.integers(1, 4),
+    skip=st.integers(0, 30),
+    augment=st.sampled_from([False, True]),
+)
+def test_loaders_of_any_world_and_start_read_the_same(
+    tmp_path_factory: pytest.TempPathFactory, batch_size: int, world: int, skip: int, augment: bool
+) -> None:
+    folder = tmp_path_factory.mktemp("m")
+    files = tuple(str(write(folder / f"{n}.bin", n, 5 + 9 * n)) for n in range(3))
+    text = "token-dropout=0.3,span-shuffle=0.5" if augment else None
+    options = Options(files, weight=(0.3, 0.6, 0.1), batch_size=batch_size, augment=text)
+    data = open_data(options, 10_000, 3)  # type: ignore[arg-type]
+    places = np.arange((skip + 2) * batch_size * world)
+    assert isinstance(data.train, Mixture)
+    want = data.train.read(data.train.order(places))
+    if data.augment:
+        want = data.augment(want, places)
+    for rank in range(world):
+        with Loader(data.train, batch_size, T, 3, rank, world, augment=data.augment) as loader:
+            loader.start(skip * batch_size * world)
+            for step in (skip, skip + 1):
+                batch, at = loader.next(), (step * world + rank) * batch_size
+                np.testing.assert_array_equal(batch.tokens, want.tokens[at : at + batch_size])
+                np.testing.assert_array_equal(batch.targets, want.targets[at : at + batch_size])
+                assert batch.position == (step + 1) * batch_size * world
+                assert batch.places is not None and batch.places.tolist() == list(range(at, at + batch_size))
+                assert batch.epoch == batch.position / data.train.num_windows
+
+
+def test_a_source_alone_is_read_as_windows_are(tmp_path: Path) -> None:
+    mixture = make(tmp_path, [6], [0.25], seed=1)
+    assert mixture.parts == (1,) and sorted(mixture.order(np.arange(6))) == list(range(6))
+    rows = mixture.read(np.arange(6))
+    want = mixture.sources[0].read(np.arange(6))
+    np.testing.assert_array_equal(rows.tokens, want.tokens)
+    np.testing.assert_array_equal(rows.targets, want.targets)
+    assert rows.borders is None
+
+
+def test_borders_of_all_sources_come_together(tmp_path: Path, monkeypatch) -> None:
+    mixture = make(tmp_path, [3, 3, 3], [1, 1, 1])
+    for source, borders in zip(mixture.sources, ([0, 2, T], None, [0, 1, 3, T]), strict=True):
+        read = source.read
+
+        def packed(samples: np.ndarray, read=read, borders=borders) -> Rows:
+            rows = read(samples)
+            return rows._replace(borders=None if borders is None else np.array([borders] * len(samples), np.int32))
+
+        monkeypatch.setattr(source, "read", packed)
+    rows = mixture.read(np.array([8, 4, 1]))
+    assert rows.borders is not None and rows.tokens[:, 0].tolist() == [2002, 1001, 1]
+    assert rows.borders.tolist() == [[0, 1, 3, T], [0, T, T, T], [0, 2, T, T]]
+
+
+@pytest.mark.parametrize(
+    ("weights", "says"),
+    [([0.5, 0.0], "weight 0.0 is not"), ([1, -1], "-1"), ([1, float("inf")], "inf"), ([1, float("nan")], "nan")],
+)
+def test_weights_that_are_none_are_refused(weights: list[float], says: str) -> None:
+    with pytest.raises(UsageError, match=says):
+        whole_parts(weights)
+
+
+def test_weights_that_never_repeat_are_refused_with_the_fix() -> None:
+    with pytest.raises(UsageError, match=r"exact only every 123456789 samples.*fewer digits"):
+        whole_parts([0.123456788, 1e-9])
+    assert whole_parts([0.1, 0.2, 0.3]) == ((1, 2, 3), 6)
+    assert whole_parts([1e-4, 1 - 1e-4]) == ((1, 9999), 10000)
+
+
+def write_mix(folder: Path, text: str) -> str:
+    (folder / "mix.yaml").write_text(text)
+    return str(folder / "mix.yaml")
+
+
+def test_a_mix_file_is_read(tmp_path: Path) -> None:
+    path = write_mix(
+        tmp_path,
+        "- {train_file: a.bin, weight: 0.3}\n- train_file: [b.bin, 'c*.bin']\n  weight: 1e-1\n"
+        "- {data: gsm8k, weight: 2}\n",
+    )
+    assert read_mix(path) == [
+        MixEntry(("a.bin",), 0.3),
+        MixEntry(("b.bin", "c*.bin"), 0.1),
+        MixEntry((), 2.0, "gsm8k"),
+    ]
+    assert [entry.name for entry in read_mix(path)] == ["a.bin", "b.bin, c*.bin", "gsm8k"]
+    assert mix_file(["a.bin", path]) == path and mix_file(["a.bin"]) is None
+
+
+@pytest.mark.parametrize(
+    ("text", "says"),
+    [
+        ("", "not a list of sources"),
+        ("train_file: a", "not a list of sources"),
+        ("- [", "is not YAML"),
+        ("- a.bin", "source 1 is 'a.bin', not a group"),
+        ("- {train_file: a, weight: 1}\n- {weight: 1}", "source 2 needs either train_file"),
+        ("- {train_file: a, data: b, weight: 1}", "source 1 needs either"),
+        ("- {train_file: [1], weight: 1}", "source 1 needs either"),
+        ("- {train_file: a}", "source 1 has the weight None"),
+        ("- {train_file: a, weight: -1}", "the weight -1, which is not a number above 0"),
+        ("- {train_file: a, weight: yes}", "the weight True"),
+        ("- {train_file: a, weight: .inf}", "the weight inf"),
+        ("- {trainfile: a, weight: x}", r"(?s)source 1 has trainfile: the keys are.*needs either.*the weight 'x'"),
+    ],
+)
+def test_a_bad_mix_file_is_refused_by_name_and_source(tmp_path: Path, text: str, says: str) -> None:
+    path = write_mix(tmp_path, text)
+    with pytest.raises(UsageError, match=says) as caught:
+        read_mix(path)
+    assert path in str(caught.value)
+
+
+def test_mutated_mix_files_give_our_errors_or_a_mixture(tmp_path: Path) -> None:
+    rng = np.random.default_rng(0)
+    good = b"- {train_file: a.bin, weight: 0.3}\n- train_file: [b.bin, c.bin]\n  weight: 2\n- {data: x, weight: 1}\n"
+    for _ in range(300):
+        bad = bytearray(good)
+        for _ in range(rng.integers(1, 4)):
+            bad[rng.integers(len(bad))] = rng.choice(list(b"{}[]:,-'\"\n 0a.\xff\x00&*!|>%@"))
+        (tmp_path / "mix.yaml").write_bytes(bytes(bad))
+        try:
+            assert all(entry.weight > 0 for entry in read_mix(str(tmp_path / "mix.yaml")))
+        except UsageError as error:
+            assert "mix.yaml" in str(error)
+
+
+def test_a_run_is_opened_from_a_mix_file_or_from_weights(tmp_path: Path) -> None:
+    a, b = write(tmp_path / "a.bin", 0, 5), write(tmp_path / "b.bin", 1, 9)
+    path = write_mix(tmp_path, f"- {{train_file: {a}, weight: 0.25}}\n- {{train_file: {b}, weight: 0.75}}\n")
+    one = open_data(Options((path,)), 10_000, 0)  # type: ignore[arg-type]
+    two = open_data(Options((str(a), str(b)), weight=(1.0, 3.0)), 10_000, 0)  # type: ignore[arg-type]
+    assert isinstance(one.train, Mixture) and isinstance(two.train, Mixture)
+    np.testing.assert_array_equal(one.train.order(np.arange(99)), two.train.order(np.arange(99)))
+    assert [(s.name, s.samples, s.share) for s in two.shares(100)] == [(str(a), 25, 0.25), (str(b), 75, 0.75)]
+    assert one.identity() == two.identity() == {"seq_len": T, "training samples": 14, "mixture": [[5, 1], [9, 3]]}
+    plain = open_data(Options((str(a), str(b))), 10_000, 0)  # type: ignore[arg-type]
+    assert plain.shares(100) == [] and plain.identity() == {"seq_len": T, "training samples": 14}
+
+
+def test_a_mixture_that_cannot_be_is_refused(tmp_path: Path) -> None:
+    a = str(write(tmp_path / "a.bin", 0, 5))
+    empty = str(write(tmp_path / "b.bin", 1, 0))
+    with pytest.raises(DataError, match=r"b\.bin: no sample of seq_len 4"):
+        open_data(Options((a, empty), weight=(1.0, 1.0)), 10_000, 0)  # type: ignore[arg-type]
+    with pytest.raises(DataError, match=r"a\.bin is in 2 sources"):
+        open_data(Options((a, a), weight=(1.0, 1.0)), 10_000, 0)  # type: ignore[arg-type]
+    path = write_mix(tmp_path, "- {data: gsm8k, weight: 1}\n")
+    with pytest.raises(UsageError, match="gsm8k: --train-file takes token files"):
+        open_data(Options((path,)), 10_000, 0)  # type: ignore[arg-type]
+    with pytest.raises(UsageError, match="--weight is given 1 times and --train-file 2 times"):
+        open_data(Options((a, empty), weight=(1.0,)), 10_000, 0)  # type: ignore[arg-type]
+    for options in (Options((path, a)), Options((path,), weight=(1.0,))):
+        with pytest.raises(UsageError, match="describes a whole mixture"):
+            open_data(options, 10_000, 0)  # type: ignore[arg-type]
+
+
+def test_the_largest_table_is_made_quickly() -> None:
+    parts = (1, 2, 3, mixture_module.LARGEST_PERIOD - 6)
+    chosen = assignment(parts, mixture_module.LARGEST_PERIOD)
+    assert np.bincount(chosen).tolist() == list(parts)
+
+
+def test_sources_do_not_share_their_order(tmp_path: Path) -> None:
+    mixture = make(tmp_path, [50, 50], [1, 1], seed=9)
+    order = mixture.order(np.arange(100))
+    first, second = order[order < 50], order[order >= 50] - 50
+    assert first.tolist() != second.tolist() != sample_order(np.arange(50), 50, 9).tolist()
