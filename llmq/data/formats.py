@@ -230,7 +230,9 @@ def _tokens(row: _Row, vocab_size: int) -> Tokens:
     if outside.any():
         at = int(np.argmax(outside))
         raise row.bad(f"token {at} has the id {ids[at]}, but the vocabulary has {vocab_size} ids (from 0)")
-    extra = {name: _integers(row, name, row.get(name)) for name in ("labels", "attention_mask") if row.get(name)}
+    extra = {
+        name: _integers(row, name, row.get(name)) for name in ("labels", "attention_mask") if row.get(name) is not None
+    }
     for name, values in extra.items():
         if len(values) != len(ids):
             raise row.bad(f"{name} has {len(values)} numbers for {len(ids)} tokens")

@@ -92,29 +92,38 @@ class Turns:
         return self._made[key]
 
     def spans(self, turn: int) -> list[tuple[int, int]]:
-        """What is trained of message `turn` in the rendering that ends with it."""
+        """What is trained of message `turn` in the rendering that ends with it; at least one span."""
         text, generated = self.render(turn + 1)
-        message = self.chat.messages[turn]
-        is_assistant = message["role"] == "assistant"
+        is_assistant = self.chat.messages[turn]["role"] == "assistant"
         if is_assistant and self.template.has_generation:
-            before = _common(self.render(turn).text, text) if turn else 0
-            blocks = [(start, stop) for start, stop in generated if start >= before and start < stop]
-            if not blocks:
-                raise RenderError(f"message {turn + 1} has no generation block, as the other assistant turns have")
-            return [*blocks[:-1], (blocks[-1][0], self._with_end(text, blocks[-1][1]))]
+            *blocks, (start, stop) = self._blocks(turn, text, generated)
+            return [*blocks, (start, self._with_end(text, stop))]
         start = self._prompt_end(turn, text) if is_assistant else self._content_start(turn, text)
         return [(start, self._turn_end(text, start))]
 
+    def _blocks(self, turn: int, text: str, generated: list[tuple[int, int]]) -> list[tuple[int, int]]:
+        """The generation blocks of assistant turn `turn` in the rendering that ends with it."""
+        roles = [message["role"] for message in self.chat.messages[: turn + 1]]
+        if len(generated) == roles.count("assistant"):
+            return generated[-1:]
+        before = _common(self.render(turn).text, text) if turn else 0
+        own = [block for block in generated if block[0] >= before]
+        if not own:
+            raise RenderError(f"message {turn + 1} has no generation block, as other assistant turns have")
+        return own
+
     def _prompt_end(self, turn: int, text: str) -> int:
         """Where the prompt of an assistant turn ends and the model writes."""
-        if turn == 0:  # nothing is asked, and few templates render nothing
-            return self._content_start(turn, text)
-        prompt = self.render(turn, prompt=True).text
+        try:
+            prompt = self.render(turn, prompt=True).text
+        except RenderError:
+            if turn:
+                raise
+            return self._content_start(turn, text)  # nothing is asked, and few templates render nothing
         if text.startswith(prompt):
             return len(prompt)
-        # A prompt that offers more than the turn takes up (the start of reasoning that it does not have).
-        before = self.render(turn).text
-        if not text.startswith(before):
+        # A prompt that offers more than the turn takes up, such as the start of reasoning that it does not have.
+        if turn and not text.startswith(self.render(turn).text):
             raise RenderError(
                 f"it writes the conversation before message {turn + 1} otherwise once that message is there, so what "
                 "the model is to write cannot be found: use a template with generation blocks"
@@ -161,12 +170,12 @@ def samples(template: ChatTemplate, chat: Chat, train_on: TrainOn, end_tokens: t
         fits = text[:stop] == own[:stop]
         if not made or not fits:
             made.append((text if fits else own, []))
-        made[-1][1].extend(reversed(spans))
+        made[-1][1].extend((start, stop) for start, stop in reversed(spans) if start < stop)
     if not made:
         return [Sample(whole, ())]
+    # A last span that reaches the end of the text, where no end token stands, is a turn without one.
     return [
-        # A last span that reaches the end of the text, where no end token stands, is a turn without one.
-        Sample(text, tuple(reversed(spans)), spans[0][1] == len(text) and not text.endswith(end_tokens))
+        Sample(text, tuple(spans[::-1]), bool(spans) and spans[0][1] == len(text) and not text.endswith(end_tokens))
         for text, spans in reversed(made)
     ]
 
