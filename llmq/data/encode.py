@@ -113,6 +113,11 @@ class Encoder:
         self.notices: tuple[str, ...] = ()
 
     @property
+    def makes_masks(self) -> bool:
+        """Whether documents can have tokens that are not trained."""
+        return self.format.name != "text"
+
+    @property
     def end_token_ids(self) -> tuple[int, ...]:
         """Every end token that is trained, as far as known: those of the template, and those of the rows so far."""
         found = set(self.counts.end_tokens) | self._own_ends()
@@ -142,20 +147,15 @@ class Encoder:
 
         The first bad row is raised; with a list `bad`, bad rows are put there instead and the others are encoded.
         """
-        failed: list[BadRow] = []
         documents: list[Encoded] = []
-        for record, parts in self._tokenized(records, failed):
+        for record, parts in self._tokenized(records, bad):
             self.counts.rows += 1
             documents += self._fitted(record.place, parts)
-        if failed and bad is None:
-            raise failed[0]
-        if bad is not None:
-            bad.extend(failed)
         self.counts.documents += len(documents)
         for document in documents:
             num_tokens = len(document.ids)
             self.counts.tokens += num_tokens
-            self.counts.trained += num_tokens if document.trained is None else int(document.trained.sum())
+            self.counts.trained += num_tokens if document.trained is None else int(np.count_nonzero(document.trained))
         return documents
 
     def _fitted(self, place: str, parts: list[Masked]) -> list[Encoded]:
@@ -176,27 +176,33 @@ class Encoder:
         self.counts.untrained += not documents
         return documents
 
-    def _tokenized(self, records: Sequence[Record], failed: list[BadRow]) -> Iterator[tuple[Record, list[Masked]]]:
-        """Each good row with its documents' ids (n,) int32 and masks (n,) bool; the others go to `failed`."""
+    def _tokenized(self, records: Sequence[Record], bad: list[BadRow] | None) -> Iterator[tuple[Record, list[Masked]]]:
+        """Each good row with its documents' ids and masks; the others go to `bad`, or the first of them is raised."""
         read: list[tuple[Record, Any, list[str]]] = []  # rows, their content, their texts
         for record in records:
             try:
-                content = self.format.read(record, self.tokenizer.vocab_size)
-                content, texts = self._texts(record, content)
-                for text in texts:
-                    text.encode()
-                read.append((record, content, texts))
+                read.append((record, *self._read(record)))
             except BadRow as error:
-                failed.append(error)
-            except UnicodeEncodeError as error:
-                broken = error.object[error.start]
-                failed.append(BadRow(record.place, f"the text holds {broken!a}, half of a surrogate pair"))
+                if bad is None:
+                    raise
+                bad.append(error)
         encodings = iter(self._encodings([text for _, _, texts in read for text in texts]))
         for record, content, texts in read:
             yield record, self._documents(content, [next(encodings) for _ in texts])
 
+    def _read(self, record: Record) -> tuple[Any, list[str]]:
+        """A row's content as `_documents` takes it, and its texts to be tokenized; BadRow for one that cannot be."""
+        content, texts = self._texts(record, self.format.read(record, self.tokenizer.vocab_size))
+        try:
+            for text in texts:
+                text.encode()
+        except UnicodeEncodeError as error:
+            half = error.object[error.start]
+            raise BadRow(record.place, f"the text holds {half!a}, which is half of a character: mend it") from None
+        return content, texts
+
     def _texts(self, record: Record, content: Any) -> tuple[Any, list[str]]:
-        """A row's content in the shape that `_documents` takes, and the texts to be tokenized."""
+        """What `_read` gives, without its check."""
         match content:
             case Text(text):
                 return content, [text]
@@ -209,12 +215,16 @@ class Encoder:
 
     def _documents(self, content: Any, encodings: list[Any]) -> list[Masked]:
         if isinstance(content, Tokens):
+            if content.ids[-1] == self.tokenizer.eos_token_id and (content.trained is None or content.trained[-1]):
+                self.counts.end_tokens.add(self.tokenizer.eos_token_id)
             return [(content.ids, content.trained)]
         parts = [np.array(encoding.ids, np.int32) for encoding in encodings]
         ids = np.concatenate([*parts, np.array([self.tokenizer.eos_token_id], np.int32)])
         if isinstance(content, Text) or self.train_on.everything:
             return [(ids, None)]
-        return [(ids, np.arange(len(ids)) >= len(parts[0]))]
+        trained = np.ones(len(ids), bool)
+        trained[: len(parts[0])] = False
+        return [(ids, trained)]
 
 
 class ChatEncoder(Encoder):

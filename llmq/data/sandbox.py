@@ -17,7 +17,7 @@ import functools
 import json
 import re
 import time
-from collections.abc import Callable, ItemsView, Iterator, KeysView, Mapping, ValuesView
+from collections.abc import Callable, Iterator, Mapping
 from datetime import datetime
 from typing import Any
 
@@ -33,7 +33,9 @@ MAX_WORK = 20_000_000  # units of a rendering: a second at most, and several tim
 MAX_SECONDS = 10.0  # of a rendering
 # A number of five digits, a star or a nested field in a format is a width that the budget would not see.
 _WIDE_FIELD = re.compile(r"%[^A-Za-z%]*(\*|\d{5})|\{[^{}]*:[^{}]*(\d{5}|\{)")
-_CONTAINERS = (list, tuple, dict, set, frozenset, KeysView, ValuesView, ItemsView)
+_VIEWS: Any = (type({}.keys()), type({}.values()), type({}.items()))
+_CONTAINERS: Any = (list, tuple, dict, set, frozenset, *_VIEWS)
+_SIZED: Any = (str, bytes, range, *_CONTAINERS)
 
 
 class TooMuchWork(Exception):
@@ -92,10 +94,13 @@ class Environment(ImmutableSandboxedEnvironment):
         return "".join(map(str, values))
 
     def call_binop(self, context: Any, operator: str, left: Any, right: Any) -> Any:
+        if operator == "+" and type(left) is str and type(right) is str:  # nearly all that templates do
+            self.pay(len(left) + len(right))
+            return left + right
         self.pay_for(left, right)
         match operator, left, right:
             case "*", int(), int():
-                self.pay(_length(left) * _length(right))
+                self.pay(_length(left) * _length(right))  # in words of 64 bits
             case ("*", int() as count, value) | ("*", value, int() as count):
                 self.pay(max(count, 0) * _size(value, self.work_left))
             case "**", int(), int():
@@ -196,9 +201,9 @@ def _descendants(node: nodes.Node) -> Iterator[nodes.Node]:
 
 def _length(value: Any) -> int:
     """Characters of a text, items of a container, words of a number: what looking through a value once costs."""
-    if isinstance(value, int):
-        return 1 + value.bit_length() // 64
-    return 1 + len(value) if isinstance(value, (str, bytes, range, *_CONTAINERS)) else 1
+    if isinstance(value, _SIZED):
+        return 1 + len(value)
+    return 1 + value.bit_length() // 64 if isinstance(value, int) else 1
 
 
 def _size(value: Any, limit: int) -> int:
@@ -271,7 +276,8 @@ def _paid_filter(environment: Environment, name: str, function: Callable[..., An
 @pass_context
 def _paid_output(context: Any, value: Any) -> Any:
     """Called with everything that is printed. With the context, so that the compiler prints nothing by itself."""
-    context.environment.pay_for_all(value)
+    environment = context.environment
+    environment.pay(len(value)) if type(value) is str else environment.pay_for_all(value)
     return value
 
 

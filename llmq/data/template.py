@@ -9,6 +9,8 @@ from __future__ import annotations
 
 import os
 import re
+import threading
+import warnings
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from datetime import datetime
@@ -44,7 +46,10 @@ class Rendering(NamedTuple):
 
 
 class ChatTemplate:
-    """A compiled template. `origin` says where it is from; `variables` are the special tokens by their names."""
+    """A compiled template, for any number of threads.
+
+    `origin` says where it is from, `variables` are the special tokens by their names. DataError if it is no template.
+    """
 
     def __init__(
         self, source: str, origin: str, variables: Mapping[str, str] | None = None, now: datetime | None = None
@@ -56,9 +61,12 @@ class ChatTemplate:
         self.source, self.origin, self.variables = source, origin, dict(variables or {})
         self.now = now or datetime.now()
         self._environment = sandbox.Environment(self.now)
+        self._lock = threading.Lock()  # a rendering is Python only: side by side, threads would gain nothing
         try:
-            self._template = self._environment.from_string(source)
-            tree = self._environment.parse(source)
+            with warnings.catch_warnings():  # Python warns of escapes such as "\[", which templates have and mean
+                warnings.simplefilter("ignore")
+                self._template = self._environment.from_string(source)
+                tree = self._environment.parse(source)
         except TemplateSyntaxError as error:
             raise DataError(f"{origin}: the chat template is no Jinja: {error.message} (line {error.lineno})") from None
         except Exception as error:  # what Python's own compiler does not take: MemoryError, RecursionError, ...
@@ -89,7 +97,8 @@ class ChatTemplate:
             "add_generation_prompt": add_generation_prompt,
         }
         try:
-            text, generated = sandbox.render(self._environment, self._template, variables)
+            with self._lock:
+                text, generated = sandbox.render(self._environment, self._template, variables)
         except sandbox.TooMuchWork:
             raise RenderError(
                 f"it does not end within {sandbox.MAX_WORK:,} units of work or {sandbox.MAX_SECONDS:g} s"

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import pickle
+import sys
+from concurrent.futures import ThreadPoolExecutor
 from datetime import datetime
 from pathlib import Path
 
@@ -70,6 +72,21 @@ def test_reasoning_is_known_by_the_name_that_templates_read():
 def test_the_date_is_that_of_the_opening_and_a_template_can_be_sent_to_another_process():
     dated = ChatTemplate("{{ strftime_now('%H:%M') }} {{ eos_token }}", "dated", VARIABLES, NOW)
     assert dated.render(ONE).text == pickle.loads(pickle.dumps(dated)).render(ONE).text == "07:05 </s>"
+
+
+def test_threads_can_share_a_template():
+    used, chats = (
+        template("chatml_generation"),
+        [[ONE[0], {"role": "assistant", "content": "a" * n}] for n in range(64)],
+    )
+    expected = [used.render(chat) for chat in chats]
+    interval = sys.getswitchinterval()
+    sys.setswitchinterval(1e-6)  # seconds: a thread is left after some instructions
+    try:
+        with ThreadPoolExecutor(8) as pool:
+            assert list(pool.map(used.render, chats * 4)) == expected * 4
+    finally:
+        sys.setswitchinterval(interval)
 
 
 def test_markers_are_found_in_the_text_and_in_the_strings_of_a_template():
