@@ -86,6 +86,45 @@ def test_gsm8k_trains_exactly_the_answers_and_their_ends(qwen, shared, name, tem
     assert encoder.counts.rows == encoder.counts.documents == len(rows)
 
 
+def test_the_first_answer_of_gsm8k_token_by_token(qwen, shared):
+    rows = gsm8k(shared("gsm8k-train.jsonl"))[:1]
+    (document,) = opened(rows, qwen).encode(rows)
+    spelled = [qwen.encoder.id_to_token(number) for number in document.ids.tolist()]
+    names = [name.replace("\u0120", "_").replace("\u010a", "|") for name in spelled]  # spaces and line breaks
+    assert names[:3] + names[36:39] == ["N", "atal", "ia", "_and", "_May", "?"] and not document.trained[:39].any()
+    assert document.trained[39:].all()
+    assert " ".join(names[39:]) == (
+        "N atal ia _sold _ 4 8 / 2 _= _<< 4 8 / 2 = 2 4 >> 2 4 _clips _in _May .| "
+        "N atal ia _sold _ 4 8 + 2 4 _= _<< 4 8 + 2 4 = 7 2 >> 7 2 _clips _altogether _in _April _and _May .| "
+        "#### _ 7 2 <|endoftext|>"
+    )
+
+
+@pytest.mark.judge
+@pytest.mark.parametrize("name", ["chatml_generation", "chatml", "zephyr", "qwen3"])
+def test_chats_of_gsm8k_have_the_ids_of_transformers_and_its_masks_with_the_end(qwen, shared, name):
+    """Chats of two questions. Of a chat that makes two documents, the second is the whole of it."""
+    transformers = pytest.importorskip("transformers", reason="the judge is transformers")
+    judge = transformers.AutoTokenizer.from_pretrained(qwen.folder)
+    lines = [row.value for row in gsm8k(shared("gsm8k-test.jsonl"))[:200]]
+    turns = [[{"role": "user", "content": r["question"]}, {"role": "assistant", "content": r["answer"]}] for r in lines]
+    rows = records([{"messages": one + other} for one, other in zip(turns[::2], turns[1::2], strict=True)])
+    encoder = opened(rows, qwen, chat_template=source(name))
+    documents = {document.place: document for document in encoder.encode(rows)}
+    masked = "generation" in name
+    for row in rows:
+        judged = judge.apply_chat_template(
+            row.value["messages"], chat_template=source(name), return_dict=True, return_assistant_tokens_mask=masked
+        )
+        document = documents[row.place]
+        assert document.ids.tolist() == list(judged["input_ids"])
+        if masked:
+            spoken = np.array(judged["assistant_masks"], bool)
+            assert document.trained[spoken].all()
+            assert document.ids[document.trained & ~spoken].tolist() == list(encoder.end_token_ids) * 2
+    assert encoder.counts.documents == len(rows) * (1 + (name == "qwen3"))
+
+
 def test_a_bad_row_is_raised_or_set_aside(qwen):
     rows = records([{"question": "a", "answer": "b"}, {"text": "c"}, {"question": "d", "answer": "e"}])
     encoder = opened(rows, qwen)
