@@ -23,7 +23,7 @@ import numpy as np
 from llmq.data.formats import CHATS, PAIRS, Chat, Format, Pair, Text, Tokens, find_format
 from llmq.data.masks import Sample, TrainOn, samples, trained_tokens
 from llmq.data.records import BadRow, Record
-from llmq.data.template import MARKER, ChatTemplate, RenderError, Templates, open_templates
+from llmq.data.template import MARKER, OWN, ChatTemplate, RenderError, Templates, open_templates
 from llmq.data.tokenizer import TextTokenizer
 from llmq.errors import DataError, UsageError
 
@@ -140,7 +140,8 @@ class Encoder:
             return ["trained: tokens whose label is not -100; no end token is added"]
         if self.format.name == "text" or self.train_on.everything:
             return [f"trained: every token, with {eos} at the end of each row"]
-        return [f"trained: the answer and {eos} behind it"]
+        chats = f"--chat-template {OWN} would make chats of them"
+        return [f"trained: the answer and {eos} behind it; prompt and answer are joined as they are ({chats})"]
 
     def encode(self, records: Sequence[Record], bad: list[BadRow] | None = None) -> list[Encoded]:
         """The documents of `records`, in their order; a row gives one, none (dropped, untrained) or several (split).
