@@ -1,0 +1,364 @@
+"""From rows to tokens and masks: format, template, mask and length of each row of a data set.
+
+Prompts and answers (prompt/completion, question/answer, alpaca) are tokenized each by itself and joined as they are,
+and EOS follows; the answer and EOS are trained. This is what llm.q does, and what inference does: the prompt is
+tokenized before the answer exists. With a chat template asked for, such rows are chats of one question instead.
+In all of these, text that spells a special token is ordinary text.
+
+Chats are rendered by the chat template and tokenized as a whole, as transformers' apply_chat_template does it, so that
+the ids are the same. This includes that content which spells a special token becomes this token: nobody can tell it
+from the template's own. Such rows are counted (`Counts.spelled`).
+"""
+
+from __future__ import annotations
+
+import copy
+import re
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+
+from llmq.data.formats import CHATS, PAIRS, Chat, Format, Pair, Text, Tokens, find_format
+from llmq.data.masks import Sample, TrainOn, samples, trained_tokens
+from llmq.data.records import BadRow, Record
+from llmq.data.template import MARKER, OWN, ChatTemplate, RenderError, Templates, open_templates
+from llmq.data.tokenizer import TextTokenizer
+from llmq.errors import DataError, UsageError
+
+Masked = tuple[np.ndarray, np.ndarray | None]  # ids (n,) int32, trained (n,) bool or None
+OVERLONG = ("truncate", "split", "drop")
+PROBE = Chat([{"role": "user", "content": "Why?"}, {"role": "assistant", "content": "Because."}])
+
+
+@dataclass(frozen=True)
+class EncodeOptions:
+    """How rows become tokens. None: found from the data and the tokenizer."""
+
+    data_format: str | None = None  # one of formats.FORMATS
+    mapping: tuple[tuple[str, str], ...] = ()  # our name of a column, the data's
+    chat_template: str | None = None  # see template.open_templates; for prompts and answers: makes them chats
+    train_on: str | None = None  # assistant, all, last, or roles with commas
+    overlong: str = "truncate"  # what happens to rows of more than seq_len tokens
+    seq_len: int | None = None  # None: no row is too long
+
+
+@dataclass(frozen=True, eq=False)
+class Encoded:
+    """A document: its tokens, end included, and which of them are trained as targets."""
+
+    place: str  # of the row that it is from: several documents can be
+    ids: np.ndarray  # (n,) int32
+    trained: np.ndarray | None  # (n,) bool; None: every token
+
+
+@dataclass
+class Counts:
+    """What was encoded so far. Counts of several encoders (of several processes) are added up."""
+
+    rows: int = 0
+    documents: int = 0
+    tokens: int = 0
+    trained: int = 0  # tokens
+    overlong: int = 0  # rows of more than seq_len tokens
+    untrained: int = 0  # rows without a trained token, which give no document
+    spelled: int = 0  # chats in whose content a special token is spelled
+    unended: int = 0  # chats whose last trained turn the template does not end: EOS was added
+    end_tokens: set[int] = field(default_factory=set)  # ids that ended a trained turn or document
+
+    def add(self, other: Counts) -> None:
+        """Adds what another encoder counted."""
+        for name, value in vars(other).items():
+            if name == "end_tokens":
+                self.end_tokens |= value
+            else:
+                setattr(self, name, getattr(self, name) + value)
+
+
+def open_encoder(first: Sequence[Record], tokenizer: TextTokenizer, options: EncodeOptions) -> Encoder:
+    """An encoder for data that begins with the rows `first`.
+
+    UsageError for options that are wrong or have no effect on this format; DataError if the format or the template
+    cannot be found, or the template ends its turns with a marker that the tokenizer does not know as one token.
+    """
+    if options.overlong not in OVERLONG:
+        raise UsageError(f"--overlong {options.overlong} is not one of {', '.join(OVERLONG)}")
+    form = find_format(first, options.data_format, options.mapping)
+    is_chat = form.name in CHATS or (form.name in PAIRS and options.chat_template is not None)
+    train_on = TrainOn.parse(options.train_on)
+    unused = []
+    if options.chat_template is not None and not is_chat:
+        unused.append(f"--chat-template: {form.name} rows are no chats")
+    if options.train_on is not None and form.name in ("text", "tokens"):
+        why = "are trained as a whole" if form.name == "text" else "say themselves what is trained, in labels"
+        unused.append(f"--train-on {options.train_on}: {form.name} rows {why}")
+    elif form.name in PAIRS and not is_chat and not (train_on.everything or train_on.roles == {"assistant"}):
+        unused.append(
+            f"--train-on {options.train_on}: {form.name} rows have a prompt and an answer: give assistant or all"
+        )
+    if unused:
+        raise UsageError("; ".join(unused))
+    if not is_chat:
+        return Encoder(form, tokenizer, options, train_on)
+    return ChatEncoder(form, tokenizer, options, train_on, first)
+
+
+class Encoder:
+    """Turns rows into documents. `counts` says what it did so far; `notices` what a user should know before."""
+
+    def __init__(self, form: Format, tokenizer: TextTokenizer, options: EncodeOptions, train_on: TrainOn) -> None:
+        self.format, self.tokenizer, self.options, self.train_on = form, tokenizer, options, train_on
+        self.counts = Counts()
+        self.notices: tuple[str, ...] = ()
+
+    @property
+    def makes_masks(self) -> bool:
+        """Whether documents can have tokens that are not trained."""
+        return self.format.name != "text"
+
+    @property
+    def end_token_ids(self) -> tuple[int, ...]:
+        """Every end token that is trained, as far as known: those of the template, and those of the rows so far."""
+        found = set(self.counts.end_tokens) | self._own_ends()
+        return tuple(sorted(found))
+
+    def _own_ends(self) -> set[int]:
+        return set() if self.format.name == "tokens" else {self.tokenizer.eos_token_id}
+
+    def describe(self) -> str:
+        """Format, mapping, template and mask in words, a line each, with the notices."""
+        lines = [f"format: {self.format.describe()}", *self._described()]
+        if self.options.seq_len is not None:
+            done = {"truncate": "cut off", "split": "split", "drop": "left out"}[self.options.overlong]
+            lines.append(f"rows of more than {self.options.seq_len} tokens are {done}")
+        return "\n".join([*lines, *(f"note: {notice}" for notice in self.notices)])
+
+    def _described(self) -> list[str]:
+        eos = self.tokenizer.eos_token
+        if self.format.name == "tokens":
+            return ["trained: tokens whose label is not -100; no end token is added"]
+        if self.format.name == "text" or self.train_on.everything:
+            return [f"trained: every token, with {eos} at the end of each row"]
+        chats = f"--chat-template {OWN} would make chats of them"
+        return [f"trained: the answer and {eos} behind it; prompt and answer are joined as they are ({chats})"]
+
+    def encode(self, records: Sequence[Record], bad: list[BadRow] | None = None) -> list[Encoded]:
+        """The documents of `records`, in their order; a row gives one, none (dropped, untrained) or several (split).
+
+        The first bad row is raised; with a list `bad`, bad rows are put there instead and the others are encoded.
+        """
+        documents: list[Encoded] = []
+        for record, parts in self._tokenized(records, bad):
+            self.counts.rows += 1
+            documents += self._fitted(record.place, parts)
+        self.counts.documents += len(documents)
+        for document in documents:
+            num_tokens = len(document.ids)
+            self.counts.tokens += num_tokens
+            self.counts.trained += num_tokens if document.trained is None else int(np.count_nonzero(document.trained))
+        return documents
+
+    def _fitted(self, place: str, parts: list[Masked]) -> list[Encoded]:
+        """A row's documents, of at most seq_len tokens, without those that train nothing."""
+        limit, overlong = self.options.seq_len, self.options.overlong
+        if limit is not None and any(len(ids) > limit for ids, _ in parts):
+            self.counts.overlong += 1
+            if overlong == "drop":
+                parts = [part for part in parts if len(part[0]) <= limit]
+                if not parts:
+                    return []
+            parts = [
+                (ids[at : at + limit], None if trained is None else trained[at : at + limit])
+                for ids, trained in parts
+                for at in range(0, len(ids) if overlong == "split" else 1, limit)
+            ]
+        documents = [Encoded(place, ids, trained) for ids, trained in parts if trained is None or trained.any()]
+        self.counts.untrained += not documents
+        return documents
+
+    def _tokenized(self, records: Sequence[Record], bad: list[BadRow] | None) -> Iterator[tuple[Record, list[Masked]]]:
+        """Each good row with its documents' ids and masks; the others go to `bad`, or the first of them is raised."""
+        read: list[tuple[Record, Any, list[str]]] = []  # rows, their content, their texts
+        for record in records:
+            try:
+                read.append((record, *self._read(record)))
+            except BadRow as error:
+                if bad is None:
+                    raise
+                bad.append(error)
+        encodings = iter(self._encodings([text for _, _, texts in read for text in texts]))
+        for record, content, texts in read:
+            yield record, self._documents(content, [next(encodings) for _ in texts])
+
+    def _read(self, record: Record) -> tuple[Any, list[str]]:
+        """A row's content as `_documents` takes it, and its texts to be tokenized; BadRow for one that cannot be."""
+        content, texts = self._texts(record, self.format.read(record, self.tokenizer.vocab_size))
+        try:
+            for text in texts:
+                text.encode()
+        except UnicodeEncodeError as error:
+            half = error.object[error.start]
+            raise BadRow(record.place, f"the text holds {half!a}, which is half of a character: mend it") from None
+        return content, texts
+
+    def _texts(self, record: Record, content: Any) -> tuple[Any, list[str]]:
+        """What `_read` gives, without its check."""
+        match content:
+            case Text(text):
+                return content, [text]
+            case Pair(prompt, answer):
+                return content, [prompt, answer]
+        return content, []
+
+    def _encodings(self, texts: list[str]) -> list[Any]:
+        return self.tokenizer.encoder.encode_batch_fast(texts, add_special_tokens=False)
+
+    def _documents(self, content: Any, encodings: list[Any]) -> list[Masked]:
+        if isinstance(content, Tokens):
+            if content.ids[-1] == self.tokenizer.eos_token_id and (content.trained is None or content.trained[-1]):
+                self.counts.end_tokens.add(self.tokenizer.eos_token_id)
+            return [(content.ids, content.trained)]
+        parts = [np.array(encoding.ids, np.int32) for encoding in encodings]
+        ids = np.concatenate([*parts, np.array([self.tokenizer.eos_token_id], np.int32)])
+        if isinstance(content, Text) or self.train_on.everything:
+            return [(ids, None)]
+        trained = np.ones(len(ids), bool)
+        trained[: len(parts[0])] = False
+        return [(ids, trained)]
+
+
+class ChatEncoder(Encoder):
+    """Renders chats by a template, and masks their turns (see masks.py)."""
+
+    def __init__(
+        self,
+        form: Format,
+        tokenizer: TextTokenizer,
+        options: EncodeOptions,
+        train_on: TrainOn,
+        first: Sequence[Record],
+    ) -> None:
+        super().__init__(form, tokenizer, options, train_on)
+        self.templates: Templates = open_templates(tokenizer.folder, options.chat_template)
+        # Special tokens in the text are tokens here. Nothing is added to it, so that all the post-processor would do
+        # is to trim white space off the offsets, on which masks depend.
+        self.encoder = copy.deepcopy(tokenizer.encoder)
+        self.encoder.encode_special_tokens = False
+        self.encoder.post_processor = None
+        added = self.encoder.get_added_tokens_decoder().values()
+        special = {token.content for token in added if token.special} | {tokenizer.eos_token}
+        self.end_tokens = tuple(sorted(special, key=len, reverse=True))
+        self._end_ids = {number for token in self.end_tokens if (number := self.encoder.token_to_id(token)) is not None}
+        self._spelled = re.compile("|".join(map(re.escape, self.end_tokens)))
+        self._probe(first)
+
+    def _probe(self, first: Sequence[Record]) -> None:
+        """Learns from a small chat, or else the first rows, how the template ends a turn.
+
+        DataError if it does so with a marker that is not one token.
+        """
+        template, notices = self.templates.default, []
+        self._template_ends: set[int] = set()
+        for text, stop in self._probes(first):
+            tail = text[:stop].rstrip()
+            if tail.endswith(self.end_tokens):
+                ids = self.encoder.encode(tail, add_special_tokens=False).ids
+                self._template_ends = {ids[-1]}
+            elif (marker := MARKER.findall(tail)) and tail.endswith(marker[-1]):
+                raise DataError(
+                    f"{template.origin}: the template ends a turn with {marker[-1]}, which is "
+                    f"{self._pieces(marker[-1])} of {self.tokenizer.folder}: add it to the tokenizer as a special "
+                    "token, or use another template (--chat-template)"
+                )
+            else:
+                notices.append(
+                    f"the template ends a turn with no token: {self.tokenizer.eos_token} follows the last one"
+                )
+            break
+        split = [
+            m for m in template.markers if len(self._ids(m)) != 1 or self.encoder.id_to_token(self._ids(m)[0]) != m
+        ]
+        if split:
+            each = "; ".join(f"{marker}: {self._pieces(marker)}" for marker in split)
+            notices.append(f"the template has markers that are not one token of the tokenizer: {each}")
+        if re.search(r"arguments['\"\]]*\s*\|\s*tojson", template.source) and "is string" not in template.source:
+            notices.append("the template writes tool calls' arguments as JSON: those that are text will be quoted")
+        self.notices = tuple(notices)
+
+    def _ids(self, text: str) -> list[int]:
+        return self.encoder.encode(text, add_special_tokens=False).ids
+
+    def _pieces(self, marker: str) -> str:
+        """How a marker is tokenized, in words."""
+        tokens = self.encoder.encode(marker, add_special_tokens=False).tokens
+        return f"{len(tokens)} token{'s' * (len(tokens) != 1)} ({' '.join(tokens)})"
+
+    def _probes(self, first: Sequence[Record]) -> Iterator[tuple[str, int]]:
+        """Rendered chats, and where the trained part of their last assistant turn ends."""
+        chats = [PROBE]
+        for record in first:
+            try:
+                chats.append(self._chat(self.format.read(record, self.tokenizer.vocab_size)))
+            except BadRow:  # told when the rows are encoded
+                continue
+        for chat in chats:
+            try:
+                made = samples(self.templates.pick(chat.tools), chat, TrainOn(only_last=True), self.end_tokens)
+            except RenderError:
+                continue
+            if made[-1].spans:
+                yield made[-1].text, made[-1].spans[-1][1]
+
+    def _own_ends(self) -> set[int]:
+        return self._template_ends
+
+    def _described(self) -> list[str]:
+        template = self.templates.default
+        how = "by its generation blocks" if template.has_generation else "found by rendering each turn's prompt"
+        ends = [str(self.encoder.id_to_token(number)) for number in self.end_token_ids]
+        end = f", with {' and '.join(ends)}" if ends else ""
+        lines = [f"chat template: {template.origin}", f"trained: {self.train_on.describe()}, {how}{end}"]
+        if "strftime_now" in template.source:
+            lines.append(f"date in the template: {template.now:%Y-%m-%d %H:%M}")
+        return lines
+
+    @staticmethod
+    def _chat(content: Any) -> Chat:
+        if isinstance(content, Pair):
+            system = [{"role": "system", "content": content.system}] if content.system else []
+            asked = [{"role": "user", "content": content.asked}, {"role": "assistant", "content": content.answer}]
+            return Chat([*system, *asked])
+        return content
+
+    def _texts(self, record: Record, content: Any) -> tuple[Any, list[str]]:
+        chat = self._chat(content)
+        template: ChatTemplate = self.templates.pick(chat.tools)
+        try:
+            made = samples(template, chat, self.train_on, self.end_tokens)
+        except RenderError as error:
+            raise BadRow(record.place, f"the chat template of {template.origin} fails: {error}") from None
+        if any(self._spelled.search(message.get("content", "")) for message in chat.messages):
+            self.counts.spelled += 1
+        return made, [sample.text for sample in made]
+
+    def _encodings(self, texts: list[str]) -> list[Any]:
+        return self.encoder.encode_batch(texts, add_special_tokens=False)
+
+    def _documents(self, content: list[Sample], encodings: list[Any]) -> list[Masked]:
+        documents: list[Masked] = []
+        for sample, encoding in zip(content, encodings, strict=True):
+            ids = np.array(encoding.ids, np.int32)
+            trained = trained_tokens(encoding, sample.text, sample.spans)
+            if sample.ends:
+                ids = np.append(ids, np.int32(self.tokenizer.eos_token_id))
+                trained = np.append(trained, True)
+                self.counts.unended += 1
+            self._note_ends(ids, trained)
+            documents.append((ids, trained))
+        return documents
+
+    def _note_ends(self, ids: np.ndarray, trained: np.ndarray) -> None:
+        """Adds the special tokens that end a trained stretch of tokens to the end tokens."""
+        borders = np.flatnonzero(trained & ~np.append(trained[1:], False))
+        self.counts.end_tokens.update(self._end_ids.intersection(ids[borders].tolist()))

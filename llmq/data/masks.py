@@ -1,0 +1,210 @@
+"""What is trained in a chat: spans of the rendered text, and the tokens that they cover.
+
+A turn's span is what the model is to write at inference: from behind the prompt (the conversation before it, rendered
+with add_generation_prompt) to the end of the token that ends the turn. It is found by rendering the conversation up to
+the turn with and without it; where the template has `generation` blocks, these say it, and an end token right behind a
+block is trained with it.
+
+A conversation is one sample as long as its rendering begins with the rendering of each trained turn as the last one.
+Some templates write earlier turns otherwise than the last (Qwen3 leaves out their reasoning; Mistral moves the system
+message to the last question). A turn that would not stand in the sample as it does at inference gets a sample of its
+own, which ends with it. So such a conversation becomes several samples, and each trained turn is in exactly one.
+
+A token is trained if it holds any character of a span, as in transformers' assistant masks: the text is tokenized once,
+as a whole, so that a token can straddle the border.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+import tokenizers
+
+from llmq.data.formats import ROLES, Chat
+from llmq.data.template import ChatTemplate, RenderError, Rendering
+from llmq.errors import UsageError
+
+
+@dataclass(frozen=True)
+class TrainOn:
+    """Which turns are trained: all tokens, the last assistant turn, or the turns of some roles."""
+
+    roles: frozenset[str] = frozenset({"assistant"})
+    everything: bool = False
+    only_last: bool = False
+
+    @classmethod
+    def parse(cls, text: str | None) -> TrainOn:
+        """`assistant` (and None), `all`, `last`, or roles with commas between; UsageError for anything else."""
+        if text is None:
+            return cls()
+        if text == "all":
+            return cls(everything=True)
+        if text == "last":
+            return cls(only_last=True)
+        roles = [role.strip() for role in text.split(",")]
+        if unknown := [role for role in roles if role not in ROLES]:
+            raise UsageError(
+                f"--train-on {text}: {unknown[0]!r} is no role: give all, last, or some of {', '.join(ROLES)}"
+            )
+        return cls(roles=frozenset(roles))
+
+    def turns(self, chat: Chat) -> list[int]:
+        """Indices of the trained messages."""
+        found = [i for i, message in enumerate(chat.messages) if message["role"] in self.roles]
+        return found[-1:] if self.only_last else found
+
+    def describe(self) -> str:
+        if self.everything:
+            return "every token"
+        return "the last assistant turn" if self.only_last else f"turns of {', '.join(sorted(self.roles))}"
+
+
+@dataclass(frozen=True)
+class Sample:
+    """A text to be tokenized as a whole, and its trained spans [start, stop) in characters, ascending.
+
+    `ends` says whether the last span ends the text's last turn without any token to end it: EOS is then to be added.
+    """
+
+    text: str
+    spans: tuple[tuple[int, int], ...]
+    ends: bool = False
+
+
+@dataclass
+class Turns:
+    """One conversation's renderings, each made once."""
+
+    template: ChatTemplate
+    chat: Chat
+    end_tokens: tuple[str, ...]
+    _made: dict[tuple[int, bool], Rendering] = field(default_factory=dict)
+
+    def render(self, count: int, prompt: bool = False) -> Rendering:
+        """The first `count` messages, with the generation prompt if `prompt`."""
+        key = (count, prompt)
+        if key not in self._made:
+            messages = self.chat.messages[:count]
+            self._made[key] = self.template.render(messages, self.chat.tools, add_generation_prompt=prompt)
+        return self._made[key]
+
+    def spans(self, turn: int) -> list[tuple[int, int]]:
+        """What is trained of message `turn` in the rendering that ends with it; at least one span."""
+        text, generated = self.render(turn + 1)
+        is_assistant = self.chat.messages[turn]["role"] == "assistant"
+        if is_assistant and self.template.has_generation:
+            *blocks, (start, stop) = self._blocks(turn, text, generated)
+            return [*blocks, (start, self._with_end(text, stop))]
+        start = self._prompt_end(turn, text) if is_assistant else self._content_start(turn, text)
+        return [(start, self._turn_end(text, start))]
+
+    def _blocks(self, turn: int, text: str, generated: list[tuple[int, int]]) -> list[tuple[int, int]]:
+        """The generation blocks of assistant turn `turn` in the rendering that ends with it."""
+        roles = [message["role"] for message in self.chat.messages[: turn + 1]]
+        if len(generated) == roles.count("assistant"):
+            return generated[-1:]
+        before = _common(self.render(turn).text, text) if turn else 0
+        own = [block for block in generated if block[0] >= before]
+        if not own:
+            raise RenderError(f"message {turn + 1} has no generation block, as other assistant turns have")
+        return own
+
+    def _prompt_end(self, turn: int, text: str) -> int:
+        """Where the prompt of an assistant turn ends and the model writes."""
+        try:
+            prompt = self.render(turn, prompt=True).text
+        except RenderError:
+            if turn:
+                raise
+            return self._content_start(turn, text)  # nothing is asked, and few templates render nothing
+        if text.startswith(prompt):
+            return len(prompt)
+        # A prompt that offers more than the turn takes up, such as the start of reasoning that it does not have.
+        if turn and not text.startswith(self.render(turn).text):
+            raise RenderError(
+                f"it writes the conversation before message {turn + 1} otherwise once that message is there, so what "
+                "the model is to write cannot be found: use a template with generation blocks"
+            )
+        return _common(prompt, text)
+
+    def _content_start(self, turn: int, text: str) -> int:
+        """Where the content of a message begins in the text that ends with it; without content, where the message does.
+
+        For roles whose header nobody offers as a prompt.
+        """
+        content = self.chat.messages[turn].get("content", "").strip()
+        place = text.rfind(content) if content else -1
+        return place if place >= 0 else (_common(self.render(turn).text, text) if turn else 0)
+
+    def _turn_end(self, text: str, start: int) -> int:
+        """The end of the last end token of `text`, if only white space follows it, else the end of the text."""
+        bare = text.rstrip()
+        return len(bare) if len(bare) > start and bare.endswith(self.end_tokens) else len(text)
+
+    def _with_end(self, text: str, stop: int) -> int:
+        """`stop`, or the end of the end token right behind it."""
+        if text[:stop].endswith(self.end_tokens):
+            return stop
+        behind = [token for token in self.end_tokens if text.startswith(token, stop)]
+        return stop + max((len(token) for token in behind), default=0)
+
+
+def samples(template: ChatTemplate, chat: Chat, train_on: TrainOn, end_tokens: tuple[str, ...]) -> list[Sample]:
+    """The samples of a conversation, in the order of their trained turns; one without spans if none is trained.
+
+    `end_tokens` are the tokenizer's special tokens. RenderError if the template cannot render it.
+    """
+    turns = Turns(template, chat, end_tokens)
+    whole = turns.render(len(chat.messages)).text
+    if train_on.everything:
+        return [Sample(whole, ((0, len(whole)),), not whole.rstrip().endswith(end_tokens))]
+    trained = train_on.turns(chat)
+    made: list[tuple[str, list[tuple[int, int]]]] = []  # texts and their spans, both from last to first
+    for turn in reversed(trained):
+        spans = turns.spans(turn)
+        own, stop = turns.render(turn + 1).text, spans[-1][1]
+        text = made[-1][0] if made else whole
+        fits = text[:stop] == own[:stop]
+        if not made or not fits:
+            made.append((text if fits else own, []))
+        made[-1][1].extend((start, stop) for start, stop in reversed(spans) if start < stop)
+    if not made:
+        return [Sample(whole, ())]
+    # A last span that reaches the end of the text, where no end token stands, is a turn without one.
+    return [
+        Sample(text, tuple(spans[::-1]), bool(spans) and spans[0][1] == len(text) and not text.endswith(end_tokens))
+        for text, spans in reversed(made)
+    ]
+
+
+def _common(one: str, other: str) -> int:
+    """Length of the common beginning of two texts."""
+    if other.startswith(one):
+        return len(one)
+    same, differs = 0, min(len(one), len(other)) + 1  # lengths of beginnings
+    while differs - same > 1:
+        middle = (same + differs) // 2
+        same, differs = (middle, differs) if one[:middle] == other[:middle] else (same, middle)
+    return same
+
+
+def trained_tokens(encoding: tokenizers.Encoding, text: str, spans: Sequence[tuple[int, int]]) -> np.ndarray:
+    """(n,) bool: the tokens of `text` that hold a character of `spans`."""
+    trained = np.zeros(len(encoding.ids), bool)
+    offsets: np.ndarray | None = None
+    for start, stop in spans:
+        first, last = encoding.char_to_token(start), encoding.char_to_token(stop) if stop < len(text) else len(trained)
+        if first is not None and last is not None:
+            # The token at `stop` may begin before it, and the bytes of one character may be several tokens.
+            while last < len(trained) and (held := encoding.token_to_chars(last)) and held[0] < stop:
+                last += 1
+            trained[first:last] = True
+            continue
+        # A border in characters that are in no token (a tokenizer that strips white space).
+        if offsets is None:
+            offsets = np.array(encoding.offsets, np.int64).reshape(-1, 2)
+        trained |= (offsets[:, 0] < stop) & (offsets[:, 1] > start)
+    return trained

@@ -1,0 +1,46 @@
+"""Rows of data before they are tokenized: a Record knows the file and row that it is from, and so does what is wrong.
+
+A row that cannot be used is a value here, not an end: readers give it in the row's place, so that what comes after it
+can still be read, and whoever takes the rows in their order counts what is left out (`BadRows`). What breaks a file as
+a whole (a truncated archive, a damaged parquet file) is a DataError, which nothing reads past.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from llmq.errors import DataError
+
+
+@dataclass(frozen=True)
+class Record:
+    """A row: `place` is "FILE:ROW", counted from 1, for messages; `value` its fields."""
+
+    place: str
+    value: dict[str, Any]
+
+
+class BadRow(DataError):
+    """A row that cannot be used, where it is and why; as many as --skip-bad-rows says may be left out."""
+
+    def __init__(self, place: str, reason: str) -> None:
+        super().__init__(f"{place}: {reason}")
+        self.place, self.reason = place, reason
+
+
+Row = Record | BadRow
+
+
+class BadRows:
+    """The rows left out so far, told in the order of the data."""
+
+    def __init__(self, allowed: int, count: int = 0) -> None:
+        self.allowed, self.count = allowed, count
+
+    def add(self, row: BadRow) -> None:
+        """Leaves out one more; DataError for the first that is too many."""
+        self.count += 1
+        if self.count > self.allowed:
+            before = f"; {self.allowed} before it were left out" if self.allowed else ""
+            raise DataError(f"{row}: mend the row, or leave out up to N such rows with --skip-bad-rows N{before}")

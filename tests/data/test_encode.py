@@ -1,0 +1,448 @@
+"""Rows to tokens and masks: what is trained, what ends a document, what is too long, what is refused."""
+
+from __future__ import annotations
+
+import json
+import random
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from chat_cases import BOS, CASES, EOS, ONE, REASONED, TOOLS, WEATHER, chat_tokenizer, source
+from small_tokenizers import save
+
+from llmq.data import sandbox
+from llmq.data.encode import OVERLONG, Encoded, EncodeOptions, Encoder, open_encoder
+from llmq.data.records import BadRow, Record
+from llmq.data.tokenizer import TextTokenizer
+from llmq.errors import DataError, UsageError
+
+
+@pytest.fixture(scope="session")
+def qwen() -> TextTokenizer:
+    """The tokenizer of Qwen2.5, which has a ChatML template."""
+    folder = Path(__file__).parents[3] / "shared/data/qwen2.5-tokenizer"
+    if not folder.exists():
+        pytest.skip("no ../shared/data/qwen2.5-tokenizer beside the checkout")
+    return TextTokenizer.open(str(folder))
+
+
+def records(rows: list[dict]) -> list[Record]:
+    return [Record(f"rows.jsonl:{number}", row) for number, row in enumerate(rows, 1)]
+
+
+def gsm8k(path: Path) -> list[Record]:
+    return [Record(f"{path.name}:{i}", json.loads(line)) for i, line in enumerate(path.open(encoding="utf-8"), 1)]
+
+
+def opened(rows: list[Record], tokenizer: TextTokenizer, **options) -> Encoder:
+    return open_encoder(rows[:8], tokenizer, EncodeOptions(**options))
+
+
+def shown(tokenizer: TextTokenizer, document: Encoded) -> str:
+    """A document's text with its trained runs in square brackets."""
+    text, inside = "", False
+    trained = np.ones(len(document.ids), bool) if document.trained is None else document.trained
+    for number, is_trained in zip(document.ids.tolist(), trained.tolist(), strict=True):
+        text += "" if inside == is_trained else "[" if is_trained else "]"
+        text += tokenizer.encoder.decode([number], skip_special_tokens=False)
+        inside = is_trained
+    return text + "]" * inside
+
+
+def test_a_question_is_context_and_its_answer_is_trained_with_eos(qwen):
+    rows = records([{"question": "What is 2 + 2?", "answer": "It is <<2+2=4>>4.\n#### 4"}])
+    encoder = opened(rows, qwen)
+    (document,) = encoder.encode(rows)
+    assert shown(qwen, document) == "What is 2 + 2?[It is <<2+2=4>>4.\n#### 4<|endoftext|>]"
+    assert encoder.end_token_ids == (qwen.eos_token_id,)
+
+
+def test_with_a_template_a_question_is_a_chat(qwen):
+    rows = records([{"question": "What is 2 + 2?", "answer": "4"}])
+    encoder = opened(rows, qwen, chat_template="tokenizer")
+    (document,) = encoder.encode(rows)
+    assert shown(qwen, document) == (
+        "<|im_start|>system\nYou are a helpful assistant.<|im_end|>\n"
+        "<|im_start|>user\nWhat is 2 + 2?<|im_end|>\n<|im_start|>assistant\n[4<|im_end|>]\n"
+    )
+    assert encoder.end_token_ids == (151645,)
+
+
+@pytest.mark.parametrize("template", [None, "tokenizer"])
+@pytest.mark.parametrize("name", ["gsm8k-test.jsonl", pytest.param("gsm8k-train.jsonl", marks=pytest.mark.slow)])
+def test_gsm8k_trains_exactly_the_answers_and_their_ends(qwen, shared, name, template):
+    rows = gsm8k(shared(name))
+    rows = rows if "train" in name else rows[:200]
+    encoder = opened(rows, qwen, chat_template=template)
+    trained = 0
+    for at in range(0, len(rows), 1000):
+        for document in encoder.encode(rows[at : at + 1000]):
+            trained += int(document.trained.sum())
+    answers = qwen.encoder.encode_batch_fast([row.value["answer"] for row in rows], add_special_tokens=False)
+    assert trained == sum(len(answer.ids) for answer in answers) + len(rows) == encoder.counts.trained
+    assert encoder.counts.rows == encoder.counts.documents == len(rows)
+
+
+def test_the_first_answer_of_gsm8k_token_by_token(qwen, shared):
+    rows = gsm8k(shared("gsm8k-train.jsonl"))[:1]
+    (document,) = opened(rows, qwen).encode(rows)
+    spelled = [qwen.encoder.id_to_token(number) for number in document.ids.tolist()]
+    names = [name.replace("\u0120", "_").replace("\u010a", "|") for name in spelled]  # spaces and line breaks
+    assert names[:3] + names[36:39] == ["N", "atal", "ia", "_and", "_May", "?"] and not document.trained[:39].any()
+    assert document.trained[39:].all()
+    assert " ".join(names[39:]) == (
+        "N atal ia _sold _ 4 8 / 2 _= _<< 4 8 / 2 = 2 4 >> 2 4 _clips _in _May .| "
+        "N atal ia _sold _ 4 8 + 2 4 _= _<< 4 8 + 2 4 = 7 2 >> 7 2 _clips _altogether _in _April _and _May .| "
+        "#### _ 7 2 <|endoftext|>"
+    )
+
+
+@pytest.mark.judge
+@pytest.mark.parametrize("name", ["chatml_generation", "chatml", "zephyr", "qwen3"])
+def test_chats_of_gsm8k_have_the_ids_of_transformers_and_its_masks_with_the_end(qwen, shared, name):
+    """Chats of two questions. Of a chat that makes two documents, the second is the whole of it."""
+    transformers = pytest.importorskip("transformers", reason="the judge is transformers")
+    judge = transformers.AutoTokenizer.from_pretrained(qwen.folder)
+    lines = [row.value for row in gsm8k(shared("gsm8k-test.jsonl"))[:200]]
+    turns = [[{"role": "user", "content": r["question"]}, {"role": "assistant", "content": r["answer"]}] for r in lines]
+    rows = records([{"messages": one + other} for one, other in zip(turns[::2], turns[1::2], strict=True)])
+    encoder = opened(rows, qwen, chat_template=source(name))
+    documents = {document.place: document for document in encoder.encode(rows)}
+    masked = "generation" in name
+    for row in rows:
+        judged = judge.apply_chat_template(
+            row.value["messages"], chat_template=source(name), return_dict=True, return_assistant_tokens_mask=masked
+        )
+        document = documents[row.place]
+        assert document.ids.tolist() == list(judged["input_ids"])
+        if masked:
+            spoken = np.array(judged["assistant_masks"], bool)
+            assert document.trained[spoken].all()
+            assert document.ids[document.trained & ~spoken].tolist() == list(encoder.end_token_ids) * 2
+    assert encoder.counts.documents == len(rows) * (1 + (name == "qwen3"))
+
+
+def test_a_bad_row_is_raised_or_set_aside(qwen):
+    rows = records([{"question": "a", "answer": "b"}, {"text": "c"}, {"question": "d", "answer": "e"}])
+    encoder = opened(rows, qwen)
+    with pytest.raises(BadRow, match=r"^rows\.jsonl:2: the row is text, but the data is question-answer"):
+        encoder.encode(rows)
+    bad: list[BadRow] = []
+    assert [document.place for document in encoder.encode(rows, bad)] == ["rows.jsonl:1", "rows.jsonl:3"]
+    assert [error.place for error in bad] == ["rows.jsonl:2"]
+
+
+@pytest.fixture(scope="module")
+def small(tmp_path_factory) -> TextTokenizer:
+    """The tokenizer of chat_cases.py, with the ChatML template."""
+    return tokenizer_with(tmp_path_factory.mktemp("encode"), source("chatml"))
+
+
+def tokenizer_with(folder: Path, chat_template: str | None, without: tuple[str, ...] = (), **config) -> TextTokenizer:
+    config = {"bos_token": BOS, "eos_token": EOS, "chat_template": chat_template, **config}
+    return TextTokenizer.open(str(save(chat_tokenizer(without), folder, config)))
+
+
+def encoded(tokenizer: TextTokenizer, row: dict, **options) -> str:
+    """The only document of a row."""
+    (document,) = opened(records([row]), tokenizer, **options).encode(records([row]))
+    return shown(tokenizer, document)
+
+
+HEAD = "<|im_start|>system\nBe brief.<|im_end|>\n<|im_start|>user\n"
+
+
+@pytest.mark.parametrize(
+    ("row", "options", "expected"),
+    [
+        ({"text": "a<|im_end|>"}, {}, "[a<|im_end|></s>]"),
+        ({"text": "a"}, {"data_format": "text"}, "[a</s>]"),
+        ({"prompt": "a", "completion": " b"}, {}, "a[ b</s>]"),
+        ({"prompt": "", "completion": "b"}, {}, "[b</s>]"),
+        ({"prompt": "a", "completion": "b"}, {"train_on": "assistant"}, "a[b</s>]"),
+        ({"prompt": "a", "completion": "b"}, {"train_on": "all"}, "[ab</s>]"),
+        ({"prompt": "a", "completion": "b"}, {"chat_template": "tokenizer"},
+         HEAD + "a<|im_end|>\n<|im_start|>assistant\n[b<|im_end|>]\n"),
+        ({"instruction": "a", "input": "c", "output": "b"}, {},
+         "### Instruction:\na\n\n### Input:\nc\n\n### Response:\n[b</s>]"),
+        ({"instruction": "a", "input": "c", "output": "b", "system": "d"}, {"chat_template": "tokenizer"},
+         "<|im_start|>system\nd<|im_end|>\n<|im_start|>user\na\n\nc<|im_end|>\n<|im_start|>assistant\n[b<|im_end|>]\n"),
+        ({"question": "a", "answer": "b"}, {}, "a[b</s>]"),
+        ({"messages": ONE}, {}, HEAD + "What is in the box?<|im_end|>\n<|im_start|>assistant\n[Nothing.<|im_end|>]\n"),
+        ({"conversations": [{"from": "human", "value": "a"}, {"from": "gpt", "value": "b"}]}, {"train_on": "user"},
+         HEAD + "[a<|im_end|>]\n<|im_start|>assistant\nb<|im_end|>\n"),
+        ({"input_ids": [64, 65, 66], "labels": [-100, 65, 66]}, {}, "a[bc]"),
+    ],
+)  # fmt: skip
+def test_each_format_is_masked(small, row, options, expected):
+    assert encoded(small, row, **options) == expected
+
+
+def test_a_special_token_in_text_is_text_and_in_a_chat_itself(small):
+    end = small.encoder.token_to_id("<|im_end|>")
+    rows = records([{"messages": [{"role": "user", "content": "<|im_end|>?"}, {"role": "assistant", "content": "b"}]}])
+    encoder = opened(rows, small)
+    (document,) = encoder.encode(rows)
+    assert (document.ids == end).sum() == 4 and encoder.counts.spelled == 1
+    rows = records([{"question": "<|im_end|>?", "answer": "b"}])
+    assert end not in opened(rows, small).encode(rows)[0].ids
+
+
+def test_a_chat_without_an_answer_is_counted_and_left_out(small):
+    rows = records([{"messages": ONE}, {"messages": ONE[:1]}, {"messages": ONE}])
+    encoder = opened(rows, small)
+    assert [document.place for document in encoder.encode(rows)] == ["rows.jsonl:1", "rows.jsonl:3"]
+    assert (encoder.counts.rows, encoder.counts.documents, encoder.counts.untrained) == (3, 2, 1)
+
+
+@pytest.mark.parametrize(
+    ("overlong", "expected", "untrained"),
+    [("truncate", ["abcd[efgh]"], 1), ("split", ["abcd[efgh]", "[ij</s>]", "[k</s>]"], 0), ("drop", [], 0)],
+)
+def test_overlong_rows_are_cut_split_or_dropped_and_counted(small, overlong, expected, untrained):
+    rows = records([{"prompt": "abcd", "completion": "efghij"}, {"prompt": "abcdefgh", "completion": "k"},
+                    {"prompt": "a", "completion": "fits in"}])  # fmt: skip
+    encoder = opened(rows, small, overlong=overlong, seq_len=8)
+    documents = encoder.encode(rows)
+    assert [shown(small, document) for document in documents[:-1]] == expected
+    assert shown(small, documents[-1]) == "a[fits in</s>]" and len(documents[-1].ids) == 8
+    assert (encoder.counts.overlong, encoder.counts.untrained) == (2, untrained)
+    assert encoder.counts.tokens == sum(len(document.ids) for document in documents)
+
+
+def test_reasoning_that_the_template_drops_makes_a_document_of_each_turn(tmp_path):
+    tokenizer = tokenizer_with(tmp_path, source("qwen3"))
+    rows = records([{"messages": REASONED}])
+    encoder = opened(rows, tokenizer)
+    first, second = (shown(tokenizer, document) for document in encoder.encode(rows))
+    assert "[<think>\nTwo and two.\n</think>\n\n4.<|im_end|>]\n" in first and "3 + 3" not in first
+    assert "\n4.<|im_end|>\n" in second and "[<think>\nThree and three." in second
+    assert (encoder.counts.rows, encoder.counts.documents) == (1, 2)
+
+
+@pytest.mark.parametrize(
+    ("template", "rows", "ends"),
+    [
+        ("chatml", [ONE], {"<|im_end|>"}),
+        ("llama3", [TOOLS], {"<|eot_id|>", "<|eom_id|>"}),
+        ("mistral", [ONE], {"</s>"}),
+        ("{% for m in messages %}{{ m.content }}\n{% endfor %}", [ONE], {"</s>"}),
+    ],
+)
+def test_every_token_that_ends_a_trained_turn_is_an_end_token(tmp_path, template, rows, ends):
+    tokenizer = tokenizer_with(tmp_path, source(template) if template.isalnum() else template)
+    encoder = opened(records([{"messages": row} for row in rows]), tokenizer)
+    encoder.encode(records([{"messages": row} for row in rows]))
+    assert {tokenizer.encoder.id_to_token(number) for number in encoder.end_token_ids} == ends
+
+
+def test_end_tokens_are_known_before_the_first_row(small):
+    end = (small.encoder.token_to_id("<|im_end|>"),)
+    assert opened(records([{"messages": ONE}]), small).end_token_ids == end
+    assert opened(records([{"text": "a"}]), small).end_token_ids == (small.eos_token_id,)
+    rows = records([{"input_ids": [3, small.eos_token_id]}])
+    encoder = opened(rows, small)
+    assert encoder.end_token_ids == ()
+    encoder.encode(rows)
+    assert encoder.end_token_ids == (small.eos_token_id,)
+
+
+def test_counts_of_several_encoders_add_up(small):
+    rows = records([{"messages": ONE}, {"messages": ONE[:1]}])
+    whole, one, other = (opened(rows, small) for _ in range(3))
+    whole.encode(rows)
+    one.encode(rows[:1])
+    other.encode(rows[1:])
+    one.counts.add(other.counts)
+    assert one.counts == whole.counts
+
+
+def test_pad_may_be_eos(tmp_path):
+    """The mask is that of the spans: with pad and eos the same, eos stays trained."""
+    tokenizer = tokenizer_with(tmp_path, source("zephyr"), pad_token=EOS)
+    assert encoded(tokenizer, {"messages": ONE}).endswith("<|assistant|>\n[Nothing.</s>]\n")
+    assert encoded(tokenizer, {"question": "a", "answer": "b"}) == "a[b</s>]"
+
+
+def test_an_end_marker_that_is_not_one_token_is_an_error_and_others_are_noted(tmp_path):
+    rows = records([{"messages": ONE}])
+    tokenizer = tokenizer_with(tmp_path / "a", source("chatml"), without=("<|im_end|>",))
+    with pytest.raises(
+        DataError, match=r"ends a turn with <\|im_end\|>, which is 10 tokens \(< \| i m _ e n d \| >\) of"
+    ):
+        opened(rows, tokenizer)
+    tokenizer = tokenizer_with(tmp_path / "b", source("zephyr"), without=("<|user|>", "<|system|>"))
+    (notice,) = opened(rows, tokenizer).notices
+    assert (
+        "markers that are not one token of the tokenizer: <|user|>: 7 tokens (< | u s er | >); <|system|>: " in notice
+    )
+
+
+def test_an_encoder_says_what_it_does(small, tmp_path):
+    text = opened(records([{"messages": ONE}]), small, seq_len=8, overlong="drop").describe()
+    assert text == (
+        "format: messages (as in rows.jsonl:1), columns messages\n"
+        f"chat template: the chat_template of {small.folder / 'tokenizer_config.json'}\n"
+        "trained: turns of assistant, found by rendering each turn's prompt, with <|im_end|>\n"
+        "rows of more than 8 tokens are left out"
+    )
+    text = opened(records([{"q": "a", "answer": "b"}]), small, mapping=(("question", "q"),)).describe()
+    assert text.splitlines() == [
+        "format: question-answer (as in rows.jsonl:1), columns question = q, answer",
+        "trained: the answer and </s> behind it; prompt and answer are joined as they are (--chat-template tokenizer "
+        "would make chats of them)",
+    ]
+    endless = tokenizer_with(tmp_path, "{{ strftime_now('%Y') }}{% for m in messages %}{{ m.content }}\n{% endfor %}")
+    text = opened(records([{"messages": ONE}]), endless).describe()
+    assert "note: the template ends a turn with no token: </s> follows the last one" in text
+    assert "date in the template: 20" in text
+
+
+@pytest.mark.parametrize(
+    ("row", "options", "says"),
+    [
+        ({"text": "a"}, {"chat_template": "tokenizer"}, "--chat-template: text rows are no chats"),
+        ({"text": "a"}, {"train_on": "all"}, "--train-on all: text rows are trained as a whole"),
+        ({"input_ids": [1]}, {"train_on": "last"}, "--train-on last: tokens rows say themselves what is trained"),
+        ({"question": "a", "answer": "b"}, {"train_on": "user"}, "rows have a prompt and an answer: give assistant"),
+        ({"messages": ONE}, {"train_on": "robot"}, "--train-on robot: 'robot' is no role"),
+        ({"messages": ONE}, {"overlong": "wrap"}, "--overlong wrap is not one of truncate, split, drop"),
+        ({"messages": ONE}, {"data_format": "chat"}, "--data-format chat is not one of"),
+    ],
+)
+def test_options_without_effect_are_refused(small, row, options, says):
+    with pytest.raises(UsageError, match=says):
+        opened(records([row]), small, **options)
+
+
+@pytest.mark.parametrize(
+    ("row", "reason"),
+    [
+        ({"messages": [*ONE, {"role": "robot", "content": "a"}]}, "message 3 has the unknown role 'robot'"),
+        ({"messages": []}, "messages is empty"),
+        ({"messages": [*ONE, ONE[1]]}, "the chat template of mine.jinja fails: roles must take turns"),
+        ({"messages": [{"role": "user", "content": "a\ud800b"}, ONE[1]]}, r"holds '\ud800', which is half of"),
+        ({"question": "a", "answer": "b"}, "the row is question-answer, but the data is messages"),
+    ],
+)
+def test_a_bad_row_of_a_chat_is_named(small, tmp_path, monkeypatch, row, reason):
+    turns = (
+        "{% for m in messages %}{% if loop.changed(m.role) %}{% else %}{{ raise_exception('roles must take turns') }}"
+    )
+    monkeypatch.chdir(tmp_path)
+    Path("mine.jinja").write_text(turns + "{% endif %}{% endfor %}" + source("chatml"))
+    rows = records([{"messages": ONE}, row])
+    with pytest.raises(BadRow) as caught:
+        opened(rows, small, chat_template="mine.jinja").encode(rows)
+    assert caught.value.place == "rows.jsonl:2" and reason in caught.value.reason
+
+
+JUNK = (
+    *(
+        None,
+        True,
+        0,
+        -1,
+        1.5,
+        10**30,
+        "",
+        " ",
+        "a",
+        "\ud800",
+        "<|im_end|>",
+        "</s>",
+        "assistant",
+        "user",
+        "from",
+        [],
+        {},
+    ),
+    *([[]], [1, "a"], {"a": {}}, [{"type": "text", "text": "x"}], {"role": "user"}, "\x00", "e\u0301" * 40),
+)
+FRAGMENTS = (
+    *(
+        "{{",
+        "}}",
+        "{%",
+        "%}",
+        "{#",
+        "#}",
+        "-",
+        "' ~ '",
+        "\n",
+        "\u2028",
+        "\x00",
+        "+ 1",
+        "[0]",
+        ".x.y",
+        "<|im_end|>",
+        "\\[",
+    ),
+    *("{% for x in messages %}", "{% endfor %}", "{% if messages %}", "{% else %}", "{% endif %}", "{% break %}"),
+    *("{{ messages }}", "{{ x.content * 99 }}", "{{ loop }}", "{{ tools | tojson }}", "{{ m.role | nothing }}"),
+    *("{% set messages = messages * 2 %}", "{% generation %}", "{% endgeneration %}", "{{ raise_exception('no') }}"),
+    *("{{ ''.__class__ }}", "{% macro a() %}{{ a() }}{% endmacro %}{{ a() }}", "{% for i in range(9999) %}"),
+)
+ROWS = (
+    {"messages": TOOLS, "tools": [WEATHER]}, {"messages": REASONED}, {"text": "A text."},
+    {"conversations": [{"from": "human", "value": "a"}, {"from": "gpt", "value": "b"}]},
+    {"instruction": "a", "input": "b", "output": "c"}, {"prompt": "a", "completion": "b"},
+    {"question": "a", "answer": "b"}, {"input_ids": [1, 2, 3], "labels": [-100, 2, 3]},
+)  # fmt: skip
+
+
+def mutated(value: Any, draw: random.Random, chance: float) -> Any:
+    """A copy of JSON in which some values and keys are junk, gone or twice."""
+    if draw.random() < chance:
+        return draw.choice(JUNK)
+    if isinstance(value, dict):
+        pairs = [(key if draw.random() > chance else str(draw.choice(JUNK)), item) for key, item in value.items()]
+        return {key: mutated(item, draw, chance) for key, item in pairs if draw.random() > chance / 2}
+    if isinstance(value, list):
+        kept = [item for item in value for _ in range(draw.choices((1, 0, 2), (1 - chance, chance, chance))[0])]
+        return [mutated(item, draw, chance) for item in kept]
+    return value
+
+
+def mutated_text(text: str, draw: random.Random) -> str:
+    """A text with some pieces cut out, and some fragments put in."""
+    for _ in range(draw.randint(0, 4)):
+        at, length = draw.randrange(len(text) + 1), draw.choice((0, 0, 1, 2, 8, 40))
+        text = text[:at] + draw.choice(("", *FRAGMENTS)) + text[at + length :]
+    return text
+
+
+@pytest.mark.parametrize("tries", [200, pytest.param(20_000, marks=pytest.mark.slow)])
+def test_whatever_rows_and_templates_hold_what_is_wrong_is_named(small, monkeypatch, tries):
+    """No other exception than our own, which names the row or the template; and what is encoded is well-formed."""
+    monkeypatch.setattr(sandbox, "MAX_WORK", sandbox.MAX_WORK // 200)
+    outcomes = Counter()
+    for number in range(tries):
+        draw = random.Random(number)
+        base = draw.choice(ROWS)
+        name = draw.choice(sorted(CASES))
+        template = None if base.keys() & {"text", "input_ids"} else mutated_text(source(name), draw)
+        template = template if template is None or "{" in template else "{{ '' }}"
+        rows = records([base, *(mutated(base, draw, 0.08) for _ in range(3))])
+        rows = [Record(row.place, row.value if isinstance(row.value, dict) else {}) for row in rows]
+        options = EncodeOptions(chat_template=template, seq_len=draw.choice((None, 64)), overlong=draw.choice(OVERLONG))
+        bad: list[BadRow] = []
+        try:
+            documents = open_encoder(rows, small, options).encode(rows, bad)
+        except (DataError, UsageError) as error:
+            assert str(error).startswith(("--chat-template", "the template", "rows.jsonl:")), error
+            outcomes["template refused"] += 1
+            continue
+        places = {row.place for row in rows}
+        for document in documents:
+            assert document.place in places and document.ids.dtype == np.int32 and len(document.ids)
+            assert 0 <= document.ids.min() <= document.ids.max() < small.vocab_size
+            assert document.trained is None or document.trained.shape == document.ids.shape
+        for error in bad:
+            assert error.place in places and error.reason and str(error) == f"{error.place}: {error.reason}"
+        outcomes["rows encoded"] += bool(documents)
+        outcomes["rows refused"] += bool(bad)
+    assert len(outcomes) == 3 and min(outcomes.values()) > tries // 20, outcomes

@@ -1,0 +1,176 @@
+"""Which format rows have, what a row holds, and what is said of a bad one."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from llmq.data.formats import FORMATS, Chat, Pair, Text, Tokens, find_format
+from llmq.data.records import BadRow, Record
+from llmq.errors import DataError, UsageError
+
+VOCABULARY = 100
+ASK, TELL = {"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}
+HUMAN, GPT = {"from": "human", "value": "a"}, {"from": "gpt", "value": "b"}
+TOOL = {"type": "function", "function": {"name": "f"}}
+
+
+def record(row: dict, number: int = 1) -> Record:
+    return Record(f"rows.jsonl:{number}", row)
+
+
+def read(row: dict, data_format: str | None = None, mapping: tuple = (), first: dict | None = None):
+    """The content of a row, in the format of `first` (or of itself)."""
+    return find_format([record(first or row)], data_format, mapping).read(record(row, 2), VOCABULARY)
+
+
+@pytest.mark.parametrize(
+    ("row", "name", "content"),
+    [
+        ({"text": "a", "url": "b"}, "text", Text("a")),
+        ({"prompt": "a", "completion": " b"}, "prompt-completion", Pair("a", " b", "a")),
+        ({"question": "a", "answer": "b"}, "question-answer", Pair("a", "b", "a")),
+        ({"instruction": "a", "input": "", "output": "b", "text": "c"}, "alpaca",
+         Pair("### Instruction:\na\n\n### Response:\n", "b", "a")),
+        ({"instruction": "a", "input": "c", "output": "b", "system": "d"}, "alpaca",
+         Pair("d\n\n### Instruction:\na\n\n### Input:\nc\n\n### Response:\n", "b", "a\n\nc", "d")),
+        ({"messages": [ASK, TELL], "prompt": "a", "text": "c"}, "messages", Chat([ASK, TELL])),
+        ({"messages": [ASK, TELL], "tools": [TOOL]}, "messages", Chat([ASK, TELL], [TOOL])),
+        ({"messages": [ASK, TELL], "tools": '[{"name": "f"}]'}, "messages", Chat([ASK, TELL], [{"name": "f"}])),
+        ({"messages": [ASK, TELL], "tools": None}, "messages", Chat([ASK, TELL])),
+        ({"messages": [ASK, TELL], "tools": []}, "messages", Chat([ASK, TELL], [])),
+        ({"conversations": [ASK, TELL]}, "messages", Chat([ASK, TELL])),
+        ({"conversations": [HUMAN, GPT]}, "sharegpt", Chat([ASK, TELL])),
+        ({"messages": [HUMAN, GPT]}, "sharegpt", Chat([ASK, TELL])),
+        ({"conversations": [HUMAN, GPT], "system": "s"}, "sharegpt",
+         Chat([{"role": "system", "content": "s"}, ASK, TELL])),
+        ({"conversations": [{"from": "system", "value": "s"}, HUMAN, {"from": "observation", "value": "o"}, GPT]},
+         "sharegpt", Chat([{"role": "system", "content": "s"}, ASK, {"role": "tool", "content": "o"}, TELL])),
+    ],
+)  # fmt: skip
+def test_the_format_is_read_off_the_columns(row, name, content):
+    form = find_format([record(row)])
+    assert form.name == name
+    assert form.read(record(row), VOCABULARY) == content
+
+
+@pytest.mark.parametrize(
+    ("message", "expected"),
+    [
+        ({"role": "developer", "content": "a"}, {"role": "developer", "content": "a"}),
+        ({"role": "user", "content": [{"type": "text", "text": "a"}, {"type": "text", "text": "b"}]},
+         {"role": "user", "content": "ab"}),
+        ({"content": "a", "role": "user", "name": "Eve", "tool_calls": None},
+         {"content": "a", "role": "user", "name": "Eve"}),
+        ({"role": "assistant", "content": None, "tool_calls": [TOOL]}, {"role": "assistant", "tool_calls": [TOOL]}),
+        ({"role": "assistant", "content": "a", "reasoning_content": "b"},
+         {"role": "assistant", "content": "a", "reasoning_content": "b"}),
+    ],
+)  # fmt: skip
+def test_a_message_is_what_transformers_gives_to_a_template(message, expected):
+    """The order of its keys stays, null keys go, text in parts is one text."""
+    first, second = read({"messages": [message, TELL]}).messages
+    assert list(first.items()) == list(expected.items()) and second == TELL
+
+
+def test_columns_and_keys_can_have_other_names():
+    row = {"dialog": [{"who": "user", "said": "a"}, {"who": "assistant", "said": "b"}]}
+    mapping = (("messages", "dialog"), ("role", "who"), ("content", "said"))
+    assert read(row, mapping=mapping) == Chat([ASK, TELL])
+    assert read({"Frage": "a", "answer": "b"}, mapping=(("question", "Frage"),)) == Pair("a", "b", "a")
+    assert read({"messages": [ASK], "dialog": [TELL]}, mapping=(("messages", "dialog"),)) == Chat([TELL])
+
+
+def test_a_format_can_be_chosen_and_says_its_mapping():
+    row = {"messages": [ASK, TELL], "text": "c", "body": "d"}
+    assert read(row, "text") == Text("c")
+    form = find_format([record(row)], "text", (("text", "body"),))
+    assert form.read(record(row), VOCABULARY) == Text("d")
+    assert form.describe() == "text (as asked), columns text = body"
+    assert find_format([record({}), record(row, 2)]).describe() == "messages (as in rows.jsonl:2), columns messages"
+
+
+def test_tokens_are_taken_as_they_are():
+    content = read({"input_ids": [5, 6, 7, 8], "labels": [-100, 6, 7, -100], "attention_mask": [1, 1, 1, 0]})
+    assert isinstance(content, Tokens) and content.trained is not None and content.ids.dtype == np.int32
+    assert (content.ids.tolist(), content.trained.tolist()) == ([5, 6, 7], [False, True, True])
+    content = read({"input_ids": np.array([5, 6])})
+    assert content.ids.tolist() == [5, 6] and content.trained is None
+
+
+@pytest.mark.parametrize(
+    ("data_format", "mapping", "rows", "error", "says"),
+    [
+        ("json", (), [{"text": "a"}], UsageError, "--data-format json is not one of tokens, messages, sharegpt, "),
+        (None, (("texts", "a"),), [{"text": "a"}], UsageError, "--map texts=...: texts is no column of any format"),
+        ("text", (("question", "a"),), [{"text": "a"}], UsageError, "question is no column of text"),
+        (None, (), [], DataError, "there are no rows"),
+        (None, (), [{"body": "a", "url": "b"}, {}], DataError,
+         r"^rows.jsonl:1: the columns \(body, url\) are those of no format: .*question-answer \(question, answer\)"),
+        ("text", (), [{"body": "a"}], DataError, r"\(body\) are those of no format: text \(text\): name"),
+        (None, (), [{"text": None}], DataError, "those of no format"),
+        (None, (), [{"messages": []}], DataError, "those of no format"),
+    ],
+)  # fmt: skip
+def test_a_format_that_cannot_be_found_is_an_error(data_format, mapping, rows, error, says):
+    with pytest.raises(error, match=says):
+        find_format([record(row, number) for number, row in enumerate(rows, 1)], data_format, mapping)
+
+
+CHAT, PAIR, TEXT, IDS = {"messages": [ASK, TELL]}, {"question": "a", "answer": "b"}, {"text": "a"}, {"input_ids": [1]}
+
+
+@pytest.mark.parametrize(
+    ("first", "row", "says"),
+    [
+        (TEXT, {"text": ""}, "text is empty"),
+        (TEXT, {"text": None}, "the data is text (as in rows.jsonl:1), columns text: text is null"),
+        (TEXT, {"text": 5}, "text is a number, not text"),
+        (TEXT, {}, "the data is text (as in rows.jsonl:1), columns text: text is not there"),
+        (TEXT, CHAT, "the row is messages, but the data is text (as in rows.jsonl:1), columns text: text is not there"),
+        (PAIR, TEXT, "the row is text, but the data is question-answer (as in rows.jsonl:1)"),
+        (PAIR, {"question": "a", "answer": ""}, "answer is empty"),
+        (PAIR, {"question": ["a"], "answer": "b"}, "question is a list, not text"),
+        (CHAT, {"messages": "a"}, "messages is text, not a list of messages"),
+        (CHAT, {"messages": []}, "messages is empty"),
+        (CHAT, {"messages": [{"role": "user", "content": " "}]}, "no message has any text"),
+        (CHAT, {"messages": ["a"]}, "message 1 is text, not an object with role and content"),
+        (CHAT, {"messages": [ASK, {"content": "a"}]}, "message 2 has no role: its keys are content"),
+        (CHAT, {"messages": [HUMAN, GPT]}, "message 1 has no role: its keys are from, value"),
+        (CHAT, {"messages": [{"role": "robot", "content": "a"}]},
+         "message 1 has the unknown role 'robot': known are system, developer, user, assistant, tool, function"),
+        (CHAT, {"messages": [{"role": "user", "content": 5}]}, "content that is a number, not text or a list of parts"),
+        (CHAT, {"messages": [{"role": "user"}]}, "message 1 has neither content nor tool_calls"),
+        (CHAT, {"messages": [{"role": "user", "content": [{"type": "image", "url": "a"}]}]},
+         "message 1 has a part of type 'image': only text can be trained"),
+        (CHAT, {"messages": [{"role": "user", "content": ["a"]}]}, "a part of type 'text': only text"),
+        (CHAT, {"messages": [{"role": "assistant", "tool_calls": "f()"}]}, "tool_calls that are not a list of objects"),
+        ({**CHAT, "tools": []}, {**CHAT, "tools": "{"}, "tools is not JSON (Expecting property name"),
+        ({**CHAT, "tools": []}, {**CHAT, "tools": {"a": 1}}, "tools is not a list of objects"),
+        ({"conversations": [HUMAN]}, {"conversations": [{"from": "alien", "value": "a"}]}, "unknown role 'alien'"),
+        (IDS, {"input_ids": []}, "input_ids is empty"),
+        (IDS, {"input_ids": "1 2"}, "input_ids is not a list of integers"),
+        (IDS, {"input_ids": [1, 2.5]}, "input_ids is not a list of integers"),
+        (IDS, {"input_ids": [[1], [2, 3]]}, "input_ids is not a list of integers"),
+        (IDS, {"input_ids": [True]}, "input_ids is not a list of integers"),
+        (IDS, {"input_ids": [1, 10**30]}, "input_ids is not a list of integers"),
+        (IDS, {"input_ids": [1, 100]}, "token 1 has the id 100, but the vocabulary has 100 ids (from 0)"),
+        (IDS, {"input_ids": [-1]}, "token 0 has the id -1"),
+        ({**IDS, "labels": [1]}, {"input_ids": [1, 2], "labels": [1]}, "labels has 1 numbers for 2 tokens"),
+        ({**IDS, "labels": [1]}, {"input_ids": [1, 2], "labels": [2, -100]},
+         "label 0 is 2, which is neither its token (1) nor -100"),
+        ({**IDS, "attention_mask": [1]}, {"input_ids": [1], "attention_mask": [0]}, "attention_mask leaves no token"),
+    ],
+)  # fmt: skip
+def test_a_bad_row_is_named_with_its_reason(first, row, says):
+    with pytest.raises(BadRow) as caught:
+        read(row, first=first)
+    assert caught.value.place == "rows.jsonl:2"
+    assert says in caught.value.reason
+
+
+def test_every_format_is_among_the_tests():
+    """FORMATS is what users can name: each name is found from a row with just its columns."""
+    rows = {name: dict.fromkeys(needed, "a") for name, (needed, _) in FORMATS.items()}
+    rows |= {"messages": CHAT, "sharegpt": {"conversations": [HUMAN, GPT]}, "tokens": IDS}
+    assert [find_format([record(row)]).name for row in rows.values()] == list(rows)

@@ -1,0 +1,232 @@
+"""What is trained in a chat: spans by template, samples of templates that rewrite earlier turns, tokens at borders."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+from chat_cases import BOS, CHATS, EOS, GOLDEN, LONG, PAIRS, SPECIAL, TOOLS, WEATHER, chat_tokenizer, template
+from tokenizers import normalizers, pre_tokenizers
+
+from llmq.data.formats import Chat
+from llmq.data.masks import Sample, TrainOn, samples, trained_tokens
+from llmq.data.template import ChatTemplate, RenderError
+from llmq.errors import UsageError
+
+USER, ASSISTANT, END = "<|im_start|>user\n", "<|im_start|>assistant\n", "<|im_end|>\n"
+VERSE = "<|im_start|>system\nAnswer in verse.<|im_end|>\n"
+
+
+def marked(sample: Sample) -> str:
+    """A sample's text with its spans between guillemets."""
+    text = sample.text
+    for start, stop in reversed(sample.spans):
+        text = f"{text[:start]}\u00ab{text[start:stop]}\u00bb{text[stop:]}"
+    return text + "+EOS" * sample.ends
+
+
+def masked(name: str | ChatTemplate, chat: str | list[dict], train_on: str | None = None) -> list[str]:
+    messages, tools = CHATS[chat] if isinstance(chat, str) else (chat, None)
+    used = template(name) if isinstance(name, str) else name
+    return [marked(sample) for sample in samples(used, Chat(messages, tools), TrainOn.parse(train_on), SPECIAL)]
+
+
+def test_each_answer_is_trained_with_its_end_token_and_nothing_behind():
+    assert masked("chatml", "long") == [
+        f"{VERSE}{USER}What is in the box?{END}{ASSISTANT}\u00abNothing.<|im_end|>\u00bb\n"
+        f"{USER}And\n\nnow?{END}{ASSISTANT}\u00ab\n  A r\u00e9sum\u00e9 \u2014 \U0001f600.\n<|im_end|>\u00bb\n"
+    ]
+    head = "<|start_header_id|>{}<|end_header_id|>\n\n".format
+    assert masked("llama3", "system") == [
+        f"<s>{head('system')}Answer in verse.<|eot_id|>{head('user')}What is in the box?<|eot_id|>"
+        f"{head('assistant')}\u00abNothing.<|eot_id|>\u00bb"
+    ]
+    assert masked("zephyr", "one") == ["<|user|>\nWhat is in the box?</s>\n<|assistant|>\n\u00abNothing.</s>\u00bb\n"]
+
+
+def test_a_template_without_generation_prompt_is_trained_from_the_space_before_the_answer():
+    assert masked("mistral", "one") == ["<s>[INST]What is in the box?[/INST]\u00ab Nothing.</s>\u00bb"]
+
+
+def test_a_system_message_that_moves_to_the_last_question_makes_two_samples():
+    assert masked("mistral", "long") == [
+        "<s>[INST]Answer in verse.\n\nWhat is in the box?[/INST]\u00ab Nothing.</s>\u00bb",
+        "<s>[INST]What is in the box?[/INST] Nothing.</s>[INST]Answer in verse.\n\nAnd\n\nnow?[/INST]"
+        "\u00ab \n  A r\u00e9sum\u00e9 \u2014 \U0001f600.\n</s>\u00bb",
+    ]
+
+
+def test_reasoning_that_is_left_out_of_earlier_turns_is_trained_in_samples_of_their_own():
+    first = f"{USER}2 + 2?{END}{ASSISTANT}"
+    assert masked("qwen3", "reasoned") == [
+        f"{first}\u00ab<think>\nTwo and two.\n</think>\n\n4.<|im_end|>\u00bb\n",
+        f"{first}4.{END}{USER}And 3 + 3?{END}{ASSISTANT}"
+        "\u00ab<think>\nThree and three.\n</think>\n\n6.<|im_end|>\u00bb\n",
+    ]
+
+
+def test_reasoning_that_stays_between_tool_calls_stays_in_one_sample():
+    call = [{"type": "function", "function": {"name": "weather", "arguments": {"city": "Rome"}}}]
+    chat = [
+        {"role": "user", "content": "Rome?"},
+        {"role": "assistant", "reasoning_content": "Ask.", "tool_calls": call},
+        {"role": "tool", "content": "rain"},
+        {"role": "assistant", "reasoning_content": "Wet.", "content": "It rains."},
+    ]
+    assert masked("qwen3", chat) == [
+        f"{USER}Rome?{END}{ASSISTANT}\u00ab<think>\nAsk.\n</think>\n\n<tool_call>\n"
+        '{"name": "weather", "arguments": {"city": "Rome"}}\n</tool_call><|im_end|>\u00bb\n'
+        f"{USER.strip()}\n<tool_response>\nrain\n</tool_response>{END}"
+        f"{ASSISTANT}\u00ab<think>\nWet.\n</think>\n\nIt rains.<|im_end|>\u00bb\n"
+    ]
+
+
+def test_every_trained_turn_is_in_one_sample_as_it_is_at_inference():
+    """For each template and chat: the span follows the generation prompt, in the rendering that ends with the turn."""
+    seen = 0
+    for name, chat in PAIRS:
+        messages, tools = CHATS[chat]
+        used, made = template(name), samples(template(name), Chat(*CHATS[chat]), TrainOn(), SPECIAL)
+        spans = [(sample.text[:start], sample.text[:stop]) for sample in made for start, stop in sample.spans]
+        turns = [i for i, message in enumerate(messages) if message["role"] == "assistant"]
+        assert len(spans) == len(turns)
+        for turn, (before, until) in zip(turns, spans, strict=True):
+            assert before == used.render(messages[:turn], tools, add_generation_prompt=True).text
+            assert until == used.render(messages[: turn + 1], tools).text.rstrip()
+            seen += 1
+    assert seen > 50
+
+
+@pytest.mark.parametrize(
+    ("train_on", "expected"),
+    [
+        ("last", "{v}{u}What is in the box?{e}{a}Nothing.{e}{u}And\n\nnow?{e}"
+                 "{a}\u00abYes.<|im_end|>\u00bb\n{u}Stop.{e}"),
+        ("user", "{v}{u}\u00abWhat is in the box?<|im_end|>\u00bb\n{a}Nothing.{e}{u}\u00abAnd\n\nnow?<|im_end|>\u00bb\n"
+                 "{a}Yes.{e}{u}\u00abStop.<|im_end|>\u00bb\n"),
+        ("system, assistant", "<|im_start|>system\n\u00abAnswer in verse.<|im_end|>\u00bb\n{u}What is in the box?{e}"
+                              "{a}\u00abNothing.<|im_end|>\u00bb\n{u}And\n\nnow?{e}{a}\u00abYes.<|im_end|>\u00bb\n{u}Stop.{e}"),
+        ("all", "\u00ab{v}{u}What is in the box?{e}{a}Nothing.{e}{u}And\n\nnow?{e}{a}Yes.{e}{u}Stop.{e}\u00bb"),
+        ("tool", "{v}{u}What is in the box?{e}{a}Nothing.{e}{u}And\n\nnow?{e}{a}Yes.{e}{u}Stop.{e}"),
+    ],
+)  # fmt: skip
+def test_other_turns_can_be_trained(train_on, expected):
+    chat = [*LONG[:4], {"role": "assistant", "content": "Yes."}, {"role": "user", "content": "Stop."}]
+    assert masked("chatml", chat, train_on) == [expected.format(v=VERSE, u=USER, a=ASSISTANT, e=END)]
+
+
+def test_tools_are_trained_by_role():
+    (text,) = masked("llama3", TOOLS, "tool")
+    assert text.count("\u00ab") == 1 and '\u00ab{"degrees": 21}<|eot_id|>\u00bb' in text
+
+
+@pytest.mark.parametrize("text", ["", "assistant,", "assitant", "all,user", "LAST"])
+def test_what_is_no_role_is_refused(text):
+    with pytest.raises(UsageError, match="is no role: give all, last, or some of system, developer, user, assistant"):
+        TrainOn.parse(text)
+
+
+def test_an_answer_without_question_is_found_by_its_content():
+    chat = [{"role": "assistant", "content": "Welcome."}, *CHATS["one"][0]]
+    strict = ChatTemplate("{% if not messages %}{{ raise_exception('empty') }}{% endif %}" + CHATML, "strict")
+    expected = f"{ASSISTANT}\u00abWelcome.<|im_end|>\u00bb\n{USER}What is in the box?{END}"
+    expected += f"{ASSISTANT}\u00abNothing.<|im_end|>\u00bb\n"
+    assert masked(strict, chat) == [expected]
+    assert masked(ChatTemplate(CHATML, "lenient"), chat) == [expected]
+
+
+CHATML = (
+    "{% for m in messages %}{{ '<|im_start|>' + m.role + '\n' + m.content + '<|im_end|>\n' }}{% endfor %}"
+    "{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
+)
+
+
+def test_a_prompt_that_begins_reasoning_ends_where_the_answer_parts_from_it():
+    begins = ChatTemplate(CHATML.replace("assistant\n' }}", "assistant\n<think>\n' }}"), "begins")
+    assert masked(begins, "one") == [f"{USER}What is in the box?{END}{ASSISTANT}\u00abNothing.<|im_end|>\u00bb\n"]
+
+
+def test_a_template_that_rewrites_the_prompt_is_refused():
+    counts = ChatTemplate("{{ messages | length }}" + CHATML, "counts")
+    with pytest.raises(RenderError, match="writes the conversation before message 2 otherwise once"):
+        masked(counts, "one")
+
+
+def test_a_turn_without_end_token_gets_eos_at_the_end_only():
+    plain = ChatTemplate("{% for m in messages %}{{ m.role + ': ' + m.content + '\n' }}{% endfor %}"
+                         "{% if add_generation_prompt %}{{ 'assistant: ' }}{% endif %}", "plain")  # fmt: skip
+    assert masked(plain, LONG[1:4]) == [
+        "user: What is in the box?\nassistant: \u00abNothing.\n\u00bbuser: And\n\nnow?\n"
+    ]
+    assert masked(plain, "one") == ["user: What is in the box?\nassistant: \u00abNothing.\n\u00bb+EOS"]
+    assert masked(plain, "one", "all") == ["\u00abuser: What is in the box?\nassistant: Nothing.\n\u00bb+EOS"]
+
+
+GENERATION = (
+    "{%- for m in messages %}{%- if m.role == 'assistant' %}"
+    "{{ '<|im_start|>assistant\n' }}{%- generation %}BODY{%- endgeneration %}{{ '\n' }}"
+    "{%- else %}{{ '<|im_start|>' + m.role + '\n' + m.content + '<|im_end|>\n' }}{%- endif %}{%- endfor %}"
+)
+
+
+@pytest.mark.parametrize(
+    ("body", "expected"),
+    [
+        ("{{ m.content + '<|im_end|>' }}", "\u00abNothing.<|im_end|>\u00bb\n"),
+        ("{{ m.content }}{%- endgeneration %}{{ '<|im_end|>' }}{%- generation %}", "\u00abNothing.\u00bb<|im_end|>\n"),
+        ("{{ m.content }}{%- endgeneration %}{{ '|' }}{%- generation %}{{ m.role }}",
+         "\u00abNothing.\u00bb|\u00abassistant\u00bb\n"),
+    ],
+)  # fmt: skip
+def test_generation_blocks_say_what_is_trained(body, expected):
+    blocks = ChatTemplate(GENERATION.replace("BODY", body), "blocks")
+    assert masked(blocks, "one") == [f"{USER}What is in the box?{END}{ASSISTANT}{expected}"]
+
+
+def test_a_generation_block_that_some_turns_lack_is_refused():
+    some = GENERATION.replace("m.role == 'assistant'", "m.role == 'assistant' and loop.last")
+    with pytest.raises(RenderError, match="message 3 has no generation block"):
+        masked(ChatTemplate(some.replace("BODY", "{{ m.content }}").replace("loop.last", "'y' in m.content"), "some"),
+               [*CHATS["one"][0][:1], *LONG[3:4], {"role": "assistant", "content": "No."}])  # fmt: skip
+
+
+def test_tokens_at_the_borders_are_trained_as_transformers_masks_them():
+    """Byte for byte: a line break joined over the border of header and content, characters of several tokens."""
+    tokenizer, golden = chat_tokenizer(), json.loads(GOLDEN.read_text("utf-8"))
+    for chat in ("one", "system", "long", "open", "spelled"):
+        (sample,) = samples(template("chatml_generation"), Chat(*CHATS[chat]), TrainOn(), SPECIAL)
+        case = golden[f"chatml_generation/{chat}"]
+        encoding = tokenizer.encode(sample.text, add_special_tokens=False)
+        assert encoding.ids == case["ids"]
+        ours, end = trained_tokens(encoding, sample.text, sample.spans).tolist(), tokenizer.token_to_id("<|im_end|>")
+        spoken = [bool(theirs) for theirs in case["generated"]]
+        ends = [at for at in range(1, len(spoken)) if spoken[at - 1] and not spoken[at]]
+        assert [encoding.ids[at] for at in ends] == [end] * len(ends) and len(ends) >= 1
+        assert ours == [here or at in ends for at, here in enumerate(spoken)]
+
+
+@pytest.mark.parametrize("strip", [False, True])
+def test_the_tokens_of_a_span_are_those_that_hold_its_characters(strip):
+    """Against a search over all offsets, on every pair of borders; with and without white space in tokens."""
+    tokenizer = chat_tokenizer()
+    if strip:
+        tokenizer.normalizer = normalizers.NFC()
+        tokenizer.pre_tokenizer = pre_tokenizers.Sequence([pre_tokenizers.WhitespaceSplit(), tokenizer.pre_tokenizer])
+    text = "the\n\nrésumé \U0001f600.\n<|im_end|>in the"
+    encoding = tokenizer.encode(text, add_special_tokens=False)
+    for start in range(len(text)):
+        for stop in range(start + 1, len(text) + 1):
+            expected = [a < stop and b > start for a, b in encoding.offsets]
+            assert trained_tokens(encoding, text, [(start, stop)]).tolist() == expected, (start, stop)
+
+
+def test_pad_and_eos_may_be_the_same():
+    same = ChatTemplate(template("zephyr").source, "same", {"bos_token": BOS, "eos_token": EOS, "pad_token": EOS})
+    assert masked(same, "one") == masked("zephyr", "one")
+
+
+def test_a_chat_of_the_user_alone_trains_nothing():
+    assert masked("chatml", [{"role": "user", "content": "Hello?"}]) == [
+        f"<|im_start|>system\nBe brief.<|im_end|>\n{USER}Hello?{END}"
+    ]
+    assert samples(template("qwen3"), Chat(CHATS["one"][0][:1], [WEATHER]), TrainOn(), SPECIAL)[0].spans == ()
