@@ -5,8 +5,11 @@
 // to a lane for the scores, then each lane sums its own columns of the result. Every sum runs in a fixed order, in plain f32.
 // Query i sees keys j with i - window < j <= i. q, k and v are views of one packed row of (GROUP + 2) * KV_HEADS heads.
 //
+// PACKED: borders (B, docs + 1) make a row up to `docs` documents, cut at `longest` tokens, that do not see each other, and
+// lse is (B, T, HEADS) instead of (B, HEADS, T). A constant, since the look-ups would cost the dense kernels registers.
+//
 // Architectures: 80 86 89 90 100 120
-// Constants: HD (head_dim, up to 256: 99 KiB of shared memory), GROUP (query heads per key head), KV_HEADS
+// Constants: HD (head_dim, up to 256: 99 KiB of shared memory), GROUP (query heads per key head), KV_HEADS, PACKED
 
 #include "common.cuh"
 #include "constants"
@@ -16,6 +19,30 @@ constexpr int PITCH = HD + 1;  // lanes read one column of TILE rows: an odd str
 constexpr int COLUMNS = (HD + 31) / 32;  // of a lane
 constexpr float LOWEST = -3.0e38f;  // below every score
 constexpr int HEADS = GROUP * KV_HEADS, WIDTH = (HEADS + 2 * KV_HEADS) * HD;
+
+struct Document {
+    int first, end;
+};
+
+// the document of token i: borders ascend from 0 and end with `length`, so row[low] <= i < row[high] holds throughout
+__device__ __forceinline__ Document document(const int* borders, int docs, int longest, i64 batch, int i, int length) {
+    if (!PACKED) return {0, length};
+    const int* row = borders + batch * (docs + 1);
+    int low = 0, high = docs;
+    while (high - low > 1) {
+        int middle = (low + high) / 2;
+        if (row[middle] <= i)
+            low = middle;
+        else
+            high = middle;
+    }
+    int first = row[low] + (i - row[low]) / longest * longest;
+    return {first, min(row[high], first + longest)};
+}
+
+__device__ __forceinline__ i64 lse_cell(i64 batch, int head, int i, int length) {
+    return PACKED ? (batch * length + i) * HEADS + head : (batch * HEADS + head) * length + i;
+}
 
 __device__ __forceinline__ float warp_max(float x) {
 #pragma unroll
@@ -62,7 +89,8 @@ __device__ __forceinline__ void store_row(float* to, const float (&sums)[COLUMNS
 }
 
 extern "C" __global__ void __launch_bounds__(THREADS, 1)
-    attention_forward(float* att, float* lse, const float* qkv, int length, int window, float scale) {
+    attention_forward(float* att, float* lse, const float* qkv, const int* borders, int docs, int longest,
+                      int length, int window, float scale) {
     extern __shared__ float shared[];
     float *queries = shared, *keys = shared + 2 * ROWS * HD, *values = keys + TILE * PITCH;
     int first = blockIdx.x * ROWS, head = blockIdx.y, warp = threadIdx.x / 32, lane = threadIdx.x % 32;
@@ -71,9 +99,15 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
     const float* k = packed + (HEADS + head / GROUP) * HD;
     load_rows(queries, HD, packed + head * HD, WIDTH, first, ROWS, length);
     float top[PER_WARP], total[PER_WARP], out[PER_WARP][COLUMNS] = {};
+    int least[PER_WARP];  // key that a row sees
 #pragma unroll
-    for (int r = 0; r < PER_WARP; r++) top[r] = LOWEST, total[r] = 0;
-    for (int start = max(0, first - window + 1) / TILE * TILE; start < min(first + ROWS, length); start += TILE) {
+    for (int r = 0; r < PER_WARP; r++) {
+        int i = min(first + warp * PER_WARP + r, length - 1);
+        least[r] = document(borders, docs, longest, batch, i, length).first;
+        top[r] = LOWEST, total[r] = 0;
+    }
+    int low = max(document(borders, docs, longest, batch, first, length).first, first - window + 1);
+    for (int start = low / TILE * TILE; start < min(first + ROWS, length); start += TILE) {
         __syncthreads();
         load_rows(keys, PITCH, k, WIDTH, start, TILE, length);
         load_rows(values, PITCH, k + KV_HEADS * HD, WIDTH, start, TILE, length);
@@ -82,7 +116,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
 #pragma unroll
         for (int r = 0; r < PER_WARP; r++) {
             int row = warp * PER_WARP + r, i = first + row;
-            bool seen = i < length && j <= i && j > i - window;
+            bool seen = i < length && j <= i && j > i - window && (!PACKED || j >= least[r]);
             float score = seen ? scale * dot(queries + row * HD, keys + lane * PITCH) : LOWEST;
             float above = fmaxf(top[r], warp_max(score));
             if (above == LOWEST) continue;  // no key of this tile, nor any before, is seen; the same in all lanes
@@ -99,14 +133,14 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
         int i = first + warp * PER_WARP + r;
         if (i >= length) continue;
         if (att) store_row(att + ((batch * length + i) * HEADS + head) * HD, out[r], 1.0f / total[r]);
-        if (lse && lane == 0) lse[(batch * HEADS + head) * length + i] = top[r] + logf(total[r]);
+        if (lse && lane == 0) lse[lse_cell(batch, head, i, length)] = top[r] + logf(total[r]);
     }
 }
 
 // d_q, and dots (B, HEADS, length) = sum of d_att * att over a head, which attention_backward_kv reads
 extern "C" __global__ void __launch_bounds__(THREADS, 1)
     attention_backward_q(float* d_qkv, const float* d_att, const float* qkv, const float* att, const float* lse,
-                         float* dots, int length, int window, float scale) {
+                         const int* borders, float* dots, int docs, int longest, int length, int window, float scale) {
     extern __shared__ float shared[];
     float *queries = shared, *d_out = queries + ROWS * HD, *keys = shared + 2 * ROWS * HD, *values = keys + TILE * PITCH;
     int first = blockIdx.x * ROWS, head = blockIdx.y, warp = threadIdx.x / 32, lane = threadIdx.x % 32;
@@ -117,6 +151,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
     load_rows(d_out, HD, d_att + (batch * length * HEADS + head) * HD, HEADS * HD, first, ROWS, length);
     __syncthreads();
     float sums[PER_WARP], norm[PER_WARP], d_q[PER_WARP][COLUMNS] = {};
+    int least[PER_WARP];
 #pragma unroll
     for (int r = 0; r < PER_WARP; r++) {
         int row = warp * PER_WARP + r, i = min(first + row, length - 1);
@@ -124,11 +159,12 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
         float sum = 0;
         for (int d = lane; d < HD; d += 32) sum += d_out[row * HD + d] * out[d];
         sums[r] = warp_sum(sum);
-        i64 cell = (batch * HEADS + head) * length + i;
-        norm[r] = lse[cell];
-        if (lane == 0 && first + row < length) dots[cell] = sums[r];
+        norm[r] = lse[lse_cell(batch, head, i, length)];
+        least[r] = document(borders, docs, longest, batch, i, length).first;
+        if (lane == 0 && first + row < length) dots[(batch * HEADS + head) * length + i] = sums[r];
     }
-    for (int start = max(0, first - window + 1) / TILE * TILE; start < min(first + ROWS, length); start += TILE) {
+    int low = max(document(borders, docs, longest, batch, first, length).first, first - window + 1);
+    for (int start = low / TILE * TILE; start < min(first + ROWS, length); start += TILE) {
         __syncthreads();
         load_rows(keys, PITCH, k, WIDTH, start, TILE, length);
         load_rows(values, PITCH, k + KV_HEADS * HD, WIDTH, start, TILE, length);
@@ -137,7 +173,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
 #pragma unroll
         for (int r = 0; r < PER_WARP; r++) {
             int row = warp * PER_WARP + r, i = first + row;
-            bool seen = i < length && j <= i && j > i - window;
+            bool seen = i < length && j <= i && j > i - window && (!PACKED || j >= least[r]);
             float p = seen ? expf(scale * dot(queries + row * HD, keys + lane * PITCH) - norm[r]) : 0.0f;
             float d_p = dot(d_out + row * HD, values + lane * PITCH);
             add_rows(d_q[r], p * (d_p - sums[r]), keys);
@@ -152,8 +188,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
 
 // d_k and d_v, summed over the query heads of the group in order
 extern "C" __global__ void __launch_bounds__(THREADS, 1)
-    attention_backward_kv(float* d_qkv, const float* d_att, const float* qkv, const float* lse, const float* dots,
-                          int length, int window, float scale) {
+    attention_backward_kv(float* d_qkv, const float* d_att, const float* qkv, const float* lse, const int* borders,
+                          const float* dots, int docs, int longest, int length, int window, float scale) {
     extern __shared__ float shared[];
     float *keys = shared, *values = keys + ROWS * HD, *queries = shared + 2 * ROWS * HD, *d_out = queries + TILE * PITCH;
     int first = blockIdx.x * ROWS, kv_head = blockIdx.y, warp = threadIdx.x / 32, lane = threadIdx.x % 32;
@@ -162,20 +198,27 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
     load_rows(keys, HD, packed + (HEADS + kv_head) * HD, WIDTH, first, ROWS, length);
     load_rows(values, HD, packed + (HEADS + KV_HEADS + kv_head) * HD, WIDTH, first, ROWS, length);
     float d_k[PER_WARP][COLUMNS] = {}, d_v[PER_WARP][COLUMNS] = {};
+    int most[PER_WARP];  // queries see a row's key up to this one
+#pragma unroll
+    for (int r = 0; r < PER_WARP; r++) {
+        int j = min(first + warp * PER_WARP + r, length - 1);
+        most[r] = document(borders, docs, longest, batch, j, length).end - 1;
+    }
+    int last = min(first + ROWS, length) - 1;
+    int end = min(document(borders, docs, longest, batch, last, length).end, last + window);
     for (int head = kv_head * GROUP; head < (kv_head + 1) * GROUP; head++) {
-        int end = min(length, first + ROWS - 1 + window);
         for (int start = first / TILE * TILE; start < end; start += TILE) {
             __syncthreads();
             load_rows(queries, PITCH, packed + head * HD, WIDTH, start, TILE, length);
             load_rows(d_out, PITCH, d_att + (batch * length * HEADS + head) * HD, HEADS * HD, start, TILE, length);
             __syncthreads();
             int i = start + lane;
-            i64 cell = (batch * HEADS + head) * length + min(i, length - 1);
-            float norm = lse[cell], sum = dots[cell];
+            float norm = lse[lse_cell(batch, head, min(i, length - 1), length)];
+            float sum = dots[(batch * HEADS + head) * length + min(i, length - 1)];
 #pragma unroll
             for (int r = 0; r < PER_WARP; r++) {
                 int row = warp * PER_WARP + r, j = first + row;
-                bool seen = i < length && j <= i && j > i - window;
+                bool seen = i < length && j <= i && j > i - window && (!PACKED || i <= most[r]);
                 float p = seen ? expf(scale * dot(keys + row * HD, queries + lane * PITCH) - norm) : 0.0f;
                 float d_p = dot(values + row * HD, d_out + lane * PITCH);
                 add_rows(d_v[r], p, d_out);

@@ -11,7 +11,7 @@ from llmq.backends import Backend, Call, Op
 from llmq.bind import bind
 from llmq.plan.observe import FIELDS, STRIDE
 from llmq.plan.plan import SCALE_STRIDE, SCRATCH, Plan
-from llmq.rope import rope_table
+from llmq.rope import document_positions, rope_table
 from llmq.rows import Row
 
 WARM_UP_PASSES = 8  # fp8 scales settle in about as many passes as a layer has matmuls in a chain
@@ -77,15 +77,22 @@ class Engine:
     # training
 
     def micro_step(
-        self, tokens: np.ndarray, targets: np.ndarray, *, first: bool, samples: np.ndarray | None = None
+        self,
+        tokens: np.ndarray,
+        targets: np.ndarray,
+        borders: np.ndarray | None = None,
+        *,
+        first: bool,
+        samples: np.ndarray | None = None,
     ) -> None:
         """Forward and backward of one micro-batch, (B,T) int32 each; target -100 is not trained.
 
-        The first micro-step of an optimizer step overwrites gradients and sums, the others add. `samples` (B,) int are
-        the rows' places in the run's sequence, which a plan with noise needs.
+        A packed plan needs `borders` (B,D+1) int32, with D at most its max_docs: the first tokens of each row's
+        documents, then T repeated. The first micro-step of an optimizer step overwrites gradients and sums, the others
+        add. `samples` (B,) int are the rows' places in the run's sequence, which a plan with noise needs.
         """
         assert samples is not None or SAMPLES not in self.plan.persistent, "noise is a function of a sample's place"
-        self._set_batch(tokens, targets, samples)
+        self._set_batch(tokens, targets, borders, samples)
         self.run("first" if first else "next")
 
     def update(self, step: int, learning_rate: float) -> StepResult:
@@ -102,12 +109,18 @@ class Engine:
         """Whether delayed scales exist, which a first batch has to set."""
         return bool(self.plan.scales)
 
-    def warm_up(self, tokens: np.ndarray, targets: np.ndarray, samples: np.ndarray | None = None) -> int:
+    def warm_up(
+        self,
+        tokens: np.ndarray,
+        targets: np.ndarray,
+        borders: np.ndarray | None = None,
+        samples: np.ndarray | None = None,
+    ) -> int:
         """Repeats a micro-batch without updating until no scale changes any more; returns the passes it took."""
         for count in range(1, WARM_UP_PASSES + 1):
             before = self._memory.read("scale:scales")
             self.run("publish_counted")
-            self.micro_step(tokens, targets, first=True, samples=samples)
+            self.micro_step(tokens, targets, borders, first=True, samples=samples)
             amax = self._memory.read("scale:amax")[::SCALE_STRIDE]
             self._memory.fill("scale:history", 0)
             self.run("calibrate")
@@ -119,20 +132,26 @@ class Engine:
 
     # reading
 
-    def observe(self, tokens: np.ndarray, targets: np.ndarray, samples: np.ndarray | None = None) -> np.ndarray:
+    def observe(
+        self,
+        tokens: np.ndarray,
+        targets: np.ndarray,
+        borders: np.ndarray | None = None,
+        samples: np.ndarray | None = None,
+    ) -> np.ndarray:
         """Six numbers for every copy in `plan.observed`, (copies, 6): see the op `quantization_error`.
 
         One forward and backward of a micro-batch at the start of an optimizer step, whose first micro-step overwrites
         what it leaves; scales and their statistics do not change.
         """
         self._memory.fill("cell:quantization_error", 0)
-        self._set_batch(tokens, targets, samples)
+        self._set_batch(tokens, targets, borders, samples)
         self.run("observe")
         return self._memory.read("cell:quantization_error").reshape(-1, STRIDE)[:, :FIELDS]
 
-    def evaluate(self, tokens: np.ndarray, targets: np.ndarray) -> tuple[float, int]:
-        """Sum of losses and number of trained tokens of a batch, (B,T) int32 each."""
-        self._set_batch(tokens, targets)
+    def evaluate(self, tokens: np.ndarray, targets: np.ndarray, borders: np.ndarray | None = None) -> tuple[float, int]:
+        """Sum of losses and number of trained tokens of a batch, as given to `micro_step`."""
+        self._set_batch(tokens, targets, borders)
         self.run("evaluate")
         loss, count = self._memory.read_scalars(["sum:evaluate.loss", "sum:evaluate.tokens"])
         return loss, int(count)
@@ -188,11 +207,24 @@ class Engine:
     def _state(self, name: str, space: str) -> str:
         return f"{space}:{name}"
 
-    def _set_batch(self, tokens: np.ndarray, targets: np.ndarray, samples: np.ndarray | None = None) -> None:
+    def _set_batch(
+        self,
+        tokens: np.ndarray,
+        targets: np.ndarray,
+        borders: np.ndarray | None = None,
+        samples: np.ndarray | None = None,
+    ) -> None:
         self._memory.write("batch:batch.tokens", tokens)
         self._memory.write("batch:batch.targets", targets)
         if samples is not None and SAMPLES in self.plan.persistent:
             self._memory.write(SAMPLES, samples.astype(np.int32))  # modulo 2^32
+        assert (borders is None) == (self.plan.packing is None), "rows have borders where the plan has them"
+        if borders is None or self.plan.packing is None:
+            return
+        marks = np.full((len(tokens), self.plan.packing.max_docs + 1), self.plan.seq_len, np.int32)
+        marks[:, : borders.shape[1]] = borders
+        self._memory.write("batch:batch.borders", marks)
+        self._memory.write("batch:batch.positions", document_positions(marks, self.plan.seq_len))
 
     def _fill_constants(self) -> None:
         plan, memory = self.plan, self._memory

@@ -30,3 +30,13 @@ def frequencies(config: RopeConfig, head_dim: int) -> np.ndarray:
     kept = (turns - config.low_freq_factor) / (config.high_freq_factor - config.low_freq_factor)
     kept = np.clip(kept, 0, 1)
     return kept * freq + (1 - kept) * freq / config.factor
+
+
+def document_positions(borders: np.ndarray, length: int) -> np.ndarray:
+    """(B, length) int32: how far each token is from the start of its document, by `borders` (B,D+1) int32.
+
+    A row of borders has the first tokens of its documents, ascending from 0, then `length` repeated.
+    """
+    starts = np.zeros((len(borders), length + 1), np.int32)
+    np.put_along_axis(starts, borders.astype(np.int64), borders, axis=1)
+    return np.arange(length, dtype=np.int32) - np.maximum.accumulate(starts[:, :length], axis=1)

@@ -141,10 +141,12 @@ class _Run:
             batch = loader.next()
             wait_ms += batch.wait_ms
             if micro_step == 0 and self.step == 0 and self.engine.needs_warm_up:
-                self.engine.warm_up(batch.tokens, batch.targets, batch.places)
+                self.engine.warm_up(batch.tokens, batch.targets, batch.borders, batch.places)
             if micro_step == 0 and self.engine.plan.observed and self.fp8.due(self.step):
                 start += self._observe(batch)
-            self.engine.micro_step(batch.tokens, batch.targets, first=micro_step == 0, samples=batch.places)
+            self.engine.micro_step(
+                batch.tokens, batch.targets, batch.borders, first=micro_step == 0, samples=batch.places
+            )
             if micro_step == 0 and self.log.gpu_due(self.step + 1):
                 job.gpu.begin()  # the GPU works on the step from here on
         rate = job.schedule.learning_rate(self.step + 1)
@@ -181,7 +183,7 @@ class _Run:
     def _observe(self, batch: Batch) -> float:
         """Reads the errors of all fp8 copies, and lets sites fall back; returns the seconds that it took."""
         began, observed = time.perf_counter(), self.engine.plan.observed
-        fields = self.engine.observe(batch.tokens, batch.targets, batch.places)
+        fields = self.engine.observe(batch.tokens, batch.targets, batch.borders, batch.places)
         errors = [CopyError.of(name, sites, row) for (name, sites), row in zip(observed.items(), fields, strict=True)]
         self.log.say(summary(errors))
         self.log.record("fp8", step=self.step, copies=[error.record() for error in errors])
@@ -243,7 +245,7 @@ class _Run:
         for batch in eval_batches(windows, job.data.batch_size, job.data.seq_len, steps):
             if self.interrupt:
                 return
-            loss, count = self.engine.evaluate(batch.tokens, batch.targets)
+            loss, count = self.engine.evaluate(batch.tokens, batch.targets, batch.borders)
             total, trained, tokens = total + loss, trained + count, tokens + batch.tokens.size
         record = EvalRecord(
             step=self.step,

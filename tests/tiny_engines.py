@@ -83,12 +83,26 @@ def batch(seed: int = 1, b: int = B, t: int = T, vocab: int = VOCAB) -> tuple[np
     return tokens, targets
 
 
+def packed_batch(seed: int = 1, max_docs: int = 5) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """Tokens, targets and borders: a full row, and rows of fewer documents with padding behind."""
+    tokens, targets = batch(seed)
+    rng = np.random.default_rng(seed)
+    borders = np.full((B, max_docs + 1), T, np.int32)
+    for row in range(B):
+        starts = [0, *sorted(1 + rng.choice(T - 1, max_docs - 1 - row, replace=False)), T]
+        borders[row, : len(starts)] = starts
+        targets[row, np.array(starts[1:]) - 1] = -100
+        if row:
+            tokens[row, -2:], targets[row, -3:] = 0, -100
+    return tokens, targets, borders
+
+
 def engine_of(plan: Plan, *, seed: int = 0, poison: bool = True, backend: Backend | None = None) -> Engine:
     """An engine with random parameters and settled scales, on the CPU or on `backend`."""
     engine = Engine(plan, backend or HostBackend(), poison=poison)
     engine.load(parameters(plan, seed))
     if engine.needs_warm_up:
-        engine.warm_up(*batch())
+        engine.warm_up(*batch(), None if plan.packing is None else np.array([[0, T]] * B, np.int32))
     return engine
 
 

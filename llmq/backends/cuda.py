@@ -193,9 +193,10 @@ class CudaBackend:
         names = signature(step.op)
         inputs = {name: operand.ref for name, operand in zip(names.inputs, step.inputs, strict=True) if operand}
         if step.op.startswith("attention_"):
-            qkv = inputs["qkv"]
+            qkv, borders = inputs["qkv"], inputs.get("borders")
             wanted = tuple(result is not None and bool(result.operands) for result in step.outputs)
-            return attention_scratch(self._attention, step.op, qkv.shape, qkv.dtype, step.numbers, wanted)
+            shapes = (qkv.shape, borders.shape if borders else None)
+            return attention_scratch(self._attention, step.op, *shapes, qkv.dtype, step.numbers, wanted)
         outputs = {name: result.ref for name, result in zip(names.outputs, step.outputs, strict=True) if result}
         return cuda.scratch_bytes(step.op, {name: ref.shape for name, ref in {**outputs, **inputs}.items()})
 

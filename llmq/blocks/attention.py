@@ -31,6 +31,14 @@ class Heads:
         return (self.num_heads + 2 * self.num_kv_heads) * self.head_dim
 
 
+@dataclass(frozen=True)
+class Packing:
+    """Rows of several documents: at most `max_docs` of them, none of more than `longest` tokens."""
+
+    max_docs: int
+    longest: int
+
+
 class Rotary:
     """rot = rope(qkv) on q and k heads (Su et al., 2021)."""
 
@@ -81,25 +89,63 @@ class DenseCore:
     """Causal attention within each sequence, whole or in a sliding window; backward in `chunks` pieces of the batch."""
 
     def __init__(self, heads: Heads, window: int | None, chunks: int) -> None:
-        self.numbers = {**heads.numbers, "window": window, "softmax_scale": heads.head_dim**-0.5}
-        self.chunks = chunks
+        self.heads, self.chunks = heads, chunks
+        self.numbers = {**heads.numbers, "window": window, "longest": None, "softmax_scale": heads.head_dim**-0.5}
+
+    def slots(self, b: int, t: int) -> tuple[Slot, ...]:
+        """Results for a batch of b sequences of t tokens."""
+        h = self.heads
+        return (
+            Slot("att", (b, t, h.num_heads * h.head_dim), ("att",)),
+            Slot("lse", (b, h.num_heads, t), ("att",), "stat"),
+        )
 
     def forward(self, ops: Any, a: Any) -> None:
         """a.att (B,T,Hq*Hd), a.lse (B,Hq,T) <- a.rot."""
-        ops.attention_forward(a.att, a.lse, a.rot, **self.numbers)
+        ops.attention_forward(a.att, a.lse, a.rot, None, **self.numbers)
 
     def backward(self, ops: Any, a: Any, d: Any) -> None:
         """d.rot <- d.att."""
+        for piece in self._pieces(a):
+            refs = (ref.batch(*piece) for ref in (d.rot, d.att, a.rot, a.att, a.lse))
+            ops.attention_backward(*refs, None, **self.numbers)
+
+    def _pieces(self, a: Any) -> list[tuple[int, int]]:
+        """First sequence and number of sequences of each piece."""
         count = a.att.shape[0] // self.chunks
-        for start in range(0, a.att.shape[0], count):
-            parts = (ref.batch(start, count) for ref in (d.rot, d.att, a.rot, a.att, a.lse))
-            ops.attention_backward(*parts, **self.numbers)
+        return [(start, count) for start in range(0, a.att.shape[0], count)]
+
+
+class PackedCore(DenseCore):
+    """The same within each document of a row: a.batch.borders (B,D+1) says where they begin."""
+
+    def __init__(self, heads: Heads, window: int | None, chunks: int, packing: Packing) -> None:
+        super().__init__(heads, window, chunks)
+        self.numbers["longest"] = packing.longest
+
+    def slots(self, b: int, t: int) -> tuple[Slot, ...]:
+        """Results for a batch of b rows of t tokens."""
+        h = self.heads
+        return (
+            Slot("att", (b, t, h.num_heads * h.head_dim), ("att",)),
+            Slot("lse", (b, t, h.num_heads), ("att",), "stat"),
+        )
+
+    def forward(self, ops: Any, a: Any) -> None:
+        """a.att (B,T,Hq*Hd), a.lse (B,T,Hq) <- a.rot, a.batch.borders."""
+        ops.attention_forward(a.att, a.lse, a.rot, a.batch.borders, **self.numbers)
+
+    def backward(self, ops: Any, a: Any, d: Any) -> None:
+        """d.rot <- d.att."""
+        for piece in self._pieces(a):
+            refs = (d.rot, d.att, a.rot, a.att, a.lse, a.batch.borders)
+            ops.attention_backward(*(ref.batch(*piece) for ref in refs), **self.numbers)
 
 
 class Attention:
     """out = res + W_o core(rotary(W_qkv rmsnorm(res) + b)).
 
-    res, x, out (B,T,C); qkv, rot (B,T,(Hq+2Hkv)*Hd); att (B,T,Hq*Hd); lse (B,Hq,T); rstd (B,T).
+    res, x, out (B,T,C); qkv, rot (B,T,(Hq+2Hkv)*Hd); att (B,T,Hq*Hd); lse as the core keeps it; rstd (B,T).
     """
 
     def __init__(self, hidden_size: int, heads: Heads, eps: float, qkv: Any, o: Any, rotary: Any, core: Any) -> None:
@@ -114,8 +160,7 @@ class Attention:
             Slot("rstd", (b, t), ("block",), "stat"),
             Slot("qkv", (b, t, h.packed), ("qkv",)),
             *self.rotary.slots(b, t),
-            Slot("att", (b, t, h.num_heads * h.head_dim), ("att",)),
-            Slot("lse", (b, h.num_heads, t), ("att",), "stat"),
+            *self.core.slots(b, t),
         )
 
     def forward(self, ops: Any, a: Any, w: Any) -> None:

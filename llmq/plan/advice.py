@@ -2,71 +2,101 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import replace
+from typing import Any
 
 from llmq.errors import MemoryLimitError, UsageError
-from llmq.plan.plan import Plan, make_plan
+from llmq.plan.memory import Memory
+from llmq.plan.plan import SCRATCH, Plan, make_plan
+from llmq.plan.precision import Precision
 from llmq.plan.program import Step
 
 Scratch = Callable[[Step], int]
 
 
-def refuse_if_too_large(plan: Plan, free_bytes: int, scratch_bytes: Scratch | None = None) -> None:
-    """MemoryLimitError if the plan needs more than `free_bytes`. `scratch_bytes` is what the plan was made with."""
+def refuse_if_too_large(
+    plan: Plan, free_bytes: int, scratch_bytes: Scratch | None = None, relaxed_scratch: Scratch | None = None
+) -> None:
+    """MemoryLimitError if the plan needs more than `free_bytes`.
+
+    `scratch_bytes` is what the plan was made with, `relaxed_scratch` the same for a run that need not repeat its bits;
+    None where there is no such run.
+    """
     missing = plan.total_bytes - free_bytes
     if missing <= 0:
         return
-    for change, smaller in _smaller_plans(plan, scratch_bytes):
-        if smaller.total_bytes <= free_bytes:
-            raise MemoryLimitError(
-                f"the run needs {_gib(plan.total_bytes)}, {_gib(free_bytes)} are free, {_gib(missing)} are missing: "
-                f"{change} needs {_gib(smaller.total_bytes)}"
-            )
+    start = f"the run needs {_gib(plan.total_bytes)}, {_gib(free_bytes)} are free, {_gib(missing)} are missing"
+    workspace = _with_less_workspace(plan, scratch_bytes, relaxed_scratch)
+    for remedies in (workspace, *([found] for found in _smaller_plans(plan, scratch_bytes))):
+        fitting = [f"{change} needs {_gib(p.total_bytes)}" for change, p in remedies if p.total_bytes <= free_bytes]
+        if fitting:
+            raise MemoryLimitError(f"{start}: {', '.join(fitting)}")
     raise MemoryLimitError(
-        f"the run needs {_gib(plan.total_bytes)}, {_gib(free_bytes)} are free, {_gib(missing)} are missing, and no "
-        "memory option makes it fit: train a smaller model, or use a device with more memory"
+        f"{start}, and no memory option makes it fit: train a smaller model, or use a device with more memory"
     )
 
 
-def _smaller_plans(plan: Plan, scratch_bytes: Scratch | None) -> list[tuple[str, Plan]]:
-    """Changes of the run's options that need less memory, the mildest first."""
+def _with_less_workspace(
+    plan: Plan, scratch_bytes: Scratch | None, relaxed_scratch: Scratch | None
+) -> Iterator[tuple[str, Plan]]:
+    """Changes that make only the scratch memory smaller, which attention's backward may need much of."""
+    if SCRATCH not in plan.persistent:
+        return
+    if relaxed_scratch is not None:
+        yield "--no-deterministic", _changed(plan, relaxed_scratch)
+    if plan.memory.attention_chunks < plan.batch_size:
+        each = replace(plan.memory, attention_chunks=plan.batch_size)
+        yield f"--attn-bwd-chunks {plan.batch_size}", _changed(plan, scratch_bytes, memory=each)
+
+
+def _smaller_plans(plan: Plan, scratch_bytes: Scratch | None) -> Iterator[tuple[str, Plan]]:
+    """Other changes of the run's options that need less memory, the mildest first."""
     block = replace(plan.memory, flags=("recompute_block",))
     one = replace(plan.memory, attention_chunks=1)
     moments = replace(plan.precision, m="bf16", v="bf16")
     least = replace(moments, master=plan.precision.model, grad=plan.precision.model)
     narrow = "--opt-m-dtype bf16 --opt-v-dtype bf16"
-    attempts = [
-        ("--recompute-block", plan.precision, block, plan.batch_size),
-        (narrow, moments, plan.memory, plan.batch_size),
-        (f"--recompute-block {narrow}", moments, block, plan.batch_size),
-        ("--batch-size 1 (with more --grad-accumulation)", plan.precision, one, 1),
+    attempts: list[tuple[str, dict[str, Any]]] = [
+        ("--recompute-block", {"memory": block}),
+        (narrow, {"precision": moments}),
+        (f"--recompute-block {narrow}", {"precision": moments, "memory": block}),
+        ("--batch-size 1 (with more --grad-accumulation)", {"memory": one, "batch_size": 1}),
         (
             f"--batch-size 1 --recompute-block {narrow}, default --master-dtype",
-            least,
-            replace(block, attention_chunks=1),
-            1,
+            {"precision": least, "memory": replace(block, attention_chunks=1), "batch_size": 1},
         ),
     ]
-    found = []
-    for change, precision, memory, batch_size in attempts:
-        if plan.seq_len * batch_size % memory.head_chunks:
-            memory = replace(memory, head_chunks=1)
+    for change, values in attempts:
         try:
-            smaller = make_plan(
-                plan.config,
-                precision,
-                memory,
-                plan.hyper,
-                batch_size=batch_size,
-                seq_len=plan.seq_len,
-                seed=plan.seed,
-                scratch_bytes=scratch_bytes,
-            )
+            yield change, _changed(plan, scratch_bytes, **values)
         except UsageError:
             continue
-        found.append((change, smaller))
-    return found
+
+
+def _changed(
+    plan: Plan,
+    scratch_bytes: Scratch | None,
+    *,
+    precision: Precision | None = None,
+    memory: Memory | None = None,
+    batch_size: int | None = None,
+) -> Plan:
+    """The plan of the same run with some options changed."""
+    precision, memory, batch_size = precision or plan.precision, memory or plan.memory, batch_size or plan.batch_size
+    if plan.seq_len * batch_size % memory.head_chunks:
+        memory = replace(memory, head_chunks=1)
+    return make_plan(
+        plan.config,
+        precision,
+        memory,
+        plan.hyper,
+        batch_size=batch_size,
+        seq_len=plan.seq_len,
+        seed=plan.seed,
+        packing=plan.packing,
+        scratch_bytes=scratch_bytes,
+    )
 
 
 def _gib(count: int) -> str:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import zlib
 from dataclasses import replace
 
-from llmq.blocks.attention import Attention, DenseCore, Heads, NormedRotary, Rotary
+from llmq.blocks.attention import Attention, DenseCore, Heads, NormedRotary, PackedCore, Packing, Rotary
 from llmq.blocks.embed import Embed, NoisyEmbed
 from llmq.blocks.head import Head
 from llmq.blocks.mlp import Mlp
@@ -20,7 +20,14 @@ from llmq.rows import padded_vocab
 NOISE_STREAM = zlib.crc32(b"embedding noise")  # addresses its random bits, as a parameter's name does
 
 
-def build_model(config: ModelConfig, precision: Precision, memory: Memory, hyper: Hyperparameters, seed: int) -> Model:
+def build_model(
+    config: ModelConfig,
+    precision: Precision,
+    memory: Memory,
+    hyper: Hyperparameters,
+    seed: int,
+    packing: Packing | None = None,
+) -> Model:
     """The objects whose forward and backward are recorded in training. UsageError for what cannot be combined."""
     if precision.head == "e4m3" and precision.scaling == "blockwise":
         raise UsageError(
@@ -32,7 +39,8 @@ def build_model(config: ModelConfig, precision: Precision, memory: Memory, hyper
     rotary = NormedRotary(heads, eps) if config.qk_norm else Rotary(heads)
     blocks = []
     for layer in range(config.num_layers):
-        core = DenseCore(heads, config.window(layer), memory.attention_chunks)
+        scope = (heads, config.window(layer), memory.attention_chunks)
+        core = DenseCore(*scope) if packing is None else PackedCore(*scope, packing)
         qkv, o, up, down = (precision.site(f"layers.{layer}.{site}") for site in SITES)
         attention = Attention(c, heads, eps, qkv, o, rotary, core)
         mlp = Mlp(c, config.intermediate_size, eps, up, down)

@@ -7,6 +7,7 @@ from dataclasses import dataclass, field, replace
 
 from llmq import optimizer
 from llmq.arena import aligned
+from llmq.blocks.attention import Packing
 from llmq.config import ModelConfig
 from llmq.errors import UsageError
 from llmq.model import Model
@@ -58,6 +59,7 @@ class Plan:
     scales: tuple[str, ...]  # cells: each has every SCALE_STRIDE-th element of the scale vectors
     limits: tuple[float, ...]  # the vector of largest finite values
     fates: Fates
+    packing: Packing | None = None  # None: each row is one document, and has no borders
     kept: Mapping[str, int] = field(default_factory=dict)  # bytes of what lives from forward to backward, by storage
     observed: Mapping[str, tuple[str, ...]] = field(
         default_factory=dict
@@ -95,6 +97,7 @@ class Recordings:
     """Records the programs of one model, on its stores and cells."""
 
     model: Model
+    prompt_model: Model  # for rows of one document
     config: ModelConfig
     precision: Precision
     hyper: Hyperparameters
@@ -102,6 +105,7 @@ class Recordings:
     batch_size: int
     seq_len: int
     seed: int
+    packing: Packing | None = None
 
     def __post_init__(self) -> None:
         p, stat = self.precision, self.precision.stat
@@ -115,19 +119,21 @@ class Recordings:
         self.cells = {**cell, **self.sums}
         self.rope = Ref("rope", "const", (self.seq_len, self.config.head_dim), stat)
 
-    def frames(self, b: int, name: str, sums: dict[str, Ref], micro_step: int) -> Frames:
+    def frames(self, model: Model, b: int, name: str, sums: dict[str, Ref], micro_step: int) -> Frames:
         """Frames of b sequences whose inputs are `name.tokens` and so on, and whose totals are `sums`."""
         shape = (b, self.seq_len)
         inputs = {key: Ref(f"{name}.{key}", "batch", shape, "int32") for key in ("tokens", "targets", "positions")}
         inputs |= {key: Ref(f"{name}.{key}", "batch", (b,), "int32") for key in ("index", "samples")}
+        if self.packing is not None:
+            inputs["borders"] = Ref(f"{name}.borders", "batch", (b, self.packing.max_docs + 1), "int32")
         shared = {"batch": Frame(inputs), "const": Frame({"rope": self.rope}), "total": Frame(sums)}
         p = self.precision
-        return Frames(self.model, shared, b, self.seq_len, self.config.hidden_size, p.model, p.stat, micro_step)
+        return Frames(model, shared, b, self.seq_len, self.config.hidden_size, p.model, p.stat, micro_step)
 
     def train(self, recompute: Recompute | None = None) -> list[Call]:
         """One forward and backward."""
         ops = Recorder(recompute or Recompute())
-        frames = self.frames(self.batch_size, "batch", self.sums, 0)
+        frames = self.frames(self.model, self.batch_size, "batch", self.sums, 0)
         self.model.forward(ops, frames.a, self.weights)
         ops.phase = "backward"
         head = (frames.a["head"], frames.d["head"], self.weights.bundle("head"), self.grads.bundle("head"))
@@ -139,7 +145,7 @@ class Recordings:
         """Loss of a batch, without gradients."""
         ops = Recorder()
         sums = {name: replace(ref, name=f"evaluate.{name}") for name, ref in self.sums.items()}
-        frames = self.frames(self.batch_size, "batch", sums, 0)
+        frames = self.frames(self.model, self.batch_size, "batch", sums, 0)
         without_noise(self.model).forward(ops, frames.a, self.weights)
         self.model.head.evaluate(ops, frames.a["head"], frames.d["head"], self.weights.bundle("head"))
         return ops.calls
@@ -147,10 +153,11 @@ class Recordings:
     def generate(self) -> list[Call]:
         """Logits of one token of one sequence."""
         ops = Recorder()
-        logits = Ref("logits", "cell", (1, 1, self.model.head.vp), self.precision.model)
-        frames = self.frames(1, "prompt", {"logits": logits}, 1)
-        without_noise(self.model).forward(ops, frames.a, self.weights)
-        self.model.head.generate(ops, frames.a["head"], self.weights.bundle("head"))
+        model = without_noise(self.prompt_model)
+        logits = Ref("logits", "cell", (1, 1, model.head.vp), self.precision.model)
+        frames = self.frames(model, 1, "prompt", {"logits": logits}, 1)
+        model.forward(ops, frames.a, self.weights)
+        model.head.generate(ops, frames.a["head"], self.weights.bundle("head"))
         return ops.calls
 
     def update(self, cells: Mapping[str, Ref]) -> list[Call]:
@@ -183,20 +190,22 @@ def make_plan(
     batch_size: int,
     seq_len: int,
     seed: int = 0,
+    packing: Packing | None = None,
     observe: bool = False,
     drop: Iterable[str] = (),
     scratch_bytes: Callable[[Step], int] | None = None,
 ) -> Plan:
     """Decides everything for one rank. `drop` names further slots to recompute, beyond the flags' roles (tests).
 
-    `observe` adds the program that measures the errors of fp8 copies, if there are any.
-
-    `scratch_bytes` is the backend's: what a step needs beside its arguments. UsageError if a recompute flag frees no
-    byte.
+    With `packing` every batch comes with the borders of its rows' documents. `observe` adds the program that measures
+    the errors of fp8 copies, if there are any. `scratch_bytes` is the backend's: what a step needs beside its
+    arguments. UsageError if a recompute flag frees no byte.
     """
     rows = parameter_rows(config)
-    model = build_model(config, precision, memory, hyper, seed)
-    recordings = Recordings(model, config, precision, hyper, rows, batch_size, seq_len, seed)
+    model = build_model(config, precision, memory, hyper, seed, packing)
+    prompt_model = build_model(config, precision, memory, hyper, seed)
+    sizes = (batch_size, seq_len, seed, packing)
+    recordings = Recordings(model, prompt_model, config, precision, hyper, rows, *sizes)
     plain = recordings.train()
     made = {storage_name(ref): ref for call in plain for ref in call.outputs if ref is not None}
     fates = decide(plain, memory.roles, drop)
@@ -251,6 +260,7 @@ def make_plan(
         scales,
         tuple(x for cell in scales for x in (LARGEST[cell.rsplit("@", 1)[1]], *[1.0] * (SCALE_STRIDE - 1))),
         fates,
+        packing,
         kept_storages(made, fates),
         readers,
     )

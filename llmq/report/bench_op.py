@@ -160,7 +160,13 @@ def _attention(op: str, s: Sizes, arrays: Arrays) -> tuple[Call, int]:
     from llmq.ops.cuda.attention import attention_ops, attention_scratch
 
     attention = _attentions()
-    numbers = {"num_heads": s.hq, "num_kv_heads": s.hkv, "window": None, "softmax_scale": s.hd**-0.5}
+    numbers = {
+        "num_heads": s.hq,
+        "num_kv_heads": s.hkv,
+        "window": None,
+        "longest": None,
+        "softmax_scale": s.hd**-0.5,
+    }
     shape = (s.b, s.t, (s.hq + 2 * s.hkv) * s.hd)
     qkv, att, lse = (
         arrays.tensor(shape),
@@ -168,15 +174,15 @@ def _attention(op: str, s: Sizes, arrays: Arrays) -> tuple[Call, int]:
         arrays.output((s.b, s.hq, s.t), "fp32"),
     )
     ops = attention_ops(attention)
-    forward = partial(ops["attention_forward"], att, lse, qkv, **numbers)
-    size = attention_scratch(attention, "attention_forward", shape, "bf16", numbers, (True, True))
+    forward = partial(ops["attention_forward"], att, lse, qkv, None, **numbers)
+    size = attention_scratch(attention, "attention_forward", shape, None, "bf16", numbers, (True, True))
     if op == "attention_forward":
         return forward, size
-    size = max(size, attention_scratch(attention, op, shape, "bf16", numbers, (True,)))
+    size = max(size, attention_scratch(attention, op, shape, None, "bf16", numbers, (True,)))
     _use_scratch(size)
     forward()
     d_qkv, d_att = arrays.output(shape), arrays.tensor(att.shape)
-    return partial(ops[op], d_qkv, d_att, qkv, *att.tensors, *lse.tensors, **numbers), size
+    return partial(ops[op], d_qkv, d_att, qkv, *att.tensors, *lse.tensors, None, **numbers), size
 
 
 def _microseconds(product: Product) -> float:

@@ -4,14 +4,28 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
-from tiny_engines import BF16, FP8, FP8_HEAD, FP32, batch, bits, engine_of, plan_of, tiny, train_steps
+from tiny_engines import (
+    BF16,
+    FP8,
+    FP8_HEAD,
+    FP32,
+    batch,
+    bits,
+    engine_of,
+    packed_batch,
+    plan_of,
+    tiny,
+    train_steps,
+)
 
+from llmq.blocks.attention import Packing
 from llmq.plan.memory import Memory
 from llmq.plan.recompute import ROLES
 
 pytestmark = pytest.mark.gpu
 PRECISIONS = {"fp32": FP32, "bf16": BF16, "fp8": FP8["e4m3", "delayed"], "fp8-head": FP8_HEAD}
 FOLLOWS = {"fp32": 1e-4, "bf16": 5e-3, "fp8": 2e-2, "fp8-head": 2e-2}
+PACKING = Packing(6, 12)
 CONFIG = tiny(hidden_size=64, head_dim=16, intermediate_size=96)  # what cuDNN and 16-byte accesses take
 
 
@@ -167,3 +181,45 @@ def test_scales_by_row_and_by_block_are_bit_equal_under_recompute_and_graphs(bac
         assert bits(engine) == bits(plain)
     reference = engine_of(plan_of(precision, config=config, seq_len=80))
     assert np.allclose(losses, train_steps(reference, steps=3), rtol=2e-2)
+
+
+def packed_losses(engine, steps=4):
+    """Losses of a few optimizer steps on packed rows, each step packed otherwise."""
+    losses = []
+    for step in range(1, steps + 1):
+        for micro_step in range(2):
+            engine.micro_step(*packed_batch(100 * step + micro_step), first=micro_step == 0)
+        losses.append(engine.update(step, 1e-2).loss)
+    return losses
+
+
+@pytest.mark.parametrize("precision", [FP32, BF16], ids=["fp32", "bf16"])
+def test_packed_rows_follow_the_reference(backend, precision):
+    """With activations poisoned, so that rows which attention left out would show."""
+    gpu = cuda_engine(backend, precision, packing=PACKING)
+    cpu = engine_of(plan_of(precision, config=CONFIG, packing=PACKING))
+    losses = [packed_losses(engine) for engine in (gpu, cpu)]
+    assert np.allclose(*losses, rtol=1e-4 if precision is FP32 else 5e-3)
+    scores = [engine.evaluate(*packed_batch(7)) for engine in (gpu, cpu)]
+    assert np.allclose(*scores, rtol=1e-4 if precision is FP32 else 5e-3)
+    prompt = batch()[0][0, :7]
+    logits = [engine.next_logits(prompt) for engine in (gpu, cpu)]
+    assert np.allclose(*logits, atol=1e-3 if precision is FP32 else 0.1)
+
+
+@pytest.mark.parametrize("precision", [FP32, BF16, FP8["e4m3", "delayed"]], ids=["fp32", "bf16", "fp8"])
+def test_packed_rows_repeat_their_bits_eager_or_as_a_graph(backend, precision):
+    from llmq.backends.cuda import CudaBackend
+
+    engines = [cuda_engine(b, precision, packing=PACKING) for b in (backend, backend, CudaBackend(use_graphs=False))]
+    losses = [packed_losses(engine) for engine in engines]
+    assert losses[0] == losses[1] == losses[2]
+    assert bits(engines[0]) == bits(engines[1]) == bits(engines[2])
+
+
+@pytest.mark.parametrize("flag", ["recompute_att", "recompute_block", "chunks"])
+def test_recompute_and_chunks_are_bit_equal_on_packed_rows(backend, flag):
+    memory = Memory((), attention_chunks=2) if flag == "chunks" else Memory((flag,))
+    engines = [cuda_engine(backend, BF16, m, packing=PACKING) for m in (Memory(), memory)]
+    assert packed_losses(engines[0]) == packed_losses(engines[1])
+    assert bits(engines[0]) == bits(engines[1])

@@ -35,7 +35,7 @@ def test_noise_is_the_same_whatever_is_recomputed(dtypes):
         engine = Engine(plan_of(dtypes, memory, hyper=NOISE), HostBackend(), poison=True)
         engine.load(parameters(engine.plan))
         if engine.needs_warm_up:
-            engine.warm_up(*batch(), PLACES)
+            engine.warm_up(*batch(), samples=PLACES)
         engine.micro_step(*batch(), first=True, samples=PLACES)
         losses.add(engine.update(1, 1e-2).loss)
         states.append(bits(engine))

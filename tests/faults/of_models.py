@@ -20,12 +20,16 @@ MATHS = (
     op_fault("rope_backward_turns_forward", "rope", "cos, -sin,", "cos, sin,"),
     op_fault("mask_shifted_by_one", "attention", "seen = (j <= i) if", "seen = (j < i) | (j == 0) if"),
     op_fault("window_off_by_one", "attention", "(j > i - window)", "(j >= i - window)"),
-    op_fault("window_block_starts_late", "attention", "max(0, start - window + 1)", "max(0, start - window + 2)"),
+    op_fault("window_block_starts_late", "attention", "max(0, begin - window + 1)", "max(0, begin - window + 2)"),
     op_fault(
         "wrong_gqa_group",
         "attention",
         "    return q, k, v\n",
         "    return q, k[:, :, ::-1], v\n",
+    ),
+    op_fault("documents_see_each_other", "attention", "in pairwise(row):", "in [(row[0], row[-1])]:"),
+    op_fault(
+        "documents_are_not_cut", "attention", "range(first, stop, longest or length)", "range(first, stop, length)"
     ),
     op_fault("key_gradient_of_one_block_only", "attention", "d_k[b, keys, h] +=", "d_k[b, keys, h] ="),
     op_fault("attention_row_sum_missing", "attention", "d_s -= (do *", "d_s -= 0 * (do *"),

@@ -177,15 +177,26 @@ def _rope(output_name: str, input_name: str) -> Callable[[Sizes, np.random.Gener
 
 
 def attention_forward(s: Sizes, rng: np.random.Generator) -> Case:
-    numbers = {**_heads(s), "window": 3 * s.t // 4, "softmax_scale": s.hd**-0.5}
-    outputs = {"att": (s.b, s.t, s.hq * s.hd), "lse": (s.b, s.hq, s.t)}
-    return Case("", outputs, {"qkv": rng.standard_normal((s.b, s.t, s.q))}, numbers, frozenset({"lse"}))
+    numbers = {**_heads(s), "window": s.t // 4, "longest": 2 * s.t // 3, "softmax_scale": s.hd**-0.5}
+    outputs = {"att": (s.b, s.t, s.hq * s.hd), "lse": (s.b, s.t, s.hq)}
+    inputs = {"qkv": rng.standard_normal((s.b, s.t, s.q)), "borders": borders(rng, s.b, s.t, 4)}
+    return Case("", outputs, inputs, numbers, frozenset({"lse"}))
+
+
+def borders(rng: np.random.Generator, b: int, t: int, max_docs: int) -> np.ndarray:
+    """(b, max_docs + 1) int32: rows of as many documents as there may be, of fewer, and of one, in turn."""
+    found = np.full((b, max_docs + 1), t, np.int32)
+    for row in range(b):
+        count = (max_docs, 1, max_docs - 1)[row % 3]
+        found[row, :count] = [0, *sorted(1 + rng.choice(t - 1, count - 1, replace=False))]
+    return found
 
 
 def attention_backward(s: Sizes, rng: np.random.Generator) -> Case:
     forward = attention_forward(s, rng)
     att, lse = run("attention_forward", [*forward.outputs.values()], *forward.inputs.values(), **forward.numbers)  # type: ignore[arg-type]
-    inputs = {"d_att": rng.standard_normal(att.shape), **forward.inputs, "att": att, "lse": lse}
+    qkv, marks = forward.inputs["qkv"], forward.inputs["borders"]
+    inputs = {"d_att": rng.standard_normal(att.shape), "qkv": qkv, "att": att, "lse": lse, "borders": marks}
     return Case("", {"d_qkv": (s.b, s.t, s.q)}, inputs, forward.numbers, frozenset({"lse"}))
 
 

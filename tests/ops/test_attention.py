@@ -1,5 +1,7 @@
 """Attention against the whole score matrix, with groups and windows; finite differences; torch."""
 
+from itertools import pairwise
+
 import numpy as np
 import pytest
 
@@ -12,13 +14,19 @@ WINDOWS = pytest.mark.parametrize("window", [None, 1, 3, 64, 65, 1000])
 BLOCKS = Sizes(b=2, t=2 * attention.QUERY_BLOCK + 5, c=4, hq=4, hkv=2, hd=4, f=4, v=4, vp=4)
 
 
-def numbers(size, window, scale=0.37):
-    return {"num_heads": size.hq, "num_kv_heads": size.hkv, "window": window, "softmax_scale": scale}
+def numbers(size, window, longest=None):
+    return {
+        "num_heads": size.hq,
+        "num_kv_heads": size.hkv,
+        "window": window,
+        "longest": longest,
+        "softmax_scale": 0.37,
+    }
 
 
 def forward(size, qkv, window):
     shapes = [(*qkv.shape[:2], size.hq * size.hd), (qkv.shape[0], size.hq, qkv.shape[1])]
-    return run("attention_forward", shapes, qkv, **numbers(size, window))
+    return run("attention_forward", shapes, qkv, None, **numbers(size, window))
 
 
 def whole_matrix(size, qkv, window):
@@ -54,7 +62,7 @@ def test_gradient_by_finite_differences(groups, window):
     qkv = rng.standard_normal((size.b, size.t, size.q))
     att, lse = forward(size, qkv, window)
     d_att = rng.standard_normal(att.shape)
-    gradient = run("attention_backward", [qkv.shape], d_att, qkv, att, lse, **numbers(size, window))
+    gradient = run("attention_backward", [qkv.shape], d_att, qkv, att, lse, None, **numbers(size, window))
 
     def loss(qkv):
         return np.sum(forward(size, qkv, window)[0] * d_att)
@@ -67,8 +75,8 @@ def test_large_scores_do_not_overflow():
     expected = whole_matrix(ODD, qkv / 100, None)[0]  # only for its shape: scores of 1e4 have no exp in f32
     read = tensor(qkv, "fp32")
     shapes = [expected.shape, (ODD.b, ODD.hq, ODD.t)]
-    att, lse = run("attention_forward", shapes, read, dtype="fp32", **numbers(ODD, None))
-    d_qkv = run("attention_backward", [qkv.shape], att, read, att, lse, dtype="fp32", **numbers(ODD, None))
+    att, lse = run("attention_forward", shapes, read, None, dtype="fp32", **numbers(ODD, None))
+    d_qkv = run("attention_backward", [qkv.shape], att, read, att, lse, None, dtype="fp32", **numbers(ODD, None))
     assert all(np.isfinite(a).all() for a in (att, lse, *d_qkv))
     assert np.abs(lse).max() > 1000
 
@@ -82,6 +90,34 @@ def test_a_sequence_has_the_same_bits_in_any_batch():
     for b in range(LARGE.b):
         case.inputs = {n: x[b : b + 1] for n, x in inputs.items()}
         np.testing.assert_array_equal(case.values("fp32")["d_qkv"][0], whole[b])
+
+
+@WINDOWS
+@pytest.mark.parametrize(("dtype", "longest"), [("fp32", None), ("fp64", 1000), ("fp32", 66)])
+def test_packed_documents_have_the_bits_that_they_have_alone(dtype, window, longest):
+    """Borders at the ends of blocks and beside them, a document of one token, one that is not there, a whole row; cut
+    into pieces where they are longer than `longest`."""
+    size, block = BLOCKS, attention.QUERY_BLOCK
+    rows = [[0, 1, block, 2 * block, size.t], [0, block + 1, 2 * block + 1, size.t, size.t], [0, *[size.t] * 4]]
+    rng = np.random.default_rng(0)
+    qkv = rng.standard_normal((len(rows), size.t, size.q))
+    shapes = [(len(rows), size.t, size.hq * size.hd), (len(rows), size.t, size.hq)]
+    borders = np.array(rows, np.int32)
+    att, lse = run("attention_forward", shapes, qkv, borders, dtype=dtype, **numbers(size, window, longest))
+    d_att = rng.standard_normal(att.shape)
+    read = (d_att, qkv, att, lse)
+    (d_qkv,) = run("attention_backward", [qkv.shape], *read, borders, dtype=dtype, **numbers(size, window, longest))
+    for row, marks in enumerate(rows):
+        cut = [n for a, b in pairwise(marks) for n in range(a, b, longest or size.t)]
+        for start, stop in pairwise([*cut, size.t]):
+            piece = (slice(row, row + 1), slice(start, stop))
+            alone = [(1, stop - start, size.hq * size.hd), (1, size.hq, stop - start)]
+            one = run("attention_forward", alone, qkv[piece], None, dtype=dtype, **numbers(size, window))
+            np.testing.assert_array_equal(one[0], att[piece])
+            np.testing.assert_array_equal(one[1].transpose(0, 2, 1), lse[piece])
+            read = (d_att[piece], qkv[piece], *one)
+            (d_one,) = run("attention_backward", [qkv[piece].shape], *read, None, dtype=dtype, **numbers(size, window))
+            np.testing.assert_array_equal(d_one, d_qkv[piece])
 
 
 @pytest.mark.judge
@@ -101,6 +137,6 @@ def test_torch_agrees(window):
     d_att = rng.standard_normal(y.shape)
     (y * torch.tensor(d_att)).sum().backward()
     att, lse = forward(s, qkv, window)
-    (d_qkv,) = run("attention_backward", [qkv.shape], d_att, qkv, att, lse, **numbers(s, window))
+    (d_qkv,) = run("attention_backward", [qkv.shape], d_att, qkv, att, lse, None, **numbers(s, window))
     np.testing.assert_allclose(att, y.detach(), atol=1e-12)
     np.testing.assert_allclose(d_qkv, x.grad, atol=1e-10)

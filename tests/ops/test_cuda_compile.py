@@ -219,6 +219,32 @@ def test_every_launch_gives_its_kernel_what_it_declares(launches, sizes):
             assert isinstance(value, int) if kind == "ptr" else type(value) is WORDS[kind], (entry, kind, value)
 
 
+@pytest.mark.parametrize("max_docs", [None, 8], ids=["dense", "packed"])
+def test_every_launch_of_attention_gives_its_kernel_what_it_declares(launches, max_docs):
+    """In f32; and what finds the documents for cuDNN."""
+    from llmq.ops.cuda import attention
+
+    b, t, hq, hkv, hd = 4, 256, 14, 2, 64
+    longest = None if max_docs is None else 100
+    numbers = {"num_heads": hq, "num_kv_heads": hkv, "window": None, "longest": longest, "softmax_scale": 0.125}
+    lse = (b, hq, t) if max_docs is None else (b, t, hq)
+    borders = None if max_docs is None else launches.tensor((b, max_docs + 1), "int32")
+    shapes = {"att": (b, t, hq * hd), "qkv": (b, t, (hq + 2 * hkv) * hd), "lse": lse}
+    read = {name: launches.tensor(shape, "fp32") for name, shape in shapes.items()}
+    written = {name: launches.output(shape, "fp32", None) for name, shape in shapes.items()}
+    ops = attention.attention_ops(attention.Attention(None, scratch.take))  # type: ignore[arg-type]
+    ops["attention_forward"](written["att"], written["lse"], read["qkv"], borders, **numbers)
+    ops["attention_backward"](written["qkv"], read["att"], read["qkv"], read["att"], read["lse"], borders, **numbers)
+    shape = attention._shape(shapes["qkv"], borders and borders.shape, **numbers)
+    places = attention._find_documents(shape, borders, 1 << 60)
+    assert len(places) == len(launches.found) - 3 + 3 * bool(max_docs)
+    for name, entry, _, arguments in launches.found:
+        declared = parameters(name, entry)
+        assert len(declared) == len(arguments), entry
+        for kind, value in zip(declared, arguments, strict=True):
+            assert isinstance(value, int) if kind == "ptr" else type(value) is WORDS[kind], (entry, kind, value)
+
+
 def architectures(name: str) -> list[int]:
     """The compute capabilities that a source's header names."""
     match = re.search(r"^// Architectures: ([\d ]+)$", cuda_sources()[name].read_text("utf-8"), re.MULTILINE)

@@ -3,8 +3,13 @@
 import pytest
 from tiny_engines import BF16, plan_of, tiny
 
+from llmq.backends.planned import planned_scratch
+from llmq.blocks.attention import Packing
 from llmq.errors import MemoryLimitError
 from llmq.plan.advice import refuse_if_too_large
+from llmq.plan.memory import Memory
+from llmq.plan.program import Operand, Step
+from llmq.tensor import Ref
 
 SCRATCH = 1 << 20
 
@@ -12,6 +17,11 @@ SCRATCH = 1 << 20
 def scratch_bytes(step):
     """As attention's workspaces: the more sequences, the more."""
     return SCRATCH * step.inputs[0].ref.shape[0] if step.op == "attention_backward" else 0
+
+
+def per_batch(step):
+    """Of a backend whose workspace does not get smaller in pieces."""
+    return SCRATCH * step.inputs[0].ref.shape[0] if step.op == "rope_backward" else 0
 
 
 def test_a_plan_that_fits_is_let_through():
@@ -22,10 +32,36 @@ def test_a_plan_that_fits_is_let_through():
 
 
 def test_advice_counts_the_scratch_of_the_smaller_run():
-    """Every remedy but fewer sequences leaves the workspace of 8 MiB as it is."""
-    plan = plan_of(BF16, config=tiny(), batch_size=8, scratch_bytes=scratch_bytes)
+    """Every other remedy but fewer sequences leaves the workspace of 1 MiB for each sequence as it is."""
+    plan = plan_of(BF16, Memory((), attention_chunks=8), config=tiny(), batch_size=8, scratch_bytes=per_batch)
     assert plan.total_bytes > 8 * SCRATCH
     with pytest.raises(MemoryLimitError, match="missing: --batch-size 1"):
-        refuse_if_too_large(plan, 8 * SCRATCH, scratch_bytes)
+        refuse_if_too_large(plan, 8 * SCRATCH, per_batch)
     with pytest.raises(MemoryLimitError, match="no memory option"):
-        refuse_if_too_large(plan, SCRATCH, scratch_bytes)
+        refuse_if_too_large(plan, SCRATCH, per_batch)
+
+
+def test_a_workspace_that_is_too_large_names_what_makes_it_smaller():
+    packing = Packing(max_docs=4, longest=8)
+    plan = plan_of(BF16, config=tiny(), batch_size=8, packing=packing, scratch_bytes=scratch_bytes)
+    with pytest.raises(MemoryLimitError, match=r"missing: --no-deterministic needs .*, --attn-bwd-chunks 8 needs"):
+        refuse_if_too_large(plan, 8 * SCRATCH, scratch_bytes, lambda step: 256)
+    with pytest.raises(MemoryLimitError, match="missing: --attn-bwd-chunks 8 needs"):
+        refuse_if_too_large(plan, 8 * SCRATCH, scratch_bytes)
+    chunked = plan_of(BF16, Memory((), attention_chunks=8), tiny(), batch_size=8, scratch_bytes=scratch_bytes)
+    with pytest.raises(MemoryLimitError, match=r"missing: --no-deterministic needs [^,]*$"):
+        refuse_if_too_large(chunked, chunked.total_bytes - 1, scratch_bytes, lambda step: 256)
+
+
+def test_the_workspace_of_packed_rows_goes_with_the_longest_document():
+    """Measured with cuDNN 9.19, deterministic and not, at 16x2048: 8 documents of up to 2048, 20 of up to 537."""
+    shapes = {"d_att": 896, "qkv": 1152, "att": 896}
+    refs = [Ref(name, "activation", (16, 2048, width), "bf16") for name, width in shapes.items()]
+    refs.append(Ref("lse", "activation", (16, 2048, 14), "fp32"))
+    numbers = {"num_heads": 14, "num_kv_heads": 2, "window": None, "softmax_scale": 0.125}
+    for max_docs, longest, measured in ((8, 2048, [15.97, 2.11]), (20, 2048, [36.97, 2.11]), (20, 537, [5.51, 2.11])):
+        borders = Ref("borders", "batch", (16, max_docs + 1), "int32")
+        operands = tuple(Operand(ref.name, ref) for ref in (*refs, borders))
+        step = Step("attention_backward", (None,), operands, {**numbers, "longest": longest}, "backward")
+        found = [planned_scratch(step, deterministic) / 2**30 for deterministic in (True, False)]
+        assert found == pytest.approx(measured, rel=0.01)

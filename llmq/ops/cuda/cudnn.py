@@ -3,6 +3,11 @@
 q, k and v are strided views of one packed (B,T,(Hq+2Hkv)*Hd), and so are their gradients; att is (B,T,Hq*Hd), lse
 (B,Hq,T) f32 is cuDNN's `stats` as it is. bf16 only. cuDNN's left bound is our window: query i sees i - window < j <= i.
 
+Rows of several documents are ragged to cuDNN: its batch is all documents of all rows, and where they lie is device data
+(lengths in tokens, offsets in elements), so that one graph serves every packing. stats is then (B,T,Hq), the layout for
+which cuDNN sizes its workspaces right. The deterministic backward takes 2 Hq `longest`^2 bytes for every document that
+a row may have (cuDNN 9.19), so it matters that documents are known to be shorter than rows.
+
 The deterministic backward repeats its bits, also in a captured graph, at the speed of the other one (676 against 648 us
 at 32x1024, 14/2 heads of 64; 918 against 974 us at 16x1024, 28/4 heads of 128). Its workspace is larger.
 """
@@ -27,6 +32,23 @@ class AttentionShape:
     head_dim: int
     window: int | None
     softmax_scale: float
+    max_docs: int | None = None  # of a row; None: each row is one document
+    longest: int | None = None  # tokens at which documents are cut
+
+    @property
+    def places(self) -> int:
+        """Documents of a row, and of what is cut off them, that cuDNN has to be ready for."""
+        return 1 if self.max_docs is None else self.max_docs + -(-self.length // self.extent) - 1
+
+    @property
+    def extent(self) -> int:
+        """Tokens of the longest document."""
+        return self.longest or self.length
+
+    @property
+    def num_documents(self) -> int:
+        """What cuDNN sees as its batch."""
+        return self.batch * self.places
 
     @property
     def packed(self) -> int:
@@ -40,7 +62,10 @@ class AttentionShape:
 
 @dataclass(frozen=True)
 class AttentionPlan:
-    """A graph ready to run: `uids` by tensor name (q k v att lse d_att d_q d_k d_v), and the workspace it needs."""
+    """A graph ready to run: `uids` by tensor name (q k v att lse d_att d_q d_k d_v), and the workspace it needs.
+
+    Of ragged documents also `lengths` (N,) int32 and `qkv_offsets`, `att_offsets`, `lse_offsets` (N+1,) int64.
+    """
 
     graph: Any
     uids: Mapping[str, int]
@@ -90,37 +115,59 @@ class Cudnn:
         self._cudnn.destroy_handle(self._handle)
 
     def _forward(self, graph: Any, s: AttentionShape, kind: str) -> dict[str, Any]:
-        tensors = self._packed(graph, s, "q", "k", "v")
-        att, lse = graph.sdpa(**tensors, **self._options(s), generate_stats=kind == "forward")
+        tensors = self._places(graph, s)
+        inputs = self._packed(graph, s, tensors)
+        att, lse = graph.sdpa(**inputs, **self._options(s, tensors), generate_stats=kind == "forward")
         att.set_output(True).set_dim(self._dims(s)).set_stride(self._strides(s, s.num_heads * s.head_dim))
-        tensors["att"] = att
+        outputs = {"att": att}
         if kind == "forward":
-            lse.set_output(True).set_dim([s.batch, s.num_heads, s.length, 1]).set_data_type(self._cudnn.data_type.FLOAT)
-            lse.set_stride([s.num_heads * s.length, s.length, 1, 1])
-            tensors["lse"] = lse
-        return tensors
+            lse.set_output(True).set_data_type(self._cudnn.data_type.FLOAT)
+            lse.set_dim([s.num_documents, s.num_heads, s.extent, 1]).set_stride(self._lse_strides(s))
+            outputs["lse"] = lse
+        if s.max_docs is not None:
+            for name, tensor in outputs.items():
+                tensor.set_ragged_offset(tensors[f"{name}_offsets"])
+        return {**tensors, **inputs, **outputs}
 
     def _backward(self, graph: Any, s: AttentionShape) -> dict[str, Any]:
-        tensors = self._packed(graph, s, "q", "k", "v")
-        dims, strides = self._dims(s), self._strides(s, s.num_heads * s.head_dim)
-        for name in ("att", "d_att"):
-            tensors[name] = graph.tensor(name=name, dim=dims, stride=strides, data_type=self._cudnn.data_type.BFLOAT16)
-        tensors["lse"] = graph.tensor(
+        tensors = self._places(graph, s)
+        inputs = self._packed(graph, s, tensors)
+        dims, strides, bf16 = self._dims(s), self._strides(s, s.num_heads * s.head_dim), self._cudnn.data_type.BFLOAT16
+        ragged = self._ragged(tensors, "att")
+        read = {n: graph.tensor(name=n, dim=dims, stride=strides, data_type=bf16, **ragged) for n in ("att", "d_att")}
+        read["lse"] = graph.tensor(
             name="lse",
-            dim=[s.batch, s.num_heads, s.length, 1],
-            stride=[s.num_heads * s.length, s.length, 1, 1],
+            dim=[s.num_documents, s.num_heads, s.extent, 1],
+            stride=self._lse_strides(s),
             data_type=self._cudnn.data_type.FLOAT,
+            **self._ragged(tensors, "lse"),
         )
-        read = {"o": tensors["att"], "dO": tensors["d_att"], "stats": tensors["lse"]}
-        inputs = {name: tensors[name] for name in "qkv"}
-        options = {**self._options(s), "use_deterministic_algorithm": self.deterministic}
-        gradients = graph.sdpa_backward(**inputs, **read, **options)
+        options = {**self._options(s, tensors), "use_deterministic_algorithm": self.deterministic}
+        if s.max_docs is not None:
+            options |= dict.fromkeys(("max_total_seq_len_q", "max_total_seq_len_kv"), s.batch * s.length)
+        gradients = graph.sdpa_backward(**inputs, o=read["att"], dO=read["d_att"], stats=read["lse"], **options)
+        outputs = {}
         for name, heads, gradient in zip("qkv", (s.num_heads, s.num_kv_heads, s.num_kv_heads), gradients, strict=True):
             gradient.set_output(True).set_dim(self._dims(s, heads)).set_stride(self._strides(s, s.packed))
-            tensors[f"d_{name}"] = gradient
-        return tensors
+            if s.max_docs is not None:
+                gradient.set_ragged_offset(tensors["qkv_offsets"])
+            outputs[f"d_{name}"] = gradient
+        return {**tensors, **inputs, **read, **outputs}
 
-    def _packed(self, graph: Any, s: AttentionShape, *names: str) -> dict[str, Any]:
+    def _places(self, graph: Any, s: AttentionShape) -> dict[str, Any]:
+        """What says where ragged documents lie; nothing of dense rows."""
+        if s.max_docs is None:
+            return {}
+        kinds, count = self._cudnn.data_type, s.num_documents
+        found = {"lengths": graph.tensor(name="lengths", dim=[count, 1, 1, 1], stride=[1] * 4, data_type=kinds.INT32)}
+        for name in ("qkv_offsets", "att_offsets", "lse_offsets"):
+            found[name] = graph.tensor(name=name, dim=[count + 1, 1, 1, 1], stride=[1] * 4, data_type=kinds.INT64)
+        return found
+
+    def _ragged(self, tensors: Mapping[str, Any], name: str) -> dict[str, Any]:
+        return {"ragged_offset": tensors[f"{name}_offsets"]} if tensors else {}
+
+    def _packed(self, graph: Any, s: AttentionShape, tensors: Mapping[str, Any]) -> dict[str, Any]:
         heads = (s.num_heads, s.num_kv_heads, s.num_kv_heads)
         return {
             name: graph.tensor(
@@ -128,22 +175,30 @@ class Cudnn:
                 dim=self._dims(s, count),
                 stride=self._strides(s, s.packed),
                 data_type=self._cudnn.data_type.BFLOAT16,
+                **self._ragged(tensors, "qkv"),
             )
-            for name, count in zip(names, heads, strict=True)
+            for name, count in zip("qkv", heads, strict=True)
         }
 
     def _dims(self, s: AttentionShape, heads: int | None = None) -> list[int]:
-        return [s.batch, heads or s.num_heads, s.length, s.head_dim]
+        return [s.num_documents, heads or s.num_heads, s.extent, s.head_dim]
 
     def _strides(self, s: AttentionShape, width: int) -> list[int]:
-        return [s.length * width, s.head_dim, width, 1]
+        return [s.extent * width, s.head_dim, width, 1]
 
-    def _options(self, s: AttentionShape) -> dict[str, Any]:
+    def _lse_strides(self, s: AttentionShape) -> list[int]:
+        heads, length = s.num_heads, s.extent
+        return [heads * length, length, 1, 1] if s.max_docs is None else [heads * length, 1, heads, 1]
+
+    def _options(self, s: AttentionShape, tensors: Mapping[str, Any]) -> dict[str, Any]:
         options: dict[str, Any] = {
             "attn_scale": s.softmax_scale,
             "diagonal_alignment": self._cudnn.diagonal_alignment.TOP_LEFT,
             "diagonal_band_right_bound": 0,
         }
+        if s.max_docs is not None:
+            lengths = tensors["lengths"]
+            options |= {"use_padding_mask": True, "seq_len_q": lengths, "seq_len_kv": lengths}
         return options if s.window is None else {**options, "diagonal_band_left_bound": s.window}
 
     def _build(self, graph: Any) -> None:
@@ -167,8 +222,10 @@ class Cudnn:
         s = shape
         heads = f"{s.num_heads} query and {s.num_kv_heads} key heads of head_dim {s.head_dim}"
         window = "" if s.window is None else f", window {s.window}"
+        packed = "" if s.max_docs is None else f", up to {s.max_docs} documents of {s.extent} tokens a row"
+        other = "" if s.max_docs is None else "--no-packing (packed rows need compute capability 9.0 or newer), "
         return (
             f"cuDNN {self._cudnn.backend_version_string()} has no {kind} attention for head_dim {s.head_dim} on this "
-            f"GPU ({heads}, {s.batch}x{s.length} tokens{window}): use --model-dtype fp32, or a model with a head_dim "
-            f"that is a multiple of 8 up to 128 ({' '.join(str(error).split())[:200]})"
+            f"GPU ({heads}, {s.batch}x{s.length} tokens{window}{packed}): use {other}--model-dtype fp32, or a model "
+            f"with a head_dim that is a multiple of 8 up to 128 ({' '.join(str(error).split())[:200]})"
         )

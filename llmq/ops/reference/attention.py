@@ -1,13 +1,15 @@
 """Causal attention with grouped queries and an optional sliding window: att = softmax(scale * q k^T) v.
 
 Query head h reads key and value head h // (Hq / Hkv). Query i sees keys j with i - window < j <= i (no window: all
-j <= i). Work goes in blocks of queries per sequence and key head, so that no (T,T) matrix exists; keys that no query of
-a block sees are skipped. Each block sees all its keys at once, which makes the softmax plain (no online rescaling).
-Every sequence is computed by itself, so the result does not depend on the batch it is in.
+j <= i). Rows with borders hold several documents, each a sequence of its own: no query sees another document's keys.
+Work goes in blocks of queries per sequence and key head, so that no (T,T) matrix exists; keys that no query of a block
+sees are skipped. Each block sees all its keys at once, which makes the softmax plain (no online rescaling). Every
+sequence is computed by itself, so the result does not depend on the row or the batch it is in.
 """
 
+from collections import defaultdict
 from collections.abc import Iterator
-from itertools import product
+from itertools import pairwise
 
 import numpy as np
 
@@ -21,18 +23,25 @@ def attention_forward(
     lse: Output,
     /,
     qkv: Tensor,
+    borders: Tensor | None,
     *,
     num_heads: int,
     num_kv_heads: int,
     window: int | None,
+    longest: int | None,
     softmax_scale: float,
 ) -> None:
-    """att (B,T,Hq*Hd), lse (B,Hq,T) <- qkv (B,T,(Hq+2Hkv)*Hd); lse = log(sum over seen keys of exp(scale * q k))."""
+    """att (B,T,Hq*Hd), lse (B,Hq,T) <- qkv (B,T,(Hq+2Hkv)*Hd); lse = log(sum over seen keys of exp(scale * q k)).
+
+    `borders` (B,D+1) int32: the first tokens of a row's documents, ascending from 0, then T repeated; None: each row is
+    one document. What is longer than `longest` tokens (the padding behind a document) is cut into as many documents.
+    lse is (B,T,Hq) where there are borders, as cuDNN keeps that of ragged documents.
+    """
     q, k, v = _groups(qkv.read(), num_heads, num_kv_heads)
     out = np.empty(q.shape, q.dtype)
     sums = np.empty((*q.shape[:3], q.shape[3] // k.shape[3]), q.dtype)
-    for queries, keys, mask in _blocks(q.shape[1], window, q.dtype):
-        for b, h in product(range(q.shape[0]), range(num_kv_heads)):
+    for b, queries, keys, mask in _blocks(q.shape[0], q.shape[1], borders, window, longest, q.dtype):
+        for h in range(num_kv_heads):
             p = _scores(q[b, queries, h], k[b, keys, h], mask, softmax_scale)
             largest = p.max(axis=-1, keepdims=True)
             p -= largest
@@ -43,7 +52,8 @@ def attention_forward(
             out[b, queries, h] = o.reshape(len(mask), -1)
             sums[b, queries, h] = (largest + np.log(total))[..., 0]
     att.write(out.reshape(*q.shape[:2], -1))
-    lse.write(sums.reshape(*q.shape[:2], -1).transpose(0, 2, 1))
+    sums = sums.reshape(*q.shape[:2], -1)
+    lse.write(sums.transpose(0, 2, 1) if borders is None else sums)
 
 
 def attention_backward(
@@ -53,13 +63,15 @@ def attention_backward(
     qkv: Tensor,
     att: Tensor,
     lse: Tensor,
+    borders: Tensor | None,
     *,
     num_heads: int,
     num_kv_heads: int,
     window: int | None,
+    longest: int | None,
     softmax_scale: float,
 ) -> None:
-    """d_qkv (B,T,(Hq+2Hkv)*Hd) <- d_att (B,T,Hq*Hd), qkv like d_qkv, att like d_att, lse (B,Hq,T).
+    """d_qkv (B,T,(Hq+2Hkv)*Hd) <- d_att (B,T,Hq*Hd), qkv like d_qkv, att like d_att, lse and borders as in forward.
 
     The probabilities come back from lse: p = exp(scale * q k^T - lse). Then d_v = p^T d_att, d_p = d_att v^T,
     d_s = p * (d_p - rowsum(d_att * att)), d_q = scale * d_s k, d_k = scale * d_s^T q, the last two and d_v summed over
@@ -70,10 +82,11 @@ def attention_backward(
     d_x = np.zeros_like(x)
     d_q, d_k, d_v = _groups(d_x, num_heads, num_kv_heads)
     d_out, out = d_att.read().reshape(q.shape), att.read().reshape(q.shape)
-    sums = lse.read().transpose(0, 2, 1).reshape(*q.shape[:3], -1)
+    sums = lse.read().transpose(0, 2, 1) if borders is None else lse.read()
+    sums = sums.reshape(*q.shape[:3], -1)
     hd = k.shape[-1]
-    for queries, keys, mask in _blocks(q.shape[1], window, q.dtype):
-        for b, h in product(range(q.shape[0]), range(num_kv_heads)):
+    for b, queries, keys, mask in _blocks(q.shape[0], q.shape[1], borders, window, longest, q.dtype):
+        for h in range(num_kv_heads):
             p = _scores(q[b, queries, h], k[b, keys, h], mask, softmax_scale)
             p -= sums[b, queries, h][..., None]
             p = np.exp(p, out=p).reshape(-1, p.shape[-1])
@@ -96,14 +109,28 @@ def _groups(x: np.ndarray, num_heads: int, num_kv_heads: int) -> tuple[np.ndarra
     return q, k, v
 
 
-def _blocks(length: int, window: int | None, dtype: np.dtype) -> Iterator[tuple[slice, slice, np.ndarray]]:
-    """Blocks of queries, the keys that any of them sees, and what to add to their scores: 0 if seen, -inf if not."""
-    for start in range(0, length, QUERY_BLOCK):
-        stop = min(start + QUERY_BLOCK, length)
-        low = 0 if window is None else max(0, start - window + 1)
-        i, j = np.arange(start, stop)[:, None], np.arange(low, stop)
-        seen = (j <= i) if window is None else (j <= i) & (j > i - window)
-        yield slice(start, stop), slice(low, stop), np.where(seen, 0, -np.inf).astype(dtype)
+def _blocks(
+    batch: int, length: int, borders: Tensor | None, window: int | None, longest: int | None, dtype: np.dtype
+) -> Iterator[tuple[int, slice, slice, np.ndarray]]:
+    """Row, a block of its queries, the keys that any of them sees, and what to add to their scores: 0 or -inf.
+
+    Documents of equal length share the masks, and those of one document come in order.
+    """
+    places = defaultdict(list)  # (row, first token) of the documents, by their length
+    marks = [[0, length]] * batch if borders is None else borders.read().tolist()
+    for b, row in enumerate(marks):
+        for first, stop in pairwise(row):
+            for start in range(first, stop, longest or length):
+                places[min(stop - start, longest or length)].append((b, start))
+    for size, starts in places.items():
+        for begin in range(0, size, QUERY_BLOCK):
+            end = min(begin + QUERY_BLOCK, size)
+            low = 0 if window is None else max(0, begin - window + 1)
+            i, j = np.arange(begin, end)[:, None], np.arange(low, end)
+            seen = (j <= i) if window is None else (j <= i) & (j > i - window)
+            mask = np.where(seen, 0, -np.inf).astype(dtype)
+            for b, first in starts:
+                yield b, slice(first + begin, first + end), slice(first + low, first + end), mask
 
 
 def _scores(q: np.ndarray, k: np.ndarray, mask: np.ndarray, softmax_scale: float) -> np.ndarray:
