@@ -9,6 +9,7 @@ from typing import Any
 
 from llmq import auto, device, gemm_speed, optimizer
 from llmq.backends import Backend, open_backend
+from llmq.blocks.attention import Packing
 from llmq.checkpoint import Checkpoints, checkpoint_bytes, load_state
 from llmq.commands import continue_command
 from llmq.config import ModelConfig
@@ -107,7 +108,8 @@ def prepare(options: Options, log: RunLog) -> Job:
     dtypes = dtypes.without(before.get("fp8", {}).get("fell_back", ()))
     algorithms = before.get("algorithms")
     kind = "planned" if where.planned else where.kind
-    backend = open_backend(kind, algorithms=algorithms or None, **device.backend_settings(options.system))
+    settings = device.backend_settings(options.system)
+    backend = open_backend(kind, algorithms=algorithms or None, **settings)
     scratch = backend.scratch_bytes
     if is_auto and "sites" in before:
         dtypes = replace(dtypes, matmul=before["sites"]["matmul"], wide=tuple(before["sites"]["wide"]))
@@ -127,6 +129,7 @@ def prepare(options: Options, log: RunLog) -> Job:
             batch_size=b,
             seq_len=t,
             seed=seed,
+            packing=Packing(*data.limits) if data.limits else None,
             observe=watching.every > 0,
             scratch_bytes=scratch,
         )
@@ -152,7 +155,9 @@ def prepare(options: Options, log: RunLog) -> Job:
         speed=speed,
     )
     _describe(job, log)
-    refuse_if_too_large(plan, device.memory_bytes(where)[1], scratch)
+    strict = where.kind == "cuda" and settings["deterministic"]
+    relaxed = open_backend("planned", deterministic=False).scratch_bytes if strict else None
+    refuse_if_too_large(plan, device.memory_bytes(where)[1], scratch, relaxed)
     saved = (checkpoints.folder, checkpoints.peak_bytes(job.checkpoint_bytes))
     check_free_space({"the checkpoints": saved, "the model": (job.export.folder, job.export.check())})
     return job
@@ -176,7 +181,7 @@ def _describe(job: Job, log: RunLog) -> None:
     per_epoch = None if windows is None else -(-windows // data.samples_per_step)
     steps = {"tokens per step": job.tokens_per_step, "steps per epoch": per_epoch, "steps": job.schedule.steps}
     shares = [asdict(share) for share in data.shares(job.schedule.steps * data.samples_per_step)]
-    log.dataset(data.train.files, data.eval.files if data.eval else (), mixture=shares, **steps)
+    log.dataset(data.train.files, data.eval.files if data.eval else (), mixture=shares, **steps, **data.facts())
     table = {name: size / MIB for name, size in plan.table().items()}
     other = table.pop("Other")
     total, free = device.memory_bytes(job.device)

@@ -83,8 +83,20 @@ class DataOptions(Section):
     augment: Text | None = option(
         None, "Noise on the input tokens of training: token-dropout=P,span-shuffle=P, or one of them.", metavar="LIST"
     )
+    packing: bool | None = option(
+        None,
+        "Pack whole documents into rows, each with its own positions and attention; --no-packing pads: one to a row.",
+        shown="neither: windows run on across documents",
+    )
+    max_docs: Int | None = option(
+        None, "With --packing: most documents of a row.", shown="as few as fill the rows", ge=1, le=LARGEST_STEP
+    )
 
     def contradictions(self) -> Iterator[str]:
+        if self.max_docs is not None and not self.packing:
+            yield f"--max-docs {self.max_docs} is for packed rows: add --packing, or leave it out"
+        elif self.max_docs is not None and self.max_docs > self.seq_len:
+            yield f"--max-docs {self.max_docs} is more than the --seq-len {self.seq_len} tokens of a row: use fewer"
         total, micro = self.global_batch_size, self.batch_size
         if total is None:
             return

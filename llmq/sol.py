@@ -3,7 +3,8 @@
 Forward and backward of a linear map cost 6 FLOPs per weight and token. The attention's two products cost 12*Hq*Hd*T per
 layer and token in forward and backward if every query saw every key; a causal one sees half of them. Norms, rotations,
 the optimizer and all memory traffic are free here, and recomputation counts as lost time. A sliding window counts as
-full attention, so that the figure depends on the model's size alone.
+full attention, and so does a row of packed documents, whose attention is less work: the figure depends on the model's
+size alone.
 """
 
 from __future__ import annotations

@@ -23,6 +23,8 @@ DEFAULTS = {
     "grad_accumulation": 4,
     "seq_len": 1024,
     "augment": None,
+    "packing": None,
+    "max_docs": None,
     "model_dtype": "bf16",
     "matmul_dtype": "bf16",
     "gradient_dtype": None,

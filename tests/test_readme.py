@@ -26,7 +26,7 @@ def options_table() -> str:
             if d.section == section:
                 value = "" if d.kind == "flag" else f" {d.metavar}"
                 also = f" Also {', '.join(f'`{flag(alias)}`' for alias in d.aliases)}." if d.aliases else ""
-                shown = ("on" if d.default else "off") if d.kind == "flag" else d.shown or "none"
+                shown = ("on" if d.default else d.shown or "off") if d.kind == "flag" else d.shown or "none"
                 cells = (f"`{flag(d.key)}{value}`", shown, d.help + also)
                 lines.append("| " + " | ".join(cell.replace("|", "\\|") for cell in cells) + " |")
         lines.append("")

@@ -13,8 +13,9 @@ import threading
 import time
 import weakref
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING, Any
@@ -23,10 +24,11 @@ import numpy as np
 
 from llmq.data.augment import Augmentation, open_augmentation
 from llmq.data.mixture import MixEntry, Mixture, Share, mix_file, read_mix
+from llmq.data.packing import Packs, open_packs
 from llmq.data.permutation import sample_order
 from llmq.data.sidecar import Sidecar, tokenizer_folder
 from llmq.data.stream import Stream
-from llmq.data.windows import Rows, Samples, open_windows, require_one_tokenizer
+from llmq.data.windows import Rows, Samples, Windows, open_windows, require_one_tokenizer
 from llmq.errors import DataError, UsageError
 from llmq.tensor import IGNORED
 
@@ -66,6 +68,26 @@ class Data:
     augment: Augmentation | None = None
 
     @property
+    def limits(self) -> tuple[int, int] | None:
+        """Most documents of a row, and most tokens of a document; None if rows have no borders."""
+        found = [samples.limits for samples in (self.train, self.eval) if samples and samples.limits]
+        return (max(docs for docs, _ in found), max(longest for _, longest in found)) if found else None
+
+    def facts(self) -> dict[str, str]:
+        """What a run should know of packed rows, in words: how full they are, and what of them is trained."""
+        parts: list[tuple[str, Samples | Stream | None]] = [("", self.train), ("eval ", self.eval)]
+        if isinstance(self.train, Mixture):
+            parts += [(f"{name}: ", source) for name, source in zip(self.train.names, self.train.sources, strict=True)]
+        found = {}
+        for name, samples in parts:
+            if isinstance(samples, Packs):
+                size, most = samples.num_windows * self.seq_len, samples.docs_per_row
+                kind = f"at most {most} documents in each" if most > 1 else "a document in each"
+                found[f"{name}rows"] = f"{samples.num_windows:,}, {100 * samples.fill:.2f}% full, {kind}"
+                found[f"{name}trained tokens"] = f"{samples.num_trained:,}, {100 * samples.num_trained / size:.2f}%"
+        return found
+
+    @property
     def samples_per_step(self) -> int:
         return self.batch_size * self.grad_accumulation * self.world
 
@@ -85,6 +107,7 @@ class Data:
             "training samples": train.num_windows,
             **({"mixture": train.identity()} if isinstance(train, Mixture) else {}),
             **({"augment": [list(rate) for rate in self.augment.rates]} if self.augment else {}),
+            **({"documents of a row": self.limits[0]} if self.limits else {}),
         }
 
     def tokenizer_folder(self) -> Path | None:
@@ -121,23 +144,24 @@ def open_data(
                 f"batch_size {options.batch_size}{on_ranks}: use {lower} or {lower + per_micro_step}"
             )
     augment = open_augmentation(options.augment, vocab_size, seed)
-    problems, found = [], []
-    for open_part in (
-        lambda: _open_train(options, vocab_size, seed),
-        lambda: open_windows(options.eval_file or (), options.seq_len, vocab_size),
-    ):
-        try:
-            found.append(open_part())
-        except DataError as error:
-            problems.append(str(error))
-    if problems:
+    problems: list[str] = []
+    train, evaluation = None, None
+    try:
+        train = _open_train(options, vocab_size, seed)
+    except DataError as error:
+        problems.append(str(error))
+    try:
+        docs = (train.limits or (1,))[0] if train else options.max_docs
+        evaluation = _opener(options, vocab_size, seed, docs)(options.eval_file or ())
+    except DataError as error:
+        problems.append(str(error))
+    if train is None or evaluation is None:
         raise DataError("\n".join(problems))
-    train, evaluation = found
     require_one_tokenizer((*train.token_files, *evaluation.token_files), tokenizer)
-    needed = per_micro_step * accumulation
+    needed, unit = per_micro_step * accumulation, "windows" if options.packing is None else "rows"
     if train.num_windows < needed:
         problems.append(
-            f"the training data has {train.num_windows} windows of seq_len {options.seq_len} ({train.num_tokens} "
+            f"the training data has {train.num_windows} {unit} of seq_len {options.seq_len} ({train.num_tokens} "
             f"tokens), but one step needs {needed} (batch_size {options.batch_size} x grad_accumulation {accumulation}"
             f"{f' x {world} ranks' if world > 1 else ''}): lower one of them, or give more data"
         )
@@ -161,7 +185,8 @@ def open_data(
 
 
 def _open_train(options: DataOptions, vocab_size: int, seed: int) -> Samples:
-    """The training data: windows, or a mixture where there are weights. DataError names all bad files."""
+    """The training data: windows or packs, or a mixture where there are weights. DataError names all bad files."""
+    open_source = _opener(options, vocab_size, seed, options.max_docs)
     if mix := mix_file(options.train_file):
         if options.weight is not None or len(options.train_file) > 1:
             raise UsageError(
@@ -182,16 +207,28 @@ def _open_train(options: DataOptions, vocab_size: int, seed: int) -> Samples:
             )
         entries = [MixEntry((name,), weight) for name, weight in zip(options.train_file, options.weight, strict=True)]
     else:
-        return open_windows(options.train_file, options.seq_len, vocab_size)
-    return open_mixture(entries, options.seq_len, vocab_size, seed)
+        return open_source(options.train_file)
+    return open_mixture(entries, open_source, seed)
 
 
-def open_mixture(entries: Sequence[MixEntry], seq_len: int, vocab_size: int, seed: int) -> Mixture:
-    """A mixture of token files. Raises DataError and UsageError as open_windows and Mixture; no file may be in two."""
+def _opener(
+    options: DataOptions, vocab_size: int, seed: int, max_docs: int | None
+) -> Callable[[Sequence[str]], Windows | Packs]:
+    """What opens files: as windows or, if asked for, as packs of at most `max_docs` (None: packing chooses)."""
+    if options.packing is None:
+        return partial(open_windows, seq_len=options.seq_len, vocab_size=vocab_size)
+    docs = max_docs if options.packing else 1
+    return partial(open_packs, seq_len=options.seq_len, vocab_size=vocab_size, seed=seed, max_docs=docs)
+
+
+def open_mixture(
+    entries: Sequence[MixEntry], open_source: Callable[[Sequence[str]], Windows | Packs], seed: int
+) -> Mixture:
+    """A mixture of token files. Raises DataError and UsageError as what opens them; no file may be in two."""
     problems, sources = [], []
     for entry in entries:
         try:
-            sources.append(open_windows(entry.train_file, seq_len, vocab_size))
+            sources.append(open_source(entry.train_file))
         except DataError as error:
             problems.append(str(error))
     paths = Counter(file.path for source in sources for file in source.token_files)

@@ -91,6 +91,12 @@ class Mixture:
         """Path and number of tokens of each file."""
         return [found for source in self.sources for found in source.files]
 
+    @property
+    def limits(self) -> tuple[int, int] | None:
+        """Most documents of a row, and most tokens of a document; None if rows have no borders."""
+        found = [source.limits for source in self.sources if source.limits]
+        return (max(docs for docs, _ in found), max(longest for _, longest in found)) if found else None
+
     def order(self, places: np.ndarray) -> np.ndarray:
         """Which sample (n,) int64 stands at each of `places` (n,) of the mixture's endless sequence."""
         periods, at = np.divmod(np.asarray(places, np.int64), self.period)
@@ -115,9 +121,9 @@ class Mixture:
                 rows = source.read(samples[mine] - self._starts[n])
                 tokens[mine], targets[mine] = rows.tokens, rows.targets
                 found.append((mine, rows.borders))
-        if all(borders is None for _, borders in found):
+        if self.limits is None:
             return Rows(tokens, targets, None)
-        borders = np.full((len(samples), max(b.shape[1] for _, b in found if b is not None)), self.seq_len, np.int32)
+        borders = np.full((len(samples), self.limits[0] + 1), self.seq_len, np.int32)
         borders[:, 0] = 0
         for mine, part in found:
             if part is not None:

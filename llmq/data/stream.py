@@ -41,6 +41,7 @@ class Stream:
     vocab_size: int
     name: str
     num_windows: None = None  # not known ahead
+    limits: None = None  # rows have no borders
     num_tokens: int = 0  # that are there at the start
     token_files: tuple[TokenFile, ...] = ()
     files: list[tuple[Path, int]] = field(default_factory=list)

@@ -36,6 +36,10 @@ class Samples(Protocol):
     token_files: tuple[TokenFile, ...]
 
     @property
+    def limits(self) -> tuple[int, int] | None:
+        """Most documents of a row, and most tokens of a document; None if rows have no borders."""
+
+    @property
     def num_windows(self) -> int:
         """How many samples there are: one epoch."""
 
@@ -53,8 +57,10 @@ class Windows:
     A file of n tokens has floor((n - 1) / seq_len) windows from its start; the tokens behind the last are not used.
     """
 
+    limits = None  # documents run on from one window into the next, and are not told apart
+
     def __init__(self, files: Sequence[TokenFile], seq_len: int, vocab_size: int) -> None:
-        """Raises DataError if an id that is looked at here is not below `vocab_size`: see CHECKED_WHOLE."""
+        """DataError if an id is found that is not below `vocab_size`: see require_ids."""
         self.token_files = tuple(files)
         self.seq_len = seq_len
         self.vocab_size = vocab_size
@@ -62,17 +68,7 @@ class Windows:
         counts = [max(file.num_tokens - 1, 0) // seq_len for file in files]
         self._ends = np.cumsum(np.array(counts, np.int64))
         self.num_windows = int(self._ends[-1]) if counts else 0
-        problems = []
-        for file in files:
-            try:
-                if file.num_tokens <= CHECKED_WHOLE:
-                    file.check_ids(vocab_size)
-                else:
-                    file.check_ids(vocab_size, 0, CHECKED_ENDS)
-                    file.check_ids(vocab_size, file.num_tokens - CHECKED_ENDS)
-            except DataError as error:
-                problems.append(str(error))
-        _raise(problems)
+        require_ids(files, vocab_size)
 
     @property
     def files(self) -> list[tuple[Path, int]]:
@@ -106,6 +102,11 @@ def open_windows(patterns: Iterable[str], seq_len: int, vocab_size: int) -> Wind
     Raises one DataError with everything that is wrong: no match, a file named twice, a bad file, a foreign id,
     files of different tokenizers (as their sidecars tell).
     """
+    return Windows(open_files(patterns), seq_len, vocab_size)
+
+
+def open_files(patterns: Iterable[str]) -> list[TokenFile]:
+    """The token files that `patterns` name, opened; errors as for open_windows, but for foreign ids."""
     problems: list[str] = []
     files: list[TokenFile] = []
     for path in matched(patterns, problems, skip=SUFFIX):
@@ -115,7 +116,22 @@ def open_windows(patterns: Iterable[str], seq_len: int, vocab_size: int) -> Wind
             problems.append(str(error))
     _raise(problems)
     require_one_tokenizer(files)
-    return Windows(files, seq_len, vocab_size)
+    return files
+
+
+def require_ids(files: Iterable[TokenFile], vocab_size: int) -> None:
+    """Raises DataError if an id that is looked at here is not below `vocab_size`: see CHECKED_WHOLE."""
+    problems = []
+    for file in files:
+        try:
+            if file.num_tokens <= CHECKED_WHOLE:
+                file.check_ids(vocab_size)
+            else:
+                file.check_ids(vocab_size, 0, CHECKED_ENDS)
+                file.check_ids(vocab_size, file.num_tokens - CHECKED_ENDS)
+        except DataError as error:
+            problems.append(str(error))
+    _raise(problems)
 
 
 def matched(patterns: Iterable[str], problems: list[str], skip: str | None = None) -> list[Path]:

@@ -31,6 +31,8 @@ class Options:
     global_batch_size: int | None = None
     weight: tuple[float, ...] | None = None
     augment: str | None = None
+    packing: bool | None = None
+    max_docs: int | None = None
 
 
 @pytest.fixture(autouse=True)

@@ -33,6 +33,8 @@ class Options:
     grad_accumulation: int = 1
     global_batch_size: int | None = None
     augment: str | None = None
+    packing: bool | None = None
+    max_docs: int | None = None
 
 
 def write(path: Path, number: int, num_windows: int) -> Path:
@@ -148,6 +150,8 @@ def test_borders_of_all_sources_come_together(tmp_path: Path, monkeypatch) -> No
             return rows._replace(borders=None if borders is None else np.array([borders] * len(samples), np.int32))
 
         monkeypatch.setattr(source, "read", packed)
+        monkeypatch.setattr(source, "limits", borders and (len(borders) - 1, T))
+    assert mixture.limits == (3, T)
     rows = mixture.read(np.array([8, 4, 1]))
     assert rows.borders is not None and rows.tokens[:, 0].tolist() == [2002, 1001, 1]
     assert rows.borders.tolist() == [[0, 1, 3, T], [0, T, T, T], [0, 2, T, T]]

@@ -175,6 +175,34 @@ LOOP = (
 
 DATA = (
     Fault(
+        "positions_run_on_across_documents",
+        "llmq/rope.py",
+        "- np.maximum.accumulate(starts",
+        "- 0 * np.maximum.accumulate(starts",
+        ("tests/test_packed_engine.py",),
+    ),
+    Fault(
+        "masks_of_packs_shifted_by_one",
+        "llmq/data/packing.py",
+        "file.trained(begin + 1, begin + length)",
+        "file.trained(begin, begin + length - 1)",
+        ("tests/data/test_packing.py",),
+    ),
+    Fault(
+        "pieces_of_long_documents_share_a_start",
+        "llmq/data/packing.py",
+        "starts = np.cumsum(pieces, dtype=np.int64) - pieces",
+        "starts = np.cumsum(pieces, dtype=np.int64) - pieces.max(initial=0)",
+        ("tests/data/test_packing.py",),
+    ),
+    Fault(
+        "packs_hold_a_document_too_many",
+        "llmq/data/first_fit.py",
+        "count = min(left[length], room // length, places)",
+        "count = min(left[length], room // length)",
+        ("tests/data/test_first_fit.py",),
+    ),
+    Fault(
         "documents_do_not_end",
         "llmq/data/tokenize.py",
         "eos = np.array([tokenizer.eos_token_id], np.int32)",

@@ -1,0 +1,227 @@
+"""Packs: every token once, nothing trained across a border; the cache; files that do not say where documents end."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from test_sidecar import sidecar
+
+from llmq.data import packing
+from llmq.data.loader import Loader, eval_batches
+from llmq.data.packing import PackIndex, Packs, open_packs
+from llmq.data.token_file import TokenFile, TokenWriter
+from llmq.errors import DataError, StorageError
+
+EOS, VOCAB = 2, 99
+
+
+@pytest.fixture(autouse=True)
+def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A cache of each test's own."""
+    monkeypatch.setenv("LLMQ_CACHE", str(tmp_path / "cache"))
+    return tmp_path / "cache"
+
+
+def write(path: Path, lengths: list[int], *, masked: bool = False, version: int = 3, seed: int = 0) -> TokenFile:
+    """A file of documents of so many tokens, each with EOS at its end and nowhere else."""
+    rng = np.random.default_rng(seed)
+    with TokenWriter(path, vocab_size=VOCAB, has_masks=masked, version=version) as writer:
+        for length in lengths:
+            ids = np.append(rng.integers(3, VOCAB, length - 1), EOS).astype(np.int32)
+            writer.append(ids, rng.integers(0, 2, length).astype(bool) if masked else None)
+            writer.end_document()
+    return TokenFile.open(path)
+
+
+def expected_pieces(files: list[TokenFile], seq_len: int) -> list[tuple[list[int], list[int]]]:
+    """Tokens and targets of every piece of every document, by hand."""
+    found = []
+    for file in files:
+        trained = file.trained(0, file.num_tokens)
+        for start, stop in zip(file.document_starts[:-1].tolist(), file.document_starts[1:].tolist(), strict=True):
+            for first in range(start, stop, seq_len):
+                last = min(first + seq_len, stop)
+                ids = file.tokens[first:last].tolist()
+                targets = [t if trained[first + 1 + n] else -100 for n, t in enumerate(ids[1:])]
+                found.append((ids, [*targets, -100]))
+    return found
+
+
+def pieces_of(rows, seq_len: int) -> list[tuple[list[int], list[int]]]:
+    """Tokens and targets of every document of the rows, and that the padding is tokens 0 which are not trained."""
+    found = []
+    for tokens, targets, marks in zip(rows.tokens, rows.targets, rows.borders, strict=True):
+        assert marks[0] == 0 and marks[-1] == seq_len and (np.diff(marks) >= 0).all()
+        assert (np.diff(marks) > 0)[: int(np.searchsorted(marks, seq_len))].all()
+        for start, stop in zip(marks[:-1].tolist(), marks[1:].tolist(), strict=True):
+            if start < seq_len:
+                ids, aims = tokens[start:stop].tolist(), targets[start:stop].tolist()
+                while ids[-1] == 0:  # no document of these files has a token 0
+                    assert aims.pop() == -100 and ids.pop() == 0 and stop == seq_len
+                found.append((ids, aims))
+    return found
+
+
+@settings(max_examples=30, deadline=None)
+@given(
+    sizes=st.lists(st.lists(st.integers(1, 50), max_size=25), min_size=1, max_size=3),
+    seq_len=st.integers(2, 30),
+    max_docs=st.one_of(st.none(), st.integers(2, 6)),
+    masked=st.booleans(),
+    seed=st.integers(0, 99),
+)
+def test_every_token_is_in_one_row_and_predicts_within_its_document(
+    tmp_path_factory: pytest.TempPathFactory, sizes, seq_len: int, max_docs: int | None, masked: bool, seed: int
+) -> None:
+    folder = tmp_path_factory.mktemp("packs")
+    files = [write(folder / f"{n}.bin", part, masked=masked and n != 1, seed=n) for n, part in enumerate(sizes)]
+    packs = Packs(files, seq_len, VOCAB, seed, max_docs)
+    expected = expected_pieces(files, seq_len)
+    assert packs.num_tokens == sum(len(ids) for ids, _ in expected)
+    assert packs.num_trained == sum(sum(t != -100 for t in targets) for _, targets in expected)
+    order = np.random.default_rng(seed).permutation(packs.num_windows)
+    rows = packs.read(order)
+    assert rows.tokens.shape == rows.targets.shape == (packs.num_windows, seq_len)
+    if packs.limits is None:
+        assert max_docs is None and rows.borders is None
+        return
+    docs, longest = packs.limits
+    assert rows.borders.shape == (packs.num_windows, docs + 1) and docs == (max_docs or docs)
+    assert longest == max((len(ids) for ids, _ in expected), default=1)
+    assert sorted(pieces_of(rows, seq_len)) == sorted(expected)
+    again = Packs(files, seq_len, VOCAB, seed, max_docs).read(order)
+    for one, other in zip(rows, again, strict=True):
+        np.testing.assert_array_equal(one, other)
+
+
+def test_one_document_to_a_row_has_no_borders(tmp_path: Path) -> None:
+    file = write(tmp_path / "a.bin", [3, 9, 1, 8])
+    packs = Packs([file], 8, VOCAB, 0, 1)
+    rows = packs.read(np.arange(packs.num_windows))
+    assert packs.num_windows == 5 and packs.limits is None and rows.borders is None
+    found = sorted(row[row != 0].tolist() for row in rows.tokens)
+    assert found == sorted(ids for ids, _ in expected_pieces([file], 8))
+    assert all((targets[-1:] == -100).all() and (tokens[0] != 0) for tokens, targets in zip(*rows[:2], strict=True))
+    assert packs.fill == 21 / 40 and packs.num_trained == 21 - 5
+
+
+def test_the_end_of_a_document_is_trained_and_predicts_nothing(tmp_path: Path) -> None:
+    packs = Packs([write(tmp_path / "a.bin", [4, 4])], 8, VOCAB, 0, 2)
+    tokens, targets, borders = packs.read(np.array([0]))
+    assert borders.tolist() == [[0, 4, 8]]
+    for start in (0, 4):
+        assert targets[0, start : start + 4].tolist() == [*tokens[0, start + 1 : start + 4].tolist(), -100]
+        assert targets[0, start + 2] == EOS == tokens[0, start + 3]
+
+
+def test_the_index_is_made_once_for_lengths_seq_len_documents_and_seed(
+    tmp_path: Path, cache: Path, monkeypatch
+) -> None:
+    calls = []
+    make = packing.pack
+    monkeypatch.setattr(packing, "pack", lambda *given: calls.append(given) or make(*given))
+    lengths = [5, 7, 3, 9, 20, 4] * 5
+    files = [write(tmp_path / "a.bin", lengths)]
+    first = Packs(files, 16, VOCAB, 0, 4)
+    copies = [write(tmp_path / "b.bin", lengths, seed=1)]  # other tokens, but the same lengths
+    for same in (files, copies):
+        again = Packs(same, 16, VOCAB, 0, 4)
+        for one, other in zip(
+            (first.index.ends, first.index.starts, first.index.lengths),
+            (again.index.ends, again.index.starts, again.index.lengths),
+            strict=True,
+        ):
+            np.testing.assert_array_equal(one, other)
+    assert len(calls) == 1 and len(list((cache / "packs").iterdir())) == 1
+    other = [write(tmp_path / "c.bin", [*lengths[:-1], 5])]
+    for arguments in (
+        (files, 17, VOCAB, 0, 4),
+        (files, 16, VOCAB, 1, 4),
+        (files, 16, VOCAB, 0, 5),
+        (other, 16, 99, 0, 4),
+    ):
+        Packs(*arguments)
+    assert len(calls) == len(list((cache / "packs").iterdir())) == 5
+
+
+def test_a_damaged_index_is_made_again(tmp_path: Path, cache: Path) -> None:
+    files = [write(tmp_path / "a.bin", [5, 7, 3, 9, 20, 4] * 5)]
+    good = Packs(files, 16, VOCAB, 0, 4)
+    (path,) = (cache / "packs").iterdir()
+    content = path.read_bytes()
+    rows = good.read(np.arange(good.num_windows))
+    places = np.random.default_rng(0).integers(0, len(content), 30).tolist()
+    damaged = [bytes([*content[:at], content[at] ^ 1, *content[at + 1 :]]) for at in places]
+    for broken in (b"", b"x", content[:40], content[:-1], content + b"\0", *damaged):
+        path.write_bytes(broken)
+        assert PackIndex.load(path) is None
+        again = Packs(files, 16, VOCAB, 0, 4).read(np.arange(good.num_windows))
+        assert path.read_bytes() == content
+        assert all(np.array_equal(one, other) for one, other in zip(rows, again, strict=True))
+
+
+def test_a_cache_that_cannot_be_written_is_named(tmp_path: Path, cache: Path) -> None:
+    cache.write_text("a file")
+    with pytest.raises(StorageError, match="packs"):
+        Packs([write(tmp_path / "a.bin", [3, 4])], 8, VOCAB, 0, 4)
+
+
+def test_files_of_version_2_end_their_documents_with_their_tokenizer_s_end_token(tmp_path: Path, monkeypatch) -> None:
+    monkeypatch.setattr(packing, "READ_AT_ONCE", 4)
+    lengths = [1, 3, 4, 2, 6]
+    file = write(tmp_path / "old.bin", lengths, version=2)
+    with pytest.raises(DataError, match=r"old\.bin is of version 2.*tokenize-data, or leave out --packing"):
+        open_packs([str(file.path)], 8, VOCAB, 0)
+    about = sidecar()
+    about.model_copy(update={"num_tokens": 16}).write(file.path)
+    assert packing.document_lengths([file]).tolist() == lengths
+    cut = tmp_path / "cut.bin"
+    TokenFile.write(cut, file.tokens[:-1].astype(np.int32), vocab_size=VOCAB, version=2)
+    about.model_copy(update={"num_tokens": 15}).write(cut)
+    assert packing.document_lengths([TokenFile.open(cut)]).tolist() == [1, 3, 4, 2, 5]
+
+
+def test_a_file_of_one_document_whose_sidecar_tells_of_several_is_cut_at_end_tokens(tmp_path: Path) -> None:
+    several = write(tmp_path / "several.bin", [3, 4, 9])
+    one = tmp_path / "one.bin"
+    TokenFile.write(one, several.tokens.astype(np.int32), vocab_size=VOCAB)
+    assert packing.document_lengths([TokenFile.open(one)]).tolist() == [16]
+    for count, expected in ((1, [16]), (3, [3, 4, 9])):
+        sidecar().model_copy(update={"num_tokens": 16, "num_documents": count}).write(one)
+        assert packing.document_lengths([TokenFile.open(one)]).tolist() == expected
+
+
+def test_foreign_ids_are_found(tmp_path: Path) -> None:
+    file = write(tmp_path / "a.bin", [30, 30])
+    with pytest.raises(DataError, match="but the vocabulary has 50 ids"):
+        Packs([file], 16, 50, 0)
+
+
+@settings(max_examples=8, deadline=None)
+@given(batch_size=st.integers(1, 5), skip=st.integers(0, 20), seed=st.integers(0, 99))
+def test_starting_at_a_position_is_the_same_as_coming_to_it(
+    tmp_path_factory: pytest.TempPathFactory, batch_size: int, skip: int, seed: int
+) -> None:
+    lengths = np.random.default_rng(seed).integers(1, 40, 60).tolist()
+    packs = Packs([write(tmp_path_factory.mktemp("l") / "a.bin", lengths)], 32, VOCAB, seed)
+    with Loader(packs, batch_size, 32, seed).start(0) as loader:
+        position = 0
+        for _ in range(skip):
+            position = loader.next().position
+        want = [loader.next() for _ in range(3)]
+        loader.start(position)
+        for batch in want:
+            again = loader.next()
+            for name in ("tokens", "targets", "borders"):
+                np.testing.assert_array_equal(getattr(again, name), getattr(batch, name))
+
+
+def test_rows_that_fill_up_an_evaluation_are_one_document(tmp_path: Path) -> None:
+    packs = Packs([write(tmp_path / "a.bin", [5, 7, 3, 9, 4])], 10, VOCAB, 0, 3)
+    batches = list(eval_batches(packs, 2, 10))
+    assert packs.num_windows == 3 and [b.borders.shape for b in batches] == [(2, 4)] * 2
+    assert batches[1].borders[1].tolist() == [0, 10, 10, 10] and (batches[1].targets[1] == -100).all()

@@ -1,0 +1,128 @@
+"""Training on packed rows, and on padded ones: the whole run, its log, resuming with the same bits, refusals."""
+
+import io
+import json
+
+import numpy as np
+import pytest
+from test_training import folder, weights_of
+
+import llmq
+from llmq.data.token_file import TokenWriter
+from llmq.errors import DataError, UsageError
+from llmq.report.read import read_log
+
+T = 24
+
+
+@pytest.fixture
+def given(tmp_path, monkeypatch):
+    """Options of a small run on documents of 2 to 30 tokens, in a folder of its own."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("LLMQ_CACHE", str(tmp_path / "cache"))
+    rng = np.random.default_rng(0)
+    for name, count in (("train", 120), ("eval", 20)):
+        with TokenWriter(f"{name}.bin", vocab_size=97, has_masks=True) as file:
+            for length in rng.integers(2, 31, count):
+                ids = np.append(rng.zipf(1.5, length - 1) % 97, 2).astype(np.int32)
+                file.append(ids, rng.random(length) < 0.8)
+                file.end_document()
+    return {
+        "model": str(folder(tmp_path / "source")),
+        "from_scratch": True,
+        "train_file": "train.bin",
+        "eval_file": "eval.bin",
+        "model_dtype": "fp32",
+        "batch_size": 2,
+        "seq_len": T,
+        "grad_accumulation": 2,
+        "learning_rate": 1e-2,
+        "eval_every_n_steps": 4,
+        "steps": 8,
+        "name": "run",
+        "packing": True,
+        "console": io.StringIO(),
+    }
+
+
+def test_a_packed_run_trains_and_says_how_full_its_rows_are(given):
+    result = llmq.train(**{**given, "steps": 30})
+    assert result.exit_code == 0 and result.eval_loss < 0.9 * np.log(97)
+    log = read_log(result.log_path)
+    assert 0 < log.train["trained_tokens"][0] < log.train["tokens"][0] == 4 * T
+    text = given["console"].getvalue()
+    for says in ("rows", "% full, at most", "documents in each", "eval rows", "trained tokens"):
+        assert says in text
+
+
+@pytest.mark.parametrize("packing", [True, False], ids=["packing", "no-packing"])
+def test_a_continued_run_has_the_bits_of_one_that_was_never_stopped(given, packing):
+    given = {**given, "packing": packing}
+    whole = llmq.train(**{**given, "name": "whole"})
+    llmq.train(**{**given, "ckpt_interval": 3, "ckpt_keep_n": 0})
+    parts = llmq.train(**{**given, "continue": 3, "overwrite": True})
+    assert weights_of(parts.checkpoint_path) == weights_of(whole.checkpoint_path)
+    assert parts.eval_loss == whole.eval_loss and parts.train_loss == whole.train_loss
+
+
+def test_packed_and_padded_rows_have_the_same_evaluation(given):
+    """Of the same weights on the same documents, however they lie in rows: nothing reaches across a border."""
+    runs = [{"packing": True}, {"packing": True, "max_docs": 2}, {"packing": False}]
+    losses = [
+        llmq.train(**{**given, **run, "learning_rate": 0, "steps": 1, "name": str(n)}).eval_loss
+        for n, run in enumerate(runs)
+    ]
+    # about 200 losses in f32, added up in another order
+    assert losses == pytest.approx([losses[0]] * 3, rel=1e-6)
+
+
+@pytest.mark.parametrize(
+    ("more", "says"),
+    [
+        ({"packing": None, "max_docs": 4}, "--max-docs 4 is for packed rows: add --packing"),
+        ({"packing": False, "max_docs": 4}, "--max-docs 4 is for packed rows"),
+        ({"max_docs": 25}, "--max-docs 25 is more than the --seq-len 24"),
+    ],
+)
+def test_contradictions_are_refused(given, more, says):
+    with pytest.raises(UsageError, match=says):
+        llmq.train(**{**given, **more})
+
+
+def test_a_checkpoint_of_other_rows_is_refused(given):
+    llmq.train(**given)
+    with pytest.raises(UsageError, match=r"training samples|documents of a row"):
+        llmq.train(**{**given, "continue": "auto", "max_docs": 2, "steps": 9, "overwrite": True})
+    with pytest.raises(UsageError, match=r"documents of a row: .* in the checkpoint, not set now"):
+        llmq.train(**{**given, "continue": "auto", "packing": None, "steps": 9, "overwrite": True})
+
+
+def test_too_few_rows_name_both_numbers(given):
+    with pytest.raises(DataError, match=r"rows of seq_len 24.*needs 200"):
+        llmq.train(**{**given, "grad_accumulation": 100})
+
+
+def test_a_dry_run_plans_packed_rows_for_a_gpu_that_is_not_here(given):
+    assert llmq.train(**given, dry_run=True, device="cuda", gpu="H200").exit_code == 0
+    large = {"model_dtype": "bf16", "batch_size": 64, "seq_len": 8192, "model": "Qwen2.5-0.5B"}
+    with TokenWriter("long.bin", vocab_size=97) as file:
+        for _ in range(50):
+            for length in (8192, *[1000] * 16):
+                file.append(np.ones(length, np.int32))
+                file.end_document()
+    asked = {
+        **given,
+        **large,
+        "train_file": "long.bin",
+        "eval_file": None,
+        "eval_every_n_steps": 0,
+        "lmhead_chunks": 64,
+    }
+    with pytest.raises(llmq.errors.MemoryLimitError, match="--no-deterministic needs"):
+        llmq.train(**asked, recompute_block=True, dry_run=True, device="cuda", gpu="H200")
+
+
+def test_the_options_are_kept_in_the_log(given):
+    result = llmq.train(**given)
+    first = json.loads(result.log_path.read_text().splitlines()[0])
+    assert first["options"]["packing"] is True and first["options"]["max_docs"] is None
