@@ -55,7 +55,7 @@ MATHS = (
         "new_master.chunk(start, rows).write(master.chunk(start, rows).read())",
     ),
     op_fault("rounding_same_every_step", "random", "[[step & 0xFFFFFFFF]", "[[0 & step]"),
-    op_fault("rounding_biased", "random", "(bits & np.uint32(0xFFFF))", "(bits & np.uint32(0x7FFF))"),
+    op_fault("rounding_biased", "random", "(values.view(np.uint32) + bits)", "(values.view(np.uint32) + bits // 2)"),
     op_fault("scale_never_updated", "cast", "new_scale.write(updated)", "new_scale.write(scale.read())"),
     op_fault("scale_of_last_step_only", "cast", "pushed.max(axis=0)", "pushed[0]"),
 )
