@@ -12,65 +12,77 @@
 #include "constants"
 #include "forms.cuh"
 
-constexpr int SPAN = 32 * N, ACROSS = (C + SPAN - 1) / SPAN, PITCH = tile_pitch(SPAN);
-constexpr int TILES = (FORMS & SUMS) ? SUMS_ROWS / TILE_ROWS : 1;
+constexpr int LANES = TILE_LANES<N>, SLOTS = TILE_SLOTS<N>, SPAN = LANES * N, ACROSS = (C + SPAN - 1) / SPAN;
+constexpr int ROWS = tile_rows(64), PITCH = tile_pitch(SPAN), TILES = (FORMS & SUMS) ? SUMS_ROWS / ROWS : 1;
 constexpr int AT_ONCE = 4;
 
-extern "C" __global__ void __launch_bounds__(TILE_THREADS) cast(OUTPUT_PARAMETERS(T, out), const X* x, i64 rows) {
-    __shared__ __align__(16) u8 tile[(FORMS & COL) ? TILE_ROWS * PITCH : 4];
+extern "C" __global__ void __launch_bounds__(TILE_THREADS, (FORMS & COL) ? 4 : 1)
+    cast(OUTPUT_PARAMETERS(T, out), const X* x, i64 rows) {
+    __shared__ __align__(16) u8 tile[(FORMS & COL) ? ROWS * PITCH : 4];
     __shared__ __align__(16) float shared[(FORMS & SUMS) ? TILE_WARPS * SPAN : 4];
-    int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
+    int lane = threadIdx.x % LANES, slot = threadIdx.x / LANES;
     int first_column = blockIdx.x % ACROSS * SPAN, column = first_column + lane * N;
-    i64 block_row = static_cast<i64>(blockIdx.x / ACROSS) * TILES * TILE_ROWS;
+    i64 block_row = static_cast<i64>(blockIdx.x / ACROSS) * TILES * ROWS;
+    int block_rows = static_cast<int>(min(rows - block_row, static_cast<i64>(TILES * ROWS)));
     Sink<T, FORMS, E4M3> sink(OUTPUT(T, out));
+    sink.begin_at(block_row * C + column);
+    x += block_row * C + column;
     float sums[N] = {};
-    for (i64 first_row = block_row; first_row < min(rows, block_row + TILES * TILE_ROWS); first_row += TILE_ROWS) {
+    for (int first_row = 0; first_row < block_rows; first_row += ROWS) {
 #pragma unroll 1
-        for (int part = 0; part < TILE_ROWS / TILE_WARPS; part += AT_ONCE) {
+        for (int part = slot; part < ROWS; part += AT_ONCE * SLOTS) {
             Pack<X, N> read[AT_ONCE];
 #pragma unroll
             for (int i = 0; i < AT_ONCE; i++) {
-                i64 row = first_row + warp + (part + i) * TILE_WARPS;
-                if (row < rows && column < C) read[i].load(x + row * C + column);
+                int row = first_row + part + i * SLOTS;
+                if (row < block_rows && column < C) read[i].load(x + row * C);
             }
 #pragma unroll
             for (int i = 0; i < AT_ONCE; i++) {
-                int in_tile = warp + (part + i) * TILE_WARPS;
-                i64 row = first_row + in_tile;
-                if (row >= rows || column >= C) continue;
+                int in_tile = part + i * SLOTS, row = first_row + in_tile;
+                if (row >= block_rows || column >= C) continue;
                 float v[N];
                 read[i].get(v);
-                sink.put(row * C + column, v, tile + in_tile * PITCH + lane * N);
+                sink.put(row * C, v, tile + tile_at<ROWS>(in_tile, lane * N, PITCH));
 #pragma unroll
                 for (int j = 0; j < N; j++) sums[j] += v[j];
             }
         }
         if constexpr ((FORMS & COL) != 0) {
             __syncthreads();
-            write_columns<TILE_ROWS, TILE_THREADS>(
-                tile, PITCH, out_col, min(SPAN, C - first_column), [=](int c) { return first_column + c; }, first_row, rows);
+            auto place = [=](int c) { return first_column + c; };
+            write_columns<ROWS, TILE_THREADS>(
+                tile, PITCH, out_col, min(SPAN, C - first_column), place, block_row + first_row, rows);
             __syncthreads();
         }
     }
-    if constexpr ((FORMS & SUMS) != 0)
-        store_sums<TILE_WARPS>(sums, out_sums + block_row / SUMS_ROWS * C + first_column, C - first_column, shared);
+    if constexpr ((FORMS & SUMS) != 0) {
+        auto place = [=](int c) { return first_column + c; };
+        store_sums<LANES>(sums, out_sums + block_row / SUMS_ROWS * C, C, place, shared);
+    }
     sink.finish();
 }
 
-// amax (1,), zero before, takes the bits of the largest magnitude of x (count,)
-extern "C" __global__ void __launch_bounds__(TILE_THREADS) amax(u32* amax, const X* x, i64 count) {
+// Zero before and after every call. Calls run one after the other, as those that share scratch do.
+__device__ u32 largest_of_blocks, blocks_done;
+
+// scale (1,) <- the largest magnitude of x (count,), from the last block to finish
+extern "C" __global__ void __launch_bounds__(TILE_THREADS) amax_scale(float* scale, const X* x, float limit, i64 count) {
     constexpr int AT_ONCE = 4;
+    __shared__ u32 warps[TILE_WARPS];
     i64 step = static_cast<i64>(gridDim.x) * TILE_THREADS * N;
     u32 largest = 0;
+#pragma unroll 1
     for (i64 first = (static_cast<i64>(blockIdx.x) * TILE_THREADS + threadIdx.x) * N; first < count;
          first += AT_ONCE * step) {
         Pack<X, N> read[AT_ONCE];
 #pragma unroll
-        for (int i = 0; i < AT_ONCE; i++)
+        for (int i = 0; i < AT_ONCE; i++) {
+            read[i] = {};
             if (first + i * step < count) read[i].load(x + first + i * step);
+        }
 #pragma unroll
         for (int i = 0; i < AT_ONCE; i++) {
-            if (first + i * step >= count) continue;
             float v[N];
             read[i].get(v);
 #pragma unroll
@@ -78,11 +90,15 @@ extern "C" __global__ void __launch_bounds__(TILE_THREADS) amax(u32* amax, const
         }
     }
     largest = warp_max(largest);
-    if (threadIdx.x % 32 == 0) atomicMax(amax, largest);
-}
-
-extern "C" __global__ void amax_scale(float* scale, const float* amax, float limit) {
-    *scale = scale_of(*amax, limit, 1.0f);
+    if (threadIdx.x % 32 == 0) warps[threadIdx.x / 32] = largest;
+    __syncthreads();
+    if (threadIdx.x) return;
+#pragma unroll
+    for (int w = 1; w < TILE_WARPS; w++) largest = max(largest, warps[w]);
+    atomicMax(&largest_of_blocks, largest);
+    __threadfence();
+    if (atomicInc(&blocks_done, gridDim.x - 1) == gridDim.x - 1)
+        *scale = scale_of(__uint_as_float(atomicExch(&largest_of_blocks, 0)), limit, 1.0f);
 }
 
 // one thread per cell; new_* may be the memory of the inputs

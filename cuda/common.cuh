@@ -47,6 +47,17 @@ struct __align__(4 * N) Words {
     u32 at[N];
 };
 
+// Stores to global memory of 16, 8 and 4 bytes as one instruction: of a structure's the compiler makes one per word. It does
+// not know that memory changes, so that loads may be moved up across them: nothing reads what its own thread has stored.
+__device__ __forceinline__ void store_words(void* to, const u32 (&at)[4]) {
+    asm volatile("st.global.v4.u32 [%0], {%1, %2, %3, %4};" ::"l"(__cvta_generic_to_global(to)), "r"(at[0]), "r"(at[1]),
+                 "r"(at[2]), "r"(at[3]));
+}
+__device__ __forceinline__ void store_words(void* to, const u32 (&at)[2]) {
+    asm volatile("st.global.v2.u32 [%0], {%1, %2};" ::"l"(__cvta_generic_to_global(to)), "r"(at[0]), "r"(at[1]));
+}
+__device__ __forceinline__ void store_words(void* to, const u32 (&at)[1]) { *static_cast<u32*>(to) = at[0]; }
+
 // N consecutive numbers of type T in registers, moved in pieces of up to 16 bytes; N * sizeof(T) is a power of two >= 4.
 template <typename T, int N>
 struct Pack {
@@ -63,13 +74,27 @@ struct Pack {
         }
     }
 
+    // EARLY: a load that is issued where it stands: the compiler moves others down to their use, to save registers
+    template <bool EARLY>
+    __device__ __forceinline__ void load_early(const T* from) {
+        if constexpr (EARLY && WIDE == 4) {
+#pragma unroll
+            for (int i = 0; i < WORDS; i += 4)
+                asm volatile("ld.global.v4.u32 {%0, %1, %2, %3}, [%4];"
+                             : "=r"(at[i]), "=r"(at[i + 1]), "=r"(at[i + 2]), "=r"(at[i + 3])
+                             : "l"(__cvta_generic_to_global(from + i * (4 / sizeof(T)))));
+        } else {
+            load(from);
+        }
+    }
+
     __device__ __forceinline__ void store(T* to) const {
 #pragma unroll
         for (int i = 0; i < WORDS / WIDE; i++) {
-            Words<WIDE> piece;
+            u32 piece[WIDE];
 #pragma unroll
-            for (int j = 0; j < WIDE; j++) piece.at[j] = at[i * WIDE + j];
-            reinterpret_cast<Words<WIDE>*>(to)[i] = piece;
+            for (int j = 0; j < WIDE; j++) piece[j] = at[i * WIDE + j];
+            store_words(reinterpret_cast<u32*>(to) + i * WIDE, piece);
         }
     }
 
@@ -106,6 +131,13 @@ __device__ __forceinline__ void store(T* to, const float (&v)[N]) {
     Pack<T, N> pack;
     pack.set(v);
     pack.store(to);
+}
+
+// N numbers to shared memory
+template <int N>
+__device__ __forceinline__ void store_shared(float* to, const float (&v)[N]) {
+#pragma unroll
+    for (int j = 0; j < N; j++) to[j] = v[j];
 }
 
 // the sum over the WIDTH lanes around this one, the same in all of them

@@ -14,6 +14,7 @@
 
 #include "common.cuh"
 #include "constants"
+#include "cluster.cuh"
 #include "forms.cuh"
 
 constexpr int IGNORED = -100, WARPS = THREADS / 32;
@@ -63,30 +64,6 @@ __device__ __forceinline__ Total warp_total(Total t) {
     return t;
 }
 
-#if __CUDA_ARCH__ >= 900
-#define CLUSTERED __cluster_dims__(CLUSTER, 1, 1)
-__device__ __forceinline__ u32 cluster_rank() {
-    u32 rank;
-    asm volatile("mov.u32 %0, %%cluster_ctarank;" : "=r"(rank));
-    return rank;
-}
-__device__ __forceinline__ void cluster_arrive() { asm volatile("barrier.cluster.arrive.release.aligned;" ::: "memory"); }
-__device__ __forceinline__ void cluster_wait() { asm volatile("barrier.cluster.wait.acquire.aligned;" ::: "memory"); }
-// writes *own of this block's shared memory as the block of that rank sees it
-__device__ __forceinline__ void remote_store(float* own, u32 rank, float value) {
-    u32 here = static_cast<u32>(__cvta_generic_to_shared(own)), there;
-    asm volatile("mapa.shared::cluster.u32 %0, %1, %2;" : "=r"(there) : "r"(here), "r"(rank));
-    asm volatile("st.shared::cluster.f32 [%0], %1;" ::"r"(there), "f"(value) : "memory");
-}
-#else
-#define CLUSTERED
-static_assert(CLUSTER == 1, "clusters begin with sm_90");
-__device__ __forceinline__ u32 cluster_rank() { return 0; }
-__device__ __forceinline__ void cluster_arrive() {}
-__device__ __forceinline__ void cluster_wait() {}
-__device__ __forceinline__ void remote_store(float*, u32, float) {}
-#endif
-
 // the total of all threads of all blocks of the cluster
 __device__ __forceinline__ Total row_total(Total t) {
     __shared__ float warps[2][WARPS];
@@ -100,8 +77,8 @@ __device__ __forceinline__ Total row_total(Total t) {
     __shared__ float blocks[2][CLUSTER];
     cluster_wait();  // every block of the cluster has begun
     if (threadIdx.x < CLUSTER) {
-        remote_store(&blocks[0][cluster_rank()], threadIdx.x, t.m);
-        remote_store(&blocks[1][cluster_rank()], threadIdx.x, t.s);
+        store_remote(remote(&blocks[0][cluster_rank()], threadIdx.x), t.m);
+        store_remote(remote(&blocks[1][cluster_rank()], threadIdx.x), t.s);
     }
     cluster_arrive();
     cluster_wait();

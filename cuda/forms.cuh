@@ -69,21 +69,36 @@ __device__ __forceinline__ void fp8_words(const float (&v)[N], float inverse, u3
     }
 }
 
+// N bytes in global memory
 template <int N>
 __device__ __forceinline__ void store_bytes(u8* to, const u32 (&words)[(N + 3) / 4]) {
-    if constexpr (N == 2) {
+    if constexpr (N == 2)
         *reinterpret_cast<u16*>(to) = static_cast<u16>(words[0]);
-    } else if constexpr (N == 8) {
-        *reinterpret_cast<Words<2>*>(to) = Words<2>{words[0], words[1]};
-    } else {
-#pragma unroll
-        for (int i = 0; i < N / 4; i++) reinterpret_cast<u32*>(to)[i] = words[i];
-    }
+    else
+        store_words(to, words);
+}
+
+// N bytes in shared memory
+template <int N>
+__device__ __forceinline__ void store_tile(u8* to, const u32 (&words)[(N + 3) / 4]) {
+    if constexpr (N == 2)
+        *reinterpret_cast<u16*>(to) = static_cast<u16>(words[0]);
+    else if constexpr (N == 8)
+        *reinterpret_cast<u64*>(to) = static_cast<u64>(words[1]) << 32 | words[0];
+    else
+        *reinterpret_cast<u32*>(to) = words[0];
 }
 
 // What one thread carries while it writes an output: the reciprocal of the scale and the largest magnitude so far.
-template <typename T, int FORMS, bool E4M3>
+// ROW_LATER: the bytes of the rows are not stored by `put`, but come from the tile (write_rows).
+template <typename T, int FORMS, bool E4M3, bool ROW_LATER = false>
 struct Sink {
+    // of bf16, the largest magnitudes of the even and the odd numbers, with any signs: one instruction for two of them
+#if __CUDA_ARCH__ >= 860
+    static constexpr bool IN_PAIRS = sizeof(T) == 2;
+#else
+    static constexpr bool IN_PAIRS = false;
+#endif
     Output<T> out;
     float inverse;
     u32 largest;
@@ -92,67 +107,86 @@ struct Sink {
         if constexpr ((FORMS & (ROW | COL)) != 0) inverse = __frcp_rn(*out.scale);
     }
 
+    // From now on indices count from `first`: those within a block fit 32 bits.
+    __device__ __forceinline__ void begin_at(i64 first) { out.value += first, out.copy += first, out.row += first; }
+
     // Stores v at `index` (of the first, in elements); v becomes the value as rounded. `tile` is where the bytes of the
-    // transposed form wait in shared memory, 4-byte aligned.
-    template <int N>
-    __device__ __forceinline__ void put(i64 index, float (&v)[N], u8* tile) {
+    // transposed form wait in shared memory (tile_at), aligned to the access: a pointer, or an address in a cluster.
+    template <int N, typename Place>
+    __device__ __forceinline__ void put(i64 index, float (&v)[N], Place tile) {
         Pack<T, N> pack;
         pack.set(v);
         pack.get(v);
         if constexpr ((FORMS & VALUE) != 0) pack.store(out.value + index);
         if constexpr ((FORMS & COPY) != 0) store(out.copy + index, v);
         if constexpr ((FORMS & AMAX) != 0) {
+            if constexpr (IN_PAIRS) {
 #pragma unroll
-            for (int i = 0; i < N; i++) largest = max(largest, __float_as_uint(v[i]) & 0x7fffffffu);
+                for (int i = 0; i < pack.WORDS; i++)
+                    asm("max.NaN.xorsign.abs.bf16x2 %0, %0, %1;" : "+r"(largest) : "r"(pack.at[i]));
+            } else {
+#pragma unroll
+                for (int i = 0; i < N; i++) largest = max(largest, __float_as_uint(v[i]) & 0x7fffffffu);
+            }
         }
         if constexpr ((FORMS & (ROW | COL)) != 0) {
             u32 words[(N + 3) / 4];
             fp8_words<E4M3>(v, inverse, words);
-            if constexpr ((FORMS & ROW) != 0) store_bytes<N>(out.row + index, words);
-            if constexpr ((FORMS & COL) != 0) {
-                if constexpr (N == 2) {
-                    *reinterpret_cast<u16*>(tile) = static_cast<u16>(words[0]);
-                } else {
-#pragma unroll
-                    for (int i = 0; i < N / 4; i++) reinterpret_cast<u32*>(tile)[i] = words[i];
-                }
-            }
+            if constexpr ((FORMS & ROW) != 0 && !ROW_LATER) store_bytes<N>(out.row + index, words);
+            if constexpr ((FORMS & COL) != 0) store_tile<N>(tile, words);
         }
     }
 
-    // after the last put; every lane of the warp takes part
+    // After the last put; every thread of the block takes part. Atomics on one address take turns of 1.6 ns, whoever makes
+    // them (one per warp was half of a cast's time): a block makes one, and none if it has nothing larger to say.
     __device__ __forceinline__ void finish() {
         if constexpr ((FORMS & AMAX) != 0) {
+            __shared__ u32 warps[32];
+            if constexpr (IN_PAIRS) largest = max(largest << 16 & 0x7fff0000u, largest & 0x7fff0000u);
             largest = warp_max(largest);
-            if (threadIdx.x % 32 == 0 && largest > 0) atomicMax(out.amax, largest);
+            if (threadIdx.x % 32 == 0) warps[threadIdx.x / 32] = largest;
+            __syncthreads();
+            if (threadIdx.x >= 32) return;
+            largest = warp_max(threadIdx.x < blockDim.x / 32 ? warps[threadIdx.x] : 0);
+            if (threadIdx.x == 0 && largest > *const_cast<volatile u32*>(out.amax)) atomicMax(out.amax, largest);
         }
     }
 };
 
-// Bytes between rows of a tile in shared memory: an odd number of words, so that 16 rows and 4 columns lie in distinct
-// banks when columns are read.
-__host__ __device__ constexpr int tile_pitch(int columns) { return (columns + 7) / 8 * 8 + 4; }
+// A tile of fp8 bytes in shared memory has rows of 128 * n bytes, whose pieces of 16 or more change places within each 128:
+// in rows 16 * k to 16 * k + 15 with the k-th, so that the threads that read one column 16 rows apart find it in distinct
+// banks, and in row r with the one r % 4 * 32 bytes on, so that a warp may write short runs of neighbouring rows.
+__host__ __device__ constexpr int tile_pitch(int columns) { return (columns + 127) / 128 * 128; }
+
+template <int ROWS>
+__device__ __forceinline__ int tile_at(int row, int column, int pitch) {
+    constexpr int PARTS = ROWS < 16 ? 1 : ROWS / 16;
+    return row * pitch + (column ^ row / 16 % PARTS * (128 / PARTS) ^ row % 4 * 32);
+}
 
 // Writes a tile of fp8 bytes [ROWS][pitch] transposed: its columns from 4 * i on are those of the output from place(4 * i)
-// on, rows begin at `first_row` of `num_rows`. ROWS is a multiple of 16. All THREADS of the block call it, with barriers
-// around. ROWS / 16 neighbours write one run of ROWS bytes.
+// on (less than 0: there are none), rows begin at `first_row` of `num_rows`. ROWS is 16, 32, 64 or 128. All THREADS of the
+// block call it, with barriers around. ROWS / 16 neighbours write one run of ROWS bytes.
 template <int ROWS, int THREADS, typename Place>
 __device__ __forceinline__ void write_columns(const u8* tile, int pitch, u8* col, int columns, Place place, i64 first_row,
                                               i64 num_rows) {
-    constexpr int PARTS = ROWS / 16;
+    constexpr int PARTS = ROWS < 16 ? 1 : ROWS / 16;
+#pragma unroll 1
     for (int task = threadIdx.x; task < (columns + 3) / 4 * PARTS; task += THREADS) {
         int part = task % PARTS, c = task / PARTS * 4;
         i64 row = first_row + part * 16;
         if (row >= num_rows) continue;
         i64 first_column = place(c);
+        if (first_column < 0) continue;
         u32 out[4][4];  // [column][4 rows each]
 #pragma unroll
         for (int i = 0; i < 4; i++) {
-            const u8* from = tile + (part * 16 + i * 4) * pitch + c;
-            u32 r0 = *reinterpret_cast<const u32*>(from), r1 = *reinterpret_cast<const u32*>(from + pitch);
-            u32 r2 = *reinterpret_cast<const u32*>(from + 2 * pitch), r3 = *reinterpret_cast<const u32*>(from + 3 * pitch);
-            u32 a = __byte_perm(r0, r1, 0x5140), b = __byte_perm(r2, r3, 0x5140);
-            u32 d = __byte_perm(r0, r1, 0x7362), e = __byte_perm(r2, r3, 0x7362);
+            u32 r[4];
+#pragma unroll
+            for (int j = 0; j < 4; j++)
+                r[j] = *reinterpret_cast<const u32*>(tile + tile_at<ROWS>(part * 16 + j, c, pitch) + 4 * i * pitch);
+            u32 a = __byte_perm(r[0], r[1], 0x5140), b = __byte_perm(r[2], r[3], 0x5140);
+            u32 d = __byte_perm(r[0], r[1], 0x7362), e = __byte_perm(r[2], r[3], 0x7362);
             out[0][i] = __byte_perm(a, b, 0x5410);
             out[1][i] = __byte_perm(a, b, 0x7632);
             out[2][i] = __byte_perm(d, e, 0x5410);
@@ -163,7 +197,7 @@ __device__ __forceinline__ void write_columns(const u8* tile, int pitch, u8* col
             if (c + j >= columns) break;
             u8* to = col + (first_column + j) * num_rows + row;
             if (num_rows % 16 == 0) {
-                *reinterpret_cast<Words<4>*>(to) = Words<4>{out[j][0], out[j][1], out[j][2], out[j][3]};
+                store_words(to, out[j]);
             } else {
 #pragma unroll
                 for (int i = 0; i < 16; i++)
@@ -173,21 +207,49 @@ __device__ __forceinline__ void write_columns(const u8* tile, int pitch, u8* col
     }
 }
 
-// Sums of the block's rows by column: each of WARPS warps holds those of its rows, N columns to a lane, and they are added
-// in the order of warps. `shared` is [WARPS][32 * N]; `to` the first column's place, of `columns` that exist.
-template <int WARPS, int N>
-__device__ __forceinline__ void store_sums(const float (&sums)[N], float* to, int columns, float* shared) {
-    __syncthreads();
-    store(shared + threadIdx.x * N, sums);
-    __syncthreads();
-    for (int c = threadIdx.x; c < 32 * N && c < columns; c += WARPS * 32) {
-        float total = 0;
-#pragma unroll
-        for (int w = 0; w < WARPS; w++) total += shared[w * 32 * N + c];
-        to[c] = total;
+// Writes a tile [ROWS][pitch] as rows: 16 bytes of the row r of the tile to row + r * width + place(c), where they belong
+// together. For producers whose lanes hold short runs of a row.
+template <int ROWS, int THREADS, typename Place>
+__device__ __forceinline__ void write_rows(const u8* tile, int pitch, u8* row, int columns, i64 width, Place place,
+                                           int num_rows) {
+    int pieces = columns / 16;
+    for (int task = threadIdx.x; task < ROWS * pieces; task += THREADS) {
+        int r = task / pieces, c = task % pieces * 16, column = place(c);
+        if (r >= num_rows || column < 0) continue;
+        const Words<4> words = *reinterpret_cast<const Words<4>*>(tile + tile_at<ROWS>(r, c, pitch));
+        store_words(row + r * width + column, words.at);
     }
 }
 
-// Elementwise ops run over tiles of rows and SPAN columns: a lane owns N columns, a warp every eighth row. A tile that is
-// written transposed has 64 rows, so that runs of the transposed form are 64 bytes.
-constexpr int TILE_ROWS = (FORMS & COL) ? 64 : 32, TILE_WARPS = 8, TILE_THREADS = 32 * TILE_WARPS;
+// Elementwise ops run over tiles: a lane owns N columns, TILE_LANES of them stand side by side and TILE_SLOTS rows one
+// below the other. A tile that is written transposed is 128 columns wide, so that runs of the fp8 rows are a whole line of
+// the L2 cache; where column sums are wanted it is as wide, so that their order does not depend on other forms.
+constexpr int TILE_THREADS = 256, TILE_WARPS = TILE_THREADS / 32;
+template <int N>
+constexpr int TILE_LANES = (FORMS & (COL | SUMS)) && N > 4 ? 128 / N : 32;
+template <int N>
+constexpr int TILE_SLOTS = TILE_THREADS / TILE_LANES<N>;
+// of `transposed` rows where it is written transposed
+__host__ __device__ constexpr int tile_rows(int transposed) { return (FORMS & COL) ? transposed : (FORMS & SUMS) ? 64 : 32; }
+
+// Sums of the block's rows by column: LANES lanes side by side hold those of N columns each for the rows of their slot. The
+// slots of a warp are added by a butterfly, then the warps in order. `shared` is [TILE_WARPS][LANES * N]; the c-th column of
+// the block is to[place(c)], and none where that is not below `columns`.
+template <int LANES, int N, typename Place>
+__device__ __forceinline__ void store_sums(float (&sums)[N], float* to, int columns, Place place, float* shared) {
+#pragma unroll
+    for (int j = 0; j < N; j++)
+#pragma unroll
+        for (int step = 16; step >= LANES; step /= 2) sums[j] += __shfl_xor_sync(0xffffffffu, sums[j], step);
+    __syncthreads();
+    if (threadIdx.x % 32 < LANES) store_shared(shared + threadIdx.x / 32 * LANES * N + threadIdx.x % 32 * N, sums);
+    __syncthreads();
+    for (int c = threadIdx.x; c < LANES * N; c += TILE_THREADS) {
+        int column = place(c);
+        if (column >= columns) continue;
+        float total = 0;
+#pragma unroll
+        for (int w = 0; w < TILE_WARPS; w++) total += shared[w * LANES * N + c];
+        to[column] = total;
+    }
+}

@@ -1,12 +1,10 @@
-// The update: sums of squares, the step's global norm and scale, and AdamW in one pass.
+// The update: AdamW in one pass over master, moments and gradient.
 //
-// adamw: a block owns tiles of rows and 32*N columns (parameters are seen as rows of a fixed width where no transposed form
-// is wanted), a lane N elements. Every operation is rounded by itself, in the order of the reference (no fused products:
-// compile.py), and bits come from Philox4x32-10 by address, so that results equal the reference bit for bit. What is stored
-// in bf16 is rounded stochastically; with `apply` 0 nothing is written.
-//
-// Measured on an H200 with a 7B gate-up matrix: all fp32 4100 GB/s, 95% of a copy; bf16 moments 3889, 94%; all bf16 2990,
-// 70%, bound by the instructions of Philox.
+// A lane owns N elements at a time and reads its next ones while it computes. Without a transposed form parameters are seen
+// as rows of 32 * N, which as many blocks as run at once take in turns; with one a block owns a tile of 128 rows. Every
+// operation is rounded by itself, in the order of the reference (no fused products: compile.py), and bits come from
+// Philox4x32-7 by address, so that results equal the reference bit for bit. What is stored in bf16 is rounded
+// stochastically; with `apply` 0 nothing is written.
 //
 // Architectures: 80 86 89 90 100 120
 // Constants: MASTER, M, V, G, T (dtypes of master, moments, gradient, weight), C (columns), N, FORMS, E4M3
@@ -16,25 +14,24 @@
 #include "forms.cuh"
 #include "random.cuh"
 
-constexpr int SPAN = 32 * N, ACROSS = (C + SPAN - 1) / SPAN, PITCH = tile_pitch(SPAN);
-static_assert(N % 4 == 0, "a Philox block makes the bits of 4 elements");
+constexpr int LANES = TILE_LANES<N>, SLOTS = TILE_SLOTS<N>, SPAN = LANES * N, ACROSS = (C + SPAN - 1) / SPAN;
+constexpr int ROWS = tile_rows(64), PITCH = tile_pitch(SPAN), RESIDENT = N == 8 ? FORMS ? 2 : 3 : (FORMS & COL) ? 3 : 4;
+static_assert(N == 4 || N == 8, "a Philox block makes the bits of 4 elements' moments, or of 8 elements' masters");
 
-// v as stored in S: bf16 up or down by the low 16 bits of each element's word; infinities and NaN pass
-template <typename S>
-__device__ __forceinline__ void round_for(float (&v)[N], i64 first, u32 purpose, Key key) {
-    if constexpr (sizeof(S) == 2) {
-#pragma unroll
-        for (int i = 0; i < N; i += 4) {
-            u32 word[4];
-            philox(static_cast<u64>(first + i) / 4, purpose, key, word);
-#pragma unroll
-            for (int j = 0; j < 4; j++) {
-                u32 bits = __float_as_uint(v[i + j]);
-                if ((bits & 0x7f800000u) != 0x7f800000u) v[i + j] = __uint_as_float(bits + (word[j] & 0xffffu) & 0xffff0000u);
-            }
-        }
-    }
+// x up or down by 16 random bits, to be cut off at bf16; infinities and NaN pass (the NaN of the GPU is 0x7fffffff)
+__device__ __forceinline__ float raised(float x, u32 bits) {
+    return x == x ? __uint_as_float(__float_as_uint(x) + bits) : x;
 }
+
+// the upper halves of v: bf16 numbers, of which the lower halves have to be cut off
+__device__ __forceinline__ void store_cut(bf16* to, const float (&v)[N]) {
+    Pack<bf16, N> pack;
+#pragma unroll
+    for (int i = 0; i < N / 2; i++)
+        pack.at[i] = __byte_perm(__float_as_uint(v[2 * i]), __float_as_uint(v[2 * i + 1]), 0x7632);
+    pack.store(to);
+}
+__device__ __forceinline__ void store_cut(float* to, const float (&v)[N]) { store(to, v); }
 
 // 1 - beta^step in f64, then rounded
 __device__ __forceinline__ float bias(double beta, int step) {
@@ -44,71 +41,146 @@ __device__ __forceinline__ float bias(double beta, int step) {
     return static_cast<float>(1 - power);
 }
 
-// a / b rounded to nearest, from the rounded inverse of b: one correction makes it exact (Markstein, 1990)
+// a / b rounded to nearest, from the rounded inverse of b: one correction makes it exact (Markstein, 1990), unless the
+// first quotient overflows
 __device__ __forceinline__ float divided(float a, float b, float inverse) {
     float q = a * inverse;
-    return isfinite(q) ? fmaf(fmaf(-q, b, a), inverse, q) : q;
+    return fmaf(fmaf(-q, b, a), inverse, q);
 }
 
-// new_* may be the memory of master, m and v; a null one is not wanted. decay = weight_decay.
-extern "C" __global__ void __launch_bounds__(TILE_THREADS, N > 4 && (FORMS & COL) == 0 ? 4 : 2)
+// Numbers of a step; those with 1 and 2 are for the first and the second moment.
+struct Step {
+    float factor, lr, shrink, bias_1, bias_2, inverse_1, inverse_2, epsilon;
+};
+
+// (first / bias_1) / (sqrt(second / bias_2) + epsilon), every operation rounded to nearest
+__device__ __forceinline__ float exact_update(float first, float second, const Step& s) {
+    float v = divided(second, s.bias_2, s.inverse_2), m = divided(first, s.bias_1, s.inverse_1);
+    if (!isfinite(v)) v = second * s.inverse_2;
+    if (!isfinite(m)) m = first * s.inverse_1;
+    return m / (sqrtf(v) + s.epsilon);
+}
+
+// The same bits for numbers that are neither very small nor very large, without branches: the instructions that the
+// compiler makes of sqrtf and / for these. `outside` remembers whether v was from 2^-101 to 2^35 and |m| from 2^-76 to 2^60.
+struct Outside {
+    u32 v = 0, m = 0;
+    __device__ __forceinline__ void look(float v_hat, float m_hat) {
+        v = max(v, __float_as_uint(v_hat) - 0x0d000000u);
+        m = max(m, 2 * __float_as_uint(m_hat) - 0x33000000u);  // without its sign
+    }
+    __device__ __forceinline__ bool any() const { return v >= 0x44000000u || m >= 0x88000000u; }
+};
+
+__device__ __forceinline__ float quick_update(float first, float second, const Step& s, Outside& outside) {
+    float v = divided(second, s.bias_2, s.inverse_2), m = divided(first, s.bias_1, s.inverse_1), r, inverse;
+    outside.look(v, m);
+    asm("rsqrt.approx.ftz.f32 %0, %1;" : "=f"(r) : "f"(v));
+    float root = v * r;
+    root = fmaf(fmaf(-root, root, v), r * 0.5f, root) + s.epsilon;
+    asm("rcp.approx.ftz.f32 %0, %1;" : "=f"(inverse) : "f"(root));
+    inverse = fmaf(fmaf(-root, inverse, 1.0f), inverse, inverse);
+    float q = m * inverse;
+    return fmaf(fmaf(-root, q, m), inverse, q);
+}
+
+struct State {
+    Pack<MASTER, N> master;
+    Pack<M, N> m;
+    Pack<V, N> v;
+    Pack<G, N> grad;
+};
+
+// new_* may be the memory of master, m and v; a null one is not wanted. b and c are beta and 1 - beta, decay weight_decay.
+extern "C" __global__ void __launch_bounds__(TILE_THREADS, RESIDENT)
     adamw(MASTER* new_master, M* new_m, V* new_v, OUTPUT_PARAMETERS(T, weight), const MASTER* master, const M* m, const V* v,
           const G* grad, const float* scale, const float* apply, const float* learning_rate, const int* step, double beta_1,
-          double beta_2, float epsilon, double decay, u32 seed_low, u32 key_high, i64 rows) {
-    __shared__ __align__(16) u8 tile[(FORMS & COL) ? TILE_ROWS * PITCH : 4];
-    __shared__ float cells[4];
+          double beta_2, float b1, float c1, float b2, float c2, float epsilon, double decay, u32 seed_low, u32 key_high,
+          i64 rows) {
+    __shared__ __align__(16) u8 tile[(FORMS & COL) ? ROWS * PITCH : 4];
+    __shared__ float cells[3];
     if (*apply == 0) return;
-    int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
+    int lane = threadIdx.x % LANES, slot = threadIdx.x / LANES;
+    int first_column = (FORMS & COL) ? blockIdx.x % ACROSS * SPAN : 0, column = first_column + lane * N;
+    i64 first_row = (FORMS & COL) ? static_cast<i64>(blockIdx.x / ACROSS) * ROWS : static_cast<i64>(blockIdx.x) * SLOTS;
+    i64 turn = (FORMS & COL) ? SLOTS : static_cast<i64>(gridDim.x) * SLOTS;
+    i64 end = column >= C ? 0 : (FORMS & COL) ? min(rows, first_row + ROWS) : rows;
+    i64 row = first_row + slot;
+    State next;
+    auto read = [&](i64 at) {
+        next.grad.load(grad + at);
+        next.m.load(m + at);
+        next.v.load(v + at);
+        next.master.load(master + at);
+    };
+    if (row < end) read(row * C + column);
     if (threadIdx.x == 0) cells[0] = bias(beta_1, *step);
     if (threadIdx.x == 32) cells[1] = bias(beta_2, *step);
     if (threadIdx.x == 64) cells[2] = static_cast<float>(1 - static_cast<double>(*learning_rate) * decay);
-    int first_column = blockIdx.x % ACROSS * SPAN, column = first_column + lane * N;
-    i64 first_row = static_cast<i64>(blockIdx.x / ACROSS) * TILE_ROWS;
     Key key = {static_cast<u32>(*step), seed_low, key_high};
     Sink<T, FORMS, E4M3> sink(OUTPUT(T, weight));
-    float factor = *scale, lr = *learning_rate;
-    float b1 = static_cast<float>(beta_1), c1 = static_cast<float>(1 - beta_1);
-    float b2 = static_cast<float>(beta_2), c2 = static_cast<float>(1 - beta_2);
     __syncthreads();
-    float bias_1 = cells[0], bias_2 = cells[1], shrink = cells[2];
-    float inverse_1 = 1.0f / bias_1, inverse_2 = 1.0f / bias_2;
+    Step s = {*scale, *learning_rate, cells[2], cells[0], cells[1], 1.0f / cells[0], 1.0f / cells[1], epsilon};
+    bool careful = !(epsilon >= 0 && epsilon < 0x1p35f);
 #pragma unroll 1
-    for (int i = warp; i < TILE_ROWS; i += TILE_WARPS) {
-        i64 row = first_row + i, at = row * C + column;
-        if (row >= rows || column >= C) continue;
-        Pack<MASTER, N> read_master;
-        Pack<M, N> read_m;
-        Pack<V, N> read_v;
-        Pack<G, N> read_g;
-        read_g.load(grad + at);
-        read_m.load(m + at);
-        read_v.load(v + at);
-        read_master.load(master + at);
+    for (; row < end; row += turn) {
+        i64 at = row * C + column;
         float g[N], first[N], second[N], w[N];
-        read_g.get(g);
-        read_m.get(first);
-        read_v.get(second);
-        read_master.get(w);
+        next.grad.get(g);
+        next.m.get(first);
+        next.v.get(second);
+        next.master.get(w);
+        if (row + turn < end) read(at + turn * C);
+        u32 of_master[4];
+        if constexpr (sizeof(MASTER) == 2) philox(static_cast<u64>(at) / 8, OF_MASTER, key, of_master);
 #pragma unroll
-        for (int j = 0; j < N; j++) {
-            float x = g[j] * factor;
-            first[j] = b1 * first[j] + c1 * x;
-            second[j] = b2 * second[j] + c2 * (x * x);
-            float root = sqrtf(divided(second[j], bias_2, inverse_2)) + epsilon;
-            w[j] = w[j] * shrink - lr * (divided(first[j], bias_1, inverse_1) / root);
+        for (int four = 0; four < N; four += 4) {
+            Outside outside;
+#pragma unroll
+            for (int j = four; j < four + 4; j++) {
+                float x = g[j] * s.factor;
+                first[j] = b1 * first[j] + c1 * x;
+                second[j] = b2 * second[j] + c2 * (x * x);
+                g[j] = quick_update(first[j], second[j], s, outside);
+            }
+            if (outside.any() || careful) {
+#pragma unroll
+                for (int j = four; j < four + 4; j++) g[j] = exact_update(first[j], second[j], s);
+            }
+#pragma unroll
+            for (int j = four; j < four + 4; j++) w[j] = w[j] * s.shrink - s.lr * g[j];
+            if constexpr (sizeof(M) == 2 || sizeof(V) == 2) {
+                u32 word[4];
+                philox(static_cast<u64>(at + four) / 4, MOMENTS, key, word);
+#pragma unroll
+                for (int j = 0; j < 4; j++) {
+                    if (sizeof(M) == 2) first[four + j] = raised(first[four + j], word[j] & 0xffffu);
+                    if (sizeof(V) == 2) second[four + j] = raised(second[four + j], word[j] >> 16);
+                }
+            }
+            if constexpr (sizeof(MASTER) == 2) {
+                bool upper = N == 4 ? at / 4 % 2 : four == 4;  // elements 4 to 7 of a block have the upper halves
+#pragma unroll
+                for (int j = 0; j < 4; j++)
+                    w[four + j] = raised(w[four + j], upper ? of_master[j] >> 16 : of_master[j] & 0xffffu);
+            }
         }
-        round_for<M>(first, at, FOR_M, key);
-        round_for<V>(second, at, FOR_V, key);
-        round_for<MASTER>(w, at, FOR_MASTER, key);
-        if (new_m) store(new_m + at, first);
-        if (new_v) store(new_v + at, second);
-        if (new_master) store(new_master + at, w);
-        sink.put(at, w, tile + i * PITCH + lane * N);
+        if (new_m) store_cut(new_m + at, first);
+        if (new_v) store_cut(new_v + at, second);
+        if (new_master) store_cut(new_master + at, w);
+        if constexpr (FORMS != 0) {
+            if constexpr (sizeof(MASTER) == 2) {
+#pragma unroll
+                for (int j = 0; j < N; j++) w[j] = __uint_as_float(__float_as_uint(w[j]) & 0xffff0000u);
+            }
+            int in_tile = static_cast<int>(row - first_row);
+            sink.put(at, w, tile + ((FORMS & COL) ? tile_at<ROWS>(in_tile, lane * N, PITCH) : 0));
+        }
     }
     if constexpr ((FORMS & COL) != 0) {
         __syncthreads();
-        write_columns<TILE_ROWS, TILE_THREADS>(
-            tile, PITCH, weight_col, min(SPAN, C - first_column), [=](int c) { return first_column + c; }, first_row, rows);
+        auto place = [=](int c) { return first_column + c; };
+        write_columns<ROWS, TILE_THREADS>(tile, PITCH, weight_col, min(SPAN, C - first_column), place, first_row, rows);
     }
     sink.finish();
 }

@@ -1,16 +1,16 @@
 // RMSNorm of each query and key head over its HD channels (Qwen3), values unchanged; and its gradient.
 //
-// LANES lanes own a head of a row, N channels in each lane; a warp takes 32 / LANES heads at a time, and heads of all rows
-// lie side by side, so a warp reads one run of memory. In backward a lane keeps the sums for its channels of both weights
-// in registers over all of its heads; a block writes one partial row [q | k], and `sum_weights` adds the rows in order.
-//
-// Measured on an H200 in bf16, 18 heads of 64 and 36 of 128: forward 94-95% of a copy, backward 82 and 86%.
+// LANES lanes own a head of a row, N channels in each lane. Forward: heads of all rows lie side by side, so a warp reads one
+// run of memory. Backward: a block owns 256 rows of as many heads as fill about 128 columns, so that column sums and the
+// sums for the weights stay in registers, and the transposed form has runs of 128 bytes; it writes one partial row for each
+// of its heads, and `sum_weights` adds the rows in order.
 //
 // Architectures: 80 86 89 90 100 120
-// Constants: T, G (dtype of the weights' gradients), HQ, HKV, HD, N, LANES (a power of two >= HD / N), VALUE (0 or 1: out wanted)
+// Constants: T, G (dtype of the weights' gradients), HQ, HKV, HD, N, LANES (a power of two >= HD / N), FORMS, E4M3
 
 #include "common.cuh"
 #include "constants"
+#include "forms.cuh"
 #include "columns.cuh"
 
 constexpr int THREADS = 256, WARPS = THREADS / 32, HEADS = HQ + 2 * HKV, NORMED = HQ + HKV;
@@ -49,82 +49,130 @@ extern "C" __global__ void __launch_bounds__(THREADS)
 #pragma unroll
             for (int j = 0; j < N; j++) v[j] *= s * w[j];
         }
-        if constexpr (VALUE) store(out + static_cast<i64>(task) * HD + channel, v);
+        if constexpr (FORMS != 0) store(out + static_cast<i64>(task) * HD + channel, v);
     }
 }
 
-// Per head with n = x * rstd and g = d_out * weight: d_qkv = rstd * (g - n * mean(g * n)); partial (blocks, 2 * HD) <- the
-// sums of d_out * n over query and over key heads. A block owns `per_block` rows.
-extern "C" __global__ void __launch_bounds__(THREADS)
-    qk_norm_backward(T* d_qkv, float* partial, const T* d_out, const T* qkv, const T* q_weight, const T* k_weight,
-                     const float* rstd, int per_block, i64 rows) {
-    constexpr int SLOTS = WARPS * AT_ONCE;
-    __shared__ __align__(16) float shared[SLOTS][LANES * N];
-    int lane = threadIdx.x % LANES, channel = lane * N, slot = threadIdx.x / LANES;
-    i64 block_row = static_cast<i64>(blockIdx.x) * per_block, base = block_row * HEADS * HD + channel;
-    u32 end = static_cast<u32>(min(rows - block_row, static_cast<i64>(per_block))) * HEADS;  // tasks of the block
-    rstd += block_row * NORMED;
-    float sums[2][N] = {};
-    // every lane makes the same number of turns: a shuffle needs its whole warp
-    for (u32 start = 0; start < end; start += SLOTS * STEPS) {
-        Pack<T, N> read[STEPS], d_read[STEPS];
-        float s[STEPS];
+// Per head with n = x * rstd and g = d_out * weight: d_qkv = rstd * (g - n * mean(g * n)); partial (rows / 256, NORMED, HD)
+// <- the sums of d_out * n.
+constexpr int TILE_HEADS = 128 / N > LANES ? 128 / N / LANES : 1, ACROSS = (HEADS + TILE_HEADS - 1) / TILE_HEADS;
+constexpr int WIDE = TILE_HEADS * LANES, SLOTS = THREADS / WIDE, PITCH = tile_pitch(WIDE * N);  // lanes and rows of a block
+constexpr int WIDTH = HEADS * HD, BLOCK_ROWS = 256, TILE = (FORMS & COL) ? 128 : BLOCK_ROWS;
+constexpr bool FULL = (FORMS & COL) && (FORMS & SUMS);  // needs more registers
+constexpr int TURNS = FULL ? 4 : 2, RESIDENT = FULL ? 2 : 3;  // accesses in flight, blocks to a multiprocessor
+static_assert(WIDE <= 32 && TILE % (TURNS * SLOTS) == 0, "a warp has whole rows of a tile");
+
+extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT)
+    qk_norm_backward(OUTPUT_PARAMETERS(T, d_qkv), float* partial, const T* d_out, const T* qkv, const T* q_weight,
+                     const T* k_weight, const float* rstd, i64 rows) {
+    __shared__ __align__(16) u8 tile[(FORMS & COL) ? TILE * PITCH : 4];
+    __shared__ __align__(16) float shared[WARPS * WIDE * N];
+    int lane = threadIdx.x % WIDE, slot = threadIdx.x / WIDE, channel = lane % LANES * N;
+    int first_head = blockIdx.x % ACROSS * TILE_HEADS, head = first_head + lane / LANES, column = head * HD + channel;
+    bool real = head < HEADS && channel < HD, normed = real && head < NORMED;
+    i64 block_row = static_cast<i64>(blockIdx.x / ACROSS) * BLOCK_ROWS, begin = block_row * WIDTH + column;
+    int block_rows = static_cast<int>(min(rows - block_row, static_cast<i64>(BLOCK_ROWS)));
+    Sink<T, FORMS, E4M3> sink(OUTPUT(T, d_qkv));
+    sink.begin_at(begin);
+    d_out += begin;
+    qkv += begin;
+    rstd += block_row * NORMED + head;
+    float sums[N] = {}, d_weight[N] = {};
+    Pack<T, N> weight = {};
+    if (normed) weight.load((head < HQ ? q_weight : k_weight) + channel);
+    Pack<T, N> read[TURNS], d_read[TURNS];
+    float s[TURNS];
+    auto begin_reading = [&](int first_row) {
 #pragma unroll
-        for (int i = 0; i < STEPS; i++) {
-            u32 task = start + slot + i * SLOTS;
-            if (task < end && channel < HD) {
-                int head = static_cast<int>(task % HEADS);
-                d_read[i].load(d_out + base + task * HD);
-                if (head < NORMED) {
-                    read[i].load(qkv + base + task * HD);
-                    s[i] = rstd[task / HEADS * NORMED + head];
-                }
-            }
+        for (int i = 0; i < TURNS; i++) {
+            int row = first_row + slot + i * SLOTS;
+            if (row >= block_rows || !real) continue;
+            d_read[i].load(d_out + row * WIDTH);
+            if (!normed) continue;
+            read[i].load(qkv + row * WIDTH);
+            s[i] = rstd[row * NORMED];
         }
+    };
+    begin_reading(0);
+#pragma unroll 1
+    for (int first_row = 0; first_row < (block_rows + TILE - 1) / TILE * TILE; first_row += TURNS * SLOTS) {
 #pragma unroll
-        for (int i = 0; i < STEPS; i++) {
-            u32 task = start + slot + i * SLOTS;
-            int head = static_cast<int>(task % HEADS);
-            bool real = task < end && channel < HD, normed = real && head < NORMED;
+        for (int i = 0; i < TURNS; i++) {
+            int row = first_row + slot + i * SLOTS;
+            bool there = row < block_rows;
             float n[N], d[N], w[N], dot = 0;
+            weight.get(w);
             d_read[i].get(d);
-            if (normed) {
-                load((head < HQ ? q_weight : k_weight) + channel, w);
-                read[i].get(n);
+            read[i].get(n);
+            if (normed && there) {
 #pragma unroll
                 for (int j = 0; j < N; j++) {
                     n[j] *= s[i];
                     float both = d[j] * n[j];
-                    sums[0][j] += head < HQ ? both : 0.0f;
-                    sums[1][j] += head < HQ ? 0.0f : both;
+                    d_weight[j] += both;
                     dot = fmaf(both, w[j], dot);
                 }
             }
+            // every lane is here: a shuffle needs its whole warp
             float mean = warp_sum<LANES>(dot) * (1.0f / HD);
-            if (!VALUE || !real) continue;
+            if (FORMS == 0 || !real || !there) continue;
             if (normed) {
 #pragma unroll
                 for (int j = 0; j < N; j++) d[j] = s[i] * (d[j] * w[j] - n[j] * mean);
             }
-            store(d_qkv + base + task * HD, d);
-        }
-    }
-    if (!partial) return;
+            sink.put(row * WIDTH, d, tile + tile_at<TILE>(row % TILE, lane * N, PITCH));
+            if constexpr ((FORMS & SUMS) != 0) {
 #pragma unroll
-    for (int part = 0; part < 2; part++) {
-        __syncthreads();
-        store(shared[slot] + channel, sums[part]);
-        __syncthreads();
-        for (int c = threadIdx.x; c < HD; c += THREADS) {
-            float total = 0;
-            for (int i = 0; i < SLOTS; i++) total += shared[i][c];
-            partial[(static_cast<i64>(blockIdx.x) * 2 + part) * HD + c] = total;
+                for (int j = 0; j < N; j++) sums[j] += d[j];
+            }
+        }
+        bool full = (FORMS & COL) && (first_row + TURNS * SLOTS) % TILE == 0;
+        if (full) __syncthreads();
+        if (first_row + TURNS * SLOTS < block_rows) begin_reading(first_row + TURNS * SLOTS);  // while the tile is written
+        if constexpr ((FORMS & COL) != 0) {
+            if (!full) continue;
+            auto place = [=](int c) {
+                int of_head = first_head + c / (LANES * N), in_head = c % (LANES * N);
+                return of_head < HEADS && in_head < HD ? of_head * HD + in_head : -1;
+            };
+            i64 tile_row = block_row + first_row + TURNS * SLOTS - TILE;
+            write_columns<TILE, THREADS>(tile, PITCH, d_qkv_col, WIDE * N, place, tile_row, rows);
+            __syncthreads();
         }
     }
+    sink.finish();
+    auto place_of = [=](int c) {
+        int of_head = first_head + c / (LANES * N), in_head = c % (LANES * N);
+        return in_head < HD ? of_head * HD + in_head : WIDTH;
+    };
+    if constexpr ((FORMS & SUMS) != 0)
+        store_sums<WIDE>(sums, d_qkv_sums + block_row / SUMS_ROWS * WIDTH, WIDTH, place_of, shared);
+    if (partial) store_sums<WIDE>(d_weight, partial + block_row / BLOCK_ROWS * NORMED * HD, NORMED * HD, place_of, shared);
 }
 
-// d_weight (HD,) <- partial (parts, 2 * HD), from the query half (offset 0) or the key half (offset HD)
+// d_q_weight, d_k_weight (HD,) <- partial (blocks, NORMED, HD); a null one is not wanted. A block of 1024 owns 8 channels of
+// one weight: thread t adds the rows t / 8, t / 8 + 128, ..., then the threads of a channel are added in order.
 extern "C" __global__ void __launch_bounds__(32 * SUM_WARPS)
-    sum_weights(G* d_weight, const float* partial, int parts, int offset, int add) {
-    sum_columns(d_weight, partial + offset, parts, HD, 2 * HD, add);
+    sum_weights(G* d_q_weight, G* d_k_weight, const float* partial, int blocks, int add_q, int add_k) {
+    constexpr int SIDE = 8, THREADS_OF = 32 * SUM_WARPS / SIDE, GROUPS = (HD + SIDE - 1) / SIDE;
+    __shared__ float shared[THREADS_OF][SIDE + 1];
+    bool of_q = blockIdx.x < GROUPS;
+    G* d_weight = of_q ? d_q_weight : d_k_weight;
+    if (!d_weight) return;
+    int side = threadIdx.x % SIDE, own = threadIdx.x / SIDE, channel = blockIdx.x % GROUPS * SIDE + side;
+    int heads = of_q ? HQ : HKV, parts = blocks * heads, first = of_q ? 0 : HQ;
+    float total = 0;
+    if (channel < HD) {
+#pragma unroll 8
+        for (int part = own; part < parts; part += THREADS_OF)
+            total += partial[(static_cast<i64>(part / heads) * NORMED + first + part % heads) * HD + channel];
+    }
+    shared[own][side] = total;
+    __syncthreads();
+    if (own || channel >= HD) return;
+    total = 0;
+#pragma unroll 16
+    for (int i = 0; i < THREADS_OF; i++) total += shared[i][side];
+    bool add = of_q ? add_q : add_k;
+    d_weight[channel] = narrow<G>(add ? to_float(d_weight[channel]) + total : total);
 }

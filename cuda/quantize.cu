@@ -105,6 +105,11 @@ extern "C" __global__ void __launch_bounds__(ROW_THREADS)
     }
 }
 
+// scale (1,) <- the largest magnitude of the whole, as `quantize_rows` found it
+extern "C" __global__ void whole_scale(float* scale, const u32* amax, float limit) {
+    *scale = scale_of(__uint_as_float(*amax), limit, 1.0f);
+}
+
 constexpr int ACROSS = (C + SIDE - 1) / SIDE, LANES = SIDE / N, TOGETHER = THREADS / LANES, STEPS = SIDE / TOGETHER;
 constexpr int PITCH = tile_pitch(SIDE);
 
@@ -197,8 +202,7 @@ extern "C" __global__ void __launch_bounds__(THREADS)
 #pragma unroll
             for (int j = 0; j < N; j++) units[j] = __fmul_rn(v[j], by_column[j]);
             fp8_words<E4M3>(units, 1.0f, words);
-#pragma unroll
-            for (int j = 0; j < N / 4; j++) reinterpret_cast<u32*>(tile + in_tile * PITCH + lane * N)[j] = words[j];
+            store_tile<N>(tile + tile_at<SIDE>(in_tile, lane * N, PITCH), words);
         }
         if constexpr ((FORMS & ROW) != 0) {
             float scale = scale_from(of_row[i]), inverse = PER == TILES ? by_column[0] : __frcp_rn(scale);

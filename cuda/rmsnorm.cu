@@ -9,7 +9,8 @@
 // and 3861, 91%. With fp8 in both layouts forward is at 71-73%: a block transposes only when all of its rows are there.
 //
 // Architectures: 80 86 89 90 100 120
-// Constants: T, G (dtype of the weight's gradient), C, N, GROUP, VPT, GROUPS, ROWS (forward), FORMS, E4M3, RESIDUAL (0 or 1)
+// Constants: T, G (dtype of the weight's gradient), C, N, GROUP, VPT, GROUPS, ROWS, BLOCKS (to a multiprocessor, at least), AHEAD (0 or 1: the next row is
+// read while one is worked on), FORMS, E4M3, RESIDUAL (0 or 1)
 
 #include "common.cuh"
 #include "constants"
@@ -33,21 +34,31 @@ __device__ __forceinline__ float group_sum(float x, float (*shared)[GROUPS][GROU
     return x;
 }
 
-extern "C" __global__ void __launch_bounds__(THREADS)
+extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS)
     rmsnorm_forward(OUTPUT_PARAMETERS(T, x), float* rstd, const T* res, const T* weight, float eps, i64 rows) {
     extern __shared__ __align__(16) u8 tile[];  // [ROWS][PITCH] where the transposed form is wanted
     __shared__ float shared[2][GROUPS][GROUP];
     int group = threadIdx.x / (32 * GROUP), column = threadIdx.x % (32 * GROUP) * N;
     i64 block_row = static_cast<i64>(blockIdx.x) * ROWS;
     Sink<T, FORMS, E4M3> sink(OUTPUT(T, x));
+    Pack<T, N> next[VPT];
+    auto begin_reading = [&](int r) {
+        if (r >= ROWS || block_row + r >= rows) return;
+        const T* from = res + (block_row + r) * C + column;
+#pragma unroll
+        for (int k = 0; k < VPT; k++)
+            if (column + k * STEP < C) next[k].load_early<AHEAD>(from + k * STEP);
+    };
+    if constexpr (AHEAD) begin_reading(group);
     for (int r = group; r < ROWS; r += GROUPS) {
         i64 row = block_row + r;
         if (row >= rows) break;
         Pack<T, N> read[VPT];
         float sum = 0, v[N];
+        if constexpr (!AHEAD) begin_reading(r);
 #pragma unroll
-        for (int k = 0; k < VPT; k++)
-            if (column + k * STEP < C) read[k].load(res + row * C + column + k * STEP);
+        for (int k = 0; k < VPT; k++) read[k] = next[k];
+        if constexpr (AHEAD) begin_reading(r + GROUPS);
 #pragma unroll
         for (int k = 0; k < VPT; k++) {
             if (column + k * STEP >= C) break;
@@ -67,7 +78,7 @@ extern "C" __global__ void __launch_bounds__(THREADS)
             read[k].get(v);
 #pragma unroll
             for (int j = 0; j < N; j++) v[j] *= s * w[j];
-            sink.put(row * C + at, v, tile + r * PITCH + at);
+            sink.put(row * C + at, v, tile + tile_at<ROWS>(r, at, PITCH));
         }
     }
     if constexpr ((FORMS & COL) != 0) {
@@ -79,37 +90,54 @@ extern "C" __global__ void __launch_bounds__(THREADS)
 
 // d_out = d_res + rstd * (g - n * mean(g * n)), n = res * rstd, g = d_x * weight; partial (parts, C) <- sum of d_x * n.
 // A block owns `per_block` rows, a multiple of 256 where column sums are wanted.
-extern "C" __global__ void __launch_bounds__(THREADS, THREADS < 384 ? ((FORMS & COL) ? 384 : 512) / THREADS : 1)
+extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS)
     rmsnorm_backward(OUTPUT_PARAMETERS(T, d_out), float* partial, const T* d_x, const T* d_res, const T* res,
                      const T* weight, const float* rstd, int per_block, i64 rows) {
-    extern __shared__ __align__(16) u8 tile[];  // [32 or 16][PITCH] where the transposed form is wanted
+    extern __shared__ __align__(16) u8 tile[];  // [ROWS][PITCH] where the transposed form is wanted
     __shared__ float shared[2][GROUPS][GROUP];
     int group = threadIdx.x / (32 * GROUP), column = threadIdx.x % (32 * GROUP) * N;
-    i64 block_row = static_cast<i64>(blockIdx.x) * per_block, end = min(rows, block_row + per_block);
+    i64 block_row = static_cast<i64>(blockIdx.x) * per_block, begin = block_row * C + column;
+    int end = static_cast<int>(min(rows - block_row, static_cast<i64>(per_block)));
     Sink<T, FORMS, E4M3> sink(OUTPUT(T, d_out));
+    sink.begin_at(begin);
+    d_x += begin, d_res += begin, res += begin, rstd += block_row, weight += column;
     float d_weight[VPT][N] = {};
     int slot = 0;
-    for (i64 first = block_row; first < end; first += ROWS) {
-        for (int r = group; r < ROWS; r += GROUPS, slot ^= 1) {
-            i64 row = first + r;
-            if (row >= end) break;
-            Pack<T, N> read[VPT], d_read[VPT], through[VPT];
-            float dot = 0, s = rstd[row];
+    struct Row {
+        Pack<T, N> res[VPT], d_x[VPT];
+        float rstd;
+    } next;
+    auto begin_reading = [&](int row) {
+        if (row >= end) return;
+        next.rstd = rstd[row];
 #pragma unroll
-            for (int k = 0; k < VPT; k++) {
-                i64 at = row * C + column + k * STEP;
-                if (column + k * STEP >= C) break;
-                read[k].load(res + at);
-                d_read[k].load(d_x + at);
-                if constexpr (RESIDUAL && FORMS != 0) through[k].load(d_res + at);
-            }
+        for (int k = 0; k < VPT; k++) {
+            int at = row * C + k * STEP;
+            if (column + k * STEP >= C) break;
+            next.res[k].load_early<AHEAD>(res + at);
+            next.d_x[k].load_early<AHEAD>(d_x + at);
+        }
+    };
+    if constexpr (AHEAD) begin_reading(group);
+    for (int first = 0; first < end; first += ROWS) {
+        for (int r = group; r < ROWS; r += GROUPS, slot ^= 1) {
+            int row = first + r;
+            if (row >= end) break;
+            if constexpr (!AHEAD) begin_reading(row);
+            Row own = next;
+            Pack<T, N> through[VPT];
+#pragma unroll
+            for (int k = 0; k < VPT; k++)
+                if (RESIDUAL && FORMS != 0 && column + k * STEP < C) through[k].load_early<AHEAD>(d_res + row * C + k * STEP);
+            if constexpr (AHEAD) begin_reading(row + GROUPS);  // also across tiles: ROWS is a multiple of GROUPS
+            float dot = 0, s = own.rstd;
 #pragma unroll
             for (int k = 0; k < VPT; k++) {
                 if (column + k * STEP >= C) break;
                 float n[N], d[N], w[N];
-                load(weight + column + k * STEP, w);
-                read[k].get(n);
-                d_read[k].get(d);
+                load(weight + k * STEP, w);
+                own.res[k].get(n);
+                own.d_x[k].get(d);
 #pragma unroll
                 for (int j = 0; j < N; j++) {
                     n[j] *= s;
@@ -121,12 +149,11 @@ extern "C" __global__ void __launch_bounds__(THREADS, THREADS < 384 ? ((FORMS & 
             float mean = group_sum(dot, shared, slot) * (1.0f / C);
 #pragma unroll
             for (int k = 0; k < VPT; k++) {
-                int at = column + k * STEP;
-                if (at >= C) break;
+                if (column + k * STEP >= C) break;
                 float n[N], d[N], w[N];
-                load(weight + at, w);
-                read[k].get(n);
-                d_read[k].get(d);
+                load(weight + k * STEP, w);
+                own.res[k].get(n);
+                own.d_x[k].get(d);
 #pragma unroll
                 for (int j = 0; j < N; j++) d[j] = s * (d[j] * w[j] - n[j] * s * mean);
                 if constexpr (RESIDUAL) {
@@ -134,12 +161,12 @@ extern "C" __global__ void __launch_bounds__(THREADS, THREADS < 384 ? ((FORMS & 
 #pragma unroll
                     for (int j = 0; j < N; j++) d[j] += n[j];
                 }
-                sink.put(row * C + at, d, tile + r * PITCH + at);
+                sink.put(row * C + k * STEP, d, tile + tile_at<ROWS>(r, column + k * STEP, PITCH));
             }
         }
         if constexpr ((FORMS & COL) != 0) {
             __syncthreads();
-            write_columns<ROWS, THREADS>(tile, PITCH, d_out_col, C, [](int c) { return c; }, first, rows);
+            write_columns<ROWS, THREADS>(tile, PITCH, d_out_col, C, [](int c) { return c; }, block_row + first, rows);
             __syncthreads();
         }
     }

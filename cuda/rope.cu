@@ -1,71 +1,79 @@
 // Rotary embedding of the query and key heads of a packed (rows, HEADS * HD) tensor, forward (SIGN 1) or back (SIGN -1):
 // with halves x1, x2 of a head, out1 = x1 cos - x2 sin and out2 = x2 cos + x1 sin; value heads are copied.
 //
-// A lane owns N channels of the first half of one head and the N that they pair with; LANES of them stand side by side, and
-// SLOTS rows one below the other, so column sums for the bias gradient stay in registers until a block has gone through
-// its 256 rows, and out may be the memory of x. Backward is the turn by -angle. Where sums are wanted LANES is 8: with 32
-// there are so few blocks of 256 rows that the last wave stands half empty (measured, 0.5B: 65% of a copy against 79%).
-//
-// Measured on an H200 in bf16 (0.5B, 7B): forward 94 and 98% of a copy, backward with sums 79 and 87%.
+// A lane owns N channels of the first half of a head and the N that they pair with, of TOGETHER heads side by side; LANES of
+// them stand side by side, and SLOTS rows one below the other, so column sums for the bias gradient stay in registers until a
+// block has gone through its 256 rows, and out may be the memory of x. Backward is the turn by -angle.
 //
 // Architectures: 80 86 89 90 100 120
-// Constants: T, HEADS (all), TURNED (query and key heads), HD, N, LANES, SIGN, IN_PLACE (value heads are there already),
-// FORMS, E4M3
+// Constants: T, HEADS (all), TURNED (query and key heads), HD, N, LANES, TOGETHER, SIGN, IN_PLACE (value heads are there
+// already), FORMS, E4M3
 
 #include "common.cuh"
 #include "constants"
 #include "forms.cuh"
 
-constexpr int HALF = HD / 2, PER_HEAD = HALF / N;              // pairs of accesses in a head
-constexpr int PAIRS = (IN_PLACE ? TURNED : HEADS) * PER_HEAD;  // in a row
-constexpr int ACROSS = (PAIRS + LANES - 1) / LANES, WIDTH = HEADS * HD;
-constexpr int SLOTS = TILE_THREADS / LANES, TILE = (FORMS & COL) ? TILE_ROWS : 4 * SLOTS;
-constexpr int AT_ONCE = TILE / SLOTS < 4 ? TILE / SLOTS : 4, BLOCK_ROWS = (FORMS & SUMS) ? SUMS_ROWS : TILE;
-constexpr int SPAN = LANES * N, PITCH = tile_pitch(SPAN);
-constexpr int TILE_BYTES = (FORMS & COL) ? TILE * PITCH : 4;
-constexpr int SUMS_FLOATS = (FORMS & SUMS) ? TILE_WARPS * 2 * SPAN : 4;
-static_assert(HALF % N == 0 && TILE % (SLOTS * AT_ONCE) == 0, "an access stays within half a head");
+constexpr int HALF = HD / 2, PER_HEAD = HALF / N, WIDTH = HEADS * HD;
+constexpr int UNITS = ((IN_PLACE ? TURNED : HEADS) + TOGETHER - 1) / TOGETHER * PER_HEAD;  // of N channels, in a row
+constexpr int ACROSS = (UNITS + LANES - 1) / LANES, SLOTS = TILE_THREADS / LANES;
+constexpr int AT_ONCE = TOGETHER == 1 ? 4 : 2, TURN = AT_ONCE * SLOTS;  // rows of a thread, and of the block, at a time
+constexpr int TILE = (FORMS & COL) ? 128 : TURN, BLOCK_ROWS = (FORMS & SUMS) ? SUMS_ROWS : TILE;
+constexpr int SPAN = LANES * N, PITCH = tile_pitch(2 * TOGETHER * SPAN);
+// 16 bytes of the tile belong together in a row, which then is written from there: a lane has 4
+constexpr bool ROW_LATER = (FORMS & COL) && (FORMS & ROW) && HALF % 16 == 0 && SPAN % 16 == 0;
+static_assert(HALF % N == 0 && TILE % TURN == 0, "an access stays within half a head");
 
-// column of a pair's first channel
-__device__ __forceinline__ int column_of(int pair) { return pair / PER_HEAD * HD + pair % PER_HEAD * N; }
-
-extern "C" __global__ void __launch_bounds__(TILE_THREADS)
+extern "C" __global__ void __launch_bounds__(TILE_THREADS, 3)
     rope(OUTPUT_PARAMETERS(T, out), const T* x, const float* table, const int* positions, i64 rows) {
-    __shared__ __align__(16) u8 tiles[2][TILE_BYTES];
-    __shared__ __align__(16) float shared[SUMS_FLOATS];
-    int lane = threadIdx.x % LANES, slot = threadIdx.x / LANES;
-    int first_pair = blockIdx.x % ACROSS * LANES, pair = first_pair + lane, column = column_of(pair);
-    bool turned = pair < TURNED * PER_HEAD;
-    i64 block_row = static_cast<i64>(blockIdx.x / ACROSS) * BLOCK_ROWS;
-    Sink<T, FORMS, E4M3> sink(OUTPUT(T, out));
-    float sums[2][N] = {};
-    for (i64 first_row = block_row; first_row < min(rows, block_row + BLOCK_ROWS); first_row += TILE) {
-#pragma unroll 1
-        for (int part = slot; part < TILE; part += AT_ONCE * SLOTS) {
-            Pack<T, N> first[AT_ONCE], second[AT_ONCE];
-            int position[AT_ONCE];
+    // halves of the first heads, then of the second ones
+    __shared__ __align__(16) u8 tile[(FORMS & COL) ? TILE * PITCH : 4];
+    __shared__ __align__(16) float shared[(FORMS & SUMS) ? TILE_WARPS * SPAN : 4];
+    __shared__ int known[BLOCK_ROWS > TURN ? BLOCK_ROWS : 1];  // positions: angles do not wait for two loads
+    int lane = threadIdx.x % LANES, slot = threadIdx.x / LANES, first_unit = blockIdx.x % ACROSS * LANES;
+    int unit = first_unit + lane, head = unit / PER_HEAD * TOGETHER, channel = unit % PER_HEAD * N;
+    i64 block_row = static_cast<i64>(blockIdx.x / ACROSS) * BLOCK_ROWS, begin = block_row * WIDTH + head * HD + channel;
+    int block_rows = static_cast<int>(min(rows - block_row, static_cast<i64>(BLOCK_ROWS)));
+    Sink<T, FORMS, E4M3, ROW_LATER> sink(OUTPUT(T, out));
+    sink.begin_at(begin);
+    x += begin, table += channel, positions += block_row;
+    auto exists = [=](int t) { return unit < UNITS && (TOGETHER == 1 || head + t < (IN_PLACE ? TURNED : HEADS)); };
+    Pack<T, N> read[AT_ONCE][TOGETHER][2];
+    int position[AT_ONCE];
+    auto begin_reading = [&](int first_row) {
 #pragma unroll
-            for (int i = 0; i < AT_ONCE; i++) {
-                i64 row = first_row + part + i * SLOTS;
-                if (row < rows && pair < PAIRS) {
-                    first[i].load(x + row * WIDTH + column);
-                    second[i].load(x + row * WIDTH + column + HALF);
-                    position[i] = positions[row];
-                }
+        for (int i = 0; i < AT_ONCE; i++) {
+            int row = first_row + slot + i * SLOTS;
+#pragma unroll
+            for (int t = 0; t < TOGETHER; t++) {
+                if (row >= block_rows || !exists(t)) continue;
+                read[i][t][0].load(x + row * WIDTH + t * HD);
+                read[i][t][1].load(x + row * WIDTH + t * HD + HALF);
+                if (BLOCK_ROWS == TURN) position[i] = positions[row];
             }
+        }
+    };
+    begin_reading(0);
+    if constexpr (BLOCK_ROWS > TURN) {
+        for (int i = threadIdx.x; i < block_rows; i += TILE_THREADS) known[i] = positions[i];
+        __syncthreads();
+    }
+    float sums[TOGETHER][2][N] = {};
+#pragma unroll 1
+    for (int first_row = 0; first_row < (block_rows + TILE - 1) / TILE * TILE; first_row += TURN) {
 #pragma unroll
-            for (int i = 0; i < AT_ONCE; i++) {
-                int in_tile = part + i * SLOTS;
-                i64 row = first_row + in_tile;
-                if (row >= rows || pair >= PAIRS) continue;
+        for (int i = 0; i < AT_ONCE; i++) {
+            int row = first_row + slot + i * SLOTS;
+            if (row >= block_rows || !exists(0)) continue;
+            const float* angles = table + static_cast<i64>(BLOCK_ROWS > TURN ? known[row] : position[i]) * HD;
+            float c[N], s[N];
+            if (head < TURNED) load(angles, c), load(angles + HALF, s);
+#pragma unroll
+            for (int t = 0; t < TOGETHER; t++) {
+                if (!exists(t)) continue;
                 float a[N], b[N];
-                first[i].get(a);
-                second[i].get(b);
-                if (turned) {
-                    const float* angles = table + static_cast<i64>(position[i]) * HD + pair % PER_HEAD * N;
-                    float c[N], s[N];
-                    load(angles, c);
-                    load(angles + HALF, s);
+                read[i][t][0].get(a);
+                read[i][t][1].get(b);
+                if (head + t < TURNED) {
 #pragma unroll
                     for (int j = 0; j < N; j++) {
                         float x1 = a[j], x2 = b[j], turn = SIGN * s[j];
@@ -73,41 +81,42 @@ extern "C" __global__ void __launch_bounds__(TILE_THREADS)
                         b[j] = x2 * c[j] + x1 * turn;
                     }
                 }
-                sink.put(row * WIDTH + column, a, tiles[0] + in_tile * PITCH + lane * N);
-                sink.put(row * WIDTH + column + HALF, b, tiles[1] + in_tile * PITCH + lane * N);
+                int in_tile = row % TILE, at = row * WIDTH + t * HD, place = 2 * t * SPAN + lane * N;
+                sink.put(at, a, tile + tile_at<TILE>(in_tile, place, PITCH));
+                sink.put(at + HALF, b, tile + tile_at<TILE>(in_tile, place + SPAN, PITCH));
+                if constexpr ((FORMS & SUMS) != 0) {
 #pragma unroll
-                for (int j = 0; j < N; j++) sums[0][j] += a[j], sums[1][j] += b[j];
+                    for (int j = 0; j < N; j++) sums[t][0][j] += a[j], sums[t][1][j] += b[j];
+                }
             }
         }
+        bool full = (FORMS & COL) && (first_row + TURN) % TILE == 0;
+        if (full) __syncthreads();
+        if (first_row + TURN < block_rows) begin_reading(first_row + TURN);  // on its way while the tile is written
         if constexpr ((FORMS & COL) != 0) {
-            __syncthreads();
-            int columns = min(LANES, PAIRS - first_pair) * N;
-            for (int half = 0; half < 2; half++)
-                write_columns<TILE, TILE_THREADS>(
-                    tiles[half], PITCH, out_col, columns,
-                    [=](int c) { return column_of(first_pair + c / N) + c % N + half * HALF; }, first_row, rows);
+            if (!full) continue;
+            auto place = [=](int c) {
+                int at = first_unit + c % SPAN / N, of_head = at / PER_HEAD * TOGETHER + c / SPAN / 2;
+                bool there = at < UNITS && of_head < HEADS;
+                return there ? of_head * HD + at % PER_HEAD * N + c % N + c / SPAN % 2 * HALF : -1;
+            };
+            i64 tile_row = block_row + first_row + TURN - TILE;
+            write_columns<TILE, TILE_THREADS>(tile, PITCH, out_col, 2 * TOGETHER * SPAN, place, tile_row, rows);
+            if constexpr (ROW_LATER)
+                write_rows<TILE, TILE_THREADS>(tile, PITCH, out_row + tile_row * WIDTH, 2 * TOGETHER * SPAN, WIDTH, place,
+                                               static_cast<int>(min(rows - tile_row, static_cast<i64>(TILE))));
             __syncthreads();
         }
     }
     if constexpr ((FORMS & SUMS) != 0) {
-        // rows of a warp first, then the warps in order
 #pragma unroll
-        for (int half = 0; half < 2; half++) {
-#pragma unroll
-            for (int j = 0; j < N; j++)
-#pragma unroll
-                for (int step = 16; step >= LANES; step /= 2)
-                    sums[half][j] += __shfl_xor_sync(0xffffffffu, sums[half][j], step);
-            if (threadIdx.x % 32 < LANES) store(shared + (threadIdx.x / 32 * 2 + half) * SPAN + lane * N, sums[half]);
-        }
-        __syncthreads();
-        for (int c = threadIdx.x; c < 2 * SPAN; c += TILE_THREADS) {
-            int owner = first_pair + c % SPAN / N;
-            if (owner >= PAIRS) continue;
-            float total = 0;
-#pragma unroll
-            for (int w = 0; w < TILE_WARPS; w++) total += shared[w * 2 * SPAN + c];
-            out_sums[block_row / SUMS_ROWS * WIDTH + column_of(owner) + c % N + c / SPAN * HALF] = total;
+        for (int part = 0; part < 2 * TOGETHER; part++) {
+            auto place = [=](int c) {
+                int at = first_unit + c / N, of_head = at / PER_HEAD * TOGETHER + part / 2;
+                bool there = at < UNITS && of_head < HEADS;
+                return there ? of_head * HD + at % PER_HEAD * N + c % N + part % 2 * HALF : WIDTH;
+            };
+            store_sums<LANES>(sums[part / 2][part % 2], out_sums + block_row / SUMS_ROWS * WIDTH, WIDTH, place, shared);
         }
     }
     sink.finish();

@@ -28,6 +28,7 @@ MAY_SHARE: dict[str, dict[str, str]] = {
 WRITES_FORMS: dict[str, frozenset[str]] = {
     "rmsnorm_forward": frozenset({"x"}),
     "rmsnorm_backward": frozenset({"d_out"}),
+    "qk_norm_backward": frozenset({"d_qkv"}),
     "swiglu_forward": frozenset({"act"}),
     "swiglu_backward": frozenset({"d_gate_up"}),
     "rope_backward": frozenset({"d_qkv"}),

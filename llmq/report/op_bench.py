@@ -168,12 +168,16 @@ def _qk_norm_forward(a: Arrays, s: Sizes) -> tuple[Call, int]:
     return lambda: OPS.qk_norm_forward(out, rstd, *read, **heads, eps=1e-6), 0
 
 
-def _qk_norm_backward(a: Arrays, s: Sizes) -> tuple[Call, int]:
-    shape, heads = (s.b, s.t, (s.hq + 2 * s.hkv) * s.hd), {"num_heads": s.hq, "num_kv_heads": s.hkv}
-    out = (a.output(shape), a.output((s.hd,)), a.output((s.hd,)))
-    read = (a.tensor(shape), a.tensor(shape), a.tensor((s.hd,)), a.tensor((s.hd,)))
-    rstd = a.tensor((s.b, s.t, s.hq + s.hkv), "fp32")
-    return lambda: OPS.qk_norm_backward(*out, *read, rstd, **heads), -2 * s.b * s.t * s.hkv * s.hd
+def _qk_norm_backward(forms: tuple[Form | None, ...]) -> Maker:
+    def make(a: Arrays, s: Sizes) -> tuple[Call, int]:
+        shape, heads = (s.b, s.t, (s.hq + 2 * s.hkv) * s.hd), {"num_heads": s.hq, "num_kv_heads": s.hkv}
+        out = (a.output(shape, forms=forms), a.output((s.hd,)), a.output((s.hd,)))
+        read = (a.tensor(shape), a.tensor(shape), a.tensor((s.hd,)), a.tensor((s.hd,)))
+        rstd = a.tensor((s.b, s.t, s.hq + s.hkv), "fp32")
+        values = s.b * s.t * s.hkv * s.hd * 2  # of qkv, which are not read
+        return lambda: OPS.qk_norm_backward(*out, *read, rstd, **heads), -values
+
+    return make
 
 
 def _zipf(a: Arrays, s: Sizes) -> tuple[Tensor, int]:
@@ -283,7 +287,8 @@ CASES: dict[str, Maker] = {
     "rmsnorm_backward": _rmsnorm_backward((None,)),
     "rmsnorm_backward+value+fp8": _rmsnorm_backward((None, *FP8)),
     "qk_norm_forward": _qk_norm_forward,
-    "qk_norm_backward": _qk_norm_backward,
+    "qk_norm_backward": _qk_norm_backward((None,)),
+    "qk_norm_backward+fp8": _qk_norm_backward(FP8),
     "rope_forward": _rope(OPS.rope_forward, (None,)),
     "rope_forward+in place": _rope(OPS.rope_forward, (None,), in_place=True),
     "rope_backward+colsum": _rope(OPS.rope_backward, (None, COLSUM)),

@@ -59,7 +59,7 @@ MATHS = (
         "new_master.chunk(start, rows).write(master.chunk(start, rows).read())",
     ),
     op_fault("rounding_same_every_step", "random", "[[step & 0xFFFFFFFF]", "[[0 & step]"),
-    op_fault("rounding_biased", "random", "(bits & np.uint32(0xFFFF))", "(bits & np.uint32(0x7FFF))"),
+    op_fault("rounding_biased", "random", "(values.view(np.uint32) + bits)", "(values.view(np.uint32) + bits // 2)"),
     op_fault("scale_never_updated", "cast", "new_scale.write(updated)", "new_scale.write(scale.read())"),
     op_fault("scale_of_last_step_only", "cast", "pushed.max(axis=0)", "pushed[0]"),
 )
@@ -171,8 +171,8 @@ MODELS = (
     Fault(
         "every_sample_has_the_same_noise",
         "llmq/ops/reference/embedding_noise.py",
-        "random_bits(seed, int(place), stream",
-        "random_bits(seed, 0 * int(place), stream",
+        "random_words(seed, int(place), stream",
+        "random_words(seed, 0 * int(place), stream",
         ("tests/ops/test_embedding_noise.py",),
     ),
     Fault(

@@ -151,6 +151,15 @@ def test_the_same_call_gives_the_same_bits(op):
 
 
 @gpu
+@pytest.mark.parametrize(("count", "vocab"), [(30_000, 3), (180_000, 1000)])
+@pytest.mark.parametrize("accumulate", [False, True])
+def test_embedding_backward_of_frequent_tokens_and_of_many(count, vocab, accumulate):
+    """A token in more pieces of 64 positions than a block has threads; and more tokens than one cluster sorts."""
+    case = make("embedding_backward", replace(SIZES["odd"], b=1, t=count, c=8, v=vocab, vp=vocab))
+    check(case, "bf16", accumulate=accumulate)
+
+
+@gpu
 @pytest.mark.parametrize("vocab", [(151936, 151936), (32000, 32000), (100003, 100096), (400000, 400000)])
 @pytest.mark.parametrize("dtype", ["bf16", "fp32"])
 def test_cross_entropy_of_wide_rows(vocab, dtype):
@@ -248,6 +257,20 @@ def test_adamw_equals_the_reference_bit_for_bit(dtypes, apply):
     assert all(same_bytes(got[name], o.tensors[0].array) for name, o in outputs.items())
 
 
+@gpu
+@pytest.mark.parametrize("dtype", ["bf16", "fp32"])
+def test_adamw_of_extreme_numbers(dtype):
+    """Zeros, subnormal, tiny and huge moments and gradients, beside usual ones: no quotient or root is off by a bit."""
+    case, rng = make("adamw", SIZES["odd"]), np.random.default_rng(0)
+    for name, largest in (("m", 25), ("v", 30), ("grad", 15)):
+        size = 10.0 ** rng.uniform(-44, largest, case.outputs["weight"])
+        size[rng.random(size.shape) < 0.3] = 0
+        size[rng.random(size.shape) < 0.3] = 1e-6
+        case.inputs[name] = size if name == "v" else size * rng.choice([-1, 1], size.shape)
+    check(case, dtype)
+
+
+WITH_COLUMN_SUMS = ("swiglu_backward", "swiglu_forward", "rope_backward", "qk_norm_backward", "cast")
 FORM_OPS = [(op, name) for op, names in seam.WRITES_FORMS.items() for name in names]
 
 
@@ -260,7 +283,7 @@ def test_every_form_is_a_function_of_the_rounded_value(op, name, dtype, rows, qu
     sum of 256 rows is within 256 roundings of the sum of magnitudes. Large values saturate."""
     case = make(op, replace(SIZES["odd"], b=1, t=rows, c=896, hq=6, f=328))
     copies = [Form(quantized, "row", "delayed"), Form(quantized, "col", "delayed")]
-    copies += [COLSUM] if op in ("swiglu_backward", "swiglu_forward", "rope_backward", "cast") else []
+    copies += [COLSUM] if op in WITH_COLUMN_SUMS else []
     copies += [Form("bf16")] if dtype == "fp32" else []
     inputs, outputs = inputs_of(case, dtype), outputs_of(case, dtype)
     scale = 2.0**-9 if quantized == "e4m3" else 2.0**-14

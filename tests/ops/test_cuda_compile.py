@@ -26,33 +26,32 @@ OWN = {name: [Form("e4m3", layout, name) for layout in ("row", "col")] for name 
 # most registers of any variant on any card; a kernel that needs more has changed its occupancy
 REGISTERS = {
     "add": 40,
-    "adamw": 112,
-    "amax": 56,
-    "amax_scale": 24,
+    "adamw": 128,
+    "amax_scale": 40,
     "bias_backward": 40,
     "cast": 96,
     "column_amax": 64,
     "column_scale": 32,
     "cross_entropy": 64,
-    "embedding_add": 112,
+    "embedding_add": 128,
     "embedding_forward": 48,
-    "embedding_join": 96,
     "embedding_noise": 32,
-    "embedding_write": 80,
+    "embedding_write": 112,
     "error_parts": 64,
     "error_total": 40,
     "finish": 64,
     "fold": 48,
     "gather_rows": 32,
     "grad_scale": 40,
-    "qk_norm_backward": 96,
+    "qk_norm_backward": 128,
     "qk_norm_forward": 48,
     "quantize_rows": 64,
     "quantize_tiles": 128,
-    "rmsnorm_backward": 168,
+    "rmsnorm_backward": 208,
     "rmsnorm_forward": 96,
     "rope": 128,
     "scale_update": 32,
+    "sort_cluster": 64,
     "sort_count": 40,
     "sort_place": 48,
     "sort_scan": 32,
@@ -62,6 +61,7 @@ REGISTERS = {
     "swiglu_backward": 96,
     "swiglu_forward": 96,
     "transpose": 56,
+    "whole_scale": 24,
 }
 WORDS = {"int": np.int32, "float": np.float32, "double": np.float64, "u32": np.uint32, "i64": np.int64}
 
@@ -86,7 +86,7 @@ class Launches:
     def kernel(self, name: str, entry: str, constants: dict[str, Any]) -> Any:
         def call(grid: tuple[int, ...], block: tuple[int], arguments: tuple[Any, ...], *, shared_mem: int) -> None:
             assert all(0 < size < 65536 for size in grid[1:]) and 0 < grid[0] < 2**31
-            assert 0 < block[0] <= 1024 and shared_mem <= (99 if self.capability in (86, 89, 120) else 163) * 1024
+            assert 0 < block[0] <= 1024 and shared_mem <= {80: 163, 90: 227, 100: 227}.get(self.capability, 99) * 1024
             self.found.append((name, entry, dict(constants), arguments))
 
         call.max_dynamic_shared_size_bytes = 0  # type: ignore[attr-defined]
@@ -116,6 +116,7 @@ def launches(monkeypatch):
     monkeypatch.setitem(sys.modules, "cupy", fake)
     monkeypatch.setattr(launch, "kernel", noted.kernel)
     monkeypatch.setattr(launch, "device_capability", lambda _: noted.capability)
+    monkeypatch.setattr(launch, "device_multiprocessors", lambda _: 132)
     monkeypatch.setitem(scratch._buffers, 0, Address((2**34,), np.dtype(np.uint8), 1 << 60))
     return noted
 
@@ -139,12 +140,13 @@ def model_launches(noted: Launches, b: int, t: int, c: int, hq: int, hkv: int, h
         ops.embedding_backward(added, read(x), tokens)
         added.accumulate = True
         ops.embedding_backward(added, read(x), tokens)
+        many = (8, 2**16)  # tokens, more than one cluster sorts
+        ops.embedding_backward(added, read((*many, c)), noted.tensor(many, "int32"))
         normed = (read(qkv), read((hd,)), read((hd,)))
         rstd = out((b, t, hq + hkv), "fp32", None)
         ops.qk_norm_forward(out(qkv, dtype, None), rstd, *normed, **heads, eps=1e-6)
         weights = (out((hd,), dtype, None), out((hd,), dtype, None))
         stat = noted.tensor((b, t, hq + hkv), "fp32")
-        ops.qk_norm_backward(out(qkv, dtype, None), *weights, read(qkv), *normed, stat, **heads)
         ops.bias_backward(out((width,), dtype, None), noted.tensor(qkv, "fp32", COLSUM))
         logits, targets = read((b * t // 4, v)), noted.tensor((b * t // 4,), "int32")
         eighths = (out(logits.shape, dtype, ROW8), out(logits.shape, dtype, None, ROW8))
@@ -180,6 +182,8 @@ def model_launches(noted: Launches, b: int, t: int, c: int, hq: int, hkv: int, h
             ops.swiglu_backward(out(up, dtype, *forms), read((b, t, f)), read(up))
             ops.rope_forward(out(qkv, dtype, None), read(qkv), table, tokens, **heads)
             ops.rope_backward(out(qkv, dtype, *forms, COLSUM), read(qkv), table, tokens, **heads)
+            ops.qk_norm_backward(out(qkv, dtype, *forms), *weights, read(qkv), *normed, stat, **heads)
+            ops.qk_norm_backward(out(qkv, dtype, *forms, COLSUM), *weights, read(qkv), *normed, stat, **heads)
             ops.cast(out(x, dtype, *forms, COLSUM), read(x))
             ops.cast(out(x, dtype, COL8), noted.tensor(x, dtype, ROW8))
             ops.cast(out((2 * f, c), "bf16", *forms), noted.tensor((2 * f, c), "fp32"))

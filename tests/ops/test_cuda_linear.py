@@ -471,6 +471,7 @@ def test_two_runs_a_graph_and_a_stored_table_give_the_same_bits(gemms, device, o
     again = on_gpu(gemms, device, op, out, inputs)
     handles = [device.output(out), *(device.tensor(x) for x in inputs.values())]
     handles[0].tensors[0].array.fill(0)
+    cupy.cuda.get_current_stream().synchronize()  # the other stream does not wait for this one
     stream = cupy.cuda.Stream(non_blocking=True)
     with stream:
         stream.begin_capture()

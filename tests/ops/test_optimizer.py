@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from llmq.ops.reference import optimizer
-from llmq.ops.reference.random import random_bits, stochastic_round_bf16
+from llmq.ops.reference.random import MASTER, M, V, random_bits, stochastic_round_bf16
 from llmq.tensor import Form, Output, Tensor
 
 from .build import output, run
@@ -143,7 +143,7 @@ def test_bf16_states_are_rounded_with_the_bits_of_their_address():
     outputs = [output(BIG, "bf16") for _ in range(3)] + [output(BIG, "fp32")]
     cells = [np.ones(1), np.ones(1), np.full(1, 1e-2), np.array([6], np.int32)]
     stored = run("adamw", outputs, *state, grad, *cells, dtype="fp32", **NUMBERS)
-    for purpose, value, got in zip((2, 0, 1), exact[:3], stored[:3], strict=True):
+    for purpose, value, got in zip((MASTER, M, V), exact[:3], stored[:3], strict=True):
         bits = random_bits(5, 6, 2, purpose, value.size).reshape(BIG)
         np.testing.assert_array_equal(got, stochastic_round_bf16(value, bits))
     np.testing.assert_array_equal(stored[3], stored[0].astype(np.float32))

@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 
 from llmq.ops.cuda.bias import bias_backward
-from llmq.ops.cuda.cast import amax_scale, amax_scale_scratch, cast, scale_update
+from llmq.ops.cuda.cast import amax_scale, cast, scale_update
 from llmq.ops.cuda.cross_entropy import cross_entropy, loss_sum, loss_sum_scratch
 from llmq.ops.cuda.embedding import embedding_backward, embedding_backward_scratch, embedding_forward
 from llmq.ops.cuda.embedding_noise import embedding_noise
@@ -51,7 +51,6 @@ OPS: dict[str, Callable[..., None]] = {name: globals()[name] for name in __all__
 
 Shape = tuple[int, ...]
 _SCRATCH: dict[str, Callable[[Mapping[str, Shape]], int]] = {
-    "amax_scale": lambda _: amax_scale_scratch(),
     "embedding_backward": lambda s: embedding_backward_scratch(s["d_weight"], s["d_res"]),
     "loss_sum": lambda s: loss_sum_scratch(s["loss"]),
     "qk_norm_backward": lambda s: qk_norm_backward_scratch(s["qkv"], s["q_weight"]),

@@ -22,10 +22,10 @@ from llmq.ops.cuda.launch import (
     tiles,
     type_of,
 )
-from llmq.ops.cuda.scratch import take
 from llmq.tensor import Output, Tensor
 
-AMAX_BLOCKS = 1024
+TRANSPOSED = 64  # rows of a tile that is written transposed (cast.cu)
+AMAX_BLOCKS = 1056  # 8 per multiprocessor of an H200
 TURNED = 128  # rows and columns of a tile of transpose.cu
 
 
@@ -39,7 +39,7 @@ def cast(out: Output, /, x: Tensor) -> None:
     wanted, outputs = forms(out)
     rows, columns, number = matrix(x.shape, int(wanted["FORMS"]), type_of(x), type_of(out))
     constants = {"X": type_of(x), "T": type_of(out), "C": columns, "N": number, **wanted}
-    blocks = tiles(rows, columns, int(wanted["FORMS"]), number)
+    blocks = tiles(rows, columns, int(wanted["FORMS"]), number, TRANSPOSED)
     launch("cast", "cast", blocks, TILE_THREADS, (*outputs, pointer(x), np.int64(rows)), constants)
 
 
@@ -65,20 +65,12 @@ def amax_scale(scale: Output, /, x: Tensor, *, limit: float) -> None:
     """scale (1,) <- x (any shape): amax(|x|) / limit; 1 if amax is 0 or not finite."""
     if not scale.wanted:
         return
-    import cupy
-
-    kind, count, cell = type_of(x), math.prod(x.shape), take(amax_scale_scratch())
+    kind, count = type_of(x), math.prod(x.shape)
     number = access(count, kind)
     constants: Constants = {"X": kind, "T": kind, "C": TILE_LANES, "N": number, "FORMS": 0, "E4M3": 1}
-    cupy.cuda.runtime.memsetAsync(cell, 0, 4, cupy.cuda.get_current_stream().ptr)
     blocks = min(AMAX_BLOCKS, -(-count // (TILE_THREADS * number)))
-    launch("cast", "amax", blocks, TILE_THREADS, (cell, pointer(x), np.int64(count)), constants)
-    launch("cast", "amax_scale", 1, 1, (plain(scale), cell, np.float32(limit)), constants)
-
-
-def amax_scale_scratch() -> int:
-    """Bytes of scratch: the largest magnitude."""
-    return 4
+    arguments = (plain(scale), pointer(x), np.float32(limit), np.int64(count))
+    launch("cast", "amax_scale", blocks, TILE_THREADS, arguments, constants)
 
 
 def scale_update(

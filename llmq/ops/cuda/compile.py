@@ -140,5 +140,13 @@ def device_capability(device: int) -> int:
     return int(cupy.cuda.Device(device).compute_capability)
 
 
+@cache
+def device_multiprocessors(device: int) -> int:
+    """Number of multiprocessors of a device."""
+    import cupy
+
+    return int(cupy.cuda.Device(device).attributes["MultiProcessorCount"])
+
+
 def _digest(content: bytes) -> str:
     return hashlib.sha256(content).hexdigest()[:16]

@@ -12,12 +12,12 @@ from typing import Any
 import numpy as np
 
 from llmq.errors import UsageError
-from llmq.ops.cuda.compile import Constants, device_capability, kernel
+from llmq.ops.cuda.compile import Constants, device_capability, device_multiprocessors, kernel
 from llmq.tensor import DTYPES, LARGEST, Form, Output, Tensor
 
 TYPES = {"fp32": "float", "bf16": "bf16", "int32": "int"}
 NAMES = {DTYPES[name]: name for name in TYPES}
-TILE_THREADS, TILE_LANES, SUMS_ROWS = 256, 32, 256  # forms.cuh
+TILE_THREADS, TILE_LANES, TILE_ROWS, SUMS_ROWS = 256, 32, 128, 256  # forms.cuh
 SUM_THREADS, SUM_COLUMNS = 1024, 32  # columns.cuh
 VALUE, COPY, ROW, COL, SUMS, AMAX = 1, 2, 4, 8, 16, 32  # forms.cuh
 
@@ -101,10 +101,11 @@ def rows_of(shape: tuple[int, ...]) -> int:
     return math.prod(shape[:-1])
 
 
-def tiles(rows: int, columns: int, wanted: int, per_lane: int) -> int:
-    """Blocks of an elementwise kernel: tiles 32 lanes wide, of 256 rows for column sums, 64 to transpose, else 32."""
-    height = SUMS_ROWS if wanted & SUMS else 64 if wanted & COL else 32
-    return -(-columns // (TILE_LANES * per_lane)) * -(-rows // height)
+def tiles(rows: int, columns: int, wanted: int, per_lane: int, transposed: int) -> int:
+    """Blocks of an elementwise kernel: tiles of 256 rows for column sums, `transposed` for that form, else 32 rows."""
+    height = SUMS_ROWS if wanted & SUMS else transposed if wanted & COL else 32
+    width = 128 if wanted & (COL | SUMS) and per_lane > 4 else 32 * per_lane
+    return -(-columns // width) * -(-rows // height)
 
 
 def capability() -> int:
@@ -112,6 +113,18 @@ def capability() -> int:
     import cupy
 
     return device_capability(cupy.cuda.runtime.getDevice())
+
+
+def shared_bytes_limit() -> int:
+    """Bytes of shared memory that a block may have on the current device."""
+    return {80: 163, 90: 227, 100: 227, 103: 227}.get(capability(), 99) * 1024
+
+
+def multiprocessors() -> int:
+    """Multiprocessors of the current device: for grids whose size no result depends on."""
+    import cupy
+
+    return device_multiprocessors(cupy.cuda.runtime.getDevice())
 
 
 def launch(

@@ -8,11 +8,25 @@ import numpy as np
 
 from llmq.ops.cuda.cast import matrix
 from llmq.ops.cuda.compile import Constants
-from llmq.ops.cuda.launch import TILE_THREADS, access, adds, forms, launch, plain, pointer, tiles, type_of
+from llmq.ops.cuda.launch import (
+    COL,
+    TILE_LANES,
+    TILE_THREADS,
+    access,
+    adds,
+    forms,
+    launch,
+    multiprocessors,
+    plain,
+    pointer,
+    tiles,
+    type_of,
+)
 from llmq.ops.cuda.scratch import take
 from llmq.tensor import Output, Tensor
 
 SQUARE_BLOCKS, SQUARE_THREADS = 1024, 512
+TRANSPOSED = 64  # rows of a tile that is written transposed (optimizer.cu)
 WORD = 0xFFFFFFFF
 
 
@@ -89,8 +103,12 @@ def adamw(
     assert number % 4 == 0, f"{master.name}: a width of {master.shape[-1]} is no multiple of 4, which random bits need"
     written = (plain(new_master), plain(new_m), plain(new_v), *outputs)
     read = tuple(pointer(x) for x in (master, m, v, grad, scale, apply, learning_rate, step))
-    numbers = (np.float64(beta_1), np.float64(beta_2), np.float32(epsilon), np.float64(weight_decay))
+    betas = tuple(np.float32(number) for beta in (beta_1, beta_2) for number in (beta, 1 - beta))
+    numbers = (np.float64(beta_1), np.float64(beta_2), *betas, np.float32(epsilon), np.float64(weight_decay))
     key = (np.uint32(seed & WORD), np.uint32((stream ^ (seed >> 32)) & WORD))
-    blocks = tiles(rows, columns, int(wanted["FORMS"]), number)
+    bits = int(wanted["FORMS"])
+    at_once = multiprocessors() * ((2 if bits else 3) if number == 8 else 4)  # RESIDENT in optimizer.cu
+    tall = -(-rows // (TILE_THREADS // TILE_LANES))
+    blocks = tiles(rows, columns, bits, number, TRANSPOSED) if bits & COL else min(at_once, tall)
     constants = {**types, "C": columns, "N": number, **wanted}
     launch("optimizer", "adamw", blocks, TILE_THREADS, (*written, *read, *numbers, *key, np.int64(rows)), constants)

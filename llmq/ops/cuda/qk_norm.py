@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import numpy as np
 
-from llmq.ops.cuda.launch import SUM_COLUMNS, SUM_THREADS, access, adds, launch, plain, pointer, rows_of, type_of
+from llmq.ops.cuda.launch import SUM_THREADS, SUMS_ROWS, access, adds, forms, launch, plain, pointer, rows_of, type_of
 from llmq.ops.cuda.scratch import take
 from llmq.tensor import Output, Tensor
 
-THREADS, WARPS, STEPS = 256, 8, 2  # qk_norm.cu
-PARTS = 384  # blocks of the backward pass, and partial rows of the weights' gradients: 3 per multiprocessor of an H200
+THREADS, WARPS, STEPS, TILE_WIDTH, SUM_SIDE = 256, 8, 2, 128, 8  # qk_norm.cu
 
 
 def qk_norm_forward(
@@ -25,12 +24,13 @@ def qk_norm_forward(
     eps: float,
 ) -> None:
     """out (B,T,(Hq+2Hkv)*Hd), rstd (B,T,Hq+Hkv) <- qkv like out, q_weight (Hd,), k_weight (Hd,)."""
-    constants = _constants(type_of(qkv), "float", q_weight.shape[-1], num_heads, num_kv_heads, out.wanted)
+    written, wanted = plain(out), {"FORMS": int(out.wanted), "E4M3": 1}
+    constants = _constants(type_of(qkv), "float", q_weight.shape[-1], num_heads, num_kv_heads, wanted)
     heads = rows_of(qkv.shape) * (num_heads + 2 * num_kv_heads)
     assert heads < 2**32, "heads of all rows are counted in 32 bits"
     per_block = WARPS * STEPS * (32 // int(constants["LANES"]))
     read = (pointer(qkv), pointer(q_weight), pointer(k_weight), np.float32(eps), np.int64(rows_of(qkv.shape)))
-    arguments = (plain(out), plain(rstd), *read)
+    arguments = (written, plain(rstd), *read)
     launch("qk_norm", "qk_norm_forward", -(-heads // per_block), THREADS, arguments, constants)
 
 
@@ -53,32 +53,30 @@ def qk_norm_backward(
     weights = [output for output in (d_q_weight, d_k_weight) if output.wanted]
     kinds = [type_of(output) for output in weights] or ["float"]
     assert len(set(kinds)) == 1, "both weights' gradients have one dtype"
-    constants = _constants(type_of(qkv), kinds[0], width, num_heads, num_kv_heads, d_qkv.wanted)
-    per_block = _rows_per_part(rows)
-    parts = -(-rows // per_block)
-    partial = take(parts * 2 * width * 4) if weights else 0
+    wanted, outputs = forms(d_qkv)
+    constants = _constants(type_of(qkv), kinds[0], width, num_heads, num_kv_heads, wanted)
+    parts = -(-rows // SUMS_ROWS)
+    partial = take(qk_norm_backward_scratch(qkv.shape, q_weight.shape)) if weights else 0
     read = (pointer(d_out), pointer(qkv), pointer(q_weight), pointer(k_weight), pointer(rstd))
-    arguments = (plain(d_qkv), partial, *read, np.int32(per_block), np.int64(rows))
-    launch("qk_norm", "qk_norm_backward", parts, THREADS, arguments, constants)
-    for offset, output in ((0, d_q_weight), (width, d_k_weight)):
-        if output.wanted:
-            last = (plain(output), partial, np.int32(parts), np.int32(offset), adds(output))
-            launch("qk_norm", "sum_weights", -(-width // SUM_COLUMNS), SUM_THREADS, last, constants)
+    arguments = (*outputs, partial, *read, np.int64(rows))
+    lanes, number = int(constants["LANES"]), int(constants["N"])
+    across = -(-(num_heads + 2 * num_kv_heads) // max(1, TILE_WIDTH // number // lanes))
+    launch("qk_norm", "qk_norm_backward", parts * across, THREADS, arguments, constants)
+    if weights:
+        last = (plain(d_q_weight), plain(d_k_weight), partial, np.int32(parts), adds(d_q_weight), adds(d_k_weight))
+        launch("qk_norm", "sum_weights", 2 * -(-width // SUM_SIDE), SUM_THREADS, last, constants)
 
 
 def qk_norm_backward_scratch(qkv: tuple[int, ...], q_weight: tuple[int, ...]) -> int:
-    """Bytes of scratch for these shapes."""
-    rows = rows_of(qkv)
-    return -(-rows // _rows_per_part(rows)) * 2 * q_weight[-1] * 4
+    """Bytes of scratch for these shapes: a partial row for every 256 rows of every head."""
+    return -(-rows_of(qkv) // SUMS_ROWS) * (qkv[-1] // q_weight[-1]) * q_weight[-1] * 4
 
 
-def _rows_per_part(rows: int) -> int:
-    return -(-rows // PARTS)
-
-
-def _constants(kind: str, gradient: str, width: int, heads: int, kv_heads: int, wanted: bool) -> dict[str, int | str]:
+def _constants(
+    kind: str, gradient: str, width: int, heads: int, kv_heads: int, wanted: dict[str, int | str]
+) -> dict[str, int | str]:
     number = access(width, kind)
     lanes = 1 << (width // number - 1).bit_length()
     assert lanes <= 32, f"head_dim {width} is too wide for one warp"
-    sizes = {"HQ": heads, "HKV": kv_heads, "HD": width, "N": number, "LANES": lanes, "VALUE": int(wanted)}
-    return {"T": kind, "G": gradient, **sizes}
+    sizes = {"HQ": heads, "HKV": kv_heads, "HD": width, "N": number, "LANES": lanes}
+    return {"T": kind, "G": gradient, **sizes, **wanted}

@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 
 from llmq.errors import UsageError
-from llmq.ops.cuda.cast import amax_scale, amax_scale_scratch
+from llmq.ops.cuda.cast import amax_scale
 from llmq.ops.cuda.compile import Constants
 from llmq.ops.cuda.launch import COL, ROW, access, address, launch, plain, pointer, rows_of, type_of
 from llmq.ops.cuda.scratch import take
@@ -33,7 +33,7 @@ def quantize(out: Output, scale: Output, /, x: Tensor, *, limit: float) -> None:
 
 def quantize_scratch() -> int:
     """Bytes of scratch: the largest magnitude."""
-    return amax_scale_scratch()
+    return 4
 
 
 def _place(tensor: Tensor) -> tuple[str, str]:
@@ -75,8 +75,7 @@ def _rows(out: Output, scale: Output, copy: Tensor, x: Tensor, limit: float) -> 
     arguments = (pointer(copy), address(copy.scale), cell, pointer(x), np.int64(rows))
     launch("quantize", "quantize_rows", -(-rows // (threads // lanes)), threads, arguments, constants)
     if cell:
-        shape: Constants = {"X": "float", "T": "float", "C": 32, "N": 4, "FORMS": 0, "E4M3": 1}
-        launch("cast", "amax_scale", 1, 1, (plain(scale), cell, np.float32(limit)), shape)
+        launch("quantize", "whole_scale", 1, 1, (plain(scale), cell, np.float32(limit)), constants)
 
 
 def _tiles(out: Output, scaling: str, row: Tensor | None, col: Tensor | None, x: Tensor) -> None:

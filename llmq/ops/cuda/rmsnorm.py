@@ -11,12 +11,12 @@ from llmq.ops.cuda.launch import (
     SUMS,
     access,
     adds,
-    capability,
     forms,
     launch,
     plain,
     pointer,
     rows_of,
+    shared_bytes_limit,
     type_of,
 )
 from llmq.ops.cuda.scratch import take
@@ -24,8 +24,7 @@ from llmq.tensor import Output, Tensor
 
 PARTS = 512  # blocks of the backward pass, and partial rows of the weight's gradient: about 4 blocks per multiprocessor
 HELD = 4  # accesses of a row that a lane holds at most
-SMALL = (86, 89, 120, 121)  # cards with 100 KiB of shared memory to a multiprocessor, and not 164 or more
-TILE_BYTES = {True: 96 * 1024, False: 113 * 1024}  # of shared memory for the transposed form: at least one block
+TALL = 64  # rows of a tile that is written transposed, where shared memory has room; a part is a multiple of it
 
 
 def rmsnorm_forward(x: Output, rstd: Output, /, res: Tensor, weight: Tensor, *, eps: float) -> None:
@@ -33,7 +32,7 @@ def rmsnorm_forward(x: Output, rstd: Output, /, res: Tensor, weight: Tensor, *, 
     kind, rows = type_of(res), rows_of(res.shape)
     assert type_of(weight) == type_of(x) == kind, "a norm computes in one dtype"
     wanted, outputs = forms(x)
-    constants = {**_constants(kind, "float", res.shape[-1], wanted, 16), "RESIDUAL": 0}
+    constants = {**_constants(kind, "float", res.shape[-1], wanted, forward=True), "RESIDUAL": 0}
     threads, per_block = _threads(constants), int(constants["ROWS"])
     arguments = (*outputs, plain(rstd), pointer(res), pointer(weight), np.float32(eps), np.int64(rows))
     shared = _tile_bytes(constants)
@@ -47,7 +46,7 @@ def rmsnorm_backward(
     kind, columns, rows = type_of(res), res.shape[-1], rows_of(res.shape)
     gradient = type_of(d_weight) if d_weight.wanted else "float"
     wanted, outputs = forms(d_out)
-    constants = {**_constants(kind, gradient, columns, wanted, 4), "RESIDUAL": int(d_res is not None)}
+    constants = {**_constants(kind, gradient, columns, wanted, forward=False), "RESIDUAL": int(d_res is not None)}
     per_block = _rows_per_part(rows)
     parts = -(-rows // per_block)
     partial = take(parts * columns * 4) if d_weight.wanted else 0
@@ -67,25 +66,41 @@ def rmsnorm_backward_scratch(res: tuple[int, ...]) -> int:
 
 
 def _rows_per_part(rows: int) -> int:
-    """Rows of one block: a multiple of the 32 rows of a tile, so that parts do not depend on the forms."""
-    return max(32, -(-rows // (PARTS * 32)) * 32)
+    """Rows of one block: a multiple of a tile's, so that parts do not depend on the forms."""
+    return max(TALL, -(-rows // (PARTS * TALL)) * TALL)
 
 
 def _constants(
-    kind: str, gradient: str, columns: int, wanted: dict[str, int | str], warps: int
+    kind: str, gradient: str, columns: int, wanted: dict[str, int | str], *, forward: bool
 ) -> dict[str, int | str]:
-    """`warps` of a block that transposes: more hide more latency, but the backward pass needs their registers."""
     assert not int(wanted["FORMS"]) & SUMS, "nobody reads column sums of what a norm writes"
     number = access(columns, kind)
     accesses = columns // number
     group = -(-accesses // (32 * HELD))
     assert group <= 32, f"hidden size {columns} is too wide for one block"
-    groups = rows = max(1, 4 // group)
-    if int(wanted["FORMS"]) & COL:
-        groups, rows = max(1, warps // group), 32 if 32 * _pitch(columns) <= TILE_BYTES[capability() in SMALL] else 16
+    transposed = bool(int(wanted["FORMS"]) & COL)
+    warps, blocks, ahead = _shape(group, forward, transposed)
+    groups = rows = max(1, warps // group)
+    if transposed:
+        limit = shared_bytes_limit() - 1024
+        heights = ((TALL, limit // 2), (32, limit), (16, limit))  # rows, and bytes that a block may have
+        rows = next((rows for rows, most in heights if rows * _pitch(columns) <= most), 16)
     held = -(-accesses // (32 * group))
     sizes = {"C": columns, "N": number, "GROUP": group, "VPT": held, "GROUPS": groups, "ROWS": rows}
-    return {"T": kind, "G": gradient, **sizes, **wanted}
+    return {"T": kind, "G": gradient, **sizes, "BLOCKS": blocks, "AHEAD": ahead, **wanted}
+
+
+def _shape(group: int, forward: bool, transposed: bool) -> tuple[int, int, int]:
+    """Warps of a block, blocks to a multiprocessor at least, and whether the next row is read ahead.
+
+    Backward has the same groups whatever the forms: they decide the order in which the weight's gradient is added.
+    """
+    if forward:
+        return (16 if group < 4 else 32, 1, 0) if transposed else (4, 1, 0)
+    warps = max(4, 2 * group)
+    if transposed:
+        return warps, 2 if warps == 4 else 1, 1
+    return warps, 16 // warps if warps <= 8 else 1, 0
 
 
 def _threads(constants: dict[str, int | str]) -> int:
@@ -93,7 +108,7 @@ def _threads(constants: dict[str, int | str]) -> int:
 
 
 def _pitch(columns: int) -> int:
-    return -(-columns // 8) * 8 + 4
+    return -(-columns // 128) * 128  # forms.cuh
 
 
 def _tile_bytes(constants: dict[str, int | str]) -> int:

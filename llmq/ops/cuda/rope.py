@@ -8,6 +8,7 @@ from llmq.ops.cuda.launch import (
     COL,
     SUMS,
     SUMS_ROWS,
+    TILE_ROWS,
     TILE_THREADS,
     VALUE,
     access,
@@ -43,20 +44,18 @@ def _turn(
     kind, width, rows = type_of(x), table.shape[-1], rows_of(x.shape)
     wanted, outputs = forms(out)
     in_place = wanted["FORMS"] == VALUE and outputs[0] == pointer(x)
-    number, lanes = access(width // 2, kind), 8 if int(wanted["FORMS"]) & SUMS else 32  # see rope.cu
+    bits, number = int(wanted["FORMS"]), access(width // 2, kind)
+    if bits & (SUMS | COL):
+        # angles of 4 channels are 16 bytes, and serve two heads; a row of lanes is half a head where that is 8 or 16
+        number, together = min(number, 4), 2
+        lanes = 16 if width // 2 // number >= 16 else 8
+    else:
+        lanes, together = 32, 1
     heads, turned = num_heads + 2 * num_kv_heads, num_heads + num_kv_heads
-    sizes = {
-        "HEADS": heads,
-        "TURNED": turned,
-        "HD": width,
-        "N": number,
-        "LANES": lanes,
-        "SIGN": sign,
-        "IN_PLACE": int(in_place),
-    }
-    pairs = (turned if in_place else heads) * width // 2 // number
-    bits = int(wanted["FORMS"])
-    height = SUMS_ROWS if bits & SUMS else 64 if bits & COL else 4 * TILE_THREADS // lanes
-    blocks = -(-pairs // lanes) * -(-rows // height)
+    sizes = {"HEADS": heads, "TURNED": turned, "HD": width, "N": number, "LANES": lanes, "TOGETHER": together}
+    sizes |= {"SIGN": sign, "IN_PLACE": int(in_place)}
+    units = -(-(turned if in_place else heads) // together) * (width // 2 // number)
+    height = SUMS_ROWS if bits & SUMS else TILE_ROWS if bits & COL else 4 * TILE_THREADS // lanes
+    blocks = -(-units // lanes) * -(-rows // height)
     arguments = (*outputs, pointer(x), pointer(table), pointer(positions), np.int64(rows))
     launch("rope", "rope", blocks, TILE_THREADS, arguments, {"T": kind, **sizes, **wanted})

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from llmq.ops.cuda.launch import TILE_THREADS, access, forms, launch, pointer, rows_of, tiles, type_of
+from llmq.ops.cuda.launch import TILE_ROWS, TILE_THREADS, access, forms, launch, pointer, rows_of, tiles, type_of
 from llmq.tensor import Output, Tensor
 
 
@@ -25,6 +25,6 @@ def _launch(entry: str, output: Output, gate_up: tuple[int, ...], read: tuple[Te
     assert all(type_of(tensor) == kind for tensor in read), "activations have one dtype"
     wanted, outputs = forms(output)
     number = access(columns, kind)
-    blocks = tiles(rows, columns, int(wanted["FORMS"]), number)
+    blocks = tiles(rows, columns, int(wanted["FORMS"]), number, TILE_ROWS)
     arguments = (*outputs, *(pointer(tensor) for tensor in read), np.int64(rows))
     launch("swiglu", entry, blocks, TILE_THREADS, arguments, {"T": kind, "F": columns, "N": number, **wanted})

@@ -4,7 +4,7 @@ import math
 
 import numpy as np
 
-from llmq.ops.reference.random import EMBEDDING, random_bits
+from llmq.ops.reference.random import EMBEDDING, random_words
 from llmq.tensor import Output, Tensor
 
 
@@ -13,12 +13,14 @@ def embedding_noise(out: Output, /, res: Tensor, samples: Tensor, *, alpha: floa
 
     Jain et al., "NEFTune: Noisy Embeddings Improve Instruction Finetuning", 2023, where T is the length of the sample:
     here it is the row's, padding and all documents of a pack included. `samples` are the rows' places in the run's
-    sequence, modulo 2^32. The random bits of element t C + c of a row are those of that element, with its place as the
-    step (see random_bits), and u = floor(bits / 2^8) / 2^23 - 1, so that every factor is exact in f32.
+    sequence, modulo 2^32. Element i = t C + c of a row has word i % 4 of block i // 4 of random_words, with the row's
+    place as the step, and u = floor(word / 2^8) / 2^23 - 1, so that every factor is exact in f32.
     """
     values = res.read()
     b, t, c = values.shape
-    bits = np.stack([random_bits(seed, int(place), stream, EMBEDDING, t * c) for place in samples.read()])
+    blocks = (0, -(-t * c // 4))
+    words = (random_words(seed, int(place), stream, EMBEDDING, *blocks) for place in samples.read())
+    bits = np.stack([word.T.ravel()[: t * c] for word in words])
     kind = values.dtype.type
     u = (bits >> np.uint32(8)).astype(kind).reshape(b, t, c) * kind(2.0**-23) - kind(1)
     out.write(values + u * kind(np.float32(alpha / math.sqrt(t * c))))

@@ -97,7 +97,7 @@ def adamw(
         weight.chunk(start, rows).write(updated)
 
 
-def _stored(value: np.ndarray, dtype: str, purpose: int, seed: int, step: int, stream: int, first: int) -> np.ndarray:
+def _stored(value: np.ndarray, dtype: str, purpose: str, seed: int, step: int, stream: int, first: int) -> np.ndarray:
     """`value` as stored in `dtype`: bf16 is rounded stochastically, with the bits of elements from `first` on."""
     if dtype != "bf16":
         return value.astype(DTYPES[dtype], copy=False)

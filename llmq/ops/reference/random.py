@@ -7,19 +7,20 @@ parameter is updated, in whatever order, on whatever device, its elements get th
 import ml_dtypes
 import numpy as np
 
-M, V, MASTER, EMBEDDING = 0, 1, 2, 3  # purposes: what is rounded, or gets noise
+M, V, MASTER = "m", "v", "master"  # what is rounded
+MOMENTS, OF_MASTER, EMBEDDING = 0, 1, 2  # what a block of words is for: the last word of its counter
 _WORD = np.uint64(0xFFFFFFFF)
 
 
-def philox4x32(counter: np.ndarray, key: tuple[int, int]) -> np.ndarray:
-    """(4,n) uint32 <- counter (4,n) uint32, by Philox4x32-10.
+def philox4x32(counter: np.ndarray, key: tuple[int, int], rounds: int = 7) -> np.ndarray:
+    """(4,n) uint32 <- counter (4,n) uint32, by Philox4x32.
 
-    Salmon et al., "Parallel random numbers: as easy as 1, 2, 3", 2011.
+    Salmon et al., "Parallel random numbers: as easy as 1, 2, 3", 2011: 7 rounds pass BigCrush, 10 are the usual margin.
     """
     c0, c1, c2, c3 = counter.astype(np.uint64)
     k0, k1 = key
     half = np.uint64(32)
-    for _ in range(10):
+    for _ in range(rounds):
         left, right = c0 * np.uint64(0xD2511F53), c2 * np.uint64(0xCD9E8D57)
         c0, c1 = (right >> half) ^ c1 ^ np.uint64(k0), right & _WORD
         c2, c3 = (left >> half) ^ c3 ^ np.uint64(k1), left & _WORD
@@ -27,26 +28,37 @@ def philox4x32(counter: np.ndarray, key: tuple[int, int]) -> np.ndarray:
     return np.stack([c0, c1, c2, c3]).astype(np.uint32)
 
 
-def random_bits(seed: int, step: int, stream: int, purpose: int, count: int, first: int = 0) -> np.ndarray:
-    """uint32 (count,): the bits of elements [first, first + count) of a parameter.
+def random_words(seed: int, step: int, stream: int, use: int, start: int, stop: int) -> np.ndarray:
+    """uint32 (4, stop - start): the words of blocks [start, stop) for the use `use` (see above).
 
-    Element i is word i % 4 of the block with counter (i // 4 low, i // 4 high, step, purpose) and key (seed low, stream
-    xor seed high); all are taken modulo 2^32.
+    Block b has the counter (b low, b high, step, use) and the key (seed low, stream xor seed high), modulo 2^32 each.
     """
-    blocks = np.arange(first // 4, -(-(first + count) // 4), dtype=np.uint64)
+    blocks = np.arange(start, stop, dtype=np.uint64)
     counter = np.empty((4, blocks.size), np.uint32)
     counter[0], counter[1] = blocks & _WORD, blocks >> np.uint64(32)
-    counter[2:] = np.array([[step & 0xFFFFFFFF], [purpose & 0xFFFFFFFF]], np.uint32)
-    words = philox4x32(counter, (seed & 0xFFFFFFFF, (stream ^ (seed >> 32)) & 0xFFFFFFFF))
-    return words.T.ravel()[first % 4 :][:count]
+    counter[2:] = np.array([[step & 0xFFFFFFFF], [use]], np.uint32)
+    return philox4x32(counter, (seed & 0xFFFFFFFF, (stream ^ (seed >> 32)) & 0xFFFFFFFF))
+
+
+def random_bits(seed: int, step: int, stream: int, purpose: str, count: int, first: int = 0) -> np.ndarray:
+    """uint16 (count,): the bits of elements [first, first + count) of a parameter.
+
+    Element i of m has the low half of word i % 4 of block i // 4 for moments, v the high half of that word. A master's
+    block serves 8 elements: low halves of its words the first 4, high halves the others.
+    """
+    use, served = (OF_MASTER, 8) if purpose == MASTER else (MOMENTS, 4)
+    words = random_words(seed, step, stream, use, first // served, -(-(first + count) // served))
+    halves = {"low": words.astype(np.uint16), "high": (words >> np.uint32(16)).astype(np.uint16)}  # (4,blocks)
+    wanted = {M: ["low"], V: ["high"], MASTER: ["low", "high"]}[purpose]
+    return np.concatenate([halves[name] for name in wanted]).T.ravel()[first % served :][:count]
 
 
 def stochastic_round_bf16(values: np.ndarray, bits: np.ndarray) -> np.ndarray:
     """`values` (f32; f64 is rounded to f32 first) in bf16, up or down with probabilities that keep the mean.
 
-    The low 16 random bits are added below the kept mantissa, then cut off. Infinities and NaN pass through.
+    The random bits (uint16) are added below the kept mantissa, then cut off. Infinities and NaN pass through.
     """
     values = values.astype(np.float32, copy=False)
-    raised = (values.view(np.uint32) + (bits & np.uint32(0xFFFF))) & np.uint32(0xFFFF0000)
+    raised = (values.view(np.uint32) + bits) & np.uint32(0xFFFF0000)
     finite = np.isfinite(values)
     return np.where(finite, raised.view(np.float32), values).astype(ml_dtypes.bfloat16)
