@@ -7,7 +7,7 @@ import shlex
 from llmq.options import Options, descriptions
 from llmq.section import flag
 
-NEEDED = ("model", "train_file")
+NEEDED = ("model", "train_file", "data")  # the last two are alternatives
 
 
 def continue_command(options: Options) -> str:
@@ -16,7 +16,7 @@ def continue_command(options: Options) -> str:
     It has the options that differ from their defaults.
     """
     values = {**options.to_flat(), **options.templates}
-    plain = Options.parse({key: values[key] for key in NEEDED})
+    plain = Options.parse({key: values[key] for key in NEEDED if values[key] is not None})
     defaults = {**plain.to_flat(), **plain.templates}
     flags = []
     for key in descriptions():

@@ -289,10 +289,19 @@ def tokenizer_files(folder: Path | None) -> list[Path]:
 
 
 def _generation_config(folder: Path | None, own: dict[str, Any]) -> dict[str, Any]:
-    """generation_config.json: the source's values where it has them, else `own`."""
+    """generation_config.json: the source's values where it has them, else `own`; the end tokens of both."""
     path = Path(folder) / "generation_config.json" if folder is not None else None
     source = read_json(path) if path is not None and path.exists() else {}
-    return {**{key: value for key, value in own.items() if value is not None}, **source}
+    ends = [*_as_list(source.get("eos_token_id")), *_as_list(own.get("eos_token_id"))]
+    merged = {**{key: value for key, value in own.items() if value is not None}, **source}
+    if ends:
+        unique = list(dict.fromkeys(ends))
+        merged["eos_token_id"] = unique[0] if len(unique) == 1 else unique
+    return merged
+
+
+def _as_list(value: Any) -> list[Any]:
+    return value if isinstance(value, list) else [] if value is None else [value]
 
 
 def _slices(rows: Sequence[Row], read: Callable[[Row], np.ndarray], dtype: str) -> Iterator[np.ndarray]:

@@ -126,7 +126,7 @@ def _downloaded(name: str, revision: str, kind: str) -> Path:
     except DataError:
         pass
     look = partial(HfApi().model_info, name, revision=revision, files_metadata=True, timeout=TIMEOUT_S)
-    info = _ask(name, revision, "", look)
+    info = ask(name, revision, "", look)
     sizes = {entry.rfilename: entry.size or 0 for entry in info.siblings or []}
     if kind == "tokenizer":
         _check_tokenizer(name, sizes)
@@ -139,26 +139,30 @@ def _downloaded(name: str, revision: str, kind: str) -> Path:
     if kind == "tokenizer":
         small.sort(key=lambda file: file != "tokenizer.json")
     # The first file is asked for by the revision's name, so that the cache learns which commit that is.
-    folder = _fetch(name, revision, small[:1], sizes)
+    folder = fetch(name, revision, small[:1], sizes)
     if folder.name != info.sha:
         raise DataError(f"{name} changed on the Hub just now: run the same command again")
-    _fetch(name, info.sha, small[1:], sizes)
+    fetch(name, info.sha, small[1:], sizes)
     if kind != "tokenizer":
         from_folder(folder)
     if kind == "model":
         weights = [WEIGHTS] if WEIGHTS in sizes else index_files(folder / INDEX)
         if absent := [file for file in weights if file not in sizes]:
             raise DataError(f"{name} lacks weight files that its index names: {', '.join(absent)}")
-        _fetch(name, info.sha, weights, sizes)
+        fetch(name, info.sha, weights, sizes)
     return folder
 
 
-def _fetch(name: str, revision: str, files: list[str], sizes: Mapping[str, int]) -> Path:
-    """Downloads files that are not cached, after a look at the disk; returns the folder (Path() for no files)."""
+def fetch(name: str, revision: str, files: list[str], sizes: Mapping[str, int], repo_type: str = "model") -> Path:
+    """Downloads files that are not cached, after a look at the disk; returns the folder (Path() for no files).
+
+    Of a data set, `revision` is a commit.
+    """
     from huggingface_hub import constants, hf_hub_download, try_to_load_from_cache
 
     cache = Path(constants.HF_HUB_CACHE)
-    missing = [file for file in files if not isinstance(try_to_load_from_cache(name, file, revision=revision), str)]
+    at = {"revision": revision, "repo_type": repo_type}
+    missing = [file for file in files if not isinstance(try_to_load_from_cache(name, file, **at), str)]
     needed, free = sum(sizes[file] for file in missing), free_bytes(cache)
     if missing and needed + SPACE_LEFT > free:
         raise StorageError(
@@ -167,16 +171,17 @@ def _fetch(name: str, revision: str, files: list[str], sizes: Mapping[str, int])
         )
     folder = Path()
     for file in files:
-        path = _ask(name, revision, file, partial(hf_hub_download, name, file, revision=revision))
+        path = ask(name, revision, file, partial(hf_hub_download, name, file, **at), repo_type)
         folder = Path(path).parents[file.count("/")]
     return folder
 
 
-def _ask(name: str, revision: str, file: str, request: Callable[[], T]) -> T:
-    """Runs a request to the Hub (for `file`, or the model's description); what goes wrong becomes one clear error."""
+def ask(name: str, revision: str, file: str, request: Callable[[], T], repo_type: str = "model") -> T:
+    """Runs a request to the Hub (for `file`, or the description); what goes wrong becomes one clear error."""
     from huggingface_hub import constants, errors
 
     at, doing = constants.ENDPOINT, f"downloading {file} of {name}" if file else f"looking for {name}"
+    page = f"{at}/{name}" if repo_type == "model" else f"{at}/datasets/{name}"
     # The library's transport changes with its version (requests, httpx, httpx2); the one it has loaded is meant.
     transports = (("requests", "RequestException"), ("httpx", "HTTPError"), ("httpx2", "HTTPError"))
     loaded = tuple(getattr(sys.modules[module], kind) for module, kind in transports if module in sys.modules)
@@ -187,16 +192,21 @@ def _ask(name: str, revision: str, file: str, request: Callable[[], T]) -> T:
         raise UsageError(f"{name!r} is neither a local folder nor a name on the Hub (ORG/NAME): {error}") from None
     except errors.GatedRepoError:
         raise DataError(
-            f"{name} is gated: accept its terms at {at}/{name}, then log in with `hf auth login` "
+            f"{name} is gated: accept its terms at {page}, then log in with `hf auth login` "
             "(or set HF_TOKEN to a token of that account) and run the same command again"
         ) from None
     except errors.RepositoryNotFoundError:
+        if repo_type == "dataset":
+            raise DataError(
+                f"there is no file or folder {name}, and {at} has no public data set of that name: give a path, or a "
+                "data set as ORG/NAME; a private one needs `hf auth login` or HF_TOKEN"
+            ) from None
         raise DataError(
             f"there is no folder {name}, and {at} has no public model of that name{_suggestion(name)}: give a folder, "
             "ORG/NAME, or a preset with --from-scratch; a private model needs `hf auth login` or HF_TOKEN"
         ) from None
     except errors.RevisionNotFoundError:
-        raise DataError(f"{name} has no revision {revision!r}: see {at}/{name}/tree/main for its branches") from None
+        raise DataError(f"{name} has no revision {revision!r}: see {page}/tree/main for its branches") from None
     except errors.HfHubHTTPError as error:
         status = error.response.status_code if error.response is not None else "no status"
         way_out = "the token in HF_TOKEN or of `hf auth login` is not valid" if status == 401 else "try again later"
@@ -214,7 +224,8 @@ def _ask(name: str, revision: str, file: str, request: Callable[[], T]) -> T:
             raise DataError(
                 f"{doing} was cut off ({said}): run the same command again, complete files are kept"
             ) from None
-        raise DataError(f"{at} cannot be reached, {doing} ({said}){_copy_hint(name, revision)}") from None
+        hint = _copy_hint(name, revision) if repo_type == "model" else ": check the network, HF_ENDPOINT and proxies"
+        raise DataError(f"{at} cannot be reached, {doing} ({said}){hint}") from None
 
 
 def _suggestion(name: str) -> str:

@@ -14,6 +14,7 @@ from llmq.checkpoint import Checkpoints, checkpoint_bytes, load_state
 from llmq.commands import continue_command
 from llmq.config import ModelConfig
 from llmq.data.loader import Data, open_data
+from llmq.data.prepare import open_named, sample_text
 from llmq.device import Device
 from llmq.disk import check_free_space
 from llmq.errors import UsageError
@@ -89,8 +90,9 @@ def prepare(options: Options, log: RunLog) -> Job:
     resume = checkpoints.start()
     source = open_source(options.model)
     given = None if source.from_scratch else source.tokenizer_folder  # from scratch, the data's tokenizer is exported
-    data = open_data(options.data, source.config.vocab_size, seed, tokenizer=given)
-    config = _with_end_token(source, data.eos_token_id())
+    named = open_named(options.source, source, plan_only=_plans_only(options.run), say=log.say)
+    data = open_data(options.data, source.config.vocab_size, seed, tokenizer=given, named=named)
+    config = _with_end_tokens(source, data.end_token_ids())
     schedule = make_schedule(options.schedule, data.train.num_windows, data.samples_per_step)
     dtypes = precision.resolve(options.precision, config.num_layers)
     b, t = data.batch_size, data.seq_len
@@ -163,12 +165,14 @@ def prepare(options: Options, log: RunLog) -> Job:
     return job
 
 
-def _with_end_token(source: ModelSource, eos: int | None) -> ModelConfig:
-    """The config of the exported model: one trained from scratch ends its documents as its data does."""
+def _with_end_tokens(source: ModelSource, ends: tuple[int, ...]) -> ModelConfig:
+    """The config of the exported model: it ends texts as its data does, and one trained before as then, too."""
     config = source.config
-    if not source.from_scratch or eos is None or eos in config.eos_token_ids:
+    if set(ends) <= set(config.eos_token_ids):
         return config
-    return replace(config, eos_token_ids=(eos,), bos_token_id=None, pad_token_id=None)
+    if source.from_scratch:
+        return replace(config, eos_token_ids=ends, bos_token_id=None, pad_token_id=None)
+    return replace(config, eos_token_ids=tuple(dict.fromkeys((*config.eos_token_ids, *ends))))
 
 
 def _describe(job: Job, log: RunLog) -> None:
@@ -182,6 +186,8 @@ def _describe(job: Job, log: RunLog) -> None:
     steps = {"tokens per step": job.tokens_per_step, "steps per epoch": per_epoch, "steps": job.schedule.steps}
     shares = [asdict(share) for share in data.shares(job.schedule.steps * data.samples_per_step)]
     log.dataset(data.train.files, data.eval.files if data.eval else (), mixture=shares, **steps, **data.facts())
+    if sample := sample_text(data.train.token_files, data.tokenizer_folder):
+        log.say(sample)
     table = {name: size / MIB for name, size in plan.table().items()}
     other = table.pop("Other")
     total, free = device.memory_bytes(job.device)

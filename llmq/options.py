@@ -27,12 +27,14 @@ from llmq.sections import (
     PrecisionOptions,
     RunOptions,
     ScheduleOptions,
+    SourceOptions,
     SystemOptions,
 )
 
 SECTIONS: dict[str, type[Section]] = {
     "model": ModelOptions,
     "data": DataOptions,
+    "source": SourceOptions,
     "precision": PrecisionOptions,
     "memory": MemoryOptions,
     "schedule": ScheduleOptions,
@@ -60,10 +62,13 @@ def _spellings() -> dict[str, Description]:
 
 def _across(sections: Mapping[str, Any]) -> Iterator[str]:
     """Contradictions between sections; one that is bad in itself is None."""
-    data, log, system, run = (sections[name] for name in ("data", "log", "system", "run"))
+    data, source, log, system, run = (sections[name] for name in ("data", "source", "log", "system", "run"))
+    if data and source:
+        yield from source.beside(data.train_file, data.eval_file, data.weight)
     if system and run and system.gpu is not None and not run.dry_run:
         yield f"--gpu {system.gpu} only plans: add --dry-run, or choose a GPU that is here with CUDA_VISIBLE_DEVICES"
-    if data and log and data.eval_file is None:
+    no_eval = data and source and data.eval_file is None and (source.data is None or source.eval_fraction == 0)
+    if log and no_eval:
         for key in ("eval_every_n_steps", "eval_num_steps"):
             value = getattr(log, key)
             if value not in (0, descriptions()[key].default):
@@ -81,6 +86,7 @@ class Options:
 
     model: ModelOptions
     data: DataOptions
+    source: SourceOptions
     precision: PrecisionOptions
     memory: MemoryOptions
     schedule: ScheduleOptions

@@ -53,6 +53,7 @@ Float = Annotated[float, BeforeValidator(_number)]
 Text = Annotated[str, BeforeValidator(_text)]
 Path = Annotated[Text, Field(min_length=1), AfterValidator(_home)]
 Floats = Annotated[tuple[Float, ...], BeforeValidator(_several), Field(min_length=1)]
+Texts = Annotated[tuple[Text, ...], BeforeValidator(_patterns), Field(min_length=1)]
 Paths = Annotated[tuple[Path, ...], BeforeValidator(_patterns), Field(min_length=1)]
 
 

@@ -8,12 +8,12 @@ another option (`master_dtype` on `model_dtype`) is resolved here, so readers se
 # No `from __future__ import annotations`: pydantic would compile every annotation from text, a tenth of --help's time.
 
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Annotated, Any, Literal
 
 from pydantic import BeforeValidator
 
-from llmq.section import Float, Floats, Int, Path, Paths, Section, Text, flag, option
+from llmq.section import Float, Floats, Int, Path, Paths, Section, Text, Texts, describe, flag, option
 
 LARGEST_STEP = 2**31 - 1  # the step number is an int32 on the device
 LARGEST_SEED = 2**64 - 1  # two 32-bit words of a Philox key
@@ -54,9 +54,14 @@ class ModelOptions(Section):
 
 class DataOptions(Section):
     title = "Data"
-    train_file: Paths = option(..., "Token files to train on: path or glob, repeatable; or a mixture.", metavar="GLOB")
+    train_file: Paths | None = option(
+        None,
+        "Token files to train on: path or glob, repeatable; or a mixture.",
+        metavar="GLOB",
+        shown="needed, or --data",
+    )
     weight: Floats | None = option(
-        None, "Share of each --train-file in the tokens, in the same order; repeatable.", metavar="WEIGHT"
+        None, "Share of each --train-file or --data in the tokens, in the same order; repeatable.", metavar="WEIGHT"
     )
     eval_file: Paths | None = option(None, "Held-out token files: a path or glob; repeatable.", metavar="GLOB")
     batch_size: Int = option(
@@ -109,6 +114,67 @@ class DataOptions(Section):
                 f"--global-batch-size {total} and --grad-accumulation {self.grad_accumulation} disagree: with "
                 f"--batch-size {micro} the first asks for {total // micro} micro-batches; give one of the two"
             )
+
+
+class SourceOptions(Section):
+    title = "Data to tokenize"
+    data: Paths | None = option(
+        None,
+        "Instead of --train-file and --eval-file: text or rows, tokenized once with the model's tokenizer. A file, "
+        "folder or glob, or a data set as NAME[@REVISION][:CONFIG[:SPLIT[SLICE]]]; repeatable; or one mix file (YAML).",
+        metavar="NAME-OR-PATH",
+    )
+    eval_fraction: Float | None = option(
+        None,
+        "Part of the data that is kept for evaluation; 0 keeps none.",
+        shown="the data's own validation split, else 0.1",
+        ge=0,
+        lt=1,
+    )
+    data_format: Text | None = option(None, "What the rows are.", shown="as their columns tell", metavar="FORMAT")
+    map_: Texts | None = option(None, "What a column is called in the data; repeatable.", metavar="OURS=THEIRS")
+    chat_template: Text | None = option(
+        None, "Chat template in Jinja: a file, or its text.", shown="the tokenizer's own", metavar="FILE-OR-TEXT"
+    )
+    train_on: Text | None = option(
+        None, "What is trained of a row: assistant, all, last, or roles with commas.", shown="answers", metavar="WHAT"
+    )
+    overlong: Literal["truncate", "split", "drop"] | None = option(
+        None, "What happens to rows of more than --seq-len tokens.", shown="they stay whole"
+    )
+    skip_bad_rows: Int = option(0, "Leave out up to so many rows that are broken.", ge=0, le=LARGEST_STEP)
+    streaming: bool = option(
+        False, "Tokenize while training and keep no token files: for data that is larger than the disk."
+    )
+
+    def contradictions(self) -> Iterator[str]:
+        if self.data is None:
+            for d in describe("source", type(self)):
+                if d.key != "data" and (value := getattr(self, d.field)) not in (None, d.default):
+                    shown = "" if value is True else f" {value}"
+                    yield f"{flag(d.key)}{shown} is for --data: give that, or leave it out"
+        elif self.streaming and len(self.data) > 1:
+            yield f"--streaming reads one data set, but --data is given {len(self.data)} times: give one"
+        if self.data is not None and self.streaming and self.eval_fraction:
+            yield (
+                f"--eval-fraction {self.eval_fraction:g} of a stream is not known ahead: leave it out, so that the "
+                "validation split is used if there is one, or set it to 0"
+            )
+
+    def beside(
+        self, train_file: Sequence[str] | None, eval_file: Sequence[str] | None, weight: Sequence[float] | None
+    ) -> Iterator[str]:
+        """Contradictions with the options that name token files, and their weights."""
+        if train_file is None and self.data is None:
+            yield "--train-file is needed: Token files to train on; or --data: text or rows to tokenize"
+        for key, files in (("train_file", train_file), ("eval_file", eval_file)):
+            if self.data is not None and files is not None:
+                given, named = ", ".join(files), ", ".join(self.data)
+                yield f"{flag(key)} {given} and --data {named} both say what the data is: give one of them"
+        if weight is not None and self.data is not None and len(weight) != len(self.data):
+            yield (f"--weight is given {len(weight)} times and --data {len(self.data)} times: give one weight for each")
+        if weight is not None and self.streaming:
+            yield "--weight is for several sources, but --streaming reads one: leave one of them out"
 
 
 class PrecisionOptions(Section):

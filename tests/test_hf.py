@@ -315,7 +315,7 @@ def test_generation_config(tmp_path):
     (source / "generation_config.json").write_text('{"eos_token_id": 7, "temperature": 0.7}')
     write(tmp_path / "b", config, tokenizer_folder=source)
     written = json.loads((tmp_path / "b/generation_config.json").read_text())
-    assert written == {"bos_token_id": 1, "eos_token_id": 7, "temperature": 0.7}
+    assert written == {"bos_token_id": 1, "eos_token_id": [7, 2, 5], "temperature": 0.7}  # the ends of both
     (source / "generation_config.json").write_text("{")
     with pytest.raises(DataError, match="generation_config"):
         write(tmp_path / "c", config, tokenizer_folder=source)

@@ -61,6 +61,7 @@ OWNERS = {
     "ModelOptions": "llmq.source",
     "ExportOptions": "llmq.hf",
     "DataOptions": "llmq.data.loader",
+    "SourceOptions": "llmq.data.prepare",
     "PrecisionOptions": "llmq.plan.precision",
     "MemoryOptions": "llmq.plan.memory",
     "ScheduleOptions": "llmq.schedule",

@@ -102,7 +102,8 @@ def engine_of(plan: Plan, *, seed: int = 0, poison: bool = True, backend: Backen
     engine = Engine(plan, backend or HostBackend(), poison=poison)
     engine.load(parameters(plan, seed))
     if engine.needs_warm_up:
-        engine.warm_up(*batch(), None if plan.packing is None else np.array([[0, T]] * B, np.int32))
+        b, t = plan.batch_size, plan.seq_len
+        engine.warm_up(*batch(b=b, t=t), None if plan.packing is None else np.array([[0, t]] * b, np.int32))
     return engine
 
 

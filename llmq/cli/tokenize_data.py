@@ -1,4 +1,4 @@
-"""tokenize-data: text into token files for training."""
+"""tokenize-data: text and rows into token files for training."""
 
 from __future__ import annotations
 
@@ -8,16 +8,29 @@ import threading
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from types import FrameType
+from typing import Any
 
 import click
 
 from llmq.cli import shell
-from llmq.errors import TERMINATED
+from llmq.errors import TERMINATED, UsageError
 
 
 @click.command("tokenize-data", context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 100})
-@click.option("--dataset", metavar="NAME", help="A data set by name: tiny-shakespeare (1.1 MB, downloaded once).")
-@click.option("--input", "inputs", multiple=True, metavar="FILE-OR-GLOB", help="Text files in UTF-8; repeatable.")
+@click.option(
+    "--dataset",
+    metavar="NAME",
+    help="A data set by name: tiny-shakespeare, tiny-stories, gsm8k, limo, fineweb-1b, fineweb-10b, climb-1b, "
+    "climb-10b, climb-20b, or one of the Hugging Face Hub as NAME[@REVISION][:CONFIG[:SPLIT[SLICE]]].",
+)
+@click.option(
+    "--input",
+    "inputs",
+    multiple=True,
+    metavar="PATH",
+    help="A file, folder or glob; repeatable. Rows in .jsonl, .json, .csv, .tsv (also .gz, .zst) and .parquet; "
+    "any other file is text in UTF-8.",
+)
 @click.option(
     "--model",
     "--tokenizer",
@@ -26,59 +39,98 @@ from llmq.errors import TERMINATED
     metavar="NAME-OR-FOLDER",
     help="Whose tokenizer: qwen (Qwen2.5), llama (Llama 2), any hub name, or a folder with a tokenizer.json.",
 )
-@click.option("--revision", help="Branch, tag or commit of a hub name.")
+@click.option("--revision", help="Branch, tag or commit of the tokenizer's hub name.")
 @click.option(
     "--eval-fraction",
     type=click.FloatRange(0, 1, max_open=True),
-    default=0.1,
-    show_default=True,
-    help="Part of the text that goes to eval.bin; 0 writes no eval.bin.",
+    help="Part of the data that goes to eval.bin; 0 writes none.  [default: the data's validation split, else 0.1]",
 )
 @click.option("--eos-token", help="The token that ends a document, if the tokenizer does not say.")
-@click.option("--out-dir", metavar="FOLDER", help="Where to write.  [default: data/TEXT-TOKENIZER]")
+@click.option("--data-format", metavar="FORMAT", help="What the rows are.  [default: as their columns tell]")
+@click.option(
+    "--map", "mapping", multiple=True, metavar="OURS=THEIRS", help="What a column is called in the data; repeatable."
+)
+@click.option("--chat-template", metavar="FILE-OR-TEXT", help="Chat template in Jinja.  [default: the tokenizer's own]")
+@click.option(
+    "--train-on",
+    metavar="WHAT",
+    help="What is trained of a row: assistant, all, last, or roles with commas.  [default: answers]",
+)
+@click.option("--seq-len", type=click.IntRange(min=1), help="Tokens from which on a row is too long: see --overlong.")
+@click.option(
+    "--overlong",
+    type=click.Choice(["truncate", "split", "drop"]),
+    help="What happens to rows of more than --seq-len tokens.  [default: truncate]",
+)
+@click.option(
+    "--skip-bad-rows",
+    type=click.IntRange(min=0),
+    default=0,
+    metavar="N",
+    help="Leave out up to N rows that are broken.",
+)
+@click.option("--show", type=click.IntRange(min=0), default=0, metavar="N", help="Print N samples, colored by mask.")
+@click.option("--out-dir", metavar="FOLDER", help="Where to write.  [default: data/DATA-TOKENIZER]")
 def command(
-    dataset: str | None,
     inputs: tuple[str, ...],
-    tokenizer: str,
-    revision: str | None,
-    eval_fraction: float,
-    eos_token: str | None,
-    out_dir: str | None,
+    mapping: tuple[str, ...],
+    show: int,
+    seq_len: int | None,
+    overlong: str | None,
+    data_format: str | None,
+    chat_template: str | None,
+    train_on: str | None,
+    **given: Any,
 ) -> None:
-    """Tokenizes text into train.bin and eval.bin.
+    """Tokenizes text and rows into train.bin and eval.bin.
 
     \b
     tokenize-data --dataset tiny-shakespeare --model qwen
     tokenize-data --input 'books/*.txt' --tokenizer ./my-tokenizer
+    tokenize-data --input chats.jsonl.gz --model qwen --show 3
+    tokenize-data --dataset 'wikitext:wikitext-2-raw-v1:train[:10%]' --model qwen
 
-    One file is one document and ends with the tokenizer's EOS; text that spells a special token is ordinary text. Whole
-    files, spread evenly, become eval.bin; of a single file, its end does, from a line break on. Beside each token file
-    lies a .json that says where it comes from, and the tokenizer's files lie in tokenizer/.
+    A text file is one document, and so is a row; each ends with the tokenizer's EOS, or as its chat template says. Data
+    of more than 100 million tokens is written in parts: train-000.bin, train-001.bin, ... Beside each token file lies a
+    .json that says where it comes from, and the tokenizer's files lie in tokenizer/.
 
-    Memory: about 300 MB, whatever the size, with the tokenizers of GPT-2, Llama 3 and Qwen and others built like them.
+    For evaluation, whole text files or rows are kept, spread evenly; of a single text file, its end from a line break
+    on. An interrupted call goes on where it was when it is made again. No code of a data set is ever run.
+
+    Memory: about 400 MB, whatever the size, with the tokenizers of GPT-2, Llama 3 and Qwen and others built like them.
     With any other (such as Llama 2), each document is tokenized as a whole, which takes some 120 times its size.
 
     Environment: LLMQ_TINY_SHAKESPEARE is a file or URL to take instead of the download, LLMQ_CACHE the folder for
-    downloads (~/.cache/llmq), HF_HUB_OFFLINE=1 forbids the network, TOKENIZERS_PARALLELISM=false is one thread.
+    what is kept (~/.cache/llmq), HF_HUB_OFFLINE=1 forbids the network, TOKENIZERS_PARALLELISM=false is one thread.
     """
+    if overlong is not None and seq_len is None:
+        raise UsageError(f"--overlong {overlong} is for rows of more than --seq-len tokens: give --seq-len too")
     # Imported here, so that --help does not wait for them.
     from rich.console import Console
     from rich.progress import Progress
 
-    from llmq.data.tokenize import tokenize_data
+    from llmq.data.encode import EncodeOptions
+    from llmq.data.request import parsed_mapping
+    from llmq.data.tokenize import show_samples, tokenize_data
 
+    encode = EncodeOptions(
+        data_format=data_format,
+        mapping=parsed_mapping(mapping),
+        chat_template=chat_template,
+        train_on=train_on,
+        overlong=overlong or "truncate",
+        seq_len=seq_len,
+    )
     console = Console(stderr=True)
     with _terminable(), Progress(console=console, transient=True, disable=not sys.stderr.isatty()) as progress:
         bar = progress.add_task("tokenizing", total=None)
         written = tokenize_data(
-            tokenizer=tokenizer,
-            dataset=dataset,
             inputs=inputs,
-            revision=revision,
-            eval_fraction=eval_fraction,
-            eos_token=eos_token,
-            out_dir=out_dir,
+            encode=encode,
             on_progress=lambda done, total: progress.update(bar, completed=done, total=total),
+            say=lambda text: console.print(text, markup=False, highlight=False, soft_wrap=True),
+            on_encoder=lambda encoder, first: show_samples(encoder, first, show, Console()),
+            **given,
         )
     for file in written:
         documents = f"{file.num_documents} document{'s' if file.num_documents != 1 else ''}"

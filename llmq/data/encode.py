@@ -24,10 +24,12 @@ from llmq.data.formats import CHATS, PAIRS, Chat, Format, Pair, Text, Tokens, fi
 from llmq.data.masks import Sample, TrainOn, samples, trained_tokens
 from llmq.data.records import BadRow, Record
 from llmq.data.template import MARKER, OWN, ChatTemplate, RenderError, Templates, open_templates
+from llmq.data.text import pieces_of
 from llmq.data.tokenizer import TextTokenizer
 from llmq.errors import DataError, UsageError
 
 Masked = tuple[np.ndarray, np.ndarray | None]  # ids (n,) int32, trained (n,) bool or None
+ENCODED_AT_ONCE = 1 << 20  # characters
 OVERLONG = ("truncate", "split", "drop")
 PROBE = Chat([{"role": "user", "content": "Why?"}, {"role": "assistant", "content": "Because."}])
 
@@ -112,6 +114,12 @@ class Encoder:
         self.counts = Counts()
         self.notices: tuple[str, ...] = ()
 
+    def copied(self) -> Encoder:
+        """An encoder of the same kind with counts of its own, for another thread: one may be used by one at a time."""
+        other = copy.copy(self)
+        other.counts = Counts()
+        return other
+
     @property
     def makes_masks(self) -> bool:
         """Whether documents can have tokens that are not trained."""
@@ -187,7 +195,7 @@ class Encoder:
                 if bad is None:
                     raise
                 bad.append(error)
-        encodings = iter(self._encodings([text for _, _, texts in read for text in texts]))
+        encodings = self._encodings([text for _, _, texts in read for text in texts])
         for record, content, texts in read:
             yield record, self._documents(content, [next(encodings) for _ in texts])
 
@@ -206,25 +214,31 @@ class Encoder:
         """What `_read` gives, without its check."""
         match content:
             case Text(text):
-                return content, [text]
+                return content, pieces_of(text) if self.tokenizer.in_pieces else [text]
             case Pair(prompt, answer):
                 return content, [prompt, answer]
         return content, []
 
-    def _encodings(self, texts: list[str]) -> list[Any]:
-        return self.tokenizer.encoder.encode_batch_fast(texts, add_special_tokens=False)
+    def _encodings(self, texts: list[str]) -> Iterator[Any]:
+        """The ids (n,) int32 of each text; of some at a time, as the library holds 100 bytes per character."""
+        start = characters = 0
+        for stop, text in enumerate(texts, 1):
+            characters += len(text)
+            if characters >= ENCODED_AT_ONCE or stop == len(texts):
+                for code in self.tokenizer.encoder.encode_batch_fast(texts[start:stop], add_special_tokens=False):
+                    yield np.fromiter(code.ids, np.int32, len(code))
+                start, characters = stop, 0
 
     def _documents(self, content: Any, encodings: list[Any]) -> list[Masked]:
         if isinstance(content, Tokens):
             if content.ids[-1] == self.tokenizer.eos_token_id and (content.trained is None or content.trained[-1]):
                 self.counts.end_tokens.add(self.tokenizer.eos_token_id)
             return [(content.ids, content.trained)]
-        parts = [np.array(encoding.ids, np.int32) for encoding in encodings]
-        ids = np.concatenate([*parts, np.array([self.tokenizer.eos_token_id], np.int32)])
+        ids = np.concatenate([*encodings, np.array([self.tokenizer.eos_token_id], np.int32)])
         if isinstance(content, Text) or self.train_on.everything:
             return [(ids, None)]
         trained = np.ones(len(ids), bool)
-        trained[: len(parts[0])] = False
+        trained[: len(encodings[0])] = False
         return [(ids, trained)]
 
 
@@ -252,6 +266,12 @@ class ChatEncoder(Encoder):
         self._end_ids = {number for token in self.end_tokens if (number := self.encoder.token_to_id(token)) is not None}
         self._spelled = re.compile("|".join(map(re.escape, self.end_tokens)))
         self._probe(first)
+
+    def copied(self) -> ChatEncoder:
+        """As above. A template's budget is its environment's, so each copy has an environment."""
+        other = copy.copy(self)
+        other.counts, other.templates = Counts(), copy.deepcopy(self.templates)
+        return other
 
     def _probe(self, first: Sequence[Record]) -> None:
         """Learns from a small chat, or else the first rows, how the template ends a turn.
@@ -342,8 +362,8 @@ class ChatEncoder(Encoder):
             self.counts.spelled += 1
         return made, [sample.text for sample in made]
 
-    def _encodings(self, texts: list[str]) -> list[Any]:
-        return self.encoder.encode_batch(texts, add_special_tokens=False)
+    def _encodings(self, texts: list[str]) -> Iterator[Any]:
+        yield from self.encoder.encode_batch(texts, add_special_tokens=False)
 
     def _documents(self, content: list[Sample], encodings: list[Any]) -> list[Masked]:
         documents: list[Masked] = []

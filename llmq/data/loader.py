@@ -33,6 +33,7 @@ from llmq.errors import DataError, UsageError
 from llmq.tensor import IGNORED
 
 if TYPE_CHECKING:
+    from llmq.data.prepare import Named
     from llmq.sections import DataOptions
 
 # Batches read ahead: B * T * 8 bytes each, 256 KiB at 32 x 1024. They are pageable; the copy into a GPU's pinned ring
@@ -114,9 +115,10 @@ class Data:
         """Folder with the files of the tokenizer that made the training data; None if no file has a sidecar."""
         return next((tokenizer_folder(path, sidecar) for path, sidecar in self._sidecars()), None)
 
-    def eos_token_id(self) -> int | None:
-        """The token that ends each document of the training data; None if no file has a sidecar."""
-        return next((sidecar.tokenizer.eos_token_id for _, sidecar in self._sidecars()), None)
+    def end_token_ids(self) -> tuple[int, ...]:
+        """The tokens that end documents and trained turns of the training data, as far as its sidecars tell."""
+        ends = {number for _, sidecar in self._sidecars() for number in sidecar.ends()}
+        return tuple(sorted(ends | set(self.train.end_token_ids if isinstance(self.train, Stream) else ())))
 
     def _sidecars(self) -> Iterator[tuple[Path, Sidecar]]:
         for file in self.train.token_files:
@@ -125,9 +127,17 @@ class Data:
 
 
 def open_data(
-    options: DataOptions, vocab_size: int, seed: int, *, tokenizer: Path | None = None, world: int = 1
+    options: DataOptions,
+    vocab_size: int,
+    seed: int,
+    *,
+    tokenizer: Path | None = None,
+    named: Named | None = None,
+    world: int = 1,
 ) -> Data:
     """Opens and checks all token files of a run for a model of `vocab_size` ids, whose `tokenizer` is in a folder.
+
+    `named` is the data of --data, which is tokenized here, if it was not before.
 
     Raises UsageError if the global batch is no multiple of what the ranks take at once, and DataError if a file is bad
     (see open_windows) or of another tokenizer, or there are fewer samples than one step or one evaluation needs.
@@ -144,10 +154,18 @@ def open_data(
                 f"batch_size {options.batch_size}{on_ranks}: use {lower} or {lower + per_micro_step}"
             )
     augment = open_augmentation(options.augment, vocab_size, seed)
+    source = None
+    if named is not None:
+        source = named.tokenized(options.seq_len, vocab_size)
+        if source.samples is not None and options.packing is not None:
+            raise UsageError(
+                f"--{'' if options.packing else 'no-'}packing needs token files, but {source.no_files}: leave it out"
+            )
+        options = options.model_copy(update=source.as_options())
     problems: list[str] = []
     train, evaluation = None, None
     try:
-        train = _open_train(options, vocab_size, seed)
+        train = source.samples if source and source.samples else _open_train(options, vocab_size, seed)
     except DataError as error:
         problems.append(str(error))
     try:
@@ -159,7 +177,7 @@ def open_data(
         raise DataError("\n".join(problems))
     require_one_tokenizer((*train.token_files, *evaluation.token_files), tokenizer)
     needed, unit = per_micro_step * accumulation, "windows" if options.packing is None else "rows"
-    if train.num_windows < needed:
+    if train.num_windows is not None and train.num_windows < needed:
         problems.append(
             f"the training data has {train.num_windows} {unit} of seq_len {options.seq_len} ({train.num_tokens} "
             f"tokens), but one step needs {needed} (batch_size {options.batch_size} x grad_accumulation {accumulation}"
@@ -186,6 +204,7 @@ def open_data(
 
 def _open_train(options: DataOptions, vocab_size: int, seed: int) -> Samples:
     """The training data: windows or packs, or a mixture where there are weights. DataError names all bad files."""
+    assert options.train_file is not None
     open_source = _opener(options, vocab_size, seed, options.max_docs)
     if mix := mix_file(options.train_file):
         if options.weight is not None or len(options.train_file) > 1:
@@ -197,7 +216,7 @@ def _open_train(options: DataOptions, vocab_size: int, seed: int) -> Samples:
         if datasets := [entry.data for entry in entries if entry.data is not None]:
             raise UsageError(
                 f"{mix}: {', '.join(datasets)}: --train-file takes token files: make them with "
-                "tokenize-data, and name them as train_file"
+                "tokenize-data, and name them as train_file; or give the mix file as --data"
             )
     elif options.weight is not None:
         if len(options.weight) != len(options.train_file):

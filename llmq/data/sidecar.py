@@ -45,7 +45,12 @@ class Sidecar(BaseModel):
     num_documents: int
     document_rule: str
     text: tuple[str, ...]  # the inputs as given, or the data set's name
+    end_token_ids: tuple[int, ...] = ()  # every token that ends a trained turn or document
     tokenizer: TokenizerNote
+
+    def ends(self) -> tuple[int, ...]:
+        """The tokens that end documents and trained turns."""
+        return self.end_token_ids or (self.tokenizer.eos_token_id,)
 
     def write(self, token_file: Path) -> None:
         """Writes this beside `token_file`."""

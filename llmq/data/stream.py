@@ -40,6 +40,7 @@ class Stream:
     seq_len: int
     vocab_size: int
     name: str
+    end_token_ids: tuple[int, ...] = ()
     num_windows: None = None  # not known ahead
     limits: None = None  # rows have no borders
     num_tokens: int = 0  # that are there at the start

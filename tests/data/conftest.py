@@ -11,6 +11,12 @@ from small_tokenizers import EOS, byte_level, save
 SHARED = Path(__file__).parents[3] / "shared/data"
 
 
+@pytest.fixture(autouse=True)
+def own_cache(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What a test leaves in the cache is its own."""
+    monkeypatch.setenv("LLMQ_CACHE", str(tmp_path_factory.mktemp("cache")))
+
+
 @pytest.fixture(scope="session")
 def small_tokenizer(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A folder with a GPT-2 style tokenizer whose configuration names EOS."""

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 from tokenizers import Tokenizer
 
-from llmq.data import text, tokenize
+from llmq.data import pipeline, text
 from llmq.data.loader import open_data
 from llmq.data.sidecar import Sidecar
 from llmq.data.token_file import TokenFile, TokenWriter
@@ -45,7 +45,7 @@ def test_ids_are_those_of_whole_documents_in_any_batches(
     tmp_path: Path, monkeypatch, small_tokenizer: Path, in_pieces: bool
 ) -> None:
     monkeypatch.setattr(text, "BLOCK_BYTES", 40)
-    monkeypatch.setattr(tokenize, "BATCH_CHARACTERS", 100)
+    monkeypatch.setattr(pipeline, "BATCH_CHARACTERS", 100)
     monkeypatch.setattr("llmq.data.tokenizer.tokenizes_in_pieces", lambda description: in_pieces)
     documents = ["The king's <|endoftext|> \u00e9t\u00e9 10 20\n\n  x" * n for n in (1, 30, 2)]
     for number, document in enumerate(documents):
@@ -129,7 +129,8 @@ def test_bad_requests_are_refused_before_anything_is_written(tmp_path: Path, sma
     for arguments, kind, says in [
         ({}, UsageError, "either as --dataset or as --input"),
         ({"inputs": ["x"], "dataset": "tiny-shakespeare"}, UsageError, "either"),
-        ({"dataset": "c4"}, UsageError, "--dataset c4 is not one of tiny-shakespeare"),
+        ({"dataset": "a/b/c"}, UsageError, "a/b/c is neither a path nor a data set"),
+        ({"dataset": "a:b:train[1]"}, UsageError, "not a split with a slice"),
         ({"inputs": [str(tmp_path / "a.txt")], "eval_fraction": 1.0}, UsageError, "--eval-fraction 1.0"),
         ({"inputs": [str(tmp_path / "*.md"), str(tmp_path / "a.txt")]}, DataError, r"no file matches .*\.md"),
         ({"inputs": [str(tmp_path / "a.txt")], "eos_token": "nope"}, UsageError, "--eos-token nope"),
@@ -162,11 +163,11 @@ def test_an_interruption_leaves_what_was_there(
     append, seal = TokenWriter.append, TokenWriter.seal
 
     def counted(method):
-        def call(*args):
+        def call(*args, **more):
             calls.append(1)
             if len(calls) > when:
                 raise error
-            return method(*args)
+            return method(*args, **more)
 
         return call
 
@@ -174,7 +175,17 @@ def test_an_interruption_leaves_what_was_there(
     monkeypatch.setattr(TokenWriter, "seal", counted(seal))
     with pytest.raises(type(error)):
         tokenize_data(**arguments)
-    assert {path: path.read_bytes() for path in (tmp_path / "out").rglob("*") if path.is_file()} == before
+    found = {path for path in (tmp_path / "out").rglob("*") if path.is_file() and ".partial" not in path.parts}
+    assert {path: path.read_bytes() for path in found} == before
+    monkeypatch.undo()
+    tokenize_data(**arguments)
+    again = tmp_path / "again"
+    tokenize_data(**{**arguments, "out_dir": again})
+    for path in before:
+        assert path.read_bytes() == (again / path.relative_to(tmp_path / "out")).read_bytes() != before[path] or (
+            "tokenizer" in path.parts
+        )
+    assert {path.name for path in (tmp_path / "out").iterdir()} == {path.name for path in again.iterdir()}
 
 
 def test_real_text_with_a_real_tokenizer(tmp_path: Path, shared: Callable[[str], Path]) -> None:
@@ -205,3 +216,22 @@ def test_real_text_in_small_pieces_has_the_same_ids(tmp_path: Path, monkeypatch,
     )
     assert len(list(text.pieces(text.Document(tmp_path / "a.txt", 0, len(content)), cut=True))) > 150
     assert TokenFile.open(written.path).tokens.tolist() == reference(folder, [content.decode()], 151643)
+
+
+def test_real_questions_and_answers_train_exactly_the_answers_and_their_ends(
+    tmp_path: Path, shared: Callable[[str], Path]
+) -> None:
+    rows, folder = shared("gsm8k-test.jsonl"), shared("qwen2.5-tokenizer")
+    (written,) = tokenize_data(tokenizer=str(folder), inputs=[str(rows)], eval_fraction=0, out_dir=tmp_path)
+    file = TokenFile.open(written.path, vocab_size=151936)
+    file.verify()
+    tokenizer = Tokenizer.from_file(str(folder / "tokenizer.json"))
+    answers = [json.loads(line)["answer"] for line in rows.read_text().splitlines()]
+    codes = tokenizer.encode_batch(answers, add_special_tokens=False)
+    ends = [[*code.ids, tokenizer.token_to_id("<|endoftext|>")] for code in codes]
+    trained = file.trained(0, file.num_tokens)
+    assert file.num_documents == len(answers) == 1319 and trained.sum() == sum(map(len, ends))
+    np.testing.assert_array_equal(file.tokens[trained], np.concatenate(ends))
+    starts = file.document_starts
+    for number, end in enumerate(ends):
+        assert trained[starts[number] : starts[number + 1]].sum() == len(end)

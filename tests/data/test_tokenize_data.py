@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import signal
 import subprocess
@@ -58,7 +59,7 @@ def test_model_and_tokenizer_are_one_option_and_the_fraction_counts(
     [
         (["--dataset", "tiny-shakespeare"], 2, "--model"),
         (["--model", "{t}"], 2, "either as --dataset or as --input"),
-        (["--model", "{t}", "--dataset", "c4"], 2, "tiny-shakespeare"),
+        (["--model", "{t}", "--dataset", "c4:a:b:c"], 2, "neither a path nor a data set"),
         (["--model", "{t}", "--input", "{d}/a.txt", "--eval-fraction", "1"], 2, "eval-fraction"),
         (["--model", "{t}", "--input", "{d}/*.none"], 3, "no file matches"),
         (["--model", "{t}", "--input", "{d}/gone.txt"], 3, "gone.txt"),
@@ -66,6 +67,11 @@ def test_model_and_tokenizer_are_one_option_and_the_fraction_counts(
         (["--model", "{t}", "--input", "{d}/latin.txt", "--eval-fraction", "0"], 3, "latin.txt is not UTF-8: byte 3"),
         (["--model", "{d}/broken", "--input", "{d}/a.txt"], 3, "tokenizer.json cannot be loaded"),
         (["--model", "{t}", "--input", "{d}/a.txt", "--out-dir", "{d}/a.txt/x"], 7, "cannot be written"),
+        (["--model", "{t}", "--input", "{d}/a.txt", "--overlong", "drop"], 2, "give --seq-len too"),
+        (["--model", "{t}", "--input", "{d}/a.txt", "--map", "x"], 2, "--map x: give OURS=THEIRS"),
+        (["--model", "{t}", "--input", "{d}/a.txt", "--map", "a=b", "--map", "a=c"], 2, "a is given twice"),
+        (["--model", "{t}", "--input", "{d}/a.txt", "--data-format", "messages"], 2, "for data in rows, but"),
+        (["--model", "{t}", "--input", "{d}/bad.parquet"], 3, "bad.parquet: not a parquet file"),
         (["--nonsense"], 2, "nonsense"),
     ],
 )
@@ -75,6 +81,7 @@ def test_errors_are_one_message_and_a_code(
     (tmp_path / "a.txt").write_text("x\ny\n")
     (tmp_path / "empty.txt").touch()
     (tmp_path / "latin.txt").write_bytes(b"caf\xe9 au lait\n")
+    (tmp_path / "bad.parquet").write_bytes(b"PAR1")
     (tmp_path / "broken").mkdir()
     (tmp_path / "broken/tokenizer.json").write_text("{")
     arguments = [argument.format(t=small_tokenizer, d=tmp_path) for argument in arguments]
@@ -82,6 +89,22 @@ def test_errors_are_one_message_and_a_code(
     assert (got, "Traceback" in output) == (code, False)
     assert says in output
     assert not list(tmp_path.glob("out/*"))
+
+
+def test_rows_are_shown_and_bad_ones_left_out(run: Run, tmp_path: Path, small_tokenizer: Path) -> None:
+    rows = [{"frage": f"What is {n}?", "answer": "10 ships"} for n in range(30)]
+    lines = [json.dumps(row) for row in rows]
+    lines[3] = "{"
+    (tmp_path / "a.jsonl").write_text("\n".join(lines))
+    arguments = ("--input", tmp_path / "a.jsonl", "--model", small_tokenizer, "--out-dir", tmp_path / "out")
+    arguments = (*arguments, "--map", "question=frage")
+    code, output = run(*arguments)
+    assert code == 3 and f"{tmp_path / 'a.jsonl'}:4: not JSON" in output and "--skip-bad-rows N" in output
+    code, output = run(*arguments, "--skip-bad-rows", 1, "--show", 1)
+    assert (
+        code == 0 and "a.jsonl:1: " in output and "a.jsonl:2: " not in output and "1 bad rows were left out" in output
+    )
+    assert "question = frage" in output and "27 documents" not in output and "in 26 documents" in output
 
 
 def test_help_is_quick_because_nothing_heavy_is_imported(run: Run) -> None:
@@ -113,7 +136,7 @@ def test_a_signal_leaves_no_half_file(tmp_path: Path, small_tokenizer: Path, num
     heed = partial(signal.signal, signal.SIGINT, signal.SIG_DFL)
     with subprocess.Popen(command, cwd=tmp_path, stderr=subprocess.PIPE, text=True, preexec_fn=heed) as process:
         deadline = time.monotonic() + 60
-        while not list(out.glob(".train.bin.*")) and time.monotonic() < deadline:
+        while not list(out.glob(".partial/.train*")) and time.monotonic() < deadline:
             time.sleep(0.01)
         process.send_signal(number)
         _, errors = process.communicate(timeout=60)

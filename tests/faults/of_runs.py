@@ -204,10 +204,52 @@ DATA = (
     ),
     Fault(
         "documents_do_not_end",
-        "llmq/data/tokenize.py",
-        "eos = np.array([tokenizer.eos_token_id], np.int32)",
-        "eos = np.array([], np.int32)",
+        "llmq/data/pipeline.py",
+        "np.array([len(code) for code in encodings]) + np.array(batch.ends)",
+        "np.array([len(code) for code in encodings])",
         ("tests/data/test_tokenize.py",),
+    ),
+    Fault(
+        "position_is_of_the_batch_before",
+        "llmq/data/produce.py",
+        """                    self.position = tokens.position
+                    self.producer""",
+        "                    self.producer",
+        ("tests/data/test_produce.py",),
+    ),
+    Fault(
+        "parts_are_renamed_before_the_state_knows_them",
+        "llmq/data/produce.py",
+        """        self.producer.save(self.number, state)
+        for writer in self.sealed:
+            writer.publish()
+""",
+        """        for writer in self.sealed:
+            writer.publish()
+        self.producer.save(self.number, state)
+""",
+        ("tests/data/test_produce.py",),
+    ),
+    Fault(
+        "bad_rows_are_not_counted",
+        "llmq/data/produce.py",
+        "self.done.bad += len(tokens.bad)",
+        "self.done.bad += 0",
+        ("tests/data/test_produce.py",),
+    ),
+    Fault(
+        "a_share_begins_at_the_file",
+        "llmq/data/rows.py",
+        "share.has(before + row - start)",
+        "share.has(row)",
+        ("tests/data/test_rows.py",),
+    ),
+    Fault(
+        "two_hold_a_lock",
+        "llmq/data/cache.py",
+        "            if not _is_at(fd, path):  # the one before removed it while we waited\n                continue\n",
+        "",
+        ("tests/data/test_cache.py",),
     ),
     Fault(
         "foreign_ids_accepted",

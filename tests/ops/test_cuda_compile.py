@@ -32,7 +32,7 @@ REGISTERS = {
     "cast": 96,
     "column_amax": 64,
     "column_scale": 32,
-    "cross_entropy": 64,
+    "cross_entropy": 80,
     "embedding_add": 128,
     "embedding_forward": 48,
     "embedding_noise": 32,

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 from typing import Any
-from typing import Any
 
 import numpy as np
 
@@ -52,6 +51,7 @@ def embedding_backward(d_weight: Output, /, d_res: Tensor, tokens: Tensor) -> No
     first, order, keys, counts, arrived, edges = np.cumsum([take(sum(sizes)), *sizes[:-1]]).tolist()
     grid = (-(-columns // (THREADS * int(constants["N"]))), -(-count // PIECE))
     cells = np.int32(math.prod(grid))
+    arguments: tuple[Any, ...]
     if constants["KEYS"]:
         arguments = (order, keys, arrived, ids, np.int32(count), cells)
         shared = _sorting_bytes(vocab, int(constants["KEYS"]))

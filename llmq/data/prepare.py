@@ -1,0 +1,236 @@
+"""`--data` of llmq-train: found, tokenized once with the model's own tokenizer into the cache, or read as a stream."""
+
+from __future__ import annotations
+
+import glob
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, ClassVar
+
+import numpy as np
+
+from llmq.data.encode import EncodeOptions
+from llmq.data.mixture import mix_file, read_mix
+from llmq.data.pipeline import Encoders, RowWork, TextWork, tokenized
+from llmq.data.request import Request, parsed_mapping
+from llmq.data.rows import FileRows
+from llmq.data.sources import find_anything
+from llmq.data.streaming import open_stream
+from llmq.data.token_file import TokenFile
+from llmq.data.tokenize import Say, cache_entry, cached
+from llmq.data.tokenizer import TextTokenizer
+from llmq.data.windows import Rows
+from llmq.errors import DataError, UsageError
+
+if TYPE_CHECKING:
+    from llmq.sections import SourceOptions
+    from llmq.source import ModelSource
+
+SAMPLE_TOKENS = 512  # of a document, printed when training starts
+
+
+@dataclass(frozen=True)
+class Tokenized:
+    """What `--data` became: token files by source, or samples that are none."""
+
+    train: tuple[str, ...] = ()  # a path or glob for each source
+    evaluation: tuple[str, ...] = ()
+    weights: tuple[float, ...] | None = None  # of a mix file
+    samples: Any = None  # a Stream, or Estimated
+    no_files: str = ""  # why there are none, in words
+
+    def as_options(self) -> dict[str, Any]:
+        """The token files as --train-file, --eval-file and --weight would name them."""
+        found: dict[str, Any] = {"train_file": self.train, "eval_file": self.evaluation or None}
+        return found if self.weights is None else {**found, "weight": self.weights}
+
+
+@dataclass(frozen=True, eq=False)
+class Named:
+    """The data that `--data` names, before the sequence length is known."""
+
+    names: tuple[str, ...]
+    weights: tuple[float, ...] | None
+    tokenizer: TextTokenizer
+    encode: EncodeOptions
+    limited: bool  # rows are at most as long as a sequence
+    eval_fraction: float | None
+    skip_bad_rows: int
+    streaming: bool
+    plan_only: bool
+    say: Say
+
+    def tokenized(self, seq_len: int, vocab_size: int) -> Tokenized:
+        """Finds and tokenizes the data, each source once; with `plan_only`, only says what would be done."""
+        # Without --overlong, rows stay whole: windows and packs cut them where they must.
+        encode = replace(self.encode, seq_len=seq_len if self.limited else None)
+        requests = []
+        for name in self.names:
+            found = find_anything(name, self.eval_fraction, streaming=self.streaming)
+            requests.append(Request(found, self.tokenizer, found.known(encode), self.skip_bad_rows))
+        if self.streaming:
+            return self._stream(requests[0], seq_len, vocab_size)
+        if self.plan_only and (fresh := [request for request in requests if not cache_entry(request).is_dir()]):
+            why = "a dry run tokenizes nothing (tokenize-data, or a run before, does)"
+            return Tokenized(samples=self._estimated(requests, fresh, seq_len), no_files=why)
+        train, evaluation = [], []
+        for request in requests:
+            files = self._cached(request)
+            train.append(_pattern([file for file in files if file.name.startswith("train")]))
+            evaluation += [glob.escape(str(file)) for file in files if file.name.startswith("eval")]
+        return Tokenized(tuple(train), tuple(evaluation), self.weights)
+
+    def _cached(self, request: Request) -> list[Path]:
+        name = ", ".join(request.found.asked)
+        entry = cache_entry(request)
+        if entry.is_dir():
+            self.say(f"{name}: tokenized before, in {entry}")
+        else:
+            self.say(f"{name}: tokenizing into {entry}\n{request.found.rule}")
+        with _progress(name) as on_progress:
+            return cached(request, on_progress=on_progress, say=self.say)
+
+    def _stream(self, request: Request, seq_len: int, vocab_size: int) -> Tokenized:
+        stream = open_stream(request, seq_len, vocab_size, self.say)
+        evaluation: list[str] = []
+        if request.found.evaluation is not None and not self.plan_only:
+            held = replace(request.found, train=request.found.evaluation, evaluation=None, numbered=False)
+            held = replace(held, rule=f"{held.rule}; its part for evaluation")
+            files = self._cached(replace(request, found=held))
+            evaluation = [glob.escape(str(file)) for file in files]
+        return Tokenized((), tuple(evaluation), None, stream, "a stream has none")
+
+    def _estimated(self, requests: Sequence[Request], fresh: Sequence[Request], seq_len: int) -> Estimated:
+        """What would be tokenized, said; and about how much it is."""
+        for request in fresh:
+            found = request.found
+            self.say(f"{', '.join(found.asked)}: would be tokenized into {cache_entry(request)}\n{found.rule}")
+            encoder = request.encoder()
+            if encoder is not None:
+                self.say(encoder.describe())
+        files = [(cache_entry(request), _about(request)) for request in requests]
+        tokens = sum(count for _, count in files)
+        self.say(f"about {tokens:,} tokens for training, by a sample of its beginning")
+        return Estimated(seq_len, tokens, files=files)
+
+
+def open_named(options: SourceOptions, source: ModelSource, *, plan_only: bool, say: Say) -> Named | None:
+    """The data of `--data` with the tokenizer of the model, or None if there is none.
+
+    Raises UsageError where the model has no tokenizer, and what reading a mix file or the tokenizer raises.
+    """
+    if options.data is None:
+        return None
+    folder = source.tokenizer_folder
+    if folder is None:
+        raise UsageError(
+            f"--data is tokenized with the model's own tokenizer, but {source.name} has none: give a model with a "
+            "tokenizer, or make token files with tokenize-data and give them as --train-file"
+        )
+    names, weights = options.data, None
+    if mix := mix_file(names):
+        entries = read_mix(mix)
+        if files := [entry.name for entry in entries if entry.data is None]:
+            raise UsageError(f"{mix}: {', '.join(files)}: --data takes no token files: name text or rows as data")
+        if len(names) > 1:
+            raise UsageError(f"--data {mix} describes a whole mixture: leave out the others, or put them into it")
+        names, weights = tuple(entry.name for entry in entries), tuple(entry.weight for entry in entries)
+    encode = EncodeOptions(
+        data_format=options.data_format,
+        mapping=parsed_mapping(options.map_ or ()),
+        chat_template=options.chat_template,
+        train_on=options.train_on,
+        overlong=options.overlong or "truncate",
+    )
+    return Named(
+        names,
+        weights,
+        TextTokenizer.open(str(folder)),
+        encode,
+        options.overlong is not None,
+        options.eval_fraction,
+        options.skip_bad_rows,
+        options.streaming,
+        plan_only,
+        say,
+    )
+
+
+def _pattern(files: Sequence[Path]) -> str:
+    """One path or glob for the training files of a source, as a mixture needs it."""
+    if len(files) == 1:
+        return glob.escape(str(files[0]))
+    return glob.escape(str(files[0].parent)) + "/train-*.bin"
+
+
+@contextmanager
+def _progress(name: str) -> Iterator[Callable[[int, int | None], None]]:
+    from rich.console import Console
+    from rich.progress import Progress
+
+    with Progress(console=Console(stderr=True), transient=True, disable=not sys.stderr.isatty()) as progress:
+        bar = progress.add_task(f"tokenizing {name}", total=None)
+        yield lambda done, total: progress.update(bar, completed=done, total=total)
+
+
+def _about(request: Request) -> int:
+    """About how many tokens there are for training: those of the first batch, for all that there is."""
+    found = request.found
+    if isinstance(found.train, tuple):
+        work: Any = TextWork(found.train, request.tokenizer)
+        total = sum(document.num_bytes for document in found.train)
+    elif isinstance(found.train, FileRows):
+        encoder = request.encoder()
+        assert encoder is not None
+        work, total = RowWork(found.train, Encoders(encoder)), found.train.about()
+    else:
+        return found.limit or 0
+    batches = tokenized(work)
+    try:
+        first = next(batches, None)
+    finally:
+        batches.close()
+    if first is None:
+        return 0
+    done = first.num_bytes if isinstance(found.train, tuple) else first.counts.rows
+    return len(first.ids) * total // max(done, 1)
+
+
+@dataclass(frozen=True, eq=False)
+class Estimated:
+    """Samples of data that is not tokenized yet, for a plan: how many there will be, about."""
+
+    limits: ClassVar[None] = None
+    seq_len: int
+    num_tokens: int
+    token_files: tuple[TokenFile, ...] = ()
+    files: list[tuple[Path, int]] = field(default_factory=list)
+
+    @property
+    def num_windows(self) -> int:
+        return max(self.num_tokens - 1, 0) // self.seq_len
+
+    def read(self, samples: np.ndarray) -> Rows:
+        """Nothing can be read."""
+        raise DataError("the data is not tokenized yet: run without --dry-run")
+
+
+def sample_text(files: Sequence[TokenFile], tokenizer_folder: Callable[[], Path | None]) -> str | None:
+    """The first document of masked data as text, with what is trained in marks; None where all is trained."""
+    masked = next((file for file in files if file.mask_bits is not None and file.num_documents), None)
+    folder = tokenizer_folder() if masked is not None else None
+    if masked is None or folder is None:
+        return None
+    stop = int(masked.document_starts[1])
+    ids, trained = np.asarray(masked.tokens[: min(stop, SAMPLE_TOKENS)]), masked.trained(0, min(stop, SAMPLE_TOKENS))
+    decode = TextTokenizer.open(str(folder)).encoder.decode
+    borders = np.flatnonzero(np.diff(trained)) + 1
+    parts = []
+    for piece, is_trained in zip(np.split(ids, borders), trained[[0, *borders]], strict=True):
+        text = decode(piece.tolist(), skip_special_tokens=False)
+        parts.append(f"[[{text}]]" if is_trained else text)
+    more = f" ... ({stop - SAMPLE_TOKENS} more tokens)" if stop > SAMPLE_TOKENS else ""
+    return f"[Sample] of {masked.path.name}, with what is trained in [[ ]]:\n{''.join(parts)}{more}"

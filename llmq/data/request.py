@@ -1,0 +1,98 @@
+"""What is to be tokenized and how: all that the token files depend on, and their name in the cache."""
+
+from __future__ import annotations
+
+import hashlib
+import os
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, field
+from functools import cached_property
+from itertools import islice
+from pathlib import Path
+
+from llmq.data.cache import key_of
+from llmq.data.encode import EncodeOptions, Encoder, open_encoder
+from llmq.data.produce import PART_TOKENS
+from llmq.data.records import BadRow, Record
+from llmq.data.sources import Found
+from llmq.data.tokenizer import TextTokenizer
+from llmq.errors import DataError, UsageError
+
+FORMAT = 1  # of what is made; a new one leaves what is in the cache aside
+LOOKED_AT = 32  # rows from which the format is told
+# Files of a tokenizer's folder that may hold a chat template.
+TEMPLATE_FILES = ("tokenizer_config.json", "chat_template.jinja", "chat_template.json")
+TEMPLATE_FOLDER = "additional_chat_templates"
+
+
+@dataclass(frozen=True, eq=False)
+class Request:
+    """Data that is to be tokenized, and how."""
+
+    found: Found
+    tokenizer: TextTokenizer
+    encode: EncodeOptions = field(default_factory=EncodeOptions)
+    skip_bad_rows: int = 0
+
+    @cached_property
+    def key(self) -> str:
+        """A name for what is made: that of the same data, tokenizer, template and options."""
+        options = asdict(self.encode)
+        if self.encode.chat_template is not None and os.path.isfile(path := self.encode.chat_template):
+            options["chat_template"] = hashlib.sha256(Path(path).read_bytes()).hexdigest()
+        of_tokenizer = [self.tokenizer.sha256, self.tokenizer.eos_token_id, _template_hash(self.tokenizer.folder)]
+        # How many bad rows are allowed changes nothing in what is made without an error.
+        return key_of([FORMAT, PART_TOKENS, self.found.identity(), of_tokenizer, options])
+
+    @cached_property
+    def first_rows(self) -> list[Record]:
+        """The first good rows of the training data; DataError if the data begins with LOOKED_AT bad ones."""
+        assert not isinstance(self.found.train, tuple)
+        first = [row for _, row in islice(self.found.train.read(), LOOKED_AT)]
+        good = [row for row in first if isinstance(row, Record)]
+        if not good:
+            raise (
+                first[0]
+                if first and isinstance(first[0], BadRow)
+                else DataError(f"{', '.join(self.found.asked)} has no rows: give data with rows")
+            )
+        return good
+
+    def encoder(self) -> Encoder | None:
+        """The encoder of rows; None for text files."""
+        if isinstance(self.found.train, tuple):
+            if wrong := _only_for_rows(self.encode):
+                raise UsageError(f"{', '.join(wrong)}: for data in rows, but {', '.join(self.found.asked)} is text")
+            return None
+        return open_encoder(self.first_rows, self.tokenizer, self.encode)
+
+
+def _only_for_rows(options: EncodeOptions) -> list[str]:
+    given = {
+        f"--data-format {options.data_format}": options.data_format not in (None, "text"),
+        "--map": bool(options.mapping),
+        "--chat-template": options.chat_template is not None,
+        f"--train-on {options.train_on}": options.train_on not in (None, "all"),
+    }
+    return [name for name, is_given in given.items() if is_given]
+
+
+def _template_hash(folder: Path) -> str:
+    digest = hashlib.sha256()
+    for path in [*(folder / name for name in TEMPLATE_FILES), *sorted((folder / TEMPLATE_FOLDER).glob("*.jinja"))]:
+        if path.is_file():
+            digest.update(f"{path.name}\0".encode() + path.read_bytes())
+    return digest.hexdigest()
+
+
+def parsed_mapping(texts: Sequence[str]) -> tuple[tuple[str, str], ...]:
+    """Pairs (ours, theirs) of --map OURS=THEIRS; UsageError names what is of another form or given twice."""
+    pairs = [text.split("=", 1) for text in texts if "=" in text]
+    wrong = [text for text in texts if not all(text.partition("=")[::2])]
+    names = [pair[0] for pair in pairs]
+    twice = sorted({name for name in names if names.count(name) > 1})
+    if wrong:
+        raise UsageError(f"--map {', '.join(wrong)}: give OURS=THEIRS, for example messages=conversations")
+    if twice:
+        raise UsageError(f"--map: {', '.join(twice)} is given twice: give each of our names once")
+    return tuple((ours, theirs) for ours, theirs in pairs)

@@ -1,0 +1,95 @@
+"""`--streaming`: rows are read, tokenized and trained in one go, and no token file is kept.
+
+A data set of the Hub is downloaded file by file, each only for as long as it is read. A run goes on from any row,
+because the stream's state names it (llmq/data/stream.py).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import numpy as np
+
+from llmq.data.encode import Encoded
+from llmq.data.pipeline import Encoders, tokenized
+from llmq.data.records import BadRow, BadRows, Record
+from llmq.data.request import Request
+from llmq.data.rows import START, FileRows, Position
+from llmq.data.stream import Stream, StreamedDocument
+from llmq.data.tokenize import Say
+from llmq.errors import UsageError
+
+ROWS_AT_ONCE = 64  # few, so that training begins soon
+
+
+@dataclass(frozen=True, eq=False)
+class _Batch:
+    rows: list[tuple[Position, Record | BadRow]]  # the position behind each row
+
+
+@dataclass(frozen=True, eq=False)
+class _Encoded:
+    documents: list[StreamedDocument]
+    bad: list[BadRow]
+
+
+@dataclass(frozen=True, eq=False)
+class StreamWork:
+    """Rows as documents that know their place."""
+
+    rows: FileRows
+    encoders: Encoders
+
+    def batches(self, position: Position = START) -> Iterator[_Batch]:
+        """ROWS_AT_ONCE rows at a time."""
+        batch: list[tuple[Position, Record | BadRow]] = []
+        for item in self.rows.read(position):
+            batch.append(item)
+            if len(batch) == ROWS_AT_ONCE:
+                yield _Batch(batch)
+                batch = []
+        if batch:
+            yield _Batch(batch)
+
+    def encode(self, batch: _Batch) -> _Encoded:
+        """A document for each row that can be used: what the encoder splits is one again, since rows follow on."""
+        encoder = self.encoders.own()
+        bad = [row for _, row in batch.rows if isinstance(row, BadRow)]
+        parts: dict[str, list[Encoded]] = {}
+        for document in encoder.encode([row for _, row in batch.rows if isinstance(row, Record)], bad):
+            parts.setdefault(document.place, []).append(document)
+        documents = []
+        for (shard, behind, *_), row in batch.rows:
+            if mine := parts.get(row.place):
+                ids = np.concatenate([part.ids for part in mine])
+                masks = [np.ones(len(part.ids), bool) if part.trained is None else part.trained for part in mine]
+                documents.append(StreamedDocument(shard, behind - 1, ids, np.concatenate(masks)))
+        return _Encoded(documents, bad)
+
+
+def open_stream(request: Request, seq_len: int, vocab_size: int, say: Say) -> Stream:
+    """The rows of a request as an endless stream of windows. UsageError for text files, mixtures and drawn rows."""
+    rows, name = request.found.train, ", ".join(request.found.asked)
+    if not isinstance(rows, FileRows) or request.found.limit is not None or request.found.eval_tokens:
+        raise UsageError(
+            f"--streaming reads files of rows one behind the other, which {name} is not: leave it out, or name the "
+            "files or the data set of the Hub itself (such as HuggingFaceFW/fineweb:sample-10BT)"
+        )
+    encoder = request.encoder()
+    assert encoder is not None
+    say(f"{name}: a stream; {request.found.rule}\n{encoder.describe()}")
+    work, allowed = StreamWork(rows, Encoders(encoder)), request.skip_bad_rows
+
+    def open_at(shard: int, row: int) -> Iterator[StreamedDocument]:
+        counted = BadRows(allowed)
+        batches = tokenized(work, (shard, row, row))
+        try:
+            for batch in batches:
+                for bad in batch.bad:
+                    counted.add(bad)
+                yield from batch.documents
+        finally:
+            batches.close()
+
+    return Stream(open_at, seq_len, vocab_size, name, end_token_ids=encoder.end_token_ids)

@@ -1,0 +1,132 @@
+"""The cache: names by content, one maker at a time however it ends, and a memory for hashes that notices changes."""
+
+from __future__ import annotations
+
+import fcntl
+import hashlib
+import os
+import re
+import signal
+import subprocess
+import sys
+import threading
+import time
+from pathlib import Path
+
+import pytest
+
+from llmq.data import cache
+from llmq.data.cache import content_hash, key_of, locked
+from llmq.errors import DataError
+
+ROOT = Path(__file__).parents[2]
+HOLDER = """
+import sys, time
+from pathlib import Path
+from llmq.data.cache import locked
+with locked(Path(sys.argv[1]), print):
+    print("held", flush=True)
+    time.sleep(60)
+"""
+
+
+def test_a_key_is_that_of_the_content() -> None:
+    assert key_of({"a": 1, "b": [2]}) == key_of({"b": [2], "a": 1}) != key_of({"a": 1, "b": [3]})
+    assert len(key_of("\udcff")) == 24
+
+
+def test_a_lock_is_for_one_at_a_time_and_leaves_no_file(tmp_path: Path) -> None:
+    path, inside, most, told = tmp_path / "a/x.lock", [], [], []
+
+    def work(number: int) -> None:
+        for _ in range(5):
+            with locked(path, told.append):
+                inside.append(number)
+                most.append(len(inside))
+                time.sleep(0.002)
+                inside.remove(number)
+
+    threads = [threading.Thread(target=work, args=(number,)) for number in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert len(most) == 20 and set(most) == {1} and not path.exists()
+    # A holder that has only just come has not written who it is.
+    pattern = rf"process ({os.getpid()}|\?) is at work in {re.escape(str(tmp_path / 'a'))}: waiting"
+    assert told and all(re.match(pattern, text) for text in told)
+
+
+def test_who_waited_for_a_removed_file_waits_for_the_next(tmp_path: Path) -> None:
+    """The holder removes its file; another process makes a new one before the waiting one looks again."""
+    path, entered, told = tmp_path / "x.lock", threading.Event(), threading.Event()
+
+    def taken() -> int:
+        fd = os.open(path, os.O_RDWR | os.O_CREAT)
+        fcntl.flock(fd, fcntl.LOCK_EX)
+        return fd
+
+    def wait() -> None:
+        with locked(path, lambda text: told.set()):
+            entered.set()
+
+    first = taken()
+    thread = threading.Thread(target=wait)
+    thread.start()
+    assert told.wait(10)
+    path.unlink()
+    second = taken()
+    os.close(first)
+    assert not entered.wait(3 * cache.POLL_S)
+    path.unlink()
+    os.close(second)
+    assert entered.wait(10)
+    thread.join()
+
+
+def test_the_lock_of_a_killed_process_is_free(tmp_path: Path) -> None:
+    path = tmp_path / "x.lock"
+    command = [sys.executable, "-c", HOLDER, str(path)]
+    with subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, text=True) as holder:
+        assert holder.stdout is not None and holder.stdout.readline() == "held\n"
+        told: list[str] = []
+
+        def kill_when_told(text: str) -> None:
+            told.append(text)
+            holder.send_signal(signal.SIGKILL)
+
+        with locked(path, kill_when_told):
+            assert told == [f"process {holder.pid} is at work in {tmp_path}: waiting until it is done"]
+    assert not path.exists()
+
+
+def test_a_hash_is_remembered_until_the_file_changes(tmp_path: Path, monkeypatch) -> None:
+    monkeypatch.setattr(cache, "REMEMBERED_BYTES", 3)
+    path = tmp_path / "a.bin"
+    path.write_bytes(b"one")
+    os.utime(path, (1, 1))
+    assert content_hash(path) == hashlib.sha256(b"one").hexdigest()
+    notes = list((cache.cache_folder() / "hashes").glob("*.json"))
+    assert notes == []  # it has only just been written
+    real = time.time_ns
+    monkeypatch.setattr(cache.time, "time_ns", lambda: real() + 10**10)
+    assert content_hash(path) == hashlib.sha256(b"one").hexdigest()
+    (note,) = (cache.cache_folder() / "hashes").glob("*.json")
+    note.write_text(note.read_text().replace(hashlib.sha256(b"one").hexdigest(), "remembered"))
+    assert content_hash(path) == "remembered"
+    path.write_bytes(b"two")
+    os.utime(path, (1, 1))  # the same times as before: the change of the inode tells
+    assert content_hash(path) == hashlib.sha256(b"two").hexdigest()
+    note.write_text("not JSON")
+    assert content_hash(path) == hashlib.sha256(b"two").hexdigest()
+
+
+def test_a_cache_that_cannot_be_written_costs_only_time(tmp_path: Path, monkeypatch) -> None:
+    (tmp_path / "file").touch()
+    monkeypatch.setenv("LLMQ_CACHE", str(tmp_path / "file"))
+    monkeypatch.setattr(cache, "REMEMBERED_BYTES", 0)
+    real = time.time_ns
+    monkeypatch.setattr(cache.time, "time_ns", lambda: real() + 10**10)
+    assert content_hash(tmp_path / "file") == hashlib.sha256(b"").hexdigest()
+    with pytest.raises(DataError, match=r"gone: cannot be read"):
+        content_hash(tmp_path / "gone")

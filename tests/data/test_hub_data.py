@@ -1,0 +1,324 @@
+"""Data sets of the Hub: which files are which config and split, and the whole way against a stand-in on 127.0.0.1.
+
+The hub library reads its environment when it is imported, so each environment is a Python process of its own.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import io
+import json
+import os
+import re
+import subprocess
+import sys
+import threading
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+from typing import Any
+from urllib.parse import unquote, urlsplit
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+
+from llmq.data.hub_data import Spec, by_split, converted_layout, layout
+from llmq.errors import DataError, UsageError
+
+ROOT = Path(__file__).parents[2]
+COMMIT = "0123456789abcdef0123456789abcdef01234567"
+CONVERTED = "89abcdef0123456789abcdef0123456789abcdef"
+DRIVER = """
+import json, os, sys
+from itertools import islice
+from llmq.data.sources import find_anything
+from llmq.errors import LlmqError
+for name, fraction, streaming in json.loads(sys.argv[1]):
+    try:
+        found = find_anything(name, fraction, streaming=streaming)
+        read = lambda rows: None if rows is None else [row.value["n"] for _, row in rows.read()]
+        answer = {"train": read(found.train), "eval": read(found.evaluation), "title": found.title, "rule": found.rule,
+                  "key": repr(found.identity()), "place": next(found.train.read())[1].place}
+        print(json.dumps({**answer, "eval_tokens": found.eval_tokens, "limit": found.limit}))
+    except LlmqError as error:
+        print(json.dumps({"error": type(error).__name__, "text": str(error)}))
+"""
+
+
+def parquet(*numbers: int) -> bytes:
+    out = io.BytesIO()
+    pq.write_table(pa.table({"n": list(numbers), "text": [f"row {n}" for n in numbers]}), out)
+    return out.getvalue()
+
+
+def jsonl(*numbers: int) -> bytes:
+    return "".join(json.dumps({"n": n, "text": f"row {n}"}) + "\n" for n in numbers).encode()
+
+
+@dataclass
+class Repo:
+    files: dict[str, bytes]
+    configs: list[dict[str, Any]] | None = None
+    converted: dict[str, bytes] | None = None
+
+
+@dataclass
+class Hub:
+    """What the stand-in has, and what was asked of it."""
+
+    repos: dict[str, Repo]
+    requests: list[str] = field(default_factory=list)
+    url: str = ""
+
+
+def handler_of(hub: Hub) -> type[BaseHTTPRequestHandler]:
+    class Handler(BaseHTTPRequestHandler):
+        protocol_version = "HTTP/1.1"
+
+        def log_message(self, *arguments: object) -> None:
+            pass
+
+        def answer(self, status: int, body: bytes = b"", **headers: str) -> None:
+            self.send_response(status)
+            for key, value in {"Content-Length": str(len(body)), **headers}.items():
+                self.send_header(key.replace("_", "-"), value)
+            self.end_headers()
+            if self.command == "GET":
+                self.wfile.write(body)
+
+        def do_GET(self) -> None:
+            path = unquote(urlsplit(self.path).path)
+            words = path.strip("/").split("/")
+            if words[:2] == ["api", "datasets"]:
+                name, revision = "/".join(words[2:4]), "/".join(words[5:]) or "main"
+            elif words[0] == "datasets" and len(words) > 4:
+                name, revision = "/".join(words[1:3]), words[4]
+            else:
+                return self.answer(404)
+            if self.command == "GET":
+                hub.requests.append(path)
+            repo = hub.repos.get(name)
+            if repo is None:
+                return self.answer(401, X_Error_Code="RepoNotFound", X_Error_Message="no")
+            is_converted = revision in ("refs/convert/parquet", CONVERTED)
+            files = repo.converted if is_converted else repo.files
+            if files is None or revision not in ("main", COMMIT, "refs/convert/parquet", CONVERTED):
+                return self.answer(404, X_Error_Code="RevisionNotFound", X_Error_Message="no")
+            commit = CONVERTED if is_converted else COMMIT
+            if words[0] == "api":
+                siblings = [{"rfilename": file, "size": len(data)} for file, data in files.items()]
+                about: dict[str, Any] = {"_id": "1", "id": name, "sha": commit, "siblings": siblings}
+                about |= {"cardData": {"configs": repo.configs}} if repo.configs else {}
+                return self.answer(200, json.dumps(about).encode(), Content_Type="application/json")
+            file = "/".join(words[5:])
+            if file not in files:
+                return self.answer(404, X_Error_Code="EntryNotFound", X_Error_Message="no")
+            tag = hashlib.sha256(files[file]).hexdigest()
+            return self.answer(200, files[file], ETag=f'"{tag}"', X_Repo_Commit=commit)
+
+        do_HEAD = do_GET
+
+    return Handler
+
+
+CARD = [
+    {"config_name": "small", "default": True, "data_files": [
+        {"split": "train", "path": "small/train-*.parquet"}, {"split": "validation", "path": ["small/val.parquet"]},
+    ]},
+    {"config_name": "large", "data_dir": "large", "data_files": "*.jsonl"},
+]  # fmt: skip
+SETS = {
+    "org/card": Repo(
+        {
+            "README.md": b"", "small/train-0.parquet": parquet(*range(6)),
+            "small/train-1.parquet": parquet(*range(6, 10)),
+            "small/val.parquet": parquet(100, 101), "large/a.jsonl": jsonl(*range(20)), "other.parquet": parquet(7),
+        },
+        CARD,
+    ),
+    "org/plain": Repo(
+        {"dataset_infos.json": b"{}", "data/train-0.parquet": parquet(*range(10)), "data/test-0.parquet": parquet(5)}
+    ),
+    "org/streamed": Repo({"a.parquet": parquet(*range(7)), "b.parquet": parquet(7, 8, 9)}),
+    "org/script": Repo(
+        {"script.py": b"raise SystemExit(9)", "data.tar": b"x"},
+        None,
+        {"main/train/0000.parquet": parquet(*range(4)), "main/validation/0000.parquet": parquet(9),
+         "b/test/0.parquet": b""},
+    ),
+    "org/partial": Repo({"partial.py": b""}, None, {"main/partial-train/0000.parquet": parquet(1)}),
+    "org/images": Repo({"a.png": b""}),
+    "GAIR/LIMO": Repo({"limo.jsonl": jsonl(*range(60))}),
+    "roneneldan/TinyStories": Repo({"data/train-0.parquet": parquet(1, 2), "data/validation-0.parquet": parquet(3)}),
+    "openai/gsm8k": Repo(
+        {"main/train-0.parquet": parquet(1, 2), "main/test-0.parquet": parquet(3)},
+        [{"config_name": "main", "data_files": [
+            {"split": "train", "path": "main/train-*"}, {"split": "test", "path": "main/test-*"}]}],
+    ),
+    "HuggingFaceFW/fineweb": Repo(
+        {"sample/10BT/000.parquet": parquet(1, 2), "data/CC/0.parquet": parquet(8)},
+        [{"config_name": "default", "data_files": "data/*/*"},
+         {"config_name": "sample-10BT", "data_files": "sample/10BT/*"}],
+    ),
+    "gvlassis/ClimbMix": Repo(
+        {f"cluster_id={n}/0.parquet": parquet(n * 10, n * 10 + 1) for n in range(1, 21)},
+        [{"config_name": f"cluster_id={n}", "data_files": f"cluster_id={n}/*"} for n in range(1, 21)],
+    ),
+}  # fmt: skip
+
+
+Case = tuple[str, float | None, bool]
+
+
+def case(name: str, fraction: float | None = None, streaming: bool = False) -> Case:
+    return name, fraction, streaming
+
+
+def ask(home: Path, url: str, *cases: Case, **environment: str) -> dict[Case, dict[str, Any]]:
+    """The answers of a process with this environment."""
+    kept = {key: value for key, value in os.environ.items() if not key.startswith(("HF_", "HUGGING", "TRANSFORMERS"))}
+    kept |= {"HF_HOME": str(home / "hf"), "LLMQ_CACHE": str(home / "llmq"), "HF_ENDPOINT": url}
+    kept |= {"PYTHONPATH": str(ROOT), "NO_PROXY": "*", "no_proxy": "*"}
+    command = [sys.executable, "-c", DRIVER, json.dumps(cases)]
+    done = subprocess.run(command, env={**kept, **environment}, cwd=home, capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stderr
+    return dict(zip(cases, map(json.loads, done.stdout.splitlines()), strict=True))
+
+
+GOOD = [
+    case("org/card"), case("org/card:large"), case("org/card:small:train[5:90%]"), case("org/card", 0.2),
+    case("org/plain::test", 0), case("org/script:main"), case("tiny-stories"), case("gsm8k"), case("limo"),
+    case("fineweb-10b"), case("fineweb-1b"), case("climb-20b"), case("gsm8k", 0.1), case("org/streamed", None, True),
+]  # fmt: skip
+BAD = [
+    ("org/gone", "DataError", "no public data set of that name"),
+    ("org/card@v2", "DataError", "org/card has no revision 'v2': see .*/datasets/org/card/tree"),
+    ("org/card:huge", "DataError", "org/card has no config huge: give one of small, large"),
+    ("org/card:validation", "DataError", "for the split of that name org/card::validation"),
+    ("org/card:large:dev", "DataError", r"org/card \(config large\) has no split dev, but train"),
+    ("org/script", "DataError", "several configs: give org/script:CONFIG with one of b, main"),
+    ("org/partial", "DataError", "converted only the beginning of org/partial"),
+    ("org/images", "DataError", "has no files of rows .*no loading script of a data set is run"),
+    ("org/card:small:train[9:2]", "UsageError", "the slice .*has no rows"),
+    ("a/b/c", "UsageError", "neither a path nor a data set"),
+    ("no such name!", "UsageError", "neither a local folder nor a name on the Hub"),
+]
+
+
+@dataclass
+class Told:
+    """A stand-in, a home, and what was answered there."""
+
+    hub: Hub
+    home: Path
+    answers: dict[Case, dict[str, Any]]
+
+
+@pytest.fixture(scope="module")
+def told(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Told]:
+    state = Hub(SETS)
+    http = ThreadingHTTPServer(("127.0.0.1", 0), handler_of(state))
+    http.daemon_threads = True
+    thread = threading.Thread(target=http.serve_forever, kwargs={"poll_interval": 0.01})
+    thread.start()
+    state.url = f"http://127.0.0.1:{http.server_address[1]}"
+    home = tmp_path_factory.mktemp("hub")
+    yield Told(state, home, ask(home, state.url, *GOOD, *(case(name) for name, _, _ in BAD)))
+    http.shutdown()
+    thread.join()
+    http.server_close()
+
+
+def test_configs_splits_and_slices(told: Told) -> None:
+    card, large, sliced, fraction, plain, script = (told.answers[name] for name in GOOD[:6])
+    assert (card["train"], card["eval"], card["title"]) == (list(range(10)), [100, 101], "card-small")
+    assert card["place"] == "org/card/small/train-0.parquet:1" and "those of the validation split" in card["rule"]
+    assert COMMIT[:12] in card["rule"] and f"'{COMMIT}'" in card["key"]
+    assert (large["train"], large["eval"]) == ([n for n in range(20) if n not in (9, 19)], [9, 19])
+    assert (sliced["train"], sliced["eval"]) == (list(range(5, 9)), [100, 101])
+    assert (fraction["train"], fraction["eval"]) == ([0, 1, 2, 3, 5, 6, 7, 8], [4, 9])
+    assert (plain["train"], plain["eval"]) == ([5], None)
+    assert (script["train"], script["eval"]) == ([0, 1, 2, 3], [9]) and CONVERTED[:12] in script["rule"]
+
+
+def test_files_are_fetched_once_and_nothing_that_could_run(told: Told) -> None:
+    fetched = [path for path in told.hub.requests if "/resolve/" in path and "streamed" not in path]
+    assert len(fetched) == len(set(fetched)) > 20
+    assert not any(path.endswith((".py", ".tar", ".md", "other.parquet")) for path in fetched)
+
+
+def test_what_was_used_once_is_there_offline(told: Told) -> None:
+    asked = len(told.hub.requests)
+    known, unknown = case("org/card"), case("org/unknown")
+    answers = ask(told.home, told.hub.url, known, unknown, HF_HUB_OFFLINE="1")
+    assert answers[known] == told.answers[known] and len(told.hub.requests) == asked
+    assert answers[unknown]["error"] == "DataError" and "org/unknown was not used before" in answers[unknown]["text"]
+
+
+def test_a_streamed_file_is_on_the_disk_only_while_it_is_read(told: Told) -> None:
+    streamed = told.answers[GOOD[-1]]
+    assert (streamed["train"], streamed["eval"]) == (list(range(10)), None)
+    assert list((told.home / "llmq/streaming").iterdir()) == []
+    assert not list((told.home / "hf").rglob("*streamed*/**/*.parquet"))
+
+
+def test_the_sets_of_llmq_have_its_rules(told: Told) -> None:
+    stories, gsm8k, limo, web, billion, climb, refused = (told.answers[name] for name in GOOD[6:13])
+    assert (stories["train"], stories["eval"]) == ([1, 2], [3])
+    assert (gsm8k["train"], gsm8k["eval"]) == ([1, 2], [3])
+    assert len(limo["train"]) == 20 and sorted(limo["train"] + limo["eval"]) == list(range(60))
+    assert limo["eval"] != sorted(limo["eval"])
+    assert (web["train"], web["eval"], web["eval_tokens"], web["limit"]) == ([1, 2], None, 10_000_000, None)
+    assert (billion["eval_tokens"], billion["limit"]) == (10_000_000, 10**9)
+    assert (climb["eval_tokens"], climb["limit"]) == (20_000_000, 2 * 10**10)
+    assert set(climb["train"]) == {n * 10 + k for n in range(1, 21) for k in (0, 1)}
+    assert refused["error"] == "UsageError" and "gsm8k has its own part for evaluation" in refused["text"]
+
+
+@pytest.mark.parametrize(("name", "kind", "says"), BAD)
+def test_what_is_not_there_is_said(told: Told, name: str, kind: str, says: str) -> None:
+    answer = told.answers[case(name)]
+    assert answer["error"] == kind and re.search(says, answer["text"]), answer
+    assert "\n" not in answer["text"]
+
+
+def test_a_spec_in_parts() -> None:
+    spec = Spec.parse("wikitext:wikitext-2-raw-v1:train[:10%]")
+    assert (spec.name, spec.config, spec.split, spec.revision) == ("wikitext", "wikitext-2-raw-v1", "train", "main")
+    assert spec.sliced is not None and spec.sliced.stop == "10%"
+    spec = Spec.parse("org/name@refs/pr/1::test")
+    assert (spec.name, spec.revision, spec.config, spec.split, spec.sliced) == (
+        "org/name",
+        "refs/pr/1",
+        None,
+        "test",
+        None,
+    )
+    for text in ("a:b:c:d", "a[1:2]", "", ":b", "a:b:", "a:b:[1:2]", "a:b:c[1]"):
+        with pytest.raises(UsageError):
+            Spec.parse(text)
+
+
+def test_layouts_by_name() -> None:
+    files = dict.fromkeys(["data/train-0.parquet", "data/valid-0.parquet", "train.csv", "x.json", "a.txt"], 1)
+    assert layout("a/b", files, []) == {
+        "default": {"train": ["data/train-0.parquet"], "validation": ["data/valid-0.parquet"]}
+    }
+    assert layout("a/b", {"b.py": 1, **files}, []) == {}
+    assert layout("a/b", {"x.csv": 1, "dataset_infos.json": 1, "y.jsonl": 1}, []) == {"default": {"train": ["y.jsonl"]}}
+    assert layout("a/b", {"x.txt": 1}, []) == {}
+    deep = {"a/b/c.parquet": 1, "a/c.parquet": 1, "c.parquet": 1}
+    for pattern, names in [
+        ("**", deep), ("**/c.parquet", deep), ("a/**", ["a/b/c.parquet", "a/c.parquet"]), ("*", ["c.parquet"]),
+        ("a/*", ["a/c.parquet"]), ("[a-b]/?.parquet", ["a/c.parquet"]), ("[!a].parquet", ["c.parquet"]), ("[b-a]", []),
+    ]:  # fmt: skip
+        found = layout("a/b", deep, [{"config_name": "x", "data_files": pattern}])
+        assert [path for paths in found.get("x", {}).values() for path in paths] == sorted(names), pattern
+    assert by_split(["contest.jsonl", "latest-dev.jsonl"]) == {
+        "train": ["contest.jsonl"],
+        "validation": ["latest-dev.jsonl"],
+    }
+    with pytest.raises(DataError, match="has no files of rows"):
+        converted_layout("a/b", {"x.parquet": 1})

@@ -1,0 +1,205 @@
+"""Tokenizing in batches: order, positions, threads that end, and as fast as the tokenizers library alone."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import sysconfig
+import threading
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from llmq.data import pipeline
+from llmq.data.encode import EncodeOptions, open_encoder
+from llmq.data.pipeline import Encoders, RowWork, TextWork, Tokens, tokenized
+from llmq.data.records import Record
+from llmq.data.row_files import RowFile
+from llmq.data.rows import FileRows, LocalFile, Position
+from llmq.data.text import open_documents, pieces
+from llmq.data.tokenizer import TextTokenizer
+from llmq.errors import DataError
+
+ROOT = Path(__file__).parents[2]
+
+
+def joined(found: list[Tokens]) -> tuple[list[int], list[int]]:
+    """All ids, and where documents end in them."""
+    ids: list[int] = []
+    stops: list[int] = []
+    for tokens in found:
+        stops += [len(ids) + stop for stop in tokens.stops.tolist()]
+        ids += tokens.ids.tolist()
+    return ids, stops
+
+
+def test_text_goes_on_from_the_position_behind_any_batch(tmp_path: Path, monkeypatch, small_tokenizer: Path) -> None:
+    monkeypatch.setattr(pipeline, "BATCH_CHARACTERS", 200)
+    monkeypatch.setattr("llmq.data.text.BLOCK_BYTES", 40)
+    for number in range(3):
+        (tmp_path / f"{number}.txt").write_text(
+            "It's the king's \u00e9t\u00e9 \U0001f600 isn't it?\n" * (3 + 9 * number)
+        )
+    documents = open_documents(sorted(tmp_path.glob("*.txt")))
+    work = TextWork(documents, TextTokenizer.open(str(small_tokenizer)))
+    found = list(tokenized(work))
+    ids, stops = joined(found)
+    assert len(found) > 5 and len(stops) == 3 and stops[-1] == len(ids)
+    assert sum(tokens.num_bytes for tokens in found) == sum(document.num_bytes for document in documents)
+    for count, tokens in enumerate(found, 1):
+        rest, _ = joined(list(tokenized(work, tokens.position)))
+        assert rest == ids[len(ids) - len(rest) :]
+        assert len(rest) == len(ids) - sum(len(before.ids) for before in found[:count])
+
+
+def row_work(folder: Path, tokenizer: Path, count: int, bad: tuple[int, ...] = ()) -> RowWork:
+    lines = [json.dumps({"question": f"What is {n}?", "answer": "10 " * (n % 9 + 1)}) for n in range(count)]
+    for at in bad:
+        lines[at] = '{"text": 3}' if at % 2 else "no JSON"
+    (folder / "a.jsonl").write_text("\n".join(lines) + "\n")
+    file = RowFile.of(folder / "a.jsonl")
+    assert file is not None
+    rows = FileRows((LocalFile(file),))
+    first = [row for _, row in zip(range(3), (row for _, row in rows.read()), strict=False) if isinstance(row, Record)]
+    encoder = open_encoder(first, TextTokenizer.open(str(tokenizer)), EncodeOptions())
+    return RowWork(rows, Encoders(encoder))
+
+
+def test_rows_keep_their_order_and_bad_ones_their_place(tmp_path: Path, monkeypatch, small_tokenizer: Path) -> None:
+    monkeypatch.setattr(pipeline, "BATCH_ROWS", 8)
+    work = row_work(tmp_path, small_tokenizer, 100, bad=(7, 20, 21, 22, 99))
+    found = list(tokenized(work))
+    assert [row.place.rsplit(":", 1)[1] for tokens in found for row in tokens.bad] == ["8", "21", "22", "23", "100"]
+    assert sum(tokens.counts.rows for tokens in found) == 95 and len(joined(found)[1]) == 95
+    whole = row_work(tmp_path, small_tokenizer, 100)
+    records = [row for _, row in whole.rows.read() if isinstance(row, Record)]
+    monkeypatch.setattr(pipeline, "BATCH_ROWS", 1000)
+    alone = [np.concatenate([d.ids for d in whole.encoders.first.encode([record])]) for record in records]
+    (once,) = tokenized(whole)
+    np.testing.assert_array_equal(once.ids, np.concatenate(alone))
+    assert once.trained is not None and 0 < once.trained.sum() < len(once.ids)
+
+
+@pytest.mark.parametrize("in_pieces", [True, False])
+def test_a_long_row_is_tokenized_in_pieces_like_the_whole(monkeypatch, small_tokenizer: Path, in_pieces: bool) -> None:
+    monkeypatch.setattr("llmq.data.text.BLOCK_BYTES", 40)
+    monkeypatch.setattr("llmq.data.encode.ENCODED_AT_ONCE", 100)
+    monkeypatch.setattr("llmq.data.tokenizer.tokenizes_in_pieces", lambda description: in_pieces)
+    texts = ["It's the king's \u00e9t\u00e9\n\n \U0001f600  isn't it?" * n for n in (1, 30, 9)]
+    tokenizer = TextTokenizer.open(str(small_tokenizer))
+    records = [Record(f"a:{n}", {"text": text}) for n, text in enumerate(texts)]
+    encoder = open_encoder(records, tokenizer, EncodeOptions())
+    documents = encoder.encode(records)
+    whole = [tokenizer.encoder.encode(text, add_special_tokens=False).ids for text in texts]
+    assert [document.ids.tolist() for document in documents] == [[*ids, tokenizer.eos_token_id] for ids in whole]
+
+
+@dataclass
+class Slow:
+    """Batches that say when they are read and encoded, and fail where they are told to."""
+
+    count: int
+    fail_read: int = -1
+    fail_encode: int = -1
+    read: int = 0
+
+    def batches(self, position: Position = ()) -> Iterator[int]:
+        for number in range(self.count):
+            if number == self.fail_read:
+                raise DataError("read")
+            self.read = number + 1
+            yield number
+
+    def encode(self, batch: int) -> int:
+        time.sleep(0.003 * (batch % 3))
+        if batch == self.fail_encode:
+            raise DataError("encode")
+        return batch
+
+
+def workers() -> list[threading.Thread]:
+    return [thread for thread in threading.enumerate() if thread.name.startswith(("llmq-read", "llmq-tokenize"))]
+
+
+def test_batches_come_in_order_and_errors_in_their_place() -> None:
+    assert list(tokenized(Slow(40))) == list(range(40))
+    for work, says in ((Slow(40, fail_read=9), "read"), (Slow(40, fail_encode=9), "encode")):
+        batches = tokenized(work)
+        assert [next(batches) for _ in range(9)] == list(range(9))
+        with pytest.raises(DataError, match=says):
+            next(batches)
+    assert not workers()
+
+
+def test_little_is_read_ahead_and_threads_end_with_the_iterator() -> None:
+    work = Slow(10_000)
+    batches = tokenized(work)
+    assert next(batches) == 0
+    time.sleep(0.1)
+    assert work.read <= 2 + pipeline.READ_AHEAD + pipeline.AT_ONCE and workers()
+    batches.close()
+    assert not workers()
+
+
+def corpus(path: Path, shared: Callable[[str], Path], num_bytes: int) -> Path:
+    """Text of the shared data and of Python's library, so often that it is so long."""
+    names = ("tinyshakespeare.txt", "wikitext2-valid.txt", "wikitext2-test.txt", "gsm8k-train.jsonl")
+    parts = [shared(name).read_bytes() for name in names]
+    parts += [file.read_bytes() for file in sorted(Path(sysconfig.get_path("stdlib")).glob("*.py"))]
+    text = b"".join(parts)
+    with path.open("wb") as file:
+        for _ in range(num_bytes // len(text) + 1):
+            file.write(text)
+    return path
+
+
+@pytest.mark.slow
+def test_tokenizing_is_as_fast_as_the_library_alone(tmp_path: Path, shared: Callable[[str], Path]) -> None:
+    """In processor time, which other processes change less than the clock.
+
+    The library alone is given all pieces in memory, in batches of the same size, and its ids are never looked at.
+    """
+    path = corpus(tmp_path / "text.txt", shared, 12_000_000)
+    tokenizer = TextTokenizer.open(str(shared("qwen2.5-tokenizer")))
+    documents = open_documents([path])
+    texts = list(pieces(documents[0], True))
+    shares = []
+    for _ in range(3):
+        start = time.process_time()
+        for at in range(0, len(texts), 8):
+            tokenizer.encoder.encode_batch_fast(texts[at : at + 8], add_special_tokens=False)
+        alone = time.process_time() - start
+        start = time.process_time()
+        for _ in tokenized(TextWork(documents, tokenizer)):
+            pass
+        shares.append(alone / (time.process_time() - start))
+    assert max(shares) >= 0.92, shares
+
+
+MEMORY = """
+import resource, sys
+from llmq.data.tokenize import tokenize_data
+tokenize_data(tokenizer=sys.argv[2], inputs=[sys.argv[1]], out_dir=sys.argv[3])
+print(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss // 1024)
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", ["txt", "jsonl"])
+def test_memory_is_flat(tmp_path: Path, shared: Callable[[str], Path], kind: str) -> None:
+    path = corpus(tmp_path / "text.txt", shared, 100_000_000)
+    if kind == "jsonl":
+        with (tmp_path / "text.jsonl").open("w") as out:
+            for piece in pieces(open_documents([path])[0], True):
+                out.write(json.dumps({"text": piece[:20_000]}) + "\n")
+        path = tmp_path / "text.jsonl"
+    command = [sys.executable, "-c", MEMORY, str(path), str(shared("qwen2.5-tokenizer")), str(tmp_path / "out")]
+    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
+    done = subprocess.run(command, capture_output=True, text=True, check=True, env=environment)
+    assert int(done.stdout) < 500

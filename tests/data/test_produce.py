@@ -1,0 +1,304 @@
+"""Token files in the making: parts, and the same bytes however often and wherever the making was broken off."""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from llmq.data import pipeline, produce, request
+from llmq.data import text as text_files
+from llmq.data.cache import cache_folder
+from llmq.data.encode import EncodeOptions
+from llmq.data.records import Record
+from llmq.data.request import Request
+from llmq.data.sources import Found, find
+from llmq.data.token_file import TokenFile
+from llmq.data.tokenize import cache_entry, cached, tokenize_data
+from llmq.data.tokenizer import TextTokenizer
+from llmq.errors import DataError, StorageError
+
+ROOT = Path(__file__).parents[2]
+# Small parts and batches, and a state after every batch.
+SMALL = {"PART_TOKENS": 900, "BATCH_CHARACTERS": 300, "BATCH_ROWS": 7, "SAVE_EVERY_S": 0.0, "BLOCK_BYTES": 100}
+DRIVER = """
+import json, os, sys
+from llmq.data import pipeline, produce, request, text, tokenize
+os.fsync = lambda fd: None
+small, arguments = json.loads(sys.argv[1])
+for module in (pipeline, produce, request, text):
+    for name, value in small.items():
+        if hasattr(module, name):
+            setattr(module, name, value)
+tokenize.tokenize_data(**arguments)
+"""
+
+
+@pytest.fixture
+def small(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Many parts, batches and states; they are not forced onto the disk, which only a loss of power would tell."""
+    monkeypatch.setattr(os, "fsync", lambda fd: None)
+    for module in (pipeline, produce, request, text_files):
+        for name, value in SMALL.items():
+            if hasattr(module, name):
+                monkeypatch.setattr(module, name, value)
+
+
+def rows(folder: Path, count: int = 120) -> Path:
+    path = folder / "rows.jsonl"
+    made = [{"question": f"What is {n}?", "answer": "It's the king's " + "10 ships " * (n % 5)} for n in range(count)]
+    path.write_text("".join(json.dumps(row) + "\n" for row in made))
+    return path
+
+
+def text(folder: Path) -> Path:
+    path = folder / "text.txt"
+    path.write_text("It's the king's 10 ships, isn't it? \u00e9t\u00e9\n" * 300)
+    return path
+
+
+def content(folder: Path) -> dict[str, bytes]:
+    """All files of a folder."""
+    return {str(path.relative_to(folder)): path.read_bytes() for path in sorted(folder.rglob("*")) if path.is_file()}
+
+
+@pytest.mark.parametrize("make", [rows, text])
+@pytest.mark.parametrize("seed", range(1, 4))
+def test_an_interrupted_call_goes_on_to_the_same_bytes(tmp_path: Path, small, small_tokenizer, make, seed) -> None:
+    arguments: dict[str, Any] = {"tokenizer": str(small_tokenizer), "inputs": [str(make(tmp_path))]}
+    tokenize_data(**arguments, out_dir=tmp_path / "whole")
+    draw, breaks, said = random.Random(seed), 0, []
+
+    def maybe_break(done: int, total: int | None) -> None:
+        nonlocal breaks
+        if draw.random() < 0.3:
+            breaks += 1
+            raise draw.choice([KeyboardInterrupt, SystemExit, OSError(28, "No space left on device")])
+
+    while True:
+        try:
+            tokenize_data(**arguments, out_dir=tmp_path / "parts", on_progress=maybe_break, say=said.append)
+            break
+        except (KeyboardInterrupt, SystemExit, OSError):
+            names = {path.name for path in (tmp_path / "parts").iterdir()}
+            assert names <= {".partial"}
+    assert content(tmp_path / "parts") == content(tmp_path / "whole")
+    assert breaks and sum("going on where" in text for text in said) >= 1
+
+
+@pytest.mark.parametrize("when", ["seal", "publish", "state", "save", "append"])
+def test_a_break_at_any_step_goes_on(tmp_path: Path, monkeypatch, small, small_tokenizer, when: str) -> None:
+    arguments: dict[str, Any] = {"tokenizer": str(small_tokenizer), "inputs": [str(rows(tmp_path))]}
+    tokenize_data(**arguments, out_dir=tmp_path / "whole")
+    holder = produce.Producer if when == "save" else produce.TokenWriter
+    original = getattr(holder, when)
+    for after in (False, True):
+        for count in (1, 3):
+            calls = iter(range(count))
+
+            def broken(*args: Any, _calls=calls, _after=after, **more: Any) -> Any:
+                is_last = next(_calls, None) is None  # one call more than `count`
+                if is_last and not _after:
+                    raise KeyboardInterrupt
+                result = original(*args, **more)
+                if is_last:
+                    raise KeyboardInterrupt
+                return result
+
+            monkeypatch.setattr(holder, when, broken)
+            out = tmp_path / f"out-{after}-{count}"
+            with pytest.raises(KeyboardInterrupt):
+                tokenize_data(**arguments, out_dir=out)
+            monkeypatch.setattr(holder, when, original)
+            tokenize_data(**arguments, out_dir=out)
+            assert content(out) == content(tmp_path / "whole")
+
+
+def killed(tmp_path: Path, arguments: dict[str, Any], delay_s: float) -> bool:
+    """Runs in another process, which is killed after a time; whether that was before its end."""
+    command = [sys.executable, "-c", DRIVER, json.dumps([{**SMALL, "PART_TOKENS": 9000}, arguments])]
+    with subprocess.Popen(command, cwd=ROOT, stderr=subprocess.PIPE, env={**os.environ}) as process:
+        deadline = time.monotonic() + 60
+        while not (tmp_path / "out/.partial").exists() and process.poll() is None and time.monotonic() < deadline:
+            time.sleep(0.001)
+        time.sleep(delay_s)
+        process.send_signal(signal.SIGKILL)
+        _, errors = process.communicate()
+    assert process.returncode in (-signal.SIGKILL, 0), errors.decode()
+    return process.returncode != 0
+
+
+def check_kills(tmp_path: Path, tokenizer: Path, path: Path, delays: list[float]) -> int:
+    """Kills with these delays, then finishes: the bytes are those of a whole run. How many were killed."""
+    arguments: dict[str, Any] = {"tokenizer": str(tokenizer), "inputs": [str(path)], "out_dir": str(tmp_path / "out")}
+    count = 0
+    for delay in delays:
+        if not killed(tmp_path, arguments, delay):
+            break
+        count += 1
+    whole = {**arguments, "out_dir": str(tmp_path / "whole")}
+    for each in (arguments, whole):
+        command = [sys.executable, "-c", DRIVER, json.dumps([{**SMALL, "PART_TOKENS": 9000}, each])]
+        subprocess.run(command, cwd=ROOT, check=True)
+    assert content(tmp_path / "out") == content(tmp_path / "whole")
+    return count
+
+
+def test_a_killed_call_goes_on_to_the_same_bytes(tmp_path: Path, small_tokenizer: Path) -> None:
+    assert check_kills(tmp_path, small_tokenizer, rows(tmp_path, 3000), [0.1]) == 1
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("make", [lambda folder: rows(folder, 9000), text])
+@pytest.mark.parametrize("seed", range(5))
+def test_many_kills_go_on_to_the_same_bytes(tmp_path: Path, small_tokenizer: Path, make, seed: int) -> None:
+    draw = random.Random(seed)
+    check_kills(tmp_path, small_tokenizer, make(tmp_path), [draw.uniform(0, 0.6) for _ in range(6)])
+
+
+def test_parts_end_with_documents_and_hold_everything(
+    tmp_path: Path, monkeypatch, small, small_tokenizer: Path
+) -> None:
+    written = tokenize_data(
+        tokenizer=str(small_tokenizer), inputs=[str(rows(tmp_path))], eval_fraction=0, out_dir=tmp_path / "out"
+    )
+    assert [file.path.name for file in written] == [f"train-{n:03d}.bin" for n in range(len(written))]
+    files = [TokenFile.open(file.path) for file in written]
+    assert len(files) > 2 and all(file.num_tokens >= 900 for file in files[:-1])
+    assert sum(file.num_documents for file in files) == 120
+    for file in files:
+        file.verify()
+        assert np.all(file.tokens[file.document_starts[1:] - 1] == 0)  # EOS
+        assert file.num_tokens - np.diff(file.document_starts)[-1] < 900
+    monkeypatch.setattr(produce, "PART_TOKENS", 10**9)
+    (whole,) = tokenize_data(
+        tokenizer=str(small_tokenizer), inputs=[str(tmp_path / "rows.jsonl")], eval_fraction=0, out_dir=tmp_path / "one"
+    )
+    one = TokenFile.open(whole.path)
+    assert whole.path.name == "train.bin"
+    np.testing.assert_array_equal(np.concatenate([file.tokens for file in files]), one.tokens)
+    trained = [file.trained(0, file.num_tokens) for file in files]
+    np.testing.assert_array_equal(np.concatenate(trained), one.trained(0, one.num_tokens))
+
+
+def test_the_first_tokens_are_for_evaluation_and_a_limit_ends_behind_a_part(
+    tmp_path: Path, small, small_tokenizer: Path
+) -> None:
+    """llm.q's rule for web text: eval.bin first, then parts, until eval and parts reach the limit."""
+    found = find(inputs=[str(rows(tmp_path, 400))], eval_fraction=0.0)
+    found = Found("web", ("web",), found.train, None, "rule", eval_tokens=500, limit=2000, numbered=True)
+    request = Request(found, TextTokenizer.open(str(small_tokenizer)), EncodeOptions())
+    files = [TokenFile.open(path) for path in cached(request, on_progress=lambda done, total: None, say=print)]
+    assert [file.path.name for file in files] == ["eval.bin", "train-000.bin", "train-001.bin"]
+    sizes = [file.num_tokens for file in files]
+    assert 500 <= sizes[0] < 600 and 900 <= sizes[1] < 1000 and 900 <= sizes[2] < 1000 and sum(sizes[:2]) < 2000
+    plain = find(inputs=[str(tmp_path / "rows.jsonl")], eval_fraction=0.0)
+    encoder = request.encoder()
+    assert encoder is not None and not isinstance(plain.train, tuple)
+    records = [row for _, row in plain.train.read() if isinstance(row, Record)]
+    ids = np.concatenate([document.ids for document in encoder.encode(records)])
+    np.testing.assert_array_equal(np.concatenate([file.tokens for file in files]), ids[: sum(sizes)])
+
+
+def test_two_processes_share_one_cache(tmp_path: Path, small, small_tokenizer: Path) -> None:
+    driver = """
+import sys
+from llmq.data.encode import EncodeOptions
+from llmq.data.sources import find
+from llmq.data.tokenize import Request, cached
+from llmq.data.tokenizer import TextTokenizer
+request = Request(find(inputs=[sys.argv[1]]), TextTokenizer.open(sys.argv[2]), EncodeOptions())
+for path in cached(request, on_progress=lambda done, total: None, say=lambda text: print(text, file=sys.stderr)):
+    print(path)
+"""
+    path = rows(tmp_path, 2000)
+    command = [sys.executable, "-c", driver, str(path), str(small_tokenizer)]
+    processes = [
+        subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) for _ in range(3)
+    ]
+    done = [process.communicate(timeout=120) for process in processes]
+    assert all(process.returncode == 0 for process in processes), done
+    assert len({out for out, _ in done}) == 1 and len(done[0][0].splitlines()) == 2
+    assert sum("format: question-answer" in said for _, said in done) == 1  # one has made it
+    (entry,) = (cache_folder() / "tokens").iterdir()  # no lock, no partial folder
+    assert {path.name for path in entry.glob("*.bin")} == {"train.bin", "eval.bin"}
+
+
+def test_what_decides_on_the_tokens_decides_on_the_entry(tmp_path: Path, small_tokenizer: Path) -> None:
+    path = rows(tmp_path)
+    tokenizer = TextTokenizer.open(str(small_tokenizer))
+
+    def entry(fraction: float | None = None, **options: Any) -> Path:
+        return cache_entry(
+            Request(find(inputs=[str(path)], eval_fraction=fraction), tokenizer, EncodeOptions(**options))
+        )
+
+    first = entry()
+    assert first == entry() == entry(0.1)
+    template = tmp_path / "t.jinja"
+    template.write_text("{{ messages }}")
+    others = [
+        entry(0.2), entry(0.0), entry(train_on="all"), entry(seq_len=5), entry(seq_len=5, overlong="drop"),
+        entry(chat_template="{{ x }}"), entry(chat_template=str(template)),
+    ]  # fmt: skip
+    template.write_text("{{ messages }} ")
+    others.append(entry(chat_template=str(template)))
+    path.write_text(path.read_text() + '{"question": "a", "answer": "b"}\n')
+    others.append(entry())
+    assert len({first, *others}) == len(others) + 1
+
+
+def test_other_data_starts_over(tmp_path: Path, small, small_tokenizer: Path) -> None:
+    def stop(done: int, total: int | None) -> None:
+        if done > 60:
+            raise KeyboardInterrupt
+
+    arguments: dict[str, Any] = {"tokenizer": str(small_tokenizer), "out_dir": tmp_path / "out"}
+    path = rows(tmp_path)
+    with pytest.raises(KeyboardInterrupt):
+        tokenize_data(**arguments, inputs=[str(path)], on_progress=stop)
+    assert (tmp_path / "out/.partial/state.json").exists()
+    path.write_text(path.read_text().replace("king", "queen"))
+    said: list[str] = []
+    tokenize_data(**arguments, inputs=[str(path)], say=said.append)
+    assert not any("going on" in text for text in said)
+    tokenize_data(**{**arguments, "out_dir": tmp_path / "whole"}, inputs=[str(path)])
+    assert content(tmp_path / "out") == content(tmp_path / "whole")
+
+
+def test_parts_of_an_earlier_run_are_not_left_beside_new_ones(tmp_path: Path, small, small_tokenizer: Path) -> None:
+    arguments: dict[str, Any] = {"tokenizer": str(small_tokenizer), "out_dir": tmp_path / "out"}
+    tokenize_data(**arguments, inputs=[str(rows(tmp_path))])
+    short = rows(tmp_path, 20)
+    with pytest.raises(StorageError, match=r"train-000\.bin.* are of an earlier run.*choose another --out-dir"):
+        tokenize_data(**arguments, inputs=[str(short)])
+    for path in (tmp_path / "out").glob("train-*.bin"):
+        path.unlink()
+    written = tokenize_data(**arguments, inputs=[str(short)])  # it is finished, and only moved now
+    assert [file.path.name for file in written] == ["train.bin", "eval.bin"]
+    assert not (tmp_path / "out/.partial").exists()
+
+
+def test_bad_rows_are_counted_over_an_interruption(tmp_path: Path, small, small_tokenizer: Path) -> None:
+    lines = rows(tmp_path).read_text().splitlines()
+    for at in (20, 50, 80, 110):
+        lines[at] = "{"
+    (tmp_path / "rows.jsonl").write_text("\n".join(lines) + "\n")
+    arguments: dict[str, Any] = {"tokenizer": str(small_tokenizer), "inputs": [str(tmp_path / "rows.jsonl")]}
+    arguments |= {"eval_fraction": 0, "out_dir": tmp_path / "out"}
+    with pytest.raises(DataError, match=r"rows\.jsonl:81: not JSON.*; 2 before it were left out"):
+        tokenize_data(**arguments, skip_bad_rows=2)
+    with pytest.raises(DataError, match=r"rows\.jsonl:111: not JSON.*; 3 before it were left out"):
+        tokenize_data(**arguments, skip_bad_rows=3)  # goes on behind the first ones
+    said: list[str] = []
+    (*_, last) = tokenize_data(**arguments, skip_bad_rows=4, say=said.append)
+    assert "4 bad rows were left out" in said and last.num_tokens

@@ -1,0 +1,265 @@
+"""Files of rows: every kind read alike from any row, bad rows named in their place, broken files named as a whole."""
+
+from __future__ import annotations
+
+import csv
+import gzip
+import io
+import json
+import random
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+
+from llmq.data import row_files
+from llmq.data.records import BadRow, Record
+from llmq.data.row_files import RowFile
+from llmq.errors import DataError
+
+ROWS = [{"text": f'row {n}: \u00e9t\u00e9, "quotes"\nand \U0001f600', "n": str(n)} for n in range(700)]
+
+
+def jsonl(rows: list[dict[str, Any]]) -> bytes:
+    return "".join(json.dumps(row, ensure_ascii=n % 2 == 0) + "\n" for n, row in enumerate(rows)).encode()
+
+
+def as_json(rows: list[dict[str, Any]]) -> bytes:
+    return json.dumps(rows, ensure_ascii=False, indent=1).encode()
+
+
+def as_csv(rows: list[dict[str, Any]], delimiter: str = ",") -> bytes:
+    out = io.StringIO(newline="")
+    writer = csv.DictWriter(out, list(rows[0]), delimiter=delimiter)
+    writer.writeheader()
+    writer.writerows(rows)
+    return out.getvalue().encode()
+
+
+def parquet(rows: list[dict[str, Any]]) -> bytes:
+    out = io.BytesIO()
+    pq.write_table(pa.Table.from_pylist(rows), out, row_group_size=300, data_page_size=2000, write_page_checksum=True)
+    return out.getvalue()
+
+
+def zst(content: bytes) -> bytes:
+    out = pa.BufferOutputStream()
+    with pa.CompressedOutputStream(out, "zstd") as stream:
+        stream.write(content)
+    return out.getvalue().to_pybytes()
+
+
+KINDS: dict[str, Callable[[], bytes]] = {
+    "a.jsonl": lambda: jsonl(ROWS),
+    "a.ndjson": lambda: jsonl(ROWS).rstrip(b"\n"),
+    "a.jsonl.gz": lambda: gzip.compress(jsonl(ROWS)),
+    "a.JSONL.zst": lambda: zst(jsonl(ROWS)),
+    "bom.jsonl": lambda: b"\xef\xbb\xbf" + jsonl(ROWS),
+    "a.json": lambda: as_json(ROWS),
+    "a.json.gz": lambda: gzip.compress(as_json(ROWS)),
+    "a.csv": lambda: as_csv(ROWS),
+    "a.tsv": lambda: as_csv(ROWS, "\t"),
+    "a.csv.zst": lambda: zst(b"\xef\xbb\xbf" + as_csv(ROWS)),
+    "a.parquet": lambda: parquet(ROWS),
+}
+
+
+def opened(path: Path) -> RowFile:
+    file = RowFile.of(path)
+    assert file is not None
+    return file
+
+
+def rows_of(path: Path) -> list[Record | BadRow]:
+    return [row for _, row in opened(path).rows()]
+
+
+@pytest.mark.parametrize("name", KINDS)
+def test_every_kind_gives_the_same_rows_from_anywhere(tmp_path: Path, monkeypatch, name: str) -> None:
+    monkeypatch.setattr(row_files, "BLOCK_BYTES", 100)  # rows go over the borders of what is read
+    path = tmp_path / name
+    path.write_bytes(KINDS[name]())
+    file = opened(path)
+    assert [row.value for row in rows_of(path)] == ROWS  # type: ignore[union-attr]
+    assert rows_of(path)[6].place == f"{path}:7" and file.num_rows() == len(ROWS)
+    for start in (0, 1, 299, 300, 301, 699, 700, 800):
+        got = list(file.rows(start, lambda row: row % 3 == 0))
+        assert [at for at, _ in got] == [n for n in range(start, len(ROWS)) if n % 3 == 0]
+        assert all(row.value == ROWS[at] for at, row in got)  # type: ignore[union-attr]
+
+
+def test_what_is_no_file_of_rows() -> None:
+    for name in ("a.txt", "a.py", "a", "a.gz", "a.txt.gz", "a.parquet.gz", "README.md"):
+        assert RowFile.of(Path(name)) is None
+
+
+@pytest.mark.parametrize(
+    ("line", "says"),
+    [
+        (b"", "the row is empty"),
+        (b"  \t", "the row is empty"),
+        (b"{}", "the row is empty"),
+        (b'{"text": "a"', "not JSON (Expecting ',' delimiter"),
+        (b'{"text": caf\xe9}', "not UTF-8: byte 12 of the row is 0xe9"),
+        (b"[1]", "an array, where a row is an object"),
+        (b"3", "a number, where"),
+        (b"null", "null, where"),
+        (b'"x"', "text, where"),
+        (b"true", "true or false, where"),
+        (b'{"text": "\\ud83d"}', "half of a surrogate pair"),
+        (b"[" * 100_000, "nested too deeply"),
+        (b'{"n": ' + b"9" * 5000 + b"}", "not JSON (Exceeds the limit"),
+    ],
+)
+def test_a_bad_line_is_a_bad_row_and_the_next_is_read(tmp_path: Path, line: bytes, says: str) -> None:
+    if b"9999" in line and not hasattr(__import__("sys"), "set_int_max_str_digits"):
+        pytest.skip("this Python reads numbers of any length")
+    path = tmp_path / "a.jsonl"
+    path.write_bytes(b'{"a": 1}\n' + line + b'\n{"a": 2}\n')
+    first, bad, last = rows_of(path)
+    assert isinstance(bad, BadRow) and bad.place == f"{path}:2" and says in bad.reason
+    assert isinstance(first, Record) and isinstance(last, Record) and last.value == {"a": 2}
+
+
+@pytest.mark.parametrize(
+    ("line", "says"),
+    [("1", "1 fields, but the header names 2"), ("1,2,3", "3 fields"), ('"",', "the row is empty"), ("", "is empty")],
+)
+def test_a_bad_row_of_csv(tmp_path: Path, line: str, says: str) -> None:
+    path = tmp_path / "a.csv"
+    path.write_text(f"a,b\n1,2\n{line}\n3,4\n")
+    _, bad, last = rows_of(path)
+    assert isinstance(bad, BadRow) and bad.place == f"{path}:2" and says in bad.reason
+    assert isinstance(last, Record) and last.value == {"a": "3", "b": "4"}
+    path.write_bytes(b"a,b\n1,caf\xe9\n3,4\n")
+    bad, last = rows_of(path)
+    assert isinstance(bad, BadRow) and bad.reason == "not UTF-8: field 'b'" and isinstance(last, Record)
+
+
+def test_a_bad_row_of_parquet(tmp_path: Path) -> None:
+    path = tmp_path / "a.parquet"
+    raw = pa.array([b"fine", b"caf\xe9", None, b"fine"], pa.binary())
+    pq.write_table(pa.table({"text": pa.Array.from_buffers(pa.string(), 4, raw.buffers())}), path)
+    rows = rows_of(path)
+    assert [isinstance(row, BadRow) for row in rows] == [False, True, True, False]
+    assert [row.reason.split(":")[0] for row in rows if isinstance(row, BadRow)] == ["not UTF-8", "the row is empty"]
+    assert rows[1].place == f"{path}:2"
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "says"),
+    [
+        ("a.json", b'{"a": 1}', "a.json: not an array of rows"),
+        ("a.json", b"", "a.json: not an array of rows"),
+        ("a.json", b'[{"a": 1}, {"a": ]', "a.json:2: not JSON"),
+        ("a.json", b'[{"a": 1}, {"a": "x', "a.json:2: not JSON .*Unterminated"),
+        ("a.json", b'[{"a": 1}', "a.json:1: no comma or closing bracket behind the row, but the end of the file"),
+        ("a.json", b'[{"a": 1} 3]', "a.json:1: no comma or closing bracket behind the row, but '3'"),
+        ("a.json", b'[{"a": 1},]', "a.json:2: not JSON"),
+        ("a.json", b'[{"a": 1}] x', "a.json: 'x' behind the array's end"),
+        ("a.json", b'[{"a": 1}, {"a": "\xe9"}]', "a.json.*not UTF-8, with a byte 0xe9"),
+        ("a.json", b"[" + b"[" * 100_000, "a.json:1: nested too deeply"),
+        ("a.csv", b"a,a\n1,2\n", "'a' stands there twice"),
+        ("a.csv", b"\n1,2\n", "it is empty"),
+        ("a.csv", b'a,b\n1,2\n1,"2\n', "a.csv:2: not CSV"),
+        ("a.csv", b'a,b\n1,"2"3\n', "a.csv:1: not CSV"),
+        ("a.jsonl.gz", b"no gzip", "a.jsonl.gz: .*truncated or damaged"),
+        ("a.jsonl.gz", gzip.compress(jsonl(ROWS))[:-900], r"a.jsonl.gz:\d+: the compressed file is truncated"),
+        ("a.jsonl.zst", b"no zstd", "a.jsonl.zst: cannot be read"),
+        ("a.jsonl.zst", zst(jsonl(ROWS))[:-9], "a.jsonl.zst.*: cannot be read .*runcated"),
+        ("a.parquet", b"PAR1 is not all", "a.parquet: not a parquet file"),
+        ("a.parquet", parquet(ROWS)[:-20], "a.parquet: not a parquet file"),
+    ],
+)
+def test_a_broken_file_is_named(tmp_path: Path, name: str, content: bytes, says: str) -> None:
+    (tmp_path / name).write_bytes(content)
+    with pytest.raises(DataError, match=says):
+        rows_of(tmp_path / name)
+
+
+def test_a_damaged_page_is_named_with_its_row(tmp_path: Path) -> None:
+    content = bytearray(parquet(ROWS))
+    content[len(content) // 2] ^= 1
+    (tmp_path / "a.parquet").write_bytes(content)
+    with pytest.raises(DataError, match=r"a\.parquet:\d+: (not a parquet file|cannot be read)"):
+        rows_of(tmp_path / "a.parquet")
+
+
+def test_rows_of_any_length_are_refused_before_they_fill_the_memory(tmp_path: Path, monkeypatch) -> None:
+    monkeypatch.setattr(row_files, "MAX_ROW_BYTES", 1000)
+    monkeypatch.setattr(row_files, "BLOCK_BYTES", 100)
+    long = json.dumps({"text": "x" * 5000})
+    for name, text in (("a.jsonl", f'{{"a": 1}}\n{long}'), ("a.json", f'[{{"a": 1}}, {long}]')):
+        (tmp_path / name).write_text(text)
+        with pytest.raises(DataError, match=rf"{name}:2: the row is longer than 1000"):
+            rows_of(tmp_path / name)
+    (tmp_path / "a.csv").write_text(f"a\n1\n{'x' * 5000}\n")
+    with pytest.raises(DataError, match=r"a\.csv:2: not CSV \(field larger than field limit"):
+        rows_of(tmp_path / "a.csv")
+
+
+def test_a_missing_file_is_a_data_error(tmp_path: Path) -> None:
+    for name in ("a.jsonl", "a.jsonl.gz", "a.jsonl.zst", "a.json", "a.csv", "a.parquet"):
+        with pytest.raises(DataError, match=rf"{name}: .*(No such file|cannot be read)"):
+            rows_of(tmp_path / name)
+
+
+def mutated(content: bytes, draw: random.Random) -> bytes:
+    """Content with some bytes changed, taken out, doubled or cut off."""
+    data = bytearray(content)
+    for _ in range(draw.randint(1, 4)):
+        at = draw.randrange(len(data) + 1)
+        match draw.randrange(5):
+            case 0 if data:
+                data[at % len(data)] = draw.randrange(256)
+            case 1:
+                del data[at : at + draw.randint(1, 40)]
+            case 2:
+                data[at:at] = bytes(draw.choice(b'{}[]",:\\\n\0\xff') for _ in range(draw.randint(1, 6)))
+            case 3:
+                other = draw.randrange(len(data) + 1)
+                data[at:at] = data[other : other + 50]
+            case 4 if draw.random() < 0.3:
+                del data[at:]
+    return bytes(data)
+
+
+SMALL: dict[str, bytes] = {
+    "a.jsonl": jsonl(ROWS[:20]),
+    "a.json": as_json(ROWS[:20]),
+    "a.csv": as_csv(ROWS[:20]),
+    "a.parquet": parquet(ROWS[:20]),
+    "a.jsonl.gz": gzip.compress(jsonl(ROWS[:20])),
+    "a.jsonl.zst": zst(jsonl(ROWS[:20])),
+}
+
+
+def read_mutated(path: Path, draw: random.Random) -> str:
+    """Rows, bad rows with their place, or one DataError that names the file: nothing else. Says which it was."""
+    path.write_bytes(mutated(SMALL[path.name], draw))
+    found = "rows"
+    try:
+        for at, row in opened(path).rows():
+            assert row.place == f"{path}:{at + 1}"
+            found = "bad rows" if isinstance(row, BadRow) else found
+    except DataError as error:
+        assert str(error).startswith(str(path)) and "\n" not in str(error)
+        return "error"
+    return found
+
+
+@pytest.mark.parametrize("name", SMALL)
+def test_mutated_files_are_rows_or_named(tmp_path: Path, name: str) -> None:
+    draw = random.Random(name)
+    found = {read_mutated(tmp_path / name, draw) for _ in range(60)}
+    assert found & {"bad rows", "error"}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", SMALL)
+def test_many_mutated_files_are_rows_or_named(tmp_path: Path, name: str) -> None:
+    draw = random.Random(name + "more")
+    assert {read_mutated(tmp_path / name, draw) for _ in range(3400)} >= {"bad rows" if name == "a.jsonl" else "error"}

@@ -1,0 +1,132 @@
+"""What a name or path means: files, folders, globs and splits, and which part is kept for evaluation."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from llmq.data import datasets, sources
+from llmq.data.records import Record
+from llmq.data.sources import Found, find, find_anything
+from llmq.errors import DataError, UsageError
+
+
+def write(path: Path, *numbers: int) -> Path:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    if path.suffix == ".csv":
+        path.write_text("n\n" + "".join(f"{n}\n" for n in numbers))
+    elif path.suffix == ".txt":
+        path.write_text("".join(f"line {n}\n" for n in numbers))
+    else:
+        path.write_text("".join(json.dumps({"n": n}) + "\n" for n in numbers))
+    return path
+
+
+def numbers(part: object) -> list[int]:
+    return [int(row.value["n"]) for _, row in part.read() if isinstance(row, Record)]  # type: ignore[attr-defined]
+
+
+def test_files_and_globs_are_one_set_of_rows(tmp_path: Path) -> None:
+    one, two = write(tmp_path / "in/a.jsonl", *range(15)), write(tmp_path / "in/b.jsonl", *range(15, 30))
+    for inputs in ([str(one), str(two)], [str(tmp_path / "in/*.jsonl")]):
+        found = find(inputs=inputs)
+        assert numbers(found.evaluation) == [9, 19, 29]
+        assert sorted(numbers(found.train) + numbers(found.evaluation)) == list(range(30))
+        assert (found.title, found.asked, found.num_bytes) == ("in", tuple(inputs), None)
+        assert "0.1 of them, spread evenly" in found.rule
+    none = find(inputs=[str(one)], eval_fraction=0)
+    assert none.evaluation is None and numbers(none.train) == list(range(15)) and none.title == "a"
+
+
+def test_a_folder_has_splits_by_name(tmp_path: Path) -> None:
+    write(tmp_path / "set/train-0.jsonl", 1, 2)
+    write(tmp_path / "set/sub/train-1.jsonl", 3)
+    write(tmp_path / "set/valid/a.jsonl", 4)
+    write(tmp_path / "set/test.jsonl", 5)
+    write(tmp_path / "set/.hidden.csv", 6)
+    write(tmp_path / "set/.git/x.csv", 6)
+    (tmp_path / "set/README.md").write_text("x")
+    (tmp_path / "set/dataset_infos.json").write_text("{}")
+    found = find(inputs=[str(tmp_path / "set")])
+    assert (numbers(found.train), numbers(found.evaluation), found.title) == ([3, 1, 2], [4], "set")
+    asked = find(inputs=[str(tmp_path / "set")], eval_fraction=0.34)
+    assert numbers(asked.evaluation) == [2] and numbers(asked.train) == [3, 1]
+    (tmp_path / "set/valid/a.jsonl").unlink()
+    assert numbers(find(inputs=[str(tmp_path / "set")], streaming=True).train) == [3, 1, 2]
+    assert find(inputs=[str(tmp_path / "set")], streaming=True).evaluation is None
+
+
+def test_a_folder_of_text_is_documents(tmp_path: Path) -> None:
+    for number in range(20):
+        write(tmp_path / f"books/{number:02d}.txt", *range(10, 20))
+    found = find(inputs=[str(tmp_path / "books")])
+    assert isinstance(found.train, tuple) and isinstance(found.evaluation, tuple)
+    assert (len(found.train), len(found.evaluation), found.num_bytes) == (18, 2, 20 * 80)
+    assert "one file is one document" in found.rule
+
+
+@pytest.mark.parametrize(
+    ("make", "says"),
+    [
+        (["a.jsonl", "b.csv"], r"of several kinds \(1 jsonl, 1 csv\)"),
+        (["a.jsonl", "b.txt"], r"of several kinds \(1 jsonl, 1 text\)"),
+        (["validation.jsonl", "test.jsonl"], "the splits validation, test, but no train"),
+        (["a.md"], "has no data: no file in it ends with .jsonl"),
+        (["a.txt.gz"], "text files are read as they are: decompress it"),
+    ],
+)
+def test_a_folder_that_is_not_clear_is_refused(tmp_path: Path, make: list[str], says: str) -> None:
+    for name in make:
+        write(tmp_path / "set" / name, 1, 2)
+    with pytest.raises(DataError, match=says):
+        find(inputs=[str(tmp_path / "set")])
+
+
+def test_what_is_not_there(tmp_path: Path) -> None:
+    for text, says in [("gone.jsonl", "gone.jsonl: no such file"), ("*.jsonl", "no file matches")]:
+        with pytest.raises(DataError, match=says):
+            find(inputs=[str(tmp_path / text)])
+
+
+def test_a_name_is_a_path_a_named_set_or_of_the_hub(tmp_path: Path, monkeypatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    asked: list[str] = []
+
+    def as_hub(text: str, held: object, streaming: bool) -> Found:
+        asked.append(text)
+        return Found("hub", (text,), (), None, "")
+
+    monkeypatch.setattr(sources, "_hub", as_hub)
+    monkeypatch.setenv(datasets.OVERRIDE, str(write(tmp_path / "shakespeare.txt", *range(100))))
+    write(tmp_path / "org/name/a.jsonl", 1, 2)
+    write(tmp_path / "train[1].jsonl", 1)
+    assert numbers(find_anything("org/name", 0).train) == [1, 2]
+    assert numbers(find_anything("org/*/a.jsonl", 0).train) == [1, 2]
+    assert numbers(find_anything("train[1].jsonl", 0).train) == [1]
+    assert find_anything("tiny-shakespeare", None).asked == ("tiny-shakespeare",)
+    for text in ("wikitext:wikitext-2-raw-v1:train[:10%]", "org/other", "wikitext"):
+        assert find_anything(text, None).title == "hub" and asked[-1] == text
+    for text in ("./gone", "gone.jsonl", "/gone", "gone/*.csv"):
+        with pytest.raises(DataError):
+            find_anything(text, None)
+    assert len(asked) == 3
+
+
+def test_what_is_known_of_a_set_gives_way_to_what_is_asked() -> None:
+    from llmq.data.encode import EncodeOptions
+
+    found = Found("x", ("x",), (), None, "", data_format="text", mapping=(("text", "body"),))
+    assert found.known(EncodeOptions()) == EncodeOptions("text", (("text", "body"),))
+    asked = EncodeOptions("messages", (("messages", "m"),))
+    assert found.known(asked) == asked
+
+
+def test_a_named_set_keeps_its_own_rule(monkeypatch) -> None:
+    with pytest.raises(UsageError, match=r"--eval-fraction 0\.2: gsm8k has its own part"):
+        find(dataset="gsm8k", eval_fraction=0.2)
+    assert set(datasets.NAMED) == {
+        "tiny-stories", "gsm8k", "limo", "fineweb-1b", "fineweb-10b", "climb-1b", "climb-10b", "climb-20b",
+    }  # fmt: skip
+    assert len(datasets.CLIMB_WEIGHTS) == 20

@@ -1,0 +1,196 @@
+"""`llmq-train --data`: from rows and text to a trained model, through the cache or as a stream."""
+
+import io
+import json
+import sys
+from pathlib import Path
+
+import pytest
+from tiny_engines import tiny
+from tokenizers import decoders
+
+import llmq
+from llmq.config import to_hf
+from llmq.data.token_file import TokenFile
+from llmq.errors import DataError, UsageError
+from llmq.report.read import read_log
+
+sys.path.insert(0, str(Path(__file__).parent / "data"))
+from small_tokenizers import EOS, byte_level, save
+
+T = 16
+
+
+@pytest.fixture
+def given(tmp_path, monkeypatch):
+    """Options of a small run on rows of questions and answers, with a tokenizer in the model's folder."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("LLMQ_CACHE", str(tmp_path / "cache"))
+    tokenizer = byte_level()
+    tokenizer.decoder = decoders.ByteLevel()
+    save(tokenizer, tmp_path / "source", {"eos_token": EOS})
+    (tmp_path / "source/config.json").write_text(json.dumps(to_hf(tiny(num_layers=1, vocab_size=420), "fp32")))
+    rows = [{"question": f"What is {n} and {n % 7}?", "answer": f"It is {n + n % 7}."} for n in range(200)]
+    Path("rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return {
+        "model": str(tmp_path / "source"),
+        "from_scratch": True,
+        "data": "rows.jsonl",
+        "model_dtype": "fp32",
+        "batch_size": 2,
+        "seq_len": T,
+        "grad_accumulation": 1,
+        "learning_rate": 1e-2,
+        "steps": 6,
+        "ckpt_interval": 3,
+        "name": "run",
+        "console": io.StringIO(),
+    }
+
+
+def token_files(tmp_path):
+    return sorted((tmp_path / "cache/tokens").glob("*/*.bin"))
+
+
+def test_rows_are_tokenized_once_and_trained_by_mask(given, tmp_path):
+    result = llmq.train(**given)
+    evaluation, train = (TokenFile.open(path) for path in token_files(tmp_path))
+    assert (train.num_documents, evaluation.num_documents) == (180, 20)
+    share = train.trained(0, train.num_tokens).mean()
+    log = read_log(result.log_path)
+    assert 0.2 < share < 0.8 and result.eval_loss < 6.1
+    assert all(count < 2 * T for count in log.train["trained_tokens"])
+    said = given["console"].getvalue()
+    assert "rows.jsonl: tokenizing into" in said and "question-answer" in said
+    assert "[Sample] of train.bin" in said and f"?[[It is 0.{EOS}]]" in said
+    ends = json.loads((result.model_path / "generation_config.json").read_text())["eos_token_id"]
+    assert ends == json.loads((train.path.parent / "train.bin.json").read_text())["end_token_ids"][0]
+
+    again = llmq.train(**{**given, "name": "again", "console": io.StringIO()})
+    assert again.train_loss == result.train_loss and len(token_files(tmp_path)) == 2
+    one = {**given, "name": "one", "train_on": "all", "console": io.StringIO()}
+    assert llmq.train(**one).eval_loss != result.eval_loss and len(token_files(tmp_path)) == 4
+
+
+def test_a_dry_run_says_what_would_be_tokenized_and_does_not(given, tmp_path):
+    llmq.train(**given, dry_run=True)
+    said = given["console"].getvalue()
+    assert "would be tokenized into" in said and "columns question, answer" in said and "about " in said
+    assert not (tmp_path / "cache/tokens").exists() and "train: 0 tokens" not in said
+    Path("text.txt").write_text("It's the king's 10 ships\n" * 200)
+    llmq.train(**{**given, "data": "text.txt"}, dry_run=True)
+    about = int(given["console"].getvalue().rsplit("about ", 1)[1].split()[0].replace(",", ""))
+    llmq.train(**{**given, "data": "text.txt"})
+    train = next(path for path in token_files(tmp_path) if path.name == "train.bin")
+    assert about == pytest.approx(TokenFile.open(train).num_tokens, rel=0.02)
+
+
+def test_several_sources_have_weights(given, tmp_path):
+    Path("text.txt").write_text("It's the king's 10 ships\n" * 300)
+    llmq.train(**{**given, "data": ["rows.jsonl", "text.txt"], "weight": [0.25, 0.75], "steps": 8})
+    said = given["console"].getvalue()
+    assert "25.00% of the tokens" in said and "75.00% of the tokens" in said
+    Path("mix.yaml").write_text("- {data: rows.jsonl, weight: 0.25}\n- {data: text.txt, weight: 0.75}\n")
+    mixed = {**given, "data": "mix.yaml", "steps": 8, "name": "mixed", "console": io.StringIO()}
+    llmq.train(**mixed)
+    log, other = (read_log(Path("runs") / name / "log.jsonl").train["loss"] for name in ("run", "mixed"))
+    assert list(log) == list(other)
+
+
+def test_rows_are_packed(given):
+    result = llmq.train(**given, packing=True)
+    said = given["console"].getvalue()
+    assert "% full" in said and result.eval_loss > 0
+
+
+def test_a_stream_trains_and_goes_on_with_the_same_bits(given, tmp_path):
+    stream = {**given, "streaming": True, "steps": 12}
+    whole = llmq.train(**{**stream, "name": "whole"})
+    assert not (tmp_path / "cache/tokens").exists()
+    llmq.train(**{**stream, "ckpt_keep_n": 0})
+    parts = llmq.train(**{**stream, "continue": 3, "overwrite": True})
+    one, other = (read_log(result.log_path).train["loss"] for result in (whole, parts))
+    assert list(one) == list(other)
+    assert "a stream" in given["console"].getvalue()
+
+
+def test_a_stream_evaluates_on_the_validation_split(given, tmp_path):
+    Path("set").mkdir()
+    Path("rows.jsonl").rename("set/train.jsonl")
+    Path("set/validation.jsonl").write_text('{"question": "What?", "answer": "That is it, my king."}\n' * 20)
+    result = llmq.train(**{**given, "streaming": True, "data": "set"})
+    assert result.eval_loss > 0 and len(token_files(tmp_path)) == 1
+
+
+@pytest.mark.parametrize(
+    ("change", "kind", "says"),
+    [
+        ({"train_file": "a.bin"}, UsageError, "--train-file a.bin and --data rows.jsonl both say"),
+        ({"data": None}, UsageError, "--train-file is needed: .*; or --data"),
+        ({"data": None, "train_file": "a.bin", "train_on": "all"}, UsageError, "--train-on all is for --data"),
+        ({"weight": [1, 2]}, UsageError, "--weight is given 2 times and --data 1 times"),
+        ({"streaming": True, "eval_fraction": 0.1}, UsageError, "--eval-fraction 0.1 of a stream"),
+        ({"streaming": True, "packing": True}, UsageError, "--packing needs token files, but a stream has none"),
+        ({"dry_run": True, "packing": False}, UsageError, "--no-packing needs token files, but a dry run"),
+        ({"streaming": True, "data": "text.txt"}, UsageError, "--streaming reads files of rows"),
+        ({"streaming": True, "data": ["a", "b"]}, UsageError, "--streaming reads one data set"),
+        (
+            {"data": "text.txt", "train_on": "last"},
+            UsageError,
+            "--train-on last: for data in rows, but text.txt is text",
+        ),
+        ({"map_": None, "map": ["x"]}, UsageError, "--map x: give OURS=THEIRS"),
+        ({"data": "./gone.jsonl"}, DataError, "gone.jsonl"),
+        ({"data": "bad.jsonl"}, DataError, r"bad.jsonl:3: not JSON .*--skip-bad-rows N"),
+        ({"data": "nothing.jsonl"}, DataError, "not one token that would be trained"),
+        ({"data": "mix.yaml"}, UsageError, "--data takes no token files"),
+        ({"eval_fraction": 0, "eval_num_steps": 3}, UsageError, "needs data to evaluate on"),
+    ],
+)
+def test_what_cannot_be_done_is_refused(given, change, kind, says):
+    Path("text.txt").write_text("some text\n" * 99)
+    lines = Path("rows.jsonl").read_text().splitlines(keepends=True)
+    Path("bad.jsonl").write_text("".join([*lines[:2], "{\n", *lines[3:]]))
+    Path("nothing.jsonl").write_text('{"input_ids": [5, 6], "labels": [-100, -100]}\n' * 30)
+    Path("mix.yaml").write_text("- {train_file: a.bin, weight: 1}\n")
+    change = {key: value for key, value in change.items() if key != "map_"}
+    with pytest.raises(kind, match=says):
+        llmq.train(**{**given, **change})
+
+
+def test_bad_rows_can_be_left_out(given):
+    lines = Path("rows.jsonl").read_text().splitlines(keepends=True)
+    Path("rows.jsonl").write_text("".join([*lines[:2], "{\n", "\n", *lines[4:]]))
+    with pytest.raises(DataError, match=r"rows.jsonl:4: the row is empty.*; 1 before it were left out"):
+        llmq.train(**given, skip_bad_rows=1)
+    llmq.train(**given, skip_bad_rows=2)
+    assert "2 bad rows were left out" in given["console"].getvalue()
+
+
+def test_a_preset_has_no_tokenizer(given):
+    with pytest.raises(UsageError, match=r"Qwen2.5-0.5B has none"):
+        llmq.train(**{**given, "model": "Qwen2.5-0.5B"})
+
+
+def test_the_export_ends_texts_with_every_trained_end_token(given, tmp_path):
+    """Chats end with a marker of the template, which the model's own files do not know as an end."""
+    template = (
+        "{% for m in messages %}<|{{ m.role }}|>{{ m.content }}{{ '<|end|>' if m.role == 'assistant' else '' }}"
+        "{% endfor %}{% if add_generation_prompt %}<|assistant|>{% endif %}"
+    )
+    tokenizer = byte_level()
+    tokenizer.add_special_tokens(["<|user|>", "<|assistant|>", "<|end|>"])
+    source = tmp_path / "source"
+    save(tokenizer, source, {"eos_token": EOS, "chat_template": template})
+    (source / "config.json").write_text(json.dumps(to_hf(tiny(num_layers=1, vocab_size=512), "fp32")))
+    (source / "generation_config.json").write_text('{"eos_token_id": 0, "temperature": 0.7}')
+    first = llmq.train(**{**given, "name": "first", "train_on": "all"})
+    chats = [[{"role": "user", "content": f"{n}?"}, {"role": "assistant", "content": "Nothing."}] for n in range(60)]
+    Path("chats.jsonl").write_text("".join(json.dumps({"messages": chat}) + "\n" for chat in chats))
+    tuned = llmq.train(
+        **{**given, "model": str(first.model_path), "from_scratch": False, "data": "chats.jsonl", "name": "tuned"}
+    )
+    end = tokenizer.token_to_id("<|end|>")
+    for name in ("config.json", "generation_config.json"):
+        assert json.loads((tuned.model_path / name).read_text())["eos_token_id"] == [0, end]
+    assert json.loads((tuned.model_path / "generation_config.json").read_text())["temperature"] == 0.7
