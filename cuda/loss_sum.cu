@@ -12,13 +12,13 @@
 constexpr int IGNORED = -100, THREADS = 1024, HELD = 8192;
 
 // five levels for the element that 32 others, `size` apart, fall on; `at(i)` is element i
-template <typename F>
-__device__ __forceinline__ float folded(F at, i64 i, i64 size) {
-    float v[32];
+template <typename F, typename I>
+__device__ __forceinline__ float folded(F at, I i, I size) {
+    float v[16];
 #pragma unroll
-    for (int j = 0; j < 32; j++) v[j] = at(i + j * size);
+    for (int j = 0; j < 16; j++) v[j] = at(i + j * size) + at(i + (j + 16) * size);
 #pragma unroll
-    for (int half = 16; half > 0; half /= 2)
+    for (int half = 8; half > 0; half /= 2)
 #pragma unroll
         for (int j = 0; j < half; j++) v[j] += v[j + half];
     return v[0];
@@ -37,7 +37,8 @@ extern "C" __global__ void __launch_bounds__(THREADS)
     __shared__ float tree[HELD];
     __shared__ int trained;
     if (threadIdx.x == 0) trained = 0;
-    auto at = [&](i64 i) { return i < count ? values[i] : 0.0f; };
+    int num_values = static_cast<int>(count);  // no more than `size`; 64 bits each for 32 addresses would not fit
+    auto at = [&](int i) { return i < num_values ? values[i] : 0.0f; };
     int small = size >= 32 ? size / 32 : size;
     for (int i = threadIdx.x; i < small; i += THREADS) tree[i] = size >= 32 ? folded(at, i, small) : at(i);
     for (int half = small / 2; half > 0; half /= 2) {

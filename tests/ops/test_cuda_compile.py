@@ -41,7 +41,7 @@ REGISTERS = {
     "error_total": 40,
     "finish": 64,
     "fold": 48,
-    "gather_rows": 32,
+    "gather_rows": 48,
     "grad_scale": 40,
     "qk_norm_backward": 128,
     "qk_norm_forward": 48,
@@ -54,10 +54,10 @@ REGISTERS = {
     "sort_cluster": 64,
     "sort_count": 40,
     "sort_place": 48,
-    "sort_scan": 32,
+    "sort_scan": 40,
     "square": 40,
     "sum_weight": 40,
-    "sum_weights": 40,
+    "sum_weights": 64,
     "swiglu_backward": 96,
     "swiglu_forward": 96,
     "transpose": 56,
@@ -265,10 +265,10 @@ SOME, MORE = [90], [80, 86, 89, 100, 120]
 
 @pytest.mark.parametrize("capability", [*SOME, *(pytest.param(n, marks=pytest.mark.slow) for n in MORE)])
 def test_every_kernel_compiles_within_its_registers_and_does_not_spill(launches, capability, request):
-    """By default what training in bf16 and fp8 launches at 0.5B; with --all both models and fp32 as well."""
+    """What training in bf16 and fp8 launches at 0.5B; with --all, for one card, both models and fp32 as well."""
     pytest.importorskip("cuda.bindings.nvrtc", reason="needs cuda-bindings and nvidia-cuda-nvrtc")
     launches.capability = capability
-    everything = request.config.getoption("--all")
+    everything = request.config.getoption("--all") and capability in SOME
     for sizes in (QWEN_0_5B, QWEN_7B)[: 2 if everything else 1]:
         model_launches(launches, **sizes)
     launched: dict[tuple[str, tuple[Any, ...]], set[str]] = {}
