@@ -1,9 +1,11 @@
 // Copies of a value in other forms, and the scales of quantized forms.
 //
-// cast: a block owns a tile of 32 rows and 32*N columns (256 rows where column sums are wanted), a lane N columns.
-// amax: the largest magnitude through atomicMax on the bits, whose result does not depend on the order.
+// cast: a block owns a tile of 32 rows and 32*N columns, one of 64 rows and 128 columns to transpose, 256 rows where column
+// sums are wanted; a lane owns N columns.
+// amax_scale: the largest magnitude through atomicMax on the bits, whose result does not depend on the order.
 //
-// Measured on an H200: f32 to bf16 as fast as a copy; bf16 to fp8 in both layouts 74-78% of one.
+// Measured on an H200: f32 to bf16 as fast as a copy; bf16 to fp8 in both layouts 89 and 93% of one (tiles of 128 by 128: 81
+// and 91%); amax_scale as fast as a copy that moves as many bytes.
 //
 // Architectures: 80 86 89 90 100 120
 // Constants: X (dtype read), T (dtype of the output), C (columns), N, FORMS, E4M3

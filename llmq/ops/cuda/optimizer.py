@@ -6,7 +6,6 @@ import math
 
 import numpy as np
 
-from llmq.ops.cuda.cast import matrix
 from llmq.ops.cuda.compile import Constants
 from llmq.ops.cuda.launch import (
     COL,
@@ -99,16 +98,20 @@ def adamw(
     wanted, outputs = forms(weight)
     types = {"MASTER": type_of(master), "M": type_of(m), "V": type_of(v), "G": type_of(grad)}
     types["T"] = type_of(weight) if weight.wanted else types["MASTER"]
-    rows, columns, number = matrix(master.shape, int(wanted["FORMS"]), *types.values())
+    bits, count, columns = int(wanted["FORMS"]), math.prod(master.shape), master.shape[-1]
+    number = access(columns if bits & COL else count, *types.values())
     assert number % 4 == 0, f"{master.name}: a width of {master.shape[-1]} is no multiple of 4, which random bits need"
     written = (plain(new_master), plain(new_m), plain(new_v), *outputs)
     read = tuple(pointer(x) for x in (master, m, v, grad, scale, apply, learning_rate, step))
     betas = tuple(np.float32(number) for beta in (beta_1, beta_2) for number in (beta, 1 - beta))
     numbers = (np.float64(beta_1), np.float64(beta_2), *betas, np.float32(epsilon), np.float64(weight_decay))
     key = (np.uint32(seed & WORD), np.uint32((stream ^ (seed >> 32)) & WORD))
-    bits = int(wanted["FORMS"])
-    at_once = multiprocessors() * ((2 if bits else 3) if number == 8 else 4)  # RESIDENT in optimizer.cu
-    tall = -(-rows // (TILE_THREADS // TILE_LANES))
-    blocks = tiles(rows, columns, bits, number, TRANSPOSED) if bits & COL else min(at_once, tall)
-    constants = {**types, "C": columns, "N": number, **wanted}
-    launch("optimizer", "adamw", blocks, TILE_THREADS, (*written, *read, *numbers, *key, np.int64(rows)), constants)
+    # blocks to a multiprocessor that registers leave room for
+    resident = (2 if bits else 3) if number == 8 else 3 if bits & COL else 4
+    if bits & COL:
+        blocks = tiles(count // columns, columns, bits, number, TRANSPOSED)
+    else:
+        columns = TILE_LANES * number
+        blocks = min(multiprocessors() * resident, -(-count // (TILE_THREADS * number)))
+    constants = {**types, "C": columns, "N": number, "RESIDENT": resident, **wanted}
+    launch("optimizer", "adamw", blocks, TILE_THREADS, (*written, *read, *numbers, *key, np.int64(count)), constants)

@@ -24,14 +24,13 @@ def qk_norm_forward(
     eps: float,
 ) -> None:
     """out (B,T,(Hq+2Hkv)*Hd), rstd (B,T,Hq+Hkv) <- qkv like out, q_weight (Hd,), k_weight (Hd,)."""
-    written = plain(out)
     wanted: dict[str, int | str] = {"FORMS": int(out.wanted), "E4M3": 1}
     constants = _constants(type_of(qkv), "float", q_weight.shape[-1], num_heads, num_kv_heads, wanted)
     heads = rows_of(qkv.shape) * (num_heads + 2 * num_kv_heads)
     assert heads < 2**32, "heads of all rows are counted in 32 bits"
     per_block = WARPS * STEPS * (32 // int(constants["LANES"]))
     read = (pointer(qkv), pointer(q_weight), pointer(k_weight), np.float32(eps), np.int64(rows_of(qkv.shape)))
-    arguments = (written, plain(rstd), *read)
+    arguments = (plain(out), plain(rstd), *read)
     launch("qk_norm", "qk_norm_forward", -(-heads // per_block), THREADS, arguments, constants)
 
 
