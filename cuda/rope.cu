@@ -32,7 +32,7 @@ static_assert(HALF % N == 0 && TILE % TURN == 0, "an access stays within half a 
 // Blocks to a multiprocessor: with 2, backward with sums is at 73% of a copy and not 83%. But 80 registers are too few for
 // the value, both fp8 forms and sums at once, and for what the compiler makes of any of it for other cards.
 #if __CUDA_ARCH__ == 900
-constexpr int RESIDENT = (FORMS & VALUE) && (FORMS & COL) && (FORMS & SUMS) ? 2 : 3;
+constexpr int RESIDENT = sizeof(T) == 4 || ((FORMS & VALUE) && (FORMS & COL) && (FORMS & SUMS)) ? 2 : 3;
 #else
 constexpr int RESIDENT = 2;
 #endif

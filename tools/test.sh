@@ -1,14 +1,15 @@
 #!/usr/bin/env bash
 # Format, lint, types and tests in an environment of their own (.test-venv); the last line is pytest's summary.
 #   tools/test.sh [--all] [--judges] [pytest arguments ...]
-# --all: the slow tests too. --judges: comparisons with PyTorch and transformers, which are installed for it.
+# --all: the slow tests too. --judges: what others say of us, installed for it: PyTorch, transformers, NVIDIA's compiler.
 set -u
 cd "$(dirname "$0")/.."
 . tools/python.sh
 
 judges=
 for argument in "$@"; do
-    [ "$argument" != --judges ] || judges="--package torch==2.13.0 --package transformers"
+    [ "$argument" != --judges ] || judges="--package torch==2.13.0 --package transformers \
+        --package cuda-bindings==13.5.0 --package nvidia-cuda-nvrtc==13.5.37"
 done
 # shellcheck disable=SC2086
 "$python" -m llmq.environment .test-venv --extra test $judges || exit

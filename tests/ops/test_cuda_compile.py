@@ -265,12 +265,11 @@ SOME, MORE = [90], [80, 86, 89, 100, 120]
 
 @pytest.mark.parametrize("capability", [*SOME, *(pytest.param(n, marks=pytest.mark.slow) for n in MORE)])
 def test_every_kernel_compiles_within_its_registers_and_does_not_spill(launches, capability, request):
-    """What training in bf16 and fp8 launches at 0.5B; with --all, for one card, both models and fp32 as well."""
+    """What training in bf16 and fp8 launches at 0.5B; with --all, for one card, fp32 as well."""
     pytest.importorskip("cuda.bindings.nvrtc", reason="needs cuda-bindings and nvidia-cuda-nvrtc")
     launches.capability = capability
     everything = request.config.getoption("--all") and capability in SOME
-    for sizes in (QWEN_0_5B, QWEN_7B)[: 2 if everything else 1]:
-        model_launches(launches, **sizes)
+    model_launches(launches, **QWEN_0_5B)
     launched: dict[tuple[str, tuple[Any, ...]], set[str]] = {}
     for name, entry, constants, _ in launches.found:
         if everything or "float" not in (constants.get("T"), constants.get("X")):
