@@ -242,11 +242,6 @@ def check_same(saved: Mapping[str, Any], now: Mapping[str, Any]) -> None:
         )
 
 
-def config_hash(values: Mapping[str, Any]) -> str:
-    """SHA-256 of a JSON mapping, the same for any order of its keys."""
-    return hashlib.sha256(_canonical(values)).hexdigest()
-
-
 def hash_tensors(tensors: Iterable[tuple[str, np.ndarray]]) -> str:
     """SHA-256 over names, dtypes, shapes and bytes of tensors, the same for any order of them."""
     lines = []

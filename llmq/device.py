@@ -65,12 +65,6 @@ class Device:
 CPU = Device()
 
 
-def cuda_problem() -> str | None:
-    """Why no GPU can be used whatever is installed, with the fix; None if one can."""
-    found = cuda_driver.problem(cuda_driver.read())
-    return str(found) if found else None
-
-
 def cuda_backend_problem() -> Problem | None:
     """Why the CUDA backend cannot run here: driver, GPU, this version of llmq, libraries; None if it can."""
     driver = cuda_driver.read()
