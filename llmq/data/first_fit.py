@@ -17,9 +17,10 @@ from typing import NamedTuple
 
 import numpy as np
 
-from llmq.data.permutation import sample_order
+from llmq.data.permutation import mixed, sample_order
 
 WINDOW = 1 << 17  # documents that are packed together
+DRAW, SHUFFLE = 0x7061636B, 0x70616C6C  # what random order is for
 WORTH_A_PLACE = 0.002  # fewer documents to a pack may make this share of packs more
 
 
@@ -138,12 +139,14 @@ def _pack_window(lengths: np.ndarray, seq_len: int, max_docs: int, seed: int, wi
     sizes = count * repeats
     within = np.arange(n) - np.repeat(_starts(sizes), sizes)
     num_packs = sum(filling.repeats for filling in fillings)
-    drawn = sample_order(np.arange(n) + n * window, n, seed) if n else np.empty(0, np.int64)
+    drawn = sample_order(np.arange(n) + n * window, n, mixed(seed, DRAW)) if n else np.empty(0, np.int64)
     order = np.argsort(lengths.astype(np.int64) * n + drawn)  # by length, equal ones in random order
     packs = np.empty(n, np.int64)
     packs[order] = np.repeat(first, sizes) + within // np.repeat(count, sizes)
     if n:
-        packs = sample_order(np.arange(num_packs) + num_packs * window, num_packs, seed)[packs]
+        # With the run's own seed, the first epoch's order of samples would undo this, and go from full packs to
+        # less full ones: a loss that jumps by 0.8 nats on GSM8K where packs of two documents end.
+        packs = sample_order(np.arange(num_packs) + num_packs * window, num_packs, mixed(seed, SHUFFLE))[packs]
     return packs, num_packs
 
 

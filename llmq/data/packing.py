@@ -28,7 +28,7 @@ from llmq.errors import DataError
 from llmq.tensor import IGNORED
 
 READ_AT_ONCE = 1 << 22  # tokens held in memory while end tokens and masks are counted
-MAGIC = b"llmq packs 1\n\0\0\0"  # counts up with every change of what is packed where
+MAGIC = b"llmq packs 2\n\0\0\0"  # counts up with every change of what is packed where
 START, LENGTH = np.dtype("<i8"), np.dtype("<i4")
 
 

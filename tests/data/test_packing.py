@@ -13,6 +13,7 @@ from test_sidecar import sidecar
 from llmq.data import packing
 from llmq.data.loader import Loader, eval_batches
 from llmq.data.packing import PackIndex, Packs, open_packs
+from llmq.data.permutation import sample_order
 from llmq.data.token_file import TokenFile, TokenWriter
 from llmq.errors import DataError, StorageError
 
@@ -64,6 +65,18 @@ def pieces_of(rows, seq_len: int) -> list[tuple[list[int], list[int]]]:
                     assert aims.pop() == -100 and ids.pop() == 0 and stop == seq_len
                 found.append((ids, aims))
     return found
+
+
+@pytest.mark.parametrize("epoch", range(3))
+def test_an_epoch_does_not_go_from_full_rows_to_less_full_ones(tmp_path: Path, epoch: int) -> None:
+    """Packs are made from the longest documents to the shortest; the run's seed, which packs them, also orders them."""
+    lengths = np.random.default_rng(1).integers(2, 33, 4000).tolist()
+    packs = Packs([write(tmp_path / "a.bin", lengths)], 32, VOCAB, seed=epoch, max_docs=3)
+    count = packs.num_windows
+    drawn = packs.index.ends[sample_order(np.arange(count) + epoch * count, count, epoch)]
+    longest = packs.index.lengths[drawn]
+    # Of independent numbers, a correlation of 5 / sqrt(n) comes up once in two million times.
+    assert abs(np.corrcoef(longest, np.arange(count))[0, 1]) < 5 / np.sqrt(count)
 
 
 @settings(max_examples=30, deadline=None)
