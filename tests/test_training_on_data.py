@@ -161,7 +161,7 @@ def test_what_cannot_be_done_is_refused(given, change, kind, says):
 def test_bad_rows_can_be_left_out(given):
     lines = Path("rows.jsonl").read_text().splitlines(keepends=True)
     Path("rows.jsonl").write_text("".join([*lines[:2], "{\n", "\n", *lines[4:]]))
-    with pytest.raises(DataError, match=r"rows.jsonl:4: the row is empty.*; 1 before it were left out"):
+    with pytest.raises(DataError, match=r"rows.jsonl:4: the row is empty.*; 1 before it left out"):
         llmq.train(**given, skip_bad_rows=1)
     llmq.train(**given, skip_bad_rows=2)
     assert "2 bad rows were left out" in given["console"].getvalue()

@@ -30,7 +30,7 @@ from llmq.errors import DataError, UsageError
 
 Masked = tuple[np.ndarray, np.ndarray | None]  # ids (n,) int32, trained (n,) bool or None
 ENCODED_AT_ONCE = 1 << 20  # characters
-OVERLONG = ("truncate", "split", "drop")
+OVERLONG = {"truncate": "cut off", "split": "split", "drop": "left out"}  # and what each does, in words
 PROBE = Chat([{"role": "user", "content": "Why?"}, {"role": "assistant", "content": "Because."}])
 
 
@@ -44,6 +44,11 @@ class EncodeOptions:
     train_on: str | None = None  # assistant, all, last, or roles with commas
     overlong: str = "truncate"  # what happens to rows of more than seq_len tokens
     seq_len: int | None = None  # None: no row is too long
+
+    @property
+    def overlong_done(self) -> str:
+        """What is done with rows that are too long, in words."""
+        return OVERLONG[self.overlong]
 
 
 @dataclass(frozen=True, eq=False)
@@ -138,8 +143,7 @@ class Encoder:
         """Format, mapping, template and mask in words, a line each, with the notices."""
         lines = [f"format: {self.format.describe()}", *self._described()]
         if self.options.seq_len is not None:
-            done = {"truncate": "cut off", "split": "split", "drop": "left out"}[self.options.overlong]
-            lines.append(f"rows of more than {self.options.seq_len} tokens are {done}")
+            lines.append(f"rows of more than {self.options.seq_len} tokens are {self.options.overlong_done}")
         return "\n".join([*lines, *(f"note: {notice}" for notice in self.notices)])
 
     def _described(self) -> list[str]:
@@ -335,10 +339,11 @@ class ChatEncoder(Encoder):
 
     def _described(self) -> list[str]:
         template = self.templates.default
-        how = "by its generation blocks" if template.has_generation else "found by rendering each turn's prompt"
+        how = ", by its generation blocks" if template.has_generation else ", found by rendering each turn's prompt"
+        how = "" if self.train_on.everything else how
         ends = [str(self.encoder.id_to_token(number)) for number in self.end_token_ids]
         end = f", with {' and '.join(ends)}" if ends else ""
-        lines = [f"chat template: {template.origin}", f"trained: {self.train_on.describe()}, {how}{end}"]
+        lines = [f"chat template: {template.origin}", f"trained: {self.train_on.describe()}{how}{end}"]
         if "strftime_now" in template.source:
             lines.append(f"date in the template: {template.now:%Y-%m-%d %H:%M}")
         return lines
@@ -357,7 +362,7 @@ class ChatEncoder(Encoder):
         try:
             made = samples(template, chat, self.train_on, self.end_tokens)
         except RenderError as error:
-            raise BadRow(record.place, f"the chat template of {template.origin} fails: {error}") from None
+            raise BadRow(record.place, f"the chat template ({template.origin}) fails: {error}") from None
         if any(self._spelled.search(message.get("content", "")) for message in chat.messages):
             self.counts.spelled += 1
         return made, [sample.text for sample in made]

@@ -122,12 +122,12 @@ class Producer:
 
     def run(self, streams: Sequence[Stream]) -> list[tuple[list[Made], Progress]]:
         """The parts and counts of each stream, under their final names in the folder."""
-        results = []
+        results: list[tuple[list[Made], Progress]] = []
         for number, stream in enumerate(streams):
             known = self._state["streams"][number] if number < len(self._state["streams"]) else None
             making = _Making(self, number, stream, known)
             if not making.finished:
-                making.run()
+                making.run(bad_before=sum(done.bad for _, done in results))
             results.append((making.named(), making.done))
         with storage(self.folder):
             for path in self.folder.iterdir():
@@ -165,9 +165,9 @@ class _Making:
         if "writer" in known:
             self.writer = TokenWriter.resume(producer.folder / self._name(), known["writer"])
 
-    def run(self) -> None:
-        """Tokenizes to the end of the stream or its limit."""
-        bad = BadRows(self.producer.skip_bad_rows, self.done.bad)
+    def run(self, *, bad_before: int) -> None:
+        """Tokenizes to the end of the stream or its limit; `bad_before` rows of other streams were left out."""
+        bad = BadRows(self.producer.skip_bad_rows, bad_before + self.done.bad)
         saved = time.monotonic()
         try:
             with closing(tokenized(self.stream.work, self.position)) as batches:
@@ -284,13 +284,13 @@ class _Making:
         return [*self.parts[:before], only]
 
 
-def require_trained(what: str, done: Progress) -> None:
-    """DataError unless there is a document with a trained token."""
+def require_trained(what: str, done: Progress, advice: str = "") -> None:
+    """DataError, with what else could be done as `advice`, unless there is a document with a trained token."""
     if done.counts.trained:
         return
     left = f", {done.bad} bad rows left out" if done.bad else ""
     left += f", {done.counts.untrained} of {done.counts.rows} rows have no trained token" if done.counts.rows else ""
     raise DataError(
         f"{what} has not one token that would be trained ({done.counts.documents} documents{left}): give data with "
-        "text, change --train-on, or check which fields are mapped (--map)"
+        "text, change --train-on, or check which fields are mapped (--map)" + advice
     )

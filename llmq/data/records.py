@@ -42,5 +42,5 @@ class BadRows:
         """Leaves out one more; DataError for the first that is too many."""
         self.count += 1
         if self.count > self.allowed:
-            before = f"; {self.allowed} before it were left out" if self.allowed else ""
+            before = f"; {self.allowed} before it left out" if self.allowed else ""
             raise DataError(f"{row}: mend the row, or leave out up to N such rows with --skip-bad-rows N{before}")

@@ -45,6 +45,7 @@ class Sidecar(BaseModel):
     num_documents: int
     document_rule: str
     text: tuple[str, ...]  # the inputs as given, or the data set's name
+    bad_rows: int = 0  # left out, of all the data that the file is a part of
     end_token_ids: tuple[int, ...] = ()  # every token that ends a trained turn or document
     tokenizer: TokenizerNote
 

@@ -79,6 +79,8 @@ def open_stream(request: Request, seq_len: int, vocab_size: int, say: Say) -> St
     encoder = request.encoder()
     assert encoder is not None
     say(f"{name}: a stream; {request.found.rule}\n{encoder.describe()}")
+    looked_at = encoder.copied()
+    looked_at.encode(request.first_rows, [])  # which tokens end its trained turns
     work, allowed = StreamWork(rows, Encoders(encoder)), request.skip_bad_rows
 
     def open_at(shard: int, row: int) -> Iterator[StreamedDocument]:
@@ -92,4 +94,4 @@ def open_stream(request: Request, seq_len: int, vocab_size: int, say: Say) -> St
         finally:
             batches.close()
 
-    return Stream(open_at, seq_len, vocab_size, name, end_token_ids=encoder.end_token_ids)
+    return Stream(open_at, seq_len, vocab_size, name, end_token_ids=looked_at.end_token_ids)

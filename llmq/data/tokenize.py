@@ -20,11 +20,11 @@ from llmq.data.request import Request
 from llmq.data.rows import RowSequence
 from llmq.data.samples import show
 from llmq.data.sidecar import Sidecar, TokenizerNote, copy_tokenizer, sidecar_name
-from llmq.data.sources import Documents, Found, find
-from llmq.data.token_file import storage
+from llmq.data.sources import Documents, find
+from llmq.data.token_file import TokenFile, storage
 from llmq.data.tokenizer import TextTokenizer
 from llmq.disk import sync_folder
-from llmq.errors import StorageError, UsageError
+from llmq.errors import DataError, StorageError, UsageError
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -124,11 +124,12 @@ def make(
     try:
         results = producer.run(_streams(request, encoder))
         parts = [part for made, _ in results for part in made]
-        _check(found, [done for _, done in results], say)
+        _check(request, producer, [done for _, done in results], say)
         copy_tokenizer(tokenizer.folder, work / TOKENIZER_FOLDER)
         ends = set().union(*(done.counts.end_tokens for _, done in results)) if encoder is not None else set()
+        bad = sum(done.bad for _, done in results)
         for part in parts:
-            _sidecar(request, part, encoder, ends).write(work / part.name)
+            _sidecar(request, part, encoder, ends, bad).write(work / part.name)
         producer.forget()
     except BaseException:
         if producer.was_saved:
@@ -175,10 +176,15 @@ def _streams(request: Request, encoder: Encoder | None) -> list[Stream]:
     return [train, Stream("eval", work(found.evaluation), has_masks, whole=True)]
 
 
-def _check(found: Found, results: Sequence[Progress], say: Say) -> None:
-    """DataError for data that would train or evaluate nothing; says what was left out."""
-    for what, done in zip(("the training data", "the evaluation data"), results, strict=False):
-        require_trained(f"{', '.join(found.asked)}: {what}", done)
+def _check(request: Request, producer: Producer, results: Sequence[Progress], say: Say) -> None:
+    """DataError for data that would train or evaluate nothing, of which nothing is kept; says what was left out."""
+    advice = {"the training data": "", "the evaluation data": ", or keep none for evaluation (--eval-fraction 0)"}
+    try:
+        for what, done in zip(advice, results, strict=False):
+            require_trained(f"{', '.join(request.found.asked)}: {what}", done, advice[what])
+    except DataError:
+        producer.clear()
+        raise
     bad = sum(done.bad for done in results)
     untrained = sum(done.counts.untrained for done in results)
     overlong = sum(done.counts.overlong for done in results)
@@ -186,14 +192,14 @@ def _check(found: Found, results: Sequence[Progress], say: Say) -> None:
     for count, text in (
         (bad, "bad rows were left out"),
         (untrained, "rows without a trained token were left out"),
-        (overlong, "rows were longer than the sequence length"),
+        (overlong, f"rows of more than {request.encode.seq_len} tokens were {request.encode.overlong_done}"),
         (spelled, "chats have text that spells a special token, which became that token"),
     ):
         if count:
             say(f"{count} {text}")
 
 
-def _sidecar(request: Request, part: Made, encoder: Encoder | None, ends: set[int]) -> Sidecar:
+def _sidecar(request: Request, part: Made, encoder: Encoder | None, ends: set[int], bad_rows: int) -> Sidecar:
     tokenizer = request.tokenizer
     rule = (
         f"{request.found.rule}; each ends with {tokenizer.eos_token}; text that spells a special token is ordinary text"
@@ -205,6 +211,7 @@ def _sidecar(request: Request, part: Made, encoder: Encoder | None, ends: set[in
         num_documents=part.num_documents,
         document_rule=rule,
         text=request.found.asked,
+        bad_rows=bad_rows,
         end_token_ids=tuple(sorted({*ends, *(encoder.end_token_ids if encoder else (tokenizer.eos_token_id,))})),
         tokenizer=TokenizerNote(
             source=tokenizer.source,
@@ -246,7 +253,8 @@ def _publish(work: Path, folder: Path) -> None:
 def cached(request: Request, *, on_progress: Callable[[int, int | None], None], say: Say) -> list[Path]:
     """The token files of a request, from the cache, or made into it; several processes may ask for the same.
 
-    A folder of the cache is named by the hash of everything that its files depend on, and is never changed.
+    A folder of the cache is named by the hash of everything that its files depend on, and is never changed. How many
+    bad rows are allowed is not in it: DataError if more were left out when it was made.
     """
     folder = cache_entry(request)
     with _cache_lock(folder, say):
@@ -256,7 +264,18 @@ def cached(request: Request, *, on_progress: Callable[[int, int | None], None], 
             with storage(folder):
                 os.replace(work, folder)
                 sync_folder(folder.parent)
-    return _token_files(folder)
+    files = _token_files(folder)
+    _require_allowed(request, files[0])
+    return files
+
+
+def _require_allowed(request: Request, file: Path) -> None:
+    sidecar = Sidecar.read(file, TokenFile.open(file).num_tokens)
+    if sidecar is not None and sidecar.bad_rows > request.skip_bad_rows:
+        raise DataError(
+            f"{', '.join(request.found.asked)}: {sidecar.bad_rows} bad rows were left out when it was tokenized: mend "
+            f"them, or allow for them with --skip-bad-rows {sidecar.bad_rows}"
+        )
 
 
 @contextmanager

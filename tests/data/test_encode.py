@@ -323,7 +323,7 @@ def test_options_without_effect_are_refused(small, row, options, says):
     [
         ({"messages": [*ONE, {"role": "robot", "content": "a"}]}, "message 3 has the unknown role 'robot'"),
         ({"messages": []}, "messages is empty"),
-        ({"messages": [*ONE, ONE[1]]}, "the chat template of mine.jinja fails: roles must take turns"),
+        ({"messages": [*ONE, ONE[1]]}, "the chat template (mine.jinja) fails: roles must take turns"),
         ({"messages": [{"role": "user", "content": "a\ud800b"}, ONE[1]]}, r"holds '\ud800', which is half of"),
         ({"question": "a", "answer": "b"}, "the row is question-answer, but the data is messages"),
     ],
@@ -428,7 +428,9 @@ def test_whatever_rows_and_templates_hold_what_is_wrong_is_named(small, monkeypa
         template = template if template is None or "{" in template else "{{ '' }}"
         rows = records([base, *(mutated(base, draw, 0.08) for _ in range(3))])
         rows = [Record(row.place, row.value if isinstance(row.value, dict) else {}) for row in rows]
-        options = EncodeOptions(chat_template=template, seq_len=draw.choice((None, 64)), overlong=draw.choice(OVERLONG))
+        options = EncodeOptions(
+            chat_template=template, seq_len=draw.choice((None, 64)), overlong=draw.choice(sorted(OVERLONG))
+        )
         bad: list[BadRow] = []
         try:
             documents = open_encoder(rows, small, options).encode(rows, bad)

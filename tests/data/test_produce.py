@@ -295,10 +295,42 @@ def test_bad_rows_are_counted_over_an_interruption(tmp_path: Path, small, small_
     (tmp_path / "rows.jsonl").write_text("\n".join(lines) + "\n")
     arguments: dict[str, Any] = {"tokenizer": str(small_tokenizer), "inputs": [str(tmp_path / "rows.jsonl")]}
     arguments |= {"eval_fraction": 0, "out_dir": tmp_path / "out"}
-    with pytest.raises(DataError, match=r"rows\.jsonl:81: not JSON.*; 2 before it were left out"):
+    with pytest.raises(DataError, match=r"rows\.jsonl:81: not JSON.*; 2 before it left out"):
         tokenize_data(**arguments, skip_bad_rows=2)
-    with pytest.raises(DataError, match=r"rows\.jsonl:111: not JSON.*; 3 before it were left out"):
+    with pytest.raises(DataError, match=r"rows\.jsonl:111: not JSON.*; 3 before it left out"):
         tokenize_data(**arguments, skip_bad_rows=3)  # goes on behind the first ones
     said: list[str] = []
     (*_, last) = tokenize_data(**arguments, skip_bad_rows=4, say=said.append)
     assert "4 bad rows were left out" in said and last.num_tokens
+
+
+def test_bad_rows_are_counted_over_training_and_evaluation(tmp_path: Path, small_tokenizer: Path) -> None:
+    lines = rows(tmp_path, 40).read_text().splitlines()
+    for at in (4, 19, 39):  # each tenth row is for evaluation, from the tenth on
+        lines[at] = "{"
+    (tmp_path / "rows.jsonl").write_text("\n".join(lines) + "\n")
+    arguments: dict[str, Any] = {"tokenizer": str(small_tokenizer), "inputs": [str(tmp_path / "rows.jsonl")]}
+    with pytest.raises(DataError, match=r"rows\.jsonl:40: not JSON.*; 2 before it left out"):
+        tokenize_data(**arguments, out_dir=tmp_path / "two", skip_bad_rows=2)
+    files = tokenize_data(**arguments, out_dir=tmp_path / "three", skip_bad_rows=3)
+    assert [file.num_documents for file in files] == [35, 2]
+
+    found, tokenizer = find(inputs=[str(tmp_path / "rows.jsonl")]), TextTokenizer.open(str(small_tokenizer))
+    asked: dict[str, Any] = {"on_progress": lambda done, total: None, "say": lambda text: None}
+    cached(Request(found, tokenizer, skip_bad_rows=5), **asked)
+    assert cached(Request(found, tokenizer, skip_bad_rows=3), **asked)
+    with pytest.raises(DataError, match=r"3 bad rows were left out when it was tokenized.*--skip-bad-rows 3"):
+        cached(Request(found, tokenizer, skip_bad_rows=2), **asked)
+
+
+def test_data_that_trains_nothing_leaves_nothing(tmp_path: Path, small_tokenizer: Path) -> None:
+    path = rows(tmp_path, 3)  # too few for one of them to be kept for evaluation
+    arguments: dict[str, Any] = {"tokenizer": str(small_tokenizer), "inputs": [str(path)], "out_dir": tmp_path / "out"}
+    said: list[str] = []
+    with pytest.raises(DataError, match=r"the evaluation data has not one token.*--eval-fraction 0"):
+        tokenize_data(**arguments, say=said.append)
+    assert not list((tmp_path / "out").iterdir()) and not any("goes on from there" in text for text in said)
+    encode = EncodeOptions(seq_len=2)  # only the beginning of the question is left
+    with pytest.raises(DataError, match=r"the training data has not one token.*3 of 3 rows have no trained token"):
+        tokenize_data(**arguments, eval_fraction=0, encode=encode)
+    assert not list((tmp_path / "out").iterdir())
