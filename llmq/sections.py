@@ -131,7 +131,12 @@ class SourceOptions(Section):
         ge=0,
         lt=1,
     )
-    data_format: Text | None = option(None, "What the rows are.", shown="as their columns tell", metavar="FORMAT")
+    data_format: Text | None = option(
+        None,
+        "What the rows are: text, messages, sharegpt, prompt-completion, question-answer, alpaca or tokens.",
+        shown="as their columns tell",
+        metavar="FORMAT",
+    )
     map_: Texts | None = option(None, "What a column is called in the data; repeatable.", metavar="OURS=THEIRS")
     chat_template: Text | None = option(
         None, "Chat template in Jinja: a file, or its text.", shown="the tokenizer's own", metavar="FILE-OR-TEXT"

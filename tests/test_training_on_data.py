@@ -30,7 +30,10 @@ def given(tmp_path, monkeypatch):
     tokenizer.decoder = decoders.ByteLevel()
     save(tokenizer, tmp_path / "source", {"eos_token": EOS})
     (tmp_path / "source/config.json").write_text(json.dumps(to_hf(tiny(num_layers=1, vocab_size=420), "fp32")))
-    rows = [{"question": f"What is {n} and {n % 7}?", "answer": f"It is {n + n % 7}."} for n in range(200)]
+    rows = [
+        {"question": f"What is {n} and {n % 7}?" + "\x1b[2J" * (n == 0), "answer": f"It is {n + n % 7}."}
+        for n in range(200)
+    ]
     Path("rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     return {
         "model": str(tmp_path / "source"),
@@ -62,9 +65,13 @@ def test_rows_are_tokenized_once_and_trained_by_mask(given, tmp_path):
     assert all(count < 2 * T for count in log.train["trained_tokens"])
     said = given["console"].getvalue()
     assert "rows.jsonl: tokenizing into" in said and "question-answer" in said
-    assert "[Sample] of train.bin" in said and f"?[[It is 0.{EOS}]]" in said
+    trained = train.num_trained
+    assert share == trained / train.num_tokens and f": {trained:,}, {100 * share:.2f}%" in said
+    assert "[Sample] of train.bin" in said and f"?\\x1b[2J[[It is 0.{EOS}]]" in said
     ends = json.loads((result.model_path / "generation_config.json").read_text())["eos_token_id"]
     assert ends == json.loads((train.path.parent / "train.bin.json").read_text())["end_token_ids"][0]
+
+    assert "\x1b" not in said
 
     again = llmq.train(**{**given, "name": "again", "console": io.StringIO()})
     assert again.train_loss == result.train_loss and len(token_files(tmp_path)) == 2
@@ -89,7 +96,8 @@ def test_several_sources_have_weights(given, tmp_path):
     Path("text.txt").write_text("It's the king's 10 ships\n" * 300)
     llmq.train(**{**given, "data": ["rows.jsonl", "text.txt"], "weight": [0.25, 0.75], "steps": 8})
     said = given["console"].getvalue()
-    assert "25.00% of the tokens" in said and "75.00% of the tokens" in said
+    assert "rows.jsonl: 25.00% of the tokens" in said and "text.txt: 75.00% of the tokens" in said
+    assert "rows.jsonl: trained tokens" in said and "text.txt: trained tokens" not in said
     Path("mix.yaml").write_text("- {data: rows.jsonl, weight: 0.25}\n- {data: text.txt, weight: 0.75}\n")
     mixed = {**given, "data": "mix.yaml", "steps": 8, "name": "mixed", "console": io.StringIO()}
     llmq.train(**mixed)

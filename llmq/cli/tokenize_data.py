@@ -46,7 +46,12 @@ from llmq.errors import TERMINATED, UsageError
     help="Part of the data that goes to eval.bin; 0 writes none.  [default: the data's validation split, else 0.1]",
 )
 @click.option("--eos-token", help="The token that ends a document, if the tokenizer does not say.")
-@click.option("--data-format", metavar="FORMAT", help="What the rows are.  [default: as their columns tell]")
+@click.option(
+    "--data-format",
+    metavar="FORMAT",
+    help="What the rows are: text, messages, sharegpt, prompt-completion, question-answer, alpaca or tokens.  "
+    "[default: as their columns tell]",
+)
 @click.option(
     "--map", "mapping", multiple=True, metavar="OURS=THEIRS", help="What a column is called in the data; repeatable."
 )

@@ -132,7 +132,7 @@ def command() -> click.Command:
         params=parameters,
         callback=click.pass_context(train),
         context_settings=UNKNOWN_ALLOWED,
-        help="Trains a Llama- or Qwen-class model on token files, and exports it as a Hugging Face folder.",
+        help="Trains a Llama- or Qwen-class model on token files, text or rows; exports it as a Hugging Face folder.",
         epilog="Example: llmq-train --model=Qwen/Qwen2.5-0.5B --train-file=data/tiny-shakespeare-qwen/train.bin "
         "--eval-file=data/tiny-shakespeare-qwen/eval.bin --steps=30",
     )

@@ -75,7 +75,7 @@ class Data:
         return (max(docs for docs, _ in found), max(longest for _, longest in found)) if found else None
 
     def facts(self) -> dict[str, str]:
-        """What a run should know of packed rows, in words: how full they are, and what of them is trained."""
+        """What a run should know of masks and packed rows, in words: what is trained, and how full the rows are."""
         parts: list[tuple[str, Samples | Stream | None]] = [("", self.train), ("eval ", self.eval)]
         if isinstance(self.train, Mixture):
             parts += [(f"{name}: ", source) for name, source in zip(self.train.names, self.train.sources, strict=True)]
@@ -85,7 +85,10 @@ class Data:
                 size, most = samples.num_windows * self.seq_len, samples.docs_per_row
                 kind = f"at most {most} documents in each" if most > 1 else "a document in each"
                 found[f"{name}rows"] = f"{samples.num_windows:,}, {100 * samples.fill:.2f}% full, {kind}"
-                found[f"{name}trained tokens"] = f"{samples.num_trained:,}, {100 * samples.num_trained / size:.2f}%"
+                found[f"{name}trained tokens"] = _share(samples.num_trained, size)
+            elif isinstance(samples, Windows) and any(file.mask_bits is not None for file in samples.token_files):
+                trained = sum(file.num_trained for file in samples.token_files)
+                found[f"{name}trained tokens"] = _share(trained, samples.num_tokens)
         return found
 
     @property
@@ -124,6 +127,10 @@ class Data:
         for file in self.train.token_files:
             if sidecar := Sidecar.read(file.path, file.num_tokens):
                 yield file.path, sidecar
+
+
+def _share(count: int, total: int) -> str:
+    return f"{count:,}, {100 * count / max(total, 1):.2f}%"
 
 
 def open_data(
@@ -165,7 +172,8 @@ def open_data(
     problems: list[str] = []
     train, evaluation = None, None
     try:
-        train = source.samples if source and source.samples else _open_train(options, vocab_size, seed)
+        names = named.names if named is not None else None
+        train = source.samples if source and source.samples else _open_train(options, vocab_size, seed, names)
     except DataError as error:
         problems.append(str(error))
     try:
@@ -202,8 +210,11 @@ def open_data(
     )
 
 
-def _open_train(options: DataOptions, vocab_size: int, seed: int) -> Samples:
-    """The training data: windows or packs, or a mixture where there are weights. DataError names all bad files."""
+def _open_train(options: DataOptions, vocab_size: int, seed: int, names: Sequence[str] | None) -> Samples:
+    """The training data: windows or packs, or a mixture where there are weights. DataError names all bad files.
+
+    `names` are those of the data that each of the token files was made from.
+    """
     assert options.train_file is not None
     open_source = _opener(options, vocab_size, seed, options.max_docs)
     if mix := mix_file(options.train_file):
@@ -224,7 +235,9 @@ def _open_train(options: DataOptions, vocab_size: int, seed: int) -> Samples:
                 f"--weight is given {len(options.weight)} times and --train-file {len(options.train_file)} times: "
                 "give one weight for each"
             )
-        entries = [MixEntry((name,), weight) for name, weight in zip(options.train_file, options.weight, strict=True)]
+        made_from: Sequence[str | None] = names or [None] * len(options.weight)
+        sources = zip(options.train_file, options.weight, made_from, strict=True)
+        entries = [MixEntry((file,), weight, name) for file, weight, name in sources]
     else:
         return open_source(options.train_file)
     return open_mixture(entries, open_source, seed)

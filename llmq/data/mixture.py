@@ -33,7 +33,7 @@ MIX_SUFFIXES = (".yaml", ".yml")
 
 @dataclass(frozen=True)
 class MixEntry:
-    """One source of a mixture as a user gives it: token files (paths and globs) or a data set, and its weight."""
+    """One source of a mixture: token files (paths and globs), or the data that they are to be or were made from."""
 
     train_file: tuple[str, ...]
     weight: float

@@ -17,6 +17,7 @@ from llmq.data.mixture import mix_file, read_mix
 from llmq.data.pipeline import Encoders, RowWork, TextWork, tokenized
 from llmq.data.request import Request, parsed_mapping
 from llmq.data.rows import FileRows
+from llmq.data.samples import printable
 from llmq.data.sources import find_anything
 from llmq.data.streaming import open_stream
 from llmq.data.token_file import TokenFile
@@ -230,7 +231,7 @@ def sample_text(files: Sequence[TokenFile], tokenizer_folder: Callable[[], Path 
     borders = np.flatnonzero(np.diff(trained)) + 1
     parts = []
     for piece, is_trained in zip(np.split(ids, borders), trained[[0, *borders]], strict=True):
-        text = decode(piece.tolist(), skip_special_tokens=False)
+        text = printable(decode(piece.tolist(), skip_special_tokens=False))
         parts.append(f"[[{text}]]" if is_trained else text)
     more = f" ... ({stop - SAMPLE_TOKENS} more tokens)" if stop > SAMPLE_TOKENS else ""
     return f"[Sample] of {masked.path.name}, with what is trained in [[ ]]:\n{''.join(parts)}{more}"

@@ -17,12 +17,12 @@ from llmq.data.records import BadRow, Record
 from llmq.data.sources import Found
 from llmq.data.tokenizer import TextTokenizer
 from llmq.errors import DataError, UsageError
+from llmq.hf import TEMPLATE_FOLDER
 
 FORMAT = 1  # of what is made; a new one leaves what is in the cache aside
 LOOKED_AT = 32  # rows from which the format is told
 # Files of a tokenizer's folder that may hold a chat template.
 TEMPLATE_FILES = ("tokenizer_config.json", "chat_template.jinja", "chat_template.json")
-TEMPLATE_FOLDER = "additional_chat_templates"
 
 
 @dataclass(frozen=True, eq=False)

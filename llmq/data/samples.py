@@ -17,18 +17,23 @@ MAX_TOKENS = 2000  # shown of a document
 MAX_JOINED = 8  # tokens that may share one character
 
 
-def show(encoded: Sequence[Encoded], tokenizer: TextTokenizer, count: int) -> Group:
+def show(encoded: Sequence[Encoded], tokenizer: TextTokenizer, count: int, *, marks: bool = False) -> Group:
     """The first `count` documents, each under its place and numbers; trained tokens are green, the others grey.
 
+    With `marks`, for where there are no colors, what is trained also stands in [[ ]].
     Control characters are shown as escapes, so that no text moves the cursor; line breaks also break the line.
     """
     shown: list[Text] = []
     for document in encoded[:count]:
         trained = np.ones(len(document.ids), bool) if document.trained is None else document.trained
         shown.append(Text(f"{document.place}: {len(document.ids)} tokens, {int(trained.sum())} trained", style="bold"))
-        body = Text()
+        body, inside = Text(), False
         for number, (text, is_trained) in enumerate(_pieces(document.ids[:MAX_TOKENS], trained, tokenizer)):
+            if marks and is_trained != inside:
+                body.append("[[" if is_trained else "]]")
+            inside = is_trained
             body.append(_visible(text), style=STYLES[is_trained][number % 2])
+        body.append("]]" if marks and inside else "")
         if len(document.ids) > MAX_TOKENS:
             body.append(f" ... and {len(document.ids) - MAX_TOKENS} more tokens", style="italic")
         shown.append(body)
@@ -49,7 +54,10 @@ def _pieces(ids: np.ndarray, trained: np.ndarray, tokenizer: TextTokenizer) -> I
         at = stop
 
 
+def printable(text: str) -> str:
+    """Text without characters that a terminal obeys, but for line breaks."""
+    return "".join(c if c.isprintable() or c == "\n" else c.encode("unicode_escape").decode() for c in text)
+
+
 def _visible(text: str) -> str:
-    """Text without characters that a terminal obeys."""
-    escaped = "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in text)
-    return escaped.replace("\\n", "\\n\n") if "\n" in text else escaped
+    return printable(text).replace("\n", "\\n\n")

@@ -148,6 +148,13 @@ class TokenFile:
         bits = np.unpackbits(self.mask_bits[first:last], bitorder="little")
         return bits[start - 8 * first : stop - 8 * first].astype(bool)
 
+    @cached_property
+    def num_trained(self) -> int:
+        """How many tokens are trained as targets. Reads all masks; DataError if they are damaged."""
+        starts = range(0, self.num_tokens if self.mask_bits is not None else 0, CHECKED_AT_ONCE)
+        excluded = (~self.trained(at, min(at + CHECKED_AT_ONCE, self.num_tokens)) for at in starts)
+        return self.num_tokens - sum(int(np.count_nonzero(block)) for block in excluded)
+
     def check_ids(self, vocab_size: int, start: int = 0, stop: int | None = None) -> None:
         """Raises DataError if the tokens [start, stop) are damaged, or at the first not in 0 .. vocab_size - 1."""
         stop = self.num_tokens if stop is None else stop

@@ -50,10 +50,11 @@ class Written:
 
 
 def show_samples(encoder: Encoder, first: Sequence[Record], count: int, console: Console) -> None:
-    """Prints the first `count` documents with their tokens colored by mask."""
+    """Prints the first `count` documents with their tokens colored by mask, or marked where there are no colors."""
     if count:
         bad: list[BadRow] = []
-        console.print(show(encoder.copied().encode(first, bad), encoder.tokenizer, count))
+        documents = encoder.copied().encode(first, bad)
+        console.print(show(documents, encoder.tokenizer, count, marks=console.color_system is None))
 
 
 def tokenize_data(

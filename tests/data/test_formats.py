@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import re
+
+import click
 import numpy as np
 import pytest
 
@@ -174,3 +177,16 @@ def test_every_format_is_among_the_tests():
     rows = {name: dict.fromkeys(needed, "a") for name, (needed, _) in FORMATS.items()}
     rows |= {"messages": CHAT, "sharegpt": {"conversations": [HUMAN, GPT]}, "tokens": IDS}
     assert [find_format([record(row)]).name for row in rows.values()] == list(rows)
+
+
+def test_both_commands_name_every_format() -> None:
+    from llmq.cli.tokenize_data import command
+    from llmq.options import descriptions
+
+    helps = [descriptions()["data_format"].help]
+    helps += [
+        option.help for option in command.params if isinstance(option, click.Option) and "data_format" in option.name
+    ]
+    assert len(helps) == 2
+    for text in helps:
+        assert set(re.split(r"[ ,:.]+", text.split("are:")[1].split(".")[0])) - {"", "or"} == set(FORMATS)

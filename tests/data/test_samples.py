@@ -41,6 +41,12 @@ def test_trained_tokens_are_coloured_and_neighbours_differ(tokenizer):
     ]  # fmt: skip
 
 
+def test_without_colors_what_is_trained_stands_in_marks(tokenizer):
+    shown = [document(tokenizer, "the ok</s>", trained) for trained in ([3, 4], [0, 5], [], None)]
+    bodies = show(shown, tokenizer, 4, marks=True).renderables[1::2]
+    assert [body.plain for body in bodies] == ["the [[ok]]</s>", "[[t]]he ok[[</s>]]", "the ok</s>", "[[the ok</s>]]"]
+
+
 def test_a_character_of_several_tokens_is_one_piece(tokenizer):
     whole = show([document(tokenizer, "\U0001f600!")], tokenizer, 1).renderables[1]
     assert whole.plain == "\U0001f600!" and len(whole.spans) == 2
