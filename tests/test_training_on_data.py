@@ -25,7 +25,7 @@ T = 16
 def given(tmp_path, monkeypatch):
     """Options of a small run on rows of questions and answers, with a tokenizer in the model's folder."""
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setenv("LLMQ_CACHE", str(tmp_path / "cache"))
+    monkeypatch.setenv("LLMQ_CACHE_DIR", str(tmp_path / "cache"))
     tokenizer = byte_level()
     tokenizer.decoder = decoders.ByteLevel()
     save(tokenizer, tmp_path / "source", {"eos_token": EOS})

@@ -100,8 +100,8 @@ def command(
     Memory: about 400 MB, whatever the size, with the tokenizers of GPT-2, Llama 3 and Qwen and others built like them.
     With any other (such as Llama 2), each document is tokenized as a whole, which takes some 120 times its size.
 
-    Environment: LLMQ_TINY_SHAKESPEARE is a file or URL to take instead of the download, LLMQ_CACHE the folder for
-    what is kept (~/.cache/llmq), HF_HUB_OFFLINE=1 forbids the network, TOKENIZERS_PARALLELISM=false is one thread.
+    Environment: LLMQ_TINY_SHAKESPEARE is a file or URL to take instead of the download, LLMQ_CACHE_DIR the folder
+    for what is kept (~/.cache/llmq), HF_HUB_OFFLINE=1 forbids the network, TOKENIZERS_PARALLELISM=false is one thread.
     """
     if overlong is not None and seq_len is None:
         raise UsageError(f"--overlong {overlong} is for rows of more than --seq-len tokens: give --seq-len too")

@@ -11,7 +11,8 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from llmq.data.cache import cache_folder, locked
+from llmq.cache_folder import cache_folder
+from llmq.data.cache import locked
 from llmq.data.encode import EncodeOptions, Encoder
 from llmq.data.pipeline import Encoders, RowWork, TextWork
 from llmq.data.produce import Made, Producer, Progress, Stream, require_trained
@@ -271,7 +272,7 @@ def _cache_lock(folder: Path, say: Say) -> Iterator[None]:
 def cache_entry(request: Request) -> Path:
     """Where the token files of a request are, or will be."""
     title = re.sub(r"[^\w.-]+", "-", request.found.title)[:60]
-    return cache_folder() / "tokens" / f"{title}-{request.key}"
+    return cache_folder("tokens") / f"{title}-{request.key}"
 
 
 def _short(tokenizer: str) -> str:

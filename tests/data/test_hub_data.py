@@ -179,7 +179,7 @@ def case(name: str, fraction: float | None = None, streaming: bool = False) -> C
 def ask(home: Path, url: str, *cases: Case, **environment: str) -> dict[Case, dict[str, Any]]:
     """The answers of a process with this environment."""
     kept = {key: value for key, value in os.environ.items() if not key.startswith(("HF_", "HUGGING", "TRANSFORMERS"))}
-    kept |= {"HF_HOME": str(home / "hf"), "LLMQ_CACHE": str(home / "llmq"), "HF_ENDPOINT": url}
+    kept |= {"HF_HOME": str(home / "hf"), "LLMQ_CACHE_DIR": str(home / "llmq"), "HF_ENDPOINT": url}
     kept |= {"PYTHONPATH": str(ROOT), "NO_PROXY": "*", "no_proxy": "*"}
     command = [sys.executable, "-c", DRIVER, json.dumps(cases)]
     done = subprocess.run(command, env={**kept, **environment}, cwd=home, capture_output=True, text=True, timeout=120)
