@@ -2,18 +2,15 @@
 
 from __future__ import annotations
 
-import signal
 import sys
-import threading
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
-from types import FrameType
+from collections.abc import Sequence
 from typing import Any
 
 import click
 
 from llmq.cli import shell
-from llmq.errors import TERMINATED, UsageError
+from llmq.errors import UsageError
+from llmq.interrupt import terminable
 
 
 @click.command("tokenize-data", context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 100})
@@ -122,7 +119,7 @@ def command(
         seq_len=seq_len,
     )
     console = Console(stderr=True)
-    with _terminable(), Progress(console=console, transient=True, disable=not sys.stderr.isatty()) as progress:
+    with terminable(), Progress(console=console, transient=True, disable=not sys.stderr.isatty()) as progress:
         bar = progress.add_task("tokenizing", total=None)
         written = tokenize_data(
             inputs=inputs,
@@ -138,23 +135,6 @@ def command(
 
 
 command.params.append(shell.version_option())
-
-
-@contextmanager
-def _terminable() -> Iterator[None]:
-    """Lets SIGTERM end the command by way of the writers, which remove what is not complete."""
-    if threading.current_thread() is not threading.main_thread():
-        yield
-        return
-    previous = signal.signal(signal.SIGTERM, _terminate)
-    try:
-        yield
-    finally:
-        signal.signal(signal.SIGTERM, previous)
-
-
-def _terminate(number: int, frame: FrameType | None) -> None:
-    raise SystemExit(TERMINATED)
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
