@@ -184,11 +184,13 @@ def _check(found: Found, results: Sequence[Progress], say: Say) -> None:
     untrained = sum(done.counts.untrained for done in results)
     overlong = sum(done.counts.overlong for done in results)
     spelled = sum(done.counts.spelled for done in results)
+    unended = sum(done.counts.unended for done in results)
     for count, text in (
         (bad, "bad rows were left out"),
         (untrained, "rows without a trained token were left out"),
         (overlong, "rows were longer than the sequence length"),
         (spelled, "chats have text that spells a special token, which became that token"),
+        (unended, "chats have a last turn that the template does not end: the end token was added"),
     ):
         if count:
             say(f"{count} {text}")

@@ -252,9 +252,12 @@ def test_files_are_fetched_once_and_nothing_that_could_run(told: Told) -> None:
 def test_what_was_used_once_is_there_offline(told: Told) -> None:
     asked = len(told.hub.requests)
     known, unknown = case("org/card"), case("org/unknown")
-    answers = ask(told.home, told.hub.url, known, unknown, HF_HUB_OFFLINE="1")
+    streamed = GOOD[-1]  # whose files are not kept
+    answers = ask(told.home, told.hub.url, known, unknown, streamed, HF_HUB_OFFLINE="1")
     assert answers[known] == told.answers[known] and len(told.hub.requests) == asked
     assert answers[unknown]["error"] == "DataError" and "org/unknown was not used before" in answers[unknown]["text"]
+    assert "a.parquet of org/streamed is not in" in answers[streamed]["text"]
+    assert "HF_HUB_OFFLINE forbids" in answers[streamed]["text"]
 
 
 def test_a_streamed_file_is_on_the_disk_only_while_it_is_read(told: Told) -> None:
