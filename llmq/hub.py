@@ -220,6 +220,10 @@ def ask(name: str, revision: str, file: str, request: Callable[[], T], repo_type
                 "HF_HOME to another folder"
             ) from None
         said = (str(error).strip() or type(error).__name__).splitlines()[0]
+        if file and constants.HF_HUB_OFFLINE:
+            raise DataError(
+                f"{file} of {name} is not in {constants.HF_HUB_CACHE}, and HF_HUB_OFFLINE forbids to fetch it: unset it"
+            ) from None
         if file:
             raise DataError(
                 f"{doing} was cut off ({said}): run the same command again, complete files are kept"

@@ -1,9 +1,11 @@
-"""The first Ctrl-C or SIGTERM asks a run to end after its step; a second one ends it at once."""
+"""Ctrl-C and SIGTERM: in training the first asks a run to end after its step; elsewhere they end it by an exception."""
 
 from __future__ import annotations
 
 import signal
 import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
 from types import FrameType, TracebackType
 from typing import Any
 
@@ -43,3 +45,20 @@ class Interrupt:
         for number, handler in self._before.items():
             signal.signal(number, handler)
         self._before = {}
+
+
+@contextmanager
+def terminable() -> Iterator[None]:
+    """Lets SIGTERM end the command as Ctrl-C does, by way of the writers, which remove what cannot be gone on with."""
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    previous = signal.signal(signal.SIGTERM, _terminate)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, previous)
+
+
+def _terminate(number: int, frame: FrameType | None) -> None:
+    raise SystemExit(TERMINATED)

@@ -19,7 +19,7 @@ T = 24
 def given(tmp_path, monkeypatch):
     """Options of a small run on documents of 2 to 30 tokens, in a folder of its own."""
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setenv("LLMQ_CACHE", str(tmp_path / "cache"))
+    monkeypatch.setenv("LLMQ_CACHE_DIR", str(tmp_path / "cache"))
     rng = np.random.default_rng(0)
     for name, count in (("train", 120), ("eval", 20)):
         with TokenWriter(f"{name}.bin", vocab_size=97, has_masks=True) as file:

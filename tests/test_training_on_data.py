@@ -2,7 +2,10 @@
 
 import io
 import json
+import os
+import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
@@ -25,7 +28,7 @@ T = 16
 def given(tmp_path, monkeypatch):
     """Options of a small run on rows of questions and answers, with a tokenizer in the model's folder."""
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setenv("LLMQ_CACHE", str(tmp_path / "cache"))
+    monkeypatch.setenv("LLMQ_CACHE_DIR", str(tmp_path / "cache"))
     tokenizer = byte_level()
     tokenizer.decoder = decoders.ByteLevel()
     save(tokenizer, tmp_path / "source", {"eos_token": EOS})
@@ -173,6 +176,20 @@ def test_bad_rows_can_be_left_out(given):
         llmq.train(**given, skip_bad_rows=1)
     llmq.train(**given, skip_bad_rows=2)
     assert "2 bad rows were left out" in given["console"].getvalue()
+
+
+def test_sigterm_while_tokenizing_leaves_no_lock_and_no_half_file(given, tmp_path):
+    Path("text.txt").write_text("It's the king's 10 ships, isn't it?\n" * 1_000_000)
+    command = [sys.executable, "-m", "llmq.cli.train", "--model", "source", "--from-scratch", "--data", "text.txt"]
+    environment = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[1])}
+    with subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT) as process:
+        deadline = time.monotonic() + 60
+        while not list(tmp_path.glob("cache/tokens/*.partial/.train*")) and time.monotonic() < deadline:
+            time.sleep(0.01)
+        process.terminate()
+        said, _ = process.communicate(timeout=60)
+    assert process.returncode == 75 and b"tokenizing into" in said and b"Traceback" not in said
+    assert list((tmp_path / "cache/tokens").iterdir()) == []
 
 
 def test_a_preset_has_no_tokenizer(given):

@@ -2,18 +2,15 @@
 
 from __future__ import annotations
 
-import signal
 import sys
-import threading
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
-from types import FrameType
+from collections.abc import Sequence
 from typing import Any
 
 import click
 
 from llmq.cli import shell
-from llmq.errors import TERMINATED, UsageError
+from llmq.errors import UsageError
+from llmq.interrupt import terminable
 
 
 @click.command("tokenize-data", context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 100})
@@ -105,8 +102,8 @@ def command(
     Memory: about 400 MB, whatever the size, with the tokenizers of GPT-2, Llama 3 and Qwen and others built like them.
     With any other (such as Llama 2), each document is tokenized as a whole, which takes some 120 times its size.
 
-    Environment: LLMQ_TINY_SHAKESPEARE is a file or URL to take instead of the download, LLMQ_CACHE the folder for
-    what is kept (~/.cache/llmq), HF_HUB_OFFLINE=1 forbids the network, TOKENIZERS_PARALLELISM=false is one thread.
+    Environment: LLMQ_TINY_SHAKESPEARE is a file or URL to take instead of the download, LLMQ_CACHE_DIR the folder
+    for what is kept (~/.cache/llmq), HF_HUB_OFFLINE=1 forbids the network, TOKENIZERS_PARALLELISM=false is one thread.
     """
     if overlong is not None and seq_len is None:
         raise UsageError(f"--overlong {overlong} is for rows of more than --seq-len tokens: give --seq-len too")
@@ -127,7 +124,7 @@ def command(
         seq_len=seq_len,
     )
     console = Console(stderr=True)
-    with _terminable(), Progress(console=console, transient=True, disable=not sys.stderr.isatty()) as progress:
+    with terminable(), Progress(console=console, transient=True, disable=not sys.stderr.isatty()) as progress:
         bar = progress.add_task("tokenizing", total=None)
         written = tokenize_data(
             inputs=inputs,
@@ -143,23 +140,6 @@ def command(
 
 
 command.params.append(shell.version_option())
-
-
-@contextmanager
-def _terminable() -> Iterator[None]:
-    """Lets SIGTERM end the command by way of the writers, which remove what is not complete."""
-    if threading.current_thread() is not threading.main_thread():
-        yield
-        return
-    previous = signal.signal(signal.SIGTERM, _terminate)
-    try:
-        yield
-    finally:
-        signal.signal(signal.SIGTERM, previous)
-
-
-def _terminate(number: int, frame: FrameType | None) -> None:
-    raise SystemExit(TERMINATED)
 
 
 def main(arguments: Sequence[str] | None = None) -> None:

@@ -11,6 +11,7 @@ from typing import Any
 import click
 
 from llmq.cli import shell
+from llmq.interrupt import terminable
 from llmq.options import SECTIONS, Options, descriptions
 from llmq.schema import json_schema
 from llmq.section import Description, flag
@@ -37,7 +38,8 @@ def train(context: click.Context, *, config: str | None, print_config: bool, **g
         return 0
     from llmq.training import run
 
-    return run(options).exit_code
+    with terminable():
+        return run(options).exit_code
 
 
 def _unknown(arguments: Sequence[str]) -> tuple[dict[str, str], list[str]]:

@@ -10,31 +10,19 @@ import fcntl
 import hashlib
 import json
 import os
-import tempfile
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
+from llmq.cache_folder import cache_folder
 from llmq.data.token_file import storage, write_whole
 from llmq.errors import DataError, StorageError
 
 POLL_S = 0.1
 BLOCK_BYTES = 1 << 20
 REMEMBERED_BYTES = 1 << 26  # a smaller file is hashed again sooner than a note of its hash is written
-
-
-def cache_folder() -> Path:
-    """Where downloads are kept: LLMQ_CACHE, else `llmq` in XDG_CACHE_HOME or ~/.cache, or, without a home, in /tmp."""
-    if folder := os.environ.get("LLMQ_CACHE"):
-        return Path(folder)
-    if folder := os.environ.get("XDG_CACHE_HOME"):
-        return Path(folder) / "llmq"
-    try:
-        return Path.home() / ".cache" / "llmq"
-    except RuntimeError:
-        return Path(tempfile.gettempdir()) / f"llmq-{os.getuid()}"
 
 
 def key_of(identity: Any) -> str:
@@ -95,7 +83,7 @@ def content_hash(path: Path) -> str:
     try:
         found = path.stat()
         state = [found.st_size, found.st_mtime_ns, found.st_ctime_ns, found.st_ino, found.st_dev]
-        note = cache_folder() / "hashes" / f"{key_of([str(path.absolute())])}.json"
+        note = cache_folder("hashes") / f"{key_of([str(path.absolute())])}.json"
         known = _json(note) if found.st_size >= REMEMBERED_BYTES else None
         if isinstance(known, dict) and known.get("state") == state:
             return str(known["sha256"])

@@ -10,7 +10,7 @@ import urllib.request
 from dataclasses import dataclass
 from pathlib import Path
 
-from llmq.data.cache import cache_folder
+from llmq.cache_folder import cache_folder
 from llmq.data.hub_data import Spec, open_hub_set
 from llmq.data.rows import FileRows, Mixed, RowSequence, Shuffled, count_rows, train_test_order
 from llmq.data.token_file import write_whole
@@ -88,7 +88,7 @@ def tiny_shakespeare() -> Path:
         return Path(source)
     official = source == TINY_SHAKESPEARE
     suffix = "" if official else "-" + hashlib.sha256(source.encode()).hexdigest()[:12]
-    path = cache_folder() / "text" / f"tiny-shakespeare{suffix}.txt"
+    path = cache_folder("text") / f"tiny-shakespeare{suffix}.txt"
     if not path.is_file():
         way_out = f"save the text as {path}, or set {OVERRIDE} to a copy of it"
         content = _fetched(source, way_out)

@@ -17,7 +17,8 @@ from functools import partial
 from pathlib import Path, PurePosixPath
 from typing import Any, ClassVar
 
-from llmq.data.cache import cache_folder, key_of
+from llmq.cache_folder import cache_folder
+from llmq.data.cache import key_of
 from llmq.data.row_files import RowFile
 from llmq.data.rows import Slice
 from llmq.data.token_file import write_whole
@@ -88,8 +89,8 @@ class HubFile:
             return
         from huggingface_hub import hf_hub_download
 
-        (cache_folder() / "streaming").mkdir(parents=True, exist_ok=True)
-        with tempfile.TemporaryDirectory(dir=cache_folder() / "streaming") as folder_name:
+        cache_folder("streaming").mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryDirectory(dir=cache_folder("streaming")) as folder_name:
             where = {"revision": self.commit, "repo_type": "dataset", "local_dir": folder_name}
             request = partial(hf_hub_download, self.repo, self.path, **where)
             yield self._opened(Path(ask(self.repo, self.commit, self.path, request, "dataset")))
@@ -157,7 +158,7 @@ def _listing(name: str, revision: str) -> dict[str, Any]:
     """Commit, files with sizes, and the configs that the data set's card names."""
     from huggingface_hub import HfApi, constants
 
-    note = cache_folder() / "hub" / f"{key_of([constants.ENDPOINT, name, revision])}.json"
+    note = cache_folder("hub") / f"{key_of([constants.ENDPOINT, name, revision])}.json"
     known = _noted(note)
     if known is not None and (constants.HF_HUB_OFFLINE or _COMMIT.fullmatch(revision)):
         return known

@@ -19,7 +19,7 @@ from pathlib import Path
 
 import numpy as np
 
-from llmq.data.datasets import cache_folder
+from llmq.cache_folder import cache_folder
 from llmq.data.first_fit import fewest_docs, pack
 from llmq.data.sidecar import Sidecar
 from llmq.data.token_file import TokenFile, write_whole
@@ -159,13 +159,11 @@ def open_packs(patterns: Iterable[str], seq_len: int, vocab_size: int, seed: int
     return Packs(open_files(patterns), seq_len, vocab_size, seed, max_docs)
 
 
-def packed(
-    documents: np.ndarray, pieces: np.ndarray, seq_len: int, max_docs: int, seed: int, folder: Path | None = None
-) -> PackIndex:
-    """Which pieces of documents lie in which pack: from the cache in `folder`, else worked out and put there."""
+def packed(documents: np.ndarray, pieces: np.ndarray, seq_len: int, max_docs: int, seed: int) -> PackIndex:
+    """Which pieces of documents lie in which pack: from the cache, else worked out and put there."""
     about = f"{seq_len} {max_docs} {seed} {len(documents)} "
     key = hashlib.sha256(MAGIC + about.encode() + documents.astype(START).tobytes()).hexdigest()
-    path = (folder or cache_folder()) / "packs" / f"{key}.bin"
+    path = cache_folder("packs") / f"{key}.bin"
     found = PackIndex.load(path)
     if found is None:
         numbers, num_packs = pack(pieces, seq_len, max_docs, seed)

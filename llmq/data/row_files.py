@@ -144,15 +144,17 @@ def _read_jsonl(file: RowFile, start: int, wanted: Wanted) -> Rows:
 
 def _json_row(place: str, line: bytes) -> Row:
     try:
-        text = line.decode()
-        if not text.strip():
+        text = line.decode().rstrip()
+        if not text:
             return BadRow(place, "the row is empty")
         return _object(place, json.loads(text), "\\u" in text)
     except UnicodeDecodeError as error:
         return BadRow(place, f"not UTF-8: byte {error.start} of the row is 0x{line[error.start]:02x} ({error.reason})")
     except RecursionError:
         return BadRow(place, "not JSON that can be read: nested too deeply")
-    except ValueError as error:
+    except json.JSONDecodeError as error:
+        return BadRow(place, f"not JSON ({error.msg} at character {error.pos + 1})")
+    except ValueError as error:  # a number of too many digits
         return BadRow(place, f"not JSON ({error})")
 
 
@@ -308,7 +310,7 @@ def _csv_row(place: str, header: list[str], fields: list[str]) -> Row:
     if not any(fields):
         return BadRow(place, "the row is empty")
     if len(fields) != len(header):
-        return BadRow(place, f"{len(fields)} fields, but the header names {len(header)}")
+        return BadRow(place, f"the header names {len(header)} fields, but the row has {len(fields)}")
     for name, text in zip(header, fields, strict=True):
         if not text.isascii() and not _is_text(text):
             return BadRow(place, f"not UTF-8: field {name!r}")

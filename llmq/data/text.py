@@ -14,10 +14,13 @@ from llmq.errors import DataError
 
 BLOCK_BYTES = 1 << 16  # read at once; a piece is about as long, and the pieces of a batch are tokenized in parallel
 
-# Where text can be cut: before a space behind a visible character, or behind a single line break between such.
-# There each pattern below ends a match, whose end does not depend on what follows, and none of them looks back; so the
-# words on both sides are those of the whole text. NFC joins nothing across a space or a line break.
-_CUT = re.compile(r"(?<=\S)(?= )|(?<=\S\n)(?=[^\s/])")
+# Where text can be cut: before a space behind a visible character; behind a single line break between such; and, for
+# JSON and code, which have megabytes without either, before the last space of an indentation and between a digit and a
+# comma. There each pattern below ends a match, whose end does not depend on what follows, and none of them looks back;
+# so the words on both sides are those of the whole text. NFC joins nothing there. Before an added token, and before a
+# digit where digits are split off first, all of an indentation is one word: so only a letter or a quote may follow it.
+_CUT = re.compile(r"""(?<=\S)(?= )|(?<=\S\n)(?=[^\s/])|(?<=\s)(?= [A-Za-z"])|(?<=[0-9])(?=,)""")
+_ACROSS_A_CUT = re.compile(r"""^[A-Za-z"]|,|\s""")  # what an added token must not have
 
 # The word patterns of GPT-2 (which is also what ByteLevel does by itself), of Llama 3 and cl100k, of Qwen2 and of
 # GPT-4o. They match a space only first in a word or in white space, and a line break only in white space or, with a
@@ -159,7 +162,7 @@ def tokenizes_in_pieces(tokenizer: Mapping[str, Any]) -> bool:
                 return False
     # Added tokens are taken out of the text first, some with the white space around them; special ones are left in it.
     ordinary = [token for token in tokenizer.get("added_tokens", []) if not token.get("special")]
-    plain = all(not (token["lstrip"] or token["rstrip"] or re.search(r"\s", token["content"])) for token in ordinary)
+    plain = all(not (t["lstrip"] or t["rstrip"] or _ACROSS_A_CUT.search(t["content"])) for t in ordinary)
     return splits_words and plain and not (tokenizer.get("model") or {}).get("dropout")
 
 

@@ -11,7 +11,8 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from llmq.data.cache import cache_folder, locked
+from llmq.cache_folder import cache_folder
+from llmq.data.cache import locked
 from llmq.data.encode import EncodeOptions, Encoder
 from llmq.data.pipeline import Encoders, RowWork, TextWork
 from llmq.data.produce import Made, Producer, Progress, Stream, require_trained
@@ -190,11 +191,13 @@ def _check(request: Request, producer: Producer, results: Sequence[Progress], sa
     untrained = sum(done.counts.untrained for done in results)
     overlong = sum(done.counts.overlong for done in results)
     spelled = sum(done.counts.spelled for done in results)
+    unended = sum(done.counts.unended for done in results)
     for count, text in (
         (bad, "bad rows were left out"),
         (untrained, "rows without a trained token were left out"),
         (overlong, f"rows of more than {request.encode.seq_len} tokens were {request.encode.overlong_done}"),
         (spelled, "chats have text that spells a special token, which became that token"),
+        (unended, "chats have a last turn that the template does not end: the end token was added"),
     ):
         if count:
             say(f"{count} {text}")
@@ -291,7 +294,7 @@ def _cache_lock(folder: Path, say: Say) -> Iterator[None]:
 def cache_entry(request: Request) -> Path:
     """Where the token files of a request are, or will be."""
     title = re.sub(r"[^\w.-]+", "-", request.found.title)[:60]
-    return cache_folder() / "tokens" / f"{title}-{request.key}"
+    return cache_folder("tokens") / f"{title}-{request.key}"
 
 
 def _short(tokenizer: str) -> str:

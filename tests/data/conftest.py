@@ -14,7 +14,7 @@ SHARED = Path(__file__).parents[3] / "shared/data"
 @pytest.fixture(autouse=True)
 def own_cache(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch) -> None:
     """What a test leaves in the cache is its own."""
-    monkeypatch.setenv("LLMQ_CACHE", str(tmp_path_factory.mktemp("cache")))
+    monkeypatch.setenv("LLMQ_CACHE_DIR", str(tmp_path_factory.mktemp("cache")))
 
 
 @pytest.fixture(scope="session")

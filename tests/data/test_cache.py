@@ -15,6 +15,7 @@ from pathlib import Path
 
 import pytest
 
+from llmq.cache_folder import cache_folder
 from llmq.data import cache
 from llmq.data.cache import content_hash, key_of, locked
 from llmq.errors import DataError
@@ -106,12 +107,12 @@ def test_a_hash_is_remembered_until_the_file_changes(tmp_path: Path, monkeypatch
     path.write_bytes(b"one")
     os.utime(path, (1, 1))
     assert content_hash(path) == hashlib.sha256(b"one").hexdigest()
-    notes = list((cache.cache_folder() / "hashes").glob("*.json"))
+    notes = list(cache_folder("hashes").glob("*.json"))
     assert notes == []  # it has only just been written
     real = time.time_ns
     monkeypatch.setattr(cache.time, "time_ns", lambda: real() + 10**10)
     assert content_hash(path) == hashlib.sha256(b"one").hexdigest()
-    (note,) = (cache.cache_folder() / "hashes").glob("*.json")
+    (note,) = cache_folder("hashes").glob("*.json")
     note.write_text(note.read_text().replace(hashlib.sha256(b"one").hexdigest(), "remembered"))
     assert content_hash(path) == "remembered"
     path.write_bytes(b"two")
@@ -123,7 +124,7 @@ def test_a_hash_is_remembered_until_the_file_changes(tmp_path: Path, monkeypatch
 
 def test_a_cache_that_cannot_be_written_costs_only_time(tmp_path: Path, monkeypatch) -> None:
     (tmp_path / "file").touch()
-    monkeypatch.setenv("LLMQ_CACHE", str(tmp_path / "file"))
+    monkeypatch.setenv("LLMQ_CACHE_DIR", str(tmp_path / "file"))
     monkeypatch.setattr(cache, "REMEMBERED_BYTES", 0)
     real = time.time_ns
     monkeypatch.setattr(cache.time, "time_ns", lambda: real() + 10**10)

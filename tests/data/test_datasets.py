@@ -36,7 +36,7 @@ def server(monkeypatch, tmp_path: Path) -> Iterator[str]:
     for name in (datasets.OVERRIDE, "HF_HUB_OFFLINE"):
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setenv("no_proxy", "127.0.0.1")
-    monkeypatch.setenv("LLMQ_CACHE", str(tmp_path / "cache"))
+    monkeypatch.setenv("LLMQ_CACHE_DIR", str(tmp_path / "cache"))
     Stand.requests.clear()
     stand = ThreadingHTTPServer(("127.0.0.1", 0), Stand)
     thread = threading.Thread(target=stand.serve_forever, kwargs={"poll_interval": 0.01})
@@ -103,12 +103,3 @@ def test_offline_without_cache_names_the_ways_out(server: str, monkeypatch) -> N
     ):
         datasets.tiny_shakespeare()
     assert Stand.requests == []
-
-
-def test_without_a_home_the_cache_is_in_the_folder_for_temporary_files(monkeypatch) -> None:
-    for name in ("LLMQ_CACHE", "XDG_CACHE_HOME"):
-        monkeypatch.delenv(name, raising=False)
-    monkeypatch.setattr(Path, "home", classmethod(lambda cls: (_ for _ in ()).throw(RuntimeError("no home"))))
-    assert datasets.cache_folder().name.startswith("llmq-")
-    monkeypatch.setenv("XDG_CACHE_HOME", "/x")
-    assert datasets.cache_folder() == Path("/x/llmq")

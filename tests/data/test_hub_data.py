@@ -179,7 +179,7 @@ def case(name: str, fraction: float | None = None, streaming: bool = False) -> C
 def ask(home: Path, url: str, *cases: Case, **environment: str) -> dict[Case, dict[str, Any]]:
     """The answers of a process with this environment."""
     kept = {key: value for key, value in os.environ.items() if not key.startswith(("HF_", "HUGGING", "TRANSFORMERS"))}
-    kept |= {"HF_HOME": str(home / "hf"), "LLMQ_CACHE": str(home / "llmq"), "HF_ENDPOINT": url}
+    kept |= {"HF_HOME": str(home / "hf"), "LLMQ_CACHE_DIR": str(home / "llmq"), "HF_ENDPOINT": url}
     kept |= {"PYTHONPATH": str(ROOT), "NO_PROXY": "*", "no_proxy": "*"}
     command = [sys.executable, "-c", DRIVER, json.dumps(cases)]
     done = subprocess.run(command, env={**kept, **environment}, cwd=home, capture_output=True, text=True, timeout=120)
@@ -252,9 +252,12 @@ def test_files_are_fetched_once_and_nothing_that_could_run(told: Told) -> None:
 def test_what_was_used_once_is_there_offline(told: Told) -> None:
     asked = len(told.hub.requests)
     known, unknown = case("org/card"), case("org/unknown")
-    answers = ask(told.home, told.hub.url, known, unknown, HF_HUB_OFFLINE="1")
+    streamed = GOOD[-1]  # whose files are not kept
+    answers = ask(told.home, told.hub.url, known, unknown, streamed, HF_HUB_OFFLINE="1")
     assert answers[known] == told.answers[known] and len(told.hub.requests) == asked
     assert answers[unknown]["error"] == "DataError" and "org/unknown was not used before" in answers[unknown]["text"]
+    assert "a.parquet of org/streamed is not in" in answers[streamed]["text"]
+    assert "HF_HUB_OFFLINE forbids" in answers[streamed]["text"]
 
 
 def test_a_streamed_file_is_on_the_disk_only_while_it_is_read(told: Told) -> None:

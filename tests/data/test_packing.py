@@ -23,7 +23,7 @@ EOS, VOCAB = 2, 99
 @pytest.fixture(autouse=True)
 def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """A cache of each test's own."""
-    monkeypatch.setenv("LLMQ_CACHE", str(tmp_path / "cache"))
+    monkeypatch.setenv("LLMQ_CACHE_DIR", str(tmp_path / "cache"))
     return tmp_path / "cache"
 
 

@@ -161,25 +161,30 @@ def corpus(path: Path, shared: Callable[[str], Path], num_bytes: int) -> Path:
 
 @pytest.mark.slow
 def test_tokenizing_is_as_fast_as_the_library_alone(tmp_path: Path, shared: Callable[[str], Path]) -> None:
-    """In processor time, which other processes change less than the clock.
+    """95% of it, in processor time, which other processes change less than the clock; the best of several rounds each.
 
     The library alone is given all pieces in memory, in batches of the same size, and its ids are never looked at.
     """
-    path = corpus(tmp_path / "text.txt", shared, 12_000_000)
+    path = corpus(tmp_path / "text.txt", shared, 6_000_000)
     tokenizer = TextTokenizer.open(str(shared("qwen2.5-tokenizer")))
     documents = open_documents([path])
     texts = list(pieces(documents[0], True))
-    shares = []
-    for _ in range(3):
-        start = time.process_time()
+
+    def alone() -> None:
         for at in range(0, len(texts), 8):
             tokenizer.encoder.encode_batch_fast(texts[at : at + 8], add_special_tokens=False)
-        alone = time.process_time() - start
-        start = time.process_time()
+
+    def whole() -> None:
         for _ in tokenized(TextWork(documents, tokenizer)):
             pass
-        shares.append(alone / (time.process_time() - start))
-    assert max(shares) >= 0.92, shares
+
+    seconds: dict[Callable[[], None], list[float]] = {alone: [], whole: []}
+    for _ in range(6):
+        for work, taken in seconds.items():
+            start = time.process_time()
+            work()
+            taken.append(time.process_time() - start)
+    assert min(seconds[alone]) / min(seconds[whole]) >= 0.95, seconds.values()
 
 
 MEMORY = """

@@ -15,9 +15,9 @@ from typing import Any
 import numpy as np
 import pytest
 
+from llmq.cache_folder import cache_folder
 from llmq.data import pipeline, produce, request
 from llmq.data import text as text_files
-from llmq.data.cache import cache_folder
 from llmq.data.encode import EncodeOptions
 from llmq.data.records import Record
 from llmq.data.request import Request
@@ -229,7 +229,7 @@ for path in cached(request, on_progress=lambda done, total: None, say=lambda tex
     assert all(process.returncode == 0 for process in processes), done
     assert len({out for out, _ in done}) == 1 and len(done[0][0].splitlines()) == 2
     assert sum("format: question-answer" in said for _, said in done) == 1  # one has made it
-    (entry,) = (cache_folder() / "tokens").iterdir()  # no lock, no partial folder
+    (entry,) = cache_folder("tokens").iterdir()  # no lock, no partial folder
     assert {path.name for path in entry.glob("*.bin")} == {"train.bin", "eval.bin"}
 
 

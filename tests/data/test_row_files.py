@@ -102,7 +102,7 @@ def test_what_is_no_file_of_rows() -> None:
         (b"", "the row is empty"),
         (b"  \t", "the row is empty"),
         (b"{}", "the row is empty"),
-        (b'{"text": "a"', "not JSON (Expecting ',' delimiter"),
+        (b'{"text": "a"', "not JSON (Expecting ',' delimiter at character 13)"),
         (b'{"text": caf\xe9}', "not UTF-8: byte 12 of the row is 0xe9"),
         (b"[1]", "an array, where a row is an object"),
         (b"3", "a number, where"),
@@ -126,7 +126,12 @@ def test_a_bad_line_is_a_bad_row_and_the_next_is_read(tmp_path: Path, line: byte
 
 @pytest.mark.parametrize(
     ("line", "says"),
-    [("1", "1 fields, but the header names 2"), ("1,2,3", "3 fields"), ('"",', "the row is empty"), ("", "is empty")],
+    [
+        ("1", "names 2 fields, but the row has 1"),
+        ("1,2,3", "the row has 3"),
+        ('"",', "the row is empty"),
+        ("", "is empty"),
+    ],
 )
 def test_a_bad_row_of_csv(tmp_path: Path, line: str, says: str) -> None:
     path = tmp_path / "a.csv"

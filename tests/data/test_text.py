@@ -21,7 +21,8 @@ VARIANTS = {
     **{f"pattern{n}": byte_level(pattern) for n, pattern in enumerate(sorted(text._KNOWN_PATTERNS))},
 }
 NASTY = st.lists(
-    st.sampled_from([*"aZs 1\n\r\t'./-\u00e9\u0301\u00a0\u2003\u4e2d\x1c", " ", " ", "\n", "e", "<tool>"]), max_size=120
+    st.sampled_from([*"aZs 1\n\r\t'\",./-\u00e9\u0301\u00a0\u2003\u4e2d\x1c", " ", " ", "   ", "\n", "e", "<tool>"]),
+    max_size=120,
 ).map("".join)
 
 
@@ -35,6 +36,7 @@ def words(tokenizer: Tokenizer, content: str) -> list[str]:
 @given(content=NASTY, block=st.integers(1, 24))
 @example(content="a \n b\n\nc  d \r\n e' 's-\n/x \n", block=4)
 @example(content="-\n/a", block=4)
+@example(content='1,\n  23,1 , 1",\n    "a",\n\n \t 1\n b   <tool>  <tool> a', block=3)
 def test_pieces_tokenize_like_the_whole(
     tmp_path_factory: pytest.TempPathFactory, variant: str, content: str, block: int
 ) -> None:
@@ -54,7 +56,12 @@ def test_pieces_tokenize_like_the_whole(
 
 def test_long_text_is_cut_into_pieces_of_bounded_size(tmp_path: Path) -> None:
     path = tmp_path / "a.txt"
-    for content in ("some words and lines\n" * 20_000, "\u4e2d\u6587\n" * 80_000):
+    for content in (
+        "some words and lines\n" * 20_000,
+        "\u4e2d\u6587\n" * 80_000,
+        '  "a",\n\t  {\n' * 50_000,
+        " 10,\n  " * 90_000,
+    ):
         path.write_text(content)
         sizes = [len(piece.encode()) for piece in pieces(Document(path, 0, path.stat().st_size), cut=True)]
         assert len(sizes) > 5 and max(sizes) < 1.1 * text.BLOCK_BYTES
@@ -72,6 +79,8 @@ def test_long_text_is_cut_into_pieces_of_bounded_size(tmp_path: Path) -> None:
         lambda t: setattr(t, "pre_tokenizer", pre_tokenizers.Digits()),
         lambda t: t.add_tokens([AddedToken("[x]", lstrip=True)]),
         lambda t: t.add_tokens([AddedToken("a b")]),
+        lambda t: t.add_tokens([AddedToken("word")]),
+        lambda t: t.add_tokens([AddedToken("<1,2>")]),
         lambda t: setattr(t.model, "dropout", 0.1),
     ],
 )

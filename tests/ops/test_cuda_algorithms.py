@@ -1,13 +1,11 @@
-"""The table of GEMM algorithms: what is found, what is kept on disk, what a run carries; and where caches lie."""
+"""The table of GEMM algorithms: what is found, what is kept on disk, what a run carries."""
 
 import json
-import os
 import threading
 from pathlib import Path
 
 import pytest
 
-from llmq.ops.cuda import cache
 from llmq.ops.cuda.algorithms import Algorithms, Choice
 
 DEVICE = "NVIDIA H200, 132 SMs, cuBLASLt 130100"
@@ -120,36 +118,3 @@ def test_a_folder_that_cannot_be_written_costs_a_notice_and_nothing_else(tmp_pat
     notice = table.save()
     assert notice is not None and str(tmp_path) in notice and "not kept" in notice
     assert table.find("a") is not None
-
-
-def test_a_failed_write_leaves_the_old_file_and_no_other(tmp_path, monkeypatch):
-    path = tmp_path / "x.json"
-    cache.write_whole(path, b"old")
-    monkeypatch.setattr(os, "replace", lambda *_: (_ for _ in ()).throw(OSError("disk full")))
-    with pytest.raises(OSError, match="disk full"):
-        cache.write_whole(path, b"new")
-    assert path.read_bytes() == b"old"
-    assert list(tmp_path.iterdir()) == [path]
-
-
-def test_the_place_of_the_cache(tmp_path, monkeypatch):
-    monkeypatch.setenv("HOME", str(tmp_path))
-    monkeypatch.delenv("LLMQ_CACHE_DIR", raising=False)
-    monkeypatch.delenv("XDG_CACHE_HOME", raising=False)
-    assert cache.cache_folder("gemm") == tmp_path / ".cache/llmq/gemm"
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "xdg"))
-    assert cache.cache_folder("gemm") == tmp_path / "xdg/llmq/gemm"
-    monkeypatch.setenv("LLMQ_CACHE_DIR", str(tmp_path / "own"))
-    assert cache.cache_folder("gemm") == tmp_path / "own/gemm"
-
-
-def test_without_a_home_the_cache_is_a_temporary_folder_of_this_user_alone(tmp_path, monkeypatch):
-    monkeypatch.delenv("LLMQ_CACHE_DIR", raising=False)
-    monkeypatch.delenv("XDG_CACHE_HOME", raising=False)
-    monkeypatch.setenv("HOME", str(tmp_path / "absent"))
-    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
-    folder = cache.cache_folder("gemm")
-    assert folder == tmp_path / f"llmq-{os.getuid()}" / "gemm"
-    assert folder.parent.stat().st_mode & 0o777 == 0o700
-    folder.parent.chmod(0o777)
-    assert cache.cache_folder("gemm").parent != folder.parent, "others may write there"

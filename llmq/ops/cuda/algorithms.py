@@ -15,7 +15,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from llmq.ops.cuda.cache import cache_folder, write_whole
+from llmq.cache_folder import cache_folder, write_whole
 
 ALGORITHM_BYTES = 64
 

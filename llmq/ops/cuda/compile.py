@@ -20,7 +20,7 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-from llmq.ops.cuda.cache import cache_folder, write_whole
+from llmq.cache_folder import cache_folder, write_whole
 from llmq.ops.cuda_sources import cuda_folder
 
 INCLUDE = re.compile(r'^#include "([\w.]+)"\n', re.MULTILINE)
