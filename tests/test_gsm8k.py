@@ -60,7 +60,7 @@ def model(rows: list[dict[str, str]], tmp_path_factory: pytest.TempPathFactory) 
 @pytest.fixture
 def given(model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setenv("LLMQ_CACHE", str(tmp_path / "cache"))
+    monkeypatch.setenv("LLMQ_CACHE_DIR", str(tmp_path / "cache"))
     return {
         "model": str(model),
         "from_scratch": True,
