@@ -9,7 +9,7 @@ cd "$(dirname "$0")/.."
 judges=
 for argument in "$@"; do
     [ "$argument" != --judges ] || judges="--package torch==2.13.0 --package transformers \
-        --package cuda-bindings==13.5.0 --package nvidia-cuda-nvrtc==13.5.37"
+        --package cuda-bindings==13.* --package nvidia-cuda-nvrtc==13.*"
 done
 # shellcheck disable=SC2086
 "$python" -m llmq.environment .test-venv --extra test $judges || exit
