@@ -55,7 +55,8 @@ def show_samples(encoder: Encoder, first: Sequence[Record], count: int, console:
     if count:
         bad: list[BadRow] = []
         documents = encoder.copied().encode(first, bad)
-        console.print(show(documents, encoder.tokenizer, count, marks=console.color_system is None))
+        # lines as they are: a terminal breaks long ones itself, and in a file a path stays whole
+        console.print(show(documents, encoder.tokenizer, count, marks=console.color_system is None), soft_wrap=True)
 
 
 def tokenize_data(
