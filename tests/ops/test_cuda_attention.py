@@ -158,7 +158,7 @@ def test_the_kernel_that_finds_documents_compiles(capability):
 
     _, log = cuda_compile.compiled("documents", capability, {"QKV": 1152, "ATT": 896, "LSE": 14})
     (used,) = cuda_compile.resources(log).values()
-    assert "warning" not in log and not used.spill_bytes and used.registers <= 40
+    assert "warning" not in log and not used.spill_bytes and used.registers <= 48
 
 
 # on the GPU
