@@ -8,8 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import asdict, dataclass
-from typing import Any
+from dataclasses import dataclass
 
 import numpy as np
 
@@ -42,10 +41,6 @@ class CopyError:
     def is_low(self) -> bool:
         """Whether the copy stands badly for its value."""
         return self.snr_db is not None and self.snr_db < LEAST_SNR_DB[self.name.rsplit("@", 1)[1]]
-
-    def record(self) -> dict[str, Any]:
-        """For the log."""
-        return asdict(self)
 
 
 def summary(errors: Sequence[CopyError]) -> str:

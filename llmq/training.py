@@ -8,7 +8,7 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any, TextIO
 
@@ -186,7 +186,7 @@ class _Run:
         fields = self.engine.observe(batch.tokens, batch.targets, batch.borders, batch.places)
         errors = [CopyError.of(name, sites, row) for (name, sites), row in zip(observed.items(), fields, strict=True)]
         self.log.say(summary(errors))
-        self.log.record("fp8", step=self.step, copies=[error.record() for error in errors])
+        self.log.record("fp8", step=self.step, copies=[asdict(error) for error in errors])
         low = self.fp8.judge(errors)
         for site, error in low.items():
             advice = "" if self.fp8.falls_back else f": --bf16-layers {site} or --fp8-fallback would leave it in bf16"

@@ -61,9 +61,7 @@ class Plan:
     fates: Fates
     packing: Packing | None = None  # None: each row is one document, and has no borders
     kept: Mapping[str, int] = field(default_factory=dict)  # bytes of what lives from forward to backward, by storage
-    observed: Mapping[str, tuple[str, ...]] = field(
-        default_factory=dict
-    )  # cells of `observe`: sites that read the copy
+    observed: Mapping[str, tuple[str, ...]] = field(default_factory=dict)  # sites that read a copy, by `observe`'s cell
 
     @property
     def activation_bytes(self) -> int:

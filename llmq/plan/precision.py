@@ -161,4 +161,4 @@ def _ends(parts: Sequence[str], flag: str, num_layers: int) -> set[str]:
 
 def _names(part: str, site: str) -> bool:
     """Whether `part` is a whole piece of a site's name, up to dots."""
-    return bool(part) and f".{part}." in f".{site}." and part not in ("layers",) and not part.isdigit()
+    return bool(part) and f".{part}." in f".{site}." and part != "layers" and not part.isdigit()
