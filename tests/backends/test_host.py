@@ -1,9 +1,12 @@
 """Host memory: what is written is rounded, what is read is a copy, copies in other forms have their own shape."""
 
+import subprocess
+import sys
+
 import numpy as np
 import pytest
 
-from llmq.backends.host import HostMemory
+from llmq.backends.host import HostMemory, peak_resident_bytes
 from llmq.tensor import DTYPES, Form, Ref
 
 
@@ -21,3 +24,16 @@ def test_host_memory_rounds_what_is_written(dtype):
 def test_a_transposed_copy_has_its_own_shape_and_dtype():
     memory = HostMemory({"x": Ref("x", "weight", (2, 3, 5), "bf16", form=Form("e4m3", "col", "delayed"))}, 0)
     assert memory.array("x").shape == (5, 6) and memory.array("x").dtype == DTYPES["e4m3"]
+
+
+def test_the_peak_of_a_process_is_its_own():
+    """Not that of the process that started it, which getrusage's is on Linux."""
+    size = 300 << 20
+    held = np.ones(size, np.uint8)
+    command = "from llmq.backends.host import peak_resident_bytes; print(peak_resident_bytes())"
+    child = int(subprocess.run([sys.executable, "-c", command], capture_output=True, text=True, check=True).stdout)
+    assert 0 < child < size < peak_resident_bytes() and held.all()
+
+
+def test_a_system_without_proc_has_a_peak(tmp_path):
+    assert peak_resident_bytes(tmp_path) >= peak_resident_bytes() // 2

@@ -188,10 +188,11 @@ def test_tokenizing_is_as_fast_as_the_library_alone(tmp_path: Path, shared: Call
 
 
 MEMORY = """
-import resource, sys
+import sys
+from llmq.backends.host import peak_resident_bytes
 from llmq.data.tokenize import tokenize_data
 tokenize_data(tokenizer=sys.argv[2], inputs=[sys.argv[1]], out_dir=sys.argv[3])
-print(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss // 1024)
+print(peak_resident_bytes() >> 20)
 """
 
 
