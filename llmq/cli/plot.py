@@ -1,4 +1,4 @@
-"""llmq-plot: training curves of one or several runs as an image."""
+"""llmq-plot: training curves of one or several runs as an image, and their last losses side by side."""
 
 from __future__ import annotations
 
@@ -14,12 +14,31 @@ from llmq.cli import shell
 @click.command("llmq-plot", epilog="Example: llmq-plot runs/first runs/second -o out.png")
 @click.argument("runs", nargs=-1, required=True, metavar="RUN_OR_LOG [MORE ...]")
 @click.option("-o", "--output", default="out.png", show_default=True, metavar="FILE", help="A .png, .svg or .pdf file.")
-def command(runs: tuple[str, ...], output: str) -> None:
-    """Draws training and evaluation loss, gradient norm, learning rate and tokens/s of runs over each other."""
-    # Imported here, so that --help does not wait for them.
-    from llmq.report.plot import plot_runs
+@click.option(
+    "--last",
+    "last_steps",
+    type=click.IntRange(1),
+    default=30,
+    show_default=True,
+    metavar="STEPS",
+    help="Steps at the end over which the printed losses are means.",
+)
+def command(runs: tuple[str, ...], output: str, last_steps: int) -> None:
+    """Draws training and evaluation loss, gradient norm, learning rate and tokens/s of runs over each other.
 
-    click.echo(plot_runs([Path(run) for run in runs], Path(output)))
+    Prints their last losses, and how far they are from those of the first run.
+    """
+    # Imported here, so that --help does not wait for them.
+    from rich.console import Console
+
+    from llmq.report.plot import plot_runs
+    from llmq.report.read import read_runs
+    from llmq.report.summary import summarize, table
+
+    logs = read_runs(Path(run) for run in runs)
+    path = plot_runs(logs, Path(output))
+    Console().print(table(summarize(logs, last_steps), last_steps))
+    click.echo(path)
 
 
 command.params.append(shell.version_option())

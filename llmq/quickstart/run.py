@@ -111,7 +111,7 @@ def quickstart(
     first_step_s = trained(settings, places, where, tell, follow)
     tell("Completing the same prompt with the exported model, and drawing the curves")
     after = sample(settings, tokenizer, places.model)
-    plot_runs([places.log], places.plot)
+    plot_runs([read_log(places.log)], places.plot)
     log = read_log(places.log)
     rate = float(np.median(log.train["tps"]))
     on_gpu = None

@@ -14,8 +14,8 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from llmq.errors import DataError, StorageError, UsageError
-from llmq.report.read import Log, read_log
+from llmq.errors import StorageError, UsageError
+from llmq.report.read import Log, labels
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -78,11 +78,10 @@ def smoothed(values: np.ndarray, width: int) -> np.ndarray:
     return np.divide(total, count, out=np.full(values.shape, math.nan), where=good)
 
 
-def plot_runs(runs: Sequence[Path], out: Path) -> Path:
-    """Draws the logs of `runs` (run folders or log files) into `out`, a .png, .svg or .pdf file; returns its path.
+def plot_runs(logs: Sequence[Log], out: Path) -> Path:
+    """Draws runs by their logs into `out`, a .png, .svg or .pdf file; returns its path.
 
-    UsageError without matplotlib or for another format, DataError for logs that cannot be drawn, StorageError when
-    `out` cannot be written.
+    UsageError without matplotlib or for another format, StorageError when `out` cannot be written.
     """
     out = Path(out)
     kind = out.suffix.lower().lstrip(".")
@@ -98,7 +97,6 @@ def plot_runs(runs: Sequence[Path], out: Path) -> Path:
             f"plots need matplotlib, which is not installed here ({error}): install llmq with its extra [plot], or "
             '`pip install "matplotlib>=3.8"`'
         ) from error
-    logs = _read(runs)
     style: Any = {**dict(matplotlib.rcParamsDefault), **STYLE}  # not the user's matplotlibrc
     with matplotlib.rc_context(style):
         figure = Figure(figsize=(11, 6.2), dpi=160, facecolor="white")
@@ -113,27 +111,9 @@ def plot_runs(runs: Sequence[Path], out: Path) -> Path:
     return out
 
 
-def _read(runs: Sequence[Path]) -> list[Log]:
-    logs, problems = [], []
-    for run in runs:
-        try:
-            log = read_log(Path(run))
-            if log.train["step"].size == 0 and log.eval["step"].size == 0:
-                raise DataError(f"the log {log.path} has no steps yet")
-            logs.append(log)
-        except DataError as error:
-            problems.append(str(error))
-    if problems:
-        raise DataError("\n".join(problems))
-    return logs
-
-
 def _labelled(logs: Sequence[Log]) -> list[Run]:
-    names = [log.name for log in logs]
-    if len(set(names)) < len(names):  # the same name: what tells them apart is where they are
-        names = [str(log.path.parent if log.path.stem == "log" else log.path) for log in logs]
     runs = []
-    for i, (log, name) in enumerate(zip(logs, names, strict=True)):
+    for i, (log, name) in enumerate(zip(logs, labels(logs), strict=True)):
         loss = np.where(np.isfinite(log.train["loss"]), log.train["loss"], math.nan)
         runs.append(Run(name, COLOURS[i % len(COLOURS)], log, loss, smoothed(loss, loss.size // 60)))
     return runs

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -94,6 +94,30 @@ def read_log(path: Path) -> Log:
                 tables[kind] = {step: row for step, row in table.items() if step <= record["step"]}
     columns = {kind: _columns(tables[kind], names) for kind, names in TABLES.items()}
     return Log(path, header, columns["train"], columns["eval"], columns["gpu"], tuple(events))
+
+
+def read_runs(runs: Iterable[Path]) -> list[Log]:
+    """The logs of run folders or log files; DataError names all that cannot be read or have no steps yet."""
+    logs, problems = [], []
+    for run in runs:
+        try:
+            log = read_log(Path(run))
+            if log.train["step"].size == 0 and log.eval["step"].size == 0:
+                raise DataError(f"the log {log.path} has no steps yet")
+            logs.append(log)
+        except DataError as error:
+            problems.append(str(error))
+    if problems:
+        raise DataError("\n".join(problems))
+    return logs
+
+
+def labels(logs: Sequence[Log]) -> list[str]:
+    """The names of the runs; where two are the same, their places, which tell them apart."""
+    names = [log.name for log in logs]
+    if len(set(names)) == len(names):
+        return names
+    return [str(log.path.parent if log.path.stem == "log" else log.path) for log in logs]
 
 
 def _parse(line: bytes) -> dict[str, Any]:

@@ -14,6 +14,7 @@ import pytest
 from llmq.errors import DataError, StorageError, UsageError
 from llmq.log import EvalRecord, RunLog, TrainRecord
 from llmq.report.plot import plot_runs, smoothed
+from llmq.report.read import read_runs
 from llmq.sections import LogOptions
 
 matplotlib = pytest.importorskip("matplotlib")
@@ -54,13 +55,13 @@ def figures(monkeypatch: pytest.MonkeyPatch) -> list[Figure]:
 @pytest.mark.parametrize("kind", sorted(MAGIC))
 def test_formats(tmp_path: Path, kind: str) -> None:
     before = dict(matplotlib.rcParams)
-    out = plot_runs([write_run(tmp_path / "a")], tmp_path / "new" / f"out.{kind.upper()}")
+    out = plot_runs(read_runs([write_run(tmp_path / "a")]), tmp_path / "new" / f"out.{kind.upper()}")
     assert out.read_bytes().startswith(MAGIC[kind])
     assert dict(matplotlib.rcParams) == before
 
 
 def test_panels_hold_the_numbers_of_the_log(tmp_path: Path, figures: list[Figure]) -> None:
-    plot_runs([write_run(tmp_path / "a", lost=(7, 8))], tmp_path / "out.png")
+    plot_runs(read_runs([write_run(tmp_path / "a", lost=(7, 8))]), tmp_path / "out.png")
     panels = {axes.get_title(loc="left"): axes for axes in figures[0].axes}
     assert list(panels) == ["training loss", "evaluation loss", "gradient norm", "learning rate", "tokens/s"]
     raw = panels["training loss"].lines[0]
@@ -79,7 +80,7 @@ def test_panels_hold_the_numbers_of_the_log(tmp_path: Path, figures: list[Figure
 
 def test_several_runs_share_the_panels_and_a_legend(tmp_path: Path, figures: list[Figure]) -> None:
     runs = [write_run(tmp_path / "a"), write_run(tmp_path / "b", 50) / "log.jsonl"]
-    plot_runs(runs, tmp_path / "out.png")
+    plot_runs(read_runs(runs), tmp_path / "out.png")
     legend = figures[0].axes[0].get_legend()
     assert [text.get_text() for text in legend.get_texts()] == ["a", "b"]
     for axes in figures[0].axes:
@@ -88,14 +89,16 @@ def test_several_runs_share_the_panels_and_a_legend(tmp_path: Path, figures: lis
 
 
 def test_runs_of_one_name_are_told_apart(tmp_path: Path, figures: list[Figure]) -> None:
-    plot_runs([write_run(tmp_path / "a", name="x"), write_run(tmp_path / "b", name="x")], tmp_path / "out.png")
+    plot_runs(
+        read_runs([write_run(tmp_path / "a", name="x"), write_run(tmp_path / "b", name="x")]), tmp_path / "out.png"
+    )
     legend = figures[0].axes[0].get_legend()
     assert [text.get_text() for text in legend.get_texts()] == [str(tmp_path / "a"), str(tmp_path / "b")]
 
 
 @pytest.mark.parametrize(("steps", "lost"), [(1, ()), (2, (1, 2)), (5, ()), (1, (1,))])
 def test_short_and_lost_runs_are_drawn(tmp_path: Path, steps: int, lost: tuple[int, ...]) -> None:
-    assert plot_runs([write_run(tmp_path / "a", steps, lost)], tmp_path / "out.png").stat().st_size > 1000
+    assert plot_runs(read_runs([write_run(tmp_path / "a", steps, lost)]), tmp_path / "out.png").stat().st_size > 1000
 
 
 def test_smoothing() -> None:
@@ -115,20 +118,20 @@ def test_what_cannot_be_drawn_is_said_at_once(tmp_path: Path) -> None:
     (tmp_path / "bad.jsonl").write_text("{}\n")
     empty = write_run(tmp_path / "empty", 0)
     with pytest.raises(DataError) as caught:
-        plot_runs([tmp_path / "bad.jsonl", empty, tmp_path / "absent"], tmp_path / "out.png")
+        read_runs([tmp_path / "bad.jsonl", empty, tmp_path / "absent"])
     lines = str(caught.value)
     assert all(text in lines for text in ("bad.jsonl", "has no steps yet", "absent"))
     run = write_run(tmp_path / "a")
     with pytest.raises(UsageError, match=r"\.png, \.svg, \.pdf"):
-        plot_runs([run], tmp_path / "out.gif")
+        plot_runs(read_runs([run]), tmp_path / "out.gif")
     with pytest.raises(StorageError, match="cannot be written"):
-        plot_runs([run], tmp_path / "bad.jsonl" / "out.png")
+        plot_runs(read_runs([run]), tmp_path / "bad.jsonl" / "out.png")
 
 
 def test_without_matplotlib(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "matplotlib", None)
     with pytest.raises(UsageError, match=r"\[plot\]"):
-        plot_runs([write_run(tmp_path / "a")], tmp_path / "out.png")
+        plot_runs(read_runs([write_run(tmp_path / "a")]), tmp_path / "out.png")
 
 
 def test_the_command_and_the_script(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -140,7 +143,7 @@ def test_the_command_and_the_script(tmp_path: Path, capsys: pytest.CaptureFixtur
             main(arguments)
         assert caught.value.code == code
     printed = capsys.readouterr()
-    assert printed.out == f"{out}\n"
+    assert printed.out.endswith(f"\n{out}\n") and "2.8056" in printed.out  # the mean of its evaluations
     assert "no run folder or log" in printed.err and "Traceback" not in printed.err
     out.unlink()
     script = ROOT / "tools" / "plot-training-run.py"

@@ -1,0 +1,64 @@
+"""Runs in numbers: means over the last steps of each, and how far they are from those of the first run.
+
+One step's loss says little: it is that of one batch. Runs on the same data and seed see the same batches, so the noise
+of these is in all of their means alike.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+from rich.table import Column, Table
+
+from llmq.report.read import Log, labels
+
+
+@dataclass(frozen=True)
+class Summary:
+    """A run: losses are means over its last steps, nats per token; the speed is the median step's. NaN: not known."""
+
+    label: str
+    steps: int
+    train_loss: float
+    eval_loss: float
+    tokens_per_second: float
+
+
+def summarize(logs: Sequence[Log], last_steps: int) -> list[Summary]:
+    """A line for each log. Losses that are not finite are not counted."""
+    return [_summary(log, label, last_steps) for log, label in zip(logs, labels(logs), strict=True)]
+
+
+def _summary(log: Log, label: str, last_steps: int) -> Summary:
+    steps = int(max(log.train["step"].max(initial=0), log.eval["step"].max(initial=0)))
+
+    def late(table: dict[str, np.ndarray]) -> float:
+        values = table["loss"][table["step"] > steps - last_steps]
+        values = values[np.isfinite(values)]
+        return float(values.mean()) if values.size else math.nan
+
+    speeds = log.train["tps"][np.isfinite(log.train["tps"])]
+    return Summary(label, steps, late(log.train), late(log.eval), float(np.median(speeds)) if speeds.size else math.nan)
+
+
+def table(runs: Sequence[Summary], last_steps: int) -> Table:
+    """The lines for a console; from the second one on with the distance from the first, in percent."""
+    titles = ("steps", "training loss", "evaluation loss", "tokens/s")
+    shown = Table("run", *(Column(title, justify="right") for title in titles))
+    shown.title = "losses: means over the last step" + ("" if last_steps == 1 else f"s, {last_steps} of each run")
+    for run in runs:
+        cells = [
+            _cell(getattr(run, name), getattr(runs[0], name), run is runs[0]) for name in ("train_loss", "eval_loss")
+        ]
+        speed = "-" if math.isnan(run.tokens_per_second) else f"{run.tokens_per_second:,.0f}"
+        shown.add_row(run.label, f"{run.steps:,}", *cells, speed)
+    return shown
+
+
+def _cell(value: float, first: float, is_first: bool) -> str:
+    if math.isnan(value):
+        return "-"
+    return f"{value:.4f}" + ("" if is_first or not first > 0 else f" ({100 * (value / first - 1):+.2f}%)")

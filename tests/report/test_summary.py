@@ -1,0 +1,55 @@
+"""Runs side by side: means over the last steps, and distances from the first run."""
+
+from __future__ import annotations
+
+import io
+import math
+from pathlib import Path
+
+import pytest
+from rich.console import Console
+
+from llmq.log import EvalRecord, RunLog, TrainRecord
+from llmq.report.read import read_runs
+from llmq.report.summary import Summary, summarize, table
+from llmq.sections import LogOptions
+
+
+def write_run(folder: Path, losses: list[float], evals: dict[int, float], seconds: float = 100.0) -> Path:
+    """A run with these training losses from step 1 on, and evaluation losses by step."""
+    options = LogOptions.model_validate({"name": folder.name, "log_file": str(folder / "log.jsonl")})
+    with RunLog(options, io.StringIO()) as log:
+        log.options({"name": options.name})
+        log.begin()
+        for step, loss in enumerate(losses, 1):
+            log.train(TrainRecord(step, step / 9, loss, 1.0, 1e-4, seconds, 512, 512))
+            if step in evals:
+                log.evaluation(EvalRecord(step, step / 9, evals[step], loss, 50.0, 512, 512))
+    return folder
+
+
+def shown(runs: list[Summary], last_steps: int) -> str:
+    out = io.StringIO()
+    Console(file=out, width=120).print(table(runs, last_steps))
+    return out.getvalue()
+
+
+def test_means_are_those_of_the_last_steps(tmp_path: Path) -> None:
+    runs = [
+        write_run(tmp_path / "a", [9.0, 4.0, 3.0, 2.0], {1: 8.0, 3: 5.0, 4: 4.0}),
+        write_run(tmp_path / "b", [9.0, 4.0, math.nan, 3.0], {2: 7.0}, seconds=200.0),
+    ]
+    first, second = summarize(read_runs(runs), 2)
+    assert (first.label, first.steps, first.train_loss, first.eval_loss) == ("a", 4, 2.5, 4.5)
+    assert (second.label, second.train_loss) == ("b", 3.0) and math.isnan(second.eval_loss)
+    assert first.tokens_per_second == pytest.approx(2 * second.tokens_per_second)
+    assert summarize(read_runs(runs[:1]), 100)[0].train_loss == 4.5  # all that there are
+
+
+def test_the_table_says_how_far_runs_are_from_the_first() -> None:
+    runs = [Summary("bf16", 150, 2.0, 2.5, 1000.0), Summary("e4m3", 150, 2.01, 2.4, 1300.0)]
+    text = shown([*runs, Summary("none", 0, math.nan, math.nan, math.nan)], 30)
+    lines = [line for line in text.splitlines() if "bf16" in line or "e4m3" in line]
+    assert "30 of each run" in text and "2.0000" in lines[0] and "%" not in lines[0]
+    assert "2.0100 (+0.50%)" in lines[1] and "2.4000 (-4.00%)" in lines[1] and "1,300" in lines[1]
+    assert "nan" not in text
