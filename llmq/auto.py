@@ -7,19 +7,14 @@ steps, so producers that write copies, casts behind attention and the optimizer'
 
 from __future__ import annotations
 
-import statistics
-import time
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
 from llmq.backends import Backend
 from llmq.config import ModelConfig
-from llmq.engine import Engine
-from llmq.optimizer import Hyperparameters
 from llmq.plan.memory import Memory
-from llmq.plan.plan import make_plan
 from llmq.plan.precision import SITES, Precision, site_names
-from llmq.report.bench import random_parameters, zipf_batch
+from llmq.report.bench import Clock, measure
 
 LAYERS, VOCAB = 2, 1024  # of the model that is timed
 STEPS, MOST_MICRO_STEPS = 5, 8
@@ -70,7 +65,10 @@ def choose(
     def layer_ms(fp8: tuple[str, ...]) -> float:
         wide = tuple(name for name in site_names(LAYERS) if not name.endswith(fp8))
         dtypes = replace(precision, head=precision.model, wide=wide)
-        return _step_ms(small, dtypes, limits, backend, batch_size, seq_len, micro_steps) / LAYERS / micro_steps
+        run = {"steps": STEPS, "warmup": 2, "tokens_per_step": micro_steps * batch_size * seq_len, "single_ops": False}
+        # the host's clock: a step ends with the host waiting for the device
+        speed = measure(small, dtypes, limits, backend, Clock(), batch_size=batch_size, seq_len=seq_len, **run)
+        return speed.micro_batch_ms / LAYERS
 
     wide_ms = layer_ms(())
     site_ms = {site: layer_ms((site,)) for site in open_sites}
@@ -82,24 +80,3 @@ def choose(
     if not chosen:
         return precision.without_fp8(), timing
     return precision.without(name for name in names if not name.endswith(chosen)), timing
-
-
-def _step_ms(
-    config: ModelConfig, precision: Precision, memory: Memory, backend: Backend, b: int, t: int, micro_steps: int
-) -> float:
-    """Median milliseconds of an optimizer step of so many micro-steps, once its programs are compiled and captured."""
-    numbers = {"batch_size": b, "seq_len": t}
-    plan = make_plan(config, precision, memory, Hyperparameters(), **numbers, scratch_bytes=backend.scratch_bytes)  # type: ignore[arg-type]
-    engine = Engine(plan, backend)
-    engine.load(random_parameters(plan, 0))
-    batch = zipf_batch(config.vocab_size, b, t, 0)
-    if engine.needs_warm_up:
-        engine.warm_up(*batch)
-    spent = []
-    for step in range(1, 3 + STEPS):
-        began = time.perf_counter()
-        for micro_step in range(micro_steps):
-            engine.micro_step(*batch, first=micro_step == 0)
-        engine.update(step, 1e-5)  # waits for the device
-        spent.append(1e3 * (time.perf_counter() - began))
-    return statistics.median(spent[2:])

@@ -10,6 +10,7 @@ import threading
 import time
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -216,37 +217,38 @@ AUTO = {**FP8, "matmul_dtype": "auto", "ckpt_interval": 5, "ckpt_keep_n": 0}
 def test_auto_takes_fp8_where_it_is_faster_and_a_continued_run_keeps_that(given, monkeypatch):
     timed = []
 
-    def gain_ms(config, precision, *numbers):
+    def gains(config, precision, *where, **run):
         """attention.o gains 2 ms, mlp.down 1 ms, the others lose half of one."""
         timed.append(precision)
         sites = {"attention.qkv": 0.5, "attention.o": -2, "mlp.up": 0.5, "mlp.down": -1}
-        return 10 + sum(ms for site, ms in sites.items() if f"layers.0.{site}" not in precision.wide)
+        ms = 10 + sum(ms for site, ms in sites.items() if f"layers.0.{site}" not in precision.wide)
+        return SimpleNamespace(micro_batch_ms=ms)
 
-    monkeypatch.setattr(auto, "_step_ms", gain_ms)
+    monkeypatch.setattr(auto, "measure", gains)
     whole = llmq.train(**{**given, **AUTO, "name": "whole"})
     assert len(timed) == 6
     log = read_log(whole.log_path)
-    assert "bf16 2.500 ms, e4m3 2.000 ms a layer: e4m3" in log.header["matmuls"]["attention.o"]
+    assert "bf16 5.000 ms, e4m3 4.000 ms a layer: e4m3" in log.header["matmuls"]["attention.o"]
     assert log.header["matmuls"]["mlp.up"].endswith(": bf16")
     assert "1.43 times as fast" in given["console"].getvalue()
     wide = {**FP8, "bf16_layers": "attention.qkv,mlp.up"}
     same = llmq.train(**{**given, **wide, "name": "same"})
     assert weights_of(same.checkpoint_path) == weights_of(whole.checkpoint_path)
     llmq.train(**{**given, **AUTO, "steps": 7})
-    monkeypatch.setattr(auto, "_step_ms", lambda *anything: pytest.fail("timed again"))
+    monkeypatch.setattr(auto, "measure", lambda *where, **run: pytest.fail("timed again"))
     parts = llmq.train(**{**given, **AUTO, "continue": 5, "overwrite": True})
     assert weights_of(parts.checkpoint_path) == weights_of(whole.checkpoint_path)
 
 
 def test_auto_without_a_gain_is_bf16(given, monkeypatch):
     """What is timed is real; by how much the first, without fp8, is the faster is not left to a busy machine."""
-    real, spent = auto._step_ms, []
+    real, spent = auto.measure, []
 
-    def step_ms(*numbers):
-        spent.append(real(*numbers))
-        return 1.0 if len(spent) == 1 else 1.0 + spent[-1]
+    def measure(*where, **run):
+        spent.append(real(*where, **run).micro_batch_ms)
+        return SimpleNamespace(micro_batch_ms=1.0 if len(spent) == 1 else 1.0 + spent[-1])
 
-    monkeypatch.setattr(auto, "_step_ms", step_ms)
+    monkeypatch.setattr(auto, "measure", measure)
     timed = llmq.train(**{**given, **AUTO, "name": "auto"})
     assert len(spent) == 5 and min(spent) > 0
     wide = llmq.train(**{**given, **FP8, "matmul_dtype": "bf16", "name": "wide"})

@@ -115,8 +115,9 @@ def measure_plan(
     batches: Sequence[Batch] | None = None,
     parameters: Parameters | None = None,
     uuid: str | None = None,
+    single_ops: bool = True,
 ) -> Speed:
-    """Trains for `warmup` + `steps` optimizer steps, then times single ops.
+    """Trains for `warmup` + `steps` optimizer steps, then times single ops if they are wanted.
 
     `batches` (taken in turn) and `parameters` are generated if they are not given; `uuid` names a GPU whose clock and
     power are read meanwhile.
@@ -158,7 +159,7 @@ def measure_plan(
         losses=tuple(losses),
         peak_bytes=backend.peak_bytes(),
         readings=readings,
-        calls=tuple(clock.calls(engine, ahead)),
+        calls=tuple(clock.calls(engine, ahead)) if single_ops else (),
     )
 
 

@@ -51,6 +51,7 @@ def test_measured_steps_are_training_steps():
     assert low <= median <= high and high == pytest.approx(64 / min(speed.seconds))
     assert speed.micro_batch_ms == pytest.approx(1e3 * statistics.median(speed.seconds) / 2)
     assert speed.readings == () and speed.peak_bytes > 0
+    assert speed.calls and not measure(tiny(), FP32, Memory(), HostBackend(), Clock(), **SHAPE, single_ops=False).calls
 
 
 @pytest.mark.parametrize("dtype", ["fp32", "e4m3"])
