@@ -14,7 +14,6 @@ from __future__ import annotations
 
 import errno
 import fcntl
-import hashlib
 import json
 import os
 import re
@@ -36,7 +35,6 @@ from llmq.shards import (
     SHARD_BYTES,
     Place,
     Shard,
-    raw_bytes,
     read_tensor,
     shards_bytes,
     verify_shard,
@@ -51,6 +49,7 @@ STATE = "state.json"
 STATE_BYTES = 1 << 20  # allowed for state.json in estimates; it holds no tensors
 NAME = re.compile(r"step-([0-9]{8,18})")
 TEMPORARY, REPLACED = ".tmp-", ".old-"
+MOST_NAMED = 10  # differences from a checkpoint
 
 
 class Checkpoints:
@@ -216,11 +215,6 @@ class Reader:
             raise DataError(f"the checkpoint {self.path} has no tensor {name}: it was saved by another model or setup")
         return read_tensor(*self.places[name])
 
-    @property
-    def shapes(self) -> dict[str, tuple[tuple[int, ...], np.dtype]]:
-        """Shape and dtype of every tensor."""
-        return {name: (place.shape, place.dtype) for name, (_, place) in self.places.items()}
-
 
 def checkpoint_bytes(tensors: Iterable[tuple[str, tuple[int, ...], np.dtype]]) -> int:
     """Disk that one checkpoint of tensors with these names, shapes and dtypes takes (an upper bound by < 1 MiB)."""
@@ -229,26 +223,24 @@ def checkpoint_bytes(tensors: Iterable[tuple[str, tuple[int, ...], np.dtype]]) -
 
 def check_same(saved: Mapping[str, Any], now: Mapping[str, Any]) -> None:
     """UsageError naming every option that must match its checkpoint and does not."""
-    unset = "not set"
-    different = [
-        f"  {name}: {saved.get(name, unset)} in the checkpoint, {now.get(name, unset)} now"
-        for name in sorted({*saved, *now})
-        if _canonical(saved.get(name, unset)) != _canonical(now.get(name, unset))
-    ]
+    different = list(_differences(saved, now))
     if different:
+        more = [f"  and {len(different) - MOST_NAMED} more"] if len(different) > MOST_NAMED else []
         raise UsageError(
             "the checkpoint was written with other options, and continuing with these would not be the same run:\n"
-            + "\n".join(different)
+            + "\n".join([*different[:MOST_NAMED], *more])
         )
 
 
-def hash_tensors(tensors: Iterable[tuple[str, np.ndarray]]) -> str:
-    """SHA-256 over names, dtypes, shapes and bytes of tensors, the same for any order of them."""
-    lines = []
-    for name, array in tensors:
-        digest = hashlib.sha256(raw_bytes(array)).hexdigest()
-        lines.append(json.dumps([name, str(array.dtype), list(array.shape), digest]))
-    return hashlib.sha256("\n".join(sorted(lines)).encode()).hexdigest()
+def _differences(saved: Mapping[str, Any], now: Mapping[str, Any], within: str = "") -> Iterator[str]:
+    """A line for each value that differs, down into mappings."""
+    unset = "not set"
+    for name in dict.fromkeys((*now, *saved)):
+        old, new = saved.get(name, unset), now.get(name, unset)
+        if isinstance(old, Mapping) and isinstance(new, Mapping):
+            yield from _differences(old, new, f"{within}{name} ")
+        elif _canonical(old) != _canonical(new):
+            yield f"  {within}{name}: {old} in the checkpoint, {new} now"
 
 
 def _canonical(value: object) -> bytes:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import shlex
+from collections.abc import Mapping
+from typing import Any
 
 from llmq.options import Options, descriptions
 from llmq.section import flag
@@ -16,13 +18,21 @@ def continue_command(options: Options) -> str:
     It has the options that differ from their defaults.
     """
     values = {**options.to_flat(), **options.templates}
-    plain = Options.parse({key: values[key] for key in NEEDED if values[key] is not None})
-    defaults = {**plain.to_flat(), **plain.templates}
-    flags = []
-    for key in descriptions():
-        value = values[key]
-        if key == "continue" or value is None or (value == defaults[key] and key not in NEEDED):
-            continue
-        items = value if isinstance(value, list) else [value]
-        flags += [flag(key) if item is True else f"{flag(key)}={item}" for item in items]
+    said = {key: values[key] for key in NEEDED if values[key] is not None}
+    while unlike := _unlike(values, said):  # what is said moves the defaults of other options
+        said |= unlike
+    flags = [text for key in descriptions() if key in said for text in _flags(key, said[key])]
     return shlex.join(["llmq-train", *flags, "--continue"])
+
+
+def _unlike(values: Mapping[str, Any], said: Mapping[str, Any]) -> dict[str, Any]:
+    """What is still to say, beside `said`, to give these values."""
+    plain = Options.parse(said)
+    now = {**plain.to_flat(), **plain.templates}
+    return {k: v for k, v in values.items() if k not in (*said, "continue") and v is not None and v != now[k]}
+
+
+def _flags(key: str, value: Any) -> list[str]:
+    if isinstance(value, bool):
+        return [flag(key if value else f"no_{key}")]
+    return [f"{flag(key)}={item}" for item in (value if isinstance(value, list) else [value])]

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -55,6 +55,11 @@ class ModelConfig:
     eos_token_ids: tuple[int, ...] = ()
     pad_token_id: int | None = None
     source: Mapping[str, Any] = field(default_factory=dict, compare=False)  # the config.json as read, for the export
+
+    def identity(self) -> dict[str, Any]:
+        """What makes it compute what it computes: not the tokens that end texts, nor the export's source."""
+        left_out = ("dtype", "bos_token_id", "eos_token_ids", "pad_token_id", "source", "max_position")
+        return {name: value for name, value in asdict(replace(self, source={})).items() if name not in left_out}
 
     def window(self, layer: int) -> int | None:
         """Sliding window of a layer in tokens, or None for full causal attention."""

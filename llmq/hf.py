@@ -21,7 +21,7 @@ import numpy as np
 from safetensors import SafetensorError, safe_open
 
 from llmq.config import DEQUANTIZE, ModelConfig, read_json, to_hf
-from llmq.disk import existing_folder, sync_folder
+from llmq.disk import check_free_space, existing_folder, sync_folder
 from llmq.errors import DataError, StorageError, UsageError
 from llmq.rows import Row
 from llmq.tensor import DTYPES
@@ -173,6 +173,20 @@ def open_export(
     return Export(Path(options.out_dir), config, rows, dtype, tokenizer_folder, options.overwrite)
 
 
+def finish_export(options: ExportOptions) -> None:
+    """Completes an export that was cut off: files that stood beside the old model, such as checkpoints, are back."""
+    folder = _resolved(Path(options.out_dir))
+    with _disk_errors(folder):
+        _finish_replacement(folder)
+
+
+def refuse_taken(options: ExportOptions) -> None:
+    """StorageError if the model of a run cannot take its place."""
+    folder = _resolved(Path(options.out_dir))
+    with _disk_errors(folder):
+        _check_target(folder, options.overwrite)
+
+
 def export_bytes(rows: Sequence[Row], dtype: str) -> int:
     """Bytes of the weights that an export in `dtype` writes."""
     return sum(piece.num_bytes(dtype) for piece in _pieces(rows))
@@ -196,15 +210,10 @@ def check_export(
     _generation_config(tokenizer_folder, {})
     copied = sum(path.stat().st_size for path in tokenizer_files(tokenizer_folder))
     needed = export_bytes(rows, dtype) + copied + (1 << 20)
-    with _disk_errors(folder, needed):
+    with _disk_errors(folder):
         _finish_replacement(folder)
         _check_target(folder, overwrite)
-        free = free_bytes(folder)
-    if needed > free:
-        raise StorageError(
-            f"the model for {folder} needs {needed:,} bytes in {dtype}, but {free:,} are free on its disk: "
-            f"free {needed - free:,} bytes or give an --out-dir on another disk"
-        )
+        check_free_space({"the model": (folder, needed)})
     return needed
 
 
@@ -269,15 +278,13 @@ def write_model(
 
 
 @contextmanager
-def _disk_errors(folder: Path, needed: int) -> Iterator[None]:
-    """Turns what the operating system says into a StorageError with the bytes needed and free."""
+def _disk_errors(folder: Path, needed: int | None = None) -> Iterator[None]:
+    """Turns what the operating system says into a StorageError, with the bytes needed and free."""
     try:
         yield
     except OSError as error:
-        raise StorageError(
-            f"the model cannot be written to {folder}: {error.strerror or error} "
-            f"(it needs {needed:,} bytes; {free_bytes(folder):,} are free on that disk)"
-        ) from error
+        room = "" if needed is None else f" (it needs {needed:,} bytes; {free_bytes(folder):,} are free on that disk)"
+        raise StorageError(f"the model cannot be written to {folder}: {error.strerror or error}{room}") from error
 
 
 def tokenizer_files(folder: Path | None) -> list[Path]:

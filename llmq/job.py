@@ -20,7 +20,7 @@ from llmq.disk import check_free_space
 from llmq.errors import UsageError
 from llmq.gemm_speed import GemmSpeed
 from llmq.gpu_log import GpuWatch
-from llmq.hf import Export, open_export
+from llmq.hf import Export, finish_export, open_export, refuse_taken
 from llmq.log import RunLog
 from llmq.options import Options
 from llmq.plan import memory, precision
@@ -50,6 +50,7 @@ class Job:
     checkpoints: Checkpoints
     resume: Path | None
     export: Export
+    options: dict[str, Any]
     continue_command: str
     watching: precision.Watching
     replan: Callable[[Precision], Plan]
@@ -73,8 +74,9 @@ class Job:
         return {
             "seed": self.seed,
             **self.data.identity(),
-            "parameters": [[row.name, list(row.shape)] for row in self.plan.rows],
-            "precision": asdict(self.plan.precision),
+            "model": self.plan.config.identity(),
+            "parameters": {row.name: list(row.shape) for row in self.plan.rows},
+            **self.plan.precision.identity(),
         }
 
 
@@ -85,15 +87,30 @@ def _plans_only(options: RunOptions) -> bool:
 def prepare(options: Options, log: RunLog) -> Job:
     """Everything that can be refused before the first allocation, and the sections of the log."""
     log.options(options.to_flat())
+    log.check()
     where, seed = device.pick_device(options.system), device.seed_of(options.system)
+    finish_export(options.export)
     checkpoints = Checkpoints(options.checkpoint)
     resume = checkpoints.start()
+    refuse_taken(options.export)
     source = open_source(options.model)
     given = None if source.from_scratch else source.tokenizer_folder  # from scratch, the data's tokenizer is exported
     named = open_named(options.source, source, plan_only=_plans_only(options.run), say=log.say)
     data = open_data(options.data, source.config.vocab_size, seed, tokenizer=given, named=named)
     config = _with_end_tokens(source, data.end_token_ids())
+    if data.seq_len > config.max_position:
+        log.say(
+            f"--seq-len {data.seq_len} is beyond the max_position_embeddings {config.max_position} of {source.name}: "
+            f"the exported model says {data.seq_len}"
+        )
+        config = replace(config, max_position=data.seq_len)
     schedule = make_schedule(options.schedule, data.train.num_windows, data.samples_per_step)
+    before = load_state(resume) if resume else {}
+    if before and before["step"] > schedule.steps:
+        raise UsageError(
+            f"{resume} is of step {before['step']}, and this run ends after {schedule.steps}: raise --steps or "
+            "--epochs, or continue from an earlier checkpoint"
+        )
     dtypes = precision.resolve(options.precision, config.num_layers)
     b, t = data.batch_size, data.seq_len
     logit_bytes = padded_vocab(config) * DTYPES[dtypes.model].itemsize
@@ -106,7 +123,7 @@ def prepare(options: Options, log: RunLog) -> Job:
     gpu = GpuWatch(where, log.gpu_every)
     speed = None if _plans_only(options.run) else gemm_speed.measure(where)
     hyper = optimizer.resolve(options.optimizer)
-    watching, before = precision.watching(options.precision), load_state(resume) if resume else {}
+    watching = precision.watching(options.precision)
     dtypes = dtypes.without(before.get("fp8", {}).get("fell_back", ()))
     algorithms = before.get("algorithms")
     kind = "planned" if where.planned else where.kind
@@ -149,6 +166,7 @@ def prepare(options: Options, log: RunLog) -> Job:
         checkpoints=checkpoints,
         resume=resume,
         export=open_export(options.export, config, plan.rows, tokenizer),
+        options=options.to_flat(),
         continue_command=continue_command(options),
         watching=watching,
         replan=planned,

@@ -155,6 +155,7 @@ class RunLog:
         self.gpu_every = options.log_gpu_util
         self._every = (options.log_every, options.eval_every_n_steps)
         self._console = console
+        self._console_lost = False
         self._sections: dict[str, Any] = dict.fromkeys(SECTIONS)
         self._file: IO[str] | None = None
         self._step = 0
@@ -236,6 +237,7 @@ class RunLog:
         A fresh run does not overwrite the log of an earlier one: that is renamed to PATH.1, PATH.2, ...
         """
         kept = None
+        self.check()
         with self._storage():
             self.path.parent.mkdir(parents=True, exist_ok=True)
             if resume_step is None and self.path.exists() and self.path.stat().st_size > 0:
@@ -253,6 +255,11 @@ class RunLog:
         self.record("header", **about)
         if kept is not None:
             self.notice(f"The log of an earlier run at {self.path} is kept as {kept}")
+
+    def check(self) -> None:
+        """StorageError if there is a folder at the path."""
+        if self.path.is_dir():
+            raise StorageError(f"--log-file {self.path} is a folder: name a file, such as {self.path / 'log.jsonl'}")
 
     def train(self, record: TrainRecord) -> None:
         """One [T] line and its record."""
@@ -297,10 +304,19 @@ class RunLog:
             self._file.flush()
 
     def say(self, text: str) -> None:
-        """One console line, flushed; what the console's encoding lacks is escaped."""
+        """One console line, flushed; what the console's encoding lacks is escaped.
+
+        A run outlives its console: once a line cannot be written (a pipe without a reader, a full disk), none is.
+        """
+        if self._console_lost:
+            return
         console = sys.stdout if self._console is None else self._console
         encoding = getattr(console, "encoding", None) or "ascii"
-        print(text.encode(encoding, "backslashreplace").decode(encoding), file=console, flush=True)
+        try:
+            print(text.encode(encoding, "backslashreplace").decode(encoding), file=console, flush=True)
+        except OSError as error:
+            self._console_lost = True
+            self.record("notice", step=self._step, text=f"the console cannot be written to any more: {error}")
 
     def close(self) -> None:
         """Closes the file; the log can no longer be written."""

@@ -146,3 +146,13 @@ class Options:
             shown = {key: values[key] for key in keys if values.get(key) is not None}
             parts.append(f"# {cls.title}\n" + yaml.safe_dump(shown, sort_keys=False, default_flow_style=False))
         return "\n".join(parts)
+
+
+def changed(before: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:
+    """`--weight-decay 0.1 to 0.0` for each option that differs between two results of `to_flat`."""
+
+    def shown(value: Any) -> str:
+        return "not set" if value is None else str(value)
+
+    keys = [key for key in now if key not in ("continue", "overwrite") and now[key] != before.get(key)]
+    return [f"{flag(key)} {shown(before.get(key))} to {shown(now[key])}" for key in keys]

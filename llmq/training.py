@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any, TextIO
@@ -16,16 +16,17 @@ import numpy as np
 
 from llmq import device, sol
 from llmq.checkpoint import check_same, load
-from llmq.data.loader import Batch, Loader, eval_batches
+from llmq.data.loader import Batch, Loader, Stopped, eval_batches
 from llmq.data.windows import Samples
 from llmq.engine import Engine
 from llmq.errors import INTERRUPTED, LlmqError, MemoryLimitError, NonFiniteError
 from llmq.fp8_watch import CopyError, Fp8Watch, carried, summary
 from llmq.interrupt import Interrupt
 from llmq.job import MIB, Job, prepare
-from llmq.log import EvalRecord, RunLog, TrainRecord
-from llmq.options import Options
+from llmq.log import EvalRecord, RunLog, TrainRecord, to_json
+from llmq.options import Options, changed
 from llmq.plan.advice import refuse_if_too_large
+from llmq.plan.precision import HEAD
 from llmq.source import initial_parameters
 
 NON_FINITE_LIMIT = 10  # consecutive steps without an update after which training gives up
@@ -86,8 +87,11 @@ class _Run:
         self.fell_back: list[str] = []  # sites that left fp8 in this run
         self.epoch = 0.0  # passes over the data
         self.stream: dict[str, int] | None = None  # of a stream: where the next sample begins
-        self.rejected = 0  # consecutive steps that were not finite
-        self.losses: list[float] = []  # of the steps since the last evaluation
+        self.applied = 0  # steps of the whole run that changed the weights
+        self.rejected = 0  # consecutive steps that did not: they were not finite
+        self.evaluated = 0  # step of the newest evaluation
+        self.losses = (0.0, 0)  # sum and number of the steps' losses since then
+        self.updating = False  # within an update: the engine's state is of no step
         self.speeds: list[float] = []
         self.result = TrainResult(log_path=log.path)
 
@@ -97,9 +101,16 @@ class _Run:
         self._begin()
         with job.data.loader() as loader:
             loader.start(self.position, self.stream)
-            while self.step < job.schedule.steps and not self.interrupt:
-                self._step(loader)
-        self._save()
+            try:
+                self._evaluate_if_due()  # where an interrupt kept the continued run from it
+                while self.step < job.schedule.steps and not self.interrupt:
+                    self._step(loader)
+            except Stopped:
+                pass  # the step that waits for data is not begun
+            except Exception:
+                self._rescue()
+                raise
+            self._save()  # first of all: whoever sent SIGTERM does not wait for long
         if self.interrupt:
             log.say(f"Stopped after step {self.step}. Go on with:\n  {job.continue_command}")
             log.end("interrupted" if self.interrupt.exit_code == INTERRUPTED else "terminated")
@@ -124,8 +135,15 @@ class _Run:
         self.position, self.stream = state["position"], state.get("stream")
         self.fp8 = Fp8Watch(job.watching, state["fp8"]["low"])
         self.fell_back = state["fp8"]["fell_back"]
+        self.applied, self.evaluated = state["applied"], state["evaluated"]
+        self.losses = (float(state["losses"][0]), state["losses"][1])
+        train_loss, eval_loss = float(state["train_loss"]), float(state["eval_loss"])
+        self.result = replace(self.result, steps=self.step, train_loss=train_loss, eval_loss=eval_loss)
+        self.result = replace(self.result, checkpoint_path=job.resume)
         self.log.begin(resume_step=self.step)
         self.log.notice(f"Continued from {job.resume}")
+        if changes := changed(state["options"], job.options):
+            self.log.notice(f"Changed since then: {', '.join(changes)}")
         self._warn()
 
     def _warn(self) -> None:
@@ -138,7 +156,7 @@ class _Run:
         job, start = self.job, time.perf_counter()
         wait_ms = 0.0
         for micro_step in range(job.data.grad_accumulation):
-            batch = loader.next()
+            batch = loader.next(self.interrupt.__bool__)
             wait_ms += batch.wait_ms
             if micro_step == 0 and self.step == 0 and self.engine.needs_warm_up:
                 self.engine.warm_up(batch.tokens, batch.targets, batch.borders, batch.places)
@@ -150,9 +168,11 @@ class _Run:
             if micro_step == 0 and self.log.gpu_due(self.step + 1):
                 job.gpu.begin()  # the GPU works on the step from here on
         rate = job.schedule.learning_rate(self.step + 1)
+        self.updating = True
         done = self.engine.update(self.step + 1, rate)
         seconds = time.perf_counter() - start
         self.step, self.position, self.epoch, self.stream = self.step + 1, batch.position, batch.epoch, batch.stream
+        self.updating = False
         last = self.step == job.schedule.steps
         record = TrainRecord(
             step=self.step,
@@ -175,29 +195,32 @@ class _Run:
             self.log.notice(text)
         if len(self.speeds) == 1 and job.backend.algorithms:
             self.log.record("algorithms", **job.backend.algorithms)
-        if job.data.eval is not None and self.log.eval_due(self.step, last=last):
-            self._evaluate(job.data.eval, whole=last)
+        self._evaluate_if_due()
         if job.checkpoints.due(self.step, last=last):
             self._save()
 
     def _observe(self, batch: Batch) -> float:
         """Reads the errors of all fp8 copies, and lets sites fall back; returns the seconds that it took."""
-        began, observed = time.perf_counter(), self.engine.plan.observed
+        job, began, observed = self.job, time.perf_counter(), self.engine.plan.observed
         fields = self.engine.observe(batch.tokens, batch.targets, batch.borders, batch.places)
         errors = [CopyError.of(name, sites, row) for (name, sites), row in zip(observed.items(), fields, strict=True)]
         self.log.say(summary(errors))
         self.log.record("fp8", step=self.step, copies=[asdict(error) for error in errors])
-        low = self.fp8.judge(errors)
+        before, low = self.fp8.low, self.fp8.judge(errors)
         for site, error in low.items():
-            advice = "" if self.fp8.falls_back else f": --bf16-layers {site} or --fp8-fallback would leave it in bf16"
+            option = f"--head-dtype {job.plan.precision.model}" if site == HEAD else f"--bf16-layers {site}"
+            advice = "" if self.fp8.falls_back else f": {option} or --fp8-fallback would take it out of fp8"
             shares = f"{100 * error.clipped:.2g}% clipped, {100 * error.flushed:.2g}% flushed to zero"
             self.log.notice(f"The fp8 copy {error.name} of {site} stays at {error.snr_db:.1f} dB ({shares}){advice}")
         if low and self.fp8.falls_back:
-            self._fall_back(list(low))
+            self._fall_back(list(low), before)
         return time.perf_counter() - began
 
-    def _fall_back(self, sites: list[str]) -> None:
-        """Goes on with `sites` in the model's dtype, as a resume from a checkpoint of this step would."""
+    def _fall_back(self, sites: list[str], low: Mapping[str, int]) -> None:
+        """Goes on with `sites` in the model's dtype, as a resume from a checkpoint of this step would.
+
+        `low` are the counts before this reading: a run that continues from that checkpoint reads once more.
+        """
         job, old, names = self.job, self.job.plan, ", ".join(sites)
         try:
             plan = job.replan(old.precision.without(sites))
@@ -206,7 +229,7 @@ class _Run:
         except MemoryLimitError as error:
             self.log.notice(f"{names} cannot leave fp8: {error}")
             return
-        self._save()
+        self._save(low)
         path = self.result.checkpoint_path or job.resume
         assert path is not None
         del self.engine
@@ -221,7 +244,7 @@ class _Run:
         if self.log.due(record.step, last=last) or not record.applied:
             self.log.train(record)
         self.watch(record)
-        self.losses.append(record.loss)
+        self.losses = (self.losses[0] + record.loss, self.losses[1] + 1)
         self.speeds.append(record.tps)
         first = self.result.first_step_s
         self.result = replace(
@@ -230,12 +253,19 @@ class _Run:
             train_loss=record.loss,
             first_step_s=time.perf_counter() - self.began if math.isnan(first) else first,
         )
+        self.applied += record.applied
         self.rejected = 0 if record.applied else self.rejected + 1
-        if self.rejected == NON_FINITE_LIMIT or (last and self.rejected == len(self.speeds)):
+        if self.rejected == NON_FINITE_LIMIT or (last and not self.applied):
             raise NonFiniteError(
                 f"loss or gradient was not finite in the last {self.rejected} steps up to step {record.step}, and none "
                 "of them changed the weights: lower --learning-rate, set --grad-clip, or use a wider --matmul-dtype"
             )
+
+    def _evaluate_if_due(self) -> None:
+        """Evaluates after this step if that is due and not done."""
+        windows, last = self.job.data.eval, self.step == self.job.schedule.steps
+        if windows is not None and self.evaluated < self.step and self.log.eval_due(self.step, last=last):
+            self._evaluate(windows, whole=last)
 
     def _evaluate(self, windows: Samples, *, whole: bool) -> None:
         """Held-out loss now: the first batches, or at the end of the run all of them."""
@@ -251,28 +281,45 @@ class _Run:
             step=self.step,
             epoch=self.epoch,
             loss=total / max(trained, 1),
-            train_loss=sum(self.losses) / len(self.losses) if self.losses else None,
+            train_loss=self.losses[0] / self.losses[1] if self.losses[1] else None,
             time_ms=1e3 * (time.perf_counter() - start),
             tokens=tokens,
             trained_tokens=trained,
         )
-        self.losses = []
+        self.losses, self.evaluated = (0.0, 0), self.step
         self.result = replace(self.result, eval_loss=record.loss)
         self.log.evaluation(record)
         self.watch(record)
 
-    def _save(self) -> None:
-        """A checkpoint of this step, unless it is there."""
+    def _rescue(self) -> None:
+        """Saves the finished steps before an error ends the run."""
+        if self.saved == self.step:
+            return
+        try:
+            if self.updating:
+                raise RuntimeError("the error came within an update")
+            self._save()
+        except Exception as error:  # the one that ends the run is raised; this one is told
+            self.log.say(f"The {self.step - self.saved} steps since the last checkpoint are lost: {error}")
+
+    def _save(self, low: Mapping[str, int] | None = None) -> None:
+        """A checkpoint of this step, unless it is there. `low` are other counts of low fp8 readings than those now."""
         if self.saved == self.step:
             return
         job = self.job
         state = {
             "position": self.position,
             "stream": self.stream,
+            "applied": self.applied,
+            "evaluated": self.evaluated,
+            "losses": to_json(self.losses),
+            "train_loss": to_json(self.result.train_loss),
+            "eval_loss": to_json(self.result.eval_loss),
+            "options": job.options,
             "must_match": job.must_match,
             "algorithms": job.backend.algorithms,
             "sites": {"matmul": job.plan.precision.matmul, "wide": list(job.plan.precision.wide)},
-            "fp8": {"low": self.fp8.low, "fell_back": self.fell_back},
+            "fp8": {"low": dict(self.fp8.low if low is None else low), "fell_back": self.fell_back},
         }
         path = job.checkpoints.save(self.step, self.engine.state(), state, job.checkpoint_bytes)
         self.saved = self.step

@@ -4,8 +4,9 @@ import shlex
 
 import pytest
 
+from llmq.cli import train
 from llmq.commands import continue_command
-from llmq.options import Options
+from llmq.options import Options, descriptions
 
 NEEDED = {"model": "Qwen2.5-0.5B", "train_file": ["a b.bin", "c*.bin"]}
 
@@ -15,19 +16,17 @@ NEEDED = {"model": "Qwen2.5-0.5B", "train_file": ["a b.bin", "c*.bin"]}
     [
         {},
         {"from_scratch": True, "model_dtype": "fp32", "lr": 3e-4, "steps": 30, "name": "it's"},
+        {"use_cuda_graphs": False, "deterministic": False, "packing": False},
+        {"packing": True, "max_docs": 4, "weight": [0.5, 0.5], "fp8_fallback": True, "matmul_dtype": "e4m3"},
+        {"model_dtype": "fp32", "matmul_dtype": "bf16", "grad_accum_dtype": "bf16", "master_dtype": "fp32"},
+        {"steps": 5, "epochs": None, "log_fp8_every": 0, "matmul_dtype": "e4m3"},
         {"matmul_dtype": "e4m3", "recompute_ffn": True, "global_batch_size": 64, "out_dir": "x/%n", "continue": 7},
     ],
 )
 def test_the_command_gives_the_run_again(given):
     options = Options.parse({**NEEDED, **given})
-    program, *flags, last = shlex.split(continue_command(options))
-    assert (program, last) == ("llmq-train", "--continue")
-    read = {"train_file": []}
-    for text in flags:
-        key, _, value = text[2:].partition("=")
-        if key == "train-file":
-            read["train_file"].append(value)
-        else:
-            read[key] = value or True
-    again = Options.parse({**read, "continue": "auto"}).to_flat()
+    program, *arguments = shlex.split(continue_command(options))
+    assert (program, arguments[-1]) == ("llmq-train", "--continue")
+    read = train.command().make_context(program, arguments).params
+    again = Options.parse({k: v for k, v in read.items() if k in descriptions() and v not in (None, ())}).to_flat()
     assert again == {**options.to_flat(), "continue": "auto"}

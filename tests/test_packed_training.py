@@ -1,11 +1,10 @@
 """Training on packed rows, and on padded ones: the whole run, its log, resuming with the same bits, refusals."""
 
-import io
 import json
 
 import numpy as np
 import pytest
-from test_training import folder, weights_of
+from tiny_runs import tiny_options, weights_of
 
 import llmq
 from llmq.data.token_file import TokenWriter
@@ -20,6 +19,7 @@ def given(tmp_path, monkeypatch):
     """Options of a small run on documents of 2 to 30 tokens, in a folder of its own."""
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("LLMQ_CACHE_DIR", str(tmp_path / "cache"))
+    options = tiny_options(tmp_path)
     rng = np.random.default_rng(0)
     for name, count in (("train", 120), ("eval", 20)):
         with TokenWriter(f"{name}.bin", vocab_size=97, has_masks=True) as file:
@@ -27,22 +27,7 @@ def given(tmp_path, monkeypatch):
                 ids = np.append(rng.zipf(1.5, length - 1) % 97, 2).astype(np.int32)
                 file.append(ids, rng.random(length) < 0.8)
                 file.end_document()
-    return {
-        "model": str(folder(tmp_path / "source")),
-        "from_scratch": True,
-        "train_file": "train.bin",
-        "eval_file": "eval.bin",
-        "model_dtype": "fp32",
-        "batch_size": 2,
-        "seq_len": T,
-        "grad_accumulation": 2,
-        "learning_rate": 1e-2,
-        "eval_every_n_steps": 4,
-        "steps": 8,
-        "name": "run",
-        "packing": True,
-        "console": io.StringIO(),
-    }
+    return {**options, "seq_len": T, "warmup": 0, "steps": 8, "packing": True}
 
 
 def test_a_packed_run_trains_and_says_how_full_its_rows_are(given):

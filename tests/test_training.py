@@ -1,6 +1,5 @@
 """Training end to end: a run, its files, resuming with the same bits, interrupts, refusals, and what is left behind."""
 
-import io
 import json
 import os
 import signal
@@ -14,12 +13,10 @@ from types import SimpleNamespace
 
 import numpy as np
 import pytest
-from tiny_engines import tiny
+from tiny_runs import T, tiny_options, weights_of
 
 import llmq
 from llmq import auto, job, training
-from llmq.checkpoint import hash_tensors, load
-from llmq.config import to_hf
 from llmq.data.loader import open_data
 from llmq.data.stream import Stream, StreamedDocument
 from llmq.data.token_file import TokenWriter
@@ -30,45 +27,13 @@ from llmq.report.read import read_log
 from llmq.training import NON_FINITE_LIMIT
 
 ROOT = Path(__file__).parents[1]
-T = 16
-
-
-def folder(path, **changes):
-    """A model folder without weights."""
-    path.mkdir()
-    (path / "config.json").write_text(json.dumps(to_hf(tiny(num_layers=1, **changes), "fp32")))
-    return path
 
 
 @pytest.fixture
 def given(tmp_path, monkeypatch):
     """Options of a small run in a folder of its own."""
     monkeypatch.chdir(tmp_path)
-    rng = np.random.default_rng(0)
-    for name, count in (("train", 40 * T + 1), ("eval", 5 * T + 1)):
-        with TokenWriter(f"{name}.bin", vocab_size=97) as file:
-            file.append((rng.zipf(1.5, count) % 97).astype(np.int32))
-    return {
-        "model": str(folder(tmp_path / "source")),
-        "from_scratch": True,
-        "train_file": "train.bin",
-        "eval_file": "eval.bin",
-        "model_dtype": "fp32",
-        "batch_size": 2,
-        "seq_len": T,
-        "grad_accumulation": 2,
-        "learning_rate": 1e-2,
-        "warmup": 2,
-        "eval_every_n_steps": 4,
-        "steps": 12,
-        "name": "run",
-        "console": io.StringIO(),
-    }
-
-
-def weights_of(path):
-    _, read = load(Path(path))
-    return hash_tensors((name, read(name)) for name in read.shapes)
+    return tiny_options(tmp_path)
 
 
 FP8 = {"model_dtype": "bf16", "matmul_dtype": "e4m3", "opt_m_dtype": "bf16", "opt_v_dtype": "bf16"}

@@ -48,7 +48,8 @@ class Head:
         for i, start, count in self._chunks(a):
             logits, targets = a[f"logits#{i}"], a.batch.targets.flat(start, count)
             self.site.forward(ops, a, logits, a.x.chunk(start, count), w)
-            ops.cross_entropy(d[f"logits#{i}"], a.loss.flat(start, count), logits, targets, **self.numbers)
+            loss = a.loss.flat(start, count)  # of the data alone, whatever training adds to it
+            ops.cross_entropy(d[f"logits#{i}"], loss, logits, targets, **{**self.numbers, "z_loss": 0.0})
         ops.loss_sum(a.total.loss, a.total.tokens, a.loss, a.batch.targets)
 
     def generate(self, ops: Any, a: Any, w: Any) -> None:

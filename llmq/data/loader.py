@@ -39,6 +39,12 @@ if TYPE_CHECKING:
 # Batches read ahead: B * T * 8 bytes each, 256 KiB at 32 x 1024. They are pageable; the copy into a GPU's pinned ring
 # takes 25 us at that size, 0.02% of a step at 250,000 tokens/s: pinned buffers handed to and fro would not be worth it.
 PREFETCHED = 4
+POLL_S = 0.2  # from one look at the caller's `stop` to the next, while there is no batch
+JOIN_S = 2.0  # for the thread to end; one that waits for a network longer than that is left behind
+
+
+class Stopped(Exception):
+    """The caller's `stop` came true while it waited for a batch."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -109,6 +115,7 @@ class Data:
         return {
             "seq_len": self.seq_len,
             "training samples": train.num_windows,
+            **({"training files": [file.fingerprint for file in train.token_files]} if train.token_files else {}),
             **({"mixture": train.identity()} if isinstance(train, Mixture) else {}),
             **({"augment": [list(rate) for rate in self.augment.rates]} if self.augment else {}),
             **({"documents of a row": self.limits[0]} if self.limits else {}),
@@ -323,16 +330,19 @@ class Loader:
         self._collected = weakref.finalize(self, self._reader.stop)
         return self
 
-    def next(self) -> Batch:
-        """The next batch; raises here what went wrong while reading it (DataError for a foreign id)."""
+    def next(self, stop: Callable[[], bool] = lambda: False) -> Batch:
+        """The next batch; raises here what went wrong while reading it (DataError for a foreign id).
+
+        Stopped if `stop` comes true while there is none yet.
+        """
         if self._reader is None:
             raise RuntimeError("the loader is not started: call start(position) first")
         began = time.perf_counter()
-        batch = self._reader.take()
+        batch = self._reader.take(stop)
         return replace(batch, wait_ms=(time.perf_counter() - began) * 1e3)
 
     def close(self) -> None:
-        """Ends the background thread and waits for it; does nothing if there is none."""
+        """Ends the background thread, and waits for it up to JOIN_S; does nothing if there is none."""
         if self._reader is not None:
             self._collected.detach()
             self._reader.close()
@@ -405,9 +415,14 @@ class _Reader:
         )
         self._thread.start()
 
-    def take(self) -> Batch:
-        if self._error is None:
-            item = self._queue.get()
+    def take(self, stop: Callable[[], bool]) -> Batch:
+        while self._error is None:
+            try:
+                item = self._queue.get(timeout=POLL_S)
+            except queue.Empty:
+                if stop():
+                    raise Stopped from None
+                continue
             if not isinstance(item, BaseException):
                 return item
             self._error = item
@@ -425,7 +440,7 @@ class _Reader:
 
     def close(self) -> None:
         self.stop()
-        self._thread.join()
+        self._thread.join(JOIN_S)
 
 
 def _run(items: Iterator[Batch], results: queue.Queue[Batch | BaseException], stop: threading.Event) -> None:

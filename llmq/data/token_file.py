@@ -36,6 +36,7 @@ STATE |= {"mask_bits"}  # what a writer's state has in it
 MAX_LEGACY_TOKENS = 2**31 - 1  # the count is an int32 in versions 1 and 2
 
 CHECKED_AT_ONCE = 1 << 20  # tokens, or documents, held in memory while they are checked (4 or 8 MiB)
+SAMPLED_BLOCKS = 16  # of a file without checksums
 
 
 @dataclass(frozen=True, eq=False)
@@ -68,6 +69,16 @@ class TokenFile:
     def tokenizer_sha256(self) -> str | None:
         """SHA-256 of the tokenizer.json that made the ids, in hex, where the file says it."""
         return self.header.tokenizer_sha256
+
+    @property
+    def fingerprint(self) -> str:
+        """Tells the file's content from another's: by all its checksums, or before version 3 by a few of its blocks."""
+        if self.header.version >= 3:
+            return f"{self.num_tokens}-{self.header.table_checksum:08x}"
+        crc = 0
+        for start in range(0, self.data.size, max(self.data.size // SAMPLED_BLOCKS, BLOCK_BYTES)):
+            crc = zlib.crc32(self.data[start : start + BLOCK_BYTES].data, crc)
+        return f"{self.num_tokens}-{crc:08x}"
 
     @cached_property
     def tokens(self) -> np.ndarray:

@@ -19,6 +19,17 @@ if TYPE_CHECKING:
 
 SITES = ("attention.qkv", "attention.o", "mlp.up", "mlp.down")  # the linear maps of a layer
 HEAD = "head"
+FLAGS = {
+    "model": "--model-dtype",
+    "matmul": "--matmul-dtype",
+    "gradient": "--gradient-dtype",
+    "scaling": "--fp8-scaling",
+    "head": "--head-dtype",
+    "m": "--opt-m-dtype",
+    "v": "--opt-v-dtype",
+    "master": "--master-dtype",
+    "grad": "--grad-accum-dtype",
+}
 
 
 @dataclass(frozen=True)
@@ -48,6 +59,10 @@ class Precision:
     def stat(self) -> str:
         """Dtype of statistics, losses and optimizer scalars."""
         return "fp64" if self.model == "fp64" else "fp32"
+
+    def identity(self) -> dict[str, Any]:
+        """Every dtype by its option, and the sites that are not fp8."""
+        return {**{flag: getattr(self, name) for name, flag in FLAGS.items()}, "sites outside fp8": list(self.wide)}
 
     def without(self, sites: Iterable[str]) -> Precision:
         """The same with these sites in the model's dtype too."""
@@ -152,7 +167,7 @@ def _ends(parts: Sequence[str], flag: str, num_layers: int) -> set[str]:
     if len(parts) != 2 or not 0 < int(parts[0]) + int(parts[1]) <= num_layers:
         raise UsageError(
             f"{flag} {','.join(parts)}: two numbers are the first and the last layers, together 1 to {num_layers}: use "
-            "for example 1,1, or names such as layers.3"
+            f"for example 1,{min(1, num_layers - 1)}, or names such as layers.0"
         )
     first, last = int(parts[0]), int(parts[1])
     layers = [*range(first), *range(num_layers - last, num_layers)]

@@ -1,0 +1,238 @@
+"""What a run must not lose: its steps when an error or a signal ends it, its bits and its records when it goes on."""
+
+import io
+import os
+import signal
+import threading
+import time
+from pathlib import Path
+
+import numpy as np
+import pytest
+from tiny_runs import T, tiny_options, weights_of
+
+import llmq
+from llmq import hf, training
+from llmq.data.loader import Loader
+from llmq.data.token_file import TokenWriter
+from llmq.engine import Engine
+from llmq.errors import DataError, NonFiniteError, StorageError, UsageError
+from llmq.fp8_watch import CopyError
+from llmq.report.read import read_log
+
+KEEP = {"ckpt_interval": 5, "ckpt_keep_n": 0}
+SAVED = Path("runs/run/checkpoints")
+
+
+@pytest.fixture
+def given(tmp_path, monkeypatch):
+    """Options of a small run in a folder of its own."""
+    monkeypatch.chdir(tmp_path)
+    return tiny_options(tmp_path)
+
+
+def failing(monkeypatch, name, after, error):
+    """The method `name` of the engine raises `error` at its call number `after`, once."""
+    real, calls = getattr(Engine, name), []
+
+    def method(*arguments, **numbers):
+        calls.append(name)
+        if len(calls) == after:
+            raise error
+        return real(*arguments, **numbers)
+
+    monkeypatch.setattr(Engine, name, method)
+
+
+@pytest.mark.parametrize("error", [DataError("a bad token"), OSError("gone"), MemoryError()], ids=repr)
+def test_an_error_within_a_step_keeps_the_steps_before(given, monkeypatch, error):
+    whole = llmq.train(**{**given, "name": "whole"})
+    failing(monkeypatch, "micro_step", 16, error)  # the last one of step 8
+    with pytest.raises(type(error)):
+        llmq.train(**{**given, "ckpt_interval": 0})
+    assert [path.name for path in SAVED.glob("step*")] == ["step-00000007"]
+    parts = llmq.train(**{**given, "continue": "auto"})
+    assert weights_of(parts.checkpoint_path) == weights_of(whole.checkpoint_path)
+
+
+def test_a_step_that_is_half_applied_is_not_saved(given, monkeypatch):
+    failing(monkeypatch, "update", 8, MemoryError())
+    with pytest.raises(MemoryError):
+        llmq.train(**given, **KEEP)
+    assert [path.name for path in SAVED.glob("step*")] == ["step-00000005"]
+    assert "The 2 steps since the last checkpoint are lost: the error came within an update" in said(given)
+
+
+def test_steps_without_an_update_end_the_run_with_its_weights_saved(given, monkeypatch):
+    spoil(monkeypatch, range(3, 99))
+    with pytest.raises(NonFiniteError):
+        llmq.train(**{**given, "steps": 40, "ckpt_interval": 0})
+    assert [path.name for path in SAVED.glob("step*")] == ["step-00000012"]
+
+
+def spoil(monkeypatch, steps):
+    """The updates of these steps count as not applied."""
+    from dataclasses import replace
+
+    real = Engine.update
+    monkeypatch.setattr(
+        Engine,
+        "update",
+        lambda self, step, rate: replace(real(self, step, rate), applied=step not in steps),
+    )
+
+
+def test_one_refused_step_at_the_end_is_no_failure_of_a_continued_run(given, monkeypatch):
+    spoil(monkeypatch, [12])
+    assert llmq.train(**{**given, **KEEP, "ckpt_interval": 11}).steps == 12
+    assert llmq.train(**{**given, "continue": 11, "overwrite": True}).exit_code == 0
+
+
+class Pipe(io.StringIO):
+    """A console whose reader goes away."""
+
+    def write(self, text):
+        if "step     3" in self.getvalue():
+            raise BrokenPipeError(32, "Broken pipe")
+        return super().write(text)
+
+
+def test_a_run_outlives_its_console(given):
+    result = llmq.train(**{**given, "console": Pipe()})
+    log = read_log(result.log_path)
+    assert result.steps == 12 and log.train["step"][-1] == 12
+    assert any("console cannot be written" in event.get("text", "") for event in log.events)
+
+
+def test_a_signal_is_heard_while_there_is_no_data(given, monkeypatch):
+    """The steps are saved at once, and not after a thread that waits for the network has ended."""
+    real, hang = Loader._batches, threading.Event()
+
+    def batches(self, *about):
+        for number, batch in enumerate(real(self, *about)):
+            if number == 9:  # within step 5
+                time.sleep(1)  # the run has come to wait for it
+                os.kill(os.getpid(), signal.SIGTERM)
+                hang.wait(60)
+            yield batch
+
+    monkeypatch.setattr(Loader, "_batches", batches)
+    began = time.monotonic()
+    result = llmq.train(**given)
+    assert result.exit_code == 75 and time.monotonic() - began < 30
+    hang.set()
+    assert [path.name for path in SAVED.glob("step*")] == ["step-00000004"]
+
+
+def test_an_evaluation_that_a_signal_cuts_off_is_made_up_for(given, monkeypatch):
+    whole = llmq.train(**{**given, "name": "whole"})
+    real = training.eval_batches
+
+    def batches(*about):
+        yield from real(*about)
+        signal.raise_signal(signal.SIGINT)
+        yield next(real(*about))
+
+    for at, number in ((4, 1), (12, 3)):  # in the middle of the run, and at its end
+        monkeypatch.setattr(training, "eval_batches", nth(real, batches, number))
+        assert llmq.train(**{**given, "name": f"cut{at}"}).exit_code == 130
+        monkeypatch.setattr(training, "eval_batches", real)
+        parts = llmq.train(**{**given, "name": f"cut{at}", "continue": "auto"})
+        assert (parts.steps, parts.eval_loss, parts.train_loss) == (12, whole.eval_loss, whole.train_loss)
+        assert parts.checkpoint_path is not None
+        one, other = (read_log(result.log_path).eval for result in (whole, parts))
+        for column in ("step", "loss", "train_loss"):
+            assert np.array_equal(one[column], other[column])
+
+
+def nth(real, other, number):
+    calls = []
+
+    def choose(*about):
+        calls.append(about)
+        return (other if len(calls) == number else real)(*about)
+
+    return choose
+
+
+def test_the_training_loss_beside_an_evaluation_is_that_of_all_its_steps(given):
+    whole = llmq.train(**{**given, "name": "whole"})
+    llmq.train(**given, **KEEP)
+    parts = llmq.train(**{**given, "continue": 5, "overwrite": True})
+    one, other = (read_log(result.log_path).eval["train_loss"] for result in (whole, parts))
+    assert np.array_equal(one, other)
+
+
+def test_the_checkpoint_of_a_fallback_goes_on_as_the_run_did(given, monkeypatch):
+    low = property(lambda error: "layers.0.mlp.down" in error.sites)
+    monkeypatch.setattr(CopyError, "is_low", low)
+    fp8 = {"model_dtype": "bf16", "matmul_dtype": "e4m3", "log_fp8_every": 2, "fp8_fallback": True}
+    whole = llmq.train(**{**given, **fp8, **KEEP})
+    assert (SAVED / "step-00000002").is_dir()  # of the fallback
+    parts = llmq.train(**{**given, **fp8, "continue": 2, "overwrite": True})
+    assert weights_of(parts.checkpoint_path) == weights_of(whole.checkpoint_path)
+    events = read_log(parts.log_path).events
+    assert [event["step"] for event in events if "fell_back" in event] == [2, 2]  # of both
+
+
+def test_what_changed_is_refused_or_told(given):
+    llmq.train(**given, **KEEP)
+    with TokenWriter("other.bin", vocab_size=97) as file:
+        file.append((np.arange(40 * T + 1) % 97).astype(np.int32))
+    with pytest.raises(UsageError, match=r"training files: .*641-"):
+        llmq.train(**{**given, "train_file": "other.bin", "continue": 5, "overwrite": True})
+    config = Path(given["model"], "config.json")
+    text = config.read_text()
+    config.write_text(text.replace('"rms_norm_eps": 1e-06', '"rms_norm_eps": 1e-05'))
+    assert config.read_text() != text
+    with pytest.raises(UsageError, match=r"model rms_norm_eps: 1e-06 in the checkpoint, 1e-05 now"):
+        llmq.train(**{**given, "continue": 5, "overwrite": True})
+    config.write_text(text)
+    with pytest.raises(UsageError, match=r"--opt-m-dtype: fp32 in the checkpoint, bf16 now"):
+        llmq.train(**{**given, "opt_m_dtype": "bf16", "continue": 5, "overwrite": True})
+    with pytest.raises(UsageError, match=r"step 10, and this run ends after 8: raise --steps"):
+        llmq.train(**{**given, "steps": 8, "continue": 10, "overwrite": True})
+    llmq.train(**{**given, "weight_decay": 0, "continue": 5, "overwrite": True})
+    assert "Changed since then: --weight-decay 0.1 to 0.0, --ckpt-interval 5 to 100" in said(given)
+
+
+def test_checkpoints_below_the_model_outlive_a_kill_within_its_export(given, monkeypatch):
+    given |= {"out_dir": "out", "checkpoint_dir": "out/checkpoints", **KEEP}
+    whole = llmq.train(**{**given, "name": "whole", "out_dir": "whole", "checkpoint_dir": "whole/checkpoints"})
+    llmq.train(**{**given, "steps": 6})
+    os.rename("out", hf._replaced(Path("out").absolute()))  # what a kill between the two renames leaves
+    parts = llmq.train(**{**given, "continue": "auto", "overwrite": True})
+    assert "Continued from out/checkpoints/step-00000006" in said(given)
+    assert weights_of(parts.checkpoint_path) == weights_of(whole.checkpoint_path)
+
+
+def test_a_model_in_the_way_is_said_before_the_data_is_read(given):
+    out = llmq.train(**given).model_path
+    with pytest.raises(StorageError, match="holds a model already"):
+        llmq.train(**{**given, "name": "new", "out_dir": str(out), "train_file": "absent.bin"})
+
+
+def test_a_folder_is_no_log_file(given):
+    Path("logs").mkdir()
+    with pytest.raises(StorageError, match=r"--log-file logs is a folder: name a file, such as logs/log\.jsonl"):
+        llmq.train(**{**given, "log_file": "logs"})
+    assert Path("logs").is_dir() and not SAVED.exists()
+
+
+def test_the_held_out_loss_is_that_of_the_data(given):
+    losses = [llmq.train(**{**given, "z_loss": z, "learning_rate": 0, "name": f"z{z}"}).eval_loss for z in (0, 0.1)]
+    assert losses[0] == losses[1]
+
+
+def test_rows_beyond_the_model_s_positions_are_told_and_exported(given):
+    import json
+
+    config = Path(given["model"], "config.json")
+    config.write_text(json.dumps({**json.loads(config.read_text()), "max_position_embeddings": 8}))
+    result = llmq.train(**given)
+    assert "--seq-len 16 is beyond the max_position_embeddings 8" in said(given)
+    assert json.loads((result.model_path / "config.json").read_text())["max_position_embeddings"] == T
+
+
+def said(given):
+    return given["console"].getvalue()

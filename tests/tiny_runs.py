@@ -1,0 +1,58 @@
+"""A small training run for tests: its model folder, its options, and what its checkpoints hold."""
+
+import hashlib
+import io
+import json
+from pathlib import Path
+
+import numpy as np
+from tiny_engines import tiny
+
+from llmq.checkpoint import load
+from llmq.config import to_hf
+from llmq.data.token_file import TokenWriter
+
+T = 16
+
+
+def folder(path, **changes):
+    """A model folder without weights."""
+    path.mkdir()
+    (path / "config.json").write_text(json.dumps(to_hf(tiny(num_layers=1, **changes), "fp32")))
+    return path
+
+
+def tiny_options(path):
+    """Options of a small run on windows, whose token files are written into the current folder."""
+    rng = np.random.default_rng(0)
+    for name, count in (("train", 40 * T + 1), ("eval", 5 * T + 1)):
+        with TokenWriter(f"{name}.bin", vocab_size=97) as file:
+            file.append((rng.zipf(1.5, count) % 97).astype(np.int32))
+    return {
+        "model": str(folder(path / "source")),
+        "from_scratch": True,
+        "train_file": "train.bin",
+        "eval_file": "eval.bin",
+        "model_dtype": "fp32",
+        "batch_size": 2,
+        "seq_len": T,
+        "grad_accumulation": 2,
+        "learning_rate": 1e-2,
+        "warmup": 2,
+        "eval_every_n_steps": 4,
+        "steps": 12,
+        "name": "run",
+        "console": io.StringIO(),
+    }
+
+
+def weights_of(path):
+    """A hash of all that a checkpoint has in tensors."""
+    _, read = load(Path(path))
+    return hash_of((name, read(name)) for name in read.places)
+
+
+def hash_of(tensors):
+    """SHA-256 over names, dtypes, shapes and bytes, the same for any order."""
+    digests = [(name, str(a.dtype), a.shape, hashlib.sha256(a.tobytes()).hexdigest()) for name, a in tensors]
+    return hashlib.sha256(repr(sorted(digests)).encode()).hexdigest()
