@@ -1,10 +1,11 @@
-"""Room on the disk, checked before it is needed, and names made durable."""
+"""Room on the disk, checked before it is needed; files that appear whole, with durable names."""
 
 from __future__ import annotations
 
 import os
 import shutil
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 
 from llmq.errors import StorageError
@@ -53,3 +54,35 @@ def check_free_space(needs: Mapping[str, tuple[Path, int]]) -> None:
             )
     if problems:
         raise StorageError("\n".join(problems))
+
+
+def write_whole(path: Path, content: bytes) -> None:
+    """Writes a small file so that it is there whole or not at all; StorageError if the disk does not take it."""
+    temporary = temporary_name(path)
+    with storage(path):
+        try:
+            path.parent.mkdir(parents=True, exist_ok=True)
+            with temporary.open("wb") as file:
+                file.write(content)
+                file.flush()
+                os.fsync(file.fileno())
+            os.replace(temporary, path)
+            sync_folder(path.parent)
+        finally:
+            temporary.unlink(missing_ok=True)
+
+
+def temporary_name(path: Path) -> Path:
+    """Where `path` is written before it is complete: hidden, beside it, and this process's own."""
+    return path.with_name(f".{path.name}.{os.getpid()}.tmp")
+
+
+@contextmanager
+def storage(path: Path) -> Iterator[None]:
+    """Turns what the operating system says while writing `path` into a StorageError."""
+    try:
+        yield
+    except OSError as error:
+        raise StorageError(
+            f"{path}: cannot be written ({error.strerror or error}): free some space or choose another folder"
+        ) from error

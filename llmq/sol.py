@@ -12,37 +12,29 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from llmq.config import ModelConfig
+from llmq.plan.precision import HEAD, SITES, Precision
 
 
-def block_weights(config: ModelConfig) -> int:
-    """Weights of the linear maps of all blocks: q, k, v, o, gate, up, down; no norms, no biases."""
-    c, q = config.hidden_size, config.num_heads * config.head_dim
+def site_weights(config: ModelConfig) -> dict[str, int]:
+    """Weights of each linear map of a block: no norms, no biases."""
+    c, f, q = config.hidden_size, config.intermediate_size, config.num_heads * config.head_dim
     kv = config.num_kv_heads * config.head_dim
-    return config.num_layers * (c * (q + 2 * kv) + q * c + 3 * c * config.intermediate_size)
+    return dict(zip(SITES, (c * (q + 2 * kv), q * c, 2 * c * f, f * c), strict=True))
 
 
-def seconds_per_token(
-    config: ModelConfig, seq_len: int, peaks: Mapping[str, float], *, matmul_dtype: str, head_dtype: str
-) -> float:
+def seconds_per_token(config: ModelConfig, seq_len: int, peaks: Mapping[str, float], precision: Precision) -> float:
     """Least seconds of training for one token. `peaks` are the device's dense FLOP/s by dtype, with one for bf16."""
+    weights = {
+        f"layers.{n}.{site}": size for n in range(config.num_layers) for site, size in site_weights(config).items()
+    }
+    weights[HEAD] = config.vocab_size * config.hidden_size
     attention = config.num_layers * config.num_heads * config.head_dim * seq_len
-    return (
-        6 * block_weights(config) / peaks[matmul_dtype]
-        + 6 * config.vocab_size * config.hidden_size / peaks[head_dtype]
-        + 6 * attention / peaks["bf16"]
-    )
+    products = sum(size / peaks[precision.dtype(name)] for name, size in weights.items())
+    return 6 * (products + attention / peaks["bf16"])
 
 
 def fraction(
-    tokens_per_second: float,
-    config: ModelConfig,
-    seq_len: int,
-    peaks: Mapping[str, float],
-    *,
-    matmul_dtype: str,
-    head_dtype: str,
+    tokens_per_second: float, config: ModelConfig, seq_len: int, peaks: Mapping[str, float], precision: Precision
 ) -> float:
     """Share of the speed of light that a rate of training is."""
-    return tokens_per_second * seconds_per_token(
-        config, seq_len, peaks, matmul_dtype=matmul_dtype, head_dtype=head_dtype
-    )
+    return tokens_per_second * seconds_per_token(config, seq_len, peaks, precision)

@@ -16,7 +16,8 @@ import numpy as np
 
 from llmq import device, sol
 from llmq.checkpoint import check_same, load
-from llmq.data.loader import Batch, Loader, Stopped, eval_batches
+from llmq.data.loader import Batch, Loader, eval_batches
+from llmq.data.read_ahead import Stopped
 from llmq.data.windows import Samples
 from llmq.engine import Engine
 from llmq.errors import INTERRUPTED, LlmqError, MemoryLimitError, NonFiniteError
@@ -79,8 +80,6 @@ class _Run:
 
     def __init__(self, job: Job, log: RunLog, interrupt: Interrupt, watch: Watch, began: float) -> None:
         self.job, self.log, self.interrupt, self.watch, self.began = job, log, interrupt, watch, began
-        dtypes = {"matmul_dtype": job.plan.precision.matmul, "head_dtype": job.plan.precision.head}
-        self.light_s = sol.seconds_per_token(job.plan.config, job.data.seq_len, device.peaks(job.device), **dtypes)
         self.engine = Engine(job.plan, job.backend)
         self.step = self.position = self.saved = 0  # updates, samples taken, step of the newest checkpoint
         self.fp8 = Fp8Watch(job.watching, {})
@@ -184,7 +183,7 @@ class _Run:
             tokens=job.tokens_per_step,
             trained_tokens=done.num_tokens,
             wait_ms=wait_ms,
-            sol=self.light_s * job.tokens_per_step / seconds,
+            sol=self._light_s * job.tokens_per_step / seconds,
             applied=done.applied,
             memory_mib=job.backend.peak_bytes() / MIB,
         )
@@ -261,6 +260,12 @@ class _Run:
                 "of them changed the weights: lower --learning-rate, set --grad-clip, or use a wider --matmul-dtype"
             )
 
+    @property
+    def _light_s(self) -> float:
+        """Seconds for a token at the speed of light, by the dtypes of the sites as they are now."""
+        plan = self.job.plan
+        return sol.seconds_per_token(plan.config, plan.seq_len, device.peaks(self.job.device), plan.precision)
+
     def _evaluate_if_due(self) -> None:
         """Evaluates after this step if that is due and not done."""
         windows, last = self.job.data.eval, self.step == self.job.schedule.steps
@@ -335,5 +340,5 @@ class _Run:
         """The run's metrics; the first step is left out of the speed where there are others."""
         steady = self.speeds[1:] or self.speeds
         speed = float(np.median(steady)) if steady else math.nan
-        share = self.light_s * speed if steady else None
+        share = self._light_s * speed if steady else None
         return replace(self.result, exit_code=exit_code, tokens_per_second=speed, sol=share)

@@ -6,6 +6,7 @@ import pytest
 
 from llmq import sol
 from llmq.config import ModelConfig
+from llmq.plan.precision import Precision
 from llmq.rows import parameter_rows
 
 QWEN = ModelConfig(
@@ -29,35 +30,40 @@ HEAD = 136_134_656  # 151936 * 896
 ATTENTION = 22_020_096  # 24 * 14 * 64 * 1024
 
 
-def test_block_weights():
-    assert sol.block_weights(QWEN) == BLOCKS == 357_826_560
-
-
 def test_block_weights_are_the_matrices_of_the_parameter_table():
     for config in (QWEN, replace(QWEN, head_dim=128, num_heads=16, num_kv_heads=8, qk_norm=True)):
-        matrices = [row for row in parameter_rows(config) if row.layer is not None and len(row.shape) == 2]
-        assert sol.block_weights(config) == sum(row.shape[0] * row.shape[1] for row in matrices)
+        matrices = [row for row in parameter_rows(config) if row.layer == 0 and len(row.shape) == 2]
+        assert sum(sol.site_weights(config).values()) == sum(row.shape[0] * row.shape[1] for row in matrices)
+    assert QWEN.num_layers * sum(sol.site_weights(QWEN).values()) == BLOCKS
 
 
 def test_bf16():
     """3.0959 GFLOP a token: 319,585 tokens/s on one H200."""
-    seconds = sol.seconds_per_token(QWEN, 1024, H200, matmul_dtype="bf16", head_dtype="bf16")
+    seconds = sol.seconds_per_token(QWEN, 1024, H200, Precision("bf16", "bf16", head="bf16"))
     assert seconds == pytest.approx(6 * (BLOCKS + HEAD + ATTENTION) / 989.4e12, rel=1e-12)
     assert 1 / seconds == pytest.approx(319_585, rel=1e-5)
 
 
 def test_fp8_blocks():
-    seconds = sol.seconds_per_token(QWEN, 1024, H200, matmul_dtype="e4m3", head_dtype="bf16")
+    seconds = sol.seconds_per_token(QWEN, 1024, H200, Precision("bf16", "e4m3", head="bf16"))
     assert seconds == pytest.approx(6 * BLOCKS / 1978.9e12 + 6 * (HEAD + ATTENTION) / 989.4e12, rel=1e-12)
 
 
+def test_sites_that_stay_wide_count_as_such():
+    mixed = Precision("bf16", "e4m3", wide=("layers.0.attention.o", "layers.23.mlp.down"))
+    wide = 896 * 896 + 896 * 4864
+    seconds = sol.seconds_per_token(QWEN, 1024, H200, mixed)
+    assert seconds == pytest.approx(
+        6 * (BLOCKS - wide) / 1978.9e12 + 6 * (wide + HEAD + ATTENTION) / 989.4e12, rel=1e-12
+    )
+
+
 def test_head_dtype_and_length_count():
-    short = sol.seconds_per_token(QWEN, 1024, H200, matmul_dtype="e4m3", head_dtype="e4m3")
+    short = sol.seconds_per_token(QWEN, 1024, H200, Precision("bf16", "e4m3", head="e4m3"))
     assert short == pytest.approx(6 * (BLOCKS + HEAD) / 1978.9e12 + 6 * ATTENTION / 989.4e12, rel=1e-12)
-    long = sol.seconds_per_token(QWEN, 4096, H200, matmul_dtype="e4m3", head_dtype="e4m3")
+    long = sol.seconds_per_token(QWEN, 4096, H200, Precision("bf16", "e4m3", head="e4m3"))
     assert long - short == pytest.approx(6 * 3 * ATTENTION / 989.4e12, rel=1e-9)
 
 
 def test_fraction():
-    dtypes = {"matmul_dtype": "bf16", "head_dtype": "bf16"}
-    assert sol.fraction(156_000, QWEN, 1024, H200, **dtypes) == pytest.approx(0.48813, rel=1e-4)
+    assert sol.fraction(156_000, QWEN, 1024, H200, Precision("bf16", "bf16")) == pytest.approx(0.48813, rel=1e-4)

@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from llmq.cache_folder import cache_folder
-from llmq.data.token_file import storage, write_whole
+from llmq.disk import storage, write_whole
 from llmq.errors import DataError, StorageError
 
 POLL_S = 0.1

@@ -13,7 +13,7 @@ from pathlib import Path
 from llmq.cache_folder import cache_folder
 from llmq.data.hub_data import Spec, open_hub_set
 from llmq.data.rows import FileRows, Mixed, RowSequence, Shuffled, count_rows, train_test_order
-from llmq.data.token_file import write_whole
+from llmq.disk import write_whole
 from llmq.errors import DataError
 
 CLIMB = "gvlassis/ClimbMix"

@@ -21,7 +21,7 @@ from llmq.cache_folder import cache_folder
 from llmq.data.cache import key_of
 from llmq.data.row_files import RowFile
 from llmq.data.rows import Slice
-from llmq.data.token_file import write_whole
+from llmq.disk import write_whole
 from llmq.errors import DataError, UsageError
 from llmq.hub import TIMEOUT_S, ask, fetch
 

@@ -8,8 +8,6 @@ of W takes rows of each group of W * batch_size consecutive places; what a whole
 
 from __future__ import annotations
 
-import queue
-import threading
 import time
 import weakref
 from collections import Counter
@@ -26,6 +24,7 @@ from llmq.data.augment import Augmentation, open_augmentation
 from llmq.data.mixture import MixEntry, Mixture, Share, mix_file, read_mix
 from llmq.data.packing import Packs, open_packs
 from llmq.data.permutation import sample_order
+from llmq.data.read_ahead import ReadAhead
 from llmq.data.sidecar import Sidecar, tokenizer_folder
 from llmq.data.stream import Stream
 from llmq.data.windows import Rows, Samples, Windows, open_windows, require_one_tokenizer
@@ -35,16 +34,6 @@ from llmq.tensor import IGNORED
 if TYPE_CHECKING:
     from llmq.data.prepare import Named
     from llmq.sections import DataOptions
-
-# Batches read ahead: B * T * 8 bytes each, 256 KiB at 32 x 1024. They are pageable; the copy into a GPU's pinned ring
-# takes 25 us at that size, 0.02% of a step at 250,000 tokens/s: pinned buffers handed to and fro would not be worth it.
-PREFETCHED = 4
-POLL_S = 0.2  # from one look at the caller's `stop` to the next, while there is no batch
-JOIN_S = 2.0  # for the thread to end; one that waits for a network longer than that is left behind
-
-
-class Stopped(Exception):
-    """The caller's `stop` came true while it waited for a batch."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -318,7 +307,7 @@ class Loader:
         assert seq_len == windows.seq_len and 0 <= rank < world
         self.windows, self.batch_size, self.seed = windows, batch_size, seed
         self.rank, self.world, self.augment = rank, world, augment
-        self._reader: _Reader | None = None
+        self._reader: ReadAhead | None = None
 
     def start(self, position: int = 0, stream: Mapping[str, int] | None = None) -> Loader:
         """Begins to read at sample `position` of the sequence of all ranks: 0, or the `position` of a batch.
@@ -326,7 +315,7 @@ class Loader:
         Of a stream, the batch's `stream` is needed too.
         """
         self.close()
-        self._reader = _Reader(self._batches(position, stream))
+        self._reader = ReadAhead(self._batches(position, stream))
         self._collected = weakref.finalize(self, self._reader.stop)
         return self
 
@@ -342,7 +331,7 @@ class Loader:
         return replace(batch, wait_ms=(time.perf_counter() - began) * 1e3)
 
     def close(self) -> None:
-        """Ends the background thread, and waits for it up to JOIN_S; does nothing if there is none."""
+        """Ends the background thread; does nothing if there is none."""
         if self._reader is not None:
             self._collected.detach()
             self._reader.close()
@@ -401,53 +390,3 @@ def _streamed_batches(
         position += batch_size * world
         state = group[-1][2]
         yield Batch(*batch, position, places, epoch=float(state["epoch"]), stream=dict(state))
-
-
-class _Reader:
-    """A thread that runs a generator ahead of its consumer, by at most PREFETCHED items."""
-
-    def __init__(self, items: Iterator[Batch]) -> None:
-        self._queue: queue.Queue[Batch | BaseException] = queue.Queue(PREFETCHED)
-        self._stop = threading.Event()
-        self._error: BaseException | None = None
-        self._thread = threading.Thread(
-            target=_run, args=(items, self._queue, self._stop), name="llmq-loader", daemon=True
-        )
-        self._thread.start()
-
-    def take(self, stop: Callable[[], bool]) -> Batch:
-        while self._error is None:
-            try:
-                item = self._queue.get(timeout=POLL_S)
-            except queue.Empty:
-                if stop():
-                    raise Stopped from None
-                continue
-            if not isinstance(item, BaseException):
-                return item
-            self._error = item
-        raise self._error
-
-    def stop(self) -> None:
-        """Tells the thread to end, without waiting: the garbage collector may call this from that very thread."""
-        self._stop.set()
-        # The thread puts at most one more item after it is told to stop, so one free place lets it end.
-        while True:
-            try:
-                self._queue.get_nowait()
-            except queue.Empty:
-                return
-
-    def close(self) -> None:
-        self.stop()
-        self._thread.join(JOIN_S)
-
-
-def _run(items: Iterator[Batch], results: queue.Queue[Batch | BaseException], stop: threading.Event) -> None:
-    try:
-        for item in items:
-            results.put(item)
-            if stop.is_set():
-                return
-    except BaseException as error:  # it belongs to the training thread, which raises it in next()
-        results.put(error)

@@ -22,8 +22,9 @@ import numpy as np
 from llmq.cache_folder import cache_folder
 from llmq.data.first_fit import fewest_docs, pack
 from llmq.data.sidecar import Sidecar
-from llmq.data.token_file import TokenFile, write_whole
+from llmq.data.token_file import TokenFile
 from llmq.data.windows import Rows, open_files, require_ids
+from llmq.disk import write_whole
 from llmq.errors import DataError
 from llmq.tensor import IGNORED
 

@@ -22,7 +22,8 @@ from llmq.data.encode import Counts
 from llmq.data.pipeline import Tokens, Work, tokenized
 from llmq.data.records import BadRows
 from llmq.data.rows import START, Position
-from llmq.data.token_file import TokenWriter, partial_name, storage, write_whole
+from llmq.data.token_file import TokenWriter, partial_name
+from llmq.disk import storage, write_whole
 from llmq.errors import DataError
 
 PART_TOKENS = 100_000_000  # llm.q's: a part ends with the first document that reaches it

@@ -11,8 +11,7 @@ from typing import Any
 
 from pydantic import BaseModel, ConfigDict, ValidationError
 
-from llmq.data.token_file import storage, temporary_name, write_whole
-from llmq.disk import sync_folder
+from llmq.disk import storage, sync_folder, temporary_name, write_whole
 from llmq.errors import DataError
 from llmq.hf import tokenizer_files
 from llmq.hub import model_folder

@@ -6,8 +6,7 @@ import os
 import shutil
 import stat
 import zlib
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
@@ -27,7 +26,7 @@ from llmq.data.token_format import (
     Header,
     mask_bytes,
 )
-from llmq.disk import sync_folder
+from llmq.disk import storage, sync_folder, temporary_name
 from llmq.errors import DataError, StorageError, UsageError
 
 MASKS, DOCUMENTS = ".masks", ".documents"  # what is written beside the tokens until a file is complete
@@ -423,38 +422,6 @@ class TokenWriter:
             self._files[part].write(values.tobytes())
 
 
-def write_whole(path: Path, content: bytes) -> None:
-    """Writes a small file so that it is there whole or not at all; StorageError if the disk does not take it."""
-    temporary = temporary_name(path)
-    with storage(path):
-        try:
-            path.parent.mkdir(parents=True, exist_ok=True)
-            with temporary.open("wb") as file:
-                file.write(content)
-                file.flush()
-                os.fsync(file.fileno())
-            os.replace(temporary, path)
-            sync_folder(path.parent)
-        finally:
-            temporary.unlink(missing_ok=True)
-
-
-def temporary_name(path: Path) -> Path:
-    """Where `path` is written before it is complete: hidden, beside it, and this process's own."""
-    return path.with_name(f".{path.name}.{os.getpid()}.tmp")
-
-
 def partial_name(path: Path) -> Path:
     """Where `path` is written before it is complete by a writer that another process may go on with."""
     return path.with_name(f".{path.name}.partial")
-
-
-@contextmanager
-def storage(path: Path) -> Iterator[None]:
-    """Turns what the operating system says while writing `path` into a StorageError."""
-    try:
-        yield
-    except OSError as error:
-        raise StorageError(
-            f"{path}: cannot be written ({error.strerror or error}): free some space or choose another folder"
-        ) from error

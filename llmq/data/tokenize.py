@@ -22,9 +22,9 @@ from llmq.data.rows import RowSequence
 from llmq.data.samples import show
 from llmq.data.sidecar import Sidecar, TokenizerNote, copy_tokenizer, sidecar_name
 from llmq.data.sources import Documents, find
-from llmq.data.token_file import TokenFile, storage
+from llmq.data.token_file import TokenFile
 from llmq.data.tokenizer import TextTokenizer
-from llmq.disk import sync_folder
+from llmq.disk import storage, sync_folder
 from llmq.errors import DataError, StorageError, UsageError
 
 if TYPE_CHECKING:

@@ -57,13 +57,15 @@ def _smaller_plans(plan: Plan, scratch_bytes: Scratch | None) -> Iterator[tuple[
     moments = replace(plan.precision, m="bf16", v="bf16")
     least = replace(moments, master=plan.precision.model, grad=plan.precision.model)
     narrow = "--opt-m-dtype bf16 --opt-v-dtype bf16"
+    unwatched: list[tuple[str, dict[str, Any]]] = [("--log-fp8-every 0", {"observe": False})] if plan.observed else []
     attempts: list[tuple[str, dict[str, Any]]] = [
+        *unwatched,
         ("--recompute-block", {"memory": block}),
         (narrow, {"precision": moments}),
         (f"--recompute-block {narrow}", {"precision": moments, "memory": block}),
         ("--batch-size 1 (with more --grad-accumulation)", {"memory": one, "batch_size": 1}),
         (
-            f"--batch-size 1 --recompute-block {narrow}, default --master-dtype",
+            f"--batch-size 1 --recompute-block {narrow}, default --master-dtype and --grad-accum-dtype",
             {"precision": least, "memory": replace(block, attention_chunks=1), "batch_size": 1},
         ),
     ]
@@ -81,6 +83,7 @@ def _changed(
     precision: Precision | None = None,
     memory: Memory | None = None,
     batch_size: int | None = None,
+    observe: bool = True,
 ) -> Plan:
     """The plan of the same run with some options changed."""
     precision, memory, batch_size = precision or plan.precision, memory or plan.memory, batch_size or plan.batch_size
@@ -95,6 +98,7 @@ def _changed(
         seq_len=plan.seq_len,
         seed=plan.seed,
         packing=plan.packing,
+        observe=observe and bool(plan.observed),
         scratch_bytes=scratch_bytes,
     )
 

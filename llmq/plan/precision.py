@@ -72,12 +72,15 @@ class Precision:
         """The same with all matmuls of the blocks in the model's dtype."""
         return replace(self, matmul=self.model, wide=())
 
-    def site(self, name: str) -> Any:
-        """The site of the linear map of that name: `layers.N.` and one of SITES, or `head`."""
+    def dtype(self, name: str) -> str:
+        """What the linear map of that name multiplies in: `layers.N.` and one of SITES, or `head`."""
         dtype = self.head if name == HEAD else self.matmul
-        if dtype == "e4m3" and name not in self.wide:
-            return Fp8Linear(self.gradient, self.scaling)
-        return Bf16Linear(self.model if dtype == "e4m3" else dtype)
+        return self.model if dtype == "e4m3" and name in self.wide else dtype
+
+    def site(self, name: str) -> Any:
+        """The site of the linear map of that name."""
+        dtype = self.dtype(name)
+        return Fp8Linear(self.gradient, self.scaling) if dtype == "e4m3" else Bf16Linear(dtype)
 
 
 @dataclass(frozen=True)

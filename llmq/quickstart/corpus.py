@@ -16,8 +16,9 @@ from pathlib import Path
 import numpy as np
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
-from llmq.data.token_file import TokenFile, write_whole
+from llmq.data.token_file import TokenFile
 from llmq.data.tokenize import tokenize_data
+from llmq.disk import write_whole
 from llmq.errors import DataError
 
 # Tests, tables of character codes, packed wheels, and what is installed beside the library.

@@ -13,8 +13,8 @@ from dataclasses import asdict, dataclass, replace
 from llmq import device, sol
 from llmq.backends import open_backend
 from llmq.config import ModelConfig, from_folder
-from llmq.data.token_file import write_whole
 from llmq.device import Device
+from llmq.disk import write_whole
 from llmq.errors import MemoryLimitError
 from llmq.gpus import TERA
 from llmq.optimizer import Hyperparameters
@@ -123,10 +123,8 @@ def measured_on(settings: Settings, places: Places, where: Device, rate: float) 
     steps = max(round(settings.fit.bench_seconds * rate / settings.tokens_per_step), 1)
     speed = timed(settings, places, where, steps)
     median, least, most = speed.tokens_per_second
-    peaks, dtypes = device.peaks(where), speed.plan.precision
-    share = sol.fraction(
-        median, speed.plan.config, settings.seq_len, peaks, matmul_dtype=dtypes.matmul, head_dtype=dtypes.head
-    )
+    peaks = device.peaks(where)
+    share = sol.fraction(median, speed.plan.config, settings.seq_len, peaks, speed.plan.precision)
     return OnGpu(
         name=where.gpu.name,
         peak_tflops=peaks["bf16"] / TERA,

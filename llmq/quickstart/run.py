@@ -19,8 +19,9 @@ from tokenizers import Tokenizer
 import llmq
 from llmq import device
 from llmq.config import from_folder
-from llmq.data.token_file import TokenFile, write_whole
+from llmq.data.token_file import TokenFile
 from llmq.device import Device, num_cores
+from llmq.disk import write_whole
 from llmq.generate import complete, open_engine
 from llmq.options import Options
 from llmq.plan import precision

@@ -36,7 +36,6 @@ def result_of(
 ) -> dict[str, Any]:
     """What is known of one configuration."""
     plan, (median, low, high) = speed.plan, speed.tokens_per_second
-    dtypes = {"matmul_dtype": plan.precision.matmul, "head_dtype": plan.precision.head}
     nvml_bytes = [reading.used_bytes for reading in speed.readings if reading.used_bytes is not None]
     return {
         "model": model,
@@ -48,7 +47,7 @@ def result_of(
         "recompute": [flag.removeprefix("recompute_") for flag in plan.memory.flags],
         "lmhead_chunks": plan.memory.head_chunks,
         "tokens_per_second": {"median": median, "min": low, "max": high},
-        "sol": sol.fraction(median, plan.config, plan.seq_len, peaks, **dtypes),
+        "sol": sol.fraction(median, plan.config, plan.seq_len, peaks, plan.precision),
         "ceiling_share": found.share,
         "step_s": list(speed.seconds),
         "first_step_s": speed.first_step_s,

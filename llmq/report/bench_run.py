@@ -232,8 +232,7 @@ def measured(
             continue
         tokens = request.tokens_per_step or whole(TOKENS if where.kind == "cuda" else HOST_TOKENS, plan)
         if not request.models:
-            dtypes = {"matmul_dtype": plan.precision.matmul, "head_dtype": plan.precision.head}
-            seconds = sol.seconds_per_token(plan.config, plan.seq_len, peaks, **dtypes) / share
+            seconds = sol.seconds_per_token(plan.config, plan.seq_len, peaks, plan.precision) / share
             left = LIMIT_S - (time.perf_counter() - began)
             in_time = tokens_in_time(tokens, plan, request.steps + request.warmup, seconds, left)
             if in_time is None and done:

@@ -1,7 +1,7 @@
 """A plan without room: what is missing, and the mildest option that helps, with the scratch that it needs itself."""
 
 import pytest
-from tiny_engines import BF16, plan_of, tiny
+from tiny_engines import BF16, FP8_HEAD, plan_of, tiny
 
 from llmq.backends.planned import planned_scratch
 from llmq.blocks.attention import Packing
@@ -39,6 +39,19 @@ def test_advice_counts_the_scratch_of_the_smaller_run():
         refuse_if_too_large(plan, 8 * SCRATCH, per_batch)
     with pytest.raises(MemoryLimitError, match="no memory option"):
         refuse_if_too_large(plan, SCRATCH, per_batch)
+
+
+def test_advice_counts_what_watching_fp8_takes():
+    """What is advised has the program that measures the copies, unless leaving that out is the advice."""
+    plan = plan_of(FP8_HEAD, config=tiny(), batch_size=8, seq_len=32, observe=True)
+    plain = plan_of(FP8_HEAD, config=tiny(), batch_size=8, seq_len=32)
+    assert plain.total_bytes < plan.total_bytes
+    with pytest.raises(MemoryLimitError, match=r"missing: --log-fp8-every 0 needs"):
+        refuse_if_too_large(plan, plain.total_bytes)
+    block = plan_of(FP8_HEAD, Memory(("recompute_block",)), tiny(), batch_size=8, seq_len=32, observe=True)
+    with pytest.raises(MemoryLimitError) as caught:
+        refuse_if_too_large(plan, min(block.total_bytes, plain.total_bytes) - 1)
+    assert "--recompute-block needs" not in str(caught.value)
 
 
 def test_a_workspace_that_is_too_large_names_what_makes_it_smaller():
