@@ -322,10 +322,11 @@ def _naming_others(path: Path) -> Iterator[None]:
     try:
         yield
     except DataError as error:
-        others = {s: p for s, p in _found(path.absolute().parent).items() if p != path.absolute() and _save_number(p)}
-        advice = f"Others there: {_listed(others)}"
+        there = {s: p for s, p in _found(path.absolute().parent).items() if p != path.absolute()}
+        others = {p: number for s, p in there.items() if (number := _save_number(p))}
+        advice = f"Others there: {_listed({s: p for s, p in there.items() if p in others})}"
         if others:
-            advice += f"; continue from one with --continue {max(others)}"
+            advice += f"; continue from the newest with --continue {max(others, key=lambda p: others[p])}"
         raise DataError(f"{error}. {advice}.") from error
 
 

@@ -12,6 +12,7 @@ import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
+from itertools import combinations
 from typing import Any
 
 from llmq.errors import UsageError
@@ -124,6 +125,10 @@ class Options:
         for section, field in PATHS_WITH_NAME:
             path = templates[field].replace("%n", name)
             sections[section] = sections[section].model_copy(update={field: path})
+        places = [(flag(field), getattr(sections[section], field)) for section, field in PATHS_WITH_NAME]
+        for (one, path), (other, same) in combinations(places, 2):
+            if os.path.abspath(path) == os.path.abspath(same):
+                raise UsageError(f"{one} and {other} are both {path}: name two places")
         return cls(**sections, templates=templates)
 
     def to_flat(self) -> dict[str, Any]:

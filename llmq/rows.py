@@ -34,9 +34,6 @@ class Row:
     init: str
     decay: bool  # weight decay: matrices and embeddings only
     layer: int | None = None
-    trainable: bool = True
-    file: str = "base"
-    tp_grad: str = "whole"  # how a tensor-parallel rank's gradient relates to the whole one
 
 
 def padded_vocab(config: ModelConfig) -> int:

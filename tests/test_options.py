@@ -349,3 +349,9 @@ def test_too_short_a_run_is_said_by_the_section():
     section = ScheduleOptions(warmup=3, cooldown=4, final_lr_fraction=0)
     assert not list(section.too_short(7))
     assert "need 7 steps, but the run has 6" in next(section.too_short(6))
+
+
+def test_two_outputs_at_one_place_are_refused():
+    for one, other in (("log_file", "checkpoint_dir"), ("checkpoint_dir", "out_dir")):
+        with pytest.raises(UsageError, match=r"--\S+ and --\S+ are both x/y: name two places"):
+            Options.parse({"model": "m", "train_file": "f", "name": "y", one: "x/%n", other: "x/y"})

@@ -15,7 +15,7 @@ class ReplicatedGrads:
     """Refs of all gradients in `dtype`. The first write of a row in a step overwrites, later ones add (the plan's)."""
 
     def __init__(self, rows: Sequence[Row], dtype: str) -> None:
-        self.refs = {row.name: Ref(row.name, "grad", row.shape, dtype, row.layer) for row in rows if row.trainable}
+        self.refs = {row.name: Ref(row.name, "grad", row.shape, dtype, row.layer) for row in rows}
         self._tree = bundle_tree(tie_head(self.refs))
 
     def bundle(self, prefix: str) -> Bundle:

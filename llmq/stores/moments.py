@@ -9,7 +9,7 @@ from llmq.tensor import Ref
 
 
 class ReplicatedMoments:
-    """Refs of master, m and v per trainable row. A master of the weights' dtype is the weight itself (see `plan`)."""
+    """Refs of master, m and v per row. A master of the weights' dtype is the weight itself (see `plan`)."""
 
     def __init__(self, rows: Sequence[Row], master_dtype: str, m_dtype: str, v_dtype: str) -> None:
         dtypes = {"master": master_dtype, "m": m_dtype, "v": v_dtype}

@@ -239,9 +239,11 @@ def test_a_run_is_opened_from_a_mix_file_or_from_weights(tmp_path: Path) -> None
     assert isinstance(one.train, Mixture) and isinstance(two.train, Mixture)
     np.testing.assert_array_equal(one.train.order(np.arange(99)), two.train.order(np.arange(99)))
     assert [(s.name, s.samples, s.share) for s in two.shares(100)] == [(str(a), 25, 0.25), (str(b), 75, 0.75)]
-    assert one.identity() == two.identity() == {"seq_len": T, "training samples": 14, "mixture": [[5, 1], [9, 3]]}
+    files = {"training files": [TokenFile.open(file).fingerprint for file in (a, b)]}
+    known = {"seq_len": T, "training samples": 14, **files}
+    assert one.identity() == two.identity() == {**known, "mixture": [[5, 1], [9, 3]]}
     plain = open_data(Options((str(a), str(b))), 10_000, 0)  # type: ignore[arg-type]
-    assert plain.shares(100) == [] and plain.identity() == {"seq_len": T, "training samples": 14}
+    assert plain.shares(100) == [] and plain.identity() == known
 
 
 def test_a_mixture_that_cannot_be_is_refused(tmp_path: Path) -> None:
