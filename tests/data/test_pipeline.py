@@ -148,24 +148,26 @@ def test_little_is_read_ahead_and_threads_end_with_the_iterator() -> None:
 
 
 def corpus(path: Path, shared: Callable[[str], Path], num_bytes: int) -> Path:
-    """Text of the shared data and of Python's library, so often that it is so long."""
+    """Text of the shared data and of Python's library, so often that it is so long, to the next line."""
     names = ("tinyshakespeare.txt", "wikitext2-valid.txt", "wikitext2-test.txt", "gsm8k-train.jsonl")
     parts = [shared(name).read_bytes() for name in names]
     parts += [file.read_bytes() for file in sorted(Path(sysconfig.get_path("stdlib")).glob("*.py"))]
     text = b"".join(parts)
+    whole, rest = divmod(num_bytes, len(text))
     with path.open("wb") as file:
-        for _ in range(num_bytes // len(text) + 1):
+        for _ in range(whole):
             file.write(text)
+        file.write(text[: text.index(b"\n", rest) + 1])
     return path
 
 
 @pytest.mark.slow
 def test_tokenizing_is_as_fast_as_the_library_alone(tmp_path: Path, shared: Callable[[str], Path]) -> None:
-    """95% of it, in processor time, which other processes change less than the clock; the best of several rounds each.
+    """95% of it, in processor time, which other processes change less than the clock, and in many short turns.
 
     The library alone is given all pieces in memory, in batches of the same size, and its ids are never looked at.
     """
-    path = corpus(tmp_path / "text.txt", shared, 6_000_000)
+    path = corpus(tmp_path / "text.txt", shared, 1_000_000)
     tokenizer = TextTokenizer.open(str(shared("qwen2.5-tokenizer")))
     documents = open_documents([path])
     texts = list(pieces(documents[0], True))
@@ -179,12 +181,12 @@ def test_tokenizing_is_as_fast_as_the_library_alone(tmp_path: Path, shared: Call
             pass
 
     seconds: dict[Callable[[], None], list[float]] = {alone: [], whole: []}
-    for _ in range(6):
+    for _ in range(20):
         for work, taken in seconds.items():
             start = time.process_time()
             work()
             taken.append(time.process_time() - start)
-    assert min(seconds[alone]) / min(seconds[whole]) >= 0.95, seconds.values()
+    assert sum(seconds[alone]) / sum(seconds[whole]) >= 0.95, seconds.values()
 
 
 MEMORY = """
