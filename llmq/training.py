@@ -8,6 +8,7 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any, TextIO
@@ -20,7 +21,7 @@ from llmq.data.loader import Batch, Loader, eval_batches
 from llmq.data.read_ahead import Stopped
 from llmq.data.windows import Samples
 from llmq.engine import Engine
-from llmq.errors import INTERRUPTED, LlmqError, MemoryLimitError, NonFiniteError
+from llmq.errors import INTERRUPTED, MemoryLimitError, NonFiniteError, StorageError
 from llmq.fp8_watch import CopyError, Fp8Watch, carried, summary
 from llmq.interrupt import Interrupt
 from llmq.job import MIB, Job, prepare
@@ -70,8 +71,9 @@ def run(options: Options, *, watch: Watch | None = None, console: TextIO | None 
         with Interrupt() as interrupt:
             try:
                 return _Run(job, log, interrupt, watch or (lambda record: None), began).finish()
-            except LlmqError as error:
-                log.end("failed", error=str(error))
+            except Exception as error:
+                with suppress(StorageError):  # a log that cannot be written must not hide what ended the run
+                    log.end("failed", error=str(error) or type(error).__name__)
                 raise
 
 

@@ -51,6 +51,8 @@ def test_an_error_within_a_step_keeps_the_steps_before(given, monkeypatch, error
     with pytest.raises(type(error)):
         llmq.train(**{**given, "ckpt_interval": 0})
     assert [path.name for path in SAVED.glob("step*")] == ["step-00000007"]
+    (end,) = [event for event in read_log(Path("runs/run/log.jsonl")).events if event["type"] == "end"]
+    assert (end["reason"], end["error"]) == ("failed", str(error) or "MemoryError")
     parts = llmq.train(**{**given, "continue": "auto"})
     assert weights_of(parts.checkpoint_path) == weights_of(whole.checkpoint_path)
 
