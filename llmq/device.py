@@ -129,9 +129,11 @@ def has_fp8(device: Device) -> bool:
     return device.kind == "cpu" or device.capability >= OLDEST_FP8
 
 
-def backend_settings(options: SystemOptions) -> dict[str, bool]:
-    """How the backend runs programs, as keywords of `open_backend`."""
-    return {"use_graphs": options.use_cuda_graphs, "deterministic": options.deterministic}
+def backend_settings(options: SystemOptions) -> dict[str, Any]:
+    """How the backend runs programs and which card `--gpu` plans for, as keywords of `open_backend`."""
+    card = gpus.named(options.gpu) if options.gpu else None
+    found = {"use_graphs": options.use_cuda_graphs, "deterministic": options.deterministic}
+    return found | ({"capability": card.capability} if card else {})
 
 
 def seed_of(options: SystemOptions) -> int:

@@ -14,7 +14,7 @@ import numpy as np
 from cupy.cuda import runtime
 
 from llmq.arena import aligned, stored_dtype
-from llmq.backends import Call, Op
+from llmq.backends import Call, Op, arguments, writes_columns
 from llmq.errors import MemoryLimitError
 from llmq.ops import cuda
 from llmq.ops.cuda import scratch
@@ -22,8 +22,8 @@ from llmq.ops.cuda.algorithms import Algorithms
 from llmq.ops.cuda.attention import Attention, attention_ops, attention_scratch
 from llmq.ops.cuda.cublaslt import Gemms, device_key
 from llmq.ops.cuda.cudnn import Cudnn
+from llmq.ops.cuda.launch import capability
 from llmq.ops.cuda.linear import linear_ops, linear_scratch, planned_problem
-from llmq.ops.seam import signature
 from llmq.tensor import DTYPES, Ref, stored_shape
 
 if TYPE_CHECKING:
@@ -187,18 +187,17 @@ class CudaBackend:
         self.ops: Mapping[str, Op] = {**cuda.OPS, **linear_ops(self._gemms), **attention_ops(self._attention)}
 
     def scratch_bytes(self, step: Step) -> int:
-        """Bytes that a step needs beside its arguments. UsageError for attention that this GPU lacks."""
+        """Bytes that a step needs beside its arguments. UsageError for what cuDNN or the kernels lack on this GPU."""
         if step.op.startswith("linear_"):
             return linear_scratch()
-        names = signature(step.op)
-        inputs = {name: operand.ref for name, operand in zip(names.inputs, step.inputs, strict=True) if operand}
+        refs = arguments(step)
         if step.op.startswith("attention_"):
-            qkv, borders = inputs["qkv"], inputs.get("borders")
+            qkv, borders = refs["qkv"], refs.get("borders")
             wanted = tuple(result is not None and bool(result.operands) for result in step.outputs)
             shapes = (qkv.shape, borders.shape if borders else None)
             return attention_scratch(self._attention, step.op, *shapes, qkv.dtype, step.numbers, wanted)
-        outputs = {name: result.ref for name, result in zip(names.outputs, step.outputs, strict=True) if result}
-        return cuda.scratch_bytes(step.op, {name: ref.shape for name, ref in {**outputs, **inputs}.items()})
+        cuda.refuse(step.op, refs, transposed=writes_columns(step), capability=capability())
+        return cuda.scratch_bytes(step.op, {name: ref.shape for name, ref in refs.items()})
 
     def prepare(self, steps: Iterable[Step]) -> None:
         """Chooses an algorithm for every matrix product of the plan, by timing what the table lacks."""
