@@ -21,6 +21,7 @@ TILE_THREADS, TILE_LANES, TILE_ROWS, SUMS_ROWS = 256, 32, 128, 256  # forms.cuh
 SUM_THREADS, SUM_COLUMNS = 1024, 32  # columns.cuh
 VALUE, COPY, ROW, COL, SUMS, AMAX = 1, 2, 4, 8, 16, 32  # forms.cuh
 GRID_SIDE = 65535  # blocks along the second and the third axis of a grid, at most
+DEFAULT_SHARED_BYTES = 48 * 1024  # that a block gets unasked, what its kernel declares included
 STATIC_BYTES = 1024  # of shared memory that a kernel declares at most, where its launcher gives it more
 
 
@@ -149,6 +150,6 @@ def launch(
     if not math.prod(grid):
         return
     function = kernel(name, entry, constants)
-    if shared_bytes > 48 * 1024:
+    if shared_bytes + STATIC_BYTES > DEFAULT_SHARED_BYTES:
         function.max_dynamic_shared_size_bytes = shared_bytes
     function(grid, (threads,), arguments, shared_mem=shared_bytes)
