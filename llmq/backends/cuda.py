@@ -7,6 +7,7 @@ algorithms timed then, which a capture could not do. The second time it is captu
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
+from contextlib import suppress
 from typing import TYPE_CHECKING, Any
 
 import cupy
@@ -20,10 +21,12 @@ from llmq.ops import cuda
 from llmq.ops.cuda import scratch
 from llmq.ops.cuda.algorithms import Algorithms
 from llmq.ops.cuda.attention import Attention, attention_ops, attention_scratch
+from llmq.ops.cuda.compile import notices as kernel_notices
 from llmq.ops.cuda.cublaslt import Gemms, device_key
 from llmq.ops.cuda.cudnn import Cudnn
 from llmq.ops.cuda.launch import capability
 from llmq.ops.cuda.linear import linear_ops, linear_scratch, planned_problem
+from llmq.ops.cuda.timing import OUT_OF_MEMORY
 from llmq.tensor import DTYPES, Ref, stored_shape
 
 if TYPE_CHECKING:
@@ -32,6 +35,10 @@ if TYPE_CHECKING:
 FP8 = (DTYPES["e4m3"], DTYPES["e5m2"])
 STAGED_BYTES = 1 << 20  # host writes up to this size do not wait for the GPU
 STAGED = 8  # of them may be under way
+OTHER_ALGORITHMS = (
+    "The checkpoint's matrix-product algorithms are those of another GPU, library or llmq, or this one refuses some, "
+    "so this run does not repeat the bits that the old one would have had"
+)
 
 
 class DeviceMemory:
@@ -156,6 +163,8 @@ def _allocate(num_bytes: int) -> int:
     try:
         return int(runtime.malloc(max(num_bytes, 1)))
     except runtime.CUDARuntimeError as error:
+        if error.status != OUT_OF_MEMORY:
+            raise
         free, total = runtime.memGetInfo()
         raise MemoryLimitError(
             f"the GPU refused {num_bytes:,} bytes ({free:,} of {total:,} are free): end other programs on it, or use a "
@@ -172,16 +181,11 @@ class CudaBackend:
     def __init__(
         self, *, use_graphs: bool = True, deterministic: bool = True, given: Mapping[str, Any] | None = None
     ) -> None:
-        self.notices: list[str] = []
+        self._notices: list[str] = []
         self._use_graphs = use_graphs
         self._free_bytes, _ = runtime.memGetInfo()
         self.stream = cupy.cuda.Stream(non_blocking=True)
         self._algorithms = Algorithms(device_key(), given)
-        if not self._algorithms.given_fits:
-            self.notices.append(
-                "The checkpoint's matrix-product algorithms are those of another GPU or library, so this run does not "
-                "repeat the bits that the old one would have had"
-            )
         self._gemms = Gemms(self._algorithms, scratch.take)
         self._attention = Attention(Cudnn(deterministic=deterministic), scratch.take)
         self.ops: Mapping[str, Op] = {**cuda.OPS, **linear_ops(self._gemms), **attention_ops(self._attention)}
@@ -210,7 +214,13 @@ class CudaBackend:
         with self.stream:
             self._gemms.prepare(problems)
         if problem := self._algorithms.save():
-            self.notices.append(problem)
+            self._notices.append(problem)
+
+    @property
+    def notices(self) -> list[str]:
+        """What the user should know of this GPU, of the caches on disk, and of bits that will not repeat."""
+        lost = [] if self._algorithms.given_fits else [OTHER_ALGORITHMS]
+        return [*lost, *self._notices, *kernel_notices]
 
     @property
     def algorithms(self) -> dict[str, Any]:
@@ -222,14 +232,14 @@ class CudaBackend:
         return self._free_bytes - int(runtime.memGetInfo()[0])
 
     def use_scratch(self, buffer: Any) -> None:
-        """The memory for that, which all calls use in turn."""
+        """The memory that calls need beside their arguments: one buffer, which all of them use in turn."""
         scratch.use(buffer)
 
     def memory(self, persistent: Mapping[str, Ref], arena_bytes: int) -> DeviceMemory:
         """Memory of the current device."""
         memory = DeviceMemory(persistent, arena_bytes, self.stream)
         if not memory.is_pinned:
-            self.notices.append("The system refuses to lock host memory: copies to the GPU wait for each other")
+            self._notices.append("The system refuses to lock host memory: copies to the GPU wait for each other")
         return memory
 
     def program(self, calls: Sequence[Call]) -> Call:
@@ -258,8 +268,11 @@ class _Program:
         self._stream.begin_capture()
         try:
             self._make_calls()
-        finally:
-            graph = self._stream.end_capture()
+        except BaseException:
+            with suppress(runtime.CUDARuntimeError):  # the call that failed has ended the capture itself
+                self._stream.end_capture()
+            raise
+        graph = self._stream.end_capture()
         graph.upload(self._stream)
         return graph
 
