@@ -204,9 +204,7 @@ def cudnn():
     pytest.importorskip("cudnn")
     from llmq.ops.cuda.cudnn import Cudnn
 
-    found = Cudnn()
-    yield found
-    found.close()
+    return Cudnn()
 
 
 @pytest.fixture
