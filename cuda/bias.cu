@@ -9,5 +9,5 @@
 
 extern "C" __global__ void __launch_bounds__(32 * SUM_WARPS)
     bias_backward(G* d_bias, const float* partial, int parts, int columns, int add) {
-    sum_columns(d_bias, partial, parts, columns, columns, add);
+    sum_columns(d_bias, partial, parts, columns, add);
 }

@@ -42,12 +42,3 @@ __device__ __forceinline__ Far remote(const void*, u32) { return {}; }
 template <typename X>
 __device__ __forceinline__ void store_remote(Far, const X&) {}
 #endif
-
-// N bytes to a tile of another block (Sink::put)
-template <int N>
-__device__ __forceinline__ void store_tile(Far to, const u32 (&words)[(N + 3) / 4]) {
-    if constexpr (N == 8)
-        store_remote(to, words);
-    else
-        store_remote(to, words[0]);
-}

@@ -4,13 +4,13 @@ constexpr int SUM_WARPS = 32;
 
 // A block owns 32 columns; warp w adds the parts w, w + 32, ..., then the warps are added in order.
 template <typename G>
-__device__ __forceinline__ void sum_columns(G* out, const float* partial, int parts, int columns, int stride, bool add) {
+__device__ __forceinline__ void sum_columns(G* out, const float* partial, int parts, int columns, bool add) {
     __shared__ float shared[SUM_WARPS][32];
     int lane = threadIdx.x % 32, warp = threadIdx.x / 32, column = blockIdx.x * 32 + lane;
     float total = 0;
     if (column < columns) {
 #pragma unroll 8
-        for (int part = warp; part < parts; part += SUM_WARPS) total += partial[static_cast<i64>(part) * stride + column];
+        for (int part = warp; part < parts; part += SUM_WARPS) total += partial[static_cast<i64>(part) * columns + column];
     }
     shared[warp][lane] = total;
     __syncthreads();

@@ -33,11 +33,6 @@ struct Narrow<bf16> {
 
 // x rounded to nearest even in T
 template <typename T>
-__device__ __forceinline__ float rounded(float x) {
-    return to_float(Narrow<T>::from(x));
-}
-
-template <typename T>
 __device__ __forceinline__ T narrow(float x) {
     return Narrow<T>::from(x);
 }

@@ -111,9 +111,9 @@ struct Sink {
     __device__ __forceinline__ void begin_at(i64 first) { out.value += first, out.copy += first, out.row += first; }
 
     // Stores v at `index` (of the first, in elements); v becomes the value as rounded. `tile` is where the bytes of the
-    // transposed form wait in shared memory (tile_at), aligned to the access: a pointer, or an address in a cluster.
-    template <int N, typename Place>
-    __device__ __forceinline__ void put(i64 index, float (&v)[N], Place tile) {
+    // transposed form wait in shared memory (tile_at), aligned to the access.
+    template <int N>
+    __device__ __forceinline__ void put(i64 index, float (&v)[N], u8* tile) {
         Pack<T, N> pack;
         pack.set(v);
         pack.get(v);

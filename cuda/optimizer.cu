@@ -8,7 +8,7 @@
 //
 // Measured on an H200 with the gate-up matrix of 0.5B and 7B: all bf16 88 and 92% of a copy (with ten rounds for each of
 // three blocks, conversions of f64 constants per element, and a branch per root and quotient 61 and 70%), all f32 94 and
-// 93%, f32 master and bf16 moments 91 and 96%, with fp8 in both layouts 83 and 92%.
+// 93%, f32 master and bf16 moments 92 and 96%, with fp8 in both layouts 83 and 91%.
 //
 // Architectures: 80 86 89 90 100 120
 // Constants: MASTER, M, V, G, T (dtypes of master, moments, gradient, weight), C (columns; 32 * N where not transposed), N,

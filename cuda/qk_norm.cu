@@ -64,6 +64,7 @@ constexpr int WIDTH = HEADS * HD, BLOCK_ROWS = 256, TILE = (FORMS & COL) ? 128 :
 constexpr bool FULL = (FORMS & COL) && (FORMS & SUMS);  // needs more registers
 constexpr int TURNS = FULL ? 4 : 2, RESIDENT = FULL ? 2 : 3;  // accesses in flight, blocks to a multiprocessor
 static_assert(WIDE <= 32 && TILE % (TURNS * SLOTS) == 0, "a warp has whole rows of a tile");
+static_assert(!(FORMS & COL) || N >= 4, "the four columns that write_columns takes together lie within a head");
 
 extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT)
     qk_norm_backward(OUTPUT_PARAMETERS(T, d_qkv), float* partial, const T* d_out, const T* qkv, const T* q_weight,

@@ -1,6 +1,6 @@
 // The sum of squares of a gradient in two stages of fixed order, and the numbers of a step that follow from all of them.
 //
-// Measured on an H200: 4209 GB/s over the 0.5B embedding, as fast as a copy.
+// Measured on an H200: 4217 GB/s over the 0.5B embedding, as fast as a copy.
 //
 // Architectures: 80 86 89 90 100 120
 // Constants: G (dtype of the gradient), N

@@ -49,13 +49,17 @@ class Gpu:
 
 @dataclass(frozen=True)
 class Driver:
-    """The driver. `cuda` is the newest CUDA version it runs, `version` its own (580.65.06), None where nobody says."""
+    """The driver. `cuda` is the newest CUDA version it runs, `version` its own (580.65.06), None where nobody says.
+
+    Of a driver that is too old there is only the number of its GPUs.
+    """
 
     cuda: tuple[int, int]
     version: str | None
     gpus: tuple[Gpu, ...]
     failure: int = 0  # what cuInit returned
     failure_name: str = ""
+    num_gpus: int = 0
 
     def __str__(self) -> str:
         return f"{self.version or ''} (CUDA {dotted(self.cuda)})".lstrip()
@@ -92,7 +96,10 @@ def read(root: Path = Path("/")) -> Driver | None:
         return Driver(cuda, version, (), failure, _error_name(library, failure))
     count = ctypes.c_int()
     _check(library, library.cuDeviceGetCount(ctypes.byref(count)))
-    return Driver(cuda, version, tuple(_gpu(library, index) for index in range(count.value)))
+    known = range(
+        count.value if cuda >= OLDEST_CUDA else 0
+    )  # drivers before CUDA 11.4 lack functions that `_gpu` calls
+    return Driver(cuda, version, tuple(_gpu(library, index) for index in known), num_gpus=count.value)
 
 
 def problem(driver: Driver | None) -> Problem | None:
@@ -108,7 +115,7 @@ def problem(driver: Driver | None) -> Problem | None:
         return Problem(
             f"the NVIDIA driver {driver} is too old for CUDA {OLDEST_CUDA[0]}",
             f"install driver {DRIVERS[newest]} or later ({DRIVERS[OLDEST_CUDA[0]]} at least)",
-            has_gpu=bool(driver.gpus),
+            has_gpu=driver.num_gpus > 0,
         )
     if driver.failure in MISMATCH:
         return Problem(

@@ -129,9 +129,11 @@ def has_fp8(device: Device) -> bool:
     return device.kind == "cpu" or device.capability >= OLDEST_FP8
 
 
-def backend_settings(options: SystemOptions) -> dict[str, bool]:
-    """How the backend runs programs, as keywords of `open_backend`."""
-    return {"use_graphs": options.use_cuda_graphs, "deterministic": options.deterministic}
+def backend_settings(options: SystemOptions) -> dict[str, Any]:
+    """How the backend runs programs and which card `--gpu` plans for, as keywords of `open_backend`."""
+    card = gpus.named(options.gpu) if options.gpu else None
+    found = {"use_graphs": options.use_cuda_graphs, "deterministic": options.deterministic}
+    return found | ({"capability": card.capability} if card else {})
 
 
 def seed_of(options: SystemOptions) -> int:
@@ -239,7 +241,8 @@ def memory_bytes(device: Device = CPU) -> tuple[int, int]:
 def host_memory_bytes(root: Path = Path("/")) -> tuple[int, int]:
     """(total, free) bytes of host memory that this process may use, with a container's limit.
 
-    Where the system does not say what is free, all of it is. `root` is where proc and sys are mounted.
+    Where the system does not say what is free, all of it is. What a container holds of files that it has read is free:
+    the kernel takes it back before it ends a process. `root` is where proc and sys are mounted.
     """
     total = free = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     try:
@@ -248,17 +251,26 @@ def host_memory_bytes(root: Path = Path("/")) -> tuple[int, int]:
         total, free = sizes["MemTotal"], sizes["MemAvailable"]
     except (OSError, KeyError):
         pass
-    for limit, used in (
-        ("memory.max", "memory.current"),
-        ("memory/memory.limit_in_bytes", "memory/memory.usage_in_bytes"),
+    for folder, limit, used, cached in (
+        ("", "memory.max", "memory.current", "inactive_file"),
+        ("memory", "memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file"),
     ):
+        group = root / "sys/fs/cgroup" / folder
         try:
-            most = int((root / "sys/fs/cgroup" / limit).read_text("ascii"))
-            now = int((root / "sys/fs/cgroup" / used).read_text("ascii"))
+            most, now = (int((group / name).read_text("ascii")) for name in (limit, used))
         except (OSError, ValueError):  # no such cgroup version, or no limit ("max")
             continue
-        total, free = min(total, most), min(free, max(most - now, 0))
+        total, free = min(total, most), min(free, max(most - max(now - _counted(group / "memory.stat", cached), 0), 0))
     return total, free
+
+
+def _counted(statistics: Path, name: str) -> int:
+    """A number of a cgroup's memory.stat; 0 if it is not there."""
+    try:
+        lines = statistics.read_text("ascii").splitlines()
+        return next((int(line.split()[1]) for line in lines if line.startswith(f"{name} ")), 0)
+    except (OSError, ValueError, IndexError):
+        return 0
 
 
 def peaks(device: Device = CPU) -> dict[str, float]:

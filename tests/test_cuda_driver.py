@@ -57,6 +57,15 @@ def test_each_problem_has_its_message_and_its_fix(driver, said, fix, has_gpu, mo
     assert str(problem) == f"{problem.what}: {problem.fix}"
 
 
+def test_a_driver_without_the_functions_of_later_ones_is_told_to_be_too_old(monkeypatch):
+    """cuDeviceGetUuid_v2 came with CUDA 11.4."""
+    monkeypatch.delattr(FakeDriver, "cuDeviceGetUuid_v2")
+    install(monkeypatch, FakeDriver(cuda=11020))
+    driver = cuda_driver.read()
+    assert driver.gpus == () and driver.num_gpus == 1
+    assert "too old for CUDA 12" in cuda_driver.problem(driver).what and cuda_driver.problem(driver).has_gpu
+
+
 def test_hidden_gpus_are_told_from_absent_ones(monkeypatch):
     install(monkeypatch, FakeDriver(failure=100))
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "7")

@@ -243,9 +243,26 @@ MEMINFO = "MemTotal:       8000 kB\nMemFree:        1000 kB\nMemAvailable:   600
             },
             (2000, 1000),
         ),
+        (
+            {
+                "sys/fs/cgroup/memory.max": "4096000\n",
+                "sys/fs/cgroup/memory.current": "4095000\n",
+                "sys/fs/cgroup/memory.stat": "anon 1000\nfile 3071500\nactive_file 500\ninactive_file 3071000\n",
+            },
+            (4000, 3000),
+        ),
+        (
+            {
+                "sys/fs/cgroup/memory/memory.limit_in_bytes": "4096000\n",
+                "sys/fs/cgroup/memory/memory.usage_in_bytes": "4095000\n",
+                "sys/fs/cgroup/memory/memory.stat": "inactive_file 7\ntotal_inactive_file 3071000\n",
+            },
+            (4000, 3000),
+        ),
     ],
 )
 def test_memory_obeys_a_containers_limit(files, kilobytes, tmp_path):
+    """Files that it has read are no use of it."""
     write(tmp_path, {"proc/meminfo": MEMINFO, **files})
     assert device.host_memory_bytes(tmp_path) == tuple(1024 * k for k in kilobytes)
 

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
 
+from llmq.ops.seam import signature
 from llmq.tensor import Ref
 
 if TYPE_CHECKING:
@@ -48,25 +49,40 @@ class Backend(Protocol):
     def program(self, calls: Sequence[Call]) -> Call: ...
 
 
+def arguments(step: Step) -> dict[str, Ref]:
+    """What a step reads and writes, by the names of its op's signature; what is absent is left out."""
+    names = signature(step.op)
+    found = {name: result.ref for name, result in zip(names.outputs, step.outputs, strict=True) if result}
+    return found | {name: operand.ref for name, operand in zip(names.inputs, step.inputs, strict=True) if operand}
+
+
+def writes_columns(step: Step) -> bool:
+    """Whether a step writes an fp8 copy transposed."""
+    written = [operand.ref.form for result in step.outputs if result for operand in result.operands]
+    return any(form is not None and form.layout == "col" for form in written)
+
+
 def open_backend(
     device: str,
     *,
     use_graphs: bool = True,
     deterministic: bool = True,
     algorithms: Mapping[str, Any] | None = None,
+    capability: tuple[int, int] | None = None,
 ) -> Backend:
     """The backend of a device: `cpu`, `cuda` on the current GPU, or `planned` for a GPU that is not here.
 
     The CPU is always deterministic. `algorithms` are those of an earlier run, whose bits are then repeated.
+    `capability` is that of a GPU that is planned for: (9, 0).
     """
     if device == "cuda":
         from llmq.backends.cuda import CudaBackend
 
         return CudaBackend(use_graphs=use_graphs, deterministic=deterministic, given=algorithms)
     if device == "planned":
-        from llmq.backends.planned import PlannedBackend
+        from llmq.backends.planned import ANY_CARD, PlannedBackend
 
-        return PlannedBackend(deterministic=deterministic)
+        return PlannedBackend(deterministic=deterministic, capability=capability or ANY_CARD)
     from llmq.backends.host import HostBackend
 
     assert device == "cpu", device

@@ -7,6 +7,7 @@ algorithms timed then, which a capture could not do. The second time it is captu
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
+from contextlib import suppress
 from typing import TYPE_CHECKING, Any
 
 import cupy
@@ -14,16 +15,18 @@ import numpy as np
 from cupy.cuda import runtime
 
 from llmq.arena import aligned, stored_dtype
-from llmq.backends import Call, Op
+from llmq.backends import Call, Op, arguments, writes_columns
 from llmq.errors import MemoryLimitError
 from llmq.ops import cuda
 from llmq.ops.cuda import scratch
 from llmq.ops.cuda.algorithms import Algorithms
 from llmq.ops.cuda.attention import Attention, attention_ops, attention_scratch
+from llmq.ops.cuda.compile import notices as kernel_notices
 from llmq.ops.cuda.cublaslt import Gemms, device_key
 from llmq.ops.cuda.cudnn import Cudnn
+from llmq.ops.cuda.launch import capability
 from llmq.ops.cuda.linear import linear_ops, linear_scratch, planned_problem
-from llmq.ops.seam import signature
+from llmq.ops.cuda.timing import OUT_OF_MEMORY
 from llmq.tensor import DTYPES, Ref, stored_shape
 
 if TYPE_CHECKING:
@@ -32,6 +35,10 @@ if TYPE_CHECKING:
 FP8 = (DTYPES["e4m3"], DTYPES["e5m2"])
 STAGED_BYTES = 1 << 20  # host writes up to this size do not wait for the GPU
 STAGED = 8  # of them may be under way
+OTHER_ALGORITHMS = (
+    "The checkpoint's matrix-product algorithms are those of another GPU, library or llmq, or this one refuses some, "
+    "so this run does not repeat the bits that the old one would have had"
+)
 
 
 class DeviceMemory:
@@ -156,6 +163,8 @@ def _allocate(num_bytes: int) -> int:
     try:
         return int(runtime.malloc(max(num_bytes, 1)))
     except runtime.CUDARuntimeError as error:
+        if error.status != OUT_OF_MEMORY:
+            raise
         free, total = runtime.memGetInfo()
         raise MemoryLimitError(
             f"the GPU refused {num_bytes:,} bytes ({free:,} of {total:,} are free): end other programs on it, or use a "
@@ -172,33 +181,27 @@ class CudaBackend:
     def __init__(
         self, *, use_graphs: bool = True, deterministic: bool = True, given: Mapping[str, Any] | None = None
     ) -> None:
-        self.notices: list[str] = []
+        self._notices: list[str] = []
         self._use_graphs = use_graphs
         self._free_bytes, _ = runtime.memGetInfo()
         self.stream = cupy.cuda.Stream(non_blocking=True)
         self._algorithms = Algorithms(device_key(), given)
-        if not self._algorithms.given_fits:
-            self.notices.append(
-                "The checkpoint's matrix-product algorithms are those of another GPU or library, so this run does not "
-                "repeat the bits that the old one would have had"
-            )
         self._gemms = Gemms(self._algorithms, scratch.take)
         self._attention = Attention(Cudnn(deterministic=deterministic), scratch.take)
         self.ops: Mapping[str, Op] = {**cuda.OPS, **linear_ops(self._gemms), **attention_ops(self._attention)}
 
     def scratch_bytes(self, step: Step) -> int:
-        """Bytes that a step needs beside its arguments. UsageError for attention that this GPU lacks."""
+        """Bytes that a step needs beside its arguments. UsageError for what cuDNN or the kernels lack on this GPU."""
         if step.op.startswith("linear_"):
             return linear_scratch()
-        names = signature(step.op)
-        inputs = {name: operand.ref for name, operand in zip(names.inputs, step.inputs, strict=True) if operand}
+        refs = arguments(step)
         if step.op.startswith("attention_"):
-            qkv, borders = inputs["qkv"], inputs.get("borders")
+            qkv, borders = refs["qkv"], refs.get("borders")
             wanted = tuple(result is not None and bool(result.operands) for result in step.outputs)
             shapes = (qkv.shape, borders.shape if borders else None)
             return attention_scratch(self._attention, step.op, *shapes, qkv.dtype, step.numbers, wanted)
-        outputs = {name: result.ref for name, result in zip(names.outputs, step.outputs, strict=True) if result}
-        return cuda.scratch_bytes(step.op, {name: ref.shape for name, ref in {**outputs, **inputs}.items()})
+        cuda.refuse(step.op, refs, transposed=writes_columns(step), capability=capability())
+        return cuda.scratch_bytes(step.op, {name: ref.shape for name, ref in refs.items()})
 
     def prepare(self, steps: Iterable[Step]) -> None:
         """Chooses an algorithm for every matrix product of the plan, by timing what the table lacks."""
@@ -211,7 +214,13 @@ class CudaBackend:
         with self.stream:
             self._gemms.prepare(problems)
         if problem := self._algorithms.save():
-            self.notices.append(problem)
+            self._notices.append(problem)
+
+    @property
+    def notices(self) -> list[str]:
+        """What the user should know of this GPU, of the caches on disk, and of bits that will not repeat."""
+        lost = [] if self._algorithms.given_fits else [OTHER_ALGORITHMS]
+        return [*lost, *self._notices, *kernel_notices]
 
     @property
     def algorithms(self) -> dict[str, Any]:
@@ -223,14 +232,14 @@ class CudaBackend:
         return self._free_bytes - int(runtime.memGetInfo()[0])
 
     def use_scratch(self, buffer: Any) -> None:
-        """The memory for that, which all calls use in turn."""
+        """The memory that calls need beside their arguments: one buffer, which all of them use in turn."""
         scratch.use(buffer)
 
     def memory(self, persistent: Mapping[str, Ref], arena_bytes: int) -> DeviceMemory:
         """Memory of the current device."""
         memory = DeviceMemory(persistent, arena_bytes, self.stream)
         if not memory.is_pinned:
-            self.notices.append("The system refuses to lock host memory: copies to the GPU wait for each other")
+            self._notices.append("The system refuses to lock host memory: copies to the GPU wait for each other")
         return memory
 
     def program(self, calls: Sequence[Call]) -> Call:
@@ -259,8 +268,11 @@ class _Program:
         self._stream.begin_capture()
         try:
             self._make_calls()
-        finally:
-            graph = self._stream.end_capture()
+        except BaseException:
+            with suppress(runtime.CUDARuntimeError):  # the call that failed has ended the capture itself
+                self._stream.end_capture()
+            raise
+        graph = self._stream.end_capture()
         graph.upload(self._stream)
         return graph
 

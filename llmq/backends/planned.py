@@ -7,14 +7,16 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from llmq.backends import Call, Memory, Op
+from llmq.backends import Call, Memory, Op, arguments, writes_columns
 from llmq.ops import cuda
+from llmq.ops.cuda.attention import exact_scratch, is_exact
 from llmq.ops.cuda.linear import linear_scratch
-from llmq.ops.seam import signature
-from llmq.tensor import Ref
+from llmq.tensor import DTYPES, Ref
 
 if TYPE_CHECKING:
     from llmq.plan.program import Step
+
+ANY_CARD = (9, 0)  # where nobody says which: as much shared memory as any has
 
 
 class PlannedBackend:
@@ -30,12 +32,12 @@ class PlannedBackend:
     algorithms: Mapping[str, Any] = {}
     notices: Sequence[str] = ()
 
-    def __init__(self, *, deterministic: bool = True) -> None:
-        self._deterministic = deterministic
+    def __init__(self, *, deterministic: bool = True, capability: tuple[int, int] = ANY_CARD) -> None:
+        self._deterministic, self._capability = deterministic, capability
 
     def scratch_bytes(self, step: Step) -> int:
-        """Bytes that a step needs beside its arguments."""
-        return planned_scratch(step, self._deterministic)
+        """Bytes that a step needs beside its arguments. UsageError for what the kernels lack on this GPU."""
+        return planned_scratch(step, self._deterministic, self._capability)
 
     def prepare(self, steps: Iterable[Step]) -> None:
         """Never called: see `memory`."""
@@ -58,12 +60,14 @@ class PlannedBackend:
         raise NotImplementedError("a GPU that is only planned for")
 
 
-def planned_scratch(step: Step, deterministic: bool) -> int:
-    """Bytes that a step needs beside its arguments, known without a GPU."""
+def planned_scratch(step: Step, deterministic: bool, capability: tuple[int, int] = ANY_CARD) -> int:
+    """Bytes that a step needs beside its arguments, known without a GPU. UsageError for what the kernels lack on it."""
     if step.op.startswith("linear_"):
         return linear_scratch()
-    names = signature(step.op)
-    refs = {name: operand.ref for name, operand in zip(names.inputs, step.inputs, strict=True) if operand}
+    refs = arguments(step)
+    if step.op.startswith("attention_") and is_exact(DTYPES[refs["qkv"].dtype]):
+        borders = refs["borders"].shape if "borders" in refs else None
+        return exact_scratch(step.op, refs["qkv"].shape, borders, step.numbers)
     if step.op == "attention_backward":
         b, t, width = refs["att"].shape
         heads, kv_heads = step.numbers["num_heads"], step.numbers["num_kv_heads"]
@@ -76,5 +80,6 @@ def planned_scratch(step: Step, deterministic: bool) -> int:
         return full + (2 * b * places * heads * square if deterministic else 4 * b * t * packed)
     if step.op == "attention_forward":
         return 0
-    refs |= {name: result.ref for name, result in zip(names.outputs, step.outputs, strict=True) if result}
+    major, minor = capability
+    cuda.refuse(step.op, refs, transposed=writes_columns(step), capability=10 * major + minor)
     return cuda.scratch_bytes(step.op, {name: ref.shape for name, ref in refs.items()})

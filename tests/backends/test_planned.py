@@ -1,13 +1,21 @@
 """A GPU that is not here: plans know its scratch, and nothing runs on it."""
 
+from contextlib import nullcontext
+from dataclasses import replace
+
 import pytest
-from tiny_engines import BF16, FP8, plan_of, tiny
+from tiny_engines import BF16, FP8, FP32, FP64, plan_of, tiny
 
 from llmq.backends import open_backend
 from llmq.backends.planned import planned_scratch
+from llmq.blocks.attention import Packing
+from llmq.device import backend_settings
 from llmq.engine import Engine
+from llmq.errors import UsageError
+from llmq.optimizer import Hyperparameters
 from llmq.plan.memory import Memory
 from llmq.presets import preset
+from llmq.sections import SystemOptions
 
 GIB = 2**30
 
@@ -30,6 +38,78 @@ def test_the_workspace_is_about_what_was_measured():
 def test_every_step_has_a_size(precision):
     for program in plan_of(precision, config=tiny(hidden_size=64, head_dim=16)).programs.values():
         assert all(planned_scratch(step, True) >= 0 for step in program.steps)
+
+
+@pytest.mark.parametrize("packing", [None, Packing(6, 12)], ids=["dense", "packed"])
+def test_attention_in_fp32_takes_no_workspace_of_cudnn(packing):
+    """Our own kernels have one f32 sum for every query and head, whether or not bits must repeat."""
+    programs = plan_of(FP32, packing=packing).programs.values()
+    steps = [step for program in programs for step in program.steps if step.op.startswith("attention_")]
+    assert {step.op for step in steps} == {"attention_forward", "attention_backward"}
+    for step in steps:
+        b, t, heads = 2, 16, 4
+        for deterministic in (True, False):
+            assert planned_scratch(step, deterministic) == 4 * b * t * heads * (step.op == "attention_backward")
+
+
+CURRENT = "use --fp8-scaling current, or --matmul-dtype bf16"
+FP8_IN_FP32 = replace(FP8["e4m3", "delayed"], model="fp32", master="fp32")
+REFUSED = {
+    "rope, fp32": (FP8_IN_FP32, {"hidden_size": 400, "head_dim": 100}, f"head_dim 100: half of it.* {CURRENT}"),
+    "rope, bf16": (FP8["e4m3", "delayed"], {"head_dim": 20}, f"head_dim 20: half of it.* {CURRENT}"),
+    "heads": (
+        FP8["e4m3", "delayed"],
+        {"head_dim": 18, "qk_norm": True},
+        f"head_dim 18 is no multiple of 4.* {CURRENT}",
+    ),
+    "wide heads, fp32": (
+        FP32,
+        {"head_dim": 256, "qk_norm": True},
+        "head_dim 256 is wider than the 128 .* use --model-dtype bf16 or --device cpu",
+    ),
+    "wide heads, bf16": (
+        BF16,
+        {"head_dim": 264, "qk_norm": True},
+        "head_dim 264 is wider than the 256 .* use --device cpu",
+    ),
+    "exact attention": (FP32, {"head_dim": 264}, "head_dim up to 256, not 264: use --model-dtype bf16"),
+    "norm": (FP8["e4m3", "delayed"], {"hidden_size": 16384}, f"hidden size 16384: .* 262144 .* 231424: {CURRENT}"),
+    "wide norm": (BF16, {"hidden_size": 32776}, "hidden size 32776 is wider than the 32768 .* use --device cpu"),
+    "fp64": (FP64, {}, "stored in fp64, which the GPU kernels do not have: use --device cpu"),
+}
+
+
+@pytest.mark.parametrize(("precision", "shape", "said"), REFUSED.values(), ids=REFUSED)
+def test_shapes_that_the_kernels_do_not_take_are_refused_by_the_plan(precision, shape, said):
+    scratch = open_backend("planned").scratch_bytes
+    with pytest.raises(UsageError, match=said):
+        plan_of(precision, config=tiny(**{"num_layers": 1, **shape}), scratch_bytes=scratch)
+
+
+def test_a_wide_norm_in_fp8_is_refused_by_the_card_and_taken_with_other_scales():
+    """As columns 16 rows of 8192 do not fit a GeForce's 99 KiB."""
+    config = tiny(num_layers=1, hidden_size=8192, head_dim=16)
+    for name, fits in (("H200", True), ("RTX 4090", False)):
+        settings = backend_settings(SystemOptions(gpu=name))
+        scratch = open_backend("planned", **settings).scratch_bytes
+        plan_of(FP8["e4m3", "current"], config=config, scratch_bytes=scratch)
+        with nullcontext() if fits else pytest.raises(UsageError, match=r"size 8192: .* 131072 .* 100352"):
+            plan_of(FP8["e4m3", "delayed"], config=config, scratch_bytes=scratch)
+
+
+@pytest.mark.parametrize(
+    ("precision", "shape", "noise", "said"),
+    [
+        (BF16, {"batch_size": 1, "seq_len": 2**22}, 0, "4194304 tokens is more than the 4194240"),
+        (BF16, {"batch_size": 2**16, "seq_len": 4}, 5.0, "65535 sequences at most on the GPU, not 65536"),
+        (FP32, {"batch_size": 2**16, "seq_len": 4}, 0, "attention in fp32 .* 65535 sequences at most, not 65536"),
+    ],
+    ids=["tokens", "noise", "attention"],
+)
+def test_batches_beyond_a_grid_are_refused_by_the_plan(precision, shape, noise, said):
+    hyper = Hyperparameters(neftune_alpha=noise)
+    with pytest.raises(UsageError, match=f"{said}.* use a smaller --batch-size with more --grad-accumulation"):
+        plan_of(precision, hyper=hyper, scratch_bytes=open_backend("planned").scratch_bytes, **shape)
 
 
 def test_nothing_runs_on_it():

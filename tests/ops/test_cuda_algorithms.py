@@ -1,11 +1,14 @@
 """The table of GEMM algorithms: what is found, what is kept on disk, what a run carries."""
 
 import json
+import sys
 import threading
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
+from llmq.ops.cuda import cublaslt
 from llmq.ops.cuda.algorithms import Algorithms, Choice
 
 DEVICE = "NVIDIA H200, 132 SMs, cuBLASLt 130100"
@@ -79,6 +82,33 @@ def test_a_run_carries_its_algorithms_and_they_come_first(tmp_path):
     assert resumed.find("a") == bytes([7] * 64)
     assert resumed.find("b") == bytes([2] * 64)
     assert resumed.facts()["algorithms"]["a"] == facts["algorithms"]["a"]
+
+
+def test_what_was_given_and_had_to_be_chosen_anew_does_not_fit(tmp_path):
+    """The library refuses an algorithm of the earlier run; another problem is nothing to speak of."""
+    run = Algorithms(DEVICE, folder=tmp_path / "first")
+    run.add("a", choice(7))
+    resumed = Algorithms(DEVICE, given=run.facts(), folder=tmp_path / "second")
+    resumed.add("b", choice(8))
+    assert resumed.given_fits
+    resumed.add("a", choice(9))
+    assert not resumed.given_fits and resumed.find("a") == bytes([9] * 64)
+
+
+def test_a_table_is_for_what_the_library_was_asked_for(monkeypatch):
+    """Another workspace or other ways to add give other proposals."""
+    facts = {"name": b"NVIDIA H200", "multiProcessorCount": 132}
+    runtime = SimpleNamespace(getDevice=lambda: 0, getDeviceProperties=lambda device: facts)
+    lt = SimpleNamespace(get_version=lambda: 130100, ReductionScheme=SimpleNamespace(COMPUTE_TYPE=2))
+    monkeypatch.setitem(sys.modules, "cupy", SimpleNamespace(cuda=SimpleNamespace(runtime=runtime)))
+    for name, module in (("nvmath", SimpleNamespace()), ("nvmath.bindings", SimpleNamespace(cublasLt=lt))):
+        monkeypatch.setitem(sys.modules, name, module)
+    plain = cublaslt.device_key()
+    assert plain == f"{DEVICE}, workspace 33554432, reductions 2"
+    monkeypatch.setattr(cublaslt, "WORKSPACE_BYTES", 2**20)
+    smaller = cublaslt.device_key()
+    lt.ReductionScheme.COMPUTE_TYPE = 6
+    assert len({plain, smaller, cublaslt.device_key()}) == 3
 
 
 def test_algorithms_of_another_device_are_not_used(tmp_path):

@@ -127,7 +127,7 @@ def test_a_head_dim_that_the_exact_kernels_lack_is_named():
 
 def test_a_dtype_without_attention_is_refused():
     with pytest.raises(UsageError, match="float64: use --device cpu"):
-        attention._is_exact(np.dtype(np.float64))
+        attention.is_exact(np.dtype(np.float64))
 
 
 SOME, MORE = [90], [80, 86, 89, 100, 120]
@@ -204,9 +204,7 @@ def cudnn():
     pytest.importorskip("cudnn")
     from llmq.ops.cuda.cudnn import Cudnn
 
-    found = Cudnn()
-    yield found
-    found.close()
+    return Cudnn()
 
 
 @pytest.fixture

@@ -1,8 +1,9 @@
 """Which algorithm runs each matrix product: a table, kept on disk between runs and stored with every run.
 
 An algorithm is the 64 opaque bytes of a `cublasLtMatmulAlgo_t`, valid for one version of cuBLASLt; the same bytes give
-the same bits. So the table belongs to a device (GPU name, multiprocessors, library version), a run folder or checkpoint
-carries the part that the run used, and what is given from there comes before what the disk says.
+the same bits. So the table belongs to a device (GPU name, multiprocessors, library version, what the library was asked
+for), a run folder or checkpoint carries the part that the run used, and what is given from there comes before what the
+disk says.
 """
 
 from __future__ import annotations
@@ -41,10 +42,10 @@ class Algorithms:
         self.device = device
         self.path = (folder or cache_folder("gemm")) / f"{re.sub(r'[^A-Za-z0-9.]+', '-', device)}.json"
         self.given_fits = given is None or given.get("device") == device
-        """Whether the earlier run's algorithms are for this device: if not, its bits cannot be had again."""
+        """Whether the earlier run's algorithms are for this device and all in use: if not, its bits are gone."""
         self._known = _read(self.path, device)
-        if given is not None and self.given_fits:
-            self._known |= _choices(given)
+        self._given = _choices(given) if given is not None and self.given_fits else {}
+        self._known |= self._given
         self._used: dict[str, Choice] = {}
         self._new: dict[str, Choice] = {}
 
@@ -56,7 +57,8 @@ class Algorithms:
         return bytes.fromhex(self._known[problem].algorithm)
 
     def add(self, problem: str, choice: Choice) -> None:
-        """Notes what was chosen."""
+        """Notes what was chosen: for a problem of the earlier run, because the library refuses what that one had."""
+        self.given_fits = self.given_fits and problem not in self._given
         self._known[problem] = self._used[problem] = self._new[problem] = choice
 
     def facts(self) -> dict[str, Any]:

@@ -11,6 +11,7 @@ import numpy as np
 
 from llmq.errors import UsageError
 from llmq.ops.cuda.cudnn import AttentionPlan, AttentionShape, Cudnn
+from llmq.ops.cuda.launch import GRID_SIDE, launch
 from llmq.tensor import DTYPES, Output, Tensor
 
 ROWS, TILE, WARPS = 16, 32, 4  # cuda/attention.cu
@@ -50,7 +51,7 @@ def attention_forward(
     )
     if not att.wanted and not lse.wanted:
         return
-    if _is_exact(qkv.array.dtype):
+    if is_exact(qkv.array.dtype):
         _launch("attention_forward", shape, shape.num_heads, _plain(att), _plain(lse), qkv, borders)
         return
     plan = attention.cudnn.plan("forward" if lse.wanted else "evaluate", shape)
@@ -87,7 +88,7 @@ def attention_backward(
         qkv.shape, borders.shape if borders else None, num_heads, num_kv_heads, window, longest, softmax_scale
     )
     (target,) = d_qkv.tensors
-    if _is_exact(qkv.array.dtype):
+    if is_exact(qkv.array.dtype):
         dots = attention.take(_dots_bytes(shape))
         _launch("attention_backward_q", shape, shape.num_heads, target, d_att, qkv, att, lse, borders, dots)
         _launch("attention_backward_kv", shape, shape.num_kv_heads, target, d_att, qkv, lse, borders, dots)
@@ -120,14 +121,20 @@ def attention_scratch(
     shape = _shape(qkv, borders, **numbers)
     if not any(wanted):
         return 0
-    if _is_exact(DTYPES[dtype]):
-        _check_exact(shape)
-        return _dots_bytes(shape) if op == "attention_backward" else 0
+    if is_exact(DTYPES[dtype]):
+        return exact_scratch(op, qkv, borders, numbers)
     if op == "attention_backward":
         return _places_bytes(shape) + attention.cudnn.plan("backward", shape).workspace_bytes
     att, lse = wanted
     plan: AttentionPlan = attention.cudnn.plan("forward" if lse else "evaluate", shape)
     return _places_bytes(shape) + (0 if att else _att_bytes(shape)) + plan.workspace_bytes
+
+
+def exact_scratch(op: str, qkv: tuple[int, ...], borders: tuple[int, ...] | None, numbers: Mapping[str, Any]) -> int:
+    """Bytes of scratch of a call in f32, which takes no cuDNN. UsageError for shapes that our kernels do not take."""
+    shape = _shape(qkv, borders, **numbers)
+    _check_exact(shape)
+    return _dots_bytes(shape) if op == "attention_backward" else 0
 
 
 def _shape(
@@ -146,7 +153,7 @@ def _shape(
     return AttentionShape(batch, length, num_heads, num_kv_heads, head_dim, window, softmax_scale, max_docs, longest)
 
 
-def _is_exact(dtype: np.dtype) -> bool:
+def is_exact(dtype: np.dtype) -> bool:
     """Whether our own f32 kernels run; UsageError for what neither they nor cuDNN take."""
     if dtype not in (DTYPES["fp32"], DTYPES["bf16"]):
         raise UsageError(f"attention on the GPU reads bf16 or fp32, not {dtype}: use --device cpu")
@@ -158,6 +165,11 @@ def _check_exact(shape: AttentionShape) -> None:
         raise UsageError(
             f"attention in fp32 on the GPU takes a head_dim up to {MAX_EXACT_HEAD_DIM}, not {shape.head_dim}: "
             "use --model-dtype bf16 or --device cpu"
+        )
+    if shape.batch > GRID_SIDE:
+        raise UsageError(
+            f"attention in fp32 on the GPU takes micro-batches of {GRID_SIDE} sequences at most, not {shape.batch}: "
+            "use a smaller --batch-size with more --grad-accumulation"
         )
 
 
@@ -188,8 +200,6 @@ def _find_documents(shape: AttentionShape, borders: Tensor | None, scratch: int)
 
     Once per call, 2 us: the arrays of a piece of the batch count from its own start, and no slot has to hold them.
     """
-    from llmq.ops.cuda.launch import launch
-
     if borders is None:
         return {}
     addresses = {}
@@ -224,8 +234,6 @@ def _plain(output: Output) -> int:
 
 def _launch(entry: str, shape: AttentionShape, heads: int, *arguments: Tensor | int | None) -> None:
     """One f32 kernel: a block per tile of rows, head and sequence."""
-    from llmq.ops.cuda.launch import launch
-
     _check_exact(shape)
     constants = {"HD": shape.head_dim, "GROUP": shape.num_heads // shape.num_kv_heads, "KV_HEADS": shape.num_kv_heads}
     constants["PACKED"] = int(shape.max_docs is not None)

@@ -5,16 +5,18 @@ of the cache covers every byte that is compiled. Shapes and dtypes are constants
 decided per element. CuPy's own compilation is not used: it flushes subnormal numbers to zero (-ftz=true), and its cache
 does not see headers.
 
-Cubins lie in the folder `kernels` of the cache (`cache.py`), under names that hold a hash of their content: a damaged
-one is made anew.
+Cubins lie in the folder `kernels` of the cache (`cache_folder.py`), under names that hold a hash of their content: a
+damaged one is made anew. Where that folder takes none, they stay in memory until the process ends.
 """
 
 from __future__ import annotations
 
 import hashlib
+import os
 import re
 import threading
 from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
@@ -30,6 +32,8 @@ OPTIONS = ("--std=c++17", "--fmad=false", "--ptxas-options=-v", "-diag-suppress=
 Constants = Mapping[str, int | str]  # numbers and type names
 _lock = threading.Lock()
 _modules: dict[tuple[Any, ...], Any] = {}
+notices: list[str] = []
+"""What the user should know of the cache: why kernels are not kept."""
 
 
 @dataclass(frozen=True)
@@ -104,7 +108,7 @@ def resources(log: str) -> dict[str, Resources]:
 
 
 def cubin_file(name: str, capability: int, constants: Constants) -> Path:
-    """File with the cubin, compiled unless it is there already and whole."""
+    """File with the cubin, compiled unless it is there already and whole; in memory if the cache cannot keep it."""
     from cuda.bindings import nvrtc
 
     version = nvrtc.nvrtcVersion()[1:]
@@ -112,13 +116,28 @@ def cubin_file(name: str, capability: int, constants: Constants) -> Path:
     key = hashlib.sha256(repr(parts).encode()).hexdigest()[:32]
     folder = cache_folder("kernels")
     for path in folder.glob(f"{name}-{key}-*.cubin"):
-        if path.stem.rsplit("-", 1)[1] == _digest(path.read_bytes()):
-            return path
-        path.unlink(missing_ok=True)
+        with suppress(OSError):  # another process has just removed it, or nobody may
+            if path.stem.rsplit("-", 1)[1] == _digest(path.read_bytes()):
+                return path
+            path.unlink()
     cubin, _ = compiled(name, capability, constants)
     path = folder / f"{name}-{key}-{_digest(cubin)}.cubin"
-    write_whole(path, cubin)
+    try:
+        write_whole(path, cubin)
+    except OSError as error:
+        notice = f"Compiled kernels are not kept for the next run: {folder}: {error.strerror or error}"
+        if notice not in notices:
+            notices.append(notice)
+        return _in_memory(path.name, cubin)
     return path
+
+
+def _in_memory(name: str, content: bytes) -> Path:
+    """A file without a disk. It stays open: CuPy remembers modules by their path, which must not be another's later."""
+    handle = os.memfd_create(name)
+    with os.fdopen(handle, "wb", closefd=False) as file:
+        file.write(content)
+    return Path(f"/proc/self/fd/{handle}")
 
 
 def kernel(name: str, entry: str, constants: Constants) -> Any:

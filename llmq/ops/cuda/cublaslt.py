@@ -29,7 +29,7 @@ FP8 = ("e4m3", "e5m2")
 COMPUTE_32F = 68  # cublasComputeType_t: sums in f32, and f32 operands as they are (no TF32)
 # cublasLtMatmulMatrixScale_t: one factor; one per row of op(A), column of op(B); per 128 of its numbers; per 128 x 128
 SCALES = {"tensor": 0, "row": 3, "block": 4, "tile": 5}
-WORKSPACE_BYTES = 32 * 2**20  # what the library may use; the table depends on it
+WORKSPACE_BYTES = 32 * 2**20  # what the library may use
 CANDIDATES = 64  # asked for; cuBLASLt 13.1 gives 8 for large problems
 ALIGNMENT = 256  # bytes beyond which more alignment helps no kernel
 
@@ -286,7 +286,7 @@ class Gemms:
         preference = lt.matmul_preference_create()
         limits = {
             names.MAX_WORKSPACE_BYTES: WORKSPACE_BYTES,
-            names.REDUCTION_SCHEME_MASK: int(lt.ReductionScheme.COMPUTE_TYPE),
+            names.REDUCTION_SCHEME_MASK: _reductions(lt),
             names.MIN_ALIGNMENT_A_BYTES: problem.alignment,
             names.MIN_ALIGNMENT_B_BYTES: problem.alignment,
             names.MIN_ALIGNMENT_C_BYTES: problem.alignment,
@@ -338,12 +338,19 @@ def refusal(problem: Problem) -> str:
 
 
 def device_key() -> str:
-    """What an algorithm is valid for: GPU, its multiprocessors, and the library's version."""
+    """What an algorithm is valid for: GPU, its multiprocessors, the library's version, and what it was asked for."""
     import cupy
     from nvmath.bindings import cublasLt
 
     facts = cupy.cuda.runtime.getDeviceProperties(cupy.cuda.runtime.getDevice())
-    return f"{facts['name'].decode()}, {facts['multiProcessorCount']} SMs, cuBLASLt {cublasLt.get_version()}"
+    gpu = f"{facts['name'].decode()}, {facts['multiProcessorCount']} SMs"
+    asked = f"workspace {WORKSPACE_BYTES}, reductions {_reductions(cublasLt)}"
+    return f"{gpu}, cuBLASLt {cublasLt.get_version()}, {asked}"
+
+
+def _reductions(lt: Any) -> int:
+    """The mask of the ways in which sums over split K may be added: in f32, in the workspace."""
+    return int(lt.ReductionScheme.COMPUTE_TYPE)
 
 
 def _stream() -> int:

@@ -109,11 +109,6 @@ class Cudnn:
         tensors = {plan.uids[name]: pointer for name, pointer in pointers.items()}
         plan.graph.execute(tensors, workspace, handle=self._handle)
 
-    def close(self) -> None:
-        """Gives plans and handle back."""
-        self._plans = {}
-        self._cudnn.destroy_handle(self._handle)
-
     def _forward(self, graph: Any, s: AttentionShape, kind: str) -> dict[str, Any]:
         tensors = self._places(graph, s)
         inputs = self._packed(graph, s, tensors)

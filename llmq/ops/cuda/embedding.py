@@ -7,7 +7,9 @@ from typing import Any
 
 import numpy as np
 
+from llmq.errors import UsageError
 from llmq.ops.cuda.launch import (
+    GRID_SIDE,
     access,
     capability,
     launch,
@@ -43,6 +45,7 @@ def embedding_backward(d_weight: Output, /, d_res: Tensor, tokens: Tensor) -> No
         return
     target, ids, (vocab, columns) = plain(d_weight), pointer(tokens), d_weight.shape
     count = rows_of(d_res.shape)
+    refuse_tokens(count)
     constants = _constants(type_of(d_res), type_of(d_weight), columns, vocab, count)
     if not d_weight.accumulate:
         array: Any = d_weight.tensors[0].array
@@ -71,6 +74,15 @@ def embedding_backward(d_weight: Output, /, d_res: Tensor, tokens: Tensor) -> No
 def embedding_backward_scratch(d_weight: tuple[int, ...], d_res: tuple[int, ...]) -> int:
     """Bytes of scratch for these shapes."""
     return sum(_scratch_sizes(d_res, d_weight[0]))
+
+
+def refuse_tokens(count: int) -> None:
+    """UsageError for more tokens than one launch adds."""
+    if count > GRID_SIDE * PIECE:
+        raise UsageError(
+            f"a micro-batch of {count} tokens is more than the {GRID_SIDE * PIECE} for which the GPU adds the "
+            "embedding's gradient at once: use a smaller --batch-size with more --grad-accumulation"
+        )
 
 
 def _scratch_sizes(d_res: tuple[int, ...], vocab: int) -> list[int]:

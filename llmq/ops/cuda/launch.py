@@ -20,14 +20,22 @@ NAMES = {DTYPES[name]: name for name in TYPES}
 TILE_THREADS, TILE_LANES, TILE_ROWS, SUMS_ROWS = 256, 32, 128, 256  # forms.cuh
 SUM_THREADS, SUM_COLUMNS = 1024, 32  # columns.cuh
 VALUE, COPY, ROW, COL, SUMS, AMAX = 1, 2, 4, 8, 16, 32  # forms.cuh
+GRID_SIDE = 65535  # blocks along the second and the third axis of a grid, at most
+DEFAULT_SHARED_BYTES = 48 * 1024  # that a block gets unasked, what its kernel declares included
+STATIC_BYTES = 1024  # of shared memory that a kernel declares at most, where its launcher gives it more
 
 
 def type_of(tensor: Tensor | Output) -> str:
     """Type name of a value in the kernels; UsageError for what they do not know (fp64)."""
-    name = tensor.dtype if isinstance(tensor, Output) else NAMES.get(tensor.array.dtype, str(tensor.array.dtype))
-    if name not in TYPES:
-        raise UsageError(f"{tensor.name} is stored in {name}, which the GPU kernels do not have: use --device cpu")
-    return TYPES[name]
+    dtype = tensor.dtype if isinstance(tensor, Output) else NAMES.get(tensor.array.dtype, str(tensor.array.dtype))
+    return kind_of(dtype, tensor.name)
+
+
+def kind_of(dtype: str, name: str) -> str:
+    """Type name of a dtype; UsageError, which says of what, as `type_of`."""
+    if dtype not in TYPES:
+        raise UsageError(f"{name} is stored in {dtype}, which the GPU kernels do not have: use --device cpu")
+    return TYPES[dtype]
 
 
 def size_of(*types: str) -> int:
@@ -115,9 +123,9 @@ def capability() -> int:
     return device_capability(cupy.cuda.runtime.getDevice())
 
 
-def shared_bytes_limit() -> int:
-    """Bytes of shared memory that a block may have on the current device."""
-    return {80: 163, 90: 227, 100: 227, 103: 227}.get(capability(), 99) * 1024
+def shared_bytes_limit(card: int | None = None) -> int:
+    """Bytes of shared memory that a block may have on a card of this capability (90 is 9.0), or on this device."""
+    return {80: 163, 90: 227, 100: 227, 103: 227}.get(capability() if card is None else card, 99) * 1024
 
 
 def multiprocessors() -> int:
@@ -142,6 +150,6 @@ def launch(
     if not math.prod(grid):
         return
     function = kernel(name, entry, constants)
-    if shared_bytes > 48 * 1024:
+    if shared_bytes + STATIC_BYTES > DEFAULT_SHARED_BYTES:
         function.max_dynamic_shared_size_bytes = shared_bytes
     function(grid, (threads,), arguments, shared_mem=shared_bytes)

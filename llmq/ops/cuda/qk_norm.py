@@ -4,7 +4,20 @@ from __future__ import annotations
 
 import numpy as np
 
-from llmq.ops.cuda.launch import SUM_THREADS, SUMS_ROWS, access, adds, forms, launch, plain, pointer, rows_of, type_of
+from llmq.errors import UsageError
+from llmq.ops.cuda.launch import (
+    COL,
+    SUM_THREADS,
+    SUMS_ROWS,
+    access,
+    adds,
+    forms,
+    launch,
+    plain,
+    pointer,
+    rows_of,
+    type_of,
+)
 from llmq.ops.cuda.scratch import take
 from llmq.tensor import Output, Tensor
 
@@ -72,11 +85,27 @@ def qk_norm_backward_scratch(qkv: tuple[int, ...], q_weight: tuple[int, ...]) ->
     return -(-rows_of(qkv) // SUMS_ROWS) * (qkv[-1] // q_weight[-1]) * q_weight[-1] * 4
 
 
+def refuse_heads(kind: str, head_dim: int, *, transposed: bool) -> None:
+    """UsageError for heads that no warp holds, or, to be written as fp8 columns, that are no multiple of 4."""
+    number = access(head_dim, kind)
+    if head_dim > 32 * number:
+        fix = "--model-dtype bf16 or --device cpu" if kind == "float" else "--device cpu"
+        raise UsageError(
+            f"head_dim {head_dim} is wider than the {32 * number} that a warp of the GPU normalises, {number} numbers "
+            f"at a time: use {fix}"
+        )
+    if transposed and number < 4:
+        raise UsageError(
+            f"head_dim {head_dim} is no multiple of 4, as gradients need that are written as fp8 columns: use "
+            "--fp8-scaling current, or --matmul-dtype bf16"
+        )
+
+
 def _constants(
     kind: str, gradient: str, width: int, heads: int, kv_heads: int, wanted: dict[str, int | str]
 ) -> dict[str, int | str]:
+    refuse_heads(kind, width, transposed=bool(int(wanted["FORMS"]) & COL))
     number = access(width, kind)
     lanes = 1 << (width // number - 1).bit_length()
-    assert lanes <= 32, f"head_dim {width} is too wide for one warp"
     sizes = {"HQ": heads, "HKV": kv_heads, "HD": width, "N": number, "LANES": lanes}
     return {"T": kind, "G": gradient, **sizes, **wanted}

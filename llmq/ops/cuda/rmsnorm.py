@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import numpy as np
 
+from llmq.errors import UsageError
 from llmq.ops.cuda.launch import (
     COL,
+    STATIC_BYTES,
     SUM_COLUMNS,
     SUM_THREADS,
     SUMS,
@@ -24,7 +26,9 @@ from llmq.tensor import Output, Tensor
 
 PARTS = 512  # blocks of the backward pass, and partial rows of the weight's gradient: about 4 blocks per multiprocessor
 HELD = 4  # accesses of a row that a lane holds at most
-TALL = 64  # rows of a tile that is written transposed, where shared memory has room; a part is a multiple of it
+MOST_WARPS = 32  # of a block
+# rows of a tile that is written transposed, the most that shared memory has room for; a part is a multiple of all
+TALL, MIDDLE, LOW = 64, 32, 16
 
 
 def rmsnorm_forward(x: Output, rstd: Output, /, res: Tensor, weight: Tensor, *, eps: float) -> None:
@@ -65,6 +69,23 @@ def rmsnorm_backward_scratch(res: tuple[int, ...]) -> int:
     return -(-rows // _rows_per_part(rows)) * res[-1] * 4
 
 
+def refuse_norm(kind: str, columns: int, *, transposed: bool, shared_bytes: int) -> None:
+    """UsageError for rows that no block holds, or, to be written as fp8 columns, no block of so much shared memory."""
+    number = access(columns, kind)
+    if columns > number * 32 * HELD * MOST_WARPS:
+        raise UsageError(
+            f"hidden size {columns} is wider than the {number * 32 * HELD * MOST_WARPS} that a block of the GPU "
+            f"normalises, {number} numbers at a time: use --device cpu"
+        )
+    tile = LOW * _pitch(columns)
+    if transposed and tile > shared_bytes - STATIC_BYTES:
+        raise UsageError(
+            f"hidden size {columns}: to be written as columns {LOW} rows in fp8 take {tile} bytes of shared memory, "
+            f"and a block of this GPU has {shared_bytes - STATIC_BYTES}: use --fp8-scaling current, or "
+            "--matmul-dtype bf16"
+        )
+
+
 def _rows_per_part(rows: int) -> int:
     """Rows of one block: a multiple of a tile's, so that parts do not depend on the forms."""
     return max(TALL, -(-rows // (PARTS * TALL)) * TALL)
@@ -74,17 +95,17 @@ def _constants(
     kind: str, gradient: str, columns: int, wanted: dict[str, int | str], *, forward: bool
 ) -> dict[str, int | str]:
     assert not int(wanted["FORMS"]) & SUMS, "nobody reads column sums of what a norm writes"
+    transposed, most = bool(int(wanted["FORMS"]) & COL), shared_bytes_limit()
+    refuse_norm(kind, columns, transposed=transposed, shared_bytes=most)
     number = access(columns, kind)
     accesses = columns // number
     group = -(-accesses // (32 * HELD))
-    assert group <= 32, f"hidden size {columns} is too wide for one block"
-    transposed = bool(int(wanted["FORMS"]) & COL)
     warps, blocks, ahead = _shape(group, forward, transposed)
     groups = rows = max(1, warps // group)
     if transposed:
-        limit = shared_bytes_limit() - 1024
-        heights = ((TALL, limit // 2), (32, limit), (16, limit))  # rows, and bytes that a block may have
-        rows = next((rows for rows, most in heights if rows * _pitch(columns) <= most), 16)
+        limit = most - STATIC_BYTES
+        heights = ((TALL, limit // 2), (MIDDLE, limit), (LOW, limit))  # rows, and bytes that a block may have
+        rows = next(rows for rows, room in heights if rows * _pitch(columns) <= room)
     held = -(-accesses // (32 * group))
     sizes = {"C": columns, "N": number, "GROUP": group, "VPT": held, "GROUPS": groups, "ROWS": rows}
     return {"T": kind, "G": gradient, **sizes, "BLOCKS": blocks, "AHEAD": ahead, **wanted}
@@ -96,8 +117,9 @@ def _shape(group: int, forward: bool, transposed: bool) -> tuple[int, int, int]:
     Backward has the same groups whatever the forms: they decide the order in which the weight's gradient is added.
     """
     if forward:
-        return (16 if group < 4 else 32, 1, 0) if transposed else (4, 1, 0)
-    warps = max(4, 2 * group)
+        return (16 if group < 4 else MOST_WARPS, 1, 0) if transposed else (4, 1, 0)
+    # two groups of more than 8 warps would leave a thread 64 registers, and more than 16 are no block
+    warps = max(4, 2 * group) if group <= 8 else group
     if transposed:
         return warps, 2 if warps == 4 else 1, 1
     return warps, 16 // warps if warps <= 8 else 1, 0

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 
+from llmq.errors import UsageError
 from llmq.ops.cuda.launch import (
     COL,
     SUMS,
@@ -35,6 +36,15 @@ def rope_backward(
     _turn(d_qkv, d_out, table, positions, num_heads, num_kv_heads, -1)
 
 
+def refuse_halves(kind: str, head_dim: int, *, transposed: bool) -> None:
+    """UsageError for heads whose halves cannot be written as fp8 columns, which are put together four at a time."""
+    if transposed and access(head_dim // 2, kind) < 4:
+        raise UsageError(
+            f"head_dim {head_dim}: half of it is no multiple of 4, as gradients need that are written as fp8 columns: "
+            "use --fp8-scaling current, or --matmul-dtype bf16"
+        )
+
+
 def _turn(
     out: Output, x: Tensor, table: Tensor, positions: Tensor, num_heads: int, num_kv_heads: int, sign: int
 ) -> None:
@@ -45,6 +55,7 @@ def _turn(
     wanted, outputs = forms(out)
     in_place = wanted["FORMS"] == VALUE and outputs[0] == pointer(x)
     bits, number = int(wanted["FORMS"]), access(width // 2, kind)
+    refuse_halves(kind, width, transposed=bool(bits & COL))
     if bits & (SUMS | COL):
         # angles of 4 channels are 16 bytes, and serve two heads; a row of lanes is half a head where that is 8 or 16
         number, together = min(number, 4), 2

@@ -19,6 +19,7 @@ from llmq.tensor import DTYPES
 FINALISTS, ROUNDS, REPEATS = 8, 3, 3
 CLEARLY_SLOWER = 1.5  # than the best so far: not worth a second look
 PATTERN = 1_048_573  # random numbers, repeated: a prime, so that no row repeats another
+OUT_OF_MEMORY = 2  # cudaErrorMemoryAllocation
 COMPARED_BYTES = 16 * 2**20  # of the result, at either end
 
 
@@ -99,6 +100,8 @@ class _Memory:
                     self.addresses[name] = self._runtime.malloc(size)
         except self._runtime.CUDARuntimeError as error:
             self.__exit__()
+            if error.status != OUT_OF_MEMORY:
+                raise
             need, free = sum(self.sizes.values()) / 2**20, self._runtime.memGetInfo()[0] / 2**20
             raise MemoryLimitError(
                 f"choosing an algorithm for the matrix product {what} takes {need:.0f} MiB of GPU memory and "
@@ -167,7 +170,8 @@ def _tile(address: int, num_bytes: int, host: np.ndarray, stream: int) -> None:
     from cupy.cuda import runtime
 
     done = min(num_bytes, host.nbytes)
-    runtime.memcpy(address, host.ctypes.data, done, runtime.memcpyHostToDevice)
+    runtime.memcpyAsync(address, host.ctypes.data, done, runtime.memcpyHostToDevice, stream)
+    runtime.streamSynchronize(stream)  # `host` may be gone after this call
     while done < num_bytes:
         more = min(done, num_bytes - done)
         runtime.memcpyAsync(address + done, address, more, runtime.memcpyDeviceToDevice, stream)

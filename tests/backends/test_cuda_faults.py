@@ -1,0 +1,147 @@
+"""What the CUDA backend does when CUDA fails, on a CuPy that is made up: errors keep their meaning, and runs go on."""
+
+import importlib.util
+import sys
+from types import ModuleType, SimpleNamespace
+
+import pytest
+
+from llmq.errors import MemoryLimitError
+from llmq.ops.cuda import timing
+from llmq.ops.cuda.algorithms import Choice
+
+OUT_OF_MEMORY, LAUNCH_FAILURE = 2, 719  # cudaError_t
+
+
+class CudaError(RuntimeError):
+    """CUDARuntimeError."""
+
+    def __init__(self, status):
+        super().__init__(f"error {status}")
+        self.status = status
+
+
+class Runtime:
+    """Memory that fails with `status`, and a list of the copies."""
+
+    CUDARuntimeError = CudaError
+    memcpyHostToDevice, memcpyDeviceToDevice = 1, 3
+
+    def __init__(self):
+        self.status, self.calls = 0, []
+
+    def malloc(self, size):
+        if self.status:
+            raise CudaError(self.status)
+        return 4096
+
+    def free(self, address):
+        self.calls.append(("free", address))
+
+    def memGetInfo(self):
+        return 2**30, 2**31
+
+    def memcpyAsync(self, to, source, size, kind, stream):
+        self.calls.append(("copy", to, size, kind, stream))
+
+    def streamSynchronize(self, stream):
+        self.calls.append(("wait", stream))
+
+
+@pytest.fixture
+def runtime(monkeypatch):
+    """The runtime of the made-up CuPy."""
+    found, attributes = Runtime(), {"L2CacheSize": 2**20}
+    cupy, cuda = ModuleType("cupy"), ModuleType("cupy.cuda")
+    cupy.cuda, cuda.runtime = cuda, found
+    cuda.Device, cuda.Stream = (
+        lambda: SimpleNamespace(attributes=attributes),
+        lambda non_blocking: SimpleNamespace(ptr=7),
+    )
+    monkeypatch.setitem(sys.modules, "cupy", cupy)
+    monkeypatch.setitem(sys.modules, "cupy.cuda", cuda)
+    return found
+
+
+@pytest.fixture
+def cuda(runtime):
+    """llmq.backends.cuda on it, known to nobody else."""
+    spec = importlib.util.find_spec("llmq.backends.cuda")
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def test_only_an_allocation_that_is_refused_is_a_lack_of_memory(runtime, cuda):
+    """What an earlier kernel did wrong may be told by any later call."""
+    for allocate in (lambda: cuda._allocate(100), lambda: timing._Memory({"a": 100}, 7, "a product")):
+        runtime.status = OUT_OF_MEMORY
+        with pytest.raises(MemoryLimitError, match="use a smaller --batch-size"):
+            allocate()
+        runtime.status = LAUNCH_FAILURE
+        with pytest.raises(CudaError, match="719"):
+            allocate()
+
+
+def test_random_numbers_are_copied_in_the_order_of_the_stream(runtime):
+    """Copies that follow are on it too, and it does not wait for others."""
+    size = 4 * timing.PATTERN
+    timing.fill_random(4096, 3 * size, "fp32", 7)
+    first, wait, *more = runtime.calls
+    assert first == ("copy", 4096, size, runtime.memcpyHostToDevice, 7) and wait == ("wait", 7)
+    assert [call[2:] for call in more] == [(size, runtime.memcpyDeviceToDevice, 7)] * 2
+
+
+class Stream:
+    """A stream whose capture ends with an error, if a call within it failed."""
+
+    def __init__(self):
+        self.failed = False
+
+    def __enter__(self):
+        return self
+
+    def __exit__(self, *_):
+        pass
+
+    def begin_capture(self):
+        pass
+
+    def end_capture(self):
+        if self.failed:
+            raise CudaError(901)
+        return SimpleNamespace(upload=lambda stream: None, launch=lambda stream: None)
+
+
+def test_what_failed_within_a_capture_is_what_is_told(cuda):
+    stream, wrong = Stream(), []
+
+    def call():
+        if wrong:
+            stream.failed = True
+            raise ValueError("the cause")
+
+    program = cuda._Program([call], stream, True)
+    program()
+    wrong.append(1)
+    with pytest.raises(ValueError, match="the cause"):
+        program()
+    wrong.clear()
+    stream.failed = False
+    program()
+
+
+def test_bits_that_will_not_repeat_and_kernels_that_are_not_kept_are_told(runtime, cuda, monkeypatch, tmp_path):
+    monkeypatch.setenv("LLMQ_CACHE_DIR", str(tmp_path))
+    monkeypatch.setattr(cuda, "kernel_notices", kernels := [])
+    monkeypatch.setattr(cuda, "device_key", lambda: "H200")
+    for name in ("Gemms", "Cudnn"):
+        monkeypatch.setattr(cuda, name, lambda *arguments, **numbers: None)
+    old = {"algorithm": bytes(64).hex(), "microseconds": 1.0, "first_microseconds": 1.0, "candidates": 8}
+    backend = cuda.CudaBackend(given={"device": "H200", "algorithms": {"a product": old}})
+    assert backend.notices == []
+    backend._algorithms.add("a product", Choice(**{**old, "algorithm": bytes([1] * 64).hex()}))
+    kernels.append("kernels are not kept")
+    assert len(backend.notices) == 2 and "does not repeat the bits" in backend.notices[0]
+    assert backend.notices[1] == "kernels are not kept"
+    assert cuda.CudaBackend(given={"device": "H100", "algorithms": {}}).notices[0] == backend.notices[0]
