@@ -61,6 +61,11 @@ class Checkpoints:
         self._interval = options.ckpt_interval
         self._continue = options.continue_
 
+    @property
+    def continues(self) -> bool:
+        """Whether the run is to go on from a checkpoint, if there is one."""
+        return self._continue is not None
+
     def due(self, step: int, *, last: bool = False) -> bool:
         """Whether to save after the update `step` (from 1): each n-th one, and the last of the run."""
         return last or (self._interval > 0 and step % self._interval == 0)
@@ -79,19 +84,26 @@ class Checkpoints:
             )
         return None
 
-    def peak_bytes(self, one: int) -> int:
-        """Most bytes that this run's checkpoints take at a time, `one` each, beyond what is in the folder already.
+    def peak_bytes(self, one: int, first: int, last: int) -> int:
+        """Most bytes that the checkpoints of the steps first to last take at a time beyond what is there, `one` each.
 
         One more than is kept, because older ones go only after the new one is complete; with --ckpt-keep-n 0, which
         keeps all, only the first one is counted.
         """
-        return max(one, one * (self.keep + 1 - len(_found(self.folder)))) if self.keep else one
+        due = 1 + ((last - 1) // self._interval - (first - 1) // self._interval if self._interval else 0)
+        return one * max(1, min(due, self.keep + 1 - len(_found(self.folder)))) if self.keep else one
 
     def save(
-        self, step: int, tensors: Iterable[tuple[str, np.ndarray]], state: Mapping[str, Any], num_bytes: int
+        self,
+        step: int,
+        tensors: Iterable[tuple[str, np.ndarray]],
+        state: Mapping[str, Any],
+        num_bytes: int,
+        *,
+        beside: bool = False,
     ) -> Path:
-        """As the function `save`, into this run's folder."""
-        return save(self.folder, step, tensors, state, self.keep, num_bytes=num_bytes)
+        """As the function `save`, into this run's folder; with `beside` no older checkpoint goes."""
+        return save(self.folder, step, tensors, state, 0 if beside else self.keep, num_bytes=num_bytes)
 
 
 def folder_name(step: int) -> str:

@@ -11,6 +11,14 @@ from pathlib import Path
 from llmq.errors import StorageError
 
 
+def shown(num_bytes: int) -> str:
+    """`12.3 GiB`, `45.6 MiB` or `789 bytes`."""
+    sizes = ((2**30, "GiB"), (2**20, "MiB"))
+    return next(
+        (f"{num_bytes / size:,.1f} {unit}" for size, unit in sizes if num_bytes >= size), f"{num_bytes:,} bytes"
+    )
+
+
 def existing_folder(folder: Path) -> Path:
     """The nearest folder upwards that is there."""
     folder = folder.absolute()
@@ -43,14 +51,14 @@ def check_free_space(needs: Mapping[str, tuple[Path, int]]) -> None:
             )
             continue
         disk = disks.setdefault(os.stat(there).st_dev, (there, [], []))
-        disk[1].append(f"{what} in {folder} needs {num_bytes:,}")
+        disk[1].append(f"{what} in {folder}: {shown(num_bytes)} needed")
         disk[2].append(num_bytes)
     for there, texts, sizes in disks.values():
         free = shutil.disk_usage(there).free
         if sum(sizes) > free:
             problems.append(
-                f"{' and '.join(texts)} bytes, {free:,} are free, {sum(sizes) - free:,} are missing: free space there, "
-                "or choose folders on another disk"
+                f"{' and '.join(texts)}, {shown(free)} are free, {shown(sum(sizes) - free)} are missing: free space "
+                "there, choose folders on another disk, or keep fewer checkpoints with --ckpt-keep-n"
             )
     if problems:
         raise StorageError("\n".join(problems))

@@ -145,11 +145,10 @@ class Export:
     tokenizer_folder: Path | None
     overwrite: bool
 
-    def check(self) -> int:
-        """Bytes that the export needs; StorageError or DataError for whatever would make it fail."""
-        return check_export(
-            self.folder, self.rows, self.dtype, tokenizer_folder=self.tokenizer_folder, overwrite=self.overwrite
-        )
+    def check(self, *, room: bool = True) -> int:
+        """Bytes that the export needs; as check_export for whatever would make it fail."""
+        about: dict[str, Any] = {"tokenizer_folder": self.tokenizer_folder, "overwrite": self.overwrite}
+        return check_export(self.folder, self.rows, self.dtype, **about, room=room)
 
     def write(self, read: Callable[[Row], np.ndarray]) -> Path:
         """Writes the model, whose values `read` gives in the row's shape, and returns its folder."""
@@ -197,11 +196,18 @@ def _pieces(rows: Sequence[Row]) -> list[Piece]:
 
 
 def check_export(
-    folder: Path, rows: Sequence[Row], dtype: str, *, tokenizer_folder: Path | None, overwrite: bool
+    folder: Path,
+    rows: Sequence[Row],
+    dtype: str,
+    *,
+    tokenizer_folder: Path | None,
+    overwrite: bool,
+    room: bool = True,
 ) -> int:
     """Bytes that write_model with these arguments needs; raises what it would raise, without writing.
 
-    StorageError: a model is there and `overwrite` is false, the folder cannot be replaced, or the disk is too full.
+    StorageError: a model is there and `overwrite` is false, the folder cannot be replaced, or, with `room`, the disk is
+    too full.
     DataError: the source's generation_config.json is corrupt. UsageError: a dtype that is no weight type.
     """
     folder = _resolved(folder)
@@ -213,7 +219,8 @@ def check_export(
     with _disk_errors(folder):
         _finish_replacement(folder)
         _check_target(folder, overwrite)
-        check_free_space({"the model": (folder, needed)})
+        if room:
+            check_free_space({"the model": (folder, needed)})
     return needed
 
 

@@ -1,23 +1,27 @@
-"""Ctrl-C and SIGTERM: in training the first asks a run to end after its step; elsewhere they end it by an exception."""
+"""Ctrl-C, SIGTERM and SIGHUP: in training the first asks a run to end after its step; elsewhere they end it at once."""
 
 from __future__ import annotations
 
+import os
 import signal
+import sys
 import threading
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from types import FrameType, TracebackType
 from typing import Any
 
 from llmq.errors import INTERRUPTED, TERMINATED
 
-EXIT_CODES = {signal.SIGINT: INTERRUPTED, signal.SIGTERM: TERMINATED}
+EXIT_CODES = {signal.SIGINT: INTERRUPTED, signal.SIGTERM: TERMINATED, signal.SIGHUP: TERMINATED}
+HEARD = "\nEnding after this step. A second Ctrl-C ends at once, without the steps since the last checkpoint.\n"
 
 
 class Interrupt:
-    """While entered, SIGINT and SIGTERM set `exit_code` instead of ending the process; then all is as before.
+    """While entered, the signals set `exit_code` instead of ending the process; then all is as before.
 
-    Only the main thread may handle signals: entered in another one (a notebook's worker), it does nothing.
+    A signal that is ignored (SIGHUP under nohup) stays so. Only the main thread may handle signals: entered in another
+    one (a notebook's worker), it does nothing.
     """
 
     def __init__(self) -> None:
@@ -29,7 +33,8 @@ class Interrupt:
 
     def __enter__(self) -> Interrupt:
         if threading.current_thread() is threading.main_thread():
-            self._before = {number: signal.signal(number, self._handle) for number in EXIT_CODES}
+            heard = [number for number in EXIT_CODES if signal.getsignal(number) is not signal.SIG_IGN]
+            self._before = {number: signal.signal(number, self._handle) for number in heard}
         return self
 
     def __exit__(
@@ -40,6 +45,9 @@ class Interrupt:
     def _handle(self, number: int, frame: FrameType | None) -> None:
         self.exit_code = EXIT_CODES[signal.Signals(number)]
         self._restore()  # the second signal does what it did before
+        if number == signal.SIGINT:
+            with suppress(OSError, ValueError):  # print() could be the very thing that was interrupted
+                os.write(sys.stderr.fileno(), HEARD.encode())
 
     def _restore(self) -> None:
         for number, handler in self._before.items():

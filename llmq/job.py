@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
+
+import numpy as np
 
 from llmq import auto, device, gemm_speed, optimizer
 from llmq.backends import Backend, open_backend
@@ -16,7 +18,7 @@ from llmq.config import ModelConfig
 from llmq.data.loader import Data, open_data
 from llmq.data.prepare import open_named, sample_text
 from llmq.device import Device
-from llmq.disk import check_free_space
+from llmq.disk import check_free_space, shown
 from llmq.errors import UsageError
 from llmq.gemm_speed import GemmSpeed
 from llmq.gpu_log import GpuWatch
@@ -27,10 +29,10 @@ from llmq.plan import memory, precision
 from llmq.plan.advice import refuse_if_too_large
 from llmq.plan.plan import Plan, make_plan
 from llmq.plan.precision import Precision
-from llmq.rows import num_parameters, padded_vocab
+from llmq.rows import Row, num_parameters, padded_vocab, parameter_rows
 from llmq.schedule import Schedule, make_schedule
 from llmq.sections import RunOptions
-from llmq.source import ModelSource, open_source
+from llmq.source import ModelSource, initial_parameters, open_source
 from llmq.tensor import DTYPES
 
 MIB = 2**20
@@ -44,6 +46,7 @@ class Job:
     backend: Backend
     seed: int
     source: ModelSource
+    parameters: Iterator[tuple[Row, np.ndarray]] | None
     data: Data
     schedule: Schedule
     plan: Plan
@@ -93,7 +96,10 @@ def prepare(options: Options, log: RunLog) -> Job:
     checkpoints = Checkpoints(options.checkpoint)
     resume = checkpoints.start()
     refuse_taken(options.export)
+    if resume is None and checkpoints.continues:
+        log.say(f"There is no checkpoint in {checkpoints.folder} to continue from: starting from step 0")
     source = open_source(options.model)
+    parameters = None if resume else initial_parameters(source, parameter_rows(source.config), seed)
     given = None if source.from_scratch else source.tokenizer_folder  # from scratch, the data's tokenizer is exported
     named = open_named(options.source, source, plan_only=_plans_only(options.run), say=log.say)
     data = open_data(options.data, source.config.vocab_size, seed, tokenizer=given, named=named)
@@ -160,6 +166,7 @@ def prepare(options: Options, log: RunLog) -> Job:
         backend=backend,
         seed=seed,
         source=source,
+        parameters=parameters,
         data=data,
         schedule=schedule,
         plan=plan,
@@ -178,8 +185,14 @@ def prepare(options: Options, log: RunLog) -> Job:
     strict = where.kind == "cuda" and settings["deterministic"]
     relaxed = open_backend("planned", deterministic=False).scratch_bytes if strict else None
     refuse_if_too_large(plan, device.memory_bytes(where)[1], scratch, relaxed)
-    saved = (checkpoints.folder, checkpoints.peak_bytes(job.checkpoint_bytes))
-    check_free_space({"the checkpoints": saved, "the model": (job.export.folder, job.export.check())})
+    first, last = before.get("step", 0) + 1, schedule.steps
+    saved = (checkpoints.folder, checkpoints.peak_bytes(job.checkpoint_bytes, first, max(first, last)))
+    needs = {"the checkpoints": saved, "the model": (job.export.folder, job.export.check(room=not where.planned))}
+    if _plans_only(options.run):
+        log.say(f"On {where.kind}: {shown(plan.total_bytes)} of {shown(device.memory_bytes(where)[1])} that are free")
+        log.say("On disk: " + ", ".join(f"{what} {shown(size)}" for what, (_, size) in needs.items()))
+    if not where.planned:
+        check_free_space(needs)
     return job
 
 
@@ -198,7 +211,7 @@ def _describe(job: Job, log: RunLog) -> None:
     plan, data, config = job.plan, job.data, job.plan.config
     measured = {"measured": f"matrix products at {job.speed.line}"} if job.speed else {}
     log.system({**device.system_facts(job.device), **measured})
-    log.model(job.source.name, architecture=config.architecture, parameters=num_parameters(plan.rows))
+    log.model(job.source.name, parameters=num_parameters(plan.rows), architecture=config.architecture)
     windows = data.train.num_windows
     per_epoch = None if windows is None else -(-windows // data.samples_per_step)
     steps = {"tokens per step": job.tokens_per_step, "steps per epoch": per_epoch, "steps": job.schedule.steps}
@@ -210,4 +223,5 @@ def _describe(job: Job, log: RunLog) -> None:
     other = table.pop("Other")
     total, free = device.memory_bytes(job.device)
     left = max(free - plan.total_bytes, 0) / MIB
-    log.allocator({**table, "Free": left, "Reserved": max(total - free, 0) / MIB, "Other": other})
+    hint = "a larger --batch-size" + (", or fewer --recompute flags," if plan.memory.flags else "") + " would use them"
+    log.allocator({**table, "Free": left, "Reserved": max(total - free, 0) / MIB, "Other": other}, hint=hint)

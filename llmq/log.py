@@ -44,6 +44,7 @@ if TYPE_CHECKING:
     from llmq.sections import LogOptions
 
 SCHEMA = 1
+OPENING = b'{"type": "header'
 SECTIONS = ("options", "system", "model", "dataset", "matmuls", "allocator")
 MUCH_FREE = 0.25  # of the memory listed: beyond this the allocator table hints at what would use it
 
@@ -180,10 +181,11 @@ class RunLog:
         """[System i]: device, library versions, memory."""
         self._section("system", f"System {index}", facts)
 
-    def model(self, path: object, **facts: Any) -> None:
-        """The model's path or preset, and facts for the file (number of parameters, architecture)."""
-        self._sections["model"] = {"path": str(path), **facts}
-        self.say(f"Model: {path}")
+    def model(self, path: object, *, parameters: int | None = None, **facts: Any) -> None:
+        """The model's path or preset, its number of parameters, and other facts for the file (its architecture)."""
+        known = {} if parameters is None else {"parameters": parameters}
+        self._sections["model"] = {"path": str(path), **known, **facts}
+        self.say(f"Model: {path}" + ("" if parameters is None else f", {parameters / 1e6:,.1f} million parameters"))
 
     def dataset(
         self,
@@ -219,7 +221,7 @@ class RunLog:
         """[Matmuls]: what timing chose for each site."""
         self._section("matmuls", "Matmuls", lines)
 
-    def allocator(self, mib: Mapping[str, float], *, hint: str | None = None) -> None:
+    def allocator(self, mib: Mapping[str, float], *, hint: str = "a larger --batch-size would use them") -> None:
         """[Allocator State]: MiB by name. `hint` is shown when `Free` is more than a quarter of everything listed."""
         self._sections["allocator"] = dict(mib)
         self._head("Allocator State")
@@ -228,7 +230,6 @@ class RunLog:
             self.say(f"  {name:<{width}} {amount:>12,.1f} MiB")
         total, free = sum(mib.values()), mib.get("Free", 0.0)
         if total > 0 and free > MUCH_FREE * total:
-            hint = hint or "a larger --batch-size, or fewer --recompute flags, would use them"
             self.say(f"  Hint: {free:,.0f} MiB ({100 * free / total:.0f}%) are free: {hint}.")
 
     def begin(self, *, resume_step: int | None = None) -> None:
@@ -257,9 +258,14 @@ class RunLog:
             self.notice(f"The log of an earlier run at {self.path} is kept as {kept}")
 
     def check(self) -> None:
-        """StorageError if there is a folder at the path."""
+        """StorageError if there is something else than a log at the path."""
         if self.path.is_dir():
             raise StorageError(f"--log-file {self.path} is a folder: name a file, such as {self.path / 'log.jsonl'}")
+        if self.path.is_file() and self.path.stat().st_size > 0:
+            with self._storage(), open(self.path, "rb") as file:
+                start = file.read(len(OPENING))
+            if not OPENING.startswith(start):
+                raise StorageError(f"--log-file {self.path} is a file that is no log: name another one")
 
     def train(self, record: TrainRecord) -> None:
         """One [T] line and its record."""

@@ -29,7 +29,6 @@ from llmq.log import EvalRecord, RunLog, TrainRecord, to_json
 from llmq.options import Options, changed
 from llmq.plan.advice import refuse_if_too_large
 from llmq.plan.precision import HEAD
-from llmq.source import initial_parameters
 
 NON_FINITE_LIMIT = 10  # consecutive steps without an update after which training gives up
 
@@ -108,8 +107,9 @@ class _Run:
                     self._step(loader)
             except Stopped:
                 pass  # the step that waits for data is not begun
-            except Exception:
-                self._rescue()
+            except Exception as error:
+                if not isinstance(error, NonFiniteError):  # its weights are not worth going on from
+                    self._rescue()
                 raise
             self._save()  # first of all: whoever sent SIGTERM does not wait for long
         if self.interrupt:
@@ -125,7 +125,8 @@ class _Run:
         """Weights from the source or state from the checkpoint, and the log's file."""
         job, engine = self.job, self.engine
         if job.resume is None:
-            engine.load(initial_parameters(job.source, job.plan.rows, job.seed))
+            assert job.parameters is not None
+            engine.load(job.parameters)
             self.log.begin()
             self._warn()
             return
@@ -196,6 +197,8 @@ class _Run:
             self.log.notice(text)
         if len(self.speeds) == 1 and job.backend.algorithms:
             self.log.record("algorithms", **job.backend.algorithms)
+        if last:
+            self._save()  # before an evaluation that may take long
         self._evaluate_if_due()
         if job.checkpoints.due(self.step, last=last):
             self._save()
@@ -230,7 +233,7 @@ class _Run:
         except MemoryLimitError as error:
             self.log.notice(f"{names} cannot leave fp8: {error}")
             return
-        self._save(low)
+        self._save(low=low)
         path = self.result.checkpoint_path or job.resume
         assert path is not None
         del self.engine
@@ -299,18 +302,20 @@ class _Run:
         self.watch(record)
 
     def _rescue(self) -> None:
-        """Saves the finished steps before an error ends the run."""
-        if self.saved == self.step:
-            return
+        """Saves the finished steps before an error ends the run; no older checkpoint goes for that."""
         try:
             if self.updating:
                 raise RuntimeError("the error came within an update")
-            self._save()
+            self._save(beside=True)
         except Exception as error:  # the one that ends the run is raised; this one is told
-            self.log.say(f"The {self.step - self.saved} steps since the last checkpoint are lost: {error}")
+            if self.saved < self.step:
+                self.log.say(f"The {self.step - self.saved} steps since the last checkpoint are lost: {error}")
 
-    def _save(self, low: Mapping[str, int] | None = None) -> None:
-        """A checkpoint of this step, unless it is there. `low` are other counts of low fp8 readings than those now."""
+    def _save(self, *, low: Mapping[str, int] | None = None, beside: bool = False) -> None:
+        """A checkpoint of this step, unless it is there; with `beside` all older ones stay.
+
+        `low` are other counts of low fp8 readings than those now.
+        """
         if self.saved == self.step:
             return
         job = self.job
@@ -328,7 +333,7 @@ class _Run:
             "sites": {"matmul": job.plan.precision.matmul, "wide": list(job.plan.precision.wide)},
             "fp8": {"low": dict(self.fp8.low if low is None else low), "fell_back": self.fell_back},
         }
-        path = job.checkpoints.save(self.step, self.engine.state(), state, job.checkpoint_bytes)
+        path = job.checkpoints.save(self.step, self.engine.state(), state, job.checkpoint_bytes, beside=beside)
         self.saved = self.step
         self.result = replace(self.result, checkpoint_path=path)
         self.log.checkpoint(path)

@@ -293,7 +293,7 @@ def test_short_writes_are_completed(tmp_path: Path, monkeypatch: pytest.MonkeyPa
 
 def test_too_little_space_is_seen_before_writing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(shutil, "disk_usage", lambda path: SimpleNamespace(free=10))
-    with pytest.raises(StorageError, match="needs 11 bytes, 10 are free, 1 are missing"):
+    with pytest.raises(StorageError, match="11 bytes needed, 10 bytes are free, 1 bytes are missing"):
         save(tmp_path, 2, iter(()), {}, 1, num_bytes=11)
     assert names(tmp_path) == []
 
@@ -353,11 +353,17 @@ def test_the_run_and_its_options(tmp_path: Path) -> None:
     assert run.start() is None
     assert [s for s in range(1, 26) if run.due(s, last=s == 25)] == [10, 20, 25]
     assert [s for s in range(1, 26) if Checkpoints(options(tmp_path, ckpt_interval=0)).due(s, last=s == 25)] == [25]
-    assert run.peak_bytes(100) == 300
+    assert run.peak_bytes(100, 1, 25) == 300
+    assert [run.peak_bytes(100, 1, last) for last in (9, 10, 11, 20, 21)] == [100, 100, 200, 200, 300]
+    assert run.peak_bytes(100, 11, 20) == 100
+    assert Checkpoints(options(tmp_path, ckpt_interval=0)).peak_bytes(100, 1, 25) == 100
     for step in (10, 20, 25):
         run.save(step, some_tensors().items(), {}, 1000)
     assert names(tmp_path) == ["step-00000020", "step-00000025"]
-    assert run.peak_bytes(100) == 100
+    assert run.peak_bytes(100, 26, 99) == 100
+    run.save(30, some_tensors().items(), {}, 1000, beside=True)
+    assert names(tmp_path) == ["step-00000020", "step-00000025", "step-00000030"]
+    shutil.rmtree(tmp_path / "step-00000030")
     with pytest.raises(UsageError, match=r"earlier run \(steps 20, 25\).*--continue"):
         run.start()
     assert Checkpoints(options(tmp_path, continue_="auto")).start() == tmp_path / "step-00000025"

@@ -9,7 +9,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from llmq.disk import check_free_space, existing_folder
+from llmq.disk import check_free_space, existing_folder, shown
 from llmq.errors import StorageError
 
 
@@ -19,8 +19,8 @@ def test_needs_on_one_disk_add_up(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     check_free_space(needs)
     with pytest.raises(StorageError) as caught:
         check_free_space({**needs, "the export": (tmp_path, 1401)})
-    assert "needs 600 and the export" in str(caught.value)
-    assert "1,000 are free, 1,001 are missing" in str(caught.value)
+    assert "600 bytes needed and the export" in str(caught.value)
+    assert "1,000 bytes are free, 1,001 bytes are missing" in str(caught.value)
     assert not (tmp_path / "a").exists()
 
 
@@ -34,6 +34,10 @@ def test_a_place_that_cannot_be_written_is_named_with_the_others(
         check_free_space({"x": (tmp_path / "file" / "c", 1), "y": (tmp_path / "locked", 1), "z": (tmp_path, 1)})
     lines = str(caught.value).splitlines()
     assert [line[0] for line in lines] == ["x", "y"]
+
+
+def test_sizes_are_shown_in_their_unit() -> None:
+    assert [shown(n) for n in (1023, 2**20, 3 * 2**29)] == ["1,023 bytes", "1.0 MiB", "1.5 GiB"]
 
 
 def test_the_nearest_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

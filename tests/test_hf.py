@@ -421,7 +421,7 @@ def test_what_would_fail_is_found_before_training(tmp_path, monkeypatch):
     with pytest.raises(StorageError, match="current folder"):
         check(".")
     monkeypatch.setattr(shutil, "disk_usage", lambda path: SimpleNamespace(free=needed - 7))
-    with pytest.raises(StorageError, match=r"7 are missing"):
+    with pytest.raises(StorageError, match=r"7 bytes are missing"):
         check(tmp_path / "m")
 
 

@@ -65,11 +65,18 @@ def test_a_step_that_is_half_applied_is_not_saved(given, monkeypatch):
     assert "The 2 steps since the last checkpoint are lost: the error came within an update" in said(given)
 
 
-def test_steps_without_an_update_end_the_run_with_its_weights_saved(given, monkeypatch):
-    spoil(monkeypatch, range(3, 99))
+def test_steps_without_an_update_leave_the_checkpoints_as_they_are(given, monkeypatch):
+    spoil(monkeypatch, range(7, 99))
     with pytest.raises(NonFiniteError):
-        llmq.train(**{**given, "steps": 40, "ckpt_interval": 0})
-    assert [path.name for path in SAVED.glob("step*")] == ["step-00000012"]
+        llmq.train(**{**given, "steps": 40, "ckpt_interval": 6, "ckpt_keep_n": 2})
+    assert sorted(path.name for path in SAVED.glob("step*")) == ["step-00000006", "step-00000012"]
+
+
+def test_what_an_error_saves_takes_no_other_checkpoint_s_place(given, monkeypatch):
+    failing(monkeypatch, "micro_step", 16, DataError("a bad token"))  # the last one of step 8
+    with pytest.raises(DataError):
+        llmq.train(**{**given, "ckpt_interval": 3, "ckpt_keep_n": 1})
+    assert sorted(path.name for path in SAVED.glob("step*")) == ["step-00000006", "step-00000007"]
 
 
 def spoil(monkeypatch, steps):
@@ -212,6 +219,61 @@ def test_a_model_in_the_way_is_said_before_the_data_is_read(given):
     out = llmq.train(**given).model_path
     with pytest.raises(StorageError, match="holds a model already"):
         llmq.train(**{**given, "name": "new", "out_dir": str(out), "train_file": "absent.bin"})
+
+
+@pytest.mark.parametrize("number", [signal.SIGHUP, signal.SIGINT], ids=["SIGHUP", "SIGINT"])
+def test_a_closed_terminal_ends_the_step_and_a_detached_run_stays(given, monkeypatch, number, capfd):
+    real, calls = Engine.update, []
+
+    def update(self, step, rate):
+        calls.append(step)
+        if step == 3:
+            signal.raise_signal(number)
+        return real(self, step, rate)
+
+    monkeypatch.setattr(Engine, "update", update)
+    before = signal.signal(number, signal.SIG_IGN)
+    try:
+        assert llmq.train(**{**given, "name": "detached", "steps": 5}).steps == 5
+        signal.signal(number, signal.SIG_DFL)
+        result = llmq.train(**given)
+    finally:
+        signal.signal(number, before)
+    assert (result.exit_code, result.steps) == ({signal.SIGHUP: 75, signal.SIGINT: 130}[number], 3)
+    assert ("A second Ctrl-C ends at once" in capfd.readouterr().err) == (number == signal.SIGINT)
+
+
+def test_the_last_step_is_saved_before_its_evaluation(given, monkeypatch):
+    monkeypatch.setattr(training, "eval_batches", nth(training.eval_batches, broken, 3))
+    with pytest.raises(OSError, match="gone"):
+        llmq.train(**given)
+    assert [path.name for path in SAVED.glob("step*")] == ["step-00000012"]
+
+
+def broken(*about):
+    raise OSError("gone")
+
+
+def test_a_dry_run_for_another_machine_s_gpu_does_not_look_at_this_disk(given, monkeypatch):
+    free = type("Usage", (), {"free": 1 << 20})
+    monkeypatch.setattr("shutil.disk_usage", lambda path: free)
+    llmq.train(**{**given, "dry_run": True, "device": "cuda", "gpu": "H200", "model_dtype": "bf16"})
+    assert "On disk: the checkpoints" in said(given)
+    with pytest.raises(StorageError, match=r"the model in .* 1\.0 MiB are free"):
+        llmq.train(**{**given, "dry_run": True})
+
+
+def test_weights_that_are_not_there_are_said_before_the_data_is_read(given):
+    for more in ({}, {"dry_run": True}):
+        with pytest.raises(DataError, match=r"has no model\.safetensors"):
+            llmq.train(**{**given, **more, "from_scratch": False, "train_file": "absent.bin"})
+
+
+def test_another_file_is_no_log_file(given):
+    Path("notes.txt").write_text("mine")
+    with pytest.raises(StorageError, match=r"--log-file notes\.txt is a file that is no log"):
+        llmq.train(**{**given, "log_file": "notes.txt"})
+    assert Path("notes.txt").read_text() == "mine"
 
 
 def test_a_folder_is_no_log_file(given):
