@@ -50,7 +50,11 @@ __device__ __forceinline__ void add_access(Total& total, float (&v)[N], int colu
     }
 #pragma unroll
     for (int j = 0; j < N; j++) m = fmaxf(m, v[j]);
-    if (m == NONE) return;
+    if (m == NONE) {
+#pragma unroll
+        for (int j = 0; j < N; j++) total.s += v[j] == NONE ? 0.0f : v[j];  // fmaxf leaves NaN out: none may be lost
+        return;
+    }
     float s = total.s == 0 ? 0 : total.s * power((total.m - m) * LOG2_E), shift = -m * LOG2_E;
 #pragma unroll
     for (int j = 0; j < N; j++) s += power(fmaf(v[j], LOG2_E, shift));

@@ -352,6 +352,19 @@ def test_a_step_that_is_not_finite_is_not_applied(broken):
         assert got["apply"][0] == 0
 
 
+@gpu
+@pytest.mark.parametrize("dtype", ["bf16", "fp32"])
+def test_no_logit_that_is_nan_is_lost(dtype):
+    """Not even where nothing but NaN is in what a thread reads at once, or in all that it reads."""
+    case = make("cross_entropy", SIZES["odd"])
+    logits, targets = case.inputs["logits"], case.inputs["targets"]
+    assert logits is not None and targets is not None
+    logits[1, :8], logits[2, 3], logits[3, :] = np.nan, np.nan, np.nan
+    got = run_gpu(case, outputs_of(case, dtype), inputs_of(case, dtype))
+    lost = np.isin(np.arange(len(targets)), (1, 2, 3)) & (targets != -100)
+    assert lost.any() and np.array_equal(np.isnan(got["loss"]), lost)
+
+
 def test_names_and_signatures_are_those_of_the_reference():
     for name, function in cuda.OPS.items():
         assert inspect.signature(function, eval_str=True) == inspect.signature(OPS[name], eval_str=True)
