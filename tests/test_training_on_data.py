@@ -123,6 +123,9 @@ def test_a_stream_trains_and_goes_on_with_the_same_bits(given, tmp_path):
     one, other = (read_log(result.log_path).train["loss"] for result in (whole, parts))
     assert list(one) == list(other)
     assert "a stream" in given["console"].getvalue()
+    Path("rows.jsonl").write_text(Path("rows.jsonl").read_text().replace("It is", "They are"))
+    with pytest.raises(UsageError, match="data, tokenizer and template: .* in the checkpoint, .* now"):
+        llmq.train(**{**stream, "continue": 9, "overwrite": True})
 
 
 def test_a_stream_evaluates_on_the_validation_split(given, tmp_path):
