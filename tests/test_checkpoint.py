@@ -145,9 +145,7 @@ def test_a_damaged_newest_one_names_the_older_and_is_never_skipped(tmp_path: Pat
         "state": lambda: flip(state, 30),
         "no state": state.unlink,
     }[damage]()
-    with pytest.raises(
-        DataError, match=r"Others there: steps 1, 2; .* the newest with --continue \S*step-00000002\."
-    ):
+    with pytest.raises(DataError, match=r"Others there: steps 1, 2; .* the newest with --continue \S*step-00000002\."):
         load(find(tmp_path, "auto") or tmp_path)
     with pytest.raises(DataError, match="steps 1, 2"):
         load(find(tmp_path, 3) or tmp_path)

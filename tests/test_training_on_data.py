@@ -124,7 +124,7 @@ def test_a_stream_trains_and_goes_on_with_the_same_bits(given, tmp_path):
     assert list(one) == list(other)
     assert "a stream" in given["console"].getvalue()
     Path("rows.jsonl").write_text(Path("rows.jsonl").read_text().replace("It is", "They are"))
-    with pytest.raises(UsageError, match="data, tokenizer and template: .* in the checkpoint, .* now"):
+    with pytest.raises(UsageError, match=r"data, tokenizer and template: .* in the checkpoint, .* now"):
         llmq.train(**{**stream, "continue": 9, "overwrite": True})
 
 

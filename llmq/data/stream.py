@@ -18,7 +18,6 @@ from llmq.data.token_file import TokenFile
 from llmq.errors import DataError
 from llmq.tensor import IGNORED
 
-
 PLACE = ("epoch", "shard", "row", "overall", "token")  # where a row begins
 
 
@@ -37,7 +36,8 @@ class Stream:
     """Documents as rows of `seq_len` tokens, without end: after the last document comes the first again.
 
     `open_at(shard, row, overall)` yields the documents from that row of that shard on, which is row `overall` of all,
-    up to the last of the last shard, the same each time; `key` names what these depend on. Documents follow each other without a border, and the next row begins where one ends, as in Windows.
+    up to the last of the last shard, the same each time; `key` names what these depend on. Documents follow each other
+    without a border, and the next row begins where one ends, as in Windows.
     """
 
     open_at: Callable[[int, int, int], Iterator[StreamedDocument]]

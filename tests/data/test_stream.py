@@ -27,7 +27,13 @@ def stream_of(shards: Shards, opened: list[tuple[int, int, int]] | None = None) 
         for s in range(shard, len(shards)):
             for r in range(row if s == shard else 0, len(shards[s])):
                 ids, trained = shards[s][r]
-                yield StreamedDocument(s, r, sum(map(len, shards[:s])) + r, np.array(ids, np.int32), None if trained is None else np.array(trained))
+                yield StreamedDocument(
+                    s,
+                    r,
+                    sum(map(len, shards[:s])) + r,
+                    np.array(ids, np.int32),
+                    None if trained is None else np.array(trained),
+                )
 
     return Stream(open_at, T, 1000, "the stream", "its key")
 

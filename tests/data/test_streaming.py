@@ -27,7 +27,9 @@ def stream_of(folder: Path, tokenizer: Path, **part: Any) -> Stream:
     files = []
     for number in range(3):
         path = folder / f"{number}.jsonl"
-        path.write_text("".join(json.dumps({"text": f"{number} {row} say" * (row % 4 + 1)}) + "\n" for row in range(40)))
+        path.write_text(
+            "".join(json.dumps({"text": f"{number} {row} say" * (row % 4 + 1)}) + "\n" for row in range(40))
+        )
         file = RowFile.of(path)
         assert file is not None
         files.append(LocalFile(file))
