@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+from collections.abc import Collection
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -17,7 +18,8 @@ from llmq.hub import model_folder
 
 # Ungated repositories; llm.q has the same short names for the same tokenizers.
 SHORT_NAMES = {"qwen": "Qwen/Qwen2.5-0.5B", "llama": "unsloth/llama-2-7b"}
-# What end-of-text is called in the families that name it nowhere but in the vocabulary.
+CONFIG = "tokenizer_config.json"
+# What end-of-text is called in the families that name it nowhere but among the added tokens.
 KNOWN_EOS = ("<|endoftext|>", "<|end_of_text|>", "</s>", "<eos>", "[EOS]")
 
 
@@ -60,7 +62,8 @@ class TextTokenizer:
         vocabulary = encoder.get_vocab(with_added_tokens=True)
         if not vocabulary:
             raise DataError(f"{path} has an empty vocabulary: get the tokenizer's files again")
-        eos = _eos_token(folder, vocabulary, eos_token)
+        added = {token.content for token in encoder.get_added_tokens_decoder().values()}
+        eos = _eos_token(folder, vocabulary, added, eos_token)
         return cls(
             folder=folder,
             source=str(folder.resolve()) if is_local else source,
@@ -74,39 +77,38 @@ class TextTokenizer:
         )
 
 
-def _eos_token(folder: Path, vocabulary: dict[str, int], wanted: str | None) -> str:
-    """The token that ends a document: as asked, as the folder's files say, or the only known name that it has."""
+def _eos_token(folder: Path, vocabulary: dict[str, int], added: Collection[str], wanted: str | None) -> str:
+    """The token that ends a document: as asked, as the folder's files say, or the only known name that it has.
+
+    Only the `added` tokens are looked through for known names: Qwen's `</s>` is a piece of ordinary text.
+    """
+    advice = f'set "eos_token" in {folder / CONFIG}, or give tokenize-data --eos-token'
     if wanted is not None:
         if wanted not in vocabulary:
             raise UsageError(f"--eos-token {wanted} is not in the vocabulary of {folder}: give one of its tokens")
         return wanted
-    for name in ("tokenizer_config.json", "special_tokens_map.json"):
+    for name in (CONFIG, "special_tokens_map.json"):
         token = _json_object(folder / name).get("eos_token")
         token = token.get("content") if isinstance(token, dict) else token
         if token is not None:
-            if token not in vocabulary:
-                raise DataError(
-                    f"{folder / name} names the eos_token {token!r}, which is not in the vocabulary: "
-                    "set it with --eos-token"
-                )
+            if not isinstance(token, str) or token not in vocabulary:
+                wrong = "not in the vocabulary" if isinstance(token, str) else "no text"
+                raise DataError(f"{folder / name} names the eos_token {token!r}, which is {wrong}: {advice}")
             return token
     names = {number: token for token, number in vocabulary.items()}
     for name in ("generation_config.json", "config.json"):
         number = _json_object(folder / name).get("eos_token_id")
         number = number[0] if isinstance(number, list) and number else number
         if number is not None:
-            if number not in names:
-                raise DataError(
-                    f"{folder / name} names the eos_token_id {number!r}, which is not in the vocabulary: "
-                    "set the token with --eos-token"
-                )
+            is_id = isinstance(number, int) and not isinstance(number, bool)
+            if not is_id or number not in names:
+                wrong = "not in the vocabulary" if is_id else "no id"
+                raise DataError(f"{folder / name} names the eos_token_id {number!r}, which is {wrong}: {advice}")
             return names[number]
-    known = [token for token in KNOWN_EOS if token in vocabulary]
+    known = [token for token in KNOWN_EOS if token in added]
     if len(known) != 1:
         found = f"has {' and '.join(known)}" if known else f"has none of {', '.join(KNOWN_EOS)}"
-        raise DataError(
-            f"{folder} does not say which token ends a document, and its vocabulary {found}: set it with --eos-token"
-        )
+        raise DataError(f"{folder} does not say which token ends a document, and its tokenizer {found}: {advice}")
     return known[0]
 
 

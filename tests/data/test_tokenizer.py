@@ -59,7 +59,19 @@ def test_eos_is_found_in_the_files(tmp_path: Path, files: dict, eos: str | int) 
             r"eos_token '\[none\]', which is not in the vocabulary",
         ),
         ({"config.json": {"eos_token_id": 99999}}, (), "eos_token_id 99999, which is not in the vocabulary"),
-        ({}, ("</s>",), r"has <\|endoftext\|> and </s>.*--eos-token"),
+        (
+            {"config.json": {"eos_token_id": []}},
+            (),
+            r"eos_token_id \[\], which is no id: set \"eos_token\" in .*config.json",
+        ),
+        ({"generation_config.json": {"eos_token_id": {}}}, (), r"eos_token_id \{\}, which is no id"),
+        ({"config.json": {"eos_token_id": "0"}}, (), "eos_token_id '0', which is no id"),
+        ({"config.json": {"eos_token_id": True}}, (), "eos_token_id True, which is no id"),
+        ({"config.json": {"eos_token_id": [[0]]}}, (), r"eos_token_id \[0\], which is no id"),
+        ({"tokenizer_config.json": {"eos_token": ["a"]}}, (), r"eos_token \['a'\], which is no text"),
+        ({"tokenizer_config.json": {"eos_token": {"content": {}}}}, (), r"eos_token \{\}, which is no text"),
+        ({"tokenizer_config.json": {"eos_token": ""}}, (), "eos_token '', which is not in the vocabulary"),
+        ({}, ("</s>",), r"has <\|endoftext\|> and </s>.*tokenizer_config.json, or give tokenize-data --eos-token"),
         ({"tokenizer_config.json": []}, (), "is not a JSON object"),
     ],
 )
@@ -75,11 +87,28 @@ def test_no_eos_at_all_names_the_option(tmp_path: Path) -> None:
     save(byte_level(), tmp_path)
     path = tmp_path / "tokenizer.json"
     path.write_text(path.read_text().replace(EOS, "<|other|>"))
-    with pytest.raises(DataError, match=r"has none of .*set it with --eos-token"):
+    with pytest.raises(DataError, match=r"has none of .*: set \"eos_token\" in .*, or give tokenize-data --eos"):
         TextTokenizer.open(str(tmp_path))
     assert TextTokenizer.open(str(tmp_path), eos_token="<|other|>").eos_token_id == 0
     with pytest.raises(UsageError, match="--eos-token nope is not in the vocabulary"):
         TextTokenizer.open(str(tmp_path), eos_token="nope")
+
+
+def test_a_piece_of_ordinary_text_is_no_eos(tmp_path: Path) -> None:
+    """Qwen has the token `</s>` of ordinary text, made of `</` and `s>`."""
+    tokenizer = byte_level()
+    save(tokenizer, tmp_path)
+    path = tmp_path / "tokenizer.json"
+    content = json.loads(path.read_text())
+    for one, other in (("<", "/"), ("</", "s"), ("</s", ">")):
+        content["model"]["vocab"][one + other] = len(content["model"]["vocab"])
+        content["model"]["merges"].append([one, other])
+    path.write_text(json.dumps(content))
+    opened = TextTokenizer.open(str(tmp_path))
+    assert opened.encoder.token_to_id("</s>") is not None and opened.eos_token == EOS
+    path.write_text(json.dumps(content).replace(EOS, "<|other|>"))
+    with pytest.raises(DataError, match="its tokenizer has none of"):
+        TextTokenizer.open(str(tmp_path))
 
 
 @pytest.mark.parametrize("content", [b"", b"{}", b"[]", b"\xff", b'{"version": "1.0"}', b'{"model": null}'])
