@@ -21,7 +21,7 @@ from typing import Any
 import numpy as np
 
 from llmq.data.formats import CHATS, PAIRS, Chat, Format, Pair, Text, Tokens, find_format
-from llmq.data.masks import Sample, TrainOn, samples, trained_tokens
+from llmq.data.masks import Sample, TrainOn, samples, trained_tokens, unwritten
 from llmq.data.records import BadRow, Record
 from llmq.data.template import MARKER, OWN, ChatTemplate, RenderError, Templates, open_templates
 from llmq.data.text import pieces_of
@@ -361,8 +361,15 @@ class ChatEncoder(Encoder):
         template: ChatTemplate = self.templates.pick(chat.tools)
         try:
             made = samples(template, chat, self.train_on, self.end_tokens)
+            lost = unwritten(template, chat)
         except RenderError as error:
             raise BadRow(record.place, f"the chat template ({template.origin}) fails: {error}") from None
+        if lost:
+            raise BadRow(
+                record.place,
+                f"the chat has {lost}, which the chat template ({template.origin}) does not write: give one that does "
+                "(--chat-template)",
+            )
         if any(self._spelled.search(message.get("content", "")) for message in chat.messages):
             self.counts.spelled += 1
         return made, [sample.text for sample in made]

@@ -203,6 +203,17 @@ def samples(template: ChatTemplate, chat: Chat, train_on: TrainOn, end_tokens: t
     ]
 
 
+def unwritten(template: ChatTemplate, chat: Chat) -> str:
+    """Which of a chat's tools and tool calls a template does not write: an answer that calls would be an empty one."""
+    lost = ["tools"] if chat.tools and "tools" not in template.source else []
+    if any(message.get("tool_calls") for message in chat.messages) and "tool_calls" not in template.source:
+        # It may still write whole messages.
+        silent = [{**message, "tool_calls": []} if "tool_calls" in message else message for message in chat.messages]
+        if template.render(silent, chat.tools) == template.render(chat.messages, chat.tools):
+            lost.append("tool_calls")
+    return " and ".join(lost)
+
+
 def _common(one: str, other: str) -> int:
     """Length of the common beginning of two texts."""
     if other.startswith(one):

@@ -29,6 +29,9 @@ def qwen() -> TextTokenizer:
     return TextTokenizer.open(str(folder))
 
 
+CALL = {"role": "assistant", "content": "", "tool_calls": [{"function": {"name": "f"}}]}
+
+
 def records(rows: list[dict]) -> list[Record]:
     return [Record(f"rows.jsonl:{number}", row) for number, row in enumerate(rows, 1)]
 
@@ -326,6 +329,10 @@ def test_options_without_effect_are_refused(small, row, options, says):
         ({"messages": [*ONE, ONE[1]]}, "the chat template (mine.jinja) fails: roles must take turns"),
         ({"messages": [{"role": "user", "content": "a\ud800b"}, ONE[1]]}, r"holds '\ud800', which is half of"),
         ({"question": "a", "answer": "b"}, "the row is question-answer, but the data is messages"),
+        (
+            {"messages": [*ONE[:1], CALL]},
+            "has tool_calls, which the chat template (mine.jinja) does not write: give one",
+        ),
     ],
 )
 def test_a_bad_row_of_a_chat_is_named(small, tmp_path, monkeypatch, row, reason):
@@ -341,51 +348,17 @@ def test_a_bad_row_of_a_chat_is_named(small, tmp_path, monkeypatch, row, reason)
 
 
 JUNK = (
-    *(
-        None,
-        True,
-        0,
-        -1,
-        1.5,
-        10**30,
-        "",
-        " ",
-        "a",
-        "\ud800",
-        "<|im_end|>",
-        "</s>",
-        "assistant",
-        "user",
-        "from",
-        [],
-        {},
-    ),
-    *([[]], [1, "a"], {"a": {}}, [{"type": "text", "text": "x"}], {"role": "user"}, "\x00", "e\u0301" * 40),
-)
+    None, True, 0, -1, 1.5, 10**30, "", " ", "a", "\ud800", "<|im_end|>", "</s>", "assistant", "user", "from", [], {},
+    [[]], [1, "a"], {"a": {}}, [{"type": "text", "text": "x"}], {"role": "user"}, "\x00", "e\u0301" * 40,
+)  # fmt: skip
 FRAGMENTS = (
-    *(
-        "{{",
-        "}}",
-        "{%",
-        "%}",
-        "{#",
-        "#}",
-        "-",
-        "' ~ '",
-        "\n",
-        "\u2028",
-        "\x00",
-        "+ 1",
-        "[0]",
-        ".x.y",
-        "<|im_end|>",
-        "\\[",
-    ),
+    *("{{", "}}", "{%", "%}", "{#", "#}", "-", "' ~ '", "\n", "\u2028", "\x00", "+ 1", "[0]", ".x.y", "\\["),
+    "<|im_end|>",
     *("{% for x in messages %}", "{% endfor %}", "{% if messages %}", "{% else %}", "{% endif %}", "{% break %}"),
     *("{{ messages }}", "{{ x.content * 99 }}", "{{ loop }}", "{{ tools | tojson }}", "{{ m.role | nothing }}"),
     *("{% set messages = messages * 2 %}", "{% generation %}", "{% endgeneration %}", "{{ raise_exception('no') }}"),
     *("{{ ''.__class__ }}", "{% macro a() %}{{ a() }}{% endmacro %}{{ a() }}", "{% for i in range(9999) %}"),
-)
+)  # fmt: skip
 ROWS = (
     {"messages": TOOLS, "tools": [WEATHER]}, {"messages": REASONED}, {"text": "A text."},
     {"conversations": [{"from": "human", "value": "a"}, {"from": "gpt", "value": "b"}]},

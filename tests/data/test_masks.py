@@ -9,7 +9,7 @@ from chat_cases import BOS, CHATS, EOS, GOLDEN, LONG, PAIRS, REASONED, SPECIAL, 
 from tokenizers import normalizers, pre_tokenizers
 
 from llmq.data.formats import Chat
-from llmq.data.masks import Sample, TrainOn, samples, trained_tokens
+from llmq.data.masks import Sample, TrainOn, samples, trained_tokens, unwritten
 from llmq.data.template import ChatTemplate, RenderError
 from llmq.errors import UsageError
 
@@ -258,6 +258,18 @@ def test_the_tokens_of_a_span_are_those_that_hold_its_characters(strip):
         for stop in range(start + 1, len(text) + 1):
             expected = [a < stop and b > start for a, b in encoding.offsets]
             assert trained_tokens(encoding, text, [(start, stop)]).tolist() == expected, (start, stop)
+
+
+@pytest.mark.parametrize(
+    ("name", "lost"), [("chatml", "tools and tool_calls"), ("llama3", ""), ("qwen3", ""), ("whole", "tools")]
+)
+def test_tools_and_calls_that_a_template_does_not_write_are_named(name, lost):
+    whole = ChatTemplate("{% for m in messages %}{{ m | tojson }}{% endfor %}", "whole")
+    used = whole if name == "whole" else template(name)
+    called = [{**message, "content": message.get("content", "")} for message in CHATS["tools"][0]]
+    assert unwritten(used, Chat(called, [WEATHER])) == lost
+    assert unwritten(used, Chat(called, [])) == lost.removeprefix("tools").removeprefix(" and ")
+    assert unwritten(used, Chat([{"role": "assistant", "content": "Nothing.", "tool_calls": []}])) == ""
 
 
 def test_pad_and_eos_may_be_the_same():
