@@ -1,4 +1,4 @@
-"""A tokenizer of a Hugging Face folder, as it is used for training: ordinary text only, and which id is EOS."""
+"""A tokenizer of a Hugging Face folder, as it is used for training: ordinary text, and what begins and ends it."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ KNOWN_EOS = ("<|endoftext|>", "<|end_of_text|>", "</s>", "<eos>", "[EOS]")
 
 @dataclass(frozen=True, eq=False)
 class TextTokenizer:
-    """An open tokenizer: text that spells a special token is ordinary text, and nothing is added, cut or padded."""
+    """An open tokenizer: text that spells a special token is ordinary text, and nothing is cut or padded."""
 
     folder: Path
     source: str  # hub name, or the folder's absolute path
@@ -35,6 +35,7 @@ class TextTokenizer:
     vocab_size: int  # largest id + 1
     eos_token: str
     eos_token_id: int
+    begin_ids: tuple[int, ...]  # what the tokenizer itself puts before a text, at inference too: BOS, or nothing
     in_pieces: bool  # long text may be cut at the places of text.pieces
 
     @classmethod
@@ -73,8 +74,16 @@ class TextTokenizer:
             vocab_size=max(vocabulary.values()) + 1,
             eos_token=eos,
             eos_token_id=vocabulary[eos],
+            begin_ids=_begin_ids(encoder),
             in_pieces=in_pieces,
         )
+
+
+def _begin_ids(encoder: tokenizers.Tokenizer) -> tuple[int, ...]:
+    """The special tokens that the post-processor puts before a text, which alone decides it in transformers 5, too."""
+    encoding = encoder.encode("a")
+    is_special = encoding.special_tokens_mask
+    return tuple(encoding.ids[: is_special.index(0)]) if 0 in is_special else ()
 
 
 def _eos_token(folder: Path, vocabulary: dict[str, int], added: Collection[str], wanted: str | None) -> str:

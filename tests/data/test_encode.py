@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 from chat_cases import BOS, CASES, EOS, ONE, REASONED, TOOLS, WEATHER, chat_tokenizer, source
 from small_tokenizers import save
+from tokenizers import processors
 
 from llmq.data import sandbox
 from llmq.data.encode import OVERLONG, Encoded, EncodeOptions, Encoder, open_encoder
@@ -182,6 +183,29 @@ HEAD = "<|im_start|>system\nBe brief.<|im_end|>\n<|im_start|>user\n"
 )  # fmt: skip
 def test_each_format_is_masked(small, row, options, expected):
     assert encoded(small, row, **options) == expected
+
+
+@pytest.mark.parametrize(
+    ("row", "options", "expected"),
+    [
+        ({"text": "a"}, {}, "[<s>a</s>]"),
+        ({"prompt": "a", "completion": "b"}, {}, "<s>a[b</s>]"),
+        ({"prompt": "", "completion": "b"}, {}, "<s>[b</s>]"),
+        ({"prompt": "a", "completion": "b"}, {"train_on": "all"}, "[<s>ab</s>]"),
+        ({"prompt": "a", "completion": "b"}, {"chat_template": "tokenizer"},
+         HEAD + "a<|im_end|>\n<|im_start|>assistant\n[b<|im_end|>]\n"),
+        ({"input_ids": [64, 65]}, {}, "[ab]"),
+    ],
+)  # fmt: skip
+def test_texts_and_prompts_begin_with_bos_where_the_tokenizer_puts_it(tmp_path, row, options, expected):
+    tokenizer = chat_tokenizer()
+    ends = [(token, tokenizer.token_to_id(token)) for token in (BOS, EOS)]
+    tokenizer.post_processor = processors.TemplateProcessing(single=f"{BOS} $A {EOS}", special_tokens=ends)
+    config = {"bos_token": BOS, "eos_token": EOS, "chat_template": source("chatml")}
+    used = TextTokenizer.open(str(save(tokenizer, tmp_path, config)))
+    assert encoded(used, row, **options) == expected
+    said = opened(records([row]), used, **options).describe()
+    assert ("each row begins with <s>" in said) == expected.removeprefix("[").startswith(BOS)
 
 
 def test_a_special_token_in_text_is_text_and_in_a_chat_itself(small):

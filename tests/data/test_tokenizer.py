@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 from small_tokenizers import EOS, byte_level, save
+from tokenizers import processors
 
 from llmq.data.tokenizer import TextTokenizer
 from llmq.errors import DataError, UsageError
@@ -26,6 +27,35 @@ def test_truncation_padding_and_special_tokens_in_the_text_are_off(tmp_path: Pat
     opened = TextTokenizer.open(str(save(tokenizer, tmp_path)))
     ids = opened.encoder.encode(f"a{EOS}b, many more than four tokens", add_special_tokens=False).ids
     assert 12 < len(ids) < 64 and 0 not in ids
+
+
+BEGINS = {"$A": (), f"$A {EOS}": (), f"king $A {EOS}": ("king",), "king queen $A": ("king", "queen")}
+
+
+def begins_with(single: str, folder: Path) -> Path:
+    tokenizer = byte_level(added=("king", "queen"))
+    known = [(token, tokenizer.token_to_id(token)) for token in ("king", "queen", EOS)]
+    tokenizer.post_processor = processors.TemplateProcessing(single=single, special_tokens=known)
+    return save(tokenizer, folder, {"eos_token": EOS})
+
+
+@pytest.mark.parametrize(("single", "begins"), BEGINS.items())
+def test_what_the_tokenizer_puts_before_a_text_is_known(tmp_path: Path, single: str, begins: tuple[str, ...]) -> None:
+    opened = TextTokenizer.open(str(begins_with(single, tmp_path)))
+    assert tuple(map(opened.encoder.id_to_token, opened.begin_ids)) == begins
+
+
+@pytest.mark.judge
+@pytest.mark.parametrize("single", BEGINS)
+@pytest.mark.parametrize("config", [{}, {"add_bos_token": True}, {"add_bos_token": False}])
+def test_transformers_begins_a_text_so_too(tmp_path: Path, single: str, config: dict) -> None:
+    transformers = pytest.importorskip("transformers", reason="the judge is transformers")
+    folder = begins_with(single, tmp_path)
+    (folder / "tokenizer_config.json").write_text(json.dumps({"eos_token": EOS, "bos_token": "king", **config}))
+    opened = TextTokenizer.open(str(folder))
+    ids = opened.encoder.encode("say", add_special_tokens=False).ids
+    judged = transformers.AutoTokenizer.from_pretrained(folder)("say").input_ids
+    assert judged[: len(opened.begin_ids) + len(ids)] == [*opened.begin_ids, *ids]
 
 
 @pytest.mark.parametrize(
