@@ -83,9 +83,7 @@ def test_a_run_says_that_it_trains_exactly_the_answers_and_their_ends(given, mod
     expected = sum(map(len, answers)) + len(rows)
     given = {key: value for key, value in given.items() if key != "packing" or packing is not None}
     given |= {} if packing is None else {"packing": packing}
-    # No row is longer than a sequence: where a document is cut, the first token of a piece has no target.
-    assert max(map(len, tokenizer.encode_batch_fast([row["question"] + row["answer"] for row in rows]))) < 768
-    llmq.train(**given, seq_len=768, steps=1, eval_fraction=0)
+    llmq.train(**given, seq_len=768 if packing is None else 128, steps=1, eval_fraction=0)
     said = given["console"].getvalue()
     (line,) = [line for line in said.splitlines() if line.strip().startswith("trained tokens")]
     assert line.split(":")[1].split(", ")[0].strip() == f"{expected:,}"

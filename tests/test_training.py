@@ -103,12 +103,13 @@ def test_a_mixed_run_with_noise_goes_on_with_the_same_bits_and_says_its_shares(g
 def test_a_run_on_a_stream_goes_on_with_the_same_bits(given, monkeypatch):
     opened = []
 
-    def open_at(shard, row):
+    def open_at(shard, row, overall):
+        assert overall == 10 * shard + row
         opened.append((shard, row))
         for number in range(10 * shard + row, 40):
             size = 5 + 13 * number % 29
             ids = np.random.default_rng(number).integers(0, 97, size)
-            yield StreamedDocument(number // 10, number % 10, ids, None)
+            yield StreamedDocument(number // 10, number % 10, number, ids, None)
 
     def open_stream(options, vocab_size, seed, **about):
         return replace(open_data(options, vocab_size, seed, **about), train=Stream(open_at, T, vocab_size, "stream"))

@@ -123,6 +123,9 @@ def test_a_stream_trains_and_goes_on_with_the_same_bits(given, tmp_path):
     one, other = (read_log(result.log_path).train["loss"] for result in (whole, parts))
     assert list(one) == list(other)
     assert "a stream" in given["console"].getvalue()
+    Path("rows.jsonl").write_text(Path("rows.jsonl").read_text().replace("It is", "They are"))
+    with pytest.raises(UsageError, match=r"data, tokenizer and template: .* in the checkpoint, .* now"):
+        llmq.train(**{**stream, "continue": 9, "overwrite": True})
 
 
 def test_a_stream_evaluates_on_the_validation_split(given, tmp_path):
@@ -144,6 +147,7 @@ def test_a_stream_evaluates_on_the_validation_split(given, tmp_path):
         ({"streaming": True, "packing": True}, UsageError, "--packing needs token files, but a stream has none"),
         ({"dry_run": True, "packing": False}, UsageError, "--no-packing needs token files, but a dry run"),
         ({"streaming": True, "data": "text.txt"}, UsageError, "--streaming reads files of rows"),
+        ({"streaming": True, "data": "two.yaml"}, UsageError, "--streaming reads one data set, but .*two.yaml names 2"),
         ({"streaming": True, "data": ["a", "b"]}, UsageError, "--streaming reads one data set"),
         (
             {"data": "text.txt", "train_on": "last"},
@@ -164,6 +168,7 @@ def test_what_cannot_be_done_is_refused(given, change, kind, says):
     Path("bad.jsonl").write_text("".join([*lines[:2], "{\n", *lines[3:]]))
     Path("nothing.jsonl").write_text('{"input_ids": [5, 6], "labels": [-100, -100]}\n' * 30)
     Path("mix.yaml").write_text("- {train_file: a.bin, weight: 1}\n")
+    Path("two.yaml").write_text("- {data: rows.jsonl, weight: 1}\n- {data: bad.jsonl, weight: 1}\n")
     change = {key: value for key, value in change.items() if key != "map_"}
     with pytest.raises(kind, match=says):
         llmq.train(**{**given, **change})

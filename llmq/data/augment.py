@@ -5,9 +5,9 @@ token-dropout=P   Each input token is, with probability P, replaced by one drawn
                   "Data Noising as Smoothing in Neural Network Language Models", 2017, has both).
 span-shuffle=P    Rows are cut into spans of 4 tokens, from a place of each row's own on; each is, with probability P,
                   put into random order: local word order as in Lample et al., "Unsupervised Machine Translation Using
-                  Monolingual Corpora Only", 2018. Spans end at the borders of packed documents. A token that moves to
-                  the left is then in sight of the position that has to predict it, and could be copied: that target
-                  alone is not trained (-100); all others stay as they are.
+                  Monolingual Corpora Only", 2018. Spans end at the borders of packed documents and where padding
+                  begins. A token that moves to the left is then in sight of the position that has to predict it, and
+                  could be copied: that target alone is not trained (-100); all others stay as they are.
 
 What happens to a token is a function of the run's seed, the row's place in the run's sequence, and the position: the
 same after a resume, for any batch size and any number of ranks.
@@ -80,7 +80,7 @@ def shuffle_spans(rows: Rows, rate: float, places: np.ndarray, vocab_size: int, 
     document = np.zeros((count, length + 1), np.int64)
     if rows.borders is not None:
         np.put_along_axis(document, rows.borders.astype(np.int64), 1, axis=1)
-    document = document.cumsum(1)[:, :length]  # (n,T): which document it is in
+    document = document.cumsum(1)[:, :length] + _padding(rows)  # (n,T): which document it is in
     chosen = np.take_along_axis(_uniform(addressed_bits(seed, SHUFFLE, places, length // SPAN + 2)), span, 1) < rate
     keys = addressed_bits(seed, ORDER, places, length) >> np.uint64(1)
     keys = np.where(chosen, keys, position.astype(np.uint64))  # outside, positions are in order already
@@ -97,6 +97,12 @@ def drop_tokens(rows: Rows, rate: float, places: np.ndarray, vocab_size: int, se
     dropped = _uniform(addressed_bits(seed, DROP, places, length)) < rate
     drawn = (_uniform(addressed_bits(seed, REPLACE, places, length)) * vocab_size).astype(np.int32)
     return rows._replace(tokens=np.where(dropped, drawn, rows.tokens))
+
+
+def _padding(rows: Rows) -> np.ndarray:
+    """(n,T) bool: tokens 0 without a target up to the end of the row. An end token 0 is among them, and stays last."""
+    empty = (rows.tokens == 0) & (rows.targets == IGNORED)
+    return np.logical_and.accumulate(empty[:, ::-1], axis=1)[:, ::-1]
 
 
 def _uniform(bits: np.ndarray) -> np.ndarray:

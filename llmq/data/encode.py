@@ -2,7 +2,8 @@
 
 Prompts and answers (prompt/completion, question/answer, alpaca) are tokenized each by itself and joined as they are,
 and EOS follows; the answer and EOS are trained. This is what llm.q does, and what inference does: the prompt is
-tokenized before the answer exists. With a chat template asked for, such rows are chats of one question instead.
+tokenized before the answer exists. Where the tokenizer itself puts BOS before a text (Llama's), texts and prompts begin
+with it. With a chat template asked for, such rows are chats of one question instead.
 In all of these, text that spells a special token is ordinary text.
 
 Chats are rendered by the chat template and tokenized as a whole, as transformers' apply_chat_template does it, so that
@@ -21,7 +22,7 @@ from typing import Any
 import numpy as np
 
 from llmq.data.formats import CHATS, PAIRS, Chat, Format, Pair, Text, Tokens, find_format
-from llmq.data.masks import Sample, TrainOn, samples, trained_tokens
+from llmq.data.masks import Sample, TrainOn, samples, trained_tokens, unwritten
 from llmq.data.records import BadRow, Record
 from llmq.data.template import MARKER, OWN, ChatTemplate, RenderError, Templates, open_templates
 from llmq.data.text import pieces_of
@@ -147,13 +148,15 @@ class Encoder:
         return "\n".join([*lines, *(f"note: {notice}" for notice in self.notices)])
 
     def _described(self) -> list[str]:
-        eos = self.tokenizer.eos_token
+        eos, begin = self.tokenizer.eos_token, map(self.tokenizer.encoder.id_to_token, self.tokenizer.begin_ids)
         if self.format.name == "tokens":
             return ["trained: tokens whose label is not -100; no end token is added"]
+        lines = [f"each row begins with {' '.join(map(str, begin))}"] if self.tokenizer.begin_ids else []
         if self.format.name == "text" or self.train_on.everything:
-            return [f"trained: every token, with {eos} at the end of each row"]
+            return [*lines, f"trained: every token, with {eos} at the end of each row"]
         chats = f"--chat-template {OWN} would make chats of them"
-        return [f"trained: the answer and {eos} behind it; prompt and answer are joined as they are ({chats})"]
+        how = f"prompt and answer are joined as they are ({chats})"
+        return [*lines, f"trained: the answer and {eos} behind it; {how}"]
 
     def encode(self, records: Sequence[Record], bad: list[BadRow] | None = None) -> list[Encoded]:
         """The documents of `records`, in their order; a row gives one, none (dropped, untrained) or several (split).
@@ -238,11 +241,12 @@ class Encoder:
             if content.ids[-1] == self.tokenizer.eos_token_id and (content.trained is None or content.trained[-1]):
                 self.counts.end_tokens.add(self.tokenizer.eos_token_id)
             return [(content.ids, content.trained)]
-        ids = np.concatenate([*encodings, np.array([self.tokenizer.eos_token_id], np.int32)])
+        begin, end = (np.array(ids, np.int32) for ids in (self.tokenizer.begin_ids, [self.tokenizer.eos_token_id]))
+        ids = np.concatenate([begin, *encodings, end])
         if isinstance(content, Text) or self.train_on.everything:
             return [(ids, None)]
         trained = np.ones(len(ids), bool)
-        trained[: len(encodings[0])] = False
+        trained[: len(begin) + len(encodings[0])] = False
         return [(ids, trained)]
 
 
@@ -361,8 +365,15 @@ class ChatEncoder(Encoder):
         template: ChatTemplate = self.templates.pick(chat.tools)
         try:
             made = samples(template, chat, self.train_on, self.end_tokens)
+            lost = unwritten(template, chat)
         except RenderError as error:
             raise BadRow(record.place, f"the chat template ({template.origin}) fails: {error}") from None
+        if lost:
+            raise BadRow(
+                record.place,
+                f"the chat has {lost}, which the chat template ({template.origin}) does not write: give one that does "
+                "(--chat-template)",
+            )
         if any(self._spelled.search(message.get("content", "")) for message in chat.messages):
             self.counts.spelled += 1
         return made, [sample.text for sample in made]

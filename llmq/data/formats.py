@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -90,14 +90,16 @@ class Format:
     """A format with the data's own names for its columns."""
 
     name: str
-    columns: dict[str, str]  # ours -> theirs, for the columns that are there or must be
+    columns: dict[str, str]  # ours -> theirs, for all columns that a row may have
+    seen: frozenset[str]  # ours, of those that the first rows have or --map names
     place: str  # of the row that it was found in
     chosen: bool = False  # asked for, not found
 
     def describe(self) -> str:
         """The format and the mapping in words."""
         how = "as asked" if self.chosen else f"as in {self.place}"
-        named = ", ".join(ours if ours == theirs else f"{ours} = {theirs}" for ours, theirs in self.columns.items())
+        columns = [(ours, theirs) for ours, theirs in self.columns.items() if ours in self.seen]
+        named = ", ".join(ours if ours == theirs else f"{ours} = {theirs}" for ours, theirs in columns)
         return f"{self.name} ({how}), columns {named}"
 
     def read(self, record: Record, vocab_size: int) -> Content:
@@ -133,7 +135,8 @@ def find_format(
         raise DataError("there are no rows: give data with at least one")
     for record in first:
         if found := _match(record, names, dict(mapping), chosen=data_format is not None):
-            return found
+            there = {ours for ours, theirs in found.columns.items() if any(theirs in row.value for row in first)}
+            return replace(found, seen=found.seen | there)
     columns = ", ".join(map(str, first[0].value)) or "none"
     wanted = "; ".join(f"{name} ({', '.join(FORMATS[name][0])})" for name in names)
     raise DataError(
@@ -154,9 +157,9 @@ def _match(record: Record, names: Sequence[str], mapping: dict[str, str], *, cho
             columns = {ours: mapping.get(ours, ours) for ours in needed}
             columns = columns if all(row.get(theirs) is not None for theirs in columns.values()) else None
         if columns is not None:
-            columns |= {o: mapping.get(o, o) for o in optional if mapping.get(o, o) in row}
+            columns |= {ours: mapping.get(ours, ours) for ours in optional}
             columns |= {key: mapping[key] for key in ("role", "content") if name in CHATS and key in mapping}
-            return Format(name, columns, record.place, chosen)
+            return Format(name, columns, frozenset({*needed, *mapping}), record.place, chosen)
     return None
 
 
@@ -319,7 +322,7 @@ def _content(row: _Row, number: int, content: Any) -> str:
 
 def _tools(row: _Row) -> list[Any] | None:
     """The tools on offer; a column of strings holds them as JSON."""
-    tools = row.get("tools") if "tools" in row.form.columns else None
+    tools = row.get("tools")
     if isinstance(tools, str):
         try:
             tools = json.loads(tools) if tools.strip() else None

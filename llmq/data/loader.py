@@ -105,6 +105,7 @@ class Data:
             "seq_len": self.seq_len,
             "training samples": train.num_windows,
             **({"training files": [file.fingerprint for file in train.token_files]} if train.token_files else {}),
+            **({"data, tokenizer and template": train.key} if isinstance(train, Stream) else {}),
             **({"mixture": train.identity()} if isinstance(train, Mixture) else {}),
             **({"augment": [list(rate) for rate in self.augment.rates]} if self.augment else {}),
             **({"documents of a row": self.limits[0]} if self.limits else {}),

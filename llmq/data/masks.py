@@ -98,7 +98,8 @@ class Turns:
         if is_assistant and self.template.has_generation:
             *blocks, (start, stop) = self._blocks(turn, text, generated)
             return [*blocks, (start, self._with_end(text, stop))]
-        start = self._prompt_end(turn, text) if is_assistant else self._content_start(turn, text)
+        found = self._prompt_end(turn, text) if is_assistant else self._content_start(turn, text)
+        start = self._message_start(turn, text) if found is None else found
         return [(start, self._turn_end(text, start))]
 
     def _blocks(self, turn: int, text: str, generated: list[tuple[int, int]]) -> list[tuple[int, int]]:
@@ -112,32 +113,54 @@ class Turns:
             raise RenderError(f"message {turn + 1} has no generation block, as other assistant turns have")
         return own
 
-    def _prompt_end(self, turn: int, text: str) -> int:
-        """Where the prompt of an assistant turn ends and the model writes."""
-        try:
-            prompt = self.render(turn, prompt=True).text
-        except RenderError:
-            if turn:
-                raise
-            return self._content_start(turn, text)  # nothing is asked, and few templates render nothing
+    def _prompt_end(self, turn: int, text: str) -> int | None:
+        """Where the prompt of an assistant turn ends and the model writes; None for a first message without either."""
+        if not turn:
+            return self._first_prompt_end(text)
+        prompt = self.render(turn, prompt=True).text
         if text.startswith(prompt):
             return len(prompt)
         # A prompt that offers more than the turn takes up, such as the start of reasoning that it does not have.
-        if turn and not text.startswith(self.render(turn).text):
+        if not text.startswith(self.render(turn).text):
             raise RenderError(
                 f"it writes the conversation before message {turn + 1} otherwise once that message is there, so what "
                 "the model is to write cannot be found: use a template with generation blocks"
             )
-        return _common(prompt, text)
+        content = self._content_start(turn, text)  # which may begin like the reasoning does
+        return min(_common(prompt, text), len(text) if content is None else content)
 
-    def _content_start(self, turn: int, text: str) -> int:
-        """Where the content of a message begins in the text that ends with it; without content, where the message does.
+    def _first_prompt_end(self, text: str) -> int | None:
+        """Where the prompt of an assistant turn that nobody asked for ends.
 
-        For roles whose header nobody offers as a prompt.
+        Few templates render no messages at all, and some put a system prompt of their own before the first one.
         """
-        content = self.chat.messages[turn].get("content", "").strip()
-        place = text.rfind(content) if content else -1
-        return place if place >= 0 else (_common(self.render(turn).text, text) if turn else 0)
+        try:
+            nothing, prompt = self.render(0).text, self.render(0, prompt=True).text
+        except RenderError:
+            nothing = prompt = ""
+        place = text.find(prompt) if prompt != nothing else -1
+        return place + len(prompt) if place >= 0 else self._content_start(0, text)
+
+    def _content_start(self, turn: int, text: str) -> int | None:
+        """Where the content of a message begins in the text that ends with it; None if it has none.
+
+        With another content, the text is the same up to there. Searched for, a short one would be found in a marker.
+        """
+        message = self.chat.messages[turn]
+        content = message.get("content", "")
+        if not content.strip():
+            return None
+        other = next(digit for digit in "012" if digit not in (content[0], content.strip()[0]))
+        try:
+            changed = self.template.render([*self.chat.messages[:turn], {**message, "content": other}], self.chat.tools)
+        except RenderError:  # a content that has to have some form
+            return None
+        # A template may also write earlier turns otherwise.
+        return max(_common(changed.text, text), self._message_start(turn, text))
+
+    def _message_start(self, turn: int, text: str) -> int:
+        """Where a message begins in the text that ends with it."""
+        return _common(self.render(turn).text, text) if turn else 0
 
     def _turn_end(self, text: str, start: int) -> int:
         """The end of the last end token of `text`, if only white space follows it, else the end of the text."""
@@ -178,6 +201,17 @@ def samples(template: ChatTemplate, chat: Chat, train_on: TrainOn, end_tokens: t
         Sample(text, tuple(spans[::-1]), bool(spans) and spans[0][1] == len(text) and not text.endswith(end_tokens))
         for text, spans in reversed(made)
     ]
+
+
+def unwritten(template: ChatTemplate, chat: Chat) -> str:
+    """Which of a chat's tools and tool calls a template does not write: an answer that calls would be an empty one."""
+    lost = ["tools"] if chat.tools and "tools" not in template.source else []
+    if any(message.get("tool_calls") for message in chat.messages) and "tool_calls" not in template.source:
+        # It may still write whole messages.
+        silent = [{**message, "tool_calls": []} if "tool_calls" in message else message for message in chat.messages]
+        if template.render(silent, chat.tools) == template.render(chat.messages, chat.tools):
+            lost.append("tool_calls")
+    return " and ".join(lost)
 
 
 def _common(one: str, other: str) -> int:

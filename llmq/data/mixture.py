@@ -94,8 +94,11 @@ class Mixture:
     @property
     def limits(self) -> tuple[int, int] | None:
         """Most documents of a row, and most tokens of a document; None if rows have no borders."""
-        found = [source.limits for source in self.sources if source.limits]
-        return (max(docs for docs, _ in found), max(longest for _, longest in found)) if found else None
+        if not any(source.limits for source in self.sources):
+            return None
+        # A row of a source without borders is one document here.
+        found = [source.limits or (1, self.seq_len) for source in self.sources]
+        return max(docs for docs, _ in found), max(longest for _, longest in found)
 
     def order(self, places: np.ndarray) -> np.ndarray:
         """Which sample (n,) int64 stands at each of `places` (n,) of the mixture's endless sequence."""

@@ -3,7 +3,8 @@
 A row is up to seq_len tokens of documents one after the other, then padding. Positions start anew with each document,
 attention does not look across (both by the borders), and nothing is trained across: a document's last token, which is
 its end token, has no target. The padding, tokens 0 that are not trained, continues the last document, which does not
-see it. Documents longer than seq_len are cut into pieces, each a document of its own.
+see it. Documents longer than seq_len are cut into pieces, each a document of its own. A piece begins with the last
+token of the one before, which had no target there: every token but a document's first is a target once.
 
 What lies where is worked out once (llmq/data/first_fit.py) and kept in the cache, by all that it depends on: the
 lengths of the documents, the sequence length, documents to a row, and the seed.
@@ -25,11 +26,11 @@ from llmq.data.sidecar import Sidecar
 from llmq.data.token_file import TokenFile
 from llmq.data.windows import Rows, open_files, require_ids
 from llmq.disk import write_whole
-from llmq.errors import DataError
+from llmq.errors import DataError, UsageError
 from llmq.tensor import IGNORED
 
 READ_AT_ONCE = 1 << 22  # tokens held in memory while end tokens and masks are counted
-MAGIC = b"llmq packs 2\n\0\0\0"  # counts up with every change of what is packed where
+MAGIC = b"llmq packs 3\n\0\0\0"  # counts up with every change of what is packed where
 START, LENGTH = np.dtype("<i8"), np.dtype("<i4")
 
 
@@ -83,17 +84,21 @@ class Packs:
         """`max_docs` to a row; None is as few as fill the rows nearly as well as any number (`fewest_docs`).
 
         Raises DataError if a file does not say where its documents end, or an id is found that is not below
-        `vocab_size` (see require_ids), and StorageError if the cache cannot be written.
+        `vocab_size` (see require_ids), StorageError if the cache cannot be written, UsageError for a `seq_len` of 1.
         """
+        if seq_len == 1:
+            raise UsageError(
+                "--seq-len 1: a document of one token has no target: use 2 or more, or leave out --packing and "
+                "--no-packing"
+            )
         self.token_files = tuple(files)
         self.seq_len, self.vocab_size = seq_len, vocab_size
         self.num_tokens = sum(file.num_tokens for file in files)
         self._file_starts = np.cumsum([0, *(file.num_tokens for file in files)])
         require_ids(files, vocab_size)
         documents = document_lengths(files)
-        pieces = piece_lengths(documents, seq_len)
-        self.docs_per_row = max_docs or fewest_docs(pieces, seq_len)
-        self.index = packed(documents, pieces, seq_len, self.docs_per_row, seed)
+        self.docs_per_row = max_docs or fewest_docs(piece_lengths(documents, seq_len), seq_len)
+        self.index = packed(documents, seq_len, self.docs_per_row, seed)
 
     @cached_property
     def limits(self) -> tuple[int, int] | None:
@@ -113,13 +118,14 @@ class Packs:
     @property
     def fill(self) -> float:
         """Share of the rows that is documents; the rest is padding."""
-        return self.num_tokens / max(self.num_windows * self.seq_len, 1)
+        return int(self.index.lengths.sum(dtype=np.int64)) / max(self.num_windows * self.seq_len, 1)
 
     @cached_property
     def num_trained(self) -> int:
         """Tokens of an epoch that are trained. Reads the masks, if there are any."""
-        total = self.num_tokens - len(self.index.starts)
-        starts = np.sort(self.index.starts)
+        documents = document_lengths(self.token_files)
+        starts = np.cumsum(documents) - documents
+        total = self.num_tokens - len(starts)
         for file, first in zip(self.token_files, self._file_starts[:-1].tolist(), strict=True):
             for at in range(0, file.num_tokens if file.mask_bits is not None else 0, READ_AT_ONCE):
                 stop = min(at + READ_AT_ONCE, file.num_tokens)
@@ -160,17 +166,23 @@ def open_packs(patterns: Iterable[str], seq_len: int, vocab_size: int, seed: int
     return Packs(open_files(patterns), seq_len, vocab_size, seed, max_docs)
 
 
-def packed(documents: np.ndarray, pieces: np.ndarray, seq_len: int, max_docs: int, seed: int) -> PackIndex:
-    """Which pieces of documents lie in which pack: from the cache, else worked out and put there."""
+def packed(documents: np.ndarray, seq_len: int, max_docs: int, seed: int) -> PackIndex:
+    """Which pieces of documents lie in which pack: from the cache, else worked out and put there.
+
+    `documents` (n,) int64 are the lengths of all documents.
+    """
     about = f"{seq_len} {max_docs} {seed} {len(documents)} "
     key = hashlib.sha256(MAGIC + about.encode() + documents.astype(START).tobytes()).hexdigest()
     path = cache_folder("packs") / f"{key}.bin"
     found = PackIndex.load(path)
     if found is None:
+        pieces = piece_lengths(documents, seq_len)
         numbers, num_packs = pack(pieces, seq_len, max_docs, seed)
         order = np.argsort(numbers, kind="stable")
         ends = np.concatenate([[0], np.cumsum(np.bincount(numbers, minlength=num_packs))])
-        starts = np.cumsum(pieces, dtype=np.int64) - pieces  # documents cover the files without a gap
+        # Documents cover the files without a gap; each cut is a token that two pieces have.
+        cuts = np.repeat(np.arange(len(documents)), piece_counts(documents, seq_len))
+        starts = np.cumsum(pieces, dtype=np.int64) - pieces - (np.arange(len(pieces)) - cuts)
         found = PackIndex(ends, starts[order], pieces[order])
         write_whole(path, found.to_bytes())
     return found
@@ -191,10 +203,15 @@ def document_lengths(files: Sequence[TokenFile]) -> np.ndarray:
 
 def piece_lengths(documents: np.ndarray, seq_len: int) -> np.ndarray:
     """Tokens (n,) int32 of each piece of at most seq_len tokens of the documents, in order."""
-    counts = -(-documents // seq_len)
+    counts = piece_counts(documents, seq_len)
     pieces = np.full(int(counts.sum()), seq_len, np.int32)
-    pieces[np.cumsum(counts) - 1] = documents - (counts - 1) * seq_len
+    pieces[np.cumsum(counts) - 1] = documents - (counts - 1) * (seq_len - 1)
     return pieces
+
+
+def piece_counts(documents: np.ndarray, seq_len: int) -> np.ndarray:
+    """How many pieces (n,) int64 each document has: two that follow each other share a token."""
+    return np.maximum(-(-(documents - 1) // (seq_len - 1)), 1)
 
 
 def _document_starts(file: TokenFile) -> np.ndarray:

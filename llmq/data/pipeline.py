@@ -55,9 +55,10 @@ class Work(Protocol[B, R_co]):
 
 @dataclass(frozen=True, eq=False)
 class Pieces:
-    """Pieces of documents; an empty piece is the end of one."""
+    """Pieces of documents; an empty piece is where one begins or ends."""
 
     texts: list[str]
+    begins: list[bool]
     ends: list[bool]
     num_bytes: int
     position: Position
@@ -74,30 +75,41 @@ class TextWork:
         """Batches of about BATCH_CHARACTERS; raises DataError for what is not UTF-8."""
         first, at = position or (0, 0)
         texts: list[str] = []
+        begins: list[bool] = []
         ends: list[bool] = []
         characters = num_bytes = 0
         for number in range(first, len(self.documents)):
+            if not at:
+                texts.append("")
+                begins.append(True)
+                ends.append(False)
             for piece in pieces(self.documents[number].behind(at), self.tokenizer.in_pieces):
                 size = len(piece) if piece.isascii() else len(piece.encode())
                 texts.append(piece)
+                begins.append(False)
                 ends.append(False)
                 characters, num_bytes, at = characters + len(piece), num_bytes + size, at + size
                 if characters >= BATCH_CHARACTERS:
-                    yield Pieces(texts, ends, num_bytes, (number, at))
-                    texts, ends, characters, num_bytes = [], [], 0, 0
+                    yield Pieces(texts, begins, ends, num_bytes, (number, at))
+                    texts, begins, ends, characters, num_bytes = [], [], [], 0, 0
             texts.append("")
+            begins.append(False)
             ends.append(True)
             at = 0
-        yield Pieces(texts, ends, num_bytes, (len(self.documents), 0))
+        yield Pieces(texts, begins, ends, num_bytes, (len(self.documents), 0))
 
     def encode(self, batch: Pieces) -> Tokens:
-        """The ids of all pieces, with EOS behind the last of each document."""
+        """The ids of all pieces, with what begins and ends a text around each document."""
         encodings = self.tokenizer.encoder.encode_batch_fast(batch.texts, add_special_tokens=False)
+        first = np.array(self.tokenizer.begin_ids, np.int32)
         counts = np.array([len(code) for code in encodings]) + np.array(batch.ends)
+        counts += len(first) * np.array(batch.begins)
         stops = np.cumsum(counts)
         ids = np.full(int(stops[-1]) if len(stops) else 0, self.tokenizer.eos_token_id, np.int32)
-        for code, stop, end in zip(encodings, stops.tolist(), batch.ends, strict=True):
-            if not end:
+        for code, stop, begin, end in zip(encodings, stops.tolist(), batch.begins, batch.ends, strict=True):
+            if begin:
+                ids[stop - len(first) : stop] = first
+            elif not end:
                 ids[stop - len(code) : stop] = np.fromiter(code.ids, np.int32, len(code))
         return Tokens(ids, None, stops[batch.ends], batch.position, batch.num_bytes)
 

@@ -138,6 +138,10 @@ def open_named(options: SourceOptions, source: ModelSource, *, plan_only: bool, 
             raise UsageError(f"{mix}: {', '.join(files)}: --data takes no token files: name text or rows as data")
         if len(names) > 1:
             raise UsageError(f"--data {mix} describes a whole mixture: leave out the others, or put them into it")
+        if options.streaming and len(entries) > 1:
+            raise UsageError(
+                f"--streaming reads one data set, but {mix} names {len(entries)}: leave --streaming out, or give one"
+            )
         names, weights = tuple(entry.name for entry in entries), tuple(entry.weight for entry in entries)
     encode = EncodeOptions(
         data_format=options.data_format,

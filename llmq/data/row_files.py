@@ -12,7 +12,8 @@ import io
 import json
 import re
 import zlib
-from collections.abc import Callable, Generator, Iterator
+from collections import Counter
+from collections.abc import Callable, Generator, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -302,7 +303,11 @@ def _bad_header(header: list[str]) -> str:
         return "it is empty"
     if not _is_text("".join(header)):
         return "it is not UTF-8"
-    twice = sorted({name for name in header if header.count(name) > 1})
+    return _named_twice(header)
+
+
+def _named_twice(names: Sequence[str]) -> str:
+    twice = sorted(name for name, count in Counter(names).items() if count > 1)
     return f"{', '.join(map(repr, twice[:5]))} stands there twice" if twice else ""
 
 
@@ -329,6 +334,8 @@ def _open_parquet(file: RowFile) -> Any:
 def _read_parquet(file: RowFile, start: int, wanted: Wanted) -> Rows:
     at = _At(file)
     with _container(at), _open_parquet(file) as opened:
+        if twice := _named_twice(opened.schema_arrow.names):
+            raise DataError(f"{file.name}: among the names of the columns, {twice}: rename or drop one")
         row, groups = 0, list(range(opened.metadata.num_row_groups))
         while groups and row + opened.metadata.row_group(groups[0]).num_rows <= start:
             row += opened.metadata.row_group(groups.pop(0)).num_rows

@@ -15,7 +15,7 @@ from llmq.data import datasets
 from llmq.data.cache import content_hash
 from llmq.data.encode import EncodeOptions
 from llmq.data.hub_data import NOT_DATA, Spec, by_split, open_hub_set
-from llmq.data.row_files import COMPRESSIONS, SUFFIXES, RowFile
+from llmq.data.row_files import BOM, COMPRESSIONS, SUFFIXES, RowFile
 from llmq.data.rows import FileRows, LocalFile, RowSequence, Share
 from llmq.data.text import Document, open_documents, split
 from llmq.data.windows import matched
@@ -193,10 +193,18 @@ def _texts(paths: Sequence[Path], held: Held) -> Found:
         raise DataError(
             f"{packed[0]}: text files are read as they are: decompress it, or make it .jsonl{packed[0][-3:]}"
         )
-    documents = open_documents(paths)
+    documents = [document for document in map(_without_mark, open_documents(paths)) if document.num_bytes]
+    if not documents:
+        raise DataError(f"there is no text in {paths[0]}, but for a byte order mark: give files with text")
     train, kept, rule = split(documents, held.fraction)
     rule = f"one file is one document (UTF-8, as it is; empty files are left out); {rule}"
     return Found("text", (), tuple(train), tuple(kept) or None, rule)
+
+
+def _without_mark(document: Document) -> Document:
+    """The document behind its byte order mark, which is no text."""
+    with document.path.open("rb") as file:
+        return document.behind(len(BOM)) if file.read(len(BOM)) == BOM else document
 
 
 def _file_rows(paths: Sequence[Path]) -> FileRows:

@@ -1,7 +1,7 @@
 """Windows of documents that come one after the other and are not all there: larger than the disk, or still arriving.
 
 There is no table of them, so nothing is permuted: rows are trained in the order of the stream, and the stream should be
-shuffled where it is stored. What a run needs to go on is where its next row begins: which pass, shard, row and token.
+shuffled where it is stored. What a run needs to go on is where its next row begins: which pass, shard, row, and token.
 """
 
 from __future__ import annotations
@@ -18,12 +18,15 @@ from llmq.data.token_file import TokenFile
 from llmq.errors import DataError
 from llmq.tensor import IGNORED
 
+PLACE = ("epoch", "shard", "row", "overall", "token")  # where a row begins
+
 
 class StreamedDocument(NamedTuple):
-    """A document with its end token, and where it is: row `row` of shard `shard`, both counted from 0."""
+    """A document with its end token, and where it is: row `row` of shard `shard`, row `overall` of all, from 0."""
 
     shard: int
     row: int
+    overall: int
     ids: np.ndarray  # (n,) int
     trained: np.ndarray | None  # (n,) bool, as targets; None: all
 
@@ -32,14 +35,16 @@ class StreamedDocument(NamedTuple):
 class Stream:
     """Documents as rows of `seq_len` tokens, without end: after the last document comes the first again.
 
-    `open_at(shard, row)` yields the documents from that row of that shard on, up to the last of the last shard, the
-    same each time. Documents follow each other without a border, and the next row begins where one ends, as in Windows.
+    `open_at(shard, row, overall)` yields the documents from that row of that shard on, which is row `overall` of all,
+    up to the last of the last shard, the same each time; `key` names what these depend on. Documents follow each other
+    without a border, and the next row begins where one ends, as in Windows.
     """
 
-    open_at: Callable[[int, int], Iterator[StreamedDocument]]
+    open_at: Callable[[int, int, int], Iterator[StreamedDocument]]
     seq_len: int
     vocab_size: int
     name: str
+    key: str = ""
     end_token_ids: tuple[int, ...] = ()
     num_windows: None = None  # not known ahead
     limits: None = None  # rows have no borders
@@ -50,10 +55,10 @@ class Stream:
     def rows(self, state: Mapping[str, Any] | None = None) -> Iterator[tuple[np.ndarray, np.ndarray, dict[str, int]]]:
         """Tokens and targets, (seq_len,) int32 each, row after row, with the state behind the row.
 
-        `state` is one that was yielded, or None for the start; it has the whole numbers `epoch`, `shard`, `row` and
-        `token`. Raises DataError for an id outside the vocabulary, or if a whole pass has no tokens.
+        `state` is one that was yielded, or None for the start; it has the whole numbers `epoch`, `shard`, `row`,
+        `overall` and `token`. Raises DataError for an id outside the vocabulary, or if a whole pass has no tokens.
         """
-        at = dict(state) if state else {"epoch": 0, "shard": 0, "row": 0, "token": 0}
+        at = dict(state) if state else dict.fromkeys(PLACE, 0)
         waiting: deque[_Piece] = deque()
         pieces = self._pieces(at)
         count = 0
@@ -74,7 +79,7 @@ class Stream:
     def _pieces(self, at: Mapping[str, int]) -> Iterator[_Piece]:
         """Documents from a place on, pass after pass."""
         epoch, skipped = at["epoch"], at["token"]
-        documents = self.open_at(at["shard"], at["row"])
+        documents = self.open_at(at["shard"], at["row"], at["overall"])
         empty = False
         while True:
             for document in documents:
@@ -85,22 +90,21 @@ class Stream:
                         f"(0 to {self.vocab_size - 1}): tokenize the text with the model's own tokenizer"
                     )
                 trained = np.ones(ids.size, bool) if document.trained is None else np.asarray(document.trained, bool)
-                piece = _Piece(epoch, document.shard, document.row, 0, ids.astype(np.int32), trained).behind(skipped)
+                place = {"epoch": epoch, "shard": document.shard, "row": document.row, "overall": document.overall}
+                piece = _Piece(place, 0, ids.astype(np.int32), trained).behind(skipped)
                 skipped = 0
                 if piece.ids.size:
                     empty = False
                     yield piece
             if empty:
                 raise DataError(f"{self.name} has no tokens: check where it comes from")
-            epoch, empty, documents = epoch + 1, True, self.open_at(0, 0)
+            epoch, empty, documents = epoch + 1, True, self.open_at(0, 0, 0)
 
 
 class _Piece(NamedTuple):
     """The tokens of a document from number `token` on."""
 
-    epoch: int
-    shard: int
-    row: int
+    document: dict[str, int]
     token: int
     ids: np.ndarray
     trained: np.ndarray
@@ -109,4 +113,4 @@ class _Piece(NamedTuple):
         return self._replace(token=self.token + count, ids=self.ids[count:], trained=self.trained[count:])
 
     def place(self) -> dict[str, int]:
-        return {"epoch": self.epoch, "shard": self.shard, "row": self.row, "token": self.token}
+        return {**self.document, "token": self.token}

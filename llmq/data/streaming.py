@@ -60,11 +60,11 @@ class StreamWork:
         for document in encoder.encode([row for _, row in batch.rows if isinstance(row, Record)], bad):
             parts.setdefault(document.place, []).append(document)
         documents = []
-        for (shard, behind, *_), row in batch.rows:
+        for (shard, behind, behind_all), row in batch.rows:
             if mine := parts.get(row.place):
                 ids = np.concatenate([part.ids for part in mine])
                 masks = [np.ones(len(part.ids), bool) if part.trained is None else part.trained for part in mine]
-                documents.append(StreamedDocument(shard, behind - 1, ids, np.concatenate(masks)))
+                documents.append(StreamedDocument(shard, behind - 1, behind_all - 1, ids, np.concatenate(masks)))
         return _Encoded(documents, bad)
 
 
@@ -83,9 +83,9 @@ def open_stream(request: Request, seq_len: int, vocab_size: int, say: Say) -> St
     looked_at.encode(request.first_rows, [])  # which tokens end its trained turns
     work, allowed = StreamWork(rows, Encoders(encoder)), request.skip_bad_rows
 
-    def open_at(shard: int, row: int) -> Iterator[StreamedDocument]:
+    def open_at(shard: int, row: int, overall: int) -> Iterator[StreamedDocument]:
         counted = BadRows(allowed)
-        batches = tokenized(work, (shard, row, row))
+        batches = tokenized(work, (shard, row, overall))
         try:
             for batch in batches:
                 for bad in batch.bad:
@@ -94,4 +94,4 @@ def open_stream(request: Request, seq_len: int, vocab_size: int, say: Say) -> St
         finally:
             batches.close()
 
-    return Stream(open_at, seq_len, vocab_size, name, end_token_ids=looked_at.end_token_ids)
+    return Stream(open_at, seq_len, vocab_size, name, request.key, looked_at.end_token_ids)

@@ -1,9 +1,10 @@
-"""A tokenizer of a Hugging Face folder, as it is used for training: ordinary text only, and which id is EOS."""
+"""A tokenizer of a Hugging Face folder, as it is used for training: ordinary text, and what begins and ends it."""
 
 from __future__ import annotations
 
 import json
 import os
+from collections.abc import Collection
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -17,13 +18,14 @@ from llmq.hub import model_folder
 
 # Ungated repositories; llm.q has the same short names for the same tokenizers.
 SHORT_NAMES = {"qwen": "Qwen/Qwen2.5-0.5B", "llama": "unsloth/llama-2-7b"}
-# What end-of-text is called in the families that name it nowhere but in the vocabulary.
+CONFIG = "tokenizer_config.json"
+# What end-of-text is called in the families that name it nowhere but among the added tokens.
 KNOWN_EOS = ("<|endoftext|>", "<|end_of_text|>", "</s>", "<eos>", "[EOS]")
 
 
 @dataclass(frozen=True, eq=False)
 class TextTokenizer:
-    """An open tokenizer: text that spells a special token is ordinary text, and nothing is added, cut or padded."""
+    """An open tokenizer: text that spells a special token is ordinary text, and nothing is cut or padded."""
 
     folder: Path
     source: str  # hub name, or the folder's absolute path
@@ -33,6 +35,7 @@ class TextTokenizer:
     vocab_size: int  # largest id + 1
     eos_token: str
     eos_token_id: int
+    begin_ids: tuple[int, ...]  # what the tokenizer itself puts before a text, at inference too: BOS, or nothing
     in_pieces: bool  # long text may be cut at the places of text.pieces
 
     @classmethod
@@ -60,7 +63,8 @@ class TextTokenizer:
         vocabulary = encoder.get_vocab(with_added_tokens=True)
         if not vocabulary:
             raise DataError(f"{path} has an empty vocabulary: get the tokenizer's files again")
-        eos = _eos_token(folder, vocabulary, eos_token)
+        added = {token.content for token in encoder.get_added_tokens_decoder().values()}
+        eos = _eos_token(folder, vocabulary, added, eos_token)
         return cls(
             folder=folder,
             source=str(folder.resolve()) if is_local else source,
@@ -70,43 +74,50 @@ class TextTokenizer:
             vocab_size=max(vocabulary.values()) + 1,
             eos_token=eos,
             eos_token_id=vocabulary[eos],
+            begin_ids=_begin_ids(encoder),
             in_pieces=in_pieces,
         )
 
 
-def _eos_token(folder: Path, vocabulary: dict[str, int], wanted: str | None) -> str:
-    """The token that ends a document: as asked, as the folder's files say, or the only known name that it has."""
+def _begin_ids(encoder: tokenizers.Tokenizer) -> tuple[int, ...]:
+    """The special tokens that the post-processor puts before a text, which alone decides it in transformers 5, too."""
+    encoding = encoder.encode("a")
+    is_special = encoding.special_tokens_mask
+    return tuple(encoding.ids[: is_special.index(0)]) if 0 in is_special else ()
+
+
+def _eos_token(folder: Path, vocabulary: dict[str, int], added: Collection[str], wanted: str | None) -> str:
+    """The token that ends a document: as asked, as the folder's files say, or the only known name that it has.
+
+    Only the `added` tokens are looked through for known names: Qwen's `</s>` is a piece of ordinary text.
+    """
+    advice = f'set "eos_token" in {folder / CONFIG}, or give tokenize-data --eos-token'
     if wanted is not None:
         if wanted not in vocabulary:
             raise UsageError(f"--eos-token {wanted} is not in the vocabulary of {folder}: give one of its tokens")
         return wanted
-    for name in ("tokenizer_config.json", "special_tokens_map.json"):
+    for name in (CONFIG, "special_tokens_map.json"):
         token = _json_object(folder / name).get("eos_token")
         token = token.get("content") if isinstance(token, dict) else token
         if token is not None:
-            if token not in vocabulary:
-                raise DataError(
-                    f"{folder / name} names the eos_token {token!r}, which is not in the vocabulary: "
-                    "set it with --eos-token"
-                )
+            if not isinstance(token, str) or token not in vocabulary:
+                wrong = "not in the vocabulary" if isinstance(token, str) else "no text"
+                raise DataError(f"{folder / name} names the eos_token {token!r}, which is {wrong}: {advice}")
             return token
     names = {number: token for token, number in vocabulary.items()}
     for name in ("generation_config.json", "config.json"):
         number = _json_object(folder / name).get("eos_token_id")
         number = number[0] if isinstance(number, list) and number else number
         if number is not None:
-            if number not in names:
-                raise DataError(
-                    f"{folder / name} names the eos_token_id {number!r}, which is not in the vocabulary: "
-                    "set the token with --eos-token"
-                )
+            is_id = isinstance(number, int) and not isinstance(number, bool)
+            if not is_id or number not in names:
+                wrong = "not in the vocabulary" if is_id else "no id"
+                raise DataError(f"{folder / name} names the eos_token_id {number!r}, which is {wrong}: {advice}")
             return names[number]
-    known = [token for token in KNOWN_EOS if token in vocabulary]
+    known = [token for token in KNOWN_EOS if token in added]
     if len(known) != 1:
         found = f"has {' and '.join(known)}" if known else f"has none of {', '.join(KNOWN_EOS)}"
-        raise DataError(
-            f"{folder} does not say which token ends a document, and its vocabulary {found}: set it with --eos-token"
-        )
+        raise DataError(f"{folder} does not say which token ends a document, and its tokenizer {found}: {advice}")
     return known[0]
 
 

@@ -15,7 +15,7 @@ EOS = "<|endoftext|>"
 
 
 def byte_level(pattern: str | None = None, *, digits: bool = False, added: tuple[str, ...] = ()) -> Tokenizer:
-    """A byte-level BPE with some merges, which puts EOS before text if it may; `pattern` None is GPT-2's."""
+    """A byte-level BPE with some merges, which puts EOS behind text if it may; `pattern` None is GPT-2's."""
     tokenizer = Tokenizer(models.BPE())
     tokenizer.normalizer = normalizers.NFC()
     parts: list[Any] = [pre_tokenizers.Digits(individual_digits=True)] if digits else []
@@ -32,7 +32,7 @@ def byte_level(pattern: str | None = None, *, digits: bool = False, added: tuple
     # Twice with the lines joined otherwise, so that merges over white space and punctuation exist.
     tokenizer.train_from_iterator([SAMPLE * 3, SAMPLE.replace("\n", " \n "), SAMPLE.replace(" ", "\n")] * 3, trainer)
     eos = (EOS, tokenizer.token_to_id(EOS))
-    tokenizer.post_processor = processors.TemplateProcessing(single=f"{EOS} $A", special_tokens=[eos])
+    tokenizer.post_processor = processors.TemplateProcessing(single=f"$A {EOS}", special_tokens=[eos])
     if added:
         tokenizer.add_tokens(list(added))
     return tokenizer

@@ -11,7 +11,8 @@ from hypothesis import strategies as st
 
 from llmq.data.augment import SPAN, open_augmentation
 from llmq.data.loader import Loader, eval_batches
-from llmq.data.token_file import TokenFile
+from llmq.data.packing import Packs
+from llmq.data.token_file import TokenFile, TokenWriter
 from llmq.data.windows import Rows, Windows
 from llmq.errors import UsageError
 
@@ -78,6 +79,22 @@ def test_spans_end_at_the_borders_of_documents() -> None:
         np.testing.assert_array_equal(np.sort(rows.tokens[:, start:stop], 1), tokens[:, start:stop])
     assert (rows.tokens != tokens[:, :-1]).mean() > 0.4
     assert rows.borders is borders
+
+
+@pytest.mark.parametrize("max_docs", [1, 3])
+def test_padding_stays_behind_the_documents(tmp_path: Path, monkeypatch, max_docs: int) -> None:
+    monkeypatch.setenv("LLMQ_CACHE_DIR", str(tmp_path / "cache"))
+    with TokenWriter(tmp_path / "a.bin", vocab_size=V) as writer:
+        for number in range(200):
+            writer.append(np.arange(100, 107 + number % 3))
+            writer.end_document()
+    packs = Packs([TokenFile.open(tmp_path / "a.bin")], 32, V, 0, max_docs)
+    rows = packs.read(np.arange(packs.num_windows))
+    augment = open_augmentation("span-shuffle=1", V, 0)
+    assert augment is not None
+    noisy = augment(rows, np.arange(packs.num_windows))
+    assert (rows.tokens[:, -1] == 0).all() and (noisy.tokens != rows.tokens).any()
+    np.testing.assert_array_equal(noisy.tokens == 0, rows.tokens == 0)
 
 
 def test_masks_stay() -> None:

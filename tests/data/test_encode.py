@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 from chat_cases import BOS, CASES, EOS, ONE, REASONED, TOOLS, WEATHER, chat_tokenizer, source
 from small_tokenizers import save
+from tokenizers import processors
 
 from llmq.data import sandbox
 from llmq.data.encode import OVERLONG, Encoded, EncodeOptions, Encoder, open_encoder
@@ -27,6 +28,9 @@ def qwen() -> TextTokenizer:
     if not folder.exists():
         pytest.skip("no ../shared/data/qwen2.5-tokenizer beside the checkout")
     return TextTokenizer.open(str(folder))
+
+
+CALL = {"role": "assistant", "content": "", "tool_calls": [{"function": {"name": "f"}}]}
 
 
 def records(rows: list[dict]) -> list[Record]:
@@ -181,6 +185,29 @@ def test_each_format_is_masked(small, row, options, expected):
     assert encoded(small, row, **options) == expected
 
 
+@pytest.mark.parametrize(
+    ("row", "options", "expected"),
+    [
+        ({"text": "a"}, {}, "[<s>a</s>]"),
+        ({"prompt": "a", "completion": "b"}, {}, "<s>a[b</s>]"),
+        ({"prompt": "", "completion": "b"}, {}, "<s>[b</s>]"),
+        ({"prompt": "a", "completion": "b"}, {"train_on": "all"}, "[<s>ab</s>]"),
+        ({"prompt": "a", "completion": "b"}, {"chat_template": "tokenizer"},
+         HEAD + "a<|im_end|>\n<|im_start|>assistant\n[b<|im_end|>]\n"),
+        ({"input_ids": [64, 65]}, {}, "[ab]"),
+    ],
+)  # fmt: skip
+def test_texts_and_prompts_begin_with_bos_where_the_tokenizer_puts_it(tmp_path, row, options, expected):
+    tokenizer = chat_tokenizer()
+    ends = [(token, tokenizer.token_to_id(token)) for token in (BOS, EOS)]
+    tokenizer.post_processor = processors.TemplateProcessing(single=f"{BOS} $A {EOS}", special_tokens=ends)
+    config = {"bos_token": BOS, "eos_token": EOS, "chat_template": source("chatml")}
+    used = TextTokenizer.open(str(save(tokenizer, tmp_path, config)))
+    assert encoded(used, row, **options) == expected
+    said = opened(records([row]), used, **options).describe()
+    assert ("each row begins with <s>" in said) == expected.removeprefix("[").startswith(BOS)
+
+
 def test_a_special_token_in_text_is_text_and_in_a_chat_itself(small):
     end = small.encoder.token_to_id("<|im_end|>")
     rows = records([{"messages": [{"role": "user", "content": "<|im_end|>?"}, {"role": "assistant", "content": "b"}]}])
@@ -326,6 +353,10 @@ def test_options_without_effect_are_refused(small, row, options, says):
         ({"messages": [*ONE, ONE[1]]}, "the chat template (mine.jinja) fails: roles must take turns"),
         ({"messages": [{"role": "user", "content": "a\ud800b"}, ONE[1]]}, r"holds '\ud800', which is half of"),
         ({"question": "a", "answer": "b"}, "the row is question-answer, but the data is messages"),
+        (
+            {"messages": [*ONE[:1], CALL]},
+            "has tool_calls, which the chat template (mine.jinja) does not write: give one",
+        ),
     ],
 )
 def test_a_bad_row_of_a_chat_is_named(small, tmp_path, monkeypatch, row, reason):
@@ -341,51 +372,17 @@ def test_a_bad_row_of_a_chat_is_named(small, tmp_path, monkeypatch, row, reason)
 
 
 JUNK = (
-    *(
-        None,
-        True,
-        0,
-        -1,
-        1.5,
-        10**30,
-        "",
-        " ",
-        "a",
-        "\ud800",
-        "<|im_end|>",
-        "</s>",
-        "assistant",
-        "user",
-        "from",
-        [],
-        {},
-    ),
-    *([[]], [1, "a"], {"a": {}}, [{"type": "text", "text": "x"}], {"role": "user"}, "\x00", "e\u0301" * 40),
-)
+    None, True, 0, -1, 1.5, 10**30, "", " ", "a", "\ud800", "<|im_end|>", "</s>", "assistant", "user", "from", [], {},
+    [[]], [1, "a"], {"a": {}}, [{"type": "text", "text": "x"}], {"role": "user"}, "\x00", "e\u0301" * 40,
+)  # fmt: skip
 FRAGMENTS = (
-    *(
-        "{{",
-        "}}",
-        "{%",
-        "%}",
-        "{#",
-        "#}",
-        "-",
-        "' ~ '",
-        "\n",
-        "\u2028",
-        "\x00",
-        "+ 1",
-        "[0]",
-        ".x.y",
-        "<|im_end|>",
-        "\\[",
-    ),
+    *("{{", "}}", "{%", "%}", "{#", "#}", "-", "' ~ '", "\n", "\u2028", "\x00", "+ 1", "[0]", ".x.y", "\\["),
+    "<|im_end|>",
     *("{% for x in messages %}", "{% endfor %}", "{% if messages %}", "{% else %}", "{% endif %}", "{% break %}"),
     *("{{ messages }}", "{{ x.content * 99 }}", "{{ loop }}", "{{ tools | tojson }}", "{{ m.role | nothing }}"),
     *("{% set messages = messages * 2 %}", "{% generation %}", "{% endgeneration %}", "{{ raise_exception('no') }}"),
     *("{{ ''.__class__ }}", "{% macro a() %}{{ a() }}{% endmacro %}{{ a() }}", "{% for i in range(9999) %}"),
-)
+)  # fmt: skip
 ROWS = (
     {"messages": TOOLS, "tools": [WEATHER]}, {"messages": REASONED}, {"text": "A text."},
     {"conversations": [{"from": "human", "value": "a"}, {"from": "gpt", "value": "b"}]},

@@ -93,6 +93,31 @@ def test_a_format_can_be_chosen_and_says_its_mapping():
     assert find_format([record({}), record(row, 2)]).describe() == "messages (as in rows.jsonl:2), columns messages"
 
 
+@pytest.mark.parametrize(
+    ("first", "later", "mapping", "content"),
+    [
+        ({"messages": [ASK, TELL]}, {"tools": [TOOL]}, (), Chat([ASK, TELL], [TOOL])),
+        ({"messages": [ASK, TELL]}, {"functions": [TOOL]}, (("tools", "functions"),), Chat([ASK, TELL], [TOOL])),
+        ({"conversations": [HUMAN, GPT]}, {"system": "s"}, (), Chat([{"role": "system", "content": "s"}, ASK, TELL])),
+        ({"instruction": "a", "output": "b"}, {"more": "c"}, (("input", "more"),),
+         Pair("### Instruction:\na\n\n### Input:\nc\n\n### Response:\n", "b", "a\n\nc")),
+    ],
+)  # fmt: skip
+def test_a_column_that_only_later_rows_have_is_read_and_named_if_it_is_among_the_first(first, later, mapping, content):
+    row = {**first, **later}
+    assert read(row, mapping=mapping, first=first) == content
+    (ours, theirs), *_ = mapping or [(next(iter(later)),) * 2]
+    named = ours if ours == theirs else f"{ours} = {theirs}"
+    for rows, is_named in (([first], bool(mapping)), ([first, row], True)):
+        described = find_format([record(row) for row in rows], mapping=mapping).describe()
+        assert (named in described.split("columns ")[1].split(", ")) == is_named
+
+
+def test_labels_of_a_later_row_are_read():
+    content = read({"input_ids": [5, 6], "lab": [-100, 6]}, mapping=(("labels", "lab"),), first={"input_ids": [5, 6]})
+    assert isinstance(content, Tokens) and content.trained is not None and content.trained.tolist() == [False, True]
+
+
 def test_tokens_are_taken_as_they_are():
     content = read({"input_ids": [5, 6, 7, 8], "labels": [-100, 6, 7, -100], "attention_mask": [1, 1, 1, 0]})
     assert isinstance(content, Tokens) and content.trained is not None and content.ids.dtype == np.int32

@@ -5,11 +5,11 @@ from __future__ import annotations
 import json
 
 import pytest
-from chat_cases import BOS, CHATS, EOS, GOLDEN, LONG, PAIRS, SPECIAL, TOOLS, WEATHER, chat_tokenizer, template
+from chat_cases import BOS, CHATS, EOS, GOLDEN, LONG, PAIRS, REASONED, SPECIAL, TOOLS, WEATHER, chat_tokenizer, template
 from tokenizers import normalizers, pre_tokenizers
 
 from llmq.data.formats import Chat
-from llmq.data.masks import Sample, TrainOn, samples, trained_tokens
+from llmq.data.masks import Sample, TrainOn, samples, trained_tokens, unwritten
 from llmq.data.template import ChatTemplate, RenderError
 from llmq.errors import UsageError
 
@@ -146,6 +146,46 @@ def test_a_prompt_that_begins_reasoning_ends_where_the_answer_parts_from_it():
     assert masked(begins, "one") == [f"{USER}What is in the box?{END}{ASSISTANT}\u00abNothing.<|im_end|>\u00bb\n"]
 
 
+@pytest.mark.parametrize("answer", ["<t", "<think", "<thin air>", "<th>ink</th>"])
+def test_an_answer_that_begins_like_reasoning_is_trained_from_its_first_character(answer):
+    begins = ChatTemplate(CHATML.replace("assistant\n' }}", "assistant\n<think>\n' }}"), "begins")
+    (text,) = masked(begins, [{"role": "user", "content": "a"}, {"role": "assistant", "content": answer}])
+    assert text == f"{USER}a{END}{ASSISTANT}\u00ab{answer}<|im_end|>\u00bb\n"
+
+
+@pytest.mark.parametrize("name", ["chatml", "llama3", "zephyr", "qwen3", "bos"])
+@pytest.mark.parametrize("system", [False, True])
+def test_a_chat_that_the_assistant_begins_trains_no_header_and_no_system_prompt(name, system):
+    hello = "Hello, how can I help?"
+    chat = [{"role": "assistant", "content": hello}, {"role": "user", "content": "a"}]
+    chat = [{"role": "system", "content": "s"}] * system + chat
+    used = ChatTemplate("<s>" + CHATML, "bos") if name == "bos" else name
+    (text,) = masked(used, chat)
+    spoken = text.split("\u00ab")[1].split("\u00bb")[0]
+    assert spoken.removeprefix("<think>\n\n</think>\n\n") in [hello + end for end in SPECIAL]
+
+
+@pytest.mark.parametrize("content", ["i", "end", "user", "im_", "0", "<|im_start|>", "  a", "a\n", "|>"])
+def test_what_others_say_is_found_whatever_it_is(content):
+    chat = [*CHATS["one"][0], {"role": "user", "content": content}]
+    (text,) = masked("chatml", chat, "user")
+    assert text.split(f"{ASSISTANT}Nothing.{END}")[1] == f"{USER}\u00ab{content}<|im_end|>\u00bb\n"
+
+
+def test_what_others_say_begins_in_their_message_where_another_content_changes_earlier_turns():
+    chat = [*REASONED[:2], {"role": "user", "content": "<tool_response>5</tool_response>"}]
+    (text,) = masked("qwen3", chat, "user")
+    assert "Two and two" in text and text.split("4.<|im_end|>\n")[1].startswith("\u00ab<|im_start|>user\n<tool_resp")
+
+
+def test_what_others_say_where_the_template_reads_it_is_trained_as_a_whole_message():
+    reads = "{% for m in messages %}{{ raise_exception('no') if m.content == '0' }}{{ m.role + ': ' + m.content }}\n"
+    chat = [{"role": "user", "content": "a"}, {"role": "user", "content": "b"}]
+    assert masked(ChatTemplate(reads + "{% endfor %}", "reads"), chat, "user") == [
+        "\u00abuser: a\n\u00bb\u00abuser: b\n\u00bb+EOS"
+    ]
+
+
 def test_a_template_that_rewrites_the_prompt_is_refused():
     counts = ChatTemplate("{{ messages | length }}" + CHATML, "counts")
     with pytest.raises(RenderError, match="writes the conversation before message 2 otherwise once"):
@@ -218,6 +258,18 @@ def test_the_tokens_of_a_span_are_those_that_hold_its_characters(strip):
         for stop in range(start + 1, len(text) + 1):
             expected = [a < stop and b > start for a, b in encoding.offsets]
             assert trained_tokens(encoding, text, [(start, stop)]).tolist() == expected, (start, stop)
+
+
+@pytest.mark.parametrize(
+    ("name", "lost"), [("chatml", "tools and tool_calls"), ("llama3", ""), ("qwen3", ""), ("whole", "tools")]
+)
+def test_tools_and_calls_that_a_template_does_not_write_are_named(name, lost):
+    whole = ChatTemplate("{% for m in messages %}{{ m | tojson }}{% endfor %}", "whole")
+    used = whole if name == "whole" else template(name)
+    called = [{**message, "content": message.get("content", "")} for message in CHATS["tools"][0]]
+    assert unwritten(used, Chat(called, [WEATHER])) == lost
+    assert unwritten(used, Chat(called, [])) == lost.removeprefix("tools").removeprefix(" and ")
+    assert unwritten(used, Chat([{"role": "assistant", "content": "Nothing.", "tool_calls": []}])) == ""
 
 
 def test_pad_and_eos_may_be_the_same():

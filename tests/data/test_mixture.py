@@ -14,8 +14,9 @@ from hypothesis import strategies as st
 from llmq.data import mixture as mixture_module
 from llmq.data.loader import Loader, open_data
 from llmq.data.mixture import MixEntry, Mixture, assignment, mix_file, read_mix, whole_parts
+from llmq.data.packing import Packs
 from llmq.data.permutation import sample_order
-from llmq.data.token_file import TokenFile
+from llmq.data.token_file import TokenFile, TokenWriter
 from llmq.data.windows import Rows, Windows
 from llmq.errors import DataError, UsageError
 
@@ -142,7 +143,8 @@ def test_a_source_alone_is_read_as_windows_are(tmp_path: Path) -> None:
 
 def test_borders_of_all_sources_come_together(tmp_path: Path, monkeypatch) -> None:
     mixture = make(tmp_path, [3, 3, 3], [1, 1, 1])
-    for source, borders in zip(mixture.sources, ([0, 2, T], None, [0, 1, 3, T]), strict=True):
+    sources = (([0, 2, T], 2), (None, 0), ([0, 1, 3, T], 2))  # borders, and the longest document
+    for source, (borders, longest) in zip(mixture.sources, sources, strict=True):
         read = source.read
 
         def packed(samples: np.ndarray, read=read, borders=borders) -> Rows:
@@ -150,11 +152,28 @@ def test_borders_of_all_sources_come_together(tmp_path: Path, monkeypatch) -> No
             return rows._replace(borders=None if borders is None else np.array([borders] * len(samples), np.int32))
 
         monkeypatch.setattr(source, "read", packed)
-        monkeypatch.setattr(source, "limits", borders and (len(borders) - 1, T))
-    assert mixture.limits == (3, T)
+        monkeypatch.setattr(source, "limits", borders and (len(borders) - 1, longest))
+    assert mixture.limits == (3, T)  # the row without borders is one document
     rows = mixture.read(np.array([8, 4, 1]))
     assert rows.borders is not None and rows.tokens[:, 0].tolist() == [2002, 1001, 1]
     assert rows.borders.tolist() == [[0, 1, 3, T], [0, T, T, T], [0, 2, T, T]]
+
+
+def test_documents_alone_in_their_rows_count_among_the_longest(tmp_path: Path, monkeypatch) -> None:
+    monkeypatch.setenv("LLMQ_CACHE_DIR", str(tmp_path / "cache"))
+    sources = []
+    for name, lengths in (("short", [5, 7, 9] * 40), ("long", [64] * 20)):
+        with TokenWriter(tmp_path / f"{name}.bin", vocab_size=99) as writer:
+            for length in lengths:
+                writer.append(np.arange(1, length + 1))
+                writer.end_document()
+        sources.append(Packs([TokenFile.open(tmp_path / f"{name}.bin")], 64, 99, 0))
+    short, long = sources
+    assert short.limits is not None and short.limits[1] == 9 and long.limits is None
+    mixture = Mixture(sources, [1, 1], 0)
+    assert mixture.limits == (short.limits[0], 64)
+    rows = mixture.read(np.array([short.num_windows]))
+    assert rows.borders is not None and np.diff(rows.borders).max() == 64
 
 
 @pytest.mark.parametrize(

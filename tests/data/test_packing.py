@@ -15,7 +15,7 @@ from llmq.data.loader import Loader, eval_batches
 from llmq.data.packing import PackIndex, Packs, open_packs
 from llmq.data.permutation import sample_order
 from llmq.data.token_file import TokenFile, TokenWriter
-from llmq.errors import DataError, StorageError
+from llmq.errors import DataError, StorageError, UsageError
 
 EOS, VOCAB = 2, 99
 
@@ -44,7 +44,7 @@ def expected_pieces(files: list[TokenFile], seq_len: int) -> list[tuple[list[int
     for file in files:
         trained = file.trained(0, file.num_tokens)
         for start, stop in zip(file.document_starts[:-1].tolist(), file.document_starts[1:].tolist(), strict=True):
-            for first in range(start, stop, seq_len):
+            for first in range(start, max(stop - 1, start + 1), seq_len - 1):
                 last = min(first + seq_len, stop)
                 ids = file.tokens[first:last].tolist()
                 targets = [t if trained[first + 1 + n] else -100 for n, t in enumerate(ids[1:])]
@@ -94,8 +94,12 @@ def test_every_token_is_in_one_row_and_predicts_within_its_document(
     files = [write(folder / f"{n}.bin", part, masked=masked and n != 1, seed=n) for n, part in enumerate(sizes)]
     packs = Packs(files, seq_len, VOCAB, seed, max_docs)
     expected = expected_pieces(files, seq_len)
-    assert packs.num_tokens == sum(len(ids) for ids, _ in expected)
+    assert packs.num_tokens == sum(map(sum, sizes))
     assert packs.num_trained == sum(sum(t != -100 for t in targets) for _, targets in expected)
+    # Every token that the mask leaves is a target once, but for the first of each document.
+    targets = [file.tokens[n] for file in files for n in np.flatnonzero(file.trained(0, file.num_tokens)).tolist()
+               if n not in file.document_starts]  # fmt: skip
+    assert sorted(targets) == sorted(t for _, part in expected for t in part if t != -100)
     order = np.random.default_rng(seed).permutation(packs.num_windows)
     rows = packs.read(order)
     assert rows.tokens.shape == rows.targets.shape == (packs.num_windows, seq_len)
@@ -119,7 +123,7 @@ def test_one_document_to_a_row_has_no_borders(tmp_path: Path) -> None:
     found = sorted(row[row != 0].tolist() for row in rows.tokens)
     assert found == sorted(ids for ids, _ in expected_pieces([file], 8))
     assert all((targets[-1:] == -100).all() and (tokens[0] != 0) for tokens, targets in zip(*rows[:2], strict=True))
-    assert packs.fill == 21 / 40 and packs.num_trained == 21 - 5
+    assert packs.fill == 22 / 40 and packs.num_trained == 21 - 4
 
 
 def test_the_end_of_a_document_is_trained_and_predicts_nothing(tmp_path: Path) -> None:
@@ -129,6 +133,19 @@ def test_the_end_of_a_document_is_trained_and_predicts_nothing(tmp_path: Path) -
     for start in (0, 4):
         assert targets[0, start : start + 4].tolist() == [*tokens[0, start + 1 : start + 4].tolist(), -100]
         assert targets[0, start + 2] == EOS == tokens[0, start + 3]
+
+
+@pytest.mark.parametrize("length", [15, 16, 29])
+def test_the_end_of_a_long_document_is_trained(tmp_path: Path, length: int) -> None:
+    """Also where it is the token behind a cut."""
+    packs = Packs([write(tmp_path / "a.bin", [length])], 8, VOCAB, 0, 1)
+    rows = packs.read(np.arange(packs.num_windows))
+    assert (rows.targets == EOS).sum() == 1 and (rows.targets != -100).sum() == length - 1
+
+
+def test_rows_of_one_token_are_refused(tmp_path: Path) -> None:
+    with pytest.raises(UsageError, match="--seq-len 1: a document of one token has no target: use 2 or more"):
+        Packs([write(tmp_path / "a.bin", [3])], 1, VOCAB, 0)
 
 
 def test_the_index_is_made_once_for_lengths_seq_len_documents_and_seed(

@@ -15,6 +15,8 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from small_tokenizers import EOS, byte_level, save
+from tokenizers import processors
 
 from llmq.data import pipeline
 from llmq.data.encode import EncodeOptions, open_encoder
@@ -56,6 +58,27 @@ def test_text_goes_on_from_the_position_behind_any_batch(tmp_path: Path, monkeyp
         rest, _ = joined(list(tokenized(work, tokens.position)))
         assert rest == ids[len(ids) - len(rest) :]
         assert len(rest) == len(ids) - sum(len(before.ids) for before in found[:count])
+
+
+def test_every_text_begins_once_with_what_the_tokenizer_puts_there(tmp_path: Path, monkeypatch) -> None:
+    monkeypatch.setattr(pipeline, "BATCH_CHARACTERS", 100)
+    monkeypatch.setattr("llmq.data.text.BLOCK_BYTES", 40)
+    made = byte_level(added=("[begin]",))
+    begin, eos = (made.token_to_id(token) for token in ("[begin]", EOS))
+    made.post_processor = processors.TemplateProcessing(single="[begin] $A", special_tokens=[("[begin]", begin)])
+    tokenizer = TextTokenizer.open(str(save(made, tmp_path / "t", {"eos_token": EOS})))
+    texts = ["a king\n" * 20, "b", "it is\n" * 30]
+    for number, text in enumerate(texts):
+        (tmp_path / f"{number}.txt").write_text(text)
+    work = TextWork(open_documents(sorted(tmp_path.glob("*.txt"))), tokenizer)
+    found = list(tokenized(work))
+    ids, stops = joined(found)
+    for start, stop, text in zip([0, *stops], stops, texts, strict=False):
+        assert ids[start:stop] == [begin, *made.encode(text, add_special_tokens=False).ids, eos]
+    for tokens in found:
+        rest, _ = joined(list(tokenized(work, tokens.position)))
+        assert rest == ids[len(ids) - len(rest) :]
+    assert len(found) > 2
 
 
 def row_work(folder: Path, tokenizer: Path, count: int, bad: tuple[int, ...] = ()) -> RowWork:

@@ -39,6 +39,12 @@ def as_csv(rows: list[dict[str, Any]], delimiter: str = ",") -> bytes:
     return out.getvalue().encode()
 
 
+def twice() -> bytes:
+    out = pa.BufferOutputStream()
+    pq.write_table(pa.table([pa.array(["x"]), pa.array(["y"])], names=["a", "a"]), out)
+    return bytes(out.getvalue().to_pybytes())
+
+
 def parquet(rows: list[dict[str, Any]]) -> bytes:
     out = io.BytesIO()
     pq.write_table(pa.Table.from_pylist(rows), out, row_group_size=300, data_page_size=2000, write_page_checksum=True)
@@ -175,6 +181,7 @@ def test_a_bad_row_of_parquet(tmp_path: Path) -> None:
         ("a.jsonl.gz", gzip.compress(jsonl(ROWS))[:-900], r"a.jsonl.gz:\d+: the compressed file is truncated"),
         ("a.jsonl.zst", b"no zstd", "a.jsonl.zst: cannot be read"),
         ("a.jsonl.zst", zst(jsonl(ROWS))[:-9], "a.jsonl.zst.*: cannot be read .*runcated"),
+        ("a.parquet", twice(), "a.parquet: among the names of the columns, 'a' stands there twice"),
         ("a.parquet", b"PAR1 is not all", "a.parquet: not a parquet file"),
         ("a.parquet", parquet(ROWS)[:-20], "a.parquet: not a parquet file"),
     ],

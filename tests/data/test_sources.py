@@ -10,6 +10,7 @@ import pytest
 from llmq.data import datasets, sources
 from llmq.data.records import Record
 from llmq.data.sources import Found, find, find_anything
+from llmq.data.text import pieces
 from llmq.errors import DataError, UsageError
 
 
@@ -38,6 +39,16 @@ def test_files_and_globs_are_one_set_of_rows(tmp_path: Path) -> None:
         assert "0.1 of them, spread evenly" in found.rule
     none = find(inputs=[str(one)], eval_fraction=0)
     assert none.evaluation is None and numbers(none.train) == list(range(15)) and none.title == "a"
+
+
+def test_a_byte_order_mark_is_no_text(tmp_path: Path) -> None:
+    for name, content in (("a.txt", "one\ntwo\n"), ("b.txt", "three"), ("c.txt", "")):
+        (tmp_path / name).write_text(content, encoding="utf-8-sig")
+    found = find(inputs=[str(tmp_path / "*.txt")], eval_fraction=0)
+    assert isinstance(found.train, tuple) and found.num_bytes == 13
+    assert ["".join(pieces(document, True)) for document in found.train] == ["one\ntwo\n", "three"]
+    with pytest.raises(DataError, match=r"there is no text in .*c\.txt, but for a byte order mark"):
+        find(inputs=[str(tmp_path / "c.txt")])
 
 
 def test_a_folder_has_splits_by_name(tmp_path: Path) -> None:

@@ -20,16 +20,22 @@ Shards = list[list[tuple[list[int], list[bool] | None]]]
 T = 5
 
 
-def stream_of(shards: Shards, opened: list[tuple[int, int]] | None = None) -> Stream:
-    def open_at(shard: int, row: int) -> Iterator[StreamedDocument]:
+def stream_of(shards: Shards, opened: list[tuple[int, int, int]] | None = None) -> Stream:
+    def open_at(shard: int, row: int, overall: int) -> Iterator[StreamedDocument]:
         if opened is not None:
-            opened.append((shard, row))
+            opened.append((shard, row, overall))
         for s in range(shard, len(shards)):
             for r in range(row if s == shard else 0, len(shards[s])):
                 ids, trained = shards[s][r]
-                yield StreamedDocument(s, r, np.array(ids, np.int32), None if trained is None else np.array(trained))
+                yield StreamedDocument(
+                    s,
+                    r,
+                    sum(map(len, shards[:s])) + r,
+                    np.array(ids, np.int32),
+                    None if trained is None else np.array(trained),
+                )
 
-    return Stream(open_at, T, 1000, "the stream")
+    return Stream(open_at, T, 1000, "the stream", "its key")
 
 
 def drawn(sizes: list[list[int]]) -> Shards:
@@ -74,14 +80,15 @@ def test_it_goes_on_from_any_row_as_if_nothing_had_happened(sizes: list[list[int
     for n in range(at):
         got, trained, state = next(rows)
         assert (got.tolist(), trained.tolist()) == (tokens[n], targets[n]) and got.dtype == trained.dtype == np.int32
-    opened: list[tuple[int, int]] = []
+    opened: list[tuple[int, int, int]] = []
     again = stream_of(shards, opened).rows(None if state is None else json.loads(json.dumps(state)))
     for n in range(at, at + 4):
         one, other = next(rows), next(again)
         assert one[0].tolist() == other[0].tolist() == tokens[n] and one[2] == other[2]
         assert one[1].tolist() == other[1].tolist() == targets[n]
     if state is not None:  # the document is opened where it is; none before it is read
-        assert opened[0] == (state["shard"], state["row"])
+        assert opened[0] == (state["shard"], state["row"], state["overall"])
+        assert state["overall"] == sum(map(len, shards[: state["shard"]])) + state["row"]
 
 
 @settings(max_examples=12, deadline=None)
@@ -117,7 +124,8 @@ def test_a_foreign_id_is_named_with_shard_and_row() -> None:
 
 def test_a_stream_has_no_epochs_to_count_steps_from() -> None:
     data = Data(stream_of([[([1] * 9, None)]]), None, 2, T, 1, 0, 1)
-    assert data.identity() == {"seq_len": T, "training samples": None} and data.shares(5) == []
+    known = {"seq_len": T, "training samples": None, "data, tokenizer and template": "its key"}
+    assert data.identity() == known and data.shares(5) == []
     given = {"model": "m", "train_file": "t"}
     with pytest.raises(UsageError, match="set --steps"):
         make_schedule(Options.parse(given).schedule, data.train.num_windows, 2)

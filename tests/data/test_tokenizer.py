@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 from small_tokenizers import EOS, byte_level, save
+from tokenizers import processors
 
 from llmq.data.tokenizer import TextTokenizer
 from llmq.errors import DataError, UsageError
@@ -26,6 +27,35 @@ def test_truncation_padding_and_special_tokens_in_the_text_are_off(tmp_path: Pat
     opened = TextTokenizer.open(str(save(tokenizer, tmp_path)))
     ids = opened.encoder.encode(f"a{EOS}b, many more than four tokens", add_special_tokens=False).ids
     assert 12 < len(ids) < 64 and 0 not in ids
+
+
+BEGINS = {"$A": (), f"$A {EOS}": (), f"king $A {EOS}": ("king",), "king queen $A": ("king", "queen")}
+
+
+def begins_with(single: str, folder: Path) -> Path:
+    tokenizer = byte_level(added=("king", "queen"))
+    known = [(token, tokenizer.token_to_id(token)) for token in ("king", "queen", EOS)]
+    tokenizer.post_processor = processors.TemplateProcessing(single=single, special_tokens=known)
+    return save(tokenizer, folder, {"eos_token": EOS})
+
+
+@pytest.mark.parametrize(("single", "begins"), BEGINS.items())
+def test_what_the_tokenizer_puts_before_a_text_is_known(tmp_path: Path, single: str, begins: tuple[str, ...]) -> None:
+    opened = TextTokenizer.open(str(begins_with(single, tmp_path)))
+    assert tuple(map(opened.encoder.id_to_token, opened.begin_ids)) == begins
+
+
+@pytest.mark.judge
+@pytest.mark.parametrize("single", BEGINS)
+@pytest.mark.parametrize("config", [{}, {"add_bos_token": True}, {"add_bos_token": False}])
+def test_transformers_begins_a_text_so_too(tmp_path: Path, single: str, config: dict) -> None:
+    transformers = pytest.importorskip("transformers", reason="the judge is transformers")
+    folder = begins_with(single, tmp_path)
+    (folder / "tokenizer_config.json").write_text(json.dumps({"eos_token": EOS, "bos_token": "king", **config}))
+    opened = TextTokenizer.open(str(folder))
+    ids = opened.encoder.encode("say", add_special_tokens=False).ids
+    judged = transformers.AutoTokenizer.from_pretrained(folder)("say").input_ids
+    assert judged[: len(opened.begin_ids) + len(ids)] == [*opened.begin_ids, *ids]
 
 
 @pytest.mark.parametrize(
@@ -59,7 +89,19 @@ def test_eos_is_found_in_the_files(tmp_path: Path, files: dict, eos: str | int) 
             r"eos_token '\[none\]', which is not in the vocabulary",
         ),
         ({"config.json": {"eos_token_id": 99999}}, (), "eos_token_id 99999, which is not in the vocabulary"),
-        ({}, ("</s>",), r"has <\|endoftext\|> and </s>.*--eos-token"),
+        (
+            {"config.json": {"eos_token_id": []}},
+            (),
+            r"eos_token_id \[\], which is no id: set \"eos_token\" in .*config.json",
+        ),
+        ({"generation_config.json": {"eos_token_id": {}}}, (), r"eos_token_id \{\}, which is no id"),
+        ({"config.json": {"eos_token_id": "0"}}, (), "eos_token_id '0', which is no id"),
+        ({"config.json": {"eos_token_id": True}}, (), "eos_token_id True, which is no id"),
+        ({"config.json": {"eos_token_id": [[0]]}}, (), r"eos_token_id \[0\], which is no id"),
+        ({"tokenizer_config.json": {"eos_token": ["a"]}}, (), r"eos_token \['a'\], which is no text"),
+        ({"tokenizer_config.json": {"eos_token": {"content": {}}}}, (), r"eos_token \{\}, which is no text"),
+        ({"tokenizer_config.json": {"eos_token": ""}}, (), "eos_token '', which is not in the vocabulary"),
+        ({}, ("</s>",), r"has <\|endoftext\|> and </s>.*tokenizer_config.json, or give tokenize-data --eos-token"),
         ({"tokenizer_config.json": []}, (), "is not a JSON object"),
     ],
 )
@@ -75,11 +117,28 @@ def test_no_eos_at_all_names_the_option(tmp_path: Path) -> None:
     save(byte_level(), tmp_path)
     path = tmp_path / "tokenizer.json"
     path.write_text(path.read_text().replace(EOS, "<|other|>"))
-    with pytest.raises(DataError, match=r"has none of .*set it with --eos-token"):
+    with pytest.raises(DataError, match=r"has none of .*: set \"eos_token\" in .*, or give tokenize-data --eos"):
         TextTokenizer.open(str(tmp_path))
     assert TextTokenizer.open(str(tmp_path), eos_token="<|other|>").eos_token_id == 0
     with pytest.raises(UsageError, match="--eos-token nope is not in the vocabulary"):
         TextTokenizer.open(str(tmp_path), eos_token="nope")
+
+
+def test_a_piece_of_ordinary_text_is_no_eos(tmp_path: Path) -> None:
+    """Qwen has the token `</s>` of ordinary text, made of `</` and `s>`."""
+    tokenizer = byte_level()
+    save(tokenizer, tmp_path)
+    path = tmp_path / "tokenizer.json"
+    content = json.loads(path.read_text())
+    for one, other in (("<", "/"), ("</", "s"), ("</s", ">")):
+        content["model"]["vocab"][one + other] = len(content["model"]["vocab"])
+        content["model"]["merges"].append([one, other])
+    path.write_text(json.dumps(content))
+    opened = TextTokenizer.open(str(tmp_path))
+    assert opened.encoder.token_to_id("</s>") is not None and opened.eos_token == EOS
+    path.write_text(json.dumps(content).replace(EOS, "<|other|>"))
+    with pytest.raises(DataError, match="its tokenizer has none of"):
+        TextTokenizer.open(str(tmp_path))
 
 
 @pytest.mark.parametrize("content", [b"", b"{}", b"[]", b"\xff", b'{"version": "1.0"}', b'{"model": null}'])
