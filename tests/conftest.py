@@ -1,7 +1,8 @@
-"""Which tests run: `slow` ones with --all, `judge` ones with --judges, `gpu` ones where there is a CUDA device."""
+"""Which tests run: `slow` ones with --all, `judge` ones with --judges, `gpu` ones on a CUDA device."""
 
 import ctypes
 import importlib.util
+import shutil
 
 import pytest
 
@@ -9,8 +10,9 @@ CHOSEN_BY = {"slow": "--all", "judge": "--judges"}
 
 
 def pytest_addoption(parser):
-    """The two flags of tools/test.sh."""
+    """The flags of tools/test.sh."""
     parser.addoption("--all", action="store_true", help="run the slow tests too")
+    parser.addoption("--emulate", action="store_true", help="run the kernels of all tests on the CPU, without a GPU")
     parser.addoption("--judges", action="store_true", help="run the comparisons with PyTorch and transformers")
 
 
@@ -36,11 +38,11 @@ def cuda_problem() -> str | None:
 @pytest.hookimpl(trylast=True)
 def pytest_collection_modifyitems(config, items):
     """Deselects what was not asked for; `-m` is an explicit choice and is left alone."""
-    if any(item.get_closest_marker("gpu") for item in items):
-        problem = cuda_problem()
+    if any(item.get_closest_marker("gpu") for item in items) and (problem := cuda_problem()):
         for item in items:
-            if problem and item.get_closest_marker("gpu"):
-                item.add_marker(pytest.mark.skip(reason=problem))
+            if marker := item.get_closest_marker("gpu"):
+                emulated = marker.kwargs.get("emulated") and _is_emulated(config, item)
+                item.add_marker(pytest.mark.emulated if emulated else pytest.mark.skip(reason=problem))
     if config.option.markexpr:
         return
     unwanted = [marker for marker, flag in CHOSEN_BY.items() if not config.getoption(flag)]
@@ -48,3 +50,10 @@ def pytest_collection_modifyitems(config, items):
     if dropped:
         config.hook.pytest_deselected(items=dropped)
         items[:] = [item for item in items if item not in set(dropped)]
+
+
+def _is_emulated(config, item):
+    """Whether a test runs its kernels on the CPU: with --all those of small sizes do, with --emulate all."""
+    chosen = item.callspec.params.values() if hasattr(item, "callspec") else ()
+    small = config.getoption("--all") and not {"large", "e5m2"} & {x for x in chosen if isinstance(x, str)}
+    return shutil.which("g++") and (small or config.getoption("--emulate"))

@@ -23,7 +23,7 @@ from .build import output, tensor
 from .cases import Case, Sizes, make
 from .cuda_build import Device
 
-gpu = pytest.mark.gpu
+gpu = pytest.mark.gpu(emulated=True)
 SIZES = {
     "odd": Sizes(b=2, t=37, c=88, hq=6, hkv=2, hd=16, f=40, v=203, vp=256),
     "large": Sizes(b=3, t=197, c=896, hq=14, hkv=2, hd=64, f=1208, v=5000, vp=5120),
