@@ -133,7 +133,7 @@ class Producer:
         with storage(self.folder):
             for path in self.folder.iterdir():
                 if path.name.startswith("."):  # what the writers of published parts left after a kill
-                    path.unlink()
+                    shutil.rmtree(path) if path.is_dir() else path.unlink()
         return results
 
     def save(self, number: int, state: dict[str, Any]) -> None:

@@ -24,7 +24,7 @@ from llmq.data.sidecar import Sidecar, TokenizerNote, copy_tokenizer, sidecar_na
 from llmq.data.sources import Documents, find
 from llmq.data.token_file import TokenFile
 from llmq.data.tokenizer import TextTokenizer
-from llmq.disk import storage, sync_folder
+from llmq.disk import remove_leftovers, storage, sync_folder
 from llmq.errors import DataError, StorageError, UsageError
 
 if TYPE_CHECKING:
@@ -246,6 +246,7 @@ def _refuse_stale(folder: Path, stale: set[str]) -> None:
 
 def _publish(work: Path, folder: Path) -> None:
     """Moves finished files to `folder`, in place of those of an earlier run."""
+    remove_leftovers(folder / TOKENIZER_FOLDER)
     copy_tokenizer(work / TOKENIZER_FOLDER, folder / TOKENIZER_FOLDER)
     with storage(folder):
         for path in _token_files(work):

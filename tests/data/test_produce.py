@@ -137,6 +137,29 @@ def killed(tmp_path: Path, arguments: dict[str, Any], delay_s: float) -> bool:
     return process.returncode != 0
 
 
+def test_a_call_killed_while_it_copies_the_tokenizer_goes_on(tmp_path: Path, small_tokenizer: Path) -> None:
+    arguments: dict[str, Any] = {"tokenizer": str(small_tokenizer), "inputs": [str(rows(tmp_path))]}
+    kill = """
+from llmq.data import sidecar
+real, calls = sidecar.shutil.copyfile, []
+def copyfile(source, target):
+    real(source, target)
+    calls.append(target)
+    if sys.argv[2] in str(target):
+        os.kill(os.getpid(), 9)
+sidecar.shutil.copyfile = copyfile
+"""
+    driver = DRIVER.replace("tokenize.tokenize_data(**arguments)", kill + "tokenize.tokenize_data(**arguments)")
+    out = tmp_path / "out"
+    for place in (".partial/.tokenizer.", "out/.tokenizer."):
+        command = [sys.executable, "-c", driver, json.dumps([SMALL, {**arguments, "out_dir": str(out)}]), place]
+        assert subprocess.run(command, cwd=ROOT).returncode == -signal.SIGKILL
+        assert list(out.rglob(".tokenizer.*.tmp")), place
+    tokenize_data(**arguments, out_dir=out)
+    tokenize_data(**arguments, out_dir=tmp_path / "whole")
+    assert content(out).keys() == content(tmp_path / "whole").keys()
+
+
 def check_kills(tmp_path: Path, tokenizer: Path, path: Path, delays: list[float]) -> int:
     """Kills with these delays, then finishes: the bytes are those of a whole run. How many were killed."""
     arguments: dict[str, Any] = {"tokenizer": str(tokenizer), "inputs": [str(path)], "out_dir": str(tmp_path / "out")}
