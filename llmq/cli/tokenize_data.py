@@ -100,7 +100,8 @@ def command(
     on. An interrupted call goes on where it was when it is made again. No code of a data set is ever run.
 
     Memory: about 400 MB, whatever the size, with the tokenizers of GPT-2, Llama 3 and Qwen and others built like them.
-    With any other (such as Llama 2), each document is tokenized as a whole, which takes some 120 times its size.
+    With any other (such as Llama 2), each document is tokenized as a whole, which takes some 120 times its size; and so
+    is a stretch of text without spaces, line breaks and full-width marks, and each prompt, answer and chat.
 
     Environment: LLMQ_TINY_SHAKESPEARE is a file or URL to take instead of the download, LLMQ_CACHE_DIR the folder
     for what is kept (~/.cache/llmq), HF_HUB_OFFLINE=1 forbids the network, TOKENIZERS_PARALLELISM=false is one thread.
