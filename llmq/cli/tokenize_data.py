@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Sequence
+from functools import partial
 from typing import Any
 
 import click
@@ -132,7 +133,7 @@ def command(
             encode=encode,
             on_progress=lambda done, total: progress.update(bar, completed=done, total=total),
             say=lambda text: console.print(text, markup=False, highlight=False, soft_wrap=True),
-            on_encoder=lambda encoder, first: show_samples(encoder, first, show, Console()),
+            on_encoder=partial(show_samples, count=show, console=Console()) if show else None,
             **given,
         )
     for file in written:

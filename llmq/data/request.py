@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import os
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, field
 from functools import cached_property
 from itertools import islice
@@ -58,6 +58,11 @@ class Request:
             )
         return good
 
+    def records(self) -> Iterator[Record]:
+        """The good rows of the training data."""
+        assert not isinstance(self.found.train, tuple)
+        return (row for _, row in self.found.train.read() if isinstance(row, Record))
+
     def encoder(self) -> Encoder | None:
         """The encoder of rows; None for text files."""
         if isinstance(self.found.train, tuple):
@@ -73,6 +78,7 @@ def _only_for_rows(options: EncodeOptions) -> list[str]:
         "--map": bool(options.mapping),
         "--chat-template": options.chat_template is not None,
         f"--train-on {options.train_on}": options.train_on not in (None, "all"),
+        f"--seq-len {options.seq_len} with --overlong {options.overlong}": options.seq_len is not None,
     }
     return [name for name, is_given in given.items() if is_given]
 

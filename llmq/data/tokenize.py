@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import re
 import shutil
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 
 from llmq.cache_folder import cache_folder
 from llmq.data.cache import locked
-from llmq.data.encode import EncodeOptions, Encoder
+from llmq.data.encode import Encoded, EncodeOptions, Encoder
 from llmq.data.pipeline import Encoders, RowWork, TextWork
 from llmq.data.produce import Made, Producer, Progress, Stream, require_trained
 from llmq.data.records import BadRow, Record
@@ -35,6 +35,7 @@ TOKENIZER_FOLDER = "tokenizer"
 TOKEN_FILE = re.compile(r"(train|eval)(-\d{3,})?\.bin")
 
 Say = Callable[[str], None]
+OnEncoder = Callable[[Encoder, Iterable[Record]], None]
 
 
 def silent(text: str) -> None:
@@ -50,13 +51,16 @@ class Written:
     num_documents: int
 
 
-def show_samples(encoder: Encoder, first: Sequence[Record], count: int, console: Console) -> None:
+def show_samples(encoder: Encoder, records: Iterable[Record], count: int, console: Console) -> None:
     """Prints the first `count` documents with their tokens colored by mask, or marked where there are no colors."""
-    if count:
-        bad: list[BadRow] = []
-        documents = encoder.copied().encode(first, bad)
-        # lines as they are: a terminal breaks long ones itself, and in a file a path stays whole
-        console.print(show(documents, encoder.tokenizer, count, marks=console.color_system is None), soft_wrap=True)
+    encoder, bad = encoder.copied(), list[BadRow]()
+    documents: list[Encoded] = []
+    for record in records:
+        documents += encoder.encode([record], bad)
+        if len(documents) >= count:
+            break
+    # lines as they are: a terminal breaks long ones itself, and in a file a path stays whole
+    console.print(show(documents, encoder.tokenizer, count, marks=console.color_system is None), soft_wrap=True)
 
 
 def tokenize_data(
@@ -72,13 +76,14 @@ def tokenize_data(
     skip_bad_rows: int = 0,
     on_progress: Callable[[int, int | None], None] = lambda done, total: None,
     say: Say = silent,
-    on_encoder: Callable[[Encoder, list[Record]], None] = lambda encoder, first: None,
+    on_encoder: OnEncoder | None = None,
 ) -> list[Written]:
     """Writes train.bin and eval.bin, or numbered parts of them, with sidecars and the tokenizer's files beside them.
 
     The data is that of a named or Hub `dataset`, or of the files that `inputs` (paths, folders and globs) name; see
     `sources.find` for what is kept for evaluation. `tokenizer` is a folder, a hub name or a short name. `out_dir` is
-    data/DATA-TOKENIZER by default. `on_progress` is told the bytes (of text) or rows done, and the bytes in all.
+    data/DATA-TOKENIZER by default. `on_progress` is told the bytes (of text) or rows done, and the bytes in all;
+    `on_encoder` gets the encoder and the rows before all else, to show some.
 
     Files appear whole, at the end; an interrupted call that is made again goes on where it was. Raises UsageError,
     DataError and StorageError.
@@ -106,14 +111,17 @@ def make(
     *,
     on_progress: Callable[[int, int | None], None],
     say: Say,
-    on_encoder: Callable[[Encoder, list[Record]], None] = lambda encoder, first: None,
+    on_encoder: OnEncoder | None = None,
 ) -> list[Written]:
     """Makes all files in the folder `work`, from where an earlier call for the same was interrupted."""
     tokenizer, found = request.tokenizer, request.found
     encoder = request.encoder()
     if encoder is not None:
         say(encoder.describe())
-        on_encoder(encoder, request.first_rows)
+        if on_encoder is not None:
+            on_encoder(encoder, request.records())
+    elif on_encoder is not None:
+        raise UsageError(f"--show is for data in rows, but {', '.join(found.asked)} is text: leave it out")
     producer = Producer(
         work,
         request.key,
