@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import glob
 import os
+import secrets
 import shutil
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -70,7 +72,7 @@ def write_whole(path: Path, content: bytes) -> None:
     with storage(path):
         try:
             path.parent.mkdir(parents=True, exist_ok=True)
-            with temporary.open("wb") as file:
+            with temporary.open("xb") as file:
                 file.write(content)
                 file.flush()
                 os.fsync(file.fileno())
@@ -81,8 +83,18 @@ def write_whole(path: Path, content: bytes) -> None:
 
 
 def temporary_name(path: Path) -> Path:
-    """Where `path` is written before it is complete: hidden, beside it, and this process's own."""
-    return path.with_name(f".{path.name}.{os.getpid()}.tmp")
+    """Where `path` is written before it is complete: hidden, beside it, and another name at each call.
+
+    Process ids would not do: those of containers that share a folder can be the same.
+    """
+    return path.with_name(f".{path.name}.{secrets.token_hex(8)}.tmp")
+
+
+def remove_leftovers(path: Path) -> None:
+    """Removes what killed writers of `path` left under temporary names; nobody may be writing it."""
+    with storage(path):
+        for left in path.parent.glob(f".{glob.escape(path.name)}.*.tmp"):
+            shutil.rmtree(left) if left.is_dir() else left.unlink()
 
 
 @contextmanager

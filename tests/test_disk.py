@@ -1,4 +1,4 @@
-"""Free space is checked per file system, for all that is to be written together."""
+"""Free space is checked per file system, for all that is to be written together; files appear whole."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from llmq.disk import check_free_space, existing_folder, shown
+from llmq.disk import check_free_space, existing_folder, remove_leftovers, shown, temporary_name, write_whole
 from llmq.errors import StorageError
 
 
@@ -44,3 +44,36 @@ def test_the_nearest_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> 
     assert existing_folder(tmp_path / "a" / "b") == tmp_path
     monkeypatch.chdir(tmp_path)
     assert existing_folder(Path("a/b")) == tmp_path
+
+
+def test_two_processes_with_one_id_write_one_file_at_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As two containers with a shared cache do: here, one writes while the other waits for its disk."""
+    path, real = tmp_path / "x.json", os.fsync
+
+    def other_writes(fd: int) -> None:
+        monkeypatch.setattr(os, "fsync", real)
+        write_whole(path, b"the other's")
+        assert path.read_bytes() == b"the other's"
+
+    monkeypatch.setattr(os, "fsync", other_writes)
+    write_whole(path, b"mine")
+    assert path.read_bytes() == b"mine" and list(tmp_path.iterdir()) == [path]
+
+
+def test_a_failed_write_leaves_the_old_file_and_no_other(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = tmp_path / "x.json"
+    write_whole(path, b"old")
+    monkeypatch.setattr(os, "replace", lambda *_: (_ for _ in ()).throw(OSError(28, "No space left on device")))
+    with pytest.raises(StorageError, match=r"x\.json: cannot be written \(No space left on device\)"):
+        write_whole(path, b"new")
+    assert path.read_bytes() == b"old" and list(tmp_path.iterdir()) == [path]
+
+
+def test_what_killed_writers_left_of_one_name_is_removed(tmp_path: Path) -> None:
+    path, other = tmp_path / "a", tmp_path / "ab"
+    temporary_name(path).touch()
+    (temporary_name(path) / "in").mkdir(parents=True)
+    temporary_name(other).touch()
+    path.touch()
+    remove_leftovers(path)
+    assert sorted(left.name[:4] for left in tmp_path.iterdir()) == [".ab.", "a"]

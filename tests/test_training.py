@@ -103,7 +103,7 @@ def test_a_mixed_run_with_noise_goes_on_with_the_same_bits_and_says_its_shares(g
 def test_a_run_on_a_stream_goes_on_with_the_same_bits(given, monkeypatch):
     opened = []
 
-    def open_at(shard, row, overall):
+    def open_at(begun, shard, row, overall):
         assert overall == 10 * shard + row
         opened.append((shard, row))
         for number in range(10 * shard + row, 40):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Sequence
+from functools import partial
 from typing import Any
 
 import click
@@ -100,7 +101,8 @@ def command(
     on. An interrupted call goes on where it was when it is made again. No code of a data set is ever run.
 
     Memory: about 400 MB, whatever the size, with the tokenizers of GPT-2, Llama 3 and Qwen and others built like them.
-    With any other (such as Llama 2), each document is tokenized as a whole, which takes some 120 times its size.
+    With any other (such as Llama 2), each document is tokenized as a whole, which takes some 120 times its size; and so
+    is a stretch of text without spaces, line breaks and full-width marks, and each prompt, answer and chat.
 
     Environment: LLMQ_TINY_SHAKESPEARE is a file or URL to take instead of the download, LLMQ_CACHE_DIR the folder
     for what is kept (~/.cache/llmq), HF_HUB_OFFLINE=1 forbids the network, TOKENIZERS_PARALLELISM=false is one thread.
@@ -131,7 +133,7 @@ def command(
             encode=encode,
             on_progress=lambda done, total: progress.update(bar, completed=done, total=total),
             say=lambda text: console.print(text, markup=False, highlight=False, soft_wrap=True),
-            on_encoder=lambda encoder, first: show_samples(encoder, first, show, Console()),
+            on_encoder=partial(show_samples, count=show, console=Console()) if show else None,
             **given,
         )
     for file in written:

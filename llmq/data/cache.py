@@ -44,7 +44,7 @@ def locked(path: Path, on_wait: Callable[[str], None]) -> Iterator[None]:
         with storage(path):
             fd = os.open(path, os.O_RDWR | os.O_CREAT, 0o666)
         try:
-            while not _taken(fd):
+            while not _taken(fd, path):
                 if not told:
                     holder = os.pread(fd, 32, 0).decode(errors="replace").strip() or "?"
                     on_wait(f"process {holder} is at work in {path.parent}: waiting until it is done")
@@ -63,11 +63,17 @@ def locked(path: Path, on_wait: Callable[[str], None]) -> Iterator[None]:
             os.close(fd)
 
 
-def _taken(fd: int) -> bool:
+def _taken(fd: int, path: Path) -> bool:
     try:
         fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:
         return False
+    except OSError as error:
+        path.unlink(missing_ok=True)
+        raise StorageError(
+            f"{path}: this file system locks no files ({error.strerror or error}), so two processes could write to "
+            f"{path.parent} at once: choose a folder on another disk, for the cache with LLMQ_CACHE_DIR"
+        ) from None
     return True
 
 

@@ -17,6 +17,7 @@ import copy
 import re
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
+from datetime import datetime
 from typing import Any
 
 import numpy as np
@@ -84,8 +85,10 @@ class Counts:
                 setattr(self, name, getattr(self, name) + value)
 
 
-def open_encoder(first: Sequence[Record], tokenizer: TextTokenizer, options: EncodeOptions) -> Encoder:
-    """An encoder for data that begins with the rows `first`.
+def open_encoder(
+    first: Sequence[Record], tokenizer: TextTokenizer, options: EncodeOptions, now: datetime | None = None
+) -> Encoder:
+    """An encoder for data that begins with the rows `first`; `now` is the time that templates see (None: the clock's).
 
     UsageError for options that are wrong or have no effect on this format; DataError if the format or the template
     cannot be found, or the template ends its turns with a marker that the tokenizer does not know as one token.
@@ -109,7 +112,7 @@ def open_encoder(first: Sequence[Record], tokenizer: TextTokenizer, options: Enc
         raise UsageError("; ".join(unused))
     if not is_chat:
         return Encoder(form, tokenizer, options, train_on)
-    return ChatEncoder(form, tokenizer, options, train_on, first)
+    return ChatEncoder(form, tokenizer, options, train_on, first, now)
 
 
 class Encoder:
@@ -260,9 +263,10 @@ class ChatEncoder(Encoder):
         options: EncodeOptions,
         train_on: TrainOn,
         first: Sequence[Record],
+        now: datetime | None = None,
     ) -> None:
         super().__init__(form, tokenizer, options, train_on)
-        self.templates: Templates = open_templates(tokenizer.folder, options.chat_template)
+        self.templates: Templates = open_templates(tokenizer.folder, options.chat_template, now)
         # Special tokens in the text are tokens here. Nothing is added to it, so that all the post-processor would do
         # is to trim white space off the offsets, on which masks depend.
         self.encoder = copy.deepcopy(tokenizer.encoder)

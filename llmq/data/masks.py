@@ -76,7 +76,7 @@ class Sample:
 
 @dataclass
 class Turns:
-    """One conversation's renderings, each made once."""
+    """One conversation's renderings, each made once as long as turns are looked at from last to first."""
 
     template: ChatTemplate
     chat: Chat
@@ -87,6 +87,8 @@ class Turns:
         """The first `count` messages, with the generation prompt if `prompt`."""
         key = (count, prompt)
         if key not in self._made:
+            # Those of later turns, each as long as the conversation, are not asked for again.
+            self._made = {known: made for known, made in self._made.items() if known[0] <= count + 1}
             messages = self.chat.messages[:count]
             self._made[key] = self.template.render(messages, self.chat.tools, add_generation_prompt=prompt)
         return self._made[key]

@@ -154,7 +154,7 @@ class RowWork:
             characters += _characters(row.value) if isinstance(row, Record) else 0
             if characters >= BATCH_CHARACTERS or len(rows) == BATCH_ROWS:
                 yield Chunk(rows, behind)
-                position, rows, characters = behind, [], 0
+                rows, characters = [], 0
         if rows:
             yield Chunk(rows, behind)
 

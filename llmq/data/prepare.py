@@ -21,7 +21,7 @@ from llmq.data.samples import printable
 from llmq.data.sources import find_anything
 from llmq.data.streaming import open_stream
 from llmq.data.token_file import TokenFile
-from llmq.data.tokenize import Say, cache_entry, cached
+from llmq.data.tokenize import Say, cache_entry, cached, is_whole
 from llmq.data.tokenizer import TextTokenizer
 from llmq.data.windows import Rows
 from llmq.errors import DataError, UsageError
@@ -74,7 +74,7 @@ class Named:
             requests.append(Request(found, self.tokenizer, found.known(encode), self.skip_bad_rows))
         if self.streaming:
             return self._stream(requests[0], seq_len, vocab_size)
-        if self.plan_only and (fresh := [request for request in requests if not cache_entry(request).is_dir()]):
+        if self.plan_only and (fresh := [request for request in requests if not is_whole(cache_entry(request))]):
             why = "a dry run tokenizes nothing (tokenize-data, or a run before, does)"
             return Tokenized(samples=self._estimated(requests, fresh, seq_len), no_files=why)
         train, evaluation = [], []
@@ -87,7 +87,7 @@ class Named:
     def _cached(self, request: Request) -> list[Path]:
         name = ", ".join(request.found.asked)
         entry = cache_entry(request)
-        if entry.is_dir():
+        if is_whole(entry):
             self.say(f"{name}: tokenized before, in {entry}")
         else:
             self.say(f"{name}: tokenizing into {entry}\n{request.found.rule}")

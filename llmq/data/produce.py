@@ -1,7 +1,8 @@
 """Token files in the making: in parts of bounded size, and resumable after any end of the process.
 
-Everything is written in a folder of its own. Its state.json says up to where; an interrupted run that is asked for the
-same (by the key of all that the files are made from) goes on there, and the files have the same bytes.
+Everything is written in a folder of its own. Its state.json says up to where, and when it was begun; an interrupted run
+that is asked for the same (by the key of all that the files are made from, but for that time) goes on there, and the
+files have the bytes that they would have had.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ import time
 from collections.abc import Callable, Sequence
 from contextlib import closing
 from dataclasses import asdict, dataclass, field, replace
+from datetime import datetime
 from pathlib import Path
 from typing import Any
 
@@ -78,8 +80,24 @@ class Made:
 OnProgress = Callable[[int, Progress], None]
 
 
+def begun_at(folder: Path, key: str) -> datetime | None:
+    """When the run in `folder` that can be gone on with was begun; None if there is none for `key`."""
+    state = _read_state(folder, key)
+    return None if state is None else datetime.fromisoformat(state["begun"])
+
+
+def _read_state(folder: Path, key: str) -> dict[str, Any] | None:
+    try:
+        state = json.loads((folder / STATE).read_bytes())
+        if state["key"] == key and datetime.fromisoformat(state["begun"]):
+            return dict(state)
+    except (OSError, ValueError, KeyError, TypeError):
+        pass
+    return None
+
+
 class Producer:
-    """Makes the files of several streams in `folder`, one stream after the other."""
+    """Makes the files of several streams in `folder`, one stream after the other; `begun` says when that began."""
 
     def __init__(
         self,
@@ -90,31 +108,22 @@ class Producer:
         tokenizer_sha256: str,
         skip_bad_rows: int,
         progress: OnProgress,
+        begun: datetime,
     ) -> None:
         self.folder, self.key, self.progress = folder, key, progress
         self.about: dict[str, Any] = {"vocab_size": vocab_size, "tokenizer_sha256": tokenizer_sha256}
         self.skip_bad_rows = skip_bad_rows
-        self.resumed = False
-        self._state = self._begun()
-
-    def _begun(self) -> dict[str, Any]:
-        """The state of an earlier run for the same key, or a new one in an empty folder."""
-        try:
-            state = json.loads((self.folder / STATE).read_bytes())
-            if state["key"] == self.key:
-                self.resumed = True
-                return dict(state)
-        except (OSError, ValueError, KeyError, TypeError):
-            pass
-        self.clear()
-        return {"key": self.key, "streams": []}
+        known = _read_state(folder, key)
+        if known is None:
+            self.clear()
+        self.resumed = known is not None
+        self._state = known or {"key": key, "begun": begun.isoformat(), "streams": []}
 
     def clear(self) -> None:
         """Removes everything that was made."""
         if self.folder.exists():
             with storage(self.folder):
                 shutil.rmtree(self.folder)
-        self.resumed = False
 
     @property
     def was_saved(self) -> bool:
@@ -133,17 +142,13 @@ class Producer:
         with storage(self.folder):
             for path in self.folder.iterdir():
                 if path.name.startswith("."):  # what the writers of published parts left after a kill
-                    path.unlink()
+                    shutil.rmtree(path) if path.is_dir() else path.unlink()
         return results
 
     def save(self, number: int, state: dict[str, Any]) -> None:
         """Makes durable how far stream `number` is."""
         self._state["streams"][number:] = [state]
         write_whole(self.folder / STATE, json.dumps(self._state).encode())
-
-    def forget(self) -> None:
-        """Removes the state, when the files are complete."""
-        (self.folder / STATE).unlink(missing_ok=True)
 
 
 class _Making:
@@ -217,7 +222,7 @@ class _Making:
             begin = stop
 
     def _room(self) -> int | None:
-        """Tokens until the part is full; at least 1. None: it never is."""
+        """Tokens until the part is full, not above 0 inside a document that fills it. None: it never is."""
         if self.stream.first_name is not None and not self.parts:
             size = self.stream.first
         elif self.stream.whole:

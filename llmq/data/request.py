@@ -2,27 +2,24 @@
 
 from __future__ import annotations
 
-import hashlib
-import os
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, field
+from datetime import datetime
 from functools import cached_property
 from itertools import islice
-from pathlib import Path
 
-from llmq.data.cache import key_of
+from llmq.data.cache import content_hash, key_of
 from llmq.data.encode import EncodeOptions, Encoder, open_encoder
 from llmq.data.produce import PART_TOKENS
 from llmq.data.records import BadRow, Record
+from llmq.data.sidecar import copied_files
 from llmq.data.sources import Found
+from llmq.data.template import chosen_templates
 from llmq.data.tokenizer import TextTokenizer
 from llmq.errors import DataError, UsageError
-from llmq.hf import TEMPLATE_FOLDER
 
-FORMAT = 1  # of what is made; a new one leaves what is in the cache aside
+FORMAT = 2  # of what is made; a new one leaves what is in the cache aside
 LOOKED_AT = 32  # rows from which the format is told
-# Files of a tokenizer's folder that may hold a chat template.
-TEMPLATE_FILES = ("tokenizer_config.json", "chat_template.jinja", "chat_template.json")
 
 
 @dataclass(frozen=True, eq=False)
@@ -36,11 +33,16 @@ class Request:
 
     @cached_property
     def key(self) -> str:
-        """A name for what is made: that of the same data, tokenizer, template and options."""
-        options = asdict(self.encode)
-        if self.encode.chat_template is not None and os.path.isfile(path := self.encode.chat_template):
-            options["chat_template"] = hashlib.sha256(Path(path).read_bytes()).hexdigest()
-        of_tokenizer = [self.tokenizer.sha256, self.tokenizer.eos_token_id, _template_hash(self.tokenizer.folder)]
+        """A name for what is made: that of the same data, tokenizer, template and options.
+
+        Without the date that a template may write: what is tokenized keeps the one of its first day, so that a run is
+        continued on the same tokens on the next.
+        """
+        options, folder = asdict(self.encode), self.tokenizer.folder
+        if self.encode.chat_template is not None:
+            options["chat_template"] = [source for source, _ in chosen_templates(folder, self.encode.chat_template)]
+        files = copied_files(folder)  # all that is used of the folder, and what lies beside the tokens
+        of_tokenizer = [self.tokenizer.eos_token_id, *([path.name, content_hash(path)] for path in files)]
         # How many bad rows are allowed changes nothing in what is made without an error.
         return key_of([FORMAT, PART_TOKENS, self.found.identity(), of_tokenizer, options])
 
@@ -58,13 +60,18 @@ class Request:
             )
         return good
 
-    def encoder(self) -> Encoder | None:
-        """The encoder of rows; None for text files."""
+    def records(self) -> Iterator[Record]:
+        """The good rows of the training data."""
+        assert not isinstance(self.found.train, tuple)
+        return (row for _, row in self.found.train.read() if isinstance(row, Record))
+
+    def encoder(self, now: datetime | None = None) -> Encoder | None:
+        """The encoder of rows, with the time `now` for templates (None: the clock's); None for text files."""
         if isinstance(self.found.train, tuple):
             if wrong := _only_for_rows(self.encode):
                 raise UsageError(f"{', '.join(wrong)}: for data in rows, but {', '.join(self.found.asked)} is text")
             return None
-        return open_encoder(self.first_rows, self.tokenizer, self.encode)
+        return open_encoder(self.first_rows, self.tokenizer, self.encode, now)
 
 
 def _only_for_rows(options: EncodeOptions) -> list[str]:
@@ -73,16 +80,9 @@ def _only_for_rows(options: EncodeOptions) -> list[str]:
         "--map": bool(options.mapping),
         "--chat-template": options.chat_template is not None,
         f"--train-on {options.train_on}": options.train_on not in (None, "all"),
+        f"--seq-len {options.seq_len} with --overlong {options.overlong}": options.seq_len is not None,
     }
     return [name for name, is_given in given.items() if is_given]
-
-
-def _template_hash(folder: Path) -> str:
-    digest = hashlib.sha256()
-    for path in [*(folder / name for name in TEMPLATE_FILES), *sorted((folder / TEMPLATE_FOLDER).glob("*.jinja"))]:
-        if path.is_file():
-            digest.update(f"{path.name}\0".encode() + path.read_bytes())
-    return digest.hexdigest()
 
 
 def parsed_mapping(texts: Sequence[str]) -> tuple[tuple[str, str], ...]:

@@ -28,7 +28,8 @@ SUFFIXES = {
 COMPRESSIONS = (".gz", ".zst")
 MAX_ROW_BYTES = 1 << 26  # a longer row would be held in memory some ten times over
 BLOCK_BYTES = 1 << 20
-PARQUET_ROWS = 256  # made into Python objects at once
+PARQUET_ROWS = 256  # in memory at once; fewer where they are long:
+PARQUET_BYTES = 1 << 25  # as far as their row group's size tells
 LONGEST_MARK = 16  # characters: an escape, or a word such as false or -Infinity
 BOM = b"\xef\xbb\xbf"
 
@@ -275,11 +276,12 @@ def _read_csv(file: RowFile, start: int, wanted: Wanted) -> Rows:
     at, row = _At(file), 0
     csv.field_size_limit(MAX_ROW_BYTES)
     with _container(at), _open(file) as opened:
-        lines = io.TextIOWrapper(opened, "utf-8", "surrogateescape", newline="")
+        lines = _CsvLines(file, opened)
         rows = csv.reader(lines, delimiter=file.delimiter, strict=True)
         header = _csv_fields(file, rows, "the header")
         if header is None:
             return 0
+        lines.begin_row(row)
         if bad := _bad_header(header):
             raise DataError(f"{file.name}: the first line names the fields, but {bad}: mend it")
         while (fields := _csv_fields(file, rows, file.place(row))) is not None:
@@ -287,7 +289,33 @@ def _read_csv(file: RowFile, start: int, wanted: Wanted) -> Rows:
             if row >= start and wanted(row):
                 yield row, _csv_row(file.place(row), header, fields)
             row += 1
+            lines.begin_row(row)
     return row
+
+
+class _CsvLines:
+    """The lines of a CSV file; DataError within a row that is too long, which may have many of them."""
+
+    def __init__(self, file: RowFile, opened: BinaryIO) -> None:
+        self.lines = io.TextIOWrapper(opened, "utf-8", "surrogateescape", newline="")
+        self.file, self.where, self.left = file, file.name, MAX_ROW_BYTES
+
+    def begin_row(self, row: int) -> None:
+        self.where, self.left = self.file.place(row), MAX_ROW_BYTES
+
+    def __iter__(self) -> Iterator[str]:
+        return self
+
+    def __next__(self) -> str:
+        line = self.lines.readline(self.left + 1)
+        self.left -= len(line)
+        if self.left < 0:
+            raise DataError(
+                f"{self.where}: the row is longer than {MAX_ROW_BYTES} characters: split it, or check its quotes"
+            )
+        if not line:
+            raise StopIteration
+        return line
 
 
 def _csv_fields(file: RowFile, rows: Iterator[list[str]], where: str) -> list[str] | None:
@@ -342,13 +370,21 @@ def _read_parquet(file: RowFile, start: int, wanted: Wanted) -> Rows:
         if not groups:
             return cast(int, opened.metadata.num_rows)
         at.row = row
-        for batch in opened.iter_batches(PARQUET_ROWS, row_groups=groups, use_threads=False):
-            for offset in range(batch.num_rows):
-                if row >= start and wanted(row):
-                    yield row, _parquet_row(file.place(row), batch, offset)
-                row += 1
-                at.row = row
+        for group in groups:
+            at_once = _rows_at_once(opened.metadata.row_group(group))
+            for batch in opened.iter_batches(at_once, row_groups=[group], use_threads=False):
+                for offset in range(batch.num_rows):
+                    if row >= start and wanted(row):
+                        yield row, _parquet_row(file.place(row), batch, offset)
+                    row += 1
+                    at.row = row
         return row
+
+
+def _rows_at_once(group: Any) -> int:
+    """How many rows of a row group have about PARQUET_BYTES, by their mean."""
+    mean = group.total_byte_size // max(group.num_rows, 1)
+    return min(max(PARQUET_BYTES // max(mean, 1), 1), PARQUET_ROWS)
 
 
 def _parquet_row(place: str, batch: Any, offset: int) -> Row:

@@ -9,6 +9,8 @@ of a template's own is larger than the budget, although sixty nested pairs of th
 not timed, so that a template passes or fails alike on every machine; a clock beside it bounds what the count is wrong
 about. Refused: a child process with a time limit (one more process for each worker, 0.1 s to start), and sys.settrace
 (all templates several times slower).
+
+A template writes the same in each run: no `random`, no text with an address in memory, no order of a set.
 """
 
 from __future__ import annotations
@@ -21,7 +23,7 @@ from collections.abc import Callable, Iterator, Mapping
 from datetime import datetime
 from typing import Any
 
-from jinja2 import TemplateError, nodes, pass_context, pass_eval_context
+from jinja2 import TemplateError, Undefined, nodes, pass_context, pass_eval_context
 from jinja2.exceptions import SecurityError
 from jinja2.ext import Extension, loopcontrols
 from jinja2.parser import Parser
@@ -33,9 +35,16 @@ MAX_WORK = 20_000_000  # units of a rendering: a second at most, and several tim
 MAX_SECONDS = 10.0  # of a rendering
 # A number of five digits, a star or a nested field in a format is a width that the budget would not see.
 _WIDE_FIELD = re.compile(r"%[^A-Za-z%]*(\*|\d{5})|\{[^{}]*:[^{}]*(\d{5}|\{)")
-_VIEWS: Any = (type({}.keys()), type({}.values()), type({}.items()))
+_SETS: Any = (type({}.keys()), type({}.items()))
+_VIEWS: Any = (*_SETS, type({}.values()))
 _CONTAINERS: Any = (list, tuple, dict, set, frozenset, *_VIEWS)
 _SIZED: Any = (str, bytes, range, *_CONTAINERS)
+_PLAIN: Any = (str, bytes, range, int, float, type(None), Undefined)
+# Filters that make text of whatever they are given.
+_WRITERS = re.compile(
+    "capitalize|center|e|escape|forceescape|indent|lower|pprint|replace|safe|string|striptags|title|trim|truncate|upper|"
+    "urlencode|urlize|wordcount|wordwrap|xmlattr"
+)
 
 
 class TooMuchWork(Exception):
@@ -45,7 +54,7 @@ class TooMuchWork(Exception):
 class Environment(ImmutableSandboxedEnvironment):
     """Hugging Face's template language, on a budget. One rendering at a time."""
 
-    intercepted_binops = frozenset({"+", "*", "**", "%"})
+    intercepted_binops = frozenset({"+", "-", "*", "**", "//", "%"})
 
     def __init__(self, now: datetime) -> None:
         # Unoptimized: constants are not computed by the compiler, which has no budget.
@@ -56,7 +65,7 @@ class Environment(ImmutableSandboxedEnvironment):
         self.written = 0  # characters that left the template so far
         self.generated: list[tuple[int, int, str]] = []  # spans of generation blocks, and what they hold
         self.filters = {name: _paid_filter(self, name, function) for name, function in self.filters.items()}
-        self.filters["tojson"] = _paid_filter(self, "tojson", _tojson)
+        self.filters |= {"tojson": _paid_filter(self, "tojson", _tojson), "random": _random}
         del self.globals["lipsum"]
         self.globals |= {
             "raise_exception": _raise_exception,
@@ -99,7 +108,7 @@ class Environment(ImmutableSandboxedEnvironment):
             return left + right
         self.pay_for(left, right)
         match operator, left, right:
-            case "*", int(), int():
+            case "*" | "//" | "%", int(), int():
                 self.pay(_length(left) * _length(right))  # in words of 64 bits
             case ("*", int() as count, value) | ("*", value, int() as count):
                 self.pay(max(count, 0) * _size(value, self.work_left))
@@ -108,6 +117,9 @@ class Environment(ImmutableSandboxedEnvironment):
             case "%", str(), _:
                 _refuse_wide_fields(left)
                 self.pay_for_all(right)
+            case "-", _, _ if isinstance(left, _SETS):  # Python gives a set, whose order is another in each process
+                taken = set(right)
+                return dict.fromkeys(item for item in left if item not in taken).keys()
         return self.binop_table[operator](left, right)
 
     def call(__self, __context: Any, __obj: Any, *args: Any, **kwargs: Any) -> Any:
@@ -207,8 +219,14 @@ def _length(value: Any) -> int:
 
 
 def _size(value: Any, limit: int) -> int:
-    """Characters in a value and ten for each item, through all containers; TooMuchWork above `limit`."""
+    """Characters in a value and ten for each item, through all containers; TooMuchWork above `limit`.
+
+    For what becomes text: TemplateError for a function and all else that Python shows with its address.
+    """
     if not isinstance(value, _CONTAINERS):
+        if not isinstance(value, _PLAIN) and " at 0x" in repr(value):
+            kind = "generator" if isinstance(value, _Drained) else type(value).__name__
+            raise TemplateError(f"it writes a {kind} as text: call it if it is a function, or make a list of it")
         return _length(value)
     total = 1
     for item in value.items() if isinstance(value, dict) else value:
@@ -225,7 +243,11 @@ def _pay_for_growth(environment: Environment, name: str, of: Any, args: Any, kwa
     match name:
         case "center" | "ljust" | "rjust" | "zfill" | "to_bytes" | "batch" | "slice" | "round":
             environment.pay(widest)
-        case "indent" | "expandtabs" | "wordwrap" | "translate" | "urlize":
+        case "wordwrap" if isinstance(width := kwargs.get("width", next(iter(args), 79)), int):
+            # A word is cut by copying all of its rest, line after line.
+            between = max([0, *(len(v) for v in values if isinstance(v, str))])
+            environment.pay(_length(of) ** 2 // max(width, 1) // 1000 + between * _length(of) // max(width, 1))
+        case "indent" | "expandtabs" | "translate" | "urlize":
             # Once per line, tab or character, of which the text has at most its length. The usual few are free.
             environment.pay(widest * _length(of) if widest > 100 else 0)
             environment.pay(
@@ -241,11 +263,14 @@ def _pay_for_growth(environment: Environment, name: str, of: Any, args: Any, kwa
             separator, items = (
                 (of, args[0]) if isinstance(of, str) and args and not isinstance(args[0], str) else ("", of)
             )
+            items = _known(items)
             between = max([len(separator), *(len(v) for v in values if isinstance(v, str))])
             count = len(items) if hasattr(items, "__len__") else 10_000  # a generator does not say
             environment.pay(_size(items, environment.work_left) + between * count)
         case "sum" if "start" in kwargs or len(args) > 1:
             environment.pay(_length(of) ** 2 // 16)
+        case "sum":
+            environment.pay(_size(_known(of), environment.work_left))  # numbers may be long
         case "dict" | "fromkeys":
             count = _length(args[0]) if name == "fromkeys" and args else 1
             environment.pay(count * sum(_size(v, environment.work_left) for v in values))
@@ -268,9 +293,50 @@ def _paid_filter(environment: Environment, name: str, function: Callable[..., An
         environment.pay_for(*given, *kwargs.values())
         if given:
             _pay_for_growth(environment, name, given[0], given[1:], kwargs)
-        return function(*args, **kwargs)
+            if _WRITERS.fullmatch(name) and type(given[0]) is not str:
+                environment.pay_for_all(given[0])
+        made = function(*args, **kwargs)
+        return _Drained(environment, made) if hasattr(made, "__next__") else made
 
     return paid
+
+
+class _Drained:
+    """What a filter makes one after the other, all worked out at once: thousands of iterators in one end the process.
+
+    An iterator still, as a template can tell: it is true, has no length, and gives its items once. An error comes in
+    the place of its item, which a template may never ask for.
+    """
+
+    def __init__(self, environment: Environment, made: Iterator[Any]) -> None:
+        self._items: list[Any] = []
+        self._at = 0
+        self._error: Exception | None = None
+        try:
+            for item in made:
+                environment.pay(10)
+                self._items.append(item)
+        except TooMuchWork:
+            raise
+        except Exception as error:
+            self._error = error
+
+    def __iter__(self) -> Iterator[Any]:
+        return self
+
+    def __next__(self) -> Any:
+        if self._at == len(self._items):
+            raise self._error or StopIteration
+        self._at += 1
+        return self._items[self._at - 1]
+
+    def _left(self) -> list[Any]:
+        return self._items[self._at :]
+
+
+def _known(value: Any) -> Any:
+    """A value, or the items that are left where a filter's are worked out."""
+    return value._left() if isinstance(value, _Drained) else value
 
 
 @pass_context
@@ -283,6 +349,10 @@ def _paid_output(context: Any, value: Any) -> Any:
 
 def _raise_exception(message: Any) -> None:
     raise TemplateError(str(message))
+
+
+def _random(*args: Any) -> None:
+    raise TemplateError("the filter random gives another text in each run: take it out of the template")
 
 
 def _tojson(

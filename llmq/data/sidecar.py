@@ -131,6 +131,12 @@ def _deciding(content: dict[str, Any]) -> dict[str, Any]:
     return {**parts, "model": model}
 
 
+def copied_files(folder: Path) -> list[Path]:
+    """The files of a tokenizer's folder that go with the tokens."""
+    generation = folder / GENERATION_CONFIG
+    return [*tokenizer_files(folder), *([generation] if generation.is_file() else [])]
+
+
 def copy_tokenizer(source: Path, target: Path) -> None:
     """Makes `target` a folder with the tokenizer's files of `source`, whole or not at all; both may be the same."""
     if target.is_dir() and target.samefile(source):
@@ -139,8 +145,7 @@ def copy_tokenizer(source: Path, target: Path) -> None:
     with storage(target):
         try:
             fresh.mkdir(parents=True)
-            generation = source / GENERATION_CONFIG
-            for path in [*tokenizer_files(source), *([generation] if generation.is_file() else [])]:
+            for path in copied_files(source):
                 copy = fresh / path.relative_to(source)
                 copy.parent.mkdir(exist_ok=True)
                 shutil.copyfile(path, copy)

@@ -1,11 +1,13 @@
 """Windows of documents that come one after the other and are not all there: larger than the disk, or still arriving.
 
 There is no table of them, so nothing is permuted: rows are trained in the order of the stream, and the stream should be
-shuffled where it is stored. What a run needs to go on is where its next row begins: which pass, shard, row, and token.
+shuffled where it is stored. What a run needs to go on is where its next row begins: which pass, shard, row, and token;
+and when it was begun, for templates that write the date.
 """
 
 from __future__ import annotations
 
+import time
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
@@ -35,12 +37,12 @@ class StreamedDocument(NamedTuple):
 class Stream:
     """Documents as rows of `seq_len` tokens, without end: after the last document comes the first again.
 
-    `open_at(shard, row, overall)` yields the documents from that row of that shard on, which is row `overall` of all,
-    up to the last of the last shard, the same each time; `key` names what these depend on. Documents follow each other
-    without a border, and the next row begins where one ends, as in Windows.
+    `open_at(begun, shard, row, overall)` yields the documents from that row of that shard on, which is row `overall` of
+    all, up to the last of the last shard, the same each time; `key` names what these depend on, beside `begun` (seconds
+    since 1970). Documents follow each other without a border, and the next row begins where one ends, as in Windows.
     """
 
-    open_at: Callable[[int, int, int], Iterator[StreamedDocument]]
+    open_at: Callable[[int, int, int, int], Iterator[StreamedDocument]]
     seq_len: int
     vocab_size: int
     name: str
@@ -55,10 +57,10 @@ class Stream:
     def rows(self, state: Mapping[str, Any] | None = None) -> Iterator[tuple[np.ndarray, np.ndarray, dict[str, int]]]:
         """Tokens and targets, (seq_len,) int32 each, row after row, with the state behind the row.
 
-        `state` is one that was yielded, or None for the start; it has the whole numbers `epoch`, `shard`, `row`,
-        `overall` and `token`. Raises DataError for an id outside the vocabulary, or if a whole pass has no tokens.
+        `state` is one that was yielded, or None for the start; it has the whole numbers `begun`, `epoch`, `shard`,
+        `row`, `overall` and `token`. DataError for an id outside the vocabulary, or if a whole pass has no tokens.
         """
-        at = dict(state) if state else dict.fromkeys(PLACE, 0)
+        at = dict(state) if state else {"begun": int(time.time()), **dict.fromkeys(PLACE, 0)}
         waiting: deque[_Piece] = deque()
         pieces = self._pieces(at)
         count = 0
@@ -78,8 +80,8 @@ class Stream:
 
     def _pieces(self, at: Mapping[str, int]) -> Iterator[_Piece]:
         """Documents from a place on, pass after pass."""
-        epoch, skipped = at["epoch"], at["token"]
-        documents = self.open_at(at["shard"], at["row"], at["overall"])
+        begun, epoch, skipped = at["begun"], at["epoch"], at["token"]
+        documents = self.open_at(begun, at["shard"], at["row"], at["overall"])
         empty = False
         while True:
             for document in documents:
@@ -90,7 +92,8 @@ class Stream:
                         f"(0 to {self.vocab_size - 1}): tokenize the text with the model's own tokenizer"
                     )
                 trained = np.ones(ids.size, bool) if document.trained is None else np.asarray(document.trained, bool)
-                place = {"epoch": epoch, "shard": document.shard, "row": document.row, "overall": document.overall}
+                places = (document.shard, document.row, document.overall)
+                place = {"begun": begun, "epoch": epoch, **dict(zip(("shard", "row", "overall"), places, strict=True))}
                 piece = _Piece(place, 0, ids.astype(np.int32), trained).behind(skipped)
                 skipped = 0
                 if piece.ids.size:
@@ -98,7 +101,7 @@ class Stream:
                     yield piece
             if empty:
                 raise DataError(f"{self.name} has no tokens: check where it comes from")
-            epoch, empty, documents = epoch + 1, True, self.open_at(0, 0, 0)
+            epoch, empty, documents = epoch + 1, True, self.open_at(begun, 0, 0, 0)
 
 
 class _Piece(NamedTuple):

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from datetime import datetime
 
 import numpy as np
 
@@ -76,16 +77,16 @@ def open_stream(request: Request, seq_len: int, vocab_size: int, say: Say) -> St
             f"--streaming reads files of rows one behind the other, which {name} is not: leave it out, or name the "
             "files or the data set of the Hub itself (such as HuggingFaceFW/fineweb:sample-10BT)"
         )
-    encoder = request.encoder()
-    assert encoder is not None
-    say(f"{name}: a stream; {request.found.rule}\n{encoder.describe()}")
-    looked_at = encoder.copied()
+    looked_at = request.encoder()
+    assert looked_at is not None
+    say(f"{name}: a stream; {request.found.rule}\n{looked_at.describe()}")
     looked_at.encode(request.first_rows, [])  # which tokens end its trained turns
-    work, allowed = StreamWork(rows, Encoders(encoder)), request.skip_bad_rows
 
-    def open_at(shard: int, row: int, overall: int) -> Iterator[StreamedDocument]:
-        counted = BadRows(allowed)
-        batches = tokenized(work, (shard, row, overall))
+    def open_at(begun: int, shard: int, row: int, overall: int) -> Iterator[StreamedDocument]:
+        encoder = request.encoder(datetime.fromtimestamp(begun))
+        assert encoder is not None
+        counted = BadRows(request.skip_bad_rows)
+        batches = tokenized(StreamWork(rows, Encoders(encoder)), (shard, row, overall))
         try:
             for batch in batches:
                 for bad in batch.bad:

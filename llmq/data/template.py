@@ -1,8 +1,8 @@
 """Chat templates: which one a tokenizer has, and what it makes of a conversation, as transformers' apply_chat_template.
 
 A template sees `messages`, `tools`, `documents` (None), `add_generation_prompt` and the tokenizer's named special
-tokens (`bos_token`, ...). `strftime_now` gives the time at which the template was opened, so that all rows of a run
-have one date.
+tokens (`bos_token`, ...). `strftime_now` gives one time for all rows: that at which they were begun to be tokenized,
+also where this is gone on with on another day.
 """
 
 from __future__ import annotations
@@ -134,22 +134,30 @@ class Templates:
         return self.tool_use if self.tool_use is not None and tools is not None else self.default
 
 
-def open_templates(folder: Path, wanted: str | None = None) -> Templates:
-    """The templates of a tokenizer's folder, or the one that `wanted` names: the tokenizer's own ("tokenizer"), one of
-    its named templates, a file, or the template itself (text with {{ or {%).
+def open_templates(folder: Path, wanted: str | None = None, now: datetime | None = None) -> Templates:
+    """The templates of a tokenizer's folder, or the one that `wanted` names, at the time `now` (None: the clock's).
 
-    Raises DataError if the tokenizer has none or it is no template, UsageError if `wanted` is nothing of these.
+    Raises DataError for what is no template, and what `chosen_templates` raises.
     """
-    variables = named_tokens(folder)
+    variables, now = named_tokens(folder), now or datetime.now()
+    return Templates(*(ChatTemplate(*chosen, variables, now) for chosen in chosen_templates(folder, wanted)))
+
+
+def chosen_templates(folder: Path, wanted: str | None = None) -> list[tuple[str, str]]:
+    """Source and origin of the template, and of the one for tools if there are two; see `open_templates`.
+
+    `wanted` is the tokenizer's own ("tokenizer"), one of its named templates, a file, or the template itself (text with
+    {{ or {%). Raises DataError if the tokenizer has none, UsageError if `wanted` is nothing of these.
+    """
     if wanted is not None and ("{{" in wanted or "{%" in wanted):
-        return Templates(ChatTemplate(wanted, "--chat-template", variables))
+        return [(wanted, "--chat-template")]
     own = _own_templates(folder)
     if wanted is not None and wanted != OWN:
         if wanted in own:
-            return Templates(ChatTemplate(*own[wanted], variables))
+            return [own[wanted]]
         path = Path(os.path.expanduser(wanted))
         try:
-            return Templates(ChatTemplate(path.read_text(encoding="utf-8"), str(path), variables))
+            return [(path.read_text(encoding="utf-8"), str(path))]
         except (OSError, UnicodeDecodeError) as error:
             names = ", ".join(own) or "none"
             reason = error.strerror if isinstance(error, OSError) else "it is not UTF-8"
@@ -161,8 +169,7 @@ def open_templates(folder: Path, wanted: str | None = None) -> Templates:
         raise DataError(f"{folder} has no chat template: give one as a file with --chat-template FILE")
     if len(own) > 1 and "default" not in own:
         raise DataError(f"{folder} has several chat templates ({', '.join(own)}): choose one with --chat-template NAME")
-    tool_use = ChatTemplate(*own["tool_use"], variables) if "tool_use" in own else None
-    return Templates(ChatTemplate(*own.get("default", next(iter(own.values()))), variables), tool_use)
+    return [own.get("default", next(iter(own.values()))), *([own["tool_use"]] if "tool_use" in own else [])]
 
 
 def _own_templates(folder: Path) -> dict[str, tuple[str, str]]:

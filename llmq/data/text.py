@@ -14,13 +14,19 @@ from llmq.errors import DataError
 
 BLOCK_BYTES = 1 << 16  # read at once; a piece is about as long, and the pieces of a batch are tokenized in parallel
 
-# Where text can be cut: before a space behind a visible character; behind a single line break between such; and, for
-# JSON and code, which have megabytes without either, before the last space of an indentation and between a digit and a
-# comma. There each pattern below ends a match, whose end does not depend on what follows, and none of them looks back;
-# so the words on both sides are those of the whole text. NFC joins nothing there. Before an added token, and before a
-# digit where digits are split off first, all of an indentation is one word: so only a letter or a quote may follow it.
-_CUT = re.compile(r"""(?<=\S)(?= )|(?<=\S\n)(?=[^\s/])|(?<=\s)(?= [A-Za-z"])|(?<=[0-9])(?=,)""")
-_ACROSS_A_CUT = re.compile(r"""^[A-Za-z"]|,|\s""")  # what an added token must not have
+# Where text can be cut: before a space behind a visible character; behind a single line break between such; for JSON
+# and code, which have megabytes without either, before an indentation's last space and between a digit and a comma;
+# and, for text without spaces, before a line break or a full-width mark behind a letter that is one in every Unicode.
+# There each pattern below ends a match, whose end does not depend on what follows, and none of them looks back; so the
+# words on both sides are those of the whole text. NFC joins nothing there. Before an added token, and before a digit
+# where digits are split off first, all of an indentation is one word: so only a letter or a quote may follow it.
+_LETTER = r"[0-9A-Za-z\u3041-\u3096\u30a1-\u30fa\u4e00-\u9fa5\uac00-\ud7a3]"
+_MARKS = r"\u3001\u3002\uff01\uff0c\uff1a\uff1b\uff1f"
+_CUT = re.compile(
+    r"""(?<=\S)(?= )|(?<=\S\n)(?=[^\s/])|(?<=\s)(?= [A-Za-z"])|(?<=[0-9])(?=,)"""
+    rf"|(?<={_LETTER})(?=[\r\n{_MARKS}])"
+)
+_ACROSS_A_CUT = re.compile(rf"""^[A-Za-z"]|[,{_MARKS}]|\s""")  # what an added token must not have
 
 # The word patterns of GPT-2 (which is also what ByteLevel does by itself), of Llama 3 and cl100k, of Qwen2 and of
 # GPT-4o. They match a space only first in a word or in white space, and a line break only in white space or, with a

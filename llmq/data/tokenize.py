@@ -2,20 +2,21 @@
 
 from __future__ import annotations
 
+import json
 import os
 import re
 import shutil
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
+from datetime import datetime
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from llmq.cache_folder import cache_folder
 from llmq.data.cache import locked
-from llmq.data.encode import EncodeOptions, Encoder
+from llmq.data.encode import Encoded, EncodeOptions, Encoder
 from llmq.data.pipeline import Encoders, RowWork, TextWork
-from llmq.data.produce import Made, Producer, Progress, Stream, require_trained
+from llmq.data.produce import STATE, Made, Producer, Progress, Stream, begun_at, require_trained
 from llmq.data.records import BadRow, Record
 from llmq.data.request import Request
 from llmq.data.rows import RowSequence
@@ -24,7 +25,7 @@ from llmq.data.sidecar import Sidecar, TokenizerNote, copy_tokenizer, sidecar_na
 from llmq.data.sources import Documents, find
 from llmq.data.token_file import TokenFile
 from llmq.data.tokenizer import TextTokenizer
-from llmq.disk import storage, sync_folder
+from llmq.disk import remove_leftovers, storage, sync_folder, temporary_name, write_whole
 from llmq.errors import DataError, StorageError, UsageError
 
 if TYPE_CHECKING:
@@ -32,9 +33,11 @@ if TYPE_CHECKING:
 
 WORK = ".partial"  # where files are made, in the folder that they are for
 TOKENIZER_FOLDER = "tokenizer"
+MANIFEST = "manifest.json"  # the files of an entry of the cache, with their sizes, and when they were begun
 TOKEN_FILE = re.compile(r"(train|eval)(-\d{3,})?\.bin")
 
 Say = Callable[[str], None]
+OnEncoder = Callable[[Encoder, Iterable[Record]], None]
 
 
 def silent(text: str) -> None:
@@ -50,13 +53,16 @@ class Written:
     num_documents: int
 
 
-def show_samples(encoder: Encoder, first: Sequence[Record], count: int, console: Console) -> None:
+def show_samples(encoder: Encoder, records: Iterable[Record], count: int, console: Console) -> None:
     """Prints the first `count` documents with their tokens colored by mask, or marked where there are no colors."""
-    if count:
-        bad: list[BadRow] = []
-        documents = encoder.copied().encode(first, bad)
-        # lines as they are: a terminal breaks long ones itself, and in a file a path stays whole
-        console.print(show(documents, encoder.tokenizer, count, marks=console.color_system is None), soft_wrap=True)
+    encoder, bad = encoder.copied(), list[BadRow]()
+    documents: list[Encoded] = []
+    for record in records:
+        documents += encoder.encode([record], bad)
+        if len(documents) >= count:
+            break
+    # lines as they are: a terminal breaks long ones itself, and in a file a path stays whole
+    console.print(show(documents, encoder.tokenizer, count, marks=console.color_system is None), soft_wrap=True)
 
 
 def tokenize_data(
@@ -72,13 +78,14 @@ def tokenize_data(
     skip_bad_rows: int = 0,
     on_progress: Callable[[int, int | None], None] = lambda done, total: None,
     say: Say = silent,
-    on_encoder: Callable[[Encoder, list[Record]], None] = lambda encoder, first: None,
+    on_encoder: OnEncoder | None = None,
 ) -> list[Written]:
     """Writes train.bin and eval.bin, or numbered parts of them, with sidecars and the tokenizer's files beside them.
 
     The data is that of a named or Hub `dataset`, or of the files that `inputs` (paths, folders and globs) name; see
     `sources.find` for what is kept for evaluation. `tokenizer` is a folder, a hub name or a short name. `out_dir` is
-    data/DATA-TOKENIZER by default. `on_progress` is told the bytes (of text) or rows done, and the bytes in all.
+    data/DATA-TOKENIZER by default. `on_progress` is told the bytes (of text) or rows done, and the bytes in all;
+    `on_encoder` gets the encoder and the rows before all else, to show some.
 
     Files appear whole, at the end; an interrupted call that is made again goes on where it was. Raises UsageError,
     DataError and StorageError.
@@ -96,7 +103,7 @@ def tokenize_data(
     with locked(folder / f"{WORK}.lock", say):
         written = make(request, folder / WORK, on_progress=on_progress, say=say, on_encoder=on_encoder)
         _refuse_stale(folder, {path.name for path in _token_files(folder)} - {file.path.name for file in written})
-        _publish(folder / WORK, folder)
+        _publish(written, folder / WORK, folder)
     return [replace(file, path=folder / file.path.name) for file in written]
 
 
@@ -106,14 +113,23 @@ def make(
     *,
     on_progress: Callable[[int, int | None], None],
     say: Say,
-    on_encoder: Callable[[Encoder, list[Record]], None] = lambda encoder, first: None,
+    on_encoder: OnEncoder | None = None,
+    begun: datetime | None = None,
 ) -> list[Written]:
-    """Makes all files in the folder `work`, from where an earlier call for the same was interrupted."""
+    """Makes all files in the folder `work`, from where an earlier call for the same was interrupted.
+
+    The state stays in `work` with them, so that nothing is made twice if they cannot be moved away. Templates see the
+    time `begun` (None: the clock's), or that of the earlier call.
+    """
     tokenizer, found = request.tokenizer, request.found
-    encoder = request.encoder()
+    begun = begun_at(work, request.key) or begun or datetime.now()
+    encoder = request.encoder(begun)
     if encoder is not None:
         say(encoder.describe())
-        on_encoder(encoder, request.first_rows)
+        if on_encoder is not None:
+            on_encoder(encoder, request.records())
+    elif on_encoder is not None:
+        raise UsageError(f"--show is for data in rows, but {', '.join(found.asked)} is text: leave it out")
     producer = Producer(
         work,
         request.key,
@@ -121,6 +137,7 @@ def make(
         tokenizer_sha256=tokenizer.sha256,
         skip_bad_rows=request.skip_bad_rows,
         progress=_Summed(on_progress, found.num_bytes),
+        begun=begun,
     )
     if producer.resumed:
         say("going on where an earlier call for the same data was interrupted")
@@ -133,7 +150,6 @@ def make(
         bad = sum(done.bad for _, done in results)
         for part in parts:
             _sidecar(request, part, encoder, ends, bad).write(work / part.name)
-        producer.forget()
     except BaseException:
         if producer.was_saved:
             say("what is done is kept: the same command goes on from there")
@@ -244,34 +260,81 @@ def _refuse_stale(folder: Path, stale: set[str]) -> None:
         )
 
 
-def _publish(work: Path, folder: Path) -> None:
+def _publish(written: Sequence[Written], work: Path, folder: Path) -> None:
     """Moves finished files to `folder`, in place of those of an earlier run."""
+    remove_leftovers(folder / TOKENIZER_FOLDER)
     copy_tokenizer(work / TOKENIZER_FOLDER, folder / TOKENIZER_FOLDER)
     with storage(folder):
-        for path in _token_files(work):
-            os.replace(path, folder / path.name)
-            os.replace(sidecar_name(path), sidecar_name(folder / path.name))
+        for file in written:
+            if file.path.exists():  # else an earlier call, which was killed here, has moved it
+                os.replace(file.path, folder / file.path.name)
+            os.replace(sidecar_name(file.path), sidecar_name(folder / file.path.name))
         shutil.rmtree(work)
         sync_folder(folder)
+    if lost := [str(path) for file in written if not (path := folder / file.path.name).exists()]:
+        raise StorageError(f"{', '.join(lost)}: gone since it was made: give the command again, which starts over")
 
 
 def cached(request: Request, *, on_progress: Callable[[int, int | None], None], say: Say) -> list[Path]:
     """The token files of a request, from the cache, or made into it; several processes may ask for the same.
 
-    A folder of the cache is named by the hash of everything that its files depend on, and is never changed. How many
-    bad rows are allowed is not in it: DataError if more were left out when it was made.
+    A folder of the cache is named by the hash of everything that its files depend on, and is never changed; one that
+    lost files is made again. How many bad rows are allowed is not in the name: DataError if more were left out when it
+    was made.
     """
     folder = cache_entry(request)
-    with _cache_lock(folder, say):
-        if not folder.is_dir():
-            work = folder.with_name(folder.name + ".partial")
-            make(request, work, on_progress=on_progress, say=say)
-            with storage(folder):
-                os.replace(work, folder)
-                sync_folder(folder.parent)
+    if not is_whole(folder):
+        with locked(folder.with_name(folder.name + ".lock"), say):
+            if not is_whole(folder):  # else it was made meanwhile
+                _make_entry(request, folder, on_progress, say)
     files = _token_files(folder)
     _require_allowed(request, files[0])
     return files
+
+
+def is_whole(entry: Path) -> bool:
+    """Whether a folder of the cache is there with all the files that were made."""
+    try:
+        sizes = _read_manifest(entry)["files"]
+        return bool(sizes) and all((entry / name).stat().st_size == size for name, size in sizes.items())
+    except (OSError, ValueError, KeyError, TypeError, AttributeError):
+        return False
+
+
+def _make_entry(request: Request, folder: Path, on_progress: Callable[[int, int | None], None], say: Say) -> None:
+    work = folder.with_name(folder.name + ".partial")
+    if folder.exists():
+        say(f"{folder} is not as it was made: it is made again")
+    make(request, work, on_progress=on_progress, say=say, begun=_entry_begun(folder))
+    _write_manifest(work, begun_at(work, request.key))
+    remove_leftovers(folder)
+    damaged = temporary_name(folder)
+    with storage(folder):
+        if folder.exists():
+            os.replace(folder, damaged)
+        os.replace(work, folder)
+        sync_folder(folder.parent)
+        (folder / STATE).unlink()
+    shutil.rmtree(damaged, ignore_errors=True)
+
+
+def _write_manifest(work: Path, begun: datetime | None) -> None:
+    files = [path for path in sorted(work.rglob("*")) if path.is_file() and path.name not in (STATE, MANIFEST)]
+    sizes = {str(path.relative_to(work)): path.stat().st_size for path in files}
+    content = {"begun": begun and begun.isoformat(), "files": sizes}
+    write_whole(work / MANIFEST, json.dumps(content, indent=1).encode())
+
+
+def _entry_begun(entry: Path) -> datetime | None:
+    """When an entry that lost files was begun: templates write this date again."""
+    try:
+        return datetime.fromisoformat(_read_manifest(entry)["begun"])
+    except (OSError, ValueError, KeyError, TypeError):
+        return None
+
+
+def _read_manifest(entry: Path) -> Any:
+    return json.loads((entry / MANIFEST).read_bytes())
 
 
 def _require_allowed(request: Request, file: Path) -> None:
@@ -281,15 +344,6 @@ def _require_allowed(request: Request, file: Path) -> None:
             f"{', '.join(request.found.asked)}: {sidecar.bad_rows} bad rows were left out when it was tokenized: mend "
             f"them, or allow for them with --skip-bad-rows {sidecar.bad_rows}"
         )
-
-
-@contextmanager
-def _cache_lock(folder: Path, say: Say) -> Iterator[None]:
-    if folder.is_dir():
-        yield
-        return
-    with locked(folder.with_name(folder.name + ".lock"), say):
-        yield
 
 
 def cache_entry(request: Request) -> Path:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import fcntl
 import hashlib
 import os
@@ -18,7 +19,7 @@ import pytest
 from llmq.cache_folder import cache_folder
 from llmq.data import cache
 from llmq.data.cache import content_hash, key_of, locked
-from llmq.errors import DataError
+from llmq.errors import DataError, StorageError
 
 ROOT = Path(__file__).parents[2]
 HOLDER = """
@@ -34,6 +35,18 @@ with locked(Path(sys.argv[1]), print):
 def test_a_key_is_that_of_the_content() -> None:
     assert key_of({"a": 1, "b": [2]}) == key_of({"b": [2], "a": 1}) != key_of({"a": 1, "b": [3]})
     assert len(key_of("\udcff")) == 24
+
+
+@pytest.mark.parametrize("number", [errno.ENOSYS, errno.ENOLCK, errno.EOPNOTSUPP])
+def test_a_disk_without_locks_is_refused_with_the_way_out(tmp_path: Path, monkeypatch, number: int) -> None:
+    def no_locks(fd: int, operation: int) -> None:
+        raise OSError(number, os.strerror(number))
+
+    monkeypatch.setattr(fcntl, "flock", no_locks)
+    says = r"x\.lock: this file system locks no files .*LLMQ_CACHE_DIR"
+    with pytest.raises(StorageError, match=says), locked(tmp_path / "x.lock", print):
+        pass
+    assert not list(tmp_path.iterdir())
 
 
 def test_a_lock_is_for_one_at_a_time_and_leaves_no_file(tmp_path: Path) -> None:

@@ -5,10 +5,13 @@ from __future__ import annotations
 import json
 import os
 import random
+import re
+import shutil
 import signal
 import subprocess
 import sys
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -137,6 +140,29 @@ def killed(tmp_path: Path, arguments: dict[str, Any], delay_s: float) -> bool:
     return process.returncode != 0
 
 
+def test_a_call_killed_while_it_copies_the_tokenizer_goes_on(tmp_path: Path, small_tokenizer: Path) -> None:
+    arguments: dict[str, Any] = {"tokenizer": str(small_tokenizer), "inputs": [str(rows(tmp_path))]}
+    kill = """
+from llmq.data import sidecar
+real, calls = sidecar.shutil.copyfile, []
+def copyfile(source, target):
+    real(source, target)
+    calls.append(target)
+    if sys.argv[2] in str(target):
+        os.kill(os.getpid(), 9)
+sidecar.shutil.copyfile = copyfile
+"""
+    driver = DRIVER.replace("tokenize.tokenize_data(**arguments)", kill + "tokenize.tokenize_data(**arguments)")
+    out = tmp_path / "out"
+    for place in (".partial/.tokenizer.", "out/.tokenizer."):
+        command = [sys.executable, "-c", driver, json.dumps([SMALL, {**arguments, "out_dir": str(out)}]), place]
+        assert subprocess.run(command, cwd=ROOT).returncode == -signal.SIGKILL
+        assert list(out.rglob(".tokenizer.*.tmp")), place
+    tokenize_data(**arguments, out_dir=out)
+    tokenize_data(**arguments, out_dir=tmp_path / "whole")
+    assert content(out).keys() == content(tmp_path / "whole").keys()
+
+
 def check_kills(tmp_path: Path, tokenizer: Path, path: Path, delays: list[float]) -> int:
     """Kills with these delays, then finishes: the bytes are those of a whole run. How many were killed."""
     arguments: dict[str, Any] = {"tokenizer": str(tokenizer), "inputs": [str(path)], "out_dir": str(tmp_path / "out")}
@@ -257,6 +283,85 @@ def test_what_decides_on_the_tokens_decides_on_the_entry(tmp_path: Path, small_t
     assert len({first, *others}) == len(others) + 1
 
 
+def test_what_a_template_is_and_sees_decides_on_the_entry(tmp_path: Path, monkeypatch, small_tokenizer: Path) -> None:
+    path, folder = rows(tmp_path), tmp_path / "tokenizer"
+    shutil.copytree(small_tokenizer, folder)
+    monkeypatch.setenv("HOME", str(tmp_path))
+
+    def entry(template: str) -> Path:
+        options, tokenizer = EncodeOptions(chat_template=template), TextTokenizer.open(str(folder))
+        return cache_entry(Request(find(inputs=[str(path)]), tokenizer, options))
+
+    written, found = tmp_path / "t.jinja", []
+    for content in ("{{ messages }}", "{{ messages }} "):
+        written.write_text(content)
+        found.append(entry("~/t.jinja"))
+        assert found[-1] == entry(str(written)) == entry(content)  # the same template, whatever it is called
+    for token in ("<s>", "<bos>"):
+        (folder / "special_tokens_map.json").write_text(json.dumps({"bos_token": token}))
+        found.append(entry("{{ bos_token }}"))
+    for name in ("own", "other"):
+        (folder / "chat_template.jinja").write_text(name)
+        found += [entry("tokenizer"), entry("{{ messages }}")]
+    assert len(set(found)) == len(found)
+
+
+def test_an_entry_that_is_not_whole_is_made_again(tmp_path: Path, small, small_tokenizer: Path) -> None:
+    asked = Request(find(inputs=[str(rows(tmp_path))]), TextTokenizer.open(str(small_tokenizer)))
+    said: list[str] = []
+
+    def ask() -> list[Path]:
+        return cached(asked, on_progress=lambda done, total: None, say=said.append)
+
+    files = ask()
+    entry, whole = files[0].parent, content(files[0].parent)
+    assert not (entry / produce.STATE).exists()
+    said.clear()
+    assert ask() == files and not said
+    damages: list[Callable[[], object]] = [
+        files[1].unlink, (entry / "tokenizer/tokenizer.json").unlink, (entry / "manifest.json").unlink,
+        lambda: files[0].write_bytes(files[0].read_bytes()[:-8]), lambda: [path.unlink() for path in entry.glob("*.*")],
+    ]  # fmt: skip
+    for damage in damages:
+        damage()
+        assert ask() == files
+        # Only the time at which it was begun may be another, where the manifest was lost.
+        assert {**content(entry), "manifest.json": b""} == {**whole, "manifest.json": b""}
+        assert said[0] == f"{entry} is not as it was made: it is made again"
+        assert [path.name for path in entry.parent.iterdir()] == [entry.name]
+        said.clear()
+
+
+DATED = "{% for m in messages %}{{ m.content }}<|endoftext|>{% endfor %}{{ strftime_now('@%H%M%S%f') }}"
+
+
+def test_a_date_is_that_of_the_beginning(tmp_path: Path, monkeypatch, small, small_tokenizer: Path) -> None:
+    """One date, in files that an interrupted call began, and in an entry of the cache for as long as it is known."""
+    encode = EncodeOptions(chat_template=DATED, train_on="all")
+    given: dict[str, Any] = {"inputs": [str(rows(tmp_path))], "eval_fraction": 0.0}
+    out, opened = tmp_path / "out", TextTokenizer.open(str(small_tokenizer))
+    arguments: dict[str, Any] = {**given, "tokenizer": str(small_tokenizer), "encode": encode, "out_dir": out}
+
+    def dates(files: list[Path]) -> set[str]:
+        text = "".join(opened.encoder.decode(TokenFile.open(file).tokens.tolist()) for file in files)
+        return set(re.findall(r"@\d{12}", text.replace(" ", "")))
+
+    def stop(done: int, total: int | None) -> None:
+        if done > 60:
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        tokenize_data(**arguments, on_progress=stop)
+    assert len(dates([file.path for file in tokenize_data(**arguments)])) == 1
+
+    asked: dict[str, Any] = {"on_progress": lambda done, total: None, "say": lambda text: None}
+    first = cached(Request(find(**given), opened, encode), **asked)
+    began = dates(first)
+    first[0].unlink()
+    again = cached(Request(find(**given), opened, encode), **asked)
+    assert first == again and dates(again) == began and len(began) == 1
+
+
 def test_other_data_starts_over(tmp_path: Path, small, small_tokenizer: Path) -> None:
     def stop(done: int, total: int | None) -> None:
         if done > 60:
@@ -275,7 +380,9 @@ def test_other_data_starts_over(tmp_path: Path, small, small_tokenizer: Path) ->
     assert content(tmp_path / "out") == content(tmp_path / "whole")
 
 
-def test_parts_of_an_earlier_run_are_not_left_beside_new_ones(tmp_path: Path, small, small_tokenizer: Path) -> None:
+def test_parts_of_an_earlier_run_are_not_left_beside_new_ones(
+    tmp_path: Path, monkeypatch, small, small_tokenizer: Path
+) -> None:
     arguments: dict[str, Any] = {"tokenizer": str(small_tokenizer), "out_dir": tmp_path / "out"}
     tokenize_data(**arguments, inputs=[str(rows(tmp_path))])
     short = rows(tmp_path, 20)
@@ -283,9 +390,43 @@ def test_parts_of_an_earlier_run_are_not_left_beside_new_ones(tmp_path: Path, sm
         tokenize_data(**arguments, inputs=[str(short)])
     for path in (tmp_path / "out").glob("train-*.bin"):
         path.unlink()
-    written = tokenize_data(**arguments, inputs=[str(short)])  # it is finished, and only moved now
+    monkeypatch.setattr(produce, "tokenized", lambda *_: pytest.fail("it is finished: it has only to be moved"))
+    written = tokenize_data(**arguments, inputs=[str(short)])
     assert [file.path.name for file in written] == ["train.bin", "eval.bin"]
     assert not (tmp_path / "out/.partial").exists()
+
+
+def test_finished_files_that_are_moved_only_in_part_are_not_made_again(
+    tmp_path: Path, monkeypatch, small, small_tokenizer: Path
+) -> None:
+    arguments: dict[str, Any] = {"tokenizer": str(small_tokenizer), "inputs": [str(rows(tmp_path))]}
+    tokenize_data(**arguments, out_dir=tmp_path / "whole")
+    out, real, moved = tmp_path / "out", os.replace, []
+
+    def replace(source: Path, target: Path) -> None:
+        if target.parent == out and target.suffix == ".bin":
+            moved.append(target)
+            if len(moved) == 3:
+                raise KeyboardInterrupt
+        real(source, target)
+
+    for lost in (False, True):
+        with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+            patch.setattr(os, "replace", replace)
+            tokenize_data(**arguments, out_dir=out)
+        with monkeypatch.context() as patch:
+            patch.setattr(produce, "tokenized", lambda *_: pytest.fail("it is finished"))
+            if lost:
+                moved[0].unlink()
+                with pytest.raises(StorageError, match=r"train-000\.bin: gone since it was made.*starts over"):
+                    tokenize_data(**arguments, out_dir=out)
+            else:
+                tokenize_data(**arguments, out_dir=out)
+        if lost:
+            tokenize_data(**arguments, out_dir=out)
+        assert content(out) == content(tmp_path / "whole")
+        shutil.rmtree(out)
+        moved.clear()
 
 
 def test_bad_rows_are_counted_over_an_interruption(tmp_path: Path, small, small_tokenizer: Path) -> None:

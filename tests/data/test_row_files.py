@@ -7,7 +7,8 @@ import gzip
 import io
 import json
 import random
-from collections.abc import Callable
+import tracemalloc
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -204,13 +205,53 @@ def test_rows_of_any_length_are_refused_before_they_fill_the_memory(tmp_path: Pa
     monkeypatch.setattr(row_files, "MAX_ROW_BYTES", 1000)
     monkeypatch.setattr(row_files, "BLOCK_BYTES", 100)
     long = json.dumps({"text": "x" * 5000})
-    for name, text in (("a.jsonl", f'{{"a": 1}}\n{long}'), ("a.json", f'[{{"a": 1}}, {long}]')):
+    for name, text in (
+        ("a.jsonl", f'{{"a": 1}}\n{long}'),
+        ("a.json", f'[{{"a": 1}}, {long}]'),
+        ("a.csv", f"a\n1\n{'x' * 5000}\n"),
+        ("a.tsv", 'a\tb\n1\t2\n"x\n' + "x\n" * 900),  # a quote that nobody closes
+        ("b.csv", "a,b\n1,2\n" + '"x\nx",' * 900),
+    ):
         (tmp_path / name).write_text(text)
         with pytest.raises(DataError, match=rf"{name}:2: the row is longer than 1000"):
             rows_of(tmp_path / name)
-    (tmp_path / "a.csv").write_text(f"a\n1\n{'x' * 5000}\n")
-    with pytest.raises(DataError, match=r"a\.csv:2: not CSV \(field larger than field limit"):
+    (tmp_path / "a.csv").write_text(f"{'x' * 5_000_000}\n")
+    tracemalloc.start()
+    with pytest.raises(
+        DataError, match=r"a\.csv: the row is longer than 1000 characters: split it, or check its quotes"
+    ):
         rows_of(tmp_path / "a.csv")
+    assert tracemalloc.get_traced_memory()[1] < 1_000_000
+    tracemalloc.stop()
+
+
+def test_csv_rows_of_the_longest_length_are_read(tmp_path: Path, monkeypatch) -> None:
+    monkeypatch.setattr(row_files, "MAX_ROW_BYTES", 20)
+    for end in ("\n", "\r\n", "\r"):
+        long = "x" * (20 - len(end))
+        (tmp_path / "a.csv").write_bytes(end.join(["a", long, long, '"1\n2\r3"', "last"]).encode())
+        rows = [row.value["a"] for row in rows_of(tmp_path / "a.csv") if isinstance(row, Record)]
+        assert rows == [long, long, "1\n2\r3", "last"]
+
+
+def test_long_rows_of_parquet_are_read_a_few_at_a_time(tmp_path: Path, monkeypatch) -> None:
+    monkeypatch.setattr(row_files, "PARQUET_BYTES", 100_000)
+    draw = random.Random(1)
+    texts = [draw.randbytes(10_000 if n >= 300 else 10).hex() for n in range(330)]
+    pq.write_table(pa.table({"text": texts}), tmp_path / "a.parquet", row_group_size=300, use_dictionary=False)
+    with pq.ParquetFile(tmp_path / "a.parquet") as file:
+        assert [row_files._rows_at_once(file.metadata.row_group(n)) for n in (0, 1)] == [row_files.PARQUET_ROWS, 4]
+    sizes = []
+    read = pq.ParquetFile.iter_batches
+
+    def iter_batches(*args: Any, **more: Any) -> Iterator[Any]:
+        for batch in read(*args, **more):
+            sizes.append(batch.num_rows)
+            yield batch
+
+    monkeypatch.setattr(pq.ParquetFile, "iter_batches", iter_batches)
+    assert [row.value["text"] for row in rows_of(tmp_path / "a.parquet") if isinstance(row, Record)] == texts
+    assert max(sizes[-5:]) <= 4 and sum(sizes) == 330
 
 
 def test_a_missing_file_is_a_data_error(tmp_path: Path) -> None:

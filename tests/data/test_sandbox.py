@@ -113,6 +113,10 @@ ENDLESS = {
     "slice": "{{ [1] | slice(10000000000) | list }}",
     "tojson": "{{ [[[1] * 100] * 100] | tojson(indent=10000) }}",
     "sum of lists": "{{ ([[1]] * 1000000) | sum(start=[]) }}",
+    "a quotient of numbers": "{{ ('f' * 2000000) | int(0, 16) // (('e' * 1000000) | int(0, 16)) > 3 }}",
+    "a remainder of numbers": "{{ ('f' * 2000000) | int(0, 16) % (('e' * 1000000) | int(0, 16)) > 3 }}",
+    "a sum of long numbers": "{{ ([('f' * 2000000) | int(0, 16)] * 100000) | sum > 3 }}",
+    "a long word in short lines": "{{ ('a' * 1000000) | wordwrap(1) | length }}",
     "wordwrap": f"{{{{ ('a ' * 1000000) | wordwrap(1, true, {B}) }}}}",
     "output": MANY.replace("BODY", "{{ 'a' * 1000 }}"),
     "the template's own text": MANY.replace("BODY", "a" * 10000),
@@ -139,6 +143,49 @@ def test_a_rendering_that_does_not_end_is_stopped(name, monkeypatch):
 def test_a_wide_field_is_refused(text):
     with pytest.raises(RenderError, match="a format has a width of five digits or one that is computed"):
         ChatTemplate(text, "wide").render(CHAT)
+
+
+@pytest.mark.parametrize("link", ["batch(1)", "select", "slice(1)"])
+def test_filters_of_filters_do_not_end_the_process(link):
+    chain = "{% set ns = namespace(g=[1]) %}{% for i in range(60000) %}{% set ns.g = ns.g | LINK %}{% endfor %}done"
+    chain = chain.replace("LINK", link) + "{% if ns.g | first %}{% endif %}"
+    assert ChatTemplate(chain, "chain").render(CHAT).text == "done"
+
+
+def test_what_filters_find_is_an_iterator_as_without_a_budget():
+    """True when it is empty, without a length, there once; and its error comes in its place."""
+    plain = ImmutableSandboxedEnvironment()
+    text = (
+        "{{ 'true' if [1] | select('none') else 'false' }}"
+        "{% set ones = [1, 1] | map('string') %}{{ ones | join('-') }}/{{ ones | join('-') }}"
+        "{{ [0, 1] | map('abs') | first }}{{ ['a', 1] | map('abs') | string | length > 9 if false }}"
+        "{{ [1, 'a'] | map('abs') | first }}{{ [3, 1] | reverse | list }}{{ range(4) | map('abs') | sum }}"
+    )
+    assert ChatTemplate(text, "drained").render(CHAT).text == plain.from_string(text).render()
+    with pytest.raises(RenderError, match="TypeError"):
+        ChatTemplate("{{ [1, 'a'] | map('abs') | list }}", "drained").render(CHAT)
+    with pytest.raises(RenderError, match=r"has no len\(\)"):
+        ChatTemplate("{{ [1] | map('abs') | length }}", "drained").render(CHAT)
+
+
+@pytest.mark.parametrize(
+    "text",
+    ["{{ range }}", "{{ [messages[0].items] }}", "{{ 'a' ~ strftime_now }}", "{{ range | upper }}", "{{ [range] | e }}",
+     "{{ '%s' % range }}", "{{ '{}'.format(dict) }}", "{{ [1] | map('abs') }}", "{{ cycler(1) }}",
+     "{{ {1: joiner()} }}", "{{ ['a'.upper] | join }}", "{{ 'a'.format | string }}", "{{ range | indent }}"],
+)  # fmt: skip
+def test_no_address_in_memory_is_written(text):
+    with pytest.raises(RenderError, match=r"it writes a \w+ as text: call it if it is a function"):
+        ChatTemplate(text, "address").render(CHAT)
+
+
+def test_nothing_is_drawn_and_no_order_is_left_open():
+    with pytest.raises(RenderError, match="random gives another text in each run"):
+        ChatTemplate("{{ [1] | random }}", "random").render(CHAT)
+    text = (
+        "{{ ({" + ", ".join(f"'{letter}': 1" for letter in "defghijabcklm") + "}.keys() - ['e']) | join }}{{ 7 - 4 }}"
+    )
+    assert ChatTemplate(text, "order").render(CHAT).text == "dfghijabcklm3"
 
 
 def test_an_output_has_a_limit():

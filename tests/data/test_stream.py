@@ -21,7 +21,7 @@ T = 5
 
 
 def stream_of(shards: Shards, opened: list[tuple[int, int, int]] | None = None) -> Stream:
-    def open_at(shard: int, row: int, overall: int) -> Iterator[StreamedDocument]:
+    def open_at(begun: int, shard: int, row: int, overall: int) -> Iterator[StreamedDocument]:
         if opened is not None:
             opened.append((shard, row, overall))
         for s in range(shard, len(shards)):

@@ -21,7 +21,12 @@ VARIANTS = {
     **{f"pattern{n}": byte_level(pattern) for n, pattern in enumerate(sorted(text._KNOWN_PATTERNS))},
 }
 NASTY = st.lists(
-    st.sampled_from([*"aZs 1\n\r\t'\",./-\u00e9\u0301\u00a0\u2003\u4e2d\x1c", " ", " ", "   ", "\n", "e", "<tool>"]),
+    st.sampled_from(
+        [
+            *"aZs 1\n\r\t'\",./-\u00e9\u0301\u00a0\u2003\u4e2d\x1c\uff0c\u3002\u304b\u3099\ud55c",
+            *(" ", " ", "   ", "\n", "e", "<tool>", "\r\n", "\n\n", "\u4e2d", "\u6587"),
+        ]
+    ),
     max_size=120,
 ).map("".join)
 
@@ -61,6 +66,10 @@ def test_long_text_is_cut_into_pieces_of_bounded_size(tmp_path: Path) -> None:
         "\u4e2d\u6587\n" * 80_000,
         '  "a",\n\t  {\n' * 50_000,
         " 10,\n  " * 90_000,
+        "\u4e2d\u6587\uff0c\u4e2d\u3002" * 40_000,
+        ("\u4e2d\u6587" * 30 + "\u3002\n\n") * 4_000,
+        "word\r\n" * 90_000,
+        "word\n\n" * 90_000,
     ):
         path.write_text(content)
         sizes = [len(piece.encode()) for piece in pieces(Document(path, 0, path.stat().st_size), cut=True)]
@@ -81,6 +90,7 @@ def test_long_text_is_cut_into_pieces_of_bounded_size(tmp_path: Path) -> None:
         lambda t: t.add_tokens([AddedToken("a b")]),
         lambda t: t.add_tokens([AddedToken("word")]),
         lambda t: t.add_tokens([AddedToken("<1,2>")]),
+        lambda t: t.add_tokens([AddedToken("<\u4e2d\u3002>")]),
         lambda t: setattr(t.model, "dropout", 0.1),
     ],
 )

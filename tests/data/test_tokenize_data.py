@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -69,6 +70,12 @@ def test_model_and_tokenizer_are_one_option_and_the_fraction_counts(
         (["--model", "{d}/broken", "--input", "{d}/a.txt"], 3, "tokenizer.json cannot be loaded"),
         (["--model", "{t}", "--input", "{d}/a.txt", "--out-dir", "{d}/a.txt/x"], 7, "cannot be written"),
         (["--model", "{t}", "--input", "{d}/a.txt", "--overlong", "drop"], 2, "give --seq-len too"),
+        (["--model", "{t}", "--input", "{d}/a.txt", "--show", "3"], 2, "--show is for data in rows, but"),
+        (
+            ["--model", "{t}", "--input", "{d}/a.txt", "--seq-len", "9", "--overlong", "split"],
+            2,
+            "--seq-len 9 with --overlong split: for data in rows, but",
+        ),
         (["--model", "{t}", "--input", "{d}/a.txt", "--map", "x"], 2, "--map x: give OURS=THEIRS"),
         (["--model", "{t}", "--input", "{d}/a.txt", "--map", "a=b", "--map", "a=c"], 2, "a is given twice"),
         (["--model", "{t}", "--input", "{d}/a.txt", "--data-format", "messages"], 2, "for data in rows, but"),
@@ -107,6 +114,19 @@ def test_rows_are_shown_and_bad_ones_left_out(run: Run, tmp_path: Path, small_to
     )
     assert f"0?[[10\u0120ships{EOS}]]" in output  # no terminal, so no colors; and no decoder
     assert "question = frage" in output and "27 documents" not in output and "in 26 documents" in output
+
+
+def test_as_many_rows_are_shown_as_asked(run: Run, tmp_path: Path, small_tokenizer: Path) -> None:
+    path = tmp_path / "a.jsonl"
+    rows = ["{" if n == 7 else json.dumps({"text": f"row {n}"}) for n in range(100)]
+    path.write_text("\n".join(rows))
+    arguments = ("--input", path, "--model", small_tokenizer, "--skip-bad-rows", 1)
+    code, output = run(*arguments, "--out-dir", tmp_path / "some", "--show", 70)
+    shown = re.findall(r"a\.jsonl:(\d+): \d+ tokens", output)
+    # Each tenth row is for evaluation, and row 8 is broken.
+    assert code == 0 and shown == [str(n) for n in range(1, 101) if n % 10 and n != 8][:70]
+    code, output = run(*arguments, "--out-dir", tmp_path / "all", "--show", 1000)
+    assert code == 0 and len(re.findall(r"a\.jsonl:(\d+): \d+ tokens", output)) == 89
 
 
 def test_help_is_quick_because_nothing_heavy_is_imported(run: Run) -> None:
