@@ -13,7 +13,7 @@ from llmq.errors import UsageError
 from llmq.interrupt import terminable
 
 
-@click.command("tokenize-data", context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 100})
+@click.command("tokenize-data", context_settings=shell.SETTINGS)
 @click.option(
     "--dataset",
     metavar="NAME",
@@ -24,6 +24,7 @@ from llmq.interrupt import terminable
     "--input",
     "inputs",
     multiple=True,
+    type=shell.Home(),
     metavar="PATH",
     help="A file, folder or glob; repeatable. Rows in .jsonl, .json, .csv, .tsv (also .gz, .zst) and .parquet; "
     "any other file is text in UTF-8.",
@@ -33,6 +34,7 @@ from llmq.interrupt import terminable
     "--tokenizer",
     "tokenizer",
     required=True,
+    type=shell.Home(),
     metavar="NAME-OR-FOLDER",
     help="Whose tokenizer: qwen (Qwen2.5), llama (Llama 2), any hub name, or a folder with a tokenizer.json.",
 )
@@ -52,7 +54,12 @@ from llmq.interrupt import terminable
 @click.option(
     "--map", "mapping", multiple=True, metavar="OURS=THEIRS", help="What a column is called in the data; repeatable."
 )
-@click.option("--chat-template", metavar="FILE-OR-TEXT", help="Chat template in Jinja.  [default: the tokenizer's own]")
+@click.option(
+    "--chat-template",
+    type=shell.FileOrText(),
+    metavar="FILE-OR-TEXT",
+    help="Chat template in Jinja.  [default: the tokenizer's own]",
+)
 @click.option(
     "--train-on",
     metavar="WHAT",
@@ -72,7 +79,7 @@ from llmq.interrupt import terminable
     help="Leave out up to N rows that are broken.",
 )
 @click.option("--show", type=click.IntRange(min=0), default=0, metavar="N", help="Print N samples, colored by mask.")
-@click.option("--out-dir", metavar="FOLDER", help="Where to write.  [default: data/DATA-TOKENIZER]")
+@click.option("--out-dir", type=shell.Home(), metavar="FOLDER", help="Where to write.  [default: data/DATA-TOKENIZER]")
 def command(
     inputs: tuple[str, ...],
     mapping: tuple[str, ...],
