@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import sys
 from collections.abc import Sequence
 from typing import Any
@@ -9,7 +10,7 @@ from typing import Any
 import click
 
 from llmq.cli import shell
-from llmq.errors import UsageError
+from llmq.errors import StorageError, UsageError
 from llmq.interrupt import terminable
 
 
@@ -112,6 +113,10 @@ def command(
     Environment: LLMQ_TINY_SHAKESPEARE is a file or URL to take instead of the download, LLMQ_CACHE_DIR the folder
     for what is kept (~/.cache/llmq), HF_HUB_OFFLINE=1 forbids the network, TOKENIZERS_PARALLELISM=false is one thread.
     """
+    if given["dataset"] and os.path.isfile(given["dataset"]):
+        raise UsageError(f"--dataset {given['dataset']} is a file: give it as --input")
+    if given["out_dir"] and os.path.isfile(given["out_dir"]):
+        raise StorageError(f"--out-dir {given['out_dir']} is a file: name a folder")
     if overlong is not None and seq_len is None:
         raise UsageError(f"--overlong {overlong} is for rows of more than --seq-len tokens: give --seq-len too")
     # Imported here, so that --help does not wait for them.
