@@ -13,7 +13,7 @@ import click
 from llmq.errors import INTERRUPTED, LlmqError, MemoryLimitError, StorageError, UsageError
 
 BROKEN_PIPE = 1  # the reader of our output went away (`llmq-train --help | head -1`): nobody to tell
-FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO)  # what writing says to `--help >file` on a full disk
+FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)  # what writing to a full disk says
 SETTINGS = {
     "help_option_names": ["-h", "--help"],
     "max_content_width": 100,
@@ -34,6 +34,9 @@ def run(command: click.Command, arguments: Sequence[str] | None = None) -> int:
     if sys.platform == "win32":
         _say("native Windows is not supported: install WSL2 (`wsl --install`) and run llmq inside it")
         return UsageError.exit_code
+    for name in ("stdout", "stderr"):
+        if getattr(sys, name) is None:  # closed (`>&-`): its number must not become that of a file that we open
+            setattr(sys, name, open(os.devnull, "w"))  # noqa: SIM115
     for stream in (sys.stdout, sys.stderr):
         if hasattr(stream, "reconfigure"):  # paths that the terminal's encoding cannot say are escaped, not fatal
             stream.reconfigure(errors="backslashreplace")

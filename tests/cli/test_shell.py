@@ -86,6 +86,13 @@ def test_output_that_cannot_be_written_is_one_message():
         assert re.fullmatch(rb"error: cannot write: No space left on device: .*\n", done.stderr)
 
 
+def test_closed_streams_are_no_error():
+    for arguments, code in (("--help >&-", 0), ("--help >&- 2>&-", 0), ("--hlep 2>&-", 2)):
+        line = f"exec {sys.executable} -m llmq {arguments}"
+        done = subprocess.run(["bash", "-c", line], capture_output=True, cwd=ROOT, timeout=60, check=False)
+        assert (done.returncode, done.stderr) == (code, b"")
+
+
 def test_a_dry_run_that_cannot_be_read_has_failed():
     done = to_a_full_disk("-m", "llmq", "--model=m", "--train-file=t.bin", "--device=cpu", "--dry-run")
     assert done.returncode == 7 and done.stderr.startswith(b"error: cannot write: ")
