@@ -17,7 +17,7 @@ def json_schema() -> dict[str, Any]:
             schema = {k: v for k, v in fields[d.field].items() if k not in ("aliases", "shown", "metavar", "kind")}
             schema["title"] = flag(d.key)
             if d.kind == "repeatable":  # a single one needs no list
-                single = [{"type": "number"}] if d.metavar == "WEIGHT" else []
+                single = [kind["items"] for kind in schema["anyOf"] if "items" in kind]
                 schema = {"title": schema.pop("title"), "anyOf": [{"type": "string"}, *single, schema]}
             elif d.kind == "optional_value":
                 schema["anyOf"] = [{"type": "boolean"}, *schema["anyOf"]]
