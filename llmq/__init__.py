@@ -13,3 +13,7 @@ def __getattr__(name: str) -> object:
 
         return train
     raise AttributeError(f"module 'llmq' has no attribute {name!r}")
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})

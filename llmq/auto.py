@@ -26,8 +26,8 @@ class Timing:
 
     wide_ms: float  # no site in fp8
     site_ms: Mapping[str, float]  # by site: that one alone in fp8
-    chosen_ms: float  # the chosen ones in fp8
-    chosen: tuple[str, ...]
+    together_ms: float  # all that were faster alone in fp8; `wide_ms` if none was
+    chosen: tuple[str, ...]  # those, if they were faster together
 
     def rows(self, dtype: str) -> dict[str, str]:
         """A line for each site, for the log."""
@@ -35,10 +35,13 @@ class Timing:
             site: f"{dtype} {self.wide_ms:.3f} ms, e4m3 {ms:.3f} ms a layer: {'e4m3' if site in self.chosen else dtype}"
             for site, ms in self.site_ms.items()
         }
-        return {
-            **lines,
-            "together": f"{self.chosen_ms:.3f} ms a layer, {self.wide_ms / self.chosen_ms:.2f} times as fast",
-        }
+        if self.chosen:
+            together = f"{self.together_ms:.3f} ms a layer, {self.wide_ms / self.together_ms:.2f} times as fast"
+        elif any(ms < self.wide_ms for ms in self.site_ms.values()):
+            together = f"{self.together_ms:.3f} ms a layer, no faster than {dtype}: every site stays {dtype}"
+        else:
+            together = f"no site was faster in e4m3: every site stays {dtype}"
+        return {**lines, "together": together}
 
 
 def choose(
@@ -72,11 +75,10 @@ def choose(
 
     wide_ms = layer_ms(())
     site_ms = {site: layer_ms((site,)) for site in open_sites}
-    chosen = tuple(site for site, ms in site_ms.items() if ms < wide_ms)
-    chosen_ms = layer_ms(chosen) if chosen else wide_ms
-    if chosen_ms >= wide_ms:
-        chosen, chosen_ms = (), wide_ms
-    timing = Timing(wide_ms, site_ms, chosen_ms, chosen)
+    faster = tuple(site for site, ms in site_ms.items() if ms < wide_ms)
+    together_ms = layer_ms(faster) if faster else wide_ms
+    chosen = faster if together_ms < wide_ms else ()
+    timing = Timing(wide_ms, site_ms, together_ms, chosen)
     if not chosen:
         return precision.without_fp8(), timing
     return precision.without(name for name in names if not name.endswith(chosen)), timing

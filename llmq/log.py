@@ -258,8 +258,10 @@ class RunLog:
             self.notice(f"The log of an earlier run at {self.path} is kept as {kept}")
 
     def check(self) -> None:
-        """StorageError if there is something else than a log at the path."""
-        if self.path.is_dir():
+        """StorageError if there is something else than a log at the path, or nothing can be, as it is too long."""
+        with self._storage():
+            is_folder = self.path.is_dir()
+        if is_folder:
             raise StorageError(f"--log-file {self.path} is a folder: name a file, such as {self.path / 'log.jsonl'}")
         if self.path.is_file() and self.path.stat().st_size > 0:
             with self._storage(), open(self.path, "rb") as file:
@@ -312,7 +314,8 @@ class RunLog:
     def say(self, text: str) -> None:
         """One console line, flushed; what the console's encoding lacks is escaped.
 
-        A run outlives its console: once a line cannot be written (a pipe without a reader, a full disk), none is.
+        A run outlives its console: once a line cannot be written (a pipe without a reader, a full disk), none is. Of a
+        dry run the lines are all that there is: OSError.
         """
         if self._console_lost:
             return
@@ -321,6 +324,8 @@ class RunLog:
         try:
             print(text.encode(encoding, "backslashreplace").decode(encoding), file=console, flush=True)
         except OSError as error:
+            if (self._sections["options"] or {}).get("dry_run"):
+                raise
             self._console_lost = True
             self.record("notice", step=self._step, text=f"the console cannot be written to any more: {error}")
 

@@ -16,7 +16,7 @@ from itertools import combinations
 from typing import Any
 
 from llmq.errors import UsageError
-from llmq.section import Description, Section, build, describe, flag, named, read_flat_yaml
+from llmq.section import Description, Section, build, describe, flag, named, plain, read_flat_yaml
 from llmq.sections import (
     CheckpointOptions,
     DataOptions,
@@ -46,6 +46,17 @@ SECTIONS: dict[str, type[Section]] = {
     "system": SystemOptions,
     "run": RunOptions,
 }
+UNSETS = {  # an option of the command line, and its alternatives, which it takes back where a file has them
+    "steps": ("epochs",),
+    "epochs": ("steps",),
+    "train_file": ("data",),
+    "data": ("train_file", "eval_file"),
+    "global_batch_size": ("grad_accumulation",),
+    "grad_accumulation": ("global_batch_size",),
+    "bf16_layers": ("fp8_layers",),
+    "fp8_layers": ("bf16_layers",),
+}
+LONGEST_NAME = 200  # bytes of a file's name: file systems take 255, and files in the making have longer names
 PATHS_WITH_NAME = (("log", "log_file"), ("checkpoint", "checkpoint_dir"), ("export", "out_dir"))
 
 
@@ -56,7 +67,7 @@ def descriptions() -> dict[str, Description]:
 
 
 @cache
-def _spellings() -> dict[str, Description]:
+def spellings() -> dict[str, Description]:
     """Every option by every name that it may be given with."""
     return {name: d for d in descriptions().values() for name in (d.key, *d.aliases)}
 
@@ -103,19 +114,26 @@ class Options:
     def parse(cls, given: Mapping[str, Any], problems: Sequence[str] = ()) -> Options:
         """Options from flat keys in any spelling; values may be text. A `config` key names a file that is read first.
 
-        None is the same as not given, where the default is None. UsageError lists everything that is wrong at once,
-        after the caller's own `problems`.
+        What is given overrides the file, and takes back alternatives that the file has. None is the same as not given,
+        where the default is None. UsageError lists everything that is wrong at once, after the caller's own `problems`.
         """
         errors = list(problems)
         given = dict(given)
         config = given.pop("config", None)
-        values = named(read_flat_yaml(os.fspath(config)), _spellings(), errors) if config is not None else {}
-        values |= named(given, _spellings(), errors)
+        values = named(given, spellings(), errors, {})
+        places: dict[str, str] = {}
+        if config is not None:
+            in_file, of_names = read_flat_yaml(os.path.expanduser(config))
+            taken_back = {*values, *(other for key in values for other in UNSETS.get(key, ()))}
+            file_values = named(in_file, spellings(), errors, of_names)
+            values |= {key: value for key, value in file_values.items() if key not in taken_back}
+            keys = {name: spellings()[plain(name)].key for name in of_names if plain(name) in spellings()}
+            places = {key: of_names[name] for name, key in keys.items() if key not in taken_back}
         sections: dict[str, Any] = {}
         for name, section_class in SECTIONS.items():
             mine = {d.field: d for d in descriptions().values() if d.section == name}
             fields = {field: values[d.key] for field, d in mine.items() if d.key in values}
-            sections[name] = build(section_class, fields, mine, errors)
+            sections[name] = build(section_class, fields, mine, errors, places)
         errors.extend(_across(sections))
         if errors:
             raise UsageError(errors[0] if len(errors) == 1 else "\n  ".join(["options that need a change:", *errors]))
@@ -125,8 +143,14 @@ class Options:
         for section, field in PATHS_WITH_NAME:
             path = templates[field].replace("%n", name)
             sections[section] = sections[section].model_copy(update={field: path})
-        places = [(flag(field), getattr(sections[section], field)) for section, field in PATHS_WITH_NAME]
-        for (one, path), (other, same) in combinations(places, 2):
+        outputs = [(flag(field), getattr(sections[section], field)) for section, field in PATHS_WITH_NAME]
+        for option, path in outputs:
+            if (longest := max(len(os.fsencode(part)) for part in path.split(os.sep))) > LONGEST_NAME:
+                raise UsageError(
+                    f"{option} {path}: a name in it has {longest} bytes, the most are {LONGEST_NAME}: use a "
+                    "shorter one (%n is the --name)"
+                )
+        for (one, path), (other, same) in combinations(outputs, 2):
             if os.path.abspath(path) == os.path.abspath(same):
                 raise UsageError(f"{one} and {other} are both {path}: name two places")
         return cls(**sections, templates=templates)

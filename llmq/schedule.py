@@ -23,6 +23,7 @@ from fractions import Fraction
 from typing import TYPE_CHECKING
 
 from llmq.errors import UsageError
+from llmq.sections import LARGEST_STEP
 
 if TYPE_CHECKING:
     from llmq.sections import ScheduleOptions
@@ -60,7 +61,7 @@ class Schedule:
 def num_steps(options: ScheduleOptions, num_windows: int | None, windows_per_step: int) -> int:
     """Updates of the run: --steps, or as many as cover --epochs passes over the windows of the training data.
 
-    `num_windows` None: nobody knows. UsageError if --epochs asks for them then.
+    `num_windows` None: nobody knows. UsageError if --epochs asks for them then, or for more steps than can be counted.
     """
     if options.steps is not None:
         return options.steps
@@ -69,7 +70,13 @@ def num_steps(options: ScheduleOptions, num_windows: int | None, windows_per_ste
         raise UsageError(f"--epochs {options.epochs:g} of a stream, whose length is not known: set --steps instead")
     # As written, not as the nearest binary fraction: 0.1 epochs of 1000 windows are 100 windows.
     windows = Fraction(repr(options.epochs)) * num_windows
-    return max(math.ceil(windows / windows_per_step), 1)
+    steps = max(math.ceil(windows / windows_per_step), 1)
+    if steps > LARGEST_STEP:
+        raise UsageError(
+            f"--epochs {options.epochs:g} of {num_windows} sequences are {steps} steps, and the most are "
+            f"{LARGEST_STEP}: use fewer"
+        )
+    return steps
 
 
 def make_schedule(options: ScheduleOptions, num_windows: int | None, windows_per_step: int) -> Schedule:

@@ -16,8 +16,11 @@ def json_schema() -> dict[str, Any]:
         for d in (descriptions()[field.rstrip("_")] for field in fields):
             schema = {k: v for k, v in fields[d.field].items() if k not in ("aliases", "shown", "metavar", "kind")}
             schema["title"] = flag(d.key)
-            if d.kind == "repeatable":
-                schema = {"title": schema.pop("title"), "anyOf": [{"type": "string"}, schema]}
+            if d.kind == "repeatable":  # a single one needs no list
+                single = [kind["items"] for kind in schema["anyOf"] if "items" in kind]
+                schema = {"title": schema.pop("title"), "anyOf": [{"type": "string"}, *single, schema]}
+            elif d.kind == "optional_value":
+                schema["anyOf"] = [{"type": "boolean"}, *schema["anyOf"]]
             for name in (d.key, *d.aliases):
                 properties[name] = properties[name.replace("_", "-")] = schema
     return {

@@ -109,7 +109,11 @@ def _describe(section: str, cls: type[Section], field: str) -> Description:
         annotation = get_args(annotation)[0]
     choices = get_args(annotation) if get_origin(annotation) is Literal else ()
     default = None if info.is_required() or info.default_factory else info.default
-    shown = "" if default is None or default is False else f"{default:g}" if isinstance(default, float) else default
+    shown = default if default is not None else ""
+    if isinstance(shown, bool):
+        shown = "on" if shown else ""
+    elif isinstance(shown, float):
+        shown = f"{shown:g}"
     kinds = {bool: "flag", tuple: "repeatable"}
     return Description(
         key=field.rstrip("_"),
@@ -125,57 +129,81 @@ def _describe(section: str, cls: type[Section], field: str) -> Description:
     )
 
 
-def named(given: Mapping[str, Any], spellings: Mapping[str, Description], errors: list[str]) -> dict[str, Any]:
+def plain(name: object) -> str:
+    """`learning_rate` for any spelling of it."""
+    return flag(str(name))[2:].replace("-", "_")
+
+
+def named(
+    given: Mapping[str, Any], spellings: Mapping[str, Description], errors: list[str], places: Mapping[str, str]
+) -> dict[str, Any]:
     """Values by key; unknown names, and two names of one option, are added to `errors`.
 
-    `spellings` has every option by every name; None is the same as not given, where the default is None.
+    `spellings` has every option by every name, `places` where a name was given (`run.yaml:3: `), where that is known.
+    None is the same as not given, where the default is None.
     """
     found: dict[str, Any] = {}
     names: dict[str, str] = {}  # by key, as given
     for name, value in given.items():
-        plain = flag(str(name))[2:].replace("-", "_")
-        option = spellings.get(plain)
-        if option is None:
-            close = get_close_matches(plain, [*spellings, "config"], n=1)
-            fix = f"did you mean {flag(close[0])}?" if close else "llmq-train --help lists all options"
-            errors.append(f"unknown option {flag(plain)}: {fix}")
+        option, place, spelled = spellings.get(plain(name)), places.get(name, ""), flag(str(name))
+        if plain(name) == "config":
+            errors.append(f"{place}config is for the command line: a file cannot name another one")
+        elif option is None:
+            errors.append(place + unknown_option(spelled, spellings))
         elif option.key in names:
-            errors.append(f"{names[option.key]} and {flag(plain)} are the same option: give one of them")
+            errors.append(f"{place}{names[option.key]} and {spelled} are the same option: give one of them")
         else:
-            names[option.key] = flag(plain)
+            names[option.key] = spelled
             if value is not None or option.default is not None:
                 found[option.key] = value
     return found
 
 
+def unknown_option(name: str, spellings: Mapping[str, Description]) -> str:
+    """The message for a name that is none, with the options that begin with it, else those that look like it."""
+    wanted, keys = plain(name), {**{name: d.key for name, d in spellings.items()}, "config": "config"}
+    near = [known for known in keys if len(wanted) > 2 and known.startswith(wanted)]
+    near = near or get_close_matches(wanted, keys, n=2, cutoff=ALIKE)
+    meant = " or ".join(dict.fromkeys(flag(keys[known]) for known in near))
+    return f"unknown option {name}: " + (f"did you mean {meant}?" if meant else "llmq-train --help lists all options")
+
+
 def build(
-    cls: type[Section], fields: Mapping[str, Any], options: Mapping[str, Description], errors: list[str]
+    cls: type[Section],
+    fields: Mapping[str, Any],
+    options: Mapping[str, Description],
+    errors: list[str],
+    places: Mapping[str, str],
 ) -> Section | None:
     """The section made of the given fields; None, with `errors` extended, if a value is bad.
 
-    Contradictions between good values are added to `errors` too. `options` are the descriptions by field.
+    Contradictions between good values are added to `errors` too. `options` are the descriptions by field, `places` as
+    above, by key.
     """
     try:
         section = cls(**fields)
     except ValidationError as found:
-        messages = {
-            str(error["loc"][0]): _message(options[str(error["loc"][0])], error)
+        wrong = {
+            str(error["loc"][0]): error
             for error in found.errors(include_url=False)
             if error["type"] != "default_factory_not_called"  # follows from another error
         }
-        errors.extend(messages.values())
+        errors.extend(
+            places.get(options[field].key, "") + _message(options[field], error) for field, error in wrong.items()
+        )
         return None
     errors.extend(section.contradictions())
     return section
 
 
+ALIKE = 0.75  # of two names, as difflib counts: --bacth-size is 0.9 of --batch-size
 LIMITS = {
-    "greater_than_equal": "is below the least value: use {ge:g} or more",
-    "greater_than": "is too small: use more than {gt:g}",
-    "less_than_equal": "is above the largest value: use {le:g} or less",
-    "less_than": "is too large: use less than {lt:g}",
-    "string_too_short": "is empty: give a path, or leave the option out",
-    "too_short": "is empty: give a path, or leave the option out",
+    "greater_than_equal": "is below the least value: use {ge} or more",
+    "greater_than": "is too small: use more than {gt}",
+    "less_than_equal": "is above the largest value: use {le} or less",
+    "less_than": "is too large: use less than {lt}",
+    "string_too_short": "is empty: give a path",
+    "too_short": "is empty: give {what}",
     "finite_number": "is not a finite number",
 }
 WORDS = {"int": "a whole number", "float": "a number", "bool": "true or false", "string": "text", "tuple": "a list"}
@@ -188,7 +216,10 @@ def _message(d: Description, error: Any) -> str:
         return f"{flag(d.key)} is needed: {d.help}"
     start = f"{flag(d.key)} {value if isinstance(value, (str, int, float)) and value != '' else repr(value)}"
     if kind in LIMITS:
-        return f"{start} {LIMITS[kind].format(**context)}"
+        exact = {k: int(v) if isinstance(v, float) and v.is_integer() else v for k, v in context.items()}
+        exact["what"] = "a path" if value == "" else "one value or more"
+        or_not = ", or leave the option out" if kind.endswith("too_short") and d.shown != "needed" else ""
+        return f"{start} {LIMITS[kind].format(**exact)}{or_not}"
     if kind == "literal_error":
         close = get_close_matches(str(value).lower(), d.choices, n=1)
         return f"{start} is not one of {', '.join(d.choices)}" + (f": did you mean {close[0]}?" if close else "")
@@ -196,19 +227,20 @@ def _message(d: Description, error: Any) -> str:
     return f"{start} is not {word}: {d.help}" if word else f"{start}: {context.get('error') or error['msg']}"
 
 
-def read_flat_yaml(path: str) -> dict[str, Any]:
-    """Options as written in a YAML file of flat keys. UsageError if it is absent or not such a file.
+def read_flat_yaml(path: str) -> tuple[dict[str, Any], dict[str, str]]:
+    """Options as written in a YAML file of flat keys, and the place of each key (`run.yaml:3: `).
 
-    Scalars stay text, as on the command line, so that both are read by the same rules (YAML alone would take 1e-5 for
-    text and 0123 for 83).
+    UsageError if it is absent or not such a file. Scalars stay text, as on the command line, so that both are read by
+    the same rules (YAML alone would take 1e-5 for text and 0123 for 83).
     """
     import yaml
 
-    def value(node: yaml.Node) -> Any:
-        if isinstance(node, yaml.SequenceNode):
-            return [value(item) for item in node.value]
-        if isinstance(node, yaml.MappingNode):
-            raise UsageError(f"{path}:{node.start_mark.line + 1}: keys are flat, without sections below a key")
+    def place(node: yaml.Node) -> str:
+        return f"{path}:{node.start_mark.line + 1}: "
+
+    def scalar(node: yaml.Node) -> Any:
+        if not isinstance(node, yaml.ScalarNode):
+            raise UsageError(f"{place(node)}keys are flat: a key has one value, or a list of single values")
         return None if node.tag == "tag:yaml.org,2002:null" else node.value
 
     try:
@@ -216,15 +248,18 @@ def read_flat_yaml(path: str) -> dict[str, Any]:
             root = yaml.compose(file, Loader=yaml.SafeLoader)
     except OSError as error:
         raise UsageError(f"--config {path} cannot be read: {error.strerror}") from error
-    except (yaml.YAMLError, UnicodeDecodeError) as error:
+    except (yaml.YAMLError, UnicodeDecodeError, RecursionError) as error:
         raise UsageError(f"--config {path} is not YAML: {' '.join(str(error).split())}") from error
     if root is None:
-        return {}
+        return {}, {}
     if not isinstance(root, yaml.MappingNode):
         raise UsageError(f"--config {path} must hold lines of the form `learning_rate: 1e-5`")
     found: dict[str, Any] = {}
+    places: dict[str, str] = {}
     for key, node in root.value:
-        if key.value in found:
-            raise UsageError(f"{path}:{key.start_mark.line + 1}: {key.value} is given a second time")
-        found[key.value] = value(node)
-    return found
+        name = str(scalar(key))
+        if name in found:
+            raise UsageError(f"{place(key)}{name} is given a second time")
+        places[name] = place(key)
+        found[name] = [scalar(item) for item in node.value] if isinstance(node, yaml.SequenceNode) else scalar(node)
+    return found, places

@@ -7,6 +7,7 @@ another option (`master_dtype` on `model_dtype`) is resolved here, so readers se
 
 # No `from __future__ import annotations`: pydantic would compile every annotation from text, a tenth of --help's time.
 
+import os
 import re
 from collections.abc import Iterator, Sequence
 from typing import Annotated, Any, Literal
@@ -31,6 +32,12 @@ def _which_checkpoint(value: Any) -> Any:
     return value
 
 
+def _file_at_home(value: Any) -> Any:
+    path = os.path.expanduser(value) if isinstance(value, str) else value
+    return path if isinstance(path, str) and os.path.isfile(path) else value
+
+
+Template = Annotated[Text, BeforeValidator(_file_at_home)]
 Checkpoint = Annotated[int | Path | None, BeforeValidator(_which_checkpoint)]
 
 
@@ -138,7 +145,7 @@ class SourceOptions(Section):
         metavar="FORMAT",
     )
     map_: Texts | None = option(None, "What a column is called in the data; repeatable.", metavar="OURS=THEIRS")
-    chat_template: Text | None = option(
+    chat_template: Template | None = option(
         None, "Chat template in Jinja: a file, or its text.", shown="the tokenizer's own", metavar="FILE-OR-TEXT"
     )
     train_on: Text | None = option(
@@ -278,6 +285,7 @@ class ScheduleOptions(Section):
         "num_train_epochs",
         shown="1 without --steps",
         gt=0,
+        le=LARGEST_STEP,
     )
     learning_rate: Float = option(1e-5, "Peak learning rate.", "lr", ge=0)
     lr_schedule: Literal["cosine", "linear", "constant", "wsd"] = option(

@@ -177,6 +177,21 @@ def test_the_quickstart_asks_for_the_libraries_for_the_gpu_unless_told(checkout,
     assert started == ["-m", "llmq.quickstart", *arguments]
 
 
+@pytest.mark.parametrize(
+    ("arguments", "code", "says"),
+    [
+        (["--help"], 0, "usage: bash tools/quickstart.sh"),
+        (["--cpu", "-h"], 0, "--show-resume"),
+        (["--cpu", "--hlep"], 2, "error: --hlep is no option: there are --cpu, --show-resume and --version"),
+    ],
+)
+def test_the_quickstart_reads_its_options_before_it_installs(checkout, arguments, code, says):
+    script = str(checkout / "tools" / "quickstart.sh")
+    done = subprocess.run(["bash", script, *arguments], check=False, capture_output=True, text=True)
+    assert done.returncode == code and says in done.stdout + done.stderr
+    assert not (checkout.parent / "called").exists(), "nothing was installed or started"
+
+
 def test_an_environment_for_the_gpu_serves_without_it(tmp_path, calls, monkeypatch):
     """So that --cpu after a run on the GPU needs no network; the other way round the libraries are installed."""
     monkeypatch.setattr(environment.shutil, "disk_usage", lambda path: SimpleNamespace(free=10**11))

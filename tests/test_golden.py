@@ -255,26 +255,28 @@ def test_step_without_trained_tokens(precision):
 
 
 def test_z_loss():
-    """It adds z times the mean square of log-sum-exp to the loss, and the gradient is that of the whole."""
+    """It adds z times the mean square of log-sum-exp to the training loss, and the gradient is that of the whole."""
     config, z = families.FAMILIES["qwen3"], 0.02
     weights, (tokens, targets) = families.weights(config), families.batch(families.VOCAB, 1)
 
     def run_with(z_loss, moved):
         return engine_of(config, moved, FP64, *tokens.shape, Hyperparameters(z_loss=z_loss))
 
+    def mean_loss(engine):
+        engine.micro_step(tokens, targets, first=True)
+        return engine.update(1, 0.0).loss
+
     plain, run = run_with(0.0, weights), run_with(z, weights)
-    extra = 0.0
+    extra, count = 0.0, np.count_nonzero(targets != -100)
     for row, place in zip(*np.nonzero(targets != -100), strict=True):
         logits = plain.next_logits(tokens[row, : place + 1])
         extra += z * np.log(np.sum(np.exp(logits))) ** 2
-    assert run.evaluate(tokens, targets)[0] - plain.evaluate(tokens, targets)[0] == pytest.approx(extra, rel=1e-10)
+    assert mean_loss(run) - mean_loss(plain) == pytest.approx(extra / count, rel=1e-10)
+    assert run.evaluate(tokens, targets) == plain.evaluate(tokens, targets)  # held-out loss is that of the data alone
 
     draw, step = np.random.default_rng(3), 1e-5
     way = {name: draw.standard_normal(array.shape) for name, array in weights.items()}
-    ends = [
-        run_with(z, {name: weights[name] + sign * step * way[name] for name in weights}).evaluate(tokens, targets)
-        for sign in (1, -1)
-    ]
-    slope = (ends[0][0] - ends[1][0]) / (2 * step * ends[0][1])
+    ends = [mean_loss(run_with(z, {n: weights[n] + sign * step * way[n] for n in weights})) for sign in (1, -1)]
+    slope = (ends[0] - ends[1]) / (2 * step)
     gradient = gradients(run, tokens, targets)
     assert sum(np.sum(gradient[name] * way[name]) for name in way) == pytest.approx(slope, rel=1e-6)

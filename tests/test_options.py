@@ -315,7 +315,11 @@ def test_the_command_line_overrides_the_file(tmp_path):
         ("model: a\nlr: 1\nlearning-rate: 2\n", r"(?s)--lr and --learning-rate are the same option"),
         ("optimizer:\n  beta_1: 0.5\n", r"run.yaml:2: keys are flat"),
         ("modle: a\n", r"(?s)unknown option --modle: did you mean --model\?"),
-        ("config: other.yaml\n", r"(?s)unknown option --config"),
+        ("model: a\nbatch_size: 0\nmodle: a\n", r"(?s)run.yaml:3: unknown option.*run.yaml:2: --batch-size 0 is below"),
+        ("model: a\nconfig: other.yaml\n", r"run.yaml:2: config is for the command line"),
+        ("steps: &a [*a]\n", r"run.yaml:1: keys are flat"),
+        ("model: a\n? [a]\n: 3\n", r"run.yaml:2: keys are flat"),
+        ("a: " + "[" * 5000, r"is not YAML"),
         ("- a\n", r"must hold lines of the form"),
         ("a: [\n", r"is not YAML"),
         ("a: \xff\n", r"is not YAML"),
@@ -326,6 +330,83 @@ def test_bad_files_are_usage_errors(text, words, tmp_path):
     file.write_bytes(text.encode("latin-1"))
     with pytest.raises(UsageError, match=words):
         Options.parse({"config": file})
+
+
+@pytest.mark.parametrize(
+    ("in_file", "given", "expected"),
+    [
+        ("steps: 3", {"epochs": "2"}, {"steps": None, "epochs": 2.0}),
+        ("epochs: 3", {"max_steps": "2"}, {"steps": 2, "epochs": None}),
+        ("train_file: a", {"data": "b"}, {"train_file": None, "data": ["b"]}),
+        ("data: a", {"train_file": "b"}, {"train_file": ["b"], "data": None}),
+        ("global_batch_size: 32", {"grad_accumulation": "3"}, {"global_batch_size": None, "grad_accumulation": 3}),
+        ("grad_accumulation: 3", {"global_batch_size": "32"}, {"global_batch_size": 32, "grad_accumulation": 8}),
+        ("matmul_dtype: e4m3\nfp8_layers: mlp", {"bf16_layers": "1,1"}, {"fp8_layers": None, "bf16_layers": "1,1"}),
+    ],
+)
+def test_what_is_given_takes_back_the_alternatives_in_the_file(in_file, given, expected, tmp_path):
+    file = tmp_path / "run.yaml"
+    needed = "" if "train_file" in {**given, in_file.partition(":")[0]: 0} else "train_file: t\n"
+    file.write_text(f"model: m\n{needed if 'data' not in in_file else ''}{in_file}\n")
+    flat = Options.parse({"config": file, **given}).to_flat()
+    assert {key: flat[key] for key in expected} == expected
+
+
+def test_alternatives_within_a_file_or_a_command_line_stay_a_contradiction(tmp_path):
+    file = tmp_path / "run.yaml"
+    file.write_text("model: m\ntrain_file: t\nsteps: 3\nepochs: 2\n")
+    for given in ({"config": file}, {"model": "m", "train_file": "t", "steps": 3, "epochs": 2}):
+        with pytest.raises(UsageError, match="--steps 3 and --epochs 2 both say"):
+            Options.parse(given)
+
+
+def test_a_value_that_overrides_the_file_is_not_blamed_on_it(tmp_path):
+    file = tmp_path / "run.yaml"
+    file.write_text("model: m\ntrain_file: t\nsteps: 3\n")
+    with pytest.raises(UsageError, match=r"^--steps 0 is below"):
+        Options.parse({"config": file, "steps": 0})
+
+
+@pytest.mark.parametrize(
+    ("name", "advice"),
+    [
+        ("eval_every", "did you mean --eval-every-n-steps?"),
+        ("--resume", "did you mean --continue?"),
+        ("gradient_checkpointing", "llmq-train --help lists all options"),
+        ("learning", "did you mean --learning-rate?"),
+        ("outdir", "did you mean --out-dir?"),
+        ("lr_sched", "did you mean --lr-schedule?"),
+    ],
+)
+def test_unknown_options_are_told_what_begins_like_them_or_looks_like_them(name, advice):
+    (problem,) = problems(**{name: 1})
+    assert problem == f"unknown option {flag(name)}: {advice}"
+
+
+def test_limits_are_told_in_full():
+    assert problems(seed=2**64) == [
+        "--seed 18446744073709551616 is above the largest value: use 18446744073709551615 or less"
+    ]
+    assert problems(epochs=1e12) == ["--epochs 1000000000000.0 is above the largest value: use 2147483647 or less"]
+    assert problems(final_lr_fraction=-0.5) == ["--final-lr-fraction -0.5 is below the least value: use 0 or more"]
+    assert problems(weight=[]) == ["--weight [] is empty: give one value or more, or leave the option out"]
+    assert problems(model="") == ["--model '' is empty: give a path"]
+
+
+@pytest.mark.parametrize("given", [{"name": "x" * 201}, {"out_dir": "a/" + "\u00e8" * 101 + "/b"}])
+def test_names_too_long_for_a_file_are_refused(given):
+    (problem,) = problems(**given)
+    assert "the most are 200" in problem
+
+
+def test_the_home_folder_is_found_where_the_shell_leaves_it(monkeypatch, tmp_path):
+    monkeypatch.setenv("HOME", str(tmp_path))
+    (tmp_path / "a.jinja").write_text("{{ messages }}")
+    (tmp_path / "run.yaml").write_text("model: ~/m\ndata: [~/d.txt]\n")
+    options = Options.parse({"config": "~/run.yaml", "chat_template": "~/a.jinja"})
+    assert options.model.model == f"{tmp_path}/m" and options.source.data == (f"{tmp_path}/d.txt",)
+    assert options.source.chat_template == f"{tmp_path}/a.jinja"
+    assert Options.parse({"model": "m", "data": "d", "chat_template": "~ {{ x }}"}).source.chat_template == "~ {{ x }}"
 
 
 def test_an_absent_file_is_a_usage_error(tmp_path):
@@ -343,6 +424,8 @@ def test_the_schema_knows_every_spelling_and_limit():
     assert properties["lr"]["minimum"] == 0 and properties["lr"]["default"] == 1e-5
     assert properties["model-dtype"]["enum"] == ["bf16", "fp32"]
     assert {"type": "string"} in properties["train_file"]["anyOf"]
+    assert {"type": "number"} in properties["weight"]["anyOf"], "weight: 0.7"
+    assert {"type": "boolean"} in properties["resume-from-checkpoint"]["anyOf"], "continue: true"
 
 
 def test_too_short_a_run_is_said_by_the_section():

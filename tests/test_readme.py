@@ -7,9 +7,14 @@ import shlex
 from importlib import import_module
 from pathlib import Path
 
+import click
+import pytest
+
 from llmq import errors
+from llmq.cli import shell, train
 from llmq.options import SECTIONS, Options, descriptions
 from llmq.presets import PRESETS
+from llmq.quickstart.__main__ import NOT_PROVEN
 from llmq.section import flag
 from llmq.training import TrainResult
 
@@ -66,21 +71,35 @@ def test_the_tables_are_those_of_the_code():
     assert with_made_parts(text) == text, "run: python tests/test_readme.py"
 
 
+def parse(name: str, arguments: list[str]) -> None:
+    """Reads a command line as the command does, without doing it; click's errors if it cannot be read."""
+    if name == "llmq-train":
+        assert shell.run(train.command(), [*arguments, "--print-config"]) == 0, arguments
+        return
+    command = import_module(f"llmq.cli.{name.removeprefix('llmq-').replace('-', '_')}").command
+    if isinstance(command, click.Group) and arguments and not arguments[0].startswith("-"):
+        command, arguments = command.commands[arguments[0]], arguments[1:]  # a group reads only what comes before
+    command.make_context(name, list(arguments))
+
+
 def test_the_commands_exist_and_parse():
     seen = set()
     for name, *arguments in commands():
         seen.add(name)
-        if name == "llmq-train":
-            given = (argument[2:].partition("=") for argument in arguments)
-            Options.parse({key: value if has_value else True for key, has_value, value in given})
-        elif name in ("tokenize-data", "llmq-plot", "llmq-export-wandb", "llmq-bench"):
-            module = import_module(f"llmq.cli.{name.removeprefix('llmq-').replace('-', '_')}")
-            module.command.make_context(name, list(arguments))
+        if name in ("llmq-train", "tokenize-data", "llmq-plot", "llmq-export-wandb", "llmq-bench"):
+            parse(name, arguments)
         elif name == "bash":
             assert (ROOT / arguments[0]).is_file()
         else:
             assert name == "pip"
     assert {"llmq-train", "tokenize-data", "llmq-plot", "llmq-export-wandb", "llmq-bench", "bash"} <= seen
+
+
+@pytest.mark.parametrize("line", ["llmq-bench op --lsit", "llmq-bench --lsit", "llmq-plot -x", "llmq-train --model"])
+def test_a_command_that_does_not_parse_would_be_noticed(line):
+    name, *arguments = line.split()
+    with pytest.raises((AssertionError, click.ClickException)):
+        parse(name, arguments)
 
 
 def test_the_python_example_uses_options_and_results_that_exist():
@@ -96,7 +115,8 @@ def test_the_python_example_uses_options_and_results_that_exist():
 def test_the_exit_codes_are_those_of_the_errors():
     table = {int(code) for code in re.findall(r"^\| (\d+) \|", README.read_text("utf-8"), re.MULTILINE)}
     classes = [value for _, value in inspect.getmembers(errors, inspect.isclass) if value is not errors.LlmqError]
-    assert table == {0, errors.INTERRUPTED, errors.TERMINATED} | {c.exit_code for c in classes}
+    noes = {shell.BROKEN_PIPE, NOT_PROVEN, errors.LlmqError.exit_code}
+    assert table == {0, errors.INTERRUPTED, errors.TERMINATED} | noes | {c.exit_code for c in classes}
 
 
 def test_paths_of_the_checkout_exist():

@@ -106,3 +106,8 @@ def test_warmup_and_cooldown_must_fit_into_the_epochs():
     assert make_schedule(options, 80, 10).steps == 8
     with pytest.raises(UsageError, match=r"--warmup 5 and --cooldown 3 need 8 steps, but the run has 7"):
         make_schedule(options, 70, 10)
+
+
+def test_more_steps_than_can_be_counted_are_refused():
+    with pytest.raises(UsageError, match="the most are 2147483647: use fewer"):
+        num_steps(ScheduleOptions(epochs=1e9), 1000, 4)

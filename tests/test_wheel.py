@@ -7,6 +7,7 @@ import sys
 import zipfile
 from pathlib import Path
 
+import llmq
 from llmq.ops import cuda_sources
 
 ROOT = Path(__file__).parents[1]
@@ -60,3 +61,7 @@ def test_the_wheel_carries_the_package_and_the_cuda_sources(tmp_path):
     folder, *names = asked.stdout.split("\n")
     assert Path(folder) == site / "llmq" / "_cuda"
     assert "probe.cu" in names
+
+
+def test_the_package_shows_what_it_has():
+    assert set(llmq.__all__) <= set(dir(llmq))

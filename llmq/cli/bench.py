@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import shlex
 import sys
 from collections.abc import Sequence
@@ -9,12 +10,13 @@ from pathlib import Path
 from typing import Any
 
 import click
+from click.core import ParameterSource
 
 from llmq.cli import shell
 from llmq.cli.train import click_option
+from llmq.errors import UsageError
 from llmq.options import descriptions
 
-SETTINGS = {"help_option_names": ["-h", "--help"], "max_content_width": 100}
 NOT_OF_A_RECIPE = ("model_dtype", "matmul_dtype", "log_fp8_every", "fp8_fallback")  # --dtypes; watching a run
 
 
@@ -41,7 +43,7 @@ def _recipe(command: click.Command) -> click.Command:
     return command
 
 
-@click.group("llmq-bench", cls=Bench, invoke_without_command=True, context_settings=SETTINGS)
+@click.group("llmq-bench", cls=Bench, invoke_without_command=True, context_settings=shell.SETTINGS)
 @click.option(
     "--models", callback=_names, help="Presets or folders, with commas between; without, models that fit this device."
 )
@@ -64,10 +66,8 @@ def _recipe(command: click.Command) -> click.Command:
 )
 @click.option("--lmhead-chunks", type=click.IntRange(0), default=0, help="Chunks of the logits; 0 chooses.")
 @click.option("--device", type=click.Choice(["auto", "cuda", "cpu"]), default="auto", show_default=True)
-@click.option("--save", type=click.Path(path_type=Path), metavar="FILE", help="Write the results as JSON.")
-@click.option(
-    "--compare", type=click.Path(path_type=Path), metavar="FILE", help="Print the changes against results of --save."
-)
+@click.option("--save", type=shell.Home(), metavar="FILE", help="Write the results as JSON.")
+@click.option("--compare", type=shell.Home(), metavar="FILE", help="Print the changes against results of --save.")
 @click.option(
     "--tolerance", type=click.FloatRange(0), metavar="PERCENT", help="With --compare: exit with 1 if slower by more."
 )
@@ -87,12 +87,16 @@ def command(context: click.Context, **given: Any) -> int:
     micro-batch by family of ops, each beside its roofline. Without --models it takes less than three minutes.
     """
     if context.invoked_subcommand:
+        _refuse_options_before(context)
         return 0
     from llmq.report.bench_run import Request, run
 
     recipe = {key: value for key, value in given.items() if _is_recipe(key) and value is not None}
     given = {key: value for key, value in given.items() if not _is_recipe(key)}
-    given["models"], given["dtypes"] = given["models"] or None, given["dtypes"] or None
+    given["models"] = tuple(os.path.expanduser(name) for name in given["models"]) or None
+    given["dtypes"] = given["dtypes"] or None
+    for key in ("save", "compare"):
+        given[key] = Path(given[key]) if given[key] else None
     return run(Request(**given, recipe=recipe, command=context.meta["command"]))
 
 
@@ -101,10 +105,23 @@ def _is_recipe(key: str) -> bool:
     return found is not None and found.section == "precision" and key not in NOT_OF_A_RECIPE
 
 
+def _refuse_options_before(context: click.Context) -> None:
+    """UsageError for `llmq-bench --save FILE op`, which would save nothing."""
+    typed = [
+        parameter
+        for parameter in context.command.params
+        if context.get_parameter_source(parameter.name or "") is ParameterSource.COMMANDLINE
+    ]
+    if typed:
+        names = ", ".join(p.opts[0] for p in typed)
+        raise UsageError(f"{names}: not for llmq-bench {context.invoked_subcommand}, which has options of its own")
+
+
 _recipe(command)
+command.params.append(shell.version_option())
 
 
-@command.command("op", context_settings=SETTINGS)
+@command.command("op", context_settings=shell.SETTINGS)
 @click.argument("name", required=False)
 @click.option(
     "--shape",

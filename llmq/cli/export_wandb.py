@@ -11,8 +11,14 @@ import click
 from llmq.cli import shell
 
 
-@click.command("llmq-export-wandb", epilog="Example: llmq-export-wandb --log-file runs/first/log.jsonl --project llmq")
-@click.option("--log-file", required=True, metavar="LOG", help="The log, or the run folder that it is in.")
+@click.command(
+    "llmq-export-wandb",
+    context_settings=shell.SETTINGS,
+    epilog="Example: llmq-export-wandb --log-file runs/first/log.jsonl --project llmq",
+)
+@click.option(
+    "--log-file", required=True, type=shell.Home(), metavar="LOG", help="The log, or the run folder that it is in."
+)
 @click.option("--project", required=True, help="W&B project.")
 @click.option("--name", help="Name of the run in W&B.  [default: the run's own]")
 @click.option("--entity", help="W&B user or team.  [default: yours]")

@@ -11,9 +11,21 @@ import click
 from llmq.cli import shell
 
 
-@click.command("llmq-plot", epilog="Example: llmq-plot runs/first runs/second -o out.png")
-@click.argument("runs", nargs=-1, required=True, metavar="RUN_OR_LOG [MORE ...]")
-@click.option("-o", "--output", default="out.png", show_default=True, metavar="FILE", help="A .png, .svg or .pdf file.")
+@click.command(
+    "llmq-plot",
+    context_settings=shell.SETTINGS,
+    epilog="Example: llmq-plot runs/first runs/second -o out.png",
+)
+@click.argument("runs", nargs=-1, required=True, type=shell.Home(), metavar="RUN_OR_LOG [MORE ...]")
+@click.option(
+    "-o",
+    "--output",
+    type=shell.Home(),
+    default="out.png",
+    show_default=True,
+    metavar="FILE",
+    help="A .png, .svg or .pdf file.",
+)
 @click.option(
     "--last",
     "last_steps",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import sys
 from collections.abc import Callable, Sequence
@@ -9,9 +10,15 @@ from typing import Any
 
 import click
 
-from llmq.errors import INTERRUPTED, LlmqError, MemoryLimitError, UsageError
+from llmq.errors import INTERRUPTED, LlmqError, MemoryLimitError, StorageError, UsageError
 
 BROKEN_PIPE = 1  # the reader of our output went away (`llmq-train --help | head -1`): nobody to tell
+FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)  # what writing to a full disk says
+SETTINGS = {
+    "help_option_names": ["-h", "--help"],
+    "max_content_width": 100,
+    "token_normalize_func": lambda name: name.replace("_", "-"),  # --batch_size is --batch-size
+}
 # Told as installed, without importing them; what a run has loaded stands in its [System] section.
 LIBRARIES = (
     *("numpy", "ml_dtypes", "tokenizers", "safetensors", "huggingface_hub", "pyarrow", "pydantic", "click", "rich"),
@@ -27,11 +34,16 @@ def run(command: click.Command, arguments: Sequence[str] | None = None) -> int:
     if sys.platform == "win32":
         _say("native Windows is not supported: install WSL2 (`wsl --install`) and run llmq inside it")
         return UsageError.exit_code
+    for name in ("stdout", "stderr"):
+        if getattr(sys, name) is None:  # closed (`>&-`): its number must not become that of a file that we open
+            setattr(sys, name, open(os.devnull, "w"))  # noqa: SIM115
     for stream in (sys.stdout, sys.stderr):
         if hasattr(stream, "reconfigure"):  # paths that the terminal's encoding cannot say are escaped, not fatal
             stream.reconfigure(errors="backslashreplace")
+    arguments = sys.argv[1:] if arguments is None else arguments
     try:
-        result = command.main(arguments, prog_name=command.name, standalone_mode=False)
+        _refuse_single_dashes(command, arguments)
+        result = command.main(list(arguments), prog_name=command.name, standalone_mode=False)
         sys.stdout.flush()
         return result if isinstance(result, int) else 0
     except LlmqError as error:
@@ -51,17 +63,72 @@ def run(command: click.Command, arguments: Sequence[str] | None = None) -> int:
         )
         return MemoryLimitError.exit_code
     except BrokenPipeError:
-        # Python flushes stdout once more at exit, and would complain.
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        _drop_output()
         return BROKEN_PIPE
+    except OSError as error:
+        if error.errno not in FULL:
+            raise
+        _drop_output()
+        _say(f"cannot write: {error.strerror}: free some space, or send the output elsewhere")
+        return StorageError.exit_code
+
+
+def _drop_output() -> None:
+    # Python flushes stdout once more at exit, and would complain.
+    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
 def _say(message: str) -> None:
     try:
         sys.stdout.flush()
-        print(f"error: {message}", file=sys.stderr, flush=True)
-    except BrokenPipeError:
+    except OSError:
         pass
+    try:
+        print(f"error: {message}", file=sys.stderr, flush=True)
+    except OSError:
+        pass
+
+
+def _refuse_single_dashes(command: click.Command, arguments: Sequence[str]) -> None:
+    """UsageError for `-steps 3`, which click would read as -s -t -e -p -s, and -h among them as help."""
+    commands = [command, *getattr(command, "commands", {}).values()]
+    options = [p for one in commands for p in one.params if isinstance(p, click.Option)]
+    names = {name for option in options for name in (*option.opts, *option.secondary_opts)}
+    with_value = {name for option in options if not option.is_flag for name in option.opts if len(name) == 2}
+    problems = []
+    for text in arguments[: arguments.index("--") if "--" in arguments else None]:
+        name = text.partition("=")[0].replace("_", "-")
+        if len(name) < 3 or name[0] != "-" or not name[1].isalpha():
+            continue
+        if f"-{name}" in names:
+            problems.append(f"{name}: options have two dashes: use -{name}")
+        elif name[:2] not in with_value:
+            problems.append(
+                f"{text}: options have two dashes, and values that begin with one an equals sign: --name=-x"
+            )
+    if problems:
+        raise UsageError("\n  ".join(problems))
+
+
+class Home(click.ParamType):
+    """A path, in which `~` is the home folder also where the shell leaves it: --out-dir=~/x."""
+
+    name = "path"
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
+        """The path as text."""
+        return os.path.expanduser(value)
+
+
+class FileOrText(Home):
+    """A path as above if a file is there, else any text."""
+
+    name = "text"
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
+        """The path, or the text as it is."""
+        path = super().convert(value, param, ctx)
+        return path if os.path.isfile(path) else value
 
 
 def show_and_exit(text: Callable[[], str]) -> Callable[[click.Context, click.Parameter, Any], None]:

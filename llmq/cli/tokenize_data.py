@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import sys
 from collections.abc import Sequence
 from functools import partial
@@ -10,11 +11,11 @@ from typing import Any
 import click
 
 from llmq.cli import shell
-from llmq.errors import UsageError
+from llmq.errors import StorageError, UsageError
 from llmq.interrupt import terminable
 
 
-@click.command("tokenize-data", context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 100})
+@click.command("tokenize-data", context_settings=shell.SETTINGS)
 @click.option(
     "--dataset",
     metavar="NAME",
@@ -25,6 +26,7 @@ from llmq.interrupt import terminable
     "--input",
     "inputs",
     multiple=True,
+    type=shell.Home(),
     metavar="PATH",
     help="A file, folder or glob; repeatable. Rows in .jsonl, .json, .csv, .tsv (also .gz, .zst) and .parquet; "
     "any other file is text in UTF-8.",
@@ -34,6 +36,7 @@ from llmq.interrupt import terminable
     "--tokenizer",
     "tokenizer",
     required=True,
+    type=shell.Home(),
     metavar="NAME-OR-FOLDER",
     help="Whose tokenizer: qwen (Qwen2.5), llama (Llama 2), any hub name, or a folder with a tokenizer.json.",
 )
@@ -53,7 +56,12 @@ from llmq.interrupt import terminable
 @click.option(
     "--map", "mapping", multiple=True, metavar="OURS=THEIRS", help="What a column is called in the data; repeatable."
 )
-@click.option("--chat-template", metavar="FILE-OR-TEXT", help="Chat template in Jinja.  [default: the tokenizer's own]")
+@click.option(
+    "--chat-template",
+    type=shell.FileOrText(),
+    metavar="FILE-OR-TEXT",
+    help="Chat template in Jinja.  [default: the tokenizer's own]",
+)
 @click.option(
     "--train-on",
     metavar="WHAT",
@@ -73,7 +81,7 @@ from llmq.interrupt import terminable
     help="Leave out up to N rows that are broken.",
 )
 @click.option("--show", type=click.IntRange(min=0), default=0, metavar="N", help="Print N samples, colored by mask.")
-@click.option("--out-dir", metavar="FOLDER", help="Where to write.  [default: data/DATA-TOKENIZER]")
+@click.option("--out-dir", type=shell.Home(), metavar="FOLDER", help="Where to write.  [default: data/DATA-TOKENIZER]")
 def command(
     inputs: tuple[str, ...],
     mapping: tuple[str, ...],
@@ -107,6 +115,10 @@ def command(
     Environment: LLMQ_TINY_SHAKESPEARE is a file or URL to take instead of the download, LLMQ_CACHE_DIR the folder
     for what is kept (~/.cache/llmq), HF_HUB_OFFLINE=1 forbids the network, TOKENIZERS_PARALLELISM=false is one thread.
     """
+    if given["dataset"] and os.path.isfile(given["dataset"]):
+        raise UsageError(f"--dataset {given['dataset']} is a file: give it as --input")
+    if given["out_dir"] and os.path.isfile(given["out_dir"]):
+        raise StorageError(f"--out-dir {given['out_dir']} is a file: name a folder")
     if overlong is not None and seq_len is None:
         raise UsageError(f"--overlong {overlong} is for rows of more than --seq-len tokens: give --seq-len too")
     # Imported here, so that --help does not wait for them.

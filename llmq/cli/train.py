@@ -12,27 +12,22 @@ import click
 
 from llmq.cli import shell
 from llmq.interrupt import terminable
-from llmq.options import SECTIONS, Options, descriptions
+from llmq.options import SECTIONS, Options, descriptions, spellings
 from llmq.schema import json_schema
-from llmq.section import Description, flag
+from llmq.section import Description, flag, unknown_option
 
-WIDTH = 100  # largest width of the help
 COLUMN = 34  # where its explanations begin
 STRAY = "every option starts with --; quote a glob ('--train-file=data/*.bin'), or repeat the flag for each file"
-UNKNOWN_ALLOWED = {  # click stops at the first unknown flag; Options.parse reports all of them with the bad values
-    "ignore_unknown_options": True,
-    "allow_extra_args": True,
-    "help_option_names": ["-h", "--help"],
-    "max_content_width": WIDTH,
-}
+NO_VALUE = "a flag takes no value: --packing turns it on, --no-packing off"
+TRUE_OR_FALSE = {"true", "false", "yes", "no", "on", "off", "0", "1"}
+# click stops at the first unknown flag; here all of them are told with the bad values
+UNKNOWN_ALLOWED = {**shell.SETTINGS, "ignore_unknown_options": True, "allow_extra_args": True}
 
 
 def train(context: click.Context, *, config: str | None, print_config: bool, **given: Any) -> int:
     """Reads the options, and prints them or trains; returns the exit code."""
     values = {key: value for key, value in given.items() if value not in (None, ())}
-    unknown, unexpected = _unknown(context.args)
-    problems = [f"unexpected {' '.join(unexpected)}: {STRAY}"] if unexpected else []
-    options = Options.parse({**values, **unknown, "config": config}, problems)
+    options = Options.parse({**values, "config": config}, _problems(context.args))
     if print_config:
         click.echo(options.to_yaml(), nl=False)
         return 0
@@ -42,21 +37,23 @@ def train(context: click.Context, *, config: str | None, print_config: bool, **g
         return run(options).exit_code
 
 
-def _unknown(arguments: Sequence[str]) -> tuple[dict[str, str], list[str]]:
-    """Unknown flags with their values, and arguments that belong to no flag."""
-    flags: dict[str, str] = {}
+def _problems(arguments: Sequence[str]) -> list[str]:
+    """Messages for arguments that no option took: unknown flags, and what belongs to no flag."""
+    flags: list[str] = []
     unexpected: list[str] = []
-    last = ""  # a flag that may have its value in the next argument
+    takes_next = False  # an unknown flag may have its value in the next argument
     for text in arguments:
         if text.startswith("-") and text.strip("-"):
-            name, equals, value = text.lstrip("-").partition("=")
-            flags[name] = value
-            last = "" if equals else name
-        elif last:
-            flags[last], last = text, ""
+            name, equals, _ = text.partition("=")
+            flags.append(name)
+            takes_next = not equals
+        elif takes_next:
+            takes_next = False
         else:
             unexpected.append(text)
-    return flags, unexpected
+    advice = NO_VALUE if TRUE_OR_FALSE.issuperset(text.lower() for text in unexpected) else STRAY
+    problems = [f"unexpected {' '.join(unexpected)}: {advice}"] if unexpected else []
+    return problems + [unknown_option(name, spellings()) for name in dict.fromkeys(flags)]
 
 
 def click_option(d: Description, name: str, hidden: bool) -> click.Option:
@@ -87,7 +84,7 @@ class TrainCommand(click.Command):
 def _help_row(d: Description) -> tuple[str, str]:
     own = flag(d.key)
     left = f"{own} / --no-{own[2:]}" if d.kind == "flag" else f"{own} {d.metavar}"
-    notes = [f"default: {d.shown}" if d.shown not in ("", "needed") else d.shown]
+    notes = [d.shown if not d.shown or d.shown.startswith("needed") else f"default: {d.shown}"]
     notes.append("also " + ", ".join(flag(alias) for alias in d.aliases) if d.aliases else "")
     notes = [note for note in notes if note]
     return left, d.help + (f" [{'; '.join(notes)}]" if notes else "")
@@ -117,7 +114,9 @@ def command() -> click.Command:
         click_option(d, name, hidden=name != d.key) for d in descriptions().values() for name in (d.key, *d.aliases)
     ]
     parameters += [
-        click.Option(["--config"], metavar="FILE", help="YAML file of options; the command line overrides it."),
+        click.Option(
+            ["--config"], metavar="FILE", type=shell.Home(), help="YAML file of options; the command line overrides it."
+        ),
         click.Option(["--print-config"], is_flag=True, help="Print the effective options, as --config reads them."),
         click.Option(
             ["--print-schema"],

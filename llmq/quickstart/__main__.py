@@ -85,6 +85,7 @@ def command() -> click.Command:
     )
     return click.Command(
         "llmq.quickstart",
+        context_settings=shell.SETTINGS,
         params=[on_cpu, resume, shell.version_option()],
         callback=callback,
         help=f"Trains a small model on this machine's Python sources, offline, in a few minutes, on a GPU if there is "

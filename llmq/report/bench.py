@@ -15,7 +15,7 @@ import statistics
 import time
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from itertools import pairwise
+from itertools import count, pairwise
 from typing import Any
 
 import numpy as np
@@ -116,8 +116,9 @@ def measure_plan(
     parameters: Parameters | None = None,
     uuid: str | None = None,
     single_ops: bool = True,
+    limit_s: float = math.inf,
 ) -> Speed:
-    """Trains for `warmup` + `steps` optimizer steps, then times single ops if they are wanted.
+    """Trains for `warmup` + `steps` optimizer steps, or fewer within `limit_s`, then times single ops if wanted.
 
     `batches` (taken in turn) and `parameters` are generated if they are not given; `uuid` names a GPU whose clock and
     power are read meanwhile.
@@ -128,22 +129,24 @@ def measure_plan(
     engine.load(random_parameters(plan, plan.seed) if parameters is None else parameters)
     accumulation = max(1, tokens_per_step // (b * t))
     if batches is None:
-        count = min(accumulation, BATCHES)
-        batches = [zipf_batch(plan.config.vocab_size, b, t, plan.seed + i) for i in range(count)]
+        different = min(accumulation, BATCHES)
+        batches = [zipf_batch(plan.config.vocab_size, b, t, plan.seed + i) for i in range(different)]
     if engine.needs_warm_up:
         engine.warm_up(*batches[0])
     clock.follow(backend)
-    marks, losses, watch, first_step = [], [], None, 0.0
+    marks: list[Any] = []
+    losses, watch, first_step = [], None, 0.0
     try:
-        for step in range(1, warmup + steps + 1):
-            if step == warmup + 1:
+        least = warmup if clock.is_queued else min(warmup, 1)  # a GPU captures its graphs in the warm-up
+        for step, counts in enumerate(paced(warmup, steps, least=least, end=began + limit_s), 1):
+            if counts and not marks:
                 watch = Background(uuid, every_s=SAMPLE_S) if uuid is not None else None
                 marks.append(clock.mark())
             for micro_step in range(accumulation):
                 batch = batches[((step - 1) * accumulation + micro_step) % len(batches)]
                 engine.micro_step(*batch, first=micro_step == 0)
             losses.append(engine.update(step, learning_rate).loss)  # waits for the device
-            if step > warmup:
+            if counts:
                 marks.append(clock.mark())
             if step == 1:
                 first_step = time.perf_counter() - began
@@ -161,6 +164,24 @@ def measure_plan(
         readings=readings,
         calls=tuple(clock.calls(engine, ahead)) if single_ops else (),
     )
+
+
+def paced(warmup: int, steps: int, *, least: int, end: float) -> Iterator[bool]:
+    """Whether each step counts: `warmup` that do not, then `steps` that do; the caller makes one before the next.
+
+    A step that would pass the moment `end`, being as long as the one before, is not begun; but `least` steps of the
+    warm-up are, and one that counts.
+    """
+    counted, took = 0, 0.0
+    for step in count(1):
+        start = time.perf_counter()
+        late = start + took > end
+        if counted == steps or (counted and late):
+            return
+        counts = counted > 0 or step > warmup or (late and step > least)
+        counted += counts
+        yield counts
+        took = time.perf_counter() - start
 
 
 def random_parameters(plan: Plan, seed: int) -> Iterator[tuple[Row, np.ndarray]]:

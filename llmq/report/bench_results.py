@@ -118,7 +118,39 @@ def load(path: Path) -> dict[str, Any]:
             f"--compare {path} has schema {content.get('schema')!r}, and this llmq reads {SCHEMA}: measure again with "
             f"this version and --save (the file is of llmq {content.get('version', 'unknown')})"
         )
+    wrong = [f"results[{n}] {why}" for n, row in enumerate(content["results"]) if (why := _damage(row))]
+    if content["results"] and not isinstance(content.get("system"), dict):
+        wrong.append("system is not there")
+    if wrong:
+        raise DataError(f"--compare {path} is damaged: {'; '.join(wrong)}: name another file, or measure again")
     return content
+
+
+def _damage(row: Any) -> str:
+    """What keeps a result from being compared; empty if nothing does."""
+    if not isinstance(row, dict):
+        return "is not an object"
+    kinds: dict[str, Any] = {
+        "model": str,
+        "dtype": str,
+        "batch_size": int,
+        "seq_len": int,
+        "gaps_ms": (int, float),
+        "ladder": list,
+    }
+    if missing := [key for key, kind in kinds.items() if not isinstance(row.get(key), kind)]:
+        return f"has no valid {', '.join(missing)}"
+    rate = row.get("tokens_per_second")
+    if not isinstance(rate, dict) or not _is_number(rate.get("median")) or rate["median"] <= 0:
+        return "has no valid tokens_per_second"
+    rungs = all(
+        isinstance(r, dict) and isinstance(r.get("family"), str) and _is_number(r.get("ms")) for r in row["ladder"]
+    )
+    return "" if rungs else "has no valid ladder"
+
+
+def _is_number(value: Any) -> bool:
+    return isinstance(value, (int, float)) and not isinstance(value, bool)
 
 
 @dataclass(frozen=True)

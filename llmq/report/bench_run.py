@@ -2,12 +2,14 @@
 
 A configuration is planned as `llmq-train` would plan it: its options go through the same description and the same
 resolvers. Without `--models` the choice is the device's: models that fit its memory, each in bf16 and fp8 where the
-card has it, as many as can be measured within LIMIT_S by the speed of those before.
+card has it, as many as can be measured within LIMIT_S by the speed of those before; the clock stops what takes longer.
 """
 
 from __future__ import annotations
 
 import gc
+import math
+import os
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
@@ -52,6 +54,7 @@ CHOICE = ("Qwen2.5-0.5B", "Qwen2.5-1.5B")  # on a GPU without --models
 HOST_CHOICE = ("tiny_llama3_50m",)
 ROOM = 0.95  # of the free memory, for a plan that models what cuDNN will need
 LIMIT_S = 165.0  # for all configurations that were chosen here: under three minutes with the start of Python
+LADDER_S = 10.0  # of them: single ops, after the steps
 START_S = 15.0  # of a configuration: kernels, algorithms, weights, ladder
 SHARE = {"cuda": 0.25, "cpu": 0.06}  # of the speed of light that the first configuration surely reaches
 CAUTION = 0.8  # of the last share of the speed of light is expected of the next
@@ -212,9 +215,15 @@ def _dtypes(dtypes: Precision) -> tuple[str, ...]:
 
 def _check_place(path: Path) -> None:
     """StorageError now rather than after minutes, if a file cannot be made there."""
-    if path.is_dir() or not path.absolute().parent.is_dir():
-        why = "it is a folder" if path.is_dir() else f"there is no folder {path.absolute().parent}"
-        raise StorageError(f"--save {path} cannot be written: {why}: name a file in a folder that exists")
+    folder = path.absolute().parent
+    place = path if path.exists() else folder
+    if path.is_dir() or not folder.is_dir():
+        why = "it is a folder" if path.is_dir() else f"there is no folder {folder}"
+    elif not os.access(place, os.W_OK):
+        why = f"{place} is read-only for this user"
+    else:
+        return
+    raise StorageError(f"--save {path} cannot be written: {why}: name a file in a folder that can be written to")
 
 
 def measured(
@@ -238,7 +247,8 @@ def measured(
             if in_time is None and done:
                 continue
             tokens = request.tokens_per_step or in_time or whole(1, plan)
-        result = _measure(request, one, plan, backend, where, tokens, peaks, ceilings)
+        limit_s = math.inf if request.models else LIMIT_S - LADDER_S - (time.perf_counter() - began)
+        result = _measure(request, one, plan, backend, where, tokens, peaks, ceilings, limit_s)
         share, done = CAUTION * result["sol"], done + 1
         yield result
         del backend
@@ -297,11 +307,20 @@ def _measure(
     tokens_per_step: int,
     peaks: Mapping[str, float],
     ceilings: Ceilings,
+    limit_s: float,
 ) -> dict[str, Any]:
     uuid = where.gpu.uuid if where.gpu else None
     clock = CudaClock() if where.kind == "cuda" else Clock()
-    steps, warmup = request.steps, request.warmup
-    speed = measure_plan(plan, backend, clock, tokens_per_step=tokens_per_step, steps=steps, warmup=warmup, uuid=uuid)
+    speed = measure_plan(
+        plan,
+        backend,
+        clock,
+        tokens_per_step=tokens_per_step,
+        steps=request.steps,
+        warmup=request.warmup,
+        uuid=uuid,
+        limit_s=limit_s,
+    )
     tokens, _ = zipf_batch(plan.config.vocab_size, plan.batch_size, plan.seq_len, plan.seed)
     found = ladder(
         plan,

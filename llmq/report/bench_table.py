@@ -62,6 +62,22 @@ def show(console: Console, result: Result) -> None:
     for line in gpu_lines(result["gpu"]):
         _say(console, f"  {line}")
     console.print(_ladder(result))
+    if note := beyond(result):
+        _say(console, note)
+
+
+def beyond(result: Result) -> str:
+    """A note if a share is above 100%, which nothing can reach; empty if none is."""
+    shares = [result["sol"], result["ceiling_share"]]
+    reached = [rung["roofline_ms"] / rung["ms"] for rung in result["ladder"] if rung["ms"] > 0]
+    if max(shares) > 1:
+        return (
+            f"{name_of(result)} above 100%: the peaks were measured while other work took the machine; measure again "
+            "when it is idle"
+        )
+    if max(reached, default=0) > 1:
+        return f"{name_of(result)}: ops above 100% found their data in a cache, or the ceilings were measured too low"
+    return ""
 
 
 def gpu_lines(gpu: Mapping[str, Any]) -> list[str]:
@@ -150,7 +166,8 @@ def markdown(content: Mapping[str, Any]) -> str:
     lines.append(f"| gaps (negative: overlap) | {' | '.join(gaps)} |")
     sums = [sum(rung["roofline_ms"] for rung in result["ladder"]) for result in results]
     cells = [f"{result['micro_batch_ms']:.2f} ({ms:.2f})" for result, ms in zip(results, sums, strict=True)]
-    return "\n".join([*lines, f"| micro-batch | {' | '.join(cells)} |"])
+    notes = [f"\n{note}" for result in results if (note := beyond(result))]
+    return "\n".join([*lines, f"| micro-batch | {' | '.join(cells)} |", *notes])
 
 
 def _markdown_row(result: Result) -> str:

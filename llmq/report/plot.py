@@ -14,7 +14,8 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from llmq.errors import StorageError, UsageError
+from llmq.disk import write_whole
+from llmq.errors import UsageError
 from llmq.report.read import Log, labels
 
 if TYPE_CHECKING:
@@ -23,6 +24,7 @@ if TYPE_CHECKING:
 
 FORMATS = ("png", "svg", "pdf")
 COLOURS = ("#1f6feb", "#d9480f", "#2b8a3e", "#9c36b5", "#e0a100", "#0c8599", "#c2255c", "#5f3dc4", "#495057")
+MANY_POINTS = 20_000  # matplotlib looks at each of them for the legend's best place
 INK, FAINT = "#24292f", "#8c959f"
 STYLE: dict[str, Any] = {
     "font.size": 9.5,
@@ -69,8 +71,10 @@ def smoothed(values: np.ndarray, width: int) -> np.ndarray:
     which cost the same for any width.
     """
     good = np.isfinite(values)
+    if width < 2:
+        return np.where(good, values, math.nan)
     total, count = np.where(good, values, 0.0), good.astype(np.float64)
-    reach = max(width, 1) // 2
+    reach = width // 2
     first = np.maximum(np.arange(values.size) - reach, 0)
     last = np.minimum(np.arange(values.size) + reach + 1, values.size)
     for _ in range(3):
@@ -103,11 +107,7 @@ def plot_runs(logs: Sequence[Log], out: Path) -> Path:
         _draw(figure, _labelled(logs))
         image = io.BytesIO()
         figure.savefig(image, format=kind, metadata={"Date": None} if kind == "svg" else None)
-    try:
-        out.parent.mkdir(parents=True, exist_ok=True)
-        out.write_bytes(image.getvalue())
-    except OSError as error:
-        raise StorageError(f"the plot {out} cannot be written: {error.strerror or error}") from error
+    write_whole(out, image.getvalue())
     return out
 
 
@@ -130,12 +130,17 @@ def _draw(figure: Figure, runs: Sequence[Run]) -> None:
         figure.add_subplot(grid[1, i], title=title)
         for i, title in enumerate(("gradient norm", "learning rate", "tokens/s"))
     )
-    raw, smooth = ("each step", "smoothed") if len(runs) == 1 else ("_", None)  # "_": not in the legend
+    alone = len(runs) == 1
     for run in runs:
         train, evals = run.log.train, run.log.eval
         dotted = "." if np.isfinite(run.loss).sum() < 2 else None  # one point has no line
-        loss.plot(train["step"], run.loss, color=run.colour, linewidth=0.8, alpha=0.35, marker=dotted, label=raw)
-        loss.plot(train["step"], run.smooth, color=run.colour, linewidth=1.9, label=smooth or run.label)
+        if not np.array_equal(run.loss, run.smooth, equal_nan=True):
+            label = "each step" if alone else "_"  # "_": not in the legend
+            loss.plot(train["step"], run.loss, color=run.colour, linewidth=0.8, alpha=0.35, label=label)
+            label = "smoothed" if alone else run.label
+        else:
+            label = "each step" if alone else run.label
+        loss.plot(train["step"], run.smooth, color=run.colour, linewidth=1.9, marker=dotted, label=label)
         held_out.plot(
             evals["step"], _finite(evals["loss"]), color=run.colour, linewidth=1.5, marker="o", markersize=3.5
         )
@@ -181,10 +186,14 @@ def _finish(figure: Figure, panels: Sequence[Axes], runs: Sequence[Run]) -> None
     if not any(run.log.eval["step"].size for run in runs):
         held_out.text(0.5, 0.5, "no evaluations", transform=held_out.transAxes, ha="center", color=FAINT)
         held_out.set_yticks([])
-    figure.text(0.012, 0.955, _title(runs), fontsize=14, fontweight="bold", va="center")
+    plain: dict[str, Any] = {"va": "center", "parse_math": False}  # $ in a name is no formula
+    figure.text(0.012, 0.955, _title(runs), fontsize=14, fontweight="bold", **plain)
     if len(runs) == 1:
-        figure.text(0.012, 0.912, _summary(runs[0]), fontsize=9.5, color="#57606a", va="center")
-    loss.legend(loc="upper right")
+        figure.text(0.012, 0.912, _summary(runs[0]), fontsize=9.5, color="#57606a", **plain)
+    points = sum(run.loss.size for run in runs)
+    legend = loss.legend(loc="best" if points < MANY_POINTS else "upper right")
+    for text in legend.get_texts():
+        text.set_parse_math(False)
 
 
 def _short(value: float) -> str:

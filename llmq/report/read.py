@@ -113,11 +113,11 @@ def read_runs(runs: Iterable[Path]) -> list[Log]:
 
 
 def labels(logs: Sequence[Log]) -> list[str]:
-    """The names of the runs; where two are the same, their places, which tell them apart."""
+    """The names of the runs, as they can be printed; where two are the same, their places, which tell them apart."""
     names = [log.name for log in logs]
-    if len(set(names)) == len(names):
-        return names
-    return [str(log.path.parent if log.path.stem == "log" else log.path) for log in logs]
+    if len(set(names)) < len(names):
+        names = [str(log.path.parent if log.path.stem == "log" else log.path) for log in logs]
+    return [name.encode("utf-8", "backslashreplace").decode("utf-8") for name in names]
 
 
 def _parse(line: bytes) -> dict[str, Any]:

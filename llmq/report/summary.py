@@ -12,6 +12,7 @@ from dataclasses import dataclass
 
 import numpy as np
 from rich.table import Column, Table
+from rich.text import Text
 
 from llmq.report.read import Log, labels
 
@@ -25,6 +26,8 @@ class Summary:
     train_loss: float
     eval_loss: float
     tokens_per_second: float
+    train_count: int  # of the losses that the mean is of
+    eval_count: int
 
 
 def summarize(logs: Sequence[Log], last_steps: int) -> list[Summary]:
@@ -35,26 +38,27 @@ def summarize(logs: Sequence[Log], last_steps: int) -> list[Summary]:
 def _summary(log: Log, label: str, last_steps: int) -> Summary:
     steps = int(max(log.train["step"].max(initial=0), log.eval["step"].max(initial=0)))
 
-    def late(table: dict[str, np.ndarray]) -> float:
+    def late(table: dict[str, np.ndarray]) -> tuple[float, int]:
         values = table["loss"][table["step"] > steps - last_steps]
         values = values[np.isfinite(values)]
-        return float(values.mean()) if values.size else math.nan
+        return (float(values.mean()) if values.size else math.nan), values.size
 
     speeds = log.train["tps"][np.isfinite(log.train["tps"])]
-    return Summary(label, steps, late(log.train), late(log.eval), float(np.median(speeds)) if speeds.size else math.nan)
+    speed = float(np.median(speeds)) if speeds.size else math.nan
+    (train, train_count), (held_out, eval_count) = late(log.train), late(log.eval)
+    return Summary(label, steps, train, held_out, speed, train_count, eval_count)
 
 
 def table(runs: Sequence[Summary], last_steps: int) -> Table:
     """The lines for a console; from the second one on with the distance from the first, in percent."""
-    titles = ("steps", "training loss", "evaluation loss", "tokens/s")
+    titles = ("steps", "training loss", "of", "evaluation loss", "of", "tokens/s")
     shown = Table("run", *(Column(title, justify="right") for title in titles))
-    shown.title = "losses: means over the last step" + ("" if last_steps == 1 else f"s, {last_steps} of each run")
+    shown.title = "losses: means of all in the last step" + ("" if last_steps == 1 else f"s, {last_steps} of each run")
     for run in runs:
-        cells = [
-            _cell(getattr(run, name), getattr(runs[0], name), run is runs[0]) for name in ("train_loss", "eval_loss")
-        ]
+        train = _cell(run.train_loss, runs[0].train_loss, run is runs[0]), str(run.train_count)
+        held_out = _cell(run.eval_loss, runs[0].eval_loss, run is runs[0]), str(run.eval_count)
         speed = "-" if math.isnan(run.tokens_per_second) else f"{run.tokens_per_second:,.0f}"
-        shown.add_row(run.label, f"{run.steps:,}", *cells, speed)
+        shown.add_row(Text(run.label), f"{run.steps:,}", *train, *held_out, speed)
     return shown
 
 

@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+from pydantic import ValidationError
 
 from llmq.errors import DataError, StorageError, UsageError
 from llmq.report.read import Log, read_log
@@ -52,6 +53,11 @@ def export_wandb(
     run_id = run_id or default_run_id(log)
     if not re.fullmatch(r"[A-Za-z0-9_-]{1,64}", run_id):
         raise UsageError(f"--run-id {run_id!r} is not an id for W&B: use up to 64 letters, digits, '-' and '_'")
+    if not re.fullmatch(r"[^/\\#?%:]{1,128}", project):
+        raise UsageError(
+            f"--project {project!r} is not a name for W&B: use up to 128 characters without / \\ # ? % : (a user or "
+            "team goes to --entity)"
+        )
     mode: Any = "offline" if offline else os.environ.get("WANDB_MODE") or "online"
     if mode not in ("online", "offline"):
         raise UsageError(f"WANDB_MODE={mode} would export nothing: unset it, or set it to online or offline")
@@ -87,6 +93,11 @@ def export_wandb(
         raise UsageError(
             f"W&B refused the export: {error}\nLog in with `wandb login` or set WANDB_API_KEY; or export with "
             "--offline and upload later with `wandb sync`"
+        ) from error
+    except ValidationError as error:
+        wrong = ", ".join(f"{'.'.join(map(str, e['loc']))} {e['input']!r}: {e['msg']}" for e in error.errors())
+        raise UsageError(
+            f"W&B does not take what its environment variables (WANDB_...) or settings file say: {wrong}"
         ) from error
     except OSError as error:
         raise StorageError(f"W&B's local folder cannot be written: {error}. WANDB_DIR names another place.") from error

@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import subprocess
 import sys
 import time
@@ -94,19 +95,20 @@ def test_a_space_is_an_equals_sign(trained):
 
 def test_every_option_and_alias_is_a_flag_that_arrives(trained):
     samples = {"INT": "3", "FLOAT": "0.5", "TEXT": "x", "GLOB": "x", "PATH": "x", "DIR": "x"}
-    for d in descriptions().values():
-        for name in (d.key, *d.aliases):
-            if d.kind == "flag":
-                given = [flag(name)]
-            else:
-                given = [flag(name), d.choices[-1] if d.choices else samples.get(d.metavar, "7")]
-            with pytest.MonkeyPatch.context() as patch:
-                seen = {}
-                patch.setattr(Options, "parse", lambda values, problems, seen=seen: seen.update(values) or Options)
-                assert call(*given) == 0
-            value = seen.pop(name)
-            assert value == {"flag": True, "repeatable": (given[-1],)}.get(d.kind, given[-1])
-            assert {k: v for k, v in seen.items() if v is not None} == {}
+    spellings = [(d, name, dashes) for d in descriptions().values() for name in (d.key, *d.aliases) for dashes in "-_"]
+    for d, name, dashes in spellings:
+        spelled = "--" + name.replace("_", dashes)
+        if d.kind == "flag":
+            given = [spelled]
+        else:
+            given = [spelled, d.choices[-1] if d.choices else samples.get(d.metavar, "7")]
+        with pytest.MonkeyPatch.context() as patch:
+            seen = {}
+            patch.setattr(Options, "parse", lambda values, problems, seen=seen: seen.update(values) or Options)
+            assert call(*given) == 0
+        value = seen.pop(name)
+        assert value == {"flag": True, "repeatable": (given[-1],)}.get(d.kind, given[-1])
+        assert {k: v for k, v in seen.items() if v is not None} == {}
 
 
 @pytest.mark.parametrize(
@@ -140,6 +142,29 @@ def test_files_are_repeatable(trained):
     assert trained.options.data.train_file == ("a.bin", "b*.bin")
 
 
+def test_spellings_of_an_option_add_up_or_override_as_one(trained):
+    assert call("--model=m", "--train_file=a.bin", "--train-file", "b.bin", "--train_file=c.bin") == 0
+    assert trained.options.data.train_file == ("a.bin", "b.bin", "c.bin")
+    assert call(*NEEDED, "--learning_rate=3", "--learning-rate=5", "--from_scratch", "--no_use_cuda_graphs") == 0
+    assert trained.options.schedule.learning_rate == 5 and not trained.options.system.use_cuda_graphs
+    assert call(*NEEDED, "--learning-rate=5", "--learning_rate=3") == 0
+    assert trained.options.schedule.learning_rate == 3
+
+
+@pytest.mark.parametrize(
+    ("arguments", "says"),
+    [
+        (["-steps", "3"], "-steps: options have two dashes: use --steps"),
+        (["---steps", "3"], "unknown option ---steps: did you mean --steps?"),
+        (["--steps-", "3"], "unknown option --steps-: did you mean --steps?"),
+        (["-batch=3"], "-batch: options have two dashes: use --batch"),
+    ],
+)
+def test_what_only_resembles_an_option_is_not_taken_for_it(arguments, says, trained, capsys):
+    assert call(*NEEDED, "--steps", "5", *arguments) == 2
+    assert trained.options is None and says in capsys.readouterr().err
+
+
 def test_print_config_feeds_back(capsys, tmp_path, trained):
     assert call(*MANUAL, "--print-config") == 0
     assert trained.options is None
@@ -161,10 +186,11 @@ def test_help_names_everything_unbroken(capsys):
     text = capsys.readouterr().out
     for d in descriptions().values():
         for name in (d.key, *d.aliases):
-            assert flag(name) in text
+            assert re.search(rf"(?<![\w-]){flag(name)}(?![\w-])", text), name
     for name in ("--config", "--print-config", "--print-schema", "--version", "--dry-run"):
         assert name in text
-    assert "[default: 1e-05; also --lr]" in " ".join(text.split())
+    words = " ".join(text.split())
+    assert "[default: 1e-05; also --lr]" in words and "[needed, or --data]" in words and "[default: on]" in words
 
 
 def test_everything_wrong_is_one_message(capsys):
@@ -190,6 +216,8 @@ def test_everything_wrong_is_one_message(capsys):
         ([*NEEDED, "--lr"], "requires an argument"),
         ([*NEEDED, "--from-scratch=1"], "does not take a value"),
         ([*NEEDED, "--config=absent.yaml"], "absent.yaml cannot be read"),
+        ([*NEEDED, "--packing", "true"], "unexpected true: a flag takes no value"),
+        ([*NEEDED, "more.bin"], "unexpected more.bin: every option starts with --; quote a glob"),
         ([], "--train-file is needed"),
         (["--model"], "requires an argument"),
     ],

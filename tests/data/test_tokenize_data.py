@@ -69,6 +69,8 @@ def test_model_and_tokenizer_are_one_option_and_the_fraction_counts(
         (["--model", "{t}", "--input", "{d}/latin.txt", "--eval-fraction", "0"], 3, "latin.txt is not UTF-8: byte 3"),
         (["--model", "{d}/broken", "--input", "{d}/a.txt"], 3, "tokenizer.json cannot be loaded"),
         (["--model", "{t}", "--input", "{d}/a.txt", "--out-dir", "{d}/a.txt/x"], 7, "cannot be written"),
+        (["--model", "{t}", "--input", "{d}/a.txt", "--out-dir", "{d}/a.txt"], 7, "a.txt is a file: name a folder"),
+        (["--model", "{t}", "--dataset", "{d}/a.txt"], 2, "a.txt is a file: give it as --input"),
         (["--model", "{t}", "--input", "{d}/a.txt", "--overlong", "drop"], 2, "give --seq-len too"),
         (["--model", "{t}", "--input", "{d}/a.txt", "--show", "3"], 2, "--show is for data in rows, but"),
         (

@@ -3,6 +3,7 @@
 import dataclasses
 import io
 import json
+import math
 import statistics
 
 import numpy as np
@@ -156,16 +157,44 @@ def test_clock_and_power_are_read_during_the_measured_steps_only(monkeypatch):
     assert seen == [("GPU-1", bench.SAMPLE_S, 3)] and speed.readings == (nvml.Reading(sm_mhz=1500),)
 
 
-def test_the_parts_timed_one_by_one_are_about_the_whole():
-    """A forgotten op would be missing. Steps take 10 ms: what else the machine does must not turn this red."""
-    found = []
-    while len(found) < 10:
-        speed = measure(tiny(), FP32, Memory(), HostBackend(), Clock(), **SHAPE)
-        parts = sum(call.ms * (2 if call.program == "next" else 1) for call in speed.calls)
-        found.append(1e-3 * parts / (sum(speed.seconds) / 3))
-        if 0.3 < found[-1] < 3:
-            return
-    raise AssertionError(found)
+def test_the_parts_timed_one_by_one_are_the_whole():
+    """On a clock that counts calls of ops: a forgotten one would be missing."""
+    backend, clock = HostBackend(), FakeClock()
+
+    def counted(op):
+        def call(*arguments, **numbers):
+            clock.now += 1
+            op(*arguments, **numbers)
+
+        return call
+
+    backend.ops = {name: counted(op) for name, op in backend.ops.items()}
+    clock.mark = lambda: clock.now
+    speed = measure(tiny(), BF16, Memory(), backend, clock, **SHAPE)
+    parts = sum(call.ms * (2 if call.program == "next" else 1) for call in speed.calls)
+    assert {round(1e3 * seconds) for seconds in speed.seconds} == {parts}
+
+
+def test_the_clock_stops_steps_and_warm_up(monkeypatch):
+    now = [0.0]
+    monkeypatch.setattr(bench.time, "perf_counter", lambda: now[0])
+
+    def made(warmup, steps, end, least=1):
+        now[0], found = 0.0, []
+        for counts in bench.paced(warmup, steps, least=least, end=end):
+            found.append(counts)
+            now[0] += 10
+        return "".join("w1"[counts] for counts in found), now[0]
+
+    assert made(3, 5, math.inf) == ("www11111", 80) and made(0, 2, math.inf) == ("11", 20)
+    assert made(3, 5, 60) == ("www111", 60) and made(3, 5, 69) == ("www111", 60)
+    assert made(3, 5, 25) == ("ww1", 30), "one step counts, whatever it takes"
+    assert made(3, 5, -1) == ("w1", 20) and made(3, 5, -1, least=3) == ("www1", 40) and made(0, 5, -1) == ("1", 10)
+
+
+def test_a_measurement_ends_by_the_clock():
+    speed = measure(tiny(num_layers=1), FP32, Memory(), HostBackend(), Clock(), **SHAPE, limit_s=0.0)
+    assert len(speed.seconds) == 1 and len(speed.losses) == 2
 
 
 def test_generated_tokens_repeat_like_words():

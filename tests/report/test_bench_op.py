@@ -30,6 +30,12 @@ def test_an_op_is_all_its_variants_and_a_variant_itself():
     assert len(list(cases())) == len(op_bench.CASES) and not list(cases("linear_forward"))
 
 
+def test_options_of_training_are_refused_before_an_op(capsys):
+    assert shell.run(bench.command, ["--save=x.json", "--markdown", "op", "--list"]) == 2
+    assert "--save, --markdown: not for llmq-bench op" in capsys.readouterr().err
+    assert shell.run(bench.command, ["op", "--list"]) == 0
+
+
 def test_a_shape_is_a_model_and_its_micro_batch():
     found = sizes_of("qwen2.5-0.5b:32x1024")
     named = MODELS[0]

@@ -80,6 +80,28 @@ def test_a_file_of_another_kind_is_refused(change, tmp_path):
         load(tmp_path / "a.json")
 
 
+@pytest.mark.parametrize(
+    ("change", "says"),
+    [
+        ({"ladder": None}, r"results\[0\] has no valid ladder"),
+        ({"ladder": [{"family": "norms"}]}, "has no valid ladder"),
+        ({"gaps_ms": "NaN"}, "has no valid gaps_ms"),
+        ({"tokens_per_second": {"median": 0}}, "has no valid tokens_per_second"),
+        ({"tokens_per_second": 7}, "has no valid tokens_per_second"),
+        ({"model": 3, "seq_len": "x"}, "has no valid model, seq_len"),
+    ],
+)
+def test_a_damaged_result_is_refused(change, says, tmp_path):
+    whole = content()
+    whole["results"][0] |= change
+    (tmp_path / "a.json").write_text(json.dumps(whole))
+    with pytest.raises(DataError, match=f"--compare .*a.json is damaged: .*{says}"):
+        load(tmp_path / "a.json")
+    (tmp_path / "a.json").write_text(json.dumps({**content(), "results": [3], "system": None}))
+    with pytest.raises(DataError, match=r"results\[0\] is not an object; system is not there"):
+        load(tmp_path / "a.json")
+
+
 def test_changes_are_in_percent_of_before():
     old, new = content(), content(result(seconds=(0.1,)))
     new["results"][0]["ladder"][0]["ms"] = 20.0
@@ -146,6 +168,23 @@ def test_markdown_is_two_tables_with_the_command_and_the_machine():
 def test_tenants_are_told(others, says):
     assert any(line.startswith(says) for line in bench_table.gpu_lines(result(others=others)["gpu"]))
     assert bench_table.gpu_lines(result(readings=())["gpu"]) == []
+
+
+@pytest.mark.parametrize(
+    ("change", "says"),
+    [
+        ({"sol": 1.01}, "the peaks were measured while other work took the machine"),
+        ({"ceiling_share": 1.01}, "the peaks were measured while other work took the machine"),
+        ({"ladder": [{**result()["ladder"][0], "roofline_ms": 50.0}]}, "found their data in a cache"),
+    ],
+)
+def test_more_than_what_can_be_is_told(change, says):
+    console = Console(file=io.StringIO(), width=200)
+    found = content({**result(), **change})
+    bench_table.show(console, found["results"][0])
+    for told in (console.file.getvalue(), bench_table.markdown(found)):
+        assert says in told and "m fp32 2x16" in told
+    assert bench_table.beyond(result()) == ""
 
 
 def test_a_step_faster_than_its_ops_overlaps():

@@ -68,13 +68,13 @@ def test_panels_hold_the_numbers_of_the_log(tmp_path: Path, figures: list[Figure
     want = [math.nan if step in (7, 8) else 2 + 5 / step for step in range(1, 31)]
     np.testing.assert_array_equal(raw.get_xdata(), np.arange(1, 31))
     np.testing.assert_array_equal(raw.get_ydata(), want)
-    np.testing.assert_array_equal(panels["training loss"].lines[2].get_xdata(), [7, 8])
+    np.testing.assert_array_equal(panels["training loss"].lines[1].get_xdata(), [7, 8])
     np.testing.assert_array_equal(panels["evaluation loss"].lines[0].get_ydata(), [3.0, 2.75, 2.5 + 5 / 30])
     np.testing.assert_array_equal(panels["gradient norm"].lines[0].get_ydata(), np.arange(2.0, 32.0))
     np.testing.assert_array_equal(panels["learning rate"].lines[0].get_ydata(), [1e-4] * 30)
     np.testing.assert_allclose(panels["tokens/s"].lines[0].get_ydata(), 5120.0)
     legend = [text.get_text() for text in panels["training loss"].get_legend().get_texts()]
-    assert legend == ["each step", "smoothed", "2 steps not finite"]
+    assert legend == ["each step", "2 steps not finite"]
     assert "evaluation loss 2.6667" in figures[0].texts[1].get_text()
 
 
@@ -86,6 +86,57 @@ def test_several_runs_share_the_panels_and_a_legend(tmp_path: Path, figures: lis
     for axes in figures[0].axes:
         assert len({line.get_color() for line in axes.lines}) == 2
         assert axes.get_xlim()[1] >= 50
+
+
+def test_a_long_run_is_smoothed(tmp_path: Path, figures: list[Figure]) -> None:
+    plot_runs(read_runs([write_run(tmp_path / "a", 200)]), tmp_path / "out.png")
+    loss = figures[0].axes[0]
+    assert [text.get_text() for text in loss.get_legend().get_texts()] == ["each step", "smoothed"]
+    raw, smooth = (line.get_ydata() for line in loss.lines)
+    assert not np.array_equal(raw, smooth) and raw[0] == 7
+
+
+@pytest.mark.parametrize("name", ["$_$", "[bold]x", "a\udcffb"])
+def test_names_are_drawn_and_printed_as_they_are(
+    tmp_path: Path, figures: list[Figure], name: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    from llmq.cli import plot, shell
+
+    runs = [str(write_run(tmp_path / "a", name=name)), str(write_run(tmp_path / "b"))]
+    shown = name.replace("\udcff", "\\udcff")
+    assert shell.run(plot.command, [*runs, "-o", str(tmp_path / "out.png")]) == 0
+    assert shown in capsys.readouterr().out
+    assert figures[0].axes[0].get_legend().get_texts()[0].get_text() == shown
+    assert shell.run(plot.command, [runs[0], "-o", str(tmp_path / "out.svg")]) == 0
+    assert figures[1].texts[0].get_text() == shown
+
+
+def test_the_legend_is_where_the_curve_is_not(tmp_path: Path, figures: list[Figure]) -> None:
+    """A loss that ends high up on the right, as after a divergence."""
+    run = write_run(tmp_path / "a")
+    with RunLog(LogOptions(name="a", log_file=str(run / "log.jsonl")), io.StringIO()) as log:
+        log.begin(resume_step=30)
+        for step in range(31, 61):
+            log.train(TrainRecord(step, step / 30, 7.0, 1.0, 1e-4, 100.0, 512, 512))
+    plot_runs(read_runs([run]), tmp_path / "out.png")
+    axes = figures[0].axes[0]
+    box = axes.get_legend().get_window_extent()
+    line = axes.transData.transform(axes.lines[0].get_xydata())
+    assert not any(box.contains(*point) for point in line)
+
+
+def test_a_full_disk_leaves_no_half_image(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from llmq import disk
+
+    def full(fd: int) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(disk.os, "fsync", full)
+    (tmp_path / "out.png").write_bytes(b"before")
+    with pytest.raises(StorageError, match="No space left"):
+        plot_runs(read_runs([write_run(tmp_path / "a")]), tmp_path / "out.png")
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["a", "out.png"]
+    assert (tmp_path / "out.png").read_bytes() == b"before"
 
 
 def test_runs_of_one_name_are_told_apart(tmp_path: Path, figures: list[Figure]) -> None:

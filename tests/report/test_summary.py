@@ -42,14 +42,19 @@ def test_means_are_those_of_the_last_steps(tmp_path: Path) -> None:
     first, second = summarize(read_runs(runs), 2)
     assert (first.label, first.steps, first.train_loss, first.eval_loss) == ("a", 4, 2.5, 4.5)
     assert (second.label, second.train_loss) == ("b", 3.0) and math.isnan(second.eval_loss)
+    counts = [(run.train_count, run.eval_count) for run in (first, second)]
+    assert counts == [(2, 2), (1, 0)], "what is not finite is not counted"
+    alone = summarize(read_runs(runs[:1]), 1)[0]
+    assert (alone.eval_loss, alone.eval_count) == (4.0, 1)
     assert first.tokens_per_second == pytest.approx(2 * second.tokens_per_second)
     assert summarize(read_runs(runs[:1]), 100)[0].train_loss == 4.5  # all that there are
 
 
 def test_the_table_says_how_far_runs_are_from_the_first() -> None:
-    runs = [Summary("bf16", 150, 2.0, 2.5, 1000.0), Summary("e4m3", 150, 2.01, 2.4, 1300.0)]
-    text = shown([*runs, Summary("none", 0, math.nan, math.nan, math.nan)], 30)
+    runs = [Summary("bf16", 150, 2.0, 2.5, 1000.0, 30, 2), Summary("e4m3", 150, 2.01, 2.4, 1300.0, 30, 2)]
+    text = shown([*runs, Summary("none", 0, math.nan, math.nan, math.nan, 0, 0)], 30)
     lines = [line for line in text.splitlines() if "bf16" in line or "e4m3" in line]
     assert "30 of each run" in text and "2.0000" in lines[0] and "%" not in lines[0]
+    assert [cell.strip() for cell in lines[0].split("\u2502")[3:7]] == ["2.0000", "30", "2.5000", "2"]
     assert "2.0100 (+0.50%)" in lines[1] and "2.4000 (-4.00%)" in lines[1] and "1,300" in lines[1]
     assert "nan" not in text

@@ -14,6 +14,7 @@ from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import pytest
+from pydantic import BaseModel, ValidationError
 
 from llmq.errors import DataError, StorageError, UsageError
 from llmq.log import EvalRecord, RunLog, TrainRecord
@@ -224,3 +225,23 @@ def test_the_real_library_offline(tmp_path: Path) -> None:
     assert sorted(history) == [1, 2, 3, 4, 5, 6]
     assert float(history[6]["eval/loss"]) == 0.5 and float(history[4]["train/loss"]) == 1.25
     assert float(config["learning_rate"]) == 1e-5
+
+
+@pytest.mark.parametrize("project", ["", "team/project", "x" * 129])
+def test_a_project_that_wandb_would_refuse(tmp_path: Path, fake: SimpleNamespace, project: str) -> None:
+    with pytest.raises(UsageError, match=r"--project .* is not a name for W&B: .*--entity"):
+        export_wandb(write_run(tmp_path), project=project)
+    assert fake.calls == []
+
+
+def test_a_setting_of_the_environment_that_wandb_refuses(tmp_path: Path, fake: SimpleNamespace) -> None:
+    """What `WANDB_SILENT=` gives."""
+
+    class Settings(BaseModel):
+        silent: bool
+
+    with pytest.raises(ValidationError) as caught:
+        Settings.model_validate({"silent": ""})
+    fake.error = caught.value
+    with pytest.raises(UsageError, match=r"environment variables \(WANDB_\.\.\.\).*silent ''"):
+        export_wandb(write_run(tmp_path), project="p")

@@ -1,0 +1,98 @@
+"""What all commands share: help, versions, spellings, `~` in paths, and output that cannot be written."""
+
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import click
+import pytest
+
+from llmq.cli import bench, export_wandb, plot, shell, tokenize_data, train
+from llmq.quickstart import __main__ as quickstart
+
+ROOT = Path(__file__).parents[2]
+COMMANDS = {
+    "train": train.command(),
+    "bench": bench.command,
+    "plot": plot.command,
+    "tokenize_data": tokenize_data.command,
+    "export_wandb": export_wandb.command,
+    "quickstart": quickstart.command(),
+}
+PATHS = {
+    "bench": {"save", "compare"},
+    "plot": {"runs", "output"},
+    "tokenize_data": {"inputs", "tokenizer", "out_dir"},
+    "export_wandb": {"log_file"},
+}
+
+
+def to_a_full_disk(*arguments):
+    """A Python process whose stdout cannot be written."""
+    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
+    with open("/dev/full", "w") as full:
+        return subprocess.run(
+            [sys.executable, *arguments], stdout=full, stderr=subprocess.PIPE, env=environment, timeout=60, check=False
+        )
+
+
+@pytest.mark.parametrize("name", COMMANDS)
+def test_every_command_has_help_and_a_version(name, capsys):
+    for given, words in (("-h", "Usage: "), ("--help", "Usage: "), ("--version", "llmq ")):
+        assert shell.run(COMMANDS[name], [given]) == 0
+        assert capsys.readouterr().out.startswith(words)
+
+
+@pytest.mark.parametrize("name", COMMANDS)
+def test_long_options_with_one_dash_are_refused(name, capsys):
+    assert shell.run(COMMANDS[name], ["-version"]) == 2
+    assert capsys.readouterr().err == "error: -version: options have two dashes: use --version\n"
+    assert shell.run(COMMANDS[name], ["-hello=1"]) == 2
+    assert "-hello=1: options have two dashes" in capsys.readouterr().err
+
+
+def test_a_short_option_may_have_its_value_attached(capsys):
+    assert shell.run(plot.command, ["-oout.png", "absent"]) == 3
+    assert "absent" in capsys.readouterr().err
+    assert shell.run(plot.command, ["absent", "-output=x.png"]) == 2
+    assert "use --output" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("name", PATHS)
+def test_paths_may_begin_with_the_home_folder(name, monkeypatch):
+    """Where the shell leaves it: `--out-dir=~/x`."""
+    monkeypatch.setenv("HOME", "/home/ada")
+    options = {p.name: p for p in COMMANDS[name].params if "FILE" in p.make_metavar(click.Context(COMMANDS[name]))}
+    assert PATHS[name] | {"chat_template"} >= options.keys(), "an option for a file that this test has not heard of"
+    for parameter in COMMANDS[name].params:
+        if parameter.name in PATHS[name]:
+            assert parameter.type.convert("~/x", parameter, None) == "/home/ada/x"
+
+
+def test_a_template_is_a_file_or_its_text(monkeypatch, tmp_path):
+    monkeypatch.setenv("HOME", str(tmp_path))
+    (tmp_path / "a.jinja").touch()
+    kind = next(p.type for p in tokenize_data.command.params if p.name == "chat_template")
+    assert kind.convert("~/a.jinja", None, None) == str(tmp_path / "a.jinja")
+    assert kind.convert("~ {{ x }}", None, None) == "~ {{ x }}"
+
+
+def test_output_that_cannot_be_written_is_one_message():
+    for module in ("train", "bench", "plot"):
+        done = to_a_full_disk("-m", f"llmq.cli.{module}", "--help")
+        assert done.returncode == 7
+        assert re.fullmatch(rb"error: cannot write: No space left on device: .*\n", done.stderr)
+
+
+def test_closed_streams_are_no_error():
+    for arguments, code in (("--help >&-", 0), ("--help >&- 2>&-", 0), ("--hlep 2>&-", 2)):
+        line = f"exec {sys.executable} -m llmq {arguments}"
+        done = subprocess.run(["bash", "-c", line], capture_output=True, cwd=ROOT, timeout=60, check=False)
+        assert (done.returncode, done.stderr) == (code, b"")
+
+
+def test_a_dry_run_that_cannot_be_read_has_failed():
+    done = to_a_full_disk("-m", "llmq", "--model=m", "--train-file=t.bin", "--device=cpu", "--dry-run")
+    assert done.returncode == 7 and done.stderr.startswith(b"error: cannot write: ")

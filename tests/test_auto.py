@@ -1,0 +1,37 @@
+"""What timing chooses, and that its lines say why."""
+
+from types import SimpleNamespace
+
+import pytest
+from tiny_engines import FP8, tiny
+
+from llmq import auto
+from llmq.plan.memory import Memory
+from llmq.plan.precision import SITES, site_names
+
+
+@pytest.mark.parametrize(
+    ("alone", "together", "chosen", "says"),
+    [
+        ({"mlp.up": 8.0, "mlp.down": 9.0}, 7.0, ("mlp.up", "mlp.down"), "3.500 ms a layer, 1.43 times as fast"),
+        ({"mlp.up": 8.0}, 8.0, ("mlp.up",), "4.000 ms a layer, 1.25 times as fast"),
+        ({"mlp.up": 8.0, "mlp.down": 9.0}, 11.0, (), "5.500 ms a layer, no faster than bf16: every site stays bf16"),
+        ({}, 0.0, (), "no site was faster in e4m3: every site stays bf16"),
+    ],
+)
+def test_the_lines_say_why(alone, together, chosen, says, monkeypatch):
+    """Milliseconds of two layers: 10 in bf16, and with a site in fp8 unless `alone` has another time."""
+
+    def measure(config, precision, *_, **__):
+        fp8 = [site for site in SITES if not any(name.endswith(site) for name in precision.wide)]
+        ms = 10.0 if not fp8 else alone.get(fp8[0], 12.0) if len(fp8) == 1 else together
+        return SimpleNamespace(micro_batch_ms=ms)
+
+    monkeypatch.setattr(auto, "measure", measure)
+    dtypes = FP8["e4m3", "delayed"]
+    found, timing = auto.choose(tiny(), dtypes, Memory(), None, batch_size=2, seq_len=16, grad_accumulation=1)
+    rows = timing.rows("bf16")
+    assert timing.chosen == chosen and rows["together"] == says
+    assert {site for site in SITES if rows[site].endswith(": e4m3")} == set(chosen)
+    wide = {name for name in site_names(2) if not name.endswith(chosen)} if chosen else set()
+    assert set(found.wide) == wide and found.matmul == ("e4m3" if chosen else "bf16")
