@@ -54,6 +54,6 @@ def pytest_collection_modifyitems(config, items):
 
 def _is_emulated(config, item):
     """Whether a test runs its kernels on the CPU: with --all those of small sizes do, with --emulate all."""
-    chosen = item.callspec.params.values() if hasattr(item, "callspec") else ()
-    small = config.getoption("--all") and not {"large", "e5m2"} & {x for x in chosen if isinstance(x, str)}
+    chosen = item.callspec.id.split("-") if hasattr(item, "callspec") else ()
+    small = config.getoption("--all") and not {"large", "e5m2", "wide", "plain", "multi"} & {*chosen}
     return shutil.which("g++") and (small or config.getoption("--emulate"))

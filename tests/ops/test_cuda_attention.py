@@ -237,13 +237,13 @@ def test_bf16(runner, size, window, max_docs):
         assert np.linalg.norm(got - expected) <= 4 * 2.0**-9 * scale
 
 
-@pytest.mark.gpu
+@pytest.mark.gpu(emulated=True)
 @PACKED
 @WINDOWS
 @CASES
-def test_fp32(runner, size, window, max_docs):
+def test_fp32(size, window, max_docs):
     """Sums of up to T and Hd terms in f32: either side is right to as many times 2^-24 of their magnitudes."""
-    borders = borders_of(size, max_docs)
+    runner, borders = Runner(None), borders_of(size, max_docs)
     qkv, d_att, att, lse, d_qkv = reference(size, window, "fp32", borders)
     got_att, got_lse, got_d = outputs(size, "fp32", borders)
     a, s = runner.run("attention_forward", [got_att, got_lse], [qkv, borders], window, size)
@@ -310,7 +310,7 @@ def test_two_runs_and_a_graph_give_the_same_bits(runner, op, dtype, max_docs):
     assert all(result == results[0] for result in results)
 
 
-@pytest.mark.gpu
+@pytest.mark.gpu(emulated=True)
 @pytest.mark.parametrize("max_docs", [1, 5, 32, 33, 100])
 def test_documents_are_found(max_docs):
     """Pieces of documents in order, then empty ones, for every row; offsets end with the end of the batch."""
