@@ -6,6 +6,7 @@ GOLDEN = ("tests/test_golden.py",)
 ENGINE = ("tests/test_engine.py",)
 UPDATE = ("tests/test_optimizer.py",)
 LOOP_BY_HAND = ("tests/test_training_by_hand.py",)
+KEPT = ("tests/test_training_kept.py",)
 PLAN = ("tests/plan/test_program.py", "tests/plan/test_recompute.py", "tests/test_engine.py")
 
 STEP = (
@@ -170,6 +171,55 @@ LOOP = (
         "{seed}\\0{name}",
         "{seed}\\0{name[:0]}",
         ("tests/test_source.py",),
+    ),
+    Fault(
+        "an_error_loses_the_steps_since_the_last_checkpoint",
+        "llmq/training.py",
+        "                    self._rescue()\n",
+        "                    pass\n",
+        KEPT,
+    ),
+    Fault(
+        "a_diverged_run_is_saved",
+        "llmq/training.py",
+        "if not isinstance(error, NonFiniteError):",
+        "if not isinstance(error, KeyError):",
+        KEPT,
+    ),
+    Fault(
+        "a_fallback_saves_counts_that_have_its_reading",
+        "llmq/training.py",
+        "self._fall_back(list(low), before)",
+        "self._fall_back(list(low), self.fp8.low)",
+        KEPT,
+    ),
+    Fault(
+        "an_evaluation_cut_off_is_never_made",
+        "llmq/training.py",
+        "self._evaluate_if_due()  # where an interrupt",
+        "pass  # where an interrupt",
+        KEPT,
+    ),
+    Fault(
+        "held_out_loss_has_the_z_loss",
+        "llmq/blocks/head.py",
+        '**{**self.numbers, "z_loss": 0.0}',
+        "**self.numbers",
+        KEPT,
+    ),
+    Fault(
+        "other_data_of_the_same_size_continues_a_run",
+        "llmq/data/loader.py",
+        "[file.fingerprint for file",
+        "[file.num_tokens for file",
+        KEPT,
+    ),
+    Fault(
+        "a_false_flag_is_no_flag",
+        "llmq/commands.py",
+        'flag(key if value else f"no_{key}")',
+        "flag(key)",
+        ("tests/test_commands.py",),
     ),
 )
 
