@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import os
 import tempfile
-from contextlib import suppress
 from functools import cache
 from pathlib import Path
 
@@ -24,20 +23,6 @@ def cache_folder(kind: str) -> Path:
     except RuntimeError:  # neither $HOME nor an entry in the password file
         home = Path(os.devnull)
     return (home / ".cache" / "llmq" if home.is_dir() else _temporary()) / kind
-
-
-def write_whole(path: Path, content: bytes) -> None:
-    """Puts a file in place at once: a reader sees the old content or all of the new. OSError as of any write."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    handle, name = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
-    try:
-        with os.fdopen(handle, "wb") as file:
-            file.write(content)
-        os.replace(name, path)
-    except BaseException:
-        with suppress(OSError):
-            os.unlink(name)
-        raise
 
 
 def _temporary() -> Path:

@@ -67,19 +67,24 @@ def check_free_space(needs: Mapping[str, tuple[Path, int]]) -> None:
 
 
 def write_whole(path: Path, content: bytes) -> None:
-    """Writes a small file so that it is there whole or not at all; StorageError if the disk does not take it."""
-    temporary = temporary_name(path)
+    """As replace_file; StorageError if the disk does not take it."""
     with storage(path):
-        try:
-            path.parent.mkdir(parents=True, exist_ok=True)
-            with temporary.open("xb") as file:
-                file.write(content)
-                file.flush()
-                os.fsync(file.fileno())
-            os.replace(temporary, path)
-            sync_folder(path.parent)
-        finally:
-            temporary.unlink(missing_ok=True)
+        replace_file(path, content)
+
+
+def replace_file(path: Path, content: bytes) -> None:
+    """Puts a small file in place at once, and durably: a reader sees the old content or all of the new. OSError."""
+    temporary = temporary_name(path)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    try:
+        with temporary.open("xb") as file:
+            file.write(content)
+            file.flush()
+            os.fsync(file.fileno())
+        os.replace(temporary, path)
+        sync_folder(path.parent)
+    finally:
+        temporary.unlink(missing_ok=True)
 
 
 def temporary_name(path: Path) -> Path:

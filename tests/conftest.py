@@ -3,9 +3,12 @@
 import ctypes
 import importlib.util
 import shutil
+import signal
 
 import pytest
 
+# parameters of tests whose kernels are run on the CPU only if that is asked for: large shapes, and dtypes after the first
+LONG = {"large", "wide", "plain", "multi", "grouped", "(257, 4864)", "(5, 37888)", "(9, 151936)", "fp32", "e5m2", "37"}
 CHOSEN_BY = {"slow": "--all", "judge": "--judges"}
 
 
@@ -17,7 +20,9 @@ def pytest_addoption(parser):
 
 
 def pytest_configure(config):
-    """A judge that is asked for and not there is an error, not a skip."""
+    """A judge that is asked for and not there is an error, not a skip. SIGINT does here what it does in a terminal."""
+    if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # a shell's background job, whose children inherit that
+        signal.signal(signal.SIGINT, signal.default_int_handler)
     missing = [name for name in ("torch", "transformers") if not importlib.util.find_spec(name)]
     if config.getoption("--judges") and missing:
         raise pytest.UsageError(f"--judges needs {' and '.join(missing)}: tools/test.sh --judges installs them")
@@ -53,7 +58,7 @@ def pytest_collection_modifyitems(config, items):
 
 
 def _is_emulated(config, item):
-    """Whether a test runs its kernels on the CPU: with --all those of small sizes do, with --emulate all."""
-    chosen = item.callspec.id.split("-") if hasattr(item, "callspec") else ()
-    small = config.getoption("--all") and not {"large", "e5m2", "wide", "plain", "multi"} & {*chosen}
+    """Whether a test runs its kernels on the CPU: with --all some of small sizes do, with --emulate all."""
+    chosen = item.callspec.id.split("-") if hasattr(item, "callspec") else ("large",)
+    small = config.getoption("--all") and not LONG & {*chosen}
     return shutil.which("g++") and (small or config.getoption("--emulate"))

@@ -1,21 +1,9 @@
-"""Where caches lie, and how a file appears there whole."""
+"""Where caches lie."""
 
 import os
 from pathlib import Path
 
-import pytest
-
 from llmq import cache_folder
-
-
-def test_a_failed_write_leaves_the_old_file_and_no_other(tmp_path, monkeypatch):
-    path = tmp_path / "x.json"
-    cache_folder.write_whole(path, b"old")
-    monkeypatch.setattr(os, "replace", lambda *_: (_ for _ in ()).throw(OSError("disk full")))
-    with pytest.raises(OSError, match="disk full"):
-        cache_folder.write_whole(path, b"new")
-    assert path.read_bytes() == b"old"
-    assert list(tmp_path.iterdir()) == [path]
 
 
 def test_the_place_of_the_cache(tmp_path, monkeypatch):

@@ -204,7 +204,7 @@ def test_tokenizing_is_as_fast_as_the_library_alone(tmp_path: Path, shared: Call
             pass
 
     seconds: dict[Callable[[], None], list[float]] = {alone: [], whole: []}
-    for _ in range(20):
+    for _ in range(12):
         for work, taken in seconds.items():
             start = time.process_time()
             work()
@@ -224,7 +224,7 @@ print(peak_resident_bytes() >> 20)
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", ["txt", "jsonl"])
 def test_memory_is_flat(tmp_path: Path, shared: Callable[[str], Path], kind: str) -> None:
-    path = corpus(tmp_path / "text.txt", shared, 100_000_000)
+    path = corpus(tmp_path / "text.txt", shared, 60_000_000)
     if kind == "jsonl":
         with (tmp_path / "text.jsonl").open("w") as out:
             for piece in pieces(open_documents([path])[0], True):
@@ -233,4 +233,4 @@ def test_memory_is_flat(tmp_path: Path, shared: Callable[[str], Path], kind: str
     command = [sys.executable, "-c", MEMORY, str(path), str(shared("qwen2.5-tokenizer")), str(tmp_path / "out")]
     environment = {**os.environ, "PYTHONPATH": str(ROOT)}
     done = subprocess.run(command, capture_output=True, text=True, check=True, env=environment)
-    assert int(done.stdout) < 500
+    assert int(done.stdout) < 400

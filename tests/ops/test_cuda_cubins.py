@@ -38,7 +38,7 @@ def test_a_cache_that_cannot_be_written_keeps_no_run_from_going_on(quick, monkey
     def refuse(path, content):
         raise OSError(error, os.strerror(error))
 
-    monkeypatch.setattr(cuda_compile, "write_whole", refuse)
+    monkeypatch.setattr(cuda_compile, "replace_file", refuse)
     paths = [quick(), quick()]
     assert [path.read_bytes() for path in paths] == [b"a cubin"] * 2
     assert paths[0] != paths[1] and not list(tmp_path.iterdir())

@@ -16,7 +16,8 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from llmq.cache_folder import cache_folder, write_whole
+from llmq.cache_folder import cache_folder
+from llmq.disk import replace_file
 
 ALGORITHM_BYTES = 64
 
@@ -76,7 +77,7 @@ class Algorithms:
         merged = {p: asdict(c) for p, c in sorted((_read(self.path, self.device) | self._new).items())}
         content = {"device": self.device, "algorithms": merged, "digest": _digest(merged)}
         try:
-            write_whole(self.path, json.dumps(content, indent=1).encode())
+            replace_file(self.path, json.dumps(content, indent=1).encode())
         except OSError as error:
             return f"GEMM algorithms are not kept for the next run: {self.path}: {error.strerror or error}"
         self._new = {}

@@ -22,7 +22,8 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-from llmq.cache_folder import cache_folder, write_whole
+from llmq.cache_folder import cache_folder
+from llmq.disk import replace_file
 from llmq.ops.cuda_sources import cuda_folder
 
 INCLUDE = re.compile(r'^#include "([\w.]+)"\n', re.MULTILINE)
@@ -123,7 +124,7 @@ def cubin_file(name: str, capability: int, constants: Constants) -> Path:
     cubin, _ = compiled(name, capability, constants)
     path = folder / f"{name}-{key}-{_digest(cubin)}.cubin"
     try:
-        write_whole(path, cubin)
+        replace_file(path, cubin)
     except OSError as error:
         notice = f"Compiled kernels are not kept for the next run: {folder}: {error.strerror or error}"
         if notice not in notices:
