@@ -7,8 +7,6 @@ import signal
 
 import pytest
 
-# parameters of tests whose kernels are run on the CPU only if that is asked for: large shapes, and dtypes after the first
-LONG = {"large", "wide", "plain", "multi", "grouped", "(257, 4864)", "(5, 37888)", "(9, 151936)", "fp32", "e5m2", "37"}
 CHOSEN_BY = {"slow": "--all", "judge": "--judges"}
 
 
@@ -46,7 +44,7 @@ def pytest_collection_modifyitems(config, items):
     if any(item.get_closest_marker("gpu") for item in items) and (problem := cuda_problem()):
         for item in items:
             if marker := item.get_closest_marker("gpu"):
-                emulated = marker.kwargs.get("emulated") and _is_emulated(config, item)
+                emulated = shutil.which("g++") and _is_emulated(config, item, marker.kwargs.get("emulated"))
                 item.add_marker(pytest.mark.emulated if emulated else pytest.mark.skip(reason=problem))
     if config.option.markexpr:
         return
@@ -57,8 +55,11 @@ def pytest_collection_modifyitems(config, items):
         items[:] = [item for item in items if item not in set(dropped)]
 
 
-def _is_emulated(config, item):
-    """Whether a test runs its kernels on the CPU: with --all some of small sizes do, with --emulate all."""
-    chosen = item.callspec.id.split("-") if hasattr(item, "callspec") else ("large",)
-    small = config.getoption("--all") and not LONG & {*chosen}
-    return shutil.which("g++") and (small or config.getoption("--emulate"))
+def _is_emulated(config, item, emulated):
+    """Whether a test runs its kernels on the CPU: with --emulate all that can; with --all what the marker names.
+
+    `emulated` is True, or the parameters of the smallest cases.
+    """
+    if not emulated or config.getoption("--emulate"):
+        return bool(emulated)
+    return config.getoption("--all") and isinstance(emulated, str) and emulated in item.name

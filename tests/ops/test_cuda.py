@@ -112,7 +112,7 @@ def check(case: Case, dtype: str, *, accumulate: bool = False) -> None:
         assert np.all(worst <= 0), f"{name}: {np.nanmax(worst)} beyond the bound, of {np.abs(e).max()}"
 
 
-@gpu
+@pytest.mark.gpu(emulated="bf16-odd")
 @pytest.mark.parametrize("size", SIZES)
 @pytest.mark.parametrize("dtype", ["bf16", "fp32"])
 @pytest.mark.parametrize("op", [op for op in cuda.OPS if op != "quantize"])  # it writes no value: test_cuda_quantize
@@ -282,7 +282,7 @@ WITH_COLUMN_SUMS = ("swiglu_backward", "swiglu_forward", "rope_backward", "qk_no
 FORM_OPS = [(op, name) for op, names in seam.WRITES_FORMS.items() for name in names]
 
 
-@gpu
+@pytest.mark.gpu(emulated="bf16-304-e4m3")
 @pytest.mark.parametrize("quantized", ["e4m3", "e5m2"])
 @pytest.mark.parametrize(("dtype", "rows"), [("bf16", 37), ("bf16", 304), ("fp32", 64)])
 @pytest.mark.parametrize(("op", "name"), FORM_OPS)

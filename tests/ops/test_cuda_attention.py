@@ -237,7 +237,7 @@ def test_bf16(runner, size, window, max_docs):
         assert np.linalg.norm(got - expected) <= 4 * 2.0**-9 * scale
 
 
-@pytest.mark.gpu(emulated=True)
+@pytest.mark.gpu(emulated="one block-3-")
 @PACKED
 @WINDOWS
 @CASES

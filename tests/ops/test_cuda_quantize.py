@@ -9,7 +9,7 @@ from .build import output, tensor
 from .cuda_build import Device
 from .test_quantize import uneven
 
-pytestmark = pytest.mark.gpu(emulated=True)
+pytestmark = pytest.mark.gpu(emulated="reference[(304, 896)]")
 # rows that no 16 divides, accesses of 4 numbers, ragged tiles, rows of several warps and ones that are read twice
 SHAPES = [(37, 88), (3, 43, 76), (304, 896), (2, 197, 1160), (257, 4864), (5, 37888), (9, 151936)]
 
