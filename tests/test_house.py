@@ -35,7 +35,7 @@ HOUSE = {
     "rows": Place(may={"config"}, never={"ops"}),
     "tensor": Place(may=set(), never={"ops", "blocks"}),
     "arena": Place(never={"ops", "blocks"}),
-    "ops": Place(may={"tensor", "cache_folder"}, never={"blocks", "options", "sections"}),
+    "ops": Place(may={"tensor", "cache_folder", "disk"}, never={"blocks", "options", "sections"}),
     "sites": Place(may={"tensor"}, never={"options", "sections", "stores", *ARRAYS}),
     "blocks": Place(may={"tensor", "sites"}, never={"options", "sections", "plan", "stores", "comm", *ARRAYS}),
     "stores": Place(may={"tensor", "arena", "ops", "comm", "rows"}, never={"blocks", "options", "sections"}),
