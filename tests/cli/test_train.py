@@ -5,7 +5,6 @@ import os
 import re
 import subprocess
 import sys
-import time
 import types
 from pathlib import Path
 from types import SimpleNamespace
@@ -297,18 +296,18 @@ except SystemExit as end:
 
 
 def test_help_answers_in_under_400_ms():
-    """In CPU seconds, tried again for a while: other tests beside it must not turn this red.
+    """In CPU seconds, or in twice what its two libraries take to be imported, which is 0.15 s where nothing else runs.
 
     Where two workers share a core's units, 0.2 s of CPU time read as more than 0.4 s ten times in a row.
     """
     code = "import os, resource, subprocess, sys; subprocess.run(sys.argv[1:], stdout=subprocess.DEVNULL, check=True); "
     code += "used = resource.getrusage(resource.RUSAGE_CHILDREN); print(used.ru_utime + used.ru_stime)"
-    command_line = [sys.executable, "-m", "llmq.cli.train", "--help"]
-    deadline, used = time.monotonic() + 45, [float(process("-c", code, *command_line).stdout)]
-    while min(used) >= 0.4 and time.monotonic() < deadline:
-        time.sleep(0.5)
-        used.append(float(process("-c", code, *command_line).stdout))
-    assert min(used) < 0.4
+
+    def seconds(*command_line):
+        return min(float(process("-c", code, sys.executable, *command_line).stdout) for _ in range(3))
+
+    used = seconds("-m", "llmq.cli.train", "--help")
+    assert used < 0.4 or used < 2 * seconds("-c", "import click; from pydantic import BaseModel")
 
 
 def test_a_bare_environment_is_enough(tmp_path):
