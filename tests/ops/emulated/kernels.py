@@ -118,7 +118,7 @@ def _library(folder: Path, source: str) -> ctypes.CDLL:
 
 def _made(folder: Path, text: str, kind: str, suffix: str, options: list[str]) -> Path:
     """What the compiler makes of a text, under a name that follows from it."""
-    name = hashlib.sha256(text.encode()).hexdigest()[:24]
+    name = hashlib.sha256(repr((text, OPTIONS)).encode()).hexdigest()[:24]
     source, made = folder / f"{name}.{kind}", folder / f"{name}{suffix}"
     if not made.exists():
         temporary = folder / f"{name}.{os.getpid()}"
