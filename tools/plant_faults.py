@@ -1,7 +1,7 @@
 #!/usr/bin/env python3
 """Do the tests bite? Plants the faults of tests/faults, one at a time, and lists those that no test notices.
 
-    python tools/plant_faults.py [--jobs N] [--only NAME ...] [--list]
+    python tools/plant_faults.py [--jobs N] [--only NAME]... [--list]
 
 Each fault is planted in a copy of the tree; its targeted tests run first, and if they stay green the whole default
 suite does. The copy without a fault has to be green, or a red one would mean nothing. A fault whose module no longer
