@@ -318,6 +318,18 @@ def test_every_form_is_a_function_of_the_rounded_value(op, name, dtype, rows, qu
         assert same_bytes(alone.host(only.array), device.host(only.array))
 
 
+@pytest.mark.gpu(emulated="(208, 144)")
+@pytest.mark.parametrize("shape", [(208, 144), (128, 128), (3, 37, 88), (1, 16), (130, 1), (5000, 896)], ids=str)
+def test_rows_in_fp8_become_columns_byte_by_byte(shape):
+    """Whole tiles, ragged ones, and widths that no 16 divides."""
+    rows = tensor(np.random.default_rng(0).standard_normal(shape), "bf16", Form("e4m3", "row", "delayed"), 0.01)
+    outputs = {"out": output(shape, "bf16", (Form("e4m3", "col", "delayed"),), scale=0.01)}
+    device = Device()
+    device.call("cast", outputs, {"x": rows})
+    got = device.host(outputs["out"].tensors[0].array)
+    assert same_bytes(got, np.ascontiguousarray(rows.array.reshape(-1, shape[-1]).T))
+
+
 @gpu
 @pytest.mark.parametrize("value", [0.0, np.inf, np.nan, 1e-38])
 def test_a_scale_needs_a_finite_amax(value):
