@@ -318,6 +318,28 @@ def test_every_form_is_a_function_of_the_rounded_value(op, name, dtype, rows, qu
         assert same_bytes(alone.host(only.array), device.host(only.array))
 
 
+@pytest.mark.gpu(emulated="bf16-sizes1-e4m3")
+@pytest.mark.parametrize("quantized", ["e4m3", "e5m2"])
+@pytest.mark.parametrize("sizes", [(203, 256), (5000, 5120), (151936, 151936)])
+@pytest.mark.parametrize("dtype", ["bf16", "fp32"])
+@pytest.mark.parametrize(("op", "name"), [(op, name) for op, names in seam.WRITES_ROWS.items() for name in names])
+def test_rows_are_a_function_of_the_rounded_value(op, name, dtype, sizes, quantized):
+    """As every form above: with the value beside them, and alone."""
+    case = make(op, replace(SIZES["odd"], b=1, t=13, v=sizes[0], vp=sizes[1]))
+    inputs, outputs, form = inputs_of(case, dtype), outputs_of(case, dtype), Form(quantized, "row", "delayed")
+    outputs[name] = output(case.outputs[name], dtype, (None, form), scale=1.3 * 2.0**-12, amax=0.25)
+    device = Device()
+    device.call(op, outputs, inputs, **case.numbers)
+    value, rows = outputs[name].tensors
+    rounded = device.host(value.array).astype(np.float32)
+    got = device.host(rows.array)
+    assert same_bytes(got, np.ascontiguousarray(to_form(rounded, form, rows.scale)))
+    assert device.host(outputs[name].amax["e4m3"])[0] == max(np.float32(0.25), np.abs(rounded).max())
+    alone = Device()
+    alone.call(op, {**outputs, name: replace(outputs[name], tensors=(rows,), amax={})}, inputs, **case.numbers)
+    assert same_bytes(alone.host(rows.array), got)
+
+
 @pytest.mark.gpu(emulated="(208, 144)")
 @pytest.mark.parametrize("shape", [(208, 144), (128, 128), (3, 37, 88), (1, 16), (130, 1), (5000, 896)], ids=str)
 def test_rows_in_fp8_become_columns_byte_by_byte(shape):
