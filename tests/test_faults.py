@@ -49,6 +49,7 @@ def tree(tmp_path):
     return tmp_path
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "old, new, verdict, by",
     [

@@ -248,6 +248,7 @@ def test_a_tokenizer_is_fetched_without_weights(server, tmp_path):
     assert offline == answer
 
 
+@pytest.mark.slow
 def test_a_download_that_was_cut_off_goes_on_when_run_again(server, contents, tmp_path):
     wanted, _ = contents
     shard = next(name for name in wanted if name.startswith("model-00002"))

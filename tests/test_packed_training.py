@@ -87,6 +87,7 @@ def test_too_few_rows_name_both_numbers(given):
         llmq.train(**{**given, "grad_accumulation": 100})
 
 
+@pytest.mark.slow
 def test_a_dry_run_plans_packed_rows_for_a_gpu_that_is_not_here(given):
     assert llmq.train(**given, dry_run=True, device="cuda", gpu="H200").exit_code == 0
     large = {"model_dtype": "bf16", "batch_size": 64, "seq_len": 8192, "model": "Qwen2.5-0.5B"}

@@ -358,6 +358,7 @@ def test_the_last_screen_says_what_was_measured(made):
     assert all(str(path) in text for path in (places.model, places.plot, places.log))
 
 
+@pytest.mark.slow
 def test_what_to_try_next_works(made):
     """The three commands, as printed, in a shell."""
     places, outcome = made

@@ -187,6 +187,7 @@ def test_a_second_call_finds_everything_made(made, on_gpu, monkeypatch):
     assert times(places.out) == before
 
 
+@pytest.mark.slow
 def test_another_card_is_measured_anew(copy, monkeypatch):
     fake_gpu.install(monkeypatch, FakeDriver(gpus=(RTX_4090,)))
     outcome, cached = quiet(copy, TINY_GPU)
@@ -207,6 +208,7 @@ def test_a_lost_model_is_exported_again_with_the_same_sizes(copy, made, monkeypa
 # killed
 
 
+@pytest.mark.slow
 def test_a_killed_run_ends_with_the_same_weights(made, on_gpu, monkeypatch, capsys, tmp_path):
     """The processes that train again have the fake GPU from a sitecustomize of their own."""
     places, _ = made
@@ -314,6 +316,7 @@ def test_the_verdict_is_that_of_a_dry_run(made, on_gpu, tmp_path):
     assert f"needs {needed / 2**30:.1f} GiB" in outcome.on_gpu.verdict
 
 
+@pytest.mark.slow
 def test_a_verdict_names_what_is_missing_and_what_helps():
     fit, places = Fit(), Places(Path("out"))
     text = gpu.verdict(fit, places, 90 * 2**30)

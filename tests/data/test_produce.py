@@ -235,6 +235,7 @@ def test_the_first_tokens_are_for_evaluation_and_a_limit_ends_behind_a_part(
     np.testing.assert_array_equal(np.concatenate([file.tokens for file in files]), ids[: sum(sizes)])
 
 
+@pytest.mark.slow
 def test_two_processes_share_one_cache(tmp_path: Path, small, small_tokenizer: Path) -> None:
     driver = """
 import sys
