@@ -96,9 +96,8 @@ def read(root: Path = Path("/")) -> Driver | None:
         return Driver(cuda, version, (), failure, _error_name(library, failure))
     count = ctypes.c_int()
     _check(library, library.cuDeviceGetCount(ctypes.byref(count)))
-    known = range(
-        count.value if cuda >= OLDEST_CUDA else 0
-    )  # drivers before CUDA 11.4 lack functions that `_gpu` calls
+    # drivers before CUDA 11.4 lack functions that `_gpu` calls
+    known = range(count.value if cuda >= OLDEST_CUDA else 0)
     return Driver(cuda, version, tuple(_gpu(library, index) for index in known), num_gpus=count.value)
 
 

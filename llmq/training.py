@@ -81,7 +81,7 @@ class _Run:
 
     def __init__(self, job: Job, log: RunLog, interrupt: Interrupt, watch: Watch, began: float) -> None:
         self.job, self.log, self.interrupt, self.watch, self.began = job, log, interrupt, watch, began
-        self.engine = Engine(job.plan, job.backend)
+        self.engine, self.light_s = Engine(job.plan, job.backend), _light_s(job)
         self.step = self.position = self.saved = 0  # updates, samples taken, step of the newest checkpoint
         self.fp8 = Fp8Watch(job.watching, {})
         self.fell_back: list[str] = []  # sites that left fp8 in this run
@@ -186,7 +186,7 @@ class _Run:
             tokens=job.tokens_per_step,
             trained_tokens=done.num_tokens,
             wait_ms=wait_ms,
-            sol=self._light_s * job.tokens_per_step / seconds,
+            sol=self.light_s * job.tokens_per_step / seconds,
             applied=done.applied,
             memory_mib=job.backend.peak_bytes() / MIB,
         )
@@ -238,6 +238,7 @@ class _Run:
         assert path is not None
         del self.engine
         self.engine, self.job = Engine(plan, job.backend), replace(job, plan=plan)
+        self.light_s = _light_s(self.job)
         _, read = load(path)
         self.engine.restore(carried(read, old, plan))
         self.fell_back += sites
@@ -264,12 +265,6 @@ class _Run:
                 f"loss or gradient was not finite in the last {self.rejected} steps up to step {record.step}, and none "
                 "of them changed the weights: lower --learning-rate, set --grad-clip, or use a wider --matmul-dtype"
             )
-
-    @property
-    def _light_s(self) -> float:
-        """Seconds for a token at the speed of light, by the dtypes of the sites as they are now."""
-        plan = self.job.plan
-        return sol.seconds_per_token(plan.config, plan.seq_len, device.peaks(self.job.device), plan.precision)
 
     def _evaluate_if_due(self) -> None:
         """Evaluates after this step if that is due and not done."""
@@ -347,5 +342,10 @@ class _Run:
         """The run's metrics; the first step is left out of the speed where there are others."""
         steady = self.speeds[1:] or self.speeds
         speed = float(np.median(steady)) if steady else math.nan
-        share = self._light_s * speed if steady else None
+        share = self.light_s * speed if steady else None
         return replace(self.result, exit_code=exit_code, tokens_per_second=speed, sol=share)
+
+
+def _light_s(job: Job) -> float:
+    """Seconds for a token at the speed of light, by the dtypes of the plan's sites."""
+    return sol.seconds_per_token(job.plan.config, job.plan.seq_len, device.peaks(job.device), job.plan.precision)

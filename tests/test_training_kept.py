@@ -1,10 +1,12 @@
 """What a run must not lose: its steps when an error or a signal ends it, its bits and its records when it goes on."""
 
 import io
+import json
 import os
 import signal
 import threading
 import time
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -81,8 +83,6 @@ def test_what_an_error_saves_takes_no_other_checkpoint_s_place(given, monkeypatc
 
 def spoil(monkeypatch, steps):
     """The updates of these steps count as not applied."""
-    from dataclasses import replace
-
     real = Engine.update
     monkeypatch.setattr(
         Engine,
@@ -289,8 +289,6 @@ def test_the_held_out_loss_is_that_of_the_data(given):
 
 
 def test_rows_beyond_the_model_s_positions_are_told_and_exported(given):
-    import json
-
     config = Path(given["model"], "config.json")
     config.write_text(json.dumps({**json.loads(config.read_text()), "max_position_embeddings": 8}))
     result = llmq.train(**given)

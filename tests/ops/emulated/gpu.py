@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import ctypes
+import sys
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -66,7 +68,7 @@ def install(monkeypatch: pytest.MonkeyPatch, folder: Path) -> Kernels:
         uint8=np.uint8,
         cuda=SimpleNamespace(runtime=runtime, get_current_stream=lambda: stream),
     )
-    monkeypatch.setitem(__import__("sys").modules, "cupy", cupy)
+    monkeypatch.setitem(sys.modules, "cupy", cupy)
     monkeypatch.setattr(launch, "kernel", kernels.kernel)
     monkeypatch.setattr(launch, "device_capability", lambda _: CAPABILITY)
     monkeypatch.setattr(launch, "device_multiprocessors", lambda _: 4)
@@ -74,4 +76,4 @@ def install(monkeypatch: pytest.MonkeyPatch, folder: Path) -> Kernels:
 
 
 def _memset(address: int, value: int, size: int, stream: int) -> None:
-    __import__("ctypes").memset(address, value, size)
+    ctypes.memset(address, value, size)

@@ -6,7 +6,6 @@ import ctypes
 import hashlib
 import os
 import re
-import shutil
 import subprocess
 from collections.abc import Mapping
 from functools import cache
@@ -25,11 +24,6 @@ OPTIONS = (
 )
 ENTRY = re.compile(r'extern "C" __global__ void( CLUSTERED)?\s+(\w+)')
 SHARED = re.compile(r"extern __shared__ (?:__align__\(\d+\) )?(\w+) (\w+)\[\];")
-
-
-def compiler() -> str | None:
-    """The C++ compiler, if there is one."""
-    return shutil.which("g++")
 
 
 def without_assembly(source: str) -> str:
@@ -86,7 +80,6 @@ class Kernels:
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
-        self.launched: list[str] = []
 
     def kernel(self, name: str, entry: str, constants: Mapping[str, int | str]) -> Any:
         """The kernel as CuPy's function: called with grid, block, arguments and bytes of shared memory."""
@@ -99,7 +92,6 @@ class Kernels:
             values = [np.array(x, np.uint64) if type(x) is int else np.asarray(x) for x in arguments]
             pointers = (ctypes.c_void_p * len(values))(*(value.ctypes.data for value in values))
             sizes = (ctypes.c_uint * 3)(*grid, *[1] * (3 - len(grid)))
-            self.launched.append(entry)
             threads, shared = ctypes.c_uint(block[0]), ctypes.c_size_t(shared_mem)
             failure = run(sizes, threads, shared, ctypes.c_uint(cluster), pointers)
             assert failure is None, f"{entry}: {failure.decode()}"
@@ -124,7 +116,7 @@ def _made(folder: Path, text: str, kind: str, suffix: str, options: list[str]) -
         temporary = folder / f"{name}.{os.getpid()}"
         temporary.write_text(text, "utf-8")
         temporary.replace(source)
-        command = [str(compiler()), *OPTIONS, *options, str(source), "-o", str(temporary)]
+        command = ["g++", *OPTIONS, *options, str(source), "-o", str(temporary)]
         done = subprocess.run(command, capture_output=True, text=True)
         assert not done.returncode, done.stderr[:4000]
         temporary.replace(made)
