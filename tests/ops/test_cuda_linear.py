@@ -13,7 +13,7 @@ import pytest
 
 from llmq.errors import UsageError
 from llmq.ops import seam
-from llmq.ops.cuda import cublaslt, linear, timing
+from llmq.ops.cuda import cublaslt, linear
 from llmq.ops.cuda.algorithms import Algorithms
 from llmq.ops.cuda.cublaslt import Gemms, Matrix, Pointers, Problem, refusal
 from llmq.ops.reference import OPS
@@ -504,29 +504,6 @@ def test_a_stored_algorithm_that_the_library_refuses_is_chosen_anew(gemms, devic
     other.close()
     np.testing.assert_allclose(got.astype(np.float32), good.astype(np.float32), rtol=2**-7, atol=1e-2)
     assert all(c["algorithm"] != "ff" * 64 for c in table.facts()["algorithms"].values())
-
-
-@pytest.mark.gpu
-def test_an_algorithm_can_be_chosen_at_a_lasting_load(gemms, device, tmp_path, monkeypatch):
-    size = replace(EVEN, b=8, t=1024, c=256, f=512)
-    case, inputs = arguments("linear_forward", size, "bf16")
-    first = on_gpu(gemms, device, "linear_forward", written(case, "bf16"), inputs)
-    asked = []
-    lasting = timing._Runner.lasting
-
-    def watched(self: timing._Runner, index: int, microseconds: float) -> float:
-        asked.append((index, lasting(self, index, microseconds), microseconds))
-        return asked[-1][1]
-
-    monkeypatch.setattr(timing._Runner, "lasting", watched)
-    monkeypatch.setattr(timing, "CLOSE", 10)
-    monkeypatch.setattr(cublaslt, "LASTING_FLOPS", 0)
-    other = Gemms(Algorithms("other", folder=tmp_path), gemms._take)
-    got = on_gpu(other, device, "linear_forward", written(case, "bf16"), inputs)
-    other.close()
-    np.testing.assert_allclose(got.astype(np.float32), first.astype(np.float32), rtol=2**-7, atol=1e-2)
-    assert len({index for index, *_ in asked}) > 1
-    assert all(0.2 * alone < loaded < 5 * alone for _, loaded, alone in asked)
 
 
 @pytest.mark.gpu

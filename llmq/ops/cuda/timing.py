@@ -1,18 +1,15 @@
 """Timing candidates for one piece of GPU work, on random data and with a cold L2 cache, as in a training step.
 
 Zeros would not do: the tensor cores draw less power on them and run up to 13% faster. Nor would a warm cache, which
-favours algorithms that read an operand often. Nor, for work that fills the GPU for long, would single runs: training is
-at the card's power limit, where the candidate that needs the least energy is the fastest.
+favours algorithms that read an operand often.
 """
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import cache
 from statistics import median
-from typing import Protocol
 
 import numpy as np
 
@@ -21,8 +18,6 @@ from llmq.tensor import DTYPES
 
 FINALISTS, ROUNDS, REPEATS = 8, 3, 3
 CLEARLY_SLOWER = 1.5  # than the best so far: not worth a second look
-CLOSE = 1.06  # to the fastest single run: may need less energy than that one
-LOADED_MS, LASTING_MS = 50, 100  # of runs one after the other: until the clock has followed the load; then timed
 PATTERN = 1_048_573  # random numbers, repeated: a prime, so that no row repeats another
 OUT_OF_MEMORY = 2  # cudaErrorMemoryAllocation
 COMPARED_BYTES = 16 * 2**20  # of the result, at either end
@@ -37,13 +32,6 @@ class Timed:
     first_microseconds: float
 
 
-class Runs(Protocol):
-    """What times a candidate, in microseconds: some single runs, or a run among many one after the other."""
-
-    def times(self, index: int, count: int) -> list[float]: ...
-    def lasting(self, index: int, microseconds: float) -> float: ...
-
-
 def fastest(
     launch: Callable[[int, dict[str, int]], bool],
     count: int,
@@ -51,10 +39,8 @@ def fastest(
     dtypes: Mapping[str, str | None],
     stream: int,
     what: str,
-    *,
-    lasting: bool = False,
 ) -> Timed:
-    """Which of `count` candidates is fastest among those that give the same bits twice; `lasting`: at a lasting load.
+    """Which of `count` candidates is fastest among those that give the same bits twice.
 
     `launch(index, addresses)` puts one on the stream, or returns False if it cannot run. `sizes` are the bytes that it
     needs by name, those in `dtypes` filled with random numbers, scales with ones; "d" holds the result.
@@ -77,23 +63,12 @@ def fastest(
             if times:
                 first[index] = min(times)
         finalists = sorted(first, key=lambda index: first[index])[:FINALISTS]
-        order, means = ranking(runner, finalists, lasting)
-        for index in order:
+        rounds = [{index: runner.times(index, REPEATS) for index in finalists} for _ in range(ROUNDS)]
+        means = {index: median(t for done in rounds for t in done[index]) for index in finalists}
+        for index in sorted(means, key=lambda index: means[index]):
             if runner.repeats_its_bits(index):
                 return Timed(index, means[index], means.get(0, first.get(0, means[index])))
     raise RuntimeError(f"{what}: none of {count} algorithms ran and gave the same result twice")
-
-
-def ranking(runner: Runs, finalists: list[int], lasting: bool) -> tuple[list[int], dict[int, float]]:
-    """Candidates, the best one first, and the microseconds of single runs of each."""
-    rounds = [{index: runner.times(index, REPEATS) for index in finalists} for _ in range(ROUNDS)]
-    means = {index: median(t for done in rounds for t in done[index]) for index in finalists}
-    order = sorted(means, key=lambda index: means[index])
-    close = [index for index in order if means[index] < CLOSE * means[order[0]]]
-    if lasting and len(close) > 1:
-        turns = [{index: runner.lasting(index, means[index]) for index in close} for _ in range(ROUNDS)]
-        order[: len(close)] = sorted(close, key=lambda index: median(turn[index] for turn in turns))
-    return order, means
 
 
 def fill_random(address: int, num_bytes: int, dtype: str, stream: int) -> None:
@@ -178,21 +153,6 @@ class _Runner:
             self._runtime.eventRecord(end.ptr, stream)
         self._runtime.streamSynchronize(stream)
         return [1000 * get_elapsed_time(start, end) for start, end in self._events[:count]]
-
-    def lasting(self, index: int, microseconds: float) -> float:
-        """Microseconds of a run, which alone takes as long as given, among many one after the other."""
-        from cupy.cuda import get_elapsed_time
-
-        (start, end), addresses = self._events[0], self._memory.addresses
-        for _ in range(math.ceil(1000 * LOADED_MS / microseconds)):
-            self._launch(index, addresses)
-        self._runtime.eventRecord(start.ptr, self._stream)
-        runs = math.ceil(1000 * LASTING_MS / microseconds)
-        for _ in range(runs):
-            self._launch(index, addresses)
-        self._runtime.eventRecord(end.ptr, self._stream)
-        self._runtime.streamSynchronize(self._stream)
-        return 1000 * get_elapsed_time(start, end) / runs
 
     def repeats_its_bits(self, index: int) -> bool:
         """Whether two runs from the same start give the same result."""
