@@ -135,6 +135,11 @@ __device__ __forceinline__ void store_shared(float* to, const float (&v)[N]) {
     for (int j = 0; j < N; j++) to[j] = v[j];
 }
 
+// asks for the 128 bytes around an address to be brought into L2
+__device__ __forceinline__ void expect_line(const void* at) {
+    asm volatile("prefetch.global.L2 [%0];" ::"l"(__cvta_generic_to_global(at)));
+}
+
 // the sum over the WIDTH lanes around this one, the same in all of them
 template <int WIDTH = 32>
 __device__ __forceinline__ float warp_sum(float x) {

@@ -422,6 +422,10 @@ void ld_global_cg_u32(unsigned& a, P at) {
     a = *emulation::words(at, 1);
 }
 template <class P>
+void prefetch_global_L2(P at) {
+    emulation::words(at, 1);
+}
+template <class P>
 void st_global_v4_u32(P at, unsigned a, unsigned b, unsigned c, unsigned d) {
     uint32_t* to = emulation::words(at, 4);
     to[0] = a, to[1] = b, to[2] = c, to[3] = d;
