@@ -26,7 +26,7 @@ from llmq.report.bench_ladder import Ladder
 
 KIND, SCHEMA = "llmq-bench", 1
 SAME = ("model", "dtype", "batch_size", "seq_len")  # of two results that can be compared
-SETTINGS = ("tokens_per_step", "precision", "recompute", "lmhead_chunks")  # said where they differ
+SETTINGS = ("tokens_per_step", "precision", "recompute", "lmhead_chunks", "attn_bwd_chunks")  # said where they differ
 
 Result = Mapping[str, Any]
 
@@ -46,6 +46,7 @@ def result_of(
         "precision": asdict(plan.precision),
         "recompute": [flag.removeprefix("recompute_") for flag in plan.memory.flags],
         "lmhead_chunks": plan.memory.head_chunks,
+        "attn_bwd_chunks": plan.memory.attention_chunks,
         "tokens_per_second": {"median": median, "min": low, "max": high},
         "sol": sol.fraction(median, plan.config, plan.seq_len, peaks, plan.precision),
         "ceiling_share": found.share,
@@ -205,7 +206,7 @@ def _change(old: Result, new: Result, old_file: Mapping[str, Any], new_file: Map
     rungs = [{rung["family"]: rung["ms"] for rung in result["ladder"]} for result in (old, new)]
     for found, result in zip(rungs, (old, new), strict=True):
         found["gaps"] = result["gaps_ms"]
-    settings = {name: (old.get(name), new.get(name)) for name in SETTINGS}
+    settings = {name: (old[name], new[name]) for name in SETTINGS if name in old and name in new}
     settings |= {name: (old_file["system"].get(name), new_file["system"].get(name)) for name in ("device", "driver")}
     return Change(
         name_of(new),

@@ -74,6 +74,7 @@ class Request:
     warmup: int = 3
     recompute: tuple[str, ...] = ()
     lmhead_chunks: int = 0
+    attn_bwd_chunks: int = 1
     recipe: Mapping[str, Any] = field(default_factory=dict)
     save: Path | None = None
     compare: Path | None = None
@@ -199,6 +200,7 @@ def _wanted(
         "train_file": "generated",
         "seq_len": seq_len_of(request, where),
         "lmhead_chunks": request.lmhead_chunks,
+        "attn_bwd_chunks": request.attn_bwd_chunks,
         **{f"recompute_{name}": True for name in request.recompute},
         **MATMULS[dtype],
         **recipe,

@@ -13,6 +13,7 @@ from llmq.cli import bench, shell
 from llmq.config import to_hf
 from llmq.device import CPU, Device
 from llmq.errors import MemoryLimitError, UsageError
+from llmq.plan.memory import Memory
 from llmq.plan.plan import make_plan
 from llmq.report import bench_run
 from llmq.report.bench import paced
@@ -314,10 +315,11 @@ def test_a_gpu_is_opened_measured_and_told_of(shape, tmp_path, monkeypatch, caps
 
 def test_the_host_is_planned_as_the_trainer_plans(monkeypatch):
     """The plan comes from the same options: chunks of the head, recomputation, dtypes."""
-    request = Request(models=("tiny_llama3_50m",), dtypes=("bf16",), batch_size=2, seq_len=64, recompute=("ffn",))
+    shape = {"batch_size": 2, "seq_len": 64, "attn_bwd_chunks": 2}
+    request = Request(models=("tiny_llama3_50m",), dtypes=("bf16",), recompute=("ffn",), **shape)
     (one,) = configurations(request, CPU)
     plan = bench_run.fitting_plan(request, one, CPU, HostBackend())
-    assert plan.memory.flags == ("recompute_ffn",) and plan.memory.head_chunks == 1
+    assert plan.memory == Memory(("recompute_ffn",), head_chunks=1, attention_chunks=2)
     sizes = {"batch_size": 2, "seq_len": 64}
     same = make_plan(one.config, one.precision, plan.memory, plan.hyper, **sizes)
     assert same.table() == plan.table()
