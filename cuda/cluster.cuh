@@ -26,12 +26,6 @@ __device__ __forceinline__ Far remote(const void* own, u32 rank) {
 __device__ __forceinline__ void store_remote(Far to, float value) {
     asm volatile("st.shared::cluster.f32 [%0], %1;" ::"r"(to.at), "f"(value) : "memory");
 }
-__device__ __forceinline__ void store_remote(Far to, u32 value) {
-    asm volatile("st.shared::cluster.u32 [%0], %1;" ::"r"(to.at), "r"(value) : "memory");
-}
-__device__ __forceinline__ void store_remote(Far to, const u32 (&at)[2]) {
-    asm volatile("st.shared::cluster.v2.u32 [%0], {%1, %2};" ::"r"(to.at), "r"(at[0]), "r"(at[1]) : "memory");
-}
 #else
 #define CLUSTERED
 static_assert(CLUSTER == 1, "clusters begin with sm_90");

@@ -1,24 +1,26 @@
 // Token embedding: rows of the table by token; backward adds each token's gradients to its row, in the order of positions.
 //
-// Backward sorts the positions by token once, cuts the sorted list into pieces of PIECE and gives a block to each: it adds
-// rows in order and writes those of tokens that begin and end in its piece. What crosses a border goes to `edges` (pieces,
-// 2, C): slot 0 for the token that began before, slot 1 for the token that goes on; of the blocks that have such a token
-// the last one to finish adds its edges, in order. A frequent token (Zipf: one in twelve) is so spread over many blocks,
-// and no float is added in an order that depends on timing.
+// Backward lists the positions of each token next to each other once, cuts the list into pieces of PIECE and gives a piece
+// to warps, each of which adds 32 accesses of its rows, in order, and writes those of tokens that begin and end in it. What
+// crosses a border goes to `edges` (pieces, 2, C): slot 0 for the token that began before, slot 1 for the token that goes
+// on; of the warps that have such a token the last one to finish adds its edges, in order. A frequent token (Zipf: one in
+// eleven) is so spread over many warps, and no float is added in an order that depends on timing.
 //
-// The sort is a stable radix sort of 2 digits, BITS bits each, all in integers. From sm_90 on one cluster of 8 blocks does
-// it in shared memory, in one launch; other cards, and more tokens than fit there, take three launches for a digit.
+// The list is grouped by token, not sorted: token -> token * FACTOR mod 2^BITS is one to one and spreads frequent tokens
+// over the blocks, which own them by the upper bits. Every block reads all tokens and counts those of blocks before it, so
+// that it knows where its own begin without waiting for anyone.
 //
-// Measured on an H200 with Zipf tokens: forward 90% of a copy; backward 48% for 32768 tokens, C=896 (sort 24 us, sums 33),
-// and 69% for 16384, C=3584.
+// Measured on an H200 with Zipf tokens: forward 90% of a copy; backward 60% for 32768 tokens, C=896 (grouping 11 us of 48),
+// and 72% for 16384, C=3584 (9 of 79). Reading rows ahead into L2 while the list is made costs more than it saves.
 //
 // Architectures: 80 86 89 90 100 120
-// Constants: T (dtype of activations and weights), G (of the weight's gradient), C, N, BITS, PIECE, KEYS (of a thread of the
-// cluster that sorts; 0: none), CLUSTER (8 or 1)
+// Constants: T (dtype of activations and weights), G (of the weight's gradient), C, N; for backward BITS (of a token),
+// BUCKET_BITS (of those, the upper ones that say which block), HELD (positions that a block lists in shared memory), VOTES
+// (words of votes that it keeps there; 0: it asks again), PIECE, WARPS (of a block that adds), STAGES (rows that a warp
+// has under way)
 
 #include "common.cuh"
 #include "constants"
-#include "cluster.cuh"
 
 constexpr int ACCESSES = C / N, THREADS = 128;
 
@@ -39,216 +41,168 @@ extern "C" __global__ void __launch_bounds__(THREADS)
     }
 }
 
-constexpr int BINS = 1 << BITS, SORT_WARPS = 8, PER_WARP = 128, SORT_TILE = SORT_WARPS * PER_WARP;
-
-// counts (BINS, tiles): how often each value of the digit occurs in each tile of SORT_TILE keys. `order` is null in the
-// first pass: the identity.
-extern "C" __global__ void __launch_bounds__(32 * SORT_WARPS)
-    sort_count(int* counts, const int* tokens, const int* order, int shift, int count) {
-    __shared__ int bins[BINS];
-    for (int b = threadIdx.x; b < BINS; b += 32 * SORT_WARPS) bins[b] = 0;
-    __syncthreads();
-    int end = min(count, (static_cast<int>(blockIdx.x) + 1) * SORT_TILE);
-    for (int i = blockIdx.x * SORT_TILE + threadIdx.x; i < end; i += 32 * SORT_WARPS)
-        atomicAdd(&bins[tokens[order ? order[i] : i] >> shift & (BINS - 1)], 1);
-    __syncthreads();
-    for (int b = threadIdx.x; b < BINS; b += 32 * SORT_WARPS) counts[b * gridDim.x + blockIdx.x] = bins[b];
+constexpr u32 ALL = 0xffffffffu;
+__device__ constexpr u32 inverse(u32 odd) {  // mod 2^32: each step doubles the bits that are right
+    u32 x = odd;
+    for (int i = 0; i < 4; i++) x *= 2u - odd * x;
+    return x;
 }
+constexpr u32 FACTOR = 0x9e3779b1u >> (32 - BITS) | 1;  // by the golden ratio: neighbours come far apart
+constexpr u32 BUCKETS = 1u << BUCKET_BITS;
+constexpr int BIN_BITS = BITS - BUCKET_BITS, BINS = 1 << BIN_BITS, RANKERS = 8;
+constexpr int MORE = -1, EDGE = -2;
 
-// counts (n,) <- the sum of all before; one block of 1024, 4 counts to a thread; n is a multiple of 4
-extern "C" __global__ void __launch_bounds__(1024) sort_scan(int* counts, int n) {
-    __shared__ int totals[2][32];
-    int lane = threadIdx.x % 32, warp = threadIdx.x / 32, before = 0, turn = 0;
-    Words<4>* groups = reinterpret_cast<Words<4>*>(counts);
-    Words<4> next = {};
-    if (4 * threadIdx.x < n) next = groups[threadIdx.x];
-    for (int group = threadIdx.x; group - threadIdx.x < n / 4; group += 1024, turn ^= 1) {
-        Words<4> own = next;
-        next = {};
-        if (group + 1024 < n / 4) next = groups[group + 1024];
-        int sum = own.at[0] + own.at[1] + own.at[2] + own.at[3], all = sum;
-#pragma unroll
-        for (int step = 1; step < 32; step *= 2) {
-            int other = __shfl_up_sync(0xffffffffu, all, step);
-            if (lane >= step) all += other;
-        }
-        if (lane == 31) totals[turn][warp] = all;
-        __syncthreads();
-        int of_warps = totals[turn][lane], own_warp = of_warps;
-#pragma unroll
-        for (int step = 1; step < 32; step *= 2) {
-            int other = __shfl_up_sync(0xffffffffu, of_warps, step);
-            if (lane >= step) of_warps += other;
-        }
-        u32 start = before + all - sum + __shfl_sync(0xffffffffu, of_warps - own_warp, warp);
-        before += __shfl_sync(0xffffffffu, of_warps, 31);
-        Words<4> starts = {start, start + own.at[0], start + own.at[0] + own.at[1],
-                           start + own.at[0] + own.at[1] + own.at[2]};
-        if (group < n / 4) groups[group] = starts;
-    }
-}
-
-// to (count,) <- positions in the order of the digit, equal digits in their old order; `starts` from sort_scan. Where
-// `sorted` (count,) is wanted it takes their tokens, and `arrived` (size,) zeros.
-extern "C" __global__ void __launch_bounds__(32 * SORT_WARPS)
-    sort_place(int* to, int* sorted, u32* arrived, const int* starts, const int* tokens, const int* order, int shift,
-               int count, int size) {
-    __shared__ u16 seen[SORT_WARPS][BINS];
-    int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
-    for (int i = blockIdx.x * 32 * SORT_WARPS + threadIdx.x; sorted && i < size; i += gridDim.x * 32 * SORT_WARPS)
-        arrived[i] = 0;
-    for (int i = threadIdx.x; i < SORT_WARPS * BINS; i += 32 * SORT_WARPS) (&seen[0][0])[i] = 0;
-    __syncthreads();
-    int digits[PER_WARP / 32], ranks[PER_WARP / 32], positions[PER_WARP / 32];
-    int first = blockIdx.x * SORT_TILE + warp * PER_WARP + lane;
-#pragma unroll
-    for (int i = 0; i < PER_WARP / 32; i++) {
-        int at = first + i * 32;
-        bool real = at < count;
-        int position = !real ? 0 : order ? order[at] : at;
-        int digit = real ? tokens[position] >> shift & (BINS - 1) : BINS;  // BINS: no key, and a group of its own
-        u32 peers = __match_any_sync(0xffffffffu, digit);
-        int below = __popc(peers & ((1u << lane) - 1)), before = real ? seen[warp][digit] : 0;
-        __syncwarp();
-        if (real && below == 0) seen[warp][digit] = static_cast<u16>(before + __popc(peers));
-        __syncwarp();
-        digits[i] = digit, ranks[i] = before + below, positions[i] = position;
-    }
-    __syncthreads();
-    for (int b = threadIdx.x; b < BINS; b += 32 * SORT_WARPS) {
-        int sum = 0;
-#pragma unroll
-        for (int w = 0; w < SORT_WARPS; w++) {
-            int own = seen[w][b];
-            seen[w][b] = static_cast<u16>(sum);
-            sum += own;
-        }
-    }
-    __syncthreads();
-#pragma unroll
-    for (int i = 0; i < PER_WARP / 32; i++) {
-        if (first + i * 32 >= count) continue;
-        int place = starts[digits[i] * gridDim.x + blockIdx.x] + seen[warp][digits[i]] + ranks[i];
-        to[place] = positions[i];
-        if (sorted) sorted[place] = tokens[positions[i]];
-    }
-}
-
-// The whole sort by one cluster. Block r has the keys from r * OWN on, a warp 32 * KEYS in a row, and
-// ranks equal digits of a warp by a vote, those of a block by counts of its warps, those of the cluster by counts of its
-// blocks. After the first digit keys go to the block that has their place, after the second one to memory. `arrived`
-// (size,) is cleared.
-constexpr int HELD = KEYS ? KEYS : 1, OWN = 1024 * HELD;
-struct Sorting {
-    u64 keys[OWN];                 // token and position
-    int of_blocks[CLUSTER][BINS];  // how often each digit occurs in each block
-    int starts[BINS];              // the first place of this block's keys of each digit
-    int totals[32];
-    u16 seen[32][BINS];  // how often each digit occurs in each warp, then in all warps before it
+// One position of the list, and where the sum goes after it: to row `to`, nowhere yet (MORE), to edge slot EDGE - to.
+struct __align__(8) Row {
+    int position, to;
+};
+// The token that crosses a border of a piece: the pieces it is in, and whether there is one. Slots as those of edges.
+struct __align__(16) Border {
+    int first, last, token, real;
 };
 
-extern "C" __global__ void CLUSTERED __launch_bounds__(1024)
-    sort_cluster(int* order, int* sorted, u32* arrived, const int* tokens, int count, int size) {
-#if __CUDA_ARCH__ >= 900
-    if constexpr (KEYS > 0) {
-        extern __shared__ __align__(16) u8 memory[];
-        Sorting& own = *reinterpret_cast<Sorting*>(memory);
-        int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
-        int rank = static_cast<int>(cluster_rank()), first = rank * OWN + warp * 32 * HELD + lane;
-        u32 key[HELD], position[HELD];
+// the bits of token * FACTOR mod 2^BITS, at the top of the word
+__device__ __forceinline__ u32 spread(int token) { return static_cast<u32>(token) * (FACTOR << (32 - BITS)); }
+
+// the sum over this lane and those before
+__device__ __forceinline__ int sum_through(int x) {
 #pragma unroll
-        for (int i = 0; i < HELD; i++) {
-            position[i] = first + i * 32;
-            key[i] = first + i * 32 < count ? tokens[first + i * 32] : 0;
-        }
-        cluster_arrive();
-        for (int i = blockIdx.x * 1024 + threadIdx.x; i < size; i += CLUSTER * 1024) arrived[i] = 0;
+    for (int step = 1; step < 32; step *= 2) {
+        int other = __shfl_up_sync(ALL, x, step);
+        if (threadIdx.x % 32 >= step) x += other;
+    }
+    return x;
+}
+
+// In lane i which of the 32 tokens from `first` + 32 i on are in the bucket; `smaller` counts those of buckets before it.
+__device__ __forceinline__ u32 vote(const int* tokens, int first, int end, u32 bucket, int& smaller) {
+    int lane = threadIdx.x % 32;
+    u32 buckets[32], word = 0;
+#pragma unroll
+    for (int i = 0; i < 32; i++) {
+        int at = first + i * 32 + lane;
+        buckets[i] = at < end ? spread(tokens[at]) >> (32 - BUCKET_BITS) : BUCKETS;
+    }
+#pragma unroll
+    for (int i = 0; i < 32; i++) {
+        u32 yes = __ballot_sync(ALL, buckets[i] == bucket);
+        if (lane == i) word = yes;
+        smaller += buckets[i] < bucket;
+    }
+    return word;
+}
+
+struct Grouping {
+    int seen[RANKERS][BINS];  // how often each bin occurs in each ranking warp's share, then in all shares before it
+    int starts[BINS + 4];     // where each bin begins in this block's list
+    int own[32], smaller[32], totals[32];
+    u32 votes[VOTES ? VOTES : 1];
+    int positions[HELD];
+    u32 codes[HELD];  // bin and, above it, rank
+};
+
+// rows (count,) <- positions grouped by token, those of a token in order; borders (pieces, 2); `arrived` (cells,) zeros.
+// A block of 1024 owns a bucket; each warp reads tokens that lie side by side. `listed` (2, count) is for buckets that
+// shared memory does not hold.
+extern "C" __global__ void __launch_bounds__(1024)
+    embedding_group(Row* rows, Border* borders, u32* arrived, int* listed, const int* tokens, int count, int cells) {
+    extern __shared__ __align__(16) u8 memory[];
+    Grouping& shared = *reinterpret_cast<Grouping*>(memory);
+    int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
+    u32 bucket = blockIdx.x;
+    int span = (count + 1023) / 1024 * 32, first = warp * span, end = min(count, first + span), own = 0, smaller = 0, unused;
+    for (int at = first, i = threadIdx.x; at < end; at += 1024, i += 1024) {
+        u32 word = vote(tokens, at, end, bucket, smaller);
+        if constexpr (VOTES > 0) shared.votes[i] = word;
+        own += __popc(word);
+    }
+#pragma unroll 4
+    for (int i = threadIdx.x; i < RANKERS * BINS; i += 1024) (&shared.seen[0][0])[i] = 0;
 #pragma unroll 1
-        for (int pass = 0; pass < 2; pass++) {
-            int place[HELD];
-            for (int i = threadIdx.x; i < 32 * BINS / 2; i += 1024) reinterpret_cast<u32*>(own.seen)[i] = 0;
-            __syncthreads();
+    for (int i = blockIdx.x * 1024 + threadIdx.x; i < cells; i += gridDim.x * 1024) arrived[i] = 0;
+    int through = sum_through(own), smaller_through = sum_through(smaller);
+    if (lane == 31) shared.own[warp] = through, shared.smaller[warp] = smaller_through;
+    __syncthreads();
+
+    int of_warp = shared.own[lane], warps = sum_through(of_warp);
+    int size = __shfl_sync(ALL, warps, 31), place = __shfl_sync(ALL, warps - of_warp, warp);
+    int base = __shfl_sync(ALL, sum_through(shared.smaller[lane]), 31);
+    if (size == 0) return;
+    int* positions = size <= HELD ? shared.positions : listed + base;
+    u32* codes = size <= HELD ? shared.codes : reinterpret_cast<u32*>(listed + count) + base;
+    if (threadIdx.x == 0) shared.starts[BINS] = size;
+    for (int at = first, i = threadIdx.x; at < end; at += 1024, i += 1024) {
+        u32 word = VOTES > 0 ? shared.votes[i] : vote(tokens, at, end, bucket, unused);
+        int before = sum_through(__popc(word)), to = place + before - __popc(word);
+        for (; word; word &= word - 1) positions[to++] = at + lane * 32 + __ffs(word) - 1;
+        place += __shfl_sync(ALL, before, 31);
+    }
+    __syncthreads();
+#pragma unroll 1
+    for (int group = threadIdx.x; group < size; group += 4096) {
+        int token[4];
 #pragma unroll
-            for (int i = 0; i < HELD; i++) {
-                bool real = first + i * 32 < count;
-                u32 digit = real ? key[i] >> (pass ? BITS : 0) & (BINS - 1) : BINS;  // BINS: no key, a group of its own
-                u32 peers = __match_any_sync(0xffffffffu, digit);
-                int below = __popc(peers & ((1u << lane) - 1)), before = real ? own.seen[warp][digit] : 0;
-                __syncwarp();
-                if (real && below == 0) own.seen[warp][digit] = static_cast<u16>(before + __popc(peers));
-                __syncwarp();
-                place[i] = before + below;
-            }
-            __syncthreads();
-            cluster_wait();  // the others have begun, or read what the last digit left here
-            for (int b = threadIdx.x; b < BINS; b += 1024) {
-                int sum = 0;
+        for (int j = 0; j < 4; j++) token[j] = group + j * 1024 < size ? tokens[positions[group + j * 1024]] : 0;
 #pragma unroll
-                for (int w = 0; w < 32; w++) {
-                    int of_warp = own.seen[w][b];
-                    own.seen[w][b] = static_cast<u16>(sum);
-                    sum += of_warp;
-                }
-#pragma unroll
-                for (int r = 0; r < CLUSTER; r++) store_remote(remote(&own.of_blocks[rank][b], r), static_cast<u32>(sum));
-            }
-            cluster_arrive();
-            cluster_wait();
-            int begun = 0;
-            for (int group = 0; group < BINS; group += 1024) {
-                int b = group + threadIdx.x, before = 0, total = 0;
-#pragma unroll
-                for (int r = 0; r < CLUSTER; r++) {
-                    int of_block = b < BINS ? own.of_blocks[r][b] : 0;
-                    before += r < rank ? of_block : 0;
-                    total += of_block;
-                }
-                int all = total;
-#pragma unroll
-                for (int step = 1; step < 32; step *= 2) {
-                    int other = __shfl_up_sync(0xffffffffu, all, step);
-                    if (lane >= step) all += other;
-                }
-                if (lane == 31) own.totals[warp] = all;
-                __syncthreads();
-                int of_warp = own.totals[lane], warps = of_warp;
-#pragma unroll
-                for (int step = 1; step < 32; step *= 2) {
-                    int other = __shfl_up_sync(0xffffffffu, warps, step);
-                    if (lane >= step) warps += other;
-                }
-                int before_warp = __shfl_sync(0xffffffffu, warps - of_warp, warp);
-                if (b < BINS) own.starts[b] = begun + before + all - total + before_warp;
-                begun += __shfl_sync(0xffffffffu, warps, 31);
-                __syncthreads();
-            }
-#pragma unroll
-            for (int i = 0; i < HELD; i++) {
-                if (first + i * 32 >= count) continue;
-                u32 digit = key[i] >> (pass ? BITS : 0) & (BINS - 1);
-                int to = own.starts[digit] + own.seen[warp][digit] + place[i];
-                if (pass == 0) {
-                    u32 both[2] = {key[i], position[i]};
-                    store_remote(remote(&own.keys[to % OWN], to / OWN), both);
-                } else {
-                    order[to] = static_cast<int>(position[i]);
-                    sorted[to] = static_cast<int>(key[i]);
-                }
-            }
-            if (pass) break;
-            cluster_arrive();
-            cluster_wait();
-#pragma unroll
-            for (int i = 0; i < HELD; i++) {
-                if (first + i * 32 >= count) continue;
-                u64 both = own.keys[first + i * 32 - rank * OWN];
-                key[i] = static_cast<u32>(both), position[i] = static_cast<u32>(both >> 32);
-            }
-            cluster_arrive();
+        for (int j = 0; j < 4; j++)
+            if (group + j * 1024 < size) codes[group + j * 1024] = spread(token[j]) << BUCKET_BITS >> (32 - BIN_BITS);
+    }
+    __syncthreads();
+
+    int share = (size + 32 * RANKERS - 1) / (32 * RANKERS) * 32;
+    if (warp < RANKERS) {
+#pragma unroll 2
+        for (int start = warp * share; start < min(size, (warp + 1) * share); start += 32) {
+            int i = start + lane;
+            u32 bin = i < size ? codes[i] : BINS;  // BINS: no position, and a group of its own
+            u32 peers = __match_any_sync(ALL, bin);
+            int below = __popc(peers & ((1u << lane) - 1)), before = i < size ? shared.seen[warp][bin] : 0;
+            __syncwarp();
+            if (i < size && below == 0) shared.seen[warp][bin] = before + __popc(peers);
+            __syncwarp();
+            if (i < size) codes[i] = bin | static_cast<u32>(before + below) << BIN_BITS;
         }
     }
-#endif
+    __syncthreads();
+
+    constexpr int PER = BINS > 1024 ? BINS / 1024 : 1;
+    int of_bin[PER], sum = 0;
+#pragma unroll
+    for (int j = 0; j < PER; j++) {
+        int bin = threadIdx.x * PER + j, all = 0;
+#pragma unroll
+        for (int r = 0; r < RANKERS && bin < BINS; r++) {
+            int of_share = shared.seen[r][bin];
+            shared.seen[r][bin] = all;
+            all += of_share;
+        }
+        of_bin[j] = sum, sum += all;
+    }
+    through = sum_through(sum);
+    if (lane == 31) shared.totals[warp] = through;
+    __syncthreads();
+    of_warp = shared.totals[lane], warps = sum_through(of_warp);
+    int before_own = __shfl_sync(ALL, warps - of_warp, warp) + through - sum;
+#pragma unroll
+    for (int j = 0; j < PER; j++)
+        if (threadIdx.x * PER + j < BINS) shared.starts[threadIdx.x * PER + j] = before_own + of_bin[j];
+    __syncthreads();
+
+#pragma unroll 1
+    for (int i = threadIdx.x; i < size; i += 1024) {
+        int bin = codes[i] & (BINS - 1), position = positions[i];
+        int start = base + shared.starts[bin], stop = base + shared.starts[bin + 1];
+        int to = start + shared.seen[i / share][bin] + static_cast<int>(codes[i] >> BIN_BITS);
+        int token = ((bucket << BIN_BITS | bin) * inverse(FACTOR)) & ((1u << BITS) - 1), piece = to / PIECE;
+        bool more = to + 1 < stop, ends = to % PIECE == PIECE - 1 || to == count - 1, before = start < piece * PIECE;
+        rows[to] = {position, more && !ends ? MORE : before ? EDGE : more ? EDGE - 1 : token};
+        Border border = {start / PIECE, (stop - 1) / PIECE, token, 1}, none = {};
+        if (to % PIECE == 0) borders[2 * piece] = before ? border : none;
+        if (ends) borders[2 * piece + 1] = more && !before ? border : none;
+    }
 }
+
+constexpr int CHUNK = 32 * N, CHUNKS = (C + CHUNK - 1) / CHUNK;
 
 // What other blocks have written: not through the first-level cache.
 __device__ __forceinline__ void load_fresh(const float* from, Pack<float, N>& to) {
@@ -264,47 +218,30 @@ __device__ __forceinline__ void load_fresh(const float* from, Pack<float, N>& to
     }
 }
 
-// The token of slot `slot` of this piece crosses a border. The last block to come here for it adds its edges, in order, to
-// the row; all threads call it, after the edge is written.
+// The token of a border. The last warp to come here for it adds its edges, in order, to the row; all lanes call it, after
+// the edge is written.
 template <bool ADD_OLD>
-__device__ __forceinline__ void join(G* d_weight, float* edges, u32* arrived, const int* sorted, int count, int slot,
-                                     int token, int column) {
-    __shared__ int is_last;
-    __threadfence();
-    __syncthreads();
-    // pieces side by side that begin with the token while it began before: counted downwards and upwards from this one
-    int piece = blockIdx.y, pieces = (count + PIECE - 1) / PIECE, down = slot ? 0 : 1, up = 0, found;
-    if (slot == 0) {
-        do {
-            int at = piece - down - static_cast<int>(threadIdx.x);  // does the token begin before this piece?
-            found = __syncthreads_count(at > 0 && sorted[at * PIECE - 1] == token);
-            down += found;
-        } while (found == THREADS);
-    }
-    do {
-        int at = piece + up + 1 + static_cast<int>(threadIdx.x);
-        found = __syncthreads_count(at < pieces && sorted[at * PIECE] == token);
-        up += found;
-    } while (found == THREADS);
-    int first = piece - down, last = piece + up;
-    if (threadIdx.x == 0)
-        is_last = atomicAdd(&arrived[first * gridDim.x + blockIdx.x], 1) == static_cast<u32>(last - first);
-    __syncthreads();
-    if (!is_last) return;
+__device__ __forceinline__ void join(G* d_weight, const float* edges, u32* arrived, Border border, int chunk, int column) {
+    u32 before = 0;
+    if (threadIdx.x % 32 == 0) before = atomicAdd(&arrived[border.first * CHUNKS + chunk], 1);
+    if (__shfl_sync(ALL, before, 0) != static_cast<u32>(border.last - border.first)) return;
     __threadfence();
     if (column >= C) return;
-    constexpr int AT_ONCE = 8;
-    G* to = d_weight + static_cast<i64>(token) * C + column;
+    constexpr int AT_ONCE = 4;
+    G* to = d_weight + static_cast<i64>(border.token) * C + column;
     float old[N] = {}, sum[N] = {};
     if constexpr (ADD_OLD) load(to, old);
-    for (int group = first; group <= last; group += AT_ONCE) {
+    for (int group = border.first; group <= border.last; group += AT_ONCE) {
         Pack<float, N> more[AT_ONCE];
 #pragma unroll
-        for (int i = 0; i < AT_ONCE; i++)
-            if (group + i <= last) load_fresh(edges + (static_cast<i64>(group + i) * 2 + (group + i == first)) * C + column, more[i]);
+        for (int i = 0; i < AT_ONCE; i++) {
+            int piece = group + i;
+            if (piece <= border.last)
+                load_fresh(edges + (static_cast<i64>(piece) * 2 + (piece == border.first)) * C + column, more[i]);
+        }
 #pragma unroll
         for (int i = 0; i < AT_ONCE; i++) {
-            if (group + i > last) break;
+            if (group + i > border.last) break;
             float v[N];
             more[i].get(v);
 #pragma unroll
@@ -316,71 +253,88 @@ __device__ __forceinline__ void join(G* d_weight, float* edges, u32* arrived, co
     store(to, sum);
 }
 
-// blockIdx: (columns, piece)
+// N numbers to shared memory, in the background
+template <typename X>
+__device__ __forceinline__ void copy_async(X* to, const X* from) {
+    constexpr int BYTES = N * sizeof(X);
+    u32 shared = static_cast<u32>(__cvta_generic_to_shared(to));
+    if constexpr (BYTES == 16)
+        asm volatile("cp.async.cg.shared.global [%0], [%1], %2;" ::"r"(shared), "l"(__cvta_generic_to_global(from)), "n"(BYTES)
+                     : "memory");
+    else
+        asm volatile("cp.async.ca.shared.global [%0], [%1], %2;" ::"r"(shared), "l"(__cvta_generic_to_global(from)), "n"(BYTES)
+                     : "memory");
+}
+
+// A warp takes 32 accesses of a piece. Each lane keeps STAGES rows of its own columns under way in shared memory, which no
+// other lane reads: nothing is waited for but the row itself.
 template <bool ADD_OLD>
-__device__ __forceinline__ void add_piece(G* d_weight, float* edges, u32* arrived, const T* d_res, const int* order,
-                                          const int* sorted, int count) {
-    __shared__ int positions[PIECE], keys[PIECE + 2];  // keys with a neighbour on each side, -1 where there is none
-    int start = blockIdx.y * PIECE, size = min(PIECE, count - start);
-    for (int i = threadIdx.x; i < size + 2; i += THREADS) {
-        int at = start + i - 1;
-        keys[i] = at >= 0 && at < count ? sorted[at] : -1;
-        if (i >= 1 && i <= size) positions[i - 1] = order[at];
-    }
-    __syncthreads();
-    int column = (blockIdx.x * THREADS + threadIdx.x) * N;
-    bool began_before = keys[0] == keys[1], goes_on = keys[size] == keys[size + 1];
+__device__ __forceinline__ void add_piece(G* d_weight, float* edges, u32* arrived, const T* d_res, const Row* rows,
+                                          const Border* borders, int count) {
+    __shared__ __align__(16) T read[WARPS][STAGES][32][N];
+    __shared__ __align__(16) G old[WARPS][ADD_OLD ? STAGES : 1][32][N];
+    __shared__ Row list[WARPS][PIECE];
+    __shared__ Border crossing[WARPS][2];
+    int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
+    i64 unit = static_cast<i64>(blockIdx.x) * WARPS + warp;
+    int piece = static_cast<int>(unit / CHUNKS), chunk = static_cast<int>(unit % CHUNKS), column = (chunk * 32 + lane) * N;
+    int start = piece * PIECE, size = min(PIECE, count - start);
+    if (size <= 0) return;
+    for (int i = lane; i < size; i += 32) list[warp][i] = rows[start + i];
+    if (lane < 2) crossing[warp][lane] = borders[2 * piece + lane];
+    __syncwarp();
     if (column < C) {
-        constexpr int AT_ONCE = 8;
-        float sum[N] = {};
-        bool before = began_before;
-        for (int group = 0; group < size; group += AT_ONCE) {
-            Pack<T, N> read[AT_ONCE];
-            Pack<G, N> old[ADD_OLD ? AT_ONCE : 1];
-#pragma unroll
-            for (int i = 0; i < AT_ONCE; i++) {
-                if (group + i >= size) break;
-                read[i].load(d_res + static_cast<i64>(positions[group + i]) * C + column);
-                int token = keys[group + i + 1];
-                if (ADD_OLD && token != keys[group + i + 2]) old[i].load(d_weight + static_cast<i64>(token) * C + column);
+        auto fetch = [&](int i) {
+            if (i < size) {
+                Row row = list[warp][i];
+                copy_async(read[warp][i % STAGES][lane], d_res + static_cast<i64>(row.position) * C + column);
+                if (ADD_OLD && row.to >= 0)
+                    copy_async(old[warp][i % STAGES][lane], d_weight + static_cast<i64>(row.to) * C + column);
             }
+            asm volatile("cp.async.commit_group;" ::: "memory");
+        };
+#pragma unroll 1
+        for (int i = 0; i < STAGES; i++) fetch(i);
+        float sum[N] = {};
+#pragma unroll 1
+        for (int i = 0; i < size; i++) {
+            asm volatile("cp.async.wait_group %0;" ::"n"(STAGES - 1) : "memory");
+            float v[N];
+            load(read[warp][i % STAGES][lane], v);
 #pragma unroll
-            for (int i = 0; i < AT_ONCE; i++) {
-                if (group + i >= size) break;
-                int token = keys[group + i + 1];
-                bool more = token == keys[group + i + 2], last = group + i + 1 == size;
-                float v[N];
-                read[i].get(v);
-#pragma unroll
-                for (int j = 0; j < N; j++) sum[j] += v[j];
-                if (more && !last) continue;
-                if (before || more) {
-                    store(edges + (static_cast<i64>(blockIdx.y) * 2 + (before ? 0 : 1)) * C + column, sum);
+            for (int j = 0; j < N; j++) sum[j] += v[j];
+            int to = list[warp][i].to;
+            if (to != MORE) {
+                if (to < 0) {
+                    store(edges + (static_cast<i64>(piece) * 2 + (EDGE - to)) * C + column, sum);
                 } else {
                     if constexpr (ADD_OLD) {
-                        old[i].get(v);
+                        load(old[warp][i % STAGES][lane], v);
 #pragma unroll
                         for (int j = 0; j < N; j++) sum[j] = v[j] + sum[j];
                     }
-                    store(d_weight + static_cast<i64>(token) * C + column, sum);
+                    store(d_weight + static_cast<i64>(to) * C + column, sum);
                 }
 #pragma unroll
                 for (int j = 0; j < N; j++) sum[j] = 0;
-                before = false;
             }
+            fetch(i + STAGES);
         }
     }
-    // a token that both began before and goes on has one edge here, in slot 0
-    if (began_before) join<ADD_OLD>(d_weight, edges, arrived, sorted, count, 0, keys[1], column);
-    if (goes_on && !(began_before && keys[1] == keys[size]))
-        join<ADD_OLD>(d_weight, edges, arrived, sorted, count, 1, keys[size], column);
+    if (!crossing[warp][0].real && !crossing[warp][1].real) return;
+    __threadfence();
+    __syncwarp();
+#pragma unroll 1
+    for (int slot = 0; slot < 2; slot++)
+        if (crossing[warp][slot].real) join<ADD_OLD>(d_weight, edges, arrived, crossing[warp][slot], chunk, column);
 }
 
-extern "C" __global__ void __launch_bounds__(THREADS)
-    embedding_write(G* d_weight, float* edges, u32* arrived, const T* d_res, const int* order, const int* sorted, int count) {
-    add_piece<false>(d_weight, edges, arrived, d_res, order, sorted, count);
+extern "C" __global__ void __launch_bounds__(32 * WARPS, 32 / WARPS)
+    embedding_write(G* d_weight, float* edges, u32* arrived, const T* d_res, const Row* rows, const Border* borders,
+                    int count) {
+    add_piece<false>(d_weight, edges, arrived, d_res, rows, borders, count);
 }
-extern "C" __global__ void __launch_bounds__(THREADS)
-    embedding_add(G* d_weight, float* edges, u32* arrived, const T* d_res, const int* order, const int* sorted, int count) {
-    add_piece<true>(d_weight, edges, arrived, d_res, order, sorted, count);
+extern "C" __global__ void __launch_bounds__(32 * WARPS, 32 / WARPS)
+    embedding_add(G* d_weight, float* edges, u32* arrived, const T* d_res, const Row* rows, const Border* borders, int count) {
+    add_piece<true>(d_weight, edges, arrived, d_res, rows, borders, count);
 }

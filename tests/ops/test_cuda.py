@@ -154,7 +154,7 @@ def test_the_same_call_gives_the_same_bits(op):
 @pytest.mark.parametrize(("count", "vocab"), [(30_000, 3), (180_000, 1000)])
 @pytest.mark.parametrize("accumulate", [False, True])
 def test_embedding_backward_of_frequent_tokens_and_of_many(count, vocab, accumulate):
-    """A token in more pieces of 64 positions than a block has threads; and more tokens than one cluster sorts."""
+    """A token in hundreds of pieces, of more positions than a block lists in shared memory; and more than its votes."""
     case = make("embedding_backward", replace(SIZES["odd"], b=1, t=count, c=8, v=vocab, vp=vocab))
     check(case, "bf16", accumulate=accumulate)
 

@@ -35,10 +35,11 @@ REGISTERS = {
     "column_amax": 64,
     "column_scale": 32,
     "cross_entropy": 80,
-    "embedding_add": 128,
+    "embedding_add": 64,
     "embedding_forward": 48,
+    "embedding_group": 64,
     "embedding_noise": 32,
-    "embedding_write": 112,
+    "embedding_write": 64,
     "error_parts": 64,
     "error_total": 40,
     "finish": 64,
@@ -53,10 +54,6 @@ REGISTERS = {
     "rmsnorm_forward": 96,
     "rope": 128,
     "scale_update": 32,
-    "sort_cluster": 64,
-    "sort_count": 40,
-    "sort_place": 48,
-    "sort_scan": 40,
     "square": 40,
     "sum_weight": 40,
     "sum_weights": 64,
@@ -158,7 +155,7 @@ def model_launches(noted: Launches, b: int, t: int, c: int, hq: int, hkv: int, h
         ops.embedding_backward(added, read(x), tokens)
         added.accumulate = True
         ops.embedding_backward(added, read(x), tokens)
-        many = (8, 2**16)  # tokens, more than one cluster sorts
+        many = (8, 2**16)  # tokens, whose votes shared memory does not hold
         ops.embedding_backward(added, read((*many, c)), noted.tensor(many, "int32"))
         normed = (read(qkv), read((hd,)), read((hd,)))
         rstd = out((b, t, hq + hkv), "fp32", None)

@@ -333,6 +333,13 @@ unsigned __match_any_sync(unsigned, T own) {
     for (unsigned lane = 0; lane < 32; lane++) found |= (emulation::taken<T>(slots, lane) == own) << lane;
     return found;
 }
+inline unsigned __ballot_sync(unsigned, bool own) {
+    const uint64_t* slots = emulation::exchange(own);
+    unsigned found = 0;
+    for (unsigned lane = 0; lane < 32; lane++) found |= static_cast<unsigned>(emulation::taken<bool>(slots, lane)) << lane;
+    return found;
+}
+inline int __ffs(unsigned x) { return __builtin_ffs(static_cast<int>(x)); }
 inline int __popc(unsigned x) { return __builtin_popcount(x); }
 inline unsigned __byte_perm(unsigned low, unsigned high, unsigned selector) {
     uint64_t both = static_cast<uint64_t>(high) << 32 | low;
@@ -405,8 +412,6 @@ void far_store(unsigned at, T value) {
     memcpy(emulation::of_cluster(at), &value, sizeof(T));
 }
 inline void st_shared__cluster_f32(unsigned at, float value) { far_store(at, value); }
-inline void st_shared__cluster_u32(unsigned at, unsigned value) { far_store(at, value); }
-inline void st_shared__cluster_v2_u32(unsigned at, unsigned a, unsigned b) { far_store(at, a), far_store(at + 4, b); }
 inline void bar_sync(int number, int count) { emulation::wait(emulation::block->named[number], count); }
 template <class P>
 void ld_global_v4_u32(unsigned& a, unsigned& b, unsigned& c, unsigned& d, P at) {
@@ -425,6 +430,16 @@ template <class P>
 void prefetch_global_L2(P at) {
     emulation::words(at, 1);
 }
+template <class P>
+void cp_async_ca_shared_global(unsigned to, P from, int bytes) {
+    memcpy(emulation::of_cluster(to), emulation::words(from, bytes / 4), bytes);
+}
+template <class P>
+void cp_async_cg_shared_global(unsigned to, P from, int bytes) {
+    cp_async_ca_shared_global(to, from, bytes);
+}
+inline void cp_async_commit_group() {}
+inline void cp_async_wait_group(int) {}
 template <class P>
 void st_global_v4_u32(P at, unsigned a, unsigned b, unsigned c, unsigned d) {
     uint32_t* to = emulation::words(at, 4);
