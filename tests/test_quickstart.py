@@ -13,6 +13,7 @@ import sys
 import time
 from contextlib import contextmanager
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -180,8 +181,31 @@ def test_an_interrupted_training_goes_on_where_it_was(made, tmp_path):
 # killed
 
 
+HELD = """
+import signal, sys
+from llmq.cli.train import main
+from llmq.engine import Engine
+real = Engine.update
+def update(self, step, rate):
+    if step == 8:
+        signal.pause()
+    return real(self, step, rate)
+Engine.update = update
+main(sys.argv[1:])
+"""
+
+
 def test_a_killed_run_ends_with_the_same_weights(made, monkeypatch, capsys):
+    """The first process stays in a step in its middle until it is killed: so few steps may be over before that."""
     places, _ = made
+    real = subprocess.Popen
+
+    def held(command, **more):
+        assert command[:3] == [sys.executable, "-m", "llmq.cli.train"]
+        return real([sys.executable, "-c", HELD, *command[3:]], **more)
+
+    processes = SimpleNamespace(Popen=held, run=subprocess.run, STDOUT=subprocess.STDOUT)
+    monkeypatch.setattr(resume, "subprocess", processes)
     assert run(places.out, TINY, show_resume=True) == 0
     shown = capsys.readouterr().out
     digest = resume.weights_hash(places.model)

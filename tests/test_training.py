@@ -312,10 +312,10 @@ def command(given, *more):
 
 
 def start(given, *more):
+    """The run in a process of its own, which is never more than a page of output ahead of its reader: 40 steps."""
     environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
-    return subprocess.Popen(
-        command(given, *more), env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
-    )
+    streams = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "pipesize": 4096}
+    return subprocess.Popen(command(given, *more), env=environment, text=True, **streams)
 
 
 def wait_for(process, text):
