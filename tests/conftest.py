@@ -1,4 +1,4 @@
-"""Which tests run: `slow` ones with --all, `judge` ones with --judges, `gpu` ones on a CUDA device."""
+"""Which tests run: `slow` ones with --all, `judge` with --judges, `network` with --network, `gpu` on a CUDA device."""
 
 import ctypes
 import importlib.util
@@ -7,7 +7,7 @@ import signal
 
 import pytest
 
-CHOSEN_BY = {"slow": "--all", "judge": "--judges"}
+CHOSEN_BY = {"slow": "--all", "judge": "--judges", "network": "--network"}
 
 
 def pytest_addoption(parser):
@@ -15,6 +15,7 @@ def pytest_addoption(parser):
     parser.addoption("--all", action="store_true", help="run the slow tests too")
     parser.addoption("--emulate", action="store_true", help="run the kernels of all tests on the CPU, without a GPU")
     parser.addoption("--judges", action="store_true", help="run the comparisons with PyTorch and transformers")
+    parser.addoption("--network", action="store_true", help="run what asks the package index, too")
 
 
 def pytest_configure(config):

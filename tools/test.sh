@@ -1,18 +1,20 @@
 #!/usr/bin/env bash
 # Format, lint, types and tests in an environment of their own (.test-venv); the last line is pytest's summary.
-#   tools/test.sh [--all] [--judges] [pytest arguments ...]
+#   tools/test.sh [--all] [--judges] [--network] [pytest arguments ...]
 # --all: the slow tests too. --judges: what others say of us, installed for it: PyTorch, transformers, NVIDIA's compiler.
+# --network: what the package index answers, which is not ours and changes.
 set -u
 cd "$(dirname "$0")/.."
 . tools/python.sh
 
-judges=
+more=
 for argument in "$@"; do
-    [ "$argument" != --judges ] || judges="--package torch==2.13.0 --package transformers \
+    [ "$argument" != --judges ] || more="$more --package torch==2.13.0 --package transformers<=5.23.0 \
         --package cuda-bindings==13.* --package nvidia-cuda-nvrtc==13.*"
+    [ "$argument" != --network ] || more="$more --package uv"
 done
 # shellcheck disable=SC2086
-"$python" -m llmq.environment .test-venv --extra test $judges || exit
+"$python" -m llmq.environment .test-venv --extra test $more || exit
 
 # The workers are one per core already: threads of BLAS and OpenMP would only take the cores from each other.
 export OMP_NUM_THREADS=1 OPENBLAS_NUM_THREADS=1 MKL_NUM_THREADS=1 RAYON_NUM_THREADS=1 TOKENIZERS_PARALLELISM=false
