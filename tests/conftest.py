@@ -1,4 +1,4 @@
-"""Which tests run: `slow` ones with --all, `judge` with --judges, `network` with --network, `gpu` on a CUDA device."""
+"""Which tests run: `slow` ones with --all, `judge` with --judges, and so on (CHOSEN_BY), `gpu` on a CUDA device."""
 
 import ctypes
 import importlib.util
@@ -7,12 +7,13 @@ import signal
 
 import pytest
 
-CHOSEN_BY = {"slow": "--all", "judge": "--judges", "network": "--network"}
+CHOSEN_BY = {"slow": "--all", "judge": "--judges", "network": "--network", "card": "--cards"}
 
 
 def pytest_addoption(parser):
     """The flags of tools/test.sh."""
     parser.addoption("--all", action="store_true", help="run the slow tests too")
+    parser.addoption("--cards", action="store_true", help="with --all, compile for the cards between the usual, too")
     parser.addoption("--emulate", action="store_true", help="run the kernels of all tests on the CPU, without a GPU")
     parser.addoption("--judges", action="store_true", help="run the comparisons with PyTorch and transformers")
     parser.addoption("--network", action="store_true", help="run what asks the package index, too")

@@ -1,8 +1,8 @@
 #!/usr/bin/env bash
 # Format, lint, types and tests in an environment of their own (.test-venv); the last line is pytest's summary.
-#   tools/test.sh [--all] [--judges] [--network] [pytest arguments ...]
+#   tools/test.sh [--all] [--judges] [--cards] [--network] [pytest arguments ...]
 # --all: the slow tests too. --judges: what others say of us, installed for it: PyTorch, transformers, NVIDIA's compiler.
-# --network: what the package index answers, which is not ours and changes.
+# --cards: with both, the kernels for every card. --network: what the package index answers, which is not ours.
 set -u
 cd "$(dirname "$0")/.."
 . tools/python.sh
@@ -13,6 +13,9 @@ for argument in "$@"; do
         --package cuda-bindings==13.* --package nvidia-cuda-nvrtc==13.*"
     [ "$argument" != --network ] || more="$more --package uv"
 done
+# Modules are compiled where they are first imported, and once for all processes: pip would compile all of PyTorch.
+unset PYTHONDONTWRITEBYTECODE
+export PIP_COMPILE=no
 # shellcheck disable=SC2086
 "$python" -m llmq.environment .test-venv --extra test $more || exit
 
