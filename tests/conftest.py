@@ -2,12 +2,16 @@
 
 import ctypes
 import importlib.util
+import os
 import shutil
 import signal
 
+import hypothesis
 import pytest
 
 CHOSEN_BY = {"slow": "--all", "judge": "--judges", "network": "--network", "card": "--cards"}
+TASTES = ("COLUMNS", "LINES", "FORCE_COLOR", "NO_COLOR", "TTY_COMPATIBLE", "TTY_INTERACTIVE", "HF_HUB_OFFLINE")
+TASTES += ("LLMQ_TINY_SHAKESPEARE", "WANDB_MODE", "WANDB_DIR", "MPLBACKEND", "GIT_DIR", "GIT_WORK_TREE")
 
 
 def pytest_addoption(parser):
@@ -20,7 +24,17 @@ def pytest_addoption(parser):
 
 
 def pytest_configure(config):
-    """A judge that is asked for and not there is an error, not a skip. SIGINT does here what it does in a terminal."""
+    """A judge that is asked for and not there is an error, not a skip. SIGINT does here what it does in a terminal.
+
+    What a user's shell says of widths, colours and caches is no part of what the tests compare with.
+    """
+    for name in TASTES:
+        os.environ.pop(name, None)
+    slow = [hypothesis.HealthCheck.too_slow]  # says how busy the machine is
+    hypothesis.settings.register_profile(
+        "ours", hypothesis.settings(), suppress_health_check=slow, deadline=None, database=None
+    )
+    hypothesis.settings.load_profile("ours")
     if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # a shell's background job, whose children inherit that
         signal.signal(signal.SIGINT, signal.default_int_handler)
     missing = [name for name in ("torch", "transformers") if not importlib.util.find_spec(name)]

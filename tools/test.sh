@@ -13,9 +13,10 @@ for argument in "$@"; do
         --package cuda-bindings==13.* --package nvidia-cuda-nvrtc==13.*"
     [ "$argument" != --network ] || more="$more --package uv"
 done
-# Modules are compiled where they are first imported, and once for all processes: pip would compile all of PyTorch.
+# File names are UTF-8 whatever the locale. Modules are compiled by the process that imports them first, for all that come
+# after it; pip would compile all of PyTorch.
 unset PYTHONDONTWRITEBYTECODE
-export PIP_COMPILE=no
+export PIP_COMPILE=no PYTHONUTF8=1
 # shellcheck disable=SC2086
 "$python" -m llmq.environment .test-venv --extra test $more || exit
 
