@@ -24,7 +24,7 @@ def pytest_addoption(parser):
 
 
 def pytest_configure(config):
-    """A judge that is asked for and not there is an error, not a skip. SIGINT does here what it does in a terminal.
+    """A judge that is asked for and not there is an error, not a skip. Signals do here what they do in a terminal.
 
     What a user's shell says of widths, colours and caches is no part of what the tests compare with.
     """
@@ -35,8 +35,12 @@ def pytest_configure(config):
         "ours", hypothesis.settings(), suppress_health_check=slow, deadline=None, database=None
     )
     hypothesis.settings.load_profile("ours")
-    if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # a shell's background job, whose children inherit that
-        signal.signal(signal.SIGINT, signal.default_int_handler)
+    # A background job and one that outlives its session begin with signals off, and children inherit that.
+    usual = {signal.SIGINT: signal.default_int_handler, signal.SIGTERM: signal.SIG_DFL, signal.SIGHUP: signal.SIG_DFL}
+    for number, handler in usual.items():
+        if signal.getsignal(number) is signal.SIG_IGN:
+            signal.signal(number, handler)
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, usual)
     missing = [name for name in ("torch", "transformers") if not importlib.util.find_spec(name)]
     if config.getoption("--judges") and missing:
         raise pytest.UsageError(f"--judges needs {' and '.join(missing)}: tools/test.sh --judges installs them")
