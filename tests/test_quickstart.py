@@ -429,10 +429,10 @@ def test_a_bare_shell_is_enough(tmp_path):
 @pytest.mark.slow
 @pytest.mark.timeout(1200)
 def test_the_real_one(tmp_path):
-    """As a user calls it, with a third of the steps: far below the unigram entropy, and shown again offline."""
+    """As a user calls it, with half the text and a third of the steps; shown again offline."""
     fewer = (
         "import dataclasses; from llmq.quickstart import __main__ as quickstart, settings; whole = settings.Settings\n"
-        "settings.Settings = lambda: dataclasses.replace(whole(), steps=200, least_gain=0.7)\n"
+        "settings.Settings = lambda: dataclasses.replace(whole(), text_bytes=4_000_000, steps=200, least_gain=0.7)\n"
         "quickstart.main(['--cpu'])"
     )
     command = [sys.executable, "-c", fewer]

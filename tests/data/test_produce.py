@@ -185,7 +185,7 @@ tokenize.tokenize_data(**arguments, on_progress=kill)
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("make", [lambda folder: rows(folder, 9000), text])
+@pytest.mark.parametrize("make", [lambda folder: rows(folder, 4000), text])
 @pytest.mark.parametrize("seed", range(2))
 def test_many_kills_go_on_to_the_same_bytes(tmp_path: Path, small_tokenizer: Path, make, seed: int) -> None:
     draw = random.Random(seed)
