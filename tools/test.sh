@@ -18,7 +18,9 @@ done
 unset PYTHONDONTWRITEBYTECODE
 export PIP_COMPILE=no PYTHONUTF8=1
 # shellcheck disable=SC2086
-"$python" -m llmq.environment .test-venv --extra test $more || exit
+install() { "$python" -m llmq.environment .test-venv --extra test $more; }
+# Once more where the package index did not answer for a moment.
+install || { sleep 20 && install; } || exit
 
 # The workers are one per core already: threads of BLAS and OpenMP would only take the cores from each other.
 export OMP_NUM_THREADS=1 OPENBLAS_NUM_THREADS=1 MKL_NUM_THREADS=1 RAYON_NUM_THREADS=1 TOKENIZERS_PARALLELISM=false
