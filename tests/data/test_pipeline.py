@@ -234,9 +234,10 @@ def test_memory_is_flat(tmp_path: Path, shared: Callable[[str], Path], small_tok
     for megabytes in (5, 20):
         path = corpus(tmp_path / f"{megabytes}.txt", shared, megabytes * 1_000_000)
         if kind == "jsonl":
-            rows = [json.dumps({"text": piece[:20_000]}) + "\n" for piece in pieces(open_documents([path])[0], True)]
+            text = path.read_text()
             path = path.with_suffix(".jsonl")
-            path.write_text("".join(rows))
+            cut = (text[at : at + 20_000] for at in range(0, len(text), 20_000))
+            path.write_text("".join(json.dumps({"text": part}) + "\n" for part in cut))
         paths.append(str(path))
     command = [sys.executable, "-c", MEMORY, str(small_tokenizer), *paths]
     environment = {**os.environ, "PYTHONPATH": str(ROOT), "RAYON_NUM_THREADS": "1", "MALLOC_ARENA_MAX": "1"}
