@@ -1,26 +1,46 @@
-"""Which tests run: `slow` ones with --all, `judge` ones with --judges, `gpu` ones on a CUDA device."""
+"""Which tests run: `slow` ones with --all, `judge` with --judges, and so on (CHOSEN_BY), `gpu` on a CUDA device."""
 
 import ctypes
 import importlib.util
+import os
 import shutil
 import signal
 
+import hypothesis
 import pytest
 
-CHOSEN_BY = {"slow": "--all", "judge": "--judges"}
+CHOSEN_BY = {"slow": "--all", "judge": "--judges", "network": "--network", "card": "--cards"}
+TASTES = ("COLUMNS", "LINES", "FORCE_COLOR", "NO_COLOR", "TTY_COMPATIBLE", "TTY_INTERACTIVE", "HF_HUB_OFFLINE")
+TASTES += ("LLMQ_TINY_SHAKESPEARE", "WANDB_MODE", "WANDB_DIR", "MPLBACKEND", "GIT_DIR", "GIT_WORK_TREE")
 
 
 def pytest_addoption(parser):
     """The flags of tools/test.sh."""
     parser.addoption("--all", action="store_true", help="run the slow tests too")
+    parser.addoption("--cards", action="store_true", help="with --all, compile for the cards between the usual, too")
     parser.addoption("--emulate", action="store_true", help="run the kernels of all tests on the CPU, without a GPU")
     parser.addoption("--judges", action="store_true", help="run the comparisons with PyTorch and transformers")
+    parser.addoption("--network", action="store_true", help="run what asks the package index, too")
 
 
 def pytest_configure(config):
-    """A judge that is asked for and not there is an error, not a skip. SIGINT does here what it does in a terminal."""
-    if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # a shell's background job, whose children inherit that
-        signal.signal(signal.SIGINT, signal.default_int_handler)
+    """A judge that is asked for and not there is an error, not a skip. Signals do here what they do in a terminal.
+
+    What a user's shell says of widths, colours and caches is no part of what the tests compare with.
+    """
+    for name in TASTES:
+        os.environ.pop(name, None)
+    slow = [hypothesis.HealthCheck.too_slow]  # says how busy the machine is
+    hypothesis.settings.register_profile(
+        "ours", hypothesis.settings(), suppress_health_check=slow, deadline=None, database=None
+    )
+    hypothesis.settings.load_profile("ours")
+    # A background job and one that outlives its session begin with signals off, and children inherit that.
+    usual = {signal.SIGINT: signal.default_int_handler, signal.SIGTERM: signal.SIG_DFL, signal.SIGHUP: signal.SIG_DFL}
+    for number, handler in usual.items():
+        if signal.getsignal(number) is signal.SIG_IGN:
+            signal.signal(number, handler)
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, usual)
     missing = [name for name in ("torch", "transformers") if not importlib.util.find_spec(name)]
     if config.getoption("--judges") and missing:
         raise pytest.UsageError(f"--judges needs {' and '.join(missing)}: tools/test.sh --judges installs them")

@@ -25,6 +25,12 @@ from llmq.optimizer import Hyperparameters
 from llmq.plan.memory import Memory
 from llmq.plan.plan import SCALE_STRIDE
 
+USUAL = ("fp32", "bf16", "fp8-e5m2-delayed", "fp8-e4m3-current", "fp8-e4m3-rowwise", "fp8-e5m2-blockwise")
+EVERY = pytest.mark.parametrize(
+    "precision",
+    [pytest.param(p, id=name, marks=[] if name in USUAL else pytest.mark.slow) for name, p in PRECISIONS.items()],
+)
+
 
 def gradients(engine):
     return {row.name: engine.gradient(row.name).astype(np.float64) for row in engine.plan.rows}
@@ -72,7 +78,7 @@ def test_attention_chunks_are_bit_equal():
     assert bits(runs[0]) == bits(runs[1])
 
 
-@pytest.mark.parametrize("precision", PRECISIONS.values(), ids=PRECISIONS)
+@EVERY
 def test_two_runs_give_the_same_bits_and_another_seed_others(precision):
     results = [engine_of(plan_of(precision, seed=seed)) for seed in (0, 0, 1)]
     for engine in results:
@@ -83,7 +89,7 @@ def test_two_runs_give_the_same_bits_and_another_seed_others(precision):
     assert (first == other) == (precision is FP32)
 
 
-@pytest.mark.parametrize("precision", PRECISIONS.values(), ids=PRECISIONS)
+@EVERY
 def test_a_batch_without_trained_tokens_gives_zero_and_no_nan(precision):
     engine = engine_of(plan_of(precision))
     tokens, targets = batch()
@@ -95,7 +101,7 @@ def test_a_batch_without_trained_tokens_gives_zero_and_no_nan(precision):
     assert all(np.isfinite(engine.parameter(row.name).astype(np.float32)).all() for row in engine.plan.rows)
 
 
-@pytest.mark.parametrize("precision", PRECISIONS.values(), ids=PRECISIONS)
+@EVERY
 def test_a_step_that_is_not_finite_changes_nothing(precision):
     engine = engine_of(plan_of(precision))
     train_steps(engine, steps=1)
@@ -119,7 +125,7 @@ def test_a_step_that_is_not_finite_changes_nothing(precision):
     assert np.isfinite(train_steps(engine, steps=3)).all()
 
 
-@pytest.mark.parametrize("precision", PRECISIONS.values(), ids=PRECISIONS)
+@EVERY
 def test_a_restored_engine_continues_with_the_same_bits(precision):
     plan = plan_of(precision)
     engine = engine_of(plan)

@@ -158,7 +158,7 @@ def ask(home, url, *cases, free=None, **environment):
     kept = {key: value for key, value in os.environ.items() if not key.startswith(("HF_", "HUGGING", "TRANSFORMERS"))}
     kept |= {"HF_HOME": str(home), "HF_ENDPOINT": url, "PYTHONPATH": str(ROOT), "NO_PROXY": "*", "no_proxy": "*"}
     command = [sys.executable, "-c", DRIVER, json.dumps(cases), *([str(free)] if free is not None else [])]
-    done = subprocess.run(command, env={**kept, **environment}, cwd=home, capture_output=True, text=True, timeout=120)
+    done = subprocess.run(command, env={**kept, **environment}, cwd=home, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
     return [json.loads(line) for line in done.stdout.splitlines()]
 

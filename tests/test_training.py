@@ -17,6 +17,8 @@ from tiny_runs import T, tiny_options, weights_of
 
 import llmq
 from llmq import auto, job, training
+from llmq.cli import shell
+from llmq.cli.train import command as train_command
 from llmq.data.loader import open_data
 from llmq.data.stream import Stream, StreamedDocument
 from llmq.data.token_file import TokenWriter
@@ -312,10 +314,10 @@ def command(given, *more):
 
 
 def start(given, *more):
+    """The run in a process of its own, which is never more than a page of output ahead of its reader: 40 steps."""
     environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
-    return subprocess.Popen(
-        command(given, *more), env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
-    )
+    streams = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "pipesize": 4096}
+    return subprocess.Popen(command(given, *more), env=environment, text=True, **streams)
 
 
 def wait_for(process, text):
@@ -328,16 +330,16 @@ def wait_for(process, text):
 
 @pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 75)])
 def test_the_first_signal_ends_the_step_saves_and_says_how_to_go_on(given, number, code):
-    whole = llmq.train(**{**given, "steps": 150, "name": "whole", "eval_every_n_steps": 0})
-    process = start({**given, "steps": 150, "eval_every_n_steps": 0, "ckpt_interval": 0})
+    whole = llmq.train(**{**given, "steps": 100, "name": "whole", "eval_every_n_steps": 0})
+    process = start({**given, "steps": 100, "eval_every_n_steps": 0, "ckpt_interval": 0})
     wait_for(process, "[T] step     5")
     process.send_signal(number)
     rest = process.stdout.read()
     assert process.wait() == code
     assert "--continue" in rest
     (saved,) = Path("runs/run/checkpoints").glob("step-*")
-    assert 5 <= int(saved.name[5:]) < 150
-    done = llmq.train(**{**given, "steps": 150, "eval_every_n_steps": 0, "continue": "auto"})
+    assert 5 <= int(saved.name[5:]) < 100
+    done = llmq.train(**{**given, "steps": 100, "eval_every_n_steps": 0, "continue": "auto"})
     assert weights_of(done.checkpoint_path) == weights_of(whole.checkpoint_path)
 
 
@@ -367,18 +369,23 @@ def test_a_killed_run_goes_on_from_its_last_checkpoint(given):
         (["--model=absent/folder/of/mine"], 3, "absent/folder/of/mine"),
     ],
 )
-def test_bad_input_is_one_message_and_an_exit_code(given, more, code, says):
+def test_bad_input_is_one_message_and_an_exit_code(given, capsys, more, code, says):
     replaced = {m.split("=")[0][2:].replace("-", "_") for m in more}
-    process = start({k: v for k, v in given.items() if k not in replaced}, *more)
-    output, _ = process.communicate()
-    assert process.returncode == code, output
+    arguments = command({k: v for k, v in given.items() if k not in replaced}, *more)[3:]
+    assert shell.run(train_command(), arguments) == code
+    output = "".join(capsys.readouterr())
     assert says in output and "Traceback" not in output
+
+
+def test_bad_input_ends_the_process_with_that_code(given):
+    process = start({**given, "train_file": "absent.bin"})
+    output, _ = process.communicate()
+    assert process.returncode == 3 and "absent.bin" in output and "Traceback" not in output
 
 
 def test_a_model_trained_from_scratch_takes_its_tokenizer_and_its_end_token_from_the_data(given, tmp_path):
     from tokenizers import Tokenizer, models, pre_tokenizers
 
-    from llmq.cli import shell
     from llmq.cli.tokenize_data import command as tokenize
 
     alphabet = {letter: i for i, letter in enumerate(sorted(pre_tokenizers.ByteLevel.alphabet())[:90])}

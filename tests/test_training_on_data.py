@@ -188,11 +188,11 @@ def test_sigterm_while_tokenizing_leaves_no_lock_and_no_half_file(given, tmp_pat
     command = [sys.executable, "-m", "llmq.cli.train", "--model", "source", "--from-scratch", "--data", "text.txt"]
     environment = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[1])}
     with subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT) as process:
-        deadline = time.monotonic() + 60
+        deadline = time.monotonic() + 300
         while not list(tmp_path.glob("cache/tokens/*.partial/.train*")) and time.monotonic() < deadline:
             time.sleep(0.01)
         process.terminate()
-        said, _ = process.communicate(timeout=60)
+        said, _ = process.communicate()
     assert process.returncode == 75 and b"tokenizing into" in said and b"Traceback" not in said
     assert list((tmp_path / "cache/tokens").iterdir()) == []
 

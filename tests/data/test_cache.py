@@ -51,8 +51,10 @@ def test_a_disk_without_locks_is_refused_with_the_way_out(tmp_path: Path, monkey
 
 def test_a_lock_is_for_one_at_a_time_and_leaves_no_file(tmp_path: Path) -> None:
     path, inside, most, told = tmp_path / "a/x.lock", [], [], []
+    together = threading.Barrier(4)
 
     def work(number: int) -> None:
+        together.wait()
         for _ in range(5):
             with locked(path, told.append):
                 inside.append(number)
@@ -87,14 +89,14 @@ def test_who_waited_for_a_removed_file_waits_for_the_next(tmp_path: Path) -> Non
     first = taken()
     thread = threading.Thread(target=wait)
     thread.start()
-    assert told.wait(10)
+    assert told.wait(60)
     path.unlink()
     second = taken()
     os.close(first)
     assert not entered.wait(3 * cache.POLL_S)
     path.unlink()
     os.close(second)
-    assert entered.wait(10)
+    assert entered.wait(60)
     thread.join()
 
 

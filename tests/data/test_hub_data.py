@@ -182,7 +182,7 @@ def ask(home: Path, url: str, *cases: Case, **environment: str) -> dict[Case, di
     kept |= {"HF_HOME": str(home / "hf"), "LLMQ_CACHE_DIR": str(home / "llmq"), "HF_ENDPOINT": url}
     kept |= {"PYTHONPATH": str(ROOT), "NO_PROXY": "*", "no_proxy": "*"}
     command = [sys.executable, "-c", DRIVER, json.dumps(cases)]
-    done = subprocess.run(command, env={**kept, **environment}, cwd=home, capture_output=True, text=True, timeout=120)
+    done = subprocess.run(command, env={**kept, **environment}, cwd=home, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
     return dict(zip(cases, map(json.loads, done.stdout.splitlines()), strict=True))
 

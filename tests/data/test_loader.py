@@ -14,6 +14,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from llmq.data.loader import Loader, eval_batches, open_data
+from llmq.data.read_ahead import PREFETCHED
 from llmq.data.token_file import TokenFile
 from llmq.data.windows import Rows, Windows
 from llmq.errors import DataError, UsageError
@@ -40,7 +41,7 @@ def no_thread_is_left():
     before = threading.active_count()
     yield
     gc.collect()
-    deadline = time.monotonic() + 5
+    deadline = time.monotonic() + 60
     while threading.active_count() > before and time.monotonic() < deadline:
         time.sleep(0.01)
     assert threading.active_count() == before
@@ -143,44 +144,69 @@ def test_an_error_in_the_thread_is_raised_by_next_after_the_good_batches(tmp_pat
 
 
 def test_it_reads_ahead_but_not_without_bound(tmp_path: Path, monkeypatch) -> None:
-    windows = make_windows(tmp_path, 8)
-    reads = []
-    monkeypatch.setattr(windows, "read", lambda s: (reads.append(1), Windows.read(windows, s))[1])
+    """What was read ahead is there without another read: the fifth one waits until four batches are taken."""
+    windows, held, reads = make_windows(tmp_path, 8), threading.Event(), []
+
+    def read(samples: np.ndarray) -> Rows:
+        reads.append(1)
+        if len(reads) == PREFETCHED + 1:
+            held.wait(60)
+        return Windows.read(windows, samples)
+
+    monkeypatch.setattr(windows, "read", read)
     with Loader(windows, 2, T, 0).start() as loader:
-        deadline = time.monotonic() + 5
-        while len(reads) < 4 and time.monotonic() < deadline:
+        for _ in range(PREFETCHED):
+            loader.next()
+        assert not held.is_set() and len(reads) <= PREFETCHED + 1
+        held.set()
+        loader.next()
+        most = 2 * (PREFETCHED + 1)  # taken, in the queue, and one in the thread's hand
+        deadline = time.monotonic() + 60
+        while len(reads) < most and time.monotonic() < deadline:
             time.sleep(0.005)
         time.sleep(0.05)
-        assert 4 <= len(reads) <= 6
-        assert loader.next().wait_ms < 50
+        assert len(reads) == most
 
 
 def test_the_wait_is_measured(tmp_path: Path, monkeypatch) -> None:
-    windows = make_windows(tmp_path, 8)
-    monkeypatch.setattr(windows, "read", lambda s: (time.sleep(0.05), Windows.read(windows, s))[1])
+    windows, clock, asked = make_windows(tmp_path, 8), [0.0], threading.Event()
+
+    def read(samples: np.ndarray) -> Rows:
+        asked.wait(60)
+        clock[0] += 0.05
+        return Windows.read(windows, samples)
+
+    def now() -> float:
+        found = clock[0]
+        asked.set()
+        return found
+
+    monkeypatch.setattr(windows, "read", read)
+    monkeypatch.setattr("llmq.data.loader.time.perf_counter", now)
     with Loader(windows, 2, T, 0).start() as loader:
-        assert loader.next().wait_ms > 20
+        assert loader.next().wait_ms >= 50
 
 
 def test_reading_is_far_faster_than_training(tmp_path: Path) -> None:
-    """32 x 1024 with masks: 14 million tokens/s on one busy core; a model of 250,000 tokens/s must never wait."""
+    """32 x 1024 with masks: 14 million tokens/s on a core, in the time of six empty loops of Python over the tokens.
+
+    Those measure the machine as it is at this moment. A model of 250,000 tokens/s, which must never wait, takes 300.
+    """
     b, t = 32, 1024
     tokens = np.random.default_rng(0).integers(0, 50_000, 400 * t + 1)
     TokenFile.write(tmp_path / "a.bin", tokens, vocab_size=50_257, mask=tokens % 3 > 0)
-    with Loader(Windows([TokenFile.open(tmp_path / "a.bin")], t, 50_257), b, t, 0).start() as loader:
-        rates = []
-        for _ in range(5):
-            start = time.perf_counter()
-            for _ in range(8):
-                loader.next()
-            rates.append(8 * b * t / (time.perf_counter() - start))
-        assert max(rates) > 2_000_000
-        waits = []
-        for _ in range(15):
-            time.sleep(0.02)  # a step at 1.6 million tokens/s
-            waits.append(loader.next().wait_ms)
-    step_ms = 1e3 * b * t / 250_000
-    assert np.median(waits) < 0.005 * step_ms
+    windows = Windows([TokenFile.open(tmp_path / "a.bin")], t, 50_257)
+    batches = Loader(windows, b, t, 0)._batches(0, None)
+    ours, loops = [], []
+    for _ in range(15):
+        start = time.process_time()
+        next(batches)
+        ours.append(time.process_time() - start)
+        start = time.process_time()
+        for _ in range(b * t):
+            pass
+        loops.append(time.process_time() - start)
+    assert min(ours) < 20 * min(loops)
 
 
 def test_closing_is_quick_repeatable_and_final(tmp_path: Path) -> None:

@@ -163,32 +163,41 @@ sidecar.shutil.copyfile = copyfile
     assert content(out).keys() == content(tmp_path / "whole").keys()
 
 
-def check_kills(tmp_path: Path, tokenizer: Path, path: Path, delays: list[float]) -> int:
-    """Kills with these delays, then finishes: the bytes are those of a whole run. How many were killed."""
-    arguments: dict[str, Any] = {"tokenizer": str(tokenizer), "inputs": [str(path)], "out_dir": str(tmp_path / "out")}
-    count = 0
-    for delay in delays:
-        if not killed(tmp_path, arguments, delay):
-            break
-        count += 1
-    whole = {**arguments, "out_dir": str(tmp_path / "whole")}
-    for each in (arguments, whole):
-        command = [sys.executable, "-c", DRIVER, json.dumps([{**SMALL, "PART_TOKENS": 9000}, each])]
-        subprocess.run(command, cwd=ROOT, check=True)
+def test_a_killed_call_goes_on_to_the_same_bytes(tmp_path: Path, small, small_tokenizer: Path) -> None:
+    """It kills itself after some batches, with the threads of the pipeline at work."""
+    arguments: dict[str, Any] = {"tokenizer": str(small_tokenizer), "inputs": [str(rows(tmp_path))]}
+    kill = """
+calls = iter(range(9))
+def kill(done, total):
+    if next(calls, None) is None:
+        os.kill(os.getpid(), 9)
+tokenize.tokenize_data(**arguments, on_progress=kill)
+"""
+    driver = DRIVER.replace("tokenize.tokenize_data(**arguments)\n", kill)
+    command = [sys.executable, "-c", driver, json.dumps([SMALL, {**arguments, "out_dir": str(tmp_path / "out")}])]
+    assert subprocess.run(command, cwd=ROOT).returncode == -signal.SIGKILL
+    assert any((tmp_path / "out/.partial").iterdir())
+    said: list[str] = []
+    for folder in ("out", "whole"):
+        tokenize_data(**arguments, out_dir=tmp_path / folder, say=said.append)
     assert content(tmp_path / "out") == content(tmp_path / "whole")
-    return count
-
-
-def test_a_killed_call_goes_on_to_the_same_bytes(tmp_path: Path, small_tokenizer: Path) -> None:
-    assert check_kills(tmp_path, small_tokenizer, rows(tmp_path, 3000), [0.1]) == 1
+    assert sum("going on where" in text for text in said) == 1
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("make", [lambda folder: rows(folder, 9000), text])
-@pytest.mark.parametrize("seed", range(5))
+@pytest.mark.parametrize("make", [lambda folder: rows(folder, 4000), text])
+@pytest.mark.parametrize("seed", range(2))
 def test_many_kills_go_on_to_the_same_bytes(tmp_path: Path, small_tokenizer: Path, make, seed: int) -> None:
     draw = random.Random(seed)
-    check_kills(tmp_path, small_tokenizer, make(tmp_path), [draw.uniform(0, 0.6) for _ in range(6)])
+    arguments: dict[str, Any] = {"tokenizer": str(small_tokenizer), "inputs": [str(make(tmp_path))]}
+    arguments["out_dir"] = str(tmp_path / "out")
+    for _ in range(6):
+        if not killed(tmp_path, arguments, draw.uniform(0, 0.6)):
+            break
+    for each in (arguments, {**arguments, "out_dir": str(tmp_path / "whole")}):
+        command = [sys.executable, "-c", DRIVER, json.dumps([{**SMALL, "PART_TOKENS": 9000}, each])]
+        subprocess.run(command, cwd=ROOT, check=True)
+    assert content(tmp_path / "out") == content(tmp_path / "whole")
 
 
 def test_parts_end_with_documents_and_hold_everything(
@@ -252,7 +261,7 @@ for path in cached(request, on_progress=lambda done, total: None, say=lambda tex
     processes = [
         subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) for _ in range(3)
     ]
-    done = [process.communicate(timeout=120) for process in processes]
+    done = [process.communicate() for process in processes]
     assert all(process.returncode == 0 for process in processes), done
     assert len({out for out, _ in done}) == 1 and len(done[0][0].splitlines()) == 2
     assert sum("format: question-answer" in said for _, said in done) == 1  # one has made it

@@ -208,7 +208,7 @@ def test_the_real_library_offline(tmp_path: Path) -> None:
     script = ROOT / "tools" / "export-wandb.py"
     command = [sys.executable, script, "--log-file", path, "--project", "p", "--offline", "--run-id", "abc"]
     environment = {"HOME": str(tmp_path), "WANDB_DIR": str(tmp_path), "PATH": "/usr/bin:/bin"}
-    done = subprocess.run(command, cwd=tmp_path, env=environment, timeout=120, capture_output=True, text=True)
+    done = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True)
     assert (done.returncode, done.stderr) == (0, "")
     assert done.stdout.startswith(f"6 steps written to {tmp_path}")
     (file,) = tmp_path.glob("wandb/offline-run-*/run-abc.wandb")
