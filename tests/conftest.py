@@ -1,4 +1,4 @@
-"""Which tests run: `slow` ones with --all, `judge` with --judges, and so on (CHOSEN_BY), `gpu` on a CUDA device."""
+"""Which tests run: `slow` ones with --all, `judge` ones with --judges, `gpu` ones on a CUDA device."""
 
 import ctypes
 import importlib.util
@@ -9,7 +9,7 @@ import signal
 import hypothesis
 import pytest
 
-CHOSEN_BY = {"slow": "--all", "judge": "--judges", "network": "--network", "card": "--cards"}
+CHOSEN_BY = {"slow": "--all", "judge": "--judges"}
 TASTES = ("COLUMNS", "LINES", "FORCE_COLOR", "NO_COLOR", "TTY_COMPATIBLE", "TTY_INTERACTIVE", "HF_HUB_OFFLINE")
 TASTES += ("LLMQ_TINY_SHAKESPEARE", "WANDB_MODE", "WANDB_DIR", "MPLBACKEND", "GIT_DIR", "GIT_WORK_TREE")
 
@@ -17,10 +17,8 @@ TASTES += ("LLMQ_TINY_SHAKESPEARE", "WANDB_MODE", "WANDB_DIR", "MPLBACKEND", "GI
 def pytest_addoption(parser):
     """The flags of tools/test.sh."""
     parser.addoption("--all", action="store_true", help="run the slow tests too")
-    parser.addoption("--cards", action="store_true", help="with --all, compile for the cards between the usual, too")
     parser.addoption("--emulate", action="store_true", help="run the kernels of all tests on the CPU, without a GPU")
     parser.addoption("--judges", action="store_true", help="run the comparisons with PyTorch and transformers")
-    parser.addoption("--network", action="store_true", help="run what asks the package index, too")
 
 
 def pytest_configure(config):

@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parents[1]
+OFFLINE = ("error sending request", "dns error", "Failed to fetch", "Could not connect", "network connectivity")
 LISTED = {  # under both, by the name without CUDA's version
     *("cuda-bindings", "cupy", "nvidia-cublas", "nvidia-cuda-nvrtc", "nvidia-cuda-runtime", "nvidia-cudnn"),
     *("nvidia-cudnn-frontend", "nvidia-ml-py", "nvidia-nccl", "nvmath-python"),
@@ -25,16 +26,18 @@ def plain(name: str, extra: str) -> str:
 
 @cache
 def resolved(extra: str | None, python: str, machine: str) -> dict[str, str]:
-    """Version of each package that llmq with an extra installs, by name."""
+    """Version of each package that llmq with an extra installs, by name; skips where there is no package index."""
     uv = pytest.importorskip("uv", reason="pip install uv").find_uv_bin()
     command = [uv, "pip", "compile", "pyproject.toml", "--python-version", python, "--no-header", "--no-annotate"]
     command += ["--python-platform", f"{machine}-manylinux_2_28", "--quiet", *(["--extra", extra] if extra else [])]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
+    if done.returncode and any(text in done.stderr for text in OFFLINE):
+        pytest.skip(f"the package index cannot be reached: {done.stderr.strip().splitlines()[-1]}")
     assert not done.returncode, done.stderr
     return dict(line.split(";")[0].strip().split("==") for line in done.stdout.splitlines() if "==" in line)
 
 
-@pytest.mark.network
+@pytest.mark.judge
 @pytest.mark.parametrize(("python", "machine"), [("3.10", "x86_64"), ("3.13", "x86_64"), ("3.13", "aarch64")])
 @pytest.mark.parametrize("extra", SUFFIXES)
 def test_an_extra_is_the_libraries_and_nothing_else(extra, python, machine):

@@ -1,24 +1,22 @@
 #!/usr/bin/env bash
 # Format, lint, types and tests in an environment of their own (.test-venv); the last line is pytest's summary.
-#   tools/test.sh [--all] [--judges] [--cards] [--network] [pytest arguments ...]
+#   tools/test.sh [--all] [--judges] [pytest arguments ...]
 # --all: the slow tests too. --judges: what others say of us, installed for it: PyTorch, transformers, NVIDIA's compiler.
-# --cards: with both, the kernels for every card. --network: what the package index answers, which is not ours.
 set -u
 cd "$(dirname "$0")/.."
 . tools/python.sh
 
-more=
+judges=
 for argument in "$@"; do
-    [ "$argument" != --judges ] || more="$more --package torch==2.13.0 --package transformers<=5.23.0 \
-        --package cuda-bindings==13.* --package nvidia-cuda-nvrtc==13.*"
-    [ "$argument" != --network ] || more="$more --package uv"
+    [ "$argument" != --judges ] || judges="--package torch==2.13.0 --package transformers<=5.23.0 \
+        --package cuda-bindings==13.* --package nvidia-cuda-nvrtc==13.* --package uv"
 done
 # File names are UTF-8 whatever the locale. Modules are compiled by the process that imports them first, for all that come
 # after it; pip would compile all of PyTorch.
 unset PYTHONDONTWRITEBYTECODE
 export PIP_COMPILE=no PYTHONUTF8=1
 # shellcheck disable=SC2086
-install() { "$python" -m llmq.environment .test-venv --extra test $more; }
+install() { "$python" -m llmq.environment .test-venv --extra test $judges; }
 # Once more where the package index did not answer for a moment.
 install || { sleep 20 && install; } || exit
 
