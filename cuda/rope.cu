@@ -30,7 +30,7 @@ constexpr bool ROW_LATER = (FORMS & COL) && (FORMS & ROW) && HALF % 16 == 0 && S
 static_assert(HALF % N == 0 && TILE % TURN == 0, "an access stays within half a head");
 static_assert(!(FORMS & COL) || N >= 4, "the four columns that write_columns takes together lie within half a head");
 
-// Blocks to a multiprocessor: with 2, backward with sums is at 73% of a copy and not 83%. But 80 registers are too few for
+// Blocks to a multiprocessor: with 2, backward with sums was at 73% of a copy and not 83%. But 80 registers are too few for
 // the value, both fp8 forms and sums at once, and for what the compiler makes of any of it for other cards.
 #if __CUDA_ARCH__ == 900
 constexpr int RESIDENT = sizeof(T) == 4 || ((FORMS & VALUE) && (FORMS & COL) && (FORMS & SUMS)) ? 2 : 3;

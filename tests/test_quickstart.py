@@ -429,13 +429,8 @@ def test_a_bare_shell_is_enough(tmp_path):
 @pytest.mark.slow
 @pytest.mark.timeout(1200)
 def test_the_real_one(tmp_path):
-    """As a user calls it, with half the text and a third of the steps; shown again offline."""
-    fewer = (
-        "import dataclasses; from llmq.quickstart import __main__ as quickstart, settings; whole = settings.Settings\n"
-        "settings.Settings = lambda: dataclasses.replace(whole(), text_bytes=4_000_000, steps=200, least_gain=0.7)\n"
-        "quickstart.main(['--cpu'])"
-    )
-    command = [sys.executable, "-c", fewer]
+    """As a user calls it: at least one nat below the unigram entropy, and shown again offline."""
+    command = [sys.executable, "-m", "llmq.quickstart", "--cpu"]
     environ = {**os.environ, "PYTHONPATH": str(ROOT)}
     done = subprocess.run(command, cwd=tmp_path, env=environ, capture_output=True, check=False)
     assert done.returncode == 0, done.stdout.decode() + done.stderr.decode()
@@ -444,4 +439,4 @@ def test_the_real_one(tmp_path):
     done = subprocess.run(command, cwd=tmp_path, env=offline, capture_output=True, check=False)
     assert done.returncode == 0 and times(tmp_path) == before
     outcome = json.loads((tmp_path / "out" / "quickstart" / "outcome.json").read_text())
-    assert outcome["unigram_entropy"] - outcome["eval_loss"] >= 0.7  # 0.95 with 150 steps
+    assert outcome["unigram_entropy"] - outcome["eval_loss"] >= 1

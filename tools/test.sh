@@ -3,7 +3,8 @@
 #   tools/test.sh [--all] [--judges] [pytest arguments ...]
 # --all: the slow tests too. --judges: what others say of us, installed for it: PyTorch, transformers, NVIDIA's compiler.
 set -u
-cd "$(dirname "$0")/.."
+unset CDPATH PYTHONSAFEPATH PYTHONDONTWRITEBYTECODE
+cd "$(dirname "$0")/.." || exit
 . tools/python.sh
 
 judges=
@@ -13,12 +14,9 @@ for argument in "$@"; do
 done
 # File names are UTF-8 whatever the locale. Modules are compiled by the process that imports them first, for all that come
 # after it; pip would compile all of PyTorch.
-unset PYTHONDONTWRITEBYTECODE
 export PIP_COMPILE=no PYTHONUTF8=1
 # shellcheck disable=SC2086
-install() { "$python" -m llmq.environment .test-venv --extra test $judges; }
-# Once more where the package index did not answer for a moment.
-install || { sleep 20 && install; } || exit
+"$python" -m llmq.environment .test-venv --extra test $judges || exit
 
 # The workers are one per core already: threads of BLAS and OpenMP would only take the cores from each other.
 export OMP_NUM_THREADS=1 OPENBLAS_NUM_THREADS=1 MKL_NUM_THREADS=1 RAYON_NUM_THREADS=1 TOKENIZERS_PARALLELISM=false
