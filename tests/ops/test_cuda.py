@@ -16,6 +16,7 @@ import numpy as np
 import pytest
 
 from llmq.ops import cuda, seam
+from llmq.ops.cuda import embedding, launch, scratch
 from llmq.ops.reference import OPS
 from llmq.tensor import COLSUM, DTYPES, Form, Output, Tensor, to_form
 
@@ -151,12 +152,29 @@ def test_the_same_call_gives_the_same_bits(op):
 
 
 @gpu
-@pytest.mark.parametrize(("count", "vocab"), [(30_000, 3), (180_000, 1000)])
+@pytest.mark.parametrize(("count", "vocab"), [(30_000, 3), (180_000, 1000), (3_000, 2**18 + 1), (3_000, 2**19 + 3)])
 @pytest.mark.parametrize("accumulate", [False, True])
 def test_embedding_backward_of_frequent_tokens_and_of_many(count, vocab, accumulate):
-    """A token in hundreds of pieces, of more positions than a block lists in shared memory; and more than its votes."""
+    """A token in hundreds of pieces, of more positions than a block lists in shared memory; more positions than its
+    votes; vocabularies for which there are 256 and 512 blocks."""
     case = make("embedding_backward", replace(SIZES["odd"], b=1, t=count, c=8, v=vocab, vp=vocab))
+    case.inputs["tokens"][0, -1] = vocab - 1  # type: ignore[index]
     check(case, "bf16", accumulate=accumulate)
+
+
+@gpu
+def test_two_long_lists_of_embedding_backward_lie_side_by_side(monkeypatch):
+    """Blocks that list more positions than the shared memory of a small card holds write every place of scratch."""
+    monkeypatch.setattr(embedding, "shared_bytes_limit", lambda: launch.shared_bytes_limit(86))
+    count, c = 5_000, 8
+    case = make("embedding_backward", replace(SIZES["odd"], b=1, t=count, c=c, v=2, vp=2))
+    case.inputs["tokens"] = np.arange(count, dtype=np.int32)[None] % 2  # 2500 of each, and 2048 fit
+    check(case, "bf16")
+    before = sum(embedding._scratch_sizes((1, count, c))[:3])
+    listed = scratch._buffers[0].get()[before : before + 8 * count].view(np.int32).reshape(2, count)
+    positions, codes = listed
+    assert np.array_equal(np.sort(positions), np.arange(count))
+    assert np.all(codes != -1), "a place that no block wrote: two blocks wrote another"
 
 
 @gpu

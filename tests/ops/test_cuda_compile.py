@@ -293,6 +293,18 @@ def test_norms_of_every_width_have_the_shared_memory_that_they_ask_for(launches,
     assert any(shared == 48 * 1024 for shared in launches.shared.values())
 
 
+@pytest.mark.parametrize("capability", [80, 86, 89, 90, 100, 120])
+def test_the_gradient_of_an_embedding_has_the_shared_memory_that_it_asks_for(launches, capability):
+    """Of every size of a vocabulary, with the most votes that are kept and with none."""
+    launches.capability = capability
+    for bits in range(1, 21):
+        for count in (1, 2**16, 2**16 + 1):
+            d_res, tokens = launches.tensor((1, count, 64), "bf16"), launches.tensor((1, count), "int32")
+            cuda.embedding_backward(launches.output((2**bits, 64), "bf16", None), d_res, tokens)
+    asked = [shared for (_, entry, _), shared in launches.shared.items() if entry == "embedding_group"]
+    assert 48 * 1024 < max(asked) <= launch.shared_bytes_limit(capability)
+
+
 WIDE = {("bf16", 5120): 16, ("bf16", 8192): 384, ("bf16", 16384): 64, ("bf16", 32768): 832, ("fp32", 16384): 160}
 
 

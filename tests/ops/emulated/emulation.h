@@ -54,12 +54,22 @@ struct Warp {
     uint64_t slots[2][32];
 };
 
+// A copy in the background, and the group of its thread's copies that it belongs to.
+struct Copy {
+    char* to;
+    const void* from;
+    int bytes;
+    unsigned group;
+};
+
 struct Fiber {
     Index thread;
     unsigned number;
     bool done = false, begun = false;
     unsigned rounds = 0;  // of exchanges within the warp, which alternate between two sets of slots
     unsigned phase = 0;   // of the cluster's barrier, when this thread came to it
+    unsigned group = 0;   // of copies: how many were committed
+    std::vector<Copy> copies;  // not waited for yet
     ucontext_t start;
     jmp_buf at;
     std::unique_ptr<char[]> stack;
@@ -119,6 +129,7 @@ inline void wait(Barrier& barrier, int needed) {
 inline void enter() {
     (*block->kernel)();
     Fiber& own = block->fiber();
+    if (!own.copies.empty()) fail("a copy in the background that is never waited for");
     Warp& warp = block->warp();
     own.done = true;
     block->live--, warp.live--;
@@ -140,7 +151,8 @@ inline void run_block(Block& own) {
     own.live = static_cast<int>(threads);
     for (unsigned t = 0; t < threads; t++) {
         Fiber& fiber = own.fibers[t];
-        fiber.thread = {t, 0, 0}, fiber.number = t, fiber.done = fiber.begun = false, fiber.rounds = 0;
+        fiber.thread = {t, 0, 0}, fiber.number = t, fiber.done = fiber.begun = false, fiber.rounds = fiber.group = 0;
+        fiber.copies.clear();
         if (!fiber.stack) fiber.stack.reset(new char[STACK_BYTES]);
         own.warps[t / 32].live++;
     }
@@ -430,16 +442,24 @@ template <class P>
 void prefetch_global_L2(P at) {
     emulation::words(at, 1);
 }
+// The copy is made when it is waited for; until then what is there is neither old nor new.
 template <class P>
 void cp_async_ca_shared_global(unsigned to, P from, int bytes) {
-    memcpy(emulation::of_cluster(to), emulation::words(from, bytes / 4), bytes);
+    emulation::Fiber& own = emulation::block->fiber();
+    own.copies.push_back({emulation::of_cluster(to), emulation::words(from, bytes / 4), bytes, own.group});
+    memset(own.copies.back().to, 0xff, bytes);
 }
 template <class P>
 void cp_async_cg_shared_global(unsigned to, P from, int bytes) {
     cp_async_ca_shared_global(to, from, bytes);
 }
-inline void cp_async_commit_group() {}
-inline void cp_async_wait_group(int) {}
+inline void cp_async_commit_group() { emulation::block->fiber().group++; }
+inline void cp_async_wait_group(unsigned under_way) {
+    emulation::Fiber& own = emulation::block->fiber();
+    auto copy = own.copies.begin();
+    for (; copy != own.copies.end() && own.group - copy->group > under_way; copy++) memcpy(copy->to, copy->from, copy->bytes);
+    own.copies.erase(own.copies.begin(), copy);
+}
 template <class P>
 void st_global_v4_u32(P at, unsigned a, unsigned b, unsigned c, unsigned d) {
     uint32_t* to = emulation::words(at, 4);
