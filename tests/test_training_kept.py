@@ -16,6 +16,7 @@ from tiny_runs import T, tiny_options, weights_of
 import llmq
 from llmq import hf, training
 from llmq.data.loader import Loader
+from llmq.data.read_ahead import JOIN_S
 from llmq.data.token_file import TokenWriter
 from llmq.engine import Engine
 from llmq.errors import DataError, NonFiniteError, StorageError, UsageError
@@ -114,7 +115,11 @@ def test_a_run_outlives_its_console(given):
 
 
 def test_a_signal_is_heard_while_there_is_no_data(given, monkeypatch):
-    """The steps are saved at once, and not after a thread that waits for the network has ended."""
+    """The steps are saved at once, and not after a thread that waits for the network has ended.
+
+    That thread waits 30 seconds, and would be seen to end; on a busy machine the run ends long before.
+    """
+    assert JOIN_S <= 5
     real, hang, late = Loader._batches, threading.Event(), []
 
     def batches(self, *about):
@@ -124,7 +129,7 @@ def test_a_signal_is_heard_while_there_is_no_data(given, monkeypatch):
                     time.sleep(0.01)
                 time.sleep(0.3)  # the run has come to wait for it
                 os.kill(os.getpid(), signal.SIGTERM)
-                late.append(not hang.wait(120))
+                late.append(not hang.wait(30))
             yield batch
 
     monkeypatch.setattr(Loader, "_batches", batches)

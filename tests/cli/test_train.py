@@ -294,18 +294,23 @@ except SystemExit as end:
 
 
 def test_help_answers_in_under_400_ms():
-    """In CPU seconds, or in thrice what its two libraries take to be imported, which is 0.15 s where nothing else runs.
+    """In less than 2.5 times the CPU time that its two libraries take to be imported, 0.13 s on a quiet machine.
 
-    Where two workers share a core's units, 0.2 s of CPU time read as more than 0.4 s ten times in a row.
+    Where two workers share a core's units, 0.2 s of CPU time read as more than 0.4 s ten times in a row. So the
+    libraries are timed in turn with it, and the best of ten is taken of both: the ratio is 1.6 on any machine.
     """
     code = "import os, resource, subprocess, sys; subprocess.run(sys.argv[1:], stdout=subprocess.DEVNULL, check=True); "
     code += "used = resource.getrusage(resource.RUSAGE_CHILDREN); print(used.ru_utime + used.ru_stime)"
 
     def seconds(*command_line):
-        return min(float(process("-c", code, sys.executable, *command_line).stdout) for _ in range(3))
+        return float(process("-c", code, sys.executable, *command_line).stdout)
 
-    used = seconds("-m", "llmq.cli.train", "--help")
-    assert used < 0.4 or used < 3 * seconds("-c", "import click; from pydantic import BaseModel")
+    turns = [
+        (seconds("-m", "llmq.cli.train", "--help"), seconds("-c", "import click; from pydantic import BaseModel"))
+        for _ in range(10)
+    ]
+    used, libraries = map(min, zip(*turns, strict=True))
+    assert used < 2.5 * libraries, turns
 
 
 def test_a_bare_environment_is_enough(tmp_path):

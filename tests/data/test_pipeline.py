@@ -188,8 +188,9 @@ def corpus(path: Path, shared: Callable[[str], Path], num_bytes: int) -> Path:
 def test_tokenizing_is_as_fast_as_the_library_alone(tmp_path: Path, shared: Callable[[str], Path]) -> None:
     """95% of it. In processor time, and by the best of many short turns, which other processes slow down least.
 
-    The library alone is given all pieces in memory, in batches of the same size, and its ids are never looked at. The
-    bound is lower: on a busy machine even the best turns differ by some percent. What is paid per token costs half.
+    The library alone is given all pieces in memory, in batches of the same size, and its ids are never looked at. On a
+    busy machine even the best of 12 turns differ by some percent, so there it takes more turns. What is paid per token
+    costs half.
     """
     path = corpus(tmp_path / "text.txt", shared, 300_000)
     tokenizer = TextTokenizer.open(str(shared("qwen2.5-tokenizer")))
@@ -205,12 +206,18 @@ def test_tokenizing_is_as_fast_as_the_library_alone(tmp_path: Path, shared: Call
             pass
 
     seconds: dict[Callable[[], None], list[float]] = {alone: [], whole: []}
-    for _ in range(12):
+
+    def ratio() -> float:
+        return min(seconds[alone]) / min(seconds[whole])
+
+    for turn in range(60):
+        if turn >= 12 and ratio() >= 0.95:
+            break
         for work, taken in seconds.items():
             start = time.process_time()
             work()
             taken.append(time.process_time() - start)
-    assert min(seconds[alone]) / min(seconds[whole]) >= 0.85, seconds.values()
+    assert ratio() >= 0.95, seconds.values()
 
 
 MEMORY = """
