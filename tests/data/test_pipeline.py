@@ -217,7 +217,7 @@ def test_tokenizing_is_as_fast_as_the_library_alone(tmp_path: Path, shared: Call
             start = time.process_time()
             work()
             taken.append(time.process_time() - start)
-    assert ratio() >= 0.93, seconds.values()  # 0.96 on a quiet machine; ten percent more work is 0.91
+    assert ratio() >= 0.95, seconds.values()
 
 
 MEMORY = """
