@@ -90,8 +90,7 @@ __device__ __forceinline__ void store_tile(u8* to, const u32 (&words)[(N + 3) / 
 }
 
 // What one thread carries while it writes an output: the reciprocal of the scale and the largest magnitude so far.
-// ROW_LATER: the bytes of the rows are not stored by `put`, but come from the tile (write_rows).
-template <typename T, int FORMS, bool E4M3, bool ROW_LATER = false>
+template <typename T, int FORMS, bool E4M3>
 struct Sink {
     // of bf16, the largest magnitudes of the even and the odd numbers, with any signs: one instruction for two of them
 #if __CUDA_ARCH__ >= 860
@@ -110,10 +109,10 @@ struct Sink {
     // From now on indices count from `first`: those within a block fit 32 bits.
     __device__ __forceinline__ void begin_at(i64 first) { out.value += first, out.copy += first, out.row += first; }
 
-    // Stores v at `index` (of the first, in elements); v becomes the value as rounded. `tile` is where the bytes of the
-    // transposed form wait in shared memory (tile_at), aligned to the access.
+    // Stores v at `index` (of the first, in elements); v becomes the value as rounded, `bytes` its fp8 bytes where there are
+    // any.
     template <int N>
-    __device__ __forceinline__ void put(i64 index, float (&v)[N], u8* tile) {
+    __device__ __forceinline__ void put(i64 index, float (&v)[N], u32 (&bytes)[(N + 3) / 4]) {
         Pack<T, N> pack;
         pack.set(v);
         pack.get(v);
@@ -130,11 +129,17 @@ struct Sink {
             }
         }
         if constexpr ((FORMS & (ROW | COL)) != 0) {
-            u32 words[(N + 3) / 4];
-            fp8_words<E4M3>(v, inverse, words);
-            if constexpr ((FORMS & ROW) != 0 && !ROW_LATER) store_bytes<N>(out.row + index, words);
-            if constexpr ((FORMS & COL) != 0) store_tile<N>(tile, words);
+            fp8_words<E4M3>(v, inverse, bytes);
+            if constexpr ((FORMS & ROW) != 0) store_bytes<N>(out.row + index, bytes);
         }
+    }
+
+    // The same, the bytes of the transposed form into a tile (tile_at), aligned to the access.
+    template <int N>
+    __device__ __forceinline__ void put(i64 index, float (&v)[N], u8* tile) {
+        u32 bytes[(N + 3) / 4];
+        put(index, v, bytes);
+        if constexpr ((FORMS & COL) != 0) store_tile<N>(tile, bytes);
     }
 
     // After the last put; every thread of the block takes part. Atomics on one address take turns of 1.6 ns, whoever makes
@@ -153,9 +158,10 @@ struct Sink {
     }
 };
 
-// A tile of fp8 bytes in shared memory has rows of 128 * n bytes, whose pieces of 16 or more change places within each 128:
-// in rows 16 * k to 16 * k + 15 with the k-th, so that the threads that read one column 16 rows apart find it in distinct
-// banks, and in row r with the one r % 4 * 32 bytes on, so that a warp may write short runs of neighbouring rows.
+// Where a thread has no two neighbouring rows at a time (norms, scales of blocks), a tile in shared memory has rows of
+// 128 * n fp8 bytes, whose pieces of 16 or more change places within each 128: in rows 16 * k to 16 * k + 15 with the k-th, so
+// that the threads that read one column 16 rows apart find it in distinct banks, and in row r with the one r % 4 * 32 bytes
+// on, so that a warp may write short runs of neighbouring rows.
 __host__ __device__ constexpr int tile_pitch(int columns) { return (columns + 127) / 128 * 128; }
 
 template <int ROWS>
@@ -207,17 +213,90 @@ __device__ __forceinline__ void write_columns(const u8* tile, int pitch, u8* col
     }
 }
 
-// Writes a tile [ROWS][pitch] as rows: 16 bytes of the row r of the tile to row + r * width + place(c), where they belong
-// together. For producers whose lanes hold short runs of a row.
+// A tile of pairs: in shared memory, 128-byte aligned, the fp8 bytes of rows 2p and 2p + 1 lie side by side, column by
+// column: 16 bits that `ldmatrix` can transpose. 8 columns of a pair are a unit of 16 bytes. Within each 8 units of a pair
+// they change places, so that 8 pairs' units of the same columns, which `ldmatrix` reads at a time, lie in distinct banks,
+// and so do the halves of two neighbouring pairs.
+__host__ __device__ constexpr int pair_pitch(int columns) { return (columns + 63) / 64 * 128; }
+
+// bytes of a tile; 4 where there is none
+__host__ __device__ constexpr int pair_bytes(int rows, int columns) {
+    return (FORMS & COL) ? rows / 2 * pair_pitch(columns) : 4;
+}
+
+__device__ __forceinline__ int pair_turn(int pair) { return pair % 2 * 64 | pair / 8 % 4 * 16; }
+
+__device__ __forceinline__ int pair_at(int pair, int column, int pitch) {
+    return pair * pitch + (2 * column ^ pair_turn(pair));
+}
+
+// the bytes of N columns of both rows of a pair; `to` is aligned to 2 * N bytes
+template <int N>
+__device__ __forceinline__ void store_pair(u8* to, const u32 (&even)[(N + 3) / 4], const u32 (&odd)[(N + 3) / 4]) {
+    if constexpr ((FORMS & COL) != 0) {
+        constexpr int WORDS = N / 2 < 4 ? N / 2 : 4;
+        static_assert(N >= 2, "columns come in twos");
+#pragma unroll
+        for (int first = 0; first < N / 2; first += WORDS) {
+            Words<WORDS> words;
+#pragma unroll
+            for (int i = 0; i < WORDS; i++) {
+                int at = (first + i) / 2;
+                words.at[i] = __byte_perm(even[at], odd[at], i % 2 ? 0x7362 : 0x5140);
+            }
+            *reinterpret_cast<Words<WORDS>*>(to + 4 * first) = words;
+        }
+    }
+}
+
+// 4 matrices of 8 rows of 16 bytes, transposed as 16-bit numbers: lane l gives the address of row l % 8 of matrix l / 8, and
+// gets of each matrix column l / 4 of rows 2 * (l % 4) and the next.
+__device__ __forceinline__ void load_transposed(u32 (&to)[4], u32 from) {
+    asm volatile("ldmatrix.sync.aligned.m8n8.x4.trans.shared.b16 {%0, %1, %2, %3}, [%4];"
+                 : "=r"(to[0]), "=r"(to[1]), "=r"(to[2]), "=r"(to[3])
+                 : "r"(from)
+                 : "memory");
+}
+
+// Writes a tile of pairs transposed: its column c is that of the output from place(c) on (less than 0: there is none), rows
+// begin at `first_row` of `num_rows` < 2^32. ROWS is a multiple of 64. All THREADS of the block call it, with barriers
+// around. A warp takes 8 columns, 4 lanes of it write a run of 64 bytes of one.
 template <int ROWS, int THREADS, typename Place>
-__device__ __forceinline__ void write_rows(const u8* tile, int pitch, u8* row, int columns, i64 width, Place place,
-                                           int num_rows) {
-    int pieces = columns / 16;
-    for (int task = threadIdx.x; task < ROWS * pieces; task += THREADS) {
-        int r = task / pieces, c = task % pieces * 16, column = place(c);
-        if (r >= num_rows || column < 0) continue;
-        const Words<4> words = *reinterpret_cast<const Words<4>*>(tile + tile_at<ROWS>(r, c, pitch));
-        store_words(row + r * width + column, words.at);
+__device__ __forceinline__ void write_transposed(const u8* tile, int pitch, u8* col, int columns, Place place, i64 first_row,
+                                                 i64 num_rows) {
+    static_assert(ROWS % 64 == 0, "a lane holds 16 rows, 4 of them a run");
+    constexpr int HALVES = ROWS / 64, WARPS = THREADS / 32;
+    int lane = threadIdx.x % 32, pair = lane / 2 % 4 * 8 + lane / 8 * 2 + lane % 2, turn = pair_turn(pair);
+    int units = (columns + 7) / 8, left = static_cast<int>(min(num_rows - first_row, static_cast<i64>(ROWS))) - lane % 4 * 16;
+    u32 from = static_cast<u32>(__cvta_generic_to_shared(tile)) + pair * pitch;
+    col += first_row + lane % 4 * 16;
+    u32 out[HALVES][4];  // 4 rows each
+    auto take = [&](int unit) -> u8* {
+        int c = unit * 8 + lane / 4, column = columns % 8 == 0 || c < columns ? place(c) : -1;
+#pragma unroll
+        for (int half = 0; half < HALVES; half++) load_transposed(out[half], from + half * 32 * pitch + (unit * 16 ^ turn));
+        return column < 0 ? nullptr : col + static_cast<u64>(static_cast<u32>(column)) * static_cast<u32>(num_rows);
+    };
+    if (num_rows % 16 == 0) {
+#pragma unroll 4
+        for (int first = 0; first < units; first += WARPS) {
+            int unit = first + threadIdx.x / 32;
+            if (units % WARPS != 0 && unit >= units) continue;
+            u8* to = take(unit);
+#pragma unroll
+            for (int half = 0; half < HALVES; half++)
+                if (to && half * 64 < left) store_words(to + half * 64, out[half]);
+        }
+    } else {
+#pragma unroll 1
+        for (int unit = threadIdx.x / 32; unit < units; unit += WARPS) {
+            u8* to = take(unit);
+#pragma unroll
+            for (int i = 0; i < 16 * HALVES; i++) {
+                int row = i / 16 * 64 + i % 16;
+                if (to && row < left) to[row] = static_cast<u8>(out[i / 16][i % 16 / 4] >> (i % 4 * 8));
+            }
+        }
     }
 }
 
@@ -232,24 +311,29 @@ constexpr int TILE_SLOTS = TILE_THREADS / TILE_LANES<N>;
 // of `transposed` rows where it is written transposed
 __host__ __device__ constexpr int tile_rows(int transposed) { return (FORMS & COL) ? transposed : (FORMS & SUMS) ? 64 : 32; }
 
-// Sums of the block's rows by column: LANES lanes side by side hold those of N columns each for the rows of their slot. The
-// slots of a warp are added by a butterfly, then the warps in order. `shared` is [TILE_WARPS][LANES * N]; the c-th column of
-// the block is to[place(c)], and none where that is not below `columns`.
-template <int LANES, int N, typename Place>
-__device__ __forceinline__ void store_sums(float (&sums)[N], float* to, int columns, Place place, float* shared) {
+// Sums of the block's rows by column: LANES lanes side by side hold those of N columns each for the rows of their slot, and
+// COUNT / N such parts one after the other. The slots of a warp are added by a butterfly, then the warps in order. `shared`
+// is [TILE_WARPS][LANES * COUNT]; the c-th column of the block is to[place(c)], and none where that is less than 0.
+template <int LANES, int N, int COUNT, typename Place>
+__device__ __forceinline__ void store_sums(float (&sums)[COUNT], float* to, Place place, float* shared) {
+    constexpr int SPAN = LANES * N, COLUMNS = LANES * COUNT;
 #pragma unroll
-    for (int j = 0; j < N; j++)
+    for (int j = 0; j < COUNT; j++)
 #pragma unroll
         for (int step = 16; step >= LANES; step /= 2) sums[j] += __shfl_xor_sync(0xffffffffu, sums[j], step);
     __syncthreads();
-    if (threadIdx.x % 32 < LANES) store_shared(shared + threadIdx.x / 32 * LANES * N + threadIdx.x % 32 * N, sums);
+    if (threadIdx.x % 32 < LANES) {
+#pragma unroll
+        for (int j = 0; j < COUNT; j++)
+            shared[threadIdx.x / 32 * COLUMNS + j / N * SPAN + threadIdx.x % 32 * N + j % N] = sums[j];
+    }
     __syncthreads();
-    for (int c = threadIdx.x; c < LANES * N; c += TILE_THREADS) {
+    for (int c = threadIdx.x; c < COLUMNS; c += TILE_THREADS) {
         int column = place(c);
-        if (column >= columns) continue;
+        if (column < 0) continue;
         float total = 0;
 #pragma unroll
-        for (int w = 0; w < TILE_WARPS; w++) total += shared[w * LANES * N + c];
+        for (int w = 0; w < TILE_WARPS; w++) total += shared[w * COLUMNS + c];
         to[column] = total;
     }
 }

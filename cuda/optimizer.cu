@@ -20,7 +20,7 @@
 #include "random.cuh"
 
 constexpr int LANES = TILE_LANES<N>, SLOTS = TILE_SLOTS<N>, SPAN = LANES * N, ACROSS = (C + SPAN - 1) / SPAN;
-constexpr int ROWS = tile_rows(64), PITCH = tile_pitch(SPAN);
+constexpr int ROWS = tile_rows(64), PITCH = pair_pitch(SPAN);
 static_assert(N == 4 || N == 8, "a Philox block makes the bits of 4 elements' moments, or of 8 elements' masters");
 
 // x up or down by 16 random bits, to be cut off at bf16; infinities and NaN pass (the NaN of the GPU is 0x7fffffff)
@@ -102,16 +102,16 @@ extern "C" __global__ void __launch_bounds__(TILE_THREADS, RESIDENT)
           const G* grad, const float* scale, const float* apply, const float* learning_rate, const int* step, double beta_1,
           double beta_2, float b1, float c1, float b2, float c2, float epsilon, double decay, u32 seed_low, u32 key_high,
           i64 count) {
-    __shared__ __align__(16) u8 tile[(FORMS & COL) ? ROWS * PITCH : 4];
+    __shared__ __align__(128) u8 tile[pair_bytes(ROWS, SPAN)];
     __shared__ float cells[3];
     if (*apply == 0) return;
     int lane = threadIdx.x % LANES, slot = threadIdx.x / LANES;
     int first_column = (FORMS & COL) ? blockIdx.x % ACROSS * SPAN : 0, column = first_column + lane * N;
     i64 first_row = (FORMS & COL) ? static_cast<i64>(blockIdx.x / ACROSS) * ROWS : static_cast<i64>(blockIdx.x) * SLOTS;
-    i64 turn = (FORMS & COL) ? SLOTS : static_cast<i64>(gridDim.x) * SLOTS;
+    i64 turn = static_cast<i64>(gridDim.x) * SLOTS;
     // the last row of 32 * N may be a part of one
     i64 end = column >= C ? 0 : (FORMS & COL) ? min(count / C, first_row + ROWS) : (count - column + C - 1) / C;
-    i64 row = first_row + slot;
+    i64 row = first_row + ((FORMS & COL) ? 2 * slot : slot);
     State next;
     auto read = [&](i64 at) {
         next.grad.load(grad + at);
@@ -128,9 +128,12 @@ extern "C" __global__ void __launch_bounds__(TILE_THREADS, RESIDENT)
     __syncthreads();
     Step s = {*scale, *learning_rate, cells[2], cells[0], cells[1], 1.0f / cells[0], 1.0f / cells[1], epsilon};
     bool careful = !(epsilon >= 0 && epsilon < 0x1p35f);
+    u32 even[(N + 3) / 4];  // bytes of a pair's first row
 #pragma unroll 1
-    for (; row < end; row += turn) {
+    while (row < end) {
+        bool odd = row % 2;
         i64 at = row * C + column;
+        if constexpr ((FORMS & COL) != 0) turn = odd ? 2 * SLOTS - 1 : 1;
         float g[N], first[N], second[N], w[N];
         next.grad.get(g);
         next.m.get(first);
@@ -179,14 +182,23 @@ extern "C" __global__ void __launch_bounds__(TILE_THREADS, RESIDENT)
 #pragma unroll
                 for (int j = 0; j < N; j++) w[j] = __uint_as_float(__float_as_uint(w[j]) & 0xffff0000u);
             }
-            int in_tile = static_cast<int>(row - first_row);
-            sink.put(at, w, tile + ((FORMS & COL) ? tile_at<ROWS>(in_tile, lane * N, PITCH) : 0));
+            u32 bytes[(N + 3) / 4];
+            sink.put(at, w, bytes);
+            if constexpr ((FORMS & COL) != 0) {
+                if (!odd) {
+#pragma unroll
+                    for (int i = 0; i < (N + 3) / 4; i++) even[i] = bytes[i];
+                }
+                if (odd || row + 1 == end)
+                    store_pair<N>(tile + pair_at(static_cast<int>(row - first_row) / 2, lane * N, PITCH), even, bytes);
+            }
         }
+        row += turn;
     }
     if constexpr ((FORMS & COL) != 0) {
         __syncthreads();
-        auto place = [=](int c) { return first_column + c; };
-        write_columns<ROWS, TILE_THREADS>(tile, PITCH, weight_col, min(SPAN, C - first_column), place, first_row, count / C);
+        auto place = [=](int c) { return first_column + c < C ? first_column + c : -1; };
+        write_transposed<ROWS, TILE_THREADS>(tile, PITCH, weight_col, SPAN, place, first_row, count / C);
     }
     sink.finish();
 }

@@ -59,21 +59,29 @@ extern "C" __global__ void __launch_bounds__(THREADS)
 // Per head with n = x * rstd and g = d_out * weight: d_qkv = rstd * (g - n * mean(g * n)); partial (rows / 256, NORMED, HD)
 // <- the sums of d_out * n.
 constexpr int TILE_HEADS = 128 / N > LANES ? 128 / N / LANES : 1, ACROSS = (HEADS + TILE_HEADS - 1) / TILE_HEADS;
-constexpr int WIDE = TILE_HEADS * LANES, SLOTS = THREADS / WIDE, PITCH = tile_pitch(WIDE * N);  // lanes and rows of a block
+constexpr int WIDE = TILE_HEADS * LANES, SLOTS = THREADS / WIDE, PITCH = pair_pitch(WIDE * N);  // lanes and rows of a block
 constexpr int WIDTH = HEADS * HD, BLOCK_ROWS = 256, TILE = (FORMS & COL) ? 128 : BLOCK_ROWS;
 constexpr bool FULL = (FORMS & COL) && (FORMS & SUMS);  // needs more registers
-constexpr int TURNS = FULL ? 4 : 2, RESIDENT = FULL ? 2 : 3;  // accesses in flight, blocks to a multiprocessor
-static_assert(WIDE <= 32 && TILE % (TURNS * SLOTS) == 0, "a warp has whole rows of a tile");
-static_assert(!(FORMS & COL) || N >= 4, "the four columns that write_columns takes together lie within a head");
+constexpr int PAIRS = FULL ? 2 : 1;  // of rows in flight
+// Blocks to a multiprocessor: 80 registers are too few for what the compiler makes of it for newer cards.
+#if __CUDA_ARCH__ <= 900
+constexpr int RESIDENT = FULL ? 2 : 3;
+#else
+constexpr int RESIDENT = 2;
+#endif
+constexpr int TURN = 2 * PAIRS * SLOTS;
+constexpr bool EVERY = HEADS % TILE_HEADS == 0 && LANES * N == HD;  // no lane without channels
+static_assert(WIDE <= 32 && TILE % TURN == 0, "a warp has whole rows of a tile");
+static_assert(!(FORMS & COL) || N >= 4, "the four columns that a lane has of a tile lie within a head");
 
 extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT)
     qk_norm_backward(OUTPUT_PARAMETERS(T, d_qkv), float* partial, const T* d_out, const T* qkv, const T* q_weight,
                      const T* k_weight, const float* rstd, i64 rows) {
-    __shared__ __align__(16) u8 tile[(FORMS & COL) ? TILE * PITCH : 4];
+    __shared__ __align__(128) u8 tile[pair_bytes(TILE, WIDE * N)];
     __shared__ __align__(16) float shared[WARPS * WIDE * N];
     int lane = threadIdx.x % WIDE, slot = threadIdx.x / WIDE, channel = lane % LANES * N;
     int first_head = blockIdx.x % ACROSS * TILE_HEADS, head = first_head + lane / LANES, column = head * HD + channel;
-    bool real = head < HEADS && channel < HD, normed = real && head < NORMED;
+    bool real = EVERY || (head < HEADS && channel < HD), normed = real && head < NORMED;
     i64 block_row = static_cast<i64>(blockIdx.x / ACROSS) * BLOCK_ROWS, begin = block_row * WIDTH + column;
     int block_rows = static_cast<int>(min(rows - block_row, static_cast<i64>(BLOCK_ROWS)));
     Sink<T, FORMS, E4M3> sink(OUTPUT(T, d_qkv));
@@ -81,77 +89,88 @@ extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT)
     d_out += begin;
     qkv += begin;
     rstd += block_row * NORMED + head;
+    // the output's column of one of a tile's
+    auto place = [=](int c) {
+        int of_head = first_head + c / (LANES * N), in_head = c % (LANES * N);
+        return EVERY || (of_head < HEADS && in_head < HD) ? of_head * HD + in_head : -1;
+    };
     float sums[N] = {}, d_weight[N] = {};
     Pack<T, N> weight = {};
     if (normed) weight.load((head < HQ ? q_weight : k_weight) + channel);
-    Pack<T, N> read[TURNS], d_read[TURNS];
-    float s[TURNS];
+    Pack<T, N> read[PAIRS][2], d_read[PAIRS][2];
+    float s[PAIRS][2];
     auto begin_reading = [&](int first_row) {
+        int first = first_row + 2 * slot;
+        const T *d_from = d_out + first * WIDTH, *from = qkv + first * WIDTH;
+        const float* s_from = rstd + first * NORMED;
 #pragma unroll
-        for (int i = 0; i < TURNS; i++) {
-            int row = first_row + slot + i * SLOTS;
-            if (row >= block_rows || !real) continue;
-            d_read[i].load(d_out + row * WIDTH);
+        for (int i = 0; i < 2 * PAIRS; i++) {
+            int row = i / 2 * 2 * SLOTS + i % 2;
+            if (row >= block_rows - first || !real) continue;
+            d_read[i / 2][i % 2].load(d_from + row * WIDTH);
             if (!normed) continue;
-            read[i].load(qkv + row * WIDTH);
-            s[i] = rstd[row * NORMED];
+            read[i / 2][i % 2].load(from + row * WIDTH);
+            s[i / 2][i % 2] = s_from[row * NORMED];
         }
     };
     begin_reading(0);
 #pragma unroll 1
-    for (int first_row = 0; first_row < (block_rows + TILE - 1) / TILE * TILE; first_row += TURNS * SLOTS) {
+    for (int first_row = 0; first_row < (block_rows + TILE - 1) / TILE * TILE; first_row += TURN) {
+        int first = first_row + 2 * slot;
 #pragma unroll
-        for (int i = 0; i < TURNS; i++) {
-            int row = first_row + slot + i * SLOTS;
-            bool there = row < block_rows;
-            float n[N], d[N], w[N], dot = 0;
+        for (int i = 0; i < PAIRS; i++) {
+            int left = block_rows - first - 2 * i * SLOTS;
+            float n[2][N], d[2][N], w[N], dot[2] = {};
+            u32 bytes[2][(N + 3) / 4] = {};
             weight.get(w);
-            d_read[i].get(d);
-            read[i].get(n);
-            if (normed && there) {
+#pragma unroll
+            for (int odd = 0; odd < 2; odd++) {
+                d_read[i][odd].get(d[odd]);
+                read[i][odd].get(n[odd]);
+                if (!normed || odd >= left) continue;
 #pragma unroll
                 for (int j = 0; j < N; j++) {
-                    n[j] *= s[i];
-                    float both = d[j] * n[j];
+                    n[odd][j] *= s[i][odd];
+                    float both = d[odd][j] * n[odd][j];
                     d_weight[j] += both;
-                    dot = fmaf(both, w[j], dot);
+                    dot[odd] = fmaf(both, w[j], dot[odd]);
                 }
             }
             // every lane is here: a shuffle needs its whole warp
-            float mean = warp_sum<LANES>(dot) * (1.0f / HD);
-            if (FORMS == 0 || !real || !there) continue;
-            if (normed) {
+            float mean[2] = {warp_sum<LANES>(dot[0]) * (1.0f / HD), warp_sum<LANES>(dot[1]) * (1.0f / HD)};
 #pragma unroll
-                for (int j = 0; j < N; j++) d[j] = s[i] * (d[j] * w[j] - n[j] * mean);
-            }
-            sink.put(row * WIDTH, d, tile + tile_at<TILE>(row % TILE, lane * N, PITCH));
-            if constexpr ((FORMS & SUMS) != 0) {
+            for (int odd = 0; odd < 2; odd++) {
+                if (FORMS == 0 || !real || odd >= left) continue;
+                if (normed) {
 #pragma unroll
-                for (int j = 0; j < N; j++) sums[j] += d[j];
+                    for (int j = 0; j < N; j++) d[odd][j] = s[i][odd] * (d[odd][j] * w[j] - n[odd][j] * mean[odd]);
+                }
+                sink.put((first + 2 * i * SLOTS + odd) * WIDTH, d[odd], bytes[odd]);
+                if constexpr ((FORMS & SUMS) != 0) {
+#pragma unroll
+                    for (int j = 0; j < N; j++) sums[j] += d[odd][j];
+                }
             }
+            int pair = first_row % TILE / 2 + slot + i * SLOTS;
+            store_pair<N>(tile + pair_at(pair, lane * N, PITCH), bytes[0], bytes[1]);
         }
-        bool full = (FORMS & COL) && (first_row + TURNS * SLOTS) % TILE == 0;
+        bool full = (FORMS & COL) && (first_row + TURN) % TILE == 0;
         if (full) __syncthreads();
-        if (first_row + TURNS * SLOTS < block_rows) begin_reading(first_row + TURNS * SLOTS);  // while the tile is written
+        if (first_row + TURN < block_rows) begin_reading(first_row + TURN);  // while the tile is written
         if constexpr ((FORMS & COL) != 0) {
             if (!full) continue;
-            auto place = [=](int c) {
-                int of_head = first_head + c / (LANES * N), in_head = c % (LANES * N);
-                return of_head < HEADS && in_head < HD ? of_head * HD + in_head : -1;
-            };
-            i64 tile_row = block_row + first_row + TURNS * SLOTS - TILE;
-            write_columns<TILE, THREADS>(tile, PITCH, d_qkv_col, WIDE * N, place, tile_row, rows);
+            i64 tile_row = block_row + first_row + TURN - TILE;
+            write_transposed<TILE, THREADS>(tile, PITCH, d_qkv_col, WIDE * N, place, tile_row, rows);
             __syncthreads();
         }
     }
     sink.finish();
-    auto place_of = [=](int c) {
-        int of_head = first_head + c / (LANES * N), in_head = c % (LANES * N);
-        return in_head < HD ? of_head * HD + in_head : WIDTH;
-    };
     if constexpr ((FORMS & SUMS) != 0)
-        store_sums<WIDE>(sums, d_qkv_sums + block_row / SUMS_ROWS * WIDTH, WIDTH, place_of, shared);
-    if (partial) store_sums<WIDE>(d_weight, partial + block_row / BLOCK_ROWS * NORMED * HD, NORMED * HD, place_of, shared);
+        store_sums<WIDE, N>(sums, d_qkv_sums + block_row / SUMS_ROWS * WIDTH, place, shared);
+    if (partial) {
+        auto place_normed = [=](int c) { return place(c) < NORMED * HD ? place(c) : -1; };
+        store_sums<WIDE, N>(d_weight, partial + block_row / BLOCK_ROWS * NORMED * HD, place_normed, shared);
+    }
 }
 
 // d_q_weight, d_k_weight (HD,) <- partial (blocks, NORMED, HD); a null one is not wanted. A block of 1024 owns 8 channels of

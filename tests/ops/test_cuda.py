@@ -305,9 +305,22 @@ FORM_OPS = [(op, name) for op, names in seam.WRITES_FORMS.items() for name in na
 @pytest.mark.parametrize(("dtype", "rows"), [("bf16", 37), ("bf16", 304), ("fp32", 64)])
 @pytest.mark.parametrize(("op", "name"), FORM_OPS)
 def test_every_form_is_a_function_of_the_rounded_value(op, name, dtype, rows, quantized):
+    check_forms(op, name, dtype, replace(SIZES["odd"], b=1, t=rows, c=896, hq=6, f=328), quantized)
+
+
+@gpu
+@pytest.mark.parametrize("rows", [131, 304])
+@pytest.mark.parametrize("hd", [64, 128])
+@pytest.mark.parametrize("op", ["rope_backward", "qk_norm_backward"])
+def test_every_form_of_whole_heads(op, hd, rows):
+    """Of as many channels as models have: a block's columns are a run of the output's."""
+    check_forms(op, "d_qkv", "bf16", replace(SIZES["odd"], b=1, t=rows, hq=5, hkv=2, hd=hd), "e4m3")
+
+
+def check_forms(op: str, name: str, dtype: str, sizes: Sizes, quantized: str) -> None:
     """Bytes of the row, transposed and bf16 copies and the amax equal those made from the value on the host; a column
     sum of 256 rows is within 256 roundings of the sum of magnitudes. Large values saturate."""
-    case = make(op, replace(SIZES["odd"], b=1, t=rows, c=896, hq=6, f=328))
+    case = make(op, sizes)
     copies = [Form(quantized, "row", "delayed"), Form(quantized, "col", "delayed")]
     copies += [COLSUM] if op in WITH_COLUMN_SUMS else []
     copies += [Form("bf16")] if dtype == "fp32" else []

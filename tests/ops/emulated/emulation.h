@@ -453,6 +453,19 @@ template <class P>
 void cp_async_cg_shared_global(unsigned to, P from, int bytes) {
     cp_async_ca_shared_global(to, from, bytes);
 }
+// lane l has the address of row l % 8 of matrix l / 8
+inline void ldmatrix_sync_aligned_m8n8_x4_trans_shared_b16(unsigned& a, unsigned& b, unsigned& c, unsigned& d, unsigned at) {
+    if (emulation::block->warp().live < 32) emulation::fail("matrices are read by a whole warp");
+    const uint64_t* slots = emulation::exchange(at);
+    unsigned lane = emulation::lane(), *out[4] = {&a, &b, &c, &d};
+    for (unsigned matrix = 0; matrix < 4; matrix++) {
+        *out[matrix] = 0;
+        for (unsigned i = 0; i < 2; i++) {
+            char* row = emulation::of_cluster(emulation::taken<unsigned>(slots, 8 * matrix + lane % 4 * 2 + i));
+            *out[matrix] |= (emulation::words(row, 4)[lane / 8] >> lane / 4 % 2 * 16 & 0xffffu) << 16 * i;
+        }
+    }
+}
 inline void cp_async_commit_group() { emulation::block->fiber().group++; }
 inline void cp_async_wait_group(unsigned under_way) {
     emulation::Fiber& own = emulation::block->fiber();
