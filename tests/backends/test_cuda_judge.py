@@ -1,8 +1,9 @@
 """Training on the GPU follows transformers with f32 weights under bf16 autocast, step by step on the same batches.
 
 At a learning rate of 3e-4 without a warm-up every rounding is amplified: transformers itself, with two of its own
-attention implementations, drifts apart by some hundredths in fifty steps. So ours has to stay within 0.02 of it in the
-mean over the steps, and at every step within 0.02 or twice the drift that transformers shows by then.
+attention implementations, drifts apart by some hundredths in fifty steps, at steps that change from run to run. So ours
+has to stay within 0.02 of it in the first three steps and in the mean over all, and nowhere further away than twice the
+largest drift that transformers shows.
 """
 
 import os
@@ -112,12 +113,12 @@ def their_losses(values, given, attention):
 def test_fifty_steps_follow_transformers(capsys):
     values, given = initial_values(), batches()
     ours, theirs = our_losses(values, given), their_losses(values, given, "sdpa")
-    drift = np.maximum.accumulate(np.abs(theirs - their_losses(values, given, "eager")))
+    drift = np.abs(theirs - their_losses(values, given, "eager")).max()
     apart = np.abs(ours - theirs)
     with capsys.disabled():
         print(
             f"\nloss {ours[0]:.4f} to {ours[-1]:.4f}, transformers {theirs[-1]:.4f}: apart {apart.mean():.4f} in the "
-            f"mean, {apart.max():.4f} at most; transformers' own drift {drift[-1]:.4f}"
+            f"mean, {apart.max():.4f} at most; transformers' own drift {drift:.4f}"
         )
-    assert apart.mean() <= CLOSE
-    assert np.all(apart <= np.maximum(CLOSE, 2 * drift))
+    assert apart.mean() <= CLOSE and apart[:3].max() <= CLOSE, apart
+    assert apart.max() <= max(CLOSE, 2 * drift), apart
