@@ -128,13 +128,6 @@ __device__ __forceinline__ void store(T* to, const float (&v)[N]) {
     pack.store(to);
 }
 
-// N numbers to shared memory
-template <int N>
-__device__ __forceinline__ void store_shared(float* to, const float (&v)[N]) {
-#pragma unroll
-    for (int j = 0; j < N; j++) to[j] = v[j];
-}
-
 // asks for the 128 bytes around an address to be brought into L2
 __device__ __forceinline__ void expect_line(const void* at) {
     asm volatile("prefetch.global.L2 [%0];" ::"l"(__cvta_generic_to_global(at)));
