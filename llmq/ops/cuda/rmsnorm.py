@@ -117,12 +117,14 @@ def _shape(group: int, forward: bool, transposed: bool) -> tuple[int, int, int]:
     Backward has the same groups whatever the forms: they decide the order in which the weight's gradient is added.
     """
     if forward:
-        return (16 if group < 4 else MOST_WARPS, 1, 0) if transposed else (4, 1, 0)
+        return MOST_WARPS if transposed and group > 3 else 16, 1, 0
     # two groups of more than 8 warps would leave a thread 64 registers, and more than 16 are no block
-    warps = max(4, 2 * group) if group <= 8 else group
+    warps = 4 * group if group < 4 else 2 * group if group <= 8 else group
     if transposed:
-        return warps, 2 if warps == 4 else 1, 1
-    return warps, 16 // warps if warps <= 8 else 1, 0
+        return warps, 2 if warps == 4 else 1, int(warps <= 12)
+    if 16 % warps and warps <= 12:  # less than 16 to a multiprocessor, and registers left to hold another row
+        return warps, 1, 1
+    return warps, max(1, 16 // warps), 0
 
 
 def _threads(constants: dict[str, int | str]) -> int:
