@@ -238,7 +238,7 @@ def test_rmsnorm_backward_without_a_residual_and_without_a_weight_gradient():
 
 
 @gpu
-@pytest.mark.parametrize("hidden", [3584, 5120, 8192])
+@pytest.mark.parametrize("hidden", [1536, 2560, 3584, 5120, 8192])
 def test_norms_of_wide_rows(hidden):
     s = replace(SIZES["odd"], c=hidden)
     check(make("rmsnorm_forward", s), "bf16")
