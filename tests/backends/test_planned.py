@@ -9,7 +9,7 @@ from tiny_engines import BF16, FP8, FP32, FP64, plan_of, tiny
 from llmq.backends import open_backend
 from llmq.backends.planned import planned_scratch
 from llmq.blocks.attention import Packing
-from llmq.device import backend_settings
+from llmq.device import backend_settings, pick_device
 from llmq.engine import Engine
 from llmq.errors import UsageError
 from llmq.optimizer import Hyperparameters
@@ -90,7 +90,8 @@ def test_a_wide_norm_in_fp8_is_refused_by_the_card_and_taken_with_other_scales()
     """As columns 16 rows of 8192 do not fit a GeForce's 99 KiB."""
     config = tiny(num_layers=1, hidden_size=8192, head_dim=16)
     for name, fits in (("H200", True), ("RTX 4090", False)):
-        settings = backend_settings(SystemOptions(gpu=name))
+        options = SystemOptions(gpu=name)
+        settings = backend_settings(options, pick_device(options))
         scratch = open_backend("planned", **settings).scratch_bytes
         plan_of(FP8["e4m3", "current"], config=config, scratch_bytes=scratch)
         with nullcontext() if fits else pytest.raises(UsageError, match=r"size 8192: .* 131072 .* 100352"):
