@@ -58,7 +58,8 @@ extern "C" __global__ void __launch_bounds__(THREADS)
 
 // Per head with n = x * rstd and g = d_out * weight: d_qkv = rstd * (g - n * mean(g * n)); partial (rows / 256, NORMED, HD)
 // <- the sums of d_out * n.
-constexpr int TILE_HEADS = 128 / N > LANES ? 128 / N / LANES : 1, ACROSS = (HEADS + TILE_HEADS - 1) / TILE_HEADS;
+constexpr int ROOM = N < 4 ? 32 : 128 / N;  // for lanes of heads side by side: a warp at most
+constexpr int TILE_HEADS = ROOM > LANES ? ROOM / LANES : 1, ACROSS = (HEADS + TILE_HEADS - 1) / TILE_HEADS;
 constexpr int WIDE = TILE_HEADS * LANES, SLOTS = THREADS / WIDE, PITCH = pair_pitch(WIDE * N);  // lanes and rows of a block
 constexpr int WIDTH = HEADS * HD, BLOCK_ROWS = 256, TILE = (FORMS & COL) ? 128 : BLOCK_ROWS;
 constexpr bool FULL = (FORMS & COL) && (FORMS & SUMS);  // needs more registers
@@ -72,7 +73,6 @@ constexpr int RESIDENT = 2;
 constexpr int TURN = 2 * PAIRS * SLOTS;
 constexpr bool EVERY = HEADS % TILE_HEADS == 0 && LANES * N == HD;  // no lane without channels
 static_assert(WIDE <= 32 && TILE % TURN == 0, "a warp has whole rows of a tile");
-static_assert(!(FORMS & COL) || N >= 4, "the four columns that a lane has of a tile lie within a head");
 
 extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT)
     qk_norm_backward(OUTPUT_PARAMETERS(T, d_qkv), float* partial, const T* d_out, const T* qkv, const T* q_weight,

@@ -129,11 +129,10 @@ def has_fp8(device: Device) -> bool:
     return device.kind == "cpu" or device.capability >= OLDEST_FP8
 
 
-def backend_settings(options: SystemOptions) -> dict[str, Any]:
-    """How the backend runs programs and which card `--gpu` plans for, as keywords of `open_backend`."""
-    card = gpus.named(options.gpu) if options.gpu else None
+def backend_settings(options: SystemOptions, device: Device) -> dict[str, Any]:
+    """Keywords of `open_backend`: how programs run, and the capability of a card that is planned for."""
     found = {"use_graphs": options.use_cuda_graphs, "deterministic": options.deterministic}
-    return found | ({"capability": card.capability} if card else {})
+    return found | ({"capability": device.planned.capability} if device.planned else {})
 
 
 def seed_of(options: SystemOptions) -> int:

@@ -199,6 +199,17 @@ class Engine:
 
         return run
 
+    def part(self, name: str, indices: Iterable[int]) -> Call:
+        """These steps of a program of the plan, which run as a program of their own; for timing."""
+        calls = bind(self.plan, name, self._memory, self._ops, poison=False)
+        program = self._backend.program([calls[index] for index in indices])
+
+        def run() -> None:
+            self._use_scratch()
+            program()
+
+        return run
+
     def _use_scratch(self) -> None:
         """This engine's scratch, which another engine of the same backend may have replaced."""
         if SCRATCH in self.plan.persistent:

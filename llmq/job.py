@@ -133,7 +133,7 @@ def prepare(options: Options, log: RunLog) -> Job:
     dtypes = dtypes.without(before.get("fp8", {}).get("fell_back", ()))
     algorithms = before.get("algorithms")
     kind = "planned" if where.planned else where.kind
-    settings = device.backend_settings(options.system)
+    settings = device.backend_settings(options.system, where)
     backend = open_backend(kind, algorithms=algorithms or None, **settings)
     scratch = backend.scratch_bytes
     if is_auto and "sites" in before:

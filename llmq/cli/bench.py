@@ -66,6 +66,12 @@ def _recipe(command: click.Command) -> click.Command:
 )
 @click.option("--lmhead-chunks", type=click.IntRange(0), default=0, help="Chunks of the logits; 0 chooses.")
 @click.option("--attn-bwd-chunks", type=click.IntRange(1), default=1, help="Chunks of the attention backward.")
+@click.option(
+    "--deterministic/--no-deterministic",
+    default=True,
+    show_default=True,
+    help=f"As in llmq-train: {descriptions()['deterministic'].help}",
+)
 @click.option("--device", type=click.Choice(["auto", "cuda", "cpu"]), default="auto", show_default=True)
 @click.option("--save", type=shell.Home(), metavar="FILE", help="Write the results as JSON.")
 @click.option("--compare", type=shell.Home(), metavar="FILE", help="Print the changes against results of --save.")

@@ -5,7 +5,8 @@ are random: zeros would draw less power and run faster than training does.
 
 A step's time is from one moment of the device to the next (CUDA events; the host's clock on the CPU), with whatever
 the host does between two steps. Single ops are timed afterwards, each between two events, queued behind enough other
-work that the host's pace does not show.
+work that the host's pace does not show. The optimizer has a call for every tensor, norms and biases of some KiB, which
+alone would be little but launch and event: all calls of such an op are timed as one graph, as training runs them.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ from typing import Any
 
 import numpy as np
 
-from llmq.backends import Backend, Op
+from llmq.backends import Backend, Call, Op
 from llmq.config import ModelConfig
 from llmq.engine import Engine
 from llmq.nvml import Background, Reading
@@ -33,6 +34,7 @@ from llmq.rows import Row
 BLOCK = 1 << 20  # random values that fill all weights, over and over
 ZIPF = 1.2
 TIMED = ("next", "update")  # programs: the micro-step that repeats, and the optimizer step
+TOGETHER = ("sum_squares", "adamw")  # ops of the update, called for every tensor, which share the time of all calls
 BATCHES = 8  # different micro-batches, in turn
 REPEATS = 3  # of the timing of single ops
 AHEAD_S = 0.2  # of other work before it: the host takes about 30 us to launch an op between two events
@@ -216,7 +218,22 @@ class Clock:
         """Every op of one micro-step and one update: the median of some eager runs on the engine's own memory.
 
         Before each of them the micro-step is run `ahead` times as it is in training, so that the device is behind.
+        Where ops are queued, the calls of an op in TOGETHER share the time of all of them as one program, in proportion
+        to their times alone.
         """
+        update = engine.plan.programs["update"].steps
+        groups = [[i for i, step in enumerate(update) if step.op == op] for op in TOGETHER if self.is_queued]
+        alone, together = self._medians(engine, [engine.part("update", group) for group in groups], ahead)
+        steps = [(name, index) for name in TIMED for index in range(len(engine.plan.programs[name].steps))]
+        found = dict(zip(steps, alone, strict=True))
+        for group, ms in zip(groups, together, strict=True):
+            share = ms / sum(found["update", index] for index in group)
+            found |= {("update", index): share * found["update", index] for index in group}
+        for (name, index), ms in found.items():
+            yield Timed(name, index, ms)
+
+    def _medians(self, engine: Engine, parts: Sequence[Call], ahead: int) -> tuple[list[float], list[float]]:
+        """Milliseconds of each op of the timed programs, run eagerly, and of each part as a whole."""
         marks: list[tuple[Any, Any]] = []
 
         def wrap(name: str, op: Op) -> Op:
@@ -227,17 +244,23 @@ class Clock:
 
             return timed
 
+        for part in [*parts, *parts]:  # eagerly, then captured
+            part()
         programs, rounds = [engine.traced(name, wrap) for name in TIMED], []
         for _ in range(REPEATS):
             for _ in range(ahead):
                 engine.run("next")
             for program in programs:
                 program()
+            for part in parts:
+                start = self.mark()
+                part()
+                marks.append((start, self.mark()))
             rounds.append([self.elapsed_ms(*pair) for pair in marks])
             marks.clear()
-        steps = [(name, index) for name in TIMED for index in range(len(engine.plan.programs[name].steps))]
-        for (name, index), times in zip(steps, zip(*rounds, strict=True), strict=True):
-            yield Timed(name, index, statistics.median(times))
+        medians = [statistics.median(times) for times in zip(*rounds, strict=True)]
+        num_ops = len(medians) - len(parts)
+        return medians[:num_ops], medians[num_ops:]
 
     def mark(self) -> Any:
         """A moment."""

@@ -26,13 +26,22 @@ from llmq.report.bench_ladder import Ladder
 
 KIND, SCHEMA = "llmq-bench", 1
 SAME = ("model", "dtype", "batch_size", "seq_len")  # of two results that can be compared
-SETTINGS = ("tokens_per_step", "precision", "recompute", "lmhead_chunks", "attn_bwd_chunks")  # said where they differ
+# said where they differ
+SETTINGS = ("tokens_per_step", "precision", "recompute", "lmhead_chunks", "attn_bwd_chunks", "deterministic")
+UNSAID = {"deterministic": True}  # what a file was measured with that does not say it
 
 Result = Mapping[str, Any]
 
 
 def result_of(
-    model: str, dtype: str, speed: Speed, found: Ladder, peaks: Mapping[str, float], other_processes: int | None
+    model: str,
+    dtype: str,
+    speed: Speed,
+    found: Ladder,
+    peaks: Mapping[str, float],
+    other_processes: int | None,
+    *,
+    deterministic: bool,
 ) -> dict[str, Any]:
     """What is known of one configuration."""
     plan, (median, low, high) = speed.plan, speed.tokens_per_second
@@ -47,6 +56,7 @@ def result_of(
         "recompute": [flag.removeprefix("recompute_") for flag in plan.memory.flags],
         "lmhead_chunks": plan.memory.head_chunks,
         "attn_bwd_chunks": plan.memory.attention_chunks,
+        "deterministic": deterministic,
         "tokens_per_second": {"median": median, "min": low, "max": high},
         "sol": sol.fraction(median, plan.config, plan.seq_len, peaks, plan.precision),
         "ceiling_share": found.share,
@@ -206,6 +216,7 @@ def _change(old: Result, new: Result, old_file: Mapping[str, Any], new_file: Map
     rungs = [{rung["family"]: rung["ms"] for rung in result["ladder"]} for result in (old, new)]
     for found, result in zip(rungs, (old, new), strict=True):
         found["gaps"] = result["gaps_ms"]
+    old, new = {**UNSAID, **old}, {**UNSAID, **new}
     settings = {name: (old[name], new[name]) for name in SETTINGS if name in old and name in new}
     settings |= {name: (old_file["system"].get(name), new_file["system"].get(name)) for name in ("device", "driver")}
     return Change(

@@ -75,6 +75,7 @@ class Request:
     recompute: tuple[str, ...] = ()
     lmhead_chunks: int = 0
     attn_bwd_chunks: int = 1
+    deterministic: bool = True
     recipe: Mapping[str, Any] = field(default_factory=dict)
     save: Path | None = None
     compare: Path | None = None
@@ -234,7 +235,7 @@ def measured(
     """The result of each configuration; of the device's own choice only what fits and can be measured in time."""
     share, began, done = SHARE[where.kind], time.perf_counter(), 0
     for one in wanted:
-        backend = open_backend(where.kind)
+        backend = open_backend(where.kind, deterministic=request.deterministic)
         try:
             plan = fitting_plan(request, one, where, backend)
         except MemoryLimitError:
@@ -262,12 +263,13 @@ def fitting_plan(request: Request, one: Wanted, where: Device, backend: Backend)
     on_gpu, (total_bytes, free_bytes) = where.kind == "cuda", devices.memory_bytes(where)
     gpu_bytes = total_bytes if on_gpu else 0
     sizes = [request.batch_size] if request.batch_size else _sizes(BATCH_SIZE if on_gpu else HOST_BATCH_SIZE)
-    modelled = open_backend("planned") if on_gpu else backend
+    modelled = open_backend("planned", deterministic=request.deterministic) if on_gpu else backend
     fitting = (size for size in sizes if _plan(one, size, modelled, gpu_bytes).total_bytes <= ROOM * free_bytes)
     plan = _plan(one, next(fitting, sizes[-1]), backend, gpu_bytes)
     while plan.total_bytes > free_bytes and not request.batch_size and plan.batch_size > 1:
         plan = _plan(one, plan.batch_size // 2, backend, gpu_bytes)
-    refuse_if_too_large(plan, free_bytes, backend.scratch_bytes)
+    relaxed = open_backend("planned", deterministic=False).scratch_bytes if on_gpu and request.deterministic else None
+    refuse_if_too_large(plan, free_bytes, backend.scratch_bytes, relaxed)
     return plan
 
 
@@ -334,4 +336,5 @@ def _measure(
     )
     processes = nvml.num_processes(uuid) if uuid else None
     others = None if processes is None else max(processes - 1, 0)  # this one has a context now
-    return result_of(one.model, one.dtype, speed, found, peaks, others)
+    deterministic = request.deterministic or where.kind == "cpu"
+    return result_of(one.model, one.dtype, speed, found, peaks, others, deterministic=deterministic)

@@ -9,7 +9,7 @@ from tiny_engines import BF16, FP8, FP32, FP64, plan_of, tiny
 from llmq.backends import open_backend
 from llmq.backends.planned import planned_scratch
 from llmq.blocks.attention import Packing
-from llmq.device import backend_settings
+from llmq.device import backend_settings, pick_device
 from llmq.engine import Engine
 from llmq.errors import UsageError
 from llmq.optimizer import Hyperparameters
@@ -55,13 +55,8 @@ def test_attention_in_fp32_takes_no_workspace_of_cudnn(packing):
 CURRENT = "use --fp8-scaling current, or --matmul-dtype bf16"
 FP8_IN_FP32 = replace(FP8["e4m3", "delayed"], model="fp32", master="fp32")
 REFUSED = {
-    "rope, fp32": (FP8_IN_FP32, {"hidden_size": 400, "head_dim": 100}, f"head_dim 100: half of it.* {CURRENT}"),
-    "rope, bf16": (FP8["e4m3", "delayed"], {"head_dim": 20}, f"head_dim 20: half of it.* {CURRENT}"),
-    "heads": (
-        FP8["e4m3", "delayed"],
-        {"head_dim": 18, "qk_norm": True},
-        f"head_dim 18 is no multiple of 4.* {CURRENT}",
-    ),
+    "rope, fp32": (FP8_IN_FP32, {"head_dim": 18}, f"head_dim 18: half of it is odd.* {CURRENT}"),
+    "rope, bf16": (BF16, {"head_dim": 18}, "head_dim 18: half of it is odd.* use --model-dtype fp32"),
     "wide heads, fp32": (
         FP32,
         {"head_dim": 256, "qk_norm": True},
@@ -86,11 +81,27 @@ def test_shapes_that_the_kernels_do_not_take_are_refused_by_the_plan(precision, 
         plan_of(precision, config=tiny(**{"num_layers": 1, **shape}), scratch_bytes=scratch)
 
 
+@pytest.mark.parametrize(
+    ("precision", "shape"),
+    [
+        (FP8_IN_FP32, {"hidden_size": 400, "head_dim": 100}),
+        (FP8["e4m3", "delayed"], {"head_dim": 20}),
+        (FP8_IN_FP32, {"head_dim": 18, "qk_norm": True}),
+        (FP32, {"head_dim": 18}),
+    ],
+    ids=["fp32", "bf16", "qk_norm", "without columns"],
+)
+def test_heads_that_are_no_multiple_of_4_are_planned_for(precision, shape):
+    scratch = open_backend("planned").scratch_bytes
+    assert plan_of(precision, config=tiny(**{"num_layers": 1, **shape}), scratch_bytes=scratch).total_bytes
+
+
 def test_a_wide_norm_in_fp8_is_refused_by_the_card_and_taken_with_other_scales():
     """As columns 16 rows of 8192 do not fit a GeForce's 99 KiB."""
     config = tiny(num_layers=1, hidden_size=8192, head_dim=16)
     for name, fits in (("H200", True), ("RTX 4090", False)):
-        settings = backend_settings(SystemOptions(gpu=name))
+        options = SystemOptions(gpu=name)
+        settings = backend_settings(options, pick_device(options))
         scratch = open_backend("planned", **settings).scratch_bytes
         plan_of(FP8["e4m3", "current"], config=config, scratch_bytes=scratch)
         with nullcontext() if fits else pytest.raises(UsageError, match=r"size 8192: .* 131072 .* 100352"):

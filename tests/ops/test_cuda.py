@@ -254,6 +254,17 @@ def test_heads_of_other_widths(hd):
 
 
 @gpu
+@pytest.mark.parametrize("hd", [6, 18, 34])
+def test_heads_with_odd_halves(hd):
+    """Of the rotary embedding only fp32 has them."""
+    s = replace(SIZES["odd"], hd=hd)
+    for op in ("rope_forward", "rope_backward", "qk_norm_forward", "qk_norm_backward"):
+        check(make(op, s), "fp32")
+        if op.startswith("qk_norm"):
+            check(make(op, s), "bf16")
+
+
+@gpu
 @pytest.mark.parametrize("dtypes", ["bf16 bf16 bf16 bf16 bf16", "fp32 bf16 fp32 fp32 bf16", "fp32 fp32 bf16 bf16 fp32"])
 @pytest.mark.parametrize("apply", [0.0, 1.0])
 def test_adamw_equals_the_reference_bit_for_bit(dtypes, apply):
@@ -315,6 +326,15 @@ def test_every_form_is_a_function_of_the_rounded_value(op, name, dtype, rows, qu
 def test_every_form_of_whole_heads(op, hd, rows):
     """Of as many channels as models have: a block's columns are a run of the output's."""
     check_forms(op, "d_qkv", "bf16", replace(SIZES["odd"], b=1, t=rows, hq=5, hkv=2, hd=hd), "e4m3")
+
+
+@gpu
+@pytest.mark.parametrize("dtype", ["bf16", "fp32"])
+@pytest.mark.parametrize(("op", "hd"), [*(("rope_backward", hd) for hd in (12, 20, 100)), ("qk_norm_backward", 18)])
+def test_every_form_of_heads_that_are_read_by_twos(op, hd, dtype):
+    """No multiple of 4 is a head of qk_norm, or half a head of rope."""
+    for rows in (131, 304):
+        check_forms(op, "d_qkv", dtype, replace(SIZES["odd"], b=1, t=rows, hq=5, hkv=2, hd=hd), "e4m3")
 
 
 def check_forms(op: str, name: str, dtype: str, sizes: Sizes, quantized: str) -> None:

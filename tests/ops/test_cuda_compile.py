@@ -326,31 +326,51 @@ def test_wide_norms_compile_and_spill_no_more_than_recorded(launches, dtype, wid
 HEADS = {"num_heads": 4, "num_kv_heads": 2}
 
 
-def test_heads_that_kernels_would_write_wrongly_as_columns_are_refused(launches):
-    """Four columns are put together at a time: within a head, in rope within its half. Where there is no plan, too."""
-    positions, cell = launches.tensor((2, 64), "int32"), launches.tensor((2, 64, 6), "fp32")
-    for dtype, half, whole in (("fp32", 100, 18), ("bf16", 20, 18)):
-        qkv, table = launches.tensor((2, 64, 8 * half), dtype), launches.tensor((64, half), "fp32")
-        with pytest.raises(UsageError, match=f"head_dim {half}: half of it.* use --fp8-scaling current"):
-            cuda.OPS["rope_backward"](launches.output(qkv.shape, dtype, ROW8, COL8), qkv, table, positions, **HEADS)
-        cuda.OPS["rope_backward"](launches.output(qkv.shape, dtype, None, COLSUM), qkv, table, positions, **HEADS)
-        qkv, weight = launches.tensor((2, 64, 8 * whole), dtype), launches.tensor((whole,), dtype)
-        unwanted, read = launches.output((whole,), dtype), (qkv, qkv, weight, weight, cell)
-        with pytest.raises(UsageError, match=f"head_dim {whole} is no multiple of 4.* use --fp8-scaling current"):
-            written = (launches.output(qkv.shape, dtype, COL8), unwanted, unwanted)
-            cuda.OPS["qk_norm_backward"](*written, *read, **HEADS)
-        cuda.OPS["qk_norm_backward"](launches.output(qkv.shape, dtype, None), unwanted, unwanted, *read, **HEADS)
+def heads(noted: Launches, dtype: str, head_dim: int, *forms: Form | None) -> None:
+    """Backward of rope and of qk_norm over 128 rows, with these forms of what they write."""
+    qkv, weight = noted.tensor((2, 64, 8 * head_dim), dtype), noted.tensor((head_dim,), dtype)
+    table, positions = noted.tensor((64, head_dim), "fp32"), noted.tensor((2, 64), "int32")
+    cell, gradients = noted.tensor((2, 64, 6), "fp32"), [noted.output((head_dim,), dtype, None) for _ in range(2)]
+    written = noted.output(qkv.shape, dtype, *forms)
+    cuda.OPS["qk_norm_backward"](written, *gradients, qkv, qkv, weight, weight, cell, **HEADS)
+    cuda.OPS["rope_backward"](written, qkv, table, positions, **HEADS)
+
+
+def test_heads_with_odd_halves_are_refused_where_numbers_go_by_twos(launches):
+    """Where there is no plan, too."""
+    heads(launches, "fp32", 18, None, COLSUM)
+    for forms in ((COL8,), (ROW8, COL8)):
+        with pytest.raises(UsageError, match=r"head_dim 18: half of it is odd, .* use --fp8-scaling current"):
+            heads(launches, "fp32", 18, *forms)
+        heads(launches, "fp32", 20, *forms)
+    with pytest.raises(UsageError, match=r"head_dim 18: half of it is odd, .* use --model-dtype fp32"):
+        heads(launches, "bf16", 18, None)
 
 
 @pytest.mark.parametrize("op", ["rope", "qk_norm"])
 def test_the_kernels_refuse_such_columns_too(launches, op):
     pytest.importorskip("cuda.bindings.nvrtc", reason="needs cuda-bindings and nvidia-cuda-nvrtc")
-    constants = {"T": "float", "G": "float", "HD": 100, "N": 2, "FORMS": launch.COL, "E4M3": 1}
+    constants = {"T": "float", "G": "float", "HD": 18, "N": 1, "FORMS": launch.COL, "E4M3": 1}
     constants |= {"HEADS": 8, "TURNED": 6, "LANES": 8, "TOGETHER": 2, "SIGN": -1, "IN_PLACE": 0}
     if op == "qk_norm":
-        constants |= {"HQ": 4, "HKV": 2, "HD": 18, "LANES": 16}
-    with pytest.raises(RuntimeError, match="four columns that a lane has of a tile"):
+        constants |= {"HQ": 4, "HKV": 2, "HD": 9, "LANES": 16}
+    with pytest.raises(RuntimeError, match="columns come in twos"):
         cuda_compile.compiled(op, 90, constants)
+
+
+@pytest.mark.parametrize("capability", [90, *(pytest.param(n, marks=pytest.mark.slow) for n in (80, 86, 89, 100, 120))])
+@pytest.mark.parametrize("head_dim", [12, 20, 100])
+def test_heads_that_are_read_by_twos_compile_and_do_not_spill(launches, head_dim, capability):
+    """Half of them is a multiple of 2 and not of 4; of the last, which qk_norm alone has by twos, the whole is."""
+    pytest.importorskip("cuda.bindings.nvrtc", reason="needs cuda-bindings and nvidia-cuda-nvrtc")
+    launches.capability = capability
+    for dtype in ("bf16", "fp32"):
+        for forms in ((None,), (ROW8, COL8), (None, ROW8, COL8, COLSUM)):
+            heads(launches, dtype, head_dim, *forms)
+    heads(launches, "fp32", 18, None)
+    for name, entry, constants, _ in launches.found:
+        used = cuda_compile.resources(cuda_compile.compiled(name, capability, constants)[1])[entry]
+        assert not used.spill_bytes and used.registers <= REGISTERS[entry], (entry, used, constants)
 
 
 def norms(noted: Launches, dtype: str, width: int, forms: tuple[Form | None, ...]) -> None:

@@ -137,6 +137,38 @@ def test_the_device_is_given_work_ahead_of_single_ops(monkeypatch):
     assert ran[asked + 1 :] == ["next"] * 4 * bench.REPEATS and clock.followed == [backend]
 
 
+def test_the_optimizers_calls_are_timed_together_where_ops_are_queued(monkeypatch):
+    """A call costs 1 ms, an event 9 and a graph 4: of these only the graph's are left, shared by all calls of an op."""
+    clock, backend, ran = FakeClock(), HostBackend(), []
+
+    def costly(name, op):
+        def call(*arguments, **numbers):
+            clock.now += 1
+            op(*arguments, **numbers)
+
+        return call
+
+    backend.ops = {name: costly(name, op) for name, op in backend.ops.items()}
+    clock.is_queued, clock.mark = True, lambda: setattr(clock, "now", clock.now + 9) or clock.now
+    part = bench.Engine.part
+
+    def launched(self, name, indices):
+        steps = [self.plan.programs[name].steps[index].op for index in indices]
+        run = part(self, name, indices)
+        return lambda: (ran.append(steps), setattr(clock, "now", clock.now + 4), run())
+
+    monkeypatch.setattr(bench.Engine, "part", launched)
+    speed = measure(tiny(), BF16, Memory(), backend, clock, **SHAPE)
+    rows = len(speed.plan.rows)
+    squares, adamw = (["sum_squares"] * rows, ["adamw"] * rows)
+    assert ran == [squares, adamw] * (2 + bench.REPEATS), "eagerly, captured, and timed"
+    for call in speed.calls:
+        op = speed.plan.programs[call.program].steps[call.index].op
+        assert call.ms == pytest.approx(1 + (13 / rows if op in bench.TOGETHER else 9))
+    with_events = measure(tiny(), BF16, Memory(), backend, FakeClock(), **SHAPE)
+    assert [(c.program, c.index) for c in speed.calls] == [(c.program, c.index) for c in with_events.calls]
+
+
 def test_clock_and_power_are_read_during_the_measured_steps_only(monkeypatch):
     seen = []
 

@@ -27,11 +27,12 @@ RUNGS = (Rung("linears forward", 6, 40.0, 30.0, 1e9, 1e6), Rung("norms", 4, 5.0,
 SYSTEM = {"device": "cuda: NVIDIA H200", "driver": "580.65.06 (CUDA 13.0)", "cuBLASLt": "13.1.0", "numpy": "2.4"}
 
 
-def result(model="m", dtype="fp32", seconds=(0.2, 0.1, 0.25), readings=READINGS, others=0):
+def result(model="m", dtype="fp32", seconds=(0.2, 0.1, 0.25), readings=READINGS, others=0, deterministic=True):
     """A result of 64 tokens a step in micro-batches of 32."""
     plan = plan_of(FP32)
     speed = Speed(plan, 64, seconds, 3.0, (4.5, 4.25), (), readings, 12345)
-    return result_of(model, dtype, speed, Ladder(RUNGS, speed.micro_batch_ms), PEAKS, others)
+    found = Ladder(RUNGS, speed.micro_batch_ms)
+    return result_of(model, dtype, speed, found, PEAKS, others, deterministic=deterministic)
 
 
 def content(*results, system=SYSTEM):
@@ -126,6 +127,15 @@ def test_differing_settings_are_said():
     told = console.file.getvalue()
     assert "precision: scaling current -> delayed" in told and "-> 590 (CUDA 13.1)" in told
     assert "320 -> 320 tokens/s, +0.0%" in told and "In one of the two only: x bf16 1x1" in told
+
+
+def test_a_file_that_does_not_say_otherwise_is_deterministic():
+    silent = content()
+    del silent["results"][0]["deterministic"]
+    for old in (content(), silent):
+        for strict, settings in ((True, {}), (False, {"deterministic": (True, False)})):
+            ((change,), _) = compare(old, content(result(deterministic=strict)))
+            assert change.settings == settings
 
 
 def test_what_only_one_has_is_named():

@@ -1,6 +1,7 @@
 """The command: what is chosen where nothing is asked, what is refused, what is printed and saved."""
 
 import json
+from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest
@@ -62,6 +63,7 @@ def test_the_command_prints_and_saves(shape, tmp_path, capsys):
     assert first["tokens_per_second"]["median"] > 0 and first["sol"] > 0 and len(first["losses"]) == 3
     assert "quantize" in {rung["family"] for rung in second["ladder"]}
     assert second["precision"]["m"] == second["precision"]["master"] == "bf16"
+    assert first["deterministic"] is True
 
 
 def test_results_are_compared_with_a_file(shape, tmp_path, capsys):
@@ -171,7 +173,7 @@ def card(monkeypatch):
     def pretend(share=0.5, batch_size=32):
         seen, now = [], [0.0]
         monkeypatch.setattr(bench_run.devices, "memory_bytes", lambda where: (2**37, 2**37))
-        monkeypatch.setattr(bench_run, "open_backend", lambda kind: None)
+        monkeypatch.setattr(bench_run, "open_backend", lambda kind, **settings: None)
         monkeypatch.setattr(bench_run.time, "perf_counter", lambda: now[0])
 
         def plan(request, one, where, backend):
@@ -248,7 +250,11 @@ def memory(monkeypatch, tmp_path):
             (tmp_path / name / "config.json").write_text(json.dumps(to_hf(config, "bf16")))
         monkeypatch.setattr(bench_run, "CHOICE", tuple(names))
         real, seen = bench_run.open_backend, []
-        monkeypatch.setattr(bench_run, "open_backend", lambda kind: real("planned") if kind == "cuda" else real(kind))
+
+        def open_backend(kind, **settings):
+            return real("planned" if kind == "cuda" else kind, **settings)
+
+        monkeypatch.setattr(bench_run, "open_backend", open_backend)
         monkeypatch.setattr(bench_run.devices, "memory_bytes", lambda where: (free, free))
         monkeypatch.setattr(
             bench_run, "_measure", lambda request, one, plan, *_: seen.append((one.model, plan)) or {"sol": 0.5}
@@ -284,6 +290,33 @@ def test_what_does_not_fit_is_left_out_of_the_choice_and_refused_if_it_was_named
         choose(GPU_4090)
 
 
+@pytest.mark.parametrize("strict", [True, False])
+def test_backends_are_opened_with_the_attention_that_was_asked_for(strict, memory, monkeypatch):
+    """The one that plans and the one that runs."""
+    memory(2**40)
+    opened, real = [], bench_run.open_backend
+    monkeypatch.setattr(
+        bench_run, "open_backend", lambda kind, **settings: opened.append((kind, settings)) or real(kind, **settings)
+    )
+    choose(GPU_4090, Request(dtypes=("bf16",), deterministic=strict))
+    relaxed = [("planned", {"deterministic": False})] if strict else []
+    each = [("cuda", {"deterministic": strict}), ("planned", {"deterministic": strict}), *relaxed]
+    assert opened == 2 * each
+
+
+def test_the_other_attention_is_offered_where_it_would_fit(memory):
+    (small, _), seen = memory(2**40)
+    request = Request(models=(small,), dtypes=("bf16",), batch_size=4, seq_len=4096)
+    for strict in (True, False):
+        choose(GPU_4090, replace(request, deterministic=strict))
+    whole, relaxed = (plan.total_bytes for _, plan in seen)
+    assert relaxed < whole
+    memory(whole - 1)
+    with pytest.raises(MemoryLimitError, match="--no-deterministic needs"):
+        choose(GPU_4090, request)
+    choose(GPU_4090, replace(request, deterministic=False))
+
+
 def test_tokens_are_halved_until_they_are_measured_in_time():
     plan = SimpleNamespace(batch_size=4, seq_len=100)
     assert tokens_in_time(4000, plan, 10, 1e-3, left_s=bench_run.START_S + 40) == 4000
@@ -304,13 +337,15 @@ def test_a_gpu_is_opened_measured_and_told_of(shape, tmp_path, monkeypatch, caps
     monkeypatch.setattr(bench_run, "measure_ceilings", lambda kind, dtypes: Ceilings(dict.fromkeys(dtypes, 1e14), 9e11))
     monkeypatch.setattr(cuda_libraries, "versions", lambda: {"cuBLASLt": "13.1.0", "cuDNN": "9.19.0", "cupy": "14.2"})
     arguments = [text for text in shape if text != "--device=cpu"]
-    assert run([*arguments, "--dtypes=bf16", f"--save={tmp_path}/out.json"]) == 0
+    assert run([*arguments, "--dtypes=bf16", "--no-deterministic", f"--save={tmp_path}/out.json"]) == 0
     told = capsys.readouterr().out
     assert "NVIDIA GeForce RTX 4090; driver unknown (CUDA 13.0), cuBLASLt 13.1.0, cuDNN 9.19.0, cupy 14.2" in told
     assert "bf16 100 TFLOP/s (61% of the peak), copy 900 GB/s" in told
     assert "SM clock 2,520 MHz, 402 W, up to 60 C, slowed by: power cap 100% of the time" in told
     assert "Warning: 2 other processes on the card" in told and "1.0 GiB in use on the card" in told
-    gpu = json.loads((tmp_path / "out.json").read_text())["results"][0]["gpu"]
+    (saved,) = json.loads((tmp_path / "out.json").read_text())["results"]
+    gpu = saved["gpu"]
+    assert saved["deterministic"] is False
     assert gpu["sm_mhz"] == 2520 and gpu["throttled"] == {"power cap": 1.0} and gpu["other_processes"] == 2
 
 

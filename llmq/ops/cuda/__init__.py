@@ -84,12 +84,12 @@ def _norm(refs: Mapping[str, Ref], transposed: bool, capability: int) -> None:
 
 def _heads(refs: Mapping[str, Ref], transposed: bool, capability: int) -> None:
     qkv, head_dim = refs["qkv"], refs["q_weight"].shape[-1]
-    refuse_heads(kind_of(qkv.dtype, qkv.name), head_dim, transposed=transposed)
+    refuse_heads(kind_of(qkv.dtype, qkv.name), head_dim)
 
 
 def _halves(refs: Mapping[str, Ref], transposed: bool, capability: int) -> None:
-    d_out, head_dim = refs["d_out"], refs["table"].shape[-1]
-    refuse_halves(kind_of(d_out.dtype, d_out.name), head_dim, transposed=transposed)
+    heads, head_dim = refs.get("d_out") or refs["qkv"], refs["table"].shape[-1]
+    refuse_halves(kind_of(heads.dtype, heads.name), head_dim, transposed=transposed)
 
 
 _REFUSALS: dict[str, Callable[[Mapping[str, Ref], bool, int], None]] = {
@@ -100,4 +100,5 @@ _REFUSALS: dict[str, Callable[[Mapping[str, Ref], bool, int], None]] = {
     "rmsnorm_backward": _norm,
     "rmsnorm_forward": _norm,
     "rope_backward": _halves,
+    "rope_forward": _halves,
 }

@@ -6,7 +6,6 @@ import numpy as np
 
 from llmq.errors import UsageError
 from llmq.ops.cuda.launch import (
-    COL,
     SUM_THREADS,
     SUMS_ROWS,
     access,
@@ -21,7 +20,7 @@ from llmq.ops.cuda.launch import (
 from llmq.ops.cuda.scratch import take
 from llmq.tensor import Output, Tensor
 
-THREADS, WARPS, STEPS, TILE_WIDTH, SUM_SIDE = 256, 8, 2, 128, 8  # qk_norm.cu
+THREADS, WARPS, STEPS, TILE_WIDTH, WARP, SUM_SIDE = 256, 8, 2, 128, 32, 8  # qk_norm.cu
 
 
 def qk_norm_forward(
@@ -73,7 +72,7 @@ def qk_norm_backward(
     read = (pointer(d_out), pointer(qkv), pointer(q_weight), pointer(k_weight), pointer(rstd))
     arguments = (*outputs, partial, *read, np.int64(rows))
     lanes, number = int(constants["LANES"]), int(constants["N"])
-    across = -(-(num_heads + 2 * num_kv_heads) // max(1, TILE_WIDTH // number // lanes))
+    across = -(-(num_heads + 2 * num_kv_heads) // max(1, min(TILE_WIDTH // number, WARP) // lanes))
     launch("qk_norm", "qk_norm_backward", parts * across, THREADS, arguments, constants)
     if weights:
         last = (plain(d_q_weight), plain(d_k_weight), partial, np.int32(parts), adds(d_q_weight), adds(d_k_weight))
@@ -85,8 +84,8 @@ def qk_norm_backward_scratch(qkv: tuple[int, ...], q_weight: tuple[int, ...]) ->
     return -(-rows_of(qkv) // SUMS_ROWS) * (qkv[-1] // q_weight[-1]) * q_weight[-1] * 4
 
 
-def refuse_heads(kind: str, head_dim: int, *, transposed: bool) -> None:
-    """UsageError for heads that no warp holds, or, to be written as fp8 columns, that are no multiple of 4."""
+def refuse_heads(kind: str, head_dim: int) -> None:
+    """UsageError for heads that no warp holds."""
     number = access(head_dim, kind)
     if head_dim > 32 * number:
         fix = "--model-dtype bf16 or --device cpu" if kind == "float" else "--device cpu"
@@ -94,17 +93,12 @@ def refuse_heads(kind: str, head_dim: int, *, transposed: bool) -> None:
             f"head_dim {head_dim} is wider than the {32 * number} that a warp of the GPU normalises, {number} numbers "
             f"at a time: use {fix}"
         )
-    if transposed and number < 4:
-        raise UsageError(
-            f"head_dim {head_dim} is no multiple of 4, as gradients need that are written as fp8 columns: use "
-            "--fp8-scaling current, or --matmul-dtype bf16"
-        )
 
 
 def _constants(
     kind: str, gradient: str, width: int, heads: int, kv_heads: int, wanted: dict[str, int | str]
 ) -> dict[str, int | str]:
-    refuse_heads(kind, width, transposed=bool(int(wanted["FORMS"]) & COL))
+    refuse_heads(kind, width)
     number = access(width, kind)
     lanes = 1 << (width // number - 1).bit_length()
     sizes = {"HQ": heads, "HKV": kv_heads, "HD": width, "N": number, "LANES": lanes}

@@ -37,11 +37,16 @@ def rope_backward(
 
 
 def refuse_halves(kind: str, head_dim: int, *, transposed: bool) -> None:
-    """UsageError for heads whose halves cannot be written as fp8 columns, which are put together four at a time."""
-    if transposed and access(head_dim // 2, kind) < 4:
+    """UsageError for heads whose halves are odd: bf16 is read, and fp8 columns are written, two numbers at a time."""
+    if head_dim % 4 == 0:
+        return
+    start = f"head_dim {head_dim}: half of it is odd, and"
+    if kind == "bf16":
+        raise UsageError(f"{start} bf16 is read two numbers at a time: use --model-dtype fp32, or --device cpu")
+    if transposed:
         raise UsageError(
-            f"head_dim {head_dim}: half of it is no multiple of 4, as gradients need that are written as fp8 columns: "
-            "use --fp8-scaling current, or --matmul-dtype bf16"
+            f"{start} gradients are written as fp8 columns two at a time: use --fp8-scaling current, or "
+            "--matmul-dtype bf16"
         )
 
 
@@ -54,8 +59,9 @@ def _turn(
     kind, width, rows = type_of(x), table.shape[-1], rows_of(x.shape)
     wanted, outputs = forms(out)
     in_place = wanted["FORMS"] == VALUE and outputs[0] == pointer(x)
-    bits, number = int(wanted["FORMS"]), access(width // 2, kind)
+    bits = int(wanted["FORMS"])
     refuse_halves(kind, width, transposed=bool(bits & COL))
+    number = access(width // 2, kind)
     if bits & (SUMS | COL):
         # angles of 4 channels are 16 bytes, and serve two heads; a row of lanes is half a head where that is 8 or 16
         number, together = min(number, 4), 2
