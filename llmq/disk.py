@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import glob
 import os
 import secrets
@@ -11,6 +12,8 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from llmq.errors import StorageError
+
+FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 
 
 def shown(num_bytes: int) -> str:
@@ -27,6 +30,11 @@ def existing_folder(folder: Path) -> Path:
     while not os.path.exists(folder) and folder != folder.parent:
         folder = folder.parent
     return folder
+
+
+def free_bytes(folder: Path) -> int:
+    """Bytes free on the disk that holds `folder`, or would."""
+    return shutil.disk_usage(existing_folder(folder)).free
 
 
 def sync_folder(folder: Path) -> None:
@@ -103,11 +111,27 @@ def remove_leftovers(path: Path) -> None:
 
 
 @contextmanager
-def storage(path: Path) -> Iterator[None]:
-    """Turns what the operating system says while writing `path` into a StorageError."""
+def storage(
+    path: Path,
+    failed: str = "cannot be written",
+    *,
+    kept: str = "",
+    advice: str = "free some space or choose another folder",
+    needed: int | None = None,
+    partial: Path | None = None,
+) -> Iterator[None]:
+    """Turns what the operating system says while writing `path` into "PATH: FAILED (reason)KEPT: ADVICE".
+
+    If the disk is full, the reason has the bytes that are `needed`, as far as they are known, and those free, to which
+    the files in the folder `partial` count: they are what was written of `path` so far, and go.
+    """
     try:
         yield
     except OSError as error:
-        raise StorageError(
-            f"{path}: cannot be written ({error.strerror or error}): free some space or choose another folder"
-        ) from error
+        reason = str(error.strerror or error)
+        if error.errno in FULL:
+            written = sum(file.stat().st_size for file in partial.glob("*")) if partial else 0
+            least = f"{needed:,}" if needed is not None else f"more than {written:,}" if written else ""
+            needs = f"it needs {least} bytes, " if least else ""
+            reason += f": {needs}{free_bytes(path) + written:,} bytes are free"
+        raise StorageError(f"{path}: {failed} ({reason}){kept}: {advice}") from error

@@ -64,16 +64,20 @@ def locked(path: Path, on_wait: Callable[[str], None]) -> Iterator[None]:
 
 
 def _taken(fd: int, path: Path) -> bool:
-    try:
-        fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
-        return False
-    except OSError as error:
-        path.unlink(missing_ok=True)
-        raise StorageError(
-            f"{path}: this file system locks no files ({error.strerror or error}), so two processes could write to "
-            f"{path.parent} at once: choose a folder on another disk, for the cache with LLMQ_CACHE_DIR"
-        ) from None
+    no_locks = storage(
+        path,
+        "this file system locks no files",
+        kept=f", so two processes could write to {path.parent} at once",
+        advice="choose a folder on another disk, for the cache with LLMQ_CACHE_DIR",
+    )
+    with no_locks:
+        try:
+            fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            return False
+        except OSError:
+            path.unlink(missing_ok=True)
+            raise
     return True
 
 
