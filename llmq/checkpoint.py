@@ -29,7 +29,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 import llmq
-from llmq.disk import check_free_space, storage, sync_folder
+from llmq.disk import check_free_space, reading, storage, sync_folder
 from llmq.errors import DataError, StorageError, UsageError
 from llmq.shards import (
     SHARD_BYTES,
@@ -387,10 +387,8 @@ def _read_state(path: Path) -> dict[str, Any]:
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         raise DataError(f"{file} is corrupt: {error}") from error
     for shard in shards:
-        try:
+        with reading(path / shard.name):
             size = os.stat(path / shard.name).st_size
-        except OSError as error:
-            raise DataError(f"{path / shard.name} cannot be read: {error.strerror or error}") from error
         if size != shard.num_bytes:
             raise DataError(f"{path / shard.name} has {size} bytes instead of {shard.num_bytes}")
     return record

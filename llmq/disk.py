@@ -1,4 +1,4 @@
-"""Room on the disk, checked before it is needed; files that appear whole, with durable names."""
+"""Room on the disk, checked before it is needed; files that appear whole, with durable names; what a disk refuses."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 
-from llmq.errors import StorageError
+from llmq.errors import DataError, StorageError
 
 FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 
@@ -135,3 +135,13 @@ def storage(
             needs = f"it needs {least} bytes, " if least else ""
             reason += f": {needs}{free_bytes(path) + written:,} bytes are free"
         raise StorageError(f"{path}: {failed} ({reason}){kept}: {advice}") from error
+
+
+@contextmanager
+def reading(path: Path, advice: str = "") -> Iterator[None]:
+    """Turns what the operating system says while reading `path` into DataError "PATH: cannot be read (why): ADVICE"."""
+    try:
+        yield
+    except OSError as error:
+        way_out = f": {advice}" if advice else ""
+        raise DataError(f"{path}: cannot be read ({error.strerror or error}){way_out}") from error

@@ -11,8 +11,17 @@ from typing import Any
 
 import pytest
 
-from llmq.disk import check_free_space, existing_folder, remove_leftovers, shown, storage, temporary_name, write_whole
-from llmq.errors import StorageError
+from llmq.disk import (
+    check_free_space,
+    existing_folder,
+    reading,
+    remove_leftovers,
+    shown,
+    storage,
+    temporary_name,
+    write_whole,
+)
+from llmq.errors import DataError, StorageError
 
 
 def test_needs_on_one_disk_add_up(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -91,6 +100,13 @@ def test_what_the_disk_refuses_is_said_with_the_room_on_it(tmp_path: Path, monke
     room = "it needs more than 24 bytes, 1,024 bytes are free"
     assert said(errno.ENOSPC, partial=tmp_path / "part") == f"{start}{full}: {room}{end}"
     assert said(errno.ENOSPC, partial=tmp_path / "absent") == f"{start}{full}: 1,000 bytes are free{end}"
+
+
+def test_what_cannot_be_read_is_a_data_error_with_the_way_out(tmp_path: Path) -> None:
+    for advice, end in (("", ")"), ("look again", "): look again")):
+        with pytest.raises(DataError) as caught, reading(tmp_path / "x", advice):
+            (tmp_path / "x").read_bytes()
+        assert str(caught.value) == f"{tmp_path / 'x'}: cannot be read ({os.strerror(errno.ENOENT)}{end}"
 
 
 def test_what_killed_writers_left_of_one_name_is_removed(tmp_path: Path) -> None:

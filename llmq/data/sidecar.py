@@ -11,7 +11,7 @@ from typing import Any
 
 from pydantic import BaseModel, ConfigDict, ValidationError
 
-from llmq.disk import storage, sync_folder, temporary_name, write_whole
+from llmq.disk import reading, storage, sync_folder, temporary_name, write_whole
 from llmq.errors import DataError
 from llmq.hf import tokenizer_files
 from llmq.hub import model_folder
@@ -105,10 +105,8 @@ def tokenizer_folder(token_file: Path, sidecar: Sidecar) -> Path:
 def tokenizer_hash(folder: Path) -> str:
     """SHA-256 of a folder's tokenizer.json, in hex; DataError if it cannot be read."""
     path = folder / "tokenizer.json"
-    try:
+    with reading(path, "give a folder with a tokenizer.json"):
         return hashlib.sha256(path.read_bytes()).hexdigest()
-    except OSError as error:
-        raise DataError(f"{path}: cannot be read ({error.strerror}): give a folder with a tokenizer.json") from None
 
 
 def same_ids(one: Path, other: Path) -> bool:
