@@ -95,6 +95,20 @@ def replace_file(path: Path, content: bytes) -> None:
         temporary.unlink(missing_ok=True)
 
 
+def replace_folder(path: Path, fresh: Path) -> None:
+    """Gives the folder `fresh` the name `path`, durably; one that is there makes way, or comes back. OSError."""
+    stale = temporary_name(path)
+    try:
+        if path.exists():
+            os.replace(path, stale)
+        os.replace(fresh, path)
+        sync_folder(path.parent)
+    finally:
+        if stale.exists() and not path.exists():
+            os.replace(stale, path)
+        shutil.rmtree(stale, ignore_errors=True)
+
+
 def temporary_name(path: Path) -> Path:
     """Where `path` is written before it is complete: hidden, beside it, and another name at each call.
 

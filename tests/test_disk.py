@@ -16,6 +16,7 @@ from llmq.disk import (
     existing_folder,
     reading,
     remove_leftovers,
+    replace_folder,
     shown,
     storage,
     temporary_name,
@@ -79,6 +80,28 @@ def test_a_failed_write_leaves_the_old_file_and_no_other(tmp_path: Path, monkeyp
     with pytest.raises(StorageError, match=says):
         write_whole(path, b"new")
     assert path.read_bytes() == b"old" and list(tmp_path.iterdir()) == [path]
+
+
+def test_a_folder_is_replaced_as_a_whole_or_comes_back(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path, fresh, real = tmp_path / "x", tmp_path / "fresh", os.replace
+
+    def fails(source: Path, target: Path) -> None:
+        if source == fresh:
+            raise OSError(errno.EIO, "Input/output error")
+        real(source, target)
+
+    fresh.mkdir()
+    (fresh / "old").touch()
+    replace_folder(path, fresh)
+    fresh.mkdir()
+    (fresh / "new").touch()
+    monkeypatch.setattr(os, "replace", fails)
+    with pytest.raises(OSError, match="Input/output"):
+        replace_folder(path, fresh)
+    assert (path / "old").exists() and sorted(tmp_path.iterdir()) == [fresh, path]
+    monkeypatch.undo()
+    replace_folder(path, fresh)
+    assert list(path.iterdir()) == [path / "new"] and list(tmp_path.iterdir()) == [path]
 
 
 def test_what_the_disk_refuses_is_said_with_the_room_on_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
