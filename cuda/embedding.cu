@@ -16,8 +16,8 @@
 // Architectures: 80 86 89 90 100 120
 // Constants: T (dtype of activations and weights), G (of the weight's gradient), C, N; for backward BITS (of a token),
 // BUCKET_BITS (of those, the upper ones that say which block), HELD (positions that a block lists in shared memory), VOTES
-// (words of votes that it keeps there; 0: it asks again), PIECE, WARPS (of a block that adds), STAGES (rows that a warp
-// has under way)
+// (words of votes that it keeps there; 0: it asks again), GROUPING_BYTES (of shared memory for all of this), MOST_TOKENS
+// (of a call), PIECE, WARPS (of a block that adds), STAGES (rows that a warp has under way)
 
 #include "common.cuh"
 #include "constants"
@@ -98,8 +98,10 @@ struct Grouping {
     int own[32], smaller[32], totals[32];
     u32 votes[VOTES ? VOTES : 1];
     int positions[HELD];
-    u32 codes[HELD];  // bin and, above it, rank
+    u32 codes[HELD];  // bin and, above it, rank in the share of a ranking warp
 };
+static_assert(sizeof(Grouping) == GROUPING_BYTES, "the launcher asks for other than the size of Grouping");
+static_assert(MOST_TOKENS <= i64{RANKERS} << (32 - BIN_BITS), "a rank does not fit beside its bin");
 
 // rows (count,) <- positions grouped by token, those of a token in order; borders (pieces, 2); `arrived` (cells,) zeros.
 // A block of 1024 owns a bucket; each warp reads tokens that lie side by side. `listed` (2, count) is for buckets that

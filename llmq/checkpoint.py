@@ -21,7 +21,7 @@ import secrets
 import shutil
 import zlib
 from collections.abc import Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -29,7 +29,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 import llmq
-from llmq.disk import check_free_space, existing_folder, sync_folder
+from llmq.disk import check_free_space, reading, storage, sync_folder
 from llmq.errors import DataError, StorageError, UsageError
 from llmq.shards import (
     SHARD_BYTES,
@@ -129,8 +129,16 @@ def save(
     """
     folder = Path(folder)
     temporary = folder / _hidden(TEMPORARY, step)
-    path = None
-    try:
+    not_written = storage(
+        folder,
+        "the checkpoint cannot be written",
+        kept="; earlier checkpoints are as they were",
+        advice="free space, lower --ckpt-keep-n, or choose another --checkpoint-dir",
+        needed=num_bytes,
+        partial=temporary,
+    )
+    with ExitStack() as cleanup, not_written:
+        cleanup.callback(shutil.rmtree, temporary, ignore_errors=True)
         folder.mkdir(parents=True, exist_ok=True)
         sync_folder(folder.parent)
         with _lock(folder) as alone:
@@ -148,13 +156,10 @@ def save(
             _write_state(temporary, step, number, shards, state)
             sync_folder(temporary)
             path = _publish(temporary, step)
-            _delete_old(folder, path, keep)
-    except OSError as error:
-        if path is not None:
-            raise StorageError(f"{path} is complete, but an older checkpoint cannot be deleted: {error}") from error
-        raise _storage_error(folder, temporary, num_bytes, error) from error
-    finally:
-        shutil.rmtree(temporary, ignore_errors=True)
+            try:
+                _delete_old(folder, path, keep)
+            except OSError as error:
+                raise StorageError(f"{path} is complete, but an older checkpoint cannot be deleted: {error}") from error
     return path
 
 
@@ -382,10 +387,8 @@ def _read_state(path: Path) -> dict[str, Any]:
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         raise DataError(f"{file} is corrupt: {error}") from error
     for shard in shards:
-        try:
+        with reading(path / shard.name):
             size = os.stat(path / shard.name).st_size
-        except OSError as error:
-            raise DataError(f"{path / shard.name} cannot be read: {error.strerror or error}") from error
         if size != shard.num_bytes:
             raise DataError(f"{path / shard.name} has {size} bytes instead of {shard.num_bytes}")
     return record
@@ -393,16 +396,3 @@ def _read_state(path: Path) -> dict[str, Any]:
 
 def _shards(record: Mapping[str, Any]) -> list[Shard]:
     return [Shard(**file) for file in record["files"]]
-
-
-def _storage_error(folder: Path, temporary: Path, num_bytes: int | None, error: OSError) -> StorageError:
-    kept = "earlier checkpoints are as they were"
-    if error.errno not in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
-        return StorageError(f"the checkpoint cannot be written to {folder}: {error.strerror or error}; {kept}")
-    written = sum(p.stat().st_size for p in temporary.glob("*")) if temporary.is_dir() else 0
-    needs = f"{num_bytes:,}" if num_bytes is not None else f"more than {written:,}"
-    free = shutil.disk_usage(existing_folder(folder)).free + written
-    return StorageError(
-        f"the checkpoint does not fit into {folder}: it needs {needs} bytes, {free:,} are free "
-        f"({error.strerror}); {kept}. Free space, lower --ckpt-keep-n, or choose another --checkpoint-dir."
-    )

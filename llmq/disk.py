@@ -1,7 +1,8 @@
-"""Room on the disk, checked before it is needed; files that appear whole, with durable names."""
+"""Room on the disk, checked before it is needed; files that appear whole, with durable names; what a disk refuses."""
 
 from __future__ import annotations
 
+import errno
 import glob
 import os
 import secrets
@@ -10,7 +11,9 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 
-from llmq.errors import StorageError
+from llmq.errors import DataError, StorageError
+
+FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 
 
 def shown(num_bytes: int) -> str:
@@ -27,6 +30,11 @@ def existing_folder(folder: Path) -> Path:
     while not os.path.exists(folder) and folder != folder.parent:
         folder = folder.parent
     return folder
+
+
+def free_bytes(folder: Path) -> int:
+    """Bytes free on the disk that holds `folder`, or would."""
+    return shutil.disk_usage(existing_folder(folder)).free
 
 
 def sync_folder(folder: Path) -> None:
@@ -87,6 +95,20 @@ def replace_file(path: Path, content: bytes) -> None:
         temporary.unlink(missing_ok=True)
 
 
+def replace_folder(path: Path, fresh: Path) -> None:
+    """Gives the folder `fresh` the name `path`, durably; one that is there makes way, or comes back. OSError."""
+    stale = temporary_name(path)
+    try:
+        if path.exists():
+            os.replace(path, stale)
+        os.replace(fresh, path)
+        sync_folder(path.parent)
+    finally:
+        if stale.exists() and not path.exists():
+            os.replace(stale, path)
+        shutil.rmtree(stale, ignore_errors=True)
+
+
 def temporary_name(path: Path) -> Path:
     """Where `path` is written before it is complete: hidden, beside it, and another name at each call.
 
@@ -103,11 +125,37 @@ def remove_leftovers(path: Path) -> None:
 
 
 @contextmanager
-def storage(path: Path) -> Iterator[None]:
-    """Turns what the operating system says while writing `path` into a StorageError."""
+def storage(
+    path: Path,
+    failed: str = "cannot be written",
+    *,
+    kept: str = "",
+    advice: str = "free some space or choose another folder",
+    needed: int | None = None,
+    partial: Path | None = None,
+) -> Iterator[None]:
+    """Turns what the operating system says while writing `path` into "PATH: FAILED (reason)KEPT: ADVICE".
+
+    If the disk is full, the reason has the bytes that are `needed`, as far as they are known, and those free, to which
+    the files in the folder `partial` count: they are what was written of `path` so far, and go.
+    """
     try:
         yield
     except OSError as error:
-        raise StorageError(
-            f"{path}: cannot be written ({error.strerror or error}): free some space or choose another folder"
-        ) from error
+        reason = str(error.strerror or error)
+        if error.errno in FULL:
+            written = sum(file.stat().st_size for file in partial.glob("*")) if partial else 0
+            least = f"{needed:,}" if needed is not None else f"more than {written:,}" if written else ""
+            needs = f"it needs {least} bytes, " if least else ""
+            reason += f": {needs}{free_bytes(path) + written:,} bytes are free"
+        raise StorageError(f"{path}: {failed} ({reason}){kept}: {advice}") from error
+
+
+@contextmanager
+def reading(path: Path, advice: str = "") -> Iterator[None]:
+    """Turns what the operating system says while reading `path` into DataError "PATH: cannot be read (why): ADVICE"."""
+    try:
+        yield
+    except OSError as error:
+        way_out = f": {advice}" if advice else ""
+        raise DataError(f"{path}: cannot be read ({error.strerror or error}){way_out}") from error

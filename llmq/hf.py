@@ -12,8 +12,9 @@ import os
 import re
 import shutil
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -21,7 +22,7 @@ import numpy as np
 from safetensors import SafetensorError, safe_open
 
 from llmq.config import DEQUANTIZE, ModelConfig, read_json, to_hf
-from llmq.disk import check_free_space, existing_folder, sync_folder
+from llmq.disk import check_free_space, existing_folder, storage, sync_folder
 from llmq.errors import DataError, StorageError, UsageError
 from llmq.rows import Row
 from llmq.tensor import DTYPES
@@ -47,6 +48,7 @@ _QUANTIZED = re.compile(
 _WRITTEN = re.compile(
     r"config\.json|generation_config\.json|model(-\d+-of-\d+)?\.safetensors|model\.safetensors\.index\.json"
 )
+_storage = partial(storage, failed="the model cannot be written", advice="free some space or choose another --out-dir")
 
 
 def read_parameters(folder: Path, rows: Sequence[Row]) -> Iterator[tuple[Row, np.ndarray]]:
@@ -175,14 +177,14 @@ def open_export(
 def finish_export(options: ExportOptions) -> None:
     """Completes an export that was cut off: files that stood beside the old model, such as checkpoints, are back."""
     folder = _resolved(Path(options.out_dir))
-    with _disk_errors(folder):
+    with _storage(folder):
         _finish_replacement(folder)
 
 
 def refuse_taken(options: ExportOptions) -> None:
     """StorageError if the model of a run cannot take its place."""
     folder = _resolved(Path(options.out_dir))
-    with _disk_errors(folder):
+    with _storage(folder):
         _check_target(folder, options.overwrite)
 
 
@@ -216,7 +218,7 @@ def check_export(
     _generation_config(tokenizer_folder, {})
     copied = sum(path.stat().st_size for path in tokenizer_files(tokenizer_folder))
     needed = export_bytes(rows, dtype) + copied + (1 << 20)
-    with _disk_errors(folder):
+    with _storage(folder):
         _finish_replacement(folder)
         _check_target(folder, overwrite)
         if room:
@@ -265,7 +267,7 @@ def write_model(
     needed = check_export(folder, rows, dtype, tokenizer_folder=tokenizer_folder, overwrite=overwrite)
     new = folder.parent / f".{folder.name}.incomplete"
     try:
-        with _disk_errors(folder, needed):
+        with _storage(folder, needed=needed, partial=new):
             shutil.rmtree(new, ignore_errors=True)
             new.mkdir(parents=True)
             files = shards(_pieces(rows), dtype, shard_bytes)
@@ -282,16 +284,6 @@ def write_model(
             _replace(folder, new)
     finally:
         shutil.rmtree(new, ignore_errors=True)
-
-
-@contextmanager
-def _disk_errors(folder: Path, needed: int | None = None) -> Iterator[None]:
-    """Turns what the operating system says into a StorageError, with the bytes needed and free."""
-    try:
-        yield
-    except OSError as error:
-        room = "" if needed is None else f" (it needs {needed:,} bytes; {free_bytes(folder):,} are free on that disk)"
-        raise StorageError(f"the model cannot be written to {folder}: {error.strerror or error}{room}") from error
 
 
 def tokenizer_files(folder: Path | None) -> list[Path]:
@@ -375,11 +367,6 @@ def _copy(source: Path, target: Path) -> None:
 
 def _resolved(folder: Path) -> Path:
     return Path(os.path.realpath(os.path.expanduser(folder)))
-
-
-def free_bytes(folder: Path) -> int:
-    """Bytes free on the disk that holds `folder`, or would."""
-    return shutil.disk_usage(existing_folder(folder)).free
 
 
 def _is_ours(name: str) -> bool:

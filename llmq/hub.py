@@ -19,8 +19,9 @@ from pathlib import Path
 from typing import TypeVar
 
 from llmq.config import from_folder
+from llmq.disk import free_bytes
 from llmq.errors import DataError, LlmqError, StorageError, UsageError
-from llmq.hf import TEMPLATE_FOLDER, TOKENIZER_FILES, free_bytes
+from llmq.hf import TEMPLATE_FOLDER, TOKENIZER_FILES
 from llmq.weight_files import INDEX, WEIGHTS, index_files, other_weights, weight_files
 
 CONFIG_FILES = ("config.json", "generation_config.json")

@@ -29,8 +29,8 @@ import math
 import os
 import sys
 import time
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Iterable, Mapping, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from typing import IO, TYPE_CHECKING, Any, TextIO
@@ -38,6 +38,7 @@ from typing import IO, TYPE_CHECKING, Any, TextIO
 import numpy as np
 
 import llmq
+from llmq.disk import storage
 from llmq.errors import StorageError
 
 if TYPE_CHECKING:
@@ -342,15 +343,9 @@ class RunLog:
     def __exit__(self, *_: object) -> None:
         self.close()
 
-    @contextmanager
-    def _storage(self) -> Iterator[None]:
-        try:
-            yield
-        except OSError as error:
-            raise StorageError(
-                f"the log {self.path} cannot be written: {error.strerror or error}. "
-                "Free space there, or name another place with --log-file."
-            ) from error
+    def _storage(self) -> AbstractContextManager[None]:
+        advice = "free some space, or name another place with --log-file"
+        return storage(self.path, "the log cannot be written", advice=advice)
 
     def _section(self, key: str, title: str, facts: Mapping[str, Any]) -> None:
         self._sections[key] = dict(facts)

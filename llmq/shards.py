@@ -20,6 +20,7 @@ from pathlib import Path
 import ml_dtypes
 import numpy as np
 
+from llmq.disk import reading
 from llmq.errors import DataError
 
 BLOCK_BYTES = 65536  # length field and header; holds the names of some 500 tensors
@@ -177,17 +178,14 @@ class _Writer:
 def verify_shard(folder: Path, shard: Shard) -> dict[str, Place]:
     """Checks size and checksum of a file and says where its tensors are; DataError says what is wrong."""
     path = folder / shard.name
-    try:
-        with open(path, "rb") as file:
-            size = os.fstat(file.fileno()).st_size
-            if size != shard.num_bytes:
-                raise DataError(f"{path} has {size} bytes instead of {shard.num_bytes}")
-            block = file.read(BLOCK_BYTES)
-            crc = 0
-            for chunk in _chunks(file):
-                crc = zlib.crc32(chunk, crc)
-    except OSError as error:
-        raise DataError(f"{path} cannot be read: {error.strerror or error}") from error
+    with reading(path), open(path, "rb") as file:
+        size = os.fstat(file.fileno()).st_size
+        if size != shard.num_bytes:
+            raise DataError(f"{path} has {size} bytes instead of {shard.num_bytes}")
+        block = file.read(BLOCK_BYTES)
+        crc = 0
+        for chunk in _chunks(file):
+            crc = zlib.crc32(chunk, crc)
     if zlib.crc32(block, crc) != shard.crc32:
         raise DataError(f"{path} is corrupt: its checksum is not the one it was written with")
     try:
@@ -199,14 +197,11 @@ def verify_shard(folder: Path, shard: Shard) -> dict[str, Place]:
 def read_tensor(path: Path, place: Place) -> np.ndarray:
     """One tensor, in memory of its own."""
     data = np.empty(place.num_bytes, np.uint8)
-    try:
-        with open(path, "rb", buffering=0) as file:
-            file.seek(place.start)
-            view, count = data.data, 0
-            while count < len(view) and (got := file.readinto(view[count:])):
-                count += got
-    except OSError as error:
-        raise DataError(f"{path} cannot be read: {error.strerror or error}") from error
+    with reading(path), open(path, "rb", buffering=0) as file:
+        file.seek(place.start)
+        view, count = data.data, 0
+        while count < len(view) and (got := file.readinto(view[count:])):
+            count += got
     if count != place.num_bytes:
         raise DataError(f"{path} ends within a tensor")
     return data.view(place.dtype).reshape(place.shape)

@@ -273,7 +273,8 @@ def test_a_full_disk_leaves_the_earlier_ones(tmp_path: Path, monkeypatch: pytest
         return count
 
     monkeypatch.setattr(os, "write", limited)
-    with pytest.raises(StorageError, match=r"needs more than [0-9,]+ bytes, [0-9,]+ are free.*--ckpt-keep-n") as caught:
+    says = r"needs more than [0-9,]+ bytes, [0-9,]+ bytes are free.*--ckpt-keep-n"
+    with pytest.raises(StorageError, match=says) as caught:
         write(tmp_path, 2, keep=1)
     assert caught.value.exit_code == 7
     written = 0
@@ -300,11 +301,11 @@ def test_too_little_space_is_seen_before_writing(tmp_path: Path, monkeypatch: py
 
 def test_places_that_cannot_be_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "file").touch()
-    with pytest.raises(StorageError, match="cannot be written to"):
+    with pytest.raises(StorageError, match="checkpoints: the checkpoint cannot be written"):
         write(tmp_path / "file" / "checkpoints", 1)
     write(tmp_path, 1)
     monkeypatch.setattr(os, "fsync", lambda fd: (_ for _ in ()).throw(OSError(errno.EIO, "Input/output error")))
-    with pytest.raises(StorageError, match="Input/output error; earlier checkpoints are as they were"):
+    with pytest.raises(StorageError, match=r"Input/output error\); earlier checkpoints are as they were"):
         write(tmp_path, 2, keep=1)
     assert names(tmp_path) == ["file", "step-00000001"]
 

@@ -2,15 +2,27 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import shutil
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
-from llmq.disk import check_free_space, existing_folder, remove_leftovers, shown, temporary_name, write_whole
-from llmq.errors import StorageError
+from llmq.disk import (
+    check_free_space,
+    existing_folder,
+    reading,
+    remove_leftovers,
+    replace_folder,
+    shown,
+    storage,
+    temporary_name,
+    write_whole,
+)
+from llmq.errors import DataError, StorageError
 
 
 def test_needs_on_one_disk_add_up(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -64,9 +76,60 @@ def test_a_failed_write_leaves_the_old_file_and_no_other(tmp_path: Path, monkeyp
     path = tmp_path / "x.json"
     write_whole(path, b"old")
     monkeypatch.setattr(os, "replace", lambda *_: (_ for _ in ()).throw(OSError(28, "No space left on device")))
-    with pytest.raises(StorageError, match=r"x\.json: cannot be written \(No space left on device\)"):
+    says = r"x\.json: cannot be written \(No space left on device: [0-9,]+ bytes are free\)"
+    with pytest.raises(StorageError, match=says):
         write_whole(path, b"new")
     assert path.read_bytes() == b"old" and list(tmp_path.iterdir()) == [path]
+
+
+def test_a_folder_is_replaced_as_a_whole_or_comes_back(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path, fresh, real = tmp_path / "x", tmp_path / "fresh", os.replace
+
+    def fails(source: Path, target: Path) -> None:
+        if source == fresh:
+            raise OSError(errno.EIO, "Input/output error")
+        real(source, target)
+
+    fresh.mkdir()
+    (fresh / "old").touch()
+    replace_folder(path, fresh)
+    fresh.mkdir()
+    (fresh / "new").touch()
+    monkeypatch.setattr(os, "replace", fails)
+    with pytest.raises(OSError, match="Input/output"):
+        replace_folder(path, fresh)
+    assert (path / "old").exists() and sorted(tmp_path.iterdir()) == [fresh, path]
+    monkeypatch.undo()
+    replace_folder(path, fresh)
+    assert list(path.iterdir()) == [path / "new"] and list(tmp_path.iterdir()) == [path]
+
+
+def test_what_the_disk_refuses_is_said_with_the_room_on_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(shutil, "disk_usage", lambda path: SimpleNamespace(free=1000))
+    path, words = tmp_path / "x", {"kept": "; the old one is there", "advice": "make room"}
+
+    def said(number: int, **more: Any) -> str:
+        with pytest.raises(StorageError) as caught, storage(path, "the model cannot be written", **words, **more):
+            raise OSError(number, os.strerror(number))
+        return str(caught.value)
+
+    start, end = f"{path}: the model cannot be written (", "); the old one is there: make room"
+    full = os.strerror(errno.ENOSPC)
+    assert said(errno.EIO, needed=5000) == f"{start}{os.strerror(errno.EIO)}{end}"
+    assert said(errno.ENOSPC) == f"{start}{full}: 1,000 bytes are free{end}"
+    assert said(errno.ENOSPC, needed=5000) == f"{start}{full}: it needs 5,000 bytes, 1,000 bytes are free{end}"
+    (tmp_path / "part").mkdir()
+    (tmp_path / "part" / "file").write_bytes(bytes(24))
+    room = "it needs more than 24 bytes, 1,024 bytes are free"
+    assert said(errno.ENOSPC, partial=tmp_path / "part") == f"{start}{full}: {room}{end}"
+    assert said(errno.ENOSPC, partial=tmp_path / "absent") == f"{start}{full}: 1,000 bytes are free{end}"
+
+
+def test_what_cannot_be_read_is_a_data_error_with_the_way_out(tmp_path: Path) -> None:
+    for advice, end in (("", ")"), ("look again", "): look again")):
+        with pytest.raises(DataError) as caught, reading(tmp_path / "x", advice):
+            (tmp_path / "x").read_bytes()
+        assert str(caught.value) == f"{tmp_path / 'x'}: cannot be read ({os.strerror(errno.ENOENT)}{end}"
 
 
 def test_what_killed_writers_left_of_one_name_is_removed(tmp_path: Path) -> None:

@@ -17,8 +17,8 @@ from pathlib import Path
 from typing import Any
 
 from llmq.cache_folder import cache_folder
-from llmq.disk import storage, write_whole
-from llmq.errors import DataError, StorageError
+from llmq.disk import reading, storage, write_whole
+from llmq.errors import StorageError
 
 POLL_S = 0.1
 BLOCK_BYTES = 1 << 20
@@ -64,16 +64,20 @@ def locked(path: Path, on_wait: Callable[[str], None]) -> Iterator[None]:
 
 
 def _taken(fd: int, path: Path) -> bool:
-    try:
-        fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
-        return False
-    except OSError as error:
-        path.unlink(missing_ok=True)
-        raise StorageError(
-            f"{path}: this file system locks no files ({error.strerror or error}), so two processes could write to "
-            f"{path.parent} at once: choose a folder on another disk, for the cache with LLMQ_CACHE_DIR"
-        ) from None
+    no_locks = storage(
+        path,
+        "this file system locks no files",
+        kept=f", so two processes could write to {path.parent} at once",
+        advice="choose a folder on another disk, for the cache with LLMQ_CACHE_DIR",
+    )
+    with no_locks:
+        try:
+            fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            return False
+        except OSError:
+            path.unlink(missing_ok=True)
+            raise
     return True
 
 
@@ -86,7 +90,7 @@ def _is_at(fd: int, path: Path) -> bool:
 
 def content_hash(path: Path) -> str:
     """SHA-256 of a file, in hex. That of a large one is remembered for as long as its size and times stay the same."""
-    try:
+    with reading(path, "check the file and the disk"):
         found = path.stat()
         state = [found.st_size, found.st_mtime_ns, found.st_ctime_ns, found.st_ino, found.st_dev]
         note = cache_folder("hashes") / f"{key_of([str(path.absolute())])}.json"
@@ -97,8 +101,6 @@ def content_hash(path: Path) -> str:
         with path.open("rb", 0) as file:
             while block := file.read(BLOCK_BYTES):
                 digest.update(block)
-    except OSError as error:
-        raise DataError(f"{path}: cannot be read ({error.strerror}): check the file and the disk") from None
     # A file that is written to within the clock's resolution keeps its times, so young ones are not remembered.
     is_old = time.time_ns() - max(found.st_mtime_ns, found.st_ctime_ns) > 2_000_000_000
     if is_old and found.st_size >= REMEMBERED_BYTES:

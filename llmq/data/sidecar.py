@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import hashlib
 import json
-import os
 import shutil
 from pathlib import Path
 from typing import Any
 
 from pydantic import BaseModel, ConfigDict, ValidationError
 
-from llmq.disk import storage, sync_folder, temporary_name, write_whole
+from llmq.disk import reading, replace_folder, storage, temporary_name, write_whole
 from llmq.errors import DataError
 from llmq.hf import tokenizer_files
 from llmq.hub import model_folder
@@ -105,10 +104,8 @@ def tokenizer_folder(token_file: Path, sidecar: Sidecar) -> Path:
 def tokenizer_hash(folder: Path) -> str:
     """SHA-256 of a folder's tokenizer.json, in hex; DataError if it cannot be read."""
     path = folder / "tokenizer.json"
-    try:
+    with reading(path, "give a folder with a tokenizer.json"):
         return hashlib.sha256(path.read_bytes()).hexdigest()
-    except OSError as error:
-        raise DataError(f"{path}: cannot be read ({error.strerror}): give a folder with a tokenizer.json") from None
 
 
 def same_ids(one: Path, other: Path) -> bool:
@@ -141,7 +138,7 @@ def copy_tokenizer(source: Path, target: Path) -> None:
     """Makes `target` a folder with the tokenizer's files of `source`, whole or not at all; both may be the same."""
     if target.is_dir() and target.samefile(source):
         return
-    fresh, stale = temporary_name(target), temporary_name(target.with_name(target.name + ".old"))
+    fresh = temporary_name(target)
     with storage(target):
         try:
             fresh.mkdir(parents=True)
@@ -149,12 +146,6 @@ def copy_tokenizer(source: Path, target: Path) -> None:
                 copy = fresh / path.relative_to(source)
                 copy.parent.mkdir(exist_ok=True)
                 shutil.copyfile(path, copy)
-            if target.exists():
-                os.replace(target, stale)
-            os.replace(fresh, target)
-            sync_folder(target.parent)
+            replace_folder(target, fresh)
         finally:
-            if stale.exists() and not target.exists():
-                os.replace(stale, target)
             shutil.rmtree(fresh, ignore_errors=True)
-            shutil.rmtree(stale, ignore_errors=True)

@@ -10,6 +10,7 @@ from fractions import Fraction
 from pathlib import Path
 from typing import Any
 
+from llmq.disk import reading
 from llmq.errors import DataError
 
 BLOCK_BYTES = 1 << 16  # read at once; a piece is about as long, and the pieces of a batch are tokenized in parallel
@@ -201,7 +202,7 @@ def _decoded(document: Document) -> Iterator[str]:
     decoder = codecs.getincrementaldecoder("utf-8")()
     at = document.start
     try:
-        with document.path.open("rb") as file:
+        with reading(document.path, "check the file and the disk"), document.path.open("rb") as file:
             file.seek(at)
             while block := file.read(min(BLOCK_BYTES, document.stop - at)):
                 held = len(decoder.getstate()[0])
@@ -216,5 +217,3 @@ def _decoded(document: Document) -> Iterator[str]:
             f"{document.path} is not UTF-8: byte {place} is 0x{byte:02x} ({error.reason}): "
             "convert it, for example with iconv -f latin1 -t utf-8"
         ) from None
-    except OSError as error:
-        raise DataError(f"{document.path}: cannot be read ({error.strerror}): check the file and the disk") from None

@@ -26,7 +26,7 @@ from llmq.data.token_format import (
     Header,
     mask_bytes,
 )
-from llmq.disk import storage, sync_folder, temporary_name
+from llmq.disk import reading, storage, sync_folder, temporary_name
 from llmq.errors import DataError, StorageError, UsageError
 
 MASKS, DOCUMENTS = ".masks", ".documents"  # what is written beside the tokens until a file is complete
@@ -120,17 +120,13 @@ class TokenFile:
         version, damaged, truncated or too long, or holds other ids. The check of the ids reads the whole file once.
         """
         path = Path(path)
-        try:
+        with reading(path, "check the path, or make it with tokenize-data"):
             if not stat.S_ISREG(path.stat().st_mode):
                 raise DataError(f"{path} is not a file: give the path of a token file, such as train.bin in it")
             with path.open("rb") as file:
                 size = os.fstat(file.fileno()).st_size
                 header = Header.parse(path, file.read(HEADER_BYTES), size)
                 opened = cls(path, header, np.memmap(file, np.uint8, mode="r"), bytearray(header.num_blocks))
-        except OSError as error:
-            raise DataError(
-                f"{path}: cannot be read ({error.strerror}): check the path, or make it with tokenize-data"
-            ) from None
         if zlib.crc32(opened._table.data) != header.table_checksum:
             raise DataError(f"{path}: its table of checksums is damaged: copy or make the file again")
         if vocab_size is not None:

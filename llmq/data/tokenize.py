@@ -25,7 +25,7 @@ from llmq.data.sidecar import Sidecar, TokenizerNote, copy_tokenizer, sidecar_na
 from llmq.data.sources import Documents, find
 from llmq.data.token_file import TokenFile
 from llmq.data.tokenizer import TextTokenizer
-from llmq.disk import remove_leftovers, storage, sync_folder, temporary_name, write_whole
+from llmq.disk import remove_leftovers, replace_folder, storage, sync_folder, write_whole
 from llmq.errors import DataError, StorageError, UsageError
 
 if TYPE_CHECKING:
@@ -308,14 +308,9 @@ def _make_entry(request: Request, folder: Path, on_progress: Callable[[int, int 
     make(request, work, on_progress=on_progress, say=say, begun=_entry_begun(folder))
     _write_manifest(work, begun_at(work, request.key))
     remove_leftovers(folder)
-    damaged = temporary_name(folder)
     with storage(folder):
-        if folder.exists():
-            os.replace(folder, damaged)
-        os.replace(work, folder)
-        sync_folder(folder.parent)
+        replace_folder(folder, work)
         (folder / STATE).unlink()
-    shutil.rmtree(damaged, ignore_errors=True)
 
 
 def _write_manifest(work: Path, begun: datetime | None) -> None:

@@ -17,7 +17,8 @@ from typing import Any
 
 import llmq
 from llmq import sol
-from llmq.errors import DataError, StorageError, UsageError
+from llmq.disk import storage
+from llmq.errors import DataError, UsageError
 from llmq.log import to_json
 from llmq.nvml import Reading
 from llmq.report.bench import Speed
@@ -108,10 +109,8 @@ def document(
 
 def save(path: Path, content: Mapping[str, Any]) -> None:
     """Writes the file; StorageError if that fails."""
-    try:
+    with storage(path, advice="name another place with --save"):
         path.write_text(json.dumps(content, indent=1, allow_nan=False) + "\n", "utf-8")
-    except OSError as error:
-        raise StorageError(f"{path} cannot be written: {error.strerror}: name another place with --save") from error
 
 
 def load(path: Path) -> dict[str, Any]:

@@ -111,13 +111,13 @@ def test_a_wide_norm_in_fp8_is_refused_by_the_card_and_taken_with_other_scales()
 @pytest.mark.parametrize(
     ("precision", "shape", "noise", "said"),
     [
-        (BF16, {"batch_size": 1, "seq_len": 2**22}, 0, "4194304 tokens is more than the 4194240"),
+        (BF16, {"batch_size": 1, "seq_len": 2**25}, 0, "33554432 tokens is more than the 16777216"),
         (BF16, {"batch_size": 2**16, "seq_len": 4}, 5.0, "65535 sequences at most on the GPU, not 65536"),
         (FP32, {"batch_size": 2**16, "seq_len": 4}, 0, "attention in fp32 .* 65535 sequences at most, not 65536"),
     ],
     ids=["tokens", "noise", "attention"],
 )
-def test_batches_beyond_a_grid_are_refused_by_the_plan(precision, shape, noise, said):
+def test_batches_beyond_what_a_launch_takes_are_refused_by_the_plan(precision, shape, noise, said):
     hyper = Hyperparameters(neftune_alpha=noise)
     with pytest.raises(UsageError, match=f"{said}.* use a smaller --batch-size with more --grad-accumulation"):
         plan_of(precision, hyper=hyper, scratch_bytes=open_backend("planned").scratch_bytes, **shape)

@@ -95,7 +95,7 @@ def test_a_failed_copy_leaves_the_older_one(tmp_path: Path, monkeypatch, step: i
         return call
 
     monkeypatch.setattr("llmq.data.sidecar.shutil.copyfile", stopping(shutil.copyfile))
-    monkeypatch.setattr("llmq.data.sidecar.os.replace", stopping(os.replace))
+    monkeypatch.setattr(os, "replace", stopping(os.replace))
     with pytest.raises(KeyboardInterrupt):
         copy_tokenizer(source, target)
     assert (target / "tokenizer.json").read_text() == "old" and len(list(tmp_path.iterdir())) == 2

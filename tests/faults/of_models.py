@@ -190,11 +190,15 @@ MODELS = (
         GOLDEN,
     ),
     Fault(
-        "bias_gradient_dropped", "llmq/sites/bf16.py", "ops.bias_backward(dw.bias,", "ops.bias_backward(None,", GOLDEN
+        "bias_gradient_dropped",
+        "llmq/sites/linear.py",
+        "ops.bias_backward(dw.bias,",
+        "ops.bias_backward(None,",
+        GOLDEN,
     ),
     Fault(
-        "fp8_bias_gradient_dropped",
-        "llmq/sites/fp8.py",
+        "bias_gradient_dropped_in_fp8",
+        "llmq/sites/linear.py",
         "ops.bias_backward(dw.bias,",
         "ops.bias_backward(None,",
         ("tests/sites/test_fp8.py",),
@@ -209,8 +213,8 @@ MODELS = (
     Fault(
         "fp8_gradients_in_the_wrong_format",
         "llmq/sites/fp8.py",
-        'self.d_row, self.d_col = Form(gradient_dtype, "row", by.rows)',
-        'self.d_row, self.d_col = Form("e4m3", "row", by.rows)',
+        'd_y=Copies(Form(gradient_dtype, "row", by.rows)',
+        'd_y=Copies(Form("e4m3", "row", by.rows)',
         ("tests/sites/test_fp8.py",),
     ),
 )

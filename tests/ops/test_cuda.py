@@ -162,6 +162,21 @@ def test_embedding_backward_of_frequent_tokens_and_of_many(count, vocab, accumul
     check(case, "bf16", accumulate=accumulate)
 
 
+@pytest.mark.parametrize(
+    "count", [pytest.param(5_000, marks=gpu), pytest.param(embedding.MOST_TOKENS, marks=pytest.mark.gpu)]
+)
+def test_embedding_backward_of_as_many_tokens_as_there_may_be(count):
+    """Nearly all the same, so that ranks are the largest; ones, whose sums up to 2^24 are exact. 18 bits of a token."""
+    case = make("embedding_backward", replace(SIZES["odd"], b=1, t=1, c=8, v=2**18, vp=2**18))
+    d_res, tokens = np.ones((1, count, 8), np.float32), np.zeros((1, count), np.int32)
+    tokens[0, ::1000] = 2**18 - 1
+    written = {"d_weight": output(case.outputs["d_weight"], "fp32")}
+    got = run_gpu(case, written, {"d_res": tensor(d_res, "bf16"), "tokens": tensor(tokens)})["d_weight"]
+    expected = np.zeros_like(got)
+    expected[0], expected[-1] = count - len(tokens[0, ::1000]), len(tokens[0, ::1000])
+    assert np.array_equal(got, expected)
+
+
 @gpu
 def test_two_long_lists_of_embedding_backward_lie_side_by_side(monkeypatch):
     """Blocks that list more positions than the shared memory of a small card holds write every place of scratch."""

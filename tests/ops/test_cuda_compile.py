@@ -18,11 +18,12 @@ import pytest
 from llmq.errors import UsageError
 from llmq.ops import cuda
 from llmq.ops.cuda import compile as cuda_compile
-from llmq.ops.cuda import launch, scratch
+from llmq.ops.cuda import embedding, launch, scratch
 from llmq.ops.cuda_sources import cuda_folder, cuda_sources
 from llmq.presets import PRESETS
-from llmq.tensor import COLSUM, DTYPES, OWN_SCALES, Form, Output, Tensor, scale_shape, stored_shape
+from llmq.tensor import COLSUM, DTYPES, OWN_SCALES, Form, Output, Ref, Tensor, scale_shape, stored_shape
 
+ON_HOPPER = {"transposed": False, "capability": 90}
 ROW8, COL8 = Form("e4m3", "row", "delayed"), Form("e4m3", "col", "delayed")
 OWN = {name: [Form("e4m3", layout, name) for layout in ("row", "col")] for name in OWN_SCALES}
 # most registers of any variant on any card; a kernel that needs more has changed its occupancy
@@ -304,6 +305,33 @@ def test_the_gradient_of_an_embedding_has_the_shared_memory_that_it_asks_for(lau
             cuda.embedding_backward(launches.output((2**bits, 64), "bf16", None), d_res, tokens)
     asked = [shared for (_, entry, _), shared in launches.shared.items() if entry == "embedding_group"]
     assert 48 * 1024 < max(asked) <= launch.shared_bytes_limit(capability)
+
+
+def test_the_gradient_of_an_embedding_refuses_tokens_beyond_what_ranks_can_number(launches):
+    """Where there is no plan, too."""
+    most, output = embedding.MOST_TOKENS, launches.output((1000, 64), "bf16", None)
+    for shape in ((1, most, 64), (2, most // 2, 64)):
+        cuda.refuse("embedding_backward", {"d_res": Ref("d_res", "activation", shape, "bf16")}, **ON_HOPPER)
+        cuda.embedding_backward(output, launches.tensor(shape, "bf16"), launches.tensor(shape[:2], "int32"))
+    shape = (1, most + 1, 64)
+    with pytest.raises(UsageError, match=r"16777217 tokens is more than the 16777216 .*--batch-size"):
+        cuda.refuse("embedding_backward", {"d_res": Ref("d_res", "activation", shape, "bf16")}, **ON_HOPPER)
+    with pytest.raises(UsageError, match="16777217 tokens"):
+        cuda.embedding_backward(output, launches.tensor(shape, "bf16"), launches.tensor(shape[:2], "int32"))
+
+
+@pytest.mark.parametrize(
+    ("constant", "says"), [("GROUPING_BYTES", "size of Grouping"), ("MOST_TOKENS", "rank does not fit beside its bin")]
+)
+def test_the_kernels_hold_the_launcher_of_an_embedding_to_its_sizes(launches, constant, says):
+    """Of the largest bins that there are."""
+    pytest.importorskip("cuda.bindings.nvrtc", reason="needs cuda-bindings and nvidia-cuda-nvrtc")
+    d_res, tokens = launches.tensor((1, 100, 64), "bf16"), launches.tensor((1, 100), "int32")
+    cuda.embedding_backward(launches.output((2**18, 64), "bf16", None), d_res, tokens)
+    _, _, constants, _ = launches.found[0]
+    cuda_compile.compiled("embedding", 90, constants)
+    with pytest.raises(RuntimeError, match=says):
+        cuda_compile.compiled("embedding", 90, {**constants, constant: constants[constant] + 4})
 
 
 WIDE = {("bf16", 5120): 28, ("bf16", 8192): 72, ("bf16", 16384): 64, ("bf16", 32768): 832, ("fp32", 16384): 160}

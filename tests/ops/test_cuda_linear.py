@@ -165,9 +165,9 @@ def recipe_arguments(op, size, scaling, d_dtype):
     """A case and its inputs as a site of that scaling reads them."""
     site = Fp8Linear(d_dtype, scaling)
     forms = {
-        "linear_forward": {"x": site.row, "weight": site.w_row},
-        "linear_dgrad": {"d_y": site.d_row, "weight": site.w_col},
-        "linear_wgrad": {"d_y": site.d_col, "x": site.col},
+        "linear_forward": {"x": site.x.row, "weight": site.weight.row},
+        "linear_dgrad": {"d_y": site.d_y.row, "weight": site.weight.col},
+        "linear_wgrad": {"d_y": site.d_y.col, "x": site.x.col},
     }[op]
     case = make(op, size)
     inputs = {}

@@ -21,9 +21,10 @@ from llmq.tensor import Output, Tensor
 
 THREADS, RANKERS = 128, 8  # embedding.cu
 PIECE, WARPS, STAGES = 64, 4, 8  # positions that a warp adds, warps of a block, rows that a warp has under way
-BUCKET_BITS = 7  # of the blocks that group positions: as many as large cards have multiprocessors
+BUCKET_BITS = 7  # of the blocks that group positions: as many as large cards have multiprocessors, or more
+BIN_BITS = 11  # of the tokens that such a block owns, at most
 HELD = 8192  # positions that such a block lists in shared memory
-MOST_TOKENS = 65535 * 64  # of a micro-batch
+MOST_TOKENS = RANKERS << 32 - BIN_BITS  # of a micro-batch: a position's rank in its warp's share is beside its bin
 
 
 def embedding_forward(res: Output, /, tokens: Tensor, weight: Tensor) -> None:
@@ -53,8 +54,8 @@ def embedding_backward(d_weight: Output, /, d_res: Tensor, tokens: Tensor) -> No
     rows, borders, arrived, listed, edges = np.cumsum([take(sum(sizes)), *sizes[:-1]]).tolist()
     chunks, pieces = -(-columns // (32 * int(constants["N"]))), -(-count // PIECE)
     arguments: tuple[Any, ...] = (rows, borders, arrived, listed, ids, np.int32(count), np.int32(pieces * chunks))
-    buckets, shared = 1 << int(constants["BUCKET_BITS"]), _grouping_bytes(constants)
-    launch("embedding", "embedding_group", buckets, 1024, arguments, constants, shared_bytes=shared)
+    buckets, shared = (int(constants[name]) for name in ("BUCKET_BITS", "GROUPING_BYTES"))
+    launch("embedding", "embedding_group", 1 << buckets, 1024, arguments, constants, shared_bytes=shared)
     entry = "embedding_add" if d_weight.accumulate else "embedding_write"
     arguments = (target, edges, arrived, pointer(d_res), rows, borders, np.int32(count))
     launch("embedding", entry, -(-pieces * chunks // WARPS), 32 * WARPS, arguments, constants)
@@ -82,16 +83,12 @@ def _scratch_sizes(d_res: tuple[int, ...]) -> list[int]:
     return [-(-size // 256) * 256 for size in sizes]
 
 
-def _grouping_bytes(constants: dict[str, int | str]) -> int:
-    """Of shared memory: struct Grouping of embedding.cu."""
-    bins = 1 << int(constants["BITS"]) - int(constants["BUCKET_BITS"])
-    return 4 * (RANKERS * bins + bins + 4 + 96 + max(1, int(constants["VOTES"])) + 2 * int(constants["HELD"]))
-
-
 def _constants(kind: str, gradient: str, columns: int, vocab: int, count: int) -> dict[str, int | str]:
     """The kernels for these sizes; the gradients of `count` tokens are to be added."""
     bits, words = max(11, (vocab - 1).bit_length()), -(-count // 2**15) * 1024
+    bucket_bits, votes = max(BUCKET_BITS, bits - BIN_BITS), words if words <= 2048 else 0
+    held, bins = HELD if shared_bytes_limit() >= 160 * 1024 else 2048, 1 << bits - bucket_bits
+    grouping = RANKERS * bins + bins + 4 + 96 + max(1, votes) + 2 * held  # words of the struct in embedding.cu
     sizes = {"C": columns, "N": access(columns, kind, gradient), "PIECE": PIECE, "WARPS": WARPS, "STAGES": STAGES}
-    sizes |= {"BITS": bits, "BUCKET_BITS": max(BUCKET_BITS, bits - 11), "VOTES": words if words <= 2048 else 0}
-    sizes |= {"HELD": HELD if shared_bytes_limit() >= 160 * 1024 else 2048}
-    return {"T": kind, "G": gradient, **sizes}
+    sizes |= {"BITS": bits, "BUCKET_BITS": bucket_bits, "HELD": held, "VOTES": votes}
+    return {"T": kind, "G": gradient, **sizes, "GROUPING_BYTES": 4 * grouping, "MOST_TOKENS": MOST_TOKENS}
