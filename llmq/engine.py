@@ -185,35 +185,25 @@ class Engine:
         if name not in self._programs:
             calls = bind(self.plan, name, self._memory, self._ops, poison=self._poison)
             self._programs[name] = self._backend.program(calls)
-        self._use_scratch()
-        self._programs[name]()
+        self._run(self._programs[name])
 
     def traced(self, name: str, wrap: Callable[[str, Op], Op]) -> Call:
         """A program of the plan, with `wrap` around every op, that runs eagerly whenever it is called; for timing."""
         ops = {op: wrap(op, function) for op, function in self._ops.items()}
         calls = bind(self.plan, name, self._memory, ops, poison=False)
-
-        def run() -> None:
-            self._use_scratch()
-            self._backend.program(calls)()
-
-        return run
+        return lambda: self._run(self._backend.program(calls))
 
     def part(self, name: str, indices: Iterable[int]) -> Call:
         """These steps of a program of the plan, which run as a program of their own; for timing."""
         calls = bind(self.plan, name, self._memory, self._ops, poison=False)
         program = self._backend.program([calls[index] for index in indices])
+        return lambda: self._run(program)
 
-        def run() -> None:
-            self._use_scratch()
-            program()
-
-        return run
-
-    def _use_scratch(self) -> None:
-        """This engine's scratch, which another engine of the same backend may have replaced."""
+    def _run(self, program: Call) -> None:
+        """With this engine's scratch, which another engine of the same backend may have replaced."""
         if SCRATCH in self.plan.persistent:
             self._backend.use_scratch(self._memory.array(SCRATCH))
+        program()
 
     def _state(self, name: str, space: str) -> str:
         return f"{space}:{name}"
