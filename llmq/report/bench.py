@@ -223,7 +223,6 @@ class Clock:
         """
         update = engine.plan.programs["update"].steps
         groups = [[i for i, step in enumerate(update) if step.op == op] for op in TOGETHER if self.is_queued]
-        groups = [group for group in groups if group]
         alone, together = self._medians(engine, [engine.part("update", group) for group in groups], ahead)
         steps = [(name, index) for name in TIMED for index in range(len(engine.plan.programs[name].steps))]
         found = dict(zip(steps, alone, strict=True))
