@@ -64,7 +64,7 @@ def check_free_space(needs: Mapping[str, tuple[Path, int]]) -> None:
         disk[1].append(f"{what} in {folder}: {shown(num_bytes)} needed")
         disk[2].append(num_bytes)
     for there, texts, sizes in disks.values():
-        free = shutil.disk_usage(there).free
+        free = free_bytes(there)
         if sum(sizes) > free:
             problems.append(
                 f"{' and '.join(texts)}, {shown(free)} are free, {shown(sum(sizes) - free)} are missing: free space "
