@@ -131,10 +131,10 @@ def test_adamw_run_in_f64(family):
 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_adamw_run_in_f32(family):
-    """Within 1e-4 as a whole and 5e-4 by tensor, but where transformers' own f32 run has more than a quarter of that.
+    """Within 1e-4, whole and by tensor (k_proj: 5e-4), but where transformers' own f32 run is beyond a quarter of that.
 
     Softmax hardly feels what all keys share, where the rotary embedding turns slowly: that gradient is mostly rounding,
-    and AdamW makes steps of full size of it. Biases of torch in f32 are 9e-4 from torch in f64 there; a tensor of ours
+    and AdamW makes steps of full size of it. Biases of torch in f32 are 9e-4 from torch in f64 there; a weight of ours
     is 0.9e-4 or 2.4e-4 away with the kernels that OpenBLAS has for AVX2 or for AVX-512.
     """
     right = golden(family)
@@ -148,7 +148,8 @@ def test_adamw_run_in_f32(family):
     for name, error in under("f32_change_error/", right).items():
         theirs[kind(name)] = max(error[0], theirs.get(kind(name), 0.0))
     errors = relative_errors(found, wanted)
-    assert {name: error for name, error in errors.items() if error > max(5e-4, 4 * theirs[kind(name)])} == {}
+    room = {name: max(5e-4 if "k_proj" in name else 1e-4, 4 * theirs[kind(name)]) for name in errors}
+    assert {name: error for name, error in errors.items() if error > room[name]} == {}
 
 
 @pytest.mark.parametrize("family", FAMILIES)
