@@ -389,7 +389,7 @@ def test_the_kernels_refuse_such_columns_too(launches, op):
 @pytest.mark.parametrize("capability", [90, *(pytest.param(n, marks=pytest.mark.slow) for n in (80, 86, 89, 100, 120))])
 @pytest.mark.parametrize("head_dim", [12, 20, 100])
 def test_heads_that_are_read_by_twos_compile_and_do_not_spill(launches, head_dim, capability):
-    """Half of them is a multiple of 2 and not of 4; of the last, which qk_norm alone has by twos, the whole is."""
+    """Half of a head is a multiple of 2 and not of 4; heads of 18, whose half is odd, are by twos in qk_norm only."""
     pytest.importorskip("cuda.bindings.nvrtc", reason="needs cuda-bindings and nvidia-cuda-nvrtc")
     launches.capability = capability
     for dtype in ("bf16", "fp32"):
