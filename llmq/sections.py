@@ -151,8 +151,10 @@ class SourceOptions(Section):
     train_on: Text | None = option(
         None, "What is trained of a row: assistant, all, last, or roles with commas.", shown="answers", metavar="WHAT"
     )
-    overlong: Literal["truncate", "split", "drop"] | None = option(
-        None, "What happens to rows of more than --seq-len tokens.", shown="they stay whole"
+    overlong: Literal["turns", "truncate", "split", "drop"] = option(
+        "turns",
+        "What happens to rows of more than --seq-len tokens: turns keeps the whole turns of a chat that fit, drops "
+        "rows without one, and leaves text whole; the others cut off, split or drop.",
     )
     skip_bad_rows: Int = option(0, "Leave out up to so many rows that are broken.", ge=0, le=LARGEST_STEP)
     streaming: bool = option(

@@ -31,7 +31,7 @@ DEFAULTS = {
     "map": None,
     "chat_template": None,
     "train_on": None,
-    "overlong": None,
+    "overlong": "turns",
     "skip_bad_rows": 0,
     "streaming": False,
     "model_dtype": "bf16",

@@ -21,7 +21,7 @@ from llmq.report.read import read_log
 sys.path.insert(0, str(Path(__file__).parent / "data"))
 from small_tokenizers import EOS, byte_level, save
 
-T = 16
+T = 32  # the longest row has 31 tokens
 
 
 @pytest.fixture
@@ -224,3 +224,53 @@ def test_the_export_ends_texts_with_every_trained_end_token(given, tmp_path):
     for name in ("config.json", "generation_config.json"):
         assert json.loads((tuned.model_path / name).read_text())["eos_token_id"] == [0, end]
     assert json.loads((tuned.model_path / "generation_config.json").read_text())["temperature"] == 0.7
+
+
+CHAT_TEMPLATE = (
+    "{% for m in messages %}<|{{ m.role }}|>{{ m.content }}{{ '<|end|>' if m.role == 'assistant' else '' }}{% endfor %}"
+    "{% if add_generation_prompt %}<|assistant|>{% endif %}"
+)
+
+
+@pytest.mark.parametrize("streaming", [False, True])
+def test_overlong_chats_keep_whole_turns_and_all_runs_say_so(given, tmp_path, streaming):
+    """Of each ten chats one is a little too long, and one has a question that leaves no room for an answer."""
+    tokenizer = byte_level()
+    tokenizer.decoder = decoders.ByteLevel()
+    tokenizer.add_special_tokens(["<|user|>", "<|assistant|>", "<|end|>"])
+    save(tokenizer, tmp_path / "source", {"eos_token": EOS, "chat_template": CHAT_TEMPLATE})
+    (tmp_path / "source/config.json").write_text(json.dumps(to_hf(tiny(num_layers=1, vocab_size=512), "fp32")))
+    turn = [{"role": "user", "content": "3 ships?"}, {"role": "assistant", "content": "Aye."}]
+    chats = [turn * (9 if n % 10 == 3 else 2) for n in range(80)]
+    chats = [[{**turn[0], "content": "?" * 99}, turn[1]] if n % 10 == 7 else chat for n, chat in enumerate(chats)]
+    Path("chats.jsonl").write_text("".join(json.dumps({"messages": chat}) + "\n" for chat in chats))
+    options = {**given, "data": "chats.jsonl", "eval_fraction": 0, "streaming": streaming, "steps": 30}
+    told = []
+    for name in ("one", "two"):
+        console = io.StringIO()
+        llmq.train(**{**options, "name": name, "console": console})
+        told.append([line for line in console.getvalue().splitlines() if "keep the whole turns that fit," in line])
+    (line, *_) = [line for line in told[0] if "rows of more than" in line and "so far" not in line]
+    assert "8 rows of more than 32 tokens keep the whole turns that fit, 8 rows have none and are left out" in line
+    assert line in told[1]
+    longest = int(line.split("--seq-len ")[1].split()[0])
+    console = io.StringIO()
+    llmq.train(**{**options, "name": "long", "seq_len": longest, "console": console, "steps": 2})
+    assert "rows of more than" not in console.getvalue()
+    if not streaming:
+        files = [TokenFile.open(path) for path in (tmp_path / "cache/tokens").glob("*/train.bin")]
+        assert sorted(file.num_documents for file in files) == [72, 80]
+        ends = {int(file.tokens[stop - 1]) for file in files for stop in file.document_starts[1:]}
+        assert ends == {tokenizer.token_to_id("<|end|>")}
+
+
+def test_text_is_tokenized_once_for_all_lengths(given, tmp_path):
+    Path("text.txt").write_text("It's the king's 10 ships\n" * 300)
+    Path("text.jsonl").write_text(
+        "".join(json.dumps({"text": "It's the king's 10 ships " * 9}) + "\n" for _ in range(40))
+    )
+    for data in ("text.txt", "text.jsonl"):
+        before = len(token_files(tmp_path))
+        for seq_len in (16, 24):
+            llmq.train(**{**given, "data": data, "seq_len": seq_len, "steps": 2, "name": f"{data}-{seq_len}"})
+        assert len(token_files(tmp_path)) - before == 2  # one entry: train and eval

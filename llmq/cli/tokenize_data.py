@@ -70,8 +70,9 @@ from llmq.interrupt import terminable
 @click.option("--seq-len", type=click.IntRange(min=1), help="Tokens from which on a row is too long: see --overlong.")
 @click.option(
     "--overlong",
-    type=click.Choice(["truncate", "split", "drop"]),
-    help="What happens to rows of more than --seq-len tokens.  [default: truncate]",
+    type=click.Choice(["turns", "truncate", "split", "drop"]),
+    help="What happens to rows of more than --seq-len tokens: turns keeps the whole turns of a chat that fit and drops "
+    "rows without one; the others cut off, split or drop.  [default: turns]",
 )
 @click.option(
     "--skip-bad-rows",
@@ -134,7 +135,7 @@ def command(
         mapping=parsed_mapping(mapping),
         chat_template=chat_template,
         train_on=train_on,
-        overlong=overlong or "truncate",
+        overlong=overlong or "turns",
         seq_len=seq_len,
     )
     console = Console(stderr=True)

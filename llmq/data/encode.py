@@ -16,23 +16,24 @@ from __future__ import annotations
 import copy
 import re
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from datetime import datetime
 from typing import Any
 
 import numpy as np
 
-from llmq.data.formats import CHATS, PAIRS, Chat, Format, Pair, Text, Tokens, find_format
-from llmq.data.masks import Sample, TrainOn, samples, trained_tokens, unwritten
+from llmq.data.counts import Counts
+from llmq.data.formats import CHATS, KNOWN_KEYS, PAIRS, Chat, Format, Pair, Text, Tokens, find_format
+from llmq.data.masks import Sample, TrainOn, samples, trained_tokens, turn_ends, unwritten
+from llmq.data.overlong import OVERLONG, Part, shortened, trained_runs
 from llmq.data.records import BadRow, Record
 from llmq.data.template import MARKER, OWN, ChatTemplate, RenderError, Templates, open_templates
 from llmq.data.text import pieces_of
 from llmq.data.tokenizer import TextTokenizer
 from llmq.errors import DataError, UsageError
 
-Masked = tuple[np.ndarray, np.ndarray | None]  # ids (n,) int32, trained (n,) bool or None
 ENCODED_AT_ONCE = 1 << 20  # characters
-OVERLONG = {"truncate": "cut off", "split": "split", "drop": "left out"}  # and what each does, in words
+LONGEST_END = 200  # characters of an end token and the white space behind it
 PROBE = Chat([{"role": "user", "content": "Why?"}, {"role": "assistant", "content": "Because."}])
 
 
@@ -44,13 +45,8 @@ class EncodeOptions:
     mapping: tuple[tuple[str, str], ...] = ()  # our name of a column, the data's
     chat_template: str | None = None  # see template.open_templates; for prompts and answers: makes them chats
     train_on: str | None = None  # assistant, all, last, or roles with commas
-    overlong: str = "truncate"  # what happens to rows of more than seq_len tokens
+    overlong: str = "turns"  # what happens to rows of more than seq_len tokens
     seq_len: int | None = None  # None: no row is too long
-
-    @property
-    def overlong_done(self) -> str:
-        """What is done with rows that are too long, in words."""
-        return OVERLONG[self.overlong]
 
 
 @dataclass(frozen=True, eq=False)
@@ -60,29 +56,6 @@ class Encoded:
     place: str  # of the row that it is from: several documents can be
     ids: np.ndarray  # (n,) int32
     trained: np.ndarray | None  # (n,) bool; None: every token
-
-
-@dataclass
-class Counts:
-    """What was encoded so far. Counts of several encoders (of several processes) are added up."""
-
-    rows: int = 0
-    documents: int = 0
-    tokens: int = 0
-    trained: int = 0  # tokens
-    overlong: int = 0  # rows of more than seq_len tokens
-    untrained: int = 0  # rows without a trained token, which give no document
-    spelled: int = 0  # chats in whose content a special token is spelled
-    unended: int = 0  # chats whose last trained turn the template does not end: EOS was added
-    end_tokens: set[int] = field(default_factory=set)  # ids that ended a trained turn or document
-
-    def add(self, other: Counts) -> None:
-        """Adds what another encoder counted."""
-        for name, value in vars(other).items():
-            if name == "end_tokens":
-                self.end_tokens |= value
-            else:
-                setattr(self, name, getattr(self, name) + value)
 
 
 def open_encoder(
@@ -108,6 +81,9 @@ def open_encoder(
         unused.append(
             f"--train-on {options.train_on}: {form.name} rows have a prompt and an answer: give assistant or all"
         )
+    if form.name == "text" and options.overlong == "turns" and options.seq_len is not None:
+        others = ", ".join(name for name in OVERLONG if name != "turns")
+        unused.append(f"--seq-len {options.seq_len}: text rows have no turns and stay whole: give --overlong {others}")
     if unused:
         raise UsageError("; ".join(unused))
     if not is_chat:
@@ -117,6 +93,8 @@ def open_encoder(
 
 class Encoder:
     """Turns rows into documents. `counts` says what it did so far; `notices` what a user should know before."""
+
+    is_chat = False
 
     def __init__(self, form: Format, tokenizer: TextTokenizer, options: EncodeOptions, train_on: TrainOn) -> None:
         self.format, self.tokenizer, self.options, self.train_on = form, tokenizer, options, train_on
@@ -147,7 +125,10 @@ class Encoder:
         """Format, mapping, template and mask in words, a line each, with the notices."""
         lines = [f"format: {self.format.describe()}", *self._described()]
         if self.options.seq_len is not None:
-            lines.append(f"rows of more than {self.options.seq_len} tokens are {self.options.overlong_done}")
+            # A prompt with its answer is one turn.
+            is_pair = self.format.name in PAIRS and not self.is_chat
+            done = OVERLONG["drop" if is_pair and self.options.overlong == "turns" else self.options.overlong]
+            lines.append(f"{'chats' if self.is_chat else 'rows'} of more than {self.options.seq_len:,} tokens {done}")
         return "\n".join([*lines, *(f"note: {notice}" for notice in self.notices)])
 
     def _described(self) -> list[str]:
@@ -177,25 +158,23 @@ class Encoder:
             self.counts.trained += num_tokens if document.trained is None else int(np.count_nonzero(document.trained))
         return documents
 
-    def _fitted(self, place: str, parts: list[Masked]) -> list[Encoded]:
+    def _fitted(self, place: str, parts: list[Part]) -> list[Encoded]:
         """A row's documents, of at most seq_len tokens, without those that train nothing."""
         limit, overlong = self.options.seq_len, self.options.overlong
-        if limit is not None and any(len(ids) > limit for ids, _ in parts):
+        if limit is not None and (longest := max((part.length(overlong) for part in parts), default=0)) > limit:
             self.counts.overlong += 1
-            if overlong == "drop":
-                parts = [part for part in parts if len(part[0]) <= limit]
-                if not parts:
-                    return []
-            parts = [
-                (ids[at : at + limit], None if trained is None else trained[at : at + limit])
-                for ids, trained in parts
-                for at in range(0, len(ids) if overlong == "split" else 1, limit)
-            ]
-        documents = [Encoded(place, ids, trained) for ids, trained in parts if trained is None or trained.any()]
+            self.counts.longest = max(self.counts.longest, longest)
+            cut = [shortened(part, limit, overlong) for part in parts]
+            self.counts.turns_cut += sum(lost for _, lost in cut)
+            parts = [part for made, _ in cut for part in made]
+            if not parts:
+                self.counts.too_long += 1
+                return []
+        documents = [Encoded(place, ids, trained) for ids, trained, _ in parts if trained is None or trained.any()]
         self.counts.untrained += not documents
         return documents
 
-    def _tokenized(self, records: Sequence[Record], bad: list[BadRow] | None) -> Iterator[tuple[Record, list[Masked]]]:
+    def _tokenized(self, records: Sequence[Record], bad: list[BadRow] | None) -> Iterator[tuple[Record, list[Part]]]:
         """Each good row with its documents' ids and masks; the others go to `bad`, or the first of them is raised."""
         read: list[tuple[Record, Any, list[str]]] = []  # rows, their content, their texts
         for record in records:
@@ -239,22 +218,27 @@ class Encoder:
                     yield np.fromiter(code.ids, np.int32, len(code))
                 start, characters = stop, 0
 
-    def _documents(self, content: Any, encodings: list[Any]) -> list[Masked]:
+    def _documents(self, content: Any, encodings: list[Any]) -> list[Part]:
         if isinstance(content, Tokens):
             if content.ids[-1] == self.tokenizer.eos_token_id and (content.trained is None or content.trained[-1]):
                 self.counts.end_tokens.add(self.tokenizer.eos_token_id)
-            return [(content.ids, content.trained)]
+            return [Part(content.ids, content.trained, trained_runs(content.trained))]
         begin, end = (np.array(ids, np.int32) for ids in (self.tokenizer.begin_ids, [self.tokenizer.eos_token_id]))
         ids = np.concatenate([begin, *encodings, end])
-        if isinstance(content, Text) or self.train_on.everything:
-            return [(ids, None)]
+        if isinstance(content, Text):
+            return [Part(ids, None)]
+        whole = [(len(ids), len(ids))]
+        if self.train_on.everything:
+            return [Part(ids, None, whole)]
         trained = np.ones(len(ids), bool)
         trained[: len(begin) + len(encodings[0])] = False
-        return [(ids, trained)]
+        return [Part(ids, trained, whole)]
 
 
 class ChatEncoder(Encoder):
     """Renders chats by a template, and masks their turns (see masks.py)."""
+
+    is_chat = True
 
     def __init__(
         self,
@@ -275,8 +259,8 @@ class ChatEncoder(Encoder):
         added = self.encoder.get_added_tokens_decoder().values()
         special = {token.content for token in added if token.special} | {tokenizer.eos_token}
         self.end_tokens = tuple(sorted(special, key=len, reverse=True))
-        self._end_ids = {number for token in self.end_tokens if (number := self.encoder.token_to_id(token)) is not None}
         self._spelled = re.compile("|".join(map(re.escape, self.end_tokens)))
+        self._read_keys = KNOWN_KEYS.union(*(template.names for template in self.templates.all))
         self._probe(first)
 
     def copied(self) -> ChatEncoder:
@@ -380,25 +364,37 @@ class ChatEncoder(Encoder):
             )
         if any(self._spelled.search(message.get("content", "")) for message in chat.messages):
             self.counts.spelled += 1
+        self.counts.masked += len(chat.untrained.intersection(self.train_on.candidates(chat)))
+        for key in {key for message in chat.messages for key in message} - self._read_keys:
+            self.counts.unread[key] = self.counts.unread.get(key, 0) + 1
         return made, [sample.text for sample in made]
 
     def _encodings(self, texts: list[str]) -> Iterator[Any]:
         yield from self.encoder.encode_batch(texts, add_special_tokens=False)
 
-    def _documents(self, content: list[Sample], encodings: list[Any]) -> list[Masked]:
-        documents: list[Masked] = []
+    def _documents(self, content: list[Sample], encodings: list[Any]) -> list[Part]:
+        parts: list[Part] = []
         for sample, encoding in zip(content, encodings, strict=True):
             ids = np.array(encoding.ids, np.int32)
             trained = trained_tokens(encoding, sample.text, sample.spans)
+            turns = turn_ends(encoding, sample.turns) if self._is_overlong(len(ids) + sample.ends) else []
             if sample.ends:
                 ids = np.append(ids, np.int32(self.tokenizer.eos_token_id))
                 trained = np.append(trained, True)
+                turns[-1:] = [(len(ids), len(ids))] * bool(turns)
                 self.counts.unended += 1
-            self._note_ends(ids, trained)
-            documents.append((ids, trained))
-        return documents
+                self.counts.end_tokens.add(self.tokenizer.eos_token_id)
+            self._note_ends(sample)
+            parts.append(Part(ids, trained, turns))
+        return parts
 
-    def _note_ends(self, ids: np.ndarray, trained: np.ndarray) -> None:
-        """Adds the special tokens that end a trained stretch of tokens to the end tokens."""
-        borders = np.flatnonzero(trained & ~np.append(trained[1:], False))
-        self.counts.end_tokens.update(self._end_ids.intersection(ids[borders].tolist()))
+    def _is_overlong(self, num_tokens: int) -> bool:
+        return self.options.seq_len is not None and num_tokens > self.options.seq_len
+
+    def _note_ends(self, sample: Sample) -> None:
+        """Adds the special tokens that end what is trained, but for white space behind them, to the end tokens."""
+        for (_, stop), following in zip(sample.spans, [*(start for start, _ in sample.spans[1:]), -1], strict=False):
+            tail = sample.text[max(stop - LONGEST_END, 0) : stop].rstrip()
+            token = next((token for token in self.end_tokens if tail.endswith(token)), None)
+            if token is not None and following != stop and (number := self.encoder.token_to_id(token)) is not None:
+                self.counts.end_tokens.add(number)

@@ -16,6 +16,7 @@ from typing import Any
 import numpy as np
 
 from llmq.data.records import BadRow, Record
+from llmq.data.untrained import TURN_COLUMNS, untrained_messages
 from llmq.errors import DataError, UsageError
 from llmq.tensor import IGNORED
 
@@ -39,10 +40,14 @@ class Pair:
 
 @dataclass(frozen=True)
 class Chat:
-    """Messages and the tools on offer as a chat template takes them: role, content (a string), tool_calls, ..."""
+    """Messages and the tools on offer as a chat template takes them: role, content (a string), tool_calls, ...
+
+    `untrained` are the indices of messages that say that they are not trained.
+    """
 
     messages: list[dict[str, Any]]
     tools: list[Any] | None = None
+    untrained: frozenset[int] = frozenset()
 
 
 @dataclass(frozen=True)
@@ -58,8 +63,8 @@ Content = Text | Pair | Chat | Tokens
 # Columns of each format: those that a row must have, those that it may have, in the order in which they are looked for.
 FORMATS: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
     "tokens": (("input_ids",), ("labels", "attention_mask")),
-    "messages": (("messages",), ("tools",)),
-    "sharegpt": (("conversations",), ("system", "tools")),
+    "messages": (("messages",), ("tools", "train_on")),
+    "sharegpt": (("conversations",), ("system", "tools", "train_on")),
     "prompt-completion": (("prompt", "completion"), ()),
     "alpaca": (("instruction", "output"), ("input", "system")),
     "question-answer": (("question", "answer"), ()),
@@ -70,6 +75,8 @@ PAIRS = ("prompt-completion", "alpaca", "question-answer")
 CHAT_COLUMNS = ("messages", "conversations")
 # How a message of each chat format is written.
 MESSAGE_KEYS = {"messages": ("role", "content"), "sharegpt": ("from", "value")}
+# Keys of a message that are of no interest where a template does not read them; for tool_calls see masks.unwritten.
+KNOWN_KEYS = frozenset({"role", "content", "tool_calls", "tool_call_id", "name"})
 ROLES = ("system", "developer", "user", "assistant", "tool", "function", "ipython")
 # What ShareGPT and those who write like it call the roles.
 SHAREGPT_ROLES = {
@@ -135,8 +142,12 @@ def find_format(
         raise DataError("there are no rows: give data with at least one")
     for record in first:
         if found := _match(record, names, dict(mapping), chosen=data_format is not None):
-            there = {ours for ours, theirs in found.columns.items() if any(theirs in row.value for row in first)}
-            return replace(found, seen=found.seen | there)
+            named = found.columns
+            if named.get("train_on") in TURN_COLUMNS:
+                turns = next((name for name in TURN_COLUMNS if any(name in row.value for row in first)), "train_on")
+                named = {**named, "train_on": turns}
+            there = {ours for ours, theirs in named.items() if any(theirs in row.value for row in first)}
+            return replace(found, columns=named, seen=found.seen | there)
     columns = ", ".join(map(str, first[0].value)) or "none"
     wanted = "; ".join(f"{name} ({', '.join(FORMATS[name][0])})" for name in names)
     raise DataError(
@@ -274,11 +285,13 @@ def _chat(row: _Row) -> Chat:
     keys = MESSAGE_KEYS[row.form.name]
     keys = (columns.get("role", keys[0]), columns.get("content", keys[1]))
     read = [_message(row, number, message, keys) for number, message in enumerate(messages, 1)]
+    untrained = untrained_messages(read, row.value, columns.get("train_on", TURN_COLUMNS[0]), row.bad)
     if not any(m.get("content", "").strip() or m.get("tool_calls") for m in read):
         raise row.bad(f"{columns[column]} is empty" if not read else "no message has any text")
     if system := row.string("system") if "system" in columns else None:
         read.insert(0, {"role": "system", "content": system})
-    return Chat(read, _tools(row))
+        untrained = {turn + 1 for turn in untrained}
+    return Chat(read, _tools(row), frozenset(untrained))
 
 
 def _message(row: _Row, number: int, message: Any, keys: tuple[str, str]) -> dict[str, Any]:

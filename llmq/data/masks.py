@@ -3,12 +3,16 @@
 A turn's span is what the model is to write at inference: from behind the prompt (the conversation before it, rendered
 with add_generation_prompt) to the end of the token that ends the turn. It is found by rendering the conversation up to
 the turn with and without it; where the template has `generation` blocks, these say it, and an end token right behind a
-block is trained with it.
+block that has none is trained with it. What a block holds after its end token (ChatML's line break) is trained, too, as
+transformers' mask has it; no turn gets a second end token.
 
 A conversation is one sample as long as its rendering begins with the rendering of each trained turn as the last one.
 Some templates write earlier turns otherwise than the last (Qwen3 leaves out their reasoning; Mistral moves the system
 message to the last question). A turn that would not stand in the sample as it does at inference gets a sample of its
-own, which ends with it. So such a conversation becomes several samples, and each trained turn is in exactly one.
+own, which ends with it. So such a conversation becomes several samples, and each trained turn is in exactly one. Not
+counted are end tokens that only the last turn has behind its own (Phi-3's EOS): an earlier turn is trained without.
+
+A message can say that it is not trained (llmq/data/untrained.py): its turn is context only.
 
 A token is trained if it holds any character of a span, as in transformers' assistant masks: the text is tokenized once,
 as a whole, so that a token can straddle the border.
@@ -53,7 +57,11 @@ class TrainOn:
 
     def turns(self, chat: Chat) -> list[int]:
         """Indices of the trained messages."""
-        found = [i for i, message in enumerate(chat.messages) if message["role"] in self.roles]
+        return [turn for turn in self.candidates(chat) if turn not in chat.untrained]
+
+    def candidates(self, chat: Chat) -> list[int]:
+        """Indices of the messages that are trained unless they say that they are not."""
+        found = [i for i, m in enumerate(chat.messages) if self.everything or m["role"] in self.roles]
         return found[-1:] if self.only_last else found
 
     def describe(self) -> str:
@@ -67,11 +75,13 @@ class Sample:
     """A text to be tokenized as a whole, and its trained spans [start, stop) in characters, ascending.
 
     `ends` says whether the last span ends the text's last turn without any token to end it: EOS is then to be added.
+    `turns` has, of each trained turn, where its last span and where its message stops, ascending.
     """
 
     text: str
     spans: tuple[tuple[int, int], ...]
     ends: bool = False
+    turns: tuple[tuple[int, int], ...] = ()
 
 
 @dataclass
@@ -99,7 +109,7 @@ class Turns:
         is_assistant = self.chat.messages[turn]["role"] == "assistant"
         if is_assistant and self.template.has_generation:
             *blocks, (start, stop) = self._blocks(turn, text, generated)
-            return [*blocks, (start, self._with_end(text, stop))]
+            return [*blocks, (start, self._with_end(text, blocks[0][0] if blocks else start, stop))]
         found = self._prompt_end(turn, text) if is_assistant else self._content_start(turn, text)
         start = self._message_start(turn, text) if found is None else found
         return [(start, self._turn_end(text, start))]
@@ -169,9 +179,9 @@ class Turns:
         bare = text.rstrip()
         return len(bare) if len(bare) > start and bare.endswith(self.end_tokens) else len(text)
 
-    def _with_end(self, text: str, stop: int) -> int:
-        """`stop`, or the end of the end token right behind it."""
-        if text[:stop].endswith(self.end_tokens):
+    def _with_end(self, text: str, start: int, stop: int) -> int:
+        """`stop`, or the end of the end token right behind it if a turn from `start` to `stop` has none."""
+        if text[start:stop].rstrip().endswith(self.end_tokens):
             return stop
         behind = [token for token in self.end_tokens if text.startswith(token, stop)]
         return stop + max((len(token) for token in behind), default=0)
@@ -185,24 +195,85 @@ def samples(template: ChatTemplate, chat: Chat, train_on: TrainOn, end_tokens: t
     turns = Turns(template, chat, end_tokens)
     whole = turns.render(len(chat.messages)).text
     if train_on.everything:
-        return [Sample(whole, ((0, len(whole)),), not whole.rstrip().endswith(end_tokens))]
-    trained = train_on.turns(chat)
-    made: list[tuple[str, list[tuple[int, int]]]] = []  # texts and their spans, both from last to first
-    for turn in reversed(trained):
-        spans = turns.spans(turn)
-        own, stop = turns.render(turn + 1).text, spans[-1][1]
-        text = made[-1][0] if made else whole
-        fits = text[:stop] == own[:stop]
-        if not made or not fits:
-            made.append((text if fits else own, []))
-        made[-1][1].extend((start, stop) for start, stop in reversed(spans) if start < stop)
-    if not made:
-        return [Sample(whole, ())]
-    # A last span that reaches the end of the text, where no end token stands, is a turn without one.
-    return [
-        Sample(text, tuple(spans[::-1]), bool(spans) and spans[0][1] == len(text) and not text.endswith(end_tokens))
-        for text, spans in reversed(made)
-    ]
+        return [_everything(turns, whole)]
+    made: list[_Reversed] = []
+    for turn in reversed(train_on.turns(chat)):
+        spans, own = turns.spans(turn), turns.render(turn + 1).text
+        text = made[-1].text if made else whole
+        standing = _standing(text, own, spans, end_tokens)
+        if not made or standing is None:
+            made.append(_Reversed(own if standing is None else text))
+        made[-1].add(standing or spans, own)
+    return [sample.turned(end_tokens) for sample in reversed(made)] or [Sample(whole, ())]
+
+
+@dataclass
+class _Reversed:
+    """A sample in the making, from its last turn to its first."""
+
+    text: str
+    spans: list[tuple[int, int]] = field(default_factory=list)
+    turns: list[tuple[int, int]] = field(default_factory=list)
+
+    def add(self, spans: Sequence[tuple[int, int]], own: str) -> None:
+        """Adds a turn, whose spans stand in the text, and in `own`, the rendering that ends with it."""
+        filled = [(start, stop) for start, stop in spans if start < stop]
+        self.spans += reversed(filled)
+        if filled:
+            stop = filled[-1][1]
+            self.turns.append((stop, len(own) if self.text.startswith(own) else stop))
+
+    def turned(self, end_tokens: tuple[str, ...]) -> Sample:
+        """The sample, in the order of its text."""
+        # A last span that reaches the end of the text, where no end token stands, is a turn without one.
+        ends = bool(self.spans) and self.spans[0][1] == len(self.text)
+        ends = ends and not self.text.rstrip().endswith(end_tokens)
+        return Sample(self.text, tuple(self.spans[::-1]), ends, tuple(self.turns[::-1]))
+
+
+def _standing(
+    text: str, own: str, spans: list[tuple[int, int]], end_tokens: tuple[str, ...]
+) -> list[tuple[int, int]] | None:
+    """The spans of a turn as `text` has them, of `spans` in `own`, the rendering that ends with it; None if it differs.
+
+    End tokens behind the turn's own, which only the last turn of a conversation has, may be missing.
+    """
+    start, stop = spans[0][0], spans[-1][1]
+    while text[:stop] != own[:stop]:
+        bare = own[start:stop].rstrip()
+        last = next((token for token in end_tokens if bare.endswith(token)), None)
+        if last is None or not bare.removesuffix(last).rstrip().endswith(end_tokens):
+            return None
+        stop = start + len(bare) - len(last)
+    return [(first, min(behind, stop)) for first, behind in spans if first < stop or first == start]
+
+
+def _everything(turns: Turns, whole: str) -> Sample:
+    """A conversation that is trained from its first to its last character, but for what its messages leave out."""
+    chat, spans, at = turns.chat, [], 0
+    ends = [(end, end) for count in range(len(chat.messages), 0, -1) if (end := _message_end(turns, count, whole))]
+    for turn in sorted(chat.untrained):
+        left = _standing(whole, turns.render(turn + 1).text, turns.spans(turn), turns.end_tokens)
+        if left is None:
+            raise RenderError(
+                f"it writes message {turn + 1}, which is not to be trained, otherwise once others follow: name roles "
+                "with --train-on in place of all"
+            )
+        for start, stop in left:
+            spans.append((at, start))
+            at = stop
+    spans = [(start, stop) for start, stop in [*spans, (at, len(whole))] if start < stop]
+    unended = len(chat.messages) - 1 not in chat.untrained and not whole.rstrip().endswith(turns.end_tokens)
+    return Sample(whole, tuple(spans), unended, tuple(ends[::-1]))
+
+
+def _message_end(turns: Turns, count: int, whole: str) -> int | None:
+    """Where the first `count` messages end in the text of all; None where the template does not write them so."""
+    try:
+        text = turns.render(count).text
+    except RenderError:  # a conversation that must not end there
+        return None
+    return len(text) if whole.startswith(text) else None
 
 
 def unwritten(template: ChatTemplate, chat: Chat) -> str:
@@ -244,3 +315,14 @@ def trained_tokens(encoding: tokenizers.Encoding, text: str, spans: Sequence[tup
             offsets = np.array(encoding.offsets, np.int64).reshape(-1, 2)
         trained |= (offsets[:, 0] < stop) & (offsets[:, 1] > start)
     return trained
+
+
+def turn_ends(encoding: tokenizers.Encoding, turns: Sequence[tuple[int, int]]) -> list[tuple[int, int]]:
+    """`Sample.turns` in tokens: how many hold a character up to each trained stop, and how many end with the message.
+
+    The second is at least the first, which a token can straddle.
+    """
+    offsets = np.array(encoding.offsets, np.int64).reshape(-1, 2)
+    stops = np.searchsorted(offsets[:, 0], [stop for stop, _ in turns], "left").tolist()
+    ends = np.searchsorted(offsets[:, 1], [end for _, end in turns], "right").tolist()
+    return [(stop, max(stop, end)) for stop, end in zip(stops, ends, strict=True)]

@@ -16,7 +16,8 @@ from typing import Any, Generic, Protocol, TypeVar
 
 import numpy as np
 
-from llmq.data.encode import Counts, Encoder
+from llmq.data.counts import Counts
+from llmq.data.encode import Encoder
 from llmq.data.records import BadRow, Record
 from llmq.data.rows import START, Position, RowSequence
 from llmq.data.text import Document, pieces

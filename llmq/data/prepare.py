@@ -21,7 +21,7 @@ from llmq.data.samples import printable
 from llmq.data.sources import find_anything
 from llmq.data.streaming import open_stream
 from llmq.data.token_file import TokenFile
-from llmq.data.tokenize import Say, cache_entry, cached, is_whole
+from llmq.data.tokenize import Say, cache_entry, cached, is_whole, settled
 from llmq.data.tokenizer import TextTokenizer
 from llmq.data.windows import Rows
 from llmq.errors import DataError, UsageError
@@ -57,7 +57,6 @@ class Named:
     weights: tuple[float, ...] | None
     tokenizer: TextTokenizer
     encode: EncodeOptions
-    limited: bool  # rows are at most as long as a sequence
     eval_fraction: float | None
     skip_bad_rows: int
     streaming: bool
@@ -66,12 +65,11 @@ class Named:
 
     def tokenized(self, seq_len: int, vocab_size: int) -> Tokenized:
         """Finds and tokenizes the data, each source once; with `plan_only`, only says what would be done."""
-        # Without --overlong, rows stay whole: windows and packs cut them where they must.
-        encode = replace(self.encode, seq_len=seq_len if self.limited else None)
+        encode = replace(self.encode, seq_len=seq_len)
         requests = []
         for name in self.names:
             found = find_anything(name, self.eval_fraction, streaming=self.streaming)
-            requests.append(Request(found, self.tokenizer, found.known(encode), self.skip_bad_rows))
+            requests.append(settled(Request(found, self.tokenizer, found.known(encode), self.skip_bad_rows)))
         if self.streaming:
             return self._stream(requests[0], seq_len, vocab_size)
         if self.plan_only and (fresh := [request for request in requests if not is_whole(cache_entry(request))]):
@@ -148,14 +146,13 @@ def open_named(options: SourceOptions, source: ModelSource, *, plan_only: bool, 
         mapping=parsed_mapping(options.map_ or ()),
         chat_template=options.chat_template,
         train_on=options.train_on,
-        overlong=options.overlong or "truncate",
+        overlong=options.overlong,
     )
     return Named(
         names,
         weights,
         TextTokenizer.open(str(folder)),
         encode,
-        options.overlong is not None,
         options.eval_fraction,
         options.skip_bad_rows,
         options.streaming,

@@ -20,7 +20,7 @@ from typing import Any
 
 import numpy as np
 
-from llmq.data.encode import Counts
+from llmq.data.counts import Counts
 from llmq.data.pipeline import Tokens, Work, tokenized
 from llmq.data.records import BadRows
 from llmq.data.rows import START, Position
@@ -294,8 +294,12 @@ def require_trained(what: str, done: Progress, advice: str = "") -> None:
     """DataError, with what else could be done as `advice`, unless there is a document with a trained token."""
     if done.counts.trained:
         return
+    counts = done.counts
     left = f", {done.bad} bad rows left out" if done.bad else ""
-    left += f", {done.counts.untrained} of {done.counts.rows} rows have no trained token" if done.counts.rows else ""
+    if counts.too_long:
+        left += f", {counts.too_long} of {counts.rows} rows are too long: --seq-len {counts.longest} keeps all"
+    if counts.untrained or (counts.rows and not counts.too_long):
+        left += f", {counts.untrained} of {counts.rows} rows have no trained token"
     raise DataError(
         f"{what} has not one token that would be trained ({done.counts.documents} documents{left}): give data with "
         "text, change --train-on, or check which fields are mapped (--map)" + advice

@@ -10,6 +10,7 @@ from itertools import islice
 
 from llmq.data.cache import content_hash, key_of
 from llmq.data.encode import EncodeOptions, Encoder, open_encoder
+from llmq.data.formats import find_format
 from llmq.data.produce import PART_TOKENS
 from llmq.data.records import BadRow, Record
 from llmq.data.sidecar import copied_files
@@ -18,7 +19,7 @@ from llmq.data.template import chosen_templates
 from llmq.data.tokenizer import TextTokenizer
 from llmq.errors import DataError, UsageError
 
-FORMAT = 2  # of what is made; a new one leaves what is in the cache aside
+FORMAT = 3  # of what is made; a new one leaves what is in the cache aside
 LOOKED_AT = 32  # rows from which the format is told
 
 
@@ -59,6 +60,10 @@ class Request:
                 else DataError(f"{', '.join(self.found.asked)} has no rows: give data with rows")
             )
         return good
+
+    def has_turns(self) -> bool:
+        """Whether the rows are not text, which has no turns: whether it matters how long they may be."""
+        return find_format(self.first_rows, self.encode.data_format, self.encode.mapping).name != "text"
 
     def records(self) -> Iterator[Record]:
         """The good rows of the training data."""

@@ -12,6 +12,7 @@ from datetime import datetime
 
 import numpy as np
 
+from llmq.data.counts import Counts, notes
 from llmq.data.encode import Encoded
 from llmq.data.pipeline import Encoders, tokenized
 from llmq.data.records import BadRow, BadRows, Record
@@ -33,6 +34,7 @@ class _Batch:
 class _Encoded:
     documents: list[StreamedDocument]
     bad: list[BadRow]
+    counts: Counts
 
 
 @dataclass(frozen=True, eq=False)
@@ -66,11 +68,14 @@ class StreamWork:
                 ids = np.concatenate([part.ids for part in mine])
                 masks = [np.ones(len(part.ids), bool) if part.trained is None else part.trained for part in mine]
                 documents.append(StreamedDocument(shard, behind - 1, behind_all - 1, ids, np.concatenate(masks)))
-        return _Encoded(documents, bad)
+        return _Encoded(documents, bad, encoder.counts)
 
 
 def open_stream(request: Request, seq_len: int, vocab_size: int, say: Say) -> Stream:
-    """The rows of a request as an endless stream of windows. UsageError for text files, mixtures and drawn rows."""
+    """The rows of a request as an endless stream of windows. UsageError for text files, mixtures and drawn rows.
+
+    Where rows are too long, that is said when the first one is, and with all else at the end of the first pass.
+    """
     rows, name = request.found.train, ", ".join(request.found.asked)
     if not isinstance(rows, FileRows) or request.found.limit is not None or request.found.eval_tokens:
         raise UsageError(
@@ -82,16 +87,28 @@ def open_stream(request: Request, seq_len: int, vocab_size: int, say: Say) -> St
     say(f"{name}: a stream; {request.found.rule}\n{looked_at.describe()}")
     looked_at.encode(request.first_rows, [])  # which tokens end its trained turns
 
+    said: set[str] = set()
+
+    def tell(when: str, counts: Counts, num_bad: int) -> None:
+        if when not in said:
+            said.add(when)
+            for note in notes(counts, request.encode.seq_len, request.encode.overlong, num_bad):
+                say(f"{name}, {when}: {note}")
+
     def open_at(begun: int, shard: int, row: int, overall: int) -> Iterator[StreamedDocument]:
         encoder = request.encoder(datetime.fromtimestamp(begun))
         assert encoder is not None
-        counted = BadRows(request.skip_bad_rows)
+        counted, counts = BadRows(request.skip_bad_rows), Counts()
         batches = tokenized(StreamWork(rows, Encoders(encoder)), (shard, row, overall))
         try:
             for batch in batches:
                 for bad in batch.bad:
                     counted.add(bad)
+                counts.add(batch.counts)
+                if counts.overlong:
+                    tell("so far", counts, counted.count)
                 yield from batch.documents
+            tell("to the end of its rows", counts, counted.count)
         finally:
             batches.close()
 

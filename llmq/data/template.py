@@ -27,6 +27,7 @@ from llmq.hf import TEMPLATE_FOLDER
 OWN = "tokenizer"  # the name that --chat-template has for the tokenizer's own
 MAX_TEMPLATE = 1 << 18  # characters; the longest of well-known models has about 30,000
 MAX_OUTPUT = 1 << 22  # characters of one rendering: about a million tokens
+REASONING = ("reasoning_content", "thinking", "reasoning")  # what a message's reasoning is called
 NAMED_TOKENS = tuple(f"{name}_token" for name in ("bos", "eos", "unk", "sep", "pad", "cls", "mask"))
 # What reads as a marker in a template's text: <|im_end|>, [INST], </s>, <start_of_turn>.
 MARKER = re.compile(
@@ -77,6 +78,7 @@ class ChatTemplate:
         texts = [node.data for node in tree.find_all(nodes.TemplateData)]
         texts += [node.value for node in tree.find_all(nodes.Const) if isinstance(node.value, str)]
         self.markers = tuple(dict.fromkeys(MARKER.findall("\n".join(texts))))
+        self.names = _names(tree)
 
     def __reduce__(self) -> tuple[Any, ...]:
         return ChatTemplate, (self.source, self.origin, self.variables, self.now)
@@ -110,6 +112,13 @@ class ChatTemplate:
         return Rendering(text, generated)
 
 
+def _names(tree: nodes.Template) -> frozenset[str]:
+    """What a template may read of a message: its attributes and items; all names of the reasoning if one of them."""
+    found = {node.attr for node in tree.find_all(nodes.Getattr)}
+    found |= {node.value for node in tree.find_all(nodes.Const) if isinstance(node.value, str)}
+    return frozenset(found.union(REASONING) if found.intersection(REASONING) else found)
+
+
 def _reason(error: Exception) -> str:
     """An error in one line; a message of the template's own stands alone."""
     words = " ".join(str(error).split())[:300]
@@ -118,8 +127,7 @@ def _reason(error: Exception) -> str:
 
 def _with_reasoning(message: Mapping[str, Any]) -> Mapping[str, Any]:
     """A message whose reasoning has the name that templates read, as transformers 5 does it."""
-    names = ("reasoning_content", "thinking", "reasoning")
-    reasoning = next((message[name] for name in names if message.get(name) is not None), None)
+    reasoning = next((message[name] for name in REASONING if message.get(name) is not None), None)
     return message if reasoning is None else {"thinking": reasoning, **message, "reasoning_content": reasoning}
 
 
@@ -129,6 +137,11 @@ class Templates:
 
     default: ChatTemplate
     tool_use: ChatTemplate | None = None
+
+    @property
+    def all(self) -> list[ChatTemplate]:
+        """Both, or the only one."""
+        return [self.default] if self.tool_use is None else [self.default, self.tool_use]
 
     def pick(self, tools: Sequence[Any] | None) -> ChatTemplate:
         return self.tool_use if self.tool_use is not None and tools is not None else self.default

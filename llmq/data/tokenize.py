@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 from llmq.cache_folder import cache_folder
 from llmq.data.cache import locked
+from llmq.data.counts import Counts, notes
 from llmq.data.encode import Encoded, EncodeOptions, Encoder
 from llmq.data.pipeline import Encoders, RowWork, TextWork
 from llmq.data.produce import STATE, Made, Producer, Progress, Stream, begun_at, require_trained
@@ -33,7 +34,7 @@ if TYPE_CHECKING:
 
 WORK = ".partial"  # where files are made, in the folder that they are for
 TOKENIZER_FOLDER = "tokenizer"
-MANIFEST = "manifest.json"  # the files of an entry of the cache, with their sizes, and when they were begun
+MANIFEST = "manifest.json"  # the files of an entry of the cache, with their sizes, when they were begun, notes on rows
 TOKEN_FILE = re.compile(r"(train|eval)(-\d{3,})?\.bin")
 
 Say = Callable[[str], None]
@@ -101,7 +102,7 @@ def tokenize_data(
     opened = TextTokenizer.open(tokenizer, revision, eos_token)
     request = Request(found, opened, found.known(encode or EncodeOptions()), skip_bad_rows)
     with locked(folder / f"{WORK}.lock", say):
-        written = make(request, folder / WORK, on_progress=on_progress, say=say, on_encoder=on_encoder)
+        written, _ = make(request, folder / WORK, on_progress=on_progress, say=say, on_encoder=on_encoder)
         _refuse_stale(folder, {path.name for path in _token_files(folder)} - {file.path.name for file in written})
         _publish(written, folder / WORK, folder)
     return [replace(file, path=folder / file.path.name) for file in written]
@@ -115,8 +116,10 @@ def make(
     say: Say,
     on_encoder: OnEncoder | None = None,
     begun: datetime | None = None,
-) -> list[Written]:
+) -> tuple[list[Written], list[str]]:
     """Makes all files in the folder `work`, from where an earlier call for the same was interrupted.
+
+    Returns them and the notes on their rows, which are said.
 
     The state stays in `work` with them, so that nothing is made twice if they cannot be moved away. Templates see the
     time `begun` (None: the clock's), or that of the earlier call.
@@ -144,7 +147,7 @@ def make(
     try:
         results = producer.run(_streams(request, encoder))
         parts = [part for made, _ in results for part in made]
-        _check(request, producer, [done for _, done in results], say)
+        found_notes = _check(request, producer, [done for _, done in results])
         copy_tokenizer(tokenizer.folder, work / TOKENIZER_FOLDER)
         ends = set().union(*(done.counts.end_tokens for _, done in results)) if encoder is not None else set()
         bad = sum(done.bad for _, done in results)
@@ -156,7 +159,9 @@ def make(
         else:
             producer.clear()
         raise
-    return [Written(work / part.name, part.num_tokens, part.num_documents) for part in parts]
+    for note in found_notes:
+        say(note)
+    return [Written(work / part.name, part.num_tokens, part.num_documents) for part in parts], found_notes
 
 
 class _Summed:
@@ -195,8 +200,8 @@ def _streams(request: Request, encoder: Encoder | None) -> list[Stream]:
     return [train, Stream("eval", work(found.evaluation), has_masks, whole=True)]
 
 
-def _check(request: Request, producer: Producer, results: Sequence[Progress], say: Say) -> None:
-    """DataError for data that would train or evaluate nothing, of which nothing is kept; says what was left out."""
+def _check(request: Request, producer: Producer, results: Sequence[Progress]) -> list[str]:
+    """DataError for data that would train or evaluate nothing, of which nothing is kept; notes on the rows."""
     advice = {"the training data": "", "the evaluation data": ", or keep none for evaluation (--eval-fraction 0)"}
     try:
         for what, done in zip(advice, results, strict=False):
@@ -204,20 +209,10 @@ def _check(request: Request, producer: Producer, results: Sequence[Progress], sa
     except DataError:
         producer.clear()
         raise
-    bad = sum(done.bad for done in results)
-    untrained = sum(done.counts.untrained for done in results)
-    overlong = sum(done.counts.overlong for done in results)
-    spelled = sum(done.counts.spelled for done in results)
-    unended = sum(done.counts.unended for done in results)
-    for count, text in (
-        (bad, "bad rows were left out"),
-        (untrained, "rows without a trained token were left out"),
-        (overlong, f"rows of more than {request.encode.seq_len} tokens were {request.encode.overlong_done}"),
-        (spelled, "chats have text that spells a special token, which became that token"),
-        (unended, "chats have a last turn that the template does not end: the end token was added"),
-    ):
-        if count:
-            say(f"{count} {text}")
+    counts = Counts()
+    for done in results:
+        counts.add(done.counts)
+    return notes(counts, request.encode.seq_len, request.encode.overlong, sum(done.bad for done in results))
 
 
 def _sidecar(request: Request, part: Made, encoder: Encoder | None, ends: set[int], bad_rows: int) -> Sidecar:
@@ -283,7 +278,10 @@ def cached(request: Request, *, on_progress: Callable[[int, int | None], None], 
     was made.
     """
     folder = cache_entry(request)
-    if not is_whole(folder):
+    if is_whole(folder):
+        for note in _read_manifest(folder).get("notes", ()):
+            say(note)
+    else:
         with locked(folder.with_name(folder.name + ".lock"), say):
             if not is_whole(folder):  # else it was made meanwhile
                 _make_entry(request, folder, on_progress, say)
@@ -305,18 +303,18 @@ def _make_entry(request: Request, folder: Path, on_progress: Callable[[int, int 
     work = folder.with_name(folder.name + ".partial")
     if folder.exists():
         say(f"{folder} is not as it was made: it is made again")
-    make(request, work, on_progress=on_progress, say=say, begun=_entry_begun(folder))
-    _write_manifest(work, begun_at(work, request.key))
+    _, found_notes = make(request, work, on_progress=on_progress, say=say, begun=_entry_begun(folder))
+    _write_manifest(work, begun_at(work, request.key), found_notes)
     remove_leftovers(folder)
     with storage(folder):
         replace_folder(folder, work)
         (folder / STATE).unlink()
 
 
-def _write_manifest(work: Path, begun: datetime | None) -> None:
+def _write_manifest(work: Path, begun: datetime | None, found_notes: list[str]) -> None:
     files = [path for path in sorted(work.rglob("*")) if path.is_file() and path.name not in (STATE, MANIFEST)]
     sizes = {str(path.relative_to(work)): path.stat().st_size for path in files}
-    content = {"begun": begun and begun.isoformat(), "files": sizes}
+    content = {"begun": begun and begun.isoformat(), "notes": found_notes, "files": sizes}
     write_whole(work / MANIFEST, json.dumps(content, indent=1).encode())
 
 
@@ -339,6 +337,19 @@ def _require_allowed(request: Request, file: Path) -> None:
             f"{', '.join(request.found.asked)}: {sidecar.bad_rows} bad rows were left out when it was tokenized: mend "
             f"them, or allow for them with --skip-bad-rows {sidecar.bad_rows}"
         )
+
+
+def settled(request: Request) -> Request:
+    """The request with a limit on the tokens of a row only where that changes them, so that text has one entry for all.
+
+    Which it is, an entry that is there tells without a look at the rows.
+    """
+    if request.encode.overlong != "turns" or request.encode.seq_len is None:
+        return request
+    whole = replace(request, encode=replace(request.encode, seq_len=None))
+    if isinstance(request.found.train, tuple) or is_whole(cache_entry(whole)):
+        return whole
+    return request if is_whole(cache_entry(request)) or request.has_turns() else whole
 
 
 def cache_entry(request: Request) -> Path:

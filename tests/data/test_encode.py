@@ -2,20 +2,25 @@
 
 from __future__ import annotations
 
+import importlib.util
 import json
 import random
+import re
 from collections import Counter
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
-from chat_cases import BOS, CASES, EOS, ONE, REASONED, TOOLS, WEATHER, chat_tokenizer, source
+from chat_cases import BOS, CASES, CHATS, EOS, LONG, ONE, PAIRS, REASONED, TOOLS, WEATHER, chat_tokenizer, source
 from small_tokenizers import save
-from tokenizers import processors
+from tokenizers import AddedToken, processors
 
 from llmq.data import sandbox
-from llmq.data.encode import OVERLONG, Encoded, EncodeOptions, Encoder, open_encoder
+from llmq.data.counts import Counts, notes
+from llmq.data.encode import Encoded, EncodeOptions, Encoder, open_encoder
+from llmq.data.overlong import OVERLONG
 from llmq.data.records import BadRow, Record
 from llmq.data.tokenizer import TextTokenizer
 from llmq.errors import DataError, UsageError
@@ -129,6 +134,60 @@ def test_chats_of_gsm8k_have_the_ids_of_transformers_and_its_masks_with_the_end(
     assert encoder.counts.documents == len(rows) * (1 + (name == "qwen3"))
 
 
+def trl_templates() -> list[Path]:
+    """The chat templates in TRL's package, where it is installed; nothing of it is run."""
+    spec = importlib.util.find_spec("trl")
+    return sorted((Path(spec.origin).parent / "chat_templates").glob("*.jinja")) if spec and spec.origin else []
+
+
+# Special tokens in the templates of models that are not among chat_cases.SPECIAL.
+MARKED = re.compile(r"<\|[^<>|\s]{1,40}\|?>|<[^<>|\s]{1,40}\|>|<[\uff5c][^<>\s]{1,40}>|<(?:start|end)_of_[a-z]+>")
+# Those that write earlier turns otherwise than the last, so that a turn is trained as it is at inference.
+REWRITING = ("glm4moe", "gptoss", "nemotron", "gemma4", "diffusion_gemma", "qwen3", "lfm2_2_5", "deepseekv3", "muse")
+
+
+@pytest.mark.judge
+@pytest.mark.parametrize("path", trl_templates(), ids=lambda path: path.stem)
+def test_templates_of_trl_have_the_ids_and_masks_of_transformers(path, tmp_path):
+    """Each of its documents is the conversation up to a turn; of one document, the mask is that of the blocks."""
+    transformers = pytest.importorskip("transformers", reason="the judge is transformers")
+    text = path.read_text(encoding="utf-8")
+    tokenizer = chat_tokenizer()
+    tokenizer.add_special_tokens([AddedToken(token, special=True) for token in sorted(set(MARKED.findall(text)))])
+    names = {"bos_token": BOS, "eos_token": EOS}
+    ours = TextTokenizer.open(str(save(tokenizer, tmp_path, {**names, "chat_template": text})))
+    theirs = transformers.PreTrainedTokenizerFast(tokenizer_object=tokenizer, chat_template=text, **names)
+    masked = re.search(r"{%-?\s*generation", text) is not None
+    judged = 0
+    for messages, tools in ((ONE, None), (LONG, None), (REASONED, None), (TOOLS, [WEATHER])):
+        rows = records([{"messages": messages, "tools": tools}])
+        wholes = []
+        for stop in range(1, len(messages) + 1):
+            given = {"tools": tools, "return_dict": True, "return_assistant_tokens_mask": masked}
+            try:
+                wholes.append(theirs.apply_chat_template(messages[:stop], **given))
+            except Exception:  # what a template raises: anything
+                wholes.append(None)
+        encoder, bad = opened(rows, ours), list[BadRow]()
+        documents = encoder.encode(rows, bad)
+        if bad:
+            assert wholes[-1] is None or "does not write" in str(bad[0]), bad
+            continue
+        judged += 1
+        added = encoder.counts.unended > 0
+        assert not added or path.stem == "glm4moe"  # which ends its turns with the beginning of the next
+        assert len(documents) == 1 or path.stem.startswith(REWRITING)
+        for document in documents:
+            same = [whole for whole in wholes if whole and list(whole["input_ids"]) + [ours.eos_token_id] * added
+                    == document.ids.tolist()]  # fmt: skip
+            assert same and (len(documents) > 1 or same[0] is wholes[-1])
+            if masked:
+                spoken = np.array(same[0]["assistant_masks"], bool)
+                assert not (document.trained & ~spoken).any() and document.trained.any()
+                assert len(documents) > 1 or (document.trained == spoken).all()
+    assert judged or path.stem.startswith("llava_next")  # which takes no text that is not in parts
+
+
 def test_a_bad_row_is_raised_or_set_aside(qwen):
     rows = records([{"question": "a", "answer": "b"}, {"text": "c"}, {"question": "d", "answer": "e"}])
     encoder = opened(rows, qwen)
@@ -240,6 +299,172 @@ def test_overlong_rows_are_cut_split_or_dropped_and_counted(small, overlong, exp
     assert encoder.counts.tokens == sum(len(document.ids) for document in documents)
 
 
+CHATML = (
+    "{% for m in messages %}{{ '<|im_start|>' + m.role + '\n' + m.content + '<|im_end|>\n' }}{% endfor %}"
+    "{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
+)
+SAYS = [
+    {"role": role, "content": text}
+    for role, text in zip(["user", "assistant"] * 3, ["a", "one", "b", "two", "c", "three"], strict=True)
+]
+
+
+@pytest.mark.parametrize(
+    "row",
+    [
+        {"messages": [{**m, "weight": 0} if m["content"] == "two" else m for m in SAYS]},
+        {"messages": [{**m, "train": m["content"] != "two"} for m in SAYS]},
+        {"conversations": [{"from": m["role"], "value": m["content"], "loss": m["content"] != "two"} for m in SAYS]},
+        {"messages": SAYS, "train_on": [0, 1, 0, 0, 0, 1]},
+        {"messages": SAYS, "weights": [1, 0, 1]},
+    ],
+)
+def test_a_turn_that_says_so_is_not_trained_and_the_text_does_not_tell(small, row):
+    """The ids are those of the conversation without the keys, the mask is that of the other turns."""
+    rows = records([row])
+    encoder = opened(rows, small, chat_template=CHATML)
+    (document,) = encoder.encode(rows)
+    text = "".join(f"<|im_start|>{m['role']}\n{m['content']}<|im_end|>\n" for m in SAYS)
+    expected = text.replace("one<|im_end|>", "[one<|im_end|>]").replace("three<|im_end|>", "[three<|im_end|>]")
+    assert shown(small, document) == expected and encoder.counts.masked == 1
+    assert "1 turns are not trained, as their messages say" in notes(encoder.counts, None, "turns", 0)
+
+
+def test_the_keys_that_say_it_are_not_written_even_by_a_template_that_writes_all(small):
+    rows = records([{"messages": [{**ONE[0], "weight": 1}, {**ONE[1], "weight": 1, "x": 2}]}])
+    (document,) = opened(rows, small, chat_template="{% for m in messages %}{{ m | tojson }}{% endfor %}").encode(rows)
+    assert "weight" not in shown(small, document) and '"x": 2' in shown(small, document)
+
+
+def test_keys_of_messages_that_nothing_reads_are_named_once_with_their_rows(small, tmp_path):
+    marked = [ONE[0], {**ONE[1], "name": "Eve", "tool_call_id": "1", "reasoning_content": "Why?", "rating": 5}]
+    rows = records([{"messages": marked}, {"messages": ONE}, {"messages": [{**ONE[0], "rating": 1}, *marked[1:]]}])
+    encoder = opened(rows, small)
+    encoder.encode(rows)
+    assert encoder.counts.unread == {"rating": 2, "reasoning_content": 2}
+    (note,) = notes(encoder.counts, None, "turns", 0)
+    assert note.endswith("nothing else does: rating (2 rows), reasoning_content (2 rows)")
+    encoder = opened(
+        rows, tokenizer_with(tmp_path, source("qwen3") + "{% if false %}{{ messages[0].get('rating') }}{% endif %}")
+    )
+    encoder.encode(rows)
+    assert encoder.counts.unread == {}
+
+
+def test_a_chat_keeps_the_whole_turns_that_fit(small):
+    """At every length: the beginning of the same ids, through the last whole trained turn and its line break."""
+    rows = records([{"messages": SAYS}])
+    whole = opened(rows, small, chat_template=CHATML).encode(rows)[0]
+    end = small.encoder.token_to_id("<|im_end|>")
+    ends = (np.flatnonzero(whole.ids == end)[1::2] + 2).tolist()  # of the answers, with the line break behind
+    assert len(ends) == 3 and ends[-1] == len(whole.ids)
+    for limit in range(1, len(whole.ids) + 2):
+        encoder = opened(rows, small, chat_template=CHATML, seq_len=limit)
+        found, counts = encoder.encode(rows), encoder.counts
+        fitting = [end for end in ends if end - 1 <= limit]  # the line break behind the end token need not fit
+        assert [len(document.ids) for document in found] == [min(end, limit) for end in fitting[-1:]], limit
+        for document in found:
+            np.testing.assert_array_equal(document.ids, whole.ids[: len(document.ids)])
+            np.testing.assert_array_equal(document.trained, whole.trained[: len(document.ids)])
+        overlong = limit < len(whole.ids)
+        assert (counts.overlong, counts.too_long, counts.untrained) == (overlong, not found, 0)
+        assert (counts.longest, counts.turns_cut) == ((len(whole.ids), 3 - len(fitting)) if overlong else (0, 0))
+
+
+@pytest.mark.parametrize("train_on", [None, "all", "last", "user,tool"])
+@pytest.mark.parametrize(("name", "chat"), PAIRS)
+def test_no_part_of_a_turn_is_kept_in_any_template(tmp_path, name, chat, train_on):
+    """Trained runs of what is kept are whole runs of the documents without a limit; and the length told keeps all."""
+    messages, tools = CHATS[chat]
+    tokenizer, rows = tokenizer_with(tmp_path, source(name)), records([{"messages": messages, "tools": tools}])
+    encoder = opened(rows, tokenizer, train_on=train_on)
+    wholes = encoder.encode(rows)
+    longest = max((len(whole.ids) for whole in wholes), default=1)
+    for limit in {1, 3, longest - 1, longest, *range(8, longest, max(7, longest // 6))} - {0}:
+        encoder.options, encoder.counts = replace(encoder.options, seq_len=limit), Counts()
+        found = encoder.encode(rows)
+        assert len(found) <= len(wholes) and all(len(document.ids) <= limit for document in found)
+        for document in found:
+            size = len(document.ids)
+            whole = next(w for w in wholes if w.ids[:size].tolist() == document.ids.tolist())
+            np.testing.assert_array_equal(document.trained, whole.trained[:size])
+            cut = size < len(whole.ids) and train_on != "all"
+            assert not (cut and document.trained[-1] and whole.trained[size]), "a turn is cut"
+        if limit >= longest:
+            assert [document.ids.tolist() for document in found] == [whole.ids.tolist() for whole in wholes]
+        elif wholes:
+            assert encoder.counts.overlong == 1 and encoder.counts.longest == longest
+
+
+def test_all_of_a_chat_is_cut_at_ends_of_messages(small):
+    rows = records([{"messages": SAYS}])
+    sizes = set()
+    for limit in range(1, 80):
+        for document in opened(rows, small, chat_template=CHATML, train_on="all", seq_len=limit).encode(rows):
+            assert shown(small, document).endswith("<|im_end|>\n]")
+            sizes.add(len(document.ids))
+    assert len(sizes) == len(SAYS)
+
+
+def test_a_turn_without_end_token_is_whole_with_the_one_that_is_added(small):
+    plain = "{% for m in messages %}{{ m.role + ': ' + m.content + '\n' }}{% endfor %}"
+    plain += "{% if add_generation_prompt %}{{ 'assistant: ' }}{% endif %}"
+    rows = records([{"messages": ONE}])
+    (whole,) = opened(rows, small, chat_template=plain).encode(rows)
+    assert whole.ids[-1] == small.eos_token_id
+    for limit, kept in ((len(whole.ids), 1), (len(whole.ids) - 1, 0)):
+        assert len(opened(rows, small, chat_template=plain, seq_len=limit).encode(rows)) == kept
+
+
+@pytest.mark.parametrize(
+    ("row", "limit", "kept"),
+    [
+        ({"prompt": "abcd", "completion": "efg"}, 8, "abcd[efg</s>]"),
+        ({"prompt": "abcd", "completion": "efg"}, 7, None),
+        ({"question": "abcd", "answer": "efg"}, 5, None),
+        ({"instruction": "a", "output": "b"}, 9, None),
+        ({"input_ids": list(range(64, 72)), "labels": [-100, 65, 66, -100, -100, 69, 70, -100]}, 7, "a[bc]de[fg]"),
+        ({"input_ids": list(range(64, 72)), "labels": [-100, 65, 66, -100, -100, 69, 70, -100]}, 6, "a[bc]"),
+        ({"input_ids": list(range(64, 72)), "labels": [-100, 65, 66, -100, -100, 69, 70, -100]}, 2, None),
+        ({"input_ids": list(range(64, 72)), "labels": list(range(64, 72))}, 4, "[abcdefgh]"),  # text
+        ({"input_ids": list(range(64, 72))}, 4, "[abcdefgh]"),
+    ],
+)
+def test_no_half_answer_is_kept_of_other_rows_and_text_stays_whole(small, row, limit, kept):
+    encoder = opened(records([row]), small, seq_len=limit)
+    assert [shown(small, document) for document in encoder.encode(records([row]))] == [kept] * (kept is not None)
+    assert encoder.counts.too_long == (kept is None)
+
+
+def test_what_is_too_long_is_told_with_the_length_that_keeps_all(small):
+    rows = records(
+        [{"messages": SAYS}, {"messages": SAYS[:2]}, {"messages": [{**SAYS[0], "content": "a" * 50}, SAYS[1]]}]
+    )
+    size = max(len(document.ids) for document in opened(rows, small, chat_template=CHATML).encode(rows))
+    encoder = opened(rows, small, chat_template=CHATML, seq_len=40)
+    encoder.encode(rows)
+    assert notes(encoder.counts, 40, "turns", 0) == [
+        "1 rows of more than 40 tokens keep the whole turns that fit, 1 rows have none and are left out "
+        f"(3 trained turns are left out): --seq-len {size} keeps all"
+    ]
+    assert (
+        "chats of more than 40 tokens keep the whole turns that fit, and are left out if none does"
+        in encoder.describe()
+    )
+    pair = records([{"prompt": "abcd", "completion": "efg"}])
+    encoder = opened(pair, small, seq_len=7)
+    encoder.encode(pair)
+    assert notes(encoder.counts, 7, "turns", 0) == [
+        "1 rows of more than 7 tokens are left out, as no whole turn fits: --seq-len 8 keeps all"
+    ]
+    assert "rows of more than 7 tokens are left out" in encoder.describe()
+    encoder = opened(pair, small, seq_len=7, overlong="truncate")
+    encoder.encode(pair)
+    assert notes(encoder.counts, 7, "truncate", 0) == [
+        "1 rows of more than 7 tokens are cut off: --seq-len 8 keeps all"
+    ]
+
+
 def test_reasoning_that_the_template_drops_makes_a_document_of_each_turn(tmp_path):
     tokenizer = tokenizer_with(tmp_path, source("qwen3"))
     rows = records([{"messages": REASONED}])
@@ -314,7 +539,7 @@ def test_an_encoder_says_what_it_does(small, tmp_path):
         "format: messages (as in rows.jsonl:1), columns messages\n"
         f"chat template: the chat_template of {small.folder / 'tokenizer_config.json'}\n"
         "trained: turns of assistant, found by rendering each turn's prompt, with <|im_end|>\n"
-        "rows of more than 8 tokens are left out"
+        "chats of more than 8 tokens are left out"
     )
     text = opened(records([{"q": "a", "answer": "b"}]), small, mapping=(("question", "q"),)).describe()
     assert text.splitlines() == [
@@ -336,7 +561,12 @@ def test_an_encoder_says_what_it_does(small, tmp_path):
         ({"input_ids": [1]}, {"train_on": "last"}, "--train-on last: tokens rows say themselves what is trained"),
         ({"question": "a", "answer": "b"}, {"train_on": "user"}, "rows have a prompt and an answer: give assistant"),
         ({"messages": ONE}, {"train_on": "robot"}, "--train-on robot: 'robot' is no role"),
-        ({"messages": ONE}, {"overlong": "wrap"}, "--overlong wrap is not one of truncate, split, drop"),
+        (
+            {"text": "a"},
+            {"seq_len": 9},
+            "--seq-len 9: text rows have no turns and stay whole: give --overlong truncate",
+        ),
+        ({"messages": ONE}, {"overlong": "wrap"}, "--overlong wrap is not one of turns, truncate, split, drop"),
         ({"messages": ONE}, {"data_format": "chat"}, "--data-format chat is not one of"),
     ],
 )
@@ -372,7 +602,8 @@ def test_a_bad_row_of_a_chat_is_named(small, tmp_path, monkeypatch, row, reason)
 
 
 JUNK = (
-    None, True, 0, -1, 1.5, 10**30, "", " ", "a", "\ud800", "<|im_end|>", "</s>", "assistant", "user", "from", [], {},
+    None, True, 0, -1, 1.5, 10**30, "", " ", "a", "\ud800", "<|im_end|>", "</s>", "assistant", "user", "from", "weight",
+    "train_on", [], {},
     [[]], [1, "a"], {"a": {}}, [{"type": "text", "text": "x"}], {"role": "user"}, "\x00", "e\u0301" * 40,
 )  # fmt: skip
 FRAGMENTS = (
@@ -385,6 +616,7 @@ FRAGMENTS = (
 )  # fmt: skip
 ROWS = (
     {"messages": TOOLS, "tools": [WEATHER]}, {"messages": REASONED}, {"text": "A text."},
+    {"messages": [ONE[0], {**ONE[1], "weight": 0}, *ONE], "train_on": [1, None]},
     {"conversations": [{"from": "human", "value": "a"}, {"from": "gpt", "value": "b"}]},
     {"instruction": "a", "input": "b", "output": "c"}, {"prompt": "a", "completion": "b"},
     {"question": "a", "answer": "b"}, {"input_ids": [1, 2, 3], "labels": [-100, 2, 3]},
@@ -432,7 +664,7 @@ def test_whatever_rows_and_templates_hold_what_is_wrong_is_named(small, monkeypa
         try:
             documents = open_encoder(rows, small, options).encode(rows, bad)
         except (DataError, UsageError) as error:
-            assert str(error).startswith(("--chat-template", "the template", "rows.jsonl:")), error
+            assert str(error).startswith(("--chat-template", "--seq-len", "the template", "rows.jsonl:")), error
             outcomes["template refused"] += 1
             continue
         places = {row.place for row in rows}

@@ -76,6 +76,42 @@ def test_a_message_is_what_transformers_gives_to_a_template(message, expected):
     assert list(first.items()) == list(expected.items()) and second == TELL
 
 
+@pytest.mark.parametrize(
+    ("key", "values"),
+    [("weight", (0, 1)), ("weight", (0.0, 1.0)), ("train", (False, True)), ("training", (False, True)),
+     ("train_on", (0, 1)), ("train_on_turn", (False, True)), ("loss", (False, True))],
+)  # fmt: skip
+def test_a_message_says_whether_it_is_trained(key, values):
+    for off in values:
+        chat = read({"messages": [{**ASK, key: 1}, {**TELL, key: off}, {**ASK, key: None}, TELL]})
+        assert chat == Chat([ASK, TELL, ASK, TELL], None, frozenset() if off else frozenset({1}))
+    row = {"conversations": [HUMAN, {**GPT, key: values[0]}], "system": "s"}
+    assert read(row) == Chat([{"role": "system", "content": "s"}, ASK, TELL], None, frozenset({2}))
+
+
+@pytest.mark.parametrize(
+    ("row", "mapping", "untrained"),
+    [
+        ({"train_on": [0, 1, 1, 0]}, (), {0, 3}),
+        ({"train_on_turns": [True, None, None, False]}, (), {3}),
+        ({"weights": [0, 1]}, (), {1}),
+        ({"keep": [1, 0]}, (("train_on", "keep"),), {3}),
+        ({"keep": [1, 0], "weights": 0.5}, (("train_on", "keep"),), {3}),
+        ({"keep": [1, 0]}, (), set()),
+        ({"train_on": None}, (), set()),
+    ],
+)
+def test_a_row_says_of_all_its_messages_or_the_assistants_whether_they_are_trained(row, mapping, untrained):
+    messages = {"messages": [ASK, TELL, ASK, TELL]}
+    for first in (None, messages):
+        found = read({**messages, **row}, mapping=mapping, first=first and {**first, **row})
+        assert found == Chat([ASK, TELL, ASK, TELL], None, frozenset(untrained))
+    form = find_format([record({**messages, **row})], mapping=mapping)
+    assert any(f"train_on = {name}" in form.describe() for name in ("train_on_turns", "weights", "keep")) == bool(
+        untrained and "train_on" not in row
+    )
+
+
 def test_columns_and_keys_can_have_other_names():
     row = {"dialog": [{"who": "user", "said": "a"}, {"who": "assistant", "said": "b"}]}
     mapping = (("messages", "dialog"), ("role", "who"), ("content", "said"))
@@ -176,6 +212,17 @@ CHAT, PAIR, TEXT, IDS = {"messages": [ASK, TELL]}, {"question": "a", "answer": "
         ({**CHAT, "tools": []}, {**CHAT, "tools": "{"}, "tools is not JSON (Expecting property name"),
         ({**CHAT, "tools": []}, {**CHAT, "tools": {"a": 1}}, "tools is not a list of objects"),
         ({"conversations": [HUMAN]}, {"conversations": [{"from": "alien", "value": "a"}]}, "unknown role 'alien'"),
+        (CHAT, {"messages": [ASK, {**TELL, "weight": 0.5}]}, "message 2 has weight 0.5: give 1 or 0 (true or false)"),
+        (CHAT, {"messages": [ASK, {**TELL, "train": "no"}]}, 'message 2 has train "no": give 1 or 0'),
+        (CHAT, {"messages": [ASK, {**TELL, "loss": [0]}]}, "message 2 has loss [0]: give 1 or 0"),
+        (CHAT, {"messages": [ASK, {**TELL, "weight": 0, "train": True}]},
+         "whether message 2 is trained is said in two ways (weight says not, train says so): take one of them out"),
+        (CHAT, {"messages": [ASK, {**TELL, "weight": 0}], "train_on": [1]}, "(weight says not, train_on says so)"),
+        (CHAT, {"messages": [ASK, {**TELL, "train_detail": [{"begin_offset": 0, "end_offset": 1, "train": False}]}]},
+         "message 2 has train_detail, for parts of a turn, but only whole turns can be left out"),
+        (CHAT, {"messages": [ASK, TELL, ASK], "train_on": [1, 0]}, "train_on has 2 values for 3 messages: give"),
+        (CHAT, {**CHAT, "weights": 0.5}, "weights is 0.5, not a list that says for each message whether it is trained"),
+        (CHAT, {**CHAT, "train_on": [1, 2]}, "train_on has for message 2 2: give 1 or 0"),
         (IDS, {"input_ids": []}, "input_ids is empty"),
         (IDS, {"input_ids": "1 2"}, "input_ids is not a list of integers"),
         (IDS, {"input_ids": [1, 2.5]}, "input_ids is not a list of integers"),

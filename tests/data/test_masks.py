@@ -4,8 +4,23 @@ from __future__ import annotations
 
 import json
 
+import numpy as np
 import pytest
-from chat_cases import BOS, CHATS, EOS, GOLDEN, LONG, PAIRS, REASONED, SPECIAL, TOOLS, WEATHER, chat_tokenizer, template
+from chat_cases import (
+    BOS,
+    CHATS,
+    EOS,
+    GOLDEN,
+    LONG,
+    PAIRS,
+    REASONED,
+    SPECIAL,
+    TOOLS,
+    VARIABLES,
+    WEATHER,
+    chat_tokenizer,
+    template,
+)
 from tokenizers import normalizers, pre_tokenizers
 
 from llmq.data.formats import Chat
@@ -223,6 +238,87 @@ def test_generation_blocks_say_what_is_trained(body, expected):
     assert masked(blocks, "one") == [f"{USER}What is in the box?{END}{ASSISTANT}{expected}"]
 
 
+# What stands in the generation block of a turn and behind it, by convention; then how the last turn is trained, and how
+# one before, where that differs.
+EOS_OF_LAST = "{%- if loop.last %}{{ eos_token }}{%- endif %}"
+CONVENTIONS = {
+    "end inside": ("{{ m.content + '<|im_end|>' }}", "{{ '\n' }}", "\u00abNo.<|im_end|>\u00bb\n", None),
+    "end outside": ("{{ m.content }}", "{{ '<|im_end|>\n' }}", "\u00abNo.<|im_end|>\u00bb\n", None),
+    "end and line break inside": ("{{ m.content + '<|im_end|>\n' }}", "", "\u00abNo.<|im_end|>\n\u00bb", None),
+    "nothing behind": ("{{ m.content + '<|im_end|>' }}", "", "\u00abNo.<|im_end|>\u00bb", None),
+    "white space trimmed": ("\n  {{- m.content | trim + '<|im_end|>' -}}\n  ", "", "\u00abNo.<|im_end|>\u00bb", None),
+    "line breaks that Jinja takes": ("\n{{ m.content }}<|im_end|>\n", "", "\u00abNo.<|im_end|>\u00bb", None),
+    "two blocks": ("{{ '<think>' }}{%- endgeneration %}{{ '|' }}{%- generation %}{{ m.content + '<|im_end|>\n' }}", "",
+                   "\u00ab<think>\u00bb|\u00abNo.<|im_end|>\n\u00bb", None),
+    "two blocks that touch": ("{{ m.content }}{%- endgeneration %}{%- generation %}{{ '<|im_end|>\n' }}", "",
+                              "\u00abNo.\u00bb\u00ab<|im_end|>\n\u00bb", None),
+    "EOS behind the last": ("{{ m.content + '<|im_end|>\n' }}", EOS_OF_LAST, "\u00abNo.<|im_end|>\n\u00bb</s>",
+                            "\u00abNo.<|im_end|>\n\u00bb"),
+    "EOS in a block behind the last": (
+        "{{ m.content + '<|im_end|>\n' }}", f"{{%- generation %}}{EOS_OF_LAST}{{%- endgeneration %}}",
+        "\u00abNo.<|im_end|>\n\u00bb\u00ab</s>\u00bb", "\u00abNo.<|im_end|>\n\u00bb"),
+    "no end at all": ("{{ m.content + '\n' }}", "", "\u00abNo.\n\u00bb+EOS", "\u00abNo.\n\u00bb"),
+}  # fmt: skip
+
+
+def convention(name: str) -> ChatTemplate:
+    inside, behind, *_ = CONVENTIONS[name]
+    block = f"{{%- generation %}}{inside}{{%- endgeneration %}}{behind}"
+    text = (
+        "{%- for m in messages %}{%- if m.role == 'assistant' %}{{ '<|im_start|>assistant\n' }}" + block + "{%- else %}"
+        "{{ '<|im_start|>' + m.role + '\n' + m.content + '<|im_end|>\n' }}{%- endif %}{%- endfor %}"
+        "{%- if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{%- endif %}"
+    )
+    return ChatTemplate(text, name, {"bos_token": BOS, "eos_token": EOS})
+
+
+ASKED = [{"role": "user", "content": "Yes?"}, {"role": "assistant", "content": "No."}]
+
+
+@pytest.mark.parametrize("name", CONVENTIONS)
+def test_a_turn_is_trained_through_its_end_token_and_gets_no_second_one(name):
+    *_, last, first = CONVENTIONS[name]
+    used, asked = convention(name), f"{USER}Yes?{END}{ASSISTANT}"
+    assert masked(used, ASKED) == [asked + last]
+    assert masked(used, [*ASKED, *ASKED]) == [asked + (first or last) + asked + last]
+
+
+@pytest.mark.parametrize("name", ["end inside", "end outside", "end and line break inside"])
+def test_an_empty_answer_is_trained_by_its_end_token(name):
+    chat = [ASKED[0], {"role": "assistant", "content": ""}, *ASKED]
+    (text,) = masked(convention(name), chat)
+    assert text.count("\u00ab<|im_end|>") == 1 and "+EOS" not in text
+
+
+def test_turns_are_one_sample_where_only_the_last_has_a_second_end_token():
+    """Phi-3 without blocks: EOS follows the last <|end|> of a conversation, and no other."""
+    plain = ChatTemplate(CHATML + "{% if not add_generation_prompt %}{{ eos_token }}{% endif %}", "plain", VARIABLES)
+    asked = f"{USER}Yes?{END}{ASSISTANT}"
+    assert masked(plain, [*ASKED, *ASKED]) == [
+        f"{asked}\u00abNo.<|im_end|>\n\u00bb{asked}\u00abNo.<|im_end|>\n</s>\u00bb"
+    ]
+
+
+@pytest.mark.judge
+@pytest.mark.parametrize("name", CONVENTIONS)
+def test_blocks_of_every_convention_are_masked_as_transformers_does(name, tmp_path):
+    pytest.importorskip("transformers", reason="the judge is transformers")
+    from make_golden_chats import judge
+
+    used, chat = convention(name), [*ASKED, *ASKED]
+    theirs = judge(tmp_path).apply_chat_template(
+        chat, chat_template=used.source, return_dict=True, return_assistant_tokens_mask=True
+    )
+    (sample,) = samples(used, Chat(chat), TrainOn(), SPECIAL)
+    encoding = chat_tokenizer().encode(sample.text, add_special_tokens=False)
+    assert encoding.ids == list(theirs["input_ids"])
+    ours, spoken = trained_tokens(encoding, sample.text, sample.spans), np.array(theirs["assistant_masks"], bool)
+    assert ours[spoken].all()
+    assert [encoding.tokens[at] for at in np.flatnonzero(ours & ~spoken)] == ["<|im_end|>"] * 2 * (
+        name == "end outside"
+    )
+
+
 def test_a_generation_block_that_some_turns_lack_is_refused():
     some = GENERATION.replace("m.role == 'assistant'", "m.role == 'assistant' and loop.last")
     with pytest.raises(RenderError, match="message 3 has no generation block"):
@@ -275,6 +371,34 @@ def test_tools_and_calls_that_a_template_does_not_write_are_named(name, lost):
 def test_pad_and_eos_may_be_the_same():
     same = ChatTemplate(template("zephyr").source, "same", {"bos_token": BOS, "eos_token": EOS, "pad_token": EOS})
     assert masked(same, "one") == masked("zephyr", "one")
+
+
+@pytest.mark.parametrize(
+    ("train_on", "untrained", "expected"),
+    [
+        (None, {2}, "{v}{u}What is in the box?{e}{a}Nothing.{e}{u}And?{e}{a}\u00abYes.<|im_end|>\u00bb\n"),
+        (None, {0, 1, 3}, "{v}{u}What is in the box?{e}{a}\u00abNothing.<|im_end|>\u00bb\n{u}And?{e}"
+                          "{a}\u00abYes.<|im_end|>\u00bb\n"),
+        (None, {2, 4}, "{v}{u}What is in the box?{e}{a}Nothing.{e}{u}And?{e}{a}Yes.{e}"),
+        ("last", {4}, "{v}{u}What is in the box?{e}{a}Nothing.{e}{u}And?{e}{a}Yes.{e}"),
+        ("last", {2}, "{v}{u}What is in the box?{e}{a}Nothing.{e}{u}And?{e}{a}\u00abYes.<|im_end|>\u00bb\n"),
+        ("user", {3}, "{v}{u}\u00abWhat is in the box?<|im_end|>\u00bb\n{a}Nothing.{e}{u}And?{e}{a}Yes.{e}"),
+        ("all", {2}, "\u00ab{v}{u}What is in the box?{e}{a}\u00bbNothing.<|im_end|>\u00ab\n{u}And?{e}{a}Yes.{e}\u00bb"),
+        ("all", {1, 4}, "\u00ab{v}{u}\u00bbWhat is in the box?<|im_end|>\u00ab\n{a}Nothing.{e}{u}And?{e}{a}\u00bb"
+                        "Yes.<|im_end|>\u00ab\n\u00bb"),
+    ],
+)  # fmt: skip
+def test_turns_whose_messages_say_so_are_context_only(train_on, untrained, expected):
+    chat = [*LONG[:3], {"role": "user", "content": "And?"}, {"role": "assistant", "content": "Yes."}]
+    found = samples(template("chatml"), Chat(chat, None, frozenset(untrained)), TrainOn.parse(train_on), SPECIAL)
+    assert [marked(sample) for sample in found] == [expected.format(v=VERSE, u=USER, a=ASSISTANT, e=END)]
+
+
+def test_a_turn_that_is_left_out_of_all_and_stands_there_otherwise_is_refused():
+    chat = Chat(REASONED, None, frozenset({1}))
+    with pytest.raises(RenderError, match="message 2, which is not to be trained, otherwise once others follow"):
+        samples(template("qwen3"), chat, TrainOn.parse("all"), SPECIAL)
+    assert len(samples(template("qwen3"), chat, TrainOn(), SPECIAL)) == 1
 
 
 def test_a_chat_of_the_user_alone_trains_nothing():

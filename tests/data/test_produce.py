@@ -26,7 +26,7 @@ from llmq.data.records import Record
 from llmq.data.request import Request
 from llmq.data.sources import Found, find
 from llmq.data.token_file import TokenFile
-from llmq.data.tokenize import cache_entry, cached, tokenize_data
+from llmq.data.tokenize import cache_entry, cached, settled, tokenize_data
 from llmq.data.tokenizer import TextTokenizer
 from llmq.errors import DataError, StorageError
 
@@ -283,7 +283,7 @@ def test_what_decides_on_the_tokens_decides_on_the_entry(tmp_path: Path, small_t
     template = tmp_path / "t.jinja"
     template.write_text("{{ messages }}")
     others = [
-        entry(0.2), entry(0.0), entry(train_on="all"), entry(seq_len=5), entry(seq_len=5, overlong="drop"),
+        entry(0.2), entry(0.0), entry(train_on="all"), entry(seq_len=5), entry(seq_len=6), entry(overlong="drop"),
         entry(chat_template="{{ x }}"), entry(chat_template=str(template)),
     ]  # fmt: skip
     template.write_text("{{ messages }} ")
@@ -291,6 +291,44 @@ def test_what_decides_on_the_tokens_decides_on_the_entry(tmp_path: Path, small_t
     path.write_text(path.read_text() + '{"question": "a", "answer": "b"}\n')
     others.append(entry())
     assert len({first, *others}) == len(others) + 1
+
+
+def test_text_has_one_entry_for_all_lengths_and_chats_one_for_each(tmp_path: Path, small_tokenizer: Path) -> None:
+    """Which it is, is not asked of the rows where an entry is there."""
+    tokenizer = TextTokenizer.open(str(small_tokenizer))
+    (tmp_path / "a.jsonl").write_text("".join(json.dumps({"text": f"{n} ships"}) + "\n" for n in range(40)))
+    reads: list[str] = []
+
+    class Asked(Request):
+        def has_turns(self) -> bool:
+            reads.append(self.found.title)
+            return super().has_turns()
+
+    def ask(path: Path, seq_len: int, overlong: str = "turns") -> Request:
+        options = EncodeOptions(seq_len=seq_len, overlong=overlong)
+        return settled(Asked(find(inputs=[str(path)]), tokenizer, options))
+
+    asked: dict[str, Any] = {"on_progress": lambda done, total: None, "say": lambda text: None}
+    pairs = rows(tmp_path)
+    for path, entries in ((tmp_path / "a.jsonl", 1), (text(tmp_path), 1), (pairs, 2)):
+        reads.clear()
+        made = {cache_entry(ask(path, seq_len)) for seq_len in (30, 40)}
+        assert len(made) == entries and len(reads) == (0 if path.suffix == ".txt" else 2)
+        for seq_len in (30, 40):
+            cached(ask(path, seq_len), **asked)
+        reads.clear()
+        assert {cache_entry(ask(path, seq_len)) for seq_len in (30, 40)} == made and not reads
+        assert len({cache_entry(ask(path, seq_len, "drop")) for seq_len in (30, 40)} | made) == 2 + len(made)
+
+
+def test_notes_on_rows_are_told_by_every_call_that_finds_them(tmp_path: Path, small_tokenizer: Path) -> None:
+    tokenizer, told = TextTokenizer.open(str(small_tokenizer)), []
+    request = Request(find(inputs=[str(rows(tmp_path))]), tokenizer, EncodeOptions(seq_len=22))
+    for _ in range(2):
+        said: list[str] = []
+        cached(request, on_progress=lambda done, total: None, say=said.append)
+        told.append([text for text in said if "rows of more than 22 tokens are left out, as no" in text])
+    assert told[0] == told[1] and len(told[0]) == 1
 
 
 def test_what_a_template_is_and_sees_decides_on_the_entry(tmp_path: Path, monkeypatch, small_tokenizer: Path) -> None:
@@ -481,7 +519,10 @@ def test_data_that_trains_nothing_leaves_nothing(tmp_path: Path, small_tokenizer
     with pytest.raises(DataError, match=r"the evaluation data has not one token.*--eval-fraction 0"):
         tokenize_data(**arguments, say=said.append)
     assert not list((tmp_path / "out").iterdir()) and not any("goes on from there" in text for text in said)
-    encode = EncodeOptions(seq_len=2)  # only the beginning of the question is left
-    with pytest.raises(DataError, match=r"the training data has not one token.*3 of 3 rows have no trained token"):
-        tokenize_data(**arguments, eval_fraction=0, encode=encode)
+    for overlong, why in (
+        ("truncate", "3 of 3 rows have no trained token"),  # only the beginning of the question is left
+        ("turns", r"documents, 3 of 3 rows are too long: --seq-len 17 keeps all\)"),
+    ):
+        with pytest.raises(DataError, match=f"the training data has not one token.*{why}"):
+            tokenize_data(**arguments, eval_fraction=0, encode=EncodeOptions(seq_len=2, overlong=overlong))
     assert not list((tmp_path / "out").iterdir())
