@@ -39,7 +39,7 @@ def pytest_configure(config):
         if signal.getsignal(number) is signal.SIG_IGN:
             signal.signal(number, handler)
     signal.pthread_sigmask(signal.SIG_UNBLOCK, usual)
-    judges = ("torch", "transformers", "uv", "cuda.bindings")  # our own folder `cuda` is a package `cuda`, too
+    judges = ("torch", "transformers", "trl", "uv", "cuda.bindings")  # our own folder `cuda` is a package `cuda`, too
     missing = [name for name in judges if not importlib.util.find_spec(name)]
     if config.getoption("--judges") and missing:
         raise pytest.UsageError(f"--judges needs {' and '.join(missing)}: tools/test.sh --judges installs them")
