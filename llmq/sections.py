@@ -12,7 +12,7 @@ import re
 from collections.abc import Iterator, Sequence
 from typing import Annotated, Any, Literal
 
-from pydantic import BeforeValidator
+from pydantic import BeforeValidator, Field
 
 from llmq.section import Float, Floats, Int, Path, Paths, Section, Text, Texts, describe, flag, option
 
@@ -38,6 +38,7 @@ def _file_at_home(value: Any) -> Any:
 
 
 Template = Annotated[Text, BeforeValidator(_file_at_home)]
+Chunks = Literal["auto"] | Annotated[Int, Field(ge=1, le=LARGEST_STEP)]
 Checkpoint = Annotated[int | Path | None, BeforeValidator(_which_checkpoint)]
 
 
@@ -271,8 +272,10 @@ class MemoryOptions(Section):
     lmhead_chunks: Int = option(
         0, "Chunks of the logits, so that they are never whole in memory; 0 chooses by size.", ge=0, le=LARGEST_STEP
     )
-    attn_bwd_chunks: Int = option(
-        1, "Chunks of the batch in attention's backward, for a smaller workspace.", ge=1, le=LARGEST_STEP
+    attn_bwd_chunks: Chunks = option(
+        "auto",
+        "Chunks of the batch in attention's backward, for a smaller workspace (same bits); auto takes as few as fit.",
+        metavar="auto|INT",
     )
 
 

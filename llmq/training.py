@@ -227,7 +227,7 @@ class _Run:
         """
         job, old, names = self.job, self.job.plan, ", ".join(sites)
         try:
-            plan = job.replan(old.precision.without(sites))
+            plan = job.replan(old.precision.without(sites), old.total_bytes)
             free = device.memory_bytes(job.device)[1] + old.total_bytes
             refuse_if_too_large(plan, free, job.backend.scratch_bytes)
         except MemoryLimitError as error:
