@@ -102,7 +102,14 @@ def prepare(options: Options, log: RunLog) -> Job:
     parameters = None if resume else initial_parameters(source, parameter_rows(source.config), seed)
     given = None if source.from_scratch else source.tokenizer_folder  # from scratch, the data's tokenizer is exported
     named = open_named(options.source, source, plan_only=_plans_only(options.run), say=log.say)
-    data = open_data(options.data, source.config.vocab_size, seed, tokenizer=given, named=named)
+    dtypes = precision.resolve(options.precision, source.config.num_layers)
+    cannot_pack = device.packing_problem(where, dtypes.model)
+    data = open_data(
+        options.data, source.config.vocab_size, seed, tokenizer=given, named=named, cannot_pack=cannot_pack
+    )
+    before = load_state(resume) if resume else {}
+    if before:
+        data.layout.refuse_other(before)
     config = _with_end_tokens(source, data.end_token_ids())
     if data.seq_len > config.max_position:
         log.say(
@@ -111,13 +118,11 @@ def prepare(options: Options, log: RunLog) -> Job:
         )
         config = replace(config, max_position=data.seq_len)
     schedule = make_schedule(options.schedule, data.train.num_windows, data.samples_per_step)
-    before = load_state(resume) if resume else {}
     if before and before["step"] > schedule.steps:
         raise UsageError(
             f"{resume} is of step {before['step']}, and this run ends after {schedule.steps}: raise --steps or "
             "--epochs, or continue from an earlier checkpoint"
         )
-    dtypes = precision.resolve(options.precision, config.num_layers)
     b, t = data.batch_size, data.seq_len
     logit_bytes = padded_vocab(config) * DTYPES[dtypes.model].itemsize
     gpu_bytes = device.memory_bytes(where)[0] if where.kind == "cuda" else 0

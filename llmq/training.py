@@ -324,6 +324,7 @@ class _Run:
             "eval_loss": to_json(self.result.eval_loss),
             "options": job.options,
             "must_match": job.must_match,
+            "row_layout": job.data.layout.kind,
             "algorithms": job.backend.algorithms,
             "sites": {"matmul": job.plan.precision.matmul, "wide": list(job.plan.precision.wide)},
             "fp8": {"low": dict(self.fp8.low if low is None else low), "fell_back": self.fell_back},
