@@ -37,6 +37,7 @@ PEAK_SIZES = (256, 512, 1024)  # of square matrices; one that would take longer 
 CUDA_PEAK_SIZE = 4096
 PEAK_DRAWN = 1_048_573  # random numbers that fill its matrices: a prime, so that no row repeats another
 OLDEST_FP8 = (8, 9)  # compute capability
+OLDEST_PACKING = (9, 0)  # for which cuDNN has attention on documents of unequal lengths (9.19)
 HOPPER = (9, 0)  # the only one for which cuBLASLt has scales per row and per 128 numbers (as of 13.1)
 
 
@@ -122,6 +123,16 @@ def refuse_dtypes(device: Device, *dtypes: str, scaling: str = "delayed", option
             f"such scales for no other, and {_gpu_name(device)} has {cuda_driver.dotted(device.capability)}: use "
             "--fp8-scaling delayed or current"
         )
+
+
+def packing_problem(device: Device, dtype: str) -> str | None:
+    """Why attention of activations in `dtype` does not take packed rows on the device; None if it does."""
+    if device.kind == "cpu" or dtype != "bf16" or device.capability >= OLDEST_PACKING:
+        return None
+    return (
+        f"packed rows in bf16 need a GPU of compute capability {cuda_driver.dotted(OLDEST_PACKING)} or later, and "
+        f"{_gpu_name(device)} has {cuda_driver.dotted(device.capability)}"
+    )
 
 
 def has_fp8(device: Device) -> bool:

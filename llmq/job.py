@@ -26,7 +26,7 @@ from llmq.hf import Export, finish_export, open_export, refuse_taken
 from llmq.log import RunLog
 from llmq.options import Options
 from llmq.plan import memory, precision
-from llmq.plan.advice import refuse_if_too_large
+from llmq.plan.advice import refuse_if_too_large, with_fitting_chunks
 from llmq.plan.plan import Plan, make_plan
 from llmq.plan.precision import Precision
 from llmq.rows import Row, num_parameters, padded_vocab, parameter_rows
@@ -56,7 +56,7 @@ class Job:
     options: dict[str, Any]
     continue_command: str
     watching: precision.Watching
-    replan: Callable[[Precision], Plan]
+    replan: Callable[[Precision, int], Plan]  # where so many more bytes are free than now
     plans_only: bool
     gpu: GpuWatch
     speed: GemmSpeed | None
@@ -102,7 +102,14 @@ def prepare(options: Options, log: RunLog) -> Job:
     parameters = None if resume else initial_parameters(source, parameter_rows(source.config), seed)
     given = None if source.from_scratch else source.tokenizer_folder  # from scratch, the data's tokenizer is exported
     named = open_named(options.source, source, plan_only=_plans_only(options.run), say=log.say)
-    data = open_data(options.data, source.config.vocab_size, seed, tokenizer=given, named=named)
+    dtypes = precision.resolve(options.precision, source.config.num_layers)
+    cannot_pack = device.packing_problem(where, dtypes.model)
+    data = open_data(
+        options.data, source.config.vocab_size, seed, tokenizer=given, named=named, cannot_pack=cannot_pack
+    )
+    before = load_state(resume) if resume else {}
+    if before:
+        data.layout.refuse_other(before)
     config = _with_end_tokens(source, data.end_token_ids())
     if data.seq_len > config.max_position:
         log.say(
@@ -111,13 +118,11 @@ def prepare(options: Options, log: RunLog) -> Job:
         )
         config = replace(config, max_position=data.seq_len)
     schedule = make_schedule(options.schedule, data.train.num_windows, data.samples_per_step)
-    before = load_state(resume) if resume else {}
     if before and before["step"] > schedule.steps:
         raise UsageError(
             f"{resume} is of step {before['step']}, and this run ends after {schedule.steps}: raise --steps or "
             "--epochs, or continue from an earlier checkpoint"
         )
-    dtypes = precision.resolve(options.precision, config.num_layers)
     b, t = data.batch_size, data.seq_len
     logit_bytes = padded_vocab(config) * DTYPES[dtypes.model].itemsize
     gpu_bytes = device.memory_bytes(where)[0] if where.kind == "cuda" else 0
@@ -136,17 +141,9 @@ def prepare(options: Options, log: RunLog) -> Job:
     settings = device.backend_settings(options.system, where)
     backend = open_backend(kind, algorithms=algorithms or None, **settings)
     scratch = backend.scratch_bytes
-    if is_auto and "sites" in before:
-        dtypes = replace(dtypes, matmul=before["sites"]["matmul"], wide=tuple(before["sites"]["wide"]))
-    elif is_auto:
-        if where.planned:
-            raise UsageError("--matmul-dtype auto times a GPU, and --gpu names one that is not here: use bf16 or e4m3")
-        sizes = {"batch_size": b, "seq_len": t, "grad_accumulation": data.grad_accumulation}
-        dtypes, timing = auto.choose(config, dtypes, limits, backend, **sizes)
-        log.matmuls(timing.rows(dtypes.model))
 
-    def planned(dtypes: Precision) -> Plan:
-        return make_plan(
+    def planned(dtypes: Precision, given_back: int = 0) -> Plan:
+        plan = make_plan(
             config,
             dtypes,
             limits,
@@ -158,7 +155,19 @@ def prepare(options: Options, log: RunLog) -> Job:
             observe=watching.every > 0,
             scratch_bytes=scratch,
         )
+        if not memory.chooses_attention_chunks(options.memory):
+            return plan
+        # What is free is asked here, as planning loads cuDNN's kernels.
+        return with_fitting_chunks(plan, device.memory_bytes(where)[1] + given_back, scratch)
 
+    if is_auto and "sites" in before:
+        dtypes = replace(dtypes, matmul=before["sites"]["matmul"], wide=tuple(before["sites"]["wide"]))
+    elif is_auto:
+        if where.planned:
+            raise UsageError("--matmul-dtype auto times a GPU, and --gpu names one that is not here: use bf16 or e4m3")
+        sizes = {"batch_size": b, "seq_len": t, "grad_accumulation": data.grad_accumulation}
+        dtypes, timing = auto.choose(config, dtypes, planned(dtypes).memory, backend, **sizes)
+        log.matmuls(timing.rows(dtypes.model))
     plan = planned(dtypes)
     tokenizer = (data.tokenizer_folder() if source.from_scratch else None) or source.tokenizer_folder
     job = Job(
@@ -184,12 +193,13 @@ def prepare(options: Options, log: RunLog) -> Job:
     _describe(job, log)
     strict = where.kind == "cuda" and settings["deterministic"]
     relaxed = open_backend("planned", deterministic=False).scratch_bytes if strict else None
-    refuse_if_too_large(plan, device.memory_bytes(where)[1], scratch, relaxed)
+    free = device.memory_bytes(where)[1]
+    refuse_if_too_large(plan, free, scratch, relaxed)
     first, last = before.get("step", 0) + 1, schedule.steps
     saved = (checkpoints.folder, checkpoints.peak_bytes(job.checkpoint_bytes, first, max(first, last)))
     needs = {"the checkpoints": saved, "the model": (job.export.folder, job.export.check(room=not where.planned))}
     if _plans_only(options.run):
-        log.say(f"On {where.kind}: {shown(plan.total_bytes)} of {shown(device.memory_bytes(where)[1])} that are free")
+        log.say(f"On {where.kind}: {shown(plan.total_bytes)} of {shown(free)} that are free")
         log.say("On disk: " + ", ".join(f"{what} {shown(size)}" for what, (_, size) in needs.items()))
     if not where.planned:
         check_free_space(needs)
@@ -224,4 +234,6 @@ def _describe(job: Job, log: RunLog) -> None:
     total, free = device.memory_bytes(job.device)
     left = max(free - plan.total_bytes, 0) / MIB
     hint = "a larger --batch-size" + (", or fewer --recompute flags," if plan.memory.flags else "") + " would use them"
+    if (chunks := plan.memory.attention_chunks) > 1 and job.options["attn_bwd_chunks"] == memory.AUTO:
+        log.say(f"Attention's backward runs in {chunks} chunks of the batch, so that it needs less memory")
     log.allocator({**table, "Free": left, "Reserved": max(total - free, 0) / MIB, "Other": other}, hint=hint)

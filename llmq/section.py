@@ -77,7 +77,10 @@ class Section(BaseModel):
 
 @dataclass(frozen=True)
 class Description:
-    """One option as a shell needs it: `kind` is flag (true or false), repeatable, optional_value or value."""
+    """One option as a shell needs it.
+
+    `kind` is flag (true or false), switch (a flag that takes other values, too), repeatable, optional_value or value.
+    """
 
     key: str  # learning_rate; the field's name, but `continue` for `continue_`
     field: str

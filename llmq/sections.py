@@ -12,7 +12,7 @@ import re
 from collections.abc import Iterator, Sequence
 from typing import Annotated, Any, Literal
 
-from pydantic import BeforeValidator
+from pydantic import BeforeValidator, Field
 
 from llmq.section import Float, Floats, Int, Path, Paths, Section, Text, Texts, describe, flag, option
 
@@ -37,7 +37,17 @@ def _file_at_home(value: Any) -> Any:
     return path if isinstance(path, str) and os.path.isfile(path) else value
 
 
+def _how_to_pack(value: Any) -> Any:
+    known = {"true": True, "false": False, "yes": True, "no": False, "on": True, "off": False, "1": True, "0": False}
+    found = known.get(value.lower(), value) if isinstance(value, str) else value
+    if found in (None, True, False, "windows"):
+        return found
+    raise ValueError("give windows, true (the same as --packing) or false (--no-packing)")
+
+
+Packing = Annotated[Literal["windows"] | bool | None, BeforeValidator(_how_to_pack)]
 Template = Annotated[Text, BeforeValidator(_file_at_home)]
+Chunks = Literal["auto"] | Annotated[Int, Field(ge=1, le=LARGEST_STEP)]
 Checkpoint = Annotated[int | Path | None, BeforeValidator(_which_checkpoint)]
 
 
@@ -95,17 +105,20 @@ class DataOptions(Section):
     augment: Text | None = option(
         None, "Noise on the input tokens of training: token-dropout=P,span-shuffle=P, or one of them.", metavar="LIST"
     )
-    packing: bool | None = option(
+    packing: Packing = option(
         None,
-        "Pack whole documents into rows, each with its own positions and attention; --no-packing pads: one to a row.",
-        shown="neither: windows run on across documents",
+        "Pack whole documents into rows, each with its own positions and attention; --no-packing pads: one to a row; "
+        "--packing=windows cuts through documents every --seq-len tokens.",
+        shown="packed where the data is rows (padded on a GPU that cannot pack), windows where it is text or tokens",
+        metavar="[windows]",
+        kind="switch",
     )
     max_docs: Int | None = option(
-        None, "With --packing: most documents of a row.", shown="as few as fill the rows", ge=1, le=LARGEST_STEP
+        None, "Most documents of a packed row.", shown="as few as fill the rows", ge=1, le=LARGEST_STEP
     )
 
     def contradictions(self) -> Iterator[str]:
-        if self.max_docs is not None and not self.packing:
+        if self.max_docs is not None and self.packing in (False, "windows"):
             yield f"--max-docs {self.max_docs} is for packed rows: add --packing, or leave it out"
         elif self.max_docs is not None and self.max_docs > self.seq_len:
             yield f"--max-docs {self.max_docs} is more than the --seq-len {self.seq_len} tokens of a row: use fewer"
@@ -273,8 +286,10 @@ class MemoryOptions(Section):
     lmhead_chunks: Int = option(
         0, "Chunks of the logits, so that they are never whole in memory; 0 chooses by size.", ge=0, le=LARGEST_STEP
     )
-    attn_bwd_chunks: Int = option(
-        1, "Chunks of the batch in attention's backward, for a smaller workspace.", ge=1, le=LARGEST_STEP
+    attn_bwd_chunks: Chunks = option(
+        "auto",
+        "Chunks of the batch in attention's backward, for a smaller workspace (same bits); auto takes as few as fit.",
+        metavar="auto|INT",
     )
 
 

@@ -227,7 +227,7 @@ class _Run:
         """
         job, old, names = self.job, self.job.plan, ", ".join(sites)
         try:
-            plan = job.replan(old.precision.without(sites))
+            plan = job.replan(old.precision.without(sites), old.total_bytes)
             free = device.memory_bytes(job.device)[1] + old.total_bytes
             refuse_if_too_large(plan, free, job.backend.scratch_bytes)
         except MemoryLimitError as error:
@@ -324,6 +324,7 @@ class _Run:
             "eval_loss": to_json(self.result.eval_loss),
             "options": job.options,
             "must_match": job.must_match,
+            "row_layout": job.data.layout.kind,
             "algorithms": job.backend.algorithms,
             "sites": {"matmul": job.plan.precision.matmul, "wide": list(job.plan.precision.wide)},
             "fp8": {"low": dict(self.fp8.low if low is None else low), "fell_back": self.fell_back},

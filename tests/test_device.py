@@ -1,5 +1,6 @@
 """The device of a run: the choice, the facts, the memory with a container's limit, the peak rates."""
 
+import re
 import sys
 import time
 from importlib.metadata import version
@@ -118,6 +119,27 @@ def test_the_device_is_refused_before_the_model_is_opened(machine, monkeypatch):
     monkeypatch.setattr("llmq.job.open_source", lambda options: pytest.fail("opened"))
     with pytest.raises(UsageError, match=r"compute capability 7\.5, below 8\.0"):
         llmq.train(model="someone/model", train_file="t.bin", device="cuda")
+
+
+@pytest.mark.parametrize(
+    ("name", "dtype", "problem"),
+    [
+        (
+            "A100 80GB",
+            "bf16",
+            r"packed rows in bf16 need a GPU of compute capability 9\.0 or later, and A100.* has 8\.0",
+        ),
+        ("RTX 4090", "bf16", r"compute capability 9\.0 or later, and RTX 4090 .* has 8\.9"),
+        ("RTX 4090", "fp32", None),
+        ("H200", "bf16", None),
+        (None, "bf16", None),
+    ],
+)
+def test_packed_rows_in_bf16_need_hopper(name, dtype, problem):
+    """Our own kernels for f32, and the CPU, take them everywhere."""
+    where = Device("cuda", planned=gpus.named(name)) if name else device.CPU
+    found = device.packing_problem(where, dtype)
+    assert found is None if problem is None else re.search(problem, found)
 
 
 @pytest.mark.parametrize("scaling", ["rowwise", "blockwise"])

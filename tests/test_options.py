@@ -54,7 +54,7 @@ DEFAULTS = {
     "recompute_att": False,
     "recompute_block": False,
     "lmhead_chunks": 0,
-    "attn_bwd_chunks": 1,
+    "attn_bwd_chunks": "auto",
     "steps": None,
     "epochs": 1.0,
     "learning_rate": 1e-5,

@@ -8,7 +8,7 @@ from tiny_runs import tiny_options, weights_of
 
 import llmq
 from llmq.data.token_file import TokenWriter
-from llmq.errors import DataError, UsageError
+from llmq.errors import MemoryLimitError, UsageError
 from llmq.report.read import read_log
 
 T = 24
@@ -78,34 +78,66 @@ def test_a_checkpoint_of_other_rows_is_refused(given):
     llmq.train(**given)
     with pytest.raises(UsageError, match=r"training samples|documents of a row"):
         llmq.train(**{**given, "continue": "auto", "max_docs": 2, "steps": 9, "overwrite": True})
-    with pytest.raises(UsageError, match=r"documents of a row: .* in the checkpoint, not set now"):
+    with pytest.raises(UsageError, match=r"trained on packed rows, .* on windows .*: add --packing to continue it"):
         llmq.train(**{**given, "continue": "auto", "packing": None, "steps": 9, "overwrite": True})
 
 
-def test_too_few_rows_name_both_numbers(given):
-    with pytest.raises(DataError, match=r"rows of seq_len 24.*needs 200"):
-        llmq.train(**{**given, "grad_accumulation": 100})
+def test_fewer_rows_than_a_step_takes_are_trained_more_than_once(given):
+    result = llmq.train(**{**given, "grad_accumulation": 100, "steps": 1})
+    said = given["console"].getvalue()
+    assert " rows and a step takes 200, so that it sees rows more than once: a smaller --grad-accumulation" in said
+    (epochs,) = read_log(result.log_path).train["epoch"]
+    assert 1 < epochs == 200 / int(said.split("the data has ")[1].split()[0])
 
 
-@pytest.mark.slow
-def test_a_dry_run_plans_packed_rows_for_a_gpu_that_is_not_here(given):
-    assert llmq.train(**given, dry_run=True, device="cuda", gpu="H200").exit_code == 0
-    large = {"model_dtype": "bf16", "batch_size": 64, "seq_len": 8192, "model": "Qwen2.5-0.5B"}
+@pytest.fixture
+def large(given):
+    """A run on 16 rows of 8192 tokens, one filled by a document and others by many, planned for an H200."""
     with TokenWriter("long.bin", vocab_size=97) as file:
         for _ in range(50):
             for length in (8192, *[1000] * 16):
                 file.append(np.ones(length, np.int32))
                 file.end_document()
-    asked = {
+    return {
         **given,
-        **large,
+        "model": "Qwen2.5-0.5B",
+        "model_dtype": "bf16",
+        "batch_size": 16,
+        "seq_len": 8192,
         "train_file": "long.bin",
         "eval_file": None,
         "eval_every_n_steps": 0,
-        "lmhead_chunks": 64,
+        "recompute_block": True,
+        "dry_run": True,
+        "device": "cuda",
+        "gpu": "H200",
     }
-    with pytest.raises(llmq.errors.MemoryLimitError, match="--no-deterministic needs"):
-        llmq.train(**asked, recompute_block=True, dry_run=True, device="cuda", gpu="H200")
+
+
+def test_a_dry_run_plans_packed_rows_for_a_gpu_that_is_not_here(given):
+    assert llmq.train(**given, dry_run=True, device="cuda", gpu="H200").exit_code == 0
+
+
+@pytest.mark.slow
+def test_what_fits_dense_fits_packed(large):
+    """Whole, attention's workspace would be 8 times that of dense rows, as a row has 8 places of 8192 tokens."""
+    llmq.train(**{**large, "packing": None})
+    assert "chunks of the batch" not in large["console"].getvalue()
+    llmq.train(**large)
+    said = large["console"].getvalue()
+    chunks = int(said.split("Attention's backward runs in ")[1].split()[0])
+    assert 1 < chunks < 16
+    with pytest.raises(MemoryLimitError, match=r"--no-deterministic needs .*, --attn-bwd-chunks 16 needs"):
+        llmq.train(**large, attn_bwd_chunks=1)
+
+
+@pytest.mark.slow
+def test_where_no_chunks_are_enough_the_other_attention_is_proposed(large):
+    """For one row, 14 heads take 42 GiB for the 24 documents of 8192 tokens that there might be."""
+    large |= {"batch_size": 2, "gpu": "RTX 5090", "max_docs": 24}
+    with pytest.raises(MemoryLimitError, match=r"with attention's backward in 2 chunks, .*: --no-deterministic needs"):
+        llmq.train(**large)
+    llmq.train(**large, deterministic=False)
 
 
 def test_the_options_are_kept_in_the_log(given):

@@ -91,8 +91,13 @@ def test_the_held_out_loss_is_that_of_the_exported_model(made):
     places, outcome = made
     engine = open_engine(places.model, seq_len=TINY.seq_len)
     tokens = TokenFile.open(places.eval_file).tokens
-    starts = range(0, len(tokens) - TINY.seq_len, TINY.seq_len)
-    sums = [engine.evaluate(tokens[s : s + 32][None], tokens[s + 1 : s + 33][None]) for s in starts]
+    sums = []
+    for start in range(0, len(tokens) - 1, TINY.seq_len):
+        inputs, targets = np.zeros((1, TINY.seq_len), np.int32), np.full((1, TINY.seq_len), -100, np.int32)
+        stop = min(start + TINY.seq_len, len(tokens) - 1)
+        inputs[0, : stop - start], targets[0, : stop - start] = tokens[start:stop], tokens[start + 1 : stop + 1]
+        sums.append(engine.evaluate(inputs, targets))
+    assert sum(count for _, count in sums) == len(tokens) - 1
     loss = math.fsum(loss for loss, _ in sums) / sum(count for _, count in sums)
     assert loss == pytest.approx(outcome.eval_loss, rel=1e-5)
 

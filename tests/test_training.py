@@ -13,19 +13,24 @@ from types import SimpleNamespace
 
 import numpy as np
 import pytest
+from tiny_engines import plan_of
 from tiny_runs import T, tiny_options, weights_of
 
 import llmq
 from llmq import auto, job, training
+from llmq.backends.host import HostBackend
 from llmq.cli import shell
 from llmq.cli.train import command as train_command
 from llmq.data.loader import open_data
 from llmq.data.stream import Stream, StreamedDocument
 from llmq.data.token_file import TokenWriter
+from llmq.engine import Engine
 from llmq.errors import DataError, MemoryLimitError, NonFiniteError, StorageError, UsageError
 from llmq.fp8_watch import CopyError
 from llmq.log import EvalRecord
 from llmq.report.read import read_log
+from llmq.sections import ModelOptions
+from llmq.source import initial_parameters, open_source
 from llmq.training import NON_FINITE_LIMIT
 
 ROOT = Path(__file__).parents[1]
@@ -277,9 +282,35 @@ def test_too_little_memory_names_the_option_that_helps(given, monkeypatch):
         llmq.train(**given)
 
 
-def test_too_little_data_names_both_numbers(given):
-    with pytest.raises(DataError, match=r"40 windows.*needs 64"):
-        llmq.train(**{**given, "grad_accumulation": 32})
+def test_windows_of_less_than_a_step_are_trained_more_than_once(given):
+    """As chats are, since the end of an epoch wraps into the next anyway."""
+    result = llmq.train(**{**given, "grad_accumulation": 32, "epochs": 2, "steps": None})
+    assert result.steps == 2 and list(read_log(result.log_path).train["epoch"]) == [64 / 40, 128 / 40]
+    assert "40 windows and a step takes 64, so that it sees windows more than once" in given["console"].getvalue()
+
+
+def test_an_evaluation_is_the_mean_over_every_trained_token(given):
+    """By hand: the windows of two files one by one, each as long as it is, without padding."""
+    rng, files, trained, total = np.random.default_rng(1), ("one.bin", "two.bin"), 0, 0.0
+    tokens = [rng.integers(0, 97, count).astype(np.int32) for count in (2 * T + 6, T - 3)]
+    masks = [rng.random(len(ids)) < 0.7 for ids in tokens]
+    for name, ids, mask in zip(files, tokens, masks, strict=True):
+        with TokenWriter(name, vocab_size=97, has_masks=True) as file:
+            file.append(ids, mask)
+    result = llmq.train(**{**given, "eval_file": files, "steps": 1, "warmup": 0, "learning_rate": 0})
+    source = open_source(ModelOptions(model=str(result.model_path)))
+    for ids, mask in zip(tokens, masks, strict=True):
+        aims = np.where(mask, ids, -100)
+        for start in range(0, len(ids) - 1, T):
+            stop = min(start + T, len(ids) - 1)
+            plan = plan_of(config=source.config, batch_size=1, seq_len=stop - start)
+            engine = Engine(plan, HostBackend())
+            engine.load(initial_parameters(source, plan.rows, 0))
+            loss, count = engine.evaluate(ids[None, start:stop], aims[None, start + 1 : stop + 1])
+            total, trained = total + loss, trained + count
+    (counted,) = read_log(result.log_path).eval["trained_tokens"]
+    assert counted == trained == sum(int(mask[1:].sum()) for mask in masks)
+    assert result.eval_loss == pytest.approx(total / trained, rel=1e-6)  # about 40 losses in f32
 
 
 def test_steps_that_stay_non_finite_end_the_run_with_the_weights_as_they_were(given):

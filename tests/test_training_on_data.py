@@ -8,15 +8,19 @@ import sys
 import time
 from pathlib import Path
 
+import numpy as np
 import pytest
 from tiny_engines import tiny
 from tokenizers import decoders
 
 import llmq
+from llmq import job
 from llmq.config import to_hf
+from llmq.data.loader import open_data
 from llmq.data.token_file import TokenFile
 from llmq.errors import DataError, UsageError
 from llmq.report.read import read_log
+from llmq.sections import DataOptions
 
 sys.path.insert(0, str(Path(__file__).parent / "data"))
 from small_tokenizers import EOS, byte_level, save
@@ -69,7 +73,7 @@ def test_rows_are_tokenized_once_and_trained_by_mask(given, tmp_path):
     said = given["console"].getvalue()
     assert "rows.jsonl: tokenizing into" in said and "question-answer" in said
     trained = train.num_trained
-    assert share == trained / train.num_tokens and f": {trained:,}, {100 * share:.2f}%" in said
+    assert share == trained / train.num_tokens and f"trained tokens      : {trained:,}, " in said
     assert "[Sample] of train.bin" in said and f"?\\x1b[2J[[It is 0.{EOS}]]" in said
     ends = json.loads((result.model_path / "generation_config.json").read_text())["eos_token_id"]
     assert ends == json.loads((train.path.parent / "train.bin.json").read_text())["end_token_ids"][0]
@@ -100,7 +104,7 @@ def test_several_sources_have_weights(given, tmp_path):
     llmq.train(**{**given, "data": ["rows.jsonl", "text.txt"], "weight": [0.25, 0.75], "steps": 8})
     said = given["console"].getvalue()
     assert "rows.jsonl: 25.00% of the tokens" in said and "text.txt: 75.00% of the tokens" in said
-    assert "rows.jsonl: trained tokens" in said and "text.txt: trained tokens" not in said
+    assert "rows.jsonl: trained tokens" in said and "text.txt: rows" in said
     Path("mix.yaml").write_text("- {data: rows.jsonl, weight: 0.25}\n- {data: text.txt, weight: 0.75}\n")
     mixed = {**given, "data": "mix.yaml", "steps": 8, "name": "mixed", "console": io.StringIO()}
     llmq.train(**mixed)
@@ -108,21 +112,143 @@ def test_several_sources_have_weights(given, tmp_path):
     assert list(log) == list(other)
 
 
-def test_rows_are_packed(given):
-    result = llmq.train(**given, packing=True)
-    said = given["console"].getvalue()
-    assert "% full" in said and result.eval_loss > 0
+def layout(given):
+    """What the run said last of its layout and its rows."""
+    lines = [line.partition(":") for line in given["console"].getvalue().splitlines()]
+    return {key.strip(): value.strip() for key, _, value in lines if key.strip() in ("layout", "rows", "eval rows")}
 
 
-def test_a_stream_trains_and_goes_on_with_the_same_bits(given, tmp_path):
-    stream = {**given, "streaming": True, "steps": 12}
+CHAT = "{% for m in messages %}<|{{ m.role }}|>{{ m.content }}{% endfor %}"
+KINDS_OF_DATA = {  # one document each, and whether it stays whole unless asked otherwise
+    "rows.jsonl": ('{"question": "What is %d?", "answer": "It is a number."}\n', True),
+    "prompts.jsonl": ('{"prompt": "What is %d?", "completion": "It is a number."}\n', True),
+    "chats.jsonl": (
+        '{"messages": [{"role": "user", "content": "%d?"}, {"role": "assistant", "content": "A"}]}\n',
+        True,
+    ),
+    "texts.jsonl": ('{"text": "It is the number %d."}\n', True),
+    "texts.csv": ("text\n", True),
+    "text.txt": ("It is the number %d.\n", False),
+}
+
+
+@pytest.mark.parametrize("name", KINDS_OF_DATA)
+def test_rows_are_packed_and_text_is_cut_by_windows(given, name):
+    line, whole = KINDS_OF_DATA[name]
+    lines = [line % n if "%d" in line else line for n in range(60)]
+    Path(name).write_text("".join(lines) if name != "texts.csv" else "text\n" + "A line of it.\n" * 60)
+    given |= {"chat_template": CHAT, "train_on": "assistant"} if name == "chats.jsonl" else {}
+    given |= {"data": name, "seq_len": 96, "steps": 1}
+    for dry_run in (True, False):
+        llmq.train(**given, dry_run=dry_run)
+        assert layout(given)["layout"].startswith("packed rows (" if whole else "windows (")
+    assert ("documents in each" in layout(given).get("rows", "")) == whole
+
+
+def test_a_packed_run_has_no_answer_without_its_question(given, tmp_path):
+    """Each document of a row begins as one of the data, and what is trained of it follows that."""
+    given |= {"seq_len": 40}
+    llmq.train(**given)
+    train = next(path for path in token_files(tmp_path) if path.name == "train.bin")
+    file = TokenFile.open(train)
+    assert np.diff(file.document_starts).max() <= 40, "no document is longer than a row"
+    options = DataOptions(train_file=[str(train)], seq_len=40, packing=True)
+    data = open_data(options, 420, 0)
+    assert data.train.num_windows == int(layout(given)["rows"].split(",")[0])
+    first = {file.tokens[start : start + 3].tobytes() for start in file.document_starts[:-1].tolist()}
+    rows = data.train.read(np.arange(data.train.num_windows))
+    for tokens, marks in zip(rows.tokens, rows.borders, strict=True):
+        assert all(
+            tokens[at : at + 3].astype(file.tokens.dtype).tobytes() in first for at in marks[marks < 40].tolist()
+        )
+
+
+def test_where_packing_cannot_run_rows_are_padded_and_that_is_said(given):
+    """In bf16 on a card below compute capability 9.0; our own kernels for f32 pack there, too."""
+    given |= {"model_dtype": "bf16", "seq_len": 48}
+    llmq.train(**given)  # on the CPU
+    assert layout(given)["layout"].startswith("packed rows")
+    given |= {"name": "planned", "dry_run": True, "device": "cuda", "gpu": "RTX 4090"}
+    llmq.train(**given)
+    why = "packed rows in bf16 need a GPU of compute capability 9.0 or later, and RTX 4090"
+    why = f"(the data is rows, which stay whole, and {why} (planned for, not used) has 8.9)"
+    assert layout(given)["layout"] == f"padded rows {why}"
+    assert "a document in each" in layout(given)["rows"] and "a document in each" in layout(given)["eval rows"]
+    llmq.train(**{**given, "model_dtype": "fp32"})
+    assert layout(given)["layout"].startswith("packed rows")
+    with pytest.raises(
+        UsageError, match=r"--packing: packed rows .* has 8\.9: use --no-packing, .* --model-dtype fp32"
+    ):
+        llmq.train(**given, packing=True)
+    with pytest.raises(UsageError, match="--max-docs 3 is for packed rows: leave it out"):
+        llmq.train(**given, max_docs=3)
+
+
+def test_a_mixture_with_rows_is_packed_and_one_of_texts_is_not(given):
+    Path("text.txt").write_text("It's the king's 10 ships\n" * 300)
+    Path("more.txt").write_text("It's the queen's 10 ships\n" * 300)
+    mixture = {**given, "weight": [0.5, 0.5], "dry_run": True}
+    llmq.train(**{**mixture, "data": ["text.txt", "rows.jsonl"]})
+    assert layout(given)["layout"].startswith("packed rows")
+    llmq.train(**{**mixture, "data": ["text.txt", "more.txt"]})
+    assert layout(given)["layout"].startswith("windows")
+
+
+@pytest.mark.parametrize("packing", [None, False, "windows"], ids=["packed", "padded", "windows"])
+def test_a_dry_run_knows_the_rows_before_they_are_tokenized(given, packing):
+    """Of data that is as long at its end as at its beginning: what the run itself has, about; also its documents."""
+    given |= {"seq_len": 48, "eval_fraction": 0, "epochs": 1, "steps": None, "packing": packing}
+    planned = {**given, "dry_run": True, "device": "cuda", "gpu": "H200", "model_dtype": "bf16", "batch_size": 512}
+    planned |= {"console": io.StringIO()}
+    llmq.train(**planned)
+    found = []
+    for dry_run in (True, False):
+        llmq.train(**given, dry_run=dry_run)
+        said = given["console"].getvalue().rsplit("[Dataset]", 1)[1]
+        epoch, steps = (int(said.split(key)[1].split()[1]) for key in ("steps per epoch", "  steps   "))
+        assert epoch == steps
+        found.append((steps, said.split("Activations")[1].split()[0]))
+    (steps, activations), (real_steps, real_activations) = found
+    assert steps == pytest.approx(real_steps, rel=0.05) and activations == real_activations
+    llmq.train(**{**planned, "name": "tokenized"})
+    before, after = (text.split()[0] for text in planned["console"].getvalue().split("Workspace")[1:])
+    assert before == after, "the workspace of attention, by the longest document and the documents of a row"
+
+
+def test_a_run_from_before_rows_were_packed_says_what_continues_it(given, monkeypatch):
+    """It had windows, as --packing was left open, and its checkpoint does not say so."""
+    whole = llmq.train(**given, packing="windows")
+    read = job.load_state
+
+    def old(path):
+        state = read(path)
+        del state["row_layout"]
+        return {**state, "options": {**state["options"], "packing": None}}
+
+    monkeypatch.setattr(job, "load_state", old)
+    more = {**given, "continue": "auto", "steps": 8, "overwrite": True}
+    with pytest.raises(
+        UsageError, match=r"trained on windows, and .* on packed rows .*: add --packing=windows to cont"
+    ):
+        llmq.train(**more)
+    assert llmq.train(**more, packing="windows").steps == 8 > whole.steps
+
+
+@pytest.mark.parametrize("packing", [None, False, "windows"], ids=["packed", "padded", "windows"])
+def test_a_stream_trains_and_goes_on_with_the_same_bits(given, tmp_path, packing):
+    stream = {**given, "streaming": True, "steps": 12, "packing": packing}
     whole = llmq.train(**{**stream, "name": "whole"})
     assert not (tmp_path / "cache/tokens").exists()
+    kind = {None: "packed rows (the data is rows", False: "padded rows (by", "windows": "windows (by"}[packing]
+    assert layout(given)["layout"].startswith(kind)
     llmq.train(**{**stream, "ckpt_keep_n": 0})
     parts = llmq.train(**{**stream, "continue": 3, "overwrite": True})
     one, other = (read_log(result.log_path).train["loss"] for result in (whole, parts))
     assert list(one) == list(other)
     assert "a stream" in given["console"].getvalue()
+    changed = "windows" if packing is None else True
+    with pytest.raises(UsageError, match="the checkpoint was trained on"):
+        llmq.train(**{**stream, "continue": 9, "overwrite": True, "packing": changed})
     Path("rows.jsonl").write_text(Path("rows.jsonl").read_text().replace("It is", "They are"))
     with pytest.raises(UsageError, match=r"data, tokenizer and template: .* in the checkpoint, .* now"):
         llmq.train(**{**stream, "continue": 9, "overwrite": True})
@@ -144,8 +270,9 @@ def test_a_stream_evaluates_on_the_validation_split(given, tmp_path):
         ({"data": None, "train_file": "a.bin", "train_on": "all"}, UsageError, "--train-on all is for --data"),
         ({"weight": [1, 2]}, UsageError, "--weight is given 2 times and --data 1 times"),
         ({"streaming": True, "eval_fraction": 0.1}, UsageError, "--eval-fraction 0.1 of a stream"),
-        ({"streaming": True, "packing": True}, UsageError, "--packing needs token files, but a stream has none"),
-        ({"dry_run": True, "packing": False}, UsageError, "--no-packing needs token files, but a dry run"),
+        ({"seq_len": 1}, UsageError, "--seq-len 1: a document of one token has no target: .*--packing=windows"),
+        ({"streaming": True, "seq_len": 1}, UsageError, "--seq-len 1: a document of one token has no target"),
+        ({"data": "text.txt", "max_docs": 3}, UsageError, "--max-docs 3 is for packed rows: add --packing"),
         ({"streaming": True, "data": "text.txt"}, UsageError, "--streaming reads files of rows"),
         ({"streaming": True, "data": "two.yaml"}, UsageError, "--streaming reads one data set, but .*two.yaml names 2"),
         ({"streaming": True, "data": ["a", "b"]}, UsageError, "--streaming reads one data set"),

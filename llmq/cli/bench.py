@@ -65,7 +65,12 @@ def _recipe(command: click.Command) -> click.Command:
     "--recompute", callback=_names, help="Recompute flags without their prefix, with commas between: ffn,att."
 )
 @click.option("--lmhead-chunks", type=click.IntRange(0), default=0, help="Chunks of the logits; 0 chooses.")
-@click.option("--attn-bwd-chunks", type=click.IntRange(1), default=1, help="Chunks of the attention backward.")
+@click.option(
+    "--attn-bwd-chunks",
+    default="auto",
+    metavar=descriptions()["attn_bwd_chunks"].metavar,
+    help=f"As in llmq-train: {descriptions()['attn_bwd_chunks'].help}",
+)
 @click.option(
     "--deterministic/--no-deterministic",
     default=True,

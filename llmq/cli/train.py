@@ -18,7 +18,7 @@ from llmq.section import Description, flag, unknown_option
 
 COLUMN = 34  # where its explanations begin
 STRAY = "every option starts with --; quote a glob ('--train-file=data/*.bin'), or repeat the flag for each file"
-NO_VALUE = "a flag takes no value: --packing turns it on, --no-packing off"
+NO_VALUE = "a flag takes no value: --overwrite turns it on, --no-overwrite off"
 TRUE_OR_FALSE = {"true", "false", "yes", "no", "on", "off", "0", "1"}
 # click stops at the first unknown flag; here all of them are told with the bad values
 UNKNOWN_ALLOWED = {**shell.SETTINGS, "ignore_unknown_options": True, "allow_extra_args": True}
@@ -56,6 +56,11 @@ def _problems(arguments: Sequence[str]) -> list[str]:
     return problems + [unknown_option(name, spellings()) for name in dict.fromkeys(flags)]
 
 
+def _off(key: str) -> str:
+    """The name of what turns a switch off."""
+    return f"no_{key}"
+
+
 def click_option(d: Description, name: str, hidden: bool) -> click.Option:
     """One spelling of an option. Values stay text: llmq.options says what is wrong with them."""
     own = flag(name)
@@ -63,6 +68,7 @@ def click_option(d: Description, name: str, hidden: bool) -> click.Option:
     kinds: dict[str, dict[str, Any]] = {
         "flag": {"is_flag": True},
         "repeatable": {"multiple": True},
+        "switch": {"is_flag": False, "flag_value": "true"},
         "optional_value": {"is_flag": False, "flag_value": "auto"},
         "value": {},
     }
@@ -70,7 +76,17 @@ def click_option(d: Description, name: str, hidden: bool) -> click.Option:
 
 
 class TrainCommand(click.Command):
-    """Help by section."""
+    """Switches that can be turned off, and help by section."""
+
+    def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
+        """Makes `--no-packing` a value of `--packing`."""
+        rest = super().parse_args(ctx, args)
+        for key in (d.key for d in descriptions().values() if d.kind == "switch"):
+            if ctx.params.pop(_off(key)):
+                if ctx.params[key] is not None:
+                    raise click.UsageError(f"{flag(key)} and {flag(_off(key))} are both given: give one of them")
+                ctx.params[key] = "false"
+        return rest
 
     def format_options(self, context: click.Context, formatter: click.HelpFormatter) -> None:
         """Writes every option below the title of its section, with its aliases and default."""
@@ -83,7 +99,8 @@ class TrainCommand(click.Command):
 
 def _help_row(d: Description) -> tuple[str, str]:
     own = flag(d.key)
-    left = f"{own} / --no-{own[2:]}" if d.kind == "flag" else f"{own} {d.metavar}"
+    value = "" if d.kind == "flag" else f" {d.metavar}"
+    left = f"{own}{value} / --no-{own[2:]}" if d.kind in ("flag", "switch") else own + value
     notes = [d.shown if not d.shown or d.shown.startswith("needed") else f"default: {d.shown}"]
     notes.append("also " + ", ".join(flag(alias) for alias in d.aliases) if d.aliases else "")
     notes = [note for note in notes if note]
@@ -112,6 +129,11 @@ def command() -> click.Command:
     """The click command, made from the description."""
     parameters: list[click.Parameter] = [
         click_option(d, name, hidden=name != d.key) for d in descriptions().values() for name in (d.key, *d.aliases)
+    ]
+    parameters += [
+        click.Option([flag(_off(d.key)), _off(d.key)], is_flag=True, hidden=True)
+        for d in descriptions().values()
+        if d.kind == "switch"
     ]
     parameters += [
         click.Option(

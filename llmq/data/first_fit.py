@@ -21,6 +21,7 @@ from llmq.data.permutation import mixed, sample_order
 
 WINDOW = 1 << 17  # documents that are packed together
 DRAW, SHUFFLE = 0x7061636B, 0x70616C6C  # what random order is for
+SAMPLE_ROWS = 64  # that a sample of the documents is repeated to fill
 WORTH_A_PLACE = 0.002  # fewer documents to a pack may make this share of packs more
 
 
@@ -53,15 +54,28 @@ def fewest_docs(lengths: np.ndarray, seq_len: int) -> int:
     Attention on the GPU takes memory for each place of a pack, whether a document is there or not.
     """
     histogram = np.bincount(lengths, minlength=seq_len + 1)
-
-    def count(max_docs: int) -> int:
-        return sum(filling.repeats for filling in fill(histogram, seq_len, max_docs))
-
-    enough = int(count(seq_len) * (1 + WORTH_A_PLACE))
+    enough = int(_count(histogram, seq_len, seq_len) * (1 + WORTH_A_PLACE))
     docs = max(len(lengths) * seq_len // max(int(lengths.sum()), 1), 1)
-    while count(docs) > enough:
+    while _count(histogram, seq_len, docs) > enough:
         docs += max(docs // 8, 1)
     return docs
+
+
+def count_packs(lengths: np.ndarray, seq_len: int, max_docs: int) -> int:
+    """How many packs documents of these lengths (n,) make."""
+    return _count(np.bincount(lengths, minlength=seq_len + 1), seq_len, max_docs)
+
+
+def repeated(lengths: np.ndarray, seq_len: int) -> np.ndarray:
+    """Lengths (n,) of documents that are a sample, repeated until they fill SAMPLE_ROWS rows.
+
+    So that rows could hold as many of them as there are in all the data.
+    """
+    return np.tile(lengths, -(-SAMPLE_ROWS * seq_len // max(int(lengths.sum()), 1))) if len(lengths) else lengths
+
+
+def _count(histogram: np.ndarray, seq_len: int, max_docs: int) -> int:
+    return sum(filling.repeats for filling in fill(histogram, seq_len, max_docs))
 
 
 def fill(histogram: np.ndarray, seq_len: int, max_docs: int) -> list[Filling]:

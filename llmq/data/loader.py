@@ -12,7 +12,7 @@ import time
 import weakref
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
 from types import TracebackType
@@ -22,11 +22,12 @@ import numpy as np
 
 from llmq.data.augment import Augmentation, open_augmentation
 from llmq.data.mixture import MixEntry, Mixture, Share, mix_file, read_mix
-from llmq.data.packing import Packs, open_packs
+from llmq.data.packing import Packs, open_packs, refuse_single_tokens
 from llmq.data.permutation import sample_order
 from llmq.data.read_ahead import ReadAhead
+from llmq.data.row_layout import PADDED, WINDOWS, RowLayout, choose_row_layout
 from llmq.data.sidecar import Sidecar, tokenizer_folder
-from llmq.data.stream import Stream
+from llmq.data.stream import PackedStream, Stream
 from llmq.data.windows import Rows, Samples, Windows, open_windows, require_one_tokenizer
 from llmq.errors import DataError, UsageError
 from llmq.tensor import IGNORED
@@ -62,6 +63,7 @@ class Data:
     seed: int
     world: int
     augment: Augmentation | None = None
+    layout: RowLayout = field(default_factory=RowLayout)
 
     @property
     def limits(self) -> tuple[int, int] | None:
@@ -70,17 +72,25 @@ class Data:
         return (max(docs for docs, _ in found), max(longest for _, longest in found)) if found else None
 
     def facts(self) -> dict[str, str]:
-        """What a run should know of masks and packed rows, in words: what is trained, and how full the rows are."""
+        """What a run should know of its rows, in words: their layout, how full they are, and what is trained."""
         parts: list[tuple[str, Samples | Stream | None]] = [("", self.train), ("eval ", self.eval)]
         if isinstance(self.train, Mixture):
             parts += [(f"{name}: ", source) for name, source in zip(self.train.names, self.train.sources, strict=True)]
-        found = {}
+        found = {"layout": f"{self.layout.kind} ({self.layout.why})"}
+        if (count := self.train.num_windows) is not None and count < (needed := self.samples_per_step):
+            unit = "windows" if self.layout.kind == WINDOWS else "rows"
+            found["note"] = (
+                f"the data has {count} {unit} and a step takes {needed}, so that it sees {unit} more than once: a "
+                "smaller --grad-accumulation or --batch-size avoids that"
+            )
         for name, samples in parts:
             if isinstance(samples, Packs):
                 size, most = samples.num_windows * self.seq_len, samples.docs_per_row
                 kind = f"at most {most} documents in each" if most > 1 else "a document in each"
                 found[f"{name}rows"] = f"{samples.num_windows:,}, {100 * samples.fill:.2f}% full, {kind}"
                 found[f"{name}trained tokens"] = _share(samples.num_trained, size)
+            elif isinstance(samples, PackedStream) and samples.limits:
+                found[f"{name}rows"] = f"at most {samples.max_docs} documents in each"
             elif isinstance(samples, Windows) and any(file.mask_bits is not None for file in samples.token_files):
                 trained = sum(file.num_trained for file in samples.token_files)
                 found[f"{name}trained tokens"] = _share(trained, samples.num_tokens)
@@ -138,13 +148,16 @@ def open_data(
     tokenizer: Path | None = None,
     named: Named | None = None,
     world: int = 1,
+    cannot_pack: str | None = None,
 ) -> Data:
     """Opens and checks all token files of a run for a model of `vocab_size` ids, whose `tokenizer` is in a folder.
 
-    `named` is the data of --data, which is tokenized here, if it was not before.
+    `named` is the data of --data, which is tokenized here, if it was not before; `cannot_pack` says why the device
+    cannot run packed rows, if it cannot.
 
-    Raises UsageError if the global batch is no multiple of what the ranks take at once, and DataError if a file is bad
-    (see open_windows) or of another tokenizer, or there are fewer samples than one step or one evaluation needs.
+    Raises UsageError if the global batch is no multiple of what the ranks take at once, or for options that do not fit
+    the data (see choose_row_layout), and DataError if a file is bad (see open_windows) or of another tokenizer, or
+    there is no sample to train or evaluate on.
     """
     per_micro_step = options.batch_size * world
     accumulation = options.grad_accumulation
@@ -158,40 +171,42 @@ def open_data(
                 f"batch_size {options.batch_size}{on_ranks}: use {lower} or {lower + per_micro_step}"
             )
     augment = open_augmentation(options.augment, vocab_size, seed)
+    requests = named.requests(options.seq_len) if named is not None else ()
+    has_rows = any(request.found.is_rows for request in requests)
+    layout = choose_row_layout(options.packing, options.max_docs, has_rows=has_rows, cannot_pack=cannot_pack)
+    if layout.kind != WINDOWS:
+        refuse_single_tokens(options.seq_len)
     source = None
     if named is not None:
-        source = named.tokenized(options.seq_len, vocab_size)
-        if source.samples is not None and options.packing is not None:
-            raise UsageError(
-                f"--{'' if options.packing else 'no-'}packing needs token files, but {source.no_files}: leave it out"
-            )
+        sizes = {"seq_len": options.seq_len, "vocab_size": vocab_size, "max_docs": options.max_docs, "seed": seed}
+        source = named.tokenized(requests, layout, **sizes)
         options = options.model_copy(update=source.as_options())
     problems: list[str] = []
     train, evaluation = None, None
     try:
         names = named.names if named is not None else None
-        train = source.samples if source and source.samples else _open_train(options, vocab_size, seed, names)
+        train = source.samples if source and source.samples else _open_train(options, layout, vocab_size, seed, names)
     except DataError as error:
         problems.append(str(error))
     try:
         docs = (train.limits or (1,))[0] if train else options.max_docs
-        evaluation = _opener(options, vocab_size, seed, docs)(options.eval_file or ())
+        open_source = _opener(options, layout, vocab_size, seed, docs, with_tails=True)
+        evaluation = open_source(options.eval_file or ())
     except DataError as error:
         problems.append(str(error))
     if train is None or evaluation is None:
         raise DataError("\n".join(problems))
     require_one_tokenizer((*train.token_files, *evaluation.token_files), tokenizer)
-    needed, unit = per_micro_step * accumulation, "windows" if options.packing is None else "rows"
-    if train.num_windows is not None and train.num_windows < needed:
+    if train.num_windows == 0:
+        needs = f": one is {options.seq_len + 1} tokens of a file" if layout.kind == WINDOWS else ""
         problems.append(
-            f"the training data has {train.num_windows} {unit} of seq_len {options.seq_len} ({train.num_tokens} "
-            f"tokens), but one step needs {needed} (batch_size {options.batch_size} x grad_accumulation {accumulation}"
-            f"{f' x {world} ranks' if world > 1 else ''}): lower one of them, or give more data"
+            f"the training data ({train.num_tokens} tokens) has no sample of seq_len {options.seq_len}{needs}: lower "
+            "seq_len, or give more data"
         )
     if options.eval_file is not None and not evaluation.num_windows:
         problems.append(
-            f"the evaluation data has {evaluation.num_tokens} tokens and no window of seq_len {options.seq_len}, which "
-            f"needs {options.seq_len + 1} tokens in one file: lower seq_len, or give more data"
+            f"the evaluation data ({evaluation.num_tokens} tokens) has nothing to predict: give a file with two tokens "
+            "or more"
         )
     if problems:
         raise DataError("\n".join(problems))
@@ -204,16 +219,19 @@ def open_data(
         seed=seed,
         world=world,
         augment=augment,
+        layout=layout,
     )
 
 
-def _open_train(options: DataOptions, vocab_size: int, seed: int, names: Sequence[str] | None) -> Samples:
+def _open_train(
+    options: DataOptions, layout: RowLayout, vocab_size: int, seed: int, names: Sequence[str] | None
+) -> Samples:
     """The training data: windows or packs, or a mixture where there are weights. DataError names all bad files.
 
     `names` are those of the data that each of the token files was made from.
     """
     assert options.train_file is not None
-    open_source = _opener(options, vocab_size, seed, options.max_docs)
+    open_source = _opener(options, layout, vocab_size, seed, options.max_docs)
     if mix := mix_file(options.train_file):
         if options.weight is not None or len(options.train_file) > 1:
             raise UsageError(
@@ -241,13 +259,20 @@ def _open_train(options: DataOptions, vocab_size: int, seed: int, names: Sequenc
 
 
 def _opener(
-    options: DataOptions, vocab_size: int, seed: int, max_docs: int | None
+    options: DataOptions,
+    layout: RowLayout,
+    vocab_size: int,
+    seed: int,
+    max_docs: int | None,
+    *,
+    with_tails: bool = False,
 ) -> Callable[[Sequence[str]], Windows | Packs]:
-    """What opens files: as windows or, if asked for, as packs of at most `max_docs` (None: packing chooses)."""
-    if options.packing is None:
-        return partial(open_windows, seq_len=options.seq_len, vocab_size=vocab_size)
-    docs = max_docs if options.packing else 1
-    return partial(open_packs, seq_len=options.seq_len, vocab_size=vocab_size, seed=seed, max_docs=docs)
+    """What opens files in a layout. `max_docs` (None: packing chooses) is for packed rows, `with_tails` for windows."""
+    length = options.seq_len
+    if layout.kind == WINDOWS:
+        return partial(open_windows, seq_len=length, vocab_size=vocab_size, with_tails=with_tails)
+    docs = 1 if layout.kind == PADDED else max_docs
+    return partial(open_packs, seq_len=length, vocab_size=vocab_size, seed=seed, max_docs=docs)
 
 
 def open_mixture(
@@ -381,13 +406,18 @@ def _streamed_batches(
     assert position == 0 or state is not None
     rows = stream.rows(state)
     while True:
-        # Every rank reads all rows: which of them are whole windows depends on all documents before.
+        # Every rank reads all rows: what is in them depends on all documents before.
         group = [next(rows) for _ in range(batch_size * world)]
         mine = group[rank * batch_size : (rank + 1) * batch_size]
-        batch = Rows(np.stack([tokens for tokens, _, _ in mine]), np.stack([targets for _, targets, _ in mine]), None)
+        borders = [row.borders for row in mine if row.borders is not None]
+        batch = Rows(
+            np.stack([row.tokens for row in mine]),
+            np.stack([row.targets for row in mine]),
+            np.stack(borders) if borders else None,
+        )
         places = position + rank * batch_size + np.arange(batch_size)
         if augment is not None:
             batch = augment(batch, places)
         position += batch_size * world
-        state = group[-1][2]
+        state = group[-1].state
         yield Batch(*batch, position, places, epoch=float(state["epoch"]), stream=dict(state))

@@ -13,10 +13,12 @@ lengths of the documents, the sequence length, documents to a row, and the seed.
 from __future__ import annotations
 
 import hashlib
+import itertools
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
@@ -45,6 +47,11 @@ class PackIndex:
     @property
     def num_packs(self) -> int:
         return len(self.ends) - 1
+
+    def pack(self, number: int) -> tuple[list[int], list[int]]:
+        """First tokens and lengths of the documents of a pack."""
+        mine = slice(*self.ends[number : number + 2].tolist())
+        return self.starts[mine].tolist(), self.lengths[mine].tolist()
 
     def to_bytes(self) -> bytes:
         """As kept in the cache: magic, SHA-256 of what follows, counts of packs and documents, the arrays."""
@@ -86,11 +93,7 @@ class Packs:
         Raises DataError if a file does not say where its documents end, or an id is found that is not below
         `vocab_size` (see require_ids), StorageError if the cache cannot be written, UsageError for a `seq_len` of 1.
         """
-        if seq_len == 1:
-            raise UsageError(
-                "--seq-len 1: a document of one token has no target: use 2 or more, or leave out --packing and "
-                "--no-packing"
-            )
+        refuse_single_tokens(seq_len)
         self.token_files = tuple(files)
         self.seq_len, self.vocab_size = seq_len, vocab_size
         self.num_tokens = sum(file.num_tokens for file in files)
@@ -140,15 +143,8 @@ class Packs:
         tokens, targets = np.zeros(shape, np.int32), np.full(shape, IGNORED, np.int32)
         borders = np.full((len(samples), self.docs_per_row + 1), self.seq_len, np.int32)
         for row, sample in enumerate(np.asarray(samples).tolist()):
-            mine = slice(*self.index.ends[sample : sample + 2].tolist())
-            at = 0
-            places = zip(self.index.starts[mine].tolist(), self.index.lengths[mine].tolist(), strict=True)
-            for document, (start, length) in enumerate(places):
-                ids, trained = self._document(start, length)
-                tokens[row, at : at + length] = ids
-                targets[row, at : at + length - 1] = np.where(trained, ids[1:], IGNORED)
-                borders[row, document] = at
-                at += length
+            places = zip(*self.index.pack(sample), strict=True)
+            lay(tokens[row], targets[row], borders[row], itertools.starmap(self._document, places))
         return Rows(tokens, targets, borders if self.limits else None)
 
     def _document(self, start: int, length: int) -> tuple[np.ndarray, np.ndarray | bool]:
@@ -166,6 +162,12 @@ def open_packs(patterns: Iterable[str], seq_len: int, vocab_size: int, seed: int
     return Packs(open_files(patterns), seq_len, vocab_size, seed, max_docs)
 
 
+def refuse_single_tokens(seq_len: int) -> None:
+    """UsageError for rows of one token."""
+    if seq_len == 1:
+        raise UsageError("--seq-len 1: a document of one token has no target: use 2 or more, or --packing=windows")
+
+
 def packed(documents: np.ndarray, seq_len: int, max_docs: int, seed: int) -> PackIndex:
     """Which pieces of documents lie in which pack: from the cache, else worked out and put there.
 
@@ -176,16 +178,38 @@ def packed(documents: np.ndarray, seq_len: int, max_docs: int, seed: int) -> Pac
     path = cache_folder("packs") / f"{key}.bin"
     found = PackIndex.load(path)
     if found is None:
-        pieces = piece_lengths(documents, seq_len)
-        numbers, num_packs = pack(pieces, seq_len, max_docs, seed)
-        order = np.argsort(numbers, kind="stable")
-        ends = np.concatenate([[0], np.cumsum(np.bincount(numbers, minlength=num_packs))])
-        # Documents cover the files without a gap; each cut is a token that two pieces have.
-        cuts = np.repeat(np.arange(len(documents)), piece_counts(documents, seq_len))
-        starts = np.cumsum(pieces, dtype=np.int64) - pieces - (np.arange(len(pieces)) - cuts)
-        found = PackIndex(ends, starts[order], pieces[order])
+        found = pack_documents(documents, seq_len, max_docs, seed)
         write_whole(path, found.to_bytes())
     return found
+
+
+def pack_documents(documents: np.ndarray, seq_len: int, max_docs: int, seed: int) -> PackIndex:
+    """Which pieces lie in which pack, of documents of these lengths (n,) int64 that follow each other without a gap."""
+    pieces = piece_lengths(documents, seq_len)
+    numbers, num_packs = pack(pieces, seq_len, max_docs, seed)
+    order = np.argsort(numbers, kind="stable")
+    ends = np.concatenate([[0], np.cumsum(np.bincount(numbers, minlength=num_packs))])
+    # Each cut is a token that two pieces have.
+    cuts = np.repeat(np.arange(len(documents)), piece_counts(documents, seq_len))
+    starts = np.cumsum(pieces, dtype=np.int64) - pieces - (np.arange(len(pieces)) - cuts)
+    return PackIndex(ends, starts[order], pieces[order])
+
+
+def lay(
+    tokens: np.ndarray, targets: np.ndarray, borders: np.ndarray, documents: Iterable[tuple[np.ndarray, Any]]
+) -> None:
+    """Writes documents into one row, one after the other; what is left of it stays as it is.
+
+    `tokens` and `targets` (T,) int32, `borders` (D+1,) int32; a document is its ids (n,) and which but the first of
+    them are trained, (n - 1,) bool or True.
+    """
+    at = 0
+    for number, (ids, trained) in enumerate(documents):
+        stop = at + len(ids)
+        tokens[at:stop] = ids
+        targets[at : stop - 1] = np.where(trained, ids[1:], IGNORED)
+        borders[number] = at
+        at = stop
 
 
 def document_lengths(files: Sequence[TokenFile]) -> np.ndarray:

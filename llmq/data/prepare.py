@@ -8,14 +8,17 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from llmq.data.encode import EncodeOptions
+from llmq.data.first_fit import count_packs, fewest_docs, repeated
 from llmq.data.mixture import mix_file, read_mix
+from llmq.data.packing import piece_lengths
 from llmq.data.pipeline import Encoders, RowWork, TextWork, tokenized
 from llmq.data.request import Request, parsed_mapping
+from llmq.data.row_layout import PADDED, WINDOWS, RowLayout
 from llmq.data.rows import FileRows
 from llmq.data.samples import printable
 from llmq.data.sources import find_anything
@@ -40,8 +43,7 @@ class Tokenized:
     train: tuple[str, ...] = ()  # a path or glob for each source
     evaluation: tuple[str, ...] = ()
     weights: tuple[float, ...] | None = None  # of a mix file
-    samples: Any = None  # a Stream, or Estimated
-    no_files: str = ""  # why there are none, in words
+    samples: Any = None  # a Stream, or Estimated, where there are no token files
 
     def as_options(self) -> dict[str, Any]:
         """The token files as --train-file, --eval-file and --weight would name them."""
@@ -63,18 +65,24 @@ class Named:
     plan_only: bool
     say: Say
 
-    def tokenized(self, seq_len: int, vocab_size: int) -> Tokenized:
-        """Finds and tokenizes the data, each source once; with `plan_only`, only says what would be done."""
+    def requests(self, seq_len: int) -> list[Request]:
+        """Finds the data: what is to be tokenized, by source."""
         encode = replace(self.encode, seq_len=seq_len)
         requests = []
         for name in self.names:
             found = find_anything(name, self.eval_fraction, streaming=self.streaming)
             requests.append(settled(Request(found, self.tokenizer, found.known(encode), self.skip_bad_rows)))
+        return requests
+
+    def tokenized(self, requests: Sequence[Request], layout: RowLayout, **sizes: Any) -> Tokenized:
+        """Tokenizes the data, each source once; with `plan_only`, only says what would be done.
+
+        `sizes` are those of the rows: `seq_len`, `vocab_size`, `max_docs` and the `seed` that packs them.
+        """
         if self.streaming:
-            return self._stream(requests[0], seq_len, vocab_size)
+            return self._stream(requests[0], layout, **sizes)
         if self.plan_only and (fresh := [request for request in requests if not is_whole(cache_entry(request))]):
-            why = "a dry run tokenizes nothing (tokenize-data, or a run before, does)"
-            return Tokenized(samples=self._estimated(requests, fresh, seq_len), no_files=why)
+            return Tokenized(samples=self._estimated(requests, fresh, layout, sizes["seq_len"], sizes["max_docs"]))
         train, evaluation = [], []
         for request in requests:
             files = self._cached(request)
@@ -92,17 +100,24 @@ class Named:
         with _progress(name) as on_progress:
             return cached(request, on_progress=on_progress, say=self.say)
 
-    def _stream(self, request: Request, seq_len: int, vocab_size: int) -> Tokenized:
-        stream = open_stream(request, seq_len, vocab_size, self.say)
+    def _stream(self, request: Request, layout: RowLayout, **sizes: Any) -> Tokenized:
+        stream = open_stream(request, say=self.say, layout=layout, **sizes)
         evaluation: list[str] = []
         if request.found.evaluation is not None and not self.plan_only:
             held = replace(request.found, train=request.found.evaluation, evaluation=None, numbered=False)
             held = replace(held, rule=f"{held.rule}; its part for evaluation")
             files = self._cached(replace(request, found=held))
             evaluation = [glob.escape(str(file)) for file in files]
-        return Tokenized((), tuple(evaluation), None, stream, "a stream has none")
+        return Tokenized((), tuple(evaluation), None, stream)
 
-    def _estimated(self, requests: Sequence[Request], fresh: Sequence[Request], seq_len: int) -> Estimated:
+    def _estimated(
+        self,
+        requests: Sequence[Request],
+        fresh: Sequence[Request],
+        layout: RowLayout,
+        seq_len: int,
+        max_docs: int | None,
+    ) -> Estimated:
         """What would be tokenized, said; and about how much it is."""
         for request in fresh:
             found = request.found
@@ -110,10 +125,17 @@ class Named:
             encoder = request.encoder()
             if encoder is not None:
                 self.say(encoder.describe())
-        files = [(cache_entry(request), _about(request)) for request in requests]
-        tokens = sum(count for _, count in files)
+        counts, lengths = zip(*map(_about, requests), strict=True)
+        tokens = sum(counts)
         self.say(f"about {tokens:,} tokens for training, by a sample of its beginning")
-        return Estimated(seq_len, tokens, files=files)
+        pieces = piece_lengths(np.concatenate(lengths), seq_len)
+        files = list(zip(map(cache_entry, requests), counts, strict=True))
+        if layout.kind == WINDOWS or not len(pieces):
+            return Estimated(seq_len, tokens, max(tokens - 1, 0) // seq_len, files=files)
+        docs = 1 if layout.kind == PADDED else max_docs or fewest_docs(repeated(pieces, seq_len), seq_len)
+        num_rows = count_packs(pieces, seq_len, docs) * tokens // int(pieces.sum())
+        limits = (docs, int(pieces.max())) if docs > 1 else None
+        return Estimated(seq_len, tokens, max(num_rows, 1), limits, files=files)
 
 
 def open_named(options: SourceOptions, source: ModelSource, *, plan_only: bool, say: Say) -> Named | None:
@@ -178,8 +200,8 @@ def _progress(name: str) -> Iterator[Callable[[int, int | None], None]]:
         yield lambda done, total: progress.update(bar, completed=done, total=total)
 
 
-def _about(request: Request) -> int:
-    """About how many tokens there are for training: those of the first batch, for all that there is."""
+def _about(request: Request) -> tuple[int, np.ndarray]:
+    """About how many tokens there are for training, by the first batch; and the lengths (n,) of its documents."""
     found = request.found
     if isinstance(found.train, tuple):
         work: Any = TextWork(found.train, request.tokenizer)
@@ -189,31 +211,29 @@ def _about(request: Request) -> int:
         assert encoder is not None
         work, total = RowWork(found.train, Encoders(encoder)), found.train.about()
     else:
-        return found.limit or 0
+        return found.limit or 0, np.empty(0, np.int64)
     batches = tokenized(work)
     try:
         first = next(batches, None)
     finally:
         batches.close()
     if first is None:
-        return 0
+        return 0, np.empty(0, np.int64)
     done = first.num_bytes if isinstance(found.train, tuple) else first.counts.rows
-    return len(first.ids) * total // max(done, 1)
+    lengths = np.diff(first.stops, prepend=0, append=len(first.ids))
+    return len(first.ids) * total // max(done, 1), lengths[lengths > 0]
 
 
 @dataclass(frozen=True, eq=False)
 class Estimated:
-    """Samples of data that is not tokenized yet, for a plan: how many there will be, about."""
+    """Samples of data that is not tokenized yet, for a plan: how many there will be, about, and their documents."""
 
-    limits: ClassVar[None] = None
     seq_len: int
     num_tokens: int
+    num_windows: int
+    limits: tuple[int, int] | None = None
     token_files: tuple[TokenFile, ...] = ()
     files: list[tuple[Path, int]] = field(default_factory=list)
-
-    @property
-    def num_windows(self) -> int:
-        return max(self.num_tokens - 1, 0) // self.seq_len
 
     def read(self, samples: np.ndarray) -> Rows:
         """Nothing can be read."""

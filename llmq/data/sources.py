@@ -55,6 +55,11 @@ class Found:
     numbered: bool = False
 
     @property
+    def is_rows(self) -> bool:
+        """Whether this is rows, and not text files."""
+        return not isinstance(self.train, tuple)
+
+    @property
     def num_bytes(self) -> int | None:
         """Bytes of text files; None for rows."""
         if not isinstance(self.train, tuple):

@@ -14,11 +14,14 @@ import numpy as np
 
 from llmq.data.counts import Counts, notes
 from llmq.data.encode import Encoded
+from llmq.data.first_fit import fewest_docs, repeated
+from llmq.data.packing import piece_lengths
 from llmq.data.pipeline import Encoders, tokenized
 from llmq.data.records import BadRow, BadRows, Record
 from llmq.data.request import Request
+from llmq.data.row_layout import PADDED, WINDOWS, RowLayout
 from llmq.data.rows import START, FileRows, Position
-from llmq.data.stream import Stream, StreamedDocument
+from llmq.data.stream import PackedStream, Stream, StreamedDocument
 from llmq.data.tokenize import Say
 from llmq.errors import UsageError
 
@@ -56,7 +59,7 @@ class StreamWork:
             yield _Batch(batch)
 
     def encode(self, batch: _Batch) -> _Encoded:
-        """A document for each row that can be used: what the encoder splits is one again, since rows follow on."""
+        """What became of each row that can be used, with the lengths of its documents."""
         encoder = self.encoders.own()
         bad = [row for _, row in batch.rows if isinstance(row, BadRow)]
         parts: dict[str, list[Encoded]] = {}
@@ -67,14 +70,27 @@ class StreamWork:
             if mine := parts.get(row.place):
                 ids = np.concatenate([part.ids for part in mine])
                 masks = [np.ones(len(part.ids), bool) if part.trained is None else part.trained for part in mine]
-                documents.append(StreamedDocument(shard, behind - 1, behind_all - 1, ids, np.concatenate(masks)))
+                lengths = tuple(len(part.ids) for part in mine)
+                place = (shard, behind - 1, behind_all - 1)
+                documents.append(StreamedDocument(*place, ids, np.concatenate(masks), lengths))
         return _Encoded(documents, bad, encoder.counts)
 
 
-def open_stream(request: Request, seq_len: int, vocab_size: int, say: Say) -> Stream:
-    """The rows of a request as an endless stream of windows. UsageError for text files, mixtures and drawn rows.
+def open_stream(
+    request: Request,
+    seq_len: int,
+    vocab_size: int,
+    say: Say,
+    *,
+    layout: RowLayout | None = None,
+    max_docs: int | None = None,
+    seed: int = 0,
+) -> Stream:
+    """The rows of a request as an endless stream of windows, or of packed or padded rows.
 
     Where rows are too long, that is said when the first one is, and with all else at the end of the first pass.
+    `max_docs` to a packed row; None is as many as fill rows with documents such as the first ones. UsageError for text
+    files, mixtures and drawn rows, and for a packed `seq_len` of 1.
     """
     rows, name = request.found.train, ", ".join(request.found.asked)
     if not isinstance(rows, FileRows) or request.found.limit is not None or request.found.eval_tokens:
@@ -112,4 +128,16 @@ def open_stream(request: Request, seq_len: int, vocab_size: int, say: Say) -> St
         finally:
             batches.close()
 
-    return Stream(open_at, seq_len, vocab_size, name, request.key, looked_at.end_token_ids)
+    about = (open_at, seq_len, vocab_size, name, request.key, looked_at.end_token_ids)
+    if layout is None or layout.kind == WINDOWS:
+        return Stream(*about)
+    docs = 1 if layout.kind == PADDED else max_docs or _docs_per_row(request, seq_len)
+    return PackedStream(*about, max_docs=docs, seed=seed)
+
+
+def _docs_per_row(request: Request, seq_len: int) -> int:
+    """Most documents of a row, by the first rows; the same on every day, as a run goes on with no other number."""
+    encoder = request.encoder(datetime.fromtimestamp(0))
+    assert encoder is not None
+    documents = np.array([len(document.ids) for document in encoder.encode(request.first_rows, [])], np.int64)
+    return fewest_docs(repeated(piece_lengths(documents, seq_len), seq_len), seq_len)

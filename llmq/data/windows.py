@@ -54,18 +54,20 @@ class Samples(Protocol):
 class Windows:
     """The windows of several token files, numbered through in the order of the files.
 
-    A file of n tokens has floor((n - 1) / seq_len) windows from its start; the tokens behind the last are not used.
+    A file of n tokens has floor((n - 1) / seq_len) windows from its start; the tokens behind the last are not used,
+    unless `with_tails` makes one more window of them, whose rest is tokens 0 that are not trained.
     """
 
     limits = None  # documents run on from one window into the next, and are not told apart
 
-    def __init__(self, files: Sequence[TokenFile], seq_len: int, vocab_size: int) -> None:
+    def __init__(self, files: Sequence[TokenFile], seq_len: int, vocab_size: int, *, with_tails: bool = False) -> None:
         """DataError if an id is found that is not below `vocab_size`: see require_ids."""
         self.token_files = tuple(files)
         self.seq_len = seq_len
         self.vocab_size = vocab_size
         self.num_tokens = sum(file.num_tokens for file in files)
-        counts = [max(file.num_tokens - 1, 0) // seq_len for file in files]
+        room = seq_len - 1 if with_tails else 0  # a window may lack so many tokens
+        counts = [(max(file.num_tokens - 1, 0) + room) // seq_len for file in files]
         self._ends = np.cumsum(np.array(counts, np.int64))
         self.num_windows = int(self._ends[-1]) if counts else 0
         require_ids(files, vocab_size)
@@ -80,29 +82,30 @@ class Windows:
 
         Targets that the file's masks exclude are -100. Raises DataError if an id is not in the vocabulary.
         """
-        tokens = np.empty((len(samples), self.seq_len), np.int32)
-        targets = np.empty_like(tokens)
+        tokens = np.zeros((len(samples), self.seq_len), np.int32)
+        targets = np.full_like(tokens, IGNORED)
         for row, sample in enumerate(np.asarray(samples).tolist()):
             index = int(np.searchsorted(self._ends, sample, side="right"))
             file = self.token_files[index]
             window = sample - (int(self._ends[index - 1]) if index else 0)
             start = window * self.seq_len
-            stop = start + self.seq_len
+            stop = min(start + self.seq_len, file.num_tokens - 1)
+            count = stop - start
             file.check_ids(self.vocab_size, start, stop + 1)
-            tokens[row] = file.tokens[start:stop]
-            targets[row] = file.tokens[start + 1 : stop + 1]
+            tokens[row, :count] = file.tokens[start:stop]
+            targets[row, :count] = file.tokens[start + 1 : stop + 1]
             if file.mask_bits is not None:
-                targets[row, ~file.trained(start + 1, stop + 1)] = IGNORED
+                targets[row, :count][~file.trained(start + 1, stop + 1)] = IGNORED
         return Rows(tokens, targets, None)
 
 
-def open_windows(patterns: Iterable[str], seq_len: int, vocab_size: int) -> Windows:
+def open_windows(patterns: Iterable[str], seq_len: int, vocab_size: int, *, with_tails: bool = False) -> Windows:
     """The windows of all files that `patterns` (paths or globs) name: in the order given, sorted within a glob.
 
     Raises one DataError with everything that is wrong: no match, a file named twice, a bad file, a foreign id,
     files of different tokenizers (as their sidecars tell).
     """
-    return Windows(open_files(patterns), seq_len, vocab_size)
+    return Windows(open_files(patterns), seq_len, vocab_size, with_tails=with_tails)
 
 
 def open_files(patterns: Iterable[str]) -> list[TokenFile]:

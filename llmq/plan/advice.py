@@ -1,4 +1,4 @@
-"""A plan that does not fit: how many bytes are missing, and which option of the same run would make it fit."""
+"""A plan that does not fit: what makes it fit by itself, how many bytes are missing, and which option would help."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import replace
 from typing import Any
 
+from llmq.arena import aligned
 from llmq.errors import MemoryLimitError, UsageError
 from llmq.plan.memory import Memory
 from llmq.plan.plan import SCRATCH, Plan, make_plan
@@ -13,6 +14,25 @@ from llmq.plan.precision import Precision
 from llmq.plan.program import Step
 
 Scratch = Callable[[Step], int]
+
+
+def with_fitting_chunks(plan: Plan, free_bytes: int, scratch_bytes: Scratch | None) -> Plan:
+    """`plan`, or if that does not fit, the same with attention's backward in the fewest chunks of the batch that do.
+
+    With the most chunks if no number of them fits, unless they need no less.
+    """
+    if plan.total_bytes <= free_bytes or SCRATCH not in plan.persistent:
+        return plan
+    (size,) = plan.persistent[SCRATCH].shape
+    room = free_bytes - (plan.total_bytes - aligned(size))
+    most = plan.batch_size
+    for chunks in range(2, most + 1):
+        # A piece of the batch takes its share of the workspace, or more: what is skipped here cannot fit.
+        if most % chunks == 0 and (chunks * room >= size or chunks == most):
+            smaller = _changed(plan, scratch_bytes, memory=replace(plan.memory, attention_chunks=chunks))
+            if smaller.total_bytes <= free_bytes or (chunks == most and smaller.total_bytes < plan.total_bytes):
+                return smaller
+    return plan
 
 
 def refuse_if_too_large(
@@ -26,7 +46,10 @@ def refuse_if_too_large(
     missing = plan.total_bytes - free_bytes
     if missing <= 0:
         return
-    start = f"the run needs {_gib(plan.total_bytes)}, {_gib(free_bytes)} are free, {_gib(missing)} are missing"
+    chunks = plan.memory.attention_chunks
+    chunked = f" with attention's backward in {chunks} chunks" if chunks > 1 else ""
+    needs = f"the run needs {_gib(plan.total_bytes)}{chunked}"
+    start = f"{needs}, {_gib(free_bytes)} are free, {_gib(missing)} are missing"
     workspace = _with_less_workspace(plan, scratch_bytes, relaxed_scratch)
     for remedies in (workspace, *([found] for found in _smaller_plans(plan, scratch_bytes))):
         fitting = [f"{change} needs {_gib(p.total_bytes)}" for change, p in remedies if p.total_bytes <= free_bytes]

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Final
 
 from llmq.errors import UsageError
 from llmq.plan.recompute import ROLES
 
 if TYPE_CHECKING:
     from llmq.sections import MemoryOptions
+
+AUTO: Final = "auto"  # --attn-bwd-chunks
 
 # Automatic head chunks keep the logits of a chunk below the larger of these. On an H200 Qwen2.5-0.5B with an fp8 head
 # is 2.3% faster in 4 chunks than in the 16 of 1 GiB each; a bf16 head does not care.
@@ -32,9 +34,15 @@ class Memory:
         return frozenset().union(*(ROLES[flag] for flag in self.flags))
 
 
+def chooses_attention_chunks(options: MemoryOptions) -> bool:
+    """Whether the chunks of the attention backward are to be found."""
+    return options.attn_bwd_chunks == AUTO
+
+
 def resolve(options: MemoryOptions, *, batch_size: int, seq_len: int, logit_bytes: int, gpu_bytes: int = 0) -> Memory:
     """Checks the chunk counts against the batch; UsageError where they do not divide it.
 
+    Automatic chunks of the attention backward are 1 here: `advice.with_fitting_chunks` raises them to fit the device.
     `logit_bytes` is what the logits of one token take, `gpu_bytes` the memory of the GPU, if there is one.
     """
     flags = tuple(flag for flag in ROLES if getattr(options, flag))
@@ -44,11 +52,12 @@ def resolve(options: MemoryOptions, *, batch_size: int, seq_len: int, logit_byte
         problems.append(
             f"--lmhead-chunks {head} does not divide the {tokens} tokens of a micro-batch ({batch_size} x {seq_len})"
         )
-    if batch_size % options.attn_bwd_chunks:
-        problems.append(f"--attn-bwd-chunks {options.attn_bwd_chunks} does not divide --batch-size {batch_size}")
+    attention = 1 if options.attn_bwd_chunks == AUTO else options.attn_bwd_chunks
+    if batch_size % attention:
+        problems.append(f"--attn-bwd-chunks {attention} does not divide --batch-size {batch_size}")
     if problems:
         raise UsageError("; ".join(problems) + ": use a divisor")
-    return Memory(flags, head, options.attn_bwd_chunks)
+    return Memory(flags, head, attention)
 
 
 def fewest_chunks(tokens: int, logit_bytes: int, gpu_bytes: int = 0) -> int:

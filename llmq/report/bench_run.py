@@ -28,7 +28,7 @@ from llmq.errors import LlmqError, MemoryLimitError, StorageError, UsageError
 from llmq.optimizer import Hyperparameters
 from llmq.options import Options
 from llmq.plan import memory, precision
-from llmq.plan.advice import refuse_if_too_large
+from llmq.plan.advice import refuse_if_too_large, with_fitting_chunks
 from llmq.plan.plan import Plan, make_plan
 from llmq.plan.precision import Precision
 from llmq.plan.recompute import ROLES
@@ -74,7 +74,7 @@ class Request:
     warmup: int = 3
     recompute: tuple[str, ...] = ()
     lmhead_chunks: int = 0
-    attn_bwd_chunks: int = 1
+    attn_bwd_chunks: int | str = memory.AUTO
     deterministic: bool = True
     recipe: Mapping[str, Any] = field(default_factory=dict)
     save: Path | None = None
@@ -259,7 +259,10 @@ def measured(
 
 
 def fitting_plan(request: Request, one: Wanted, where: Device, backend: Backend) -> Plan:
-    """The plan with the batch that was asked for, or the largest that fits. MemoryLimitError if none does."""
+    """The plan with the batch that was asked for, or the largest that fits. MemoryLimitError if none does.
+
+    Automatic chunks of the attention backward rise where the batch cannot get smaller.
+    """
     on_gpu, (total_bytes, free_bytes) = where.kind == "cuda", devices.memory_bytes(where)
     gpu_bytes = total_bytes if on_gpu else 0
     sizes = [request.batch_size] if request.batch_size else _sizes(BATCH_SIZE if on_gpu else HOST_BATCH_SIZE)
@@ -268,6 +271,8 @@ def fitting_plan(request: Request, one: Wanted, where: Device, backend: Backend)
     plan = _plan(one, next(fitting, sizes[-1]), backend, gpu_bytes)
     while plan.total_bytes > free_bytes and not request.batch_size and plan.batch_size > 1:
         plan = _plan(one, plan.batch_size // 2, backend, gpu_bytes)
+    if request.attn_bwd_chunks == memory.AUTO:
+        plan = with_fitting_chunks(plan, free_bytes, backend.scratch_bytes)
     relaxed = open_backend("planned", deterministic=False).scratch_bytes if on_gpu and request.deterministic else None
     refuse_if_too_large(plan, free_bytes, backend.scratch_bytes, relaxed)
     return plan

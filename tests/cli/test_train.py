@@ -90,6 +90,30 @@ def test_a_space_is_an_equals_sign(trained):
     assert trained.options.data.batch_size == 8 and trained.options.system.gpus == 1
 
 
+@pytest.mark.parametrize(
+    ("arguments", "packing"),
+    [
+        ([], None),
+        (["--packing"], True),
+        (["--no-packing"], False),
+        (["--no_packing"], False),
+        (["--packing=windows"], "windows"),
+        (["--packing", "windows"], "windows"),
+        (["--packing", "--seed=3"], True),
+        (["--packing=off"], False),
+    ],
+)
+def test_packing_is_a_switch_with_a_third_value(trained, tmp_path, arguments, packing):
+    assert call(*NEEDED, *arguments) == 0
+    assert trained.options.data.packing == packing
+    file = tmp_path / "run.yaml"
+    file.write_text(trained.options.to_yaml())
+    assert call("--config", str(file)) == 0
+    assert trained.options.data.packing == packing
+    assert call("--config", str(file), "--no-packing") == 0
+    assert trained.options.data.packing is False
+
+
 def test_every_option_and_alias_is_a_flag_that_arrives(trained):
     samples = {"INT": "3", "FLOAT": "0.5", "TEXT": "x", "GLOB": "x", "PATH": "x", "DIR": "x"}
     spellings = [(d, name, dashes) for d in descriptions().values() for name in (d.key, *d.aliases) for dashes in "-_"]
@@ -213,7 +237,12 @@ def test_everything_wrong_is_one_message(capsys):
         ([*NEEDED, "--lr"], "requires an argument"),
         ([*NEEDED, "--from-scratch=1"], "does not take a value"),
         ([*NEEDED, "--config=absent.yaml"], "absent.yaml cannot be read"),
-        ([*NEEDED, "--packing", "true"], "unexpected true: a flag takes no value"),
+        ([*NEEDED, "--overwrite", "true"], "unexpected true: a flag takes no value"),
+        ([*NEEDED, "--packing=no", "--no-packing"], "--packing and --no-packing are both given"),
+        ([*NEEDED, "--packing=most"], "--packing most: give windows, true (the same as --packing) or false"),
+        ([*NEEDED, "--no-packing", "--max-docs=3"], "--max-docs 3 is for packed rows: add --packing"),
+        ([*NEEDED, "--attn-bwd-chunks=0"], "--attn-bwd-chunks 0 is below the least value: use 1 or more"),
+        ([*NEEDED, "--attn-bwd-chunks=some"], "--attn-bwd-chunks some is not a whole number"),
         ([*NEEDED, "more.bin"], "unexpected more.bin: every option starts with --; quote a glob"),
         ([], "--train-file is needed"),
         (["--model"], "requires an argument"),

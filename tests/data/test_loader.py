@@ -270,7 +270,8 @@ def test_a_run_is_opened_with_its_counts(tmp_path: Path) -> None:
     options = Options((str(tmp_path / "train.bin"),), (str(tmp_path / "eval.bin"),), grad_accumulation=5)
     data = open_data(options, 9, 3)  # type: ignore[arg-type]
     assert (data.train.num_windows, data.train.num_tokens, data.samples_per_step) == (10, 41, 10)
-    assert data.eval is not None and data.eval.num_windows == 2 and data.train.files == [(tmp_path / "train.bin", 41)]
+    assert data.eval is not None and data.eval.num_windows == 2 and data.layout.kind == "windows"
+    assert data.train.files == [(tmp_path / "train.bin", 41)]
     assert data.tokenizer_folder() is None
     with data.loader().start() as loader:
         assert loader.next().tokens.shape == (2, T)
@@ -295,13 +296,40 @@ def test_a_global_batch_that_does_not_divide_is_refused(
         open_data(options, 9, 0, world=world)  # type: ignore[arg-type]
 
 
-def test_too_little_data_is_said_with_both_numbers(tmp_path: Path) -> None:
-    TokenFile.write(tmp_path / "train.bin", np.zeros(5 * T, int), vocab_size=9)
-    TokenFile.write(tmp_path / "eval.bin", np.zeros(T, int), vocab_size=9)
-    options = Options((str(tmp_path / "train.bin"),), (str(tmp_path / "eval.bin"),), batch_size=5)
-    with pytest.raises(DataError, match=r"has 4 windows of seq_len 4 \(20 tokens\), but one step needs 5") as caught:
-        open_data(options, 9, 0)  # type: ignore[arg-type]
-    assert "4 tokens and no window of seq_len 4" in str(caught.value)
+def options_of(folder: Path, train: int, evaluation: int, **more: object) -> Options:
+    """Options for files of so many tokens."""
+    for name, count in (("train", train), ("eval", evaluation)):
+        TokenFile.write(folder / f"{name}.bin", np.arange(count) % 9, vocab_size=9)
+    return Options((str(folder / "train.bin"),), (str(folder / "eval.bin"),), **more)  # type: ignore[arg-type]
+
+
+def test_a_set_of_less_than_a_step_wraps_within_it_and_that_is_said(tmp_path: Path) -> None:
+    data = open_data(options_of(tmp_path, 3 * T + 1, 9, batch_size=5, grad_accumulation=2), 9, 0)  # type: ignore[arg-type]
+    says = "the data has 3 windows and a step takes 10, so that it sees windows more than once: a smaller"
+    assert data.facts()["note"].startswith(says)
+    with data.loader().start() as loader:
+        step = np.concatenate([loader.next().tokens for _ in range(2)])
+    counts = np.unique(step, axis=0, return_counts=True)[1]
+    assert sorted(counts.tolist()) == [3, 3, 4]
+    enough = open_data(options_of(tmp_path, 10 * T + 1, 9, batch_size=5, grad_accumulation=2), 9, 0)  # type: ignore[arg-type]
+    assert "note" not in enough.facts()
+
+
+def test_evaluation_needs_a_token_to_predict_and_training_a_window(tmp_path: Path) -> None:
+    with pytest.raises(DataError) as caught:
+        open_data(options_of(tmp_path, T, 1), 9, 0)  # type: ignore[arg-type]
+    assert "the training data (4 tokens) has no sample of seq_len 4: one is 5 tokens of a file" in str(caught.value)
+    assert "the evaluation data (1 tokens) has nothing to predict" in str(caught.value)
+    data = open_data(options_of(tmp_path, T + 1, 2), 9, 0)  # type: ignore[arg-type]
+    assert data.eval is not None and (data.train.num_windows, data.eval.num_windows) == (1, 1)
+
+
+def test_evaluation_has_the_tail_of_its_file(tmp_path: Path) -> None:
+    data = open_data(options_of(tmp_path, 41, 2 * T + 3), 9, 0)  # type: ignore[arg-type]
+    assert data.eval is not None
+    batches = list(eval_batches(data.eval, 2, T))
+    targets = np.concatenate([batch.targets for batch in batches])
+    assert targets[targets != -100].tolist() == [n % 9 for n in range(1, 2 * T + 3)]
 
 
 def test_both_absent_files_are_named(tmp_path: Path) -> None:

@@ -4,14 +4,18 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator
+from itertools import pairwise
 
 import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from llmq.data import stream as stream_module
 from llmq.data.loader import Data, Loader
-from llmq.data.stream import Stream, StreamedDocument
+from llmq.data.packing import piece_lengths
+from llmq.data.row_layout import PADDED, RowLayout
+from llmq.data.stream import PackedStream, Stream, StreamedDocument
 from llmq.errors import DataError, UsageError
 from llmq.options import Options
 from llmq.schedule import make_schedule
@@ -20,7 +24,9 @@ Shards = list[list[tuple[list[int], list[bool] | None]]]
 T = 5
 
 
-def stream_of(shards: Shards, opened: list[tuple[int, int, int]] | None = None) -> Stream:
+def stream_of(shards: Shards, opened: list[tuple[int, int, int]] | None = None, max_docs: int | None = None) -> Stream:
+    """Windows, or packed rows; every third row is two documents."""
+
     def open_at(begun: int, shard: int, row: int, overall: int) -> Iterator[StreamedDocument]:
         if opened is not None:
             opened.append((shard, row, overall))
@@ -33,9 +39,16 @@ def stream_of(shards: Shards, opened: list[tuple[int, int, int]] | None = None) 
                     sum(map(len, shards[:s])) + r,
                     np.array(ids, np.int32),
                     None if trained is None else np.array(trained),
+                    lengths_of(ids),
                 )
 
-    return Stream(open_at, T, 1000, "the stream", "its key")
+    about = (open_at, T, 1000, "the stream", "its key")
+    return Stream(*about) if max_docs is None else PackedStream(*about, max_docs=max_docs, seed=3)
+
+
+def lengths_of(ids: list[int]) -> tuple[int, ...] | None:
+    """Of the documents that a row became."""
+    return (2, len(ids) - 2) if len(ids) > 2 and len(ids) % 3 == 0 else None
 
 
 def drawn(sizes: list[list[int]]) -> Shards:
@@ -78,13 +91,14 @@ def test_it_goes_on_from_any_row_as_if_nothing_had_happened(sizes: list[list[int
     rows = stream_of(shards).rows()
     state = None
     for n in range(at):
-        got, trained, state = next(rows)
+        got, trained, borders, state = next(rows)
+        assert borders is None
         assert (got.tolist(), trained.tolist()) == (tokens[n], targets[n]) and got.dtype == trained.dtype == np.int32
     opened: list[tuple[int, int, int]] = []
     again = stream_of(shards, opened).rows(None if state is None else json.loads(json.dumps(state)))
     for n in range(at, at + 4):
         one, other = next(rows), next(again)
-        assert one[0].tolist() == other[0].tolist() == tokens[n] and one[2] == other[2]
+        assert one[0].tolist() == other[0].tolist() == tokens[n] and one.state == other.state
         assert one[1].tolist() == other[1].tolist() == targets[n]
     if state is not None:  # the document is opened where it is; none before it is read
         assert opened[0] == (state["shard"], state["row"], state["overall"])
@@ -110,6 +124,106 @@ def test_loaders_of_any_world_and_start_read_the_same(
                 assert batch.tokens.tolist() == tokens[at : at + batch_size]
                 assert batch.position == (step + 1) * batch_size * world and batch.borders is None
                 assert batch.stream is not None and batch.epoch == batch.stream["epoch"]
+
+
+Document = tuple[list[int], list[int]]
+
+
+def documents_of(shards: Shards) -> list[Document]:
+    """Tokens and targets of every piece of every document of a pass, by hand."""
+    found = []
+    for ids, mask in (row for shard in shards for row in shard if row[0]):
+        trained, at = mask or [True] * len(ids), 0
+        for length in lengths_of(ids) or (len(ids),):
+            start = at
+            for count in piece_lengths(np.array([length]), T).tolist():
+                aims = [ids[n] if trained[n] else -100 for n in range(start + 1, start + count)]
+                found.append((ids[start : start + count], [*aims, -100]))
+                start += count - 1  # two pieces share a token
+            at += length
+    return found
+
+
+def taken_apart(rows: list[stream_module.StreamedRow], docs: int) -> list[Document]:
+    """The documents of rows, whose padding is tokens 0 without a target; no document has a token 0 at its end."""
+    found = []
+    for tokens, targets, borders, _ in rows:
+        marks = [0, T] if borders is None else borders.tolist()
+        assert (docs == 1) == (borders is None) and len(marks) == docs + 1 and marks[0] == 0 and marks[-1] == T
+        for start, stop in pairwise(marks):
+            if start < T:
+                ids, aims = tokens[start:stop].tolist(), targets[start:stop].tolist()
+                while ids[-1] == 0 and stop == T and len(ids) > 1:
+                    assert ids.pop() == 0 and aims.pop() == -100
+                found.append((ids, aims))
+    return found
+
+
+def counted(sizes: list[list[int]]) -> Shards:
+    """As drawn, without the token 0, which is what rows are padded with."""
+    return [[([i + 1 for i in ids], mask) for ids, mask in shard] for shard in drawn(sizes)]
+
+
+@settings(max_examples=60, deadline=None)
+@given(sizes=SIZES, docs=st.integers(1, 4), group=st.integers(1, 40), at=st.integers(0, 60))
+def test_a_packed_stream_has_every_document_whole_and_once_in_a_pass_and_goes_on_from_any_row(
+    sizes: list[list[int]], docs: int, group: int, at: int
+) -> None:
+    shards = counted(sizes)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(stream_module, "GROUP_TOKENS", group)
+        patch.setattr(stream_module, "GROUP_ROWS", 1)
+        stream = stream_of(shards, max_docs=docs)
+        assert stream.limits == (None if docs == 1 else (docs, T))
+        rows, whole, epochs = stream.rows(), [], []
+        while len(whole) < at + 4 or whole[-1].state["epoch"] < 2:
+            before = whole[-1].state["epoch"] if whole else 0
+            whole.append(next(rows))
+            assert whole[-1].tokens.dtype == whole[-1].targets.dtype == np.int32
+            epochs.append(before)
+        for epoch in (0, 1):
+            mine = [row for row, number in zip(whole, epochs, strict=True) if number == epoch]
+            assert sorted(taken_apart(mine, docs)) == sorted(documents_of(shards))
+        opened: list[tuple[int, int, int]] = []
+        state = json.loads(json.dumps(whole[at].state))
+        again = stream_of(shards, opened, docs).rows(state)
+        for row in whole[at + 1 : at + 4]:
+            other = next(again)
+            assert row.state == other.state and row.tokens.tolist() == other.tokens.tolist()
+            assert row.targets.tolist() == other.targets.tolist()
+            assert (row.borders is None) == (other.borders is None)
+            assert row.borders is None or row.borders.tolist() == other.borders.tolist()
+        assert opened[0] == (state["shard"], state["row"], state["overall"])  # none before its group is read
+
+
+def test_a_packed_stream_fills_its_rows() -> None:
+    """Of documents of 1 to 3 tokens, which fit together well, but for the last row of each group."""
+    sizes = np.random.default_rng(0).integers(1, 4, 4000)
+    rows = stream_of(counted([sizes.tolist()]), max_docs=5).rows()
+    some = [next(rows) for _ in range(1500)]
+    assert np.mean([row.tokens > 0 for row in some]) > 0.99
+
+
+def test_loaders_of_a_packed_stream_share_its_rows_in_any_world() -> None:
+    shards = counted([[3, 7, 2, 9, 4], [1, 12, 2, 2]])
+    rows = stream_of(shards, max_docs=3).rows()
+    expected = [next(rows) for _ in range(12)]
+    for rank in range(2):
+        with Loader(stream_of(shards, max_docs=3), 2, T, 0, rank, 2).start() as loader:
+            for step in range(3):
+                batch, mine = loader.next(), expected[4 * step + 2 * rank : 4 * step + 2 * rank + 2]
+                assert batch.tokens.tolist() == [row.tokens.tolist() for row in mine]
+                assert batch.borders is not None
+                assert batch.borders.tolist() == [row.borders.tolist() for row in mine if row.borders is not None]
+                assert batch.stream == expected[4 * step + 3].state
+
+
+def test_the_layout_of_a_packed_stream_is_told() -> None:
+    shards = counted([[3, 7]])
+    packed = Data(stream_of(shards, max_docs=3), None, 2, T, 1, 0, 1)
+    assert packed.facts()["rows"] == "at most 3 documents in each" and packed.identity()["documents of a row"] == 3
+    padded = Data(stream_of(shards, max_docs=1), None, 2, T, 1, 0, 1, layout=RowLayout(PADDED, "by --no-packing"))
+    assert padded.facts() == {"layout": "padded rows (by --no-packing)"} and padded.limits is None
 
 
 def test_a_stream_without_tokens_ends_with_its_name() -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from fractions import Fraction
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -13,16 +14,23 @@ import pytest
 from llmq.data.encode import EncodeOptions
 from llmq.data.request import Request
 from llmq.data.row_files import RowFile
+from llmq.data.row_layout import PACKED, PADDED, RowLayout
 from llmq.data.rows import FileRows, LocalFile, Share
 from llmq.data.sources import Found
-from llmq.data.stream import Stream
+from llmq.data.stream import PackedStream, Stream
 from llmq.data.streaming import open_stream
 from llmq.data.tokenizer import TextTokenizer
 
 T = 8
 
 
-def stream_of(folder: Path, tokenizer: Path, **part: Any) -> Stream:
+def stream_of(
+    folder: Path,
+    tokenizer: Path,
+    options: EncodeOptions | None = None,
+    layout: RowLayout | None = None,
+    **part: Any,
+) -> Stream:
     """A part of three files of 40 rows."""
     files = []
     for number in range(3):
@@ -35,7 +43,8 @@ def stream_of(folder: Path, tokenizer: Path, **part: Any) -> Stream:
         files.append(LocalFile(file))
     opened = TextTokenizer.open(str(tokenizer))
     found = Found("rows", ("rows",), FileRows(tuple(files), **part), None, "all")
-    return open_stream(Request(found, opened, EncodeOptions()), T, opened.vocab_size, lambda text: None)
+    request = Request(found, opened, options or EncodeOptions())
+    return open_stream(request, T, opened.vocab_size, lambda text: None, layout=layout)
 
 
 @pytest.mark.parametrize(
@@ -46,16 +55,49 @@ def test_it_goes_on_in_every_file_of_a_slice(tmp_path: Path, small_tokenizer: Pa
     stream = stream_of(tmp_path, small_tokenizer, **part)
     rows = stream.rows()
     whole = []
-    while not whole or whole[-1][2]["epoch"] < 2:
+    while not whole or whole[-1].state["epoch"] < 2:
         whole.append(next(rows))
-    assert {state["shard"] for _, _, state in whole} >= {1, 2}
+    assert {row.state["shard"] for row in whole} >= {1, 2}
     for at in range(0, len(whole) - 30, 7):
-        again = stream.rows(whole[at][2])
-        for ids, targets, state in whole[at + 1 : at + 31]:
+        again = stream.rows(whole[at].state)
+        for row in whole[at + 1 : at + 31]:
             got = next(again)
-            np.testing.assert_array_equal(got[0], ids)
-            np.testing.assert_array_equal(got[1], targets)
-            assert got[2] == state
+            np.testing.assert_array_equal(got.tokens, row.tokens)
+            np.testing.assert_array_equal(got.targets, row.targets)
+            assert got.state == row.state
+
+
+def test_a_row_that_becomes_several_documents_is_packed_as_several(tmp_path: Path, small_tokenizer: Path) -> None:
+    """What was split is not one again, as it is in windows."""
+    options = EncodeOptions(overlong="split", seq_len=T)
+    stream = stream_of(tmp_path, small_tokenizer, options=options, layout=RowLayout(PACKED))
+    for document in islice(stream.open_at(0, 0, 0, 0), 20):
+        whole, rest = divmod(len(document.ids), T)
+        assert document.lengths == (T,) * whole + (rest,) * (rest > 0)
+    rows = [row for row in islice(stream.rows(), 400) if row.state["epoch"] == 0]
+    assert isinstance(stream, PackedStream) and stream.limits == (stream.max_docs, T)
+    borders = np.stack([row.borders for row in rows if row.borders is not None])
+    lengths = np.diff(borders, axis=1)
+    assert len(borders) == len(rows) > 100 and (lengths == T).any() and stream.max_docs == (lengths > 0).sum(1).max()
+
+
+@pytest.mark.parametrize(("layout", "max_docs", "docs"), [(PACKED, None, 4), (PACKED, 2, 2), (PADDED, None, 1)])
+def test_the_documents_of_a_row_are_known_from_the_first_rows(
+    tmp_path: Path, small_tokenizer: Path, layout: str, max_docs: int | None, docs: int
+) -> None:
+    """Few as they are, they tell how many fit into a long row."""
+    path = tmp_path / "short.jsonl"
+    path.write_text('{"input_ids": [5, 6, 7]}\n' * 2000)
+    file = RowFile.of(path)
+    assert file is not None
+    tokenizer = TextTokenizer.open(str(small_tokenizer))
+    found = Found("rows", ("rows",), FileRows((LocalFile(file),)), None, "all")
+    request = Request(found, tokenizer, EncodeOptions())
+    sizes = {"layout": RowLayout(layout), "max_docs": max_docs}
+    stream = open_stream(request, 12, tokenizer.vocab_size, lambda text: None, **sizes)  # type: ignore[arg-type]
+    assert isinstance(stream, PackedStream) and stream.max_docs == docs
+    stream = open_stream(request, 1200, tokenizer.vocab_size, lambda text: None, **sizes)  # type: ignore[arg-type]
+    assert isinstance(stream, PackedStream) and stream.max_docs == {4: 400}.get(docs, docs)
 
 
 def test_two_streams_have_two_keys(tmp_path: Path, small_tokenizer: Path) -> None:

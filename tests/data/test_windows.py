@@ -52,6 +52,38 @@ def test_windows_are_consecutive_with_shifted_targets(
     assert list(zip(tokens.tolist(), targets.tolist(), strict=True)) == [want[i] for i in order]
 
 
+@settings(max_examples=60, deadline=None)
+@given(sizes=st.lists(st.integers(0, 60), min_size=1, max_size=4), seq_len=st.integers(1, 20), masked=st.booleans())
+def test_windows_with_tails_have_every_token_but_the_first_of_a_file_as_a_target_once(
+    tmp_path_factory: pytest.TempPathFactory, sizes: list[int], seq_len: int, masked: bool
+) -> None:
+    folder = tmp_path_factory.mktemp("w")
+    rng = np.random.default_rng(len(sizes))
+    files, expected = [], []
+    for number, size in enumerate(sizes):
+        tokens = rng.integers(1, 99, size)
+        mask = rng.integers(0, 2, size).astype(bool) if masked else np.ones(size, bool)
+        TokenFile.write(folder / f"{number}.bin", tokens, vocab_size=99, mask=mask if masked else None)
+        files.append(TokenFile.open(folder / f"{number}.bin"))
+        expected += [
+            (tokens[max(n - 1 - (n - 1) % seq_len, 0) : n].tolist(), int(tokens[n])) for n in range(1, size) if mask[n]
+        ]
+    windows = Windows(files, seq_len, 99, with_tails=True)
+    assert windows.num_windows == sum(-(-max(size - 1, 0) // seq_len) for size in sizes)
+    rows = windows.read(np.arange(windows.num_windows))
+    found = [
+        (tokens[: n + 1].tolist(), int(target))
+        for tokens, targets in zip(rows.tokens, rows.targets, strict=True)
+        for n, target in enumerate(targets)
+        if target != -100
+    ]
+    assert found == expected  # each after what its window has of the tokens before it
+    whole = Windows(files, seq_len, 99)
+    tails = windows.num_windows - whole.num_windows
+    assert tails == sum(size > 1 and (size - 1) % seq_len > 0 for size in sizes)
+    assert rows.borders is None and sum((tokens == 0).any() for tokens in rows.tokens) == tails
+
+
 def write(path: Path, tokens: list[int] | np.ndarray, vocab_size: int = 100) -> Path:
     TokenFile.write(path, np.asarray(tokens), vocab_size=vocab_size)
     return path

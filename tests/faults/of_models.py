@@ -66,6 +66,13 @@ MATHS = (
 
 STORAGE = (
     Fault(
+        "attention_keeps_to_one_chunk",
+        "llmq/plan/advice.py",
+        "if plan.total_bytes <= free_bytes or SCRATCH not in",
+        "if plan.total_bytes > 0 or SCRATCH not in",
+        ("tests/plan/test_advice.py",),
+    ),
+    Fault(
         "fp8_cast_does_not_saturate",
         "llmq/tensor.py",
         "np.clip(value * _spread(np.float32(1) / scale, value.shape, form), -limit, limit)",

@@ -325,9 +325,30 @@ DATA = (
     Fault(
         "last_window_dropped",
         "llmq/data/windows.py",
-        "max(file.num_tokens - 1, 0) // seq_len",
-        "max(file.num_tokens - 2, 0) // seq_len",
+        "(max(file.num_tokens - 1, 0) + room) // seq_len",
+        "(max(file.num_tokens - 2, 0) + room) // seq_len",
         ("tests/data/test_windows.py",),
+    ),
+    Fault(
+        "evaluation_drops_its_tail",
+        "llmq/data/loader.py",
+        "seed, docs, with_tails=True",
+        "seed, docs",
+        ("tests/data/test_loader.py",),
+    ),
+    Fault(
+        "rows_are_cut_by_windows_by_default",
+        "llmq/data/row_layout.py",
+        "elif not has_rows:",
+        "elif has_rows or not has_rows:",
+        ("tests/data/test_row_layout.py",),
+    ),
+    Fault(
+        "a_packed_stream_repeats_rows_of_its_group",
+        "llmq/data/stream.py",
+        "range(taken, index.num_packs)",
+        "range(taken and taken - 1, index.num_packs)",
+        ("tests/data/test_stream.py",),
     ),
     Fault(
         "evaluation_out_of_order",

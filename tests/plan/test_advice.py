@@ -3,12 +3,18 @@
 import pytest
 from tiny_engines import BF16, FP8_HEAD, plan_of, tiny
 
+from llmq import gpus
+from llmq.backends import open_backend
 from llmq.backends.planned import planned_scratch
 from llmq.blocks.attention import Packing
 from llmq.errors import MemoryLimitError
-from llmq.plan.advice import refuse_if_too_large
-from llmq.plan.memory import Memory
+from llmq.plan import advice
+from llmq.plan.advice import refuse_if_too_large, with_fitting_chunks
+from llmq.plan.memory import Memory, resolve
 from llmq.plan.program import Operand, Step
+from llmq.presets import preset
+from llmq.rows import padded_vocab
+from llmq.sections import MemoryOptions
 from llmq.tensor import Ref
 
 SCRATCH = 1 << 20
@@ -64,6 +70,81 @@ def test_a_workspace_that_is_too_large_names_what_makes_it_smaller():
     chunked = plan_of(BF16, Memory((), attention_chunks=8), tiny(), batch_size=8, scratch_bytes=scratch_bytes)
     with pytest.raises(MemoryLimitError, match=r"missing: --no-deterministic needs [^,]*$"):
         refuse_if_too_large(chunked, chunked.total_bytes - 1, scratch_bytes, lambda step: 256)
+
+
+def fitting(free_bytes, scratch=scratch_bytes, **numbers):
+    """A plan for 12 rows that chooses its chunks."""
+    plan = plan_of(BF16, config=tiny(), batch_size=12, scratch_bytes=scratch, **numbers)
+    return plan, with_fitting_chunks(plan, free_bytes, scratch)
+
+
+def test_the_fewest_chunks_that_fit_are_taken():
+    whole, same = fitting(2**40)
+    assert same is whole and whole.memory.attention_chunks == 1
+    for chunks in (2, 3, 4, 6, 12):
+        expected = plan_of(BF16, Memory((), 1, chunks), tiny(), batch_size=12, scratch_bytes=scratch_bytes)
+        for room in (0, SCRATCH // 2):
+            _, found = fitting(expected.total_bytes + room)
+            assert found.memory == expected.memory and found.total_bytes == expected.total_bytes
+    _, least = fitting(expected.total_bytes - 1)
+    assert least.memory.attention_chunks == 12, "the error then counts from here"
+
+
+def test_chunks_that_save_nothing_are_not_taken():
+    """On the CPU, whose attention takes no workspace, and where another op needs as much."""
+    for scratch in (None, per_batch):
+        plan, same = fitting(2**20, scratch)
+        assert same is plan
+
+
+def test_candidates_that_cannot_fit_are_not_planned(monkeypatch):
+    """A plan of a large model takes up to a second."""
+    made, real = [], advice.make_plan
+    monkeypatch.setattr(advice, "make_plan", lambda *a, **k: made.append(a[2].attention_chunks) or real(*a, **k))
+    fits_in_4 = plan_of(BF16, Memory((), 1, 4), tiny(), batch_size=12, scratch_bytes=scratch_bytes).total_bytes
+    fitting(fits_in_4)
+    assert made == [4]
+    made.clear()
+    fitting(1000)
+    assert made == [12]
+
+
+SEVEN = {"batch_size": 4, "seq_len": 4096}
+
+
+@pytest.fixture(scope="module")
+def seven():
+    """Plans of Qwen2.5-7B in bf16, 4x4096, for an H200 that is not here, and what is free there."""
+    card = gpus.named("H200")
+    logit_bytes = 2 * padded_vocab(preset("Qwen2.5-7B"))
+    limits = resolve(MemoryOptions(), **SEVEN, logit_bytes=logit_bytes, gpu_bytes=card.total_bytes)
+
+    def plan(packing, deterministic=True):
+        scratch = open_backend("planned", deterministic=deterministic).scratch_bytes
+        found = plan_of(BF16, limits, preset("Qwen2.5-7B"), packing=packing, scratch_bytes=scratch, **SEVEN)
+        return with_fitting_chunks(found, card.free_bytes, scratch)
+
+    return plan, card.free_bytes
+
+
+@pytest.mark.parametrize("packing", [Packing(8, 4096), Packing(16, 1500), Packing(4, 4096), Packing(60, 400)])
+def test_what_fits_dense_fits_packed(seven, packing):
+    plan, free = seven
+    dense, packed = plan(None), plan(packing)
+    assert dense.total_bytes <= free and dense.memory.attention_chunks == 1
+    assert packed.total_bytes <= free
+    assert (packed.memory.attention_chunks > 1) == (packing != Packing(60, 400))
+
+
+def test_what_chunks_do_not_make_fit_the_other_attention_does(seven):
+    """One document that fills a row, and rows of 30: 236 GiB whole, 154 in 4 chunks, 131 when not deterministic."""
+    plan, free = seven
+    packed = plan(Packing(30, 4096))
+    assert packed.memory.attention_chunks == 4 and packed.total_bytes > free
+    scratch, relaxed = (open_backend("planned", deterministic=strict).scratch_bytes for strict in (True, False))
+    with pytest.raises(MemoryLimitError, match=r"with attention's backward in 4 chunks, .*: --no-deterministic needs"):
+        refuse_if_too_large(packed, free, scratch, relaxed)
+    assert plan(Packing(30, 4096), deterministic=False).total_bytes <= free
 
 
 def test_the_workspace_of_packed_rows_goes_with_the_longest_document():

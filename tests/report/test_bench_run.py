@@ -306,7 +306,7 @@ def test_backends_are_opened_with_the_attention_that_was_asked_for(strict, memor
 
 def test_the_other_attention_is_offered_where_it_would_fit(memory):
     (small, _), seen = memory(2**40)
-    request = Request(models=(small,), dtypes=("bf16",), batch_size=4, seq_len=4096)
+    request = Request(models=(small,), dtypes=("bf16",), batch_size=4, seq_len=4096, attn_bwd_chunks=1)
     for strict in (True, False):
         choose(GPU_4090, replace(request, deterministic=strict))
     whole, relaxed = (plan.total_bytes for _, plan in seen)
@@ -315,6 +315,21 @@ def test_the_other_attention_is_offered_where_it_would_fit(memory):
     with pytest.raises(MemoryLimitError, match="--no-deterministic needs"):
         choose(GPU_4090, request)
     choose(GPU_4090, replace(request, deterministic=False))
+
+
+def test_attention_runs_in_chunks_where_the_batch_was_asked_for(memory):
+    """A batch that is chosen gets smaller instead, as it did when chunks had to be asked for."""
+    (small, _), seen = memory(2**40)
+    request = Request(models=(small,), dtypes=("bf16",), batch_size=4, seq_len=4096)
+    choose(GPU_4090, request)
+    choose(GPU_4090, replace(request, attn_bwd_chunks="4"))
+    (_, whole), (_, chunked) = seen
+    assert (whole.memory.attention_chunks, chunked.memory.attention_chunks) == (1, 4)
+    _, again = memory(chunked.total_bytes)
+    choose(GPU_4090, request)
+    assert again[0][1].memory == chunked.memory and again[0][1].batch_size == 4
+    choose(GPU_4090, replace(request, batch_size=None))
+    assert again[1][1].memory.attention_chunks == 1 and again[1][1].batch_size < 4
 
 
 def test_tokens_are_halved_until_they_are_measured_in_time():
