@@ -32,7 +32,7 @@ class NonFiniteError(LlmqError):
 
 
 class StorageError(LlmqError):
-    """The disk is full, not writable, or would lose something of value."""
+    """The disk is full, not writable, or would lose something of value; or another run writes to the same place."""
 
     exit_code = 7
 

@@ -27,8 +27,8 @@ FP8_MATMULS = ("e4m3", "auto")
 
 
 def _which_checkpoint(value: Any) -> Any:
-    if isinstance(value, bool) or value in ("true", "True"):  # resume_from_checkpoint: true
-        return "auto" if value else None
+    if isinstance(value, bool) or value in ("true", "True", "false", "False"):  # resume_from_checkpoint: true
+        return "newest" if value in (True, "true", "True") else None
     if isinstance(value, str) and value.isascii() and value.isdigit():
         return int(value)
     return value
@@ -377,9 +377,10 @@ class CheckpointOptions(Section):
     )
     continue_: Checkpoint = option(
         None,
-        "Go on from a checkpoint: the newest of --checkpoint-dir (auto, also without a value), a step, or a folder.",
+        "Resume from a checkpoint: the newest of --checkpoint-dir (newest, also without a value), a step, or a "
+        "folder; with auto the newest, or a start from step 0 if there is none.",
         "resume_from_checkpoint",
-        metavar="[auto|STEP|PATH]",
+        metavar="[newest|auto|STEP|PATH]",
         kind="optional_value",
     )
 

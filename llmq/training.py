@@ -24,7 +24,7 @@ from llmq.engine import Engine
 from llmq.errors import INTERRUPTED, MemoryLimitError, NonFiniteError, StorageError
 from llmq.fp8_watch import CopyError, Fp8Watch, carried, summary
 from llmq.interrupt import Interrupt
-from llmq.job import MIB, Job, prepare
+from llmq.job import MIB, Job, hold, prepare
 from llmq.log import EvalRecord, RunLog, TrainRecord, to_json
 from llmq.options import Options, changed
 from llmq.plan.advice import refuse_if_too_large
@@ -37,7 +37,10 @@ Watch = Callable[[TrainRecord | EvalRecord], None]
 
 @dataclass(frozen=True)
 class TrainResult:
-    """What a run made. Losses are nats per trained token; paths are None for what was not written."""
+    """What a run made. Losses are nats per trained token; paths are None for what was not written.
+
+    `warnings` say what may have spoiled the run.
+    """
 
     exit_code: int = 0
     steps: int = 0
@@ -49,6 +52,7 @@ class TrainResult:
     model_path: Path | None = None
     log_path: Path | None = None
     checkpoint_path: Path | None = None
+    warnings: tuple[str, ...] = ()
 
 
 def train(*, watch: Watch | None = None, console: TextIO | None = None, **options: Any) -> TrainResult:
@@ -63,7 +67,7 @@ def train(*, watch: Watch | None = None, console: TextIO | None = None, **option
 def run(options: Options, *, watch: Watch | None = None, console: TextIO | None = None) -> TrainResult:
     """As `train`, for parsed options."""
     began = time.perf_counter()
-    with RunLog(options.log, console) as log:
+    with RunLog(options.log, console) as log, hold(options, log):
         job = prepare(options, log)
         if job.plans_only:
             return TrainResult()
@@ -113,7 +117,8 @@ class _Run:
                 raise
             self._save()  # first of all: whoever sent SIGTERM does not wait for long
         if self.interrupt:
-            log.say(f"Stopped after step {self.step}. Go on with:\n  {job.continue_command}")
+            way_on = f"Go on with:\n  {job.continue_command}" if self.saved else "Nothing is saved: start again."
+            log.say(f"Stopped after step {self.step}. {way_on}")
             log.end("interrupted" if self.interrupt.exit_code == INTERRUPTED else "terminated")
             return self._result(exit_code=self.interrupt.exit_code)
         self._export()
@@ -135,6 +140,7 @@ class _Run:
         engine.restore(read)
         self.step = self.saved = state["step"]
         self.position, self.stream = state["position"], state.get("stream")
+        self.epoch = job.data.epoch(self.position, self.stream)
         self.fp8 = Fp8Watch(job.watching, state["fp8"]["low"])
         self.fell_back = state["fp8"]["fell_back"]
         self.applied, self.evaluated = state["applied"], state["evaluated"]
@@ -343,7 +349,8 @@ class _Run:
         steady = self.speeds[1:] or self.speeds
         speed = float(np.median(steady)) if steady else math.nan
         share = self.light_s * speed if steady else None
-        return replace(self.result, exit_code=exit_code, tokens_per_second=speed, sol=share)
+        warnings = tuple(self.log.warnings)
+        return replace(self.result, exit_code=exit_code, tokens_per_second=speed, sol=share, warnings=warnings)
 
 
 def _light_s(job: Job) -> float:

@@ -31,4 +31,4 @@ def test_the_command_gives_the_run_again(given):
     assert (program, arguments[-1]) == ("llmq-train", "--continue")
     read = train.command().make_context(program, arguments).params
     again = Options.parse({k: v for k, v in read.items() if k in descriptions() and v not in (None, ())}).to_flat()
-    assert again == {**options.to_flat(), "continue": "auto"}
+    assert again == {**options.to_flat(), "continue": "newest"}

@@ -156,7 +156,7 @@ def test_an_evaluation_that_a_signal_cuts_off_is_made_up_for(given, monkeypatch)
         assert (parts.steps, parts.eval_loss, parts.train_loss) == (12, whole.eval_loss, whole.train_loss)
         assert parts.checkpoint_path is not None
         one, other = (read_log(result.log_path).eval for result in (whole, parts))
-        for column in ("step", "loss", "train_loss"):
+        for column in ("step", "epoch", "loss", "train_loss"):
             assert np.array_equal(one[column], other[column])
 
 
@@ -209,6 +209,16 @@ def test_what_changed_is_refused_or_told(given):
         llmq.train(**{**given, "steps": 8, "continue": 10, "overwrite": True})
     llmq.train(**{**given, "weight_decay": 0, "continue": 5, "overwrite": True})
     assert "Changed since then: --weight-decay 0.1 to 0.0, --ckpt-interval 5 to 100" in said(given)
+
+
+def test_a_run_that_is_stopped_before_its_first_step_has_nothing_to_go_on_from(given, monkeypatch):
+    monkeypatch.setattr(training.Interrupt, "__bool__", lambda interrupt: True)
+    monkeypatch.setattr(
+        training.Interrupt, "__init__", lambda interrupt: interrupt.__dict__.update(exit_code=130, _before={})
+    )
+    assert llmq.train(**given).exit_code == 130
+    assert "Stopped after step 0. Nothing is saved: start again." in said(given)
+    assert "--continue" not in said(given)
 
 
 def test_checkpoints_below_the_model_outlive_a_kill_within_its_export(given, monkeypatch):

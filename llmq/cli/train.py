@@ -63,7 +63,7 @@ def click_option(d: Description, name: str, hidden: bool) -> click.Option:
     kinds: dict[str, dict[str, Any]] = {
         "flag": {"is_flag": True},
         "repeatable": {"multiple": True},
-        "optional_value": {"is_flag": False, "flag_value": "auto"},
+        "optional_value": {"is_flag": False, "flag_value": "newest"},
         "value": {},
     }
     return click.Option([declaration, name], default=None, hidden=hidden, **kinds[d.kind])
