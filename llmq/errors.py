@@ -26,7 +26,7 @@ class MemoryLimitError(LlmqError):
 
 
 class NonFiniteError(LlmqError):
-    """Loss or gradients are not finite and training cannot go on."""
+    """Loss, gradients or weights are not finite: training cannot go on, or what came of it is no model."""
 
     exit_code = 5
 

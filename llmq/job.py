@@ -23,7 +23,7 @@ from llmq.disk import check_free_space, shown
 from llmq.errors import UsageError
 from llmq.gemm_speed import GemmSpeed
 from llmq.gpu_log import GpuWatch
-from llmq.hf import Export, export_folder, finish_export, open_export, refuse_taken
+from llmq.hf import Export, export_folder, exports_anyway, finish_export, open_export, refuse_taken
 from llmq.log import RunLog
 from llmq.options import Options
 from llmq.plan import memory, precision
@@ -55,6 +55,7 @@ class Job:
     checkpoints: Checkpoints
     resume: Path | None
     export: Export
+    exports_anyway: bool
     options: dict[str, Any]
     continue_command: str
     watching: precision.Watching
@@ -188,6 +189,7 @@ def prepare(options: Options, log: RunLog) -> Job:
         resume=resume,
         export=open_export(options.export, config, plan.rows, tokenizer),
         options=options.to_flat(),
+        exports_anyway=exports_anyway(options.export),
         continue_command=continue_command(options),
         watching=watching,
         replan=planned,

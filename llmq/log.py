@@ -11,7 +11,7 @@ The file has one JSON object per line, with a `type`:
     algorithms  the table of matrix-product algorithms of a GPU, which decides the run's bits
     fp8         errors of fp8 copies before the step after `step`: the fields of CopyError for each
     notice, checkpoint, end     what happened, at which step; a notice that is a warning has `warning`, and the end has
-                the list of all `warnings`
+                the list of all `warnings`, if there are any
 
 `step` counts finished updates: the train record of step 7 describes the seventh update. Losses are nats per trained
 token, `sol` is a fraction of the speed of light, `epoch` counts passes over the data with its fraction.
@@ -315,8 +315,9 @@ class RunLog:
         Prints all warnings, those of `warn` once more and `warnings`, which are new.
         """
         self.warnings += warnings
-        self.record("end", step=self._step, reason=reason, **metrics, warnings=self.warnings)
-        if self.warnings:
+        told = {"warnings": self.warnings} if self.warnings else {}
+        self.record("end", step=self._step, reason=reason, **metrics, **told)
+        if told:
             self._head("Warnings")
         for text in self.warnings:
             self.say(f"  - {text}")

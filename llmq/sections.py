@@ -392,6 +392,9 @@ class ExportOptions(Section):
         None, "Dtype of the exported weights.", shown="that of --model"
     )
     overwrite: bool = option(False, "Replace a finished model in --out-dir.", "overwrite_output_dir")
+    export_anyway: bool = option(
+        False, "Export a model whose last step was refused, or whose weights are not all finite."
+    )
 
 
 class SystemOptions(Section):

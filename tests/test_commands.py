@@ -19,7 +19,7 @@ NEEDED = {"model": "Qwen2.5-0.5B", "train_file": ["a b.bin", "c*.bin"]}
         {"use_cuda_graphs": False, "deterministic": False, "packing": False},
         {"packing": True, "max_docs": 4, "weight": [0.5, 0.5], "fp8_fallback": True, "matmul_dtype": "e4m3"},
         {"model_dtype": "fp32", "matmul_dtype": "bf16", "grad_accum_dtype": "bf16", "master_dtype": "fp32"},
-        {"lr_schedule": "cosine", "lr": 3e-4, "min_lr": 1e-5, "warmup_ratio": 0.1},
+        {"lr_schedule": "cosine", "lr": 3e-4, "min_lr": 1e-5, "warmup_ratio": 0.1, "export_anyway": True},
         {"lr_schedule": "cosine", "final_lr_fraction": 1, "continue": "auto"},
         {"steps": 5, "epochs": None, "log_fp8_every": 0, "matmul_dtype": "e4m3"},
         {"matmul_dtype": "e4m3", "recompute_ffn": True, "global_batch_size": 64, "out_dir": "x/%n", "continue": 7},

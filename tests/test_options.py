@@ -84,6 +84,7 @@ DEFAULTS = {
     "out_dir": "runs/Qwen2.5-0.5B/model",
     "export_dtype": None,
     "overwrite": False,
+    "export_anyway": False,
     "device": "auto",
     "gpus": 1,
     "gpu": None,
