@@ -3,8 +3,9 @@
 A checkpoint is a folder `step-00000012` (the number of finished updates) in the checkpoint folder: tensors in
 safetensors files (llmq/shards.py), and state.json with everything else, the size and checksum of each file, and a
 checksum of itself. It is written under a temporary name, synced and renamed, so the name appears only when every byte
-is durable; older ones are deleted after that. One process writes to a checkpoint folder at a time: it holds the lock
-of `.lock`, so a temporary folder seen under the lock was left by a process that is gone, and is removed.
+is durable; older ones are deleted after that. One run writes to a checkpoint folder at a time: it holds the lock of
+llmq/run_lock.py, so a temporary folder that it finds was left by a process that is gone, and is removed. Who only reads
+(`find`, `load`) takes no lock and changes nothing.
 
 The newest checkpoint is the one written last, not the one of the highest step: after `--continue 8`, step 10 is newer
 than an abandoned step 12. Therefore state.json counts the saves.
@@ -12,17 +13,19 @@ than an abandoned step 12. Therefore state.json counts the saves.
 
 from __future__ import annotations
 
-import errno
-import fcntl
+import glob
 import json
 import os
 import re
 import secrets
+import shlex
 import shutil
 import zlib
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import asdict, dataclass
+from difflib import SequenceMatcher
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -46,10 +49,17 @@ if TYPE_CHECKING:
 
 SCHEMA = 1
 STATE = "state.json"
+NEWEST, AUTO = "newest", "auto"
 STATE_BYTES = 1 << 20  # allowed for state.json in estimates; it holds no tensors
 NAME = re.compile(r"step-([0-9]{8,18})")
 TEMPORARY, REPLACED = ".tmp-", ".old-"
 MOST_NAMED = 10  # differences from a checkpoint
+_not_written = partial(
+    storage,
+    failed="the checkpoint cannot be written",
+    kept="; earlier checkpoints are as they were",
+    advice="free space, lower --ckpt-keep-n, or choose another --checkpoint-dir",
+)
 
 
 class Checkpoints:
@@ -62,19 +72,23 @@ class Checkpoints:
         self._continue = options.continue_
 
     @property
-    def continues(self) -> bool:
-        """Whether the run is to go on from a checkpoint, if there is one."""
-        return self._continue is not None
+    def starts_anew(self) -> bool:
+        """Whether --continue auto finds nothing to resume from."""
+        return self._continue == AUTO and not _found(self.folder)
 
     def due(self, step: int, *, last: bool = False) -> bool:
         """Whether to save after the update `step` (from 1): each n-th one, and the last of the run."""
         return last or (self._interval > 0 and step % self._interval == 0)
 
-    def start(self) -> Path | None:
+    def start(self, *, writes: bool = True) -> Path | None:
         """The checkpoint to continue from; None for a run from step 0.
 
-        UsageError if a fresh run would mix its checkpoints with those of an earlier one.
+        A run that `writes` holds the folder's lock, and first removes what killed writers left. UsageError if a fresh
+        run would mix its checkpoints with those of an earlier one.
         """
+        if writes and self.folder.is_dir():
+            with _not_written(self.folder):
+                _remove_leftovers(self.folder)
         if self._continue is not None:
             return find(self.folder, self._continue)
         if there := _found(self.folder):
@@ -83,6 +97,11 @@ class Checkpoints:
                 "--continue, choose another --name or --checkpoint-dir, or delete them"
             )
         return None
+
+    def others(self, step: int) -> str:
+        """The checkpoints beside that of `step`, in words; empty if there are none."""
+        there = {number: path for number, path in _found(self.folder).items() if number != step}
+        return _listed(there) if there else ""
 
     def peak_bytes(self, one: int, first: int, last: int) -> int:
         """Most bytes that the checkpoints of the steps first to last take at a time beyond what is there, `one` each.
@@ -125,59 +144,44 @@ def save(
 
     One tensor is in memory at a time. `state` is JSON without non-finite numbers. With `num_bytes` (see
     checkpoint_bytes) the free space is checked before anything is written. A checkpoint of this step that is there
-    already is replaced. StorageError leaves the earlier checkpoints as they were.
+    already is replaced. The caller holds the lock of `folder`, or knows that no other process writes to it.
+    StorageError leaves the earlier checkpoints as they were.
     """
     folder = Path(folder)
     temporary = folder / _hidden(TEMPORARY, step)
-    not_written = storage(
-        folder,
-        "the checkpoint cannot be written",
-        kept="; earlier checkpoints are as they were",
-        advice="free space, lower --ckpt-keep-n, or choose another --checkpoint-dir",
-        needed=num_bytes,
-        partial=temporary,
-    )
-    with ExitStack() as cleanup, not_written:
+    with ExitStack() as cleanup, _not_written(folder, needed=num_bytes, partial=temporary):
         cleanup.callback(shutil.rmtree, temporary, ignore_errors=True)
         folder.mkdir(parents=True, exist_ok=True)
         sync_folder(folder.parent)
-        with _lock(folder) as alone:
-            if alone is False:
-                raise StorageError(
-                    f"another process is writing a checkpoint to {folder}: end it, or choose another --checkpoint-dir"
-                )
-            if alone:
-                _remove_leftovers(folder)
-            if num_bytes is not None:
-                check_free_space({"the checkpoint": (folder, num_bytes)})
-            number = 1 + max((_save_number(path) or 0 for path in _found(folder).values()), default=0)
-            temporary.mkdir()
-            shards = write_shards(temporary, tensors, shard_bytes=shard_bytes)
-            _write_state(temporary, step, number, shards, state)
-            sync_folder(temporary)
-            path = _publish(temporary, step)
-            try:
-                _delete_old(folder, path, keep)
-            except OSError as error:
-                raise StorageError(f"{path} is complete, but an older checkpoint cannot be deleted: {error}") from error
+        _remove_leftovers(folder)
+        if num_bytes is not None:
+            check_free_space({"the checkpoint": (folder, num_bytes)})
+        number = 1 + max((_save_number(path) or 0 for path in _found(folder).values()), default=0)
+        temporary.mkdir()
+        shards = write_shards(temporary, tensors, shard_bytes=shard_bytes)
+        _write_state(temporary, step, number, shards, state)
+        sync_folder(temporary)
+        path = _publish(temporary, step)
+        try:
+            _delete_old(folder, path, keep)
+        except OSError as error:
+            raise StorageError(f"{path} is complete, but an older checkpoint cannot be deleted: {error}") from error
     return path
 
 
 def find(folder: Path, which: str | int | Path) -> Path | None:
-    """The checkpoint to continue from: "auto" is the newest one, or None if there are none; else a step or a path.
+    """The checkpoint to continue from: "newest" or "auto", of which auto is None if there are none; a step; or a path.
 
     DataError if it is not there or damaged at first sight, naming what is there. A damaged newest one is an error
     too: an older one is used only when asked for.
     """
     folder = Path(folder)
-    if any(folder.glob(f"{REPLACED}*")) and os.access(folder, os.W_OK):
-        with _lock(folder) as alone:
-            if alone:
-                _remove_leftovers(folder)
     there = _found(folder)
-    if which == "auto":
-        if not there:
+    if which in (NEWEST, AUTO):
+        if not there and which == AUTO:
             return None
+        if not there:
+            raise DataError(_none_there(folder))
         numbers = {step: _save_number(path) for step, path in there.items()}
         newest = max(there, key=lambda step: numbers[step] or 0)
         step = max([newest, *(step for step, number in numbers.items() if number is None)])
@@ -188,7 +192,7 @@ def find(folder: Path, which: str | int | Path) -> Path | None:
     else:
         path = Path(str(which))
         if not (path / STATE).exists() and _found(path):
-            return find(path, "auto")
+            return find(path, NEWEST)
         if not path.is_dir():
             raise DataError(f"there is no checkpoint at {path}; in {folder}: {_listed(there)}")
         with _naming_others(path):
@@ -268,23 +272,8 @@ def _hidden(kind: str, step: int) -> str:
     return f"{kind}{folder_name(step)}-{os.getpid()}-{secrets.token_hex(4)}"
 
 
-@contextmanager
-def _lock(folder: Path) -> Iterator[bool | None]:
-    """Holds the folder's lock: True; False if another process does; None where the file system has no locks."""
-    fd = os.open(folder / ".lock", os.O_RDWR | os.O_CREAT, 0o666)
-    try:
-        try:
-            fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            alone: bool | None = True
-        except OSError as error:
-            alone = False if error.errno in (errno.EWOULDBLOCK, errno.EACCES) else None
-        yield alone
-    finally:
-        os.close(fd)
-
-
 def _remove_leftovers(folder: Path) -> None:
-    """Under the lock: deletes what dead writers left, and undoes a replacement that was cut between its renames."""
+    """Deletes what dead writers left, and undoes a replacement that was cut between its renames."""
     for path in folder.glob(f"{REPLACED}step-*"):
         match = NAME.search(path.name)
         if match and not (folder / match.group()).exists():
@@ -316,6 +305,45 @@ def _delete_old(folder: Path, newest: Path, keep: int) -> None:
         hidden = folder / _hidden(TEMPORARY, int(path.name[5:]))
         os.rename(path, hidden)
         shutil.rmtree(hidden)
+
+
+def _none_there(folder: Path) -> str:
+    """That there is no checkpoint in `folder`, and which runs might be meant: that of the nearest name, the newest."""
+    whole = folder.absolute()
+    places = (
+        (whole, "checkpoints"),
+        (whole, "*/checkpoints"),
+        (whole.parent, "*"),
+        (whole.parent.parent, f"*/{glob.escape(whole.name)}"),
+    )
+    runs = {
+        path: max(map(_saved_at, saved))
+        for above, name in places
+        for path in above.glob(name)
+        if (saved := _found(path).values())
+    }
+    text = f"there is no checkpoint in {folder} to continue from"
+    if runs:
+        nearest = max(runs, key=lambda path: SequenceMatcher(None, str(path), str(whole)).ratio())
+        meant = {nearest: "nearest"}
+        meant.setdefault(max(runs, key=lambda path: runs[path]), "newest")
+        text += "".join(f"\n  the {which} run has some: {_way_to(path, folder)}" for path, which in meant.items())
+    return f"{text}\nWith --continue auto, a run starts from step 0 where there is none"
+
+
+def _way_to(path: Path, folder: Path) -> str:
+    """The checkpoints in `path`, and the option that makes it the checkpoint folder in place of `folder`."""
+    shown = path if folder.is_absolute() else Path(os.path.relpath(path))
+    default = shown.parts[0] == "runs" and len(shown.parts) == 3 and shown.name == folder.name == "checkpoints"
+    option = f"--name {shlex.quote(path.parent.name)}" if default else f"--checkpoint-dir {shlex.quote(str(shown))}"
+    return f"{option} ({_listed(_found(path))})"
+
+
+def _saved_at(path: Path) -> float:
+    try:
+        return path.stat().st_mtime
+    except OSError:  # its run has just deleted it
+        return 0.0
 
 
 def _found(folder: Path) -> dict[int, Path]:

@@ -26,13 +26,13 @@ class MemoryLimitError(LlmqError):
 
 
 class NonFiniteError(LlmqError):
-    """Loss or gradients are not finite and training cannot go on."""
+    """Loss, gradients or weights are not finite: training cannot go on, or what came of it is no model."""
 
     exit_code = 5
 
 
 class StorageError(LlmqError):
-    """The disk is full, not writable, or would lose something of value."""
+    """The disk is full, not writable, or would lose something of value; or another run writes to the same place."""
 
     exit_code = 7
 

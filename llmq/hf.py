@@ -174,6 +174,16 @@ def open_export(
     return Export(Path(options.out_dir), config, rows, dtype, tokenizer_folder, options.overwrite)
 
 
+def export_folder(options: ExportOptions) -> Path:
+    """Where the finished model goes."""
+    return Path(options.out_dir)
+
+
+def exports_anyway(options: ExportOptions) -> bool:
+    """Whether a ruined model is exported, too."""
+    return options.export_anyway
+
+
 def finish_export(options: ExportOptions) -> None:
     """Completes an export that was cut off: files that stood beside the old model, such as checkpoints, are back."""
     folder = _resolved(Path(options.out_dir))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -22,7 +23,7 @@ from llmq.disk import check_free_space, shown
 from llmq.errors import UsageError
 from llmq.gemm_speed import GemmSpeed
 from llmq.gpu_log import GpuWatch
-from llmq.hf import Export, finish_export, open_export, refuse_taken
+from llmq.hf import Export, export_folder, exports_anyway, finish_export, open_export, refuse_taken
 from llmq.log import RunLog
 from llmq.options import Options
 from llmq.plan import memory, precision
@@ -30,6 +31,7 @@ from llmq.plan.advice import refuse_if_too_large, with_fitting_chunks
 from llmq.plan.plan import Plan, make_plan
 from llmq.plan.precision import Precision
 from llmq.rows import Row, num_parameters, padded_vocab, parameter_rows
+from llmq.run_lock import held, kept_folder, replaced_whole
 from llmq.schedule import Schedule, make_schedule
 from llmq.sections import RunOptions
 from llmq.source import ModelSource, initial_parameters, open_source
@@ -53,6 +55,7 @@ class Job:
     checkpoints: Checkpoints
     resume: Path | None
     export: Export
+    exports_anyway: bool
     options: dict[str, Any]
     continue_command: str
     watching: precision.Watching
@@ -83,6 +86,19 @@ class Job:
         }
 
 
+@contextmanager
+def hold(options: Options, log: RunLog) -> Iterator[None]:
+    """Holds the lock on all that the run writes; a dry run writes nothing. StorageError if another run has it."""
+    with ExitStack() as stack:
+        if not _plans_only(options.run):
+            stack.enter_context(held(replaced_whole("--out-dir", export_folder(options.export)), log.say))
+            finish_export(options.export)  # may bring back the checkpoints, which can be below the model
+            saved = Checkpoints(options.checkpoint).folder
+            stack.enter_context(held(kept_folder("--checkpoint-dir", saved), log.say))
+            stack.enter_context(held(replaced_whole("--log-file", log.path), log.say))
+        yield
+
+
 def _plans_only(options: RunOptions) -> bool:
     return options.dry_run
 
@@ -92,12 +108,11 @@ def prepare(options: Options, log: RunLog) -> Job:
     log.options(options.to_flat())
     log.check()
     where, seed = device.pick_device(options.system), device.seed_of(options.system)
-    finish_export(options.export)
     checkpoints = Checkpoints(options.checkpoint)
-    resume = checkpoints.start()
+    resume = checkpoints.start(writes=not _plans_only(options.run))
     refuse_taken(options.export)
-    if resume is None and checkpoints.continues:
-        log.say(f"There is no checkpoint in {checkpoints.folder} to continue from: starting from step 0")
+    if checkpoints.starts_anew:
+        log.warn(f"--continue auto found no checkpoint in {checkpoints.folder}: this run begins at step 0")
     source = open_source(options.model)
     parameters = None if resume else initial_parameters(source, parameter_rows(source.config), seed)
     given = None if source.from_scratch else source.tokenizer_folder  # from scratch, the data's tokenizer is exported
@@ -183,6 +198,7 @@ def prepare(options: Options, log: RunLog) -> Job:
         resume=resume,
         export=open_export(options.export, config, plan.rows, tokenizer),
         options=options.to_flat(),
+        exports_anyway=exports_anyway(options.export),
         continue_command=continue_command(options),
         watching=watching,
         replan=planned,

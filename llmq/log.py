@@ -10,7 +10,8 @@ The file has one JSON object per line, with a `type`:
     resume      the run was continued from the checkpoint of `step`; carries the header's sections again
     algorithms  the table of matrix-product algorithms of a GPU, which decides the run's bits
     fp8         errors of fp8 copies before the step after `step`: the fields of CopyError for each
-    notice, checkpoint, end     what happened, at which step
+    notice, checkpoint, end     what happened, at which step; a notice that is a warning has `warning`, and the end has
+                the list of all `warnings`, if there are any
 
 `step` counts finished updates: the train record of step 7 describes the seventh update. Losses are nats per trained
 token, `sol` is a fraction of the speed of light, `epoch` counts passes over the data with its fraction.
@@ -161,6 +162,7 @@ class RunLog:
         self._sections: dict[str, Any] = dict.fromkeys(SECTIONS)
         self._file: IO[str] | None = None
         self._step = 0
+        self.warnings: list[str] = []
 
     def due(self, step: int, *, last: bool = False) -> bool:
         """Whether the update `step` (from 1) gets a line: each n-th one, the first, and the last of the run."""
@@ -249,12 +251,14 @@ class RunLog:
                 _drop_torn_line(self.path)
             self._file = open(self.path, "a", buffering=1, encoding="ascii", newline="\n")  # noqa: SIM115
         about = {"schema": SCHEMA, "started": _now(), "version": llmq.__version__, **self._sections}
-        if resume_step is not None:
-            self._step = resume_step
-            if self.path.stat().st_size > 0:
-                self.record("resume", step=resume_step, **about)
-                return
-        self.record("header", **about)
+        self._step = resume_step or 0
+        if resume_step is not None and self.path.stat().st_size > 0:
+            self.record("resume", step=resume_step, **about)
+        else:
+            self.record("header", **about)
+        earlier, self.warnings = self.warnings, []
+        for text in earlier:  # once more where it is seen, and into the file
+            self.warn(text)
         if kept is not None:
             self.notice(f"The log of an earlier run at {self.path} is kept as {kept}")
 
@@ -294,14 +298,29 @@ class RunLog:
         self.say(text)
         self.record("notice", step=self._step, text=text, **facts)
 
+    def warn(self, text: str) -> None:
+        """A notice of something that may spoil the run; `end` repeats it."""
+        self.warnings.append(text)
+        self.say(f"Warning: {text}")
+        self.record("notice", step=self._step, text=text, warning=True)
+
     def checkpoint(self, path: object, **facts: Any) -> None:
         """A checkpoint was completed at `path`."""
         self.say(f"Checkpoint: {path}")
         self.record("checkpoint", step=self._step, path=str(path), **facts)
 
-    def end(self, reason: str, **metrics: Any) -> None:
-        """The run is over: `reason` is finished, interrupted, terminated or failed."""
-        self.record("end", step=self._step, reason=reason, **metrics)
+    def end(self, reason: str, warnings: Sequence[str] = (), **metrics: Any) -> None:
+        """The run is over: `reason` is finished, interrupted, terminated or failed.
+
+        Prints all warnings, those of `warn` once more and `warnings`, which are new.
+        """
+        self.warnings += warnings
+        told = {"warnings": self.warnings} if self.warnings else {}
+        self.record("end", step=self._step, reason=reason, **metrics, **told)
+        if told:
+            self._head("Warnings")
+        for text in self.warnings:
+            self.say(f"  - {text}")
 
     def record(self, kind: str, **values: Any) -> None:
         """Appends one record to the file, if it is open."""

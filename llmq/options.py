@@ -16,6 +16,7 @@ from itertools import combinations
 from typing import Any
 
 from llmq.errors import UsageError
+from llmq.rate_rules import final_fraction
 from llmq.section import Description, Section, build, describe, flag, named, plain, read_flat_yaml
 from llmq.sections import (
     CheckpointOptions,
@@ -55,6 +56,10 @@ UNSETS = {  # an option of the command line, and its alternatives, which it take
     "grad_accumulation": ("global_batch_size",),
     "bf16_layers": ("fp8_layers",),
     "fp8_layers": ("bf16_layers",),
+    "warmup": ("warmup_ratio",),
+    "warmup_ratio": ("warmup",),
+    "min_lr": ("final_lr_fraction",),
+    "final_lr_fraction": ("min_lr",),
 }
 LONGEST_NAME = 200  # bytes of a file's name: file systems take 255, and files in the making have longer names
 PATHS_WITH_NAME = (("log", "log_file"), ("checkpoint", "checkpoint_dir"), ("export", "out_dir"))
@@ -169,6 +174,8 @@ class Options:
         values = {**self.to_flat(), **self.templates}
         if self.data.global_batch_size is not None:
             del values["grad_accumulation"]  # follows from the other two, so that either can be changed on the way in
+        if self.schedule.final_lr_fraction == final_fraction(self.schedule.model_dump()):
+            del values["final_lr_fraction"]  # so can the schedule
         parts = []
         for section, cls in SECTIONS.items():
             keys = [d.key for d in descriptions().values() if d.section == section]

@@ -23,6 +23,7 @@ from fractions import Fraction
 from typing import TYPE_CHECKING
 
 from llmq.errors import UsageError
+from llmq.rate_rules import warmup_steps
 from llmq.sections import LARGEST_STEP
 
 if TYPE_CHECKING:
@@ -38,7 +39,7 @@ class Schedule:
     warmup: int = 0
     cooldown: int = 0
     final: float = 1.0
-    shape: str = "cosine"  # or linear, constant, wsd
+    shape: str = "constant"  # or cosine, linear, wsd
 
     def learning_rate(self, step: int) -> float:
         """Rate of update number `step`, from 1; after the last one, the final rate."""
@@ -88,7 +89,7 @@ def make_schedule(options: ScheduleOptions, num_windows: int | None, windows_per
     return Schedule(
         steps=steps,
         peak=options.learning_rate,
-        warmup=options.warmup,
+        warmup=warmup_steps(options.warmup, options.warmup_ratio, steps),
         cooldown=options.cooldown,
         final=options.final_lr_fraction,
         shape=options.lr_schedule,

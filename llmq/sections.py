@@ -14,6 +14,8 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BeforeValidator, Field
 
+from llmq import rate_rules
+from llmq.rate_rules import final_fraction, our_name
 from llmq.section import Float, Floats, Int, Path, Paths, Section, Text, Texts, describe, flag, option
 
 LARGEST_STEP = 2**31 - 1  # the step number is an int32 on the device
@@ -25,8 +27,8 @@ FP8_MATMULS = ("e4m3", "auto")
 
 
 def _which_checkpoint(value: Any) -> Any:
-    if isinstance(value, bool) or value in ("true", "True"):  # resume_from_checkpoint: true
-        return "auto" if value else None
+    if isinstance(value, bool) or value in ("true", "True", "false", "False"):  # resume_from_checkpoint: true
+        return "newest" if value in (True, "true", "True") else None
     if isinstance(value, str) and value.isascii() and value.isdigit():
         return int(value)
     return value
@@ -49,6 +51,7 @@ Packing = Annotated[Literal["windows"] | bool | None, BeforeValidator(_how_to_pa
 Template = Annotated[Text, BeforeValidator(_file_at_home)]
 Chunks = Literal["auto"] | Annotated[Int, Field(ge=1, le=LARGEST_STEP)]
 Checkpoint = Annotated[int | Path | None, BeforeValidator(_which_checkpoint)]
+Course = Annotated[Literal["cosine", "linear", "constant", "wsd"], BeforeValidator(our_name)]
 
 
 class ModelOptions(Section):
@@ -305,42 +308,44 @@ class ScheduleOptions(Section):
         le=LARGEST_STEP,
     )
     learning_rate: Float = option(1e-5, "Peak learning rate.", "lr", ge=0)
-    lr_schedule: Literal["cosine", "linear", "constant", "wsd"] = option(
-        "cosine",
-        "Course from the peak to --final-lr-fraction of it; wsd is constant, then falls over --cooldown.",
+    lr_schedule: Course = option(
+        "constant",
+        "Course of the rate: cosine and linear fall from the peak to --final-lr-fraction of it; wsd is constant, then "
+        "falls over --cooldown.",
         "lr_scheduler_type",
     )
     warmup: Int = option(0, "Steps of linear rise to the peak.", "warmup_steps", ge=0, le=LARGEST_STEP)
+    warmup_ratio: Float | None = option(None, "Part of the steps, rounded up: instead of --warmup.", ge=0, le=1)
     cooldown: Int = option(
         0, "Last steps, in which the rate falls in a straight line to its final value.", ge=0, le=LARGEST_STEP
     )
-    final_lr_fraction: Float = option(1.0, "Final learning rate, as a fraction of the peak.", ge=0, le=1)
+    min_lr: Float | None = option(None, "Final learning rate: instead of --final-lr-fraction.", ge=0)
+    final_lr_fraction: Float = option(
+        final_fraction,
+        "Final learning rate, as a fraction of the peak.",
+        shown="0 where the rate falls, else 1",
+        ge=0,
+        le=1,
+    )
 
     def contradictions(self) -> Iterator[str]:
         if self.steps is not None and self.epochs is not None:
             yield f"--steps {self.steps} and --epochs {self.epochs:g} both say how long to train: give one of them"
         if self.steps is not None:
             yield from self.too_short(self.steps)
-        if self.lr_schedule == "wsd" and not self.cooldown:
-            yield "--lr-schedule wsd falls over the --cooldown steps, which are 0: set --cooldown, or use constant"
-        if self.cooldown and self.final_lr_fraction == 1:
-            yield (
-                f"--cooldown {self.cooldown} falls to --final-lr-fraction 1 of the peak, which is no fall: "
-                f"set --final-lr-fraction 0 (or up to 1), or --cooldown 0"
-            )
-        if self.lr_schedule == "constant" and not self.cooldown and self.final_lr_fraction != 1:
-            yield (
-                f"--final-lr-fraction {self.final_lr_fraction:g} is never reached by --lr-schedule constant: "
-                f"set --cooldown, or use linear or cosine"
-            )
+        yield from rate_rules.contradictions(
+            schedule=self.lr_schedule,
+            rate=self.learning_rate,
+            final=self.final_lr_fraction,
+            min_lr=self.min_lr,
+            cooldown=self.cooldown,
+        )
 
     def too_short(self, steps: int) -> Iterator[str]:
         """A message if warmup and cooldown do not fit into a run of `steps`."""
-        if self.warmup + self.cooldown > steps:
-            yield (
-                f"--warmup {self.warmup} and --cooldown {self.cooldown} need {self.warmup + self.cooldown} steps, but "
-                f"the run has {steps}: shorten them, or train for longer"
-            )
+        yield from rate_rules.not_fitting(
+            warmup=self.warmup, ratio=self.warmup_ratio, cooldown=self.cooldown, steps=steps
+        )
 
 
 class OptimizerOptions(Section):
@@ -387,9 +392,10 @@ class CheckpointOptions(Section):
     )
     continue_: Checkpoint = option(
         None,
-        "Go on from a checkpoint: the newest of --checkpoint-dir (auto, also without a value), a step, or a folder.",
+        "Resume from a checkpoint: the newest of --checkpoint-dir (newest, also without a value), a step, or a "
+        "folder; with auto the newest, or a start from step 0 if there is none.",
         "resume_from_checkpoint",
-        metavar="[auto|STEP|PATH]",
+        metavar="[newest|auto|STEP|PATH]",
         kind="optional_value",
     )
 
@@ -401,6 +407,9 @@ class ExportOptions(Section):
         None, "Dtype of the exported weights.", shown="that of --model"
     )
     overwrite: bool = option(False, "Replace a finished model in --out-dir.", "overwrite_output_dir")
+    export_anyway: bool = option(
+        False, "Export a model whose last step was refused, or whose weights are not all finite."
+    )
 
 
 class SystemOptions(Section):

@@ -23,12 +23,14 @@ from llmq.data.windows import Samples
 from llmq.engine import Engine
 from llmq.errors import INTERRUPTED, MemoryLimitError, NonFiniteError, StorageError
 from llmq.fp8_watch import CopyError, Fp8Watch, carried, summary
+from llmq.health import Course, all_finite
 from llmq.interrupt import Interrupt
-from llmq.job import MIB, Job, prepare
+from llmq.job import MIB, Job, hold, prepare
 from llmq.log import EvalRecord, RunLog, TrainRecord, to_json
 from llmq.options import Options, changed
 from llmq.plan.advice import refuse_if_too_large
 from llmq.plan.precision import HEAD
+from llmq.rows import Row
 
 NON_FINITE_LIMIT = 10  # consecutive steps without an update after which training gives up
 
@@ -37,7 +39,11 @@ Watch = Callable[[TrainRecord | EvalRecord], None]
 
 @dataclass(frozen=True)
 class TrainResult:
-    """What a run made. Losses are nats per trained token; paths are None for what was not written."""
+    """What a run made. Losses are nats per trained token; paths are None for what was not written.
+
+    The exit code is that of NonFiniteError where the model was not exported because it is ruined; `warnings` say why,
+    and what else may have spoiled the run.
+    """
 
     exit_code: int = 0
     steps: int = 0
@@ -49,6 +55,7 @@ class TrainResult:
     model_path: Path | None = None
     log_path: Path | None = None
     checkpoint_path: Path | None = None
+    warnings: tuple[str, ...] = ()
 
 
 def train(*, watch: Watch | None = None, console: TextIO | None = None, **options: Any) -> TrainResult:
@@ -63,7 +70,7 @@ def train(*, watch: Watch | None = None, console: TextIO | None = None, **option
 def run(options: Options, *, watch: Watch | None = None, console: TextIO | None = None) -> TrainResult:
     """As `train`, for parsed options."""
     began = time.perf_counter()
-    with RunLog(options.log, console) as log:
+    with RunLog(options.log, console) as log, hold(options, log):
         job = prepare(options, log)
         if job.plans_only:
             return TrainResult()
@@ -87,8 +94,8 @@ class _Run:
         self.fell_back: list[str] = []  # sites that left fp8 in this run
         self.epoch = 0.0  # passes over the data
         self.stream: dict[str, int] | None = None  # of a stream: where the next sample begins
-        self.applied = 0  # steps of the whole run that changed the weights
-        self.rejected = 0  # consecutive steps that did not: they were not finite
+        self.rejected = 0  # consecutive steps up to this one that changed nothing: they were not finite
+        self.course = Course()
         self.evaluated = 0  # step of the newest evaluation
         self.losses = (0.0, 0)  # sum and number of the steps' losses since then
         self.updating = False  # within an update: the engine's state is of no step
@@ -113,13 +120,15 @@ class _Run:
                 raise
             self._save()  # first of all: whoever sent SIGTERM does not wait for long
         if self.interrupt:
-            log.say(f"Stopped after step {self.step}. Go on with:\n  {job.continue_command}")
+            way_on = f"Go on with:\n  {job.continue_command}" if self.saved else "Nothing is saved: start again."
+            log.say(f"Stopped after step {self.step}. {way_on}")
             log.end("interrupted" if self.interrupt.exit_code == INTERRUPTED else "terminated")
             return self._result(exit_code=self.interrupt.exit_code)
-        self._export()
-        result = self._result()
-        log.end("finished", train_loss=result.train_loss, eval_loss=result.eval_loss)
-        return result
+        warnings = [*self.course.warnings(job.plan.config.vocab_size), *self._export()]
+        losses = {"train_loss": self.result.train_loss, "eval_loss": self.result.eval_loss}
+        exported = self.result.model_path is not None
+        log.end("finished" if exported else "failed", warnings, **losses)
+        return self._result(exit_code=0 if exported else NonFiniteError.exit_code)
 
     def _begin(self) -> None:
         """Weights from the source or state from the checkpoint, and the log's file."""
@@ -135,9 +144,11 @@ class _Run:
         engine.restore(read)
         self.step = self.saved = state["step"]
         self.position, self.stream = state["position"], state.get("stream")
+        self.epoch = job.data.epoch(self.position, self.stream)
         self.fp8 = Fp8Watch(job.watching, state["fp8"]["low"])
         self.fell_back = state["fp8"]["fell_back"]
-        self.applied, self.evaluated = state["applied"], state["evaluated"]
+        self.evaluated, self.rejected = state["evaluated"], state.get("rejected", 0)
+        self.course = Course(state.get("course"))
         self.losses = (float(state["losses"][0]), state["losses"][1])
         train_loss, eval_loss = float(state["train_loss"]), float(state["eval_loss"])
         self.result = replace(self.result, steps=self.step, train_loss=train_loss, eval_loss=eval_loss)
@@ -258,9 +269,9 @@ class _Run:
             train_loss=record.loss,
             first_step_s=time.perf_counter() - self.began if math.isnan(first) else first,
         )
-        self.applied += record.applied
+        self.course.add(record.loss, record.norm)
         self.rejected = 0 if record.applied else self.rejected + 1
-        if self.rejected == NON_FINITE_LIMIT or (last and not self.applied):
+        if self.rejected == NON_FINITE_LIMIT:
             raise NonFiniteError(
                 f"loss or gradient was not finite in the last {self.rejected} steps up to step {record.step}, and none "
                 "of them changed the weights: lower --learning-rate, set --grad-clip, or use a wider --matmul-dtype"
@@ -307,7 +318,7 @@ class _Run:
                 self.log.say(f"The {self.step - self.saved} steps since the last checkpoint are lost: {error}")
 
     def _save(self, *, low: Mapping[str, int] | None = None, beside: bool = False) -> None:
-        """A checkpoint of this step, unless it is there; with `beside` all older ones stay.
+        """A checkpoint of this step, unless it is there; with `beside`, or after a refused step, all older ones stay.
 
         `low` are other counts of low fp8 readings than those now.
         """
@@ -317,7 +328,8 @@ class _Run:
         state = {
             "position": self.position,
             "stream": self.stream,
-            "applied": self.applied,
+            "rejected": self.rejected,
+            "course": self.course.state,
             "evaluated": self.evaluated,
             "losses": to_json(self.losses),
             "train_loss": to_json(self.result.train_loss),
@@ -329,22 +341,57 @@ class _Run:
             "sites": {"matmul": job.plan.precision.matmul, "wide": list(job.plan.precision.wide)},
             "fp8": {"low": dict(self.fp8.low if low is None else low), "fell_back": self.fell_back},
         }
+        beside = beside or self.rejected > 0  # theirs may be the last sound weights
         path = job.checkpoints.save(self.step, self.engine.state(), state, job.checkpoint_bytes, beside=beside)
         self.saved = self.step
         self.result = replace(self.result, checkpoint_path=path)
         self.log.checkpoint(path)
 
-    def _export(self) -> None:
-        path = self.job.export.write(lambda row: self.engine.parameter(row.name))
-        self.result = replace(self.result, model_path=path)
-        self.log.say(f"Exported: {path}")
+    def _export(self) -> list[str]:
+        """Writes the model, unless it is ruined; returns warnings about it, which say how to go on.
+
+        A ruined one is written with --export-anyway. Weights are checked on their way to the disk.
+        """
+        job = self.job
+        reasons = [f"the last step, {self.step}, changed nothing: it was not finite"] if self.rejected else []
+        bad: list[str] = []
+
+        def read(row: Row) -> np.ndarray:
+            values = self.engine.parameter(row.name)
+            if not all_finite(values):
+                bad.append(row.name)
+                if not job.exports_anyway:
+                    raise NonFiniteError
+            return values
+
+        if not reasons or job.exports_anyway:
+            with suppress(NonFiniteError):
+                path = job.export.write(read)
+                self.result = replace(self.result, model_path=path)
+                self.log.say(f"Exported: {path}")
+        if bad:
+            more = f" and {len(bad) - 1} more" if len(bad) > 1 else ""
+            reasons.append(f"the weights of {bad[0]}{more} are not all finite")
+        if self.result.model_path is not None:
+            return [f"The model is exported although {why}" for why in reasons]
+        return [f"No model is exported: {reasons[0]}. {self._way_back()}"]
+
+    def _way_back(self) -> str:
+        """How to go on after a run that was ruined."""
+        others = self.job.checkpoints.others(self.step)
+        again = f"resume from one of the checkpoints of {others} with --continue STEP" if others else "start again"
+        return (
+            f"Lower --learning-rate, or raise --warmup, and {again}. To get this model all the same, use --continue "
+            "--export-anyway"
+        )
 
     def _result(self, exit_code: int = 0) -> TrainResult:
         """The run's metrics; the first step is left out of the speed where there are others."""
         steady = self.speeds[1:] or self.speeds
         speed = float(np.median(steady)) if steady else math.nan
         share = self.light_s * speed if steady else None
-        return replace(self.result, exit_code=exit_code, tokens_per_second=speed, sol=share)
+        warnings = tuple(self.log.warnings)
+        return replace(self.result, exit_code=exit_code, tokens_per_second=speed, sol=share, warnings=warnings)
 
 
 def _light_s(job: Job) -> float:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import errno
-import fcntl
 import json
 import os
 import random
@@ -51,7 +50,7 @@ def write(folder: Path, step: int, keep: int = 0, **changes: object) -> Path:
 
 
 def names(folder: Path) -> list[str]:
-    return sorted(path.name for path in folder.iterdir() if path.name != ".lock")
+    return sorted(path.name for path in folder.iterdir())
 
 
 def flip(path: Path, position: int = -1) -> None:
@@ -116,6 +115,9 @@ def test_a_step_saved_again_is_replaced(tmp_path: Path) -> None:
 
 def test_finding(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert find(tmp_path, "auto") is None and find(tmp_path / "absent", "auto") is None
+    for folder in (tmp_path / "runs" / "a" / "checkpoints", tmp_path / "runs" / "b"):
+        with pytest.raises(DataError, match=r"no checkpoint in \S+ to continue from\nWith --continue auto"):
+            find(folder, "newest")
     with pytest.raises(DataError, match=r"step 3 in .*: no checkpoints"):
         find(tmp_path, 3)
     for step in (3, 123456789):
@@ -203,13 +205,14 @@ def test_a_killed_writer_leaves_the_previous_one_and_its_traces_go(tmp_path: Pat
     )
     with subprocess.Popen([sys.executable, "-c", code, str(tmp_path)], stdout=subprocess.PIPE) as process:
         assert process.stdout is not None and process.stdout.readline() == b"midway\n"
-        with pytest.raises(StorageError, match="another process is writing"):
-            write(tmp_path, 3)
         process.send_signal(signal.SIGKILL)
         process.wait()
     assert any(name.startswith(".tmp-step-00000002-") for name in names(tmp_path))
-    found = find(tmp_path, "auto")
+    assert Checkpoints(options(tmp_path, continue_="newest")).start(writes=False) == tmp_path / "step-00000001"
+    assert len(names(tmp_path)) == 2  # who only reads changes nothing
+    found = Checkpoints(options(tmp_path, continue_="newest")).start()
     assert found == tmp_path / "step-00000001" and load(found)[0]["step"] == 1
+    assert names(tmp_path) == ["step-00000001"]
     write(tmp_path, 2)
     assert names(tmp_path) == ["step-00000001", "step-00000002"]
 
@@ -242,7 +245,7 @@ def test_a_writer_killed_at_any_time_leaves_a_whole_newest_one(tmp_path: Path) -
 def test_killed_between_the_renames_of_a_replacement(tmp_path: Path) -> None:
     path = write(tmp_path, 5)
     path.rename(tmp_path / ".old-step-00000005-77-abcd")
-    assert find(tmp_path, "auto") == path
+    assert Checkpoints(options(tmp_path, continue_="newest")).start() == path
     load(path)
     shutil.copytree(path, tmp_path / ".old-step-00000005-77-abcd")
     write(tmp_path, 6)
@@ -339,16 +342,6 @@ def test_everything_is_synced_before_the_name_appears(tmp_path: Path, monkeypatc
     assert events[6].startswith("rename .tmp-step-00000001")  # the old one goes last
 
 
-def test_without_locks_it_still_writes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def none(fd: int, operation: int) -> None:
-        raise OSError(errno.ENOLCK, "No locks available")
-
-    (tmp_path / ".tmp-step-00000001-1-a").mkdir()
-    monkeypatch.setattr(fcntl, "flock", none)
-    write(tmp_path, 1)
-    assert names(tmp_path) == [".tmp-step-00000001-1-a", "step-00000001"]  # whose it is cannot be known
-
-
 def test_the_run_and_its_options(tmp_path: Path) -> None:
     run = Checkpoints(options(tmp_path))
     assert run.start() is None
@@ -369,6 +362,42 @@ def test_the_run_and_its_options(tmp_path: Path) -> None:
         run.start()
     assert Checkpoints(options(tmp_path, continue_="auto")).start() == tmp_path / "step-00000025"
     assert Checkpoints(options(tmp_path, continue_=20)).start() == tmp_path / "step-00000020"
+
+
+@pytest.mark.parametrize("place", ["checkpoints", "ckpts"])
+def test_where_there_is_none_the_nearest_and_the_newest_run_are_named(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, place: str
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    for name in ("qwen-sft-1", "a run"):
+        write(Path("runs", name, place), 5)
+        write(Path("runs", name, place), 7)
+    os.utime(Path("runs", "qwen-sft-1", place, "step-00000005"), (1, 1))
+    os.utime(Path("runs", "qwen-sft-1", place, "step-00000007"), (2, 2))
+    Path("runs", "qwen-sft-3", place).mkdir(parents=True)
+    with pytest.raises(DataError) as caught:
+        find(Path("runs", "qwen-sft-2", place), "newest")
+    near, new = (
+        ("--name qwen-sft-1", "--name 'a run'")
+        if place == "checkpoints"
+        else ("--checkpoint-dir runs/qwen-sft-1/ckpts", "--checkpoint-dir 'runs/a run/ckpts'")
+    )
+    first, *others = str(caught.value).splitlines()
+    assert first == f"there is no checkpoint in runs/qwen-sft-2/{place} to continue from"
+    assert others[:2] == [
+        f"  the nearest run has some: {near} (steps 5, 7)",
+        f"  the newest run has some: {new} (steps 5, 7)",
+    ]
+    assert others[2] == "With --continue auto, a run starts from step 0 where there is none"
+
+
+@pytest.mark.parametrize(
+    ("asked", "there"), [("all/one", "all/other"), ("runs", "runs/a/checkpoints"), ("r/a", "r/a/checkpoints")]
+)
+def test_runs_are_found_in_other_layouts(tmp_path: Path, asked: str, there: str) -> None:
+    write(tmp_path / there, 5)
+    with pytest.raises(DataError, match=rf"nearest run has some: --checkpoint-dir {tmp_path / there} \(step 5\)"):
+        find(tmp_path / asked, "newest")
 
 
 def test_options_that_must_match() -> None:

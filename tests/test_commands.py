@@ -20,6 +20,8 @@ NEEDED = {"model": "Qwen2.5-0.5B", "train_file": ["a b.bin", "c*.bin"]}
         {"packing": True, "max_docs": 4, "weight": [0.5, 0.5], "fp8_fallback": True, "matmul_dtype": "e4m3"},
         {"model_dtype": "fp32", "matmul_dtype": "bf16", "grad_accum_dtype": "bf16", "master_dtype": "fp32"},
         {"packing": "windows", "attn_bwd_chunks": 2},
+        {"lr_schedule": "cosine", "lr": 3e-4, "min_lr": 1e-5, "warmup_ratio": 0.1, "export_anyway": True},
+        {"lr_schedule": "cosine", "final_lr_fraction": 1, "continue": "auto"},
         {"steps": 5, "epochs": None, "log_fp8_every": 0, "matmul_dtype": "e4m3"},
         {"matmul_dtype": "e4m3", "recompute_ffn": True, "global_batch_size": 64, "out_dir": "x/%n", "continue": 7},
     ],
@@ -30,4 +32,4 @@ def test_the_command_gives_the_run_again(given):
     assert (program, arguments[-1]) == ("llmq-train", "--continue")
     read = train.command().make_context(program, arguments).params
     again = Options.parse({k: v for k, v in read.items() if k in descriptions() and v not in (None, ())}).to_flat()
-    assert again == {**options.to_flat(), "continue": "auto"}
+    assert again == {**options.to_flat(), "continue": "newest"}

@@ -100,7 +100,8 @@ def test_tuning_with_masks_ends_with_a_lower_loss_of_answers_than_without(given)
     every = EncodeOptions(train_on="all")
     tokenize_data(tokenizer=given["model"], inputs=[str(GSM8K)], out_dir="all", encode=every)
     tokenize_data(tokenizer=given["model"], inputs=[str(GSM8K)], out_dir="answers")
-    given |= {"data": None, "seq_len": 256, "warmup": 10, "final_lr_fraction": 0.1}
+    given |= {"data": None, "seq_len": 256, "warmup": 10}
+    given |= {"lr_schedule": "cosine", "final_lr_fraction": 0.1}
     rate = {"steps": 500, "learning_rate": 1e-2}
     base = llmq.train(**given, **rate, train_file="all/train.bin", name="base")
     given |= {"model": str(base.model_path), "from_scratch": False, "eval_file": "answers/eval.bin"}

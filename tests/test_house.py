@@ -28,8 +28,9 @@ class Place:
 
 
 HOUSE = {
-    "options": Place(may={"section", "sections"}),
-    "sections": Place(may={"section"}),
+    "options": Place(may={"section", "sections", "rate_rules"}),
+    "sections": Place(may={"section", "rate_rules"}),
+    "rate_rules": Place(may=set()),
     "section": Place(may=set()),
     "config": Place(may=set()),
     "rows": Place(may={"config"}, never={"ops"}),

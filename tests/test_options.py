@@ -58,9 +58,11 @@ DEFAULTS = {
     "steps": None,
     "epochs": 1.0,
     "learning_rate": 1e-5,
-    "lr_schedule": "cosine",
+    "lr_schedule": "constant",
     "warmup": 0,
+    "warmup_ratio": None,
     "cooldown": 0,
+    "min_lr": None,
     "final_lr_fraction": 1.0,
     "beta_1": 0.9,
     "beta_2": 0.95,
@@ -82,6 +84,7 @@ DEFAULTS = {
     "out_dir": "runs/Qwen2.5-0.5B/model",
     "export_dtype": None,
     "overwrite": False,
+    "export_anyway": False,
     "device": "auto",
     "gpus": 1,
     "gpu": None,
@@ -206,7 +209,16 @@ def test_everything_wrong_is_said_at_once():
         ({"steps": 10, "epochs": 1}, "give one of them"),
         ({"warmup": 6, "steps": 10, "cooldown": 5, "final_lr_fraction": 0}, "need 11 steps, but the run has 10"),
         ({"lr_schedule": "wsd"}, "set --cooldown"),
-        ({"cooldown": 5}, "--final-lr-fraction 1"),
+        ({"cooldown": 5, "final_lr_fraction": 1}, "--final-lr-fraction 1, which is the peak"),
+        ({"min_lr": 1e-6}, "never reached by --lr-schedule constant"),
+        ({"min_lr": 1e-3, "lr_schedule": "cosine"}, "--min-lr 0.001 is above the --learning-rate 1e-05"),
+        ({"min_lr": 1e-5, "cooldown": 5}, "--min-lr 1e-05, which is the peak"),
+        ({"min_lr": 1e-6, "final_lr_fraction": 0.2, "lr_schedule": "linear"}, "the second asks for 2e-06"),
+        ({"min_lr": 1e-6, "learning_rate": 0, "lr_schedule": "linear"}, "is above the --learning-rate 0"),
+        ({"warmup": 5, "warmup_ratio": 0.1, "steps": 100}, "--warmup-ratio 0.1 disagree: the second asks for 10"),
+        ({"warmup_ratio": 0.6, "steps": 10, "cooldown": 5}, "--warmup-ratio 0.6 (6 steps) and --cooldown 5 need 11"),
+        ({"warmup_ratio": 10}, "use 1 or less"),
+        ({"min_lr": -1}, "use 0 or more"),
         ({"lr_schedule": "constant", "final_lr_fraction": 0.1}, "never reached"),
         ({"eval_every_n_steps": 7}, "--eval-file"),
         ({"eval_num_steps": 7}, "--eval-file"),
@@ -247,7 +259,8 @@ def test_defaults_follow_other_options():
 
 
 def test_which_checkpoint():
-    for given, which in [("auto", "auto"), (True, "auto"), ("12", 12), (12, 12), ("runs/a", "runs/a"), (False, None)]:
+    words = [(True, "newest"), ("true", "newest"), (False, None), ("false", None)]
+    for given, which in [("auto", "auto"), ("12", 12), (12, 12), ("runs/a", "runs/a"), *words]:
         assert parse(**{"continue": given}).checkpoint.continue_ == which
         assert parse(continue_=given).checkpoint.continue_ == which
 
@@ -280,6 +293,8 @@ def test_python_values_are_welcome(monkeypatch):
         {"name": "0123", "revision": "1e5", "learning_rate": 1e-7, "adam_epsilon": 1e-12, "out_dir": "x y: #%n"},
         {"model": "null", "train_file": "on", "name": "modèle", "continue": "step\t3"},
         {"lr_schedule": "wsd", "cooldown": 3, "final_lr_fraction": 0, "recompute_ffn": True, "export_dtype": "fp16"},
+        {"lr_schedule": "cosine", "final_lr_fraction": 1.0},
+        {"lr_schedule": "cosine", "learning_rate": 3e-4, "min_lr": 1e-5, "warmup_ratio": 0.03, "continue": True},
     ],
 )
 def test_effective_options_feed_back(given, tmp_path):
@@ -333,8 +348,48 @@ def test_bad_files_are_usage_errors(text, words, tmp_path):
 
 
 @pytest.mark.parametrize(
+    ("given", "final"),
+    [
+        ({}, 1.0),
+        ({"lr_schedule": "cosine"}, 0.0),
+        ({"lr_schedule": "linear"}, 0.0),
+        ({"lr_schedule": "wsd", "cooldown": 3}, 0.0),
+        ({"cooldown": 3}, 0.0),
+        ({"lr_schedule": "cosine", "min_lr": 1e-6}, 0.1),
+        ({"lr_schedule": "cosine", "min_lr": 0, "learning_rate": 0}, 0.0),
+        ({"lr_schedule": "cosine", "final_lr_fraction": 1}, 1.0),
+        ({"lr_scheduler_type": "cosine_with_min_lr", "min_lr": 2e-6}, 0.2),
+        ({"lr_scheduler_type": "constant_with_warmup", "warmup_steps": 5}, 1.0),
+        ({"lr_scheduler_type": "warmup_stable_decay", "cooldown": 5}, 0.0),
+    ],
+)
+def test_a_rate_that_falls_ends_at_zero_unless_told_otherwise(given, final):
+    assert parse(**given).schedule.final_lr_fraction == pytest.approx(final)
+
+
+def test_a_printed_file_takes_another_schedule(tmp_path):
+    file = tmp_path / "effective.yaml"
+    file.write_text(parse().to_yaml())
+    assert Options.parse({"config": file, "lr_schedule": "cosine"}).schedule.final_lr_fraction == 0
+    file.write_text(parse(lr_schedule="cosine", final_lr_fraction=0.5).to_yaml())
+    assert Options.parse({"config": file, "lr_schedule": "linear"}).schedule.final_lr_fraction == 0.5
+
+
+def test_what_a_file_says_of_continuing(tmp_path):
+    file = tmp_path / "run.yaml"
+    for said, which in (("true", "newest"), ("newest", "newest"), ("auto", "auto"), ("false", None), ("7", 7)):
+        for key in ("continue", "resume_from_checkpoint"):
+            file.write_text(f"model: m\ntrain_file: t\n{key}: {said}\n")
+            assert Options.parse({"config": file}).checkpoint.continue_ == which
+
+
+@pytest.mark.parametrize(
     ("in_file", "given", "expected"),
     [
+        ("warmup: 5", {"warmup_ratio": "0.1"}, {"warmup": 0, "warmup_ratio": 0.1}),
+        ("warmup_ratio: 0.1", {"warmup_steps": "5"}, {"warmup": 5, "warmup_ratio": None}),
+        ("cooldown: 3\nfinal_lr_fraction: 0.5", {"min_lr": "1e-6"}, {"min_lr": 1e-6, "final_lr_fraction": 1e-6 / 1e-5}),
+        ("cooldown: 3\nmin_lr: 1e-6", {"final_lr_fraction": "0.5"}, {"min_lr": None, "final_lr_fraction": 0.5}),
         ("steps: 3", {"epochs": "2"}, {"steps": None, "epochs": 2.0}),
         ("epochs: 3", {"max_steps": "2"}, {"steps": 2, "epochs": None}),
         ("train_file: a", {"data": "b"}, {"train_file": None, "data": ["b"]}),

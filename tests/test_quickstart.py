@@ -20,14 +20,16 @@ from rich.console import Console
 from rich.progress import Progress
 from tokenizers import Tokenizer
 
+from llmq import device
 from llmq.data.token_file import TokenFile
-from llmq.errors import DataError, LlmqError
+from llmq.errors import DataError, LlmqError, NonFiniteError
 from llmq.generate import complete, open_engine
 from llmq.log import EvalRecord, TrainRecord
 from llmq.quickstart import corpus, installed, resume, show
 from llmq.quickstart import run as stages
 from llmq.quickstart.__main__ import NOT_PROVEN, run
 from llmq.quickstart.run import Places, Settings
+from llmq.training import TrainResult
 
 ROOT = Path(__file__).parents[1]
 TINY = Settings(
@@ -180,6 +182,14 @@ def test_an_interrupted_training_goes_on_where_it_was(made, tmp_path):
     whole, untouched = made
     assert resume.weights_hash(places.model) == resume.weights_hash(whole.model)
     assert outcome.eval_loss == untouched.eval_loss
+
+
+def test_a_ruined_model_is_an_error_and_no_interrupt(tmp_path, monkeypatch):
+    ruined = TrainResult(exit_code=NonFiniteError.exit_code, warnings=("no model",))
+    monkeypatch.setattr(stages, "train", lambda **given: ruined)
+    where = device.pick("cpu")
+    with pytest.raises(NonFiniteError, match="no model"):
+        stages.trained(TINY, Places(tmp_path), where, lambda line: None, unwatched)
 
 
 # killed

@@ -24,7 +24,7 @@ def test_linear_by_hand():
 def test_cosine_by_hand():
     """S = 4, f = 0: (1 + cos(pi p)) / 2 at p = 0, 1/4, 1/2, 3/4."""
     half = math.sqrt(0.5)
-    assert rates(Schedule(4, 2.0, final=0.0)) == pytest.approx([2, 1 + half, 1, 1 - half])
+    assert rates(Schedule(4, 2.0, final=0.0, shape="cosine")) == pytest.approx([2, 1 + half, 1, 1 - half])
 
 
 def test_wsd_by_hand():
@@ -37,7 +37,9 @@ def test_cooldown_goes_straight_from_where_the_course_is():
     with_cooldown = rates(Schedule(8, 1.0, cooldown=4, final=0.0, shape="linear"))
     assert with_cooldown == pytest.approx(rates(Schedule(8, 1.0, final=0.0, shape="linear")))
     # The cosine is at 1/2 there too.
-    assert rates(Schedule(8, 1.0, cooldown=4, final=0.0))[4:] == pytest.approx([0.5, 0.375, 0.25, 0.125])
+    assert rates(Schedule(8, 1.0, cooldown=4, final=0.0, shape="cosine"))[4:] == pytest.approx(
+        [0.5, 0.375, 0.25, 0.125]
+    )
 
 
 @pytest.mark.parametrize("shape", SHAPES)
@@ -99,6 +101,21 @@ def test_options_arrive():
         steps=50, learning_rate=2.0, warmup=5, cooldown=6, final_lr_fraction=0.25, lr_schedule="wsd"
     )
     assert make_schedule(options, 1, 1) == Schedule(50, 2.0, 5, 6, 0.25, "wsd")
+
+
+@pytest.mark.parametrize(("ratio", "windows", "warmup"), [(0.07, 100, 7), (0.071, 100, 8), (0, 100, 0), (1, 9, 9)])
+def test_warmup_as_a_part_of_the_steps(ratio, windows, warmup):
+    assert make_schedule(ScheduleOptions(warmup_ratio=ratio), windows, 1).warmup == warmup
+    with pytest.raises(UsageError, match=rf"--warmup 5 and --warmup-ratio {ratio:g} disagree"):
+        make_schedule(ScheduleOptions(warmup_ratio=ratio, warmup=5), windows, 1)
+
+
+def test_a_cosine_ends_at_the_least_rate():
+    schedule = make_schedule(ScheduleOptions(lr_schedule="cosine", learning_rate=3e-4, min_lr=1e-5), 100, 1)
+    assert schedule.learning_rate(101) == pytest.approx(1e-5)
+    falls = make_schedule(ScheduleOptions(lr_schedule="cosine", learning_rate=3e-4), 100, 1)
+    assert falls.learning_rate(100) < 1e-6 and falls.learning_rate(101) == 0
+    assert set(rates(make_schedule(ScheduleOptions(learning_rate=3e-4), 100, 1))) == {3e-4}
 
 
 def test_warmup_and_cooldown_must_fit_into_the_epochs():

@@ -233,8 +233,42 @@ def test_auto_needs_a_gpu_to_time(given):
         llmq.train(**{**given, **AUTO, "dry_run": True, "device": "cuda", "gpu": "H200"})
 
 
-def test_continue_without_a_checkpoint_starts_from_the_beginning(given):
-    assert llmq.train(**{**given, "continue": "auto"}).steps == 12
+def test_continue_without_a_checkpoint_is_an_error_that_names_the_nearest_run(given):
+    llmq.train(**{**given, "steps": 2})
+    before = sorted(Path("runs").rglob("*"))
+    with pytest.raises(DataError, match=r"no checkpoint in runs/rnu/checkpoints .*\n.*--name run \(step 2\)"):
+        llmq.train(**{**given, "name": "rnu", "continue": True, "train_file": "absent.bin"})
+    assert sorted(Path("runs").rglob("*")) == before
+
+
+def test_continue_auto_without_a_checkpoint_starts_anew_and_says_so_more_than_once(given):
+    result = llmq.train(**{**given, "continue": "auto"})
+    assert result.steps == 12
+    (warning,) = result.warnings
+    assert warning == "--continue auto found no checkpoint in runs/run/checkpoints: this run begins at step 0"
+    text = given["console"].getvalue()
+    assert f"Warning: {warning}\n[T] step     1" in text and text.endswith(f"[Warnings]\n  - {warning}\n")
+    assert text.index(f"Warning: {warning}") < text.index("[System 0]")  # before the data is read
+    events = read_log(result.log_path).events
+    assert [event["text"] for event in events if event.get("warning")] == [warning]
+    assert events[-1]["warnings"] == [warning]
+    again = llmq.train(**{**given, "continue": "auto", "overwrite": True})
+    assert again.warnings == ()
+
+
+def test_the_epoch_of_a_run_that_has_no_step_left_is_that_of_its_data(given, monkeypatch):
+    real = training.eval_batches
+
+    def interrupted(*about):
+        yield from real(*about)
+        signal.raise_signal(signal.SIGINT)
+        yield next(real(*about))
+
+    monkeypatch.setattr(training, "eval_batches", interrupted)
+    assert llmq.train(**{**given, "eval_every_n_steps": 99}).exit_code == 130  # within the last evaluation
+    monkeypatch.setattr(training, "eval_batches", real)
+    result = llmq.train(**{**given, "continue": "newest"})
+    assert read_log(result.log_path).eval["epoch"].tolist() == [48 / 40]
 
 
 def test_a_checkpoint_of_another_run_is_refused(given):

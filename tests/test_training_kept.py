@@ -15,6 +15,7 @@ from tiny_runs import T, tiny_options, weights_of
 
 import llmq
 from llmq import hf, training
+from llmq.checkpoint import load
 from llmq.data.loader import Loader
 from llmq.data.read_ahead import JOIN_S
 from llmq.data.token_file import TokenWriter
@@ -92,10 +93,85 @@ def spoil(monkeypatch, steps):
     )
 
 
-def test_one_refused_step_at_the_end_is_no_failure_of_a_continued_run(given, monkeypatch):
+def test_a_refused_last_step_exports_nothing_unless_told_to(given, monkeypatch):
     spoil(monkeypatch, [12])
-    assert llmq.train(**{**given, **KEEP, "ckpt_interval": 11}).steps == 12
-    assert llmq.train(**{**given, "continue": 11, "overwrite": True}).exit_code == 0
+    kept = {"ckpt_interval": 4, "ckpt_keep_n": 1}
+    result = llmq.train(**given, **kept)
+    assert (result.exit_code, result.steps, result.model_path) == (5, 12, None)
+    assert not Path("runs/run/model").exists() and not list(Path("runs/run").glob(".*"))
+    assert sorted(path.name for path in SAVED.glob("step*")) == ["step-00000008", "step-00000012"]  # 8 may be sound
+    (warning,) = result.warnings
+    assert "the last step, 12, changed nothing" in warning and "the checkpoints of step 8 with --continue" in warning
+    assert f"[Warnings]\n  - {warning}" in said(given)
+    (end,) = [event for event in read_log(result.log_path).events if event["type"] == "end"]
+    assert (end["reason"], end["warnings"]) == ("failed", [warning])
+    again = llmq.train(**given, **{"continue": "newest"})  # has no step left, and knows of the last one
+    assert (again.exit_code, again.model_path) == (5, None)
+    anyway = llmq.train(**given, **{"continue": "newest"}, export_anyway=True)
+    assert (anyway.exit_code, anyway.model_path) == (0, Path("runs/run/model"))
+    assert anyway.warnings == ("The model is exported although the last step, 12, changed nothing: it was not finite",)
+    monkeypatch.undo()
+    monkeypatch.chdir(Path(given["model"]).parent)
+    assert llmq.train(**given, **{"continue": 8, "overwrite": True}).exit_code == 0
+
+
+@pytest.mark.parametrize("rate", [1e30, 1e6])
+def test_a_rate_that_ruins_the_model_is_no_success(given, rate):
+    result = llmq.train(**{**given, "learning_rate": rate, "steps": 4, "warmup": 0})
+    assert (result.exit_code, result.model_path) == (5, None)
+    assert result.checkpoint_path == SAVED / "step-00000004"
+
+
+@pytest.mark.parametrize("dtype", ["bf16", "fp32"])
+def test_weights_that_are_not_finite_export_nothing_unless_told_to(given, monkeypatch, dtype):
+    """The step was applied: only the weights themselves tell."""
+    real = Engine.parameter
+
+    def parameter(self, name):
+        values = real(self, name)
+        if name.endswith("mlp.down.weight"):
+            values[-1, -1] = np.inf if dtype == "bf16" else np.nan
+        return values
+
+    monkeypatch.setattr(Engine, "parameter", parameter)
+    result = llmq.train(**{**given, "model_dtype": dtype})
+    assert (result.exit_code, result.model_path) == (5, None)
+    assert "weights of layers.0.mlp.down.weight are not all finite" in result.warnings[-1]
+    assert not Path("runs/run/model").exists() and not list(Path("runs/run").glob(".*"))
+    anyway = llmq.train(**{**given, "model_dtype": dtype, "continue": "newest"}, export_anyway=True)
+    assert anyway.exit_code == 0 and (anyway.model_path / "model.safetensors").is_file()
+    assert "exported although the weights of layers.0.mlp.down.weight" in anyway.warnings[-1]
+
+
+def test_a_loss_that_ended_above_its_beginning_is_a_warning(given):
+    trained = llmq.train(**{**given, "steps": 40})
+    assert trained.warnings == ()
+    tuning = {
+        **given,
+        "model": str(trained.model_path),
+        "from_scratch": False,
+        "warmup": 0,
+        "steps": 40,
+        "name": "high",
+    }
+    result = llmq.train(**{**tuning, "learning_rate": 3})
+    assert (result.exit_code, result.model_path) == (0, Path("runs/high/model"))
+    assert any(text.startswith("The loss ended at") for text in result.warnings)
+
+
+def test_a_gradient_of_nothing_is_a_warning(given):
+    rate = {"learning_rate": 1e3, "warmup": 0, "steps": 6}
+    result = llmq.train(**{**given, **rate})
+    assert read_log(result.log_path).train["norm"][-3:].tolist() == [0, 0, 0]
+    assert any("gradient was exactly 0 in the last" in text for text in result.warnings)
+
+
+def test_the_losses_of_a_continued_run_are_those_of_all_its_steps(given):
+    whole = llmq.train(**{**given, "name": "whole"})
+    llmq.train(**given, **KEEP)
+    parts = llmq.train(**{**given, "continue": 5, "overwrite": True})
+    one, other = (load(result.checkpoint_path)[0]["course"] for result in (whole, parts))
+    assert one == other and one["steps"] == 12 and len(one["first"]) == 12
 
 
 class Pipe(io.StringIO):
@@ -156,7 +232,7 @@ def test_an_evaluation_that_a_signal_cuts_off_is_made_up_for(given, monkeypatch)
         assert (parts.steps, parts.eval_loss, parts.train_loss) == (12, whole.eval_loss, whole.train_loss)
         assert parts.checkpoint_path is not None
         one, other = (read_log(result.log_path).eval for result in (whole, parts))
-        for column in ("step", "loss", "train_loss"):
+        for column in ("step", "epoch", "loss", "train_loss"):
             assert np.array_equal(one[column], other[column])
 
 
@@ -209,6 +285,38 @@ def test_what_changed_is_refused_or_told(given):
         llmq.train(**{**given, "steps": 8, "continue": 10, "overwrite": True})
     llmq.train(**{**given, "weight_decay": 0, "continue": 5, "overwrite": True})
     assert "Changed since then: --weight-decay 0.1 to 0.0, --ckpt-interval 5 to 100" in said(given)
+
+
+def test_a_checkpoint_of_an_earlier_release_goes_on_with_the_same_bits(given, monkeypatch):
+    """Its schedule was a cosine that never falls, by default; it knows nothing of losses and refused steps."""
+    whole = llmq.train(**{**given, "name": "whole"})
+    llmq.train(**given, **KEEP)
+
+    def earlier(path):
+        state, read = load(path)
+        del state["course"], state["rejected"], state["options"]["min_lr"], state["options"]["warmup_ratio"]
+        state["options"] |= {"lr_schedule": "cosine", "final_lr_fraction": 1.0}
+        return {**state, "applied": 5}, read
+
+    monkeypatch.setattr(training, "load", earlier)
+    parts = llmq.train(**{**given, **KEEP, "continue": 5, "overwrite": True})
+    assert weights_of(parts.checkpoint_path) == weights_of(whole.checkpoint_path)
+    assert "Changed since then: --lr-schedule cosine to constant" in said(given)
+    given["console"] = io.StringIO()
+    spelled = {"lr_schedule": "cosine", "final_lr_fraction": 1.0, **KEEP}
+    parts = llmq.train(**{**given, **spelled, "continue": 5, "overwrite": True})
+    assert weights_of(parts.checkpoint_path) == weights_of(whole.checkpoint_path)
+    assert "Changed since then" not in said(given)
+
+
+def test_a_run_that_is_stopped_before_its_first_step_has_nothing_to_go_on_from(given, monkeypatch):
+    monkeypatch.setattr(training.Interrupt, "__bool__", lambda interrupt: True)
+    monkeypatch.setattr(
+        training.Interrupt, "__init__", lambda interrupt: interrupt.__dict__.update(exit_code=130, _before={})
+    )
+    assert llmq.train(**given).exit_code == 130
+    assert "Stopped after step 0. Nothing is saved: start again." in said(given)
+    assert "--continue" not in said(given)
 
 
 def test_checkpoints_below_the_model_outlive_a_kill_within_its_export(given, monkeypatch):

@@ -22,7 +22,16 @@ SETTINGS = {
 # Told as installed, without importing them; what a run has loaded stands in its [System] section.
 LIBRARIES = (
     *("numpy", "ml_dtypes", "tokenizers", "safetensors", "huggingface_hub", "pyarrow", "pydantic", "click", "rich"),
-    *("PyYAML", "matplotlib", "wandb", "cupy-cuda13x", "cupy-cuda12x", "nvmath-python", "nvidia-cudnn-frontend"),
+    *(
+        "filelock",
+        "PyYAML",
+        "matplotlib",
+        "wandb",
+        "cupy-cuda13x",
+        "cupy-cuda12x",
+        "nvmath-python",
+        "nvidia-cudnn-frontend",
+    ),
     *("cuda-bindings", "nvidia-cublas", "nvidia-cublas-cu12", "nvidia-cuda-nvrtc", "nvidia-cuda-nvrtc-cu12"),
     *("nvidia-cuda-runtime", "nvidia-cuda-runtime-cu12", "nvidia-cudnn-cu13", "nvidia-cudnn-cu12"),
     *("nvidia-nccl-cu13", "nvidia-nccl-cu12", "nvidia-ml-py"),

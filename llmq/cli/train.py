@@ -69,7 +69,7 @@ def click_option(d: Description, name: str, hidden: bool) -> click.Option:
         "flag": {"is_flag": True},
         "repeatable": {"multiple": True},
         "switch": {"is_flag": False, "flag_value": "true"},
-        "optional_value": {"is_flag": False, "flag_value": "auto"},
+        "optional_value": {"is_flag": False, "flag_value": "newest"},
         "value": {},
     }
     return click.Option([declaration, name], default=None, hidden=hidden, **kinds[d.kind])

@@ -121,6 +121,12 @@ class Data:
             **({"documents of a row": self.limits[0]} if self.limits else {}),
         }
 
+    def epoch(self, position: int, stream: Mapping[str, int] | None) -> float:
+        """Passes over the training data after `position` samples; those of a stream are in its state."""
+        if self.train.num_windows is None:
+            return float(stream["epoch"]) if stream else 0.0
+        return position / self.train.num_windows
+
     def tokenizer_folder(self) -> Path | None:
         """Folder with the files of the tokenizer that made the training data; None if no file has a sidecar."""
         return next((tokenizer_folder(path, sidecar) for path, sidecar in self._sidecars()), None)

@@ -22,6 +22,7 @@ from llmq.config import from_folder
 from llmq.data.token_file import TokenFile
 from llmq.device import Device, num_cores
 from llmq.disk import write_whole
+from llmq.errors import NonFiniteError
 from llmq.generate import complete, open_engine
 from llmq.options import Options
 from llmq.plan import precision
@@ -154,6 +155,8 @@ def trained(
     places.run.mkdir(parents=True, exist_ok=True)
     with open(places.run / "console.txt", "a", encoding="utf-8") as console, follow(settings.steps) as watch:
         result = train(watch=watch, console=console, **chosen)
+    if result.exit_code == NonFiniteError.exit_code:
+        raise NonFiniteError("\n".join(result.warnings))
     if result.exit_code:
         raise Interrupted(result)
     return None if math.isnan(result.first_step_s) else result.first_step_s

@@ -134,6 +134,7 @@ def options(settings: Settings, places: Places) -> dict[str, Any]:
         "steps": settings.steps,
         "learning_rate": settings.learning_rate,
         "warmup": settings.steps // 10,
+        "lr_schedule": "cosine",
         "final_lr_fraction": 0.1,
         "eval_every_n_steps": max(settings.steps // 5, 1),
         "eval_num_steps": 4,

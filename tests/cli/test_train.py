@@ -135,11 +135,12 @@ def test_every_option_and_alias_is_a_flag_that_arrives(trained):
 @pytest.mark.parametrize(
     ("given", "value"),
     [
-        (["--continue"], "auto"),
-        (["--continue", "--seed=1"], "auto"),
+        (["--continue"], "newest"),
+        (["--continue", "--seed=1"], "newest"),
         (["--continue", "5"], 5),
         (["--continue=runs/a/checkpoints"], "runs/a/checkpoints"),
-        (["--resume-from-checkpoint"], "auto"),
+        (["--resume-from-checkpoint"], "newest"),
+        (["--continue=auto"], "auto"),
         ([], None),
     ],
 )

@@ -1,0 +1,112 @@
+"""Whether a run trained: signs of a ruined model in its losses, its gradients and its weights.
+
+A loss that ended above where it began, by more than the noise of the run: with k the smaller of 50 and a quarter of the
+steps, the mean of the last k losses is compared with the mean of the first k, and with the first one alone (a rate that
+is far too high ruins the second step already). The noise of one step, s, is taken from the differences d of successive
+losses among the first and the last 50 steps, which a slow rise or fall hardly enters, and a single jump does not, since
+their median counts: s = median |d| / 0.954, as |d| of two normal values of deviation s has the median 0.6745 sqrt(2) s.
+The difference of two means, of j and of k losses, then has the deviation s sqrt(1/j + 1/k), and 8 of these are no noise
+any more (nor is 0.1% of the loss, the rounding). Runs of fewer than 8 steps are not judged. Of 20,000 runs simulated
+without any learning, it found a rise in 0.1% (8 steps, normal noise), 0.01% (16 steps) and 0.3% (8 steps, Student's t
+of 3 degrees of freedom). The noise of a ruined model can be as large as its loss, so a loss that ended a tenth above
+both its first value and ln V, that of a uniform guess among V tokens, counts too, from 4 steps on.
+
+A gradient of exactly 0 over the last steps: nothing trains any more.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import deque
+from collections.abc import Mapping
+from itertools import pairwise
+from statistics import fmean, median
+from typing import Any
+
+import numpy as np
+
+KEPT = 50  # losses at either end of a run
+LEAST_STEPS = 8
+NO_NOISE = 8.0  # deviations
+LEAST_RISE = 1e-3  # of the loss: beyond rounding
+WORSE = 1.1  # than a uniform guess
+DEAD_STEPS = 3  # with a gradient of exactly 0
+MEDIAN_OF_DIFFERENCES = 0.954
+
+
+class Course:
+    """The losses of a run's first and last steps, and its last gradients; kept in checkpoints as `state`."""
+
+    def __init__(self, state: Mapping[str, Any] | None = None) -> None:
+        state = state or {"steps": 0, "first": [], "last": [], "dead": 0}
+        self.steps: int = state["steps"]  # with a finite loss
+        self.first: list[float] = list(state["first"])
+        self.last: deque[float] = deque(state["last"], maxlen=KEPT)
+        self.dead: int = state["dead"]  # consecutive steps up to the last one with a gradient of 0
+
+    @property
+    def state(self) -> dict[str, Any]:
+        """As JSON knows it."""
+        return {"steps": self.steps, "first": self.first, "last": list(self.last), "dead": self.dead}
+
+    def add(self, loss: float, norm: float) -> None:
+        """The next step's loss and norm of the gradient."""
+        self.dead = self.dead + 1 if norm == 0 else 0
+        if math.isfinite(loss):
+            self.steps += 1
+            self.last.append(loss)
+            if len(self.first) < KEPT:
+                self.first.append(loss)
+
+    def warnings(self, vocab_size: int) -> list[str]:
+        """What a user should know of a run that has come to its end."""
+        found = []
+        if rise := self._above_noise() or self._above_guess(math.log(vocab_size)):
+            found.append(f"{rise}: lower --learning-rate, or raise --warmup")
+        if self.dead >= DEAD_STEPS:
+            found.append(
+                f"The gradient was exactly 0 in the last {self.dead} steps, so nothing trains any more: lower "
+                "--learning-rate, and check that the data has trained tokens"
+            )
+        return found
+
+    def _above_guess(self, guess: float) -> str:
+        """Whether the model ended worse than a uniform guess, in words."""
+        if self.steps < LEAST_STEPS // 2:
+            return ""
+        began, ended = self.first[0], fmean(list(self.last)[-min(KEPT, self.steps // 4) :])
+        if ended <= WORSE * max(began, guess):
+            return ""
+        return f"The loss ended at {ended:.4g}, above the {began:.4g} where it began and the {guess:.4g} of a guess"
+
+    def _above_noise(self) -> str:
+        """Whether the loss ended above where it began, in words; see the module."""
+        if self.steps < LEAST_STEPS:
+            return ""
+        k = min(KEPT, self.steps // 4)
+        losses = [self.first] if self.steps <= KEPT else [self.first, list(self.last)]
+        noise = median(abs(a - b) for part in losses for a, b in pairwise(part)) / MEDIAN_OF_DIFFERENCES
+        ended = fmean(list(self.last)[-k:])
+        for j in (k, 1):
+            began = fmean(self.first[:j])
+            if ended - began > max(NO_NOISE * noise * math.sqrt(1 / j + 1 / k), LEAST_RISE * abs(began)):
+                said = f"The loss ended at {ended:.4g}, above the {began:.4g} where it began"
+                return f"{said} (one step's noise is {noise:.2g})"
+        return ""
+
+
+def all_finite(values: np.ndarray) -> bool:
+    """Whether no element is infinite or NaN; of any float dtype.
+
+    A bfloat16 is the upper half of an f32, whose exponent of all ones marks both: read off the bits, this is 6 times
+    as fast as ml_dtypes' isfinite: 1.7 s for 7.6 billion on one core.
+    """
+    flat = values.reshape(-1)
+    for start in range(0, flat.size, 1 << 20):  # stays in the cache
+        part = flat[start : start + (1 << 20)]
+        if part.dtype.name == "bfloat16":
+            if ((part.view(np.uint16) & 0x7F80) == 0x7F80).any():
+                return False
+        elif not np.isfinite(part).all():
+            return False
+    return True

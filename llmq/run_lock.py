@@ -1,0 +1,205 @@
+"""The lock that a run holds on everything that it writes, from its start to its end.
+
+Two runs of one name would rotate each other's log and delete each other's checkpoints. So each output (log file,
+checkpoint folder, model folder) has a lock file, and beside it a JSON file that says who holds it. The lock is one of
+the operating system, which ends with its process however that ends: a JSON file without a held lock was left by a
+killed process, and is replaced. Forked children do not inherit the lock (filelock closes it in them).
+
+Some network file systems have no locks. There the JSON file itself is the lock: it is made only where none is, and it
+is stale if it is of this host and its process is gone. Of a process on another host that cannot be known.
+"""
+
+from __future__ import annotations
+
+import errno
+import getpass
+import json
+import os
+import shlex
+import socket
+import sys
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager, suppress
+from dataclasses import asdict, dataclass, fields
+from pathlib import Path
+
+from filelock import FileLock, Timeout
+
+from llmq.disk import storage, write_whole
+from llmq.errors import StorageError
+
+NO_LOCKS = (errno.ENOSYS, errno.ENOLCK, errno.EOPNOTSUPP, errno.ENOTSUP)
+LONGEST_COMMAND = 200  # characters of a command line that are kept
+
+
+@dataclass(frozen=True)
+class Output:
+    """Something that a run writes, the option that names it, and its lock file."""
+
+    option: str
+    path: Path
+    lock: Path
+
+    @property
+    def holder(self) -> Path:
+        """The JSON file that says who holds the lock."""
+        return self.lock.with_name(f"{self.lock.name}.json")
+
+
+def replaced_whole(option: str, path: Path) -> Output:
+    """A file, or a folder that another one takes the place of: its lock is beside it."""
+    path = Path(os.path.realpath(path.expanduser()))
+    return Output(option, path, path.with_name(f".{path.name}.lock"))
+
+
+def kept_folder(option: str, path: Path) -> Output:
+    """A folder that stays, and may be a mount point: its lock is inside it."""
+    path = Path(os.path.realpath(path.expanduser()))
+    return Output(option, path, path / ".lock")
+
+
+@dataclass(frozen=True)
+class Holder:
+    """Who holds a lock. `process_start` tells two processes of one id apart; it is empty where it is not known."""
+
+    pid: int
+    host: str
+    user: str
+    started: str
+    command: str
+    process_start: str
+
+    @classmethod
+    def this_process(cls) -> Holder:
+        """As of now."""
+        try:
+            user = getpass.getuser()
+        except (KeyError, OSError):  # a container's user may have no name
+            user = str(os.getuid())
+        command = shlex.join([os.path.basename(sys.argv[0] or "python"), *sys.argv[1:]])
+        if len(command) > LONGEST_COMMAND:
+            command = f"{command[: LONGEST_COMMAND - 4]} ..."
+        started = time.strftime("%Y-%m-%d %H:%M:%S UTC", time.gmtime())
+        return cls(os.getpid(), socket.gethostname(), user, started, command, _process_start(os.getpid()))
+
+    @classmethod
+    def read(cls, path: Path) -> Holder | None:
+        """As written at `path`; None if there is none, or it is not complete."""
+        try:
+            values = json.loads(path.read_bytes())
+            holder = cls(**{field.name: values[field.name] for field in fields(cls)})
+            return holder if type(holder.pid) is int and holder.pid > 0 else None
+        except (OSError, ValueError, KeyError, TypeError, OverflowError):
+            return None
+
+    def json(self) -> bytes:
+        """What `read` reads."""
+        return json.dumps(asdict(self), indent=1).encode()
+
+    @property
+    def is_gone(self) -> bool:
+        """Whether the process is known to have ended."""
+        if self.host != socket.gethostname():
+            return False
+        try:
+            os.kill(self.pid, 0)
+        except ProcessLookupError:
+            return True
+        except (PermissionError, OverflowError):
+            pass
+        now = _process_start(self.pid)
+        return bool(now and self.process_start and now != self.process_start)
+
+    def __str__(self) -> str:
+        return f"process {self.pid} of {self.user} on {self.host}, since {self.started}: {self.command}"
+
+
+@contextmanager
+def held(output: Output, say: Callable[[str], None]) -> Iterator[None]:
+    """Holds the lock of `output`; afterwards no trace of it is left.
+
+    `say` takes a line where a stale lock had to be replaced. StorageError if another process or thread holds it, naming
+    that, or if it cannot be written.
+    """
+    if os.path.exists(output.path) and not (os.path.isfile(output.path) or os.path.isdir(output.path)):
+        yield  # a device, such as /dev/null, keeps nothing
+        return
+    place = output.lock.parent
+    failed, advice = "its lock cannot be written", f"free some space, or choose another {output.option}"
+    missing = [path for path in (place, *place.parents) if not os.path.exists(path)]
+    with ExitStack() as cleanup:
+        with storage(output.path, failed, advice=advice):
+            cleanup.callback(_remove_empty, missing)
+            place.mkdir(parents=True, exist_ok=True)
+            lock = FileLock(output.lock, timeout=0, thread_local=False, fallback_to_soft=False)
+            try:
+                lock.acquire()
+            except Timeout:
+                raise _refusal(output) from None
+            except OSError as error:
+                if error.errno not in NO_LOCKS:
+                    raise
+                output.lock.unlink(missing_ok=True)
+                _make_holder(output, say)
+            else:
+                cleanup.callback(lock.release)
+                cleanup.callback(_remove, output.lock)  # still held, so that no other run has just it
+                write_whole(output.holder, Holder.this_process().json())
+            cleanup.callback(_remove, output.holder)
+        yield
+
+
+def _make_holder(output: Output, say: Callable[[str], None]) -> None:
+    """Without locks: makes the JSON file, in place of one that is stale. OSError if the disk refuses it."""
+    there = Holder.read(output.holder)
+    if there is not None and there.is_gone:
+        say(f"The lock {output.holder} is stale, since its process has ended: replacing it ({there})")
+        output.holder.unlink(missing_ok=True)
+    try:
+        fd = os.open(output.holder, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o666)
+    except FileExistsError:
+        raise _refusal(
+            output, f"; this file system has no locks: if that run has ended, delete {output.holder}"
+        ) from None
+    with os.fdopen(fd, "wb") as file:
+        try:
+            file.write(Holder.this_process().json())
+            file.flush()
+        except BaseException:
+            output.holder.unlink(missing_ok=True)
+            raise
+
+
+def _refusal(output: Output, advice: str = "") -> StorageError:
+    there = Holder.read(output.holder)
+    if there is None:
+        who, end = "another process, which has not written its name yet", "end that run"
+    else:
+        where = "" if there.host == socket.gethostname() else f" on {there.host}"
+        who, end = str(there), f"end that run with `kill {there.pid}`{where}"
+    return StorageError(
+        f"{output.path} is in use by {who}\n"
+        f"Two runs would destroy each other's files: choose another --name (or {output.option}), or {end}{advice}"
+    )
+
+
+def _remove(path: Path) -> None:
+    with suppress(OSError):  # what is left does no harm: the next run replaces it
+        path.unlink()
+
+
+def _remove_empty(folders: Sequence[Path]) -> None:
+    """Removes those of `folders`, the innermost first, that are empty."""
+    with suppress(OSError):
+        for path in folders:
+            path.rmdir()
+
+
+def _process_start(pid: int) -> str:
+    """When a process began, in ticks since this boot, as Linux counts; empty elsewhere."""
+    try:
+        stat = Path(f"/proc/{pid}/stat").read_text("ascii", errors="replace")
+        return stat.rpartition(")")[2].split()[19]  # field 22; the command's name before it may hold spaces
+    except (OSError, IndexError):
+        return ""

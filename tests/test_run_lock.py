@@ -1,0 +1,307 @@
+"""The lock of a run: two never write to one place, and a run that is gone is in nobody's way."""
+
+import errno
+import fcntl
+import io
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import threading
+from contextlib import ExitStack
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from tiny_runs import tiny_options
+
+import llmq
+from llmq.engine import Engine
+from llmq.errors import DataError, StorageError, UsageError
+from llmq.run_lock import Holder, held, kept_folder, replaced_whole
+
+ROOT = Path(__file__).parents[1]
+HOLDS = """
+import sys, time
+from pathlib import Path
+from llmq.run_lock import held, replaced_whole
+with held(replaced_whole("--log-file", Path(sys.argv[1])), print):
+    print("holds", flush=True)
+    {what}
+"""
+
+
+@pytest.fixture
+def given(tmp_path, monkeypatch):
+    """Options of a small run in a folder of its own."""
+    monkeypatch.chdir(tmp_path)
+    return tiny_options(tmp_path)
+
+
+@pytest.fixture
+def output(tmp_path):
+    return replaced_whole("--log-file", tmp_path / "runs" / "a" / "log.jsonl")
+
+
+def holding(path, what="time.sleep(60)"):
+    """A process that holds the lock of `path`."""
+    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
+    command = [sys.executable, "-c", HOLDS.format(what=what), str(path)]
+    process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=environment)
+    assert process.stdout.readline() == "holds\n"
+    return process
+
+
+def end(process, number=signal.SIGKILL):
+    process.send_signal(number)
+    process.wait()
+    process.stdout.close()
+
+
+def refused(output, said=None):
+    """The message with which a second holder is refused."""
+    with pytest.raises(StorageError) as caught, held(output, (said if said is not None else []).append):
+        pytest.fail("two hold it")
+    return str(caught.value)
+
+
+def test_a_second_run_is_refused_with_the_name_of_the_first(output):
+    process = holding(output.path)
+    try:
+        message = refused(output)
+        for part in (str(output.path), f"process {process.pid} of", f"on {socket.gethostname()}, since 20", "UTC: -c"):
+            assert part in message
+        assert message.endswith(f"another --name (or --log-file), or end that run with `kill {process.pid}`")
+    finally:
+        end(process)
+
+
+def test_the_lock_of_a_killed_run_is_free_at_once(output):
+    end(holding(output.path))
+    left = Holder.read(output.holder)
+    assert left is not None  # the kill left it
+    with held(output, pytest.fail):
+        assert Holder.read(output.holder).pid == os.getpid()
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_the_lock_of_a_run_that_a_signal_ends_is_free(output, number):
+    end(holding(output.path), number)
+    with held(output, pytest.fail):
+        pass
+
+
+FORKED = "os.fork() or (os.write(1, b'up\\n'), time.sleep(60))"
+STARTED = "__import__('subprocess').Popen(['sh', '-c', 'echo up; exec sleep 60'])"
+
+
+@pytest.mark.parametrize("start", [FORKED, STARTED], ids=["forked", "started"])
+def test_a_child_that_outlives_a_killed_run_does_not_hold_its_lock(output, start):
+    what = f"import os; child = {start}; os.write(1, b'%d\\n' % getattr(child, 'pid', child)); time.sleep(60)"
+    process = holding(output.path, what)
+    (child,) = (int(line) for line in (process.stdout.readline(), process.stdout.readline()) if line != "up\n")
+    try:
+        refused(output)
+        end(process)
+        os.kill(child, 0)
+        with held(output, pytest.fail):
+            pass
+    finally:
+        os.kill(child, signal.SIGKILL)
+
+
+def test_nothing_is_left_of_a_lock(tmp_path):
+    places = [
+        kept_folder("--checkpoint-dir", tmp_path / "a" / "b" / "c"),
+        replaced_whole("--out-dir", tmp_path / "a" / "d"),
+    ]
+    with ExitStack() as stack:
+        for place in places:
+            stack.enter_context(held(place, pytest.fail))
+        assert places[0].lock == tmp_path / "a" / "b" / "c" / ".lock" and places[0].lock.exists()
+        assert json.loads(places[1].holder.read_bytes())["host"] == socket.gethostname()
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_another_path_to_the_same_place_is_the_same_place(tmp_path, output):
+    (tmp_path / "link").symlink_to(tmp_path / "runs")
+    with held(output, pytest.fail):
+        refused(replaced_whole("--log-file", tmp_path / "link" / "a" / ".." / "a" / "log.jsonl"))
+    with held(output, pytest.fail), held(replaced_whole("--log-file", output.path.with_name("b.jsonl")), pytest.fail):
+        pass  # logs of two runs in one folder
+
+
+def test_a_holder_that_has_not_written_its_name(output):
+    with held(output, pytest.fail):
+        for text in ("", "{", "[]", '{"pid": 1}', '{"pid": "x", "host": "", "user": ""}'):
+            output.holder.write_text(text)
+            assert "another process, which has not written its name yet" in refused(output)
+
+
+def test_devices_have_no_lock():
+    with held(replaced_whole("--log-file", Path(os.devnull)), pytest.fail):
+        assert not Path("/dev/.null.lock").exists()
+
+
+@pytest.mark.parametrize("number", [errno.ENOSPC, errno.EROFS, errno.EACCES])
+@pytest.mark.parametrize("call", ["mkdir", "open", "fsync"])
+def test_a_disk_that_refuses_the_lock_is_a_storage_error(output, monkeypatch, number, call):
+    def fails(*arguments, **more):
+        raise OSError(number, os.strerror(number))
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Path if call == "mkdir" else os, call, fails)
+        with pytest.raises(StorageError, match=r"log\.jsonl(\.\S+)?: .*cannot be written"), held(output, pytest.fail):
+            pytest.fail("it has no lock")
+    with held(output, pytest.fail):
+        pass  # the one that failed is not held
+
+
+@pytest.fixture(params=[errno.ENOSYS, errno.ENOLCK, errno.EOPNOTSUPP])
+def no_locks(request, monkeypatch):
+    """A file system without locks."""
+
+    def flock(fd, operation):
+        raise OSError(request.param, os.strerror(request.param))
+
+    monkeypatch.setattr(fcntl, "flock", flock)
+
+
+def test_without_locks_the_file_is_the_lock(output, no_locks, tmp_path):
+    with held(output, pytest.fail):
+        message = refused(output)
+        assert f"process {os.getpid()} of" in message and f"if that run has ended, delete {output.holder}" in message
+    assert list(tmp_path.iterdir()) == []
+    with held(output, pytest.fail):
+        pass
+
+
+def test_without_locks_the_file_of_a_process_that_is_gone_is_stale(output, no_locks):
+    done = subprocess.Popen(["true"])
+    done.wait()
+    output.holder.parent.mkdir(parents=True)
+    me = Holder.this_process()
+    stale = [replace(me, pid=done.pid)]
+    if me.process_start:
+        stale.append(replace(me, process_start="1"))  # another process has its number now
+    for holder in stale:
+        output.holder.write_bytes(holder.json())
+        said = []
+        with held(output, said.append):
+            assert Holder.read(output.holder).pid == os.getpid()
+        assert len(said) == 1 and "is stale, since its process has ended" in said[0]
+    for holder in (replace(me, pid=done.pid, host="elsewhere"), me):
+        output.holder.write_bytes(holder.json())
+        assert str(holder) in refused(output)
+        assert output.holder.exists()
+    assert "with `kill" in refused(output)
+    output.holder.write_bytes(replace(me, host="elsewhere").json())
+    assert f"`kill {me.pid}` on elsewhere" in refused(output)
+
+
+def test_a_long_command_line_is_cut_and_a_user_without_a_name_has_a_number(monkeypatch):
+    monkeypatch.setattr(sys, "argv", ["/usr/bin/llmq-train", "x" * 500])
+    monkeypatch.setattr("getpass.getuser", lambda: {}["nobody"])
+    holder = Holder.this_process()
+    assert holder.command.startswith("llmq-train xxx") and holder.command.endswith(" ...")
+    assert len(holder.command) == 200 and holder.user == str(os.getuid())
+
+
+# runs
+
+
+def paused(monkeypatch, at=3):
+    """Events that are set when the first run to get there is at its step `at`, and to let it go on."""
+    real, there, go_on = Engine.update, threading.Event(), threading.Event()
+
+    def update(self, step, rate):
+        if step == at and not there.is_set():
+            there.set()
+            assert go_on.wait(60)
+        return real(self, step, rate)
+
+    monkeypatch.setattr(Engine, "update", update)
+    return there, go_on
+
+
+@pytest.mark.parametrize(
+    "shared",
+    [
+        {},
+        {"name": "other", "log_file": "runs/run/log.jsonl"},
+        {"name": "other", "checkpoint_dir": "runs/run/checkpoints", "continue": "auto"},
+        {"name": "other", "out_dir": "runs/run/model", "overwrite": True},
+    ],
+    ids=["name", "log", "checkpoints", "model"],
+)
+def test_two_runs_at_a_time_share_nothing(given, monkeypatch, shared):
+    there, go_on = paused(monkeypatch)
+    results = []
+    thread = threading.Thread(target=lambda: results.append(llmq.train(**given, ckpt_interval=1)))
+    thread.start()
+    try:
+        assert there.wait(60)
+        before = {path: path.read_bytes() for path in Path("runs").rglob("*") if path.is_file()}
+        second = {**given, "console": io.StringIO(), **shared}
+        with pytest.raises(StorageError, match=f"in use by process {os.getpid()} of"):
+            llmq.train(**{**second, "train_file": "absent.bin"})  # before the data is read
+        assert {path: path.read_bytes() for path in Path("runs").rglob("*") if path.is_file()} == before
+        apart = {"name": "apart", "log_file": "runs/run/apart.jsonl", "console": io.StringIO(), "steps": 2}
+        assert llmq.train(**{**given, **apart}).steps == 2
+    finally:
+        go_on.set()
+        thread.join()
+    assert results[0].steps == 12 and list(Path("runs/run").rglob(".*")) == []
+
+
+def test_a_dry_run_beside_a_run_takes_no_lock(given, monkeypatch):
+    there, go_on = paused(monkeypatch)
+    thread = threading.Thread(target=lambda: llmq.train(**given, ckpt_interval=1))
+    thread.start()
+    try:
+        assert there.wait(60)
+        before = sorted(Path("runs").rglob("*"))
+        llmq.train(**{**given, "console": io.StringIO(), "continue": "newest", "dry_run": True})
+        assert sorted(Path("runs").rglob("*")) == before
+    finally:
+        go_on.set()
+        thread.join()
+
+
+def test_one_run_after_the_other_has_the_lock_however_the_first_ended(given, monkeypatch):
+    with pytest.raises(DataError):
+        llmq.train(**{**given, "train_file": "absent.bin"})
+    assert not Path("runs").exists()
+    with monkeypatch.context() as patch:
+        patch.setattr(Engine, "update", lambda *about: (_ for _ in ()).throw(KeyboardInterrupt))
+        with pytest.raises(KeyboardInterrupt):
+            llmq.train(**given)
+    assert llmq.train(**given).steps == 12
+    with pytest.raises(UsageError, match="earlier run"):
+        llmq.train(**{**given, "overwrite": True})
+    assert llmq.train(**{**given, "continue": "newest", "steps": 14, "overwrite": True}).steps == 14
+
+
+def test_two_processes_and_a_kill(given):
+    flags = [
+        f"--{key.replace('_', '-')}={value}" for key, value in given.items() if key not in ("console", "from_scratch")
+    ]
+    command = [sys.executable, "-m", "llmq.cli.train", "--from-scratch", *flags, "--steps=100", "--ckpt-interval=1"]
+    environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
+    command = [part for part in command if part != "--steps=12"]
+    streams = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True, "env": environment}
+    first = subprocess.Popen(command, pipesize=4096, **streams)  # never more than a page ahead of its reader
+    for line in first.stdout:
+        if "[T] step     5" in line:
+            break
+    second = subprocess.run(command, check=False, **streams)
+    assert second.returncode == 7
+    assert f"process {first.pid} of" in second.stdout and f"`kill {first.pid}`" in second.stdout
+    assert ": train.py --from-scratch --model=" in second.stdout and "Traceback" not in second.stdout
+    assert not list(Path("runs/run").glob("log.jsonl.*"))  # its log is where it was
+    end(first)
+    third = subprocess.run([*command, "--continue"], check=False, **streams)
+    assert third.returncode == 0, third.stdout
+    assert list(Path("runs/run").rglob(".*")) == []
