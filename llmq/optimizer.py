@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from llmq.rows import Row
-from llmq.tensor import Ref
+from llmq.tensor import Ref, num_norm_tiles
 
 if TYPE_CHECKING:
     from llmq.sections import OptimizerOptions
@@ -64,8 +64,11 @@ def update(
 
     Scales change first: a weight copy written here and its scale stay together until the next update.
     """
-    for index, grad in enumerate(grads.values()):
-        ops.sum_squares(cells["partials"].flat(index, 1), grad)
+    first = 0
+    for grad in grads.values():
+        count = num_norm_tiles(grad.shape)
+        ops.sum_squares(cells["partials"].flat(first, count), grad)
+        first += count
     sums = (cells["partials"], cells["loss"], cells["tokens"])
     ops.grad_scale(cells["norm"], cells["grad_scale"], cells["apply"], *sums, grad_clip=hyper.grad_clip)
     update_scales(ops, cells, cells["apply"])

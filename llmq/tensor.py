@@ -30,6 +30,7 @@ IGNORED = -100  # target of a token that is not trained
 COLSUM_ROWS = 256  # a partial column sum covers this many consecutive rows
 OWN_SCALES = ("rowwise", "blockwise", "tilewise")  # scalings whose scales are made with the copy and stored beside it
 BLOCK = 128  # consecutive numbers of a row under one blockwise scale; rows and columns under a tilewise one
+NORM_ROWS = 128  # rows of a matrix under one partial sum of squares of the gradient's norm
 SMALLEST = np.finfo(np.float32).tiny  # of a scale: the reciprocal of a subnormal one would overflow
 
 
@@ -116,6 +117,11 @@ class Ref:
         """Entries [start, start + count) along the first axis."""
         size = math.prod(self.shape[1:])
         return replace(self, span=(start * size, count * size), shape=(count, *self.shape[1:]), whole=self.shape)
+
+
+def num_norm_tiles(shape: tuple[int, ...]) -> int:
+    """Partial sums of squares of a tensor seen as (rows, last axis): one for every NORM_ROWS rows, one of a vector."""
+    return -(-math.prod(shape[:-1]) // NORM_ROWS)
 
 
 def stored_shape(shape: tuple[int, ...], form: Form | None) -> tuple[int, ...]:

@@ -2,14 +2,16 @@
 
 import numpy as np
 import pytest
-from tiny_engines import BF16, FP8, batch, engine_of, plan_of
+from tiny_engines import BF16, FP8, FP32, batch, engine_of, plan_of, tiny
 
 from llmq import optimizer
+from llmq.ops import reference
 from llmq.optimizer import Hyperparameters
 from llmq.plan.plan import SCALE_STRIDE
 from llmq.presets import preset
 from llmq.rows import parameter_rows
 from llmq.sections import OptimizerOptions
+from llmq.tensor import Output, Tensor, num_norm_tiles
 
 
 def test_every_option_becomes_its_constant():
@@ -29,6 +31,28 @@ def test_each_parameter_is_rounded_with_its_own_stream_and_the_run_s_seed():
     steps = [step for step in plan.programs["update"].steps if step.op == "adamw"]
     found = {step.inputs[0].ref.name: (step.numbers["stream"], step.numbers["seed"]) for step in steps}
     assert found == {row.name: (optimizer.stream(row), 77) for row in plan.rows}
+
+
+@pytest.mark.parametrize("precision", [FP32, BF16], ids=["fp32", "bf16"])
+def test_the_norm_of_a_step_is_that_of_any_number_of_ranks(precision):
+    """Each holds the gradients of some tiles of 128 rows; their sums of squares, in the order of the parameters."""
+    engine = engine_of(plan_of(precision, config=tiny(vocab_size=300, intermediate_size=200)))
+    engine.micro_step(*batch(), first=True)
+    grads = [engine.gradient(row.name) for row in engine.plan.rows]
+    done = engine.update(1, 1e-3)
+    for ranks in (1, 2, 3, 4, 8):
+        found = []
+        for grad in grads:
+            rows, tiles = grad.reshape(-1, grad.shape[-1]), num_norm_tiles(grad.shape)
+            each = 128 * -(-tiles // ranks)
+            for first in range(0, len(rows), each):
+                shard = Tensor("shard", rows[first : first + each], rows[first : first + each].shape)
+                sums = np.empty(num_norm_tiles(shard.shape), np.float32)
+                reference.sum_squares(Output("sums", sums.shape, "fp32", (Tensor("sums", sums, sums.shape),)), shard)
+                found.append(sums)
+        assert len(np.concatenate(found)) > len(grads)
+        total = np.float32(np.sqrt(np.sum(np.concatenate(found), dtype=np.float64)))
+        assert done.norm == total / np.float32(done.num_tokens)
 
 
 @pytest.mark.parametrize("gradient", ["e4m3", "e5m2"])

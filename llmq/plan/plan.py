@@ -24,7 +24,7 @@ from llmq.stores.activations import Frame, Frames
 from llmq.stores.grads import ReplicatedGrads
 from llmq.stores.moments import ReplicatedMoments
 from llmq.stores.weights import ReplicatedWeights
-from llmq.tensor import LARGEST, Ref
+from llmq.tensor import LARGEST, Ref, num_norm_tiles
 
 # what the allocator table calls each space, in its order
 CATEGORIES = {
@@ -112,7 +112,9 @@ class Recordings:
         self.moments = ReplicatedMoments(self.rows, p.master, p.m, p.v)
         cell = {name: Ref(name, "cell", (1,), stat) for name in ("norm", "grad_scale", "apply", "learning_rate")}
         cell["step"] = Ref("step", "cell", (1,), "int32")
-        cell["partials"] = Ref("partials", "cell", (len(self.grads.refs),), stat)
+        cell["partials"] = Ref(
+            "partials", "cell", (sum(num_norm_tiles(ref.shape) for ref in self.grads.refs.values()),), stat
+        )
         self.sums = {"loss": Ref("loss", "sum", (1,), stat), "tokens": Ref("tokens", "sum", (1,), "int32")}
         self.cells = {**cell, **self.sums}
         self.rope = Ref("rope", "const", (self.seq_len, self.config.head_dim), stat)

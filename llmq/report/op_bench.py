@@ -17,7 +17,7 @@ import numpy as np
 from llmq.ops import cuda
 from llmq.ops.cuda import scratch
 from llmq.ops.cuda.timing import fill_random
-from llmq.tensor import COLSUM, DTYPES, Form, Output, Tensor, scale_shape, stored_shape
+from llmq.tensor import COLSUM, DTYPES, Form, Output, Tensor, num_norm_tiles, scale_shape, stored_shape
 
 L2_BYTES = 2**28  # more than any card's L2 cache
 REPLAYS = 15
@@ -258,8 +258,8 @@ def _quantize(forms: tuple[Form, ...], measures: bool = False, is_weight: bool =
 
 
 def _sum_squares(a: Arrays, s: Sizes) -> tuple[Call, int]:
-    partial, grad = a.output((1,), "fp32"), a.tensor((s.v, s.c))
-    return lambda: OPS.sum_squares(partial, grad), 0
+    partials, grad = a.output((num_norm_tiles((s.v, s.c)),), "fp32"), a.tensor((s.v, s.c))
+    return lambda: OPS.sum_squares(partials, grad), 0
 
 
 def _loss_sum(a: Arrays, s: Sizes) -> tuple[Call, int]:

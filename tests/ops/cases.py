@@ -11,7 +11,7 @@ from llmq.config import RopeConfig
 from llmq.ops import seam
 from llmq.ops.reference import OPS
 from llmq.rope import rope_table
-from llmq.tensor import Form, Output, Tensor
+from llmq.tensor import Form, Output, Tensor, num_norm_tiles
 
 from .build import output, run, tensor
 
@@ -258,7 +258,8 @@ def gather_rows(s: Sizes, rng: np.random.Generator) -> Case:
 
 
 def sum_squares(s: Sizes, rng: np.random.Generator) -> Case:
-    return Case("", {"partial": (1,)}, {"grad": rng.standard_normal((s.vp, s.c))}, {}, frozenset({"partial"}))
+    grad = rng.standard_normal((s.vp, s.c))
+    return Case("", {"partials": (num_norm_tiles(grad.shape),)}, {"grad": grad}, {}, frozenset({"partials"}))
 
 
 def grad_scale(s: Sizes, rng: np.random.Generator) -> Case:

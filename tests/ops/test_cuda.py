@@ -18,7 +18,7 @@ import pytest
 from llmq.ops import cuda, seam
 from llmq.ops.cuda import embedding, launch, scratch
 from llmq.ops.reference import OPS
-from llmq.tensor import COLSUM, DTYPES, Form, Output, Tensor, to_form
+from llmq.tensor import COLSUM, DTYPES, Form, Output, Tensor, num_norm_tiles, to_form
 
 from .build import output, tensor
 from .cases import Case, Sizes, make
@@ -37,7 +37,7 @@ SUMS = {
     "d_q_weight": ("d_out", "qkv", "rstd"),
     "d_k_weight": ("d_out", "qkv", "rstd"),
     "d_bias": ("d_y",),
-    "partial": ("grad",),
+    "partials": ("grad",),
 }
 # exp, division and log of the GPU err by up to 2 units; norms add a row of up to 896 over 32 lanes, then a butterfly
 CHAIN = 64
@@ -149,6 +149,61 @@ def test_the_same_call_gives_the_same_bits(op):
     case = make(op, SIZES["large"])
     runs = [run_gpu(case, outputs_of(case, "bf16"), inputs_of(case, "bf16")) for _ in range(3)]
     assert all(same_bytes(a, b) for other in runs[1:] for a, b in zip(runs[0].values(), other.values(), strict=True))
+
+
+TILED = [(1,), (7,), (896,), (20_001,), (3, 4), (129, 3), (257, 5), (300, 896), (3, 130, 16), (1000, 136)]
+
+
+def partials_of(grad: np.ndarray, dtype: str) -> np.ndarray:
+    """The partial sums of squares of a gradient, from the GPU."""
+    written = output((num_norm_tiles(grad.shape),), "fp32")
+    return run_gpu(Case("sum_squares", {}, {}), {"partials": written}, {"grad": tensor(grad, dtype)})["partials"]
+
+
+@gpu
+@pytest.mark.parametrize("shape", TILED, ids=str)
+@pytest.mark.parametrize("dtype", ["bf16", "fp32"])
+def test_every_number_is_in_the_sum_of_squares_of_its_tile(shape, dtype):
+    """Integers, whose sums are exact in every order: vectors, short tiles, widths that no access divides, pieces."""
+    grad = np.random.default_rng(0).integers(-2, 3, shape).astype(np.float32)
+    rows = grad.reshape(-1, shape[-1])
+    expected = [np.sum(rows[first : first + 128] ** 2) for first in range(0, len(rows), 128)]
+    assert np.array_equal(partials_of(grad, dtype), expected)
+
+
+@gpu
+@pytest.mark.parametrize("dtype", ["bf16", "fp32"])
+@pytest.mark.parametrize("shape", [(1000, 136), (1100, 260), (129, 3), (3, 130, 16), (200, 896)], ids=str)
+def test_shards_of_whole_tiles_have_the_sums_of_squares_of_the_whole(shape, dtype):
+    """Bit for bit, for any number of ranks: also where the last tile is short, and where it has another alignment."""
+    rng = np.random.default_rng(0)
+    grad = (rng.standard_normal(shape) * 10.0 ** rng.uniform(-6, 6, shape)).astype(np.float32)
+    rows, whole = grad.reshape(-1, shape[-1]), partials_of(grad, dtype)
+    for ranks in (1, 2, 3, 4, 8):
+        each = 128 * -(-len(whole) // ranks)
+        shards = [partials_of(rows[first : first + each], dtype) for first in range(0, len(rows), each)]
+        assert same_bytes(np.concatenate(shards), whole)
+
+
+@gpu
+@pytest.mark.parametrize("broken", [np.inf, np.nan])
+def test_a_gradient_that_is_not_finite_reaches_its_tile_alone(broken):
+    grad = np.ones((300, 136), np.float32)
+    grad[299, 135] = broken
+    finite = np.isfinite(partials_of(grad, "bf16"))
+    assert finite.tolist() == [True, True, False]
+
+
+@gpu
+@pytest.mark.parametrize("count", [1, 31, 1024, 1025, 100_003])
+def test_the_norm_of_many_tiles_has_one_rounding(count):
+    """The reference's bits: both add up in f64, whose order shows in no f32 of these."""
+    case = make("grad_scale", SIZES["odd"])
+    case.inputs["partials"] = np.random.default_rng(count).uniform(0, 1e-3, count)
+    inputs, expected = inputs_of(case, "fp32"), outputs_of(case, "fp32")
+    OPS["grad_scale"](*expected.values(), *inputs.values(), **case.numbers)
+    got = run_gpu(case, outputs_of(case, "fp32"), inputs)
+    assert all(same_bytes(got[name], o.tensors[0].array) for name, o in expected.items())
 
 
 @gpu

@@ -21,7 +21,18 @@ from llmq.ops.cuda import compile as cuda_compile
 from llmq.ops.cuda import embedding, launch, scratch
 from llmq.ops.cuda_sources import cuda_folder, cuda_sources
 from llmq.presets import PRESETS
-from llmq.tensor import COLSUM, DTYPES, OWN_SCALES, Form, Output, Ref, Tensor, scale_shape, stored_shape
+from llmq.tensor import (
+    COLSUM,
+    DTYPES,
+    OWN_SCALES,
+    Form,
+    Output,
+    Ref,
+    Tensor,
+    num_norm_tiles,
+    scale_shape,
+    stored_shape,
+)
 
 ON_HOPPER = {"transposed": False, "capability": 90}
 ROW8, COL8 = Form("e4m3", "row", "delayed"), Form("e4m3", "col", "delayed")
@@ -46,7 +57,7 @@ REGISTERS = {
     "finish": 64,
     "fold": 48,
     "gather_rows": 48,
-    "grad_scale": 40,
+    "grad_scale": 32,
     "qk_norm_backward": 128,
     "qk_norm_forward": 48,
     "quantize_rows": 64,
@@ -173,7 +184,8 @@ def model_launches(noted: Launches, b: int, t: int, c: int, hq: int, hkv: int, h
         ops.loss_sum(one, out((1,), "int32", None), noted.tensor((b, t), "fp32"), tokens)
         ops.loss_sum(one, out((1,), "int32", None), noted.tensor((2**20,), "fp32"), noted.tensor((2**20,), "int32"))
         ops.gather_rows(out((b, 1, c), dtype, None), read(x), noted.tensor((b,), "int32"))
-        ops.sum_squares(one, read((2 * f, c)))
+        for shape in ((2 * f, c), (c,)):
+            ops.sum_squares(out((num_norm_tiles(shape),), "fp32", None), read(shape))
         ops.grad_scale(one, one, one, noted.tensor((290,), "fp32"), cell, count, grad_clip=1.0)
         ops.amax_scale(one, read(x), limit=448.0)
         for shape in (x, (b, t, f), up):

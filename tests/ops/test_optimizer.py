@@ -9,7 +9,7 @@ import pytest
 
 from llmq.ops.reference import optimizer
 from llmq.ops.reference.random import MASTER, M, V, random_bits, stochastic_round_bf16
-from llmq.tensor import Form, Output, Tensor
+from llmq.tensor import Form, Output, Tensor, num_norm_tiles
 
 from .build import output, run
 from .cases import LARGE, ODD, make
@@ -18,18 +18,52 @@ NUMBERS = {"beta_1": 0.9, "beta_2": 0.95, "epsilon": 1e-8, "weight_decay": 0.1, 
 BIG = (3, optimizer.SLICE // 4, 7)  # several slices, the last one short
 
 
-@pytest.mark.parametrize("shape", [(1,), (5,), (3, 4), BIG, (2, optimizer.SLICE + 1)], ids=str)
+@pytest.mark.parametrize(
+    "shape", [(1,), (5,), (300,), (3, 4), (128, 2), (129, 2), (3, 130, 5), BIG, (2, optimizer.SLICE + 1)], ids=str
+)
 @pytest.mark.parametrize("dtype", ["fp64", "fp32", "bf16"])
-def test_sum_of_squares(shape, dtype):
-    """Integers up to 15: every partial sum is exact in f32 as long as it is below 2^24."""
+def test_sums_of_squares_of_128_rows(shape, dtype):
+    """Of the flattened leading axes. Integers up to 8: every sum is exact in f32 as long as it is below 2^24."""
     grad = np.random.default_rng(0).integers(-8, 9, shape).astype(np.float64)
-    (partial,) = run("sum_squares", [output((1,), "fp64" if dtype == "fp64" else "fp32")], grad, dtype=dtype)
-    assert partial[0] == np.sum(grad * grad)
+    rows = grad.reshape(-1, shape[-1])
+    expected = [np.sum(rows[first : first + 128] ** 2) for first in range(0, len(rows), 128)]
+    assert num_norm_tiles(shape) == len(expected)
+    written = output((len(expected),), "fp64" if dtype == "fp64" else "fp32")
+    (partials,) = run("sum_squares", [written], grad, dtype=dtype)
+    np.testing.assert_array_equal(partials, expected)
 
 
-def scaled(partials, loss=1.0, tokens=4.0, grad_clip=1.0):
+def partials_of(grad, dtype):
+    """The partial sums of squares of a gradient."""
+    return run("sum_squares", [output((num_norm_tiles(grad.shape),), "fp32")], grad, dtype=dtype)[0]
+
+
+@pytest.mark.parametrize("dtype", ["fp32", "bf16"])
+@pytest.mark.parametrize("ranks", [1, 2, 3, 4, 8])
+def test_shards_of_whole_tiles_give_the_norm_of_the_whole(ranks, dtype):
+    """Bit for bit, whatever the order in which 12 decimal places of magnitudes would be added otherwise."""
+    rng = np.random.default_rng(ranks)
+    shapes = [(1000, 24), (77, 8), (300,), (3, 130, 16), (1025, optimizer.SLICE // 512 + 1)]
+    grads = [rng.standard_normal(shape) * 10.0 ** rng.uniform(-6, 6, shape) for shape in shapes]
+    whole = np.concatenate([partials_of(grad, dtype) for grad in grads])
+    sharded = []
+    for grad in grads:
+        rows, each = grad.reshape(-1, grad.shape[-1]), 128 * -(-num_norm_tiles(grad.shape) // ranks)
+        sharded += [partials_of(rows[first : first + each], dtype) for first in range(0, len(rows), each)]
+    assert np.concatenate(sharded).tobytes() == whole.tobytes()
+    assert scaled(np.concatenate(sharded), dtype="fp32") == scaled(whole, dtype="fp32")
+
+
+def test_the_norm_of_as_many_tiles_as_70b_has_is_right_to_one_rounding():
+    """A sum in f32, one after the other, would be off by far more."""
+    partials = np.random.default_rng(0).uniform(0, 1e-3, 100_000).astype(np.float32)
+    norm = scaled(partials, tokens=1.0, grad_clip=0.0, dtype="fp32")[0]
+    assert norm == np.float32(math.sqrt(math.fsum(partials.tolist())))
+
+
+def scaled(partials, loss=1.0, tokens=4.0, grad_clip=1.0, dtype="fp64"):
     arrays = [np.array(a, np.float64) for a in (partials, [loss], [tokens])]
-    return [float(a[0]) for a in run("grad_scale", [(1,)] * 3, *arrays, grad_clip=grad_clip)]
+    return [float(a[0]) for a in run("grad_scale", [(1,)] * 3, *arrays, dtype=dtype, grad_clip=grad_clip)]
 
 
 def test_the_norm_is_of_the_mean_loss_and_not_squared():
@@ -176,7 +210,7 @@ def test_temporaries_of_a_large_row_are_bounded():
     cells = [np.ones(1), np.ones(1), np.full(1, 1e-3), np.array([1], np.int32)]
     tracemalloc.start()
     run("adamw", outputs, *tensors, *cells, dtype="fp32", **NUMBERS)
-    run("sum_squares", [output((1,), "fp32")], tensors[3])
+    run("sum_squares", [output((num_norm_tiles(shape),), "fp32")], tensors[3])
     peak = tracemalloc.get_traced_memory()[1]
     tracemalloc.stop()
     assert peak < 64 * optimizer.SLICE

@@ -96,12 +96,13 @@ def test_bytes_that_an_op_does_not_touch():
 
 
 def test_an_optimizer_step_by_hand():
-    plan = plan_of(FP32)
+    plan = plan_of(FP32, config=tiny(intermediate_size=96))  # 192 rows of gate and up
     numbers = sum(row.shape[0] * (row.shape[1] if row.shape[1:] else 1) for row in plan.rows)
     # master, m, v and gradient are read, the first three written; the weight is its own master; four cells each
     assert sum(w.num_bytes for w in of(plan, "adamw", program="update")) == 7 * 4 * numbers + 16 * len(plan.rows)
-    assert sum(w.num_bytes for w in of(plan, "sum_squares", program="update")) == 4 * numbers + 4 * len(plan.rows)
-    wide = plan_of(dataclasses.replace(BF16, master="fp32"))
+    tiles = sum(-(-row.shape[0] // 128) if row.shape[1:] else 1 for row in plan.rows)
+    assert sum(w.num_bytes for w in of(plan, "sum_squares", program="update")) == 4 * numbers + 4 * tiles
+    wide = plan_of(dataclasses.replace(BF16, master="fp32"), config=plan.config)
     own = 4 * 2 + 2 * 2 * 2 + 2 + 2  # master, both moments, gradient, and the weight's copy
     assert sum(w.num_bytes for w in of(wide, "adamw", program="update")) == own * numbers + 16 * len(plan.rows)
 

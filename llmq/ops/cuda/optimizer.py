@@ -22,33 +22,41 @@ from llmq.ops.cuda.launch import (
     type_of,
 )
 from llmq.ops.cuda.scratch import take
-from llmq.tensor import Output, Tensor
+from llmq.tensor import NORM_ROWS, Output, Tensor, num_norm_tiles
 
-SQUARE_BLOCKS, SQUARE_THREADS = 1024, 512
+SQUARE_THREADS, SQUARES = 512, 1 << 14  # elements that a block adds up (sum_squares.cu)
+NORM_THREADS = 1024
 TRANSPOSED = 64  # rows of a tile that is written transposed (optimizer.cu)
 WORD = 0xFFFFFFFF
 
 
-def sum_squares(partial: Output, /, grad: Tensor) -> None:
-    """partial (1,) <- grad (any shape): sum of its squares."""
-    if not partial.wanted:
+def sum_squares(partials: Output, /, grad: Tensor) -> None:
+    """partials (P,) <- grad (any shape): sums of squares of 128 rows each."""
+    if not partials.wanted:
         return
-    kind, count = type_of(grad), math.prod(grad.shape)
-    constants: Constants = {"G": kind, "N": access(count, kind)}
-    blocks = _square_blocks(count)
+    constants: Constants = {"G": type_of(grad), "PIECE": SQUARES}
+    tiles, size, pieces = _pieces(grad.shape)
+    read = (pointer(grad), np.int64(math.prod(grad.shape)), np.int64(size), np.int32(pieces))
+    if pieces == 1:
+        arguments = (plain(partials), *read, adds(partials))
+        launch("sum_squares", "square", tiles, SQUARE_THREADS, arguments, constants)
+        return
     sums = take(sum_squares_scratch(grad.shape))
-    launch("sum_squares", "square", blocks, SQUARE_THREADS, (sums, pointer(grad), np.int64(count)), constants)
-    last = (plain(partial), sums, np.int32(blocks), adds(partial))
-    launch("sum_squares", "add", 1, SQUARE_THREADS, last, constants)
+    launch("sum_squares", "square", tiles * pieces, SQUARE_THREADS, (sums, *read, np.int32(0)), constants)
+    last = (plain(partials), sums, np.int32(tiles), np.int32(pieces), adds(partials))
+    launch("sum_squares", "add", -(-tiles * 32 // SQUARE_THREADS), SQUARE_THREADS, last, constants)
 
 
 def sum_squares_scratch(grad: tuple[int, ...]) -> int:
-    """Bytes of scratch for this shape: a sum per block."""
-    return _square_blocks(math.prod(grad)) * 4
+    """Bytes of scratch for this shape: a sum per piece of a tile, unless a piece is the whole of it."""
+    tiles, _, pieces = _pieces(grad)
+    return tiles * pieces * 4 if pieces > 1 else 0
 
 
-def _square_blocks(count: int) -> int:
-    return min(SQUARE_BLOCKS, -(-count // (SQUARE_THREADS * 32)))
+def _pieces(grad: tuple[int, ...]) -> tuple[int, int, int]:
+    """Tiles of a tensor, elements of each but the last, and pieces that each is added up in."""
+    size = min(NORM_ROWS, math.prod(grad[:-1])) * grad[-1]
+    return num_norm_tiles(grad), size, -(-size // SQUARES)
 
 
 def grad_scale(
@@ -62,11 +70,11 @@ def grad_scale(
     *,
     grad_clip: float,
 ) -> None:
-    """norm (1,), scale (1,), apply (1,) <- partials (R,) sums of squares, loss_total (1,), num_tokens (1,) int32."""
+    """norm (1,), scale (1,), apply (1,) <- partials (P,) sums of squares, loss_total (1,), num_tokens (1,) int32."""
     written = (plain(norm), plain(scale), plain(apply))
     read = (pointer(partials), np.int32(math.prod(partials.shape)), pointer(loss_total), pointer(num_tokens))
     arguments = (*written, *read, np.float64(grad_clip))
-    launch("sum_squares", "grad_scale", 1, 32, arguments, {"G": "float", "N": 4})
+    launch("sum_squares", "grad_scale", 1, NORM_THREADS, arguments, {"G": "float", "PIECE": SQUARES})
 
 
 def adamw(

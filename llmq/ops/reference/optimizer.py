@@ -4,23 +4,31 @@ Gradients arrive as sums over tokens; one number, `scale`, makes them the clippe
 0 when the step is not finite: then nothing is written, and the host need not look before the next step.
 """
 
+import math
 from collections.abc import Iterator
 
 import numpy as np
 
 from llmq.ops.reference.random import MASTER, M, V, random_bits, stochastic_round_bf16
-from llmq.tensor import DTYPES, Output, Tensor
+from llmq.tensor import DTYPES, NORM_ROWS, Output, Tensor
 
 SLICE = 1 << 16  # elements per slice: bounds the temporaries of a large row, and keeps them in the L2 cache
 
 
-def sum_squares(partial: Output, /, grad: Tensor) -> None:
-    """partial (1,) <- grad (any shape): sum of its squares, in a fixed order."""
-    sums = []
-    for start, count in _slices(grad.shape):
-        g = grad.chunk(start, count).read()
-        sums.append(np.sum(g * g))
-    partial.write(np.sum(sums, keepdims=True))
+def sum_squares(partials: Output, /, grad: Tensor) -> None:
+    """partials (P,) <- grad (any shape), P = ceil(rows / 128) over its flattened leading axes, 1 for a vector.
+
+    Each is the sum of squares of 128 rows, in an order that depends on these rows alone: shards of whole tiles have the
+    bits of the whole matrix, so that the norm is the same for any number of ranks.
+    """
+    num_rows, tiles = math.prod(grad.shape[:-1]), []
+    for first in range(0, num_rows, NORM_ROWS):
+        sums = []
+        for start, count in _slices((min(NORM_ROWS, num_rows - first), grad.shape[-1])):
+            g = grad.chunk(first + start, count).read()
+            sums.append(np.sum(g * g))
+        tiles.append(np.sum(sums))
+    partials.write(np.array(tiles))
 
 
 def grad_scale(
@@ -34,13 +42,14 @@ def grad_scale(
     *,
     grad_clip: float,
 ) -> None:
-    """norm (1,), scale (1,), apply (1,) <- partials (R,) sums of squares, loss_total (1,), num_tokens (1,).
+    """norm (1,), scale (1,), apply (1,) <- partials (P,) sums of squares, loss_total (1,), num_tokens (1,).
 
-    norm = sqrt(sum(partials)) / tokens, that of the mean loss's gradient; scale = min(1, grad_clip / norm) / tokens
-    (grad_clip 0: no clipping); apply = 1 if norm and loss are finite, else 0. Without tokens norm and scale are 0.
+    norm = sqrt(sum(partials)) / tokens, that of the mean loss's gradient, the sum in f64; scale = min(1, grad_clip /
+    norm) / tokens (grad_clip 0: no clipping); apply = 1 if norm and loss are finite, else 0. Without tokens norm and
+    scale are 0.
     """
-    tokens = float(num_tokens.read()[0])
-    total = np.sqrt(np.sum(partials.read(), keepdims=True))
+    tokens, squares = float(num_tokens.read()[0]), partials.read()
+    total = np.sqrt(np.sum(squares, dtype=np.float64, keepdims=True)).astype(squares.dtype)
     finite = np.isfinite(total) & np.isfinite(loss_total.read())
     value = total / tokens if tokens else np.zeros_like(total)
     clip = grad_clip / float(value[0]) if grad_clip and value[0] > grad_clip else 1.0

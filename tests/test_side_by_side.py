@@ -1,0 +1,107 @@
+"""The command that trains two trees side by side: a tree equals itself, and what differs is named."""
+
+import subprocess
+import sys
+from argparse import Namespace
+from pathlib import Path
+
+import pytest
+import side_by_side
+import side_by_side_cases
+from side_by_side_cases import BF16, SPELLED, TIED, Case, cases
+
+from llmq.options import descriptions
+
+ROOT = Path(__file__).parents[1]
+
+
+def run(*arguments):
+    """The finished command."""
+    command = [sys.executable, str(ROOT / "tests" / "side_by_side.py"), *map(str, arguments)]
+    return subprocess.run(command, capture_output=True, text=True)
+
+
+def test_a_tree_equals_itself_also_where_a_run_resumes():
+    done = run("--against", ROOT, "--cases", "^bf16, bf16 moments, resumed$")
+    assert done.returncode == 0, done.stdout + done.stderr
+    lines = done.stdout.splitlines()
+    assert lines[:2] == [
+        f"PASS  bf16, bf16 moments, resumed{more}" for more in ("", " from the older tree's checkpoint")
+    ]
+    assert lines[2].startswith("2 of 2 cases are equal to")
+
+
+def test_what_differs_is_named(monkeypatch, tmp_path, capsys):
+    """In the log, in the weights alone, and where one tree refuses the run; equal cases beside them pass."""
+    weights_alone = {"steps": 1, "eval_every_n_steps": 0}
+    found = [
+        Case("seed", {"from_scratch": True}, old={"seed": 6}),
+        Case("decay", weights_alone, old={"weight_decay": 0.2}),
+        Case("same", weights_alone),
+        Case("refused", {}, old={"lr_schedule": "steep"}),
+    ]
+    found = [Case(c.name, {"model": f"../../{TIED}", **BF16, **c.options}, old=c.old) for c in found]
+    monkeypatch.setattr(side_by_side_cases, "cases", lambda: found)
+    arguments = Namespace(against=str(ROOT), cases="", gpu=False, allow_norm=0.0)
+    assert side_by_side.compare(arguments, tmp_path) == 3
+    seed, decay, same, refused, _ = capsys.readouterr().out.splitlines()
+    assert seed.startswith("FAIL  seed: train record of step 1: loss 5.")
+    assert decay.startswith("FAIL  decay: model.embed_tokens.weight: ") and " numbers, by up to " in decay
+    assert same == "PASS  same"
+    assert refused.startswith("FAIL  refused: the older tree: UsageError: --lr-schedule steep")
+
+
+def test_only_the_norm_may_differ_where_that_is_allowed(monkeypatch):
+    monkeypatch.setattr(side_by_side, "_first_weights", lambda *folders: None)
+
+    def result(**changes):
+        record = {"step": 2, "loss": 5.0, "norm": 2.0, **changes}
+        return {"error": None, "folder": "", "records": [[("train", record)]]}
+
+    def difference(room, **changes):
+        return side_by_side.first_difference(result(), result(**changes), room)
+
+    assert difference(0.0) is None and difference(1e-6, norm=2.000001) is None
+    assert difference(0.0, norm=2.000001) == "train record of step 2: norm 2.0 and 2.000001"
+    assert difference(1e-6, norm=2.00001) and difference(1e-6, loss=5.000001) and difference(1e-6, norm="NaN")
+
+
+def test_norms_that_may_differ_reach_nothing_else(monkeypatch, tmp_path, capsys):
+    """The clip is off in both trees, whatever they are asked for."""
+    (case,) = (case for case in cases() if case.name == "fp32, linear schedule")
+    found = [Case("clip", case.options, old={"grad_clip": 0.125})]
+    monkeypatch.setattr(side_by_side_cases, "cases", lambda: found)
+    for allowed, wrong in ((1e-6, 0), (0.0, 1)):
+        place = tmp_path / str(wrong)
+        place.mkdir()
+        arguments = Namespace(against=str(ROOT), cases="", gpu=False, allow_norm=allowed)
+        assert side_by_side.compare(arguments, place) == wrong
+    assert capsys.readouterr().out.startswith("PASS  clip\n1 of 1 cases")
+
+
+def test_the_older_tree_is_that_of_a_commit(tmp_path):
+    if subprocess.run(["git", "rev-parse", "HEAD"], cwd=ROOT, capture_output=True).returncode:
+        pytest.skip("needs a git checkout")
+    assert (side_by_side.older_tree("HEAD", tmp_path / "tree") / "llmq" / "__init__.py").is_file()
+
+
+@pytest.mark.parametrize(
+    ("arguments", "says"),
+    [
+        (("--against", ROOT, "--cases", "nothing of the kind"), "--cases nothing of the kind: no case has that"),
+        (("--against", "no-such-commit", "--cases", "^fp32, llama$"), "--against no-such-commit: "),
+    ],
+)
+def test_a_wrong_call_is_refused(arguments, says):
+    done = run(*arguments)
+    assert done.returncode == 2 and done.stderr.startswith(says)
+
+
+def test_every_option_of_training_is_spelled_out():
+    """Those of the section `source` are for --data, which no case has."""
+    expected = {d.key for d in descriptions().values() if d.section != "source"}
+    names = [case.name for case in cases()]
+    assert len(names) == len(set(names))
+    for case in cases():
+        assert set(case.runs(False, {"device": "cpu"})[0]) == expected, case.name
+    assert set(SPELLED) < expected
