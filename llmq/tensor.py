@@ -126,6 +126,12 @@ def stored_shape(shape: tuple[int, ...], form: Form | None) -> tuple[int, ...]:
     return (columns, rows) if form.layout == "col" else (-(-rows // COLSUM_ROWS), columns)
 
 
+def stored_bytes(ref: Ref) -> int:
+    """Bytes of what a Ref stands for, in its form: of the piece where it has a span."""
+    dtype = DTYPES[ref.form.dtype if ref.form else ref.dtype]
+    return math.prod(stored_shape(ref.shape, ref.form)) * dtype.itemsize
+
+
 def scale_shape(shape: tuple[int, ...], form: Form) -> tuple[int, ...]:
     """Shape of the scales of a tensor of logical `shape` in `form`, laid out as cuBLASLt reads them.
 

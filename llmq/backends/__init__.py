@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
 
-from llmq.ops.seam import signature
+from llmq.ops.seam import Arguments, record
 from llmq.tensor import Ref
 
 if TYPE_CHECKING:
@@ -49,17 +49,14 @@ class Backend(Protocol):
     def program(self, calls: Sequence[Call]) -> Call: ...
 
 
-def arguments(step: Step) -> dict[str, Ref]:
-    """What a step reads and writes, by the names of its op's signature; what is absent is left out."""
-    names = signature(step.op)
-    found = {name: result.ref for name, result in zip(names.outputs, step.outputs, strict=True) if result}
-    return found | {name: operand.ref for name, operand in zip(names.inputs, step.inputs, strict=True) if operand}
-
-
-def writes_columns(step: Step) -> bool:
-    """Whether a step writes an fp8 copy transposed."""
-    written = [operand.ref.form for result in step.outputs if result for operand in result.operands]
-    return any(form is not None and form.layout == "col" for form in written)
+def arguments(step: Step) -> Arguments:
+    """What a step reads and writes, by the names of its op's signature."""
+    op = record(step.op)
+    reads = {name: operand.ref for name, operand in zip(op.inputs, step.inputs, strict=True) if operand}
+    results = {name: result for name, result in zip(op.outputs, step.outputs, strict=True) if result}
+    writes = {name: tuple(operand.ref for operand in result.operands) for name, result in results.items()}
+    added = frozenset(name for name, result in results.items() if result.accumulate)
+    return Arguments(reads, writes, step.numbers, added)
 
 
 def open_backend(

@@ -15,7 +15,7 @@ import numpy as np
 from cupy.cuda import runtime
 
 from llmq.arena import aligned, stored_dtype
-from llmq.backends import Call, Op, arguments, writes_columns
+from llmq.backends import Call, Op, arguments
 from llmq.errors import MemoryLimitError
 from llmq.ops import cuda
 from llmq.ops.cuda import scratch
@@ -27,6 +27,7 @@ from llmq.ops.cuda.cudnn import Cudnn
 from llmq.ops.cuda.launch import capability
 from llmq.ops.cuda.linear import linear_ops, linear_scratch, planned_problem
 from llmq.ops.cuda.timing import OUT_OF_MEMORY
+from llmq.ops.seam import record
 from llmq.tensor import DTYPES, Ref, stored_shape
 
 if TYPE_CHECKING:
@@ -192,15 +193,16 @@ class CudaBackend:
 
     def scratch_bytes(self, step: Step) -> int:
         """Bytes that a step needs beside its arguments. UsageError for what cuDNN or the kernels lack on this GPU."""
-        if step.op.startswith("linear_"):
+        if record(step.op).is_linear:
             return linear_scratch()
-        refs = arguments(step)
+        call = arguments(step)
+        refs = call.reads
         if step.op.startswith("attention_"):
             qkv, borders = refs["qkv"], refs.get("borders")
             wanted = tuple(result is not None and bool(result.operands) for result in step.outputs)
             shapes = (qkv.shape, borders.shape if borders else None)
             return attention_scratch(self._attention, step.op, *shapes, qkv.dtype, step.numbers, wanted)
-        cuda.refuse(step.op, refs, transposed=writes_columns(step), capability=capability())
+        cuda.refuse(step.op, refs, transposed=call.writes_columns, capability=capability())
         return cuda.scratch_bytes(step.op, {name: ref.shape for name, ref in refs.items()})
 
     def prepare(self, steps: Iterable[Step]) -> None:
@@ -208,7 +210,7 @@ class CudaBackend:
         problems = []
         for step in steps:
             result = step.outputs[0]
-            if step.op.startswith("linear_") and result is not None and result.operands:
+            if record(step.op).is_linear and result is not None and result.operands:
                 inputs = [None if operand is None else operand.ref for operand in step.inputs]
                 problems.append(planned_problem(step.op, result.ref, result.accumulate, inputs))
         with self.stream:

@@ -7,10 +7,11 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from llmq.backends import Call, Memory, Op, arguments, writes_columns
+from llmq.backends import Call, Memory, Op, arguments
 from llmq.ops import cuda
 from llmq.ops.cuda.attention import exact_scratch, is_exact
 from llmq.ops.cuda.linear import linear_scratch
+from llmq.ops.seam import record
 from llmq.tensor import DTYPES, Ref
 
 if TYPE_CHECKING:
@@ -62,9 +63,10 @@ class PlannedBackend:
 
 def planned_scratch(step: Step, deterministic: bool, capability: tuple[int, int] = ANY_CARD) -> int:
     """Bytes that a step needs beside its arguments, known without a GPU. UsageError for what the kernels lack on it."""
-    if step.op.startswith("linear_"):
+    if record(step.op).is_linear:
         return linear_scratch()
-    refs = arguments(step)
+    call = arguments(step)
+    refs = call.reads
     if step.op.startswith("attention_") and is_exact(DTYPES[refs["qkv"].dtype]):
         borders = refs["borders"].shape if "borders" in refs else None
         return exact_scratch(step.op, refs["qkv"].shape, borders, step.numbers)
@@ -81,5 +83,5 @@ def planned_scratch(step: Step, deterministic: bool, capability: tuple[int, int]
     if step.op == "attention_forward":
         return 0
     major, minor = capability
-    cuda.refuse(step.op, refs, transposed=writes_columns(step), capability=10 * major + minor)
+    cuda.refuse(step.op, refs, transposed=call.writes_columns, capability=10 * major + minor)
     return cuda.scratch_bytes(step.op, {name: ref.shape for name, ref in refs.items()})

@@ -17,14 +17,14 @@ from llmq.plan.build import build_model, without_noise
 from llmq.plan.memory import Memory
 from llmq.plan.observe import observed
 from llmq.plan.precision import Precision
-from llmq.plan.program import Compiler, Program, Step, own_scales, reads_of_weights, storage_name, stored_bytes
+from llmq.plan.program import Compiler, Program, Step, own_scales, reads_of_weights, storage_name
 from llmq.plan.recompute import ROLES, Fates, decide
 from llmq.rows import Row, parameter_rows
 from llmq.stores.activations import Frame, Frames
 from llmq.stores.grads import ReplicatedGrads
 from llmq.stores.moments import ReplicatedMoments
 from llmq.stores.weights import ReplicatedWeights
-from llmq.tensor import LARGEST, Ref
+from llmq.tensor import LARGEST, Ref, stored_bytes
 
 # what the allocator table calls each space, in its order
 CATEGORIES = {

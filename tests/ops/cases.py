@@ -93,7 +93,7 @@ def cells(rng: np.random.Generator, *names: str) -> dict[str, np.ndarray]:
 def make(op: str, s: Sizes, seed: int = 0) -> Case:
     """The case of an op at the sizes `s`."""
     case = CASES[op](s, np.random.default_rng([seed, s.t]))
-    contract = seam.signature(op)
+    contract = seam.record(op)
     assert (tuple(case.outputs), tuple(case.inputs)) == (contract.outputs, contract.inputs), op
     assert set(case.numbers) == set(contract.numbers), op
     case.op = op
@@ -280,6 +280,14 @@ def adamw(s: Sizes, rng: np.random.Generator) -> Case:
 
 def cast(s: Sizes, rng: np.random.Generator) -> Case:
     return Case("", {"out": (s.b, s.t, s.c)}, {"x": rng.standard_normal((s.b, s.t, s.c))})
+
+
+def copy_to_host(s: Sizes, rng: np.random.Generator) -> Case:
+    return cast(s, rng)
+
+
+def copy_to_device(s: Sizes, rng: np.random.Generator) -> Case:
+    return cast(s, rng)
 
 
 def amax_scale(s: Sizes, rng: np.random.Generator) -> Case:

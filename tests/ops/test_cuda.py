@@ -30,7 +30,7 @@ SIZES = {
     "large": Sizes(b=3, t=197, c=896, hq=14, hkv=2, hd=64, f=1208, v=5000, vp=5120),
 }
 EXACT = {"adamw", "amax_scale", "cast", "embedding_forward", "gather_rows", "loss_sum", "scale_update"}
-EXACT |= {"embedding_noise", "rope_forward", "rope_backward"}
+EXACT |= {"copy_to_device", "copy_to_host", "embedding_noise", "rope_forward", "rope_backward"}
 # sums over rows: the inputs whose magnitudes make the sum of magnitudes
 SUMS = {
     "d_weight": ("d_x", "res", "rstd", "d_res"),
@@ -233,7 +233,7 @@ def test_an_output_may_take_the_memory_of_its_input(op):
     case = make(op, SIZES["large"])
     inputs, outputs = inputs_of(case, "bf16"), outputs_of(case, "bf16")
     plain = run_gpu(case, outputs, inputs)
-    for name, source in seam.MAY_SHARE[op].items():
+    for name, source in seam.record(op).shares.items():
         given = inputs[source]
         assert given is not None
         got = run_gpu(case, {**outputs, name: replace(outputs[name], tensors=(given,))}, inputs)
@@ -323,7 +323,7 @@ def test_adamw_of_extreme_numbers(dtype):
 
 
 WITH_COLUMN_SUMS = ("swiglu_backward", "swiglu_forward", "rope_backward", "qk_norm_backward", "cast")
-FORM_OPS = [(op, name) for op, names in seam.WRITES_FORMS.items() for name in names]
+FORM_OPS = [(op, name) for op in OPS for name in sorted(seam.record(op).forms)]
 
 
 @pytest.mark.gpu(emulated="bf16-304-e4m3")
@@ -388,7 +388,7 @@ def check_forms(op: str, name: str, dtype: str, sizes: Sizes, quantized: str) ->
 @pytest.mark.parametrize("quantized", ["e4m3", "e5m2"])
 @pytest.mark.parametrize("sizes", [(203, 256), (5000, 5120), (151936, 151936)])
 @pytest.mark.parametrize("dtype", ["bf16", "fp32"])
-@pytest.mark.parametrize(("op", "name"), [(op, name) for op, names in seam.WRITES_ROWS.items() for name in names])
+@pytest.mark.parametrize(("op", "name"), [(op, name) for op in OPS for name in sorted(seam.record(op).rows)])
 def test_rows_are_a_function_of_the_rounded_value(op, name, dtype, sizes, quantized):
     """As every form above: with the value beside them, and alone."""
     case = make(op, replace(SIZES["odd"], b=1, t=13, v=sizes[0], vp=sizes[1]))

@@ -9,6 +9,7 @@ from collections.abc import Callable, Mapping
 
 from llmq.ops.cuda.bias import bias_backward
 from llmq.ops.cuda.cast import amax_scale, cast, scale_update
+from llmq.ops.cuda.copy import copy_to_device, copy_to_host
 from llmq.ops.cuda.cross_entropy import cross_entropy, loss_sum, loss_sum_scratch
 from llmq.ops.cuda.embedding import embedding_backward, embedding_backward_scratch, embedding_forward, refuse_tokens
 from llmq.ops.cuda.embedding_noise import embedding_noise, refuse_rows
@@ -28,6 +29,8 @@ __all__ = [
     "amax_scale",
     "bias_backward",
     "cast",
+    "copy_to_device",
+    "copy_to_host",
     "cross_entropy",
     "embedding_backward",
     "embedding_forward",
@@ -53,7 +56,7 @@ OPS: dict[str, Callable[..., None]] = {name: globals()[name] for name in __all__
 
 Shape = tuple[int, ...]
 _SCRATCH: dict[str, Callable[[Mapping[str, Shape]], int]] = {
-    "embedding_backward": lambda s: embedding_backward_scratch(s["d_weight"], s["d_res"]),
+    "embedding_backward": lambda s: embedding_backward_scratch(s["d_res"]),
     "loss_sum": lambda s: loss_sum_scratch(s["loss"]),
     "qk_norm_backward": lambda s: qk_norm_backward_scratch(s["qkv"], s["q_weight"]),
     "quantization_error": lambda _: quantization_error_scratch(),

@@ -61,7 +61,7 @@ def embedding_backward(d_weight: Output, /, d_res: Tensor, tokens: Tensor) -> No
     launch("embedding", entry, -(-pieces * chunks // WARPS), 32 * WARPS, arguments, constants)
 
 
-def embedding_backward_scratch(d_weight: tuple[int, ...], d_res: tuple[int, ...]) -> int:
+def embedding_backward_scratch(d_res: tuple[int, ...]) -> int:
     """Bytes of scratch for these shapes."""
     return sum(_scratch_sizes(d_res))
 

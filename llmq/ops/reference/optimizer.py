@@ -9,11 +9,13 @@ from collections.abc import Iterator
 import numpy as np
 
 from llmq.ops.reference.random import MASTER, M, V, random_bits, stochastic_round_bf16
+from llmq.ops.seam import op
 from llmq.tensor import DTYPES, Output, Tensor
 
 SLICE = 1 << 16  # elements per slice: bounds the temporaries of a large row, and keeps them in the L2 cache
 
 
+@op(family="optimizer")
 def sum_squares(partial: Output, /, grad: Tensor) -> None:
     """partial (1,) <- grad (any shape): sum of its squares, in a fixed order."""
     sums = []
@@ -23,6 +25,7 @@ def sum_squares(partial: Output, /, grad: Tensor) -> None:
     partial.write(np.sum(sums, keepdims=True))
 
 
+@op(family="optimizer")
 def grad_scale(
     norm: Output,
     scale: Output,
@@ -49,6 +52,7 @@ def grad_scale(
     apply.write(finite.astype(value.dtype))
 
 
+@op(family="optimizer", forms={"weight"})
 def adamw(
     new_master: Output,
     new_m: Output,
