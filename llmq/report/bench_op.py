@@ -134,7 +134,7 @@ def _linear(op: str, dtype: str, m: int, n: int, k: int, arrays: Arrays) -> tupl
     forms = FORMS[op] if dtype == "e4m3" else (None, None)
     read = [arrays.tensor(shape, form=form) for shape, form in zip((first, second), forms, strict=True)]
     out = replace(arrays.output(result), accumulate=op == "linear_wgrad")
-    more = (None, None) if op == "linear_forward" else ()
+    more = {"linear_forward": (None, None), "linear_dgrad": (None,)}.get(op, ())
     return partial(linear_ops(_gemms())[op], out, *read, *more), linear_scratch()
 
 

@@ -88,7 +88,7 @@ class NotedGemms:
     def __init__(self):
         self.problems, self.bound = [], {}
 
-    def bind(self, problem, pointers):
+    def bind(self, problem, pointers, alpha):
         self.problems.append(problem)
         return lambda: None
 
