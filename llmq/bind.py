@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from functools import partial
 
 import numpy as np
@@ -11,16 +11,28 @@ import numpy as np
 from llmq.arena import stored_dtype
 from llmq.backends import Call, Memory, Op
 from llmq.ops.seam import record
-from llmq.plan.plan import SCALE_STRIDE, Plan
-from llmq.plan.program import Operand, Program, Result
+from llmq.plan.plan import SCALE_STRIDE, Plan, scratch_storage
+from llmq.plan.program import Operand, Program, Result, Step
 from llmq.tensor import Output, Tensor, scale_shape, scales_of_columns, scales_of_rows, stored_shape
 
 UNWANTED = Output("unwanted", (), "fp32", ())
 
 
-def bind(plan: Plan, name: str, memory: Memory, ops: Mapping[str, Op], *, poison: bool) -> list[Call]:
-    """The calls of a program, in order. With `poison`, activations are filled with 0xFF bytes (NaN in every float
-    format) before their first write and after their last read."""
+def bind(
+    plan: Plan,
+    name: str,
+    memory: Memory,
+    ops: Mapping[str, Op],
+    scratch_bytes: Callable[[Step], int] | None = None,
+    *,
+    poison: bool,
+) -> list[Call]:
+    """The calls of a program, in order.
+
+    Calls that need scratch by `scratch_bytes` get that of their lane as `scratch`; None: ops make their own. With
+    `poison`, activations are filled with 0xFF bytes (NaN in every float format) before their first write and after
+    their last read.
+    """
     binder = _Binder(plan, plan.programs[name], memory)
     calls: list[Call] = []
     for index, step in enumerate(binder.program.steps):
@@ -32,7 +44,9 @@ def bind(plan: Plan, name: str, memory: Memory, ops: Mapping[str, Op], *, poison
         assert takes_columns or not any(o.ref.pitch for o in operands), f"{step.op} reads and writes no columns alone"
         outputs = [UNWANTED if result is None else binder.output(result) for result in step.outputs]
         inputs = [None if operand is None else binder.tensor(operand) for operand in step.inputs]
-        calls.append(partial(ops[step.op], *outputs, *inputs, **step.numbers))
+        needs = scratch_bytes is not None and scratch_bytes(step) > 0
+        scratch = {"scratch": memory.array(scratch_storage(record(step.op).lane))} if needs else {}
+        calls.append(partial(ops[step.op], *outputs, *inputs, **step.numbers, **scratch))
         if poison:
             calls += [partial(binder.raw(storage).fill, 0xFF) for storage in binder.program.deaths.get(index, ())]
     return calls

@@ -2,17 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import replace
+from functools import partial
 from typing import TYPE_CHECKING, Any
-
-import numpy as np
 
 from llmq.backends import Call, Memory, Op, arguments
 from llmq.ops import cuda
-from llmq.ops.cuda.attention import exact_scratch, is_exact
-from llmq.ops.cuda.linear import linear_scratch
-from llmq.ops.seam import record
-from llmq.tensor import DTYPES, Ref
+from llmq.ops.cuda.attention import attention_kernels, is_exact
+from llmq.ops.cuda.launch import Kernel
+from llmq.ops.cuda.linear import linear_kernels
+from llmq.ops.seam import Arguments
+from llmq.tensor import Ref
 
 if TYPE_CHECKING:
     from llmq.plan.program import Step
@@ -32,6 +33,7 @@ class PlannedBackend:
     ops: Mapping[str, Op] = {}
     algorithms: Mapping[str, Any] = {}
     notices: Sequence[str] = ()
+    takes_scratch = True
 
     def __init__(self, *, deterministic: bool = True, capability: tuple[int, int] = ANY_CARD) -> None:
         self._deterministic, self._capability = deterministic, capability
@@ -41,10 +43,6 @@ class PlannedBackend:
         return planned_scratch(step, self._deterministic, self._capability)
 
     def prepare(self, steps: Iterable[Step]) -> None:
-        """Never called: see `memory`."""
-        raise NotImplementedError("a GPU that is only planned for")
-
-    def use_scratch(self, buffer: np.ndarray) -> None:
         """Never called: see `memory`."""
         raise NotImplementedError("a GPU that is only planned for")
 
@@ -63,25 +61,34 @@ class PlannedBackend:
 
 def planned_scratch(step: Step, deterministic: bool, capability: tuple[int, int] = ANY_CARD) -> int:
     """Bytes that a step needs beside its arguments, known without a GPU. UsageError for what the kernels lack on it."""
-    if record(step.op).is_linear:
-        return linear_scratch()
-    call = arguments(step)
-    refs = call.reads
-    if step.op.startswith("attention_") and is_exact(DTYPES[refs["qkv"].dtype]):
-        borders = refs["borders"].shape if "borders" in refs else None
-        return exact_scratch(step.op, refs["qkv"].shape, borders, step.numbers)
-    if step.op == "attention_backward":
-        b, t, width = refs["att"].shape
-        heads, kv_heads = step.numbers["num_heads"], step.numbers["num_kv_heads"]
-        if "borders" not in refs:
-            return 2 * b * heads * t * t if deterministic else 8 * b * t * width
-        packed, longest = refs["qkv"].shape[-1], step.numbers["longest"]
-        places = refs["borders"].shape[1] - 1 + -(-t // longest) - 1
-        square = -(-longest // 64) * 64 * -(-longest // 128) * 128  # cuDNN's tiles
-        full = 8 * b * t * packed * heads // kv_heads if heads > kv_heads else 0
-        return full + (2 * b * places * heads * square if deterministic else 4 * b * t * packed)
-    if step.op == "attention_forward":
-        return 0
     major, minor = capability
-    cuda.refuse(step.op, refs, transposed=call.writes_columns, capability=10 * major + minor)
-    return cuda.scratch_bytes(step.op, {name: ref.shape for name, ref in refs.items()})
+    kernel = KERNELS[step.op]
+    if step.op in WORKSPACES:
+        kernel = replace(kernel, scratch_bytes=partial(WORKSPACES[step.op], deterministic))
+    return kernel.checked_scratch(arguments(step), 10 * major + minor)
+
+
+def _forward_workspace(deterministic: bool, call: Arguments) -> int:
+    return 0
+
+
+def _backward_workspace(deterministic: bool, call: Arguments) -> int:
+    if is_exact(call):
+        return KERNELS["attention_backward"].scratch_bytes(call)
+    b, t, width = call.reads["att"].shape
+    heads, kv_heads = call.numbers["num_heads"], call.numbers["num_kv_heads"]
+    if "borders" not in call.reads:
+        return 2 * b * heads * t * t if deterministic else 8 * b * t * width
+    packed, longest = call.reads["qkv"].shape[-1], call.numbers["longest"]
+    places = call.reads["borders"].shape[1] - 1 + -(-t // longest) - 1
+    square = -(-longest // 64) * 64 * -(-longest // 128) * 128  # cuDNN's tiles
+    full = 8 * b * t * packed * heads // kv_heads if heads > kv_heads else 0
+    return full + (2 * b * places * heads * square if deterministic else 4 * b * t * packed)
+
+
+# launched by no one: there is neither a handle of cuBLASLt nor of cuDNN
+KERNELS: Mapping[str, Kernel] = {**cuda.KERNELS, **linear_kernels(None), **attention_kernels(None)}
+WORKSPACES: Mapping[str, Callable[[bool, Arguments], int]] = {
+    "attention_forward": _forward_workspace,
+    "attention_backward": _backward_workspace,
+}

@@ -9,7 +9,7 @@ from typing import Any
 from llmq.arena import aligned
 from llmq.errors import MemoryLimitError, UsageError
 from llmq.plan.memory import Memory
-from llmq.plan.plan import SCRATCH, Plan, make_plan
+from llmq.plan.plan import Plan, make_plan
 from llmq.plan.precision import Precision
 from llmq.plan.program import Step
 
@@ -64,7 +64,7 @@ def _with_less_workspace(
     plan: Plan, scratch_bytes: Scratch | None, relaxed_scratch: Scratch | None
 ) -> Iterator[tuple[str, Plan]]:
     """Changes that make only the scratch memory smaller, which attention's backward may need much of."""
-    if SCRATCH not in plan.persistent:
+    if not any(ref.space == "workspace" for ref in plan.persistent.values()):
         return
     if relaxed_scratch is not None:
         yield "--no-deterministic", _changed(plan, relaxed_scratch)

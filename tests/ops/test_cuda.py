@@ -16,7 +16,7 @@ import numpy as np
 import pytest
 
 from llmq.ops import cuda, seam
-from llmq.ops.cuda import embedding, launch, scratch
+from llmq.ops.cuda import embedding, launch
 from llmq.ops.reference import OPS
 from llmq.tensor import COLSUM, DTYPES, Form, Output, Tensor, to_form
 
@@ -185,8 +185,10 @@ def test_two_long_lists_of_embedding_backward_lie_side_by_side(monkeypatch):
     case = make("embedding_backward", replace(SIZES["odd"], b=1, t=count, c=c, v=2, vp=2))
     case.inputs["tokens"] = np.arange(count, dtype=np.int32)[None] % 2  # 2500 of each, and 2048 fit
     check(case, "bf16")
+    device = Device()
+    device.call(case.op, outputs_of(case, "bf16"), inputs_of(case, "bf16"))
     before = sum(embedding._scratch_sizes((1, count, c))[:3])
-    listed = scratch._buffers[0].get()[before : before + 8 * count].view(np.int32).reshape(2, count)
+    listed = device.scratch.get()[before : before + 8 * count].view(np.int32).reshape(2, count)
     positions, codes = listed
     assert np.array_equal(np.sort(positions), np.arange(count))
     assert np.all(codes != -1), "a place that no block wrote: two blocks wrote another"
@@ -466,8 +468,24 @@ def test_no_logit_that_is_nan_is_lost(dtype):
 
 
 def test_names_and_signatures_are_those_of_the_reference():
-    for name, function in cuda.OPS.items():
-        assert inspect.signature(function, eval_str=True) == inspect.signature(OPS[name], eval_str=True)
+    """But for scratch, which those that need any take, and no others."""
+    for name, kernel in cuda.KERNELS.items():
+        signature = inspect.signature(kernel.launch, eval_str=True)
+        given = [p for p in signature.parameters.values() if p.name != "scratch"]
+        assert signature.replace(parameters=given) == inspect.signature(OPS[name], eval_str=True)
+        has_need = kernel.scratch_bytes is not launch.Kernel.scratch_bytes
+        assert has_need == ("scratch" in signature.parameters)
+
+
+@gpu
+def test_scratch_that_is_too_small_is_not_used():
+    case = make("rmsnorm_backward", SIZES["odd"])
+    device, outputs, inputs = Device(), outputs_of(case, "bf16"), inputs_of(case, "bf16")
+    device.call(case.op, outputs, inputs)
+    handles = [*map(device.output, outputs.values()), *map(device.tensor, inputs.values())]
+    for given, size in ((None, 0), (device.scratch[:-4], device.scratch.nbytes - 4)):
+        with pytest.raises(AssertionError, match=f"{device.scratch.nbytes} bytes of scratch .* {size} were given"):
+            cuda.OPS[case.op](*handles, scratch=given)
 
 
 def test_fp64_is_refused_with_the_way_out():

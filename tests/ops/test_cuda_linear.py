@@ -6,6 +6,7 @@ than 2^-22 of the running sum each time, and the value is then rounded to its dt
 
 import ctypes
 from dataclasses import replace
+from functools import partial
 from types import SimpleNamespace
 
 import numpy as np
@@ -31,13 +32,24 @@ ROUNDING = {"fp32": 2.0**-24, "bf16": 2.0**-8}  # of a number, relative
 E4M3, E5M2 = Form("e4m3", "row", "delayed"), Form("e5m2", "row", "delayed")
 
 
+class Scratch:
+    """An address that nothing is read or written at."""
+
+    nbytes, data = cublaslt.WORKSPACE_BYTES, SimpleNamespace(ptr=0)
+
+
+def call(gemms, op, scratch=Scratch):
+    """An op on these products, with scratch."""
+    return partial(linear.linear_kernels(gemms)[op].launch, scratch=scratch)
+
+
 class HostArray:
     """A NumPy array with what launchers ask of a CuPy one."""
 
     def __init__(self, array):
         self.array = array.view(np.uint8) if array.dtype.itemsize == 1 else array
         self.shape, self.strides, self.ndim, self.size = array.shape, array.strides, array.ndim, array.size
-        self.dtype, self.itemsize = self.array.dtype, array.itemsize
+        self.dtype, self.itemsize, self.nbytes = self.array.dtype, array.itemsize, array.nbytes
         self.data = SimpleNamespace(ptr=array.ctypes.data)
 
 
@@ -59,7 +71,7 @@ class NumpyGemms:
 
     def bind(self, problem, pointers, alpha=1.0):
         self.problems.append(problem)
-        return lambda: self.run(problem, pointers, alpha)
+        return lambda workspace: self.run(problem, pointers, alpha)
 
     def run(self, p, at, alpha):
         a = self.operand(at.a, p.a, p.m, p.k) * self.scales(at.scale_a, p.a, p.m, p.k)
@@ -128,7 +140,9 @@ def as_layout(form, layout):
 
 @pytest.mark.parametrize("op", LINEAR)
 def test_names_and_signatures_are_the_references(op):
-    assert seam.parse(linear.linear_ops(NumpyGemms())[op]) == seam.parse(OPS[op])
+    """But for scratch."""
+    outputs, inputs, numbers = seam.parse(linear.linear_kernels(NumpyGemms())[op].launch)
+    assert (outputs, inputs, numbers[:-1]) == seam.parse(OPS[op]) and numbers[-1] == "scratch"
 
 
 @pytest.mark.parametrize("accumulate", [False, True])
@@ -141,7 +155,7 @@ def test_a_problem_describes_the_reference(op, size, form, accumulate):
         inputs |= {"residual": None} if "residual" in inputs else {}
     expected, got = (written(case, "fp32", start_for(case, accumulate)) for _ in range(2))
     OPS[op](expected, *inputs.values())
-    linear.linear_ops(NumpyGemms())[op](as_host(got), *map(as_host, inputs.values()))
+    call(NumpyGemms(), op)(as_host(got), *map(as_host, inputs.values()))
     bound = 2 * 2**-24 * max(size.c, size.f, size.b * size.t) * np.abs(expected.tensors[0].array).max()
     np.testing.assert_allclose(got.tensors[0].array, expected.tensors[0].array, atol=bound, rtol=0)
 
@@ -153,7 +167,7 @@ def test_quantized_operands_are_read_with_their_scales(op):
     case, inputs = arguments(op, EVEN, "fp32", as_layout(E4M3, layouts[0]), as_layout(E5M2, layouts[1]), scale=0.25)
     expected, got, gemms = written(case, "fp32"), written(case, "fp32"), NumpyGemms()
     OPS[op](expected, *inputs.values())
-    linear.linear_ops(gemms)[op](as_host(got), *map(as_host, inputs.values()))
+    call(gemms, op)(as_host(got), *map(as_host, inputs.values()))
     (problem,) = gemms.problems
     assert (problem.a.transposed, problem.b.transposed) == (True, False)
     assert (problem.a.scale, problem.b.scale) == ("tensor", "tensor")
@@ -186,7 +200,7 @@ def test_scales_by_row_and_by_block_are_read_as_cublaslt_lays_them_out(op, scali
     inputs |= {name: tensor(case.inputs[name], "fp32") for name in ("bias", "residual") if name in inputs}
     expected, got, gemms = written(case, "fp32"), written(case, "fp32"), NumpyGemms()
     OPS[op](expected, *inputs.values())
-    linear.linear_ops(gemms)[op](as_host(got), *map(as_host, inputs.values()))
+    call(gemms, op)(as_host(got), *map(as_host, inputs.values()))
     (problem,) = gemms.problems
     row = {"linear_wgrad": ("tensor", "tensor")}.get(op, ("row", "row"))
     block = {"linear_wgrad": ("block", "block")}.get(op, ("tile", "block"))
@@ -204,7 +218,7 @@ def test_a_chunk_of_tokens_is_a_problem_of_its_own(layout):
     pieces = [x.chunk(16, 32) for x in inputs.values()]
     expected, got, gemms = written(case, "fp32"), written(case, "fp32"), NumpyGemms()
     OPS["linear_wgrad"](expected, *pieces)
-    linear.linear_ops(gemms)["linear_wgrad"](as_host(got), *map(as_host, pieces))
+    call(gemms, "linear_wgrad")(as_host(got), *map(as_host, pieces))
     np.testing.assert_allclose(got.tensors[0].array, expected.tensors[0].array, rtol=1e-5, atol=1e-4)
     (problem,) = gemms.problems
     assert problem.k == 32
@@ -218,7 +232,7 @@ def test_an_unwanted_output_is_not_computed():
     case, inputs = arguments("linear_dgrad", ODD, "fp32")
     gemms = NumpyGemms()
     unwanted = output(case.outputs["d_x"], "fp32", ())
-    linear.linear_ops(gemms)["linear_dgrad"](as_host(unwanted), *map(as_host, inputs.values()))
+    call(gemms, "linear_dgrad")(as_host(unwanted), *map(as_host, inputs.values()))
     assert gemms.problems == []
 
 
@@ -235,7 +249,7 @@ def test_the_problem_is_known_from_the_plan(op, layout):
     for i, handle in enumerate(host.values()):
         for t in handle.tensors if isinstance(handle, Output) else (handle,):
             t.array.data.ptr = 512 * (i + 1)
-    linear.linear_ops(gemms)[op](*host.values())
+    call(gemms, op)(*host.values())
     refs = [Ref(n, "activation", x.shape, "bf16", form=x.form) for n, x in inputs.items()]
     (shape,) = case.outputs.values()
     planned = linear.planned_problem(op, Ref("out", "activation", shape, "bf16"), False, refs)
@@ -254,7 +268,7 @@ def test_alpha_is_no_part_of_the_problem(op):
     for alpha in (1.0, 0.25):
         expected, got = written(case, "fp32"), written(case, "fp32")
         OPS[op](expected, *inputs.values(), alpha=alpha)
-        linear.linear_ops(gemms)[op](as_host(got), *map(as_host, inputs.values()), alpha=alpha)
+        call(gemms, op)(as_host(got), *map(as_host, inputs.values()), alpha=alpha)
         results.append(got.tensors[0].array)
         bound = 2 * 2**-24 * max(LARGE.c, LARGE.f, LARGE.b * LARGE.t) * np.abs(expected.tensors[0].array).max()
         np.testing.assert_allclose(results[-1], expected.tensors[0].array, atol=bound, rtol=0)
@@ -268,7 +282,7 @@ def test_another_alpha_of_the_same_handles_is_another_call():
     handles = [as_host(x) for x in inputs.values()]
     results = []
     for alpha in (1.0, 2.0):
-        linear.linear_ops(gemms)["linear_wgrad"](got, *handles, alpha=alpha)
+        call(gemms, "linear_wgrad")(got, *handles, alpha=alpha)
         results.append(got.tensors[0].array.array.copy())
     np.testing.assert_array_equal(results[1], 2 * results[0])
 
@@ -280,7 +294,7 @@ def test_a_residual_in_the_memory_of_the_output_is_added_to_in_place(op):
     OPS[op](expected, *inputs.values())
     got.tensors[0].array[...] = inputs["residual"].array
     given = {name: as_host(x) for name, x in inputs.items()} | {"residual": as_host(got.tensors[0])}
-    linear.linear_ops(gemms)[op](as_host(got), *given.values())
+    call(gemms, op)(as_host(got), *given.values())
     (problem,) = gemms.problems
     assert problem.c == "same"
     np.testing.assert_allclose(
@@ -309,7 +323,7 @@ def test_columns_of_a_wider_matrix_have_its_width_as_leading_dimension(op, layou
     target = cut_of(expected.tensors[0], 48, 1024)
     before = target.array.base.copy()
     out = Output("out", target.shape, "fp32", (target,))
-    linear.linear_ops(gemms)[op](as_host(out), *map(as_host, {**inputs, **cut}.values()))
+    call(gemms, op)(as_host(out), *map(as_host, {**inputs, **cut}.values()))
     rows = expected.tensors[0].array.reshape(target.shape)
     np.testing.assert_allclose(target.array, rows, rtol=1e-4, atol=1e-3)
     assert target.array.base[:, :48].tobytes() == before[:, :48].tobytes(), "nothing beside the columns is written"
@@ -341,7 +355,7 @@ def cut_of(x, start, width):
 def test_a_dtype_without_products_is_refused():
     case, inputs = arguments("linear_dgrad", ODD, "fp64")
     with pytest.raises(UsageError, match=r"float64.*--device cpu"):
-        linear.linear_ops(NumpyGemms())["linear_dgrad"](as_host(written(case, "fp64")), *map(as_host, inputs.values()))
+        call(NumpyGemms(), "linear_dgrad")(as_host(written(case, "fp64")), *map(as_host, inputs.values()))
 
 
 BF16 = Problem(64, 32, 16, Matrix("bf16", 16, True), Matrix("bf16", 16), Matrix("bf16", 64))
@@ -431,8 +445,8 @@ def test_a_refusal_names_the_shape_and_the_reason(problem, text):
 @pytest.fixture(scope="module")
 def gemms(tmp_path_factory):
     cupy = pytest.importorskip("cupy")
-    scratch = cupy.empty(cublaslt.WORKSPACE_BYTES, cupy.uint8)
-    found = Gemms(Algorithms(cublaslt.device_key(), folder=tmp_path_factory.mktemp("gemm")), lambda _: scratch.data.ptr)
+    found = Gemms(Algorithms(cublaslt.device_key(), folder=tmp_path_factory.mktemp("gemm")))
+    found.scratch = cupy.empty(cublaslt.WORKSPACE_BYTES, cupy.uint8)
     yield found
     found.close()
 
@@ -447,7 +461,7 @@ def device():
 def on_gpu(gemms, device, op, out, inputs):
     import cupy
 
-    linear.linear_ops(gemms)[op](device.output(out), *(device.tensor(x) for x in inputs.values()))
+    call(gemms, op, gemms.scratch)(device.output(out), *(device.tensor(x) for x in inputs.values()))
     cupy.cuda.get_current_stream().synchronize()
     return device.host(out.tensors[0].array)
 
@@ -547,7 +561,7 @@ def test_alpha_a_residual_in_place_and_columns(gemms, device, op, dtype, way):
     handles = [on_device(x) for x in inputs.values()]
     out = Output("out", target.shape, dtype, (on_device(target),))
     beside = None if target.array.base is None else device.host(target.array.base)[:, :48].tobytes()
-    linear.linear_ops(gemms)[op](out, *handles, **numbers)
+    call(gemms, op, gemms.scratch)(out, *handles, **numbers)
     cupy.cuda.get_current_stream().synchronize()
     if target.array.base is None:
         got = device.host(target.array)
@@ -633,14 +647,14 @@ def test_two_runs_a_graph_and_a_stored_table_give_the_same_bits(gemms, device, o
     stream = cupy.cuda.Stream(non_blocking=True)
     with stream:
         stream.begin_capture()
-        linear.linear_ops(gemms)[op](*handles)
+        call(gemms, op, gemms.scratch)(*handles)
         graph = stream.end_capture()
         graph.launch(stream)
         stream.synchronize()
     captured = device.host(out.tensors[0].array)
-    scratch = cupy.empty(cublaslt.WORKSPACE_BYTES, cupy.uint8)
     table = Algorithms(cublaslt.device_key(), given=gemms.algorithms.facts(), folder=tmp_path)
-    other = Gemms(table, lambda _: scratch.data.ptr)
+    other = Gemms(table)
+    other.scratch = gemms.scratch
     before = len(table.facts()["algorithms"])
     other_result = on_gpu(other, device, op, out, inputs)
     assert before == 0 and len(table.facts()["algorithms"]) == 1
@@ -657,7 +671,8 @@ def test_a_stored_algorithm_that_the_library_refuses_is_chosen_anew(gemms, devic
     facts = gemms.algorithms.facts()
     facts["algorithms"] = {p: c | {"algorithm": "ff" * 64} for p, c in facts["algorithms"].items()}
     table = Algorithms(cublaslt.device_key(), given=facts, folder=tmp_path)
-    other = Gemms(table, gemms._take)
+    other = Gemms(table)
+    other.scratch = gemms.scratch
     got = on_gpu(other, device, "linear_dgrad", written(case, "bf16"), inputs)
     other.close()
     np.testing.assert_allclose(got.astype(np.float32), good.astype(np.float32), rtol=2**-7, atol=1e-2)
@@ -675,7 +690,7 @@ def test_a_scale_for_every_row_of_both_operands(gemms):
     y = cupy.zeros((96, 48), DTYPES["bf16"])
     problem = Problem(48, 96, 64, Matrix("e4m3", 64, True, "row"), Matrix("e4m3", 64, False, "row"), Matrix("bf16", 48))
     a = [v.data.ptr for v in on]
-    gemms.bind(problem, Pointers(a[1], a[0], y.data.ptr, y.data.ptr, 0, a[3], a[2]))()
+    gemms.bind(problem, Pointers(a[1], a[0], y.data.ptr, y.data.ptr, 0, a[3], a[2]))(gemms.scratch.data.ptr)
     expected = (x.astype(np.float32) * s_x) @ (w.astype(np.float32) * s_w).T
     got = cupy.asnumpy(y).astype(np.float32)
     assert np.linalg.norm(got - expected) <= (2.0**-9 + 2.0**-11) * np.linalg.norm(expected)

@@ -10,6 +10,7 @@ from typing import Any
 
 import numpy as np
 
+from llmq.ops.cuda.launch import Kernel
 from llmq.tensor import Output, Tensor
 
 
@@ -44,3 +45,6 @@ def _copy_bytes(target: Any, source: Any) -> None:
 
 def _address(array: Any) -> int:
     return int(array.ctypes.data if isinstance(array, np.ndarray) else array.data.ptr)
+
+
+KERNELS = (Kernel(copy_to_host), Kernel(copy_to_device))

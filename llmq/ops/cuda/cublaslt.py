@@ -126,23 +126,23 @@ class _Built:
 
 
 class Gemms:
-    """The matrix products of the current device, on CuPy's current stream. One host thread at a time.
+    """The matrix products of the current device, on CuPy's current stream. One host thread at a time."""
 
-    `take(num_bytes)` gives the address of scratch, 256-byte aligned, that lasts as long as a call on the stream.
-    """
-
-    def __init__(self, algorithms: Algorithms, take: Callable[[int], int]) -> None:
+    def __init__(self, algorithms: Algorithms) -> None:
         from nvmath.bindings import cublasLt
 
-        self.algorithms, self._take, self._lt = algorithms, take, cublasLt
+        self.algorithms, self._lt = algorithms, cublasLt
         self._handle = cublasLt.create()
         self._one = np.ones(1, np.float32)
         self._built: dict[Problem, _Built] = {}
         self.bound: WeakKeyDictionary[Any, Any] = WeakKeyDictionary()
         """What `llmq.ops.cuda.linear` has bound, by the Output it writes."""
 
-    def bind(self, problem: Problem, pointers: Pointers, alpha: float = 1.0) -> Callable[[], None]:
-        """One product, ready to be run again and again. Times a problem that the table lacks: not within a capture."""
+    def bind(self, problem: Problem, pointers: Pointers, alpha: float = 1.0) -> Callable[[int], None]:
+        """One product, ready to be run again and again, with the address of WORKSPACE_BYTES aligned to 256.
+
+        Times a problem that the table lacks: not within a capture.
+        """
         built = self._built.get(problem) or self._build(problem)
         if built.algorithm is None:
             self._choose(problem, built)
@@ -150,9 +150,9 @@ class Gemms:
         assert algorithm is not None
         factor = np.full(1, alpha, np.float32)
 
-        def run() -> None:
+        def run(workspace: int) -> None:
             self._point(problem, built, pointers)
-            self._multiply(built, pointers, factor, algorithm, self._take(size) if size else 0, size, _stream())
+            self._multiply(built, pointers, factor, algorithm, workspace if size else 0, size, _stream())
 
         return run
 

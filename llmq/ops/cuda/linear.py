@@ -11,7 +11,7 @@ additions would.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial, reduce
 from operator import or_
@@ -19,6 +19,7 @@ from typing import Any
 
 from llmq.errors import UsageError
 from llmq.ops.cuda.cublaslt import ALIGNMENT, BYTES, WORKSPACE_BYTES, Gemms, Matrix, Pointers, Problem
+from llmq.ops.cuda.launch import Kernel, room
 from llmq.ops.seam import record
 from llmq.tensor import DTYPES, Form, Output, Ref, Tensor
 
@@ -42,31 +43,38 @@ def linear_forward(
     residual: Tensor | None,
     *,
     alpha: float = 1.0,
+    scratch: Any = None,
 ) -> None:
     """y (...,N) <- x (...,K), weight (N,K), bias (N,) or None, residual (...,N) or None: alpha x weight^T + both."""
-    _run(gemms, "linear_forward", alpha, y, x, weight, bias, residual)
+    _run(gemms, "linear_forward", alpha, scratch, y, x, weight, bias, residual)
 
 
 def linear_dgrad(
-    gemms: Gemms, d_x: Output, /, d_y: Tensor, weight: Tensor, residual: Tensor | None, *, alpha: float = 1.0
+    gemms: Gemms,
+    d_x: Output,
+    /,
+    d_y: Tensor,
+    weight: Tensor,
+    residual: Tensor | None,
+    *,
+    alpha: float = 1.0,
+    scratch: Any = None,
 ) -> None:
     """d_x (...,K) <- d_y (...,N), weight (N,K), residual (...,K) or None: alpha d_y weight + residual."""
-    _run(gemms, "linear_dgrad", alpha, d_x, d_y, weight, None, residual)
+    _run(gemms, "linear_dgrad", alpha, scratch, d_x, d_y, weight, None, residual)
 
 
-def linear_wgrad(gemms: Gemms, d_weight: Output, /, d_y: Tensor, x: Tensor, *, alpha: float = 1.0) -> None:
+def linear_wgrad(
+    gemms: Gemms, d_weight: Output, /, d_y: Tensor, x: Tensor, *, alpha: float = 1.0, scratch: Any = None
+) -> None:
     """d_weight (N,K) <- d_y (...,N), x (...,K): alpha d_y^T x, a sum over all leading axes."""
-    _run(gemms, "linear_wgrad", alpha, d_weight, d_y, x, None, None)
+    _run(gemms, "linear_wgrad", alpha, scratch, d_weight, d_y, x, None, None)
 
 
-def linear_ops(gemms: Gemms) -> dict[str, Callable[..., None]]:
-    """The three ops, with the reference's signatures."""
-    return {op.__name__: partial(op, gemms) for op in (linear_forward, linear_dgrad, linear_wgrad)}
-
-
-def linear_scratch() -> int:
-    """Bytes of scratch that a call may take."""
-    return WORKSPACE_BYTES
+def linear_kernels(gemms: Gemms | None) -> dict[str, Kernel]:
+    """The three ops on these products; None: to plan with, as the library may use as much scratch on every GPU."""
+    ops: tuple[Any, ...] = (linear_forward, linear_dgrad, linear_wgrad)
+    return {op.__name__: Kernel(partial(op, gemms), lambda call: WORKSPACE_BYTES) for op in ops}
 
 
 def planned_problem(op: str, out: Ref, accumulate: bool, inputs: Sequence[Ref | None]) -> Problem:
@@ -136,7 +144,7 @@ class _View:
         return Matrix(self.dtype, self.ld, transposed, self.scaling)
 
 
-def _run(gemms: Gemms, op: str, alpha: float, output: Output, *inputs: Tensor | None) -> None:
+def _run(gemms: Gemms, op: str, alpha: float, scratch: Any, output: Output, *inputs: Tensor | None) -> None:
     """Runs an op on left, right, bias and residual.
 
     What follows from its handles is worked out at their first call (50 us) and remembered with them.
@@ -147,7 +155,7 @@ def _run(gemms: Gemms, op: str, alpha: float, output: Output, *inputs: Tensor | 
     if run is None or given != (inputs, alpha):
         run = gemms.bind(*_pose(op, output, inputs), alpha)
         gemms.bound[output] = (inputs, alpha), run
-    run()
+    run(room(scratch, WORKSPACE_BYTES))
 
 
 def _pose(op: str, output: Output, inputs: Sequence[Tensor | None]) -> tuple[Problem, Pointers]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from typing import Any
 
 import numpy as np
 
@@ -11,6 +12,7 @@ from llmq.ops.cuda.launch import (
     COL,
     TILE_LANES,
     TILE_THREADS,
+    Kernel,
     access,
     adds,
     forms,
@@ -18,10 +20,10 @@ from llmq.ops.cuda.launch import (
     multiprocessors,
     plain,
     pointer,
+    room,
     tiles,
     type_of,
 )
-from llmq.ops.cuda.scratch import take
 from llmq.tensor import Output, Tensor
 
 SQUARE_BLOCKS, SQUARE_THREADS = 1024, 512
@@ -29,20 +31,20 @@ TRANSPOSED = 64  # rows of a tile that is written transposed (optimizer.cu)
 WORD = 0xFFFFFFFF
 
 
-def sum_squares(partial: Output, /, grad: Tensor) -> None:
+def sum_squares(partial: Output, /, grad: Tensor, *, scratch: Any = None) -> None:
     """partial (1,) <- grad (any shape): sum of its squares."""
     if not partial.wanted:
         return
     kind, count = type_of(grad), math.prod(grad.shape)
     constants: Constants = {"G": kind, "N": access(count, kind)}
     blocks = _square_blocks(count)
-    sums = take(sum_squares_scratch(grad.shape))
+    sums = room(scratch, _scratch_bytes(grad.shape))
     launch("sum_squares", "square", blocks, SQUARE_THREADS, (sums, pointer(grad), np.int64(count)), constants)
     last = (plain(partial), sums, np.int32(blocks), adds(partial))
     launch("sum_squares", "add", 1, SQUARE_THREADS, last, constants)
 
 
-def sum_squares_scratch(grad: tuple[int, ...]) -> int:
+def _scratch_bytes(grad: tuple[int, ...]) -> int:
     """Bytes of scratch for this shape: a sum per block."""
     return _square_blocks(math.prod(grad)) * 4
 
@@ -115,3 +117,10 @@ def adamw(
         blocks = min(multiprocessors() * resident, -(-count // (TILE_THREADS * number)))
     constants = {**types, "C": columns, "N": number, "RESIDENT": resident, **wanted}
     launch("optimizer", "adamw", blocks, TILE_THREADS, (*written, *read, *numbers, *key, np.int64(count)), constants)
+
+
+KERNELS = (
+    Kernel(sum_squares, lambda call: _scratch_bytes(call.reads["grad"].shape)),
+    Kernel(grad_scale),
+    Kernel(adamw),
+)
