@@ -57,6 +57,26 @@ def test_columns_of_an_activation_are_a_view_in_either_layout(layout):
     assert np.shares_memory(x.array, whole) and x.shape == (6, 8)
 
 
+def test_a_call_that_needs_scratch_gets_that_of_its_lane_and_no_other_gets_any():
+    plan, memory = run("cast", QKV, QKV)
+    copied = Step("copy_to_host", plan.programs["one"].steps[0].outputs, (Operand("qkv", QKV),), {}, "")
+    small = Step("amax_scale", copied.outputs, copied.inputs, {}, "")
+    plan.programs["one"].steps = (*plan.programs["one"].steps, copied, small)
+    given = {}
+    ops = {
+        op: lambda *_, op=op, **numbers: given.update({op: numbers}) for op in ("cast", "copy_to_host", "amax_scale")
+    }
+    storages = SimpleNamespace(array=lambda name: name if "scratch" in name else memory.array(name))
+    sizes = {"cast": 8, "copy_to_host": 4, "amax_scale": 0}
+    for call in bind(plan, "one", storages, ops, lambda step: sizes[step.op], poison=False):
+        call()
+    expected = {"cast": "workspace:scratch.main", "copy_to_host": "workspace:scratch.copy"}
+    assert given == {**{op: {"scratch": name} for op, name in expected.items()}, "amax_scale": {}}
+    for call in bind(plan, "one", storages, ops, poison=False):
+        call()
+    assert given == {op: {} for op in sizes}
+
+
 def test_an_op_that_takes_no_columns_does_not_get_them():
     plan, memory = run("cast", QKV.columns(0, 8), QKV.columns(8, 8))
     with pytest.raises(AssertionError, match="cast reads and writes no columns alone"):

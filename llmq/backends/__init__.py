@@ -11,6 +11,7 @@ from llmq.ops.seam import Arguments, record
 from llmq.tensor import Ref
 
 if TYPE_CHECKING:
+    from llmq.ops.cuda.launch import Kernel
     from llmq.plan.program import Step
 
 Op = Callable[..., None]
@@ -56,9 +57,19 @@ def arguments(step: Step) -> Arguments:
     op = record(step.op)
     reads = {name: operand.ref for name, operand in zip(op.inputs, step.inputs, strict=True) if operand}
     results = {name: result for name, result in zip(op.outputs, step.outputs, strict=True) if result}
-    writes = {name: tuple(operand.ref for operand in result.operands) for name, result in results.items()}
-    added = frozenset(name for name, result in results.items() if result.accumulate)
+    writes = {name: tuple([operand.ref for operand in result.operands]) for name, result in results.items()}
+    added = frozenset([name for name, result in results.items() if result.accumulate])
     return Arguments(reads, writes, step.numbers, added)
+
+
+def checked_scratch(kernel: Kernel, step: Step, capability: int) -> int:
+    """Bytes of scratch of a step; UsageError for one that cannot be made on a card of this capability (90 is 9.0)."""
+    if kernel.scratch_bytes is None and kernel.refuse is None:
+        return 0  # plans of many layers ask for tens of thousands of steps
+    call = arguments(step)
+    if kernel.refuse is not None:
+        kernel.refuse(call, capability)
+    return kernel.needed(call)
 
 
 def open_backend(

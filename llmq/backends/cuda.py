@@ -15,7 +15,7 @@ import numpy as np
 from cupy.cuda import runtime
 
 from llmq.arena import aligned, stored_dtype
-from llmq.backends import Call, Op, arguments
+from llmq.backends import Call, Op, checked_scratch
 from llmq.errors import MemoryLimitError
 from llmq.ops import cuda
 from llmq.ops.cuda.algorithms import Algorithms
@@ -195,7 +195,7 @@ class CudaBackend:
 
     def scratch_bytes(self, step: Step) -> int:
         """Bytes that a step needs beside its arguments. UsageError for what cuDNN or the kernels lack on this GPU."""
-        return self._kernels[step.op].checked_scratch(arguments(step), capability())
+        return checked_scratch(self._kernels[step.op], step, capability())
 
     def prepare(self, steps: Iterable[Step]) -> None:
         """Chooses an algorithm for every matrix product of the plan, by timing what the table lacks."""

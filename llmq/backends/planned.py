@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
-from llmq.backends import Call, Memory, Op, arguments
+from llmq.backends import Call, Memory, Op, checked_scratch
 from llmq.ops import cuda
 from llmq.ops.cuda.attention import attention_kernels, is_exact
 from llmq.ops.cuda.launch import Kernel
@@ -62,19 +62,22 @@ class PlannedBackend:
 def planned_scratch(step: Step, deterministic: bool, capability: tuple[int, int] = ANY_CARD) -> int:
     """Bytes that a step needs beside its arguments, known without a GPU. UsageError for what the kernels lack on it."""
     major, minor = capability
-    kernel = KERNELS[step.op]
-    if step.op in WORKSPACES:
-        kernel = replace(kernel, scratch_bytes=partial(WORKSPACES[step.op], deterministic))
-    return kernel.checked_scratch(arguments(step), 10 * major + minor)
+    return checked_scratch(KERNELS[deterministic][step.op], step, 10 * major + minor)
 
 
-def _forward_workspace(deterministic: bool, call: Arguments) -> int:
-    return 0
+def _kernels(deterministic: bool) -> Mapping[str, Kernel]:
+    """Launched by no one: there is neither a handle of cuBLASLt nor of cuDNN."""
+    forward, backward = attention_kernels(None).values()
+    modelled = {
+        "attention_forward": replace(forward, scratch_bytes=None),
+        "attention_backward": replace(backward, scratch_bytes=partial(_backward_workspace, backward, deterministic)),
+    }
+    return {**cuda.KERNELS, **linear_kernels(None), **modelled}
 
 
-def _backward_workspace(deterministic: bool, call: Arguments) -> int:
+def _backward_workspace(exact: Kernel, deterministic: bool, call: Arguments) -> int:
     if is_exact(call):
-        return KERNELS["attention_backward"].scratch_bytes(call)
+        return exact.needed(call)
     b, t, width = call.reads["att"].shape
     heads, kv_heads = call.numbers["num_heads"], call.numbers["num_kv_heads"]
     if "borders" not in call.reads:
@@ -86,9 +89,4 @@ def _backward_workspace(deterministic: bool, call: Arguments) -> int:
     return full + (2 * b * places * heads * square if deterministic else 4 * b * t * packed)
 
 
-# launched by no one: there is neither a handle of cuBLASLt nor of cuDNN
-KERNELS: Mapping[str, Kernel] = {**cuda.KERNELS, **linear_kernels(None), **attention_kernels(None)}
-WORKSPACES: Mapping[str, Callable[[bool, Arguments], int]] = {
-    "attention_forward": _forward_workspace,
-    "attention_backward": _backward_workspace,
-}
+KERNELS = {deterministic: _kernels(deterministic) for deterministic in (False, True)}

@@ -79,7 +79,7 @@ def _product(dtype: str) -> float:
     gemms = Gemms(algorithms)
     forward, kernel = Invocation("linear_forward", (y, x, weight, None, None)), linear_kernels(gemms)["linear_forward"]
     try:
-        seconds = _heated(forward.bound(kernel, arrays.scratch(kernel.scratch_bytes(forward.arguments))))
+        seconds = _heated(forward.bound(kernel, arrays.scratch(kernel.needed(forward.arguments))))
     finally:
         gemms.close()
     algorithms.save()

@@ -186,7 +186,7 @@ def _attention(op: str, s: Sizes, arrays: Arrays) -> Invocation:
     if op == "attention_forward":
         return forward
     kernel = _kernel("attention_forward")
-    forward.bound(kernel, arrays.scratch(kernel.scratch_bytes(forward.arguments)))()
+    forward.bound(kernel, arrays.scratch(kernel.needed(forward.arguments)))()
     d_qkv, d_att = arrays.output(shape), arrays.tensor(att.shape)
     return Invocation(op, (d_qkv, d_att, qkv, *att.tensors, *lse.tensors, None), numbers)
 
@@ -200,7 +200,7 @@ def _microseconds(product: Product) -> float:
     while len(made) * probe.num_bytes < L2_BYTES:
         made.append(product.make(Arrays()))
     kernel = _kernel(made[0].op)
-    scratch = probe.scratch(kernel.scratch_bytes(made[0].arguments))
+    scratch = probe.scratch(kernel.needed(made[0].arguments))
     calls = [one.bound(kernel, scratch) for one in made]
     microseconds = replayed(calls)
     del calls, made, probe, scratch

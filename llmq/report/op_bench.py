@@ -119,7 +119,7 @@ class Invocation:
 
     def bound(self, kernel: Kernel, scratch: Any) -> Call:
         """The call, with nothing left to give; `scratch` is a CuPy array that others use, too."""
-        given = {"scratch": scratch} if kernel.scratch_bytes(self.arguments) else {}
+        given = {"scratch": scratch} if kernel.needed(self.arguments) else {}
         return partial(kernel.launch, *self.handles, **self.numbers, **given)
 
 
@@ -350,7 +350,7 @@ def measure(name: str, maker: Maker, sizes: Sizes) -> Timing:
     while len(made) * num_bytes < L2_BYTES:
         made.append(maker(Arrays(), sizes))
     kernel = cuda.KERNELS[op]
-    scratch = Arrays().scratch(kernel.scratch_bytes(call))
+    scratch = Arrays().scratch(kernel.needed(call))
     calls = [one.bound(kernel, scratch) for one in made]
     timing = Timing(f"{name}, {sizes.name}", num_bytes, replayed(calls), copy_us(num_bytes, len(calls)))
     del calls, made, scratch

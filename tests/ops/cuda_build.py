@@ -54,7 +54,7 @@ class Device:
         import cupy
 
         call = arguments_of(op, *outputs.values(), *inputs.values(), **numbers)
-        size = cuda.KERNELS[op].scratch_bytes(call)
+        size = cuda.KERNELS[op].needed(call)
         self.scratch = cupy.full(size, 0xFF, cupy.uint8) if size else None
         given = {"scratch": self.scratch} if size else {}
         written = [self.output(o) for o in outputs.values()]

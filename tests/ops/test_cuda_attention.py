@@ -90,7 +90,9 @@ def planned(op, qkv, dtype, **numbers):
     names = seam.record(op).outputs
     written = {name: (Ref(name, "activation", (), dtype),) for name in names}
     call = seam.Arguments({"qkv": Ref("qkv", "activation", qkv, dtype)}, written, numbers)
-    return attention.attention_kernels(None)[op].checked_scratch(call, 90)
+    kernel = attention.attention_kernels(None)[op]
+    kernel.refuse(call, 90)
+    return kernel.needed(call)
 
 
 def test_a_window_that_hides_nothing_is_none():
@@ -176,7 +178,7 @@ class Runner:
         import cupy
 
         kernel, chosen = self.kernels[op], numbers(size, window, read[-1])
-        needed = kernel.scratch_bytes(seam.arguments_of(op, *written, *read, **chosen))
+        needed = kernel.needed(seam.arguments_of(op, *written, *read, **chosen))
         scratch = {"scratch": cupy.full(needed, 0xFF, cupy.uint8)} if needed else {}
         handles = [*(self.device.output(o) for o in written), *(self.device.tensor(t) for t in read)]
         return lambda: kernel.launch(*handles, **chosen, **scratch)

@@ -133,7 +133,7 @@ def bound(kernels: Mapping[str, launch.Kernel]) -> Any:
     def given(op: str) -> Callable[..., None]:
         def call(*handles: Any, **numbers: Any) -> None:
             kernel = kernels[op]
-            needs = kernel.scratch_bytes(arguments_of(op, *handles, **numbers))
+            needs = kernel.needed(arguments_of(op, *handles, **numbers))
             kernel.launch(*handles, **numbers, **({"scratch": SCRATCH} if needs else {}))
 
         return call

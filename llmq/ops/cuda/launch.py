@@ -30,21 +30,20 @@ STATIC_BYTES = 1024  # of shared memory that a kernel declares at most, where it
 
 @dataclass(frozen=True)
 class Kernel:
-    """What the backend asks of an op. `launch` has the reference's signature; scratch comes as `scratch`, if any.
+    """What the backend asks of an op. `launch` has the reference's signature, and `scratch` where it needs some.
 
     `scratch_bytes(call)` is what a call needs beside its arguments, as an array of the GPU aligned to 256 bytes that
     other calls of its lane use in turn. `refuse(call, capability)` raises UsageError for what the op cannot do on a
-    card of this capability (90 is 9.0).
+    card of this capability (90 is 9.0). None: never.
     """
 
     launch: Callable[..., None]
-    scratch_bytes: Callable[[Arguments], int] = lambda call: 0
-    refuse: Callable[[Arguments, int], None] = lambda call, capability: None
+    scratch_bytes: Callable[[Arguments], int] | None = None
+    refuse: Callable[[Arguments, int], None] | None = None
 
-    def checked_scratch(self, call: Arguments, capability: int) -> int:
-        """Bytes of scratch of a call; UsageError for one that cannot be made."""
-        self.refuse(call, capability)
-        return self.scratch_bytes(call)
+    def needed(self, call: Arguments) -> int:
+        """Bytes of scratch of a call."""
+        return self.scratch_bytes(call) if self.scratch_bytes is not None else 0
 
 
 def type_of(tensor: Tensor | Output) -> str:
