@@ -2,31 +2,51 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import math
+from collections.abc import Callable, Mapping
 from functools import partial
 
 import numpy as np
 
 from llmq.arena import stored_dtype
 from llmq.backends import Call, Memory, Op
-from llmq.plan.plan import SCALE_STRIDE, Plan
-from llmq.plan.program import Operand, Program, Result
-from llmq.tensor import Output, Tensor, scale_shape, scales_of_rows, stored_shape
+from llmq.ops.seam import record
+from llmq.plan.plan import SCALE_STRIDE, Plan, scratch_storage
+from llmq.plan.program import Operand, Program, Result, Step
+from llmq.tensor import Output, Tensor, scale_shape, scales_of_columns, scales_of_rows, stored_shape
 
 UNWANTED = Output("unwanted", (), "fp32", ())
 
 
-def bind(plan: Plan, name: str, memory: Memory, ops: Mapping[str, Op], *, poison: bool) -> list[Call]:
-    """The calls of a program, in order. With `poison`, activations are filled with 0xFF bytes (NaN in every float
-    format) before their first write and after their last read."""
+def bind(
+    plan: Plan,
+    name: str,
+    memory: Memory,
+    ops: Mapping[str, Op],
+    scratch_bytes: Callable[[Step], int] | None = None,
+    *,
+    poison: bool,
+) -> list[Call]:
+    """The calls of a program, in order.
+
+    Calls that need scratch by `scratch_bytes` get that of their lane as `scratch`; None: ops make their own. With
+    `poison`, activations are filled with 0xFF bytes (NaN in every float format) before their first write and after
+    their last read.
+    """
     binder = _Binder(plan, plan.programs[name], memory)
     calls: list[Call] = []
     for index, step in enumerate(binder.program.steps):
         if poison:
             calls += [partial(binder.raw(storage).fill, 0xFF) for storage in binder.program.births.get(index, ())]
+        operands = [operand for operand in step.inputs if operand is not None]
+        operands += [operand for result in step.outputs if result is not None for operand in result.operands]
+        takes_columns = record(step.op).is_linear
+        assert takes_columns or not any(o.ref.pitch for o in operands), f"{step.op} reads and writes no columns alone"
         outputs = [UNWANTED if result is None else binder.output(result) for result in step.outputs]
         inputs = [None if operand is None else binder.tensor(operand) for operand in step.inputs]
-        calls.append(partial(ops[step.op], *outputs, *inputs, **step.numbers))
+        needs = scratch_bytes is not None and scratch_bytes(step) > 0
+        scratch = {"scratch": memory.array(scratch_storage(record(step.op).lane))} if needs else {}
+        calls.append(partial(ops[step.op], *outputs, *inputs, **step.numbers, **scratch))
         if poison:
             calls += [partial(binder.raw(storage).fill, 0xFF) for storage in binder.program.deaths.get(index, ())]
     return calls
@@ -61,26 +81,34 @@ class _Binder:
             whole = self._memory.place(self.program.places[name].offset, shape, np.dtype(np.float32))
         else:
             whole = self._memory.array(name)
-        width = ref.shape[-1]
-        return whole if ref.span is None else scales_of_rows(whole, ref.form, *(n // width for n in ref.span))
+        if ref.span is None:
+            return whole
+        rows, columns = ref.window
+        if rows != slice(0, math.prod(ref.whole[:-1])):
+            whole = scales_of_rows(whole, ref.form, rows.start, rows.stop - rows.start)
+        if columns != slice(0, ref.whole[-1]):
+            whole = scales_of_columns(whole, ref.form, columns.start, columns.stop - columns.start)
+        return whole
 
     def _cell(self, vector: str, index: int) -> np.ndarray:
         return self._memory.array(vector)[index : index + 1]
 
     def _array(self, operand: Operand) -> np.ndarray:
-        ref, place = operand.ref, self.program.places.get(operand.storage)
+        ref = operand.ref
         if ref.span is None:
-            shape = stored_shape(ref.shape, ref.form)
-            if place is None:
-                return self._memory.array(operand.storage)
-            return self._memory.place(place.offset, shape, stored_dtype(ref))
+            return self._stored(operand, ref.shape)
+        layout = ref.form.layout if ref.form is not None else "row"
+        assert layout != "colsum", f"{operand.storage}: no pieces of {ref.form}"
+        stored = self._stored(operand, ref.whole)
+        if layout == "col" or ref.pitch:
+            rows, columns = ref.window
+            return stored[columns, rows] if layout == "col" else stored.reshape(-1, ref.pitch)[rows, columns]
         start, size = ref.span
-        dtype = stored_dtype(ref)
-        if ref.form is not None and ref.form.layout != "row":
-            assert ref.form.layout == "col" and place is not None, f"{operand.storage}: no pieces of {ref.form}"
-            whole = self._memory.place(place.offset, stored_shape(ref.whole, ref.form), dtype)
-            width = ref.whole[-1]
-            return whole[:, start // width : (start + size) // width]
+        return stored.reshape(-1)[start : start + size].reshape(ref.shape)
+
+    def _stored(self, operand: Operand, whole: tuple[int, ...]) -> np.ndarray:
+        """All bytes of a storage that holds a tensor of the logical shape `whole`."""
+        place = self.program.places.get(operand.storage)
         if place is None:
-            return self._memory.array(operand.storage).reshape(-1)[start : start + size].reshape(ref.shape)
-        return self._memory.place(place.offset + start * dtype.itemsize, ref.shape, dtype)
+            return self._memory.array(operand.storage)
+        return self._memory.place(place.offset, stored_shape(whole, operand.ref.form), stored_dtype(operand.ref))

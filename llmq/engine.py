@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 
 import numpy as np
@@ -10,7 +10,7 @@ import numpy as np
 from llmq.backends import Backend, Call, Op
 from llmq.bind import bind
 from llmq.plan.observe import FIELDS, STRIDE
-from llmq.plan.plan import SCALE_STRIDE, SCRATCH, Plan
+from llmq.plan.plan import SCALE_STRIDE, Plan
 from llmq.rope import document_positions, rope_table
 from llmq.rows import Row
 
@@ -183,27 +183,23 @@ class Engine:
     def run(self, name: str) -> None:
         """Runs a program of the plan by name; it is bound on first use."""
         if name not in self._programs:
-            calls = bind(self.plan, name, self._memory, self._ops, poison=self._poison)
-            self._programs[name] = self._backend.program(calls)
-        self._run(self._programs[name])
+            self._programs[name] = self._backend.program(self._bound(name, self._ops, poison=self._poison))
+        self._programs[name]()
 
     def traced(self, name: str, wrap: Callable[[str, Op], Op]) -> Call:
         """A program of the plan, with `wrap` around every op, that runs eagerly whenever it is called; for timing."""
         ops = {op: wrap(op, function) for op, function in self._ops.items()}
-        calls = bind(self.plan, name, self._memory, ops, poison=False)
-        return lambda: self._run(self._backend.program(calls))
+        calls = self._bound(name, ops)
+        return lambda: self._backend.program(calls)()
 
     def part(self, name: str, indices: Iterable[int]) -> Call:
         """These steps of a program of the plan, which run as a program of their own; for timing."""
-        calls = bind(self.plan, name, self._memory, self._ops, poison=False)
-        program = self._backend.program([calls[index] for index in indices])
-        return lambda: self._run(program)
+        calls = self._bound(name, self._ops)
+        return self._backend.program([calls[index] for index in indices])
 
-    def _run(self, program: Call) -> None:
-        """With this engine's scratch, which another engine of the same backend may have replaced."""
-        if SCRATCH in self.plan.persistent:
-            self._backend.use_scratch(self._memory.array(SCRATCH))
-        program()
+    def _bound(self, name: str, ops: Mapping[str, Op], *, poison: bool = False) -> list[Call]:
+        scratch_bytes = self._backend.scratch_bytes if self._backend.takes_scratch else None
+        return bind(self.plan, name, self._memory, ops, scratch_bytes, poison=poison)
 
     def _state(self, name: str, space: str) -> str:
         return f"{space}:{name}"

@@ -12,7 +12,11 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from llmq.config import ModelConfig
+from llmq.ops.seam import record
 from llmq.plan.precision import HEAD, SITES, Precision
+
+LINEAR = ("linear_forward", "linear_dgrad", "linear_wgrad")
+ATTENTION = ("attention_forward", "attention_backward")
 
 
 def site_weights(config: ModelConfig) -> dict[str, int]:
@@ -30,7 +34,13 @@ def seconds_per_token(config: ModelConfig, seq_len: int, peaks: Mapping[str, flo
     weights[HEAD] = config.vocab_size * config.hidden_size
     attention = config.num_layers * config.num_heads * config.head_dim * seq_len
     products = sum(size / peaks[precision.dtype(name)] for name, size in weights.items())
-    return 6 * (products + attention / peaks["bf16"])
+    per_weight, per_score = 2 * _products(LINEAR), 2 * _products(ATTENTION)
+    return per_weight * products + per_score / 2 * attention / peaks["bf16"]
+
+
+def _products(ops: tuple[str, ...]) -> int:
+    """Matrix products that these ops make, without those that they make again."""
+    return sum(record(op).products - record(op).remade for op in ops)
 
 
 def fraction(

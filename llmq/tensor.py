@@ -81,9 +81,10 @@ class Ref:
     """A name for a tensor, in one form, without memory: what block code passes to ops.
 
     `space` says which store owns it: activation, weight, master, grad, m, v, sum, cell, batch, const or scale.
-    `span` (offset, size) in elements is a contiguous piece of the value, for work done in chunks; `shape` is then the
-    piece's and `whole` the value's. `again` marks the second life of an intermediate, after it was dropped and computed
-    anew in backward.
+    `span` (offset, size) in elements is a piece of the value, for work done in chunks; `shape` is then the piece's and
+    `whole` the value's. A piece is contiguous, or, where it has a `pitch`, columns of the value seen as a matrix: then
+    `pitch` is the matrix's width, and the span ends with the piece's last element. `again` marks the second life of an
+    intermediate, after it was dropped and computed anew in backward.
     """
 
     name: str
@@ -96,6 +97,7 @@ class Ref:
     span: tuple[int, int] | None = None
     whole: tuple[int, ...] = ()
     again: bool = False
+    pitch: int = 0
 
     def as_form(self, form: Form) -> Ref:
         """This tensor as stored in `form`; a plain row form of the slot's own dtype is the value itself."""
@@ -108,6 +110,23 @@ class Ref:
         """Rows [start, start + count) of this tensor seen as (rows, last axis)."""
         width = self.shape[-1]
         return replace(self, span=(start * width, count * width), shape=(count, width), whole=self.shape)
+
+    def columns(self, start: int, count: int) -> Ref:
+        """Columns [start, start + count) of this tensor, or of a chunk of its rows, seen as (rows, last axis)."""
+        rows, width, before = math.prod(self.shape[:-1]), self.shape[-1], self.span[0] if self.span else 0
+        assert not self.pitch and 0 <= start < start + count <= width, (
+            f"{self.name}: columns {start} to {start + count}"
+        )
+        span = (before + start, (rows - 1) * width + count)
+        return replace(self, span=span, shape=(rows, count), whole=self.whole or self.shape, pitch=width)
+
+    @property
+    def window(self) -> tuple[slice, slice]:
+        """The rows and the columns that a piece covers, of the whole seen as (rows, last axis)."""
+        assert self.span is not None
+        rows = math.prod(self.shape[:-1])
+        row, column = divmod(self.span[0], self.pitch or self.shape[-1])
+        return slice(row, row + rows), slice(column, column + self.shape[-1])
 
     def flat(self, start: int, count: int) -> Ref:
         """Elements [start, start + count) of this tensor seen as one axis."""
@@ -130,6 +149,12 @@ def stored_shape(shape: tuple[int, ...], form: Form | None) -> tuple[int, ...]:
         return shape
     rows, columns = math.prod(shape[:-1]), shape[-1]
     return (columns, rows) if form.layout == "col" else (-(-rows // COLSUM_ROWS), columns)
+
+
+def stored_bytes(ref: Ref) -> int:
+    """Bytes of what a Ref stands for, in its form: of the piece where it has a span."""
+    dtype = DTYPES[ref.form.dtype if ref.form else ref.dtype]
+    return math.prod(stored_shape(ref.shape, ref.form)) * dtype.itemsize
 
 
 def scale_shape(shape: tuple[int, ...], form: Form) -> tuple[int, ...]:
@@ -304,6 +329,11 @@ def scales_of_rows(scale: np.ndarray, form: Form, start: int, count: int) -> np.
         return scale[start // BLOCK : -(-(start + count) // BLOCK)]
     assert not form.owns_scales, f"rows {start} to {start + count} in {form} have no scales that lie together"
     return scale
+
+
+def scales_of_columns(scale: np.ndarray, form: Form, start: int, count: int) -> np.ndarray:
+    """Of the scales of a copy, those of columns [start, start + count) of the logical tensor: rows of its transpose."""
+    return scales_of_rows(scale, replace(form, layout="col" if form.layout == "row" else "row"), start, count)
 
 
 def _spread(scale: np.ndarray, shape: tuple[int, ...], form: Form | None) -> np.ndarray:

@@ -246,3 +246,39 @@ def test_every_op_can_be_wrapped():
     engine.micro_step(*batch(), first=True)
     steps = [step.op for name in ("publish", "first") for step in plan.programs[name].steps]
     assert calls == steps
+
+
+class ScratchBackend(HostBackend):
+    """Norms that need scratch, and note where it is."""
+
+    takes_scratch = True
+
+    def __init__(self):
+        super().__init__()
+        self.given = []
+        norm = self.ops["rmsnorm_forward"]
+
+        def noted(*handles, scratch, **numbers):
+            self.given.append(scratch)
+            norm(*handles, **numbers)
+
+        self.ops = {**self.ops, "rmsnorm_forward": noted}
+
+    def scratch_bytes(self, step):
+        return 1000 if step.op == "rmsnorm_forward" else 0
+
+
+def test_two_engines_of_one_backend_have_scratch_of_their_own():
+    """Called in turn: an engine that is gone, or larger, leaves nothing behind."""
+    backend = ScratchBackend()
+    engines = [engine_of(plan_of(FP32, scratch_bytes=backend.scratch_bytes), backend=backend) for _ in range(2)]
+    assert engines[0].plan.table()["Workspace"] == 1024
+    found = []
+    for engine in (*engines, engines[0]):
+        backend.given.clear()
+        engine.micro_step(*batch(), first=True)
+        addresses = {scratch.ctypes.data for scratch in backend.given}
+        assert len(backend.given) == 5 and {scratch.nbytes for scratch in backend.given} == {1000}
+        found.append(addresses)
+    assert all(len(addresses) == 1 for addresses in found)
+    assert found[0] == found[2] != found[1]

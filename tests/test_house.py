@@ -44,7 +44,7 @@ HOUSE = {
     "model": Place(may={"ops"}, never={"options", "sections", "plan", "stores", *ARRAYS}),
     "optimizer": Place(may={"sections", "rows", "tensor"}, never={*ARRAYS}),
     "backends": Place(may={"arena", "ops", "plan", "tensor"}, never={"blocks", "options", "sections"}),
-    "bind": Place(may={"arena", "backends", "plan", "tensor"}, never={"blocks", "options", "sections"}),
+    "bind": Place(may={"arena", "backends", "ops", "plan", "tensor"}, never={"blocks", "options", "sections"}),
     "engine": Place(may={"backends", "bind", "plan", "rope", "rows"}, never={"blocks", "options", "sections"}),
     "plan": Place(
         may={"sections", "rows", "config", "tensor", "arena", "ops", "blocks", "sites", "stores", "model", "optimizer"},

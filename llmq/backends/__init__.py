@@ -7,10 +7,11 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
 
-from llmq.ops.seam import signature
+from llmq.ops.seam import Arguments, record
 from llmq.tensor import Ref
 
 if TYPE_CHECKING:
+    from llmq.ops.cuda.launch import Kernel
     from llmq.plan.program import Step
 
 Op = Callable[..., None]
@@ -31,10 +32,13 @@ class Memory(Protocol):
 class Backend(Protocol):
     """What the engine needs of a device. `prepare` comes before memory is allocated, with all steps of the plan.
 
-    `algorithms` is what decides the bits of matrix products, as plain data; `notices` what the user should know of the
-    device; `peak_bytes` the most memory used so far.
+    `takes_scratch` says whether ops are given the bytes that `scratch_bytes` counts, as an argument `scratch`, or
+    allocate them themselves, as NumPy does. `algorithms` is what decides the bits of matrix products, as plain data;
+    `notices` what the user should know of the device; `peak_bytes` the most memory used so far.
     """
 
+    @property
+    def takes_scratch(self) -> bool: ...
     @property
     def algorithms(self) -> Mapping[str, Any]: ...
     @property
@@ -43,23 +47,29 @@ class Backend(Protocol):
     def ops(self) -> Mapping[str, Op]: ...
     def scratch_bytes(self, step: Step) -> int: ...
     def prepare(self, steps: Iterable[Step]) -> None: ...
-    def use_scratch(self, buffer: np.ndarray) -> None: ...
     def peak_bytes(self) -> int: ...
     def memory(self, persistent: Mapping[str, Ref], arena_bytes: int) -> Memory: ...
     def program(self, calls: Sequence[Call]) -> Call: ...
 
 
-def arguments(step: Step) -> dict[str, Ref]:
-    """What a step reads and writes, by the names of its op's signature; what is absent is left out."""
-    names = signature(step.op)
-    found = {name: result.ref for name, result in zip(names.outputs, step.outputs, strict=True) if result}
-    return found | {name: operand.ref for name, operand in zip(names.inputs, step.inputs, strict=True) if operand}
+def arguments(step: Step) -> Arguments:
+    """What a step reads and writes, by the names of its op's signature."""
+    op = record(step.op)
+    reads = {name: operand.ref for name, operand in zip(op.inputs, step.inputs, strict=True) if operand}
+    results = {name: result for name, result in zip(op.outputs, step.outputs, strict=True) if result}
+    writes = {name: tuple([operand.ref for operand in result.operands]) for name, result in results.items()}
+    added = frozenset([name for name, result in results.items() if result.accumulate])
+    return Arguments(reads, writes, step.numbers, added)
 
 
-def writes_columns(step: Step) -> bool:
-    """Whether a step writes an fp8 copy transposed."""
-    written = [operand.ref.form for result in step.outputs if result for operand in result.operands]
-    return any(form is not None and form.layout == "col" for form in written)
+def checked_scratch(kernel: Kernel, step: Step, capability: int) -> int:
+    """Bytes of scratch of a step; UsageError for one that cannot be made on a card of this capability (90 is 9.0)."""
+    if kernel.scratch_bytes is None and kernel.refuse is None:
+        return 0  # plans of many layers ask for tens of thousands of steps
+    call = arguments(step)
+    if kernel.refuse is not None:
+        kernel.refuse(call, capability)
+    return kernel.needed(call)
 
 
 def open_backend(

@@ -15,18 +15,18 @@ import numpy as np
 from cupy.cuda import runtime
 
 from llmq.arena import aligned, stored_dtype
-from llmq.backends import Call, Op, arguments, writes_columns
+from llmq.backends import Call, Op, checked_scratch
 from llmq.errors import MemoryLimitError
 from llmq.ops import cuda
-from llmq.ops.cuda import scratch
 from llmq.ops.cuda.algorithms import Algorithms
-from llmq.ops.cuda.attention import Attention, attention_ops, attention_scratch
+from llmq.ops.cuda.attention import attention_kernels
 from llmq.ops.cuda.compile import notices as kernel_notices
 from llmq.ops.cuda.cublaslt import Gemms, device_key
 from llmq.ops.cuda.cudnn import Cudnn
-from llmq.ops.cuda.launch import capability
-from llmq.ops.cuda.linear import linear_ops, linear_scratch, planned_problem
+from llmq.ops.cuda.launch import Kernel, capability
+from llmq.ops.cuda.linear import linear_kernels, planned_problem
 from llmq.ops.cuda.timing import OUT_OF_MEMORY
+from llmq.ops.seam import record
 from llmq.tensor import DTYPES, Ref, stored_shape
 
 if TYPE_CHECKING:
@@ -178,6 +178,8 @@ class CudaBackend:
     `given` are the GEMM algorithms of an earlier run (`algorithms`), which repeat its bits.
     """
 
+    takes_scratch = True
+
     def __init__(
         self, *, use_graphs: bool = True, deterministic: bool = True, given: Mapping[str, Any] | None = None
     ) -> None:
@@ -186,29 +188,21 @@ class CudaBackend:
         self._free_bytes, _ = runtime.memGetInfo()
         self.stream = cupy.cuda.Stream(non_blocking=True)
         self._algorithms = Algorithms(device_key(), given)
-        self._gemms = Gemms(self._algorithms, scratch.take)
-        self._attention = Attention(Cudnn(deterministic=deterministic), scratch.take)
-        self.ops: Mapping[str, Op] = {**cuda.OPS, **linear_ops(self._gemms), **attention_ops(self._attention)}
+        self._gemms = Gemms(self._algorithms)
+        attention = attention_kernels(Cudnn(deterministic=deterministic))
+        self._kernels: Mapping[str, Kernel] = {**cuda.KERNELS, **linear_kernels(self._gemms), **attention}
+        self.ops: Mapping[str, Op] = {name: kernel.launch for name, kernel in self._kernels.items()}
 
     def scratch_bytes(self, step: Step) -> int:
         """Bytes that a step needs beside its arguments. UsageError for what cuDNN or the kernels lack on this GPU."""
-        if step.op.startswith("linear_"):
-            return linear_scratch()
-        refs = arguments(step)
-        if step.op.startswith("attention_"):
-            qkv, borders = refs["qkv"], refs.get("borders")
-            wanted = tuple(result is not None and bool(result.operands) for result in step.outputs)
-            shapes = (qkv.shape, borders.shape if borders else None)
-            return attention_scratch(self._attention, step.op, *shapes, qkv.dtype, step.numbers, wanted)
-        cuda.refuse(step.op, refs, transposed=writes_columns(step), capability=capability())
-        return cuda.scratch_bytes(step.op, {name: ref.shape for name, ref in refs.items()})
+        return checked_scratch(self._kernels[step.op], step, capability())
 
     def prepare(self, steps: Iterable[Step]) -> None:
         """Chooses an algorithm for every matrix product of the plan, by timing what the table lacks."""
         problems = []
         for step in steps:
             result = step.outputs[0]
-            if step.op.startswith("linear_") and result is not None and result.operands:
+            if record(step.op).is_linear and result is not None and result.operands:
                 inputs = [None if operand is None else operand.ref for operand in step.inputs]
                 problems.append(planned_problem(step.op, result.ref, result.accumulate, inputs))
         with self.stream:
@@ -230,10 +224,6 @@ class CudaBackend:
     def peak_bytes(self) -> int:
         """Device memory that was free when this backend began and is not now: nothing is given back before the end."""
         return self._free_bytes - int(runtime.memGetInfo()[0])
-
-    def use_scratch(self, buffer: Any) -> None:
-        """The memory that calls need beside their arguments: one buffer, which all of them use in turn."""
-        scratch.use(buffer)
 
     def memory(self, persistent: Mapping[str, Ref], arena_bytes: int) -> DeviceMemory:
         """Memory of the current device."""

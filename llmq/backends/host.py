@@ -58,6 +58,8 @@ class HostMemory:
 class HostBackend:
     """The reference ops on the host's memory."""
 
+    takes_scratch = False
+
     def __init__(self) -> None:
         self.ops: Mapping[str, Op] = reference.OPS
         self.algorithms: Mapping[str, Any] = {}  # one BLAS, one way
@@ -68,9 +70,6 @@ class HostBackend:
         return 0
 
     def prepare(self, steps: Iterable[Step]) -> None:
-        """Nothing to do."""
-
-    def use_scratch(self, buffer: np.ndarray) -> None:
         """Nothing to do."""
 
     def peak_bytes(self) -> int:

@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import replace
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
-import numpy as np
-
-from llmq.backends import Call, Memory, Op, arguments, writes_columns
+from llmq.backends import Call, Memory, Op, checked_scratch
 from llmq.ops import cuda
-from llmq.ops.cuda.attention import exact_scratch, is_exact
-from llmq.ops.cuda.linear import linear_scratch
-from llmq.tensor import DTYPES, Ref
+from llmq.ops.cuda.attention import attention_kernels, is_exact
+from llmq.ops.cuda.launch import Kernel
+from llmq.ops.cuda.linear import linear_kernels
+from llmq.ops.seam import Arguments
+from llmq.tensor import Ref
 
 if TYPE_CHECKING:
     from llmq.plan.program import Step
@@ -31,6 +33,7 @@ class PlannedBackend:
     ops: Mapping[str, Op] = {}
     algorithms: Mapping[str, Any] = {}
     notices: Sequence[str] = ()
+    takes_scratch = True
 
     def __init__(self, *, deterministic: bool = True, capability: tuple[int, int] = ANY_CARD) -> None:
         self._deterministic, self._capability = deterministic, capability
@@ -40,10 +43,6 @@ class PlannedBackend:
         return planned_scratch(step, self._deterministic, self._capability)
 
     def prepare(self, steps: Iterable[Step]) -> None:
-        """Never called: see `memory`."""
-        raise NotImplementedError("a GPU that is only planned for")
-
-    def use_scratch(self, buffer: np.ndarray) -> None:
         """Never called: see `memory`."""
         raise NotImplementedError("a GPU that is only planned for")
 
@@ -62,24 +61,32 @@ class PlannedBackend:
 
 def planned_scratch(step: Step, deterministic: bool, capability: tuple[int, int] = ANY_CARD) -> int:
     """Bytes that a step needs beside its arguments, known without a GPU. UsageError for what the kernels lack on it."""
-    if step.op.startswith("linear_"):
-        return linear_scratch()
-    refs = arguments(step)
-    if step.op.startswith("attention_") and is_exact(DTYPES[refs["qkv"].dtype]):
-        borders = refs["borders"].shape if "borders" in refs else None
-        return exact_scratch(step.op, refs["qkv"].shape, borders, step.numbers)
-    if step.op == "attention_backward":
-        b, t, width = refs["att"].shape
-        heads, kv_heads = step.numbers["num_heads"], step.numbers["num_kv_heads"]
-        if "borders" not in refs:
-            return 2 * b * heads * t * t if deterministic else 8 * b * t * width
-        packed, longest = refs["qkv"].shape[-1], step.numbers["longest"]
-        places = refs["borders"].shape[1] - 1 + -(-t // longest) - 1
-        square = -(-longest // 64) * 64 * -(-longest // 128) * 128  # cuDNN's tiles
-        full = 8 * b * t * packed * heads // kv_heads if heads > kv_heads else 0
-        return full + (2 * b * places * heads * square if deterministic else 4 * b * t * packed)
-    if step.op == "attention_forward":
-        return 0
     major, minor = capability
-    cuda.refuse(step.op, refs, transposed=writes_columns(step), capability=10 * major + minor)
-    return cuda.scratch_bytes(step.op, {name: ref.shape for name, ref in refs.items()})
+    return checked_scratch(KERNELS[deterministic][step.op], step, 10 * major + minor)
+
+
+def _kernels(deterministic: bool) -> Mapping[str, Kernel]:
+    """Launched by no one: there is neither a handle of cuBLASLt nor of cuDNN."""
+    forward, backward = attention_kernels(None).values()
+    modelled = {
+        "attention_forward": replace(forward, scratch_bytes=None),
+        "attention_backward": replace(backward, scratch_bytes=partial(_backward_workspace, backward, deterministic)),
+    }
+    return {**cuda.KERNELS, **linear_kernels(None), **modelled}
+
+
+def _backward_workspace(exact: Kernel, deterministic: bool, call: Arguments) -> int:
+    if is_exact(call):
+        return exact.needed(call)
+    b, t, width = call.reads["att"].shape
+    heads, kv_heads = call.numbers["num_heads"], call.numbers["num_kv_heads"]
+    if "borders" not in call.reads:
+        return 2 * b * heads * t * t if deterministic else 8 * b * t * width
+    packed, longest = call.reads["qkv"].shape[-1], call.numbers["longest"]
+    places = call.reads["borders"].shape[1] - 1 + -(-t // longest) - 1
+    square = -(-longest // 64) * 64 * -(-longest // 128) * 128  # cuDNN's tiles
+    full = 8 * b * t * packed * heads // kv_heads if heads > kv_heads else 0
+    return full + (2 * b * places * heads * square if deterministic else 4 * b * t * packed)
+
+
+KERNELS = {deterministic: _kernels(deterministic) for deterministic in (False, True)}

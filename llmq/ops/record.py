@@ -10,7 +10,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from llmq.ops.seam import signature
+from llmq.ops.seam import record
 from llmq.tensor import Form, Ref
 
 
@@ -42,7 +42,7 @@ class Recorder:
     calls: list[Call] = field(default_factory=list)
 
     def __getattr__(self, op: str) -> Callable[..., None]:
-        count = len(signature(op).outputs)
+        count = len(record(op).outputs)
 
         def call(*arguments: Ref | None, **numbers: Any) -> None:
             self._note(op, arguments[:count], arguments[count:], numbers, self.phase)
@@ -51,7 +51,7 @@ class Recorder:
 
     def replay(self, op: str, arguments: tuple[Ref | None, ...], numbers: dict[str, Any]) -> None:
         """Notes a forward call again if something it writes was dropped, or the casts that remake dropped copies."""
-        count = len(signature(op).outputs)
+        count = len(record(op).outputs)
         outputs: list[Ref | None] = []
         for ref in arguments[:count]:
             remade = ref is not None and ref.name in self.recompute.dropped

@@ -1,64 +1,167 @@
-"""The contract of an op, read off its signature: outputs left of `/`, inputs right of it, plain numbers right of `*`.
+"""The contract of an op: one record beside its reference function, with what its signature says and what it cannot say.
 
 The reference backend's functions are the definition; other backends have functions of the same names and signatures.
-The tables say what a signature cannot: which output may take an input's memory, and which outputs can be written in
-several forms at once.
+Outputs stand left of `/`, inputs right of it, plain numbers right of `*`. Planner, backends, bench and speed of light
+look everything else up in the record: nothing asks how an op's name begins.
 """
 
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable
-from dataclasses import dataclass
+import math
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, field
 from functools import cache
+from typing import Any, TypeVar
 
-from llmq.ops import reference
+import numpy as np
 
-# op -> {output: input whose memory it may take when that input is read for the last time}
-MAY_SHARE: dict[str, dict[str, str]] = {
-    "embedding_noise": {"out": "res"},
-    "rmsnorm_backward": {"d_out": "d_res"},
-    "rope_forward": {"out": "qkv"},
-    "rope_backward": {"d_qkv": "d_out"},
-    "cross_entropy": {"d_logits": "logits"},
-}
+from llmq.tensor import DTYPES, Form, Output, Ref, Tensor, scale_shape, stored_bytes
 
-# op -> outputs that it can write in quantized or column-sum forms in the same pass; all others get a `cast` behind them
-# (copies that own their scales a `quantize`)
-WRITES_FORMS: dict[str, frozenset[str]] = {
-    "rmsnorm_forward": frozenset({"x"}),
-    "rmsnorm_backward": frozenset({"d_out"}),
-    "qk_norm_backward": frozenset({"d_qkv"}),
-    "swiglu_forward": frozenset({"act"}),
-    "swiglu_backward": frozenset({"d_gate_up"}),
-    "rope_backward": frozenset({"d_qkv"}),
-    "adamw": frozenset({"weight"}),
-    "cast": frozenset({"out"}),
-}
-
-# op -> outputs whose fp8 rows it can write in the same pass, but nothing else: a `cast` of the rows makes columns
-WRITES_ROWS: dict[str, frozenset[str]] = {"cross_entropy": frozenset({"d_logits"})}
+Function = TypeVar("Function", bound=Callable[..., None])
+LANES = ("main", "copy", "comm")
+NAMES = {dtype: name for name, dtype in DTYPES.items()}
 
 
 @dataclass(frozen=True)
-class Signature:
-    """Names of an op's outputs, inputs and numbers, in order."""
+class Arguments:
+    """What one call reads and writes, by the names of its op's signature; an absent input is left out.
 
+    `writes` has a Ref for every form that is written, none for an unwanted output. FLOPs, bytes, scratch and refusals
+    of a call follow from this.
+    """
+
+    reads: Mapping[str, Ref]
+    writes: Mapping[str, tuple[Ref, ...]]
+    numbers: Mapping[str, Any]
+    added: frozenset[str] = frozenset()  # outputs that are added to what is there
+    in_place: frozenset[str] = frozenset()  # outputs whose value is written where the input lies that they may share
+    different_tokens: float | None = None  # of the batch: rows of an embedding table that are touched; None: all
+
+    @property
+    def writes_columns(self) -> bool:
+        """Whether a quantized copy is written transposed."""
+        forms = [ref.form for refs in self.writes.values() for ref in refs]
+        return any(form is not None and form.layout == "col" for form in forms)
+
+
+@dataclass(frozen=True)
+class Record:
+    """All that is known of an op without running it. Names of `outputs`, `inputs` and `numbers` are in order."""
+
+    name: str
     outputs: tuple[str, ...]
     inputs: tuple[str, ...]
     numbers: tuple[str, ...]
+    family: str  # that bench's ladder counts its time in
+    shares: Mapping[str, str] = field(default_factory=dict)  # output -> input whose memory it may take at its last read
+    forms: frozenset[str] = frozenset()  # outputs that it writes in quantized and column-sum forms in the same pass
+    rows: frozenset[str] = frozenset()  # outputs whose fp8 rows it can write in the same pass, but nothing else
+    cast_from: Mapping[str, str] = field(default_factory=dict)  # output -> input of the same value: forms come from it
+    lane: str = "main"  # where calls run unless said otherwise
+    is_linear: bool = False  # multiplies with a weight, or makes a weight's gradient: what a site is made of
+    products: int = 0  # matrix products, each of `multiply_adds`
+    remade: int = 0  # of these, which another op has made before: time lost to speed of light
+    multiply_adds: Callable[[Arguments], int] = lambda call: 0
+    untouched: Callable[[Arguments], int] = lambda call: (
+        0
+    )  # bytes of a call's arguments that it neither reads nor writes
+
+    def writes(self, output: str, form: Form | None) -> bool:
+        """Whether the op writes `form` of its output in its own pass, so that nothing is put after it."""
+        if form is None:
+            return True
+        if form.scaling == "current" or form.owns_scales:
+            return False
+        is_row = form.layout == "row" and form.scaling == "delayed"
+        return output in self.forms or (is_row and output in self.rows)
+
+    def flops(self, call: Arguments) -> int:
+        """Floating-point operations of a call's matrix products."""
+        return 2 * self.products * self.multiply_adds(call)
+
+    def rate_dtype(self, call: Arguments) -> str:
+        """The dtype whose rate bounds the products: e5m2 multiplies as fast as e4m3."""
+        if not self.products:
+            return "fp32"
+        first = call.reads[self.inputs[0]]
+        dtype = first.form.dtype if first.form else first.dtype
+        return "e4m3" if dtype == "e5m2" else dtype
+
+    def num_bytes(self, call: Arguments) -> int:
+        """Bytes that a call moves at least: every operand once, with its own scales; an output added to, twice."""
+        read = {(ref.space, ref.name, ref.again, ref.form, ref.span): ref for ref in call.reads.values()}
+        total = sum(_moved(ref) for ref in read.values())
+        for name, refs in call.writes.items():
+            total += sum(_moved(ref) for ref in refs) * (2 if name in call.added else 1)
+        return total - self.untouched(call)
 
 
-def parse(function: Callable[..., None]) -> Signature:
-    """Reads the contract off a function."""
-    kinds: dict[object, list[str]] = {}
-    for name, parameter in inspect.signature(function).parameters.items():
-        kinds.setdefault(parameter.kind, []).append(name)
+def op(
+    *,
+    family: str,
+    shares: Mapping[str, str] | None = None,
+    forms: Iterable[str] = (),
+    rows: Iterable[str] = (),
+    cast_from: Mapping[str, str] | None = None,
+    **more: Any,
+) -> Callable[[Function], Function]:
+    """Attaches the record of an op to its reference function, and leaves the function as it is."""
+
+    def attached(function: Function) -> Function:
+        names = parse(function)
+        facts = {"shares": shares or {}, "cast_from": cast_from or {}, "forms": frozenset(forms), **more}
+        vars(function)["record"] = Record(function.__name__, *names, family=family, rows=frozenset(rows), **facts)
+        return function
+
+    return attached
+
+
+def arguments_of(op: str, *handles: Output | Tensor | None, **numbers: Any) -> Arguments:
+    """The arguments of a call on handles, in the order of its signature, as if it were planned."""
+    known = record(op)
+    outputs = dict(zip(known.outputs, handles, strict=False))
+    given = dict(zip(known.inputs, handles[len(outputs) :], strict=True))
+    inputs = {name: x for name, x in given.items() if isinstance(x, Tensor)}
+    reads = {name: _ref_of(x) for name, x in inputs.items()}
+    writes, added, in_place = {}, set(), set()
+    for name, output in outputs.items():
+        assert isinstance(output, Output)
+        writes[name] = tuple(_ref_of(x) for x in output.tensors)
+        added |= {name} if output.accumulate else set()
+        source = inputs.get(known.shares.get(name, ""))
+        in_place |= {name} if any(source is not None and x.array is source.array for x in output.tensors) else set()
+    return Arguments(reads, writes, numbers, frozenset(added), frozenset(in_place))
+
+
+def _ref_of(tensor: Tensor) -> Ref:
+    """One name for one array; of a copy in a form, the value's own dtype is not known."""
+    dtype = tensor.form.dtype if tensor.form is not None else NAMES[np.dtype(tensor.array.dtype)]
+    return Ref(f"{tensor.name} {id(tensor.array)}", "activation", tensor.shape, dtype, form=tensor.form)
+
+
+def parse(function: Callable[..., None]) -> tuple[tuple[str, ...], tuple[str, ...], tuple[str, ...]]:
+    """Names of a function's outputs, inputs and numbers, in order."""
     p = inspect.Parameter
-    return Signature(*(tuple(kinds.get(k, ())) for k in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)))
+    parameters = inspect.signature(function).parameters.items()
+    outputs, inputs, numbers = (
+        tuple(name for name, parameter in parameters if parameter.kind == kind)
+        for kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)
+    )
+    return outputs, inputs, numbers
 
 
 @cache
-def signature(op: str) -> Signature:
-    """Contract of the op called `op`; KeyError if there is none."""
-    return parse(reference.OPS[op])
+def record(op: str) -> Record:
+    """What is known of the op called `op`; KeyError if there is none."""
+    from llmq.ops import reference  # its modules take `op` from here
+
+    found: Record = vars(reference.OPS[op])["record"]
+    return found
+
+
+def _moved(ref: Ref) -> int:
+    """Bytes of an operand, with its scales where it has many."""
+    form = ref.form
+    scales = math.prod(scale_shape(ref.shape, form)) if form is not None and form.owns_scales else 0
+    return stored_bytes(ref) + 4 * scales

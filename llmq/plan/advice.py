@@ -9,7 +9,7 @@ from typing import Any
 from llmq.arena import aligned
 from llmq.errors import MemoryLimitError, UsageError
 from llmq.plan.memory import Memory
-from llmq.plan.plan import SCRATCH, Plan, make_plan
+from llmq.plan.plan import Plan, make_plan, scratch_storage
 from llmq.plan.precision import Precision
 from llmq.plan.program import Step
 
@@ -21,9 +21,10 @@ def with_fitting_chunks(plan: Plan, free_bytes: int, scratch_bytes: Scratch | No
 
     With the most chunks if no number of them fits, unless they need no less.
     """
-    if plan.total_bytes <= free_bytes or SCRATCH not in plan.persistent:
+    scratch = plan.persistent.get(scratch_storage("main"))
+    if plan.total_bytes <= free_bytes or scratch is None:
         return plan
-    (size,) = plan.persistent[SCRATCH].shape
+    (size,) = scratch.shape
     room = free_bytes - (plan.total_bytes - aligned(size))
     most = plan.batch_size
     for chunks in range(2, most + 1):
@@ -64,7 +65,7 @@ def _with_less_workspace(
     plan: Plan, scratch_bytes: Scratch | None, relaxed_scratch: Scratch | None
 ) -> Iterator[tuple[str, Plan]]:
     """Changes that make only the scratch memory smaller, which attention's backward may need much of."""
-    if SCRATCH not in plan.persistent:
+    if not any(ref.space == "workspace" for ref in plan.persistent.values()):
         return
     if relaxed_scratch is not None:
         yield "--no-deterministic", _changed(plan, relaxed_scratch)

@@ -11,6 +11,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
 from llmq.ops.record import Call
+from llmq.ops.seam import record
 from llmq.plan.program import scale_cell
 from llmq.tensor import Form, Ref
 
@@ -27,7 +28,7 @@ def observed(calls: Sequence[Call], masters: Mapping[str, Ref]) -> tuple[list[Ca
                 continue
             if ref.form.layout == "row":
                 forms.setdefault(ref.name, (ref, ref.form))
-            if call.op.startswith("linear_"):
+            if record(call.op).is_linear:
                 sites.setdefault(scale_cell(ref, ref.form.dtype), {}).setdefault(_site(call))
     cells = {cell: index for index, cell in enumerate(sites)}
     whole = Ref("quantization_error", "cell", (len(cells) * STRIDE,), "fp32")

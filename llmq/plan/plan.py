@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
@@ -12,19 +13,20 @@ from llmq.config import ModelConfig
 from llmq.errors import UsageError
 from llmq.model import Model
 from llmq.ops.record import Call, Recompute, Recorder
+from llmq.ops.seam import record
 from llmq.optimizer import Hyperparameters
 from llmq.plan.build import build_model, without_noise
 from llmq.plan.memory import Memory
 from llmq.plan.observe import observed
 from llmq.plan.precision import Precision
-from llmq.plan.program import Compiler, Program, Step, own_scales, reads_of_weights, storage_name, stored_bytes
+from llmq.plan.program import Compiler, Program, Step, own_scales, reads_of_weights, storage_name
 from llmq.plan.recompute import ROLES, Fates, decide
 from llmq.rows import Row, parameter_rows
 from llmq.stores.activations import Frame, Frames
 from llmq.stores.grads import ReplicatedGrads
 from llmq.stores.moments import ReplicatedMoments
 from llmq.stores.weights import ReplicatedWeights
-from llmq.tensor import LARGEST, Ref, num_norm_tiles
+from llmq.tensor import LARGEST, Ref, num_norm_tiles, stored_bytes
 
 # what the allocator table calls each space, in its order
 CATEGORIES = {
@@ -36,9 +38,13 @@ CATEGORIES = {
     "weight": "Weights",
     "workspace": "Workspace",
 }
-SCRATCH = "workspace:scratch"  # memory that one call after the other uses while it runs
 SCALE_STRIDE = 4  # floats from one delayed scale to the next: matmuls read scales at 16-byte aligned addresses only
 HISTORY = 16  # steps whose amax a delayed scale covers
+
+
+def scratch_storage(lane: str) -> str:
+    """The storage that one call of a lane after the other uses while it runs."""
+    return f"workspace:scratch.{lane}"
 
 
 @dataclass(frozen=True)
@@ -242,9 +248,13 @@ def make_plan(
     assert tuple(sorted(compiler.scales)) == scales
     persistent = _persistent(programs.values(), aliases)
     if scratch_bytes is not None:
-        size = max(scratch_bytes(step) for program in programs.values() for step in program.steps)
-        if size:
-            persistent[SCRATCH] = Ref("scratch", "workspace", (size,), "uint8")
+        needs: dict[str, int] = defaultdict(int)
+        for step in (step for program in programs.values() for step in program.steps):
+            lane = record(step.op).lane
+            needs[lane] = max(needs[lane], scratch_bytes(step))
+        for lane, size in needs.items():
+            if size:
+                persistent[scratch_storage(lane)] = Ref(f"scratch.{lane}", "workspace", (size,), "uint8")
     return Plan(
         config,
         precision,

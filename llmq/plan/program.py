@@ -5,7 +5,6 @@ A `Program` is the list of steps that the engine runs, eagerly or captured as on
 
 from __future__ import annotations
 
-import math
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -13,9 +12,8 @@ from typing import Any
 
 from llmq.arena import Lifetime, lay_out, live_peak
 from llmq.ops.record import Call
-from llmq.ops.seam import MAY_SHARE, signature
-from llmq.plan.recompute import writes_form
-from llmq.tensor import DTYPES, LARGEST, Form, Ref, scale_shape, stored_shape
+from llmq.ops.seam import record
+from llmq.tensor import LARGEST, Form, Ref, scale_shape, stored_bytes
 
 
 @dataclass(frozen=True)
@@ -126,36 +124,37 @@ class Compiler:
         steps: list[Step] = []
         written: set[str] = set()
         for call in calls:
-            inputs = tuple(self._operand(ref) for ref in call.inputs)
+            op, inputs = record(call.op), tuple(self._operand(ref) for ref in call.inputs)
+            values = dict(zip(op.inputs, call.inputs, strict=True))
             outputs: list[Result | None] = []
-            casts: list[tuple[Ref, list[Form]]] = []
+            casts: list[tuple[Ref, Ref | None, list[Form]]] = []
             turns: list[Ref] = []
-            for output, ref in zip(signature(call.op).outputs, call.outputs, strict=True):
+            for output, ref in zip(op.outputs, call.outputs, strict=True):
                 if ref is None:
                     outputs.append(None)
                     continue
                 forms = self._forms_wanted(ref, wanted)
-                later = [form for form in forms if form is not None and not writes_form(call.op, output, form)]
-                if call.op == "cast" and ref.again:  # it reads a scale that was made in forward
+                later = [form for form in forms if form is not None and not op.writes(output, form)]
+                source = op.cast_from.get(output)
+                if source and ref.again:  # it reads a scale that was made in forward
                     later = [form for form in later if storage_name(self._scale_ref(ref, form)) not in written]
                 now = [form for form in forms if form not in later]
                 turned = [form for form in later if form.layout == "col" and replace(form, layout="row") in now]
                 later = [form for form in later if form not in turned]
-                if later and ref.space == "activation" and call.op != "cast" and None not in now:
+                if later and ref.space == "activation" and not source and None not in now:
                     now.insert(0, None)
                 accumulate = ref.space in ("grad", "sum") and (not first or storage_name(ref) in written)
                 written.add(storage_name(ref))
                 outputs.append(self._result(ref, now, statistics, accumulate))
                 if later:
-                    casts.append((ref, later))
+                    value = self.masters[ref.name] if ref.space == "weight" else ref
+                    casts.append((ref, values[source] if source else value, later))
                 turns += [replace(ref, form=form) for form in turned]
             if any(result is not None and result.operands for result in outputs):
                 steps.append(Step(call.op, tuple(outputs), inputs, call.numbers, call.phase))
-            for ref, later in casts:
-                value = self.masters[ref.name] if ref.space == "weight" else ref
-                source = call.inputs[0] if call.op == "cast" else value
-                assert source is not None
-                made = self._casts(ref, source, later, call.phase, statistics, written)
+            for ref, given, later in casts:
+                assert given is not None
+                made = self._casts(ref, given, later, call.phase, statistics, written)
                 written.update(o.storage for step in made for r in step.outputs if r for o in r.operands)
                 steps += made
             steps += [self._turn(ref, call.phase) for ref in turns]
@@ -235,12 +234,6 @@ def _as_row(ref: Ref) -> Ref:
     return replace(ref, form=replace(ref.form, layout="row"))
 
 
-def stored_bytes(ref: Ref) -> int:
-    """Bytes of the whole tensor that a Ref without span stands for."""
-    shape = stored_shape(ref.shape, ref.form)
-    return math.prod(shape) * DTYPES[ref.form.dtype if ref.form else ref.dtype].itemsize
-
-
 def _place(name: str, steps: Sequence[Step]) -> Program:
     firsts: dict[str, int] = {}
     lasts: dict[str, int] = {}
@@ -295,10 +288,10 @@ def _shared(steps: Sequence[Step], sizes: Mapping[str, int], lasts: Mapping[str,
     """Storages that take over the memory of an input at its last read, by the root whose place they share."""
     roots: dict[str, str] = {}
     for index, step in enumerate(steps):
-        names = signature(step.op)
-        given = dict(zip(names.inputs, step.inputs, strict=True))
-        for output, result in zip(names.outputs, step.outputs, strict=True):
-            source = given.get(MAY_SHARE.get(step.op, {}).get(output, ""))
+        op = record(step.op)
+        given = dict(zip(op.inputs, step.inputs, strict=True))
+        for output, result in zip(op.outputs, step.outputs, strict=True):
+            source = given.get(op.shares.get(output, ""))
             if result is None or source is None or source.ref.space != "activation":
                 continue
             for operand in result.operands:

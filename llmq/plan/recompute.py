@@ -12,7 +12,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 from llmq.ops.record import Call, Recompute
-from llmq.ops.seam import WRITES_FORMS, WRITES_ROWS, signature
+from llmq.ops.seam import record
 from llmq.tensor import Form, Ref
 
 # flag -> the roles it drops, as sublayers tag them on their slots
@@ -34,16 +34,6 @@ class Fates:
     recompute: Recompute
 
 
-def writes_form(op: str, output: str, form: Form | None) -> bool:
-    """Whether `op` writes `form` of its output in its own pass, so that nothing is put behind it."""
-    if form is None:
-        return True
-    if form.scaling == "current" or form.owns_scales:
-        return False
-    rows = form.layout == "row" and form.scaling == "delayed" and output in WRITES_ROWS.get(op, ())
-    return rows or output in WRITES_FORMS.get(op, ())
-
-
 def decide(calls: Sequence[Call], roles: Iterable[str], drop: Iterable[str] = ()) -> Fates:
     """Fates of all layer intermediates when `roles`, and the slots named in `drop`, are recomputed.
 
@@ -56,7 +46,7 @@ def decide(calls: Sequence[Call], roles: Iterable[str], drop: Iterable[str] = ()
     pending: list[tuple[str, Form | None]] = []
     for call in calls:
         if call.phase == "forward":
-            for name, ref in zip(signature(call.op).outputs, call.outputs, strict=True):
+            for name, ref in zip(record(call.op).outputs, call.outputs, strict=True):
                 if ref is not None and ref.space == "activation" and ref.layer is not None:
                     producers[ref.name], slots[ref.name] = (call, name), ref
         else:
@@ -74,7 +64,7 @@ def decide(calls: Sequence[Call], roles: Iterable[str], drop: Iterable[str] = ()
         if is_dropped(name):
             call, output = producers[name]
             pending += [(ref.name, ref.form) for ref in call.inputs if ref is not None and ref.name in producers]
-            if not writes_form(call.op, output, form):
+            if not record(call.op).writes(output, form):
                 pending.append((name, None))
     dropped: dict[str, set[Form | None]] = defaultdict(set)
     copies = set()

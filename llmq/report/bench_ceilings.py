@@ -66,24 +66,20 @@ def _host_copy() -> float:
 
 def _product(dtype: str) -> float:
     """FLOP/s of our matrix product, both operands of `dtype` with the summed axis innermost."""
-    import cupy
-
-    from llmq.ops.cuda import scratch
     from llmq.ops.cuda.algorithms import Algorithms
     from llmq.ops.cuda.cublaslt import Gemms, device_key
-    from llmq.ops.cuda.linear import linear_ops, linear_scratch
-    from llmq.report.op_bench import Arrays
+    from llmq.ops.cuda.linear import linear_kernels
+    from llmq.report.op_bench import Arrays, Invocation
 
     arrays, shape = Arrays(), (SIZE, SIZE)
     form = Form(dtype, "row", "delayed") if dtype == "e4m3" else None
     stored = "bf16" if form else dtype
     x, weight, y = arrays.tensor(shape, stored, form), arrays.tensor(shape, stored, form), arrays.output(shape, stored)
-    scratch.use(cupy.empty(linear_scratch(), np.uint8))
     algorithms = Algorithms(device_key())
-    gemms = Gemms(algorithms, scratch.take)
-    forward = linear_ops(gemms)["linear_forward"]
+    gemms = Gemms(algorithms)
+    forward, kernel = Invocation("linear_forward", (y, x, weight, None, None)), linear_kernels(gemms)["linear_forward"]
     try:
-        seconds = _heated(lambda: forward(y, x, weight, None, None))
+        seconds = _heated(forward.bound(kernel, arrays.scratch(kernel.needed(forward.arguments))))
     finally:
         gemms.close()
     algorithms.save()

@@ -15,16 +15,16 @@ from typing import Any
 from llmq import device as devices
 from llmq.errors import UsageError
 from llmq.gpus import TERA
-from llmq.ops.cuda import scratch
+from llmq.ops.cuda.launch import Kernel
+from llmq.ops.seam import Arguments, record
 from llmq.presets import preset
 from llmq.report import op_bench
-from llmq.report.op_bench import L2_BYTES, MODELS, Arrays, Call, Sizes, replayed
-from llmq.tensor import Form
+from llmq.report.op_bench import L2_BYTES, MODELS, Arrays, Invocation, Sizes, replayed
+from llmq.tensor import Form, Ref
 
 LINEAR = ("linear_forward", "linear_dgrad", "linear_wgrad")
 ATTENTION = ("attention_forward", "attention_backward")
 HEAD_ROWS = 2**13  # tokens in a chunk of the head
-SCRATCH_BYTES = 2**28
 ROW8, COL8 = Form("e4m3", "row", "delayed"), Form("e4m3", "col", "delayed")
 FORMS = {  # of the two operands in e4m3: both have the summed axis innermost
     "linear_forward": (ROW8, ROW8),
@@ -35,12 +35,12 @@ FORMS = {  # of the two operands in e4m3: both have the summed axis innermost
 
 @dataclass(frozen=True)
 class Product:
-    """An op of matrix products at a size. `make` gives a call over fresh arrays, and the scratch that it needs."""
+    """An op of matrix products at a size; `make` gives one over fresh arrays."""
 
     name: str
     dtype: str
     flops: int
-    make: Callable[[Arrays], tuple[Call, int]]
+    make: Callable[[Arrays], Invocation]
 
     def row(self, microseconds: float, peak: float) -> str:
         """A line of the table."""
@@ -105,7 +105,8 @@ def sizes_of(text: str) -> Sizes:
 def products(op: str, s: Sizes) -> Iterator[Product]:
     """The problems of an op in a model: its linear maps in bf16 and e4m3, or its attention."""
     if op in ATTENTION:
-        flops = {"attention_forward": 4, "attention_backward": 10}[op] * s.b * s.hq * s.hd * s.t * (s.t + 1) // 2
+        qkv = Ref("qkv", "activation", (s.b, s.t, (s.hq + 2 * s.hkv) * s.hd), "bf16")
+        flops = record(op).flops(Arguments({"qkv": qkv}, {}, _attention_numbers(s)))
         yield Product(f"{op}, {s.name}", "bf16", flops, partial(_attention, op, s))
         return
     width, tokens = s.hq * s.hd, s.b * s.t
@@ -118,24 +119,30 @@ def products(op: str, s: Sizes) -> Iterator[Product]:
     }
     for dtype in ("bf16", "e4m3"):
         for name, (m, n, k) in maps.items():
-            yield Product(f"{op} {dtype} {name}, {s.name}", dtype, 2 * m * n * k, partial(_linear, op, dtype, m, n, k))
+            operands = zip(record(op).inputs, _shapes(op, m, n, k)[:2], strict=False)
+            reads = {operand: Ref(operand, "activation", shape, dtype) for operand, shape in operands}
+            flops = record(op).flops(Arguments(reads, {}, {}))
+            yield Product(f"{op} {dtype} {name}, {s.name}", dtype, flops, partial(_linear, op, dtype, m, n, k))
 
 
-def _linear(op: str, dtype: str, m: int, n: int, k: int, arrays: Arrays) -> tuple[Call, int]:
-    """x (m,k), weight (n,k), y (m,n): the call as training makes it; a weight's gradient is added to."""
-    from llmq.ops.cuda.linear import linear_ops, linear_scratch
-
+def _shapes(op: str, m: int, n: int, k: int) -> tuple[tuple[int, int], ...]:
+    """Shapes of both operands and of the result."""
     x, weight, y = (m, k), (n, k), (m, n)
-    first, second, result = {
+    return {
         "linear_forward": (x, weight, y),
         "linear_dgrad": (y, weight, x),
         "linear_wgrad": (y, x, weight),
     }[op]
+
+
+def _linear(op: str, dtype: str, m: int, n: int, k: int, arrays: Arrays) -> Invocation:
+    """x (m,k), weight (n,k), y (m,n): the call as training makes it; a weight's gradient is added to."""
+    first, second, result = _shapes(op, m, n, k)
     forms = FORMS[op] if dtype == "e4m3" else (None, None)
     read = [arrays.tensor(shape, form=form) for shape, form in zip((first, second), forms, strict=True)]
     out = replace(arrays.output(result), accumulate=op == "linear_wgrad")
-    more = (None, None) if op == "linear_forward" else ()
-    return partial(linear_ops(_gemms())[op], out, *read, *more), linear_scratch()
+    absent = (None,) * (len(record(op).inputs) - 2)
+    return Invocation(op, (out, *read, *absent))
 
 
 @cache
@@ -143,46 +150,45 @@ def _gemms() -> Any:
     from llmq.ops.cuda.algorithms import Algorithms
     from llmq.ops.cuda.cublaslt import Gemms, device_key
 
-    return Gemms(Algorithms(device_key()), scratch.take)
+    return Gemms(Algorithms(device_key()))
 
 
 @cache
-def _attentions() -> Any:
+def _cudnn() -> Any:
     """Deterministic, as training is by default."""
-    from llmq.ops.cuda.attention import Attention
     from llmq.ops.cuda.cudnn import Cudnn
 
-    return Attention(Cudnn(deterministic=True), scratch.take)
+    return Cudnn(deterministic=True)
 
 
-def _attention(op: str, s: Sizes, arrays: Arrays) -> tuple[Call, int]:
-    """Causal attention over whole sequences; backward reads what forward wrote."""
-    from llmq.ops.cuda.attention import attention_ops, attention_scratch
+def _kernel(op: str) -> Kernel:
+    from llmq.ops.cuda.attention import attention_kernels
+    from llmq.ops.cuda.linear import linear_kernels
 
-    attention = _attentions()
-    numbers = {
-        "num_heads": s.hq,
-        "num_kv_heads": s.hkv,
-        "window": None,
-        "longest": None,
-        "softmax_scale": s.hd**-0.5,
-    }
-    shape = (s.b, s.t, (s.hq + 2 * s.hkv) * s.hd)
+    return linear_kernels(_gemms())[op] if op in LINEAR else attention_kernels(_cudnn())[op]
+
+
+def _attention_numbers(s: Sizes) -> dict[str, Any]:
+    """Of causal attention over whole sequences."""
+    heads = {"num_heads": s.hq, "num_kv_heads": s.hkv}
+    return {**heads, "window": None, "longest": None, "softmax_scale": s.hd**-0.5}
+
+
+def _attention(op: str, s: Sizes, arrays: Arrays) -> Invocation:
+    """Backward reads what forward wrote."""
+    shape, numbers = (s.b, s.t, (s.hq + 2 * s.hkv) * s.hd), _attention_numbers(s)
     qkv, att, lse = (
         arrays.tensor(shape),
         arrays.output((s.b, s.t, s.hq * s.hd)),
         arrays.output((s.b, s.hq, s.t), "fp32"),
     )
-    ops = attention_ops(attention)
-    forward = partial(ops["attention_forward"], att, lse, qkv, None, **numbers)
-    size = attention_scratch(attention, "attention_forward", shape, None, "bf16", numbers, (True, True))
+    forward = Invocation("attention_forward", (att, lse, qkv, None), numbers)
     if op == "attention_forward":
-        return forward, size
-    size = max(size, attention_scratch(attention, op, shape, None, "bf16", numbers, (True,)))
-    _use_scratch(size)
-    forward()
+        return forward
+    kernel = _kernel("attention_forward")
+    forward.bound(kernel, arrays.scratch(kernel.needed(forward.arguments)))()
     d_qkv, d_att = arrays.output(shape), arrays.tensor(att.shape)
-    return partial(ops[op], d_qkv, d_att, qkv, *att.tensors, *lse.tensors, None, **numbers), size
+    return Invocation(op, (d_qkv, d_att, qkv, *att.tensors, *lse.tensors, None), numbers)
 
 
 def _microseconds(product: Product) -> float:
@@ -190,18 +196,13 @@ def _microseconds(product: Product) -> float:
     import cupy
 
     probe = Arrays()
-    call, size = product.make(probe)
-    calls = [call]
-    while len(calls) * probe.num_bytes < L2_BYTES:
-        calls.append(product.make(Arrays())[0])
-    _use_scratch(size)
+    made = [product.make(probe)]
+    while len(made) * probe.num_bytes < L2_BYTES:
+        made.append(product.make(Arrays()))
+    kernel = _kernel(made[0].op)
+    scratch = probe.scratch(kernel.needed(made[0].arguments))
+    calls = [one.bound(kernel, scratch) for one in made]
     microseconds = replayed(calls)
-    del calls, call, probe
+    del calls, made, probe, scratch
     cupy.get_default_memory_pool().free_all_blocks()
     return microseconds
-
-
-def _use_scratch(num_bytes: int) -> None:
-    import cupy
-
-    scratch.use(cupy.empty(max(num_bytes, SCRATCH_BYTES), "uint8"))

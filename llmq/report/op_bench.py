@@ -8,15 +8,17 @@ from __future__ import annotations
 
 import re
 import sys
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Any
 
 import numpy as np
 
 from llmq.ops import cuda
-from llmq.ops.cuda import scratch
+from llmq.ops.cuda.launch import Kernel
 from llmq.ops.cuda.timing import fill_random
+from llmq.ops.seam import Arguments, arguments_of, record
 from llmq.tensor import COLSUM, DTYPES, Form, Output, Tensor, num_norm_tiles, scale_shape, stored_shape
 
 L2_BYTES = 2**28  # more than any card's L2 cache
@@ -87,15 +89,41 @@ class Arrays:
         scale = self.cupy.full(scale_shape(shape, form), 0.01, np.float32) if form and form.scaling else None
         return Tensor("x", array, shape, form, scale)
 
+    def scratch(self, num_bytes: int) -> Any:
+        """Memory that calls use in turn."""
+        return self.cupy.empty(max(num_bytes, 1), np.uint8)
+
     def output(self, shape: tuple[int, ...], dtype: str = "bf16", forms: tuple[Form | None, ...] = (None,)) -> Output:
         """An output in these forms, with statistics if one is quantized."""
         amax = {"e4m3": self.cupy.zeros(1, np.float32)} if ROW8 in forms else {}
         return Output("y", shape, dtype, tuple(self.tensor(shape, dtype, form) for form in forms), amax=amax)
 
 
-OPS: Any = cuda  # called with unpacked arguments
 Call = Callable[[], None]
-Maker = Callable[[Arrays, Sizes], tuple[Call, int]]  # the call, and the bytes it moves beyond those of its arrays
+
+
+@dataclass(frozen=True)
+class Invocation:
+    """An op and its handles in the order of its signature. `different_tokens` are those of a batch, if it has any."""
+
+    op: str
+    handles: tuple[Any, ...]
+    numbers: Mapping[str, Any] = field(default_factory=dict)
+    different_tokens: float | None = None
+
+    @property
+    def arguments(self) -> Arguments:
+        """What FLOPs, bytes and scratch follow from."""
+        found = arguments_of(self.op, *self.handles, **self.numbers)
+        return replace(found, different_tokens=self.different_tokens)
+
+    def bound(self, kernel: Kernel, scratch: Any) -> Call:
+        """The call, with nothing left to give; `scratch` is a CuPy array that others use, too."""
+        given = {"scratch": scratch} if kernel.needed(self.arguments) else {}
+        return partial(kernel.launch, *self.handles, **self.numbers, **given)
+
+
+Maker = Callable[[Arrays, Sizes], Invocation]
 
 
 def cases(wanted: str | None = None) -> Iterator[tuple[str, Maker]]:
@@ -111,71 +139,68 @@ def base(name: str) -> str:
 
 
 def _rmsnorm_forward(forms: tuple[Form | None, ...]) -> Maker:
-    def make(a: Arrays, s: Sizes) -> tuple[Call, int]:
+    def make(a: Arrays, s: Sizes) -> Invocation:
         x, rstd = a.output((s.b, s.t, s.c), forms=forms), a.output((s.b, s.t), "fp32")
         res, weight = a.tensor((s.b, s.t, s.c)), a.tensor((s.c,))
-        return lambda: OPS.rmsnorm_forward(x, rstd, res, weight, eps=1e-6), 0
+        return Invocation("rmsnorm_forward", (x, rstd, res, weight), {"eps": 1e-6})
 
     return make
 
 
 def _rmsnorm_backward(forms: tuple[Form | None, ...]) -> Maker:
-    def make(a: Arrays, s: Sizes) -> tuple[Call, int]:
+    def make(a: Arrays, s: Sizes) -> Invocation:
         d_out, d_weight = a.output((s.b, s.t, s.c), forms=forms), a.output((s.c,))
         d_x, d_res, res = (a.tensor((s.b, s.t, s.c)) for _ in range(3))
         weight, rstd = a.tensor((s.c,)), a.tensor((s.b, s.t), "fp32")
-        return lambda: OPS.rmsnorm_backward(d_out, d_weight, d_x, d_res, res, weight, rstd), 0
+        return Invocation("rmsnorm_backward", (d_out, d_weight, d_x, d_res, res, weight, rstd))
 
     return make
 
 
 def _swiglu_forward(forms: tuple[Form | None, ...]) -> Maker:
-    def make(a: Arrays, s: Sizes) -> tuple[Call, int]:
+    def make(a: Arrays, s: Sizes) -> Invocation:
         act, gate_up = a.output((s.b, s.t, s.f), forms=forms), a.tensor((s.b, s.t, 2 * s.f))
-        return lambda: OPS.swiglu_forward(act, gate_up), 0
+        return Invocation("swiglu_forward", (act, gate_up))
 
     return make
 
 
 def _swiglu_backward(forms: tuple[Form | None, ...]) -> Maker:
-    def make(a: Arrays, s: Sizes) -> tuple[Call, int]:
+    def make(a: Arrays, s: Sizes) -> Invocation:
         d, gate_up = a.output((s.b, s.t, 2 * s.f), forms=forms), a.tensor((s.b, s.t, 2 * s.f))
         d_act = a.tensor((s.b, s.t, s.f))
-        return lambda: OPS.swiglu_backward(d, d_act, gate_up), 0
+        return Invocation("swiglu_backward", (d, d_act, gate_up))
 
     return make
 
 
-def _rope(op: Any, forms: tuple[Form | None, ...], in_place: bool = False) -> Maker:
-    def make(a: Arrays, s: Sizes) -> tuple[Call, int]:
+def _rope(op: str, forms: tuple[Form | None, ...], in_place: bool = False) -> Maker:
+    def make(a: Arrays, s: Sizes) -> Invocation:
         shape = (s.b, s.t, (s.hq + 2 * s.hkv) * s.hd)
         x = a.tensor(shape)
-        values = s.b * s.t * s.hkv * s.hd * 2  # in place the value heads are not touched
         out = Output("out", shape, "bf16", (x,)) if in_place else a.output(shape, forms=forms)
-        more = x.array.nbytes - 2 * values if in_place else 0
         table = a.tensor((s.t, s.hd), "fp32")
         positions = a.tensor((s.b, s.t), "int32")
         positions.array[...] = a.cupy.arange(s.t, dtype=np.int32)
-        return lambda: op(out, x, table, positions, num_heads=s.hq, num_kv_heads=s.hkv), more
+        return Invocation(op, (out, x, table, positions), {"num_heads": s.hq, "num_kv_heads": s.hkv})
 
     return make
 
 
-def _qk_norm_forward(a: Arrays, s: Sizes) -> tuple[Call, int]:
+def _qk_norm_forward(a: Arrays, s: Sizes) -> Invocation:
     shape, heads = (s.b, s.t, (s.hq + 2 * s.hkv) * s.hd), {"num_heads": s.hq, "num_kv_heads": s.hkv}
     out, rstd = a.output(shape), a.output((s.b, s.t, s.hq + s.hkv), "fp32")
     read = (a.tensor(shape), a.tensor((s.hd,)), a.tensor((s.hd,)))
-    return lambda: OPS.qk_norm_forward(out, rstd, *read, **heads, eps=1e-6), 0
+    return Invocation("qk_norm_forward", (out, rstd, *read), {**heads, "eps": 1e-6})
 
 
 def _qk_norm_backward(forms: tuple[Form | None, ...]) -> Maker:
-    def make(a: Arrays, s: Sizes) -> tuple[Call, int]:
+    def make(a: Arrays, s: Sizes) -> Invocation:
         shape, heads = (s.b, s.t, (s.hq + 2 * s.hkv) * s.hd), {"num_heads": s.hq, "num_kv_heads": s.hkv}
         out = (a.output(shape, forms=forms), a.output((s.hd,)), a.output((s.hd,)))
         read = (a.tensor(shape), a.tensor(shape), a.tensor((s.hd,)), a.tensor((s.hd,)))
         rstd = a.tensor((s.b, s.t, s.hq + s.hkv), "fp32")
-        values = s.b * s.t * s.hkv * s.hd * 2  # of qkv, which are not read
-        return lambda: OPS.qk_norm_backward(*out, *read, rstd, **heads), -values
+        return Invocation("qk_norm_backward", (*out, *read, rstd), heads)
 
     return make
 
@@ -186,33 +211,32 @@ def _zipf(a: Arrays, s: Sizes) -> tuple[Tensor, int]:
     return Tensor("tokens", a.cupy.asarray(ids.astype(np.int32)), (s.b, s.t)), len(np.unique(ids))
 
 
-def _embedding_forward(a: Arrays, s: Sizes) -> tuple[Call, int]:
+def _embedding_forward(a: Arrays, s: Sizes) -> Invocation:
     res, weight, (tokens, rows) = a.output((s.b, s.t, s.c)), a.tensor((s.v, s.c)), _zipf(a, s)
-    return lambda: OPS.embedding_forward(res, tokens, weight), (rows - s.v) * s.c * 2
+    return Invocation("embedding_forward", (res, tokens, weight), different_tokens=rows)
 
 
-def _embedding_noise(a: Arrays, s: Sizes) -> tuple[Call, int]:
+def _embedding_noise(a: Arrays, s: Sizes) -> Invocation:
     shape = (s.b, s.t, s.c)
     out, res, samples = a.output(shape), a.tensor(shape), a.tensor((s.b,), "int32", high=s.b)
-    return lambda: OPS.embedding_noise(out, res, samples, alpha=5.0, seed=1, stream=2), 0
+    return Invocation("embedding_noise", (out, res, samples), {"alpha": 5.0, "seed": 1, "stream": 2})
 
 
-def _embedding_backward(a: Arrays, s: Sizes) -> tuple[Call, int]:
+def _embedding_backward(a: Arrays, s: Sizes) -> Invocation:
     d_weight, d_res, (tokens, rows) = a.output((s.v, s.c)), a.tensor((s.b, s.t, s.c)), _zipf(a, s)
     d_weight.accumulate = True
-    return lambda: OPS.embedding_backward(d_weight, d_res, tokens), (2 * rows - s.v) * s.c * 2
+    return Invocation("embedding_backward", (d_weight, d_res, tokens), different_tokens=rows)
 
 
-def _cross_entropy(a: Arrays, s: Sizes) -> tuple[Call, int]:
+def _cross_entropy(a: Arrays, s: Sizes) -> Invocation:
     rows = 2**13
     logits, targets = a.tensor((rows, s.v)), a.tensor((rows,), "int32", high=s.v)
     d_logits, loss = Output("d", logits.shape, "bf16", (logits,)), a.output((rows,), "fp32")
-    call = lambda: OPS.cross_entropy(d_logits, loss, logits, targets, vocab_size=s.v, z_loss=0.0)  # noqa: E731
-    return call, logits.array.nbytes
+    return Invocation("cross_entropy", (d_logits, loss, logits, targets), {"vocab_size": s.v, "z_loss": 0.0})
 
 
 def _adamw(master: str, m: str, v: str, grad: str, forms: tuple[Form | None, ...]) -> Maker:
-    def make(a: Arrays, s: Sizes) -> tuple[Call, int]:
+    def make(a: Arrays, s: Sizes) -> Invocation:
         shape, kinds = (2 * s.f, s.c), (master, m, v)
         state = [a.tensor(shape, kind) for kind in kinds]
         new = [Output("new", shape, kind, (t,)) for kind, t in zip(kinds, state, strict=True)]
@@ -220,7 +244,6 @@ def _adamw(master: str, m: str, v: str, grad: str, forms: tuple[Form | None, ...
         cells = [Tensor("cell", a.cupy.full(1, value, np.float32), (1,)) for value in (1, 1, 1e-4)]
         step = Tensor("step", a.cupy.full(1, 100, np.int32), (1,))
         state[2].array.view(np.uint16 if v == "bf16" else np.uint32)[...] &= 0x7FFF if v == "bf16" else 0x7FFFFFFF
-        more = sum(t.array.nbytes for t in state)
         numbers: dict[str, Any] = {
             "beta_1": 0.9,
             "beta_2": 0.95,
@@ -229,49 +252,49 @@ def _adamw(master: str, m: str, v: str, grad: str, forms: tuple[Form | None, ...
             "seed": 1,
             "stream": 2,
         }
-        return lambda: OPS.adamw(*new, weight, *state, gradient, *cells, step, **numbers), more
+        return Invocation("adamw", (*new, weight, *state, gradient, *cells, step), numbers)
 
     return make
 
 
 def _cast(dtype: str, forms: tuple[Form | None, ...], source: str) -> Maker:
-    def make(a: Arrays, s: Sizes) -> tuple[Call, int]:
+    def make(a: Arrays, s: Sizes) -> Invocation:
         out, x = a.output((2 * s.f, s.c), dtype, forms), a.tensor((2 * s.f, s.c), source)
-        return lambda: OPS.cast(out, x), 0
+        return Invocation("cast", (out, x))
 
     return make
 
 
-def _amax_scale(a: Arrays, s: Sizes) -> tuple[Call, int]:
+def _amax_scale(a: Arrays, s: Sizes) -> Invocation:
     scale, x = a.output((1,), "fp32"), a.tensor((s.b, s.t, s.c))
-    return lambda: OPS.amax_scale(scale, x, limit=448.0), 0
+    return Invocation("amax_scale", (scale, x), {"limit": 448.0})
 
 
 def _quantize(forms: tuple[Form, ...], measures: bool = False, is_weight: bool = False) -> Maker:
-    def make(a: Arrays, s: Sizes) -> tuple[Call, int]:
+    def make(a: Arrays, s: Sizes) -> Invocation:
         shape = (2 * s.f, s.c) if is_weight else (s.b, s.t, s.f)
         out, scale = a.output(shape, forms=forms), a.output((1,), "fp32", (None,) if measures else ())
         x = a.tensor(shape)
-        return lambda: OPS.quantize(out, scale, x, limit=448.0), 0
+        return Invocation("quantize", (out, scale, x), {"limit": 448.0})
 
     return make
 
 
-def _sum_squares(a: Arrays, s: Sizes) -> tuple[Call, int]:
+def _sum_squares(a: Arrays, s: Sizes) -> Invocation:
     partials, grad = a.output((num_norm_tiles((s.v, s.c)),), "fp32"), a.tensor((s.v, s.c))
-    return lambda: OPS.sum_squares(partials, grad), 0
+    return Invocation("sum_squares", (partials, grad))
 
 
-def _loss_sum(a: Arrays, s: Sizes) -> tuple[Call, int]:
+def _loss_sum(a: Arrays, s: Sizes) -> Invocation:
     out = (a.output((1,), "fp32"), a.output((1,), "int32"))
     loss, targets = a.tensor((s.b, s.t), "fp32"), a.tensor((s.b, s.t), "int32", high=s.v)
-    return lambda: OPS.loss_sum(*out, loss, targets), 0
+    return Invocation("loss_sum", (*out, loss, targets))
 
 
-def _bias_backward(a: Arrays, s: Sizes) -> tuple[Call, int]:
+def _bias_backward(a: Arrays, s: Sizes) -> Invocation:
     width = (s.hq + 2 * s.hkv) * s.hd
     d_bias, d_y = a.output((width,)), a.tensor((s.b, s.t, width), "fp32", COLSUM)
-    return lambda: OPS.bias_backward(d_bias, d_y), 0
+    return Invocation("bias_backward", (d_bias, d_y))
 
 
 FP8 = (ROW8, COL8)
@@ -289,10 +312,10 @@ CASES: dict[str, Maker] = {
     "qk_norm_forward": _qk_norm_forward,
     "qk_norm_backward": _qk_norm_backward((None,)),
     "qk_norm_backward+fp8": _qk_norm_backward(FP8),
-    "rope_forward": _rope(OPS.rope_forward, (None,)),
-    "rope_forward+in place": _rope(OPS.rope_forward, (None,), in_place=True),
-    "rope_backward+colsum": _rope(OPS.rope_backward, (None, COLSUM)),
-    "rope_backward+fp8+colsum": _rope(OPS.rope_backward, (*FP8, COLSUM)),
+    "rope_forward": _rope("rope_forward", (None,)),
+    "rope_forward+in place": _rope("rope_forward", (None,), in_place=True),
+    "rope_backward+colsum": _rope("rope_backward", (None, COLSUM)),
+    "rope_backward+fp8+colsum": _rope("rope_backward", (*FP8, COLSUM)),
     "swiglu_forward": _swiglu_forward((None,)),
     "swiglu_forward+fp8": _swiglu_forward(FP8),
     "swiglu_backward": _swiglu_backward((None,)),
@@ -321,14 +344,16 @@ def measure(name: str, maker: Maker, sizes: Sizes) -> Timing:
     """Times one op at one size."""
     import cupy
 
-    probe = Arrays()
-    call, more = maker(probe, sizes)
-    num_bytes = probe.num_bytes + more
-    calls = [call]
-    while len(calls) * num_bytes < L2_BYTES:
-        calls.append(maker(Arrays(), sizes)[0])
+    made = [maker(Arrays(), sizes)]
+    op, call = made[0].op, made[0].arguments
+    num_bytes = record(op).num_bytes(call)
+    while len(made) * num_bytes < L2_BYTES:
+        made.append(maker(Arrays(), sizes))
+    kernel = cuda.KERNELS[op]
+    scratch = Arrays().scratch(kernel.needed(call))
+    calls = [one.bound(kernel, scratch) for one in made]
     timing = Timing(f"{name}, {sizes.name}", num_bytes, replayed(calls), copy_us(num_bytes, len(calls)))
-    del calls, call, probe
+    del calls, made, scratch
     cupy.get_default_memory_pool().free_all_blocks()
     return timing
 
@@ -346,7 +371,7 @@ def copy_us(num_bytes: int, count: int) -> float:
     def own(pair: Any) -> Call:
         shape = (elements,)
         out = Output("copy", shape, "bf16", (Tensor("copy", pair[0], shape),))
-        return lambda: OPS.cast(out, Tensor("x", pair[1], shape))
+        return partial(cuda.OPS["cast"], out, Tensor("x", pair[1], shape))
 
     best = min(replayed([copy(pair) for pair in pairs]) for copy in (driver, own))
     return best * num_bytes / (4 * elements)
@@ -381,11 +406,8 @@ def replayed(calls: list[Call]) -> float:
 
 def table(wanted: str | None = None, sizes: Sequence[Sizes] = MODELS) -> None:
     """Prints the table of an op or of all; nothing for an op that moves no bytes to speak of."""
-    import cupy
-
     found = list(cases(wanted))
     if found:
-        scratch.use(cupy.empty(2**28, np.uint8))
         print("| op | MiB moved | us | GB/s | share of a copy |\n|---|---|---|---|---|")
     for name, maker in found:
         for size in sizes:

@@ -26,7 +26,7 @@ class Linear:
 
     def dgrad(self, ops: Any, d_x: Ref, d_y: Ref, w: Any) -> None:
         """d_x (...,K) <- d_y (...,N), w.weight (N,K)."""
-        ops.linear_dgrad(d_x, d_y.as_form(self.d_y.row), w.weight.as_form(self.weight.col))
+        ops.linear_dgrad(d_x, d_y.as_form(self.d_y.row), w.weight.as_form(self.weight.col), None)
 
     def wgrad(self, ops: Any, dw: Any, d_y: Ref, x: Ref) -> None:
         """dw.weight (N,K), dw.bias (N,) <- d_y (...,N), x (...,K)."""

@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 
 from llmq.ops import cuda
-from llmq.ops.cuda import scratch
+from llmq.ops.seam import arguments_of
 from llmq.tensor import DTYPES, Output, Tensor
 
 FP8 = (DTYPES["e4m3"], DTYPES["e5m2"])
@@ -20,6 +20,7 @@ class Device:
     def __init__(self) -> None:
         self.arrays: dict[int, Any] = {}
         self.kept: list[np.ndarray] = []
+        self.scratch: Any = None  # of the last call
 
     def array(self, array: np.ndarray) -> Any:
         """The CuPy array of a host array; fp8 is uint8."""
@@ -52,9 +53,10 @@ class Device:
         """Runs `op` on the GPU, with scratch of exactly the size asked for, poisoned."""
         import cupy
 
-        shapes = {name: argument.shape for name, argument in {**outputs, **inputs}.items() if argument is not None}
-        buffer = cupy.full(max(1, cuda.scratch_bytes(op, shapes)), 0xFF, cupy.uint8)
-        scratch.use(buffer)
+        call = arguments_of(op, *outputs.values(), *inputs.values(), **numbers)
+        size = cuda.KERNELS[op].needed(call)
+        self.scratch = cupy.full(size, 0xFF, cupy.uint8) if size else None
+        given = {"scratch": self.scratch} if size else {}
         written = [self.output(o) for o in outputs.values()]
-        cuda.OPS[op](*written, *(self.tensor(t) for t in inputs.values()), **numbers)
+        cuda.OPS[op](*written, *(self.tensor(t) for t in inputs.values()), **numbers, **given)
         cupy.cuda.get_current_stream().synchronize()

@@ -16,7 +16,7 @@ import numpy as np
 import pytest
 
 from llmq.ops import cuda, seam
-from llmq.ops.cuda import embedding, launch, scratch
+from llmq.ops.cuda import embedding, launch
 from llmq.ops.reference import OPS
 from llmq.tensor import COLSUM, DTYPES, Form, Output, Tensor, num_norm_tiles, to_form
 
@@ -30,7 +30,7 @@ SIZES = {
     "large": Sizes(b=3, t=197, c=896, hq=14, hkv=2, hd=64, f=1208, v=5000, vp=5120),
 }
 EXACT = {"adamw", "amax_scale", "cast", "embedding_forward", "gather_rows", "loss_sum", "scale_update"}
-EXACT |= {"embedding_noise", "rope_forward", "rope_backward"}
+EXACT |= {"copy_to_device", "copy_to_host", "embedding_noise", "rope_forward", "rope_backward"}
 # sums over rows: the inputs whose magnitudes make the sum of magnitudes
 SUMS = {
     "d_weight": ("d_x", "res", "rstd", "d_res"),
@@ -240,8 +240,10 @@ def test_two_long_lists_of_embedding_backward_lie_side_by_side(monkeypatch):
     case = make("embedding_backward", replace(SIZES["odd"], b=1, t=count, c=c, v=2, vp=2))
     case.inputs["tokens"] = np.arange(count, dtype=np.int32)[None] % 2  # 2500 of each, and 2048 fit
     check(case, "bf16")
+    device = Device()
+    device.call(case.op, outputs_of(case, "bf16"), inputs_of(case, "bf16"))
     before = sum(embedding._scratch_sizes((1, count, c))[:3])
-    listed = scratch._buffers[0].get()[before : before + 8 * count].view(np.int32).reshape(2, count)
+    listed = device.scratch.get()[before : before + 8 * count].view(np.int32).reshape(2, count)
     positions, codes = listed
     assert np.array_equal(np.sort(positions), np.arange(count))
     assert np.all(codes != -1), "a place that no block wrote: two blocks wrote another"
@@ -288,7 +290,7 @@ def test_an_output_may_take_the_memory_of_its_input(op):
     case = make(op, SIZES["large"])
     inputs, outputs = inputs_of(case, "bf16"), outputs_of(case, "bf16")
     plain = run_gpu(case, outputs, inputs)
-    for name, source in seam.MAY_SHARE[op].items():
+    for name, source in seam.record(op).shares.items():
         given = inputs[source]
         assert given is not None
         got = run_gpu(case, {**outputs, name: replace(outputs[name], tensors=(given,))}, inputs)
@@ -378,7 +380,7 @@ def test_adamw_of_extreme_numbers(dtype):
 
 
 WITH_COLUMN_SUMS = ("swiglu_backward", "swiglu_forward", "rope_backward", "qk_norm_backward", "cast")
-FORM_OPS = [(op, name) for op, names in seam.WRITES_FORMS.items() for name in names]
+FORM_OPS = [(op, name) for op in OPS for name in sorted(seam.record(op).forms)]
 
 
 @pytest.mark.gpu(emulated="bf16-304-e4m3")
@@ -443,7 +445,7 @@ def check_forms(op: str, name: str, dtype: str, sizes: Sizes, quantized: str) ->
 @pytest.mark.parametrize("quantized", ["e4m3", "e5m2"])
 @pytest.mark.parametrize("sizes", [(203, 256), (5000, 5120), (151936, 151936)])
 @pytest.mark.parametrize("dtype", ["bf16", "fp32"])
-@pytest.mark.parametrize(("op", "name"), [(op, name) for op, names in seam.WRITES_ROWS.items() for name in names])
+@pytest.mark.parametrize(("op", "name"), [(op, name) for op in OPS for name in sorted(seam.record(op).rows)])
 def test_rows_are_a_function_of_the_rounded_value(op, name, dtype, sizes, quantized):
     """As every form above: with the value beside them, and alone."""
     case = make(op, replace(SIZES["odd"], b=1, t=13, v=sizes[0], vp=sizes[1]))
@@ -521,8 +523,23 @@ def test_no_logit_that_is_nan_is_lost(dtype):
 
 
 def test_names_and_signatures_are_those_of_the_reference():
-    for name, function in cuda.OPS.items():
-        assert inspect.signature(function, eval_str=True) == inspect.signature(OPS[name], eval_str=True)
+    """But for scratch, which those that need any take, and no others."""
+    for name, kernel in cuda.KERNELS.items():
+        signature = inspect.signature(kernel.launch, eval_str=True)
+        given = [p for p in signature.parameters.values() if p.name != "scratch"]
+        assert signature.replace(parameters=given) == inspect.signature(OPS[name], eval_str=True)
+        assert (kernel.scratch_bytes is not None) == ("scratch" in signature.parameters)
+
+
+@gpu
+def test_scratch_that_is_too_small_is_not_used():
+    case = make("rmsnorm_backward", SIZES["odd"])
+    device, outputs, inputs = Device(), outputs_of(case, "bf16"), inputs_of(case, "bf16")
+    device.call(case.op, outputs, inputs)
+    handles = [*map(device.output, outputs.values()), *map(device.tensor, inputs.values())]
+    for given, size in ((None, 0), (device.scratch[:-4], device.scratch.nbytes - 4)):
+        with pytest.raises(AssertionError, match=f"{device.scratch.nbytes} bytes of scratch .* {size} were given"):
+            cuda.OPS[case.op](*handles, scratch=given)
 
 
 def test_fp64_is_refused_with_the_way_out():

@@ -11,6 +11,7 @@ from llmq.ops import seam
 from llmq.ops.cuda import attention
 from llmq.ops.cuda.cudnn import AttentionShape
 from llmq.ops.reference import OPS
+from llmq.tensor import Ref
 
 from .build import output, tensor
 from .cases import Sizes
@@ -79,7 +80,19 @@ def outputs(size, dtype, borders=None):
 
 @pytest.mark.parametrize("op", OPS_HERE)
 def test_names_and_signatures_are_the_references(op):
-    assert seam.parse(attention.attention_ops(None)[op]) == seam.signature(op)
+    """But for scratch."""
+    outputs, inputs, numbers = seam.parse(attention.attention_kernels(None)[op].launch)
+    assert (outputs, inputs, numbers[:-1]) == seam.parse(OPS[op]) and numbers[-1] == "scratch"
+
+
+def planned(op, qkv, dtype, **numbers):
+    """Scratch of a call that wants everything, without cuDNN."""
+    names = seam.record(op).outputs
+    written = {name: (Ref(name, "activation", (), dtype),) for name in names}
+    call = seam.Arguments({"qkv": Ref("qkv", "activation", qkv, dtype)}, written, numbers)
+    kernel = attention.attention_kernels(None)[op]
+    kernel.refuse(call, 90)
+    return kernel.needed(call)
 
 
 def test_a_window_that_hides_nothing_is_none():
@@ -103,31 +116,19 @@ def test_the_documents_of_all_rows_are_one_batch():
 
 
 def test_scratch_of_the_exact_kernels_is_one_number_per_query_and_head():
-    scratch = {
-        op: attention.attention_scratch(
-            None, op, (2, 64, 160), None, "fp32", numbers(replace(SMALL, hd=16), None), wanted
-        )
-        for op, wanted in (("attention_forward", (True, True)), ("attention_backward", (True,)))
-    }
+    chosen = numbers(replace(SMALL, hd=16), None)
+    scratch = {op: planned(op, (2, 64, 160), "fp32", **chosen) for op in OPS_HERE}
     assert scratch == {"attention_forward": 0, "attention_backward": 2 * 6 * 64 * 4}
 
 
 def test_a_head_dim_that_the_exact_kernels_lack_is_named():
     with pytest.raises(UsageError, match="head_dim up to 256, not 264"):
-        attention.attention_scratch(
-            None,
-            "attention_forward",
-            (2, 64, 10 * 264),
-            None,
-            "fp32",
-            numbers(replace(SMALL, hd=264), None),
-            (True, True),
-        )
+        planned("attention_forward", (2, 64, 10 * 264), "fp32", **numbers(replace(SMALL, hd=264), None))
 
 
 def test_a_dtype_without_attention_is_refused():
     with pytest.raises(UsageError, match="float64: use --device cpu"):
-        attention.is_exact(np.dtype(np.float64))
+        planned("attention_forward", (2, 64, 160), "fp64", **numbers(replace(SMALL, hd=16), None))
 
 
 SOME, MORE = [90], [80, 86, 89, 100, 120]
@@ -170,26 +171,17 @@ class Runner:
     def __init__(self, cudnn):
         from .cuda_build import Device
 
-        self.device, self.cudnn, self.scratch = Device(), cudnn, None
-
-    def take(self, num_bytes):
-        assert self.scratch is not None and num_bytes <= self.scratch.size
-        return self.scratch.data.ptr
+        self.device, self.kernels = Device(), attention.attention_kernels(cudnn)
 
     def bound(self, op, written, read, window, size):
         """A call with nothing left to give; the last of `read` are borders, or None."""
         import cupy
 
-        context = attention.Attention(self.cudnn, self.take)
-        wanted = tuple(o.wanted for o in written)
-        dtype = "fp32" if read[0].array.dtype == np.float32 else "bf16"
-        chosen = numbers(size, window, read[-1])
-        bytes_needed = attention.attention_scratch(
-            context, op, (size.b, size.t, size.q), read[-1] and read[-1].shape, dtype, chosen, wanted
-        )
-        self.scratch = cupy.full(max(bytes_needed, 1), 0xFF, cupy.uint8)
+        kernel, chosen = self.kernels[op], numbers(size, window, read[-1])
+        needed = kernel.needed(seam.arguments_of(op, *written, *read, **chosen))
+        scratch = {"scratch": cupy.full(needed, 0xFF, cupy.uint8)} if needed else {}
         handles = [*(self.device.output(o) for o in written), *(self.device.tensor(t) for t in read)]
-        return lambda: attention.attention_ops(context)[op](*handles, **chosen)
+        return lambda: kernel.launch(*handles, **chosen, **scratch)
 
     def run(self, op, written, read, window, size):
         import cupy

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import re
 import sys
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from types import SimpleNamespace
 from typing import Any
@@ -18,8 +19,9 @@ import pytest
 from llmq.errors import UsageError
 from llmq.ops import cuda
 from llmq.ops.cuda import compile as cuda_compile
-from llmq.ops.cuda import embedding, launch, scratch
+from llmq.ops.cuda import embedding, launch
 from llmq.ops.cuda_sources import cuda_folder, cuda_sources
+from llmq.ops.seam import Arguments, arguments_of
 from llmq.presets import PRESETS
 from llmq.tensor import (
     COLSUM,
@@ -34,7 +36,6 @@ from llmq.tensor import (
     stored_shape,
 )
 
-ON_HOPPER = {"transposed": False, "capability": 90}
 ROW8, COL8 = Form("e4m3", "row", "delayed"), Form("e4m3", "col", "delayed")
 OWN = {name: [Form("e4m3", layout, name) for layout in ("row", "col")] for name in OWN_SCALES}
 # most registers of any variant on any card; a kernel that needs more has changed its occupancy
@@ -134,6 +135,26 @@ class Launches:
         return Output("y", shape, dtype, tuple(self.tensor(shape, dtype, form) for form in forms), amax=amax)
 
 
+SCRATCH = Address((2**34,), np.dtype(np.uint8), 1 << 60)
+
+
+def bound(kernels: Mapping[str, launch.Kernel]) -> Any:
+    """The ops as attributes; those that need scratch get some."""
+
+    def given(op: str) -> Callable[..., None]:
+        def call(*handles: Any, **numbers: Any) -> None:
+            kernel = kernels[op]
+            needs = kernel.needed(arguments_of(op, *handles, **numbers))
+            kernel.launch(*handles, **numbers, **({"scratch": SCRATCH} if needs else {}))
+
+        return call
+
+    return SimpleNamespace(**{op: given(op) for op in kernels})
+
+
+OPS = bound(cuda.KERNELS)
+
+
 @pytest.fixture
 def launches(monkeypatch):
     """Launchers of the backend write into this instead of to a GPU."""
@@ -145,7 +166,6 @@ def launches(monkeypatch):
     monkeypatch.setattr(launch, "kernel", noted.kernel)
     monkeypatch.setattr(launch, "device_capability", lambda _: noted.capability)
     monkeypatch.setattr(launch, "device_multiprocessors", lambda _: 132)
-    monkeypatch.setitem(scratch._buffers, 0, Address((2**34,), np.dtype(np.uint8), 1 << 60))
     return noted
 
 
@@ -154,7 +174,7 @@ def model_launches(noted: Launches, b: int, t: int, c: int, hq: int, hkv: int, h
     heads, width = {"num_heads": hq, "num_kv_heads": hkv}, (hq + 2 * hkv) * hd
     x, qkv, up, out = (b, t, c), (b, t, width), (b, t, 2 * f), noted.output
     tokens, table = noted.tensor((b, t), "int32"), noted.tensor((t, hd), "fp32")
-    cell, count, ops = noted.tensor((1,), "fp32"), noted.tensor((1,), "int32"), cuda
+    cell, count, ops = noted.tensor((1,), "fp32"), noted.tensor((1,), "int32"), OPS
     for dtype in ("bf16", "fp32"):
 
         def read(shape: tuple[int, ...], dtype: str = dtype) -> Tensor:
@@ -265,9 +285,9 @@ def test_every_launch_of_attention_gives_its_kernel_what_it_declares(launches, m
     shapes = {"att": (b, t, hq * hd), "qkv": (b, t, (hq + 2 * hkv) * hd), "lse": lse}
     read = {name: launches.tensor(shape, "fp32") for name, shape in shapes.items()}
     written = {name: launches.output(shape, "fp32", None) for name, shape in shapes.items()}
-    ops = attention.attention_ops(attention.Attention(None, scratch.take))  # type: ignore[arg-type]
-    ops["attention_forward"](written["att"], written["lse"], read["qkv"], borders, **numbers)
-    ops["attention_backward"](written["qkv"], read["att"], read["qkv"], read["att"], read["lse"], borders, **numbers)
+    ops = bound(attention.attention_kernels(None))
+    ops.attention_forward(written["att"], written["lse"], read["qkv"], borders, **numbers)
+    ops.attention_backward(written["qkv"], read["att"], read["qkv"], read["att"], read["lse"], borders, **numbers)
     shape = attention._shape(shapes["qkv"], borders and borders.shape, **numbers)
     places = attention._find_documents(shape, borders, 1 << 60)
     assert len(places) == len(launches.found) - 3 + 3 * bool(max_docs)
@@ -314,22 +334,23 @@ def test_the_gradient_of_an_embedding_has_the_shared_memory_that_it_asks_for(lau
     for bits in range(1, 21):
         for count in (1, 2**16, 2**16 + 1):
             d_res, tokens = launches.tensor((1, count, 64), "bf16"), launches.tensor((1, count), "int32")
-            cuda.embedding_backward(launches.output((2**bits, 64), "bf16", None), d_res, tokens)
+            OPS.embedding_backward(launches.output((2**bits, 64), "bf16", None), d_res, tokens)
     asked = [shared for (_, entry, _), shared in launches.shared.items() if entry == "embedding_group"]
     assert 48 * 1024 < max(asked) <= launch.shared_bytes_limit(capability)
 
 
 def test_the_gradient_of_an_embedding_refuses_tokens_beyond_what_ranks_can_number(launches):
     """Where there is no plan, too."""
+    refuse = cuda.KERNELS["embedding_backward"].refuse
     most, output = embedding.MOST_TOKENS, launches.output((1000, 64), "bf16", None)
     for shape in ((1, most, 64), (2, most // 2, 64)):
-        cuda.refuse("embedding_backward", {"d_res": Ref("d_res", "activation", shape, "bf16")}, **ON_HOPPER)
-        cuda.embedding_backward(output, launches.tensor(shape, "bf16"), launches.tensor(shape[:2], "int32"))
+        refuse(Arguments({"d_res": Ref("d_res", "activation", shape, "bf16")}, {}, {}), 90)
+        OPS.embedding_backward(output, launches.tensor(shape, "bf16"), launches.tensor(shape[:2], "int32"))
     shape = (1, most + 1, 64)
     with pytest.raises(UsageError, match=r"16777217 tokens is more than the 16777216 .*--batch-size"):
-        cuda.refuse("embedding_backward", {"d_res": Ref("d_res", "activation", shape, "bf16")}, **ON_HOPPER)
+        refuse(Arguments({"d_res": Ref("d_res", "activation", shape, "bf16")}, {}, {}), 90)
     with pytest.raises(UsageError, match="16777217 tokens"):
-        cuda.embedding_backward(output, launches.tensor(shape, "bf16"), launches.tensor(shape[:2], "int32"))
+        OPS.embedding_backward(output, launches.tensor(shape, "bf16"), launches.tensor(shape[:2], "int32"))
 
 
 @pytest.mark.parametrize(
@@ -339,7 +360,7 @@ def test_the_kernels_hold_the_launcher_of_an_embedding_to_its_sizes(launches, co
     """Of the largest bins that there are."""
     pytest.importorskip("cuda.bindings.nvrtc", reason="needs cuda-bindings and nvidia-cuda-nvrtc")
     d_res, tokens = launches.tensor((1, 100, 64), "bf16"), launches.tensor((1, 100), "int32")
-    cuda.embedding_backward(launches.output((2**18, 64), "bf16", None), d_res, tokens)
+    OPS.embedding_backward(launches.output((2**18, 64), "bf16", None), d_res, tokens)
     _, _, constants, _ = launches.found[0]
     cuda_compile.compiled("embedding", 90, constants)
     with pytest.raises(RuntimeError, match=says):
@@ -372,8 +393,8 @@ def heads(noted: Launches, dtype: str, head_dim: int, *forms: Form | None) -> No
     table, positions = noted.tensor((64, head_dim), "fp32"), noted.tensor((2, 64), "int32")
     cell, gradients = noted.tensor((2, 64, 6), "fp32"), [noted.output((head_dim,), dtype, None) for _ in range(2)]
     written = noted.output(qkv.shape, dtype, *forms)
-    cuda.OPS["qk_norm_backward"](written, *gradients, qkv, qkv, weight, weight, cell, **HEADS)
-    cuda.OPS["rope_backward"](written, qkv, table, positions, **HEADS)
+    OPS.qk_norm_backward(written, *gradients, qkv, qkv, weight, weight, cell, **HEADS)
+    OPS.rope_backward(written, qkv, table, positions, **HEADS)
 
 
 def test_heads_with_odd_halves_are_refused_where_numbers_go_by_twos(launches):
@@ -418,9 +439,9 @@ def norms(noted: Launches, dtype: str, width: int, forms: tuple[Form | None, ...
     x, weight = (noted.tensor(shape, dtype) for shape in ((1, 1024, width), (width,)))
     stat = noted.tensor((1, 1024), "fp32")
     written = (noted.output(x.shape, dtype, *forms), noted.output((1, 1024), "fp32", None))
-    cuda.OPS["rmsnorm_forward"](*written, x, weight, eps=1e-6)
+    OPS.rmsnorm_forward(*written, x, weight, eps=1e-6)
     written = (noted.output(x.shape, dtype, *forms), noted.output((width,), dtype, None))
-    cuda.OPS["rmsnorm_backward"](*written, x, x, x, weight, stat)
+    OPS.rmsnorm_backward(*written, x, x, x, weight, stat)
 
 
 SOME, MORE = [90], [80, 86, 89, 100, 120]

@@ -23,7 +23,7 @@ ACCUMULATED = [
     ("loss_sum", "loss_total"),
     ("loss_sum", "num_tokens"),
 ]
-SHARED = [(op, out, given) for op, pairs in seam.MAY_SHARE.items() for out, given in pairs.items()]
+SHARED = [(op, out, given) for op in OPS for out, given in seam.record(op).shares.items()]
 SHARED += [("adamw", f"new_{name}", name) for name in ("master", "m", "v")]
 SHARED += [("scale_update", f"new_{name}", name) for name in ("scale", "history", "amax")]
 
@@ -120,7 +120,7 @@ FORMS = [
 
 @SIZES
 @pytest.mark.parametrize("dtype", ["fp32", "bf16"])
-@pytest.mark.parametrize(("op", "name"), [(op, name) for op, names in seam.WRITES_FORMS.items() for name in names])
+@pytest.mark.parametrize(("op", "name"), [(op, name) for op in OPS for name in sorted(seam.record(op).forms)])
 def test_every_form_is_a_function_of_the_rounded_value(op, name, dtype, size):
     """Copies made later from the stored value must have the same bits, so nothing finer may reach a form."""
     case = make(op, size)

@@ -1,20 +1,21 @@
-"""The contract: every op parses, and the tables name what exists."""
+"""The contract: every op has a record, which names what exists."""
 
 import inspect
+from dataclasses import replace
 from typing import get_type_hints
 
 import pytest
 
 from llmq.ops import seam
 from llmq.ops.reference import OPS
-from llmq.tensor import Output, Tensor
+from llmq.tensor import OWN_SCALES, Form, Output, Ref, Tensor
 
 NUMBERS = (int, float, int | None)
 
 
 @pytest.mark.parametrize("op", OPS)
 def test_every_op_parses_and_is_typed_and_described(op):
-    contract = seam.signature(op)
+    contract = seam.record(op)
     hints = get_type_hints(OPS[op])
     assert contract.outputs
     assert contract.inputs
@@ -26,18 +27,52 @@ def test_every_op_parses_and_is_typed_and_described(op):
 
 def test_an_unknown_op_is_a_key_error():
     with pytest.raises(KeyError):
-        seam.signature("softmax")
+        seam.record("softmax")
 
 
-def test_shared_memory_is_allowed_between_an_output_and_an_input_that_exist():
-    for op, pairs in seam.MAY_SHARE.items():
-        contract = seam.signature(op)
-        assert pairs
-        assert set(pairs) <= set(contract.outputs)
-        assert set(pairs.values()) <= set(contract.inputs)
+@pytest.mark.parametrize("op", OPS)
+def test_a_record_names_outputs_and_inputs_that_exist(op):
+    found = seam.record(op)
+    assert found.name == op and found is vars(OPS[op])["record"]
+    assert (found.outputs, found.inputs, found.numbers) == seam.parse(OPS[op])
+    for pairs in (found.shares, found.cast_from):
+        assert set(pairs) <= set(found.outputs) and set(pairs.values()) <= set(found.inputs)
+    assert found.forms | found.rows <= set(found.outputs)
+    assert found.lane in seam.LANES and found.family
+    assert bool(found.products) == (found.is_linear or found.family.startswith("attention"))
 
 
-def test_forms_are_written_by_outputs_that_exist():
-    for op, outputs in seam.WRITES_FORMS.items():
-        assert outputs
-        assert outputs <= set(seam.signature(op).outputs)
+def test_the_facts_that_others_look_up():
+    """Of one op each: a table that is lost would cost memory, time or a site, and no bit."""
+    assert seam.record("rmsnorm_backward").shares == {"d_out": "d_res"}
+    assert seam.record("copy_to_host").lane == seam.record("copy_to_device").lane == "copy"
+    assert {op for op in OPS if seam.record(op).is_linear} == {"linear_forward", "linear_dgrad", "linear_wgrad"}
+    assert {op for op in OPS if seam.record(op).cast_from} == {"cast", "quantize"}
+
+
+def test_which_forms_an_op_writes_in_its_own_pass():
+    row, col = (Form("e4m3", layout, "delayed") for layout in ("row", "col"))
+    norm, loss, map_ = seam.record("rmsnorm_forward"), seam.record("cross_entropy"), seam.record("linear_forward")
+    assert norm.writes("x", row) and norm.writes("x", col) and not norm.writes("rstd", row)
+    assert loss.writes("d_logits", row) and not loss.writes("d_logits", col) and not loss.writes("loss", row)
+    assert map_.writes("y", None) and not map_.writes("y", row)
+    for scaling in ("current", *OWN_SCALES):
+        assert not norm.writes("x", Form("e4m3", "row", scaling))
+
+
+def arguments(op, reads, writes=None, added=(), **numbers):
+    """The arguments of a call in bf16 from shapes."""
+    refs = {name: Ref(name, "activation", shape, "bf16") for name, shape in reads.items()}
+    written = {name: (Ref(name, "activation", shape, "bf16"),) for name, shape in (writes or {}).items()}
+    return seam.Arguments(refs, written, numbers, frozenset(added))
+
+
+def test_work_of_calls_by_hand():
+    linear = arguments("linear_wgrad", {"d_y": (2, 8, 48), "x": (2, 8, 32)}, {"d_weight": (48, 32)}, ["d_weight"])
+    wgrad = seam.record("linear_wgrad")
+    assert (wgrad.rate_dtype(linear), wgrad.flops(linear)) == ("bf16", 2 * 16 * 48 * 32)
+    assert wgrad.num_bytes(linear) == 2 * (16 * 48 + 16 * 32 + 2 * 48 * 32)
+    once = arguments("rmsnorm_backward", {"d_x": (2, 8, 32)})
+    twice = replace(once, reads={**once.reads, "d_res": once.reads["d_x"]})
+    assert seam.record("rmsnorm_backward").num_bytes(twice) == 2 * 16 * 32, "one operand is read once"
+    assert (seam.record("cast").flops(once), seam.record("cast").rate_dtype(once)) == (0, "fp32")

@@ -7,7 +7,7 @@ from tiny_engines import BF16, FP8, FP32, plan_of, tiny
 
 from llmq.arena import aligned
 from llmq.plan.memory import Memory
-from llmq.plan.program import stored_bytes
+from llmq.tensor import stored_bytes
 
 DELAYED, CURRENT = FP8["e5m2", "delayed"], FP8["e5m2", "current"]
 

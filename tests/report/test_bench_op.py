@@ -9,7 +9,9 @@ from ops.test_cuda_linear import HostArray
 from llmq.cli import bench, shell
 from llmq.errors import UsageError
 from llmq.ops.cuda.cublaslt import refusal
-from llmq.report import bench_op, op_bench
+from llmq.ops.cuda.linear import linear_kernels
+from llmq.ops.seam import record
+from llmq.report import op_bench
 from llmq.report.bench_op import ATTENTION, LINEAR, listing, products, sizes_of
 from llmq.report.op_bench import MODELS, Sizes, base, cases
 from llmq.tensor import Output, Tensor, stored_shape
@@ -88,21 +90,21 @@ class NotedGemms:
     def __init__(self):
         self.problems, self.bound = [], {}
 
-    def bind(self, problem, pointers):
+    def bind(self, problem, pointers, alpha):
         self.problems.append(problem)
-        return lambda: None
+        return lambda workspace: None
 
 
 @pytest.mark.parametrize("op", LINEAR)
-def test_a_product_is_posed_as_in_training(op, monkeypatch):
+def test_a_product_is_posed_as_in_training(op):
     """FLOPs are those of the problem, fp8 has the summed axis innermost, and a weight's gradient is added to."""
     gemms = NotedGemms()
-    monkeypatch.setattr(bench_op, "_gemms", lambda: gemms)
     found = list(products(op, SMALL))
     for product in found:
-        call, scratch = product.make(HostArrays())
-        call()
+        made, kernel = product.make(HostArrays()), linear_kernels(gemms)[op]
+        scratch = kernel.needed(made.arguments)
         assert scratch > 0
+        made.bound(kernel, HostArray(np.zeros(scratch, np.uint8)))()
     tokens, names = 2 * 16, ("qkv", "o", "gate+up", "down", "head")
     sides = [(8 * 16, 48), (48, 64), (2 * 64, 48), (48, 64), (112, 48)]
     assert [p.name for p in found] == [f"{op} {dtype} {name}, small" for dtype in ("bf16", "e4m3") for name in names]
@@ -113,6 +115,40 @@ def test_a_product_is_posed_as_in_training(op, monkeypatch):
         if product.dtype == "e4m3":
             assert problem.a.transposed and not problem.b.transposed
             assert "this GPU or this version of the library lacks it" in refusal(problem), "nothing that we know of"
+
+
+class NumpyArrays(op_bench.Arrays):
+    """Arrays of NumPy in the place of the GPU's."""
+
+    def __init__(self):
+        self.cupy, self.num_bytes = np, 0
+
+    def tensor(self, shape, dtype="bf16", form=None, high=0):
+        array = np.zeros(stored_shape(shape, form), op_bench.DTYPES[form.dtype if form else dtype])
+        return Tensor("x", array, shape, form, np.ones(1, np.float32) if form else None)
+
+
+def test_bytes_of_what_is_timed_by_hand():
+    """In place, by the rows of a table that are touched, and with the scales of a copy."""
+    (b, t, c, hq, hkv, hd, v), tokens = (2, 16, 48, 4, 2, 16, 97), 2 * 16
+    made = {name: maker(NumpyArrays(), SMALL) for name, maker in cases() if "quantize" not in name}
+    found = {name: record(one.op).num_bytes(one.arguments) for name, one in made.items()}
+    turned = 2 * tokens * (hq + hkv) * hd
+    tables = 4 * (t * hd + tokens)
+    assert found["rope_forward+in place"] == 2 * turned + tables
+    assert found["rope_forward"] == 2 * 2 * tokens * (hq + 2 * hkv) * hd + tables
+    assert found["adamw bf16"] == 7 * 2 * 128 * c + 4 * 4
+    assert found["cross_entropy"] == 2**13 * (2 * 2 * v + 4 + 4)
+    rows = made["embedding_backward"].different_tokens
+    assert found["embedding_backward"] == 2 * 2 * rows * c + 2 * tokens * c + 4 * tokens and rows < tokens
+    assert found["embedding_forward"] == 2 * rows * c + 2 * tokens * c + 4 * tokens
+    x = NumpyArrays().tensor((b, t, 128))
+    blocks = op_bench.Invocation(
+        "quantize", (NumpyArrays().output(x.shape, forms=op_bench.BLOCKS[:1]), NumpyArrays().output((1,), forms=()), x)
+    )
+    assert record("quantize").num_bytes(blocks.arguments) == tokens * 128 * (2 + 1) + 4 * tokens, (
+        "one scale for each row of 128"
+    )
 
 
 def test_attention_counts_the_keys_that_are_seen():

@@ -49,7 +49,7 @@ def test_every_matmul_reads_its_operands_with_the_summed_axis_innermost(gradient
         (
             "linear_dgrad",
             (d_x,),
-            (d_y.as_form(form(gradient, "row")), of_weight("col")),
+            (d_y.as_form(form(gradient, "row")), of_weight("col"), None),
         ),
         (
             "linear_wgrad",

@@ -2,32 +2,23 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
 import numpy as np
 
 from llmq.errors import UsageError
-from llmq.ops.cuda.cudnn import AttentionPlan, AttentionShape, Cudnn
-from llmq.ops.cuda.launch import GRID_SIDE, launch
+from llmq.ops.cuda.cudnn import AttentionShape, Cudnn
+from llmq.ops.cuda.launch import GRID_SIDE, Kernel, launch, room
+from llmq.ops.seam import Arguments
 from llmq.tensor import DTYPES, Output, Tensor
 
 ROWS, TILE, WARPS = 16, 32, 4  # cuda/attention.cu
 MAX_EXACT_HEAD_DIM = 256  # of the f32 kernels: four tiles of it fit the 99 KiB that every GPU has
 
 
-@dataclass(frozen=True)
-class Attention:
-    """What attention needs beyond its arguments: cuDNN, and `take(num_bytes)`, which gives the address of scratch."""
-
-    cudnn: Cudnn
-    take: Callable[[int], int]
-
-
 def attention_forward(
-    attention: Attention,
+    cudnn: Cudnn,
     att: Output,
     lse: Output,
     /,
@@ -39,6 +30,7 @@ def attention_forward(
     window: int | None,
     longest: int | None,
     softmax_scale: float,
+    scratch: Any = None,
 ) -> None:
     """att (B,T,Hq*Hd), lse (B,Hq,T) <- qkv (B,T,(Hq+2Hkv)*Hd); lse = log(sum over seen keys of exp(scale * q k)).
 
@@ -51,21 +43,20 @@ def attention_forward(
     )
     if not att.wanted and not lse.wanted:
         return
-    if is_exact(qkv.array.dtype):
+    if _is_exact(qkv.array.dtype):
         _launch("attention_forward", shape, shape.num_heads, _plain(att), _plain(lse), qkv, borders)
         return
-    plan = attention.cudnn.plan("forward" if lse.wanted else "evaluate", shape)
+    plan = cudnn.plan("forward" if lse.wanted else "evaluate", shape)
     places, own = _places_bytes(shape), 0 if att.wanted else _att_bytes(shape)
-    needed = places + own + plan.workspace_bytes
-    scratch = attention.take(needed) if needed else 0
-    pointers = {**_packed(shape, qkv.array), "att": _plain(att) or scratch + places}
+    start = room(scratch, places + own + plan.workspace_bytes)
+    pointers = {**_packed(shape, qkv.array), "att": _plain(att) or start + places}
     if lse.wanted:
         pointers["lse"] = _plain(lse)
-    attention.cudnn.run(plan, pointers | _find_documents(shape, borders, scratch), scratch + places + own)
+    cudnn.run(plan, pointers | _find_documents(shape, borders, start), start + places + own)
 
 
 def attention_backward(
-    attention: Attention,
+    cudnn: Cudnn,
     d_qkv: Output,
     /,
     d_att: Tensor,
@@ -79,6 +70,7 @@ def attention_backward(
     window: int | None,
     longest: int | None,
     softmax_scale: float,
+    scratch: Any = None,
 ) -> None:
     """d_qkv (B,T,(Hq+2Hkv)*Hd) <- d_att (B,T,Hq*Hd), qkv like d_qkv, att like d_att, lse and borders as in forward."""
     if not d_qkv.wanted:
@@ -88,53 +80,56 @@ def attention_backward(
         qkv.shape, borders.shape if borders else None, num_heads, num_kv_heads, window, longest, softmax_scale
     )
     (target,) = d_qkv.tensors
-    if is_exact(qkv.array.dtype):
-        dots = attention.take(_dots_bytes(shape))
+    if _is_exact(qkv.array.dtype):
+        dots = room(scratch, _dots_bytes(shape))
         _launch("attention_backward_q", shape, shape.num_heads, target, d_att, qkv, att, lse, borders, dots)
         _launch("attention_backward_kv", shape, shape.num_kv_heads, target, d_att, qkv, lse, borders, dots)
         return
-    plan, places = attention.cudnn.plan("backward", shape), _places_bytes(shape)
-    scratch = attention.take(places + plan.workspace_bytes) if places + plan.workspace_bytes else 0
+    plan, places = cudnn.plan("backward", shape), _places_bytes(shape)
+    start = room(scratch, places + plan.workspace_bytes)
     pointers = {name: _address(x) for name, x in (("d_att", d_att), ("att", att), ("lse", lse))}
     pointers |= _packed(shape, qkv.array) | _packed(shape, target.array, "d_")
-    attention.cudnn.run(plan, pointers | _find_documents(shape, borders, scratch), scratch + places)
+    cudnn.run(plan, pointers | _find_documents(shape, borders, start), start + places)
 
 
-def attention_ops(attention: Attention) -> dict[str, Callable[..., None]]:
-    """The two ops, with the reference's signatures."""
-    return {op.__name__: partial(op, attention) for op in (attention_forward, attention_backward)}
+def attention_kernels(cudnn: Cudnn | None) -> dict[str, Kernel]:
+    """The two ops; None: in f32, which takes no cuDNN.
 
-
-def attention_scratch(
-    attention: Attention,
-    op: str,
-    qkv: tuple[int, ...],
-    borders: tuple[int, ...] | None,
-    dtype: str,
-    numbers: Mapping[str, Any],
-    wanted: tuple[bool, ...],
-) -> int:
-    """Bytes of scratch of a call: shapes of `qkv` and `borders`, `wanted` outputs. UsageError for what the GPU lacks.
-
-    Builds the plan of a bf16 call, so this is also where a head_dim is refused before anything is allocated.
+    What a bf16 call needs is read off its plan, so this is also where cuDNN refuses a head_dim, before anything is
+    allocated.
     """
-    shape = _shape(qkv, borders, **numbers)
-    if not any(wanted):
+    ops: tuple[Any, ...] = ((attention_forward, _forward_scratch), (attention_backward, _backward_scratch))
+    return {op.__name__: Kernel(partial(op, cudnn), partial(scratch, cudnn), _refuse) for op, scratch in ops}
+
+
+def _forward_scratch(cudnn: Cudnn, call: Arguments) -> int:
+    if is_exact(call):
         return 0
-    if is_exact(DTYPES[dtype]):
-        return exact_scratch(op, qkv, borders, numbers)
-    if op == "attention_backward":
-        return _places_bytes(shape) + attention.cudnn.plan("backward", shape).workspace_bytes
-    att, lse = wanted
-    plan: AttentionPlan = attention.cudnn.plan("forward" if lse else "evaluate", shape)
-    return _places_bytes(shape) + (0 if att else _att_bytes(shape)) + plan.workspace_bytes
+    shape = _shape_of(call)
+    plan = cudnn.plan("forward" if call.writes.get("lse") else "evaluate", shape)
+    return _places_bytes(shape) + (0 if call.writes.get("att") else _att_bytes(shape)) + plan.workspace_bytes
 
 
-def exact_scratch(op: str, qkv: tuple[int, ...], borders: tuple[int, ...] | None, numbers: Mapping[str, Any]) -> int:
-    """Bytes of scratch of a call in f32, which takes no cuDNN. UsageError for shapes that our kernels do not take."""
-    shape = _shape(qkv, borders, **numbers)
-    _check_exact(shape)
-    return _dots_bytes(shape) if op == "attention_backward" else 0
+def _backward_scratch(cudnn: Cudnn, call: Arguments) -> int:
+    shape = _shape_of(call)
+    if is_exact(call):
+        return _dots_bytes(shape)
+    return _places_bytes(shape) + cudnn.plan("backward", shape).workspace_bytes
+
+
+def _refuse(call: Arguments, capability: int) -> None:
+    if is_exact(call):
+        _check_exact(_shape_of(call))
+
+
+def is_exact(call: Arguments) -> bool:
+    """Whether a call runs our own f32 kernels; UsageError for what neither they nor cuDNN take."""
+    return _is_exact(DTYPES[call.reads["qkv"].dtype])
+
+
+def _shape_of(call: Arguments) -> AttentionShape:
+    borders = call.reads.get("borders")
+    return _shape(call.reads["qkv"].shape, borders.shape if borders else None, **call.numbers)
 
 
 def _shape(
@@ -153,8 +148,7 @@ def _shape(
     return AttentionShape(batch, length, num_heads, num_kv_heads, head_dim, window, softmax_scale, max_docs, longest)
 
 
-def is_exact(dtype: np.dtype) -> bool:
-    """Whether our own f32 kernels run; UsageError for what neither they nor cuDNN take."""
+def _is_exact(dtype: np.dtype) -> bool:
     if dtype not in (DTYPES["fp32"], DTYPES["bf16"]):
         raise UsageError(f"attention on the GPU reads bf16 or fp32, not {dtype}: use --device cpu")
     return dtype == DTYPES["fp32"]
@@ -195,8 +189,8 @@ def _places_bytes(shape: AttentionShape) -> int:
     return sum(_places_parts(shape).values())
 
 
-def _find_documents(shape: AttentionShape, borders: Tensor | None, scratch: int) -> dict[str, int]:
-    """Writes where the documents lie to `scratch`, and returns the addresses; nothing for dense rows.
+def _find_documents(shape: AttentionShape, borders: Tensor | None, start: int) -> dict[str, int]:
+    """Writes where the documents lie, from the address `start` on, and returns the addresses; nothing for dense rows.
 
     Once per call, 2 us: the arrays of a piece of the batch count from its own start, and no slot has to hold them.
     """
@@ -204,8 +198,8 @@ def _find_documents(shape: AttentionShape, borders: Tensor | None, scratch: int)
         return {}
     addresses = {}
     for name, size in _places_parts(shape).items():
-        addresses[name] = scratch
-        scratch += size
+        addresses[name] = start
+        start += size
     widths = {"QKV": shape.packed, "ATT": shape.num_heads * shape.head_dim, "LSE": shape.num_heads}
     numbers = map(np.int32, (shape.batch, borders.shape[1] - 1, shape.places, shape.length, shape.extent))
     arguments = (*addresses.values(), _address(borders), *numbers)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from llmq.ops.cuda.launch import SUM_COLUMNS, SUM_THREADS, adds, launch, plain, pointer, type_of
+from llmq.ops.cuda.launch import SUM_COLUMNS, SUM_THREADS, Kernel, adds, launch, plain, pointer, type_of
 from llmq.tensor import Output, Tensor
 
 
@@ -17,3 +17,6 @@ def bias_backward(d_bias: Output, /, d_y: Tensor) -> None:
     arguments = (plain(d_bias), pointer(d_y), np.int32(parts), np.int32(columns), adds(d_bias))
     blocks = -(-columns // SUM_COLUMNS)
     launch("bias", "bias_backward", blocks, SUM_THREADS, arguments, {"G": type_of(d_bias)})
+
+
+KERNELS = (Kernel(bias_backward),)

@@ -13,6 +13,7 @@ from llmq.ops.cuda.launch import (
     SUMS,
     TILE_LANES,
     TILE_THREADS,
+    Kernel,
     access,
     forms,
     launch,
@@ -91,3 +92,6 @@ def scale_update(
     constants: Constants = {"X": "float", "T": "float", "C": TILE_LANES, "N": 4, "FORMS": 0, "E4M3": 1}
     arguments = (*written, *read, np.int32(cells), np.int32(depth))
     launch("cast", "scale_update", -(-cells // 128), 128, arguments, constants)
+
+
+KERNELS = (Kernel(cast), Kernel(amax_scale), Kernel(scale_update))

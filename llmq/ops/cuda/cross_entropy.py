@@ -2,10 +2,25 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import numpy as np
 
-from llmq.ops.cuda.launch import AMAX, ROW, VALUE, access, adds, capability, forms, launch, plain, pointer, type_of
-from llmq.ops.cuda.scratch import take
+from llmq.ops.cuda.launch import (
+    AMAX,
+    ROW,
+    VALUE,
+    Kernel,
+    access,
+    adds,
+    capability,
+    forms,
+    launch,
+    plain,
+    pointer,
+    room,
+    type_of,
+)
 from llmq.tensor import Output, Tensor
 
 THREADS = (256, 512)  # of a block; the smaller ones, four to a multiprocessor, overlap their reads and writes better
@@ -39,21 +54,21 @@ def constants_of(kind: str, vocab: int, columns: int) -> dict[str, int | str]:
     return {"T": kind, **sizes}
 
 
-def loss_sum(loss_total: Output, num_tokens: Output, /, loss: Tensor, targets: Tensor) -> None:
+def loss_sum(loss_total: Output, num_tokens: Output, /, loss: Tensor, targets: Tensor, *, scratch: Any = None) -> None:
     """loss_total (1,), num_tokens (1,) <- loss (...) fp32, targets (...) int32, in the tree of the reference."""
     values, count = pointer(loss), int(loss.array.size)
-    size, scratch = _leaves(count), 0
+    size, level = _leaves(count), 0
     while size > FINISHED:
         size //= 32
-        scratch = scratch + size * 32 * 4 if scratch else take(loss_sum_scratch(loss.shape))
-        launch("loss_sum", "fold", -(-size // 256), 256, (scratch, values, np.int64(size), np.int64(count)), {})
-        values, count = scratch, size
+        level = level + size * 32 * 4 if level else room(scratch, _scratch_bytes(loss.shape))
+        launch("loss_sum", "fold", -(-size // 256), 256, (level, values, np.int64(size), np.int64(count)), {})
+        values, count = level, size
     counts = (np.int32(size), np.int64(count), np.int64(targets.array.size))
     arguments = (plain(loss_total), plain(num_tokens), values, pointer(targets), *counts)
     launch("loss_sum", "finish", 1, 1024, (*arguments, adds(loss_total), adds(num_tokens)), {})
 
 
-def loss_sum_scratch(loss: tuple[int, ...]) -> int:
+def _scratch_bytes(loss: tuple[int, ...]) -> int:
     """Bytes of scratch for this shape: what is left of the tree after each five levels."""
     size, total = _leaves(int(np.prod(loss))), 0
     while size > FINISHED:
@@ -64,3 +79,9 @@ def loss_sum_scratch(loss: tuple[int, ...]) -> int:
 
 def _leaves(count: int) -> int:
     return 1 << (count - 1).bit_length()
+
+
+KERNELS = (
+    Kernel(cross_entropy),
+    Kernel(loss_sum, lambda call: _scratch_bytes(call.reads["loss"].shape)),
+)

@@ -51,10 +51,11 @@ class Matrix:
 
 @dataclass(frozen=True)
 class Problem:
-    """D (m,n) = op(A) (m,k) op(B) (k,n) + C + bias (m,) per column, column-major, summed in f32.
+    """D (m,n) = alpha op(A) (m,k) op(B) (k,n) + C + bias (m,) per column, column-major, summed in f32.
 
     `c` is None (no C), "same" (C is D: the product is added to it) or "other" (another matrix of D's layout); `bias` a
     dtype; `fast` lets fp8 keep fewer bits of partial sums; `alignment` in bytes holds for every pointer.
+    What alpha is decides nothing, so it is no part of a problem.
     """
 
     m: int
@@ -125,32 +126,33 @@ class _Built:
 
 
 class Gemms:
-    """The matrix products of the current device, on CuPy's current stream. One host thread at a time.
+    """The matrix products of the current device, on CuPy's current stream. One host thread at a time."""
 
-    `take(num_bytes)` gives the address of scratch, 256-byte aligned, that lasts as long as a call on the stream.
-    """
-
-    def __init__(self, algorithms: Algorithms, take: Callable[[int], int]) -> None:
+    def __init__(self, algorithms: Algorithms) -> None:
         from nvmath.bindings import cublasLt
 
-        self.algorithms, self._take, self._lt = algorithms, take, cublasLt
+        self.algorithms, self._lt = algorithms, cublasLt
         self._handle = cublasLt.create()
-        self._alpha = np.ones(1, np.float32)
+        self._one = np.ones(1, np.float32)
         self._built: dict[Problem, _Built] = {}
         self.bound: WeakKeyDictionary[Any, Any] = WeakKeyDictionary()
         """What `llmq.ops.cuda.linear` has bound, by the Output it writes."""
 
-    def bind(self, problem: Problem, pointers: Pointers) -> Callable[[], None]:
-        """One product, ready to be run again and again. Times a problem that the table lacks: not within a capture."""
+    def bind(self, problem: Problem, pointers: Pointers, alpha: float = 1.0) -> Callable[[int], None]:
+        """One product, ready to be run again and again, with the address of WORKSPACE_BYTES aligned to 256.
+
+        Times a problem that the table lacks: not within a capture.
+        """
         built = self._built.get(problem) or self._build(problem)
         if built.algorithm is None:
             self._choose(problem, built)
         algorithm, size = built.algorithm, built.workspace_bytes
         assert algorithm is not None
+        factor = np.full(1, alpha, np.float32)
 
-        def run() -> None:
+        def run(workspace: int) -> None:
             self._point(problem, built, pointers)
-            self._multiply(built, pointers, algorithm, self._take(size) if size else 0, size, _stream())
+            self._multiply(built, pointers, factor, algorithm, workspace if size else 0, size, _stream())
 
         return run
 
@@ -220,6 +222,7 @@ class Gemms:
         self,
         built: _Built,
         pointers: Pointers,
+        alpha: np.ndarray,
         algorithm: np.ndarray,
         workspace: int,
         workspace_bytes: int,
@@ -228,7 +231,7 @@ class Gemms:
         p = pointers
         matrices = (p.a, built.a, p.b, built.b, built.beta.ctypes.data, p.c, built.d, p.d, built.d)
         place = (algorithm.ctypes.data, workspace, workspace_bytes, stream)
-        self._lt.matmul(self._handle, built.operation, self._alpha.ctypes.data, *matrices, *place)
+        self._lt.matmul(self._handle, built.operation, alpha.ctypes.data, *matrices, *place)
 
     # algorithms
 
@@ -252,7 +255,8 @@ class Gemms:
             self._point(problem, built, pointers)
             used = int(proposals["workspace_size"][index])
             try:
-                self._multiply(built, pointers, proposals["algo"][index : index + 1], memory["workspace"], used, stream)
+                algorithm = proposals["algo"][index : index + 1]
+                self._multiply(built, pointers, self._one, algorithm, memory["workspace"], used, stream)
             except self._lt.cuBLASLtError:
                 return False
             return True
@@ -318,12 +322,13 @@ def refusal(problem: Problem) -> str:
             reasons.append("both fp8 operands must have the summed axis innermost: give the copy that has")
         if p.a.dtype == p.b.dtype == "e5m2":
             reasons.append("e5m2 times e5m2 does not exist: keep one operand in e4m3")
-        sizes = {"m": p.m, "k": p.k, "ld of A": p.a.ld, "ld of B": p.b.ld}
+        sizes = {"m": p.m, "k": p.k, "ld of A": p.a.ld, "ld of B": p.b.ld, "ld of D": p.d.ld}
         odd = [f"{name} {size}" for name, size in sizes.items() if size % 16]
         if odd:
             reasons.append(f"fp8 needs multiples of 16, not {', '.join(odd)}: use --matmul-dtype bf16")
         if p.alignment < 16:
-            reasons.append(f"fp8 needs addresses aligned to 16 bytes, not {p.alignment}")
+            columns = "columns of a wider matrix begin at a multiple of 16"
+            reasons.append(f"fp8 needs addresses aligned to 16 bytes, not {p.alignment}: {columns}")
         scales = {p.a.scale, p.b.scale}
         if scales & {"block", "tile"} and (p.m % 4 or p.n % 4):
             reasons.append(f"scales per 128 numbers need multiples of 4, not m {p.m}, n {p.n}: use other scales")

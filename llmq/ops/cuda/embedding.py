@@ -8,15 +8,16 @@ import numpy as np
 
 from llmq.errors import UsageError
 from llmq.ops.cuda.launch import (
+    Kernel,
     access,
     launch,
     plain,
     pointer,
+    room,
     rows_of,
     shared_bytes_limit,
     type_of,
 )
-from llmq.ops.cuda.scratch import take
 from llmq.tensor import Output, Tensor
 
 THREADS, RANKERS = 128, 8  # embedding.cu
@@ -39,19 +40,19 @@ def embedding_forward(res: Output, /, tokens: Tensor, weight: Tensor) -> None:
     launch("embedding", "embedding_forward", blocks, THREADS, arguments, constants)
 
 
-def embedding_backward(d_weight: Output, /, d_res: Tensor, tokens: Tensor) -> None:
+def embedding_backward(d_weight: Output, /, d_res: Tensor, tokens: Tensor, *, scratch: Any = None) -> None:
     """d_weight (Vp,C) <- d_res (B,T,C), tokens (B,T) int32, in the order of positions; absent tokens get zero."""
     if not d_weight.wanted:
         return
     target, ids, (vocab, columns) = plain(d_weight), pointer(tokens), d_weight.shape
     count = rows_of(d_res.shape)
-    refuse_tokens(count)
+    _refuse_tokens(count)
     constants = _constants(type_of(d_res), type_of(d_weight), columns, vocab, count)
     if not d_weight.accumulate:
         array: Any = d_weight.tensors[0].array
         array.data.memset_async(0, array.nbytes)
     sizes = _scratch_sizes(d_res.shape)
-    rows, borders, arrived, listed, edges = np.cumsum([take(sum(sizes)), *sizes[:-1]]).tolist()
+    rows, borders, arrived, listed, edges = np.cumsum([room(scratch, sum(sizes)), *sizes[:-1]]).tolist()
     chunks, pieces = -(-columns // (32 * int(constants["N"]))), -(-count // PIECE)
     arguments: tuple[Any, ...] = (rows, borders, arrived, listed, ids, np.int32(count), np.int32(pieces * chunks))
     buckets, shared = (int(constants[name]) for name in ("BUCKET_BITS", "GROUPING_BYTES"))
@@ -61,12 +62,7 @@ def embedding_backward(d_weight: Output, /, d_res: Tensor, tokens: Tensor) -> No
     launch("embedding", entry, -(-pieces * chunks // WARPS), 32 * WARPS, arguments, constants)
 
 
-def embedding_backward_scratch(d_weight: tuple[int, ...], d_res: tuple[int, ...]) -> int:
-    """Bytes of scratch for these shapes."""
-    return sum(_scratch_sizes(d_res))
-
-
-def refuse_tokens(count: int) -> None:
+def _refuse_tokens(count: int) -> None:
     """UsageError for more tokens than one launch adds."""
     if count > MOST_TOKENS:
         raise UsageError(
@@ -92,3 +88,13 @@ def _constants(kind: str, gradient: str, columns: int, vocab: int, count: int) -
     sizes = {"C": columns, "N": access(columns, kind, gradient), "PIECE": PIECE, "WARPS": WARPS, "STAGES": STAGES}
     sizes |= {"BITS": bits, "BUCKET_BITS": bucket_bits, "HELD": held, "VOTES": votes}
     return {"T": kind, "G": gradient, **sizes, "GROUPING_BYTES": 4 * grouping, "MOST_TOKENS": MOST_TOKENS}
+
+
+KERNELS = (
+    Kernel(embedding_forward),
+    Kernel(
+        embedding_backward,
+        lambda call: sum(_scratch_sizes(call.reads["d_res"].shape)),
+        lambda call, _: _refuse_tokens(rows_of(call.reads["d_res"].shape)),
+    ),
+)

@@ -7,7 +7,7 @@ import math
 import numpy as np
 
 from llmq.errors import UsageError
-from llmq.ops.cuda.launch import GRID_SIDE, access, launch, plain, pointer, type_of
+from llmq.ops.cuda.launch import GRID_SIDE, Kernel, access, launch, plain, pointer, type_of
 from llmq.tensor import Output, Tensor
 
 THREADS = 256  # embedding_noise.cu
@@ -18,7 +18,7 @@ def embedding_noise(out: Output, /, res: Tensor, samples: Tensor, *, alpha: floa
     """out (B,T,C) <- res (B,T,C), samples (B,) int32: res + u alpha / sqrt(T C), u uniform in [-1, 1)."""
     if not out.wanted:
         return
-    refuse_rows(res.shape[0])
+    _refuse_rows(res.shape[0])
     kind, size = type_of(res), math.prod(res.shape[1:])
     assert type_of(out) == kind
     number = access(size, kind)
@@ -29,10 +29,13 @@ def embedding_noise(out: Output, /, res: Tensor, samples: Tensor, *, alpha: floa
     launch("embedding_noise", "embedding_noise", grid, THREADS, arguments, {"T": kind, "N": number})
 
 
-def refuse_rows(batch: int) -> None:
+def _refuse_rows(batch: int) -> None:
     """UsageError for more sequences than one launch takes."""
     if batch > GRID_SIDE:
         raise UsageError(
             f"--neftune-alpha takes micro-batches of {GRID_SIDE} sequences at most on the GPU, not {batch}: use a "
             "smaller --batch-size with more --grad-accumulation"
         )
+
+
+KERNELS = (Kernel(embedding_noise, refuse=lambda call, _: _refuse_rows(call.reads["res"].shape[0])),)

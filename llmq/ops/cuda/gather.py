@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 
 from llmq.ops.cuda.compile import Constants
-from llmq.ops.cuda.launch import access, launch, plain, pointer, type_of
+from llmq.ops.cuda.launch import Kernel, access, launch, plain, pointer, type_of
 from llmq.tensor import Output, Tensor
 
 
@@ -18,3 +18,6 @@ def gather_rows(out: Output, /, x: Tensor, index: Tensor) -> None:
     constants: Constants = {"T": type_of(x), "C": columns, "N": access(columns, type_of(x))}
     arguments = (plain(out), pointer(x), pointer(index), np.int64(length))
     launch("gather", "gather_rows", batch, 128, arguments, constants)
+
+
+KERNELS = (Kernel(gather_rows),)

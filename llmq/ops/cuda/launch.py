@@ -7,12 +7,15 @@ CuPy's current stream, and everything but pointers and counts is a constant of t
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 
 from llmq.errors import UsageError
 from llmq.ops.cuda.compile import Constants, device_capability, device_multiprocessors, kernel
+from llmq.ops.seam import Arguments
 from llmq.tensor import DTYPES, LARGEST, Form, Output, Tensor
 
 TYPES = {"fp32": "float", "bf16": "bf16", "int32": "int"}
@@ -23,6 +26,24 @@ VALUE, COPY, ROW, COL, SUMS, AMAX = 1, 2, 4, 8, 16, 32  # forms.cuh
 GRID_SIDE = 65535  # blocks along the second and the third axis of a grid, at most
 DEFAULT_SHARED_BYTES = 48 * 1024  # that a block gets unasked, what its kernel declares included
 STATIC_BYTES = 1024  # of shared memory that a kernel declares at most, where its launcher gives it more
+
+
+@dataclass(frozen=True)
+class Kernel:
+    """What the backend asks of an op. `launch` has the reference's signature, and `scratch` where it needs some.
+
+    `scratch_bytes(call)` is what a call needs beside its arguments, as an array of the GPU aligned to 256 bytes that
+    other calls of its lane use in turn. `refuse(call, capability)` raises UsageError for what the op cannot do on a
+    card of this capability (90 is 9.0). None: never.
+    """
+
+    launch: Callable[..., None]
+    scratch_bytes: Callable[[Arguments], int] | None = None
+    refuse: Callable[[Arguments, int], None] | None = None
+
+    def needed(self, call: Arguments) -> int:
+        """Bytes of scratch of a call."""
+        return self.scratch_bytes(call) if self.scratch_bytes is not None else 0
 
 
 def type_of(tensor: Tensor | Output) -> str:
@@ -59,6 +80,15 @@ def pointer(tensor: Tensor | None) -> int:
 def address(array: Any) -> int:
     """Address of a CuPy array."""
     return int(array.data.ptr)
+
+
+def room(scratch: Any, num_bytes: int) -> int:
+    """Address of scratch (a CuPy array, or None) that has room for `num_bytes`; 0 if none are needed."""
+    if not num_bytes:
+        return 0
+    given = 0 if scratch is None else scratch.nbytes
+    assert num_bytes <= given, f"{num_bytes} bytes of scratch are needed and {given} were given"
+    return address(scratch)
 
 
 def plain(output: Output) -> int:

@@ -3,13 +3,15 @@
 All three are out (M,N) = left (M,K) right (N,K)^T, with a handle or its transpose in either place; row and col forms
 only decide which axis lies innermost. In column-major terms out^T (N,M) = right left^T, so A is `right` and B `left`.
 fp8 takes both with K innermost. Bias goes into the epilogue, a residual is C, and accumulation adds to D in place.
-Into bf16, some algorithms round before they add the bias and C, as separate additions would.
+C may be D's own memory, as accumulation is; both have one layout. Operands and results that are columns of a wider
+matrix have its width as leading dimension. Into bf16, some algorithms round before they add the bias and C, as separate
+additions would.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial, reduce
 from operator import or_
@@ -17,6 +19,8 @@ from typing import Any
 
 from llmq.errors import UsageError
 from llmq.ops.cuda.cublaslt import ALIGNMENT, BYTES, WORKSPACE_BYTES, Gemms, Matrix, Pointers, Problem
+from llmq.ops.cuda.launch import Kernel, room
+from llmq.ops.seam import record
 from llmq.tensor import DTYPES, Form, Output, Ref, Tensor
 
 SCALES = {"delayed": "tensor", "current": "tensor", "rowwise": "row", "blockwise": "block", "tilewise": "tile"}
@@ -30,36 +34,62 @@ WAYS = {
 
 
 def linear_forward(
-    gemms: Gemms, y: Output, /, x: Tensor, weight: Tensor, bias: Tensor | None, residual: Tensor | None
+    gemms: Gemms,
+    y: Output,
+    /,
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    residual: Tensor | None,
+    *,
+    alpha: float = 1.0,
+    scratch: Any = None,
 ) -> None:
-    """y (...,N) <- x (...,K), weight (N,K), bias (N,) or None, residual (...,N) or None: x weight^T + both."""
-    _run(gemms, "linear_forward", y, x, weight, bias, residual)
+    """y (...,N) <- x (...,K), weight (N,K), bias (N,) or None, residual (...,N) or None: alpha x weight^T + both."""
+    _run(gemms, "linear_forward", alpha, scratch, y, x, weight, bias, residual)
 
 
-def linear_dgrad(gemms: Gemms, d_x: Output, /, d_y: Tensor, weight: Tensor) -> None:
-    """d_x (...,K) <- d_y (...,N), weight (N,K): d_y weight."""
-    _run(gemms, "linear_dgrad", d_x, d_y, weight)
+def linear_dgrad(
+    gemms: Gemms,
+    d_x: Output,
+    /,
+    d_y: Tensor,
+    weight: Tensor,
+    residual: Tensor | None,
+    *,
+    alpha: float = 1.0,
+    scratch: Any = None,
+) -> None:
+    """d_x (...,K) <- d_y (...,N), weight (N,K), residual (...,K) or None: alpha d_y weight + residual."""
+    _run(gemms, "linear_dgrad", alpha, scratch, d_x, d_y, weight, None, residual)
 
 
-def linear_wgrad(gemms: Gemms, d_weight: Output, /, d_y: Tensor, x: Tensor) -> None:
-    """d_weight (N,K) <- d_y (...,N), x (...,K): d_y^T x, a sum over all leading axes."""
-    _run(gemms, "linear_wgrad", d_weight, d_y, x)
+def linear_wgrad(
+    gemms: Gemms, d_weight: Output, /, d_y: Tensor, x: Tensor, *, alpha: float = 1.0, scratch: Any = None
+) -> None:
+    """d_weight (N,K) <- d_y (...,N), x (...,K): alpha d_y^T x, a sum over all leading axes."""
+    _run(gemms, "linear_wgrad", alpha, scratch, d_weight, d_y, x, None, None)
 
 
-def linear_ops(gemms: Gemms) -> dict[str, Callable[..., None]]:
-    """The three ops, with the reference's signatures."""
-    return {op.__name__: partial(op, gemms) for op in (linear_forward, linear_dgrad, linear_wgrad)}
-
-
-def linear_scratch() -> int:
-    """Bytes of scratch that a call may take."""
-    return WORKSPACE_BYTES
+def linear_kernels(gemms: Gemms | None) -> dict[str, Kernel]:
+    """The three ops on these products; None: to plan with, as the library may use as much scratch on every GPU."""
+    ops: tuple[Any, ...] = (linear_forward, linear_dgrad, linear_wgrad)
+    return {op.__name__: Kernel(partial(op, gemms), lambda call: WORKSPACE_BYTES) for op in ops}
 
 
 def planned_problem(op: str, out: Ref, accumulate: bool, inputs: Sequence[Ref | None]) -> Problem:
     """The problem that a planned call will pose, for `Gemms.prepare`: storages are aligned to 256 bytes."""
-    views = [None if ref is None else _View.of_ref(ref) for ref in inputs]
-    return _problem(op, _View.of_ref(out), accumulate, views)
+    given = dict(zip(record(op).inputs, inputs, strict=True))
+    residual = given.get("residual")
+    is_own = residual is not None and _place(residual) == _place(out)
+    read = (*inputs[:2], given.get("bias"), None if is_own else residual)
+    views = [None if ref is None else _View.of_ref(ref) for ref in read]
+    return _problem(op, _View.of_ref(out), accumulate or is_own, views)
+
+
+def _place(ref: Ref) -> tuple[Any, ...]:
+    """Equal for two Refs of the same bytes."""
+    return ref.space, ref.name, ref.again, ref.form, ref.span, ref.pitch
 
 
 @dataclass(frozen=True)
@@ -93,9 +123,10 @@ class _View:
         dtype = ref.form.dtype if ref.form is not None else ref.dtype
         is_col = ref.form is not None and ref.form.layout == "col"
         scale = ALIGNMENT if ref.form is not None and ref.form.scaling else 0
-        ld = math.prod((ref.whole or ref.shape)[:-1]) if is_col else ref.shape[-1]
-        start = ref.span[0] if ref.span is not None else 0
-        address = (start // ref.shape[-1] if is_col else start) * DTYPES[dtype].itemsize
+        width = ref.pitch or ref.shape[-1]
+        ld = math.prod((ref.whole or ref.shape)[:-1]) if is_col else width
+        row, column = divmod(ref.span[0] if ref.span is not None else 0, width)
+        address = (column * ld + row if is_col else row * ld + column) * DTYPES[dtype].itemsize
         return cls._make(ref.name, dtype, ref.shape, ref.form, ld, address, scale)
 
     @classmethod
@@ -113,15 +144,18 @@ class _View:
         return Matrix(self.dtype, self.ld, transposed, self.scaling)
 
 
-def _run(gemms: Gemms, op: str, output: Output, *inputs: Tensor | None) -> None:
-    """Runs an op; what follows from its handles is worked out at their first call (50 us) and remembered with them."""
+def _run(gemms: Gemms, op: str, alpha: float, scratch: Any, output: Output, *inputs: Tensor | None) -> None:
+    """Runs an op on left, right, bias and residual.
+
+    What follows from its handles is worked out at their first call (50 us) and remembered with them.
+    """
     if not output.wanted:
         return
-    read, run = gemms.bound.get(output, (None, None))
-    if run is None or read != inputs:
-        run = gemms.bind(*_pose(op, output, inputs))
-        gemms.bound[output] = inputs, run
-    run()
+    given, run = gemms.bound.get(output, (None, None))
+    if run is None or given != (inputs, alpha):
+        run = gemms.bind(*_pose(op, output, inputs), alpha)
+        gemms.bound[output] = (inputs, alpha), run
+    run(room(scratch, WORKSPACE_BYTES))
 
 
 def _pose(op: str, output: Output, inputs: Sequence[Tensor | None]) -> tuple[Problem, Pointers]:
@@ -129,9 +163,15 @@ def _pose(op: str, output: Output, inputs: Sequence[Tensor | None]) -> tuple[Pro
     (target,) = output.tensors
     assert target.form is None, f"{output.name}: a matrix product writes the value only, not {target.form}"
     out, views = _View.of(target), [None if tensor is None else _View.of(tensor) for tensor in inputs]
-    problem = _problem(op, out, output.accumulate, views)
-    left, right, bias, residual = (*views, None, None)[:4]
+    left, right, bias, residual = views
     assert left is not None and right is not None
+    is_own = residual is not None and (residual.address, residual.dtype, residual.ld) == (
+        out.address,
+        out.dtype,
+        out.ld,
+    )
+    problem = _problem(op, out, output.accumulate or is_own, (left, right, bias, None if is_own else residual))
+    assert not (output.accumulate and is_own), f"{op}: {out.name} is added to and has a residual"
     return problem, Pointers(
         a=right.address,
         b=left.address,
@@ -144,7 +184,7 @@ def _pose(op: str, output: Output, inputs: Sequence[Tensor | None]) -> tuple[Pro
 
 
 def _problem(op: str, out: _View, accumulate: bool, inputs: Sequence[_View | None]) -> Problem:
-    left, right, bias, residual = (*inputs, None, None)[:4]
+    left, right, bias, residual = inputs
     assert left is not None and right is not None
     left_flipped, right_flipped, fast = WAYS[op]
     summed = left.rows if left_flipped else left.columns

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from typing import Any
 
 import numpy as np
 
@@ -11,6 +12,7 @@ from llmq.ops.cuda.launch import (
     COL,
     TILE_LANES,
     TILE_THREADS,
+    Kernel,
     access,
     adds,
     forms,
@@ -18,10 +20,10 @@ from llmq.ops.cuda.launch import (
     multiprocessors,
     plain,
     pointer,
+    room,
     tiles,
     type_of,
 )
-from llmq.ops.cuda.scratch import take
 from llmq.tensor import NORM_ROWS, Output, Tensor, num_norm_tiles
 
 SQUARE_THREADS, SQUARES = 512, 1 << 14  # elements that a block adds up (sum_squares.cu)
@@ -30,7 +32,7 @@ TRANSPOSED = 64  # rows of a tile that is written transposed (optimizer.cu)
 WORD = 0xFFFFFFFF
 
 
-def sum_squares(partials: Output, /, grad: Tensor) -> None:
+def sum_squares(partials: Output, /, grad: Tensor, *, scratch: Any = None) -> None:
     """partials (P,) <- grad (any shape): sums of squares of 128 rows each."""
     if not partials.wanted:
         return
@@ -41,13 +43,13 @@ def sum_squares(partials: Output, /, grad: Tensor) -> None:
         arguments = (plain(partials), *read, adds(partials))
         launch("sum_squares", "square", tiles, SQUARE_THREADS, arguments, constants)
         return
-    sums = take(sum_squares_scratch(grad.shape))
+    sums = room(scratch, _scratch_bytes(grad.shape))
     launch("sum_squares", "square", tiles * pieces, SQUARE_THREADS, (sums, *read, np.int32(0)), constants)
     last = (plain(partials), sums, np.int32(tiles), np.int32(pieces), adds(partials))
     launch("sum_squares", "add", -(-tiles * 32 // SQUARE_THREADS), SQUARE_THREADS, last, constants)
 
 
-def sum_squares_scratch(grad: tuple[int, ...]) -> int:
+def _scratch_bytes(grad: tuple[int, ...]) -> int:
     """Bytes of scratch for this shape: a sum per piece of a tile, unless a piece is the whole of it."""
     tiles, _, pieces = _pieces(grad)
     return tiles * pieces * 4 if pieces > 1 else 0
@@ -123,3 +125,10 @@ def adamw(
         blocks = min(multiprocessors() * resident, -(-count // (TILE_THREADS * number)))
     constants = {**types, "C": columns, "N": number, "RESIDENT": resident, **wanted}
     launch("optimizer", "adamw", blocks, TILE_THREADS, (*written, *read, *numbers, *key, np.int64(count)), constants)
+
+
+KERNELS = (
+    Kernel(sum_squares, lambda call: _scratch_bytes(call.reads["grad"].shape)),
+    Kernel(grad_scale),
+    Kernel(adamw),
+)

@@ -2,22 +2,27 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import numpy as np
 
 from llmq.errors import UsageError
 from llmq.ops.cuda.launch import (
     SUM_THREADS,
     SUMS_ROWS,
+    Kernel,
     access,
     adds,
     forms,
+    kind_of,
     launch,
     plain,
     pointer,
+    room,
     rows_of,
     type_of,
 )
-from llmq.ops.cuda.scratch import take
+from llmq.ops.seam import Arguments
 from llmq.tensor import Output, Tensor
 
 THREADS, WARPS, STEPS, TILE_WIDTH, WARP, SUM_SIDE = 256, 8, 2, 128, 32, 8  # qk_norm.cu
@@ -59,6 +64,7 @@ def qk_norm_backward(
     *,
     num_heads: int,
     num_kv_heads: int,
+    scratch: Any = None,
 ) -> None:
     """d_qkv (B,T,(Hq+2Hkv)*Hd), d_q_weight (Hd,), d_k_weight (Hd,) <- d_out, qkv like d_qkv, weights, rstd."""
     rows, width = rows_of(qkv.shape), q_weight.shape[-1]
@@ -68,7 +74,7 @@ def qk_norm_backward(
     wanted, outputs = forms(d_qkv)
     constants = _constants(type_of(qkv), kinds[0], width, num_heads, num_kv_heads, wanted)
     parts = -(-rows // SUMS_ROWS)
-    partial = take(qk_norm_backward_scratch(qkv.shape, q_weight.shape)) if weights else 0
+    partial = room(scratch, _scratch_bytes(qkv.shape, q_weight.shape)) if weights else 0
     read = (pointer(d_out), pointer(qkv), pointer(q_weight), pointer(k_weight), pointer(rstd))
     arguments = (*outputs, partial, *read, np.int64(rows))
     lanes, number = int(constants["LANES"]), int(constants["N"])
@@ -79,12 +85,12 @@ def qk_norm_backward(
         launch("qk_norm", "sum_weights", 2 * -(-width // SUM_SIDE), SUM_THREADS, last, constants)
 
 
-def qk_norm_backward_scratch(qkv: tuple[int, ...], q_weight: tuple[int, ...]) -> int:
+def _scratch_bytes(qkv: tuple[int, ...], q_weight: tuple[int, ...]) -> int:
     """Bytes of scratch for these shapes: a partial row for every 256 rows of every head."""
     return -(-rows_of(qkv) // SUMS_ROWS) * (qkv[-1] // q_weight[-1]) * q_weight[-1] * 4
 
 
-def refuse_heads(kind: str, head_dim: int) -> None:
+def _refuse_heads(kind: str, head_dim: int) -> None:
     """UsageError for heads that no warp holds."""
     number = access(head_dim, kind)
     if head_dim > 32 * number:
@@ -98,8 +104,23 @@ def refuse_heads(kind: str, head_dim: int) -> None:
 def _constants(
     kind: str, gradient: str, width: int, heads: int, kv_heads: int, wanted: dict[str, int | str]
 ) -> dict[str, int | str]:
-    refuse_heads(kind, width)
+    _refuse_heads(kind, width)
     number = access(width, kind)
     lanes = 1 << (width // number - 1).bit_length()
     sizes = {"HQ": heads, "HKV": kv_heads, "HD": width, "N": number, "LANES": lanes}
     return {"T": kind, "G": gradient, **sizes, **wanted}
+
+
+def _refuse(call: Arguments, capability: int) -> None:
+    qkv, q_weight = call.reads["qkv"], call.reads["q_weight"]
+    _refuse_heads(kind_of(qkv.dtype, qkv.name), q_weight.shape[-1])
+
+
+KERNELS = (
+    Kernel(qk_norm_forward, refuse=_refuse),
+    Kernel(
+        qk_norm_backward,
+        lambda call: _scratch_bytes(call.reads["qkv"].shape, call.reads["q_weight"].shape),
+        _refuse,
+    ),
+)

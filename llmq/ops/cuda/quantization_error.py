@@ -3,19 +3,20 @@
 from __future__ import annotations
 
 import math
+from typing import Any
 
 import numpy as np
 
 from llmq.ops.cuda.compile import Constants
-from llmq.ops.cuda.launch import access, address, launch, plain, pointer, type_of
-from llmq.ops.cuda.scratch import take
+from llmq.ops.cuda.launch import Kernel, access, address, launch, plain, pointer, room, type_of
 from llmq.tensor import Output, Tensor
 
 BLOCKS, THREADS, FIELDS = 1024, 256, 6
+SCRATCH_BYTES = BLOCKS * FIELDS * 4  # six numbers per block
 PER = {"delayed": 0, "current": 0, "rowwise": 1, "blockwise": 2, "tilewise": 3}  # what one scale is for
 
 
-def quantization_error(new_error: Output, /, error: Tensor, x: Tensor, copy: Tensor) -> None:
+def quantization_error(new_error: Output, /, error: Tensor, x: Tensor, copy: Tensor, *, scratch: Any = None) -> None:
     """new_error (6,) <- error (6,), x (any shape), its `copy` in fp8 rows."""
     assert copy.form is not None and copy.form.layout == "row" and copy.scale is not None
     kind, count, columns = type_of(x), math.prod(x.shape), x.shape[-1]
@@ -24,13 +25,11 @@ def quantization_error(new_error: Output, /, error: Tensor, x: Tensor, copy: Ten
     e4m3 = int(copy.form.dtype == "e4m3")
     constants: Constants = {"X": kind, "C": columns, "N": number, "E4M3": e4m3, "PER": per}
     blocks = min(BLOCKS, -(-count // (THREADS * number)))
-    parts = take(quantization_error_scratch())
+    parts = room(scratch, SCRATCH_BYTES)
     read = (pointer(x), pointer(copy), address(copy.scale), np.int64(count))
     launch("quantization_error", "error_parts", blocks, THREADS, (parts, *read), constants)
     last = (plain(new_error), pointer(error), parts, np.int32(blocks))
     launch("quantization_error", "error_total", 1, THREADS, last, constants)
 
 
-def quantization_error_scratch() -> int:
-    """Bytes of scratch: six numbers per block."""
-    return BLOCKS * FIELDS * 4
+KERNELS = (Kernel(quantization_error, lambda call: SCRATCH_BYTES),)

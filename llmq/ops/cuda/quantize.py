@@ -2,26 +2,28 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import numpy as np
 
 from llmq.errors import UsageError
 from llmq.ops.cuda.cast import amax_scale
 from llmq.ops.cuda.compile import Constants
-from llmq.ops.cuda.launch import COL, ROW, access, address, launch, plain, pointer, rows_of, type_of
-from llmq.ops.cuda.scratch import take
+from llmq.ops.cuda.launch import COL, ROW, Kernel, access, address, launch, plain, pointer, room, rows_of, type_of
 from llmq.tensor import BLOCK, Output, Tensor
 
 THREADS, HELD_PACKS = 256, 8  # quantize.cu
 PER = {"blockwise": 0, "tilewise": 1, "rowwise": 2}  # of the kernel over tiles, where "rowwise" is a column's
 AMAX_ROWS = 8 * BLOCK  # that a block of column_amax reads
+SCRATCH_BYTES = 4  # the largest magnitude
 
 
-def quantize(out: Output, scale: Output, /, x: Tensor, *, limit: float) -> None:
+def quantize(out: Output, scale: Output, /, x: Tensor, *, limit: float, scratch: Any = None) -> None:
     """out, in every wanted form with its scales, and scale (1,) <- x (the shape of out)."""
     copies = {_place(tensor): tensor for tensor in out.tensors}
     by_rows = copies.pop(("rowwise", "row"), None)
     if by_rows is not None:
-        _rows(out, scale, by_rows, x, limit)
+        _rows(out, scale, by_rows, x, limit, scratch)
     elif scale.wanted:
         amax_scale(scale, x, limit=limit)
     for scaling in PER:
@@ -29,11 +31,6 @@ def quantize(out: Output, scale: Output, /, x: Tensor, *, limit: float) -> None:
         if row is not None or col is not None:
             _tiles(out, scaling, row, col, x)
     assert not copies, f"{out.name}: two copies in one place, or not quantized: {sorted(copies)}"
-
-
-def quantize_scratch() -> int:
-    """Bytes of scratch: the largest magnitude."""
-    return 4
 
 
 def _place(tensor: Tensor) -> tuple[str, str]:
@@ -62,12 +59,12 @@ def _constants(out: Output, x: Tensor, copy: Tensor, forms: int, scaling: str) -
     }
 
 
-def _rows(out: Output, scale: Output, copy: Tensor, x: Tensor, limit: float) -> None:
+def _rows(out: Output, scale: Output, copy: Tensor, x: Tensor, limit: float, scratch: Any) -> None:
     """The copy in rows with one scale per row, and the scale of the whole where it is wanted."""
     import cupy
 
     constants = _constants(out, x, copy, ROW, "rowwise")
-    cell = take(quantize_scratch()) if scale.wanted else 0
+    cell = room(scratch, SCRATCH_BYTES) if scale.wanted else 0
     if cell:
         cupy.cuda.runtime.memsetAsync(cell, 0, 4, cupy.cuda.get_current_stream().ptr)
     rows, lanes = rows_of(x.shape), 32 * int(constants["WARPS"])
@@ -94,3 +91,6 @@ def _tiles(out: Output, scaling: str, row: Tensor | None, col: Tensor | None, x:
         launch("quantize", "column_scale", -(-x.shape[-1] // THREADS), THREADS, (scales[1],), constants)
     arguments = (pointer(row), scales[0], pointer(col), scales[1], pointer(x), np.int64(rows))
     launch("quantize", "quantize_tiles", across * -(-rows // BLOCK), THREADS, arguments, constants)
+
+
+KERNELS = (Kernel(quantize, lambda call: SCRATCH_BYTES),)

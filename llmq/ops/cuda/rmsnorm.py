@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import numpy as np
 
 from llmq.errors import UsageError
@@ -11,17 +13,20 @@ from llmq.ops.cuda.launch import (
     SUM_COLUMNS,
     SUM_THREADS,
     SUMS,
+    Kernel,
     access,
     adds,
     forms,
+    kind_of,
     launch,
     plain,
     pointer,
+    room,
     rows_of,
     shared_bytes_limit,
     type_of,
 )
-from llmq.ops.cuda.scratch import take
+from llmq.ops.seam import Arguments
 from llmq.tensor import Output, Tensor
 
 PARTS = 512  # blocks of the backward pass, and partial rows of the weight's gradient: about 4 blocks per multiprocessor
@@ -44,7 +49,16 @@ def rmsnorm_forward(x: Output, rstd: Output, /, res: Tensor, weight: Tensor, *, 
 
 
 def rmsnorm_backward(
-    d_out: Output, d_weight: Output, /, d_x: Tensor, d_res: Tensor | None, res: Tensor, weight: Tensor, rstd: Tensor
+    d_out: Output,
+    d_weight: Output,
+    /,
+    d_x: Tensor,
+    d_res: Tensor | None,
+    res: Tensor,
+    weight: Tensor,
+    rstd: Tensor,
+    *,
+    scratch: Any = None,
 ) -> None:
     """d_out (B,T,C), d_weight (C,) <- d_x (B,T,C), d_res (B,T,C) or None, res (B,T,C), weight (C,), rstd (B,T)."""
     kind, columns, rows = type_of(res), res.shape[-1], rows_of(res.shape)
@@ -53,7 +67,7 @@ def rmsnorm_backward(
     constants = {**_constants(kind, gradient, columns, wanted, forward=False), "RESIDUAL": int(d_res is not None)}
     per_block = _rows_per_part(rows)
     parts = -(-rows // per_block)
-    partial = take(parts * columns * 4) if d_weight.wanted else 0
+    partial = room(scratch, _scratch_bytes(res.shape)) if d_weight.wanted else 0
     read = (pointer(d_x), pointer(d_res), pointer(res), pointer(weight), pointer(rstd))
     arguments = (*outputs, partial, *read, np.int32(per_block), np.int64(rows))
     shared = _tile_bytes(constants)
@@ -63,13 +77,13 @@ def rmsnorm_backward(
         launch("rmsnorm", "sum_weight", -(-columns // SUM_COLUMNS), SUM_THREADS, last, constants)
 
 
-def rmsnorm_backward_scratch(res: tuple[int, ...]) -> int:
+def _scratch_bytes(res: tuple[int, ...]) -> int:
     """Bytes of scratch for this shape."""
     rows = rows_of(res)
     return -(-rows // _rows_per_part(rows)) * res[-1] * 4
 
 
-def refuse_norm(kind: str, columns: int, *, transposed: bool, shared_bytes: int) -> None:
+def _refuse_norm(kind: str, columns: int, *, transposed: bool, shared_bytes: int) -> None:
     """UsageError for rows that no block holds, or, to be written as fp8 columns, no block of so much shared memory."""
     number = access(columns, kind)
     if columns > number * 32 * HELD * MOST_WARPS:
@@ -96,7 +110,7 @@ def _constants(
 ) -> dict[str, int | str]:
     assert not int(wanted["FORMS"]) & SUMS, "nobody reads column sums of what a norm writes"
     transposed, most = bool(int(wanted["FORMS"]) & COL), shared_bytes_limit()
-    refuse_norm(kind, columns, transposed=transposed, shared_bytes=most)
+    _refuse_norm(kind, columns, transposed=transposed, shared_bytes=most)
     number = access(columns, kind)
     accesses = columns // number
     group = -(-accesses // (32 * HELD))
@@ -137,3 +151,15 @@ def _pitch(columns: int) -> int:
 
 def _tile_bytes(constants: dict[str, int | str]) -> int:
     return int(constants["ROWS"]) * _pitch(int(constants["C"])) if int(constants["FORMS"]) & COL else 0
+
+
+def _refuse(call: Arguments, capability: int) -> None:
+    res, limit = call.reads["res"], shared_bytes_limit(capability)
+    kind = kind_of(res.dtype, res.name)
+    _refuse_norm(kind, res.shape[-1], transposed=call.writes_columns, shared_bytes=limit)
+
+
+KERNELS = (
+    Kernel(rmsnorm_forward, refuse=_refuse),
+    Kernel(rmsnorm_backward, lambda call: _scratch_bytes(call.reads["res"].shape), _refuse),
+)

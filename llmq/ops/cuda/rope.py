@@ -12,13 +12,16 @@ from llmq.ops.cuda.launch import (
     TILE_ROWS,
     TILE_THREADS,
     VALUE,
+    Kernel,
     access,
     forms,
+    kind_of,
     launch,
     pointer,
     rows_of,
     type_of,
 )
+from llmq.ops.seam import Arguments
 from llmq.tensor import Output, Tensor
 
 
@@ -36,7 +39,7 @@ def rope_backward(
     _turn(d_qkv, d_out, table, positions, num_heads, num_kv_heads, -1)
 
 
-def refuse_halves(kind: str, head_dim: int, *, transposed: bool) -> None:
+def _refuse_halves(kind: str, head_dim: int, *, transposed: bool) -> None:
     """UsageError for heads whose halves are odd: bf16 is read, and fp8 columns are written, two numbers at a time."""
     if head_dim % 4 == 0:
         return
@@ -60,7 +63,7 @@ def _turn(
     wanted, outputs = forms(out)
     in_place = wanted["FORMS"] == VALUE and outputs[0] == pointer(x)
     bits = int(wanted["FORMS"])
-    refuse_halves(kind, width, transposed=bool(bits & COL))
+    _refuse_halves(kind, width, transposed=bool(bits & COL))
     number = access(width // 2, kind)
     if bits & (SUMS | COL):
         # angles of 4 channels are 16 bytes, and serve two heads; a row of lanes is half a head where that is 8 or 16
@@ -76,3 +79,11 @@ def _turn(
     blocks = -(-units // lanes) * -(-rows // height)
     arguments = (*outputs, pointer(x), pointer(table), pointer(positions), np.int64(rows))
     launch("rope", "rope", blocks, TILE_THREADS, arguments, {"T": kind, **sizes, **wanted})
+
+
+def _refuse(call: Arguments, capability: int) -> None:
+    heads, table = next(iter(call.reads.values())), call.reads["table"]
+    _refuse_halves(kind_of(heads.dtype, heads.name), table.shape[-1], transposed=call.writes_columns)
+
+
+KERNELS = (Kernel(rope_forward, refuse=_refuse), Kernel(rope_backward, refuse=_refuse))

@@ -4,7 +4,18 @@ from __future__ import annotations
 
 import numpy as np
 
-from llmq.ops.cuda.launch import TILE_ROWS, TILE_THREADS, access, forms, launch, pointer, rows_of, tiles, type_of
+from llmq.ops.cuda.launch import (
+    TILE_ROWS,
+    TILE_THREADS,
+    Kernel,
+    access,
+    forms,
+    launch,
+    pointer,
+    rows_of,
+    tiles,
+    type_of,
+)
 from llmq.tensor import Output, Tensor
 
 
@@ -28,3 +39,6 @@ def _launch(entry: str, output: Output, gate_up: tuple[int, ...], read: tuple[Te
     blocks = tiles(rows, columns, int(wanted["FORMS"]), number, TILE_ROWS)
     arguments = (*outputs, *(pointer(tensor) for tensor in read), np.int64(rows))
     launch("swiglu", entry, blocks, TILE_THREADS, arguments, {"T": kind, "F": columns, "N": number, **wanted})
+
+
+KERNELS = (Kernel(swiglu_forward), Kernel(swiglu_backward))

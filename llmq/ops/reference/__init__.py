@@ -4,6 +4,7 @@ from collections.abc import Callable
 
 from llmq.ops.reference.attention import attention_backward, attention_forward
 from llmq.ops.reference.cast import amax_scale, cast, scale_update
+from llmq.ops.reference.copy import copy_to_device, copy_to_host
 from llmq.ops.reference.cross_entropy import cross_entropy, loss_sum
 from llmq.ops.reference.embedding import embedding_backward, embedding_forward
 from llmq.ops.reference.embedding_noise import embedding_noise
@@ -24,6 +25,8 @@ __all__ = [
     "attention_forward",
     "bias_backward",
     "cast",
+    "copy_to_device",
+    "copy_to_host",
     "cross_entropy",
     "embedding_backward",
     "embedding_forward",

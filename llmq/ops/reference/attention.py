@@ -13,11 +13,22 @@ from itertools import pairwise
 
 import numpy as np
 
+from llmq.ops.seam import Arguments, op
 from llmq.tensor import Output, Tensor
 
 QUERY_BLOCK = 64  # queries of one head per block: the scores of a block of a short sequence stay in the L2 cache
 
 
+def _multiply_adds(call: Arguments) -> int:
+    """Of one product as large as all scores: the keys that each query sees, by the head's channels."""
+    b, t, width = call.reads["qkv"].shape
+    heads, window = call.numbers["num_heads"], min(call.numbers["window"] or t, t)
+    head_dim = width // (heads + 2 * call.numbers["num_kv_heads"])
+    seen = window * (window + 1) // 2 + (t - window) * window  # keys, summed over the queries of a sequence
+    return b * heads * head_dim * seen
+
+
+@op(family="attention forward", products=2, multiply_adds=_multiply_adds)
 def attention_forward(
     att: Output,
     lse: Output,
@@ -56,6 +67,8 @@ def attention_forward(
     lse.write(sums.transpose(0, 2, 1) if borders is None else sums)
 
 
+# of its five products, the one that makes p again is forward's
+@op(family="attention backward", products=5, remade=1, multiply_adds=_multiply_adds)
 def attention_backward(
     d_qkv: Output,
     /,

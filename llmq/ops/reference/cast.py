@@ -4,9 +4,11 @@ from dataclasses import replace
 
 import numpy as np
 
+from llmq.ops.seam import op
 from llmq.tensor import Output, Tensor, scale_from
 
 
+@op(family="quantize", forms={"out"}, cast_from={"out": "x"})
 def cast(out: Output, /, x: Tensor) -> None:
     """out, in every wanted form, <- x (the same shape). Columns in fp8 of rows in fp8 are the same bytes."""
     if x.form is not None and [target.form for target in out.tensors] == [replace(x.form, layout="col")]:
@@ -16,12 +18,14 @@ def cast(out: Output, /, x: Tensor) -> None:
         out.write(x.read())
 
 
+@op(family="quantize")
 def amax_scale(scale: Output, /, x: Tensor, *, limit: float) -> None:
     """scale (1,) <- x (any shape): amax(|x|) / limit, which maps amax to `limit`; 1 if amax is 0 or not finite."""
     amax = np.array([np.abs(x.read()).max(initial=0)], np.float32)
     scale.write(scale_from(amax, np.float32(limit), np.ones(1, np.float32)))
 
 
+@op(family="optimizer")
 def scale_update(
     new_scale: Output,
     new_history: Output,

@@ -2,9 +2,11 @@
 
 import numpy as np
 
+from llmq.ops.seam import op
 from llmq.tensor import IGNORED, Output, Tensor
 
 
+@op(family="cross-entropy", shares={"d_logits": "logits"}, rows={"d_logits"})
 def cross_entropy(
     d_logits: Output, loss: Output, /, logits: Tensor, targets: Tensor, *, vocab_size: int, z_loss: float
 ) -> None:
@@ -34,6 +36,7 @@ def cross_entropy(
     loss.write(value)
 
 
+@op(family="cross-entropy")
 def loss_sum(loss_total: Output, num_tokens: Output, /, loss: Tensor, targets: Tensor) -> None:
     """loss_total (1,), num_tokens (1,) <- loss (...), targets (...) int32: sum of losses and number of trained tokens.
 

@@ -2,14 +2,33 @@
 
 import numpy as np
 
-from llmq.tensor import Output, Tensor
+from llmq.ops.seam import Arguments, op
+from llmq.tensor import DTYPES, Output, Ref, Tensor
 
 
+def _unused_rows(table: Ref, call: Arguments) -> int:
+    """Bytes of the table's rows that no token of the batch names."""
+    rows, width = table.shape
+    used = rows if call.different_tokens is None else call.different_tokens
+    return int(max(rows - used, 0) * width) * DTYPES[table.dtype].itemsize
+
+
+def _not_read(call: Arguments) -> int:
+    return _unused_rows(call.reads["weight"], call)
+
+
+def _not_added_to(call: Arguments) -> int:
+    """Rows that are neither read nor written; without accumulation all are set to zero."""
+    return sum(2 * _unused_rows(ref, call) for ref in call.writes["d_weight"] if "d_weight" in call.added)
+
+
+@op(family="embedding", untouched=_not_read)
 def embedding_forward(res: Output, /, tokens: Tensor, weight: Tensor) -> None:
     """res (B,T,C) <- tokens (B,T) int32, weight (Vp,C)."""
     res.write(weight.read_rows(tokens.read()))
 
 
+@op(family="embedding", untouched=_not_added_to)
 def embedding_backward(d_weight: Output, /, d_res: Tensor, tokens: Tensor) -> None:
     """d_weight (Vp,C) <- d_res (B,T,C), tokens (B,T) int32.
 

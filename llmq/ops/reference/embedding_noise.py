@@ -5,9 +5,11 @@ import math
 import numpy as np
 
 from llmq.ops.reference.random import EMBEDDING, random_words
+from llmq.ops.seam import op
 from llmq.tensor import Output, Tensor
 
 
+@op(family="embedding", shares={"out": "res"})
 def embedding_noise(out: Output, /, res: Tensor, samples: Tensor, *, alpha: float, seed: int, stream: int) -> None:
     """out (B,T,C) <- res (B,T,C), samples (B,) int32: res + u alpha / sqrt(T C), u uniform in [-1, 1).
 

@@ -2,9 +2,11 @@
 
 import numpy as np
 
+from llmq.ops.seam import op
 from llmq.tensor import Output, Tensor
 
 
+@op(family="head")
 def gather_rows(out: Output, /, x: Tensor, index: Tensor) -> None:
     """out (B,1,C) <- x (B,T,C), index (B,) int32: out[b, 0] = x[b, index[b]]."""
     rows = x.read()

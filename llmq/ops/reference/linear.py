@@ -1,13 +1,40 @@
 """The linear map y = x weight^T + bias, its two gradients, and the gradient of the bias."""
 
+import math
+
+import numpy as np
+
+from llmq.ops.seam import Arguments, op
 from llmq.tensor import Output, Tensor
 
 
-def linear_forward(y: Output, /, x: Tensor, weight: Tensor, bias: Tensor | None, residual: Tensor | None) -> None:
-    """y (...,N) <- x (...,K), weight (N,K), bias (N,) or None, residual (...,N) or None: x weight^T + both."""
+def _multiply_adds(call: Arguments) -> int:
+    """x (M,K) weight (N,K): M N K."""
+    return math.prod(call.reads["x"].shape) * call.reads["weight"].shape[0]
+
+
+def _gradient_multiply_adds(call: Arguments) -> int:
+    """d_y (M,N) weight (N,K), or d_y (M,N) x (M,K): M N K."""
+    d_y, other = list(call.reads.values())[:2]
+    return math.prod(d_y.shape) * other.shape[-1]
+
+
+def _product(left: np.ndarray, right: np.ndarray, alpha: float) -> np.ndarray:
+    value = left @ right
+    return value if alpha == 1 else value * value.dtype.type(alpha)
+
+
+@op(family="linears forward", is_linear=True, products=1, multiply_adds=_multiply_adds)
+def linear_forward(
+    y: Output, /, x: Tensor, weight: Tensor, bias: Tensor | None, residual: Tensor | None, *, alpha: float = 1.0
+) -> None:
+    """y (...,N) <- x (...,K), weight (N,K), bias (N,) or None, residual (...,N) or None: alpha x weight^T + both.
+
+    The residual may be the memory of y. Of all three maps, operands and result may be columns of a wider matrix.
+    """
     if not y.wanted:
         return
-    value = x.read().reshape(-1, x.shape[-1]) @ weight.read().T
+    value = _product(x.read().reshape(-1, x.shape[-1]), weight.read().T, alpha)
     if bias is not None:
         value += bias.read()
     if residual is not None:
@@ -15,18 +42,28 @@ def linear_forward(y: Output, /, x: Tensor, weight: Tensor, bias: Tensor | None,
     y.write(value.reshape(y.shape))
 
 
-def linear_dgrad(d_x: Output, /, d_y: Tensor, weight: Tensor) -> None:
-    """d_x (...,K) <- d_y (...,N), weight (N,K): d_y weight."""
-    if d_x.wanted:
-        d_x.write((d_y.read().reshape(-1, d_y.shape[-1]) @ weight.read()).reshape(d_x.shape))
+@op(family="linears dgrad", is_linear=True, products=1, multiply_adds=_gradient_multiply_adds)
+def linear_dgrad(d_x: Output, /, d_y: Tensor, weight: Tensor, residual: Tensor | None, *, alpha: float = 1.0) -> None:
+    """d_x (...,K) <- d_y (...,N), weight (N,K), residual (...,K) or None: alpha d_y weight + residual.
+
+    The residual may be the memory of d_x.
+    """
+    if not d_x.wanted:
+        return
+    value = _product(d_y.read().reshape(-1, d_y.shape[-1]), weight.read(), alpha)
+    if residual is not None:
+        value += residual.read().reshape(value.shape)
+    d_x.write(value.reshape(d_x.shape))
 
 
-def linear_wgrad(d_weight: Output, /, d_y: Tensor, x: Tensor) -> None:
-    """d_weight (N,K) <- d_y (...,N), x (...,K): d_y^T x, a sum over all leading axes."""
+@op(family="linears wgrad", is_linear=True, products=1, multiply_adds=_gradient_multiply_adds)
+def linear_wgrad(d_weight: Output, /, d_y: Tensor, x: Tensor, *, alpha: float = 1.0) -> None:
+    """d_weight (N,K) <- d_y (...,N), x (...,K): alpha d_y^T x, a sum over all leading axes."""
     if d_weight.wanted:
-        d_weight.write(d_y.read().reshape(-1, d_y.shape[-1]).T @ x.read().reshape(-1, x.shape[-1]))
+        d_weight.write(_product(d_y.read().reshape(-1, d_y.shape[-1]).T, x.read().reshape(-1, x.shape[-1]), alpha))
 
 
+@op(family="linears wgrad")
 def bias_backward(d_bias: Output, /, d_y: Tensor) -> None:
     """d_bias (N,) <- d_y (...,N) in colsum form, read as its (parts,N) partial sums."""
     partial = d_y.read()

@@ -10,11 +10,13 @@ from collections.abc import Iterator
 import numpy as np
 
 from llmq.ops.reference.random import MASTER, M, V, random_bits, stochastic_round_bf16
+from llmq.ops.seam import op
 from llmq.tensor import DTYPES, NORM_ROWS, Output, Tensor
 
 SLICE = 1 << 16  # elements per slice: bounds the temporaries of a large row, and keeps them in the L2 cache
 
 
+@op(family="optimizer")
 def sum_squares(partials: Output, /, grad: Tensor) -> None:
     """partials (P,) <- grad (any shape), P = ceil(rows / 128) over its flattened leading axes, 1 for a vector.
 
@@ -31,6 +33,7 @@ def sum_squares(partials: Output, /, grad: Tensor) -> None:
     partials.write(np.array(tiles))
 
 
+@op(family="optimizer")
 def grad_scale(
     norm: Output,
     scale: Output,
@@ -58,6 +61,7 @@ def grad_scale(
     apply.write(finite.astype(value.dtype))
 
 
+@op(family="optimizer", forms={"weight"})
 def adamw(
     new_master: Output,
     new_m: Output,

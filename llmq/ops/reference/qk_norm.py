@@ -5,9 +5,11 @@ qkv (B,T,(Hq+2Hkv)*Hd) holds the query heads, then the key heads, then the value
 
 import numpy as np
 
-from llmq.tensor import Output, Tensor
+from llmq.ops.seam import Arguments, op
+from llmq.tensor import Output, Tensor, stored_bytes
 
 
+@op(family="norms")
 def qk_norm_forward(
     out: Output,
     rstd: Output,
@@ -33,6 +35,13 @@ def qk_norm_forward(
     rstd.write(s)
 
 
+def _value_heads(call: Arguments) -> int:
+    """Bytes of the value heads of qkv: their gradients are copied from d_out."""
+    heads, kv_heads = call.numbers["num_heads"], call.numbers["num_kv_heads"]
+    return stored_bytes(call.reads["qkv"]) * kv_heads // (heads + 2 * kv_heads)
+
+
+@op(family="norms", forms={"d_qkv"}, untouched=_value_heads)
 def qk_norm_backward(
     d_qkv: Output,
     d_q_weight: Output,

@@ -2,6 +2,7 @@
 
 import numpy as np
 
+from llmq.ops.seam import op
 from llmq.tensor import DTYPES, LARGEST, Output, Tensor
 
 HALF_STEP = (
@@ -10,6 +11,7 @@ HALF_STEP = (
 )  # of the largest finite number, of e4m3 and e5m2: rounding alone ends there from so far beyond
 
 
+@op(family="quantize")
 def quantization_error(new_error: Output, /, error: Tensor, x: Tensor, copy: Tensor) -> None:
     """new_error (6,) <- error (6,), x (any shape), its `copy` in fp8 rows (the same shape).
 

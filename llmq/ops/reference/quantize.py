@@ -2,9 +2,11 @@
 
 import numpy as np
 
+from llmq.ops.seam import op
 from llmq.tensor import Output, Tensor, scale_from
 
 
+@op(family="quantize", cast_from={"out": "x"})
 def quantize(out: Output, scale: Output, /, x: Tensor, *, limit: float) -> None:
     """out, in every wanted form with its scales (see `llmq.tensor.own_scales`), and scale (1,) <- x (the shape of out).
 

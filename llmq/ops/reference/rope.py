@@ -6,9 +6,19 @@ The table (`llmq.rope.rope_table`) holds cos and sin of every angle.
 
 import numpy as np
 
-from llmq.tensor import Output, Tensor
+from llmq.ops.seam import Arguments, op
+from llmq.tensor import Output, Tensor, stored_bytes
 
 
+def _value_heads(call: Arguments) -> int:
+    """In place, value heads are not written, and read only if another form is made of them."""
+    given = next(iter(call.reads.values()))
+    heads, kv_heads = call.numbers["num_heads"], call.numbers["num_kv_heads"]
+    size = stored_bytes(given) * kv_heads // (heads + 2 * kv_heads)
+    return sum(size * (2 if len(call.writes[name]) == 1 else 1) for name in call.in_place)
+
+
+@op(family="rope", shares={"out": "qkv"}, untouched=_value_heads)
 def rope_forward(
     out: Output, /, qkv: Tensor, table: Tensor, positions: Tensor, *, num_heads: int, num_kv_heads: int
 ) -> None:
@@ -20,6 +30,7 @@ def rope_forward(
     out.write(_turned(qkv.read(), cos, sin, num_heads + num_kv_heads, num_heads + 2 * num_kv_heads))
 
 
+@op(family="rope", shares={"d_qkv": "d_out"}, forms={"d_qkv"}, untouched=_value_heads)
 def rope_backward(
     d_qkv: Output, /, d_out: Tensor, table: Tensor, positions: Tensor, *, num_heads: int, num_kv_heads: int
 ) -> None:

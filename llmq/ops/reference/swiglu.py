@@ -2,9 +2,11 @@
 
 import numpy as np
 
+from llmq.ops.seam import op
 from llmq.tensor import Output, Tensor
 
 
+@op(family="swiglu", forms={"act"})
 def swiglu_forward(act: Output, /, gate_up: Tensor) -> None:
     """act (B,T,F) <- gate_up (B,T,2F)."""
     gate, up = _halves(gate_up.read())
@@ -14,6 +16,7 @@ def swiglu_forward(act: Output, /, gate_up: Tensor) -> None:
     act.write(value)
 
 
+@op(family="swiglu", forms={"d_gate_up"})
 def swiglu_backward(d_gate_up: Output, /, d_act: Tensor, gate_up: Tensor) -> None:
     """d_gate_up (B,T,2F) <- d_act (B,T,F), gate_up (B,T,2F).
 

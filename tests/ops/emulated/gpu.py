@@ -60,7 +60,7 @@ def install(monkeypatch: pytest.MonkeyPatch, folder: Path) -> Kernels:
     """Puts the CPU in the GPU's place; kernels are compiled into `folder`."""
     kernels = Kernels(folder)
     stream = SimpleNamespace(ptr=0, synchronize=lambda: None)
-    runtime = SimpleNamespace(getDevice=lambda: 0, memsetAsync=_memset)
+    runtime = SimpleNamespace(getDevice=lambda: 0, memsetAsync=_memset, memcpyAsync=_memcpy, memcpyDefault=4)
     cupy = SimpleNamespace(
         asarray=asarray,
         full=full,
@@ -73,6 +73,10 @@ def install(monkeypatch: pytest.MonkeyPatch, folder: Path) -> Kernels:
     monkeypatch.setattr(launch, "device_capability", lambda _: CAPABILITY)
     monkeypatch.setattr(launch, "device_multiprocessors", lambda _: 4)
     return kernels
+
+
+def _memcpy(target: int, source: int, size: int, kind: int, stream: int) -> None:
+    ctypes.memmove(target, source, size)
 
 
 def _memset(address: int, value: int, size: int, stream: int) -> None:

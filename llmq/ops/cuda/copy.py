@@ -1,0 +1,50 @@
+"""Copies between the GPU's memory and pinned memory of the host, by the driver, on the current stream.
+
+An array of the host is a NumPy array over pinned memory; from any other memory the copy would wait, and a graph could
+not hold it.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+
+from llmq.ops.cuda.launch import Kernel
+from llmq.tensor import Output, Tensor
+
+
+def copy_to_host(out: Output, /, x: Tensor) -> None:
+    """out <- x, in the one form that both have, with the scales of a form that owns its scales."""
+    _copy(out, x)
+
+
+def copy_to_device(out: Output, /, x: Tensor) -> None:
+    """out <- x, in the one form that both have, with the scales of a form that owns its scales."""
+    _copy(out, x)
+
+
+def _copy(out: Output, x: Tensor) -> None:
+    for target in out.tensors:
+        alike = (target.form, target.array.shape) == (x.form, x.array.shape)
+        assert alike and not out.accumulate and not out.amax, f"{out.name} is no plain copy of {x.name}"
+        _copy_bytes(target.array, x.array)
+        if x.form is not None and x.form.owns_scales:
+            _copy_bytes(target.scale, x.scale)
+
+
+def _copy_bytes(target: Any, source: Any) -> None:
+    import cupy
+
+    assert target.nbytes == source.nbytes and target.flags.c_contiguous and source.flags.c_contiguous
+    runtime = cupy.cuda.runtime
+    stream = cupy.cuda.get_current_stream().ptr
+    # the driver sees from the addresses which side is the host
+    runtime.memcpyAsync(_address(target), _address(source), source.nbytes, runtime.memcpyDefault, stream)
+
+
+def _address(array: Any) -> int:
+    return int(array.ctypes.data if isinstance(array, np.ndarray) else array.data.ptr)
+
+
+KERNELS = (Kernel(copy_to_host), Kernel(copy_to_device))

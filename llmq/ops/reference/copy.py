@@ -1,0 +1,26 @@
+"""Copies between the homes of a tensor, bit for bit: the device's memory and pinned memory of the host."""
+
+from llmq.ops.seam import op
+from llmq.tensor import Output, Tensor
+
+
+@op(family="copies", lane="copy")
+def copy_to_host(out: Output, /, x: Tensor) -> None:
+    """out <- x, in the one form that both have, with the scales of a form that owns its scales."""
+    _copy(out, x)
+
+
+@op(family="copies", lane="copy")
+def copy_to_device(out: Output, /, x: Tensor) -> None:
+    """out <- x, in the one form that both have, with the scales of a form that owns its scales."""
+    _copy(out, x)
+
+
+def _copy(out: Output, x: Tensor) -> None:
+    for target in out.tensors:
+        alike = (target.form, target.array.shape, target.array.dtype) == (x.form, x.array.shape, x.array.dtype)
+        assert alike and not out.accumulate and not out.amax, f"{out.name} is no plain copy of {x.name}"
+        target.array[...] = x.array
+        if x.form is not None and x.form.owns_scales:
+            assert target.scale is not None and x.scale is not None
+            target.scale[...] = x.scale
