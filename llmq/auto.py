@@ -12,9 +12,12 @@ from dataclasses import dataclass, replace
 
 from llmq.backends import Backend
 from llmq.config import ModelConfig
+from llmq.optimizer import Hyperparameters
 from llmq.plan.memory import Memory
-from llmq.plan.precision import SITES, Precision, site_names
+from llmq.plan.precision import Precision, block_sites
+from llmq.plan.spec import Spec
 from llmq.report.bench import Clock, measure
+from llmq.rows import layer_maps
 
 LAYERS, VOCAB = 2, 1024  # of the model that is timed
 STEPS, MOST_MICRO_STEPS = 5, 8
@@ -58,19 +61,21 @@ def choose(
 
     Sites that are wide anyway stay so, and count as no faster.
     """
-    names = site_names(config.num_layers)
-    open_sites = tuple(site for site in SITES if any(n.endswith(site) and n not in precision.wide for n in names))
+    names = block_sites(config)
+    open_sites = tuple(
+        site for site in layer_maps(config) if any(n.endswith(site) and n not in precision.wide for n in names)
+    )
     windows = config.windows[:LAYERS] if config.windows else config.windows
     small = replace(config, num_layers=LAYERS, vocab_size=VOCAB, windows=windows)
     limits = replace(memory, head_chunks=1)
     micro_steps = min(grad_accumulation, MOST_MICRO_STEPS)
 
     def layer_ms(fp8: tuple[str, ...]) -> float:
-        wide = tuple(name for name in site_names(LAYERS) if not name.endswith(fp8))
+        wide = tuple(name for name in block_sites(small) if not name.endswith(fp8))
         dtypes = replace(precision, head=precision.model, wide=wide)
         run = {"steps": STEPS, "warmup": 2, "tokens_per_step": micro_steps * batch_size * seq_len, "single_ops": False}
-        # the host's clock: a step ends with the host waiting for the device
-        speed = measure(small, dtypes, limits, backend, Clock(), batch_size=batch_size, seq_len=seq_len, **run)
+        spec = Spec(small, dtypes, limits, Hyperparameters(), batch_size, seq_len)
+        speed = measure(spec, backend, Clock(), **run)  # the host's clock: a step ends with waiting for the device
         return speed.micro_batch_ms / LAYERS
 
     wide_ms = layer_ms(())

@@ -14,6 +14,7 @@ from llmq.optimizer import Hyperparameters
 from llmq.plan.memory import Memory
 from llmq.plan.plan import make_plan
 from llmq.plan.precision import Precision
+from llmq.plan.spec import Spec
 from llmq.source import ModelSource, initial_parameters
 
 
@@ -33,15 +34,8 @@ def open_engine(
     """
     source = ModelSource(str(folder), from_folder(folder), folder, None, from_scratch, False)
     backend = open_backend(device)
-    plan = make_plan(
-        source.config,
-        precision or Precision(),
-        Memory(),
-        Hyperparameters(),
-        batch_size=1,
-        seq_len=seq_len,
-        scratch_bytes=backend.scratch_bytes,
-    )
+    spec = Spec(source.config, precision or Precision(), Memory(), Hyperparameters(), 1, seq_len)
+    plan = make_plan(spec, backend.scratch_bytes)
     engine = Engine(plan, backend)
     engine.load(initial_parameters(source, plan.rows, seed))
     return engine

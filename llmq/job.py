@@ -30,6 +30,7 @@ from llmq.plan import memory, precision
 from llmq.plan.advice import refuse_if_too_large, with_fitting_chunks
 from llmq.plan.plan import Plan, make_plan
 from llmq.plan.precision import Precision
+from llmq.plan.spec import Spec
 from llmq.rows import Row, num_parameters, padded_vocab, parameter_rows
 from llmq.run_lock import held, kept_folder, replaced_whole
 from llmq.schedule import Schedule, make_schedule
@@ -80,9 +81,9 @@ class Job:
         return {
             "seed": self.seed,
             **self.data.identity(),
-            "model": self.plan.config.identity(),
+            "model": self.plan.spec.config.identity(),
             "parameters": {row.name: list(row.shape) for row in self.plan.rows},
-            **self.plan.precision.identity(),
+            **self.plan.spec.precision.identity(),
         }
 
 
@@ -117,7 +118,7 @@ def prepare(options: Options, log: RunLog) -> Job:
     parameters = None if resume else initial_parameters(source, parameter_rows(source.config), seed)
     given = None if source.from_scratch else source.tokenizer_folder  # from scratch, the data's tokenizer is exported
     named = open_named(options.source, source, plan_only=_plans_only(options.run), say=log.say)
-    dtypes = precision.resolve(options.precision, source.config.num_layers)
+    dtypes = precision.resolve(options.precision, source.config)
     cannot_pack = device.packing_problem(where, dtypes.model)
     data = open_data(
         options.data, source.config.vocab_size, seed, tokenizer=given, named=named, cannot_pack=cannot_pack
@@ -157,19 +158,11 @@ def prepare(options: Options, log: RunLog) -> Job:
     backend = open_backend(kind, algorithms=algorithms or None, **settings)
     scratch = backend.scratch_bytes
 
+    packing = Packing(*data.limits) if data.limits else None
+    spec = Spec(config, dtypes, limits, hyper, b, t, seed, packing, observe=watching.every > 0)
+
     def planned(dtypes: Precision, given_back: int = 0) -> Plan:
-        plan = make_plan(
-            config,
-            dtypes,
-            limits,
-            hyper,
-            batch_size=b,
-            seq_len=t,
-            seed=seed,
-            packing=Packing(*data.limits) if data.limits else None,
-            observe=watching.every > 0,
-            scratch_bytes=scratch,
-        )
+        plan = make_plan(replace(spec, precision=dtypes), scratch)
         if not memory.chooses_attention_chunks(options.memory):
             return plan
         # What is free is asked here, as planning loads cuDNN's kernels.
@@ -181,7 +174,7 @@ def prepare(options: Options, log: RunLog) -> Job:
         if where.planned:
             raise UsageError("--matmul-dtype auto times a GPU, and --gpu names one that is not here: use bf16 or e4m3")
         sizes = {"batch_size": b, "seq_len": t, "grad_accumulation": data.grad_accumulation}
-        dtypes, timing = auto.choose(config, dtypes, planned(dtypes).memory, backend, **sizes)
+        dtypes, timing = auto.choose(config, dtypes, planned(dtypes).spec.memory, backend, **sizes)
         log.matmuls(timing.rows(dtypes.model))
     plan = planned(dtypes)
     tokenizer = (data.tokenizer_folder() if source.from_scratch else None) or source.tokenizer_folder
@@ -234,7 +227,7 @@ def _with_end_tokens(source: ModelSource, ends: tuple[int, ...]) -> ModelConfig:
 
 def _describe(job: Job, log: RunLog) -> None:
     """The sections of the log that say what will be run."""
-    plan, data, config = job.plan, job.data, job.plan.config
+    plan, data, config = job.plan, job.data, job.plan.spec.config
     measured = {"measured": f"matrix products at {job.speed.line}"} if job.speed else {}
     log.system({**device.system_facts(job.device), **measured})
     log.model(job.source.name, parameters=num_parameters(plan.rows), architecture=config.architecture)
@@ -249,7 +242,8 @@ def _describe(job: Job, log: RunLog) -> None:
     other = table.pop("Other")
     total, free = device.memory_bytes(job.device)
     left = max(free - plan.total_bytes, 0) / MIB
-    hint = "a larger --batch-size" + (", or fewer --recompute flags," if plan.memory.flags else "") + " would use them"
-    if (chunks := plan.memory.attention_chunks) > 1 and job.options["attn_bwd_chunks"] == memory.AUTO:
+    hint = "a larger --batch-size"
+    hint += (", or fewer --recompute flags," if plan.spec.memory.flags else "") + " would use them"
+    if (chunks := plan.spec.memory.attention_chunks) > 1 and job.options["attn_bwd_chunks"] == memory.AUTO:
         log.say(f"Attention's backward runs in {chunks} chunks of the batch, so that it needs less memory")
     log.allocator({**table, "Free": left, "Reserved": max(total - free, 0) / MIB, "Other": other}, hint=hint)

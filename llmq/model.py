@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
-from llmq.ops.record import Replay
+from llmq.ops.record import Backward, Replay
 
 
 @dataclass(frozen=True)
@@ -21,29 +23,52 @@ class Block:
         self.mlp.forward(ops, a.mlp, w.mlp)
 
     def backward(self, ops: Any, a: Any, d: Any, w: Any, dw: Any) -> None:
-        """d.attention.res, dw <- the next layer's d.attention.res."""
+        """d.attention.res, dw <- the next layer's d.attention.res. What was dropped is made again just before."""
+        self.forward(Replay(ops), a, w)
         self.mlp.backward(ops, a.mlp, d.mlp, w.mlp, dw.mlp)
         self.attention.backward(ops, a.attention, d.attention, w.attention, dw.attention)
 
 
 @dataclass(frozen=True)
 class Model:
-    """A decoder. Frames `a` and `d` are indexed by layer; `weights` and `grads` are stores."""
+    """A decoder. Its parts are `embed`, the blocks by their numbers from 0, and `head`; so are the frames `a` and `d`
+    and what the stores `weights` and `grads` yield, part by part, in the order in which they are walked."""
 
     embed: Any
     blocks: tuple[Block, ...]
     head: Any
 
-    def forward(self, ops: Any, a: Any, weights: Any) -> None:
-        """a.head.res <- tokens."""
-        self.embed.forward(ops, a.embed, weights.bundle("embed"))
-        for layer, w in weights.walk(ops, range(len(self.blocks)), "forward"):
-            self.blocks[layer].forward(ops, a[layer], w)
+    @property
+    def sites(self) -> dict[str, Any]:
+        """Every linear map by its name, in the order of the forward pass."""
+        sublayers = [sublayer for block in self.blocks for sublayer in (block.attention, block.mlp)]
+        return {site.name: site for site in (*(s for sublayer in sublayers for s in sublayer.sites), self.head.site)}
 
-    def backward(self, ops: Any, a: Any, d: Any, weights: Any, grads: Any) -> None:
-        """All gradients <- d.head.res; each layer's dropped intermediates are computed again just before their use."""
-        layers = range(len(self.blocks) - 1, -1, -1)
-        for (layer, w), dw in zip(weights.walk(ops, layers, "backward"), grads.walk(ops, layers), strict=True):
-            self.blocks[layer].forward(Replay(ops), a[layer], w)
-            self.blocks[layer].backward(ops, a[layer], d[layer], w, dw)
-        self.embed.backward(ops, a.embed, d.embed, weights.bundle("embed"), grads.bundle("embed"))
+    @property
+    def below_head(self) -> dict[Any, Any]:
+        """Every part but the head by its name, in the order of the forward pass."""
+        return {"embed": self.embed, **dict(enumerate(self.blocks))}
+
+    def train(self, ops: Any, a: Any, d: Any, weights: Any, grads: Any) -> None:
+        """All gradients, and the sums of loss and tokens, <- a.batch. The head makes its gradient with the loss."""
+        below, back = self.below_head, Backward(ops)
+        for name, w in weights.walk(ops, tuple(below), "forward"):
+            below[name].forward(ops, a[name], w)
+        parts = {"head": self.head, **dict(reversed(below.items()))}
+        walks = (weights.walk(back, tuple(parts), "backward"), grads.walk(back, tuple(parts)))
+        for (name, w), dw in zip(*walks, strict=True):
+            parts[name].backward(back, a[name], d[name], w, dw)
+
+    def evaluate(self, ops: Any, a: Any, d: Any, weights: Any) -> None:
+        """The sums of loss and tokens <- a.batch; no gradient, though the head's slots in `d` are named."""
+        self._to_head(ops, a, weights, partial(self.head.evaluate, d=d["head"]))
+
+    def generate(self, ops: Any, a: Any, weights: Any) -> None:
+        """a.total.logits <- a.batch: those of one token of each sequence."""
+        self._to_head(ops, a, weights, self.head.generate)
+
+    def _to_head(self, ops: Any, a: Any, weights: Any, head: Callable[..., None]) -> None:
+        """Every part's forward, with `head` in place of the last one's."""
+        calls = {**{name: part.forward for name, part in self.below_head.items()}, "head": head}
+        for name, w in weights.walk(ops, tuple(calls), "forward"):
+            calls[name](ops, a[name], w)

@@ -52,10 +52,9 @@ def stream(row: Row) -> int:
 
 def update(
     ops: Any,
-    rows: Mapping[str, Row],
-    weights: Mapping[str, Ref],
-    grads: Mapping[str, Ref],
-    moments: Mapping[str, Mapping[str, Ref]],
+    weights: Any,
+    grads: Any,
+    moments: Any,
     cells: Mapping[str, Ref],
     hyper: Hyperparameters,
     seed: int,
@@ -65,28 +64,27 @@ def update(
     Scales change first: a weight copy written here and its scale stay together until the next update.
     """
     first = 0
-    for grad in grads.values():
+    for grad in grads.refs.values():
         count = num_norm_tiles(grad.shape)
         ops.sum_squares(cells["partials"].flat(first, count), grad)
         first += count
     sums = (cells["partials"], cells["loss"], cells["tokens"])
     ops.grad_scale(cells["norm"], cells["grad_scale"], cells["apply"], *sums, grad_clip=hyper.grad_clip)
     update_scales(ops, cells, cells["apply"])
-    for name, grad in grads.items():
-        state = [moments[name][space] for space in ("master", "m", "v")]
-        scalars = (cells["grad_scale"], cells["apply"], cells["learning_rate"], cells["step"])
+    scalars = (cells["grad_scale"], cells["apply"], cells["learning_rate"], cells["step"])
+    for (row, state), weight in zip(moments.walk(ops), weights.written(ops), strict=True):
         ops.adamw(
             *state,
-            weights[name],
+            weight,
             *state,
-            grad,
+            grads.refs[row.name],
             *scalars,
             beta_1=hyper.beta_1,
             beta_2=hyper.beta_2,
             epsilon=hyper.epsilon,
-            weight_decay=hyper.weight_decay if rows[name].decay else 0.0,
+            weight_decay=hyper.weight_decay if row.decay else 0.0,
             seed=seed,
-            stream=stream(rows[name]),
+            stream=stream(row),
         )
 
 
@@ -96,7 +94,9 @@ def update_scales(ops: Any, cells: Mapping[str, Ref], apply: Ref) -> None:
     ops.scale_update(*state, *state, cells.get("limits"), apply)
 
 
-def publish(ops: Any, weights: Mapping[str, Ref], moments: Mapping[str, Mapping[str, Ref]]) -> None:
-    """All copies of the weights <- masters, as after loading."""
-    for name, ref in weights.items():
-        ops.cast(ref, moments[name]["master"])
+def publish(ops: Any, weights: Any, moments: Any) -> None:
+    """All copies of the weights <- masters, as after loading; a frozen weight's from its value."""
+    for (_, state), weight in zip(moments.walk(ops, masters_only=True), weights.written(ops), strict=True):
+        ops.cast(weight, state.master)
+    for weight in weights.frozen():
+        ops.cast(weight, weight)

@@ -7,33 +7,15 @@ slices along axis 0 are which Hugging Face tensors, so loading and export need n
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
-from dataclasses import dataclass
+from collections.abc import Iterable, Mapping
+from itertools import groupby
+from typing import Any
 
 from llmq.config import ModelConfig
+from llmq.tensor import Part, Row
 
+HEAD = "head"  # the linear map to the logits
 VOCAB_MULTIPLE = 128  # the vocabulary is padded to this, so that every matmul is aligned; padded rows stay zero
-
-
-@dataclass(frozen=True)
-class Part:
-    """Rows [start, stop) along axis 0 of a parameter are the Hugging Face tensor `name`, whole."""
-
-    name: str
-    start: int
-    stop: int
-
-
-@dataclass(frozen=True)
-class Row:
-    """One parameter. `name` is dotted: `layers.3.mlp.up.weight`; `init` is normal, residual, ones or zeros."""
-
-    name: str
-    shape: tuple[int, ...]
-    parts: tuple[Part, ...]
-    init: str
-    decay: bool  # weight decay: matrices and embeddings only
-    layer: int | None = None
 
 
 def padded_vocab(config: ModelConfig) -> int:
@@ -54,11 +36,12 @@ def parameter_rows(config: ModelConfig) -> tuple[Row, ...]:
     rows = [Row("embed.weight", (vp, c), (Part("model.embed_tokens.weight", 0, v),), "normal", decay=True)]
 
     def add(layer: int, name: str, shape: tuple[int, ...], init: str, *parts: tuple[str, int]) -> None:
-        start, cut = 0, []
+        start, cut, full = 0, [], f"layers.{layer}.{name}"
         for suffix, size in parts:
             cut.append(Part(f"model.layers.{layer}.{suffix}", start, start + size))
             start += size
-        rows.append(Row(f"layers.{layer}.{name}", shape, tuple(cut), init, decay=len(shape) > 1, layer=layer))
+        site = full.rpartition(".")[0] if full.endswith((".weight", ".bias")) else None
+        rows.append(Row(full, shape, tuple(cut), init, decay=len(shape) > 1, layer=layer, site=site))
 
     for n in range(config.num_layers):
         att, mlp = "self_attn.", "mlp."
@@ -76,5 +59,28 @@ def parameter_rows(config: ModelConfig) -> tuple[Row, ...]:
         add(n, "mlp.down.weight", (c, f), "residual", (f"{mlp}down_proj.weight", c))
     rows.append(Row("head.norm", (c,), (Part("model.norm.weight", 0, c),), "ones", decay=False))
     if not config.tie_embeddings:
-        rows.append(Row("head.weight", (vp, c), (Part("lm_head.weight", 0, v),), "normal", decay=True))
+        rows.append(Row("head.weight", (vp, c), (Part("lm_head.weight", 0, v),), "normal", decay=True, site=HEAD))
     return tuple(rows)
+
+
+def fitted_rows(config: ModelConfig, sites: Mapping[str, Any]) -> tuple[Row, ...]:
+    """The rows of a model whose linear maps are computed by `sites`, which may bring rows of their own, or freeze the
+    model's. A tied head has none in the model."""
+    groups = [(site, list(rows)) for site, rows in groupby(parameter_rows(config), key=lambda row: row.site)]
+    groups += [] if any(site == HEAD for site, _ in groups) else [(HEAD, [])]
+    return tuple(row for site, rows in groups for row in (sites[site].rows(rows) if site else rows))
+
+
+def linear_maps(config: ModelConfig) -> dict[str, int]:
+    """Every linear map of a model by its name, `layers.3.mlp.up`, with its number of weights, in forward order.
+
+    The last one is `head`, whether its weight is a row of its own or the embedding's.
+    """
+    found = {row.site: math.prod(row.shape) for row in parameter_rows(config) if row.site and len(row.shape) > 1}
+    return {**found, HEAD: config.vocab_size * config.hidden_size}
+
+
+def layer_maps(config: ModelConfig) -> tuple[str, ...]:
+    """The linear maps that layers have, by their names within one: `mlp.up`."""
+    names = (name.split(".", 2)[2] for name in linear_maps(config) if name != HEAD)
+    return tuple(dict.fromkeys(names))

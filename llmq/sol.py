@@ -13,27 +13,17 @@ from collections.abc import Mapping
 
 from llmq.config import ModelConfig
 from llmq.ops.seam import record
-from llmq.plan.precision import HEAD, SITES, Precision
+from llmq.plan.precision import Precision
+from llmq.rows import linear_maps
 
 LINEAR = ("linear_forward", "linear_dgrad", "linear_wgrad")
 ATTENTION = ("attention_forward", "attention_backward")
 
 
-def site_weights(config: ModelConfig) -> dict[str, int]:
-    """Weights of each linear map of a block: no norms, no biases."""
-    c, f, q = config.hidden_size, config.intermediate_size, config.num_heads * config.head_dim
-    kv = config.num_kv_heads * config.head_dim
-    return dict(zip(SITES, (c * (q + 2 * kv), q * c, 2 * c * f, f * c), strict=True))
-
-
 def seconds_per_token(config: ModelConfig, seq_len: int, peaks: Mapping[str, float], precision: Precision) -> float:
     """Least seconds of training for one token. `peaks` are the device's dense FLOP/s by dtype, with one for bf16."""
-    weights = {
-        f"layers.{n}.{site}": size for n in range(config.num_layers) for site, size in site_weights(config).items()
-    }
-    weights[HEAD] = config.vocab_size * config.hidden_size
     attention = config.num_layers * config.num_heads * config.head_dim * seq_len
-    products = sum(size / peaks[precision.dtype(name)] for name, size in weights.items())
+    products = sum(size / peaks[precision.dtype(name)] for name, size in linear_maps(config).items())
     per_weight, per_score = 2 * _products(LINEAR), 2 * _products(ATTENTION)
     return per_weight * products + per_score / 2 * attention / peaks["bf16"]
 

@@ -15,6 +15,8 @@ from dataclasses import dataclass, field, replace
 import ml_dtypes
 import numpy as np
 
+from llmq.scaling import SCALINGS, Scaling, scale_from
+
 DTYPES: dict[str, np.dtype] = {
     "fp64": np.dtype(np.float64),
     "fp32": np.dtype(np.float32),
@@ -28,20 +30,14 @@ DTYPES: dict[str, np.dtype] = {
 LARGEST = {"e4m3": 448.0, "e5m2": 57344.0}  # finite limits of the fp8 formats (OCP 8-bit floating point, 2023)
 IGNORED = -100  # target of a token that is not trained
 COLSUM_ROWS = 256  # a partial column sum covers this many consecutive rows
-OWN_SCALES = ("rowwise", "blockwise", "tilewise")  # scalings whose scales are made with the copy and stored beside it
-BLOCK = 128  # consecutive numbers of a row under one blockwise scale; rows and columns under a tilewise one
 NORM_ROWS = 128  # rows of a matrix under one partial sum of squares of the gradient's norm
-SMALLEST = np.finfo(np.float32).tiny  # of a scale: the reciprocal of a subnormal one would overflow
 
 
 @dataclass(frozen=True)
 class Form:
     """A representation of a slot. `layout`: row (as is), col (2-D transpose: last axis first), colsum (partial sums).
 
-    `scaling`: None (plain cast), "delayed" (scale from earlier steps, kept in a persistent cell) or "current" (scale
-    from this very value). Row and col copies of one dtype and scaling share one scale. The others have many, each from
-    the very numbers under it, by the matrix as stored: "rowwise" one per row, "blockwise" one per 128 numbers of a row,
-    "tilewise" one per 128 x 128. See `scale_shape`.
+    `scaling` names how a copy in fp8 is scaled (a key of `llmq.scaling.SCALINGS`); None is a plain cast.
     """
 
     dtype: str
@@ -54,9 +50,25 @@ class Form:
         return "/".join(filter(None, (self.dtype, self.layout, self.scaling)))
 
     @property
+    def scales(self) -> Scaling:
+        """How the copy is scaled; asked of a scaled one only."""
+        assert self.scaling is not None
+        return SCALINGS[self.scaling]
+
+    @property
     def owns_scales(self) -> bool:
         """Whether the scales are made with the copy, and live and die with it."""
-        return self.scaling in OWN_SCALES
+        return self.scaling is not None and self.scales.owns_scales
+
+    @property
+    def has_cell(self) -> bool:
+        """Whether the scale is a persistent cell, which earlier steps have set."""
+        return self.scaling is not None and self.scales.is_cell
+
+    @property
+    def is_measured(self) -> bool:
+        """Whether the scale is measured over the whole value before the copy is made."""
+        return self.scaling is not None and self.scales.is_measured
 
 
 COLSUM = Form("fp32", "colsum")
@@ -77,6 +89,37 @@ class Slot:
 
 
 @dataclass(frozen=True)
+class Part:
+    """Rows [start, stop) along axis 0 of a parameter are the Hugging Face tensor `name`, whole."""
+
+    name: str
+    start: int
+    stop: int
+
+
+@dataclass(frozen=True)
+class Row:
+    """One parameter. `name` is dotted: `layers.3.mlp.up.weight`; `init` is normal, residual, ones or zeros.
+
+    A frozen row (not `trainable`) has no gradient, master or moments, and is held once, in `dtype` (None: the model's).
+    `home` is where its weight lives: device or host. `file` names the file that it is loaded from and stored in: the
+    `model`, or that of an adapter.
+    """
+
+    name: str
+    shape: tuple[int, ...]
+    parts: tuple[Part, ...]
+    init: str
+    decay: bool  # weight decay: matrices and embeddings only
+    layer: int | None = None
+    trainable: bool = True
+    dtype: str | None = None
+    home: str = "device"
+    file: str = "model"
+    site: str | None = None  # the linear map that it is the weight or bias of: `layers.3.mlp.up`, `head`
+
+
+@dataclass(frozen=True)
 class Ref:
     """A name for a tensor, in one form, without memory: what block code passes to ops.
 
@@ -84,7 +127,10 @@ class Ref:
     `span` (offset, size) in elements is a piece of the value, for work done in chunks; `shape` is then the piece's and
     `whole` the value's. A piece is contiguous, or, where it has a `pitch`, columns of the value seen as a matrix: then
     `pitch` is the matrix's width, and the span ends with the piece's last element. `again` marks the second life of an
-    intermediate, after it was dropped and computed anew in backward.
+    intermediate, after it was dropped and computed anew in backward, or fetched from the host. `home` is where its
+    bytes live: device or host. `value_in` is the space whose tensor of this name holds the plain value as well (a
+    weight that is its own master). `cell` names the scale cell of its copies where that is another tensor's (a weight
+    that was fetched).
     """
 
     name: str
@@ -98,6 +144,9 @@ class Ref:
     whole: tuple[int, ...] = ()
     again: bool = False
     pitch: int = 0
+    home: str = "device"
+    value_in: str | None = None
+    cell: str | None = None
 
     def as_form(self, form: Form) -> Ref:
         """This tensor as stored in `form`; a plain row form of the slot's own dtype is the value itself."""
@@ -158,18 +207,9 @@ def stored_bytes(ref: Ref) -> int:
 
 
 def scale_shape(shape: tuple[int, ...], form: Form) -> tuple[int, ...]:
-    """Shape of the scales of a tensor of logical `shape` in `form`, laid out as cuBLASLt reads them.
-
-    Of a copy stored as (R, K): (R,) rowwise; (K / 128, R) blockwise; (R / 128, K / 128) tilewise, quotients rounded up
-    and the last one to a multiple of 4.
-    """
+    """Shape of the scales of a tensor of logical `shape` in `form`, laid out as cuBLASLt reads them."""
     *leading, columns = stored_shape(shape, form)
-    rows = math.prod(leading)
-    if form.scaling == "rowwise":
-        return (rows,)
-    if form.scaling == "blockwise":
-        return (-(-columns // BLOCK), rows)
-    return (-(-rows // BLOCK), -(-columns // (4 * BLOCK)) * 4) if form.scaling == "tilewise" else (1,)
+    return form.scales.shape(math.prod(leading), columns)
 
 
 @dataclass(eq=False)
@@ -302,33 +342,19 @@ def to_form(value: np.ndarray, form: Form, scale: np.ndarray | None) -> np.ndarr
     return value.astype(DTYPES[form.dtype])
 
 
-def scale_from(amax: np.ndarray, limit: np.ndarray | np.float32, otherwise: np.ndarray | np.float32) -> np.ndarray:
-    """amax / limit (f32) where amax is finite and not 0, elsewhere `otherwise`."""
-    return np.where((amax > 0) & np.isfinite(amax), np.maximum(amax / limit, SMALLEST), otherwise)
-
-
 def own_scales(value: np.ndarray, form: Form) -> np.ndarray:
     """Scales of a copy of `value` (f32) that owns them: amax / limit of the numbers under each, or else 1."""
     size = np.abs(value.reshape(-1, value.shape[-1]))
-    size = size.T if form.layout == "col" else size
-    limit, one = np.float32(LARGEST[form.dtype]), np.float32(1)
-    if form.scaling == "rowwise":
-        return scale_from(size.max(axis=1), limit, one)
-    amax = np.maximum.reduceat(size, np.arange(0, size.shape[1], BLOCK), axis=1)
-    if form.scaling == "blockwise":
-        return scale_from(amax.T, limit, one)
-    amax = np.maximum.reduceat(amax, np.arange(0, size.shape[0], BLOCK), axis=0)
-    return scale_from(np.pad(amax, ((0, 0), (0, -amax.shape[1] % 4))), limit, one)
+    amax = form.scales.amax(size.T if form.layout == "col" else size)
+    return scale_from(amax, np.float32(LARGEST[form.dtype]), np.float32(1))
 
 
 def scales_of_rows(scale: np.ndarray, form: Form, start: int, count: int) -> np.ndarray:
     """Of the scales of a copy, those of rows [start, start + count) of the logical tensor, where they lie together."""
-    if form.scaling == "rowwise":
-        return scale[start : start + count] if form.layout == "row" else scale
-    if form.scaling == "blockwise" and form.layout == "col" and start % BLOCK == 0:
-        return scale[start // BLOCK : -(-(start + count) // BLOCK)]
-    assert not form.owns_scales, f"rows {start} to {start + count} in {form} have no scales that lie together"
-    return scale
+    cut = form.scales.of_columns if form.layout == "col" else form.scales.of_rows
+    found = cut(scale, start, count)
+    assert found is not None, f"rows {start} to {start + count} in {form} have no scales that lie together"
+    return found
 
 
 def scales_of_columns(scale: np.ndarray, form: Form, start: int, count: int) -> np.ndarray:
@@ -338,12 +364,4 @@ def scales_of_columns(scale: np.ndarray, form: Form, start: int, count: int) -> 
 
 def _spread(scale: np.ndarray, shape: tuple[int, ...], form: Form | None) -> np.ndarray:
     """Scales, or their reciprocals, of a copy stored in `shape`, so that they multiply it number by number."""
-    if form is None or not form.owns_scales:
-        return scale
-    *leading, columns = shape
-    rows = math.prod(leading)
-    if form.scaling == "rowwise":
-        return scale.reshape(*leading, 1)
-    if form.scaling == "tilewise":
-        scale = np.repeat(scale, BLOCK, axis=0)[:rows].T
-    return np.repeat(scale.T, BLOCK, axis=1)[:, :columns].reshape(shape)
+    return scale if form is None or form.scaling is None else form.scales.spread(scale, shape)

@@ -17,7 +17,8 @@ import numpy as np
 
 from llmq import device, sol
 from llmq.checkpoint import check_same, load
-from llmq.data.loader import Batch, Loader, eval_batches
+from llmq.data.batch import Batch
+from llmq.data.loader import Loader, eval_batches
 from llmq.data.read_ahead import Stopped
 from llmq.data.windows import Samples
 from llmq.engine import Engine
@@ -29,8 +30,8 @@ from llmq.job import MIB, Job, hold, prepare
 from llmq.log import EvalRecord, RunLog, TrainRecord, to_json
 from llmq.options import Options, changed
 from llmq.plan.advice import refuse_if_too_large
-from llmq.plan.precision import HEAD
-from llmq.rows import Row
+from llmq.rows import HEAD
+from llmq.tensor import Row
 
 NON_FINITE_LIMIT = 10  # consecutive steps without an update after which training gives up
 
@@ -124,7 +125,7 @@ class _Run:
             log.say(f"Stopped after step {self.step}. {way_on}")
             log.end("interrupted" if self.interrupt.exit_code == INTERRUPTED else "terminated")
             return self._result(exit_code=self.interrupt.exit_code)
-        warnings = [*self.course.warnings(job.plan.config.vocab_size), *self._export()]
+        warnings = [*self.course.warnings(job.plan.spec.config.vocab_size), *self._export()]
         losses = {"train_loss": self.result.train_loss, "eval_loss": self.result.eval_loss}
         exported = self.result.model_path is not None
         log.end("finished" if exported else "failed", warnings, **losses)
@@ -172,12 +173,11 @@ class _Run:
             batch = loader.next(self.interrupt.__bool__)
             wait_ms += batch.wait_ms
             if micro_step == 0 and self.step == 0 and self.engine.needs_warm_up:
-                self.engine.warm_up(batch.tokens, batch.targets, batch.borders, batch.places)
+                self.engine.warm_up(batch)
             if micro_step == 0 and self.engine.plan.observed and self.fp8.due(self.step):
                 start += self._observe(batch)
-            self.engine.micro_step(
-                batch.tokens, batch.targets, batch.borders, first=micro_step == 0, samples=batch.places
-            )
+            last = micro_step == job.data.grad_accumulation - 1
+            self.engine.micro_step(batch, first=micro_step == 0, last=last)
             if micro_step == 0 and self.log.gpu_due(self.step + 1):
                 job.gpu.begin()  # the GPU works on the step from here on
         rate = job.schedule.learning_rate(self.step + 1)
@@ -217,13 +217,13 @@ class _Run:
     def _observe(self, batch: Batch) -> float:
         """Reads the errors of all fp8 copies, and lets sites fall back; returns the seconds that it took."""
         job, began, observed = self.job, time.perf_counter(), self.engine.plan.observed
-        fields = self.engine.observe(batch.tokens, batch.targets, batch.borders, batch.places)
+        fields = self.engine.observe(batch)
         errors = [CopyError.of(name, sites, row) for (name, sites), row in zip(observed.items(), fields, strict=True)]
         self.log.say(summary(errors))
         self.log.record("fp8", step=self.step, copies=[asdict(error) for error in errors])
         before, low = self.fp8.low, self.fp8.judge(errors)
         for site, error in low.items():
-            option = f"--head-dtype {job.plan.precision.model}" if site == HEAD else f"--bf16-layers {site}"
+            option = f"--head-dtype {job.plan.spec.precision.model}" if site == HEAD else f"--bf16-layers {site}"
             advice = "" if self.fp8.falls_back else f": {option} or --fp8-fallback would take it out of fp8"
             shares = f"{100 * error.clipped:.2g}% clipped, {100 * error.flushed:.2g}% flushed to zero"
             self.log.notice(f"The fp8 copy {error.name} of {site} stays at {error.snr_db:.1f} dB ({shares}){advice}")
@@ -238,7 +238,7 @@ class _Run:
         """
         job, old, names = self.job, self.job.plan, ", ".join(sites)
         try:
-            plan = job.replan(old.precision.without(sites), old.total_bytes)
+            plan = job.replan(old.spec.precision.without(sites), old.total_bytes)
             free = device.memory_bytes(job.device)[1] + old.total_bytes
             refuse_if_too_large(plan, free, job.backend.scratch_bytes)
         except MemoryLimitError as error:
@@ -253,7 +253,7 @@ class _Run:
         _, read = load(path)
         self.engine.restore(carried(read, old, plan))
         self.fell_back += sites
-        self.log.notice(f"{names}: in {plan.precision.model} from step {self.step + 1} on", fell_back=sites)
+        self.log.notice(f"{names}: in {plan.spec.precision.model} from step {self.step + 1} on", fell_back=sites)
 
     def _note(self, record: TrainRecord, last: bool) -> None:
         """A step's record to log and watcher; NonFiniteError when steps keep being refused."""
@@ -291,7 +291,7 @@ class _Run:
         for batch in eval_batches(windows, job.data.batch_size, job.data.seq_len, steps):
             if self.interrupt:
                 return
-            loss, count = self.engine.evaluate(batch.tokens, batch.targets, batch.borders)
+            loss, count = self.engine.evaluate(batch)
             total, trained, tokens = total + loss, trained + count, tokens + batch.tokens.size
         record = EvalRecord(
             step=self.step,
@@ -338,7 +338,7 @@ class _Run:
             "must_match": job.must_match,
             "row_layout": job.data.layout.kind,
             "algorithms": job.backend.algorithms,
-            "sites": {"matmul": job.plan.precision.matmul, "wide": list(job.plan.precision.wide)},
+            "sites": {"matmul": job.plan.spec.precision.matmul, "wide": list(job.plan.spec.precision.wide)},
             "fp8": {"low": dict(self.fp8.low if low is None else low), "fell_back": self.fell_back},
         }
         beside = beside or self.rejected > 0  # theirs may be the last sound weights
@@ -396,4 +396,6 @@ class _Run:
 
 def _light_s(job: Job) -> float:
     """Seconds for a token at the speed of light, by the dtypes of the plan's sites."""
-    return sol.seconds_per_token(job.plan.config, job.plan.seq_len, device.peaks(job.device), job.plan.precision)
+    return sol.seconds_per_token(
+        job.plan.spec.config, job.plan.spec.seq_len, device.peaks(job.device), job.plan.spec.precision
+    )

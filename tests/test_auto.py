@@ -7,7 +7,10 @@ from tiny_engines import FP8, tiny
 
 from llmq import auto
 from llmq.plan.memory import Memory
-from llmq.plan.precision import SITES, site_names
+from llmq.plan.precision import block_sites
+from llmq.rows import layer_maps
+
+SITES = layer_maps(tiny())
 
 
 @pytest.mark.parametrize(
@@ -22,8 +25,8 @@ from llmq.plan.precision import SITES, site_names
 def test_the_lines_say_why(alone, together, chosen, says, monkeypatch):
     """Milliseconds of two layers: 10 in bf16, and with a site in fp8 unless `alone` has another time."""
 
-    def measure(config, precision, *_, **__):
-        fp8 = [site for site in SITES if not any(name.endswith(site) for name in precision.wide)]
+    def measure(spec, *_, **__):
+        fp8 = [site for site in SITES if not any(name.endswith(site) for name in spec.precision.wide)]
         ms = 10.0 if not fp8 else alone.get(fp8[0], 12.0) if len(fp8) == 1 else together
         return SimpleNamespace(micro_batch_ms=ms)
 
@@ -33,5 +36,5 @@ def test_the_lines_say_why(alone, together, chosen, says, monkeypatch):
     rows = timing.rows("bf16")
     assert timing.chosen == chosen and rows["together"] == says
     assert {site for site in SITES if rows[site].endswith(": e4m3")} == set(chosen)
-    wide = {name for name in site_names(2) if not name.endswith(chosen)} if chosen else set()
+    wide = {name for name in block_sites(tiny()) if not name.endswith(chosen)} if chosen else set()
     assert set(found.wide) == wide and found.matmul == ("e4m3" if chosen else "bf16")

@@ -11,6 +11,7 @@ from tiny_engines import (
     VOCAB,
     B,
     T,
+    arrays,
     batch,
     bits,
     engine_of,
@@ -20,6 +21,7 @@ from tiny_engines import (
 )
 
 from llmq.backends.host import HostBackend
+from llmq.data.batch import Batch
 from llmq.engine import Engine
 from llmq.optimizer import Hyperparameters
 from llmq.plan.memory import Memory
@@ -37,12 +39,12 @@ def gradients(engine):
 
 
 def test_accumulating_four_of_two_equals_one_of_eight():
-    tokens, targets = batch(3, b=8)
+    tokens, targets = arrays(batch(3, b=8))
     whole = engine_of(plan_of(FP32, batch_size=8))
-    whole.micro_step(tokens, targets, first=True)
+    whole.micro_step(Batch(tokens, targets))
     parts = engine_of(plan_of(FP32, batch_size=2))
     for i in range(4):
-        parts.micro_step(tokens[2 * i : 2 * i + 2], targets[2 * i : 2 * i + 2], first=i == 0)
+        parts.micro_step(Batch(tokens[2 * i : 2 * i + 2], targets[2 * i : 2 * i + 2]), first=i == 0)
     expected, found = gradients(whole), gradients(parts)
     for name, value in expected.items():
         # 128 tokens summed in another order: a few units in the last place of f32, of the norm
@@ -54,10 +56,10 @@ def test_accumulating_four_of_two_equals_one_of_eight():
 
 def test_a_step_forgets_the_gradients_of_the_step_before():
     engine = engine_of(plan_of(FP32))
-    engine.micro_step(*batch(1), first=True)
+    engine.micro_step(batch(1))
     expected = gradients(engine)
-    engine.micro_step(*batch(2), first=True)
-    engine.micro_step(*batch(1), first=True)
+    engine.micro_step(batch(2))
+    engine.micro_step(batch(1))
     assert all(np.array_equal(value, expected[name]) for name, value in gradients(engine).items())
 
 
@@ -65,11 +67,11 @@ def test_a_step_forgets_the_gradients_of_the_step_before():
 def test_head_chunks_change_only_the_order_of_sums(chunks):
     plain, chunked = (engine_of(plan_of(FP64, Memory((), head_chunks=n))) for n in (1, chunks))
     for engine in (plain, chunked):
-        engine.micro_step(*batch(), first=True)
+        engine.micro_step(batch())
     found = gradients(chunked)
     for name, value in gradients(plain).items():
         assert np.linalg.norm(found[name] - value) <= 1e-13 * np.linalg.norm(value), name
-    assert chunked.plan.activation_bytes < plain.plan.activation_bytes
+    assert chunked.plan.arena_bytes() < plain.plan.arena_bytes()
 
 
 def test_attention_chunks_are_bit_equal():
@@ -92,8 +94,8 @@ def test_two_runs_give_the_same_bits_and_another_seed_others(precision):
 @EVERY
 def test_a_batch_without_trained_tokens_gives_zero_and_no_nan(precision):
     engine = engine_of(plan_of(precision))
-    tokens, targets = batch()
-    engine.micro_step(tokens, np.full_like(targets, -100), first=True)
+    tokens, targets = arrays(batch())
+    engine.micro_step(Batch(tokens, np.full_like(targets, -100)))
     result = engine.update(1, 1e-2)
     assert (result.loss, result.norm, result.num_tokens) == (0, 0, 0)
     assert all(np.isfinite(np.frombuffer(value, np.uint8)).all() for value in bits(engine).values())
@@ -111,7 +113,7 @@ def test_a_step_that_is_not_finite_changes_nothing(precision):
     broken = good.copy()
     broken[0] = np.inf
     engine.load([(row, broken if row.name == name else engine.parameter(row.name)) for row in engine.plan.rows])
-    engine.micro_step(*batch(), first=True)
+    engine.micro_step(batch())
     result = engine.update(2, 1e-2)
     assert not result.applied and not np.isfinite(result.norm)
     after = dict(engine.state())
@@ -134,7 +136,7 @@ def test_a_restored_engine_continues_with_the_same_bits(precision):
     other = engine_of(plan, seed=9)
     train_steps(other, steps=1)
     other.restore(saved.__getitem__)
-    assert other.evaluate(*batch(5)) == engine.evaluate(*batch(5))
+    assert other.evaluate(batch(5)) == engine.evaluate(batch(5))
     assert train_steps(other, steps=2) == train_steps(engine, steps=2)
     assert bits(other) == bits(engine)
 
@@ -146,7 +148,7 @@ def test_scales_are_settled_after_the_warm_up():
     assert (scales > 0).all() and (scales != 1).all()
     fp8, wide = engine_of(plan_of(FP8["e5m2", "delayed"])), engine_of(plan_of(BF16))
     for run in (fp8, wide):
-        run.micro_step(*batch(), first=True)
+        run.micro_step(batch())
     a, b = (np.concatenate([g.ravel() for g in gradients(run).values()]) for run in (fp8, wide))
     assert a @ b / np.linalg.norm(a) / np.linalg.norm(b) > 0.96
 
@@ -155,7 +157,7 @@ def test_training_learns_a_batch():
     engine = engine_of(plan_of(FP32))
     losses = []
     for step in range(1, 31):
-        engine.micro_step(*batch(), first=True)
+        engine.micro_step(batch())
         losses.append(engine.update(step, 1e-2).loss)
     assert losses[-1] < 0.1 * losses[0]
 
@@ -164,9 +166,9 @@ def test_evaluation_gives_the_training_loss_and_touches_nothing():
     engine = engine_of(plan_of(BF16))
     train_steps(engine)
     before = bits(engine)
-    total, count = engine.evaluate(*batch(7))
+    total, count = engine.evaluate(batch(7))
     assert bits(engine) == before
-    engine.micro_step(*batch(7), first=True)
+    engine.micro_step(batch(7))
     result = engine.update(3, 0.0)
     assert count == result.num_tokens and total / count == pytest.approx(result.loss, rel=1e-6)
 
@@ -174,14 +176,14 @@ def test_evaluation_gives_the_training_loss_and_touches_nothing():
 @pytest.mark.parametrize("chunks", [1, 4])
 def test_next_logits_are_those_that_the_loss_is_made_of(chunks):
     engine = engine_of(plan_of(FP64, Memory((), head_chunks=chunks), batch_size=1))
-    tokens, _ = batch(4, b=1)
+    tokens, _ = arrays(batch(4, b=1))
     for n in (1, 5, T):
         targets = np.full((1, T), -100, np.int32)
         targets[0, n - 1] = 42
         logits = engine.next_logits(tokens[0, :n])
         assert logits.shape == (VOCAB,)
         expected = np.log(np.exp(logits - logits.max()).sum()) + logits.max() - logits[42]
-        assert engine.evaluate(tokens, targets)[0] == pytest.approx(expected, rel=1e-12)
+        assert engine.evaluate(Batch(tokens, targets))[0] == pytest.approx(expected, rel=1e-12)
     longer = np.concatenate([tokens[0, :3], tokens[0]])
     assert np.array_equal(engine.next_logits(longer), engine.next_logits(tokens[0]))
 
@@ -193,15 +195,15 @@ def test_the_padding_of_the_vocabulary_stays_zero_and_has_no_probability(vocab):
     for name in ("embed.weight", "head.weight"):
         assert not engine.parameter(name)[vocab:].any()
     engine.load([(r, np.zeros(r.shape) if r.name == "head.weight" else np.ones(r.shape)) for r in engine.plan.rows])
-    total, count = engine.evaluate(*batch())
+    total, count = engine.evaluate(batch())
     assert total / count == pytest.approx(np.log(vocab), rel=1e-6)
 
 
 def test_weight_decay_is_for_matrices_only():
     engine = engine_of(plan_of(FP32, hyper=Hyperparameters(weight_decay=0.5)))
     before = {row.name: engine.parameter(row.name) for row in engine.plan.rows}
-    tokens, targets = batch()
-    engine.micro_step(tokens, np.full_like(targets, -100), first=True)  # no gradient: only decay is left
+    tokens, targets = arrays(batch())
+    engine.micro_step(Batch(tokens, np.full_like(targets, -100)))  # no gradient: only decay is left
     engine.update(1, 0.1)
     for row in engine.plan.rows:
         factor = 0.95 if len(row.shape) == 2 else 1.0
@@ -212,7 +214,7 @@ def test_the_gradient_is_clipped_on_its_norm():
     updates = []
     for clip in (0.0, 1e-3):
         engine = engine_of(plan_of(FP64, hyper=Hyperparameters(grad_clip=clip, beta_1=0.0, weight_decay=0.0)))
-        engine.micro_step(*batch(), first=True)
+        engine.micro_step(batch())
         norm = engine.update(1, 1e-3).norm
         updates.append(dict(engine.state())["m:layers.0.mlp.up.weight"])
     assert norm > 1e-3
@@ -225,7 +227,7 @@ def test_a_head_of_its_own_and_a_tied_one_differ_by_the_embedding_s_gradient():
     shared = {row.name: tied.parameter(row.name) for row in tied.plan.rows}
     untied.load([(row, shared.get(row.name, shared["embed.weight"])) for row in untied.plan.rows])
     for engine in (tied, untied):
-        engine.micro_step(*batch(), first=True)
+        engine.micro_step(batch())
     both = untied.gradient("embed.weight") + untied.gradient("head.weight")
     assert np.allclose(tied.gradient("embed.weight"), both, rtol=1e-12, atol=1e-15)
 
@@ -243,8 +245,8 @@ def test_every_op_can_be_wrapped():
     plan = plan_of(FP8["e4m3", "current"], Memory(("recompute_block",)))
     engine = Engine(plan, HostBackend(), wrap=wrap)
     engine.load([(row, np.ones(row.shape)) for row in plan.rows])
-    engine.micro_step(*batch(), first=True)
-    steps = [step.op for name in ("publish", "first") for step in plan.programs[name].steps]
+    engine.micro_step(batch())
+    steps = [step.op for name in ("publish", "first") for step in plan.programs[name].calls]
     assert calls == steps
 
 

@@ -15,7 +15,7 @@ DELAYED = FP8["e4m3", "delayed"]
 
 def readings(engine, seed=1):
     """A reading of every copy of an engine, by name."""
-    found = zip(engine.plan.observed.items(), engine.observe(*batch(seed)), strict=True)
+    found = zip(engine.plan.observed.items(), engine.observe(batch(seed)), strict=True)
     return {name: CopyError.of(name, sites, row) for (name, sites), row in found}
 
 
@@ -45,7 +45,7 @@ def test_a_reading_changes_nothing():
     for step in range(1, 4):
         readings(engine, seed=50 + step)
         for run in (engine, other):
-            run.micro_step(*batch(step), first=True)
+            run.micro_step(batch(step))
             losses.append(run.update(step, 1e-2).loss)
     assert losses[::2] == losses[1::2]
     assert bits(engine) == bits(other)

@@ -29,6 +29,7 @@ from golden.engines import (
 )
 from safetensors import safe_open
 
+from llmq.data.batch import Batch
 from llmq.optimizer import Hyperparameters
 
 GOLDEN = Path(__file__).parent / "golden"
@@ -90,7 +91,7 @@ def test_f32_gradients_and_loss(family):
     tokens, targets = families.batch(families.VOCAB, 1)
     errors = relative_errors(sketches(gradients(run, tokens, targets)), under("grad/", right))
     assert worst(errors) < (1e-5, "")
-    loss, count = run.evaluate(tokens, targets)
+    loss, count = run.evaluate(Batch(tokens, targets))
     assert count == np.count_nonzero(targets != -100)
     assert loss / count == pytest.approx(right["loss"][0], rel=1e-6)
 
@@ -112,7 +113,7 @@ def adamw_run(family, precision):
     run = engine(family, precision, Hyperparameters(**families.ADAMW, grad_clip=families.grad_clip(config)))
     results = []
     for step in range(1, families.STEPS + 1):
-        run.micro_step(*families.batch(families.VOCAB, step), first=True)
+        run.micro_step(Batch(*families.batch(families.VOCAB, step)))
         results.append(run.update(step, families.learning_rate(step)))
     start = families.weights(config)
     return results, {name: array - start[name] for name, array in parameters(run).items()}
@@ -174,7 +175,7 @@ def test_fp8_gradients(family, gradient, scaling):
     run = engine(family, fp8(gradient, scaling))
     tokens, targets = families.batch(families.VOCAB, 1)
     if run.needs_warm_up:
-        run.warm_up(tokens, targets)
+        run.warm_up(Batch(tokens, targets))
     found, right = gradients(run, tokens, targets), exact_gradients(family, 1)
     assert cosine(found, right) >= 0.98
     assert worst(relative_errors(found, right)) < (0.5, "")  # 0.27 and less is measured: no tensor is left out
@@ -204,7 +205,7 @@ def test_direction_of_the_gradient_at_initialisation(precision):
     with_precision, least = LOSSY[precision]
     exact, run = (engine_of(config, weights, p, *batch[0].shape) for p in (FP64, with_precision))
     if run.needs_warm_up:
-        run.warm_up(*batch)
+        run.warm_up(Batch(*batch))
     assert cosine(gradients(run, *batch), gradients(exact, *batch)) >= least
 
 
@@ -214,9 +215,9 @@ def test_four_micro_steps_of_two_equal_one_of_eight():
     targets[2:4] = -100  # a micro-batch with nothing to train on weighs nothing
     targets[4:6, 1:] = -100  # and one with two tokens weighs two tokens
     whole, parts = engine("qwen3", FP64, batch_size=8), engine("qwen3", FP64, batch_size=2)
-    whole.micro_step(tokens, targets, first=True)
+    whole.micro_step(Batch(tokens, targets))
     for start in range(0, 8, 2):
-        parts.micro_step(tokens[start : start + 2], targets[start : start + 2], first=start == 0)
+        parts.micro_step(Batch(tokens[start : start + 2], targets[start : start + 2]), first=start == 0)
     for row in whole.plan.rows:
         right = whole.gradient(row.name)
         assert np.linalg.norm(parts.gradient(row.name) - right) < 1e-13 * np.linalg.norm(right), row.name
@@ -239,10 +240,10 @@ def test_step_without_trained_tokens(precision):
     tokens, targets = families.batch(families.VOCAB, 1)
     nothing = np.full_like(targets, -100)
     if run.needs_warm_up:
-        run.warm_up(tokens, targets)
+        run.warm_up(Batch(tokens, targets))
     start = parameters(run)
-    assert run.evaluate(tokens, nothing) == (0.0, 0)
-    run.micro_step(tokens, nothing, first=True)
+    assert run.evaluate(Batch(tokens, nothing)) == (0.0, 0)
+    run.micro_step(Batch(tokens, nothing))
     assert not any(run.gradient(row.name).astype(np.float32).any() for row in run.plan.rows)
     result = run.update(1, 0.25)
     assert (result.loss, result.norm, result.num_tokens, result.applied) == (0.0, 0.0, 0, True)
@@ -250,7 +251,7 @@ def test_step_without_trained_tokens(precision):
     for name, array in parameters(run).items():
         decayed = start[name] * (1 - 0.25 * 0.1 * (array.ndim > 1))
         np.testing.assert_allclose(array, decayed, rtol=spacing, atol=0)
-    run.micro_step(tokens, targets, first=True)
+    run.micro_step(Batch(tokens, targets))
     result = run.update(2, 1e-3)
     assert result.applied and result.num_tokens == np.count_nonzero(targets != -100)
     assert np.isfinite([result.loss, result.norm]).all() and result.norm > 0
@@ -265,7 +266,7 @@ def test_z_loss():
         return engine_of(config, moved, FP64, *tokens.shape, Hyperparameters(z_loss=z_loss))
 
     def mean_loss(engine):
-        engine.micro_step(tokens, targets, first=True)
+        engine.micro_step(Batch(tokens, targets))
         return engine.update(1, 0.0).loss
 
     plain, run = run_with(0.0, weights), run_with(z, weights)
@@ -274,7 +275,9 @@ def test_z_loss():
         logits = plain.next_logits(tokens[row, : place + 1])
         extra += z * np.log(np.sum(np.exp(logits))) ** 2
     assert mean_loss(run) - mean_loss(plain) == pytest.approx(extra / count, rel=1e-10)
-    assert run.evaluate(tokens, targets) == plain.evaluate(tokens, targets)  # held-out loss is that of the data alone
+    assert run.evaluate(Batch(tokens, targets)) == plain.evaluate(
+        Batch(tokens, targets)
+    )  # held-out loss is that of the data alone
 
     draw, step = np.random.default_rng(3), 1e-5
     way = {name: draw.standard_normal(array.shape) for name, array in weights.items()}

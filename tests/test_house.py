@@ -33,10 +33,11 @@ HOUSE = {
     "rate_rules": Place(may=set()),
     "section": Place(may=set()),
     "config": Place(may=set()),
-    "rows": Place(may={"config"}, never={"ops"}),
-    "tensor": Place(may=set(), never={"ops", "blocks"}),
+    "rows": Place(may={"config", "tensor"}, never={"ops"}),
+    "scaling": Place(may=set()),
+    "tensor": Place(may={"scaling"}, never={"ops", "blocks"}),
     "arena": Place(never={"ops", "blocks"}),
-    "ops": Place(may={"tensor", "cache_folder", "disk"}, never={"blocks", "options", "sections"}),
+    "ops": Place(may={"scaling", "tensor", "cache_folder", "disk"}, never={"blocks", "options", "sections"}),
     "sites": Place(may={"tensor"}, never={"options", "sections", "stores", *ARRAYS}),
     "blocks": Place(may={"tensor", "sites"}, never={"options", "sections", "plan", "stores", "comm", *ARRAYS}),
     "stores": Place(may={"tensor", "arena", "ops", "comm", "rows"}, never={"blocks", "options", "sections"}),
@@ -45,7 +46,9 @@ HOUSE = {
     "optimizer": Place(may={"sections", "rows", "tensor"}, never={*ARRAYS}),
     "backends": Place(may={"arena", "ops", "plan", "tensor"}, never={"blocks", "options", "sections"}),
     "bind": Place(may={"arena", "backends", "ops", "plan", "tensor"}, never={"blocks", "options", "sections"}),
-    "engine": Place(may={"backends", "bind", "plan", "rope", "rows"}, never={"blocks", "options", "sections"}),
+    "engine": Place(
+        may={"backends", "bind", "data", "plan", "rope", "rows", "tensor"}, never={"blocks", "options", "sections"}
+    ),
     "plan": Place(
         may={"sections", "rows", "config", "tensor", "arena", "ops", "blocks", "sites", "stores", "model", "optimizer"},
         never={"train", "cli"},

@@ -6,6 +6,8 @@ The golden files fix one small model per family; here shapes, rotary constants, 
 import numpy as np
 import pytest
 
+from llmq.data.batch import Batch
+
 pytest.importorskip("torch", reason="the judges are torch and transformers")
 pytest.importorskip("transformers", reason="the judges are torch and transformers")
 
@@ -30,6 +32,7 @@ from llmq.hf import read_parameters, write_model
 from llmq.optimizer import Hyperparameters
 from llmq.plan.memory import Memory
 from llmq.plan.plan import make_plan
+from llmq.plan.spec import Spec
 
 pytestmark = pytest.mark.judge
 
@@ -128,7 +131,7 @@ def test_adamw_run(config, seed):
         right = {name: array - weights[name] for name, array in transformers_judge.parameters(model).items()}
     run = engine_of(config, weights, FP64, families.BATCH, LENGTH, Hyperparameters(**families.ADAMW, grad_clip=clip))
     for step, (loss, norm) in enumerate(zip(losses, norms, strict=True), 1):
-        run.micro_step(*drawn_batch(config, step), first=True)
+        run.micro_step(Batch(*drawn_batch(config, step)))
         result = run.update(step, families.learning_rate(step))
         assert (result.loss, result.norm) == pytest.approx((loss, norm), rel=1e-7)
     change = {name: array - weights[name] for name, array in parameters(run).items()}
@@ -200,7 +203,7 @@ def assert_same_logits(run, model, tokens):
 def engine_from(folder):
     """An f32 engine with the model of a Hugging Face folder."""
     config = from_folder(folder)
-    plan = make_plan(config, FP32, Memory(), Hyperparameters(), batch_size=families.BATCH, seq_len=LENGTH)
+    plan = make_plan(Spec(config, FP32, Memory(), Hyperparameters(), families.BATCH, LENGTH))
     run = Engine(plan, HostBackend())
     run.load(read_parameters(folder, plan.rows))
     return run
@@ -209,7 +212,7 @@ def engine_from(folder):
 def export(run, folder, dtype):
     """Writes an engine's model as a Hugging Face folder."""
     plan, by_row = run.plan, lambda row: run.parameter(row.name)
-    write_model(folder, plan.config, plan.rows, by_row, dtype=dtype, tokenizer_folder=None, overwrite=False)
+    write_model(folder, plan.spec.config, plan.rows, by_row, dtype=dtype, tokenizer_folder=None, overwrite=False)
 
 
 @FOLDERS
@@ -218,7 +221,7 @@ def test_exported_folders_load_in_transformers(family, tmp_path):
     config = families.FAMILIES[family]
     run = engine_of(config, families.weights(config), FP32, families.BATCH, LENGTH)
     for step in (1, 2):
-        run.micro_step(*drawn_batch(config, step), first=True)
+        run.micro_step(Batch(*drawn_batch(config, step)))
         run.update(step, 1e-2)
     export(run, tmp_path / "model", "fp32")
     model = reloaded(tmp_path / "model")
@@ -242,7 +245,7 @@ def test_transformers_folders_load_here(family, tmp_path):
     assert_same_logits(run, reloaded(tmp_path / "theirs"), batch[0])
     losses = []
     for step in range(1, 11):
-        run.micro_step(*batch, first=True)
+        run.micro_step(Batch(*batch))
         losses.append(run.update(step, 1e-2).loss)
     assert losses[-1] < losses[0] - 0.5
     export(run, tmp_path / "ours", "fp32")

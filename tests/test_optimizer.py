@@ -28,8 +28,8 @@ def test_no_two_parameters_share_random_bits(name):
 
 def test_each_parameter_is_rounded_with_its_own_stream_and_the_run_s_seed():
     plan = plan_of(BF16, seed=77)
-    steps = [step for step in plan.programs["update"].steps if step.op == "adamw"]
-    found = {step.inputs[0].ref.name: (step.numbers["stream"], step.numbers["seed"]) for step in steps}
+    calls = [call for call in plan.programs["update"].calls if call.op == "adamw"]
+    found = {call.inputs[0].name: (call.numbers["stream"], call.numbers["seed"]) for call in calls}
     assert found == {row.name: (optimizer.stream(row), 77) for row in plan.rows}
 
 
@@ -70,7 +70,7 @@ def test_scales_follow_what_the_step_has_seen(gradient):
     assert of_weights.any() and not of_weights.all()
     for step in range(1, 4):
         for micro_step in range(2):
-            engine.micro_step(*batch(10 * step + micro_step), first=micro_step == 0)
+            engine.micro_step(batch(10 * step + micro_step), first=micro_step == 0)
         before = cells()
         assert ((before["scale:amax"] > 0) | (of_weights & (step == 1))).all()  # weights are seen as they are written
         assert engine.update(step, 1e-2).applied

@@ -1,14 +1,15 @@
 """Packed rows through whole models: each document has the loss and the gradient that it has alone."""
 
+from dataclasses import replace
 from itertools import pairwise
 
 import numpy as np
 import pytest
-from tiny_engines import BF16, FP32, FP64, PRECISIONS, B, T, batch, bits, engine_of, packed_batch, plan_of, tiny
+from tiny_engines import BF16, FP32, FP64, PRECISIONS, B, T, arrays, batch, bits, engine_of, packed_batch, plan_of, tiny
 
 from llmq.blocks.attention import Packing
-from llmq.plan.memory import Memory
-from llmq.plan.recompute import ROLES
+from llmq.data.batch import Batch
+from llmq.plan.memory import ROLES, Memory
 from llmq.rope import document_positions
 
 DOCS = 5
@@ -38,23 +39,23 @@ def alone(tokens, targets, borders):
 @pytest.mark.parametrize("config", FAMILIES.values(), ids=FAMILIES)
 def test_a_pack_is_the_sum_of_its_documents(config):
     """In f64, to rounding: the sums of a matmul are in another order."""
-    tokens, targets, borders = packed_batch()
+    tokens, targets, borders = arrays(packed_batch())
     packed = engine_of(plan_of(FP64, config=config, packing=Packing(DOCS + 1, int(np.diff(borders).max()))))
-    total, count = packed.evaluate(tokens, targets, borders)
-    packed.micro_step(tokens, targets, borders, first=True)
+    total, count = packed.evaluate(Batch(tokens, targets, borders))
+    packed.micro_step(Batch(tokens, targets, borders))
     one = engine_of(plan_of(FP64, config=config))
     losses, counts = [], []
     for number, (rows, aims) in enumerate(alone(tokens, targets, borders)):
-        loss, trained = one.evaluate(rows, aims)
+        loss, trained = one.evaluate(Batch(rows, aims))
         losses.append(loss)
         counts.append(trained)
-        one.micro_step(rows, aims, first=number == 0)
+        one.micro_step(Batch(rows, aims), first=number == 0)
     assert len(losses) == 2 * DOCS - 1
     assert count == sum(counts) and total == pytest.approx(sum(losses), rel=1e-14)
     found, expected = gradients(packed), gradients(one)
     for name, value in expected.items():
         assert np.linalg.norm(found[name] - value) <= 1e-13 * np.linalg.norm(value), name
-    mixed = engine_of(plan_of(FP64, config=config)).evaluate(tokens, targets)[0]
+    mixed = engine_of(plan_of(FP64, config=config)).evaluate(Batch(tokens, targets))[0]
     assert abs(mixed - total) > 1e-3 * total  # documents that see each other have another loss
 
 
@@ -62,22 +63,22 @@ def test_a_pack_is_the_sum_of_its_documents(config):
 def test_rows_of_one_document_have_the_bits_of_dense_rows(precision):
     packed, dense = engine_of(plan_of(precision, packing=PACKING)), engine_of(plan_of(precision))
     for engine, borders in ((packed, np.array([[0, T, T]] * B, np.int32)), (dense, None)):
-        engine.micro_step(*batch(3), borders, first=True)
-        engine.micro_step(*batch(4), borders, first=False)
+        engine.micro_step(replace(batch(3), borders=borders))
+        engine.micro_step(replace(batch(4), borders=borders), first=False)
         engine.update(1, 1e-2)
     assert bits(packed) == bits(dense)
-    prompt = batch()[0][0, :7]
+    prompt = batch().tokens[0, :7]
     assert np.array_equal(packed.next_logits(prompt), dense.next_logits(prompt))
 
 
 def test_padding_and_what_lies_behind_it_change_nothing():
-    tokens, targets, borders = packed_batch()
+    tokens, targets, borders = arrays(packed_batch())
     engine = engine_of(plan_of(FP32, packing=PACKING))
     results = []
     for filler in (0, 42):
         tokens[1, -2:] = filler
-        engine.micro_step(tokens, targets, borders, first=True)
-        results.append((engine.evaluate(tokens, targets, borders), gradients(engine)))
+        engine.micro_step(Batch(tokens, targets, borders))
+        results.append((engine.evaluate(Batch(tokens, targets, borders)), gradients(engine)))
     (one, first), (other, second) = results
     assert one == other
     # tokens that are not trained have gradients of zero, but for the sign of it
@@ -90,7 +91,7 @@ def test_recompute_flags_and_chunks_are_bit_equal(change):
     engines = [engine_of(plan_of(BF16, m, packing=PACKING)) for m in (Memory(), memory)]
     for engine in engines:
         for step in (1, 2):
-            engine.micro_step(*packed_batch(step), first=True)
+            engine.micro_step(packed_batch(step))
             engine.update(step, 1e-2)
     assert bits(engines[0]) == bits(engines[1])
 

@@ -21,6 +21,7 @@ from rich.progress import Progress
 from tokenizers import Tokenizer
 
 from llmq import device
+from llmq.data.batch import Batch
 from llmq.data.token_file import TokenFile
 from llmq.errors import DataError, LlmqError, NonFiniteError
 from llmq.generate import complete, open_engine
@@ -98,7 +99,7 @@ def test_the_held_out_loss_is_that_of_the_exported_model(made):
         inputs, targets = np.zeros((1, TINY.seq_len), np.int32), np.full((1, TINY.seq_len), -100, np.int32)
         stop = min(start + TINY.seq_len, len(tokens) - 1)
         inputs[0, : stop - start], targets[0, : stop - start] = tokens[start:stop], tokens[start + 1 : stop + 1]
-        sums.append(engine.evaluate(inputs, targets))
+        sums.append(engine.evaluate(Batch(inputs, targets)))
     assert sum(count for _, count in sums) == len(tokens) - 1
     loss = math.fsum(loss for loss, _ in sums) / sum(count for _, count in sums)
     assert loss == pytest.approx(outcome.eval_loss, rel=1e-5)

@@ -11,6 +11,7 @@ import llmq
 from llmq.backends.host import HostBackend
 from llmq.checkpoint import load
 from llmq.config import to_hf
+from llmq.data.batch import Batch
 from llmq.data.permutation import sample_order
 from llmq.data.token_file import TokenFile
 from llmq.engine import Engine
@@ -19,6 +20,7 @@ from llmq.optimizer import Hyperparameters
 from llmq.plan.memory import Memory
 from llmq.plan.plan import make_plan
 from llmq.plan.precision import Precision
+from llmq.plan.spec import Spec
 from llmq.source import ModelSource, initial_parameters
 
 B, T, ACCUMULATION, STEPS, SEED = 2, 16, 3, 5, 3
@@ -84,7 +86,7 @@ def test_a_run_is_its_parts_put_together(tmp_path, monkeypatch, matmul):
     )
 
     dtypes = Precision("bf16", matmul, "e5m2", "delayed", m="bf16", v="fp32", master="fp32", grad="fp32")
-    plan = make_plan(config, dtypes, Memory(), HYPER, batch_size=B, seq_len=T, seed=SEED)
+    plan = make_plan(Spec(config, dtypes, Memory(), HYPER, B, T, SEED))
     engine = Engine(plan, HostBackend())
     source = ModelSource("", config, None, None, from_scratch=True, init_proj_to_zero=False)
     engine.load(initial_parameters(source, plan.rows, SEED))
@@ -93,9 +95,9 @@ def test_a_run_is_its_parts_put_together(tmp_path, monkeypatch, matmul):
     seen = [record for record in records if isinstance(record, TrainRecord)]
     for step, (record, rate) in enumerate(zip(seen, RATES, strict=True), 1):
         if step == 1 and engine.needs_warm_up:
-            engine.warm_up(tokens[order[0, 0]], targets[order[0, 0]])
+            engine.warm_up(Batch(tokens[order[0, 0]], targets[order[0, 0]]))
         for micro_step, rows in enumerate(order[step - 1]):
-            engine.micro_step(tokens[rows], targets[rows], first=micro_step == 0)
+            engine.micro_step(Batch(tokens[rows], targets[rows]), first=micro_step == 0)
         done = engine.update(step, rate)
         assert record.lr == pytest.approx(rate, rel=1e-12)
         assert (record.step, record.loss, record.norm) == (step, done.loss, done.norm)
@@ -107,7 +109,7 @@ def test_a_run_is_its_parts_put_together(tmp_path, monkeypatch, matmul):
 
     tokens, targets = windows_of(tmp_path / "eval.bin")
     targets = np.where(mask[1:].reshape(targets.shape), targets, -100)
-    each = [engine.evaluate(np.stack([t] * B), np.stack([u] * B)) for t, u in zip(tokens, targets, strict=True)]
+    each = [engine.evaluate(Batch(np.stack([t] * B), np.stack([u] * B))) for t, u in zip(tokens, targets, strict=True)]
     assert len({count for _, count in each}) > 2, "rows of equal weight would hide a mean of means"
     (evaluated,) = (record for record in records if isinstance(record, EvalRecord))
     total, count = np.sum(each, axis=0)

@@ -1,5 +1,6 @@
 """Small models for tests of the plan and the engine: tiny shapes of every wiring, random weights, random tokens."""
 
+from collections.abc import Callable
 from dataclasses import replace
 
 import numpy as np
@@ -7,11 +8,16 @@ import numpy as np
 from llmq.backends import Backend
 from llmq.backends.host import HostBackend
 from llmq.config import ModelConfig
+from llmq.data.batch import Batch
 from llmq.engine import Engine
+from llmq.ops.record import Call
 from llmq.optimizer import Hyperparameters
+from llmq.plan.build import Sites, site_of
 from llmq.plan.memory import Memory
-from llmq.plan.plan import Plan, make_plan
+from llmq.plan.plan import REPLICATED, Plan, make_plan
 from llmq.plan.precision import Precision
+from llmq.plan.recordings import Stores
+from llmq.plan.spec import Spec
 from llmq.rows import Row
 
 VOCAB, B, T = 97, 2, 16
@@ -52,16 +58,31 @@ def tiny(**changes: object) -> ModelConfig:
     return ModelConfig(**{**shape, **changes})
 
 
+def spec_of(
+    precision: Precision = FP32,
+    memory: Memory | None = None,
+    config: ModelConfig | None = None,
+    hyper: Hyperparameters | None = None,
+    **more: object,
+) -> Spec:
+    """B x T tokens of a tiny model; `more` are further fields."""
+    shape = {"batch_size": B, "seq_len": T, **more}
+    return Spec(config or tiny(), precision, memory or Memory(), hyper or Hyperparameters(), **shape)
+
+
 def plan_of(
     precision: Precision = FP32,
     memory: Memory | None = None,
     config: ModelConfig | None = None,
     hyper: Hyperparameters | None = None,
-    **numbers: object,
+    *,
+    scratch_bytes: Callable[[Call], int] | None = None,
+    stores: Stores = REPLICATED,
+    sites: Sites = site_of,
+    **more: object,
 ) -> Plan:
-    """A plan for B x T tokens of a tiny model."""
-    shape = {"batch_size": B, "seq_len": T, **numbers}
-    return make_plan(config or tiny(), precision, memory or Memory(), hyper or Hyperparameters(), **shape)
+    """A plan for B x T tokens of a tiny model; `more` are further fields of its spec."""
+    return make_plan(spec_of(precision, memory, config, hyper, **more), scratch_bytes, stores=stores, sites=sites)
 
 
 def parameters(plan: Plan, seed: int = 0) -> list[tuple[Row, np.ndarray]]:
@@ -75,17 +96,23 @@ def parameters(plan: Plan, seed: int = 0) -> list[tuple[Row, np.ndarray]]:
     return found
 
 
-def batch(seed: int = 1, b: int = B, t: int = T, vocab: int = VOCAB) -> tuple[np.ndarray, np.ndarray]:
+def batch(seed: int = 1, b: int = B, t: int = T, vocab: int = VOCAB) -> Batch:
     """Random tokens and targets, one target in eight not trained."""
     rng = np.random.default_rng(seed)
     tokens, targets = rng.integers(0, vocab, (2, b, t)).astype(np.int32)
     targets[rng.random(targets.shape) < 1 / 8] = -100
-    return tokens, targets
+    return Batch(tokens, targets)
 
 
-def packed_batch(seed: int = 1, max_docs: int = 5) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+def arrays(batch: Batch) -> tuple[np.ndarray, ...]:
+    """Tokens and targets of a batch, and borders where it has them."""
+    return tuple(part for part in (batch.tokens, batch.targets, batch.borders) if part is not None)
+
+
+def packed_batch(seed: int = 1, max_docs: int = 5) -> Batch:
     """Tokens, targets and borders: a full row, and rows of fewer documents with padding behind."""
-    tokens, targets = batch(seed)
+    plain = batch(seed)
+    tokens, targets = plain.tokens, plain.targets
     rng = np.random.default_rng(seed)
     borders = np.full((B, max_docs + 1), T, np.int32)
     for row in range(B):
@@ -94,7 +121,7 @@ def packed_batch(seed: int = 1, max_docs: int = 5) -> tuple[np.ndarray, np.ndarr
         targets[row, np.array(starts[1:]) - 1] = -100
         if row:
             tokens[row, -2:], targets[row, -3:] = 0, -100
-    return tokens, targets, borders
+    return Batch(tokens, targets, borders)
 
 
 def engine_of(plan: Plan, *, seed: int = 0, poison: bool = True, backend: Backend | None = None) -> Engine:
@@ -102,8 +129,9 @@ def engine_of(plan: Plan, *, seed: int = 0, poison: bool = True, backend: Backen
     engine = Engine(plan, backend or HostBackend(), poison=poison)
     engine.load(parameters(plan, seed))
     if engine.needs_warm_up:
-        b, t = plan.batch_size, plan.seq_len
-        engine.warm_up(*batch(b=b, t=t), None if plan.packing is None else np.array([[0, t]] * b, np.int32))
+        b, t = plan.spec.batch_size, plan.spec.seq_len
+        borders = None if plan.spec.packing is None else np.array([[0, t]] * b, np.int32)
+        engine.warm_up(replace(batch(b=b, t=t), borders=borders))
     return engine
 
 
@@ -112,8 +140,8 @@ def train_steps(engine: Engine, steps: int = 2, accumulation: int = 2, rate: flo
     losses = []
     for step in range(1, steps + 1):
         for micro_step in range(accumulation):
-            tokens, targets = batch(100 * step + micro_step, engine.plan.batch_size, engine.plan.seq_len)
-            engine.micro_step(tokens, targets, first=micro_step == 0)
+            one = batch(100 * step + micro_step, engine.plan.spec.batch_size, engine.plan.spec.seq_len)
+            engine.micro_step(one, first=micro_step == 0, last=micro_step == accumulation - 1)
         losses.append(engine.update(step, rate).loss)
     return losses
 
@@ -121,5 +149,5 @@ def train_steps(engine: Engine, steps: int = 2, accumulation: int = 2, rate: flo
 def bits(engine: Engine) -> dict[str, bytes]:
     """Everything that training changed, as bytes."""
     found = {name: array.tobytes() for name, array in engine.state()}
-    found |= {f"grad:{row.name}": engine.gradient(row.name).tobytes() for row in engine.plan.rows}
+    found |= {f"grad:{row.name}": engine.gradient(row.name).tobytes() for row in engine.plan.rows if row.trainable}
     return found

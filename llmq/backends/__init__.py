@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 import numpy as np
 
@@ -12,17 +12,25 @@ from llmq.tensor import Ref
 
 if TYPE_CHECKING:
     from llmq.ops.cuda.launch import Kernel
-    from llmq.plan.program import Step
+    from llmq.ops.record import Call
 
 Op = Callable[..., None]
-Call = Callable[[], None]
+Run = Callable[[], None]
+
+
+class Launch(NamedTuple):
+    """One call of a program, bound to memory: it runs on its lane, after the calls whose indices are in `waits`."""
+
+    run: Run
+    lane: str = "main"
+    waits: tuple[int, ...] = ()
 
 
 class Memory(Protocol):
-    """Persistent storages by name, and one block for the activations of a program."""
+    """Persistent storages by name, and an arena in each home for the slots of a program."""
 
     def array(self, name: str) -> np.ndarray: ...
-    def place(self, offset: int, shape: tuple[int, ...], dtype: np.dtype) -> np.ndarray: ...
+    def place(self, home: str, offset: int, shape: tuple[int, ...], dtype: np.dtype) -> np.ndarray: ...
     def write(self, name: str, values: np.ndarray) -> None: ...
     def read(self, name: str) -> np.ndarray: ...
     def read_scalars(self, names: Sequence[str]) -> list[float]: ...
@@ -30,7 +38,9 @@ class Memory(Protocol):
 
 
 class Backend(Protocol):
-    """What the engine needs of a device. `prepare` comes before memory is allocated, with all steps of the plan.
+    """What the engine needs of a device. `prepare` comes before memory is allocated, with all calls of the plan.
+
+    `memory` allocates persistent storages and an arena of so many bytes in each home.
 
     `takes_scratch` says whether ops are given the bytes that `scratch_bytes` counts, as an argument `scratch`, or
     allocate them themselves, as NumPy does. `algorithms` is what decides the bits of matrix products, as plain data;
@@ -45,31 +55,31 @@ class Backend(Protocol):
     def notices(self) -> Sequence[str]: ...
     @property
     def ops(self) -> Mapping[str, Op]: ...
-    def scratch_bytes(self, step: Step) -> int: ...
-    def prepare(self, steps: Iterable[Step]) -> None: ...
+    def scratch_bytes(self, call: Call) -> int: ...
+    def prepare(self, calls: Iterable[Call]) -> None: ...
     def peak_bytes(self) -> int: ...
-    def memory(self, persistent: Mapping[str, Ref], arena_bytes: int) -> Memory: ...
-    def program(self, calls: Sequence[Call]) -> Call: ...
+    def memory(self, persistent: Mapping[str, Ref], arena_bytes: Mapping[str, int]) -> Memory: ...
+    def program(self, launches: Sequence[Launch]) -> Run: ...
 
 
-def arguments(step: Step) -> Arguments:
-    """What a step reads and writes, by the names of its op's signature."""
-    op = record(step.op)
-    reads = {name: operand.ref for name, operand in zip(op.inputs, step.inputs, strict=True) if operand}
-    results = {name: result for name, result in zip(op.outputs, step.outputs, strict=True) if result}
-    writes = {name: tuple([operand.ref for operand in result.operands]) for name, result in results.items()}
+def arguments(call: Call) -> Arguments:
+    """What a call reads and writes, by the names of its op's signature."""
+    op = record(call.op)
+    reads = {name: ref for name, ref in zip(op.inputs, call.inputs, strict=True) if ref is not None}
+    results = {name: result for name, result in zip(op.outputs, call.outputs, strict=True) if result is not None}
+    writes = {name: result.refs for name, result in results.items()}
     added = frozenset([name for name, result in results.items() if result.accumulate])
-    return Arguments(reads, writes, step.numbers, added)
+    return Arguments(reads, writes, call.numbers, added)
 
 
-def checked_scratch(kernel: Kernel, step: Step, capability: int) -> int:
-    """Bytes of scratch of a step; UsageError for one that cannot be made on a card of this capability (90 is 9.0)."""
+def checked_scratch(kernel: Kernel, call: Call, capability: int) -> int:
+    """Bytes of scratch of a call; UsageError for one that cannot be made on a card of this capability (90 is 9.0)."""
     if kernel.scratch_bytes is None and kernel.refuse is None:
-        return 0  # plans of many layers ask for tens of thousands of steps
-    call = arguments(step)
+        return 0  # plans of many layers ask for tens of thousands of calls
+    given = arguments(call)
     if kernel.refuse is not None:
-        kernel.refuse(call, capability)
-    return kernel.needed(call)
+        kernel.refuse(given, capability)
+    return kernel.needed(given)
 
 
 def open_backend(

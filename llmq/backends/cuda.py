@@ -15,7 +15,7 @@ import numpy as np
 from cupy.cuda import runtime
 
 from llmq.arena import aligned, stored_dtype
-from llmq.backends import Call, Op, checked_scratch
+from llmq.backends import Launch, Op, Run, checked_scratch
 from llmq.errors import MemoryLimitError
 from llmq.ops import cuda
 from llmq.ops.cuda.algorithms import Algorithms
@@ -27,10 +27,10 @@ from llmq.ops.cuda.launch import Kernel, capability
 from llmq.ops.cuda.linear import linear_kernels, planned_problem
 from llmq.ops.cuda.timing import OUT_OF_MEMORY
 from llmq.ops.seam import record
-from llmq.tensor import DTYPES, Ref, stored_shape
+from llmq.tensor import DTYPES, Ref, stored_bytes, stored_shape
 
 if TYPE_CHECKING:
-    from llmq.plan.program import Step
+    from llmq.ops.record import Call
 
 FP8 = (DTYPES["e4m3"], DTYPES["e5m2"])
 STAGED_BYTES = 1 << 20  # host writes up to this size do not wait for the GPU
@@ -42,40 +42,44 @@ OTHER_ALGORITHMS = (
 
 
 class DeviceMemory:
-    """One cudaMalloc: persistent storages one after the other, then the activations of a program.
+    """One cudaMalloc: persistent storages one after the other, then the slots of a program. What lives on the host is
+    in pinned memory in the same way, as NumPy arrays.
 
-    fp8 storages are uint8 arrays, as CuPy has no dtype for them; `read` and `write` convert.
+    fp8 storages of the GPU are uint8 arrays, as CuPy has no dtype for them; `read` and `write` convert.
     """
 
-    def __init__(self, persistent: Mapping[str, Ref], arena_bytes: int, stream: Any) -> None:
+    def __init__(self, persistent: Mapping[str, Ref], arena_bytes: Mapping[str, int], stream: Any) -> None:
         self._stream = stream
         self._dtypes = {name: stored_dtype(ref) for name, ref in persistent.items()}
-        shapes = {name: stored_shape(ref.shape, ref.form) for name, ref in persistent.items()}
-        sizes = {name: aligned(int(np.prod(shapes[name])) * self._dtypes[name].itemsize) for name in persistent}
-        total = sum(sizes.values()) + arena_bytes
+        self._ends = {
+            home: sum(aligned(stored_bytes(ref)) for ref in persistent.values() if ref.home == home)
+            for home in arena_bytes
+        }
+        total = self._ends["device"] + arena_bytes["device"]
         self._address = _allocate(total)
         self._owned = cupy.cuda.UnownedMemory(self._address, total, None)
+        self._host, self._host_is_pinned = _pinned(self._ends["host"] + arena_bytes["host"])
         self._arrays: dict[str, Any] = {}
-        offset = 0
-        for name, size in sizes.items():
-            self._arrays[name] = self._view(offset, shapes[name], self._dtypes[name])
-            offset += size
-        self._arena = offset
+        offsets = dict.fromkeys(arena_bytes, 0)
+        for name, ref in persistent.items():
+            shape = stored_shape(ref.shape, ref.form)
+            self._arrays[name] = self._view(ref.home, offsets[ref.home], shape, self._dtypes[name])
+            offsets[ref.home] += aligned(stored_bytes(ref))
         runtime.memsetAsync(self._address, 0, total, stream.ptr)
         self._staging, self._scalars = _Staging(stream), _pinned(512)[0]
 
     @property
     def is_pinned(self) -> bool:
         """Whether host writes go through page-locked memory."""
-        return self._staging.is_pinned
+        return self._staging.is_pinned and self._host_is_pinned
 
     def array(self, name: str) -> Any:
-        """The storage itself, a CuPy array."""
+        """The storage itself: a CuPy array, or a NumPy array of the host."""
         return self._arrays[name]
 
-    def place(self, offset: int, shape: tuple[int, ...], dtype: np.dtype) -> Any:
-        """A CuPy array at an offset of the activation block."""
-        return self._view(self._arena + offset, shape, dtype)
+    def place(self, home: str, offset: int, shape: tuple[int, ...], dtype: np.dtype) -> Any:
+        """An array at an offset of a home's arena."""
+        return self._view(home, self._ends[home] + offset, shape, dtype)
 
     def write(self, name: str, values: np.ndarray) -> None:
         """Sets a storage from host values of any float dtype, rounded to nearest even, in the order of the stream.
@@ -85,6 +89,10 @@ class DeviceMemory:
         array = self._arrays[name]
         values = np.asarray(values).astype(self._dtypes[name], copy=False)
         host = np.ascontiguousarray(np.broadcast_to(values, array.shape))
+        if isinstance(array, np.ndarray):
+            self._stream.synchronize()  # what was put on the stream before may read it
+            array[...] = host
+            return
         if host.nbytes <= STAGED_BYTES:
             self._staging.copy(array.data.ptr, host)
             return
@@ -94,6 +102,9 @@ class DeviceMemory:
     def read(self, name: str) -> np.ndarray:
         """A copy of a storage on the host; waits for everything before it."""
         array = self._arrays[name]
+        if isinstance(array, np.ndarray):
+            self._stream.synchronize()
+            return array.copy()
         host = np.empty(array.shape, self._dtypes[name])
         runtime.memcpyAsync(host.ctypes.data, array.data.ptr, host.nbytes, runtime.memcpyDeviceToHost, self._stream.ptr)
         self._stream.synchronize()
@@ -114,12 +125,15 @@ class DeviceMemory:
     def fill(self, name: str, value: float) -> None:
         """Sets every element of a storage."""
         array = self._arrays[name]
-        if value == 0:
+        if value == 0 and not isinstance(array, np.ndarray):
             runtime.memsetAsync(array.data.ptr, 0, array.nbytes, self._stream.ptr)
         else:
             self.write(name, np.full(array.shape, value))
 
-    def _view(self, offset: int, shape: tuple[int, ...], dtype: np.dtype) -> Any:
+    def _view(self, home: str, offset: int, shape: tuple[int, ...], dtype: np.dtype) -> Any:
+        if home == "host":
+            size = int(np.prod(shape)) * dtype.itemsize
+            return self._host[offset : offset + size].view(dtype).reshape(shape)
         kind = np.dtype(np.uint8) if dtype in FP8 else dtype
         return cupy.ndarray(shape, kind, memptr=cupy.cuda.MemoryPointer(self._owned, offset))
 
@@ -187,24 +201,24 @@ class CudaBackend:
         self._use_graphs = use_graphs
         self._free_bytes, _ = runtime.memGetInfo()
         self.stream = cupy.cuda.Stream(non_blocking=True)
+        self._streams = {"main": self.stream}  # by lane
         self._algorithms = Algorithms(device_key(), given)
         self._gemms = Gemms(self._algorithms)
         attention = attention_kernels(Cudnn(deterministic=deterministic))
         self._kernels: Mapping[str, Kernel] = {**cuda.KERNELS, **linear_kernels(self._gemms), **attention}
         self.ops: Mapping[str, Op] = {name: kernel.launch for name, kernel in self._kernels.items()}
 
-    def scratch_bytes(self, step: Step) -> int:
-        """Bytes that a step needs beside its arguments. UsageError for what cuDNN or the kernels lack on this GPU."""
-        return checked_scratch(self._kernels[step.op], step, capability())
+    def scratch_bytes(self, call: Call) -> int:
+        """Bytes that a call needs beside its arguments. UsageError for what cuDNN or the kernels lack on this GPU."""
+        return checked_scratch(self._kernels[call.op], call, capability())
 
-    def prepare(self, steps: Iterable[Step]) -> None:
+    def prepare(self, calls: Iterable[Call]) -> None:
         """Chooses an algorithm for every matrix product of the plan, by timing what the table lacks."""
         problems = []
-        for step in steps:
-            result = step.outputs[0]
-            if record(step.op).is_linear and result is not None and result.operands:
-                inputs = [None if operand is None else operand.ref for operand in step.inputs]
-                problems.append(planned_problem(step.op, result.ref, result.accumulate, inputs))
+        for call in calls:
+            result = call.outputs[0]
+            if record(call.op).is_linear and result is not None and result.forms:
+                problems.append(planned_problem(call.op, result.ref, result.accumulate, call.inputs))
         with self.stream:
             self._gemms.prepare(problems)
         if problem := self._algorithms.save():
@@ -225,23 +239,31 @@ class CudaBackend:
         """Device memory that was free when this backend began and is not now: nothing is given back before the end."""
         return self._free_bytes - int(runtime.memGetInfo()[0])
 
-    def memory(self, persistent: Mapping[str, Ref], arena_bytes: int) -> DeviceMemory:
-        """Memory of the current device."""
+    def memory(self, persistent: Mapping[str, Ref], arena_bytes: Mapping[str, int]) -> DeviceMemory:
+        """Memory of the current device, and of the host as far as the plan has something there."""
         memory = DeviceMemory(persistent, arena_bytes, self.stream)
         if not memory.is_pinned:
             self._notices.append("The system refuses to lock host memory: copies to the GPU wait for each other")
         return memory
 
-    def program(self, calls: Sequence[Call]) -> Call:
-        """One call that makes all `calls` in order on the stream, without waiting for them."""
-        return _Program(calls, self.stream, self._use_graphs)
+    def program(self, launches: Sequence[Launch]) -> Run:
+        """One function that makes all launches, each lane in order on a stream of its own, without waiting for them."""
+        for launch in launches:
+            if launch.lane not in self._streams:
+                self._streams[launch.lane] = cupy.cuda.Stream(non_blocking=True)
+        return _Program(launches, self._streams, self._use_graphs)
 
 
 class _Program:
-    """Calls that run eagerly once, then as a graph."""
+    """Launches that run eagerly once, then as a graph. Other lanes begin after what the main one had to do before, and
+    the main one ends after all of them."""
 
-    def __init__(self, calls: Sequence[Call], stream: Any, use_graphs: bool) -> None:
-        self._calls, self._stream, self._use_graphs = calls, stream, use_graphs
+    def __init__(self, launches: Sequence[Launch], streams: Mapping[str, Any], use_graphs: bool) -> None:
+        self._launches, self._use_graphs = launches, use_graphs
+        self._main, self._streams = streams["main"], streams
+        self._sides = [streams[lane] for lane in sorted({launch.lane for launch in launches} - {"main"})]
+        awaited = {index for launch in launches for index in launch.waits}
+        self._events = {index: cupy.cuda.Event(disable_timing=True) for index in awaited}
         self._graph: Any = None
         self._runs = 0
 
@@ -250,23 +272,38 @@ class _Program:
         if self._use_graphs and self._graph is None and self._runs > 1:
             self._graph = self._captured()
         if self._graph is not None:
-            self._graph.launch(self._stream)
+            self._graph.launch(self._main)
         else:
-            self._make_calls()
+            self._launch()
 
     def _captured(self) -> Any:
-        self._stream.begin_capture()
+        self._main.begin_capture()
         try:
-            self._make_calls()
+            self._launch()
         except BaseException:
             with suppress(runtime.CUDARuntimeError):  # the call that failed has ended the capture itself
-                self._stream.end_capture()
+                self._main.end_capture()
             raise
-        graph = self._stream.end_capture()
-        graph.upload(self._stream)
+        graph = self._main.end_capture()
+        graph.upload(self._main)
         return graph
 
-    def _make_calls(self) -> None:
-        with self._stream:
-            for call in self._calls:
-                call()
+    def _launch(self) -> None:
+        self._after(self._main, self._sides)
+        for index, launch in enumerate(self._launches):
+            stream = self._streams[launch.lane]
+            for other in launch.waits:
+                stream.wait_event(self._events[other])
+            with stream:
+                launch.run()
+            if index in self._events:
+                self._events[index].record(stream)
+        for side in self._sides:
+            self._after(side, [self._main])
+
+    def _after(self, stream: Any, others: Sequence[Any]) -> None:
+        """What comes next on `others` runs after what `stream` has to do so far."""
+        for other in others:
+            event = cupy.cuda.Event(disable_timing=True)
+            event.record(stream)
+            other.wait_event(event)

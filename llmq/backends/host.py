@@ -11,31 +11,31 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from llmq.arena import stored_dtype
-from llmq.backends import Call, Op
+from llmq.backends import Launch, Op, Run
 from llmq.ops import reference
 from llmq.tensor import Ref, stored_shape
 
 if TYPE_CHECKING:
-    from llmq.plan.program import Step
+    from llmq.ops.record import Call
 
 
 class HostMemory:
-    """An array per persistent storage and one block for all activations."""
+    """An array per persistent storage, and one for the slots of each home: here all of them are alike."""
 
-    def __init__(self, persistent: Mapping[str, Ref], arena_bytes: int) -> None:
+    def __init__(self, persistent: Mapping[str, Ref], arena_bytes: Mapping[str, int]) -> None:
         self._arrays = {
             name: np.zeros(stored_shape(ref.shape, ref.form), stored_dtype(ref)) for name, ref in persistent.items()
         }
-        self._arena = np.zeros(arena_bytes, np.uint8)
+        self._arenas = {home: np.zeros(num_bytes, np.uint8) for home, num_bytes in arena_bytes.items()}
 
     def array(self, name: str) -> np.ndarray:
         """The storage itself."""
         return self._arrays[name]
 
-    def place(self, offset: int, shape: tuple[int, ...], dtype: np.dtype) -> np.ndarray:
-        """An array at an offset of the activation block."""
+    def place(self, home: str, offset: int, shape: tuple[int, ...], dtype: np.dtype) -> np.ndarray:
+        """An array at an offset of an arena."""
         size = int(np.prod(shape)) * dtype.itemsize
-        return self._arena[offset : offset + size].view(dtype).reshape(shape)
+        return self._arenas[home][offset : offset + size].view(dtype).reshape(shape)
 
     def write(self, name: str, values: np.ndarray) -> None:
         """Sets a storage from host values of any float dtype, rounded to nearest even."""
@@ -65,28 +65,28 @@ class HostBackend:
         self.algorithms: Mapping[str, Any] = {}  # one BLAS, one way
         self.notices: Sequence[str] = ()
 
-    def scratch_bytes(self, step: Step) -> int:
+    def scratch_bytes(self, call: Call) -> int:
         """None: NumPy allocates its temporaries itself."""
         return 0
 
-    def prepare(self, steps: Iterable[Step]) -> None:
+    def prepare(self, calls: Iterable[Call]) -> None:
         """Nothing to do."""
 
     def peak_bytes(self) -> int:
         """Largest resident size of this process."""
         return peak_resident_bytes()
 
-    def memory(self, persistent: Mapping[str, Ref], arena_bytes: int) -> HostMemory:
+    def memory(self, persistent: Mapping[str, Ref], arena_bytes: Mapping[str, int]) -> HostMemory:
         """Arrays of the host."""
         return HostMemory(persistent, arena_bytes)
 
-    def program(self, calls: Sequence[Call]) -> Call:
-        """One call that makes all `calls` in order."""
+    def program(self, launches: Sequence[Launch]) -> Run:
+        """One function that makes all launches in the order of recording, which every lane allows."""
 
         def run() -> None:
             with np.errstate(all="ignore"):  # what is not finite is caught by the update, on every backend alike
-                for call in calls:
-                    call()
+                for launch in launches:
+                    launch.run()
 
         return run
 

@@ -7,7 +7,7 @@ from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
-from llmq.backends import Call, Memory, Op, checked_scratch
+from llmq.backends import Launch, Memory, Op, Run, checked_scratch
 from llmq.ops import cuda
 from llmq.ops.cuda.attention import attention_kernels, is_exact
 from llmq.ops.cuda.launch import Kernel
@@ -16,7 +16,7 @@ from llmq.ops.seam import Arguments
 from llmq.tensor import Ref
 
 if TYPE_CHECKING:
-    from llmq.plan.program import Step
+    from llmq.ops.record import Call
 
 ANY_CARD = (9, 0)  # where nobody says which: as much shared memory as any has
 
@@ -38,11 +38,11 @@ class PlannedBackend:
     def __init__(self, *, deterministic: bool = True, capability: tuple[int, int] = ANY_CARD) -> None:
         self._deterministic, self._capability = deterministic, capability
 
-    def scratch_bytes(self, step: Step) -> int:
-        """Bytes that a step needs beside its arguments. UsageError for what the kernels lack on this GPU."""
-        return planned_scratch(step, self._deterministic, self._capability)
+    def scratch_bytes(self, call: Call) -> int:
+        """Bytes that a call needs beside its arguments. UsageError for what the kernels lack on this GPU."""
+        return planned_scratch(call, self._deterministic, self._capability)
 
-    def prepare(self, steps: Iterable[Step]) -> None:
+    def prepare(self, calls: Iterable[Call]) -> None:
         """Never called: see `memory`."""
         raise NotImplementedError("a GPU that is only planned for")
 
@@ -50,19 +50,19 @@ class PlannedBackend:
         """Nothing is used."""
         return 0
 
-    def memory(self, persistent: Mapping[str, Ref], arena_bytes: int) -> Memory:
+    def memory(self, persistent: Mapping[str, Ref], arena_bytes: Mapping[str, int]) -> Memory:
         """There is none: a run on this backend ends with its plan."""
         raise NotImplementedError("a GPU that is only planned for")
 
-    def program(self, calls: Sequence[Call]) -> Call:
+    def program(self, launches: Sequence[Launch]) -> Run:
         """Never called: see `memory`."""
         raise NotImplementedError("a GPU that is only planned for")
 
 
-def planned_scratch(step: Step, deterministic: bool, capability: tuple[int, int] = ANY_CARD) -> int:
-    """Bytes that a step needs beside its arguments, known without a GPU. UsageError for what the kernels lack on it."""
+def planned_scratch(call: Call, deterministic: bool, capability: tuple[int, int] = ANY_CARD) -> int:
+    """Bytes that a call needs beside its arguments, known without a GPU. UsageError for what the kernels lack on it."""
     major, minor = capability
-    return checked_scratch(KERNELS[deterministic][step.op], step, 10 * major + minor)
+    return checked_scratch(KERNELS[deterministic][call.op], call, 10 * major + minor)
 
 
 def _kernels(deterministic: bool) -> Mapping[str, Kernel]:

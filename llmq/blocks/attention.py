@@ -152,16 +152,18 @@ class Attention:
         self.c, self.heads, self.eps = hidden_size, heads, eps
         self.qkv, self.o, self.rotary, self.core = qkv, o, rotary, core
 
+    @property
+    def sites(self) -> tuple[Any, ...]:
+        """Its linear maps, in the order of the forward pass."""
+        return (self.qkv, self.o)
+
     def slots(self, b: int, t: int) -> tuple[Slot, ...]:
         """Intermediates for a batch of b sequences of t tokens."""
-        h = self.heads
-        return (
-            Slot("x", (b, t, self.c), ("norm",)),
-            Slot("rstd", (b, t), ("block",), "stat"),
-            Slot("qkv", (b, t, h.packed), ("qkv",)),
-            *self.rotary.slots(b, t),
-            *self.core.slots(b, t),
-        )
+        x, rstd = Slot("x", (b, t, self.c), ("norm",)), Slot("rstd", (b, t), ("block",), "stat")
+        qkv = Slot("qkv", (b, t, self.heads.packed), ("qkv",))
+        att, *rest = self.core.slots(b, t)
+        own = (*self.qkv.slots(x), *self.o.slots(att))
+        return (x, rstd, qkv, *self.rotary.slots(b, t), att, *rest, *own)
 
     def forward(self, ops: Any, a: Any, w: Any) -> None:
         """a.out <- a.res."""

@@ -21,16 +21,17 @@ class Head:
 
     def slots(self, b: int, t: int) -> tuple[Slot, ...]:
         """Intermediates for a batch of b sequences of t tokens."""
-        logits = (b * t // self.chunks, self.vp)
+        logits, x = (b * t // self.chunks, self.vp), Slot("x", (b, t, self.c))
         return (
-            Slot("x", (b, t, self.c)),
+            x,
             Slot("rstd", (b, t), (), "stat"),
             Slot("loss", (b, t), (), "stat"),
             *(Slot(f"logits#{i}", logits) for i in range(self.chunks)),
             Slot("x#last", (b, 1, self.c)),
+            *self.site.slots(x),
         )
 
-    def train(self, ops: Any, a: Any, d: Any, w: Any, dw: Any) -> None:
+    def backward(self, ops: Any, a: Any, d: Any, w: Any, dw: Any) -> None:
         """d.res, dw and the step's loss and token count <- a.res, a.batch.targets."""
         ops.rmsnorm_forward(a.x, a.rstd, a.res, w.norm, eps=self.eps)
         for i, start, count in self._chunks(a):
@@ -42,7 +43,7 @@ class Head:
         ops.loss_sum(a.total.loss, a.total.tokens, a.loss, a.batch.targets)
         ops.rmsnorm_backward(d.res, dw.norm, d.x, None, a.res, w.norm, a.rstd)
 
-    def evaluate(self, ops: Any, a: Any, d: Any, w: Any) -> None:
+    def evaluate(self, ops: Any, a: Any, w: Any, d: Any) -> None:
         """The batch's loss and token count <- a.res, a.batch.targets; no gradient."""
         ops.rmsnorm_forward(a.x, a.rstd, a.res, w.norm, eps=self.eps)
         for i, start, count in self._chunks(a):

@@ -17,14 +17,16 @@ class Mlp:
         self.c, self.f, self.eps = hidden_size, intermediate_size, eps
         self.up, self.down = up, down
 
+    @property
+    def sites(self) -> tuple[Any, ...]:
+        """Its linear maps, in the order of the forward pass."""
+        return (self.up, self.down)
+
     def slots(self, b: int, t: int) -> tuple[Slot, ...]:
         """Intermediates for a batch of b sequences of t tokens."""
-        return (
-            Slot("x", (b, t, self.c), ("norm",)),
-            Slot("rstd", (b, t), ("block",), "stat"),
-            Slot("gate_up", (b, t, 2 * self.f), ("ffn",)),
-            Slot("act", (b, t, self.f), ("swiglu",)),
-        )
+        x, act = Slot("x", (b, t, self.c), ("norm",)), Slot("act", (b, t, self.f), ("swiglu",))
+        rstd, gate_up = Slot("rstd", (b, t), ("block",), "stat"), Slot("gate_up", (b, t, 2 * self.f), ("ffn",))
+        return (x, rstd, gate_up, act, *self.up.slots(x), *self.down.slots(act))
 
     def forward(self, ops: Any, a: Any, w: Any) -> None:
         """a.out <- a.res."""

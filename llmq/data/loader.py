@@ -21,6 +21,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from llmq.data.augment import Augmentation, open_augmentation
+from llmq.data.batch import Batch
 from llmq.data.mixture import MixEntry, Mixture, Share, mix_file, read_mix
 from llmq.data.packing import Packs, open_packs, refuse_single_tokens
 from llmq.data.permutation import sample_order
@@ -35,20 +36,6 @@ from llmq.tensor import IGNORED
 if TYPE_CHECKING:
     from llmq.data.prepare import Named
     from llmq.sections import DataOptions
-
-
-@dataclass(frozen=True, eq=False)
-class Batch:
-    """What one rank computes on in one micro-step."""
-
-    tokens: np.ndarray  # (B,T) int32
-    targets: np.ndarray  # (B,T) int32; -100 is not trained
-    borders: np.ndarray | None  # (B,D+1) int32: starts of each row's documents, then T repeated; None: not packed
-    position: int  # samples taken by all ranks up to and with this batch: where to start to get the next one
-    places: np.ndarray | None = None  # (B,) int64: where each row stands in the run's sequence; None in evaluation
-    epoch: float = 0.0  # passes over the data up to and with this batch
-    stream: dict[str, int] | None = None  # of a stream: what goes to `start` beside the position
-    wait_ms: float = 0.0  # how long the training thread waited for it
 
 
 @dataclass(frozen=True, eq=False)
@@ -397,7 +384,7 @@ def _training_batches(
         if augment is not None:
             rows = augment(rows, places)
         position += batch_size * world
-        yield Batch(*rows, position, places, epoch=position / windows.num_windows)
+        yield Batch(*rows, places, position, position / windows.num_windows)
 
 
 def _streamed_batches(
@@ -426,4 +413,4 @@ def _streamed_batches(
             batch = augment(batch, places)
         position += batch_size * world
         state = group[-1].state
-        yield Batch(*batch, position, places, epoch=float(state["epoch"]), stream=dict(state))
+        yield Batch(*batch, places, position, float(state["epoch"]), dict(state))

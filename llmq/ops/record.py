@@ -1,13 +1,15 @@
 """The null backend: it computes nothing and notes what each call writes and reads.
 
-`Recorder` is given to model code in place of a backend. `Replay(recorder)` is the same for a forward pass that is run
-again in backward: it lets through only the calls whose results were dropped and are still needed (`Recompute`).
+`Recorder` is given to model code in place of a backend. `Backward(recorder)` notes calls as part of the backward pass,
+`Replay(recorder)` those of a forward pass that is run again within it: all of them, of which the plan keeps those that
+make what was dropped (llmq/plan/passes/fates.py).
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
+from functools import cached_property
 from typing import Any
 
 from llmq.ops.seam import record
@@ -15,81 +17,90 @@ from llmq.tensor import Form, Ref
 
 
 @dataclass(frozen=True)
-class Call:
-    """One call of an op: `phase` is forward, replay, backward or update."""
+class Result:
+    """What a call writes. The plan decides the rest: the `forms` of the value that are wanted (none if it is not read),
+    whether it is added to what is there, and the cells that collect the largest magnitude, by name."""
 
-    op: str
-    outputs: tuple[Ref | None, ...]
-    inputs: tuple[Ref | None, ...]
-    numbers: dict[str, Any]
-    phase: str
+    ref: Ref
+    forms: tuple[Form | None, ...] = ()
+    accumulate: bool = False
+    amax: tuple[str, ...] = ()
+
+    @cached_property
+    def refs(self) -> tuple[Ref, ...]:
+        """A Ref for each wanted form."""
+        return tuple(self.ref if form is self.ref.form else replace(self.ref, form=form) for form in self.forms)
 
 
 @dataclass(frozen=True)
-class Recompute:
-    """What backward makes anew: the `dropped` forms by slot; those of slots in `copies` are cast from a kept value."""
+class Call:
+    """One call of an op: `phase` is forward, replay, backward or update.
 
-    dropped: Mapping[str, frozenset[Form | None]] = field(default_factory=dict)
-    copies: frozenset[str] = frozenset()
+    It runs on a lane, in order with the other calls there, after the calls of other lanes whose indices are in `waits`.
+    """
+
+    op: str
+    outputs: tuple[Result | None, ...]
+    inputs: tuple[Ref | None, ...]
+    numbers: Mapping[str, Any]
+    phase: str
+    lane: str = "main"
+    waits: tuple[int, ...] = ()
+
+    @cached_property
+    def written(self) -> tuple[Ref, ...]:
+        """Everything that it writes, a Ref for each form."""
+        return tuple(ref for result in self.outputs if result is not None for ref in result.refs)
+
+
+def call_of(
+    op: str, outputs: tuple[Ref | None, ...], inputs: tuple[Ref | None, ...], numbers: Mapping[str, Any], phase: str
+) -> Call:
+    """A call as recorded, on the lane of its op."""
+    results = tuple(None if ref is None else Result(ref) for ref in outputs)
+    return Call(op, results, inputs, numbers, phase, lane=record(op).lane)
 
 
 @dataclass
 class Recorder:
     """Notes calls in order. Arguments are Refs; a call with nothing to write (all outputs None) is not made."""
 
-    recompute: Recompute = field(default_factory=Recompute)
     phase: str = "forward"
     calls: list[Call] = field(default_factory=list)
 
+    @property
+    def recorder(self) -> Recorder:
+        """Itself: what all phases of a program are noted by."""
+        return self
+
     def __getattr__(self, op: str) -> Callable[..., None]:
+        return self.noting(op, self.phase)
+
+    def noting(self, op: str, phase: str) -> Callable[..., None]:
+        """What notes a call of `op` in a phase."""
         count = len(record(op).outputs)
 
         def call(*arguments: Ref | None, **numbers: Any) -> None:
-            self._note(op, arguments[:count], arguments[count:], numbers, self.phase)
+            outputs = arguments[:count]
+            if any(ref is not None for ref in outputs):
+                self.calls.append(call_of(op, outputs, arguments[count:], numbers, phase))
 
         return call
 
-    def replay(self, op: str, arguments: tuple[Ref | None, ...], numbers: dict[str, Any]) -> None:
-        """Notes a forward call again if something it writes was dropped, or the casts that remake dropped copies."""
-        count = len(record(op).outputs)
-        outputs: list[Ref | None] = []
-        for ref in arguments[:count]:
-            remade = ref is not None and ref.name in self.recompute.dropped
-            second = replace(ref, again=True) if ref is not None and remade else None
-            if ref is not None and ref.name in self.recompute.copies:
-                self._note("cast", (second,), (ref,), {}, "replay")
-                second = None
-            outputs.append(second)
-        self._note(op, tuple(outputs), arguments[count:], numbers, "replay")
 
-    def _note(
-        self,
-        op: str,
-        outputs: tuple[Ref | None, ...],
-        inputs: tuple[Ref | None, ...],
-        numbers: dict[str, Any],
-        phase: str,
-    ) -> None:
-        if all(ref is None for ref in outputs):
-            return
-        if phase in ("replay", "backward"):
-            inputs = tuple(self._second_life(ref) for ref in inputs)
-        self.calls.append(Call(op, outputs, inputs, numbers, phase))
+class Backward:
+    """Calls of the backward pass, noted by the recorder of the forward pass."""
 
-    def _second_life(self, ref: Ref | None) -> Ref | None:
-        if ref is not None and ref.form in self.recompute.dropped.get(ref.name, ()):
-            return replace(ref, again=True)
-        return ref
+    phase = "backward"
 
-
-class Replay:
-    """The same forward, run in backward: calls go to the recorder, which keeps those that somebody needs."""
-
-    def __init__(self, recorder: Recorder) -> None:
-        self._recorder = recorder
+    def __init__(self, ops: Any) -> None:
+        self.recorder: Recorder = ops.recorder
 
     def __getattr__(self, op: str) -> Callable[..., None]:
-        def call(*arguments: Ref | None, **numbers: Any) -> None:
-            self._recorder.replay(op, arguments, numbers)
+        return self.recorder.noting(op, self.phase)
 
-        return call
+
+class Replay(Backward):
+    """The same forward, run in backward."""
+
+    phase = "replay"

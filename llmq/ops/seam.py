@@ -57,7 +57,8 @@ class Record:
     shares: Mapping[str, str] = field(default_factory=dict)  # output -> input whose memory it may take at its last read
     forms: frozenset[str] = frozenset()  # outputs that it writes in quantized and column-sum forms in the same pass
     rows: frozenset[str] = frozenset()  # outputs whose fp8 rows it can write in the same pass, but nothing else
-    cast_from: Mapping[str, str] = field(default_factory=dict)  # output -> input of the same value: forms come from it
+    cast_from: Mapping[str, str] = field(default_factory=dict)  # output -> what else has its value: forms come from it
+    copies: bool = False  # makes each form of its output from the same form of its input
     lane: str = "main"  # where calls run unless said otherwise
     is_linear: bool = False  # multiplies with a weight, or makes a weight's gradient: what a site is made of
     products: int = 0  # matrix products, each of `multiply_adds`
@@ -69,11 +70,11 @@ class Record:
 
     def writes(self, output: str, form: Form | None) -> bool:
         """Whether the op writes `form` of its output in its own pass, so that nothing is put after it."""
-        if form is None:
+        if form is None or self.copies:
             return True
-        if form.scaling == "current" or form.owns_scales:
+        if form.is_measured or form.owns_scales:
             return False
-        is_row = form.layout == "row" and form.scaling == "delayed"
+        is_row = form.layout == "row" and form.has_cell
         return output in self.forms or (is_row and output in self.rows)
 
     def flops(self, call: Arguments) -> int:

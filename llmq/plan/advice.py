@@ -2,18 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
 
 from llmq.arena import aligned
 from llmq.errors import MemoryLimitError, UsageError
-from llmq.plan.memory import Memory
-from llmq.plan.plan import Plan, make_plan, scratch_storage
-from llmq.plan.precision import Precision
-from llmq.plan.program import Step
-
-Scratch = Callable[[Step], int]
+from llmq.plan.plan import Plan, Scratch, make_plan, scratch_storage
 
 
 def with_fitting_chunks(plan: Plan, free_bytes: int, scratch_bytes: Scratch | None) -> Plan:
@@ -26,11 +21,11 @@ def with_fitting_chunks(plan: Plan, free_bytes: int, scratch_bytes: Scratch | No
         return plan
     (size,) = scratch.shape
     room = free_bytes - (plan.total_bytes - aligned(size))
-    most = plan.batch_size
+    most = plan.spec.batch_size
     for chunks in range(2, most + 1):
         # A piece of the batch takes its share of the workspace, or more: what is skipped here cannot fit.
         if most % chunks == 0 and (chunks * room >= size or chunks == most):
-            smaller = _changed(plan, scratch_bytes, memory=replace(plan.memory, attention_chunks=chunks))
+            smaller = _changed(plan, scratch_bytes, memory=replace(plan.spec.memory, attention_chunks=chunks))
             if smaller.total_bytes <= free_bytes or (chunks == most and smaller.total_bytes < plan.total_bytes):
                 return smaller
     return plan
@@ -47,7 +42,7 @@ def refuse_if_too_large(
     missing = plan.total_bytes - free_bytes
     if missing <= 0:
         return
-    chunks = plan.memory.attention_chunks
+    chunks = plan.spec.memory.attention_chunks
     chunked = f" with attention's backward in {chunks} chunks" if chunks > 1 else ""
     needs = f"the run needs {_gib(plan.total_bytes)}{chunked}"
     start = f"{needs}, {_gib(free_bytes)} are free, {_gib(missing)} are missing"
@@ -69,17 +64,17 @@ def _with_less_workspace(
         return
     if relaxed_scratch is not None:
         yield "--no-deterministic", _changed(plan, relaxed_scratch)
-    if plan.memory.attention_chunks < plan.batch_size:
-        each = replace(plan.memory, attention_chunks=plan.batch_size)
-        yield f"--attn-bwd-chunks {plan.batch_size}", _changed(plan, scratch_bytes, memory=each)
+    if plan.spec.memory.attention_chunks < plan.spec.batch_size:
+        each = replace(plan.spec.memory, attention_chunks=plan.spec.batch_size)
+        yield f"--attn-bwd-chunks {plan.spec.batch_size}", _changed(plan, scratch_bytes, memory=each)
 
 
 def _smaller_plans(plan: Plan, scratch_bytes: Scratch | None) -> Iterator[tuple[str, Plan]]:
     """Other changes of the run's options that need less memory, the mildest first."""
-    block = replace(plan.memory, flags=("recompute_block",))
-    one = replace(plan.memory, attention_chunks=1)
-    moments = replace(plan.precision, m="bf16", v="bf16")
-    least = replace(moments, master=plan.precision.model, grad=plan.precision.model)
+    block = replace(plan.spec.memory, flags=("recompute_block",))
+    one = replace(plan.spec.memory, attention_chunks=1)
+    moments = replace(plan.spec.precision, m="bf16", v="bf16")
+    least = replace(moments, master=plan.spec.precision.model, grad=plan.spec.precision.model)
     narrow = "--opt-m-dtype bf16 --opt-v-dtype bf16"
     unwatched: list[tuple[str, dict[str, Any]]] = [("--log-fp8-every 0", {"observe": False})] if plan.observed else []
     attempts: list[tuple[str, dict[str, Any]]] = [
@@ -100,31 +95,12 @@ def _smaller_plans(plan: Plan, scratch_bytes: Scratch | None) -> Iterator[tuple[
             continue
 
 
-def _changed(
-    plan: Plan,
-    scratch_bytes: Scratch | None,
-    *,
-    precision: Precision | None = None,
-    memory: Memory | None = None,
-    batch_size: int | None = None,
-    observe: bool = True,
-) -> Plan:
-    """The plan of the same run with some options changed."""
-    precision, memory, batch_size = precision or plan.precision, memory or plan.memory, batch_size or plan.batch_size
-    if plan.seq_len * batch_size % memory.head_chunks:
-        memory = replace(memory, head_chunks=1)
-    return make_plan(
-        plan.config,
-        precision,
-        memory,
-        plan.hyper,
-        batch_size=batch_size,
-        seq_len=plan.seq_len,
-        seed=plan.seed,
-        packing=plan.packing,
-        observe=observe and bool(plan.observed),
-        scratch_bytes=scratch_bytes,
-    )
+def _changed(plan: Plan, scratch_bytes: Scratch | None, **changes: Any) -> Plan:
+    """The plan of the same run with some fields of its spec changed."""
+    spec = replace(plan.spec, **changes)
+    if spec.seq_len * spec.batch_size % spec.memory.head_chunks:
+        spec = replace(spec, memory=replace(spec.memory, head_chunks=1))
+    return make_plan(spec, scratch_bytes)
 
 
 def _gib(count: int) -> str:

@@ -3,32 +3,36 @@
 from __future__ import annotations
 
 import zlib
+from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 
-from llmq.blocks.attention import Attention, DenseCore, Heads, NormedRotary, PackedCore, Packing, Rotary
+from llmq.blocks.attention import Attention, DenseCore, Heads, NormedRotary, PackedCore, Rotary
 from llmq.blocks.embed import Embed, NoisyEmbed
 from llmq.blocks.head import Head
 from llmq.blocks.mlp import Mlp
-from llmq.config import ModelConfig
 from llmq.errors import UsageError
 from llmq.model import Block, Model
-from llmq.optimizer import Hyperparameters
-from llmq.plan.memory import Memory
-from llmq.plan.precision import HEAD, SITES, Precision
-from llmq.rows import padded_vocab
+from llmq.plan.spec import Spec
+from llmq.rows import HEAD, padded_vocab
+from llmq.sites.factories import FACTORIES
+from llmq.sites.linear import Linear
+
+Sites = Callable[[Spec, str], Linear]  # what computes the linear map of a name
 
 NOISE_STREAM = zlib.crc32(b"embedding noise")  # addresses its random bits, as a parameter's name does
 
 
-def build_model(
-    config: ModelConfig,
-    precision: Precision,
-    memory: Memory,
-    hyper: Hyperparameters,
-    seed: int,
-    packing: Packing | None = None,
-) -> Model:
+def site_of(spec: Spec, name: str) -> Linear:
+    """The site of the linear map of a name."""
+    p = spec.precision
+    return FACTORIES[p.dtype(name)](name, p.gradient, p.scaling)
+
+
+def build_model(spec: Spec, sites: Sites = site_of) -> Model:
     """The objects whose forward and backward are recorded in training. UsageError for what cannot be combined."""
+    site = partial(sites, spec)
+    config, precision, memory, hyper = spec.config, spec.precision, spec.memory, spec.hyper
     if precision.head == "e4m3" and precision.scaling == "blockwise":
         raise UsageError(
             "--head-dtype e4m3 needs one scale per tensor or row, as cuBLASLt takes 1x128 scales neither for a chunk "
@@ -40,14 +44,14 @@ def build_model(
     blocks = []
     for layer in range(config.num_layers):
         scope = (heads, config.window(layer), memory.attention_chunks)
-        core = DenseCore(*scope) if packing is None else PackedCore(*scope, packing)
-        qkv, o, up, down = (precision.site(f"layers.{layer}.{site}") for site in SITES)
-        attention = Attention(c, heads, eps, qkv, o, rotary, core)
-        mlp = Mlp(c, config.intermediate_size, eps, up, down)
+        core = DenseCore(*scope) if spec.packing is None else PackedCore(*scope, spec.packing)
+        at = f"layers.{layer}"
+        attention = Attention(c, heads, eps, site(f"{at}.attention.qkv"), site(f"{at}.attention.o"), rotary, core)
+        mlp = Mlp(c, config.intermediate_size, eps, site(f"{at}.mlp.up"), site(f"{at}.mlp.down"))
         blocks.append(Block(attention, mlp))
     padded = padded_vocab(config)
-    head = Head(c, config.vocab_size, padded, eps, memory.head_chunks, hyper.z_loss, precision.site(HEAD))
-    embed = NoisyEmbed(c, hyper.neftune_alpha, seed, NOISE_STREAM) if hyper.neftune_alpha else Embed()
+    head = Head(c, config.vocab_size, padded, eps, memory.head_chunks, hyper.z_loss, site(HEAD))
+    embed = NoisyEmbed(c, hyper.neftune_alpha, spec.seed, NOISE_STREAM) if hyper.neftune_alpha else Embed()
     return Model(embed, tuple(blocks), head)
 
 

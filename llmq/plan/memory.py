@@ -6,13 +6,20 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Final
 
 from llmq.errors import UsageError
-from llmq.plan.recompute import ROLES
 
 if TYPE_CHECKING:
     from llmq.sections import MemoryOptions
 
 AUTO: Final = "auto"  # --attn-bwd-chunks
-
+# flag -> the roles it drops, as sublayers tag them on their slots
+ROLES: dict[str, frozenset[str]] = {
+    "recompute_swiglu": frozenset({"swiglu"}),
+    "recompute_norm": frozenset({"norm"}),
+    "recompute_ffn": frozenset({"swiglu", "ffn"}),
+    "recompute_qkv": frozenset({"qkv"}),
+    "recompute_att": frozenset({"qkv", "att"}),
+    "recompute_block": frozenset({"swiglu", "norm", "ffn", "qkv", "att", "block"}),
+}
 # Automatic head chunks keep the logits of a chunk below the larger of these. On an H200 Qwen2.5-0.5B with an fp8 head
 # is 2.3% faster in 4 chunks than in the 16 of 1 GiB each; a bf16 head does not care.
 LOGITS_BYTES = 2**30
@@ -22,11 +29,16 @@ LOGITS_SHARE = 48  # of the GPU's memory, as a divisor
 
 @dataclass(frozen=True)
 class Memory:
-    """Resolved: recompute flags that are on, chunks of the head and of the attention backward."""
+    """Resolved: recompute flags that are on, chunks of the head and of the attention backward.
+
+    `drop` and `offload` name further slots that backward makes anew, or fetches from the host.
+    """
 
     flags: tuple[str, ...] = ()
     head_chunks: int = 1
     attention_chunks: int = 1
+    drop: tuple[str, ...] = ()
+    offload: tuple[str, ...] = ()
 
     @property
     def roles(self) -> frozenset[str]:

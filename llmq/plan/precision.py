@@ -8,17 +8,16 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
+from itertools import groupby
 from typing import TYPE_CHECKING, Any
 
+from llmq.config import ModelConfig
 from llmq.errors import UsageError
-from llmq.sites.bf16 import Bf16Linear
-from llmq.sites.fp8 import Fp8Linear
+from llmq.rows import HEAD, linear_maps
 
 if TYPE_CHECKING:
     from llmq.sections import PrecisionOptions
 
-SITES = ("attention.qkv", "attention.o", "mlp.up", "mlp.down")  # the linear maps of a layer
-HEAD = "head"
 FLAGS = {
     "model": "--model-dtype",
     "matmul": "--matmul-dtype",
@@ -73,14 +72,9 @@ class Precision:
         return replace(self, matmul=self.model, wide=())
 
     def dtype(self, name: str) -> str:
-        """What the linear map of that name multiplies in: `layers.N.` and one of SITES, or `head`."""
+        """What the linear map of that name multiplies in: `layers.3.mlp.down`, or `head`."""
         dtype = self.head if name == HEAD else self.matmul
         return self.model if dtype == "e4m3" and name in self.wide else dtype
-
-    def site(self, name: str) -> Any:
-        """The site of the linear map of that name."""
-        dtype = self.dtype(name)
-        return Fp8Linear(self.gradient, self.scaling) if dtype == "e4m3" else Bf16Linear(dtype)
 
 
 @dataclass(frozen=True)
@@ -101,13 +95,13 @@ def is_auto(options: PrecisionOptions) -> bool:
     return options.matmul_dtype == "auto"
 
 
-def site_names(num_layers: int) -> list[str]:
+def block_sites(config: ModelConfig) -> list[str]:
     """All sites of the blocks of a model, in the order of the forward pass."""
-    return [f"layers.{layer}.{site}" for layer in range(num_layers) for site in SITES]
+    return [name for name in linear_maps(config) if name != HEAD]
 
 
-def resolve(options: PrecisionOptions, num_layers: int) -> Precision:
-    """The options as dtypes and sites of a model with so many layers; UsageError for what cannot be combined."""
+def resolve(options: PrecisionOptions, config: ModelConfig) -> Precision:
+    """The options as dtypes and sites of a model; UsageError for what cannot be combined."""
     model = options.model_dtype
     if model == "fp32" and options.master_dtype == "bf16":
         raise UsageError("--master-dtype bf16 is narrower than --model-dtype fp32: use --model-dtype bf16")
@@ -121,35 +115,35 @@ def resolve(options: PrecisionOptions, num_layers: int) -> Precision:
         master=options.master_dtype,
         grad=options.grad_accum_dtype,
         head=options.head_dtype or "",
-        wide=wide_sites(options.bf16_layers, options.fp8_layers, num_layers),
+        wide=wide_sites(options.bf16_layers, options.fp8_layers, block_sites(config)),
     )
 
 
-def wide_sites(bf16_layers: str | None, fp8_layers: str | None, num_layers: int) -> tuple[str, ...]:
-    """The sites that stay wide, by what the options name; UsageError for what names nothing, or leaves no fp8 site."""
-    every = site_names(num_layers)
+def wide_sites(bf16_layers: str | None, fp8_layers: str | None, every: Sequence[str]) -> tuple[str, ...]:
+    """Those of the sites `every` that stay wide; UsageError for what names nothing, or leaves no fp8 site."""
     if bf16_layers is not None:
-        wide = chosen(bf16_layers, "--bf16-layers", num_layers)
+        wide = chosen(bf16_layers, "--bf16-layers", every)
     elif fp8_layers is not None:
-        narrow = chosen(fp8_layers, "--fp8-layers", num_layers)
+        narrow = chosen(fp8_layers, "--fp8-layers", every)
         wide = {name for name in every if name not in narrow}
     else:
         return ()
     if len(wide) == len(every):
         raise UsageError(
-            f"--bf16-layers {bf16_layers} leaves no site of {num_layers} layers in e4m3: use --matmul-dtype bf16"
+            f"--bf16-layers {bf16_layers} leaves no site of {len(_layers(every))} layers in e4m3: "
+            "use --matmul-dtype bf16"
         )
     return tuple(sorted(wide))
 
 
-def chosen(text: str, flag: str, num_layers: int) -> set[str]:
-    """Sites of `FIRST,LAST` (so many layers at either end) or of names, with commas between.
+def chosen(text: str, flag: str, every: Sequence[str]) -> set[str]:
+    """Of the sites `every` those of `FIRST,LAST` (so many layers at either end) or of names, with commas between.
 
     A name is a layer (`layers.3`), a site of every layer (`mlp.down`, `attention`) or one site (`layers.3.mlp.down`).
     """
-    every, parts = site_names(num_layers), [part.strip() for part in text.split(",")]
+    parts, layers = [part.strip() for part in text.split(",")], _layers(every)
     if all(part.isascii() and part.isdigit() for part in parts):
-        return _ends(parts, flag, num_layers)
+        return {name for layer in _ends(parts, flag, len(layers)) for name in layers[layer]}
     found: set[str] = set()
     unknown = []
     for part in parts:
@@ -158,23 +152,29 @@ def chosen(text: str, flag: str, num_layers: int) -> set[str]:
         if not hits:
             unknown.append(part)
     if unknown:
+        sites = list(dict.fromkeys(name.split(".", 2)[2] for name in every))
         raise UsageError(
-            f"{flag} {', '.join(unknown)}: no such layer or site in a model of {num_layers} layers: use FIRST,LAST "
-            f"(such as 2,1), a layer (layers.0 to layers.{num_layers - 1}), a site ({', '.join(SITES)}) or one site "
-            f"of a layer (layers.0.{SITES[-1]})"
+            f"{flag} {', '.join(unknown)}: no such layer or site in a model of {len(layers)} layers: use FIRST,LAST "
+            f"(such as 2,1), a layer (layers.0 to layers.{len(layers) - 1}), a site ({', '.join(sites)}) or one site "
+            f"of a layer (layers.0.{sites[-1]})"
         )
     return found
 
 
-def _ends(parts: Sequence[str], flag: str, num_layers: int) -> set[str]:
+def _layers(every: Sequence[str]) -> list[list[str]]:
+    """The sites of each layer."""
+    return [list(names) for _, names in groupby(every, key=lambda name: name.split(".")[1])]
+
+
+def _ends(parts: Sequence[str], flag: str, num_layers: int) -> list[int]:
+    """The layers that FIRST,LAST names."""
     if len(parts) != 2 or not 0 < int(parts[0]) + int(parts[1]) <= num_layers:
         raise UsageError(
             f"{flag} {','.join(parts)}: two numbers are the first and the last layers, together 1 to {num_layers}: use "
             f"for example 1,{min(1, num_layers - 1)}, or names such as layers.0"
         )
     first, last = int(parts[0]), int(parts[1])
-    layers = [*range(first), *range(num_layers - last, num_layers)]
-    return {f"layers.{layer}.{site}" for layer in layers for site in SITES}
+    return [*range(first), *range(num_layers - last, num_layers)]
 
 
 def _names(part: str, site: str) -> bool:

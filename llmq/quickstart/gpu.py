@@ -24,6 +24,7 @@ from llmq.plan.advice import refuse_if_too_large
 from llmq.plan.memory import Memory
 from llmq.plan.plan import Plan, make_plan
 from llmq.plan.precision import Precision
+from llmq.plan.spec import Spec
 from llmq.presets import preset
 from llmq.quickstart.settings import Fit, Places, Settings, options
 from llmq.report.bench import Clock, CudaClock, Speed, measure
@@ -103,13 +104,11 @@ def with_room(settings: Settings, places: Places, free_bytes: float) -> Settings
 def timed(settings: Settings, places: Places, where: Device, steps: int) -> Speed:
     """`steps` optimizer steps of the trainer's programs, at the sizes of `settings`, on generated tokens."""
     config, chosen = from_folder(places.shape), _parsed(settings, places)
+    spec = Spec(config, *_resolved(config, chosen), Hyperparameters(), settings.batch_size, settings.seq_len)
     return measure(
-        config,
-        *_resolved(config, chosen),
+        spec,
         open_backend(where.kind),
         CudaClock() if where.kind == "cuda" else Clock(),
-        batch_size=settings.batch_size,
-        seq_len=settings.seq_len,
         tokens_per_step=settings.tokens_per_step,
         steps=steps,
         warmup=LEAST_WARMUP,
@@ -124,7 +123,7 @@ def measured_on(settings: Settings, places: Places, where: Device, rate: float) 
     speed = timed(settings, places, where, steps)
     median, least, most = speed.tokens_per_second
     peaks = device.peaks(where)
-    share = sol.fraction(median, speed.plan.config, settings.seq_len, peaks, speed.plan.precision)
+    share = sol.fraction(median, speed.plan.spec.config, settings.seq_len, peaks, speed.plan.spec.precision)
     return OnGpu(
         name=where.gpu.name,
         peak_tflops=peaks["bf16"] / TERA,
@@ -145,7 +144,7 @@ def verdict(fit: Fit, places: Places, free_bytes: int) -> str:
     Nothing is allocated; cuDNN's workspaces are those of a model of them.
     """
     plan = plan_of(preset(fit.verdict_model), Options.parse(verdict_options(fit, places)))
-    batch = f"{plan.batch_size} x {plan.seq_len} tokens a micro-batch"
+    batch = f"{plan.spec.batch_size} x {plan.spec.seq_len} tokens a micro-batch"
     try:
         refuse_if_too_large(plan, free_bytes, open_backend("planned").scratch_bytes)
     except MemoryLimitError as error:
@@ -164,7 +163,7 @@ def plan_of(config: ModelConfig, chosen: Options) -> Plan:
     flat = chosen.to_flat()
     sizes = {name: flat[name] for name in ("batch_size", "seq_len")}
     scratch = open_backend("planned").scratch_bytes
-    return make_plan(config, *_resolved(config, chosen), Hyperparameters(), **sizes, scratch_bytes=scratch)
+    return make_plan(Spec(config, *_resolved(config, chosen), Hyperparameters(), **sizes), scratch)
 
 
 def _parsed(settings: Settings, places: Places) -> Options:
@@ -172,7 +171,7 @@ def _parsed(settings: Settings, places: Places) -> Options:
 
 
 def _resolved(config: ModelConfig, chosen: Options) -> tuple[Precision, Memory]:
-    dtypes, flat = precision.resolve(chosen.precision, config.num_layers), chosen.to_flat()
+    dtypes, flat = precision.resolve(chosen.precision, config), chosen.to_flat()
     logit_bytes = padded_vocab(config) * DTYPES[dtypes.model].itemsize
     sizes = {name: flat[name] for name in ("batch_size", "seq_len")}
     return dtypes, memory.resolve(chosen.memory, **sizes, logit_bytes=logit_bytes)

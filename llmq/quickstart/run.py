@@ -171,7 +171,7 @@ def sample(settings: Settings, tokenizer: Tokenizer, folder: Path, *, from_scrat
         from_scratch=from_scratch,
         seed=SEED,
         device=settings.device,
-        precision=precision.resolve(chosen.precision, from_folder(folder).num_layers),
+        precision=precision.resolve(chosen.precision, from_folder(folder)),
     )
     tokens = complete(
         engine, tokenizer.encode(settings.prompt).ids, settings.new_tokens, temperature=0.7, seed=SEED, stop=0

@@ -21,32 +21,29 @@ from typing import Any
 
 import numpy as np
 
-from llmq.backends import Backend, Call, Op
-from llmq.config import ModelConfig
+from llmq.backends import Backend, Op, Run
+from llmq.data.batch import Batch
 from llmq.engine import Engine
 from llmq.nvml import Background, Reading
-from llmq.optimizer import Hyperparameters
-from llmq.plan.memory import Memory
 from llmq.plan.plan import Plan, make_plan
-from llmq.plan.precision import Precision
+from llmq.plan.spec import Spec
 from llmq.rows import Row
 
 BLOCK = 1 << 20  # random values that fill all weights, over and over
 ZIPF = 1.2
-TIMED = ("next", "update")  # programs: the micro-step that repeats, and the optimizer step
+TIMED = ("middle", "update")  # programs: the micro-step that repeats, and the optimizer step
 TOGETHER = ("sum_squares", "adamw")  # ops of the update, called for every tensor, which share the time of all calls
 BATCHES = 8  # different micro-batches, in turn
 REPEATS = 3  # of the timing of single ops
 AHEAD_S = 0.2  # of other work before it: the host takes about 30 us to launch an op between two events
 SAMPLE_S = 0.05  # from one reading of clock and power to the next
 
-Batch = tuple[np.ndarray, np.ndarray]  # tokens and targets, (B,T) int32 each
 Parameters = Iterable[tuple[Row, np.ndarray]]
 
 
 @dataclass(frozen=True)
 class Timed:
-    """One call of an op: its index among the steps of `program` ("next" or "update"), and its milliseconds."""
+    """One call of an op: its index among the steps of `program` ("middle" or "update"), and its milliseconds."""
 
     program: str
     index: int
@@ -75,34 +72,18 @@ class Speed:
     @property
     def micro_batch_ms(self) -> float:
         """Milliseconds of a micro-batch, with its share of the update, in the median step."""
-        tokens = self.plan.batch_size * self.plan.seq_len
+        tokens = self.plan.spec.batch_size * self.plan.spec.seq_len
         return 1e3 * statistics.median(self.seconds) * tokens / self.tokens_per_step
 
 
 def measure(
-    config: ModelConfig,
-    precision: Precision,
-    memory: Memory,
+    spec: Spec,
     backend: Backend,
     clock: Clock,
-    *,
-    batch_size: int,
-    seq_len: int,
-    seed: int = 0,
     **run: Any,
 ) -> Speed:
     """Plans the training of a model and measures it; `run` as for `measure_plan`."""
-    plan = make_plan(
-        config,
-        precision,
-        memory,
-        Hyperparameters(),
-        batch_size=batch_size,
-        seq_len=seq_len,
-        seed=seed,
-        scratch_bytes=backend.scratch_bytes,
-    )
-    return measure_plan(plan, backend, clock, **run)
+    return measure_plan(make_plan(spec, backend.scratch_bytes), backend, clock, **run)
 
 
 def measure_plan(
@@ -126,15 +107,15 @@ def measure_plan(
     power are read meanwhile.
     """
     began = time.perf_counter()
-    b, t = plan.batch_size, plan.seq_len
+    b, t = plan.spec.batch_size, plan.spec.seq_len
     engine = Engine(plan, backend)
-    engine.load(random_parameters(plan, plan.seed) if parameters is None else parameters)
+    engine.load(random_parameters(plan, plan.spec.seed) if parameters is None else parameters)
     accumulation = max(1, tokens_per_step // (b * t))
     if batches is None:
         different = min(accumulation, BATCHES)
-        batches = [zipf_batch(plan.config.vocab_size, b, t, plan.seed + i) for i in range(different)]
+        batches = [zipf_batch(plan.spec.config.vocab_size, b, t, plan.spec.seed + i) for i in range(different)]
     if engine.needs_warm_up:
-        engine.warm_up(*batches[0])
+        engine.warm_up(batches[0])
     clock.follow(backend)
     marks: list[Any] = []
     losses, watch, first_step = [], None, 0.0
@@ -146,7 +127,7 @@ def measure_plan(
                 marks.append(clock.mark())
             for micro_step in range(accumulation):
                 batch = batches[((step - 1) * accumulation + micro_step) % len(batches)]
-                engine.micro_step(*batch, first=micro_step == 0)
+                engine.micro_step(batch, first=micro_step == 0, last=micro_step == accumulation - 1)
             losses.append(engine.update(step, learning_rate).loss)  # waits for the device
             if counts:
                 marks.append(clock.mark())
@@ -203,7 +184,7 @@ def zipf_batch(vocab_size: int, b: int, t: int, seed: int) -> Batch:
     edges = np.cumsum(weights / weights.sum())
     drawn = np.random.default_rng(seed).random((b, t + 1))
     tokens = np.minimum(np.searchsorted(edges, drawn), vocab_size - 1).astype(np.int32)
-    return np.ascontiguousarray(tokens[:, :-1]), np.ascontiguousarray(tokens[:, 1:])
+    return Batch(np.ascontiguousarray(tokens[:, :-1]), np.ascontiguousarray(tokens[:, 1:]))
 
 
 class Clock:
@@ -221,10 +202,10 @@ class Clock:
         Where ops are queued, the calls of an op in TOGETHER share the time of all of them as one program, in proportion
         to their times alone.
         """
-        update = engine.plan.programs["update"].steps
+        update = engine.plan.programs["update"].calls
         groups = [[i for i, step in enumerate(update) if step.op == op] for op in TOGETHER if self.is_queued]
         alone, together = self._medians(engine, [engine.part("update", group) for group in groups], ahead)
-        steps = [(name, index) for name in TIMED for index in range(len(engine.plan.programs[name].steps))]
+        steps = [(name, index) for name in TIMED for index in range(len(engine.plan.programs[name].calls))]
         found = dict(zip(steps, alone, strict=True))
         for group, ms in zip(groups, together, strict=True):
             share = ms / sum(found["update", index] for index in group)
@@ -232,7 +213,7 @@ class Clock:
         for (name, index), ms in found.items():
             yield Timed(name, index, ms)
 
-    def _medians(self, engine: Engine, parts: Sequence[Call], ahead: int) -> tuple[list[float], list[float]]:
+    def _medians(self, engine: Engine, parts: Sequence[Run], ahead: int) -> tuple[list[float], list[float]]:
         """Milliseconds of each op of the timed programs, run eagerly, and of each part as a whole."""
         marks: list[tuple[Any, Any]] = []
 
@@ -249,7 +230,7 @@ class Clock:
         programs, rounds = [engine.traced(name, wrap) for name in TIMED], []
         for _ in range(REPEATS):
             for _ in range(ahead):
-                engine.run("next")
+                engine.run("middle")
             for program in programs:
                 program()
             for part in parts:

@@ -11,9 +11,11 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 
 from llmq.backends import arguments
+from llmq.ops.record import Call
 from llmq.ops.seam import record
+from llmq.plan.names import storage_name
+from llmq.plan.passes.place import Placement
 from llmq.plan.plan import Plan
-from llmq.plan.program import Placement, Step
 from llmq.report.bench import Timed
 from llmq.report.bench_ceilings import Ceilings
 
@@ -69,14 +71,14 @@ def ladder(
     plan: Plan, calls: Iterable[Timed], ceilings: Ceilings, *, micro_batch_ms: float, tokens_per_step: int, used: float
 ) -> Ladder:
     """The ladder of timed calls. `used` is how many different tokens a micro-batch has."""
-    share_of_update = plan.batch_size * plan.seq_len / tokens_per_step
+    share_of_update = plan.spec.batch_size * plan.spec.seq_len / tokens_per_step
     rungs: dict[str, Rung] = {}
     for call in calls:
         program = plan.programs[call.program]
-        step = program.steps[call.index]
-        work = work_of(step, program.places, used)
+        made = program.calls[call.index]
+        work = work_of(made, program.places, used)
         times = share_of_update if call.program == "update" else 1.0
-        name = family(step.op, written(step))
+        name = family(made.op, written(made))
         old = rungs.get(name, Rung(name, 0, 0.0, 0.0, 0.0, 0.0))
         rungs[name] = Rung(
             name,
@@ -89,9 +91,9 @@ def ladder(
     return Ladder(tuple(sorted(rungs.values(), key=lambda rung: -rung.ms)), micro_batch_ms)
 
 
-def written(step: Step) -> str:
-    """The name of what a step writes first."""
-    return next(result.ref.name for result in step.outputs if result is not None)
+def written(call: Call) -> str:
+    """The name of what a call writes first."""
+    return next(result.ref.name for result in call.outputs if result is not None)
 
 
 def roofline_s(work: Work, ceilings: Ceilings) -> float:
@@ -100,23 +102,23 @@ def roofline_s(work: Work, ceilings: Ceilings) -> float:
     return max(multiplying, work.num_bytes / ceilings.bytes_per_s)
 
 
-def work_of(step: Step, places: Mapping[str, Placement], used: float) -> Work:
-    """The work of a step. `places` tell what is computed in place; `used` rows of an embedding table are touched."""
-    op = record(step.op)
-    call = replace(arguments(step), in_place=_in_place(step, places), different_tokens=used)
-    return Work(op.rate_dtype(call), op.flops(call), op.num_bytes(call))
+def work_of(call: Call, places: Mapping[str, Placement], used: float) -> Work:
+    """The work of a call. `places` tell what is computed in place; `used` rows of an embedding table are touched."""
+    op = record(call.op)
+    given = replace(arguments(call), in_place=_in_place(call, places), different_tokens=used)
+    return Work(op.rate_dtype(given), op.flops(given), op.num_bytes(given))
 
 
-def _in_place(step: Step, places: Mapping[str, Placement]) -> frozenset[str]:
-    """The outputs of a step whose value lies where the input does that they may share with."""
-    op = record(step.op)
-    results = dict(zip(op.outputs, step.outputs, strict=True))
-    inputs = dict(zip(op.inputs, step.inputs, strict=True))
+def _in_place(call: Call, places: Mapping[str, Placement]) -> frozenset[str]:
+    """The outputs of a call whose value lies where the input does that they may share with."""
+    op = record(call.op)
+    results = dict(zip(op.outputs, call.outputs, strict=True))
+    inputs = dict(zip(op.inputs, call.inputs, strict=True))
     found = set()
     for output, source in op.shares.items():
         result, given = results[output], inputs[source]
-        at = places.get(given.storage) if given else None
-        values = [o.storage for o in result.operands if o.ref.form is None] if result else []
-        if at is not None and any(places.get(storage) == at for storage in values):
+        at = places.get(storage_name(given)) if given is not None else None
+        is_value = result is not None and None in result.forms
+        if at is not None and result is not None and is_value and places.get(storage_name(result.ref)) == at:
             found.add(output)
     return frozenset(found)

@@ -29,9 +29,10 @@ from llmq.optimizer import Hyperparameters
 from llmq.options import Options
 from llmq.plan import memory, precision
 from llmq.plan.advice import refuse_if_too_large, with_fitting_chunks
+from llmq.plan.memory import ROLES
 from llmq.plan.plan import Plan, make_plan
 from llmq.plan.precision import Precision
-from llmq.plan.recompute import ROLES
+from llmq.plan.spec import Spec
 from llmq.presets import preset
 from llmq.report import bench_table
 from llmq.report.bench import Clock, CudaClock, measure_plan, zipf_batch
@@ -206,7 +207,7 @@ def _wanted(
         **MATMULS[dtype],
         **recipe,
     }
-    resolved = precision.resolve(Options.parse(flat).precision, config.num_layers)
+    resolved = precision.resolve(Options.parse(flat).precision, config)
     devices.refuse_dtypes(where, resolved.matmul, resolved.head, scaling=resolved.scaling, option="--dtypes")
     return Wanted(model, dtype, config, resolved, flat)
 
@@ -244,7 +245,7 @@ def measured(
             continue
         tokens = request.tokens_per_step or whole(TOKENS if where.kind == "cuda" else HOST_TOKENS, plan)
         if not request.models:
-            seconds = sol.seconds_per_token(plan.config, plan.seq_len, peaks, plan.precision) / share
+            seconds = sol.seconds_per_token(plan.spec.config, plan.spec.seq_len, peaks, plan.spec.precision) / share
             left = LIMIT_S - (time.perf_counter() - began)
             in_time = tokens_in_time(tokens, plan, request.steps + request.warmup, seconds, left)
             if in_time is None and done:
@@ -269,8 +270,8 @@ def fitting_plan(request: Request, one: Wanted, where: Device, backend: Backend)
     modelled = open_backend("planned", deterministic=request.deterministic) if on_gpu else backend
     fitting = (size for size in sizes if _plan(one, size, modelled, gpu_bytes).total_bytes <= ROOM * free_bytes)
     plan = _plan(one, next(fitting, sizes[-1]), backend, gpu_bytes)
-    while plan.total_bytes > free_bytes and not request.batch_size and plan.batch_size > 1:
-        plan = _plan(one, plan.batch_size // 2, backend, gpu_bytes)
+    while plan.total_bytes > free_bytes and not request.batch_size and plan.spec.batch_size > 1:
+        plan = _plan(one, plan.spec.batch_size // 2, backend, gpu_bytes)
     if request.attn_bwd_chunks == memory.AUTO:
         plan = with_fitting_chunks(plan, free_bytes, backend.scratch_bytes)
     relaxed = open_backend("planned", deterministic=False).scratch_bytes if on_gpu and request.deterministic else None
@@ -287,19 +288,18 @@ def _plan(one: Wanted, batch_size: int, backend: Backend, gpu_bytes: int) -> Pla
     sizes = {"batch_size": batch_size, "seq_len": one.flat["seq_len"]}
     logit_bytes = padded_vocab(one.config) * DTYPES[one.precision.model].itemsize
     limits = memory.resolve(options.memory, **sizes, logit_bytes=logit_bytes, gpu_bytes=gpu_bytes)
-    scratch = backend.scratch_bytes
-    return make_plan(one.config, one.precision, limits, Hyperparameters(), **sizes, scratch_bytes=scratch)
+    return make_plan(Spec(one.config, one.precision, limits, Hyperparameters(), **sizes), backend.scratch_bytes)
 
 
 def whole(tokens: int, plan: Plan) -> int:
     """The most tokens of whole micro-batches up to `tokens`, and at least one."""
-    micro = plan.batch_size * plan.seq_len
+    micro = plan.spec.batch_size * plan.spec.seq_len
     return max(tokens // micro, 1) * micro
 
 
 def tokens_in_time(tokens: int, plan: Plan, count: int, seconds_per_token: float, left_s: float) -> int | None:
     """`tokens`, halved until `count` steps of them end within `left_s`; None if one micro-batch takes longer."""
-    micro = plan.batch_size * plan.seq_len
+    micro = plan.spec.batch_size * plan.spec.seq_len
     while START_S + count * tokens * seconds_per_token > left_s:
         if tokens <= micro:
             return None
@@ -330,7 +330,7 @@ def _measure(
         uuid=uuid,
         limit_s=limit_s,
     )
-    tokens, _ = zipf_batch(plan.config.vocab_size, plan.batch_size, plan.seq_len, plan.seed)
+    tokens = zipf_batch(plan.spec.config.vocab_size, plan.spec.batch_size, plan.spec.seq_len, plan.spec.seed).tokens
     found = ladder(
         plan,
         speed.calls,

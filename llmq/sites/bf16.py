@@ -9,6 +9,6 @@ from llmq.tensor import Form
 class Bf16Linear(Linear):
     """y = x W^T + b with every operand read as it is, in `dtype`."""
 
-    def __init__(self, dtype: str = "bf16") -> None:
+    def __init__(self, name: str, dtype: str = "bf16") -> None:
         one = Copies(Form(dtype), Form(dtype))
-        super().__init__(x=one, d_y=one, weight=one)
+        super().__init__(name, x=one, d_y=one, weight=one)

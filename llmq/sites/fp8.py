@@ -14,7 +14,7 @@ from llmq.tensor import Form
 
 
 @dataclass(frozen=True)
-class Scaling:
+class Recipe:
     """How copies are scaled: row copies of activations and gradients, their transposed copies, both of the weight."""
 
     rows: str
@@ -23,20 +23,21 @@ class Scaling:
 
 
 # by the name of the recipe; with one scale per token, wgrad, which sums over tokens, reads copies with a single one
-SCALINGS = {
-    "delayed": Scaling("delayed", "delayed", "delayed"),
-    "current": Scaling("current", "current", "current"),
-    "rowwise": Scaling("rowwise", "current", "rowwise"),
-    "blockwise": Scaling("blockwise", "blockwise", "tilewise"),
+RECIPES = {
+    "delayed": Recipe("delayed", "delayed", "delayed"),
+    "current": Recipe("current", "current", "current"),
+    "rowwise": Recipe("rowwise", "current", "rowwise"),
+    "blockwise": Recipe("blockwise", "blockwise", "tilewise"),
 }
 
 
 class Fp8Linear(Linear):
-    """y = x W^T + b; activations and weights in e4m3, gradients in `gradient_dtype`; `scaling` a key of SCALINGS."""
+    """y = x W^T + b; activations and weights in e4m3, gradients in `gradient_dtype`; `scaling` a key of RECIPES."""
 
-    def __init__(self, gradient_dtype: str, scaling: str) -> None:
-        by = SCALINGS[scaling]
+    def __init__(self, name: str, gradient_dtype: str, scaling: str) -> None:
+        by = RECIPES[scaling]
         super().__init__(
+            name,
             x=Copies(Form("e4m3", "row", by.rows), Form("e4m3", "col", by.columns)),
             d_y=Copies(Form(gradient_dtype, "row", by.rows), Form(gradient_dtype, "col", by.columns)),
             weight=Copies(Form("e4m3", "row", by.weight), Form("e4m3", "col", by.weight)),

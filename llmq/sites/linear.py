@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
-from llmq.tensor import COLSUM, Form, Ref
+from llmq.tensor import COLSUM, Form, Ref, Row, Slot
 
 
 class Copies(NamedTuple):
@@ -15,10 +16,23 @@ class Copies(NamedTuple):
 
 
 class Linear:
-    """y = x W^T + b, sums in f32, with operands read in the forms given for `x`, `d_y` and `weight`."""
+    """y = x W^T + b, sums in f32, with operands read in the forms given for `x`, `d_y` and `weight`.
 
-    def __init__(self, x: Copies, d_y: Copies, weight: Copies) -> None:
+    A site is known by its place, `layers.3.mlp.up` or `head`. Its `key` is the last part of that, with which the names
+    of its own slots begin; a block hands it the bundle `w.up` of its own rows.
+    """
+
+    def __init__(self, name: str, x: Copies, d_y: Copies, weight: Copies) -> None:
+        self.name, self.key = name, name.rpartition(".")[2]
         self.x, self.d_y, self.weight = x, d_y, weight
+
+    def slots(self, x: Slot) -> tuple[Slot, ...]:
+        """Slots of the site's own, such as `up.low`, for an input `x`, whose roles they have."""
+        return ()
+
+    def rows(self, rows: Sequence[Row]) -> tuple[Row, ...]:
+        """The parameter rows of the site, of which the model has `rows`: weight and bias."""
+        return tuple(rows)
 
     def forward(self, ops: Any, a: Any, y: Ref, x: Ref, w: Any, residual: Ref | None = None) -> None:
         """y (...,N) <- x (...,K), w.weight (N,K), w.bias (N,) or None, residual (...,N) or None."""

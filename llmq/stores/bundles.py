@@ -1,4 +1,4 @@
-"""Attribute access to the tensors of one sublayer or site: `w.up.weight`, with None for what a model does not have."""
+"""Attribute access to the tensors of one part, sublayer or site: `w.up.weight`, with None for what a model lacks."""
 
 from __future__ import annotations
 
@@ -35,3 +35,13 @@ def branch(tree: Bundle, path: str) -> Bundle:
     for name in path.split("."):
         tree = tree._children.get(name) or Bundle()
     return tree
+
+
+def part_bundle(tree: Bundle, part: str | int) -> Bundle:
+    """The tensors of a part of the model: `embed`, a layer by its number, or `head`."""
+    return branch(tree, f"layers.{part}" if isinstance(part, int) else part)
+
+
+def part_tree(refs: Mapping[str, Ref]) -> Bundle:
+    """Refs by row name as one tree; a tied head, which has no row of its own, is the embedding."""
+    return bundle_tree({"head.weight": refs["embed.weight"], **refs} if "embed.weight" in refs else refs)

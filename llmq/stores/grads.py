@@ -6,23 +6,23 @@ from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
 from llmq.rows import Row
-from llmq.stores.bundles import Bundle, branch, bundle_tree
-from llmq.stores.weights import tie_head
+from llmq.stores.bundles import Bundle, part_bundle, part_tree
 from llmq.tensor import Ref
 
 
 class ReplicatedGrads:
-    """Refs of all gradients in `dtype`. The first write of a row in a step overwrites, later ones add (the plan's)."""
+    """Refs of the gradients of all rows that are trained; of a frozen one the bundles have None.
 
-    def __init__(self, rows: Sequence[Row], dtype: str) -> None:
-        self.refs = {row.name: Ref(row.name, "grad", row.shape, dtype, row.layer) for row in rows}
-        self._tree = bundle_tree(tie_head(self.refs))
+    The first write of a row in a step overwrites, later ones add (llmq/plan/passes/accumulate.py). `last` says whether
+    the micro-step is the last one of a step, after which a row has its sum.
+    """
 
-    def bundle(self, prefix: str) -> Bundle:
-        """The gradients below `prefix`: embed, head or layers.N."""
-        return branch(self._tree, prefix)
+    def __init__(self, rows: Sequence[Row], dtype: str, *, last: bool = False) -> None:
+        self.last = last
+        self.refs = {row.name: Ref(row.name, "grad", row.shape, dtype, row.layer) for row in rows if row.trainable}
+        self._tree = part_tree(self.refs)
 
-    def walk(self, ops: Any, layers: Iterable[int]) -> Iterator[Bundle]:
-        """Yields each layer's gradients; with one rank there is nothing to reduce after its last write."""
-        for layer in layers:
-            yield self.bundle(f"layers.{layer}")
+    def walk(self, ops: Any, parts: Iterable[str | int]) -> Iterator[Bundle]:
+        """Yields each part's gradients; with one rank there is nothing to reduce after the last write."""
+        for part in parts:
+            yield part_bundle(self._tree, part)

@@ -6,28 +6,38 @@ from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
 from llmq.rows import Row
-from llmq.stores.bundles import Bundle, branch, bundle_tree
+from llmq.stores.bundles import Bundle, part_bundle, part_tree
 from llmq.tensor import Ref
 
 
 class ReplicatedWeights:
-    """Refs of all parameters in `dtype`; a tied head reads the embedding."""
+    """Refs of all parameters in `dtype`; one whose master has the same dtype is its own master.
 
-    def __init__(self, rows: Sequence[Row], dtype: str) -> None:
-        refs = {row.name: Ref(row.name, "weight", row.shape, dtype, row.layer) for row in rows}
-        self.refs = refs
-        self._tree = bundle_tree(tie_head(refs))
+    A frozen row has no master. It is held in its own dtype, if it has one.
+    """
 
-    def bundle(self, prefix: str) -> Bundle:
-        """The tensors below `prefix`: embed, head or layers.N."""
-        return branch(self._tree, prefix)
+    def __init__(self, rows: Sequence[Row], dtype: str, master_dtype: str) -> None:
+        self.rows = tuple(rows)
+        self.refs = {row.name: self._ref(row, dtype, master_dtype) for row in rows}
+        self._tree = part_tree(self.refs)
 
-    def walk(self, ops: Any, layers: Iterable[int], phase: str) -> Iterator[tuple[int, Bundle]]:
-        """Yields (layer, bundle) in the order given; a resident store has nothing to fetch or release."""
-        for layer in layers:
-            yield layer, self.bundle(f"layers.{layer}")
+    def walk(self, ops: Any, parts: Iterable[str | int], phase: str) -> Iterator[tuple[str | int, Bundle]]:
+        """Yields (part, bundle) in the order given; a resident store has nothing to fetch or release."""
+        for part in parts:
+            yield part, part_bundle(self._tree, part)
 
+    def written(self, ops: Any) -> Iterator[Ref]:
+        """Yields what the copies of each trained row are written to; they are where they belong when the next row's is
+        asked for."""
+        for row in self.rows:
+            if row.trainable:
+                yield self.refs[row.name]
 
-def tie_head(refs: dict[str, Ref]) -> dict[str, Ref]:
-    """The same table with `head.weight` for a tied model, whose head is the embedding."""
-    return {"head.weight": refs["embed.weight"], **refs}
+    def frozen(self) -> list[Ref]:
+        """The rows that are not trained, whose copies are made once."""
+        return [self.refs[row.name] for row in self.rows if not row.trainable]
+
+    def _ref(self, row: Row, dtype: str, master_dtype: str) -> Ref:
+        is_master = row.trainable and dtype == master_dtype and row.home == "device"
+        value_in = "master" if is_master else None
+        return Ref(row.name, "weight", row.shape, row.dtype or dtype, row.layer, home=row.home, value_in=value_in)

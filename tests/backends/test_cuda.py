@@ -9,6 +9,7 @@ from tiny_engines import (
     FP8,
     FP8_HEAD,
     FP32,
+    arrays,
     batch,
     bits,
     engine_of,
@@ -19,8 +20,8 @@ from tiny_engines import (
 )
 
 from llmq.blocks.attention import Packing
-from llmq.plan.memory import Memory
-from llmq.plan.recompute import ROLES
+from llmq.data.batch import Batch
+from llmq.plan.memory import ROLES, Memory
 
 pytestmark = pytest.mark.gpu
 PRECISIONS = {"fp32": FP32, "bf16": BF16, "fp8": FP8["e4m3", "delayed"], "fp8-head": FP8_HEAD}
@@ -53,7 +54,7 @@ def test_training_follows_the_reference(backend, name):
 
 def test_logits_of_an_fp8_head_follow_the_reference(backend):
     gpu, cpu = cuda_engine(backend, FP8_HEAD), engine_of(plan_of(FP8_HEAD, config=CONFIG))
-    ours, reference = (engine.next_logits(batch()[0][0]) for engine in (gpu, cpu))
+    ours, reference = (engine.next_logits(batch().tokens[0]) for engine in (gpu, cpu))
     assert np.linalg.norm(ours - reference) <= 0.2 * np.linalg.norm(reference)  # bf16 differences become fp8 steps
 
 
@@ -62,7 +63,7 @@ def test_an_fp8_head_in_chunks_follows_the_whole(backend, chunks):
     runs = [cuda_engine(backend, FP8_HEAD, Memory(head_chunks=n), batch_size=4) for n in (1, chunks)]
     losses = []
     for run in runs:
-        run.micro_step(*batch(b=4), first=True)
+        run.micro_step(batch(b=4))
         losses.append(run.update(1, 0.0).loss)
     assert losses[0] == losses[1]
     for row in runs[0].plan.rows:
@@ -112,15 +113,15 @@ def test_a_step_that_is_not_finite_changes_nothing(backend):
     broken[0] = np.inf
     engine.load([(row, broken if row.name == "head.norm" else engine.parameter(row.name)) for row in engine.plan.rows])
     before = dict(engine.state())
-    engine.micro_step(*batch(), first=True)
+    engine.micro_step(batch())
     assert not engine.update(2, 1e-2).applied
     assert all(np.array_equal(value, before[name], equal_nan=True) for name, value in engine.state())
 
 
 def test_a_batch_without_trained_tokens_gives_zero(backend):
     engine = cuda_engine(backend, BF16)
-    tokens, targets = batch()
-    engine.micro_step(tokens, np.full_like(targets, -100), first=True)
+    tokens, targets = arrays(batch())
+    engine.micro_step(Batch(tokens, np.full_like(targets, -100)))
     result = engine.update(1, 1e-2)
     assert (result.loss, result.norm, result.num_tokens) == (0, 0, 0)
     assert not any(engine.gradient(row.name).astype(np.float32).any() for row in engine.plan.rows)
@@ -132,7 +133,7 @@ def test_the_plan_s_peak_is_what_the_driver_says(backend):
     plan = plan_of(BF16, Memory((), head_chunks=8), CONFIG, batch_size=64, seq_len=1024)
     cupy.get_default_memory_pool().free_all_blocks()
     before, _ = cupy.cuda.runtime.memGetInfo()
-    memory = backend.memory(plan.persistent, plan.activation_bytes)
+    memory = backend.memory(plan.persistent, {"device": plan.arena_bytes(), "host": 0})
     after, _ = cupy.cuda.runtime.memGetInfo()
     del memory
     assert abs(before - after - plan.total_bytes) <= max(0.01 * plan.total_bytes, 300 * 2**20)
@@ -160,7 +161,7 @@ def test_an_fp8_head_with_scales_by_row_follows_the_reference(backend, chunks):
     precision, memory = replace(FP8_HEAD, scaling="rowwise"), Memory(head_chunks=chunks)
     gpu = cuda_engine(backend, precision, memory, batch_size=4)
     cpu = engine_of(plan_of(precision, memory, CONFIG, batch_size=4))
-    ours, reference = (engine.next_logits(batch()[0][0]) for engine in (gpu, cpu))
+    ours, reference = (engine.next_logits(batch().tokens[0]) for engine in (gpu, cpu))
     assert np.linalg.norm(ours - reference) <= 0.2 * np.linalg.norm(reference)  # bf16 differences become fp8 steps
     assert np.allclose(train_steps(gpu, steps=3), train_steps(cpu, steps=3), rtol=2e-2)
 
@@ -188,7 +189,7 @@ def packed_losses(engine, steps=4):
     losses = []
     for step in range(1, steps + 1):
         for micro_step in range(2):
-            engine.micro_step(*packed_batch(100 * step + micro_step), first=micro_step == 0)
+            engine.micro_step(packed_batch(100 * step + micro_step), first=micro_step == 0)
         losses.append(engine.update(step, 1e-2).loss)
     return losses
 
@@ -200,9 +201,9 @@ def test_packed_rows_follow_the_reference(backend, precision):
     cpu = engine_of(plan_of(precision, config=CONFIG, packing=PACKING))
     losses = [packed_losses(engine) for engine in (gpu, cpu)]
     assert np.allclose(*losses, rtol=1e-4 if precision is FP32 else 5e-3)
-    scores = [engine.evaluate(*packed_batch(7)) for engine in (gpu, cpu)]
+    scores = [engine.evaluate(packed_batch(7)) for engine in (gpu, cpu)]
     assert np.allclose(*scores, rtol=1e-4 if precision is FP32 else 5e-3)
-    prompt = batch()[0][0, :7]
+    prompt = batch().tokens[0, :7]
     logits = [engine.next_logits(prompt) for engine in (gpu, cpu)]
     assert np.allclose(*logits, atol=1e-3 if precision is FP32 else 0.1)
 

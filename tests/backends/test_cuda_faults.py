@@ -6,6 +6,7 @@ from types import ModuleType, SimpleNamespace
 
 import pytest
 
+from llmq.backends import Launch
 from llmq.errors import MemoryLimitError
 from llmq.ops.cuda import timing
 from llmq.ops.cuda.algorithms import Choice
@@ -121,7 +122,7 @@ def test_what_failed_within_a_capture_is_what_is_told(cuda):
             stream.failed = True
             raise ValueError("the cause")
 
-    program = cuda._Program([call], stream, True)
+    program = cuda._Program([Launch(call)], {"main": stream}, True)
     program()
     wrong.append(1)
     with pytest.raises(ValueError, match="the cause"):

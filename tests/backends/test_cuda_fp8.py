@@ -8,6 +8,8 @@ from golden import families
 from golden.engines import FP64, cosine, engine_of, fp8, gradients, relative_errors
 from test_golden import initial_weights
 
+from llmq.data.batch import Batch
+
 pytestmark = pytest.mark.gpu
 SHAPE = {"hidden_size": 128, "intermediate_size": 352, "num_hidden_layers": 3, "vocab_size": 500}
 RECIPES = {
@@ -39,7 +41,7 @@ def test_errors_at_initialisation_are_those_of_the_reference(recipe):
         right = gradients(exact, *batch)
         for run, sums in zip(runs, squares, strict=True):
             if index == 1 and run.needs_warm_up:
-                run.warm_up(*batch)
+                run.warm_up(Batch(*batch))
             found = gradients(run, *batch)
             assert cosine(found, right) >= 0.96
             for name, error in relative_errors(found, right).items():

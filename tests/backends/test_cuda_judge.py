@@ -12,11 +12,13 @@ import numpy as np
 import pytest
 
 from llmq.config import to_hf
+from llmq.data.batch import Batch
 from llmq.data.token_file import TokenFile
 from llmq.optimizer import Hyperparameters
 from llmq.plan.memory import Memory
 from llmq.plan.plan import make_plan
 from llmq.plan.precision import Precision
+from llmq.plan.spec import Spec
 from llmq.presets import preset
 from llmq.report.bench import zipf_batch
 from llmq.rows import parameter_rows
@@ -61,15 +63,13 @@ def our_losses(values, given):
     backend = CudaBackend()
     hyper = Hyperparameters(weight_decay=DECAY, grad_clip=CLIP)
     precision = Precision("bf16", "bf16", master="fp32", grad="fp32")
-    shape = {"batch_size": MICRO, "seq_len": T}
-    engine = Engine(
-        make_plan(CONFIG, precision, Memory(), hyper, **shape, scratch_bytes=backend.scratch_bytes), backend
-    )
+    spec = Spec(CONFIG, precision, Memory(), hyper, MICRO, T)
+    engine = Engine(make_plan(spec, backend.scratch_bytes), backend)
     engine.load(values)
     losses = []
     for step, batch in enumerate(given, 1):
         for index, piece in enumerate(pieces(*batch)):
-            engine.micro_step(*piece, first=index == 0)
+            engine.micro_step(Batch(*piece), first=index == 0)
         losses.append(engine.update(step, RATE).loss)
     return np.array(losses)
 

@@ -12,7 +12,7 @@ from llmq.tensor import DTYPES, Form, Ref
 
 @pytest.mark.parametrize("dtype", ["fp32", "bf16", "e4m3"])
 def test_host_memory_rounds_what_is_written(dtype):
-    memory = HostMemory({"x": Ref("x", "weight", (3, 5), dtype)}, 0)
+    memory = HostMemory({"x": Ref("x", "weight", (3, 5), dtype)}, {"device": 0})
     values = np.linspace(-3, 3, 15).reshape(3, 5)
     memory.write("x", values)
     assert np.array_equal(memory.read("x"), values.astype(DTYPES[dtype]))
@@ -22,7 +22,9 @@ def test_host_memory_rounds_what_is_written(dtype):
 
 
 def test_a_transposed_copy_has_its_own_shape_and_dtype():
-    memory = HostMemory({"x": Ref("x", "weight", (2, 3, 5), "bf16", form=Form("e4m3", "col", "delayed"))}, 0)
+    memory = HostMemory(
+        {"x": Ref("x", "weight", (2, 3, 5), "bf16", form=Form("e4m3", "col", "delayed"))}, {"device": 0}
+    )
     assert memory.array("x").shape == (5, 6) and memory.array("x").dtype == DTYPES["e4m3"]
 
 

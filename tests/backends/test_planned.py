@@ -37,14 +37,14 @@ def test_the_workspace_is_about_what_was_measured():
 @pytest.mark.parametrize("precision", [BF16, *FP8.values()])
 def test_every_step_has_a_size(precision):
     for program in plan_of(precision, config=tiny(hidden_size=64, head_dim=16)).programs.values():
-        assert all(planned_scratch(step, True) >= 0 for step in program.steps)
+        assert all(planned_scratch(step, True) >= 0 for step in program.calls)
 
 
 @pytest.mark.parametrize("packing", [None, Packing(6, 12)], ids=["dense", "packed"])
 def test_attention_in_fp32_takes_no_workspace_of_cudnn(packing):
     """Our own kernels have one f32 sum for every query and head, whether or not bits must repeat."""
     programs = plan_of(FP32, packing=packing).programs.values()
-    steps = [step for program in programs for step in program.steps if step.op.startswith("attention_")]
+    steps = [step for program in programs for step in program.calls if step.op.startswith("attention_")]
     assert {step.op for step in steps} == {"attention_forward", "attention_backward"}
     for step in steps:
         b, t, heads = 2, 16, 4

@@ -81,9 +81,9 @@ STORAGE = (
     ),
     Fault(
         "scale_of_a_block_from_its_neighbour",
-        "llmq/tensor.py",
-        "return scale_from(amax.T, limit, one)",
-        "return scale_from(np.roll(amax.T, 1, axis=0), limit, one)",
+        "llmq/scaling.py",
+        "return _blocks(size).T",
+        "return np.roll(_blocks(size).T, 1, axis=0)",
         ("tests/ops/test_quantize.py",),
     ),
     Fault(
@@ -170,9 +170,9 @@ MODELS = (
     ),
     Fault(
         "noise_is_evaluated",
-        "llmq/plan/plan.py",
-        "        without_noise(self.model).forward(ops, frames.a, self.weights)\n        self.model.head.evaluate",
-        "        self.model.forward(ops, frames.a, self.weights)\n        self.model.head.evaluate",
+        "llmq/plan/recordings.py",
+        "ops, model = Recorder(), without_noise(self.model)",
+        "ops, model = Recorder(), self.model",
         ("tests/blocks/test_embed.py",),
     ),
     Fault(
@@ -213,8 +213,8 @@ MODELS = (
     Fault(
         "fp8_rowwise_wgrad_reads_scales_by_row",
         "llmq/sites/fp8.py",
-        'Scaling("rowwise", "current", "rowwise")',
-        'Scaling("rowwise", "rowwise", "rowwise")',
+        'Recipe("rowwise", "current", "rowwise")',
+        'Recipe("rowwise", "rowwise", "rowwise")',
         ("tests/sites/test_fp8.py",),
     ),
     Fault(

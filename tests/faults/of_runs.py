@@ -7,44 +7,51 @@ ENGINE = ("tests/test_engine.py",)
 UPDATE = ("tests/test_optimizer.py",)
 LOOP_BY_HAND = ("tests/test_training_by_hand.py",)
 KEPT = ("tests/test_training_kept.py",)
+PASSES = "llmq/plan/passes/"
 PLAN = ("tests/plan/test_program.py", "tests/plan/test_recompute.py", "tests/test_engine.py")
 
 STEP = (
     Fault(
         "tied_gradient_overwritten",
-        "llmq/plan/program.py",
-        "(not first or storage_name(ref) in written)",
-        "(not first)",
+        f"{PASSES}accumulate.py",
+        "adds = not first or name in written",
+        "adds = not first",
         PLAN,
     ),
     Fault(
         "micro_steps_do_not_accumulate",
-        "llmq/plan/program.py",
-        "(not first or storage_name(ref) in written)",
-        "(storage_name(ref) in written)",
+        f"{PASSES}accumulate.py",
+        "adds = not first or name in written",
+        "adds = name in written",
         PLAN,
     ),
-    Fault("amax_counted_in_replay", "llmq/plan/program.py", "statistics and not ref.again", "statistics", PLAN),
+    Fault(
+        "amax_counted_in_replay",
+        f"{PASSES}accumulate.py",
+        "if result is None or result.ref.again:",
+        "if result is None:",
+        PLAN,
+    ),
     Fault(
         "amax_counted_in_evaluation",
         "llmq/plan/plan.py",
-        'compiler.program("evaluate", evaluate, statistics=False)',
-        'compiler.program("evaluate", evaluate, statistics=True)',
+        "_program(name, calls, offloaded=fates.offloaded) for name, calls in reading",
+        "_program(name, calls, offloaded=fates.offloaded, collects=True) for name, calls in reading",
         PLAN,
     ),
     Fault(
         "scales_of_a_copy_die_before_it",
-        "llmq/plan/program.py",
-        "            lasts[operand.scale] = index",
-        "            lasts[operand.scale] += 0",
+        f"{PASSES}place.py",
+        "slots[scale].last = max(slots[scale].last, end)",
+        "slots[scale].last += 0",
         PLAN,
     ),
-    Fault("memory_taken_before_the_last_read", "llmq/plan/program.py", "and lasts[source.storage] == index", "", PLAN),
+    Fault("memory_taken_before_the_last_read", f"{PASSES}place.py", "slots[read].last == index and ", "", PLAN),
     Fault(
         "replay_reads_what_was_dropped",
-        "llmq/ops/record.py",
-        'if phase in ("replay", "backward"):',
-        'if phase in ("backward",):',
+        f"{PASSES}fates.py",
+        "replace(call, outputs=tuple(outputs), inputs=inputs)",
+        "replace(call, outputs=tuple(outputs))",
         PLAN,
     ),
     Fault(
@@ -58,7 +65,7 @@ STEP = (
     Fault(
         "decay_of_every_row",
         "llmq/optimizer.py",
-        "hyper.weight_decay if rows[name].decay else 0.0",
+        "hyper.weight_decay if row.decay else 0.0",
         "hyper.weight_decay",
         ENGINE,
     ),
@@ -81,8 +88,8 @@ STEP = (
     Fault(
         "step_number_not_set",
         "llmq/engine.py",
-        'self._memory.fill("cell:step", step)',
-        'self._memory.fill("cell:step", 1)',
+        "self._fill(cells.step, step)",
+        "self._fill(cells.step, 1)",
         GOLDEN,
     ),
 )
@@ -140,8 +147,8 @@ LOOP = (
     Fault(
         "seed_not_in_the_plan",
         "llmq/job.py",
-        "            seed=seed,\n",
-        "",
+        "hyper, b, t, seed, packing",
+        "hyper, b, t, 0, packing",
         LOOP_BY_HAND,
     ),
     Fault(
@@ -424,8 +431,8 @@ DATA = (
     Fault(
         "data_position_one_batch_behind",
         "llmq/data/loader.py",
-        "yield Batch(*rows, position, places, epoch",
-        "yield Batch(*rows, position - batch_size * world, places, epoch",
+        "yield Batch(*rows, places, position, position /",
+        "yield Batch(*rows, places, position - batch_size * world, position /",
         ("tests/data/test_loader.py",),
     ),
     Fault(

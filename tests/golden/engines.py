@@ -11,11 +11,13 @@ import numpy as np
 from llmq.backends import Backend
 from llmq.backends.host import HostBackend
 from llmq.config import read_config
+from llmq.data.batch import Batch
 from llmq.engine import Engine
 from llmq.optimizer import Hyperparameters
 from llmq.plan.memory import Memory
 from llmq.plan.plan import make_plan
 from llmq.plan.precision import Precision
+from llmq.plan.spec import Spec
 
 FP64 = Precision(*["fp64"] * 2, m="fp64", v="fp64", master="fp64", grad="fp64")
 FP32 = Precision()
@@ -46,15 +48,8 @@ def engine_of(
 ) -> Engine:
     """An engine holding `weights`, by Hugging Face name: every one of them used, and every parameter given."""
     backend = backend or default_backend(precision)
-    plan = make_plan(
-        read_config(config),
-        precision,
-        Memory(),
-        hyper or Hyperparameters(),
-        batch_size=batch_size,
-        seq_len=seq_len,
-        scratch_bytes=backend.scratch_bytes,
-    )
+    spec = Spec(read_config(config), precision, Memory(), hyper or Hyperparameters(), batch_size, seq_len)
+    plan = make_plan(spec, backend.scratch_bytes)
     parameters = []
     for row in plan.rows:
         values = np.zeros(row.shape)
@@ -79,7 +74,7 @@ def by_name(engine: Engine, read: Callable[[str], np.ndarray]) -> dict[str, np.n
 
 def gradients(engine: Engine, tokens: np.ndarray, targets: np.ndarray) -> dict[str, np.ndarray]:
     """Gradients of the mean loss over trained tokens."""
-    engine.micro_step(tokens, targets, first=True)
+    engine.micro_step(Batch(tokens, targets))
     count = np.count_nonzero(targets != -100)
     return {name: array / count for name, array in by_name(engine, engine.gradient).items()}
 

@@ -12,10 +12,12 @@ from llmq.config import RopeConfig
 from llmq.ops import seam
 from llmq.ops.reference import OPS
 from llmq.rope import rope_table
+from llmq.scaling import SCALINGS
 from llmq.tensor import Form, Output, Tensor, num_norm_tiles
 
 from .build import output, run, tensor
 
+OWN_SCALES = tuple(name for name, scaling in SCALINGS.items() if scaling.owns_scales)
 STAT = {"fp64": "fp64", "fp32": "fp32", "bf16": "fp32"}  # dtype of statistics and cells in a model of that dtype
 
 

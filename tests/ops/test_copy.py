@@ -6,9 +6,10 @@ import numpy as np
 import pytest
 
 from llmq.ops.reference import OPS
-from llmq.tensor import OWN_SCALES, Form, Tensor
+from llmq.tensor import Form, Tensor
 
 from .build import output, poisoned, tensor
+from .cases import OWN_SCALES
 
 FORMS = [None, Form("bf16", "col"), *(Form("e4m3", layout, "delayed") for layout in ("row", "col"))]
 FORMS += [Form("e4m3", layout, scaling) for scaling in OWN_SCALES for layout in ("row", "col")]

@@ -23,21 +23,13 @@ from llmq.ops.cuda import embedding, launch
 from llmq.ops.cuda_sources import cuda_folder, cuda_sources
 from llmq.ops.seam import Arguments, arguments_of
 from llmq.presets import PRESETS
-from llmq.tensor import (
-    COLSUM,
-    DTYPES,
-    OWN_SCALES,
-    Form,
-    Output,
-    Ref,
-    Tensor,
-    num_norm_tiles,
-    scale_shape,
-    stored_shape,
-)
+from llmq.scaling import SCALINGS
+from llmq.tensor import COLSUM, DTYPES, Form, Output, Ref, Tensor, num_norm_tiles, scale_shape, stored_shape
 
 ROW8, COL8 = Form("e4m3", "row", "delayed"), Form("e4m3", "col", "delayed")
-OWN = {name: [Form("e4m3", layout, name) for layout in ("row", "col")] for name in OWN_SCALES}
+OWN = {
+    name: [Form("e4m3", layout, name) for layout in ("row", "col")] for name in SCALINGS if SCALINGS[name].owns_scales
+}
 # most registers of any variant on any card; a kernel that needs more has changed its occupancy
 REGISTERS = {
     "add": 40,

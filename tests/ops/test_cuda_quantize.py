@@ -3,9 +3,10 @@
 import numpy as np
 import pytest
 
-from llmq.tensor import LARGEST, OWN_SCALES, Form
+from llmq.tensor import LARGEST, Form
 
 from .build import output, tensor
+from .cases import OWN_SCALES
 from .cuda_build import Device
 from .test_quantize import uneven
 

@@ -3,10 +3,10 @@
 import numpy as np
 import pytest
 
-from llmq.tensor import COLSUM, OWN_SCALES, Form, Output, Tensor
+from llmq.tensor import COLSUM, Form, Output, Tensor
 
 from .build import check_gradient, run, tensor
-from .cases import LARGE, ODD, make
+from .cases import LARGE, ODD, OWN_SCALES, make
 
 OPTIONAL = pytest.mark.parametrize("absent", [(), ("bias",), ("residual",), ("bias", "residual")], ids=str)
 

@@ -3,9 +3,10 @@
 import numpy as np
 import pytest
 
-from llmq.tensor import OWN_SCALES, Form
+from llmq.tensor import Form
 
 from .build import output, run, tensor
+from .cases import OWN_SCALES
 
 
 def errors(x, dtype="e4m3", scale=1.0, start=(0,) * 6):

@@ -5,9 +5,10 @@ import itertools
 import numpy as np
 import pytest
 
-from llmq.tensor import DTYPES, LARGEST, OWN_SCALES, Form, scale_shape, stored_shape
+from llmq.tensor import DTYPES, LARGEST, Form, scale_shape, stored_shape
 
 from .build import output, run, tensor
+from .cases import OWN_SCALES
 
 FORMS = [
     Form(dtype, layout, scaling) for dtype in ("e4m3", "e5m2") for layout in ("row", "col") for scaling in OWN_SCALES

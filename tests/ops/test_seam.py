@@ -8,7 +8,9 @@ import pytest
 
 from llmq.ops import seam
 from llmq.ops.reference import OPS
-from llmq.tensor import OWN_SCALES, Form, Output, Ref, Tensor
+from llmq.tensor import Form, Output, Ref, Tensor
+
+from .cases import OWN_SCALES
 
 NUMBERS = (int, float, int | None)
 
@@ -35,8 +37,9 @@ def test_a_record_names_outputs_and_inputs_that_exist(op):
     found = seam.record(op)
     assert found.name == op and found is vars(OPS[op])["record"]
     assert (found.outputs, found.inputs, found.numbers) == seam.parse(OPS[op])
-    for pairs in (found.shares, found.cast_from):
-        assert set(pairs) <= set(found.outputs) and set(pairs.values()) <= set(found.inputs)
+    assert found.shares.keys() | found.cast_from.keys() <= set(found.outputs)
+    assert set(found.shares.values()) <= set(found.inputs)
+    assert set(found.cast_from.values()) <= {*found.inputs, *found.outputs}
     assert found.forms | found.rows <= set(found.outputs)
     assert found.lane in seam.LANES and found.family
     assert bool(found.products) == (found.is_linear or found.family.startswith("attention"))
@@ -47,7 +50,11 @@ def test_the_facts_that_others_look_up():
     assert seam.record("rmsnorm_backward").shares == {"d_out": "d_res"}
     assert seam.record("copy_to_host").lane == seam.record("copy_to_device").lane == "copy"
     assert {op for op in OPS if seam.record(op).is_linear} == {"linear_forward", "linear_dgrad", "linear_wgrad"}
-    assert {op for op in OPS if seam.record(op).cast_from} == {"cast", "quantize"}
+    assert {op: seam.record(op).cast_from for op in OPS if seam.record(op).cast_from} == {
+        "adamw": {"weight": "new_master"},
+        "cast": {"out": "x"},
+        "quantize": {"out": "x"},
+    }
 
 
 def test_which_forms_an_op_writes_in_its_own_pass():

@@ -8,10 +8,10 @@ from llmq.backends import open_backend
 from llmq.backends.planned import planned_scratch
 from llmq.blocks.attention import Packing
 from llmq.errors import MemoryLimitError
+from llmq.ops.record import Call
 from llmq.plan import advice
 from llmq.plan.advice import refuse_if_too_large, with_fitting_chunks
 from llmq.plan.memory import Memory, resolve
-from llmq.plan.program import Operand, Step
 from llmq.presets import preset
 from llmq.rows import padded_vocab
 from llmq.sections import MemoryOptions
@@ -20,14 +20,14 @@ from llmq.tensor import Ref
 SCRATCH = 1 << 20
 
 
-def scratch_bytes(step):
+def scratch_bytes(call):
     """As attention's workspaces: the more sequences, the more."""
-    return SCRATCH * step.inputs[0].ref.shape[0] if step.op == "attention_backward" else 0
+    return SCRATCH * call.inputs[0].shape[0] if call.op == "attention_backward" else 0
 
 
-def per_batch(step):
+def per_batch(call):
     """Of a backend whose workspace does not get smaller in pieces."""
-    return SCRATCH * step.inputs[0].ref.shape[0] if step.op == "rope_backward" else 0
+    return SCRATCH * call.inputs[0].shape[0] if call.op == "rope_backward" else 0
 
 
 def test_a_plan_that_fits_is_let_through():
@@ -64,12 +64,12 @@ def test_a_workspace_that_is_too_large_names_what_makes_it_smaller():
     packing = Packing(max_docs=4, longest=8)
     plan = plan_of(BF16, config=tiny(), batch_size=8, packing=packing, scratch_bytes=scratch_bytes)
     with pytest.raises(MemoryLimitError, match=r"missing: --no-deterministic needs .*, --attn-bwd-chunks 8 needs"):
-        refuse_if_too_large(plan, 8 * SCRATCH, scratch_bytes, lambda step: 256)
+        refuse_if_too_large(plan, 8 * SCRATCH, scratch_bytes, lambda call: 256)
     with pytest.raises(MemoryLimitError, match="missing: --attn-bwd-chunks 8 needs"):
         refuse_if_too_large(plan, 8 * SCRATCH, scratch_bytes)
     chunked = plan_of(BF16, Memory((), attention_chunks=8), tiny(), batch_size=8, scratch_bytes=scratch_bytes)
     with pytest.raises(MemoryLimitError, match=r"missing: --no-deterministic needs [^,]*$"):
-        refuse_if_too_large(chunked, chunked.total_bytes - 1, scratch_bytes, lambda step: 256)
+        refuse_if_too_large(chunked, chunked.total_bytes - 1, scratch_bytes, lambda call: 256)
 
 
 def fitting(free_bytes, scratch=scratch_bytes, **numbers):
@@ -155,7 +155,6 @@ def test_the_workspace_of_packed_rows_goes_with_the_longest_document():
     numbers = {"num_heads": 14, "num_kv_heads": 2, "window": None, "softmax_scale": 0.125}
     for max_docs, longest, measured in ((8, 2048, [15.97, 2.11]), (20, 2048, [36.97, 2.11]), (20, 537, [5.51, 2.11])):
         borders = Ref("borders", "batch", (16, max_docs + 1), "int32")
-        operands = tuple(Operand(ref.name, ref) for ref in (*refs, borders))
-        step = Step("attention_backward", (None,), operands, {**numbers, "longest": longest}, "backward")
-        found = [planned_scratch(step, deterministic) / 2**30 for deterministic in (True, False)]
+        call = Call("attention_backward", (None,), (*refs, borders), {**numbers, "longest": longest}, "backward")
+        found = [planned_scratch(call, deterministic) / 2**30 for deterministic in (True, False)]
         assert found == pytest.approx(measured, rel=0.01)

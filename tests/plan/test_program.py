@@ -7,17 +7,18 @@ from tiny_engines import BF16, FP8, FP32, plan_of, tiny
 
 from llmq.arena import aligned
 from llmq.plan.memory import Memory
+from llmq.plan.names import storage_name
 from llmq.tensor import stored_bytes
 
 DELAYED, CURRENT = FP8["e5m2", "delayed"], FP8["e5m2", "current"]
 
 
 def ops_of(plan, name="first"):
-    return Counter(step.op for step in plan.programs[name].steps)
+    return Counter(call.op for call in plan.programs[name].calls)
 
 
 def test_producers_write_quantized_forms_and_only_attention_s_output_is_cast():
-    casts = [s for s in plan_of(DELAYED).programs["first"].steps if s.op == "cast"]
+    casts = [s for s in plan_of(DELAYED).programs["first"].calls if s.op == "cast"]
     layers = tiny().num_layers
     assert sum(s.outputs[0].ref.name.endswith("attention.att") for s in casts) == 2 * layers  # row, then col again
     assert len(casts) == 2 * layers
@@ -25,33 +26,32 @@ def test_producers_write_quantized_forms_and_only_attention_s_output_is_cast():
 
 def test_current_scaling_measures_before_it_casts_and_replays_reuse_the_scale():
     plan = plan_of(CURRENT, Memory(("recompute_block",)))
-    steps = plan.programs["first"].steps
-    measured = [s.outputs[0].ref.name for s in steps if s.op == "amax_scale"]
+    calls = plan.programs["first"].calls
+    measured = [s.outputs[0].ref.name for s in calls if s.op == "amax_scale"]
     assert len(measured) == len(set(measured))
-    assert all(s.phase != "replay" for s in steps if s.op == "amax_scale")
-    assert any(s.op == "cast" and s.phase == "replay" for s in steps)
+    assert all(s.phase != "replay" for s in calls if s.op == "amax_scale")
+    assert any(s.op == "cast" and s.phase == "replay" for s in calls)
 
 
 def test_a_copy_with_scales_of_its_own_is_made_with_them_behind_its_producer():
     """One quantize per value and format, which measures the current scale of wgrad's copy by the way."""
     for scaling, beside in (("rowwise", True), ("blockwise", False)):
-        steps = plan_of(FP8["e5m2", scaling], Memory(("recompute_swiglu",))).programs["first"].steps
-        for index, step in enumerate(steps):
-            if step.op == "quantize":
-                (value,) = step.inputs
-                made = [o.storage for s in steps[:index] for r in filter(None, s.outputs) for o in r.operands]
-                assert value.storage in made and value.ref.form is None
-                assert all(o.ref.form.owns_scales and o.scale for o in step.outputs[0].operands)
-        gate_up = [s for s in steps if s.inputs[0] and s.inputs[0].storage == "0/0.d.mlp.gate_up"]
+        calls = plan_of(FP8["e5m2", scaling], Memory(("recompute_swiglu",))).programs["first"].calls
+        for index, call in enumerate(calls):
+            if call.op == "quantize":
+                (value,) = call.inputs
+                assert value.form is None and value in [ref for s in calls[:index] for ref in s.written]
+                assert all(ref.form.owns_scales for ref in call.outputs[0].refs)
+        gate_up = [s for s in calls if s.inputs[0] and storage_name(s.inputs[0]) == "0/0.d.mlp.gate_up"]
         assert [s.op for s in gate_up] == (["quantize", "cast"] if beside else ["quantize"])
         assert (gate_up[0].outputs[1] is not None) == beside
-        written = [o.storage for s in gate_up for r in filter(None, s.outputs) for o in r.operands]
+        written = [storage_name(ref) for s in gate_up for ref in s.written]
         columns = "@e5m2/col/current" if beside else "@e5m2/col/blockwise"
         scale = ["0/0.d.mlp.gate_up@scale/e5m2"] if beside else []
         copies = [f"0/0.d.mlp.gate_up@e5m2/row/{scaling}", f"0/0.d.mlp.gate_up{columns}", *scale]
         assert sorted(written) == sorted(copies)
         # a copy that only backward reads is made where the value is made again, its scale with it
-        replayed = [s.op for s in steps if s.phase == "replay"]
+        replayed = [s.op for s in calls if s.phase == "replay"]
         assert Counter(replayed)["swiglu_forward"] == 2
         assert ("amax_scale" in replayed) == beside
 
@@ -82,26 +82,26 @@ def test_plain_dtypes_need_no_cast(precision):
 def test_statistics_are_collected_in_training_only_and_never_in_a_replay():
     programs = plan_of(DELAYED, Memory(("recompute_ffn",))).programs
     for name, program in programs.items():
-        for step in program.steps:
-            for result in filter(None, step.outputs):
-                if name in ("evaluate", "generate", "publish") or step.phase == "replay":
-                    assert not result.amax, (name, step.op)
-    collected = {cell for step in programs["first"].steps for r in filter(None, step.outputs) for cell in r.amax}
-    collected |= {cell for step in programs["update"].steps for r in filter(None, step.outputs) for cell in r.amax}
+        for call in program.calls:
+            for result in filter(None, call.outputs):
+                if name in ("evaluate", "generate", "publish") or call.phase == "replay":
+                    assert not result.amax, (name, call.op)
+    collected = {cell for call in programs["first"].calls for r in filter(None, call.outputs) for cell in r.amax}
+    collected |= {cell for call in programs["update"].calls for r in filter(None, call.outputs) for cell in r.amax}
     assert collected == set(plan_of(DELAYED).scales)
 
 
 def test_the_first_write_of_a_gradient_overwrites_and_the_others_add():
     plan = plan_of(BF16, Memory((), head_chunks=4))
-    writes = {"first": {}, "next": {}}
+    writes = {"first": {}, "middle": {}}
     for name, found in writes.items():
-        for step in plan.programs[name].steps:
-            for result in filter(None, step.outputs):
+        for call in plan.programs[name].calls:
+            for result in filter(None, call.outputs):
                 if result.ref.space in ("grad", "sum"):
                     found.setdefault(result.ref.name, []).append(result.accumulate)
     assert all(flags == [False] + [True] * (len(flags) - 1) for flags in writes["first"].values())
     assert len(writes["first"]["embed.weight"]) == 5  # four chunks of the tied head, then the embedding
-    assert all(all(flags) for flags in writes["next"].values())
+    assert all(all(flags) for flags in writes["middle"].values())
 
 
 def test_logits_and_their_gradient_share_memory():
@@ -120,8 +120,8 @@ def test_what_is_kept_for_backward_is_not_overwritten_in_place():
 
 
 def test_evaluation_writes_no_gradient_and_no_transposed_copy():
-    steps = plan_of(DELAYED).programs["evaluate"].steps
-    written = [o.storage for s in steps for r in filter(None, s.outputs) for o in r.operands]
+    calls = plan_of(DELAYED).programs["evaluate"].calls
+    written = [storage_name(ref) for s in calls for ref in s.written]
     assert not [name for name in written if any(part in name for part in (".d.", "/d.", "/col/", "grad:"))]
 
 
@@ -137,4 +137,4 @@ def test_a_bf16_weight_is_its_own_master():
 def test_the_table_names_every_byte_that_the_engine_allocates(precision):
     plan = plan_of(precision)
     persistent = sum(aligned(stored_bytes(ref)) for ref in plan.persistent.values())
-    assert plan.total_bytes == persistent + plan.activation_bytes == sum(plan.table().values())
+    assert plan.total_bytes == persistent + plan.arena_bytes() == sum(plan.table().values())

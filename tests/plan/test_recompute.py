@@ -8,8 +8,7 @@ from tiny_engines import BF16, FP8, PRECISIONS, bits, engine_of, plan_of, tiny, 
 
 from llmq.arena import aligned
 from llmq.errors import UsageError
-from llmq.plan.memory import Memory
-from llmq.plan.recompute import ROLES
+from llmq.plan.memory import ROLES, Memory
 from llmq.presets import preset
 
 FLAGS = tuple(ROLES)
@@ -97,8 +96,8 @@ def test_recompute_block_needs_a_quarter_of_the_activations_of_qwen_05b():
     big = {"batch_size": 8, "seq_len": 1024}
     plain = plan_of(BF16, Memory((), head_chunks=4), config, **big)
     block = plan_of(BF16, Memory(("recompute_block",), head_chunks=4), config, **big)
-    assert block.activation_bytes <= 0.25 * plain.activation_bytes
-    assert plain.activation_bytes <= 1.05 * max(program.live_bytes for program in plain.programs.values())
+    assert block.arena_bytes() <= 0.25 * plain.arena_bytes()
+    assert plain.arena_bytes() <= 1.05 * max(program.live_bytes["device"] for program in plain.programs.values())
 
 
 def test_an_fp8_site_keeps_its_quantized_copy_and_not_the_value():

@@ -8,7 +8,7 @@ import statistics
 
 import numpy as np
 import pytest
-from tiny_engines import BF16, FP32, plan_of, tiny
+from tiny_engines import BF16, FP32, arrays, plan_of, spec_of, tiny
 
 import llmq
 from llmq import nvml
@@ -18,14 +18,13 @@ from llmq.data.loader import open_data
 from llmq.data.token_file import TokenWriter
 from llmq.log import TrainRecord
 from llmq.options import Options
-from llmq.plan.memory import Memory
 from llmq.plan.precision import resolve
 from llmq.report import bench
 from llmq.report.bench import Clock, CudaClock, measure, measure_plan, random_parameters, zipf_batch
 from llmq.report.bench_run import MATMULS
 from llmq.source import initial_parameters, open_source
 
-SHAPE = {"batch_size": 2, "seq_len": 16, "tokens_per_step": 64, "steps": 3, "warmup": 1}
+RUN = {"tokens_per_step": 64, "steps": 3, "warmup": 1}
 
 
 class FakeClock(Clock):
@@ -46,13 +45,13 @@ class FakeClock(Clock):
 
 
 def test_measured_steps_are_training_steps():
-    speed = measure(tiny(), FP32, Memory(), HostBackend(), Clock(), **SHAPE)
+    speed = measure(spec_of(FP32), HostBackend(), Clock(), **RUN)
     assert len(speed.seconds) == 3 and speed.tokens_per_step == 64 and len(speed.losses) == 4
     median, low, high = speed.tokens_per_second
     assert low <= median <= high and high == pytest.approx(64 / min(speed.seconds))
     assert speed.micro_batch_ms == pytest.approx(1e3 * statistics.median(speed.seconds) / 2)
     assert speed.readings == () and speed.peak_bytes > 0
-    assert speed.calls and not measure(tiny(), FP32, Memory(), HostBackend(), Clock(), **SHAPE, single_ops=False).calls
+    assert speed.calls and not measure(spec_of(FP32), HostBackend(), Clock(), **RUN, single_ops=False).calls
 
 
 @pytest.mark.parametrize("dtype", ["fp32", "e4m3"])
@@ -61,7 +60,7 @@ def test_losses_are_those_of_llmq_train(dtype, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "shape").mkdir()
     (tmp_path / "shape" / "config.json").write_text(json.dumps(to_hf(tiny(), "fp32")))
-    tokens, _ = zipf_batch(97, 1, 40 * 16 + 1, seed=3)
+    tokens, _ = arrays(zipf_batch(97, 1, 40 * 16 + 1, seed=3))
     with TokenWriter("train.bin", vocab_size=97) as file:
         file.append(tokens[0])
     steps, accumulation, rate = 5, 2, 3e-3
@@ -74,10 +73,10 @@ def test_losses_are_those_of_llmq_train(dtype, tmp_path, monkeypatch):
 
     options = Options.parse(given)
     config = from_folder(tmp_path / "shape")
-    plan = plan_of(resolve(options.precision, config.num_layers), config=config, batch_size=2, seq_len=16, seed=7)
+    plan = plan_of(resolve(options.precision, config), config=config, batch_size=2, seq_len=16, seed=7)
     with open_data(options.data, 97, 7).loader() as loader:
         loader.start()
-        batches = [(b.tokens, b.targets) for b in (loader.next() for _ in range(steps * accumulation))]
+        batches = [loader.next() for _ in range(steps * accumulation)]
     speed = measure_plan(
         plan,
         HostBackend(),
@@ -94,8 +93,8 @@ def test_losses_are_those_of_llmq_train(dtype, tmp_path, monkeypatch):
 
 
 def test_every_step_of_both_programs_is_timed_once():
-    speed = measure(tiny(), BF16, Memory(), HostBackend(), FakeClock(), **SHAPE)
-    expected = [(n, i) for n in ("next", "update") for i in range(len(speed.plan.programs[n].steps))]
+    speed = measure(spec_of(BF16), HostBackend(), FakeClock(), **RUN)
+    expected = [(n, i) for n in ("middle", "update") for i in range(len(speed.plan.programs[n].calls))]
     assert [(call.program, call.index) for call in speed.calls] == expected
     assert {call.ms for call in speed.calls} == {1.0} and speed.seconds == (1e-3,) * 3
 
@@ -110,11 +109,11 @@ def test_the_time_of_an_op_is_the_median_of_its_runs(monkeypatch):
 
     class Uneven(FakeClock):
         def elapsed_ms(self, start, end):
-            return {1: 100.0, 2: 5.0, 3: 7.0}.get(rounds.count("next"), 1.0)
+            return {1: 100.0, 2: 5.0, 3: 7.0}.get(rounds.count("middle"), 1.0)
 
     monkeypatch.setattr(bench.Engine, "traced", counted)
-    speed = measure(tiny(num_layers=1), FP32, Memory(), HostBackend(), Uneven(), **SHAPE)
-    assert {call.ms for call in speed.calls} == {7.0} and rounds == ["next", "update"] * 3
+    speed = measure(spec_of(FP32, config=tiny(num_layers=1)), HostBackend(), Uneven(), **RUN)
+    assert {call.ms for call in speed.calls} == {7.0} and rounds == ["middle", "update"] * 3
 
 
 def test_the_device_is_given_work_ahead_of_single_ops(monkeypatch):
@@ -132,9 +131,9 @@ def test_the_device_is_given_work_ahead_of_single_ops(monkeypatch):
 
     monkeypatch.setattr(bench, "AHEAD_S", 2e-3)
     clock, backend = Queued(), HostBackend()
-    measure(tiny(num_layers=1), FP32, Memory(), backend, clock, **SHAPE)
+    measure(spec_of(FP32, config=tiny(num_layers=1)), backend, clock, **RUN)
     asked = ran.index(4)  # a step of 1 ms has two micro-steps
-    assert ran[asked + 1 :] == ["next"] * 4 * bench.REPEATS and clock.followed == [backend]
+    assert ran[asked + 1 :] == ["middle"] * 4 * bench.REPEATS and clock.followed == [backend]
 
 
 def test_the_optimizers_calls_are_timed_together_where_ops_are_queued(monkeypatch):
@@ -153,19 +152,19 @@ def test_the_optimizers_calls_are_timed_together_where_ops_are_queued(monkeypatc
     part = bench.Engine.part
 
     def launched(self, name, indices):
-        steps = [self.plan.programs[name].steps[index].op for index in indices]
+        steps = [self.plan.programs[name].calls[index].op for index in indices]
         run = part(self, name, indices)
         return lambda: (ran.append(steps), setattr(clock, "now", clock.now + 4), run())
 
     monkeypatch.setattr(bench.Engine, "part", launched)
-    speed = measure(tiny(), BF16, Memory(), backend, clock, **SHAPE)
+    speed = measure(spec_of(BF16), backend, clock, **RUN)
     rows = len(speed.plan.rows)
     squares, adamw = (["sum_squares"] * rows, ["adamw"] * rows)
     assert ran == [squares, adamw] * (2 + bench.REPEATS), "eagerly, captured, and timed"
     for call in speed.calls:
-        op = speed.plan.programs[call.program].steps[call.index].op
+        op = speed.plan.programs[call.program].calls[call.index].op
         assert call.ms == pytest.approx(1 + (13 / rows if op in bench.TOGETHER else 9))
-    with_events = measure(tiny(), BF16, Memory(), backend, FakeClock(), **SHAPE)
+    with_events = measure(spec_of(BF16), backend, FakeClock(), **RUN)
     assert [(c.program, c.index) for c in speed.calls] == [(c.program, c.index) for c in with_events.calls]
 
 
@@ -202,8 +201,8 @@ def test_the_parts_timed_one_by_one_are_the_whole():
 
     backend.ops = {name: counted(op) for name, op in backend.ops.items()}
     clock.mark = lambda: clock.now
-    speed = measure(tiny(), BF16, Memory(), backend, clock, **SHAPE)
-    parts = sum(call.ms * (2 if call.program == "next" else 1) for call in speed.calls)
+    speed = measure(spec_of(BF16), backend, clock, **RUN)
+    parts = sum(call.ms * (2 if call.program == "middle" else 1) for call in speed.calls)
     assert {round(1e3 * seconds) for seconds in speed.seconds} == {parts}
 
 
@@ -225,12 +224,12 @@ def test_the_clock_stops_steps_and_warm_up(monkeypatch):
 
 
 def test_a_measurement_ends_by_the_clock():
-    speed = measure(tiny(num_layers=1), FP32, Memory(), HostBackend(), Clock(), **SHAPE, limit_s=0.0)
+    speed = measure(spec_of(FP32, config=tiny(num_layers=1)), HostBackend(), Clock(), **RUN, limit_s=0.0)
     assert len(speed.seconds) == 1 and len(speed.losses) == 2
 
 
 def test_generated_tokens_repeat_like_words():
-    tokens, targets = zipf_batch(1000, 4, 256, seed=0)
+    tokens, targets = arrays(zipf_batch(1000, 4, 256, seed=0))
     assert np.array_equal(tokens[:, 1:], targets[:, :-1]) and tokens.min() >= 0 and tokens.max() < 1000
     counts = np.sort(np.bincount(tokens.ravel(), minlength=1000))[::-1]
     assert counts[0] > 10 * counts[50] > 0
@@ -248,7 +247,7 @@ def test_a_gpu_is_timed_by_its_own_events():
 
     config = tiny(hidden_size=64, head_dim=16, intermediate_size=96)  # what cuDNN and 16-byte accesses take
     backend, clock = CudaBackend(), CudaClock()
-    speed = measure(config, BF16, Memory(), backend, clock, **{**SHAPE, "warmup": 3})
+    speed = measure(spec_of(BF16, config=config), backend, clock, **{**RUN, "warmup": 3})
     assert all(0 < s < 1 for s in speed.seconds) and all(0 < call.ms < 100 for call in speed.calls)
     assert speed.peak_bytes > 0 and len(set(speed.losses)) == 6
     start = clock.mark()

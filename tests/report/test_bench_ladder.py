@@ -17,20 +17,20 @@ USED = 20  # different tokens
 CEILINGS = Ceilings({"fp32": 1e9, "bf16": 2e9, "e4m3": 4e9}, 1e8)
 
 
-def works(plan, program="next"):
-    """(op, name of what is written first, its work) of every step."""
+def works(plan, program="middle"):
+    """(op, name of what is written first, its work) of every call."""
     p = plan.programs[program]
-    return [(step.op, written(step), work_of(step, p.places, USED)) for step in p.steps]
+    return [(call.op, written(call), work_of(call, p.places, USED)) for call in p.calls]
 
 
-def of(plan, op, part="", program="next"):
-    """The work of the steps of an op that write something with `part` in its name."""
+def of(plan, op, part="", program="middle"):
+    """The work of the calls of an op that write something with `part` in its name."""
     return [work for name, output, work in works(plan, program) if name == op and part in output]
 
 
 def test_every_op_of_a_step_belongs_to_a_family():
     named = {}
-    for name in ("next", "update"):
+    for name in ("middle", "update"):
         for op, output, _ in works(plan_of(FP32, config=tiny(qk_norm=True)), name):
             named.setdefault(family(op, output), set()).add(op)
     assert named["head"] == {"linear_forward", "linear_dgrad", "linear_wgrad"}
@@ -120,7 +120,7 @@ def test_fp8_products_count_at_the_rate_of_e4m3_and_move_single_bytes(gradient):
 
 def test_a_rung_is_the_sum_of_its_calls_and_its_rooflines():
     plan = plan_of(FP32)
-    calls = [Timed(name, i, 2.0) for name in ("next", "update") for i in range(len(plan.programs[name].steps))]
+    calls = [Timed(name, i, 2.0) for name in ("middle", "update") for i in range(len(plan.programs[name].calls))]
     found = ladder(plan, calls, CEILINGS, micro_batch_ms=1000.0, tokens_per_step=4 * M, used=USED)
     rungs = {rung.family: rung for rung in found.rungs}
     forward = rungs["linears forward"]

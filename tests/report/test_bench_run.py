@@ -16,6 +16,7 @@ from llmq.device import CPU, Device
 from llmq.errors import MemoryLimitError, UsageError
 from llmq.plan.memory import Memory
 from llmq.plan.plan import make_plan
+from llmq.plan.spec import Spec
 from llmq.report import bench_run
 from llmq.report.bench import paced
 from llmq.report.bench_ceilings import Ceilings
@@ -179,16 +180,16 @@ def card(monkeypatch):
         def plan(request, one, where, backend):
             batch = request.batch_size or batch_size
             sizes = {"batch_size": batch if where.kind == "cuda" else 1, "seq_len": one.flat["seq_len"]}
-            return SimpleNamespace(config=one.config, precision=one.precision, **sizes)
+            return SimpleNamespace(spec=SimpleNamespace(config=one.config, precision=one.precision, **sizes))
 
         def measure(request, one, plan, backend, where, tokens, peaks, ceilings, limit_s):
-            light = bench_run.sol.seconds_per_token(plan.config, plan.seq_len, peaks, plan.precision)
+            light = bench_run.sol.seconds_per_token(plan.spec.config, plan.spec.seq_len, peaks, plan.spec.precision)
             end, least = now[0] + limit_s, request.warmup if where.kind == "cuda" else 1
             now[0] += 6
             for _ in paced(request.warmup, request.steps, least=least, end=end):
                 now[0] += tokens * light / share
             now[0] += 6
-            seen.append((one.model, one.dtype, plan.batch_size, tokens))
+            seen.append((one.model, one.dtype, plan.spec.batch_size, tokens))
             return {"sol": share}
 
         monkeypatch.setattr(bench_run, "fitting_plan", plan)
@@ -267,11 +268,11 @@ def memory(monkeypatch, tmp_path):
 def test_the_batch_is_the_largest_that_fits(memory):
     (small, large), seen = memory(2**40)
     choose(GPU_4090, Request(dtypes=("bf16",)))
-    assert [(model, plan.batch_size) for model, plan in seen] == [(small, 32), (large, 32)]
+    assert [(model, plan.spec.batch_size) for model, plan in seen] == [(small, 32), (large, 32)]
     whole = {model: plan.total_bytes for model, plan in seen}
     _, seen = memory(int(0.6 * whole[small]))
     choose(GPU_4090, Request(models=(small,)))
-    assert [plan.batch_size for _, plan in seen] == [16] and seen[0][1].total_bytes < 0.6 * whole[small]
+    assert [plan.spec.batch_size for _, plan in seen] == [16] and seen[0][1].total_bytes < 0.6 * whole[small]
 
 
 def test_what_does_not_fit_is_left_out_of_the_choice_and_refused_if_it_was_named(memory):
@@ -333,7 +334,7 @@ def test_attention_runs_in_chunks_where_the_batch_was_asked_for(memory):
 
 
 def test_tokens_are_halved_until_they_are_measured_in_time():
-    plan = SimpleNamespace(batch_size=4, seq_len=100)
+    plan = SimpleNamespace(spec=SimpleNamespace(batch_size=4, seq_len=100))
     assert tokens_in_time(4000, plan, 10, 1e-3, left_s=bench_run.START_S + 40) == 4000
     assert tokens_in_time(4000, plan, 10, 1e-3, left_s=bench_run.START_S + 39) == 2000
     assert tokens_in_time(4000, plan, 10, 1e-3, left_s=bench_run.START_S + 9.9) == 800, "whole micro-batches"
@@ -370,7 +371,6 @@ def test_the_host_is_planned_as_the_trainer_plans(monkeypatch):
     request = Request(models=("tiny_llama3_50m",), dtypes=("bf16",), recompute=("ffn",), **shape)
     (one,) = configurations(request, CPU)
     plan = bench_run.fitting_plan(request, one, CPU, HostBackend())
-    assert plan.memory == Memory(("recompute_ffn",), head_chunks=1, attention_chunks=2)
-    sizes = {"batch_size": 2, "seq_len": 64}
-    same = make_plan(one.config, one.precision, plan.memory, plan.hyper, **sizes)
+    assert plan.spec.memory == Memory(("recompute_ffn",), head_chunks=1, attention_chunks=2)
+    same = make_plan(Spec(one.config, one.precision, plan.spec.memory, plan.spec.hyper, 2, 64))
     assert same.table() == plan.table()

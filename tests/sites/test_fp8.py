@@ -28,7 +28,7 @@ def test_every_matmul_reads_its_operands_with_the_summed_axis_innermost(gradient
     x, y, d_x, d_y, residual = (ref("x", 4, 8), ref("y", 4, 16), ref("d_x", 4, 8), ref("d_y", 4, 16), ref("r", 4, 16))
     w = bundle_tree({"weight": Ref("w", "weight", (16, 8), "bf16"), "bias": Ref("b", "weight", (16,), "bf16")})
     dw = bundle_tree({"weight": Ref("w", "grad", (16, 8), "bf16"), "bias": Ref("b", "grad", (16,), "bf16")})
-    site, ops = Fp8Linear(gradient, scaling), Recorder()
+    site, ops = Fp8Linear("layers.0.mlp.up", gradient, scaling), Recorder()
     site.forward(ops, None, y, x, w, residual)
     site.backward(ops, None, None, d_x, dw, d_y, x, w)
 
@@ -40,7 +40,7 @@ def test_every_matmul_reads_its_operands_with_the_summed_axis_innermost(gradient
     def of_weight(layout):
         return w.weight.as_form(Form("e4m3", layout, weight))
 
-    assert [(call.op, call.outputs, call.inputs) for call in ops.calls] == [
+    assert [(call.op, tuple(result.ref for result in call.outputs), call.inputs) for call in ops.calls] == [
         (
             "linear_forward",
             (y,),
@@ -64,5 +64,7 @@ def test_a_site_without_bias_makes_no_column_sums():
     w = bundle_tree({"weight": Ref("w", "weight", (16, 8), "bf16")})
     dw = bundle_tree({"weight": Ref("w", "grad", (16, 8), "bf16")})
     ops = Recorder()
-    Fp8Linear("e4m3", "current").backward(ops, None, None, ref("d_x", 4, 8), dw, ref("d_y", 4, 16), ref("x", 4, 8), w)
+    Fp8Linear("layers.0.mlp.up", "e4m3", "current").backward(
+        ops, None, None, ref("d_x", 4, 8), dw, ref("d_y", 4, 16), ref("x", 4, 8), w
+    )
     assert [call.op for call in ops.calls] == ["linear_dgrad", "linear_wgrad"]

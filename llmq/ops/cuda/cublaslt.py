@@ -21,7 +21,7 @@ import numpy as np
 from llmq.errors import UsageError
 from llmq.ops.cuda.algorithms import ALGORITHM_BYTES, Algorithms, Choice
 from llmq.ops.cuda.timing import fastest, is_capturing
-from llmq.tensor import BLOCK
+from llmq.scaling import BLOCK
 
 CUDA_TYPES = {"fp32": 0, "bf16": 14, "e4m3": 28, "e5m2": 29}  # cudaDataType_t
 BYTES = {"fp32": 4, "bf16": 2, "e4m3": 1, "e5m2": 1}

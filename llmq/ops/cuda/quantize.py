@@ -10,7 +10,8 @@ from llmq.errors import UsageError
 from llmq.ops.cuda.cast import amax_scale
 from llmq.ops.cuda.compile import Constants
 from llmq.ops.cuda.launch import COL, ROW, Kernel, access, address, launch, plain, pointer, room, rows_of, type_of
-from llmq.tensor import BLOCK, Output, Tensor
+from llmq.scaling import BLOCK
+from llmq.tensor import Output, Tensor
 
 THREADS, HELD_PACKS = 256, 8  # quantize.cu
 PER = {"blockwise": 0, "tilewise": 1, "rowwise": 2}  # of the kernel over tiles, where "rowwise" is a column's

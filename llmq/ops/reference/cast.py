@@ -5,7 +5,8 @@ from dataclasses import replace
 import numpy as np
 
 from llmq.ops.seam import op
-from llmq.tensor import Output, Tensor, scale_from
+from llmq.scaling import scale_from
+from llmq.tensor import Output, Tensor
 
 
 @op(family="quantize", forms={"out"}, cast_from={"out": "x"})

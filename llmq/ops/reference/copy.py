@@ -4,13 +4,13 @@ from llmq.ops.seam import op
 from llmq.tensor import Output, Tensor
 
 
-@op(family="copies", lane="copy")
+@op(family="copies", lane="copy", copies=True)
 def copy_to_host(out: Output, /, x: Tensor) -> None:
     """out <- x, in the one form that both have, with the scales of a form that owns its scales."""
     _copy(out, x)
 
 
-@op(family="copies", lane="copy")
+@op(family="copies", lane="copy", copies=True)
 def copy_to_device(out: Output, /, x: Tensor) -> None:
     """out <- x, in the one form that both have, with the scales of a form that owns its scales."""
     _copy(out, x)

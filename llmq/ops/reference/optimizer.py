@@ -61,7 +61,7 @@ def grad_scale(
     apply.write(finite.astype(value.dtype))
 
 
-@op(family="optimizer", forms={"weight"})
+@op(family="optimizer", forms={"weight"}, cast_from={"weight": "new_master"})
 def adamw(
     new_master: Output,
     new_m: Output,

@@ -3,7 +3,8 @@
 import numpy as np
 
 from llmq.ops.seam import op
-from llmq.tensor import Output, Tensor, scale_from
+from llmq.scaling import scale_from
+from llmq.tensor import Output, Tensor
 
 
 @op(family="quantize", cast_from={"out": "x"})

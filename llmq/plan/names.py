@@ -1,0 +1,48 @@
+"""Storages: the unique names of bytes, and where the scale of a copy is."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from llmq.tensor import Ref, scale_shape
+
+
+def storage_name(ref: Ref) -> str:
+    """Unique name of the bytes that a Ref stands for."""
+    if ref.space == "activation":
+        name = ref.name + ("~" if ref.again else "") + ("@host" if ref.home == "host" else "")
+    elif ref.form is None and ref.value_in is not None:
+        return f"{ref.value_in}:{ref.name}"
+    else:
+        name = f"{ref.space}:{ref.name}"
+    return f"{name}@{ref.form.key}" if ref.form else name
+
+
+def scale_name(ref: Ref) -> str | None:
+    """Storage, or cell, of the scales that a copy is read with; None for a plain form."""
+    if ref.form is None or ref.form.scaling is None:
+        return None
+    return storage_name(scale_ref(ref))
+
+
+def scale_ref(ref: Ref) -> Ref:
+    """The scales of a scaled copy: its own, a cell that outlives the program, or a slot beside the value's slot."""
+    assert ref.form is not None
+    if ref.form.owns_scales:
+        return own_scales(ref)
+    if ref.space == "activation" and ref.cell is None and not ref.form.has_cell:
+        return Ref(f"{ref.name}@scale/{ref.form.dtype}", "activation", (1,), "fp32", ref.layer)
+    return Ref(scale_cell(ref, ref.form.dtype), "scale", (1,), "fp32")
+
+
+def scale_cell(ref: Ref, dtype: str) -> str:
+    """Name of the persistent scale of a tensor's copies in `dtype`: one for all programs and micro-steps."""
+    name = ref.name.split("/", 1)[-1].split("#")[0] if ref.space == "activation" else ref.name
+    return f"{ref.cell or name}@{dtype}"
+
+
+def own_scales(ref: Ref) -> Ref:
+    """The scales of a copy that owns them: one more tensor, which lives as long as the copy's bytes."""
+    assert ref.form is not None and ref.form.owns_scales
+    name, shape = f"{ref.name}@scale/{ref.form.key}", scale_shape(ref.whole or ref.shape, ref.form)
+    return replace(ref, name=name, shape=shape, dtype="fp32", form=None, span=None, whole=(), value_in=None)

@@ -1,0 +1,50 @@
+"""Which writes are added to what is there, and which calls collect the largest magnitude for delayed scales."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+
+from llmq.ops.record import Call, Result
+from llmq.ops.seam import record
+from llmq.plan.names import scale_cell, storage_name
+
+
+def accumulate(calls: Sequence[Call], *, first: bool) -> list[Call]:
+    """The first write of a gradient or a sum in a step overwrites, the others add; all do after the `first` program."""
+    written: set[str] = set()
+
+    def marked(result: Result | None) -> Result | None:
+        if result is None or result.ref.space not in ("grad", "sum"):
+            return result
+        name = storage_name(result.ref)
+        adds = not first or name in written
+        written.add(name)
+        return replace(result, accumulate=adds)
+
+    return [_with(call, marked) for call in calls]
+
+
+def collect(calls: Sequence[Call]) -> list[Call]:
+    """Every first write of a copy with a delayed scale collects its amax; what is made again, or of another copy of the
+    value, was counted before."""
+
+    def counted(result: Result | None) -> Result | None:
+        if result is None or result.ref.again:
+            return result
+        dtypes = sorted({form.dtype for form in result.forms if form is not None and form.has_cell})
+        return replace(result, amax=tuple(scale_cell(result.ref, dtype) for dtype in dtypes)) if dtypes else result
+
+    return [call if _copies_a_copy(call) else _with(call, counted) for call in calls]
+
+
+def _with(call: Call, change: Callable[[Result | None], Result | None]) -> Call:
+    outputs = tuple(map(change, call.outputs))
+    return call if outputs == call.outputs else replace(call, outputs=outputs)
+
+
+def _copies_a_copy(call: Call) -> bool:
+    op = record(call.op)
+    read = dict(zip(op.inputs, call.inputs, strict=True))
+    sources = (read.get(source) for source in (*op.cast_from.values(), *(op.inputs if op.copies else ())))
+    return any(ref is not None and ref.form is not None for ref in sources)

@@ -1,0 +1,102 @@
+"""Copies that a producer cannot write in its own pass: they are cast, or quantized, behind it.
+
+A copy that owns its scales is made by `quantize`, with them; a current scale is measured by that call in passing, or
+by one of its own, before the copy is cast. fp8 columns whose rows the producer writes are made from the rows, which
+have the same scale.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import replace
+
+from llmq.ops.record import Call, Result
+from llmq.ops.seam import record
+from llmq.plan.names import scale_ref, storage_name
+from llmq.tensor import LARGEST, Form, Ref
+
+
+def casts(calls: Sequence[Call]) -> list[Call]:
+    """Every call with the forms that it writes itself, and behind it the calls that make the others."""
+    made: list[Call] = []
+    written: set[str] = set()
+    for call in calls:
+        if not any(_is_made_later(call, name, result) for name, result in _results(call)):
+            made.append(call)
+            continue
+        outputs: list[Result | None] = []
+        behind: list[Call] = []
+        turns: list[Call] = []
+        for name, result in _results(call):
+            if result is None or not result.forms:
+                outputs.append(result)
+                continue
+            now, turned, later = _split(call, name, result, written)
+            outputs.append(replace(result, forms=now))
+            behind += _made(result.ref, _source(call, name), later, call.phase, written) if later else []
+            turns += [_turned(result.ref, form, call.phase) for form in turned]
+        if any(result is not None and result.forms for result in outputs):
+            made.append(replace(call, outputs=tuple(outputs)))
+        made += [*behind, *turns]
+    return made
+
+
+def _results(call: Call) -> Iterable[tuple[str, Result | None]]:
+    return zip(record(call.op).outputs, call.outputs, strict=True)
+
+
+def _is_made_later(call: Call, output: str, result: Result | None) -> bool:
+    """Whether a call leaves a form of an output to others."""
+    return result is not None and any(not record(call.op).writes(output, form) for form in result.forms)
+
+
+def _split(
+    call: Call, output: str, result: Result, written: set[str]
+) -> tuple[tuple[Form | None, ...], list[Form], list[Form]]:
+    """The forms that a call writes, those that are turned from its fp8 rows, and those made of the value."""
+    ref, op = result.ref, record(call.op)
+    later = [form for form in result.forms if form is not None and not op.writes(output, form)]
+    made_of = op.cast_from.get(output)
+    if made_of in op.inputs and ref.again:  # it reads a scale that was made in forward
+        later = [form for form in later if storage_name(scale_ref(replace(ref, form=form))) not in written]
+    now = [form for form in result.forms if form not in later]
+    turned = [form for form in later if form.layout == "col" and replace(form, layout="row") in now]
+    later = [form for form in later if form not in turned]
+    if later and ref.space == "activation" and made_of is None and None not in now:
+        now.insert(0, None)  # what the others are made of
+    return tuple(now), turned, later
+
+
+def _source(call: Call, output: str) -> Ref:
+    """The value that copies of an output are made of: itself, what a cast reads, or another output of the same call."""
+    op = record(call.op)
+    found = dict(zip(op.outputs, (result.ref if result else None for result in call.outputs), strict=True))
+    found |= dict(zip(op.inputs, call.inputs, strict=True))
+    source = found[op.cast_from.get(output, output)]
+    assert source is not None
+    return source
+
+
+def _made(ref: Ref, source: Ref, forms: list[Form], phase: str, written: set[str]) -> list[Call]:
+    """The calls that make copies of a value, and the current scale that some of them have."""
+    calls: list[Call] = []
+    for dtype in sorted({form.dtype for form in forms}):
+        own = [form for form in forms if form.dtype == dtype and form.owns_scales]
+        current = [form for form in forms if form.dtype == dtype and form.is_measured]
+        shared = scale_ref(replace(ref, form=current[0])) if current else None
+        scale = Result(shared, (None,)) if shared is not None and storage_name(shared) not in written else None
+        numbers = {"limit": LARGEST.get(dtype)}
+        if own:
+            calls.append(Call("quantize", (Result(ref, tuple(own)), scale), (source,), numbers, phase))
+        elif scale is not None:
+            calls.append(Call("amax_scale", (scale,), (source,), numbers, phase))
+    if rest := tuple(form for form in forms if not form.owns_scales):
+        calls.append(Call("cast", (Result(ref, rest),), (source,), {}, phase))
+    written.update(storage_name(one) for call in calls for one in call.written)
+    return calls
+
+
+def _turned(ref: Ref, form: Form, phase: str) -> Call:
+    """fp8 columns from the rows."""
+    rows = replace(ref, form=replace(form, layout="row"))
+    return Call("cast", (Result(ref, (form,)),), (rows,), {}, phase)

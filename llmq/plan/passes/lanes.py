@@ -1,0 +1,130 @@
+"""What a call waits for on other lanes, derived from what it reads and writes.
+
+A call waits for the last writer of what it reads, and for the last writer and the readers of what it overwrites, where
+they are on another lane. Two rules keep memory safe that storages take one after the other, since lifetimes count in
+the order of recording. A call off the main lane that is the first to write a slot also waits for the main-lane call
+recorded before it. And after a call off the main lane some main-lane call waits for it, until which the slots that it
+reads live (llmq/plan/passes/place.py): the first one two layers on. By then the copy has had a layer's time, and slots
+live no longer for it than that, however deep the model is.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+
+from llmq.ops.record import Call
+from llmq.plan.names import scale_name, storage_name
+from llmq.plan.passes.transfers import layer_of
+from llmq.tensor import Ref
+
+MAIN = "main"
+SCALES, AMAX = "scale:scales", "scale:amax"  # the vectors of delayed scales and of their amax
+
+
+def lanes(calls: Sequence[Call]) -> list[Call]:
+    """The calls with their waits, as few as the order within lanes leaves necessary."""
+    if all(call.lane == MAIN for call in calls):
+        return list(calls)
+    last, touched = _Last(), _Touched()
+    clocks: list[dict[str, int]] = []  # what is done when a call is: by lane, the index of the last call known to be
+    made = []
+    for index, (call, block) in enumerate(zip(calls, blocks(calls), strict=True)):
+        needed = touched.needed(call, index, block, last)
+        clock = dict(clocks[last.call[call.lane]]) if call.lane in last.call else {}
+        waits = []
+        for other in sorted(needed, reverse=True):
+            lane = calls[other].lane
+            if lane != call.lane and clock.get(lane, -1) < other:
+                waits.append(other)
+                clock = {key: max(clock.get(key, -1), clocks[other].get(key, -1)) for key in {*clock, *clocks[other]}}
+        clocks.append({**clock, call.lane: index})
+        touched.note(call, index, block)
+        last.call[call.lane] = index
+        made.append(replace(call, waits=tuple(sorted(waits))))
+    return made
+
+
+@dataclass
+class _Last:
+    """The last call of each lane so far."""
+
+    call: dict[str, int] = field(default_factory=dict)
+
+
+@dataclass
+class _Touched:
+    """Who wrote each storage last, who has read it since, and which calls off the main lane it has not waited for."""
+
+    writers: dict[str, int] = field(default_factory=dict)
+    readers: dict[str, list[int]] = field(default_factory=dict)
+    pending: list[tuple[int, int]] = field(default_factory=list)  # index, block
+
+    def needed(self, call: Call, index: int, block: int, last: _Last) -> set[int]:
+        """Calls that must be done before this one."""
+        found = {self.writers[name] for name in (*reads(call), *writes(call)) if name in self.writers}
+        found |= {reader for name in writes(call) for reader in self.readers.get(name, ())}
+        if call.lane == MAIN:
+            found |= {other for other, seen in self.pending if seen + 2 <= block}
+            self.pending = [one for one in self.pending if one[1] + 2 > block]
+        elif MAIN in last.call and any(name not in self.writers for name in writes(call)):
+            found.add(last.call[MAIN])
+        return found
+
+    def note(self, call: Call, index: int, block: int) -> None:
+        """This call has been recorded."""
+        for name in writes(call):
+            self.writers[name], self.readers[name] = index, []
+        for name in reads(call):
+            self.readers.setdefault(name, []).append(index)
+        if call.lane != MAIN:
+            self.pending.append((index, block))
+
+
+def blocks(calls: Sequence[Call]) -> list[int]:
+    """For each call, how often the layer that main-lane calls work on has changed up to it."""
+    found, count, layer = [], 0, None
+    for call in calls:
+        now = layer_of(call) if call.lane == MAIN else layer
+        count, layer = count + (now != layer), now
+        found.append(count)
+    return found
+
+
+def joined(calls: Sequence[Call]) -> dict[int, int]:
+    """For each call off the main lane, the main-lane call from which on it is known to be done, or the program's end."""
+    found: dict[int, int] = {}
+    open_calls: list[int] = []
+    done: list[dict[str, int]] = []
+    for index, call in enumerate(calls):
+        known = dict(done[-1]) if done and call.lane == MAIN else {}
+        for other in call.waits if call.lane == MAIN else ():
+            known[calls[other].lane] = max(known.get(calls[other].lane, -1), other)
+        done.append(known if call.lane == MAIN else (done[-1] if done else {}))
+        if call.lane == MAIN:
+            found |= {other: index for other in open_calls if known.get(calls[other].lane, -1) >= other}
+            open_calls = [other for other in open_calls if other not in found]
+        else:
+            open_calls.append(index)
+    return found | dict.fromkeys(open_calls, len(calls))
+
+
+def reads(call: Call) -> list[str]:
+    """Storages that a call reads: its inputs with their scales, the scales that its copies are written with, and what
+    it adds to."""
+    refs = [ref for ref in call.inputs if ref is not None]
+    scales = [scale for ref in (*refs, *call.written) if (scale := _scales(ref)) is not None]
+    sums = [storage_name(r.ref) for r in call.outputs if r is not None and r.accumulate]
+    return [*map(storage_name, refs), *scales, *sums]
+
+
+def writes(call: Call) -> list[str]:
+    """Storages that a call writes: all forms of its results, the scales that copies own, and the vector of amax."""
+    own = [scale for ref in call.written if ref.form is not None and ref.form.owns_scales and (scale := _scales(ref))]
+    amax = [AMAX] if any(result is not None and result.amax for result in call.outputs) else []
+    return [*map(storage_name, call.written), *own, *amax]
+
+
+def _scales(ref: Ref) -> str | None:
+    """Where the scales of a copy are: cells are parts of one vector."""
+    return SCALES if ref.form is not None and ref.form.has_cell else scale_name(ref)

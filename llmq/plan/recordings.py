@@ -1,0 +1,123 @@
+"""The programs of a model as recorded, before anything is decided: on its stores, its slots and the shared cells."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
+from functools import cached_property
+from typing import Any
+
+from llmq import optimizer
+from llmq.model import Model
+from llmq.ops.record import Call, Recorder
+from llmq.plan.build import Sites, build_model, without_noise
+from llmq.plan.spec import Spec
+from llmq.rows import fitted_rows
+from llmq.stores.activations import Frame, Frames
+from llmq.stores.grads import ReplicatedGrads
+from llmq.stores.moments import ReplicatedMoments
+from llmq.stores.weights import ReplicatedWeights
+from llmq.tensor import Ref, Row, num_norm_tiles
+
+
+@dataclass(frozen=True)
+class Stores:
+    """The classes that hold a run's tensors; each is made with the rows and their dtypes."""
+
+    weights: Callable[..., Any] = ReplicatedWeights
+    grads: Callable[..., Any] = ReplicatedGrads
+    moments: Callable[..., Any] = ReplicatedMoments
+
+
+class Recordings:
+    """Records the programs of a spec, on `stores`, with linear maps computed by `sites`."""
+
+    def __init__(self, spec: Spec, stores: Stores, sites: Sites) -> None:
+        self.spec, p = spec, spec.precision
+        self.model = build_model(spec, sites)
+        self.prompt_model = without_noise(build_model(replace(spec, packing=None), sites))  # for rows of one document
+        self.rows: tuple[Row, ...] = fitted_rows(spec.config, self.model.sites)
+        self.weights = stores.weights(self.rows, p.model, p.master)
+        self.moments = stores.moments(self.rows, p.master, p.m, p.v)
+        self.grads = {last: stores.grads(self.rows, p.grad, last=last) for last in (False, True)}
+        cells = {name: Ref(name, "cell", (1,), p.stat) for name in ("norm", "grad_scale", "apply", "learning_rate")}
+        num_partials = sum(num_norm_tiles(ref.shape) for ref in self.grads[True].refs.values())
+        cells["step"] = Ref("step", "cell", (1,), "int32")
+        cells["partials"] = Ref("partials", "cell", (num_partials,), p.stat)
+        sums = {"loss": Ref("loss", "sum", (1,), p.stat), "tokens": Ref("tokens", "sum", (1,), "int32")}
+        self.cells = {**cells, **sums}
+        self.always = Ref("always", "cell", (1,), p.stat)
+        self.rope = Ref("rope", "const", (spec.seq_len, spec.config.head_dim), p.stat)
+        self.batch, self.prompt = self._inputs("batch", spec.batch_size), self._inputs("prompt", 1)
+        self.sums = Frame(sums)
+        self.evaluated = Frame({name: replace(ref, name=f"evaluate.{name}") for name, ref in sums.items()})
+        self.logits = Ref("logits", "cell", (1, 1, self.prompt_model.head.vp), p.model)
+
+    def handles(self, cells: Mapping[str, Ref]) -> Frame:
+        """What the engine reads and writes beside rows: `cells`, the inputs, what evaluation and generation leave."""
+        found = {**cells, "always": self.always, "rope": self.rope, "logits": self.logits}
+        return Frame({**found, "batch": self.batch, "prompt": self.prompt, "evaluated": self.evaluated})
+
+    @cached_property
+    def frames(self) -> Frames:
+        """Of the micro-batches of training."""
+        return self._frames(self.model, self.batch, self.sums, 0)
+
+    def train(self, *, last: bool) -> list[Call]:
+        """One forward and backward; `last` in its step."""
+        ops = Recorder()
+        self.model.train(ops, self.frames.a, self.frames.d, self.weights, self.grads[last])
+        return ops.calls
+
+    def evaluate(self) -> list[Call]:
+        """Loss of a batch, without gradients."""
+        ops, model = Recorder(), without_noise(self.model)
+        frames = self._frames(model, self.batch, self.evaluated, 0)
+        model.evaluate(ops, frames.a, frames.d, self.weights)
+        return ops.calls
+
+    def generate(self) -> list[Call]:
+        """Logits of one token of one sequence."""
+        ops = Recorder()
+        frames = self._frames(self.prompt_model, self.prompt, Frame({"logits": self.logits}), 1)
+        self.prompt_model.generate(ops, frames.a, self.weights)
+        return ops.calls
+
+    def update(self, cells: Mapping[str, Ref]) -> list[Call]:
+        """The optimizer step."""
+        grads, spec = self.grads[True], self.spec
+        return _recorded(
+            lambda ops: optimizer.update(ops, self.weights, grads, self.moments, cells, spec.hyper, spec.seed)
+        )
+
+    def publish(self) -> list[Call]:
+        """Copies of the weights from their masters."""
+        return _recorded(lambda ops: optimizer.publish(ops, self.weights, self.moments))
+
+    def calibrate(self, cells: Mapping[str, Ref]) -> list[Call]:
+        """New scales from the amax of a warm-up pass."""
+        return _recorded(lambda ops: optimizer.update_scales(ops, cells, self.always))
+
+    def _inputs(self, name: str, b: int) -> Frame:
+        """What the host gives for b sequences."""
+        spec = self.spec
+        shapes: dict[str, tuple[int, ...]] = {
+            **dict.fromkeys(("tokens", "targets", "positions"), (b, spec.seq_len)),
+            **dict.fromkeys(("index", "samples"), (b,)),
+        }
+        if spec.packing is not None:
+            shapes["borders"] = (b, spec.packing.max_docs + 1)
+        return Frame({key: Ref(f"{name}.{key}", "batch", shape, "int32") for key, shape in shapes.items()})
+
+    def _frames(self, model: Model, inputs: Frame, sums: Frame, micro_step: int) -> Frames:
+        """Frames of the sequences in `inputs`, whose totals are `sums`."""
+        spec, p = self.spec, self.spec.precision
+        shared = {"batch": inputs, "const": Frame({"rope": self.rope}), "total": sums}
+        b, t = inputs.tokens.shape
+        return Frames(model, shared, b, t, spec.config.hidden_size, p.model, p.stat, micro_step)
+
+
+def _recorded(record: Callable[[Recorder], None]) -> list[Call]:
+    ops = Recorder(phase="update")
+    record(ops)
+    return ops.calls

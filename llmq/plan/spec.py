@@ -1,0 +1,30 @@
+"""What is to be planned: one frozen object that everything that plans passes on."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from llmq.blocks.attention import Packing
+from llmq.config import ModelConfig
+from llmq.optimizer import Hyperparameters
+from llmq.plan.memory import Memory
+from llmq.plan.precision import Precision
+
+
+@dataclass(frozen=True)
+class Spec:
+    """A run as the planner sees it, all options resolved: (batch_size, seq_len) tokens in a micro-batch.
+
+    With `packing` every batch comes with the borders of its rows' documents; None: each row is one document. `observe`
+    asks for the program that measures the errors of fp8 copies, if there are any.
+    """
+
+    config: ModelConfig
+    precision: Precision
+    memory: Memory
+    hyper: Hyperparameters
+    batch_size: int
+    seq_len: int
+    seed: int = 0
+    packing: Packing | None = None
+    observe: bool = False
