@@ -7,7 +7,7 @@ import pytest
 from llmq import sol
 from llmq.config import ModelConfig
 from llmq.plan.precision import Precision
-from llmq.rows import parameter_rows
+from llmq.rows import linear_maps, parameter_rows
 
 QWEN = ModelConfig(
     architecture="Qwen2ForCausalLM",
@@ -30,11 +30,14 @@ HEAD = 136_134_656  # 151936 * 896
 ATTENTION = 22_020_096  # 24 * 14 * 64 * 1024
 
 
-def test_block_weights_are_the_matrices_of_the_parameter_table():
+def test_linear_maps_are_the_matrices_of_the_parameter_table():
     for config in (QWEN, replace(QWEN, head_dim=128, num_heads=16, num_kv_heads=8, qk_norm=True)):
-        matrices = [row for row in parameter_rows(config) if row.layer == 0 and len(row.shape) == 2]
-        assert sum(sol.site_weights(config).values()) == sum(row.shape[0] * row.shape[1] for row in matrices)
-    assert QWEN.num_layers * sum(sol.site_weights(QWEN).values()) == BLOCKS
+        matrices = [row for row in parameter_rows(config) if row.layer is not None and len(row.shape) == 2]
+        maps = linear_maps(config)
+        assert list(maps)[-1] == "head" and maps.pop("head") == HEAD
+        assert sum(maps.values()) == sum(row.shape[0] * row.shape[1] for row in matrices)
+    maps = linear_maps(QWEN)
+    assert sum(maps.values()) == BLOCKS + HEAD and len(maps) == 4 * 24 + 1
 
 
 def test_bf16():

@@ -190,11 +190,11 @@ AUTO = {**FP8, "matmul_dtype": "auto", "ckpt_interval": 5, "ckpt_keep_n": 0}
 def test_auto_takes_fp8_where_it_is_faster_and_a_continued_run_keeps_that(given, monkeypatch):
     timed = []
 
-    def gains(config, precision, *where, **run):
+    def gains(spec, *where, **run):
         """attention.o gains 2 ms, mlp.down 1 ms, the others lose half of one."""
-        timed.append(precision)
+        timed.append(spec)
         sites = {"attention.qkv": 0.5, "attention.o": -2, "mlp.up": 0.5, "mlp.down": -1}
-        ms = 10 + sum(ms for site, ms in sites.items() if f"layers.0.{site}" not in precision.wide)
+        ms = 10 + sum(ms for site, ms in sites.items() if f"layers.0.{site}" not in spec.precision.wide)
         return SimpleNamespace(micro_batch_ms=ms)
 
     monkeypatch.setattr(auto, "measure", gains)

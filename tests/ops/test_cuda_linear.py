@@ -177,7 +177,7 @@ def test_quantized_operands_are_read_with_their_scales(op):
 
 def recipe_arguments(op, size, scaling, d_dtype):
     """A case and its inputs as a site of that scaling reads them."""
-    site = Fp8Linear(d_dtype, scaling)
+    site = Fp8Linear("layers.0.mlp.up", d_dtype, scaling)
     forms = {
         "linear_forward": {"x": site.x.row, "weight": site.weight.row},
         "linear_dgrad": {"d_y": site.d_y.row, "weight": site.weight.col},

@@ -70,7 +70,7 @@ def test_random_drop_sets_are_bit_equal(precision):
     names = [name for name in names if not name.endswith("attention.res") and name.split("/")[1][0].isdigit()]
     for seed in range(3):
         drop = random.Random(seed).sample(names, random.Random(seed).randint(1, len(names)))
-        assert result(precision, Memory(), config, drop=drop) == plain, drop
+        assert result(precision, Memory(drop=tuple(drop)), config) == plain, drop
 
 
 def test_planned_bytes_fall_by_exactly_the_bytes_of_the_dropped_slots():

@@ -92,7 +92,7 @@ def blocks(calls: Sequence[Call]) -> list[int]:
 
 
 def joined(calls: Sequence[Call]) -> dict[int, int]:
-    """For each call off the main lane, the main-lane call from which on it is known to be done, or the program's end."""
+    """For each call off the main lane, the main-lane call from which on it is known to be done, or the end."""
     found: dict[int, int] = {}
     open_calls: list[int] = []
     done: list[dict[str, int]] = []

@@ -21,6 +21,7 @@ def value(name, **more):
 
 
 A, B, C, D = (value(name) for name in "abcd")
+TURNED = Form("bf16", "col")
 SMALL = replace(B, shape=(1, 8, 8))
 
 
@@ -83,7 +84,7 @@ def test_an_output_takes_the_memory_of_what_is_read_last_there():
         [plain(A), turned(SMALL, A), used(SMALL)],
         [plain(A.batch(0, 1)), plain(A), turned(B, A.batch(0, 1)), used(B)],
         [plain(A), turned(B.batch(0, 1), A), plain(B), used(B)],
-        [plain(wanting(A, Form("fp32"))), turned(B, replace(A, form=Form("fp32"))), used(B)],
+        [plain(wanting(A, TURNED)), turned(B, replace(A, form=TURNED)), used(B)],
         [plain(A), turned(wanting(B, COL), A), used(replace(B, form=COL))],
     ],
     ids=["read again", "no such op", "another size", "a piece", "into a piece", "of a form", "in a form"],
