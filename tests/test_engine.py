@@ -278,7 +278,7 @@ def test_two_engines_of_one_backend_have_scratch_of_their_own():
     found = []
     for engine in (*engines, engines[0]):
         backend.given.clear()
-        engine.micro_step(*batch(), first=True)
+        engine.micro_step(batch())
         addresses = {scratch.ctypes.data for scratch in backend.given}
         assert len(backend.given) == 5 and {scratch.nbytes for scratch in backend.given} == {1000}
         found.append(addresses)

@@ -21,6 +21,7 @@ from llmq import auto, job, training
 from llmq.backends.host import HostBackend
 from llmq.cli import shell
 from llmq.cli.train import command as train_command
+from llmq.data.batch import Batch
 from llmq.data.loader import open_data
 from llmq.data.stream import Stream, StreamedDocument
 from llmq.data.token_file import TokenWriter
@@ -340,7 +341,7 @@ def test_an_evaluation_is_the_mean_over_every_trained_token(given):
             plan = plan_of(config=source.config, batch_size=1, seq_len=stop - start)
             engine = Engine(plan, HostBackend())
             engine.load(initial_parameters(source, plan.rows, 0))
-            loss, count = engine.evaluate(ids[None, start:stop], aims[None, start + 1 : stop + 1])
+            loss, count = engine.evaluate(Batch(ids[None, start:stop], aims[None, start + 1 : stop + 1]))
             total, trained = total + loss, trained + count
     (counted,) = read_log(result.log_path).eval["trained_tokens"]
     assert counted == trained == sum(int(mask[1:].sum()) for mask in masks)

@@ -68,8 +68,8 @@ STORAGE = (
     Fault(
         "attention_keeps_to_one_chunk",
         "llmq/plan/advice.py",
-        "if plan.total_bytes <= free_bytes or SCRATCH not in",
-        "if plan.total_bytes > 0 or SCRATCH not in",
+        "if plan.total_bytes <= free_bytes or scratch is None",
+        "if plan.total_bytes > 0 or scratch is None",
         ("tests/plan/test_advice.py",),
     ),
     Fault(

@@ -1,6 +1,7 @@
 """A plan without room: what is missing, and the mildest option that helps, with the scratch that it needs itself."""
 
 import pytest
+from llmq.plan.memory import Memory, resolve
 from tiny_engines import BF16, FP8_HEAD, plan_of, tiny
 
 from llmq import gpus
@@ -11,7 +12,6 @@ from llmq.errors import MemoryLimitError
 from llmq.ops.record import Call
 from llmq.plan import advice
 from llmq.plan.advice import refuse_if_too_large, with_fitting_chunks
-from llmq.plan.memory import Memory, resolve
 from llmq.presets import preset
 from llmq.rows import padded_vocab
 from llmq.sections import MemoryOptions
@@ -80,14 +80,14 @@ def fitting(free_bytes, scratch=scratch_bytes, **numbers):
 
 def test_the_fewest_chunks_that_fit_are_taken():
     whole, same = fitting(2**40)
-    assert same is whole and whole.memory.attention_chunks == 1
+    assert same is whole and whole.spec.memory.attention_chunks == 1
     for chunks in (2, 3, 4, 6, 12):
         expected = plan_of(BF16, Memory((), 1, chunks), tiny(), batch_size=12, scratch_bytes=scratch_bytes)
         for room in (0, SCRATCH // 2):
             _, found = fitting(expected.total_bytes + room)
-            assert found.memory == expected.memory and found.total_bytes == expected.total_bytes
+            assert found.spec.memory == expected.spec.memory and found.total_bytes == expected.total_bytes
     _, least = fitting(expected.total_bytes - 1)
-    assert least.memory.attention_chunks == 12, "the error then counts from here"
+    assert least.spec.memory.attention_chunks == 12, "the error then counts from here"
 
 
 def test_chunks_that_save_nothing_are_not_taken():
@@ -100,7 +100,7 @@ def test_chunks_that_save_nothing_are_not_taken():
 def test_candidates_that_cannot_fit_are_not_planned(monkeypatch):
     """A plan of a large model takes up to a second."""
     made, real = [], advice.make_plan
-    monkeypatch.setattr(advice, "make_plan", lambda *a, **k: made.append(a[2].attention_chunks) or real(*a, **k))
+    monkeypatch.setattr(advice, "make_plan", lambda *a, **k: made.append(a[0].memory.attention_chunks) or real(*a, **k))
     fits_in_4 = plan_of(BF16, Memory((), 1, 4), tiny(), batch_size=12, scratch_bytes=scratch_bytes).total_bytes
     fitting(fits_in_4)
     assert made == [4]
@@ -131,16 +131,16 @@ def seven():
 def test_what_fits_dense_fits_packed(seven, packing):
     plan, free = seven
     dense, packed = plan(None), plan(packing)
-    assert dense.total_bytes <= free and dense.memory.attention_chunks == 1
+    assert dense.total_bytes <= free and dense.spec.memory.attention_chunks == 1
     assert packed.total_bytes <= free
-    assert (packed.memory.attention_chunks > 1) == (packing != Packing(60, 400))
+    assert (packed.spec.memory.attention_chunks > 1) == (packing != Packing(60, 400))
 
 
 def test_what_chunks_do_not_make_fit_the_other_attention_does(seven):
     """One document that fills a row, and rows of 30: 236 GiB whole, 154 in 4 chunks, 131 when not deterministic."""
     plan, free = seven
     packed = plan(Packing(30, 4096))
-    assert packed.memory.attention_chunks == 4 and packed.total_bytes > free
+    assert packed.spec.memory.attention_chunks == 4 and packed.total_bytes > free
     scratch, relaxed = (open_backend("planned", deterministic=strict).scratch_bytes for strict in (True, False))
     with pytest.raises(MemoryLimitError, match=r"with attention's backward in 4 chunks, .*: --no-deterministic needs"):
         refuse_if_too_large(packed, free, scratch, relaxed)

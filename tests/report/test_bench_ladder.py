@@ -103,7 +103,7 @@ def test_an_optimizer_step_by_hand():
     assert sum(w.num_bytes for w in of(plan, "adamw", program="update")) == 7 * 4 * numbers + 16 * len(plan.rows)
     tiles = sum(-(-row.shape[0] // 128) if row.shape[1:] else 1 for row in plan.rows)
     assert sum(w.num_bytes for w in of(plan, "sum_squares", program="update")) == 4 * numbers + 4 * tiles
-    wide = plan_of(dataclasses.replace(BF16, master="fp32"), config=plan.config)
+    wide = plan_of(dataclasses.replace(BF16, master="fp32"), config=plan.spec.config)
     own = 4 * 2 + 2 * 2 * 2 + 2 + 2  # master, both moments, gradient, and the weight's copy
     assert sum(w.num_bytes for w in of(wide, "adamw", program="update")) == own * numbers + 16 * len(plan.rows)
 

@@ -325,10 +325,10 @@ def test_attention_runs_in_chunks_where_the_batch_was_asked_for(memory):
     choose(GPU_4090, request)
     choose(GPU_4090, replace(request, attn_bwd_chunks="4"))
     (_, whole), (_, chunked) = seen
-    assert (whole.memory.attention_chunks, chunked.memory.attention_chunks) == (1, 4)
+    assert (whole.spec.memory.attention_chunks, chunked.spec.memory.attention_chunks) == (1, 4)
     _, again = memory(chunked.total_bytes)
     choose(GPU_4090, request)
-    assert again[0][1].memory == chunked.memory and again[0][1].batch_size == 4
+    assert again[0][1].memory == chunked.spec.memory and again[0][1].batch_size == 4
     choose(GPU_4090, replace(request, batch_size=None))
     assert again[1][1].memory.attention_chunks == 1 and again[1][1].batch_size < 4
 
