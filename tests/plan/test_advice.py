@@ -1,7 +1,6 @@
 """A plan without room: what is missing, and the mildest option that helps, with the scratch that it needs itself."""
 
 import pytest
-from llmq.plan.memory import Memory, resolve
 from tiny_engines import BF16, FP8_HEAD, plan_of, tiny
 
 from llmq import gpus
@@ -12,6 +11,7 @@ from llmq.errors import MemoryLimitError
 from llmq.ops.record import Call
 from llmq.plan import advice
 from llmq.plan.advice import refuse_if_too_large, with_fitting_chunks
+from llmq.plan.memory import Memory, resolve
 from llmq.presets import preset
 from llmq.rows import padded_vocab
 from llmq.sections import MemoryOptions

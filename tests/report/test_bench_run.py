@@ -328,7 +328,7 @@ def test_attention_runs_in_chunks_where_the_batch_was_asked_for(memory):
     assert (whole.spec.memory.attention_chunks, chunked.spec.memory.attention_chunks) == (1, 4)
     _, again = memory(chunked.total_bytes)
     choose(GPU_4090, request)
-    assert again[0][1].memory == chunked.spec.memory and again[0][1].batch_size == 4
+    assert again[0][1].spec.memory == chunked.spec.memory and again[0][1].spec.batch_size == 4
     choose(GPU_4090, replace(request, batch_size=None))
     assert again[1][1].memory.attention_chunks == 1 and again[1][1].batch_size < 4
 
