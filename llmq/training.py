@@ -160,7 +160,9 @@ class _Run:
         self._warn()
 
     def _warn(self) -> None:
-        """What is wrong with the GPU, if something is."""
+        """What the user should know of the data and the tokenizer, and what is wrong with the GPU."""
+        for text in self.job.notices:
+            self.log.notice(text)
         if self.job.speed and self.job.speed.warning:
             self.log.notice(self.job.speed.warning)
 

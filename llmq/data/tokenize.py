@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 from llmq.cache_folder import cache_folder
 from llmq.data.cache import locked
 from llmq.data.counts import Counts, notes
-from llmq.data.encode import Encoded, EncodeOptions, Encoder
+from llmq.data.encode import ChatEncoder, Encoded, EncodeOptions, Encoder
 from llmq.data.pipeline import Encoders, RowWork, TextWork
 from llmq.data.produce import STATE, Made, Producer, Progress, Stream, begun_at, require_trained
 from llmq.data.records import BadRow, Record
@@ -24,6 +24,7 @@ from llmq.data.rows import RowSequence
 from llmq.data.samples import show
 from llmq.data.sidecar import Sidecar, TokenizerNote, copy_tokenizer, sidecar_name
 from llmq.data.sources import Documents, find
+from llmq.data.template import template_note
 from llmq.data.token_file import TokenFile
 from llmq.data.tokenizer import TextTokenizer
 from llmq.disk import remove_leftovers, replace_folder, storage, sync_folder, write_whole
@@ -238,6 +239,7 @@ def _sidecar(request: Request, part: Made, encoder: Encoder | None, ends: set[in
             eos_token=tokenizer.eos_token,
             eos_token_id=tokenizer.eos_token_id,
         ),
+        chat_template=template_note(encoder.templates) if isinstance(encoder, ChatEncoder) else None,
     )
 
 
