@@ -15,9 +15,10 @@ from llmq.backends import Backend, open_backend
 from llmq.blocks.attention import Packing
 from llmq.checkpoint import Checkpoints, checkpoint_bytes, load_state
 from llmq.commands import continue_command
-from llmq.config import ModelConfig
+from llmq.config import FAMILIES, ModelConfig
 from llmq.data.loader import Data, open_data
 from llmq.data.prepare import open_named, sample_text
+from llmq.data.rebuilt_tokenizer import rebuilt_warning
 from llmq.data.trained_template import exported_templates
 from llmq.device import Device
 from llmq.disk import check_free_space, shown
@@ -188,6 +189,7 @@ def prepare(options: Options, log: RunLog) -> Job:
     plan = planned(dtypes)
     tokenizer = (data.tokenizer_folder() if source.from_scratch else None) or source.tokenizer_folder
     templates = exported_templates(data.train, tokenizer)
+    warning = rebuilt_warning(tokenizer, FAMILIES[config.architecture].model_type)
     job = Job(
         device=where,
         backend=backend,
@@ -208,7 +210,7 @@ def prepare(options: Options, log: RunLog) -> Job:
         plans_only=_plans_only(options.run),
         gpu=gpu,
         speed=speed,
-        notices=templates.notices,
+        notices=(*templates.notices, *([warning] if warning else [])),
     )
     _describe(job, log)
     for text in job.notices if job.plans_only else ():  # else they go to the log, too, which is not open yet

@@ -19,6 +19,7 @@ from llmq import device, sol
 from llmq.checkpoint import check_same, load
 from llmq.data.loader import Batch, Loader, eval_batches
 from llmq.data.read_ahead import Stopped
+from llmq.data.rebuilt_tokenizer import rebuilt_warning
 from llmq.data.windows import Samples
 from llmq.engine import Engine
 from llmq.errors import INTERRUPTED, MemoryLimitError, NonFiniteError, StorageError
@@ -371,6 +372,8 @@ class _Run:
                 path = job.export.write(read)
                 self.result = replace(self.result, model_path=path)
                 self.log.say(f"Exported: {path}")
+                if warning := rebuilt_warning(path):
+                    self.log.notice(warning)
         if bad:
             more = f" and {len(bad) - 1} more" if len(bad) > 1 else ""
             reasons.append(f"the weights of {bad[0]}{more} are not all finite")

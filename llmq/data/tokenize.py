@@ -18,6 +18,7 @@ from llmq.data.counts import Counts, notes
 from llmq.data.encode import ChatEncoder, Encoded, EncodeOptions, Encoder
 from llmq.data.pipeline import Encoders, RowWork, TextWork
 from llmq.data.produce import STATE, Made, Producer, Progress, Stream, begun_at, require_trained
+from llmq.data.rebuilt_tokenizer import rebuilt_warning
 from llmq.data.records import BadRow, Record
 from llmq.data.request import Request
 from llmq.data.rows import RowSequence
@@ -101,6 +102,8 @@ def tokenize_data(
     if found.evaluation is None and not found.eval_tokens:
         _refuse_stale(folder, {"eval.bin"})
     opened = TextTokenizer.open(tokenizer, revision, eos_token)
+    if warning := rebuilt_warning(opened.folder):
+        say(f"note: {warning}")
     request = Request(found, opened, found.known(encode or EncodeOptions()), skip_bad_rows)
     with locked(folder / f"{WORK}.lock", say):
         written, _ = make(request, folder / WORK, on_progress=on_progress, say=say, on_encoder=on_encoder)
