@@ -351,18 +351,21 @@ def _as_list(value: Any) -> list[Any]:
 def _slices(rows: Sequence[Row], read: Callable[[Row], np.ndarray], dtype: str) -> Iterator[np.ndarray]:
     """The elements of all parts in order, in slices of `dtype`, holding one row at a time."""
     for row in rows:
-        value = read(row)
-        assert value.shape == row.shape, f"{row.name} has shape {value.shape}, not {row.shape}"
-        for part in row.parts:
-            whole = value[part.start : part.stop]
-            for start, stop in chunks(whole.shape):
-                piece = whole[start:stop]
-                with np.errstate(over="ignore"):
-                    stored = piece.astype(DTYPES[dtype])
-                if dtype == "fp16" and (np.isinf(stored) & ~np.isinf(piece)).any():
-                    limit = f"{np.abs(piece.astype(np.float32)).max():g}, beyond fp16's 65504"
-                    raise UsageError(f"{part.name} has a value of magnitude {limit}: use --export-dtype bf16 or fp32")
-                yield stored
+        yield from _row_slices(row, read(row), dtype)
+
+
+def _row_slices(row: Row, value: np.ndarray, dtype: str) -> Iterator[np.ndarray]:
+    assert value.shape == row.shape, f"{row.name} has shape {value.shape}, not {row.shape}"
+    for part in row.parts:
+        whole = value[part.start : part.stop]
+        for start, stop in chunks(whole.shape):
+            piece = whole[start:stop]
+            with np.errstate(over="ignore"):
+                stored = piece.astype(DTYPES[dtype], copy=False)
+            if dtype == "fp16" and (np.isinf(stored) & ~np.isinf(piece)).any():
+                limit = f"{np.abs(piece.astype(np.float32)).max():g}, beyond fp16's 65504"
+                raise UsageError(f"{part.name} has a value of magnitude {limit}: use --export-dtype bf16 or fp32")
+            yield stored
 
 
 def _write_weight_files(folder: Path, files: list[list[Piece]], dtype: str, values: Iterator[np.ndarray]) -> None:

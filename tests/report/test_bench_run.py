@@ -371,6 +371,6 @@ def test_the_host_is_planned_as_the_trainer_plans(monkeypatch):
     (one,) = configurations(request, CPU)
     plan = bench_run.fitting_plan(request, one, CPU, HostBackend())
     assert plan.memory == Memory(("recompute_ffn",), head_chunks=1, attention_chunks=2)
-    sizes = {"batch_size": 2, "seq_len": 64}
+    sizes = {"batch_size": 2, "seq_len": 64, "scratch_bytes": HostBackend().scratch_bytes}
     same = make_plan(one.config, one.precision, plan.memory, plan.hyper, **sizes)
     assert same.table() == plan.table()

@@ -5,7 +5,7 @@ from dataclasses import replace
 import numpy as np
 
 from llmq.ops.seam import op
-from llmq.tensor import Output, Tensor, scale_from
+from llmq.tensor import Output, Tensor, scale_from, slices
 
 
 @op(family="quantize", forms={"out"}, cast_from={"out": "x"})
@@ -14,6 +14,9 @@ def cast(out: Output, /, x: Tensor) -> None:
     if x.form is not None and [target.form for target in out.tensors] == [replace(x.form, layout="col")]:
         (columns,) = out.tensors
         columns.array[...] = x.array.reshape(-1, x.shape[-1]).T
+    elif out.in_rows and (x.form is None or not x.form.owns_scales):
+        for start, count in slices(x.shape):
+            out.chunk(start, count).write(x.chunk(start, count).read())
     else:
         out.write(x.read())
 
