@@ -11,7 +11,7 @@ import math
 import os
 import re
 import shutil
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from functools import partial
@@ -38,6 +38,8 @@ TOKENIZER_FILES = (
     *("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json", "vocab.json"),
     *("merges.txt", "tokenizer.model", "tekken.json", "chat_template.jinja", "chat_template.json"),
 )
+TOKENIZER_CONFIG = "tokenizer_config.json"
+TEMPLATE_FILES = ("chat_template.jinja", "chat_template.json")
 TEMPLATE_FOLDER = "additional_chat_templates"  # named chat templates of transformers >= 4.51, one file each
 
 # Buffers that old releases of transformers stored with the weights; they follow from the config.
@@ -146,6 +148,7 @@ class Export:
     dtype: str
     tokenizer_folder: Path | None
     overwrite: bool
+    chat_templates: Mapping[str, str] | None = None  # by name, in place of the tokenizer's
 
     def check(self, *, room: bool = True) -> int:
         """Bytes that the export needs; as check_export for whatever would make it fail."""
@@ -162,16 +165,21 @@ class Export:
             dtype=self.dtype,
             tokenizer_folder=self.tokenizer_folder,
             overwrite=self.overwrite,
+            chat_templates=self.chat_templates,
         )
         return self.folder
 
 
 def open_export(
-    options: ExportOptions, config: ModelConfig, rows: Sequence[Row], tokenizer_folder: Path | None
+    options: ExportOptions,
+    config: ModelConfig,
+    rows: Sequence[Row],
+    tokenizer_folder: Path | None,
+    chat_templates: Mapping[str, str] | None = None,
 ) -> Export:
     """The export that the options ask for. The dtype defaults to the source's."""
     dtype = options.export_dtype or config.dtype
-    return Export(Path(options.out_dir), config, rows, dtype, tokenizer_folder, options.overwrite)
+    return Export(Path(options.out_dir), config, rows, dtype, tokenizer_folder, options.overwrite, chat_templates)
 
 
 def export_folder(options: ExportOptions) -> Path:
@@ -266,8 +274,11 @@ def write_model(
     tokenizer_folder: Path | None,
     overwrite: bool,
     shard_bytes: int = SHARD_BYTES,
+    chat_templates: Mapping[str, str] | None = None,
 ) -> None:
     """Writes a complete Hugging Face folder: configs, weights in `dtype`, tokenizer files byte for byte.
+
+    With `chat_templates` (name -> Jinja), these take the place of all templates of the tokenizer.
 
     `read` gives a row's value in its shape (any float dtype; padded rows are left out) and is called once per row, in
     order. A model that is there is replaced only with `overwrite`, and only once the new one is complete; files in the
@@ -286,14 +297,31 @@ def write_model(
             ids = {key: written[key] for key in ("bos_token_id", "eos_token_id", "pad_token_id")}
             _write_json(new / "config.json", written)
             _write_json(new / "generation_config.json", _generation_config(tokenizer_folder, ids))
-            for source in tokenizer_files(tokenizer_folder):
-                _copy(source, new / source.relative_to(Path(tokenizer_folder or "")))
+            if tokenizer_folder is not None:
+                _copy_tokenizer(tokenizer_folder, new, chat_templates)
             for entry in (new / TEMPLATE_FOLDER, new):
                 if entry.is_dir():
                     sync_folder(entry)
             _replace(folder, new)
     finally:
         shutil.rmtree(new, ignore_errors=True)
+
+
+def _copy_tokenizer(folder: Path, target: Path, templates: Mapping[str, str] | None) -> None:
+    """Copies a tokenizer's files. `templates` go into tokenizer_config.json, and no template file stays beside it.
+
+    That is the one place which all of transformers 4 and 5 read; a chat_template.jinja would win over it, and 4.49 and
+    4.50 read no second template from files.
+    """
+    for source in tokenizer_files(folder):
+        name = source.relative_to(folder)
+        if templates is None or not (name.name in TEMPLATE_FILES or name.parts[0] == TEMPLATE_FOLDER):
+            _copy(source, target / name)
+    if templates is not None:
+        path = folder / TOKENIZER_CONFIG
+        listed = [{"name": name, "template": template} for name, template in templates.items()]
+        value = listed[0]["template"] if list(templates) == ["default"] else listed
+        _write_json(target / TOKENIZER_CONFIG, {**(read_json(path) if path.is_file() else {}), "chat_template": value})
 
 
 def tokenizer_files(folder: Path | None) -> list[Path]:
@@ -323,18 +351,21 @@ def _as_list(value: Any) -> list[Any]:
 def _slices(rows: Sequence[Row], read: Callable[[Row], np.ndarray], dtype: str) -> Iterator[np.ndarray]:
     """The elements of all parts in order, in slices of `dtype`, holding one row at a time."""
     for row in rows:
-        value = read(row)
-        assert value.shape == row.shape, f"{row.name} has shape {value.shape}, not {row.shape}"
-        for part in row.parts:
-            whole = value[part.start : part.stop]
-            for start, stop in chunks(whole.shape):
-                piece = whole[start:stop]
-                with np.errstate(over="ignore"):
-                    stored = piece.astype(DTYPES[dtype])
-                if dtype == "fp16" and (np.isinf(stored) & ~np.isinf(piece)).any():
-                    limit = f"{np.abs(piece.astype(np.float32)).max():g}, beyond fp16's 65504"
-                    raise UsageError(f"{part.name} has a value of magnitude {limit}: use --export-dtype bf16 or fp32")
-                yield stored
+        yield from _row_slices(row, read(row), dtype)
+
+
+def _row_slices(row: Row, value: np.ndarray, dtype: str) -> Iterator[np.ndarray]:
+    assert value.shape == row.shape, f"{row.name} has shape {value.shape}, not {row.shape}"
+    for part in row.parts:
+        whole = value[part.start : part.stop]
+        for start, stop in chunks(whole.shape):
+            piece = whole[start:stop]
+            with np.errstate(over="ignore"):
+                stored = piece.astype(DTYPES[dtype], copy=False)
+            if dtype == "fp16" and (np.isinf(stored) & ~np.isinf(piece)).any():
+                limit = f"{np.abs(piece.astype(np.float32)).max():g}, beyond fp16's 65504"
+                raise UsageError(f"{part.name} has a value of magnitude {limit}: use --export-dtype bf16 or fp32")
+            yield stored
 
 
 def _write_weight_files(folder: Path, files: list[list[Piece]], dtype: str, values: Iterator[np.ndarray]) -> None:

@@ -15,9 +15,11 @@ from llmq.backends import Backend, open_backend
 from llmq.blocks.attention import Packing
 from llmq.checkpoint import Checkpoints, checkpoint_bytes, load_state
 from llmq.commands import continue_command
-from llmq.config import ModelConfig
+from llmq.config import FAMILIES, ModelConfig
 from llmq.data.loader import Data, open_data
 from llmq.data.prepare import open_named, sample_text
+from llmq.data.rebuilt_tokenizer import rebuilt_warning
+from llmq.data.trained_template import exported_templates
 from llmq.device import Device
 from llmq.disk import check_free_space, shown
 from llmq.errors import UsageError
@@ -64,6 +66,7 @@ class Job:
     plans_only: bool
     gpu: GpuWatch
     speed: GemmSpeed | None
+    notices: tuple[str, ...]  # what the user should know before training starts
 
     @property
     def tokens_per_step(self) -> int:
@@ -178,6 +181,8 @@ def prepare(options: Options, log: RunLog) -> Job:
         log.matmuls(timing.rows(dtypes.model))
     plan = planned(dtypes)
     tokenizer = (data.tokenizer_folder() if source.from_scratch else None) or source.tokenizer_folder
+    templates = exported_templates(data.train, tokenizer)
+    warning = rebuilt_warning(tokenizer, FAMILIES[config.architecture].model_type)
     job = Job(
         device=where,
         backend=backend,
@@ -189,7 +194,7 @@ def prepare(options: Options, log: RunLog) -> Job:
         plan=plan,
         checkpoints=checkpoints,
         resume=resume,
-        export=open_export(options.export, config, plan.rows, tokenizer),
+        export=open_export(options.export, config, plan.rows, tokenizer, templates.sources),
         options=options.to_flat(),
         exports_anyway=exports_anyway(options.export),
         continue_command=continue_command(options),
@@ -198,8 +203,11 @@ def prepare(options: Options, log: RunLog) -> Job:
         plans_only=_plans_only(options.run),
         gpu=gpu,
         speed=speed,
+        notices=(*templates.notices, *([warning] if warning else [])),
     )
     _describe(job, log)
+    for text in job.notices if job.plans_only else ():  # else they go to the log, too, which is not open yet
+        log.say(text)
     strict = where.kind == "cuda" and settings["deterministic"]
     relaxed = open_backend("planned", deterministic=False).scratch_bytes if strict else None
     free = device.memory_bytes(where)[1]

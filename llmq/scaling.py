@@ -18,10 +18,11 @@ SMALLEST = np.finfo(np.float32).tiny  # of a scale: the reciprocal of a subnorma
 class Scaling:
     """One scale for the whole copy. `is_cell`: it is a persistent cell, made of the amax of earlier steps, so that a
     producer can write the copy at once; `is_measured`: a pass over the value makes it, before the copy; `owns_scales`:
-    the scales belong to one copy."""
+    the scales belong to one copy; `is_repeated`: to read a copy, an array of scales as large as itself is made."""
 
     is_cell = False
     is_measured = False
+    is_repeated = False
     owns_scales = False
 
     def shape(self, rows: int, columns: int) -> tuple[int, ...]:
@@ -77,6 +78,8 @@ class Rowwise(Scaling):
 
 class Blockwise(Rowwise):
     """(K / 128, R), rounded up: one for 128 numbers of a stored row."""
+
+    is_repeated = True
 
     def shape(self, rows: int, columns: int) -> tuple[int, ...]:
         return (-(-columns // BLOCK), rows)

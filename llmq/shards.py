@@ -83,6 +83,7 @@ def write_shards(
             assert name not in names and name != "__metadata__", f"tensor name {name} is taken"
             names.add(name)
             writer.add(name, array)
+            del array  # before the next one is made
         return writer.finish()
     finally:
         writer.close()

@@ -78,7 +78,7 @@ def initial_parameters(source: ModelSource, rows: Sequence[Row], seed: int) -> I
     """
     if not source.from_scratch:
         assert source.folder is not None
-        return ((row, value.astype(np.float32)) for row, value in read_parameters(source.folder, rows))
+        return ((row, value.astype(np.float32, copy=False)) for row, value in read_parameters(source.folder, rows))
     return ((row, drawn(source, row, seed)) for row in rows)
 
 

@@ -10,6 +10,7 @@ slot's dtype*, so that a copy made now and a copy made again later have the same
 from __future__ import annotations
 
 import math
+from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 
 import ml_dtypes
@@ -29,6 +30,7 @@ DTYPES: dict[str, np.dtype] = {
 }
 LARGEST = {"e4m3": 448.0, "e5m2": 57344.0}  # finite limits of the fp8 formats (OCP 8-bit floating point, 2023)
 IGNORED = -100  # target of a token that is not trained
+SLICE = 1 << 16  # elements per slice: bounds the temporaries of a large value, and keeps them in the L2 cache
 COLSUM_ROWS = 256  # a partial column sum covers this many consecutive rows
 NORM_ROWS = 128  # rows of a matrix under one partial sum of squares of the gradient's norm
 
@@ -277,9 +279,25 @@ class Output:
         return bool(self.tensors)
 
     def write(self, value: np.ndarray) -> None:
-        """Rounds `value` (logical shape, f32 or f64) to the slot's dtype and stores every wanted form."""
+        """Rounds `value` (logical shape, f32 or f64) to the slot's dtype and stores every wanted form.
+
+        In slices of rows where none depends on another, so that the temporaries of a large value stay small.
+        """
         if not self.tensors:
             return
+        if value.size > SLICE and self.in_rows and value.flags.c_contiguous:
+            rows = value.reshape(-1, value.shape[-1])
+            for start, count in slices(value.shape):
+                self.chunk(start, count)._write(rows[start : start + count])
+        else:
+            self._write(value)
+
+    @property
+    def in_rows(self) -> bool:
+        """Whether every form can be written row by row: none sums over rows or owns scales."""
+        return all(in_rows(target.form) for target in self.tensors)
+
+    def _write(self, value: np.ndarray) -> None:
         if self.accumulate:
             (target,) = self.tensors
             value = target.read() + value
@@ -316,6 +334,19 @@ class Output:
         """Rows [start, start + count) of this output seen as (rows, last axis), over the same bytes."""
         tensors = tuple(target.chunk(start, count) for target in self.tensors)
         return replace(self, shape=(count, self.shape[-1]), tensors=tensors)
+
+
+def in_rows(form: Form | None) -> bool:
+    """Whether a row of a tensor in `form` depends on this row alone."""
+    return form is None or not (form.owns_scales or form.layout == "colsum")
+
+
+def slices(shape: tuple[int, ...]) -> Iterator[tuple[int, int]]:
+    """(start, count) of whole rows, of about SLICE elements, over the flattened leading axes of `shape`."""
+    num_rows = math.prod(shape[:-1])
+    step = max(1, SLICE // shape[-1])
+    for start in range(0, num_rows, step):
+        yield start, min(step, num_rows - start)
 
 
 def round_to(value: np.ndarray, dtype: str) -> np.ndarray:

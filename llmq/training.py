@@ -20,6 +20,7 @@ from llmq.checkpoint import check_same, load
 from llmq.data.batch import Batch
 from llmq.data.loader import Loader, eval_batches
 from llmq.data.read_ahead import Stopped
+from llmq.data.rebuilt_tokenizer import rebuilt_warning
 from llmq.data.windows import Samples
 from llmq.engine import Engine
 from llmq.errors import INTERRUPTED, MemoryLimitError, NonFiniteError, StorageError
@@ -161,7 +162,9 @@ class _Run:
         self._warn()
 
     def _warn(self) -> None:
-        """What is wrong with the GPU, if something is."""
+        """What the user should know of the data and the tokenizer, and what is wrong with the GPU."""
+        for text in self.job.notices:
+            self.log.notice(text)
         if self.job.speed and self.job.speed.warning:
             self.log.notice(self.job.speed.warning)
 
@@ -369,6 +372,8 @@ class _Run:
                 path = job.export.write(read)
                 self.result = replace(self.result, model_path=path)
                 self.log.say(f"Exported: {path}")
+                if warning := rebuilt_warning(path):
+                    self.log.notice(warning)
         if bad:
             more = f" and {len(bad) - 1} more" if len(bad) > 1 else ""
             reasons.append(f"the weights of {bad[0]}{more} are not all finite")

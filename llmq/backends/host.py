@@ -12,6 +12,7 @@ import numpy as np
 
 from llmq.arena import stored_dtype
 from llmq.backends import Launch, Op, Run
+from llmq.backends.host_scratch import host_scratch
 from llmq.ops import reference
 from llmq.tensor import Ref, stored_shape
 
@@ -24,7 +25,8 @@ class HostMemory:
 
     def __init__(self, persistent: Mapping[str, Ref], arena_bytes: Mapping[str, int]) -> None:
         self._arrays = {
-            name: np.zeros(stored_shape(ref.shape, ref.form), stored_dtype(ref)) for name, ref in persistent.items()
+            name: np.zeros(stored_shape(ref.shape, ref.form) if ref.space != "workspace" else 0, stored_dtype(ref))
+            for name, ref in persistent.items()
         }
         self._arenas = {home: np.zeros(num_bytes, np.uint8) for home, num_bytes in arena_bytes.items()}
 
@@ -39,8 +41,7 @@ class HostMemory:
 
     def write(self, name: str, values: np.ndarray) -> None:
         """Sets a storage from host values of any float dtype, rounded to nearest even."""
-        array = self._arrays[name]
-        array[...] = np.asarray(values).astype(array.dtype)
+        self._arrays[name][...] = values
 
     def read(self, name: str) -> np.ndarray:
         """A copy of a storage on the host."""
@@ -66,8 +67,8 @@ class HostBackend:
         self.notices: Sequence[str] = ()
 
     def scratch_bytes(self, call: Call) -> int:
-        """None: NumPy allocates its temporaries itself."""
-        return 0
+        """What NumPy allocates while a call runs: counted by the plan, and not held."""
+        return host_scratch(call)
 
     def prepare(self, calls: Iterable[Call]) -> None:
         """Nothing to do."""

@@ -19,7 +19,7 @@ from llmq.data.template import chosen_templates
 from llmq.data.tokenizer import TextTokenizer
 from llmq.errors import DataError, UsageError
 
-FORMAT = 3  # of what is made; a new one leaves what is in the cache aside
+FORMAT = 4  # of what is made; a new one leaves what is in the cache aside
 LOOKED_AT = 32  # rows from which the format is told
 
 

@@ -33,6 +33,20 @@ class TokenizerNote(BaseModel):
     eos_token_id: int
 
 
+class TemplateNote(BaseModel):
+    """The chat template that rendered the rows, and the one for rows with tools, if that was another."""
+
+    model_config = ConfigDict(frozen=True)
+
+    origin: str  # where it is from, in words
+    default: str  # in Jinja
+    tool_use: str | None = None
+
+    def sources(self) -> dict[str, str]:
+        """The templates in Jinja by the names that transformers gives them."""
+        return {"default": self.default, **({} if self.tool_use is None else {"tool_use": self.tool_use})}
+
+
 class Sidecar(BaseModel):
     """Where the tokens of a token file come from."""
 
@@ -46,6 +60,7 @@ class Sidecar(BaseModel):
     bad_rows: int = 0  # left out, of all the data that the file is a part of
     end_token_ids: tuple[int, ...] = ()  # every token that ends a trained turn or document
     tokenizer: TokenizerNote
+    chat_template: TemplateNote | None = None  # None where no row was a chat, and in files of older versions
 
     def ends(self) -> tuple[int, ...]:
         """The tokens that end documents and trained turns."""

@@ -21,6 +21,7 @@ import numpy as np
 
 from llmq.data.packing import lay, pack_documents
 from llmq.data.permutation import mixed
+from llmq.data.sidecar import TemplateNote
 from llmq.data.token_file import TokenFile
 from llmq.errors import DataError
 from llmq.tensor import IGNORED
@@ -65,6 +66,7 @@ class Stream:
     name: str
     key: str = ""
     end_token_ids: tuple[int, ...] = ()
+    chat_template: TemplateNote | None = None
     num_windows: None = None  # not known ahead
     num_tokens: int = 0  # that are there at the start
     token_files: tuple[TokenFile, ...] = ()

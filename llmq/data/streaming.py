@@ -13,7 +13,7 @@ from datetime import datetime
 import numpy as np
 
 from llmq.data.counts import Counts, notes
-from llmq.data.encode import Encoded
+from llmq.data.encode import ChatEncoder, Encoded
 from llmq.data.first_fit import fewest_docs, repeated
 from llmq.data.packing import piece_lengths
 from llmq.data.pipeline import Encoders, tokenized
@@ -22,6 +22,7 @@ from llmq.data.request import Request
 from llmq.data.row_layout import PADDED, WINDOWS, RowLayout
 from llmq.data.rows import START, FileRows, Position
 from llmq.data.stream import PackedStream, Stream, StreamedDocument
+from llmq.data.template import template_note
 from llmq.data.tokenize import Say
 from llmq.errors import UsageError
 
@@ -128,7 +129,8 @@ def open_stream(
         finally:
             batches.close()
 
-    about = (open_at, seq_len, vocab_size, name, request.key, looked_at.end_token_ids)
+    template = template_note(looked_at.templates) if isinstance(looked_at, ChatEncoder) else None
+    about = (open_at, seq_len, vocab_size, name, request.key, looked_at.end_token_ids, template)
     if layout is None or layout.kind == WINDOWS:
         return Stream(*about)
     docs = 1 if layout.kind == PADDED else max_docs or _docs_per_row(request, seq_len)

@@ -21,6 +21,7 @@ from jinja2 import TemplateError, TemplateSyntaxError, nodes
 
 from llmq.config import read_json
 from llmq.data import sandbox
+from llmq.data.sidecar import TemplateNote
 from llmq.errors import DataError, UsageError
 from llmq.hf import TEMPLATE_FOLDER
 
@@ -147,6 +148,14 @@ class Templates:
         return self.tool_use if self.tool_use is not None and tools is not None else self.default
 
 
+def template_note(templates: Templates) -> TemplateNote:
+    """What a sidecar keeps of the templates that rendered its rows."""
+    other = templates.tool_use
+    return TemplateNote(
+        origin=templates.default.origin, default=templates.default.source, tool_use=other.source if other else None
+    )
+
+
 def open_templates(folder: Path, wanted: str | None = None, now: datetime | None = None) -> Templates:
     """The templates of a tokenizer's folder, or the one that `wanted` names, at the time `now` (None: the clock's).
 
@@ -186,7 +195,10 @@ def chosen_templates(folder: Path, wanted: str | None = None) -> list[tuple[str,
 
 
 def _own_templates(folder: Path) -> dict[str, tuple[str, str]]:
-    """Name -> source and origin of the templates in a tokenizer's folder; files come before tokenizer_config.json."""
+    """Name -> source and origin of the templates in a tokenizer's folder.
+
+    Where there are template files, those in tokenizer_config.json do not count, as in transformers.
+    """
     found: dict[str, tuple[str, str]] = {}
     for name in ("tokenizer_config.json", "chat_template.json"):
         path = folder / name
@@ -204,13 +216,14 @@ def _own_templates(folder: Path) -> dict[str, tuple[str, str]]:
             found[item["name"]] = (item["template"], f"the chat_template {item['name']} of {path}")
     files = [("default", folder / "chat_template.jinja")]
     files += [(path.stem, path) for path in sorted((folder / TEMPLATE_FOLDER).glob("*.jinja"))]
+    own_files: dict[str, tuple[str, str]] = {}
     for name, path in files:
         if path.is_file():
             try:
-                found[name] = (path.read_text(encoding="utf-8"), str(path))
+                own_files[name] = (path.read_text(encoding="utf-8"), str(path))
             except (OSError, UnicodeDecodeError) as error:
                 raise DataError(f"{path}: cannot be read ({error})") from None
-    return found
+    return own_files or found
 
 
 def named_tokens(folder: Path) -> dict[str, str]:

@@ -15,15 +15,17 @@ from typing import TYPE_CHECKING, Any
 from llmq.cache_folder import cache_folder
 from llmq.data.cache import locked
 from llmq.data.counts import Counts, notes
-from llmq.data.encode import Encoded, EncodeOptions, Encoder
+from llmq.data.encode import ChatEncoder, Encoded, EncodeOptions, Encoder
 from llmq.data.pipeline import Encoders, RowWork, TextWork
 from llmq.data.produce import STATE, Made, Producer, Progress, Stream, begun_at, require_trained
+from llmq.data.rebuilt_tokenizer import rebuilt_warning
 from llmq.data.records import BadRow, Record
 from llmq.data.request import Request
 from llmq.data.rows import RowSequence
 from llmq.data.samples import show
 from llmq.data.sidecar import Sidecar, TokenizerNote, copy_tokenizer, sidecar_name
 from llmq.data.sources import Documents, find
+from llmq.data.template import template_note
 from llmq.data.token_file import TokenFile
 from llmq.data.tokenizer import TextTokenizer
 from llmq.disk import remove_leftovers, replace_folder, storage, sync_folder, write_whole
@@ -100,6 +102,8 @@ def tokenize_data(
     if found.evaluation is None and not found.eval_tokens:
         _refuse_stale(folder, {"eval.bin"})
     opened = TextTokenizer.open(tokenizer, revision, eos_token)
+    if warning := rebuilt_warning(opened.folder):
+        say(f"note: {warning}")
     request = Request(found, opened, found.known(encode or EncodeOptions()), skip_bad_rows)
     with locked(folder / f"{WORK}.lock", say):
         written, _ = make(request, folder / WORK, on_progress=on_progress, say=say, on_encoder=on_encoder)
@@ -238,6 +242,7 @@ def _sidecar(request: Request, part: Made, encoder: Encoder | None, ends: set[in
             eos_token=tokenizer.eos_token,
             eos_token_id=tokenizer.eos_token_id,
         ),
+        chat_template=template_note(encoder.templates) if isinstance(encoder, ChatEncoder) else None,
     )
 
 

@@ -152,6 +152,7 @@ NAMED = [{"name": "default", "template": "d"}, {"name": "tool_use", "template": 
         ({"tokenizer_config_json": {"chat_template": NAMED}}, None, "d", "t"),
         ({"tokenizer_config_json": {"chat_template": NAMED}}, "rag", "r", "r"),
         ({"tokenizer_config_json": {"chat_template": "one"}, "chat_template_jinja": "two"}, None, "two", "two"),
+        ({"tokenizer_config_json": {"chat_template": NAMED}, "chat_template_jinja": "two"}, None, "two", "two"),
         ({"chat_template_json": {"chat_template": "three"}}, None, "three", "three"),
         ({"chat_template_jinja": "a", "additional_chat_templates__tool_use_jinja": "b"}, None, "a", "b"),
         ({"tokenizer_config_json": {"chat_template": "one"}}, "{{ 'inline' }}", "inline", "inline"),

@@ -7,19 +7,18 @@ import ml_dtypes
 import numpy as np
 import pytest
 
-from llmq.ops.reference import optimizer
 from llmq.ops.reference.random import MASTER, M, V, random_bits, stochastic_round_bf16
-from llmq.tensor import Form, Output, Tensor, num_norm_tiles
+from llmq.tensor import SLICE, Form, Output, Tensor, num_norm_tiles
 
 from .build import output, run
 from .cases import LARGE, ODD, make
 
 NUMBERS = {"beta_1": 0.9, "beta_2": 0.95, "epsilon": 1e-8, "weight_decay": 0.1, "seed": 5, "stream": 2}
-BIG = (3, optimizer.SLICE // 4, 7)  # several slices, the last one short
+BIG = (3, SLICE // 4, 7)  # several slices, the last one short
 
 
 @pytest.mark.parametrize(
-    "shape", [(1,), (5,), (300,), (3, 4), (128, 2), (129, 2), (3, 130, 5), BIG, (2, optimizer.SLICE + 1)], ids=str
+    "shape", [(1,), (5,), (300,), (3, 4), (128, 2), (129, 2), (3, 130, 5), BIG, (2, SLICE + 1)], ids=str
 )
 @pytest.mark.parametrize("dtype", ["fp64", "fp32", "bf16"])
 def test_sums_of_squares_of_128_rows(shape, dtype):
@@ -43,7 +42,7 @@ def partials_of(grad, dtype):
 def test_shards_of_whole_tiles_give_the_norm_of_the_whole(ranks, dtype):
     """Bit for bit, whatever the order in which 12 decimal places of magnitudes would be added otherwise."""
     rng = np.random.default_rng(ranks)
-    shapes = [(1000, 24), (77, 8), (300,), (3, 130, 16), (1025, optimizer.SLICE // 512 + 1)]
+    shapes = [(1000, 24), (77, 8), (300,), (3, 130, 16), (1025, SLICE // 512 + 1)]
     grads = [rng.standard_normal(shape) * 10.0 ** rng.uniform(-6, 6, shape) for shape in shapes]
     whole = np.concatenate([partials_of(grad, dtype) for grad in grads])
     sharded = []
@@ -213,7 +212,7 @@ def test_temporaries_of_a_large_row_are_bounded():
     run("sum_squares", [output((num_norm_tiles(shape),), "fp32")], tensors[3])
     peak = tracemalloc.get_traced_memory()[1]
     tracemalloc.stop()
-    assert peak < 64 * optimizer.SLICE
+    assert peak < 64 * SLICE
 
 
 @pytest.mark.judge

@@ -330,7 +330,7 @@ def test_attention_runs_in_chunks_where_the_batch_was_asked_for(memory):
     choose(GPU_4090, request)
     assert again[0][1].spec.memory == chunked.spec.memory and again[0][1].spec.batch_size == 4
     choose(GPU_4090, replace(request, batch_size=None))
-    assert again[1][1].memory.attention_chunks == 1 and again[1][1].batch_size < 4
+    assert again[1][1].spec.memory.attention_chunks == 1 and again[1][1].spec.batch_size < 4
 
 
 def test_tokens_are_halved_until_they_are_measured_in_time():
@@ -372,5 +372,6 @@ def test_the_host_is_planned_as_the_trainer_plans(monkeypatch):
     (one,) = configurations(request, CPU)
     plan = bench_run.fitting_plan(request, one, CPU, HostBackend())
     assert plan.spec.memory == Memory(("recompute_ffn",), head_chunks=1, attention_chunks=2)
-    same = make_plan(Spec(one.config, one.precision, plan.spec.memory, plan.spec.hyper, 2, 64))
+    spec = Spec(one.config, one.precision, plan.spec.memory, plan.spec.hyper, 2, 64)
+    same = make_plan(spec, HostBackend().scratch_bytes)
     assert same.table() == plan.table()

@@ -6,7 +6,7 @@ import numpy as np
 
 from llmq.ops.seam import op
 from llmq.scaling import scale_from
-from llmq.tensor import Output, Tensor
+from llmq.tensor import Output, Tensor, slices
 
 
 @op(family="quantize", forms={"out"}, cast_from={"out": "x"})
@@ -15,6 +15,9 @@ def cast(out: Output, /, x: Tensor) -> None:
     if x.form is not None and [target.form for target in out.tensors] == [replace(x.form, layout="col")]:
         (columns,) = out.tensors
         columns.array[...] = x.array.reshape(-1, x.shape[-1]).T
+    elif out.in_rows and (x.form is None or not x.form.owns_scales):
+        for start, count in slices(x.shape):
+            out.chunk(start, count).write(x.chunk(start, count).read())
     else:
         out.write(x.read())
 

@@ -3,7 +3,7 @@
 import numpy as np
 
 from llmq.ops.seam import op
-from llmq.tensor import IGNORED, Output, Tensor
+from llmq.tensor import IGNORED, Output, Tensor, slices
 
 
 @op(family="cross-entropy", shares={"d_logits": "logits"}, rows={"d_logits"})
@@ -16,24 +16,27 @@ def cross_entropy(
     d_logits = softmax(logits) * (1 + 2 z_loss lse) - onehot(target). Columns from `vocab_size` on are padding: no
     probability, gradient 0. Target -100: loss 0, gradient 0, whatever the logits are.
     """
-    x, ids = logits.read(), targets.read()
-    trained = np.flatnonzero(ids != IGNORED)
-    real, d = x[:, :vocab_size], np.zeros_like(x)
-    p = d[:, :vocab_size]
-    largest = real.max(axis=-1, keepdims=True)
-    np.subtract(real, largest, out=p)
-    np.exp(p, out=p)
-    total = p.sum(axis=-1)
-    lse = largest[:, 0] + np.log(total)
+    values, in_rows = [], d_logits.in_rows
+    for start, count in slices(logits.shape) if in_rows else [(0, logits.shape[0])]:
+        x, ids = logits.chunk(start, count).read(), targets.read()[start : start + count]
+        trained = np.flatnonzero(ids != IGNORED)
+        real, d = x[:, :vocab_size], np.zeros_like(x)
+        p = d[:, :vocab_size]
+        largest = real.max(axis=-1, keepdims=True)
+        np.subtract(real, largest, out=p)
+        np.exp(p, out=p)
+        total = p.sum(axis=-1)
+        lse = largest[:, 0] + np.log(total)
 
-    value = np.zeros_like(lse)
-    value[trained] = (lse + z_loss * lse * lse)[trained] - x[trained, ids[trained]]
-    if d_logits.wanted:
-        p *= ((1 + 2 * z_loss * lse) / total)[:, None]
-        p[trained, ids[trained]] -= 1
-        p[ids == IGNORED] = 0
-        d_logits.write(d)
-    loss.write(value)
+        value = np.zeros_like(lse)
+        value[trained] = (lse + z_loss * lse * lse)[trained] - x[trained, ids[trained]]
+        values.append(value)
+        if d_logits.wanted:
+            p *= ((1 + 2 * z_loss * lse) / total)[:, None]
+            p[trained, ids[trained]] -= 1
+            p[ids == IGNORED] = 0
+            (d_logits.chunk(start, count) if in_rows else d_logits).write(d)
+    loss.write(np.concatenate(values))
 
 
 @op(family="cross-entropy")

@@ -5,15 +5,12 @@ Gradients arrive as sums over tokens; one number, `scale`, makes them the clippe
 """
 
 import math
-from collections.abc import Iterator
 
 import numpy as np
 
 from llmq.ops.reference.random import MASTER, M, V, random_bits, stochastic_round_bf16
 from llmq.ops.seam import op
-from llmq.tensor import DTYPES, NORM_ROWS, Output, Tensor
-
-SLICE = 1 << 16  # elements per slice: bounds the temporaries of a large row, and keeps them in the L2 cache
+from llmq.tensor import DTYPES, NORM_ROWS, Output, Tensor, slices
 
 
 @op(family="optimizer")
@@ -26,7 +23,7 @@ def sum_squares(partials: Output, /, grad: Tensor) -> None:
     num_rows, tiles = math.prod(grad.shape[:-1]), []
     for first in range(0, num_rows, NORM_ROWS):
         sums = []
-        for start, count in _slices((min(NORM_ROWS, num_rows - first), grad.shape[-1])):
+        for start, count in slices((min(NORM_ROWS, num_rows - first), grad.shape[-1])):
             g = grad.chunk(first + start, count).read()
             sums.append(np.sum(g * g))
         tiles.append(np.sum(sums))
@@ -96,7 +93,7 @@ def adamw(
         return
     count, lr = int(step.read()[0]), float(learning_rate.read()[0])
     bias_1, bias_2 = 1 - beta_1**count, 1 - beta_2**count
-    for start, rows in _slices(master.shape):
+    for start, rows in slices(master.shape):
         address = (seed, count, stream, start * master.shape[-1])
         g = grad.chunk(start, rows).read() * scale.read()
         first_moment = beta_1 * m.chunk(start, rows).read() + (1 - beta_1) * g
@@ -116,11 +113,3 @@ def _stored(value: np.ndarray, dtype: str, purpose: str, seed: int, step: int, s
         return value.astype(DTYPES[dtype], copy=False)
     bits = random_bits(seed, step, stream, purpose, value.size, first)
     return stochastic_round_bf16(value, bits.reshape(value.shape))
-
-
-def _slices(shape: tuple[int, ...]) -> Iterator[tuple[int, int]]:
-    """(start, count) of whole rows, of about SLICE elements, over the flattened leading axes of `shape`."""
-    num_rows = int(np.prod(shape[:-1]))
-    step = max(1, SLICE // shape[-1])
-    for start in range(0, num_rows, step):
-        yield start, min(step, num_rows - start)

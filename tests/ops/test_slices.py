@@ -1,0 +1,103 @@
+"""Work in slices of rows changes no bit: `Output.write`, casts and the cross-entropy, against one slice for all."""
+
+import numpy as np
+import pytest
+
+import llmq.tensor
+from llmq.ops.reference import cast, cross_entropy
+from llmq.tensor import DTYPES, IGNORED, Form, Output, Tensor, stored_shape
+
+ROWS, COLUMNS = 37, 29
+FORMS = {
+    "plain": None,
+    "col": Form("bf16", "col"),
+    "fp8": Form("e4m3", "row", "delayed"),
+    "fp8 col": Form("e5m2", "col", "delayed"),
+    "colsum": Form("fp32", "colsum"),
+}
+
+
+def output(dtype: str, forms: list[str], *, accumulate: bool = False) -> Output:
+    rng = np.random.default_rng(3)
+    tensors = []
+    for name in forms:
+        form = FORMS[name]
+        array = rng.normal(size=stored_shape((ROWS, COLUMNS), form)).astype(DTYPES[form.dtype if form else dtype])
+        scale = np.array([0.25], np.float32) if form and form.scaling else None
+        tensors.append(Tensor(name, array, (ROWS, COLUMNS), form, scale))
+    amax = {"e4m3": np.zeros(1, np.float32)} if len(forms) > 1 else {}
+    return Output("out", (ROWS, COLUMNS), dtype, tuple(tensors), accumulate, amax)
+
+
+def bits(out: Output) -> list[bytes]:
+    return [target.array.tobytes() for target in out.tensors] + [cell.tobytes() for cell in out.amax.values()]
+
+
+def in_one_and_in_many(monkeypatch, run) -> tuple[list[bytes], list[bytes]]:
+    found = []
+    for size in (1 << 30, 3 * COLUMNS):
+        monkeypatch.setattr(llmq.tensor, "SLICE", size)
+        found.append(run())
+    return found[0], found[1]
+
+
+@pytest.mark.parametrize("dtype", ["fp32", "bf16"])
+@pytest.mark.parametrize(
+    "forms", [["plain"], ["plain", "col", "fp8", "fp8 col"], ["fp8"], ["plain", "colsum"]], ids=str
+)
+@pytest.mark.parametrize("wrong", [None, np.nan, np.inf])
+def test_a_write(monkeypatch, dtype, forms, wrong):
+    value = np.random.default_rng(0).normal(size=(ROWS, COLUMNS)).astype(np.float32) * 100
+    if wrong is not None:
+        value[20, 3] = wrong
+
+    def run() -> list[bytes]:
+        out = output(dtype, forms)
+        out.write(value)
+        return bits(out)
+
+    one, many = in_one_and_in_many(monkeypatch, run)
+    assert one == many
+
+
+def test_a_sum_into_what_is_there(monkeypatch):
+    def run() -> list[bytes]:
+        out = output("bf16", ["plain"], accumulate=True)
+        out.write(np.random.default_rng(0).normal(size=(ROWS, COLUMNS)).astype(np.float32))
+        return bits(out)
+
+    one, many = in_one_and_in_many(monkeypatch, run)
+    assert one == many and many != bits(output("bf16", ["plain"]))
+
+
+@pytest.mark.parametrize("forms", [["plain"], ["col", "fp8"], ["plain", "colsum"]], ids=str)
+def test_a_cast(monkeypatch, forms):
+    x = Tensor("x", np.random.default_rng(0).normal(size=(ROWS, COLUMNS)).astype(np.float32), (ROWS, COLUMNS))
+
+    def run() -> list[bytes]:
+        out = output("bf16", forms)
+        cast(out, x)
+        return bits(out)
+
+    one, many = in_one_and_in_many(monkeypatch, run)
+    assert one == many
+
+
+@pytest.mark.parametrize("dtype", ["fp32", "bf16"])
+@pytest.mark.parametrize("forms", [["plain"], ["fp8", "fp8 col"], []], ids=str)
+def test_a_loss(monkeypatch, dtype, forms):
+    rng = np.random.default_rng(0)
+    logits = Tensor("x", (10 * rng.normal(size=(ROWS, COLUMNS))).astype(DTYPES[dtype]), (ROWS, COLUMNS))
+    ids = rng.integers(0, COLUMNS - 4, ROWS).astype(np.int32)
+    ids[::5] = IGNORED
+    targets = Tensor("targets", ids, (ROWS,))
+
+    def run() -> list[bytes]:
+        out = output(dtype, forms)
+        losses = Tensor("loss", np.zeros(ROWS, np.float32), (ROWS,))
+        loss = Output("loss", (ROWS,), "fp32", (losses,))
+        cross_entropy(out, loss, logits, targets, vocab_size=COLUMNS - 3, z_loss=1e-3)
+        return [*bits(out), losses.array.tobytes()]
+
+    one, many = in_one_and_in_many(monkeypatch, run)
+    assert one == many
