@@ -5,140 +5,22 @@ Nothing outside this file knows of them. Each is bit-equal to the run without it
 
 import random
 from dataclasses import replace
-from itertools import pairwise
 
 import numpy as np
 import pytest
+from rooms import HostMoments, StreamedWeights, adapted, streams
 from tiny_engines import BF16, FP8, FP32, FP64, PRECISIONS, batch, bits, engine_of, plan_of, tiny, train_steps
 
 from llmq.arena import aligned
 from llmq.backends.host import HostBackend
 from llmq.ops.record import call_of
 from llmq.plan import plan as planning
-from llmq.plan.build import site_of
 from llmq.plan.memory import Memory
 from llmq.plan.recordings import Stores
-from llmq.stores.bundles import bundle_tree
-from llmq.stores.moments import ReplicatedMoments, State
-from llmq.stores.weights import ReplicatedWeights
-from llmq.tensor import Part, Ref, Row, Slot, stored_bytes
+from llmq.tensor import stored_bytes
 
-RANK = 4
 LANES = planning.lanes
 ALL = pytest.mark.parametrize("precision", PRECISIONS.values(), ids=PRECISIONS)
-
-
-class LoraLinear:
-    """y = x W^T + alpha (x A^T) B^T on a frozen W (Hu et al., 2021)."""
-
-    def __init__(self, base, rank=RANK, alpha=0.5):
-        self.base, self.name, self.key, self.rank, self.alpha = base, base.name, base.key, rank, alpha
-
-    def slots(self, x):
-        return (Slot(f"{self.key}.low", (*x.shape[:-1], self.rank), x.roles),)
-
-    def rows(self, rows):
-        (outs, ins), layer = rows[0].shape, rows[0].layer
-        own = {"a": ((self.rank, ins), "normal"), "b": ((outs, self.rank), "zeros")}
-        adapter = (
-            Row(
-                f"{self.name}.{key}",
-                shape,
-                (Part(f"{self.name}.lora_{key}", 0, shape[0]),),
-                init,
-                True,
-                layer,
-                file="lora",
-            )
-            for key, (shape, init) in own.items()
-        )
-        return (*(replace(row, trainable=False) for row in rows), *adapter)
-
-    def forward(self, ops, a, y, x, w, residual=None):
-        low = a[f"{self.key}.low"]
-        ops.linear_forward(low, x, w.a, None, None)
-        ops.linear_forward(y, low, w.b, None, residual, alpha=self.alpha)
-        self.base.forward(ops, a, y, x, w, y)
-
-    def backward(self, ops, a, d, d_x, dw, d_y, x, w):
-        low, d_low = a[f"{self.key}.low"], d[f"{self.key}.low"]
-        ops.linear_dgrad(d_low, d_y, w.b, None, alpha=self.alpha)
-        ops.linear_wgrad(dw.b, d_y, low, alpha=self.alpha)
-        ops.linear_wgrad(dw.a, d_low, x)
-        self.base.backward(ops, a, d, d_x, dw, d_y, x, w)
-        ops.linear_dgrad(d_x, d_low, w.a, d_x)
-
-
-def adapted(spec, name):
-    """An adapter at every linear map of the blocks."""
-    site = site_of(spec, name)
-    return site if name == "head" else LoraLinear(site)
-
-
-class StreamedWeights(ReplicatedWeights):
-    """Layers' weights live on the host, and come one layer ahead of their use."""
-
-    def __init__(self, rows, dtype, master_dtype):
-        rows = [row if row.layer is None else replace(row, home="host") for row in rows]
-        super().__init__(rows, dtype, master_dtype)
-
-    def walk(self, ops, parts, phase):
-        resident = dict(super().walk(ops, parts, phase))
-        parts = list(parts)
-        ahead = self._fetched(ops, parts[0], phase, resident)
-        for part, following in zip(parts, [*parts[1:], None], strict=True):
-            here, ahead = ahead, self._fetched(ops, following, phase, resident)
-            yield part, here
-
-    def written(self, ops):
-        for ref in super().written(ops):
-            slot = self._slot(ref, "update")
-            yield slot if ref.home == "host" else ref
-            if ref.home == "host":
-                ops.copy_to_host(ref, slot)
-
-    def _fetched(self, ops, part, phase, resident):
-        if not isinstance(part, int):
-            return resident.get(part)
-        prefix = f"layers.{part}."
-        slots = {name.removeprefix(prefix): ref for name, ref in self.refs.items() if name.startswith(prefix)}
-        for name, ref in slots.items():
-            slots[name] = self._slot(ref, phase)
-            ops.copy_to_device(slots[name], ref)
-        return bundle_tree(slots)
-
-    def _slot(self, ref, phase):
-        return Ref(f"{phase}/{ref.name}", "activation", ref.shape, ref.dtype, ref.layer, cell=ref.name)
-
-
-class HostMoments(ReplicatedMoments):
-    """m and v live on the host; those of the next row are fetched while a row is updated."""
-
-    def __init__(self, rows, *dtypes):
-        super().__init__(rows, *dtypes)
-        for name, (master, m, v) in self.refs.items():
-            self.refs[name] = State(master, replace(m, home="host"), replace(v, home="host"))
-
-    def walk(self, ops, *, masters_only=False):
-        if masters_only:
-            yield from super().walk(ops)
-            return
-        rows = [*super().walk(ops), None]
-        ahead = self._fetched(ops, rows[0])
-        for (row, kept), following in pairwise(rows):
-            here, ahead = ahead, self._fetched(ops, following)
-            yield row, here
-            for slot, ref in zip(here[1:], kept[1:], strict=True):
-                ops.copy_to_host(ref, slot)
-
-    def _fetched(self, ops, item):
-        if item is None:
-            return None
-        master, *moments = item[1]
-        slots = [Ref(f"{ref.space}/{ref.name}", "activation", ref.shape, ref.dtype, ref.layer) for ref in moments]
-        for slot, ref in zip(slots, moments, strict=True):
-            ops.copy_to_device(slot, ref)
-        return State(master, *slots)
 
 
 class AnyOrder(HostBackend):
@@ -167,11 +49,6 @@ class AnyOrder(HostBackend):
 def result_of(plan, backend=None):
     engine = engine_of(plan, backend=backend)
     return train_steps(engine), bits(engine), engine.evaluate(batch(9)), engine.next_logits(np.arange(7)).tobytes()
-
-
-def streams(config=None):
-    config = config or tiny()
-    return [f"0/{n}.attention.res" for n in range(config.num_layers)]
 
 
 @ALL
@@ -241,11 +118,11 @@ def test_moments_on_the_host_are_bit_equal(precision):
 
 @ALL
 def test_slots_that_wait_on_the_host_are_bit_equal(precision):
-    names = (*streams(), "0/0.mlp.gate_up", "0/1.mlp.x", "0/1.mlp.act", "0/0.attention.att")
+    names = (*streams(tiny()), "0/0.mlp.gate_up", "0/1.mlp.x", "0/1.mlp.act", "0/0.attention.att")
     plan, plain = plan_of(precision, Memory(offload=names)), plan_of(precision)
     assert plan.arena_bytes("host") > 0 and sum(plan.kept.values()) < sum(plain.kept.values())
     assert result_of(plan) == result_of(plain)
-    block = Memory(("recompute_block",), offload=tuple(streams()))
+    block = Memory(("recompute_block",), offload=streams(tiny()))
     assert result_of(plan_of(precision, block)) == result_of(plain)
 
 
@@ -254,7 +131,7 @@ def test_offloaded_streams_leave_a_peak_that_does_not_grow_with_depth(precision)
     peaks = []
     for depth in (6, 12, 24):
         config = tiny(num_layers=depth)
-        memory = Memory(("recompute_block",), offload=tuple(streams(config)))
+        memory = Memory(("recompute_block",), offload=streams(config))
         program = plan_of(precision, memory, config).programs["middle"]
         peaks.append((program.live_bytes["device"], program.arena_bytes["device"]))
     assert peaks[0] == peaks[1] == peaks[2]
@@ -332,7 +209,7 @@ def assert_no_overlap(program):
 
 def test_a_missing_wait_is_found(monkeypatch):
     """The test above can fail: without the waits of one program, some order reads what is not there."""
-    memory = Memory(offload=tuple(streams()))
+    memory = Memory(offload=streams(tiny()))
     expected = result_of(plan_of(BF16))
     monkeypatch.setattr(
         planning, "lanes", lambda calls: [replace(call, waits=()) for call in on_random_lanes(1)(calls)]
