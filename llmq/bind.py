@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
 
 import numpy as np
@@ -58,15 +58,14 @@ class _Binder:
         inputs = [None if ref is None else self._tensor(ref) for ref in call.inputs]
         run: Callable[[], None] = partial(op, *outputs, *inputs, **call.numbers)
         if poison:
-            before, after = (
-                map(self._poison, found.get(index, ())) for found in (self.program.births, self.program.deaths)
-            )
+            before, after = (self._poison(found.get(index, ())) for found in (self.program.births, self.program.deaths))
             run = partial(_in_turn, [*before, run, *after])
         return Launch(run, call.lane, call.waits)
 
-    def _poison(self, storage: str) -> Callable[[], None]:
-        place = self.program.places[storage]
-        return partial(self._memory.place(place.home, place.offset, (place.size,), np.dtype(np.uint8)).fill, 0xFF)
+    def _poison(self, storages: Iterable[str]) -> list[Callable[[], None]]:
+        places = [self.program.places[storage] for storage in storages]
+        bytes_of = [(place.home, place.offset, (place.size,), np.dtype(np.uint8)) for place in places]
+        return [partial(self._memory.place(*at).fill, 0xFF) for at in bytes_of if at[0] in self._memory.homes_in_order]
 
     def _output(self, result: Result) -> Output:
         ref, tensors = result.ref, tuple(map(self._tensor, result.refs))

@@ -95,7 +95,11 @@ class Tree:
         """Begins the jobs at once; yields what each logged, with its folder, in order."""
         described = Path(f"{jobs[0]['folder']}.json")
         described.write_text(json.dumps({"tree": str(self.folder), "older": self.name == "old", "jobs": jobs}))
-        environment = {**os.environ, **SAME_BITS, "PYTHONPATH": str(self.folder)}
+        environment = {
+            **os.environ,
+            **SAME_BITS,
+            "PYTHONPATH": os.pathsep.join([str(self.folder), os.environ.get("PYTHONPATH", "")]),
+        }
         environment["LLMQ_CACHE_DIR"] = str(_cache(self.place))
         command = [sys.executable, str(Path(__file__).resolve()), "--worker", str(described)]
         process = subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, text=True, cwd=self.place)

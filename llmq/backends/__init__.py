@@ -27,7 +27,12 @@ class Launch(NamedTuple):
 
 
 class Memory(Protocol):
-    """Persistent storages by name, and an arena in each home for the slots of a program."""
+    """Persistent storages by name, and an arena in each home for the slots of a program.
+
+    `homes_in_order` are those that a launch fills when its turn comes; elsewhere, Python would be too early.
+    """
+
+    homes_in_order: frozenset[str]
 
     def array(self, name: str) -> np.ndarray: ...
     def place(self, home: str, offset: int, shape: tuple[int, ...], dtype: np.dtype) -> np.ndarray: ...

@@ -48,6 +48,8 @@ class DeviceMemory:
     fp8 storages of the GPU are uint8 arrays, as CuPy has no dtype for them; `read` and `write` convert.
     """
 
+    homes_in_order = frozenset({"device"})
+
     def __init__(self, persistent: Mapping[str, Ref], arena_bytes: Mapping[str, int], stream: Any) -> None:
         self._stream = stream
         self._dtypes = {name: stored_dtype(ref) for name, ref in persistent.items()}

@@ -23,6 +23,8 @@ if TYPE_CHECKING:
 class HostMemory:
     """An array per persistent storage, and one for the slots of each home: here all of them are alike."""
 
+    homes_in_order = frozenset({"device", "host"})
+
     def __init__(self, persistent: Mapping[str, Ref], arena_bytes: Mapping[str, int]) -> None:
         self._arrays = {
             name: np.zeros(stored_shape(ref.shape, ref.form) if ref.space != "workspace" else 0, stored_dtype(ref))
