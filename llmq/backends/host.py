@@ -27,8 +27,7 @@ class HostMemory:
 
     def __init__(self, persistent: Mapping[str, Ref], arena_bytes: Mapping[str, int]) -> None:
         self._arrays = {
-            name: np.zeros(stored_shape(ref.shape, ref.form) if ref.space != "workspace" else 0, stored_dtype(ref))
-            for name, ref in persistent.items()
+            name: np.zeros(stored_shape(ref.shape, ref.form), stored_dtype(ref)) for name, ref in persistent.items()
         }
         self._arenas = {home: np.zeros(num_bytes, np.uint8) for home, num_bytes in arena_bytes.items()}
 
@@ -81,7 +80,8 @@ class HostBackend:
 
     def memory(self, persistent: Mapping[str, Ref], arena_bytes: Mapping[str, int]) -> HostMemory:
         """Arrays of the host."""
-        return HostMemory(persistent, arena_bytes)
+        held = {name: ref for name, ref in persistent.items() if self.takes_scratch or ref.space != "workspace"}
+        return HostMemory(held, arena_bytes)
 
     def program(self, launches: Sequence[Launch]) -> Run:
         """One function that makes all launches in the order of recording, which every lane allows."""
