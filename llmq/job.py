@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
@@ -17,7 +17,7 @@ from llmq.checkpoint import Checkpoints, checkpoint_bytes, load_state
 from llmq.commands import continue_command
 from llmq.config import FAMILIES, ModelConfig
 from llmq.data.loader import Data, open_data
-from llmq.data.prepare import open_named, sample_text
+from llmq.data.prepare import Named, open_named, sample_text
 from llmq.data.rebuilt_tokenizer import rebuilt_warning
 from llmq.data.trained_template import exported_templates
 from llmq.device import Device
@@ -112,77 +112,23 @@ def prepare(options: Options, log: RunLog) -> Job:
     log.options(options.to_flat())
     log.check()
     where, seed = device.pick_device(options.system), device.seed_of(options.system)
-    checkpoints = Checkpoints(options.checkpoint)
-    resume = checkpoints.start(writes=not _plans_only(options.run))
-    refuse_taken(options.export)
-    if checkpoints.starts_anew:
-        log.warn(f"--continue auto found no checkpoint in {checkpoints.folder}: this run begins at step 0")
+    past = _open_past(options, log)
     source = open_source(options.model)
-    parameters = None if resume else initial_parameters(source, parameter_rows(source.config), seed)
-    given = None if source.from_scratch else source.tokenizer_folder  # from scratch, the data's tokenizer is exported
+    parameters = None if past.path else initial_parameters(source, parameter_rows(source.config), seed)
     named = open_named(options.source, source, plan_only=_plans_only(options.run), say=log.say)
-    dtypes = precision.resolve(options.precision, source.config)
-    cannot_pack = device.packing_problem(where, dtypes.model)
-    data = open_data(
-        options.data, source.config.vocab_size, seed, tokenizer=given, named=named, cannot_pack=cannot_pack
-    )
-    before = load_state(resume) if resume else {}
-    if before:
-        data.layout.refuse_other(before)
-    config = _with_end_tokens(source, data.end_token_ids())
-    if data.seq_len > config.max_position:
-        log.say(
-            f"--seq-len {data.seq_len} is beyond the max_position_embeddings {config.max_position} of {source.name}: "
-            f"the exported model says {data.seq_len}"
-        )
-        config = replace(config, max_position=data.seq_len)
-    schedule = make_schedule(options.schedule, data.train.num_windows, data.samples_per_step)
-    if before and before["step"] > schedule.steps:
-        raise UsageError(
-            f"{resume} is of step {before['step']}, and this run ends after {schedule.steps}: raise --steps or "
-            "--epochs, or continue from an earlier checkpoint"
-        )
-    b, t = data.batch_size, data.seq_len
-    logit_bytes = padded_vocab(config) * DTYPES[dtypes.model].itemsize
-    gpu_bytes = device.memory_bytes(where)[0] if where.kind == "cuda" else 0
-    limits = memory.resolve(options.memory, batch_size=b, seq_len=t, logit_bytes=logit_bytes, gpu_bytes=gpu_bytes)
-    is_auto = precision.is_auto(options.precision)
-    if is_auto and not device.has_fp8(where):
-        is_auto, dtypes = False, dtypes.without_fp8()
-    device.refuse_dtypes(where, dtypes.matmul, dtypes.head, scaling=dtypes.scaling)
+    dtypes, is_timed = _resolve_precision(options, source.config, where, past)
+    data = _open_data(options, source, named, seed, device.packing_problem(where, dtypes.model), past)
+    config = _exported_config(source, data, log)
+    schedule = _make_schedule(options, data, past)
+    spec = _make_spec(options, config, dtypes, data, where, seed)
     gpu = GpuWatch(where, log.gpu_every)
     speed = None if _plans_only(options.run) else gemm_speed.measure(where)
-    hyper = optimizer.resolve(options.optimizer)
-    watching = precision.watching(options.precision)
-    dtypes = dtypes.without(before.get("fp8", {}).get("fell_back", ()))
-    algorithms = before.get("algorithms")
-    kind = "planned" if where.planned else where.kind
-    settings = device.backend_settings(options.system, where)
-    backend = open_backend(kind, algorithms=algorithms or None, **settings)
-    scratch = backend.scratch_bytes
-
-    packing = Packing(*data.limits) if data.limits else None
-    spec = Spec(config, dtypes, limits, hyper, b, t, seed, packing, observe=watching.every > 0)
-
-    def planned(dtypes: Precision, given_back: int = 0) -> Plan:
-        plan = make_plan(replace(spec, precision=dtypes), scratch)
-        if not memory.chooses_attention_chunks(options.memory):
-            return plan
-        # What is free is asked here, as planning loads cuDNN's kernels.
-        return with_fitting_chunks(plan, device.memory_bytes(where)[1] + given_back, scratch)
-
-    if is_auto and "sites" in before:
-        dtypes = replace(dtypes, matmul=before["sites"]["matmul"], wide=tuple(before["sites"]["wide"]))
-    elif is_auto:
-        if where.planned:
-            raise UsageError("--matmul-dtype auto times a GPU, and --gpu names one that is not here: use bf16 or e4m3")
-        sizes = {"batch_size": b, "seq_len": t, "grad_accumulation": data.grad_accumulation}
-        dtypes, timing = auto.choose(config, dtypes, planned(dtypes).spec.memory, backend, **sizes)
-        log.matmuls(timing.rows(dtypes.model))
-    plan = planned(dtypes)
-    tokenizer = (data.tokenizer_folder() if source.from_scratch else None) or source.tokenizer_folder
-    templates = exported_templates(data.train, tokenizer)
-    warning = rebuilt_warning(tokenizer, FAMILIES[config.architecture].model_type)
+    backend = _open_backend(options, where, past)
+    replan = _planner(options, spec, where, backend)
+    if is_timed:
+        spec = replace(spec, precision=_time_sites(replan(dtypes, 0).spec, backend, data.grad_accumulation, log))
+    plan = replan(spec.precision, 0)
+    export, notices = _open_export(options, source, data, plan)
     job = Job(
         device=where,
         backend=backend,
@@ -192,35 +138,147 @@ def prepare(options: Options, log: RunLog) -> Job:
         data=data,
         schedule=schedule,
         plan=plan,
-        checkpoints=checkpoints,
-        resume=resume,
-        export=open_export(options.export, config, plan.rows, tokenizer, templates.sources),
+        checkpoints=past.checkpoints,
+        resume=past.path,
+        export=export,
         options=options.to_flat(),
         exports_anyway=exports_anyway(options.export),
         continue_command=continue_command(options),
-        watching=watching,
-        replan=planned,
+        watching=precision.watching(options.precision),
+        replan=replan,
         plans_only=_plans_only(options.run),
         gpu=gpu,
         speed=speed,
-        notices=(*templates.notices, *([warning] if warning else [])),
+        notices=notices,
     )
     _describe(job, log)
-    for text in job.notices if job.plans_only else ():  # else they go to the log, too, which is not open yet
-        log.say(text)
-    strict = where.kind == "cuda" and settings["deterministic"]
-    relaxed = open_backend("planned", deterministic=False).scratch_bytes if strict else None
-    free = device.memory_bytes(where)[1]
-    refuse_if_too_large(plan, free, scratch, relaxed)
-    first, last = before.get("step", 0) + 1, schedule.steps
-    saved = (checkpoints.folder, checkpoints.peak_bytes(job.checkpoint_bytes, first, max(first, last)))
-    needs = {"the checkpoints": saved, "the model": (job.export.folder, job.export.check(room=not where.planned))}
-    if _plans_only(options.run):
-        log.say(f"On {where.kind}: {shown(plan.total_bytes)} of {shown(free)} that are free")
-        log.say("On disk: " + ", ".join(f"{what} {shown(size)}" for what, (_, size) in needs.items()))
-    if not where.planned:
-        check_free_space(needs)
+    _check_memory(job, deterministic=device.backend_settings(options.system, where)["deterministic"])
+    _check_disk(job, past.step, log)
     return job
+
+
+@dataclass(frozen=True)
+class _Past:
+    """The run's checkpoints, and the one that it continues: its path and state, or None and {} from step 0."""
+
+    checkpoints: Checkpoints
+    path: Path | None
+    state: Mapping[str, Any]
+
+    @property
+    def step(self) -> int:
+        """Optimizer steps that are done."""
+        return int(self.state.get("step", 0))
+
+
+def _open_past(options: Options, log: RunLog) -> _Past:
+    """What the run continues, and that nothing stands where it exports to."""
+    checkpoints = Checkpoints(options.checkpoint)
+    path = checkpoints.start(writes=not _plans_only(options.run))
+    refuse_taken(options.export)
+    if checkpoints.starts_anew:
+        log.warn(f"--continue auto found no checkpoint in {checkpoints.folder}: this run begins at step 0")
+    return _Past(checkpoints, path, load_state(path) if path else {})
+
+
+def _resolve_precision(options: Options, config: ModelConfig, where: Device, past: _Past) -> tuple[Precision, bool]:
+    """Dtypes and sites by options, device and checkpoint; and whether timing has yet to choose among the fp8 sites."""
+    dtypes, is_auto = precision.resolve(options.precision, config), precision.is_auto(options.precision)
+    if is_auto and not device.has_fp8(where):
+        dtypes, is_auto = dtypes.without_fp8(), False
+    device.refuse_dtypes(where, dtypes.matmul, dtypes.head, scaling=dtypes.scaling)
+    dtypes = dtypes.without(past.state.get("fp8", {}).get("fell_back", ()))
+    if is_auto and (chosen := past.state.get("sites")):
+        return replace(dtypes, matmul=chosen["matmul"], wide=tuple(chosen["wide"])), False
+    if is_auto and where.planned:
+        raise UsageError("--matmul-dtype auto times a GPU, and --gpu names one that is not here: use bf16 or e4m3")
+    return dtypes, is_auto
+
+
+def _open_data(
+    options: Options, source: ModelSource, named: Named | None, seed: int, cannot_pack: str | None, past: _Past
+) -> Data:
+    """The data, laid out in rows as it was for the checkpoint."""
+    given = None if source.from_scratch else source.tokenizer_folder  # from scratch, the data's tokenizer is exported
+    data = open_data(
+        options.data, source.config.vocab_size, seed, tokenizer=given, named=named, cannot_pack=cannot_pack
+    )
+    if past.path:
+        data.layout.refuse_other(past.state)
+    return data
+
+
+def _exported_config(source: ModelSource, data: Data, log: RunLog) -> ModelConfig:
+    """The config of the trained and exported model, which knows the ends of the data's texts and its length."""
+    config = _with_end_tokens(source, data.end_token_ids())
+    if data.seq_len <= config.max_position:
+        return config
+    log.say(
+        f"--seq-len {data.seq_len} is beyond the max_position_embeddings {config.max_position} of {source.name}: "
+        f"the exported model says {data.seq_len}"
+    )
+    return replace(config, max_position=data.seq_len)
+
+
+def _make_schedule(options: Options, data: Data, past: _Past) -> Schedule:
+    """The schedule; UsageError if the checkpoint is beyond its end."""
+    schedule = make_schedule(options.schedule, data.train.num_windows, data.samples_per_step)
+    if past.step > schedule.steps:
+        raise UsageError(
+            f"{past.path} is of step {past.step}, and this run ends after {schedule.steps}: raise --steps or "
+            "--epochs, or continue from an earlier checkpoint"
+        )
+    return schedule
+
+
+def _make_spec(options: Options, config: ModelConfig, dtypes: Precision, data: Data, where: Device, seed: int) -> Spec:
+    """What is to be planned, all options resolved."""
+    b, t = data.batch_size, data.seq_len
+    logit_bytes = padded_vocab(config) * DTYPES[dtypes.model].itemsize
+    gpu_bytes = device.memory_bytes(where)[0] if where.kind == "cuda" else 0
+    limits = memory.resolve(options.memory, batch_size=b, seq_len=t, logit_bytes=logit_bytes, gpu_bytes=gpu_bytes)
+    hyper = optimizer.resolve(options.optimizer)
+    packing = Packing(*data.limits) if data.limits else None
+    observe = precision.watching(options.precision).every > 0
+    return Spec(config, dtypes, limits, hyper, b, t, seed, packing, observe=observe)
+
+
+def _open_backend(options: Options, where: Device, past: _Past) -> Backend:
+    """The device's backend, with the GEMM algorithms of the checkpoint."""
+    kind = "planned" if where.planned else where.kind
+    settings = device.backend_settings(options.system, where)
+    return open_backend(kind, algorithms=past.state.get("algorithms") or None, **settings)
+
+
+def _planner(options: Options, spec: Spec, where: Device, backend: Backend) -> Callable[[Precision, int], Plan]:
+    """A function that plans `spec` with other dtypes, where so many more bytes are free than now."""
+
+    def planned(dtypes: Precision, given_back: int) -> Plan:
+        plan = make_plan(replace(spec, precision=dtypes), backend.scratch_bytes)
+        if not memory.chooses_attention_chunks(options.memory):
+            return plan
+        # What is free is asked here, as planning loads cuDNN's kernels.
+        return with_fitting_chunks(plan, device.memory_bytes(where)[1] + given_back, backend.scratch_bytes)
+
+    return planned
+
+
+def _time_sites(spec: Spec, backend: Backend, grad_accumulation: int, log: RunLog) -> Precision:
+    """The dtypes of `spec`, with only those sites in fp8 that are faster for it on this device."""
+    sizes = {"batch_size": spec.batch_size, "seq_len": spec.seq_len, "grad_accumulation": grad_accumulation}
+    dtypes, timing = auto.choose(spec.config, spec.precision, spec.memory, backend, **sizes)
+    log.matmuls(timing.rows(spec.precision.model))
+    return dtypes
+
+
+def _open_export(options: Options, source: ModelSource, data: Data, plan: Plan) -> tuple[Export, tuple[str, ...]]:
+    """Where the model goes, with its tokenizer and templates; and what the user should know of these two."""
+    config = plan.spec.config
+    tokenizer = (data.tokenizer_folder() if source.from_scratch else None) or source.tokenizer_folder
+    templates = exported_templates(data.train, tokenizer)
+    warning = rebuilt_warning(tokenizer, FAMILIES[config.architecture].model_type)
+    export = open_export(options.export, config, plan.rows, tokenizer, templates.sources)
+    return export, (*templates.notices, *([warning] if warning else []))
 
 
 def _with_end_tokens(source: ModelSource, ends: tuple[int, ...]) -> ModelConfig:
@@ -255,3 +313,26 @@ def _describe(job: Job, log: RunLog) -> None:
     if (chunks := plan.spec.memory.attention_chunks) > 1 and job.options["attn_bwd_chunks"] == memory.AUTO:
         log.say(f"Attention's backward runs in {chunks} chunks of the batch, so that it needs less memory")
     log.allocator({**table, "Free": left, "Reserved": max(total - free, 0) / MIB, "Other": other}, hint=hint)
+    for text in job.notices if job.plans_only else ():  # else they go to the log, too, which is not open yet
+        log.say(text)
+
+
+def _check_memory(job: Job, *, deterministic: bool) -> None:
+    """MemoryLimitError if the plan does not fit on the device."""
+    strict = job.device.kind == "cuda" and deterministic
+    relaxed = open_backend("planned", deterministic=False).scratch_bytes if strict else None
+    refuse_if_too_large(job.plan, device.memory_bytes(job.device)[1], job.backend.scratch_bytes, relaxed)
+
+
+def _check_disk(job: Job, done: int, log: RunLog) -> None:
+    """StorageError if checkpoints after the step `done` and the model do not fit on the disk; a dry run says both."""
+    first, last = done + 1, job.schedule.steps
+    saved = (job.checkpoints.folder, job.checkpoints.peak_bytes(job.checkpoint_bytes, first, max(first, last)))
+    model = (job.export.folder, job.export.check(room=not job.device.planned))
+    needs = {"the checkpoints": saved, "the model": model}
+    if job.plans_only:
+        free = device.memory_bytes(job.device)[1]
+        log.say(f"On {job.device.kind}: {shown(job.plan.total_bytes)} of {shown(free)} that are free")
+        log.say("On disk: " + ", ".join(f"{what} {shown(size)}" for what, (_, size) in needs.items()))
+    if not job.device.planned:
+        check_free_space(needs)
