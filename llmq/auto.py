@@ -12,11 +12,11 @@ from dataclasses import dataclass, replace
 
 from llmq.backends import Backend
 from llmq.config import ModelConfig
+from llmq.measure import Clock, measure
 from llmq.optimizer import Hyperparameters
 from llmq.plan.memory import Memory
 from llmq.plan.precision import Precision, block_sites
 from llmq.plan.spec import Spec
-from llmq.report.bench import Clock, measure
 from llmq.rows import layer_maps
 
 LAYERS, VOCAB = 2, 1024  # of the model that is timed

@@ -8,8 +8,8 @@ import fake_cuda
 
 from llmq import cuda_libraries, device, nvml
 from llmq.backends.host import HostBackend
+from llmq.measure import Clock
 from llmq.quickstart import gpu
-from llmq.report.bench import Clock
 
 BACKEND = "llmq.backends.cuda"
 OPENED = []  # algorithms that each backend was opened with

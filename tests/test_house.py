@@ -122,6 +122,17 @@ def at_import_nodes(node: ast.AST) -> Iterator[ast.AST]:
             yield from at_import_nodes(child)
 
 
+def reached(*start: str, at_import: bool) -> dict[str, set[str]]:
+    """The modules that `start` imports at any depth, itself included, each with what it imports."""
+    todo, found = list(start), {}
+    while todo:
+        module = todo.pop()
+        if module in modules() and module not in found:
+            found[module] = imported(module, at_import=at_import)
+            todo += [*found[module], module.rpartition(".")[0]]
+    return found
+
+
 def place(module: str) -> str:
     """The folder or file below llmq/ that a module is in."""
     return module.split(".")[1] if "." in module else ""
@@ -157,15 +168,15 @@ def test_nothing_imports_pytorch():
 
 def test_a_command_starts_without_numpy():
     """`--help` answers at once: nothing that a command module imports on its way, at any depth, is slow to import."""
-    todo, reached = [*below("cli"), "llmq.options"], {}
-    while todo:
-        module = todo.pop()
-        if module not in modules() or module in reached:
-            continue
-        reached[module] = imported(module, at_import=True)
-        todo += [*reached[module], module.rpartition(".")[0]]
+    found = reached(*below("cli"), "llmq.options", at_import=True)
     slow = ARRAYS | JUDGES | {"tokenizers", "pyarrow", "huggingface_hub", "matplotlib", "safetensors", "wandb"}
-    assert not [f"{m} imports {t}" for m, targets in reached.items() for t in targets if t.partition(".")[0] in slow]
+    assert not [f"{m} imports {t}" for m, targets in found.items() for t in targets if t.partition(".")[0] in slow]
+
+
+def test_training_imports_no_report():
+    """What `--matmul-dtype auto` times steps with is below the loop, and the bench above both."""
+    found = reached("llmq.training", at_import=False)
+    assert "llmq.measure" in found and not {module for module in found if place(module) in {"report", "cli"}}
 
 
 @pytest.mark.parametrize("module", below("blocks", "sites"))

@@ -17,6 +17,7 @@ from llmq.device import Device
 from llmq.disk import write_whole
 from llmq.errors import MemoryLimitError
 from llmq.gpus import TERA
+from llmq.measure import Clock, CudaClock, Speed, measure
 from llmq.optimizer import Hyperparameters
 from llmq.options import Options
 from llmq.plan import memory, precision
@@ -27,7 +28,6 @@ from llmq.plan.precision import Precision
 from llmq.plan.spec import Spec
 from llmq.presets import preset
 from llmq.quickstart.settings import Fit, Places, Settings, options
-from llmq.report.bench import Clock, CudaClock, Speed, measure
 from llmq.rows import padded_vocab
 from llmq.tensor import DTYPES
 

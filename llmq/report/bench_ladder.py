@@ -11,12 +11,12 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 
 from llmq.backends import arguments
+from llmq.measure import Timed
 from llmq.ops.record import Call
 from llmq.ops.seam import record
 from llmq.plan.names import storage_name
 from llmq.plan.passes.place import Placement
 from llmq.plan.plan import Plan
-from llmq.report.bench import Timed
 from llmq.report.bench_ceilings import Ceilings
 
 HEAD = (".head.", "head.logits", "head.weight", "embed.weight")  # parts of what only the head's linear map writes

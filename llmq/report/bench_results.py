@@ -20,8 +20,8 @@ from llmq import sol
 from llmq.disk import storage
 from llmq.errors import DataError, UsageError
 from llmq.log import to_json
+from llmq.measure import Speed
 from llmq.nvml import Reading
-from llmq.report.bench import Speed
 from llmq.report.bench_ceilings import Ceilings
 from llmq.report.bench_ladder import Ladder
 

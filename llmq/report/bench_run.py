@@ -25,6 +25,7 @@ from llmq.backends import Backend, open_backend
 from llmq.config import ModelConfig, from_folder
 from llmq.device import Device
 from llmq.errors import LlmqError, MemoryLimitError, StorageError, UsageError
+from llmq.measure import Clock, CudaClock, measure_plan, zipf_batch
 from llmq.optimizer import Hyperparameters
 from llmq.options import Options
 from llmq.plan import memory, precision
@@ -35,7 +36,6 @@ from llmq.plan.precision import Precision
 from llmq.plan.spec import Spec
 from llmq.presets import preset
 from llmq.report import bench_table
-from llmq.report.bench import Clock, CudaClock, measure_plan, zipf_batch
 from llmq.report.bench_ceilings import Ceilings, measure_ceilings
 from llmq.report.bench_ladder import ladder
 from llmq.report.bench_results import Change, compare, document, load, require_common, result_of, save

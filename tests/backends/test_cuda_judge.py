@@ -14,13 +14,13 @@ import pytest
 from llmq.config import to_hf
 from llmq.data.batch import Batch
 from llmq.data.token_file import TokenFile
+from llmq.measure import zipf_batch
 from llmq.optimizer import Hyperparameters
 from llmq.plan.memory import Memory
 from llmq.plan.plan import make_plan
 from llmq.plan.precision import Precision
 from llmq.plan.spec import Spec
 from llmq.presets import preset
-from llmq.report.bench import zipf_batch
 from llmq.rows import parameter_rows
 from llmq.source import ModelSource, drawn
 

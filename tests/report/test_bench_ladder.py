@@ -5,9 +5,9 @@ import dataclasses
 import pytest
 from tiny_engines import BF16, FP8, FP32, plan_of, tiny
 
+from llmq.measure import Timed
 from llmq.ops.seam import record
 from llmq.plan.memory import Memory
-from llmq.report.bench import Timed
 from llmq.report.bench_ceilings import Ceilings
 from llmq.report.bench_ladder import Ladder, Rung, family, ladder, work_of, written
 

@@ -10,9 +10,9 @@ from rich.console import Console
 from tiny_engines import FP32, plan_of
 
 from llmq.errors import DataError, StorageError, UsageError
+from llmq.measure import Speed
 from llmq.nvml import Reading
 from llmq.report import bench_table
-from llmq.report.bench import Speed
 from llmq.report.bench_ceilings import Ceilings
 from llmq.report.bench_ladder import Ladder, Rung
 from llmq.report.bench_results import compare, document, gpu_during, load, require_common, result_of, save

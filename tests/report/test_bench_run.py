@@ -14,11 +14,11 @@ from llmq.cli import bench, shell
 from llmq.config import to_hf
 from llmq.device import CPU, Device
 from llmq.errors import MemoryLimitError, UsageError
+from llmq.measure import paced
 from llmq.plan.memory import Memory
 from llmq.plan.plan import make_plan
 from llmq.plan.spec import Spec
 from llmq.report import bench_run
-from llmq.report.bench import paced
 from llmq.report.bench_ceilings import Ceilings
 from llmq.report.bench_run import Request, configurations, measured, tokens_in_time
 

@@ -1,4 +1,4 @@
-"""The bench trains for real: losses are those of llmq-train, every op is timed, a GPU is timed on its own stream."""
+"""What is measured is training: losses are those of llmq-train, every op is timed, a GPU is timed on its own stream."""
 
 import dataclasses
 import io
@@ -11,16 +11,16 @@ import pytest
 from tiny_engines import BF16, FP32, arrays, plan_of, spec_of, tiny
 
 import llmq
+from llmq import measure as module
 from llmq import nvml
 from llmq.backends.host import HostBackend
 from llmq.config import from_folder, to_hf
 from llmq.data.loader import open_data
 from llmq.data.token_file import TokenWriter
 from llmq.log import TrainRecord
+from llmq.measure import Clock, CudaClock, measure, measure_plan, random_parameters, zipf_batch
 from llmq.options import Options
 from llmq.plan.precision import resolve
-from llmq.report import bench
-from llmq.report.bench import Clock, CudaClock, measure, measure_plan, random_parameters, zipf_batch
 from llmq.report.bench_run import MATMULS
 from llmq.source import initial_parameters, open_source
 
@@ -101,7 +101,7 @@ def test_every_step_of_both_programs_is_timed_once():
 
 def test_the_time_of_an_op_is_the_median_of_its_runs(monkeypatch):
     """The first run binds products and compiles, another may be interrupted."""
-    rounds, traced = [], bench.Engine.traced
+    rounds, traced = [], module.Engine.traced
 
     def counted(self, name, wrap):
         run = traced(self, name, wrap)
@@ -111,7 +111,7 @@ def test_the_time_of_an_op_is_the_median_of_its_runs(monkeypatch):
         def elapsed_ms(self, start, end):
             return {1: 100.0, 2: 5.0, 3: 7.0}.get(rounds.count("middle"), 1.0)
 
-    monkeypatch.setattr(bench.Engine, "traced", counted)
+    monkeypatch.setattr(module.Engine, "traced", counted)
     speed = measure(spec_of(FP32, config=tiny(num_layers=1)), HostBackend(), Uneven(), **RUN)
     assert {call.ms for call in speed.calls} == {7.0} and rounds == ["middle", "update"] * 3
 
@@ -119,8 +119,8 @@ def test_the_time_of_an_op_is_the_median_of_its_runs(monkeypatch):
 def test_the_device_is_given_work_ahead_of_single_ops(monkeypatch):
     """About AHEAD_S of micro-steps before each round, where ops are queued."""
     ran = []
-    original = bench.Engine.run
-    monkeypatch.setattr(bench.Engine, "run", lambda self, name: ran.append(name) or original(self, name))
+    original = module.Engine.run
+    monkeypatch.setattr(module.Engine, "run", lambda self, name: ran.append(name) or original(self, name))
 
     class Queued(FakeClock):
         is_queued = True
@@ -129,11 +129,11 @@ def test_the_device_is_given_work_ahead_of_single_ops(monkeypatch):
             ran.append(ahead)
             return super().calls(engine, ahead)
 
-    monkeypatch.setattr(bench, "AHEAD_S", 2e-3)
+    monkeypatch.setattr(module, "AHEAD_S", 2e-3)
     clock, backend = Queued(), HostBackend()
     measure(spec_of(FP32, config=tiny(num_layers=1)), backend, clock, **RUN)
     asked = ran.index(4)  # a step of 1 ms has two micro-steps
-    assert ran[asked + 1 :] == ["middle"] * 4 * bench.REPEATS and clock.followed == [backend]
+    assert ran[asked + 1 :] == ["middle"] * 4 * module.REPEATS and clock.followed == [backend]
 
 
 def test_the_optimizers_calls_are_timed_together_where_ops_are_queued(monkeypatch):
@@ -149,21 +149,21 @@ def test_the_optimizers_calls_are_timed_together_where_ops_are_queued(monkeypatc
 
     backend.ops = {name: costly(name, op) for name, op in backend.ops.items()}
     clock.is_queued, clock.mark = True, lambda: setattr(clock, "now", clock.now + 9) or clock.now
-    part = bench.Engine.part
+    part = module.Engine.part
 
     def launched(self, name, indices):
         steps = [self.plan.programs[name].calls[index].op for index in indices]
         run = part(self, name, indices)
         return lambda: (ran.append(steps), setattr(clock, "now", clock.now + 4), run())
 
-    monkeypatch.setattr(bench.Engine, "part", launched)
+    monkeypatch.setattr(module.Engine, "part", launched)
     speed = measure(spec_of(BF16), backend, clock, **RUN)
     rows = len(speed.plan.rows)
     squares, adamw = (["sum_squares"] * rows, ["adamw"] * rows)
-    assert ran == [squares, adamw] * (2 + bench.REPEATS), "eagerly, captured, and timed"
+    assert ran == [squares, adamw] * (2 + module.REPEATS), "eagerly, captured, and timed"
     for call in speed.calls:
         op = speed.plan.programs[call.program].calls[call.index].op
-        assert call.ms == pytest.approx(1 + (13 / rows if op in bench.TOGETHER else 9))
+        assert call.ms == pytest.approx(1 + (13 / rows if op in module.TOGETHER else 9))
     with_events = measure(spec_of(BF16), backend, FakeClock(), **RUN)
     assert [(c.program, c.index) for c in speed.calls] == [(c.program, c.index) for c in with_events.calls]
 
@@ -179,13 +179,13 @@ def test_clock_and_power_are_read_during_the_measured_steps_only(monkeypatch):
             return (nvml.Reading(sm_mhz=1500),)
 
     losses = []
-    update = bench.Engine.update
-    monkeypatch.setattr(bench.Engine, "update", lambda self, *a: losses.append(a) or update(self, *a))
-    monkeypatch.setattr(bench, "Background", Background)
+    update = module.Engine.update
+    monkeypatch.setattr(module.Engine, "update", lambda self, *a: losses.append(a) or update(self, *a))
+    monkeypatch.setattr(module, "Background", Background)
     plan = plan_of(FP32, config=tiny(num_layers=1))
     run = {"tokens_per_step": 32, "steps": 2, "warmup": 3}
     speed = measure_plan(plan, HostBackend(), Clock(), **run, uuid="GPU-1")
-    assert seen == [("GPU-1", bench.SAMPLE_S, 3)] and speed.readings == (nvml.Reading(sm_mhz=1500),)
+    assert seen == [("GPU-1", module.SAMPLE_S, 3)] and speed.readings == (nvml.Reading(sm_mhz=1500),)
 
 
 def test_the_parts_timed_one_by_one_are_the_whole():
@@ -208,11 +208,11 @@ def test_the_parts_timed_one_by_one_are_the_whole():
 
 def test_the_clock_stops_steps_and_warm_up(monkeypatch):
     now = [0.0]
-    monkeypatch.setattr(bench.time, "perf_counter", lambda: now[0])
+    monkeypatch.setattr(module.time, "perf_counter", lambda: now[0])
 
     def made(warmup, steps, end, least=1):
         now[0], found = 0.0, []
-        for counts in bench.paced(warmup, steps, least=least, end=end):
+        for counts in module.paced(warmup, steps, least=least, end=end):
             found.append(counts)
             now[0] += 10
         return "".join("w1"[counts] for counts in found), now[0]
