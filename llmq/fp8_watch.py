@@ -55,27 +55,23 @@ def summary(errors: Sequence[CopyError]) -> str:
     )
 
 
-class Fp8Watch:
-    """Counts low readings per site over a run. `low` (site: readings in a row) is part of a checkpoint."""
+def due(options: Watching, step: int) -> bool:
+    """Whether to read after `step` updates: at the start, and after each n-th."""
+    return options.every > 0 and step % options.every == 0
 
-    def __init__(self, options: Watching, low: Mapping[str, int]) -> None:
-        self.falls_back = options.fallback
-        self.low: dict[str, int] = dict(low)
-        self._every = options.every
 
-    def due(self, step: int) -> bool:
-        """Whether to read after `step` updates: at the start, and after each n-th."""
-        return self._every > 0 and step % self._every == 0
+def judge(errors: Iterable[CopyError], low: Mapping[str, int]) -> tuple[dict[str, int], dict[str, CopyError]]:
+    """Low readings in a row of each site, which were `low` before; and sites that just had the PATIENCE-th in a row.
 
-    def judge(self, errors: Iterable[CopyError]) -> dict[str, CopyError]:
-        """Sites whose copies are low now for the PATIENCE-th reading in a row, with their worst copy."""
-        worst: dict[str, CopyError] = {}
-        for error in errors:
-            for site in error.sites if error.is_low else ():
-                if site not in worst or (error.snr_db or 0.0) < (worst[site].snr_db or 0.0):
-                    worst[site] = error
-        self.low = {site: self.low.get(site, 0) + 1 for site in worst}
-        return {site: error for site, error in worst.items() if self.low[site] == PATIENCE}
+    Those come with their worst copy.
+    """
+    worst: dict[str, CopyError] = {}
+    for error in errors:
+        for site in error.sites if error.is_low else ():
+            if site not in worst or (error.snr_db or 0.0) < (worst[site].snr_db or 0.0):
+                worst[site] = error
+    counts = {site: low.get(site, 0) + 1 for site in worst}
+    return counts, {site: error for site, error in worst.items() if counts[site] == PATIENCE}
 
 
 def carried(read: Callable[[str], np.ndarray], old: Plan, new: Plan) -> Callable[[str], np.ndarray]:

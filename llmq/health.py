@@ -17,8 +17,8 @@ A gradient of exactly 0 over the last steps: nothing trains any more.
 from __future__ import annotations
 
 import math
-from collections import deque
 from collections.abc import Mapping
+from dataclasses import dataclass, replace
 from itertools import pairwise
 from statistics import fmean, median
 from typing import Any
@@ -34,29 +34,31 @@ DEAD_STEPS = 3  # with a gradient of exactly 0
 MEDIAN_OF_DIFFERENCES = 0.954
 
 
+@dataclass(frozen=True)
 class Course:
     """The losses of a run's first and last steps, and its last gradients; kept in checkpoints as `state`."""
 
-    def __init__(self, state: Mapping[str, Any] | None = None) -> None:
-        state = state or {"steps": 0, "first": [], "last": [], "dead": 0}
-        self.steps: int = state["steps"]  # with a finite loss
-        self.first: list[float] = list(state["first"])
-        self.last: deque[float] = deque(state["last"], maxlen=KEPT)
-        self.dead: int = state["dead"]  # consecutive steps up to the last one with a gradient of 0
+    steps: int = 0  # with a finite loss
+    first: tuple[float, ...] = ()
+    last: tuple[float, ...] = ()
+    dead: int = 0  # consecutive steps up to the last one with a gradient of 0
+
+    @classmethod
+    def read(cls, state: Mapping[str, Any]) -> Course:
+        """From the `state` of a checkpoint."""
+        return cls(state["steps"], tuple(state["first"]), tuple(state["last"]), state["dead"])
 
     @property
     def state(self) -> dict[str, Any]:
         """As JSON knows it."""
-        return {"steps": self.steps, "first": self.first, "last": list(self.last), "dead": self.dead}
+        return {"steps": self.steps, "first": list(self.first), "last": list(self.last), "dead": self.dead}
 
-    def add(self, loss: float, norm: float) -> None:
-        """The next step's loss and norm of the gradient."""
-        self.dead = self.dead + 1 if norm == 0 else 0
-        if math.isfinite(loss):
-            self.steps += 1
-            self.last.append(loss)
-            if len(self.first) < KEPT:
-                self.first.append(loss)
+    def after(self, loss: float, norm: float) -> Course:
+        """The course with the next step's loss and norm of the gradient."""
+        dead = self.dead + 1 if norm == 0 else 0
+        if not math.isfinite(loss):
+            return replace(self, dead=dead)
+        return Course(self.steps + 1, (*self.first, loss)[:KEPT], (*self.last, loss)[-KEPT:], dead)
 
     def warnings(self, vocab_size: int) -> list[str]:
         """What a user should know of a run that has come to its end."""
@@ -74,7 +76,7 @@ class Course:
         """Whether the model ended worse than a uniform guess, in words."""
         if self.steps < LEAST_STEPS // 2:
             return ""
-        began, ended = self.first[0], fmean(list(self.last)[-min(KEPT, self.steps // 4) :])
+        began, ended = self.first[0], fmean(self.last[-min(KEPT, self.steps // 4) :])
         if ended <= WORSE * max(began, guess):
             return ""
         return f"The loss ended at {ended:.4g}, above the {began:.4g} where it began and the {guess:.4g} of a guess"
@@ -84,9 +86,9 @@ class Course:
         if self.steps < LEAST_STEPS:
             return ""
         k = min(KEPT, self.steps // 4)
-        losses = [self.first] if self.steps <= KEPT else [self.first, list(self.last)]
+        losses = [self.first] if self.steps <= KEPT else [self.first, self.last]
         noise = median(abs(a - b) for part in losses for a, b in pairwise(part)) / MEDIAN_OF_DIFFERENCES
-        ended = fmean(list(self.last)[-k:])
+        ended = fmean(self.last[-k:])
         for j in (k, 1):
             began = fmean(self.first[:j])
             if ended - began > max(NO_NOISE * noise * math.sqrt(1 / j + 1 / k), LEAST_RISE * abs(began)):

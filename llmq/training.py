@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
@@ -22,15 +22,16 @@ from llmq.data.loader import Loader, eval_batches
 from llmq.data.read_ahead import Stopped
 from llmq.data.rebuilt_tokenizer import rebuilt_warning
 from llmq.data.windows import Samples
-from llmq.engine import Engine
+from llmq.engine import Engine, StepResult
 from llmq.errors import INTERRUPTED, MemoryLimitError, NonFiniteError, StorageError
-from llmq.fp8_watch import CopyError, Fp8Watch, carried, summary
-from llmq.health import Course, all_finite
+from llmq.fp8_watch import CopyError, carried, due, judge, summary
+from llmq.health import all_finite
 from llmq.interrupt import Interrupt
 from llmq.job import MIB, Job, hold, prepare
-from llmq.log import EvalRecord, RunLog, TrainRecord, to_json
+from llmq.log import EvalRecord, RunLog, TrainRecord
 from llmq.options import Options, changed
 from llmq.plan.advice import refuse_if_too_large
+from llmq.progress import Progress
 from llmq.rows import HEAD
 from llmq.tensor import Row
 
@@ -91,15 +92,8 @@ class _Run:
     def __init__(self, job: Job, log: RunLog, interrupt: Interrupt, watch: Watch, began: float) -> None:
         self.job, self.log, self.interrupt, self.watch, self.began = job, log, interrupt, watch, began
         self.engine, self.light_s = Engine(job.plan, job.backend), _light_s(job)
-        self.step = self.position = self.saved = 0  # updates, samples taken, step of the newest checkpoint
-        self.fp8 = Fp8Watch(job.watching, {})
-        self.fell_back: list[str] = []  # sites that left fp8 in this run
-        self.epoch = 0.0  # passes over the data
-        self.stream: dict[str, int] | None = None  # of a stream: where the next sample begins
-        self.rejected = 0  # consecutive steps up to this one that changed nothing: they were not finite
-        self.course = Course()
-        self.evaluated = 0  # step of the newest evaluation
-        self.losses = (0.0, 0)  # sum and number of the steps' losses since then
+        self.progress = Progress()
+        self.saved = 0  # step of the newest checkpoint
         self.updating = False  # within an update: the engine's state is of no step
         self.speeds: list[float] = []
         self.result = TrainResult(log_path=log.path)
@@ -109,10 +103,10 @@ class _Run:
         job, log = self.job, self.log
         self._begin()
         with job.data.loader() as loader:
-            loader.start(self.position, self.stream)
+            loader.start(self.progress.position, self.progress.stream)
             try:
                 self._evaluate_if_due()  # where an interrupt kept the continued run from it
-                while self.step < job.schedule.steps and not self.interrupt:
+                while self.progress.step < job.schedule.steps and not self.interrupt:
                     self._step(loader)
             except Stopped:
                 pass  # the step that waits for data is not begun
@@ -123,11 +117,11 @@ class _Run:
             self._save()  # first of all: whoever sent SIGTERM does not wait for long
         if self.interrupt:
             way_on = f"Go on with:\n  {job.continue_command}" if self.saved else "Nothing is saved: start again."
-            log.say(f"Stopped after step {self.step}. {way_on}")
+            log.say(f"Stopped after step {self.progress.step}. {way_on}")
             log.end("interrupted" if self.interrupt.exit_code == INTERRUPTED else "terminated")
             return self._result(exit_code=self.interrupt.exit_code)
-        warnings = [*self.course.warnings(job.plan.spec.config.vocab_size), *self._export()]
-        losses = {"train_loss": self.result.train_loss, "eval_loss": self.result.eval_loss}
+        warnings = [*self.progress.course.warnings(job.plan.spec.config.vocab_size), *self._export()]
+        losses = {"train_loss": self.progress.train_loss, "eval_loss": self.progress.eval_loss}
         exported = self.result.model_path is not None
         log.end("finished" if exported else "failed", warnings, **losses)
         return self._result(exit_code=0 if exported else NonFiniteError.exit_code)
@@ -144,18 +138,10 @@ class _Run:
         state, read = load(job.resume)
         check_same(state["must_match"], job.must_match)
         engine.restore(read)
-        self.step = self.saved = state["step"]
-        self.position, self.stream = state["position"], state.get("stream")
-        self.epoch = job.data.epoch(self.position, self.stream)
-        self.fp8 = Fp8Watch(job.watching, state["fp8"]["low"])
-        self.fell_back = state["fp8"]["fell_back"]
-        self.evaluated, self.rejected = state["evaluated"], state.get("rejected", 0)
-        self.course = Course(state.get("course"))
-        self.losses = (float(state["losses"][0]), state["losses"][1])
-        train_loss, eval_loss = float(state["train_loss"]), float(state["eval_loss"])
-        self.result = replace(self.result, steps=self.step, train_loss=train_loss, eval_loss=eval_loss)
+        self.progress = Progress.read(state)
+        self.saved = self.progress.step
         self.result = replace(self.result, checkpoint_path=job.resume)
-        self.log.begin(resume_step=self.step)
+        self.log.begin(resume_step=self.saved)
         self.log.notice(f"Continued from {job.resume}")
         if changes := changed(state["options"], job.options):
             self.log.notice(f"Changed since then: {', '.join(changes)}")
@@ -170,28 +156,28 @@ class _Run:
 
     def _step(self, loader: Loader) -> None:
         """One optimizer step, and what is due after it."""
-        job, start = self.job, time.perf_counter()
+        job, step, start = self.job, self.progress.step + 1, time.perf_counter()
         wait_ms = 0.0
         for micro_step in range(job.data.grad_accumulation):
             batch = loader.next(self.interrupt.__bool__)
             wait_ms += batch.wait_ms
-            if micro_step == 0 and self.step == 0 and self.engine.needs_warm_up:
+            if micro_step == 0 and step == 1 and self.engine.needs_warm_up:
                 self.engine.warm_up(batch)
-            if micro_step == 0 and self.engine.plan.observed and self.fp8.due(self.step):
+            if micro_step == 0 and self.engine.plan.observed and due(job.watching, step - 1):
                 start += self._observe(batch)
             last = micro_step == job.data.grad_accumulation - 1
             self.engine.micro_step(batch, first=micro_step == 0, last=last)
-            if micro_step == 0 and self.log.gpu_due(self.step + 1):
+            if micro_step == 0 and self.log.gpu_due(step):
                 job.gpu.begin()  # the GPU works on the step from here on
-        rate = job.schedule.learning_rate(self.step + 1)
+        rate = job.schedule.learning_rate(step)
         self.updating = True
-        done = self.engine.update(self.step + 1, rate)
+        done = self.engine.update(step, rate)
         seconds = time.perf_counter() - start
-        self.step, self.position, self.epoch, self.stream = self.step + 1, batch.position, batch.epoch, batch.stream
+        self._advance(batch, done)
         self.updating = False
-        last = self.step == job.schedule.steps
+        last = step == job.schedule.steps
         record = TrainRecord(
-            step=self.step,
+            step=step,
             epoch=batch.epoch,
             loss=done.loss,
             norm=done.norm,
@@ -205,7 +191,7 @@ class _Run:
             memory_mib=job.backend.peak_bytes() / MIB,
         )
         self._note(record, last)
-        if (reading := job.gpu.record(self.step)) is not None:
+        if (reading := job.gpu.record(step)) is not None:
             self.log.gpu(reading)
         for text in job.backend.notices if len(self.speeds) == 1 else ():
             self.log.notice(text)
@@ -214,8 +200,22 @@ class _Run:
         if last:
             self._save()  # before an evaluation that may take long
         self._evaluate_if_due()
-        if job.checkpoints.due(self.step, last=last):
+        if job.checkpoints.due(step, last=last):
             self._save()
+
+    def _advance(self, batch: Batch, done: StepResult) -> None:
+        """The run's progress after the update that ends with `batch`."""
+        now = self.progress
+        self.progress = replace(
+            now,
+            step=now.step + 1,
+            position=batch.position,
+            stream=batch.stream,
+            rejected=0 if done.applied else now.rejected + 1,
+            course=now.course.after(done.loss, done.norm),
+            losses=(now.losses[0] + done.loss, now.losses[1] + 1),
+            train_loss=done.loss,
+        )
 
     def _observe(self, batch: Batch) -> float:
         """Reads the errors of all fp8 copies, and lets sites fall back; returns the seconds that it took."""
@@ -223,22 +223,20 @@ class _Run:
         fields = self.engine.observe(batch)
         errors = [CopyError.of(name, sites, row) for (name, sites), row in zip(observed.items(), fields, strict=True)]
         self.log.say(summary(errors))
-        self.log.record("fp8", step=self.step, copies=[asdict(error) for error in errors])
-        before, low = self.fp8.low, self.fp8.judge(errors)
-        for site, error in low.items():
+        self.log.record("fp8", step=self.progress.step, copies=[asdict(error) for error in errors])
+        low, named = judge(errors, self.progress.low)
+        for site, error in named.items():
             option = f"--head-dtype {job.plan.spec.precision.model}" if site == HEAD else f"--bf16-layers {site}"
-            advice = "" if self.fp8.falls_back else f": {option} or --fp8-fallback would take it out of fp8"
+            advice = "" if job.watching.fallback else f": {option} or --fp8-fallback would take it out of fp8"
             shares = f"{100 * error.clipped:.2g}% clipped, {100 * error.flushed:.2g}% flushed to zero"
             self.log.notice(f"The fp8 copy {error.name} of {site} stays at {error.snr_db:.1f} dB ({shares}){advice}")
-        if low and self.fp8.falls_back:
-            self._fall_back(list(low), before)
+        if named and job.watching.fallback:
+            self._fall_back(list(named))  # saves the counts before this reading: a run continued from there reads again
+        self.progress = replace(self.progress, low=low)
         return time.perf_counter() - began
 
-    def _fall_back(self, sites: list[str], low: Mapping[str, int]) -> None:
-        """Goes on with `sites` in the model's dtype, as a resume from a checkpoint of this step would.
-
-        `low` are the counts before this reading: a run that continues from that checkpoint reads once more.
-        """
+    def _fall_back(self, sites: list[str]) -> None:
+        """Goes on with `sites` in the model's dtype, as a resume from a checkpoint of this step would."""
         job, old, names = self.job, self.job.plan, ", ".join(sites)
         try:
             plan = job.replan(old.spec.precision.without(sites), old.total_bytes)
@@ -247,7 +245,7 @@ class _Run:
         except MemoryLimitError as error:
             self.log.notice(f"{names} cannot leave fp8: {error}")
             return
-        self._save(low=low)
+        self._save()
         path = self.result.checkpoint_path or job.resume
         assert path is not None
         del self.engine
@@ -255,41 +253,37 @@ class _Run:
         self.light_s = _light_s(self.job)
         _, read = load(path)
         self.engine.restore(carried(read, old, plan))
-        self.fell_back += sites
-        self.log.notice(f"{names}: in {plan.spec.precision.model} from step {self.step + 1} on", fell_back=sites)
+        self.progress = replace(self.progress, fell_back=(*self.progress.fell_back, *sites))
+        self.log.notice(
+            f"{names}: in {plan.spec.precision.model} from step {self.progress.step + 1} on", fell_back=sites
+        )
 
     def _note(self, record: TrainRecord, last: bool) -> None:
         """A step's record to log and watcher; NonFiniteError when steps keep being refused."""
         if self.log.due(record.step, last=last) or not record.applied:
             self.log.train(record)
         self.watch(record)
-        self.losses = (self.losses[0] + record.loss, self.losses[1] + 1)
         self.speeds.append(record.tps)
-        first = self.result.first_step_s
-        self.result = replace(
-            self.result,
-            steps=record.step,
-            train_loss=record.loss,
-            first_step_s=time.perf_counter() - self.began if math.isnan(first) else first,
-        )
-        self.course.add(record.loss, record.norm)
-        self.rejected = 0 if record.applied else self.rejected + 1
-        if self.rejected == NON_FINITE_LIMIT:
+        if math.isnan(self.result.first_step_s):
+            self.result = replace(self.result, first_step_s=time.perf_counter() - self.began)
+        rejected = self.progress.rejected
+        if rejected == NON_FINITE_LIMIT:
             raise NonFiniteError(
-                f"loss or gradient was not finite in the last {self.rejected} steps up to step {record.step}, and none "
+                f"loss or gradient was not finite in the last {rejected} steps up to step {record.step}, and none "
                 "of them changed the weights: lower --learning-rate, set --grad-clip, or use a wider --matmul-dtype"
             )
 
     def _evaluate_if_due(self) -> None:
         """Evaluates after this step if that is due and not done."""
-        windows, last = self.job.data.eval, self.step == self.job.schedule.steps
-        if windows is not None and self.evaluated < self.step and self.log.eval_due(self.step, last=last):
+        windows, step = self.job.data.eval, self.progress.step
+        last = step == self.job.schedule.steps
+        if windows is not None and self.progress.evaluated < step and self.log.eval_due(step, last=last):
             self._evaluate(windows, whole=last)
 
     def _evaluate(self, windows: Samples, *, whole: bool) -> None:
         """Held-out loss now: the first batches, or at the end of the run all of them."""
         start, total, trained, tokens = time.perf_counter(), 0.0, 0, 0
-        job = self.job
+        job, now = self.job, self.progress
         steps = None if whole else self.log.eval_num_steps or None
         for batch in eval_batches(windows, job.data.batch_size, job.data.seq_len, steps):
             if self.interrupt:
@@ -297,16 +291,15 @@ class _Run:
             loss, count = self.engine.evaluate(batch)
             total, trained, tokens = total + loss, trained + count, tokens + batch.tokens.size
         record = EvalRecord(
-            step=self.step,
-            epoch=self.epoch,
+            step=now.step,
+            epoch=job.data.epoch(now.position, now.stream),
             loss=total / max(trained, 1),
-            train_loss=self.losses[0] / self.losses[1] if self.losses[1] else None,
+            train_loss=now.losses[0] / now.losses[1] if now.losses[1] else None,
             time_ms=1e3 * (time.perf_counter() - start),
             tokens=tokens,
             trained_tokens=trained,
         )
-        self.losses, self.evaluated = (0.0, 0), self.step
-        self.result = replace(self.result, eval_loss=record.loss)
+        self.progress = replace(now, evaluated=now.step, losses=(0.0, 0), eval_loss=record.loss)
         self.log.evaluation(record)
         self.watch(record)
 
@@ -317,36 +310,25 @@ class _Run:
                 raise RuntimeError("the error came within an update")
             self._save(beside=True)
         except Exception as error:  # the one that ends the run is raised; this one is told
-            if self.saved < self.step:
-                self.log.say(f"The {self.step - self.saved} steps since the last checkpoint are lost: {error}")
+            if (lost := self.progress.step - self.saved) > 0:
+                self.log.say(f"The {lost} steps since the last checkpoint are lost: {error}")
 
-    def _save(self, *, low: Mapping[str, int] | None = None, beside: bool = False) -> None:
-        """A checkpoint of this step, unless it is there; with `beside`, or after a refused step, all older ones stay.
-
-        `low` are other counts of low fp8 readings than those now.
-        """
-        if self.saved == self.step:
+    def _save(self, *, beside: bool = False) -> None:
+        """A checkpoint of this step, unless it is there; with `beside`, or if it was refused, all older ones stay."""
+        job, step = self.job, self.progress.step
+        if self.saved == step:
             return
-        job = self.job
         state = {
-            "position": self.position,
-            "stream": self.stream,
-            "rejected": self.rejected,
-            "course": self.course.state,
-            "evaluated": self.evaluated,
-            "losses": to_json(self.losses),
-            "train_loss": to_json(self.result.train_loss),
-            "eval_loss": to_json(self.result.eval_loss),
+            **self.progress.stored,
             "options": job.options,
             "must_match": job.must_match,
             "row_layout": job.data.layout.kind,
             "algorithms": job.backend.algorithms,
             "sites": {"matmul": job.plan.spec.precision.matmul, "wide": list(job.plan.spec.precision.wide)},
-            "fp8": {"low": dict(self.fp8.low if low is None else low), "fell_back": self.fell_back},
         }
-        beside = beside or self.rejected > 0  # theirs may be the last sound weights
-        path = job.checkpoints.save(self.step, self.engine.state(), state, job.checkpoint_bytes, beside=beside)
-        self.saved = self.step
+        beside = beside or self.progress.rejected > 0  # theirs may be the last sound weights
+        path = job.checkpoints.save(step, self.engine.state(), state, job.checkpoint_bytes, beside=beside)
+        self.saved = step
         self.result = replace(self.result, checkpoint_path=path)
         self.log.checkpoint(path)
 
@@ -355,8 +337,8 @@ class _Run:
 
         A ruined one is written with --export-anyway. Weights are checked on their way to the disk.
         """
-        job = self.job
-        reasons = [f"the last step, {self.step}, changed nothing: it was not finite"] if self.rejected else []
+        job, now = self.job, self.progress
+        reasons = [f"the last step, {now.step}, changed nothing: it was not finite"] if now.rejected else []
         bad: list[str] = []
 
         def read(row: Row) -> np.ndarray:
@@ -383,7 +365,7 @@ class _Run:
 
     def _way_back(self) -> str:
         """How to go on after a run that was ruined."""
-        others = self.job.checkpoints.others(self.step)
+        others = self.job.checkpoints.others(self.progress.step)
         again = f"resume from one of the checkpoints of {others} with --continue STEP" if others else "start again"
         return (
             f"Lower --learning-rate, or raise --warmup, and {again}. To get this model all the same, use --continue "
@@ -395,8 +377,16 @@ class _Run:
         steady = self.speeds[1:] or self.speeds
         speed = float(np.median(steady)) if steady else math.nan
         share = self.light_s * speed if steady else None
-        warnings = tuple(self.log.warnings)
-        return replace(self.result, exit_code=exit_code, tokens_per_second=speed, sol=share, warnings=warnings)
+        return replace(
+            self.result,
+            exit_code=exit_code,
+            steps=self.progress.step,
+            train_loss=self.progress.train_loss,
+            eval_loss=self.progress.eval_loss,
+            tokens_per_second=speed,
+            sol=share,
+            warnings=tuple(self.log.warnings),
+        )
 
 
 def _light_s(job: Job) -> float:

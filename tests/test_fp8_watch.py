@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 from tiny_engines import BF16, FP8, FP8_HEAD, batch, bits, engine_of, plan_of, tiny, train_steps
 
-from llmq.fp8_watch import PATIENCE, CopyError, Fp8Watch, carried, summary
+from llmq.fp8_watch import PATIENCE, CopyError, carried, due, judge, summary
 from llmq.plan.memory import Memory
 from llmq.plan.precision import Watching
 
@@ -83,15 +83,17 @@ def test_readings_in_words_and_numbers():
 
 
 def test_a_site_is_named_once_when_it_stays_low():
-    watch = Fp8Watch(Watching(every=10), {})
-    assert [watch.due(step) for step in (0, 5, 10)] == [True, False, True]
-    assert not Fp8Watch(Watching(), {}).due(0)
+    assert [due(Watching(every=10), step) for step in (0, 5, 10)] == [True, False, True]
+    assert not due(Watching(), 0)
     low, fine = (CopyError("x@e4m3", ("a", "b"), 1, snr, 0, 0) for snr in (10.0, 30.0))
     worse = replace(low, name="y@e4m3", sites=("b",), snr_db=9.0)
-    named = [watch.judge(found) for found in ([low], [fine], *[[low, worse]] * (PATIENCE + 2))]
+    counts, named = {}, []
+    for errors in ([low], [fine], *[[low, worse]] * (PATIENCE + 2)):
+        counts, found = judge(errors, counts)
+        named.append(found)
     assert [set(found) for found in named] == [set(), set(), *[set()] * (PATIENCE - 1), {"a", "b"}, set(), set()]
     assert named[PATIENCE + 1]["b"] is worse
-    assert Fp8Watch(Watching(every=10), {"a": PATIENCE - 1}).judge([low]).keys() == {"a"}
+    assert judge([low], {"a": PATIENCE - 1}) == ({"a": PATIENCE, "b": 1}, {"a": low})
 
 
 def test_the_state_of_a_run_goes_on_with_fewer_scales():

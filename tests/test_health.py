@@ -10,7 +10,7 @@ from llmq.health import KEPT, Course, all_finite
 def course(losses, norms=None):
     made = Course()
     for loss, norm in zip(losses, norms or [1.0] * len(losses), strict=True):
-        made.add(float(loss), float(norm))
+        made = made.after(float(loss), float(norm))
     return made
 
 
@@ -80,10 +80,10 @@ def test_a_gradient_of_exactly_nothing_at_the_end():
 def test_a_course_goes_on_from_its_state(count):
     losses = 2.5 + noise(count, 4)
     whole, begun = course(losses), course(losses[: count // 2])
-    going_on = Course(begun.state)
+    going_on = Course.read(begun.state)
     for loss in losses[count // 2 :]:
-        going_on.add(float(loss), 1.0)
-    assert going_on.state == whole.state
+        going_on = going_on.after(float(loss), 1.0)
+    assert going_on == whole
     assert len(whole.state["first"]) == len(whole.state["last"]) == min(count, KEPT)
 
 
