@@ -9,7 +9,7 @@ import math
 import time
 from collections.abc import Callable
 from contextlib import suppress
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, TextIO
 
@@ -23,16 +23,15 @@ from llmq.data.read_ahead import Stopped
 from llmq.data.rebuilt_tokenizer import rebuilt_warning
 from llmq.data.windows import Samples
 from llmq.engine import Engine, StepResult
-from llmq.errors import INTERRUPTED, MemoryLimitError, NonFiniteError, StorageError
-from llmq.fp8_watch import CopyError, carried, due, judge, summary
+from llmq.errors import INTERRUPTED, NonFiniteError, StorageError
+from llmq.fp8_watch import Fp8Watch, carried
 from llmq.health import all_finite
 from llmq.interrupt import Interrupt
 from llmq.job import MIB, Job, hold, prepare
 from llmq.log import EvalRecord, RunLog, TrainRecord
 from llmq.options import Options, changed
-from llmq.plan.advice import refuse_if_too_large
+from llmq.plan.plan import Plan
 from llmq.progress import Progress
-from llmq.rows import HEAD
 from llmq.tensor import Row
 
 NON_FINITE_LIMIT = 10  # consecutive steps without an update after which training gives up
@@ -93,6 +92,7 @@ class _Run:
         self.job, self.log, self.interrupt, self.watch, self.began = job, log, interrupt, watch, began
         self.engine, self.light_s = Engine(job.plan, job.backend), _light_s(job)
         self.progress = Progress()
+        self.fp8 = Fp8Watch(self)
         self.saved = 0  # step of the newest checkpoint
         self.updating = False  # within an update: the engine's state is of no step
         self.speeds: list[float] = []
@@ -163,8 +163,8 @@ class _Run:
             wait_ms += batch.wait_ms
             if micro_step == 0 and step == 1 and self.engine.needs_warm_up:
                 self.engine.warm_up(batch)
-            if micro_step == 0 and self.engine.plan.observed and due(job.watching, step - 1):
-                start += self._observe(batch)
+            if micro_step == 0:
+                start += self.fp8.before_step(batch)
             last = micro_step == job.data.grad_accumulation - 1
             self.engine.micro_step(batch, first=micro_step == 0, last=last)
             if micro_step == 0 and self.log.gpu_due(step):
@@ -217,46 +217,16 @@ class _Run:
             train_loss=done.loss,
         )
 
-    def _observe(self, batch: Batch) -> float:
-        """Reads the errors of all fp8 copies, and lets sites fall back; returns the seconds that it took."""
-        job, began, observed = self.job, time.perf_counter(), self.engine.plan.observed
-        fields = self.engine.observe(batch)
-        errors = [CopyError.of(name, sites, row) for (name, sites), row in zip(observed.items(), fields, strict=True)]
-        self.log.say(summary(errors))
-        self.log.record("fp8", step=self.progress.step, copies=[asdict(error) for error in errors])
-        low, named = judge(errors, self.progress.low)
-        for site, error in named.items():
-            option = f"--head-dtype {job.plan.spec.precision.model}" if site == HEAD else f"--bf16-layers {site}"
-            advice = "" if job.watching.fallback else f": {option} or --fp8-fallback would take it out of fp8"
-            shares = f"{100 * error.clipped:.2g}% clipped, {100 * error.flushed:.2g}% flushed to zero"
-            self.log.notice(f"The fp8 copy {error.name} of {site} stays at {error.snr_db:.1f} dB ({shares}){advice}")
-        if named and job.watching.fallback:
-            self._fall_back(list(named))  # saves the counts before this reading: a run continued from there reads again
-        self.progress = replace(self.progress, low=low)
-        return time.perf_counter() - began
-
-    def _fall_back(self, sites: list[str]) -> None:
-        """Goes on with `sites` in the model's dtype, as a resume from a checkpoint of this step would."""
-        job, old, names = self.job, self.job.plan, ", ".join(sites)
-        try:
-            plan = job.replan(old.spec.precision.without(sites), old.total_bytes)
-            free = device.memory_bytes(job.device)[1] + old.total_bytes
-            refuse_if_too_large(plan, free, job.backend.scratch_bytes)
-        except MemoryLimitError as error:
-            self.log.notice(f"{names} cannot leave fp8: {error}")
-            return
+    def switch(self, plan: Plan) -> None:
+        """Goes on under another plan, with fewer fp8 scales, as a resume from a checkpoint of this step would."""
         self._save()
-        path = self.result.checkpoint_path or job.resume
+        job, old, path = self.job, self.job.plan, self.result.checkpoint_path
         assert path is not None
-        del self.engine
+        del self.engine  # its memory is what the other one gets
         self.engine, self.job = Engine(plan, job.backend), replace(job, plan=plan)
         self.light_s = _light_s(self.job)
         _, read = load(path)
         self.engine.restore(carried(read, old, plan))
-        self.progress = replace(self.progress, fell_back=(*self.progress.fell_back, *sites))
-        self.log.notice(
-            f"{names}: in {plan.spec.precision.model} from step {self.progress.step + 1} on", fell_back=sites
-        )
 
     def _note(self, record: TrainRecord, last: bool) -> None:
         """A step's record to log and watcher; NonFiniteError when steps keep being refused."""

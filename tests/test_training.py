@@ -17,7 +17,7 @@ from tiny_engines import plan_of
 from tiny_runs import T, tiny_options, weights_of
 
 import llmq
-from llmq import auto, job, training
+from llmq import auto, fp8_watch, job, training
 from llmq.backends.host import HostBackend
 from llmq.cli import shell
 from llmq.cli.train import command as train_command
@@ -176,9 +176,9 @@ def test_a_site_falls_back_and_a_continued_run_knows(given, monkeypatch):
 
 def test_a_fallback_that_does_not_fit_is_refused(given, monkeypatch):
     strict(monkeypatch, ["layers.0.mlp.down"])
-    refuse = training.refuse_if_too_large
+    refuse = fp8_watch.refuse_if_too_large
     tight = lambda plan, free, scratch: refuse(plan, plan.total_bytes - 1, scratch)  # noqa: E731
-    monkeypatch.setattr(training, "refuse_if_too_large", tight)
+    monkeypatch.setattr(fp8_watch, "refuse_if_too_large", tight)
     result = llmq.train(**{**given, **FALLS, "fp8_fallback": True})
     texts = [event["text"] for event in read_log(result.log_path).events if event["type"] == "notice"]
     assert any(text.startswith("layers.0.mlp.down cannot leave fp8: the run needs") for text in texts)

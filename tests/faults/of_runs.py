@@ -252,9 +252,9 @@ LOOP = (
     ),
     Fault(
         "a_fallback_saves_counts_that_have_its_reading",
-        "llmq/training.py",
-        "self._fall_back(list(named))  # saves",
-        "self.progress = replace(self.progress, low=low); self._fall_back(list(named))  # saves",
+        "llmq/fp8_watch.py",
+        "        self._say(named)\n",
+        "        self._say(named)\n        loop.progress = replace(loop.progress, low=low)\n",
         KEPT,
     ),
     Fault(
