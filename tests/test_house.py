@@ -78,6 +78,7 @@ OWNERS = {
 STRAIGHT_LINES = {"forward", "backward", "dgrad", "wgrad"}
 BRANCHES = (ast.If, ast.IfExp, ast.While, ast.Match, ast.Try, ast.BoolOp, ast.Assert)
 MAX_LINES = 450
+SCREEN = 50  # lines
 
 
 @cache
@@ -255,6 +256,12 @@ def test_a_file_opens_with_its_subject_and_stays_short(module):
     source = modules()[module].read_text("utf-8")
     assert not source.strip() or ast.get_docstring(tree(modules()[module]))
     assert len(source.splitlines()) <= MAX_LINES
+
+
+@pytest.mark.parametrize("module", ["llmq.job", "llmq.training", "llmq.fp8_watch"])
+def test_the_way_to_a_step_is_functions_that_fit_a_screen(module):
+    functions = [node for node in ast.walk(tree(modules()[module])) if isinstance(node, ast.FunctionDef)]
+    assert not [f.name for f in functions if f.end_lineno - f.lineno >= SCREEN]
 
 
 def test_the_cuda_folder_is_no_package():
