@@ -357,6 +357,8 @@ class _Run:
         """
         job = self.job
         reasons = [f"the last step, {self.step}, changed nothing: it was not finite"] if self.rejected else []
+        if not reasons and self.evaluated == self.step and not math.isfinite(self.result.eval_loss):
+            reasons = [f"the loss of the last evaluation is {self.result.eval_loss}"]
         bad: list[str] = []
 
         def read(row: Row) -> np.ndarray:
