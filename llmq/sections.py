@@ -408,7 +408,7 @@ class ExportOptions(Section):
     )
     overwrite: bool = option(False, "Replace a finished model in --out-dir.", "overwrite_output_dir")
     export_anyway: bool = option(
-        False, "Export a model whose last step was refused, or whose weights are not all finite."
+        False, "Export a model whose last step was refused, or whose last evaluation or weights are not all finite."
     )
 
 

@@ -309,6 +309,8 @@ class _Run:
         """
         job, now = self.job, self.progress
         reasons = [f"the last step, {now.step}, changed nothing: it was not finite"] if now.rejected else []
+        if not reasons and now.evaluated == now.step and not math.isfinite(now.eval_loss):
+            reasons = [f"the loss of the last evaluation is {now.eval_loss}"]
         bad: list[str] = []
 
         def read(row: Row) -> np.ndarray:

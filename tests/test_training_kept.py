@@ -2,6 +2,7 @@
 
 import io
 import json
+import math
 import os
 import signal
 import threading
@@ -141,6 +142,18 @@ def test_weights_that_are_not_finite_export_nothing_unless_told_to(given, monkey
     anyway = llmq.train(**{**given, "model_dtype": dtype, "continue": "newest"}, export_anyway=True)
     assert anyway.exit_code == 0 and (anyway.model_path / "model.safetensors").is_file()
     assert "exported although the weights of layers.0.mlp.down.weight" in anyway.warnings[-1]
+
+
+def test_a_last_evaluation_that_is_not_finite_exports_nothing_unless_told_to(given, monkeypatch):
+    """Finite weights can be too large to compute with, and the step that made them was sound."""
+    real = Engine.evaluate
+    monkeypatch.setattr(Engine, "evaluate", lambda self, batch: (math.nan, real(self, batch)[1]))
+    result = llmq.train(**given)
+    assert (result.exit_code, result.model_path) == (5, None)
+    assert "No model is exported: the loss of the last evaluation is nan." in result.warnings[-1]
+    anyway = llmq.train(**given, **{"continue": "newest"}, export_anyway=True)
+    assert (anyway.exit_code, anyway.model_path) == (0, Path("runs/run/model"))
+    assert anyway.warnings[-1] == "The model is exported although the loss of the last evaluation is nan"
 
 
 def test_a_loss_that_ended_above_its_beginning_is_a_warning(given):

@@ -66,7 +66,7 @@ def _too_long(counts: Counts, seq_len: int | None, overlong: str) -> str:
     if overlong != "turns":
         text = f"{counts.overlong:,} rows {size} {OVERLONG[overlong]}"
     elif not kept:
-        text = f"{counts.too_long:,} rows {size} are left out, as no whole turn fits"
+        text = f"{counts.too_long:,} rows {size} are left out, as no whole trained turn fits"
     else:
         text = f"{kept:,} rows {size} keep the whole turns that fit"
         lost = f"{counts.turns_cut:,} trained turns are left out"

@@ -10,7 +10,7 @@ import numpy as np
 # What is done with rows of more than seq_len tokens, in words. `turns` never trains a part of an answer; text has none,
 # and stays whole.
 OVERLONG = {
-    "turns": "keep the whole turns that fit, and are left out if none does",
+    "turns": "keep the whole turns that fit, and are left out if no trained one does",
     "truncate": "are cut off",
     "split": "are split",
     "drop": "are left out",

@@ -53,6 +53,7 @@ class Found:
     eval_tokens: int = 0  # the first ones of `train` are for evaluation
     limit: int | None = None
     numbered: bool = False
+    may_lack_evaluation: bool = False  # a part for it was not asked for, and a small set need not have one
 
     @property
     def is_rows(self) -> bool:
@@ -229,7 +230,7 @@ def _split_rows(train: FileRows, own: FileRows | None, held: Held) -> Found:
         return Found("rows", (), train, None, "rows are documents; all of them are training data")
     rule = f"rows are documents; {float(fraction):g} of them, spread evenly, are for evaluation"
     ours, theirs = (replace(train, share=Share(fraction, is_held)) for is_held in (False, True))
-    return Found("rows", (), ours, theirs, rule)
+    return Found("rows", (), ours, theirs, rule, may_lack_evaluation=held.asked is None)
 
 
 def _named(name: str, eval_fraction: float | None, streaming: bool) -> Found:

@@ -37,6 +37,7 @@ if TYPE_CHECKING:
 WORK = ".partial"  # where files are made, in the folder that they are for
 TOKENIZER_FOLDER = "tokenizer"
 MANIFEST = "manifest.json"  # the files of an entry of the cache, with their sizes, when they were begun, notes on rows
+NO_EVALUATION = ", or keep none for evaluation (--eval-fraction 0)"  # advice
 TOKEN_FILE = re.compile(r"(train|eval)(-\d{3,})?\.bin")
 
 Say = Callable[[str], None]
@@ -206,17 +207,22 @@ def _streams(request: Request, encoder: Encoder | None) -> list[Stream]:
 
 def _check(request: Request, producer: Producer, results: Sequence[Progress]) -> list[str]:
     """DataError for data that would train or evaluate nothing, of which nothing is kept; notes on the rows."""
-    advice = {"the training data": "", "the evaluation data": ", or keep none for evaluation (--eval-fraction 0)"}
+    name = ", ".join(request.found.asked)
     try:
-        for what, done in zip(advice, results, strict=False):
-            require_trained(f"{', '.join(request.found.asked)}: {what}", done, advice[what])
+        require_trained(f"{name}: the training data", results[0])
+        for held in results[1:]:
+            if not request.found.may_lack_evaluation:
+                require_trained(f"{name}: the evaluation data", held, NO_EVALUATION)
     except DataError:
         producer.clear()
         raise
     counts = Counts()
     for done in results:
         counts.add(done.counts)
-    return notes(counts, request.encode.seq_len, request.encode.overlong, sum(done.bad for done in results))
+    lines = notes(counts, request.encode.seq_len, request.encode.overlong, sum(done.bad for done in results))
+    if any(not held.counts.trained for held in results[1:]):
+        lines.append("no row that is trained is left for evaluation, so nothing is evaluated: raise --eval-fraction")
+    return lines
 
 
 def _sidecar(request: Request, part: Made, encoder: Encoder | None, ends: set[int], bad_rows: int) -> Sidecar:
@@ -292,6 +298,8 @@ def cached(request: Request, *, on_progress: Callable[[int, int | None], None], 
                 _make_entry(request, folder, on_progress, say)
     files = _token_files(folder)
     _require_allowed(request, files[0])
+    if request.found.evaluation is not None and not request.found.may_lack_evaluation:
+        _require_evaluation(request, files)
     return files
 
 
@@ -333,6 +341,12 @@ def _entry_begun(entry: Path) -> datetime | None:
 
 def _read_manifest(entry: Path) -> Any:
     return json.loads((entry / MANIFEST).read_bytes())
+
+
+def _require_evaluation(request: Request, files: Sequence[Path]) -> None:
+    """DataError where an entry that was made without a fraction asked for has nothing to evaluate."""
+    if not any(file.name.startswith("eval") for file in files):
+        require_trained(f"{', '.join(request.found.asked)}: the evaluation data", Progress(), NO_EVALUATION)
 
 
 def _require_allowed(request: Request, file: Path) -> None:

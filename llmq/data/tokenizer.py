@@ -40,12 +40,12 @@ class TextTokenizer:
 
     @classmethod
     def open(cls, name: str, revision: str | None = None, eos_token: str | None = None) -> TextTokenizer:
-        """Opens the tokenizer of a folder, a hub name or one of SHORT_NAMES.
+        """Opens the tokenizer of a folder, a hub name or one of SHORT_NAMES; a folder comes before a short name.
 
         Raises DataError if it cannot be had or read, or has no EOS, and UsageError if `eos_token` is not in it.
         """
-        source = SHORT_NAMES.get(name, name)
-        is_local = Path(os.path.expanduser(source)).is_dir()
+        is_local = Path(os.path.expanduser(name)).is_dir()
+        source = name if is_local else SHORT_NAMES.get(name, name)
         folder = model_folder(source, revision, kind="tokenizer")
         path = folder / "tokenizer.json"
         sha256 = tokenizer_hash(folder)

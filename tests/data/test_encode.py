@@ -448,14 +448,14 @@ def test_what_is_too_long_is_told_with_the_length_that_keeps_all(small):
         f"(3 trained turns are left out): --seq-len {size} keeps all"
     ]
     assert (
-        "chats of more than 40 tokens keep the whole turns that fit, and are left out if none does"
+        "chats of more than 40 tokens keep the whole turns that fit, and are left out if no trained one does"
         in encoder.describe()
     )
     pair = records([{"prompt": "abcd", "completion": "efg"}])
     encoder = opened(pair, small, seq_len=7)
     encoder.encode(pair)
     assert notes(encoder.counts, 7, "turns", 0) == [
-        "1 rows of more than 7 tokens are left out, as no whole turn fits: --seq-len 8 keeps all"
+        "1 rows of more than 7 tokens are left out, as no whole trained turn fits: --seq-len 8 keeps all"
     ]
     assert "rows of more than 7 tokens are left out" in encoder.describe()
     encoder = opened(pair, small, seq_len=7, overlong="truncate")

@@ -513,11 +513,11 @@ def test_bad_rows_are_counted_over_training_and_evaluation(tmp_path: Path, small
 
 
 def test_data_that_trains_nothing_leaves_nothing(tmp_path: Path, small_tokenizer: Path) -> None:
-    path = rows(tmp_path, 3)  # too few for one of them to be kept for evaluation
+    path = rows(tmp_path, 3)
     arguments: dict[str, Any] = {"tokenizer": str(small_tokenizer), "inputs": [str(path)], "out_dir": tmp_path / "out"}
     said: list[str] = []
     with pytest.raises(DataError, match=r"the evaluation data has not one token.*--eval-fraction 0"):
-        tokenize_data(**arguments, say=said.append)
+        tokenize_data(**arguments, eval_fraction=0.3, say=said.append)  # of 3 rows, that is none
     assert not list((tmp_path / "out").iterdir()) and not any("goes on from there" in text for text in said)
     for overlong, why in (
         ("truncate", "3 of 3 rows have no trained token"),  # only the beginning of the question is left
@@ -526,3 +526,20 @@ def test_data_that_trains_nothing_leaves_nothing(tmp_path: Path, small_tokenizer
         with pytest.raises(DataError, match=f"the training data has not one token.*{why}"):
             tokenize_data(**arguments, eval_fraction=0, encode=EncodeOptions(seq_len=2, overlong=overlong))
     assert not list((tmp_path / "out").iterdir())
+
+
+def test_a_small_set_need_not_have_a_part_for_evaluation(tmp_path: Path, small_tokenizer: Path) -> None:
+    path = rows(tmp_path, 3)  # a tenth of them is none
+    said: list[str] = []
+    (written,) = tokenize_data(
+        tokenizer=str(small_tokenizer), inputs=[str(path)], out_dir=tmp_path / "out", say=said.append
+    )
+    assert written.num_documents == 3 and any("nothing is evaluated" in text for text in said)
+    tokenizer = TextTokenizer.open(str(small_tokenizer))
+    asked: dict[str, Any] = {"on_progress": lambda done, total: None, "say": said.append}
+    for _ in range(2):  # made, and found
+        said.clear()
+        (train,) = cached(Request(find(inputs=[str(path)]), tokenizer), **asked)
+        assert train.name == "train.bin" and any("nothing is evaluated" in text for text in said)
+    with pytest.raises(DataError, match=r"the evaluation data has not one token.*--eval-fraction 0"):
+        cached(Request(find(inputs=[str(path)], eval_fraction=0.1), tokenizer), **asked)

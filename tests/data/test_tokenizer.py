@@ -10,7 +10,7 @@ import pytest
 from small_tokenizers import EOS, byte_level, save
 from tokenizers import processors
 
-from llmq.data.tokenizer import TextTokenizer
+from llmq.data.tokenizer import SHORT_NAMES, TextTokenizer
 from llmq.errors import DataError, UsageError
 
 
@@ -18,6 +18,13 @@ def test_a_folder_is_opened_as_it_is(small_tokenizer: Path) -> None:
     opened = TextTokenizer.open(str(small_tokenizer))
     assert (opened.eos_token, opened.eos_token_id, opened.in_pieces, opened.revision) == (EOS, 0, True, None)
     assert opened.source == str(small_tokenizer) and opened.vocab_size == opened.encoder.get_vocab_size()
+
+
+@pytest.mark.parametrize("name", SHORT_NAMES)
+def test_a_folder_comes_before_a_short_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str) -> None:
+    save(byte_level(), tmp_path / name)
+    monkeypatch.chdir(tmp_path)
+    assert TextTokenizer.open(name).source == str(tmp_path / name)
 
 
 def test_truncation_padding_and_special_tokens_in_the_text_are_off(tmp_path: Path) -> None:
