@@ -6,10 +6,10 @@ __all__ = ["train"]
 
 
 def __getattr__(name: str) -> object:
-    # The function is in `llmq.training`: a module `llmq.train` would take its name once it is imported.
+    # The function is in `llmq.training.loop`: a module `llmq.train` would take its name once it is imported.
     # Lazy, so that `llmq-train --help` does not pay for NumPy.
     if name == "train":
-        from llmq.training import train
+        from llmq.training.loop import train
 
         return train
     raise AttributeError(f"module 'llmq' has no attribute {name!r}")

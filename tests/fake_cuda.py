@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass, field
 
-from llmq import cuda_driver
+from llmq.hardware import cuda_driver
 
 H200 = ("NVIDIA H200", (9, 0), 132, 150_119_841_792)
 RTX_4090 = ("NVIDIA GeForce RTX 4090", (8, 9), 128, 25_249_775_616)

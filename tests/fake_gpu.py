@@ -6,9 +6,9 @@ from types import ModuleType
 
 import fake_cuda
 
-from llmq import cuda_libraries, device, nvml
 from llmq.backends.host import HostBackend
-from llmq.measure import Clock
+from llmq.engine.measure import Clock
+from llmq.hardware import cuda_libraries, device, nvml
 from llmq.quickstart import gpu
 
 BACKEND = "llmq.backends.cuda"

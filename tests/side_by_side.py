@@ -46,7 +46,7 @@ SAME_BITS = {**ONE_THREAD, "OPENBLAS_CORETYPE": "Haswell", "TOKENIZERS_PARALLELI
 def work(path: Path) -> None:
     """Does the jobs in a JSON file, each a folder and options of its runs; prints what each logged, a line a job."""
     import llmq
-    from llmq.options import descriptions
+    from llmq.options.parse import descriptions
 
     given = json.loads(path.read_text())
     assert Path(llmq.__file__).parents[1] == Path(given["tree"]), f"llmq is that of {llmq.__file__}"

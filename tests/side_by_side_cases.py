@@ -16,7 +16,7 @@ import numpy as np
 from golden import families
 from safetensors.numpy import save_file
 
-from llmq.data.token_file import TokenWriter
+from llmq.data.tokens.token_file import TokenWriter
 
 VOCAB, SEQ_LEN, STEPS = 300, 32, 4
 # Several tiles of 128 rows, with a short last one, in gate and up; padding in the vocabulary.

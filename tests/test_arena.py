@@ -3,7 +3,7 @@
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from llmq.arena import ALIGNMENT, Lifetime, aligned, lay_out, live_peak
+from llmq.plan.arena import ALIGNMENT, Lifetime, aligned, lay_out, live_peak
 
 lifetimes = st.lists(
     st.tuples(st.integers(1, 5000), st.integers(0, 20), st.integers(0, 20)).map(

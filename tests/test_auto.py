@@ -5,10 +5,10 @@ from types import SimpleNamespace
 import pytest
 from tiny_engines import FP8, tiny
 
-from llmq import auto
+from llmq.model.parameters import layer_maps
 from llmq.plan.memory import Memory
 from llmq.plan.precision import block_sites
-from llmq.rows import layer_maps
+from llmq.training import auto
 
 SITES = layer_maps(tiny())
 

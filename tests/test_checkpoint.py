@@ -20,7 +20,8 @@ import numpy as np
 import pytest
 from tiny_runs import hash_of
 
-from llmq.checkpoint import (
+from llmq.errors import DataError, LlmqError, StorageError, UsageError
+from llmq.files.checkpoint import (
     STATE_BYTES,
     Checkpoints,
     check_same,
@@ -29,8 +30,7 @@ from llmq.checkpoint import (
     load,
     save,
 )
-from llmq.errors import DataError, LlmqError, StorageError, UsageError
-from llmq.sections import CheckpointOptions
+from llmq.options.sections import CheckpointOptions
 
 
 def some_tensors(seed: int = 0) -> dict[str, np.ndarray]:
@@ -196,7 +196,7 @@ def test_mutations_raise_only_our_errors(tmp_path: Path) -> None:
 def test_a_killed_writer_leaves_the_previous_one_and_its_traces_go(tmp_path: Path) -> None:
     write(tmp_path, 1)
     code = (
-        "import sys, time, numpy as np; from pathlib import Path; from llmq.checkpoint import save\n"
+        "import sys, time, numpy as np; from pathlib import Path; from llmq.files.checkpoint import save\n"
         "def tensors():\n"
         "    yield 'a', np.ones(1 << 20)\n"
         "    yield 'b', np.ones(1 << 20)\n"
@@ -219,7 +219,7 @@ def test_a_killed_writer_leaves_the_previous_one_and_its_traces_go(tmp_path: Pat
 
 def test_a_writer_killed_at_any_time_leaves_a_whole_newest_one(tmp_path: Path) -> None:
     code = (
-        "import sys, numpy as np; from pathlib import Path; from llmq.checkpoint import save\n"
+        "import sys, numpy as np; from pathlib import Path; from llmq.files.checkpoint import save\n"
         "for step in range(int(sys.argv[2]), 10**6):\n"
         "    tensors = [(f't{i}', np.full(50000, step)) for i in range(4)]\n"
         "    save(Path(sys.argv[1]), step, tensors, {'n': step}, 1, shard_bytes=1); print(step, flush=True)"

@@ -5,8 +5,8 @@ import shlex
 import pytest
 
 from llmq.cli import train
-from llmq.commands import continue_command
-from llmq.options import Options, descriptions
+from llmq.options.commands import continue_command
+from llmq.options.parse import Options, descriptions
 
 NEEDED = {"model": "Qwen2.5-0.5B", "train_file": ["a b.bin", "c*.bin"]}
 

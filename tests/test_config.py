@@ -8,10 +8,10 @@ from pathlib import Path
 
 import pytest
 
-from llmq.config import FAMILIES, ModelConfig, RopeConfig, from_folder, read_config, to_hf
 from llmq.errors import DataError, LlmqError, UsageError
-from llmq.presets import PRESETS, preset
-from llmq.rows import parameter_rows
+from llmq.model.config import FAMILIES, ModelConfig, RopeConfig, from_folder, read_config, to_hf
+from llmq.model.parameters import parameter_rows
+from llmq.model.presets import PRESETS, preset
 
 CONFIGS = Path(__file__).parents[1] / "../shared/data/configs"
 LLAMA = {

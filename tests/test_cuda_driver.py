@@ -5,7 +5,7 @@ import ctypes
 import pytest
 from fake_cuda import H200, MIG, RTX_2080, RTX_4090, FakeDriver, install
 
-from llmq import cuda_driver
+from llmq.hardware import cuda_driver
 
 
 def test_a_gpu_as_cuda_names_it(monkeypatch, tmp_path):

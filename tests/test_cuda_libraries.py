@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from llmq import cuda_libraries
+from llmq.hardware import cuda_libraries
 
 ROOT = Path(__file__).parents[1]
 GOOD = {

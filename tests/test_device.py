@@ -11,11 +11,12 @@ import pytest
 from fake_cuda import H200, RTX_2080, RTX_4080_SUPER, FakeDriver, install
 
 import llmq
-from llmq import cuda_libraries, device, gpus, nvml
-from llmq.cuda_driver import Problem
-from llmq.device import CPU, Device
 from llmq.errors import MemoryLimitError, UsageError
-from llmq.sections import SystemOptions
+from llmq.hardware import cards as gpus
+from llmq.hardware import cuda_libraries, device, nvml
+from llmq.hardware.cuda_driver import Problem
+from llmq.hardware.device import CPU, Device
+from llmq.options.sections import SystemOptions
 
 AUTO, CUDA = SystemOptions(), SystemOptions(device="cuda")
 
@@ -116,7 +117,7 @@ def test_a_named_gpu_is_for_dry_runs_only():
 def test_the_device_is_refused_before_the_model_is_opened(machine, monkeypatch):
     """A card that is too old is told before any download."""
     machine(FakeDriver(gpus=(RTX_2080,)))
-    monkeypatch.setattr("llmq.job.open_source", lambda options: pytest.fail("opened"))
+    monkeypatch.setattr("llmq.training.job.open_source", lambda options: pytest.fail("opened"))
     with pytest.raises(UsageError, match=r"compute capability 7\.5, below 8\.0"):
         llmq.train(model="someone/model", train_file="t.bin", device="cuda")
 

@@ -21,9 +21,9 @@ from tiny_engines import (
 )
 
 from llmq.backends.host import HostBackend
-from llmq.data.batch import Batch
-from llmq.engine import Engine
-from llmq.optimizer import Hyperparameters
+from llmq.data.batches.batch import Batch
+from llmq.engine.engine import Engine
+from llmq.model.optimizer import Hyperparameters
 from llmq.plan.memory import Memory
 from llmq.plan.plan import SCALE_STRIDE
 

@@ -8,7 +8,7 @@ from types import SimpleNamespace
 import pytest
 from fake_cuda import RTX_2080, FakeDriver, install
 
-from llmq import environment
+from llmq.quickstart import environment
 
 
 @pytest.fixture
@@ -173,7 +173,7 @@ def test_the_quickstart_asks_for_the_libraries_for_the_gpu_unless_told(checkout,
     assert subprocess.run(["bash", str(checkout / "tools" / "quickstart.sh"), *arguments], check=False).returncode == 0
     made, started = [line.split() for line in (checkout.parent / "called").read_text().splitlines()]
     gpu = [] if "--cpu" in arguments else ["--cuda"]
-    assert made == ["-m", "llmq.environment", ".venv", "--extra", "plot", *gpu]
+    assert made == ["-m", "llmq.quickstart.environment", ".venv", "--extra", "plot", *gpu]
     assert started == ["-m", "llmq.quickstart", *arguments]
 
 

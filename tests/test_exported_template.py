@@ -10,12 +10,12 @@ import pytest
 from tiny_engines import tiny
 
 import llmq
-from llmq.config import to_hf
-from llmq.data.encode import EncodeOptions
-from llmq.data.sidecar import Sidecar, sidecar_name
-from llmq.data.template import chosen_templates
-from llmq.data.token_file import TokenFile
-from llmq.data.tokenize import tokenize_data
+from llmq.data.chat.encode import EncodeOptions
+from llmq.data.chat.template import chosen_templates
+from llmq.data.tokens.sidecar import Sidecar, sidecar_name
+from llmq.data.tokens.token_file import TokenFile
+from llmq.data.tokens.tokenize import tokenize_data
+from llmq.model.config import to_hf
 
 sys.path.insert(0, str(Path(__file__).parent / "data"))
 from chat_cases import EOS, TEMPLATES, WEATHER, chat_tokenizer, source

@@ -7,12 +7,12 @@ import numpy as np
 import pytest
 from tiny_engines import BF16, FP8, FP8_HEAD, batch, bits, engine_of, plan_of, tiny, train_steps
 
-from llmq.device import CPU
 from llmq.errors import MemoryLimitError
-from llmq.fp8_watch import PATIENCE, CopyError, Fp8Watch, carried, due, judge, summary
+from llmq.hardware.device import CPU
 from llmq.plan.memory import Memory
 from llmq.plan.precision import Watching
-from llmq.progress import Progress
+from llmq.training.fp8_watch import PATIENCE, CopyError, Fp8Watch, carried, due, judge, summary
+from llmq.training.progress import Progress
 
 DELAYED = FP8["e4m3", "delayed"]
 

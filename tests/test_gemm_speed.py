@@ -5,11 +5,12 @@ import time
 import pytest
 from fake_cuda import H200, RTX_4080_SUPER, FakeDriver
 
-from llmq import device, gemm_speed, gpus, nvml
-from llmq.cuda_driver import Gpu
-from llmq.device import CPU, Device
-from llmq.gemm_speed import GemmSpeed, measure
-from llmq.nvml import Reading
+from llmq.hardware import cards as gpus
+from llmq.hardware import device, gemm_speed, nvml
+from llmq.hardware.cuda_driver import Gpu
+from llmq.hardware.device import CPU, Device
+from llmq.hardware.gemm_speed import GemmSpeed, measure
+from llmq.hardware.nvml import Reading
 
 HERE = Device("cuda", gpu=Gpu(0, *H200[:1], "GPU-1", *H200[1:]))
 HOT = Reading(

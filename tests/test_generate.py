@@ -2,7 +2,7 @@
 
 import numpy as np
 
-from llmq.generate import complete
+from llmq.engine.generate import complete
 
 
 class Counter:

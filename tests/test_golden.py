@@ -29,8 +29,8 @@ from golden.engines import (
 )
 from safetensors import safe_open
 
-from llmq.data.batch import Batch
-from llmq.optimizer import Hyperparameters
+from llmq.data.batches.batch import Batch
+from llmq.model.optimizer import Hyperparameters
 
 GOLDEN = Path(__file__).parent / "golden"
 FAMILIES = sorted(families.FAMILIES)

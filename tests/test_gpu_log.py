@@ -10,15 +10,16 @@ from fake_cuda import H200
 from tiny_engines import tiny
 
 import llmq
-from llmq import gpus, nvml
-from llmq.config import to_hf
-from llmq.cuda_driver import Gpu
-from llmq.data.token_file import TokenWriter
-from llmq.device import CPU, Device
+from llmq.data.tokens.token_file import TokenWriter
 from llmq.errors import UsageError
-from llmq.gpu_log import GpuWatch
-from llmq.log import GpuRecord, gpu_line
+from llmq.hardware import cards as gpus
+from llmq.hardware import nvml
+from llmq.hardware.cuda_driver import Gpu
+from llmq.hardware.device import CPU, Device
+from llmq.model.config import to_hf
 from llmq.report.read import read_log
+from llmq.training.gpu_log import GpuWatch
+from llmq.training.log import GpuRecord, gpu_line
 
 HERE = Device("cuda", gpu=Gpu(0, *H200[:1], "GPU-1", *H200[1:]))
 READING = nvml.Reading(
@@ -103,8 +104,8 @@ def test_every_n_steps_of_a_run_are_in_its_log(given, monkeypatch):
 
 def test_a_slow_gpu_is_told_when_the_run_begins(given, monkeypatch):
     fake_gpu.install(monkeypatch)
-    monkeypatch.setattr("llmq.device.measured_cuda_peak", lambda dtype: 1e14)
-    monkeypatch.setattr("llmq.gemm_speed._while_working", lambda uuid, flops: READING)
+    monkeypatch.setattr("llmq.hardware.device.measured_cuda_peak", lambda dtype: 1e14)
+    monkeypatch.setattr("llmq.hardware.gemm_speed._while_working", lambda uuid, flops: READING)
     result = llmq.train(**given)
     (warning,) = [event["text"] for event in read_log(result.log_path).events if "slow" in event.get("text", "")]
     assert warning.startswith("This GPU is slow: matrix products run at 100 TFLOP/s, 10%")
@@ -114,7 +115,7 @@ def test_a_slow_gpu_is_told_when_the_run_begins(given, monkeypatch):
 
 def test_a_dry_run_multiplies_nothing(given, monkeypatch):
     fake_gpu.install(monkeypatch)
-    monkeypatch.setattr("llmq.device.measured_cuda_peak", lambda dtype: pytest.fail("measured"))
+    monkeypatch.setattr("llmq.hardware.device.measured_cuda_peak", lambda dtype: pytest.fail("measured"))
     llmq.train(**given, dry_run=True)
     assert "matrix products" not in given["console"].getvalue()
 

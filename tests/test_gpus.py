@@ -2,7 +2,7 @@
 
 import pytest
 
-from llmq import gpus
+from llmq.hardware import cards as gpus
 
 # Dense bf16 products summed in f32: FLOP per clock and SM, and the clock in MHz that the paper's rate is stated at (the
 # boost clock of the whitepapers). From the architecture papers, not from the table under test.

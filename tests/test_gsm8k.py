@@ -11,8 +11,8 @@ import pytest
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
 import llmq
-from llmq.data.encode import EncodeOptions
-from llmq.data.tokenize import tokenize_data
+from llmq.data.chat.encode import EncodeOptions
+from llmq.data.tokens.tokenize import tokenize_data
 
 GSM8K = Path(__file__).parents[1] / "../shared/data/gsm8k-train.jsonl"
 EOS = "<|endoftext|>"

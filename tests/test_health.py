@@ -4,7 +4,7 @@ import ml_dtypes
 import numpy as np
 import pytest
 
-from llmq.health import KEPT, Course, all_finite
+from llmq.training.health import KEPT, Course, all_finite
 
 
 def course(losses, norms=None):

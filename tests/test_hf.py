@@ -12,13 +12,14 @@ import numpy as np
 import pytest
 from safetensors.numpy import load_file, save_file
 
-from llmq import hf, weight_files
-from llmq.config import ModelConfig, RopeConfig, from_folder
 from llmq.errors import DataError, LlmqError, StorageError, UsageError
-from llmq.hf import check_export, export_bytes, open_export, read_parameters, write_model
-from llmq.rows import padded_vocab, parameter_rows
+from llmq.files import huggingface as hf
+from llmq.files import weight_files
+from llmq.files.huggingface import check_export, export_bytes, open_export, read_parameters, write_model
+from llmq.files.weight_files import INDEX, WEIGHTS, stored_dtype, stored_tensors
+from llmq.model.config import ModelConfig, RopeConfig, from_folder
+from llmq.model.parameters import padded_vocab, parameter_rows
 from llmq.tensor import DTYPES
-from llmq.weight_files import INDEX, WEIGHTS, stored_dtype, stored_tensors
 
 BASE = ModelConfig("LlamaForCausalLM", 100, 16, 24, 3, 4, 2, 4, 1e-5, 64, dtype="fp32", eos_token_ids=(2,))
 FAMILIES = {

@@ -62,18 +62,18 @@ HOUSE = {
 }
 # Each section of the options is read by one module: a new reader asks the owner instead.
 OWNERS = {
-    "ModelOptions": "llmq.source",
-    "ExportOptions": "llmq.hf",
-    "DataOptions": "llmq.data.loader",
-    "SourceOptions": "llmq.data.prepare",
+    "ModelOptions": "llmq.files.source",
+    "ExportOptions": "llmq.files.huggingface",
+    "DataOptions": "llmq.data.batches.loader",
+    "SourceOptions": "llmq.data.batches.prepare",
     "PrecisionOptions": "llmq.plan.precision",
     "MemoryOptions": "llmq.plan.memory",
-    "ScheduleOptions": "llmq.schedule",
-    "OptimizerOptions": "llmq.optimizer",
-    "LogOptions": "llmq.log",
-    "CheckpointOptions": "llmq.checkpoint",
-    "SystemOptions": "llmq.device",
-    "RunOptions": "llmq.job",
+    "ScheduleOptions": "llmq.training.schedule",
+    "OptimizerOptions": "llmq.model.optimizer",
+    "LogOptions": "llmq.training.log",
+    "CheckpointOptions": "llmq.files.checkpoint",
+    "SystemOptions": "llmq.hardware.device",
+    "RunOptions": "llmq.training.job",
 }
 STRAIGHT_LINES = {"forward", "backward", "dgrad", "wgrad"}
 BRANCHES = (ast.If, ast.IfExp, ast.While, ast.Match, ast.Try, ast.BoolOp, ast.Assert)
@@ -100,7 +100,7 @@ def modules() -> dict[str, Path]:
 def imported(module: str, *, at_import: bool = False) -> set[str]:
     """Dotted names that a module imports, anywhere or (`at_import`) when it is imported itself.
 
-    `from llmq import rows` counts as `llmq.rows`; a relative import is resolved; imports for types only count.
+    `from llmq import rows` counts as `llmq.model.parameters`; a relative import is resolved; imports for types only count.
     """
     path = modules()[module]
     package = module if path.name == "__init__.py" else module.rpartition(".")[0]
@@ -169,15 +169,15 @@ def test_nothing_imports_pytorch():
 
 def test_a_command_starts_without_numpy():
     """`--help` answers at once: nothing that a command module imports on its way, at any depth, is slow to import."""
-    found = reached(*below("cli"), "llmq.options", at_import=True)
+    found = reached(*below("cli"), "llmq.options.parse", at_import=True)
     slow = ARRAYS | JUDGES | {"tokenizers", "pyarrow", "huggingface_hub", "matplotlib", "safetensors", "wandb"}
     assert not [f"{m} imports {t}" for m, targets in found.items() for t in targets if t.partition(".")[0] in slow]
 
 
 def test_training_imports_no_report():
     """What `--matmul-dtype auto` times steps with is below the loop, and the bench above both."""
-    found = reached("llmq.training", at_import=False)
-    assert "llmq.measure" in found and not {module for module in found if place(module) in {"report", "cli"}}
+    found = reached("llmq.training.loop", at_import=False)
+    assert "llmq.engine.measure" in found and not {module for module in found if place(module) in {"report", "cli"}}
 
 
 @pytest.mark.parametrize("module", below("blocks", "sites"))
@@ -190,17 +190,17 @@ def test_block_code_is_straight_lines(module):
     assert not wrong
 
 
-@pytest.mark.skipif("llmq.options" not in modules(), reason="no options yet")
+@pytest.mark.skipif("llmq.options.parse" not in modules(), reason="no options yet")
 def test_every_option_section_has_one_reader():
     sections = {
         node.name
-        for node in tree(modules()["llmq.sections"]).body
+        for node in tree(modules()["llmq.options.sections"]).body
         if isinstance(node, ast.ClassDef) and node.name.endswith("Options")
     }
     assert sections == set(OWNERS)
     readers: dict[str, set[str]] = {section: set() for section in OWNERS}
     for module, path in modules().items():
-        for node in ast.walk(tree(path)) if module != "llmq.options" else ():  # which parses them all
+        for node in ast.walk(tree(path)) if module != "llmq.options.parse" else ():  # which parses them all
             names = [alias.name for alias in node.names] if isinstance(node, ast.ImportFrom) else []
             names += [node.attr] if isinstance(node, ast.Attribute) else []
             for section in OWNERS.keys() & set(names):
@@ -258,7 +258,7 @@ def test_a_file_opens_with_its_subject_and_stays_short(module):
     assert len(source.splitlines()) <= MAX_LINES
 
 
-@pytest.mark.parametrize("module", ["llmq.job", "llmq.training", "llmq.fp8_watch"])
+@pytest.mark.parametrize("module", ["llmq.training.job", "llmq.training.loop", "llmq.training.fp8_watch"])
 def test_the_way_to_a_step_is_functions_that_fit_a_screen(module):
     functions = [node for node in ast.walk(tree(modules()[module])) if isinstance(node, ast.FunctionDef)]
     assert not [f.name for f in functions if f.end_lineno - f.lineno >= SCREEN]

@@ -18,25 +18,25 @@ from urllib.parse import unquote, urlsplit
 import numpy as np
 import pytest
 
-from llmq import hub
-from llmq.config import ModelConfig
 from llmq.errors import DataError, UsageError
-from llmq.hf import write_model
-from llmq.hub import model_folder
-from llmq.rows import parameter_rows
+from llmq.files import hub
+from llmq.files.hub import model_folder
+from llmq.files.huggingface import write_model
+from llmq.model.config import ModelConfig
+from llmq.model.parameters import parameter_rows
 
 ROOT = Path(__file__).parents[1]
 CONFIG = ModelConfig("LlamaForCausalLM", 100, 64, 96, 2, 4, 2, 16, 1e-5, 64, dtype="fp32", eos_token_ids=(2,))
 COMMIT = "0123456789abcdef0123456789abcdef01234567"
 DRIVER = """
 import json, sys
-import llmq.hub
+import llmq.files.hub
 from llmq.errors import LlmqError
 if len(sys.argv) > 2:
-    llmq.hub.free_bytes = lambda folder: int(sys.argv[2])
+    llmq.files.hub.free_bytes = lambda folder: int(sys.argv[2])
 for name, revision, kind in json.loads(sys.argv[1]):
     try:
-        print(json.dumps({"folder": str(llmq.hub.model_folder(name, revision, kind))}))
+        print(json.dumps({"folder": str(llmq.files.hub.model_folder(name, revision, kind))}))
     except LlmqError as error:
         print(json.dumps({"error": type(error).__name__, "text": str(error)}))
 """

@@ -6,7 +6,7 @@ The golden files fix one small model per family; here shapes, rotary constants, 
 import numpy as np
 import pytest
 
-from llmq.data.batch import Batch
+from llmq.data.batches.batch import Batch
 
 pytest.importorskip("torch", reason="the judges are torch and transformers")
 pytest.importorskip("transformers", reason="the judges are torch and transformers")
@@ -26,10 +26,10 @@ from golden.engines import (
 )
 
 from llmq.backends.host import HostBackend
-from llmq.config import from_folder
-from llmq.engine import Engine
-from llmq.hf import read_parameters, write_model
-from llmq.optimizer import Hyperparameters
+from llmq.engine.engine import Engine
+from llmq.files.huggingface import read_parameters, write_model
+from llmq.model.config import from_folder
+from llmq.model.optimizer import Hyperparameters
 from llmq.plan.memory import Memory
 from llmq.plan.plan import make_plan
 from llmq.plan.spec import Spec

@@ -11,18 +11,18 @@ import pytest
 from tiny_engines import BF16, FP32, arrays, plan_of, spec_of, tiny
 
 import llmq
-from llmq import measure as module
-from llmq import nvml
 from llmq.backends.host import HostBackend
-from llmq.config import from_folder, to_hf
-from llmq.data.loader import open_data
-from llmq.data.token_file import TokenWriter
-from llmq.log import TrainRecord
-from llmq.measure import Clock, CudaClock, measure, measure_plan, random_parameters, zipf_batch
-from llmq.options import Options
+from llmq.bench.run import MATMULS
+from llmq.data.batches.loader import open_data
+from llmq.data.tokens.token_file import TokenWriter
+from llmq.engine import measure as module
+from llmq.engine.measure import Clock, CudaClock, measure, measure_plan, random_parameters, zipf_batch
+from llmq.files.source import initial_parameters, open_source
+from llmq.hardware import nvml
+from llmq.model.config import from_folder, to_hf
+from llmq.options.parse import Options
 from llmq.plan.precision import resolve
-from llmq.report.bench_run import MATMULS
-from llmq.source import initial_parameters, open_source
+from llmq.training.log import TrainRecord
 
 RUN = {"tokens_per_step": 64, "steps": 3, "warmup": 1}
 

@@ -7,7 +7,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from llmq import nvml
+from llmq.hardware import nvml
 
 UUID = "GPU-00010203-0405-0607-0809-0a0b0c0d0e0f"
 

@@ -4,13 +4,13 @@ import numpy as np
 import pytest
 from tiny_engines import BF16, FP8, FP32, batch, engine_of, plan_of, tiny
 
-from llmq import optimizer
+from llmq.model import optimizer
+from llmq.model.optimizer import Hyperparameters
+from llmq.model.parameters import parameter_rows
+from llmq.model.presets import preset
 from llmq.ops import reference
-from llmq.optimizer import Hyperparameters
+from llmq.options.sections import OptimizerOptions
 from llmq.plan.plan import SCALE_STRIDE
-from llmq.presets import preset
-from llmq.rows import parameter_rows
-from llmq.sections import OptimizerOptions
 from llmq.tensor import Output, Tensor, num_norm_tiles
 
 

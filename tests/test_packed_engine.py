@@ -8,9 +8,9 @@ import pytest
 from tiny_engines import BF16, FP32, FP64, PRECISIONS, B, T, arrays, batch, bits, engine_of, packed_batch, plan_of, tiny
 
 from llmq.blocks.attention import Packing
-from llmq.data.batch import Batch
+from llmq.data.batches.batch import Batch
+from llmq.model.rope import document_positions
 from llmq.plan.memory import ROLES, Memory
-from llmq.rope import document_positions
 
 DOCS = 5
 PACKING = Packing(DOCS, T)

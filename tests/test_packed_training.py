@@ -7,7 +7,7 @@ import pytest
 from tiny_runs import tiny_options, weights_of
 
 import llmq
-from llmq.data.token_file import TokenWriter
+from llmq.data.tokens.token_file import TokenWriter
 from llmq.errors import MemoryLimitError, UsageError
 from llmq.report.read import read_log
 

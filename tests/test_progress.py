@@ -6,8 +6,8 @@ from dataclasses import fields, replace
 
 import pytest
 
-from llmq.health import Course
-from llmq.progress import Progress
+from llmq.training.health import Course
+from llmq.training.progress import Progress
 
 FAR = Progress(
     step=7,

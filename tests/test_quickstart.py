@@ -20,17 +20,17 @@ from rich.console import Console
 from rich.progress import Progress
 from tokenizers import Tokenizer
 
-from llmq import device
-from llmq.data.batch import Batch
-from llmq.data.token_file import TokenFile
+from llmq.data.batches.batch import Batch
+from llmq.data.tokens.token_file import TokenFile
+from llmq.engine.generate import complete, open_engine
 from llmq.errors import DataError, LlmqError, NonFiniteError
-from llmq.generate import complete, open_engine
-from llmq.log import EvalRecord, TrainRecord
+from llmq.hardware import device
 from llmq.quickstart import corpus, installed, resume, show
 from llmq.quickstart import run as stages
 from llmq.quickstart.__main__ import NOT_PROVEN, run
 from llmq.quickstart.run import Places, Settings
-from llmq.training import TrainResult
+from llmq.training.log import EvalRecord, TrainRecord
+from llmq.training.loop import TrainResult
 
 ROOT = Path(__file__).parents[1]
 TINY = Settings(
@@ -199,7 +199,7 @@ def test_a_ruined_model_is_an_error_and_no_interrupt(tmp_path, monkeypatch):
 HELD = """
 import signal, sys
 from llmq.cli.train import main
-from llmq.engine import Engine
+from llmq.engine.engine import Engine
 real = Engine.update
 def update(self, step, rate):
     if step == STEP:

@@ -13,17 +13,17 @@ import pytest
 from fake_cuda import RTX_2080, RTX_4090, FakeDriver
 from test_quickstart import TINY, hold, quiet, times
 
-from llmq import device
-from llmq.config import from_folder
-from llmq.log import EvalRecord, TrainRecord
-from llmq.options import Options
-from llmq.presets import preset
+from llmq.hardware import device
+from llmq.model.config import from_folder
+from llmq.model.parameters import num_parameters, parameter_rows
+from llmq.model.presets import preset
+from llmq.options.parse import Options
 from llmq.quickstart import corpus, gpu, resume, show
 from llmq.quickstart import run as stages
 from llmq.quickstart.__main__ import prepare_environment, run, settings_for
 from llmq.quickstart.settings import GPU, Fit, Places, Settings, config, options
 from llmq.report.read import read_log
-from llmq.rows import num_parameters, parameter_rows
+from llmq.training.log import EvalRecord, TrainRecord
 
 ROOT = Path(__file__).parents[1]
 # 24 steps of 128 tokens: a trial that says one token/s or more asks for that many, the most

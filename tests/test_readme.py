@@ -12,11 +12,11 @@ import pytest
 
 from llmq import errors
 from llmq.cli import shell, train
-from llmq.options import SECTIONS, Options, descriptions
-from llmq.presets import PRESETS
+from llmq.model.presets import PRESETS
+from llmq.options.parse import SECTIONS, Options, descriptions
+from llmq.options.section import flag
 from llmq.quickstart.__main__ import NOT_PROVEN
-from llmq.section import flag
-from llmq.training import TrainResult
+from llmq.training.loop import TrainResult
 
 ROOT = Path(__file__).parents[1]
 README = ROOT / "README.md"

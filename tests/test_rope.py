@@ -5,8 +5,8 @@ import dataclasses
 import numpy as np
 import pytest
 
-from llmq.config import RopeConfig
-from llmq.rope import frequencies, rope_table
+from llmq.model.config import RopeConfig
+from llmq.model.rope import frequencies, rope_table
 
 LLAMA3 = RopeConfig(500000.0, "llama3", 32.0, 1.0, 4.0, 8192)
 

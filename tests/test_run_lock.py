@@ -18,15 +18,15 @@ import pytest
 from tiny_runs import tiny_options
 
 import llmq
-from llmq.engine import Engine
+from llmq.engine.engine import Engine
 from llmq.errors import DataError, StorageError, UsageError
-from llmq.run_lock import Holder, held, kept_folder, replaced_whole
+from llmq.files.run_lock import Holder, held, kept_folder, replaced_whole
 
 ROOT = Path(__file__).parents[1]
 HOLDS = """
 import sys, time
 from pathlib import Path
-from llmq.run_lock import held, replaced_whole
+from llmq.files.run_lock import held, replaced_whole
 with held(replaced_whole("--log-file", Path(sys.argv[1])), print):
     print("holds", flush=True)
     {what}

@@ -6,8 +6,8 @@ from itertools import pairwise
 import pytest
 
 from llmq.errors import UsageError
-from llmq.schedule import Schedule, make_schedule, num_steps
-from llmq.sections import ScheduleOptions
+from llmq.options.sections import ScheduleOptions
+from llmq.training.schedule import Schedule, make_schedule, num_steps
 
 SHAPES = ["cosine", "linear", "constant", "wsd"]
 

@@ -14,7 +14,7 @@ from safetensors import safe_open
 from safetensors.numpy import load_file
 
 from llmq.errors import DataError
-from llmq.shards import BLOCK_BYTES, DTYPES, Shard, read_tensor, shards_bytes, verify_shard, write_shards
+from llmq.files.shards import BLOCK_BYTES, DTYPES, Shard, read_tensor, shards_bytes, verify_shard, write_shards
 
 Given = dict[str, np.ndarray]
 

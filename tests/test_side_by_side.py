@@ -10,7 +10,7 @@ import side_by_side
 import side_by_side_cases
 from side_by_side_cases import BF16, SPELLED, TIED, Case, cases
 
-from llmq.options import descriptions
+from llmq.options.parse import descriptions
 
 ROOT = Path(__file__).parents[1]
 

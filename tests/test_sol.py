@@ -4,10 +4,10 @@ from dataclasses import replace
 
 import pytest
 
-from llmq import sol
-from llmq.config import ModelConfig
+from llmq.model import speed_of_light as sol
+from llmq.model.config import ModelConfig
+from llmq.model.parameters import linear_maps, parameter_rows
 from llmq.plan.precision import Precision
-from llmq.rows import linear_maps, parameter_rows
 
 QWEN = ModelConfig(
     architecture="Qwen2ForCausalLM",

@@ -7,13 +7,13 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 
-from llmq import source as source_module
-from llmq.config import ModelConfig, from_folder
 from llmq.errors import DataError, UsageError
-from llmq.hf import write_model
-from llmq.presets import PRESETS
-from llmq.rows import VOCAB_MULTIPLE, Part, Row, parameter_rows
-from llmq.source import BLOCK, INIT_STD, ModelSource, drawn, initial_parameters, normal_block, open_source
+from llmq.files import source as source_module
+from llmq.files.huggingface import write_model
+from llmq.files.source import BLOCK, INIT_STD, ModelSource, drawn, initial_parameters, normal_block, open_source
+from llmq.model.config import ModelConfig, from_folder
+from llmq.model.parameters import VOCAB_MULTIPLE, Part, Row, parameter_rows
+from llmq.model.presets import PRESETS
 from llmq.tensor import DTYPES
 
 CONFIG = ModelConfig(

@@ -17,22 +17,23 @@ from tiny_engines import plan_of
 from tiny_runs import T, tiny_options, weights_of
 
 import llmq
-from llmq import auto, fp8_watch, job, training
 from llmq.backends.host import HostBackend
 from llmq.cli import shell
 from llmq.cli.train import command as train_command
-from llmq.data.batch import Batch
-from llmq.data.loader import open_data
-from llmq.data.stream import Stream, StreamedDocument
-from llmq.data.token_file import TokenWriter
-from llmq.engine import Engine
+from llmq.data.batches.batch import Batch
+from llmq.data.batches.loader import open_data
+from llmq.data.batches.stream import Stream, StreamedDocument
+from llmq.data.tokens.token_file import TokenWriter
+from llmq.engine.engine import Engine
 from llmq.errors import DataError, MemoryLimitError, NonFiniteError, StorageError, UsageError
-from llmq.fp8_watch import CopyError
-from llmq.log import EvalRecord
+from llmq.files.source import initial_parameters, open_source
+from llmq.options.sections import ModelOptions
 from llmq.report.read import read_log
-from llmq.sections import ModelOptions
-from llmq.source import initial_parameters, open_source
-from llmq.training import NON_FINITE_LIMIT
+from llmq.training import auto, fp8_watch, job
+from llmq.training import loop as training
+from llmq.training.fp8_watch import CopyError
+from llmq.training.log import EvalRecord
+from llmq.training.loop import NON_FINITE_LIMIT
 
 ROOT = Path(__file__).parents[1]
 
@@ -309,11 +310,11 @@ def test_a_dry_run_plans_for_a_gpu_that_is_not_here(given):
 
 def test_too_little_memory_names_the_option_that_helps(given, monkeypatch):
     plan_bytes = 1_100_000
-    monkeypatch.setattr("llmq.device.memory_bytes", lambda *_: (10 * plan_bytes, plan_bytes))
+    monkeypatch.setattr("llmq.hardware.device.memory_bytes", lambda *_: (10 * plan_bytes, plan_bytes))
     with pytest.raises(MemoryLimitError, match=r"missing: .*--recompute-block|missing: .*--batch-size 1"):
         llmq.train(**{**given, "batch_size": 8, "seq_len": 32, "grad_accumulation": 1})
     with pytest.raises(MemoryLimitError, match="no memory option"):
-        monkeypatch.setattr("llmq.device.memory_bytes", lambda *_: (10 * plan_bytes, 1000))
+        monkeypatch.setattr("llmq.hardware.device.memory_bytes", lambda *_: (10 * plan_bytes, 1000))
         llmq.train(**given)
 
 

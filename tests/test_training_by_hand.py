@@ -9,19 +9,19 @@ from tiny_engines import tiny
 
 import llmq
 from llmq.backends.host import HostBackend
-from llmq.checkpoint import load
-from llmq.config import to_hf
-from llmq.data.batch import Batch
-from llmq.data.permutation import sample_order
-from llmq.data.token_file import TokenFile
-from llmq.engine import Engine
-from llmq.log import EvalRecord, TrainRecord
-from llmq.optimizer import Hyperparameters
+from llmq.data.batches.batch import Batch
+from llmq.data.batches.permutation import sample_order
+from llmq.data.tokens.token_file import TokenFile
+from llmq.engine.engine import Engine
+from llmq.files.checkpoint import load
+from llmq.files.source import ModelSource, initial_parameters
+from llmq.model.config import to_hf
+from llmq.model.optimizer import Hyperparameters
 from llmq.plan.memory import Memory
 from llmq.plan.plan import make_plan
 from llmq.plan.precision import Precision
 from llmq.plan.spec import Spec
-from llmq.source import ModelSource, initial_parameters
+from llmq.training.log import EvalRecord, TrainRecord
 
 B, T, ACCUMULATION, STEPS, SEED = 2, 16, 3, 5, 3
 RATES = (5e-3, 1e-2, 1e-2, 7e-3, 4e-3)  # two steps of warmup, then a line from 1e-2 to 1e-3 at the end of step 5

@@ -15,15 +15,16 @@ import pytest
 from tiny_runs import T, tiny_options, weights_of
 
 import llmq
-from llmq import hf, training
-from llmq.checkpoint import load
-from llmq.data.loader import Loader
-from llmq.data.read_ahead import JOIN_S
-from llmq.data.token_file import TokenWriter
-from llmq.engine import Engine
+from llmq.data.batches.loader import Loader
+from llmq.data.batches.read_ahead import JOIN_S
+from llmq.data.tokens.token_file import TokenWriter
+from llmq.engine.engine import Engine
 from llmq.errors import DataError, NonFiniteError, StorageError, UsageError
-from llmq.fp8_watch import CopyError
+from llmq.files import huggingface as hf
+from llmq.files.checkpoint import load
 from llmq.report.read import read_log
+from llmq.training import loop as training
+from llmq.training.fp8_watch import CopyError
 
 KEEP = {"ckpt_interval": 5, "ckpt_keep_n": 0}
 SAVED = Path("runs/run/checkpoints")

@@ -14,13 +14,13 @@ from tiny_engines import tiny
 from tokenizers import decoders
 
 import llmq
-from llmq import job
-from llmq.config import to_hf
-from llmq.data.loader import open_data
-from llmq.data.token_file import TokenFile
+from llmq.data.batches.loader import open_data
+from llmq.data.tokens.token_file import TokenFile
 from llmq.errors import DataError, UsageError
+from llmq.model.config import to_hf
+from llmq.options.sections import DataOptions
 from llmq.report.read import read_log
-from llmq.sections import DataOptions
+from llmq.training import job
 
 sys.path.insert(0, str(Path(__file__).parent / "data"))
 from small_tokenizers import EOS, byte_level, save

@@ -7,18 +7,18 @@ import numpy as np
 
 from llmq.backends import Backend
 from llmq.backends.host import HostBackend
-from llmq.config import ModelConfig
-from llmq.data.batch import Batch
-from llmq.engine import Engine
+from llmq.data.batches.batch import Batch
+from llmq.engine.engine import Engine
+from llmq.model.config import ModelConfig
+from llmq.model.optimizer import Hyperparameters
+from llmq.model.parameters import Row
 from llmq.ops.record import Call
-from llmq.optimizer import Hyperparameters
 from llmq.plan.build import Sites, site_of
 from llmq.plan.memory import Memory
 from llmq.plan.plan import REPLICATED, Plan, make_plan
 from llmq.plan.precision import Precision
 from llmq.plan.recordings import Stores
 from llmq.plan.spec import Spec
-from llmq.rows import Row
 
 VOCAB, B, T = 97, 2, 16
 FP32 = Precision()

@@ -8,9 +8,9 @@ from pathlib import Path
 import numpy as np
 from tiny_engines import tiny
 
-from llmq.checkpoint import load
-from llmq.config import to_hf
-from llmq.data.token_file import TokenWriter
+from llmq.data.tokens.token_file import TokenWriter
+from llmq.files.checkpoint import load
+from llmq.model.config import to_hf
 
 T = 16
 

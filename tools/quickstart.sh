@@ -24,5 +24,5 @@ for argument in "$@"; do
     esac
 done
 # Nothing is written outside of .venv and out/quickstart: no package cache, no compiled files beside the sources.
-PYTHONDONTWRITEBYTECODE=1 PIP_NO_CACHE_DIR=1 UV_NO_CACHE=1 "$python" -m llmq.environment .venv --extra plot $cuda || exit
+PYTHONDONTWRITEBYTECODE=1 PIP_NO_CACHE_DIR=1 UV_NO_CACHE=1 "$python" -m llmq.quickstart.environment .venv --extra plot $cuda || exit
 PYTHONPYCACHEPREFIX="$PWD/.venv/pycache" exec .venv/bin/python -m llmq.quickstart "$@"

@@ -14,7 +14,6 @@ import cupy
 import numpy as np
 from cupy.cuda import runtime
 
-from llmq.arena import aligned, stored_dtype
 from llmq.backends import Launch, Op, Run, checked_scratch
 from llmq.errors import MemoryLimitError
 from llmq.ops import cuda
@@ -27,6 +26,7 @@ from llmq.ops.cuda.launch import Kernel, capability
 from llmq.ops.cuda.linear import linear_kernels, planned_problem
 from llmq.ops.cuda.timing import OUT_OF_MEMORY
 from llmq.ops.seam import record
+from llmq.plan.arena import aligned, stored_dtype
 from llmq.tensor import DTYPES, Ref, stored_bytes, stored_shape
 
 if TYPE_CHECKING:

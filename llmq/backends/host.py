@@ -10,10 +10,10 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from llmq.arena import stored_dtype
 from llmq.backends import Launch, Op, Run
 from llmq.backends.host_scratch import host_scratch
 from llmq.ops import reference
+from llmq.plan.arena import stored_dtype
 from llmq.tensor import Ref, stored_shape
 
 if TYPE_CHECKING:

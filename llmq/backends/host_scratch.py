@@ -13,9 +13,9 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
-from llmq.arena import stored_dtype
 from llmq.ops.reference.attention import QUERY_BLOCK
 from llmq.ops.seam import record
+from llmq.plan.arena import stored_dtype
 from llmq.tensor import SLICE, Ref, in_rows
 
 if TYPE_CHECKING:

@@ -15,7 +15,7 @@ from click.core import ParameterSource
 from llmq.cli import shell
 from llmq.cli.train import click_option
 from llmq.errors import UsageError
-from llmq.options import descriptions
+from llmq.options.parse import descriptions
 
 NOT_OF_A_RECIPE = ("model_dtype", "matmul_dtype", "log_fp8_every", "fp8_fallback")  # --dtypes; watching a run
 
@@ -101,7 +101,7 @@ def command(context: click.Context, **given: Any) -> int:
     if context.invoked_subcommand:
         _refuse_options_before(context)
         return 0
-    from llmq.report.bench_run import Request, run
+    from llmq.bench.run import Request, run
 
     recipe = {key: value for key, value in given.items() if _is_recipe(key) and value is not None}
     given = {key: value for key, value in given.items() if not _is_recipe(key)}
@@ -150,7 +150,7 @@ def op(name: str | None, shapes: tuple[str, ...], listed: bool) -> int:
     llmq-bench op swiglu_backward
     llmq-bench op linear_forward --shape Qwen2.5-1.5B:32x1024
     """
-    from llmq.report.bench_op import listing, run
+    from llmq.bench.op_command import listing, run
 
     if listed:
         click.echo(listing())

@@ -12,7 +12,7 @@ import click
 
 from llmq.cli import shell
 from llmq.errors import StorageError, UsageError
-from llmq.interrupt import terminable
+from llmq.training.interrupt import terminable
 
 
 @click.command("tokenize-data", context_settings=shell.SETTINGS)
@@ -126,9 +126,9 @@ def command(
     from rich.console import Console
     from rich.progress import Progress
 
-    from llmq.data.encode import EncodeOptions
-    from llmq.data.request import parsed_mapping
-    from llmq.data.tokenize import show_samples, tokenize_data
+    from llmq.data.chat.encode import EncodeOptions
+    from llmq.data.rows.request import parsed_mapping
+    from llmq.data.tokens.tokenize import show_samples, tokenize_data
 
     encode = EncodeOptions(
         data_format=data_format,

@@ -1,4 +1,4 @@
-"""`llmq-train`: trains a model. Flags, help and checks come from the description in `llmq.options`."""
+"""`llmq-train`: trains a model. Flags, help and checks come from the description in `llmq.options.parse`."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ from typing import Any
 import click
 
 from llmq.cli import shell
-from llmq.interrupt import terminable
-from llmq.options import SECTIONS, Options, descriptions, spellings
-from llmq.schema import json_schema
-from llmq.section import Description, flag, unknown_option
+from llmq.options.parse import SECTIONS, Options, descriptions, spellings
+from llmq.options.schema import json_schema
+from llmq.options.section import Description, flag, unknown_option
+from llmq.training.interrupt import terminable
 
 COLUMN = 34  # where its explanations begin
 STRAY = "every option starts with --; quote a glob ('--train-file=data/*.bin'), or repeat the flag for each file"
@@ -31,7 +31,7 @@ def train(context: click.Context, *, config: str | None, print_config: bool, **g
     if print_config:
         click.echo(options.to_yaml(), nl=False)
         return 0
-    from llmq.training import run
+    from llmq.training.loop import run
 
     with terminable():
         return run(options).exit_code
@@ -62,7 +62,7 @@ def _off(key: str) -> str:
 
 
 def click_option(d: Description, name: str, hidden: bool) -> click.Option:
-    """One spelling of an option. Values stay text: llmq.options says what is wrong with them."""
+    """One spelling of an option. Values stay text: llmq.options.parse says what is wrong with them."""
     own = flag(name)
     declaration = f"{own}/--no-{own[2:]}" if d.kind == "flag" else own
     kinds: dict[str, dict[str, Any]] = {

@@ -6,11 +6,11 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-from llmq.data.mixture import Mixture
-from llmq.data.sidecar import Sidecar, TemplateNote
-from llmq.data.stream import Stream
-from llmq.data.template import OWN, open_templates, template_note
-from llmq.data.windows import Samples
+from llmq.data.batches.mixture import Mixture
+from llmq.data.batches.stream import Stream
+from llmq.data.batches.windows import Samples
+from llmq.data.chat.template import OWN, open_templates, template_note
+from llmq.data.tokens.sidecar import Sidecar, TemplateNote
 from llmq.errors import DataError
 
 

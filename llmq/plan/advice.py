@@ -6,8 +6,8 @@ from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
 
-from llmq.arena import aligned
 from llmq.errors import MemoryLimitError, UsageError
+from llmq.plan.arena import aligned
 from llmq.plan.plan import Plan, Scratch, make_plan, scratch_storage
 
 

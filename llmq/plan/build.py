@@ -12,9 +12,9 @@ from llmq.blocks.embed import Embed, NoisyEmbed
 from llmq.blocks.head import Head
 from llmq.blocks.mlp import Mlp
 from llmq.errors import UsageError
-from llmq.model import Block, Model
+from llmq.model.decoder import Block, Model
+from llmq.model.parameters import HEAD, padded_vocab
 from llmq.plan.spec import Spec
-from llmq.rows import HEAD, padded_vocab
 from llmq.sites.factories import FACTORIES
 from llmq.sites.linear import Linear
 

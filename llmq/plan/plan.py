@@ -15,9 +15,10 @@ from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, S
 from dataclasses import dataclass, replace
 from typing import Any
 
-from llmq.arena import aligned
 from llmq.errors import UsageError
+from llmq.model.parameters import Row
 from llmq.ops.record import Call
+from llmq.plan.arena import aligned
 from llmq.plan.build import Sites, site_of
 from llmq.plan.memory import ROLES, Memory
 from llmq.plan.names import own_scales, scale_cell, storage_name
@@ -32,7 +33,6 @@ from llmq.plan.passes.prune import prune
 from llmq.plan.passes.transfers import transfers
 from llmq.plan.recordings import Recordings, Stores
 from llmq.plan.spec import Spec
-from llmq.rows import Row
 from llmq.stores.activations import Frame
 from llmq.stores.moments import State
 from llmq.tensor import LARGEST, Ref, stored_bytes

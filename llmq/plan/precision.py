@@ -11,12 +11,12 @@ from dataclasses import dataclass, replace
 from itertools import groupby
 from typing import TYPE_CHECKING, Any
 
-from llmq.config import ModelConfig
 from llmq.errors import UsageError
-from llmq.rows import HEAD, linear_maps
+from llmq.model.config import ModelConfig
+from llmq.model.parameters import HEAD, linear_maps
 
 if TYPE_CHECKING:
-    from llmq.sections import PrecisionOptions
+    from llmq.options.sections import PrecisionOptions
 
 FLAGS = {
     "model": "--model-dtype",

@@ -7,12 +7,12 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
 
-from llmq import optimizer
-from llmq.model import Model
+from llmq.model import optimizer
+from llmq.model.decoder import Model
+from llmq.model.parameters import fitted_rows
 from llmq.ops.record import Call, Recorder
 from llmq.plan.build import Sites, build_model, without_noise
 from llmq.plan.spec import Spec
-from llmq.rows import fitted_rows
 from llmq.stores.activations import Frame, Frames
 from llmq.stores.grads import ReplicatedGrads
 from llmq.stores.moments import ReplicatedMoments

@@ -5,8 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from llmq.blocks.attention import Packing
-from llmq.config import ModelConfig
-from llmq.optimizer import Hyperparameters
+from llmq.model.config import ModelConfig
+from llmq.model.optimizer import Hyperparameters
 from llmq.plan.memory import Memory
 from llmq.plan.precision import Precision
 

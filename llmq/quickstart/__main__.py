@@ -60,7 +60,7 @@ def run(out: Path, settings: Settings, *, show_resume: bool) -> int:
 
 def settings_for(device: str) -> Settings:
     """The settings for `cpu`, or for what `auto` finds; says why a GPU that is there is left alone."""
-    from llmq.device import pick
+    from llmq.hardware.device import pick
     from llmq.quickstart.settings import GPU, Settings
     from llmq.quickstart.show import say
 

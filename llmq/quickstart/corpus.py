@@ -16,8 +16,8 @@ from pathlib import Path
 import numpy as np
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
-from llmq.data.token_file import TokenFile
-from llmq.data.tokenize import tokenize_data
+from llmq.data.tokens.token_file import TokenFile
+from llmq.data.tokens.tokenize import tokenize_data
 from llmq.disk import write_whole
 from llmq.errors import DataError
 

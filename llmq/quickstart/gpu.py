@@ -10,25 +10,26 @@ import json
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, replace
 
-from llmq import device, sol
 from llmq.backends import open_backend
-from llmq.config import ModelConfig, from_folder
-from llmq.device import Device
 from llmq.disk import write_whole
+from llmq.engine.measure import Clock, CudaClock, Speed, measure
 from llmq.errors import MemoryLimitError
-from llmq.gpus import TERA
-from llmq.measure import Clock, CudaClock, Speed, measure
-from llmq.optimizer import Hyperparameters
-from llmq.options import Options
+from llmq.hardware import device
+from llmq.hardware.cards import TERA
+from llmq.hardware.device import Device
+from llmq.model import speed_of_light as sol
+from llmq.model.config import ModelConfig, from_folder
+from llmq.model.optimizer import Hyperparameters
+from llmq.model.parameters import padded_vocab
+from llmq.model.presets import preset
+from llmq.options.parse import Options
 from llmq.plan import memory, precision
 from llmq.plan.advice import refuse_if_too_large
 from llmq.plan.memory import Memory
 from llmq.plan.plan import Plan, make_plan
 from llmq.plan.precision import Precision
 from llmq.plan.spec import Spec
-from llmq.presets import preset
 from llmq.quickstart.settings import Fit, Places, Settings, options
-from llmq.rows import padded_vocab
 from llmq.tensor import DTYPES
 
 ROOM = 0.9  # of the free memory: cuDNN's workspaces are only known to a few percent

@@ -15,9 +15,9 @@ from pathlib import Path
 from typing import Any
 
 from llmq.errors import LlmqError
+from llmq.files.weight_files import weight_files
+from llmq.options.section import flag
 from llmq.quickstart.settings import Places, Settings, options
-from llmq.section import flag
-from llmq.weight_files import weight_files
 
 POLL_S = 0.05
 

@@ -17,14 +17,15 @@ import numpy as np
 from tokenizers import Tokenizer
 
 import llmq
-from llmq import device
-from llmq.config import from_folder
-from llmq.data.token_file import TokenFile
-from llmq.device import Device, num_cores
+from llmq.data.tokens.token_file import TokenFile
 from llmq.disk import write_whole
+from llmq.engine.generate import complete, open_engine
 from llmq.errors import NonFiniteError
-from llmq.generate import complete, open_engine
-from llmq.options import Options
+from llmq.hardware import device
+from llmq.hardware.device import Device, num_cores
+from llmq.model.config import from_folder
+from llmq.model.parameters import num_parameters, parameter_rows
+from llmq.options.parse import Options
 from llmq.plan import precision
 from llmq.quickstart import corpus
 from llmq.quickstart.gpu import OnGpu, fit_to_card, measured_on
@@ -32,8 +33,7 @@ from llmq.quickstart.installed import installed_bytes
 from llmq.quickstart.settings import SEED, Places, Settings, config, options
 from llmq.report.plot import plot_runs
 from llmq.report.read import read_log
-from llmq.rows import num_parameters, parameter_rows
-from llmq.training import TrainResult, Watch, train
+from llmq.training.loop import TrainResult, Watch, train
 
 Follow = Callable[[int], AbstractContextManager[Watch]]
 

@@ -13,12 +13,12 @@ from pathlib import Path
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
 
-from llmq.log import EvalRecord, TrainRecord
 from llmq.quickstart.gpu import OnGpu, verdict_options
 from llmq.quickstart.resume import Resumed, arguments
 from llmq.quickstart.run import Outcome
 from llmq.quickstart.settings import Places, Settings
-from llmq.training import Watch
+from llmq.training.log import EvalRecord, TrainRecord
+from llmq.training.loop import Watch
 
 PLAIN_EVERY_S = 5.0  # seconds from one plain line to the next
 

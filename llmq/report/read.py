@@ -1,4 +1,4 @@
-"""Reads a run's log: header, and the train and eval records as columns. llmq/log.py says what the format means."""
+"""Reads a run's log: header, and the train and eval records as columns. llmq/training/log.py says what the format means."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 
 from llmq.errors import DataError
-from llmq.log import EVAL_COLUMNS, GPU_COLUMNS, SCHEMA, TRAIN_COLUMNS
+from llmq.training.log import EVAL_COLUMNS, GPU_COLUMNS, SCHEMA, TRAIN_COLUMNS
 
 TABLES = {"train": TRAIN_COLUMNS, "eval": EVAL_COLUMNS, "gpu": GPU_COLUMNS}
 NON_FINITE = {"NaN": math.nan, "Infinity": math.inf, "-Infinity": -math.inf}
@@ -53,7 +53,7 @@ def find_log(run: Path) -> Path:
 
 
 def read_log(path: Path) -> Log:
-    """Reads a log file, or the log in a run folder; see llmq/log.py for what counts.
+    """Reads a log file, or the log in a run folder; see llmq/training/log.py for what counts.
 
     DataError naming the file and every bad line (at most ten), for a missing or foreign header, or a newer schema.
     """

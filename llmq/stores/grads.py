@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
-from llmq.rows import Row
+from llmq.model.parameters import Row
 from llmq.stores.bundles import Bundle, part_bundle, part_tree
 from llmq.tensor import Ref
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
 
-from llmq.rows import Row
+from llmq.model.parameters import Row
 from llmq.tensor import Ref
 
 

@@ -20,7 +20,7 @@ from tiny_engines import (
 )
 
 from llmq.blocks.attention import Packing
-from llmq.data.batch import Batch
+from llmq.data.batches.batch import Batch
 from llmq.plan.memory import ROLES, Memory
 
 pytestmark = pytest.mark.gpu

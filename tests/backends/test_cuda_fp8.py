@@ -8,7 +8,7 @@ from golden import families
 from golden.engines import FP64, cosine, engine_of, fp8, gradients, relative_errors
 from test_golden import initial_weights
 
-from llmq.data.batch import Batch
+from llmq.data.batches.batch import Batch
 
 pytestmark = pytest.mark.gpu
 SHAPE = {"hidden_size": 128, "intermediate_size": 352, "num_hidden_layers": 3, "vocab_size": 500}

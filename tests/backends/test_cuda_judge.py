@@ -11,18 +11,18 @@ import os
 import numpy as np
 import pytest
 
-from llmq.config import to_hf
-from llmq.data.batch import Batch
-from llmq.data.token_file import TokenFile
-from llmq.measure import zipf_batch
-from llmq.optimizer import Hyperparameters
+from llmq.data.batches.batch import Batch
+from llmq.data.tokens.token_file import TokenFile
+from llmq.engine.measure import zipf_batch
+from llmq.files.source import ModelSource, drawn
+from llmq.model.config import to_hf
+from llmq.model.optimizer import Hyperparameters
+from llmq.model.parameters import parameter_rows
+from llmq.model.presets import preset
 from llmq.plan.memory import Memory
 from llmq.plan.plan import make_plan
 from llmq.plan.precision import Precision
 from llmq.plan.spec import Spec
-from llmq.presets import preset
-from llmq.rows import parameter_rows
-from llmq.source import ModelSource, drawn
 
 pytestmark = [pytest.mark.gpu, pytest.mark.judge]
 B, MICRO, T, STEPS, RATE, CLIP, DECAY = 32, 8, 1024, 50, 3e-4, 1.0, 0.1
@@ -58,7 +58,7 @@ def initial_values():
 def our_losses(values, given):
     """Losses of llmq: bf16 copies of fp32 masters, moments and gradients in fp32."""
     from llmq.backends.cuda import CudaBackend
-    from llmq.engine import Engine
+    from llmq.engine.engine import Engine
 
     backend = CudaBackend()
     hyper = Hyperparameters(weight_decay=DECAY, grad_clip=CLIP)

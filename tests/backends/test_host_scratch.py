@@ -13,11 +13,11 @@ from tiny_engines import PRECISIONS, tiny
 
 from llmq.backends.host import HostBackend
 from llmq.backends.host_scratch import temporary_bytes
-from llmq.bind import bind
 from llmq.blocks.attention import Packing
-from llmq.data.batch import Batch
-from llmq.engine import Engine
-from llmq.optimizer import Hyperparameters
+from llmq.data.batches.batch import Batch
+from llmq.engine.bind import bind
+from llmq.engine.engine import Engine
+from llmq.model.optimizer import Hyperparameters
 from llmq.plan.memory import Memory
 from llmq.plan.plan import make_plan, scratch_storage
 from llmq.plan.spec import Spec
@@ -96,19 +96,19 @@ def test_scratch_is_counted_and_not_held():
 RUN = """
 import io, json, sys
 from pathlib import Path
-import llmq, llmq.job
+import llmq, llmq.training.job
 from llmq.backends.host import peak_resident_bytes
 
 def resident():
     return next(int(line.split()[1]) << 10 for line in open("/proc/self/status") if line.startswith("VmRSS:"))
 
-def planned(plan, *others, check=llmq.job.refuse_if_too_large):
+def planned(plan, *others, check=llmq.training.job.refuse_if_too_large):
     found.update(plan=plan.total_bytes, base=resident())
     Path("/proc/self/clear_refs").write_text("5")  # the peak starts again from here
     return check(plan, *others)
 
 found = {}
-llmq.job.refuse_if_too_large = planned
+llmq.training.job.refuse_if_too_large = planned
 llmq.train(console=io.StringIO(), device="cpu", **json.loads(sys.argv[1]))
 print(json.dumps({**found, "peak": peak_resident_bytes()}))
 """
@@ -120,8 +120,8 @@ DEEP = {"num_layers": 4, "hidden_size": 256, "intermediate_size": 1024, "vocab_s
 
 def used_and_planned(folder: Path, shape: dict, **options) -> tuple[int, int]:
     """Bytes that a run's process grew by at most, and those of its plan."""
-    from llmq.config import to_hf
-    from llmq.data.token_file import TokenWriter
+    from llmq.data.tokens.token_file import TokenWriter
+    from llmq.model.config import to_hf
 
     (folder / "source").mkdir()
     (folder / "source/config.json").write_text(json.dumps(to_hf(tiny(**shape), "fp32")))

@@ -9,13 +9,13 @@ from tiny_engines import BF16, FP8, FP32, FP64, plan_of, tiny
 from llmq.backends import open_backend
 from llmq.backends.planned import planned_scratch
 from llmq.blocks.attention import Packing
-from llmq.device import backend_settings, pick_device
-from llmq.engine import Engine
+from llmq.engine.engine import Engine
 from llmq.errors import UsageError
-from llmq.optimizer import Hyperparameters
+from llmq.hardware.device import backend_settings, pick_device
+from llmq.model.optimizer import Hyperparameters
+from llmq.model.presets import preset
+from llmq.options.sections import SystemOptions
 from llmq.plan.memory import Memory
-from llmq.presets import preset
-from llmq.sections import SystemOptions
 
 GIB = 2**30
 

@@ -7,9 +7,9 @@ import pytest
 from tiny_engines import BF16, FP8, FP32, FP64, arrays, batch, bits, engine_of, parameters, plan_of, tiny
 
 from llmq.backends.host import HostBackend
-from llmq.data.batch import Batch
-from llmq.engine import Engine
-from llmq.optimizer import Hyperparameters
+from llmq.data.batches.batch import Batch
+from llmq.engine.engine import Engine
+from llmq.model.optimizer import Hyperparameters
 from llmq.plan.memory import Memory
 
 NOISE = Hyperparameters(neftune_alpha=5.0)

@@ -14,8 +14,8 @@ import pytest
 from llmq import errors
 from llmq.cli import shell
 from llmq.cli.train import command
-from llmq.options import Options, descriptions
-from llmq.section import flag
+from llmq.options.parse import Options, descriptions
+from llmq.options.section import flag
 
 ROOT = Path(__file__).parents[2]
 NEEDED = ["--model=m", "--train-file=t.bin"]
@@ -40,16 +40,16 @@ MANUAL = [
 
 @pytest.fixture
 def trained(monkeypatch):
-    """Options that `llmq.training.run` was called with; what it does can be replaced through `outcome`."""
+    """Options that `llmq.training.loop.run` was called with; what it does can be replaced through `outcome`."""
     seen = SimpleNamespace(options=None, outcome=lambda: 0)
 
     def run(options):
         seen.options = options
         return SimpleNamespace(exit_code=seen.outcome())
 
-    module = types.ModuleType("llmq.training")
+    module = types.ModuleType("llmq.training.loop")
     module.run = run
-    monkeypatch.setitem(sys.modules, "llmq.training", module)
+    monkeypatch.setitem(sys.modules, "llmq.training.loop", module)
     return seen
 
 
@@ -316,7 +316,7 @@ from llmq.cli.train import main
 try:
     main(sys.argv[1:])
 except SystemExit as end:
-    heavy = {"numpy", "cupy", "ml_dtypes", "tokenizers", "huggingface_hub", "pyarrow", "rich", "llmq.training"}
+    heavy = {"numpy", "cupy", "ml_dtypes", "tokenizers", "huggingface_hub", "pyarrow", "rich", "llmq.training.loop"}
     print(end.code, sorted(heavy & set(sys.modules)))
 """
     for argument in ("--help", "--version"):

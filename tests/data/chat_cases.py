@@ -11,7 +11,7 @@ from typing import Any
 
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 
-from llmq.data.template import ChatTemplate
+from llmq.data.chat.template import ChatTemplate
 
 TEMPLATES = Path(__file__).parent / "chat_templates"
 GOLDEN = Path(__file__).parent / "golden_chats.json"

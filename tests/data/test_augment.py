@@ -9,11 +9,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from llmq.data.augment import SPAN, open_augmentation
-from llmq.data.loader import Loader, eval_batches
-from llmq.data.packing import Packs
-from llmq.data.token_file import TokenFile, TokenWriter
-from llmq.data.windows import Rows, Windows
+from llmq.data.batches.augment import SPAN, open_augmentation
+from llmq.data.batches.loader import Loader, eval_batches
+from llmq.data.batches.packing import Packs
+from llmq.data.batches.windows import Rows, Windows
+from llmq.data.tokens.token_file import TokenFile, TokenWriter
 from llmq.errors import UsageError
 
 V = 50_000

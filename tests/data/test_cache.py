@@ -17,15 +17,15 @@ from pathlib import Path
 import pytest
 
 from llmq.cache_folder import cache_folder
-from llmq.data import cache
-from llmq.data.cache import content_hash, key_of, locked
+from llmq.data.tokens import cache
+from llmq.data.tokens.cache import content_hash, key_of, locked
 from llmq.errors import DataError, StorageError
 
 ROOT = Path(__file__).parents[2]
 HOLDER = """
 import sys, time
 from pathlib import Path
-from llmq.data.cache import locked
+from llmq.data.tokens.cache import locked
 with locked(Path(sys.argv[1]), print):
     print("held", flush=True)
     time.sleep(60)

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from llmq.data import datasets
+from llmq.data.rows import datasets
 from llmq.errors import DataError
 
 TEXT = b"First Citizen:\nBefore we proceed any further, hear me speak.\n"

@@ -17,12 +17,12 @@ from chat_cases import BOS, CASES, CHATS, EOS, LONG, ONE, PAIRS, REASONED, TOOLS
 from small_tokenizers import save
 from tokenizers import AddedToken, processors
 
-from llmq.data import sandbox
-from llmq.data.counts import Counts, notes
-from llmq.data.encode import Encoded, EncodeOptions, Encoder, open_encoder
-from llmq.data.overlong import OVERLONG
-from llmq.data.records import BadRow, Record
-from llmq.data.tokenizer import TextTokenizer
+from llmq.data.chat import sandbox
+from llmq.data.chat.counts import Counts, notes
+from llmq.data.chat.encode import Encoded, EncodeOptions, Encoder, open_encoder
+from llmq.data.chat.overlong import OVERLONG
+from llmq.data.rows.records import BadRow, Record
+from llmq.data.tokens.tokenizer import TextTokenizer
 from llmq.errors import DataError, UsageError
 
 

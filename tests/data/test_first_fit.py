@@ -12,8 +12,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from llmq.data import first_fit
-from llmq.data.first_fit import WORTH_A_PLACE, fewest_docs, fill, pack
+from llmq.data.batches import first_fit
+from llmq.data.batches.first_fit import WORTH_A_PLACE, fewest_docs, fill, pack
 
 
 def like_gsm8k(count: int) -> np.ndarray:

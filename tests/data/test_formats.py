@@ -8,8 +8,8 @@ import click
 import numpy as np
 import pytest
 
-from llmq.data.formats import FORMATS, Chat, Pair, Text, Tokens, find_format
-from llmq.data.records import BadRow, Record
+from llmq.data.chat.formats import FORMATS, Chat, Pair, Text, Tokens, find_format
+from llmq.data.rows.records import BadRow, Record
 from llmq.errors import DataError, UsageError
 
 VOCABULARY = 100
@@ -253,7 +253,7 @@ def test_every_format_is_among_the_tests():
 
 def test_both_commands_name_every_format() -> None:
     from llmq.cli.tokenize_data import command
-    from llmq.options import descriptions
+    from llmq.options.parse import descriptions
 
     helps = [descriptions()["data_format"].help]
     helps += [

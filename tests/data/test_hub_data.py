@@ -24,7 +24,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from llmq.data.hub_data import Spec, by_split, converted_layout, layout
+from llmq.data.rows.hub_data import Spec, by_split, converted_layout, layout
 from llmq.errors import DataError, UsageError
 
 ROOT = Path(__file__).parents[2]
@@ -33,7 +33,7 @@ CONVERTED = "89abcdef0123456789abcdef0123456789abcdef"
 DRIVER = """
 import json, os, sys
 from itertools import islice
-from llmq.data.sources import find_anything
+from llmq.data.rows.sources import find_anything
 from llmq.errors import LlmqError
 for name, fraction, streaming in json.loads(sys.argv[1]):
     try:

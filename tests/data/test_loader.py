@@ -13,10 +13,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from llmq.data.loader import Loader, eval_batches, open_data
-from llmq.data.read_ahead import PREFETCHED
-from llmq.data.token_file import TokenFile
-from llmq.data.windows import Rows, Windows
+from llmq.data.batches.loader import Loader, eval_batches, open_data
+from llmq.data.batches.read_ahead import PREFETCHED
+from llmq.data.batches.windows import Rows, Windows
+from llmq.data.tokens.token_file import TokenFile
 from llmq.errors import DataError, UsageError
 
 T = 4
@@ -187,7 +187,7 @@ def test_the_wait_is_measured(tmp_path: Path, monkeypatch) -> None:
         return found
 
     monkeypatch.setattr(windows, "read", read)
-    monkeypatch.setattr("llmq.data.loader.time.perf_counter", now)
+    monkeypatch.setattr("llmq.data.batches.loader.time.perf_counter", now)
     with Loader(windows, 2, T, 0).start() as loader:
         assert loader.next().wait_ms >= 50
 

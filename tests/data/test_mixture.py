@@ -11,13 +11,13 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from llmq.data import mixture as mixture_module
-from llmq.data.loader import Loader, open_data
-from llmq.data.mixture import MixEntry, Mixture, assignment, mix_file, read_mix, whole_parts
-from llmq.data.packing import Packs
-from llmq.data.permutation import sample_order
-from llmq.data.token_file import TokenFile, TokenWriter
-from llmq.data.windows import Rows, Windows
+from llmq.data.batches import mixture as mixture_module
+from llmq.data.batches.loader import Loader, open_data
+from llmq.data.batches.mixture import MixEntry, Mixture, assignment, mix_file, read_mix, whole_parts
+from llmq.data.batches.packing import Packs
+from llmq.data.batches.permutation import sample_order
+from llmq.data.batches.windows import Rows, Windows
+from llmq.data.tokens.token_file import TokenFile, TokenWriter
 from llmq.errors import DataError, UsageError
 
 T = 4

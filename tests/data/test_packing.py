@@ -10,11 +10,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from test_sidecar import sidecar
 
-from llmq.data import packing
-from llmq.data.loader import Loader, eval_batches
-from llmq.data.packing import PackIndex, Packs, open_packs
-from llmq.data.permutation import sample_order
-from llmq.data.token_file import TokenFile, TokenWriter
+from llmq.data.batches import packing
+from llmq.data.batches.loader import Loader, eval_batches
+from llmq.data.batches.packing import PackIndex, Packs, open_packs
+from llmq.data.batches.permutation import sample_order
+from llmq.data.tokens.token_file import TokenFile, TokenWriter
 from llmq.errors import DataError, StorageError, UsageError
 
 EOS, VOCAB = 2, 99

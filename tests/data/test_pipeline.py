@@ -18,14 +18,14 @@ import pytest
 from small_tokenizers import EOS, byte_level, save
 from tokenizers import processors
 
-from llmq.data import pipeline
-from llmq.data.encode import EncodeOptions, open_encoder
-from llmq.data.pipeline import Encoders, RowWork, TextWork, Tokens, tokenized
-from llmq.data.records import Record
-from llmq.data.row_files import RowFile
-from llmq.data.rows import FileRows, LocalFile, Position
-from llmq.data.text import open_documents, pieces
-from llmq.data.tokenizer import TextTokenizer
+from llmq.data.chat.encode import EncodeOptions, open_encoder
+from llmq.data.rows.file_rows import FileRows, LocalFile, Position
+from llmq.data.rows.records import Record
+from llmq.data.rows.row_files import RowFile
+from llmq.data.tokens import pipeline
+from llmq.data.tokens.pipeline import Encoders, RowWork, TextWork, Tokens, tokenized
+from llmq.data.tokens.text import open_documents, pieces
+from llmq.data.tokens.tokenizer import TextTokenizer
 from llmq.errors import DataError
 
 ROOT = Path(__file__).parents[2]
@@ -43,7 +43,7 @@ def joined(found: list[Tokens]) -> tuple[list[int], list[int]]:
 
 def test_text_goes_on_from_the_position_behind_any_batch(tmp_path: Path, monkeypatch, small_tokenizer: Path) -> None:
     monkeypatch.setattr(pipeline, "BATCH_CHARACTERS", 200)
-    monkeypatch.setattr("llmq.data.text.BLOCK_BYTES", 40)
+    monkeypatch.setattr("llmq.data.tokens.text.BLOCK_BYTES", 40)
     for number in range(3):
         (tmp_path / f"{number}.txt").write_text(
             "It's the king's \u00e9t\u00e9 \U0001f600 isn't it?\n" * (3 + 9 * number)
@@ -62,7 +62,7 @@ def test_text_goes_on_from_the_position_behind_any_batch(tmp_path: Path, monkeyp
 
 def test_every_text_begins_once_with_what_the_tokenizer_puts_there(tmp_path: Path, monkeypatch) -> None:
     monkeypatch.setattr(pipeline, "BATCH_CHARACTERS", 100)
-    monkeypatch.setattr("llmq.data.text.BLOCK_BYTES", 40)
+    monkeypatch.setattr("llmq.data.tokens.text.BLOCK_BYTES", 40)
     made = byte_level(added=("[begin]",))
     begin, eos = (made.token_to_id(token) for token in ("[begin]", EOS))
     made.post_processor = processors.TemplateProcessing(single="[begin] $A", special_tokens=[("[begin]", begin)])
@@ -111,9 +111,9 @@ def test_rows_keep_their_order_and_bad_ones_their_place(tmp_path: Path, monkeypa
 
 @pytest.mark.parametrize("in_pieces", [True, False])
 def test_a_long_row_is_tokenized_in_pieces_like_the_whole(monkeypatch, small_tokenizer: Path, in_pieces: bool) -> None:
-    monkeypatch.setattr("llmq.data.text.BLOCK_BYTES", 40)
-    monkeypatch.setattr("llmq.data.encode.ENCODED_AT_ONCE", 100)
-    monkeypatch.setattr("llmq.data.tokenizer.tokenizes_in_pieces", lambda description: in_pieces)
+    monkeypatch.setattr("llmq.data.tokens.text.BLOCK_BYTES", 40)
+    monkeypatch.setattr("llmq.data.chat.encode.ENCODED_AT_ONCE", 100)
+    monkeypatch.setattr("llmq.data.tokens.tokenizer.tokenizes_in_pieces", lambda description: in_pieces)
     texts = ["It's the king's \u00e9t\u00e9\n\n \U0001f600  isn't it?" * n for n in (1, 30, 9)]
     tokenizer = TextTokenizer.open(str(small_tokenizer))
     records = [Record(f"a:{n}", {"text": text}) for n, text in enumerate(texts)]
@@ -223,7 +223,7 @@ def test_tokenizing_is_as_fast_as_the_library_alone(tmp_path: Path, shared: Call
 MEMORY = """
 import sys
 from llmq.backends.host import peak_resident_bytes
-from llmq.data.tokenize import tokenize_data
+from llmq.data.tokens.tokenize import tokenize_data
 for path in sys.argv[2:]:
     tokenize_data(tokenizer=sys.argv[1], inputs=[path], out_dir=path + ".tokens")
     print(peak_resident_bytes() >> 20)

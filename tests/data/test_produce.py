@@ -19,15 +19,16 @@ import numpy as np
 import pytest
 
 from llmq.cache_folder import cache_folder
-from llmq.data import pipeline, produce, request
-from llmq.data import text as text_files
-from llmq.data.encode import EncodeOptions
-from llmq.data.records import Record
-from llmq.data.request import Request
-from llmq.data.sources import Found, find
-from llmq.data.token_file import TokenFile
-from llmq.data.tokenize import cache_entry, cached, settled, tokenize_data
-from llmq.data.tokenizer import TextTokenizer
+from llmq.data.chat.encode import EncodeOptions
+from llmq.data.rows import request
+from llmq.data.rows.records import Record
+from llmq.data.rows.request import Request
+from llmq.data.rows.sources import Found, find
+from llmq.data.tokens import pipeline, produce
+from llmq.data.tokens import text as text_files
+from llmq.data.tokens.token_file import TokenFile
+from llmq.data.tokens.tokenize import cache_entry, cached, settled, tokenize_data
+from llmq.data.tokens.tokenizer import TextTokenizer
 from llmq.errors import DataError, StorageError
 
 ROOT = Path(__file__).parents[2]
@@ -35,7 +36,11 @@ ROOT = Path(__file__).parents[2]
 SMALL = {"PART_TOKENS": 900, "BATCH_CHARACTERS": 300, "BATCH_ROWS": 7, "SAVE_EVERY_S": 0.0, "BLOCK_BYTES": 100}
 DRIVER = """
 import json, os, sys
-from llmq.data import pipeline, produce, request, text, tokenize
+from llmq.data.tokens import pipeline
+from llmq.data.tokens import produce
+from llmq.data.rows import request
+from llmq.data.tokens import text
+from llmq.data.tokens import tokenize
 os.fsync = lambda fd: None
 small, arguments = json.loads(sys.argv[1])
 for module in (pipeline, produce, request, text):
@@ -143,7 +148,7 @@ def killed(tmp_path: Path, arguments: dict[str, Any], delay_s: float) -> bool:
 def test_a_call_killed_while_it_copies_the_tokenizer_goes_on(tmp_path: Path, small_tokenizer: Path) -> None:
     arguments: dict[str, Any] = {"tokenizer": str(small_tokenizer), "inputs": [str(rows(tmp_path))]}
     kill = """
-from llmq.data import sidecar
+from llmq.data.tokens import sidecar
 real, calls = sidecar.shutil.copyfile, []
 def copyfile(source, target):
     real(source, target)
@@ -248,10 +253,10 @@ def test_the_first_tokens_are_for_evaluation_and_a_limit_ends_behind_a_part(
 def test_two_processes_share_one_cache(tmp_path: Path, small, small_tokenizer: Path) -> None:
     driver = """
 import sys
-from llmq.data.encode import EncodeOptions
-from llmq.data.sources import find
-from llmq.data.tokenize import Request, cached
-from llmq.data.tokenizer import TextTokenizer
+from llmq.data.chat.encode import EncodeOptions
+from llmq.data.rows.sources import find
+from llmq.data.tokens.tokenize import Request, cached
+from llmq.data.tokens.tokenizer import TextTokenizer
 request = Request(find(inputs=[sys.argv[1]]), TextTokenizer.open(sys.argv[2]), EncodeOptions())
 for path in cached(request, on_progress=lambda done, total: None, say=lambda text: print(text, file=sys.stderr)):
     print(path)

@@ -13,9 +13,9 @@ from tiny_engines import tiny
 from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers
 
 import llmq
-from llmq.config import to_hf
-from llmq.data.rebuilt_tokenizer import QWEN2_PATTERN, rebuilt_warning
-from llmq.data.tokenize import tokenize_data
+from llmq.data.tokens.rebuilt_tokenizer import QWEN2_PATTERN, rebuilt_warning
+from llmq.data.tokens.tokenize import tokenize_data
+from llmq.model.config import to_hf
 
 TEXT = SAMPLE + f" It's 1234 e\u0301t\u00e9s{EOS}and  more, e\u0301,\n\n 12{EOS} x<s> y"
 ARCHITECTURES = {"qwen2": "Qwen2ForCausalLM", "qwen3": "Qwen3ForCausalLM", "llama": "LlamaForCausalLM",

@@ -16,9 +16,9 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from llmq.data import row_files
-from llmq.data.records import BadRow, Record
-from llmq.data.row_files import RowFile
+from llmq.data.rows import row_files
+from llmq.data.rows.records import BadRow, Record
+from llmq.data.rows.row_files import RowFile
 from llmq.errors import DataError
 
 ROWS = [{"text": f'row {n}: \u00e9t\u00e9, "quotes"\nand \U0001f600', "n": str(n)} for n in range(700)]

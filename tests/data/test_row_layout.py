@@ -2,7 +2,7 @@
 
 import pytest
 
-from llmq.data.row_layout import PACKED, PADDED, WINDOWS, RowLayout, choose_row_layout
+from llmq.data.batches.row_layout import PACKED, PADDED, WINDOWS, RowLayout, choose_row_layout
 from llmq.errors import UsageError
 
 WHY_NOT = "packed rows in bf16 need a GPU of compute capability 9.0 or later, and A100 has 8.0"

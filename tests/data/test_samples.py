@@ -11,9 +11,9 @@ from rich.console import Console
 from rich.text import Text
 from small_tokenizers import save
 
-from llmq.data.encode import Encoded
-from llmq.data.samples import MAX_TOKENS, STYLES, show
-from llmq.data.tokenizer import TextTokenizer
+from llmq.data.chat.encode import Encoded
+from llmq.data.chat.samples import MAX_TOKENS, STYLES, show
+from llmq.data.tokens.tokenizer import TextTokenizer
 
 
 @pytest.fixture(scope="module")

@@ -8,8 +8,8 @@ import pytest
 from chat_cases import CHATS, PAIRS, template
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
-from llmq.data import sandbox
-from llmq.data.template import MAX_OUTPUT, ChatTemplate, RenderError
+from llmq.data.chat import sandbox
+from llmq.data.chat.template import MAX_OUTPUT, ChatTemplate, RenderError
 
 CHAT = [{"role": "user", "content": "Hello!"}]
 

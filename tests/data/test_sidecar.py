@@ -10,7 +10,14 @@ from pathlib import Path
 
 import pytest
 
-from llmq.data.sidecar import Sidecar, TokenizerNote, copy_tokenizer, sidecar_name, tokenizer_folder, tokenizer_hash
+from llmq.data.tokens.sidecar import (
+    Sidecar,
+    TokenizerNote,
+    copy_tokenizer,
+    sidecar_name,
+    tokenizer_folder,
+    tokenizer_hash,
+)
 from llmq.errors import DataError
 
 
@@ -94,7 +101,7 @@ def test_a_failed_copy_leaves_the_older_one(tmp_path: Path, monkeypatch, step: i
 
         return call
 
-    monkeypatch.setattr("llmq.data.sidecar.shutil.copyfile", stopping(shutil.copyfile))
+    monkeypatch.setattr("llmq.data.tokens.sidecar.shutil.copyfile", stopping(shutil.copyfile))
     monkeypatch.setattr(os, "replace", stopping(os.replace))
     with pytest.raises(KeyboardInterrupt):
         copy_tokenizer(source, target)
@@ -117,6 +124,6 @@ def test_the_tokenizer_is_found_beside_the_file_or_at_its_source(tmp_path: Path,
         asked.append((name, revision, kind))
         return tmp_path / "moved"
 
-    monkeypatch.setattr("llmq.data.sidecar.model_folder", model_folder)
+    monkeypatch.setattr("llmq.data.tokens.sidecar.model_folder", model_folder)
     assert tokenizer_folder(token_file, right) == tmp_path / "moved"
     assert asked == [("me/model", "abc", "tokenizer")]

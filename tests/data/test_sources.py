@@ -7,10 +7,10 @@ from pathlib import Path
 
 import pytest
 
-from llmq.data import datasets, sources
-from llmq.data.records import Record
-from llmq.data.sources import Found, find, find_anything
-from llmq.data.text import pieces
+from llmq.data.rows import datasets, sources
+from llmq.data.rows.records import Record
+from llmq.data.rows.sources import Found, find, find_anything
+from llmq.data.tokens.text import pieces
 from llmq.errors import DataError, UsageError
 
 
@@ -126,7 +126,7 @@ def test_a_name_is_a_path_a_named_set_or_of_the_hub(tmp_path: Path, monkeypatch)
 
 
 def test_what_is_known_of_a_set_gives_way_to_what_is_asked() -> None:
-    from llmq.data.encode import EncodeOptions
+    from llmq.data.chat.encode import EncodeOptions
 
     found = Found("x", ("x",), (), None, "", data_format="text", mapping=(("text", "body"),))
     assert found.known(EncodeOptions()) == EncodeOptions("text", (("text", "body"),))

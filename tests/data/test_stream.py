@@ -11,14 +11,14 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from llmq.data import stream as stream_module
-from llmq.data.loader import Data, Loader
-from llmq.data.packing import piece_lengths
-from llmq.data.row_layout import PADDED, RowLayout
-from llmq.data.stream import PackedStream, Stream, StreamedDocument
+from llmq.data.batches import stream as stream_module
+from llmq.data.batches.loader import Data, Loader
+from llmq.data.batches.packing import piece_lengths
+from llmq.data.batches.row_layout import PADDED, RowLayout
+from llmq.data.batches.stream import PackedStream, Stream, StreamedDocument
 from llmq.errors import DataError, UsageError
-from llmq.options import Options
-from llmq.schedule import make_schedule
+from llmq.options.parse import Options
+from llmq.training.schedule import make_schedule
 
 Shards = list[list[tuple[list[int], list[bool] | None]]]
 T = 5

@@ -11,15 +11,15 @@ from typing import Any
 import numpy as np
 import pytest
 
-from llmq.data.encode import EncodeOptions
-from llmq.data.request import Request
-from llmq.data.row_files import RowFile
-from llmq.data.row_layout import PACKED, PADDED, RowLayout
-from llmq.data.rows import FileRows, LocalFile, Share
-from llmq.data.sources import Found
-from llmq.data.stream import PackedStream, Stream
-from llmq.data.streaming import open_stream
-from llmq.data.tokenizer import TextTokenizer
+from llmq.data.batches.row_layout import PACKED, PADDED, RowLayout
+from llmq.data.batches.stream import PackedStream, Stream
+from llmq.data.batches.streaming import open_stream
+from llmq.data.chat.encode import EncodeOptions
+from llmq.data.rows.file_rows import FileRows, LocalFile, Share
+from llmq.data.rows.request import Request
+from llmq.data.rows.row_files import RowFile
+from llmq.data.rows.sources import Found
+from llmq.data.tokens.tokenizer import TextTokenizer
 
 T = 8
 

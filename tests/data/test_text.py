@@ -11,8 +11,8 @@ from hypothesis import strategies as st
 from small_tokenizers import byte_level
 from tokenizers import AddedToken, Tokenizer, normalizers, pre_tokenizers
 
-from llmq.data import text
-from llmq.data.text import Document, open_documents, pieces, split, tokenizes_in_pieces
+from llmq.data.tokens import text
+from llmq.data.tokens.text import Document, open_documents, pieces, split, tokenizes_in_pieces
 from llmq.errors import DataError
 
 VARIANTS = {

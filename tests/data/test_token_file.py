@@ -14,9 +14,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from llmq.data import token_file
-from llmq.data.token_file import TokenFile, TokenWriter, partial_name
-from llmq.data.token_format import BLOCK_BYTES
+from llmq.data.tokens import token_file
+from llmq.data.tokens.token_file import TokenFile, TokenWriter, partial_name
+from llmq.data.tokens.token_format import BLOCK_BYTES
 from llmq.errors import DataError, LlmqError, StorageError, UsageError
 
 SHA = "0123456789abcdef" * 4

@@ -11,11 +11,11 @@ import numpy as np
 import pytest
 from tokenizers import Tokenizer
 
-from llmq.data import pipeline, text
-from llmq.data.loader import open_data
-from llmq.data.sidecar import Sidecar
-from llmq.data.token_file import TokenFile, TokenWriter
-from llmq.data.tokenize import tokenize_data
+from llmq.data.batches.loader import open_data
+from llmq.data.tokens import pipeline, text
+from llmq.data.tokens.sidecar import Sidecar
+from llmq.data.tokens.token_file import TokenFile, TokenWriter
+from llmq.data.tokens.tokenize import tokenize_data
 from llmq.errors import DataError, StorageError, UsageError
 
 
@@ -46,7 +46,7 @@ def test_ids_are_those_of_whole_documents_in_any_batches(
 ) -> None:
     monkeypatch.setattr(text, "BLOCK_BYTES", 40)
     monkeypatch.setattr(pipeline, "BATCH_CHARACTERS", 100)
-    monkeypatch.setattr("llmq.data.tokenizer.tokenizes_in_pieces", lambda description: in_pieces)
+    monkeypatch.setattr("llmq.data.tokens.tokenizer.tokenizes_in_pieces", lambda description: in_pieces)
     documents = ["The king's <|endoftext|> \u00e9t\u00e9 10 20\n\n  x" * n for n in (1, 30, 2)]
     for number, document in enumerate(documents):
         (tmp_path / f"{number}.txt").write_text(document)

@@ -18,7 +18,7 @@ from small_tokenizers import EOS
 
 from llmq.cli import shell
 from llmq.cli.tokenize_data import command
-from llmq.data.token_file import TokenFile
+from llmq.data.tokens.token_file import TokenFile
 
 ROOT = Path(__file__).parents[2]
 TOOL = ROOT / "tools/tokenize_data.py"

@@ -10,7 +10,7 @@ import pytest
 from small_tokenizers import EOS, byte_level, save
 from tokenizers import processors
 
-from llmq.data.tokenizer import SHORT_NAMES, TextTokenizer
+from llmq.data.tokens.tokenizer import SHORT_NAMES, TextTokenizer
 from llmq.errors import DataError, UsageError
 
 
@@ -174,7 +174,7 @@ def test_other_names_go_to_the_hub_and_the_commit_is_noted(
         asked.append((name, revision, kind))
         return commit
 
-    monkeypatch.setattr("llmq.data.tokenizer.model_folder", model_folder)
+    monkeypatch.setattr("llmq.data.tokens.tokenizer.model_folder", model_folder)
     opened = TextTokenizer.open(name, "main")
     assert asked == [(repository, "main", "tokenizer")]
     assert (opened.source, opened.revision, opened.folder) == (repository, "0123abcd", commit)

@@ -10,10 +10,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from llmq.data import windows as windows_module
-from llmq.data.sidecar import Sidecar, TokenizerNote, sidecar_name, tokenizer_hash
-from llmq.data.token_file import TokenFile
-from llmq.data.windows import Windows, open_windows, require_one_tokenizer
+from llmq.data.batches import windows as windows_module
+from llmq.data.batches.windows import Windows, open_windows, require_one_tokenizer
+from llmq.data.tokens.sidecar import Sidecar, TokenizerNote, sidecar_name, tokenizer_hash
+from llmq.data.tokens.token_file import TokenFile
 from llmq.errors import DataError
 
 

@@ -116,7 +116,7 @@ STORAGE = (
     ),
     Fault(
         "arena_overlaps_at_the_last_call",
-        "llmq/arena.py",
+        "llmq/plan/arena.py",
         "(lasts >= firsts[index])",
         "(lasts > firsts[index])",
         ("tests/test_arena.py",),
@@ -126,40 +126,42 @@ STORAGE = (
 MODELS = (
     Fault(
         "llama3_rope_ignored",
-        "llmq/rope.py",
+        "llmq/model/rope.py",
         'if config.kind == "default":',
         'if config.kind in ("default", "llama3"):',
         ("tests/test_rope.py",),
     ),
     Fault(
         "linear_rope_inverted",
-        "llmq/rope.py",
+        "llmq/model/rope.py",
         "        return freq / config.factor\n",
         "        return freq * config.factor\n",
         ("tests/test_rope.py",),
     ),
     Fault(
         "gate_and_up_tensors_swapped",
-        "llmq/rows.py",
+        "llmq/model/parameters.py",
         '(f"{mlp}gate_proj.weight", f), (f"{mlp}up_proj.weight", f)',
         '(f"{mlp}up_proj.weight", f), (f"{mlp}gate_proj.weight", f)',
         GOLDEN,
     ),
     Fault(
         "weight_decay_on_norms",
-        "llmq/rows.py",
+        "llmq/model/parameters.py",
         "decay=len(shape) > 1, layer=layer",
         "decay=True, layer=layer",
         ENGINE,
     ),
     Fault(
         "padded_rows_exported",
-        "llmq/rows.py",
+        "llmq/model/parameters.py",
         'Part("model.embed_tokens.weight", 0, v)',
         'Part("model.embed_tokens.weight", 0, vp)',
         ("tests/test_hf.py",),
     ),
-    Fault("window_of_first_sliding_layer", "llmq/config.py", "window and n >= first", "window and n > first", GOLDEN),
+    Fault(
+        "window_of_first_sliding_layer", "llmq/model/config.py", "window and n >= first", "window and n > first", GOLDEN
+    ),
     Fault("windows_ignored", "llmq/plan/build.py", "config.window(layer)", "None", GOLDEN),
     Fault(
         "z_loss_option_dropped",

@@ -10,10 +10,10 @@ import numpy as np
 
 from llmq.backends import Backend
 from llmq.backends.host import HostBackend
-from llmq.config import read_config
-from llmq.data.batch import Batch
-from llmq.engine import Engine
-from llmq.optimizer import Hyperparameters
+from llmq.data.batches.batch import Batch
+from llmq.engine.engine import Engine
+from llmq.model.config import read_config
+from llmq.model.optimizer import Hyperparameters
 from llmq.plan.memory import Memory
 from llmq.plan.plan import make_plan
 from llmq.plan.precision import Precision

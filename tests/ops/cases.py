@@ -8,10 +8,10 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from llmq.config import RopeConfig
+from llmq.model.config import RopeConfig
+from llmq.model.rope import rope_table
 from llmq.ops import seam
 from llmq.ops.reference import OPS
-from llmq.rope import rope_table
 from llmq.scaling import SCALINGS
 from llmq.tensor import Form, Output, Tensor, num_norm_tiles
 

@@ -17,12 +17,12 @@ import numpy as np
 import pytest
 
 from llmq.errors import UsageError
+from llmq.model.presets import PRESETS
 from llmq.ops import cuda
 from llmq.ops.cuda import compile as cuda_compile
 from llmq.ops.cuda import embedding, launch
 from llmq.ops.cuda_sources import cuda_folder, cuda_sources
 from llmq.ops.seam import Arguments, arguments_of
-from llmq.presets import PRESETS
 from llmq.scaling import SCALINGS
 from llmq.tensor import COLSUM, DTYPES, Form, Output, Ref, Tensor, num_norm_tiles, scale_shape, stored_shape
 

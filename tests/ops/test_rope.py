@@ -3,8 +3,8 @@
 import numpy as np
 import pytest
 
-from llmq.config import RopeConfig
-from llmq.rope import frequencies
+from llmq.model.config import RopeConfig
+from llmq.model.rope import frequencies
 
 from .build import check_gradient, run
 from .cases import LARGE, ODD, make

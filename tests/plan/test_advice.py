@@ -3,18 +3,18 @@
 import pytest
 from tiny_engines import BF16, FP8_HEAD, plan_of, tiny
 
-from llmq import gpus
 from llmq.backends import open_backend
 from llmq.backends.planned import planned_scratch
 from llmq.blocks.attention import Packing
 from llmq.errors import MemoryLimitError
+from llmq.hardware import cards as gpus
+from llmq.model.parameters import padded_vocab
+from llmq.model.presets import preset
 from llmq.ops.record import Call
+from llmq.options.sections import MemoryOptions
 from llmq.plan import advice
 from llmq.plan.advice import refuse_if_too_large, with_fitting_chunks
 from llmq.plan.memory import Memory, resolve
-from llmq.presets import preset
-from llmq.rows import padded_vocab
-from llmq.sections import MemoryOptions
 from llmq.tensor import Ref
 
 SCRATCH = 1 << 20

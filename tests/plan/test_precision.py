@@ -7,10 +7,10 @@ import pytest
 from tiny_engines import BF16, FP8, FP8_HEAD, batch, engine_of, plan_of, spec_of, tiny
 
 from llmq.errors import UsageError
+from llmq.model.parameters import layer_maps
 from llmq.plan.build import site_of
 from llmq.plan.memory import Memory
 from llmq.plan.precision import block_sites, chosen, wide_sites
-from llmq.rows import layer_maps
 from llmq.sites.bf16 import Bf16Linear
 from llmq.sites.fp8 import Fp8Linear
 from llmq.tensor import Form

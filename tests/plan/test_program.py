@@ -5,7 +5,7 @@ from collections import Counter
 import pytest
 from tiny_engines import BF16, FP8, FP32, plan_of, tiny
 
-from llmq.arena import aligned
+from llmq.plan.arena import aligned
 from llmq.plan.memory import Memory
 from llmq.plan.names import storage_name
 from llmq.tensor import stored_bytes

@@ -6,10 +6,10 @@ import random
 import pytest
 from tiny_engines import BF16, FP8, PRECISIONS, bits, engine_of, plan_of, tiny, train_steps
 
-from llmq.arena import aligned
 from llmq.errors import UsageError
+from llmq.model.presets import preset
+from llmq.plan.arena import aligned
 from llmq.plan.memory import ROLES, Memory
-from llmq.presets import preset
 
 FLAGS = tuple(ROLES)
 CONFIGS = {

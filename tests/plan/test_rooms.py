@@ -11,10 +11,10 @@ import pytest
 from rooms import HostMoments, StreamedWeights, adapted, streams
 from tiny_engines import BF16, FP8, FP32, FP64, PRECISIONS, batch, bits, engine_of, plan_of, tiny, train_steps
 
-from llmq.arena import aligned
 from llmq.backends.host import HostBackend
 from llmq.ops.record import call_of
 from llmq.plan import plan as planning
+from llmq.plan.arena import aligned
 from llmq.plan.memory import Memory
 from llmq.plan.recordings import Stores
 from llmq.tensor import stored_bytes

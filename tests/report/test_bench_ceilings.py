@@ -5,9 +5,10 @@ import time
 import numpy as np
 import pytest
 
-from llmq import device, gpus
-from llmq.report import bench_ceilings
-from llmq.report.bench_ceilings import measure_ceilings
+from llmq.bench import ceilings as bench_ceilings
+from llmq.bench.ceilings import measure_ceilings
+from llmq.hardware import cards as gpus
+from llmq.hardware import device
 
 
 def test_the_hosts_copy_counts_both_directions(monkeypatch):

@@ -5,11 +5,11 @@ import dataclasses
 import pytest
 from tiny_engines import BF16, FP8, FP32, plan_of, tiny
 
-from llmq.measure import Timed
+from llmq.bench.ceilings import Ceilings
+from llmq.bench.ladder import Ladder, Rung, family, ladder, work_of, written
+from llmq.engine.measure import Timed
 from llmq.ops.seam import record
 from llmq.plan.memory import Memory
-from llmq.report.bench_ceilings import Ceilings
-from llmq.report.bench_ladder import Ladder, Rung, family, ladder, work_of, written
 
 B, T, C, F, HQ, HKV, HD, L = 2, 16, 48, 64, 4, 2, 12, 2
 M, QKV, VP = B * T, (HQ + 2 * HKV) * HD, 128

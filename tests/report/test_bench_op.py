@@ -6,14 +6,14 @@ import numpy as np
 import pytest
 from ops.test_cuda_linear import HostArray
 
+from llmq.bench import ops as op_bench
+from llmq.bench.op_command import ATTENTION, LINEAR, listing, products, sizes_of
+from llmq.bench.ops import MODELS, Sizes, base, cases
 from llmq.cli import bench, shell
 from llmq.errors import UsageError
 from llmq.ops.cuda.cublaslt import refusal
 from llmq.ops.cuda.linear import linear_kernels
 from llmq.ops.seam import record
-from llmq.report import op_bench
-from llmq.report.bench_op import ATTENTION, LINEAR, listing, products, sizes_of
-from llmq.report.op_bench import MODELS, Sizes, base, cases
 from llmq.tensor import Output, Tensor, stored_shape
 
 SMALL = Sizes("small", 2, 16, 48, 4, 2, 16, 64, 97)
@@ -60,7 +60,7 @@ def test_a_shape_is_a_model_and_its_micro_batch():
     ],
 )
 def test_bad_input_is_one_message(arguments, says, capsys, monkeypatch):
-    monkeypatch.setattr("llmq.cuda_driver.load", lambda: None)
+    monkeypatch.setattr("llmq.hardware.cuda_driver.load", lambda: None)
     assert shell.run(bench.command, ["op", *arguments]) == 2
     assert says in capsys.readouterr().err
 

@@ -9,13 +9,13 @@ import pytest
 from rich.console import Console
 from tiny_engines import FP32, plan_of
 
+from llmq.bench import table as bench_table
+from llmq.bench.ceilings import Ceilings
+from llmq.bench.ladder import Ladder, Rung
+from llmq.bench.results import compare, document, gpu_during, load, require_common, result_of, save
+from llmq.engine.measure import Speed
 from llmq.errors import DataError, StorageError, UsageError
-from llmq.measure import Speed
-from llmq.nvml import Reading
-from llmq.report import bench_table
-from llmq.report.bench_ceilings import Ceilings
-from llmq.report.bench_ladder import Ladder, Rung
-from llmq.report.bench_results import compare, document, gpu_during, load, require_common, result_of, save
+from llmq.hardware.nvml import Reading
 
 PEAKS = {"fp32": 1e12, "bf16": 2e12}
 READINGS = (

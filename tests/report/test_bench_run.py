@@ -8,19 +8,20 @@ import pytest
 from fake_cuda import RTX_4090, FakeDriver
 from tiny_engines import tiny
 
-from llmq import cuda_libraries, device, gpus, nvml
 from llmq.backends.host import HostBackend
+from llmq.bench import run as bench_run
+from llmq.bench.ceilings import Ceilings
+from llmq.bench.run import Request, configurations, measured, tokens_in_time
 from llmq.cli import bench, shell
-from llmq.config import to_hf
-from llmq.device import CPU, Device
+from llmq.engine.measure import paced
 from llmq.errors import MemoryLimitError, UsageError
-from llmq.measure import paced
+from llmq.hardware import cards as gpus
+from llmq.hardware import cuda_libraries, device, nvml
+from llmq.hardware.device import CPU, Device
+from llmq.model.config import to_hf
 from llmq.plan.memory import Memory
 from llmq.plan.plan import make_plan
 from llmq.plan.spec import Spec
-from llmq.report import bench_run
-from llmq.report.bench_ceilings import Ceilings
-from llmq.report.bench_run import Request, configurations, measured, tokens_in_time
 
 H200, A100, GPU_4090 = (Device("cuda", planned=gpus.named(name)) for name in ("H200", "A100 80GB", "RTX 4090"))
 
@@ -37,7 +38,7 @@ def shape(tmp_path):
 def quick(monkeypatch):
     """The host's ceilings without half a second of products and copies."""
     monkeypatch.setattr(device, "measured_peak", lambda dtype: 1e11)
-    monkeypatch.setattr("llmq.report.bench_ceilings._host_copy", lambda: 1e10)
+    monkeypatch.setattr("llmq.bench.ceilings._host_copy", lambda: 1e10)
 
 
 def run(arguments):

@@ -12,10 +12,10 @@ import numpy as np
 import pytest
 
 from llmq.errors import DataError, StorageError, UsageError
-from llmq.log import EvalRecord, RunLog, TrainRecord
+from llmq.options.sections import LogOptions
 from llmq.report.plot import plot_runs, smoothed
 from llmq.report.read import read_runs
-from llmq.sections import LogOptions
+from llmq.training.log import EvalRecord, RunLog, TrainRecord
 
 matplotlib = pytest.importorskip("matplotlib")
 from matplotlib.figure import Figure  # noqa: E402

@@ -9,10 +9,10 @@ from pathlib import Path
 import pytest
 from rich.console import Console
 
-from llmq.log import EvalRecord, RunLog, TrainRecord
+from llmq.options.sections import LogOptions
 from llmq.report.read import read_runs
 from llmq.report.summary import Summary, summarize, table
-from llmq.sections import LogOptions
+from llmq.training.log import EvalRecord, RunLog, TrainRecord
 
 
 def write_run(folder: Path, losses: list[float], evals: dict[int, float], seconds: float = 100.0) -> Path:

@@ -17,10 +17,10 @@ import pytest
 from pydantic import BaseModel, ValidationError
 
 from llmq.errors import DataError, StorageError, UsageError
-from llmq.log import EvalRecord, RunLog, TrainRecord
+from llmq.options.sections import LogOptions
 from llmq.report.read import read_log
 from llmq.report.wandb import default_run_id, export_wandb
-from llmq.sections import LogOptions
+from llmq.training.log import EvalRecord, RunLog, TrainRecord
 
 ROOT = Path(__file__).parents[2]
 

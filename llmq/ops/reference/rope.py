@@ -1,7 +1,7 @@
 """Rotary position embedding (Su et al., 2021) of query and key heads, in Hugging Face's rotate-half convention.
 
 Channel i of a head's first half and channel i of its second half form a pair, turned by the angle position * freq[i].
-The table (`llmq.rope.rope_table`) holds cos and sin of every angle.
+The table (`llmq.model.rope.rope_table`) holds cos and sin of every angle.
 """
 
 import numpy as np

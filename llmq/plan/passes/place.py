@@ -6,9 +6,9 @@ from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from llmq.arena import Lifetime, lay_out, live_peak
 from llmq.ops.record import Call
 from llmq.ops.seam import record
+from llmq.plan.arena import Lifetime, lay_out, live_peak
 from llmq.plan.names import own_scales, scale_name, storage_name
 from llmq.plan.passes.lanes import MAIN, joined
 from llmq.tensor import Ref, stored_bytes

@@ -7,7 +7,7 @@ from itertools import combinations
 import pytest
 from hand_made import COL, formed, grad, slot, wanting, weight
 
-from llmq.arena import aligned
+from llmq.plan.arena import aligned
 from llmq.plan.names import storage_name
 from llmq.plan.passes.lanes import lanes
 from llmq.plan.passes.place import Placement, place

@@ -1,0 +1,1 @@
+"""Throughput: steps and single ops timed, beside the measured ceilings and rooflines."""

@@ -1,0 +1,124 @@
+"""Where a micro-batch's time goes, family by family of ops, and what each would take at the measured ceilings.
+
+The work of a call is what its op's record says of its step of the plan. A call's roofline is the
+larger of its FLOPs at the rate of the card's own large matrix product and its bytes at the rate of its own large copy,
+so the distance from it is what a better kernel or another order of calls could win.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, replace
+
+from llmq.backends import arguments
+from llmq.bench.ceilings import Ceilings
+from llmq.engine.measure import Timed
+from llmq.ops.record import Call
+from llmq.ops.seam import record
+from llmq.plan.names import storage_name
+from llmq.plan.passes.place import Placement
+from llmq.plan.plan import Plan
+
+HEAD = (".head.", "head.logits", "head.weight", "embed.weight")  # parts of what only the head's linear map writes
+
+
+@dataclass(frozen=True)
+class Work:
+    """What a call has to do: FLOPs of products in `dtype`, and bytes to move at least."""
+
+    dtype: str
+    flops: int
+    num_bytes: int
+
+
+@dataclass(frozen=True)
+class Rung:
+    """A family: milliseconds of a micro-batch, measured and at the ceilings, and its work in the same unit."""
+
+    family: str
+    calls: int  # in one micro-step or update
+    ms: float
+    roofline_ms: float
+    flops: float
+    num_bytes: float
+
+
+@dataclass(frozen=True)
+class Ladder:
+    """All families, the longest first, of a micro-batch that takes `micro_batch_ms` in training."""
+
+    rungs: tuple[Rung, ...]
+    micro_batch_ms: float
+
+    @property
+    def gaps_ms(self) -> float:
+        """What training takes beyond its ops run one by one; negative where they overlap."""
+        return self.micro_batch_ms - sum(rung.ms for rung in self.rungs)
+
+    @property
+    def share(self) -> float:
+        """Share of the ceilings: the rooflines of all calls over the time that training takes."""
+        return sum(rung.roofline_ms for rung in self.rungs) / self.micro_batch_ms
+
+
+def family(op: str, written: str) -> str:
+    """The family that a call is counted in, by its op and the name of what it writes first."""
+    known = record(op)
+    return "head" if known.is_linear and any(part in written for part in HEAD) else known.family
+
+
+def ladder(
+    plan: Plan, calls: Iterable[Timed], ceilings: Ceilings, *, micro_batch_ms: float, tokens_per_step: int, used: float
+) -> Ladder:
+    """The ladder of timed calls. `used` is how many different tokens a micro-batch has."""
+    share_of_update = plan.spec.batch_size * plan.spec.seq_len / tokens_per_step
+    rungs: dict[str, Rung] = {}
+    for call in calls:
+        program = plan.programs[call.program]
+        made = program.calls[call.index]
+        work = work_of(made, program.places, used)
+        times = share_of_update if call.program == "update" else 1.0
+        name = family(made.op, written(made))
+        old = rungs.get(name, Rung(name, 0, 0.0, 0.0, 0.0, 0.0))
+        rungs[name] = Rung(
+            name,
+            old.calls + 1,
+            old.ms + times * call.ms,
+            old.roofline_ms + times * 1e3 * roofline_s(work, ceilings),
+            old.flops + times * work.flops,
+            old.num_bytes + times * work.num_bytes,
+        )
+    return Ladder(tuple(sorted(rungs.values(), key=lambda rung: -rung.ms)), micro_batch_ms)
+
+
+def written(call: Call) -> str:
+    """The name of what a call writes first."""
+    return next(result.ref.name for result in call.outputs if result is not None)
+
+
+def roofline_s(work: Work, ceilings: Ceilings) -> float:
+    """Least seconds of a call at the ceilings."""
+    multiplying = work.flops / ceilings.flops[work.dtype] if work.flops else 0.0
+    return max(multiplying, work.num_bytes / ceilings.bytes_per_s)
+
+
+def work_of(call: Call, places: Mapping[str, Placement], used: float) -> Work:
+    """The work of a call. `places` tell what is computed in place; `used` rows of an embedding table are touched."""
+    op = record(call.op)
+    given = replace(arguments(call), in_place=_in_place(call, places), different_tokens=used)
+    return Work(op.rate_dtype(given), op.flops(given), op.num_bytes(given))
+
+
+def _in_place(call: Call, places: Mapping[str, Placement]) -> frozenset[str]:
+    """The outputs of a call whose value lies where the input does that they may share with."""
+    op = record(call.op)
+    results = dict(zip(op.outputs, call.outputs, strict=True))
+    inputs = dict(zip(op.inputs, call.inputs, strict=True))
+    found = set()
+    for output, source in op.shares.items():
+        result, given = results[output], inputs[source]
+        at = places.get(storage_name(given)) if given is not None else None
+        is_value = result is not None and None in result.forms
+        if at is not None and result is not None and is_value and places.get(storage_name(result.ref)) == at:
+            found.add(output)
+    return frozenset(found)

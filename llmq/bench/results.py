@@ -1,0 +1,226 @@
+"""The results of `llmq-bench` as plain data: what is kept of a measurement, the JSON file, and a comparison of two.
+
+The file is one object: `kind` ("llmq-bench"), `schema`, version, time and command, the system, the card's peaks and
+the measured ceilings, and one of `results` per configuration. Times are milliseconds where the name ends in `_ms`, else
+seconds; what nobody knows is null.
+"""
+
+from __future__ import annotations
+
+import json
+import statistics
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import llmq
+from llmq.bench.ceilings import Ceilings
+from llmq.bench.ladder import Ladder
+from llmq.disk import storage
+from llmq.engine.measure import Speed
+from llmq.errors import DataError, UsageError
+from llmq.hardware.nvml import Reading
+from llmq.model import speed_of_light as sol
+from llmq.training.log import to_json
+
+KIND, SCHEMA = "llmq-bench", 1
+SAME = ("model", "dtype", "batch_size", "seq_len")  # of two results that can be compared
+# said where they differ
+SETTINGS = ("tokens_per_step", "precision", "recompute", "lmhead_chunks", "attn_bwd_chunks", "deterministic")
+UNSAID = {"deterministic": True}  # what a file was measured with that does not say it
+
+Result = Mapping[str, Any]
+
+
+def result_of(
+    model: str,
+    dtype: str,
+    speed: Speed,
+    found: Ladder,
+    peaks: Mapping[str, float],
+    other_processes: int | None,
+    *,
+    deterministic: bool,
+) -> dict[str, Any]:
+    """What is known of one configuration."""
+    plan, (median, low, high) = speed.plan, speed.tokens_per_second
+    nvml_bytes = [reading.used_bytes for reading in speed.readings if reading.used_bytes is not None]
+    return {
+        "model": model,
+        "dtype": dtype,
+        "batch_size": plan.spec.batch_size,
+        "seq_len": plan.spec.seq_len,
+        "tokens_per_step": speed.tokens_per_step,
+        "precision": asdict(plan.spec.precision),
+        "recompute": [flag.removeprefix("recompute_") for flag in plan.spec.memory.flags],
+        "lmhead_chunks": plan.spec.memory.head_chunks,
+        "attn_bwd_chunks": plan.spec.memory.attention_chunks,
+        "deterministic": deterministic,
+        "tokens_per_second": {"median": median, "min": low, "max": high},
+        "sol": sol.fraction(median, plan.spec.config, plan.spec.seq_len, peaks, plan.spec.precision),
+        "ceiling_share": found.share,
+        "step_s": list(speed.seconds),
+        "first_step_s": speed.first_step_s,
+        "losses": list(speed.losses),
+        "memory": {
+            "plan_bytes": plan.total_bytes,
+            "used_bytes": speed.peak_bytes,
+            "nvml_bytes": max(nvml_bytes, default=None),
+        },
+        "gpu": {**gpu_during(speed.readings), "other_processes": other_processes},
+        "micro_batch_ms": found.micro_batch_ms,
+        "gaps_ms": found.gaps_ms,
+        "ladder": [asdict(rung) for rung in found.rungs],
+    }
+
+
+def gpu_during(readings: Sequence[Reading]) -> dict[str, Any]:
+    """The GPU during the measured steps: medians, the highest temperature, the share of readings slowed by a reason."""
+
+    def known(name: str) -> list[float]:
+        return [value for reading in readings if (value := getattr(reading, name)) is not None]
+
+    reasons = [reading.throttled for reading in readings if reading.throttled is not None]
+    slowed = sorted({reason for found in reasons for reason in found})
+    return {
+        "sm_mhz": statistics.median(known("sm_mhz")) if known("sm_mhz") else None,
+        "watts": statistics.median(known("watts")) if known("watts") else None,
+        "celsius": max(known("celsius"), default=None),
+        "throttled": {r: sum(r in found for found in reasons) / len(reasons) for r in slowed} if reasons else None,
+        "readings": len(readings),
+    }
+
+
+def document(
+    results: Sequence[Result],
+    command: str,
+    system: Mapping[str, Any],
+    peaks: Mapping[str, float],
+    ceilings: Ceilings,
+) -> dict[str, Any]:
+    """The whole file."""
+    about = {"kind": KIND, "schema": SCHEMA, "version": llmq.__version__, "command": command}
+    made = time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime())
+    found = {"system": system, "peaks": peaks, "ceilings": asdict(ceilings), "results": results}
+    return dict(to_json({**about, "made": made, **found}))
+
+
+def save(path: Path, content: Mapping[str, Any]) -> None:
+    """Writes the file; StorageError if that fails."""
+    with storage(path, advice="name another place with --save"):
+        path.write_text(json.dumps(content, indent=1, allow_nan=False) + "\n", "utf-8")
+
+
+def load(path: Path) -> dict[str, Any]:
+    """Reads a file of `save`; DataError if it is absent, something else, or of another schema."""
+    try:
+        content = json.loads(path.read_text("utf-8"))
+    except OSError as error:
+        raise DataError(f"--compare {path} cannot be read: {error.strerror}: name a file that --save wrote") from error
+    except ValueError as error:
+        raise DataError(f"--compare {path} is not JSON: {error}: name a file that --save wrote") from error
+    if not isinstance(content, dict) or content.get("kind") != KIND or not isinstance(content.get("results"), list):
+        raise DataError(f"--compare {path} is not a result of llmq-bench: name a file that --save wrote")
+    if content.get("schema") != SCHEMA:
+        raise DataError(
+            f"--compare {path} has schema {content.get('schema')!r}, and this llmq reads {SCHEMA}: measure again with "
+            f"this version and --save (the file is of llmq {content.get('version', 'unknown')})"
+        )
+    wrong = [f"results[{n}] {why}" for n, row in enumerate(content["results"]) if (why := _damage(row))]
+    if content["results"] and not isinstance(content.get("system"), dict):
+        wrong.append("system is not there")
+    if wrong:
+        raise DataError(f"--compare {path} is damaged: {'; '.join(wrong)}: name another file, or measure again")
+    return content
+
+
+def _damage(row: Any) -> str:
+    """What keeps a result from being compared; empty if nothing does."""
+    if not isinstance(row, dict):
+        return "is not an object"
+    kinds: dict[str, Any] = {
+        "model": str,
+        "dtype": str,
+        "batch_size": int,
+        "seq_len": int,
+        "gaps_ms": (int, float),
+        "ladder": list,
+    }
+    if missing := [key for key, kind in kinds.items() if not isinstance(row.get(key), kind)]:
+        return f"has no valid {', '.join(missing)}"
+    rate = row.get("tokens_per_second")
+    if not isinstance(rate, dict) or not _is_number(rate.get("median")) or rate["median"] <= 0:
+        return "has no valid tokens_per_second"
+    rungs = all(
+        isinstance(r, dict) and isinstance(r.get("family"), str) and _is_number(r.get("ms")) for r in row["ladder"]
+    )
+    return "" if rungs else "has no valid ladder"
+
+
+def _is_number(value: Any) -> bool:
+    return isinstance(value, (int, float)) and not isinstance(value, bool)
+
+
+@dataclass(frozen=True)
+class Change:
+    """One configuration before and after: tokens/s, ms of each family, and which settings differ."""
+
+    name: str
+    tokens_per_second: tuple[float, float]
+    families: Mapping[str, tuple[float | None, float | None]]  # None: the family is not there
+    settings: Mapping[str, tuple[Any, Any]]
+
+    @property
+    def percent(self) -> float:
+        """How much faster, in percent of before."""
+        return percent(*self.tokens_per_second)
+
+
+def percent(old: float, new: float) -> float:
+    """The change from `old` to `new` in percent of `old`."""
+    return 100 * (new / old - 1)
+
+
+def name_of(result: Result) -> str:
+    """`Qwen2.5-0.5B bf16 32x1024`."""
+    return f"{result['model']} {result['dtype']} {result['batch_size']}x{result['seq_len']}"
+
+
+def require_common(old: Mapping[str, Any], wanted: Sequence[tuple[str, str, int]]) -> None:
+    """UsageError if no (model, dtype, seq_len) of `wanted` is in a file: told before anything is measured."""
+    if not {(r["model"], r["dtype"], r["seq_len"]) for r in old["results"]} & set(wanted):
+        raise _nothing_common(old["results"])
+
+
+def compare(old: Mapping[str, Any], new: Mapping[str, Any]) -> tuple[list[Change], list[str]]:
+    """Changes of what both have, and the names of what is in one only; UsageError if nothing is common."""
+    before, after = ({tuple(r[key] for key in SAME): r for r in content["results"]} for content in (old, new))
+    changes = [_change(before[key], result, old, new) for key, result in after.items() if key in before]
+    lone = [
+        name_of(r) for one, other in ((before, after), (after, before)) for key, r in one.items() if key not in other
+    ]
+    if not changes:
+        raise _nothing_common(old["results"])
+    return changes, lone
+
+
+def _nothing_common(results: Sequence[Result]) -> UsageError:
+    there = ", ".join(name_of(result) for result in results) or "no results"
+    return UsageError(f"nothing to compare: the old file has {there}: measure one of these")
+
+
+def _change(old: Result, new: Result, old_file: Mapping[str, Any], new_file: Mapping[str, Any]) -> Change:
+    rungs = [{rung["family"]: rung["ms"] for rung in result["ladder"]} for result in (old, new)]
+    for found, result in zip(rungs, (old, new), strict=True):
+        found["gaps"] = result["gaps_ms"]
+    old, new = {**UNSAID, **old}, {**UNSAID, **new}
+    settings = {name: (old[name], new[name]) for name in SETTINGS if name in old and name in new}
+    settings |= {name: (old_file["system"].get(name), new_file["system"].get(name)) for name in ("device", "driver")}
+    return Change(
+        name_of(new),
+        (old["tokens_per_second"]["median"], new["tokens_per_second"]["median"]),
+        {family: (rungs[0].get(family), rungs[1].get(family)) for family in {**rungs[1], **rungs[0]}},
+        {name: pair for name, pair in settings.items() if pair[0] != pair[1]},
+    )

@@ -1,0 +1,346 @@
+"""The runs of `llmq-bench`: what was asked, checked as a whole; which models, batches and steps where nothing was said.
+
+A configuration is planned as `llmq-train` would plan it: its options go through the same description and the same
+resolvers. Without `--models` the choice is the device's: models that fit its memory, each in bf16 and fp8 where the
+card has it, as many as can be measured within LIMIT_S by the speed of those before; the clock stops what takes longer.
+"""
+
+from __future__ import annotations
+
+import gc
+import math
+import os
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from rich.console import Console
+
+from llmq.backends import Backend, open_backend
+from llmq.bench import table as bench_table
+from llmq.bench.ceilings import Ceilings, measure_ceilings
+from llmq.bench.ladder import ladder
+from llmq.bench.results import Change, compare, document, load, require_common, result_of, save
+from llmq.engine.measure import Clock, CudaClock, measure_plan, zipf_batch
+from llmq.errors import LlmqError, MemoryLimitError, StorageError, UsageError
+from llmq.hardware import device as devices
+from llmq.hardware import nvml
+from llmq.hardware.device import Device
+from llmq.model import speed_of_light as sol
+from llmq.model.config import ModelConfig, from_folder
+from llmq.model.optimizer import Hyperparameters
+from llmq.model.parameters import padded_vocab
+from llmq.model.presets import preset
+from llmq.options.parse import Options
+from llmq.plan import memory, precision
+from llmq.plan.advice import refuse_if_too_large, with_fitting_chunks
+from llmq.plan.memory import ROLES
+from llmq.plan.plan import Plan, make_plan
+from llmq.plan.precision import Precision
+from llmq.plan.spec import Spec
+from llmq.tensor import DTYPES
+
+NARROW = {"model_dtype": "bf16", "opt_m_dtype": "bf16", "opt_v_dtype": "bf16"}
+MATMULS = {  # options of llmq-train by name of --dtypes
+    "fp32": {"model_dtype": "fp32"},
+    "bf16": NARROW,
+    "e4m3": {**NARROW, "matmul_dtype": "e4m3"},
+}
+FOR_ALL = ("opt_m_dtype", "opt_v_dtype", "master_dtype", "grad_accum_dtype")  # options of precision without fp8
+TOKENS, SEQ_LEN, BATCH_SIZE = 524_288, 1024, 32
+HOST_TOKENS, HOST_SEQ_LEN, HOST_BATCH_SIZE = 1024, 128, 1  # on the CPU
+CHOICE = ("Qwen2.5-0.5B", "Qwen2.5-1.5B")  # on a GPU without --models
+HOST_CHOICE = ("tiny_llama3_50m",)
+ROOM = 0.95  # of the free memory, for a plan that models what cuDNN will need
+LIMIT_S = 165.0  # for all configurations that were chosen here: under three minutes with the start of Python
+LADDER_S = 10.0  # of them: single ops, after the steps
+START_S = 15.0  # of a configuration: kernels, algorithms, weights, ladder
+SHARE = {"cuda": 0.25, "cpu": 0.06}  # of the speed of light that the first configuration surely reaches
+CAUTION = 0.8  # of the last share of the speed of light is expected of the next
+
+
+@dataclass(frozen=True)
+class Request:
+    """What the command was asked; None and "" leave the choice here. `recipe` are options of llmq-train's precision."""
+
+    models: tuple[str, ...] | None = None
+    dtypes: tuple[str, ...] | None = None
+    device: str = "auto"
+    batch_size: int | None = None
+    seq_len: int | None = None
+    tokens_per_step: int | None = None
+    steps: int = 10
+    warmup: int = 3
+    recompute: tuple[str, ...] = ()
+    lmhead_chunks: int = 0
+    attn_bwd_chunks: int | str = memory.AUTO
+    deterministic: bool = True
+    recipe: Mapping[str, Any] = field(default_factory=dict)
+    save: Path | None = None
+    compare: Path | None = None
+    tolerance: float | None = None
+    markdown: bool = False
+    command: str = "llmq-bench"
+
+
+@dataclass(frozen=True)
+class Wanted:
+    """One configuration: a model's shape and the options of llmq-train that it is planned with."""
+
+    model: str
+    dtype: str
+    config: ModelConfig
+    precision: Precision
+    flat: Mapping[str, Any]
+
+
+def run(request: Request) -> int:
+    """Measures, prints and saves; returns the exit code: 1 for a regression beyond the tolerance."""
+    where = devices.pick(request.device)
+    wanted = configurations(request, where)
+    old = load(request.compare) if request.compare else None
+    if old is not None:
+        require_common(old, [(one.model, one.dtype, one.flat["seq_len"]) for one in wanted])
+    if request.save:
+        _check_place(request.save)
+    console = Console(stderr=request.markdown)  # with --markdown only that goes to stdout
+    peaks, system = devices.peaks(where), devices.system_facts(where)
+    ceilings = measure_ceilings(where.kind, {dtype for one in wanted for dtype in _dtypes(one.precision)})
+    bench_table.show_machine(console, system, peaks, asdict(ceilings))
+    results = []
+    for result in measured(request, wanted, where, peaks, ceilings):
+        results.append(result)
+        bench_table.show(console, result)
+    content = document(results, request.command, system, peaks, ceilings)
+    if request.save:
+        save(request.save, content)
+    if request.markdown:
+        print(bench_table.markdown(content))
+    if old is None:
+        return 0
+    changes, lone = compare(old, content)
+    bench_table.show_changes(console, str(request.compare), changes, lone)
+    return _exit_code(console, changes, request.tolerance)
+
+
+def _exit_code(console: Console, changes: Sequence[Change], tolerance: float | None) -> int:
+    if tolerance is None:
+        return 0
+    slower = [change.name for change in changes if change.percent < -tolerance]
+    if slower:
+        console.print(f"Slower by more than {tolerance:g}%: {', '.join(slower)}", highlight=False)
+    return 1 if slower else 0
+
+
+def configurations(request: Request, where: Device) -> list[Wanted]:
+    """Every model in every dtype, checked. UsageError with all that is wrong."""
+    on_gpu, problems, configs = where.kind == "cuda", [], {}
+    for name in request.models or (CHOICE if on_gpu else HOST_CHOICE):
+        try:
+            configs[name] = from_folder(Path(name)) if Path(name).is_dir() else preset(name)
+        except LlmqError as error:
+            problems.append(f"--models {name}: {error}")
+    dtypes = request.dtypes or _default_dtypes(request, where)
+    if unknown_dtypes := [name for name in dtypes if name not in MATMULS]:
+        problems.append(f"--dtypes {', '.join(unknown_dtypes)}: known are {', '.join(MATMULS)}")
+    if unknown := [name for name in request.recompute if f"recompute_{name}" not in ROLES]:
+        known = ", ".join(flag.removeprefix("recompute_") for flag in ROLES)
+        problems.append(f"--recompute {','.join(unknown)}: known are {known}")
+    if request.tolerance is not None and request.compare is None:
+        problems.append(f"--tolerance {request.tolerance:g} is for --compare: add it, or leave --tolerance out")
+    problems += _odd_tokens(request, where)
+    found = []
+    for name, config in configs.items():
+        for dtype in dtypes if not unknown_dtypes else ():
+            try:
+                recipe = _recipe(request, dtype, "e4m3" in dtypes)
+                found.append(_wanted(request, name, config, dtype, recipe, where))
+            except LlmqError as error:
+                problems.append(str(error))
+    problems = list(dict.fromkeys(problems))  # what every model has in common, once
+    if problems:
+        raise UsageError("\n  ".join(["options that need a change:", *problems]) if problems[1:] else problems[0])
+    return found
+
+
+def _default_dtypes(request: Request, where: Device) -> tuple[str, ...]:
+    if where.kind == "cpu":
+        return ("bf16",) if request.models else ("fp32",)
+    return ("bf16", "e4m3") if devices.has_fp8(where) and not request.models else ("bf16",)
+
+
+def _odd_tokens(request: Request, where: Device) -> Iterator[str]:
+    """A message if the tokens of a step that were asked for are not whole micro-batches."""
+    tokens, sequence = request.tokens_per_step, seq_len_of(request, where)
+    if tokens is None:
+        return
+    micro = (request.batch_size or 1) * sequence
+    if tokens % micro:
+        near = max(1, tokens // micro) * micro
+        what = f"micro-batches of {request.batch_size} x {sequence}" if request.batch_size else f"{sequence}, --seq-len"
+        yield f"--tokens-per-step {tokens} is not a multiple of {what}: use {near}"
+
+
+def seq_len_of(request: Request, where: Device) -> int:
+    """Tokens of a sequence."""
+    return request.seq_len or (SEQ_LEN if where.kind == "cuda" else HOST_SEQ_LEN)
+
+
+def _recipe(request: Request, dtype: str, has_fp8: bool) -> dict[str, Any]:
+    """The options of the recipe that concern a dtype: those of fp8 go to e4m3, if that is asked for at all."""
+    return {key: value for key, value in request.recipe.items() if key in FOR_ALL or dtype == "e4m3" or not has_fp8}
+
+
+def _wanted(
+    request: Request, model: str, config: ModelConfig, dtype: str, recipe: Mapping[str, Any], where: Device
+) -> Wanted:
+    flat = {
+        "model": model,
+        "from_scratch": True,
+        "train_file": "generated",
+        "seq_len": seq_len_of(request, where),
+        "lmhead_chunks": request.lmhead_chunks,
+        "attn_bwd_chunks": request.attn_bwd_chunks,
+        **{f"recompute_{name}": True for name in request.recompute},
+        **MATMULS[dtype],
+        **recipe,
+    }
+    resolved = precision.resolve(Options.parse(flat).precision, config)
+    devices.refuse_dtypes(where, resolved.matmul, resolved.head, scaling=resolved.scaling, option="--dtypes")
+    return Wanted(model, dtype, config, resolved, flat)
+
+
+def _dtypes(dtypes: Precision) -> tuple[str, ...]:
+    """Dtypes of the matrix products of a run; attention's are the model's."""
+    return dtypes.matmul, dtypes.head, dtypes.model
+
+
+def _check_place(path: Path) -> None:
+    """StorageError now rather than after minutes, if a file cannot be made there."""
+    folder = path.absolute().parent
+    place = path if path.exists() else folder
+    if path.is_dir() or not folder.is_dir():
+        why = "it is a folder" if path.is_dir() else f"there is no folder {folder}"
+    elif not os.access(place, os.W_OK):
+        why = f"{place} is read-only for this user"
+    else:
+        return
+    raise StorageError(f"--save {path} cannot be written: {why}: name a file in a folder that can be written to")
+
+
+def measured(
+    request: Request, wanted: Sequence[Wanted], where: Device, peaks: Mapping[str, float], ceilings: Ceilings
+) -> Iterator[dict[str, Any]]:
+    """The result of each configuration; of the device's own choice only what fits and can be measured in time."""
+    share, began, done = SHARE[where.kind], time.perf_counter(), 0
+    for one in wanted:
+        backend = open_backend(where.kind, deterministic=request.deterministic)
+        try:
+            plan = fitting_plan(request, one, where, backend)
+        except MemoryLimitError:
+            if request.models or (one is wanted[-1] and not done):
+                raise
+            continue
+        tokens = request.tokens_per_step or whole(TOKENS if where.kind == "cuda" else HOST_TOKENS, plan)
+        if not request.models:
+            seconds = sol.seconds_per_token(plan.spec.config, plan.spec.seq_len, peaks, plan.spec.precision) / share
+            left = LIMIT_S - (time.perf_counter() - began)
+            in_time = tokens_in_time(tokens, plan, request.steps + request.warmup, seconds, left)
+            if in_time is None and done:
+                continue
+            tokens = request.tokens_per_step or in_time or whole(1, plan)
+        limit_s = math.inf if request.models else LIMIT_S - LADDER_S - (time.perf_counter() - began)
+        result = _measure(request, one, plan, backend, where, tokens, peaks, ceilings, limit_s)
+        share, done = CAUTION * result["sol"], done + 1
+        yield result
+        del backend
+        gc.collect()  # the next configuration needs the memory
+
+
+def fitting_plan(request: Request, one: Wanted, where: Device, backend: Backend) -> Plan:
+    """The plan with the batch that was asked for, or the largest that fits. MemoryLimitError if none does.
+
+    Automatic chunks of the attention backward rise where the batch cannot get smaller.
+    """
+    on_gpu, (total_bytes, free_bytes) = where.kind == "cuda", devices.memory_bytes(where)
+    gpu_bytes = total_bytes if on_gpu else 0
+    sizes = [request.batch_size] if request.batch_size else _sizes(BATCH_SIZE if on_gpu else HOST_BATCH_SIZE)
+    modelled = open_backend("planned", deterministic=request.deterministic) if on_gpu else backend
+    fitting = (size for size in sizes if _plan(one, size, modelled, gpu_bytes).total_bytes <= ROOM * free_bytes)
+    plan = _plan(one, next(fitting, sizes[-1]), backend, gpu_bytes)
+    while plan.total_bytes > free_bytes and not request.batch_size and plan.spec.batch_size > 1:
+        plan = _plan(one, plan.spec.batch_size // 2, backend, gpu_bytes)
+    if request.attn_bwd_chunks == memory.AUTO:
+        plan = with_fitting_chunks(plan, free_bytes, backend.scratch_bytes)
+    relaxed = open_backend("planned", deterministic=False).scratch_bytes if on_gpu and request.deterministic else None
+    refuse_if_too_large(plan, free_bytes, backend.scratch_bytes, relaxed)
+    return plan
+
+
+def _sizes(largest: int) -> list[int]:
+    return [largest >> shift for shift in range(largest.bit_length())]
+
+
+def _plan(one: Wanted, batch_size: int, backend: Backend, gpu_bytes: int) -> Plan:
+    options = Options.parse({**one.flat, "batch_size": batch_size})
+    sizes = {"batch_size": batch_size, "seq_len": one.flat["seq_len"]}
+    logit_bytes = padded_vocab(one.config) * DTYPES[one.precision.model].itemsize
+    limits = memory.resolve(options.memory, **sizes, logit_bytes=logit_bytes, gpu_bytes=gpu_bytes)
+    return make_plan(Spec(one.config, one.precision, limits, Hyperparameters(), **sizes), backend.scratch_bytes)
+
+
+def whole(tokens: int, plan: Plan) -> int:
+    """The most tokens of whole micro-batches up to `tokens`, and at least one."""
+    micro = plan.spec.batch_size * plan.spec.seq_len
+    return max(tokens // micro, 1) * micro
+
+
+def tokens_in_time(tokens: int, plan: Plan, count: int, seconds_per_token: float, left_s: float) -> int | None:
+    """`tokens`, halved until `count` steps of them end within `left_s`; None if one micro-batch takes longer."""
+    micro = plan.spec.batch_size * plan.spec.seq_len
+    while START_S + count * tokens * seconds_per_token > left_s:
+        if tokens <= micro:
+            return None
+        tokens = whole(tokens // 2, plan)
+    return tokens
+
+
+def _measure(
+    request: Request,
+    one: Wanted,
+    plan: Plan,
+    backend: Backend,
+    where: Device,
+    tokens_per_step: int,
+    peaks: Mapping[str, float],
+    ceilings: Ceilings,
+    limit_s: float,
+) -> dict[str, Any]:
+    uuid = where.gpu.uuid if where.gpu else None
+    clock = CudaClock() if where.kind == "cuda" else Clock()
+    speed = measure_plan(
+        plan,
+        backend,
+        clock,
+        tokens_per_step=tokens_per_step,
+        steps=request.steps,
+        warmup=request.warmup,
+        uuid=uuid,
+        limit_s=limit_s,
+    )
+    tokens = zipf_batch(plan.spec.config.vocab_size, plan.spec.batch_size, plan.spec.seq_len, plan.spec.seed).tokens
+    found = ladder(
+        plan,
+        speed.calls,
+        ceilings,
+        micro_batch_ms=speed.micro_batch_ms,
+        tokens_per_step=speed.tokens_per_step,
+        used=np.unique(tokens).size,
+    )
+    processes = nvml.num_processes(uuid) if uuid else None
+    others = None if processes is None else max(processes - 1, 0)  # this one has a context now
+    deterministic = request.deterministic or where.kind == "cpu"
+    return result_of(one.model, one.dtype, speed, found, peaks, others, deterministic=deterministic)

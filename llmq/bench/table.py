@@ -1,0 +1,202 @@
+"""What `llmq-bench` shows: lines and ladders on the console, Markdown for a README, and the comparison with a file."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from rich.console import Console
+from rich.table import Column, Table
+
+from llmq.bench.results import Change, Result, name_of, percent
+from llmq.hardware.cards import TERA
+
+GIB = 2**30
+COLUMNS = (
+    *("model", "dtype", "micro-batch", "tokens/s (least to most)", "SOL", "of the ceilings", "memory"),
+    *("SM clock", "power"),
+)
+LIBRARIES = ("driver", "cuBLASLt", "cuDNN", "cupy", "cupy-cuda13x", "cupy-cuda12x", "numpy", "blas")
+
+
+def show_machine(
+    console: Console, system: Mapping[str, Any], peaks: Mapping[str, float], ceilings: Mapping[str, Any]
+) -> None:
+    """The device, its libraries, and what it reached."""
+    _say(console, machine(system))
+    _say(console, f"Measured ceilings: {ceilings_line(peaks, ceilings)}")
+
+
+def machine(system: Mapping[str, Any]) -> str:
+    """`NVIDIA H200; driver 580.65.06 (CUDA 13.0), cuBLASLt 13.1.0, cuDNN 9.19.0, cupy-cuda13x 14.2.0`."""
+    device = str(system["device"])
+    kind = device.partition(":")[0]
+    names = [name for name in LIBRARIES if name in system and (kind != "cuda" or name not in ("numpy", "blas"))]
+    return f"{device.partition(': ')[2]}; {', '.join(f'{name} {system[name]}' for name in names)}"
+
+
+def ceilings_line(peaks: Mapping[str, float], ceilings: Mapping[str, Any]) -> str:
+    """`bf16 745 TFLOP/s (75% of the peak), copy 4210 GB/s`."""
+    parts = []
+    for dtype, rate in ceilings["flops"].items():
+        share = f" ({100 * rate / peaks[dtype]:.0f}% of the peak)" if dtype in peaks else ""
+        parts.append(f"{dtype} {rate / TERA:.3g} TFLOP/s{share}")
+    return ", ".join([*parts, f"copy {ceilings['bytes_per_s'] / 1e9:,.0f} GB/s"])
+
+
+def show(console: Console, result: Result) -> None:
+    """A configuration's speed, what the device did meanwhile, and its ladder."""
+    rate, memory = result["tokens_per_second"], result["memory"]
+    _say(
+        console,
+        f"\n{name_of(result)}, {result['tokens_per_step']:,} tokens a step: {rate['median']:,.0f} tokens/s "
+        f"({rate['min']:,.0f} to {rate['max']:,.0f} over {len(result['step_s'])} steps)",
+    )
+    _say(
+        console,
+        f"  {_percent(result['sol'])} of the speed of light, {_percent(result['ceiling_share'])} of the measured "
+        f"ceilings; first step after {result['first_step_s']:.1f} s",
+    )
+    seen = f", {_gib(memory['nvml_bytes'])} in use on the card" if memory["nvml_bytes"] else ""
+    _say(console, f"  memory: {_gib(memory['plan_bytes'])} planned, {_gib(memory['used_bytes'])} taken{seen}")
+    for line in gpu_lines(result["gpu"]):
+        _say(console, f"  {line}")
+    console.print(_ladder(result))
+    if note := beyond(result):
+        _say(console, note)
+
+
+def beyond(result: Result) -> str:
+    """A note if a share is above 100%, which nothing can reach; empty if none is."""
+    shares = [result["sol"], result["ceiling_share"]]
+    reached = [rung["roofline_ms"] / rung["ms"] for rung in result["ladder"] if rung["ms"] > 0]
+    if max(shares) > 1:
+        return (
+            f"{name_of(result)} above 100%: the peaks were measured while other work took the machine; measure again "
+            "when it is idle"
+        )
+    if max(reached, default=0) > 1:
+        return f"{name_of(result)}: ops above 100% found their data in a cache, or the ceilings were measured too low"
+    return ""
+
+
+def gpu_lines(gpu: Mapping[str, Any]) -> list[str]:
+    """What NVML saw of the GPU during the steps, and who else was there."""
+    if not gpu["readings"]:
+        return []
+    facts = [f"SM clock {gpu['sm_mhz']:,.0f} MHz" if gpu["sm_mhz"] is not None else ""]
+    facts.append(f"{gpu['watts']:.0f} W" if gpu["watts"] is not None else "")
+    facts.append(f"up to {gpu['celsius']} C" if gpu["celsius"] is not None else "")
+    slowed = [f"{reason} {100 * share:.0f}% of the time" for reason, share in (gpu["throttled"] or {}).items()]
+    facts.append(f"slowed by: {', '.join(slowed)}" if slowed else "")
+    others = gpu["other_processes"]
+    lines = [", ".join(fact for fact in facts if fact)]
+    if others:
+        lines.append(
+            f"Warning: {others} other process{'es' if others > 1 else ''} on the card: not a free card's speed"
+        )
+    else:
+        lines.append("no other process on the card" if others == 0 else "NVML does not say who else is on the card")
+    return [line for line in lines if line]
+
+
+def _ladder(result: Result) -> Table:
+    table = Table("family", *(_right(title) for title in ("ms of a micro-batch", "share", "roofline ms", "reached")))
+    whole = result["micro_batch_ms"]
+    for rung in result["ladder"]:
+        reached = f"{100 * rung['roofline_ms'] / rung['ms']:.0f}%" if rung["ms"] > 0 else ""
+        times = (f"{rung['ms']:.3f}", f"{100 * rung['ms'] / whole:.1f}%", f"{rung['roofline_ms']:.3f}", reached)
+        table.add_row(rung["family"], *times)
+    gaps = result["gaps_ms"]
+    table.add_row(gaps_name(gaps), f"{gaps:.3f}", f"{100 * gaps / whole:.1f}%", "", "", end_section=True)
+    roofline = sum(rung["roofline_ms"] for rung in result["ladder"])
+    table.add_row("micro-batch", f"{whole:.3f}", "100%", f"{roofline:.3f}", f"{100 * roofline / whole:.0f}%")
+    return table
+
+
+def gaps_name(ms: float) -> str:
+    """What to call the difference between a step and the sum of its ops."""
+    return "gaps" if ms >= 0 else "overlap"
+
+
+def show_changes(console: Console, path: str, changes: Sequence[Change], lone: Sequence[str]) -> None:
+    """The comparison with a file."""
+    for change in changes:
+        old, new = change.tokens_per_second
+        _say(console, f"\n{change.name} against {path}: {old:,.0f} -> {new:,.0f} tokens/s, {change.percent:+.1f}%")
+        for name, (before, after) in change.settings.items():
+            _say(console, f"  {name}: {_differing(before, after)}")
+        table = Table("family", *(_right(title) for title in ("ms before", "ms now", "change")))
+        for family, (before, after) in change.families.items():
+            shown = "" if not before or after is None else f"{percent(before, after):+.1f}%"
+            table.add_row(family, *("-" if ms is None else f"{ms:.3f}" for ms in (before, after)), shown)
+        console.print(table)
+    if lone:
+        _say(console, f"In one of the two only: {', '.join(lone)}")
+
+
+def _differing(before: Any, after: Any) -> str:
+    if isinstance(before, Mapping) and isinstance(after, Mapping):
+        names = [name for name in {**before, **after} if before.get(name) != after.get(name)]
+        return ", ".join(f"{name} {before.get(name)} -> {after.get(name)}" for name in names)
+    return f"{before} -> {after}"
+
+
+def markdown(content: Mapping[str, Any]) -> str:
+    """The results as Markdown: the command line and the machine, a table of speeds, a table of ladders."""
+    results = content["results"]
+    lines = [
+        f"`{content['command']}` on {machine(content['system'])}. "
+        f"Measured ceilings: {ceilings_line(content['peaks'], content['ceilings'])}.",
+        "",
+        f"| {' | '.join(COLUMNS)} |",
+        f"|{'---|' * len(COLUMNS)}",
+        *(_markdown_row(result) for result in results),
+        "",
+        "Milliseconds of a micro-batch by family of ops, and in brackets what the measured ceilings would take:",
+        "",
+        f"| family | {' | '.join(name_of(result) for result in results)} |",
+        f"|---|{'---|' * len(results)}",
+    ]
+    rungs = [{rung["family"]: rung for rung in result["ladder"]} for result in results]
+    for family in {name: None for found in rungs for name in found}:
+        cells = [f"{r['ms']:.2f} ({r['roofline_ms']:.2f})" if (r := found.get(family)) else "-" for found in rungs]
+        lines.append(f"| {family} | {' | '.join(cells)} |")
+    gaps = [f"{result['gaps_ms']:.2f}" for result in results]
+    lines.append(f"| gaps (negative: overlap) | {' | '.join(gaps)} |")
+    sums = [sum(rung["roofline_ms"] for rung in result["ladder"]) for result in results]
+    cells = [f"{result['micro_batch_ms']:.2f} ({ms:.2f})" for result, ms in zip(results, sums, strict=True)]
+    notes = [f"\n{note}" for result in results if (note := beyond(result))]
+    return "\n".join([*lines, f"| micro-batch | {' | '.join(cells)} |", *notes])
+
+
+def _markdown_row(result: Result) -> str:
+    rate, gpu = result["tokens_per_second"], result["gpu"]
+    cells = (
+        result["model"],
+        result["dtype"],
+        f"{result['batch_size']}x{result['seq_len']}",
+        f"{rate['median']:,.0f} ({rate['min']:,.0f} to {rate['max']:,.0f})",
+        _percent(result["sol"]),
+        _percent(result["ceiling_share"]),
+        _gib(result["memory"]["plan_bytes"]),
+        "-" if gpu["sm_mhz"] is None else f"{gpu['sm_mhz']:.0f} MHz",
+        "-" if gpu["watts"] is None else f"{gpu['watts']:.0f} W",
+    )
+    return f"| {' | '.join(cells)} |"
+
+
+def _say(console: Console, text: str) -> None:
+    console.print(text, highlight=False, markup=False, soft_wrap=True)
+
+
+def _right(title: str) -> Column:
+    return Column(title, justify="right")
+
+
+def _percent(share: float) -> str:
+    return f"{100 * share:.1f}%"
+
+
+def _gib(count: int) -> str:
+    return f"{count / GIB:.1f} GiB"

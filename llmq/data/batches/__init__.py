@@ -1,0 +1,1 @@
+"""From token files to batches: windows, packed rows, mixtures, streams, the loader."""

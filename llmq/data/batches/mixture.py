@@ -1,0 +1,242 @@
+"""Several sources of samples in one sequence, each with its share of the tokens.
+
+Which source has which place is the chairman assignment problem: after any number of places, each source shall have had
+its share of them, give or take less than one. Tijdeman's rule does that: of the sources that are behind enough, the one
+goes next that would be late first ("The chairman assignment problem", Discrete Mathematics 32, 1980). The rule goes
+place by place; but shares of whole numbers a_i / P repeat after P places, so a table of one period says in O(1) which
+source stands at any place, and how often it has before. The k-th time takes place k of the source's own sequence, which
+goes through its samples in permuted epochs, as a source alone would.
+
+Drawing each place's source at random was refused: after n places the counts would be off by about sqrt(n).
+"""
+
+from __future__ import annotations
+
+import math
+import os
+from collections.abc import Sequence
+from dataclasses import dataclass
+from fractions import Fraction
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from llmq.data.batches.permutation import mixed, sample_order
+from llmq.data.batches.windows import Rows, Samples
+from llmq.data.tokens.token_file import TokenFile
+from llmq.errors import DataError, UsageError
+
+LARGEST_PERIOD = 1 << 17  # places: a table of 1 MiB, made in about 0.1 s
+MIX_SUFFIXES = (".yaml", ".yml")
+
+
+@dataclass(frozen=True)
+class MixEntry:
+    """One source of a mixture: token files (paths and globs), or the data that they are to be or were made from."""
+
+    train_file: tuple[str, ...]
+    weight: float
+    data: str | None = None
+
+    @property
+    def name(self) -> str:
+        return self.data if self.data is not None else ", ".join(self.train_file)
+
+
+@dataclass(frozen=True)
+class Share:
+    """What a source gives to the first n samples of a mixture."""
+
+    name: str
+    weight: float  # as given
+    samples: int
+    share: float  # of the n samples, and so of their tokens: all samples have seq_len of them
+    epochs: float  # passes over the source
+
+
+class Mixture:
+    """Samples of several sources, numbered through; `order` says which of them stands at a place.
+
+    An epoch of the mixture is as many samples as all sources have; how often each source is seen in it is its weight's
+    business.
+    """
+
+    def __init__(
+        self, sources: Sequence[Samples], weights: Sequence[float], seed: int, names: Sequence[str] | None = None
+    ) -> None:
+        """Raises UsageError if a weight is not above 0 or the weights take too long to repeat, DataError if a source
+        has no sample."""
+        assert len(sources) == len(weights) > 0
+        self.sources, self.weights, self.seed = tuple(sources), tuple(weights), seed
+        self.names = tuple(names or (f"source {n}" for n in range(1, len(sources) + 1)))
+        self.seq_len = sources[0].seq_len
+        self.parts, self.period = whole_parts(weights)
+        empty = [name for name, source in zip(self.names, sources, strict=True) if not source.num_windows]
+        if empty:
+            raise DataError(
+                f"{', '.join(empty)}: no sample of seq_len {self.seq_len}: lower seq_len, or give more data there"
+            )
+        self.token_files: tuple[TokenFile, ...] = tuple(file for source in sources for file in source.token_files)
+        self.num_tokens = sum(source.num_tokens for source in sources)
+        self._starts = np.cumsum([0, *(source.num_windows for source in sources)])
+        self.num_windows = int(self._starts[-1])
+        self._source = assignment(self.parts, self.period)  # (period,): which source stands at each place
+        self._count = np.empty(self.period, np.int64)  # (period,): how often it stood at places before
+        for n, part in enumerate(self.parts):
+            self._count[self._source == n] = np.arange(part)
+
+    @property
+    def files(self) -> list[tuple[Path, int]]:
+        """Path and number of tokens of each file."""
+        return [found for source in self.sources for found in source.files]
+
+    @property
+    def limits(self) -> tuple[int, int] | None:
+        """Most documents of a row, and most tokens of a document; None if rows have no borders."""
+        if not any(source.limits for source in self.sources):
+            return None
+        # A row of a source without borders is one document here.
+        found = [source.limits or (1, self.seq_len) for source in self.sources]
+        return max(docs for docs, _ in found), max(longest for _, longest in found)
+
+    def order(self, places: np.ndarray) -> np.ndarray:
+        """Which sample (n,) int64 stands at each of `places` (n,) of the mixture's endless sequence."""
+        periods, at = np.divmod(np.asarray(places, np.int64), self.period)
+        which, counts = self._source[at], self._count[at]
+        samples = np.empty(len(at), np.int64)
+        for n, source in enumerate(self.sources):
+            mine = which == n
+            draws = periods[mine] * self.parts[n] + counts[mine]
+            samples[mine] = self._starts[n] + sample_order(draws, source.num_windows, mixed(self.seed, n))
+        return samples
+
+    def read(self, samples: np.ndarray) -> Rows:
+        """The samples with the numbers `samples` (n,), counted through the sources in their order."""
+        samples = np.asarray(samples, np.int64)
+        which = np.searchsorted(self._starts, samples, side="right") - 1
+        shape = (len(samples), self.seq_len)
+        tokens, targets = np.empty(shape, np.int32), np.empty(shape, np.int32)
+        found = []
+        for n, source in enumerate(self.sources):
+            (mine,) = np.nonzero(which == n)
+            if mine.size:
+                rows = source.read(samples[mine] - self._starts[n])
+                tokens[mine], targets[mine] = rows.tokens, rows.targets
+                found.append((mine, rows.borders))
+        if self.limits is None:
+            return Rows(tokens, targets, None)
+        borders = np.full((len(samples), self.limits[0] + 1), self.seq_len, np.int32)
+        borders[:, 0] = 0
+        for mine, part in found:
+            if part is not None:
+                borders[mine, : part.shape[1]] = part
+        return Rows(tokens, targets, borders)
+
+    def shares(self, num_samples: int) -> list[Share]:
+        """What each source gives to the first `num_samples` samples."""
+        periods, rest = divmod(num_samples, self.period)
+        more = np.bincount(self._source[:rest], minlength=len(self.sources)).tolist()
+        shares = []
+        for n, source in enumerate(self.sources):
+            count = periods * self.parts[n] + more[n]
+            part, epochs = count / max(num_samples, 1), count / source.num_windows
+            shares.append(Share(self.names[n], self.weights[n], count, part, epochs))
+        return shares
+
+    def identity(self) -> list[list[int]]:
+        """What decides, beside the samples themselves, what is read at a place; for checkpoints."""
+        return [[source.num_windows, part] for source, part in zip(self.sources, self.parts, strict=True)]
+
+
+def whole_parts(weights: Sequence[float]) -> tuple[tuple[int, ...], int]:
+    """Whole numbers in the ratio of `weights`, as small as can be, and their sum: (3, 7), 10 for 0.3 and 0.7.
+
+    Weights are taken as they are written: 0.1 is a tenth, not the nearest binary fraction.
+    """
+    bad = [weight for weight in weights if not (math.isfinite(weight) and weight > 0)]
+    if bad:
+        raise UsageError(f"the weight {bad[0]} is not a number above 0: leave a source out to give it no share")
+    exact = [Fraction(repr(float(weight))) for weight in weights]
+    scale = math.lcm(*(weight.denominator for weight in exact))
+    scaled = [int(weight * scale) for weight in exact]
+    common = math.gcd(*scaled)
+    parts = tuple(weight // common for weight in scaled)
+    if sum(parts) > LARGEST_PERIOD:
+        raise UsageError(
+            f"the weights {', '.join(f'{weight:g}' for weight in weights)} are exact only every {sum(parts)} samples, "
+            f"but at most {LARGEST_PERIOD} are planned for: give weights with fewer digits"
+        )
+    return parts, sum(parts)
+
+
+def assignment(parts: Sequence[int], period: int) -> np.ndarray:
+    """Which source (period,) int64 stands at each place of a period, by Tijdeman's rule.
+
+    After n places source i has had between n * parts[i] / period - 1 and + 1 of them, bounds excluded.
+    """
+    if len(parts) == 1:
+        return np.zeros(period, np.int64)
+    scale = 2 * len(parts) - 2
+    behind = [0] * len(parts)  # times period: share of the places so far, less the places had
+    chosen = np.empty(period, np.int64)
+    for place in range(period):
+        best, best_slack, best_part = -1, 0, 1
+        for n, part in enumerate(parts):
+            behind[n] += part
+            # Places until the source would be late are slack / part; compared without dividing, so exactly.
+            slack = (scale - 1) * period - scale * behind[n]
+            if scale * behind[n] >= period and (best < 0 or slack * best_part < best_slack * part):
+                best, best_slack, best_part = n, slack, part
+        assert best >= 0  # that there is always one is the theorem
+        behind[best] -= period
+        chosen[place] = best
+    return chosen
+
+
+def mix_file(patterns: Sequence[str]) -> str | None:
+    """The first of the values of `--train-file` that describes a mixture and is no token file, if there is one."""
+    return next((name for name in patterns if os.path.splitext(name)[1].lower() in MIX_SUFFIXES), None)
+
+
+def read_mix(path: str) -> list[MixEntry]:
+    """The entries of a mix file: a YAML list of `train_file` (a path or glob, or several) or `data`, and `weight`.
+
+    Paths are those of the folder that the command runs in. UsageError names everything that is wrong in the file.
+    """
+    import yaml
+
+    try:
+        content = yaml.safe_load(Path(path).read_text(encoding="utf-8-sig"))
+    except OSError as error:
+        raise UsageError(f"{path} cannot be read: {error.strerror}") from None
+    except (yaml.YAMLError, UnicodeDecodeError) as error:
+        raise UsageError(f"{path} is not YAML: {' '.join(str(error).split())}") from None
+    if not isinstance(content, list) or not content:
+        raise UsageError(f"{path} is not a list of sources: write lines such as `- {{train_file: a.bin, weight: 0.3}}`")
+    problems: list[str] = []
+    entries = [_entry(f"{path}, source {n}", entry, problems) for n, entry in enumerate(content, 1)]
+    if problems:
+        raise UsageError("\n  ".join(problems))
+    return [entry for entry in entries if entry is not None]
+
+
+def _entry(where: str, given: Any, problems: list[str]) -> MixEntry | None:
+    before = len(problems)
+    if not isinstance(given, dict):
+        problems.append(f"{where} is {given!r}, not a group such as {{train_file: a.bin, weight: 0.3}}")
+        return None
+    unknown = [str(key) for key in given if key not in ("train_file", "data", "weight")]
+    if unknown:
+        problems.append(f"{where} has {', '.join(unknown)}: the keys are train_file or data, and weight")
+    files, data, weight = given.get("train_file"), given.get("data"), given.get("weight")
+    patterns = tuple(files) if isinstance(files, list) else (files,) if files is not None else ()
+    if (not patterns) == (data is None) or not all(p and isinstance(p, str) for p in (*patterns, data or "-")):
+        problems.append(f"{where} needs either train_file (a path or glob, or a list of them) or data (a name or path)")
+    try:
+        number = math.nan if weight is None or isinstance(weight, bool) else float(weight)
+    except (TypeError, ValueError):
+        number = math.nan
+    if not (math.isfinite(number) and number > 0):
+        problems.append(f"{where} has the weight {weight!r}, which is not a number above 0")
+    return MixEntry(patterns, number, data) if len(problems) == before else None

@@ -1,0 +1,75 @@
+"""What was encoded, in numbers, and what a user should know of it, in words."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from llmq.data.chat.overlong import OVERLONG
+
+
+@dataclass
+class Counts:
+    """What was encoded so far. Counts of several encoders (of several processes) are added up."""
+
+    rows: int = 0
+    documents: int = 0
+    tokens: int = 0
+    trained: int = 0  # tokens
+    overlong: int = 0  # rows of more than seq_len tokens
+    too_long: int = 0  # of these, those that give no document
+    turns_cut: int = 0  # trained turns that rows lost because they are too long
+    longest: int = 0  # tokens of the longest of these
+    untrained: int = 0  # rows without a trained token, which give no document
+    spelled: int = 0  # chats in whose content a special token is spelled
+    unended: int = 0  # chats whose last trained turn the template does not end: EOS was added
+    masked: int = 0  # turns that are not trained because their messages say so
+    unread: dict[str, int] = field(default_factory=dict)  # keys of messages that no template reads, with their rows
+    end_tokens: set[int] = field(default_factory=set)  # ids that ended a trained turn or document
+
+    def add(self, other: Counts) -> None:
+        """Adds what another encoder counted."""
+        for name, value in vars(other).items():
+            match getattr(self, name):
+                case set() as mine:
+                    mine |= value
+                case dict() as mine:
+                    mine.update({key: mine.get(key, 0) + count for key, count in value.items()})
+                case mine:
+                    setattr(self, name, max(mine, value) if name == "longest" else mine + value)
+
+
+def notes(counts: Counts, seq_len: int | None, overlong: str, bad: int) -> list[str]:
+    """What a user should know of rows that were encoded, a line each; `bad` of them were left out."""
+    lines = [
+        f"{count} {text}"
+        for count, text in (
+            (bad, "bad rows were left out"),
+            (counts.untrained, "rows without a trained token were left out"),
+            (counts.masked, "turns are not trained, as their messages say"),
+            (counts.spelled, "chats have text that spells a special token, which became that token"),
+            (counts.unended, "chats have a last turn that the template does not end: the end token was added"),
+        )
+        if count
+    ]
+    if counts.overlong:
+        lines.append(_too_long(counts, seq_len, overlong))
+    if counts.unread:
+        unread = ", ".join(f"{key} ({rows:,} row{'s' * (rows != 1)})" for key, rows in sorted(counts.unread.items()))
+        lines.append(f"messages have keys that the chat template does not read, and nothing else does: {unread}")
+    return lines
+
+
+def _too_long(counts: Counts, seq_len: int | None, overlong: str) -> str:
+    """What became of rows of more than seq_len tokens."""
+    size = f"of more than {seq_len:,} tokens"
+    kept = counts.overlong - counts.too_long
+    if overlong != "turns":
+        text = f"{counts.overlong:,} rows {size} {OVERLONG[overlong]}"
+    elif not kept:
+        text = f"{counts.too_long:,} rows {size} are left out, as no whole trained turn fits"
+    else:
+        text = f"{kept:,} rows {size} keep the whole turns that fit"
+        lost = f"{counts.turns_cut:,} trained turns are left out"
+        text += f", {counts.too_long:,} rows have none and are left out" if counts.too_long else ""
+        text += f" ({lost})"
+    return f"{text}: --seq-len {counts.longest} keeps all"

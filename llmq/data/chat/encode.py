@@ -1,0 +1,400 @@
+"""From rows to tokens and masks: format, template, mask and length of each row of a data set.
+
+Prompts and answers (prompt/completion, question/answer, alpaca) are tokenized each by itself and joined as they are,
+and EOS follows; the answer and EOS are trained. This is what llm.q does, and what inference does: the prompt is
+tokenized before the answer exists. Where the tokenizer itself puts BOS before a text (Llama's), texts and prompts begin
+with it. With a chat template asked for, such rows are chats of one question instead.
+In all of these, text that spells a special token is ordinary text.
+
+Chats are rendered by the chat template and tokenized as a whole, as transformers' apply_chat_template does it, so that
+the ids are the same. This includes that content which spells a special token becomes this token: nobody can tell it
+from the template's own. Such rows are counted (`Counts.spelled`).
+"""
+
+from __future__ import annotations
+
+import copy
+import re
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from datetime import datetime
+from typing import Any
+
+import numpy as np
+
+from llmq.data.chat.counts import Counts
+from llmq.data.chat.formats import CHATS, KNOWN_KEYS, PAIRS, Chat, Format, Pair, Text, Tokens, find_format
+from llmq.data.chat.masks import Sample, TrainOn, samples, trained_tokens, turn_ends, unwritten
+from llmq.data.chat.overlong import OVERLONG, Part, shortened, trained_runs
+from llmq.data.chat.template import MARKER, OWN, ChatTemplate, RenderError, Templates, open_templates
+from llmq.data.rows.records import BadRow, Record
+from llmq.data.tokens.text import pieces_of
+from llmq.data.tokens.tokenizer import TextTokenizer
+from llmq.errors import DataError, UsageError
+
+ENCODED_AT_ONCE = 1 << 20  # characters
+LONGEST_END = 200  # characters of an end token and the white space behind it
+PROBE = Chat([{"role": "user", "content": "Why?"}, {"role": "assistant", "content": "Because."}])
+
+
+@dataclass(frozen=True)
+class EncodeOptions:
+    """How rows become tokens. None: found from the data and the tokenizer."""
+
+    data_format: str | None = None  # one of formats.FORMATS
+    mapping: tuple[tuple[str, str], ...] = ()  # our name of a column, the data's
+    chat_template: str | None = None  # see template.open_templates; for prompts and answers: makes them chats
+    train_on: str | None = None  # assistant, all, last, or roles with commas
+    overlong: str = "turns"  # what happens to rows of more than seq_len tokens
+    seq_len: int | None = None  # None: no row is too long
+
+
+@dataclass(frozen=True, eq=False)
+class Encoded:
+    """A document: its tokens, end included, and which of them are trained as targets."""
+
+    place: str  # of the row that it is from: several documents can be
+    ids: np.ndarray  # (n,) int32
+    trained: np.ndarray | None  # (n,) bool; None: every token
+
+
+def open_encoder(
+    first: Sequence[Record], tokenizer: TextTokenizer, options: EncodeOptions, now: datetime | None = None
+) -> Encoder:
+    """An encoder for data that begins with the rows `first`; `now` is the time that templates see (None: the clock's).
+
+    UsageError for options that are wrong or have no effect on this format; DataError if the format or the template
+    cannot be found, or the template ends its turns with a marker that the tokenizer does not know as one token.
+    """
+    if options.overlong not in OVERLONG:
+        raise UsageError(f"--overlong {options.overlong} is not one of {', '.join(OVERLONG)}")
+    form = find_format(first, options.data_format, options.mapping)
+    is_chat = form.name in CHATS or (form.name in PAIRS and options.chat_template is not None)
+    train_on = TrainOn.parse(options.train_on)
+    unused = []
+    if options.chat_template is not None and not is_chat:
+        unused.append(f"--chat-template: {form.name} rows are no chats")
+    if options.train_on is not None and form.name in ("text", "tokens"):
+        why = "are trained as a whole" if form.name == "text" else "say themselves what is trained, in labels"
+        unused.append(f"--train-on {options.train_on}: {form.name} rows {why}")
+    elif form.name in PAIRS and not is_chat and not (train_on.everything or train_on.roles == {"assistant"}):
+        unused.append(
+            f"--train-on {options.train_on}: {form.name} rows have a prompt and an answer: give assistant or all"
+        )
+    if form.name == "text" and options.overlong == "turns" and options.seq_len is not None:
+        others = ", ".join(name for name in OVERLONG if name != "turns")
+        unused.append(f"--seq-len {options.seq_len}: text rows have no turns and stay whole: give --overlong {others}")
+    if unused:
+        raise UsageError("; ".join(unused))
+    if not is_chat:
+        return Encoder(form, tokenizer, options, train_on)
+    return ChatEncoder(form, tokenizer, options, train_on, first, now)
+
+
+class Encoder:
+    """Turns rows into documents. `counts` says what it did so far; `notices` what a user should know before."""
+
+    is_chat = False
+
+    def __init__(self, form: Format, tokenizer: TextTokenizer, options: EncodeOptions, train_on: TrainOn) -> None:
+        self.format, self.tokenizer, self.options, self.train_on = form, tokenizer, options, train_on
+        self.counts = Counts()
+        self.notices: tuple[str, ...] = ()
+
+    def copied(self) -> Encoder:
+        """An encoder of the same kind with counts of its own, for another thread: one may be used by one at a time."""
+        other = copy.copy(self)
+        other.counts = Counts()
+        return other
+
+    @property
+    def makes_masks(self) -> bool:
+        """Whether documents can have tokens that are not trained."""
+        return self.format.name != "text"
+
+    @property
+    def end_token_ids(self) -> tuple[int, ...]:
+        """Every end token that is trained, as far as known: those of the template, and those of the rows so far."""
+        found = set(self.counts.end_tokens) | self._own_ends()
+        return tuple(sorted(found))
+
+    def _own_ends(self) -> set[int]:
+        return set() if self.format.name == "tokens" else {self.tokenizer.eos_token_id}
+
+    def describe(self) -> str:
+        """Format, mapping, template and mask in words, a line each, with the notices."""
+        lines = [f"format: {self.format.describe()}", *self._described()]
+        if self.options.seq_len is not None:
+            # A prompt with its answer is one turn.
+            is_pair = self.format.name in PAIRS and not self.is_chat
+            done = OVERLONG["drop" if is_pair and self.options.overlong == "turns" else self.options.overlong]
+            lines.append(f"{'chats' if self.is_chat else 'rows'} of more than {self.options.seq_len:,} tokens {done}")
+        return "\n".join([*lines, *(f"note: {notice}" for notice in self.notices)])
+
+    def _described(self) -> list[str]:
+        eos, begin = self.tokenizer.eos_token, map(self.tokenizer.encoder.id_to_token, self.tokenizer.begin_ids)
+        if self.format.name == "tokens":
+            return ["trained: tokens whose label is not -100; no end token is added"]
+        lines = [f"each row begins with {' '.join(map(str, begin))}"] if self.tokenizer.begin_ids else []
+        if self.format.name == "text" or self.train_on.everything:
+            return [*lines, f"trained: every token, with {eos} at the end of each row"]
+        chats = f"--chat-template {OWN} would make chats of them"
+        how = f"prompt and answer are joined as they are ({chats})"
+        return [*lines, f"trained: the answer and {eos} behind it; {how}"]
+
+    def encode(self, records: Sequence[Record], bad: list[BadRow] | None = None) -> list[Encoded]:
+        """The documents of `records`, in their order; a row gives one, none (dropped, untrained) or several (split).
+
+        The first bad row is raised; with a list `bad`, bad rows are put there instead and the others are encoded.
+        """
+        documents: list[Encoded] = []
+        for record, parts in self._tokenized(records, bad):
+            self.counts.rows += 1
+            documents += self._fitted(record.place, parts)
+        self.counts.documents += len(documents)
+        for document in documents:
+            num_tokens = len(document.ids)
+            self.counts.tokens += num_tokens
+            self.counts.trained += num_tokens if document.trained is None else int(np.count_nonzero(document.trained))
+        return documents
+
+    def _fitted(self, place: str, parts: list[Part]) -> list[Encoded]:
+        """A row's documents, of at most seq_len tokens, without those that train nothing."""
+        limit, overlong = self.options.seq_len, self.options.overlong
+        if limit is not None and (longest := max((part.length(overlong) for part in parts), default=0)) > limit:
+            self.counts.overlong += 1
+            self.counts.longest = max(self.counts.longest, longest)
+            cut = [shortened(part, limit, overlong) for part in parts]
+            self.counts.turns_cut += sum(lost for _, lost in cut)
+            parts = [part for made, _ in cut for part in made]
+            if not parts:
+                self.counts.too_long += 1
+                return []
+        documents = [Encoded(place, ids, trained) for ids, trained, _ in parts if trained is None or trained.any()]
+        self.counts.untrained += not documents
+        return documents
+
+    def _tokenized(self, records: Sequence[Record], bad: list[BadRow] | None) -> Iterator[tuple[Record, list[Part]]]:
+        """Each good row with its documents' ids and masks; the others go to `bad`, or the first of them is raised."""
+        read: list[tuple[Record, Any, list[str]]] = []  # rows, their content, their texts
+        for record in records:
+            try:
+                read.append((record, *self._read(record)))
+            except BadRow as error:
+                if bad is None:
+                    raise
+                bad.append(error)
+        encodings = self._encodings([text for _, _, texts in read for text in texts])
+        for record, content, texts in read:
+            yield record, self._documents(content, [next(encodings) for _ in texts])
+
+    def _read(self, record: Record) -> tuple[Any, list[str]]:
+        """A row's content as `_documents` takes it, and its texts to be tokenized; BadRow for one that cannot be."""
+        content, texts = self._texts(record, self.format.read(record, self.tokenizer.vocab_size))
+        try:
+            for text in texts:
+                text.encode()
+        except UnicodeEncodeError as error:
+            half = error.object[error.start]
+            raise BadRow(record.place, f"the text holds {half!a}, which is half of a character: mend it") from None
+        return content, texts
+
+    def _texts(self, record: Record, content: Any) -> tuple[Any, list[str]]:
+        """What `_read` gives, without its check."""
+        match content:
+            case Text(text):
+                return content, pieces_of(text) if self.tokenizer.in_pieces else [text]
+            case Pair(prompt, answer):
+                return content, [prompt, answer]
+        return content, []
+
+    def _encodings(self, texts: list[str]) -> Iterator[Any]:
+        """The ids (n,) int32 of each text; of some at a time, as the library holds 100 bytes per character."""
+        start = characters = 0
+        for stop, text in enumerate(texts, 1):
+            characters += len(text)
+            if characters >= ENCODED_AT_ONCE or stop == len(texts):
+                for code in self.tokenizer.encoder.encode_batch_fast(texts[start:stop], add_special_tokens=False):
+                    yield np.fromiter(code.ids, np.int32, len(code))
+                start, characters = stop, 0
+
+    def _documents(self, content: Any, encodings: list[Any]) -> list[Part]:
+        if isinstance(content, Tokens):
+            if content.ids[-1] == self.tokenizer.eos_token_id and (content.trained is None or content.trained[-1]):
+                self.counts.end_tokens.add(self.tokenizer.eos_token_id)
+            return [Part(content.ids, content.trained, trained_runs(content.trained))]
+        begin, end = (np.array(ids, np.int32) for ids in (self.tokenizer.begin_ids, [self.tokenizer.eos_token_id]))
+        ids = np.concatenate([begin, *encodings, end])
+        if isinstance(content, Text):
+            return [Part(ids, None)]
+        whole = [(len(ids), len(ids))]
+        if self.train_on.everything:
+            return [Part(ids, None, whole)]
+        trained = np.ones(len(ids), bool)
+        trained[: len(begin) + len(encodings[0])] = False
+        return [Part(ids, trained, whole)]
+
+
+class ChatEncoder(Encoder):
+    """Renders chats by a template, and masks their turns (see masks.py)."""
+
+    is_chat = True
+
+    def __init__(
+        self,
+        form: Format,
+        tokenizer: TextTokenizer,
+        options: EncodeOptions,
+        train_on: TrainOn,
+        first: Sequence[Record],
+        now: datetime | None = None,
+    ) -> None:
+        super().__init__(form, tokenizer, options, train_on)
+        self.templates: Templates = open_templates(tokenizer.folder, options.chat_template, now)
+        # Special tokens in the text are tokens here. Nothing is added to it, so that all the post-processor would do
+        # is to trim white space off the offsets, on which masks depend.
+        self.encoder = copy.deepcopy(tokenizer.encoder)
+        self.encoder.encode_special_tokens = False
+        self.encoder.post_processor = None
+        added = self.encoder.get_added_tokens_decoder().values()
+        special = {token.content for token in added if token.special} | {tokenizer.eos_token}
+        self.end_tokens = tuple(sorted(special, key=len, reverse=True))
+        self._spelled = re.compile("|".join(map(re.escape, self.end_tokens)))
+        self._read_keys = KNOWN_KEYS.union(*(template.names for template in self.templates.all))
+        self._probe(first)
+
+    def copied(self) -> ChatEncoder:
+        """As above. A template's budget is its environment's, so each copy has an environment."""
+        other = copy.copy(self)
+        other.counts, other.templates = Counts(), copy.deepcopy(self.templates)
+        return other
+
+    def _probe(self, first: Sequence[Record]) -> None:
+        """Learns from a small chat, or else the first rows, how the template ends a turn.
+
+        DataError if it does so with a marker that is not one token.
+        """
+        template, notices = self.templates.default, []
+        self._template_ends: set[int] = set()
+        for text, stop in self._probes(first):
+            tail = text[:stop].rstrip()
+            if tail.endswith(self.end_tokens):
+                ids = self.encoder.encode(tail, add_special_tokens=False).ids
+                self._template_ends = {ids[-1]}
+            elif (marker := MARKER.findall(tail)) and tail.endswith(marker[-1]):
+                raise DataError(
+                    f"{template.origin}: the template ends a turn with {marker[-1]}, which is "
+                    f"{self._pieces(marker[-1])} of {self.tokenizer.folder}: add it to the tokenizer as a special "
+                    "token, or use another template (--chat-template)"
+                )
+            else:
+                notices.append(
+                    f"the template ends a turn with no token: {self.tokenizer.eos_token} follows the last one"
+                )
+            break
+        split = [
+            m for m in template.markers if len(self._ids(m)) != 1 or self.encoder.id_to_token(self._ids(m)[0]) != m
+        ]
+        if split:
+            each = "; ".join(f"{marker}: {self._pieces(marker)}" for marker in split)
+            notices.append(f"the template has markers that are not one token of the tokenizer: {each}")
+        if re.search(r"arguments['\"\]]*\s*\|\s*tojson", template.source) and "is string" not in template.source:
+            notices.append("the template writes tool calls' arguments as JSON: those that are text will be quoted")
+        self.notices = tuple(notices)
+
+    def _ids(self, text: str) -> list[int]:
+        return self.encoder.encode(text, add_special_tokens=False).ids
+
+    def _pieces(self, marker: str) -> str:
+        """How a marker is tokenized, in words."""
+        tokens = self.encoder.encode(marker, add_special_tokens=False).tokens
+        return f"{len(tokens)} token{'s' * (len(tokens) != 1)} ({' '.join(tokens)})"
+
+    def _probes(self, first: Sequence[Record]) -> Iterator[tuple[str, int]]:
+        """Rendered chats, and where the trained part of their last assistant turn ends."""
+        chats = [PROBE]
+        for record in first:
+            try:
+                chats.append(self._chat(self.format.read(record, self.tokenizer.vocab_size)))
+            except BadRow:  # told when the rows are encoded
+                continue
+        for chat in chats:
+            try:
+                made = samples(self.templates.pick(chat.tools), chat, TrainOn(only_last=True), self.end_tokens)
+            except RenderError:
+                continue
+            if made[-1].spans:
+                yield made[-1].text, made[-1].spans[-1][1]
+
+    def _own_ends(self) -> set[int]:
+        return self._template_ends
+
+    def _described(self) -> list[str]:
+        template = self.templates.default
+        how = ", by its generation blocks" if template.has_generation else ", found by rendering each turn's prompt"
+        how = "" if self.train_on.everything else how
+        ends = [str(self.encoder.id_to_token(number)) for number in self.end_token_ids]
+        end = f", with {' and '.join(ends)}" if ends else ""
+        lines = [f"chat template: {template.origin}", f"trained: {self.train_on.describe()}{how}{end}"]
+        if "strftime_now" in template.source:
+            lines.append(f"date in the template: {template.now:%Y-%m-%d %H:%M}")
+        return lines
+
+    @staticmethod
+    def _chat(content: Any) -> Chat:
+        if isinstance(content, Pair):
+            system = [{"role": "system", "content": content.system}] if content.system else []
+            asked = [{"role": "user", "content": content.asked}, {"role": "assistant", "content": content.answer}]
+            return Chat([*system, *asked])
+        return content
+
+    def _texts(self, record: Record, content: Any) -> tuple[Any, list[str]]:
+        chat = self._chat(content)
+        template: ChatTemplate = self.templates.pick(chat.tools)
+        try:
+            made = samples(template, chat, self.train_on, self.end_tokens)
+            lost = unwritten(template, chat)
+        except RenderError as error:
+            raise BadRow(record.place, f"the chat template ({template.origin}) fails: {error}") from None
+        if lost:
+            raise BadRow(
+                record.place,
+                f"the chat has {lost}, which the chat template ({template.origin}) does not write: give one that does "
+                "(--chat-template)",
+            )
+        if any(self._spelled.search(message.get("content", "")) for message in chat.messages):
+            self.counts.spelled += 1
+        self.counts.masked += len(chat.untrained.intersection(self.train_on.candidates(chat)))
+        for key in {key for message in chat.messages for key in message} - self._read_keys:
+            self.counts.unread[key] = self.counts.unread.get(key, 0) + 1
+        return made, [sample.text for sample in made]
+
+    def _encodings(self, texts: list[str]) -> Iterator[Any]:
+        yield from self.encoder.encode_batch(texts, add_special_tokens=False)
+
+    def _documents(self, content: list[Sample], encodings: list[Any]) -> list[Part]:
+        parts: list[Part] = []
+        for sample, encoding in zip(content, encodings, strict=True):
+            ids = np.array(encoding.ids, np.int32)
+            trained = trained_tokens(encoding, sample.text, sample.spans)
+            turns = turn_ends(encoding, sample.turns) if self._is_overlong(len(ids) + sample.ends) else []
+            if sample.ends:
+                ids = np.append(ids, np.int32(self.tokenizer.eos_token_id))
+                trained = np.append(trained, True)
+                turns[-1:] = [(len(ids), len(ids))] * bool(turns)
+                self.counts.unended += 1
+                self.counts.end_tokens.add(self.tokenizer.eos_token_id)
+            self._note_ends(sample)
+            parts.append(Part(ids, trained, turns))
+        return parts
+
+    def _is_overlong(self, num_tokens: int) -> bool:
+        return self.options.seq_len is not None and num_tokens > self.options.seq_len
+
+    def _note_ends(self, sample: Sample) -> None:
+        """Adds the special tokens that end what is trained, but for white space behind them, to the end tokens."""
+        for (_, stop), following in zip(sample.spans, [*(start for start, _ in sample.spans[1:]), -1], strict=False):
+            tail = sample.text[max(stop - LONGEST_END, 0) : stop].rstrip()
+            token = next((token for token in self.end_tokens if tail.endswith(token)), None)
+            if token is not None and following != stop and (number := self.encoder.token_to_id(token)) is not None:
+                self.counts.end_tokens.add(number)

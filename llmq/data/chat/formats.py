@@ -1,0 +1,352 @@
+"""What a row of data means: its format, found from the columns of the first rows, and the row's content in one of four
+shapes: text, a prompt with its answer, a chat, or tokens.
+
+A format is a set of columns; `mapping` gives a column another name in the data ("messages" is called "dialogue"). The
+two chat formats differ in how a message is written: `role` and `content` (OpenAI's) or `from` and `value` (ShareGPT's),
+in a column `messages` or `conversations`. Which one it is is read off the first message, not off the column's name.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import numpy as np
+
+from llmq.data.chat.untrained import TURN_COLUMNS, untrained_messages
+from llmq.data.rows.records import BadRow, Record
+from llmq.errors import DataError, UsageError
+from llmq.tensor import IGNORED
+
+
+@dataclass(frozen=True)
+class Text:
+    """A document."""
+
+    text: str
+
+
+@dataclass(frozen=True)
+class Pair:
+    """A prompt (possibly empty) and its answer; `asked` is what a user would say, `system` what stands before it."""
+
+    prompt: str
+    answer: str
+    asked: str
+    system: str | None = None
+
+
+@dataclass(frozen=True)
+class Chat:
+    """Messages and the tools on offer as a chat template takes them: role, content (a string), tool_calls, ...
+
+    `untrained` are the indices of messages that say that they are not trained.
+    """
+
+    messages: list[dict[str, Any]]
+    tools: list[Any] | None = None
+    untrained: frozenset[int] = frozenset()
+
+
+@dataclass(frozen=True)
+class Tokens:
+    """Tokens (n,) int32 and which of them are trained (n,) bool; None: all."""
+
+    ids: np.ndarray
+    trained: np.ndarray | None
+
+
+Content = Text | Pair | Chat | Tokens
+
+# Columns of each format: those that a row must have, those that it may have, in the order in which they are looked for.
+FORMATS: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
+    "tokens": (("input_ids",), ("labels", "attention_mask")),
+    "messages": (("messages",), ("tools", "train_on")),
+    "sharegpt": (("conversations",), ("system", "tools", "train_on")),
+    "prompt-completion": (("prompt", "completion"), ()),
+    "alpaca": (("instruction", "output"), ("input", "system")),
+    "question-answer": (("question", "answer"), ()),
+    "text": (("text",), ()),
+}
+CHATS = ("messages", "sharegpt")
+PAIRS = ("prompt-completion", "alpaca", "question-answer")
+CHAT_COLUMNS = ("messages", "conversations")
+# How a message of each chat format is written.
+MESSAGE_KEYS = {"messages": ("role", "content"), "sharegpt": ("from", "value")}
+# Keys of a message that are of no interest where a template does not read them; for tool_calls see masks.unwritten.
+KNOWN_KEYS = frozenset({"role", "content", "tool_calls", "tool_call_id", "name"})
+ROLES = ("system", "developer", "user", "assistant", "tool", "function", "ipython")
+# What ShareGPT and those who write like it call the roles.
+SHAREGPT_ROLES = {
+    "human": "user",
+    "gpt": "assistant",
+    "chatgpt": "assistant",
+    "bing": "assistant",
+    "bard": "assistant",
+    "model": "assistant",
+    "observation": "tool",
+    "function_response": "tool",
+    **{role: role for role in ROLES},
+}
+
+
+@dataclass(frozen=True)
+class Format:
+    """A format with the data's own names for its columns."""
+
+    name: str
+    columns: dict[str, str]  # ours -> theirs, for all columns that a row may have
+    seen: frozenset[str]  # ours, of those that the first rows have or --map names
+    place: str  # of the row that it was found in
+    chosen: bool = False  # asked for, not found
+
+    def describe(self) -> str:
+        """The format and the mapping in words."""
+        how = "as asked" if self.chosen else f"as in {self.place}"
+        columns = [(ours, theirs) for ours, theirs in self.columns.items() if ours in self.seen]
+        named = ", ".join(ours if ours == theirs else f"{ours} = {theirs}" for ours, theirs in columns)
+        return f"{self.name} ({how}), columns {named}"
+
+    def read(self, record: Record, vocab_size: int) -> Content:
+        """The row's content; BadRow if it is of another format, empty, or not what the columns should hold."""
+        row = _Row(record, self)
+        if self.name == "text":
+            return Text(row.filled("text"))
+        if self.name == "tokens":
+            return _tokens(row, vocab_size)
+        if self.name in CHATS:
+            return _chat(row)
+        return _pair(row)
+
+
+def find_format(
+    first: Sequence[Record], data_format: str | None = None, mapping: Sequence[tuple[str, str]] = ()
+) -> Format:
+    """The format of data that begins with the rows `first`, or `data_format` itself with the columns found.
+
+    The first row that has a format decides; a later row of another one is a bad row. UsageError for an unknown format
+    or mapping; DataError if there are no rows, or none has the columns of a format.
+    """
+    if data_format is not None and data_format not in FORMATS:
+        raise UsageError(f"--data-format {data_format} is not one of {', '.join(FORMATS)}")
+    names = [data_format] if data_format else list(FORMATS)
+    known = {column for name in names for part in FORMATS[name] for column in part} | {"role", "content"}
+    if unknown := [ours for ours, _ in mapping if ours not in known]:
+        raise UsageError(
+            f"--map {unknown[0]}=...: {unknown[0]} is no column of {data_format or 'any format'}; known are "
+            f"{', '.join(sorted(known))}"
+        )
+    if not first:
+        raise DataError("there are no rows: give data with at least one")
+    for record in first:
+        if found := _match(record, names, dict(mapping), chosen=data_format is not None):
+            named = found.columns
+            if named.get("train_on") in TURN_COLUMNS:
+                turns = next((name for name in TURN_COLUMNS if any(name in row.value for row in first)), "train_on")
+                named = {**named, "train_on": turns}
+            there = {ours for ours, theirs in named.items() if any(theirs in row.value for row in first)}
+            return replace(found, columns=named, seen=found.seen | there)
+    columns = ", ".join(map(str, first[0].value)) or "none"
+    wanted = "; ".join(f"{name} ({', '.join(FORMATS[name][0])})" for name in names)
+    raise DataError(
+        f"{first[0].place}: the columns ({columns}) are those of no format: {wanted}: "
+        "name the columns with --map OURS=THEIRS"
+    )
+
+
+def _match(record: Record, names: Sequence[str], mapping: dict[str, str], *, chosen: bool) -> Format | None:
+    """The first of the formats `names` whose columns the row has."""
+    row = record.value
+    for name in names:
+        needed, optional = FORMATS[name]
+        if name in CHATS:
+            column = _chat_column(row, name, mapping)
+            columns = None if column is None else {needed[0]: column}
+        else:
+            columns = {ours: mapping.get(ours, ours) for ours in needed}
+            columns = columns if all(row.get(theirs) is not None for theirs in columns.values()) else None
+        if columns is not None:
+            columns |= {ours: mapping.get(ours, ours) for ours in optional}
+            columns |= {key: mapping[key] for key in ("role", "content") if name in CHATS and key in mapping}
+            return Format(name, columns, frozenset({*needed, *mapping}), record.place, chosen)
+    return None
+
+
+def _chat_column(row: dict[str, Any], name: str, mapping: dict[str, str]) -> str | None:
+    """The column that holds messages written as in the chat format `name`; None if there is none."""
+    given = [mapping[ours] for ours in CHAT_COLUMNS if ours in mapping]
+    role_key = mapping.get("role", MESSAGE_KEYS[name][0])
+    for column in given or CHAT_COLUMNS:
+        messages = row.get(column)
+        if isinstance(messages, list) and messages and isinstance(messages[0], dict) and role_key in messages[0]:
+            return column
+    return None
+
+
+class _Row:
+    """A row as its format sees it; what is wrong with it is a BadRow."""
+
+    def __init__(self, record: Record, form: Format) -> None:
+        self.place, self.value, self.form = record.place, record.value, form
+
+    def bad(self, reason: str) -> BadRow:
+        return BadRow(self.place, reason)
+
+    def get(self, ours: str) -> Any:
+        """A column's value; None where it is absent and need not be there."""
+        theirs = self.form.columns.get(ours, ours)
+        value = self.value.get(theirs)
+        if value is None and ours in FORMATS[self.form.name][0]:
+            other = _match(Record(self.place, self.value), list(FORMATS), {}, chosen=False)
+            is_other = f"the row is {other.name}, " if other and other.name != self.form.name else ""
+            there = "is null" if theirs in self.value else "is not there"
+            raise self.bad(f"{is_other}but the data is {self.form.describe()}: {theirs} {there}".removeprefix("but "))
+        return value
+
+    def string(self, ours: str) -> str | None:
+        """A column that holds text, if anything."""
+        value = self.get(ours)
+        if value is not None and not isinstance(value, str):
+            raise self.bad(f"{self.form.columns[ours]} is {_kind(value)}, not text")
+        return value
+
+    def filled(self, ours: str) -> str:
+        """A column that holds some text."""
+        value = self.string(ours)
+        if not value:
+            raise self.bad(f"{self.form.columns[ours]} is empty")
+        return value
+
+
+def _pair(row: _Row) -> Pair:
+    match row.form.name:
+        case "prompt-completion":
+            prompt = row.string("prompt") or ""
+            return Pair(prompt, row.filled("completion"), prompt)
+        case "question-answer":
+            question = row.filled("question")
+            return Pair(question, row.filled("answer"), question)
+    instruction, given, system = row.filled("instruction"), row.string("input"), row.string("system")
+    parts = [system] if system else []
+    parts += [f"### Instruction:\n{instruction}"]
+    parts += [f"### Input:\n{given}"] if given else []
+    asked = f"{instruction}\n\n{given}" if given else instruction
+    return Pair("\n\n".join([*parts, "### Response:\n"]), row.filled("output"), asked, system or None)
+
+
+def _tokens(row: _Row, vocab_size: int) -> Tokens:
+    ids = _integers(row, "input_ids", row.get("input_ids"))
+    if not ids.size:
+        raise row.bad(f"{row.form.columns['input_ids']} is empty")
+    outside = (ids < 0) | (ids >= vocab_size)
+    if outside.any():
+        at = int(np.argmax(outside))
+        raise row.bad(f"token {at} has the id {ids[at]}, but the vocabulary has {vocab_size} ids (from 0)")
+    extra = {
+        name: _integers(row, name, row.get(name)) for name in ("labels", "attention_mask") if row.get(name) is not None
+    }
+    for name, values in extra.items():
+        if len(values) != len(ids):
+            raise row.bad(f"{name} has {len(values)} numbers for {len(ids)} tokens")
+    labels = extra.get("labels")
+    if labels is not None:
+        wrong = (labels != IGNORED) & (labels != ids)
+        if wrong.any():
+            at = int(np.argmax(wrong))
+            raise row.bad(
+                f"label {at} is {labels[at]}, which is neither its token ({ids[at]}) nor {IGNORED}: labels stand at "
+                "their tokens, not one place before"
+            )
+    seen = extra["attention_mask"] != 0 if "attention_mask" in extra else np.ones(len(ids), bool)
+    if not seen.any():
+        raise row.bad("attention_mask leaves no token")
+    return Tokens(ids[seen].astype(np.int32), None if labels is None else (labels != IGNORED)[seen])
+
+
+def _integers(row: _Row, name: str, value: Any) -> np.ndarray:
+    """A list of integers (n,) int64."""
+    try:
+        array = np.asarray(value if isinstance(value, list | np.ndarray) else None)
+    except ValueError:  # lists in the list
+        array = np.asarray(None)
+    if array.ndim != 1 or (array.size and array.dtype.kind not in "iu"):
+        raise row.bad(f"{row.form.columns.get(name, name)} is not a list of integers")
+    return array.astype(np.int64)
+
+
+def _chat(row: _Row) -> Chat:
+    columns = row.form.columns
+    column = "messages" if row.form.name == "messages" else "conversations"
+    messages = row.get(column)
+    if not isinstance(messages, list):
+        raise row.bad(f"{columns[column]} is {_kind(messages)}, not a list of messages")
+    keys = MESSAGE_KEYS[row.form.name]
+    keys = (columns.get("role", keys[0]), columns.get("content", keys[1]))
+    read = [_message(row, number, message, keys) for number, message in enumerate(messages, 1)]
+    untrained = untrained_messages(read, row.value, columns.get("train_on", TURN_COLUMNS[0]), row.bad)
+    if not any(m.get("content", "").strip() or m.get("tool_calls") for m in read):
+        raise row.bad(f"{columns[column]} is empty" if not read else "no message has any text")
+    if system := row.string("system") if "system" in columns else None:
+        read.insert(0, {"role": "system", "content": system})
+        untrained = {turn + 1 for turn in untrained}
+    return Chat(read, _tools(row), frozenset(untrained))
+
+
+def _message(row: _Row, number: int, message: Any, keys: tuple[str, str]) -> dict[str, Any]:
+    """A message with our keys, in its own order; keys whose value is null are left out, as transformers does."""
+    role_key, content_key = keys
+    if not isinstance(message, dict):
+        raise row.bad(f"message {number} is {_kind(message)}, not an object with {role_key} and {content_key}")
+    if not isinstance(message.get(role_key), str):
+        raise row.bad(f"message {number} has no {role_key}: its keys are {', '.join(map(str, message)) or 'none'}")
+    names = SHAREGPT_ROLES if row.form.name == "sharegpt" else {role: role for role in ROLES}
+    role = names.get(message[role_key])
+    if role is None:
+        raise row.bad(f"message {number} has the unknown role {message[role_key][:40]!r}: known are {', '.join(names)}")
+    renamed = {role_key: "role", content_key: "content"}
+    ours: dict[str, Any] = {str(renamed.get(key, key)): value for key, value in message.items() if value is not None}
+    ours["role"] = role
+    if "content" in ours:
+        ours["content"] = _content(row, number, ours["content"])
+    calls = ours.get("tool_calls")
+    if calls is not None and not (isinstance(calls, list) and all(isinstance(call, dict) for call in calls)):
+        raise row.bad(f"message {number} has tool_calls that are not a list of objects")
+    if "content" not in ours and not calls:
+        raise row.bad(f"message {number} has neither {content_key} nor tool_calls")
+    return ours
+
+
+def _content(row: _Row, number: int, content: Any) -> str:
+    """A message's text; parts of type text are joined."""
+    if isinstance(content, str):
+        return content
+    if not isinstance(content, list):
+        raise row.bad(f"message {number} has content that is {_kind(content)}, not text or a list of parts")
+    texts = []
+    for part in content:
+        kind = part.get("type") if isinstance(part, dict) else None
+        if kind != "text" or not isinstance(part.get("text"), str):
+            raise row.bad(f"message {number} has a part of type {kind or _kind(part)!r}: only text can be trained")
+        texts.append(part["text"])
+    return "".join(texts)
+
+
+def _tools(row: _Row) -> list[Any] | None:
+    """The tools on offer; a column of strings holds them as JSON."""
+    tools = row.get("tools")
+    if isinstance(tools, str):
+        try:
+            tools = json.loads(tools) if tools.strip() else None
+        except (ValueError, RecursionError) as error:
+            raise row.bad(f"tools is not JSON ({error})") from None
+    if tools is not None and not (isinstance(tools, list) and all(isinstance(tool, dict) for tool in tools)):
+        raise row.bad("tools is not a list of objects")
+    return tools
+
+
+def _kind(value: Any) -> str:
+    """What a value is, in JSON's words."""
+    kinds = {dict: "an object", list: "a list", bool: "true or false", int: "a number", float: "a number"}
+    return "null" if value is None else kinds.get(type(value), "text" if isinstance(value, str) else "something else")

@@ -1,0 +1,328 @@
+"""What is trained in a chat: spans of the rendered text, and the tokens that they cover.
+
+A turn's span is what the model is to write at inference: from behind the prompt (the conversation before it, rendered
+with add_generation_prompt) to the end of the token that ends the turn. It is found by rendering the conversation up to
+the turn with and without it; where the template has `generation` blocks, these say it, and an end token right behind a
+block that has none is trained with it. What a block holds after its end token (ChatML's line break) is trained, too, as
+transformers' mask has it; no turn gets a second end token.
+
+A conversation is one sample as long as its rendering begins with the rendering of each trained turn as the last one.
+Some templates write earlier turns otherwise than the last (Qwen3 leaves out their reasoning; Mistral moves the system
+message to the last question). A turn that would not stand in the sample as it does at inference gets a sample of its
+own, which ends with it. So such a conversation becomes several samples, and each trained turn is in exactly one. Not
+counted are end tokens that only the last turn has behind its own (Phi-3's EOS): an earlier turn is trained without.
+
+A message can say that it is not trained (llmq/data/chat/untrained.py): its turn is context only.
+
+A token is trained if it holds any character of a span, as in transformers' assistant masks: the text is tokenized once,
+as a whole, so that a token can straddle the border.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+import tokenizers
+
+from llmq.data.chat.formats import ROLES, Chat
+from llmq.data.chat.template import ChatTemplate, RenderError, Rendering
+from llmq.errors import UsageError
+
+
+@dataclass(frozen=True)
+class TrainOn:
+    """Which turns are trained: all tokens, the last assistant turn, or the turns of some roles."""
+
+    roles: frozenset[str] = frozenset({"assistant"})
+    everything: bool = False
+    only_last: bool = False
+
+    @classmethod
+    def parse(cls, text: str | None) -> TrainOn:
+        """`assistant` (and None), `all`, `last`, or roles with commas between; UsageError for anything else."""
+        if text is None:
+            return cls()
+        if text == "all":
+            return cls(everything=True)
+        if text == "last":
+            return cls(only_last=True)
+        roles = [role.strip() for role in text.split(",")]
+        if unknown := [role for role in roles if role not in ROLES]:
+            raise UsageError(
+                f"--train-on {text}: {unknown[0]!r} is no role: give all, last, or some of {', '.join(ROLES)}"
+            )
+        return cls(roles=frozenset(roles))
+
+    def turns(self, chat: Chat) -> list[int]:
+        """Indices of the trained messages."""
+        return [turn for turn in self.candidates(chat) if turn not in chat.untrained]
+
+    def candidates(self, chat: Chat) -> list[int]:
+        """Indices of the messages that are trained unless they say that they are not."""
+        found = [i for i, m in enumerate(chat.messages) if self.everything or m["role"] in self.roles]
+        return found[-1:] if self.only_last else found
+
+    def describe(self) -> str:
+        if self.everything:
+            return "every token"
+        return "the last assistant turn" if self.only_last else f"turns of {', '.join(sorted(self.roles))}"
+
+
+@dataclass(frozen=True)
+class Sample:
+    """A text to be tokenized as a whole, and its trained spans [start, stop) in characters, ascending.
+
+    `ends` says whether the last span ends the text's last turn without any token to end it: EOS is then to be added.
+    `turns` has, of each trained turn, where its last span and where its message stops, ascending.
+    """
+
+    text: str
+    spans: tuple[tuple[int, int], ...]
+    ends: bool = False
+    turns: tuple[tuple[int, int], ...] = ()
+
+
+@dataclass
+class Turns:
+    """One conversation's renderings, each made once as long as turns are looked at from last to first."""
+
+    template: ChatTemplate
+    chat: Chat
+    end_tokens: tuple[str, ...]
+    _made: dict[tuple[int, bool], Rendering] = field(default_factory=dict)
+
+    def render(self, count: int, prompt: bool = False) -> Rendering:
+        """The first `count` messages, with the generation prompt if `prompt`."""
+        key = (count, prompt)
+        if key not in self._made:
+            # Those of later turns, each as long as the conversation, are not asked for again.
+            self._made = {known: made for known, made in self._made.items() if known[0] <= count + 1}
+            messages = self.chat.messages[:count]
+            self._made[key] = self.template.render(messages, self.chat.tools, add_generation_prompt=prompt)
+        return self._made[key]
+
+    def spans(self, turn: int) -> list[tuple[int, int]]:
+        """What is trained of message `turn` in the rendering that ends with it; at least one span."""
+        text, generated = self.render(turn + 1)
+        is_assistant = self.chat.messages[turn]["role"] == "assistant"
+        if is_assistant and self.template.has_generation:
+            *blocks, (start, stop) = self._blocks(turn, text, generated)
+            return [*blocks, (start, self._with_end(text, blocks[0][0] if blocks else start, stop))]
+        found = self._prompt_end(turn, text) if is_assistant else self._content_start(turn, text)
+        start = self._message_start(turn, text) if found is None else found
+        return [(start, self._turn_end(text, start))]
+
+    def _blocks(self, turn: int, text: str, generated: list[tuple[int, int]]) -> list[tuple[int, int]]:
+        """The generation blocks of assistant turn `turn` in the rendering that ends with it."""
+        roles = [message["role"] for message in self.chat.messages[: turn + 1]]
+        if len(generated) == roles.count("assistant"):
+            return generated[-1:]
+        before = _common(self.render(turn).text, text) if turn else 0
+        own = [block for block in generated if block[0] >= before]
+        if not own:
+            raise RenderError(f"message {turn + 1} has no generation block, as other assistant turns have")
+        return own
+
+    def _prompt_end(self, turn: int, text: str) -> int | None:
+        """Where the prompt of an assistant turn ends and the model writes; None for a first message without either."""
+        if not turn:
+            return self._first_prompt_end(text)
+        prompt = self.render(turn, prompt=True).text
+        if text.startswith(prompt):
+            return len(prompt)
+        # A prompt that offers more than the turn takes up, such as the start of reasoning that it does not have.
+        if not text.startswith(self.render(turn).text):
+            raise RenderError(
+                f"it writes the conversation before message {turn + 1} otherwise once that message is there, so what "
+                "the model is to write cannot be found: use a template with generation blocks"
+            )
+        content = self._content_start(turn, text)  # which may begin like the reasoning does
+        return min(_common(prompt, text), len(text) if content is None else content)
+
+    def _first_prompt_end(self, text: str) -> int | None:
+        """Where the prompt of an assistant turn that nobody asked for ends.
+
+        Few templates render no messages at all, and some put a system prompt of their own before the first one.
+        """
+        try:
+            nothing, prompt = self.render(0).text, self.render(0, prompt=True).text
+        except RenderError:
+            nothing = prompt = ""
+        place = text.find(prompt) if prompt != nothing else -1
+        return place + len(prompt) if place >= 0 else self._content_start(0, text)
+
+    def _content_start(self, turn: int, text: str) -> int | None:
+        """Where the content of a message begins in the text that ends with it; None if it has none.
+
+        With another content, the text is the same up to there. Searched for, a short one would be found in a marker.
+        """
+        message = self.chat.messages[turn]
+        content = message.get("content", "")
+        if not content.strip():
+            return None
+        other = next(digit for digit in "012" if digit not in (content[0], content.strip()[0]))
+        try:
+            changed = self.template.render([*self.chat.messages[:turn], {**message, "content": other}], self.chat.tools)
+        except RenderError:  # a content that has to have some form
+            return None
+        # A template may also write earlier turns otherwise.
+        return max(_common(changed.text, text), self._message_start(turn, text))
+
+    def _message_start(self, turn: int, text: str) -> int:
+        """Where a message begins in the text that ends with it."""
+        return _common(self.render(turn).text, text) if turn else 0
+
+    def _turn_end(self, text: str, start: int) -> int:
+        """The end of the last end token of `text`, if only white space follows it, else the end of the text."""
+        bare = text.rstrip()
+        return len(bare) if len(bare) > start and bare.endswith(self.end_tokens) else len(text)
+
+    def _with_end(self, text: str, start: int, stop: int) -> int:
+        """`stop`, or the end of the end token right behind it if a turn from `start` to `stop` has none."""
+        if text[start:stop].rstrip().endswith(self.end_tokens):
+            return stop
+        behind = [token for token in self.end_tokens if text.startswith(token, stop)]
+        return stop + max((len(token) for token in behind), default=0)
+
+
+def samples(template: ChatTemplate, chat: Chat, train_on: TrainOn, end_tokens: tuple[str, ...]) -> list[Sample]:
+    """The samples of a conversation, in the order of their trained turns; one without spans if none is trained.
+
+    `end_tokens` are the tokenizer's special tokens. RenderError if the template cannot render it.
+    """
+    turns = Turns(template, chat, end_tokens)
+    whole = turns.render(len(chat.messages)).text
+    if train_on.everything:
+        return [_everything(turns, whole)]
+    made: list[_Reversed] = []
+    for turn in reversed(train_on.turns(chat)):
+        spans, own = turns.spans(turn), turns.render(turn + 1).text
+        text = made[-1].text if made else whole
+        standing = _standing(text, own, spans, end_tokens)
+        if not made or standing is None:
+            made.append(_Reversed(own if standing is None else text))
+        made[-1].add(standing or spans, own)
+    return [sample.turned(end_tokens) for sample in reversed(made)] or [Sample(whole, ())]
+
+
+@dataclass
+class _Reversed:
+    """A sample in the making, from its last turn to its first."""
+
+    text: str
+    spans: list[tuple[int, int]] = field(default_factory=list)
+    turns: list[tuple[int, int]] = field(default_factory=list)
+
+    def add(self, spans: Sequence[tuple[int, int]], own: str) -> None:
+        """Adds a turn, whose spans stand in the text, and in `own`, the rendering that ends with it."""
+        filled = [(start, stop) for start, stop in spans if start < stop]
+        self.spans += reversed(filled)
+        if filled:
+            stop = filled[-1][1]
+            self.turns.append((stop, len(own) if self.text.startswith(own) else stop))
+
+    def turned(self, end_tokens: tuple[str, ...]) -> Sample:
+        """The sample, in the order of its text."""
+        # A last span that reaches the end of the text, where no end token stands, is a turn without one.
+        ends = bool(self.spans) and self.spans[0][1] == len(self.text)
+        ends = ends and not self.text.rstrip().endswith(end_tokens)
+        return Sample(self.text, tuple(self.spans[::-1]), ends, tuple(self.turns[::-1]))
+
+
+def _standing(
+    text: str, own: str, spans: list[tuple[int, int]], end_tokens: tuple[str, ...]
+) -> list[tuple[int, int]] | None:
+    """The spans of a turn as `text` has them, of `spans` in `own`, the rendering that ends with it; None if it differs.
+
+    End tokens behind the turn's own, which only the last turn of a conversation has, may be missing.
+    """
+    start, stop = spans[0][0], spans[-1][1]
+    while text[:stop] != own[:stop]:
+        bare = own[start:stop].rstrip()
+        last = next((token for token in end_tokens if bare.endswith(token)), None)
+        if last is None or not bare.removesuffix(last).rstrip().endswith(end_tokens):
+            return None
+        stop = start + len(bare) - len(last)
+    return [(first, min(behind, stop)) for first, behind in spans if first < stop or first == start]
+
+
+def _everything(turns: Turns, whole: str) -> Sample:
+    """A conversation that is trained from its first to its last character, but for what its messages leave out."""
+    chat, spans, at = turns.chat, [], 0
+    ends = [(end, end) for count in range(len(chat.messages), 0, -1) if (end := _message_end(turns, count, whole))]
+    for turn in sorted(chat.untrained):
+        left = _standing(whole, turns.render(turn + 1).text, turns.spans(turn), turns.end_tokens)
+        if left is None:
+            raise RenderError(
+                f"it writes message {turn + 1}, which is not to be trained, otherwise once others follow: name roles "
+                "with --train-on in place of all"
+            )
+        for start, stop in left:
+            spans.append((at, start))
+            at = stop
+    spans = [(start, stop) for start, stop in [*spans, (at, len(whole))] if start < stop]
+    unended = len(chat.messages) - 1 not in chat.untrained and not whole.rstrip().endswith(turns.end_tokens)
+    return Sample(whole, tuple(spans), unended, tuple(ends[::-1]))
+
+
+def _message_end(turns: Turns, count: int, whole: str) -> int | None:
+    """Where the first `count` messages end in the text of all; None where the template does not write them so."""
+    try:
+        text = turns.render(count).text
+    except RenderError:  # a conversation that must not end there
+        return None
+    return len(text) if whole.startswith(text) else None
+
+
+def unwritten(template: ChatTemplate, chat: Chat) -> str:
+    """Which of a chat's tools and tool calls a template does not write: an answer that calls would be an empty one."""
+    lost = ["tools"] if chat.tools and "tools" not in template.source else []
+    if any(message.get("tool_calls") for message in chat.messages) and "tool_calls" not in template.source:
+        # It may still write whole messages.
+        silent = [{**message, "tool_calls": []} if "tool_calls" in message else message for message in chat.messages]
+        if template.render(silent, chat.tools) == template.render(chat.messages, chat.tools):
+            lost.append("tool_calls")
+    return " and ".join(lost)
+
+
+def _common(one: str, other: str) -> int:
+    """Length of the common beginning of two texts."""
+    if other.startswith(one):
+        return len(one)
+    same, differs = 0, min(len(one), len(other)) + 1  # lengths of beginnings
+    while differs - same > 1:
+        middle = (same + differs) // 2
+        same, differs = (middle, differs) if one[:middle] == other[:middle] else (same, middle)
+    return same
+
+
+def trained_tokens(encoding: tokenizers.Encoding, text: str, spans: Sequence[tuple[int, int]]) -> np.ndarray:
+    """(n,) bool: the tokens of `text` that hold a character of `spans`."""
+    trained = np.zeros(len(encoding.ids), bool)
+    offsets: np.ndarray | None = None
+    for start, stop in spans:
+        first, last = encoding.char_to_token(start), encoding.char_to_token(stop) if stop < len(text) else len(trained)
+        if first is not None and last is not None:
+            # The token at `stop` may begin before it, and the bytes of one character may be several tokens.
+            while last < len(trained) and (held := encoding.token_to_chars(last)) and held[0] < stop:
+                last += 1
+            trained[first:last] = True
+            continue
+        # A border in characters that are in no token (a tokenizer that strips white space).
+        if offsets is None:
+            offsets = np.array(encoding.offsets, np.int64).reshape(-1, 2)
+        trained |= (offsets[:, 0] < stop) & (offsets[:, 1] > start)
+    return trained
+
+
+def turn_ends(encoding: tokenizers.Encoding, turns: Sequence[tuple[int, int]]) -> list[tuple[int, int]]:
+    """`Sample.turns` in tokens: how many hold a character up to each trained stop, and how many end with the message.
+
+    The second is at least the first, which a token can straddle.
+    """
+    offsets = np.array(encoding.offsets, np.int64).reshape(-1, 2)
+    stops = np.searchsorted(offsets[:, 0], [stop for stop, _ in turns], "left").tolist()
+    ends = np.searchsorted(offsets[:, 1], [end for _, end in turns], "right").tolist()
+    return [(stop, max(stop, end)) for stop, end in zip(stops, ends, strict=True)]

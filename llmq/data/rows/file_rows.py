@@ -1,0 +1,299 @@
+"""Sequences of rows that can be entered anywhere: files one behind the other, shuffled, or several mixed.
+
+`read(position)` gives (position behind the row, row): a position is a few numbers, fit for JSON, and () is the start.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
+from fractions import Fraction
+from typing import Any, ClassVar, Protocol, cast
+
+import numpy as np
+
+from llmq.data.rows.records import Row
+from llmq.data.rows.row_files import RowFile
+from llmq.data.tokens.cache import content_hash
+from llmq.errors import DataError, UsageError
+
+Position = tuple[int, ...]
+START: Position = ()
+DRAWN_AT_ONCE = 1000  # choices of the source of a row, as Hugging Face's datasets draws them
+
+
+class RowSequence(Protocol):
+    """Rows in an order of their own."""
+
+    def read(self, position: Position = START) -> Iterator[tuple[Position, Row]]:
+        """The rows behind `position`, each with the position behind it."""
+        ...
+
+    def identity(self) -> Any:
+        """What the rows depend on, as JSON knows it; reads files of this machine whole."""
+        ...
+
+
+class File(Protocol):
+    """A file of rows that may have to be fetched; `name` is how messages call it, `size` its bytes."""
+
+    @property
+    def name(self) -> str: ...
+
+    @property
+    def size(self) -> int: ...
+
+    @property
+    def is_here(self) -> bool: ...
+
+    def fetched(self) -> AbstractContextManager[RowFile]:
+        """The file on this machine, for as long as the context is open."""
+        ...
+
+    def identity(self) -> Any:
+        """What its rows depend on, as JSON knows it."""
+        ...
+
+
+@dataclass(frozen=True)
+class LocalFile:
+    """A file of rows that lies here."""
+
+    file: RowFile
+    is_here: ClassVar[bool] = True
+
+    @property
+    def name(self) -> str:
+        return self.file.name
+
+    @property
+    def size(self) -> int:
+        return self.file.path.stat().st_size
+
+    def fetched(self) -> AbstractContextManager[RowFile]:
+        return nullcontext(self.file)
+
+    def identity(self) -> Any:
+        return [self.file.kind, self.file.delimiter, content_hash(self.file.path)]
+
+
+@dataclass(frozen=True)
+class Share:
+    """Part of the rows: floor(n * fraction) of n are held out, spread evenly; `held` says which side is meant."""
+
+    fraction: Fraction
+    held: bool
+
+    def has(self, index: int) -> bool:
+        """Whether the row with this number (from 0) belongs to the share."""
+        ours = (index + 1) * self.fraction.numerator // self.fraction.denominator
+        return (ours > index * self.fraction.numerator // self.fraction.denominator) == self.held
+
+
+@dataclass(frozen=True)
+class FileRows:
+    """The rows [start, stop) of all of `files`, or a share of them. A position is (file, row in it, row of all)."""
+
+    files: tuple[File, ...]
+    start: int = 0
+    stop: int | None = None
+    share: Share | None = None
+
+    def read(self, position: Position = START) -> Iterator[tuple[Position, Row]]:
+        first, row, before = position or (0, 0, 0)
+        before -= row  # rows of the files before this one
+        for number in range(first, len(self.files)):
+            if self.stop is not None and before >= self.stop:
+                return
+            with self.files[number].fetched() as file:
+                rows = file.rows(max(row, self.start - before), self._wanted(before))
+                while True:
+                    try:
+                        at, item = next(rows)
+                    except StopIteration as end:
+                        before += end.value
+                        break
+                    if self.stop is not None and before + at >= self.stop:
+                        rows.close()
+                        return
+                    yield (number, at + 1, before + at + 1), item
+            row = 0
+
+    def count(self) -> int:
+        """How many rows there are, which fetches every file."""
+        return self._part_of(count_rows(self.files))
+
+    def about(self) -> int:
+        """About how many rows there are. Of files that must be fetched, the first is, and tells for the others."""
+        if all(file.is_here for file in self.files):
+            return self.count()
+        rows = count_rows(self.files[:1])
+        return self._part_of(rows * sum(file.size for file in self.files) // max(self.files[0].size, 1))
+
+    def _part_of(self, total: int) -> int:
+        """How many of all rows are in the slice and the share."""
+        total = max((total if self.stop is None else min(total, self.stop)) - self.start, 0)
+        if self.share is None:
+            return total
+        held = total * self.share.fraction.numerator // self.share.fraction.denominator
+        return held if self.share.held else total - held
+
+    def identity(self) -> Any:
+        share = [str(self.share.fraction), self.share.held] if self.share else None
+        return {"files": [f.identity() for f in self.files], "start": self.start, "stop": self.stop, "share": share}
+
+    def _wanted(self, before: int) -> Callable[[int], bool]:
+        share, start, stop = self.share, self.start, self.stop
+
+        def wanted(row: int) -> bool:
+            if stop is not None and before + row >= stop:
+                return True  # where reading ends, which nobody takes
+            return share is None or share.has(before + row - start)
+
+        return wanted
+
+
+@dataclass(frozen=True)
+class Shuffled:
+    """Rows of a small set in the order `order`, which counts from 0: all of them are held in memory."""
+
+    rows: RowSequence
+    order: tuple[int, ...]
+
+    def read(self, position: Position = START) -> Iterator[tuple[Position, Row]]:
+        (first,) = position or (0,)
+        everything = [row for _, row in self.rows.read()]
+        if beyond := [at for at in self.order if at >= len(everything)]:
+            raise DataError(f"the data set has {len(everything)} rows, but row {beyond[0] + 1} is asked for")
+        for number in range(first, len(self.order)):
+            yield (number + 1,), everything[self.order[number]]
+
+    def identity(self) -> Any:
+        return {"rows": self.rows.identity(), "order": list(self.order)}
+
+
+def train_test_order(num_rows: int, num_test: int, seed: int) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    """Which rows train and which test, as `train_test_split` of Hugging Face's datasets draws them."""
+    order = np.random.default_rng(seed).permutation(num_rows).tolist()
+    return tuple(order[num_test:]), tuple(order[:num_test])
+
+
+@dataclass(frozen=True)
+class Mixed:
+    """Rows of several sequences, each row drawn from one of them by its weight, until all have ended once.
+
+    The draws are those of `interleave_datasets(..., stopping_strategy="all_exhausted")` in Hugging Face's datasets: a
+    sequence that has ended starts over. A position is the number of draws, and whether it has ended, the length of its
+    position, and its position for each sequence.
+    """
+
+    parts: tuple[RowSequence, ...]
+    weights: tuple[float, ...]
+    seed: int
+
+    def read(self, position: Position = START) -> Iterator[tuple[Position, Row]]:
+        drawn, ended, places = self._unpacked(position)
+        if all(ended):
+            return
+        readers = [part.read(place) for part, place in zip(self.parts, places, strict=True)]
+        ahead = [next(reader, None) for reader in readers]
+        if None in ahead:
+            raise DataError(f"part {ahead.index(None) + 1} of the data set has no rows: take it out of the mixture")
+        for source in self._draws(drawn):
+            drawn += 1
+            places[source], row = cast(tuple[Position, Row], ahead[source])
+            ahead[source] = next(readers[source], None)
+            if ahead[source] is None:
+                ended[source], places[source] = True, START
+                readers[source] = self.parts[source].read()
+                ahead[source] = next(readers[source])
+            yield self._packed(drawn, ended, places), row
+            if all(ended):
+                return
+
+    def identity(self) -> Any:
+        return {"parts": [part.identity() for part in self.parts], "weights": list(self.weights), "seed": self.seed}
+
+    def _draws(self, skipped: int) -> Iterator[int]:
+        draw = np.random.default_rng(self.seed)
+        weights = np.array(self.weights) / sum(self.weights)
+        while True:
+            block = draw.choice(len(self.parts), size=DRAWN_AT_ONCE, p=weights).tolist()
+            yield from block[skipped:]
+            skipped = max(skipped - DRAWN_AT_ONCE, 0)
+
+    def _unpacked(self, position: Position) -> tuple[int, list[bool], list[Position]]:
+        if not position:
+            return 0, [False] * len(self.parts), [START] * len(self.parts)
+        drawn, *rest = position
+        ended, places = [], []
+        for _ in self.parts:
+            over, length, *rest = rest
+            ended.append(bool(over))
+            places.append(tuple(rest[:length]))
+            rest = rest[length:]
+        return drawn, ended, places
+
+    def _packed(self, drawn: int, ended: Sequence[bool], places: Sequence[Position]) -> Position:
+        flat = [drawn]
+        for over, place in zip(ended, places, strict=True):
+            flat += [int(over), len(place), *place]
+        return tuple(flat)
+
+
+@dataclass(frozen=True)
+class Slice:
+    """Rows of a split, as in train[100:200] or train[:10%]: borders count from the end where they are negative."""
+
+    start: str = ""
+    stop: str = ""
+
+    @classmethod
+    def parse(cls, text: str) -> tuple[str, Slice | None]:
+        """The split's name and the slice behind it, if there is one; UsageError if that is not one."""
+        name, bracket, rest = text.partition("[")
+        if not bracket:
+            return name, None
+        found = re.fullmatch(r"(-?\d+%?)?:(-?\d+%?)?\]", rest)
+        if not name or not found:
+            raise UsageError(f"{text} is not a split with a slice: give SPLIT[100:200] or SPLIT[:10%]")
+        for border in found.groups():
+            if border and border.endswith("%") and abs(int(border[:-1])) > 100:
+                raise UsageError(f"{text}: {border} is beyond 100%: give borders from -100% to 100%")
+        return name, cls(found[1] or "", found[2] or "")
+
+    @property
+    def needs_count(self) -> bool:
+        """Whether the borders depend on how many rows there are."""
+        return any(border.endswith("%") or border.startswith("-") for border in (self.start, self.stop))
+
+    def borders(self, count: int | None) -> tuple[int, int | None]:
+        """First row and the row behind the last (None: all) of `count` rows; percents go to the nearest row."""
+
+        def border(text: str) -> int:
+            if text.endswith("%"):
+                assert count is not None
+                number = round(int(text[:-1]) * count / 100)
+            else:
+                number = int(text)
+            return max(number + (count or 0), 0) if text.startswith("-") else number
+
+        return border(self.start or "0"), border(self.stop) if self.stop else None
+
+    def of(self, files: Sequence[File]) -> FileRows:
+        """The sliced rows of `files`, which are counted if the borders need it."""
+        start, stop = self.borders(count_rows(files) if self.needs_count else None)
+        if stop is not None and stop <= start:
+            raise UsageError(f"the slice [{self.start}:{self.stop}] has no rows: its end must be behind its start")
+        return FileRows(tuple(files), start, stop)
+
+
+def count_rows(files: Sequence[File]) -> int:
+    """How many rows there are in all, which fetches every file."""
+    total = 0
+    for file in files:
+        with file.fetched() as local:
+            total += local.num_rows()
+    return total

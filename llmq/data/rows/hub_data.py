@@ -1,0 +1,292 @@
+"""Data sets of the Hugging Face Hub by name: which files a config and a split are, and how they are had.
+
+Files of rows are read as they are. Where a repository has none (its data comes from a loading script, or in another
+form), the Hub's own conversion to parquet (refs/convert/parquet) is read instead: no code of a repository ever runs.
+What the Hub said is kept, so that data that was used once can be used offline.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import tempfile
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path, PurePosixPath
+from typing import Any, ClassVar
+
+from llmq.cache_folder import cache_folder
+from llmq.data.rows.file_rows import Slice
+from llmq.data.rows.row_files import RowFile
+from llmq.data.tokens.cache import key_of
+from llmq.disk import write_whole
+from llmq.errors import DataError, UsageError
+from llmq.files.hub import TIMEOUT_S, ask, fetch
+
+CONVERTED = "refs/convert/parquet"
+KINDS = ("parquet", "jsonl", "csv", "json")  # in the order of choice where a repository does not say
+NOT_DATA = frozenset({"dataset_infos.json", "dataset_info.json", "dataset_dict.json", "state.json", "config.json"})
+SPLITS = {
+    "train": ("train", "training"),
+    "validation": ("validation", "valid", "val", "dev", "eval", "evaluation"),
+    "test": ("test", "testing"),
+}
+_SPEC = re.compile(r"([^:\[\]@]+)(?:@([^:\[\]]+))?(?::([^:\[\]]*))?(?::([^:\[\]]+(?:\[.*\])?))?")
+_COMMIT = re.compile(r"[0-9a-f]{40}")
+
+Layout = dict[str, dict[str, list[str]]]  # config -> split -> files
+
+
+@dataclass(frozen=True)
+class Spec:
+    """NAME[@REVISION][:CONFIG[:SPLIT[SLICE]]], as asked for."""
+
+    name: str
+    revision: str
+    config: str | None
+    split: str | None
+    sliced: Slice | None
+
+    @classmethod
+    def parse(cls, text: str) -> Spec:
+        """UsageError if `text` is not of that form."""
+        found = _SPEC.fullmatch(text)
+        if not found or found[1].count("/") > 1:
+            raise UsageError(
+                f"{text} is neither a path nor a data set of the Hub: NAME, NAME:CONFIG or NAME:CONFIG:SPLIT[:10%]"
+            )
+        name, revision, config, split = found.groups()
+        split, sliced = Slice.parse(split) if split else (None, None)
+        return cls(name, revision or "main", config or None, split, sliced)
+
+
+@dataclass(frozen=True)
+class HubFile:
+    """A file of a data set at a commit. With `streaming` it is on the disk only while it is read."""
+
+    repo: str
+    commit: str
+    path: str
+    size: int
+    streaming: bool = False
+    is_here: ClassVar[bool] = False
+
+    @property
+    def name(self) -> str:
+        return f"{self.repo}/{self.path}"
+
+    def identity(self) -> Any:
+        return ["hub", self.repo, self.commit, self.path]
+
+    @contextmanager
+    def fetched(self) -> Iterator[RowFile]:
+        """The file, from the hub library's cache or downloaded; the errors are those of llmq.files.hub."""
+        if not self.streaming:
+            folder = fetch(self.repo, self.commit, [self.path], {self.path: self.size}, "dataset")
+            yield self._opened(folder / self.path)
+            return
+        from huggingface_hub import hf_hub_download
+
+        cache_folder("streaming").mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryDirectory(dir=cache_folder("streaming")) as folder_name:
+            where = {"revision": self.commit, "repo_type": "dataset", "local_dir": folder_name}
+            request = partial(hf_hub_download, self.repo, self.path, **where)
+            yield self._opened(Path(ask(self.repo, self.commit, self.path, request, "dataset")))
+
+    def _opened(self, path: Path) -> RowFile:
+        file = RowFile.of(path, self.name)
+        assert file is not None
+        return file
+
+
+@dataclass(frozen=True)
+class HubSet:
+    """A config of a data set: the files of its splits."""
+
+    repo: str
+    commit: str
+    config: str
+    splits: Mapping[str, Sequence[HubFile]]
+
+    def files(self, split: str | None) -> tuple[str, tuple[HubFile, ...]]:
+        """The files of a split, and its name; without one asked for, of train or of the only one. DataError."""
+        chosen = split or ("train" if "train" in self.splits else next(iter(self.splits)))
+        if chosen not in self.splits or (split is None and "train" not in self.splits and len(self.splits) > 1):
+            problem = f"has no split {split}" if split else "has no split train"
+            raise DataError(
+                f"{self.repo} (config {self.config}) {problem}, but {', '.join(self.splits)}: "
+                f"give {self.repo}:{self.config}:SPLIT"
+            )
+        return chosen, tuple(self.splits[chosen])
+
+
+def open_hub_set(spec: Spec, *, streaming: bool = False) -> HubSet:
+    """Asks the Hub (offline: our notes of an earlier answer) what there is; see `llmq.files.hub.ask` for the errors."""
+    listing = _listing(spec.name, spec.revision)
+    configs = layout(spec.name, listing["files"], listing["configs"])
+    if not configs:
+        listing = _listing(spec.name, CONVERTED)
+        configs = converted_layout(spec.name, listing["files"])
+    chosen = _config(spec, configs, listing["default"])
+    splits = {
+        split: [HubFile(listing["repo"], listing["commit"], p, listing["files"][p], streaming) for p in paths]
+        for split, paths in configs[chosen].items()
+    }
+    return HubSet(listing["repo"], listing["commit"], chosen, splits)
+
+
+def _config(spec: Spec, configs: Layout, default: str | None) -> str:
+    if spec.config is not None and spec.config in configs:
+        return spec.config
+    names = ", ".join(list(configs)[:20]) + (" ..." if len(configs) > 20 else "")
+    if spec.config is not None:
+        hint = ""
+        if any(spec.config in splits for splits in configs.values()):
+            hint = f"; for the split of that name {spec.name}::{spec.config}"
+        raise DataError(f"{spec.name} has no config {spec.config}: give one of {names}{hint}")
+    for name in (default, "default"):
+        if name in configs:
+            return name
+    if len(configs) == 1:
+        return next(iter(configs))
+    raise DataError(f"{spec.name} has several configs: give {spec.name}:CONFIG with one of {names}")
+
+
+def _listing(name: str, revision: str) -> dict[str, Any]:
+    """Commit, files with sizes, and the configs that the data set's card names."""
+    from huggingface_hub import HfApi, constants
+
+    note = cache_folder("hub") / f"{key_of([constants.ENDPOINT, name, revision])}.json"
+    known = _noted(note)
+    if known is not None and (constants.HF_HUB_OFFLINE or _COMMIT.fullmatch(revision)):
+        return known
+    if constants.HF_HUB_OFFLINE:
+        raise DataError(
+            f"{name} was not used before (no notes in {note.parent}), and HF_HUB_OFFLINE forbids to look for it: "
+            "unset it, or give a local path"
+        )
+    look = partial(HfApi().dataset_info, name, revision=revision, files_metadata=True, timeout=TIMEOUT_S)
+    if revision == CONVERTED:
+        look = partial(_converted_info, name, look)
+    info = ask(name, revision, "", look, "dataset")
+    if info is None:
+        raise DataError(
+            f"{name} has no files of rows (parquet, jsonl, csv, json), and the Hub has not converted it to parquet: "
+            "convert it and give the files, for no loading script of a data set is run"
+        )
+    card = info.card_data.to_dict() if info.card_data else {}
+    configs = card.get("configs")
+    configs = [entry for entry in configs if isinstance(entry, dict)] if isinstance(configs, list) else []
+    listing = {
+        "repo": info.id or name,
+        "commit": info.sha,
+        "files": {entry.rfilename: entry.size or 0 for entry in info.siblings or []},
+        "configs": configs,
+        "default": next((str(c.get("config_name")) for c in configs if c.get("default")), None),
+    }
+    write_whole(note, json.dumps(listing).encode())
+    return listing
+
+
+def _converted_info(name: str, look: Any) -> Any:
+    from huggingface_hub import errors
+
+    try:
+        return look()
+    except errors.RevisionNotFoundError:
+        return None
+
+
+def _noted(path: Path) -> dict[str, Any] | None:
+    try:
+        return dict(json.loads(path.read_bytes()))
+    except (OSError, ValueError, TypeError):
+        return None
+
+
+def layout(name: str, files: Mapping[str, int], configs: Sequence[Mapping[str, Any]]) -> Layout:
+    """Which files each config and split is: as the card says, or as the files' names do. Empty: not to be had so."""
+    found: Layout = {}
+    for config in configs:
+        splits = _card_splits(config, files)
+        if splits:
+            found[str(config.get("config_name") or "default")] = splits
+    if configs or f"{PurePosixPath(name).name}.py" in files:
+        return found
+    usable = [path for path in sorted(files) if PurePosixPath(path).name not in NOT_DATA and _kind(path)]
+    for kind in KINDS:
+        if chosen := [path for path in usable if _kind(path) == kind]:
+            return {"default": by_split(chosen)}
+    return {}
+
+
+def _card_splits(config: Mapping[str, Any], files: Mapping[str, int]) -> dict[str, list[str]]:
+    """The splits of a config in a card: patterns, or {split, path} objects, below data_dir."""
+    folder = str(config.get("data_dir") or "").strip("/")
+    entries = config.get("data_files") or ([f"{folder}/**"] if folder else [])
+    entries = entries if isinstance(entries, list) else [entries]
+    if not all(isinstance(entry, dict) for entry in entries):
+        matched = _matched([str(entry) for entry in entries], "" if not config.get("data_files") else folder, files)
+        return by_split(matched) if matched else {}
+    splits: dict[str, list[str]] = {}
+    for entry in entries:
+        patterns = entry.get("path") or []
+        patterns = patterns if isinstance(patterns, list) else [patterns]
+        if matched := _matched([str(pattern) for pattern in patterns], folder, files):
+            splits.setdefault(str(entry.get("split") or "train"), []).extend(matched)
+    return splits
+
+
+def _matched(patterns: Sequence[str], folder: str, files: Mapping[str, int]) -> list[str]:
+    """Files of rows that the patterns name, sorted within each; ** crosses folders, * does not."""
+    found: dict[str, None] = {}
+    for pattern in patterns:
+        whole = f"{folder}/{pattern}" if folder else pattern
+        expression = _expression(whole)
+        found.update(dict.fromkeys(p for p in sorted(files) if expression.fullmatch(p) and _kind(p)))
+    return list(found)
+
+
+def _expression(pattern: str) -> re.Pattern[str]:
+    words = {"**": ".*", "**/": "(?:.*/)?", "*": "[^/]*", "?": "[^/]"}
+    parts = re.split(r"(\*\*/?|\*|\?|\[[^\]]+\])", pattern)
+    sets = [part.replace("[!", "[^") if part.startswith("[") else re.escape(part) for part in parts]
+    try:
+        return re.compile("".join(words.get(part, own) for part, own in zip(parts, sets, strict=True)))
+    except re.error:  # a set such as [b-a], which matches nothing as a glob
+        return re.compile(re.escape(pattern))
+
+
+def _kind(path: str) -> str | None:
+    file = RowFile.of(Path(path))
+    return file.kind if file else None
+
+
+def converted_layout(name: str, files: Mapping[str, int]) -> Layout:
+    """The Hub's conversion: CONFIG/SPLIT/0000.parquet. DataError where it holds only the beginning of a split."""
+    found: Layout = {}
+    for path in sorted(files):
+        words = path.split("/")
+        if len(words) == 3 and path.endswith(".parquet"):
+            found.setdefault(words[0], {}).setdefault(words[1], []).append(path)
+    partial_splits = sorted({s for splits in found.values() for s in splits if s.startswith("partial-")})
+    if partial_splits:
+        raise DataError(
+            f"the Hub has converted only the beginning of {name} to parquet ({', '.join(partial_splits)}), and no "
+            "loading script of a data set is run: give the whole data as files"
+        )
+    if not found:
+        raise DataError(f"{name} has no files of rows (parquet, jsonl, csv, json) that can be read")
+    return found
+
+
+def by_split(paths: Sequence[str]) -> dict[str, list[str]]:
+    """Files by the split that a word of their path names; all of them are train where none names one."""
+    found: dict[str, list[str]] = {}
+    for path in paths:
+        words = re.split(r"[^a-z]+", path.lower())
+        split = next((split for split, names in SPLITS.items() if any(word in names for word in words)), "train")
+        found.setdefault(split, []).append(path)
+    return {split: found[split] for split in SPLITS if split in found}

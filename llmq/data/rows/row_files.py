@@ -1,0 +1,404 @@
+"""Files of rows: JSON lines, JSON arrays, CSV and parquet, read in one pass with bounded memory from any row on.
+
+Every reader yields (row, Record or BadRow) for the wanted rows, where `row` counts from 0 and the place in messages
+from 1, and returns the number of rows of the file. Compressed files are decompressed as they are read.
+"""
+
+from __future__ import annotations
+
+import csv
+import gzip
+import io
+import json
+import re
+import zlib
+from collections import Counter
+from collections.abc import Callable, Generator, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, BinaryIO, cast
+
+from llmq.data.rows.records import BadRow, Record, Row
+from llmq.errors import DataError
+
+SUFFIXES = {
+    ".jsonl": "jsonl", ".ndjson": "jsonl", ".json": "json", ".csv": "csv", ".tsv": "csv", ".parquet": "parquet",
+}  # fmt: skip
+COMPRESSIONS = (".gz", ".zst")
+MAX_ROW_BYTES = 1 << 26  # a longer row would be held in memory some ten times over
+BLOCK_BYTES = 1 << 20
+PARQUET_ROWS = 256  # in memory at once; fewer where they are long:
+PARQUET_BYTES = 1 << 25  # as far as their row group's size tells
+LONGEST_MARK = 16  # characters: an escape, or a word such as false or -Infinity
+BOM = b"\xef\xbb\xbf"
+
+Wanted = Callable[[int], bool]
+Rows = Generator[tuple[int, Row], None, int]
+
+
+def every(row: int) -> bool:
+    """All rows are wanted."""
+    return True
+
+
+@dataclass(frozen=True)
+class RowFile:
+    """A file of rows; `name` is how messages call it, `kind` jsonl, json, csv or parquet."""
+
+    path: Path
+    name: str
+    kind: str
+    delimiter: str = ","
+
+    @classmethod
+    def of(cls, path: Path, name: str | None = None) -> RowFile | None:
+        """The file as its suffix says, or None where that is none of a file of rows."""
+        plain = path.with_suffix("") if path.suffix.lower() in COMPRESSIONS else path
+        kind = SUFFIXES.get(plain.suffix.lower())
+        if kind is None or (kind == "parquet" and plain != path):
+            return None
+        return cls(path, name or str(path), kind, "\t" if plain.suffix.lower() == ".tsv" else ",")
+
+    def rows(self, start: int = 0, wanted: Wanted = every) -> Rows:
+        """The wanted rows from row `start` on; DataError where the file itself cannot be read."""
+        return _READERS[self.kind](self, start, wanted)
+
+    def num_rows(self) -> int:
+        """How many rows the file has; only parquet files know without being read."""
+        if self.kind == "parquet":
+            with _container(_At(self)):
+                return _open_parquet(self).metadata.num_rows
+        rows = self.rows(wanted=lambda row: False)
+        while True:
+            try:
+                next(rows)
+            except StopIteration as end:
+                return cast(int, end.value)
+
+    def place(self, row: int) -> str:
+        return f"{self.name}:{row + 1}"
+
+
+class _At:
+    """Where a reader is, for the message of what breaks the file."""
+
+    def __init__(self, file: RowFile) -> None:
+        self.file = file
+        self.row: int | None = None
+
+    def __str__(self) -> str:
+        return self.file.name if self.row is None else self.file.place(self.row)
+
+
+@contextmanager
+def _container(at: _At) -> Iterator[None]:
+    """Turns what breaks a file as a whole into a DataError that names it and the row."""
+    try:
+        yield
+    except DataError:
+        raise
+    except (EOFError, zlib.error, gzip.BadGzipFile) as error:
+        raise DataError(f"{at}: the compressed file is truncated or damaged ({error}): get it again") from None
+    except OSError as error:
+        reason = error.strerror or str(error).splitlines()[0]
+        raise DataError(f"{at}: cannot be read ({reason}): check the file and the disk, or get it again") from None
+    except (ValueError, KeyError, NotImplementedError, RuntimeError, MemoryError, OverflowError, TypeError) as error:
+        if at.file.kind != "parquet":  # only pyarrow says with all of these that a file is damaged
+            raise
+        said = (str(error) or type(error).__name__).splitlines()[0]
+        raise DataError(f"{at}: not a parquet file that can be read ({said}): get it again") from None
+
+
+def _open(file: RowFile) -> BinaryIO:
+    """The decompressed bytes, without a byte order mark."""
+    suffix = file.path.suffix.lower()
+    if suffix == ".gz":
+        opened: Any = gzip.GzipFile(file.path, "rb")
+    elif suffix == ".zst":
+        import pyarrow
+
+        opened = io.BufferedReader(pyarrow.input_stream(str(file.path), compression="zstd"), BLOCK_BYTES)
+    else:
+        opened = file.path.open("rb", BLOCK_BYTES)
+    try:
+        with _container(_At(file)):
+            if opened.peek(len(BOM))[: len(BOM)] == BOM:
+                opened.read(len(BOM))
+    except BaseException:
+        opened.close()
+        raise
+    return cast(BinaryIO, opened)
+
+
+def _read_jsonl(file: RowFile, start: int, wanted: Wanted) -> Rows:
+    at, row = _At(file), 0
+    with _container(at), _open(file) as opened:
+        while line := opened.readline(MAX_ROW_BYTES + 1):
+            at.row = row
+            if len(line) > MAX_ROW_BYTES:
+                raise DataError(f"{file.place(row)}: the row is longer than {MAX_ROW_BYTES} bytes: split it")
+            if row >= start and wanted(row):
+                yield row, _json_row(file.place(row), line)
+            row += 1
+    return row
+
+
+def _json_row(place: str, line: bytes) -> Row:
+    try:
+        text = line.decode().rstrip()
+        if not text:
+            return BadRow(place, "the row is empty")
+        return _object(place, json.loads(text), "\\u" in text)
+    except UnicodeDecodeError as error:
+        return BadRow(place, f"not UTF-8: byte {error.start} of the row is 0x{line[error.start]:02x} ({error.reason})")
+    except RecursionError:
+        return BadRow(place, "not JSON that can be read: nested too deeply")
+    except json.JSONDecodeError as error:
+        return BadRow(place, f"not JSON ({error.msg} at character {error.pos + 1})")
+    except ValueError as error:  # a number of too many digits
+        return BadRow(place, f"not JSON ({error})")
+
+
+def _object(place: str, value: Any, escaped: bool) -> Row:
+    if not isinstance(value, dict):
+        kind = {list: "an array", str: "text", bool: "true or false", type(None): "null"}.get(type(value), "a number")
+        return BadRow(place, f"{kind}, where a row is an object with fields")
+    if not value:
+        return BadRow(place, "the row is empty")
+    try:
+        whole = not escaped or _is_text(json.dumps(value, ensure_ascii=False))
+    except RecursionError:
+        return BadRow(place, "nested too deeply")
+    if not whole:
+        return BadRow(place, "the text has half of a surrogate pair (\\ud800 to \\udfff), which is no character")
+    return Record(place, value)
+
+
+def _is_text(text: str) -> bool:
+    try:
+        text.encode()
+    except UnicodeEncodeError:
+        return False
+    return True
+
+
+_WHITE = re.compile(r"[ \t\n\r]*")
+
+
+def _read_json(file: RowFile, start: int, wanted: Wanted) -> Rows:
+    """An array of objects, decoded one at a time. Behind what is not JSON no next row can be found."""
+    at, row = _At(file), 0
+    with _container(at), _open(file) as opened:
+        text = _Stream(file, opened)
+        if text.next() != "[":
+            raise DataError(f"{file.name}: not an array of rows ([{{...}}, ...]): a file with a row a line is .jsonl")
+        text.skip(1)
+        while text.next() != "]" or row:
+            at.row = row
+            value, escaped = text.value(row)
+            if row >= start and wanted(row):
+                yield row, _object(file.place(row), value, escaped)
+            row += 1
+            mark = text.next()
+            if mark not in (",", "]"):
+                raise DataError(
+                    f"{file.place(row - 1)}: no comma or closing bracket behind the row, but "
+                    f"{f'{mark!r}' if mark else 'the end of the file'}: mend the file"
+                )
+            if mark == "]":
+                break
+            text.skip(1)
+        text.skip(1)
+        if rest := text.next():
+            raise DataError(f"{file.name}: {rest!r} behind the array's end: mend the file")
+    return row
+
+
+class _Stream:
+    """Text of a file, of which only the part that is being decoded is in memory."""
+
+    def __init__(self, file: RowFile, opened: BinaryIO) -> None:
+        self.file, self.opened = file, io.TextIOWrapper(opened, "utf-8", newline="")
+        self.text, self.at = "", 0
+        self.row: int | None = None
+
+    def _more(self) -> bool:
+        place = self.file.name if self.row is None else self.file.place(self.row)
+        try:
+            block = self.opened.read(max(BLOCK_BYTES, len(self.text) - self.at))
+        except UnicodeDecodeError as error:
+            byte = error.object[error.start]
+            raise DataError(f"{place} or behind it: not UTF-8, with a byte 0x{byte:02x} ({error.reason})") from None
+        self.text, self.at = self.text[self.at :] + block, 0
+        if len(self.text) > 2 * MAX_ROW_BYTES:
+            raise DataError(f"{place}: the row is longer than {MAX_ROW_BYTES} characters: mend or split it")
+        return bool(block)
+
+    def next(self) -> str:
+        """The next character that is not white space, or nothing at the end."""
+        while True:
+            self.at = cast(re.Match[str], _WHITE.match(self.text, self.at)).end()
+            if self.at < len(self.text):
+                return self.text[self.at]
+            if not self._more():
+                return ""
+
+    def skip(self, count: int) -> None:
+        self.at += count
+
+    def value(self, row: int) -> tuple[Any, bool]:
+        """The JSON value that comes next, and whether it has escapes."""
+        self.row = row
+        self.next()
+        while True:
+            try:
+                value, end = json.JSONDecoder().raw_decode(self.text, self.at)
+            except RecursionError:
+                raise DataError(f"{self.file.place(row)}: nested too deeply: mend the row") from None
+            except ValueError as error:
+                # Only near the end of what has been read, or in a text that has no end there, may the rest be missing.
+                place = error.pos if isinstance(error, json.JSONDecodeError) else 0
+                said = error.msg if isinstance(error, json.JSONDecodeError) else str(error)
+                cut = "Unterminated" in said or place > len(self.text) - LONGEST_MARK
+                if cut and self._more():
+                    continue
+                raise DataError(f"{self.file.place(row)}: not JSON ({said}): mend the row") from None
+            if end == len(self.text) and self._more():  # a number may go on
+                continue
+            escaped = self.text.find("\\u", self.at, end) >= 0
+            self.at = end
+            return value, escaped
+
+
+def _read_csv(file: RowFile, start: int, wanted: Wanted) -> Rows:
+    """Rows below a header with the fields' names. Bytes that are not UTF-8 spoil their own row only."""
+    at, row = _At(file), 0
+    csv.field_size_limit(MAX_ROW_BYTES)
+    with _container(at), _open(file) as opened:
+        lines = _CsvLines(file, opened)
+        rows = csv.reader(lines, delimiter=file.delimiter, strict=True)
+        header = _csv_fields(file, rows, "the header")
+        if header is None:
+            return 0
+        lines.begin_row(row)
+        if bad := _bad_header(header):
+            raise DataError(f"{file.name}: the first line names the fields, but {bad}: mend it")
+        while (fields := _csv_fields(file, rows, file.place(row))) is not None:
+            at.row = row
+            if row >= start and wanted(row):
+                yield row, _csv_row(file.place(row), header, fields)
+            row += 1
+            lines.begin_row(row)
+    return row
+
+
+class _CsvLines:
+    """The lines of a CSV file; DataError within a row that is too long, which may have many of them."""
+
+    def __init__(self, file: RowFile, opened: BinaryIO) -> None:
+        self.lines = io.TextIOWrapper(opened, "utf-8", "surrogateescape", newline="")
+        self.file, self.where, self.left = file, file.name, MAX_ROW_BYTES
+
+    def begin_row(self, row: int) -> None:
+        self.where, self.left = self.file.place(row), MAX_ROW_BYTES
+
+    def __iter__(self) -> Iterator[str]:
+        return self
+
+    def __next__(self) -> str:
+        line = self.lines.readline(self.left + 1)
+        self.left -= len(line)
+        if self.left < 0:
+            raise DataError(
+                f"{self.where}: the row is longer than {MAX_ROW_BYTES} characters: split it, or check its quotes"
+            )
+        if not line:
+            raise StopIteration
+        return line
+
+
+def _csv_fields(file: RowFile, rows: Iterator[list[str]], where: str) -> list[str] | None:
+    try:
+        return next(rows, None)
+    except csv.Error as error:
+        name = where if where.startswith(file.name) else f"{file.name}: {where}"
+        raise DataError(f"{name}: not CSV ({error}): mend the row, or check its quotes") from None
+
+
+def _bad_header(header: list[str]) -> str:
+    if not header or not any(header):
+        return "it is empty"
+    if not _is_text("".join(header)):
+        return "it is not UTF-8"
+    return _named_twice(header)
+
+
+def _named_twice(names: Sequence[str]) -> str:
+    twice = sorted(name for name, count in Counter(names).items() if count > 1)
+    return f"{', '.join(map(repr, twice[:5]))} stands there twice" if twice else ""
+
+
+def _csv_row(place: str, header: list[str], fields: list[str]) -> Row:
+    if not any(fields):
+        return BadRow(place, "the row is empty")
+    if len(fields) != len(header):
+        return BadRow(place, f"the header names {len(header)} fields, but the row has {len(fields)}")
+    for name, text in zip(header, fields, strict=True):
+        if not text.isascii() and not _is_text(text):
+            return BadRow(place, f"not UTF-8: field {name!r}")
+    return Record(place, dict(zip(header, fields, strict=True)))
+
+
+def _open_parquet(file: RowFile) -> Any:
+    import pyarrow.parquet
+
+    # Column chunks are read in blocks and not whole: a row group of web text has a gigabyte.
+    return pyarrow.parquet.ParquetFile(
+        str(file.path), buffer_size=BLOCK_BYTES, pre_buffer=False, page_checksum_verification=True
+    )
+
+
+def _read_parquet(file: RowFile, start: int, wanted: Wanted) -> Rows:
+    at = _At(file)
+    with _container(at), _open_parquet(file) as opened:
+        if twice := _named_twice(opened.schema_arrow.names):
+            raise DataError(f"{file.name}: among the names of the columns, {twice}: rename or drop one")
+        row, groups = 0, list(range(opened.metadata.num_row_groups))
+        while groups and row + opened.metadata.row_group(groups[0]).num_rows <= start:
+            row += opened.metadata.row_group(groups.pop(0)).num_rows
+        if not groups:
+            return cast(int, opened.metadata.num_rows)
+        at.row = row
+        for group in groups:
+            at_once = _rows_at_once(opened.metadata.row_group(group))
+            for batch in opened.iter_batches(at_once, row_groups=[group], use_threads=False):
+                for offset in range(batch.num_rows):
+                    if row >= start and wanted(row):
+                        yield row, _parquet_row(file.place(row), batch, offset)
+                    row += 1
+                    at.row = row
+        return row
+
+
+def _rows_at_once(group: Any) -> int:
+    """How many rows of a row group have about PARQUET_BYTES, by their mean."""
+    mean = group.total_byte_size // max(group.num_rows, 1)
+    return min(max(PARQUET_BYTES // max(mean, 1), 1), PARQUET_ROWS)
+
+
+def _parquet_row(place: str, batch: Any, offset: int) -> Row:
+    try:
+        value = {name: batch.column(i)[offset].as_py() for i, name in enumerate(batch.schema.names)}
+    except UnicodeDecodeError as error:
+        return BadRow(place, f"not UTF-8: {error.reason}")
+    except (ValueError, OverflowError, KeyError) as error:  # a date or number that Python cannot hold
+        return BadRow(place, f"a value that cannot be read ({error})")
+    if all(field is None for field in value.values()):
+        return BadRow(place, "the row is empty")
+    return Record(place, value)
+
+
+_READERS: dict[str, Callable[[RowFile, int, Wanted], Rows]] = {
+    "jsonl": _read_jsonl, "json": _read_json, "csv": _read_csv, "parquet": _read_parquet,
+}  # fmt: skip

@@ -1,0 +1,275 @@
+"""Where text and rows come from: what is asked for by path or name, and which part of it is for evaluation."""
+
+from __future__ import annotations
+
+import glob
+import os
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from fractions import Fraction
+from pathlib import Path
+from typing import Any
+
+from llmq.data.batches.windows import matched
+from llmq.data.chat.encode import EncodeOptions
+from llmq.data.rows import datasets
+from llmq.data.rows.file_rows import FileRows, LocalFile, RowSequence, Share
+from llmq.data.rows.hub_data import NOT_DATA, Spec, by_split, open_hub_set
+from llmq.data.rows.row_files import BOM, COMPRESSIONS, SUFFIXES, RowFile
+from llmq.data.tokens.cache import content_hash
+from llmq.data.tokens.text import Document, open_documents, split
+from llmq.errors import DataError, UsageError
+
+EVAL_FRACTION = 0.1  # where the data has no part for evaluation
+TEXT_SUFFIX = ".txt"  # what is text in a folder; a file that is named may be called anything
+
+Documents = tuple[Document, ...]
+
+
+@dataclass(frozen=True)
+class Held:
+    """The part that is held out for evaluation: as asked, or by default where the data has none of its own."""
+
+    asked: float | None
+    default: float
+
+    @property
+    def fraction(self) -> float:
+        return self.default if self.asked is None else self.asked
+
+
+@dataclass(frozen=True)
+class Found:
+    """Data: documents of text files, or rows. `rule` says in words how its parts were chosen."""
+
+    title: str  # names the output
+    asked: tuple[str, ...]
+    train: Documents | RowSequence
+    evaluation: Documents | RowSequence | None
+    rule: str
+    data_format: str | None = None  # as known for a named set
+    mapping: tuple[tuple[str, str], ...] = ()
+    eval_tokens: int = 0  # the first ones of `train` are for evaluation
+    limit: int | None = None
+    numbered: bool = False
+    may_lack_evaluation: bool = False  # a part for it was not asked for, and a small set need not have one
+
+    @property
+    def is_rows(self) -> bool:
+        """Whether this is rows, and not text files."""
+        return not isinstance(self.train, tuple)
+
+    @property
+    def num_bytes(self) -> int | None:
+        """Bytes of text files; None for rows."""
+        if not isinstance(self.train, tuple):
+            return None
+        held = self.evaluation if isinstance(self.evaluation, tuple) else ()
+        return sum(document.num_bytes for document in (*self.train, *held))
+
+    def known(self, options: EncodeOptions) -> EncodeOptions:
+        """The options with what is known of a named set, where they leave it open."""
+        return replace(
+            options,
+            data_format=options.data_format or self.data_format,
+            mapping=options.mapping or self.mapping,
+        )
+
+    def identity(self) -> Any:
+        """What the tokens depend on, as JSON knows it. Files of this machine are read whole for it."""
+        parts = [_identity(self.train), None if self.evaluation is None else _identity(self.evaluation)]
+        return [*parts, self.eval_tokens, self.limit, self.numbered]
+
+
+def _identity(part: Documents | RowSequence) -> Any:
+    if isinstance(part, tuple):
+        return [[content_hash(document.path), document.start, document.stop] for document in part]
+    return part.identity()
+
+
+def find_anything(asked: str, eval_fraction: float | None, *, streaming: bool = False) -> Found:
+    """What `--data` names: a path, folder or glob, else a data set by name. The errors are those of `find`."""
+    path = Path(asked).expanduser()
+    is_local = (
+        path.exists()
+        or asked.startswith((".", "/", "~"))
+        or (asked not in datasets.NAMES and ":" not in asked and (glob.has_magic(asked) or _has_data_suffix(path)))
+    )
+    if is_local:
+        return find(inputs=(str(path),), eval_fraction=eval_fraction, streaming=streaming)
+    return find(dataset=asked, eval_fraction=eval_fraction, streaming=streaming)
+
+
+def _has_data_suffix(path: Path) -> bool:
+    return path.suffix.lower() in (*SUFFIXES, *COMPRESSIONS, TEXT_SUFFIX)
+
+
+def find(
+    *,
+    dataset: str | None = None,
+    inputs: Sequence[str] = (),
+    eval_fraction: float | None = None,
+    streaming: bool = False,
+) -> Found:
+    """The data of a named or Hub `dataset`, or of `inputs` (files, folders, globs), and its part for evaluation.
+
+    That part is `eval_fraction` of the training data; without one, the set's own (its validation split, or llm.q's
+    rule), else EVAL_FRACTION. Raises UsageError and DataError.
+    """
+    # Of a stream it is not known ahead which rows will come, so none of them are kept.
+    held = Held(eval_fraction, 0.0 if streaming else EVAL_FRACTION)
+    if dataset is None:
+        return _local(inputs, held)
+    if dataset == datasets.TINY:
+        return replace(_texts([datasets.tiny_shakespeare()], held), title=dataset, asked=(dataset,))
+    if dataset in datasets.NAMED:
+        return _named(dataset, eval_fraction, streaming)
+    return _hub(dataset, held, streaming)
+
+
+def _local(inputs: Sequence[str], held: Held) -> Found:
+    problems: list[str] = []
+    folders = [path for text in inputs if (path := Path(text).expanduser()).is_dir()]
+    named = matched([str(Path(t).expanduser()) for t in inputs if not Path(t).expanduser().is_dir()], problems)
+    if problems:
+        raise DataError("\n".join(problems))
+    if len(folders) == 1 and not named:
+        found = _folder(folders[0], held)
+    else:
+        files = [*(file for folder in folders for file in _data_files(folder)), *named]
+        found = _files(files, held)
+    return replace(found, asked=tuple(inputs))
+
+
+def _folder(folder: Path, held: Held) -> Found:
+    """A folder's files, by the split that their names tell, as on the Hub."""
+    files = _data_files(folder)
+    if _one_kind(files) == "text":
+        return replace(_texts(files, held), title=_name(folder))
+    splits = by_split([str(path.relative_to(folder)) for path in files])
+    rows = {name: _file_rows([folder / path for path in paths]) for name, paths in splits.items()}
+    if "train" not in rows:
+        if len(rows) > 1:
+            raise DataError(f"{folder} has the splits {', '.join(rows)}, but no train: name the files")
+        rows = {"train": next(iter(rows.values()))}
+    return replace(_split_rows(rows["train"], rows.get("validation"), held), title=_name(folder))
+
+
+def _data_files(folder: Path) -> list[Path]:
+    """Files of rows and text below a folder, without hidden ones; DataError if there are none."""
+    found = []
+    for path in sorted(folder.rglob("*")):
+        hidden = any(part.startswith(".") for part in path.relative_to(folder).parts)
+        if path.is_file() and not hidden and path.name not in NOT_DATA and _has_data_suffix(path):
+            found.append(path)
+    if not found:
+        raise DataError(
+            f"{folder} has no data: no file in it ends with {', '.join((*SUFFIXES, TEXT_SUFFIX))}, or these with .gz "
+            "or .zst"
+        )
+    return found
+
+
+def _files(paths: Sequence[Path], held: Held) -> Found:
+    title = paths[0].stem.split(".")[0] if len(paths) == 1 else _name(paths[0].resolve().parent)
+    if _one_kind(paths) == "text":
+        return replace(_texts(paths, held), title=title)
+    return replace(_split_rows(_file_rows(paths), None, held), title=title)
+
+
+def _one_kind(paths: Sequence[Path]) -> str:
+    """Rows, or text where no file has the suffix of a file of rows; DataError for both."""
+    rows = [path for path in paths if RowFile.of(path)]
+    if not rows:
+        return "text"
+    kinds = Counter(file.kind if (file := RowFile.of(path)) else "text" for path in paths)
+    if len(kinds) > 1:
+        counts = ", ".join(f"{count} {kind}" for kind, count in kinds.most_common())
+        raise DataError(f"the files are of several kinds ({counts}): give those of one kind, for example with a glob")
+    return next(iter(kinds))
+
+
+def _name(folder: Path) -> str:
+    return folder.resolve().name or "data"
+
+
+def _texts(paths: Sequence[Path], held: Held) -> Found:
+    if packed := [str(path) for path in paths if path.suffix.lower() in COMPRESSIONS]:
+        raise DataError(
+            f"{packed[0]}: text files are read as they are: decompress it, or make it .jsonl{packed[0][-3:]}"
+        )
+    documents = [document for document in map(_without_mark, open_documents(paths)) if document.num_bytes]
+    if not documents:
+        raise DataError(f"there is no text in {paths[0]}, but for a byte order mark: give files with text")
+    train, kept, rule = split(documents, held.fraction)
+    rule = f"one file is one document (UTF-8, as it is; empty files are left out); {rule}"
+    return Found("text", (), tuple(train), tuple(kept) or None, rule)
+
+
+def _without_mark(document: Document) -> Document:
+    """The document behind its byte order mark, which is no text."""
+    with document.path.open("rb") as file:
+        return document.behind(len(BOM)) if file.read(len(BOM)) == BOM else document
+
+
+def _file_rows(paths: Sequence[Path]) -> FileRows:
+    files = [file for path in paths if (file := RowFile.of(path))]
+    problems = [f"{path}: no such file" for path in paths if not path.is_file()]
+    if problems:
+        raise DataError("\n".join(problems))
+    return FileRows(tuple(map(LocalFile, files)))
+
+
+def _split_rows(train: FileRows, own: FileRows | None, held: Held) -> Found:
+    """The rows' part for evaluation: their own split, unless a fraction is asked for."""
+    if own is not None and held.asked is None:
+        return Found("rows", (), train, own, "rows are documents; those of the validation split are for evaluation")
+    fraction = Fraction(str(held.fraction))
+    if not fraction:
+        return Found("rows", (), train, None, "rows are documents; all of them are training data")
+    rule = f"rows are documents; {float(fraction):g} of them, spread evenly, are for evaluation"
+    ours, theirs = (replace(train, share=Share(fraction, is_held)) for is_held in (False, True))
+    return Found("rows", (), ours, theirs, rule, may_lack_evaluation=held.asked is None)
+
+
+def _named(name: str, eval_fraction: float | None, streaming: bool) -> Found:
+    if eval_fraction:
+        raise UsageError(
+            f"--eval-fraction {eval_fraction:g}: {name} has its own part for evaluation: leave it out, or 0 for none"
+        )
+    named = datasets.NAMED[name]
+    train, held = datasets.named_rows(named, streaming=streaming)
+    if eval_fraction is not None:
+        held, named = None, replace(named, eval_tokens=0)
+    rule = "all of them are training data"
+    if named.eval_tokens:
+        rule = f"the first {named.eval_tokens} tokens are for evaluation"
+    elif held is not None:
+        which = f"those of the split {named.eval_split}" if named.eval_split else f"{named.eval_rows} drawn rows"
+        rule = f"{which} are for evaluation"
+    return Found(
+        name,
+        (name,),
+        train,
+        held,
+        f"rows of {named.repo} are documents; {rule}",
+        data_format=named.data_format,
+        mapping=named.mapping,
+        eval_tokens=named.eval_tokens,
+        limit=named.limit,
+        numbered=named.numbered,
+    )
+
+
+def _hub(text: str, held: Held, streaming: bool) -> Found:
+    spec = Spec.parse(text)
+    opened = open_hub_set(spec, streaming=streaming)
+    name, files = opened.files(spec.split)
+    train = spec.sliced.of(files) if spec.sliced else FileRows(files)
+    own = opened.splits.get("validation") if name == "train" else None
+    found = _split_rows(train, FileRows(tuple(own)) if own else None, held)
+    last = opened.repo.rsplit("/", 1)[-1]
+    title = last if opened.config == "default" else f"{last}-{opened.config}"
+    rule = f"{opened.repo} at {opened.commit[:12]}, config {opened.config}, split {name}: {found.rule}"
+    return replace(found, title=title.replace(os.sep, "-"), asked=(text,), rule=rule)

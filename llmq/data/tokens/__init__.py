@@ -1,0 +1,1 @@
+"""Token files: reading and writing them, tokenizers, and the cache."""

@@ -1,0 +1,382 @@
+"""From data to token files: found, encoded, written in parts, published together with what they were made from."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import shutil
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, replace
+from datetime import datetime
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from llmq.cache_folder import cache_folder
+from llmq.data.chat.counts import Counts, notes
+from llmq.data.chat.encode import ChatEncoder, Encoded, EncodeOptions, Encoder
+from llmq.data.chat.samples import show
+from llmq.data.chat.template import template_note
+from llmq.data.rows.file_rows import RowSequence
+from llmq.data.rows.records import BadRow, Record
+from llmq.data.rows.request import Request
+from llmq.data.rows.sources import Documents, find
+from llmq.data.tokens.cache import locked
+from llmq.data.tokens.pipeline import Encoders, RowWork, TextWork
+from llmq.data.tokens.produce import STATE, Made, Producer, Progress, Stream, begun_at, require_trained
+from llmq.data.tokens.rebuilt_tokenizer import rebuilt_warning
+from llmq.data.tokens.sidecar import Sidecar, TokenizerNote, copy_tokenizer, sidecar_name
+from llmq.data.tokens.token_file import TokenFile
+from llmq.data.tokens.tokenizer import TextTokenizer
+from llmq.disk import remove_leftovers, replace_folder, storage, sync_folder, write_whole
+from llmq.errors import DataError, StorageError, UsageError
+
+if TYPE_CHECKING:
+    from rich.console import Console
+
+WORK = ".partial"  # where files are made, in the folder that they are for
+TOKENIZER_FOLDER = "tokenizer"
+MANIFEST = "manifest.json"  # the files of an entry of the cache, with their sizes, when they were begun, notes on rows
+NO_EVALUATION = ", or keep none for evaluation (--eval-fraction 0)"  # advice
+TOKEN_FILE = re.compile(r"(train|eval)(-\d{3,})?\.bin")
+
+Say = Callable[[str], None]
+OnEncoder = Callable[[Encoder, Iterable[Record]], None]
+
+
+def silent(text: str) -> None:
+    """Says nothing."""
+
+
+@dataclass(frozen=True)
+class Written:
+    """A finished token file."""
+
+    path: Path
+    num_tokens: int
+    num_documents: int
+
+
+def show_samples(encoder: Encoder, records: Iterable[Record], count: int, console: Console) -> None:
+    """Prints the first `count` documents with their tokens colored by mask, or marked where there are no colors."""
+    encoder, bad = encoder.copied(), list[BadRow]()
+    documents: list[Encoded] = []
+    for record in records:
+        documents += encoder.encode([record], bad)
+        if len(documents) >= count:
+            break
+    # lines as they are: a terminal breaks long ones itself, and in a file a path stays whole
+    console.print(show(documents, encoder.tokenizer, count, marks=console.color_system is None), soft_wrap=True)
+
+
+def tokenize_data(
+    *,
+    tokenizer: str,
+    dataset: str | None = None,
+    inputs: Sequence[str] = (),
+    revision: str | None = None,
+    eval_fraction: float | None = None,
+    eos_token: str | None = None,
+    out_dir: str | Path | None = None,
+    encode: EncodeOptions | None = None,
+    skip_bad_rows: int = 0,
+    on_progress: Callable[[int, int | None], None] = lambda done, total: None,
+    say: Say = silent,
+    on_encoder: OnEncoder | None = None,
+) -> list[Written]:
+    """Writes train.bin and eval.bin, or numbered parts of them, with sidecars and the tokenizer's files beside them.
+
+    The data is that of a named or Hub `dataset`, or of the files that `inputs` (paths, folders and globs) name; see
+    `sources.find` for what is kept for evaluation. `tokenizer` is a folder, a hub name or a short name. `out_dir` is
+    data/DATA-TOKENIZER by default. `on_progress` is told the bytes (of text) or rows done, and the bytes in all;
+    `on_encoder` gets the encoder and the rows before all else, to show some.
+
+    Files appear whole, at the end; an interrupted call that is made again goes on where it was. Raises UsageError,
+    DataError and StorageError.
+    """
+    if (dataset is None) == (not inputs):
+        raise UsageError("give the data either as --dataset or as --input (and not both)")
+    if eval_fraction is not None and not 0 <= eval_fraction < 1:
+        raise UsageError(f"--eval-fraction {eval_fraction} is not in the range from 0 to below 1")
+    found = find(dataset=dataset, inputs=inputs, eval_fraction=eval_fraction)
+    folder = Path(out_dir) if out_dir is not None else Path("data") / f"{found.title}-{_short(tokenizer)}"
+    if found.evaluation is None and not found.eval_tokens:
+        _refuse_stale(folder, {"eval.bin"})
+    opened = TextTokenizer.open(tokenizer, revision, eos_token)
+    if warning := rebuilt_warning(opened.folder):
+        say(f"note: {warning}")
+    request = Request(found, opened, found.known(encode or EncodeOptions()), skip_bad_rows)
+    with locked(folder / f"{WORK}.lock", say):
+        written, _ = make(request, folder / WORK, on_progress=on_progress, say=say, on_encoder=on_encoder)
+        _refuse_stale(folder, {path.name for path in _token_files(folder)} - {file.path.name for file in written})
+        _publish(written, folder / WORK, folder)
+    return [replace(file, path=folder / file.path.name) for file in written]
+
+
+def make(
+    request: Request,
+    work: Path,
+    *,
+    on_progress: Callable[[int, int | None], None],
+    say: Say,
+    on_encoder: OnEncoder | None = None,
+    begun: datetime | None = None,
+) -> tuple[list[Written], list[str]]:
+    """Makes all files in the folder `work`, from where an earlier call for the same was interrupted.
+
+    Returns them and the notes on their rows, which are said.
+
+    The state stays in `work` with them, so that nothing is made twice if they cannot be moved away. Templates see the
+    time `begun` (None: the clock's), or that of the earlier call.
+    """
+    tokenizer, found = request.tokenizer, request.found
+    begun = begun_at(work, request.key) or begun or datetime.now()
+    encoder = request.encoder(begun)
+    if encoder is not None:
+        say(encoder.describe())
+        if on_encoder is not None:
+            on_encoder(encoder, request.records())
+    elif on_encoder is not None:
+        raise UsageError(f"--show is for data in rows, but {', '.join(found.asked)} is text: leave it out")
+    producer = Producer(
+        work,
+        request.key,
+        vocab_size=tokenizer.vocab_size,
+        tokenizer_sha256=tokenizer.sha256,
+        skip_bad_rows=request.skip_bad_rows,
+        progress=_Summed(on_progress, found.num_bytes),
+        begun=begun,
+    )
+    if producer.resumed:
+        say("going on where an earlier call for the same data was interrupted")
+    try:
+        results = producer.run(_streams(request, encoder))
+        parts = [part for made, _ in results for part in made]
+        found_notes = _check(request, producer, [done for _, done in results])
+        copy_tokenizer(tokenizer.folder, work / TOKENIZER_FOLDER)
+        ends = set().union(*(done.counts.end_tokens for _, done in results)) if encoder is not None else set()
+        bad = sum(done.bad for _, done in results)
+        for part in parts:
+            _sidecar(request, part, encoder, ends, bad).write(work / part.name)
+    except BaseException:
+        if producer.was_saved:
+            say("what is done is kept: the same command goes on from there")
+        else:
+            producer.clear()
+        raise
+    for note in found_notes:
+        say(note)
+    return [Written(work / part.name, part.num_tokens, part.num_documents) for part in parts], found_notes
+
+
+class _Summed:
+    """Tells the bytes or rows done of all streams."""
+
+    def __init__(self, on_progress: Callable[[int, int | None], None], total: int | None) -> None:
+        self.on_progress, self.total = on_progress, total
+        self.done: dict[int, int] = {}
+
+    def __call__(self, stream: int, progress: Progress) -> None:
+        self.done[stream] = progress.counts.rows if self.total is None else progress.num_bytes
+        self.on_progress(sum(self.done.values()), self.total)
+
+
+def _streams(request: Request, encoder: Encoder | None) -> list[Stream]:
+    found = request.found
+
+    def work(part: Documents | RowSequence) -> TextWork | RowWork:
+        if isinstance(part, tuple):
+            return TextWork(part, request.tokenizer)
+        assert encoder is not None
+        return RowWork(part, Encoders(encoder))
+
+    has_masks = encoder is not None and encoder.makes_masks
+    train = Stream(
+        "train",
+        work(found.train),
+        has_masks,
+        first_name="eval" if found.eval_tokens else None,
+        first=found.eval_tokens,
+        limit=found.limit,
+        numbered=found.numbered,
+    )
+    if found.evaluation is None:
+        return [train]
+    return [train, Stream("eval", work(found.evaluation), has_masks, whole=True)]
+
+
+def _check(request: Request, producer: Producer, results: Sequence[Progress]) -> list[str]:
+    """DataError for data that would train or evaluate nothing, of which nothing is kept; notes on the rows."""
+    name = ", ".join(request.found.asked)
+    try:
+        require_trained(f"{name}: the training data", results[0])
+        for held in results[1:]:
+            if not request.found.may_lack_evaluation:
+                require_trained(f"{name}: the evaluation data", held, NO_EVALUATION)
+    except DataError:
+        producer.clear()
+        raise
+    counts = Counts()
+    for done in results:
+        counts.add(done.counts)
+    lines = notes(counts, request.encode.seq_len, request.encode.overlong, sum(done.bad for done in results))
+    if any(not held.counts.trained for held in results[1:]):
+        lines.append("no row that is trained is left for evaluation, so nothing is evaluated: raise --eval-fraction")
+    return lines
+
+
+def _sidecar(request: Request, part: Made, encoder: Encoder | None, ends: set[int], bad_rows: int) -> Sidecar:
+    tokenizer = request.tokenizer
+    rule = (
+        f"{request.found.rule}; each ends with {tokenizer.eos_token}; text that spells a special token is ordinary text"
+    )
+    if encoder is not None:
+        rule = f"{request.found.rule}; {encoder.describe()}"
+    return Sidecar(
+        num_tokens=part.num_tokens,
+        num_documents=part.num_documents,
+        document_rule=rule,
+        text=request.found.asked,
+        bad_rows=bad_rows,
+        end_token_ids=tuple(sorted({*ends, *(encoder.end_token_ids if encoder else (tokenizer.eos_token_id,))})),
+        tokenizer=TokenizerNote(
+            source=tokenizer.source,
+            revision=tokenizer.revision,
+            sha256=tokenizer.sha256,
+            folder=TOKENIZER_FOLDER,
+            vocab_size=tokenizer.vocab_size,
+            eos_token=tokenizer.eos_token,
+            eos_token_id=tokenizer.eos_token_id,
+        ),
+        chat_template=template_note(encoder.templates) if isinstance(encoder, ChatEncoder) else None,
+    )
+
+
+def _token_files(folder: Path) -> list[Path]:
+    return sorted(path for path in folder.iterdir() if TOKEN_FILE.fullmatch(path.name)) if folder.is_dir() else []
+
+
+def _refuse_stale(folder: Path, stale: set[str]) -> None:
+    """StorageError if files of an earlier run would stay beside the new ones, where a glob would take them along."""
+    if stale := {name for name in stale if (folder / name).exists()}:
+        names = ", ".join(str(folder / name) for name in sorted(stale))
+        raise StorageError(
+            f"{names} {'is' if len(stale) == 1 else 'are'} of an earlier run and would stay beside the new files: "
+            "delete that, or choose another --out-dir"
+        )
+
+
+def _publish(written: Sequence[Written], work: Path, folder: Path) -> None:
+    """Moves finished files to `folder`, in place of those of an earlier run."""
+    remove_leftovers(folder / TOKENIZER_FOLDER)
+    copy_tokenizer(work / TOKENIZER_FOLDER, folder / TOKENIZER_FOLDER)
+    with storage(folder):
+        for file in written:
+            if file.path.exists():  # else an earlier call, which was killed here, has moved it
+                os.replace(file.path, folder / file.path.name)
+            os.replace(sidecar_name(file.path), sidecar_name(folder / file.path.name))
+        shutil.rmtree(work)
+        sync_folder(folder)
+    if lost := [str(path) for file in written if not (path := folder / file.path.name).exists()]:
+        raise StorageError(f"{', '.join(lost)}: gone since it was made: give the command again, which starts over")
+
+
+def cached(request: Request, *, on_progress: Callable[[int, int | None], None], say: Say) -> list[Path]:
+    """The token files of a request, from the cache, or made into it; several processes may ask for the same.
+
+    A folder of the cache is named by the hash of everything that its files depend on, and is never changed; one that
+    lost files is made again. How many bad rows are allowed is not in the name: DataError if more were left out when it
+    was made.
+    """
+    folder = cache_entry(request)
+    if is_whole(folder):
+        for note in _read_manifest(folder).get("notes", ()):
+            say(note)
+    else:
+        with locked(folder.with_name(folder.name + ".lock"), say):
+            if not is_whole(folder):  # else it was made meanwhile
+                _make_entry(request, folder, on_progress, say)
+    files = _token_files(folder)
+    _require_allowed(request, files[0])
+    if request.found.evaluation is not None and not request.found.may_lack_evaluation:
+        _require_evaluation(request, files)
+    return files
+
+
+def is_whole(entry: Path) -> bool:
+    """Whether a folder of the cache is there with all the files that were made."""
+    try:
+        sizes = _read_manifest(entry)["files"]
+        return bool(sizes) and all((entry / name).stat().st_size == size for name, size in sizes.items())
+    except (OSError, ValueError, KeyError, TypeError, AttributeError):
+        return False
+
+
+def _make_entry(request: Request, folder: Path, on_progress: Callable[[int, int | None], None], say: Say) -> None:
+    work = folder.with_name(folder.name + ".partial")
+    if folder.exists():
+        say(f"{folder} is not as it was made: it is made again")
+    _, found_notes = make(request, work, on_progress=on_progress, say=say, begun=_entry_begun(folder))
+    _write_manifest(work, begun_at(work, request.key), found_notes)
+    remove_leftovers(folder)
+    with storage(folder):
+        replace_folder(folder, work)
+        (folder / STATE).unlink()
+
+
+def _write_manifest(work: Path, begun: datetime | None, found_notes: list[str]) -> None:
+    files = [path for path in sorted(work.rglob("*")) if path.is_file() and path.name not in (STATE, MANIFEST)]
+    sizes = {str(path.relative_to(work)): path.stat().st_size for path in files}
+    content = {"begun": begun and begun.isoformat(), "notes": found_notes, "files": sizes}
+    write_whole(work / MANIFEST, json.dumps(content, indent=1).encode())
+
+
+def _entry_begun(entry: Path) -> datetime | None:
+    """When an entry that lost files was begun: templates write this date again."""
+    try:
+        return datetime.fromisoformat(_read_manifest(entry)["begun"])
+    except (OSError, ValueError, KeyError, TypeError):
+        return None
+
+
+def _read_manifest(entry: Path) -> Any:
+    return json.loads((entry / MANIFEST).read_bytes())
+
+
+def _require_evaluation(request: Request, files: Sequence[Path]) -> None:
+    """DataError where an entry that was made without a fraction asked for has nothing to evaluate."""
+    if not any(file.name.startswith("eval") for file in files):
+        require_trained(f"{', '.join(request.found.asked)}: the evaluation data", Progress(), NO_EVALUATION)
+
+
+def _require_allowed(request: Request, file: Path) -> None:
+    sidecar = Sidecar.read(file, TokenFile.open(file).num_tokens)
+    if sidecar is not None and sidecar.bad_rows > request.skip_bad_rows:
+        raise DataError(
+            f"{', '.join(request.found.asked)}: {sidecar.bad_rows} bad rows were left out when it was tokenized: mend "
+            f"them, or allow for them with --skip-bad-rows {sidecar.bad_rows}"
+        )
+
+
+def settled(request: Request) -> Request:
+    """The request with a limit on the tokens of a row only where that changes them, so that text has one entry for all.
+
+    Which it is, an entry that is there tells without a look at the rows.
+    """
+    if request.encode.overlong != "turns" or request.encode.seq_len is None:
+        return request
+    whole = replace(request, encode=replace(request.encode, seq_len=None))
+    if isinstance(request.found.train, tuple) or is_whole(cache_entry(whole)):
+        return whole
+    return request if is_whole(cache_entry(request)) or request.has_turns() else whole
+
+
+def cache_entry(request: Request) -> Path:
+    """Where the token files of a request are, or will be."""
+    title = re.sub(r"[^\w.-]+", "-", request.found.title)[:60]
+    return cache_folder("tokens") / f"{title}-{request.key}"
+
+
+def _short(tokenizer: str) -> str:
+    """A tokenizer's name as part of a folder's name."""
+    return Path(tokenizer).resolve().name.lower() if Path(tokenizer).is_dir() else tokenizer.rsplit("/", 1)[-1].lower()

@@ -1,0 +1,1 @@
+"""A plan made flesh: memory, bound programs, measuring, generating."""

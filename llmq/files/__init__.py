@@ -1,0 +1,1 @@
+"""What lies on disk: models of the Hub and folders, weights, checkpoints, exports."""

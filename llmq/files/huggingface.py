@@ -1,0 +1,457 @@
+"""Hugging Face model folders: weights in, tensor by tensor, and a complete folder out.
+
+Reading checks every name, shape and type before the first value is touched. Writing goes to a sibling folder that
+takes the final name only when it is complete and on disk, so that a failed or killed export leaves what was there.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import re
+import shutil
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+from safetensors import SafetensorError, safe_open
+
+from llmq.disk import check_free_space, existing_folder, storage, sync_folder
+from llmq.errors import DataError, StorageError, UsageError
+from llmq.files.weight_files import (
+    FILE_DTYPES,
+    FILE_NAMES,
+    INDEX,
+    WEIGHTS,
+    Piece,
+    Stored,
+    chunks,
+    shards,
+    stored_tensors,
+)
+from llmq.files.weight_files import write_file as write_weights
+from llmq.model.config import DEQUANTIZE, ModelConfig, read_json, to_hf
+from llmq.model.parameters import Row
+from llmq.tensor import DTYPES
+
+if TYPE_CHECKING:
+    from llmq.options.sections import ExportOptions
+
+EMBEDDING, HEAD = "model.embed_tokens.weight", "lm_head.weight"
+SHARD_BYTES = 5_000_000_000
+TOKENIZER_FILES = (
+    *("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json", "vocab.json"),
+    *("merges.txt", "tokenizer.model", "tekken.json", "chat_template.jinja", "chat_template.json"),
+)
+TOKENIZER_CONFIG = "tokenizer_config.json"
+TEMPLATE_FILES = ("chat_template.jinja", "chat_template.json")
+TEMPLATE_FOLDER = "additional_chat_templates"  # named chat templates of transformers >= 4.51, one file each
+
+# Buffers that old releases of transformers stored with the weights; they follow from the config.
+_BUFFER = re.compile(r"(rotary_emb\.(inv_freq|cos_cached|sin_cached)|\.masked_bias)$")
+_QUANTIZED = re.compile(
+    r"\.(qweight|qzeros|scales|g_idx|weight_scale(_inv)?|weight_packed|input_scale|SCB|absmax|quant_map|quant_state.*)$"
+)
+_WRITTEN = re.compile(
+    r"config\.json|generation_config\.json|model(-\d+-of-\d+)?\.safetensors|model\.safetensors\.index\.json"
+)
+_storage = partial(storage, failed="the model cannot be written", advice="free some space or choose another --out-dir")
+
+
+def read_parameters(folder: Path, rows: Sequence[Row]) -> Iterator[tuple[Row, np.ndarray]]:
+    """Checks all tensors of a model folder against `rows`, then yields each row with its value, in order.
+
+    Values have the row's shape (fused, padded rows zero) and the file's dtype (fp32 where the parts of a row differ).
+    At most one row is in memory at a time. DataError lists everything missing, extra, misshapen or of a wrong type;
+    it is raised by the call, not by the iteration.
+    """
+    stored = stored_tensors(folder)
+    _check_tensors(folder, stored, rows)
+    return _values(stored, rows)
+
+
+def _check_tensors(folder: Path, stored: dict[str, Stored], rows: Sequence[Row]) -> None:
+    """Compares names, shapes and types with `rows`, and a tied head with the embedding; all problems in one error."""
+    wanted = {part.name: (part.stop - part.start, *row.shape[1:]) for row in rows for part in row.parts}
+    if quantized := [name for name in stored if _QUANTIZED.search(name)]:
+        raise DataError(f"{folder} is quantized (it has {quantized[0]}): {DEQUANTIZE}")
+    named = {name: tensor for name, tensor in stored.items() if not _BUFFER.search(name)}
+    tied = HEAD in named and HEAD not in wanted and EMBEDDING in named
+    extra = [name for name in named if name not in wanted and not (tied and name == HEAD)]
+    problems = _grouped("missing", [name for name in wanted if name not in named])
+    problems += _grouped("not part of this architecture", extra)
+    unfit = []
+    for name in (n for n in wanted if n in named):
+        tensor = named[name]
+        if tensor.shape != wanted[name]:
+            unfit.append(f"{name} has shape {list(tensor.shape)}, config.json asks for {list(wanted[name])}")
+        if tensor.dtype not in FILE_DTYPES:
+            unfit.append(f"{name} is stored as {tensor.dtype}; known are {', '.join(FILE_DTYPES)}")
+    if tied and not unfit and not _equal(named, HEAD, EMBEDDING):
+        problems.append(f"{HEAD} differs from {EMBEDDING}, but config.json has tie_word_embeddings true")
+    if problems + unfit:
+        listed = "\n".join(f"  - {p}" for p in problems + unfit)
+        raise DataError(f"{folder} does not fit its config.json:\n{listed}")
+
+
+def _grouped(title: str, names: list[str]) -> list[str]:
+    """One line per tensor of a layer, with the layers that it is said of."""
+    layers: dict[str, list[int]] = {}
+    for name in names:
+        match = re.search(r"(?<=\.layers\.)\d{1,9}(?=\.)", name)
+        key = name[: match.start()] + "*" + name[match.end() :] if match else name
+        layers.setdefault(key, []).extend([int(match[0])] if match else [])
+    lines = []
+    for name, numbers in layers.items():
+        numbers.sort()
+        whole = len(numbers) > 2 and numbers == list(range(numbers[0], numbers[-1] + 1))
+        said = f"{numbers[0]} to {numbers[-1]}" if whole else ", ".join(map(str, numbers))
+        lines.append(f"{title}: {name}" + (f" (layers {said})" if numbers else ""))
+    return lines
+
+
+def _equal(stored: dict[str, Stored], one: str, other: str) -> bool:
+    """Whether two stored matrices hold the same numbers, compared in slices."""
+    a, b = stored[one], stored[other]
+    if a.shape != b.shape or a.dtype not in FILE_DTYPES:
+        return False
+    with safe_open(a.path, framework="numpy") as file_a, safe_open(b.path, framework="numpy") as file_b:
+        view_a, view_b = file_a.get_slice(one), file_b.get_slice(other)
+        for start, stop in chunks(a.shape):
+            slice_a, slice_b = (view[start:stop].astype(np.float32) for view in (view_a, view_b))
+            if not np.array_equal(slice_a, slice_b, equal_nan=True):
+                return False
+    return True
+
+
+def _values(stored: dict[str, Stored], rows: Sequence[Row]) -> Iterator[tuple[Row, np.ndarray]]:
+    with ExitStack() as stack:
+        files: dict[Path, Any] = {}
+        for row in rows:
+            types = {stored[part.name].dtype for part in row.parts}
+            value = np.zeros(row.shape, DTYPES[FILE_DTYPES[types.pop()] if len(types) == 1 else "fp32"])
+            for part in row.parts:
+                tensor = stored[part.name]
+                try:
+                    if tensor.path not in files:
+                        files[tensor.path] = stack.enter_context(safe_open(tensor.path, framework="numpy"))
+                    view = files[tensor.path].get_slice(part.name)
+                    for start, stop in chunks(tensor.shape):
+                        value[part.start + start : part.start + stop] = view[start:stop]
+                except (SafetensorError, OSError) as error:
+                    raise DataError(f"{tensor.path} cannot be read: {error}") from None
+            yield row, value
+
+
+@dataclass(frozen=True)
+class Export:
+    """An export as asked for: where, what and how. `check` before training, `write` after it."""
+
+    folder: Path
+    config: ModelConfig
+    rows: Sequence[Row]
+    dtype: str
+    tokenizer_folder: Path | None
+    overwrite: bool
+    chat_templates: Mapping[str, str] | None = None  # by name, in place of the tokenizer's
+
+    def check(self, *, room: bool = True) -> int:
+        """Bytes that the export needs; as check_export for whatever would make it fail."""
+        about: dict[str, Any] = {"tokenizer_folder": self.tokenizer_folder, "overwrite": self.overwrite}
+        return check_export(self.folder, self.rows, self.dtype, **about, room=room)
+
+    def write(self, read: Callable[[Row], np.ndarray]) -> Path:
+        """Writes the model, whose values `read` gives in the row's shape, and returns its folder."""
+        write_model(
+            self.folder,
+            self.config,
+            self.rows,
+            read,
+            dtype=self.dtype,
+            tokenizer_folder=self.tokenizer_folder,
+            overwrite=self.overwrite,
+            chat_templates=self.chat_templates,
+        )
+        return self.folder
+
+
+def open_export(
+    options: ExportOptions,
+    config: ModelConfig,
+    rows: Sequence[Row],
+    tokenizer_folder: Path | None,
+    chat_templates: Mapping[str, str] | None = None,
+) -> Export:
+    """The export that the options ask for. The dtype defaults to the source's."""
+    dtype = options.export_dtype or config.dtype
+    return Export(Path(options.out_dir), config, rows, dtype, tokenizer_folder, options.overwrite, chat_templates)
+
+
+def export_folder(options: ExportOptions) -> Path:
+    """Where the finished model goes."""
+    return Path(options.out_dir)
+
+
+def exports_anyway(options: ExportOptions) -> bool:
+    """Whether a ruined model is exported, too."""
+    return options.export_anyway
+
+
+def finish_export(options: ExportOptions) -> None:
+    """Completes an export that was cut off: files that stood beside the old model, such as checkpoints, are back."""
+    folder = _resolved(Path(options.out_dir))
+    with _storage(folder):
+        _finish_replacement(folder)
+
+
+def refuse_taken(options: ExportOptions) -> None:
+    """StorageError if the model of a run cannot take its place."""
+    folder = _resolved(Path(options.out_dir))
+    with _storage(folder):
+        _check_target(folder, options.overwrite)
+
+
+def export_bytes(rows: Sequence[Row], dtype: str) -> int:
+    """Bytes of the weights that an export in `dtype` writes."""
+    return sum(piece.num_bytes(dtype) for piece in _pieces(rows))
+
+
+def _pieces(rows: Sequence[Row]) -> list[Piece]:
+    return [Piece(part.name, (part.stop - part.start, *row.shape[1:])) for row in rows for part in row.parts]
+
+
+def check_export(
+    folder: Path,
+    rows: Sequence[Row],
+    dtype: str,
+    *,
+    tokenizer_folder: Path | None,
+    overwrite: bool,
+    room: bool = True,
+) -> int:
+    """Bytes that write_model with these arguments needs; raises what it would raise, without writing.
+
+    StorageError: a model is there and `overwrite` is false, the folder cannot be replaced, or, with `room`, the disk is
+    too full.
+    DataError: the source's generation_config.json is corrupt. UsageError: a dtype that is no weight type.
+    """
+    folder = _resolved(folder)
+    if dtype not in FILE_NAMES:
+        raise UsageError(f"--export-dtype {dtype}: known are {', '.join(FILE_NAMES)}")
+    _generation_config(tokenizer_folder, {})
+    copied = sum(path.stat().st_size for path in tokenizer_files(tokenizer_folder))
+    needed = export_bytes(rows, dtype) + copied + (1 << 20)
+    with _storage(folder):
+        _finish_replacement(folder)
+        _check_target(folder, overwrite)
+        if room:
+            check_free_space({"the model": (folder, needed)})
+    return needed
+
+
+def _check_target(folder: Path, overwrite: bool) -> None:
+    """StorageError unless a model folder can take this place."""
+    if folder.exists():
+        if not folder.is_dir():
+            raise StorageError(f"{folder} is a file: give another --out-dir")
+        if os.path.ismount(folder) or folder == Path.cwd():
+            what = "a mount point" if os.path.ismount(folder) else "the current folder"
+            raise StorageError(f"{folder} is {what}, which cannot be replaced as a whole: give a folder inside it")
+        there = sorted(entry.name for entry in folder.iterdir() if _is_ours(entry.name))
+        if there and not overwrite:
+            more = " ..." if len(there) > 3 else ""
+            raise StorageError(
+                f"{folder} holds a model already ({', '.join(there[:3])}{more}): "
+                "use another --out-dir, or --overwrite to replace it"
+            )
+    parent = existing_folder(folder.parent)
+    if not parent.is_dir() or not os.access(parent, os.W_OK | os.X_OK):
+        raise StorageError(f"{parent} is not a folder that can be written to: give another --out-dir")
+
+
+def write_model(
+    folder: Path,
+    config: ModelConfig,
+    rows: Sequence[Row],
+    read: Callable[[Row], np.ndarray],
+    *,
+    dtype: str,
+    tokenizer_folder: Path | None,
+    overwrite: bool,
+    shard_bytes: int = SHARD_BYTES,
+    chat_templates: Mapping[str, str] | None = None,
+) -> None:
+    """Writes a complete Hugging Face folder: configs, weights in `dtype`, tokenizer files byte for byte.
+
+    With `chat_templates` (name -> Jinja), these take the place of all templates of the tokenizer.
+
+    `read` gives a row's value in its shape (any float dtype; padded rows are left out) and is called once per row, in
+    order. A model that is there is replaced only with `overwrite`, and only once the new one is complete; files in the
+    folder that are no part of a model stay. StorageError where the disk fails; what was there before is then intact.
+    """
+    folder = _resolved(folder)
+    needed = check_export(folder, rows, dtype, tokenizer_folder=tokenizer_folder, overwrite=overwrite)
+    new = folder.parent / f".{folder.name}.incomplete"
+    try:
+        with _storage(folder, needed=needed, partial=new):
+            shutil.rmtree(new, ignore_errors=True)
+            new.mkdir(parents=True)
+            files = shards(_pieces(rows), dtype, shard_bytes)
+            _write_weight_files(new, files, dtype, _slices(rows, read, dtype))
+            written = to_hf(config, dtype)
+            ids = {key: written[key] for key in ("bos_token_id", "eos_token_id", "pad_token_id")}
+            _write_json(new / "config.json", written)
+            _write_json(new / "generation_config.json", _generation_config(tokenizer_folder, ids))
+            if tokenizer_folder is not None:
+                _copy_tokenizer(tokenizer_folder, new, chat_templates)
+            for entry in (new / TEMPLATE_FOLDER, new):
+                if entry.is_dir():
+                    sync_folder(entry)
+            _replace(folder, new)
+    finally:
+        shutil.rmtree(new, ignore_errors=True)
+
+
+def _copy_tokenizer(folder: Path, target: Path, templates: Mapping[str, str] | None) -> None:
+    """Copies a tokenizer's files. `templates` go into tokenizer_config.json, and no template file stays beside it.
+
+    That is the one place which all of transformers 4 and 5 read; a chat_template.jinja would win over it, and 4.49 and
+    4.50 read no second template from files.
+    """
+    for source in tokenizer_files(folder):
+        name = source.relative_to(folder)
+        if templates is None or not (name.name in TEMPLATE_FILES or name.parts[0] == TEMPLATE_FOLDER):
+            _copy(source, target / name)
+    if templates is not None:
+        path = folder / TOKENIZER_CONFIG
+        listed = [{"name": name, "template": template} for name, template in templates.items()]
+        value = listed[0]["template"] if list(templates) == ["default"] else listed
+        _write_json(target / TOKENIZER_CONFIG, {**(read_json(path) if path.is_file() else {}), "chat_template": value})
+
+
+def tokenizer_files(folder: Path | None) -> list[Path]:
+    """Tokenizer and chat template files of a folder."""
+    if folder is None:
+        return []
+    templates = sorted((Path(folder) / TEMPLATE_FOLDER).glob("*.jinja"))
+    return [path for name in TOKENIZER_FILES if (path := Path(folder) / name).is_file()] + templates
+
+
+def _generation_config(folder: Path | None, own: dict[str, Any]) -> dict[str, Any]:
+    """generation_config.json: the source's values where it has them, else `own`; the end tokens of both."""
+    path = Path(folder) / "generation_config.json" if folder is not None else None
+    source = read_json(path) if path is not None and path.exists() else {}
+    ends = [*_as_list(source.get("eos_token_id")), *_as_list(own.get("eos_token_id"))]
+    merged = {**{key: value for key, value in own.items() if value is not None}, **source}
+    if ends:
+        unique = list(dict.fromkeys(ends))
+        merged["eos_token_id"] = unique[0] if len(unique) == 1 else unique
+    return merged
+
+
+def _as_list(value: Any) -> list[Any]:
+    return value if isinstance(value, list) else [] if value is None else [value]
+
+
+def _slices(rows: Sequence[Row], read: Callable[[Row], np.ndarray], dtype: str) -> Iterator[np.ndarray]:
+    """The elements of all parts in order, in slices of `dtype`, holding one row at a time."""
+    for row in rows:
+        yield from _row_slices(row, read(row), dtype)
+
+
+def _row_slices(row: Row, value: np.ndarray, dtype: str) -> Iterator[np.ndarray]:
+    assert value.shape == row.shape, f"{row.name} has shape {value.shape}, not {row.shape}"
+    for part in row.parts:
+        whole = value[part.start : part.stop]
+        for start, stop in chunks(whole.shape):
+            piece = whole[start:stop]
+            with np.errstate(over="ignore"):
+                stored = piece.astype(DTYPES[dtype], copy=False)
+            if dtype == "fp16" and (np.isinf(stored) & ~np.isinf(piece)).any():
+                limit = f"{np.abs(piece.astype(np.float32)).max():g}, beyond fp16's 65504"
+                raise UsageError(f"{part.name} has a value of magnitude {limit}: use --export-dtype bf16 or fp32")
+            yield stored
+
+
+def _write_weight_files(folder: Path, files: list[list[Piece]], dtype: str, values: Iterator[np.ndarray]) -> None:
+    """One model.safetensors, or numbered shards with their index; `values` runs through all of them."""
+    names = (
+        [WEIGHTS]
+        if len(files) == 1
+        else [f"model-{n + 1:05}-of-{len(files):05}.safetensors" for n in range(len(files))]
+    )
+    for name, pieces in zip(names, files, strict=True):
+        write_weights(folder / name, pieces, dtype, _take(values, sum(math.prod(p.shape) for p in pieces)))
+    if len(files) > 1:
+        total = sum(piece.num_bytes(dtype) for pieces in files for piece in pieces)
+        weight_map = {piece.name: name for name, pieces in zip(names, files, strict=True) for piece in pieces}
+        _write_json(folder / INDEX, {"metadata": {"total_size": total}, "weight_map": weight_map})
+
+
+def _take(values: Iterator[np.ndarray], count: int) -> Iterator[np.ndarray]:
+    """Slices from `values` until `count` elements have passed; a slice never spans two pieces."""
+    while count > 0:
+        value = next(values)
+        count -= value.size
+        yield value
+
+
+def _write_json(path: Path, content: dict[str, Any]) -> None:
+    with open(path, "w", encoding="utf-8") as file:
+        file.write(json.dumps(content, indent=2) + "\n")
+        file.flush()
+        os.fsync(file.fileno())
+
+
+def _copy(source: Path, target: Path) -> None:
+    target.parent.mkdir(exist_ok=True)
+    with open(source, "rb") as reader, open(target, "wb") as writer:
+        shutil.copyfileobj(reader, writer)
+        writer.flush()
+        os.fsync(writer.fileno())
+
+
+def _resolved(folder: Path) -> Path:
+    return Path(os.path.realpath(os.path.expanduser(folder)))
+
+
+def _is_ours(name: str) -> bool:
+    return name in TOKENIZER_FILES or name == TEMPLATE_FOLDER or _WRITTEN.fullmatch(name) is not None
+
+
+def _replaced(folder: Path) -> Path:
+    return folder.parent / f".{folder.name}.replaced"
+
+
+def _replace(folder: Path, new: Path) -> None:
+    """Gives `new` the name `folder`. The old folder steps aside first and is removed last."""
+    if folder.exists():
+        os.rename(folder, _replaced(folder))
+    try:
+        os.rename(new, folder)
+    except OSError:
+        if _replaced(folder).exists():
+            os.rename(_replaced(folder), folder)
+        raise
+    _finish_replacement(folder)
+    sync_folder(folder.parent)
+
+
+def _finish_replacement(folder: Path) -> None:
+    """Completes a replacement that was cut off: the old model comes back, or makes way, its other files kept."""
+    old = _replaced(folder)
+    if not old.is_dir():
+        return
+    if not folder.exists():
+        os.rename(old, folder)
+        return
+    for entry in [entry for entry in old.iterdir() if not _is_ours(entry.name)]:
+        if (folder / entry.name).exists():
+            raise StorageError(f"{entry} is left from an interrupted export and {folder} has one too: move one away")
+        os.rename(entry, folder / entry.name)
+    shutil.rmtree(old, ignore_errors=True)

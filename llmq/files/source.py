@@ -1,0 +1,108 @@
+"""Where a model comes from: a folder, the Hub or a preset, with weights read from files or drawn from a seed.
+
+Drawn values are addressed by (seed, row name, element index): each block of BLOCK consecutive elements has its own
+Philox stream, so any part of any row can be drawn alone, and shards, orders and padding do not change a value.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import math
+import os
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from llmq.errors import UsageError
+from llmq.files.hub import model_folder
+from llmq.files.huggingface import read_parameters, tokenizer_files
+from llmq.files.weight_files import stored_dtype
+from llmq.model.config import ModelConfig, from_folder
+from llmq.model.parameters import Row
+from llmq.model.presets import preset
+
+if TYPE_CHECKING:
+    from llmq.options.sections import ModelOptions
+
+INIT_STD = 0.02
+BLOCK = 1 << 18  # elements drawn from one stream
+
+
+@dataclass(frozen=True)
+class ModelSource:
+    """A model to train. `folder` has its files (None: a preset), `tokenizer_folder` its tokenizer, if it has one."""
+
+    name: str
+    config: ModelConfig
+    folder: Path | None
+    tokenizer_folder: Path | None
+    from_scratch: bool
+    init_proj_to_zero: bool
+
+
+def open_source(options: ModelOptions) -> ModelSource:
+    """Finds what `--model` names: a local folder, else a preset, else a model of the Hub (downloaded)."""
+    name = str(options.model)
+    if not any(mark in name for mark in "/\\~") and not os.path.exists(name):
+        config = _preset(name)
+        if not options.from_scratch:
+            raise UsageError(
+                f"{name} is a preset, which is a shape without weights: add --from-scratch, "
+                "or give a folder or ORG/NAME of the Hub"
+            )
+        if options.revision is not None:
+            raise UsageError(f"--revision {options.revision} is for models of the Hub, but {name} is a preset")
+        return ModelSource(name, config, None, None, True, options.init_proj_to_zero)
+    folder = model_folder(name, options.revision, "config" if options.from_scratch else "model")
+    config = from_folder(folder)
+    if not options.from_scratch and config.source.get("dtype") is None and config.source.get("torch_dtype") is None:
+        config = replace(config, dtype=stored_dtype(folder))
+    tokenizer_folder = folder if tokenizer_files(folder) else None
+    return ModelSource(name, config, folder, tokenizer_folder, options.from_scratch, options.init_proj_to_zero)
+
+
+def _preset(name: str) -> ModelConfig:
+    try:
+        return preset(name)
+    except UsageError as error:
+        raise UsageError(f"--model {name}: no such folder, and {error}; models of the Hub are ORG/NAME") from None
+
+
+def initial_parameters(source: ModelSource, rows: Sequence[Row], seed: int) -> Iterator[tuple[Row, np.ndarray]]:
+    """Every row with its first value in fp32, in order: read from the source's files, or drawn.
+
+    Files are checked by the call, before the first value; see read_parameters for the errors.
+    """
+    if not source.from_scratch:
+        assert source.folder is not None
+        return ((row, value.astype(np.float32, copy=False)) for row, value in read_parameters(source.folder, rows))
+    return ((row, drawn(source, row, seed)) for row in rows)
+
+
+def drawn(source: ModelSource, row: Row, seed: int) -> np.ndarray:
+    """The initial value of a row in fp32: N(0, 0.02), residual projections scaled by 1/sqrt(2L) (GPT-2) or zero.
+
+    Padded rows are zero.
+    """
+    value = np.zeros(row.shape, np.float32)
+    if row.init == "ones":
+        value[: row.parts[-1].stop] = 1
+    residual = row.init == "residual"
+    if row.init == "normal" or (residual and not source.init_proj_to_zero):
+        std = INIT_STD / math.sqrt(2 * source.config.num_layers) if residual else INIT_STD
+        flat = value[: row.parts[-1].stop].reshape(-1)
+        for start in range(0, flat.size, BLOCK):
+            block = flat[start : start + BLOCK]
+            block[:] = normal_block(seed, row.name, start // BLOCK, block.size)
+            block *= np.float32(std)
+    return value
+
+
+def normal_block(seed: int, name: str, block: int, count: int) -> np.ndarray:
+    """The first `count` elements of a block of standard normal values in fp32, from a stream of its own."""
+    key = hashlib.blake2b(f"initial value\0{seed}\0{name}".encode(), digest_size=16).digest()
+    stream = np.random.Philox(key=np.frombuffer(key, np.uint64), counter=[0, 0, 0, block])
+    return np.random.Generator(stream).standard_normal(count, dtype=np.float32)

@@ -1,0 +1,1 @@
+"""What computes: devices, cards and their peaks, drivers, NVML."""

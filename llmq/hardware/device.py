@@ -1,0 +1,345 @@
+"""The device of a run: which one, what it is, how much memory it has, and how fast it can multiply.
+
+This is the one place where a backend is chosen: the CPU, the first GPU that CUDA sees, or for a dry run a GPU that is
+not here at all.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import platform
+import sys
+import time
+from dataclasses import dataclass
+from functools import cache
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from llmq.errors import MemoryLimitError, UsageError
+from llmq.hardware import cards as gpus
+from llmq.hardware import cuda_driver, cuda_libraries, nvml
+from llmq.hardware.cuda_driver import Problem
+
+if TYPE_CHECKING:
+    from llmq.options.sections import SystemOptions
+
+# module: distribution, where the names differ
+LIBRARIES = {
+    **dict.fromkeys(("numpy", "ml_dtypes", "tokenizers", "safetensors", "huggingface_hub", "pyarrow", "pydantic"), ""),
+    "yaml": "PyYAML",
+}
+MEBIBYTE = 2**20
+PEAK_SECONDS = 0.15  # of measuring
+PEAK_SIZES = (256, 512, 1024)  # of square matrices; one that would take longer than all the time is left out
+CUDA_PEAK_SIZE = 4096
+PEAK_DRAWN = 1_048_573  # random numbers that fill its matrices: a prime, so that no row repeats another
+OLDEST_FP8 = (8, 9)  # compute capability
+OLDEST_PACKING = (9, 0)  # for which cuDNN has attention on documents of unequal lengths (9.19)
+HOPPER = (9, 0)  # the only one for which cuBLASLt has scales per row and per 128 numbers (as of 13.1)
+
+
+@dataclass(frozen=True)
+class Device:
+    """Where a run computes: `kind` is cpu or cuda. A CUDA device is a GPU that is here, or a card to plan for."""
+
+    kind: str = "cpu"
+    gpu: cuda_driver.Gpu | None = None
+    planned: gpus.Card | None = None
+    note: str | None = None  # why `auto` is not the GPU that is here
+
+    @property
+    def card(self) -> gpus.Card | None:
+        """The card's entry in the table of cards; None for the CPU and for cards that are not in it."""
+        return self.planned or (gpus.find(self.gpu.name) if self.gpu else None)
+
+    @property
+    def capability(self) -> tuple[int, int]:
+        """Compute capability of a CUDA device: (9, 0)."""
+        found = self.planned or self.gpu
+        assert found is not None
+        return found.capability
+
+
+CPU = Device()
+
+
+def cuda_backend_problem() -> Problem | None:
+    """Why the CUDA backend cannot run here: driver, GPU, this version of llmq, libraries; None if it can."""
+    driver = cuda_driver.read()
+    found = cuda_driver.problem(driver)
+    if found:
+        return found
+    if not importlib.util.find_spec("llmq.backends.cuda"):
+        return Problem("this version has no CUDA backend", "install a newer one", has_gpu=True)
+    assert driver is not None
+    return cuda_libraries.problem(driver.cuda)
+
+
+def pick_device(options: SystemOptions) -> Device:
+    """The device to compute on, or with `--gpu` to plan for. UsageError if what was asked for cannot be used."""
+    if options.gpu is not None:
+        card = gpus.named(options.gpu)
+        if card is None:
+            raise UsageError(f"--gpu {options.gpu}: not one of the known cards: {', '.join(gpus.names())}")
+        return Device("cuda", planned=card)
+    return pick(options.device)
+
+
+def pick(device: str) -> Device:
+    """The device of `auto`, `cpu` or `cuda`. UsageError for a GPU that cannot be used."""
+    if device == "cpu":
+        return CPU
+    problem = cuda_backend_problem()
+    if problem is None:
+        driver = cuda_driver.read()
+        assert driver is not None
+        return Device("cuda", gpu=driver.gpus[0])
+    if device == "cuda":
+        raise UsageError(f"--device cuda: {problem}; or use --device cpu")
+    if cuda_driver.load() is None:
+        return CPU
+    there = "a GPU is there, but " if problem.has_gpu else ""
+    return Device(note=f"{there}{problem.what}: training on the CPU (for the GPU: {problem.fix})")
+
+
+def refuse_dtypes(device: Device, *dtypes: str, scaling: str = "delayed", option: str = "--matmul-dtype") -> None:
+    """UsageError if the matmuls of a run are of a dtype, or read fp8 by scales, that the GPU does not have.
+
+    `option` is where the dtype was asked for.
+    """
+    if "e4m3" not in dtypes or device.kind == "cpu":
+        return
+    if not has_fp8(device):
+        raise UsageError(
+            f"{option} e4m3 needs a GPU of compute capability {cuda_driver.dotted(OLDEST_FP8)} or later, and "
+            f"{_gpu_name(device)} has {cuda_driver.dotted(device.capability)}: use {option} bf16"
+        )
+    if scaling in ("rowwise", "blockwise") and device.capability != HOPPER:
+        raise UsageError(
+            f"--fp8-scaling {scaling} needs a GPU of compute capability {cuda_driver.dotted(HOPPER)}, as cuBLASLt has "
+            f"such scales for no other, and {_gpu_name(device)} has {cuda_driver.dotted(device.capability)}: use "
+            "--fp8-scaling delayed or current"
+        )
+
+
+def packing_problem(device: Device, dtype: str) -> str | None:
+    """Why attention of activations in `dtype` does not take packed rows on the device; None if it does."""
+    if device.kind == "cpu" or dtype != "bf16" or device.capability >= OLDEST_PACKING:
+        return None
+    return (
+        f"packed rows in bf16 need a GPU of compute capability {cuda_driver.dotted(OLDEST_PACKING)} or later, and "
+        f"{_gpu_name(device)} has {cuda_driver.dotted(device.capability)}"
+    )
+
+
+def has_fp8(device: Device) -> bool:
+    """Whether fp8 matmuls run here; the CPU's backend has every dtype."""
+    return device.kind == "cpu" or device.capability >= OLDEST_FP8
+
+
+def backend_settings(options: SystemOptions, device: Device) -> dict[str, Any]:
+    """Keywords of `open_backend`: how programs run, and the capability of a card that is planned for."""
+    found = {"use_graphs": options.use_cuda_graphs, "deterministic": options.deterministic}
+    return found | ({"capability": device.planned.capability} if device.planned else {})
+
+
+def seed_of(options: SystemOptions) -> int:
+    """The seed of everything random in a run."""
+    return options.seed
+
+
+def system_facts(device: Device = CPU) -> dict[str, Any]:
+    """What a run runs on, for the log: device, memory, system, and the libraries that are loaded."""
+    total, free = memory_bytes(device)
+    facts = {
+        "device": f"cpu: {cpu_name()}" if device.kind == "cpu" else f"cuda: {_gpu_name(device)}",
+        **({"gpu": device.note} if device.note else {}),
+        "cores": num_cores(),
+        "memory": f"{(total - free) // MEBIBYTE} MiB / {total // MEBIBYTE} MiB",
+        **(_cuda_facts(device) if device.kind == "cuda" else {}),
+        "os": f"{platform.system()} {platform.release()} {platform.machine()}",
+        "python": platform.python_version(),
+    }
+    for module, distribution in LIBRARIES.items():
+        if module in sys.modules:
+            try:
+                facts[distribution or module] = version(distribution or module)
+            except PackageNotFoundError:  # on the path without being installed
+                facts[distribution or module] = str(getattr(sys.modules[module], "__version__", "unknown"))
+    facts["blas"] = blas()
+    return facts
+
+
+def _gpu_name(device: Device) -> str:
+    if device.planned:
+        return f"{device.planned.name} (planned for, not used)"
+    assert device.gpu is not None
+    return device.gpu.name
+
+
+def _cuda_facts(device: Device) -> dict[str, Any]:
+    """What the log says of a GPU beside its name and memory: never a field that nobody knows."""
+    found = device.planned or device.gpu
+    assert found is not None
+    facts: dict[str, Any] = {"compute capability": cuda_driver.dotted(found.capability), "SMs": found.num_sms}
+    rate = f"{peaks(device)['bf16'] / gpus.TERA:.4g} TFLOP/s bf16"
+    source = device.card.source if device.card else "measured, since this card is not in llmq's table"
+    facts["peak"] = f"{rate}, {source}"
+    if device.gpu is None:
+        return facts
+    driver, reading = cuda_driver.read(), nvml.read(device.gpu.uuid) or nvml.Reading()
+    assert driver is not None
+    facts |= {"uuid": device.gpu.uuid, "driver": f"{reading.driver or driver.version or 'unknown'}"}
+    facts["driver"] += f" (CUDA {cuda_driver.dotted(driver.cuda)})"
+    if reading.max_watts is not None:
+        facts["power limit"] = f"{reading.max_watts:.0f} W"
+    if reading.max_sm_mhz is not None:
+        facts["largest clock"] = f"{reading.max_sm_mhz} MHz"
+    if reading.pcie_generation is not None and reading.pcie_lanes is not None:
+        facts["pcie"] = f"generation {reading.pcie_generation}, {reading.pcie_lanes} lanes"
+    return facts | cuda_libraries.versions()
+
+
+def blas() -> str:
+    """The BLAS that NumPy multiplies with: `scipy-openblas 0.3.30`."""
+    found = np.show_config(mode="dicts").get("Build Dependencies", {}).get("blas", {})
+    return f"{found.get('name', 'unknown')} {found.get('version', '')}".strip()
+
+
+def cpu_name() -> str:
+    """Name of the processor, as the kernel gives it."""
+    try:
+        for line in Path("/proc/cpuinfo").read_text("utf-8", errors="replace").splitlines():
+            key, _, value = line.partition(":")
+            if key.strip() == "model name" and value.strip():
+                return value.strip()
+    except OSError:
+        pass
+    return platform.processor() or platform.machine()
+
+
+def num_cores() -> int:
+    """CPU cores that this process may use."""
+    if hasattr(os, "sched_getaffinity"):
+        return len(os.sched_getaffinity(0))
+    return os.cpu_count() or 1
+
+
+def memory_bytes(device: Device = CPU) -> tuple[int, int]:
+    """(total, free) bytes of the device's memory, for the CPU that of the host.
+
+    On a GPU this makes the CUDA context, so that what it takes is not counted as free. MemoryLimitError if the GPU has
+    no room for one, or belongs to another process alone.
+    """
+    if device.kind == "cpu":
+        return host_memory_bytes()
+    if device.planned:
+        return device.planned.total_bytes, device.planned.free_bytes
+    assert device.gpu is not None
+    try:
+        return cuda_driver.memory_bytes(device.gpu)
+    except OSError as error:
+        raise MemoryLimitError(
+            f"{device.gpu.name} cannot be used now: {error}: end what runs on it (nvidia-smi lists it), or choose "
+            "another with CUDA_VISIBLE_DEVICES"
+        ) from error
+
+
+def host_memory_bytes(root: Path = Path("/")) -> tuple[int, int]:
+    """(total, free) bytes of host memory that this process may use, with a container's limit.
+
+    Where the system does not say what is free, all of it is. What a container holds of files that it has read is free:
+    the kernel takes it back before it ends a process. `root` is where proc and sys are mounted.
+    """
+    total = free = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    try:
+        lines = (root / "proc/meminfo").read_text("ascii").splitlines()
+        sizes = {line.partition(":")[0]: int(line.split()[1]) * 1024 for line in lines if line.endswith("kB")}
+        total, free = sizes["MemTotal"], sizes["MemAvailable"]
+    except (OSError, KeyError):
+        pass
+    for folder, limit, used, cached in (
+        ("", "memory.max", "memory.current", "inactive_file"),
+        ("memory", "memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file"),
+    ):
+        group = root / "sys/fs/cgroup" / folder
+        try:
+            most, now = (int((group / name).read_text("ascii")) for name in (limit, used))
+        except (OSError, ValueError):  # no such cgroup version, or no limit ("max")
+            continue
+        total, free = min(total, most), min(free, max(most - max(now - _counted(group / "memory.stat", cached), 0), 0))
+    return total, free
+
+
+def _counted(statistics: Path, name: str) -> int:
+    """A number of a cgroup's memory.stat; 0 if it is not there."""
+    try:
+        lines = statistics.read_text("ascii").splitlines()
+        return next((int(line.split()[1]) for line in lines if line.startswith(f"{name} ")), 0)
+    except (OSError, ValueError, IndexError):
+        return 0
+
+
+def peaks(device: Device = CPU) -> dict[str, float]:
+    """Peak FLOP/s by dtype: of a GPU its papers' dense rates, else the rate at which it multiplies large matrices.
+
+    The CPU's backend computes in f32, or f64, whatever the storage. No `e4m3` where a GPU has none.
+    """
+    if device.kind == "cpu":
+        rate = measured_peak("fp32")
+        return {**dict.fromkeys(("fp32", "bf16", "e4m3"), rate), "fp64": rate / 2}
+    if device.card:
+        return device.card.peaks
+    rates = {"bf16": measured_cuda_peak("fp16"), "fp32": measured_cuda_peak("fp32")}
+    # Every tensor core with fp8 has it at twice its bf16 rate.
+    return rates | ({"e4m3": 2 * rates["bf16"]} if device.capability >= OLDEST_FP8 else {})
+
+
+@cache
+def measured_cuda_peak(dtype: str) -> float:
+    """FLOP/s of cuBLAS's matrix product on the current GPU, the best of ten, 4096 on a side; measured once per process.
+
+    fp16 stands for bf16, which CuPy does not multiply: both sum in f32, at one rate on every tensor core.
+    """
+    import cupy
+
+    size = CUDA_PEAK_SIZE
+    start, end = cupy.cuda.Event(), cupy.cuda.Event()
+    # a product of zeros draws less power and runs at a higher clock; drawing every number would take a quarter second
+    drawn = np.random.default_rng(0).standard_normal(PEAK_DRAWN, np.float32)
+    values = drawn.astype({"fp16": np.float16, "fp32": np.float32}[dtype])
+    a, best = cupy.asarray(np.resize(values, (size, size))), 0.0
+    out = cupy.matmul(a, a)
+    for _ in range(10):
+        start.record()
+        cupy.matmul(a, a, out=out)
+        end.record()
+        end.synchronize()
+        best = max(best, 2e3 * size**3 / cupy.cuda.get_elapsed_time(start, end))
+    del a, out
+    cupy.get_default_memory_pool().free_all_blocks()
+    return best
+
+
+@cache
+def measured_peak(dtype: str) -> float:
+    """FLOP/s of NumPy's matrix product, the best of a fifth of a second; measured once per process.
+
+    There is no data sheet to ask: clock, cores and vector width that a container really gets are only seen in use.
+    """
+    best = 0.0
+    for size in PEAK_SIZES:
+        if best and 2 * size**3 / best > PEAK_SECONDS:
+            break
+        a = np.ones((size, size), {"fp32": np.float32, "fp64": np.float64}[dtype])
+        out = np.empty_like(a)
+        np.matmul(a, a, out=out)
+        deadline = time.perf_counter() + PEAK_SECONDS / len(PEAK_SIZES)
+        while (start := time.perf_counter()) < deadline:
+            np.matmul(a, a, out=out)
+            best = max(best, 2 * size**3 / (time.perf_counter() - start))
+    return best

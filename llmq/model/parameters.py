@@ -1,0 +1,86 @@
+"""The parameter table: one row per parameter as the engine holds it, with the Hugging Face tensors it is made of.
+
+The engine fuses what is computed together (q, k and v; gate and up) and pads the vocabulary; `parts` says which
+slices along axis 0 are which Hugging Face tensors, so loading and export need no knowledge of models.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Mapping
+from itertools import groupby
+from typing import Any
+
+from llmq.model.config import ModelConfig
+from llmq.tensor import Part, Row
+
+HEAD = "head"  # the linear map to the logits
+VOCAB_MULTIPLE = 128  # the vocabulary is padded to this, so that every matmul is aligned; padded rows stay zero
+
+
+def padded_vocab(config: ModelConfig) -> int:
+    """Vocabulary size as held: the next multiple of VOCAB_MULTIPLE."""
+    return -(-config.vocab_size // VOCAB_MULTIPLE) * VOCAB_MULTIPLE
+
+
+def num_parameters(rows: Iterable[Row]) -> int:
+    """Parameters of a model as published: without the padding of the vocabulary."""
+    return sum((row.parts[-1].stop - row.parts[0].start) * math.prod(row.shape[1:]) for row in rows)
+
+
+def parameter_rows(config: ModelConfig) -> tuple[Row, ...]:
+    """Every parameter of a model, in the order of the forward pass."""
+    c, f, hd = config.hidden_size, config.intermediate_size, config.head_dim
+    q, kv = config.num_heads * hd, config.num_kv_heads * hd
+    v, vp = config.vocab_size, padded_vocab(config)
+    rows = [Row("embed.weight", (vp, c), (Part("model.embed_tokens.weight", 0, v),), "normal", decay=True)]
+
+    def add(layer: int, name: str, shape: tuple[int, ...], init: str, *parts: tuple[str, int]) -> None:
+        start, cut, full = 0, [], f"layers.{layer}.{name}"
+        for suffix, size in parts:
+            cut.append(Part(f"model.layers.{layer}.{suffix}", start, start + size))
+            start += size
+        site = full.rpartition(".")[0] if full.endswith((".weight", ".bias")) else None
+        rows.append(Row(full, shape, tuple(cut), init, decay=len(shape) > 1, layer=layer, site=site))
+
+    for n in range(config.num_layers):
+        att, mlp = "self_attn.", "mlp."
+        add(n, "attention.norm", (c,), "ones", ("input_layernorm.weight", c))
+        sizes = (("q_proj", q), ("k_proj", kv), ("v_proj", kv))
+        add(n, "attention.qkv.weight", (q + 2 * kv, c), "normal", *((f"{att}{p}.weight", s) for p, s in sizes))
+        if config.qkv_bias:
+            add(n, "attention.qkv.bias", (q + 2 * kv,), "zeros", *((f"{att}{p}.bias", s) for p, s in sizes))
+        if config.qk_norm:
+            add(n, "attention.q_norm", (hd,), "ones", (f"{att}q_norm.weight", hd))
+            add(n, "attention.k_norm", (hd,), "ones", (f"{att}k_norm.weight", hd))
+        add(n, "attention.o.weight", (c, q), "residual", (f"{att}o_proj.weight", c))
+        add(n, "mlp.norm", (c,), "ones", ("post_attention_layernorm.weight", c))
+        add(n, "mlp.up.weight", (2 * f, c), "normal", (f"{mlp}gate_proj.weight", f), (f"{mlp}up_proj.weight", f))
+        add(n, "mlp.down.weight", (c, f), "residual", (f"{mlp}down_proj.weight", c))
+    rows.append(Row("head.norm", (c,), (Part("model.norm.weight", 0, c),), "ones", decay=False))
+    if not config.tie_embeddings:
+        rows.append(Row("head.weight", (vp, c), (Part("lm_head.weight", 0, v),), "normal", decay=True, site=HEAD))
+    return tuple(rows)
+
+
+def fitted_rows(config: ModelConfig, sites: Mapping[str, Any]) -> tuple[Row, ...]:
+    """The rows of a model whose linear maps are computed by `sites`, which may bring rows of their own, or freeze the
+    model's. A tied head has none in the model."""
+    groups = [(site, list(rows)) for site, rows in groupby(parameter_rows(config), key=lambda row: row.site)]
+    groups += [] if any(site == HEAD for site, _ in groups) else [(HEAD, [])]
+    return tuple(row for site, rows in groups for row in (sites[site].rows(rows) if site else rows))
+
+
+def linear_maps(config: ModelConfig) -> dict[str, int]:
+    """Every linear map of a model by its name, `layers.3.mlp.up`, with its number of weights, in forward order.
+
+    The last one is `head`, whether its weight is a row of its own or the embedding's.
+    """
+    found = {row.site: math.prod(row.shape) for row in parameter_rows(config) if row.site and len(row.shape) > 1}
+    return {**found, HEAD: config.vocab_size * config.hidden_size}
+
+
+def layer_maps(config: ModelConfig) -> tuple[str, ...]:
+    """The linear maps that layers have, by their names within one: `mlp.up`."""
+    names = (name.split(".", 2)[2] for name in linear_maps(config) if name != HEAD)
+    return tuple(dict.fromkeys(names))

@@ -1,0 +1,88 @@
+"""Shapes of well-known models, for training from scratch without a config.json. Presets have no weights.
+
+Sizes, rotary base and context length are the published ones (Llama 3 405B is the 3.1 release, the only one there is);
+the storage type is bf16 throughout. The two `tiny_llama3` models are our own: Llama 3's vocabulary and proportions.
+"""
+
+from __future__ import annotations
+
+import difflib
+from functools import partial
+
+from llmq.errors import UsageError
+from llmq.model.config import ModelConfig, RopeConfig
+
+_llama = partial(ModelConfig, "LlamaForCausalLM", bos_token_id=1, eos_token_ids=(2,))
+_llama3 = partial(
+    ModelConfig,
+    "LlamaForCausalLM",
+    128256,
+    rms_norm_eps=1e-5,
+    max_position=8192,
+    rope=RopeConfig(500000.0),
+    bos_token_id=128000,
+    eos_token_ids=(128001,),
+)
+_qwen25 = partial(
+    ModelConfig,
+    "Qwen2ForCausalLM",
+    rope=RopeConfig(1e6),
+    qkv_bias=True,
+    bos_token_id=151643,
+    eos_token_ids=(151643,),
+)
+_qwen3 = partial(
+    ModelConfig,
+    "Qwen3ForCausalLM",
+    151936,
+    head_dim=128,
+    rms_norm_eps=1e-6,
+    max_position=40960,
+    rope=RopeConfig(1e6),
+    qk_norm=True,
+    bos_token_id=151643,
+    eos_token_ids=(151645,),
+)
+_qwen25_small = partial(_qwen25, rms_norm_eps=1e-6, max_position=32768)
+_qwen25_large = partial(_qwen25, rms_norm_eps=1e-5, max_position=131072)
+_rope31 = RopeConfig(500000.0, "llama3", 8.0, 1.0, 4.0, 8192)
+
+# vocab_size, hidden_size, intermediate_size, num_layers, num_heads, num_kv_heads, head_dim
+PRESETS: dict[str, ModelConfig] = {
+    "tiny_llama3_50m": _llama3(256, 1024, 18, 4, 2, 64, tie_embeddings=True),
+    "tiny_llama3_150m": _llama3(768, 2048, 8, 12, 4, 64, tie_embeddings=True),
+    "tinyllama": _llama(32000, 2048, 5632, 22, 32, 4, 64, 1e-5, 2048),
+    "llama1_7b": _llama(32000, 4096, 11008, 32, 32, 32, 128, 1e-6, 2048),
+    "llama2_7b": _llama(32000, 4096, 11008, 32, 32, 32, 128, 1e-5, 4096),
+    "llama2_13b": _llama(32000, 5120, 13824, 40, 40, 40, 128, 1e-5, 4096),
+    "llama2_70b": _llama(32000, 8192, 28672, 80, 64, 8, 128, 1e-5, 4096),
+    "code_llama_7b": _llama(32016, 4096, 11008, 32, 32, 32, 128, 1e-5, 16384, RopeConfig(1e6)),
+    "llama3_8b": _llama3(4096, 14336, 32, 32, 8, 128),
+    "llama3_70b": _llama3(8192, 28672, 80, 64, 8, 128),
+    "llama3_405b": _llama3(16384, 53248, 126, 128, 8, 128, max_position=131072, rope=_rope31),
+    "Qwen2.5-0.5B": _qwen25_small(151936, 896, 4864, 24, 14, 2, 64, tie_embeddings=True),
+    "Qwen2.5-1.5B": _qwen25_small(151936, 1536, 8960, 28, 12, 2, 128, tie_embeddings=True),
+    "Qwen2.5-3B": _qwen25_small(151936, 2048, 11008, 36, 16, 2, 128, tie_embeddings=True),
+    "Qwen2.5-7B": _qwen25_small(152064, 3584, 18944, 28, 28, 4, 128),
+    "Qwen2.5-14B": _qwen25_large(152064, 5120, 13824, 48, 40, 8, 128),
+    "Qwen2.5-32B": _qwen25_large(152064, 5120, 27648, 64, 40, 8, 128),
+    "Qwen2.5-72B": _qwen25_large(152064, 8192, 29568, 80, 64, 8, 128),
+    "Qwen3-0.6B": _qwen3(1024, 3072, 28, 16, 8, tie_embeddings=True),
+    "Qwen3-1.7B": _qwen3(2048, 6144, 28, 16, 8, tie_embeddings=True),
+    "Qwen3-4B": _qwen3(2560, 9728, 36, 32, 8, tie_embeddings=True),
+    "Qwen3-8B": _qwen3(4096, 12288, 36, 32, 8),
+    "Mistral-7B": ModelConfig(
+        "MistralForCausalLM", 32000, 4096, 14336, 32, 32, 8, 128, 1e-5, 32768,
+        windows=(4096,) * 32, bos_token_id=1, eos_token_ids=(2,),
+    ),
+}  # fmt: skip
+
+
+def preset(name: str) -> ModelConfig:
+    """The preset of this name, in any case; UsageError with the nearest names if there is none."""
+    names = {known.lower(): known for known in PRESETS}
+    if name.lower() in names:
+        return PRESETS[names[name.lower()]]
+    near = [names[n] for n in difflib.get_close_matches(name.lower(), names, n=3, cutoff=0.5)]
+    known = f"nearest: {', '.join(near)}" if near else f"known are {', '.join(PRESETS)}"
+    raise UsageError(f"there is no preset {name!r}; {known}")

@@ -1,0 +1,40 @@
+"""Speed of light: the time that the matmuls of training alone would take at the device's peak rate.
+
+Forward and backward of a linear map cost 6 FLOPs per weight and token. The attention's two products cost 12*Hq*Hd*T per
+layer and token in forward and backward if every query saw every key; a causal one sees half of them. Norms, rotations,
+the optimizer and all memory traffic are free here, and recomputation counts as lost time. A sliding window counts as
+full attention, and so does a row of packed documents, whose attention is less work: the figure depends on the model's
+size alone.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from llmq.model.config import ModelConfig
+from llmq.model.parameters import linear_maps
+from llmq.ops.seam import record
+from llmq.plan.precision import Precision
+
+LINEAR = ("linear_forward", "linear_dgrad", "linear_wgrad")
+ATTENTION = ("attention_forward", "attention_backward")
+
+
+def seconds_per_token(config: ModelConfig, seq_len: int, peaks: Mapping[str, float], precision: Precision) -> float:
+    """Least seconds of training for one token. `peaks` are the device's dense FLOP/s by dtype, with one for bf16."""
+    attention = config.num_layers * config.num_heads * config.head_dim * seq_len
+    products = sum(size / peaks[precision.dtype(name)] for name, size in linear_maps(config).items())
+    per_weight, per_score = 2 * _products(LINEAR), 2 * _products(ATTENTION)
+    return per_weight * products + per_score / 2 * attention / peaks["bf16"]
+
+
+def _products(ops: tuple[str, ...]) -> int:
+    """Matrix products that these ops make, without those that they make again."""
+    return sum(record(op).products - record(op).remade for op in ops)
+
+
+def fraction(
+    tokens_per_second: float, config: ModelConfig, seq_len: int, peaks: Mapping[str, float], precision: Precision
+) -> float:
+    """Share of the speed of light that a rate of training is."""
+    return tokens_per_second * seconds_per_token(config, seq_len, peaks, precision)

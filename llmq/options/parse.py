@@ -1,0 +1,194 @@
+"""Options: one description of each gives its flag, its `--config` key, help, default, limits and the JSON schema.
+
+To the user all keys are flat: `--learning-rate`, `learning_rate:` or `learning-rate:` in the file, `learning_rate=` in
+`llmq.train`. What there is to set is in `llmq.options.sections`. The effective options, printed and fed back with `--config`,
+give the same run.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cache
+from itertools import combinations
+from typing import Any
+
+from llmq.errors import UsageError
+from llmq.options.rate_rules import final_fraction
+from llmq.options.section import Description, Section, build, describe, flag, named, plain, read_flat_yaml
+from llmq.options.sections import (
+    CheckpointOptions,
+    DataOptions,
+    ExportOptions,
+    LogOptions,
+    MemoryOptions,
+    ModelOptions,
+    OptimizerOptions,
+    PrecisionOptions,
+    RunOptions,
+    ScheduleOptions,
+    SourceOptions,
+    SystemOptions,
+)
+
+SECTIONS: dict[str, type[Section]] = {
+    "model": ModelOptions,
+    "data": DataOptions,
+    "source": SourceOptions,
+    "precision": PrecisionOptions,
+    "memory": MemoryOptions,
+    "schedule": ScheduleOptions,
+    "optimizer": OptimizerOptions,
+    "log": LogOptions,
+    "checkpoint": CheckpointOptions,
+    "export": ExportOptions,
+    "system": SystemOptions,
+    "run": RunOptions,
+}
+UNSETS = {  # an option of the command line, and its alternatives, which it takes back where a file has them
+    "steps": ("epochs",),
+    "epochs": ("steps",),
+    "train_file": ("data",),
+    "data": ("train_file", "eval_file"),
+    "global_batch_size": ("grad_accumulation",),
+    "grad_accumulation": ("global_batch_size",),
+    "bf16_layers": ("fp8_layers",),
+    "fp8_layers": ("bf16_layers",),
+    "warmup": ("warmup_ratio",),
+    "warmup_ratio": ("warmup",),
+    "min_lr": ("final_lr_fraction",),
+    "final_lr_fraction": ("min_lr",),
+}
+LONGEST_NAME = 200  # bytes of a file's name: file systems take 255, and files in the making have longer names
+PATHS_WITH_NAME = (("log", "log_file"), ("checkpoint", "checkpoint_dir"), ("export", "out_dir"))
+
+
+@cache
+def descriptions() -> dict[str, Description]:
+    """Every option by its key, in the order of the sections."""
+    return {d.key: d for name, cls in SECTIONS.items() for d in describe(name, cls)}
+
+
+@cache
+def spellings() -> dict[str, Description]:
+    """Every option by every name that it may be given with."""
+    return {name: d for d in descriptions().values() for name in (d.key, *d.aliases)}
+
+
+def _across(sections: Mapping[str, Any]) -> Iterator[str]:
+    """Contradictions between sections; one that is bad in itself is None."""
+    data, source, log, system, run = (sections[name] for name in ("data", "source", "log", "system", "run"))
+    if data and source:
+        yield from source.beside(data.train_file, data.eval_file, data.weight)
+    if system and run and system.gpu is not None and not run.dry_run:
+        yield f"--gpu {system.gpu} only plans: add --dry-run, or choose a GPU that is here with CUDA_VISIBLE_DEVICES"
+    no_eval = data and source and data.eval_file is None and (source.data is None or source.eval_fraction == 0)
+    if log and no_eval:
+        for key in ("eval_every_n_steps", "eval_num_steps"):
+            value = getattr(log, key)
+            if value not in (0, descriptions()[key].default):
+                yield f"{flag(key)} {value} needs data to evaluate on: add --eval-file, or leave it out"
+
+
+def _name_of(model: str) -> str:
+    """Default name of a run: the last part of the model's name, so that the same command finds its checkpoints."""
+    return re.sub(r"[\\%\x00-\x1f]", "_", os.path.basename(os.path.abspath(model))) or "model"
+
+
+@dataclass(frozen=True)
+class Options:
+    """All sections of a run, checked. `templates` are the paths as given, before %n became the run's name."""
+
+    model: ModelOptions
+    data: DataOptions
+    source: SourceOptions
+    precision: PrecisionOptions
+    memory: MemoryOptions
+    schedule: ScheduleOptions
+    optimizer: OptimizerOptions
+    log: LogOptions
+    checkpoint: CheckpointOptions
+    export: ExportOptions
+    system: SystemOptions
+    run: RunOptions
+    templates: Mapping[str, str]
+
+    @classmethod
+    def parse(cls, given: Mapping[str, Any], problems: Sequence[str] = ()) -> Options:
+        """Options from flat keys in any spelling; values may be text. A `config` key names a file that is read first.
+
+        What is given overrides the file, and takes back alternatives that the file has. None is the same as not given,
+        where the default is None. UsageError lists everything that is wrong at once, after the caller's own `problems`.
+        """
+        errors = list(problems)
+        given = dict(given)
+        config = given.pop("config", None)
+        values = named(given, spellings(), errors, {})
+        places: dict[str, str] = {}
+        if config is not None:
+            in_file, of_names = read_flat_yaml(os.path.expanduser(config))
+            taken_back = {*values, *(other for key in values for other in UNSETS.get(key, ()))}
+            file_values = named(in_file, spellings(), errors, of_names)
+            values |= {key: value for key, value in file_values.items() if key not in taken_back}
+            keys = {name: spellings()[plain(name)].key for name in of_names if plain(name) in spellings()}
+            places = {key: of_names[name] for name, key in keys.items() if key not in taken_back}
+        sections: dict[str, Any] = {}
+        for name, section_class in SECTIONS.items():
+            mine = {d.field: d for d in descriptions().values() if d.section == name}
+            fields = {field: values[d.key] for field, d in mine.items() if d.key in values}
+            sections[name] = build(section_class, fields, mine, errors, places)
+        errors.extend(_across(sections))
+        if errors:
+            raise UsageError(errors[0] if len(errors) == 1 else "\n  ".join(["options that need a change:", *errors]))
+        name = sections["log"].name or _name_of(sections["model"].model)
+        sections["log"] = sections["log"].model_copy(update={"name": name})
+        templates = {field: getattr(sections[section], field) for section, field in PATHS_WITH_NAME}
+        for section, field in PATHS_WITH_NAME:
+            path = templates[field].replace("%n", name)
+            sections[section] = sections[section].model_copy(update={field: path})
+        outputs = [(flag(field), getattr(sections[section], field)) for section, field in PATHS_WITH_NAME]
+        for option, path in outputs:
+            if (longest := max(len(os.fsencode(part)) for part in path.split(os.sep))) > LONGEST_NAME:
+                raise UsageError(
+                    f"{option} {path}: a name in it has {longest} bytes, the most are {LONGEST_NAME}: use a "
+                    "shorter one (%n is the --name)"
+                )
+        for (one, path), (other, same) in combinations(outputs, 2):
+            if os.path.abspath(path) == os.path.abspath(same):
+                raise UsageError(f"{one} and {other} are both {path}: name two places")
+        return cls(**sections, templates=templates)
+
+    def to_flat(self) -> dict[str, Any]:
+        """Every option by its key, as JSON knows it (tuples are lists, absent is None)."""
+        return {
+            d.key: list(value) if isinstance(value := getattr(getattr(self, d.section), d.field), tuple) else value
+            for d in descriptions().values()
+        }
+
+    def to_yaml(self) -> str:
+        """The effective options as a `--config` file. Parsing it gives equal options."""
+        import yaml
+
+        values = {**self.to_flat(), **self.templates}
+        if self.data.global_batch_size is not None:
+            del values["grad_accumulation"]  # follows from the other two, so that either can be changed on the way in
+        if self.schedule.final_lr_fraction == final_fraction(self.schedule.model_dump()):
+            del values["final_lr_fraction"]  # so can the schedule
+        parts = []
+        for section, cls in SECTIONS.items():
+            keys = [d.key for d in descriptions().values() if d.section == section]
+            shown = {key: values[key] for key in keys if values.get(key) is not None}
+            parts.append(f"# {cls.title}\n" + yaml.safe_dump(shown, sort_keys=False, default_flow_style=False))
+        return "\n".join(parts)
+
+
+def changed(before: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:
+    """`--weight-decay 0.1 to 0.0` for each option that differs between two results of `to_flat`."""
+
+    def shown(value: Any) -> str:
+        return "not set" if value is None else str(value)
+
+    keys = [key for key in now if key not in ("continue", "overwrite") and now[key] != before.get(key)]
+    return [f"{flag(key)} {shown(before.get(key))} to {shown(now[key])}" for key in keys]

@@ -1,0 +1,268 @@
+"""What an option is: a pydantic field that carries its own help, limits and aliases, in a frozen section.
+
+Everything a shell, a file or a reader of the log needs is read off the fields: flags and help (`describe`), messages
+for bad values (`build`), the JSON schema. Which options there are is the business of `llmq.options.parse`.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from difflib import get_close_matches
+from typing import Annotated, Any, ClassVar, Literal, get_args, get_origin
+
+from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, ValidationError
+
+from llmq.errors import UsageError
+
+
+def option(
+    default: Any, description: str, *aliases: str, shown: str = "", metavar: str = "", kind: str = "", **limits: Any
+) -> Any:
+    """A field of a section. `default` may be a function of the fields before it; `shown` then says what it gives."""
+    extra: dict[str, Any] = {"aliases": list(aliases), "shown": shown, "metavar": metavar, "kind": kind}
+    source = {"default_factory": default} if callable(default) else {"default": default}
+    return Field(description=description, json_schema_extra={k: v for k, v in extra.items() if v}, **source, **limits)
+
+
+def _number(value: Any) -> Any:
+    if isinstance(value, bool):
+        raise ValueError("a number is needed, not true or false")
+    return value
+
+
+def _text(value: Any) -> Any:
+    return os.fspath(value) if isinstance(value, os.PathLike) else value
+
+
+def _home(value: str) -> str:
+    return os.path.expanduser(value) if value.startswith("~") else value
+
+
+def _several(value: Any) -> Any:
+    return (value,) if isinstance(value, (str, int, float)) else value
+
+
+def _patterns(value: Any) -> Any:
+    return (value,) if isinstance(value, (str, os.PathLike)) else value
+
+
+Int = Annotated[int, BeforeValidator(_number)]
+Float = Annotated[float, BeforeValidator(_number)]
+Text = Annotated[str, BeforeValidator(_text)]
+Path = Annotated[Text, Field(min_length=1), AfterValidator(_home)]
+Floats = Annotated[tuple[Float, ...], BeforeValidator(_several), Field(min_length=1)]
+Texts = Annotated[tuple[Text, ...], BeforeValidator(_patterns), Field(min_length=1)]
+Paths = Annotated[tuple[Path, ...], BeforeValidator(_patterns), Field(min_length=1)]
+
+
+class Section(BaseModel):
+    """Options that one module reads. Unknown keys are errors; validators are built at the first use, not at import."""
+
+    model_config = ConfigDict(
+        frozen=True,
+        extra="forbid",
+        defer_build=True,
+        protected_namespaces=(),
+        coerce_numbers_to_str=True,
+        allow_inf_nan=False,
+    )
+    title: ClassVar[str]
+
+    def contradictions(self) -> Iterator[str]:
+        """One message for each set of values in this section that cannot go together."""
+        return iter(())
+
+
+@dataclass(frozen=True)
+class Description:
+    """One option as a shell needs it.
+
+    `kind` is flag (true or false), switch (a flag that takes other values, too), repeatable, optional_value or value.
+    """
+
+    key: str  # learning_rate; the field's name, but `continue` for `continue_`
+    field: str
+    section: str
+    help: str
+    aliases: tuple[str, ...]
+    kind: str
+    metavar: str
+    choices: tuple[str, ...]
+    default: Any  # None if it depends on other options, or there is none
+    shown: str  # the default in words; empty if there is nothing to say
+
+
+def flag(name: str) -> str:
+    """`--learning-rate` for `learning_rate`, in any spelling."""
+    return "--" + name.strip("-_").replace("_", "-")
+
+
+def describe(section: str, cls: type[Section]) -> list[Description]:
+    """The options of a section, in order."""
+    return [_describe(section, cls, field) for field in cls.model_fields]
+
+
+def _describe(section: str, cls: type[Section], field: str) -> Description:
+    info = cls.model_fields[field]
+    extra: dict[str, Any] = info.json_schema_extra if isinstance(info.json_schema_extra, dict) else {}
+    annotation: Any = info.annotation
+    while get_origin(annotation) not in (None, Literal, tuple):  # X of `X | None` and of Annotated[X, ...]
+        annotation = get_args(annotation)[0]
+    choices = get_args(annotation) if get_origin(annotation) is Literal else ()
+    default = None if info.is_required() or info.default_factory else info.default
+    shown = default if default is not None else ""
+    if isinstance(shown, bool):
+        shown = "on" if shown else ""
+    elif isinstance(shown, float):
+        shown = f"{shown:g}"
+    kinds = {bool: "flag", tuple: "repeatable"}
+    return Description(
+        key=field.rstrip("_"),
+        field=field,
+        section=section,
+        help=info.description or "",
+        aliases=tuple(extra.get("aliases", ())),
+        kind=extra.get("kind") or kinds.get(get_origin(annotation) or annotation, "value"),
+        metavar=extra.get("metavar") or "|".join(choices) or {int: "INT", float: "FLOAT"}.get(annotation, "TEXT"),
+        choices=choices,
+        default=default,
+        shown="needed" if info.is_required() else extra.get("shown", str(shown)),
+    )
+
+
+def plain(name: object) -> str:
+    """`learning_rate` for any spelling of it."""
+    return flag(str(name))[2:].replace("-", "_")
+
+
+def named(
+    given: Mapping[str, Any], spellings: Mapping[str, Description], errors: list[str], places: Mapping[str, str]
+) -> dict[str, Any]:
+    """Values by key; unknown names, and two names of one option, are added to `errors`.
+
+    `spellings` has every option by every name, `places` where a name was given (`run.yaml:3: `), where that is known.
+    None is the same as not given, where the default is None.
+    """
+    found: dict[str, Any] = {}
+    names: dict[str, str] = {}  # by key, as given
+    for name, value in given.items():
+        option, place, spelled = spellings.get(plain(name)), places.get(name, ""), flag(str(name))
+        if plain(name) == "config":
+            errors.append(f"{place}config is for the command line: a file cannot name another one")
+        elif option is None:
+            errors.append(place + unknown_option(spelled, spellings))
+        elif option.key in names:
+            errors.append(f"{place}{names[option.key]} and {spelled} are the same option: give one of them")
+        else:
+            names[option.key] = spelled
+            if value is not None or option.default is not None:
+                found[option.key] = value
+    return found
+
+
+def unknown_option(name: str, spellings: Mapping[str, Description]) -> str:
+    """The message for a name that is none, with the options that begin with it, else those that look like it."""
+    wanted, keys = plain(name), {**{name: d.key for name, d in spellings.items()}, "config": "config"}
+    near = [known for known in keys if len(wanted) > 2 and known.startswith(wanted)]
+    near = near or get_close_matches(wanted, keys, n=2, cutoff=ALIKE)
+    meant = " or ".join(dict.fromkeys(flag(keys[known]) for known in near))
+    return f"unknown option {name}: " + (f"did you mean {meant}?" if meant else "llmq-train --help lists all options")
+
+
+def build(
+    cls: type[Section],
+    fields: Mapping[str, Any],
+    options: Mapping[str, Description],
+    errors: list[str],
+    places: Mapping[str, str],
+) -> Section | None:
+    """The section made of the given fields; None, with `errors` extended, if a value is bad.
+
+    Contradictions between good values are added to `errors` too. `options` are the descriptions by field, `places` as
+    above, by key.
+    """
+    try:
+        section = cls(**fields)
+    except ValidationError as found:
+        wrong = {
+            str(error["loc"][0]): error
+            for error in found.errors(include_url=False)
+            if error["type"] != "default_factory_not_called"  # follows from another error
+        }
+        errors.extend(
+            places.get(options[field].key, "") + _message(options[field], error) for field, error in wrong.items()
+        )
+        return None
+    errors.extend(section.contradictions())
+    return section
+
+
+ALIKE = 0.75  # of two names, as difflib counts: --bacth-size is 0.9 of --batch-size
+LIMITS = {
+    "greater_than_equal": "is below the least value: use {ge} or more",
+    "greater_than": "is too small: use more than {gt}",
+    "less_than_equal": "is above the largest value: use {le} or less",
+    "less_than": "is too large: use less than {lt}",
+    "string_too_short": "is empty: give a path",
+    "too_short": "is empty: give {what}",
+    "finite_number": "is not a finite number",
+}
+WORDS = {"int": "a whole number", "float": "a number", "bool": "true or false", "string": "text", "tuple": "a list"}
+
+
+def _message(d: Description, error: Any) -> str:
+    """What is wrong with the value of one option, its limit, and the fix."""
+    kind, context, value = error["type"], error.get("ctx", {}), error["input"]
+    if kind == "missing":
+        return f"{flag(d.key)} is needed: {d.help}"
+    start = f"{flag(d.key)} {value if isinstance(value, (str, int, float)) and value != '' else repr(value)}"
+    if kind in LIMITS:
+        exact = {k: int(v) if isinstance(v, float) and v.is_integer() else v for k, v in context.items()}
+        exact["what"] = "a path" if value == "" else "one value or more"
+        or_not = ", or leave the option out" if kind.endswith("too_short") and d.shown != "needed" else ""
+        return f"{start} {LIMITS[kind].format(**exact)}{or_not}"
+    if kind == "literal_error":
+        close = get_close_matches(str(value).lower(), d.choices, n=1)
+        return f"{start} is not one of {', '.join(d.choices)}" + (f": did you mean {close[0]}?" if close else "")
+    word = next((word for prefix, word in WORDS.items() if kind.startswith(prefix)), "")
+    return f"{start} is not {word}: {d.help}" if word else f"{start}: {context.get('error') or error['msg']}"
+
+
+def read_flat_yaml(path: str) -> tuple[dict[str, Any], dict[str, str]]:
+    """Options as written in a YAML file of flat keys, and the place of each key (`run.yaml:3: `).
+
+    UsageError if it is absent or not such a file. Scalars stay text, as on the command line, so that both are read by
+    the same rules (YAML alone would take 1e-5 for text and 0123 for 83).
+    """
+    import yaml
+
+    def place(node: yaml.Node) -> str:
+        return f"{path}:{node.start_mark.line + 1}: "
+
+    def scalar(node: yaml.Node) -> Any:
+        if not isinstance(node, yaml.ScalarNode):
+            raise UsageError(f"{place(node)}keys are flat: a key has one value, or a list of single values")
+        return None if node.tag == "tag:yaml.org,2002:null" else node.value
+
+    try:
+        with open(path, encoding="utf-8-sig") as file:
+            root = yaml.compose(file, Loader=yaml.SafeLoader)
+    except OSError as error:
+        raise UsageError(f"--config {path} cannot be read: {error.strerror}") from error
+    except (yaml.YAMLError, UnicodeDecodeError, RecursionError) as error:
+        raise UsageError(f"--config {path} is not YAML: {' '.join(str(error).split())}") from error
+    if root is None:
+        return {}, {}
+    if not isinstance(root, yaml.MappingNode):
+        raise UsageError(f"--config {path} must hold lines of the form `learning_rate: 1e-5`")
+    found: dict[str, Any] = {}
+    places: dict[str, str] = {}
+    for key, node in root.value:
+        name = str(scalar(key))
+        if name in found:
+            raise UsageError(f"{place(key)}{name} is given a second time")
+        places[name] = place(key)
+        found[name] = [scalar(item) for item in node.value] if isinstance(node, yaml.SequenceNode) else scalar(node)
+    return found, places

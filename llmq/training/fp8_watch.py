@@ -1,0 +1,165 @@
+"""Errors of fp8 copies over a run: what the log says of them, which sites are warned of, which should leave fp8.
+
+A copy's quality is its signal-to-noise ratio, 10 log10(sum of x^2 / sum of (x - copy)^2): rounding alone leaves 31 dB
+in e4m3 and 25 dB in e5m2; clipping and flushing to zero cost the rest.
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
+from typing import Protocol
+
+import numpy as np
+
+from llmq.data.batches.batch import Batch
+from llmq.engine.engine import Engine
+from llmq.errors import MemoryLimitError
+from llmq.hardware import device
+from llmq.model.parameters import HEAD
+from llmq.plan.advice import refuse_if_too_large
+from llmq.plan.plan import SCALE_STRIDE, Plan
+from llmq.plan.precision import Watching
+from llmq.training.job import Job
+from llmq.training.log import RunLog
+from llmq.training.progress import Progress
+
+LEAST_SNR_DB = {"e4m3": 22.0, "e5m2": 17.0}
+PATIENCE = 2  # readings in a row below that before a site is named
+
+
+@dataclass(frozen=True)
+class CopyError:
+    """One reading of one copy: `name` is that of its scale, such as `3.mlp.act@e4m3`; `sites` read it."""
+
+    name: str
+    sites: tuple[str, ...]
+    amax: float
+    snr_db: float | None  # None: nothing but zeros, or no error
+    clipped: float  # share of all numbers that saturate
+    flushed: float  # share of all numbers that become zero
+
+    @classmethod
+    def of(cls, name: str, sites: Sequence[str], fields: Iterable[float]) -> CopyError:
+        """From the six numbers of `quantization_error`."""
+        amax, power, noise, clipped, flushed, count = (float(x) for x in fields)
+        snr = 10 * math.log10(power / noise) if power > 0 and noise > 0 and math.isfinite(power / noise) else None
+        return cls(name, tuple(sites), amax, snr, clipped / max(count, 1.0), flushed / max(count, 1.0))
+
+    @property
+    def is_low(self) -> bool:
+        """Whether the copy stands badly for its value."""
+        return self.snr_db is not None and self.snr_db < LEAST_SNR_DB[self.name.rsplit("@", 1)[1]]
+
+
+def summary(errors: Sequence[CopyError]) -> str:
+    """`fp8: 96 copies, worst 3.mlp.act@e4m3 28.1 dB (0.01% clipped, 1.2% flushed)`."""
+    known = [error for error in errors if error.snr_db is not None]
+    if not known:
+        return f"fp8: {len(errors)} copies, all exact"
+    worst = min(known, key=lambda error: error.snr_db or 0.0)
+    return (
+        f"fp8: {len(errors)} copies, worst {worst.name} {worst.snr_db:.1f} dB "
+        f"({100 * worst.clipped:.2g}% clipped, {100 * worst.flushed:.2g}% flushed)"
+    )
+
+
+def due(options: Watching, step: int) -> bool:
+    """Whether to read after `step` updates: at the start, and after each n-th."""
+    return options.every > 0 and step % options.every == 0
+
+
+def judge(errors: Iterable[CopyError], low: Mapping[str, int]) -> tuple[dict[str, int], dict[str, CopyError]]:
+    """Low readings in a row of each site, which were `low` before; and sites that just had the PATIENCE-th in a row.
+
+    Those come with their worst copy.
+    """
+    worst: dict[str, CopyError] = {}
+    for error in errors:
+        for site in error.sites if error.is_low else ():
+            if site not in worst or (error.snr_db or 0.0) < (worst[site].snr_db or 0.0):
+                worst[site] = error
+    counts = {site: low.get(site, 0) + 1 for site in worst}
+    return counts, {site: error for site, error in worst.items() if counts[site] == PATIENCE}
+
+
+class Loop(Protocol):
+    """What the watch reads of the training loop, and asks of it."""
+
+    job: Job
+    log: RunLog
+    engine: Engine
+    progress: Progress
+
+    def switch(self, plan: Plan) -> None:
+        """Goes on under another plan; first saves a checkpoint of this step."""
+
+
+class Fp8Watch:
+    """A hook of the training loop: reads the errors of all fp8 copies, and lets sites fall back."""
+
+    def __init__(self, loop: Loop) -> None:
+        self._loop = loop
+
+    def before_step(self, batch: Batch) -> float:
+        """Reads if that is due, on a step's first micro-batch; returns the seconds that it took."""
+        loop, began = self._loop, time.perf_counter()
+        if not (loop.engine.plan.observed and due(loop.job.watching, loop.progress.step)):
+            return 0.0
+        errors = self._read(batch)
+        low, named = judge(errors, loop.progress.low)
+        self._say(named)
+        # The checkpoint of a fallback has the counts before this reading: a run continued from it reads again.
+        left = self._fall_back(tuple(named)) if named and loop.job.watching.fallback else ()
+        loop.progress = replace(loop.progress, low=low, fell_back=(*loop.progress.fell_back, *left))
+        return time.perf_counter() - began
+
+    def _read(self, batch: Batch) -> list[CopyError]:
+        """A reading of every copy, which the log gets."""
+        loop, observed = self._loop, self._loop.engine.plan.observed
+        fields = zip(observed.items(), loop.engine.observe(batch), strict=True)
+        errors = [CopyError.of(name, sites, row) for (name, sites), row in fields]
+        loop.log.say(summary(errors))
+        loop.log.record("fp8", step=loop.progress.step, copies=[asdict(error) for error in errors])
+        return errors
+
+    def _say(self, named: Mapping[str, CopyError]) -> None:
+        """A notice for each site that stays low."""
+        job = self._loop.job
+        for site, error in named.items():
+            option = f"--head-dtype {job.plan.spec.precision.model}" if site == HEAD else f"--bf16-layers {site}"
+            advice = "" if job.watching.fallback else f": {option} or --fp8-fallback would take it out of fp8"
+            shares = f"{100 * error.clipped:.2g}% clipped, {100 * error.flushed:.2g}% flushed to zero"
+            where = f"The fp8 copy {error.name} of {site}"
+            self._loop.log.notice(f"{where} stays at {error.snr_db:.1f} dB ({shares}){advice}")
+
+    def _fall_back(self, sites: tuple[str, ...]) -> tuple[str, ...]:
+        """Goes on with `sites` in the model's dtype; returns them, or none of them if that does not fit in memory."""
+        loop, names = self._loop, ", ".join(sites)
+        job, old = loop.job, loop.job.plan
+        try:
+            plan = job.replan(old.spec.precision.without(sites), old.total_bytes)
+            free = device.memory_bytes(job.device)[1] + old.total_bytes
+            refuse_if_too_large(plan, free, job.backend.scratch_bytes)
+        except MemoryLimitError as error:
+            loop.log.notice(f"{names} cannot leave fp8: {error}")
+            return ()
+        loop.switch(plan)
+        step = loop.progress.step + 1
+        loop.log.notice(f"{names}: in {plan.spec.precision.model} from step {step} on", fell_back=list(sites))
+        return sites
+
+
+def carried(read: Callable[[str], np.ndarray], old: Plan, new: Plan) -> Callable[[str], np.ndarray]:
+    """State of a run under the plan `old`, read by name, as one under `new`, which has fewer delayed scales."""
+    places = [slice(SCALE_STRIDE * i, SCALE_STRIDE * (i + 1)) for i in map(old.scales.index, new.scales)]
+
+    def carry(name: str) -> np.ndarray:
+        values = read(name)
+        if name not in ("scale:scales", "scale:history", "scale:amax", "scale:limits"):
+            return values
+        return np.concatenate([values[..., place] for place in places], axis=-1)
+
+    return carry

@@ -1,0 +1,57 @@
+"""The GPU as the log has it every N steps (`--log-gpu-util`): clocks, power, heat, memory, PCIe, utilisation.
+
+NVML is read in a thread of its own while the step runs: what it says between two steps is that of an idle GPU, and
+counting PCIe traffic takes it 40 ms. Nothing waits for the reading but the end of its step.
+"""
+
+from __future__ import annotations
+
+from llmq.errors import UsageError
+from llmq.hardware import nvml
+from llmq.hardware.device import Device
+from llmq.training.log import GpuRecord
+
+MEBIBYTE = 2**20
+
+
+class GpuWatch:
+    """Readings of the GPU of a run, one at a time."""
+
+    def __init__(self, where: Device, every: int) -> None:
+        """UsageError if there is no GPU to read every `every` steps, or nothing that reads it; 0 asks for nothing."""
+        self._uuid = where.gpu.uuid if where.gpu else None
+        self._reading: nvml.Background | None = None
+        if not every or where.planned:
+            return
+        if self._uuid is None:
+            raise UsageError(f"--log-gpu-util {every} needs a GPU, and this run is on the CPU: leave it out")
+        if nvml.read(self._uuid) is None:
+            raise UsageError(
+                f"--log-gpu-util {every} needs NVML, which does not answer for this GPU: pip install nvidia-ml-py, or "
+                "leave it out"
+            )
+
+    def begin(self) -> None:
+        """Starts a reading."""
+        assert self._uuid is not None and self._reading is None
+        self._reading = nvml.Background(self._uuid, traffic=True)
+
+    def record(self, step: int) -> GpuRecord | None:
+        """The reading that was begun, once it is there, as that of `step`; None if none was."""
+        if self._reading is None:
+            return None
+        found, self._reading = self._reading.stop(), None
+        r = found[0] if found else nvml.Reading()
+        return GpuRecord(
+            step=step,
+            sm_mhz=r.sm_mhz,
+            memory_mhz=r.memory_mhz,
+            watts=r.watts,
+            celsius=r.celsius,
+            throttled=r.throttled,
+            used_mib=None if r.used_bytes is None else r.used_bytes / MEBIBYTE,
+            pcie_rx_kb_s=r.pcie_rx_kb_s,
+            pcie_tx_kb_s=r.pcie_tx_kb_s,
+            gpu_percent=r.gpu_percent,
+            memory_percent=r.memory_percent,
+        )

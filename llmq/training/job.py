@@ -1,0 +1,340 @@
+"""A run made ready: options to model, data, device and plan, with everything refused that can be before allocation."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import ExitStack, contextmanager
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from llmq.backends import Backend, open_backend
+from llmq.blocks.attention import Packing
+from llmq.data.batches.loader import Data, open_data
+from llmq.data.batches.prepare import Named, open_named, sample_text
+from llmq.data.tokens.rebuilt_tokenizer import rebuilt_warning
+from llmq.data.trained_template import exported_templates
+from llmq.disk import check_free_space, shown
+from llmq.errors import UsageError
+from llmq.files.checkpoint import Checkpoints, checkpoint_bytes, load_state
+from llmq.files.huggingface import Export, export_folder, exports_anyway, finish_export, open_export, refuse_taken
+from llmq.files.run_lock import held, kept_folder, replaced_whole
+from llmq.files.source import ModelSource, initial_parameters, open_source
+from llmq.hardware import device, gemm_speed
+from llmq.hardware.device import Device
+from llmq.hardware.gemm_speed import GemmSpeed
+from llmq.model import optimizer
+from llmq.model.config import FAMILIES, ModelConfig
+from llmq.model.parameters import Row, num_parameters, padded_vocab, parameter_rows
+from llmq.options.commands import continue_command
+from llmq.options.parse import Options
+from llmq.options.sections import RunOptions
+from llmq.plan import memory, precision
+from llmq.plan.advice import refuse_if_too_large, with_fitting_chunks
+from llmq.plan.plan import Plan, make_plan
+from llmq.plan.precision import Precision
+from llmq.plan.spec import Spec
+from llmq.tensor import DTYPES
+from llmq.training import auto
+from llmq.training.gpu_log import GpuWatch
+from llmq.training.log import RunLog
+from llmq.training.schedule import Schedule, make_schedule
+
+MIB = 2**20
+
+
+@dataclass(frozen=True)
+class Job:
+    """A run, checked and planned, before memory is allocated."""
+
+    device: Device
+    backend: Backend
+    seed: int
+    source: ModelSource
+    parameters: Iterator[tuple[Row, np.ndarray]] | None
+    data: Data
+    schedule: Schedule
+    plan: Plan
+    checkpoints: Checkpoints
+    resume: Path | None
+    export: Export
+    exports_anyway: bool
+    options: dict[str, Any]
+    continue_command: str
+    watching: precision.Watching
+    replan: Callable[[Precision, int], Plan]  # where so many more bytes are free than now
+    plans_only: bool
+    gpu: GpuWatch
+    speed: GemmSpeed | None
+    notices: tuple[str, ...]  # what the user should know before training starts
+
+    @property
+    def tokens_per_step(self) -> int:
+        """All tokens of an optimizer step."""
+        return self.data.samples_per_step * self.data.seq_len
+
+    @property
+    def checkpoint_bytes(self) -> int:
+        """Size of a checkpoint's tensors."""
+        return checkpoint_bytes((name, r.shape, DTYPES[r.dtype]) for name, r in self.plan.state().items())
+
+    @property
+    def must_match(self) -> dict[str, Any]:
+        """What a checkpoint has in common with the run that continues it: else it would be another run."""
+        return {
+            "seed": self.seed,
+            **self.data.identity(),
+            "model": self.plan.spec.config.identity(),
+            "parameters": {row.name: list(row.shape) for row in self.plan.rows},
+            **self.plan.spec.precision.identity(),
+        }
+
+
+@contextmanager
+def hold(options: Options, log: RunLog) -> Iterator[None]:
+    """Holds the lock on all that the run writes; a dry run writes nothing. StorageError if another run has it."""
+    with ExitStack() as stack:
+        if not _plans_only(options.run):
+            stack.enter_context(held(replaced_whole("--out-dir", export_folder(options.export)), log.say))
+            finish_export(options.export)  # may bring back the checkpoints, which can be below the model
+            saved = Checkpoints(options.checkpoint).folder
+            stack.enter_context(held(kept_folder("--checkpoint-dir", saved), log.say))
+            stack.enter_context(held(replaced_whole("--log-file", log.path), log.say))
+        yield
+
+
+def _plans_only(options: RunOptions) -> bool:
+    return options.dry_run
+
+
+def prepare(options: Options, log: RunLog) -> Job:
+    """Everything that can be refused before the first allocation, and the sections of the log."""
+    log.options(options.to_flat())
+    log.check()
+    where, seed = device.pick_device(options.system), device.seed_of(options.system)
+    past = _open_past(options, log)
+    source = open_source(options.model)
+    parameters = None if past.path else initial_parameters(source, parameter_rows(source.config), seed)
+    named = open_named(options.source, source, plan_only=_plans_only(options.run), say=log.say)
+    dtypes, is_timed = _resolve_precision(options, source.config, where, past)
+    data = _open_data(options, source, named, seed, device.packing_problem(where, dtypes.model), past)
+    config = _exported_config(source, data, log)
+    schedule = _make_schedule(options, data, past)
+    spec = _make_spec(options, config, dtypes, data, where, seed)
+    gpu = GpuWatch(where, log.gpu_every)
+    speed = None if _plans_only(options.run) else gemm_speed.measure(where)
+    backend = _open_backend(options, where, past)
+    replan = _planner(options, spec, where, backend)
+    if is_timed:
+        spec = replace(spec, precision=_time_sites(replan(dtypes, 0).spec, backend, data.grad_accumulation, log))
+    plan = replan(spec.precision, 0)
+    export, notices = _open_export(options, source, data, plan)
+    job = Job(
+        device=where,
+        backend=backend,
+        seed=seed,
+        source=source,
+        parameters=parameters,
+        data=data,
+        schedule=schedule,
+        plan=plan,
+        checkpoints=past.checkpoints,
+        resume=past.path,
+        export=export,
+        options=options.to_flat(),
+        exports_anyway=exports_anyway(options.export),
+        continue_command=continue_command(options),
+        watching=precision.watching(options.precision),
+        replan=replan,
+        plans_only=_plans_only(options.run),
+        gpu=gpu,
+        speed=speed,
+        notices=notices,
+    )
+    _describe(job, log)
+    _check_memory(job, deterministic=device.backend_settings(options.system, where)["deterministic"])
+    _check_disk(job, past.step, log)
+    return job
+
+
+@dataclass(frozen=True)
+class _Past:
+    """The run's checkpoints, and the one that it continues: its path and state, or None and {} from step 0."""
+
+    checkpoints: Checkpoints
+    path: Path | None
+    state: Mapping[str, Any]
+
+    @property
+    def step(self) -> int:
+        """Optimizer steps that are done."""
+        return int(self.state.get("step", 0))
+
+
+def _open_past(options: Options, log: RunLog) -> _Past:
+    """What the run continues, and that nothing stands where it exports to."""
+    checkpoints = Checkpoints(options.checkpoint)
+    path = checkpoints.start(writes=not _plans_only(options.run))
+    refuse_taken(options.export)
+    if checkpoints.starts_anew:
+        log.warn(f"--continue auto found no checkpoint in {checkpoints.folder}: this run begins at step 0")
+    return _Past(checkpoints, path, load_state(path) if path else {})
+
+
+def _resolve_precision(options: Options, config: ModelConfig, where: Device, past: _Past) -> tuple[Precision, bool]:
+    """Dtypes and sites by options, device and checkpoint; and whether timing has yet to choose among the fp8 sites."""
+    dtypes, is_auto = precision.resolve(options.precision, config), precision.is_auto(options.precision)
+    if is_auto and not device.has_fp8(where):
+        dtypes, is_auto = dtypes.without_fp8(), False
+    device.refuse_dtypes(where, dtypes.matmul, dtypes.head, scaling=dtypes.scaling)
+    dtypes = dtypes.without(past.state.get("fp8", {}).get("fell_back", ()))
+    if is_auto and (chosen := past.state.get("sites")):
+        return replace(dtypes, matmul=chosen["matmul"], wide=tuple(chosen["wide"])), False
+    if is_auto and where.planned:
+        raise UsageError("--matmul-dtype auto times a GPU, and --gpu names one that is not here: use bf16 or e4m3")
+    return dtypes, is_auto
+
+
+def _open_data(
+    options: Options, source: ModelSource, named: Named | None, seed: int, cannot_pack: str | None, past: _Past
+) -> Data:
+    """The data, laid out in rows as it was for the checkpoint."""
+    given = None if source.from_scratch else source.tokenizer_folder  # from scratch, the data's tokenizer is exported
+    data = open_data(
+        options.data, source.config.vocab_size, seed, tokenizer=given, named=named, cannot_pack=cannot_pack
+    )
+    if past.path:
+        data.layout.refuse_other(past.state)
+    return data
+
+
+def _exported_config(source: ModelSource, data: Data, log: RunLog) -> ModelConfig:
+    """The config of the trained and exported model, which knows the ends of the data's texts and its length."""
+    config = _with_end_tokens(source, data.end_token_ids())
+    if data.seq_len <= config.max_position:
+        return config
+    log.say(
+        f"--seq-len {data.seq_len} is beyond the max_position_embeddings {config.max_position} of {source.name}: "
+        f"the exported model says {data.seq_len}"
+    )
+    return replace(config, max_position=data.seq_len)
+
+
+def _make_schedule(options: Options, data: Data, past: _Past) -> Schedule:
+    """The schedule; UsageError if the checkpoint is beyond its end."""
+    schedule = make_schedule(options.schedule, data.train.num_windows, data.samples_per_step)
+    if past.step > schedule.steps:
+        raise UsageError(
+            f"{past.path} is of step {past.step}, and this run ends after {schedule.steps}: raise --steps or "
+            "--epochs, or continue from an earlier checkpoint"
+        )
+    return schedule
+
+
+def _make_spec(options: Options, config: ModelConfig, dtypes: Precision, data: Data, where: Device, seed: int) -> Spec:
+    """What is to be planned, all options resolved."""
+    b, t = data.batch_size, data.seq_len
+    logit_bytes = padded_vocab(config) * DTYPES[dtypes.model].itemsize
+    gpu_bytes = device.memory_bytes(where)[0] if where.kind == "cuda" else 0
+    limits = memory.resolve(options.memory, batch_size=b, seq_len=t, logit_bytes=logit_bytes, gpu_bytes=gpu_bytes)
+    hyper = optimizer.resolve(options.optimizer)
+    packing = Packing(*data.limits) if data.limits else None
+    observe = precision.watching(options.precision).every > 0
+    return Spec(config, dtypes, limits, hyper, b, t, seed, packing, observe=observe)
+
+
+def _open_backend(options: Options, where: Device, past: _Past) -> Backend:
+    """The device's backend, with the GEMM algorithms of the checkpoint."""
+    kind = "planned" if where.planned else where.kind
+    settings = device.backend_settings(options.system, where)
+    return open_backend(kind, algorithms=past.state.get("algorithms") or None, **settings)
+
+
+def _planner(options: Options, spec: Spec, where: Device, backend: Backend) -> Callable[[Precision, int], Plan]:
+    """A function that plans `spec` with other dtypes, where so many more bytes are free than now."""
+
+    def planned(dtypes: Precision, given_back: int) -> Plan:
+        plan = make_plan(replace(spec, precision=dtypes), backend.scratch_bytes)
+        if not memory.chooses_attention_chunks(options.memory):
+            return plan
+        # What is free is asked here, as planning loads cuDNN's kernels.
+        return with_fitting_chunks(plan, device.memory_bytes(where)[1] + given_back, backend.scratch_bytes)
+
+    return planned
+
+
+def _time_sites(spec: Spec, backend: Backend, grad_accumulation: int, log: RunLog) -> Precision:
+    """The dtypes of `spec`, with only those sites in fp8 that are faster for it on this device."""
+    sizes = {"batch_size": spec.batch_size, "seq_len": spec.seq_len, "grad_accumulation": grad_accumulation}
+    dtypes, timing = auto.choose(spec.config, spec.precision, spec.memory, backend, **sizes)
+    log.matmuls(timing.rows(spec.precision.model))
+    return dtypes
+
+
+def _open_export(options: Options, source: ModelSource, data: Data, plan: Plan) -> tuple[Export, tuple[str, ...]]:
+    """Where the model goes, with its tokenizer and templates; and what the user should know of these two."""
+    config = plan.spec.config
+    tokenizer = (data.tokenizer_folder() if source.from_scratch else None) or source.tokenizer_folder
+    templates = exported_templates(data.train, tokenizer)
+    warning = rebuilt_warning(tokenizer, FAMILIES[config.architecture].model_type)
+    export = open_export(options.export, config, plan.rows, tokenizer, templates.sources)
+    return export, (*templates.notices, *([warning] if warning else []))
+
+
+def _with_end_tokens(source: ModelSource, ends: tuple[int, ...]) -> ModelConfig:
+    """The config of the exported model: it ends texts as its data does, and one trained before as then, too."""
+    config = source.config
+    if set(ends) <= set(config.eos_token_ids):
+        return config
+    if source.from_scratch:
+        return replace(config, eos_token_ids=ends, bos_token_id=None, pad_token_id=None)
+    return replace(config, eos_token_ids=tuple(dict.fromkeys((*config.eos_token_ids, *ends))))
+
+
+def _describe(job: Job, log: RunLog) -> None:
+    """The sections of the log that say what will be run."""
+    plan, data, config = job.plan, job.data, job.plan.spec.config
+    measured = {"measured": f"matrix products at {job.speed.line}"} if job.speed else {}
+    log.system({**device.system_facts(job.device), **measured})
+    log.model(job.source.name, parameters=num_parameters(plan.rows), architecture=config.architecture)
+    windows = data.train.num_windows
+    per_epoch = None if windows is None else -(-windows // data.samples_per_step)
+    steps = {"tokens per step": job.tokens_per_step, "steps per epoch": per_epoch, "steps": job.schedule.steps}
+    shares = [asdict(share) for share in data.shares(job.schedule.steps * data.samples_per_step)]
+    log.dataset(data.train.files, data.eval.files if data.eval else (), mixture=shares, **steps, **data.facts())
+    if sample := sample_text(data.train.token_files, data.tokenizer_folder):
+        log.say(sample)
+    table = {name: size / MIB for name, size in plan.table().items()}
+    other = table.pop("Other")
+    total, free = device.memory_bytes(job.device)
+    left = max(free - plan.total_bytes, 0) / MIB
+    hint = "a larger --batch-size"
+    hint += (", or fewer --recompute flags," if plan.spec.memory.flags else "") + " would use them"
+    if (chunks := plan.spec.memory.attention_chunks) > 1 and job.options["attn_bwd_chunks"] == memory.AUTO:
+        log.say(f"Attention's backward runs in {chunks} chunks of the batch, so that it needs less memory")
+    log.allocator({**table, "Free": left, "Reserved": max(total - free, 0) / MIB, "Other": other}, hint=hint)
+    for text in job.notices if job.plans_only else ():  # else they go to the log, too, which is not open yet
+        log.say(text)
+
+
+def _check_memory(job: Job, *, deterministic: bool) -> None:
+    """MemoryLimitError if the plan does not fit on the device."""
+    strict = job.device.kind == "cuda" and deterministic
+    relaxed = open_backend("planned", deterministic=False).scratch_bytes if strict else None
+    refuse_if_too_large(job.plan, device.memory_bytes(job.device)[1], job.backend.scratch_bytes, relaxed)
+
+
+def _check_disk(job: Job, done: int, log: RunLog) -> None:
+    """StorageError if checkpoints after the step `done` and the model do not fit on the disk; a dry run says both."""
+    first, last = done + 1, job.schedule.steps
+    saved = (job.checkpoints.folder, job.checkpoints.peak_bytes(job.checkpoint_bytes, first, max(first, last)))
+    model = (job.export.folder, job.export.check(room=not job.device.planned))
+    needs = {"the checkpoints": saved, "the model": model}
+    if job.plans_only:
+        free = device.memory_bytes(job.device)[1]
+        log.say(f"On {job.device.kind}: {shown(job.plan.total_bytes)} of {shown(free)} that are free")
+        log.say("On disk: " + ", ".join(f"{what} {shown(size)}" for what, (_, size) in needs.items()))
+    if not job.device.planned:
+        check_free_space(needs)

@@ -1,0 +1,423 @@
+"""The run's log: what the console shows, and the JSON-lines file in the run folder (llmq/report/read.py reads it).
+
+The file has one JSON object per line, with a `type`:
+
+    header      first record: schema, started, version, and the sections options, system, model, dataset, allocator,
+                and matmuls where timing chose their dtypes
+    train       one optimizer step: the fields of TrainRecord, and tps
+    eval        one evaluation: the fields of EvalRecord, and tps
+    gpu         the GPU while a step ran: the fields of GpuRecord
+    resume      the run was continued from the checkpoint of `step`; carries the header's sections again
+    algorithms  the table of matrix-product algorithms of a GPU, which decides the run's bits
+    fp8         errors of fp8 copies before the step after `step`: the fields of CopyError for each
+    notice, checkpoint, end     what happened, at which step; a notice that is a warning has `warning`, and the end has
+                the list of all `warnings`, if there are any
+
+`step` counts finished updates: the train record of step 7 describes the seventh update. Losses are nats per trained
+token, `sol` is a fraction of the speed of light, `epoch` counts passes over the data with its fraction.
+
+JSON has no word for a number that is not finite, so such a number is one of the strings "NaN", "Infinity",
+"-Infinity"; the reader makes numbers of them again in the tables of train, eval and gpu records. What is not known is
+null (NaN in the tables). A continued run appends to its file: on a `resume` record of step S the reader drops earlier
+rows of steps beyond S, and of several records of one step and type the last one counts. A last line without an end is
+what a killed process leaves: the reader ignores it and a continued run removes it.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import sys
+import time
+from collections.abc import Iterable, Mapping, Sequence
+from contextlib import AbstractContextManager
+from dataclasses import asdict, dataclass, fields
+from pathlib import Path
+from typing import IO, TYPE_CHECKING, Any, TextIO
+
+import numpy as np
+
+import llmq
+from llmq.disk import storage
+from llmq.errors import StorageError
+
+if TYPE_CHECKING:
+    from llmq.options.sections import LogOptions
+
+SCHEMA = 1
+OPENING = b'{"type": "header'
+SECTIONS = ("options", "system", "model", "dataset", "matmuls", "allocator")
+MUCH_FREE = 0.25  # of the memory listed: beyond this the allocator table hints at what would use it
+
+
+@dataclass(frozen=True)
+class TrainRecord:
+    """One optimizer step. `tokens` are all tokens of the step, `trained_tokens` those that the loss is made of."""
+
+    step: int
+    epoch: float
+    loss: float
+    norm: float  # of the gradient of the mean loss, before clipping
+    lr: float
+    time_ms: float
+    tokens: int
+    trained_tokens: int
+    wait_ms: float = 0.0  # part of time_ms spent waiting for data
+    sol: float | None = None
+    applied: bool = True  # False: not finite, the update changed nothing
+    memory_mib: float | None = None  # most that was in use so far
+
+    @property
+    def tps(self) -> float:
+        """Tokens per second, over all tokens of the step."""
+        return 1000.0 * self.tokens / self.time_ms if self.time_ms > 0 else math.nan
+
+
+@dataclass(frozen=True)
+class EvalRecord:
+    """One evaluation after `step` updates: `loss` on held-out data, `train_loss` as the run stands."""
+
+    step: int
+    epoch: float
+    loss: float
+    train_loss: float | None
+    time_ms: float
+    tokens: int
+    trained_tokens: int
+
+    @property
+    def tps(self) -> float:
+        """Tokens per second, over all tokens of the evaluation."""
+        return 1000.0 * self.tokens / self.time_ms if self.time_ms > 0 else math.nan
+
+
+@dataclass(frozen=True)
+class GpuRecord:
+    """The GPU while the update `step` was computed, as NVML says; None where it does not."""
+
+    step: int
+    sm_mhz: int | None = None
+    memory_mhz: int | None = None
+    watts: float | None = None
+    celsius: int | None = None
+    throttled: tuple[str, ...] | None = None  # what holds the clocks down: empty if nothing
+    used_mib: float | None = None  # of its memory, by all processes
+    pcie_rx_kb_s: int | None = None  # to the GPU
+    pcie_tx_kb_s: int | None = None  # from the GPU
+    gpu_percent: int | None = None  # of the time in which a kernel ran
+    memory_percent: int | None = None  # of the time in which its memory was read or written
+
+
+TRAIN_COLUMNS = (*(f.name for f in fields(TrainRecord)), "tps")
+EVAL_COLUMNS = (*(f.name for f in fields(EvalRecord)), "tps")
+GPU_COLUMNS = tuple(f.name for f in fields(GpuRecord) if f.name != "throttled")  # the numbers
+
+
+def train_line(r: TrainRecord) -> str:
+    """`[T] step     7 [ 12.5%] | time:   412 ms | norm   2.718282 | loss   3.141593 | tps 19871 | sol 31.4%`."""
+    sol = "  n/a" if r.sol is None else f"{100 * r.sol:4.1f}%"
+    return f"[T] {_place(r)} | norm {r.norm:10.6f} | loss {r.loss:10.6f} | tps {r.tps:5.0f} | sol {sol}"
+
+
+def eval_line(r: EvalRecord) -> str:
+    """`[V] step     7 [ 12.5%] | time:   412 ms | eval   3.141593 | train   3.141593 | tps 19871`."""
+    train = math.nan if r.train_loss is None else r.train_loss
+    return f"[V] {_place(r)} | eval {r.loss:10.6f} | train {train:10.6f} | tps {r.tps:5.0f}"
+
+
+def gpu_line(r: GpuRecord) -> str:
+    """`[G] step     7 | SM 1755 MHz | 655 W | 61 C | 36100 MiB | PCIe 12/3 MB/s | busy 99% | power cap`."""
+    pcie = None if r.pcie_rx_kb_s is None or r.pcie_tx_kb_s is None else (r.pcie_rx_kb_s, r.pcie_tx_kb_s)
+    parts = (
+        None if r.sm_mhz is None else f"SM {r.sm_mhz} MHz",
+        None if r.watts is None else f"{r.watts:.0f} W",
+        None if r.celsius is None else f"{r.celsius} C",
+        None if r.used_mib is None else f"{r.used_mib:.0f} MiB",
+        None if pcie is None else f"PCIe {pcie[0] / 1000:.0f}/{pcie[1] / 1000:.0f} MB/s",
+        None if r.gpu_percent is None else f"busy {r.gpu_percent}%",
+        ", ".join(r.throttled or ()),
+    )
+    return " | ".join([f"[G] step {r.step:5d}", *(part for part in parts if part)])
+
+
+def _place(r: TrainRecord | EvalRecord) -> str:
+    fraction = r.epoch % 1.0
+    if r.epoch > 0 and (fraction < 1e-9 or fraction > 1 - 1e-9):
+        fraction = 1.0  # the end of an epoch, not the start of the next
+    return f"step {r.step:5d} [{100 * fraction:5.1f}%] | time: {r.time_ms:5.0f} ms"
+
+
+class RunLog:
+    """Writes one run's console lines and its file. The sections are printed as they come; `begin` opens the file."""
+
+    def __init__(self, options: LogOptions, console: TextIO | None = None) -> None:
+        self.name = options.name
+        self.path = Path(options.log_file)
+        self.eval_num_steps = options.eval_num_steps
+        self.gpu_every = options.log_gpu_util
+        self._every = (options.log_every, options.eval_every_n_steps)
+        self._console = console
+        self._console_lost = False
+        self._sections: dict[str, Any] = dict.fromkeys(SECTIONS)
+        self._file: IO[str] | None = None
+        self._step = 0
+        self.warnings: list[str] = []
+
+    def due(self, step: int, *, last: bool = False) -> bool:
+        """Whether the update `step` (from 1) gets a line: each n-th one, the first, and the last of the run."""
+        return last or step == 1 or step % self._every[0] == 0
+
+    def eval_due(self, step: int, *, last: bool = False) -> bool:
+        """Whether to evaluate after the update `step`: each n-th one and the last, or never with n = 0."""
+        return self._every[1] > 0 and (last or step % self._every[1] == 0)
+
+    def gpu_due(self, step: int) -> bool:
+        """Whether to read the GPU during the update `step`: each n-th one, or never with n = 0."""
+        return self.gpu_every > 0 and step % self.gpu_every == 0
+
+    def options(self, options: Mapping[str, Any]) -> None:
+        """[Options]: flat names and values."""
+        self._section("options", "Options", options)
+
+    def system(self, facts: Mapping[str, Any], index: int = 0) -> None:
+        """[System i]: device, library versions, memory."""
+        self._section("system", f"System {index}", facts)
+
+    def model(self, path: object, *, parameters: int | None = None, **facts: Any) -> None:
+        """The model's path or preset, its number of parameters, and other facts for the file (its architecture)."""
+        known = {} if parameters is None else {"parameters": parameters}
+        self._sections["model"] = {"path": str(path), **known, **facts}
+        self.say(f"Model: {path}" + ("" if parameters is None else f", {parameters / 1e6:,.1f} million parameters"))
+
+    def dataset(
+        self,
+        train: Iterable[tuple[object, int]],
+        evaluation: Iterable[tuple[object, int]] = (),
+        *,
+        mixture: Sequence[Mapping[str, Any]] = (),
+        **facts: Any,
+    ) -> None:
+        """[Dataset]: (path, tokens) of each file, then other facts (tokens per step, steps per epoch).
+
+        `mixture` has the `name`, `weight`, `samples`, `share` and `epochs` of each source in this run.
+        """
+        files = {"train": list(train), "eval": list(evaluation)}
+        self._sections["dataset"] = {
+            **{kind: [{"path": str(p), "tokens": n} for p, n in found] for kind, found in files.items()},
+            **({"mixture": list(mixture)} if mixture else {}),
+            **facts,
+        }
+        self._head("Dataset")
+        width = max((len(str(p)) for found in files.values() for p, _ in found), default=0)
+        for kind, found in files.items():
+            total = sum(n for _, n in found)
+            self.say(f"  {kind + ':':<6} {total:,} tokens in {len(found)} file{'' if len(found) == 1 else 's'}")
+            for path, tokens in found:
+                self.say(f"    {path!s:<{width}}  {tokens:>15,} tokens")
+        for share in mixture:
+            part, samples, epochs = share["share"], share["samples"], share["epochs"]
+            self.say(f"  {share['name']}: {100 * part:.2f}% of the tokens, {samples:,} samples, {epochs:.2f} epochs")
+        self._items(facts)
+
+    def matmuls(self, lines: Mapping[str, str]) -> None:
+        """[Matmuls]: what timing chose for each site."""
+        self._section("matmuls", "Matmuls", lines)
+
+    def allocator(self, mib: Mapping[str, float], *, hint: str = "a larger --batch-size would use them") -> None:
+        """[Allocator State]: MiB by name. `hint` is shown when `Free` is more than a quarter of everything listed."""
+        self._sections["allocator"] = dict(mib)
+        self._head("Allocator State")
+        width = max(map(len, mib), default=0)
+        for name, amount in mib.items():
+            self.say(f"  {name:<{width}} {amount:>12,.1f} MiB")
+        total, free = sum(mib.values()), mib.get("Free", 0.0)
+        if total > 0 and free > MUCH_FREE * total:
+            self.say(f"  Hint: {free:,.0f} MiB ({100 * free / total:.0f}%) are free: {hint}.")
+
+    def begin(self, *, resume_step: int | None = None) -> None:
+        """Opens the file and writes its header, or appends after the checkpoint of `resume_step`.
+
+        A fresh run does not overwrite the log of an earlier one: that is renamed to PATH.1, PATH.2, ...
+        """
+        kept = None
+        self.check()
+        with self._storage():
+            self.path.parent.mkdir(parents=True, exist_ok=True)
+            if resume_step is None and self.path.exists() and self.path.stat().st_size > 0:
+                kept = next(p for n in range(1, 10**6) if not (p := Path(f"{self.path}.{n}")).exists())
+                os.rename(self.path, kept)
+            elif resume_step is not None and self.path.exists():
+                _drop_torn_line(self.path)
+            self._file = open(self.path, "a", buffering=1, encoding="ascii", newline="\n")  # noqa: SIM115
+        about = {"schema": SCHEMA, "started": _now(), "version": llmq.__version__, **self._sections}
+        self._step = resume_step or 0
+        if resume_step is not None and self.path.stat().st_size > 0:
+            self.record("resume", step=resume_step, **about)
+        else:
+            self.record("header", **about)
+        earlier, self.warnings = self.warnings, []
+        for text in earlier:  # once more where it is seen, and into the file
+            self.warn(text)
+        if kept is not None:
+            self.notice(f"The log of an earlier run at {self.path} is kept as {kept}")
+
+    def check(self) -> None:
+        """StorageError if there is something else than a log at the path, or nothing can be, as it is too long."""
+        with self._storage():
+            is_folder = self.path.is_dir()
+        if is_folder:
+            raise StorageError(f"--log-file {self.path} is a folder: name a file, such as {self.path / 'log.jsonl'}")
+        if self.path.is_file() and self.path.stat().st_size > 0:
+            with self._storage(), open(self.path, "rb") as file:
+                start = file.read(len(OPENING))
+            if not OPENING.startswith(start):
+                raise StorageError(f"--log-file {self.path} is a file that is no log: name another one")
+
+    def train(self, record: TrainRecord) -> None:
+        """One [T] line and its record."""
+        self._step = record.step
+        self.say(train_line(record))
+        self.record("train", **asdict(record), tps=record.tps)
+        if not record.applied:
+            self.notice(f"Step {record.step} changed nothing: its loss or gradient is not finite")
+
+    def evaluation(self, record: EvalRecord) -> None:
+        """One [V] line and its record."""
+        self._step = record.step
+        self.say(eval_line(record))
+        self.record("eval", **asdict(record), tps=record.tps)
+
+    def gpu(self, record: GpuRecord) -> None:
+        """One [G] line and its record."""
+        self.say(gpu_line(record))
+        self.record("gpu", **asdict(record))
+
+    def notice(self, text: str, **facts: Any) -> None:
+        """A line that the user should see, and its record."""
+        self.say(text)
+        self.record("notice", step=self._step, text=text, **facts)
+
+    def warn(self, text: str) -> None:
+        """A notice of something that may spoil the run; `end` repeats it."""
+        self.warnings.append(text)
+        self.say(f"Warning: {text}")
+        self.record("notice", step=self._step, text=text, warning=True)
+
+    def checkpoint(self, path: object, **facts: Any) -> None:
+        """A checkpoint was completed at `path`."""
+        self.say(f"Checkpoint: {path}")
+        self.record("checkpoint", step=self._step, path=str(path), **facts)
+
+    def end(self, reason: str, warnings: Sequence[str] = (), **metrics: Any) -> None:
+        """The run is over: `reason` is finished, interrupted, terminated or failed.
+
+        Prints all warnings, those of `warn` once more and `warnings`, which are new.
+        """
+        self.warnings += warnings
+        told = {"warnings": self.warnings} if self.warnings else {}
+        self.record("end", step=self._step, reason=reason, **metrics, **told)
+        if told:
+            self._head("Warnings")
+        for text in self.warnings:
+            self.say(f"  - {text}")
+
+    def record(self, kind: str, **values: Any) -> None:
+        """Appends one record to the file, if it is open."""
+        if self._file is None:
+            return
+        line = json.dumps(to_json({"type": kind, **values}), allow_nan=False)
+        with self._storage():
+            self._file.write(line + "\n")
+            self._file.flush()
+
+    def say(self, text: str) -> None:
+        """One console line, flushed; what the console's encoding lacks is escaped.
+
+        A run outlives its console: once a line cannot be written (a pipe without a reader, a full disk), none is. Of a
+        dry run the lines are all that there is: OSError.
+        """
+        if self._console_lost:
+            return
+        console = sys.stdout if self._console is None else self._console
+        encoding = getattr(console, "encoding", None) or "ascii"
+        try:
+            print(text.encode(encoding, "backslashreplace").decode(encoding), file=console, flush=True)
+        except OSError as error:
+            if (self._sections["options"] or {}).get("dry_run"):
+                raise
+            self._console_lost = True
+            self.record("notice", step=self._step, text=f"the console cannot be written to any more: {error}")
+
+    def close(self) -> None:
+        """Closes the file; the log can no longer be written."""
+        file, self._file = self._file, None
+        if file is not None:
+            with self._storage():
+                file.close()
+
+    def __enter__(self) -> RunLog:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def _storage(self) -> AbstractContextManager[None]:
+        advice = "free some space, or name another place with --log-file"
+        return storage(self.path, "the log cannot be written", advice=advice)
+
+    def _section(self, key: str, title: str, facts: Mapping[str, Any]) -> None:
+        self._sections[key] = dict(facts)
+        self._head(title)
+        self._items(facts)
+
+    def _head(self, title: str) -> None:
+        console = sys.stdout if self._console is None else self._console
+        plain = not console.isatty() or "NO_COLOR" in os.environ or os.environ.get("TERM", "dumb") == "dumb"
+        self.say(f"[{title}]" if plain else f"\x1b[1m[{title}]\x1b[0m")
+
+    def _items(self, facts: Mapping[str, Any]) -> None:
+        width = max(map(len, facts), default=0)
+        for name, value in facts.items():
+            shown = ", ".join(map(str, value)) if isinstance(value, (list, tuple)) else value
+            self.say(f"  {name:<{width}} : {'-' if shown is None else shown}")
+
+
+def to_json(value: Any) -> Any:
+    """`value` with everything that JSON lacks made a string, list or null: see the module's rule for numbers."""
+    if isinstance(value, np.generic):
+        value = value.item()
+    if value is None or isinstance(value, (bool, int)):
+        return value
+    if isinstance(value, str):
+        return str(value)
+    if isinstance(value, float):
+        if math.isfinite(value):
+            return value
+        return "NaN" if math.isnan(value) else "Infinity" if value > 0 else "-Infinity"
+    if isinstance(value, Mapping):
+        return {str(k): to_json(v) for k, v in value.items()}
+    if isinstance(value, (list, tuple, set, frozenset)):
+        return [to_json(v) for v in value]
+    if isinstance(value, np.ndarray):
+        return to_json(value.tolist())
+    return str(value)
+
+
+def _now() -> str:
+    return time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime())
+
+
+def _drop_torn_line(path: Path) -> None:
+    """Cuts what follows the last line end: a line that a killed process did not finish."""
+    with open(path, "r+b") as file:
+        end = file.seek(0, os.SEEK_END)
+        while end > 0:
+            start = max(0, end - 65536)
+            file.seek(start)
+            found = file.read(end - start).rfind(b"\n")
+            if found >= 0:
+                end = start + found + 1
+                break
+            end = start
+        file.truncate(end)

@@ -1,0 +1,369 @@
+"""The training loop: a job to an engine, batches to steps, steps to log, checkpoints and a model.
+
+`train(**options)` is what the command calls. It installs its signal handlers and threads for the time of the run only.
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Callable
+from contextlib import suppress
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any, TextIO
+
+import numpy as np
+
+from llmq.data.batches.batch import Batch
+from llmq.data.batches.loader import Loader, eval_batches
+from llmq.data.batches.read_ahead import Stopped
+from llmq.data.batches.windows import Samples
+from llmq.data.tokens.rebuilt_tokenizer import rebuilt_warning
+from llmq.engine.engine import Engine, StepResult
+from llmq.errors import INTERRUPTED, NonFiniteError, StorageError
+from llmq.files.checkpoint import check_same, load
+from llmq.hardware import device
+from llmq.model import speed_of_light as sol
+from llmq.options.parse import Options, changed
+from llmq.plan.plan import Plan
+from llmq.tensor import Row
+from llmq.training.fp8_watch import Fp8Watch, carried
+from llmq.training.health import all_finite
+from llmq.training.interrupt import Interrupt
+from llmq.training.job import MIB, Job, hold, prepare
+from llmq.training.log import EvalRecord, RunLog, TrainRecord
+from llmq.training.progress import Progress
+
+NON_FINITE_LIMIT = 10  # consecutive steps without an update after which training gives up
+
+Watch = Callable[[TrainRecord | EvalRecord], None]
+
+
+@dataclass(frozen=True)
+class TrainResult:
+    """What a run made. Losses are nats per trained token; paths are None for what was not written.
+
+    The exit code is that of NonFiniteError where the model was not exported because it is ruined; `warnings` say why,
+    and what else may have spoiled the run.
+    """
+
+    exit_code: int = 0
+    steps: int = 0
+    train_loss: float = math.nan  # of the last step
+    eval_loss: float = math.nan  # of the last evaluation
+    tokens_per_second: float = math.nan  # median over the steps of this run
+    sol: float | None = None  # median share of the device's speed of light
+    first_step_s: float = math.nan  # from the call to the end of the first step
+    model_path: Path | None = None
+    log_path: Path | None = None
+    checkpoint_path: Path | None = None
+    warnings: tuple[str, ...] = ()
+
+
+def train(*, watch: Watch | None = None, console: TextIO | None = None, **options: Any) -> TrainResult:
+    """Trains a model with the options of `llmq-train` as keyword arguments, and returns metrics and paths.
+
+    `watch` is called with every train and eval record; `console` takes the lines that the command prints (default
+    stdout). Raises LlmqError for what the caller can fix.
+    """
+    return run(Options.parse(options), watch=watch, console=console)
+
+
+def run(options: Options, *, watch: Watch | None = None, console: TextIO | None = None) -> TrainResult:
+    """As `train`, for parsed options."""
+    began = time.perf_counter()
+    with RunLog(options.log, console) as log, hold(options, log):
+        job = prepare(options, log)
+        if job.plans_only:
+            return TrainResult()
+        with Interrupt() as interrupt:
+            try:
+                return _Run(job, log, interrupt, watch or (lambda record: None), began).finish()
+            except Exception as error:
+                with suppress(StorageError):  # a log that cannot be written must not hide what ended the run
+                    log.end("failed", error=str(error) or type(error).__name__)
+                raise
+
+
+class _Run:
+    """One training run from its first allocation to its exported model."""
+
+    def __init__(self, job: Job, log: RunLog, interrupt: Interrupt, watch: Watch, began: float) -> None:
+        self.job, self.log, self.interrupt, self.watch, self.began = job, log, interrupt, watch, began
+        self.engine, self.light_s = Engine(job.plan, job.backend), _light_s(job)
+        self.progress = Progress()
+        self.fp8 = Fp8Watch(self)
+        self.saved = 0  # step of the newest checkpoint
+        self.updating = False  # within an update: the engine's state is of no step
+        self.speeds: list[float] = []
+        self.result = TrainResult(log_path=log.path)
+
+    def finish(self) -> TrainResult:
+        """Trains to the end or to an interrupt; saves; exports a finished model."""
+        job, log = self.job, self.log
+        self._begin()
+        with job.data.loader() as loader:
+            loader.start(self.progress.position, self.progress.stream)
+            try:
+                self._evaluate_if_due()  # where an interrupt kept the continued run from it
+                while self.progress.step < job.schedule.steps and not self.interrupt:
+                    self._step(loader)
+            except Stopped:
+                pass  # the step that waits for data is not begun
+            except Exception as error:
+                if not isinstance(error, NonFiniteError):  # its weights are not worth going on from
+                    self._rescue()
+                raise
+            self._save()  # first of all: whoever sent SIGTERM does not wait for long
+        if self.interrupt:
+            way_on = f"Go on with:\n  {job.continue_command}" if self.saved else "Nothing is saved: start again."
+            log.say(f"Stopped after step {self.progress.step}. {way_on}")
+            log.end("interrupted" if self.interrupt.exit_code == INTERRUPTED else "terminated")
+            return self._result(exit_code=self.interrupt.exit_code)
+        warnings = [*self.progress.course.warnings(job.plan.spec.config.vocab_size), *self._export()]
+        losses = {"train_loss": self.progress.train_loss, "eval_loss": self.progress.eval_loss}
+        exported = self.result.model_path is not None
+        log.end("finished" if exported else "failed", warnings, **losses)
+        return self._result(exit_code=0 if exported else NonFiniteError.exit_code)
+
+    def _begin(self) -> None:
+        """Weights from the source or state from the checkpoint, and the log's file."""
+        job, engine = self.job, self.engine
+        if job.resume is None:
+            assert job.parameters is not None
+            engine.load(job.parameters)
+            self.log.begin()
+            self._warn()
+            return
+        state, read = load(job.resume)
+        check_same(state["must_match"], job.must_match)
+        engine.restore(read)
+        self.progress = Progress.read(state)
+        self.saved = self.progress.step
+        self.result = replace(self.result, checkpoint_path=job.resume)
+        self.log.begin(resume_step=self.saved)
+        self.log.notice(f"Continued from {job.resume}")
+        if changes := changed(state["options"], job.options):
+            self.log.notice(f"Changed since then: {', '.join(changes)}")
+        self._warn()
+
+    def _warn(self) -> None:
+        """What the user should know of the data and the tokenizer, and what is wrong with the GPU."""
+        for text in self.job.notices:
+            self.log.notice(text)
+        if self.job.speed and self.job.speed.warning:
+            self.log.notice(self.job.speed.warning)
+
+    def _step(self, loader: Loader) -> None:
+        """One optimizer step, and what is due after it."""
+        job, step, start = self.job, self.progress.step + 1, time.perf_counter()
+        wait_ms = 0.0
+        for micro_step in range(job.data.grad_accumulation):
+            batch = loader.next(self.interrupt.__bool__)
+            wait_ms += batch.wait_ms
+            if micro_step == 0 and step == 1 and self.engine.needs_warm_up:
+                self.engine.warm_up(batch)
+            if micro_step == 0:
+                start += self.fp8.before_step(batch)
+            last = micro_step == job.data.grad_accumulation - 1
+            self.engine.micro_step(batch, first=micro_step == 0, last=last)
+            if micro_step == 0 and self.log.gpu_due(step):
+                job.gpu.begin()  # the GPU works on the step from here on
+        rate = job.schedule.learning_rate(step)
+        self.updating = True
+        done = self.engine.update(step, rate)
+        seconds = time.perf_counter() - start
+        self._advance(batch, done)
+        self.updating = False
+        last = step == job.schedule.steps
+        record = TrainRecord(
+            step=step,
+            epoch=batch.epoch,
+            loss=done.loss,
+            norm=done.norm,
+            lr=rate,
+            time_ms=1e3 * seconds,
+            tokens=job.tokens_per_step,
+            trained_tokens=done.num_tokens,
+            wait_ms=wait_ms,
+            sol=self.light_s * job.tokens_per_step / seconds,
+            applied=done.applied,
+            memory_mib=job.backend.peak_bytes() / MIB,
+        )
+        self._note(record, last)
+        if (reading := job.gpu.record(step)) is not None:
+            self.log.gpu(reading)
+        for text in job.backend.notices if len(self.speeds) == 1 else ():
+            self.log.notice(text)
+        if len(self.speeds) == 1 and job.backend.algorithms:
+            self.log.record("algorithms", **job.backend.algorithms)
+        if last:
+            self._save()  # before an evaluation that may take long
+        self._evaluate_if_due()
+        if job.checkpoints.due(step, last=last):
+            self._save()
+
+    def _advance(self, batch: Batch, done: StepResult) -> None:
+        """The run's progress after the update that ends with `batch`."""
+        now = self.progress
+        self.progress = replace(
+            now,
+            step=now.step + 1,
+            position=batch.position,
+            stream=batch.stream,
+            rejected=0 if done.applied else now.rejected + 1,
+            course=now.course.after(done.loss, done.norm),
+            losses=(now.losses[0] + done.loss, now.losses[1] + 1),
+            train_loss=done.loss,
+        )
+
+    def switch(self, plan: Plan) -> None:
+        """Goes on under another plan, with fewer fp8 scales, as a resume from a checkpoint of this step would."""
+        self._save()
+        job, old, path = self.job, self.job.plan, self.result.checkpoint_path
+        assert path is not None
+        del self.engine  # its memory is what the other one gets
+        self.engine, self.job = Engine(plan, job.backend), replace(job, plan=plan)
+        self.light_s = _light_s(self.job)
+        _, read = load(path)
+        self.engine.restore(carried(read, old, plan))
+
+    def _note(self, record: TrainRecord, last: bool) -> None:
+        """A step's record to log and watcher; NonFiniteError when steps keep being refused."""
+        if self.log.due(record.step, last=last) or not record.applied:
+            self.log.train(record)
+        self.watch(record)
+        self.speeds.append(record.tps)
+        if math.isnan(self.result.first_step_s):
+            self.result = replace(self.result, first_step_s=time.perf_counter() - self.began)
+        rejected = self.progress.rejected
+        if rejected == NON_FINITE_LIMIT:
+            raise NonFiniteError(
+                f"loss or gradient was not finite in the last {rejected} steps up to step {record.step}, and none "
+                "of them changed the weights: lower --learning-rate, set --grad-clip, or use a wider --matmul-dtype"
+            )
+
+    def _evaluate_if_due(self) -> None:
+        """Evaluates after this step if that is due and not done."""
+        windows, step = self.job.data.eval, self.progress.step
+        last = step == self.job.schedule.steps
+        if windows is not None and self.progress.evaluated < step and self.log.eval_due(step, last=last):
+            self._evaluate(windows, whole=last)
+
+    def _evaluate(self, windows: Samples, *, whole: bool) -> None:
+        """Held-out loss now: the first batches, or at the end of the run all of them."""
+        start, total, trained, tokens = time.perf_counter(), 0.0, 0, 0
+        job, now = self.job, self.progress
+        steps = None if whole else self.log.eval_num_steps or None
+        for batch in eval_batches(windows, job.data.batch_size, job.data.seq_len, steps):
+            if self.interrupt:
+                return
+            loss, count = self.engine.evaluate(batch)
+            total, trained, tokens = total + loss, trained + count, tokens + batch.tokens.size
+        record = EvalRecord(
+            step=now.step,
+            epoch=job.data.epoch(now.position, now.stream),
+            loss=total / max(trained, 1),
+            train_loss=now.losses[0] / now.losses[1] if now.losses[1] else None,
+            time_ms=1e3 * (time.perf_counter() - start),
+            tokens=tokens,
+            trained_tokens=trained,
+        )
+        self.progress = replace(now, evaluated=now.step, losses=(0.0, 0), eval_loss=record.loss)
+        self.log.evaluation(record)
+        self.watch(record)
+
+    def _rescue(self) -> None:
+        """Saves the finished steps before an error ends the run; no older checkpoint goes for that."""
+        try:
+            if self.updating:
+                raise RuntimeError("the error came within an update")
+            self._save(beside=True)
+        except Exception as error:  # the one that ends the run is raised; this one is told
+            if (lost := self.progress.step - self.saved) > 0:
+                self.log.say(f"The {lost} steps since the last checkpoint are lost: {error}")
+
+    def _save(self, *, beside: bool = False) -> None:
+        """A checkpoint of this step, unless it is there; with `beside`, or if it was refused, all older ones stay."""
+        job, step = self.job, self.progress.step
+        if self.saved == step:
+            return
+        state = {
+            **self.progress.stored,
+            "options": job.options,
+            "must_match": job.must_match,
+            "row_layout": job.data.layout.kind,
+            "algorithms": job.backend.algorithms,
+            "sites": {"matmul": job.plan.spec.precision.matmul, "wide": list(job.plan.spec.precision.wide)},
+        }
+        beside = beside or self.progress.rejected > 0  # theirs may be the last sound weights
+        path = job.checkpoints.save(step, self.engine.state(), state, job.checkpoint_bytes, beside=beside)
+        self.saved = step
+        self.result = replace(self.result, checkpoint_path=path)
+        self.log.checkpoint(path)
+
+    def _export(self) -> list[str]:
+        """Writes the model, unless it is ruined; returns warnings about it, which say how to go on.
+
+        A ruined one is written with --export-anyway. Weights are checked on their way to the disk.
+        """
+        job, now = self.job, self.progress
+        reasons = [f"the last step, {now.step}, changed nothing: it was not finite"] if now.rejected else []
+        if not reasons and now.evaluated == now.step and not math.isfinite(now.eval_loss):
+            reasons = [f"the loss of the last evaluation is {now.eval_loss}"]
+        bad: list[str] = []
+
+        def read(row: Row) -> np.ndarray:
+            values = self.engine.parameter(row.name)
+            if not all_finite(values):
+                bad.append(row.name)
+                if not job.exports_anyway:
+                    raise NonFiniteError
+            return values
+
+        if not reasons or job.exports_anyway:
+            with suppress(NonFiniteError):
+                path = job.export.write(read)
+                self.result = replace(self.result, model_path=path)
+                self.log.say(f"Exported: {path}")
+                if warning := rebuilt_warning(path):
+                    self.log.notice(warning)
+        if bad:
+            more = f" and {len(bad) - 1} more" if len(bad) > 1 else ""
+            reasons.append(f"the weights of {bad[0]}{more} are not all finite")
+        if self.result.model_path is not None:
+            return [f"The model is exported although {why}" for why in reasons]
+        return [f"No model is exported: {reasons[0]}. {self._way_back()}"]
+
+    def _way_back(self) -> str:
+        """How to go on after a run that was ruined."""
+        others = self.job.checkpoints.others(self.progress.step)
+        again = f"resume from one of the checkpoints of {others} with --continue STEP" if others else "start again"
+        return (
+            f"Lower --learning-rate, or raise --warmup, and {again}. To get this model all the same, use --continue "
+            "--export-anyway"
+        )
+
+    def _result(self, exit_code: int = 0) -> TrainResult:
+        """The run's metrics; the first step is left out of the speed where there are others."""
+        steady = self.speeds[1:] or self.speeds
+        speed = float(np.median(steady)) if steady else math.nan
+        share = self.light_s * speed if steady else None
+        return replace(
+            self.result,
+            exit_code=exit_code,
+            steps=self.progress.step,
+            train_loss=self.progress.train_loss,
+            eval_loss=self.progress.eval_loss,
+            tokens_per_second=speed,
+            sol=share,
+            warnings=tuple(self.log.warnings),
+        )
+
+
+def _light_s(job: Job) -> float:
+    """Seconds for a token at the speed of light, by the dtypes of the plan's sites."""
+    return sol.seconds_per_token(
+        job.plan.spec.config, job.plan.spec.seq_len, device.peaks(job.device), job.plan.spec.precision
+    )

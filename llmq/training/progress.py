@@ -1,0 +1,64 @@
+"""How far a run is: what its loop advances step by step, and a checkpoint stores whole."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from llmq.training.health import Course
+from llmq.training.log import to_json
+
+
+@dataclass(frozen=True)
+class Progress:
+    """A run after `step` updates. Losses are nats per trained token.
+
+    `stored` and `read` are the way to a checkpoint's state and back; the step is in the checkpoint's name.
+    """
+
+    step: int = 0
+    position: int = 0  # samples taken
+    stream: Mapping[str, int] | None = None  # of a stream: where the next sample begins
+    rejected: int = 0  # consecutive steps up to this one that changed nothing: they were not finite
+    course: Course = field(default_factory=Course)
+    evaluated: int = 0  # step of the newest evaluation
+    losses: tuple[float, int] = (0.0, 0)  # sum and number of the steps' losses since then
+    train_loss: float = math.nan  # of this step
+    eval_loss: float = math.nan  # of the newest evaluation
+    low: Mapping[str, int] = field(default_factory=dict)  # site: low fp8 readings in a row
+    fell_back: tuple[str, ...] = ()  # sites that left fp8 in this run
+
+    @property
+    def stored(self) -> dict[str, Any]:
+        """As JSON knows it."""
+        return {
+            "position": self.position,
+            "stream": self.stream,
+            "rejected": self.rejected,
+            "course": self.course.state,
+            "evaluated": self.evaluated,
+            "losses": to_json(self.losses),
+            "train_loss": to_json(self.train_loss),
+            "eval_loss": to_json(self.eval_loss),
+            "fp8": {"low": dict(self.low), "fell_back": list(self.fell_back)},
+        }
+
+    @classmethod
+    def read(cls, state: Mapping[str, Any]) -> Progress:
+        """From the state of a checkpoint; earlier releases had no streams, no course and no count of refused steps."""
+        total, count = state["losses"]
+        return cls(
+            step=state["step"],
+            position=state["position"],
+            stream=state.get("stream"),
+            rejected=state.get("rejected", 0),
+            course=Course.read(state["course"]) if "course" in state else Course(),
+            evaluated=state["evaluated"],
+            losses=(float(total), count),
+            train_loss=float(state["train_loss"]),
+            eval_loss=float(state["eval_loss"]),
+            low=state["fp8"]["low"],
+            fell_back=tuple(state["fp8"]["fell_back"]),
+        )

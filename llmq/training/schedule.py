@@ -1,0 +1,96 @@
+"""How long a run is, and the learning rate of each of its updates: a plain function of the update's number.
+
+With x updates made before this one (x = step - 1, steps counted from 1), S steps in all, W of warmup, D of cooldown,
+and f the final fraction, the rate is peak * r(x):
+
+    warmup      x < W        r = min(1, (x + 1) / W): the W-th update is the first at the peak, none is made at rate 0
+    course      W <= x       p = (x - W) / (S - W) of the way
+                             cosine           r = f + (1 - f) * (1 + cos(pi * p)) / 2
+                             linear           r = 1 - (1 - f) * p
+                             constant, wsd    r = 1
+    cooldown    S - D <= x   a straight line from the course's value at x = S - D to f at x = S
+
+r is continuous at both joints, and r(S) = f is where the run arrives: the last update is one step of the way before
+it. Without a cooldown that is the usual cosine or linear decay; `wsd` (warmup, stable, decay: Hu et al., 2024) has its
+decay in the cooldown.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from fractions import Fraction
+from typing import TYPE_CHECKING
+
+from llmq.errors import UsageError
+from llmq.options.rate_rules import warmup_steps
+from llmq.options.sections import LARGEST_STEP
+
+if TYPE_CHECKING:
+    from llmq.options.sections import ScheduleOptions
+
+
+@dataclass(frozen=True)
+class Schedule:
+    """A run of `steps` updates. `peak` is the largest rate, `final` a fraction of it."""
+
+    steps: int
+    peak: float
+    warmup: int = 0
+    cooldown: int = 0
+    final: float = 1.0
+    shape: str = "constant"  # or cosine, linear, wsd
+
+    def learning_rate(self, step: int) -> float:
+        """Rate of update number `step`, from 1; after the last one, the final rate."""
+        x = min(step - 1, self.steps)
+        if x < self.warmup:
+            return self.peak * (x + 1) / self.warmup
+        start = self.steps - self.cooldown
+        if x <= start:
+            return self.peak * self._course(x)
+        level = self._course(start)
+        return self.peak * (level + (self.final - level) * (x - start) / self.cooldown)
+
+    def _course(self, x: int) -> float:
+        p = (x - self.warmup) / (self.steps - self.warmup) if self.steps > self.warmup else 0.0
+        if self.shape == "cosine":
+            return self.final + (1 - self.final) * (1 + math.cos(math.pi * p)) / 2
+        return 1 - (1 - self.final) * p if self.shape == "linear" else 1.0
+
+
+def num_steps(options: ScheduleOptions, num_windows: int | None, windows_per_step: int) -> int:
+    """Updates of the run: --steps, or as many as cover --epochs passes over the windows of the training data.
+
+    `num_windows` None: nobody knows. UsageError if --epochs asks for them then, or for more steps than can be counted.
+    """
+    if options.steps is not None:
+        return options.steps
+    assert options.epochs is not None
+    if num_windows is None:
+        raise UsageError(f"--epochs {options.epochs:g} of a stream, whose length is not known: set --steps instead")
+    # As written, not as the nearest binary fraction: 0.1 epochs of 1000 windows are 100 windows.
+    windows = Fraction(repr(options.epochs)) * num_windows
+    steps = max(math.ceil(windows / windows_per_step), 1)
+    if steps > LARGEST_STEP:
+        raise UsageError(
+            f"--epochs {options.epochs:g} of {num_windows} sequences are {steps} steps, and the most are "
+            f"{LARGEST_STEP}: use fewer"
+        )
+    return steps
+
+
+def make_schedule(options: ScheduleOptions, num_windows: int | None, windows_per_step: int) -> Schedule:
+    """The schedule of a run over `num_windows` training windows. UsageError if warmup and cooldown do not fit."""
+    steps = num_steps(options, num_windows, windows_per_step)
+    problems = list(options.too_short(steps))
+    if problems:
+        raise UsageError(problems[0])
+    return Schedule(
+        steps=steps,
+        peak=options.learning_rate,
+        warmup=warmup_steps(options.warmup, options.warmup_ratio, steps),
+        cooldown=options.cooldown,
+        final=options.final_lr_fraction,
+        shape=options.lr_schedule,
+    )
