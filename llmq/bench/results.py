@@ -59,7 +59,7 @@ def result_of(
         "attn_bwd_chunks": plan.spec.memory.attention_chunks,
         "deterministic": deterministic,
         "tokens_per_second": {"median": median, "min": low, "max": high},
-        "sol": sol.fraction(median, plan.spec.config, plan.spec.seq_len, peaks, plan.spec.precision),
+        "sol": sol.fraction(median, plan.spec.config, plan.spec.seq_len, peaks, plan.spec.precision.dtype),
         "ceiling_share": found.share,
         "step_s": list(speed.seconds),
         "first_step_s": speed.first_step_s,

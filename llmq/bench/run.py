@@ -246,7 +246,9 @@ def measured(
             continue
         tokens = request.tokens_per_step or whole(TOKENS if where.kind == "cuda" else HOST_TOKENS, plan)
         if not request.models:
-            seconds = sol.seconds_per_token(plan.spec.config, plan.spec.seq_len, peaks, plan.spec.precision) / share
+            seconds = (
+                sol.seconds_per_token(plan.spec.config, plan.spec.seq_len, peaks, plan.spec.precision.dtype) / share
+            )
             left = LIMIT_S - (time.perf_counter() - began)
             in_time = tokens_in_time(tokens, plan, request.steps + request.warmup, seconds, left)
             if in_time is None and done:

@@ -4,7 +4,7 @@ A checkpoint is a folder `step-00000012` (the number of finished updates) in the
 safetensors files (llmq/files/shards.py), and state.json with everything else, the size and checksum of each file, and a
 checksum of itself. It is written under a temporary name, synced and renamed, so the name appears only when every byte
 is durable; older ones are deleted after that. One run writes to a checkpoint folder at a time: it holds the lock of
-llmq/files/run_lock.py, so a temporary folder that it finds was left by a process that is gone, and is removed. Who only reads
+run_lock.py, so a temporary folder that it finds was left by a process that is gone, and is removed. Who only reads
 (`find`, `load`) takes no lock and changes nothing.
 
 The newest checkpoint is the one written last, not the one of the highest step: after `--continue 8`, step 10 is newer

@@ -23,18 +23,7 @@ from safetensors import SafetensorError, safe_open
 
 from llmq.disk import check_free_space, existing_folder, storage, sync_folder
 from llmq.errors import DataError, StorageError, UsageError
-from llmq.files.weight_files import (
-    FILE_DTYPES,
-    FILE_NAMES,
-    INDEX,
-    WEIGHTS,
-    Piece,
-    Stored,
-    chunks,
-    shards,
-    stored_tensors,
-)
-from llmq.files.weight_files import write_file as write_weights
+from llmq.files import weight_files
 from llmq.model.config import DEQUANTIZE, ModelConfig, read_json, to_hf
 from llmq.model.parameters import Row
 from llmq.tensor import DTYPES
@@ -70,12 +59,12 @@ def read_parameters(folder: Path, rows: Sequence[Row]) -> Iterator[tuple[Row, np
     At most one row is in memory at a time. DataError lists everything missing, extra, misshapen or of a wrong type;
     it is raised by the call, not by the iteration.
     """
-    stored = stored_tensors(folder)
+    stored = weight_files.stored_tensors(folder)
     _check_tensors(folder, stored, rows)
     return _values(stored, rows)
 
 
-def _check_tensors(folder: Path, stored: dict[str, Stored], rows: Sequence[Row]) -> None:
+def _check_tensors(folder: Path, stored: dict[str, weight_files.Stored], rows: Sequence[Row]) -> None:
     """Compares names, shapes and types with `rows`, and a tied head with the embedding; all problems in one error."""
     wanted = {part.name: (part.stop - part.start, *row.shape[1:]) for row in rows for part in row.parts}
     if quantized := [name for name in stored if _QUANTIZED.search(name)]:
@@ -90,8 +79,8 @@ def _check_tensors(folder: Path, stored: dict[str, Stored], rows: Sequence[Row])
         tensor = named[name]
         if tensor.shape != wanted[name]:
             unfit.append(f"{name} has shape {list(tensor.shape)}, config.json asks for {list(wanted[name])}")
-        if tensor.dtype not in FILE_DTYPES:
-            unfit.append(f"{name} is stored as {tensor.dtype}; known are {', '.join(FILE_DTYPES)}")
+        if tensor.dtype not in weight_files.FILE_DTYPES:
+            unfit.append(f"{name} is stored as {tensor.dtype}; known are {', '.join(weight_files.FILE_DTYPES)}")
     if tied and not unfit and not _equal(named, HEAD, EMBEDDING):
         problems.append(f"{HEAD} differs from {EMBEDDING}, but config.json has tie_word_embeddings true")
     if problems + unfit:
@@ -115,33 +104,33 @@ def _grouped(title: str, names: list[str]) -> list[str]:
     return lines
 
 
-def _equal(stored: dict[str, Stored], one: str, other: str) -> bool:
+def _equal(stored: dict[str, weight_files.Stored], one: str, other: str) -> bool:
     """Whether two stored matrices hold the same numbers, compared in slices."""
     a, b = stored[one], stored[other]
-    if a.shape != b.shape or a.dtype not in FILE_DTYPES:
+    if a.shape != b.shape or a.dtype not in weight_files.FILE_DTYPES:
         return False
     with safe_open(a.path, framework="numpy") as file_a, safe_open(b.path, framework="numpy") as file_b:
         view_a, view_b = file_a.get_slice(one), file_b.get_slice(other)
-        for start, stop in chunks(a.shape):
+        for start, stop in weight_files.chunks(a.shape):
             slice_a, slice_b = (view[start:stop].astype(np.float32) for view in (view_a, view_b))
             if not np.array_equal(slice_a, slice_b, equal_nan=True):
                 return False
     return True
 
 
-def _values(stored: dict[str, Stored], rows: Sequence[Row]) -> Iterator[tuple[Row, np.ndarray]]:
+def _values(stored: dict[str, weight_files.Stored], rows: Sequence[Row]) -> Iterator[tuple[Row, np.ndarray]]:
     with ExitStack() as stack:
         files: dict[Path, Any] = {}
         for row in rows:
             types = {stored[part.name].dtype for part in row.parts}
-            value = np.zeros(row.shape, DTYPES[FILE_DTYPES[types.pop()] if len(types) == 1 else "fp32"])
+            value = np.zeros(row.shape, DTYPES[weight_files.FILE_DTYPES[types.pop()] if len(types) == 1 else "fp32"])
             for part in row.parts:
                 tensor = stored[part.name]
                 try:
                     if tensor.path not in files:
                         files[tensor.path] = stack.enter_context(safe_open(tensor.path, framework="numpy"))
                     view = files[tensor.path].get_slice(part.name)
-                    for start, stop in chunks(tensor.shape):
+                    for start, stop in weight_files.chunks(tensor.shape):
                         value[part.start + start : part.start + stop] = view[start:stop]
                 except (SafetensorError, OSError) as error:
                     raise DataError(f"{tensor.path} cannot be read: {error}") from None
@@ -221,8 +210,10 @@ def export_bytes(rows: Sequence[Row], dtype: str) -> int:
     return sum(piece.num_bytes(dtype) for piece in _pieces(rows))
 
 
-def _pieces(rows: Sequence[Row]) -> list[Piece]:
-    return [Piece(part.name, (part.stop - part.start, *row.shape[1:])) for row in rows for part in row.parts]
+def _pieces(rows: Sequence[Row]) -> list[weight_files.Piece]:
+    return [
+        weight_files.Piece(part.name, (part.stop - part.start, *row.shape[1:])) for row in rows for part in row.parts
+    ]
 
 
 def check_export(
@@ -241,8 +232,8 @@ def check_export(
     DataError: the source's generation_config.json is corrupt. UsageError: a dtype that is no weight type.
     """
     folder = _resolved(folder)
-    if dtype not in FILE_NAMES:
-        raise UsageError(f"--export-dtype {dtype}: known are {', '.join(FILE_NAMES)}")
+    if dtype not in weight_files.FILE_NAMES:
+        raise UsageError(f"--export-dtype {dtype}: known are {', '.join(weight_files.FILE_NAMES)}")
     _generation_config(tokenizer_folder, {})
     copied = sum(path.stat().st_size for path in tokenizer_files(tokenizer_folder))
     needed = export_bytes(rows, dtype) + copied + (1 << 20)
@@ -301,7 +292,7 @@ def write_model(
         with _storage(folder, needed=needed, partial=new):
             shutil.rmtree(new, ignore_errors=True)
             new.mkdir(parents=True)
-            files = shards(_pieces(rows), dtype, shard_bytes)
+            files = weight_files.shards(_pieces(rows), dtype, shard_bytes)
             _write_weight_files(new, files, dtype, _slices(rows, read, dtype))
             written = to_hf(config, dtype)
             ids = {key: written[key] for key in ("bos_token_id", "eos_token_id", "pad_token_id")}
@@ -368,7 +359,7 @@ def _row_slices(row: Row, value: np.ndarray, dtype: str) -> Iterator[np.ndarray]
     assert value.shape == row.shape, f"{row.name} has shape {value.shape}, not {row.shape}"
     for part in row.parts:
         whole = value[part.start : part.stop]
-        for start, stop in chunks(whole.shape):
+        for start, stop in weight_files.chunks(whole.shape):
             piece = whole[start:stop]
             with np.errstate(over="ignore"):
                 stored = piece.astype(DTYPES[dtype], copy=False)
@@ -378,19 +369,21 @@ def _row_slices(row: Row, value: np.ndarray, dtype: str) -> Iterator[np.ndarray]
             yield stored
 
 
-def _write_weight_files(folder: Path, files: list[list[Piece]], dtype: str, values: Iterator[np.ndarray]) -> None:
+def _write_weight_files(
+    folder: Path, files: list[list[weight_files.Piece]], dtype: str, values: Iterator[np.ndarray]
+) -> None:
     """One model.safetensors, or numbered shards with their index; `values` runs through all of them."""
     names = (
-        [WEIGHTS]
+        [weight_files.WEIGHTS]
         if len(files) == 1
         else [f"model-{n + 1:05}-of-{len(files):05}.safetensors" for n in range(len(files))]
     )
     for name, pieces in zip(names, files, strict=True):
-        write_weights(folder / name, pieces, dtype, _take(values, sum(math.prod(p.shape) for p in pieces)))
+        weight_files.write_file(folder / name, pieces, dtype, _take(values, sum(math.prod(p.shape) for p in pieces)))
     if len(files) > 1:
         total = sum(piece.num_bytes(dtype) for pieces in files for piece in pieces)
         weight_map = {piece.name: name for name, pieces in zip(names, files, strict=True) for piece in pieces}
-        _write_json(folder / INDEX, {"metadata": {"total_size": total}, "weight_map": weight_map})
+        _write_json(folder / weight_files.INDEX, {"metadata": {"total_size": total}, "weight_map": weight_map})
 
 
 def _take(values: Iterator[np.ndarray], count: int) -> Iterator[np.ndarray]:

@@ -9,21 +9,25 @@ size alone.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 
 from llmq.model.config import ModelConfig
 from llmq.model.parameters import linear_maps
 from llmq.ops.seam import record
-from llmq.plan.precision import Precision
+
+DtypeOf = Callable[[str], str]
 
 LINEAR = ("linear_forward", "linear_dgrad", "linear_wgrad")
 ATTENTION = ("attention_forward", "attention_backward")
 
 
-def seconds_per_token(config: ModelConfig, seq_len: int, peaks: Mapping[str, float], precision: Precision) -> float:
-    """Least seconds of training for one token. `peaks` are the device's dense FLOP/s by dtype, with one for bf16."""
+def seconds_per_token(config: ModelConfig, seq_len: int, peaks: Mapping[str, float], dtype: DtypeOf) -> float:
+    """Least seconds of training for one token. `peaks` are the device's dense FLOP/s by dtype, with one for bf16.
+
+    `dtype` says what the linear map of a name multiplies in.
+    """
     attention = config.num_layers * config.num_heads * config.head_dim * seq_len
-    products = sum(size / peaks[precision.dtype(name)] for name, size in linear_maps(config).items())
+    products = sum(size / peaks[dtype(name)] for name, size in linear_maps(config).items())
     per_weight, per_score = 2 * _products(LINEAR), 2 * _products(ATTENTION)
     return per_weight * products + per_score / 2 * attention / peaks["bf16"]
 
@@ -34,7 +38,7 @@ def _products(ops: tuple[str, ...]) -> int:
 
 
 def fraction(
-    tokens_per_second: float, config: ModelConfig, seq_len: int, peaks: Mapping[str, float], precision: Precision
+    tokens_per_second: float, config: ModelConfig, seq_len: int, peaks: Mapping[str, float], dtype: DtypeOf
 ) -> float:
     """Share of the speed of light that a rate of training is."""
-    return tokens_per_second * seconds_per_token(config, seq_len, peaks, precision)
+    return tokens_per_second * seconds_per_token(config, seq_len, peaks, dtype)

@@ -1,8 +1,8 @@
 """Options: one description of each gives its flag, its `--config` key, help, default, limits and the JSON schema.
 
 To the user all keys are flat: `--learning-rate`, `learning_rate:` or `learning-rate:` in the file, `learning_rate=` in
-`llmq.train`. What there is to set is in `llmq.options.sections`. The effective options, printed and fed back with `--config`,
-give the same run.
+`llmq.train`. What there is to set is in `llmq.options.sections`. The effective options, printed and fed back with
+`--config`, give the same run.
 """
 
 from __future__ import annotations

@@ -17,7 +17,7 @@ from pathlib import Path
 
 from llmq.hardware import cuda_driver, cuda_libraries
 
-CHECKOUT = Path(__file__).resolve().parents[1]
+CHECKOUT = Path(__file__).resolve().parents[2]
 OLDEST_PYTHON = (3, 10)
 OLDEST_PIP = "pip>=22.3"  # the pip of Python 3.10.0 cannot install a pyproject.toml editable
 # Bytes of the GPU's libraries to download, and on disk: CuPy 14.2, cuDNN 9.28, NCCL 2.32, cuBLAS 12.9.3 and 13.10.

@@ -124,7 +124,7 @@ def measured_on(settings: Settings, places: Places, where: Device, rate: float) 
     speed = timed(settings, places, where, steps)
     median, least, most = speed.tokens_per_second
     peaks = device.peaks(where)
-    share = sol.fraction(median, speed.plan.spec.config, settings.seq_len, peaks, speed.plan.spec.precision)
+    share = sol.fraction(median, speed.plan.spec.config, settings.seq_len, peaks, speed.plan.spec.precision.dtype)
     return OnGpu(
         name=where.gpu.name,
         peak_tflops=peaks["bf16"] / TERA,

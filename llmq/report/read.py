@@ -1,4 +1,4 @@
-"""Reads a run's log: header, and the train and eval records as columns. llmq/training/log.py says what the format means."""
+"""Reads a run's log: header, and the train and eval records as columns. Format: llmq/training/log.py."""
 
 from __future__ import annotations
 

@@ -365,5 +365,5 @@ class _Run:
 def _light_s(job: Job) -> float:
     """Seconds for a token at the speed of light, by the dtypes of the plan's sites."""
     return sol.seconds_per_token(
-        job.plan.spec.config, job.plan.spec.seq_len, device.peaks(job.device), job.plan.spec.precision
+        job.plan.spec.config, job.plan.spec.seq_len, device.peaks(job.device), job.plan.spec.precision.dtype
     )

@@ -105,7 +105,7 @@ FAMILIES: dict[str, dict[str, Any]] = {
 
 
 def tensor_shapes(config: dict[str, Any]) -> dict[str, tuple[int, ...]]:
-    """Hugging Face names and shapes of a model's tensors, written down apart from llmq.model.parameters: a judge, not a mirror."""
+    """Hugging Face names and shapes of a model's tensors, written apart from llmq.model.parameters: a judge."""
     c, f, v = config["hidden_size"], config["intermediate_size"], config["vocab_size"]
     head_dim = config.get("head_dim") or c // config["num_attention_heads"]
     q, kv = config["num_attention_heads"] * head_dim, config["num_key_value_heads"] * head_dim

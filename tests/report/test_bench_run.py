@@ -184,7 +184,9 @@ def card(monkeypatch):
             return SimpleNamespace(spec=SimpleNamespace(config=one.config, precision=one.precision, **sizes))
 
         def measure(request, one, plan, backend, where, tokens, peaks, ceilings, limit_s):
-            light = bench_run.sol.seconds_per_token(plan.spec.config, plan.spec.seq_len, peaks, plan.spec.precision)
+            light = bench_run.sol.seconds_per_token(
+                plan.spec.config, plan.spec.seq_len, peaks, plan.spec.precision.dtype
+            )
             end, least = now[0] + limit_s, request.warmup if where.kind == "cuda" else 1
             now[0] += 6
             for _ in paced(request.warmup, request.steps, least=least, end=end):

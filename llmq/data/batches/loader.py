@@ -2,8 +2,8 @@
 
 The order of the samples is one endless sequence: place s holds sample s % N of epoch s // N's permutation, so that the
 last step of an epoch wraps into the next, and training can start at any place. A mixture has an order of its own over
-the same places (llmq/data/batches/mixture.py); a stream has no places, and goes on from its state (llmq/data/batches/stream.py). A rank
-of W takes rows of each group of W * batch_size consecutive places; what a whole step sees does not depend on W.
+the same places (mixture.py); a stream has no places, and continues from its state (stream.py). A rank of W takes rows
+of each group of W * batch_size consecutive places; what a whole step sees does not depend on W.
 """
 
 from __future__ import annotations

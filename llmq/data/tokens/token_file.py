@@ -1,4 +1,4 @@
-"""Token files, read through a map of the file and written piece by piece. llmq/data/tokens/token_format.py has the bytes."""
+"""Token files, read through a map of the file and written piece by piece. Bytes: token_format.py."""
 
 from __future__ import annotations
 
