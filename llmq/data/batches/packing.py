@@ -6,7 +6,8 @@ its end token, has no target. The padding, tokens 0 that are not trained, contin
 see it. Documents longer than seq_len are cut into pieces, each a document of its own. A piece begins with the last
 token of the one before, which had no target there: every token but a document's first is a target once.
 
-What lies where is worked out once (first_fit.py) and kept in the cache, by all that it depends on: the lengths of the documents, the sequence length, documents to a row, and the seed.
+What lies where is worked out once (first_fit.py) and kept in the cache, by all that it depends on: the lengths of the
+documents, the sequence length, documents to a row, and the seed.
 """
 
 from __future__ import annotations
