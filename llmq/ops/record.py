@@ -74,6 +74,8 @@ class Recorder:
         return self
 
     def __getattr__(self, op: str) -> Callable[..., None]:
+        if op.startswith("__"):
+            raise AttributeError(op)  # what copying and printing ask for
         return self.noting(op, self.phase)
 
     def noting(self, op: str, phase: str) -> Callable[..., None]:

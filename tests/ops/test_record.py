@@ -1,5 +1,7 @@
 """The recorder notes what is written and read, in which phase, and on which lane."""
 
+import copy
+
 import pytest
 
 from llmq.ops.record import Backward, Call, Recorder, Replay, Result
@@ -55,3 +57,7 @@ def test_what_is_written_has_a_ref_for_each_wanted_form():
     call = Call("rmsnorm_forward", (Result(ref("x"), (None, ROW)), Result(ref("rstd"))), (), {}, "forward")
     assert call.written == (ref("x"), copy)
     assert Result(copy, (ROW,)).refs == (copy,)
+
+
+def test_a_recorder_can_be_copied_and_asked_for_what_is_no_op():
+    assert not hasattr(Recorder(), "__wrapped__") and copy.copy(Recorder()).calls == []

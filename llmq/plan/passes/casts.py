@@ -31,7 +31,7 @@ def casts(calls: Sequence[Call]) -> list[Call]:
             if result is None or not result.forms:
                 outputs.append(result)
                 continue
-            now, turned, later = _split(call, name, result, written)
+            now, turned, later = _split(call, name, result)
             outputs.append(replace(result, forms=now))
             behind += _made(result.ref, _source(call, name), later, call.phase, written) if later else []
             turns += [_turned(result.ref, form, call.phase) for form in turned]
@@ -50,19 +50,14 @@ def _is_made_later(call: Call, output: str, result: Result | None) -> bool:
     return result is not None and any(not record(call.op).writes(output, form) for form in result.forms)
 
 
-def _split(
-    call: Call, output: str, result: Result, written: set[str]
-) -> tuple[tuple[Form | None, ...], list[Form], list[Form]]:
+def _split(call: Call, output: str, result: Result) -> tuple[tuple[Form | None, ...], list[Form], list[Form]]:
     """The forms that a call writes, those that are turned from its fp8 rows, and those made of the value."""
     ref, op = result.ref, record(call.op)
     later = [form for form in result.forms if form is not None and not op.writes(output, form)]
-    made_of = op.cast_from.get(output)
-    if made_of in op.inputs and ref.again:  # it reads a scale that was made in forward
-        later = [form for form in later if storage_name(scale_ref(replace(ref, form=form))) not in written]
     now = [form for form in result.forms if form not in later]
     turned = [form for form in later if form.layout == "col" and replace(form, layout="row") in now]
     later = [form for form in later if form not in turned]
-    if later and ref.space == "activation" and made_of is None and None not in now:
+    if later and ref.space == "activation" and output not in op.cast_from and None not in now:
         now.insert(0, None)  # what the others are made of
     return tuple(now), turned, later
 

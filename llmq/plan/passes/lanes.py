@@ -20,6 +20,7 @@ from llmq.tensor import Ref
 
 MAIN = "main"
 SCALES, AMAX = "scale:scales", "scale:amax"  # the vectors of delayed scales and of their amax
+Clock = dict[str, int]  # by lane, the index of the last call that is known to be done
 
 
 def lanes(calls: Sequence[Call]) -> list[Call]:
@@ -27,7 +28,7 @@ def lanes(calls: Sequence[Call]) -> list[Call]:
     if all(call.lane == MAIN for call in calls):
         return list(calls)
     last, touched = _Last(), _Touched()
-    clocks: list[dict[str, int]] = []  # what is done when a call is: by lane, the index of the last call known to be
+    clocks: list[Clock] = []  # what is done when a call is
     made = []
     for index, (call, block) in enumerate(zip(calls, blocks(calls), strict=True)):
         needed = touched.needed(call, index, block, last)
@@ -37,7 +38,7 @@ def lanes(calls: Sequence[Call]) -> list[Call]:
             lane = calls[other].lane
             if lane != call.lane and clock.get(lane, -1) < other:
                 waits.append(other)
-                clock = {key: max(clock.get(key, -1), clocks[other].get(key, -1)) for key in {*clock, *clocks[other]}}
+                clock = merged(clock, clocks[other])
         clocks.append({**clock, call.lane: index})
         touched.note(call, index, block)
         last.call[call.lane] = index
@@ -95,18 +96,23 @@ def joined(calls: Sequence[Call]) -> dict[int, int]:
     """For each call off the main lane, the main-lane call from which on it is known to be done, or the end."""
     found: dict[int, int] = {}
     open_calls: list[int] = []
-    done: list[dict[str, int]] = []
+    clocks: list[Clock] = []
+    last: dict[str, Clock] = {}
     for index, call in enumerate(calls):
-        known = dict(done[-1]) if done and call.lane == MAIN else {}
-        for other in call.waits if call.lane == MAIN else ():
-            known[calls[other].lane] = max(known.get(calls[other].lane, -1), other)
-        done.append(known if call.lane == MAIN else (done[-1] if done else {}))
-        if call.lane == MAIN:
-            found |= {other: index for other in open_calls if known.get(calls[other].lane, -1) >= other}
-            open_calls = [other for other in open_calls if other not in found]
-        else:
+        clock = merged(last.get(call.lane, {}), *(clocks[other] for other in call.waits))
+        last[call.lane] = {**clock, call.lane: index}
+        clocks.append(last[call.lane])
+        if call.lane != MAIN:
             open_calls.append(index)
+            continue
+        found |= {other: index for other in open_calls if clock.get(calls[other].lane, -1) >= other}
+        open_calls = [other for other in open_calls if other not in found]
     return found | dict.fromkeys(open_calls, len(calls))
+
+
+def merged(*clocks: Clock) -> Clock:
+    """What is done when all of these are: by lane, the latest call."""
+    return {lane: max(clock.get(lane, -1) for clock in clocks) for lane in {lane for clock in clocks for lane in clock}}
 
 
 def reads(call: Call) -> list[str]:

@@ -125,6 +125,7 @@ def _shared(calls: Sequence[Call], slots: Mapping[str, _Slot]) -> dict[str, str]
                 continue
             plain = source.form is None and source.span is None and result.ref.span is None
             made, read = storage_name(result.ref), storage_name(source)
-            if plain and slots[read].last == index and slots[made].size == slots[read].size:
+            begins = slots[made].first == index  # a piece of it may have been written before
+            if plain and begins and slots[read].last == index and slots[made].size == slots[read].size:
                 roots[made] = roots.get(read, read)
     return roots

@@ -132,3 +132,8 @@ def test_forms_of_a_slot_are_storages_of_their_own():
     calls = [main(wanting(A, None, ROW)), main(B), formed("cast", (wanting(A, COL),), (A,), lane="copy")]
     assert waits(*calls, main(C, replace(A, form=ROW)))[-1] == ()
     assert waits(*calls, main(C, replace(A, form=COL)))[-1] == (2,)
+
+
+def test_what_another_lane_has_waited_for_is_known_through_it():
+    calls = [in_layer(0), copy(H), on("comm", G, H), main(slot("x", 0), G), in_layer(1), in_layer(2), in_layer(3)]
+    assert joined(lanes(calls)) == {1: 3, 2: 3}

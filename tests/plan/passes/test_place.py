@@ -180,3 +180,8 @@ def test_no_two_living_slots_overlap(seed):
     check(program)
     places = [program.places[storage_name(ref)] for ref in slots]
     assert len(set(places)) < len(places), "memory is used again"
+
+
+def test_memory_is_shared_by_a_slot_that_begins_there():
+    program = place("one", [plain(A), turned(B.batch(0, 1), A), turned(B, A), used(B)])
+    assert program.places["a"] != program.places["b"]
