@@ -85,8 +85,8 @@ def test_the_gpu_copies_to_pinned_memory_and_back(form):
     cupy.cuda.runtime.deviceSynchronize()
     with stream:
         stream.begin_capture()
-        cuda.copy_to_host(replace(returned, tensors=(away,)), given)
-        cuda.copy_to_device(returned, away)
+        cuda.OPS["copy_to_host"](replace(returned, tensors=(away,)), given)
+        cuda.OPS["copy_to_device"](returned, away)
         graph = stream.end_capture()
         assert away.array.tobytes() == b"\xff" * away.array.nbytes, "a capture runs nothing"
         graph.launch(stream)
