@@ -93,7 +93,7 @@ class Checkpoints:
             return find(self.folder, self._continue)
         if there := _found(self.folder):
             raise UsageError(
-                f"{self.folder} holds checkpoints of an earlier run ({_listed(there)}): go on from them with "
+                f"{self.folder} holds checkpoints of an earlier run ({_listed(there)}): resume from them with "
                 "--continue, choose another --name or --checkpoint-dir, or delete them"
             )
         return None

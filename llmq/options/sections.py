@@ -157,7 +157,7 @@ class SourceOptions(Section):
     data_format: Text | None = option(
         None,
         "What the rows are: text, messages, sharegpt, prompt-completion, question-answer, alpaca or tokens.",
-        shown="as their columns tell",
+        shown="by their columns",
         metavar="FORMAT",
     )
     map_: Texts | None = option(None, "What a column is called in the data; repeatable.", metavar="OURS=THEIRS")

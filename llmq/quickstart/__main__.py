@@ -46,7 +46,7 @@ def run(out: Path, settings: Settings, *, show_resume: bool) -> int:
     try:
         outcome, cached = quickstart(places, settings, tell=tell, follow=training)
     except Interrupted as interrupted:
-        say(f"Interrupted after step {interrupted.result.steps}: the same command goes on from there.")
+        say(f"Interrupted after step {interrupted.result.steps}: the same command resumes from there.")
         return interrupted.result.exit_code
     resumed = repeat_killed(fitted(settings, places), places, tell) if show_resume else None
     for line in last_screen(settings, places, outcome, cached=cached):

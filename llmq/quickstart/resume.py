@@ -59,7 +59,7 @@ def show_resume(settings: Settings, places: Places, tell: Callable[[str], None])
         finally:
             process.send_signal(signal.SIGKILL)
             process.wait()
-        tell(f"Killed with SIGKILL after step {reached}; going on from the checkpoint of step {saved}")
+        tell(f"Killed with SIGKILL after step {reached}; resuming from the checkpoint of step {saved}")
         code = subprocess.run(
             [*command, "--continue"], stdout=console, stderr=subprocess.STDOUT, check=False
         ).returncode

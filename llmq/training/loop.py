@@ -117,7 +117,7 @@ class _Run:
                 raise
             self._save()  # first of all: whoever sent SIGTERM does not wait for long
         if self.interrupt:
-            way_on = f"Go on with:\n  {job.continue_command}" if self.saved else "Nothing is saved: start again."
+            way_on = f"Resume with:\n  {job.continue_command}" if self.saved else "Nothing is saved: start again."
             log.say(f"Stopped after step {self.progress.step}. {way_on}")
             log.end("interrupted" if self.interrupt.exit_code == INTERRUPTED else "terminated")
             return self._result(exit_code=self.interrupt.exit_code)

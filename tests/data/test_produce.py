@@ -100,7 +100,7 @@ def test_an_interrupted_call_goes_on_to_the_same_bytes(tmp_path: Path, small, sm
             names = {path.name for path in (tmp_path / "parts").iterdir()}
             assert names <= {".partial"}
     assert content(tmp_path / "parts") == content(tmp_path / "whole")
-    assert breaks and sum("going on where" in text for text in said) >= 1
+    assert breaks and sum("resuming where" in text for text in said) >= 1
 
 
 @pytest.mark.parametrize("when", ["seal", "publish", "state", "save", "append"])
@@ -186,7 +186,7 @@ tokenize.tokenize_data(**arguments, on_progress=kill)
     for folder in ("out", "whole"):
         tokenize_data(**arguments, out_dir=tmp_path / folder, say=said.append)
     assert content(tmp_path / "out") == content(tmp_path / "whole")
-    assert sum("going on where" in text for text in said) == 1
+    assert sum("resuming where" in text for text in said) == 1
 
 
 @pytest.mark.slow
@@ -428,7 +428,7 @@ def test_other_data_starts_over(tmp_path: Path, small, small_tokenizer: Path) ->
     path.write_text(path.read_text().replace("king", "queen"))
     said: list[str] = []
     tokenize_data(**arguments, inputs=[str(path)], say=said.append)
-    assert not any("going on" in text for text in said)
+    assert not any("resuming" in text for text in said)
     tokenize_data(**{**arguments, "out_dir": tmp_path / "whole"}, inputs=[str(path)])
     assert content(tmp_path / "out") == content(tmp_path / "whole")
 
@@ -523,7 +523,7 @@ def test_data_that_trains_nothing_leaves_nothing(tmp_path: Path, small_tokenizer
     said: list[str] = []
     with pytest.raises(DataError, match=r"the evaluation data has not one token.*--eval-fraction 0"):
         tokenize_data(**arguments, eval_fraction=0.3, say=said.append)  # of 3 rows, that is none
-    assert not list((tmp_path / "out").iterdir()) and not any("goes on from there" in text for text in said)
+    assert not list((tmp_path / "out").iterdir()) and not any("resumes from there" in text for text in said)
     for overlong, why in (
         ("truncate", "3 of 3 rows have no trained token"),  # only the beginning of the question is left
         ("turns", r"documents, 3 of 3 rows are too long: --seq-len 17 keeps all\)"),

@@ -257,7 +257,7 @@ class TokenWriter:
         """
         path = Path(path)
         if missing := STATE - set(state):
-            raise DataError(f"the state to go on from with {path} lacks {', '.join(sorted(missing))}: start over")
+            raise DataError(f"the state to resume {path} from lacks {', '.join(sorted(missing))}: start over")
         about = {name: state[name] for name in ("vocab_size", "has_masks", "version", "tokenizer_sha256")}
         try:
             return cls(path, **about, resumable=True, state=state)

@@ -148,7 +148,7 @@ def make(
         begun=begun,
     )
     if producer.resumed:
-        say("going on where an earlier call for the same data was interrupted")
+        say("resuming where an earlier call for the same data was interrupted")
     try:
         results = producer.run(_streams(request, encoder))
         parts = [part for made, _ in results for part in made]
@@ -160,7 +160,7 @@ def make(
             _sidecar(request, part, encoder, ends, bad).write(work / part.name)
     except BaseException:
         if producer.was_saved:
-            say("what is done is kept: the same command goes on from there")
+            say("what is done is kept: the same command resumes from there")
         else:
             producer.clear()
         raise
