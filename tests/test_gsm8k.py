@@ -11,8 +11,8 @@ import pytest
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
 import llmq
-from llmq.data.encode import EncodeOptions
-from llmq.data.tokenize import tokenize_data
+from llmq.data.chat.encode import EncodeOptions
+from llmq.data.tokens.tokenize import tokenize_data
 
 GSM8K = Path(__file__).parents[1] / "../shared/data/gsm8k-train.jsonl"
 EOS = "<|endoftext|>"
@@ -81,7 +81,7 @@ def test_a_run_says_that_it_trains_exactly_the_answers_and_their_ends(given, mod
     tokenizer = Tokenizer.from_file(str(model / "tokenizer.json"))
     answers = tokenizer.encode_batch_fast([row["answer"] for row in rows])
     expected = sum(map(len, answers)) + len(rows)
-    given |= {"packing": packing, "seq_len": 768}  # no row is longer, so that none is left out
+    given |= {"packing": packing, "seq_len": 768}  # which no row is longer than
     llmq.train(**given, steps=1, eval_fraction=0)
     said = given["console"].getvalue()
     (line,) = [line for line in said.splitlines() if line.strip().startswith("trained tokens")]
