@@ -1,6 +1,7 @@
 """The floors of the house, and the laws that can be read off the source: who imports what, who reads an option."""
 
 import ast
+import re
 from collections.abc import Iterator
 from functools import cache
 from pathlib import Path
@@ -8,6 +9,7 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parents[1]
+MAP = (ROOT / "docs" / "architecture.md").read_text("utf-8")
 ARRAYS = {"numpy", "cupy", "ml_dtypes"}
 JUDGES = {"torch", "transformers", "tensorflow", "jax"}
 
@@ -142,6 +144,26 @@ def test_every_place_is_on_a_floor():
     there = {place(name) for name in modules()} - {"", "__main__"}
     floors = [name for floor in FLOORS for name in floor]
     assert sorted(floors) == sorted(there) and len(floors) == len(set(floors))
+
+
+def test_the_map_has_these_floors():
+    drawn = re.findall(r"^ *(\d+) \| ([a-z_]+(?:, [a-z_]+)*) ", MAP, re.MULTILINE)
+    assert drawn == [(str(number), ", ".join(floor)) for number, floor in reversed(list(enumerate(FLOORS, 1)))]
+
+
+def test_the_map_has_the_passes():
+    passes = {m.rpartition(".")[2] for m in modules() if m.startswith("llmq.plan.passes.")}
+    columns = re.findall(r"^    (\w.*?)  ", ast.get_docstring(tree(modules()["llmq.plan.plan"])), re.MULTILINE)
+    order = [name for name in re.findall(r"\w+", " ".join(columns)) if name in passes]
+    listed = re.findall(r"^\d\. `([a-z]+)`:", MAP, re.MULTILINE)
+    assert listed == list(dict.fromkeys(order)) and set(listed) == passes
+
+
+def test_what_the_map_names_exists():
+    paths = re.findall(r"`((?:llmq|tests|cuda)/[\w./]*)`", MAP)
+    assert paths and not [path for path in paths if not (ROOT / path).exists()]
+    tests = re.findall(r"`(tests/[\w/]+\.py)::(\w+)`", MAP)
+    assert tests and not [test for path, test in tests if f"\ndef {test}(" not in (ROOT / path).read_text("utf-8")]
 
 
 def test_imports_go_down():

@@ -84,6 +84,7 @@ class _Binder:
         if ref.span is None:
             return whole
         rows, columns = ref.window
+        # A piece as long as the whole is not cut along that axis: not all scales can be.
         if rows != slice(0, math.prod(ref.whole[:-1])):
             whole = scales_of_rows(whole, ref.form, rows.start, rows.stop - rows.start)
         if columns != slice(0, ref.whole[-1]):

@@ -125,6 +125,7 @@ def make_plan(
     """
     recordings = Recordings(spec, stores, sites)
     recorded = {last: prune(recordings.train(last=last)) for last in (False, True)}
+    # One decision for both: they differ only in what is done with gradients after their last write.
     fates, kept = _fates(spec.memory, recorded[False])
     fated = {last: prune(apply(calls, fates)) for last, calls in recorded.items()}
     training = {last: forms(calls, {}, fates.offloaded) for last, calls in fated.items()}
@@ -144,6 +145,7 @@ def make_plan(
         "publish": _program("publish", publish),
         "publish_counted": _program("publish_counted", publish, collects=True),
     }
+    # `update` and `calibrate` take the vectors of scales whole, so these are counted first, and must not grow then.
     scales = _delayed_cells(programs.values())
     cells = {**recordings.cells, **_scale_cells(len(scales))}
     programs["update"] = _program("update", forms(recordings.update(cells), weights), collects=True)
@@ -236,7 +238,7 @@ def _persistent(programs: Iterable[Program]) -> dict[str, Ref]:
     found: dict[str, Ref] = {}
     for ref in _refs(programs):
         is_master = ref.form is None and ref.value_in is not None
-        if ref.space == "activation" or is_master:
+        if ref.space == "activation" or is_master:  # the optimizer's Ref of the same bytes says that it is a master
             continue
         whole = replace(ref, span=None, shape=ref.whole, whole=()) if ref.span else ref
         found[storage_name(ref)] = whole

@@ -62,7 +62,7 @@ def decide(calls: Sequence[Call], roles: Iterable[str], drop: Iterable[str] = ()
         if is_dropped(name):
             for call, output in producers[name]:
                 pending += [(ref.name, ref.form) for ref in call.inputs if ref is not None and ref.name in producers]
-                if not record(call.op).writes(output, form):
+                if not record(call.op).writes(output, form):  # it will be cast from the value
                     pending.append((name, None))
     dropped: dict[str, set[Form | None]] = defaultdict(set)
     copies = set()

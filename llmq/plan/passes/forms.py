@@ -47,6 +47,7 @@ def _wanted(ref: Ref, wanted: Mapping[tuple[str, bool], set[Form | None]], weigh
     if ref.space == "activation":
         found: Iterable[Form | None] = wanted.get((ref.name, ref.again), ())
     elif ref.space == "weight":
+        # The value of a weight that is its own master is the master's to write.
         found = {form for form in weights.get(ref.name, ()) if form is not None or ref.value_in is None}
     else:
         found = {None}

@@ -34,7 +34,7 @@ def lanes(calls: Sequence[Call]) -> list[Call]:
         needed = touched.needed(call, index, block, last)
         clock = dict(clocks[last.call[call.lane]]) if call.lane in last.call else {}
         waits = []
-        for other in sorted(needed, reverse=True):
+        for other in sorted(needed, reverse=True):  # the latest first: what it has waited for is done as well
             lane = calls[other].lane
             if lane != call.lane and clock.get(lane, -1) < other:
                 waits.append(other)

@@ -99,7 +99,7 @@ def _lives(calls: Sequence[Call]) -> dict[str, _Slot]:
                 slot.size = stored_bytes(ref)
             if ref.form is not None and ref.form.owns_scales:
                 touch(own_scales(ref), index, reads=reads)
-        if scale in slots:
+        if scale in slots:  # a scale measured in this program; cells outlast it
             slots[scale].last = max(slots[scale].last, end)
 
     for index, call in enumerate(calls):
@@ -121,6 +121,7 @@ def _shared(calls: Sequence[Call], slots: Mapping[str, _Slot]) -> dict[str, str]
         given = dict(zip(op.inputs, call.inputs, strict=True))
         for output, result in zip(op.outputs, call.outputs, strict=True):
             source = given.get(op.shares.get(output, ""))
+            # Copies have other widths or layouts than the value, so only the value can take its input's bytes.
             if result is None or None not in result.forms or source is None or source.space != "activation":
                 continue
             plain = source.form is None and source.span is None and result.ref.span is None

@@ -15,6 +15,7 @@ def prune(calls: Sequence[Call]) -> list[Call]:
     for call in reversed(calls):
         refs = [result.ref for result in call.outputs if result is not None]
         if any(ref.space != "activation" or (ref.name, ref.again) in read for ref in refs):
+            # The name stays in `read`: pieces of a slot, and sums into it, are written by several calls.
             kept.append(call)
             read.update((ref.name, ref.again) for ref in call.inputs if ref is not None)
     return kept[::-1]

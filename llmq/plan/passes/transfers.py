@@ -25,7 +25,7 @@ def transfers(calls: Sequence[Call], offloaded: Collection[Item]) -> list[Call]:
     for index, call in enumerate(calls):
         for ref in call.written:
             if not ref.again and (ref.name, ref.form) in offloaded:
-                written[ref.name, ref.form] = index, ref
+                written[ref.name, ref.form] = index, ref  # the last write, as a slot may be made in pieces
         for source in call.inputs:
             if source is not None and source.again and (source.name, source.form) in offloaded:
                 read.setdefault((source.name, source.form), index)
