@@ -165,7 +165,7 @@ def test_nvidias_packages_are_found_beside_the_checkouts_own_folder(tmp_path):
     """`cuda/` of the checkout comes first on the path of every command that is run there."""
     (tmp_path / "cuda").mkdir()
     (tmp_path / "cuda" / "pathfinder.py").write_text(PATHFINDER)
-    code = "from llmq import cuda_libraries as c; print(c.load('cublasLt'), c.load('nccl'))"
+    code = "from llmq.hardware import cuda_libraries as c; print(c.load('cublasLt'), c.load('nccl'))"
     command = [sys.executable, "-c", f"import sys; sys.path[:0] = [{str(ROOT)!r}, {str(tmp_path)!r}]; {code}"]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True)
     assert done.stdout.strip() == "/site/libcublasLt.so.13 None"
