@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import importlib
 import io
 import json
 import os
@@ -46,15 +47,21 @@ SAME_BITS = {**ONE_THREAD, "OPENBLAS_CORETYPE": "Haswell", "TOKENIZERS_PARALLELI
 def work(path: Path) -> None:
     """Does the jobs in a JSON file, each a folder and options of its runs; prints what each logged, a line a job."""
     import llmq
-    from llmq.options.parse import descriptions
 
-    given = json.loads(path.read_text())
+    given, descriptions = json.loads(path.read_text()), _descriptions()
     assert Path(llmq.__file__).parents[1] == Path(given["tree"]), f"llmq is that of {llmq.__file__}"
     with contextlib.redirect_stdout(sys.stderr), os.fdopen(os.dup(1), "w") as out:
         for job in given["jobs"]:
             if given["older"]:  # an option that it does not have yet is spelled out as what it always does
-                job["runs"] = [{k: v for k, v in run.items() if k in descriptions()} for run in job["runs"]]
+                job["runs"] = [{k: v for k, v in run.items() if k in descriptions} for run in job["runs"]]
             print(json.dumps(_done(job)), file=out, flush=True)
+
+
+def _descriptions() -> dict[str, Any]:
+    """Every option of the tree by its key; before modules were in folders, `llmq.options` was the module itself."""
+    found = importlib.import_module("llmq.options")
+    options = found if hasattr(found, "descriptions") else importlib.import_module("llmq.options.parse")
+    return options.descriptions()
 
 
 def _done(job: dict[str, Any]) -> dict[str, Any]:

@@ -16,8 +16,6 @@ import numpy as np
 from golden import families
 from safetensors.numpy import save_file
 
-from llmq.data.tokens.token_file import TokenWriter
-
 VOCAB, SEQ_LEN, STEPS = 300, 32, 4
 # Several tiles of 128 rows, with a short last one, in gate and up; padding in the vocabulary.
 WIDTHS = {"vocab_size": VOCAB, "hidden_size": 64, "intermediate_size": 176}
@@ -217,6 +215,8 @@ def _resumed() -> Iterator[Case]:
 
 def write_inputs(folder: Path) -> None:
     """Models, and token files of documents with masks, into `folder`: both trees read the same ones."""
+    from llmq.data.tokens.token_file import TokenWriter  # not at the top: the older tree has another place for it
+
     for name, family in MODELS.items():
         config = {**families.FAMILIES[family], **WIDTHS}
         (folder / name).mkdir()
