@@ -27,12 +27,13 @@ def lanes(calls: Sequence[Call]) -> list[Call]:
     """The calls with their waits, as few as the order within lanes leaves necessary."""
     if all(call.lane == MAIN for call in calls):
         return list(calls)
-    last, touched = _Last(), _Touched()
+    last: dict[str, int] = {}  # the last call of each lane so far
+    touched = _Touched()
     clocks: list[Clock] = []  # what is done when a call is
     made = []
     for index, (call, block) in enumerate(zip(calls, blocks(calls), strict=True)):
-        needed = touched.needed(call, index, block, last)
-        clock = dict(clocks[last.call[call.lane]]) if call.lane in last.call else {}
+        needed = touched.needed(call, block, last.get(MAIN))
+        clock = dict(clocks[last[call.lane]]) if call.lane in last else {}
         waits = []
         for other in sorted(needed, reverse=True):  # the latest first: what it has waited for is done as well
             lane = calls[other].lane
@@ -41,16 +42,9 @@ def lanes(calls: Sequence[Call]) -> list[Call]:
                 clock = merged(clock, clocks[other])
         clocks.append({**clock, call.lane: index})
         touched.note(call, index, block)
-        last.call[call.lane] = index
+        last[call.lane] = index
         made.append(replace(call, waits=tuple(sorted(waits))))
     return made
-
-
-@dataclass
-class _Last:
-    """The last call of each lane so far."""
-
-    call: dict[str, int] = field(default_factory=dict)
 
 
 @dataclass
@@ -61,15 +55,15 @@ class _Touched:
     readers: dict[str, list[int]] = field(default_factory=dict)
     pending: list[tuple[int, int]] = field(default_factory=list)  # index, block
 
-    def needed(self, call: Call, index: int, block: int, last: _Last) -> set[int]:
-        """Calls that must be done before this one."""
+    def needed(self, call: Call, block: int, main: int | None) -> set[int]:
+        """Calls that must be done before this one; `main` is the last one on the main lane."""
         found = {self.writers[name] for name in (*reads(call), *writes(call)) if name in self.writers}
         found |= {reader for name in writes(call) for reader in self.readers.get(name, ())}
         if call.lane == MAIN:
             found |= {other for other, seen in self.pending if seen + 2 <= block}
             self.pending = [one for one in self.pending if one[1] + 2 > block]
-        elif MAIN in last.call and any(name not in self.writers for name in writes(call)):
-            found.add(last.call[MAIN])
+        elif main is not None and any(name not in self.writers for name in writes(call)):
+            found.add(main)
         return found
 
     def note(self, call: Call, index: int, block: int) -> None:
