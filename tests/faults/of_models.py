@@ -4,7 +4,7 @@ from faults.fault import Fault
 
 OPS = "llmq/ops/reference/"
 GOLDEN = ("tests/test_golden.py",)
-ENGINE = ("tests/test_engine.py",)
+ENGINE = ("tests/engine/test_engine.py",)
 
 
 def op_fault(name: str, op: str, old: str, new: str) -> Fault:
@@ -119,7 +119,7 @@ STORAGE = (
         "llmq/plan/arena.py",
         "(lasts >= firsts[index])",
         "(lasts > firsts[index])",
-        ("tests/test_arena.py",),
+        ("tests/plan/test_arena.py",),
     ),
 )
 
@@ -129,14 +129,14 @@ MODELS = (
         "llmq/model/rope.py",
         'if config.kind == "default":',
         'if config.kind in ("default", "llama3"):',
-        ("tests/test_rope.py",),
+        ("tests/model/test_rope_tables.py",),
     ),
     Fault(
         "linear_rope_inverted",
         "llmq/model/rope.py",
         "        return freq / config.factor\n",
         "        return freq * config.factor\n",
-        ("tests/test_rope.py",),
+        ("tests/model/test_rope_tables.py",),
     ),
     Fault(
         "gate_and_up_tensors_swapped",
@@ -157,7 +157,7 @@ MODELS = (
         "llmq/model/parameters.py",
         'Part("model.embed_tokens.weight", 0, v)',
         'Part("model.embed_tokens.weight", 0, vp)',
-        ("tests/test_hf.py",),
+        ("tests/files/test_huggingface.py",),
     ),
     Fault(
         "window_of_first_sliding_layer", "llmq/model/config.py", "window and n >= first", "window and n > first", GOLDEN

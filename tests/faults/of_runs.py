@@ -3,12 +3,12 @@
 from faults.fault import Fault
 
 GOLDEN = ("tests/test_golden.py",)
-ENGINE = ("tests/test_engine.py",)
-UPDATE = ("tests/test_optimizer.py",)
-LOOP_BY_HAND = ("tests/test_training_by_hand.py",)
-KEPT = ("tests/test_training_kept.py",)
+ENGINE = ("tests/engine/test_engine.py",)
+UPDATE = ("tests/model/test_optimizer.py",)
+LOOP_BY_HAND = ("tests/training/test_training_by_hand.py",)
+KEPT = ("tests/training/test_training_kept.py",)
 PASSES = "llmq/plan/passes/"
-PLAN = ("tests/plan/test_program.py", "tests/plan/test_recompute.py", "tests/test_engine.py")
+PLAN = ("tests/plan/test_program.py", "tests/plan/test_recompute.py", "tests/engine/test_engine.py")
 
 STEP = (
     Fault(
@@ -100,7 +100,7 @@ LOOP = (
         "llmq/training/schedule.py",
         "x = min(step - 1, self.steps)",
         "x = min(step, self.steps)",
-        ("tests/test_schedule.py",),
+        ("tests/training/test_schedule.py",),
     ),
     Fault(
         "learning_rate_of_the_step_before",
@@ -121,7 +121,7 @@ LOOP = (
         "llmq/training/progress.py",
         'position=state["position"],',
         'position=0 * state["position"],',
-        ("tests/test_training.py",),
+        ("tests/training/test_training.py",),
     ),
     Fault(
         "every_micro_step_is_the_first",
@@ -135,7 +135,7 @@ LOOP = (
         "llmq/training/loop.py",
         'check_same(state["must_match"], job.must_match)',
         "check_same(job.must_match, job.must_match)",
-        ("tests/test_training.py",),
+        ("tests/training/test_training.py",),
     ),
     Fault(
         "evaluation_is_a_mean_of_means",
@@ -163,21 +163,21 @@ LOOP = (
         "llmq/files/source.py",
         "INIT_STD / math.sqrt(2 * source.config.num_layers) if residual else INIT_STD",
         "INIT_STD",
-        ("tests/test_source.py",),
+        ("tests/files/test_source.py",),
     ),
     Fault(
         "residual_init_of_one_projection",
         "llmq/model/parameters.py",
         '"mlp.down.weight", (c, f), "residual"',
         '"mlp.down.weight", (c, f), "normal"',
-        ("tests/test_source.py",),
+        ("tests/files/test_source.py",),
     ),
     Fault(
         "initial_values_alike_in_all_rows",
         "llmq/files/source.py",
         "{seed}\\0{name}",
         "{seed}\\0{name[:0]}",
-        ("tests/test_source.py",),
+        ("tests/files/test_source.py",),
     ),
     Fault(
         "an_error_loses_the_steps_since_the_last_checkpoint",
@@ -191,21 +191,21 @@ LOOP = (
         "llmq/training/job.py",
         "if not _plans_only(options.run):\n            stack",
         "if _plans_only(options.run):\n            stack",
-        ("tests/test_run_lock.py",),
+        ("tests/files/test_run_lock.py",),
     ),
     Fault(
         "a_lock_leaves_its_holder_behind",
         "llmq/files/run_lock.py",
         "cleanup.callback(_remove, output.holder)",
         "cleanup.callback(_remove, output.lock)",
-        ("tests/test_run_lock.py",),
+        ("tests/files/test_run_lock.py",),
     ),
     Fault(
         "a_falling_rate_ends_at_its_peak",
         "llmq/options/rate_rules.py",
         "return 0.0 if",
         "return 1.0 if",
-        ("tests/test_schedule.py",),
+        ("tests/training/test_schedule.py",),
     ),
     Fault(
         "a_refused_last_step_is_exported",
@@ -236,14 +236,14 @@ LOOP = (
         "llmq/training/loop.py",
         "epoch=job.data.epoch(now.position, now.stream)",
         "epoch=0.0",
-        ("tests/test_training.py",),
+        ("tests/training/test_training.py",),
     ),
     Fault(
         "continue_starts_anew_where_nothing_is",
         "llmq/files/checkpoint.py",
         "if not there and which == AUTO:",
         "if not there:",
-        ("tests/test_checkpoint.py",),
+        ("tests/files/test_checkpoint.py",),
     ),
     Fault(
         "a_diverged_run_is_saved",
@@ -285,7 +285,7 @@ LOOP = (
         "llmq/options/commands.py",
         'flag(key if value else f"no_{key}")',
         "flag(key)",
-        ("tests/test_commands.py",),
+        ("tests/options/test_commands.py",),
     ),
 )
 
@@ -295,35 +295,35 @@ DATA = (
         "llmq/model/rope.py",
         "- np.maximum.accumulate(starts",
         "- 0 * np.maximum.accumulate(starts",
-        ("tests/test_packed_engine.py",),
+        ("tests/engine/test_packed_engine.py",),
     ),
     Fault(
         "masks_of_packs_shifted_by_one",
         "llmq/data/batches/packing.py",
         "file.trained(begin + 1, begin + length)",
         "file.trained(begin, begin + length - 1)",
-        ("tests/data/test_packing.py",),
+        ("tests/data/batches/test_packing.py",),
     ),
     Fault(
         "pieces_of_long_documents_share_a_start",
         "llmq/data/batches/packing.py",
         "starts = np.cumsum(pieces, dtype=np.int64) - pieces",
         "starts = np.cumsum(pieces, dtype=np.int64) - pieces.max(initial=0)",
-        ("tests/data/test_packing.py",),
+        ("tests/data/batches/test_packing.py",),
     ),
     Fault(
         "packs_hold_a_document_too_many",
         "llmq/data/batches/first_fit.py",
         "count = min(left[length], room // length, places)",
         "count = min(left[length], room // length)",
-        ("tests/data/test_first_fit.py",),
+        ("tests/data/batches/test_first_fit.py",),
     ),
     Fault(
         "documents_do_not_end",
         "llmq/data/tokens/pipeline.py",
         "np.array([len(code) for code in encodings]) + np.array(batch.ends)",
         "np.array([len(code) for code in encodings])",
-        ("tests/data/test_tokenize.py",),
+        ("tests/data/tokens/test_tokenize.py",),
     ),
     Fault(
         "position_is_of_the_batch_before",
@@ -331,7 +331,7 @@ DATA = (
         """                    self.position = tokens.position
                     self.producer""",
         "                    self.producer",
-        ("tests/data/test_produce.py",),
+        ("tests/data/tokens/test_produce.py",),
     ),
     Fault(
         "parts_are_renamed_before_the_state_knows_them",
@@ -344,126 +344,126 @@ DATA = (
             writer.publish()
         self.producer.save(self.number, state)
 """,
-        ("tests/data/test_produce.py",),
+        ("tests/data/tokens/test_produce.py",),
     ),
     Fault(
         "bad_rows_are_not_counted",
         "llmq/data/tokens/produce.py",
         "self.done.bad += len(tokens.bad)",
         "self.done.bad += 0",
-        ("tests/data/test_produce.py",),
+        ("tests/data/tokens/test_produce.py",),
     ),
     Fault(
         "a_share_begins_at_the_file",
         "llmq/data/rows/file_rows.py",
         "share.has(before + row - start)",
         "share.has(row)",
-        ("tests/data/test_rows.py",),
+        ("tests/data/rows/test_rows.py",),
     ),
     Fault(
         "two_hold_a_lock",
         "llmq/data/tokens/cache.py",
         "            if not _is_at(fd, path):  # the one before removed it while we waited\n                continue\n",
         "",
-        ("tests/data/test_cache.py",),
+        ("tests/data/tokens/test_cache.py",),
     ),
     Fault(
         "foreign_ids_accepted",
         "llmq/data/tokens/token_file.py",
         'self.tokens[at:end].view(f"<u{size}")',
         "self.tokens[at:end]",
-        ("tests/data/test_token_file.py",),
+        ("tests/data/tokens/test_token_file.py",),
     ),
     Fault(
         "mask_bits_most_significant_first",
         "llmq/data/tokens/token_file.py",
         'np.unpackbits(self.mask_bits[first:last], bitorder="little")',
         'np.unpackbits(self.mask_bits[first:last], bitorder="big")',
-        ("tests/data/test_token_file.py",),
+        ("tests/data/tokens/test_token_file.py",),
     ),
     Fault(
         "mask_of_inputs_not_targets",
         "llmq/data/batches/windows.py",
         "~file.trained(start + 1, stop + 1)",
         "~file.trained(start, stop)",
-        ("tests/data/test_windows.py",),
+        ("tests/data/batches/test_windows.py",),
     ),
     Fault(
         "last_window_dropped",
         "llmq/data/batches/windows.py",
         "(max(file.num_tokens - 1, 0) + room) // seq_len",
         "(max(file.num_tokens - 2, 0) + room) // seq_len",
-        ("tests/data/test_windows.py",),
+        ("tests/data/batches/test_windows.py",),
     ),
     Fault(
         "evaluation_drops_its_tail",
         "llmq/data/batches/loader.py",
         "seed, docs, with_tails=True",
         "seed, docs",
-        ("tests/data/test_loader.py",),
+        ("tests/data/batches/test_loader.py",),
     ),
     Fault(
         "rows_are_cut_by_windows_by_default",
         "llmq/data/batches/row_layout.py",
         "elif not has_rows:",
         "elif has_rows or not has_rows:",
-        ("tests/data/test_row_layout.py",),
+        ("tests/data/batches/test_row_layout.py",),
     ),
     Fault(
         "a_packed_stream_repeats_rows_of_its_group",
         "llmq/data/batches/stream.py",
         "range(taken, index.num_packs)",
         "range(taken and taken - 1, index.num_packs)",
-        ("tests/data/test_stream.py",),
+        ("tests/data/batches/test_stream.py",),
     ),
     Fault(
         "evaluation_out_of_order",
         "llmq/data/batches/loader.py",
         "windows.read(samples)",
         "windows.read(samples[::-1])",
-        ("tests/data/test_loader.py",),
+        ("tests/data/batches/test_loader.py",),
     ),
     Fault(
         "epochs_all_alike",
         "llmq/data/batches/permutation.py",
         "^ epochs.astype(np.uint64)",
         "^ (0 * epochs).astype(np.uint64)",
-        ("tests/data/test_permutation.py",),
+        ("tests/data/batches/test_permutation.py",),
     ),
     Fault(
         "data_position_one_batch_behind",
         "llmq/data/batches/loader.py",
         "yield Batch(*rows, places, position, position /",
         "yield Batch(*rows, places, position - batch_size * world, position /",
-        ("tests/data/test_loader.py",),
+        ("tests/data/batches/test_loader.py",),
     ),
     Fault(
         "a_source_starts_again_with_each_period",
         "llmq/data/batches/mixture.py",
         "draws = periods[mine] * self.parts[n] + counts[mine]",
         "draws = 0 * periods[mine] * self.parts[n] + counts[mine]",
-        ("tests/data/test_mixture.py",),
+        ("tests/data/batches/test_mixture.py",),
     ),
     Fault(
         "shuffled_inputs_show_their_targets",
         "llmq/data/batches/augment.py",
         "targets[row, source[row, to] - 1] = IGNORED",
         "targets[row, source[row, to]] = IGNORED",
-        ("tests/data/test_augment.py",),
+        ("tests/data/batches/test_augment.py",),
     ),
     Fault(
         "a_stream_goes_on_at_the_start_of_its_document",
         "llmq/data/batches/stream.py",
         'at["epoch"], at["token"]',
         'at["epoch"], 0',
-        ("tests/data/test_stream.py",),
+        ("tests/data/batches/test_stream.py",),
     ),
     Fault(
         "damaged_blocks_are_read",
         "llmq/data/tokens/token_file.py",
         "!= self._table[block]:",
         "< 0 * self._table[block]:",
-        ("tests/data/test_token_file.py",),
+        ("tests/data/tokens/test_token_file.py",),
     ),
 )
 
@@ -473,41 +473,41 @@ FILES = (
         "llmq/training/log.py",
         "        if math.isfinite(value):\n            return value\n",
         "        if value < math.inf:\n            return value\n",
-        ("tests/test_log.py",),
+        ("tests/training/test_log.py",),
     ),
     Fault(
         "one_checkpoint_too_few_kept",
         "llmq/files/checkpoint.py",
         "others[: len(others) - keep + 1 if",
         "others[: len(others) - keep + 2 if",
-        ("tests/test_checkpoint.py",),
+        ("tests/files/test_checkpoint.py",),
     ),
     Fault(
         "newest_by_step_not_by_save",
         "llmq/files/checkpoint.py",
         "newest = max(there, key=lambda step: numbers[step] or 0)",
         "newest = max(there)",
-        ("tests/test_checkpoint.py",),
+        ("tests/files/test_checkpoint.py",),
     ),
     Fault(
         "corrupt_shard_accepted",
         "llmq/files/shards.py",
         "if zlib.crc32(block, crc) != shard.crc32:",
         "if zlib.crc32(block, crc) == -1:",
-        ("tests/test_shards.py",),
+        ("tests/files/test_shards.py",),
     ),
     Fault(
         "model_overwritten",
         "llmq/files/huggingface.py",
         "if there and not overwrite:",
         "if there and not there:",
-        ("tests/test_hf.py",),
+        ("tests/files/test_huggingface.py",),
     ),
     Fault(
         "contradicting_head_accepted",
         "llmq/files/huggingface.py",
         "if tied and not unfit and not _equal(named, HEAD, EMBEDDING):",
         "if tied and unfit and not _equal(named, HEAD, EMBEDDING):",
-        ("tests/test_hf.py",),
+        ("tests/files/test_huggingface.py",),
     ),
 )

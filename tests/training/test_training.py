@@ -35,7 +35,7 @@ from llmq.training.fp8_watch import CopyError
 from llmq.training.log import EvalRecord
 from llmq.training.loop import NON_FINITE_LIMIT
 
-ROOT = Path(__file__).parents[1]
+ROOT = Path(__file__).parents[2]
 
 
 @pytest.fixture

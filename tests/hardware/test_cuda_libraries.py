@@ -8,7 +8,7 @@ import pytest
 
 from llmq.hardware import cuda_libraries
 
-ROOT = Path(__file__).parents[1]
+ROOT = Path(__file__).parents[2]
 GOOD = {
     major: {
         cupy: "14.2.0",

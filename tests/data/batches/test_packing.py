@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from test_sidecar import sidecar
+from small_tokenizers import sidecar
 
 from llmq.data.batches import packing
 from llmq.data.batches.loader import Loader, eval_batches

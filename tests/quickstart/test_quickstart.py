@@ -32,7 +32,7 @@ from llmq.quickstart.run import Places, Settings
 from llmq.training.log import EvalRecord, TrainRecord
 from llmq.training.loop import TrainResult
 
-ROOT = Path(__file__).parents[1]
+ROOT = Path(__file__).parents[2]
 TINY = Settings(
     text_bytes=120_000,
     vocab_size=300,

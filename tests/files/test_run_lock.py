@@ -22,7 +22,7 @@ from llmq.engine.engine import Engine
 from llmq.errors import DataError, StorageError, UsageError
 from llmq.files.run_lock import Holder, held, kept_folder, replaced_whole
 
-ROOT = Path(__file__).parents[1]
+ROOT = Path(__file__).parents[2]
 HOLDS = """
 import sys, time
 from pathlib import Path

@@ -2,11 +2,12 @@
 
 import io
 import json
-import sys
 from pathlib import Path
 
 import numpy as np
 import pytest
+from chat_cases import EOS, TEMPLATES, WEATHER, chat_tokenizer, source
+from small_tokenizers import save
 from tiny_engines import tiny
 
 import llmq
@@ -16,10 +17,6 @@ from llmq.data.tokens.sidecar import Sidecar, sidecar_name
 from llmq.data.tokens.token_file import TokenFile
 from llmq.data.tokens.tokenize import tokenize_data
 from llmq.model.config import to_hf
-
-sys.path.insert(0, str(Path(__file__).parent / "data"))
-from chat_cases import EOS, TEMPLATES, WEATHER, chat_tokenizer, source
-from small_tokenizers import save
 
 CONFIG = {"tokenizer_class": "PreTrainedTokenizerFast", "eos_token": EOS, "bos_token": "<s>"}
 TOOL = (

@@ -9,29 +9,16 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+from small_tokenizers import sidecar
 
 from llmq.data.tokens.sidecar import (
     Sidecar,
-    TokenizerNote,
     copy_tokenizer,
     sidecar_name,
     tokenizer_folder,
     tokenizer_hash,
 )
 from llmq.errors import DataError
-
-
-def sidecar(sha256: str = "0" * 64) -> Sidecar:
-    note = TokenizerNote(
-        source="me/model",
-        revision="abc",
-        sha256=sha256,
-        folder="tokenizer",
-        vocab_size=9,
-        eos_token="</s>",
-        eos_token_id=2,
-    )
-    return Sidecar(num_tokens=7, num_documents=1, document_rule="rule", text=("a.txt",), tokenizer=note)
 
 
 def test_it_is_read_as_written(tmp_path: Path) -> None:

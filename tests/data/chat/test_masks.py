@@ -303,7 +303,7 @@ def test_turns_are_one_sample_where_only_the_last_has_a_second_end_token():
 @pytest.mark.parametrize("name", CONVENTIONS)
 def test_blocks_of_every_convention_are_masked_as_transformers_does(name, tmp_path):
     pytest.importorskip("transformers", reason="the judge is transformers")
-    from make_golden_chats import judge
+    from golden.make_chats import judge
 
     used, chat = convention(name), [*ASKED, *ASKED]
     theirs = judge(tmp_path).apply_chat_template(

@@ -14,7 +14,7 @@ import llmq
 from llmq.data.chat.encode import EncodeOptions
 from llmq.data.tokens.tokenize import tokenize_data
 
-GSM8K = Path(__file__).parents[1] / "../shared/data/gsm8k-train.jsonl"
+GSM8K = Path(__file__).parents[2] / "../shared/data/gsm8k-train.jsonl"
 EOS = "<|endoftext|>"
 
 pytestmark = pytest.mark.skipif(not GSM8K.is_file(), reason="no ../shared/data/gsm8k-train.jsonl beside the checkout")

@@ -13,8 +13,8 @@ from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 
 from llmq.data.chat.template import ChatTemplate
 
-TEMPLATES = Path(__file__).parent / "chat_templates"
-GOLDEN = Path(__file__).parent / "golden_chats.json"
+TEMPLATES = Path(__file__).parent / "golden/chat_templates"
+GOLDEN = Path(__file__).parent / "golden/chats.json"
 BOS, EOS = "<s>", "</s>"
 SPECIAL = (
     *("<|endoftext|>", BOS, EOS, "<|im_start|>", "<|im_end|>", "<|start_header_id|>", "<|end_header_id|>"),

@@ -20,7 +20,7 @@ from llmq.cli import shell
 from llmq.cli.tokenize_data import command
 from llmq.data.tokens.token_file import TokenFile
 
-ROOT = Path(__file__).parents[2]
+ROOT = Path(__file__).parents[3]
 TOOL = ROOT / "tools/tokenize_data.py"
 Run = Callable[..., tuple[int, str]]
 

@@ -10,6 +10,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from small_tokenizers import EOS, byte_level, save
 from tiny_engines import tiny
 from tokenizers import decoders
 
@@ -21,9 +22,6 @@ from llmq.model.config import to_hf
 from llmq.options.sections import DataOptions
 from llmq.report.read import read_log
 from llmq.training import job
-
-sys.path.insert(0, str(Path(__file__).parent / "data"))
-from small_tokenizers import EOS, byte_level, save
 
 T = 32  # the longest row has 31 tokens
 
@@ -313,7 +311,7 @@ def test_bad_rows_can_be_left_out(given):
 def test_sigterm_while_tokenizing_leaves_no_lock_and_no_half_file(given, tmp_path):
     Path("text.txt").write_text("It's the king's 10 ships, isn't it?\n" * 1_000_000)
     command = [sys.executable, "-m", "llmq.cli.train", "--model", "source", "--from-scratch", "--data", "text.txt"]
-    environment = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[1])}
+    environment = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[2])}
     with subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT) as process:
         deadline = time.monotonic() + 300
         while not list(tmp_path.glob("cache/tokens/*.partial/.train*")) and time.monotonic() < deadline:

@@ -21,7 +21,7 @@ from llmq.data.tokens import cache
 from llmq.data.tokens.cache import content_hash, key_of, locked
 from llmq.errors import DataError, StorageError
 
-ROOT = Path(__file__).parents[2]
+ROOT = Path(__file__).parents[3]
 HOLDER = """
 import sys, time
 from pathlib import Path

@@ -28,7 +28,7 @@ from llmq.data.tokens.text import open_documents, pieces
 from llmq.data.tokens.tokenizer import TextTokenizer
 from llmq.errors import DataError
 
-ROOT = Path(__file__).parents[2]
+ROOT = Path(__file__).parents[3]
 
 
 def joined(found: list[Tokens]) -> tuple[list[int], list[int]]:

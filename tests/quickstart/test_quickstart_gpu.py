@@ -25,7 +25,7 @@ from llmq.quickstart.settings import GPU, Fit, Places, Settings, config, options
 from llmq.report.read import read_log
 from llmq.training.log import EvalRecord, TrainRecord
 
-ROOT = Path(__file__).parents[1]
+ROOT = Path(__file__).parents[2]
 # 24 steps of 128 tokens: a trial that says one token/s or more asks for that many, the most
 TINY_GPU = dataclasses.replace(
     TINY,

@@ -1,6 +1,6 @@
-"""Makes golden_chats.json: what transformers makes of the conversations of chat_cases.py. Run it with transformers:
+"""Makes chats.json: what transformers makes of the conversations of chat_cases.py. Run it with transformers:
 
-PYTHONPATH=. python tests/data/make_golden_chats.py
+PYTHONPATH=.:tests python tests/golden/make_chats.py
 """
 
 from __future__ import annotations

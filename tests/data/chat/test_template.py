@@ -36,7 +36,7 @@ def test_the_golden_conversations_are_those_of_the_tests():
 @pytest.mark.parametrize(("name", "chat"), PAIRS)
 def test_texts_and_ids_are_those_of_transformers_live(name, chat, tmp_path):
     pytest.importorskip("transformers", reason="the judge is transformers")
-    from make_golden_chats import judge, judged
+    from golden.make_chats import judge, judged
 
     assert json.loads(json.dumps(judged(judge(tmp_path), name, chat))) == GOLDENS[f"{name}/{chat}"]
 

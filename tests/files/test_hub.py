@@ -25,7 +25,7 @@ from llmq.files.huggingface import write_model
 from llmq.model.config import ModelConfig
 from llmq.model.parameters import parameter_rows
 
-ROOT = Path(__file__).parents[1]
+ROOT = Path(__file__).parents[2]
 CONFIG = ModelConfig("LlamaForCausalLM", 100, 64, 96, 2, 4, 2, 16, 1e-5, 64, dtype="fp32", eos_token_ids=(2,))
 COMMIT = "0123456789abcdef0123456789abcdef01234567"
 DRIVER = """

@@ -29,7 +29,7 @@ from llmq.errors import DataError, UsageError
 @pytest.fixture(scope="session")
 def qwen() -> TextTokenizer:
     """The tokenizer of Qwen2.5, which has a ChatML template."""
-    folder = Path(__file__).parents[3] / "shared/data/qwen2.5-tokenizer"
+    folder = Path(__file__).parents[4] / "shared/data/qwen2.5-tokenizer"
     if not folder.exists():
         pytest.skip("no ../shared/data/qwen2.5-tokenizer beside the checkout")
     return TextTokenizer.open(str(folder))

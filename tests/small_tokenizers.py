@@ -8,6 +8,8 @@ from typing import Any
 
 from tokenizers import Regex, Tokenizer, models, normalizers, pre_tokenizers, processors, trainers
 
+from llmq.data.tokens.sidecar import Sidecar, TokenizerNote
+
 SAMPLE = (
     "It's the king's 10 ships, isn't it?\nAye -- 3 of \u00e9clat\u00e9s!\n\nROMEO:\n  What say'st thou?\n\tNothing. "
 )
@@ -44,3 +46,17 @@ def save(tokenizer: Tokenizer, folder: Path, config: dict[str, Any] | None = Non
     if config is not None:
         (folder / "tokenizer_config.json").write_text(json.dumps(config))
     return folder
+
+
+def sidecar(sha256: str = "0" * 64) -> Sidecar:
+    """What stands beside a token file of one document of 7 tokens."""
+    note = TokenizerNote(
+        source="me/model",
+        revision="abc",
+        sha256=sha256,
+        folder="tokenizer",
+        vocab_size=9,
+        eos_token="</s>",
+        eos_token_id=2,
+    )
+    return Sidecar(num_tokens=7, num_documents=1, document_rule="rule", text=("a.txt",), tokenizer=note)

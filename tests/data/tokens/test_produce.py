@@ -31,7 +31,7 @@ from llmq.data.tokens.tokenize import cache_entry, cached, settled, tokenize_dat
 from llmq.data.tokens.tokenizer import TextTokenizer
 from llmq.errors import DataError, StorageError
 
-ROOT = Path(__file__).parents[2]
+ROOT = Path(__file__).parents[3]
 # Small parts and batches, and a state after every batch.
 SMALL = {"PART_TOKENS": 900, "BATCH_CHARACTERS": 300, "BATCH_ROWS": 7, "SAVE_EVERY_S": 0.0, "BLOCK_BYTES": 100}
 DRIVER = """

@@ -27,7 +27,7 @@ import pytest
 from llmq.data.rows.hub_data import Spec, by_split, converted_layout, layout
 from llmq.errors import DataError, UsageError
 
-ROOT = Path(__file__).parents[2]
+ROOT = Path(__file__).parents[3]
 COMMIT = "0123456789abcdef0123456789abcdef01234567"
 CONVERTED = "89abcdef0123456789abcdef0123456789abcdef"
 DRIVER = """

@@ -13,7 +13,7 @@ from llmq.model.config import FAMILIES, ModelConfig, RopeConfig, from_folder, re
 from llmq.model.parameters import parameter_rows
 from llmq.model.presets import PRESETS, preset
 
-CONFIGS = Path(__file__).parents[1] / "../shared/data/configs"
+CONFIGS = Path(__file__).parents[2] / "../shared/data/configs"
 LLAMA = {
     "architectures": ["LlamaForCausalLM"], "model_type": "llama", "vocab_size": 100, "hidden_size": 32,
     "intermediate_size": 48, "num_hidden_layers": 3, "num_attention_heads": 4, "num_key_value_heads": 2,
