@@ -194,6 +194,17 @@ def test_nothing_imports_pytorch():
     assert not wrong
 
 
+def test_a_class_name_has_one_home():
+    homes: dict[str, list[str]] = {}
+    for module, path in modules().items():
+        for node in tree(path).body:
+            if isinstance(node, ast.ClassDef):
+                homes.setdefault(node.name, []).append(module)
+
+
+assert not {name: places for name, places in homes.items() if len(places) > 1}
+
+
 def test_a_command_starts_without_numpy():
     """`--help` answers at once: nothing that a command module imports on its way, at any depth, is slow to import."""
     found = reached(*below("cli"), "llmq.options.parse", at_import=True)

@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 
 from llmq.backends import arguments
 from llmq.bench.ceilings import Ceilings
-from llmq.engine.measure import Timed
+from llmq.engine.measure import TimedCall
 from llmq.ops.record import Call
 from llmq.ops.seam import record
 from llmq.plan.names import storage_name
@@ -23,7 +23,7 @@ HEAD = (".head.", "head.logits", "head.weight", "embed.weight")  # parts of what
 
 
 @dataclass(frozen=True)
-class Work:
+class CallWork:
     """What a call has to do: FLOPs of products in `dtype`, and bytes to move at least."""
 
     dtype: str
@@ -68,7 +68,13 @@ def family(op: str, written: str) -> str:
 
 
 def ladder(
-    plan: Plan, calls: Iterable[Timed], ceilings: Ceilings, *, micro_batch_ms: float, tokens_per_step: int, used: float
+    plan: Plan,
+    calls: Iterable[TimedCall],
+    ceilings: Ceilings,
+    *,
+    micro_batch_ms: float,
+    tokens_per_step: int,
+    used: float,
 ) -> Ladder:
     """The ladder of timed calls. `used` is how many different tokens a micro-batch has."""
     share_of_update = plan.spec.batch_size * plan.spec.seq_len / tokens_per_step
@@ -96,17 +102,17 @@ def written(call: Call) -> str:
     return next(result.ref.name for result in call.outputs if result is not None)
 
 
-def roofline_s(work: Work, ceilings: Ceilings) -> float:
+def roofline_s(work: CallWork, ceilings: Ceilings) -> float:
     """Least seconds of a call at the ceilings."""
     multiplying = work.flops / ceilings.flops[work.dtype] if work.flops else 0.0
     return max(multiplying, work.num_bytes / ceilings.bytes_per_s)
 
 
-def work_of(call: Call, places: Mapping[str, Placement], used: float) -> Work:
+def work_of(call: Call, places: Mapping[str, Placement], used: float) -> CallWork:
     """The work of a call. `places` tell what is computed in place; `used` rows of an embedding table are touched."""
     op = record(call.op)
     given = replace(arguments(call), in_place=_in_place(call, places), different_tokens=used)
-    return Work(op.rate_dtype(given), op.flops(given), op.num_bytes(given))
+    return CallWork(op.rate_dtype(given), op.flops(given), op.num_bytes(given))
 
 
 def _in_place(call: Call, places: Mapping[str, Placement]) -> frozenset[str]:

@@ -48,7 +48,7 @@ MODELS = (
 
 
 @dataclass(frozen=True)
-class Timing:
+class OpTiming:
     """An op at a size: bytes it must move, its time, and that of a copy that moves as many bytes."""
 
     name: str
@@ -340,7 +340,7 @@ CASES: dict[str, Maker] = {
 }
 
 
-def measure(name: str, maker: Maker, sizes: Sizes) -> Timing:
+def measure(name: str, maker: Maker, sizes: Sizes) -> OpTiming:
     """Times one op at one size."""
     import cupy
 
@@ -352,7 +352,7 @@ def measure(name: str, maker: Maker, sizes: Sizes) -> Timing:
     kernel = cuda.KERNELS[op]
     scratch = Arrays().scratch(kernel.needed(call))
     calls = [one.bound(kernel, scratch) for one in made]
-    timing = Timing(f"{name}, {sizes.name}", num_bytes, replayed(calls), copy_us(num_bytes, len(calls)))
+    timing = OpTiming(f"{name}, {sizes.name}", num_bytes, replayed(calls), copy_us(num_bytes, len(calls)))
     del calls, made, scratch
     cupy.get_default_memory_pool().free_all_blocks()
     return timing

@@ -63,7 +63,7 @@ CAUTION = 0.8  # of the last share of the speed of light is expected of the next
 
 
 @dataclass(frozen=True)
-class Request:
+class BenchRequest:
     """What the command was asked; None and "" leave the choice here. `recipe` are options of llmq-train's precision."""
 
     models: tuple[str, ...] | None = None
@@ -97,7 +97,7 @@ class Wanted:
     flat: Mapping[str, Any]
 
 
-def run(request: Request) -> int:
+def run(request: BenchRequest) -> int:
     """Measures, prints and saves; returns the exit code: 1 for a regression beyond the tolerance."""
     where = devices.pick(request.device)
     wanted = configurations(request, where)
@@ -135,7 +135,7 @@ def _exit_code(console: Console, changes: Sequence[Change], tolerance: float | N
     return 1 if slower else 0
 
 
-def configurations(request: Request, where: Device) -> list[Wanted]:
+def configurations(request: BenchRequest, where: Device) -> list[Wanted]:
     """Every model in every dtype, checked. UsageError with all that is wrong."""
     on_gpu, problems, configs = where.kind == "cuda", [], {}
     for name in request.models or (CHOICE if on_gpu else HOST_CHOICE):
@@ -166,13 +166,13 @@ def configurations(request: Request, where: Device) -> list[Wanted]:
     return found
 
 
-def _default_dtypes(request: Request, where: Device) -> tuple[str, ...]:
+def _default_dtypes(request: BenchRequest, where: Device) -> tuple[str, ...]:
     if where.kind == "cpu":
         return ("bf16",) if request.models else ("fp32",)
     return ("bf16", "e4m3") if devices.has_fp8(where) and not request.models else ("bf16",)
 
 
-def _odd_tokens(request: Request, where: Device) -> Iterator[str]:
+def _odd_tokens(request: BenchRequest, where: Device) -> Iterator[str]:
     """A message if the tokens of a step that were asked for are not whole micro-batches."""
     tokens, sequence = request.tokens_per_step, seq_len_of(request, where)
     if tokens is None:
@@ -184,18 +184,18 @@ def _odd_tokens(request: Request, where: Device) -> Iterator[str]:
         yield f"--tokens-per-step {tokens} is not a multiple of {what}: use {near}"
 
 
-def seq_len_of(request: Request, where: Device) -> int:
+def seq_len_of(request: BenchRequest, where: Device) -> int:
     """Tokens of a sequence."""
     return request.seq_len or (SEQ_LEN if where.kind == "cuda" else HOST_SEQ_LEN)
 
 
-def _recipe(request: Request, dtype: str, has_fp8: bool) -> dict[str, Any]:
+def _recipe(request: BenchRequest, dtype: str, has_fp8: bool) -> dict[str, Any]:
     """The options of the recipe that concern a dtype: those of fp8 go to e4m3, if that is asked for at all."""
     return {key: value for key, value in request.recipe.items() if key in FOR_ALL or dtype == "e4m3" or not has_fp8}
 
 
 def _wanted(
-    request: Request, model: str, config: ModelConfig, dtype: str, recipe: Mapping[str, Any], where: Device
+    request: BenchRequest, model: str, config: ModelConfig, dtype: str, recipe: Mapping[str, Any], where: Device
 ) -> Wanted:
     flat = {
         "model": model,
@@ -232,7 +232,7 @@ def _check_place(path: Path) -> None:
 
 
 def measured(
-    request: Request, wanted: Sequence[Wanted], where: Device, peaks: Mapping[str, float], ceilings: Ceilings
+    request: BenchRequest, wanted: Sequence[Wanted], where: Device, peaks: Mapping[str, float], ceilings: Ceilings
 ) -> Iterator[dict[str, Any]]:
     """The result of each configuration; of the device's own choice only what fits and can be measured in time."""
     share, began, done = SHARE[where.kind], time.perf_counter(), 0
@@ -262,7 +262,7 @@ def measured(
         gc.collect()  # the next configuration needs the memory
 
 
-def fitting_plan(request: Request, one: Wanted, where: Device, backend: Backend) -> Plan:
+def fitting_plan(request: BenchRequest, one: Wanted, where: Device, backend: Backend) -> Plan:
     """The plan with the batch that was asked for, or the largest that fits. MemoryLimitError if none does.
 
     Automatic chunks of the attention backward rise where the batch cannot get smaller.
@@ -311,7 +311,7 @@ def tokens_in_time(tokens: int, plan: Plan, count: int, seconds_per_token: float
 
 
 def _measure(
-    request: Request,
+    request: BenchRequest,
     one: Wanted,
     plan: Plan,
     backend: Backend,

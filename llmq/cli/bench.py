@@ -101,7 +101,7 @@ def command(context: click.Context, **given: Any) -> int:
     if context.invoked_subcommand:
         _refuse_options_before(context)
         return 0
-    from llmq.bench.run import Request, run
+    from llmq.bench.run import BenchRequest, run
 
     recipe = {key: value for key, value in given.items() if _is_recipe(key) and value is not None}
     given = {key: value for key, value in given.items() if not _is_recipe(key)}
@@ -109,7 +109,7 @@ def command(context: click.Context, **given: Any) -> int:
     given["dtypes"] = given["dtypes"] or None
     for key in ("save", "compare"):
         given[key] = Path(given[key]) if given[key] else None
-    return run(Request(**given, recipe=recipe, command=context.meta["command"]))
+    return run(BenchRequest(**given, recipe=recipe, command=context.meta["command"]))
 
 
 def _is_recipe(key: str) -> bool:

@@ -42,7 +42,7 @@ Parameters = Iterable[tuple[Row, np.ndarray]]
 
 
 @dataclass(frozen=True)
-class Timed:
+class TimedCall:
     """One call of an op: its index among the steps of `program` ("middle" or "update"), and its milliseconds."""
 
     program: str
@@ -59,7 +59,7 @@ class Speed:
     seconds: tuple[float, ...]
     first_step_s: float
     losses: tuple[float, ...]  # of every step, those of the warm-up first
-    calls: tuple[Timed, ...]  # of one micro-step and one update
+    calls: tuple[TimedCall, ...]  # of one micro-step and one update
     readings: tuple[Reading, ...]  # of the GPU during the measured steps
     peak_bytes: int  # of the device's memory, by the backend's count
 
@@ -195,7 +195,7 @@ class Clock:
     def follow(self, backend: Backend) -> None:
         """From now on moments are those of this backend's work."""
 
-    def calls(self, engine: Engine, ahead: int) -> Iterator[Timed]:
+    def calls(self, engine: Engine, ahead: int) -> Iterator[TimedCall]:
         """Every op of one micro-step and one update: the median of some eager runs on the engine's own memory.
 
         Before each of them the micro-step is run `ahead` times as it is in training, so that the device is behind.
@@ -211,7 +211,7 @@ class Clock:
             share = ms / sum(found["update", index] for index in group)
             found |= {("update", index): share * found["update", index] for index in group}
         for (name, index), ms in found.items():
-            yield Timed(name, index, ms)
+            yield TimedCall(name, index, ms)
 
     def _medians(self, engine: Engine, parts: Sequence[Run], ahead: int) -> tuple[list[float], list[float]]:
         """Milliseconds of each op of the timed programs, run eagerly, and of each part as a whole."""

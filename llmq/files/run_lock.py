@@ -34,7 +34,7 @@ LONGEST_COMMAND = 200  # characters of a command line that are kept
 
 
 @dataclass(frozen=True)
-class Output:
+class RunOutput:
     """Something that a run writes, the option that names it, and its lock file."""
 
     option: str
@@ -47,16 +47,16 @@ class Output:
         return self.lock.with_name(f"{self.lock.name}.json")
 
 
-def replaced_whole(option: str, path: Path) -> Output:
+def replaced_whole(option: str, path: Path) -> RunOutput:
     """A file, or a folder that another one takes the place of: its lock is beside it."""
     path = Path(os.path.realpath(path.expanduser()))
-    return Output(option, path, path.with_name(f".{path.name}.lock"))
+    return RunOutput(option, path, path.with_name(f".{path.name}.lock"))
 
 
-def kept_folder(option: str, path: Path) -> Output:
+def kept_folder(option: str, path: Path) -> RunOutput:
     """A folder that stays, and may be a mount point: its lock is inside it."""
     path = Path(os.path.realpath(path.expanduser()))
-    return Output(option, path, path / ".lock")
+    return RunOutput(option, path, path / ".lock")
 
 
 @dataclass(frozen=True)
@@ -116,7 +116,7 @@ class Holder:
 
 
 @contextmanager
-def held(output: Output, say: Callable[[str], None]) -> Iterator[None]:
+def held(output: RunOutput, say: Callable[[str], None]) -> Iterator[None]:
     """Holds the lock of `output`; afterwards no trace of it is left.
 
     `say` takes a line where a stale lock had to be replaced. StorageError if another process or thread holds it, naming
@@ -150,7 +150,7 @@ def held(output: Output, say: Callable[[str], None]) -> Iterator[None]:
         yield
 
 
-def _make_holder(output: Output, say: Callable[[str], None]) -> None:
+def _make_holder(output: RunOutput, say: Callable[[str], None]) -> None:
     """Without locks: makes the JSON file, in place of one that is stale. OSError if the disk refuses it."""
     there = Holder.read(output.holder)
     if there is not None and there.is_gone:
@@ -171,7 +171,7 @@ def _make_holder(output: Output, say: Callable[[str], None]) -> None:
             raise
 
 
-def _refusal(output: Output, advice: str = "") -> StorageError:
+def _refusal(output: RunOutput, advice: str = "") -> StorageError:
     there = Holder.read(output.holder)
     if there is None:
         who, end = "another process, which has not written its name yet", "end that run"

@@ -46,7 +46,7 @@ class Arguments:
 
 
 @dataclass(frozen=True)
-class Record:
+class OpRecord:
     """All that is known of an op without running it. Names of `outputs`, `inputs` and `numbers` are in order."""
 
     name: str
@@ -112,7 +112,7 @@ def op(
     def attached(function: Function) -> Function:
         names = parse(function)
         facts = {"shares": shares or {}, "cast_from": cast_from or {}, "forms": frozenset(forms), **more}
-        vars(function)["record"] = Record(function.__name__, *names, family=family, rows=frozenset(rows), **facts)
+        vars(function)["record"] = OpRecord(function.__name__, *names, family=family, rows=frozenset(rows), **facts)
         return function
 
     return attached
@@ -153,11 +153,11 @@ def parse(function: Callable[..., None]) -> tuple[tuple[str, ...], tuple[str, ..
 
 
 @cache
-def record(op: str) -> Record:
+def record(op: str) -> OpRecord:
     """What is known of the op called `op`; KeyError if there is none."""
     from llmq.ops import reference  # its modules take `op` from here
 
-    found: Record = vars(reference.OPS[op])["record"]
+    found: OpRecord = vars(reference.OPS[op])["record"]
     return found
 
 

@@ -11,7 +11,7 @@ from tiny_engines import tiny
 from llmq.backends.host import HostBackend
 from llmq.bench import run as bench_run
 from llmq.bench.ceilings import Ceilings
-from llmq.bench.run import Request, configurations, measured, tokens_in_time
+from llmq.bench.run import BenchRequest, configurations, measured, tokens_in_time
 from llmq.cli import bench, shell
 from llmq.engine.measure import paced
 from llmq.errors import MemoryLimitError, UsageError
@@ -146,12 +146,12 @@ def test_a_foreign_file_is_refused_before_anything_is_measured(content, says, sh
 
 def test_fp8_on_a_card_without_it_is_an_error_with_the_fix():
     with pytest.raises(UsageError, match=r"--dtypes e4m3 needs .* 8\.9 .*A100 80GB .*has 8\.0: use --dtypes bf16"):
-        configurations(Request(models=("Qwen2.5-0.5B",), dtypes=("bf16", "e4m3")), A100)
+        configurations(BenchRequest(models=("Qwen2.5-0.5B",), dtypes=("bf16", "e4m3")), A100)
 
 
 def test_the_default_is_what_the_device_can():
     def names(where, **asked):
-        return [(one.model, one.dtype) for one in configurations(Request(**asked), where)]
+        return [(one.model, one.dtype) for one in configurations(BenchRequest(**asked), where)]
 
     both = [(model, dtype) for model in ("Qwen2.5-0.5B", "Qwen2.5-1.5B") for dtype in ("bf16", "e4m3")]
     assert names(H200) == both
@@ -162,7 +162,7 @@ def test_the_default_is_what_the_device_can():
 
 
 def test_a_recipe_is_for_fp8_and_the_optimizers_for_all():
-    request = Request(dtypes=("bf16", "e4m3"), recipe={"fp8_scaling": "current", "opt_v_dtype": "fp32"})
+    request = BenchRequest(dtypes=("bf16", "e4m3"), recipe={"fp8_scaling": "current", "opt_v_dtype": "fp32"})
     bf16, e4m3, *_ = configurations(request, H200)
     assert (bf16.precision.v, e4m3.precision.v, e4m3.precision.scaling) == ("fp32", "fp32", "current")
     assert e4m3.precision.m == "bf16" and bf16.precision.matmul == "bf16"
@@ -204,7 +204,7 @@ def card(monkeypatch):
 
 def choose(where, request=None):
     """Measures all that a request wants."""
-    request = request or Request()
+    request = request or BenchRequest()
     peaks = where.card.peaks if where.card else dict.fromkeys(("fp32", "bf16"), 1e11)
     return list(measured(request, configurations(request, where), where, peaks, Ceilings({}, 1.0)))
 
@@ -237,7 +237,7 @@ def test_the_cpu_is_done_in_time_also_when_it_is_busy(share, card):
 
 def test_named_models_are_all_measured_in_full(card):
     seen, _ = card(share=0.01)
-    choose(H200, Request(models=("Qwen2.5-0.5B", "Qwen2.5-7B"), dtypes=("bf16",), batch_size=8))
+    choose(H200, BenchRequest(models=("Qwen2.5-0.5B", "Qwen2.5-7B"), dtypes=("bf16",), batch_size=8))
     assert seen == [("Qwen2.5-0.5B", "bf16", 8, 524288), ("Qwen2.5-7B", "bf16", 8, 524288)]
 
 
@@ -270,23 +270,23 @@ def memory(monkeypatch, tmp_path):
 
 def test_the_batch_is_the_largest_that_fits(memory):
     (small, large), seen = memory(2**40)
-    choose(GPU_4090, Request(dtypes=("bf16",)))
+    choose(GPU_4090, BenchRequest(dtypes=("bf16",)))
     assert [(model, plan.spec.batch_size) for model, plan in seen] == [(small, 32), (large, 32)]
     whole = {model: plan.total_bytes for model, plan in seen}
     _, seen = memory(int(0.6 * whole[small]))
-    choose(GPU_4090, Request(models=(small,)))
+    choose(GPU_4090, BenchRequest(models=(small,)))
     assert [plan.spec.batch_size for _, plan in seen] == [16] and seen[0][1].total_bytes < 0.6 * whole[small]
 
 
 def test_what_does_not_fit_is_left_out_of_the_choice_and_refused_if_it_was_named(memory):
     (small, large), seen = memory(2**40)
-    choose(GPU_4090, Request(dtypes=("bf16",), batch_size=1))
+    choose(GPU_4090, BenchRequest(dtypes=("bf16",), batch_size=1))
     sizes = {model: plan.total_bytes for model, plan in seen}
     assert sizes[small] < sizes[large]
     (small, large), seen = memory(sizes[large] - 1)
-    choose(GPU_4090, Request(dtypes=("bf16",)))
+    choose(GPU_4090, BenchRequest(dtypes=("bf16",)))
     assert {model for model, _ in seen} == {small}
-    for request in (Request(models=(large,)), Request(models=(small,), batch_size=32)):
+    for request in (BenchRequest(models=(large,)), BenchRequest(models=(small,), batch_size=32)):
         with pytest.raises(MemoryLimitError, match="are missing"):
             choose(GPU_4090, request)
     memory(2**20)
@@ -302,7 +302,7 @@ def test_backends_are_opened_with_the_attention_that_was_asked_for(strict, memor
     monkeypatch.setattr(
         bench_run, "open_backend", lambda kind, **settings: opened.append((kind, settings)) or real(kind, **settings)
     )
-    choose(GPU_4090, Request(dtypes=("bf16",), deterministic=strict))
+    choose(GPU_4090, BenchRequest(dtypes=("bf16",), deterministic=strict))
     relaxed = [("planned", {"deterministic": False})] if strict else []
     each = [("cuda", {"deterministic": strict}), ("planned", {"deterministic": strict}), *relaxed]
     assert opened == 2 * each
@@ -310,7 +310,7 @@ def test_backends_are_opened_with_the_attention_that_was_asked_for(strict, memor
 
 def test_the_other_attention_is_offered_where_it_would_fit(memory):
     (small, _), seen = memory(2**40)
-    request = Request(models=(small,), dtypes=("bf16",), batch_size=4, seq_len=4096, attn_bwd_chunks=1)
+    request = BenchRequest(models=(small,), dtypes=("bf16",), batch_size=4, seq_len=4096, attn_bwd_chunks=1)
     for strict in (True, False):
         choose(GPU_4090, replace(request, deterministic=strict))
     whole, relaxed = (plan.total_bytes for _, plan in seen)
@@ -324,7 +324,7 @@ def test_the_other_attention_is_offered_where_it_would_fit(memory):
 def test_attention_runs_in_chunks_where_the_batch_was_asked_for(memory):
     """A batch that is chosen gets smaller instead, as it did when chunks had to be asked for."""
     (small, _), seen = memory(2**40)
-    request = Request(models=(small,), dtypes=("bf16",), batch_size=4, seq_len=4096)
+    request = BenchRequest(models=(small,), dtypes=("bf16",), batch_size=4, seq_len=4096)
     choose(GPU_4090, request)
     choose(GPU_4090, replace(request, attn_bwd_chunks="4"))
     (_, whole), (_, chunked) = seen
@@ -371,7 +371,7 @@ def test_a_gpu_is_opened_measured_and_told_of(shape, tmp_path, monkeypatch, caps
 def test_the_host_is_planned_as_the_trainer_plans(monkeypatch):
     """The plan comes from the same options: chunks of the head, recomputation, dtypes."""
     shape = {"batch_size": 2, "seq_len": 64, "attn_bwd_chunks": 2}
-    request = Request(models=("tiny_llama3_50m",), dtypes=("bf16",), recompute=("ffn",), **shape)
+    request = BenchRequest(models=("tiny_llama3_50m",), dtypes=("bf16",), recompute=("ffn",), **shape)
     (one,) = configurations(request, CPU)
     plan = bench_run.fitting_plan(request, one, CPU, HostBackend())
     assert plan.spec.memory == Memory(("recompute_ffn",), head_chunks=1, attention_chunks=2)

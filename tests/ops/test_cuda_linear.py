@@ -16,7 +16,7 @@ from llmq.errors import UsageError
 from llmq.ops import seam
 from llmq.ops.cuda import cublaslt, linear
 from llmq.ops.cuda.algorithms import Algorithms
-from llmq.ops.cuda.cublaslt import Gemms, Matrix, Pointers, Problem, refusal
+from llmq.ops.cuda.cublaslt import Gemm, Gemms, Matrix, Pointers, refusal
 from llmq.ops.reference import OPS
 from llmq.sites.fp8 import Fp8Linear
 from llmq.tensor import DTYPES, Form, Output, Ref, Tensor
@@ -64,7 +64,7 @@ def as_host(handle):
 
 
 class NumpyGemms:
-    """Column-major products by the letter of `Problem`, at addresses of the host."""
+    """Column-major products by the letter of `Gemm`, at addresses of the host."""
 
     def __init__(self):
         self.problems, self.bound = [], {}
@@ -358,7 +358,7 @@ def test_a_dtype_without_products_is_refused():
         call(NumpyGemms(), "linear_dgrad")(as_host(written(case, "fp64")), *map(as_host, inputs.values()))
 
 
-BF16 = Problem(64, 32, 16, Matrix("bf16", 16, True), Matrix("bf16", 16), Matrix("bf16", 64))
+BF16 = Gemm(64, 32, 16, Matrix("bf16", 16, True), Matrix("bf16", 16), Matrix("bf16", 64))
 FP8 = replace(BF16, a=Matrix("e4m3", 16, True, "tensor"), b=Matrix("e5m2", 16, False, "tensor"))
 
 
@@ -689,7 +689,7 @@ def test_a_scale_for_every_row_of_both_operands(gemms):
     s_x, s_w = rng.uniform(0.5, 2, (96, 1)).astype(np.float32), rng.uniform(0.5, 2, (48, 1)).astype(np.float32)
     on = [cupy.asarray(v.view(np.uint8) if v.itemsize == 1 else v) for v in (x, w, s_x, s_w)]
     y = cupy.zeros((96, 48), DTYPES["bf16"])
-    problem = Problem(48, 96, 64, Matrix("e4m3", 64, True, "row"), Matrix("e4m3", 64, False, "row"), Matrix("bf16", 48))
+    problem = Gemm(48, 96, 64, Matrix("e4m3", 64, True, "row"), Matrix("e4m3", 64, False, "row"), Matrix("bf16", 48))
     a = [v.data.ptr for v in on]
     gemms.bind(problem, Pointers(a[1], a[0], y.data.ptr, y.data.ptr, 0, a[3], a[2]))(gemms.scratch.data.ptr)
     expected = (x.astype(np.float32) * s_x) @ (w.astype(np.float32) * s_w).T

@@ -25,7 +25,7 @@ import numpy as np
 from llmq.data.chat.counts import Counts
 from llmq.data.chat.formats import CHATS, KNOWN_KEYS, PAIRS, Chat, Format, Pair, Text, Tokens, find_format
 from llmq.data.chat.masks import Sample, TrainOn, samples, trained_tokens, turn_ends, unwritten
-from llmq.data.chat.overlong import OVERLONG, Part, shortened, trained_runs
+from llmq.data.chat.overlong import OVERLONG, EncodedPart, shortened, trained_runs
 from llmq.data.chat.template import MARKER, OWN, ChatTemplate, RenderError, Templates, open_templates
 from llmq.data.rows.records import BadRow, Record
 from llmq.data.tokens.text import pieces_of
@@ -158,7 +158,7 @@ class Encoder:
             self.counts.trained += num_tokens if document.trained is None else int(np.count_nonzero(document.trained))
         return documents
 
-    def _fitted(self, place: str, parts: list[Part]) -> list[Encoded]:
+    def _fitted(self, place: str, parts: list[EncodedPart]) -> list[Encoded]:
         """A row's documents, of at most seq_len tokens, without those that train nothing."""
         limit, overlong = self.options.seq_len, self.options.overlong
         if limit is not None and (longest := max((part.length(overlong) for part in parts), default=0)) > limit:
@@ -174,7 +174,9 @@ class Encoder:
         self.counts.untrained += not documents
         return documents
 
-    def _tokenized(self, records: Sequence[Record], bad: list[BadRow] | None) -> Iterator[tuple[Record, list[Part]]]:
+    def _tokenized(
+        self, records: Sequence[Record], bad: list[BadRow] | None
+    ) -> Iterator[tuple[Record, list[EncodedPart]]]:
         """Each good row with its documents' ids and masks; the others go to `bad`, or the first of them is raised."""
         read: list[tuple[Record, Any, list[str]]] = []  # rows, their content, their texts
         for record in records:
@@ -218,21 +220,21 @@ class Encoder:
                     yield np.fromiter(code.ids, np.int32, len(code))
                 start, characters = stop, 0
 
-    def _documents(self, content: Any, encodings: list[Any]) -> list[Part]:
+    def _documents(self, content: Any, encodings: list[Any]) -> list[EncodedPart]:
         if isinstance(content, Tokens):
             if content.ids[-1] == self.tokenizer.eos_token_id and (content.trained is None or content.trained[-1]):
                 self.counts.end_tokens.add(self.tokenizer.eos_token_id)
-            return [Part(content.ids, content.trained, trained_runs(content.trained))]
+            return [EncodedPart(content.ids, content.trained, trained_runs(content.trained))]
         begin, end = (np.array(ids, np.int32) for ids in (self.tokenizer.begin_ids, [self.tokenizer.eos_token_id]))
         ids = np.concatenate([begin, *encodings, end])
         if isinstance(content, Text):
-            return [Part(ids, None)]
+            return [EncodedPart(ids, None)]
         whole = [(len(ids), len(ids))]
         if self.train_on.everything:
-            return [Part(ids, None, whole)]
+            return [EncodedPart(ids, None, whole)]
         trained = np.ones(len(ids), bool)
         trained[: len(begin) + len(encodings[0])] = False
-        return [Part(ids, trained, whole)]
+        return [EncodedPart(ids, trained, whole)]
 
 
 class ChatEncoder(Encoder):
@@ -372,8 +374,8 @@ class ChatEncoder(Encoder):
     def _encodings(self, texts: list[str]) -> Iterator[Any]:
         yield from self.encoder.encode_batch(texts, add_special_tokens=False)
 
-    def _documents(self, content: list[Sample], encodings: list[Any]) -> list[Part]:
-        parts: list[Part] = []
+    def _documents(self, content: list[Sample], encodings: list[Any]) -> list[EncodedPart]:
+        parts: list[EncodedPart] = []
         for sample, encoding in zip(content, encodings, strict=True):
             ids = np.array(encoding.ids, np.int32)
             trained = trained_tokens(encoding, sample.text, sample.spans)
@@ -385,7 +387,7 @@ class ChatEncoder(Encoder):
                 self.counts.unended += 1
                 self.counts.end_tokens.add(self.tokenizer.eos_token_id)
             self._note_ends(sample)
-            parts.append(Part(ids, trained, turns))
+            parts.append(EncodedPart(ids, trained, turns))
         return parts
 
     def _is_overlong(self, num_tokens: int) -> bool:

@@ -17,7 +17,7 @@ OVERLONG = {
 }
 
 
-class Part(NamedTuple):
+class EncodedPart(NamedTuple):
     """A row's tokens, or one of several documents that it gives.
 
     `turns` has, of each trained turn, how many tokens there are up to its trained stop, and up to the end of its
@@ -33,7 +33,7 @@ class Part(NamedTuple):
         return 0 if self.turns is None and overlong == "turns" else len(self.ids)
 
 
-def shortened(part: Part, limit: int, overlong: str) -> tuple[list[Part], int]:
+def shortened(part: EncodedPart, limit: int, overlong: str) -> tuple[list[EncodedPart], int]:
     """Parts of at most `limit` tokens of a part that may have more, and how many of its turns are lost."""
     num_tokens, lost = len(part.ids), 0
     if num_tokens <= limit:
@@ -50,7 +50,7 @@ def shortened(part: Part, limit: int, overlong: str) -> tuple[list[Part], int]:
         case _:
             cuts = [(at, at + limit) for at in range(0, num_tokens, limit)]
     ids, trained = part.ids, part.trained
-    return [Part(ids[at:stop], None if trained is None else trained[at:stop]) for at, stop in cuts], lost
+    return [EncodedPart(ids[at:stop], None if trained is None else trained[at:stop]) for at, stop in cuts], lost
 
 
 def trained_runs(trained: np.ndarray | None) -> list[tuple[int, int]] | None:

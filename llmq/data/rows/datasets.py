@@ -12,7 +12,7 @@ from pathlib import Path
 
 from llmq.cache_folder import cache_folder
 from llmq.data.rows.file_rows import FileRows, Mixed, RowSequence, Shuffled, count_rows, train_test_order
-from llmq.data.rows.hub_data import Spec, open_hub_set
+from llmq.data.rows.hub_data import HubSpec, open_hub_set
 from llmq.disk import write_whole
 from llmq.errors import DataError
 
@@ -63,10 +63,10 @@ def named_rows(named: NamedSet, *, streaming: bool) -> tuple[RowSequence, RowSeq
     """The training rows, and those for evaluation where they are rows of their own; see open_hub_set for the errors."""
     if named.repo == CLIMB:
         clusters = range(1, len(CLIMB_WEIGHTS) + 1)
-        specs = [Spec(CLIMB, "main", f"cluster_id={number}", None, None) for number in clusters]
+        specs = [HubSpec(CLIMB, "main", f"cluster_id={number}", None, None) for number in clusters]
         sets = [open_hub_set(spec, streaming=streaming) for spec in specs]
         return Mixed(tuple(FileRows(one.files("train")[1]) for one in sets), CLIMB_WEIGHTS, CLIMB_SEED), None
-    opened = open_hub_set(Spec.parse(named.repo), streaming=streaming)
+    opened = open_hub_set(HubSpec.parse(named.repo), streaming=streaming)
     train = FileRows(opened.files("train")[1])
     if named.eval_split:
         return train, FileRows(opened.files(named.eval_split)[1])

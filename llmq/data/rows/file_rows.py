@@ -80,7 +80,7 @@ class LocalFile:
 
 
 @dataclass(frozen=True)
-class Share:
+class HeldShare:
     """Part of the rows: floor(n * fraction) of n are held out, spread evenly; `held` says which side is meant."""
 
     fraction: Fraction
@@ -99,7 +99,7 @@ class FileRows:
     files: tuple[File, ...]
     start: int = 0
     stop: int | None = None
-    share: Share | None = None
+    share: HeldShare | None = None
 
     def read(self, position: Position = START) -> Iterator[tuple[Position, Row]]:
         first, row, before = position or (0, 0, 0)

@@ -40,7 +40,7 @@ Layout = dict[str, dict[str, list[str]]]  # config -> split -> files
 
 
 @dataclass(frozen=True)
-class Spec:
+class HubSpec:
     """NAME[@REVISION][:CONFIG[:SPLIT[SLICE]]], as asked for."""
 
     name: str
@@ -50,7 +50,7 @@ class Spec:
     sliced: Slice | None
 
     @classmethod
-    def parse(cls, text: str) -> Spec:
+    def parse(cls, text: str) -> HubSpec:
         """UsageError if `text` is not of that form."""
         found = _SPEC.fullmatch(text)
         if not found or found[1].count("/") > 1:
@@ -122,7 +122,7 @@ class HubSet:
         return chosen, tuple(self.splits[chosen])
 
 
-def open_hub_set(spec: Spec, *, streaming: bool = False) -> HubSet:
+def open_hub_set(spec: HubSpec, *, streaming: bool = False) -> HubSet:
     """Asks the Hub (offline: our notes of an earlier answer) what there is; see `llmq.files.hub.ask` for the errors."""
     listing = _listing(spec.name, spec.revision)
     configs = layout(spec.name, listing["files"], listing["configs"])
@@ -137,7 +137,7 @@ def open_hub_set(spec: Spec, *, streaming: bool = False) -> HubSet:
     return HubSet(listing["repo"], listing["commit"], chosen, splits)
 
 
-def _config(spec: Spec, configs: Layout, default: str | None) -> str:
+def _config(spec: HubSpec, configs: Layout, default: str | None) -> str:
     if spec.config is not None and spec.config in configs:
         return spec.config
     names = ", ".join(list(configs)[:20]) + (" ..." if len(configs) > 20 else "")

@@ -14,8 +14,8 @@ from typing import Any
 from llmq.data.batches.windows import matched
 from llmq.data.chat.encode import EncodeOptions
 from llmq.data.rows import datasets
-from llmq.data.rows.file_rows import FileRows, LocalFile, RowSequence, Share
-from llmq.data.rows.hub_data import NOT_DATA, Spec, by_split, open_hub_set
+from llmq.data.rows.file_rows import FileRows, HeldShare, LocalFile, RowSequence
+from llmq.data.rows.hub_data import NOT_DATA, HubSpec, by_split, open_hub_set
 from llmq.data.rows.row_files import BOM, COMPRESSIONS, SUFFIXES, RowFile
 from llmq.data.tokens.cache import content_hash
 from llmq.data.tokens.text import Document, open_documents, split
@@ -229,7 +229,7 @@ def _split_rows(train: FileRows, own: FileRows | None, held: Held) -> Found:
     if not fraction:
         return Found("rows", (), train, None, "rows are documents; all of them are training data")
     rule = f"rows are documents; {float(fraction):g} of them, spread evenly, are for evaluation"
-    ours, theirs = (replace(train, share=Share(fraction, is_held)) for is_held in (False, True))
+    ours, theirs = (replace(train, share=HeldShare(fraction, is_held)) for is_held in (False, True))
     return Found("rows", (), ours, theirs, rule, may_lack_evaluation=held.asked is None)
 
 
@@ -263,7 +263,7 @@ def _named(name: str, eval_fraction: float | None, streaming: bool) -> Found:
 
 
 def _hub(text: str, held: Held, streaming: bool) -> Found:
-    spec = Spec.parse(text)
+    spec = HubSpec.parse(text)
     opened = open_hub_set(spec, streaming=streaming)
     name, files = opened.files(spec.split)
     train = spec.sliced.of(files) if spec.sliced else FileRows(files)

@@ -34,7 +34,7 @@ R_co = TypeVar("R_co", covariant=True)
 
 
 @dataclass(frozen=True, eq=False)
-class Tokens:
+class TokenBatch:
     """What a batch became. Documents need not end with their batch."""
 
     ids: np.ndarray  # (n,) int32
@@ -99,7 +99,7 @@ class TextWork:
             at = 0
         yield Pieces(texts, begins, ends, num_bytes, (len(self.documents), 0))
 
-    def encode(self, batch: Pieces) -> Tokens:
+    def encode(self, batch: Pieces) -> TokenBatch:
         """The ids of all pieces, with what begins and ends a text around each document."""
         encodings = self.tokenizer.encoder.encode_batch_fast(batch.texts, add_special_tokens=False)
         first = np.array(self.tokenizer.begin_ids, np.int32)
@@ -112,7 +112,7 @@ class TextWork:
                 ids[stop - len(first) : stop] = first
             elif not end:
                 ids[stop - len(code) : stop] = np.fromiter(code.ids, np.int32, len(code))
-        return Tokens(ids, None, stops[batch.ends], batch.position, batch.num_bytes)
+        return TokenBatch(ids, None, stops[batch.ends], batch.position, batch.num_bytes)
 
 
 class Encoders:
@@ -159,7 +159,7 @@ class RowWork:
         if rows:
             yield Chunk(rows, behind)
 
-    def encode(self, batch: Chunk) -> Tokens:
+    def encode(self, batch: Chunk) -> TokenBatch:
         """The ids of all rows that can be used, and what is wrong with the others."""
         bad = [row for row in batch.rows if isinstance(row, BadRow)]
         encoder = self.encoders.own()
@@ -173,7 +173,7 @@ class RowWork:
         if any(document.trained is not None for document in documents):
             masks = [np.ones(len(d.ids), bool) if d.trained is None else d.trained for d in documents]
             trained = np.concatenate(masks)
-        return Tokens(ids, trained, stops, batch.position, counts=encoder.counts, bad=bad)
+        return TokenBatch(ids, trained, stops, batch.position, counts=encoder.counts, bad=bad)
 
 
 def _characters(value: Any) -> int:

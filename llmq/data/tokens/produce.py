@@ -23,7 +23,7 @@ import numpy as np
 from llmq.data.chat.counts import Counts
 from llmq.data.rows.file_rows import START, Position
 from llmq.data.rows.records import BadRows
-from llmq.data.tokens.pipeline import Tokens, Work, tokenized
+from llmq.data.tokens.pipeline import TokenBatch, Work, tokenized
 from llmq.data.tokens.token_file import TokenWriter, partial_name
 from llmq.disk import storage, write_whole
 from llmq.errors import DataError
@@ -34,14 +34,14 @@ STATE = "state.json"
 
 
 @dataclass(frozen=True)
-class Stream:
+class TokenStream:
     """Documents in order, and the files that they fill: `first` tokens in `first_name`, the others in parts of `name`.
 
     No part is begun behind `limit` tokens in all. One part is `name`.bin, unless files are `numbered` in any case.
     """
 
     name: str
-    work: Work[Any, Tokens]
+    work: Work[Any, TokenBatch]
     has_masks: bool = False
     first_name: str | None = None
     first: int = 0
@@ -51,7 +51,7 @@ class Stream:
 
 
 @dataclass
-class Progress:
+class StreamProgress:
     """How far a stream is."""
 
     counts: Counts = field(default_factory=Counts)
@@ -63,7 +63,7 @@ class Progress:
         return {"counts": counts, "num_bytes": self.num_bytes, "bad": self.bad}
 
     @classmethod
-    def from_json(cls, value: dict[str, Any]) -> Progress:
+    def from_json(cls, value: dict[str, Any]) -> StreamProgress:
         counts = Counts(**{**value["counts"], "end_tokens": set(value["counts"]["end_tokens"])})
         return cls(counts, value["num_bytes"], value["bad"])
 
@@ -77,7 +77,7 @@ class Made:
     num_documents: int
 
 
-OnProgress = Callable[[int, Progress], None]
+OnProgress = Callable[[int, StreamProgress], None]
 
 
 def begun_at(folder: Path, key: str) -> datetime | None:
@@ -130,9 +130,9 @@ class Producer:
         """Whether there is something to go on from."""
         return (self.folder / STATE).exists()
 
-    def run(self, streams: Sequence[Stream]) -> list[tuple[list[Made], Progress]]:
+    def run(self, streams: Sequence[TokenStream]) -> list[tuple[list[Made], StreamProgress]]:
         """The parts and counts of each stream, under their final names in the folder."""
-        results: list[tuple[list[Made], Progress]] = []
+        results: list[tuple[list[Made], StreamProgress]] = []
         for number, stream in enumerate(streams):
             known = self._state["streams"][number] if number < len(self._state["streams"]) else None
             making = _Making(self, number, stream, known)
@@ -154,12 +154,12 @@ class Producer:
 class _Making:
     """One stream on its way into files."""
 
-    def __init__(self, producer: Producer, number: int, stream: Stream, known: dict[str, Any] | None) -> None:
+    def __init__(self, producer: Producer, number: int, stream: TokenStream, known: dict[str, Any] | None) -> None:
         self.producer, self.number, self.stream = producer, number, stream
         known = known or {}
         self.position: Position = tuple(known.get("position", START))
         self.parts = [Made(**part) for part in known.get("parts", [])]
-        self.done = Progress.from_json(known["progress"]) if known else Progress()
+        self.done = StreamProgress.from_json(known["progress"]) if known else StreamProgress()
         self.finished = bool(known.get("finished"))
         self.writer: TokenWriter | None = None
         self.sealed: list[TokenWriter] = []
@@ -197,13 +197,13 @@ class _Making:
             if self.writer is not None:
                 self.writer.close()
 
-    def _count(self, tokens: Tokens) -> None:
+    def _count(self, tokens: TokenBatch) -> None:
         # What is written is counted there: not all of the last batch may be.
         self.done.counts.add(replace(tokens.counts, documents=0, tokens=0, trained=0))
         self.done.num_bytes += tokens.num_bytes
         self.done.bad += len(tokens.bad)
 
-    def _append(self, tokens: Tokens) -> bool:
+    def _append(self, tokens: TokenBatch) -> bool:
         """Writes a batch, in several parts where one is full; returns whether there is room for more."""
         begin = 0
         while True:
@@ -231,7 +231,7 @@ class _Making:
             size = min(PART_TOKENS, self.stream.limit or PART_TOKENS)
         return size - (self.writer.num_tokens if self.writer is not None else 0)
 
-    def _write(self, tokens: Tokens, start: int, stop: int) -> None:
+    def _write(self, tokens: TokenBatch, start: int, stop: int) -> None:
         if start == stop:
             return
         masks = self.stream.has_masks
@@ -290,7 +290,7 @@ class _Making:
         return [*self.parts[:before], only]
 
 
-def require_trained(what: str, done: Progress, advice: str = "") -> None:
+def require_trained(what: str, done: StreamProgress, advice: str = "") -> None:
     """DataError, with what else could be done as `advice`, unless there is a document with a trained token."""
     if done.counts.trained:
         return

@@ -23,7 +23,7 @@ from llmq.data.rows.request import Request
 from llmq.data.rows.sources import Documents, find
 from llmq.data.tokens.cache import locked
 from llmq.data.tokens.pipeline import Encoders, RowWork, TextWork
-from llmq.data.tokens.produce import STATE, Made, Producer, Progress, Stream, begun_at, require_trained
+from llmq.data.tokens.produce import STATE, Made, Producer, StreamProgress, TokenStream, begun_at, require_trained
 from llmq.data.tokens.rebuilt_tokenizer import rebuilt_warning
 from llmq.data.tokens.sidecar import Sidecar, TokenizerNote, copy_tokenizer, sidecar_name
 from llmq.data.tokens.token_file import TokenFile
@@ -176,12 +176,12 @@ class _Summed:
         self.on_progress, self.total = on_progress, total
         self.done: dict[int, int] = {}
 
-    def __call__(self, stream: int, progress: Progress) -> None:
+    def __call__(self, stream: int, progress: StreamProgress) -> None:
         self.done[stream] = progress.counts.rows if self.total is None else progress.num_bytes
         self.on_progress(sum(self.done.values()), self.total)
 
 
-def _streams(request: Request, encoder: Encoder | None) -> list[Stream]:
+def _streams(request: Request, encoder: Encoder | None) -> list[TokenStream]:
     found = request.found
 
     def work(part: Documents | RowSequence) -> TextWork | RowWork:
@@ -191,7 +191,7 @@ def _streams(request: Request, encoder: Encoder | None) -> list[Stream]:
         return RowWork(part, Encoders(encoder))
 
     has_masks = encoder is not None and encoder.makes_masks
-    train = Stream(
+    train = TokenStream(
         "train",
         work(found.train),
         has_masks,
@@ -202,10 +202,10 @@ def _streams(request: Request, encoder: Encoder | None) -> list[Stream]:
     )
     if found.evaluation is None:
         return [train]
-    return [train, Stream("eval", work(found.evaluation), has_masks, whole=True)]
+    return [train, TokenStream("eval", work(found.evaluation), has_masks, whole=True)]
 
 
-def _check(request: Request, producer: Producer, results: Sequence[Progress]) -> list[str]:
+def _check(request: Request, producer: Producer, results: Sequence[StreamProgress]) -> list[str]:
     """DataError for data that would train or evaluate nothing, of which nothing is kept; notes on the rows."""
     name = ", ".join(request.found.asked)
     try:
@@ -346,7 +346,7 @@ def _read_manifest(entry: Path) -> Any:
 def _require_evaluation(request: Request, files: Sequence[Path]) -> None:
     """DataError where an entry that was made without a fraction asked for has nothing to evaluate."""
     if not any(file.name.startswith("eval") for file in files):
-        require_trained(f"{', '.join(request.found.asked)}: the evaluation data", Progress(), NO_EVALUATION)
+        require_trained(f"{', '.join(request.found.asked)}: the evaluation data", StreamProgress(), NO_EVALUATION)
 
 
 def _require_allowed(request: Request, file: Path) -> None:

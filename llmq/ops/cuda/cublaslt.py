@@ -1,6 +1,6 @@
 """Matrix products through cuBLASLt in plain ints: a problem, its descriptors, its fastest algorithm, the call.
 
-cuBLASLt thinks in column-major matrices; so does `Problem` (`llmq.ops.cuda.linear` translates). Descriptors are built
+cuBLASLt thinks in column-major matrices; so does `Gemm` (`llmq.ops.cuda.linear` translates). Descriptors are built
 once per problem. Its algorithm comes from the table of `llmq.ops.cuda.algorithms`, or is chosen once by timing what the
 library proposes: on an H200 its first proposal is 0-18% slower than its best in bf16, and 0-39% in fp8. Its eight
 proposals are enough: all 2112 configurations of the same kernels gain 0-4%, for ten seconds a problem.
@@ -50,7 +50,7 @@ class Matrix:
 
 
 @dataclass(frozen=True)
-class Problem:
+class Gemm:
     """D (m,n) = alpha op(A) (m,k) op(B) (k,n) + C + bias (m,) per column, column-major, summed in f32.
 
     `c` is None (no C), "same" (C is D: the product is added to it) or "other" (another matrix of D's layout); `bias` a
@@ -134,11 +134,11 @@ class Gemms:
         self.algorithms, self._lt = algorithms, cublasLt
         self._handle = cublasLt.create()
         self._one = np.ones(1, np.float32)
-        self._built: dict[Problem, _Built] = {}
+        self._built: dict[Gemm, _Built] = {}
         self.bound: WeakKeyDictionary[Any, Any] = WeakKeyDictionary()
         """What `llmq.ops.cuda.linear` has bound, by the Output it writes."""
 
-    def bind(self, problem: Problem, pointers: Pointers, alpha: float = 1.0) -> Callable[[int], None]:
+    def bind(self, problem: Gemm, pointers: Pointers, alpha: float = 1.0) -> Callable[[int], None]:
         """One product, ready to be run again and again, with the address of WORKSPACE_BYTES aligned to 256.
 
         Times a problem that the table lacks: not within a capture.
@@ -156,7 +156,7 @@ class Gemms:
 
         return run
 
-    def prepare(self, problems: Iterable[Problem]) -> list[Problem]:
+    def prepare(self, problems: Iterable[Gemm]) -> list[Gemm]:
         """Makes ready for all `problems`; returns those that had to be timed.
 
         Timing takes memory of its own, as much as the operands have: prepare before the rest is allocated.
@@ -179,7 +179,7 @@ class Gemms:
 
     # descriptors
 
-    def _build(self, problem: Problem) -> _Built:
+    def _build(self, problem: Gemm) -> _Built:
         lt, p = self._lt, problem
         names = lt.MatmulDescAttribute
         operation = lt.matmul_desc_create(COMPUTE_32F, CUDA_TYPES["fp32"])
@@ -206,7 +206,7 @@ class Gemms:
         cell = np.array([value], self._lt.get_matmul_desc_attribute_dtype(name))
         self._lt.matmul_desc_set_attribute(operation, name, cell.ctypes.data, cell.nbytes)
 
-    def _point(self, problem: Problem, built: _Built, pointers: Pointers) -> None:
+    def _point(self, problem: Gemm, built: _Built, pointers: Pointers) -> None:
         names = self._lt.MatmulDescAttribute
         if problem.bias:
             self._set(built.operation, names.BIAS_POINTER, pointers.bias)
@@ -235,7 +235,7 @@ class Gemms:
 
     # algorithms
 
-    def _choose(self, problem: Problem, built: _Built) -> bool:
+    def _choose(self, problem: Gemm, built: _Built) -> bool:
         """Sets the algorithm of a problem, from the table or by timing; returns whether it was timed."""
         # the library looks at bias and scale pointers when it judges an algorithm, but reads nothing there
         self._point(problem, built, Pointers(0, 0, 0, 0, ALIGNMENT, ALIGNMENT, ALIGNMENT))
@@ -283,7 +283,7 @@ class Gemms:
         fits = int(result["state"][0]) == 0 and int(result["workspace_size"][0]) <= WORKSPACE_BYTES
         return (stored, int(result["workspace_size"][0])) if fits else None
 
-    def _proposals(self, problem: Problem, built: _Built) -> np.ndarray:
+    def _proposals(self, problem: Gemm, built: _Built) -> np.ndarray:
         """The library's algorithms for a problem, best guess first."""
         lt = self._lt
         names = lt.MatmulPreferenceAttribute
@@ -313,7 +313,7 @@ class Gemms:
         return results[(results["state"] == 0) & (results["workspace_size"] <= WORKSPACE_BYTES)]
 
 
-def refusal(problem: Problem) -> str:
+def refusal(problem: Gemm) -> str:
     """Why no algorithm takes a problem, as far as the library's rules are known."""
     p, reasons = problem, []
     quantized = [name for name, x in (("A", p.a), ("B", p.b)) if x.dtype in FP8]

@@ -18,7 +18,7 @@ from operator import or_
 from typing import Any
 
 from llmq.errors import UsageError
-from llmq.ops.cuda.cublaslt import ALIGNMENT, BYTES, WORKSPACE_BYTES, Gemms, Matrix, Pointers, Problem
+from llmq.ops.cuda.cublaslt import ALIGNMENT, BYTES, WORKSPACE_BYTES, Gemm, Gemms, Matrix, Pointers
 from llmq.ops.cuda.launch import Kernel, room
 from llmq.ops.seam import record
 from llmq.tensor import DTYPES, Form, Output, Ref, Tensor
@@ -77,7 +77,7 @@ def linear_kernels(gemms: Gemms | None) -> dict[str, Kernel]:
     return {op.__name__: Kernel(partial(op, gemms), lambda call: WORKSPACE_BYTES) for op in ops}
 
 
-def planned_problem(op: str, out: Ref, accumulate: bool, inputs: Sequence[Ref | None]) -> Problem:
+def planned_problem(op: str, out: Ref, accumulate: bool, inputs: Sequence[Ref | None]) -> Gemm:
     """The problem that a planned call will pose, for `Gemms.prepare`: storages are aligned to 256 bytes."""
     given = dict(zip(record(op).inputs, inputs, strict=True))
     residual = given.get("residual")
@@ -158,7 +158,7 @@ def _run(gemms: Gemms, op: str, alpha: float, scratch: Any, output: Output, *inp
     run(room(scratch, WORKSPACE_BYTES))
 
 
-def _pose(op: str, output: Output, inputs: Sequence[Tensor | None]) -> tuple[Problem, Pointers]:
+def _pose(op: str, output: Output, inputs: Sequence[Tensor | None]) -> tuple[Gemm, Pointers]:
     """A call's problem, and where its operands are."""
     (target,) = output.tensors
     assert target.form is None, f"{output.name}: a matrix product writes the value only, not {target.form}"
@@ -183,7 +183,7 @@ def _pose(op: str, output: Output, inputs: Sequence[Tensor | None]) -> tuple[Pro
     )
 
 
-def _problem(op: str, out: _View, accumulate: bool, inputs: Sequence[_View | None]) -> Problem:
+def _problem(op: str, out: _View, accumulate: bool, inputs: Sequence[_View | None]) -> Gemm:
     left, right, bias, residual = inputs
     assert left is not None and right is not None
     left_flipped, right_flipped, fast = WAYS[op]
@@ -194,7 +194,7 @@ def _problem(op: str, out: _View, accumulate: bool, inputs: Sequence[_View | Non
     addresses = [view.address for view in (out, left, right, residual) if view is not None]
     lowest = reduce(or_, addresses, ALIGNMENT)
     # the summed axis lies innermost where col form and transposition agree: then A is stored transposed and B is not
-    return Problem(
+    return Gemm(
         m=out.columns,
         n=out.rows,
         k=summed,

@@ -18,7 +18,7 @@ Weights = Mapping[str, Forms]  # the forms of each parameter that any program re
 def forms(calls: Sequence[Call], weights: Weights, offloaded: Iterable[Item] = ()) -> list[Call]:
     """Every call with the wanted forms of its results; what leaves none is not made.
 
-    A copy (`Record.copies`) makes each form from the same form, so it becomes a call for each. `offloaded` are forms
+    A copy (`OpRecord.copies`) makes each form from the same form, so it becomes a call for each. `offloaded` are forms
     that the host keeps, beyond what is read on the device.
     """
     wanted: dict[tuple[str, bool], set[Form | None]] = defaultdict(set)

@@ -15,7 +15,7 @@ from llmq.data.batches.row_layout import PACKED, PADDED, RowLayout
 from llmq.data.batches.stream import PackedStream, Stream
 from llmq.data.batches.streaming import open_stream
 from llmq.data.chat.encode import EncodeOptions
-from llmq.data.rows.file_rows import FileRows, LocalFile, Share
+from llmq.data.rows.file_rows import FileRows, HeldShare, LocalFile
 from llmq.data.rows.request import Request
 from llmq.data.rows.row_files import RowFile
 from llmq.data.rows.sources import Found
@@ -49,7 +49,12 @@ def stream_of(
 
 @pytest.mark.parametrize(
     "part",
-    [{"start": 13, "stop": 97}, {"start": 50}, {"share": Share(Fraction(1, 3), False), "start": 5, "stop": 110}, {}],
+    [
+        {"start": 13, "stop": 97},
+        {"start": 50},
+        {"share": HeldShare(Fraction(1, 3), False), "start": 5, "stop": 110},
+        {},
+    ],
 )
 def test_it_goes_on_in_every_file_of_a_slice(tmp_path: Path, small_tokenizer: Path, part: dict[str, Any]) -> None:
     stream = stream_of(tmp_path, small_tokenizer, **part)

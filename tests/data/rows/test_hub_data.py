@@ -24,7 +24,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from llmq.data.rows.hub_data import Spec, by_split, converted_layout, layout
+from llmq.data.rows.hub_data import HubSpec, by_split, converted_layout, layout
 from llmq.errors import DataError, UsageError
 
 ROOT = Path(__file__).parents[3]
@@ -288,10 +288,10 @@ def test_what_is_not_there_is_said(told: Told, name: str, kind: str, says: str) 
 
 
 def test_a_spec_in_parts() -> None:
-    spec = Spec.parse("wikitext:wikitext-2-raw-v1:train[:10%]")
+    spec = HubSpec.parse("wikitext:wikitext-2-raw-v1:train[:10%]")
     assert (spec.name, spec.config, spec.split, spec.revision) == ("wikitext", "wikitext-2-raw-v1", "train", "main")
     assert spec.sliced is not None and spec.sliced.stop == "10%"
-    spec = Spec.parse("org/name@refs/pr/1::test")
+    spec = HubSpec.parse("org/name@refs/pr/1::test")
     assert (spec.name, spec.revision, spec.config, spec.split, spec.sliced) == (
         "org/name",
         "refs/pr/1",
@@ -301,7 +301,7 @@ def test_a_spec_in_parts() -> None:
     )
     for text in ("a:b:c:d", "a[1:2]", "", ":b", "a:b:", "a:b:[1:2]", "a:b:c[1]"):
         with pytest.raises(UsageError):
-            Spec.parse(text)
+            HubSpec.parse(text)
 
 
 def test_layouts_by_name() -> None:

@@ -16,10 +16,10 @@ from hypothesis import strategies as st
 from llmq.data.rows.file_rows import (
     START,
     FileRows,
+    HeldShare,
     LocalFile,
     Mixed,
     Position,
-    Share,
     Shuffled,
     Slice,
     train_test_order,
@@ -97,7 +97,7 @@ def numbers(rows: Any, position: Position = START) -> list[int]:
 )
 def test_files_go_on_from_every_position(tmp_path_factory, counts, start, length, fraction, held) -> None:
     stop = None if length is None else start + length
-    share = None if fraction is None else Share(fraction, held)
+    share = None if fraction is None else HeldShare(fraction, held)
     rows = FileRows(files_of(tmp_path_factory.mktemp("files"), counts), start, stop, share)
     every = list(range(sum(counts)))[start:stop]
     wanted = [n for n in every if share is None or share.has(n - start)]
@@ -108,9 +108,9 @@ def test_files_go_on_from_every_position(tmp_path_factory, counts, start, length
 
 @given(st.fractions(0, Fraction(99, 100), max_denominator=1000), st.integers(0, 300))
 def test_a_share_is_exact_and_its_sides_are_all_rows(fraction: Fraction, count: int) -> None:
-    held = [n for n in range(count) if Share(fraction, True).has(n)]
+    held = [n for n in range(count) if HeldShare(fraction, True).has(n)]
     assert len(held) == count * fraction.numerator // fraction.denominator
-    assert sorted(held + [n for n in range(count) if Share(fraction, False).has(n)]) == list(range(count))
+    assert sorted(held + [n for n in range(count) if HeldShare(fraction, False).has(n)]) == list(range(count))
 
 
 def test_a_mixture_is_that_of_datasets_and_goes_on_from_every_position() -> None:
@@ -196,7 +196,7 @@ def test_about_how_many_rows_there_are_is_told_by_the_first_file_to_fetch(tmp_pa
     fetches.clear()
     remote = FileRows(tuple(Remote(file.file) for file in files))
     assert remote.about() == pytest.approx(900, rel=0.05) and fetches == [files[0].name]
-    for rows in (FileRows(files, 100), FileRows(files, 100, 500, Share(Fraction(1, 4), True))):
+    for rows in (FileRows(files, 100), FileRows(files, 100, 500, HeldShare(Fraction(1, 4), True))):
         assert rows.about() == rows.count() == len(numbers(rows))
 
 
@@ -206,6 +206,10 @@ def test_what_is_not_there_yet_decides_nothing(tmp_path: Path) -> None:
     (tmp_path / "two").mkdir()
     one, two = (FileRows(files_of(tmp_path / name, [5, 6])) for name in ("one", "two"))
     assert one.identity() == two.identity()
-    assert one.identity() != FileRows(one.files, 1).identity() != FileRows(one.files, share=Share(Fraction(1, 2), True))
+    assert (
+        one.identity()
+        != FileRows(one.files, 1).identity()
+        != FileRows(one.files, share=HeldShare(Fraction(1, 2), True))
+    )
     files_of(tmp_path / "two", [6, 5])
     assert one.identity() != two.identity()

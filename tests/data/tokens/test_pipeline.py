@@ -23,7 +23,7 @@ from llmq.data.rows.file_rows import FileRows, LocalFile, Position
 from llmq.data.rows.records import Record
 from llmq.data.rows.row_files import RowFile
 from llmq.data.tokens import pipeline
-from llmq.data.tokens.pipeline import Encoders, RowWork, TextWork, Tokens, tokenized
+from llmq.data.tokens.pipeline import Encoders, RowWork, TextWork, TokenBatch, tokenized
 from llmq.data.tokens.text import open_documents, pieces
 from llmq.data.tokens.tokenizer import TextTokenizer
 from llmq.errors import DataError
@@ -31,7 +31,7 @@ from llmq.errors import DataError
 ROOT = Path(__file__).parents[3]
 
 
-def joined(found: list[Tokens]) -> tuple[list[int], list[int]]:
+def joined(found: list[TokenBatch]) -> tuple[list[int], list[int]]:
     """All ids, and where documents end in them."""
     ids: list[int] = []
     stops: list[int] = []
