@@ -201,8 +201,7 @@ def test_a_class_name_has_one_home():
             if isinstance(node, ast.ClassDef):
                 homes.setdefault(node.name, []).append(module)
 
-
-assert not {name: places for name, places in homes.items() if len(places) > 1}
+    assert not {name: places for name, places in homes.items() if len(places) > 1}
 
 
 def test_a_command_starts_without_numpy():

@@ -7,7 +7,7 @@ from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
-from llmq.backends import DeviceMemory, Launch, Op, Run, checked_scratch
+from llmq.backends import BackendMemory, Launch, Op, Run, checked_scratch
 from llmq.ops import cuda
 from llmq.ops.cuda.attention import attention_kernels, is_exact
 from llmq.ops.cuda.launch import Kernel
@@ -50,7 +50,7 @@ class PlannedBackend:
         """Nothing is used."""
         return 0
 
-    def memory(self, persistent: Mapping[str, Ref], arena_bytes: Mapping[str, int]) -> DeviceMemory:
+    def memory(self, persistent: Mapping[str, Ref], arena_bytes: Mapping[str, int]) -> BackendMemory:
         """There is none: a run on this backend ends with its plan."""
         raise NotImplementedError("a GPU that is only planned for")
 

@@ -8,7 +8,7 @@ from functools import partial
 
 import numpy as np
 
-from llmq.backends import DeviceMemory, Launch, Op
+from llmq.backends import BackendMemory, Launch, Op
 from llmq.ops.record import Call, Result
 from llmq.ops.seam import record
 from llmq.plan.arena import stored_dtype
@@ -23,7 +23,7 @@ UNWANTED = Output("unwanted", (), "fp32", ())
 def bind(
     plan: Plan,
     name: str,
-    memory: DeviceMemory,
+    memory: BackendMemory,
     ops: Mapping[str, Op],
     scratch_bytes: Scratch | None = None,
     *,
@@ -45,7 +45,7 @@ def bind(
 
 
 class _Binder:
-    def __init__(self, plan: Plan, program: Program, memory: DeviceMemory) -> None:
+    def __init__(self, plan: Plan, program: Program, memory: BackendMemory) -> None:
         self.program, self._memory = program, memory
         self._cells = {cell: SCALE_STRIDE * index for index, cell in enumerate(plan.scales)}
 
