@@ -9,6 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
+from llmq.protocols import Ops, Parameters, Site, Slots
 from llmq.tensor import Slot
 
 
@@ -33,7 +34,7 @@ class Heads:
 
 @dataclass(frozen=True)
 class Packing:
-    """Rows of several documents: at most `max_docs` of them, none of more than `longest` tokens."""
+    """Parameters of several documents: at most `max_docs` of them, none of more than `longest` tokens."""
 
     max_docs: int
     longest: int
@@ -49,11 +50,11 @@ class Rotary:
         """Intermediates for a batch of b sequences of t tokens."""
         return (Slot("rot", (b, t, self.heads.packed), ("qkv",)),)
 
-    def forward(self, ops: Any, a: Any, w: Any) -> None:
+    def forward(self, ops: Ops, a: Slots, w: Parameters) -> None:
         """a.rot <- a.qkv."""
         ops.rope_forward(a.rot, a.qkv, a.const.rope, a.batch.positions, **self.heads.numbers)
 
-    def backward(self, ops: Any, a: Any, d: Any, w: Any, dw: Any) -> None:
+    def backward(self, ops: Ops, a: Slots, d: Slots, w: Parameters, dw: Parameters) -> None:
         """d.qkv <- d.rot."""
         ops.rope_backward(d.qkv, d.rot, a.const.rope, a.batch.positions, **self.heads.numbers)
 
@@ -73,16 +74,17 @@ class NormedRotary:
             Slot("rot", (b, t, h.packed), ("qkv", "norm")),
         )
 
-    def forward(self, ops: Any, a: Any, w: Any) -> None:
+    def forward(self, ops: Ops, a: Slots, w: Parameters) -> None:
         """a.rot <- a.qkv."""
         ops.qk_norm_forward(a.normed, a.qk_rstd, a.qkv, w.q_norm, w.k_norm, eps=self.eps, **self.heads.numbers)
         ops.rope_forward(a.rot, a.normed, a.const.rope, a.batch.positions, **self.heads.numbers)
 
-    def backward(self, ops: Any, a: Any, d: Any, w: Any, dw: Any) -> None:
+    def backward(self, ops: Ops, a: Slots, d: Slots, w: Parameters, dw: Parameters) -> None:
         """d.qkv, dw <- d.rot."""
         ops.rope_backward(d.normed, d.rot, a.const.rope, a.batch.positions, **self.heads.numbers)
-        qk = (a.qkv, w.q_norm, w.k_norm, a.qk_rstd)
-        ops.qk_norm_backward(d.qkv, dw.q_norm, dw.k_norm, d.normed, *qk, **self.heads.numbers)
+        ops.qk_norm_backward(
+            d.qkv, dw.q_norm, dw.k_norm, d.normed, a.qkv, w.q_norm, w.k_norm, a.qk_rstd, **self.heads.numbers
+        )
 
 
 class DenseCore:
@@ -90,7 +92,8 @@ class DenseCore:
 
     def __init__(self, heads: Heads, window: int | None, chunks: int) -> None:
         self.heads, self.chunks = heads, chunks
-        self.numbers = {**heads.numbers, "window": window, "longest": None, "softmax_scale": heads.head_dim**-0.5}
+        scale = heads.head_dim**-0.5
+        self.numbers: dict[str, Any] = {**heads.numbers, "window": window, "longest": None, "softmax_scale": scale}
 
     def slots(self, b: int, t: int) -> tuple[Slot, ...]:
         """Results for a batch of b sequences of t tokens."""
@@ -100,17 +103,17 @@ class DenseCore:
             Slot("lse", (b, h.num_heads, t), ("att",), "stat"),
         )
 
-    def forward(self, ops: Any, a: Any) -> None:
+    def forward(self, ops: Ops, a: Slots) -> None:
         """a.att (B,T,Hq*Hd), a.lse (B,Hq,T) <- a.rot."""
         ops.attention_forward(a.att, a.lse, a.rot, None, **self.numbers)
 
-    def backward(self, ops: Any, a: Any, d: Any) -> None:
+    def backward(self, ops: Ops, a: Slots, d: Slots) -> None:
         """d.rot <- d.att."""
         for piece in self._pieces(a):
-            refs = (ref.batch(*piece) for ref in (d.rot, d.att, a.rot, a.att, a.lse))
-            ops.attention_backward(*refs, None, **self.numbers)
+            d_rot, d_att, rot, att, lse = (ref.batch(*piece) for ref in (d.rot, d.att, a.rot, a.att, a.lse))
+            ops.attention_backward(d_rot, d_att, rot, att, lse, None, **self.numbers)
 
-    def _pieces(self, a: Any) -> list[tuple[int, int]]:
+    def _pieces(self, a: Slots) -> list[tuple[int, int]]:
         """First sequence and number of sequences of each piece."""
         count = a.att.shape[0] // self.chunks
         return [(start, count) for start in range(0, a.att.shape[0], count)]
@@ -131,11 +134,11 @@ class PackedCore(DenseCore):
             Slot("lse", (b, t, h.num_heads), ("att",), "stat"),
         )
 
-    def forward(self, ops: Any, a: Any) -> None:
+    def forward(self, ops: Ops, a: Slots) -> None:
         """a.att (B,T,Hq*Hd), a.lse (B,T,Hq) <- a.rot, a.batch.borders."""
         ops.attention_forward(a.att, a.lse, a.rot, a.batch.borders, **self.numbers)
 
-    def backward(self, ops: Any, a: Any, d: Any) -> None:
+    def backward(self, ops: Ops, a: Slots, d: Slots) -> None:
         """d.rot <- d.att."""
         for piece in self._pieces(a):
             refs = (d.rot, d.att, a.rot, a.att, a.lse, a.batch.borders)
@@ -148,12 +151,21 @@ class Attention:
     res, x, out (B,T,C); qkv, rot (B,T,(Hq+2Hkv)*Hd); att (B,T,Hq*Hd); lse as the core keeps it; rstd (B,T).
     """
 
-    def __init__(self, hidden_size: int, heads: Heads, eps: float, qkv: Any, o: Any, rotary: Any, core: Any) -> None:
+    def __init__(
+        self,
+        hidden_size: int,
+        heads: Heads,
+        eps: float,
+        qkv: Site,
+        o: Site,
+        rotary: Rotary | NormedRotary,
+        core: DenseCore,
+    ) -> None:
         self.c, self.heads, self.eps = hidden_size, heads, eps
         self.qkv, self.o, self.rotary, self.core = qkv, o, rotary, core
 
     @property
-    def sites(self) -> tuple[Any, ...]:
+    def sites(self) -> tuple[Site, ...]:
         """Its linear maps, in the order of the forward pass."""
         return (self.qkv, self.o)
 
@@ -165,7 +177,7 @@ class Attention:
         own = (*self.qkv.slots(x), *self.o.slots(att))
         return (x, rstd, qkv, *self.rotary.slots(b, t), att, *rest, *own)
 
-    def forward(self, ops: Any, a: Any, w: Any) -> None:
+    def forward(self, ops: Ops, a: Slots, w: Parameters) -> None:
         """a.out <- a.res."""
         ops.rmsnorm_forward(a.x, a.rstd, a.res, w.norm, eps=self.eps)
         self.qkv.forward(ops, a, a.qkv, a.x, w.qkv)
@@ -173,7 +185,7 @@ class Attention:
         self.core.forward(ops, a)
         self.o.forward(ops, a, a.out, a.att, w.o, residual=a.res)
 
-    def backward(self, ops: Any, a: Any, d: Any, w: Any, dw: Any) -> None:
+    def backward(self, ops: Ops, a: Slots, d: Slots, w: Parameters, dw: Parameters) -> None:
         """d.res, dw <- d.out."""
         self.o.backward(ops, a, d, d.att, dw.o, d.out, a.att, w.o)
         self.core.backward(ops, a, d)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+from llmq.protocols import Ops, Parameters, Slots
 from llmq.tensor import Slot
 
 
@@ -14,11 +15,11 @@ class Embed:
         """No intermediates."""
         return ()
 
-    def forward(self, ops: Any, a: Any, w: Any) -> None:
+    def forward(self, ops: Ops, a: Slots, w: Parameters) -> None:
         """a.out (B,T,C) <- a.batch.tokens (B,T)."""
         ops.embedding_forward(a.out, a.batch.tokens, w.weight)
 
-    def backward(self, ops: Any, a: Any, d: Any, w: Any, dw: Any) -> None:
+    def backward(self, ops: Ops, a: Slots, d: Slots, w: Parameters, dw: Parameters) -> None:
         """dw.weight (Vp,C) <- d.out (B,T,C)."""
         ops.embedding_backward(dw.weight, d.out, a.batch.tokens)
 
@@ -28,13 +29,13 @@ class NoisyEmbed(Embed):
 
     def __init__(self, hidden_size: int, alpha: float, seed: int, stream: int) -> None:
         self.hidden_size = hidden_size
-        self.numbers = {"alpha": alpha, "seed": seed, "stream": stream}
+        self.numbers: dict[str, Any] = {"alpha": alpha, "seed": seed, "stream": stream}
 
     def slots(self, b: int, t: int) -> tuple[Slot, ...]:
         """clean (B,T,C)."""
         return (Slot("clean", (b, t, self.hidden_size)),)
 
-    def forward(self, ops: Any, a: Any, w: Any) -> None:
+    def forward(self, ops: Ops, a: Slots, w: Parameters) -> None:
         """a.out (B,T,C) <- a.batch.tokens (B,T), a.batch.samples (B,)."""
         ops.embedding_forward(a.clean, a.batch.tokens, w.weight)
         ops.embedding_noise(a.out, a.clean, a.batch.samples, **self.numbers)

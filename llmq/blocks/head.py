@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+from llmq.protocols import Ops, Parameters, Site, Slots
 from llmq.tensor import Slot
 
 
@@ -14,10 +15,10 @@ class Head:
     """
 
     def __init__(
-        self, hidden_size: int, vocab_size: int, padded_vocab: int, eps: float, chunks: int, z_loss: float, site: Any
+        self, hidden_size: int, vocab_size: int, padded_vocab: int, eps: float, chunks: int, z_loss: float, site: Site
     ) -> None:
         self.c, self.vp, self.eps, self.chunks, self.site = hidden_size, padded_vocab, eps, chunks, site
-        self.numbers = {"vocab_size": vocab_size, "z_loss": z_loss}
+        self.numbers: dict[str, Any] = {"vocab_size": vocab_size, "z_loss": z_loss}
 
     def slots(self, b: int, t: int) -> tuple[Slot, ...]:
         """Intermediates for a batch of b sequences of t tokens."""
@@ -31,7 +32,7 @@ class Head:
             *self.site.slots(x),
         )
 
-    def backward(self, ops: Any, a: Any, d: Any, w: Any, dw: Any) -> None:
+    def backward(self, ops: Ops, a: Slots, d: Slots, w: Parameters, dw: Parameters) -> None:
         """d.res, dw and the step's loss and token count <- a.res, a.batch.targets."""
         ops.rmsnorm_forward(a.x, a.rstd, a.res, w.norm, eps=self.eps)
         for i, start, count in self._chunks(a):
@@ -43,7 +44,7 @@ class Head:
         ops.loss_sum(a.total.loss, a.total.tokens, a.loss, a.batch.targets)
         ops.rmsnorm_backward(d.res, dw.norm, d.x, None, a.res, w.norm, a.rstd)
 
-    def evaluate(self, ops: Any, a: Any, w: Any, d: Any) -> None:
+    def evaluate(self, ops: Ops, a: Slots, w: Parameters, d: Slots) -> None:
         """The batch's loss and token count <- a.res, a.batch.targets; no gradient."""
         ops.rmsnorm_forward(a.x, a.rstd, a.res, w.norm, eps=self.eps)
         for i, start, count in self._chunks(a):
@@ -53,12 +54,12 @@ class Head:
             ops.cross_entropy(d[f"logits#{i}"], loss, logits, targets, **{**self.numbers, "z_loss": 0.0})
         ops.loss_sum(a.total.loss, a.total.tokens, a.loss, a.batch.targets)
 
-    def generate(self, ops: Any, a: Any, w: Any) -> None:
+    def generate(self, ops: Ops, a: Slots, w: Parameters) -> None:
         """a.total.logits (B,1,Vp) of the token at a.batch.index (B,) in each sequence <- a.res."""
         ops.rmsnorm_forward(a.x, a.rstd, a.res, w.norm, eps=self.eps)
         ops.gather_rows(a["x#last"], a.x, a.batch.index)
         self.site.forward(ops, a, a.total.logits, a["x#last"], w)
 
-    def _chunks(self, a: Any) -> list[tuple[int, int, int]]:
+    def _chunks(self, a: Slots) -> list[tuple[int, int, int]]:
         count = a.loss.shape[0] * a.loss.shape[1] // self.chunks
         return [(i, i * count, count) for i in range(self.chunks)]

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
-
+from llmq.protocols import Ops, Parameters, Site, Slots
 from llmq.tensor import Slot
 
 
@@ -13,12 +12,12 @@ class Mlp:
     res, x, out (B,T,C); gate_up (B,T,2F), gate first; act (B,T,F); rstd (B,T).
     """
 
-    def __init__(self, hidden_size: int, intermediate_size: int, eps: float, up: Any, down: Any) -> None:
+    def __init__(self, hidden_size: int, intermediate_size: int, eps: float, up: Site, down: Site) -> None:
         self.c, self.f, self.eps = hidden_size, intermediate_size, eps
         self.up, self.down = up, down
 
     @property
-    def sites(self) -> tuple[Any, ...]:
+    def sites(self) -> tuple[Site, ...]:
         """Its linear maps, in the order of the forward pass."""
         return (self.up, self.down)
 
@@ -28,14 +27,14 @@ class Mlp:
         rstd, gate_up = Slot("rstd", (b, t), ("block",), "stat"), Slot("gate_up", (b, t, 2 * self.f), ("ffn",))
         return (x, rstd, gate_up, act, *self.up.slots(x), *self.down.slots(act))
 
-    def forward(self, ops: Any, a: Any, w: Any) -> None:
+    def forward(self, ops: Ops, a: Slots, w: Parameters) -> None:
         """a.out <- a.res."""
         ops.rmsnorm_forward(a.x, a.rstd, a.res, w.norm, eps=self.eps)
         self.up.forward(ops, a, a.gate_up, a.x, w.up)
         ops.swiglu_forward(a.act, a.gate_up)
         self.down.forward(ops, a, a.out, a.act, w.down, residual=a.res)
 
-    def backward(self, ops: Any, a: Any, d: Any, w: Any, dw: Any) -> None:
+    def backward(self, ops: Ops, a: Slots, d: Slots, w: Parameters, dw: Parameters) -> None:
         """d.res, dw <- d.out."""
         self.down.backward(ops, a, d, d.act, dw.down, d.out, a.act, w.down)
         ops.swiglu_backward(d.gate_up, d.act, a.gate_up)

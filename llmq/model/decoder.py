@@ -5,24 +5,26 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
 
+from llmq.blocks.embed import Embed
+from llmq.blocks.head import Head
 from llmq.ops.record import Backward, Replay
+from llmq.protocols import GradStore, Ops, Parameters, PartName, Site, Slots, Sublayer, WeightStore
 
 
 @dataclass(frozen=True)
 class Block:
     """One decoder layer: two sublayers on the residual stream."""
 
-    attention: Any
-    mlp: Any
+    attention: Sublayer
+    mlp: Sublayer
 
-    def forward(self, ops: Any, a: Any, w: Any) -> None:
+    def forward(self, ops: Ops, a: Slots, w: Parameters) -> None:
         """The next layer's a.attention.res <- a.attention.res."""
         self.attention.forward(ops, a.attention, w.attention)
         self.mlp.forward(ops, a.mlp, w.mlp)
 
-    def backward(self, ops: Any, a: Any, d: Any, w: Any, dw: Any) -> None:
+    def backward(self, ops: Ops, a: Slots, d: Slots, w: Parameters, dw: Parameters) -> None:
         """d.attention.res, dw <- the next layer's d.attention.res. What was dropped is made again just before."""
         self.forward(Replay(ops), a, w)
         self.mlp.backward(ops, a.mlp, d.mlp, w.mlp, dw.mlp)
@@ -34,22 +36,22 @@ class Model:
     """A decoder. Its parts are `embed`, the blocks by their numbers from 0, and `head`; so are the frames `a` and `d`
     and what the stores `weights` and `grads` yield, part by part, in the order in which they are walked."""
 
-    embed: Any
+    embed: Embed
     blocks: tuple[Block, ...]
-    head: Any
+    head: Head
 
     @property
-    def sites(self) -> dict[str, Any]:
+    def sites(self) -> dict[str, Site]:
         """Every linear map by its name, in the order of the forward pass."""
         sublayers = [sublayer for block in self.blocks for sublayer in (block.attention, block.mlp)]
         return {site.name: site for site in (*(s for sublayer in sublayers for s in sublayer.sites), self.head.site)}
 
     @property
-    def below_head(self) -> dict[Any, Any]:
+    def below_head(self) -> dict[PartName, Embed | Block]:
         """Every part but the head by its name, in the order of the forward pass."""
         return {"embed": self.embed, **dict(enumerate(self.blocks))}
 
-    def train(self, ops: Any, a: Any, d: Any, weights: Any, grads: Any) -> None:
+    def train(self, ops: Ops, a: Slots, d: Slots, weights: WeightStore, grads: GradStore) -> None:
         """All gradients, and the sums of loss and tokens, <- a.batch. The head makes its gradient with the loss."""
         below, back = self.below_head, Backward(ops)
         for name, w in weights.walk(ops, tuple(below), "forward"):
@@ -59,15 +61,15 @@ class Model:
         for (name, w), dw in zip(*walks, strict=True):
             parts[name].backward(back, a[name], d[name], w, dw)
 
-    def evaluate(self, ops: Any, a: Any, d: Any, weights: Any) -> None:
+    def evaluate(self, ops: Ops, a: Slots, d: Slots, weights: WeightStore) -> None:
         """The sums of loss and tokens <- a.batch; no gradient, though the head's slots in `d` are named."""
         self._to_head(ops, a, weights, partial(self.head.evaluate, d=d["head"]))
 
-    def generate(self, ops: Any, a: Any, weights: Any) -> None:
+    def generate(self, ops: Ops, a: Slots, weights: WeightStore) -> None:
         """a.total.logits <- a.batch: those of one token of each sequence."""
         self._to_head(ops, a, weights, self.head.generate)
 
-    def _to_head(self, ops: Any, a: Any, weights: Any, head: Callable[..., None]) -> None:
+    def _to_head(self, ops: Ops, a: Slots, weights: WeightStore, head: Callable[..., None]) -> None:
         """Every part's forward, with `head` in place of the last one's."""
         calls = {**{name: part.forward for name, part in self.below_head.items()}, "head": head}
         for name, w in weights.walk(ops, tuple(calls), "forward"):

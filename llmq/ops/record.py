@@ -10,10 +10,15 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from functools import cached_property
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from llmq.ops.seam import record
 from llmq.tensor import Form, Ref
+
+if TYPE_CHECKING:
+    from llmq.protocols import Ops
+else:
+    Ops = object  # whose methods are made by __getattr__
 
 
 @dataclass(frozen=True)
@@ -62,7 +67,7 @@ def call_of(
 
 
 @dataclass
-class Recorder:
+class Recorder(Ops):
     """Notes calls in order. Arguments are Refs; a call with nothing to write (all outputs None) is not made."""
 
     phase: str = "forward"
@@ -90,7 +95,7 @@ class Recorder:
         return call
 
 
-class Backward:
+class Backward(Ops):
     """Calls of the backward pass, noted by the recorder of the forward pass."""
 
     phase = "backward"

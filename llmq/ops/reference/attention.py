@@ -42,7 +42,7 @@ def attention_forward(
     longest: int | None,
     softmax_scale: float,
 ) -> None:
-    """att (B,T,Hq*Hd), lse (B,Hq,T) <- qkv (B,T,(Hq+2Hkv)*Hd); lse = log(sum over seen keys of exp(scale * q k)).
+    """att (B,T,Hq*Hd), lse (B,Hq,T) <- qkv (B,T,(Hq+2Hkv)*Hd); lse = log sum over seen keys of exp(scale q k).
 
     `borders` (B,D+1) int32: the first tokens of a row's documents, ascending from 0, then T repeated; None: each row is
     one document. What is longer than `longest` tokens (the padding behind a document) is cut into as many documents.
@@ -84,7 +84,7 @@ def attention_backward(
     longest: int | None,
     softmax_scale: float,
 ) -> None:
-    """d_qkv (B,T,(Hq+2Hkv)*Hd) <- d_att (B,T,Hq*Hd), qkv like d_qkv, att like d_att, lse and borders as in forward.
+    """d_qkv (B,T,(Hq+2Hkv)*Hd) <- d_att (B,T,Hq*Hd), qkv, att like d_att, lse, borders as in forward.
 
     The probabilities come back from lse: p = exp(scale * q k^T - lse). Then d_v = p^T d_att, d_p = d_att v^T,
     d_s = p * (d_p - rowsum(d_att * att)), d_q = scale * d_s k, d_k = scale * d_s^T q, the last two and d_v summed over

@@ -10,7 +10,7 @@ from llmq.tensor import IGNORED, Output, Tensor, slices
 def cross_entropy(
     d_logits: Output, loss: Output, /, logits: Tensor, targets: Tensor, *, vocab_size: int, z_loss: float
 ) -> None:
-    """d_logits (M,Vp), loss (M,) <- logits (M,Vp), targets (M,) int32; d_logits is the gradient of the sum of losses.
+    """d_logits (M,Vp), loss (M,) <- logits (M,Vp), targets (M,) int32; d_logits: gradient of the sum of losses.
 
     loss = lse - logits[target] + z_loss * lse^2 with lse = log(sum(exp(logits))) (z-loss: PaLM, 2022), so
     d_logits = softmax(logits) * (1 + 2 z_loss lse) - onehot(target). Columns from `vocab_size` on are padding: no
@@ -41,7 +41,7 @@ def cross_entropy(
 
 @op(family="cross-entropy")
 def loss_sum(loss_total: Output, num_tokens: Output, /, loss: Tensor, targets: Tensor) -> None:
-    """loss_total (1,), num_tokens (1,) <- loss (...), targets (...) int32: sum of losses and number of trained tokens.
+    """loss_total (1,), num_tokens (1,) <- loss (...), targets (...) int32: sum of losses, number of trained.
 
     The sum is a binary tree over the losses padded with zeros to a power of two, the second half added to the first
     until one is left: the same additions on every machine.

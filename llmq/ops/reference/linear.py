@@ -28,7 +28,7 @@ def _product(left: np.ndarray, right: np.ndarray, alpha: float) -> np.ndarray:
 def linear_forward(
     y: Output, /, x: Tensor, weight: Tensor, bias: Tensor | None, residual: Tensor | None, *, alpha: float = 1.0
 ) -> None:
-    """y (...,N) <- x (...,K), weight (N,K), bias (N,) or None, residual (...,N) or None: alpha x weight^T + both.
+    """y (...,N) <- x (...,K), weight (N,K), bias (N,) or None, residual (...,N) or None: alpha x W^T + both.
 
     The residual may be the memory of y. Of all three maps, operands and result may be columns of a wider matrix.
     """

@@ -81,7 +81,7 @@ def adamw(
     seed: int,
     stream: int,
 ) -> None:
-    """new_master, new_m, new_v, weight <- master, m, v, grad (one shape); scale, apply, learning_rate, step cells (1,).
+    """new_master, new_m, new_v, weight <- master, m, v, grad (one shape); the other four are (1,).
 
     g = grad * scale, m = beta_1 m + (1 - beta_1) g, v = beta_2 v + (1 - beta_2) g^2, and with `step` counting from 1
     master = master (1 - lr weight_decay) - lr (m / (1 - beta_1^step)) / (sqrt(v / (1 - beta_2^step)) + epsilon).

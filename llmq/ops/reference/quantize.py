@@ -9,7 +9,7 @@ from llmq.tensor import Output, Tensor
 
 @op(family="quantize", cast_from={"out": "x"})
 def quantize(out: Output, scale: Output, /, x: Tensor, *, limit: float) -> None:
-    """out, in every wanted form with its scales (see `llmq.tensor.own_scales`), and scale (1,) <- x (the shape of out).
+    """out, in every wanted form with its scales (`llmq.tensor.own_scales`), and scale (1,) <- x (like out).
 
     `scale` is that of `amax_scale`, for other copies of x: amax(|x|) / limit, 1 if amax is 0 or not finite.
     """

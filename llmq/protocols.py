@@ -1,0 +1,300 @@
+"""What block code is written against: the ops, the tensors by attribute, linear maps, sublayers and stores.
+
+Nothing is decided here. An editor follows `ops.`, `a.` and `w.` by these; a backend, a site or a store fits when it has
+the same methods.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+from typing import Any, Protocol
+
+from llmq.tensor import Ref, Row, Slot
+
+PartName = str | int  # of a model: `embed`, a layer by its number, `head`
+
+
+class Ops:
+    """Every op, as a recorder takes it: handles, no arrays. The outputs come first; None is one that is not wanted."""
+
+    # ops: written by `python tests/test_protocols.py`
+
+    def adamw(
+        self,
+        new_master: Ref | None,
+        new_m: Ref | None,
+        new_v: Ref | None,
+        weight: Ref | None,
+        /,
+        master: Ref,
+        m: Ref,
+        v: Ref,
+        grad: Ref,
+        scale: Ref,
+        apply: Ref,
+        learning_rate: Ref,
+        step: Ref,
+        *,
+        beta_1: float,
+        beta_2: float,
+        epsilon: float,
+        weight_decay: float,
+        seed: int,
+        stream: int,
+    ) -> None:
+        """new_master, new_m, new_v, weight <- master, m, v, grad (one shape); the other four are (1,)."""
+
+    def amax_scale(self, scale: Ref | None, /, x: Ref, *, limit: float) -> None:
+        """scale (1,) <- x (any shape): amax(|x|) / limit, which maps amax to `limit`; 1 if amax is 0 or not finite."""
+
+    def attention_backward(
+        self,
+        d_qkv: Ref | None,
+        /,
+        d_att: Ref,
+        qkv: Ref,
+        att: Ref,
+        lse: Ref,
+        borders: Ref | None,
+        *,
+        num_heads: int,
+        num_kv_heads: int,
+        window: int | None,
+        longest: int | None,
+        softmax_scale: float,
+    ) -> None:
+        """d_qkv (B,T,(Hq+2Hkv)*Hd) <- d_att (B,T,Hq*Hd), qkv, att like d_att, lse, borders as in forward."""
+
+    def attention_forward(
+        self,
+        att: Ref | None,
+        lse: Ref | None,
+        /,
+        qkv: Ref,
+        borders: Ref | None,
+        *,
+        num_heads: int,
+        num_kv_heads: int,
+        window: int | None,
+        longest: int | None,
+        softmax_scale: float,
+    ) -> None:
+        """att (B,T,Hq*Hd), lse (B,Hq,T) <- qkv (B,T,(Hq+2Hkv)*Hd); lse = log sum over seen keys of exp(scale q k)."""
+
+    def bias_backward(self, d_bias: Ref | None, /, d_y: Ref) -> None:
+        """d_bias (N,) <- d_y (...,N) in colsum form, read as its (parts,N) partial sums."""
+
+    def cast(self, out: Ref | None, /, x: Ref) -> None:
+        """out, in every wanted form, <- x (the same shape). Columns in fp8 of rows in fp8 are the same bytes."""
+
+    def copy_to_device(self, out: Ref | None, /, x: Ref) -> None:
+        """out <- x, in the one form that both have, with the scales of a form that owns its scales."""
+
+    def copy_to_host(self, out: Ref | None, /, x: Ref) -> None:
+        """out <- x, in the one form that both have, with the scales of a form that owns its scales."""
+
+    def cross_entropy(
+        self, d_logits: Ref | None, loss: Ref | None, /, logits: Ref, targets: Ref, *, vocab_size: int, z_loss: float
+    ) -> None:
+        """d_logits (M,Vp), loss (M,) <- logits (M,Vp), targets (M,) int32; d_logits: gradient of the sum of losses."""
+
+    def embedding_backward(self, d_weight: Ref | None, /, d_res: Ref, tokens: Ref) -> None:
+        """d_weight (Vp,C) <- d_res (B,T,C), tokens (B,T) int32."""
+
+    def embedding_forward(self, res: Ref | None, /, tokens: Ref, weight: Ref) -> None:
+        """res (B,T,C) <- tokens (B,T) int32, weight (Vp,C)."""
+
+    def embedding_noise(
+        self, out: Ref | None, /, res: Ref, samples: Ref, *, alpha: float, seed: int, stream: int
+    ) -> None:
+        """out (B,T,C) <- res (B,T,C), samples (B,) int32: res + u alpha / sqrt(T C), u uniform in [-1, 1)."""
+
+    def gather_rows(self, out: Ref | None, /, x: Ref, index: Ref) -> None:
+        """out (B,1,C) <- x (B,T,C), index (B,) int32: out[b, 0] = x[b, index[b]]."""
+
+    def grad_scale(
+        self,
+        norm: Ref | None,
+        scale: Ref | None,
+        apply: Ref | None,
+        /,
+        partials: Ref,
+        loss_total: Ref,
+        num_tokens: Ref,
+        *,
+        grad_clip: float,
+    ) -> None:
+        """norm (1,), scale (1,), apply (1,) <- partials (P,) sums of squares, loss_total (1,), num_tokens (1,)."""
+
+    def linear_dgrad(
+        self, d_x: Ref | None, /, d_y: Ref, weight: Ref, residual: Ref | None, *, alpha: float = 1.0
+    ) -> None:
+        """d_x (...,K) <- d_y (...,N), weight (N,K), residual (...,K) or None: alpha d_y weight + residual."""
+
+    def linear_forward(
+        self, y: Ref | None, /, x: Ref, weight: Ref, bias: Ref | None, residual: Ref | None, *, alpha: float = 1.0
+    ) -> None:
+        """y (...,N) <- x (...,K), weight (N,K), bias (N,) or None, residual (...,N) or None: alpha x W^T + both."""
+
+    def linear_wgrad(self, d_weight: Ref | None, /, d_y: Ref, x: Ref, *, alpha: float = 1.0) -> None:
+        """d_weight (N,K) <- d_y (...,N), x (...,K): alpha d_y^T x, a sum over all leading axes."""
+
+    def loss_sum(self, loss_total: Ref | None, num_tokens: Ref | None, /, loss: Ref, targets: Ref) -> None:
+        """loss_total (1,), num_tokens (1,) <- loss (...), targets (...) int32: sum of losses, number of trained."""
+
+    def qk_norm_backward(
+        self,
+        d_qkv: Ref | None,
+        d_q_weight: Ref | None,
+        d_k_weight: Ref | None,
+        /,
+        d_out: Ref,
+        qkv: Ref,
+        q_weight: Ref,
+        k_weight: Ref,
+        rstd: Ref,
+        *,
+        num_heads: int,
+        num_kv_heads: int,
+    ) -> None:
+        """d_qkv (B,T,(Hq+2Hkv)*Hd), d_q_weight (Hd,), d_k_weight (Hd,) <- d_out, qkv like d_qkv, weights, rstd."""
+
+    def qk_norm_forward(
+        self,
+        out: Ref | None,
+        rstd: Ref | None,
+        /,
+        qkv: Ref,
+        q_weight: Ref,
+        k_weight: Ref,
+        *,
+        num_heads: int,
+        num_kv_heads: int,
+        eps: float,
+    ) -> None:
+        """out (B,T,(Hq+2Hkv)*Hd), rstd (B,T,Hq+Hkv) <- qkv like out, q_weight (Hd,), k_weight (Hd,)."""
+
+    def quantization_error(self, new_error: Ref | None, /, error: Ref, x: Ref, copy: Ref) -> None:
+        """new_error (6,) <- error (6,), x (any shape), its `copy` in fp8 rows (the same shape)."""
+
+    def quantize(self, out: Ref | None, scale: Ref | None, /, x: Ref, *, limit: float) -> None:
+        """out, in every wanted form with its scales (`llmq.tensor.own_scales`), and scale (1,) <- x (like out)."""
+
+    def rmsnorm_backward(
+        self, d_out: Ref | None, d_weight: Ref | None, /, d_x: Ref, d_res: Ref | None, res: Ref, weight: Ref, rstd: Ref
+    ) -> None:
+        """d_out (B,T,C), d_weight (C,) <- d_x (B,T,C), d_res (B,T,C) or None, res (B,T,C), weight (C,), rstd (B,T)."""
+
+    def rmsnorm_forward(self, x: Ref | None, rstd: Ref | None, /, res: Ref, weight: Ref, *, eps: float) -> None:
+        """x (B,T,C), rstd (B,T) <- res (B,T,C), weight (C,)."""
+
+    def rope_backward(
+        self, d_qkv: Ref | None, /, d_out: Ref, table: Ref, positions: Ref, *, num_heads: int, num_kv_heads: int
+    ) -> None:
+        """d_qkv (B,T,(Hq+2Hkv)*Hd) <- d_out like d_qkv, table (max_T,Hd), positions (B,T): the turn backwards."""
+
+    def rope_forward(
+        self, out: Ref | None, /, qkv: Ref, table: Ref, positions: Ref, *, num_heads: int, num_kv_heads: int
+    ) -> None:
+        """out (B,T,(Hq+2Hkv)*Hd) <- qkv like out, table (max_T,Hd) cos | sin, positions (B,T) int32."""
+
+    def scale_update(
+        self,
+        new_scale: Ref | None,
+        new_history: Ref | None,
+        new_amax: Ref | None,
+        /,
+        scale: Ref,
+        history: Ref,
+        amax: Ref,
+        limits: Ref,
+        apply: Ref,
+    ) -> None:
+        """new_scale (N,), new_history (H,N), new_amax (N,) <- scale, amax, limits (N,), history (H,N), apply (1,)."""
+
+    def sum_squares(self, partials: Ref | None, /, grad: Ref) -> None:
+        """partials (P,) <- grad (any shape), P = ceil(rows / 128) over its flattened leading axes, 1 for a vector."""
+
+    def swiglu_backward(self, d_gate_up: Ref | None, /, d_act: Ref, gate_up: Ref) -> None:
+        """d_gate_up (B,T,2F) <- d_act (B,T,F), gate_up (B,T,2F)."""
+
+    def swiglu_forward(self, act: Ref | None, /, gate_up: Ref) -> None:
+        """act (B,T,F) <- gate_up (B,T,2F)."""
+
+    # end of ops
+
+
+class Slots(Protocol):
+    """The slots of a sublayer by attribute: `a.x`; `a.batch`, `a.const` and `a.total` are bundles that all share."""
+
+    def __getattr__(self, name: str) -> Any: ...
+
+    def __getitem__(self, name: Any) -> Any: ...
+
+
+class Parameters(Protocol):
+    """The rows of a part, a sublayer or a site by attribute: `w.up.weight`. What a model lacks is None."""
+
+    def __getattr__(self, name: str) -> Any: ...
+
+
+class Site(Protocol):
+    """A linear map."""
+
+    name: str
+
+    def slots(self, x: Slot) -> tuple[Slot, ...]:
+        """Slots of its own, for an input `x`."""
+
+    def rows(self, rows: Sequence[Row]) -> tuple[Row, ...]:
+        """Its parameter rows, of which the model has `rows`."""
+
+    def forward(self, ops: Ops, a: Slots, y: Ref, x: Ref, w: Parameters, residual: Ref | None = None) -> None:
+        """y <- x, w, residual."""
+
+    def backward(self, ops: Ops, a: Slots, d: Slots, d_x: Ref, dw: Parameters, d_y: Ref, x: Ref, w: Parameters) -> None:
+        """d_x, dw <- d_y, x, w."""
+
+
+class Sublayer(Protocol):
+    """Half a layer: it reads the residual stream and adds to it."""
+
+    @property
+    def sites(self) -> tuple[Site, ...]:
+        """Its linear maps, in the order of the forward pass."""
+
+    def slots(self, b: int, t: int) -> tuple[Slot, ...]:
+        """Intermediates for a batch of b sequences of t tokens."""
+
+    def forward(self, ops: Ops, a: Slots, w: Parameters) -> None:
+        """a.out <- a.res."""
+
+    def backward(self, ops: Ops, a: Slots, d: Slots, w: Parameters, dw: Parameters) -> None:
+        """d.res, dw <- d.out."""
+
+
+class WeightStore(Protocol):
+    """Holds the weights."""
+
+    def walk(self, ops: Ops, parts: Iterable[PartName], phase: str) -> Iterator[tuple[PartName, Parameters]]:
+        """Yields each part with its rows, in the order given, ready to be read until the next one is asked for."""
+
+    def written(self, ops: Ops) -> Iterator[Ref]:
+        """Yields what the copies of each trained row are written to."""
+
+    def frozen(self) -> list[Ref]:
+        """The rows that are not trained, whose copies are made once."""
+
+
+class GradStore(Protocol):
+    """Holds the gradients."""
+
+    def walk(self, ops: Ops, parts: Iterable[PartName]) -> Iterator[Parameters]:
+        """Yields what each part adds its gradients to; it is complete when the next one is asked for."""
+
+
+class MomentStore(Protocol):
+    """Holds the optimizer's state."""
+
+    def walk(self, ops: Ops, *, masters_only: bool = False) -> Iterator[tuple[Row, tuple[Ref, Ref, Ref]]]:
+        """Yields each trained row with its master, m and v, which are written back when the next is asked for."""
