@@ -48,7 +48,9 @@ def test_the_norm_of_a_step_is_that_of_any_number_of_ranks(precision):
             for first in range(0, len(rows), each):
                 shard = Tensor("shard", rows[first : first + each], rows[first : first + each].shape)
                 sums = np.empty(num_norm_tiles(shard.shape), np.float32)
-                reference.sum_squares(Output("sums", sums.shape, "fp32", (Tensor("sums", sums, sums.shape),)), shard)
+                reference.OPS["sum_squares"](
+                    Output("sums", sums.shape, "fp32", (Tensor("sums", sums, sums.shape),)), shard
+                )
                 found.append(sums)
         assert len(np.concatenate(found)) > len(grads)
         total = np.float32(np.sqrt(np.sum(np.concatenate(found), dtype=np.float64)))

@@ -4,7 +4,8 @@ import numpy as np
 import pytest
 
 import llmq.tensor
-from llmq.ops.reference import cast, cross_entropy
+from llmq.ops.reference.cast import cast
+from llmq.ops.reference.cross_entropy import cross_entropy
 from llmq.tensor import DTYPES, IGNORED, Form, Output, Tensor, stored_shape
 
 ROWS, COLUMNS = 37, 29
