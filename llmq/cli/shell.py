@@ -175,5 +175,5 @@ def version_option() -> click.Option:
         is_eager=True,
         expose_value=False,
         callback=show_and_exit(versions),
-        help="Show versions of llmq, Python and libraries.",
+        help="Show the versions of llmq, Python and libraries, and exit.",
     )

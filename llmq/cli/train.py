@@ -16,8 +16,13 @@ from llmq.options.schema import json_schema
 from llmq.options.section import Description, flag, unknown_option
 from llmq.training.interrupt import terminable
 
+COMMON = (  # what --help shows; --help-all has the others
+    *("model", "data", "from_scratch", "seq_len", "batch_size", "epochs", "learning_rate", "matmul_dtype"),
+    *("out_dir", "continue"),
+)
 COLUMN = 34  # where its explanations begin
 STRAY = "every option starts with --; quote a glob ('--train-file=data/*.bin'), or repeat the flag for each file"
+ALL = "llmq.help_all"  # in a context's meta: the help is that of --help-all
 NO_VALUE = "a flag takes no value: --overwrite turns it on, --no-overwrite off"
 TRUE_OR_FALSE = {"true", "false", "yes", "no", "on", "off", "0", "1"}
 # click stops at the first unknown flag; here all of them are told with the bad values
@@ -89,20 +94,32 @@ class TrainCommand(click.Command):
         return rest
 
     def format_options(self, context: click.Context, formatter: click.HelpFormatter) -> None:
-        """Writes every option below the title of its section, with its aliases and default."""
-        for section, section_class in SECTIONS.items():
-            rows = [_help_row(d) for d in descriptions().values() if d.section == section]
-            _write_rows(formatter, section_class.title, rows)
+        """Writes the options that most runs need, or after `--help-all` every one below the title of its section."""
+        if context.meta.get(ALL):
+            for section, section_class in SECTIONS.items():
+                rows = [_help_row(d) for d in descriptions().values() if d.section == section]
+                _write_rows(formatter, section_class.title, rows)
+        else:
+            _write_rows(
+                formatter, "Most used options", [_help_row(descriptions()[key], aliases=False) for key in COMMON]
+            )
         records = [p.get_help_record(context) for p in self.get_params(context) if p.name not in descriptions()]
-        _write_rows(formatter, "Shell", [record for record in records if record])
+        _write_rows(formatter, "Other", [record for record in records if record])
 
 
-def _help_row(d: Description) -> tuple[str, str]:
+def _show_all(context: click.Context, parameter: click.Parameter, value: Any) -> None:
+    if value and not context.resilient_parsing:
+        context.meta[ALL] = True
+        click.echo(context.get_help())
+        context.exit()
+
+
+def _help_row(d: Description, *, aliases: bool = True) -> tuple[str, str]:
     own = flag(d.key)
     value = "" if d.kind == "flag" else f" {d.metavar}"
     left = f"{own}{value} / --no-{own[2:]}" if d.kind in ("flag", "switch") else own + value
     notes = [d.shown if not d.shown or d.shown.startswith("needed") else f"default: {d.shown}"]
-    notes.append("also " + ", ".join(flag(alias) for alias in d.aliases) if d.aliases else "")
+    notes.append("also " + ", ".join(flag(alias) for alias in d.aliases) if d.aliases and aliases else "")
     notes = [note for note in notes if note]
     return left, d.help + (f" [{'; '.join(notes)}]" if notes else "")
 
@@ -139,25 +156,34 @@ def command() -> click.Command:
         click.Option(
             ["--config"], metavar="FILE", type=shell.Home(), help="YAML file of options; the command line overrides it."
         ),
-        click.Option(["--print-config"], is_flag=True, help="Print the effective options, as --config reads them."),
+        click.Option(
+            ["--print-config"], is_flag=True, help="Print the effective options as a --config file, and exit."
+        ),
         click.Option(
             ["--print-schema"],
             is_flag=True,
             is_eager=True,
             expose_value=False,
             callback=shell.show_and_exit(lambda: json.dumps(json_schema(), indent=2)),
-            help="Print the JSON schema of --config files.",
+            help="Print the JSON schema of --config files, and exit.",
         ),
         shell.version_option(),
+        click.Option(
+            ["--help-all"],
+            is_flag=True,
+            is_eager=True,
+            expose_value=False,
+            callback=_show_all,
+            help=f"Show all {len(descriptions())} options, by subject, with defaults and aliases.",
+        ),
     ]
     return TrainCommand(
         "llmq-train",
         params=parameters,
         callback=click.pass_context(train),
         context_settings=UNKNOWN_ALLOWED,
-        help="Trains a Llama- or Qwen-class model on token files, text or rows; exports it as a Hugging Face folder.",
-        epilog="Example: llmq-train --model=Qwen/Qwen2.5-0.5B --train-file=data/tiny-shakespeare-qwen/train.bin "
-        "--eval-file=data/tiny-shakespeare-qwen/eval.bin --steps=30",
+        help="Trains a Llama or Qwen model on text, chats or token files, and saves it as a Hugging Face folder.",
+        epilog="Example: llmq-train --model=Qwen/Qwen2.5-0.5B --data=chats.jsonl --epochs=3",
     )
 
 

@@ -168,7 +168,9 @@ def unknown_option(name: str, spellings: Mapping[str, Description]) -> str:
     near = [known for known in keys if len(wanted) > 2 and known.startswith(wanted)]
     near = near or get_close_matches(wanted, keys, n=2, cutoff=ALIKE)
     meant = " or ".join(dict.fromkeys(flag(keys[known]) for known in near))
-    return f"unknown option {name}: " + (f"did you mean {meant}?" if meant else "llmq-train --help lists all options")
+    return f"unknown option {name}: " + (
+        f"did you mean {meant}?" if meant else "llmq-train --help-all lists all options"
+    )
 
 
 def build(

@@ -57,14 +57,14 @@ Course = Annotated[Literal["cosine", "linear", "constant", "wsd"], BeforeValidat
 class ModelOptions(Section):
     title = "Model"
     model: Path = option(
-        ..., "What to train: a folder, a Hugging Face hub name, or a preset such as Qwen2.5-0.5B.", "model_name_or_path"
+        ...,
+        "Model to train: a folder, a Hugging Face hub name, or a preset such as Qwen2.5-0.5B.",
+        "model_name_or_path",
     )
     revision: Text | None = option(None, "Branch, tag or commit of a hub model.", "model_revision")
-    from_scratch: bool = option(
-        False, "Start from random weights, N(0, 0.02), residual projections scaled by 1/sqrt(2L)."
-    )
+    from_scratch: bool = option(False, "Start from random weights, N(0, 0.02), residual projections over sqrt(2L).")
     init_proj_to_zero: bool = option(
-        False, "With --from-scratch: start the attention and MLP output projections at zero."
+        False, "Start the attention and MLP output projections at zero; needs --from-scratch."
     )
 
     def contradictions(self) -> Iterator[str]:
@@ -76,19 +76,21 @@ class DataOptions(Section):
     title = "Data"
     train_file: Paths | None = option(
         None,
-        "Token files to train on: path or glob, repeatable; or a mixture.",
+        "Token files to train on: a path or glob, repeatable, or a mixture file.",
         metavar="GLOB",
         shown="needed, or --data",
     )
     weight: Floats | None = option(
-        None, "Share of each --train-file or --data in the tokens, in the same order; repeatable.", metavar="WEIGHT"
+        None,
+        "Share of the tokens from each --train-file or --data, in order; repeatable.",
+        metavar="WEIGHT",
     )
     eval_file: Paths | None = option(None, "Held-out token files: a path or glob; repeatable.", metavar="GLOB")
     batch_size: Int = option(
-        4, "Sequences in a micro-batch, per GPU.", "per_device_train_batch_size", "batch", ge=1, le=LARGEST_STEP
+        4, "Sequences per micro-batch and GPU.", "per_device_train_batch_size", "batch", ge=1, le=LARGEST_STEP
     )
     global_batch_size: Int | None = option(
-        None, "Sequences in an optimizer step: instead of --grad-accumulation.", ge=1, le=LARGEST_STEP
+        None, "Sequences per optimizer step; replaces --grad-accumulation.", ge=1, le=LARGEST_STEP
     )
     grad_accumulation: Int = option(
         lambda data: (
@@ -96,28 +98,30 @@ class DataOptions(Section):
             if data.get("global_batch_size")
             else 4
         ),
-        "Micro-batches in an optimizer step.",
+        "Micro-batches per optimizer step.",
         "gradient_accumulation_steps",
-        shown="4, or what --global-batch-size asks",
+        shown="4, or from --global-batch-size",
         ge=1,
         le=LARGEST_STEP,
     )
     seq_len: Int = option(
-        1024, "Tokens in a sequence.", "seq_length", "max_seq_length", "block_size", ge=1, le=LARGEST_STEP
+        1024, "Tokens per sequence.", "seq_length", "max_seq_length", "block_size", ge=1, le=LARGEST_STEP
     )
     augment: Text | None = option(
-        None, "Noise on the input tokens of training: token-dropout=P,span-shuffle=P, or one of them.", metavar="LIST"
+        None,
+        "Noise on the input tokens in training: token-dropout=P, span-shuffle=P, or both.",
+        metavar="LIST",
     )
     packing: Packing = option(
         None,
-        "Pack whole documents into rows, each with its own positions and attention; --no-packing pads: one to a row; "
-        "--packing=windows cuts through documents every --seq-len tokens.",
-        shown="packed where the data is rows (padded on a GPU that cannot pack), windows where it is text or tokens",
+        "Pack whole documents into rows, each with its own positions and attention. --no-packing puts one document in "
+        "a padded row; --packing=windows cuts the text every --seq-len tokens.",
+        shown="packed for rows (padded on a GPU that cannot pack), windows for text and tokens",
         metavar="[windows]",
         kind="switch",
     )
     max_docs: Int | None = option(
-        None, "Most documents of a packed row.", shown="as few as fill the rows", ge=1, le=LARGEST_STEP
+        None, "Largest number of documents in a packed row.", shown="as few as fill the rows", ge=1, le=LARGEST_STEP
     )
 
     def contradictions(self) -> Iterator[str]:
@@ -140,42 +144,43 @@ class DataOptions(Section):
 
 
 class SourceOptions(Section):
-    title = "Data to tokenize"
+    title = "Text, chats and rows"
     data: Paths | None = option(
         None,
-        "Instead of --train-file and --eval-file: text or rows, tokenized once with the model's tokenizer. A file, "
-        "folder or glob, or a data set as NAME[@REVISION][:CONFIG[:SPLIT[SLICE]]]; repeatable; or one mix file (YAML).",
+        "Text, chats or rows to train on, tokenized once: a file, folder or glob, a data set as "
+        "NAME[@REVISION][:CONFIG[:SPLIT[SLICE]]], repeatable, or one mix file (YAML). Replaces --train-file.",
         metavar="NAME-OR-PATH",
     )
     eval_fraction: Float | None = option(
         None,
-        "Part of the data that is kept for evaluation; 0 keeps none.",
+        "Fraction of the data held out for evaluation; 0 holds out none.",
         shown="the data's own validation split, else 0.1",
         ge=0,
         lt=1,
     )
     data_format: Text | None = option(
         None,
-        "What the rows are: text, messages, sharegpt, prompt-completion, question-answer, alpaca or tokens.",
-        shown="by their columns",
+        "Format of the rows: text, messages, sharegpt, prompt-completion, question-answer, alpaca or tokens.",
+        shown="from their columns",
         metavar="FORMAT",
     )
-    map_: Texts | None = option(None, "What a column is called in the data; repeatable.", metavar="OURS=THEIRS")
+    map_: Texts | None = option(None, "Name of a column, such as text=body; repeatable.", metavar="OURS=THEIRS")
     chat_template: Template | None = option(
-        None, "Chat template in Jinja: a file, or its text.", shown="the tokenizer's own", metavar="FILE-OR-TEXT"
+        None, "Chat template in Jinja: a file or the text itself.", shown="the tokenizer's own", metavar="FILE-OR-TEXT"
     )
     train_on: Text | None = option(
-        None, "What is trained of a row: assistant, all, last, or roles with commas.", shown="answers", metavar="WHAT"
+        None,
+        "Tokens of a row to train on: assistant, all, last, or roles with commas.",
+        shown="answers",
+        metavar="WHAT",
     )
     overlong: Literal["turns", "truncate", "split", "drop"] = option(
         "turns",
-        "What happens to rows of more than --seq-len tokens: turns keeps the whole turns of a chat that fit, drops "
-        "rows without one, and leaves text whole; the others cut off, split or drop.",
+        "Treatment of rows longer than --seq-len: turns keeps the whole turns of a chat that fit, drops a row without "
+        "one, and leaves text whole; truncate cuts off the end, split cuts into pieces, drop leaves the row out.",
     )
-    skip_bad_rows: Int = option(0, "Leave out up to so many rows that are broken.", ge=0, le=LARGEST_STEP)
-    streaming: bool = option(
-        False, "Tokenize while training and keep no token files: for data that is larger than the disk."
-    )
+    skip_bad_rows: Int = option(0, "Skip up to N broken rows; 0 stops at the first.", ge=0, le=LARGEST_STEP)
+    streaming: bool = option(False, "Tokenize while training and keep no token files, for data larger than the disk.")
 
     def contradictions(self) -> Iterator[str]:
         if self.data is None:
@@ -212,7 +217,7 @@ class PrecisionOptions(Section):
     model_dtype: Narrow = option("bf16", "Dtype of weights, activations and gradients.")
     matmul_dtype: Literal["fp32", "bf16", "e4m3", "auto"] = option(
         lambda data: data.get("model_dtype", "bf16"),
-        "Dtype of the matmuls inside the blocks; auto times each and takes e4m3 where it is faster.",
+        "Dtype of the matmuls inside the blocks; auto times each one and uses e4m3 where it is faster.",
         shown="the model dtype",
     )
     gradient_dtype: Literal["e4m3", "e5m2"] | None = option(
@@ -222,42 +227,42 @@ class PrecisionOptions(Section):
     )
     fp8_scaling: Literal["delayed", "current", "rowwise", "blockwise"] | None = option(
         lambda data: "delayed" if data.get("matmul_dtype") in FP8_MATMULS else None,
-        "Scales of e4m3 matmuls: one per tensor from earlier steps, or from the very values (exact, one more pass) for "
-        "each tensor, row or block (1x128, weights 128x128; the last two on compute capability 9.0).",
+        "Scales of e4m3 matmuls: delayed takes one per tensor from earlier steps; the others measure each tensor, row "
+        "or 1x128 block (weights 128x128) in one more pass. rowwise and blockwise need compute capability 9.0.",
         shown="delayed in e4m3 matmuls",
     )
     head_dtype: Literal["bf16", "e4m3"] | None = option(
-        None, "Dtype of the logits' matmuls.", shown="the matmul dtype, or the model dtype in e4m3 runs"
+        None, "Dtype of the matmuls of the logits.", shown="the matmul dtype, or the model dtype in e4m3 runs"
     )
     bf16_layers: Text | None = option(
         None,
-        "Leave these out of e4m3 matmuls: FIRST,LAST (so many layers at either end), or names with commas between, "
-        "such as mlp.down, layers.0 or layers.3.attention.o.",
+        "Layers to keep out of e4m3: FIRST,LAST (how many at either end), or names with commas, such as mlp.down, "
+        "layers.0 or layers.3.attention.o.",
         metavar="FIRST,LAST|NAMES",
     )
     fp8_layers: Text | None = option(
-        None, "The only layers or sites with e4m3 matmuls, named as in --bf16-layers.", metavar="FIRST,LAST|NAMES"
+        None, "The only layers to run in e4m3, named as in --bf16-layers.", metavar="FIRST,LAST|NAMES"
     )
     log_fp8_every: Int | None = option(
         lambda data: 100 if data.get("matmul_dtype") in FP8_MATMULS else None,
-        "Steps from one log of the errors of all e4m3 copies to the next, a micro-batch each; 0 is never.",
+        "Log the errors of all e4m3 copies every N steps, on one micro-batch; 0 never.",
         shown="100 in e4m3 runs",
         ge=0,
         le=LARGEST_STEP,
     )
     fp8_fallback: bool = option(
-        False, "Move a site to the model dtype when its copies' signal-to-noise ratio stays low (see --log-fp8-every)."
+        False, "Move a linear map to the model dtype when --log-fp8-every finds its signal-to-noise ratio low."
     )
-    opt_m_dtype: Narrow = option("fp32", "Dtype of Adam's first moment; bf16 is rounded stochastically, without bias.")
-    opt_v_dtype: Narrow = option("fp32", "Dtype of Adam's second moment; bf16 is rounded stochastically, without bias.")
+    opt_m_dtype: Narrow = option("fp32", "Dtype of Adam's first moment; bf16 rounds stochastically.")
+    opt_v_dtype: Narrow = option("fp32", "Dtype of Adam's second moment; bf16 rounds stochastically.")
     master_dtype: Narrow = option(
         lambda data: data.get("model_dtype", "bf16"),
-        "Dtype of the weights that the optimizer updates.",
+        "Dtype of the master weights, which the optimizer updates.",
         shown="the model dtype",
     )
     grad_accum_dtype: Narrow = option(
         lambda data: data.get("model_dtype", "bf16"),
-        "Dtype in which gradients add up over micro-batches.",
+        "Dtype of gradients accumulated over micro-batches.",
         shown="the model dtype",
     )
 
@@ -280,18 +285,18 @@ class PrecisionOptions(Section):
 
 class MemoryOptions(Section):
     title = "Memory"
-    recompute_swiglu: bool = option(False, "Recompute SwiGLU in backward.")
-    recompute_norm: bool = option(False, "Recompute the norms in backward.")
-    recompute_ffn: bool = option(False, "Recompute the whole MLP in backward.")
-    recompute_qkv: bool = option(False, "Recompute the q, k and v projections in backward.")
-    recompute_att: bool = option(False, "Recompute the whole attention in backward.")
-    recompute_block: bool = option(False, "Recompute the whole block in backward; only its input is kept.")
+    recompute_swiglu: bool = option(False, "Recompute SwiGLU in the backward pass.")
+    recompute_norm: bool = option(False, "Recompute the norms in the backward pass.")
+    recompute_ffn: bool = option(False, "Recompute the whole MLP in the backward pass.")
+    recompute_qkv: bool = option(False, "Recompute the q, k and v projections in the backward pass.")
+    recompute_att: bool = option(False, "Recompute the whole attention in the backward pass.")
+    recompute_block: bool = option(False, "Recompute the whole block in the backward pass; keeps only its input.")
     lmhead_chunks: Int = option(
-        0, "Chunks of the logits, so that they are never whole in memory; 0 chooses by size.", ge=0, le=LARGEST_STEP
+        0, "Compute the logits in N chunks to save memory; 0 chooses by size.", ge=0, le=LARGEST_STEP
     )
     attn_bwd_chunks: Chunks = option(
         "auto",
-        "Chunks of the batch in attention's backward, for a smaller workspace (same bits); auto takes as few as fit.",
+        "Run attention's backward pass in N chunks of the batch, to save memory (same bits); auto uses as few as fit.",
         metavar="auto|INT",
     )
 
@@ -301,7 +306,7 @@ class ScheduleOptions(Section):
     steps: Int | None = option(None, "Optimizer steps.", "max_steps", shown="by --epochs", ge=1, le=LARGEST_STEP)
     epochs: Float | None = option(
         lambda data: 1.0 if data.get("steps") is None else None,
-        "Passes over the training data: instead of --steps.",
+        "Passes over the training data; replaces --steps.",
         "num_train_epochs",
         shown="1 without --steps",
         gt=0,
@@ -310,20 +315,22 @@ class ScheduleOptions(Section):
     learning_rate: Float = option(1e-5, "Peak learning rate.", "lr", ge=0)
     lr_schedule: Course = option(
         "constant",
-        "Course of the rate: cosine and linear fall from the peak to --final-lr-fraction of it; wsd is constant, then "
-        "falls over --cooldown.",
+        "Learning-rate schedule: cosine and linear fall from the peak to --final-lr-fraction of it; wsd stays "
+        "constant, then falls over --cooldown.",
         "lr_scheduler_type",
     )
-    warmup: Int = option(0, "Steps of linear rise to the peak.", "warmup_steps", ge=0, le=LARGEST_STEP)
-    warmup_ratio: Float | None = option(None, "Part of the steps, rounded up: instead of --warmup.", ge=0, le=1)
-    cooldown: Int = option(
-        0, "Last steps, in which the rate falls in a straight line to its final value.", ge=0, le=LARGEST_STEP
+    warmup: Int = option(0, "Steps of linear warmup to the peak.", "warmup_steps", ge=0, le=LARGEST_STEP)
+    warmup_ratio: Float | None = option(
+        None, "Warmup as a fraction of all steps, rounded up; replaces --warmup.", ge=0, le=1
     )
-    min_lr: Float | None = option(None, "Final learning rate: instead of --final-lr-fraction.", ge=0)
+    cooldown: Int = option(
+        0, "Steps at the end in which the rate falls linearly to its final value; 0 for none.", ge=0, le=LARGEST_STEP
+    )
+    min_lr: Float | None = option(None, "Final learning rate; replaces --final-lr-fraction.", ge=0)
     final_lr_fraction: Float = option(
         final_fraction,
         "Final learning rate, as a fraction of the peak.",
-        shown="0 where the rate falls, else 1",
+        shown="0 if the rate falls, else 1",
         ge=0,
         le=1,
     )
@@ -350,30 +357,35 @@ class ScheduleOptions(Section):
 
 class OptimizerOptions(Section):
     title = "Optimizer"
-    beta_1: Float = option(0.9, "AdamW: decay of the first moment.", "adam_beta1", ge=0, lt=1)
-    beta_2: Float = option(0.95, "AdamW: decay of the second moment.", "adam_beta2", ge=0, lt=1)
-    adam_epsilon: Float = option(1e-8, "AdamW: added to the root of the second moment.", gt=0)
-    weight_decay: Float = option(0.1, "AdamW: decay of matrices and embeddings; never of norms and biases.", ge=0)
-    grad_clip: Float = option(1.0, "Largest norm of the whole gradient; 0 never clips.", "max_grad_norm", ge=0)
-    z_loss: Float = option(0.0, "Weight of the squared log-partition in the loss.", ge=0)
+    beta_1: Float = option(0.9, "AdamW: decay rate of the first moment.", "adam_beta1", ge=0, lt=1)
+    beta_2: Float = option(0.95, "AdamW: decay rate of the second moment.", "adam_beta2", ge=0, lt=1)
+    adam_epsilon: Float = option(1e-8, "AdamW: constant added to the root of the second moment.", gt=0)
+    weight_decay: Float = option(
+        0.1, "AdamW: weight decay of matrices and embeddings; norms and biases have none.", ge=0
+    )
+    grad_clip: Float = option(
+        1.0, "Clip the global norm of the gradient to this; 0 never clips.", "max_grad_norm", ge=0
+    )
+    z_loss: Float = option(0.0, "Weight of the squared log-partition (z-loss) in the loss; 0 for none.", ge=0)
     neftune_alpha: Float = option(
-        0.0, "NEFTune: noise up to alpha / sqrt(T C) on the embedded tokens in training.", "neftune_noise_alpha", ge=0
+        0.0,
+        "NEFTune: noise up to alpha / sqrt(T C) on the embedded tokens; 0 for none.",
+        "neftune_noise_alpha",
+        ge=0,
     )
 
 
 class LogOptions(Section):
     title = "Log and evaluation"
-    name: Text = option("", "Name of the run: replaces %n in paths.", "run_name", shown="the last part of --model")
-    log_file: Path = option(f"{RUN_FOLDER}/log.jsonl", "JSON-lines log.", metavar="PATH")
-    log_every: Int = option(1, "Steps from one log line to the next.", "logging_steps", ge=1, le=LARGEST_STEP)
-    eval_every_n_steps: Int = option(
-        100, "Steps from one evaluation to the next; 0 is never.", "eval_steps", ge=0, le=LARGEST_STEP
+    name: Text = option(
+        "", "Name of the run, which replaces %n in paths.", "run_name", shown="the last part of --model"
     )
-    eval_num_steps: Int = option(
-        100, "Batches of an evaluation during training; 0 is all of them.", ge=0, le=LARGEST_STEP
-    )
+    log_file: Path = option(f"{RUN_FOLDER}/log.jsonl", "Log of the run, as JSON lines.", metavar="PATH")
+    log_every: Int = option(1, "Log every N steps.", "logging_steps", ge=1, le=LARGEST_STEP)
+    eval_every_n_steps: Int = option(100, "Evaluate every N steps; 0 never.", "eval_steps", ge=0, le=LARGEST_STEP)
+    eval_num_steps: Int = option(100, "Batches per evaluation in training; 0 uses all.", ge=0, le=LARGEST_STEP)
     log_gpu_util: Int = option(
-        0, "Steps from one reading of the GPU's clocks, power and heat to the next; 0 is never.", ge=0, le=LARGEST_STEP
+        0, "Log the GPU's clocks, power and temperature every N steps; 0 never.", ge=0, le=LARGEST_STEP
     )
 
     def contradictions(self) -> Iterator[str]:
@@ -383,17 +395,15 @@ class LogOptions(Section):
 
 class CheckpointOptions(Section):
     title = "Checkpoints"
-    checkpoint_dir: Path = option(f"{RUN_FOLDER}/checkpoints", "Folder of the checkpoints.", metavar="DIR")
+    checkpoint_dir: Path = option(f"{RUN_FOLDER}/checkpoints", "Folder for checkpoints.", metavar="DIR")
     ckpt_interval: Int = option(
-        100, "Steps from one checkpoint to the next; 0 is only at the end.", "save_steps", ge=0, le=LARGEST_STEP
+        100, "Save a checkpoint every N steps; 0 saves only at the end.", "save_steps", ge=0, le=LARGEST_STEP
     )
-    ckpt_keep_n: Int = option(
-        2, "Checkpoints to keep, the newest; 0 keeps all.", "save_total_limit", ge=0, le=LARGEST_STEP
-    )
+    ckpt_keep_n: Int = option(2, "Newest checkpoints to keep; 0 keeps all.", "save_total_limit", ge=0, le=LARGEST_STEP)
     continue_: Checkpoint = option(
         None,
-        "Resume from a checkpoint: the newest of --checkpoint-dir (newest, also without a value), a step, or a "
-        "folder; with auto the newest, or a start from step 0 if there is none.",
+        "Resume from a checkpoint: the newest in --checkpoint-dir (newest, or no value), a step, or a folder; auto "
+        "resumes from the newest, or starts at step 0 if there is none.",
         "resume_from_checkpoint",
         metavar="[newest|auto|STEP|PATH]",
         kind="optional_value",
@@ -402,24 +412,30 @@ class CheckpointOptions(Section):
 
 class ExportOptions(Section):
     title = "Export"
-    out_dir: Path = option(f"{RUN_FOLDER}/model", "Folder of the finished model.", "output_dir", metavar="DIR")
+    out_dir: Path = option(f"{RUN_FOLDER}/model", "Folder for the finished model.", "output_dir", metavar="DIR")
     export_dtype: Literal["bf16", "fp16", "fp32"] | None = option(
         None, "Dtype of the exported weights.", shown="that of --model"
     )
-    overwrite: bool = option(False, "Replace a finished model in --out-dir.", "overwrite_output_dir")
+    overwrite: bool = option(False, "Replace the finished model in --out-dir.", "overwrite_output_dir")
     export_anyway: bool = option(
-        False, "Export a model whose last step was refused, or whose last evaluation or weights are not all finite."
+        False, "Export even if the last step was refused, or the evaluation or weights are not finite."
     )
 
 
 class SystemOptions(Section):
     title = "System"
-    device: Literal["auto", "cuda", "cpu"] = option("auto", "Where to compute; auto takes a usable GPU, else the CPU.")
-    gpus: Int = option(1, "Number of GPUs; more than one is not supported for now.", ge=1)
-    gpu: Text | None = option(None, "With --dry-run: plan for this GPU, here or not, such as H200 or 'RTX 4090'.")
-    use_cuda_graphs: bool = option(True, "Launch a program as one CUDA graph; without, kernel by kernel (same bits).")
-    deterministic: bool = option(True, "Repeat the same bits; without, attention's backward needs less memory.")
-    seed: Int = option(0, "Seed of initial weights, data order and stochastic rounding.", ge=0, le=LARGEST_SEED)
+    device: Literal["auto", "cuda", "cpu"] = option(
+        "auto", "Device to compute on; auto uses a GPU if it can, else the CPU."
+    )
+    gpus: Int = option(1, "Number of GPUs; only 1 is supported for now.", ge=1)
+    gpu: Text | None = option(None, "GPU to plan for with --dry-run, present or not, such as H200 or 'RTX 4090'.")
+    use_cuda_graphs: bool = option(
+        True, "Launch each program as one CUDA graph; off launches kernel by kernel (same bits)."
+    )
+    deterministic: bool = option(
+        True, "Give the same bits on every run; off, attention's backward pass needs less memory."
+    )
+    seed: Int = option(0, "Seed for initial weights, data order and stochastic rounding.", ge=0, le=LARGEST_SEED)
 
     def contradictions(self) -> Iterator[str]:
         if self.gpu is not None and self.device == "cpu":
@@ -430,6 +446,4 @@ class SystemOptions(Section):
 
 class RunOptions(Section):
     title = "Run"
-    dry_run: bool = option(
-        False, "Only parse, plan and check data and memory; print tokens, steps and the memory table."
-    )
+    dry_run: bool = option(False, "Check options, data and memory, print tokens, steps and the memory table, and stop.")

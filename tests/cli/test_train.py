@@ -13,7 +13,7 @@ import pytest
 
 from llmq import errors
 from llmq.cli import shell
-from llmq.cli.train import command
+from llmq.cli.train import COMMON, command
 from llmq.options.parse import Options, descriptions
 from llmq.options.section import flag
 
@@ -203,8 +203,17 @@ def test_print_schema_is_json(capsys):
     assert "learning_rate" in json.loads(capsys.readouterr().out)["properties"]
 
 
-def test_help_names_everything_unbroken(capsys):
+def test_help_begins_with_what_most_runs_need(capsys):
     assert call("--help") == 0
+    text = capsys.readouterr().out
+    assert re.findall(
+        r"^  (--[\w-]+)", text.partition("Most used options:")[2].partition("Other:")[0], re.MULTILINE
+    ) == [flag(key) for key in COMMON]
+    assert "--help-all" in text and "--beta-1" not in text and "--lr]" not in text
+
+
+def test_help_names_everything_unbroken(capsys):
+    assert call("--help-all") == 0
     text = capsys.readouterr().out
     for d in descriptions().values():
         for name in (d.key, *d.aliases):
@@ -225,7 +234,7 @@ def test_everything_wrong_is_one_message(capsys):
     assert lines[1].startswith("unexpected b.bin c.bin: ") and "--train-file=data/*.bin" in lines[1]
     assert lines[2:] == [
         "unknown option --bacth-size: did you mean --batch-size?",
-        "unknown option --foo: llmq-train --help lists all options",
+        "unknown option --foo: llmq-train --help-all lists all options",
         "--learning-rate -1 is below the least value: use 0 or more",
         "--gpus 2: for now a run has one GPU: use --gpus 1",
     ]

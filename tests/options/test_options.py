@@ -427,7 +427,7 @@ def test_a_value_that_overrides_the_file_is_not_blamed_on_it(tmp_path):
     [
         ("eval_every", "did you mean --eval-every-n-steps?"),
         ("--resume", "did you mean --continue?"),
-        ("gradient_checkpointing", "llmq-train --help lists all options"),
+        ("gradient_checkpointing", "llmq-train --help-all lists all options"),
         ("learning", "did you mean --learning-rate?"),
         ("outdir", "did you mean --out-dir?"),
         ("lr_sched", "did you mean --lr-schedule?"),
