@@ -6,6 +6,7 @@ algorithms timed then, which a capture could not do. The second time it is captu
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
 from typing import TYPE_CHECKING, Any
@@ -58,8 +59,9 @@ class DeviceMemory:
             for home in arena_bytes
         }
         total = self._ends["device"] + arena_bytes["device"]
-        self._address = _allocate(total)
-        self._owned = cupy.cuda.UnownedMemory(self._address, total, None)
+        address = _allocate(total)
+        _free_with(self, address, stream)
+        self._owned = cupy.cuda.UnownedMemory(address, total, None)
         self._host, self._host_is_pinned = _pinned(self._ends["host"] + arena_bytes["host"])
         self._arrays: dict[str, Any] = {}
         offsets = dict.fromkeys(arena_bytes, 0)
@@ -67,7 +69,7 @@ class DeviceMemory:
             shape = stored_shape(ref.shape, ref.form)
             self._arrays[name] = self._view(ref.home, offsets[ref.home], shape, self._dtypes[name])
             offsets[ref.home] += aligned(stored_bytes(ref))
-        runtime.memsetAsync(self._address, 0, total, stream.ptr)
+        runtime.memsetAsync(address, 0, total, stream.ptr)
         self._staging, self._scalars = _Staging(stream), _pinned(512)[0]
 
     @property
@@ -139,12 +141,6 @@ class DeviceMemory:
         kind = np.dtype(np.uint8) if dtype in FP8 else dtype
         return cupy.ndarray(shape, kind, memptr=cupy.cuda.MemoryPointer(self._owned, offset))
 
-    def __del__(self) -> None:
-        if getattr(self, "_address", 0):
-            self._stream.synchronize()
-            runtime.free(self._address)
-            self._address = 0
-
 
 class _Staging:
     """A ring of pinned buffers for small host-to-device copies; a buffer is used again once its copy is done."""
@@ -186,6 +182,18 @@ def _allocate(num_bytes: int) -> int:
             f"the GPU refused {num_bytes:,} bytes ({free:,} of {total:,} are free): end other programs on it, or use a "
             "smaller --batch-size or --recompute-block"
         ) from error
+
+
+def _free_with(owner: object, address: int, stream: Any) -> None:
+    """Frees device memory when its owner is gone, after the work on the stream. At exit the driver frees it."""
+    # Not in __del__: an engine that a failed run leaves in a cycle is collected together with its stream, which CuPy
+    # may destroy first. Waiting for it then ends the process. A finalizer keeps the stream alive.
+    weakref.finalize(owner, _free, address, stream).atexit = False
+
+
+def _free(address: int, stream: Any) -> None:
+    stream.synchronize()
+    runtime.free(address)
 
 
 class CudaBackend:

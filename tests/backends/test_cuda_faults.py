@@ -1,5 +1,6 @@
 """What the CUDA backend does when CUDA fails, on a CuPy that is made up: errors keep their meaning, and runs go on."""
 
+import gc
 import importlib.util
 import sys
 from types import ModuleType, SimpleNamespace
@@ -82,6 +83,30 @@ def test_only_an_allocation_that_is_refused_is_a_lack_of_memory(runtime, cuda):
         runtime.status = LAUNCH_FAILURE
         with pytest.raises(CudaError, match="719"):
             allocate()
+
+
+def test_memory_in_a_cycle_is_freed_before_its_stream_is_gone(runtime, cuda):
+    """The collector finalizes what a cycle holds in any order, and a stream that is gone takes the process with it."""
+
+    class Destroyed:
+        ptr, gone = 7, False
+
+        def synchronize(self):
+            assert not self.gone
+            runtime.streamSynchronize(self.ptr)
+
+        def __del__(self):
+            self.gone = True
+
+    class Owner:
+        pass
+
+    stream, owner = Destroyed(), Owner()
+    cuda._free_with(owner, 4096, stream)
+    owner.stream, owner.itself = stream, owner
+    del stream, owner
+    gc.collect()
+    assert runtime.calls == [("wait", 7), ("free", 4096)]
 
 
 def test_random_numbers_are_copied_in_the_order_of_the_stream(runtime):
