@@ -27,7 +27,7 @@ from llmq.hardware import device
 from llmq.model import speed_of_light as sol
 from llmq.options.parse import Options, changed
 from llmq.plan.plan import Plan
-from llmq.tensor import Row
+from llmq.row import Row
 from llmq.training.fp8_watch import Fp8Watch, carried
 from llmq.training.health import all_finite
 from llmq.training.interrupt import Interrupt
