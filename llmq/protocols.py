@@ -86,7 +86,7 @@ class Ops:
         """d_bias (N,) <- d_y (...,N) in colsum form, read as its (parts,N) partial sums."""
 
     def cast(self, out: Ref | None, /, x: Ref) -> None:
-        """out, in every wanted form, <- x (the same shape). Columns in fp8 of rows in fp8 are the same bytes and scales."""
+        """out, in every wanted form, <- x (the same shape). fp8 columns of fp8 rows are the same bytes and scales."""
 
     def copy_to_device(self, out: Ref | None, /, x: Ref) -> None:
         """out <- x, in the one form that both have, with the scales of a form that owns its scales."""

@@ -11,7 +11,7 @@ from llmq.tensor import Output, Tensor, slices
 
 @op(family="quantize", forms={"out"}, cast_from={"out": "x"})
 def cast(out: Output, /, x: Tensor) -> None:
-    """out, in every wanted form, <- x (the same shape). Columns in fp8 of rows in fp8 are the same bytes and scales."""
+    """out, in every wanted form, <- x (the same shape). fp8 columns of fp8 rows are the same bytes and scales."""
     if x.form is not None and [target.form for target in out.tensors] == [replace(x.form, layout="col")]:
         (columns,) = out.tensors
         rows = x.array.reshape(-1, x.shape[-1])
