@@ -9,7 +9,8 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Any, Protocol
 
-from llmq.tensor import Ref, Row, Slot
+from llmq.row import Row
+from llmq.tensor import Ref, Slot
 
 PartName = str | int  # of a model: `embed`, a layer by its number, `head`
 
@@ -85,7 +86,7 @@ class Ops:
         """d_bias (N,) <- d_y (...,N) in colsum form, read as its (parts,N) partial sums."""
 
     def cast(self, out: Ref | None, /, x: Ref) -> None:
-        """out, in every wanted form, <- x (the same shape). Columns in fp8 of rows in fp8 are the same bytes."""
+        """out, in every wanted form, <- x (the same shape). fp8 columns of fp8 rows are the same bytes and scales."""
 
     def copy_to_device(self, out: Ref | None, /, x: Ref) -> None:
         """out <- x, in the one form that both have, with the scales of a form that owns its scales."""
@@ -231,6 +232,9 @@ class Slots(Protocol):
 
     def __getitem__(self, name: Any) -> Any: ...
 
+    def chunk(self, names: Iterable[str], start: int, count: int) -> Slots:
+        """The same with rows [start, start + count) in place of the slots `names`."""
+
 
 class Parameters(Protocol):
     """The rows of a part, a sublayer or a site by attribute: `w.up.weight`. What a model lacks is None."""
@@ -291,6 +295,9 @@ class GradStore(Protocol):
 
     def walk(self, ops: Ops, parts: Iterable[PartName]) -> Iterator[Parameters]:
         """Yields what each part adds its gradients to; it is complete when the next one is asked for."""
+
+    def sums(self, ops: Ops) -> Iterator[Ref]:
+        """Yields the gradient of each trained row, as the optimizer reads it."""
 
 
 class MomentStore(Protocol):

@@ -18,12 +18,14 @@ SMALLEST = np.finfo(np.float32).tiny  # of a scale: the reciprocal of a subnorma
 class Scaling:
     """One scale for the whole copy. `is_cell`: it is a persistent cell, made of the amax of earlier steps, so that a
     producer can write the copy at once; `is_measured`: a pass over the value makes it, before the copy; `owns_scales`:
-    the scales belong to one copy; `is_repeated`: to read a copy, an array of scales as large as itself is made."""
+    the scales belong to one copy; `is_repeated`: to read a copy, an array of scales as large as itself is made;
+    `turns`: a transposed copy has the same scales, transposed."""
 
     is_cell = False
     is_measured = False
     is_repeated = False
     owns_scales = False
+    turns = True
 
     def shape(self, rows: int, columns: int) -> tuple[int, ...]:
         """Shape of the scales of a copy stored as (rows, columns)."""
@@ -35,6 +37,10 @@ class Scaling:
 
     def spread(self, scale: np.ndarray, shape: tuple[int, ...]) -> np.ndarray:
         """Scales, or their reciprocals, of a copy stored in `shape`, so that they multiply it number by number."""
+        return scale
+
+    def turned(self, scale: np.ndarray, rows: int, columns: int) -> np.ndarray:
+        """The scales of the transpose of a copy stored as (rows, columns), where it `turns`."""
         return scale
 
     def of_rows(self, scale: np.ndarray, start: int, count: int) -> np.ndarray | None:
@@ -62,6 +68,7 @@ class Rowwise(Scaling):
     """(R,): one for each stored row."""
 
     owns_scales = True
+    turns = False
 
     def shape(self, rows: int, columns: int) -> tuple[int, ...]:
         return (rows,)
@@ -100,12 +107,18 @@ class Blockwise(Rowwise):
 class Tilewise(Blockwise):
     """(R / 128, K / 128), rounded up, the last one to a multiple of 4: one for 128 x 128 numbers."""
 
+    turns = True
+
     def shape(self, rows: int, columns: int) -> tuple[int, ...]:
         return (-(-rows // BLOCK), -(-columns // (4 * BLOCK)) * 4)
 
     def amax(self, size: np.ndarray) -> np.ndarray:
         found = np.maximum.reduceat(_blocks(size), np.arange(0, size.shape[0], BLOCK), axis=0)
         return np.pad(found, ((0, 0), (0, -found.shape[1] % 4)))
+
+    def turned(self, scale: np.ndarray, rows: int, columns: int) -> np.ndarray:
+        tiles = scale[:, : -(-columns // BLOCK)].T
+        return np.pad(tiles, ((0, 0), (0, -tiles.shape[1] % 4)), constant_values=1)  # as of amax 0
 
     def spread(self, scale: np.ndarray, shape: tuple[int, ...]) -> np.ndarray:
         rows = math.prod(shape[:-1])

@@ -63,6 +63,11 @@ class Form:
         return self.scaling is not None and self.scales.owns_scales
 
     @property
+    def turns(self) -> bool:
+        """Whether a transposed copy has the same scales, transposed."""
+        return self.scaling is not None and self.scales.turns
+
+    @property
     def has_cell(self) -> bool:
         """Whether the scale is a persistent cell, which earlier steps have set."""
         return self.scaling is not None and self.scales.is_cell
@@ -91,37 +96,6 @@ class Slot:
 
 
 @dataclass(frozen=True)
-class Part:
-    """Rows [start, stop) along axis 0 of a parameter are the Hugging Face tensor `name`, whole."""
-
-    name: str
-    start: int
-    stop: int
-
-
-@dataclass(frozen=True)
-class Row:
-    """One parameter. `name` is dotted: `layers.3.mlp.up.weight`; `init` is normal, residual, ones or zeros.
-
-    A frozen row (not `trainable`) has no gradient, master or moments, and is held once, in `dtype` (None: the model's).
-    `home` is where its weight lives: device or host. `file` names the file that it is loaded from and stored in: the
-    `model`, or that of an adapter.
-    """
-
-    name: str
-    shape: tuple[int, ...]
-    parts: tuple[Part, ...]
-    init: str
-    decay: bool  # weight decay: matrices and embeddings only
-    layer: int | None = None
-    trainable: bool = True
-    dtype: str | None = None
-    home: str = "device"
-    file: str = "model"
-    site: str | None = None  # the linear map that it is the weight or bias of: `layers.3.mlp.up`, `head`
-
-
-@dataclass(frozen=True)
 class Ref:
     """A name for a tensor, in one form, without memory: what block code passes to ops.
 
@@ -132,7 +106,10 @@ class Ref:
     intermediate, after it was dropped and computed anew in backward, or fetched from the host. `home` is where its
     bytes live: device or host. `value_in` is the space whose tensor of this name holds the plain value as well (a
     weight that is its own master). `cell` names the scale cell of its copies where that is another tensor's (a weight
-    that was fetched).
+    that was fetched). `held` is a frozen tensor in the form that it is stored in, whose other forms this slot has.
+
+    A stack (`is_stack`) is read and written entry by entry along axis 0. An entry has its own name, copies and scales;
+    its value is a piece of the tensor `stack`.
     """
 
     name: str
@@ -149,13 +126,54 @@ class Ref:
     home: str = "device"
     value_in: str | None = None
     cell: str | None = None
+    held: Ref | None = None
+    is_stack: bool = False
+    stack: str | None = None
 
     def as_form(self, form: Form) -> Ref:
-        """This tensor as stored in `form`; a plain row form of the slot's own dtype is the value itself."""
+        """This tensor as stored in `form`; a plain row form of the slot's own dtype is the value itself.
+
+        Of a frozen tensor no scale is taken from earlier steps: one scale for the whole is that of the value.
+        """
         if form.layout == "colsum" and self.dtype == "fp64":
             form = replace(form, dtype="fp64")
+        if self.held is not None:
+            form = replace(form, scaling="current") if form.has_cell else form
+            if form == self.held.form:
+                assert self.span is None or self.stack is not None, f"{self.name}: a piece of what is held in {form}"
+                return self.held
         own = form.layout == "row" and form.scaling is None and form.dtype == self.dtype
-        return replace(self, form=None if own else form)
+        return self.in_form(None if own else form)
+
+    def in_form(self, form: Form | None) -> Ref:
+        """The copy in `form`, or the value itself."""
+        if form is None or self.stack is None:
+            return replace(self, form=form)
+        assert self.shape == self.whole[1:], f"{self.name}: a piece of an entry in {form}"
+        return replace(self, form=form, span=None, whole=(), stack=None)
+
+    @property
+    def entries(self) -> tuple[Ref, ...]:
+        """Every entry of a stack; of another tensor itself."""
+        return tuple(map(self.entry, range(self.shape[0]))) if self.is_stack else (self,)
+
+    def entry(self, index: int) -> Ref:
+        """One entry of a stack."""
+        assert self.is_stack, f"{self.name} is no stack"
+        value = replace(self.batch(index, 1), shape=self.shape[1:], form=None, is_stack=False, stack=self.name)
+        cell, held = self.cell and entry_name(self.cell, index), self.held and self.held.entry(index)
+        return replace(value, name=entry_name(self.name, index), cell=cell, held=held).in_form(self.form)
+
+    @property
+    def owner(self) -> str:
+        """Name of the tensor that this, or the value that it is a piece of, is stored with."""
+        return self.stack or self.name
+
+    @property
+    def entire(self) -> Ref:
+        """The tensor of which this is a piece."""
+        shape = self.whole or self.shape
+        return replace(self, name=self.owner, shape=shape, span=None, whole=(), pitch=0, stack=None)
 
     def chunk(self, start: int, count: int) -> Ref:
         """Rows [start, start + count) of this tensor seen as (rows, last axis)."""
@@ -187,6 +205,11 @@ class Ref:
         """Entries [start, start + count) along the first axis."""
         size = math.prod(self.shape[1:])
         return replace(self, span=(start * size, count * size), shape=(count, *self.shape[1:]), whole=self.shape)
+
+
+def entry_name(name: str, index: int) -> str:
+    """Name of an entry of a stack."""
+    return f"{name}.{index}"
 
 
 def num_norm_tiles(shape: tuple[int, ...]) -> int:

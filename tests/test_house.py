@@ -19,6 +19,7 @@ FLOORS = (
     ("errors",),
     ("cache_folder", "disk", "scaling"),
     ("tensor",),
+    ("row",),  # parameters as they are held
     ("protocols",),  # what block code is written against
     ("options",),  # what can be set
     ("hardware",),  # devices, cards, drivers

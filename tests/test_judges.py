@@ -27,7 +27,7 @@ from golden.engines import (
 
 from llmq.backends.host import HostBackend
 from llmq.engine.engine import Engine
-from llmq.files.huggingface import read_parameters, write_model
+from llmq.files.huggingface import checked_tensors, read_rows, write_model
 from llmq.model.config import from_folder
 from llmq.model.optimizer import Hyperparameters
 from llmq.plan.memory import Memory
@@ -205,7 +205,7 @@ def engine_from(folder):
     config = from_folder(folder)
     plan = make_plan(Spec(config, FP32, Memory(), Hyperparameters(), families.BATCH, LENGTH))
     run = Engine(plan, HostBackend())
-    run.load(read_parameters(folder, plan.rows))
+    run.load(read_rows(checked_tensors(folder, plan.rows), plan.rows))
     return run
 
 

@@ -1,8 +1,11 @@
 """Handles: pieces of a tensor, and the scales that belong to them."""
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 
+from llmq.plan.names import scale_name, storage_name
 from llmq.scaling import SCALINGS
 from llmq.tensor import Form, Ref, Tensor, own_scales, scales_of_columns, stored_shape, to_form
 
@@ -32,6 +35,33 @@ def test_columns_that_are_not_there(start, count):
         QKV.columns(start, count)
     with pytest.raises(AssertionError, match="qkv: columns"):
         QKV.columns(0, 8).columns(0, 4)
+
+
+def test_an_entry_of_a_stack_is_a_piece_with_copies_of_its_own():
+    stack = Ref("up", "weight", (3, 6, 40), "bf16", is_stack=True, value_in="master")
+    entry = stack.entry(2)
+    assert (entry.name, entry.owner, entry.shape) == ("up.2", "up", (6, 40))
+    assert (entry.span, entry.whole) == ((480, 240), (3, 6, 40))
+    copy = entry.as_form(Form("e4m3", "col", "delayed"))
+    assert (copy.name, copy.owner, copy.span, copy.whole) == ("up.2", "up.2", None, ())
+    assert (storage_name(entry), storage_name(copy)) == ("master:up", "weight:up.2@e4m3/col/delayed")
+    assert (scale_name(entry), scale_name(copy)) == (None, "scale:up.2@e4m3")
+    assert entry.entire == replace(stack, is_stack=False) and copy.entire == copy
+    assert stack.entries == tuple(stack.entry(index) for index in range(3)) and QKV.entries == (QKV,)
+    with pytest.raises(AssertionError, match=r"up\.2: a piece of an entry"):
+        entry.columns(0, 8).as_form(Form("e4m3", "row", "delayed"))
+
+
+@pytest.mark.parametrize("scaling", ["current", "tilewise"])
+def test_a_held_tensor_is_read_as_it_is_in_its_form(scaling):
+    form = Form("e4m3", "row", scaling)
+    held = Ref("up", "weight", (6, 40), "bf16", form=form)
+    slot = Ref("forward/up", "activation", (6, 40), "bf16", held=held)
+    assert slot.as_form(form) is held
+    assert slot.as_form(Form("bf16")).form is None
+    assert slot.as_form(Form("e4m3", "col", scaling)).form == Form("e4m3", "col", scaling)
+    one = slot.as_form(Form("e4m3", "row", "delayed"))  # it has no amax of earlier steps
+    assert one.form == Form("e4m3", "row", "current") and (one is held) == (scaling == "current")
 
 
 @pytest.mark.parametrize("layout", ["row", "col"])

@@ -11,7 +11,6 @@ from llmq.data.batches.batch import Batch
 from llmq.engine.engine import Engine
 from llmq.model.config import ModelConfig
 from llmq.model.optimizer import Hyperparameters
-from llmq.model.parameters import Row
 from llmq.ops.record import Call
 from llmq.plan.build import Sites, site_of
 from llmq.plan.memory import Memory
@@ -19,6 +18,7 @@ from llmq.plan.plan import REPLICATED, Plan, make_plan
 from llmq.plan.precision import Precision
 from llmq.plan.recordings import Stores
 from llmq.plan.spec import Spec
+from llmq.row import Row
 
 VOCAB, B, T = 97, 2, 16
 FP32 = Precision()

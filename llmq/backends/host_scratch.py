@@ -61,6 +61,10 @@ class Temporaries:
                 most = max(most, held + self.size(name) * (2 if spread else 1))
         return max(most, held)
 
+    def in_rows(self, name: str) -> bool:
+        """Whether an operand can be read in slices of rows."""
+        return in_rows(self.inputs[name].form)
+
     def writing(self, name: str) -> int:
         """Bytes that `Output.write` takes beside the value, where it cannot write in slices."""
         result = self.outputs.get(name)
@@ -121,7 +125,9 @@ RULES: Mapping[str, Rule] = {
     "amax_scale": lambda a: max(a.reading("x"), a.copies("x") + a.size("x")),
     "attention_backward": _attention("d_qkv", 3),
     "attention_forward": _attention("att", 2),
-    "cast": _if_whole("out", lambda a: max(a.reading("x"), a.copies("x") + a.writing("out"))),
+    "cast": lambda a: (
+        max(a.reading("x"), a.copies("x") + a.writing("out")) if a.writing("out") or not a.in_rows("x") else 0
+    ),
     "cross_entropy": _if_whole("d_logits", _elementwise("d_logits", 1, "logits")),
     # Sorted by token, and summed over the positions of a token.
     "embedding_backward": lambda a: a.copies("d_res") + 2 * a.size("d_res"),

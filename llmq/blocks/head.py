@@ -22,14 +22,14 @@ class Head:
 
     def slots(self, b: int, t: int) -> tuple[Slot, ...]:
         """Intermediates for a batch of b sequences of t tokens."""
-        logits, x = (b * t // self.chunks, self.vp), Slot("x", (b, t, self.c))
+        logits = (b * t // self.chunks, self.vp)
         return (
-            x,
+            self._x(b, t),
             Slot("rstd", (b, t), (), "stat"),
             Slot("loss", (b, t), (), "stat"),
             *(Slot(f"logits#{i}", logits) for i in range(self.chunks)),
             Slot("x#last", (b, 1, self.c)),
-            *self.site.slots(x),
+            *self.site.slots(self._x(b, t)),
         )
 
     def backward(self, ops: Ops, a: Slots, d: Slots, w: Parameters, dw: Parameters) -> None:
@@ -38,9 +38,10 @@ class Head:
         for i, start, count in self._chunks(a):
             logits, d_logits, x = a[f"logits#{i}"], d[f"logits#{i}"], a.x.chunk(start, count)
             targets = a.batch.targets.flat(start, count)
-            self.site.forward(ops, a, logits, x, w)
+            at, d_at = (self._cut(frame, start, count) for frame in (a, d))
+            self.site.forward(ops, at, logits, x, w)
             ops.cross_entropy(d_logits, a.loss.flat(start, count), logits, targets, **self.numbers)
-            self.site.backward(ops, a, d, d.x.chunk(start, count), dw, d_logits, x, w)
+            self.site.backward(ops, at, d_at, d.x.chunk(start, count), dw, d_logits, x, w)
         ops.loss_sum(a.total.loss, a.total.tokens, a.loss, a.batch.targets)
         ops.rmsnorm_backward(d.res, dw.norm, d.x, None, a.res, w.norm, a.rstd)
 
@@ -49,7 +50,7 @@ class Head:
         ops.rmsnorm_forward(a.x, a.rstd, a.res, w.norm, eps=self.eps)
         for i, start, count in self._chunks(a):
             logits, targets = a[f"logits#{i}"], a.batch.targets.flat(start, count)
-            self.site.forward(ops, a, logits, a.x.chunk(start, count), w)
+            self.site.forward(ops, self._cut(a, start, count), logits, a.x.chunk(start, count), w)
             loss = a.loss.flat(start, count)  # of the data alone, whatever training adds to it
             ops.cross_entropy(d[f"logits#{i}"], loss, logits, targets, **{**self.numbers, "z_loss": 0.0})
         ops.loss_sum(a.total.loss, a.total.tokens, a.loss, a.batch.targets)
@@ -58,7 +59,14 @@ class Head:
         """a.total.logits (B,1,Vp) of the token at a.batch.index (B,) in each sequence <- a.res."""
         ops.rmsnorm_forward(a.x, a.rstd, a.res, w.norm, eps=self.eps)
         ops.gather_rows(a["x#last"], a.x, a.batch.index)
-        self.site.forward(ops, a, a.total.logits, a["x#last"], w)
+        self.site.forward(ops, self._cut(a, 0, a.batch.index.shape[0]), a.total.logits, a["x#last"], w)
+
+    def _x(self, b: int, t: int) -> Slot:
+        return Slot("x", (b, t, self.c))
+
+    def _cut(self, a: Slots, start: int, count: int) -> Slots:
+        """The frame for `count` rows of the site's input, which cut its own slots too."""
+        return a.chunk([slot.name for slot in self.site.slots(self._x(*a.loss.shape))], start, count)
 
     def _chunks(self, a: Slots) -> list[tuple[int, int, int]]:
         count = a.loss.shape[0] * a.loss.shape[1] // self.chunks

@@ -10,12 +10,13 @@ import numpy as np
 from llmq.backends import Backend, Launch, Op, Run
 from llmq.data.batches.batch import Batch
 from llmq.engine.bind import bind
-from llmq.model.parameters import Row
+from llmq.engine.held import held_copy, held_value
 from llmq.model.rope import document_positions, rope_table
-from llmq.plan.names import storage_name
+from llmq.plan.names import scale_ref, storage_name
 from llmq.plan.observe import FIELDS, STRIDE
 from llmq.plan.plan import SCALE_STRIDE, Plan
-from llmq.tensor import Ref
+from llmq.row import Row
+from llmq.tensor import DTYPES, Ref, Tensor
 
 WARM_UP_PASSES = 8  # fp8 scales settle in about as many passes as a layer has matmuls in a chain
 SETTLED = 0.05  # relative change of every scale between two passes
@@ -58,23 +59,26 @@ class Engine:
     # parameters
 
     def load(self, parameters: Iterable[tuple[Row, np.ndarray]]) -> None:
-        """Sets masters from whole parameters (padded, any float dtype) and makes all copies; moments become zero.
-
-        A frozen row is set itself, as it is held once.
-        """
-        missing = {row.name for row in self.plan.rows}
-        for row, values in parameters:
-            self._write(self.plan.held(row.name), values)
-            missing.discard(row.name)
-        assert not missing, f"parameters not given: {sorted(missing)}"
+        """Sets masters from whole parameters (padded, any float dtype) and makes all copies; moments become zero."""
+        self._set(parameters, self.plan.rows)
         for state in self.plan.moments.values():
             self._fill(state.m, 0)
             self._fill(state.v, 0)
         self.run("publish")
 
     def parameter(self, name: str) -> np.ndarray:
-        """Master of a parameter, or a frozen one itself, padded, in its own dtype (a copy)."""
-        return self._read(self.plan.held(name))
+        """Master of a parameter, or a frozen one itself, padded, in its own dtype (a copy).
+
+        One that is held in a form is given as what that stands for.
+        """
+        ref = self.plan.held(name)
+        if ref.form is None:
+            return self._read(ref)
+        value = np.empty(ref.shape, DTYPES[ref.dtype])
+        for one, target in zip(ref.entries, _entries(ref, value), strict=True):
+            copy = Tensor(one.name, self._read(one), one.shape, one.form, self._read(scale_ref(one)))
+            target[...] = held_value(copy, one.dtype)
+        return value
 
     def gradient(self, name: str) -> np.ndarray:
         """Gradient of a parameter as accumulated since the step began: a sum over trained tokens (a copy)."""
@@ -161,8 +165,9 @@ class Engine:
         for name in self.plan.state():
             yield name, self._memory.read(name)
 
-    def restore(self, read: Callable[[str], np.ndarray]) -> None:
-        """Sets the state from `read(name)` and makes all copies of the weights."""
+    def restore(self, read: Callable[[str], np.ndarray], frozen: Iterable[tuple[Row, np.ndarray]] = ()) -> None:
+        """Sets the state from `read(name)`, and the `frozen` rows, which it lacks; makes all copies of the weights."""
+        self._set(frozen, [row for row in self.plan.rows if not row.trainable])
         for name in self.plan.state():
             self._memory.write(name, read(name))
         self.run("publish")
@@ -207,6 +212,21 @@ class Engine:
         """Whether any program reads or writes a tensor."""
         return storage_name(ref) in self.plan.persistent
 
+    def _set(self, parameters: Iterable[tuple[Row, np.ndarray]], expected: Iterable[Row]) -> None:
+        """Sets masters, or what is held of frozen rows, from the values of all `expected` rows."""
+        missing = {row.name for row in expected}
+        for row, values in parameters:
+            ref = self.plan.held(row.name)
+            if ref.form is None:
+                self._write(ref, values)
+            else:
+                for one, value in zip(ref.entries, _entries(ref, values), strict=True):
+                    numbers, scale = held_copy(one, value)
+                    self._write(one, numbers)
+                    self._write(scale_ref(one), scale)
+            missing.discard(row.name)
+        assert not missing, f"parameters not given: {sorted(missing)}"
+
     def _write(self, ref: Ref, values: np.ndarray) -> None:
         self._memory.write(storage_name(ref), values)
 
@@ -230,3 +250,8 @@ class Engine:
         if self.plan.scales:
             self._write(cells.limits, np.array(self.plan.limits))
             self._fill(cells.always, 1)
+
+
+def _entries(ref: Ref, values: np.ndarray) -> np.ndarray:
+    """The values of a stack's entries, or of one tensor."""
+    return values if ref.is_stack else values[None]

@@ -25,9 +25,9 @@ from llmq.backends import Backend, Op, Run
 from llmq.data.batches.batch import Batch
 from llmq.engine.engine import Engine
 from llmq.hardware.nvml import Background, Reading
-from llmq.model.parameters import Row
 from llmq.plan.plan import Plan, make_plan
 from llmq.plan.spec import Spec
+from llmq.row import Row
 
 BLOCK = 1 << 20  # random values that fill all weights, over and over
 ZIPF = 1.2

@@ -11,7 +11,7 @@ import math
 import os
 import re
 import shutil
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from functools import partial
@@ -25,7 +25,7 @@ from llmq.disk import check_free_space, existing_folder, storage, sync_folder
 from llmq.errors import DataError, StorageError, UsageError
 from llmq.files import weight_files
 from llmq.model.config import DEQUANTIZE, ModelConfig, read_json, to_hf
-from llmq.model.parameters import Row
+from llmq.row import Row
 from llmq.tensor import DTYPES
 
 if TYPE_CHECKING:
@@ -52,21 +52,13 @@ _WRITTEN = re.compile(
 _storage = partial(storage, failed="the model cannot be written", advice="free some space or choose another --out-dir")
 
 
-def read_parameters(folder: Path, rows: Sequence[Row]) -> Iterator[tuple[Row, np.ndarray]]:
-    """Checks all tensors of a model folder against `rows`, then yields each row with its value, in order.
+def checked_tensors(folder: Path, rows: Sequence[Row]) -> dict[str, weight_files.Stored]:
+    """The tensors of a model folder by name, checked to be those of `rows`.
 
-    Values have the row's shape (fused, padded rows zero) and the file's dtype (fp32 where the parts of a row differ).
-    At most one row is in memory at a time. DataError lists everything missing, extra, misshapen or of a wrong type;
-    it is raised by the call, not by the iteration.
+    DataError lists everything missing, extra, misshapen or of a wrong type, and a tied head unlike the embedding.
     """
     stored = weight_files.stored_tensors(folder)
-    _check_tensors(folder, stored, rows)
-    return _values(stored, rows)
-
-
-def _check_tensors(folder: Path, stored: dict[str, weight_files.Stored], rows: Sequence[Row]) -> None:
-    """Compares names, shapes and types with `rows`, and a tied head with the embedding; all problems in one error."""
-    wanted = {part.name: (part.stop - part.start, *row.shape[1:]) for row in rows for part in row.parts}
+    wanted = {piece.name: piece.shape for piece in _pieces(rows)}
     if quantized := [name for name in stored if _QUANTIZED.search(name)]:
         raise DataError(f"{folder} is quantized (it has {quantized[0]}): {DEQUANTIZE}")
     named = {name: tensor for name, tensor in stored.items() if not _BUFFER.search(name)}
@@ -86,6 +78,7 @@ def _check_tensors(folder: Path, stored: dict[str, weight_files.Stored], rows: S
     if problems + unfit:
         listed = "\n".join(f"  - {p}" for p in problems + unfit)
         raise DataError(f"{folder} does not fit its config.json:\n{listed}")
+    return stored
 
 
 def _grouped(title: str, names: list[str]) -> list[str]:
@@ -118,12 +111,16 @@ def _equal(stored: dict[str, weight_files.Stored], one: str, other: str) -> bool
     return True
 
 
-def _values(stored: dict[str, weight_files.Stored], rows: Sequence[Row]) -> Iterator[tuple[Row, np.ndarray]]:
+def read_rows(stored: Mapping[str, weight_files.Stored], rows: Iterable[Row]) -> Iterator[tuple[Row, np.ndarray]]:
+    """Each of `rows` with its value, one in memory at a time.
+
+    Values have the row's shape (fused, padded rows zero) and the file's dtype (fp32 where the parts of a row differ).
+    """
     with ExitStack() as stack:
         files: dict[Path, Any] = {}
         for row in rows:
-            types = {stored[part.name].dtype for part in row.parts}
-            value = np.zeros(row.shape, DTYPES[weight_files.FILE_DTYPES[types.pop()] if len(types) == 1 else "fp32"])
+            types = {weight_files.FILE_DTYPES[stored[part.name].dtype] for part in row.parts}
+            value = np.zeros(row.part_axes, DTYPES[types.pop() if len(types) == 1 else "fp32"])
             for part in row.parts:
                 tensor = stored[part.name]
                 try:
@@ -134,7 +131,7 @@ def _values(stored: dict[str, weight_files.Stored], rows: Sequence[Row]) -> Iter
                         value[part.start + start : part.start + stop] = view[start:stop]
                 except (SafetensorError, OSError) as error:
                     raise DataError(f"{tensor.path} cannot be read: {error}") from None
-            yield row, value
+            yield row, value.reshape(row.shape)
 
 
 @dataclass(frozen=True)
@@ -211,9 +208,8 @@ def export_bytes(rows: Sequence[Row], dtype: str) -> int:
 
 
 def _pieces(rows: Sequence[Row]) -> list[weight_files.Piece]:
-    return [
-        weight_files.Piece(part.name, (part.stop - part.start, *row.shape[1:])) for row in rows for part in row.parts
-    ]
+    parts = ((row, part) for row in rows for part in row.parts)
+    return [weight_files.Piece(part.name, (part.stop - part.start, *row.part_axes[1:])) for row, part in parts]
 
 
 def check_export(
@@ -358,7 +354,7 @@ def _slices(rows: Sequence[Row], read: Callable[[Row], np.ndarray], dtype: str) 
 def _row_slices(row: Row, value: np.ndarray, dtype: str) -> Iterator[np.ndarray]:
     assert value.shape == row.shape, f"{row.name} has shape {value.shape}, not {row.shape}"
     for part in row.parts:
-        whole = value[part.start : part.stop]
+        whole = value.reshape(row.part_axes)[part.start : part.stop]
         for start, stop in weight_files.chunks(whole.shape):
             piece = whole[start:stop]
             with np.errstate(over="ignore"):

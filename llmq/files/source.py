@@ -9,7 +9,7 @@ from __future__ import annotations
 import hashlib
 import math
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -18,17 +18,19 @@ import numpy as np
 
 from llmq.errors import UsageError
 from llmq.files.hub import model_folder
-from llmq.files.huggingface import read_parameters, tokenizer_files
-from llmq.files.weight_files import stored_dtype
+from llmq.files.huggingface import checked_tensors, read_rows, tokenizer_files
+from llmq.files.weight_files import Stored, stored_dtype
 from llmq.model.config import ModelConfig, from_folder
-from llmq.model.parameters import Row
+from llmq.model.parameters import parameter_rows, rows_of_file
 from llmq.model.presets import preset
+from llmq.row import Row
 
 if TYPE_CHECKING:
     from llmq.options.sections import ModelOptions
 
 INIT_STD = 0.02
 BLOCK = 1 << 18  # elements drawn from one stream
+Values = Callable[[Sequence[Row]], Iterator[tuple[Row, np.ndarray]]]
 
 
 @dataclass(frozen=True)
@@ -71,15 +73,29 @@ def _preset(name: str) -> ModelConfig:
         raise UsageError(f"--model {name}: no such folder, and {error}; models of the Hub are ORG/NAME") from None
 
 
-def initial_parameters(source: ModelSource, rows: Sequence[Row], seed: int) -> Iterator[tuple[Row, np.ndarray]]:
-    """Every row with its first value in fp32, in order: read from the source's files, or drawn.
+def open_parameters(source: ModelSource, seed: int) -> Values:
+    """A function that gives each of some rows with its first value: the model's from the source's files, in their
+    dtype, and others, or all of a model from scratch, drawn in fp32.
 
-    Files are checked by the call, before the first value; see read_parameters for the errors.
+    Files are checked by this call; see checked_tensors for the errors.
     """
+    stored: dict[str, Stored] = {}
     if not source.from_scratch:
         assert source.folder is not None
-        return ((row, value.astype(np.float32, copy=False)) for row, value in read_parameters(source.folder, rows))
-    return ((row, drawn(source, row, seed)) for row in rows)
+        stored = checked_tensors(source.folder, parameter_rows(source.config))
+
+    def values(rows: Sequence[Row]) -> Iterator[tuple[Row, np.ndarray]]:
+        read = () if source.from_scratch else rows_of_file(rows)
+        yield from read_rows(stored, read)
+        names = {row.name for row in read}
+        yield from ((row, drawn(source, row, seed)) for row in rows if row.name not in names)
+
+    return values
+
+
+def initial_parameters(source: ModelSource, rows: Sequence[Row], seed: int) -> Iterator[tuple[Row, np.ndarray]]:
+    """Each of `rows` with its first value, as by `open_parameters`."""
+    return open_parameters(source, seed)(rows)
 
 
 def drawn(source: ModelSource, row: Row, seed: int) -> np.ndarray:
@@ -87,7 +103,7 @@ def drawn(source: ModelSource, row: Row, seed: int) -> np.ndarray:
 
     Padded rows are zero.
     """
-    value = np.zeros(row.shape, np.float32)
+    value = np.zeros(row.part_axes, np.float32)
     if row.init == "ones":
         value[: row.parts[-1].stop] = 1
     residual = row.init == "residual"
@@ -98,7 +114,7 @@ def drawn(source: ModelSource, row: Row, seed: int) -> np.ndarray:
             block = flat[start : start + BLOCK]
             block[:] = normal_block(seed, row.name, start // BLOCK, block.size)
             block *= np.float32(std)
-    return value
+    return value.reshape(row.shape)
 
 
 def normal_block(seed: int, name: str, block: int, count: int) -> np.ndarray:

@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from llmq.model.parameters import Row
+from llmq.row import Row
 from llmq.tensor import Ref, num_norm_tiles
 
 if TYPE_CHECKING:
@@ -64,7 +64,7 @@ def update(
     Scales change first: a weight copy written here and its scale stay together until the next update.
     """
     first = 0
-    for grad in grads.refs.values():
+    for grad in grads.sums(ops):
         count = num_norm_tiles(grad.shape)
         ops.sum_squares(cells["partials"].flat(first, count), grad)
         first += count
@@ -72,12 +72,12 @@ def update(
     ops.grad_scale(cells["norm"], cells["grad_scale"], cells["apply"], *sums, grad_clip=hyper.grad_clip)
     update_scales(ops, cells, cells["apply"])
     scalars = (cells["grad_scale"], cells["apply"], cells["learning_rate"], cells["step"])
-    for (row, state), weight in zip(moments.walk(ops), weights.written(ops), strict=True):
+    for (row, state), weight, grad in zip(moments.walk(ops), weights.written(ops), grads.sums(ops), strict=True):
         ops.adamw(
             *state,
             weight,
             *state,
-            grads.refs[row.name],
+            grad,
             *scalars,
             beta_1=hyper.beta_1,
             beta_2=hyper.beta_2,

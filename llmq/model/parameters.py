@@ -12,9 +12,10 @@ from itertools import groupby
 from typing import Any
 
 from llmq.model.config import ModelConfig
-from llmq.tensor import Part, Row
+from llmq.row import Part, Row
 
 HEAD = "head"  # the linear map to the logits
+SPLITS = {"qkv": 0, "o": 1, "up": 0, "down": 1}  # axes along which tensor parallelism cuts the weights of a layer
 VOCAB_MULTIPLE = 128  # the vocabulary is padded to this, so that every matmul is aligned; padded rows stay zero
 
 
@@ -25,7 +26,7 @@ def padded_vocab(config: ModelConfig) -> int:
 
 def num_parameters(rows: Iterable[Row]) -> int:
     """Parameters of a model as published: without the padding of the vocabulary."""
-    return sum((row.parts[-1].stop - row.parts[0].start) * math.prod(row.shape[1:]) for row in rows)
+    return sum((row.parts[-1].stop - row.parts[0].start) * math.prod(row.part_axes[1:]) for row in rows)
 
 
 def parameter_rows(config: ModelConfig) -> tuple[Row, ...]:
@@ -33,7 +34,7 @@ def parameter_rows(config: ModelConfig) -> tuple[Row, ...]:
     c, f, hd = config.hidden_size, config.intermediate_size, config.head_dim
     q, kv = config.num_heads * hd, config.num_kv_heads * hd
     v, vp = config.vocab_size, padded_vocab(config)
-    rows = [Row("embed.weight", (vp, c), (Part("model.embed_tokens.weight", 0, v),), "normal", decay=True)]
+    rows = [Row("embed.weight", (vp, c), (Part("model.embed_tokens.weight", 0, v),), "normal", decay=True, split=0)]
 
     def add(layer: int, name: str, shape: tuple[int, ...], init: str, *parts: tuple[str, int]) -> None:
         start, cut, full = 0, [], f"layers.{layer}.{name}"
@@ -41,7 +42,8 @@ def parameter_rows(config: ModelConfig) -> tuple[Row, ...]:
             cut.append(Part(f"model.layers.{layer}.{suffix}", start, start + size))
             start += size
         site = full.rpartition(".")[0] if full.endswith((".weight", ".bias")) else None
-        rows.append(Row(full, shape, tuple(cut), init, decay=len(shape) > 1, layer=layer, site=site))
+        split = SPLITS.get(name.split(".")[1])
+        rows.append(Row(full, shape, tuple(cut), init, decay=len(shape) > 1, layer=layer, site=site, split=split))
 
     for n in range(config.num_layers):
         att, mlp = "self_attn.", "mlp."
@@ -59,7 +61,8 @@ def parameter_rows(config: ModelConfig) -> tuple[Row, ...]:
         add(n, "mlp.down.weight", (c, f), "residual", (f"{mlp}down_proj.weight", c))
     rows.append(Row("head.norm", (c,), (Part("model.norm.weight", 0, c),), "ones", decay=False))
     if not config.tie_embeddings:
-        rows.append(Row("head.weight", (vp, c), (Part("lm_head.weight", 0, v),), "normal", decay=True, site=HEAD))
+        lm_head = (Part("lm_head.weight", 0, v),)
+        rows.append(Row("head.weight", (vp, c), lm_head, "normal", decay=True, site=HEAD, split=0))
     return tuple(rows)
 
 
@@ -69,6 +72,26 @@ def fitted_rows(config: ModelConfig, sites: Mapping[str, Any]) -> tuple[Row, ...
     groups = [(site, list(rows)) for site, rows in groupby(parameter_rows(config), key=lambda row: row.site)]
     groups += [] if any(site == HEAD for site, _ in groups) else [(HEAD, [])]
     return tuple(row for site, rows in groups for row in (sites[site].rows(rows) if site else rows))
+
+
+def rows_of_file(rows: Iterable[Row], file: str = "model") -> tuple[Row, ...]:
+    """The rows that are loaded from and stored in a file: the model's, or those of an adapter."""
+    return tuple(row for row in rows if row.file == file)
+
+
+def shard(row: Row, rank: int, world: int) -> tuple[slice, ...]:
+    """The slices of a row along its axis `split` that a rank of tensor parallelism has, one after the other.
+
+    Of what is fused along that axis (q, k and v; gate and up) it has a slice each. ValueError for what cannot be cut
+    evenly.
+    """
+    assert row.split is not None and not row.stacked, f"{row.name} is not cut"
+    fused = row.split == 0 and len(row.parts) > 1
+    pieces = [(part.start, part.stop) for part in row.parts] if fused else [(0, row.shape[row.split])]
+    if uneven := [stop - start for start, stop in pieces if (stop - start) % world]:
+        raise ValueError(f"{row.name}: {uneven[0]} along axis {row.split} cannot be cut evenly for {world} ranks")
+    sizes = [((stop - start) // world, start) for start, stop in pieces]
+    return tuple(slice(start + rank * size, start + (rank + 1) * size) for size, start in sizes)
 
 
 def linear_maps(config: ModelConfig) -> dict[str, int]:

@@ -8,7 +8,7 @@ make what was dropped (llmq/plan/passes/fates.py).
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
@@ -34,7 +34,7 @@ class Result:
     @cached_property
     def refs(self) -> tuple[Ref, ...]:
         """A Ref for each wanted form."""
-        return tuple(self.ref if form is self.ref.form else replace(self.ref, form=form) for form in self.forms)
+        return tuple(self.ref if form is self.ref.form else self.ref.in_form(form) for form in self.forms)
 
 
 @dataclass(frozen=True)

@@ -10,11 +10,11 @@ from llmq.tensor import Ref, scale_shape
 def storage_name(ref: Ref) -> str:
     """Unique name of the bytes that a Ref stands for."""
     if ref.space == "activation":
-        name = ref.name + ("~" if ref.again else "") + ("@host" if ref.home == "host" else "")
+        name = ref.owner + ("~" if ref.again else "") + ("@host" if ref.home == "host" else "")
     elif ref.form is None and ref.value_in is not None:
-        return f"{ref.value_in}:{ref.name}"
+        return f"{ref.value_in}:{ref.owner}"
     else:
-        name = f"{ref.space}:{ref.name}"
+        name = f"{ref.space}:{ref.owner}"
     return f"{name}@{ref.form.key}" if ref.form else name
 
 
@@ -45,4 +45,4 @@ def own_scales(ref: Ref) -> Ref:
     """The scales of a copy that owns them: one more tensor, which lives as long as the copy's bytes."""
     assert ref.form is not None and ref.form.owns_scales
     name, shape = f"{ref.name}@scale/{ref.form.key}", scale_shape(ref.whole or ref.shape, ref.form)
-    return replace(ref, name=name, shape=shape, dtype="fp32", form=None, span=None, whole=(), value_in=None)
+    return replace(ref, name=name, shape=shape, dtype="fp32", form=None, span=None, whole=(), value_in=None, held=None)

@@ -8,7 +8,6 @@ copy: six numbers, as the op `quantization_error` gives them.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
 
 from llmq.ops.record import Call, Result
 from llmq.ops.seam import record
@@ -18,13 +17,16 @@ from llmq.tensor import Form, Ref
 FIELDS, STRIDE = 6, 8  # numbers of a cell, and from one cell to the next
 
 
-def observed(calls: Sequence[Call], masters: Mapping[str, Ref]) -> tuple[list[Call], dict[str, tuple[str, ...]]]:
-    """The calls with measurements between them, and by cell, in order, the sites that read the copy."""
+def observed(calls: Sequence[Call], values: Mapping[str, Ref]) -> tuple[list[Call], dict[str, tuple[str, ...]]]:
+    """The calls with measurements between them, and by cell, in order, the sites that read the copy.
+
+    `values` are those of weights by name; a weight that has none there is not measured.
+    """
     forms: dict[str, tuple[Ref, Form]] = {}
     sites: dict[str, dict[str, None]] = {}
     for call in calls:
         for ref in call.inputs:
-            if ref is None or ref.form is None or ref.form.scaling is None:
+            if ref is None or ref.form is None or ref.form.scaling is None or _is_held(ref, values):
                 continue
             if ref.form.layout == "row":
                 forms.setdefault(ref.name, (ref, ref.form))
@@ -35,10 +37,10 @@ def observed(calls: Sequence[Call], masters: Mapping[str, Ref]) -> tuple[list[Ca
 
     def measured(value: Ref, ref: Ref, form: Form, phase: str) -> Call:
         cell = whole.flat(cells[scale_cell(ref, form.dtype)] * STRIDE, FIELDS)
-        return Call("quantization_error", (Result(cell),), (cell, value, replace(ref, form=form)), {}, phase)
+        return Call("quantization_error", (Result(cell),), (cell, value, ref.in_form(form)), {}, phase)
 
     weights = [(ref, form) for ref, form in forms.values() if ref.space == "weight"]
-    found = [measured(masters.get(ref.name, replace(ref, form=None)), ref, form, "forward") for ref, form in weights]
+    found = [measured(values[ref.name], ref, form, "forward") for ref, form in weights]
     for call in calls:
         found.append(call)
         made = [r.ref for r in call.outputs if r is not None and r.ref.space == "activation" and not r.ref.again]
@@ -51,9 +53,15 @@ def errors_cell(count: int) -> Ref:
     return Ref("quantization_error", "cell", (count * STRIDE,), "fp32")
 
 
+def _is_held(ref: Ref, values: Mapping[str, Ref]) -> bool:
+    """Whether this is a copy of a weight that has no value to compare it with."""
+    return ref.held is not None or (ref.space == "weight" and ref.name not in values)
+
+
 def _site(call: Call) -> str:
     """Name of the site that makes a call: that of its weight, or of the head where it is the embedding's."""
     refs = [*(result.ref for result in call.outputs if result is not None), *(ref for ref in call.inputs if ref)]
-    names = [ref.name for ref in refs if ref.space in ("weight", "grad")]
-    name = next(name for name in names if name.endswith("weight")).removesuffix(".weight")
+    refs = [ref.held or ref for ref in refs]
+    names = [ref.cell or ref.name for ref in refs if ref.space in ("weight", "grad") or ref.cell is not None]
+    name = next(site for site, found, _ in (name.rpartition(".weight") for name in names) if found)
     return "head" if name == "embed" else name

@@ -16,12 +16,11 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from llmq.errors import UsageError
-from llmq.model.parameters import Row
 from llmq.ops.record import Call
 from llmq.plan.arena import aligned
 from llmq.plan.build import Sites, site_of
 from llmq.plan.memory import ROLES, Memory
-from llmq.plan.names import own_scales, scale_cell, storage_name
+from llmq.plan.names import own_scales, scale_cell, scale_name, scale_ref, storage_name
 from llmq.plan.observe import errors_cell, observed
 from llmq.plan.passes.accumulate import accumulate, collect
 from llmq.plan.passes.casts import casts
@@ -33,6 +32,7 @@ from llmq.plan.passes.prune import prune
 from llmq.plan.passes.transfers import transfers
 from llmq.plan.recordings import Recordings, Stores
 from llmq.plan.spec import Spec
+from llmq.row import Row
 from llmq.stores.activations import Frame
 from llmq.stores.moments import State
 from llmq.tensor import LARGEST, Ref, stored_bytes
@@ -101,13 +101,15 @@ class Plan:
         return total
 
     def held(self, name: str) -> Ref:
-        """Where the value of a parameter is: its master, or the weight itself where it is frozen."""
+        """Where the value of a parameter is: its master, or the weight itself, in its form, where it is frozen."""
         return self.moments[name].master if name in self.moments else self.weights[name]
 
     def state(self) -> dict[str, Ref]:
-        """Storages that a checkpoint holds: masters, moments, and the state of persistent scales."""
+        """Storages that a checkpoint holds: masters, moments, and the state of persistent scales; frozen rows are
+        loaded anew."""
         names = [storage_name(ref) for state in self.moments.values() for ref in state]
-        scales = sorted(name for name, ref in self.persistent.items() if ref.space == "scale")
+        remade = {scale_name(one) for ref in self.weights.values() if ref.form is not None for one in ref.entries}
+        scales = sorted(name for name, ref in self.persistent.items() if ref.space == "scale" and name not in remade)
         return {name: self.persistent[name] for name in names + scales}
 
     @property
@@ -133,8 +135,7 @@ def make_plan(
         "evaluate": forms(prune(recordings.evaluate()), {}),
         "generate": forms(prune(recordings.generate()), {}),
     }
-    masters = {name: state.master for name, state in recordings.moments.refs.items()}
-    measured, readers = observed(fated[False], masters) if spec.observe else ([], {})
+    measured, readers = observed(fated[False], recordings.values()) if spec.observe else ([], {})
     if readers:
         reading["observe"] = forms(measured, {}, fates.offloaded)
     weights = reads_of_weights([*training.values(), reading["evaluate"], reading["generate"]])
@@ -151,7 +152,8 @@ def make_plan(
     programs["update"] = _program("update", forms(recordings.update(cells), weights), collects=True)
     programs["calibrate"] = _program("calibrate", forms(recordings.calibrate(cells), {}))
     assert _delayed_cells(programs.values()) == scales
-    persistent = _persistent(programs.values())
+    frozen = [row for row in recordings.rows if not row.trainable]
+    persistent = _persistent(programs.values()) | _loaded(recordings.weights.refs[row.name] for row in frozen)
     if scratch_bytes is not None:
         persistent |= _scratch(programs.values(), scratch_bytes)
     if readers:
@@ -240,12 +242,19 @@ def _persistent(programs: Iterable[Program]) -> dict[str, Ref]:
         is_master = ref.form is None and ref.value_in is not None
         if ref.space == "activation" or is_master:  # the optimizer's Ref of the same bytes says that it is a master
             continue
-        whole = replace(ref, span=None, shape=ref.whole, whole=()) if ref.span else ref
+        whole = ref.entire if ref.span else ref
         found[storage_name(ref)] = whole
         if ref.form is not None and ref.form.owns_scales:
             owned = own_scales(whole)
             found[storage_name(owned)] = owned
     return found
+
+
+def _loaded(frozen: Iterable[Ref]) -> dict[str, Ref]:
+    """Storages of frozen rows, and of the scales of those held in a form: loading sets them, and perhaps no program
+    reads them."""
+    held = [one for ref in frozen for one in (ref.entries if ref.form is not None else (ref,))]
+    return {storage_name(ref): ref for ref in (*held, *(scale_ref(ref) for ref in held if ref.form is not None))}
 
 
 def _scratch(programs: Iterable[Program], scratch_bytes: Scratch) -> dict[str, Ref]:

@@ -13,11 +13,12 @@ from llmq.model.parameters import fitted_rows
 from llmq.ops.record import Call, Recorder
 from llmq.plan.build import Sites, build_model, without_noise
 from llmq.plan.spec import Spec
+from llmq.row import Row
 from llmq.stores.activations import Frame, Frames
 from llmq.stores.grads import ReplicatedGrads
 from llmq.stores.moments import ReplicatedMoments
 from llmq.stores.weights import ReplicatedWeights
-from llmq.tensor import Ref, Row, num_norm_tiles
+from llmq.tensor import Ref, num_norm_tiles
 
 
 @dataclass(frozen=True)
@@ -41,7 +42,7 @@ class Recordings:
         self.moments = stores.moments(self.rows, p.master, p.m, p.v)
         self.grads = {last: stores.grads(self.rows, p.grad, last=last) for last in (False, True)}
         cells = {name: Ref(name, "cell", (1,), p.stat) for name in ("norm", "grad_scale", "apply", "learning_rate")}
-        num_partials = sum(num_norm_tiles(ref.shape) for ref in self.grads[True].refs.values())
+        num_partials = sum(num_norm_tiles(grad.shape) for grad in self.grads[True].sums(Recorder()))
         cells["step"] = Ref("step", "cell", (1,), "int32")
         cells["partials"] = Ref("partials", "cell", (num_partials,), p.stat)
         sums = {"loss": Ref("loss", "sum", (1,), p.stat), "tokens": Ref("tokens", "sum", (1,), "int32")}
@@ -62,6 +63,11 @@ class Recordings:
     def frames(self) -> Frames:
         """Of the micro-batches of training."""
         return self._frames(self.model, self.batch, self.sums, 0)
+
+    def values(self) -> dict[str, Ref]:
+        """Where the value of each weight is: its master, or itself where it is frozen. One held in a form has none."""
+        masters = {row.name: state.master for row, state in self.moments.walk(Recorder(), masters_only=True)}
+        return {**{ref.name: ref for ref in self.weights.frozen()}, **masters}
 
     def train(self, *, last: bool) -> list[Call]:
         """One forward and backward; `last` in its step."""

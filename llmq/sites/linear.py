@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
-from llmq.tensor import COLSUM, Form, Ref, Row, Slot
+from llmq.row import Row
+from llmq.tensor import COLSUM, Form, Ref, Slot
 
 
 class Copies(NamedTuple):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import Any
 
 from llmq.tensor import Ref, Slot
@@ -21,6 +22,10 @@ class Frame:
 
     def __getitem__(self, key: Any) -> Any:
         return self._refs[key]
+
+    def chunk(self, names: Iterable[str], start: int, count: int) -> Frame:
+        """The frame with rows [start, start + count) in place of the slots `names`."""
+        return Frame({**self._refs, **{name: self._refs[name].chunk(start, count) for name in names}})
 
 
 class Frames:

@@ -18,7 +18,7 @@ class Bundle:
         return self._children.get(name)
 
 
-def bundle_tree(refs: Mapping[str, Ref]) -> Bundle:
+def bundle_tree(refs: Mapping[str, Ref | None]) -> Bundle:
     """All of `refs` as one tree: `tree.layers.3` is reached with `branch(tree, "layers.3")`."""
     root = Bundle()
     for path, ref in refs.items():
@@ -42,6 +42,6 @@ def part_bundle(tree: Bundle, part: str | int) -> Bundle:
     return branch(tree, f"layers.{part}" if isinstance(part, int) else part)
 
 
-def part_tree(refs: Mapping[str, Ref]) -> Bundle:
+def part_tree(refs: Mapping[str, Ref | None]) -> Bundle:
     """Refs by row name as one tree; a tied head, which has no row of its own, is the embedding."""
     return bundle_tree({"head.weight": refs["embed.weight"], **refs} if "embed.weight" in refs else refs)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
-from llmq.model.parameters import Row
+from llmq.row import Row
 from llmq.stores.bundles import Bundle, part_bundle, part_tree
 from llmq.tensor import Ref
 
@@ -19,10 +19,18 @@ class ReplicatedGrads:
 
     def __init__(self, rows: Sequence[Row], dtype: str, *, last: bool = False) -> None:
         self.last = last
-        self.refs = {row.name: Ref(row.name, "grad", row.shape, dtype, row.layer) for row in rows if row.trainable}
-        self._tree = part_tree(self.refs)
+        trained = [row for row in rows if row.trainable]
+        self.refs = {
+            row.name: Ref(row.name, "grad", row.shape, dtype, row.layer, is_stack=row.stacked) for row in trained
+        }
+        self._tree = part_tree({row.name: self.refs.get(row.name) for row in rows})
 
     def walk(self, ops: Any, parts: Iterable[str | int]) -> Iterator[Bundle]:
         """Yields each part's gradients; with one rank there is nothing to reduce after the last write."""
         for part in parts:
             yield part_bundle(self._tree, part)
+
+    def sums(self, ops: Any) -> Iterator[Ref]:
+        """Yields what the optimizer reads: the gradient of each trained row, and entry of a stack, in order."""
+        for ref in self.refs.values():
+            yield from ref.entries

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
 
-from llmq.model.parameters import Row
+from llmq.row import Row
 from llmq.tensor import Ref
 
 
@@ -24,12 +24,18 @@ class ReplicatedMoments:
         dtypes = {"master": master_dtype, "m": m_dtype, "v": v_dtype}
         self.rows = tuple(row for row in rows if row.trainable)
         self.refs = {
-            row.name: State(*(Ref(row.name, space, row.shape, dtype, row.layer) for space, dtype in dtypes.items()))
+            row.name: State(
+                *(
+                    Ref(row.name, space, row.shape, dtype, row.layer, is_stack=row.stacked)
+                    for space, dtype in dtypes.items()
+                )
+            )
             for row in self.rows
         }
 
     def walk(self, ops: Any, *, masters_only: bool = False) -> Iterator[tuple[Row, State]]:
-        """Yields each row with its state, which is written back when the next one is asked for; a resident store has
-        nothing to move. `masters_only` when m and v are not read."""
+        """Yields each row, and entry of a stack, with its state, which is written back when the next one is asked for;
+        a resident store has nothing to move. `masters_only` when m and v are not read."""
         for row in self.rows:
-            yield row, self.refs[row.name]
+            states = zip(*(ref.entries for ref in self.refs[row.name]), strict=True)
+            yield from zip(row.entries, map(State._make, states), strict=True)

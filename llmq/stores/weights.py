@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
-from llmq.model.parameters import Row
+from llmq.row import Row
 from llmq.stores.bundles import Bundle, part_bundle, part_tree
 from llmq.tensor import Ref
 
@@ -13,31 +14,67 @@ from llmq.tensor import Ref
 class ReplicatedWeights:
     """Refs of all parameters in `dtype`; one whose master has the same dtype is its own master.
 
-    A frozen row has no master. It is held in its own dtype, if it has one.
+    A frozen row has no master. It is held in its own dtype, if it has one, or in a form: then every other form that is
+    read comes from a slot, cast a part of the model at a time.
     """
 
     def __init__(self, rows: Sequence[Row], dtype: str, master_dtype: str) -> None:
         self.rows = tuple(rows)
         self.refs = {row.name: self._ref(row, dtype, master_dtype) for row in rows}
         self._tree = part_tree(self.refs)
+        self._held: dict[str | int, list[Ref]] = defaultdict(list)  # by part
+        for row in self.rows:
+            if row.stored is not None and row.layer is not None:
+                self._held[row.layer].append(self.refs[row.name])
 
     def walk(self, ops: Any, parts: Iterable[str | int], phase: str) -> Iterator[tuple[str | int, Bundle]]:
-        """Yields (part, bundle) in the order given; a resident store has nothing to fetch or release."""
+        """Yields (part, bundle) in the order given. A resident store has nothing to fetch or release: what it casts are
+        slots, of which the plan keeps what is read, and for as long."""
         for part in parts:
-            yield part, part_bundle(self._tree, part)
+            slots = {ref.name: self._cast(ops, ref, phase) for ref in self._held[part]}
+            yield part, part_bundle(part_tree({**self.refs, **slots}) if slots else self._tree, part)
 
     def written(self, ops: Any) -> Iterator[Ref]:
         """Yields what the copies of each trained row are written to; they are where they belong when the next row's is
         asked for."""
         for row in self.rows:
             if row.trainable:
-                yield self.refs[row.name]
+                yield from self.refs[row.name].entries
 
     def frozen(self) -> list[Ref]:
-        """The rows that are not trained, whose copies are made once."""
-        return [self.refs[row.name] for row in self.rows if not row.trainable]
+        """The rows that are not trained and whose copies are made once, of their value."""
+        rows = [row for row in self.rows if not row.trainable and row.stored is None]
+        return [ref for row in rows for ref in self.refs[row.name].entries]
 
     def _ref(self, row: Row, dtype: str, master_dtype: str) -> Ref:
+        if row.stored is not None:
+            _refuse(row)
         is_master = row.trainable and dtype == master_dtype and row.home == "device"
         value_in = "master" if is_master else None
-        return Ref(row.name, "weight", row.shape, row.dtype or dtype, row.layer, home=row.home, value_in=value_in)
+        about: dict[str, Any] = {"form": row.stored, "home": row.home, "value_in": value_in, "is_stack": row.stacked}
+        return Ref(row.name, "weight", row.shape, row.dtype or dtype, row.layer, **about)
+
+    def _cast(self, ops: Any, held: Ref, phase: str) -> Ref:
+        """A slot with every form of a row that is held in one, whose single scale is theirs as well."""
+        assert held.form is not None
+        cell = held.name if held.form.is_measured else None
+        about: dict[str, Any] = {"cell": cell, "held": held, "is_stack": held.is_stack}
+        slot = Ref(f"{phase}/{held.name}", "activation", held.shape, held.dtype, held.layer, **about)
+        for one, source in zip(slot.entries, held.entries, strict=True):
+            ops.cast(one, source)
+        return slot
+
+
+def _refuse(row: Row) -> None:
+    """ValueError for a row that cannot be held in its form."""
+    form = row.stored
+    assert form is not None
+    if row.trainable:
+        raise ValueError(f"{row.name} is trained, so it cannot be held in {form.key}: freeze it")
+    if row.layer is None or row.site is None or len(row.shape) - row.stacked != 2:
+        raise ValueError(f"{row.name} is no weight of a layer's linear map, so it cannot be held in {form.key}")
+    if form.layout != "row" or form.scaling not in ("current", "tilewise"):
+        raise ValueError(
+            f"{row.name} cannot be held in {form.key}: use rows of fp8 with a scale of the whole (current) or of tiles "
+            "(tilewise)"
+        )

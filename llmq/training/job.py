@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import asdict, dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -21,13 +22,13 @@ from llmq.errors import UsageError
 from llmq.files.checkpoint import Checkpoints, checkpoint_bytes, load_state
 from llmq.files.huggingface import Export, export_folder, exports_anyway, finish_export, open_export, refuse_taken
 from llmq.files.run_lock import held, kept_folder, replaced_whole
-from llmq.files.source import ModelSource, initial_parameters, open_source
+from llmq.files.source import ModelSource, Values, initial_parameters, open_parameters, open_source
 from llmq.hardware import device, gemm_speed
 from llmq.hardware.device import Device
 from llmq.hardware.gemm_speed import GemmSpeed
 from llmq.model import optimizer
 from llmq.model.config import FAMILIES, ModelConfig
-from llmq.model.parameters import Row, num_parameters, padded_vocab, parameter_rows
+from llmq.model.parameters import num_parameters, padded_vocab, rows_of_file
 from llmq.options.commands import continue_command
 from llmq.options.parse import Options
 from llmq.options.sections import RunOptions
@@ -36,6 +37,7 @@ from llmq.plan.advice import refuse_if_too_large, with_fitting_chunks
 from llmq.plan.plan import Plan, make_plan
 from llmq.plan.precision import Precision
 from llmq.plan.spec import Spec
+from llmq.row import Row
 from llmq.tensor import DTYPES
 from llmq.training import auto
 from llmq.training.gpu_log import GpuWatch
@@ -53,7 +55,7 @@ class Job:
     backend: Backend
     seed: int
     source: ModelSource
-    parameters: Iterator[tuple[Row, np.ndarray]] | None
+    parameters: Values  # of rows as they are before the first step
     data: Data
     schedule: Schedule
     plan: Plan
@@ -74,6 +76,11 @@ class Job:
     def tokens_per_step(self) -> int:
         """All tokens of an optimizer step."""
         return self.data.samples_per_step * self.data.seq_len
+
+    def frozen(self) -> Iterable[tuple[Row, np.ndarray]]:
+        """Rows that are not trained, which no checkpoint holds, with their values."""
+        rows = [row for row in self.plan.rows if not row.trainable]
+        return self.parameters(rows) if rows else ()
 
     @property
     def checkpoint_bytes(self) -> int:
@@ -116,7 +123,8 @@ def prepare(options: Options, log: RunLog) -> Job:
     where, seed = device.pick_device(options.system), device.seed_of(options.system)
     past = _open_past(options, log)
     source = open_source(options.model)
-    parameters = None if past.path else initial_parameters(source, parameter_rows(source.config), seed)
+    read_late = partial(initial_parameters, source, seed=seed)  # a resumed run needs no files but for frozen rows
+    parameters = read_late if past.path else open_parameters(source, seed)
     named = open_named(options.source, source, plan_only=_plans_only(options.run), say=log.say)
     dtypes, is_timed = _resolve_precision(options, source.config, where, past)
     data = _open_data(options, source, named, seed, device.packing_problem(where, dtypes.model), past)
@@ -279,7 +287,7 @@ def _open_export(options: Options, source: ModelSource, data: Data, plan: Plan) 
     tokenizer = (data.tokenizer_folder() if source.from_scratch else None) or source.tokenizer_folder
     templates = exported_templates(data.train, tokenizer)
     warning = rebuilt_warning(tokenizer, FAMILIES[config.architecture].model_type)
-    export = open_export(options.export, config, plan.rows, tokenizer, templates.sources)
+    export = open_export(options.export, config, rows_of_file(plan.rows), tokenizer, templates.sources)
     return export, (*templates.notices, *([warning] if warning else []))
 
 
@@ -298,7 +306,7 @@ def _describe(job: Job, log: RunLog) -> None:
     plan, data, config = job.plan, job.data, job.plan.spec.config
     measured = {"measured": f"matrix products at {job.speed.line}"} if job.speed else {}
     log.system({**device.system_facts(job.device), **measured})
-    log.model(job.source.name, parameters=num_parameters(plan.rows), architecture=config.architecture)
+    log.model(job.source.name, parameters=num_parameters(rows_of_file(plan.rows)), architecture=config.architecture)
     windows = data.train.num_windows
     per_epoch = None if windows is None else -(-windows // data.samples_per_step)
     steps = {"tokens per step": job.tokens_per_step, "steps per epoch": per_epoch, "steps": job.schedule.steps}

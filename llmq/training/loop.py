@@ -27,7 +27,7 @@ from llmq.hardware import device
 from llmq.model import speed_of_light as sol
 from llmq.options.parse import Options, changed
 from llmq.plan.plan import Plan
-from llmq.tensor import Row
+from llmq.row import Row
 from llmq.training.fp8_watch import Fp8Watch, carried
 from llmq.training.health import all_finite
 from llmq.training.interrupt import Interrupt
@@ -131,14 +131,13 @@ class _Run:
         """Weights from the source or state from the checkpoint, and the log's file."""
         job, engine = self.job, self.engine
         if job.resume is None:
-            assert job.parameters is not None
-            engine.load(job.parameters)
+            engine.load(job.parameters(job.plan.rows))
             self.log.begin()
             self._warn()
             return
         state, read = load(job.resume)
         check_same(state["must_match"], job.must_match)
-        engine.restore(read)
+        engine.restore(read, job.frozen())
         self.progress = Progress.read(state)
         self.saved = self.progress.step
         self.result = replace(self.result, checkpoint_path=job.resume)
@@ -227,7 +226,7 @@ class _Run:
         self.engine, self.job = Engine(plan, job.backend), replace(job, plan=plan)
         self.light_s = _light_s(self.job)
         _, read = load(path)
-        self.engine.restore(carried(read, old, plan))
+        self.engine.restore(carried(read, old, plan), self.job.frozen())
 
     def _note(self, record: TrainRecord, last: bool) -> None:
         """A step's record to log and watcher; NonFiniteError when steps keep being refused."""

@@ -15,7 +15,7 @@ from safetensors.numpy import load_file, save_file
 from llmq.errors import DataError, LlmqError, StorageError, UsageError
 from llmq.files import huggingface as hf
 from llmq.files import weight_files
-from llmq.files.huggingface import check_export, export_bytes, open_export, read_parameters, write_model
+from llmq.files.huggingface import check_export, checked_tensors, export_bytes, open_export, read_rows, write_model
 from llmq.files.weight_files import INDEX, WEIGHTS, stored_dtype, stored_tensors
 from llmq.model.config import ModelConfig, RopeConfig, from_folder
 from llmq.model.parameters import padded_vocab, parameter_rows
@@ -54,7 +54,8 @@ def write(folder, config, values=None, **options):
 
 
 def load(folder, config=None):
-    return {row.name: value for row, value in read_parameters(folder, parameter_rows(config or from_folder(folder)))}
+    rows = parameter_rows(config or from_folder(folder))
+    return {row.name: value for row, value in read_rows(checked_tensors(folder, rows), rows)}
 
 
 def same(one, other):
@@ -145,7 +146,7 @@ def test_everything_that_does_not_fit_is_said_at_once(tmp_path):
     tensors["model.embed_tokens.weight"] = tensors["model.embed_tokens.weight"].astype(np.float64)
     save_file(tensors, folder / WEIGHTS)
     with pytest.raises(DataError) as caught:
-        read_parameters(folder, parameter_rows(BASE))  # by the call, before any value is asked for
+        checked_tensors(folder, parameter_rows(BASE))
     for text in (
         "missing: lm_head.weight",
         "missing: model.layers.*.mlp.gate_proj.weight (layers 1)",

@@ -12,8 +12,9 @@ from llmq.files import source as source_module
 from llmq.files.huggingface import write_model
 from llmq.files.source import BLOCK, INIT_STD, ModelSource, drawn, initial_parameters, normal_block, open_source
 from llmq.model.config import ModelConfig, from_folder
-from llmq.model.parameters import VOCAB_MULTIPLE, Part, Row, parameter_rows
+from llmq.model.parameters import VOCAB_MULTIPLE, parameter_rows
 from llmq.model.presets import PRESETS
+from llmq.row import Part, Row
 from llmq.tensor import DTYPES
 
 CONFIG = ModelConfig(
@@ -43,15 +44,15 @@ def rows(config=CONFIG):
     return parameter_rows(config)
 
 
-def test_a_folder_is_read_as_fp32(tmp_path):
+def test_a_folder_is_read_as_it_is_stored(tmp_path):
     values = write(tmp_path / "m")
     source = open_source(options(tmp_path / "m"))
     assert (source.config, source.folder, source.tokenizer_folder) == (CONFIG, tmp_path / "m", None)
     read = {row.name: value for row, value in initial_parameters(source, rows(), seed=0)}
     assert list(read) == [row.name for row in rows()]
     for name, value in read.items():
-        assert value.dtype == np.float32
-        np.testing.assert_array_equal(value, values[name].astype(np.float32))
+        assert value.dtype == DTYPES[CONFIG.dtype]
+        np.testing.assert_array_equal(value, values[name])
     (tmp_path / "m" / "tokenizer.json").write_text("{}")
     assert open_source(options(tmp_path / "m")).tokenizer_folder == tmp_path / "m"
 

@@ -1,25 +1,46 @@
-"""The seams carry what comes next: an adapter site, streamed weights, states and slots on the host, each a class here.
+"""The seams carry what comes next: adapters, a quantized base, experts, streamed weights, states and slots on the host.
 
-Nothing outside this file knows of them. Each is bit-equal to the run without it, or checked against the maths.
+Each is a class of tests/rooms.py, of which llmq knows nothing. It is bit-equal to the run without it, or checked
+against the maths.
 """
 
 import random
 from dataclasses import replace
+from functools import partial
 
 import numpy as np
 import pytest
-from rooms import HostMoments, StreamedWeights, adapted, streams
-from tiny_engines import BF16, FP8, FP32, FP64, PRECISIONS, batch, bits, engine_of, plan_of, tiny, train_steps
+from rooms import TENSORWISE, TILEWISE, FetchedGrads, HostMoments, StreamedWeights, adapted, experts, streams
+from tiny_engines import (
+    BF16,
+    FP8,
+    FP32,
+    FP64,
+    PRECISIONS,
+    batch,
+    bits,
+    engine_of,
+    plan_of,
+    tiny,
+    train_steps,
+)  # fmt: skip
 
 from llmq.backends.host import HostBackend
+from llmq.backends.planned import PlannedBackend
+from llmq.errors import UsageError
+from llmq.ops.cuda.linear import planned_problem
 from llmq.ops.record import call_of
+from llmq.ops.seam import record
 from llmq.plan import plan as planning
 from llmq.plan.arena import aligned
 from llmq.plan.memory import Memory
 from llmq.plan.recordings import Stores
-from llmq.tensor import stored_bytes
+from llmq.sites.bf16 import Bf16Linear
+from llmq.tensor import Form, stored_bytes
 
 LANES = planning.lanes
+HELD = pytest.mark.parametrize("stored", [TENSORWISE, TILEWISE], ids=lambda form: form.scaling)
+UNTIED = tiny(tie_embeddings=False)
 ALL = pytest.mark.parametrize("precision", PRECISIONS.values(), ids=PRECISIONS)
 
 
@@ -55,9 +76,8 @@ def result_of(plan, backend=None):
 def test_an_adapter_is_a_site(precision):
     plan, plain = plan_of(precision, sites=adapted), plan_of(precision)
     frozen = {row.name for row in plan.rows if not row.trainable}
-    assert frozen == {row.name for row in plain.rows if row.site and row.site != "head"}
-    for space in ("grad", "master", "m", "v"):
-        assert not [name for name, ref in plan.persistent.items() if ref.space == space and ref.name in frozen]
+    assert frozen == {row.name for row in plain.rows if row.site}
+    assert_not_trained(plan, frozen)
     assert all(plan.table()[name] < plain.table()[name] for name in ("Gradients", "Adam M", "Adam V"))
     engine = engine_of(plan)
     before = {name: engine.parameter(name) for name in frozen}
@@ -71,8 +91,16 @@ def test_an_adapter_is_a_site(precision):
     assert result_of(block)[:2] == result_of(plan)[:2]
 
 
-def test_the_gradients_of_an_adapter_are_those_of_finite_differences():
-    engine = engine_of(plan_of(FP64, sites=adapted))
+def assert_not_trained(plan, names):
+    """These rows have neither gradients nor masters nor moments."""
+    for space in ("grad", "master", "m", "v"):
+        assert not [name for name, ref in plan.persistent.items() if ref.space == space and ref.name in names]
+
+
+@pytest.mark.parametrize("config", [tiny(), UNTIED], ids=["tied", "untied"])
+@pytest.mark.parametrize("stored", [None, TENSORWISE, TILEWISE], ids=lambda form: form and form.scaling)
+def test_the_gradients_of_an_adapter_are_those_of_finite_differences(stored, config):
+    engine = engine_of(plan_of(FP64, Memory(head_chunks=2), config, sites=partial(adapted, stored=stored)))
     engine.micro_step(batch())
     rng, step = np.random.default_rng(0), 1e-5
     values = {row.name: engine.parameter(row.name) for row in engine.plan.rows}
@@ -81,12 +109,166 @@ def test_the_gradients_of_an_adapter_are_those_of_finite_differences():
         engine.load([(row, values[row.name] + (change if row.name == name else 0)) for row in engine.plan.rows])
         return engine.evaluate(batch())[0]
 
-    for name in (f"layers.1.{site}.{key}" for site in ("attention.qkv", "mlp.down") for key in "ab"):
+    for name in (f"{site}.{key}" for site in ("layers.1.attention.qkv", "layers.1.mlp.down", "head") for key in "ab"):
         engine.load([(row, values[row.name]) for row in engine.plan.rows])
         engine.micro_step(batch())
         gradient, direction = engine.gradient(name), rng.standard_normal(values[name].shape)
         slope = (loss(name, step * direction) - loss(name, -step * direction)) / (2 * step)
         assert slope == pytest.approx(float(np.sum(gradient * direction)), rel=1e-6), name
+
+
+@pytest.mark.parametrize("chunks", [2, 4])
+def test_an_adapter_of_the_head_works_in_chunks(chunks):
+    engines = [engine_of(plan_of(FP64, Memory(head_chunks=n), sites=adapted)) for n in (1, chunks)]
+    for engine in engines:
+        train_steps(engine)
+    (whole, cut), rows = engines, [row.name for row in engines[0].plan.rows if row.trainable]
+    for name in rows:
+        value = whole.gradient(name)
+        assert np.linalg.norm(cut.gradient(name) - value) <= 1e-12 * np.linalg.norm(value), name
+    assert whole.evaluate(batch(9)) == pytest.approx(cut.evaluate(batch(9)), rel=1e-13)
+    np.testing.assert_allclose(whole.next_logits(np.arange(7)), cut.next_logits(np.arange(7)), rtol=1e-11)
+    assert np.any(whole.parameter("head.b"))
+
+
+@HELD
+@ALL
+def test_a_quantized_base_is_held_once(precision, stored):
+    """One byte for each of its numbers, beside scales; recomputation changes no bit."""
+    sites = partial(adapted, stored=stored)
+    plan = plan_of(precision, sites=sites)
+    held = {row.name: row for row in plan.rows if row.stored}
+    assert set(held) == {row.name for row in plan.rows if row.layer is not None and row.name.endswith("weight")}
+    assert_not_trained(plan, held)
+    for name, row in held.items():
+        stores = [ref for ref in plan.persistent.values() if ref.space == "weight" and ref.name == name]
+        assert [ref.form for ref in stores] == [stored] and stored_bytes(stores[0]) == np.prod(row.shape)
+    assert not [cell for cell in plan.scales if cell.rpartition("@")[0] in held]
+    assert not [name for name in plan.state() if any(row in name for row in held)]
+    engine = engine_of(plan)
+    before, losses = {name: engine.parameter(name) for name in held}, []
+    for step in range(1, 5):
+        engine.micro_step(batch())
+        losses.append(engine.update(step, 1e-2).loss)
+    assert losses[-1] < losses[0] - 0.1
+    assert all(np.array_equal(engine.parameter(name), value) for name, value in before.items())
+    block = plan_of(precision, Memory(("recompute_block",)), sites=sites)
+    assert result_of(block) == result_of(plan)
+
+
+@HELD
+@pytest.mark.parametrize("precision", [FP32, BF16], ids=["fp32", "bf16"])
+def test_a_quantized_base_is_the_base_that_it_stands_for(precision, stored):
+    engine = engine_of(plan_of(precision, sites=partial(adapted, stored=stored)))
+    other = engine_of(plan_of(precision, sites=adapted))
+    other.load([(row, engine.parameter(row.name)) for row in other.plan.rows])
+    assert train_steps(engine) == train_steps(other)
+    assert bits(engine) == bits(other)
+
+
+@pytest.mark.parametrize("gradient", ["e4m3", "e5m2"])
+@pytest.mark.parametrize(("scaling", "stored"), [("current", TENSORWISE), ("blockwise", TILEWISE)])
+def test_fp8_reads_a_quantized_base_as_it_is(gradient, scaling, stored):
+    """With scales of the same kind it is what the site's own copies are, in both directions."""
+    precision, config = FP8[gradient, scaling], tiny(hidden_size=192, head_dim=48, intermediate_size=320)
+    plan, plain = (plan_of(precision, None, config, sites=partial(adapted, stored=s)) for s in (stored, None))
+    assert result_of(plan)[0] == result_of(plain)[0] and result_of(plan)[2:] == result_of(plain)[2:]
+    read = [ref for call in plan.programs["only"].calls for ref in call.inputs if ref is not None]
+    rows = [ref for ref in read if ref.name.endswith("weight") and ref.form is not None and ref.form.layout == "row"]
+    assert {(ref.space, ref.form) for ref in rows} == {("weight", stored)}
+
+
+def test_what_is_cast_of_a_quantized_base_is_there_for_one_layer():
+    extra = []
+    for depth in (2, 4, 8):
+        about = (BF16, Memory(("recompute_block",)), tiny(num_layers=depth))
+        one, other = (plan_of(*about, sites=partial(adapted, stored=s)) for s in (TILEWISE, None))
+        extra.append(one.programs["middle"].live_bytes["device"] - other.programs["middle"].live_bytes["device"])
+    layer = sum(aligned(stored_bytes(ref)) for ref in other.weights.values() if ref.layer == 0)
+    assert extra[0] == extra[1] == extra[2] <= layer
+
+
+@pytest.mark.parametrize("precision", [FP8["e4m3", "delayed"], FP8["e4m3", "rowwise"]], ids=["delayed", "rowwise"])
+def test_errors_of_a_quantized_base_are_not_measured(precision):
+    plan = plan_of(precision, sites=partial(adapted, stored=TENSORWISE), observe=True)
+    assert plan.observed and not [cell for cell in plan.observed if ".weight" in cell]
+    assert engine_of(plan).observe(batch())[:, 0].all()
+
+
+def test_what_no_gpu_kernel_casts_of_a_quantized_base_is_refused():
+    """With one scale of the whole, fp8 sites read it as it is and turned; other values of it need a kernel."""
+    planned = {"scratch_bytes": PlannedBackend().scratch_bytes}
+    plan_of(FP8["e4m3", "delayed"], sites=partial(adapted, stored=TENSORWISE), **planned)
+    for precision, stored in ((BF16, TENSORWISE), (FP8["e4m3", "blockwise"], TILEWISE)):
+        with pytest.raises(UsageError, match=rf"weight is stored in {stored.key}, which no kernel casts"):
+            plan_of(precision, sites=partial(adapted, stored=stored), **planned)
+
+
+@pytest.mark.parametrize(
+    "about",
+    [{}, {"trainable": False}, {"trainable": False, "stored": TENSORWISE}, {"trainable": False, "stored": TILEWISE}],
+    ids=["trained", "frozen", "current", "tilewise"],
+)
+@ALL
+def test_experts_are_entries_of_one_row(precision, about):
+    """Each has the bits of a row of its own: copies, scales, moments, norm, what is drawn in the update."""
+    stack, rows = (plan_of(precision, sites=experts(stacked=stacked, **about)) for stacked in (True, False))
+    one, other = engine_of(stack), engine_of(rows)
+    assert train_steps(one) == train_steps(other)
+    assert one.evaluate(batch(9)) == other.evaluate(batch(9)) and stack.scales == rows.scales
+    stacks = [row for row in stack.rows if row.stacked]
+    assert len(stacks) == 4
+    for row in stacks:
+        for index, entry in enumerate(row.entries):
+            assert one.parameter(row.name)[index].tobytes() == other.parameter(entry.name).tobytes()
+    entries = {entry.name for row in stacks for entry in row.entries}
+    same = {name: value for name, value in bits(other).items() if name.partition(":")[2] not in entries}
+    assert same == {name: bits(one)[name] for name in same} and same
+
+
+@ALL
+def test_experts_can_be_planned_for_a_gpu(precision):
+    """Each of their products is one that cuBLASLt is asked for with separate rows."""
+    plans = [
+        plan_of(precision, sites=experts(stacked=stacked), scratch_bytes=PlannedBackend().scratch_bytes)
+        for stacked in (True, False)
+    ]
+    assert problems(plans[0]) == problems(plans[1])
+    assert plans[0].table()["Workspace"] == plans[1].table()["Workspace"]
+
+
+def problems(plan):
+    """What `Gemms.prepare` is given, in order, by all programs."""
+    calls = [call for program in plan.programs.values() for call in program.calls if record(call.op).is_linear]
+    results = [(call, call.outputs[0]) for call in calls]
+    return [planned_problem(call.op, out.ref, out.accumulate, call.inputs) for call, out in results if out.forms]
+
+
+@pytest.mark.parametrize(
+    ("changes", "says"),
+    [
+        ({"trainable": True}, r"layers\.0\.attention\.qkv\.weight is trained, .* freeze it"),
+        ({"stored": Form("e4m3", "col", "current")}, r"cannot be held in e4m3/col/current: use rows"),
+        ({"stored": Form("e4m3", "row", "delayed")}, r"cannot be held in e4m3/row/delayed: use rows"),
+        ({"stored": Form("bf16")}, r"cannot be held in bf16/row: use rows"),
+        ({"layer": None}, r"is no weight of a layer's linear map"),
+    ],
+)
+def test_what_cannot_be_held_in_a_form_is_refused(changes, says):
+    class Held(Bf16Linear):
+        def rows(self, rows):
+            about = {"trainable": False, "stored": TENSORWISE, **changes}
+            return tuple(replace(row, **about) if len(row.shape) == 2 else row for row in rows)
+
+    with pytest.raises(ValueError, match=says):
+        plan_of(BF16, sites=lambda spec, name: Held(name))
+
+
+@ALL
+def test_the_optimizer_reads_gradients_as_their_store_yields_them(precision):
+    plan = plan_of(precision, stores=Stores(grads=FetchedGrads))
+    assert [call.op for call in plan.programs["update"].calls].count("copy_to_device") == 2 * len(plan.grads)
+    assert result_of(plan) == result_of(plan_of(precision))
 
 
 @ALL

@@ -7,6 +7,7 @@ from dataclasses import replace
 
 import numpy as np
 
+from llmq.errors import UsageError
 from llmq.ops.cuda.compile import Constants
 from llmq.ops.cuda.launch import (
     COL,
@@ -23,6 +24,7 @@ from llmq.ops.cuda.launch import (
     tiles,
     type_of,
 )
+from llmq.ops.seam import Arguments
 from llmq.tensor import Output, Tensor
 
 TRANSPOSED = 64  # rows of a tile that is written transposed (cast.cu)
@@ -94,4 +96,14 @@ def scale_update(
     launch("cast", "scale_update", -(-cells // 128), 128, arguments, constants)
 
 
-KERNELS = (Kernel(cast), Kernel(amax_scale), Kernel(scale_update))
+def _refuse_cast(call: Arguments, capability: int) -> None:
+    """UsageError for what reads a quantized copy, unless it writes the same bytes transposed, with the same scale."""
+    form = call.reads["x"].form
+    if form is None or form.scaling is None:
+        return
+    turned = [replace(form, layout="col")]
+    if form.owns_scales or [ref.form for ref in call.writes["out"]] != turned:
+        raise UsageError(f"{call.reads['x'].name} is stored in {form.key}, which no kernel casts: use --device cpu")
+
+
+KERNELS = (Kernel(cast, refuse=_refuse_cast), Kernel(amax_scale), Kernel(scale_update))

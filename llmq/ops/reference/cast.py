@@ -11,10 +11,14 @@ from llmq.tensor import Output, Tensor, slices
 
 @op(family="quantize", forms={"out"}, cast_from={"out": "x"})
 def cast(out: Output, /, x: Tensor) -> None:
-    """out, in every wanted form, <- x (the same shape). Columns in fp8 of rows in fp8 are the same bytes."""
+    """out, in every wanted form, <- x (the same shape). fp8 columns of fp8 rows are the same bytes and scales."""
     if x.form is not None and [target.form for target in out.tensors] == [replace(x.form, layout="col")]:
         (columns,) = out.tensors
-        columns.array[...] = x.array.reshape(-1, x.shape[-1]).T
+        rows = x.array.reshape(-1, x.shape[-1])
+        columns.array[...] = rows.T
+        if x.form.owns_scales:
+            assert columns.scale is not None and x.scale is not None
+            columns.scale[...] = x.form.scales.turned(x.scale, *rows.shape)
     elif out.in_rows and (x.form is None or not x.form.owns_scales):
         for start, count in slices(x.shape):
             out.chunk(start, count).write(x.chunk(start, count).read())

@@ -12,14 +12,14 @@ from llmq.plan.names import scale_cell, storage_name
 
 def accumulate(calls: Sequence[Call], *, first: bool) -> list[Call]:
     """The first write of a gradient or a sum in a step overwrites, the others add; all do after the `first` program."""
-    written: set[str] = set()
+    written: set[tuple[str, tuple[int, int] | None]] = set()  # storages, and the pieces of them
 
     def marked(result: Result | None) -> Result | None:
         if result is None or result.ref.space not in ("grad", "sum"):
             return result
-        name = storage_name(result.ref)
-        adds = not first or name in written
-        written.add(name)
+        place = storage_name(result.ref), result.ref.span
+        adds = not first or place in written
+        written.add(place)
         return replace(result, accumulate=adds)
 
     return [_with(call, marked) for call in calls]

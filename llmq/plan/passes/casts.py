@@ -1,8 +1,8 @@
 """Copies that a producer cannot write in its own pass: they are cast, or quantized, behind it.
 
 A copy that owns its scales is made by `quantize`, with them; a current scale is measured by that call in passing, or
-by one of its own, before the copy is cast. fp8 columns whose rows the producer writes are made from the rows, which
-have the same scale.
+by one of its own, before the copy is cast. fp8 columns whose rows the producer writes, or a cast reads, are made from
+the rows: the same numbers with the same scales.
 """
 
 from __future__ import annotations
@@ -33,8 +33,9 @@ def casts(calls: Sequence[Call]) -> list[Call]:
                 continue
             now, turned, later = _split(call, name, result)
             outputs.append(replace(result, forms=now))
-            behind += _made(result.ref, _source(call, name), later, call.phase, written) if later else []
-            turns += [_turned(result.ref, form, call.phase) for form in turned]
+            source = _source(call, name)
+            behind += _made(result.ref, source, later, call.phase, written) if later else []
+            turns += [_turned(result.ref, form, source, call.phase) for form in turned]
         if any(result is not None and result.forms for result in outputs):
             made.append(replace(call, outputs=tuple(outputs)))
         made += [*behind, *turns]
@@ -51,11 +52,12 @@ def _is_made_later(call: Call, output: str, result: Result | None) -> bool:
 
 
 def _split(call: Call, output: str, result: Result) -> tuple[tuple[Form | None, ...], list[Form], list[Form]]:
-    """The forms that a call writes, those that are turned from its fp8 rows, and those made of the value."""
+    """The forms that a call writes, those that are turned from fp8 rows, and those made of the value."""
     ref, op = result.ref, record(call.op)
     later = [form for form in result.forms if form is not None and not op.writes(output, form)]
     now = [form for form in result.forms if form not in later]
-    turned = [form for form in later if form.layout == "col" and replace(form, layout="row") in now]
+    rows = {*now, _source(call, output).form}
+    turned = [form for form in later if form.layout == "col" and form.turns and replace(form, layout="row") in rows]
     later = [form for form in later if form not in turned]
     if later and ref.space == "activation" and output not in op.cast_from and None not in now:
         now.insert(0, None)  # what the others are made of
@@ -78,7 +80,7 @@ def _made(ref: Ref, source: Ref, forms: list[Form], phase: str, written: set[str
     for dtype in sorted({form.dtype for form in forms}):
         own = [form for form in forms if form.dtype == dtype and form.owns_scales]
         current = [form for form in forms if form.dtype == dtype and form.is_measured]
-        shared = scale_ref(replace(ref, form=current[0])) if current else None
+        shared = scale_ref(ref.in_form(current[0])) if current else None
         scale = Result(shared, (None,)) if shared is not None and storage_name(shared) not in written else None
         numbers = {"limit": LARGEST.get(dtype)}
         if own:
@@ -91,7 +93,8 @@ def _made(ref: Ref, source: Ref, forms: list[Form], phase: str, written: set[str
     return calls
 
 
-def _turned(ref: Ref, form: Form, phase: str) -> Call:
-    """fp8 columns from the rows."""
-    rows = replace(ref, form=replace(form, layout="row"))
-    return Call("cast", (Result(ref, (form,)),), (rows,), {}, phase)
+def _turned(ref: Ref, form: Form, source: Ref, phase: str) -> Call:
+    """fp8 columns from the rows: those that a call has written, or what it reads."""
+    rows = replace(form, layout="row")
+    read = source if source.form == rows else ref.in_form(rows)
+    return Call("cast", (Result(ref, (form,)),), (read,), {}, phase)

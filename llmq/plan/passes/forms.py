@@ -38,17 +38,19 @@ def forms(calls: Sequence[Call], weights: Weights, offloaded: Iterable[Item] = (
         for one in found:
             for ref in one.inputs:
                 if ref is not None and ref.space == "activation":
-                    wanted[ref.name, ref.again].add(ref.form)
+                    wanted[ref.owner, ref.again].add(ref.form)
         made += found[::-1]
     return made[::-1]
 
 
 def _wanted(ref: Ref, wanted: Mapping[tuple[str, bool], set[Form | None]], weights: Weights) -> tuple[Form | None, ...]:
+    names = (ref.name, ref.owner)  # an entry's copies are known by its own name, its value by that of the stack
     if ref.space == "activation":
-        found: Iterable[Form | None] = wanted.get((ref.name, ref.again), ())
+        found: Iterable[Form | None] = {form for name in names for form in wanted.get((name, ref.again), ())}
     elif ref.space == "weight":
         # The value of a weight that is its own master is the master's to write.
-        found = {form for form in weights.get(ref.name, ()) if form is not None or ref.value_in is None}
+        read = {form for name in names for form in weights.get(name, ())}
+        found = {form for form in read if form is not None or ref.value_in is None}
     else:
         found = {None}
     return tuple(sorted(found, key=lambda form: form.key if form else ""))
@@ -57,7 +59,7 @@ def _wanted(ref: Ref, wanted: Mapping[tuple[str, bool], set[Form | None]], weigh
 def _in_form(call: Call, form: Form | None) -> Call:
     (result,), (source,) = call.outputs, call.inputs
     assert result is not None and source is not None
-    return replace(call, outputs=(replace(result, forms=(form,)),), inputs=(replace(source, form=form),))
+    return replace(call, outputs=(replace(result, forms=(form,)),), inputs=(source.in_form(form),))
 
 
 def reads_of_weights(programs: Iterable[Sequence[Call]]) -> Weights:
@@ -67,5 +69,5 @@ def reads_of_weights(programs: Iterable[Sequence[Call]]) -> Weights:
         for call in calls:
             for ref in call.inputs:
                 if ref is not None and ref.space == "weight":
-                    found[ref.name].add(ref.form)
+                    found[ref.owner].add(ref.form)
     return {name: frozenset(read) for name, read in found.items()}

@@ -93,10 +93,9 @@ def _lives(calls: Sequence[Call]) -> dict[str, _Slot]:
         if ref.space == "activation":
             storage = storage_name(ref)
             assert not reads or storage in slots, f"{storage} is read before it is written"
-            slot = slots.setdefault(storage, _Slot(ref.home, 0, index, end))
-            slot.last = max(slot.last, end)
-            if ref.span is None:
-                slot.size = stored_bytes(ref)
+            if storage not in slots:
+                slots[storage] = _Slot(ref.home, stored_bytes(ref.entire), index, end)
+            slots[storage].last = max(slots[storage].last, end)
             if ref.form is not None and ref.form.owns_scales:
                 touch(own_scales(ref), index, reads=reads)
         if scale in slots:  # a scale measured in this program; cells outlast it

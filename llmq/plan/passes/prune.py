@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from llmq.ops.record import Call
+from llmq.tensor import Ref
 
 
 def prune(calls: Sequence[Call]) -> list[Call]:
@@ -14,8 +15,13 @@ def prune(calls: Sequence[Call]) -> list[Call]:
     kept = []
     for call in reversed(calls):
         refs = [result.ref for result in call.outputs if result is not None]
-        if any(ref.space != "activation" or (ref.name, ref.again) in read for ref in refs):
+        if any(ref.space != "activation" or not read.isdisjoint(_names(ref)) for ref in refs):
             # The name stays in `read`: pieces of a slot, and sums into it, are written by several calls.
             kept.append(call)
-            read.update((ref.name, ref.again) for ref in call.inputs if ref is not None)
+            read.update((ref.owner, ref.again) for ref in call.inputs if ref is not None)
     return kept[::-1]
+
+
+def _names(ref: Ref) -> set[tuple[str, bool]]:
+    """Under which a slot is read: the copies of a stack's entry by its name, its value by the stack's."""
+    return {(ref.name, ref.again), (ref.owner, ref.again)}

@@ -33,7 +33,7 @@ def transfers(calls: Sequence[Call], offloaded: Collection[Item]) -> list[Call]:
     before: dict[int, list[Call]] = defaultdict(list)  # index of a call, what is recorded in front of it
     for item, first_read in read.items():
         index, ref = written[item]
-        kept = replace(ref, span=None, shape=ref.whole or ref.shape, whole=())
+        kept = ref.entire
         hosted = replace(kept, home="host")
         before[index + 1].append(moved("copy_to_host", hosted, kept))
         before[starts[first_read]].append(moved("copy_to_device", replace(kept, again=True), hosted))

@@ -42,6 +42,12 @@ def test_all_add_behind_the_first_micro_step():
     assert [replace(r, accumulate=False) for c in found for r in c.outputs] == [r for c in CALLS for r in c.outputs]
 
 
+def test_pieces_are_written_first_each_on_its_own():
+    one, other = grad("w").chunk(0, 4), grad("w").chunk(4, 4)
+    calls = [formed("linear_wgrad", (piece,), (D_Y, X)) for piece in (one, other, one)]
+    assert flags(accumulate(calls, first=True)) == [[False], [False], [True]]
+
+
 def amax(call):
     (call,) = collect([call])
     return [result.amax for result in call.outputs if result is not None]

@@ -138,3 +138,14 @@ def test_the_copies_of_a_weight_are_cast_from_the_master_that_the_step_writes():
         formed("adamw", (master, m, v, wanting(weight("w"))), inputs, "update"),
         made("quantize", (wanting(weight("w"), row), None), master, "update", **LIMIT),
     ]
+
+
+def test_columns_of_a_quantized_weight_are_turned_where_they_have_the_same_scales():
+    """Its rows are what is stored; other copies are quantized anew."""
+    for name, turns in (("current", True), ("tilewise", True), ("rowwise", False)):
+        row, col = scaled(name)
+        held = weight("w", form=row)
+        buffer = slot("forward/w", 0, cell="w", held=held)
+        turned = made("cast", (wanting(buffer, col),), held)
+        anew = made("quantize", (wanting(buffer, col), None), held, **LIMIT)
+        assert casts([turned]) == [turned if turns else anew]

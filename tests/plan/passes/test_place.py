@@ -98,8 +98,9 @@ def test_memory_is_not_shared_otherwise(calls):
 
 def test_pieces_have_the_bytes_of_the_whole():
     whole = plain(A)
-    program = place("one", [plain(A.chunk(0, 8)), whole, used(A.chunk(8, 8))])
-    assert program.places == {"a": Placement(0, SIZE)}
+    one, other = A.chunk(0, 8), A.chunk(8, 8)
+    for calls in ([plain(one), whole, used(other)], [plain(one), plain(other), used(one, other)]):
+        assert place("one", calls).places == {"a": Placement(0, SIZE)}
 
 
 def test_scales_that_a_copy_owns_live_as_long_as_it():
