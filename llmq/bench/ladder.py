@@ -10,14 +10,17 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 
+import numpy as np
+
 from llmq.backends import arguments
 from llmq.bench.ceilings import Ceilings
-from llmq.engine.measure import TimedCall
+from llmq.engine.measure import TimedCall, zipf_batch
 from llmq.ops.record import Call
 from llmq.ops.seam import record
 from llmq.plan.names import storage_name
 from llmq.plan.passes.place import Placement
 from llmq.plan.plan import Plan
+from llmq.plan.spec import Spec
 
 HEAD = (".head.", "head.logits", "head.weight", "embed.weight")  # parts of what only the head's linear map writes
 
@@ -74,27 +77,24 @@ def ladder(
     *,
     micro_batch_ms: float,
     tokens_per_step: int,
-    used: float,
 ) -> Ladder:
-    """The ladder of timed calls. `used` is how many different tokens a micro-batch has."""
-    share_of_update = plan.spec.batch_size * plan.spec.seq_len / tokens_per_step
-    rungs: dict[str, Rung] = {}
-    for call in calls:
-        program = plan.programs[call.program]
-        made = program.calls[call.index]
-        work = work_of(made, program.places, used)
-        times = share_of_update if call.program == "update" else 1.0
-        name = family(made.op, written(made))
-        old = rungs.get(name, Rung(name, 0, 0.0, 0.0, 0.0, 0.0))
-        rungs[name] = Rung(
-            name,
-            old.calls + 1,
-            old.ms + times * call.ms,
-            old.roofline_ms + times * 1e3 * roofline_s(work, ceilings),
-            old.flops + times * work.flops,
-            old.num_bytes + times * work.num_bytes,
-        )
-    return Ladder(tuple(sorted(rungs.values(), key=lambda rung: -rung.ms)), micro_batch_ms)
+    """The ladder of timed calls, made on generated tokens."""
+    share_of_update, used = plan.spec.batch_size * plan.spec.seq_len / tokens_per_step, different_tokens(plan.spec)
+    parts: dict[str, list[tuple[float, ...]]] = {}
+    for timed in calls:
+        program = plan.programs[timed.program]
+        call = program.calls[timed.index]
+        work = work_of(call, program.places, used)
+        part = (timed.ms, 1e3 * roofline_s(work, ceilings), work.flops, work.num_bytes)
+        times = share_of_update if timed.program == "update" else 1.0
+        parts.setdefault(family(call.op, written(call)), []).append(tuple(times * number for number in part))
+    rungs = [Rung(name, len(found), *map(sum, zip(*found, strict=True))) for name, found in parts.items()]
+    return Ladder(tuple(sorted(rungs, key=lambda rung: -rung.ms)), micro_batch_ms)
+
+
+def different_tokens(spec: Spec) -> int:
+    """How many different tokens a generated micro-batch has."""
+    return np.unique(zipf_batch(spec.config.vocab_size, spec.batch_size, spec.seq_len, spec.seed).tokens).size
 
 
 def written(call: Call) -> str:

@@ -16,7 +16,6 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 from rich.console import Console
 
 from llmq.backends import Backend, open_backend
@@ -24,7 +23,7 @@ from llmq.bench import table as bench_table
 from llmq.bench.ceilings import Ceilings, measure_ceilings
 from llmq.bench.ladder import ladder
 from llmq.bench.results import Change, compare, document, load, require_common, result_of, save
-from llmq.engine.measure import Clock, CudaClock, measure_plan, zipf_batch
+from llmq.engine.measure import Clock, CudaClock, measure_plan
 from llmq.errors import LlmqError, MemoryLimitError, StorageError, UsageError
 from llmq.hardware import device as devices
 from llmq.hardware import nvml
@@ -64,10 +63,10 @@ CAUTION = 0.8  # of the last share of the speed of light is expected of the next
 
 @dataclass(frozen=True)
 class BenchRequest:
-    """What the command was asked; None and "" leave the choice here. `recipe` are options of llmq-train's precision."""
+    """What the command was asked; None and () leave the choice here. `recipe` are options of llmq-train's precision."""
 
-    models: tuple[str, ...] | None = None
-    dtypes: tuple[str, ...] | None = None
+    models: tuple[str, ...] = ()
+    dtypes: tuple[str, ...] = ()
     device: str = "auto"
     batch_size: int | None = None
     seq_len: int | None = None
@@ -108,7 +107,7 @@ def run(request: BenchRequest) -> int:
         _check_place(request.save)
     console = Console(stderr=request.markdown)  # with --markdown only that goes to stdout
     peaks, system = devices.peaks(where), devices.system_facts(where)
-    ceilings = measure_ceilings(where.kind, {dtype for one in wanted for dtype in _dtypes(one.precision)})
+    ceilings = measure_ceilings(where.kind, {dtype for one in wanted for dtype in multiplied(one.precision)})
     bench_table.show_machine(console, system, peaks, asdict(ceilings))
     results = []
     for result in measured(request, wanted, where, peaks, ceilings):
@@ -213,7 +212,7 @@ def _wanted(
     return Wanted(model, dtype, config, resolved, flat)
 
 
-def _dtypes(dtypes: Precision) -> tuple[str, ...]:
+def multiplied(dtypes: Precision) -> tuple[str, ...]:
     """Dtypes of the matrix products of a run; attention's are the model's."""
     return dtypes.matmul, dtypes.head, dtypes.model
 
@@ -333,14 +332,12 @@ def _measure(
         uuid=uuid,
         limit_s=limit_s,
     )
-    tokens = zipf_batch(plan.spec.config.vocab_size, plan.spec.batch_size, plan.spec.seq_len, plan.spec.seed).tokens
     found = ladder(
         plan,
         speed.calls,
         ceilings,
         micro_batch_ms=speed.micro_batch_ms,
         tokens_per_step=speed.tokens_per_step,
-        used=np.unique(tokens).size,
     )
     processes = nvml.num_processes(uuid) if uuid else None
     others = None if processes is None else max(processes - 1, 0)  # this one has a context now

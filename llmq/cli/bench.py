@@ -1,13 +1,13 @@
-"""`llmq-bench`: how fast this machine trains a model shape, and where the time goes; `llmq-bench op`: one op alone."""
+"""`llmq-bench`: how fast this machine trains a model shape, and where the time goes; `llmq-bench op`: its ops alone."""
 
 from __future__ import annotations
 
 import os
 import shlex
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import click
 from click.core import ParameterSource
@@ -17,15 +17,22 @@ from llmq.cli.train import click_option
 from llmq.errors import UsageError
 from llmq.options.parse import descriptions
 
+if TYPE_CHECKING:
+    from llmq.bench.run import BenchRequest
+
 NOT_OF_A_RECIPE = ("model_dtype", "matmul_dtype", "log_fp8_every", "fp8_fallback")  # --dtypes; watching a run
 
 
 def _names(context: click.Context, parameter: click.Parameter, value: str | None) -> tuple[str, ...]:
-    return tuple(name.strip() for name in (value or "").split(",") if name.strip())
+    return tuple(os.path.expanduser(name.strip()) for name in (value or "").split(",") if name.strip())
+
+
+def _path(context: click.Context, parameter: click.Parameter, value: str | None) -> Path | None:
+    return Path(os.path.expanduser(value)) if value else None
 
 
 class Bench(click.Group):
-    """A command that measures training, unless it is told to measure an op; it keeps its arguments for the reports."""
+    """A command that measures training, unless it is told to measure ops; it keeps its arguments for the reports."""
 
     def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
         """Notes the command line, as it will stand in results."""
@@ -33,27 +40,71 @@ class Bench(click.Group):
         return super().parse_args(ctx, args)
 
 
-def _recipe(command: click.Command) -> click.Command:
+SHAPE = (  # options of both commands
+    click.option(
+        "--models",
+        callback=_names,
+        help="Presets or folders, with commas between; without, models that fit this device.",
+    ),
+    click.option(
+        "--dtypes",
+        callback=_names,
+        help="Matmul dtypes, with commas between: fp32, bf16, e4m3. [default: bf16; without --models e4m3 too]",
+    ),
+    click.option(
+        "--batch-size", type=click.IntRange(1), help="Sequences in a micro-batch. [default: the most up to 32]"
+    ),
+    click.option("--seq-len", type=click.IntRange(1), help="Tokens in a sequence. [default: 1024; on the CPU 128]"),
+    click.option(
+        "--recompute", callback=_names, help="Recompute flags without their prefix, with commas between: ffn,att."
+    ),
+    click.option("--lmhead-chunks", type=click.IntRange(0), default=0, help="Chunks of the logits; 0 chooses."),
+    click.option(
+        "--attn-bwd-chunks",
+        default="auto",
+        metavar=descriptions()["attn_bwd_chunks"].metavar,
+        help=f"As in llmq-train: {descriptions()['attn_bwd_chunks'].help}",
+    ),
+    click.option(
+        "--deterministic/--no-deterministic",
+        default=True,
+        show_default=True,
+        help=f"As in llmq-train: {descriptions()['deterministic'].help}",
+    ),
+    click.option("--device", type=click.Choice(["auto", "cuda", "cpu"]), default="auto", show_default=True),
+)
+
+
+def _shaped(function: Callable[..., Any]) -> Callable[..., Any]:
+    """Adds SHAPE to a command."""
+    for option in reversed(SHAPE):
+        function = option(function)
+    return function
+
+
+def _recipe(command: click.Command) -> None:
     """Adds the options of llmq-train's section on precision."""
     for d in descriptions().values():
         if _is_recipe(d.key):
             option = click_option(d, d.key, hidden=False)
             option.metavar, option.help = d.metavar, f"As in llmq-train: {d.help}"
             command.params.append(option)
-    return command
+
+
+def _is_recipe(key: str) -> bool:
+    found = descriptions().get(key)
+    return found is not None and found.section == "precision" and key not in NOT_OF_A_RECIPE
+
+
+def _request(given: dict[str, Any]) -> BenchRequest:
+    from llmq.bench.run import BenchRequest
+
+    recipe = {key: value for key, value in given.items() if _is_recipe(key) and value is not None}
+    return BenchRequest(**{key: value for key, value in given.items() if not _is_recipe(key)}, recipe=recipe)
 
 
 @click.group("llmq-bench", cls=Bench, invoke_without_command=True, context_settings=shell.SETTINGS)
-@click.option(
-    "--models", callback=_names, help="Presets or folders, with commas between; without, models that fit this device."
-)
-@click.option(
-    "--dtypes",
-    callback=_names,
-    help="Matmul dtypes, with commas between: fp32, bf16, e4m3. [default: bf16; without --models e4m3 too]",
-)
-@click.option("--batch-size", type=click.IntRange(1), help="Sequences in a micro-batch. [default: the most up to 32]")
-@click.option("--seq-len", type=click.IntRange(1), help="Tokens in a sequence. [default: 1024; on the CPU 128]")
+@_shaped
 @click.option(
     "--tokens-per-step", type=click.IntRange(1), help="Tokens in an optimizer step. [default: 524288; on the CPU 1024]"
 )
@@ -61,25 +112,8 @@ def _recipe(command: click.Command) -> click.Command:
 @click.option(
     "--warmup", type=click.IntRange(0), default=3, show_default=True, help="Steps before them; two capture the graphs."
 )
-@click.option(
-    "--recompute", callback=_names, help="Recompute flags without their prefix, with commas between: ffn,att."
-)
-@click.option("--lmhead-chunks", type=click.IntRange(0), default=0, help="Chunks of the logits; 0 chooses.")
-@click.option(
-    "--attn-bwd-chunks",
-    default="auto",
-    metavar=descriptions()["attn_bwd_chunks"].metavar,
-    help=f"As in llmq-train: {descriptions()['attn_bwd_chunks'].help}",
-)
-@click.option(
-    "--deterministic/--no-deterministic",
-    default=True,
-    show_default=True,
-    help=f"As in llmq-train: {descriptions()['deterministic'].help}",
-)
-@click.option("--device", type=click.Choice(["auto", "cuda", "cpu"]), default="auto", show_default=True)
-@click.option("--save", type=shell.Home(), metavar="FILE", help="Write the results as JSON.")
-@click.option("--compare", type=shell.Home(), metavar="FILE", help="Print the changes against results of --save.")
+@click.option("--save", callback=_path, metavar="FILE", help="Write the results as JSON.")
+@click.option("--compare", callback=_path, metavar="FILE", help="Print the changes against results of --save.")
 @click.option(
     "--tolerance", type=click.FloatRange(0), metavar="PERCENT", help="With --compare: exit with 1 if slower by more."
 )
@@ -92,7 +126,7 @@ def command(context: click.Context, **given: Any) -> int:
     llmq-bench
     llmq-bench --models Qwen2.5-0.5B,Qwen2.5-1.5B --dtypes bf16,e4m3 --save today.json
     llmq-bench --models Qwen2.5-7B --batch-size 16 --compare yesterday.json --tolerance 2
-    llmq-bench op rmsnorm_forward
+    llmq-bench op 'rmsnorm_*'
 
     Weights and moments are bf16 (fp32 with --dtypes fp32). The command prints tokens per second, the shares of the
     speed of light and of what the device was measured to reach, memory, clock and power, and the milliseconds of a
@@ -101,20 +135,9 @@ def command(context: click.Context, **given: Any) -> int:
     if context.invoked_subcommand:
         _refuse_options_before(context)
         return 0
-    from llmq.bench.run import BenchRequest, run
+    from llmq.bench.run import run
 
-    recipe = {key: value for key, value in given.items() if _is_recipe(key) and value is not None}
-    given = {key: value for key, value in given.items() if not _is_recipe(key)}
-    given["models"] = tuple(os.path.expanduser(name) for name in given["models"]) or None
-    given["dtypes"] = given["dtypes"] or None
-    for key in ("save", "compare"):
-        given[key] = Path(given[key]) if given[key] else None
-    return run(BenchRequest(**given, recipe=recipe, command=context.meta["command"]))
-
-
-def _is_recipe(key: str) -> bool:
-    found = descriptions().get(key)
-    return found is not None and found.section == "precision" and key not in NOT_OF_A_RECIPE
+    return run(_request({**given, "command": context.meta["command"]}))
 
 
 def _refuse_options_before(context: click.Context) -> None:
@@ -129,33 +152,29 @@ def _refuse_options_before(context: click.Context) -> None:
         raise UsageError(f"{names}: not for llmq-bench {context.invoked_subcommand}, which has options of its own")
 
 
-_recipe(command)
-command.params.append(shell.version_option())
-
-
 @command.command("op", context_settings=shell.SETTINGS)
-@click.argument("name", required=False)
-@click.option(
-    "--shape",
-    "shapes",
-    multiple=True,
-    metavar="MODEL:BxT",
-    help="A preset and its micro-batch; repeatable. [default: Qwen2.5-0.5B:32x1024 and Qwen2.5-7B:16x1024]",
-)
-@click.option("--list", "listed", is_flag=True, help="List the ops with the forms that are timed, and end.")
-def op(name: str | None, shapes: tuple[str, ...], listed: bool) -> int:
-    """Time one op, or all, over its shapes and forms: against a copy of as many bytes, or the peak of matrix products.
+@click.argument("pattern", default="*")
+@_shaped
+@click.option("--list", "listed", is_flag=True, help="List what would be timed, and end.")
+def op(pattern: str, listed: bool, **given: Any) -> int:
+    """Time the ops of a training step alone, with cold caches, beside their rooflines: all, or those of a name.
 
     \b
     llmq-bench op swiglu_backward
-    llmq-bench op linear_forward --shape Qwen2.5-1.5B:32x1024
-    """
-    from llmq.bench.op_command import listing, run
+    llmq-bench op 'linear_*' --models Qwen2.5-7B --dtypes e4m3 --batch-size 16
 
-    if listed:
-        click.echo(listing())
-        return 0
-    return run(name, shapes)
+    A model with one layer is planned as for training, and each different call of its micro-step and its update is
+    timed: shapes are those of the first output and the first input. Ops that such a step does not call (those of
+    evaluation, generation, offload and the measurement of fp8 errors) are not timed.
+    """
+    from llmq.bench.op import run
+
+    return run(_request(given), pattern, listed=listed)
+
+
+_recipe(command)
+_recipe(op)
+command.params.append(shell.version_option())
 
 
 def main(arguments: Sequence[str] | None = None) -> None:

@@ -61,6 +61,7 @@ class OpRecord:
     copies: bool = False  # makes each form of its output from the same form of its input
     lane: str = "main"  # where calls run unless said otherwise
     is_linear: bool = False  # multiplies with a weight, or makes a weight's gradient: what a site is made of
+    for_each_row: bool = False  # the optimizer calls it for every row, many of which take no longer than a launch
     products: int = 0  # matrix products, each of `multiply_adds`
     remade: int = 0  # of these, which another op has made before: time lost to speed of light
     multiply_adds: Callable[[Arguments], int] = lambda call: 0

@@ -121,7 +121,7 @@ def test_fp8_products_count_at_the_rate_of_e4m3_and_move_single_bytes(gradient):
 def test_a_rung_is_the_sum_of_its_calls_and_its_rooflines():
     plan = plan_of(FP32)
     calls = [TimedCall(name, i, 2.0) for name in ("middle", "update") for i in range(len(plan.programs[name].calls))]
-    found = ladder(plan, calls, CEILINGS, micro_batch_ms=1000.0, tokens_per_step=4 * M, used=USED)
+    found = ladder(plan, calls, CEILINGS, micro_batch_ms=1000.0, tokens_per_step=4 * M)
     rungs = {rung.family: rung for rung in found.rungs}
     forward = rungs["linears forward"]
     assert (forward.calls, forward.ms) == (4 * L, 8.0 * L)
