@@ -7,7 +7,7 @@ import shlex
 import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import click
 from click.core import ParameterSource
@@ -17,10 +17,13 @@ from llmq.cli.train import click_option
 from llmq.errors import UsageError
 from llmq.options.parse import descriptions
 
-if TYPE_CHECKING:
-    from llmq.bench.run import BenchRequest
-
-NOT_OF_A_RECIPE = ("model_dtype", "matmul_dtype", "log_fp8_every", "fp8_fallback")  # --dtypes; watching a run
+LEFT_OUT = ("model_dtype", "matmul_dtype", "log_fp8_every", "fp8_fallback")  # --dtypes; watching a run
+# options that mean what they mean in llmq-train
+RECIPE = {
+    d.key: d
+    for d in descriptions().values()
+    if (d.section == "precision" and d.key not in LEFT_OUT) or d.key in ("lmhead_chunks", "attn_bwd_chunks")
+}
 
 
 def _names(context: click.Context, parameter: click.Parameter, value: str | None) -> tuple[str, ...]:
@@ -58,13 +61,6 @@ SHAPE = (  # options of both commands
     click.option(
         "--recompute", callback=_names, help="Recompute flags without their prefix, with commas between: ffn,att."
     ),
-    click.option("--lmhead-chunks", type=click.IntRange(0), default=0, help="Chunks of the logits; 0 chooses."),
-    click.option(
-        "--attn-bwd-chunks",
-        default="auto",
-        metavar=descriptions()["attn_bwd_chunks"].metavar,
-        help=f"As in llmq-train: {descriptions()['attn_bwd_chunks'].help}",
-    ),
     click.option(
         "--deterministic/--no-deterministic",
         default=True,
@@ -82,25 +78,17 @@ def _shaped(function: Callable[..., Any]) -> Callable[..., Any]:
     return function
 
 
-def _recipe(command: click.Command) -> None:
-    """Adds the options of llmq-train's section on precision."""
-    for d in descriptions().values():
-        if _is_recipe(d.key):
-            option = click_option(d, d.key, hidden=False)
-            option.metavar, option.help = d.metavar, f"As in llmq-train: {d.help}"
-            command.params.append(option)
+def _add_recipe(command: click.Command) -> None:
+    for d in RECIPE.values():
+        option = click_option(d, d.key, hidden=False)
+        option.metavar, option.help = d.metavar, f"As in llmq-train: {d.help}"
+        command.params.append(option)
 
 
-def _is_recipe(key: str) -> bool:
-    found = descriptions().get(key)
-    return found is not None and found.section == "precision" and key not in NOT_OF_A_RECIPE
-
-
-def _request(given: dict[str, Any]) -> BenchRequest:
-    from llmq.bench.run import BenchRequest
-
-    recipe = {key: value for key, value in given.items() if _is_recipe(key) and value is not None}
-    return BenchRequest(**{key: value for key, value in given.items() if not _is_recipe(key)}, recipe=recipe)
+def _with_recipe(given: dict[str, Any]) -> dict[str, Any]:
+    """The options as BenchRequest has them: those of llmq-train that were given as one."""
+    recipe = {key: given.pop(key) for key in RECIPE}
+    return {**given, "recipe": {key: value for key, value in recipe.items() if value is not None}}
 
 
 @click.group("llmq-bench", cls=Bench, invoke_without_command=True, context_settings=shell.SETTINGS)
@@ -135,9 +123,9 @@ def command(context: click.Context, **given: Any) -> int:
     if context.invoked_subcommand:
         _refuse_options_before(context)
         return 0
-    from llmq.bench.run import run
+    from llmq.bench.run import BenchRequest, run
 
-    return run(_request({**given, "command": context.meta["command"]}))
+    return run(BenchRequest(**_with_recipe(given), command=context.meta["command"]))
 
 
 def _refuse_options_before(context: click.Context) -> None:
@@ -168,12 +156,13 @@ def op(pattern: str, listed: bool, **given: Any) -> int:
     evaluation, generation, offload and the measurement of fp8 errors) are not timed.
     """
     from llmq.bench.op import run
+    from llmq.bench.run import BenchRequest
 
-    return run(_request(given), pattern, listed=listed)
+    return run(BenchRequest(**_with_recipe(given)), pattern, listed=listed)
 
 
-_recipe(command)
-_recipe(op)
+_add_recipe(command)
+_add_recipe(op)
 command.params.append(shell.version_option())
 
 
