@@ -40,16 +40,12 @@ def measure_ceilings(kind: str, dtypes: Iterable[str]) -> Ceilings:
     if kind == "cpu":
         rate = devices.measured_peak("fp32")  # whatever the storage
         return Ceilings(dict.fromkeys(wanted, rate), _host_copy())
-    return Ceilings({dtype: _alone(partial(_product, dtype)) for dtype in wanted}, _alone(_copy))
-
-
-def _alone(measure: Callable[[], float]) -> float:
-    """What `measure` returns; the GPU memory that it took is given back."""
     import cupy
 
-    rate = measure()
+    bytes_per_s = _copy()  # by the free memory, so before the products
+    found = Ceilings({dtype: _product(dtype) for dtype in wanted}, bytes_per_s)
     cupy.get_default_memory_pool().free_all_blocks()
-    return rate
+    return found
 
 
 def _host_copy() -> float:

@@ -7,19 +7,18 @@ so the distance from it is what a better kernel or another order of calls could 
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
 import numpy as np
 
 from llmq.backends import arguments
 from llmq.bench.ceilings import Ceilings
-from llmq.engine.measure import TimedCall, zipf_batch
+from llmq.engine.measure import Speed, zipf_batch
 from llmq.ops.record import Call
 from llmq.ops.seam import record
 from llmq.plan.names import storage_name
 from llmq.plan.passes.place import Placement
-from llmq.plan.plan import Plan
 from llmq.plan.spec import Spec
 
 HEAD = (".head.", "head.logits", "head.weight", "embed.weight")  # parts of what only the head's linear map writes
@@ -70,26 +69,19 @@ def family(op: str, written: str) -> str:
     return "head" if known.is_linear and any(part in written for part in HEAD) else known.family
 
 
-def ladder(
-    plan: Plan,
-    calls: Iterable[TimedCall],
-    ceilings: Ceilings,
-    *,
-    micro_batch_ms: float,
-    tokens_per_step: int,
-) -> Ladder:
-    """The ladder of timed calls, made on generated tokens."""
-    share_of_update, used = plan.spec.batch_size * plan.spec.seq_len / tokens_per_step, different_tokens(plan.spec)
-    parts: dict[str, list[tuple[float, ...]]] = {}
-    for timed in calls:
-        program = plan.programs[timed.program]
+def ladder(speed: Speed, ceilings: Ceilings) -> Ladder:
+    """The ladder of the calls that were timed, on generated tokens."""
+    spec, parts = speed.plan.spec, dict[str, list[tuple[float, ...]]]()
+    share_of_update, used = spec.batch_size * spec.seq_len / speed.tokens_per_step, different_tokens(spec)
+    for timed in speed.calls:
+        program = speed.plan.programs[timed.program]
         call = program.calls[timed.index]
         work = work_of(call, program.places, used)
         part = (timed.ms, 1e3 * roofline_s(work, ceilings), work.flops, work.num_bytes)
         times = share_of_update if timed.program == "update" else 1.0
         parts.setdefault(family(call.op, written(call)), []).append(tuple(times * number for number in part))
     rungs = [Rung(name, len(found), *map(sum, zip(*found, strict=True))) for name, found in parts.items()]
-    return Ladder(tuple(sorted(rungs, key=lambda rung: -rung.ms)), micro_batch_ms)
+    return Ladder(tuple(sorted(rungs, key=lambda rung: -rung.ms)), speed.micro_batch_ms)
 
 
 def different_tokens(spec: Spec) -> int:

@@ -140,23 +140,17 @@ def _damage(row: Any) -> str:
     """What keeps a result from being compared; empty if nothing does."""
     if not isinstance(row, dict):
         return "is not an object"
-    kinds: dict[str, Any] = {
-        "model": str,
-        "dtype": str,
-        "batch_size": int,
-        "seq_len": int,
-        "gaps_ms": (int, float),
-        "ladder": list,
+    rate, rungs = row.get("tokens_per_second"), row.get("ladder")
+    valid = {
+        **{key: isinstance(row.get(key), str) for key in ("model", "dtype")},
+        **{key: isinstance(row.get(key), int) for key in ("batch_size", "seq_len")},
+        "gaps_ms": _is_number(row.get("gaps_ms")),
+        "tokens_per_second": isinstance(rate, dict) and _is_number(rate.get("median")) and rate["median"] > 0,
+        "ladder": isinstance(rungs, list)
+        and all(isinstance(r, dict) and isinstance(r.get("family"), str) and _is_number(r.get("ms")) for r in rungs),
     }
-    if missing := [key for key, kind in kinds.items() if not isinstance(row.get(key), kind)]:
-        return f"has no valid {', '.join(missing)}"
-    rate = row.get("tokens_per_second")
-    if not isinstance(rate, dict) or not _is_number(rate.get("median")) or rate["median"] <= 0:
-        return "has no valid tokens_per_second"
-    rungs = all(
-        isinstance(r, dict) and isinstance(r.get("family"), str) and _is_number(r.get("ms")) for r in row["ladder"]
-    )
-    return "" if rungs else "has no valid ladder"
+    wrong = [key for key, is_valid in valid.items() if not is_valid]
+    return f"has no valid {', '.join(wrong)}" if wrong else ""
 
 
 def _is_number(value: Any) -> bool:

@@ -332,14 +332,7 @@ def _measure(
         uuid=uuid,
         limit_s=limit_s,
     )
-    found = ladder(
-        plan,
-        speed.calls,
-        ceilings,
-        micro_batch_ms=speed.micro_batch_ms,
-        tokens_per_step=speed.tokens_per_step,
-    )
     processes = nvml.num_processes(uuid) if uuid else None
     others = None if processes is None else max(processes - 1, 0)  # this one has a context now
     deterministic = request.deterministic or where.kind == "cpu"
-    return result_of(one.model, one.dtype, speed, found, peaks, others, deterministic=deterministic)
+    return result_of(one.model, one.dtype, speed, ladder(speed, ceilings), peaks, others, deterministic=deterministic)
