@@ -1,6 +1,6 @@
-"""What this device reaches at best, measured in a second or two: one large matrix product per dtype, one large copy.
+"""The measured ceilings of this device, in a second or two: one large matrix product per dtype, one large copy.
 
-A card's papers state peaks that no program sees: under load its power limit lowers the clock, and a copy pays for
+Data sheets state peaks that no program reaches: under load its power limit lowers the clock, and a copy pays for
 turning the memory's bus around. Products are ours (cuBLASLt, timed choice of algorithms) and run back to back for
 HEAT_S, on random data, which draws the power that training draws; the median of the second half counts.
 """
@@ -35,7 +35,7 @@ class Ceilings:
 
 
 def measure_ceilings(kind: str, dtypes: Iterable[str]) -> Ceilings:
-    """Those of the `cuda` device that is current, for products of `dtypes`, or of the `cpu`."""
+    """The ceilings of the current `cuda` device or of the `cpu`, for products of `dtypes`."""
     wanted = sorted(set(dtypes))
     if kind == "cpu":
         rate = devices.measured_peak("fp32")  # whatever the storage
@@ -60,7 +60,7 @@ def _host_copy() -> float:
 
 
 def _product(dtype: str) -> float:
-    """FLOP/s of our matrix product, both operands of `dtype` with the summed axis innermost."""
+    """FLOP/s of our matrix product, with both operands of `dtype` and the summed axis innermost."""
     import cupy
 
     from llmq.ops.cuda.algorithms import Algorithms
@@ -83,7 +83,7 @@ def _product(dtype: str) -> float:
 
 
 def _random(dtype: str) -> Tensor:
-    """A matrix of the GPU."""
+    """A random matrix on the GPU."""
     import cupy
 
     from llmq.ops.cuda.timing import fill_random

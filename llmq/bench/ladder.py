@@ -21,7 +21,7 @@ from llmq.plan.names import storage_name
 from llmq.plan.passes.place import Placement
 from llmq.plan.spec import Spec
 
-HEAD = (".head.", "head.logits", "head.weight", "embed.weight")  # parts of what only the head's linear map writes
+HEAD = (".head.", "head.logits", "head.weight", "embed.weight")  # in the names of what the head's linear map writes
 
 
 @dataclass(frozen=True)
@@ -101,7 +101,7 @@ def roofline_s(work: CallWork, ceilings: Ceilings) -> float:
 
 
 def work_of(call: Call, places: Mapping[str, Placement], used: float) -> CallWork:
-    """The work of a call. `places` tell what is computed in place; `used` rows of an embedding table are touched."""
+    """The work of a call: `places` show what is computed in place; an embedding op touches `used` rows of its table."""
     op = record(call.op)
     given = replace(arguments(call), in_place=_in_place(call, places), different_tokens=used)
     return CallWork(op.rate_dtype(given), op.flops(given), op.num_bytes(given))

@@ -1,11 +1,12 @@
 """`llmq-bench op`: the calls of a model with one layer, each timed alone with cold caches, beside its roofline.
 
-The model is planned and bound as for training, so an op is timed with the shapes, dtypes, forms and scratch that
-training gives it, as soon as a model calls it. Its work and its roofline are those of the ladder.
+The model is planned and bound as for training, so every op that a model calls can be timed, with the shapes, forms and
+scratch that training gives it. Work and rooflines are computed as for the ladder.
 """
 
 from __future__ import annotations
 
+import gc
 from dataclasses import asdict, dataclass, replace
 from fnmatch import fnmatchcase
 
@@ -28,8 +29,8 @@ from llmq.tensor import Ref
 
 @dataclass(frozen=True)
 class OpCall:
-    """A call that is timed: its op, `4x8x32 <- 4x8x16` and `bf16 <- e4m3/row/delayed` of its first output, in all its
-    forms, and its first input, and its work."""
+    """A call to time: `shapes` are `4x8x32 <- 4x8x16`, of the first output and the first input, and `dtypes` are
+    `bf16 <- e4m3/row/delayed`, with all forms of that output."""
 
     op: str
     shapes: str
@@ -38,19 +39,19 @@ class OpCall:
 
     @property
     def name(self) -> str:
-        """The first cells of its line of the table."""
+        """What identifies it: the first cells of its row."""
         return f"{self.op} | {self.shapes} | {self.dtypes} | {self.work.num_bytes / 2**20:.1f}"
 
-    def line(self, ms: float, ceilings: Ceilings) -> str:
-        """Its line: the rate is that of the matrix products, or of the bytes where there are none."""
-        work, seconds = self.work, max(ms, 1e-6) / 1e3  # a difference of two times: of a call of nothing, none is left
+    def row(self, ms: float, ceilings: Ceilings) -> str:
+        """Its row of the table: FLOP/s of matrix products, bytes/s of other ops."""
+        work, seconds = self.work, max(ms, 1e-6) / 1e3  # the difference of two times may be zero
         tera, giga = work.flops / seconds / TERA, work.num_bytes / seconds / 1e9
         rate = f"{tera:.3g} TFLOP/s" if work.flops else f"{giga:,.0f} GB/s"
         return f"| {self.name} | {1e6 * seconds:.1f} | {rate} | {100 * roofline_s(work, ceilings) / seconds:.0f}% |"
 
 
 def run(request: BenchRequest, pattern: str = "*", *, listed: bool = False) -> int:
-    """Prints a table of the ops that match `pattern` for each model and dtype, or only lists what would be timed.
+    """Prints the times of the ops that match `pattern`, for each model and dtype; with `listed` only their names.
 
     UsageError if a model calls no such op.
     """
@@ -69,7 +70,8 @@ def run(request: BenchRequest, pattern: str = "*", *, listed: bool = False) -> i
         print(f"\n{one.model} {one.dtype} {plan.spec.batch_size}x{plan.spec.seq_len}, one layer\n")
         print("| op | shapes | dtypes | MiB moved | us | rate | share of the roofline |\n|---|---|---|---|---|---|---|")
         for timed in cold_calls(plan, backend, clock, calls):
-            print(calls[timed.program, timed.index].line(timed.ms, ceilings), flush=True)
+            print(calls[timed.program, timed.index].row(timed.ms, ceilings), flush=True)
+        gc.collect()  # the next model needs the memory
     return 0
 
 
@@ -79,7 +81,7 @@ def one_layer(config: ModelConfig) -> ModelConfig:
 
 
 def different_calls(plan: Plan, pattern: str) -> dict[tuple[str, int], OpCall]:
-    """The calls that match, once each, by the program and the index where they are made first."""
+    """The calls whose op matches, without repeats, by the program and the index of the first such call."""
     found: dict[OpCall, tuple[str, int]] = {}
     used, known = different_tokens(plan.spec), dict[str, None]()
     for name in TIMED:
@@ -93,7 +95,7 @@ def different_calls(plan: Plan, pattern: str) -> dict[tuple[str, int], OpCall]:
 
 
 def described(call: Call, work: CallWork) -> OpCall:
-    """A call as it is told of."""
+    """How a call is shown."""
     read = next(ref for ref in call.inputs if ref is not None)
     result = next(result for result in call.outputs if result is not None and result.forms)
     forms = ", ".join(map(_stored, result.refs))

@@ -1,8 +1,8 @@
-"""The runs of `llmq-bench`: what was asked, checked as a whole; which models, batches and steps where nothing was said.
+"""The runs of `llmq-bench`: options checked as a whole, and the models, batches and steps where none were given.
 
 A configuration is planned as `llmq-train` would plan it: its options go through the same description and the same
-resolvers. Without `--models` the choice is the device's: models that fit its memory, each in bf16 and fp8 where the
-card has it, as many as can be measured within LIMIT_S by the speed of those before; the clock stops what takes longer.
+resolvers. Without `--models` the device decides: models that fit its memory, in bf16 and in fp8 where the card has it,
+as many as can be measured within LIMIT_S at the speed of those before. A measurement that takes longer is cut short.
 """
 
 from __future__ import annotations
@@ -58,7 +58,7 @@ CAUTION = 0.8  # of the last share of the speed of light is expected of the next
 
 @dataclass(frozen=True)
 class Defaults:
-    """What is measured on a kind of device where nothing is asked; `share` of the speed of light is surely reached."""
+    """Defaults for a kind of device; it is sure to reach `share` of the speed of light."""
 
     models: tuple[str, ...]
     tokens: int  # of a step
@@ -75,7 +75,7 @@ DEFAULTS = {
 
 @dataclass(frozen=True)
 class BenchRequest:
-    """What the command was asked; None and () leave the choice here. `recipe` are options of llmq-train."""
+    """The options of the command; None and () take the defaults. `recipe` are options of llmq-train."""
 
     models: tuple[str, ...] = ()
     dtypes: tuple[str, ...] = ()
@@ -145,7 +145,7 @@ def _exit_code(console: Console, changes: Sequence[Change], tolerance: float | N
 
 
 def configurations(request: BenchRequest, where: Device) -> list[Wanted]:
-    """Every model in every dtype, checked. UsageError with all that is wrong."""
+    """Every model in every dtype, checked. UsageError with all problems at once."""
     problems, configs = [], {}
     for name in request.models or DEFAULTS[where.kind].models:
         try:
@@ -168,7 +168,7 @@ def configurations(request: BenchRequest, where: Device) -> list[Wanted]:
                 found.append(_wanted(request, name, config, dtype, where, with_fp8="e4m3" in dtypes))
             except LlmqError as error:
                 problems.append(str(error))
-    problems = list(dict.fromkeys(problems))  # what every model has in common, once
+    problems = list(dict.fromkeys(problems))  # a problem of every model is shown once
     if problems:
         raise UsageError("\n  ".join(["options that need a change:", *problems]) if problems[1:] else problems[0])
     return found
@@ -181,7 +181,7 @@ def _default_dtypes(request: BenchRequest, where: Device) -> tuple[str, ...]:
 
 
 def _odd_tokens(request: BenchRequest, where: Device) -> Iterator[str]:
-    """A message if the tokens of a step that were asked for are not whole micro-batches."""
+    """A message if --tokens-per-step is not a whole number of micro-batches."""
     tokens, sequence = request.tokens_per_step, seq_len_of(request, where)
     if tokens is None:
         return
@@ -200,7 +200,7 @@ def seq_len_of(request: BenchRequest, where: Device) -> int:
 def _wanted(
     request: BenchRequest, model: str, config: ModelConfig, dtype: str, where: Device, *, with_fp8: bool
 ) -> Wanted:
-    """A configuration. Options of fp8 concern e4m3 alone, if that is asked for at all."""
+    """A configuration. Options of fp8 apply to e4m3 only, if that is among the dtypes."""
     left_out = OF_FP8 if with_fp8 and dtype != "e4m3" else ()
     flat = {
         "model": model,
@@ -222,7 +222,7 @@ def multiplied(dtypes: Precision) -> tuple[str, ...]:
 
 
 def _check_place(path: Path) -> None:
-    """StorageError now rather than after minutes, if a file cannot be made there."""
+    """StorageError before anything is measured, if the file cannot be written."""
     folder = path.absolute().parent
     place = path if path.exists() else folder
     if path.is_dir() or not folder.is_dir():
@@ -237,7 +237,7 @@ def _check_place(path: Path) -> None:
 def measured(
     request: BenchRequest, wanted: Sequence[Wanted], where: Device, peaks: Mapping[str, float], ceilings: Ceilings
 ) -> Iterator[dict[str, Any]]:
-    """The result of each configuration; of the device's own choice only what fits and can be measured in time."""
+    """The result of each configuration; without --models, of those that fit and can be measured in time."""
     defaults, began, done = DEFAULTS[where.kind], time.perf_counter(), 0
     share = defaults.share
     for one in wanted:

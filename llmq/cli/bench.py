@@ -31,14 +31,14 @@ def _names(context: click.Context, parameter: click.Parameter, value: str | None
 
 
 def _path(context: click.Context, parameter: click.Parameter, value: str | None) -> Path | None:
-    return Path(os.path.expanduser(value)) if value else None
+    return Path(value) if value else None
 
 
 class Bench(click.Group):
-    """A command that measures training, unless it is told to measure ops; it keeps its arguments for the reports."""
+    """A command that measures training where no subcommand is given; it keeps its command line for the results."""
 
     def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
-        """Notes the command line, as it will stand in results."""
+        """Keeps the command line as typed."""
         ctx.meta["command"] = shlex.join(["llmq-bench", *args])
         return super().parse_args(ctx, args)
 
@@ -47,19 +47,19 @@ SHAPE = (  # options of both commands
     click.option(
         "--models",
         callback=_names,
-        help="Presets or folders, with commas between; without, models that fit this device.",
+        help="Presets or folders, separated by commas. [default: models that fit this device]",
     ),
     click.option(
         "--dtypes",
         callback=_names,
-        help="Matmul dtypes, with commas between: fp32, bf16, e4m3. [default: bf16; without --models e4m3 too]",
+        help="Matmul dtypes, separated by commas: fp32, bf16, e4m3. [default: bf16; without --models also e4m3]",
     ),
     click.option(
-        "--batch-size", type=click.IntRange(1), help="Sequences in a micro-batch. [default: the most up to 32]"
+        "--batch-size", type=click.IntRange(1), help="Sequences in a micro-batch. [default: as many as fit, up to 32]"
     ),
     click.option("--seq-len", type=click.IntRange(1), help="Tokens in a sequence. [default: 1024; on the CPU 128]"),
     click.option(
-        "--recompute", callback=_names, help="Recompute flags without their prefix, with commas between: ffn,att."
+        "--recompute", callback=_names, help="Recompute flags without their prefix, separated by commas: ffn,att."
     ),
     click.option(
         "--deterministic/--no-deterministic",
@@ -72,7 +72,7 @@ SHAPE = (  # options of both commands
 
 
 def _shaped(function: Callable[..., Any]) -> Callable[..., Any]:
-    """Adds SHAPE to a command."""
+    """Adds the options of SHAPE to a command."""
     for option in reversed(SHAPE):
         function = option(function)
     return function
@@ -86,7 +86,7 @@ def _add_recipe(command: click.Command) -> None:
 
 
 def _with_recipe(given: dict[str, Any]) -> dict[str, Any]:
-    """The options as BenchRequest has them: those of llmq-train that were given as one."""
+    """The fields of a BenchRequest: those options of RECIPE that were given are one field."""
     recipe = {key: given.pop(key) for key in RECIPE}
     return {**given, "recipe": {key: value for key, value in recipe.items() if value is not None}}
 
@@ -98,12 +98,25 @@ def _with_recipe(given: dict[str, Any]) -> dict[str, Any]:
 )
 @click.option("--steps", type=click.IntRange(1), default=10, show_default=True, help="Optimizer steps to time.")
 @click.option(
-    "--warmup", type=click.IntRange(0), default=3, show_default=True, help="Steps before them; two capture the graphs."
+    "--warmup",
+    type=click.IntRange(0),
+    default=3,
+    show_default=True,
+    help="Optimizer steps before those; two capture the graphs.",
 )
-@click.option("--save", callback=_path, metavar="FILE", help="Write the results as JSON.")
-@click.option("--compare", callback=_path, metavar="FILE", help="Print the changes against results of --save.")
+@click.option("--save", type=shell.Home(), callback=_path, metavar="FILE", help="Write the results as JSON.")
 @click.option(
-    "--tolerance", type=click.FloatRange(0), metavar="PERCENT", help="With --compare: exit with 1 if slower by more."
+    "--compare",
+    type=shell.Home(),
+    callback=_path,
+    metavar="FILE",
+    help="Print the changes since the results that --save wrote to FILE.",
+)
+@click.option(
+    "--tolerance",
+    type=click.FloatRange(0),
+    metavar="PERCENT",
+    help="With --compare: exit with 1 if a model is slower by more than this.",
 )
 @click.option("--markdown", is_flag=True, help="Print the results as Markdown, and everything else to stderr.")
 @click.pass_context
@@ -117,7 +130,7 @@ def command(context: click.Context, **given: Any) -> int:
     llmq-bench op 'rmsnorm_*'
 
     Weights and moments are bf16 (fp32 with --dtypes fp32). The command prints tokens per second, the shares of the
-    speed of light and of what the device was measured to reach, memory, clock and power, and the milliseconds of a
+    speed of light and of the measured ceilings of this device, memory, clock and power, and the milliseconds of a
     micro-batch by family of ops, each beside its roofline. Without --models it takes less than three minutes.
     """
     if context.invoked_subcommand:
@@ -143,17 +156,17 @@ def _refuse_options_before(context: click.Context) -> None:
 @command.command("op", context_settings=shell.SETTINGS)
 @click.argument("pattern", default="*")
 @_shaped
-@click.option("--list", "listed", is_flag=True, help="List what would be timed, and end.")
+@click.option("--list", "listed", is_flag=True, help="List the calls without timing them.")
 def op(pattern: str, listed: bool, **given: Any) -> int:
-    """Time the ops of a training step alone, with cold caches, beside their rooflines: all, or those of a name.
+    """Time single ops of a training step with cold caches, beside their rooflines: all, or those that match PATTERN.
 
     \b
     llmq-bench op swiglu_backward
     llmq-bench op 'linear_*' --models Qwen2.5-7B --dtypes e4m3 --batch-size 16
 
-    A model with one layer is planned as for training, and each different call of its micro-step and its update is
-    timed: shapes are those of the first output and the first input. Ops that such a step does not call (those of
-    evaluation, generation, offload and the measurement of fp8 errors) are not timed.
+    The command plans a model with one layer as for training, and times each different call of a micro-step and an
+    optimizer step. Shapes and dtypes are those of the first output and the first input. Ops that such a step does not
+    call, for generation, offload or the errors of fp8 copies, cannot be timed.
     """
     from llmq.bench.op import run
     from llmq.bench.run import BenchRequest

@@ -8,7 +8,7 @@ the host does between two steps. Single ops are timed afterwards, each between t
 work that the host's pace does not show. The optimizer has a call for every row, norms and biases of some KiB, which
 alone would be little but launch and event: all calls of such an op are timed as one graph, as training runs them.
 
-`cold_calls` times calls alone: in a graph, each after a sweep that leaves none of its operands in the L2 cache.
+`cold_calls` times calls with cold caches: in a graph, each after a sweep that overwrites the L2 cache.
 """
 
 from __future__ import annotations
@@ -39,8 +39,6 @@ BATCHES = 8  # different micro-batches, in turn
 REPEATS = 3  # of the timing of single ops
 AHEAD_S = 0.2  # of other work before it: the host takes about 30 us to launch an op between two events
 SWEPT_BYTES = 2**28  # more than any card's L2 cache
-REPLAYS = {True: 15, False: 3}  # of a call after sweeps, where ops are queued and where they are not
-COPIES = {True: 8, False: 1}  # of the call in each of them
 SAMPLE_S = 0.05  # from one reading of clock and power to the next
 
 Parameters = Iterable[tuple[Row, np.ndarray]]
@@ -155,10 +153,10 @@ def measure_plan(
 
 
 def cold_calls(plan: Plan, backend: Backend, clock: Clock, wanted: Container[tuple[str, int]]) -> Iterator[TimedCall]:
-    """The `wanted` calls, each a program and an index in it, alone: what a call adds to sweeps of the L2 cache.
+    """Times the `wanted` calls alone (program, index): what each adds to a program of sweeps of the L2 cache.
 
-    Operands are those of training: calls run in order, so that each reads what those before it have written. The sweeps
-    also write back what a call leaves in the cache, so that it pays for its own writes and no others.
+    Calls run in order, so that each reads what training gives it. The next sweep writes back what a call leaves in the
+    cache, so its time includes all of its own writes, and none of others.
     """
     spec = plan.spec
     engine, sweep = Engine(plan, backend), clock.sweep()
@@ -169,15 +167,14 @@ def cold_calls(plan: Plan, backend: Backend, clock: Clock, wanted: Container[tup
     clock.follow(backend)
     engine.micro_step(batch)
     engine.update(1, 1e-5)
-    copies = COPIES[clock.is_queued]
-    sweeps_ms = clock.median_ms(backend.program([Launch(sweep)] * copies))
+    sweeps_ms = clock.median_ms(backend.program([Launch(sweep)] * clock.copies))
     for name in TIMED:
         for index in range(len(plan.programs[name].calls)):
             if (name, index) not in wanted:
                 engine.part(name, [index])()
                 continue
-            both_ms = clock.median_ms(engine.part(name, [index] * copies, before=sweep))
-            yield TimedCall(name, index, (both_ms - sweeps_ms) / copies)
+            both_ms = clock.median_ms(engine.part(name, [index] * clock.copies, before=sweep))
+            yield TimedCall(name, index, (both_ms - sweeps_ms) / clock.copies)
 
 
 def paced(warmup: int, steps: int, *, least: int, end: float) -> Iterator[bool]:
@@ -222,6 +219,7 @@ class Clock:
     """Moments of the host: for backends whose ops return when they are done."""
 
     is_queued = False  # whether ops run later than they are called
+    copies, replays = 1, 3  # of a call in one program, and runs of that, to time the call with cold caches
 
     def follow(self, backend: Backend) -> None:
         """From now on moments are those of this backend's work."""
@@ -278,18 +276,18 @@ class Clock:
         return medians[:num_ops], medians[num_ops:]
 
     def median_ms(self, run: Run) -> float:
-        """Milliseconds of a program: the median of some runs, after one that runs eagerly and one that is captured."""
+        """Milliseconds of a program: the median of some runs. On a GPU, one runs eagerly and one captures first."""
         for _ in range(2 if self.is_queued else 0):
             run()
         times = []
-        for _ in range(REPLAYS[self.is_queued]):
+        for _ in range(self.replays):
             start = self.mark()
             run()
             times.append(self.elapsed_ms(start, self.mark()))
         return statistics.median(times)
 
     def sweep(self) -> Run:
-        """What empties the device's caches; those of the host stay as they are."""
+        """Evicts everything from the caches of the device; those of the host stay warm."""
         return lambda: None
 
     def mark(self) -> Any:
@@ -305,6 +303,7 @@ class CudaClock(Clock):
     """Moments of the GPU: events on the backend's stream, which the host does not wait for."""
 
     is_queued = True
+    copies, replays = 8, 15
 
     def __init__(self) -> None:
         self._stream: Any = None
@@ -314,7 +313,7 @@ class CudaClock(Clock):
         self._stream = backend.stream
 
     def sweep(self) -> Run:
-        """Fills memory larger than the L2 cache, on the current stream."""
+        """Overwrites the L2 cache, on the current stream."""
         import cupy
 
         swept = cupy.empty(SWEPT_BYTES, np.uint8)

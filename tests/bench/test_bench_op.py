@@ -55,10 +55,10 @@ def test_a_layer_has_the_window_of_the_first():
 def test_products_are_stated_in_flops_and_other_ops_in_bytes():
     product = OpCall("linear_forward", "8x4 <- 8x2", "bf16 <- bf16", CallWork("bf16", 2 * 10**12, 2**30))
     copy = OpCall("cast", "8 <- 8", "bf16 <- fp32", CallWork("fp32", 0, 10**9))
-    assert product.line(5.0, CEILINGS) == (
+    assert product.row(5.0, CEILINGS) == (
         "| linear_forward | 8x4 <- 8x2 | bf16 <- bf16 | 1024.0 | 5000.0 | 400 TFLOP/s | 50% |"
     )
-    assert copy.line(0.5, CEILINGS) == "| cast | 8 <- 8 | bf16 <- fp32 | 953.7 | 500.0 | 2,000 GB/s | 50% |"
+    assert copy.row(0.5, CEILINGS) == "| cast | 8 <- 8 | bf16 <- fp32 | 953.7 | 500.0 | 2,000 GB/s | 50% |"
 
 
 def test_the_plans_own_calls_are_timed(shape, capsys, monkeypatch):

@@ -183,7 +183,9 @@ def test_a_call_alone_is_what_it_adds_to_the_sweeps(is_queued, monkeypatch):
         return call
 
     backend.ops = {name: costly(name, op) for name, op in backend.ops.items()}
-    clock.is_queued, clock.mark = is_queued, lambda: setattr(clock, "now", clock.now + 5) or clock.now
+    kind = CudaClock if is_queued else Clock
+    clock.is_queued, clock.copies, clock.replays = kind.is_queued, kind.copies, kind.replays
+    clock.mark = lambda: setattr(clock, "now", clock.now + 5) or clock.now
     clock.sweep = lambda: lambda: setattr(clock, "now", clock.now + 7)
     plan = plan_of(FP32, config=tiny(num_layers=1))
     wanted = [("middle", 1), ("update", 0)]
