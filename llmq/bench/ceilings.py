@@ -1,6 +1,6 @@
 """The measured ceilings of this device, in a second or two: one large matrix product per dtype, one large copy.
 
-Data sheets state peaks that no program reaches: under load its power limit lowers the clock, and a copy pays for
+Data sheets state peaks that no program reaches: under load a card's power limit lowers the clock, and a copy pays for
 turning the memory's bus around. Products are ours (cuBLASLt, timed choice of algorithms) and run back to back for
 HEAT_S, on random data, which draws the power that training draws; the median of the second half counts.
 """

@@ -1,8 +1,8 @@
 """Where a micro-batch's time goes, family by family of ops, and what each would take at the measured ceilings.
 
-The work of a call is what its op's record says of its step of the plan. A call's roofline is the
-larger of its FLOPs at the rate of the card's own large matrix product and its bytes at the rate of its own large copy,
-so the distance from it is what a better kernel or another order of calls could win.
+The work of a call is what its op's record says of it. Its roofline is the larger of its FLOPs at the rate of the card's
+large matrix product and its bytes at the rate of the card's large copy: a better kernel or another order of calls could
+win the difference.
 """
 
 from __future__ import annotations

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import shlex
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -43,46 +43,40 @@ class Bench(click.Group):
         return super().parse_args(ctx, args)
 
 
-SHAPE = (  # options of both commands
-    click.option(
-        "--models",
-        callback=_names,
-        help="Presets or folders, separated by commas. [default: models that fit this device]",
-    ),
-    click.option(
-        "--dtypes",
-        callback=_names,
-        help="Matmul dtypes, separated by commas: fp32, bf16, e4m3. [default: bf16; without --models also e4m3]",
-    ),
-    click.option(
-        "--batch-size", type=click.IntRange(1), help="Sequences in a micro-batch. [default: as many as fit, up to 32]"
-    ),
-    click.option("--seq-len", type=click.IntRange(1), help="Tokens in a sequence. [default: 1024; on the CPU 128]"),
-    click.option(
-        "--recompute", callback=_names, help="Recompute flags without their prefix, separated by commas: ffn,att."
-    ),
-    click.option(
-        "--deterministic/--no-deterministic",
-        default=True,
-        show_default=True,
-        help=f"As in llmq-train: {descriptions()['deterministic'].help}",
-    ),
-    click.option("--device", type=click.Choice(["auto", "cuda", "cpu"]), default="auto", show_default=True),
-)
-
-
-def _shaped(function: Callable[..., Any]) -> Callable[..., Any]:
-    """Adds the options of SHAPE to a command."""
-    for option in reversed(SHAPE):
-        function = option(function)
-    return function
-
-
-def _add_recipe(command: click.Command) -> None:
-    for d in RECIPE.values():
-        option = click_option(d, d.key, hidden=False)
+def _shared() -> list[click.Parameter]:
+    """The options of both commands: what is trained, and those of RECIPE."""
+    recipe = [click_option(d, d.key, hidden=False) for d in RECIPE.values()]
+    for option, d in zip(recipe, RECIPE.values(), strict=True):
         option.metavar, option.help = d.metavar, f"As in llmq-train: {d.help}"
-        command.params.append(option)
+    deterministic = f"As in llmq-train: {descriptions()['deterministic'].help}"
+    return [
+        click.Option(
+            ["--models"],
+            callback=_names,
+            help="Presets or folders, separated by commas. [default: models that fit this device]",
+        ),
+        click.Option(
+            ["--dtypes"],
+            callback=_names,
+            help="Matmul dtypes, separated by commas: fp32, bf16, e4m3. [default: bf16; without --models also e4m3]",
+        ),
+        click.Option(
+            ["--batch-size"],
+            type=click.IntRange(1),
+            help="Sequences in a micro-batch. [default: as many as fit, up to 32]",
+        ),
+        click.Option(
+            ["--seq-len"], type=click.IntRange(1), help="Tokens in a sequence. [default: 1024; on the CPU 128]"
+        ),
+        click.Option(["--device"], type=click.Choice(["auto", "cuda", "cpu"]), default="auto", show_default=True),
+        click.Option(
+            ["--recompute"],
+            callback=_names,
+            help="Recompute flags without their prefix, separated by commas: ffn,att.",
+        ),
+        click.Option(["--deterministic/--no-deterministic"], default=True, show_default=True, help=deterministic),
+        *recipe,
+    ]
 
 
 def _with_recipe(given: dict[str, Any]) -> dict[str, Any]:
@@ -92,7 +86,6 @@ def _with_recipe(given: dict[str, Any]) -> dict[str, Any]:
 
 
 @click.group("llmq-bench", cls=Bench, invoke_without_command=True, context_settings=shell.SETTINGS)
-@_shaped
 @click.option(
     "--tokens-per-step", type=click.IntRange(1), help="Tokens in an optimizer step. [default: 524288; on the CPU 1024]"
 )
@@ -155,7 +148,6 @@ def _refuse_options_before(context: click.Context) -> None:
 
 @command.command("op", context_settings=shell.SETTINGS)
 @click.argument("pattern", default="*")
-@_shaped
 @click.option("--list", "listed", is_flag=True, help="List the calls without timing them.")
 def op(pattern: str, listed: bool, **given: Any) -> int:
     """Time single ops of a training step with cold caches, beside their rooflines: all, or those that match PATTERN.
@@ -174,9 +166,8 @@ def op(pattern: str, listed: bool, **given: Any) -> int:
     return run(BenchRequest(**_with_recipe(given)), pattern, listed=listed)
 
 
-_add_recipe(command)
-_add_recipe(op)
-command.params.append(shell.version_option())
+command.params += [*_shared(), shell.version_option()]
+op.params += _shared()
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
