@@ -1,6 +1,6 @@
-"""What this device reaches at best, measured in a second or two: one large matrix product per dtype, one large copy.
+"""The measured ceilings of this device, in a second or two: one large matrix product per dtype, one large copy.
 
-A card's papers state peaks that no program sees: under load its power limit lowers the clock, and a copy pays for
+Data sheets state peaks that no program reaches: under load a card's power limit lowers the clock, and a copy pays for
 turning the memory's bus around. Products are ours (cuBLASLt, timed choice of algorithms) and run back to back for
 HEAT_S, on random data, which draws the power that training draws; the median of the second half counts.
 """
@@ -14,12 +14,11 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from functools import partial
 from itertools import pairwise
-from typing import Any
 
 import numpy as np
 
 from llmq.hardware import device as devices
-from llmq.tensor import Form
+from llmq.tensor import DTYPES, Form, Output, Tensor
 
 SIZE = 8192  # of the product's matrices
 HEAT_S = 0.4  # of products back to back
@@ -36,21 +35,17 @@ class Ceilings:
 
 
 def measure_ceilings(kind: str, dtypes: Iterable[str]) -> Ceilings:
-    """Those of the `cuda` device that is current, for products of `dtypes`, or of the `cpu`."""
+    """The ceilings of the current `cuda` device or of the `cpu`, for products of `dtypes`."""
     wanted = sorted(set(dtypes))
     if kind == "cpu":
         rate = devices.measured_peak("fp32")  # whatever the storage
         return Ceilings(dict.fromkeys(wanted, rate), _host_copy())
-    return Ceilings({dtype: _alone(partial(_product, dtype)) for dtype in wanted}, _alone(_copy))
-
-
-def _alone(measure: Callable[[], float]) -> float:
-    """What `measure` returns; the GPU memory that it took is given back."""
     import cupy
 
-    rate = measure()
+    bytes_per_s = _copy()  # by the free memory, so before the products
+    found = Ceilings({dtype: _product(dtype) for dtype in wanted}, bytes_per_s)
     cupy.get_default_memory_pool().free_all_blocks()
-    return rate
+    return found
 
 
 def _host_copy() -> float:
@@ -65,25 +60,53 @@ def _host_copy() -> float:
 
 
 def _product(dtype: str) -> float:
-    """FLOP/s of our matrix product, both operands of `dtype` with the summed axis innermost."""
-    from llmq.bench.ops import Arrays, Invocation
+    """FLOP/s of our matrix product, with both operands of `dtype` and the summed axis innermost."""
+    import cupy
+
     from llmq.ops.cuda.algorithms import Algorithms
-    from llmq.ops.cuda.cublaslt import Gemms, device_key
+    from llmq.ops.cuda.cublaslt import WORKSPACE_BYTES, Gemms, device_key
     from llmq.ops.cuda.linear import linear_kernels
 
-    arrays, shape = Arrays(), (SIZE, SIZE)
-    form = Form(dtype, "row", "delayed") if dtype == "e4m3" else None
-    stored = "bf16" if form else dtype
-    x, weight, y = arrays.tensor(shape, stored, form), arrays.tensor(shape, stored, form), arrays.output(shape, stored)
+    stored = "bf16" if dtype == "e4m3" else dtype
+    x, weight, result = _random(dtype), _random(dtype), _random(stored)
+    scratch = cupy.empty(WORKSPACE_BYTES, np.uint8)
     algorithms = Algorithms(device_key())
     gemms = Gemms(algorithms)
-    forward, kernel = Invocation("linear_forward", (y, x, weight, None, None)), linear_kernels(gemms)["linear_forward"]
+    forward = linear_kernels(gemms)["linear_forward"].launch
+    y = Output("y", result.shape, stored, (result,))
     try:
-        seconds = _heated(forward.bound(kernel, arrays.scratch(kernel.needed(forward.arguments))))
+        seconds = _heated(partial(forward, y, x, weight, None, None, scratch=scratch))
     finally:
         gemms.close()
     algorithms.save()
     return 2 * SIZE**3 / seconds
+
+
+def _random(dtype: str) -> Tensor:
+    """A random matrix on the GPU."""
+    import cupy
+
+    from llmq.ops.cuda.timing import fill_random
+
+    array = cupy.empty((SIZE, SIZE), np.uint8 if dtype == "e4m3" else DTYPES[dtype])
+    fill_random(array.data.ptr, array.nbytes, dtype, cupy.cuda.get_current_stream().ptr)
+    if dtype != "e4m3":
+        return Tensor("random", array, array.shape)
+    return Tensor("random", array, array.shape, Form(dtype, "row", "delayed"), cupy.full(1, 0.01, np.float32))
+
+
+def _copy() -> float:
+    """Bytes/s of the faster of two copies: the driver's, and our own kernel's."""
+    import cupy
+
+    from llmq.ops import cuda
+
+    shape = (min(COPY_BYTES, cupy.cuda.runtime.memGetInfo()[0] // 8) // 4 // 2**16 * 2**16,)
+    target, source = cupy.zeros((2, *shape), DTYPES["bf16"])
+    out = Output("copy", shape, "bf16", (Tensor("copy", target, shape),))
+    own = partial(cuda.OPS["cast"], out, Tensor("x", source, shape))
+    driver = partial(target.data.copy_from_device_async, source.data, source.nbytes)
+    return 2 * source.nbytes / min(_heated(driver), _heated(own))
 
 
 def _heated(call: Callable[[], None]) -> float:
@@ -91,37 +114,18 @@ def _heated(call: Callable[[], None]) -> float:
     import cupy
 
     stream = cupy.cuda.Stream(non_blocking=True)
+
+    def times(count: int) -> list[float]:
+        events = [cupy.cuda.Event() for _ in range(count + 1)]
+        with stream:
+            events[0].record(stream)
+            for event in events[1:]:
+                call()
+                event.record(stream)
+        events[-1].synchronize()
+        return [cupy.cuda.get_elapsed_time(*pair) / 1e3 for pair in pairwise(events)]
+
     cupy.cuda.runtime.deviceSynchronize()  # operands are filled on another stream
-
-    def moment() -> Any:
-        event = cupy.cuda.Event()
-        event.record(stream)
-        return event
-
-    def seconds(marks: list[Any]) -> list[float]:
-        marks[-1].synchronize()
-        return [cupy.cuda.get_elapsed_time(*pair) / 1e3 for pair in pairwise(marks)]
-
-    with stream:
-        call()  # chooses its algorithm
-        marks = [moment()]
-        for _ in range(3):
-            call()
-            marks.append(moment())
-        count = max(math.ceil(HEAT_S / min(seconds(marks))), 4)
-        marks = [moment()]
-        for _ in range(count):
-            call()
-            marks.append(moment())
-        times = seconds(marks)
-    return statistics.median(times[count // 2 :])
-
-
-def _copy() -> float:
-    """Bytes/s of the faster of two copies: the driver's, and our own kernel's."""
-    import cupy
-
-    from llmq.bench.ops import copy_us
-
-    size = min(COPY_BYTES, cupy.cuda.runtime.memGetInfo()[0] // 8)
-    return size / copy_us(size, 1) * 1e6
+    times(1)  # chooses its algorithm
+    count = max(math.ceil(HEAT_S / min(times(3))), 4)
+    return statistics.median(times(count)[count // 2 :])

@@ -1,25 +1,27 @@
 """Where a micro-batch's time goes, family by family of ops, and what each would take at the measured ceilings.
 
-The work of a call is what its op's record says of its step of the plan. A call's roofline is the
-larger of its FLOPs at the rate of the card's own large matrix product and its bytes at the rate of its own large copy,
-so the distance from it is what a better kernel or another order of calls could win.
+The work of a call is what its op's record says of it. Its roofline is the larger of its FLOPs at the rate of the card's
+large matrix product and its bytes at the rate of the card's large copy: a better kernel or another order of calls could
+win the difference.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
+
+import numpy as np
 
 from llmq.backends import arguments
 from llmq.bench.ceilings import Ceilings
-from llmq.engine.measure import TimedCall
+from llmq.engine.measure import Speed, zipf_batch
 from llmq.ops.record import Call
 from llmq.ops.seam import record
 from llmq.plan.names import storage_name
 from llmq.plan.passes.place import Placement
-from llmq.plan.plan import Plan
+from llmq.plan.spec import Spec
 
-HEAD = (".head.", "head.logits", "head.weight", "embed.weight")  # parts of what only the head's linear map writes
+HEAD = (".head.", "head.logits", "head.weight", "embed.weight")  # in the names of what the head's linear map writes
 
 
 @dataclass(frozen=True)
@@ -67,34 +69,24 @@ def family(op: str, written: str) -> str:
     return "head" if known.is_linear and any(part in written for part in HEAD) else known.family
 
 
-def ladder(
-    plan: Plan,
-    calls: Iterable[TimedCall],
-    ceilings: Ceilings,
-    *,
-    micro_batch_ms: float,
-    tokens_per_step: int,
-    used: float,
-) -> Ladder:
-    """The ladder of timed calls. `used` is how many different tokens a micro-batch has."""
-    share_of_update = plan.spec.batch_size * plan.spec.seq_len / tokens_per_step
-    rungs: dict[str, Rung] = {}
-    for call in calls:
-        program = plan.programs[call.program]
-        made = program.calls[call.index]
-        work = work_of(made, program.places, used)
-        times = share_of_update if call.program == "update" else 1.0
-        name = family(made.op, written(made))
-        old = rungs.get(name, Rung(name, 0, 0.0, 0.0, 0.0, 0.0))
-        rungs[name] = Rung(
-            name,
-            old.calls + 1,
-            old.ms + times * call.ms,
-            old.roofline_ms + times * 1e3 * roofline_s(work, ceilings),
-            old.flops + times * work.flops,
-            old.num_bytes + times * work.num_bytes,
-        )
-    return Ladder(tuple(sorted(rungs.values(), key=lambda rung: -rung.ms)), micro_batch_ms)
+def ladder(speed: Speed, ceilings: Ceilings) -> Ladder:
+    """The ladder of the calls that were timed, on generated tokens."""
+    spec, parts = speed.plan.spec, dict[str, list[tuple[float, ...]]]()
+    share_of_update, used = spec.batch_size * spec.seq_len / speed.tokens_per_step, different_tokens(spec)
+    for timed in speed.calls:
+        program = speed.plan.programs[timed.program]
+        call = program.calls[timed.index]
+        work = work_of(call, program.places, used)
+        part = (timed.ms, 1e3 * roofline_s(work, ceilings), work.flops, work.num_bytes)
+        times = share_of_update if timed.program == "update" else 1.0
+        parts.setdefault(family(call.op, written(call)), []).append(tuple(times * number for number in part))
+    rungs = [Rung(name, len(found), *map(sum, zip(*found, strict=True))) for name, found in parts.items()]
+    return Ladder(tuple(sorted(rungs, key=lambda rung: -rung.ms)), speed.micro_batch_ms)
+
+
+def different_tokens(spec: Spec) -> int:
+    """How many different tokens a generated micro-batch has."""
+    return np.unique(zipf_batch(spec.config.vocab_size, spec.batch_size, spec.seq_len, spec.seed).tokens).size
 
 
 def written(call: Call) -> str:
@@ -109,7 +101,7 @@ def roofline_s(work: CallWork, ceilings: Ceilings) -> float:
 
 
 def work_of(call: Call, places: Mapping[str, Placement], used: float) -> CallWork:
-    """The work of a call. `places` tell what is computed in place; `used` rows of an embedding table are touched."""
+    """The work of a call: `places` show what is computed in place; an embedding op touches `used` rows of its table."""
     op = record(call.op)
     given = replace(arguments(call), in_place=_in_place(call, places), different_tokens=used)
     return CallWork(op.rate_dtype(given), op.flops(given), op.num_bytes(given))

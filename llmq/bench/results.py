@@ -2,7 +2,7 @@
 
 The file is one object: `kind` ("llmq-bench"), `schema`, version, time and command, the system, the card's peaks and
 the measured ceilings, and one of `results` per configuration. Times are milliseconds where the name ends in `_ms`, else
-seconds; what nobody knows is null.
+seconds; unknown values are null.
 """
 
 from __future__ import annotations
@@ -26,10 +26,10 @@ from llmq.model import speed_of_light as sol
 from llmq.training.log import to_json
 
 KIND, SCHEMA = "llmq-bench", 1
-SAME = ("model", "dtype", "batch_size", "seq_len")  # of two results that can be compared
-# said where they differ
+SAME = ("model", "dtype", "batch_size", "seq_len")  # in two results that can be compared
+# shown where they differ
 SETTINGS = ("tokens_per_step", "precision", "recompute", "lmhead_chunks", "attn_bwd_chunks", "deterministic")
-UNSAID = {"deterministic": True}  # what a file was measured with that does not say it
+UNSAID = {"deterministic": True}  # settings that older files lack
 
 Result = Mapping[str, Any]
 
@@ -44,7 +44,7 @@ def result_of(
     *,
     deterministic: bool,
 ) -> dict[str, Any]:
-    """What is known of one configuration."""
+    """The result of one configuration."""
     plan, (median, low, high) = speed.plan, speed.tokens_per_second
     nvml_bytes = [reading.used_bytes for reading in speed.readings if reading.used_bytes is not None]
     return {
@@ -137,26 +137,20 @@ def load(path: Path) -> dict[str, Any]:
 
 
 def _damage(row: Any) -> str:
-    """What keeps a result from being compared; empty if nothing does."""
+    """Why a result cannot be compared; empty if it can."""
     if not isinstance(row, dict):
         return "is not an object"
-    kinds: dict[str, Any] = {
-        "model": str,
-        "dtype": str,
-        "batch_size": int,
-        "seq_len": int,
-        "gaps_ms": (int, float),
-        "ladder": list,
+    rate, rungs = row.get("tokens_per_second"), row.get("ladder")
+    valid = {
+        **{key: isinstance(row.get(key), str) for key in ("model", "dtype")},
+        **{key: isinstance(row.get(key), int) for key in ("batch_size", "seq_len")},
+        "gaps_ms": _is_number(row.get("gaps_ms")),
+        "tokens_per_second": isinstance(rate, dict) and _is_number(rate.get("median")) and rate["median"] > 0,
+        "ladder": isinstance(rungs, list)
+        and all(isinstance(r, dict) and isinstance(r.get("family"), str) and _is_number(r.get("ms")) for r in rungs),
     }
-    if missing := [key for key, kind in kinds.items() if not isinstance(row.get(key), kind)]:
-        return f"has no valid {', '.join(missing)}"
-    rate = row.get("tokens_per_second")
-    if not isinstance(rate, dict) or not _is_number(rate.get("median")) or rate["median"] <= 0:
-        return "has no valid tokens_per_second"
-    rungs = all(
-        isinstance(r, dict) and isinstance(r.get("family"), str) and _is_number(r.get("ms")) for r in row["ladder"]
-    )
-    return "" if rungs else "has no valid ladder"
+    wrong = [key for key, is_valid in valid.items() if not is_valid]
+    return f"has no valid {', '.join(wrong)}" if wrong else ""
 
 
 def _is_number(value: Any) -> bool:
@@ -189,13 +183,13 @@ def name_of(result: Result) -> str:
 
 
 def require_common(old: Mapping[str, Any], wanted: Sequence[tuple[str, str, int]]) -> None:
-    """UsageError if no (model, dtype, seq_len) of `wanted` is in a file: told before anything is measured."""
+    """UsageError if no (model, dtype, seq_len) of `wanted` is in a file: raised before anything is measured."""
     if not {(r["model"], r["dtype"], r["seq_len"]) for r in old["results"]} & set(wanted):
         raise _nothing_common(old["results"])
 
 
 def compare(old: Mapping[str, Any], new: Mapping[str, Any]) -> tuple[list[Change], list[str]]:
-    """Changes of what both have, and the names of what is in one only; UsageError if nothing is common."""
+    """Changes of the configurations in both, and names of those in one only; UsageError if none is in both."""
     before, after = ({tuple(r[key] for key in SAME): r for r in content["results"]} for content in (old, new))
     changes = [_change(before[key], result, old, new) for key, result in after.items() if key in before]
     lone = [

@@ -1,8 +1,8 @@
-"""The runs of `llmq-bench`: what was asked, checked as a whole; which models, batches and steps where nothing was said.
+"""The runs of `llmq-bench`: options checked as a whole, and the models, batches and steps where none were given.
 
 A configuration is planned as `llmq-train` would plan it: its options go through the same description and the same
-resolvers. Without `--models` the choice is the device's: models that fit its memory, each in bf16 and fp8 where the
-card has it, as many as can be measured within LIMIT_S by the speed of those before; the clock stops what takes longer.
+resolvers. Without `--models` the device decides: models that fit its memory, in bf16 and in fp8 where the card has it,
+as many as can be measured within LIMIT_S at the speed of those before. A measurement that takes longer is cut short.
 """
 
 from __future__ import annotations
@@ -16,7 +16,6 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 from rich.console import Console
 
 from llmq.backends import Backend, open_backend
@@ -24,7 +23,7 @@ from llmq.bench import table as bench_table
 from llmq.bench.ceilings import Ceilings, measure_ceilings
 from llmq.bench.ladder import ladder
 from llmq.bench.results import Change, compare, document, load, require_common, result_of, save
-from llmq.engine.measure import Clock, CudaClock, measure_plan, zipf_batch
+from llmq.engine.measure import Clock, CudaClock, measure_plan
 from llmq.errors import LlmqError, MemoryLimitError, StorageError, UsageError
 from llmq.hardware import device as devices
 from llmq.hardware import nvml
@@ -49,25 +48,37 @@ MATMULS = {  # options of llmq-train by name of --dtypes
     "bf16": NARROW,
     "e4m3": {**NARROW, "matmul_dtype": "e4m3"},
 }
-FOR_ALL = ("opt_m_dtype", "opt_v_dtype", "master_dtype", "grad_accum_dtype")  # options of precision without fp8
-TOKENS, SEQ_LEN, BATCH_SIZE = 524_288, 1024, 32
-HOST_TOKENS, HOST_SEQ_LEN, HOST_BATCH_SIZE = 1024, 128, 1  # on the CPU
-CHOICE = ("Qwen2.5-0.5B", "Qwen2.5-1.5B")  # on a GPU without --models
-HOST_CHOICE = ("tiny_llama3_50m",)
+OF_FP8 = ("gradient_dtype", "fp8_scaling", "head_dtype", "bf16_layers", "fp8_layers")
 ROOM = 0.95  # of the free memory, for a plan that models what cuDNN will need
 LIMIT_S = 165.0  # for all configurations that were chosen here: under three minutes with the start of Python
 LADDER_S = 10.0  # of them: single ops, after the steps
 START_S = 15.0  # of a configuration: kernels, algorithms, weights, ladder
-SHARE = {"cuda": 0.25, "cpu": 0.06}  # of the speed of light that the first configuration surely reaches
 CAUTION = 0.8  # of the last share of the speed of light is expected of the next
 
 
 @dataclass(frozen=True)
-class BenchRequest:
-    """What the command was asked; None and "" leave the choice here. `recipe` are options of llmq-train's precision."""
+class Defaults:
+    """Defaults for a kind of device; it is sure to reach `share` of the speed of light."""
 
-    models: tuple[str, ...] | None = None
-    dtypes: tuple[str, ...] | None = None
+    models: tuple[str, ...]
+    tokens: int  # of a step
+    seq_len: int
+    batch_size: int  # at most
+    share: float
+
+
+DEFAULTS = {
+    "cuda": Defaults(("Qwen2.5-0.5B", "Qwen2.5-1.5B"), tokens=524_288, seq_len=1024, batch_size=32, share=0.25),
+    "cpu": Defaults(("tiny_llama3_50m",), tokens=1024, seq_len=128, batch_size=1, share=0.06),
+}
+
+
+@dataclass(frozen=True)
+class BenchRequest:
+    """The options of the command; None and () take the defaults. `recipe` are options of llmq-train."""
+
+    models: tuple[str, ...] = ()
+    dtypes: tuple[str, ...] = ()
     device: str = "auto"
     batch_size: int | None = None
     seq_len: int | None = None
@@ -75,8 +86,6 @@ class BenchRequest:
     steps: int = 10
     warmup: int = 3
     recompute: tuple[str, ...] = ()
-    lmhead_chunks: int = 0
-    attn_bwd_chunks: int | str = memory.AUTO
     deterministic: bool = True
     recipe: Mapping[str, Any] = field(default_factory=dict)
     save: Path | None = None
@@ -108,7 +117,7 @@ def run(request: BenchRequest) -> int:
         _check_place(request.save)
     console = Console(stderr=request.markdown)  # with --markdown only that goes to stdout
     peaks, system = devices.peaks(where), devices.system_facts(where)
-    ceilings = measure_ceilings(where.kind, {dtype for one in wanted for dtype in _dtypes(one.precision)})
+    ceilings = measure_ceilings(where.kind, {dtype for one in wanted for dtype in multiplied(one.precision)})
     bench_table.show_machine(console, system, peaks, asdict(ceilings))
     results = []
     for result in measured(request, wanted, where, peaks, ceilings):
@@ -136,9 +145,9 @@ def _exit_code(console: Console, changes: Sequence[Change], tolerance: float | N
 
 
 def configurations(request: BenchRequest, where: Device) -> list[Wanted]:
-    """Every model in every dtype, checked. UsageError with all that is wrong."""
-    on_gpu, problems, configs = where.kind == "cuda", [], {}
-    for name in request.models or (CHOICE if on_gpu else HOST_CHOICE):
+    """Every model in every dtype, checked. UsageError with all problems at once."""
+    problems, configs = [], {}
+    for name in request.models or DEFAULTS[where.kind].models:
         try:
             configs[name] = from_folder(Path(name)) if Path(name).is_dir() else preset(name)
         except LlmqError as error:
@@ -156,11 +165,10 @@ def configurations(request: BenchRequest, where: Device) -> list[Wanted]:
     for name, config in configs.items():
         for dtype in dtypes if not unknown_dtypes else ():
             try:
-                recipe = _recipe(request, dtype, "e4m3" in dtypes)
-                found.append(_wanted(request, name, config, dtype, recipe, where))
+                found.append(_wanted(request, name, config, dtype, where, with_fp8="e4m3" in dtypes))
             except LlmqError as error:
                 problems.append(str(error))
-    problems = list(dict.fromkeys(problems))  # what every model has in common, once
+    problems = list(dict.fromkeys(problems))  # a problem of every model is shown once
     if problems:
         raise UsageError("\n  ".join(["options that need a change:", *problems]) if problems[1:] else problems[0])
     return found
@@ -173,7 +181,7 @@ def _default_dtypes(request: BenchRequest, where: Device) -> tuple[str, ...]:
 
 
 def _odd_tokens(request: BenchRequest, where: Device) -> Iterator[str]:
-    """A message if the tokens of a step that were asked for are not whole micro-batches."""
+    """A message if --tokens-per-step is not a whole number of micro-batches."""
     tokens, sequence = request.tokens_per_step, seq_len_of(request, where)
     if tokens is None:
         return
@@ -186,40 +194,35 @@ def _odd_tokens(request: BenchRequest, where: Device) -> Iterator[str]:
 
 def seq_len_of(request: BenchRequest, where: Device) -> int:
     """Tokens of a sequence."""
-    return request.seq_len or (SEQ_LEN if where.kind == "cuda" else HOST_SEQ_LEN)
-
-
-def _recipe(request: BenchRequest, dtype: str, has_fp8: bool) -> dict[str, Any]:
-    """The options of the recipe that concern a dtype: those of fp8 go to e4m3, if that is asked for at all."""
-    return {key: value for key, value in request.recipe.items() if key in FOR_ALL or dtype == "e4m3" or not has_fp8}
+    return request.seq_len or DEFAULTS[where.kind].seq_len
 
 
 def _wanted(
-    request: BenchRequest, model: str, config: ModelConfig, dtype: str, recipe: Mapping[str, Any], where: Device
+    request: BenchRequest, model: str, config: ModelConfig, dtype: str, where: Device, *, with_fp8: bool
 ) -> Wanted:
+    """A configuration. Options of fp8 apply to e4m3 only, if that is among the dtypes."""
+    left_out = OF_FP8 if with_fp8 and dtype != "e4m3" else ()
     flat = {
         "model": model,
         "from_scratch": True,
         "train_file": "generated",
         "seq_len": seq_len_of(request, where),
-        "lmhead_chunks": request.lmhead_chunks,
-        "attn_bwd_chunks": request.attn_bwd_chunks,
         **{f"recompute_{name}": True for name in request.recompute},
         **MATMULS[dtype],
-        **recipe,
+        **{key: value for key, value in request.recipe.items() if key not in left_out},
     }
     resolved = precision.resolve(Options.parse(flat).precision, config)
     devices.refuse_dtypes(where, resolved.matmul, resolved.head, scaling=resolved.scaling, option="--dtypes")
     return Wanted(model, dtype, config, resolved, flat)
 
 
-def _dtypes(dtypes: Precision) -> tuple[str, ...]:
+def multiplied(dtypes: Precision) -> tuple[str, ...]:
     """Dtypes of the matrix products of a run; attention's are the model's."""
     return dtypes.matmul, dtypes.head, dtypes.model
 
 
 def _check_place(path: Path) -> None:
-    """StorageError now rather than after minutes, if a file cannot be made there."""
+    """StorageError before anything is measured, if the file cannot be written."""
     folder = path.absolute().parent
     place = path if path.exists() else folder
     if path.is_dir() or not folder.is_dir():
@@ -234,8 +237,9 @@ def _check_place(path: Path) -> None:
 def measured(
     request: BenchRequest, wanted: Sequence[Wanted], where: Device, peaks: Mapping[str, float], ceilings: Ceilings
 ) -> Iterator[dict[str, Any]]:
-    """The result of each configuration; of the device's own choice only what fits and can be measured in time."""
-    share, began, done = SHARE[where.kind], time.perf_counter(), 0
+    """The result of each configuration; without --models, of those that fit and can be measured in time."""
+    defaults, began, done = DEFAULTS[where.kind], time.perf_counter(), 0
+    share = defaults.share
     for one in wanted:
         backend = open_backend(where.kind, deterministic=request.deterministic)
         try:
@@ -244,13 +248,11 @@ def measured(
             if request.models or (one is wanted[-1] and not done):
                 raise
             continue
-        tokens = request.tokens_per_step or whole(TOKENS if where.kind == "cuda" else HOST_TOKENS, plan)
+        tokens = request.tokens_per_step or whole(defaults.tokens, plan)
         if not request.models:
-            seconds = (
-                sol.seconds_per_token(plan.spec.config, plan.spec.seq_len, peaks, plan.spec.precision.dtype) / share
-            )
+            light = sol.seconds_per_token(plan.spec.config, plan.spec.seq_len, peaks, plan.spec.precision.dtype)
             left = LIMIT_S - (time.perf_counter() - began)
-            in_time = tokens_in_time(tokens, plan, request.steps + request.warmup, seconds, left)
+            in_time = tokens_in_time(tokens, plan, request.steps + request.warmup, light / share, left)
             if in_time is None and done:
                 continue
             tokens = request.tokens_per_step or in_time or whole(1, plan)
@@ -269,21 +271,18 @@ def fitting_plan(request: BenchRequest, one: Wanted, where: Device, backend: Bac
     """
     on_gpu, (total_bytes, free_bytes) = where.kind == "cuda", devices.memory_bytes(where)
     gpu_bytes = total_bytes if on_gpu else 0
-    sizes = [request.batch_size] if request.batch_size else _sizes(BATCH_SIZE if on_gpu else HOST_BATCH_SIZE)
+    most = DEFAULTS[where.kind].batch_size
+    sizes = [request.batch_size] if request.batch_size else [most >> shift for shift in range(most.bit_length())]
     modelled = open_backend("planned", deterministic=request.deterministic) if on_gpu else backend
     fitting = (size for size in sizes if _plan(one, size, modelled, gpu_bytes).total_bytes <= ROOM * free_bytes)
     plan = _plan(one, next(fitting, sizes[-1]), backend, gpu_bytes)
     while plan.total_bytes > free_bytes and not request.batch_size and plan.spec.batch_size > 1:
         plan = _plan(one, plan.spec.batch_size // 2, backend, gpu_bytes)
-    if request.attn_bwd_chunks == memory.AUTO:
+    if memory.chooses_attention_chunks(Options.parse(one.flat).memory):
         plan = with_fitting_chunks(plan, free_bytes, backend.scratch_bytes)
     relaxed = open_backend("planned", deterministic=False).scratch_bytes if on_gpu and request.deterministic else None
     refuse_if_too_large(plan, free_bytes, backend.scratch_bytes, relaxed)
     return plan
-
-
-def _sizes(largest: int) -> list[int]:
-    return [largest >> shift for shift in range(largest.bit_length())]
 
 
 def _plan(one: Wanted, batch_size: int, backend: Backend, gpu_bytes: int) -> Plan:
@@ -333,16 +332,7 @@ def _measure(
         uuid=uuid,
         limit_s=limit_s,
     )
-    tokens = zipf_batch(plan.spec.config.vocab_size, plan.spec.batch_size, plan.spec.seq_len, plan.spec.seed).tokens
-    found = ladder(
-        plan,
-        speed.calls,
-        ceilings,
-        micro_batch_ms=speed.micro_batch_ms,
-        tokens_per_step=speed.tokens_per_step,
-        used=np.unique(tokens).size,
-    )
     processes = nvml.num_processes(uuid) if uuid else None
     others = None if processes is None else max(processes - 1, 0)  # this one has a context now
     deterministic = request.deterministic or where.kind == "cpu"
-    return result_of(one.model, one.dtype, speed, found, peaks, others, deterministic=deterministic)
+    return result_of(one.model, one.dtype, speed, ladder(speed, ceilings), peaks, others, deterministic=deterministic)

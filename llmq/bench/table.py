@@ -22,7 +22,7 @@ LIBRARIES = ("driver", "cuBLASLt", "cuDNN", "cupy", "cupy-cuda13x", "cupy-cuda12
 def show_machine(
     console: Console, system: Mapping[str, Any], peaks: Mapping[str, float], ceilings: Mapping[str, Any]
 ) -> None:
-    """The device, its libraries, and what it reached."""
+    """Prints the device, its libraries, and its measured ceilings."""
     _say(console, machine(system))
     _say(console, f"Measured ceilings: {ceilings_line(peaks, ceilings)}")
 
@@ -45,7 +45,7 @@ def ceilings_line(peaks: Mapping[str, float], ceilings: Mapping[str, Any]) -> st
 
 
 def show(console: Console, result: Result) -> None:
-    """A configuration's speed, what the device did meanwhile, and its ladder."""
+    """Prints the speed of a configuration, the state of the device meanwhile, and the ladder."""
     rate, memory = result["tokens_per_second"], result["memory"]
     _say(
         console,
@@ -81,7 +81,7 @@ def beyond(result: Result) -> str:
 
 
 def gpu_lines(gpu: Mapping[str, Any]) -> list[str]:
-    """What NVML saw of the GPU during the steps, and who else was there."""
+    """NVML's readings of the GPU during the steps, and other processes on it."""
     if not gpu["readings"]:
         return []
     facts = [f"SM clock {gpu['sm_mhz']:,.0f} MHz" if gpu["sm_mhz"] is not None else ""]
@@ -115,12 +115,12 @@ def _ladder(result: Result) -> Table:
 
 
 def gaps_name(ms: float) -> str:
-    """What to call the difference between a step and the sum of its ops."""
+    """The name of the difference between a step and the sum of its ops."""
     return "gaps" if ms >= 0 else "overlap"
 
 
 def show_changes(console: Console, path: str, changes: Sequence[Change], lone: Sequence[str]) -> None:
-    """The comparison with a file."""
+    """Prints the comparison with a file."""
     for change in changes:
         old, new = change.tokens_per_second
         _say(console, f"\n{change.name} against {path}: {old:,.0f} -> {new:,.0f} tokens/s, {change.percent:+.1f}%")

@@ -1,4 +1,4 @@
-"""`llmq-bench`: how fast this machine trains a model shape, and where the time goes; `llmq-bench op`: one op alone."""
+"""`llmq-bench`: how fast this machine trains a model shape, and where the time goes; `llmq-bench op`: its ops alone."""
 
 from __future__ import annotations
 
@@ -17,71 +17,99 @@ from llmq.cli.train import click_option
 from llmq.errors import UsageError
 from llmq.options.parse import descriptions
 
-NOT_OF_A_RECIPE = ("model_dtype", "matmul_dtype", "log_fp8_every", "fp8_fallback")  # --dtypes; watching a run
+LEFT_OUT = ("model_dtype", "matmul_dtype", "log_fp8_every", "fp8_fallback")  # --dtypes; watching a run
+# options that mean what they mean in llmq-train
+RECIPE = {
+    d.key: d
+    for d in descriptions().values()
+    if (d.section == "precision" and d.key not in LEFT_OUT) or d.key in ("lmhead_chunks", "attn_bwd_chunks")
+}
 
 
 def _names(context: click.Context, parameter: click.Parameter, value: str | None) -> tuple[str, ...]:
-    return tuple(name.strip() for name in (value or "").split(",") if name.strip())
+    return tuple(os.path.expanduser(name.strip()) for name in (value or "").split(",") if name.strip())
+
+
+def _path(context: click.Context, parameter: click.Parameter, value: str | None) -> Path | None:
+    return Path(value) if value else None
 
 
 class Bench(click.Group):
-    """A command that measures training, unless it is told to measure an op; it keeps its arguments for the reports."""
+    """A command that measures training where no subcommand is given; it keeps its command line for the results."""
 
     def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
-        """Notes the command line, as it will stand in results."""
+        """Keeps the command line as typed."""
         ctx.meta["command"] = shlex.join(["llmq-bench", *args])
         return super().parse_args(ctx, args)
 
 
-def _recipe(command: click.Command) -> click.Command:
-    """Adds the options of llmq-train's section on precision."""
-    for d in descriptions().values():
-        if _is_recipe(d.key):
-            option = click_option(d, d.key, hidden=False)
-            option.metavar, option.help = d.metavar, f"As in llmq-train: {d.help}"
-            command.params.append(option)
-    return command
+def _shared() -> list[click.Parameter]:
+    """The options of both commands: what is trained, and those of RECIPE."""
+    recipe = [click_option(d, d.key, hidden=False) for d in RECIPE.values()]
+    for option, d in zip(recipe, RECIPE.values(), strict=True):
+        option.metavar, option.help = d.metavar, f"As in llmq-train: {d.help}"
+    deterministic = f"As in llmq-train: {descriptions()['deterministic'].help}"
+    return [
+        click.Option(
+            ["--models"],
+            callback=_names,
+            help="Presets or folders, separated by commas. [default: models that fit this device]",
+        ),
+        click.Option(
+            ["--dtypes"],
+            callback=_names,
+            help="Matmul dtypes, separated by commas: fp32, bf16, e4m3. [default: bf16; without --models also e4m3]",
+        ),
+        click.Option(
+            ["--batch-size"],
+            type=click.IntRange(1),
+            help="Sequences in a micro-batch. [default: as many as fit, up to 32]",
+        ),
+        click.Option(
+            ["--seq-len"], type=click.IntRange(1), help="Tokens in a sequence. [default: 1024; on the CPU 128]"
+        ),
+        click.Option(["--device"], type=click.Choice(["auto", "cuda", "cpu"]), default="auto", show_default=True),
+        click.Option(
+            ["--recompute"],
+            callback=_names,
+            help="Recompute flags without their prefix, separated by commas: ffn,att.",
+        ),
+        click.Option(["--deterministic/--no-deterministic"], default=True, show_default=True, help=deterministic),
+        *recipe,
+    ]
+
+
+def _with_recipe(given: dict[str, Any]) -> dict[str, Any]:
+    """The fields of a BenchRequest: those options of RECIPE that were given are one field."""
+    recipe = {key: given.pop(key) for key in RECIPE}
+    return {**given, "recipe": {key: value for key, value in recipe.items() if value is not None}}
 
 
 @click.group("llmq-bench", cls=Bench, invoke_without_command=True, context_settings=shell.SETTINGS)
-@click.option(
-    "--models", callback=_names, help="Presets or folders, with commas between; without, models that fit this device."
-)
-@click.option(
-    "--dtypes",
-    callback=_names,
-    help="Matmul dtypes, with commas between: fp32, bf16, e4m3. [default: bf16; without --models e4m3 too]",
-)
-@click.option("--batch-size", type=click.IntRange(1), help="Sequences in a micro-batch. [default: the most up to 32]")
-@click.option("--seq-len", type=click.IntRange(1), help="Tokens in a sequence. [default: 1024; on the CPU 128]")
 @click.option(
     "--tokens-per-step", type=click.IntRange(1), help="Tokens in an optimizer step. [default: 524288; on the CPU 1024]"
 )
 @click.option("--steps", type=click.IntRange(1), default=10, show_default=True, help="Optimizer steps to time.")
 @click.option(
-    "--warmup", type=click.IntRange(0), default=3, show_default=True, help="Steps before them; two capture the graphs."
-)
-@click.option(
-    "--recompute", callback=_names, help="Recompute flags without their prefix, with commas between: ffn,att."
-)
-@click.option("--lmhead-chunks", type=click.IntRange(0), default=0, help="Chunks of the logits; 0 chooses.")
-@click.option(
-    "--attn-bwd-chunks",
-    default="auto",
-    metavar=descriptions()["attn_bwd_chunks"].metavar,
-    help=f"As in llmq-train: {descriptions()['attn_bwd_chunks'].help}",
-)
-@click.option(
-    "--deterministic/--no-deterministic",
-    default=True,
+    "--warmup",
+    type=click.IntRange(0),
+    default=3,
     show_default=True,
-    help=f"As in llmq-train: {descriptions()['deterministic'].help}",
+    help="Optimizer steps before those; two capture the graphs.",
 )
-@click.option("--device", type=click.Choice(["auto", "cuda", "cpu"]), default="auto", show_default=True)
-@click.option("--save", type=shell.Home(), metavar="FILE", help="Write the results as JSON.")
-@click.option("--compare", type=shell.Home(), metavar="FILE", help="Print the changes against results of --save.")
+@click.option("--save", type=shell.Home(), callback=_path, metavar="FILE", help="Write the results as JSON.")
 @click.option(
-    "--tolerance", type=click.FloatRange(0), metavar="PERCENT", help="With --compare: exit with 1 if slower by more."
+    "--compare",
+    type=shell.Home(),
+    callback=_path,
+    metavar="FILE",
+    help="Print the changes since the results that --save wrote to FILE.",
+)
+@click.option(
+    "--tolerance",
+    type=click.FloatRange(0),
+    metavar="PERCENT",
+    help="With --compare: exit with 1 if a model is slower by more than this.",
 )
 @click.option("--markdown", is_flag=True, help="Print the results as Markdown, and everything else to stderr.")
 @click.pass_context
@@ -92,10 +120,10 @@ def command(context: click.Context, **given: Any) -> int:
     llmq-bench
     llmq-bench --models Qwen2.5-0.5B,Qwen2.5-1.5B --dtypes bf16,e4m3 --save today.json
     llmq-bench --models Qwen2.5-7B --batch-size 16 --compare yesterday.json --tolerance 2
-    llmq-bench op rmsnorm_forward
+    llmq-bench op 'rmsnorm_*'
 
     Weights and moments are bf16 (fp32 with --dtypes fp32). The command prints tokens per second, the shares of the
-    speed of light and of what the device was measured to reach, memory, clock and power, and the milliseconds of a
+    speed of light and of the measured ceilings of this device, memory, clock and power, and the milliseconds of a
     micro-batch by family of ops, each beside its roofline. Without --models it takes less than three minutes.
     """
     if context.invoked_subcommand:
@@ -103,18 +131,7 @@ def command(context: click.Context, **given: Any) -> int:
         return 0
     from llmq.bench.run import BenchRequest, run
 
-    recipe = {key: value for key, value in given.items() if _is_recipe(key) and value is not None}
-    given = {key: value for key, value in given.items() if not _is_recipe(key)}
-    given["models"] = tuple(os.path.expanduser(name) for name in given["models"]) or None
-    given["dtypes"] = given["dtypes"] or None
-    for key in ("save", "compare"):
-        given[key] = Path(given[key]) if given[key] else None
-    return run(BenchRequest(**given, recipe=recipe, command=context.meta["command"]))
-
-
-def _is_recipe(key: str) -> bool:
-    found = descriptions().get(key)
-    return found is not None and found.section == "precision" and key not in NOT_OF_A_RECIPE
+    return run(BenchRequest(**_with_recipe(given), command=context.meta["command"]))
 
 
 def _refuse_options_before(context: click.Context) -> None:
@@ -129,33 +146,28 @@ def _refuse_options_before(context: click.Context) -> None:
         raise UsageError(f"{names}: not for llmq-bench {context.invoked_subcommand}, which has options of its own")
 
 
-_recipe(command)
-command.params.append(shell.version_option())
-
-
 @command.command("op", context_settings=shell.SETTINGS)
-@click.argument("name", required=False)
-@click.option(
-    "--shape",
-    "shapes",
-    multiple=True,
-    metavar="MODEL:BxT",
-    help="A preset and its micro-batch; repeatable. [default: Qwen2.5-0.5B:32x1024 and Qwen2.5-7B:16x1024]",
-)
-@click.option("--list", "listed", is_flag=True, help="List the ops with the forms that are timed, and end.")
-def op(name: str | None, shapes: tuple[str, ...], listed: bool) -> int:
-    """Time one op, or all, over its shapes and forms: against a copy of as many bytes, or the peak of matrix products.
+@click.argument("pattern", default="*")
+@click.option("--list", "listed", is_flag=True, help="List the calls without timing them.")
+def op(pattern: str, listed: bool, **given: Any) -> int:
+    """Time single ops of a training step with cold caches, beside their rooflines: all, or those that match PATTERN.
 
     \b
     llmq-bench op swiglu_backward
-    llmq-bench op linear_forward --shape Qwen2.5-1.5B:32x1024
-    """
-    from llmq.bench.op_command import listing, run
+    llmq-bench op 'linear_*' --models Qwen2.5-7B --dtypes e4m3 --batch-size 16
 
-    if listed:
-        click.echo(listing())
-        return 0
-    return run(name, shapes)
+    The command plans a model with one layer as for training, and times each different call of a micro-step and an
+    optimizer step. Shapes and dtypes are those of the first output and the first input. Ops that such a step does not
+    call, for generation, offload or the errors of fp8 copies, cannot be timed.
+    """
+    from llmq.bench.op import run
+    from llmq.bench.run import BenchRequest
+
+    return run(BenchRequest(**_with_recipe(given)), pattern, listed=listed)
+
+
+command.params += [*_shared(), shell.version_option()]
+op.params += _shared()
 
 
 def main(arguments: Sequence[str] | None = None) -> None:

@@ -184,10 +184,10 @@ class Engine:
         launches = self._bound(name, {op: wrap(op, function) for op, function in self._ops.items()})
         return lambda: self._backend.program(launches)()
 
-    def part(self, name: str, indices: Iterable[int]) -> Run:
-        """These calls of a program of the plan, which run as a program of their own; for timing."""
-        launches = self._bound(name, self._ops)
-        return self._backend.program([Launch(launches[index].run) for index in indices])
+    def part(self, name: str, indices: Iterable[int], before: Run | None = None) -> Run:
+        """These calls of a program of the plan, each after `before`, as a program of their own; for timing."""
+        launches, first = self._bound(name, self._ops), [] if before is None else [Launch(before)]
+        return self._backend.program([each for index in indices for each in (*first, Launch(launches[index].run))])
 
     def feed(self, batch: Batch) -> None:
         """The batch in its slots, with the positions of its tokens."""

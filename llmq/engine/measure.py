@@ -5,8 +5,10 @@ are random: zeros would draw less power and run faster than training does.
 
 A step's time is from one moment of the device to the next (CUDA events; the host's clock on the CPU), with whatever
 the host does between two steps. Single ops are timed afterwards, each between two events, queued behind enough other
-work that the host's pace does not show. The optimizer has a call for every tensor, norms and biases of some KiB, which
+work that the host's pace does not show. The optimizer has a call for every row, norms and biases of some KiB, which
 alone would be little but launch and event: all calls of such an op are timed as one graph, as training runs them.
+
+`cold_calls` times calls with cold caches: in a graph, each after a sweep that overwrites the L2 cache.
 """
 
 from __future__ import annotations
@@ -14,17 +16,18 @@ from __future__ import annotations
 import math
 import statistics
 import time
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Container, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import count, pairwise
 from typing import Any
 
 import numpy as np
 
-from llmq.backends import Backend, Op, Run
+from llmq.backends import Backend, Launch, Op, Run
 from llmq.data.batches.batch import Batch
 from llmq.engine.engine import Engine
 from llmq.hardware.nvml import Background, Reading
+from llmq.ops.seam import record
 from llmq.plan.plan import Plan, make_plan
 from llmq.plan.spec import Spec
 from llmq.row import Row
@@ -32,10 +35,10 @@ from llmq.row import Row
 BLOCK = 1 << 20  # random values that fill all weights, over and over
 ZIPF = 1.2
 TIMED = ("middle", "update")  # programs: the micro-step that repeats, and the optimizer step
-TOGETHER = ("sum_squares", "adamw")  # ops of the update, called for every tensor, which share the time of all calls
 BATCHES = 8  # different micro-batches, in turn
 REPEATS = 3  # of the timing of single ops
 AHEAD_S = 0.2  # of other work before it: the host takes about 30 us to launch an op between two events
+SWEPT_BYTES = 2**28  # more than any card's L2 cache
 SAMPLE_S = 0.05  # from one reading of clock and power to the next
 
 Parameters = Iterable[tuple[Row, np.ndarray]]
@@ -149,6 +152,31 @@ def measure_plan(
     )
 
 
+def cold_calls(plan: Plan, backend: Backend, clock: Clock, wanted: Container[tuple[str, int]]) -> Iterator[TimedCall]:
+    """Times the `wanted` calls alone (program, index): what each adds to a program of sweeps of the L2 cache.
+
+    Calls run in order, so that each reads what training gives it. The next sweep writes back what a call leaves in the
+    cache, so its time includes all of its own writes, and none of others.
+    """
+    spec = plan.spec
+    engine, sweep = Engine(plan, backend), clock.sweep()
+    engine.load(random_parameters(plan, spec.seed))
+    batch = zipf_batch(spec.config.vocab_size, spec.batch_size, spec.seq_len, spec.seed)
+    if engine.needs_warm_up:
+        engine.warm_up(batch)
+    clock.follow(backend)
+    engine.micro_step(batch)
+    engine.update(1, 1e-5)
+    sweeps_ms = clock.median_ms(backend.program([Launch(sweep)] * clock.copies))
+    for name in TIMED:
+        for index in range(len(plan.programs[name].calls)):
+            if (name, index) not in wanted:
+                engine.part(name, [index])()
+                continue
+            both_ms = clock.median_ms(engine.part(name, [index] * clock.copies, before=sweep))
+            yield TimedCall(name, index, (both_ms - sweeps_ms) / clock.copies)
+
+
 def paced(warmup: int, steps: int, *, least: int, end: float) -> Iterator[bool]:
     """Whether each step counts: `warmup` that do not, then `steps` that do; the caller makes one before the next.
 
@@ -191,6 +219,7 @@ class Clock:
     """Moments of the host: for backends whose ops return when they are done."""
 
     is_queued = False  # whether ops run later than they are called
+    copies, replays = 1, 3  # of a call in one program, and runs of that, to time the call with cold caches
 
     def follow(self, backend: Backend) -> None:
         """From now on moments are those of this backend's work."""
@@ -199,11 +228,14 @@ class Clock:
         """Every op of one micro-step and one update: the median of some eager runs on the engine's own memory.
 
         Before each of them the micro-step is run `ahead` times as it is in training, so that the device is behind.
-        Where ops are queued, the calls of an op in TOGETHER share the time of all of them as one program, in proportion
-        to their times alone.
+        Where ops are queued, the calls of an op that is called for each row share the time of all of them as one
+        program, in proportion to their times alone.
         """
-        update = engine.plan.programs["update"].calls
-        groups = [[i for i, step in enumerate(update) if step.op == op] for op in TOGETHER if self.is_queued]
+        by_op: dict[str, list[int]] = {}
+        for index, step in enumerate(engine.plan.programs["update"].calls):
+            if self.is_queued and record(step.op).for_each_row:
+                by_op.setdefault(step.op, []).append(index)
+        groups = list(by_op.values())
         alone, together = self._medians(engine, [engine.part("update", group) for group in groups], ahead)
         steps = [(name, index) for name in TIMED for index in range(len(engine.plan.programs[name].calls))]
         found = dict(zip(steps, alone, strict=True))
@@ -243,6 +275,21 @@ class Clock:
         num_ops = len(medians) - len(parts)
         return medians[:num_ops], medians[num_ops:]
 
+    def median_ms(self, run: Run) -> float:
+        """Milliseconds of a program: the median of some runs. On a GPU, one runs eagerly and one captures first."""
+        for _ in range(2 if self.is_queued else 0):
+            run()
+        times = []
+        for _ in range(self.replays):
+            start = self.mark()
+            run()
+            times.append(self.elapsed_ms(start, self.mark()))
+        return statistics.median(times)
+
+    def sweep(self) -> Run:
+        """Evicts everything from the caches of the device; those of the host stay warm."""
+        return lambda: None
+
     def mark(self) -> Any:
         """A moment."""
         return time.perf_counter()
@@ -256,6 +303,7 @@ class CudaClock(Clock):
     """Moments of the GPU: events on the backend's stream, which the host does not wait for."""
 
     is_queued = True
+    copies, replays = 8, 15
 
     def __init__(self) -> None:
         self._stream: Any = None
@@ -263,6 +311,13 @@ class CudaClock(Clock):
     def follow(self, backend: Any) -> None:
         """From now on moments are those of this backend's work."""
         self._stream = backend.stream
+
+    def sweep(self) -> Run:
+        """Overwrites the L2 cache, on the current stream."""
+        import cupy
+
+        swept = cupy.empty(SWEPT_BYTES, np.uint8)
+        return lambda: swept.data.memset_async(0, SWEPT_BYTES)
 
     def mark(self) -> Any:
         """An event on the stream."""

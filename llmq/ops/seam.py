@@ -14,13 +14,10 @@ from dataclasses import dataclass, field
 from functools import cache
 from typing import Any, TypeVar
 
-import numpy as np
-
-from llmq.tensor import DTYPES, Form, Output, Ref, Tensor, scale_shape, stored_bytes
+from llmq.tensor import Form, Ref, scale_shape, stored_bytes
 
 Function = TypeVar("Function", bound=Callable[..., None])
 LANES = ("main", "copy", "comm")
-NAMES = {dtype: name for name, dtype in DTYPES.items()}
 
 
 @dataclass(frozen=True)
@@ -61,6 +58,7 @@ class OpRecord:
     copies: bool = False  # makes each form of its output from the same form of its input
     lane: str = "main"  # where calls run unless said otherwise
     is_linear: bool = False  # multiplies with a weight, or makes a weight's gradient: what a site is made of
+    for_each_row: bool = False  # the optimizer calls it for every row, many of which take no longer than a launch
     products: int = 0  # matrix products, each of `multiply_adds`
     remade: int = 0  # of these, which another op has made before: time lost to speed of light
     multiply_adds: Callable[[Arguments], int] = lambda call: 0
@@ -116,29 +114,6 @@ def op(
         return function
 
     return attached
-
-
-def arguments_of(op: str, *handles: Output | Tensor | None, **numbers: Any) -> Arguments:
-    """The arguments of a call on handles, in the order of its signature, as if it were planned."""
-    known = record(op)
-    outputs = dict(zip(known.outputs, handles, strict=False))
-    given = dict(zip(known.inputs, handles[len(outputs) :], strict=True))
-    inputs = {name: x for name, x in given.items() if isinstance(x, Tensor)}
-    reads = {name: _ref_of(x) for name, x in inputs.items()}
-    writes, added, in_place = {}, set(), set()
-    for name, output in outputs.items():
-        assert isinstance(output, Output)
-        writes[name] = tuple(_ref_of(x) for x in output.tensors)
-        added |= {name} if output.accumulate else set()
-        source = inputs.get(known.shares.get(name, ""))
-        in_place |= {name} if any(source is not None and x.array is source.array for x in output.tensors) else set()
-    return Arguments(reads, writes, numbers, frozenset(added), frozenset(in_place))
-
-
-def _ref_of(tensor: Tensor) -> Ref:
-    """One name for one array; of a copy in a form, the value's own dtype is not known."""
-    dtype = tensor.form.dtype if tensor.form is not None else NAMES[np.dtype(tensor.array.dtype)]
-    return Ref(f"{tensor.name} {id(tensor.array)}", "activation", tensor.shape, dtype, form=tensor.form)
 
 
 def parse(function: Callable[..., None]) -> tuple[tuple[str, ...], tuple[str, ...], tuple[str, ...]]:

@@ -7,7 +7,7 @@ from tiny_engines import BF16, FP8, FP32, plan_of, tiny
 
 from llmq.bench.ceilings import Ceilings
 from llmq.bench.ladder import Ladder, Rung, family, ladder, work_of, written
-from llmq.engine.measure import TimedCall
+from llmq.engine.measure import Speed, TimedCall
 from llmq.ops.seam import record
 from llmq.plan.memory import Memory
 
@@ -121,7 +121,7 @@ def test_fp8_products_count_at_the_rate_of_e4m3_and_move_single_bytes(gradient):
 def test_a_rung_is_the_sum_of_its_calls_and_its_rooflines():
     plan = plan_of(FP32)
     calls = [TimedCall(name, i, 2.0) for name in ("middle", "update") for i in range(len(plan.programs[name].calls))]
-    found = ladder(plan, calls, CEILINGS, micro_batch_ms=1000.0, tokens_per_step=4 * M, used=USED)
+    found = ladder(Speed(plan, 4 * M, (4.0,), 0.0, (), tuple(calls), (), 0), CEILINGS)
     rungs = {rung.family: rung for rung in found.rungs}
     forward = rungs["linears forward"]
     assert (forward.calls, forward.ms) == (4 * L, 8.0 * L)

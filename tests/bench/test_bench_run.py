@@ -252,7 +252,7 @@ def memory(monkeypatch, tmp_path):
             (tmp_path / name).mkdir(exist_ok=True)
             config = tiny(num_layers=1, hidden_size=hidden, head_dim=16)
             (tmp_path / name / "config.json").write_text(json.dumps(to_hf(config, "bf16")))
-        monkeypatch.setattr(bench_run, "CHOICE", tuple(names))
+        monkeypatch.setitem(bench_run.DEFAULTS, "cuda", replace(bench_run.DEFAULTS["cuda"], models=tuple(names)))
         real, seen = bench_run.open_backend, []
 
         def open_backend(kind, **settings):
@@ -310,7 +310,7 @@ def test_backends_are_opened_with_the_attention_that_was_asked_for(strict, memor
 
 def test_the_other_attention_is_offered_where_it_would_fit(memory):
     (small, _), seen = memory(2**40)
-    request = BenchRequest(models=(small,), dtypes=("bf16",), batch_size=4, seq_len=4096, attn_bwd_chunks=1)
+    request = BenchRequest(models=(small,), dtypes=("bf16",), batch_size=4, seq_len=4096, recipe={"attn_bwd_chunks": 1})
     for strict in (True, False):
         choose(GPU_4090, replace(request, deterministic=strict))
     whole, relaxed = (plan.total_bytes for _, plan in seen)
@@ -326,7 +326,7 @@ def test_attention_runs_in_chunks_where_the_batch_was_asked_for(memory):
     (small, _), seen = memory(2**40)
     request = BenchRequest(models=(small,), dtypes=("bf16",), batch_size=4, seq_len=4096)
     choose(GPU_4090, request)
-    choose(GPU_4090, replace(request, attn_bwd_chunks="4"))
+    choose(GPU_4090, replace(request, recipe={"attn_bwd_chunks": "4"}))
     (_, whole), (_, chunked) = seen
     assert (whole.spec.memory.attention_chunks, chunked.spec.memory.attention_chunks) == (1, 4)
     _, again = memory(chunked.total_bytes)
@@ -370,7 +370,7 @@ def test_a_gpu_is_opened_measured_and_told_of(shape, tmp_path, monkeypatch, caps
 
 def test_the_host_is_planned_as_the_trainer_plans(monkeypatch):
     """The plan comes from the same options: chunks of the head, recomputation, dtypes."""
-    shape = {"batch_size": 2, "seq_len": 64, "attn_bwd_chunks": 2}
+    shape = {"batch_size": 2, "seq_len": 64, "recipe": {"attn_bwd_chunks": 2}}
     request = BenchRequest(models=("tiny_llama3_50m",), dtypes=("bf16",), recompute=("ffn",), **shape)
     (one,) = configurations(request, CPU)
     plan = bench_run.fitting_plan(request, one, CPU, HostBackend())

@@ -20,6 +20,7 @@ from llmq.engine.measure import Clock, CudaClock, measure, measure_plan, random_
 from llmq.files.source import initial_parameters, open_source
 from llmq.hardware import nvml
 from llmq.model.config import from_folder, to_hf
+from llmq.ops.seam import record
 from llmq.options.parse import Options
 from llmq.plan.precision import resolve
 from llmq.training.log import TrainRecord
@@ -163,9 +164,36 @@ def test_the_optimizers_calls_are_timed_together_where_ops_are_queued(monkeypatc
     assert ran == [squares, adamw] * (2 + module.REPEATS), "eagerly, captured, and timed"
     for call in speed.calls:
         op = speed.plan.programs[call.program].calls[call.index].op
-        assert call.ms == pytest.approx(1 + (13 / rows if op in module.TOGETHER else 9))
+        assert call.ms == pytest.approx(1 + (13 / rows if record(op).for_each_row else 9))
     with_events = measure(spec_of(BF16), backend, FakeClock(), **RUN)
     assert [(c.program, c.index) for c in speed.calls] == [(c.program, c.index) for c in with_events.calls]
+
+
+@pytest.mark.parametrize("is_queued", [False, True])
+def test_a_call_alone_is_what_it_adds_to_the_sweeps(is_queued, monkeypatch):
+    """A sweep costs 7 ms, a start 5, a call 3: of these only the call's are left. What is not wanted runs once."""
+    clock, backend, ran = FakeClock(), HostBackend(), []
+
+    def costly(name, op):
+        def call(*arguments, **numbers):
+            clock.now += 3
+            ran.append(name)
+            op(*arguments, **numbers)
+
+        return call
+
+    backend.ops = {name: costly(name, op) for name, op in backend.ops.items()}
+    kind = CudaClock if is_queued else Clock
+    clock.is_queued, clock.copies, clock.replays = kind.is_queued, kind.copies, kind.replays
+    clock.mark = lambda: setattr(clock, "now", clock.now + 5) or clock.now
+    clock.sweep = lambda: lambda: setattr(clock, "now", clock.now + 7)
+    plan = plan_of(FP32, config=tiny(num_layers=1))
+    wanted = [("middle", 1), ("update", 0)]
+    assert [*module.cold_calls(plan, backend, clock, wanted)] == [module.TimedCall(*place, 3.0) for place in wanted]
+    times = (2 + 15) * 8 if is_queued else 3
+    calls = [(name, index, call.op) for name in module.TIMED for index, call in enumerate(plan.programs[name].calls)]
+    expected = [op for name, index, op in calls for _ in range(times if (name, index) in wanted else 1)]
+    assert ran[-len(expected) :] == expected, "in order, so that operands are those of training"
 
 
 def test_clock_and_power_are_read_during_the_measured_steps_only(monkeypatch):

@@ -8,8 +8,9 @@ from typing import Any
 import numpy as np
 
 from llmq.ops import cuda
-from llmq.ops.seam import arguments_of
 from llmq.tensor import DTYPES, Output, Tensor
+
+from .build import arguments_of
 
 FP8 = (DTYPES["e4m3"], DTYPES["e5m2"])
 

@@ -13,7 +13,7 @@ from llmq.ops.cuda.cudnn import AttentionShape
 from llmq.ops.reference import OPS
 from llmq.tensor import Ref
 
-from .build import output, tensor
+from .build import arguments_of, output, tensor
 from .cases import Sizes
 from .cases import borders as some_borders
 
@@ -178,7 +178,7 @@ class Runner:
         import cupy
 
         kernel, chosen = self.kernels[op], numbers(size, window, read[-1])
-        needed = kernel.needed(seam.arguments_of(op, *written, *read, **chosen))
+        needed = kernel.needed(arguments_of(op, *written, *read, **chosen))
         scratch = {"scratch": cupy.full(needed, 0xFF, cupy.uint8)} if needed else {}
         handles = [*(self.device.output(o) for o in written), *(self.device.tensor(t) for t in read)]
         return lambda: kernel.launch(*handles, **chosen, **scratch)

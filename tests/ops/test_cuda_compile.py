@@ -22,9 +22,11 @@ from llmq.ops import cuda
 from llmq.ops.cuda import compile as cuda_compile
 from llmq.ops.cuda import embedding, launch
 from llmq.ops.cuda_sources import cuda_folder, cuda_sources
-from llmq.ops.seam import Arguments, arguments_of
+from llmq.ops.seam import Arguments
 from llmq.scaling import SCALINGS
 from llmq.tensor import COLSUM, DTYPES, Form, Output, Ref, Tensor, num_norm_tiles, scale_shape, stored_shape
+
+from .build import arguments_of
 
 ROW8, COL8 = Form("e4m3", "row", "delayed"), Form("e4m3", "col", "delayed")
 OWN = {

@@ -13,7 +13,7 @@ from llmq.ops.seam import op
 from llmq.tensor import DTYPES, NORM_ROWS, Output, Tensor, slices
 
 
-@op(family="optimizer")
+@op(family="optimizer", for_each_row=True)
 def sum_squares(partials: Output, /, grad: Tensor) -> None:
     """partials (P,) <- grad (any shape), P = ceil(rows / 128) over its flattened leading axes, 1 for a vector.
 
@@ -58,7 +58,7 @@ def grad_scale(
     apply.write(finite.astype(value.dtype))
 
 
-@op(family="optimizer", forms={"weight"}, cast_from={"weight": "new_master"})
+@op(family="optimizer", for_each_row=True, forms={"weight"}, cast_from={"weight": "new_master"})
 def adamw(
     new_master: Output,
     new_m: Output,
