@@ -12,6 +12,7 @@ import sys
 from pathlib import Path
 
 import llmq
+from llmq.errors import LlmqError
 
 TABLE = Path("data/sums.csv")
 
@@ -40,7 +41,10 @@ def main(arguments: list[str]) -> None:
         "name": "own-data",
     }
     options |= dict(argument.split("=", 1) for argument in arguments)
-    result = llmq.train(**options)
+    try:
+        result = llmq.train(**options)
+    except LlmqError as error:  # what you can fix: the message names the value, the limit and the fix
+        sys.exit(f"error: {error}")
     print(f"held-out loss {result.eval_loss:.3f} after {result.steps} steps; log {result.log_path}")
     print(f"load it with transformers from {result.model_path}")
 
