@@ -7,7 +7,7 @@
 // (HELD 0; or no clusters) is read twice by one block, the second time mostly from L2. Several blocks share a
 // multiprocessor, so that one reads while another writes.
 //
-// Measured on an H200 at (8192, 151936) bf16: 3659 GB/s, 88% of a copy; other shapes of a cluster are in README.md.
+// Measured on an H200 at (8192, 151936) bf16: 3659 GB/s, 88% of a copy; other cluster shapes: docs/kernels/memory-bound.md.
 //
 // Architectures: 80 86 89 90 100 120
 // Constants: T, V, VP, N, THREADS, CLUSTER, HELD, FORMS (of d_logits: value, fp8 rows, amax; 0: not wanted), E4M3

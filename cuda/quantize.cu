@@ -6,8 +6,8 @@
 // largest of each row, each column or the whole tile (PER), then writes the rows, and the columns through shared memory in
 // runs of 128 bytes. With one scale per column those are given: column_amax and column_scale make them, in one more pass.
 //
-// Measured on an H200 (cuda/README.md): rows 97-102% of a copy of as many bytes, blocks of 128 in both layouts 90-92%, tiles
-// of a weight 89-92%; rows and columns of a weight, which read it three times, 26-49%.
+// Measured on an H200 (docs/kernels/memory-bound.md): rows 97-102% of a copy of as many bytes, blocks of 128 in both
+// layouts 90-92%, tiles of a weight 89-92%; rows and columns of a weight, which read it three times, 26-49%.
 //
 // Architectures: 80 86 89 90 100 120
 // Constants: X (dtype read), T (dtype of the value), C (columns), N, FORMS (ROW, COL), E4M3, WARPS, PER

@@ -27,7 +27,7 @@ check() {
     local code=$?
     [ "$code" -eq 0 ] || [ "$status" -ne 0 ] || status=$code
 }
-check ruff format --quiet --check llmq tests tools setup.py
+check ruff format --quiet --check llmq tests tools examples setup.py
 check ruff check --quiet llmq tests tools setup.py
 # Types are checked beside the tests, which leave cores idle; what is wrong with them is told on the error stream.
 types=$(mktemp) && trap 'rm -f "$types"' EXIT
