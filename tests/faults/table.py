@@ -106,7 +106,7 @@ def copies_scaled_wrongly(real, value, form, scale):
 # what is planned
 
 
-@fault("llmq.tensor:Output._write", ENGINE)
+@fault("llmq.tensor:Output._write", GOLDEN)
 def accumulation_dropped(real, output, value):
     real(replace(output, accumulate=False), value)
 
