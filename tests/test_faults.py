@@ -38,8 +38,8 @@ def test_a_fault_is_noticed(try_fault, name):
     ("name", "test", "verdict"),
     [
         ("rope_turns_backwards", "tests/ops/test_rope.py", "noticed"),
-        ("rope_turns_backwards", "tests/ops/test_swiglu.py", "survived"),
-        ("rope_turns_backwards", "tests/ops/test_absent.py", "broken"),
+        pytest.param("rope_turns_backwards", "tests/ops/test_swiglu.py", "survived", marks=pytest.mark.slow),
+        pytest.param("rope_turns_backwards", "tests/ops/test_absent.py", "broken", marks=pytest.mark.slow),
     ],
 )
 def test_verdicts(try_fault, name, test, verdict):

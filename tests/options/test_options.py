@@ -12,61 +12,40 @@ from llmq.options.section import flag
 from llmq.options.sections import ScheduleOptions
 
 NEEDED = {"model": "Qwen/Qwen2.5-0.5B", "train_file": "train.bin"}
+UNSET = """
+    revision weight eval_file global_batch_size augment packing max_docs data eval_fraction data_format map
+    chat_template train_on gradient_dtype fp8_scaling head_dtype bf16_layers fp8_layers log_fp8_every steps
+    warmup_ratio min_lr continue export_dtype gpu
+"""
+OFF = """
+    from_scratch init_proj_to_zero streaming fp8_fallback recompute_swiglu recompute_norm recompute_ffn
+    recompute_qkv recompute_att recompute_block overwrite export_anyway dry_run
+"""
 DEFAULTS = {
-    "revision": None,
-    "from_scratch": False,
-    "init_proj_to_zero": False,
-    "weight": None,
-    "eval_file": None,
+    **dict.fromkeys(UNSET.split()),
+    **dict.fromkeys(OFF.split(), False),
     "batch_size": 4,
-    "global_batch_size": None,
     "grad_accumulation": 4,
     "seq_len": 1024,
-    "augment": None,
-    "packing": None,
-    "max_docs": None,
-    "data": None,
-    "eval_fraction": None,
-    "data_format": None,
-    "map": None,
-    "chat_template": None,
-    "train_on": None,
     "overlong": "turns",
     "skip_bad_rows": 0,
-    "streaming": False,
     "model_dtype": "bf16",
     "matmul_dtype": "bf16",
-    "gradient_dtype": None,
-    "fp8_scaling": None,
-    "head_dtype": None,
-    "bf16_layers": None,
-    "fp8_layers": None,
-    "log_fp8_every": None,
-    "fp8_fallback": False,
     "opt_m_dtype": "fp32",
     "opt_v_dtype": "fp32",
     "master_dtype": "bf16",
     "grad_accum_dtype": "bf16",
-    "recompute_swiglu": False,
-    "recompute_norm": False,
-    "recompute_ffn": False,
-    "recompute_qkv": False,
-    "recompute_att": False,
-    "recompute_block": False,
     "lmhead_chunks": 0,
     "attn_bwd_chunks": "auto",
-    "steps": None,
     "epochs": 1.0,
-    "learning_rate": 1e-5,
+    "learning_rate": 1e-05,
     "lr_schedule": "constant",
     "warmup": 0,
-    "warmup_ratio": None,
     "cooldown": 0,
-    "min_lr": None,
     "final_lr_fraction": 1.0,
     "beta_1": 0.9,
     "beta_2": 0.95,
-    "adam_epsilon": 1e-8,
+    "adam_epsilon": 1e-08,
     "weight_decay": 0.1,
     "grad_clip": 1.0,
     "z_loss": 0.0,
@@ -80,18 +59,12 @@ DEFAULTS = {
     "checkpoint_dir": "runs/Qwen2.5-0.5B/checkpoints",
     "ckpt_interval": 100,
     "ckpt_keep_n": 2,
-    "continue": None,
     "out_dir": "runs/Qwen2.5-0.5B/model",
-    "export_dtype": None,
-    "overwrite": False,
-    "export_anyway": False,
     "device": "auto",
     "gpus": 1,
-    "gpu": None,
     "use_cuda_graphs": True,
     "deterministic": True,
     "seed": 0,
-    "dry_run": False,
 }
 
 

@@ -4,7 +4,7 @@ import json
 
 import numpy as np
 import pytest
-from tiny_runs import tiny_options, weights_of
+from tiny_runs import weights_of
 
 import llmq
 from llmq.data.tokens.token_file import TokenWriter
@@ -15,11 +15,9 @@ T = 24
 
 
 @pytest.fixture
-def given(tmp_path, monkeypatch):
-    """Options of a small run on documents of 2 to 30 tokens, in a folder of its own."""
-    monkeypatch.chdir(tmp_path)
+def given(given, tmp_path, monkeypatch):
+    """Options of a small run on documents of 2 to 30 tokens."""
     monkeypatch.setenv("LLMQ_CACHE_DIR", str(tmp_path / "cache"))
-    options = tiny_options(tmp_path)
     rng = np.random.default_rng(0)
     for name, count in (("train", 120), ("eval", 20)):
         with TokenWriter(f"{name}.bin", vocab_size=97, has_masks=True) as file:
@@ -27,7 +25,7 @@ def given(tmp_path, monkeypatch):
                 ids = np.append(rng.zipf(1.5, length - 1) % 97, 2).astype(np.int32)
                 file.append(ids, rng.random(length) < 0.8)
                 file.end_document()
-    return {**options, "seq_len": T, "warmup": 0, "steps": 8, "packing": True}
+    return {**given, "seq_len": T, "warmup": 0, "steps": 8, "packing": True}
 
 
 def test_a_packed_run_trains_and_says_how_full_its_rows_are(given):

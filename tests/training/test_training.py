@@ -14,7 +14,7 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 from tiny_engines import plan_of
-from tiny_runs import T, tiny_options, weights_of
+from tiny_runs import T, weights_of
 
 import llmq
 from llmq.backends.host import HostBackend
@@ -37,13 +37,6 @@ from llmq.training.log import EvalRecord
 from llmq.training.loop import NON_FINITE_LIMIT
 
 ROOT = Path(__file__).parents[2]
-
-
-@pytest.fixture
-def given(tmp_path, monkeypatch):
-    """Options of a small run in a folder of its own."""
-    monkeypatch.chdir(tmp_path)
-    return tiny_options(tmp_path)
 
 
 FP8 = {"model_dtype": "bf16", "matmul_dtype": "e4m3", "opt_m_dtype": "bf16", "opt_v_dtype": "bf16"}

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from tiny_runs import T, tiny_options, weights_of
+from tiny_runs import T, weights_of
 
 import llmq
 from llmq.data.batches import read_ahead
@@ -27,13 +27,6 @@ from llmq.training import loop as training
 
 KEEP = {"ckpt_interval": 5, "ckpt_keep_n": 0}
 SAVED = Path("runs/run/checkpoints")
-
-
-@pytest.fixture
-def given(tmp_path, monkeypatch):
-    """Options of a small run in a folder of its own."""
-    monkeypatch.chdir(tmp_path)
-    return tiny_options(tmp_path)
 
 
 def failing(monkeypatch, name, after, error):
