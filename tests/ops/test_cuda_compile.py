@@ -254,15 +254,20 @@ def parameters(name: str, entry: str) -> list[str]:
     return ["ptr" if "*" in one else one.split()[-2] for one in listed.split(",")]
 
 
-@pytest.mark.parametrize("sizes", [QWEN_0_5B, QWEN_7B], ids=["0.5B", "7B"])
-def test_every_launch_gives_its_kernel_what_it_declares(launches, sizes):
-    model_launches(launches, **sizes)
-    assert {entry for _, entry, _, _ in launches.found} == set(REGISTERS)
+def check_arguments(launches: Launches) -> None:
+    """Each launch has as many arguments as its kernel has parameters, and each is of its parameter's type."""
     for name, entry, _, arguments in launches.found:
         declared = parameters(name, entry)
         assert len(declared) == len(arguments), entry
         for kind, value in zip(declared, arguments, strict=True):
             assert isinstance(value, int) if kind == "ptr" else type(value) is WORDS[kind], (entry, kind, value)
+
+
+@pytest.mark.parametrize("sizes", [QWEN_0_5B, QWEN_7B], ids=["0.5B", "7B"])
+def test_every_launch_gives_its_kernel_what_it_declares(launches, sizes):
+    model_launches(launches, **sizes)
+    assert {entry for _, entry, _, _ in launches.found} == set(REGISTERS)
+    check_arguments(launches)
 
 
 @pytest.mark.parametrize("max_docs", [None, 8], ids=["dense", "packed"])
@@ -284,11 +289,7 @@ def test_every_launch_of_attention_gives_its_kernel_what_it_declares(launches, m
     shape = attention._shape(shapes["qkv"], borders and borders.shape, **numbers)
     places = attention._find_documents(shape, borders, 1 << 60)
     assert len(places) == len(launches.found) - 3 + 3 * bool(max_docs)
-    for name, entry, _, arguments in launches.found:
-        declared = parameters(name, entry)
-        assert len(declared) == len(arguments), entry
-        for kind, value in zip(declared, arguments, strict=True):
-            assert isinstance(value, int) if kind == "ptr" else type(value) is WORDS[kind], (entry, kind, value)
+    check_arguments(launches)
 
 
 def architectures(name: str) -> list[int]:
