@@ -4,10 +4,10 @@ import numpy as np
 import pytest
 from tiny_engines import (
     BF16,
+    EVERY,
     FP8,
     FP32,
     FP64,
-    PRECISIONS,
     VOCAB,
     B,
     T,
@@ -26,12 +26,6 @@ from llmq.engine.engine import Engine
 from llmq.model.optimizer import Hyperparameters
 from llmq.plan.memory import Memory
 from llmq.plan.plan import SCALE_STRIDE
-
-USUAL = ("fp32", "bf16", "fp8-e5m2-delayed", "fp8-e4m3-current", "fp8-e4m3-rowwise", "fp8-e5m2-blockwise")
-EVERY = pytest.mark.parametrize(
-    "precision",
-    [pytest.param(p, id=name, marks=[] if name in USUAL else pytest.mark.slow) for name, p in PRECISIONS.items()],
-)
 
 
 def gradients(engine):
