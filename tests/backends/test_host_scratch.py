@@ -149,8 +149,6 @@ def used_and_planned(folder: Path, shape: dict, **options) -> tuple[int, int]:
             pytest.param(*case, marks=pytest.mark.slow)
             for case in [
                 (TINY, 1, 64, {"model_dtype": "fp32"}),
-                (TINY, 2, 128, {"model_dtype": "bf16"}),
-                (TINY, 2, 128, {"model_dtype": "fp32"}),
                 (WIDER, 1, 64, {"model_dtype": "fp32"}),
                 (WIDER, 1, 64, {"matmul_dtype": "e4m3", "head_dtype": "e4m3"}),
                 (DEEP, 4, 256, {"model_dtype": "bf16"}),

@@ -23,7 +23,6 @@ from tiny_engines import (
 from llmq.backends.host import HostBackend
 from llmq.data.batches.batch import Batch
 from llmq.engine.engine import Engine
-from llmq.model.optimizer import Hyperparameters
 from llmq.plan.memory import Memory
 from llmq.plan.plan import SCALE_STRIDE
 
@@ -119,15 +118,6 @@ def test_scales_are_settled_after_the_warm_up():
     assert a @ b / np.linalg.norm(a) / np.linalg.norm(b) > 0.96
 
 
-def test_training_learns_a_batch():
-    engine = engine_of(plan_of(FP32))
-    losses = []
-    for step in range(1, 31):
-        engine.micro_step(batch())
-        losses.append(engine.update(step, 1e-2).loss)
-    assert losses[-1] < 0.1 * losses[0]
-
-
 def test_evaluation_gives_the_training_loss_and_touches_nothing():
     engine = engine_of(plan_of(BF16))
     train_steps(engine)
@@ -163,39 +153,6 @@ def test_the_padding_of_the_vocabulary_stays_zero_and_has_no_probability(vocab):
     engine.load([(r, np.zeros(r.shape) if r.name == "head.weight" else np.ones(r.shape)) for r in engine.plan.rows])
     total, count = engine.evaluate(batch())
     assert total / count == pytest.approx(np.log(vocab), rel=1e-6)
-
-
-def test_weight_decay_is_for_matrices_only():
-    engine = engine_of(plan_of(FP32, hyper=Hyperparameters(weight_decay=0.5)))
-    before = {row.name: engine.parameter(row.name) for row in engine.plan.rows}
-    tokens, targets = arrays(batch())
-    engine.micro_step(Batch(tokens, np.full_like(targets, -100)))  # no gradient: only decay is left
-    engine.update(1, 0.1)
-    for row in engine.plan.rows:
-        factor = 0.95 if len(row.shape) == 2 else 1.0
-        assert np.allclose(engine.parameter(row.name), factor * before[row.name], rtol=1e-6, atol=0), row.name
-
-
-def test_the_gradient_is_clipped_on_its_norm():
-    updates = []
-    for clip in (0.0, 1e-3):
-        engine = engine_of(plan_of(FP64, hyper=Hyperparameters(grad_clip=clip, beta_1=0.0, weight_decay=0.0)))
-        engine.micro_step(batch())
-        norm = engine.update(1, 1e-3).norm
-        updates.append(dict(engine.state())["m:layers.0.mlp.up.weight"])
-    assert norm > 1e-3
-    assert np.allclose(updates[1] * norm / 1e-3, updates[0], rtol=1e-12)
-
-
-def test_a_head_of_its_own_and_a_tied_one_differ_by_the_embedding_s_gradient():
-    tied = engine_of(plan_of(FP64))
-    untied = engine_of(plan_of(FP64, config=tiny(tie_embeddings=False)))
-    shared = {row.name: tied.parameter(row.name) for row in tied.plan.rows}
-    untied.load([(row, shared.get(row.name, shared["embed.weight"])) for row in untied.plan.rows])
-    for engine in (tied, untied):
-        engine.micro_step(batch())
-    both = untied.gradient("embed.weight") + untied.gradient("head.weight")
-    assert np.allclose(tied.gradient("embed.weight"), both, rtol=1e-12, atol=1e-15)
 
 
 def test_every_op_can_be_wrapped():

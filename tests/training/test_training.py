@@ -443,12 +443,6 @@ def test_bad_input_is_one_message_and_an_exit_code(given, capsys, more, code, sa
     assert says in output and "Traceback" not in output
 
 
-def test_bad_input_ends_the_process_with_that_code(given):
-    process = start({**given, "train_file": "absent.bin"})
-    output, _ = process.communicate()
-    assert process.returncode == 3 and "absent.bin" in output and "Traceback" not in output
-
-
 def test_a_model_trained_from_scratch_takes_its_tokenizer_and_its_end_token_from_the_data(given, tmp_path):
     from tokenizers import Tokenizer, models, pre_tokenizers
 
