@@ -101,7 +101,7 @@ def copies_scaled_wrongly(real, value, form, scale):
 # what is planned
 
 
-@fault("llmq.tensor:Output._write", GOLDEN)
+@fault("llmq.tensor:Output._write", "tests/engine/test_packed_engine.py")
 def accumulation_dropped(real, output, value):
     real(replace(output, accumulate=False), value)
 
@@ -111,7 +111,7 @@ def every_micro_step_is_planned_as_the_first(real, calls, *, first):
     return real(calls, first=True)
 
 
-@fault("llmq.plan.plan:apply", "tests/plan/test_recompute.py")
+@fault("llmq.plan.passes.fates:apply", "tests/plan/passes/test_fates.py")
 def replay_reads_what_was_dropped(real, calls, fates):
     return [
         replace(call, inputs=tuple(ref and replace(ref, again=False) for ref in call.inputs))
