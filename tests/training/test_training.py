@@ -303,7 +303,7 @@ def test_a_dry_run_plans_for_a_gpu_that_is_not_here(given):
     assert llmq.train(**given, dry_run=True, device="cuda", gpu="H200").exit_code == 0
     text = given["console"].getvalue()
     assert "cuda: H200 (planned for, not used)" in text and "989.4 TFLOP/s bf16" in text
-    large = {**given, "batch_size": 60_000, "seq_len": 256}
+    large = {**given, "model": "llama3_8b", "from_scratch": True}
     with pytest.raises(MemoryLimitError, match=r"22\.7 GiB are free"):
         llmq.train(**large, dry_run=True, device="cuda", gpu="RTX 4090")
 
