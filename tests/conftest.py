@@ -18,6 +18,7 @@ def pytest_addoption(parser):
     """The flags of tools/test.sh."""
     parser.addoption("--all", action="store_true", help="run the slow tests too")
     parser.addoption("--emulate", action="store_true", help="run the kernels of all tests on the CPU, without a GPU")
+    parser.addoption("--fault", metavar="NAME", help="plant a fault of tests/faults, which the tests should notice")
     parser.addoption("--judges", action="store_true", help="run the comparisons with PyTorch and transformers")
 
 
@@ -39,6 +40,10 @@ def pytest_configure(config):
         if signal.getsignal(number) is signal.SIG_IGN:
             signal.signal(number, handler)
     signal.pthread_sigmask(signal.SIG_UNBLOCK, usual)
+    if name := config.getoption("--fault"):
+        from faults import FAULTS, plant
+
+        plant(FAULTS[name])
     judges = ("torch", "transformers", "trl", "uv", "cuda.bindings")  # our own folder `cuda` is a package `cuda`, too
     missing = [name for name in judges if not importlib.util.find_spec(name)]
     if config.getoption("--judges") and missing:
@@ -55,6 +60,12 @@ def cuda_problem() -> str | None:
     if code or driver.cuDeviceGetCount(ctypes.byref(count)):
         return f"the NVIDIA driver does not start (cuInit returned {code})"
     return None if count.value else "the NVIDIA driver sees no device"
+
+
+def pytest_ignore_collect(collection_path, config):
+    """Only who asks for the judges waits for transformers to be imported."""
+    asked = config.getoption("--judges") or config.option.markexpr
+    return True if collection_path.name == "test_judges.py" and not asked else None
 
 
 @pytest.hookimpl(trylast=True)

@@ -22,40 +22,30 @@ WIDTHS = {"vocab_size": VOCAB, "hidden_size": 64, "intermediate_size": 176}
 MODELS = {"llama": "llama3", "qwen2": "qwen2.5_tied", "qwen3": "qwen3_tied", "window": "mistral"}
 UNTIED, TIED, NORMED, WINDOW = MODELS
 
+UNSET = """
+    revision weight global_batch_size augment packing max_docs bf16_layers fp8_layers epochs warmup_ratio min_lr
+    continue gpu
+"""
+OFF = """
+    from_scratch init_proj_to_zero fp8_fallback recompute_swiglu recompute_norm recompute_ffn recompute_qkv
+    recompute_att recompute_block export_anyway dry_run
+"""
 SPELLED: dict[str, Any] = {
-    "revision": None,
-    "from_scratch": False,
-    "init_proj_to_zero": False,
+    **dict.fromkeys(UNSET.split()),
+    **dict.fromkeys(OFF.split(), False),
     "train_file": "../../train.bin",
-    "weight": None,
     "eval_file": "../../eval.bin",
     "batch_size": 2,
-    "global_batch_size": None,
     "grad_accumulation": 2,
     "seq_len": SEQ_LEN,
-    "augment": None,
-    "packing": None,
-    "max_docs": None,
-    "bf16_layers": None,
-    "fp8_layers": None,
-    "fp8_fallback": False,
-    "recompute_swiglu": False,
-    "recompute_norm": False,
-    "recompute_ffn": False,
-    "recompute_qkv": False,
-    "recompute_att": False,
-    "recompute_block": False,
     "lmhead_chunks": 1,
     "attn_bwd_chunks": 1,
     "steps": STEPS,
-    "epochs": None,
     "learning_rate": 1e-2,
     "lr_schedule": "cosine",
     "warmup": 1,
-    "warmup_ratio": None,
     "cooldown": 0,
     "final_lr_fraction": 0.1,
-    "min_lr": None,
     "beta_1": 0.9,
     "beta_2": 0.95,
     "adam_epsilon": 1e-8,
@@ -64,7 +54,6 @@ SPELLED: dict[str, Any] = {
     "z_loss": 0.0,
     "neftune_alpha": 0.0,
     "name": "run",
-    "export_anyway": False,
     "log_every": 1,
     "eval_every_n_steps": 3,
     "eval_num_steps": 2,
@@ -72,16 +61,13 @@ SPELLED: dict[str, Any] = {
     "checkpoint_dir": "checkpoints",
     "ckpt_interval": 0,
     "ckpt_keep_n": 0,
-    "continue": None,
     "out_dir": "model",
     "export_dtype": "fp32",
     "overwrite": True,
     "gpus": 1,
-    "gpu": None,
     "use_cuda_graphs": True,
     "deterministic": True,
     "seed": 5,
-    "dry_run": False,
 }
 
 

@@ -9,7 +9,6 @@ from tiny_engines import (
     FP8,
     FP8_HEAD,
     FP32,
-    arrays,
     batch,
     bits,
     engine_of,
@@ -20,12 +19,12 @@ from tiny_engines import (
 )
 
 from llmq.blocks.attention import Packing
-from llmq.data.batches.batch import Batch
 from llmq.plan.memory import ROLES, Memory
 
 pytestmark = pytest.mark.gpu
 PRECISIONS = {"fp32": FP32, "bf16": BF16, "fp8": FP8["e4m3", "delayed"], "fp8-head": FP8_HEAD}
-FOLLOWS = {"fp32": 1e-4, "bf16": 5e-3, "fp8": 2e-2, "fp8-head": 2e-2}
+MORE_FP8 = {"-".join(key): FP8[key] for key in FP8 if key[0] == "e5m2" or key[1] in ("rowwise", "blockwise")}
+FOLLOWS = {"fp32": 1e-4, "bf16": 5e-3}  # in fp8: 2e-2
 PACKING = Packing(6, 12)
 CONFIG = tiny(hidden_size=64, head_dim=16, intermediate_size=96)  # what cuDNN and 16-byte accesses take
 
@@ -44,12 +43,12 @@ def cuda_engine(backend, precision, memory=None, config=CONFIG, **numbers):
     return engine_of(plan, backend=backend)
 
 
-@pytest.mark.parametrize("name", PRECISIONS)
+@pytest.mark.parametrize("name", PRECISIONS | MORE_FP8)
 def test_training_follows_the_reference(backend, name):
-    gpu = cuda_engine(backend, PRECISIONS[name])
-    cpu = engine_of(plan_of(PRECISIONS[name], config=CONFIG))
-    losses = [train_steps(engine, steps=6) for engine in (gpu, cpu)]
-    assert np.allclose(*losses, rtol=FOLLOWS[name])
+    precision = (PRECISIONS | MORE_FP8)[name]
+    engines = cuda_engine(backend, precision), engine_of(plan_of(precision, config=CONFIG))
+    losses = [train_steps(engine, steps=6 if name in PRECISIONS else 4) for engine in engines]
+    assert np.allclose(*losses, rtol=FOLLOWS.get(name, 2e-2))
 
 
 def test_logits_of_an_fp8_head_follow_the_reference(backend):
@@ -72,19 +71,13 @@ def test_an_fp8_head_in_chunks_follows_the_whole(backend, chunks):
 
 
 @pytest.mark.parametrize("precision", PRECISIONS.values(), ids=PRECISIONS)
-def test_a_graph_equals_an_eager_run(backend, precision):
+def test_two_runs_give_the_same_bits_eager_or_as_a_graph(backend, precision):
     from llmq.backends.cuda import CudaBackend
 
-    engines = [cuda_engine(b, precision) for b in (backend, CudaBackend(use_graphs=False))]
-    assert train_steps(engines[0], steps=4) == train_steps(engines[1], steps=4)
-    assert bits(engines[0]) == bits(engines[1])
-
-
-@pytest.mark.parametrize("precision", PRECISIONS.values(), ids=PRECISIONS)
-def test_two_runs_give_the_same_bits(backend, precision):
-    engines = [cuda_engine(backend, precision) for _ in range(2)]
-    assert train_steps(engines[0]) == train_steps(engines[1])
-    assert bits(engines[0]) == bits(engines[1])
+    engines = [cuda_engine(b, precision) for b in (backend, backend, CudaBackend(use_graphs=False))]
+    losses = [train_steps(engine, steps=4) for engine in engines]
+    assert losses[0] == losses[1] == losses[2]
+    assert bits(engines[0]) == bits(engines[1]) == bits(engines[2])
 
 
 @pytest.mark.parametrize("flag", ROLES)
@@ -118,15 +111,6 @@ def test_a_step_that_is_not_finite_changes_nothing(backend):
     assert all(np.array_equal(value, before[name], equal_nan=True) for name, value in engine.state())
 
 
-def test_a_batch_without_trained_tokens_gives_zero(backend):
-    engine = cuda_engine(backend, BF16)
-    tokens, targets = arrays(batch())
-    engine.micro_step(Batch(tokens, np.full_like(targets, -100)))
-    result = engine.update(1, 1e-2)
-    assert (result.loss, result.norm, result.num_tokens) == (0, 0, 0)
-    assert not any(engine.gradient(row.name).astype(np.float32).any() for row in engine.plan.rows)
-
-
 def test_the_plan_s_peak_is_what_the_driver_says(backend):
     import cupy
 
@@ -137,22 +121,6 @@ def test_the_plan_s_peak_is_what_the_driver_says(backend):
     after, _ = cupy.cuda.runtime.memGetInfo()
     del memory
     assert abs(before - after - plan.total_bytes) <= max(0.01 * plan.total_bytes, 300 * 2**20)
-
-
-RECIPES = {
-    "delayed": FP8["e5m2", "delayed"],
-    "current": FP8["e5m2", "current"],
-    "rowwise": FP8["e4m3", "rowwise"],
-    "rowwise-e5m2": FP8["e5m2", "rowwise"],
-    "blockwise": FP8["e4m3", "blockwise"],
-    "blockwise-e5m2": FP8["e5m2", "blockwise"],
-}
-
-
-@pytest.mark.parametrize("precision", RECIPES.values(), ids=RECIPES)
-def test_fp8_trains_like_the_reference(backend, precision):
-    gpu, cpu = cuda_engine(backend, precision), engine_of(plan_of(precision, config=CONFIG))
-    assert np.allclose(train_steps(gpu, steps=4), train_steps(cpu, steps=4), rtol=2e-2)
 
 
 @pytest.mark.parametrize("chunks", [1, 4])

@@ -57,7 +57,7 @@ def engine(name: str, **changes) -> Engine:
     return made
 
 
-OFTEN = ("fp32", "bf16", "fp8-e4m3-delayed", "fp8-e4m3-blockwise", "fp8-head")
+OFTEN = ("fp32", "bf16", "fp8-e4m3-blockwise", "fp8-head")
 CASES = [pytest.param(name, {}, marks=() if name in OFTEN else pytest.mark.slow) for name in PRECISIONS] + [
     ("bf16", {"architecture": "Qwen3ForCausalLM"}),
     ("bf16", {"tie_embeddings": False}),
@@ -71,7 +71,9 @@ def test_each_op_takes_what_is_counted_for_it(name, changes):
     """Within a tenth, and the slices that are not counted; the optimizer's slices are an upper bound."""
     made = engine(name, **changes)
     wrong = []
-    for program_name, program in made.plan.programs.items():
+    distinct = {id(program): name for name, program in made.plan.programs.items()}
+    for program_name in distinct.values():
+        program = made.plan.programs[program_name]
         launches = bind(made.plan, program_name, made._memory, HostBackend().ops, poison=False)
         for call, launch in zip(program.calls, launches, strict=True):
             tracemalloc.start()
@@ -140,23 +142,22 @@ def used_and_planned(folder: Path, shape: dict, **options) -> tuple[int, int]:
 
 @pytest.mark.skipif(not Path("/proc/self/clear_refs").exists(), reason="the peak of a part of a run is Linux's")
 @pytest.mark.parametrize(
-    ("shape", "options"),
+    ("shape", "batch_size", "seq_len", "precision"),
     [
-        (TINY, {"batch_size": 1, "seq_len": 64, "model_dtype": "bf16"}),
-        pytest.param(TINY, {"batch_size": 1, "seq_len": 64, "model_dtype": "fp32"}, marks=pytest.mark.slow),
-        pytest.param(TINY, {"batch_size": 2, "seq_len": 128, "model_dtype": "bf16"}, marks=pytest.mark.slow),
-        pytest.param(TINY, {"batch_size": 2, "seq_len": 128, "model_dtype": "fp32"}, marks=pytest.mark.slow),
-        pytest.param(WIDER, {"batch_size": 1, "seq_len": 64, "model_dtype": "fp32"}, marks=pytest.mark.slow),
-        pytest.param(
-            WIDER,
-            {"batch_size": 1, "seq_len": 64, "matmul_dtype": "e4m3", "head_dtype": "e4m3"},
-            marks=pytest.mark.slow,
+        (TINY, 1, 64, {"model_dtype": "bf16"}),
+        *(
+            pytest.param(*case, marks=pytest.mark.slow)
+            for case in [
+                (TINY, 1, 64, {"model_dtype": "fp32"}),
+                (WIDER, 1, 64, {"model_dtype": "fp32"}),
+                (WIDER, 1, 64, {"matmul_dtype": "e4m3", "head_dtype": "e4m3"}),
+                (DEEP, 4, 256, {"model_dtype": "bf16"}),
+                (DEEP, 4, 256, {"model_dtype": "fp32"}),
+            ]
         ),
-        pytest.param(DEEP, {"batch_size": 4, "seq_len": 256, "model_dtype": "bf16"}, marks=pytest.mark.slow),
-        pytest.param(DEEP, {"batch_size": 4, "seq_len": 256, "model_dtype": "fp32"}, marks=pytest.mark.slow),
     ],
 )
-def test_a_run_uses_what_is_planned_within_15_percent(tmp_path, shape, options):
+def test_a_run_uses_what_is_planned_within_15_percent(tmp_path, shape, batch_size, seq_len, precision):
     """Training, evaluation, checkpoint and export: what the process grows by from when the run is planned."""
-    used, planned = used_and_planned(tmp_path, shape, **options)
+    used, planned = used_and_planned(tmp_path, shape, batch_size=batch_size, seq_len=seq_len, **precision)
     assert 0.85 * planned < used < 1.15 * planned, f"{used >> 20} MiB used, {planned >> 20} MiB planned"

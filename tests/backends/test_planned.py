@@ -53,20 +53,13 @@ def test_attention_in_fp32_takes_no_workspace_of_cudnn(packing):
 
 
 CURRENT = "use --fp8-scaling current, or --matmul-dtype bf16"
+WIDER = "use --model-dtype bf16 or --device cpu"
 FP8_IN_FP32 = replace(FP8["e4m3", "delayed"], model="fp32", master="fp32")
 REFUSED = {
     "rope, fp32": (FP8_IN_FP32, {"head_dim": 18}, f"head_dim 18: half of it is odd.* {CURRENT}"),
     "rope, bf16": (BF16, {"head_dim": 18}, "head_dim 18: half of it is odd.* use --model-dtype fp32"),
-    "wide heads, fp32": (
-        FP32,
-        {"head_dim": 256, "qk_norm": True},
-        "head_dim 256 is wider than the 128 .* use --model-dtype bf16 or --device cpu",
-    ),
-    "wide heads, bf16": (
-        BF16,
-        {"head_dim": 264, "qk_norm": True},
-        "head_dim 264 is wider than the 256 .* use --device cpu",
-    ),
+    "wide heads, fp32": (FP32, {"head_dim": 256, "qk_norm": True}, f"256 is wider than the 128 .* {WIDER}"),
+    "wide heads, bf16": (BF16, {"head_dim": 264, "qk_norm": True}, "264 is wider than the 256 .* use --device cpu"),
     "exact attention": (FP32, {"head_dim": 264}, "head_dim up to 256, not 264: use --model-dtype bf16"),
     "norm": (FP8["e4m3", "delayed"], {"hidden_size": 16384}, f"hidden size 16384: .* 262144 .* 231424: {CURRENT}"),
     "wide norm": (BF16, {"hidden_size": 32776}, "hidden size 32776 is wider than the 32768 .* use --device cpu"),

@@ -4,10 +4,10 @@ import numpy as np
 import pytest
 from tiny_engines import (
     BF16,
+    EVERY,
     FP8,
     FP32,
     FP64,
-    PRECISIONS,
     VOCAB,
     B,
     T,
@@ -23,35 +23,12 @@ from tiny_engines import (
 from llmq.backends.host import HostBackend
 from llmq.data.batches.batch import Batch
 from llmq.engine.engine import Engine
-from llmq.model.optimizer import Hyperparameters
 from llmq.plan.memory import Memory
 from llmq.plan.plan import SCALE_STRIDE
-
-USUAL = ("fp32", "bf16", "fp8-e5m2-delayed", "fp8-e4m3-current", "fp8-e4m3-rowwise", "fp8-e5m2-blockwise")
-EVERY = pytest.mark.parametrize(
-    "precision",
-    [pytest.param(p, id=name, marks=[] if name in USUAL else pytest.mark.slow) for name, p in PRECISIONS.items()],
-)
 
 
 def gradients(engine):
     return {row.name: engine.gradient(row.name).astype(np.float64) for row in engine.plan.rows}
-
-
-def test_accumulating_four_of_two_equals_one_of_eight():
-    tokens, targets = arrays(batch(3, b=8))
-    whole = engine_of(plan_of(FP32, batch_size=8))
-    whole.micro_step(Batch(tokens, targets))
-    parts = engine_of(plan_of(FP32, batch_size=2))
-    for i in range(4):
-        parts.micro_step(Batch(tokens[2 * i : 2 * i + 2], targets[2 * i : 2 * i + 2]), first=i == 0)
-    expected, found = gradients(whole), gradients(parts)
-    for name, value in expected.items():
-        # 128 tokens summed in another order: a few units in the last place of f32, of the norm
-        assert np.linalg.norm(found[name] - value) <= 1e-5 * np.linalg.norm(value), name
-    one, four = whole.update(1, 1e-3), parts.update(1, 1e-3)
-    assert one.num_tokens == four.num_tokens == np.count_nonzero(targets != -100)
-    assert one.loss == pytest.approx(four.loss, rel=1e-6) and one.norm == pytest.approx(four.norm, rel=1e-5)
 
 
 def test_a_step_forgets_the_gradients_of_the_step_before():
@@ -89,18 +66,6 @@ def test_two_runs_give_the_same_bits_and_another_seed_others(precision):
     assert first == second
     # the seed of stochastic rounding shows where bf16 is stored
     assert (first == other) == (precision is FP32)
-
-
-@EVERY
-def test_a_batch_without_trained_tokens_gives_zero_and_no_nan(precision):
-    engine = engine_of(plan_of(precision))
-    tokens, targets = arrays(batch())
-    engine.micro_step(Batch(tokens, np.full_like(targets, -100)))
-    result = engine.update(1, 1e-2)
-    assert (result.loss, result.norm, result.num_tokens) == (0, 0, 0)
-    assert all(np.isfinite(np.frombuffer(value, np.uint8)).all() for value in bits(engine).values())
-    assert all(not value.any() for value in gradients(engine).values())
-    assert all(np.isfinite(engine.parameter(row.name).astype(np.float32)).all() for row in engine.plan.rows)
 
 
 @EVERY
@@ -153,15 +118,6 @@ def test_scales_are_settled_after_the_warm_up():
     assert a @ b / np.linalg.norm(a) / np.linalg.norm(b) > 0.96
 
 
-def test_training_learns_a_batch():
-    engine = engine_of(plan_of(FP32))
-    losses = []
-    for step in range(1, 31):
-        engine.micro_step(batch())
-        losses.append(engine.update(step, 1e-2).loss)
-    assert losses[-1] < 0.1 * losses[0]
-
-
 def test_evaluation_gives_the_training_loss_and_touches_nothing():
     engine = engine_of(plan_of(BF16))
     train_steps(engine)
@@ -197,39 +153,6 @@ def test_the_padding_of_the_vocabulary_stays_zero_and_has_no_probability(vocab):
     engine.load([(r, np.zeros(r.shape) if r.name == "head.weight" else np.ones(r.shape)) for r in engine.plan.rows])
     total, count = engine.evaluate(batch())
     assert total / count == pytest.approx(np.log(vocab), rel=1e-6)
-
-
-def test_weight_decay_is_for_matrices_only():
-    engine = engine_of(plan_of(FP32, hyper=Hyperparameters(weight_decay=0.5)))
-    before = {row.name: engine.parameter(row.name) for row in engine.plan.rows}
-    tokens, targets = arrays(batch())
-    engine.micro_step(Batch(tokens, np.full_like(targets, -100)))  # no gradient: only decay is left
-    engine.update(1, 0.1)
-    for row in engine.plan.rows:
-        factor = 0.95 if len(row.shape) == 2 else 1.0
-        assert np.allclose(engine.parameter(row.name), factor * before[row.name], rtol=1e-6, atol=0), row.name
-
-
-def test_the_gradient_is_clipped_on_its_norm():
-    updates = []
-    for clip in (0.0, 1e-3):
-        engine = engine_of(plan_of(FP64, hyper=Hyperparameters(grad_clip=clip, beta_1=0.0, weight_decay=0.0)))
-        engine.micro_step(batch())
-        norm = engine.update(1, 1e-3).norm
-        updates.append(dict(engine.state())["m:layers.0.mlp.up.weight"])
-    assert norm > 1e-3
-    assert np.allclose(updates[1] * norm / 1e-3, updates[0], rtol=1e-12)
-
-
-def test_a_head_of_its_own_and_a_tied_one_differ_by_the_embedding_s_gradient():
-    tied = engine_of(plan_of(FP64))
-    untied = engine_of(plan_of(FP64, config=tiny(tie_embeddings=False)))
-    shared = {row.name: tied.parameter(row.name) for row in tied.plan.rows}
-    untied.load([(row, shared.get(row.name, shared["embed.weight"])) for row in untied.plan.rows])
-    for engine in (tied, untied):
-        engine.micro_step(batch())
-    both = untied.gradient("embed.weight") + untied.gradient("head.weight")
-    assert np.allclose(tied.gradient("embed.weight"), both, rtol=1e-12, atol=1e-15)
 
 
 def test_every_op_can_be_wrapped():

@@ -5,7 +5,7 @@ from itertools import pairwise
 
 import numpy as np
 import pytest
-from tiny_engines import BF16, FP32, FP64, PRECISIONS, B, T, arrays, batch, bits, engine_of, packed_batch, plan_of, tiny
+from tiny_engines import BF16, EVERY, FP32, FP64, B, T, arrays, batch, bits, engine_of, packed_batch, plan_of, tiny
 
 from llmq.blocks.attention import Packing
 from llmq.data.batches.batch import Batch
@@ -59,7 +59,7 @@ def test_a_pack_is_the_sum_of_its_documents(config):
     assert abs(mixed - total) > 1e-3 * total  # documents that see each other have another loss
 
 
-@pytest.mark.parametrize("precision", PRECISIONS.values(), ids=PRECISIONS)
+@EVERY
 def test_rows_of_one_document_have_the_bits_of_dense_rows(precision):
     packed, dense = engine_of(plan_of(precision, packing=PACKING)), engine_of(plan_of(precision))
     for engine, borders in ((packed, np.array([[0, T, T]] * B, np.int32)), (dense, None)):

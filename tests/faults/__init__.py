@@ -1,13 +1,10 @@
-"""Faults to plant in the source, one at a time: tools/plant_faults.py checks that each turns the tests red.
+"""Do the tests bite? Faults to plant, one at a time: `pytest --fault NAME`, or all with tools/plant_faults.py.
 
-A fault is an exact text of one file, found there once, and what stands there instead. Its tests are the files most
-likely to notice it, run first. tests/test_faults.py keeps the tables in step with the source.
+A fault is a function that stands in for one of llmq's while the tests run, and gets the real one first. Beside it are
+its target and the test files that should notice it.
 """
 
-from faults.fault import Fault, planted
-from faults.of_models import MATHS, MODELS, STORAGE
-from faults.of_runs import DATA, FILES, LOOP, STEP
+from faults.fault import Fault, plant
+from faults.table import FAULTS
 
-FAULTS: tuple[Fault, ...] = (*MATHS, *STORAGE, *MODELS, *STEP, *LOOP, *DATA, *FILES)
-
-__all__ = ["FAULTS", "Fault", "planted"]
+__all__ = ["FAULTS", "Fault", "plant"]

@@ -86,6 +86,12 @@ def test_alpha_scales_the_product_and_nothing_else(op):
     assert case.values("bf16")[name].tobytes() == make(op, LARGE).values("bf16")[name].tobytes()
 
 
+def test_the_residual_of_a_gradient_is_added():
+    case = make("linear_dgrad", ODD)
+    expected = np.einsum("btn,nk->btk", case.inputs["d_y"], case.inputs["weight"]) + case.inputs["residual"]
+    np.testing.assert_allclose(case.values("fp64")["d_x"], expected, atol=1e-11)
+
+
 @pytest.mark.parametrize("op", ["linear_forward", "linear_dgrad"])
 def test_the_residual_may_be_the_memory_of_the_output(op):
     case = make(op, LARGE)

@@ -76,11 +76,8 @@ def test_a_norm_above_the_clip_is_scaled_down_to_it(grad_clip, factor):
     assert (norm, apply) == (0.5, 1.0)
 
 
-def test_no_trained_token_is_not_an_error():
+def test_no_trained_token_and_no_gradient_are_no_errors():
     assert scaled([0.0], loss=0.0, tokens=0.0) == [0.0, 0.0, 1.0]
-
-
-def test_a_zero_gradient_has_a_finite_scale():
     assert scaled([0.0, 0.0], tokens=2.0) == [0.0, 0.5, 1.0]
 
 

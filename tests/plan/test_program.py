@@ -24,38 +24,6 @@ def test_producers_write_quantized_forms_and_only_attention_s_output_is_cast():
     assert len(casts) == 2 * layers
 
 
-def test_current_scaling_measures_before_it_casts_and_replays_reuse_the_scale():
-    plan = plan_of(CURRENT, Memory(("recompute_block",)))
-    calls = plan.programs["first"].calls
-    measured = [s.outputs[0].ref.name for s in calls if s.op == "amax_scale"]
-    assert len(measured) == len(set(measured))
-    assert all(s.phase != "replay" for s in calls if s.op == "amax_scale")
-    assert any(s.op == "cast" and s.phase == "replay" for s in calls)
-
-
-def test_a_copy_with_scales_of_its_own_is_made_with_them_behind_its_producer():
-    """One quantize per value and format, which measures the current scale of wgrad's copy by the way."""
-    for scaling, beside in (("rowwise", True), ("blockwise", False)):
-        calls = plan_of(FP8["e5m2", scaling], Memory(("recompute_swiglu",))).programs["first"].calls
-        for index, call in enumerate(calls):
-            if call.op == "quantize":
-                (value,) = call.inputs
-                assert value.form is None and value in [ref for s in calls[:index] for ref in s.written]
-                assert all(ref.form.owns_scales for ref in call.outputs[0].refs)
-        gate_up = [s for s in calls if s.inputs[0] and storage_name(s.inputs[0]) == "0/0.d.mlp.gate_up"]
-        assert [s.op for s in gate_up] == (["quantize", "cast"] if beside else ["quantize"])
-        assert (gate_up[0].outputs[1] is not None) == beside
-        written = [storage_name(ref) for s in gate_up for ref in s.written]
-        columns = "@e5m2/col/current" if beside else "@e5m2/col/blockwise"
-        scale = ["0/0.d.mlp.gate_up@scale/e5m2"] if beside else []
-        copies = [f"0/0.d.mlp.gate_up@e5m2/row/{scaling}", f"0/0.d.mlp.gate_up{columns}", *scale]
-        assert sorted(written) == sorted(copies)
-        # a copy that only backward reads is made where the value is made again, its scale with it
-        replayed = [s.op for s in calls if s.phase == "replay"]
-        assert Counter(replayed)["swiglu_forward"] == 2
-        assert ("amax_scale" in replayed) == beside
-
-
 def test_a_scale_by_row_or_block_takes_the_bytes_of_its_shape():
     """Kept beside the copies of an activation, and persistent beside those of a weight; nothing in a checkpoint."""
     tokens, width = 2 * 128, 48

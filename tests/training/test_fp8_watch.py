@@ -1,18 +1,14 @@
 """Readings of fp8 copies: what they say, whom they warn of, and how a run goes on without a site in fp8."""
 
 from dataclasses import replace
-from types import SimpleNamespace
 
 import numpy as np
 import pytest
 from tiny_engines import BF16, FP8, FP8_HEAD, batch, bits, engine_of, plan_of, tiny, train_steps
 
-from llmq.errors import MemoryLimitError
-from llmq.hardware.device import CPU
 from llmq.plan.memory import Memory
 from llmq.plan.precision import Watching
-from llmq.training.fp8_watch import PATIENCE, CopyError, Fp8Watch, carried, due, judge, summary
-from llmq.training.progress import Progress
+from llmq.training.fp8_watch import PATIENCE, CopyError, carried, due, judge, summary
 
 DELAYED = FP8["e4m3", "delayed"]
 
@@ -98,68 +94,6 @@ def test_a_site_is_named_once_when_it_stays_low():
     assert [set(found) for found in named] == [set(), set(), *[set()] * (PATIENCE - 1), {"a", "b"}, set(), set()]
     assert named[PATIENCE + 1]["b"] is worse
     assert judge([low], {"a": PATIENCE - 1}) == ({"a": PATIENCE, "b": 1}, {"a": low})
-
-
-class Loop:
-    """A training loop that keeps what the watch tells and asks."""
-
-    def __init__(self, watching, observe=True, fits=True):
-        self.engine = engine_of(plan_of(DELAYED, observe=observe))
-        self.fits, self.progress, self.said, self.switched = fits, Progress(), [], []
-        self.log = SimpleNamespace(say=self.said.append, record=lambda *_, **__: None, notice=self.notice)
-        about = {"plan": self.engine.plan, "watching": watching, "replan": self.replan}
-        about |= {"device": CPU, "backend": SimpleNamespace(scratch_bytes=None)}
-        self.job = SimpleNamespace(**about)
-
-    def notice(self, text, **fields):
-        self.said.append(text)
-
-    def replan(self, precision, given_back):
-        if not self.fits:
-            raise MemoryLimitError("too large")
-        return plan_of(precision, observe=True)
-
-    def switch(self, plan):
-        self.switched.append((self.progress, plan))
-
-
-def watched(loop, steps):
-    """What the watch of a loop says before each of so many steps."""
-    watch, said = Fp8Watch(loop), []
-    for step in range(steps):
-        loop.progress, loop.said[:] = replace(loop.progress, step=step), []
-        assert (watch.before_step(batch(1)) > 0) == bool(loop.said)
-        said.append(list(loop.said))
-    return said
-
-
-@pytest.fixture
-def one_low(monkeypatch):
-    monkeypatch.setattr(CopyError, "is_low", property(lambda error: "layers.0.mlp.down" in error.sites))
-
-
-def test_the_hook_reads_when_that_is_due(one_low):
-    loop = Loop(Watching(every=2))
-    assert [len(said) for said in watched(loop, 5)] == [1, 0, 2, 0, 1]  # the site is named with the second reading
-    assert loop.progress == Progress(step=4, low={"layers.0.mlp.down": 3}) and not loop.switched
-    for silent in (Loop(Watching()), Loop(Watching(every=1), observe=False)):
-        assert watched(silent, 2) == [[], []]
-
-
-def test_the_hook_switches_before_the_loop_knows_of_the_reading(one_low):
-    """So the checkpoint of a switch is one of a run that has yet to read."""
-    loop = Loop(Watching(every=1, fallback=True))
-    watched(loop, PATIENCE)
-    ((saved, plan),) = loop.switched
-    assert saved.low == {"layers.0.mlp.down": PATIENCE - 1} and not saved.fell_back
-    assert plan.spec.precision.wide == loop.progress.fell_back == ("layers.0.mlp.down",)
-    assert loop.progress.low == {"layers.0.mlp.down": PATIENCE}
-
-
-def test_a_site_that_cannot_leave_fp8_has_not_left_it(one_low):
-    loop = Loop(Watching(every=1, fallback=True), fits=False)
-    assert watched(loop, PATIENCE)[-1][-1] == "layers.0.mlp.down cannot leave fp8: too large"
-    assert not loop.switched and loop.progress.fell_back == () and loop.progress.low
 
 
 def test_the_state_of_a_run_goes_on_with_fewer_scales():

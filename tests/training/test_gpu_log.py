@@ -1,22 +1,17 @@
 """`--log-gpu-util`: a reading of the GPU every N steps, taken while the step runs; an error where there is none."""
 
-import io
 import json
 
 import fake_gpu
-import numpy as np
 import pytest
 from fake_cuda import H200
-from tiny_engines import tiny
 
 import llmq
-from llmq.data.tokens.token_file import TokenWriter
 from llmq.errors import UsageError
 from llmq.hardware import cards as gpus
 from llmq.hardware import nvml
 from llmq.hardware.cuda_driver import Gpu
 from llmq.hardware.device import CPU, Device
-from llmq.model.config import to_hf
 from llmq.report.read import read_log
 from llmq.training.gpu_log import GpuWatch
 from llmq.training.log import GpuRecord, gpu_line
@@ -77,16 +72,9 @@ def test_it_needs_a_gpu_and_nvml(monkeypatch):
 
 
 @pytest.fixture
-def given(tmp_path, monkeypatch):
-    """Options of a small run."""
-    monkeypatch.chdir(tmp_path)
-    (tmp_path / "source").mkdir()
-    (tmp_path / "source" / "config.json").write_text(json.dumps(to_hf(tiny(num_layers=1), "fp32")))
-    with TokenWriter("train.bin", vocab_size=97) as file:
-        file.append((np.arange(40 * 16 + 1) % 97).astype(np.int32))
-    sizes = {"batch_size": 2, "seq_len": 16, "grad_accumulation": 2, "steps": 7, "model_dtype": "fp32"}
-    source = {"model": str(tmp_path / "source"), "from_scratch": True, "train_file": "train.bin", "name": "run"}
-    return {**source, **sizes, "console": io.StringIO()}
+def given(given):
+    """Options of a smaller run."""
+    return {**given, "steps": 7, "warmup": 0, "eval_file": None, "eval_every_n_steps": 0}
 
 
 def test_every_n_steps_of_a_run_are_in_its_log(given, monkeypatch):

@@ -1,0 +1,11 @@
+"""The run that most tests of training begin with."""
+
+import pytest
+from tiny_runs import tiny_options
+
+
+@pytest.fixture
+def given(tmp_path, monkeypatch):
+    """Options of a small run in a folder of its own."""
+    monkeypatch.chdir(tmp_path)
+    return tiny_options(tmp_path)
