@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from llmq.errors import DataError
+from llmq.tensor import DTYPES
 
 
 @dataclass(frozen=True)
@@ -86,8 +87,8 @@ FAMILIES = {
     "Qwen2ForCausalLM": Family("qwen2", num_kv_heads=32, max_position=32768, qkv_bias=True),
     "Qwen3ForCausalLM": Family("qwen3", num_kv_heads=32, head_dim=128, max_position=32768, qk_norm=True),
 }
-DTYPE_NAMES = {"bfloat16": "bf16", "float16": "fp16", "float32": "fp32"}
-TORCH_NAMES = {short: long for long, short in DTYPE_NAMES.items()}
+TORCH_NAMES = {name: DTYPES[name].name for name in ("bf16", "fp16", "fp32")}
+DTYPE_NAMES = {torch: ours for ours, torch in TORCH_NAMES.items()}
 LARGEST = 2**31 - 1  # token ids and sizes are held in int32
 MAX_LAYERS = 10_000
 SLIDING_DEFAULT = 4096  # transformers' value where `sliding_window` is absent (null means none)

@@ -297,7 +297,7 @@ class _Run:
             "sites": {"matmul": job.plan.spec.precision.matmul, "wide": list(job.plan.spec.precision.wide)},
         }
         beside = beside or self.progress.rejected > 0  # theirs may be the last sound weights
-        path = job.checkpoints.save(step, self.engine.state(), state, job.checkpoint_bytes, beside=beside)
+        path = job.checkpoints.save(step, job.checkpoint_pieces, self.engine.state(), state, beside=beside)
         self.saved = step
         self.result = replace(self.result, checkpoint_path=path)
         self.log.checkpoint(path)

@@ -491,10 +491,10 @@ FILES = (
     ),
     Fault(
         "corrupt_shard_accepted",
-        "llmq/files/shards.py",
-        "if zlib.crc32(block, crc) != shard.crc32:",
-        "if zlib.crc32(block, crc) == -1:",
-        ("tests/files/test_shards.py",),
+        "llmq/files/tensor_files.py",
+        "if zlib.crc32(header, crc) != shard.crc32:",
+        "if zlib.crc32(header, crc) == -1:",
+        ("tests/files/test_tensor_files.py",),
     ),
     Fault(
         "model_overwritten",

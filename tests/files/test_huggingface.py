@@ -364,7 +364,7 @@ def test_a_failed_export_leaves_what_was_there(tmp_path, monkeypatch, overwrite,
     elif fail_at == "sync":
         monkeypatch.setattr(os, "fsync", no_space)
     elif fail_at == "rename":
-        monkeypatch.setattr(os, "rename", lambda a, b: no_space() if "incomplete" in str(a) else real_rename(a, b))
+        monkeypatch.setattr(os, "rename", lambda a, b: no_space() if ".tmp" in str(a) else real_rename(a, b))
     else:
         error = KeyboardInterrupt if fail_at == "interrupt" else ZeroDivisionError
     with pytest.raises(error) as caught:
