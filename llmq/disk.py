@@ -17,12 +17,13 @@ from pathlib import Path
 
 from llmq.errors import DataError, StorageError
 
+MIB, GIB = 2**20, 2**30
 FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 
 
 def shown(num_bytes: int) -> str:
     """`12.3 GiB`, `45.6 MiB` or `789 bytes`."""
-    sizes = ((2**30, "GiB"), (2**20, "MiB"))
+    sizes = ((GIB, "GiB"), (MIB, "MiB"))
     return next(
         (f"{num_bytes / size:,.1f} {unit}" for size, unit in sizes if num_bytes >= size), f"{num_bytes:,} bytes"
     )

@@ -17,7 +17,7 @@ from llmq.data.batches.loader import Data, open_data
 from llmq.data.batches.prepare import Named, open_named, sample_text
 from llmq.data.tokens.rebuilt_tokenizer import rebuilt_warning
 from llmq.data.trained_template import exported_templates
-from llmq.disk import check_free_space, shown
+from llmq.disk import MIB, check_free_space, shown
 from llmq.errors import UsageError
 from llmq.files.checkpoint import Checkpoints, checkpoint_bytes, load_state
 from llmq.files.huggingface import Export, export_folder, exports_anyway, finish_export, open_export, refuse_taken
@@ -44,8 +44,6 @@ from llmq.training import auto
 from llmq.training.gpu_log import GpuWatch
 from llmq.training.log import RunLog
 from llmq.training.schedule import Schedule, make_schedule
-
-MIB = 2**20
 
 
 @dataclass(frozen=True)

@@ -20,6 +20,7 @@ from llmq.data.batches.loader import Loader, eval_batches
 from llmq.data.batches.read_ahead import Stopped
 from llmq.data.batches.windows import Samples
 from llmq.data.tokens.rebuilt_tokenizer import rebuilt_warning
+from llmq.disk import MIB
 from llmq.engine.engine import Engine, StepResult
 from llmq.errors import INTERRUPTED, NonFiniteError, StorageError
 from llmq.files.checkpoint import check_same, load
@@ -31,9 +32,10 @@ from llmq.row import Row
 from llmq.training.fp8_watch import Fp8Watch, carried
 from llmq.training.health import all_finite
 from llmq.training.interrupt import Interrupt
-from llmq.training.job import MIB, Job, hold, prepare
-from llmq.training.log import EvalRecord, RunLog, TrainRecord
+from llmq.training.job import Job, hold, prepare
+from llmq.training.log import RunLog
 from llmq.training.progress import Progress
+from llmq.training.records import EvalRecord, TrainRecord
 
 NON_FINITE_LIMIT = 10  # consecutive steps without an update after which training gives up
 

@@ -160,7 +160,11 @@ MODELS = (
         ("tests/files/test_huggingface.py",),
     ),
     Fault(
-        "window_of_first_sliding_layer", "llmq/model/config.py", "window and n >= first", "window and n > first", GOLDEN
+        "window_of_first_sliding_layer",
+        "llmq/model/config_keys.py",
+        "window and n >= first",
+        "window and n > first",
+        GOLDEN,
     ),
     Fault("windows_ignored", "llmq/plan/build.py", "config.window(layer)", "None", GOLDEN),
     Fault(

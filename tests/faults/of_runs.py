@@ -470,9 +470,9 @@ DATA = (
 FILES = (
     Fault(
         "numbers_that_json_lacks_are_logged",
-        "llmq/training/log.py",
-        "        if math.isfinite(value):\n            return value\n",
-        "        if value < math.inf:\n            return value\n",
+        "llmq/training/records.py",
+        "if isinstance(value, float) and not math.isfinite(value):",
+        "if isinstance(value, float) and not value < math.inf:",
         ("tests/training/test_log.py",),
     ),
     Fault(
