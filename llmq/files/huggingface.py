@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from safetensors import SafetensorError, safe_open
 
-from llmq.disk import check_free_space, existing_folder, finish_folder, remove_leftovers, storage, whole_folder
+from llmq.disk import MIB, check_free_space, existing_folder, finish_folder, remove_leftovers, storage, whole_folder
 from llmq.errors import DataError, StorageError, UsageError
 from llmq.files import weight_files
 from llmq.files.tensor_files import Piece, Stored, cut, write_files
@@ -142,27 +142,47 @@ class Export:
     config: ModelConfig
     rows: Sequence[Row]
     dtype: str
-    tokenizer_folder: Path | None
-    overwrite: bool
-    chat_templates: Mapping[str, str] | None = None  # by name, in place of the tokenizer's
+    tokenizer_folder: Path | None = None
+    overwrite: bool = False
+    chat_templates: Mapping[str, str] | None = None  # in Jinja by name, in place of all of the tokenizer's
+    shard_bytes: int = SHARD_BYTES
 
     def check(self, *, room: bool = True) -> int:
-        """Bytes that the export needs; as check_export for whatever would make it fail."""
-        about: dict[str, Any] = {"tokenizer_folder": self.tokenizer_folder, "overwrite": self.overwrite}
-        return check_export(self.folder, self.rows, self.dtype, **about, room=room)
+        """Bytes that `write` needs; raises what it would raise, without writing.
+
+        StorageError: a model is there and may not be overwritten, the folder cannot be replaced, or, with `room`, the
+        disk is too full. DataError: the source's generation_config.json is corrupt. UsageError: no weight type.
+        """
+        folder = _resolved(self.folder)
+        if self.dtype not in TORCH_NAMES:
+            raise UsageError(f"--export-dtype {self.dtype}: known are {', '.join(TORCH_NAMES)}")
+        _generation_config(self.tokenizer_folder, {})
+        copied = sum(path.stat().st_size for path in tokenizer_files(self.tokenizer_folder))
+        needed = export_bytes(self.rows, self.dtype) + copied + MIB
+        with _storage(folder):
+            finish_folder(folder, kept=_is_other)
+            _check_target(folder, self.overwrite)
+            if room:
+                check_free_space({"the model": (folder, needed)})
+        return needed
 
     def write(self, read: Callable[[Row], np.ndarray]) -> Path:
-        """Writes the model, whose values `read` gives in the row's shape, and returns its folder."""
-        write_model(
-            self.folder,
-            self.config,
-            self.rows,
-            read,
-            dtype=self.dtype,
-            tokenizer_folder=self.tokenizer_folder,
-            overwrite=self.overwrite,
-            chat_templates=self.chat_templates,
-        )
+        """Writes a complete Hugging Face folder and returns it: configs, weights, tokenizer files byte for byte.
+
+        `read` gives a row's value in its shape (any float dtype; padded rows are left out) and is called once per row,
+        in order. A model that is there is replaced only once the new one is complete; files in the folder that are no
+        part of a model stay. StorageError where the disk fails; what was there before is then intact.
+        """
+        folder, needed = _resolved(self.folder), self.check()
+        remove_leftovers(folder, kept=_is_other)
+        with _storage(folder, needed=needed), whole_folder(folder, kept=_is_other) as new:
+            _write_weights(new, self, read)
+            written = to_hf(self.config, self.dtype)
+            ids = {key: written[key] for key in ("bos_token_id", "eos_token_id", "pad_token_id")}
+            _write_json(new / "config.json", written)
+            _write_json(new / "generation_config.json", _generation_config(self.tokenizer_folder, ids))
+            if self.tokenizer_folder is not None:
+                _copy_tokenizer(self.tokenizer_folder, new, self.chat_templates)
         return self.folder
 
 
@@ -213,35 +233,6 @@ def _pieces(rows: Sequence[Row], dtype: str) -> list[Piece]:
     return [Piece(name, shape, DTYPES[dtype]) for name, shape in _shapes(rows).items()]
 
 
-def check_export(
-    folder: Path,
-    rows: Sequence[Row],
-    dtype: str,
-    *,
-    tokenizer_folder: Path | None,
-    overwrite: bool,
-    room: bool = True,
-) -> int:
-    """Bytes that write_model with these arguments needs; raises what it would raise, without writing.
-
-    StorageError: a model is there and `overwrite` is false, the folder cannot be replaced, or, with `room`, the disk is
-    too full.
-    DataError: the source's generation_config.json is corrupt. UsageError: a dtype that is no weight type.
-    """
-    folder = _resolved(folder)
-    if dtype not in TORCH_NAMES:
-        raise UsageError(f"--export-dtype {dtype}: known are {', '.join(TORCH_NAMES)}")
-    _generation_config(tokenizer_folder, {})
-    copied = sum(path.stat().st_size for path in tokenizer_files(tokenizer_folder))
-    needed = export_bytes(rows, dtype) + copied + (1 << 20)
-    with _storage(folder):
-        finish_folder(folder, kept=_is_other)
-        _check_target(folder, overwrite)
-        if room:
-            check_free_space({"the model": (folder, needed)})
-    return needed
-
-
 def _check_target(folder: Path, overwrite: bool) -> None:
     """StorageError unless a model folder can take this place."""
     if folder.exists():
@@ -260,40 +251,6 @@ def _check_target(folder: Path, overwrite: bool) -> None:
     parent = existing_folder(folder.parent)
     if not parent.is_dir() or not os.access(parent, os.W_OK | os.X_OK):
         raise StorageError(f"{parent} is not a folder that can be written to: give another --out-dir")
-
-
-def write_model(
-    folder: Path,
-    config: ModelConfig,
-    rows: Sequence[Row],
-    read: Callable[[Row], np.ndarray],
-    *,
-    dtype: str,
-    tokenizer_folder: Path | None,
-    overwrite: bool,
-    shard_bytes: int = SHARD_BYTES,
-    chat_templates: Mapping[str, str] | None = None,
-) -> None:
-    """Writes a complete Hugging Face folder: configs, weights in `dtype`, tokenizer files byte for byte.
-
-    With `chat_templates` (name -> Jinja), these take the place of all templates of the tokenizer.
-
-    `read` gives a row's value in its shape (any float dtype; padded rows are left out) and is called once per row, in
-    order. A model that is there is replaced only with `overwrite`, and only once the new one is complete; files in the
-    folder that are no part of a model stay. StorageError where the disk fails; what was there before is then intact.
-    """
-    folder = _resolved(folder)
-    needed = check_export(folder, rows, dtype, tokenizer_folder=tokenizer_folder, overwrite=overwrite)
-    with _storage(folder, needed=needed):
-        remove_leftovers(folder, kept=_is_other)
-        with whole_folder(folder, kept=_is_other) as new:
-            _write_weights(new, rows, read, dtype, shard_bytes)
-            written = to_hf(config, dtype)
-            ids = {key: written[key] for key in ("bos_token_id", "eos_token_id", "pad_token_id")}
-            _write_json(new / "config.json", written)
-            _write_json(new / "generation_config.json", _generation_config(tokenizer_folder, ids))
-            if tokenizer_folder is not None:
-                _copy_tokenizer(tokenizer_folder, new, chat_templates)
 
 
 def _copy_tokenizer(folder: Path, target: Path, templates: Mapping[str, str] | None) -> None:
@@ -358,14 +315,12 @@ def _row_slices(row: Row, value: np.ndarray, dtype: str) -> Iterator[np.ndarray]
             yield stored
 
 
-def _write_weights(
-    folder: Path, rows: Sequence[Row], read: Callable[[Row], np.ndarray], dtype: str, shard_bytes: int
-) -> None:
+def _write_weights(folder: Path, export: Export, read: Callable[[Row], np.ndarray]) -> None:
     """One model.safetensors, or numbered shards with their index."""
-    files = cut(_pieces(rows, dtype), shard_bytes)
+    files = cut(_pieces(export.rows, export.dtype), export.shard_bytes)
     names = [f"model-{n + 1:05}-of-{len(files):05}.safetensors" for n in range(len(files))]
     names = names if len(files) > 1 else [weight_files.WEIGHTS]
-    write_files(folder, zip(names, files, strict=True), _slices(rows, read, dtype))
+    write_files(folder, zip(names, files, strict=True), _slices(export.rows, read, export.dtype))
     if len(files) > 1:
         total = sum(piece.num_bytes for pieces in files for piece in pieces)
         weight_map = {piece.name: name for name, pieces in zip(names, files, strict=True) for piece in pieces}
