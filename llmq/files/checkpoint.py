@@ -164,7 +164,7 @@ def find(folder: Path, which: str | int | Path) -> Path | None:
     """The checkpoint to continue from: "newest" or "auto", of which auto is None if there are none; a step; or a path.
 
     DataError if it is not there or damaged at first sight, naming what is there. A damaged newest one is an error
-    too: an older one is used only when asked for.
+    too: an older one is used only on request.
     """
     folder = Path(folder)
     there = _found(folder)

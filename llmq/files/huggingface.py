@@ -82,7 +82,7 @@ def checked_tensors(folder: Path, rows: Sequence[Row]) -> dict[str, Stored]:
 
 
 def _grouped(title: str, names: list[str]) -> list[str]:
-    """One line per tensor of a layer, with the layers that it is said of."""
+    """One line per tensor of a layer, with its layers."""
     layers: dict[str, list[int]] = {}
     for name in names:
         match = re.search(r"(?<=\.layers\.)\d{1,9}(?=\.)", name)
@@ -136,7 +136,7 @@ def read_rows(stored: Mapping[str, Stored], rows: Iterable[Row]) -> Iterator[tup
 
 @dataclass(frozen=True)
 class Export:
-    """An export as asked for: where, what and how. `check` before training, `write` after it."""
+    """A requested export: where, what and how. `check` before training, `write` after it."""
 
     folder: Path
     config: ModelConfig

@@ -49,7 +49,7 @@ def index_files(path: Path) -> list[str]:
 
 
 def other_weights(names: Iterable[str]) -> str:
-    """What to say of a model without usable safetensors, judged by its other files."""
+    """The message for a model without usable safetensors, by its other files."""
     names = sorted(names)
     for pattern, way_out in (
         (r"adapter_model\..*", "it is a LoRA adapter: merge it into its base model first (peft's merge_and_unload)"),

@@ -110,7 +110,7 @@ def find(reported: str) -> Card | None:
 
 
 def named(text: str) -> Card | None:
-    """The card that somebody means by `text`: our name or the driver's, in any case."""
+    """The card named `text`: our name or the driver's, in any case."""
     return _by_name().get(_plain(text)) or find(text)
 
 

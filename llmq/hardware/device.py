@@ -81,7 +81,7 @@ def cuda_backend_problem() -> Problem | None:
 
 
 def pick_device(options: SystemOptions) -> Device:
-    """The device to compute on, or with `--gpu` to plan for. UsageError if what was asked for cannot be used."""
+    """The device to compute on, or with `--gpu` to plan for. UsageError if the requested one cannot be used."""
     if options.gpu is not None:
         card = gpus.named(options.gpu)
         if card is None:
@@ -110,7 +110,7 @@ def pick(device: str) -> Device:
 def refuse_dtypes(device: Device, *dtypes: str, scaling: str = "delayed", option: str = "--matmul-dtype") -> None:
     """UsageError if the matmuls of a run are of a dtype, or read fp8 by scales, that the GPU does not have.
 
-    `option` is where the dtype was asked for.
+    `option` is the one that sets the dtype.
     """
     if "e4m3" not in dtypes or device.kind == "cpu":
         return
@@ -183,7 +183,7 @@ def _gpu_name(device: Device) -> str:
 
 
 def _cuda_facts(device: Device) -> dict[str, Any]:
-    """What the log says of a GPU beside its name and memory: never a field that nobody knows."""
+    """What the log says of a GPU beside its name and memory: only what is known."""
     found = device.planned or device.gpu
     assert found is not None
     facts: dict[str, Any] = {"compute capability": cuda_driver.dotted(found.capability), "SMs": found.num_sms}

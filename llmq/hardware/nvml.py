@@ -1,4 +1,4 @@
-"""What NVML says of a GPU: driver, memory, clocks, power, temperature, why it is slowed down, PCIe, other processes.
+"""Readings of a GPU by NVML: driver, memory, clocks, power, temperature, why it is slowed down, PCIe, other processes.
 
 Everything may be missing: the library itself, the Python package `nvidia-ml-py`, single readings under WSL2, in a
 container, on a part of a GPU (MIG) or on one that shares the host's memory. What is missing is None, never zero.
@@ -28,7 +28,7 @@ THROTTLE = {  # bits of nvmlDeviceGetCurrentClocksEventReasons; idle (1) and app
 
 @dataclass(frozen=True)
 class Reading:
-    """A GPU now. None is what NVML does not say. `throttled` names what holds the clocks down: empty if nothing."""
+    """A GPU now. None is not known. `throttled` names what holds the clocks down: empty if nothing."""
 
     name: str | None = None
     driver: str | None = None
@@ -51,7 +51,7 @@ class Reading:
 
 
 def read(uuid: str, *, traffic: bool = False) -> Reading | None:
-    """All readings of the GPU with this UUID (GPU-... or MIG-...); None without NVML, or if it knows no such GPU.
+    """All readings of the GPU with this UUID (GPU-... or MIG-...); None without NVML, or if there is no such GPU.
 
     `traffic` counts what passes over PCIe too, which takes the driver 20 ms in each direction.
     """
@@ -86,7 +86,7 @@ def read(uuid: str, *, traffic: bool = False) -> Reading | None:
 
 
 def num_processes(uuid: str) -> int | None:
-    """How many processes have a CUDA context on the GPU, this one with it; None where NVML does not say.
+    """How many processes have a CUDA context on the GPU, this one with it; None where it is not known.
 
     Only their number is good everywhere: a container sees the process ids of its host.
     """

@@ -169,7 +169,7 @@ def _problem(mapping: Any, place: Sequence[object], message: str) -> str:
 
 
 def _said(error: Any) -> str:
-    """What pydantic says of a value, in the words of the others."""
+    """A message of pydantic, worded like ours."""
     if error["type"] == "value_error":
         return str(error["ctx"]["error"])
     return str(error["msg"]).replace("Input should be", "must be").replace("Field required", "is needed")

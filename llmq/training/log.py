@@ -216,9 +216,9 @@ class RunLog:
         Prints all warnings, those of `warn` once more and `warnings`, which are new.
         """
         self.warnings += warnings
-        told = {"warnings": self.warnings} if self.warnings else {}
-        self.record("end", step=self._step, reason=reason, **metrics, **told)
-        if told:
+        found = {"warnings": self.warnings} if self.warnings else {}
+        self.record("end", step=self._step, reason=reason, **metrics, **found)
+        if found:
             self._head("Warnings")
         for text in self.warnings:
             self.say(f"  - {text}")

@@ -1,4 +1,4 @@
-"""What a run's log says of a step, of an evaluation and of the GPU: the record of the file, and the console's line."""
+"""A step, an evaluation and the GPU in a run's log: the record of the file, and the line of the console."""
 
 from __future__ import annotations
 
