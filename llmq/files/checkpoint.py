@@ -101,18 +101,6 @@ class Checkpoints:
         due = 1 + ((last - 1) // self._interval - (first - 1) // self._interval if self._interval else 0)
         return one * max(1, min(due, self.keep + 1 - len(_found(self.folder)))) if self.keep else one
 
-    def save(
-        self,
-        step: int,
-        pieces: Sequence[Piece],
-        tensors: Iterable[tuple[str, np.ndarray]],
-        state: Mapping[str, Any],
-        *,
-        beside: bool = False,
-    ) -> Path:
-        """As the function `save`, into this run's folder; with `beside` no older checkpoint goes."""
-        return save(self.folder, step, pieces, tensors, state, keep=0 if beside else self.keep)
-
 
 def folder_name(step: int) -> str:
     """`step-00000012`."""

@@ -23,7 +23,7 @@ from llmq.data.tokens.rebuilt_tokenizer import rebuilt_warning
 from llmq.disk import MIB
 from llmq.engine.engine import Engine, StepResult
 from llmq.errors import INTERRUPTED, NonFiniteError, StorageError
-from llmq.files.checkpoint import check_same, load
+from llmq.files.checkpoint import check_same, load, save
 from llmq.hardware import device
 from llmq.model import speed_of_light as sol
 from llmq.options.parse import Options, changed
@@ -299,7 +299,8 @@ class _Run:
             "sites": {"matmul": job.plan.spec.precision.matmul, "wide": list(job.plan.spec.precision.wide)},
         }
         beside = beside or self.progress.rejected > 0  # theirs may be the last sound weights
-        path = job.checkpoints.save(step, job.checkpoint_pieces, self.engine.state(), state, beside=beside)
+        keep = 0 if beside else job.checkpoints.keep
+        path = save(job.checkpoints.folder, step, job.checkpoint_pieces, self.engine.state(), state, keep=keep)
         self.saved = step
         self.result = replace(self.result, checkpoint_path=path)
         self.log.checkpoint(path)
