@@ -1,4 +1,8 @@
-"""Room on the disk, checked before it is needed; files that appear whole, with durable names; what a disk refuses."""
+"""Room on the disk, checked before it is needed; files and folders that appear whole; what a disk refuses.
+
+What appears whole is written beside its place under a temporary name, made durable, and renamed. A folder that is
+replaced steps aside first, for no rename replaces one that is not empty: `finish_folder` completes what a kill cut off.
+"""
 
 from __future__ import annotations
 
@@ -7,18 +11,19 @@ import glob
 import os
 import secrets
 import shutil
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 
 from llmq.errors import DataError, StorageError
 
+MIB, GIB = 2**20, 2**30
 FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 
 
 def shown(num_bytes: int) -> str:
     """`12.3 GiB`, `45.6 MiB` or `789 bytes`."""
-    sizes = ((2**30, "GiB"), (2**20, "MiB"))
+    sizes = ((GIB, "GiB"), (MIB, "MiB"))
     return next(
         (f"{num_bytes / size:,.1f} {unit}" for size, unit in sizes if num_bytes >= size), f"{num_bytes:,} bytes"
     )
@@ -95,18 +100,67 @@ def replace_file(path: Path, content: bytes) -> None:
         temporary.unlink(missing_ok=True)
 
 
-def replace_folder(path: Path, fresh: Path) -> None:
-    """Gives the folder `fresh` the name `path`, durably; one that is there makes way, or comes back. OSError."""
-    stale = temporary_name(path)
+@contextmanager
+def whole_folder(path: Path, kept: Callable[[str], bool] | None = None) -> Iterator[Path]:
+    """A new folder to write into, which then takes the name `path`, as replace_folder; on an error it goes. OSError."""
+    fresh = temporary_name(path)
+    try:
+        fresh.mkdir(parents=True)
+        yield fresh
+        replace_folder(path, fresh, kept)
+    finally:
+        shutil.rmtree(fresh, ignore_errors=True)
+
+
+def replace_folder(path: Path, fresh: Path, kept: Callable[[str], bool] | None = None) -> None:
+    """Gives the folder `fresh` the name `path`, with all that is in it durable; one that is there makes way. OSError.
+
+    Entries of the old folder whose names are to be `kept` move on to the new one.
+    """
+    for inner, _, names in os.walk(fresh, topdown=False):
+        for name in names:
+            with open(os.path.join(inner, name), "rb") as file:
+                os.fsync(file.fileno())
+        sync_folder(Path(inner))
+    finish_folder(path, kept)
+    old = replaced_name(path)
     try:
         if path.exists():
-            os.replace(path, stale)
-        os.replace(fresh, path)
-        sync_folder(path.parent)
+            os.rename(path, old)
+        os.rename(fresh, path)
     finally:
-        if stale.exists() and not path.exists():
-            os.replace(stale, path)
-        shutil.rmtree(stale, ignore_errors=True)
+        if old.exists() and not path.exists():
+            os.rename(old, path)
+    finish_folder(path, kept)
+    for folder in (path.parent, path.parent.parent):
+        sync_folder(folder)
+
+
+def finish_folder(path: Path, kept: Callable[[str], bool] | None = None) -> None:
+    """Completes a replacement of `path` that was cut off: the old folder comes back, or makes way to the new one."""
+    old = replaced_name(path)
+    if not old.is_dir():
+        return
+    if not path.exists():
+        os.rename(old, path)
+        return
+    for entry in [entry for entry in old.iterdir() if kept and kept(entry.name)]:
+        if (path / entry.name).exists():
+            raise StorageError(f"{entry} is left of a folder that was replaced, and {path} has one too: move one away")
+        os.rename(entry, path / entry.name)
+    shutil.rmtree(old, ignore_errors=True)
+
+
+def replaced_name(path: Path) -> Path:
+    """Where the folder `path` is while another one takes its place."""
+    return path.with_name(f".{path.name}.replaced")
+
+
+def remove_folder(path: Path) -> None:
+    """Deletes a folder; half of one never has its name. OSError."""
+    hidden = temporary_name(path)
+    os.rename(path, hidden)
+    shutil.rmtree(hidden)
 
 
 def temporary_name(path: Path) -> Path:
@@ -117,9 +171,10 @@ def temporary_name(path: Path) -> Path:
     return path.with_name(f".{path.name}.{secrets.token_hex(8)}.tmp")
 
 
-def remove_leftovers(path: Path) -> None:
-    """Removes what killed writers of `path` left under temporary names; nobody may be writing it."""
+def remove_leftovers(path: Path, kept: Callable[[str], bool] | None = None) -> None:
+    """Finishes what killed writers of `path` began, and removes what they left; no process may be writing it."""
     with storage(path):
+        finish_folder(path, kept)
         for left in path.parent.glob(f".{glob.escape(path.name)}.*.tmp"):
             shutil.rmtree(left) if left.is_dir() else left.unlink()
 
@@ -132,22 +187,18 @@ def storage(
     kept: str = "",
     advice: str = "free some space or choose another folder",
     needed: int | None = None,
-    partial: Path | None = None,
 ) -> Iterator[None]:
     """Turns what the operating system says while writing `path` into "PATH: FAILED (reason)KEPT: ADVICE".
 
-    If the disk is full, the reason has the bytes that are `needed`, as far as they are known, and those free, to which
-    the files in the folder `partial` count: they are what was written of `path` so far, and go.
+    If the disk is full, the reason has the bytes that are `needed`, where that is known, and those free.
     """
     try:
         yield
     except OSError as error:
         reason = str(error.strerror or error)
         if error.errno in FULL:
-            written = sum(file.stat().st_size for file in partial.glob("*")) if partial else 0
-            least = f"{needed:,}" if needed is not None else f"more than {written:,}" if written else ""
-            needs = f"it needs {least} bytes, " if least else ""
-            reason += f": {needs}{free_bytes(path) + written:,} bytes are free"
+            needs = f"it needs {needed:,} bytes, " if needed is not None else ""
+            reason += f": {needs}{free_bytes(path):,} bytes are free"
         raise StorageError(f"{path}: {failed} ({reason}){kept}: {advice}") from error
 
 

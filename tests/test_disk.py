@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import os
 import shutil
+from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -15,11 +16,14 @@ from llmq.disk import (
     check_free_space,
     existing_folder,
     reading,
+    remove_folder,
     remove_leftovers,
     replace_folder,
+    replaced_name,
     shown,
     storage,
     temporary_name,
+    whole_folder,
     write_whole,
 )
 from llmq.errors import DataError, StorageError
@@ -82,26 +86,59 @@ def test_a_failed_write_leaves_the_old_file_and_no_other(tmp_path: Path, monkeyp
     assert path.read_bytes() == b"old" and list(tmp_path.iterdir()) == [path]
 
 
+def folder_with(path: Path, *names: str) -> Path:
+    path.mkdir()
+    for name in names:
+        (path / name).touch()
+    return path
+
+
+def there(path: Path) -> list[str]:
+    return sorted(str(entry.relative_to(path)) for entry in path.rglob("*"))
+
+
 def test_a_folder_is_replaced_as_a_whole_or_comes_back(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    path, fresh, real = tmp_path / "x", tmp_path / "fresh", os.replace
+    path, fresh, real = tmp_path / "x", tmp_path / "fresh", os.rename
 
     def fails(source: Path, target: Path) -> None:
         if source == fresh:
             raise OSError(errno.EIO, "Input/output error")
         real(source, target)
 
-    fresh.mkdir()
-    (fresh / "old").touch()
-    replace_folder(path, fresh)
-    fresh.mkdir()
-    (fresh / "new").touch()
-    monkeypatch.setattr(os, "replace", fails)
+    replace_folder(path, folder_with(fresh, "old"))
+    monkeypatch.setattr(os, "rename", fails)
     with pytest.raises(OSError, match="Input/output"):
-        replace_folder(path, fresh)
-    assert (path / "old").exists() and sorted(tmp_path.iterdir()) == [fresh, path]
+        replace_folder(path, folder_with(fresh, "new"))
+    assert there(tmp_path) == ["fresh", "fresh/new", "x", "x/old"]
     monkeypatch.undo()
     replace_folder(path, fresh)
-    assert list(path.iterdir()) == [path / "new"] and list(tmp_path.iterdir()) == [path]
+    assert there(tmp_path) == ["x", "x/new"]
+
+
+@pytest.mark.parametrize("kept", [None, "own".__eq__])
+def test_a_replacement_that_was_killed_is_finished(tmp_path: Path, kept: Callable[[str], bool] | None) -> None:
+    path = tmp_path / "x"
+    folder_with(replaced_name(path), "old", "own")  # killed between the renames
+    remove_leftovers(path, kept)
+    assert there(path) == ["old", "own"]
+    folder_with(replaced_name(path), "old", "own")  # killed after them
+    if kept:
+        with pytest.raises(StorageError, match=r"own is left .* has one too"):
+            remove_leftovers(path, kept)
+    (path / "own").unlink()
+    with whole_folder(path, kept) as fresh:
+        (fresh / "new").touch()
+    assert there(tmp_path) == ["x", "x/new", *(["x/own"] if kept else [])]
+
+
+def test_a_folder_that_is_not_finished_leaves_no_trace(tmp_path: Path) -> None:
+    folder_with(tmp_path / "x", "old")
+    with pytest.raises(KeyError), whole_folder(tmp_path / "x") as fresh:
+        (fresh / "new").touch()
+        raise KeyError
+    assert there(tmp_path) == ["x", "x/old"]
+    remove_folder(tmp_path / "x")
+    assert there(tmp_path) == []
 
 
 def test_what_the_disk_refuses_is_said_with_the_room_on_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -118,11 +155,6 @@ def test_what_the_disk_refuses_is_said_with_the_room_on_it(tmp_path: Path, monke
     assert said(errno.EIO, needed=5000) == f"{start}{os.strerror(errno.EIO)}{end}"
     assert said(errno.ENOSPC) == f"{start}{full}: 1,000 bytes are free{end}"
     assert said(errno.ENOSPC, needed=5000) == f"{start}{full}: it needs 5,000 bytes, 1,000 bytes are free{end}"
-    (tmp_path / "part").mkdir()
-    (tmp_path / "part" / "file").write_bytes(bytes(24))
-    room = "it needs more than 24 bytes, 1,024 bytes are free"
-    assert said(errno.ENOSPC, partial=tmp_path / "part") == f"{start}{full}: {room}{end}"
-    assert said(errno.ENOSPC, partial=tmp_path / "absent") == f"{start}{full}: 1,000 bytes are free{end}"
 
 
 def test_what_cannot_be_read_is_a_data_error_with_the_way_out(tmp_path: Path) -> None:

@@ -27,7 +27,7 @@ from golden.engines import (
 
 from llmq.backends.host import HostBackend
 from llmq.engine.engine import Engine
-from llmq.files.huggingface import checked_tensors, read_rows, write_model
+from llmq.files.huggingface import Export, checked_tensors, read_rows
 from llmq.model.config import from_folder
 from llmq.model.optimizer import Hyperparameters
 from llmq.plan.memory import Memory
@@ -212,7 +212,7 @@ def engine_from(folder):
 def export(run, folder, dtype):
     """Writes an engine's model as a Hugging Face folder."""
     plan, by_row = run.plan, lambda row: run.parameter(row.name)
-    write_model(folder, plan.spec.config, plan.rows, by_row, dtype=dtype, tokenizer_folder=None, overwrite=False)
+    Export(folder, plan.spec.config, plan.rows, dtype).write(by_row)
 
 
 @FOLDERS

@@ -49,7 +49,7 @@ def tiny_options(path):
 def weights_of(path):
     """A hash of all that a checkpoint has in tensors."""
     _, read = load(Path(path))
-    return hash_of((name, read(name)) for name in read.places)
+    return hash_of((name, read(name)) for name in read.tensors)
 
 
 def hash_of(tensors):

@@ -23,7 +23,7 @@ from llmq.engine.measure import Speed
 from llmq.errors import DataError, UsageError
 from llmq.hardware.nvml import Reading
 from llmq.model import speed_of_light as sol
-from llmq.training.log import to_json
+from llmq.training.records import to_json
 
 KIND, SCHEMA = "llmq-bench", 1
 SAME = ("model", "dtype", "batch_size", "seq_len")  # in two results that can be compared

@@ -9,9 +9,9 @@ from rich.console import Console
 from rich.table import Column, Table
 
 from llmq.bench.results import Change, Result, name_of, percent
+from llmq.disk import shown
 from llmq.hardware.cards import TERA
 
-GIB = 2**30
 COLUMNS = (
     *("model", "dtype", "micro-batch", "tokens/s (least to most)", "SOL", "of the ceilings", "memory"),
     *("SM clock", "power"),
@@ -57,8 +57,8 @@ def show(console: Console, result: Result) -> None:
         f"  {_percent(result['sol'])} of the speed of light, {_percent(result['ceiling_share'])} of the measured "
         f"ceilings; first step after {result['first_step_s']:.1f} s",
     )
-    seen = f", {_gib(memory['nvml_bytes'])} in use on the card" if memory["nvml_bytes"] else ""
-    _say(console, f"  memory: {_gib(memory['plan_bytes'])} planned, {_gib(memory['used_bytes'])} taken{seen}")
+    seen = f", {shown(memory['nvml_bytes'])} in use on the card" if memory["nvml_bytes"] else ""
+    _say(console, f"  memory: {shown(memory['plan_bytes'])} planned, {shown(memory['used_bytes'])} taken{seen}")
     for line in gpu_lines(result["gpu"]):
         _say(console, f"  {line}")
     console.print(_ladder(result))
@@ -179,7 +179,7 @@ def _markdown_row(result: Result) -> str:
         f"{rate['median']:,.0f} ({rate['min']:,.0f} to {rate['max']:,.0f})",
         _percent(result["sol"]),
         _percent(result["ceiling_share"]),
-        _gib(result["memory"]["plan_bytes"]),
+        shown(result["memory"]["plan_bytes"]),
         "-" if gpu["sm_mhz"] is None else f"{gpu['sm_mhz']:.0f} MHz",
         "-" if gpu["watts"] is None else f"{gpu['watts']:.0f} W",
     )
@@ -196,7 +196,3 @@ def _right(title: str) -> Column:
 
 def _percent(share: float) -> str:
     return f"{100 * share:.1f}%"
-
-
-def _gib(count: int) -> str:
-    return f"{count / GIB:.1f} GiB"

@@ -1,11 +1,10 @@
 """Checkpoints: all that a run needs to continue with the same bits, complete or not there at all.
 
 A checkpoint is a folder `step-00000012` (the number of finished updates) in the checkpoint folder: tensors in
-safetensors files (llmq/files/shards.py), and state.json with everything else, the size and checksum of each file, and a
-checksum of itself. It is written under a temporary name, synced and renamed, so the name appears only when every byte
-is durable; older ones are deleted after that. One run writes to a checkpoint folder at a time: it holds the lock of
-run_lock.py, so a temporary folder that it finds was left by a process that is gone, and is removed. Who only reads
-(`find`, `load`) takes no lock and changes nothing.
+safetensors files (llmq/files/tensor_files.py), and state.json with everything else, the size and checksum of each file,
+and a checksum of itself. It appears whole (llmq/disk.py), and older ones are deleted after that. One run writes to a
+checkpoint folder at a time: it holds the lock of run_lock.py, so a temporary folder that it finds was left by a process
+that is gone, and is removed. Reading (`find`, `load`) takes no lock and changes nothing.
 
 The newest checkpoint is the one written last, not the one of the highest step: after `--continue 8`, step 10 is newer
 than an abandoned step 12. Therefore state.json counts the saves.
@@ -17,12 +16,10 @@ import glob
 import json
 import os
 import re
-import secrets
 import shlex
-import shutil
 import zlib
-from collections.abc import Iterable, Iterator, Mapping
-from contextlib import ExitStack, contextmanager
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from difflib import SequenceMatcher
 from functools import partial
@@ -32,17 +29,9 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 import llmq
-from llmq.disk import check_free_space, reading, storage, sync_folder
+from llmq.disk import check_free_space, reading, remove_folder, remove_leftovers, storage, whole_folder
 from llmq.errors import DataError, StorageError, UsageError
-from llmq.files.shards import (
-    SHARD_BYTES,
-    Place,
-    Shard,
-    read_tensor,
-    shards_bytes,
-    verify_shard,
-    write_shards,
-)
+from llmq.files.tensor_files import Piece, Shard, Stored, cut, files_bytes, read_tensor, verify, write_files
 
 if TYPE_CHECKING:
     from llmq.options.sections import CheckpointOptions
@@ -51,8 +40,8 @@ SCHEMA = 1
 STATE = "state.json"
 NEWEST, AUTO = "newest", "auto"
 STATE_BYTES = 1 << 20  # allowed for state.json in estimates; it holds no tensors
+SHARD_BYTES = 4 << 30
 NAME = re.compile(r"step-([0-9]{8,18})")
-TEMPORARY, REPLACED = ".tmp-", ".old-"
 MOST_NAMED = 10  # differences from a checkpoint
 _not_written = partial(
     storage,
@@ -112,18 +101,6 @@ class Checkpoints:
         due = 1 + ((last - 1) // self._interval - (first - 1) // self._interval if self._interval else 0)
         return one * max(1, min(due, self.keep + 1 - len(_found(self.folder)))) if self.keep else one
 
-    def save(
-        self,
-        step: int,
-        tensors: Iterable[tuple[str, np.ndarray]],
-        state: Mapping[str, Any],
-        num_bytes: int,
-        *,
-        beside: bool = False,
-    ) -> Path:
-        """As the function `save`, into this run's folder; with `beside` no older checkpoint goes."""
-        return save(self.folder, step, tensors, state, 0 if beside else self.keep, num_bytes=num_bytes)
-
 
 def folder_name(step: int) -> str:
     """`step-00000012`."""
@@ -133,35 +110,31 @@ def folder_name(step: int) -> str:
 def save(
     folder: Path,
     step: int,
+    pieces: Sequence[Piece],
     tensors: Iterable[tuple[str, np.ndarray]],
     state: Mapping[str, Any],
-    keep: int,
     *,
-    num_bytes: int | None = None,
+    keep: int = 0,
     shard_bytes: int = SHARD_BYTES,
 ) -> Path:
     """Writes the checkpoint of `step`, then deletes all but the `keep` newest (0 keeps all); returns its folder.
 
-    One tensor is in memory at a time. `state` is JSON without non-finite numbers. With `num_bytes` (see
-    checkpoint_bytes) the free space is checked before anything is written. A checkpoint of this step that is there
+    `tensors` are what `pieces` say, in this order, and one of them is in memory at a time. `state` is JSON without
+    non-finite numbers. The free space is checked before anything is written. A checkpoint of this step that is there
     already is replaced. The caller holds the lock of `folder`, or knows that no other process writes to it.
     StorageError leaves the earlier checkpoints as they were.
     """
     folder = Path(folder)
-    temporary = folder / _hidden(TEMPORARY, step)
-    with ExitStack() as cleanup, _not_written(folder, needed=num_bytes, partial=temporary):
-        cleanup.callback(shutil.rmtree, temporary, ignore_errors=True)
+    path, needed = folder / folder_name(step), checkpoint_bytes(pieces, shard_bytes=shard_bytes)
+    with _not_written(folder, needed=needed):
         folder.mkdir(parents=True, exist_ok=True)
-        sync_folder(folder.parent)
         _remove_leftovers(folder)
-        if num_bytes is not None:
-            check_free_space({"the checkpoint": (folder, num_bytes)})
+        check_free_space({"the checkpoint": (folder, needed)})
         number = 1 + max((_save_number(path) or 0 for path in _found(folder).values()), default=0)
-        temporary.mkdir()
-        shards = write_shards(temporary, tensors, shard_bytes=shard_bytes)
-        _write_state(temporary, step, number, shards, state)
-        sync_folder(temporary)
-        path = _publish(temporary, step)
+        with whole_folder(path) as fresh:
+            files = ((f"tensors-{n:05d}.safetensors", part) for n, part in enumerate(cut(pieces, shard_bytes), 1))
+            shards = write_files(fresh, files, _values(pieces, tensors))
+            _write_state(fresh, step, number, shards, state)
         try:
             _delete_old(folder, path, keep)
         except OSError as error:
@@ -169,11 +142,17 @@ def save(
     return path
 
 
+def _values(pieces: Sequence[Piece], tensors: Iterable[tuple[str, np.ndarray]]) -> Iterator[np.ndarray]:
+    for piece, (name, array) in zip(pieces, tensors, strict=True):
+        assert Piece(name, array.shape, array.dtype) == piece, f"{name} {array.shape} is not {piece}"
+        yield array
+
+
 def find(folder: Path, which: str | int | Path) -> Path | None:
     """The checkpoint to continue from: "newest" or "auto", of which auto is None if there are none; a step; or a path.
 
     DataError if it is not there or damaged at first sight, naming what is there. A damaged newest one is an error
-    too: an older one is used only when asked for.
+    too: an older one is used only on request.
     """
     folder = Path(folder)
     there = _found(folder)
@@ -211,10 +190,10 @@ def load(path: Path) -> tuple[dict[str, Any], Reader]:
     path = Path(path)
     with _naming_others(path):
         record = _read_state(path)
-        places: dict[str, tuple[Path, Place]] = {}
+        tensors: dict[str, Stored] = {}
         for shard in _shards(record):
-            places.update({name: (path / shard.name, at) for name, at in verify_shard(path, shard).items()})
-    return {**record["state"], "step": record["step"]}, Reader(path, places)
+            tensors |= verify(path, shard)
+    return {**record["state"], "step": record["step"]}, Reader(path, tensors)
 
 
 def load_state(path: Path) -> dict[str, Any]:
@@ -229,17 +208,17 @@ class Reader:
     """Reads tensors of one verified checkpoint by name, each into memory of its own."""
 
     path: Path
-    places: Mapping[str, tuple[Path, Place]]
+    tensors: Mapping[str, Stored]
 
     def __call__(self, name: str) -> np.ndarray:
-        if name not in self.places:
+        if name not in self.tensors:
             raise DataError(f"the checkpoint {self.path} has no tensor {name}: it was saved by another model or setup")
-        return read_tensor(*self.places[name])
+        return read_tensor(self.tensors[name])
 
 
-def checkpoint_bytes(tensors: Iterable[tuple[str, tuple[int, ...], np.dtype]]) -> int:
-    """Disk that one checkpoint of tensors with these names, shapes and dtypes takes (an upper bound by < 1 MiB)."""
-    return shards_bytes(tensors) + STATE_BYTES
+def checkpoint_bytes(pieces: Iterable[Piece], *, shard_bytes: int = SHARD_BYTES) -> int:
+    """Disk that one checkpoint of these tensors takes (an upper bound by < 1 MiB)."""
+    return files_bytes(cut(pieces, shard_bytes)) + STATE_BYTES
 
 
 def check_same(saved: Mapping[str, Any], now: Mapping[str, Any]) -> None:
@@ -268,43 +247,18 @@ def _canonical(value: object) -> bytes:
     return json.dumps(value, sort_keys=True, separators=(",", ":"), allow_nan=False).encode()
 
 
-def _hidden(kind: str, step: int) -> str:
-    return f"{kind}{folder_name(step)}-{os.getpid()}-{secrets.token_hex(4)}"
-
-
 def _remove_leftovers(folder: Path) -> None:
-    """Deletes what dead writers left, and undoes a replacement that was cut between its renames."""
-    for path in folder.glob(f"{REPLACED}step-*"):
-        match = NAME.search(path.name)
-        if match and not (folder / match.group()).exists():
-            os.rename(path, folder / match.group())
-        else:
-            shutil.rmtree(path)
-    for path in folder.glob(f"{TEMPORARY}step-*"):
-        shutil.rmtree(path)
-
-
-def _publish(temporary: Path, step: int) -> Path:
-    """Gives a complete checkpoint its name."""
-    folder, path = temporary.parent, temporary.parent / folder_name(step)
-    replaced = folder / _hidden(REPLACED, step) if path.exists() else None
-    if replaced:
-        os.rename(path, replaced)
-    os.rename(temporary, path)
-    sync_folder(folder)
-    if replaced:
-        shutil.rmtree(replaced)
-    return path
+    """Deletes what dead writers left, and finishes replacements that were cut off."""
+    left = {match.group() for path in folder.glob(".step-*") if (match := NAME.search(path.name))}
+    for name in left:
+        remove_leftovers(folder / name)
 
 
 def _delete_old(folder: Path, newest: Path, keep: int) -> None:
     others = [path for path in _found(folder).values() if path != newest]
     others.sort(key=lambda path: (_save_number(path) or 0, path.name))
     for path in others[: len(others) - keep + 1 if keep > 0 else 0]:
-        # Renamed first: a deletion that is cut off must not leave half a checkpoint under a good name.
-        hidden = folder / _hidden(TEMPORARY, int(path.name[5:]))
-        os.rename(path, hidden)
-        shutil.rmtree(hidden)
+        remove_folder(path)
 
 
 def _none_there(folder: Path) -> str:
@@ -388,10 +342,7 @@ def _write_state(folder: Path, step: int, number: int, shards: Iterable[Shard], 
     record = {"schema": SCHEMA, "version": llmq.__version__, "step": step, "save": number, "files": files}
     record["state"] = dict(state)
     record["crc32"] = zlib.crc32(_canonical(record))
-    with open(folder / STATE, "w", encoding="ascii") as file:
-        file.write(json.dumps(record, indent=1, allow_nan=False) + "\n")
-        file.flush()
-        os.fsync(file.fileno())
+    (folder / STATE).write_text(json.dumps(record, indent=1, allow_nan=False) + "\n", encoding="ascii")
 
 
 def _read_state(path: Path) -> dict[str, Any]:

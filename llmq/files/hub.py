@@ -139,7 +139,7 @@ def _downloaded(name: str, revision: str, kind: str) -> Path:
     small = [file for file in wanted if file in sizes] + [file for file in sizes if _TEMPLATE.fullmatch(file)]
     if kind == "tokenizer":
         small.sort(key=lambda file: file != "tokenizer.json")
-    # The first file is asked for by the revision's name, so that the cache learns which commit that is.
+    # The first file is requested by the revision's name, so that the cache records its commit.
     folder = fetch(name, revision, small[:1], sizes)
     if folder.name != info.sha:
         raise DataError(f"{name} changed on the Hub just now: run the same command again")

@@ -1,13 +1,12 @@
 """Hugging Face model folders: weights in, tensor by tensor, and a complete folder out.
 
-Reading checks every name, shape and type before the first value is touched. Writing goes to a sibling folder that
-takes the final name only when it is complete and on disk, so that a failed or killed export leaves what was there.
+Reading checks every name, shape and type before the first value is touched. An export appears whole (llmq/disk.py): a
+failed or killed one leaves what was there.
 """
 
 from __future__ import annotations
 
 import json
-import math
 import os
 import re
 import shutil
@@ -21,10 +20,11 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from safetensors import SafetensorError, safe_open
 
-from llmq.disk import check_free_space, existing_folder, storage, sync_folder
+from llmq.disk import MIB, check_free_space, existing_folder, finish_folder, remove_leftovers, storage, whole_folder
 from llmq.errors import DataError, StorageError, UsageError
 from llmq.files import weight_files
-from llmq.model.config import DEQUANTIZE, ModelConfig, read_json, to_hf
+from llmq.files.tensor_files import Piece, Stored, cut, write_files
+from llmq.model.config import DEQUANTIZE, TORCH_NAMES, ModelConfig, read_json, to_hf
 from llmq.row import Row
 from llmq.tensor import DTYPES
 
@@ -52,13 +52,13 @@ _WRITTEN = re.compile(
 _storage = partial(storage, failed="the model cannot be written", advice="free some space or choose another --out-dir")
 
 
-def checked_tensors(folder: Path, rows: Sequence[Row]) -> dict[str, weight_files.Stored]:
+def checked_tensors(folder: Path, rows: Sequence[Row]) -> dict[str, Stored]:
     """The tensors of a model folder by name, checked to be those of `rows`.
 
     DataError lists everything missing, extra, misshapen or of a wrong type, and a tied head unlike the embedding.
     """
     stored = weight_files.stored_tensors(folder)
-    wanted = {piece.name: piece.shape for piece in _pieces(rows)}
+    wanted = _shapes(rows)
     if quantized := [name for name in stored if _QUANTIZED.search(name)]:
         raise DataError(f"{folder} is quantized (it has {quantized[0]}): {DEQUANTIZE}")
     named = {name: tensor for name, tensor in stored.items() if not _BUFFER.search(name)}
@@ -82,7 +82,7 @@ def checked_tensors(folder: Path, rows: Sequence[Row]) -> dict[str, weight_files
 
 
 def _grouped(title: str, names: list[str]) -> list[str]:
-    """One line per tensor of a layer, with the layers that it is said of."""
+    """One line per tensor of a layer, with its layers."""
     layers: dict[str, list[int]] = {}
     for name in names:
         match = re.search(r"(?<=\.layers\.)\d{1,9}(?=\.)", name)
@@ -97,7 +97,7 @@ def _grouped(title: str, names: list[str]) -> list[str]:
     return lines
 
 
-def _equal(stored: dict[str, weight_files.Stored], one: str, other: str) -> bool:
+def _equal(stored: dict[str, Stored], one: str, other: str) -> bool:
     """Whether two stored matrices hold the same numbers, compared in slices."""
     a, b = stored[one], stored[other]
     if a.shape != b.shape or a.dtype not in weight_files.FILE_DTYPES:
@@ -111,7 +111,7 @@ def _equal(stored: dict[str, weight_files.Stored], one: str, other: str) -> bool
     return True
 
 
-def read_rows(stored: Mapping[str, weight_files.Stored], rows: Iterable[Row]) -> Iterator[tuple[Row, np.ndarray]]:
+def read_rows(stored: Mapping[str, Stored], rows: Iterable[Row]) -> Iterator[tuple[Row, np.ndarray]]:
     """Each of `rows` with its value, one in memory at a time.
 
     Values have the row's shape (fused, padded rows zero) and the file's dtype (fp32 where the parts of a row differ).
@@ -136,33 +136,53 @@ def read_rows(stored: Mapping[str, weight_files.Stored], rows: Iterable[Row]) ->
 
 @dataclass(frozen=True)
 class Export:
-    """An export as asked for: where, what and how. `check` before training, `write` after it."""
+    """A requested export: where, what and how. `check` before training, `write` after it."""
 
     folder: Path
     config: ModelConfig
     rows: Sequence[Row]
     dtype: str
-    tokenizer_folder: Path | None
-    overwrite: bool
-    chat_templates: Mapping[str, str] | None = None  # by name, in place of the tokenizer's
+    tokenizer_folder: Path | None = None
+    overwrite: bool = False
+    chat_templates: Mapping[str, str] | None = None  # in Jinja by name, in place of all of the tokenizer's
+    shard_bytes: int = SHARD_BYTES
 
     def check(self, *, room: bool = True) -> int:
-        """Bytes that the export needs; as check_export for whatever would make it fail."""
-        about: dict[str, Any] = {"tokenizer_folder": self.tokenizer_folder, "overwrite": self.overwrite}
-        return check_export(self.folder, self.rows, self.dtype, **about, room=room)
+        """Bytes that `write` needs; raises what it would raise, without writing.
+
+        StorageError: a model is there and may not be overwritten, the folder cannot be replaced, or, with `room`, the
+        disk is too full. DataError: the source's generation_config.json is corrupt. UsageError: no weight type.
+        """
+        folder = _resolved(self.folder)
+        if self.dtype not in TORCH_NAMES:
+            raise UsageError(f"--export-dtype {self.dtype}: known are {', '.join(TORCH_NAMES)}")
+        _generation_config(self.tokenizer_folder, {})
+        copied = sum(path.stat().st_size for path in tokenizer_files(self.tokenizer_folder))
+        needed = export_bytes(self.rows, self.dtype) + copied + MIB
+        with _storage(folder):
+            finish_folder(folder, kept=_is_other)
+            _check_target(folder, self.overwrite)
+            if room:
+                check_free_space({"the model": (folder, needed)})
+        return needed
 
     def write(self, read: Callable[[Row], np.ndarray]) -> Path:
-        """Writes the model, whose values `read` gives in the row's shape, and returns its folder."""
-        write_model(
-            self.folder,
-            self.config,
-            self.rows,
-            read,
-            dtype=self.dtype,
-            tokenizer_folder=self.tokenizer_folder,
-            overwrite=self.overwrite,
-            chat_templates=self.chat_templates,
-        )
+        """Writes a complete Hugging Face folder and returns it: configs, weights, tokenizer files byte for byte.
+
+        `read` gives a row's value in its shape (any float dtype; padded rows are left out) and is called once per row,
+        in order. A model that is there is replaced only once the new one is complete; files in the folder that are no
+        part of a model stay. StorageError where the disk fails; what was there before is then intact.
+        """
+        folder, needed = _resolved(self.folder), self.check()
+        remove_leftovers(folder, kept=_is_other)
+        with _storage(folder, needed=needed), whole_folder(folder, kept=_is_other) as new:
+            _write_weights(new, self, read)
+            written = to_hf(self.config, self.dtype)
+            ids = {key: written[key] for key in ("bos_token_id", "eos_token_id", "pad_token_id")}
+            _write_json(new / "config.json", written)
+            _write_json(new / "generation_config.json", _generation_config(self.tokenizer_folder, ids))
+            if self.tokenizer_folder is not None:
+                _copy_tokenizer(self.tokenizer_folder, new, self.chat_templates)
         return self.folder
 
 
@@ -190,9 +210,7 @@ def exports_anyway(options: ExportOptions) -> bool:
 
 def finish_export(options: ExportOptions) -> None:
     """Completes an export that was cut off: files that stood beside the old model, such as checkpoints, are back."""
-    folder = _resolved(Path(options.out_dir))
-    with _storage(folder):
-        _finish_replacement(folder)
+    remove_leftovers(_resolved(Path(options.out_dir)), kept=_is_other)
 
 
 def refuse_taken(options: ExportOptions) -> None:
@@ -204,41 +222,15 @@ def refuse_taken(options: ExportOptions) -> None:
 
 def export_bytes(rows: Sequence[Row], dtype: str) -> int:
     """Bytes of the weights that an export in `dtype` writes."""
-    return sum(piece.num_bytes(dtype) for piece in _pieces(rows))
+    return sum(piece.num_bytes for piece in _pieces(rows, dtype))
 
 
-def _pieces(rows: Sequence[Row]) -> list[weight_files.Piece]:
-    parts = ((row, part) for row in rows for part in row.parts)
-    return [weight_files.Piece(part.name, (part.stop - part.start, *row.part_axes[1:])) for row, part in parts]
+def _shapes(rows: Sequence[Row]) -> dict[str, tuple[int, ...]]:
+    return {part.name: (part.stop - part.start, *row.part_axes[1:]) for row in rows for part in row.parts}
 
 
-def check_export(
-    folder: Path,
-    rows: Sequence[Row],
-    dtype: str,
-    *,
-    tokenizer_folder: Path | None,
-    overwrite: bool,
-    room: bool = True,
-) -> int:
-    """Bytes that write_model with these arguments needs; raises what it would raise, without writing.
-
-    StorageError: a model is there and `overwrite` is false, the folder cannot be replaced, or, with `room`, the disk is
-    too full.
-    DataError: the source's generation_config.json is corrupt. UsageError: a dtype that is no weight type.
-    """
-    folder = _resolved(folder)
-    if dtype not in weight_files.FILE_NAMES:
-        raise UsageError(f"--export-dtype {dtype}: known are {', '.join(weight_files.FILE_NAMES)}")
-    _generation_config(tokenizer_folder, {})
-    copied = sum(path.stat().st_size for path in tokenizer_files(tokenizer_folder))
-    needed = export_bytes(rows, dtype) + copied + (1 << 20)
-    with _storage(folder):
-        _finish_replacement(folder)
-        _check_target(folder, overwrite)
-        if room:
-            check_free_space({"the model": (folder, needed)})
-    return needed
+def _pieces(rows: Sequence[Row], dtype: str) -> list[Piece]:
+    return [Piece(name, shape, DTYPES[dtype]) for name, shape in _shapes(rows).items()]
 
 
 def _check_target(folder: Path, overwrite: bool) -> None:
@@ -261,49 +253,6 @@ def _check_target(folder: Path, overwrite: bool) -> None:
         raise StorageError(f"{parent} is not a folder that can be written to: give another --out-dir")
 
 
-def write_model(
-    folder: Path,
-    config: ModelConfig,
-    rows: Sequence[Row],
-    read: Callable[[Row], np.ndarray],
-    *,
-    dtype: str,
-    tokenizer_folder: Path | None,
-    overwrite: bool,
-    shard_bytes: int = SHARD_BYTES,
-    chat_templates: Mapping[str, str] | None = None,
-) -> None:
-    """Writes a complete Hugging Face folder: configs, weights in `dtype`, tokenizer files byte for byte.
-
-    With `chat_templates` (name -> Jinja), these take the place of all templates of the tokenizer.
-
-    `read` gives a row's value in its shape (any float dtype; padded rows are left out) and is called once per row, in
-    order. A model that is there is replaced only with `overwrite`, and only once the new one is complete; files in the
-    folder that are no part of a model stay. StorageError where the disk fails; what was there before is then intact.
-    """
-    folder = _resolved(folder)
-    needed = check_export(folder, rows, dtype, tokenizer_folder=tokenizer_folder, overwrite=overwrite)
-    new = folder.parent / f".{folder.name}.incomplete"
-    try:
-        with _storage(folder, needed=needed, partial=new):
-            shutil.rmtree(new, ignore_errors=True)
-            new.mkdir(parents=True)
-            files = weight_files.shards(_pieces(rows), dtype, shard_bytes)
-            _write_weight_files(new, files, dtype, _slices(rows, read, dtype))
-            written = to_hf(config, dtype)
-            ids = {key: written[key] for key in ("bos_token_id", "eos_token_id", "pad_token_id")}
-            _write_json(new / "config.json", written)
-            _write_json(new / "generation_config.json", _generation_config(tokenizer_folder, ids))
-            if tokenizer_folder is not None:
-                _copy_tokenizer(tokenizer_folder, new, chat_templates)
-            for entry in (new / TEMPLATE_FOLDER, new):
-                if entry.is_dir():
-                    sync_folder(entry)
-            _replace(folder, new)
-    finally:
-        shutil.rmtree(new, ignore_errors=True)
-
-
 def _copy_tokenizer(folder: Path, target: Path, templates: Mapping[str, str] | None) -> None:
     """Copies a tokenizer's files. `templates` go into tokenizer_config.json, and no template file stays beside it.
 
@@ -313,7 +262,8 @@ def _copy_tokenizer(folder: Path, target: Path, templates: Mapping[str, str] | N
     for source in tokenizer_files(folder):
         name = source.relative_to(folder)
         if templates is None or not (name.name in TEMPLATE_FILES or name.parts[0] == TEMPLATE_FOLDER):
-            _copy(source, target / name)
+            (target / name).parent.mkdir(exist_ok=True)
+            shutil.copyfile(source, target / name)
     if templates is not None:
         path = folder / TOKENIZER_CONFIG
         listed = [{"name": name, "template": template} for name, template in templates.items()]
@@ -365,44 +315,20 @@ def _row_slices(row: Row, value: np.ndarray, dtype: str) -> Iterator[np.ndarray]
             yield stored
 
 
-def _write_weight_files(
-    folder: Path, files: list[list[weight_files.Piece]], dtype: str, values: Iterator[np.ndarray]
-) -> None:
-    """One model.safetensors, or numbered shards with their index; `values` runs through all of them."""
-    names = (
-        [weight_files.WEIGHTS]
-        if len(files) == 1
-        else [f"model-{n + 1:05}-of-{len(files):05}.safetensors" for n in range(len(files))]
-    )
-    for name, pieces in zip(names, files, strict=True):
-        weight_files.write_file(folder / name, pieces, dtype, _take(values, sum(math.prod(p.shape) for p in pieces)))
+def _write_weights(folder: Path, export: Export, read: Callable[[Row], np.ndarray]) -> None:
+    """One model.safetensors, or numbered shards with their index."""
+    files = cut(_pieces(export.rows, export.dtype), export.shard_bytes)
+    names = [f"model-{n + 1:05}-of-{len(files):05}.safetensors" for n in range(len(files))]
+    names = names if len(files) > 1 else [weight_files.WEIGHTS]
+    write_files(folder, zip(names, files, strict=True), _slices(export.rows, read, export.dtype))
     if len(files) > 1:
-        total = sum(piece.num_bytes(dtype) for pieces in files for piece in pieces)
+        total = sum(piece.num_bytes for pieces in files for piece in pieces)
         weight_map = {piece.name: name for name, pieces in zip(names, files, strict=True) for piece in pieces}
         _write_json(folder / weight_files.INDEX, {"metadata": {"total_size": total}, "weight_map": weight_map})
 
 
-def _take(values: Iterator[np.ndarray], count: int) -> Iterator[np.ndarray]:
-    """Slices from `values` until `count` elements have passed; a slice never spans two pieces."""
-    while count > 0:
-        value = next(values)
-        count -= value.size
-        yield value
-
-
 def _write_json(path: Path, content: dict[str, Any]) -> None:
-    with open(path, "w", encoding="utf-8") as file:
-        file.write(json.dumps(content, indent=2) + "\n")
-        file.flush()
-        os.fsync(file.fileno())
-
-
-def _copy(source: Path, target: Path) -> None:
-    target.parent.mkdir(exist_ok=True)
-    with open(source, "rb") as reader, open(target, "wb") as writer:
-        shutil.copyfileobj(reader, writer)
-        writer.flush()
-        os.fsync(writer.fileno())
+    path.write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
 
 
 def _resolved(folder: Path) -> Path:
@@ -413,34 +339,5 @@ def _is_ours(name: str) -> bool:
     return name in TOKENIZER_FILES or name == TEMPLATE_FOLDER or _WRITTEN.fullmatch(name) is not None
 
 
-def _replaced(folder: Path) -> Path:
-    return folder.parent / f".{folder.name}.replaced"
-
-
-def _replace(folder: Path, new: Path) -> None:
-    """Gives `new` the name `folder`. The old folder steps aside first and is removed last."""
-    if folder.exists():
-        os.rename(folder, _replaced(folder))
-    try:
-        os.rename(new, folder)
-    except OSError:
-        if _replaced(folder).exists():
-            os.rename(_replaced(folder), folder)
-        raise
-    _finish_replacement(folder)
-    sync_folder(folder.parent)
-
-
-def _finish_replacement(folder: Path) -> None:
-    """Completes a replacement that was cut off: the old model comes back, or makes way, its other files kept."""
-    old = _replaced(folder)
-    if not old.is_dir():
-        return
-    if not folder.exists():
-        os.rename(old, folder)
-        return
-    for entry in [entry for entry in old.iterdir() if not _is_ours(entry.name)]:
-        if (folder / entry.name).exists():
-            raise StorageError(f"{entry} is left from an interrupted export and {folder} has one too: move one away")
-        os.rename(entry, folder / entry.name)
-    shutil.rmtree(old, ignore_errors=True)
+def _is_other(name: str) -> bool:
+    return not _is_ours(name)

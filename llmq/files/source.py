@@ -19,7 +19,8 @@ import numpy as np
 from llmq.errors import UsageError
 from llmq.files.hub import model_folder
 from llmq.files.huggingface import checked_tensors, read_rows, tokenizer_files
-from llmq.files.weight_files import Stored, stored_dtype
+from llmq.files.tensor_files import Stored
+from llmq.files.weight_files import stored_dtype
 from llmq.model.config import ModelConfig, from_folder
 from llmq.model.parameters import parameter_rows, rows_of_file
 from llmq.model.presets import preset

@@ -13,10 +13,11 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from llmq.disk import MIB
+
 TERA = 1e12
-MEBIBYTE = 2**20
 # What the driver keeps of the memory that NVML counts, and a CUDA context with its libraries.
-CONTEXT_BYTES = 1280 * MEBIBYTE
+CONTEXT_BYTES = 1280 * MIB
 
 HOPPER = "NVIDIA H100 Tensor Core GPU Architecture whitepaper"
 ADA = "NVIDIA Ada GPU Architecture whitepaper, appendix A"
@@ -47,7 +48,7 @@ class Card:
     @property
     def total_bytes(self) -> int:
         """Bytes of memory."""
-        return self.memory_mib * MEBIBYTE
+        return self.memory_mib * MIB
 
     @property
     def free_bytes(self) -> int:
@@ -109,7 +110,7 @@ def find(reported: str) -> Card | None:
 
 
 def named(text: str) -> Card | None:
-    """The card that somebody means by `text`: our name or the driver's, in any case."""
+    """The card named `text`: our name or the driver's, in any case."""
     return _by_name().get(_plain(text)) or find(text)
 
 

@@ -49,7 +49,7 @@ class Gpu:
 
 @dataclass(frozen=True)
 class Driver:
-    """The driver. `cuda` is the newest CUDA version it runs, `version` its own (580.65.06), None where nobody says.
+    """The driver. `cuda` is the newest CUDA version it runs, `version` its own (580.65.06), None where it is not known.
 
     Of a driver that is too old there is only the number of its GPUs.
     """

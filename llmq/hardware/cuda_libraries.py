@@ -21,7 +21,7 @@ PYTHON_PACKAGES = ("cuda-bindings", "nvmath-python", "nvidia-cudnn-frontend")
 
 @dataclass(frozen=True)
 class Library:
-    """A shared library: its name to people, to cuda-pathfinder, and its packages by CUDA version."""
+    """A shared library: its title, its name in cuda-pathfinder, and its packages by CUDA version."""
 
     title: str
     name: str

@@ -19,10 +19,12 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from llmq.disk import shown
 from llmq.errors import MemoryLimitError, UsageError
 from llmq.hardware import cards as gpus
 from llmq.hardware import cuda_driver, cuda_libraries, nvml
 from llmq.hardware.cuda_driver import Problem
+from llmq.tensor import DTYPES
 
 if TYPE_CHECKING:
     from llmq.options.sections import SystemOptions
@@ -32,7 +34,6 @@ LIBRARIES = {
     **dict.fromkeys(("numpy", "ml_dtypes", "tokenizers", "safetensors", "huggingface_hub", "pyarrow", "pydantic"), ""),
     "yaml": "PyYAML",
 }
-MEBIBYTE = 2**20
 PEAK_SECONDS = 0.15  # of measuring
 PEAK_SIZES = (256, 512, 1024)  # of square matrices; one that would take longer than all the time is left out
 CUDA_PEAK_SIZE = 4096
@@ -80,7 +81,7 @@ def cuda_backend_problem() -> Problem | None:
 
 
 def pick_device(options: SystemOptions) -> Device:
-    """The device to compute on, or with `--gpu` to plan for. UsageError if what was asked for cannot be used."""
+    """The device to compute on, or with `--gpu` to plan for. UsageError if the requested one cannot be used."""
     if options.gpu is not None:
         card = gpus.named(options.gpu)
         if card is None:
@@ -109,7 +110,7 @@ def pick(device: str) -> Device:
 def refuse_dtypes(device: Device, *dtypes: str, scaling: str = "delayed", option: str = "--matmul-dtype") -> None:
     """UsageError if the matmuls of a run are of a dtype, or read fp8 by scales, that the GPU does not have.
 
-    `option` is where the dtype was asked for.
+    `option` is the one that sets the dtype.
     """
     if "e4m3" not in dtypes or device.kind == "cpu":
         return
@@ -159,7 +160,7 @@ def system_facts(device: Device = CPU) -> dict[str, Any]:
         "device": f"cpu: {cpu_name()}" if device.kind == "cpu" else f"cuda: {_gpu_name(device)}",
         **({"gpu": device.note} if device.note else {}),
         "cores": num_cores(),
-        "memory": f"{(total - free) // MEBIBYTE} MiB / {total // MEBIBYTE} MiB",
+        "memory": f"{shown(total - free)} / {shown(total)}",
         **(_cuda_facts(device) if device.kind == "cuda" else {}),
         "os": f"{platform.system()} {platform.release()} {platform.machine()}",
         "python": platform.python_version(),
@@ -182,7 +183,7 @@ def _gpu_name(device: Device) -> str:
 
 
 def _cuda_facts(device: Device) -> dict[str, Any]:
-    """What the log says of a GPU beside its name and memory: never a field that nobody knows."""
+    """What the log says of a GPU beside its name and memory: only what is known."""
     found = device.planned or device.gpu
     assert found is not None
     facts: dict[str, Any] = {"compute capability": cuda_driver.dotted(found.capability), "SMs": found.num_sms}
@@ -311,7 +312,7 @@ def measured_cuda_peak(dtype: str) -> float:
     start, end = cupy.cuda.Event(), cupy.cuda.Event()
     # a product of zeros draws less power and runs at a higher clock; drawing every number would take a quarter second
     drawn = np.random.default_rng(0).standard_normal(PEAK_DRAWN, np.float32)
-    values = drawn.astype({"fp16": np.float16, "fp32": np.float32}[dtype])
+    values = drawn.astype(DTYPES[dtype])
     a, best = cupy.asarray(np.resize(values, (size, size))), 0.0
     out = cupy.matmul(a, a)
     for _ in range(10):
@@ -335,7 +336,7 @@ def measured_peak(dtype: str) -> float:
     for size in PEAK_SIZES:
         if best and 2 * size**3 / best > PEAK_SECONDS:
             break
-        a = np.ones((size, size), {"fp32": np.float32, "fp64": np.float64}[dtype])
+        a = np.ones((size, size), DTYPES[dtype])
         out = np.empty_like(a)
         np.matmul(a, a, out=out)
         deadline = time.perf_counter() + PEAK_SECONDS / len(PEAK_SIZES)

@@ -1,4 +1,4 @@
-"""What NVML says of a GPU: driver, memory, clocks, power, temperature, why it is slowed down, PCIe, other processes.
+"""Readings of a GPU by NVML: driver, memory, clocks, power, temperature, why it is slowed down, PCIe, other processes.
 
 Everything may be missing: the library itself, the Python package `nvidia-ml-py`, single readings under WSL2, in a
 container, on a part of a GPU (MIG) or on one that shares the host's memory. What is missing is None, never zero.
@@ -24,12 +24,11 @@ THROTTLE = {  # bits of nvmlDeviceGetCurrentClocksEventReasons; idle (1) and app
     0x80: "power brake",
     0x100: "display clocks",
 }
-TX, RX = 0, 1  # nvmlPcieUtilCounter_t: from the GPU, to the GPU
 
 
 @dataclass(frozen=True)
 class Reading:
-    """A GPU now. None is what NVML does not say. `throttled` names what holds the clocks down: empty if nothing."""
+    """A GPU now. None is not known. `throttled` names what holds the clocks down: empty if nothing."""
 
     name: str | None = None
     driver: str | None = None
@@ -52,52 +51,47 @@ class Reading:
 
 
 def read(uuid: str, *, traffic: bool = False) -> Reading | None:
-    """All readings of the GPU with this UUID (GPU-... or MIG-...); None without NVML, or if it knows no such GPU.
+    """All readings of the GPU with this UUID (GPU-... or MIG-...); None without NVML, or if there is no such GPU.
 
     `traffic` counts what passes over PCIe too, which takes the driver 20 ms in each direction.
     """
     found = _gpu(uuid)
     if found is None:
         return None
-    nvml, gpu, say = found
-    memory = say("nvmlDeviceGetMemoryInfo", gpu)
-    reasons = say("nvmlDeviceGetCurrentClocksEventReasons", gpu)
+    nvml, of = found
+    memory, rates, watts, limit = of("MemoryInfo"), of("UtilizationRates"), of("PowerUsage"), of("EnforcedPowerLimit")
+    reasons = of("CurrentClocksEventReasons")
     if reasons is None:  # its name before driver 535
-        reasons = say("nvmlDeviceGetCurrentClocksThrottleReasons", gpu)
-    rates = say("nvmlDeviceGetUtilizationRates", gpu)
-    passed = {way: say("nvmlDeviceGetPcieThroughput", gpu, way) for way in (TX, RX) if traffic}
+        reasons = of("CurrentClocksThrottleReasons")
     return Reading(
-        name=_as(_text, say("nvmlDeviceGetName", gpu)),
-        driver=_as(_text, say("nvmlSystemGetDriverVersion")),
-        total_bytes=_as(int, getattr(memory, "total", None)),
-        free_bytes=_as(int, getattr(memory, "free", None)),
-        used_bytes=_as(int, getattr(memory, "used", None)),
-        sm_mhz=_as(int, say("nvmlDeviceGetClockInfo", gpu, nvml.NVML_CLOCK_SM)),
-        memory_mhz=_as(int, say("nvmlDeviceGetClockInfo", gpu, nvml.NVML_CLOCK_MEM)),
-        max_sm_mhz=_as(int, say("nvmlDeviceGetMaxClockInfo", gpu, nvml.NVML_CLOCK_SM)),
-        watts=_as(_thousandth, say("nvmlDeviceGetPowerUsage", gpu)),
-        max_watts=_as(_thousandth, say("nvmlDeviceGetEnforcedPowerLimit", gpu)),
-        celsius=_as(int, say("nvmlDeviceGetTemperature", gpu, nvml.NVML_TEMPERATURE_GPU)),
-        throttled=_as(_reasons, reasons),
-        pcie_generation=_as(int, say("nvmlDeviceGetCurrPcieLinkGeneration", gpu)),
-        pcie_lanes=_as(int, say("nvmlDeviceGetCurrPcieLinkWidth", gpu)),
-        gpu_percent=_as(int, getattr(rates, "gpu", None)),
-        memory_percent=_as(int, getattr(rates, "memory", None)),
-        pcie_rx_kb_s=_as(int, passed.get(RX)),
-        pcie_tx_kb_s=_as(int, passed.get(TX)),
+        name=of("Name"),
+        driver=_answer(nvml, "nvmlSystemGetDriverVersion"),
+        total_bytes=getattr(memory, "total", None),
+        free_bytes=getattr(memory, "free", None),
+        used_bytes=getattr(memory, "used", None),
+        sm_mhz=of("ClockInfo", nvml.NVML_CLOCK_SM),
+        memory_mhz=of("ClockInfo", nvml.NVML_CLOCK_MEM),
+        max_sm_mhz=of("MaxClockInfo", nvml.NVML_CLOCK_SM),
+        watts=None if watts is None else watts / 1000,
+        max_watts=None if limit is None else limit / 1000,
+        celsius=of("Temperature", nvml.NVML_TEMPERATURE_GPU),
+        throttled=None if reasons is None else tuple(name for bit, name in THROTTLE.items() if reasons & bit),
+        pcie_generation=of("CurrPcieLinkGeneration"),
+        pcie_lanes=of("CurrPcieLinkWidth"),
+        gpu_percent=getattr(rates, "gpu", None),
+        memory_percent=getattr(rates, "memory", None),
+        pcie_rx_kb_s=of("PcieThroughput", nvml.NVML_PCIE_UTIL_RX_BYTES) if traffic else None,
+        pcie_tx_kb_s=of("PcieThroughput", nvml.NVML_PCIE_UTIL_TX_BYTES) if traffic else None,
     )
 
 
 def num_processes(uuid: str) -> int | None:
-    """How many processes have a CUDA context on the GPU, this one with it; None where NVML does not say.
+    """How many processes have a CUDA context on the GPU, this one with it; None where it is not known.
 
     Only their number is good everywhere: a container sees the process ids of its host.
     """
     found = _gpu(uuid)
-    if found is None:
-        return None
-    _, gpu, say = found
-    processes = say("nvmlDeviceGetComputeRunningProcesses", gpu)
+    processes = found[1]("ComputeRunningProcesses") if found else None
     return None if processes is None else len(processes)
 
 
@@ -126,24 +120,19 @@ class Background:
                 return
 
 
-def _gpu(uuid: str) -> tuple[Any, Any, Callable[..., Any]] | None:
-    """NVML, its handle of a GPU, and a function that asks it something; None if there is no such GPU."""
+def _gpu(uuid: str) -> tuple[Any, Callable[..., Any]] | None:
+    """NVML, and what answers its nvmlDeviceGet... functions for a GPU; None if there is no such GPU."""
     nvml = _started()
-    if nvml is None:
-        return None
+    gpu = nvml and _answer(nvml, "nvmlDeviceGetHandleByUUID", uuid)
+    return None if gpu is None else (nvml, lambda what, *more: _answer(nvml, f"nvmlDeviceGet{what}", gpu, *more))
+
+
+def _answer(nvml: Any, function: str, *arguments: Any) -> Any:
+    """What an NVML function answers; None if this driver, GPU or version of the package does not have it."""
     try:
-        gpu = nvml.nvmlDeviceGetHandleByUUID(uuid)
-    except nvml.NVMLError:
+        return getattr(nvml, function)(*arguments)
+    except (nvml.NVMLError, AttributeError):
         return None
-
-    def say(function: str, *arguments: Any) -> Any:
-        """What an NVML function answers; None if this driver, GPU or version of the package does not have it."""
-        try:
-            return getattr(nvml, function)(*arguments)
-        except (nvml.NVMLError, AttributeError):
-            return None
-
-    return nvml, gpu, say
 
 
 @cache
@@ -151,27 +140,11 @@ def _started() -> Any:
     """The package `pynvml`, started once per process; None if it or the library is not there."""
     try:
         import pynvml
+
+        pynvml.nvmlInit()
     except ImportError:
         return None
-    try:
-        pynvml.nvmlInit()
     except pynvml.NVMLError:
         return None
     atexit.register(pynvml.nvmlShutdown)
     return pynvml
-
-
-def _as(kind: Callable[[Any], Any], value: Any) -> Any:
-    return None if value is None else kind(value)
-
-
-def _text(value: str | bytes) -> str:
-    return value.decode("utf-8", "replace") if isinstance(value, bytes) else value  # bytes before version 11.5
-
-
-def _thousandth(value: int) -> float:
-    return value / 1000
-
-
-def _reasons(bits: int) -> tuple[str, ...]:
-    return tuple(name for bit, name in THROTTLE.items() if bits & bit)

@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
 
+from llmq.disk import shown
 from llmq.errors import MemoryLimitError, UsageError
 from llmq.plan.arena import aligned
 from llmq.plan.plan import Plan, Scratch, make_plan, scratch_storage
@@ -44,11 +45,11 @@ def refuse_if_too_large(
         return
     chunks = plan.spec.memory.attention_chunks
     chunked = f" with attention's backward in {chunks} chunks" if chunks > 1 else ""
-    needs = f"the run needs {_gib(plan.total_bytes)}{chunked}"
-    start = f"{needs}, {_gib(free_bytes)} are free, {_gib(missing)} are missing"
+    needs = f"the run needs {shown(plan.total_bytes)}{chunked}"
+    start = f"{needs}, {shown(free_bytes)} are free, {shown(missing)} are missing"
     workspace = _with_less_workspace(plan, scratch_bytes, relaxed_scratch)
     for remedies in (workspace, *([found] for found in _smaller_plans(plan, scratch_bytes))):
-        fitting = [f"{change} needs {_gib(p.total_bytes)}" for change, p in remedies if p.total_bytes <= free_bytes]
+        fitting = [f"{change} needs {shown(p.total_bytes)}" for change, p in remedies if p.total_bytes <= free_bytes]
         if fitting:
             raise MemoryLimitError(f"{start}: {', '.join(fitting)}")
     raise MemoryLimitError(
@@ -101,7 +102,3 @@ def _changed(plan: Plan, scratch_bytes: Scratch | None, **changes: Any) -> Plan:
     if spec.seq_len * spec.batch_size % spec.memory.head_chunks:
         spec = replace(spec, memory=replace(spec.memory, head_chunks=1))
     return make_plan(spec, scratch_bytes)
-
-
-def _gib(count: int) -> str:
-    return f"{count / 2**30:.1f} GiB"

@@ -11,7 +11,7 @@ from collections.abc import Callable
 from dataclasses import asdict, dataclass, replace
 
 from llmq.backends import open_backend
-from llmq.disk import write_whole
+from llmq.disk import shown, write_whole
 from llmq.engine.measure import Clock, CudaClock, Speed, measure
 from llmq.errors import MemoryLimitError
 from llmq.hardware import device
@@ -150,7 +150,7 @@ def verdict(fit: Fit, places: Places, free_bytes: int) -> str:
         refuse_if_too_large(plan, free_bytes, open_backend("planned").scratch_bytes)
     except MemoryLimitError as error:
         return f"does not fit with {batch}: {error}"
-    needed, spare = (f"{count / 2**30:.1f} GiB" for count in (plan.total_bytes, free_bytes - plan.total_bytes))
+    needed, spare = shown(plan.total_bytes), shown(free_bytes - plan.total_bytes)
     return f"fits with {batch}: the run needs {needed}, and {spare} stay free"
 
 

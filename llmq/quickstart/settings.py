@@ -6,6 +6,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from llmq.model.config_keys import TORCH_NAMES
+
 SEED = 0
 
 
@@ -152,7 +154,6 @@ def options(settings: Settings, places: Places) -> dict[str, Any]:
 
 def config(settings: Settings) -> dict[str, Any]:
     """The config.json of a small Llama."""
-    dtype = {"fp32": "float32", "bf16": "bfloat16"}[settings.model_dtype]
     return {
         "architectures": ["LlamaForCausalLM"],
         "model_type": "llama",
@@ -168,6 +169,6 @@ def config(settings: Settings) -> dict[str, Any]:
         "tie_word_embeddings": settings.tie_embeddings,
         "bos_token_id": 0,
         "eos_token_id": 0,
-        "dtype": dtype,
-        "torch_dtype": dtype,
+        "dtype": TORCH_NAMES[settings.model_dtype],
+        "torch_dtype": TORCH_NAMES[settings.model_dtype],
     }

@@ -17,8 +17,8 @@ from llmq.quickstart.gpu import OnGpu, verdict_options
 from llmq.quickstart.resume import Resumed, arguments
 from llmq.quickstart.run import Outcome
 from llmq.quickstart.settings import Places, Settings
-from llmq.training.log import EvalRecord, TrainRecord
 from llmq.training.loop import Watch
+from llmq.training.records import EvalRecord, TrainRecord
 
 PLAIN_EVERY_S = 5.0  # seconds from one plain line to the next
 

@@ -197,7 +197,7 @@ def _finish(figure: Figure, panels: Sequence[Axes], runs: Sequence[Run]) -> None
 
 
 def _short(value: float) -> str:
-    """`3e-4`: a small number as people type it."""
+    """`3e-4`: a small number in short."""
     if value == 0 or abs(value) >= 0.01:
         return f"{value:.3g}"
     mantissa, exponent = f"{value:.2e}".split("e")

@@ -12,7 +12,8 @@ from typing import Any
 import numpy as np
 
 from llmq.errors import DataError
-from llmq.training.log import EVAL_COLUMNS, GPU_COLUMNS, SCHEMA, TRAIN_COLUMNS
+from llmq.training.log import SCHEMA
+from llmq.training.records import EVAL_COLUMNS, GPU_COLUMNS, TRAIN_COLUMNS
 
 TABLES = {"train": TRAIN_COLUMNS, "eval": EVAL_COLUMNS, "gpu": GPU_COLUMNS}
 NON_FINITE = {"NaN": math.nan, "Infinity": math.inf, "-Infinity": -math.inf}

@@ -1,7 +1,7 @@
 """A finished log to Weights & Biases: the options as its config, every train, eval and gpu record at its step.
 
 The run's id comes from the log's header, so exporting the same log again finds the same run, and only the steps that
-W&B does not have yet are sent (W&B's history cannot be rewritten: steps of a line that the run left behind stay there).
+W&B does not have yet are sent (W&B's history cannot be rewritten: steps of an abandoned line stay there).
 """
 
 from __future__ import annotations

@@ -6,12 +6,11 @@ counting PCIe traffic takes it 40 ms. Nothing waits for the reading but the end 
 
 from __future__ import annotations
 
+from llmq.disk import MIB
 from llmq.errors import UsageError
 from llmq.hardware import nvml
 from llmq.hardware.device import Device
-from llmq.training.log import GpuRecord
-
-MEBIBYTE = 2**20
+from llmq.training.records import GpuRecord
 
 
 class GpuWatch:
@@ -49,7 +48,7 @@ class GpuWatch:
             watts=r.watts,
             celsius=r.celsius,
             throttled=r.throttled,
-            used_mib=None if r.used_bytes is None else r.used_bytes / MEBIBYTE,
+            used_mib=None if r.used_bytes is None else r.used_bytes / MIB,
             pcie_rx_kb_s=r.pcie_rx_kb_s,
             pcie_tx_kb_s=r.pcie_tx_kb_s,
             gpu_percent=r.gpu_percent,

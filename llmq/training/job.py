@@ -17,12 +17,13 @@ from llmq.data.batches.loader import Data, open_data
 from llmq.data.batches.prepare import Named, open_named, sample_text
 from llmq.data.tokens.rebuilt_tokenizer import rebuilt_warning
 from llmq.data.trained_template import exported_templates
-from llmq.disk import check_free_space, shown
+from llmq.disk import MIB, check_free_space, shown
 from llmq.errors import UsageError
 from llmq.files.checkpoint import Checkpoints, checkpoint_bytes, load_state
 from llmq.files.huggingface import Export, export_folder, exports_anyway, finish_export, open_export, refuse_taken
 from llmq.files.run_lock import held, kept_folder, replaced_whole
 from llmq.files.source import ModelSource, Values, initial_parameters, open_parameters, open_source
+from llmq.files.tensor_files import Piece
 from llmq.hardware import device, gemm_speed
 from llmq.hardware.device import Device
 from llmq.hardware.gemm_speed import GemmSpeed
@@ -43,8 +44,6 @@ from llmq.training import auto
 from llmq.training.gpu_log import GpuWatch
 from llmq.training.log import RunLog
 from llmq.training.schedule import Schedule, make_schedule
-
-MIB = 2**20
 
 
 @dataclass(frozen=True)
@@ -83,9 +82,9 @@ class Job:
         return self.parameters(rows) if rows else ()
 
     @property
-    def checkpoint_bytes(self) -> int:
-        """Size of a checkpoint's tensors."""
-        return checkpoint_bytes((name, r.shape, DTYPES[r.dtype]) for name, r in self.plan.state().items())
+    def checkpoint_pieces(self) -> list[Piece]:
+        """The tensors of a checkpoint."""
+        return [Piece(name, ref.shape, DTYPES[ref.dtype]) for name, ref in self.plan.state().items()]
 
     @property
     def must_match(self) -> dict[str, Any]:
@@ -337,7 +336,8 @@ def _check_memory(job: Job, *, deterministic: bool) -> None:
 def _check_disk(job: Job, done: int, log: RunLog) -> None:
     """StorageError if checkpoints after the step `done` and the model do not fit on the disk; a dry run says both."""
     first, last = done + 1, job.schedule.steps
-    saved = (job.checkpoints.folder, job.checkpoints.peak_bytes(job.checkpoint_bytes, first, max(first, last)))
+    one = checkpoint_bytes(job.checkpoint_pieces)
+    saved = (job.checkpoints.folder, job.checkpoints.peak_bytes(one, first, max(first, last)))
     model = (job.export.folder, job.export.check(room=not job.device.planned))
     needs = {"the checkpoints": saved, "the model": model}
     if job.plans_only:

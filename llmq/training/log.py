@@ -26,21 +26,19 @@ what a killed process leaves: the reader ignores it and a continued run removes 
 from __future__ import annotations
 
 import json
-import math
 import os
 import sys
 import time
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager
-from dataclasses import asdict, dataclass, fields
+from dataclasses import asdict
 from pathlib import Path
 from typing import IO, TYPE_CHECKING, Any, TextIO
-
-import numpy as np
 
 import llmq
 from llmq.disk import storage
 from llmq.errors import StorageError
+from llmq.training.records import EvalRecord, GpuRecord, TrainRecord, eval_line, gpu_line, to_json, train_line
 
 if TYPE_CHECKING:
     from llmq.options.sections import LogOptions
@@ -49,103 +47,6 @@ SCHEMA = 1
 OPENING = b'{"type": "header'
 SECTIONS = ("options", "system", "model", "dataset", "matmuls", "allocator")
 MUCH_FREE = 0.25  # of the memory listed: beyond this the allocator table hints at what would use it
-
-
-@dataclass(frozen=True)
-class TrainRecord:
-    """One optimizer step. `tokens` are all tokens of the step, `trained_tokens` those that the loss is made of."""
-
-    step: int
-    epoch: float
-    loss: float
-    norm: float  # of the gradient of the mean loss, before clipping
-    lr: float
-    time_ms: float
-    tokens: int
-    trained_tokens: int
-    wait_ms: float = 0.0  # part of time_ms spent waiting for data
-    sol: float | None = None
-    applied: bool = True  # False: not finite, the update changed nothing
-    memory_mib: float | None = None  # most that was in use so far
-
-    @property
-    def tps(self) -> float:
-        """Tokens per second, over all tokens of the step."""
-        return 1000.0 * self.tokens / self.time_ms if self.time_ms > 0 else math.nan
-
-
-@dataclass(frozen=True)
-class EvalRecord:
-    """One evaluation after `step` updates: `loss` on held-out data, `train_loss` as the run stands."""
-
-    step: int
-    epoch: float
-    loss: float
-    train_loss: float | None
-    time_ms: float
-    tokens: int
-    trained_tokens: int
-
-    @property
-    def tps(self) -> float:
-        """Tokens per second, over all tokens of the evaluation."""
-        return 1000.0 * self.tokens / self.time_ms if self.time_ms > 0 else math.nan
-
-
-@dataclass(frozen=True)
-class GpuRecord:
-    """The GPU while the update `step` was computed, as NVML says; None where it does not."""
-
-    step: int
-    sm_mhz: int | None = None
-    memory_mhz: int | None = None
-    watts: float | None = None
-    celsius: int | None = None
-    throttled: tuple[str, ...] | None = None  # what holds the clocks down: empty if nothing
-    used_mib: float | None = None  # of its memory, by all processes
-    pcie_rx_kb_s: int | None = None  # to the GPU
-    pcie_tx_kb_s: int | None = None  # from the GPU
-    gpu_percent: int | None = None  # of the time in which a kernel ran
-    memory_percent: int | None = None  # of the time in which its memory was read or written
-
-
-TRAIN_COLUMNS = (*(f.name for f in fields(TrainRecord)), "tps")
-EVAL_COLUMNS = (*(f.name for f in fields(EvalRecord)), "tps")
-GPU_COLUMNS = tuple(f.name for f in fields(GpuRecord) if f.name != "throttled")  # the numbers
-
-
-def train_line(r: TrainRecord) -> str:
-    """`[T] step     7 [ 12.5%] | time:   412 ms | norm   2.718282 | loss   3.141593 | tps 19871 | sol 31.4%`."""
-    sol = "  n/a" if r.sol is None else f"{100 * r.sol:4.1f}%"
-    return f"[T] {_place(r)} | norm {r.norm:10.6f} | loss {r.loss:10.6f} | tps {r.tps:5.0f} | sol {sol}"
-
-
-def eval_line(r: EvalRecord) -> str:
-    """`[V] step     7 [ 12.5%] | time:   412 ms | eval   3.141593 | train   3.141593 | tps 19871`."""
-    train = math.nan if r.train_loss is None else r.train_loss
-    return f"[V] {_place(r)} | eval {r.loss:10.6f} | train {train:10.6f} | tps {r.tps:5.0f}"
-
-
-def gpu_line(r: GpuRecord) -> str:
-    """`[G] step     7 | SM 1755 MHz | 655 W | 61 C | 36100 MiB | PCIe 12/3 MB/s | busy 99% | power cap`."""
-    pcie = None if r.pcie_rx_kb_s is None or r.pcie_tx_kb_s is None else (r.pcie_rx_kb_s, r.pcie_tx_kb_s)
-    parts = (
-        None if r.sm_mhz is None else f"SM {r.sm_mhz} MHz",
-        None if r.watts is None else f"{r.watts:.0f} W",
-        None if r.celsius is None else f"{r.celsius} C",
-        None if r.used_mib is None else f"{r.used_mib:.0f} MiB",
-        None if pcie is None else f"PCIe {pcie[0] / 1000:.0f}/{pcie[1] / 1000:.0f} MB/s",
-        None if r.gpu_percent is None else f"busy {r.gpu_percent}%",
-        ", ".join(r.throttled or ()),
-    )
-    return " | ".join([f"[G] step {r.step:5d}", *(part for part in parts if part)])
-
-
-def _place(r: TrainRecord | EvalRecord) -> str:
-    fraction = r.epoch % 1.0
-    if r.epoch > 0 and (fraction < 1e-9 or fraction > 1 - 1e-9):
-        fraction = 1.0  # the end of an epoch, not the start of the next
-    return f"step {r.step:5d} [{100 * fraction:5.1f}%] | time: {r.time_ms:5.0f} ms"
 
 
 class RunLog:
@@ -315,9 +216,9 @@ class RunLog:
         Prints all warnings, those of `warn` once more and `warnings`, which are new.
         """
         self.warnings += warnings
-        told = {"warnings": self.warnings} if self.warnings else {}
-        self.record("end", step=self._step, reason=reason, **metrics, **told)
-        if told:
+        found = {"warnings": self.warnings} if self.warnings else {}
+        self.record("end", step=self._step, reason=reason, **metrics, **found)
+        if found:
             self._head("Warnings")
         for text in self.warnings:
             self.say(f"  - {text}")
@@ -383,27 +284,6 @@ class RunLog:
             self.say(f"  {name:<{width}} : {'-' if shown is None else shown}")
 
 
-def to_json(value: Any) -> Any:
-    """`value` with everything that JSON lacks made a string, list or null: see the module's rule for numbers."""
-    if isinstance(value, np.generic):
-        value = value.item()
-    if value is None or isinstance(value, (bool, int)):
-        return value
-    if isinstance(value, str):
-        return str(value)
-    if isinstance(value, float):
-        if math.isfinite(value):
-            return value
-        return "NaN" if math.isnan(value) else "Infinity" if value > 0 else "-Infinity"
-    if isinstance(value, Mapping):
-        return {str(k): to_json(v) for k, v in value.items()}
-    if isinstance(value, (list, tuple, set, frozenset)):
-        return [to_json(v) for v in value]
-    if isinstance(value, np.ndarray):
-        return to_json(value.tolist())
-    return str(value)
-
-
 def _now() -> str:
     return time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime())
 
@@ -411,13 +291,4 @@ def _now() -> str:
 def _drop_torn_line(path: Path) -> None:
     """Cuts what follows the last line end: a line that a killed process did not finish."""
     with open(path, "r+b") as file:
-        end = file.seek(0, os.SEEK_END)
-        while end > 0:
-            start = max(0, end - 65536)
-            file.seek(start)
-            found = file.read(end - start).rfind(b"\n")
-            if found >= 0:
-                end = start + found + 1
-                break
-            end = start
-        file.truncate(end)
+        file.truncate(file.read().rfind(b"\n") + 1)

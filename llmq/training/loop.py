@@ -20,9 +20,10 @@ from llmq.data.batches.loader import Loader, eval_batches
 from llmq.data.batches.read_ahead import Stopped
 from llmq.data.batches.windows import Samples
 from llmq.data.tokens.rebuilt_tokenizer import rebuilt_warning
+from llmq.disk import MIB
 from llmq.engine.engine import Engine, StepResult
 from llmq.errors import INTERRUPTED, NonFiniteError, StorageError
-from llmq.files.checkpoint import check_same, load
+from llmq.files.checkpoint import check_same, load, save
 from llmq.hardware import device
 from llmq.model import speed_of_light as sol
 from llmq.options.parse import Options, changed
@@ -31,9 +32,10 @@ from llmq.row import Row
 from llmq.training.fp8_watch import Fp8Watch, carried
 from llmq.training.health import all_finite
 from llmq.training.interrupt import Interrupt
-from llmq.training.job import MIB, Job, hold, prepare
-from llmq.training.log import EvalRecord, RunLog, TrainRecord
+from llmq.training.job import Job, hold, prepare
+from llmq.training.log import RunLog
 from llmq.training.progress import Progress
+from llmq.training.records import EvalRecord, TrainRecord
 
 NON_FINITE_LIMIT = 10  # consecutive steps without an update after which training gives up
 
@@ -297,7 +299,8 @@ class _Run:
             "sites": {"matmul": job.plan.spec.precision.matmul, "wide": list(job.plan.spec.precision.wide)},
         }
         beside = beside or self.progress.rejected > 0  # theirs may be the last sound weights
-        path = job.checkpoints.save(step, self.engine.state(), state, job.checkpoint_bytes, beside=beside)
+        keep = 0 if beside else job.checkpoints.keep
+        path = save(job.checkpoints.folder, step, job.checkpoint_pieces, self.engine.state(), state, keep=keep)
         self.saved = step
         self.result = replace(self.result, checkpoint_path=path)
         self.log.checkpoint(path)

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from llmq.training.health import Course
-from llmq.training.log import to_json
+from llmq.training.records import to_json
 
 
 @dataclass(frozen=True)

@@ -52,7 +52,7 @@ def test_the_command_prints_and_saves(shape, tmp_path, capsys):
         "tokens/s (",
         "of the speed of light",
         "of the measured ceilings",
-        "GiB planned",
+        " planned, ",
         "roofline ms",
     ):
         assert part in told, part

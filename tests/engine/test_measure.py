@@ -23,7 +23,7 @@ from llmq.model.config import from_folder, to_hf
 from llmq.ops.seam import record
 from llmq.options.parse import Options
 from llmq.plan.precision import resolve
-from llmq.training.log import TrainRecord
+from llmq.training.records import TrainRecord
 
 RUN = {"tokens_per_step": 64, "steps": 3, "warmup": 1}
 

@@ -21,7 +21,7 @@ import pytest
 from llmq.errors import DataError, UsageError
 from llmq.files import hub
 from llmq.files.hub import model_folder
-from llmq.files.huggingface import write_model
+from llmq.files.huggingface import Export
 from llmq.model.config import ModelConfig
 from llmq.model.parameters import parameter_rows
 
@@ -121,10 +121,8 @@ def contents(tmp_path_factory):
     """Files of a sharded model with a tokenizer, and much that must not be fetched."""
     folder = tmp_path_factory.mktemp("model") / "m"
     draw = np.random.default_rng(0)
-    write_model(
-        folder, CONFIG, parameter_rows(CONFIG), lambda row: draw.standard_normal(row.shape, np.float32), dtype="fp32",
-        tokenizer_folder=None, overwrite=False, shard_bytes=150_000,
-    )  # fmt: skip
+    export = Export(folder, CONFIG, parameter_rows(CONFIG), "fp32", shard_bytes=150_000)
+    export.write(lambda row: draw.standard_normal(row.shape, np.float32))
     files = {path.name: path.read_bytes() for path in folder.iterdir()}
     wanted = {
         **files,

@@ -15,7 +15,7 @@ from safetensors.numpy import load_file, save_file
 from llmq.errors import DataError, LlmqError, StorageError, UsageError
 from llmq.files import huggingface as hf
 from llmq.files import weight_files
-from llmq.files.huggingface import check_export, checked_tensors, export_bytes, open_export, read_rows, write_model
+from llmq.files.huggingface import Export, checked_tensors, export_bytes, open_export, read_rows
 from llmq.files.weight_files import INDEX, WEIGHTS, stored_dtype, stored_tensors
 from llmq.model.config import ModelConfig, RopeConfig, from_folder
 from llmq.model.parameters import padded_vocab, parameter_rows
@@ -48,8 +48,8 @@ def random_values(config, seed=0, dtype=None):
 
 def write(folder, config, values=None, **options):
     values = values or random_values(config)
-    options = {"dtype": config.dtype, "tokenizer_folder": None, "overwrite": False, **options}
-    write_model(folder, config, parameter_rows(config), lambda row: values[row.name], **options)
+    options = {"dtype": config.dtype, **options}
+    Export(folder, config, parameter_rows(config), **options).write(lambda row: values[row.name])
     return values
 
 
@@ -364,7 +364,7 @@ def test_a_failed_export_leaves_what_was_there(tmp_path, monkeypatch, overwrite,
     elif fail_at == "sync":
         monkeypatch.setattr(os, "fsync", no_space)
     elif fail_at == "rename":
-        monkeypatch.setattr(os, "rename", lambda a, b: no_space() if "incomplete" in str(a) else real_rename(a, b))
+        monkeypatch.setattr(os, "rename", lambda a, b: no_space() if ".tmp" in str(a) else real_rename(a, b))
     else:
         error = KeyboardInterrupt if fail_at == "interrupt" else ZeroDivisionError
     with pytest.raises(error) as caught:
@@ -374,10 +374,9 @@ def test_a_failed_export_leaves_what_was_there(tmp_path, monkeypatch, overwrite,
             def read(name):
                 raise error
 
-        write_model(
-            tmp_path / "m", BASE, parameter_rows(BASE), lambda row: read(row.name), dtype="fp32",
-            tokenizer_folder=None, overwrite=overwrite,
-        )  # fmt: skip
+        Export(tmp_path / "m", BASE, parameter_rows(BASE), "fp32", overwrite=overwrite).write(
+            lambda row: read(row.name)
+        )
     if error is StorageError:
         assert "No space left" in str(caught.value) and "bytes" in str(caught.value)
     monkeypatch.undo()
@@ -401,7 +400,7 @@ def test_a_replacement_that_was_killed_is_finished(tmp_path):
 
 
 def check(folder, overwrite=False, dtype="fp32"):
-    return check_export(folder, parameter_rows(BASE), dtype, tokenizer_folder=None, overwrite=overwrite)
+    return Export(folder, BASE, parameter_rows(BASE), dtype, overwrite=overwrite).check()
 
 
 def test_what_would_fail_is_found_before_training(tmp_path, monkeypatch):

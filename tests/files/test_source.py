@@ -9,7 +9,7 @@ import pytest
 
 from llmq.errors import DataError, UsageError
 from llmq.files import source as source_module
-from llmq.files.huggingface import write_model
+from llmq.files.huggingface import Export
 from llmq.files.source import BLOCK, INIT_STD, ModelSource, drawn, initial_parameters, normal_block, open_source
 from llmq.model.config import ModelConfig, from_folder
 from llmq.model.parameters import VOCAB_MULTIPLE, parameter_rows
@@ -33,10 +33,7 @@ def write(folder, config=CONFIG):
     values = {
         row.name: value.astype(DTYPES[config.dtype]) for row, value in initial_parameters(SCRATCH, rows(config), 3)
     }
-    write_model(
-        folder, config, rows(config), lambda row: values[row.name], dtype=config.dtype, tokenizer_folder=None,
-        overwrite=False,
-    )  # fmt: skip
+    Export(folder, config, rows(config), config.dtype).write(lambda row: values[row.name])
     return values
 
 

@@ -17,11 +17,12 @@ class FakeNvml:
 
     NVMLError = type("NVMLError", (Exception,), {})
     NVML_CLOCK_SM, NVML_CLOCK_MEM, NVML_TEMPERATURE_GPU = 1, 2, 0
+    NVML_PCIE_UTIL_TX_BYTES, NVML_PCIE_UTIL_RX_BYTES = 0, 1
 
     def __init__(self, missing=(), absent=(), starts=True):
         self.missing, self.absent, self.starts, self.num_starts = missing, absent, starts, 0
         self.answers = {
-            "nvmlSystemGetDriverVersion": lambda: b"580.65.06",
+            "nvmlSystemGetDriverVersion": lambda: "580.65.06",
             "nvmlDeviceGetName": lambda gpu: "NVIDIA H200",
             "nvmlDeviceGetMemoryInfo": lambda gpu: SimpleNamespace(total=1000, free=600, used=400),
             "nvmlDeviceGetClockInfo": lambda gpu, clock: {1: 1500, 2: 3201}[clock],

@@ -74,7 +74,7 @@ def test_linear_rope_with_the_old_key():
     [
         ({"rope_theta": 1e4, "rope_parameters": {"rope_theta": 1e6, "rope_type": "default"}}, ["base contradicts"]),
         ({"rope_scaling": LLAMA3_ROPE, "rope_parameters": {"rope_type": "default"}}, ["contradicts rope_scaling"]),
-        ({"rope_scaling": {**LLAMA3_ROPE, "type": "linear"}}, ["rope_scaling.type ('linear'): contradicts"]),
+        ({"rope_scaling": {**LLAMA3_ROPE, "type": "linear"}}, ["rope_scaling", "type 'linear' contradicts"]),
         ({"dtype": "float32"}, ["dtype ('float32'): contradicts torch_dtype ('bfloat16')"]),
         ({"model_type": "mistral"}, ["model_type ('mistral'): contradicts"]),
     ],
@@ -106,7 +106,7 @@ def test_a_bad_or_unsupported_key_is_named_with_its_value(key, value):
 
 @pytest.mark.parametrize("kind", ["yarn", "dynamic", "longrope", "su", "mrope", None, 5, {}])
 def test_other_rope_kinds_are_refused(kind):
-    refused({**LLAMA, "rope_scaling": {"rope_type": kind, "factor": 2.0}}, "rope_scaling.rope_type", "llama3")
+    refused({**LLAMA, "rope_scaling": {"rope_type": kind, "factor": 2.0}}, f"rope_type {kind!r}", "llama3")
 
 
 @pytest.mark.parametrize("key", [k for k in LLAMA3_ROPE if k != "rope_type"])

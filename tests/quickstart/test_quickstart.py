@@ -29,8 +29,8 @@ from llmq.quickstart import corpus, installed, resume, show
 from llmq.quickstart import run as stages
 from llmq.quickstart.__main__ import NOT_PROVEN, run
 from llmq.quickstart.run import Places, Settings
-from llmq.training.log import EvalRecord, TrainRecord
 from llmq.training.loop import TrainResult
+from llmq.training.records import EvalRecord, TrainRecord
 
 ROOT = Path(__file__).parents[2]
 TINY = Settings(

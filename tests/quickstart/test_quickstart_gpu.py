@@ -23,7 +23,7 @@ from llmq.quickstart import run as stages
 from llmq.quickstart.__main__ import prepare_environment, run, settings_for
 from llmq.quickstart.settings import GPU, Fit, Places, Settings, config, options
 from llmq.report.read import read_log
-from llmq.training.log import EvalRecord, TrainRecord
+from llmq.training.records import EvalRecord, TrainRecord
 
 ROOT = Path(__file__).parents[2]
 # 24 steps of 128 tokens: a trial that says one token/s or more asks for that many, the most

@@ -15,7 +15,8 @@ from llmq.errors import DataError, StorageError, UsageError
 from llmq.options.sections import LogOptions
 from llmq.report.plot import plot_runs, smoothed
 from llmq.report.read import read_runs
-from llmq.training.log import EvalRecord, RunLog, TrainRecord
+from llmq.training.log import RunLog
+from llmq.training.records import EvalRecord, TrainRecord
 
 matplotlib = pytest.importorskip("matplotlib")
 from matplotlib.figure import Figure  # noqa: E402

@@ -12,7 +12,8 @@ from rich.console import Console
 from llmq.options.sections import LogOptions
 from llmq.report.read import read_runs
 from llmq.report.summary import Summary, summarize, table
-from llmq.training.log import EvalRecord, RunLog, TrainRecord
+from llmq.training.log import RunLog
+from llmq.training.records import EvalRecord, TrainRecord
 
 
 def write_run(folder: Path, losses: list[float], evals: dict[int, float], seconds: float = 100.0) -> Path:

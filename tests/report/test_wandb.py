@@ -20,7 +20,8 @@ from llmq.errors import DataError, StorageError, UsageError
 from llmq.options.sections import LogOptions
 from llmq.report.read import read_log
 from llmq.report.wandb import default_run_id, export_wandb
-from llmq.training.log import EvalRecord, RunLog, TrainRecord
+from llmq.training.log import RunLog
+from llmq.training.records import EvalRecord, TrainRecord
 
 ROOT = Path(__file__).parents[2]
 

@@ -11,7 +11,7 @@ from tiny_runs import tiny_options, weights_of
 
 import llmq
 from llmq.files.checkpoint import load
-from llmq.files.huggingface import checked_tensors, read_rows, write_model
+from llmq.files.huggingface import Export, checked_tensors, read_rows
 from llmq.files.source import INIT_STD, initial_parameters, open_parameters, open_source
 from llmq.model.config import from_folder
 from llmq.model.parameters import parameter_rows
@@ -28,10 +28,7 @@ def given(tmp_path, monkeypatch):
     source = open_source(ModelOptions(model=options["model"], from_scratch=True))
     rows = parameter_rows(source.config)
     values = {row.name: value for row, value in initial_parameters(source, rows, 7)}
-    write_model(
-        tmp_path / "base", source.config, rows, lambda row: values[row.name], dtype="fp32", tokenizer_folder=None,
-        overwrite=False,
-    )  # fmt: skip
+    Export(tmp_path / "base", source.config, rows, "fp32").write(lambda row: values[row.name])
     return {**options, "model": "base", "from_scratch": False}
 
 
@@ -51,7 +48,7 @@ def test_a_run_trains_an_adapter_and_exports_the_model(given, monkeypatch, store
     base, exported = tensors("base"), tensors(done.model_path)
     _, read = load(done.checkpoint_path)
     frozen = {name for name in base if name.endswith(("weight", "bias")) and name.startswith("layers")}
-    assert frozen and not [name for name in read.places if any(f":{row}" in name for row in frozen)]
+    assert frozen and not [name for name in read.tensors if any(f":{row}" in name for row in frozen)]
     for name, value in base.items():
         if name not in frozen:
             assert not np.array_equal(exported[name], value), name
@@ -85,8 +82,7 @@ def test_experts_are_stored_as_tensors_of_their_own(tmp_path, given):
     config = from_folder("base")
     stack, rows = (plan_of(config=config, sites=experts(stacked=stacked)).rows for stacked in (True, False))
     values = {row.name: np.random.default_rng(1).standard_normal(row.shape).astype(np.float32) for row in stack}
-    about = {"dtype": "fp32", "tokenizer_folder": None, "overwrite": False}
-    write_model(tmp_path / "stack", config, stack, lambda row: values[row.name], **about)
+    Export(tmp_path / "stack", config, stack, "fp32").write(lambda row: values[row.name])
     stored = checked_tensors(tmp_path / "stack", rows)
     assert stored == checked_tensors(tmp_path / "stack", stack)
     found = {row.name: value for row, value in read_rows(stored, rows)}

@@ -14,7 +14,7 @@ from llmq.hardware.cuda_driver import Gpu
 from llmq.hardware.device import CPU, Device
 from llmq.report.read import read_log
 from llmq.training.gpu_log import GpuWatch
-from llmq.training.log import GpuRecord, gpu_line
+from llmq.training.records import GpuRecord, gpu_line
 
 HERE = Device("cuda", gpu=Gpu(0, *H200[:1], "GPU-1", *H200[1:]))
 READING = nvml.Reading(

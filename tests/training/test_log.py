@@ -18,7 +18,8 @@ import pytest
 from llmq.errors import DataError, LlmqError, StorageError
 from llmq.options.sections import LogOptions
 from llmq.report.read import find_log, read_log
-from llmq.training.log import EvalRecord, RunLog, TrainRecord, eval_line, to_json, train_line
+from llmq.training.log import RunLog
+from llmq.training.records import EvalRecord, TrainRecord, eval_line, to_json, train_line
 
 TRAIN = TrainRecord(
     step=7,

@@ -33,8 +33,8 @@ from llmq.report.read import read_log
 from llmq.training import auto, fp8_watch, job
 from llmq.training import loop as training
 from llmq.training.fp8_watch import CopyError
-from llmq.training.log import EvalRecord
 from llmq.training.loop import NON_FINITE_LIMIT
+from llmq.training.records import EvalRecord
 
 ROOT = Path(__file__).parents[2]
 

@@ -21,7 +21,7 @@ from llmq.plan.memory import Memory
 from llmq.plan.plan import make_plan
 from llmq.plan.precision import Precision
 from llmq.plan.spec import Spec
-from llmq.training.log import EvalRecord, TrainRecord
+from llmq.training.records import EvalRecord, TrainRecord
 
 B, T, ACCUMULATION, STEPS, SEED = 2, 16, 3, 5, 3
 RATES = (5e-3, 1e-2, 1e-2, 7e-3, 4e-3)  # two steps of warmup, then a line from 1e-2 to 1e-3 at the end of step 5

@@ -18,9 +18,9 @@ import llmq
 from llmq.data.batches import read_ahead
 from llmq.data.batches.loader import Loader
 from llmq.data.tokens.token_file import TokenWriter
+from llmq.disk import replaced_name
 from llmq.engine.engine import Engine
 from llmq.errors import DataError, NonFiniteError, StorageError, UsageError
-from llmq.files import huggingface as hf
 from llmq.files.checkpoint import load
 from llmq.report.read import read_log
 from llmq.training import loop as training
@@ -301,7 +301,7 @@ def test_checkpoints_below_the_model_outlive_a_kill_within_its_export(given, mon
     given |= {"out_dir": "out", "checkpoint_dir": "out/checkpoints", **KEEP}
     whole = llmq.train(**{**given, "name": "whole", "out_dir": "whole", "checkpoint_dir": "whole/checkpoints"})
     llmq.train(**{**given, "steps": 6})
-    os.rename("out", hf._replaced(Path("out").absolute()))  # what a kill between the two renames leaves
+    os.rename("out", replaced_name(Path("out").absolute()))  # what a kill between the two renames leaves
     parts = llmq.train(**{**given, "continue": "auto", "overwrite": True})
     assert "Continued from out/checkpoints/step-00000006" in said(given)
     assert weights_of(parts.checkpoint_path) == weights_of(whole.checkpoint_path)

@@ -13,6 +13,7 @@ from statistics import median
 
 import numpy as np
 
+from llmq.disk import shown
 from llmq.errors import MemoryLimitError
 from llmq.tensor import DTYPES
 
@@ -102,10 +103,10 @@ class _Memory:
             self.__exit__()
             if error.status != OUT_OF_MEMORY:
                 raise
-            need, free = sum(self.sizes.values()) / 2**20, self._runtime.memGetInfo()[0] / 2**20
+            need, free = shown(sum(self.sizes.values())), shown(self._runtime.memGetInfo()[0])
             raise MemoryLimitError(
-                f"choosing an algorithm for the matrix product {what} takes {need:.0f} MiB of GPU memory and "
-                f"{free:.0f} MiB are free: end other programs on this GPU, or use a smaller --batch-size"
+                f"choosing an algorithm for the matrix product {what} takes {need} of GPU memory and "
+                f"{free} are free: end other programs on this GPU, or use a smaller --batch-size"
             ) from error
 
     def __enter__(self) -> _Memory:

@@ -89,7 +89,7 @@ def test_a_failed_copy_leaves_the_older_one(tmp_path: Path, monkeypatch, step: i
         return call
 
     monkeypatch.setattr("llmq.data.tokens.sidecar.shutil.copyfile", stopping(shutil.copyfile))
-    monkeypatch.setattr(os, "replace", stopping(os.replace))
+    monkeypatch.setattr(os, "rename", stopping(os.rename))
     with pytest.raises(KeyboardInterrupt):
         copy_tokenizer(source, target)
     assert (target / "tokenizer.json").read_text() == "old" and len(list(tmp_path.iterdir())) == 2
