@@ -58,7 +58,7 @@ OWNERS = {
     "ModelOptions": "llmq.files.source",
     "ExportOptions": "llmq.files.huggingface",
     "DataOptions": "llmq.data.batches.loader",
-    "SourceOptions": "llmq.data.batches.prepare",
+    "SourceOptions": "llmq.data.batches.named_data",
     "PrecisionOptions": "llmq.plan.precision",
     "MemoryOptions": "llmq.plan.memory",
     "ScheduleOptions": "llmq.training.schedule",

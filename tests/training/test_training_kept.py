@@ -16,7 +16,7 @@ from tiny_runs import T, tiny_options, weights_of
 
 import llmq
 from llmq.data.batches.loader import Loader
-from llmq.data.batches.read_ahead import JOIN_S
+from llmq.data.read_ahead import JOIN_S
 from llmq.data.tokens.token_file import TokenWriter
 from llmq.engine.engine import Engine
 from llmq.errors import DataError, NonFiniteError, StorageError, UsageError

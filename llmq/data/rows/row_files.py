@@ -14,12 +14,13 @@ import re
 import zlib
 from collections import Counter
 from collections.abc import Callable, Generator, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, BinaryIO, cast
+from typing import Any, BinaryIO, ClassVar, cast
 
 from llmq.data.rows.records import BadRow, Record, Row
+from llmq.data.tokens.cache import content_hash
 from llmq.errors import DataError
 
 SUFFIXES = {
@@ -50,6 +51,7 @@ class RowFile:
     name: str
     kind: str
     delimiter: str = ","
+    is_here: ClassVar[bool] = True
 
     @classmethod
     def of(cls, path: Path, name: str | None = None) -> RowFile | None:
@@ -59,6 +61,18 @@ class RowFile:
         if kind is None or (kind == "parquet" and plain != path):
             return None
         return cls(path, name or str(path), kind, "\t" if plain.suffix.lower() == ".tsv" else ",")
+
+    @property
+    def size(self) -> int:
+        return self.path.stat().st_size
+
+    def fetched(self) -> AbstractContextManager[RowFile]:
+        """Itself: it is on this machine."""
+        return nullcontext(self)
+
+    def identity(self) -> Any:
+        """What its rows depend on, as JSON knows it."""
+        return [self.kind, self.delimiter, content_hash(self.path)]
 
     def rows(self, start: int = 0, wanted: Wanted = every) -> Rows:
         """The wanted rows from row `start` on; DataError where the file itself cannot be read."""
@@ -187,7 +201,7 @@ _WHITE = re.compile(r"[ \t\n\r]*")
 
 
 def _read_json(file: RowFile, start: int, wanted: Wanted) -> Rows:
-    """An array of objects, decoded one at a time. Behind what is not JSON no next row can be found."""
+    """An array of objects, decoded one at a time. After what is not JSON no next row can be found."""
     at, row = _At(file), 0
     with _container(at), _open(file) as opened:
         text = _Stream(file, opened)
@@ -203,7 +217,7 @@ def _read_json(file: RowFile, start: int, wanted: Wanted) -> Rows:
             mark = text.next()
             if mark not in (",", "]"):
                 raise DataError(
-                    f"{file.place(row - 1)}: no comma or closing bracket behind the row, but "
+                    f"{file.place(row - 1)}: no comma or closing bracket after the row, but "
                     f"{f'{mark!r}' if mark else 'the end of the file'}: mend the file"
                 )
             if mark == "]":
@@ -211,7 +225,7 @@ def _read_json(file: RowFile, start: int, wanted: Wanted) -> Rows:
             text.skip(1)
         text.skip(1)
         if rest := text.next():
-            raise DataError(f"{file.name}: {rest!r} behind the array's end: mend the file")
+            raise DataError(f"{file.name}: {rest!r} after the array's end: mend the file")
     return row
 
 
@@ -229,7 +243,7 @@ class _Stream:
             block = self.opened.read(max(BLOCK_BYTES, len(self.text) - self.at))
         except UnicodeDecodeError as error:
             byte = error.object[error.start]
-            raise DataError(f"{place} or behind it: not UTF-8, with a byte 0x{byte:02x} ({error.reason})") from None
+            raise DataError(f"{place} or after it: not UTF-8, with a byte 0x{byte:02x} ({error.reason})") from None
         self.text, self.at = self.text[self.at :] + block, 0
         if len(self.text) > 2 * MAX_ROW_BYTES:
             raise DataError(f"{place}: the row is longer than {MAX_ROW_BYTES} characters: mend or split it")
@@ -264,7 +278,7 @@ class _Stream:
                 if cut and self._more():
                     continue
                 raise DataError(f"{self.file.place(row)}: not JSON ({said}): mend the row") from None
-            if end == len(self.text) and self._more():  # a number may go on
+            if end == len(self.text) and self._more():  # a number may continue
                 continue
             escaped = self.text.find("\\u", self.at, end) >= 0
             self.at = end

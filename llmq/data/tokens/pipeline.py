@@ -7,17 +7,18 @@ it, making an array of the ids) is done meanwhile for its neighbours, so that th
 from __future__ import annotations
 
 import os
-import queue
 import threading
 from collections.abc import Generator, Iterator, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import closing
 from dataclasses import dataclass, field
-from typing import Any, Generic, Protocol, TypeVar
+from typing import Any, Protocol, TypeVar
 
 import numpy as np
 
 from llmq.data.chat.counts import Counts
 from llmq.data.chat.encode import Encoder
+from llmq.data.read_ahead import ReadAhead
 from llmq.data.rows.file_rows import START, Position, RowSequence
 from llmq.data.rows.records import BadRow, Record
 from llmq.data.tokens.text import Document, pieces
@@ -192,60 +193,17 @@ def tokenized(work: Work[B, R], position: Position = START) -> Generator[R, None
 
     Raises what reading or encoding raises, in the place of the batch where it happened.
     """
-    with ThreadPoolExecutor(_at_once(), "llmq-tokenize") as pool, _Ahead(work, position, pool) as ahead:
-        while (batch := ahead.next()) is not None:
-            yield batch.result()
+    pool = ThreadPoolExecutor(_at_once(), "llmq-tokenize")
+    results = (pool.submit(work.encode, batch) for batch in work.batches(position))
+    try:
+        with closing(ReadAhead(results, READ_AHEAD)) as ahead:
+            for result in ahead:
+                yield result.result()
+    finally:
+        pool.shutdown(cancel_futures=True)
 
 
 def _at_once() -> int:
     """One batch at a time where the tokenizers library is told to use one thread."""
     single = os.environ.get("TOKENIZERS_PARALLELISM", "").lower() in ("off", "false", "f", "no", "n", "0")
     return 1 if single else AT_ONCE
-
-
-class _Ahead(Generic[B, R]):
-    """A thread that reads batches and hands them to the pool, a few before they are asked for."""
-
-    def __init__(self, work: Work[B, R], position: Position, pool: ThreadPoolExecutor) -> None:
-        self._work, self._position, self._pool = work, position, pool
-        self._futures: queue.Queue[Future[R] | BaseException | None] = queue.Queue(READ_AHEAD)
-        self._stop = threading.Event()
-        self._thread = threading.Thread(target=self._read, name="llmq-read", daemon=True)
-
-    def __enter__(self) -> _Ahead[B, R]:
-        self._thread.start()
-        return self
-
-    def next(self) -> Future[R] | None:
-        """The next batch, or None behind the last; raises what went wrong while it was read."""
-        item = self._futures.get()
-        if isinstance(item, BaseException):
-            raise item
-        return item
-
-    def __exit__(self, *about: object) -> None:
-        self._stop.set()
-        while self._thread.is_alive():  # it waits for a place in the queue at most
-            self._empty()
-            self._thread.join(0.01)
-        self._empty()
-
-    def _empty(self) -> None:
-        while True:
-            try:
-                item = self._futures.get_nowait()
-            except queue.Empty:
-                return
-            if isinstance(item, Future):
-                item.cancel()
-
-    def _read(self) -> None:
-        last: BaseException | None = None
-        try:
-            for batch in self._work.batches(self._position):
-                if self._stop.is_set():
-                    return
-                self._futures.put(self._pool.submit(self._work.encode, batch))
-        except BaseException as error:  # it belongs to the thread that asks for batches
-            last = error
-        self._futures.put(last)

@@ -1,4 +1,4 @@
-"""Packs: every token once, nothing trained across a border; the cache; files that do not say where documents end."""
+"""Packs: every token once, nothing trained across a border; files that do not say where documents end."""
 
 from __future__ import annotations
 
@@ -11,20 +11,13 @@ from hypothesis import strategies as st
 from small_tokenizers import sidecar
 
 from llmq.data.batches import packing
-from llmq.data.batches.loader import Loader, eval_batches
-from llmq.data.batches.packing import PackIndex, Packs, open_packs
+from llmq.data.batches.loader import eval_batches
+from llmq.data.batches.packing import Packs
 from llmq.data.batches.permutation import sample_order
 from llmq.data.tokens.token_file import TokenFile, TokenWriter
-from llmq.errors import DataError, StorageError, UsageError
+from llmq.errors import DataError, UsageError
 
 EOS, VOCAB = 2, 99
-
-
-@pytest.fixture(autouse=True)
-def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A cache of each test's own."""
-    monkeypatch.setenv("LLMQ_CACHE_DIR", str(tmp_path / "cache"))
-    return tmp_path / "cache"
 
 
 def write(path: Path, lengths: list[int], *, masked: bool = False, version: int = 3, seed: int = 0) -> TokenFile:
@@ -148,64 +141,12 @@ def test_rows_of_one_token_are_refused(tmp_path: Path) -> None:
         Packs([write(tmp_path / "a.bin", [3])], 1, VOCAB, 0)
 
 
-def test_the_index_is_made_once_for_lengths_seq_len_documents_and_seed(
-    tmp_path: Path, cache: Path, monkeypatch
-) -> None:
-    calls = []
-    make = packing.pack
-    monkeypatch.setattr(packing, "pack", lambda *given: calls.append(given) or make(*given))
-    lengths = [5, 7, 3, 9, 20, 4] * 5
-    files = [write(tmp_path / "a.bin", lengths)]
-    first = Packs(files, 16, VOCAB, 0, 4)
-    copies = [write(tmp_path / "b.bin", lengths, seed=1)]  # other tokens, but the same lengths
-    for same in (files, copies):
-        again = Packs(same, 16, VOCAB, 0, 4)
-        for one, other in zip(
-            (first.index.ends, first.index.starts, first.index.lengths),
-            (again.index.ends, again.index.starts, again.index.lengths),
-            strict=True,
-        ):
-            np.testing.assert_array_equal(one, other)
-    assert len(calls) == 1 and len(list((cache / "packs").iterdir())) == 1
-    other = [write(tmp_path / "c.bin", [*lengths[:-1], 5])]
-    for arguments in (
-        (files, 17, VOCAB, 0, 4),
-        (files, 16, VOCAB, 1, 4),
-        (files, 16, VOCAB, 0, 5),
-        (other, 16, 99, 0, 4),
-    ):
-        Packs(*arguments)
-    assert len(calls) == len(list((cache / "packs").iterdir())) == 5
-
-
-def test_a_damaged_index_is_made_again(tmp_path: Path, cache: Path) -> None:
-    files = [write(tmp_path / "a.bin", [5, 7, 3, 9, 20, 4] * 5)]
-    good = Packs(files, 16, VOCAB, 0, 4)
-    (path,) = (cache / "packs").iterdir()
-    content = path.read_bytes()
-    rows = good.read(np.arange(good.num_windows))
-    places = np.random.default_rng(0).integers(0, len(content), 30).tolist()
-    damaged = [bytes([*content[:at], content[at] ^ 1, *content[at + 1 :]]) for at in places]
-    for broken in (b"", b"x", content[:40], content[:-1], content + b"\0", *damaged):
-        path.write_bytes(broken)
-        assert PackIndex.load(path) is None
-        again = Packs(files, 16, VOCAB, 0, 4).read(np.arange(good.num_windows))
-        assert path.read_bytes() == content
-        assert all(np.array_equal(one, other) for one, other in zip(rows, again, strict=True))
-
-
-def test_a_cache_that_cannot_be_written_is_named(tmp_path: Path, cache: Path) -> None:
-    cache.write_text("a file")
-    with pytest.raises(StorageError, match="packs"):
-        Packs([write(tmp_path / "a.bin", [3, 4])], 8, VOCAB, 0, 4)
-
-
 def test_files_of_version_2_end_their_documents_with_their_tokenizer_s_end_token(tmp_path: Path, monkeypatch) -> None:
     monkeypatch.setattr(packing, "READ_AT_ONCE", 4)
     lengths = [1, 3, 4, 2, 6]
     file = write(tmp_path / "old.bin", lengths, version=2)
     with pytest.raises(DataError, match=r"old\.bin is of version 2.*tokenize-data, or leave out --packing"):
-        open_packs([str(file.path)], 8, VOCAB, 0)
+        Packs([file], 8, VOCAB, 0)
     about = sidecar()
     about.model_copy(update={"num_tokens": 16}).write(file.path)
     assert packing.document_lengths([file]).tolist() == lengths
@@ -229,25 +170,6 @@ def test_foreign_ids_are_found(tmp_path: Path) -> None:
     file = write(tmp_path / "a.bin", [30, 30])
     with pytest.raises(DataError, match="but the vocabulary has 50 ids"):
         Packs([file], 16, 50, 0)
-
-
-@settings(max_examples=8, deadline=None)
-@given(batch_size=st.integers(1, 5), skip=st.integers(0, 20), seed=st.integers(0, 99))
-def test_starting_at_a_position_is_the_same_as_coming_to_it(
-    tmp_path_factory: pytest.TempPathFactory, batch_size: int, skip: int, seed: int
-) -> None:
-    lengths = np.random.default_rng(seed).integers(1, 40, 60).tolist()
-    packs = Packs([write(tmp_path_factory.mktemp("l") / "a.bin", lengths)], 32, VOCAB, seed)
-    with Loader(packs, batch_size, 32, seed).start(0) as loader:
-        position = 0
-        for _ in range(skip):
-            position = loader.next().position
-        want = [loader.next() for _ in range(3)]
-        loader.start(position)
-        for batch in want:
-            again = loader.next()
-            for name in ("tokens", "targets", "borders"):
-                np.testing.assert_array_equal(getattr(again, name), getattr(batch, name))
 
 
 def test_rows_that_fill_up_an_evaluation_are_one_document(tmp_path: Path) -> None:

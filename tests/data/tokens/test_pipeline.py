@@ -19,7 +19,7 @@ from small_tokenizers import EOS, byte_level, save
 from tokenizers import processors
 
 from llmq.data.chat.encode import EncodeOptions, open_encoder
-from llmq.data.rows.file_rows import FileRows, LocalFile, Position
+from llmq.data.rows.file_rows import FileRows, Position
 from llmq.data.rows.records import Record
 from llmq.data.rows.row_files import RowFile
 from llmq.data.tokens import pipeline
@@ -88,7 +88,7 @@ def row_work(folder: Path, tokenizer: Path, count: int, bad: tuple[int, ...] = (
     (folder / "a.jsonl").write_text("\n".join(lines) + "\n")
     file = RowFile.of(folder / "a.jsonl")
     assert file is not None
-    rows = FileRows((LocalFile(file),))
+    rows = FileRows((file,))
     first = [row for _, row in zip(range(3), (row for _, row in rows.read()), strict=False) if isinstance(row, Record)]
     encoder = open_encoder(first, TextTokenizer.open(str(tokenizer)), EncodeOptions())
     return RowWork(rows, Encoders(encoder))
