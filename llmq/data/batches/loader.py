@@ -25,11 +25,18 @@ from llmq.data.batches.packing import Packs, refuse_single_tokens
 from llmq.data.batches.permutation import sample_order
 from llmq.data.batches.row_layout import WINDOWS, RowForm, RowLayout, choose_row_layout
 from llmq.data.batches.stream import Stream, stacked
-from llmq.data.batches.windows import Samples, Windows, all_problems, noted, open_files, require_one_tokenizer
+from llmq.data.batches.windows import (
+    Samples,
+    Windows,
+    all_problems,
+    empty_rows,
+    noted,
+    open_files,
+    require_one_tokenizer,
+)
 from llmq.data.read_ahead import ReadAhead
 from llmq.data.tokens.sidecar import Sidecar, tokenizer_folder
 from llmq.errors import UsageError
-from llmq.tensor import IGNORED
 
 # Batches read ahead, of B * T * 8 bytes, 256 KiB at 32 x 1024. They are pageable: the copy into a GPU's pinned ring
 # takes 25 us at that size, 0.02% of a step at 250,000 tokens/s, so pinned buffers handed to and fro gain nothing.
@@ -121,7 +128,7 @@ class Data:
         return next((tokenizer_folder(path, sidecar) for path, sidecar in self._sidecars()), None)
 
     def end_token_ids(self) -> tuple[int, ...]:
-        """The tokens that end documents and trained turns of the training data, as far as its sidecars tell."""
+        """The tokens that end documents and trained turns of the training data, as far as its sidecars say."""
         ends = {number for _, sidecar in self._sidecars() for number in sidecar.ends()}
         return tuple(sorted(ends | set(self.train.end_token_ids if isinstance(self.train, Stream) else ())))
 
@@ -245,17 +252,12 @@ def eval_batches(windows: Samples, batch_size: int, seq_len: int, num_steps: int
     assert seq_len == windows.seq_len
     stop = windows.num_windows if num_steps is None else min(num_steps * batch_size, windows.num_windows)
     for start in range(0, stop, batch_size):
-        samples = np.arange(start, min(start + batch_size, stop))
-        tokens = np.zeros((batch_size, seq_len), np.int32)
-        targets = np.full((batch_size, seq_len), IGNORED, np.int32)
-        rows = windows.read(samples)
-        tokens[: len(samples)], targets[: len(samples)] = rows.tokens, rows.targets
-        borders = None
-        if rows.borders is not None:
-            borders = np.full((batch_size, rows.borders.shape[1]), seq_len, np.int32)
-            borders[:, 0] = 0
-            borders[: len(samples)] = rows.borders
-        yield Batch(tokens, targets, borders, position=start + len(samples))
+        rows = windows.read(np.arange(start, min(start + batch_size, stop)))
+        filled = empty_rows(batch_size, seq_len, None if rows.borders is None else rows.borders.shape[1] - 1)
+        for whole, part in zip(filled, rows, strict=True):
+            if whole is not None and part is not None:
+                whole[: len(part)] = part
+        yield Batch(*filled, position=start + len(rows.tokens))
 
 
 @dataclass(eq=False)

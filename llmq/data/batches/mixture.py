@@ -21,7 +21,7 @@ from pathlib import Path
 import numpy as np
 
 from llmq.data.batches.permutation import mixed, sample_order
-from llmq.data.batches.windows import Rows, Samples
+from llmq.data.batches.windows import Rows, Samples, empty_rows
 from llmq.data.tokens.token_file import TokenFile
 from llmq.errors import DataError, UsageError
 
@@ -99,23 +99,15 @@ class Mixture:
         """The samples with the numbers `samples` (n,), counted through the sources in their order."""
         samples = np.asarray(samples, np.int64)
         which = np.searchsorted(self._starts, samples, side="right") - 1
-        shape = (len(samples), self.seq_len)
-        tokens, targets = np.empty(shape, np.int32), np.empty(shape, np.int32)
-        found = []
+        whole = empty_rows(len(samples), self.seq_len, self.limits[0] if self.limits else None)
         for n, source in enumerate(self.sources):
             (mine,) = np.nonzero(which == n)
             if mine.size:
                 rows = source.read(samples[mine] - self._starts[n])
-                tokens[mine], targets[mine] = rows.tokens, rows.targets
-                found.append((mine, rows.borders))
-        if self.limits is None:
-            return Rows(tokens, targets, None)
-        borders = np.full((len(samples), self.limits[0] + 1), self.seq_len, np.int32)
-        borders[:, 0] = 0
-        for mine, part in found:
-            if part is not None:
-                borders[mine, : part.shape[1]] = part
-        return Rows(tokens, targets, borders)
+                whole.tokens[mine], whole.targets[mine] = rows.tokens, rows.targets
+                if whole.borders is not None and rows.borders is not None:
+                    whole.borders[mine, : rows.borders.shape[1]] = rows.borders
+        return whole
 
     def shares(self, num_samples: int) -> list[Share]:
         """What each source gives to the first `num_samples` samples."""

@@ -18,7 +18,7 @@ from typing import Any
 import numpy as np
 
 from llmq.data.batches.first_fit import fewest_docs, pack
-from llmq.data.batches.windows import FileSamples, Rows, all_problems, noted
+from llmq.data.batches.windows import FileSamples, Rows, all_problems, empty_rows, noted
 from llmq.data.tokens.sidecar import Sidecar
 from llmq.data.tokens.token_file import TokenFile
 from llmq.errors import DataError, UsageError
@@ -97,12 +97,10 @@ class Packs(FileSamples):
 
     def read(self, samples: np.ndarray) -> Rows:
         """The packs with the numbers `samples` (n,). Targets that the files' masks exclude are -100."""
-        shape = (len(samples), self.seq_len)
-        tokens, targets = np.zeros(shape, np.int32), np.full(shape, IGNORED, np.int32)
-        borders = np.full((len(samples), self.docs_per_row + 1), self.seq_len, np.int32)
+        rows = empty_rows(len(samples), self.seq_len, self.docs_per_row)
         for row, sample in enumerate(np.asarray(samples).tolist()):
-            lay(tokens[row], targets[row], borders[row], itertools.starmap(self.span, self.index.spans(sample)))
-        return Rows(tokens, targets, borders if self.limits else None)
+            lay(rows, row, itertools.starmap(self.span, self.index.spans(sample)))
+        return rows if self.limits else rows._replace(borders=None)
 
 
 def refuse_single_tokens(seq_len: int) -> None:
@@ -123,15 +121,13 @@ def pack_documents(documents: np.ndarray, seq_len: int, max_docs: int, seed: int
     return PackIndex(ends, starts[order], pieces[order])
 
 
-def lay(
-    tokens: np.ndarray, targets: np.ndarray, borders: np.ndarray, documents: Iterable[tuple[np.ndarray, Any]]
-) -> None:
-    """Writes documents into one row, one after the other; what is left of it stays as it is.
+def lay(rows: Rows, row: int, documents: Iterable[tuple[np.ndarray, Any]]) -> None:
+    """Writes documents into one of `rows`, one after the other; what is left of it stays as it is.
 
-    `tokens` and `targets` (T,) int32, `borders` (D+1,) int32; a document is its ids (n,) and which but the first of
-    them are trained, (n - 1,) bool or True.
+    A document is its ids (n,) and which but the first of them are trained, (n - 1,) bool or True.
     """
-    at = 0
+    assert rows.borders is not None
+    tokens, targets, borders, at = rows.tokens[row], rows.targets[row], rows.borders[row], 0
     for number, (ids, trained) in enumerate(documents):
         stop = at + len(ids)
         tokens[at:stop] = ids

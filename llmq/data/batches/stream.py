@@ -24,7 +24,7 @@ from llmq.data.batches.first_fit import fewest_docs, repeated
 from llmq.data.batches.packing import lay, pack_documents, piece_lengths
 from llmq.data.batches.permutation import mixed
 from llmq.data.batches.row_layout import WINDOWS, RowForm
-from llmq.data.batches.windows import Rows
+from llmq.data.batches.windows import Rows, empty_rows
 from llmq.data.chat.counts import Counts, notes
 from llmq.data.chat.encode import ChatEncoder, Encoded
 from llmq.data.chat.template import template_note
@@ -136,12 +136,12 @@ class Stream:
             seed = mixed(self.seed, place["epoch"], place["overall"])
             index = pack_documents(np.array(documents, np.int64), self.seq_len, max_docs, seed)
             for number in range(taken, index.num_packs):
-                tokens, targets = np.zeros(self.seq_len, np.int32), np.full(self.seq_len, IGNORED, np.int32)
-                borders = np.full(max_docs + 1, self.seq_len, np.int32)
-                lay(tokens, targets, borders, ((ids[a:b], trained[a + 1 : b]) for a, b in index.spans(number)))
+                rows = empty_rows(1, self.seq_len, max_docs)
+                lay(rows, 0, ((ids[a:b], trained[a + 1 : b]) for a, b in index.spans(number)))
+                borders = rows.borders[0] if rows.borders is not None and self.limits else None
                 is_last = number + 1 == index.num_packs
                 after = {**following, "packs": 0} if is_last else {**place, "packs": number + 1}
-                yield StreamedRow(tokens, targets, borders if self.limits else None, after)
+                yield StreamedRow(rows.tokens[0], rows.targets[0], borders, after)
             taken = 0
 
     def _groups(self, at: dict[str, int]) -> Iterator[tuple[list[_Piece], dict[str, int]]]:

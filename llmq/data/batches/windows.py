@@ -27,6 +27,15 @@ class Rows(NamedTuple):
     borders: np.ndarray | None  # (n,D+1) int32: starts of a row's documents, then T repeated; None: not packed
 
 
+def empty_rows(count: int, seq_len: int, docs: int | None) -> Rows:
+    """Rows to be filled: tokens 0 that are not trained, as one document, with room for `docs` (None: no borders)."""
+    tokens = np.zeros((count, seq_len), np.int32)
+    borders = None if docs is None else np.full((count, docs + 1), seq_len, np.int32)
+    if borders is not None:
+        borders[:, 0] = 0
+    return Rows(tokens, np.full_like(tokens, IGNORED), borders)
+
+
 class Samples(Protocol):
     """What a loader reads: samples that are numbered from 0, of any kind."""
 
@@ -99,16 +108,15 @@ class Windows(FileSamples):
 
     def read(self, samples: np.ndarray) -> Rows:
         """The windows with the numbers `samples` (n,), not packed. Targets that the file's masks exclude are -100."""
-        tokens = np.zeros((len(samples), self.seq_len), np.int32)
-        targets = np.full_like(tokens, IGNORED)
+        rows = empty_rows(len(samples), self.seq_len, None)
         for row, sample in enumerate(np.asarray(samples).tolist()):
             number = int(np.searchsorted(self._ends, sample, side="right"))
             window = sample - (int(self._ends[number - 1]) if number else 0)
             start = int(self.file_starts[number]) + window * self.seq_len
             ids, trained = self.span(start, min(start + self.seq_len + 1, int(self.file_starts[number + 1])))
-            tokens[row, : len(ids) - 1] = ids[:-1]
-            targets[row, : len(ids) - 1] = np.where(trained, ids[1:], IGNORED)
-        return Rows(tokens, targets, None)
+            rows.tokens[row, : len(ids) - 1] = ids[:-1]
+            rows.targets[row, : len(ids) - 1] = np.where(trained, ids[1:], IGNORED)
+        return rows
 
 
 def open_files(patterns: Iterable[str]) -> list[TokenFile]:

@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import re
+import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
@@ -222,30 +223,18 @@ class Slice:
                 raise UsageError(f"{text}: {border} is beyond 100%: give borders from -100% to 100%")
         return name, cls(found[1] or "", found[2] or "")
 
-    @property
-    def needs_count(self) -> bool:
-        """Whether the borders depend on how many rows there are."""
-        return any(border.endswith("%") or border.startswith("-") for border in (self.start, self.stop))
-
-    def borders(self, count: int | None) -> tuple[int, int | None]:
-        """First row and the row after the last (None: all) of `count` rows; percents go to the nearest row."""
-
-        def border(text: str) -> int:
-            if text.endswith("%"):
-                assert count is not None
-                number = round(int(text[:-1]) * count / 100)
-            else:
-                number = int(text)
-            return max(number + (count or 0), 0) if text.startswith("-") else number
-
-        return border(self.start or "0"), border(self.stop) if self.stop else None
-
     def of(self, files: Sequence[File]) -> FileRows:
-        """The sliced rows of `files`, which are counted if the borders need it."""
-        start, stop = self.borders(count_rows(files) if self.needs_count else None)
-        if stop is not None and stop <= start:
+        """The sliced rows of `files`, which are counted if the borders need it; percents go to the nearest row."""
+        needs_count = any("%" in border or "-" in border for border in (self.start, self.stop))
+        count = count_rows(files) if needs_count else sys.maxsize
+        start, stop = (
+            round(int(border[:-1]) * count / 100) if border.endswith("%") else int(border) if border else None
+            for border in (self.start, self.stop)
+        )
+        first, end, _ = slice(start, stop).indices(count)
+        if end <= first:
             raise UsageError(f"the slice [{self.start}:{self.stop}] has no rows: its end must be after its start")
-        return FileRows(tuple(files), start, stop)
+        return FileRows(tuple(files), first, end if self.stop else None)
 
 
 def count_rows(files: Sequence[File]) -> int:

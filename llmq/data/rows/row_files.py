@@ -30,7 +30,7 @@ COMPRESSIONS = (".gz", ".zst")
 MAX_ROW_BYTES = 1 << 26  # a longer row would be held in memory some ten times over
 BLOCK_BYTES = 1 << 20
 PARQUET_ROWS = 256  # in memory at once; fewer where they are long:
-PARQUET_BYTES = 1 << 25  # as far as their row group's size tells
+PARQUET_BYTES = 1 << 25  # by the mean of their row group
 LONGEST_MARK = 16  # characters: an escape, or a word such as false or -Infinity
 BOM = b"\xef\xbb\xbf"
 

@@ -122,16 +122,6 @@ def test_loaders_of_any_world_and_start_read_the_same(
                 assert batch.epoch == batch.position / data.train.num_windows
 
 
-def test_a_source_alone_is_read_as_windows_are(tmp_path: Path) -> None:
-    mixture = make(tmp_path, [6], [0.25], seed=1)
-    assert mixture.parts == (1,) and sorted(mixture.order(np.arange(6))) == list(range(6))
-    rows = mixture.read(np.arange(6))
-    want = mixture.sources[0].read(np.arange(6))
-    np.testing.assert_array_equal(rows.tokens, want.tokens)
-    np.testing.assert_array_equal(rows.targets, want.targets)
-    assert rows.borders is None
-
-
 def test_borders_of_all_sources_come_together(tmp_path: Path, monkeypatch) -> None:
     mixture = make(tmp_path, [3, 3, 3], [1, 1, 1])
     sources = (([0, 2, T], 2), (None, 0), ([0, 1, 3, T], 2))  # borders, and the longest document
