@@ -18,11 +18,10 @@ from typing import Any
 import numpy as np
 
 from llmq.data.batches.first_fit import fewest_docs, pack
-from llmq.data.batches.windows import FileSamples, Rows, all_problems, empty_rows, noted
+from llmq.data.batches.windows import FileSamples, Rows, aim, all_problems, empty_rows, noted
 from llmq.data.tokens.sidecar import Sidecar
 from llmq.data.tokens.token_file import TokenFile
 from llmq.errors import DataError, UsageError
-from llmq.tensor import IGNORED
 
 READ_AT_ONCE = 1 << 22  # tokens held in memory while end tokens and masks are counted
 
@@ -99,8 +98,13 @@ class Packs(FileSamples):
         """The packs with the numbers `samples` (n,). Targets that the files' masks exclude are -100."""
         rows = empty_rows(len(samples), self.seq_len, self.docs_per_row)
         for row, sample in enumerate(np.asarray(samples).tolist()):
-            lay(rows, row, itertools.starmap(self.span, self.index.spans(sample)))
+            lay(rows, row, itertools.starmap(self._document, self.index.spans(sample)))
         return rows if self.limits else rows._replace(borders=None)
+
+    def _document(self, start: int, stop: int) -> tuple[np.ndarray, np.ndarray | bool]:
+        number = int(np.searchsorted(self.file_starts, start, side="right")) - 1
+        before = int(self.file_starts[number])
+        return self.part(number, start - before, stop - before)
 
 
 def refuse_single_tokens(seq_len: int) -> None:
@@ -131,7 +135,7 @@ def lay(rows: Rows, row: int, documents: Iterable[tuple[np.ndarray, Any]]) -> No
     for number, (ids, trained) in enumerate(documents):
         stop = at + len(ids)
         tokens[at:stop] = ids
-        targets[at : stop - 1] = np.where(trained, ids[1:], IGNORED)
+        aim(targets[at : stop - 1], ids, trained)
         borders[number] = at
         at = stop
 

@@ -36,6 +36,13 @@ def empty_rows(count: int, seq_len: int, docs: int | None) -> Rows:
     return Rows(tokens, np.full_like(tokens, IGNORED), borders)
 
 
+def aim(targets: np.ndarray, ids: np.ndarray, trained: np.ndarray | bool) -> None:
+    """Writes the targets (n - 1,) of a document's ids (n,): each the next id, if that is trained, (n - 1,) or True."""
+    targets[:] = ids[1:]
+    if isinstance(trained, np.ndarray):
+        targets[~trained] = IGNORED
+
+
 class Samples(Protocol):
     """What a loader reads: samples that are numbered from 0, of any kind."""
 
@@ -81,14 +88,11 @@ class FileSamples:
         """Path and number of tokens of each file."""
         return [(file.path, file.num_tokens) for file in self.token_files]
 
-    def span(self, start: int, stop: int) -> tuple[np.ndarray, np.ndarray | bool]:
-        """Ids (n,) int32 of tokens [start, stop) of one file, and which but the first are trained: (n - 1,) or all."""
-        number = int(np.searchsorted(self.file_starts, start, side="right")) - 1
-        file, before = self.token_files[number], int(self.file_starts[number])
-        start, stop = start - before, stop - before
+    def part(self, number: int, start: int, stop: int) -> tuple[np.ndarray, np.ndarray | bool]:
+        """Ids (n,) of the tokens [start, stop) of a file, and which but the first are trained: (n - 1,) or all."""
+        file = self.token_files[number]
         file.check_ids(self.vocab_size, start, stop)
-        ids = file.tokens[start:stop].astype(np.int32)
-        return ids, file.mask_bits is None or file.trained(start + 1, stop)
+        return file.tokens[start:stop], file.mask_bits is None or file.trained(start + 1, stop)
 
 
 class Windows(FileSamples):
@@ -112,10 +116,11 @@ class Windows(FileSamples):
         for row, sample in enumerate(np.asarray(samples).tolist()):
             number = int(np.searchsorted(self._ends, sample, side="right"))
             window = sample - (int(self._ends[number - 1]) if number else 0)
-            start = int(self.file_starts[number]) + window * self.seq_len
-            ids, trained = self.span(start, min(start + self.seq_len + 1, int(self.file_starts[number + 1])))
+            start = window * self.seq_len
+            stop = min(start + self.seq_len + 1, self.token_files[number].num_tokens)
+            ids, trained = self.part(number, start, stop)
             rows.tokens[row, : len(ids) - 1] = ids[:-1]
-            rows.targets[row, : len(ids) - 1] = np.where(trained, ids[1:], IGNORED)
+            aim(rows.targets[row, : len(ids) - 1], ids, trained)
         return rows
 
 
