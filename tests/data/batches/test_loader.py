@@ -14,6 +14,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from llmq.data.batches.loader import PREFETCHED, Loader, eval_batches, open_data
+from llmq.data.batches.permutation import sample_order
 from llmq.data.batches.windows import Rows, Windows
 from llmq.data.tokens.token_file import TokenFile
 from llmq.errors import DataError, UsageError
@@ -60,45 +61,26 @@ def test_epochs_have_every_window_once_in_an_order_of_their_own_and_wrap_into_th
     assert len({*orders, tuple(range(30))}) == 7
 
 
-@settings(max_examples=25, deadline=None)
-@given(size=st.integers(2, 40), batch_size=st.integers(1, 6), skip=st.integers(0, 20), seed=st.integers(0, 99))
-def test_starting_at_a_position_is_the_same_as_coming_to_it(
-    tmp_path_factory: pytest.TempPathFactory, size: int, batch_size: int, skip: int, seed: int
+@settings(max_examples=40, deadline=None)
+@given(
+    size=st.integers(2, 60),
+    batch_size=st.integers(1, 5),
+    world=st.integers(1, 5),
+    skip=st.integers(0, 20),
+    seed=st.integers(0, 99),
+)
+def test_loaders_of_any_world_and_start_read_the_same(
+    tmp_path_factory: pytest.TempPathFactory, size: int, batch_size: int, world: int, skip: int, seed: int
 ) -> None:
     windows = make_windows(tmp_path_factory.mktemp("l"), size)
-    with Loader(windows, batch_size, T, seed).start(0) as loader:
-        position = 0
-        for _ in range(skip):
-            position = loader.next().position
-        assert position == skip * batch_size
-        want = [loader.next() for _ in range(3)]
-        loader.start(position)
-        for batch in want:
-            again = loader.next()
-            np.testing.assert_array_equal(again.tokens, batch.tokens)
-            np.testing.assert_array_equal(again.targets, batch.targets)
-            assert again.position == batch.position
-
-
-@settings(max_examples=25, deadline=None)
-@given(size=st.integers(4, 60), batch_size=st.integers(1, 4), world=st.integers(1, 5))
-def test_ranks_share_the_order_of_one(
-    tmp_path_factory: pytest.TempPathFactory, size: int, batch_size: int, world: int
-) -> None:
-    windows = make_windows(tmp_path_factory.mktemp("l"), size)
-    with Loader(windows, 1, T, 3).start() as one:
-        want = samples(one, 4 * world * batch_size)
-    ranks = [Loader(windows, batch_size, T, 3, rank, world).start() for rank in range(world)]
-    got, positions = [], set()
-    for _ in range(4):
-        for rank in ranks:
-            batch = rank.next()
-            got += batch.tokens[:, 0].tolist()
-            positions.add(batch.position)
-    for rank in ranks:
-        rank.close()
-    assert got == want
-    assert positions == {(i + 1) * world * batch_size for i in range(4)}
+    for rank in range(world):
+        with Loader(windows, batch_size, T, seed, rank, world).start(skip * batch_size * world) as loader:
+            for step in (skip, skip + 1, skip + 2):
+                batch, at = loader.next(), (step * world + rank) * batch_size
+                want = windows.read(sample_order(at + np.arange(batch_size), size, seed))
+                np.testing.assert_array_equal(batch.tokens, want.tokens)
+                np.testing.assert_array_equal(batch.targets, want.targets)
+                assert batch.position == (step + 1) * batch_size * world
 
 
 def test_an_error_in_the_thread_is_raised_by_next_after_the_good_batches(tmp_path: Path, monkeypatch) -> None:
