@@ -23,7 +23,7 @@ from llmq.data.chat.samples import printable
 from llmq.data.rows.file_rows import FileRows
 from llmq.data.rows.request import Request, parsed_mapping
 from llmq.data.rows.sources import find_anything
-from llmq.data.tokens.pipeline import Encoders, RowWork, TextWork, tokenized
+from llmq.data.tokens.pipeline import RowWork, TextWork, tokenized
 from llmq.data.tokens.token_file import TokenFile
 from llmq.data.tokens.tokenize import Say, cache_entry, cached, is_whole, settled
 from llmq.data.tokens.tokenizer import TextTokenizer
@@ -209,7 +209,7 @@ def _about(request: Request) -> tuple[int, np.ndarray]:
     elif isinstance(found.train, FileRows):
         encoder = request.encoder()
         assert encoder is not None
-        work, total = RowWork(found.train, Encoders(encoder)), found.train.about()
+        work, total = RowWork(found.train, encoder), found.train.about()
     else:
         return found.limit or 0, np.empty(0, np.int64)
     batches = tokenized(work)

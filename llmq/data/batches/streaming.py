@@ -17,12 +17,12 @@ from llmq.data.batches.packing import piece_lengths
 from llmq.data.batches.row_layout import PADDED, WINDOWS, RowLayout
 from llmq.data.batches.stream import PackedStream, Stream, StreamedDocument
 from llmq.data.chat.counts import Counts, notes
-from llmq.data.chat.encode import ChatEncoder, Encoded
+from llmq.data.chat.encode import ChatEncoder, Encoded, Encoder
 from llmq.data.chat.template import template_note
 from llmq.data.rows.file_rows import START, FileRows, Position
 from llmq.data.rows.records import BadRow, BadRows, Record
 from llmq.data.rows.request import Request
-from llmq.data.tokens.pipeline import Encoders, tokenized
+from llmq.data.tokens.pipeline import tokenized
 from llmq.data.tokens.tokenize import Say
 from llmq.errors import UsageError
 
@@ -46,7 +46,7 @@ class StreamWork:
     """Rows as documents that know their place."""
 
     rows: FileRows
-    encoders: Encoders
+    encoder: Encoder
 
     def batches(self, position: Position = START) -> Iterator[_Batch]:
         """ROWS_AT_ONCE rows at a time."""
@@ -61,7 +61,7 @@ class StreamWork:
 
     def encode(self, batch: _Batch) -> _Encoded:
         """What became of each row that can be used, with the lengths of its documents."""
-        encoder = self.encoders.own()
+        encoder = self.encoder.copied()
         bad = [row for _, row in batch.rows if isinstance(row, BadRow)]
         parts: dict[str, list[Encoded]] = {}
         for document in encoder.encode([row for _, row in batch.rows if isinstance(row, Record)], bad):
@@ -116,7 +116,7 @@ def open_stream(
         encoder = request.encoder(datetime.fromtimestamp(begun))
         assert encoder is not None
         counted, counts = BadRows(request.skip_bad_rows), Counts()
-        batches = tokenized(StreamWork(rows, Encoders(encoder)), (shard, row, overall))
+        batches = tokenized(StreamWork(rows, encoder), (shard, row, overall))
         try:
             for batch in batches:
                 for bad in batch.bad:

@@ -102,7 +102,7 @@ class Encoder:
         self.notices: tuple[str, ...] = ()
 
     def copied(self) -> Encoder:
-        """An encoder of the same kind with counts of its own, for another thread: one may be used by one at a time."""
+        """The same encoder with counts of its own, which another thread may use at the same time."""
         other = copy.copy(self)
         other.counts = Counts()
         return other
@@ -264,12 +264,6 @@ class ChatEncoder(Encoder):
         self._spelled = re.compile("|".join(map(re.escape, self.end_tokens)))
         self._read_keys = KNOWN_KEYS.union(*(template.names for template in self.templates.all))
         self._probe(first)
-
-    def copied(self) -> ChatEncoder:
-        """As above. A template's budget is its environment's, so each copy has an environment."""
-        other = copy.copy(self)
-        other.counts, other.templates = Counts(), copy.deepcopy(self.templates)
-        return other
 
     def _probe(self, first: Sequence[Record]) -> None:
         """Learns from a small chat, or else the first rows, how the template ends a turn.

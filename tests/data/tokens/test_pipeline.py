@@ -23,7 +23,7 @@ from llmq.data.rows.file_rows import FileRows, LocalFile, Position
 from llmq.data.rows.records import Record
 from llmq.data.rows.row_files import RowFile
 from llmq.data.tokens import pipeline
-from llmq.data.tokens.pipeline import Encoders, RowWork, TextWork, TokenBatch, tokenized
+from llmq.data.tokens.pipeline import RowWork, TextWork, TokenBatch, tokenized
 from llmq.data.tokens.text import open_documents, pieces
 from llmq.data.tokens.tokenizer import TextTokenizer
 from llmq.errors import DataError
@@ -41,7 +41,7 @@ def joined(found: list[TokenBatch]) -> tuple[list[int], list[int]]:
     return ids, stops
 
 
-def test_text_goes_on_from_the_position_behind_any_batch(tmp_path: Path, monkeypatch, small_tokenizer: Path) -> None:
+def test_text_continues_at_the_position_after_any_batch(tmp_path: Path, monkeypatch, small_tokenizer: Path) -> None:
     monkeypatch.setattr(pipeline, "BATCH_CHARACTERS", 200)
     monkeypatch.setattr("llmq.data.tokens.text.BLOCK_BYTES", 40)
     for number in range(3):
@@ -91,7 +91,7 @@ def row_work(folder: Path, tokenizer: Path, count: int, bad: tuple[int, ...] = (
     rows = FileRows((LocalFile(file),))
     first = [row for _, row in zip(range(3), (row for _, row in rows.read()), strict=False) if isinstance(row, Record)]
     encoder = open_encoder(first, TextTokenizer.open(str(tokenizer)), EncodeOptions())
-    return RowWork(rows, Encoders(encoder))
+    return RowWork(rows, encoder)
 
 
 def test_rows_keep_their_order_and_bad_ones_their_place(tmp_path: Path, monkeypatch, small_tokenizer: Path) -> None:
@@ -103,7 +103,7 @@ def test_rows_keep_their_order_and_bad_ones_their_place(tmp_path: Path, monkeypa
     whole = row_work(tmp_path, small_tokenizer, 100)
     records = [row for _, row in whole.rows.read() if isinstance(row, Record)]
     monkeypatch.setattr(pipeline, "BATCH_ROWS", 1000)
-    alone = [np.concatenate([d.ids for d in whole.encoders.first.encode([record])]) for record in records]
+    alone = [np.concatenate([d.ids for d in whole.encoder.encode([record])]) for record in records]
     (once,) = tokenized(whole)
     np.testing.assert_array_equal(once.ids, np.concatenate(alone))
     assert once.trained is not None and 0 < once.trained.sum() < len(once.ids)

@@ -160,7 +160,7 @@ def test_an_interruption_leaves_what_was_there(
     before = {path: path.read_bytes() for path in (tmp_path / "out").rglob("*") if path.is_file()}
     (tmp_path / "a.txt").write_text("another line\n" * 20)
     calls = []
-    append, seal = TokenWriter.append, TokenWriter.seal
+    append, finish = TokenWriter.append, TokenWriter.finish
 
     def counted(method):
         def call(*args, **more):
@@ -172,7 +172,7 @@ def test_an_interruption_leaves_what_was_there(
         return call
 
     monkeypatch.setattr(TokenWriter, "append", counted(append))
-    monkeypatch.setattr(TokenWriter, "seal", counted(seal))
+    monkeypatch.setattr(TokenWriter, "finish", counted(finish))
     with pytest.raises(type(error)):
         tokenize_data(**arguments)
     found = {path for path in (tmp_path / "out").rglob("*") if path.is_file() and ".partial" not in path.parts}
