@@ -372,7 +372,7 @@ class ChatEncoder(Encoder):
         parts: list[EncodedPart] = []
         for sample, encoding in zip(content, encodings, strict=True):
             ids = np.array(encoding.ids, np.int32)
-            trained = trained_tokens(encoding, sample.text, sample.spans)
+            trained = trained_tokens(encoding, sample.spans)
             turns = turn_ends(encoding, sample.turns) if self._is_overlong(len(ids) + sample.ends) else []
             if sample.ends:
                 ids = np.append(ids, np.int32(self.tokenizer.eos_token_id))

@@ -298,21 +298,11 @@ def _common(one: str, other: str) -> int:
     return same
 
 
-def trained_tokens(encoding: tokenizers.Encoding, text: str, spans: Sequence[tuple[int, int]]) -> np.ndarray:
-    """(n,) bool: the tokens of `text` that hold a character of `spans`."""
-    trained = np.zeros(len(encoding.ids), bool)
-    offsets: np.ndarray | None = None
+def trained_tokens(encoding: tokenizers.Encoding, spans: Sequence[tuple[int, int]]) -> np.ndarray:
+    """(n,) bool: the tokens that hold a character of `spans`, of those of the text that was encoded."""
+    offsets = np.array(encoding.offsets, np.int64).reshape(-1, 2)
+    trained = np.zeros(len(offsets), bool)
     for start, stop in spans:
-        first, last = encoding.char_to_token(start), encoding.char_to_token(stop) if stop < len(text) else len(trained)
-        if first is not None and last is not None:
-            # The token at `stop` may begin before it, and the bytes of one character may be several tokens.
-            while last < len(trained) and (held := encoding.token_to_chars(last)) and held[0] < stop:
-                last += 1
-            trained[first:last] = True
-            continue
-        # A border in characters that are in no token (a tokenizer that strips white space).
-        if offsets is None:
-            offsets = np.array(encoding.offsets, np.int64).reshape(-1, 2)
         trained |= (offsets[:, 0] < stop) & (offsets[:, 1] > start)
     return trained
 

@@ -21,9 +21,9 @@ from jinja2 import TemplateError, TemplateSyntaxError, nodes
 
 from llmq.data.chat import sandbox
 from llmq.data.tokens.sidecar import TemplateNote
+from llmq.data.tokens.tokenizer import json_if_there
 from llmq.errors import DataError, UsageError
 from llmq.files.huggingface import TEMPLATE_FOLDER
-from llmq.model.config import read_json
 
 OWN = "tokenizer"  # the name that --chat-template has for the tokenizer's own
 MAX_TEMPLATE = 1 << 18  # characters; the longest of well-known models has about 30,000
@@ -191,7 +191,7 @@ def _own_templates(folder: Path) -> dict[str, tuple[str, str]]:
     found: dict[str, tuple[str, str]] = {}
     for name in ("tokenizer_config.json", "chat_template.json"):
         path = folder / name
-        value = read_json(path).get("chat_template") if path.is_file() else None
+        value = json_if_there(path).get("chat_template")
         if isinstance(value, str):
             found.setdefault("default", (value, f"the chat_template of {path}"))
             continue
@@ -219,8 +219,7 @@ def named_tokens(folder: Path) -> dict[str, str]:
     """The special tokens that the tokenizer's files name, such as bos_token -> <s>."""
     tokens: dict[str, str] = {}
     for name in ("tokenizer_config.json", "special_tokens_map.json"):
-        path = folder / name
-        content = read_json(path) if path.is_file() else {}
+        content = json_if_there(folder / name)
         for key in NAMED_TOKENS:
             value = content.get(key)
             value = value.get("content") if isinstance(value, dict) else value

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import codecs
+import mmap
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -115,23 +116,15 @@ def split(documents: Sequence[Document], eval_fraction: float) -> tuple[list[Doc
 
 def _line_border(document: Document, at: int) -> int:
     """The first start of a line at or after byte `at`, or the last one before it."""
-    with document.path.open("rb") as file:
-        file.seek(at - 1)
-        line = file.readline()
-        border = at - 1 + len(line)
-        if line.endswith(b"\n") and document.start < border < document.stop:
-            return border
-        while at > document.start:
-            start = max(document.start, at - BLOCK_BYTES)
-            file.seek(start)
-            found = file.read(at - start).rfind(b"\n")
-            if found >= 0:
-                return start + found + 1
-            at = start
-    raise DataError(
-        f"{document.path} has no line break within, so no part of it can be kept for evaluation: "
-        "give several files, or --eval-fraction 0"
-    )
+    start, stop = document.start, document.stop
+    with document.path.open("rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as content:
+        border = content.find(b"\n", at - 1, stop - 1) + 1 or content.rfind(b"\n", start, at) + 1
+    if not border:
+        raise DataError(
+            f"{document.path} has no line break within, so no part of it can be kept for evaluation: "
+            "give several files, or --eval-fraction 0"
+        )
+    return border
 
 
 def tokenizes_in_pieces(tokenizer: Mapping[str, Any]) -> bool:

@@ -312,7 +312,7 @@ def test_blocks_of_every_convention_are_masked_as_transformers_does(name, tmp_pa
     (sample,) = samples(used, Chat(chat), TrainOn(), SPECIAL)
     encoding = chat_tokenizer().encode(sample.text, add_special_tokens=False)
     assert encoding.ids == list(theirs["input_ids"])
-    ours, spoken = trained_tokens(encoding, sample.text, sample.spans), np.array(theirs["assistant_masks"], bool)
+    ours, spoken = trained_tokens(encoding, sample.spans), np.array(theirs["assistant_masks"], bool)
     assert ours[spoken].all()
     assert [encoding.tokens[at] for at in np.flatnonzero(ours & ~spoken)] == ["<|im_end|>"] * 2 * (
         name == "end outside"
@@ -334,7 +334,7 @@ def test_tokens_at_the_borders_are_trained_as_transformers_masks_them():
         case = golden[f"chatml_generation/{chat}"]
         encoding = tokenizer.encode(sample.text, add_special_tokens=False)
         assert encoding.ids == case["ids"]
-        ours, end = trained_tokens(encoding, sample.text, sample.spans).tolist(), tokenizer.token_to_id("<|im_end|>")
+        ours, end = trained_tokens(encoding, sample.spans).tolist(), tokenizer.token_to_id("<|im_end|>")
         spoken = [bool(theirs) for theirs in case["generated"]]
         ends = [at for at in range(1, len(spoken)) if spoken[at - 1] and not spoken[at]]
         assert [encoding.ids[at] for at in ends] == [end] * len(ends) and len(ends) >= 1
@@ -353,7 +353,7 @@ def test_the_tokens_of_a_span_are_those_that_hold_its_characters(strip):
     for start in range(len(text)):
         for stop in range(start + 1, len(text) + 1):
             expected = [a < stop and b > start for a, b in encoding.offsets]
-            assert trained_tokens(encoding, text, [(start, stop)]).tolist() == expected, (start, stop)
+            assert trained_tokens(encoding, [(start, stop)]).tolist() == expected, (start, stop)
 
 
 @pytest.mark.parametrize(

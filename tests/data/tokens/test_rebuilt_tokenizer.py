@@ -142,9 +142,9 @@ def test_transformers_has_other_ids_there_and_the_advice_helps(
 def test_it_says_what_differs(tmp_path):
     folder = folder_of(tmp_path, "qwen2", "Qwen2Tokenizer", "digits by threes", {})
     warning = rebuilt_warning(folder)
-    assert warning is not None and "\\p{N}{1,3}" in warning and "normalizer" not in warning
+    assert warning is not None and "Different: pre_tokenizer." in warning
     warning = rebuilt_warning(folder_of(tmp_path / "other", "qwen2", None, "no NFC", {}))
-    assert warning is not None and "Different: normalizer none, rebuilt as NFC." in warning
+    assert warning is not None and "Different: normalizer." in warning
 
 
 def test_qwen_itself_is_rebuilt_as_it_is(shared):
