@@ -368,11 +368,6 @@ def test_tools_and_calls_that_a_template_does_not_write_are_named(name, lost):
     assert unwritten(used, Chat([{"role": "assistant", "content": "Nothing.", "tool_calls": []}])) == ""
 
 
-def test_pad_and_eos_may_be_the_same():
-    same = ChatTemplate(template("zephyr").source, "same", {"bos_token": BOS, "eos_token": EOS, "pad_token": EOS})
-    assert masked(same, "one") == masked("zephyr", "one")
-
-
 @pytest.mark.parametrize(
     ("train_on", "untrained", "expected"),
     [

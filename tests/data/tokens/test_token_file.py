@@ -248,9 +248,10 @@ def mutate(good: bytes, rng: np.random.Generator) -> bytes:
     return bytes(bad)
 
 
-def try_mutations(path: Path, count: int) -> None:
+@pytest.mark.parametrize("count", [800, pytest.param(20_000, marks=pytest.mark.slow)])
+def test_mutated_files_give_our_errors_or_open(tmp_path: Path, count: int) -> None:
     """Mutated files open or give a DataError that names them; in version 3 only the header can change unnoticed."""
-    rng = np.random.default_rng(0)
+    path, rng = tmp_path / "a.bin", np.random.default_rng(0)
     good = []
     for version in (1, 2, 3, 3):
         mask = np.arange(40) % 3 == 0 if version > 1 else None
@@ -272,15 +273,6 @@ def try_mutations(path: Path, count: int) -> None:
         else:
             assert file.header.version < 3 or content[1024:] == good[number % 4][1024:]
     assert refused > count // 2
-
-
-def test_mutated_files_give_our_errors_or_open(tmp_path: Path) -> None:
-    try_mutations(tmp_path / "a.bin", 800)
-
-
-@pytest.mark.slow
-def test_twenty_thousand_mutated_files_give_our_errors_or_open(tmp_path: Path) -> None:
-    try_mutations(tmp_path / "a.bin", 20_000)
 
 
 @pytest.mark.parametrize("bad", [-1, 10, 2**40])
