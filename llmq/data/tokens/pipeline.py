@@ -184,7 +184,7 @@ def tokenized(work: Work[B, R], position: Position = START) -> Generator[R, None
 
 
 def _at_once() -> int:
-    """One batch at a time where the tokenizers library is told to use one thread."""
+    """One batch at a time where the tokenizers library is set to use one thread."""
     single = os.environ.get("TOKENIZERS_PARALLELISM", "").lower() in ("off", "false", "f", "no", "n", "0")
     return 1 if single else AT_ONCE
 

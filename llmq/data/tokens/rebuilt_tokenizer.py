@@ -13,14 +13,12 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+from llmq.data.tokens.text import QWEN2_PATTERN
 from llmq.data.tokens.tokenizer import json_if_there
 from llmq.model.config import read_json
 
 Parts = dict[str, Any]  # name of a part -> its steps, in order, or a flag
 
-QWEN2_PATTERN = (
-    r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
-)
 # The class of a model type, which tokenizer_class cannot change for qwen2.
 BY_MODEL = {"qwen2": "Qwen2Tokenizer", "qwen3": "Qwen2Tokenizer"}
 FORCED = ("qwen2",)
@@ -36,7 +34,7 @@ MODEL_DEFAULTS = {"byte_fallback": False, "fuse_unk": False, "ignore_merges": Fa
 
 
 def rebuilt_warning(folder: Path | None, model_type: str | None = None) -> str | None:
-    """What to tell the user of the tokenizer in `folder`: how transformers 5 changes it; None if it does not.
+    """A warning that transformers 5 changes the tokenizer in `folder`; None if it does not.
 
     `model_type` is that of the model that it is for, where config.json is not there to name it. DataError for a JSON
     file that cannot be read.

@@ -20,21 +20,20 @@ BLOCK_BYTES = 1 << 16  # read at once; a piece is about as long, and the pieces 
 # each pattern below ends a match, and none looks back, so the words on both sides are those of the whole text.
 _CUT = re.compile(r"(?<=\S)(?= )|(?<=\S\n)(?=[^\s/])")
 
-# The word patterns of GPT-2 (which is also what ByteLevel does by itself), of Llama 3 and cl100k, of Qwen2 and of
+# The word patterns of GPT-2 (which is also what ByteLevel does by itself), of Qwen2, of Llama 3 and cl100k, and of
 # GPT-4o. They match a space only first in a word or in white space, and a line break only in white space or, with
 # GPT-4o's slash, last after punctuation.
-_CONTRACTIONS = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)"
-_SPACES = r"\s*[\r\n]+|\s+(?!\S)|\s+"
-_KNOWN_PATTERNS = frozenset(
-    {
-        r"'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+",
-        rf"{_CONTRACTIONS}|[^\r\n\p{{L}}\p{{N}}]?\p{{L}}+|\p{{N}}{{1,3}}| ?[^\s\p{{L}}\p{{N}}]+[\r\n]*|{_SPACES}",
-        rf"{_CONTRACTIONS}|[^\r\n\p{{L}}\p{{N}}]?\p{{L}}+|\p{{N}}| ?[^\s\p{{L}}\p{{N}}]+[\r\n]*|{_SPACES}",
-        r"[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]*[\p{Ll}\p{Lm}\p{Lo}\p{M}]+(?i:'s|'t|'re|'ve|'m|'ll|'d)?|"
-        r"[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]+[\p{Ll}\p{Lm}\p{Lo}\p{M}]*(?i:'s|'t|'re|'ve|'m|'ll|'d)?|"
-        rf"\p{{N}}{{1,3}}| ?[^\s\p{{L}}\p{{N}}]+[\r\n/]*|{_SPACES}",
-    }
+GPT2_PATTERN = r"'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+"
+QWEN2_PATTERN = (
+    r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
 )
+LLAMA3_PATTERN = QWEN2_PATTERN.replace(r"|\p{N}|", r"|\p{N}{1,3}|")
+GPT4O_PATTERN = (
+    r"[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]*[\p{Ll}\p{Lm}\p{Lo}\p{M}]+(?i:'s|'t|'re|'ve|'m|'ll|'d)?|"
+    r"[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]+[\p{Ll}\p{Lm}\p{Lo}\p{M}]*(?i:'s|'t|'re|'ve|'m|'ll|'d)?|"
+    r"\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n/]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+)
+KNOWN_PATTERNS = (GPT2_PATTERN, QWEN2_PATTERN, LLAMA3_PATTERN, GPT4O_PATTERN)
 
 
 @dataclass(frozen=True)
@@ -143,7 +142,7 @@ def tokenizes_in_pieces(tokenizer: Mapping[str, Any]) -> bool:
             case {"type": "ByteLevel", "add_prefix_space": False}:
                 splits_words |= part.get("use_regex", True)
             case {"type": "Split", "pattern": {"Regex": pattern}, "behavior": "Isolated", "invert": False}:
-                if pattern not in _KNOWN_PATTERNS:
+                if pattern not in KNOWN_PATTERNS:
                     return False
                 splits_words = True
             case {"type": "Digits"}:

@@ -57,7 +57,7 @@ class TokenFile:
 
     @property
     def fingerprint(self) -> str:
-        """Tells the file's content from another's: by all its checksums, or before version 3 by a few of its blocks."""
+        """Another content has another one. Of all checksums, or before version 3 of a few of its blocks."""
         if self.header.version >= 3:
             return f"{self.num_tokens}-{self.header.table_checksum:08x}"
         crc = 0

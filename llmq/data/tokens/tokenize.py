@@ -345,7 +345,7 @@ def _require_allowed(request: Request, file: Path) -> None:
 def settled(request: Request) -> Request:
     """The request with a limit on the tokens of a row only where that changes them, so that text has one entry for all.
 
-    Which it is, an entry that is there tells without a look at the rows.
+    An entry of the cache that is there decides it without a look at the rows.
     """
     if request.encode.overlong != "turns" or request.encode.seq_len is None:
         return request

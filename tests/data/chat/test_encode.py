@@ -511,7 +511,7 @@ def test_an_encoder_says_what_it_does(small, tmp_path):
     text = opened(records([{"q": "a", "answer": "b"}]), small, mapping=(("question", "q"),)).describe()
     assert text.splitlines() == [
         "format: question-answer (as in rows.jsonl:1), columns question = q, answer",
-        "trained: the answer and </s> behind it; prompt and answer are joined as they are (--chat-template tokenizer "
+        "trained: the answer and </s> after it; prompt and answer are joined as they are (--chat-template tokenizer "
         "would make chats of them)",
     ]
     endless = tokenizer_with(tmp_path, "{{ strftime_now('%Y') }}{% for m in messages %}{{ m.content }}\n{% endfor %}")

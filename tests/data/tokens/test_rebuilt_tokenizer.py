@@ -13,7 +13,8 @@ from tiny_engines import tiny
 from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers
 
 import llmq
-from llmq.data.tokens.rebuilt_tokenizer import QWEN2_PATTERN, rebuilt_warning
+from llmq.data.tokens.rebuilt_tokenizer import rebuilt_warning
+from llmq.data.tokens.text import QWEN2_PATTERN
 from llmq.data.tokens.tokenize import tokenize_data
 from llmq.model.config import to_hf
 
