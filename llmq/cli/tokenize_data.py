@@ -50,8 +50,8 @@ from llmq.training.interrupt import terminable
 @click.option(
     "--data-format",
     metavar="FORMAT",
-    help="What the rows are: text, messages, sharegpt, prompt-completion, question-answer, alpaca or tokens.  "
-    "[default: found from their columns]",
+    help="Format of the rows: text, messages, sharegpt, prompt-completion, question-answer, alpaca or tokens.  "
+    "[default: from their columns]",
 )
 @click.option(
     "--map", "mapping", multiple=True, metavar="OURS=THEIRS", help="What a column is called in the data; repeatable."

@@ -224,21 +224,7 @@ GENERATION = (
 )
 
 
-@pytest.mark.parametrize(
-    ("body", "expected"),
-    [
-        ("{{ m.content + '<|im_end|>' }}", "\u00abNothing.<|im_end|>\u00bb\n"),
-        ("{{ m.content }}{%- endgeneration %}{{ '<|im_end|>' }}{%- generation %}", "\u00abNothing.\u00bb<|im_end|>\n"),
-        ("{{ m.content }}{%- endgeneration %}{{ '|' }}{%- generation %}{{ m.role }}",
-         "\u00abNothing.\u00bb|\u00abassistant\u00bb\n"),
-    ],
-)  # fmt: skip
-def test_generation_blocks_say_what_is_trained(body, expected):
-    blocks = ChatTemplate(GENERATION.replace("BODY", body), "blocks")
-    assert masked(blocks, "one") == [f"{USER}What is in the box?{END}{ASSISTANT}{expected}"]
-
-
-# What stands in the generation block of a turn and behind it, by convention; then how the last turn is trained, and how
+# What stands in the generation block of a turn and after it, by convention; then how the last turn is trained, and how
 # one before, where that differs.
 EOS_OF_LAST = "{%- if loop.last %}{{ eos_token }}{%- endif %}"
 CONVENTIONS = {
@@ -250,6 +236,12 @@ CONVENTIONS = {
     "line breaks that Jinja takes": ("\n{{ m.content }}<|im_end|>\n", "", "\u00abNo.<|im_end|>\u00bb", None),
     "two blocks": ("{{ '<think>' }}{%- endgeneration %}{{ '|' }}{%- generation %}{{ m.content + '<|im_end|>\n' }}", "",
                    "\u00ab<think>\u00bb|\u00abNo.<|im_end|>\n\u00bb", None),
+    "two blocks, the end between them": (
+        "{{ m.content }}{%- endgeneration %}{{ '<|im_end|>' }}{%- generation %}", "{{ '\n' }}",
+        "\u00abNo.\u00bb<|im_end|>\n", None),
+    "two blocks without an end": (
+        "{{ m.content }}{%- endgeneration %}{{ '|' }}{%- generation %}{{ m.role }}", "{{ '\n' }}",
+        "\u00abNo.\u00bb|\u00abassistant\u00bb\n", None),
     "two blocks that touch": ("{{ m.content }}{%- endgeneration %}{%- generation %}{{ '<|im_end|>\n' }}", "",
                               "\u00abNo.\u00bb\u00ab<|im_end|>\n\u00bb", None),
     "EOS behind the last": ("{{ m.content + '<|im_end|>\n' }}", EOS_OF_LAST, "\u00abNo.<|im_end|>\n\u00bb</s>",

@@ -257,28 +257,33 @@ for path in cached(request, on_progress=lambda done, total: None, say=lambda tex
     assert {path.name for path in entry.glob("*.bin")} == {"train.bin", "eval.bin"}
 
 
-def test_what_decides_on_the_tokens_decides_on_the_entry(tmp_path: Path, small_tokenizer: Path) -> None:
-    path = rows(tmp_path)
-    tokenizer = TextTokenizer.open(str(small_tokenizer))
+def test_what_decides_on_the_tokens_decides_on_the_entry(tmp_path: Path, monkeypatch, small_tokenizer: Path) -> None:
+    path, folder, written = rows(tmp_path), tmp_path / "tokenizer", tmp_path / "t.jinja"
+    shutil.copytree(small_tokenizer, folder)
+    monkeypatch.setenv("HOME", str(tmp_path))
 
     def entry(fraction: float | None = None, **options: Any) -> Path:
-        return cache_entry(
-            Request(find(inputs=[str(path)], eval_fraction=fraction), tokenizer, EncodeOptions(**options))
-        )
+        found, tokenizer = find(inputs=[str(path)], eval_fraction=fraction), TextTokenizer.open(str(folder))
+        return cache_entry(Request(found, tokenizer, EncodeOptions(**options)))
 
-    first = entry()
-    assert first == entry() == entry(0.1)
-    template = tmp_path / "t.jinja"
-    template.write_text("{{ messages }}")
-    others = [
-        entry(0.2), entry(0.0), entry(train_on="all"), entry(seq_len=5), entry(seq_len=6), entry(overlong="drop"),
-        entry(chat_template="{{ x }}"), entry(chat_template=str(template)),
+    assert entry() == entry(0.1)
+    found = [
+        entry(), entry(0.2), entry(0.0), entry(train_on="all"), entry(seq_len=5), entry(seq_len=6),
+        entry(overlong="drop"), entry(chat_template="{{ x }}"),
     ]  # fmt: skip
-    template.write_text("{{ messages }} ")
-    others.append(entry(chat_template=str(template)))
+    for content in ("{{ messages }}", "{{ messages }} "):
+        written.write_text(content)
+        found.append(entry(chat_template="~/t.jinja"))
+        assert found[-1] == entry(chat_template=str(written)) == entry(chat_template=content)  # whatever it is called
+    for token in ("<s>", "<bos>"):
+        (folder / "special_tokens_map.json").write_text(json.dumps({"bos_token": token}))
+        found.append(entry(chat_template="{{ bos_token }}"))
+    for name in ("own", "other"):
+        (folder / "chat_template.jinja").write_text(name)
+        found += [entry(chat_template="tokenizer"), entry(chat_template="{{ messages }}")]
     path.write_text(path.read_text() + '{"question": "a", "answer": "b"}\n')
-    others.append(entry())
-    assert len({first, *others}) == len(others) + 1
+    found.append(entry())
+    assert len(set(found)) == len(found)
 
 
 def test_text_has_one_entry_for_all_lengths_and_chats_one_for_each(tmp_path: Path, small_tokenizer: Path) -> None:
@@ -317,29 +322,6 @@ def test_notes_on_rows_are_told_by_every_call_that_finds_them(tmp_path: Path, sm
         cached(request, on_progress=lambda done, total: None, say=said.append)
         told.append([text for text in said if "rows of more than 22 tokens are left out, as no" in text])
     assert told[0] == told[1] and len(told[0]) == 1
-
-
-def test_what_a_template_is_and_sees_decides_on_the_entry(tmp_path: Path, monkeypatch, small_tokenizer: Path) -> None:
-    path, folder = rows(tmp_path), tmp_path / "tokenizer"
-    shutil.copytree(small_tokenizer, folder)
-    monkeypatch.setenv("HOME", str(tmp_path))
-
-    def entry(template: str) -> Path:
-        options, tokenizer = EncodeOptions(chat_template=template), TextTokenizer.open(str(folder))
-        return cache_entry(Request(find(inputs=[str(path)]), tokenizer, options))
-
-    written, found = tmp_path / "t.jinja", []
-    for content in ("{{ messages }}", "{{ messages }} "):
-        written.write_text(content)
-        found.append(entry("~/t.jinja"))
-        assert found[-1] == entry(str(written)) == entry(content)  # the same template, whatever it is called
-    for token in ("<s>", "<bos>"):
-        (folder / "special_tokens_map.json").write_text(json.dumps({"bos_token": token}))
-        found.append(entry("{{ bos_token }}"))
-    for name in ("own", "other"):
-        (folder / "chat_template.jinja").write_text(name)
-        found += [entry("tokenizer"), entry("{{ messages }}")]
-    assert len(set(found)) == len(found)
 
 
 def test_an_entry_that_is_not_whole_is_made_again(tmp_path: Path, small, small_tokenizer: Path) -> None:

@@ -39,19 +39,17 @@ def current_bytes(
     return head + struct.pack("<I", zlib.crc32(head)) + body + table
 
 
-def test_the_bytes_are_those_of_the_format(tmp_path: Path) -> None:
-    path = tmp_path / "a.bin"
-    tokens = [1, 70000, 3]
-    TokenFile.write(path, np.array(tokens), vocab_size=100000, tokenizer_sha256=SHA)
-    assert path.read_bytes() == current_bytes(tokens, 100000, sha=SHA)
-    assert list(tmp_path.iterdir()) == [path]
-
-
+@pytest.mark.parametrize("sha", [SHA, None])
 @pytest.mark.parametrize(("vocab_size", "dtype"), [(65536, np.uint16), (65537, np.uint32)])
-def test_ids_take_two_bytes_where_the_vocabulary_fits(tmp_path: Path, vocab_size: int, dtype: type) -> None:
-    TokenFile.write(tmp_path / "a.bin", np.array([0, vocab_size - 1]), vocab_size=vocab_size)
-    file = TokenFile.open(tmp_path / "a.bin", vocab_size=vocab_size)
-    assert file.tokens.dtype == dtype and file.tokens.tolist() == [0, vocab_size - 1]
+def test_the_bytes_are_those_of_the_format_and_ids_take_two_where_the_vocabulary_fits(
+    tmp_path: Path, vocab_size: int, dtype: type, sha: str | None
+) -> None:
+    path, tokens = tmp_path / "a.bin", [0, vocab_size - 1, 3]
+    TokenFile.write(path, np.array(tokens), vocab_size=vocab_size, tokenizer_sha256=sha)
+    assert path.read_bytes() == current_bytes(tokens, vocab_size, sha=sha or "")
+    file = TokenFile.open(path, vocab_size=vocab_size)
+    assert (file.tokens.dtype, file.tokens.tolist(), file.tokenizer_sha256) == (dtype, tokens, sha)
+    assert list(tmp_path.iterdir()) == [path]
 
 
 @settings(max_examples=50, deadline=None)
@@ -94,12 +92,6 @@ def test_the_tokens_are_mapped_and_read_only(tmp_path: Path) -> None:
     assert isinstance(tokens, np.memmap)
     with pytest.raises(ValueError, match="read-only"):
         tokens[0] = 1
-
-
-def test_the_tokenizer_is_named_by_its_hash(tmp_path: Path) -> None:
-    for sha in (SHA, None):
-        TokenFile.write(tmp_path / "a.bin", np.arange(5), vocab_size=5, tokenizer_sha256=sha)
-        assert TokenFile.open(tmp_path / "a.bin").tokenizer_sha256 == sha
 
 
 def word(at: int, layout: str, value: int) -> Callable[[bytes], bytes]:
