@@ -321,36 +321,29 @@ DATA = (
     Fault(
         "documents_do_not_end",
         "llmq/data/tokens/pipeline.py",
-        "np.array([len(code) for code in encodings]) + np.array(batch.ends)",
-        "np.array([len(code) for code in encodings])",
+        "Edge.END: (self.tokenizer.eos_token_id,)",
+        "Edge.END: ()",
         ("tests/data/tokens/test_tokenize.py",),
     ),
     Fault(
         "position_is_of_the_batch_before",
         "llmq/data/tokens/produce.py",
-        """                    self.position = tokens.position
-                    self.producer""",
-        "                    self.producer",
+        "done.position, done.skipped = tokens.position, max(done.skipped - len(tokens.ids), 0)",
+        "done.skipped = max(done.skipped - len(tokens.ids), 0)",
         ("tests/data/tokens/test_produce.py",),
     ),
     Fault(
-        "parts_are_renamed_before_the_state_knows_them",
+        "a_part_begins_with_tokens_of_the_one_before",
         "llmq/data/tokens/produce.py",
-        """        self.producer.save(self.number, state)
-        for writer in self.sealed:
-            writer.publish()
-""",
-        """        for writer in self.sealed:
-            writer.publish()
-        self.producer.save(self.number, state)
-""",
+        "start = self.done.skipped = stop",
+        "start = stop",
         ("tests/data/tokens/test_produce.py",),
     ),
     Fault(
         "bad_rows_are_not_counted",
         "llmq/data/tokens/produce.py",
-        "self.done.bad += len(tokens.bad)",
-        "self.done.bad += 0",
+        "done.bad += len(tokens.bad)",
+        "done.bad += 0",
         ("tests/data/tokens/test_produce.py",),
     ),
     Fault(
@@ -363,7 +356,7 @@ DATA = (
     Fault(
         "two_hold_a_lock",
         "llmq/data/tokens/cache.py",
-        "            if not _is_at(fd, path):  # the one before removed it while we waited\n                continue\n",
+        "            lock.acquire()\n",
         "",
         ("tests/data/tokens/test_cache.py",),
     ),

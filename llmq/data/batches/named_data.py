@@ -22,7 +22,7 @@ from llmq.data.chat.encode import EncodeOptions
 from llmq.data.rows.file_rows import FileRows
 from llmq.data.rows.request import Request, parsed_mapping
 from llmq.data.rows.sources import find_anything
-from llmq.data.tokens.pipeline import Encoders, RowWork, TextWork, TokenBatch, Work, tokenized
+from llmq.data.tokens.pipeline import RowWork, TextWork, TokenBatch, Work, tokenized
 from llmq.data.tokens.token_file import TokenFile
 from llmq.data.tokens.tokenize import Say, cache_entry, cached, is_whole, settled
 from llmq.data.tokens.tokenizer import TextTokenizer
@@ -163,7 +163,7 @@ def _about(request: Request) -> tuple[int, np.ndarray]:
     elif isinstance(train, FileRows):
         encoder = request.encoder()
         assert encoder is not None
-        work, total = RowWork(train, Encoders(encoder)), train.about()
+        work, total = RowWork(train, encoder), train.about()
     else:
         return request.found.limit or 0, np.empty(0, np.int64)
     with closing(tokenized(work)) as batches:

@@ -26,12 +26,12 @@ from llmq.data.batches.permutation import mixed
 from llmq.data.batches.row_layout import WINDOWS, RowForm
 from llmq.data.batches.windows import Rows, empty_rows
 from llmq.data.chat.counts import Counts, notes
-from llmq.data.chat.encode import ChatEncoder, Encoded
+from llmq.data.chat.encode import ChatEncoder, Encoded, Encoder
 from llmq.data.chat.template import template_note
 from llmq.data.rows.file_rows import START, FileRows, Position
 from llmq.data.rows.records import BadRow, BadRows, Record, Row
 from llmq.data.rows.request import Request
-from llmq.data.tokens.pipeline import Encoders, tokenized
+from llmq.data.tokens.pipeline import tokenized
 from llmq.data.tokens.sidecar import TemplateNote
 from llmq.data.tokens.token_file import TokenFile
 from llmq.data.tokens.tokenize import Say
@@ -222,7 +222,7 @@ def open_stream(request: Request, form: RowForm, say: Say) -> Stream:
         encoder = request.encoder(datetime.fromtimestamp(begun))
         assert encoder is not None
         left_out, counts = BadRows(request.skip_bad_rows), Counts()
-        with closing(tokenized(_StreamWork(rows, Encoders(encoder)), (shard, row, overall))) as batches:
+        with closing(tokenized(_StreamWork(rows, encoder), (shard, row, overall))) as batches:
             for documents, bad, counted in batches:
                 for one in bad:
                     left_out.add(one)
@@ -261,7 +261,7 @@ class _StreamWork:
     """Rows as documents that know their place."""
 
     rows: FileRows
-    encoders: Encoders
+    encoder: Encoder
 
     def batches(self, position: Position = START) -> Iterator[Batch]:
         rows = self.rows.read(position)
@@ -270,7 +270,7 @@ class _StreamWork:
 
     def encode(self, batch: Batch) -> tuple[list[StreamedDocument], list[BadRow], Counts]:
         """What became of each row that can be used, the other rows, and counts."""
-        encoder = self.encoders.own()
+        encoder = self.encoder.copied()
         bad = [row for _, row in batch if isinstance(row, BadRow)]
         parts: dict[str, list[Encoded]] = {}
         for document in encoder.encode([row for _, row in batch if isinstance(row, Record)], bad):

@@ -220,7 +220,7 @@ def _texts(paths: Sequence[Path], held: Held) -> Found:
 def _without_mark(document: Document) -> Document:
     """The document after its byte order mark, which is no text."""
     with document.path.open("rb") as file:
-        return document.behind(len(BOM)) if file.read(len(BOM)) == BOM else document
+        return document.after(len(BOM)) if file.read(len(BOM)) == BOM else document
 
 
 def _file_rows(paths: Sequence[Path]) -> FileRows:

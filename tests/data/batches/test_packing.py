@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from legacy_token_file import legacy_bytes
 from small_tokenizers import sidecar
 
 from llmq.data.batches import packing
@@ -20,10 +21,10 @@ from llmq.errors import DataError, UsageError
 EOS, VOCAB = 2, 99
 
 
-def write(path: Path, lengths: list[int], *, masked: bool = False, version: int = 3, seed: int = 0) -> TokenFile:
+def write(path: Path, lengths: list[int], *, masked: bool = False, seed: int = 0) -> TokenFile:
     """A file of documents of so many tokens, each with EOS at its end and nowhere else."""
     rng = np.random.default_rng(seed)
-    with TokenWriter(path, vocab_size=VOCAB, has_masks=masked, version=version) as writer:
+    with TokenWriter(path, vocab_size=VOCAB, has_masks=masked) as writer:
         for length in lengths:
             ids = np.append(rng.integers(3, VOCAB, length - 1), EOS).astype(np.int32)
             writer.append(ids, rng.integers(0, 2, length).astype(bool) if masked else None)
@@ -136,14 +137,16 @@ def test_rows_of_one_token_are_refused(tmp_path: Path) -> None:
 def test_files_of_version_2_end_their_documents_with_their_tokenizer_s_end_token(tmp_path: Path, monkeypatch) -> None:
     monkeypatch.setattr(packing, "READ_AT_ONCE", 4)
     lengths = [1, 3, 4, 2, 6]
-    file = write(tmp_path / "old.bin", lengths, version=2)
+    tokens = write(tmp_path / "new.bin", lengths).tokens.tolist()
+    (tmp_path / "old.bin").write_bytes(legacy_bytes(tokens, VOCAB))
+    file = TokenFile.open(tmp_path / "old.bin")
     with pytest.raises(DataError, match=r"old\.bin is of version 2.*tokenize-data, or leave out --packing"):
         Packs([file], 8, VOCAB, 0)
     about = sidecar()
     about.model_copy(update={"num_tokens": 16}).write(file.path)
     assert packing.document_lengths([file]).tolist() == lengths
     cut = tmp_path / "cut.bin"
-    TokenFile.write(cut, file.tokens[:-1].astype(np.int32), vocab_size=VOCAB, version=2)
+    cut.write_bytes(legacy_bytes(tokens[:-1], VOCAB))
     about.model_copy(update={"num_tokens": 15}).write(cut)
     assert packing.document_lengths([TokenFile.open(cut)]).tolist() == [1, 3, 4, 2, 5]
 
