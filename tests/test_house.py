@@ -58,7 +58,7 @@ OWNERS = {
     "ModelOptions": "llmq.files.source",
     "ExportOptions": "llmq.files.huggingface",
     "DataOptions": "llmq.data.batches.loader",
-    "SourceOptions": "llmq.data.batches.prepare",
+    "SourceOptions": "llmq.data.batches.named_data",
     "PrecisionOptions": "llmq.plan.precision",
     "MemoryOptions": "llmq.plan.memory",
     "ScheduleOptions": "llmq.training.schedule",
@@ -177,6 +177,19 @@ def test_imports_go_down():
             if target.startswith("llmq.") and here in height and here != there and height[there] >= height[here]:
                 wrong.append(f"{module} imports {target}")
     assert not wrong
+
+
+def test_the_folders_of_data_import_down():
+    """Reading ahead is below rows, chats and tokens, which know each other; batches are made of all of them."""
+    height = {"read_ahead": 0, "rows": 1, "chat": 1, "tokens": 1, "batches": 2}
+    mine = {module: module.split(".")[2] for module in modules() if module.startswith("llmq.data.")}
+    wrong = {
+        f"{module} imports {target}"
+        for module, here in mine.items()
+        for target in imported(module) & mine.keys()
+        if here != mine[target] and height[mine[target]] > height[here]
+    }
+    assert set(mine.values()) == set(height) and not wrong
 
 
 @pytest.mark.parametrize("name", NEVER)

@@ -50,8 +50,8 @@ from llmq.training.interrupt import terminable
 @click.option(
     "--data-format",
     metavar="FORMAT",
-    help="What the rows are: text, messages, sharegpt, prompt-completion, question-answer, alpaca or tokens.  "
-    "[default: as their columns tell]",
+    help="Format of the rows: text, messages, sharegpt, prompt-completion, question-answer, alpaca or tokens.  "
+    "[default: from their columns]",
 )
 @click.option(
     "--map", "mapping", multiple=True, metavar="OURS=THEIRS", help="What a column is called in the data; repeatable."
@@ -107,11 +107,11 @@ def command(
     .json that says where it comes from, and the tokenizer's files lie in tokenizer/.
 
     For evaluation, whole text files or rows are kept, spread evenly; of a single text file, its end from a line break
-    on. An interrupted call goes on where it was when it is made again. No code of a data set is ever run.
+    on. An interrupted call that is made again resumes after its last finished part. No code of a data set is ever run.
 
     Memory: about 400 MB, whatever the size, with the tokenizers of GPT-2, Llama 3 and Qwen and others built like them.
     With any other (such as Llama 2), each document is tokenized as a whole, which takes some 120 times its size; and so
-    is a stretch of text without spaces, line breaks and full-width marks, and each prompt, answer and chat.
+    is a stretch of text without spaces and single line breaks, and each prompt, answer and chat.
 
     Environment: LLMQ_TINY_SHAKESPEARE is a file or URL to take instead of the download, LLMQ_CACHE_DIR the folder
     for what is kept (~/.cache/llmq), HF_HUB_OFFLINE=1 forbids the network, TOKENIZERS_PARALLELISM=false is one thread.

@@ -14,9 +14,10 @@ import numpy as np
 from llmq.backends import Backend, open_backend
 from llmq.blocks.attention import Packing
 from llmq.data.batches.loader import Data, open_data
-from llmq.data.batches.prepare import Named, open_named, sample_text
+from llmq.data.batches.masked_sample import sample_text
+from llmq.data.batches.named_data import NamedData, open_named
+from llmq.data.batches.trained_template import exported_templates
 from llmq.data.tokens.rebuilt_tokenizer import rebuilt_warning
-from llmq.data.trained_template import exported_templates
 from llmq.disk import MIB, check_free_space, shown
 from llmq.errors import UsageError
 from llmq.files.checkpoint import Checkpoints, checkpoint_bytes, load_state
@@ -205,7 +206,7 @@ def _resolve_precision(options: Options, config: ModelConfig, where: Device, pas
 
 
 def _open_data(
-    options: Options, source: ModelSource, named: Named | None, seed: int, cannot_pack: str | None, past: _Past
+    options: Options, source: ModelSource, named: NamedData | None, seed: int, cannot_pack: str | None, past: _Past
 ) -> Data:
     """The data, laid out in rows as it was for the checkpoint."""
     given = None if source.from_scratch else source.tokenizer_folder  # from scratch, the data's tokenizer is exported

@@ -17,8 +17,8 @@ import numpy as np
 
 from llmq.data.batches.batch import Batch
 from llmq.data.batches.loader import Loader, eval_batches
-from llmq.data.batches.read_ahead import Stopped
 from llmq.data.batches.windows import Samples
+from llmq.data.read_ahead import Stopped
 from llmq.data.tokens.rebuilt_tokenizer import rebuilt_warning
 from llmq.disk import MIB
 from llmq.engine.engine import Engine, StepResult

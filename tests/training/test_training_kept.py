@@ -15,7 +15,7 @@ import pytest
 from tiny_runs import T, weights_of
 
 import llmq
-from llmq.data.batches import read_ahead
+from llmq.data import read_ahead
 from llmq.data.batches.loader import Loader
 from llmq.data.tokens.token_file import TokenWriter
 from llmq.disk import replaced_name

@@ -26,15 +26,29 @@ from llmq.training import job
 T = 32  # the longest row has 31 tokens
 
 
+MARKERS = ("<|user|>", "<|assistant|>", "<|end|>")
+CHAT_TEMPLATE = (
+    "{% for m in messages %}<|{{ m.role }}|>{{ m.content }}{{ '<|end|>' if m.role == 'assistant' else '' }}{% endfor %}"
+    "{% if add_generation_prompt %}<|assistant|>{% endif %}"
+)
+
+
+def save_source(vocab_size, *special, **config):
+    """The model's folder, with a tokenizer that has these special tokens, which is returned."""
+    tokenizer = byte_level()
+    tokenizer.decoder = decoders.ByteLevel()
+    tokenizer.add_special_tokens(list(special))
+    save(tokenizer, Path("source"), {"eos_token": EOS, **config})
+    Path("source/config.json").write_text(json.dumps(to_hf(tiny(num_layers=1, vocab_size=vocab_size), "fp32")))
+    return tokenizer
+
+
 @pytest.fixture
 def given(tmp_path, monkeypatch):
     """Options of a small run on rows of questions and answers, with a tokenizer in the model's folder."""
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("LLMQ_CACHE_DIR", str(tmp_path / "cache"))
-    tokenizer = byte_level()
-    tokenizer.decoder = decoders.ByteLevel()
-    save(tokenizer, tmp_path / "source", {"eos_token": EOS})
-    (tmp_path / "source/config.json").write_text(json.dumps(to_hf(tiny(num_layers=1, vocab_size=420), "fp32")))
+    save_source(420)
     rows = [
         {"question": f"What is {n} and {n % 7}?" + "\x1b[2J" * (n == 0), "answer": f"It is {n + n % 7}."}
         for n in range(200)
@@ -116,7 +130,6 @@ def layout(given):
     return {key.strip(): value.strip() for key, _, value in lines if key.strip() in ("layout", "rows", "eval rows")}
 
 
-CHAT = "{% for m in messages %}<|{{ m.role }}|>{{ m.content }}{% endfor %}"
 KINDS_OF_DATA = {  # one document each, and whether it stays whole unless asked otherwise
     "rows.jsonl": ('{"question": "What is %d?", "answer": "It is a number."}\n', True),
     "prompts.jsonl": ('{"prompt": "What is %d?", "completion": "It is a number."}\n', True),
@@ -135,7 +148,11 @@ def test_rows_are_packed_and_text_is_cut_by_windows(given, name):
     line, whole = KINDS_OF_DATA[name]
     lines = [line % n if "%d" in line else line for n in range(60)]
     Path(name).write_text("".join(lines) if name != "texts.csv" else "text\n" + "A line of it.\n" * 60)
-    given |= {"chat_template": CHAT, "train_on": "assistant"} if name == "chats.jsonl" else {}
+    given |= (
+        {"chat_template": CHAT_TEMPLATE.replace("<|end|>", ""), "train_on": "assistant"}
+        if name == "chats.jsonl"
+        else {}
+    )
     given |= {"data": name, "seq_len": 96, "steps": 1}
     for dry_run in (True, False):
         llmq.train(**given, dry_run=dry_run)
@@ -233,7 +250,7 @@ def test_a_run_from_before_rows_were_packed_says_what_continues_it(given, monkey
 
 
 @pytest.mark.parametrize("packing", [None, False, "windows"], ids=["packed", "padded", "windows"])
-def test_a_stream_trains_and_goes_on_with_the_same_bits(given, tmp_path, packing):
+def test_a_stream_trains_and_resumes_with_the_same_bits(given, tmp_path, packing):
     stream = {**given, "streaming": True, "steps": 12, "packing": packing}
     whole = llmq.train(**{**stream, "name": "whole"})
     assert not (tmp_path / "cache/tokens").exists()
@@ -329,16 +346,8 @@ def test_a_preset_has_no_tokenizer(given):
 
 def test_the_export_ends_texts_with_every_trained_end_token(given, tmp_path):
     """Chats end with a marker of the template, which the model's own files do not know as an end."""
-    template = (
-        "{% for m in messages %}<|{{ m.role }}|>{{ m.content }}{{ '<|end|>' if m.role == 'assistant' else '' }}"
-        "{% endfor %}{% if add_generation_prompt %}<|assistant|>{% endif %}"
-    )
-    tokenizer = byte_level()
-    tokenizer.add_special_tokens(["<|user|>", "<|assistant|>", "<|end|>"])
-    source = tmp_path / "source"
-    save(tokenizer, source, {"eos_token": EOS, "chat_template": template})
-    (source / "config.json").write_text(json.dumps(to_hf(tiny(num_layers=1, vocab_size=512), "fp32")))
-    (source / "generation_config.json").write_text('{"eos_token_id": 0, "temperature": 0.7}')
+    tokenizer = save_source(512, *MARKERS, chat_template=CHAT_TEMPLATE)
+    Path("source/generation_config.json").write_text('{"eos_token_id": 0, "temperature": 0.7}')
     first = llmq.train(**{**given, "name": "first", "train_on": "all"})
     chats = [[{"role": "user", "content": f"{n}?"}, {"role": "assistant", "content": "Nothing."}] for n in range(60)]
     Path("chats.jsonl").write_text("".join(json.dumps({"messages": chat}) + "\n" for chat in chats))
@@ -351,20 +360,10 @@ def test_the_export_ends_texts_with_every_trained_end_token(given, tmp_path):
     assert json.loads((tuned.model_path / "generation_config.json").read_text())["temperature"] == 0.7
 
 
-CHAT_TEMPLATE = (
-    "{% for m in messages %}<|{{ m.role }}|>{{ m.content }}{{ '<|end|>' if m.role == 'assistant' else '' }}{% endfor %}"
-    "{% if add_generation_prompt %}<|assistant|>{% endif %}"
-)
-
-
 @pytest.mark.parametrize("streaming", [False, True])
 def test_overlong_chats_keep_whole_turns_and_all_runs_say_so(given, tmp_path, streaming):
     """Of each ten chats one is a little too long, and one has a question that leaves no room for an answer."""
-    tokenizer = byte_level()
-    tokenizer.decoder = decoders.ByteLevel()
-    tokenizer.add_special_tokens(["<|user|>", "<|assistant|>", "<|end|>"])
-    save(tokenizer, tmp_path / "source", {"eos_token": EOS, "chat_template": CHAT_TEMPLATE})
-    (tmp_path / "source/config.json").write_text(json.dumps(to_hf(tiny(num_layers=1, vocab_size=512), "fp32")))
+    tokenizer = save_source(512, *MARKERS, chat_template=CHAT_TEMPLATE)
     turn = [{"role": "user", "content": "3 ships?"}, {"role": "assistant", "content": "Aye."}]
     chats = [turn * (9 if n % 10 == 3 else 2) for n in range(80)]
     chats = [[{**turn[0], "content": "?" * 99}, turn[1]] if n % 10 == 7 else chat for n, chat in enumerate(chats)]

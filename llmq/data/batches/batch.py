@@ -14,7 +14,7 @@ class Batch:
     `tokens`, `targets` (B,T) int32; a target of -100 is not trained. `borders` (B,D+1) int32 of a packed row are the
     first tokens of its documents, then T repeated. `places` (B,) int64 is where each row stands in the run's sequence;
     None in evaluation. `position` counts the samples taken by all ranks up to and with this batch, `epoch` the passes
-    over the data; `stream` is what a stream needs to go on after it.
+    over the data; `stream` is what a stream needs to resume after it.
     """
 
     tokens: np.ndarray

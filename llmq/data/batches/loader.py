@@ -9,32 +9,41 @@ of each group of W * batch_size consecutive places; what a whole step sees does 
 from __future__ import annotations
 
 import time
-import weakref
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from functools import partial
 from pathlib import Path
-from types import TracebackType
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from llmq.data.batches.augment import Augmentation, open_augmentation
 from llmq.data.batches.batch import Batch
-from llmq.data.batches.mixture import MixEntry, Mixture, Share, mix_file, read_mix
-from llmq.data.batches.packing import Packs, open_packs, refuse_single_tokens
+from llmq.data.batches.mix_file import Source, read_sources
+from llmq.data.batches.mixture import Mixture, Share
+from llmq.data.batches.packing import Packs, refuse_single_tokens
 from llmq.data.batches.permutation import sample_order
-from llmq.data.batches.read_ahead import ReadAhead
-from llmq.data.batches.row_layout import PADDED, WINDOWS, RowLayout, choose_row_layout
-from llmq.data.batches.stream import PackedStream, Stream
-from llmq.data.batches.windows import Rows, Samples, Windows, open_windows, require_one_tokenizer
+from llmq.data.batches.row_layout import WINDOWS, RowForm, RowLayout, choose_row_layout
+from llmq.data.batches.stream import Stream, stacked
+from llmq.data.batches.windows import (
+    Samples,
+    Windows,
+    all_problems,
+    empty_rows,
+    noted,
+    open_files,
+    require_one_tokenizer,
+)
+from llmq.data.read_ahead import ReadAhead
 from llmq.data.tokens.sidecar import Sidecar, tokenizer_folder
-from llmq.errors import DataError, UsageError
-from llmq.tensor import IGNORED
+from llmq.errors import UsageError
+
+# Batches read ahead, of B * T * 8 bytes, 256 KiB at 32 x 1024. They are pageable: the copy into a GPU's pinned ring
+# takes 25 us at that size, 0.02% of a step at 250,000 tokens/s, so pinned buffers handed to and fro gain nothing.
+PREFETCHED = 4
 
 if TYPE_CHECKING:
-    from llmq.data.batches.prepare import Named
+    from llmq.data.batches.named_data import NamedData
     from llmq.options.sections import DataOptions
 
 
@@ -76,7 +85,7 @@ class Data:
                 kind = f"at most {most} documents in each" if most > 1 else "a document in each"
                 found[f"{name}rows"] = f"{samples.num_windows:,}, {100 * samples.fill:.2f}% full, {kind}"
                 found[f"{name}trained tokens"] = _share(samples.num_trained, size)
-            elif isinstance(samples, PackedStream) and samples.limits:
+            elif isinstance(samples, Stream) and samples.limits:
                 found[f"{name}rows"] = f"at most {samples.max_docs} documents in each"
             elif isinstance(samples, Windows) and any(file.mask_bits is not None for file in samples.token_files):
                 trained = sum(file.num_trained for file in samples.token_files)
@@ -119,7 +128,7 @@ class Data:
         return next((tokenizer_folder(path, sidecar) for path, sidecar in self._sidecars()), None)
 
     def end_token_ids(self) -> tuple[int, ...]:
-        """The tokens that end documents and trained turns of the training data, as far as its sidecars tell."""
+        """The tokens that end documents and trained turns of the training data, as far as its sidecars say."""
         ends = {number for _, sidecar in self._sidecars() for number in sidecar.ends()}
         return tuple(sorted(ends | set(self.train.end_token_ids if isinstance(self.train, Stream) else ())))
 
@@ -139,7 +148,7 @@ def open_data(
     seed: int,
     *,
     tokenizer: Path | None = None,
-    named: Named | None = None,
+    named: NamedData | None = None,
     world: int = 1,
     cannot_pack: str | None = None,
 ) -> Data:
@@ -149,140 +158,90 @@ def open_data(
     cannot run packed rows, if it cannot.
 
     Raises UsageError if the global batch is no multiple of what the ranks take at once, or for options that do not fit
-    the data (see choose_row_layout), and DataError if a file is bad (see open_windows) or of another tokenizer, or
-    there is no sample to train or evaluate on.
+    the data (see choose_row_layout), and DataError if a file is bad (see open_files) or of another tokenizer, or there
+    is no sample to train or evaluate on.
     """
-    per_micro_step = options.batch_size * world
-    accumulation = options.grad_accumulation
-    if options.global_batch_size is not None:
-        accumulation, rest = divmod(options.global_batch_size, per_micro_step)
-        if rest or not accumulation:
-            on_ranks = f" on {world} ranks" if world > 1 else ""
-            lower = max(accumulation, 1) * per_micro_step
-            raise UsageError(
-                f"global_batch_size {options.global_batch_size} is not a multiple of {per_micro_step}, which is "
-                f"batch_size {options.batch_size}{on_ranks}: use {lower} or {lower + per_micro_step}"
-            )
+    accumulation = _grad_accumulation(options, world)
     augment = open_augmentation(options.augment, vocab_size, seed)
-    requests = named.requests(options.seq_len) if named is not None else ()
-    has_rows = any(request.found.is_rows for request in requests)
+    named = named and named.find(options.seq_len, options.weight)
+    has_rows = named is not None and named.has_rows
     layout = choose_row_layout(options.packing, options.max_docs, has_rows=has_rows, cannot_pack=cannot_pack)
     if layout.kind != WINDOWS:
         refuse_single_tokens(options.seq_len)
-    source = None
-    if named is not None:
-        sizes = {"seq_len": options.seq_len, "vocab_size": vocab_size, "max_docs": options.max_docs, "seed": seed}
-        source = named.tokenized(requests, layout, **sizes)
-        options = options.model_copy(update=source.as_options())
-    problems: list[str] = []
+    form = RowForm(layout.kind, options.seq_len, vocab_size, seed, options.max_docs)
+    found, eval_files = named.open(form) if named else _given(options)
     train, evaluation = None, None
-    try:
-        names = named.names if named is not None else None
-        train = source.samples if source and source.samples else _open_train(options, layout, vocab_size, seed, names)
-    except DataError as error:
-        problems.append(str(error))
-    try:
-        docs = (train.limits or (1,))[0] if train else options.max_docs
-        open_source = _opener(options, layout, vocab_size, seed, docs, with_tails=True)
-        evaluation = open_source(options.eval_file or ())
-    except DataError as error:
-        problems.append(str(error))
-    if train is None or evaluation is None:
-        raise DataError("\n".join(problems))
+    with all_problems() as problems:
+        with noted(problems):
+            train = _open_sources(found, form) if isinstance(found, list) else found
+        with noted(problems):
+            docs = (train.limits or (1,))[0] if train else options.max_docs
+            evaluation = _open_files(eval_files, replace(form, max_docs=docs), with_tails=True)
+    assert train is not None and evaluation is not None
     require_one_tokenizer((*train.token_files, *evaluation.token_files), tokenizer)
-    if train.num_windows == 0:
-        needs = f": one is {options.seq_len + 1} tokens of a file" if layout.kind == WINDOWS else ""
-        problems.append(
-            f"the training data ({train.num_tokens} tokens) has no sample of seq_len {options.seq_len}{needs}: lower "
-            "seq_len, or give more data"
+    held = evaluation if eval_files else None
+    _require_samples(train, held, form)
+    return Data(train, held, options.batch_size, form.seq_len, accumulation, seed, world, augment, layout)
+
+
+def _grad_accumulation(options: DataOptions, world: int) -> int:
+    """Micro-batches of a step on each of the ranks; UsageError where the global batch has no whole number of them."""
+    if options.global_batch_size is None:
+        return options.grad_accumulation
+    per_micro_step = options.batch_size * world
+    accumulation, rest = divmod(options.global_batch_size, per_micro_step)
+    if rest or not accumulation:
+        on_ranks = f" on {world} ranks" if world > 1 else ""
+        lower = max(accumulation, 1) * per_micro_step
+        raise UsageError(
+            f"global_batch_size {options.global_batch_size} is not a multiple of {per_micro_step}, which is "
+            f"batch_size {options.batch_size}{on_ranks}: use {lower} or {lower + per_micro_step}"
         )
-    if options.eval_file is not None and not evaluation.num_windows:
-        problems.append(
-            f"the evaluation data ({evaluation.num_tokens} tokens) has nothing to predict: give a file with two tokens "
-            "or more"
-        )
-    if problems:
-        raise DataError("\n".join(problems))
-    return Data(
-        train=train,
-        eval=evaluation if options.eval_file is not None else None,
-        batch_size=options.batch_size,
-        seq_len=options.seq_len,
-        grad_accumulation=accumulation,
-        seed=seed,
-        world=world,
-        augment=augment,
-        layout=layout,
-    )
+    return accumulation
 
 
-def _open_train(
-    options: DataOptions, layout: RowLayout, vocab_size: int, seed: int, names: Sequence[str] | None
-) -> Samples:
-    """The training data: windows or packs, or a mixture where there are weights. DataError names all bad files.
-
-    `names` are those of the data that each of the token files was made from.
-    """
+def _given(options: DataOptions) -> tuple[list[Source], Sequence[str]]:
+    """The token files that the options name, by source, and those to evaluate on."""
     assert options.train_file is not None
-    open_source = _opener(options, layout, vocab_size, seed, options.max_docs)
-    if mix := mix_file(options.train_file):
-        if options.weight is not None or len(options.train_file) > 1:
-            raise UsageError(
-                f"--train-file {mix} describes a whole mixture, with its weights: leave out --weight and other files, "
-                "or put them into it"
+    return read_sources("train_file", options.train_file, options.weight), options.eval_file or ()
+
+
+def _open_sources(sources: Sequence[Source], form: RowForm) -> Samples:
+    """Windows or packs of token files, or a mixture of sources with weights. DataError names all bad files."""
+    if any(source.weight is None for source in sources):
+        return _open_files([name for source in sources for name in source.files], form)
+    opened = []
+    with all_problems() as problems:
+        for source in sources:
+            with noted(problems):
+                opened.append(_open_files(source.files, form))
+        paths = Counter(file.path for samples in opened for file in samples.token_files)
+        problems += [f"{path} is in {n} sources: name every file once" for path, n in paths.items() if n > 1]
+    return Mixture(opened, [source.weight or 0.0 for source in sources], form.seed, [one.name for one in sources])
+
+
+def _open_files(patterns: Sequence[str], form: RowForm, *, with_tails: bool = False) -> Windows | Packs:
+    """The files that `patterns` name as samples; `with_tails` is for windows."""
+    files = open_files(patterns)
+    if form.kind == WINDOWS:
+        return Windows(files, form.seq_len, form.vocab_size, with_tails=with_tails)
+    return Packs(files, form.seq_len, form.vocab_size, form.seed, form.docs)
+
+
+def _require_samples(train: Samples | Stream, evaluation: Samples | None, form: RowForm) -> None:
+    """DataError if there is no sample to train or evaluate on."""
+    with all_problems() as problems:
+        if train.num_windows == 0:
+            needs = f": one is {form.seq_len + 1} tokens of a file" if form.kind == WINDOWS else ""
+            problems.append(
+                f"the training data ({train.num_tokens} tokens) has no sample of seq_len {form.seq_len}{needs}: lower "
+                "seq_len, or give more data"
             )
-        entries = read_mix(mix)
-        if datasets := [entry.data for entry in entries if entry.data is not None]:
-            raise UsageError(
-                f"{mix}: {', '.join(datasets)}: --train-file takes token files: make them with "
-                "tokenize-data, and name them as train_file; or give the mix file as --data"
+        if evaluation is not None and not evaluation.num_windows:
+            problems.append(
+                f"the evaluation data ({evaluation.num_tokens} tokens) has nothing to predict: give a file with two "
+                "tokens or more"
             )
-    elif options.weight is not None:
-        if len(options.weight) != len(options.train_file):
-            raise UsageError(
-                f"--weight is given {len(options.weight)} times and --train-file {len(options.train_file)} times: "
-                "give one weight for each"
-            )
-        made_from: Sequence[str | None] = names or [None] * len(options.weight)
-        sources = zip(options.train_file, options.weight, made_from, strict=True)
-        entries = [MixEntry((file,), weight, name) for file, weight, name in sources]
-    else:
-        return open_source(options.train_file)
-    return open_mixture(entries, open_source, seed)
-
-
-def _opener(
-    options: DataOptions,
-    layout: RowLayout,
-    vocab_size: int,
-    seed: int,
-    max_docs: int | None,
-    *,
-    with_tails: bool = False,
-) -> Callable[[Sequence[str]], Windows | Packs]:
-    """What opens files in a layout. `max_docs` (None: packing chooses) is for packed rows, `with_tails` for windows."""
-    length = options.seq_len
-    if layout.kind == WINDOWS:
-        return partial(open_windows, seq_len=length, vocab_size=vocab_size, with_tails=with_tails)
-    docs = 1 if layout.kind == PADDED else max_docs
-    return partial(open_packs, seq_len=length, vocab_size=vocab_size, seed=seed, max_docs=docs)
-
-
-def open_mixture(
-    entries: Sequence[MixEntry], open_source: Callable[[Sequence[str]], Windows | Packs], seed: int
-) -> Mixture:
-    """A mixture of token files. Raises DataError and UsageError as what opens them; no file may be in two."""
-    problems, sources = [], []
-    for entry in entries:
-        try:
-            sources.append(open_source(entry.train_file))
-        except DataError as error:
-            problems.append(str(error))
-    paths = Counter(file.path for source in sources for file in source.token_files)
-    problems += [f"{path} is in {count} sources: name every file once" for path, count in paths.items() if count > 1]
-    if problems:
-        raise DataError("\n".join(problems))
-    return Mixture(sources, [entry.weight for entry in entries], seed, [entry.name for entry in entries])
 
 
 def eval_batches(windows: Samples, batch_size: int, seq_len: int, num_steps: int | None = None) -> Iterator[Batch]:
@@ -293,40 +252,32 @@ def eval_batches(windows: Samples, batch_size: int, seq_len: int, num_steps: int
     assert seq_len == windows.seq_len
     stop = windows.num_windows if num_steps is None else min(num_steps * batch_size, windows.num_windows)
     for start in range(0, stop, batch_size):
-        samples = np.arange(start, min(start + batch_size, stop))
-        tokens = np.zeros((batch_size, seq_len), np.int32)
-        targets = np.full((batch_size, seq_len), IGNORED, np.int32)
-        rows = windows.read(samples)
-        tokens[: len(samples)], targets[: len(samples)] = rows.tokens, rows.targets
-        borders = None
-        if rows.borders is not None:
-            borders = np.full((batch_size, rows.borders.shape[1]), seq_len, np.int32)
-            borders[:, 0] = 0
-            borders[: len(samples)] = rows.borders
-        yield Batch(tokens, targets, borders, position=start + len(samples))
+        rows = windows.read(np.arange(start, min(start + batch_size, stop)))
+        filled = empty_rows(batch_size, seq_len, None if rows.borders is None else rows.borders.shape[1] - 1)
+        for whole, part in zip(filled, rows, strict=True):
+            if whole is not None and part is not None:
+                whole[: len(part)] = part
+        yield Batch(*filled, position=start + len(rows.tokens))
 
 
+@dataclass(eq=False)
 class Loader:
     """Batches of shuffled windows for one rank, read ahead by one background thread.
 
     `start` may be called again to go elsewhere; `close` (or leaving a `with`) ends the thread.
     """
 
-    def __init__(
-        self,
-        windows: Samples | Stream,
-        batch_size: int,
-        seq_len: int,
-        seed: int,
-        rank: int = 0,
-        world: int = 1,
-        *,
-        augment: Augmentation | None = None,
-    ) -> None:
-        assert seq_len == windows.seq_len and 0 <= rank < world
-        self.windows, self.batch_size, self.seed = windows, batch_size, seed
-        self.rank, self.world, self.augment = rank, world, augment
-        self._reader: ReadAhead | None = None
+    windows: Samples | Stream
+    batch_size: int
+    seq_len: int
+    seed: int
+    rank: int = 0
+    world: int = 1
+    augment: Augmentation | None = None
+    _reader: ReadAhead[Batch] | None = field(default=None, init=False)
+
+    def __post_init__(self) -> None:
+        assert self.seq_len == self.windows.seq_len and 0 <= self.rank < self.world
 
     def start(self, position: int = 0, stream: Mapping[str, int] | None = None) -> Loader:
         """Begins to read at sample `position` of the sequence of all ranks: 0, or the `position` of a batch.
@@ -334,8 +285,7 @@ class Loader:
         Of a stream, the batch's `stream` is needed too.
         """
         self.close()
-        self._reader = ReadAhead(self._batches(position, stream))
-        self._collected = weakref.finalize(self, self._reader.stop)
+        self._reader = ReadAhead(self._batches(position, stream), PREFETCHED)
         return self
 
     def next(self, stop: Callable[[], bool] = lambda: False) -> Batch:
@@ -352,65 +302,47 @@ class Loader:
     def close(self) -> None:
         """Ends the background thread; does nothing if there is none."""
         if self._reader is not None:
-            self._collected.detach()
             self._reader.close()
             self._reader = None
 
     def __enter__(self) -> Loader:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *about: object) -> None:
         self.close()
 
     def _batches(self, position: int, stream: Mapping[str, int] | None) -> Iterator[Batch]:
-        # Generators over local values: the thread that runs one must not keep the loader alive.
-        about = (self.batch_size, self.rank, self.world, position, self.augment)
-        if isinstance(self.windows, Stream):
-            return _streamed_batches(self.windows, stream, *about)
-        return _training_batches(self.windows, self.seed, *about)
+        # A generator over local values: the thread that runs it must not keep the loader alive.
+        about = (self.windows, self.seed, self.batch_size, self.rank, self.world, self.augment)
+        return _training_batches(*about, position, dict(stream) if stream else None)
 
 
 def _training_batches(
-    windows: Samples, seed: int, batch_size: int, rank: int, world: int, position: int, augment: Augmentation | None
-) -> Iterator[Batch]:
-    while True:
-        places = position + rank * batch_size + np.arange(batch_size)
-        if isinstance(windows, Mixture):
-            rows = windows.read(windows.order(places))
-        else:
-            rows = windows.read(sample_order(places, windows.num_windows, seed))
-        if augment is not None:
-            rows = augment(rows, places)
-        position += batch_size * world
-        yield Batch(*rows, places, position, position / windows.num_windows)
-
-
-def _streamed_batches(
-    stream: Stream,
-    state: Mapping[str, int] | None,
+    windows: Samples | Stream,
+    seed: int,
     batch_size: int,
     rank: int,
     world: int,
-    position: int,
     augment: Augmentation | None,
+    position: int,
+    state: dict[str, int] | None,
 ) -> Iterator[Batch]:
-    assert position == 0 or state is not None
-    rows = stream.rows(state)
+    streamed = windows.rows(state) if isinstance(windows, Stream) else iter(())
     while True:
-        # Every rank reads all rows: what is in them depends on all documents before.
-        group = [next(rows) for _ in range(batch_size * world)]
-        mine = group[rank * batch_size : (rank + 1) * batch_size]
-        borders = [row.borders for row in mine if row.borders is not None]
-        batch = Rows(
-            np.stack([row.tokens for row in mine]),
-            np.stack([row.targets for row in mine]),
-            np.stack(borders) if borders else None,
-        )
-        places = position + rank * batch_size + np.arange(batch_size)
-        if augment is not None:
-            batch = augment(batch, places)
+        first = rank * batch_size
+        places = position + first + np.arange(batch_size)
         position += batch_size * world
-        state = group[-1].state
-        yield Batch(*batch, places, position, float(state["epoch"]), dict(state))
+        if isinstance(windows, Stream):
+            # Every rank reads all rows: what is in them depends on all documents before.
+            group = [next(streamed) for _ in range(batch_size * world)]
+            rows, state = stacked(group[first : first + batch_size]), dict(group[-1].state)
+            epoch = float(state["epoch"])
+        else:
+            if isinstance(windows, Mixture):
+                rows = windows.read(windows.order(places))
+            else:
+                rows = windows.read(sample_order(places, windows.num_windows, seed))
+            epoch = position / windows.num_windows
+        if augment is not None:
+            rows = augment(rows, places)
+        yield Batch(*rows, places, position, epoch, state)

@@ -13,35 +13,19 @@ Drawing each place's source at random was refused: after n places the counts wou
 from __future__ import annotations
 
 import math
-import os
 from collections.abc import Sequence
 from dataclasses import dataclass
 from fractions import Fraction
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 
 from llmq.data.batches.permutation import mixed, sample_order
-from llmq.data.batches.windows import Rows, Samples
+from llmq.data.batches.windows import Rows, Samples, empty_rows
 from llmq.data.tokens.token_file import TokenFile
 from llmq.errors import DataError, UsageError
 
 LARGEST_PERIOD = 1 << 17  # places: a table of 1 MiB, made in about 0.1 s
-MIX_SUFFIXES = (".yaml", ".yml")
-
-
-@dataclass(frozen=True)
-class MixEntry:
-    """One source of a mixture: token files (paths and globs), or the data that they are to be or were made from."""
-
-    train_file: tuple[str, ...]
-    weight: float
-    data: str | None = None
-
-    @property
-    def name(self) -> str:
-        return self.data if self.data is not None else ", ".join(self.train_file)
 
 
 @dataclass(frozen=True)
@@ -115,23 +99,15 @@ class Mixture:
         """The samples with the numbers `samples` (n,), counted through the sources in their order."""
         samples = np.asarray(samples, np.int64)
         which = np.searchsorted(self._starts, samples, side="right") - 1
-        shape = (len(samples), self.seq_len)
-        tokens, targets = np.empty(shape, np.int32), np.empty(shape, np.int32)
-        found = []
+        whole = empty_rows(len(samples), self.seq_len, self.limits[0] if self.limits else None)
         for n, source in enumerate(self.sources):
             (mine,) = np.nonzero(which == n)
             if mine.size:
                 rows = source.read(samples[mine] - self._starts[n])
-                tokens[mine], targets[mine] = rows.tokens, rows.targets
-                found.append((mine, rows.borders))
-        if self.limits is None:
-            return Rows(tokens, targets, None)
-        borders = np.full((len(samples), self.limits[0] + 1), self.seq_len, np.int32)
-        borders[:, 0] = 0
-        for mine, part in found:
-            if part is not None:
-                borders[mine, : part.shape[1]] = part
-        return Rows(tokens, targets, borders)
+                whole.tokens[mine], whole.targets[mine] = rows.tokens, rows.targets
+                if whole.borders is not None and rows.borders is not None:
+                    whole.borders[mine, : rows.borders.shape[1]] = rows.borders
+        return whole
 
     def shares(self, num_samples: int) -> list[Share]:
         """What each source gives to the first `num_samples` samples."""
@@ -192,51 +168,3 @@ def assignment(parts: Sequence[int], period: int) -> np.ndarray:
         behind[best] -= period
         chosen[place] = best
     return chosen
-
-
-def mix_file(patterns: Sequence[str]) -> str | None:
-    """The first of the values of `--train-file` that describes a mixture and is no token file, if there is one."""
-    return next((name for name in patterns if os.path.splitext(name)[1].lower() in MIX_SUFFIXES), None)
-
-
-def read_mix(path: str) -> list[MixEntry]:
-    """The entries of a mix file: a YAML list of `train_file` (a path or glob, or several) or `data`, and `weight`.
-
-    Paths are those of the folder that the command runs in. UsageError names everything that is wrong in the file.
-    """
-    import yaml
-
-    try:
-        content = yaml.safe_load(Path(path).read_text(encoding="utf-8-sig"))
-    except OSError as error:
-        raise UsageError(f"{path} cannot be read: {error.strerror}") from None
-    except (yaml.YAMLError, UnicodeDecodeError) as error:
-        raise UsageError(f"{path} is not YAML: {' '.join(str(error).split())}") from None
-    if not isinstance(content, list) or not content:
-        raise UsageError(f"{path} is not a list of sources: write lines such as `- {{train_file: a.bin, weight: 0.3}}`")
-    problems: list[str] = []
-    entries = [_entry(f"{path}, source {n}", entry, problems) for n, entry in enumerate(content, 1)]
-    if problems:
-        raise UsageError("\n  ".join(problems))
-    return [entry for entry in entries if entry is not None]
-
-
-def _entry(where: str, given: Any, problems: list[str]) -> MixEntry | None:
-    before = len(problems)
-    if not isinstance(given, dict):
-        problems.append(f"{where} is {given!r}, not a group such as {{train_file: a.bin, weight: 0.3}}")
-        return None
-    unknown = [str(key) for key in given if key not in ("train_file", "data", "weight")]
-    if unknown:
-        problems.append(f"{where} has {', '.join(unknown)}: the keys are train_file or data, and weight")
-    files, data, weight = given.get("train_file"), given.get("data"), given.get("weight")
-    patterns = tuple(files) if isinstance(files, list) else (files,) if files is not None else ()
-    if (not patterns) == (data is None) or not all(p and isinstance(p, str) for p in (*patterns, data or "-")):
-        problems.append(f"{where} needs either train_file (a path or glob, or a list of them) or data (a name or path)")
-    try:
-        number = math.nan if weight is None or isinstance(weight, bool) else float(weight)
-    except (TypeError, ValueError):
-        number = math.nan
-    if not (math.isfinite(number) and number > 0):
-        problems.append(f"{where} has the weight {weight!r}, which is not a number above 0")
-    return MixEntry(patterns, number, data) if len(problems) == before else None

@@ -36,6 +36,22 @@ class RowLayout:
             )
 
 
+@dataclass(frozen=True)
+class RowForm:
+    """What rows are made of documents: their layout's kind, their length, and for packed rows the most documents."""
+
+    kind: str
+    seq_len: int
+    vocab_size: int
+    seed: int
+    max_docs: int | None = None  # None: as few as fill the rows
+
+    @property
+    def docs(self) -> int | None:
+        """Most documents of a packed or padded row, as far as that is known."""
+        return 1 if self.kind == PADDED else self.max_docs
+
+
 def choose_row_layout(
     packing: bool | str | None, max_docs: int | None, *, has_rows: bool, cannot_pack: str | None = None
 ) -> RowLayout:

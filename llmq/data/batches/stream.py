@@ -1,34 +1,47 @@
-"""Rows of documents that come one after the other and are not all there: larger than the disk, or still arriving.
+"""`--streaming`: rows of data that are read, tokenized and trained in one go, and no token file is kept.
 
 There is no table of them, so nothing is permuted: rows are trained in the order of the stream, and the stream should be
-shuffled where it is stored. What a run needs to go on is where its next row begins: which pass, shard, row, and token;
-and when it was begun, for templates that write the date.
-
-A `Stream` cuts windows. A `PackedStream` packs a group of consecutive documents at a time, in memory, and goes on from
-the beginning of the group that it was in, less the rows that were taken from it.
+shuffled where it is stored. A data set of the Hub is downloaded file by file, each only for as long as it is read. What
+a run needs to resume is where its next row begins: which pass, shard, row, and token; and when it was begun, for
+templates that write the date.
 """
 
 from __future__ import annotations
 
 import time
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import closing
+from dataclasses import dataclass
+from datetime import datetime
+from itertools import islice
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, ClassVar, NamedTuple
 
 import numpy as np
 
-from llmq.data.batches.packing import lay, pack_documents
+from llmq.data.batches.first_fit import fewest_docs, repeated
+from llmq.data.batches.packing import lay, pack_documents, piece_lengths
 from llmq.data.batches.permutation import mixed
+from llmq.data.batches.row_layout import WINDOWS, RowForm
+from llmq.data.batches.windows import Rows, empty_rows
+from llmq.data.chat.counts import Counts, notes
+from llmq.data.chat.encode import ChatEncoder, Encoded, Encoder
+from llmq.data.chat.template import template_note
+from llmq.data.rows.file_rows import START, FileRows, Position
+from llmq.data.rows.records import BadRow, BadRows, Record, Row
+from llmq.data.rows.request import Request
+from llmq.data.tokens.pipeline import tokenized
 from llmq.data.tokens.sidecar import TemplateNote
 from llmq.data.tokens.token_file import TokenFile
-from llmq.errors import DataError
+from llmq.data.tokens.tokenize import Say
+from llmq.errors import DataError, UsageError
 from llmq.tensor import IGNORED
 
 PLACE = ("epoch", "shard", "row", "overall", "token")  # where a row begins
 GROUP_TOKENS = 1 << 18  # packed together: the last row of a group may be hardly filled
 GROUP_ROWS = 16  # at least
+ROWS_AT_ONCE = 64  # tokenized together: few, so that training begins soon
 
 
 class StreamedDocument(NamedTuple):
@@ -48,7 +61,13 @@ class StreamedRow(NamedTuple):
     tokens: np.ndarray  # (T,) int32
     targets: np.ndarray  # (T,) int32; -100 is not trained
     borders: np.ndarray | None  # (D+1,) int32: starts of the documents, ascending, then T repeated; None: not packed
-    state: dict[str, int]  # of the stream behind this row
+    state: dict[str, int]  # of the stream after this row
+
+
+def stacked(rows: Sequence[StreamedRow]) -> Rows:
+    """Rows as they go into a batch."""
+    tokens, targets, borders, _ = zip(*rows, strict=True)
+    return Rows(np.stack(tokens), np.stack(targets), None if borders[0] is None else np.stack(borders))
 
 
 @dataclass(frozen=True, eq=False)
@@ -57,7 +76,11 @@ class Stream:
 
     `open_at(begun, shard, row, overall)` yields the documents from that row of that shard on, which is row `overall` of
     all, up to the last of the last shard, the same each time; `key` names what these depend on, beside `begun` (seconds
-    since 1970). Documents follow each other without a border, and the next row begins where one ends, as in Windows.
+    since 1970).
+
+    Rows are windows, in which documents follow each other without a border. With `max_docs` they are packed, whole and
+    apart as in Packs, a group of consecutive documents at a time; with 1, they are padded. A group ends with a row of
+    the data, after GROUP_TOKENS (or GROUP_ROWS rows of as many tokens) or with a pass.
     """
 
     open_at: Callable[[int, int, int, int], Iterator[StreamedDocument]]
@@ -67,38 +90,70 @@ class Stream:
     key: str = ""
     end_token_ids: tuple[int, ...] = ()
     chat_template: TemplateNote | None = None
-    num_windows: None = None  # not known ahead
-    num_tokens: int = 0  # that are there at the start
-    token_files: tuple[TokenFile, ...] = ()
-    files: list[tuple[Path, int]] = field(default_factory=list)
+    max_docs: int | None = None
+    seed: int = 0
+    num_windows: ClassVar[None] = None  # not known ahead
+    num_tokens: ClassVar[int] = 0  # that are there at the start
+    token_files: ClassVar[tuple[TokenFile, ...]] = ()
+    files: ClassVar[list[tuple[Path, int]]] = []
 
     @property
     def limits(self) -> tuple[int, int] | None:
-        """None: rows have no borders."""
-        return None
+        """Most documents of a row, and tokens of the longest; None where rows have no borders."""
+        return (self.max_docs, self.seq_len) if self.max_docs is not None and self.max_docs > 1 else None
 
     def rows(self, state: Mapping[str, Any] | None = None) -> Iterator[StreamedRow]:
-        """Row after row, with the state behind it.
+        """Row after row, with the state after it.
 
-        `state` is one that was yielded, or None for the start; it has the whole numbers `begun`, `epoch`, `shard`,
-        `row`, `overall` and `token`. DataError for an id outside the vocabulary, or if a whole pass has no tokens.
+        `state` is one that was yielded, or None for the start: the whole numbers `begun` and PLACE, and for packed rows
+        `packs`, how many of the group at this place were taken. DataError for an id outside the vocabulary, or if a
+        whole pass has no tokens.
         """
-        waiting: deque[_Piece] = deque()
-        pieces = self._pieces(_begun(state))
-        count = 0
+        at = dict(state) if state else {"begun": int(time.time()), **dict.fromkeys(PLACE, 0)}
+        return self._windows(at) if self.max_docs is None else self._packs(at, self.max_docs)
+
+    def _windows(self, at: dict[str, int]) -> Iterator[StreamedRow]:
+        pieces, waiting, count = self._pieces(at), deque[_Piece](), 0
         while True:
             while count <= self.seq_len:
                 waiting.append(next(pieces))
                 count += len(waiting[-1].ids)
             ids = np.concatenate([piece.ids for piece in waiting])[: self.seq_len + 1]
             trained = np.concatenate([piece.trained for piece in waiting])[: self.seq_len + 1]
-            targets = np.where(trained, ids, IGNORED)[1:].astype(np.int32)
             rest = self.seq_len
             while len(waiting[0].ids) <= rest:
                 rest -= len(waiting.popleft().ids)
-            waiting[0] = waiting[0].behind(rest)
+            waiting[0] = waiting[0].after(rest)
             count -= self.seq_len
-            yield StreamedRow(ids[:-1], targets, None, waiting[0].place())
+            yield StreamedRow(ids[:-1], np.where(trained, ids, IGNORED)[1:].astype(np.int32), None, waiting[0].place)
+
+    def _packs(self, at: dict[str, int], max_docs: int) -> Iterator[StreamedRow]:
+        taken = at.get("packs", 0)
+        for group, following in self._groups(at):
+            place = group[0].place
+            ids, trained = (np.concatenate(parts) for parts in zip(*((p.ids, p.trained) for p in group), strict=True))
+            documents = [length for piece in group for length in piece.lengths or (len(piece.ids),)]
+            seed = mixed(self.seed, place["epoch"], place["overall"])
+            index = pack_documents(np.array(documents, np.int64), self.seq_len, max_docs, seed)
+            for number in range(taken, index.num_packs):
+                rows = empty_rows(1, self.seq_len, max_docs)
+                lay(rows, 0, ((ids[a:b], trained[a + 1 : b]) for a, b in index.spans(number)))
+                borders = rows.borders[0] if rows.borders is not None and self.limits else None
+                is_last = number + 1 == index.num_packs
+                after = {**following, "packs": 0} if is_last else {**place, "packs": number + 1}
+                yield StreamedRow(rows.tokens[0], rows.targets[0], borders, after)
+            taken = 0
+
+    def _groups(self, at: dict[str, int]) -> Iterator[tuple[list[_Piece], dict[str, int]]]:
+        """What is packed together, and the place of what follows."""
+        group: list[_Piece] = []
+        count, enough = 0, max(GROUP_TOKENS, GROUP_ROWS * self.seq_len)
+        for piece in self._pieces(at):
+            if group and (count >= enough or piece.place["epoch"] != group[0].place["epoch"]):
+                yield group, piece.place
+                group, count = [], 0
+            group.append(piece)
+            count += len(piece.ids)
 
     def _pieces(self, at: Mapping[str, int]) -> Iterator[_Piece]:
         """Documents from a place on, pass after pass."""
@@ -106,17 +161,16 @@ class Stream:
         documents = self.open_at(begun, at["shard"], at["row"], at["overall"])
         empty = False
         while True:
-            for document in documents:
-                ids = np.asarray(document.ids)
+            for shard, row, overall, found, mask, lengths in documents:
+                ids = np.asarray(found)
                 if ids.size and not 0 <= ids.min() <= ids.max() < self.vocab_size:
                     raise DataError(
-                        f"{self.name}, shard {document.shard}, row {document.row + 1}: an id is outside the vocabulary "
+                        f"{self.name}, shard {shard}, row {row + 1}: an id is outside the vocabulary "
                         f"(0 to {self.vocab_size - 1}): tokenize the text with the model's own tokenizer"
                     )
-                trained = np.ones(ids.size, bool) if document.trained is None else np.asarray(document.trained, bool)
-                places = (document.shard, document.row, document.overall)
-                place = {"begun": begun, "epoch": epoch, **dict(zip(("shard", "row", "overall"), places, strict=True))}
-                piece = _Piece(place, 0, ids.astype(np.int32), trained, document.lengths).behind(skipped)
+                trained = np.ones(ids.size, bool) if mask is None else np.asarray(mask, bool)
+                place = {"begun": begun, **dict(zip(PLACE, (epoch, shard, row, overall, 0), strict=True))}
+                piece = _Piece(place, ids.astype(np.int32), trained, lengths).after(skipped)
                 skipped = 0
                 if piece.ids.size:
                     empty = False
@@ -126,69 +180,106 @@ class Stream:
             epoch, empty, documents = epoch + 1, True, self.open_at(begun, 0, 0, 0)
 
 
-@dataclass(frozen=True, eq=False)
-class PackedStream(Stream):
-    """Documents packed into rows, whole and apart as in Packs, at most `max_docs` to a row; with 1, rows are padded.
-
-    A group ends with a row of the data, after GROUP_TOKENS (or GROUP_ROWS rows of as many tokens) or with a pass.
-    """
-
-    max_docs: int = 1
-    seed: int = 0
-
-    @property
-    def limits(self) -> tuple[int, int] | None:
-        """Most documents of a row, and tokens of the longest; None where there is one to a row, and no borders."""
-        return (self.max_docs, self.seq_len) if self.max_docs > 1 else None
-
-    def rows(self, state: Mapping[str, Any] | None = None) -> Iterator[StreamedRow]:
-        """As of a Stream; the state also has `packs`, how many rows of the group at this place were taken."""
-        at = _begun(state)
-        taken = at.get("packs", 0)
-        for group, following in self._groups(at):
-            place = group[0].place()
-            ids, trained = (np.concatenate(parts) for parts in zip(*((p.ids, p.trained) for p in group), strict=True))
-            documents = [length for piece in group for length in piece.lengths or (len(piece.ids),)]
-            seed = mixed(self.seed, place["epoch"], place["overall"])
-            index = pack_documents(np.array(documents, np.int64), self.seq_len, self.max_docs, seed)
-            for number in range(taken, index.num_packs):
-                tokens, targets = np.zeros(self.seq_len, np.int32), np.full(self.seq_len, IGNORED, np.int32)
-                borders = np.full(self.max_docs + 1, self.seq_len, np.int32)
-                spans = [slice(start, start + length) for start, length in zip(*index.pack(number), strict=True)]
-                lay(tokens, targets, borders, ((ids[span], trained[span][1:]) for span in spans))
-                is_last = number + 1 == index.num_packs
-                behind = {**following, "packs": 0} if is_last else {**place, "packs": number + 1}
-                yield StreamedRow(tokens, targets, borders if self.limits else None, behind)
-            taken = 0
-
-    def _groups(self, at: Mapping[str, int]) -> Iterator[tuple[list[_Piece], dict[str, int]]]:
-        """What is packed together, and the place of what follows."""
-        group: list[_Piece] = []
-        count, enough = 0, max(GROUP_TOKENS, GROUP_ROWS * self.seq_len)
-        for piece in self._pieces(at):
-            if group and (count >= enough or piece.document["epoch"] != group[0].document["epoch"]):
-                yield group, piece.place()
-                group, count = [], 0
-            group.append(piece)
-            count += len(piece.ids)
-
-
-def _begun(state: Mapping[str, int] | None) -> dict[str, int]:
-    """Where to go on; None: the start, now."""
-    return dict(state) if state else {"begun": int(time.time()), **dict.fromkeys(PLACE, 0)}
-
-
 class _Piece(NamedTuple):
-    """The tokens of a document from number `token` on."""
+    """The tokens of a row of the data from one of them on, which is at `place`."""
 
-    document: dict[str, int]
-    token: int
+    place: dict[str, int]
     ids: np.ndarray
     trained: np.ndarray
     lengths: tuple[int, ...] | None  # of the whole row's documents
 
-    def behind(self, count: int) -> _Piece:
-        return self._replace(token=self.token + count, ids=self.ids[count:], trained=self.trained[count:])
+    def after(self, count: int) -> _Piece:
+        place = {**self.place, "token": self.place["token"] + count}
+        return self._replace(place=place, ids=self.ids[count:], trained=self.trained[count:])
 
-    def place(self) -> dict[str, int]:
-        return {**self.document, "token": self.token}
+
+def open_stream(request: Request, form: RowForm, say: Say) -> Stream:
+    """The rows of a request as an endless stream of rows of this form.
+
+    Where rows are too long, that is said when the first one is, and with all else at the end of the first pass.
+    Without `max_docs`, packed rows have as many as fill rows with documents such as the first ones. UsageError for text
+    files, mixtures and drawn rows.
+    """
+    rows, name = request.found.train, ", ".join(request.found.asked)
+    if not isinstance(rows, FileRows) or request.found.limit is not None or request.found.eval_tokens:
+        raise UsageError(
+            f"--streaming reads files of rows one after the other, which {name} is not: leave it out, or name the "
+            "files or the data set of the Hub itself (such as HuggingFaceFW/fineweb:sample-10BT)"
+        )
+    first = request.encoder()
+    assert first is not None
+    say(f"{name}: a stream; {request.found.rule}\n{first.describe()}")
+    first.encode(request.first_rows, [])  # which tokens end its trained turns
+    said: set[str] = set()
+
+    def report(when: str, counts: Counts, num_bad: int) -> None:
+        if when not in said:
+            said.add(when)
+            for note in notes(counts, request.encode.seq_len, request.encode.overlong, num_bad):
+                say(f"{name}, {when}: {note}")
+
+    def open_at(begun: int, shard: int, row: int, overall: int) -> Iterator[StreamedDocument]:
+        encoder = request.encoder(datetime.fromtimestamp(begun))
+        assert encoder is not None
+        left_out, counts = BadRows(request.skip_bad_rows), Counts()
+        with closing(tokenized(_StreamWork(rows, encoder), (shard, row, overall))) as batches:
+            for documents, bad, counted in batches:
+                for one in bad:
+                    left_out.add(one)
+                counts.add(counted)
+                if counts.overlong:
+                    report("so far", counts, left_out.count)
+                yield from documents
+        report("to the end of its rows", counts, left_out.count)
+
+    return Stream(
+        open_at,
+        form.seq_len,
+        form.vocab_size,
+        name,
+        request.key,
+        first.end_token_ids,
+        template_note(first.templates) if isinstance(first, ChatEncoder) else None,
+        None if form.kind == WINDOWS else form.docs or _docs_per_row(request, form.seq_len),
+        form.seed,
+    )
+
+
+def _docs_per_row(request: Request, seq_len: int) -> int:
+    """Most documents of a row, by the first rows; the same on every day, as a run resumes with no other number."""
+    encoder = request.encoder(datetime.fromtimestamp(0))
+    assert encoder is not None
+    documents = np.array([len(document.ids) for document in encoder.encode(request.first_rows, [])], np.int64)
+    return fewest_docs(repeated(piece_lengths(documents, seq_len), seq_len), seq_len)
+
+
+Batch = list[tuple[Position, Row]]  # rows, with the position after each
+
+
+@dataclass(frozen=True, eq=False)
+class _StreamWork:
+    """Rows as documents that know their place."""
+
+    rows: FileRows
+    encoder: Encoder
+
+    def batches(self, position: Position = START) -> Iterator[Batch]:
+        rows = self.rows.read(position)
+        while batch := list(islice(rows, ROWS_AT_ONCE)):
+            yield batch
+
+    def encode(self, batch: Batch) -> tuple[list[StreamedDocument], list[BadRow], Counts]:
+        """What became of each row that can be used, the other rows, and counts."""
+        encoder = self.encoder.copied()
+        bad = [row for _, row in batch if isinstance(row, BadRow)]
+        parts: dict[str, list[Encoded]] = {}
+        for document in encoder.encode([row for _, row in batch if isinstance(row, Record)], bad):
+            parts.setdefault(document.place, []).append(document)
+        documents = []
+        for (shard, after, after_all), row in batch:
+            if mine := parts.get(row.place):
+                ids = np.concatenate([part.ids for part in mine])
+                masks = [np.ones(len(part.ids), bool) if part.trained is None else part.trained for part in mine]
+                lengths = tuple(len(part.ids) for part in mine)
+                documents.append(StreamedDocument(shard, after - 1, after_all - 1, ids, np.concatenate(masks), lengths))
+        return documents, bad, encoder.counts

@@ -7,8 +7,8 @@ with it. With a chat template asked for, such rows are chats of one question ins
 In all of these, text that spells a special token is ordinary text.
 
 Chats are rendered by the chat template and tokenized as a whole, as transformers' apply_chat_template does it, so that
-the ids are the same. This includes that content which spells a special token becomes this token: nobody can tell it
-from the template's own. Such rows are counted (`Counts.spelled`).
+the ids are the same. This includes that content which spells a special token becomes this token: it cannot
+be told from the template's own. Such rows are counted (`Counts.spelled`).
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ from llmq.data.tokens.tokenizer import TextTokenizer
 from llmq.errors import DataError, UsageError
 
 ENCODED_AT_ONCE = 1 << 20  # characters
-LONGEST_END = 200  # characters of an end token and the white space behind it
+LONGEST_END = 200  # characters of an end token and the white space after it
 PROBE = Chat([{"role": "user", "content": "Why?"}, {"role": "assistant", "content": "Because."}])
 
 
@@ -102,7 +102,7 @@ class Encoder:
         self.notices: tuple[str, ...] = ()
 
     def copied(self) -> Encoder:
-        """An encoder of the same kind with counts of its own, for another thread: one may be used by one at a time."""
+        """The same encoder with counts of its own, which another thread may use at the same time."""
         other = copy.copy(self)
         other.counts = Counts()
         return other
@@ -140,7 +140,7 @@ class Encoder:
             return [*lines, f"trained: every token, with {eos} at the end of each row"]
         chats = f"--chat-template {OWN} would make chats of them"
         how = f"prompt and answer are joined as they are ({chats})"
-        return [*lines, f"trained: the answer and {eos} behind it; {how}"]
+        return [*lines, f"trained: the answer and {eos} after it; {how}"]
 
     def encode(self, records: Sequence[Record], bad: list[BadRow] | None = None) -> list[Encoded]:
         """The documents of `records`, in their order; a row gives one, none (dropped, untrained) or several (split).
@@ -265,12 +265,6 @@ class ChatEncoder(Encoder):
         self._read_keys = KNOWN_KEYS.union(*(template.names for template in self.templates.all))
         self._probe(first)
 
-    def copied(self) -> ChatEncoder:
-        """As above. A template's budget is its environment's, so each copy has an environment."""
-        other = copy.copy(self)
-        other.counts, other.templates = Counts(), copy.deepcopy(self.templates)
-        return other
-
     def _probe(self, first: Sequence[Record]) -> None:
         """Learns from a small chat, or else the first rows, how the template ends a turn.
 
@@ -318,7 +312,7 @@ class ChatEncoder(Encoder):
         for record in first:
             try:
                 chats.append(self._chat(self.format.read(record, self.tokenizer.vocab_size)))
-            except BadRow:  # told when the rows are encoded
+            except BadRow:  # reported when the rows are encoded
                 continue
         for chat in chats:
             try:
@@ -378,7 +372,7 @@ class ChatEncoder(Encoder):
         parts: list[EncodedPart] = []
         for sample, encoding in zip(content, encodings, strict=True):
             ids = np.array(encoding.ids, np.int32)
-            trained = trained_tokens(encoding, sample.text, sample.spans)
+            trained = trained_tokens(encoding, sample.spans)
             turns = turn_ends(encoding, sample.turns) if self._is_overlong(len(ids) + sample.ends) else []
             if sample.ends:
                 ids = np.append(ids, np.int32(self.tokenizer.eos_token_id))
@@ -394,7 +388,7 @@ class ChatEncoder(Encoder):
         return self.options.seq_len is not None and num_tokens > self.options.seq_len
 
     def _note_ends(self, sample: Sample) -> None:
-        """Adds the special tokens that end what is trained, but for white space behind them, to the end tokens."""
+        """Adds the special tokens that end what is trained, but for white space after them, to the end tokens."""
         for (_, stop), following in zip(sample.spans, [*(start for start, _ in sample.spans[1:]), -1], strict=False):
             tail = sample.text[max(stop - LONGEST_END, 0) : stop].rstrip()
             token = next((token for token in self.end_tokens if tail.endswith(token)), None)

@@ -1,16 +1,16 @@
 """What is trained in a chat: spans of the rendered text, and the tokens that they cover.
 
-A turn's span is what the model is to write at inference: from behind the prompt (the conversation before it, rendered
-with add_generation_prompt) to the end of the token that ends the turn. It is found by rendering the conversation up to
-the turn with and without it; where the template has `generation` blocks, these say it, and an end token right behind a
-block that has none is trained with it. What a block holds after its end token (ChatML's line break) is trained, too, as
-transformers' mask has it; no turn gets a second end token.
+A turn's span is what the model is to write at inference: from the end of the prompt (the conversation before it,
+rendered with add_generation_prompt) to the end of the token that ends the turn. It is found by rendering the
+conversation up to the turn with and without it; where the template has `generation` blocks, these say it, and an end
+token right after a block that has none is trained with it. What a block holds after its end token (ChatML's line
+break) is trained, too, as transformers' mask has it; no turn gets a second end token.
 
 A conversation is one sample as long as its rendering begins with the rendering of each trained turn as the last one.
 Some templates write earlier turns otherwise than the last (Qwen3 leaves out their reasoning; Mistral moves the system
 message to the last question). A turn that would not stand in the sample as it does at inference gets a sample of its
 own, which ends with it. So such a conversation becomes several samples, and each trained turn is in exactly one. Not
-counted are end tokens that only the last turn has behind its own (Phi-3's EOS): an earlier turn is trained without.
+counted are end tokens that only the last turn has after its own (Phi-3's EOS): an earlier turn is trained without.
 
 A message can say that it is not trained (llmq/data/chat/untrained.py): its turn is context only.
 
@@ -142,7 +142,7 @@ class Turns:
         return min(_common(prompt, text), len(text) if content is None else content)
 
     def _first_prompt_end(self, text: str) -> int | None:
-        """Where the prompt of an assistant turn that nobody asked for ends.
+        """Where the prompt ends if the assistant has the first turn.
 
         Few templates render no messages at all, and some put a system prompt of their own before the first one.
         """
@@ -180,11 +180,11 @@ class Turns:
         return len(bare) if len(bare) > start and bare.endswith(self.end_tokens) else len(text)
 
     def _with_end(self, text: str, start: int, stop: int) -> int:
-        """`stop`, or the end of the end token right behind it if a turn from `start` to `stop` has none."""
+        """`stop`, or the end of the end token right after it if a turn from `start` to `stop` has none."""
         if text[start:stop].rstrip().endswith(self.end_tokens):
             return stop
-        behind = [token for token in self.end_tokens if text.startswith(token, stop)]
-        return stop + max((len(token) for token in behind), default=0)
+        following = [token for token in self.end_tokens if text.startswith(token, stop)]
+        return stop + max((len(token) for token in following), default=0)
 
 
 def samples(template: ChatTemplate, chat: Chat, train_on: TrainOn, end_tokens: tuple[str, ...]) -> list[Sample]:
@@ -236,7 +236,7 @@ def _standing(
 ) -> list[tuple[int, int]] | None:
     """The spans of a turn as `text` has them, of `spans` in `own`, the rendering that ends with it; None if it differs.
 
-    End tokens behind the turn's own, which only the last turn of a conversation has, may be missing.
+    End tokens after the turn's own, which only the last turn of a conversation has, may be missing.
     """
     start, stop = spans[0][0], spans[-1][1]
     while text[:stop] != own[:stop]:
@@ -245,7 +245,7 @@ def _standing(
         if last is None or not bare.removesuffix(last).rstrip().endswith(end_tokens):
             return None
         stop = start + len(bare) - len(last)
-    return [(first, min(behind, stop)) for first, behind in spans if first < stop or first == start]
+    return [(first, min(last, stop)) for first, last in spans if first < stop or first == start]
 
 
 def _everything(turns: Turns, whole: str) -> Sample:
@@ -298,21 +298,11 @@ def _common(one: str, other: str) -> int:
     return same
 
 
-def trained_tokens(encoding: tokenizers.Encoding, text: str, spans: Sequence[tuple[int, int]]) -> np.ndarray:
-    """(n,) bool: the tokens of `text` that hold a character of `spans`."""
-    trained = np.zeros(len(encoding.ids), bool)
-    offsets: np.ndarray | None = None
+def trained_tokens(encoding: tokenizers.Encoding, spans: Sequence[tuple[int, int]]) -> np.ndarray:
+    """(n,) bool: the tokens that hold a character of `spans`, of those of the text that was encoded."""
+    offsets = np.array(encoding.offsets, np.int64).reshape(-1, 2)
+    trained = np.zeros(len(offsets), bool)
     for start, stop in spans:
-        first, last = encoding.char_to_token(start), encoding.char_to_token(stop) if stop < len(text) else len(trained)
-        if first is not None and last is not None:
-            # The token at `stop` may begin before it, and the bytes of one character may be several tokens.
-            while last < len(trained) and (held := encoding.token_to_chars(last)) and held[0] < stop:
-                last += 1
-            trained[first:last] = True
-            continue
-        # A border in characters that are in no token (a tokenizer that strips white space).
-        if offsets is None:
-            offsets = np.array(encoding.offsets, np.int64).reshape(-1, 2)
         trained |= (offsets[:, 0] < stop) & (offsets[:, 1] > start)
     return trained
 

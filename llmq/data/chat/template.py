@@ -1,8 +1,8 @@
 """Chat templates: which one a tokenizer has, and what it makes of a conversation, as transformers' apply_chat_template.
 
 A template sees `messages`, `tools`, `documents` (None), `add_generation_prompt` and the tokenizer's named special
-tokens (`bos_token`, ...). `strftime_now` gives one time for all rows: that at which they were begun to be tokenized,
-also where this is gone on with on another day.
+tokens (`bos_token`, ...). `strftime_now` gives one time for all rows: when tokenizing them began, also if it is resumed
+on another day.
 """
 
 from __future__ import annotations
@@ -21,13 +21,12 @@ from jinja2 import TemplateError, TemplateSyntaxError, nodes
 
 from llmq.data.chat import sandbox
 from llmq.data.tokens.sidecar import TemplateNote
+from llmq.data.tokens.tokenizer import json_if_there
 from llmq.errors import DataError, UsageError
 from llmq.files.huggingface import TEMPLATE_FOLDER
-from llmq.model.config import read_json
 
 OWN = "tokenizer"  # the name that --chat-template has for the tokenizer's own
 MAX_TEMPLATE = 1 << 18  # characters; the longest of well-known models has about 30,000
-MAX_OUTPUT = 1 << 22  # characters of one rendering: about a million tokens
 REASONING = ("reasoning_content", "thinking", "reasoning")  # what a message's reasoning is called
 NAMED_TOKENS = tuple(f"{name}_token" for name in ("bos", "eos", "unk", "sep", "pad", "cls", "mask"))
 # What reads as a marker in a template's text: <|im_end|>, [INST], </s>, <start_of_turn>.
@@ -81,9 +80,6 @@ class ChatTemplate:
         self.markers = tuple(dict.fromkeys(MARKER.findall("\n".join(texts))))
         self.names = _names(tree)
 
-    def __reduce__(self) -> tuple[Any, ...]:
-        return ChatTemplate, (self.source, self.origin, self.variables, self.now)
-
     def render(
         self,
         messages: Sequence[Mapping[str, Any]],
@@ -91,7 +87,7 @@ class ChatTemplate:
         *,
         add_generation_prompt: bool = False,
     ) -> Rendering:
-        """A conversation's text. RenderError if the template raises, does not end, or writes too much."""
+        """A conversation's text. RenderError if the template raises, takes too long, or writes too much."""
         variables = {
             **self.variables,
             "messages": [_with_reasoning(message) for message in messages],
@@ -101,16 +97,9 @@ class ChatTemplate:
         }
         try:
             with self._lock:
-                text, generated = sandbox.render(self._environment, self._template, variables)
-        except sandbox.TooMuchWork:
-            raise RenderError(
-                f"it does not end within {sandbox.MAX_WORK:,} units of work or {sandbox.MAX_SECONDS:g} s"
-            ) from None
+                return Rendering(*sandbox.render(self._environment, self._template, variables))
         except Exception as error:  # a template can raise anything that Python's operators and methods do
             raise RenderError(_reason(error)) from None
-        if len(text) > MAX_OUTPUT:
-            raise RenderError(f"it writes {len(text):,} characters; the limit is {MAX_OUTPUT:,}")
-        return Rendering(text, generated)
 
 
 def _names(tree: nodes.Template) -> frozenset[str]:
@@ -202,7 +191,7 @@ def _own_templates(folder: Path) -> dict[str, tuple[str, str]]:
     found: dict[str, tuple[str, str]] = {}
     for name in ("tokenizer_config.json", "chat_template.json"):
         path = folder / name
-        value = read_json(path).get("chat_template") if path.is_file() else None
+        value = json_if_there(path).get("chat_template")
         if isinstance(value, str):
             found.setdefault("default", (value, f"the chat_template of {path}"))
             continue
@@ -230,8 +219,7 @@ def named_tokens(folder: Path) -> dict[str, str]:
     """The special tokens that the tokenizer's files name, such as bos_token -> <s>."""
     tokens: dict[str, str] = {}
     for name in ("tokenizer_config.json", "special_tokens_map.json"):
-        path = folder / name
-        content = read_json(path) if path.is_file() else {}
+        content = json_if_there(folder / name)
         for key in NAMED_TOKENS:
             value = content.get(key)
             value = value.get("content") if isinstance(value, dict) else value

@@ -1,25 +1,25 @@
-"""Sequences of rows that can be entered anywhere: files one behind the other, shuffled, or several mixed.
+"""Sequences of rows that can be entered anywhere: files one after the other, shuffled, or several mixed.
 
-`read(position)` gives (position behind the row, row): a position is a few numbers, fit for JSON, and () is the start.
+`read(position)` gives (position after the row, row): a position is a tuple of what JSON knows, and () is the start.
 """
 
 from __future__ import annotations
 
 import re
+import sys
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from fractions import Fraction
-from typing import Any, ClassVar, Protocol, cast
+from typing import Any, Protocol, cast
 
 import numpy as np
 
 from llmq.data.rows.records import Row
 from llmq.data.rows.row_files import RowFile
-from llmq.data.tokens.cache import content_hash
 from llmq.errors import DataError, UsageError
 
-Position = tuple[int, ...]
+Position = tuple[Any, ...]
 START: Position = ()
 DRAWN_AT_ONCE = 1000  # choices of the source of a row, as Hugging Face's datasets draws them
 
@@ -28,7 +28,7 @@ class RowSequence(Protocol):
     """Rows in an order of their own."""
 
     def read(self, position: Position = START) -> Iterator[tuple[Position, Row]]:
-        """The rows behind `position`, each with the position behind it."""
+        """The rows after `position`, each with the position after it."""
         ...
 
     def identity(self) -> Any:
@@ -55,28 +55,6 @@ class File(Protocol):
     def identity(self) -> Any:
         """What its rows depend on, as JSON knows it."""
         ...
-
-
-@dataclass(frozen=True)
-class LocalFile:
-    """A file of rows that lies here."""
-
-    file: RowFile
-    is_here: ClassVar[bool] = True
-
-    @property
-    def name(self) -> str:
-        return self.file.name
-
-    @property
-    def size(self) -> int:
-        return self.file.path.stat().st_size
-
-    def fetched(self) -> AbstractContextManager[RowFile]:
-        return nullcontext(self.file)
-
-    def identity(self) -> Any:
-        return [self.file.kind, self.file.delimiter, content_hash(self.file.path)]
 
 
 @dataclass(frozen=True)
@@ -126,7 +104,7 @@ class FileRows:
         return self._part_of(count_rows(self.files))
 
     def about(self) -> int:
-        """About how many rows there are. Of files that must be fetched, the first is, and tells for the others."""
+        """About how many rows there are. Of files that must be fetched, the first is, and speaks for the others."""
         if all(file.is_here for file in self.files):
             return self.count()
         rows = count_rows(self.files[:1])
@@ -149,7 +127,7 @@ class FileRows:
 
         def wanted(row: int) -> bool:
             if stop is not None and before + row >= stop:
-                return True  # where reading ends, which nobody takes
+                return True  # where reading ends; it is not taken
             return share is None or share.has(before + row - start)
 
         return wanted
@@ -185,8 +163,8 @@ class Mixed:
     """Rows of several sequences, each row drawn from one of them by its weight, until all have ended once.
 
     The draws are those of `interleave_datasets(..., stopping_strategy="all_exhausted")` in Hugging Face's datasets: a
-    sequence that has ended starts over. A position is the number of draws, and whether it has ended, the length of its
-    position, and its position for each sequence.
+    sequence that has ended starts over. A position is the number of draws, and for each sequence whether it has ended
+    and its position.
     """
 
     parts: tuple[RowSequence, ...]
@@ -194,14 +172,15 @@ class Mixed:
     seed: int
 
     def read(self, position: Position = START) -> Iterator[tuple[Position, Row]]:
-        drawn, ended, places = self._unpacked(position)
-        if all(ended):
-            return
+        drawn, ended, places = position or (0, [False] * len(self.parts), [START] * len(self.parts))
+        ended, places = list(ended), list(places)
         readers = [part.read(place) for part, place in zip(self.parts, places, strict=True)]
         ahead = [next(reader, None) for reader in readers]
         if None in ahead:
             raise DataError(f"part {ahead.index(None) + 1} of the data set has no rows: take it out of the mixture")
         for source in self._draws(drawn):
+            if all(ended):
+                return
             drawn += 1
             places[source], row = cast(tuple[Position, Row], ahead[source])
             ahead[source] = next(readers[source], None)
@@ -209,9 +188,7 @@ class Mixed:
                 ended[source], places[source] = True, START
                 readers[source] = self.parts[source].read()
                 ahead[source] = next(readers[source])
-            yield self._packed(drawn, ended, places), row
-            if all(ended):
-                return
+            yield (drawn, tuple(ended), tuple(places)), row
 
     def identity(self) -> Any:
         return {"parts": [part.identity() for part in self.parts], "weights": list(self.weights), "seed": self.seed}
@@ -224,24 +201,6 @@ class Mixed:
             yield from block[skipped:]
             skipped = max(skipped - DRAWN_AT_ONCE, 0)
 
-    def _unpacked(self, position: Position) -> tuple[int, list[bool], list[Position]]:
-        if not position:
-            return 0, [False] * len(self.parts), [START] * len(self.parts)
-        drawn, *rest = position
-        ended, places = [], []
-        for _ in self.parts:
-            over, length, *rest = rest
-            ended.append(bool(over))
-            places.append(tuple(rest[:length]))
-            rest = rest[length:]
-        return drawn, ended, places
-
-    def _packed(self, drawn: int, ended: Sequence[bool], places: Sequence[Position]) -> Position:
-        flat = [drawn]
-        for over, place in zip(ended, places, strict=True):
-            flat += [int(over), len(place), *place]
-        return tuple(flat)
-
 
 @dataclass(frozen=True)
 class Slice:
@@ -252,7 +211,7 @@ class Slice:
 
     @classmethod
     def parse(cls, text: str) -> tuple[str, Slice | None]:
-        """The split's name and the slice behind it, if there is one; UsageError if that is not one."""
+        """The split's name and the slice after it, if there is one; UsageError if that is not one."""
         name, bracket, rest = text.partition("[")
         if not bracket:
             return name, None
@@ -264,30 +223,18 @@ class Slice:
                 raise UsageError(f"{text}: {border} is beyond 100%: give borders from -100% to 100%")
         return name, cls(found[1] or "", found[2] or "")
 
-    @property
-    def needs_count(self) -> bool:
-        """Whether the borders depend on how many rows there are."""
-        return any(border.endswith("%") or border.startswith("-") for border in (self.start, self.stop))
-
-    def borders(self, count: int | None) -> tuple[int, int | None]:
-        """First row and the row behind the last (None: all) of `count` rows; percents go to the nearest row."""
-
-        def border(text: str) -> int:
-            if text.endswith("%"):
-                assert count is not None
-                number = round(int(text[:-1]) * count / 100)
-            else:
-                number = int(text)
-            return max(number + (count or 0), 0) if text.startswith("-") else number
-
-        return border(self.start or "0"), border(self.stop) if self.stop else None
-
     def of(self, files: Sequence[File]) -> FileRows:
-        """The sliced rows of `files`, which are counted if the borders need it."""
-        start, stop = self.borders(count_rows(files) if self.needs_count else None)
-        if stop is not None and stop <= start:
-            raise UsageError(f"the slice [{self.start}:{self.stop}] has no rows: its end must be behind its start")
-        return FileRows(tuple(files), start, stop)
+        """The sliced rows of `files`, which are counted if the borders need it; percents go to the nearest row."""
+        needs_count = any("%" in border or "-" in border for border in (self.start, self.stop))
+        count = count_rows(files) if needs_count else sys.maxsize
+        start, stop = (
+            round(int(border[:-1]) * count / 100) if border.endswith("%") else int(border) if border else None
+            for border in (self.start, self.stop)
+        )
+        first, end, _ = slice(start, stop).indices(count)
+        if end <= first:
+            raise UsageError(f"the slice [{self.start}:{self.stop}] has no rows: its end must be after its start")
+        return FileRows(tuple(files), first, end if self.stop else None)
 
 
 def count_rows(files: Sequence[File]) -> int:

@@ -240,23 +240,20 @@ def _card_splits(config: Mapping[str, Any], files: Mapping[str, int]) -> dict[st
 
 
 def _matched(patterns: Sequence[str], folder: str, files: Mapping[str, int]) -> list[str]:
-    """Files of rows that the patterns name, sorted within each; ** crosses folders, * does not."""
+    """Files of rows that the patterns name, sorted within each, as `HfFileSystem.glob` matches them.
+
+    By its rule, but on the listing, which is there offline too.
+    """
+    from fsspec.utils import glob_translate
+
     found: dict[str, None] = {}
     for pattern in patterns:
-        whole = f"{folder}/{pattern}" if folder else pattern
-        expression = _expression(whole)
-        found.update(dict.fromkeys(p for p in sorted(files) if expression.fullmatch(p) and _kind(p)))
+        parts = f"{folder}/{pattern}".lstrip("/").split("/")
+        # ** crosses folders only by itself, and is * beside other characters, which fsspec refuses
+        plain = "/".join(part if part == "**" else re.sub(r"\*+", "*", part) for part in parts)
+        expression = re.compile(glob_translate(plain))
+        found.update(dict.fromkeys(path for path in sorted(files) if expression.match(path) and _kind(path)))
     return list(found)
-
-
-def _expression(pattern: str) -> re.Pattern[str]:
-    words = {"**": ".*", "**/": "(?:.*/)?", "*": "[^/]*", "?": "[^/]"}
-    parts = re.split(r"(\*\*/?|\*|\?|\[[^\]]+\])", pattern)
-    sets = [part.replace("[!", "[^") if part.startswith("[") else re.escape(part) for part in parts]
-    try:
-        return re.compile("".join(words.get(part, own) for part, own in zip(parts, sets, strict=True)))
-    except re.error:  # a set such as [b-a], which matches nothing as a glob
-        return re.compile(re.escape(pattern))
 
 
 def _kind(path: str) -> str | None:

@@ -1,7 +1,7 @@
 """Rows of data before they are tokenized: a Record knows the file and row that it is from, and so does what is wrong.
 
 A row that cannot be used is a value here, not an end: readers give it in the row's place, so that what comes after it
-can still be read, and whoever takes the rows in their order counts what is left out (`BadRows`). What breaks a file as
+can still be read, and `BadRows` counts what is left out, in the order of the rows. What breaks a file as
 a whole (a truncated archive, a damaged parquet file) is a DataError, which nothing reads past.
 """
 
@@ -33,7 +33,7 @@ Row = Record | BadRow
 
 
 class BadRows:
-    """The rows left out so far, told in the order of the data."""
+    """The rows left out so far, in the order of the data."""
 
     def __init__(self, allowed: int, count: int = 0) -> None:
         self.allowed, self.count = allowed, count

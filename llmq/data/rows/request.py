@@ -20,7 +20,7 @@ from llmq.data.tokens.tokenizer import TextTokenizer
 from llmq.errors import DataError, UsageError
 
 FORMAT = 4  # of what is made; a new one leaves what is in the cache aside
-LOOKED_AT = 32  # rows from which the format is told
+LOOKED_AT = 32  # rows that the format is found from
 
 
 @dataclass(frozen=True, eq=False)

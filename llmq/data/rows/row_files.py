@@ -14,12 +14,13 @@ import re
 import zlib
 from collections import Counter
 from collections.abc import Callable, Generator, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, BinaryIO, cast
+from typing import Any, BinaryIO, ClassVar, cast
 
 from llmq.data.rows.records import BadRow, Record, Row
+from llmq.data.tokens.cache import content_hash
 from llmq.errors import DataError
 
 SUFFIXES = {
@@ -29,7 +30,7 @@ COMPRESSIONS = (".gz", ".zst")
 MAX_ROW_BYTES = 1 << 26  # a longer row would be held in memory some ten times over
 BLOCK_BYTES = 1 << 20
 PARQUET_ROWS = 256  # in memory at once; fewer where they are long:
-PARQUET_BYTES = 1 << 25  # as far as their row group's size tells
+PARQUET_BYTES = 1 << 25  # by the mean of their row group
 LONGEST_MARK = 16  # characters: an escape, or a word such as false or -Infinity
 BOM = b"\xef\xbb\xbf"
 
@@ -50,6 +51,7 @@ class RowFile:
     name: str
     kind: str
     delimiter: str = ","
+    is_here: ClassVar[bool] = True
 
     @classmethod
     def of(cls, path: Path, name: str | None = None) -> RowFile | None:
@@ -60,9 +62,21 @@ class RowFile:
             return None
         return cls(path, name or str(path), kind, "\t" if plain.suffix.lower() == ".tsv" else ",")
 
+    @property
+    def size(self) -> int:
+        return self.path.stat().st_size
+
+    def fetched(self) -> AbstractContextManager[RowFile]:
+        """Itself: it is on this machine."""
+        return nullcontext(self)
+
+    def identity(self) -> Any:
+        """What its rows depend on, as JSON knows it."""
+        return [self.kind, self.delimiter, content_hash(self.path)]
+
     def rows(self, start: int = 0, wanted: Wanted = every) -> Rows:
         """The wanted rows from row `start` on; DataError where the file itself cannot be read."""
-        return _READERS[self.kind](self, start, wanted)
+        return (_read_parquet if self.kind == "parquet" else _read_text)(self, start, wanted)
 
     def num_rows(self) -> int:
         """How many rows the file has; only parquet files know without being read."""
@@ -131,17 +145,25 @@ def _open(file: RowFile) -> BinaryIO:
     return cast(BinaryIO, opened)
 
 
-def _read_jsonl(file: RowFile, start: int, wanted: Wanted) -> Rows:
-    at, row = _At(file), 0
+def _read_text(file: RowFile, start: int, wanted: Wanted) -> Rows:
+    """Finds the rows one after the other, and parses those that are wanted."""
+    at = _At(file)
+    find, parse = _TEXT_KINDS[file.kind]
     with _container(at), _open(file) as opened:
-        while line := opened.readline(MAX_ROW_BYTES + 1):
+        for row, found in enumerate(find(file, opened)):
             at.row = row
-            if len(line) > MAX_ROW_BYTES:
-                raise DataError(f"{file.place(row)}: the row is longer than {MAX_ROW_BYTES} bytes: split it")
             if row >= start and wanted(row):
-                yield row, _json_row(file.place(row), line)
-            row += 1
-    return row
+                yield row, parse(file.place(row), *found)
+        return 0 if at.row is None else at.row + 1
+
+
+def _lines(file: RowFile, opened: BinaryIO) -> Iterator[tuple[bytes]]:
+    row = 0
+    while line := opened.readline(MAX_ROW_BYTES + 1):
+        if len(line) > MAX_ROW_BYTES:
+            raise DataError(f"{file.place(row)}: the row is longer than {MAX_ROW_BYTES} bytes: split it")
+        yield (line,)
+        row += 1
 
 
 def _json_row(place: str, line: bytes) -> Row:
@@ -186,36 +208,31 @@ def _is_text(text: str) -> bool:
 _WHITE = re.compile(r"[ \t\n\r]*")
 
 
-def _read_json(file: RowFile, start: int, wanted: Wanted) -> Rows:
-    """An array of objects, decoded one at a time. Behind what is not JSON no next row can be found."""
-    at, row = _At(file), 0
-    with _container(at), _open(file) as opened:
-        text = _Stream(file, opened)
-        if text.next() != "[":
-            raise DataError(f"{file.name}: not an array of rows ([{{...}}, ...]): a file with a row a line is .jsonl")
-        text.skip(1)
-        while text.next() != "]" or row:
-            at.row = row
-            value, escaped = text.value(row)
-            if row >= start and wanted(row):
-                yield row, _object(file.place(row), value, escaped)
-            row += 1
-            mark = text.next()
-            if mark not in (",", "]"):
-                raise DataError(
-                    f"{file.place(row - 1)}: no comma or closing bracket behind the row, but "
-                    f"{f'{mark!r}' if mark else 'the end of the file'}: mend the file"
-                )
-            if mark == "]":
-                break
-            text.skip(1)
-        text.skip(1)
-        if rest := text.next():
-            raise DataError(f"{file.name}: {rest!r} behind the array's end: mend the file")
-    return row
+def _json_values(file: RowFile, opened: BinaryIO) -> Iterator[tuple[Any, bool]]:
+    """The objects of an array, and whether each has escapes. After what is not JSON no next row can be found."""
+    text, row = _JsonText(file, opened), 0
+    if text.next() != "[":
+        raise DataError(f"{file.name}: not an array of rows ([{{...}}, ...]): a file with a row a line is .jsonl")
+    text.at += 1
+    mark = text.next()
+    while mark != "]" or row:
+        yield text.value(row)
+        mark = text.next()
+        if mark not in (",", "]"):
+            raise DataError(
+                f"{file.place(row)}: no comma or closing bracket after the row, but "
+                f"{f'{mark!r}' if mark else 'the end of the file'}: mend the file"
+            )
+        if mark == "]":
+            break
+        text.at += 1
+        row += 1
+    text.at += 1
+    if rest := text.next():
+        raise DataError(f"{file.name}: {rest!r} after the array's end: mend the file")
 
 
-class _Stream:
+class _JsonText:
     """Text of a file, of which only the part that is being decoded is in memory."""
 
     def __init__(self, file: RowFile, opened: BinaryIO) -> None:
@@ -229,7 +246,7 @@ class _Stream:
             block = self.opened.read(max(BLOCK_BYTES, len(self.text) - self.at))
         except UnicodeDecodeError as error:
             byte = error.object[error.start]
-            raise DataError(f"{place} or behind it: not UTF-8, with a byte 0x{byte:02x} ({error.reason})") from None
+            raise DataError(f"{place} or after it: not UTF-8, with a byte 0x{byte:02x} ({error.reason})") from None
         self.text, self.at = self.text[self.at :] + block, 0
         if len(self.text) > 2 * MAX_ROW_BYTES:
             raise DataError(f"{place}: the row is longer than {MAX_ROW_BYTES} characters: mend or split it")
@@ -243,9 +260,6 @@ class _Stream:
                 return self.text[self.at]
             if not self._more():
                 return ""
-
-    def skip(self, count: int) -> None:
-        self.at += count
 
     def value(self, row: int) -> tuple[Any, bool]:
         """The JSON value that comes next, and whether it has escapes."""
@@ -264,33 +278,29 @@ class _Stream:
                 if cut and self._more():
                     continue
                 raise DataError(f"{self.file.place(row)}: not JSON ({said}): mend the row") from None
-            if end == len(self.text) and self._more():  # a number may go on
+            if end == len(self.text) and self._more():  # a number may continue
                 continue
             escaped = self.text.find("\\u", self.at, end) >= 0
             self.at = end
             return value, escaped
 
 
-def _read_csv(file: RowFile, start: int, wanted: Wanted) -> Rows:
-    """Rows below a header with the fields' names. Bytes that are not UTF-8 spoil their own row only."""
-    at, row = _At(file), 0
+def _csv_records(file: RowFile, opened: BinaryIO) -> Iterator[tuple[list[str], list[str]]]:
+    """The header with the fields' names, and the fields of each row. Bytes that are not UTF-8 spoil only their row."""
     csv.field_size_limit(MAX_ROW_BYTES)
-    with _container(at), _open(file) as opened:
-        lines = _CsvLines(file, opened)
-        rows = csv.reader(lines, delimiter=file.delimiter, strict=True)
-        header = _csv_fields(file, rows, "the header")
-        if header is None:
-            return 0
+    lines = _CsvLines(file, opened)
+    rows = csv.reader(lines, delimiter=file.delimiter, strict=True)
+    header = _csv_fields(file, rows, "the header")
+    if header is None:
+        return
+    row = 0
+    lines.begin_row(row)
+    if bad := _bad_header(header):
+        raise DataError(f"{file.name}: the first line names the fields, but {bad}: mend it")
+    while (fields := _csv_fields(file, rows, file.place(row))) is not None:
+        yield header, fields
+        row += 1
         lines.begin_row(row)
-        if bad := _bad_header(header):
-            raise DataError(f"{file.name}: the first line names the fields, but {bad}: mend it")
-        while (fields := _csv_fields(file, rows, file.place(row))) is not None:
-            at.row = row
-            if row >= start and wanted(row):
-                yield row, _csv_row(file.place(row), header, fields)
-            row += 1
-            lines.begin_row(row)
-    return row
 
 
 class _CsvLines:
@@ -399,6 +409,7 @@ def _parquet_row(place: str, batch: Any, offset: int) -> Row:
     return Record(place, value)
 
 
-_READERS: dict[str, Callable[[RowFile, int, Wanted], Rows]] = {
-    "jsonl": _read_jsonl, "json": _read_json, "csv": _read_csv, "parquet": _read_parquet,
+# How the rows of a kind are found, and what makes a row of one that was found, given its place.
+_TEXT_KINDS: dict[str, tuple[Callable[[RowFile, BinaryIO], Iterator[tuple[Any, ...]]], Callable[..., Row]]] = {
+    "jsonl": (_lines, _json_row), "json": (_json_values, _object), "csv": (_csv_records, _csv_row),
 }  # fmt: skip

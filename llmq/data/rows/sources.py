@@ -5,16 +5,15 @@ from __future__ import annotations
 import glob
 import os
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from fractions import Fraction
 from pathlib import Path
 from typing import Any
 
-from llmq.data.batches.windows import matched
 from llmq.data.chat.encode import EncodeOptions
 from llmq.data.rows import datasets
-from llmq.data.rows.file_rows import FileRows, HeldShare, LocalFile, RowSequence
+from llmq.data.rows.file_rows import FileRows, HeldShare, RowSequence
 from llmq.data.rows.hub_data import NOT_DATA, HubSpec, by_split, open_hub_set
 from llmq.data.rows.row_files import BOM, COMPRESSIONS, SUFFIXES, RowFile
 from llmq.data.tokens.cache import content_hash
@@ -128,32 +127,54 @@ def find(
     return _hub(dataset, held, streaming)
 
 
+def matched(patterns: Iterable[str], problems: list[str], skip: str | None = None) -> list[Path]:
+    """The files that `patterns` name; adds to `problems` what matches nothing or is named twice.
+
+    A wildcard does not match names that end in `skip`; a pattern that is itself the name of a file is that file.
+    """
+    found: dict[Path, None] = {}
+    for pattern in patterns:
+        if Path(pattern).exists() or not glob.has_magic(pattern):
+            names = [Path(pattern)]
+        else:
+            hits = sorted(glob.glob(str(Path(pattern).expanduser()), recursive=True))
+            names = [Path(hit) for hit in hits if Path(hit).is_file() and not (skip and hit.endswith(skip))]
+            if not names:
+                problems.append(
+                    f"no file matches {pattern}: check the path (the shell passes a quoted glob on as it is)"
+                )
+        for name in names:
+            if name in found:
+                problems.append(f"{name} is named twice: name every file once")
+            found[name] = None
+    return list(found)
+
+
 def _local(inputs: Sequence[str], held: Held) -> Found:
+    """Files of rows or text; those of one folder by the split that their names give, as on the Hub."""
     problems: list[str] = []
-    folders = [path for text in inputs if (path := Path(text).expanduser()).is_dir()]
-    named = matched([str(Path(t).expanduser()) for t in inputs if not Path(t).expanduser().is_dir()], problems)
+    paths = [Path(text).expanduser() for text in inputs]
+    folders = [path for path in paths if path.is_dir()]
+    named = matched([str(path) for path in paths if path not in folders], problems)
     if problems:
         raise DataError("\n".join(problems))
-    if len(folders) == 1 and not named:
-        found = _folder(folders[0], held)
-    else:
-        files = [*(file for folder in folders for file in _data_files(folder)), *named]
-        found = _files(files, held)
-    return replace(found, asked=tuple(inputs))
-
-
-def _folder(folder: Path, held: Held) -> Found:
-    """A folder's files, by the split that their names tell, as on the Hub."""
-    files = _data_files(folder)
+    files = [*(file for folder in folders for file in _data_files(folder)), *named]
+    folder = folders[0] if len(folders) == 1 and not named else None
+    title = files[0].stem.split(".")[0]
+    if folder or len(files) > 1:
+        title = (folder or files[0].parent).resolve().name or "data"
     if _one_kind(files) == "text":
-        return replace(_texts(files, held), title=_name(folder))
-    splits = by_split([str(path.relative_to(folder)) for path in files])
-    rows = {name: _file_rows([folder / path for path in paths]) for name, paths in splits.items()}
-    if "train" not in rows:
-        if len(rows) > 1:
-            raise DataError(f"{folder} has the splits {', '.join(rows)}, but no train: name the files")
-        rows = {"train": next(iter(rows.values()))}
-    return replace(_split_rows(rows["train"], rows.get("validation"), held), title=_name(folder))
+        found = _texts(files, held)
+    elif folder is None:
+        found = _split_rows(_file_rows(files), None, held)
+    else:
+        splits = by_split([str(path.relative_to(folder)) for path in files])
+        if "train" not in splits and len(splits) > 1:
+            raise DataError(f"{folder} has the splits {', '.join(splits)}, but no train: name the files")
+        rows = {name: _file_rows([folder / path for path in names]) for name, names in splits.items()}
+        train = rows["train"] if "train" in rows else next(iter(rows.values()))
+        found = _split_rows(train, rows.get("validation") if "train" in rows else None, held)
+    return replace(found, title=title, asked=tuple(inputs))
 
 
 def _data_files(folder: Path) -> list[Path]:
@@ -171,13 +192,6 @@ def _data_files(folder: Path) -> list[Path]:
     return found
 
 
-def _files(paths: Sequence[Path], held: Held) -> Found:
-    title = paths[0].stem.split(".")[0] if len(paths) == 1 else _name(paths[0].resolve().parent)
-    if _one_kind(paths) == "text":
-        return replace(_texts(paths, held), title=title)
-    return replace(_split_rows(_file_rows(paths), None, held), title=title)
-
-
 def _one_kind(paths: Sequence[Path]) -> str:
     """Rows, or text where no file has the suffix of a file of rows; DataError for both."""
     rows = [path for path in paths if RowFile.of(path)]
@@ -188,10 +202,6 @@ def _one_kind(paths: Sequence[Path]) -> str:
         counts = ", ".join(f"{count} {kind}" for kind, count in kinds.most_common())
         raise DataError(f"the files are of several kinds ({counts}): give those of one kind, for example with a glob")
     return next(iter(kinds))
-
-
-def _name(folder: Path) -> str:
-    return folder.resolve().name or "data"
 
 
 def _texts(paths: Sequence[Path], held: Held) -> Found:
@@ -208,9 +218,9 @@ def _texts(paths: Sequence[Path], held: Held) -> Found:
 
 
 def _without_mark(document: Document) -> Document:
-    """The document behind its byte order mark, which is no text."""
+    """The document after its byte order mark, which is no text."""
     with document.path.open("rb") as file:
-        return document.behind(len(BOM)) if file.read(len(BOM)) == BOM else document
+        return document.after(len(BOM)) if file.read(len(BOM)) == BOM else document
 
 
 def _file_rows(paths: Sequence[Path]) -> FileRows:
@@ -218,7 +228,7 @@ def _file_rows(paths: Sequence[Path]) -> FileRows:
     problems = [f"{path}: no such file" for path in paths if not path.is_file()]
     if problems:
         raise DataError("\n".join(problems))
-    return FileRows(tuple(map(LocalFile, files)))
+    return FileRows(tuple(files))
 
 
 def _split_rows(train: FileRows, own: FileRows | None, held: Held) -> Found:

@@ -1,27 +1,25 @@
-"""What is kept between runs: downloads, and data that was tokenized once, by the hash of all that it was made from.
+"""What is kept between runs: names for it by content, a lock for its maker, and hashes of large files.
 
-A folder of the cache appears whole, by a rename. While it is made, its maker holds a lock of the operating system,
-which ends with the process however that ends; who wants the same folder meanwhile waits.
+A folder of the cache appears whole, by a rename. While it is made, its maker holds a lock, which ends with its process;
+other processes that want the same folder wait.
 """
 
 from __future__ import annotations
 
-import fcntl
 import hashlib
 import json
-import os
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
+from filelock import FileLock, Timeout
+
 from llmq.cache_folder import cache_folder
 from llmq.disk import reading, storage, write_whole
 from llmq.errors import StorageError
 
-POLL_S = 0.1
-BLOCK_BYTES = 1 << 20
 REMEMBERED_BYTES = 1 << 26  # a smaller file is hashed again sooner than a note of its hash is written
 
 
@@ -33,59 +31,24 @@ def key_of(identity: Any) -> str:
 
 @contextmanager
 def locked(path: Path, on_wait: Callable[[str], None]) -> Iterator[None]:
-    """Holds the lock file `path`, alone on this machine; `on_wait` is told once who has it, if somebody does.
+    """Holds the lock file `path`; calls `on_wait` with a line of text if another process or thread holds it.
 
-    The file is gone afterwards. StorageError if it cannot be made.
+    The file is gone afterwards. StorageError if it cannot be made, or the file system has no locks.
     """
-    with storage(path):
+    lock = FileLock(path, thread_local=False, fallback_to_soft=False)
+    advice = "choose a folder on another disk, for the cache with LLMQ_CACHE_DIR"
+    with storage(path, "cannot be written or locked", advice=advice):
         path.parent.mkdir(parents=True, exist_ok=True)
-    told = False
-    while True:
-        with storage(path):
-            fd = os.open(path, os.O_RDWR | os.O_CREAT, 0o666)
         try:
-            while not _taken(fd, path):
-                if not told:
-                    holder = os.pread(fd, 32, 0).decode(errors="replace").strip() or "?"
-                    on_wait(f"process {holder} is at work in {path.parent}: waiting until it is done")
-                    told = True
-                time.sleep(POLL_S)
-            if not _is_at(fd, path):  # the one before removed it while we waited
-                continue
-            os.ftruncate(fd, 0)
-            os.pwrite(fd, str(os.getpid()).encode(), 0)
-            try:
-                yield
-            finally:
-                path.unlink(missing_ok=True)
-            return
-        finally:
-            os.close(fd)
-
-
-def _taken(fd: int, path: Path) -> bool:
-    no_locks = storage(
-        path,
-        "this file system locks no files",
-        kept=f", so two processes could write to {path.parent} at once",
-        advice="choose a folder on another disk, for the cache with LLMQ_CACHE_DIR",
-    )
-    with no_locks:
-        try:
-            fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            return False
-        except OSError:
-            path.unlink(missing_ok=True)
-            raise
-    return True
-
-
-def _is_at(fd: int, path: Path) -> bool:
+            lock.acquire(blocking=False)
+        except Timeout:
+            on_wait(f"another process is at work in {path.parent}: waiting until it is done")
+            lock.acquire()
     try:
-        return os.path.samestat(os.fstat(fd), path.stat())
-    except FileNotFoundError:
-        return False
+        yield
+    finally:
+        path.unlink(missing_ok=True)  # still held, so that no other process has just taken it
+        lock.release()
 
 
 def content_hash(path: Path) -> str:
@@ -99,7 +62,7 @@ def content_hash(path: Path) -> str:
             return str(known["sha256"])
         digest = hashlib.sha256()
         with path.open("rb", 0) as file:
-            while block := file.read(BLOCK_BYTES):
+            while block := file.read(1 << 20):
                 digest.update(block)
     # A file that is written to within the clock's resolution keeps its times, so young ones are not remembered.
     is_old = time.time_ns() - max(found.st_mtime_ns, found.st_ctime_ns) > 2_000_000_000

@@ -7,17 +7,18 @@ it, making an array of the ids) is done meanwhile for its neighbours, so that th
 from __future__ import annotations
 
 import os
-import queue
-import threading
 from collections.abc import Generator, Iterator, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import closing
 from dataclasses import dataclass, field
-from typing import Any, Generic, Protocol, TypeVar
+from enum import Enum, auto
+from typing import Any, Protocol, TypeVar
 
 import numpy as np
 
 from llmq.data.chat.counts import Counts
 from llmq.data.chat.encode import Encoder
+from llmq.data.read_ahead import ReadAhead
 from llmq.data.rows.file_rows import START, Position, RowSequence
 from llmq.data.rows.records import BadRow, Record
 from llmq.data.tokens.text import Document, pieces
@@ -39,8 +40,8 @@ class TokenBatch:
 
     ids: np.ndarray  # (n,) int32
     trained: np.ndarray | None  # (n,) bool: whether each is trained as a target; None: all are
-    stops: np.ndarray  # (documents that end here,) int64: one behind the last token of each, ascending
-    position: Position  # where the source goes on behind this batch
+    stops: np.ndarray  # (documents that end here,) int64: one after the last token of each, ascending
+    position: Position  # where the source continues after this batch
     num_bytes: int = 0  # of text, where it is text files
     counts: Counts = field(default_factory=Counts)  # of the encoder, where it is rows
     bad: Sequence[BadRow] = field(default_factory=tuple)  # rows that are left out, in order
@@ -54,13 +55,18 @@ class Work(Protocol[B, R_co]):
     def encode(self, batch: B) -> R_co: ...
 
 
+class Edge(Enum):
+    """Where a document begins and ends among pieces of text."""
+
+    BEGIN = auto()
+    END = auto()
+
+
 @dataclass(frozen=True, eq=False)
 class Pieces:
-    """Pieces of documents; an empty piece is where one begins or ends."""
+    """Pieces of documents between their edges, and where the source continues after them."""
 
-    texts: list[str]
-    begins: list[bool]
-    ends: list[bool]
+    items: list[str | Edge]
     num_bytes: int
     position: Position
 
@@ -74,61 +80,41 @@ class TextWork:
 
     def batches(self, position: Position = START) -> Iterator[Pieces]:
         """Batches of about BATCH_CHARACTERS; raises DataError for what is not UTF-8."""
-        first, at = position or (0, 0)
-        texts: list[str] = []
-        begins: list[bool] = []
-        ends: list[bool] = []
+        items: list[str | Edge] = []
         characters = num_bytes = 0
-        for number in range(first, len(self.documents)):
+        for item, size, after in self._items(position):
+            items.append(item)
+            characters, num_bytes = characters + (len(item) if isinstance(item, str) else 0), num_bytes + size
+            if characters >= BATCH_CHARACTERS:
+                yield Pieces(items, num_bytes, after)
+                items, characters, num_bytes = [], 0, 0
+        if items:
+            yield Pieces(items, num_bytes, after)
+
+    def _items(self, position: Position) -> Iterator[tuple[str | Edge, int, Position]]:
+        """Pieces and edges, each with its bytes and the position after it."""
+        first, at = position or (0, 0)
+        for number, document in enumerate(self.documents[first:], first):
             if not at:
-                texts.append("")
-                begins.append(True)
-                ends.append(False)
-            for piece in pieces(self.documents[number].behind(at), self.tokenizer.in_pieces):
+                yield Edge.BEGIN, 0, (number, 0)
+            for piece in pieces(document.after(at), self.tokenizer.in_pieces):
                 size = len(piece) if piece.isascii() else len(piece.encode())
-                texts.append(piece)
-                begins.append(False)
-                ends.append(False)
-                characters, num_bytes, at = characters + len(piece), num_bytes + size, at + size
-                if characters >= BATCH_CHARACTERS:
-                    yield Pieces(texts, begins, ends, num_bytes, (number, at))
-                    texts, begins, ends, characters, num_bytes = [], [], [], 0, 0
-            texts.append("")
-            begins.append(False)
-            ends.append(True)
+                at += size
+                yield piece, size, (number, at)
+            yield Edge.END, 0, (number + 1, 0)
             at = 0
-        yield Pieces(texts, begins, ends, num_bytes, (len(self.documents), 0))
 
     def encode(self, batch: Pieces) -> TokenBatch:
         """The ids of all pieces, with what begins and ends a text around each document."""
-        encodings = self.tokenizer.encoder.encode_batch_fast(batch.texts, add_special_tokens=False)
-        first = np.array(self.tokenizer.begin_ids, np.int32)
-        counts = np.array([len(code) for code in encodings]) + np.array(batch.ends)
-        counts += len(first) * np.array(batch.begins)
-        stops = np.cumsum(counts)
-        ids = np.full(int(stops[-1]) if len(stops) else 0, self.tokenizer.eos_token_id, np.int32)
-        for code, stop, begin, end in zip(encodings, stops.tolist(), batch.begins, batch.ends, strict=True):
-            if begin:
-                ids[stop - len(first) : stop] = first
-            elif not end:
-                ids[stop - len(code) : stop] = np.fromiter(code.ids, np.int32, len(code))
-        return TokenBatch(ids, None, stops[batch.ends], batch.position, batch.num_bytes)
-
-
-class Encoders:
-    """An encoder for each thread that asks, made from one."""
-
-    def __init__(self, encoder: Encoder) -> None:
-        self.first = encoder
-        self._local = threading.local()
-
-    def own(self) -> Encoder:
-        """The encoder of this thread, with nothing counted."""
-        if not hasattr(self._local, "encoder"):
-            self._local.encoder = self.first.copied()
-        own: Encoder = self._local.encoder
-        own.counts = Counts()
-        return own
+        texts = [item for item in batch.items if isinstance(item, str)]
+        encodings = iter(self.tokenizer.encoder.encode_batch_fast(texts, add_special_tokens=False))
+        edges = {Edge.BEGIN: self.tokenizer.begin_ids, Edge.END: (self.tokenizer.eos_token_id,)}
+        parts = [
+            np.array(edges[item] if isinstance(item, Edge) else next(encodings).ids, np.int32) for item in batch.items
+        ]
+        stops = np.cumsum([len(part) for part in parts])
+        ends = np.array([item is Edge.END for item in batch.items])
+        return TokenBatch(np.concatenate(parts), None, stops[ends], batch.position, batch.num_bytes)
 
 
 @dataclass(frozen=True, eq=False)
@@ -144,25 +130,25 @@ class RowWork:
     """Rows, each a document (or several) as the encoder makes it."""
 
     rows: RowSequence
-    encoders: Encoders
+    encoder: Encoder
 
     def batches(self, position: Position = START) -> Iterator[Chunk]:
         """Batches of about BATCH_CHARACTERS, and at most BATCH_ROWS rows."""
         rows: list[Record | BadRow] = []
         characters = 0
-        for behind, row in self.rows.read(position):
+        for after, row in self.rows.read(position):
             rows.append(row)
             characters += _characters(row.value) if isinstance(row, Record) else 0
             if characters >= BATCH_CHARACTERS or len(rows) == BATCH_ROWS:
-                yield Chunk(rows, behind)
+                yield Chunk(rows, after)
                 rows, characters = [], 0
         if rows:
-            yield Chunk(rows, behind)
+            yield Chunk(rows, after)
 
     def encode(self, batch: Chunk) -> TokenBatch:
         """The ids of all rows that can be used, and what is wrong with the others."""
         bad = [row for row in batch.rows if isinstance(row, BadRow)]
-        encoder = self.encoders.own()
+        encoder = self.encoder.copied()
         documents = encoder.encode([row for row in batch.rows if isinstance(row, Record)], bad)
         if len(bad) > 1:
             order = {row.place: number for number, row in enumerate(batch.rows)}
@@ -188,64 +174,21 @@ def _characters(value: Any) -> int:
 
 
 def tokenized(work: Work[B, R], position: Position = START) -> Generator[R, None, None]:
-    """The tokens of all batches of `work` from `position` on, in order; closing the iterator ends its threads.
+    """The tokens of all batches of `work` from `position`, in order; closing the iterator ends its threads.
 
     Raises what reading or encoding raises, in the place of the batch where it happened.
     """
-    with ThreadPoolExecutor(_at_once(), "llmq-tokenize") as pool, _Ahead(work, position, pool) as ahead:
-        while (batch := ahead.next()) is not None:
-            yield batch.result()
+    pool = ThreadPoolExecutor(_at_once(), "llmq-tokenize")
+    results = (pool.submit(work.encode, batch) for batch in work.batches(position))
+    try:
+        with closing(ReadAhead(results, READ_AHEAD)) as ahead:
+            for result in ahead:
+                yield result.result()
+    finally:
+        pool.shutdown(cancel_futures=True)
 
 
 def _at_once() -> int:
-    """One batch at a time where the tokenizers library is told to use one thread."""
+    """One batch at a time where the tokenizers library is set to use one thread."""
     single = os.environ.get("TOKENIZERS_PARALLELISM", "").lower() in ("off", "false", "f", "no", "n", "0")
     return 1 if single else AT_ONCE
-
-
-class _Ahead(Generic[B, R]):
-    """A thread that reads batches and hands them to the pool, a few before they are asked for."""
-
-    def __init__(self, work: Work[B, R], position: Position, pool: ThreadPoolExecutor) -> None:
-        self._work, self._position, self._pool = work, position, pool
-        self._futures: queue.Queue[Future[R] | BaseException | None] = queue.Queue(READ_AHEAD)
-        self._stop = threading.Event()
-        self._thread = threading.Thread(target=self._read, name="llmq-read", daemon=True)
-
-    def __enter__(self) -> _Ahead[B, R]:
-        self._thread.start()
-        return self
-
-    def next(self) -> Future[R] | None:
-        """The next batch, or None behind the last; raises what went wrong while it was read."""
-        item = self._futures.get()
-        if isinstance(item, BaseException):
-            raise item
-        return item
-
-    def __exit__(self, *about: object) -> None:
-        self._stop.set()
-        while self._thread.is_alive():  # it waits for a place in the queue at most
-            self._empty()
-            self._thread.join(0.01)
-        self._empty()
-
-    def _empty(self) -> None:
-        while True:
-            try:
-                item = self._futures.get_nowait()
-            except queue.Empty:
-                return
-            if isinstance(item, Future):
-                item.cancel()
-
-    def _read(self) -> None:
-        last: BaseException | None = None
-        try:
-            for batch in self._work.batches(self._position):
-                if self._stop.is_set():
-                    return
-                self._futures.put(self._pool.submit(self._work.encode, batch))
-        except BaseException as error:  # it belongs to the thread that asks for batches
-            last = error
-        self._futures.put(last)

@@ -1,43 +1,40 @@
-"""Token files in the making: in parts of bounded size, and resumable after any end of the process.
+"""Token files in the making: in parts of bounded size, of which the finished ones outlive the process.
 
-Everything is written in a folder of its own. Its state.json says up to where, and when it was begun; an interrupted run
-that is asked for the same (by the key of all that the files are made from, but for that time) goes on there, and the
+Everything is written in a folder of its own, with a manifest that names the finished parts. An interrupted run that is
+asked for the same (by the key of all that the files are made from) continues after the last finished part, and the
 files have the bytes that they would have had.
 """
 
 from __future__ import annotations
 
-import json
 import os
-import shutil
-import time
 from collections.abc import Callable, Sequence
 from contextlib import closing
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import dataclass, replace
 from datetime import datetime
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+from pydantic import BaseModel, Field, ValidationError
 
 from llmq.data.chat.counts import Counts
 from llmq.data.rows.file_rows import START, Position
 from llmq.data.rows.records import BadRows
 from llmq.data.tokens.pipeline import TokenBatch, Work, tokenized
-from llmq.data.tokens.token_file import TokenWriter, partial_name
+from llmq.data.tokens.token_file import TokenWriter
 from llmq.disk import storage, write_whole
 from llmq.errors import DataError
 
 PART_TOKENS = 100_000_000  # llm.q's: a part ends with the first document that reaches it
-SAVE_EVERY_S = 5.0
-STATE = "state.json"
+MANIFEST = "manifest.json"
 
 
 @dataclass(frozen=True)
 class TokenStream:
     """Documents in order, and the files that they fill: `first` tokens in `first_name`, the others in parts of `name`.
 
-    No part is begun behind `limit` tokens in all. One part is `name`.bin, unless files are `numbered` in any case.
+    No part is begun after `limit` tokens in all. One part is `name`.bin, unless files are `numbered` in any case.
     """
 
     name: str
@@ -50,257 +47,203 @@ class TokenStream:
     whole: bool = False  # one part, whatever its size
 
 
-@dataclass
-class StreamProgress:
-    """How far a stream is."""
-
-    counts: Counts = field(default_factory=Counts)
-    num_bytes: int = 0  # of text files
-    bad: int = 0  # rows left out
-
-    def to_json(self) -> dict[str, Any]:
-        counts = {**vars(self.counts), "end_tokens": sorted(self.counts.end_tokens)}
-        return {"counts": counts, "num_bytes": self.num_bytes, "bad": self.bad}
-
-    @classmethod
-    def from_json(cls, value: dict[str, Any]) -> StreamProgress:
-        counts = Counts(**{**value["counts"], "end_tokens": set(value["counts"]["end_tokens"])})
-        return cls(counts, value["num_bytes"], value["bad"])
-
-
-@dataclass(frozen=True)
-class Made:
-    """A finished part, by its final name."""
+class FinishedPart(BaseModel):
+    """A finished file."""
 
     name: str
     num_tokens: int
     num_documents: int
+    num_trained: int
 
 
-OnProgress = Callable[[int, StreamProgress], None]
+class StreamProgress(BaseModel):
+    """How far a stream is: its finished parts, and the batch in which the next one begins."""
 
-
-def begun_at(folder: Path, key: str) -> datetime | None:
-    """When the run in `folder` that can be gone on with was begun; None if there is none for `key`."""
-    state = _read_state(folder, key)
-    return None if state is None else datetime.fromisoformat(state["begun"])
-
-
-def _read_state(folder: Path, key: str) -> dict[str, Any] | None:
-    try:
-        state = json.loads((folder / STATE).read_bytes())
-        if state["key"] == key and datetime.fromisoformat(state["begun"]):
-            return dict(state)
-    except (OSError, ValueError, KeyError, TypeError):
-        pass
-    return None
-
-
-class Producer:
-    """Makes the files of several streams in `folder`, one stream after the other; `begun` says when that began."""
-
-    def __init__(
-        self,
-        folder: Path,
-        key: str,
-        *,
-        vocab_size: int,
-        tokenizer_sha256: str,
-        skip_bad_rows: int,
-        progress: OnProgress,
-        begun: datetime,
-    ) -> None:
-        self.folder, self.key, self.progress = folder, key, progress
-        self.about: dict[str, Any] = {"vocab_size": vocab_size, "tokenizer_sha256": tokenizer_sha256}
-        self.skip_bad_rows = skip_bad_rows
-        known = _read_state(folder, key)
-        if known is None:
-            self.clear()
-        self.resumed = known is not None
-        self._state = known or {"key": key, "begun": begun.isoformat(), "streams": []}
-
-    def clear(self) -> None:
-        """Removes everything that was made."""
-        if self.folder.exists():
-            with storage(self.folder):
-                shutil.rmtree(self.folder)
+    parts: list[FinishedPart] = []
+    position: Position = START  # where that batch begins
+    skipped: int = 0  # tokens at its beginning that are in finished parts
+    rows: Counts = Field(default_factory=Counts)  # of the encoder up to there
+    num_bytes: int = 0  # of text files, up to there
+    bad: int = 0  # rows left out up to there
+    finished: bool = False
 
     @property
-    def was_saved(self) -> bool:
-        """Whether there is something to go on from."""
-        return (self.folder / STATE).exists()
+    def num_tokens(self) -> int:
+        """Those in finished parts."""
+        return sum(part.num_tokens for part in self.parts)
 
-    def run(self, streams: Sequence[TokenStream]) -> list[tuple[list[Made], StreamProgress]]:
-        """The parts and counts of each stream, under their final names in the folder."""
-        results: list[tuple[list[Made], StreamProgress]] = []
-        for number, stream in enumerate(streams):
-            known = self._state["streams"][number] if number < len(self._state["streams"]) else None
-            making = _Making(self, number, stream, known)
-            if not making.finished:
-                making.run(bad_before=sum(done.bad for _, done in results))
-            results.append((making.named(), making.done))
-        with storage(self.folder):
-            for path in self.folder.iterdir():
-                if path.name.startswith("."):  # what the writers of published parts left after a kill
-                    shutil.rmtree(path) if path.is_dir() else path.unlink()
-        return results
-
-    def save(self, number: int, state: dict[str, Any]) -> None:
-        """Makes durable how far stream `number` is."""
-        self._state["streams"][number:] = [state]
-        write_whole(self.folder / STATE, json.dumps(self._state).encode())
+    @property
+    def counts(self) -> Counts:
+        """The counts of a finished stream, of what is in its parts: they may lack documents of the last batch."""
+        documents, trained = (sum(getattr(p, name) for p in self.parts) for name in ("num_documents", "num_trained"))
+        return replace(self.rows, documents=documents, tokens=self.num_tokens, trained=trained)
 
 
-class _Making:
-    """One stream on its way into files."""
+class Manifest(BaseModel):
+    """What is in a folder of token files: while they are made, how far; then also each file with its size."""
 
-    def __init__(self, producer: Producer, number: int, stream: TokenStream, known: dict[str, Any] | None) -> None:
-        self.producer, self.number, self.stream = producer, number, stream
-        known = known or {}
-        self.position: Position = tuple(known.get("position", START))
-        self.parts = [Made(**part) for part in known.get("parts", [])]
-        self.done = StreamProgress.from_json(known["progress"]) if known else StreamProgress()
-        self.finished = bool(known.get("finished"))
-        self.writer: TokenWriter | None = None
-        self.sealed: list[TokenWriter] = []
-        for part in self.parts:  # sealed when the state was saved, but perhaps not renamed yet
-            path = producer.folder / part.name
-            if partial_name(path).exists():
-                with storage(path):
-                    os.replace(partial_name(path), path)
-        if "writer" in known:
-            self.writer = TokenWriter.resume(producer.folder / self._name(), known["writer"])
+    key: str = ""  # of all that they are made from
+    begun: datetime
+    streams: list[StreamProgress] = []
+    notes: list[str] = []  # on their rows
+    files: dict[str, int] = {}
 
-    def run(self, *, bad_before: int) -> None:
-        """Tokenizes to the end of the stream or its limit; `bad_before` rows of other streams were left out."""
-        bad = BadRows(self.producer.skip_bad_rows, bad_before + self.done.bad)
-        saved = time.monotonic()
+    @classmethod
+    def read(cls, folder: Path) -> Manifest | None:
+        """That of `folder`; None if there is none that can be read."""
         try:
-            with closing(tokenized(self.stream.work, self.position)) as batches:
+            return cls.model_validate_json((folder / MANIFEST).read_bytes())
+        except (OSError, ValidationError):
+            return None
+
+    @classmethod
+    def unfinished(cls, folder: Path, key: str) -> Manifest | None:
+        """That of an interrupted run for `key`, if the parts that it names are there."""
+        found = cls.read(folder)
+        parts = [part for stream in found.streams for part in stream.parts] if found is not None else []
+        return found if found and found.key == key and all((folder / part.name).exists() for part in parts) else None
+
+    def write(self, folder: Path) -> None:
+        """Puts it in `folder`, whole and durably."""
+        write_whole(folder / MANIFEST, self.model_dump_json(indent=1).encode())
+
+
+@dataclass(frozen=True)
+class Producer:
+    """Makes the files of several streams in `folder`, one stream after the other, from where `manifest` says."""
+
+    folder: Path
+    manifest: Manifest
+    vocab_size: int
+    tokenizer_sha256: str
+    skip_bad_rows: int
+    on_progress: Callable[[Sequence[StreamProgress]], None]
+
+    def run(self, streams: Sequence[TokenStream]) -> list[StreamProgress]:
+        """The finished streams."""
+        done = self.manifest.streams
+        for number, stream in enumerate(streams):
+            if number == len(done):
+                done.append(StreamProgress())
+            if not done[number].finished:
+                bad = BadRows(self.skip_bad_rows, sum(progress.bad for progress in done))
+                _Filling(self, stream, done[number]).run(bad)
+        return done
+
+
+class _Filling:
+    """One stream on its way into parts."""
+
+    def __init__(self, producer: Producer, stream: TokenStream, done: StreamProgress) -> None:
+        self.producer, self.stream, self.done = producer, stream, done
+        self.writer: TokenWriter | None = None
+
+    def run(self, bad: BadRows) -> None:
+        """Tokenizes to the end of the stream or its limit."""
+        done = self.done
+        try:
+            with closing(tokenized(self.stream.work, done.position)) as batches:
                 for tokens in batches:
                     for row in tokens.bad:
                         bad.add(row)
-                    self._count(tokens)
-                    more = self._append(tokens)
-                    self.position = tokens.position
-                    self.producer.progress(self.number, self.done)
-                    if self.sealed or time.monotonic() - saved >= SAVE_EVERY_S:
-                        self._save()
-                        saved = time.monotonic()
-                    if not more:
+                    has_room = self._append(tokens)
+                    done.position, done.skipped = tokens.position, max(done.skipped - len(tokens.ids), 0)
+                    done.rows.add(tokens.counts)
+                    done.num_bytes += tokens.num_bytes
+                    done.bad += len(tokens.bad)
+                    self.producer.on_progress(self.producer.manifest.streams)
+                    if not has_room:
                         break
-            if self.writer is not None:
-                self._seal()
-            self.finished = True
-            self._save()
+            self._end_part()
         finally:
             if self.writer is not None:
-                self.writer.close()
-
-    def _count(self, tokens: TokenBatch) -> None:
-        # What is written is counted there: not all of the last batch may be.
-        self.done.counts.add(replace(tokens.counts, documents=0, tokens=0, trained=0))
-        self.done.num_bytes += tokens.num_bytes
-        self.done.bad += len(tokens.bad)
+                self.writer.discard()
+        self._name_only_part()
+        done.finished = True
+        self.producer.manifest.write(self.producer.folder)
 
     def _append(self, tokens: TokenBatch) -> bool:
         """Writes a batch, in several parts where one is full; returns whether there is room for more."""
-        begin = 0
-        while True:
-            room = self._room()
-            index = len(tokens.stops)
-            if room is not None:
-                index = int(np.searchsorted(tokens.stops, begin + room))
-            if index == len(tokens.stops):
-                self._write(tokens, begin, len(tokens.ids))
-                return True
-            stop = int(tokens.stops[index])
-            self._write(tokens, begin, stop)
-            self._seal()
-            if self.stream.limit is not None and self.done.counts.tokens >= self.stream.limit:
+        start = min(self.done.skipped, len(tokens.ids))
+        while (stop := self._part_end(tokens, start)) is not None:
+            self._write(tokens, start, stop)
+            self._end_part()
+            start = self.done.skipped = stop
+            self.producer.manifest.write(self.producer.folder)
+            if self.stream.limit is not None and self.done.num_tokens >= self.stream.limit:
                 return False
-            begin = stop
+        self._write(tokens, start, len(tokens.ids))
+        return True
 
-    def _room(self) -> int | None:
-        """Tokens until the part is full, not above 0 inside a document that fills it. None: it never is."""
-        if self.stream.first_name is not None and not self.parts:
+    def _part_end(self, tokens: TokenBatch, start: int) -> int | None:
+        """Where in a batch, from its token `start`, the part is full and a document ends; None if nowhere."""
+        if self.stream.first_name is not None and not self.done.parts:
             size = self.stream.first
         elif self.stream.whole:
             return None
         else:
             size = min(PART_TOKENS, self.stream.limit or PART_TOKENS)
-        return size - (self.writer.num_tokens if self.writer is not None else 0)
+        room = size - (self.writer.num_tokens if self.writer is not None else 0)
+        index = int(np.searchsorted(tokens.stops, start + room))
+        return int(tokens.stops[index]) if index < len(tokens.stops) else None
 
     def _write(self, tokens: TokenBatch, start: int, stop: int) -> None:
         if start == stop:
             return
-        masks = self.stream.has_masks
+        producer, has_masks = self.producer, self.stream.has_masks
         if self.writer is None:
-            path = self.producer.folder / self._name()
-            self.writer = TokenWriter(path, has_masks=masks, resumable=True, **self.producer.about)
-        assert masks or tokens.trained is None
+            self.writer = TokenWriter(
+                producer.folder / self._name(),
+                vocab_size=producer.vocab_size,
+                has_masks=has_masks,
+                tokenizer_sha256=producer.tokenizer_sha256,
+            )
+        assert has_masks or tokens.trained is None
         mask = None
-        if masks:
+        if has_masks:
             mask = np.ones(stop - start, bool) if tokens.trained is None else tokens.trained[start:stop]
         inside = (tokens.stops > start) & (tokens.stops <= stop)
         self.writer.append(tokens.ids[start:stop], mask, stops=tokens.stops[inside] - start)
-        self.done.counts.tokens += stop - start
-        self.done.counts.documents += int(inside.sum())
-        self.done.counts.trained += stop - start if mask is None else int(mask.sum())
 
-    def _seal(self) -> None:
-        assert self.writer is not None
-        self.writer.seal()
-        self.parts.append(Made(self._name(), self.writer.num_tokens, self.writer.num_documents))
-        self.sealed.append(self.writer)
-        self.writer = None
-
-    def _save(self) -> None:
-        """The state first, then the names: a part that the state does not know is made again."""
-        state: dict[str, Any] = {
-            "position": list(self.position),
-            "parts": [asdict(part) for part in self.parts],
-            "progress": self.done.to_json(),
-            "finished": self.finished,
-        }
-        if self.writer is not None:
-            state["writer"] = self.writer.state()
-        self.producer.save(self.number, state)
-        for writer in self.sealed:
-            writer.publish()
-        self.sealed = []
+    def _end_part(self) -> None:
+        if (writer := self.writer) is not None:
+            writer.finish()
+            self.writer = None
+            self.done.parts.append(
+                FinishedPart(
+                    name=self._name(),
+                    num_tokens=writer.num_tokens,
+                    num_documents=writer.num_documents,
+                    num_trained=writer.num_trained,
+                )
+            )
 
     def _name(self) -> str:
-        """Where the part that is being written lies, for now."""
-        before = self.stream.first_name is not None
-        if before and not self.parts:
-            return f"{self.stream.first_name}.bin"
-        return f"{self.stream.name}-{len(self.parts) - before:03d}.bin"
+        """That of the part that is being written."""
+        number = len(self.done.parts) - (self.stream.first_name is not None)
+        return f"{self.stream.first_name}.bin" if number < 0 else f"{self.stream.name}-{number:03d}.bin"
 
-    def named(self) -> list[Made]:
-        """The parts by their final names, which are given here."""
-        before = int(self.stream.first_name is not None)
-        if self.stream.numbered or len(self.parts) - before != 1:
-            return self.parts
-        only = replace(self.parts[before], name=f"{self.stream.name}.bin")
-        path = self.producer.folder / self.parts[before].name
-        if path.exists():  # else an earlier run, which was killed behind this, has done it
-            with storage(path):
-                os.replace(path, self.producer.folder / only.name)
-        return [*self.parts[:before], only]
+    def _name_only_part(self) -> None:
+        """Takes the number off the name of the last part, if it is the only one that has a number."""
+        if self.stream.numbered or len(self.done.parts) != 1 + (self.stream.first_name is not None):
+            return
+        part, folder = self.done.parts[-1], self.producer.folder
+        name = f"{self.stream.name}.bin"
+        with storage(folder):
+            os.replace(folder / part.name, folder / name)
+        part.name = name
 
 
-def require_trained(what: str, done: StreamProgress, advice: str = "") -> None:
+def require_trained(what: str, counts: Counts, bad: int = 0, advice: str = "") -> None:
     """DataError, with what else could be done as `advice`, unless there is a document with a trained token."""
-    if done.counts.trained:
+    if counts.trained:
         return
-    counts = done.counts
-    left = f", {done.bad} bad rows left out" if done.bad else ""
+    left = f", {bad} bad rows left out" if bad else ""
     if counts.too_long:
         left += f", {counts.too_long} of {counts.rows} rows are too long: --seq-len {counts.longest} keeps all"
     if counts.untrained or (counts.rows and not counts.too_long):
         left += f", {counts.untrained} of {counts.rows} rows have no trained token"
     raise DataError(
-        f"{what} has not one token that would be trained ({done.counts.documents} documents{left}): give data with "
+        f"{what} has not one token that would be trained ({counts.documents} documents{left}): give data with "
         "text, change --train-on, or check which fields are mapped (--map)" + advice
     )

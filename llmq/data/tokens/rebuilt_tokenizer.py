@@ -10,17 +10,15 @@ Nothing is imported of transformers, and no text is tokenized: what decides on i
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import Any
 
+from llmq.data.tokens.text import QWEN2_PATTERN
+from llmq.data.tokens.tokenizer import json_if_there
 from llmq.model.config import read_json
 
 Parts = dict[str, Any]  # name of a part -> its steps, in order, or a flag
 
-QWEN2_PATTERN = (
-    r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
-)
 # The class of a model type, which tokenizer_class cannot change for qwen2.
 BY_MODEL = {"qwen2": "Qwen2Tokenizer", "qwen3": "Qwen2Tokenizer"}
 FORCED = ("qwen2",)
@@ -36,7 +34,7 @@ MODEL_DEFAULTS = {"byte_fallback": False, "fuse_unk": False, "ignore_merges": Fa
 
 
 def rebuilt_warning(folder: Path | None, model_type: str | None = None) -> str | None:
-    """What to tell the user of the tokenizer in `folder`: how transformers 5 changes it; None if it does not.
+    """A warning that transformers 5 changes the tokenizer in `folder`; None if it does not.
 
     `model_type` is that of the model that it is for, where config.json is not there to name it. DataError for a JSON
     file that cannot be read.
@@ -44,19 +42,15 @@ def rebuilt_warning(folder: Path | None, model_type: str | None = None) -> str |
     path = folder / "tokenizer.json" if folder is not None else None
     if folder is None or path is None or not path.is_file():
         return None
-    content, settings = read_json(path), _read(folder / "tokenizer_config.json")
-    config = _read(folder / "config.json")
+    content, settings = read_json(path), json_if_there(folder / "tokenizer_config.json")
+    config = json_if_there(folder / "config.json")
     model_type = model_type or config.get("model_type")
     name = _class_name(model_type, settings.get("tokenizer_class") or config.get("tokenizer_class"), path)
     rebuilt = _rebuilt(name, settings)
     if rebuilt is None or (content.get("model") or {}).get("type", "BPE") != "BPE":
         return None
     own = _own(content)
-    different = [
-        f"{part} {_words(own[part])}, rebuilt as {_words(value)}"
-        for part, value in rebuilt.items()
-        if own[part] != value
-    ]
+    different = [part for part, value in rebuilt.items() if own[part] != value]
     if not different:
         return None
     fix = (
@@ -67,12 +61,8 @@ def rebuilt_warning(folder: Path | None, model_type: str | None = None) -> str |
     )
     return (
         f"transformers 5 gives other tokens than {path}, which is trained: its {name} has a pre-tokenizer of its own. "
-        f"Different: {'; '.join(different)}. To get the trained tokens there, {fix}"
+        f"Different: {', '.join(different)}. To get the trained tokens there, {fix}"
     )
-
-
-def _read(path: Path) -> dict[str, Any]:
-    return read_json(path) if path.is_file() else {}
 
 
 def _class_name(model_type: Any, tokenizer_class: Any, path: Path) -> str | None:
@@ -120,17 +110,3 @@ def _steps(part: Any, inner: str) -> list[dict[str, Any]]:
         return [step for one in part.get(inner, ()) for step in _steps(one, inner)]
     kept = {key: value for key, value in part.items() if key not in IRRELEVANT}
     return [{**DEFAULTS.get(str(part.get("type")), {}), **kept}]
-
-
-def _words(value: Any) -> str:
-    """Steps, or a flag, as a user can compare them."""
-    if not isinstance(value, list):
-        return json.dumps(value)
-    return " + ".join(_step_words(step) for step in value) or "none"
-
-
-def _step_words(step: dict[str, Any]) -> str:
-    pattern = step.get("pattern")
-    values = {**step, "pattern": next(iter(pattern.values()))} if isinstance(pattern, dict) and pattern else step
-    about = ", ".join(f"{key}={value}" for key, value in values.items() if key not in ("type", "invert", "behavior"))
-    return f"{step.get('type')}({about})" if about else str(step.get("type"))

@@ -72,7 +72,7 @@ class Sidecar(BaseModel):
 
     @classmethod
     def read(cls, token_file: Path, num_tokens: int) -> Sidecar | None:
-        """What lies beside `token_file`, or None; DataError if it is unreadable or tells of another file."""
+        """What lies beside `token_file`, or None; DataError if it is unreadable or of another file."""
         path = sidecar_name(token_file)
         fix = "make the token file again, or delete the sidecar to use the tokens without it"
         try:
@@ -88,9 +88,7 @@ class Sidecar(BaseModel):
         if sidecar.sidecar_version != 1:
             raise DataError(f"{path} has sidecar_version {sidecar.sidecar_version}, but only 1 can be read: {fix}")
         if sidecar.num_tokens != num_tokens:
-            raise DataError(
-                f"{path} tells of {sidecar.num_tokens} tokens, but {token_file.name} has {num_tokens}: {fix}"
-            )
+            raise DataError(f"{path} is of {sidecar.num_tokens} tokens, but {token_file.name} has {num_tokens}: {fix}")
         return sidecar
 
 

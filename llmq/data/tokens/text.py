@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import codecs
+import mmap
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from fractions import Fraction
 from pathlib import Path
@@ -15,35 +16,24 @@ from llmq.errors import DataError
 
 BLOCK_BYTES = 1 << 16  # read at once; a piece is about as long, and the pieces of a batch are tokenized in parallel
 
-# Where text can be cut: before a space behind a visible character; behind a single line break between such; for JSON
-# and code, which have megabytes without either, before an indentation's last space and between a digit and a comma;
-# and, for text without spaces, before a line break or a full-width mark behind a letter that is one in every Unicode.
-# There each pattern below ends a match, whose end does not depend on what follows, and none of them looks back; so the
-# words on both sides are those of the whole text. NFC joins nothing there. Before an added token, and before a digit
-# where digits are split off first, all of an indentation is one word: so only a letter or a quote may follow it.
-_LETTER = r"[0-9A-Za-z\u3041-\u3096\u30a1-\u30fa\u4e00-\u9fa5\uac00-\ud7a3]"
-_MARKS = r"\u3001\u3002\uff01\uff0c\uff1a\uff1b\uff1f"
-_CUT = re.compile(
-    r"""(?<=\S)(?= )|(?<=\S\n)(?=[^\s/])|(?<=\s)(?= [A-Za-z"])|(?<=[0-9])(?=,)"""
-    rf"|(?<={_LETTER})(?=[\r\n{_MARKS}])"
-)
-_ACROSS_A_CUT = re.compile(rf"""^[A-Za-z"]|[,{_MARKS}]|\s""")  # what an added token must not have
+# Where text can be cut: before a space after a visible character, and after a single line break between such. There
+# each pattern below ends a match, and none looks back, so the words on both sides are those of the whole text.
+_CUT = re.compile(r"(?<=\S)(?= )|(?<=\S\n)(?=[^\s/])")
 
-# The word patterns of GPT-2 (which is also what ByteLevel does by itself), of Llama 3 and cl100k, of Qwen2 and of
-# GPT-4o. They match a space only first in a word or in white space, and a line break only in white space or, with a
-# slash in GPT-4o's, last after punctuation.
-_CONTRACTIONS = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)"
-_SPACES = r"\s*[\r\n]+|\s+(?!\S)|\s+"
-_KNOWN_PATTERNS = frozenset(
-    {
-        r"'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+",
-        rf"{_CONTRACTIONS}|[^\r\n\p{{L}}\p{{N}}]?\p{{L}}+|\p{{N}}{{1,3}}| ?[^\s\p{{L}}\p{{N}}]+[\r\n]*|{_SPACES}",
-        rf"{_CONTRACTIONS}|[^\r\n\p{{L}}\p{{N}}]?\p{{L}}+|\p{{N}}| ?[^\s\p{{L}}\p{{N}}]+[\r\n]*|{_SPACES}",
-        r"[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]*[\p{Ll}\p{Lm}\p{Lo}\p{M}]+(?i:'s|'t|'re|'ve|'m|'ll|'d)?|"
-        r"[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]+[\p{Ll}\p{Lm}\p{Lo}\p{M}]*(?i:'s|'t|'re|'ve|'m|'ll|'d)?|"
-        rf"\p{{N}}{{1,3}}| ?[^\s\p{{L}}\p{{N}}]+[\r\n/]*|{_SPACES}",
-    }
+# The word patterns of GPT-2 (which is also what ByteLevel does by itself), of Qwen2, of Llama 3 and cl100k, and of
+# GPT-4o. They match a space only first in a word or in white space, and a line break only in white space or, with
+# GPT-4o's slash, last after punctuation.
+GPT2_PATTERN = r"'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+"
+QWEN2_PATTERN = (
+    r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
 )
+LLAMA3_PATTERN = QWEN2_PATTERN.replace(r"|\p{N}|", r"|\p{N}{1,3}|")
+GPT4O_PATTERN = (
+    r"[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]*[\p{Ll}\p{Lm}\p{Lo}\p{M}]+(?i:'s|'t|'re|'ve|'m|'ll|'d)?|"
+    r"[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]+[\p{Ll}\p{Lm}\p{Lo}\p{M}]*(?i:'s|'t|'re|'ve|'m|'ll|'d)?|"
+    r"\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n/]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+)
+KNOWN_PATTERNS = (GPT2_PATTERN, QWEN2_PATTERN, LLAMA3_PATTERN, GPT4O_PATTERN)
 
 
 @dataclass(frozen=True)
@@ -58,8 +48,8 @@ class Document:
     def num_bytes(self) -> int:
         return self.stop - self.start
 
-    def behind(self, count: int) -> Document:
-        """The rest behind the first `count` bytes."""
+    def after(self, count: int) -> Document:
+        """The rest after the first `count` bytes."""
         return replace(self, start=self.start + count)
 
 
@@ -89,7 +79,7 @@ def split(documents: Sequence[Document], eval_fraction: float) -> tuple[list[Doc
     """The training documents, the evaluation documents, and in words how they were chosen.
 
     Whole documents go to the evaluation, spread evenly, as long as they are at most `eval_fraction` of the bytes up to
-    there. If none fits (as with a single file), the end of the largest document does, from behind a line break.
+    there. If none fits (as with a single file), the end of the largest document does, from the start of a line.
     Raises DataError if that has no line break to be cut at.
     """
     fraction = Fraction(str(eval_fraction))
@@ -125,23 +115,15 @@ def split(documents: Sequence[Document], eval_fraction: float) -> tuple[list[Doc
 
 def _line_border(document: Document, at: int) -> int:
     """The first start of a line at or after byte `at`, or the last one before it."""
-    with document.path.open("rb") as file:
-        file.seek(at - 1)
-        line = file.readline()
-        border = at - 1 + len(line)
-        if line.endswith(b"\n") and document.start < border < document.stop:
-            return border
-        while at > document.start:
-            start = max(document.start, at - BLOCK_BYTES)
-            file.seek(start)
-            found = file.read(at - start).rfind(b"\n")
-            if found >= 0:
-                return start + found + 1
-            at = start
-    raise DataError(
-        f"{document.path} has no line break within, so no part of it can be kept for evaluation: "
-        "give several files, or --eval-fraction 0"
-    )
+    start, stop = document.start, document.stop
+    with document.path.open("rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as content:
+        border = content.find(b"\n", at - 1, stop - 1) + 1 or content.rfind(b"\n", start, at) + 1
+    if not border:
+        raise DataError(
+            f"{document.path} has no line break within, so no part of it can be kept for evaluation: "
+            "give several files, or --eval-fraction 0"
+        )
+    return border
 
 
 def tokenizes_in_pieces(tokenizer: Mapping[str, Any]) -> bool:
@@ -160,7 +142,7 @@ def tokenizes_in_pieces(tokenizer: Mapping[str, Any]) -> bool:
             case {"type": "ByteLevel", "add_prefix_space": False}:
                 splits_words |= part.get("use_regex", True)
             case {"type": "Split", "pattern": {"Regex": pattern}, "behavior": "Isolated", "invert": False}:
-                if pattern not in _KNOWN_PATTERNS:
+                if pattern not in KNOWN_PATTERNS:
                     return False
                 splits_words = True
             case {"type": "Digits"}:
@@ -169,7 +151,7 @@ def tokenizes_in_pieces(tokenizer: Mapping[str, Any]) -> bool:
                 return False
     # Added tokens are taken out of the text first, some with the white space around them; special ones are left in it.
     ordinary = [token for token in tokenizer.get("added_tokens", []) if not token.get("special")]
-    plain = all(not (t["lstrip"] or t["rstrip"] or _ACROSS_A_CUT.search(t["content"])) for t in ordinary)
+    plain = all(not (t["lstrip"] or t["rstrip"] or re.search(r"\s", t["content"])) for t in ordinary)
     return splits_words and plain and not (tokenizer.get("model") or {}).get("dropout")
 
 
@@ -178,24 +160,24 @@ def pieces(document: Document, cut: bool) -> Iterator[str]:
 
     Raises DataError, with the byte's place, if it is not UTF-8.
     """
-    pending: list[str] = []
-    for text in _decoded(document):
-        found = _CUT.search(text) if cut else None
-        if found is not None:
-            yield "".join([*pending, text[: found.end()]])
-            pending = [text[found.end() :]]
-        else:
-            pending.append(text)
-    yield "".join(pending)
+    return _cut(_decoded(document)) if cut else iter(["".join(_decoded(document))])
 
 
 def pieces_of(text: str) -> list[str]:
     """`text` in pieces of about BLOCK_BYTES characters, which tokenize like the whole (see `tokenizes_in_pieces`)."""
-    found, start = [], 0
-    while len(text) - start > BLOCK_BYTES and (cut := _CUT.search(text, start + BLOCK_BYTES)):
-        found.append(text[start : cut.end()])
-        start = cut.end()
-    return [*found, text[start:]]
+    return list(_cut(text[at : at + BLOCK_BYTES] for at in range(0, len(text), BLOCK_BYTES)))
+
+
+def _cut(blocks: Iterable[str]) -> Iterator[str]:
+    """The text of `blocks` again, cut once in each block that has a place for it."""
+    pending: list[str] = []
+    for block in blocks:
+        if found := _CUT.search(block):
+            yield "".join([*pending, block[: found.end()]])
+            pending = [block[found.end() :]]
+        else:
+            pending.append(block)
+    yield "".join(pending)
 
 
 def _decoded(document: Document) -> Iterator[str]:

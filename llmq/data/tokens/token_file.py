@@ -1,40 +1,26 @@
-"""Token files, read through a map of the file and written piece by piece. Bytes: token_format.py."""
+"""Token files, read through a map of the file and written piece by piece. For the bytes, see token_format.py."""
 
 from __future__ import annotations
 
 import os
-import shutil
 import stat
 import zlib
-from collections.abc import Mapping, Sequence
+from array import array
+from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
 from types import TracebackType
-from typing import Any, BinaryIO
+from typing import Any
 
 import numpy as np
 
-from llmq.data.tokens.token_format import (
-    BLOCK_BYTES,
-    CHECKSUM,
-    FILLER,
-    HEADER_BYTES,
-    NEWEST,
-    START,
-    VERSIONS,
-    Header,
-    mask_bytes,
-)
+from llmq.data.tokens.token_format import BLOCK_BYTES, CHECKSUM, HEADER_BYTES, NEWEST, START, Header, mask_bytes
 from llmq.disk import reading, storage, sync_folder, temporary_name
-from llmq.errors import DataError, StorageError, UsageError
+from llmq.errors import DataError
 
-MASKS, DOCUMENTS = ".masks", ".documents"  # what is written beside the tokens until a file is complete
-STATE = {"version", "vocab_size", "has_masks", "tokenizer_sha256", "tokens", "documents", "document_start", "bytes"}
-STATE |= {"mask_bits"}  # what a writer's state has in it
-MAX_LEGACY_TOKENS = 2**31 - 1  # the count is an int32 in versions 1 and 2
-
-CHECKED_AT_ONCE = 1 << 20  # tokens, or documents, held in memory while they are checked (4 or 8 MiB)
+CHECKED_AT_ONCE = 1 << 20  # tokens in memory while they are checked (4 MiB)
 SAMPLED_BLOCKS = 16  # of a file without checksums
 
 
@@ -71,7 +57,7 @@ class TokenFile:
 
     @property
     def fingerprint(self) -> str:
-        """Tells the file's content from another's: by all its checksums, or before version 3 by a few of its blocks."""
+        """Another content has another one. Of all checksums, or before version 3 of a few of its blocks."""
         if self.header.version >= 3:
             return f"{self.num_tokens}-{self.header.table_checksum:08x}"
         crc = 0
@@ -102,11 +88,7 @@ class TokenFile:
             return np.array([0, self.num_tokens][: header.num_documents + 1], np.int64)
         self._check_blocks(header.documents_at, header.table_at)
         starts = self.data[header.documents_at : header.table_at].view(START)
-        wrong = starts[0] != 0 or starts[-1] != self.num_tokens
-        for at in range(0, header.num_documents, CHECKED_AT_ONCE):
-            part = starts[at : at + CHECKED_AT_ONCE + 1]
-            wrong = wrong or bool((part[1:] <= part[:-1]).any())
-        if wrong:
+        if starts[0] != 0 or starts[-1] != self.num_tokens or (starts[1:] <= starts[:-1]).any():
             raise DataError(
                 f"{self.path}: its documents do not rise from token 0 to {self.num_tokens}: make the file again"
             )
@@ -204,112 +186,37 @@ class TokenFile:
 class TokenWriter:
     """Writes a token file piece by piece under a temporary name; it takes its real name when it is complete.
 
-    As a context manager, it publishes at the end and, after an exception, leaves nothing. To publish several files
-    together, `seal` each and then `publish` each. All methods raise StorageError if the disk does not take the bytes.
-
-    A `resumable` writer keeps what it wrote after an exception, and after a kill: `resume` with the last `state` goes
-    on, `discard` removes it. Its temporary names are the same in every process, so only one may write at a time.
+    As a context manager, it finishes the file at the end, and after an exception leaves nothing. Mask bits and document
+    starts are in memory until then. All methods raise StorageError if the disk does not take the bytes.
     """
 
     def __init__(
-        self,
-        path: str | Path,
-        *,
-        vocab_size: int,
-        has_masks: bool = False,
-        version: int = NEWEST,
-        tokenizer_sha256: str | None = None,
-        resumable: bool = False,
-        state: Mapping[str, Any] | None = None,
+        self, path: str | Path, *, vocab_size: int, has_masks: bool = False, tokenizer_sha256: str | None = None
     ) -> None:
-        """`vocab_size` bounds the ids; version 1 does not hold it, and only version 3 holds the tokenizer's hash.
-
-        `state` is what `resume` goes on from. Raises UsageError for masks in version 1, which has none.
-        """
-        assert version in VERSIONS
-        if has_masks and version == 1:
-            raise UsageError(f"{path}: token files of version 1 have no masks: write version 2 or {NEWEST}")
+        """`vocab_size` bounds the ids."""
         self.path = Path(path)
-        self.header = Header(version, 0, vocab_size, has_masks, 0, tokenizer_sha256)
-        self.num_tokens = self.num_documents = 0
-        self._resumable, self._sealed = resumable, False
-        self._document_start = 0
-        self._bits = np.zeros(0, bool)  # mask bits that do not fill a byte yet
-        parts = ["", *([MASKS] if has_masks else []), *([DOCUMENTS] if version >= 3 else [])]
-        hidden = partial_name if resumable else temporary_name
-        self._names = {part: hidden(self.path.with_name(self.path.name + part)) for part in parts}
-        self._files: dict[str, BinaryIO] = {}
+        self.header = Header(NEWEST, 0, vocab_size, has_masks, 0, tokenizer_sha256)
+        self.num_tokens = self.num_trained = 0
+        self._starts = array("q", [0])  # of documents; the last is where the next one begins
+        self._masks, self._bits = bytearray(), np.zeros(0, bool)  # whole bytes, and the bits that do not fill one yet
+        self._temporary = temporary_name(self.path)
         with storage(self.path):
             self.path.parent.mkdir(parents=True, exist_ok=True)
-            for part, name in self._names.items():
-                self._files[part] = name.open("w+b" if state is None else "r+b")
-            if state is None:
-                self._files[""].write(FILLER)
-                self._put(DOCUMENTS, np.zeros(1, START))
-            else:
-                self._go_on(state)
+            self._file = self._temporary.open("w+b")
+            self._file.write(bytes(HEADER_BYTES))
 
-    @classmethod
-    def resume(cls, path: str | Path, state: Mapping[str, Any]) -> TokenWriter:
-        """A resumable writer of `path` that goes on where `state` was taken; what was written after it is cut off.
-
-        Raises DataError if what the earlier writer left is gone or does not hold that much.
-        """
-        path = Path(path)
-        if missing := STATE - set(state):
-            raise DataError(f"the state to resume {path} from lacks {', '.join(sorted(missing))}: start over")
-        about = {name: state[name] for name in ("vocab_size", "has_masks", "version", "tokenizer_sha256")}
-        try:
-            return cls(path, **about, resumable=True, state=state)
-        except StorageError as error:
-            if isinstance(error.__cause__, FileNotFoundError):
-                raise DataError(f"{partial_name(path)} is gone, so it cannot be gone on with: start over") from None
-            raise
-
-    def state(self) -> dict[str, Any]:
-        """What `resume` needs to go on from here, as JSON knows it; the disk has all of it when this returns."""
-        with storage(self.path):
-            for file in self._files.values():
-                file.flush()
-                os.fsync(file.fileno())
-        return {
-            "version": self.header.version,
-            "vocab_size": self.header.vocab_size,
-            "has_masks": self.header.has_masks,
-            "tokenizer_sha256": self.header.tokenizer_sha256,
-            "tokens": self.num_tokens,
-            "documents": self.num_documents,
-            "document_start": self._document_start,
-            "bytes": self._files[""].tell(),
-            "mask_bits": self._bits.astype(int).tolist(),
-        }
-
-    def _go_on(self, state: Mapping[str, Any]) -> None:
-        self.num_tokens, self.num_documents = state["tokens"], state["documents"]
-        self._document_start = state["document_start"]
-        self._bits = np.array(state["mask_bits"], bool)
-        sizes = {
-            "": state["bytes"],
-            MASKS: self.num_tokens // 8,
-            DOCUMENTS: START.itemsize * (self.num_documents + 1),
-        }
-        short = []
-        for part, file in self._files.items():
-            if file.seek(0, os.SEEK_END) < sizes[part]:
-                short.append(f"{self._names[part]} has {file.tell()} of {sizes[part]} bytes")
-            file.truncate(sizes[part])
-            file.seek(sizes[part])
-        if short:
-            self.close()
-            raise DataError(f"{self.path} cannot be gone on with: {', '.join(short)}: start over")
+    @property
+    def num_documents(self) -> int:
+        """Those that have ended."""
+        return len(self._starts) - 1
 
     def append(
         self, tokens: np.ndarray, mask: np.ndarray | None = None, *, stops: np.ndarray | Sequence[int] = ()
     ) -> None:
         """Adds `tokens` (n,) int and, in a file with masks, `mask` (n,) bool: whether each is trained as a target.
 
-        Documents end behind the first `stops[i]` of them, which rise from 1 on; the last goes on where no stop is n.
-        Raises DataError for an id outside the vocabulary or more tokens than the format can count.
+        Documents end after the first `stops[i]` of them, ascending from 1; the last continues where no stop is n.
+        Raises DataError for an id outside the vocabulary.
         """
         tokens = np.asarray(tokens)
         assert tokens.ndim == 1 and (tokens.dtype.kind in "iu" or not tokens.size)
@@ -319,81 +226,50 @@ class TokenWriter:
         if tokens.size and not 0 <= tokens.min() <= tokens.max() < vocab_size:
             bad = int(tokens.max() if tokens.min() >= 0 else tokens.min())
             raise DataError(f"{self.path}: the id {bad} is outside the vocabulary (0 to {vocab_size - 1})")
-        if self.header.version < 3 and self.num_tokens + tokens.size > MAX_LEGACY_TOKENS:
-            raise DataError(
-                f"{self.path}: more than {MAX_LEGACY_TOKENS} tokens, which is what one file of version "
-                f"{self.header.version} can count: write version {NEWEST}, or several files"
-            )
         with storage(self.path):
-            self._put("", tokens.astype(self.header.token_dtype))
-            if mask is not None:
-                assert np.shape(mask) == tokens.shape
-                bits = np.concatenate([self._bits, np.asarray(mask, bool)])
-                whole = len(bits) // 8 * 8
-                self._put(MASKS, np.packbits(bits[:whole], bitorder="little"))
-                self._bits = bits[whole:]
-            if len(stops):
-                self._put(DOCUMENTS, np.asarray(stops, START) + self.num_tokens)
-                self.num_documents += len(stops)
-                self._document_start = self.num_tokens + int(stops[-1])
+            self._file.write(tokens.astype(self.header.token_dtype).tobytes())
+        if mask is not None:
+            assert np.shape(mask) == tokens.shape
+            bits = np.concatenate([self._bits, np.asarray(mask, bool)])
+            whole = len(bits) // 8 * 8
+            self._masks += np.packbits(bits[:whole], bitorder="little").tobytes()
+            self._bits = bits[whole:]
+        self._starts.extend((np.asarray(stops, np.int64) + self.num_tokens).tolist())
         self.num_tokens += tokens.size
+        self.num_trained += tokens.size if mask is None else int(np.count_nonzero(mask))
 
     def end_document(self) -> None:
-        """Ends a document behind the tokens so far; without tokens since the last end there is none to end."""
-        if self.num_tokens > self._document_start:
-            with storage(self.path):
-                self._put(DOCUMENTS, np.array([self.num_tokens], START))
-            self.num_documents += 1
-            self._document_start = self.num_tokens
+        """Ends a document after the tokens so far; without tokens since the last end there is none to end."""
+        if self.num_tokens > self._starts[-1]:
+            self._starts.append(self.num_tokens)
 
-    def seal(self) -> None:
-        """Completes the file under its temporary name, and waits until the disk has it. Ends the last document."""
+    def finish(self) -> None:
+        """Ends the last document and gives the file its real name, in place of an older file, once the disk has it."""
         self.end_document()
         header = replace(self.header, num_tokens=self.num_tokens, num_documents=self.num_documents)
-        with storage(self.path):
-            body = self._files[""]
+        with storage(self.path), self._file as file:
             if header.has_masks:
-                self._put(MASKS, np.packbits(self._bits, bitorder="little"))
-            for part, start in ((MASKS, header.masks_at), (DOCUMENTS, header.documents_at)):
-                if part in self._files:
-                    body.write(bytes(start - body.tell()))
-                    self._files[part].seek(0)
-                    shutil.copyfileobj(self._files[part], body)
-            assert body.tell() == header.table_at
-            if header.version >= 3:
-                body.seek(HEADER_BYTES)
-                blocks = iter(lambda: body.read(BLOCK_BYTES), b"")
-                table = np.array([zlib.crc32(block) for block in blocks], CHECKSUM).tobytes()
-                body.write(table)
-                header = replace(header, table_checksum=zlib.crc32(table))
-            body.seek(0)
-            body.write(header.to_bytes())
-            body.flush()
-            os.fsync(body.fileno())
-            body.close()
-        self._sealed = True
-
-    def publish(self) -> None:
-        """Gives a sealed file its real name, in place of an older file of that name."""
-        assert self._sealed
+                file.write(self._masks + np.packbits(self._bits, bitorder="little").tobytes())
+            file.write(bytes(header.documents_at - file.tell()))
+            file.write(np.array(self._starts, START).tobytes())
+            assert file.tell() == header.table_at
+            file.seek(HEADER_BYTES)
+            checksums = [zlib.crc32(block) for block in iter(lambda: file.read(BLOCK_BYTES), b"")]
+            table = np.array(checksums, CHECKSUM).tobytes()
+            file.write(table)
+            file.seek(0)
+            file.write(replace(header, table_checksum=zlib.crc32(table)).to_bytes())
+            file.flush()
+            os.fsync(file.fileno())
         with storage(self.path):
-            os.replace(self._names[""], self.path)
+            os.replace(self._temporary, self.path)
             sync_folder(self.path.parent)
-        self.discard()
 
     def discard(self) -> None:
-        """Removes what was written and not published."""
-        self.close()
-        for name in self._names.values():
-            name.unlink(missing_ok=True)
-
-    def close(self) -> None:
-        """Ends the writing; the temporary files stay, for `resume`."""
-        for file in self._files.values():
-            try:
-                file.close()
-            except OSError:  # a full disk fails again on the buffered rest, which is not wanted any more
-                pass
+        """Removes what was written, unless it is finished."""
+        with suppress(OSError):  # a full disk fails again on the buffered rest, which is not wanted any more
+            self._file.close()
+        self._temporary.unlink(missing_ok=True)
 
     def __enter__(self) -> TokenWriter:
         return self
@@ -401,23 +277,8 @@ class TokenWriter:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        done = False
         try:
-            if kind is None and not self._sealed:
-                self.seal()
-                self.publish()
-            done = kind is None
+            if kind is None:
+                self.finish()
         finally:
-            if done or not self._resumable:
-                self.discard()
-            else:
-                self.close()
-
-    def _put(self, part: str, values: np.ndarray) -> None:
-        if part in self._files:
-            self._files[part].write(values.tobytes())
-
-
-def partial_name(path: Path) -> Path:
-    """Where `path` is written before it is complete by a writer that another process may go on with."""
-    return path.with_name(f".{path.name}.partial")
+            self.discard()

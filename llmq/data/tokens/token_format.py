@@ -1,14 +1,14 @@
-"""What the bytes of a token file mean, in each of its versions: llm.q's 1 and 2, and 3, which is ours.
+"""What the bytes of a token file mean, in each of its versions: llm.q's 1 and 2, which are only read, and 3, our own.
 
 All start with 1024 bytes of header, little-endian: bytes 0-7 are `BIN.TOK\\n`, then int32 version and bytes per token.
 
-**1 and 2** go on with int32 number of tokens and, in version 2, vocabulary size and has-masks (0 or 1); the rest of the
-header means nothing. Then the tokens as int32 and, if there are masks, the mask bits. The vocabulary size is what the
-writer said of its tokenizer, and no bound on the ids: llm.q writes it without the added tokens, among them often EOS.
+**1 and 2** continue with int32 number of tokens and, in version 2, vocabulary size and has-masks (0 or 1); the rest of
+the header means nothing. Then the tokens as int32 and, if there are masks, the mask bits. The vocabulary size is what
+the writer said of its tokenizer, and no bound on the ids: llm.q writes it without the added tokens, often without EOS.
 
-**3** goes on at byte 16 with uint64 tokens, uint64 documents, uint32 vocabulary size (every id is below it), uint32
+**3** continues at byte 16 with uint64 tokens, uint64 documents, uint32 vocabulary size (every id is below it), uint32
 has-masks, the SHA-256 of the tokenizer's tokenizer.json (32 bytes, zeros: not known), and the CRC-32 of the checksum
-table; zeros up to the last four bytes, the CRC-32 of the 1020 before them. Behind the header lie
+table; zeros up to the last four bytes, the CRC-32 of the 1020 before them. After the header lie
 
     tokens      uint16 if the vocabulary has at most 65536 ids, else uint32
     mask bits   if there are masks; then zeros up to a multiple of 8 bytes
@@ -38,7 +38,6 @@ HEADER_BYTES = 1024
 BLOCK_BYTES = 1 << 16
 VERSIONS = (1, 2, 3)
 NEWEST = 3
-FILLER = b"*" * (HEADER_BYTES - 1) + b"\n"  # what llm.q leaves in the rest of the header
 NARROW_IDS = 1 << 16  # vocabularies up to this have ids of two bytes
 CHECKSUM = np.dtype("<u4")
 START = np.dtype("<i8")
@@ -91,15 +90,11 @@ class Header:
         return self.table_at + CHECKSUM.itemsize * self.num_blocks
 
     def to_bytes(self) -> bytes:
-        """The header as it stands in a file."""
-        token_bytes = self.token_dtype.itemsize
-        if self.version < 3:
-            words = [self.version, token_bytes, self.num_tokens, self.vocab_size or 0, int(self.has_masks)]
-            said = _LEGACY.pack(MAGIC, *words)[: len(MAGIC) + 4 * (3 if self.version == 1 else 5)]
-            return said + FILLER[len(said) :]
+        """The header as it stands in a file of version 3."""
+        assert self.version == NEWEST
         sha256 = bytes.fromhex(self.tokenizer_sha256 or "00" * 32)
         counts = (self.num_tokens, self.num_documents, self.vocab_size, int(self.has_masks))
-        said = _CURRENT.pack(MAGIC, self.version, token_bytes, *counts, sha256, self.table_checksum)
+        said = _CURRENT.pack(MAGIC, self.version, self.token_dtype.itemsize, *counts, sha256, self.table_checksum)
         said += bytes(HEADER_BYTES - CHECKSUM.itemsize - len(said))
         return said + struct.pack("<I", zlib.crc32(said))
 

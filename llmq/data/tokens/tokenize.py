@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import re
 import shutil
@@ -10,7 +9,7 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from datetime import datetime
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from llmq.cache_folder import cache_folder
 from llmq.data.chat.counts import Counts, notes
@@ -22,13 +21,21 @@ from llmq.data.rows.records import BadRow, Record
 from llmq.data.rows.request import Request
 from llmq.data.rows.sources import Documents, find
 from llmq.data.tokens.cache import locked
-from llmq.data.tokens.pipeline import Encoders, RowWork, TextWork
-from llmq.data.tokens.produce import STATE, Made, Producer, StreamProgress, TokenStream, begun_at, require_trained
+from llmq.data.tokens.pipeline import RowWork, TextWork
+from llmq.data.tokens.produce import (
+    MANIFEST,
+    FinishedPart,
+    Manifest,
+    Producer,
+    StreamProgress,
+    TokenStream,
+    require_trained,
+)
 from llmq.data.tokens.rebuilt_tokenizer import rebuilt_warning
 from llmq.data.tokens.sidecar import Sidecar, TokenizerNote, copy_tokenizer, sidecar_name
 from llmq.data.tokens.token_file import TokenFile
 from llmq.data.tokens.tokenizer import TextTokenizer
-from llmq.disk import remove_leftovers, replace_folder, storage, sync_folder, write_whole
+from llmq.disk import remove_leftovers, replace_folder, storage, sync_folder
 from llmq.errors import DataError, StorageError, UsageError
 
 if TYPE_CHECKING:
@@ -36,7 +43,6 @@ if TYPE_CHECKING:
 
 WORK = ".partial"  # where files are made, in the folder that they are for
 TOKENIZER_FOLDER = "tokenizer"
-MANIFEST = "manifest.json"  # the files of an entry of the cache, with their sizes, when they were begun, notes on rows
 NO_EVALUATION = ", or keep none for evaluation (--eval-fraction 0)"  # advice
 TOKEN_FILE = re.compile(r"(train|eval)(-\d{3,})?\.bin")
 
@@ -88,11 +94,11 @@ def tokenize_data(
 
     The data is that of a named or Hub `dataset`, or of the files that `inputs` (paths, folders and globs) name; see
     `sources.find` for what is kept for evaluation. `tokenizer` is a folder, a hub name or a short name. `out_dir` is
-    data/DATA-TOKENIZER by default. `on_progress` is told the bytes (of text) or rows done, and the bytes in all;
+    data/DATA-TOKENIZER by default. `on_progress` gets the bytes (of text) or rows done, and the bytes in all;
     `on_encoder` gets the encoder and the rows before all else, to show some.
 
-    Files appear whole, at the end; an interrupted call that is made again goes on where it was. Raises UsageError,
-    DataError and StorageError.
+    Files appear whole, at the end; an interrupted call that is made again resumes after its last finished part. Raises
+    UsageError, DataError and StorageError.
     """
     if (dataset is None) == (not inputs):
         raise UsageError("give the data either as --dataset or as --input (and not both)")
@@ -107,10 +113,11 @@ def tokenize_data(
         say(f"note: {warning}")
     request = Request(found, opened, found.known(encode or EncodeOptions()), skip_bad_rows)
     with locked(folder / f"{WORK}.lock", say):
-        written, _ = make(request, folder / WORK, on_progress=on_progress, say=say, on_encoder=on_encoder)
-        _refuse_stale(folder, {path.name for path in _token_files(folder)} - {file.path.name for file in written})
-        _publish(written, folder / WORK, folder)
-    return [replace(file, path=folder / file.path.name) for file in written]
+        manifest = make(request, folder / WORK, on_progress=on_progress, say=say, on_encoder=on_encoder)
+        parts = [part for stream in manifest.streams for part in stream.parts]
+        _refuse_stale(folder, {path.name for path in _token_files(folder)} - {part.name for part in parts})
+        _publish(parts, folder / WORK, folder)
+    return [Written(folder / part.name, part.num_tokens, part.num_documents) for part in parts]
 
 
 def make(
@@ -121,64 +128,59 @@ def make(
     say: Say,
     on_encoder: OnEncoder | None = None,
     begun: datetime | None = None,
-) -> tuple[list[Written], list[str]]:
-    """Makes all files in the folder `work`, from where an earlier call for the same was interrupted.
+) -> Manifest:
+    """Makes all files in the folder `work`, after the parts that an interrupted call for the same has finished there.
 
-    Returns them and the notes on their rows, which are said.
-
-    The state stays in `work` with them, so that nothing is made twice if they cannot be moved away. Templates see the
-    time `begun` (None: the clock's), or that of the earlier call.
+    Returns what was made, and says the notes on its rows. The manifest stays in `work` with the files, so that nothing
+    is made twice if they cannot be moved away. Templates see the time `begun` (None: the clock's), or that of the
+    interrupted call.
     """
     tokenizer, found = request.tokenizer, request.found
-    begun = begun_at(work, request.key) or begun or datetime.now()
-    encoder = request.encoder(begun)
+    resumed = Manifest.unfinished(work, request.key)
+    if resumed is None:
+        _clear(work)
+    with storage(work):
+        for left in work.glob(".*"):  # what was being written when an earlier call was killed
+            shutil.rmtree(left) if left.is_dir() else left.unlink()
+    manifest = resumed or Manifest(key=request.key, begun=begun or datetime.now())
+    encoder = request.encoder(manifest.begun)
     if encoder is not None:
         say(encoder.describe())
         if on_encoder is not None:
             on_encoder(encoder, request.records())
     elif on_encoder is not None:
         raise UsageError(f"--show is for data in rows, but {', '.join(found.asked)} is text: leave it out")
-    producer = Producer(
-        work,
-        request.key,
-        vocab_size=tokenizer.vocab_size,
-        tokenizer_sha256=tokenizer.sha256,
-        skip_bad_rows=request.skip_bad_rows,
-        progress=_Summed(on_progress, found.num_bytes),
-        begun=begun,
-    )
-    if producer.resumed:
+    if resumed is not None:
         say("resuming where an earlier call for the same data was interrupted")
+
+    def report(streams: Sequence[StreamProgress]) -> None:
+        done = (stream.rows.rows if found.num_bytes is None else stream.num_bytes for stream in streams)
+        on_progress(sum(done), found.num_bytes)
+
+    producer = Producer(work, manifest, tokenizer.vocab_size, tokenizer.sha256, request.skip_bad_rows, report)
     try:
-        results = producer.run(_streams(request, encoder))
-        parts = [part for made, _ in results for part in made]
-        found_notes = _check(request, producer, [done for _, done in results])
+        made = producer.run(_streams(request, encoder))
+        manifest.notes = _check(request, work, made)
         copy_tokenizer(tokenizer.folder, work / TOKENIZER_FOLDER)
-        ends = set().union(*(done.counts.end_tokens for _, done in results)) if encoder is not None else set()
-        bad = sum(done.bad for _, done in results)
-        for part in parts:
+        ends = set().union(*(stream.rows.end_tokens for stream in made)) if encoder is not None else set()
+        bad = sum(stream.bad for stream in made)
+        for part in (part for stream in made for part in stream.parts):
             _sidecar(request, part, encoder, ends, bad).write(work / part.name)
     except BaseException:
-        if producer.was_saved:
-            say("what is done is kept: the same command resumes from there")
+        if (work / MANIFEST).exists():
+            say("finished parts are kept: the same command resumes after them")
         else:
-            producer.clear()
+            _clear(work)
         raise
-    for note in found_notes:
+    for note in manifest.notes:
         say(note)
-    return [Written(work / part.name, part.num_tokens, part.num_documents) for part in parts], found_notes
+    return manifest
 
 
-class _Summed:
-    """Tells the bytes or rows done of all streams."""
-
-    def __init__(self, on_progress: Callable[[int, int | None], None], total: int | None) -> None:
-        self.on_progress, self.total = on_progress, total
-        self.done: dict[int, int] = {}
-
-    def __call__(self, stream: int, progress: StreamProgress) -> None:
-        self.done[stream] = progress.counts.rows if self.total is None else progress.num_bytes
-        self.on_progress(sum(self.done.values()), self.total)
+def _clear(work: Path) -> None:
+    if work.exists():
+        with storage(work):
+            shutil.rmtree(work)
 
 
 def _streams(request: Request, encoder: Encoder | None) -> list[TokenStream]:
@@ -188,7 +190,7 @@ def _streams(request: Request, encoder: Encoder | None) -> list[TokenStream]:
         if isinstance(part, tuple):
             return TextWork(part, request.tokenizer)
         assert encoder is not None
-        return RowWork(part, Encoders(encoder))
+        return RowWork(part, encoder)
 
     has_masks = encoder is not None and encoder.makes_masks
     train = TokenStream(
@@ -205,27 +207,27 @@ def _streams(request: Request, encoder: Encoder | None) -> list[TokenStream]:
     return [train, TokenStream("eval", work(found.evaluation), has_masks, whole=True)]
 
 
-def _check(request: Request, producer: Producer, results: Sequence[StreamProgress]) -> list[str]:
+def _check(request: Request, work: Path, made: Sequence[StreamProgress]) -> list[str]:
     """DataError for data that would train or evaluate nothing, of which nothing is kept; notes on the rows."""
     name = ", ".join(request.found.asked)
     try:
-        require_trained(f"{name}: the training data", results[0])
-        for held in results[1:]:
+        require_trained(f"{name}: the training data", made[0].counts, made[0].bad)
+        for held in made[1:]:
             if not request.found.may_lack_evaluation:
-                require_trained(f"{name}: the evaluation data", held, NO_EVALUATION)
+                require_trained(f"{name}: the evaluation data", held.counts, held.bad, NO_EVALUATION)
     except DataError:
-        producer.clear()
+        _clear(work)
         raise
     counts = Counts()
-    for done in results:
-        counts.add(done.counts)
-    lines = notes(counts, request.encode.seq_len, request.encode.overlong, sum(done.bad for done in results))
-    if any(not held.counts.trained for held in results[1:]):
+    for stream in made:
+        counts.add(stream.counts)
+    lines = notes(counts, request.encode.seq_len, request.encode.overlong, sum(stream.bad for stream in made))
+    if any(not held.counts.trained for held in made[1:]):
         lines.append("no row that is trained is left for evaluation, so nothing is evaluated: raise --eval-fraction")
     return lines
 
 
-def _sidecar(request: Request, part: Made, encoder: Encoder | None, ends: set[int], bad_rows: int) -> Sidecar:
+def _sidecar(request: Request, part: FinishedPart, encoder: Encoder | None, ends: set[int], bad_rows: int) -> Sidecar:
     tokenizer = request.tokenizer
     rule = (
         f"{request.found.rule}; each ends with {tokenizer.eos_token}; text that spells a special token is ordinary text"
@@ -266,19 +268,16 @@ def _refuse_stale(folder: Path, stale: set[str]) -> None:
         )
 
 
-def _publish(written: Sequence[Written], work: Path, folder: Path) -> None:
+def _publish(parts: Sequence[FinishedPart], work: Path, folder: Path) -> None:
     """Moves finished files to `folder`, in place of those of an earlier run."""
     remove_leftovers(folder / TOKENIZER_FOLDER)
     copy_tokenizer(work / TOKENIZER_FOLDER, folder / TOKENIZER_FOLDER)
     with storage(folder):
-        for file in written:
-            if file.path.exists():  # else an earlier call, which was killed here, has moved it
-                os.replace(file.path, folder / file.path.name)
-            os.replace(sidecar_name(file.path), sidecar_name(folder / file.path.name))
+        for path in (work / part.name for part in parts):
+            os.replace(path, folder / path.name)
+            os.replace(sidecar_name(path), sidecar_name(folder / path.name))
         shutil.rmtree(work)
         sync_folder(folder)
-    if lost := [str(path) for file in written if not (path := folder / file.path.name).exists()]:
-        raise StorageError(f"{', '.join(lost)}: gone since it was made: give the command again, which starts over")
 
 
 def cached(request: Request, *, on_progress: Callable[[int, int | None], None], say: Say) -> list[Path]:
@@ -290,7 +289,8 @@ def cached(request: Request, *, on_progress: Callable[[int, int | None], None], 
     """
     folder = cache_entry(request)
     if is_whole(folder):
-        for note in _read_manifest(folder).get("notes", ()):
+        manifest = Manifest.read(folder)
+        for note in manifest.notes if manifest is not None else ():
             say(note)
     else:
         with locked(folder.with_name(folder.name + ".lock"), say):
@@ -305,48 +305,32 @@ def cached(request: Request, *, on_progress: Callable[[int, int | None], None], 
 
 def is_whole(entry: Path) -> bool:
     """Whether a folder of the cache is there with all the files that were made."""
+    manifest = Manifest.read(entry)
+    sizes = manifest.files if manifest is not None else {}
     try:
-        sizes = _read_manifest(entry)["files"]
         return bool(sizes) and all((entry / name).stat().st_size == size for name, size in sizes.items())
-    except (OSError, ValueError, KeyError, TypeError, AttributeError):
+    except OSError:
         return False
 
 
 def _make_entry(request: Request, folder: Path, on_progress: Callable[[int, int | None], None], say: Say) -> None:
-    work = folder.with_name(folder.name + ".partial")
+    work = folder.with_name(folder.name + WORK)
     if folder.exists():
         say(f"{folder} is not as it was made: it is made again")
-    _, found_notes = make(request, work, on_progress=on_progress, say=say, begun=_entry_begun(folder))
-    _write_manifest(work, begun_at(work, request.key), found_notes)
+    before = Manifest.read(folder)  # of an entry that lost files: templates write its date again
+    manifest = make(request, work, on_progress=on_progress, say=say, begun=before.begun if before else None)
+    files = [path for path in sorted(work.rglob("*")) if path.is_file() and path.name != MANIFEST]
+    manifest.files = {str(path.relative_to(work)): path.stat().st_size for path in files}
+    manifest.write(work)
     remove_leftovers(folder)
     with storage(folder):
         replace_folder(folder, work)
-        (folder / STATE).unlink()
-
-
-def _write_manifest(work: Path, begun: datetime | None, found_notes: list[str]) -> None:
-    files = [path for path in sorted(work.rglob("*")) if path.is_file() and path.name not in (STATE, MANIFEST)]
-    sizes = {str(path.relative_to(work)): path.stat().st_size for path in files}
-    content = {"begun": begun and begun.isoformat(), "notes": found_notes, "files": sizes}
-    write_whole(work / MANIFEST, json.dumps(content, indent=1).encode())
-
-
-def _entry_begun(entry: Path) -> datetime | None:
-    """When an entry that lost files was begun: templates write this date again."""
-    try:
-        return datetime.fromisoformat(_read_manifest(entry)["begun"])
-    except (OSError, ValueError, KeyError, TypeError):
-        return None
-
-
-def _read_manifest(entry: Path) -> Any:
-    return json.loads((entry / MANIFEST).read_bytes())
 
 
 def _require_evaluation(request: Request, files: Sequence[Path]) -> None:
     """DataError where an entry that was made without a fraction asked for has nothing to evaluate."""
     if not any(file.name.startswith("eval") for file in files):
-        require_trained(f"{', '.join(request.found.asked)}: the evaluation data", StreamProgress(), NO_EVALUATION)
+        require_trained(f"{', '.join(request.found.asked)}: the evaluation data", Counts(), advice=NO_EVALUATION)
 
 
 def _require_allowed(request: Request, file: Path) -> None:
@@ -361,7 +345,7 @@ def _require_allowed(request: Request, file: Path) -> None:
 def settled(request: Request) -> Request:
     """The request with a limit on the tokens of a row only where that changes them, so that text has one entry for all.
 
-    Which it is, an entry that is there tells without a look at the rows.
+    An entry of the cache that is there decides it without a look at the rows.
     """
     if request.encode.overlong != "turns" or request.encode.seq_len is None:
         return request

@@ -15,10 +15,16 @@ from llmq.data.tokens.sidecar import tokenizer_hash
 from llmq.data.tokens.text import tokenizes_in_pieces
 from llmq.errors import DataError, UsageError
 from llmq.files.hub import model_folder
+from llmq.model.config import read_json
 
 # Ungated repositories; llm.q has the same short names for the same tokenizers.
 SHORT_NAMES = {"qwen": "Qwen/Qwen2.5-0.5B", "llama": "unsloth/llama-2-7b"}
 CONFIG = "tokenizer_config.json"
+# Where a folder can say which token ends a document, in the order in which it counts.
+EOS_KEYS = (
+    *((CONFIG, "eos_token"), ("special_tokens_map.json", "eos_token")),
+    *(("generation_config.json", "eos_token_id"), ("config.json", "eos_token_id")),
+)
 # What end-of-text is called in the families that name it nowhere but among the added tokens.
 KNOWN_EOS = ("<|endoftext|>", "<|end_of_text|>", "</s>", "<eos>", "[EOS]")
 
@@ -96,24 +102,21 @@ def _eos_token(folder: Path, vocabulary: dict[str, int], added: Collection[str],
         if wanted not in vocabulary:
             raise UsageError(f"--eos-token {wanted} is not in the vocabulary of {folder}: give one of its tokens")
         return wanted
-    for name in (CONFIG, "special_tokens_map.json"):
-        token = _json_object(folder / name).get("eos_token")
-        token = token.get("content") if isinstance(token, dict) else token
-        if token is not None:
-            if not isinstance(token, str) or token not in vocabulary:
-                wrong = "not in the vocabulary" if isinstance(token, str) else "no text"
-                raise DataError(f"{folder / name} names the eos_token {token!r}, which is {wrong}: {advice}")
-            return token
     names = {number: token for token, number in vocabulary.items()}
-    for name in ("generation_config.json", "config.json"):
-        number = _json_object(folder / name).get("eos_token_id")
-        number = number[0] if isinstance(number, list) and number else number
-        if number is not None:
-            is_id = isinstance(number, int) and not isinstance(number, bool)
-            if not is_id or number not in names:
-                wrong = "not in the vocabulary" if is_id else "no id"
-                raise DataError(f"{folder / name} names the eos_token_id {number!r}, which is {wrong}: {advice}")
-            return names[number]
+    for name, key in EOS_KEYS:
+        value = json_if_there(folder / name).get(key)
+        if isinstance(value, dict) and key == "eos_token":
+            value = value.get("content")
+        if isinstance(value, list) and value and key == "eos_token_id":
+            value = value[0]
+        if value is None:
+            continue
+        kind, kind_name = (str, "text") if key == "eos_token" else (int, "id")
+        token = names.get(value) if type(value) is int else value
+        if type(value) is not kind or token not in vocabulary:
+            wrong = "not in the vocabulary" if type(value) is kind else f"no {kind_name}"
+            raise DataError(f"{folder / name} names the {key} {value!r}, which is {wrong}: {advice}")
+        return str(token)
     known = [token for token in KNOWN_EOS if token in added]
     if len(known) != 1:
         found = f"has {' and '.join(known)}" if known else f"has none of {', '.join(KNOWN_EOS)}"
@@ -121,14 +124,6 @@ def _eos_token(folder: Path, vocabulary: dict[str, int], added: Collection[str],
     return known[0]
 
 
-def _json_object(path: Path) -> dict[str, Any]:
-    """A JSON object, or nothing if the file is absent; DataError if it is something else."""
-    try:
-        content = json.loads(path.read_text(encoding="utf-8"))
-    except FileNotFoundError:
-        return {}
-    except (OSError, ValueError) as error:
-        raise DataError(f"{path} cannot be read ({error}): get the tokenizer's files again") from None
-    if not isinstance(content, dict):
-        raise DataError(f"{path} is not a JSON object: get the tokenizer's files again")
-    return content
+def json_if_there(path: Path) -> dict[str, Any]:
+    """A JSON object, or an empty one if the file is absent; DataError if it is something else."""
+    return read_json(path) if path.is_file() else {}

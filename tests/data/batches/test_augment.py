@@ -82,8 +82,7 @@ def test_spans_end_at_the_borders_of_documents() -> None:
 
 
 @pytest.mark.parametrize("max_docs", [1, 3])
-def test_padding_stays_behind_the_documents(tmp_path: Path, monkeypatch, max_docs: int) -> None:
-    monkeypatch.setenv("LLMQ_CACHE_DIR", str(tmp_path / "cache"))
+def test_padding_stays_after_the_documents(tmp_path: Path, max_docs: int) -> None:
     with TokenWriter(tmp_path / "a.bin", vocab_size=V) as writer:
         for number in range(200):
             writer.append(np.arange(100, 107 + number % 3))

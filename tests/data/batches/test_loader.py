@@ -5,35 +5,28 @@ from __future__ import annotations
 import gc
 import threading
 import time
-from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from llmq.data.batches.loader import Loader, eval_batches, open_data
-from llmq.data.batches.read_ahead import PREFETCHED
+from llmq.data.batches.loader import PREFETCHED, Loader, eval_batches, open_data
+from llmq.data.batches.permutation import sample_order
 from llmq.data.batches.windows import Rows, Windows
 from llmq.data.tokens.token_file import TokenFile
 from llmq.errors import DataError, UsageError
+from llmq.options.sections import DataOptions
 
 T = 4
 
 
-@dataclass
-class Options:
-    train_file: tuple[str, ...]
-    eval_file: tuple[str, ...] | None = None
-    batch_size: int = 2
-    seq_len: int = T
-    grad_accumulation: int = 1
-    global_batch_size: int | None = None
-    weight: tuple[float, ...] | None = None
-    augment: str | None = None
-    packing: bool | None = None
-    max_docs: int | None = None
+def options(train: object, evaluation: object = None, **more: Any) -> DataOptions:
+    small: dict[str, Any] = {"batch_size": 2, "seq_len": T, "grad_accumulation": 1}
+    held = None if evaluation is None else str(evaluation)
+    return DataOptions(train_file=str(train), eval_file=held, **{**small, **more})
 
 
 @pytest.fixture(autouse=True)
@@ -58,68 +51,36 @@ def samples(loader: Loader, batches: int) -> list[int]:
     return [int(row[0]) for _ in range(batches) for row in loader.next().tokens]
 
 
-def test_every_epoch_has_every_window_once_in_an_order_of_its_own(tmp_path: Path) -> None:
-    with Loader(make_windows(tmp_path, 30), 5, T, seed=1).start(0) as loader:
-        epochs = [samples(loader, 6) for _ in range(3)]
-    assert all(sorted(epoch) == list(range(30)) for epoch in epochs)
-    assert len({tuple(epoch) for epoch in epochs}) == 3 and list(range(30)) not in epochs
+def test_epochs_have_every_window_once_in_an_order_of_their_own_and_wrap_into_the_next(tmp_path: Path) -> None:
+    orders = []
+    for seed in (1, 2):
+        with Loader(make_windows(tmp_path, 30), 9, T, seed).start() as loader:
+            seen = samples(loader, 10)
+        orders += [tuple(seen[30 * e : 30 * e + 30]) for e in range(3)]
+    assert all(sorted(order) == list(range(30)) for order in orders)
+    assert len({*orders, tuple(range(30))}) == 7
 
 
-def test_the_last_batch_of_an_epoch_wraps_into_the_next(tmp_path: Path) -> None:
-    windows = make_windows(tmp_path, 7)
-    with Loader(windows, 5, T, seed=1).start() as loader:
-        seen = samples(loader, 7)
-    assert all(sorted(seen[7 * e : 7 * e + 7]) == list(range(7)) for e in range(5))
-
-
-@settings(max_examples=25, deadline=None)
-@given(size=st.integers(2, 40), batch_size=st.integers(1, 6), skip=st.integers(0, 20), seed=st.integers(0, 99))
-def test_starting_at_a_position_is_the_same_as_coming_to_it(
-    tmp_path_factory: pytest.TempPathFactory, size: int, batch_size: int, skip: int, seed: int
+@settings(max_examples=40, deadline=None)
+@given(
+    size=st.integers(2, 60),
+    batch_size=st.integers(1, 5),
+    world=st.integers(1, 5),
+    skip=st.integers(0, 20),
+    seed=st.integers(0, 99),
+)
+def test_loaders_of_any_world_and_start_read_the_same(
+    tmp_path_factory: pytest.TempPathFactory, size: int, batch_size: int, world: int, skip: int, seed: int
 ) -> None:
     windows = make_windows(tmp_path_factory.mktemp("l"), size)
-    with Loader(windows, batch_size, T, seed).start(0) as loader:
-        position = 0
-        for _ in range(skip):
-            position = loader.next().position
-        assert position == skip * batch_size
-        want = [loader.next() for _ in range(3)]
-        loader.start(position)
-        for batch in want:
-            again = loader.next()
-            np.testing.assert_array_equal(again.tokens, batch.tokens)
-            np.testing.assert_array_equal(again.targets, batch.targets)
-            assert again.position == batch.position
-
-
-@settings(max_examples=25, deadline=None)
-@given(size=st.integers(4, 60), batch_size=st.integers(1, 4), world=st.integers(1, 5))
-def test_ranks_share_the_order_of_one(
-    tmp_path_factory: pytest.TempPathFactory, size: int, batch_size: int, world: int
-) -> None:
-    windows = make_windows(tmp_path_factory.mktemp("l"), size)
-    with Loader(windows, 1, T, 3).start() as one:
-        want = samples(one, 4 * world * batch_size)
-    ranks = [Loader(windows, batch_size, T, 3, rank, world).start() for rank in range(world)]
-    got, positions = [], set()
-    for _ in range(4):
-        for rank in ranks:
-            batch = rank.next()
-            got += batch.tokens[:, 0].tolist()
-            positions.add(batch.position)
-    for rank in ranks:
-        rank.close()
-    assert got == want
-    assert positions == {(i + 1) * world * batch_size for i in range(4)}
-
-
-def test_seeds_have_different_orders(tmp_path: Path) -> None:
-    windows = make_windows(tmp_path, 50)
-    orders = set()
-    for seed in range(5):
-        with Loader(windows, 50, T, seed).start() as loader:
-            orders.add(tuple(samples(loader, 1)))
-    assert len(orders) == 5
+    for rank in range(world):
+        with Loader(windows, batch_size, T, seed, rank, world).start(skip * batch_size * world) as loader:
+            for step in (skip, skip + 1, skip + 2):
+                batch, at = loader.next(), (step * world + rank) * batch_size
+                want = windows.read(sample_order(at + np.arange(batch_size), size, seed))
+                np.testing.assert_array_equal(batch.tokens, want.tokens)
+                np.testing.assert_array_equal(batch.targets, want.targets)
+                assert batch.position == (step + 1) * batch_size * world
 
 
 def test_an_error_in_the_thread_is_raised_by_next_after_the_good_batches(tmp_path: Path, monkeypatch) -> None:
@@ -267,65 +228,60 @@ def test_borders_go_with_their_rows_and_untrained_rows_are_one_document(tmp_path
 def test_a_run_is_opened_with_its_counts(tmp_path: Path) -> None:
     TokenFile.write(tmp_path / "train.bin", np.zeros(41, int), vocab_size=9)
     TokenFile.write(tmp_path / "eval.bin", np.zeros(9, int), vocab_size=9)
-    options = Options((str(tmp_path / "train.bin"),), (str(tmp_path / "eval.bin"),), grad_accumulation=5)
-    data = open_data(options, 9, 3)  # type: ignore[arg-type]
+    data = open_data(options(tmp_path / "train.bin", tmp_path / "eval.bin", grad_accumulation=5), 9, 3)
     assert (data.train.num_windows, data.train.num_tokens, data.samples_per_step) == (10, 41, 10)
     assert data.eval is not None and data.eval.num_windows == 2 and data.layout.kind == "windows"
     assert data.train.files == [(tmp_path / "train.bin", 41)]
     assert data.tokenizer_folder() is None
     with data.loader().start() as loader:
         assert loader.next().tokens.shape == (2, T)
-    assert open_data(Options(options.train_file), 9, 3).eval is None  # type: ignore[arg-type]
-
-
-@pytest.mark.parametrize(("global_batch", "world", "accumulation"), [(2, 1, 1), (6, 1, 3), (8, 2, 2)])
-def test_a_global_batch_becomes_accumulation(tmp_path: Path, global_batch: int, world: int, accumulation: int) -> None:
-    TokenFile.write(tmp_path / "a.bin", np.zeros(99, int), vocab_size=9)
-    options = Options((str(tmp_path / "a.bin"),), global_batch_size=global_batch, grad_accumulation=4)
-    assert open_data(options, 9, 0, world=world).grad_accumulation == accumulation  # type: ignore[arg-type]
+    assert open_data(options(tmp_path / "train.bin"), 9, 3).eval is None
 
 
 @pytest.mark.parametrize(
-    ("global_batch", "world", "says"), [(7, 1, "use 6 or 8"), (1, 1, "use 2 or 4"), (6, 2, "4, which")]
+    ("global_batch", "world", "gives"),
+    [(2, 1, 1), (6, 1, 3), (8, 2, 2), (7, 1, "use 6 or 8"), (1, 1, "use 2 or 4"), (6, 2, "4, which .* on 2 ranks")],
 )
-def test_a_global_batch_that_does_not_divide_is_refused(
-    tmp_path: Path, global_batch: int, world: int, says: str
-) -> None:
-    options = Options(("unread",), global_batch_size=global_batch)
-    with pytest.raises(UsageError, match=f"global_batch_size {global_batch} is not a multiple of .*{says}|{says}"):
-        open_data(options, 9, 0, world=world)  # type: ignore[arg-type]
+def test_a_global_batch_becomes_accumulation(tmp_path: Path, global_batch: int, world: int, gives: int | str) -> None:
+    TokenFile.write(tmp_path / "a.bin", np.zeros(99, int), vocab_size=9)
+    asked = options(tmp_path / "a.bin", global_batch_size=global_batch, grad_accumulation=4)
+    if isinstance(gives, int):
+        assert open_data(asked, 9, 0, world=world).grad_accumulation == gives
+        return
+    with pytest.raises(UsageError, match=f"global_batch_size {global_batch} is not a multiple of .*{gives}"):
+        open_data(asked, 9, 0, world=world)
 
 
-def options_of(folder: Path, train: int, evaluation: int, **more: object) -> Options:
+def options_of(folder: Path, train: int, evaluation: int, **more: Any) -> DataOptions:
     """Options for files of so many tokens."""
     for name, count in (("train", train), ("eval", evaluation)):
         TokenFile.write(folder / f"{name}.bin", np.arange(count) % 9, vocab_size=9)
-    return Options((str(folder / "train.bin"),), (str(folder / "eval.bin"),), **more)  # type: ignore[arg-type]
+    return options(folder / "train.bin", folder / "eval.bin", **more)
 
 
 def test_a_set_of_less_than_a_step_wraps_within_it_and_that_is_said(tmp_path: Path) -> None:
-    data = open_data(options_of(tmp_path, 3 * T + 1, 9, batch_size=5, grad_accumulation=2), 9, 0)  # type: ignore[arg-type]
+    data = open_data(options_of(tmp_path, 3 * T + 1, 9, batch_size=5, grad_accumulation=2), 9, 0)
     says = "the data has 3 windows and a step takes 10, so that it sees windows more than once: a smaller"
     assert data.facts()["note"].startswith(says)
     with data.loader().start() as loader:
         step = np.concatenate([loader.next().tokens for _ in range(2)])
     counts = np.unique(step, axis=0, return_counts=True)[1]
     assert sorted(counts.tolist()) == [3, 3, 4]
-    enough = open_data(options_of(tmp_path, 10 * T + 1, 9, batch_size=5, grad_accumulation=2), 9, 0)  # type: ignore[arg-type]
+    enough = open_data(options_of(tmp_path, 10 * T + 1, 9, batch_size=5, grad_accumulation=2), 9, 0)
     assert "note" not in enough.facts()
 
 
 def test_evaluation_needs_a_token_to_predict_and_training_a_window(tmp_path: Path) -> None:
     with pytest.raises(DataError) as caught:
-        open_data(options_of(tmp_path, T, 1), 9, 0)  # type: ignore[arg-type]
+        open_data(options_of(tmp_path, T, 1), 9, 0)
     assert "the training data (4 tokens) has no sample of seq_len 4: one is 5 tokens of a file" in str(caught.value)
     assert "the evaluation data (1 tokens) has nothing to predict" in str(caught.value)
-    data = open_data(options_of(tmp_path, T + 1, 2), 9, 0)  # type: ignore[arg-type]
+    data = open_data(options_of(tmp_path, T + 1, 2), 9, 0)
     assert data.eval is not None and (data.train.num_windows, data.eval.num_windows) == (1, 1)
 
 
 def test_evaluation_has_the_tail_of_its_file(tmp_path: Path) -> None:
-    data = open_data(options_of(tmp_path, 41, 2 * T + 3), 9, 0)  # type: ignore[arg-type]
+    data = open_data(options_of(tmp_path, 41, 2 * T + 3), 9, 0)
     assert data.eval is not None
     batches = list(eval_batches(data.eval, 2, T))
     targets = np.concatenate([batch.targets for batch in batches])
@@ -334,4 +290,4 @@ def test_evaluation_has_the_tail_of_its_file(tmp_path: Path) -> None:
 
 def test_both_absent_files_are_named(tmp_path: Path) -> None:
     with pytest.raises(DataError, match=r"(?s)one\.bin.*two\.bin"):
-        open_data(Options((str(tmp_path / "one.bin"),), (str(tmp_path / "two.bin"),)), 9, 0)  # type: ignore[arg-type]
+        open_data(options(tmp_path / "one.bin", tmp_path / "two.bin"), 9, 0)

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from fractions import Fraction
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -13,29 +13,21 @@ from hypothesis import strategies as st
 
 from llmq.data.batches import mixture as mixture_module
 from llmq.data.batches.loader import Loader, open_data
-from llmq.data.batches.mixture import MixEntry, Mixture, assignment, mix_file, read_mix, whole_parts
+from llmq.data.batches.mixture import Mixture, assignment, whole_parts
 from llmq.data.batches.packing import Packs
 from llmq.data.batches.permutation import sample_order
 from llmq.data.batches.windows import Rows, Windows
 from llmq.data.tokens.token_file import TokenFile, TokenWriter
 from llmq.errors import DataError, UsageError
+from llmq.options.sections import DataOptions
 
 T = 4
 WEIGHTS = st.lists(st.sampled_from([0.1, 0.25, 0.3, 0.7, 1, 2, 3.5, 5, 0.05, 17]), min_size=1, max_size=6)
 
 
-@dataclass
-class Options:
-    train_file: tuple[str, ...]
-    eval_file: tuple[str, ...] | None = None
-    weight: tuple[float, ...] | None = None
-    batch_size: int = 2
-    seq_len: int = T
-    grad_accumulation: int = 1
-    global_batch_size: int | None = None
-    augment: str | None = None
-    packing: bool | None = None
-    max_docs: int | None = None
+def options(*files: object, **more: Any) -> DataOptions:
+    small: dict[str, Any] = {"batch_size": 2, "seq_len": T, "grad_accumulation": 1}
+    return DataOptions(train_file=tuple(map(str, files)), **{**small, **more})
 
 
 def write(path: Path, number: int, num_windows: int) -> Path:
@@ -110,10 +102,9 @@ def test_loaders_of_any_world_and_start_read_the_same(
     tmp_path_factory: pytest.TempPathFactory, batch_size: int, world: int, skip: int, augment: bool
 ) -> None:
     folder = tmp_path_factory.mktemp("m")
-    files = tuple(str(write(folder / f"{n}.bin", n, 5 + 9 * n)) for n in range(3))
+    files = [write(folder / f"{n}.bin", n, 5 + 9 * n) for n in range(3)]
     text = "token-dropout=0.3,span-shuffle=0.5" if augment else None
-    options = Options(files, weight=(0.3, 0.6, 0.1), batch_size=batch_size, augment=text)
-    data = open_data(options, 10_000, 3)  # type: ignore[arg-type]
+    data = open_data(options(*files, weight=(0.3, 0.6, 0.1), batch_size=batch_size, augment=text), 10_000, 3)
     places = np.arange((skip + 2) * batch_size * world)
     assert isinstance(data.train, Mixture)
     want = data.train.read(data.train.order(places))
@@ -129,16 +120,6 @@ def test_loaders_of_any_world_and_start_read_the_same(
                 assert batch.position == (step + 1) * batch_size * world
                 assert batch.places is not None and batch.places.tolist() == list(range(at, at + batch_size))
                 assert batch.epoch == batch.position / data.train.num_windows
-
-
-def test_a_source_alone_is_read_as_windows_are(tmp_path: Path) -> None:
-    mixture = make(tmp_path, [6], [0.25], seed=1)
-    assert mixture.parts == (1,) and sorted(mixture.order(np.arange(6))) == list(range(6))
-    rows = mixture.read(np.arange(6))
-    want = mixture.sources[0].read(np.arange(6))
-    np.testing.assert_array_equal(rows.tokens, want.tokens)
-    np.testing.assert_array_equal(rows.targets, want.targets)
-    assert rows.borders is None
 
 
 def test_borders_of_all_sources_come_together(tmp_path: Path, monkeypatch) -> None:
@@ -159,8 +140,7 @@ def test_borders_of_all_sources_come_together(tmp_path: Path, monkeypatch) -> No
     assert rows.borders.tolist() == [[0, 1, 3, T], [0, T, T, T], [0, 2, T, T]]
 
 
-def test_documents_alone_in_their_rows_count_among_the_longest(tmp_path: Path, monkeypatch) -> None:
-    monkeypatch.setenv("LLMQ_CACHE_DIR", str(tmp_path / "cache"))
+def test_documents_alone_in_their_rows_count_among_the_longest(tmp_path: Path) -> None:
     sources = []
     for name, lengths in (("short", [5, 7, 9] * 40), ("long", [64] * 20)):
         with TokenWriter(tmp_path / f"{name}.bin", vocab_size=99) as writer:
@@ -192,76 +172,19 @@ def test_weights_that_never_repeat_are_refused_with_the_fix() -> None:
     assert whole_parts([1e-4, 1 - 1e-4]) == ((1, 9999), 10000)
 
 
-def write_mix(folder: Path, text: str) -> str:
-    (folder / "mix.yaml").write_text(text)
-    return str(folder / "mix.yaml")
-
-
-def test_a_mix_file_is_read(tmp_path: Path) -> None:
-    path = write_mix(
-        tmp_path,
-        "- {train_file: a.bin, weight: 0.3}\n- train_file: [b.bin, 'c*.bin']\n  weight: 1e-1\n"
-        "- {data: gsm8k, weight: 2}\n",
-    )
-    assert read_mix(path) == [
-        MixEntry(("a.bin",), 0.3),
-        MixEntry(("b.bin", "c*.bin"), 0.1),
-        MixEntry((), 2.0, "gsm8k"),
-    ]
-    assert [entry.name for entry in read_mix(path)] == ["a.bin", "b.bin, c*.bin", "gsm8k"]
-    assert mix_file(["a.bin", path]) == path and mix_file(["a.bin"]) is None
-
-
-@pytest.mark.parametrize(
-    ("text", "says"),
-    [
-        ("", "not a list of sources"),
-        ("train_file: a", "not a list of sources"),
-        ("- [", "is not YAML"),
-        ("- a.bin", "source 1 is 'a.bin', not a group"),
-        ("- {train_file: a, weight: 1}\n- {weight: 1}", "source 2 needs either train_file"),
-        ("- {train_file: a, data: b, weight: 1}", "source 1 needs either"),
-        ("- {train_file: [1], weight: 1}", "source 1 needs either"),
-        ("- {train_file: a}", "source 1 has the weight None"),
-        ("- {train_file: a, weight: -1}", "the weight -1, which is not a number above 0"),
-        ("- {train_file: a, weight: yes}", "the weight True"),
-        ("- {train_file: a, weight: .inf}", "the weight inf"),
-        ("- {trainfile: a, weight: x}", r"(?s)source 1 has trainfile: the keys are.*needs either.*the weight 'x'"),
-    ],
-)
-def test_a_bad_mix_file_is_refused_by_name_and_source(tmp_path: Path, text: str, says: str) -> None:
-    path = write_mix(tmp_path, text)
-    with pytest.raises(UsageError, match=says) as caught:
-        read_mix(path)
-    assert path in str(caught.value)
-
-
-def test_mutated_mix_files_give_our_errors_or_a_mixture(tmp_path: Path) -> None:
-    rng = np.random.default_rng(0)
-    good = b"- {train_file: a.bin, weight: 0.3}\n- train_file: [b.bin, c.bin]\n  weight: 2\n- {data: x, weight: 1}\n"
-    for _ in range(300):
-        bad = bytearray(good)
-        for _ in range(rng.integers(1, 4)):
-            bad[rng.integers(len(bad))] = rng.choice(list(b"{}[]:,-'\"\n 0a.\xff\x00&*!|>%@"))
-        (tmp_path / "mix.yaml").write_bytes(bytes(bad))
-        try:
-            assert all(entry.weight > 0 for entry in read_mix(str(tmp_path / "mix.yaml")))
-        except UsageError as error:
-            assert "mix.yaml" in str(error)
-
-
 def test_a_run_is_opened_from_a_mix_file_or_from_weights(tmp_path: Path) -> None:
     a, b = write(tmp_path / "a.bin", 0, 5), write(tmp_path / "b.bin", 1, 9)
-    path = write_mix(tmp_path, f"- {{train_file: {a}, weight: 0.25}}\n- {{train_file: {b}, weight: 0.75}}\n")
-    one = open_data(Options((path,)), 10_000, 0)  # type: ignore[arg-type]
-    two = open_data(Options((str(a), str(b)), weight=(1.0, 3.0)), 10_000, 0)  # type: ignore[arg-type]
+    path = tmp_path / "mix.yaml"
+    path.write_text(f"- {{train_file: {a}, weight: 0.25}}\n- {{train_file: {b}, weight: 0.75}}\n")
+    one = open_data(options(path), 10_000, 0)
+    two = open_data(options(a, b, weight=(1.0, 3.0)), 10_000, 0)
     assert isinstance(one.train, Mixture) and isinstance(two.train, Mixture)
     np.testing.assert_array_equal(one.train.order(np.arange(99)), two.train.order(np.arange(99)))
     assert [(s.name, s.samples, s.share) for s in two.shares(100)] == [(str(a), 25, 0.25), (str(b), 75, 0.75)]
     files = {"training files": [TokenFile.open(file).fingerprint for file in (a, b)]}
     known = {"seq_len": T, "training samples": 14, **files}
     assert one.identity() == two.identity() == {**known, "mixture": [[5, 1], [9, 3]]}
-    plain = open_data(Options((str(a), str(b))), 10_000, 0)  # type: ignore[arg-type]
+    plain = open_data(options(a, b), 10_000, 0)
     assert plain.shares(100) == [] and plain.identity() == known
 
 
@@ -269,17 +192,18 @@ def test_a_mixture_that_cannot_be_is_refused(tmp_path: Path) -> None:
     a = str(write(tmp_path / "a.bin", 0, 5))
     empty = str(write(tmp_path / "b.bin", 1, 0))
     with pytest.raises(DataError, match=r"b\.bin: no sample of seq_len 4"):
-        open_data(Options((a, empty), weight=(1.0, 1.0)), 10_000, 0)  # type: ignore[arg-type]
+        open_data(options(a, empty, weight=(1.0, 1.0)), 10_000, 0)
     with pytest.raises(DataError, match=r"a\.bin is in 2 sources"):
-        open_data(Options((a, a), weight=(1.0, 1.0)), 10_000, 0)  # type: ignore[arg-type]
-    path = write_mix(tmp_path, "- {data: gsm8k, weight: 1}\n")
+        open_data(options(a, a, weight=(1.0, 1.0)), 10_000, 0)
+    path = tmp_path / "mix.yaml"
+    path.write_text("- {data: gsm8k, weight: 1}\n")
     with pytest.raises(UsageError, match="gsm8k: --train-file takes token files"):
-        open_data(Options((path,)), 10_000, 0)  # type: ignore[arg-type]
+        open_data(options(path), 10_000, 0)
     with pytest.raises(UsageError, match="--weight is given 1 times and --train-file 2 times"):
-        open_data(Options((a, empty), weight=(1.0,)), 10_000, 0)  # type: ignore[arg-type]
-    for options in (Options((path, a)), Options((path,), weight=(1.0,))):
+        open_data(options(a, empty, weight=(1.0,)), 10_000, 0)
+    for asked in (options(path, a), options(path, weight=(1.0,))):
         with pytest.raises(UsageError, match="describes a whole mixture"):
-            open_data(options, 10_000, 0)  # type: ignore[arg-type]
+            open_data(asked, 10_000, 0)
 
 
 def test_the_largest_table_is_made_quickly() -> None:

@@ -1,4 +1,4 @@
-"""Packs: every token once, nothing trained across a border; the cache; files that do not say where documents end."""
+"""Packs: every token once, nothing trained across a border; files that do not say where documents end."""
 
 from __future__ import annotations
 
@@ -8,29 +8,23 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from legacy_token_file import legacy_bytes
 from small_tokenizers import sidecar
 
 from llmq.data.batches import packing
-from llmq.data.batches.loader import Loader, eval_batches
-from llmq.data.batches.packing import PackIndex, Packs, open_packs
+from llmq.data.batches.loader import eval_batches
+from llmq.data.batches.packing import Packs
 from llmq.data.batches.permutation import sample_order
 from llmq.data.tokens.token_file import TokenFile, TokenWriter
-from llmq.errors import DataError, StorageError, UsageError
+from llmq.errors import DataError, UsageError
 
 EOS, VOCAB = 2, 99
 
 
-@pytest.fixture(autouse=True)
-def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A cache of each test's own."""
-    monkeypatch.setenv("LLMQ_CACHE_DIR", str(tmp_path / "cache"))
-    return tmp_path / "cache"
-
-
-def write(path: Path, lengths: list[int], *, masked: bool = False, version: int = 3, seed: int = 0) -> TokenFile:
+def write(path: Path, lengths: list[int], *, masked: bool = False, seed: int = 0) -> TokenFile:
     """A file of documents of so many tokens, each with EOS at its end and nowhere else."""
     rng = np.random.default_rng(seed)
-    with TokenWriter(path, vocab_size=VOCAB, has_masks=masked, version=version) as writer:
+    with TokenWriter(path, vocab_size=VOCAB, has_masks=masked) as writer:
         for length in lengths:
             ids = np.append(rng.integers(3, VOCAB, length - 1), EOS).astype(np.int32)
             writer.append(ids, rng.integers(0, 2, length).astype(bool) if masked else None)
@@ -127,20 +121,12 @@ def test_one_document_to_a_row_has_no_borders(tmp_path: Path) -> None:
 
 
 def test_the_end_of_a_document_is_trained_and_predicts_nothing(tmp_path: Path) -> None:
-    packs = Packs([write(tmp_path / "a.bin", [4, 4])], 8, VOCAB, 0, 2)
-    tokens, targets, borders = packs.read(np.array([0]))
-    assert borders.tolist() == [[0, 4, 8]]
-    for start in (0, 4):
-        assert targets[0, start : start + 4].tolist() == [*tokens[0, start + 1 : start + 4].tolist(), -100]
-        assert targets[0, start + 2] == EOS == tokens[0, start + 3]
-
-
-@pytest.mark.parametrize("length", [15, 16, 29])
-def test_the_end_of_a_long_document_is_trained(tmp_path: Path, length: int) -> None:
-    """Also where it is the token behind a cut."""
-    packs = Packs([write(tmp_path / "a.bin", [length])], 8, VOCAB, 0, 1)
-    rows = packs.read(np.arange(packs.num_windows))
-    assert (rows.targets == EOS).sum() == 1 and (rows.targets != -100).sum() == length - 1
+    """Also where it is the token after a cut."""
+    for length in (4, 15, 16, 29):
+        packs = Packs([write(tmp_path / "a.bin", [length])], 8, VOCAB, 0, 1)
+        rows = packs.read(np.arange(packs.num_windows))
+        assert (rows.targets == EOS).sum() == 1 and (rows.targets != -100).sum() == length - 1
+        assert (rows.targets[rows.tokens == EOS] == -100).all()
 
 
 def test_rows_of_one_token_are_refused(tmp_path: Path) -> None:
@@ -148,69 +134,19 @@ def test_rows_of_one_token_are_refused(tmp_path: Path) -> None:
         Packs([write(tmp_path / "a.bin", [3])], 1, VOCAB, 0)
 
 
-def test_the_index_is_made_once_for_lengths_seq_len_documents_and_seed(
-    tmp_path: Path, cache: Path, monkeypatch
-) -> None:
-    calls = []
-    make = packing.pack
-    monkeypatch.setattr(packing, "pack", lambda *given: calls.append(given) or make(*given))
-    lengths = [5, 7, 3, 9, 20, 4] * 5
-    files = [write(tmp_path / "a.bin", lengths)]
-    first = Packs(files, 16, VOCAB, 0, 4)
-    copies = [write(tmp_path / "b.bin", lengths, seed=1)]  # other tokens, but the same lengths
-    for same in (files, copies):
-        again = Packs(same, 16, VOCAB, 0, 4)
-        for one, other in zip(
-            (first.index.ends, first.index.starts, first.index.lengths),
-            (again.index.ends, again.index.starts, again.index.lengths),
-            strict=True,
-        ):
-            np.testing.assert_array_equal(one, other)
-    assert len(calls) == 1 and len(list((cache / "packs").iterdir())) == 1
-    other = [write(tmp_path / "c.bin", [*lengths[:-1], 5])]
-    for arguments in (
-        (files, 17, VOCAB, 0, 4),
-        (files, 16, VOCAB, 1, 4),
-        (files, 16, VOCAB, 0, 5),
-        (other, 16, 99, 0, 4),
-    ):
-        Packs(*arguments)
-    assert len(calls) == len(list((cache / "packs").iterdir())) == 5
-
-
-def test_a_damaged_index_is_made_again(tmp_path: Path, cache: Path) -> None:
-    files = [write(tmp_path / "a.bin", [5, 7, 3, 9, 20, 4] * 5)]
-    good = Packs(files, 16, VOCAB, 0, 4)
-    (path,) = (cache / "packs").iterdir()
-    content = path.read_bytes()
-    rows = good.read(np.arange(good.num_windows))
-    places = np.random.default_rng(0).integers(0, len(content), 30).tolist()
-    damaged = [bytes([*content[:at], content[at] ^ 1, *content[at + 1 :]]) for at in places]
-    for broken in (b"", b"x", content[:40], content[:-1], content + b"\0", *damaged):
-        path.write_bytes(broken)
-        assert PackIndex.load(path) is None
-        again = Packs(files, 16, VOCAB, 0, 4).read(np.arange(good.num_windows))
-        assert path.read_bytes() == content
-        assert all(np.array_equal(one, other) for one, other in zip(rows, again, strict=True))
-
-
-def test_a_cache_that_cannot_be_written_is_named(tmp_path: Path, cache: Path) -> None:
-    cache.write_text("a file")
-    with pytest.raises(StorageError, match="packs"):
-        Packs([write(tmp_path / "a.bin", [3, 4])], 8, VOCAB, 0, 4)
-
-
 def test_files_of_version_2_end_their_documents_with_their_tokenizer_s_end_token(tmp_path: Path, monkeypatch) -> None:
     monkeypatch.setattr(packing, "READ_AT_ONCE", 4)
     lengths = [1, 3, 4, 2, 6]
-    file = write(tmp_path / "old.bin", lengths, version=2)
+    tokens = write(tmp_path / "new.bin", lengths).tokens.tolist()
+    (tmp_path / "old.bin").write_bytes(legacy_bytes(tokens, VOCAB))
+    file = TokenFile.open(tmp_path / "old.bin")
     with pytest.raises(DataError, match=r"old\.bin is of version 2.*tokenize-data, or leave out --packing"):
-        open_packs([str(file.path)], 8, VOCAB, 0)
+        Packs([file], 8, VOCAB, 0)
     about = sidecar()
     about.model_copy(update={"num_tokens": 16}).write(file.path)
     assert packing.document_lengths([file]).tolist() == lengths
     cut = tmp_path / "cut.bin"
-    TokenFile.write(cut, file.tokens[:-1].astype(np.int32), vocab_size=VOCAB, version=2)
+    cut.write_bytes(legacy_bytes(tokens[:-1], VOCAB))
     about.model_copy(update={"num_tokens": 15}).write(cut)
     assert packing.document_lengths([TokenFile.open(cut)]).tolist() == [1, 3, 4, 2, 5]
 
@@ -223,31 +159,6 @@ def test_a_file_of_one_document_whose_sidecar_tells_of_several_is_cut_at_end_tok
     for count, expected in ((1, [16]), (3, [3, 4, 9])):
         sidecar().model_copy(update={"num_tokens": 16, "num_documents": count}).write(one)
         assert packing.document_lengths([TokenFile.open(one)]).tolist() == expected
-
-
-def test_foreign_ids_are_found(tmp_path: Path) -> None:
-    file = write(tmp_path / "a.bin", [30, 30])
-    with pytest.raises(DataError, match="but the vocabulary has 50 ids"):
-        Packs([file], 16, 50, 0)
-
-
-@settings(max_examples=8, deadline=None)
-@given(batch_size=st.integers(1, 5), skip=st.integers(0, 20), seed=st.integers(0, 99))
-def test_starting_at_a_position_is_the_same_as_coming_to_it(
-    tmp_path_factory: pytest.TempPathFactory, batch_size: int, skip: int, seed: int
-) -> None:
-    lengths = np.random.default_rng(seed).integers(1, 40, 60).tolist()
-    packs = Packs([write(tmp_path_factory.mktemp("l") / "a.bin", lengths)], 32, VOCAB, seed)
-    with Loader(packs, batch_size, 32, seed).start(0) as loader:
-        position = 0
-        for _ in range(skip):
-            position = loader.next().position
-        want = [loader.next() for _ in range(3)]
-        loader.start(position)
-        for batch in want:
-            again = loader.next()
-            for name in ("tokens", "targets", "borders"):
-                np.testing.assert_array_equal(getattr(again, name), getattr(batch, name))
 
 
 def test_rows_that_fill_up_an_evaluation_are_one_document(tmp_path: Path) -> None:

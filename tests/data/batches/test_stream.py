@@ -1,10 +1,13 @@
-"""Streams: the rows of the documents in their order, and going on from any row as if nothing had happened."""
+"""`--streaming`: the rows of the documents in their order, and the same rows from any of them on."""
 
 from __future__ import annotations
 
 import json
 from collections.abc import Iterator
-from itertools import pairwise
+from fractions import Fraction
+from itertools import islice, pairwise
+from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -14,8 +17,14 @@ from hypothesis import strategies as st
 from llmq.data.batches import stream as stream_module
 from llmq.data.batches.loader import Data, Loader
 from llmq.data.batches.packing import piece_lengths
-from llmq.data.batches.row_layout import PADDED, RowLayout
-from llmq.data.batches.stream import PackedStream, Stream, StreamedDocument
+from llmq.data.batches.row_layout import PACKED, PADDED, WINDOWS, RowForm, RowLayout
+from llmq.data.batches.stream import Stream, StreamedDocument, open_stream
+from llmq.data.chat.encode import EncodeOptions
+from llmq.data.rows.file_rows import FileRows, HeldShare
+from llmq.data.rows.request import Request
+from llmq.data.rows.row_files import RowFile
+from llmq.data.rows.sources import Found
+from llmq.data.tokens.tokenizer import TextTokenizer
 from llmq.errors import DataError, UsageError
 from llmq.options.parse import Options
 from llmq.training.schedule import make_schedule
@@ -42,8 +51,7 @@ def stream_of(shards: Shards, opened: list[tuple[int, int, int]] | None = None, 
                     lengths_of(ids),
                 )
 
-    about = (open_at, T, 1000, "the stream", "its key")
-    return Stream(*about) if max_docs is None else PackedStream(*about, max_docs=max_docs, seed=3)
+    return Stream(open_at, T, 1000, "the stream", "its key", max_docs=max_docs, seed=3)
 
 
 def lengths_of(ids: list[int]) -> tuple[int, ...] | None:
@@ -85,7 +93,7 @@ SIZES = st.lists(st.lists(st.integers(0, 14), max_size=5), min_size=1, max_size=
 
 @settings(max_examples=60, deadline=None)
 @given(sizes=SIZES, at=st.integers(0, 25))
-def test_it_goes_on_from_any_row_as_if_nothing_had_happened(sizes: list[list[int]], at: int) -> None:
+def test_it_resumes_at_any_row(sizes: list[list[int]], at: int) -> None:
     shards = drawn(sizes)
     tokens, targets = reference(shards, at + 4)
     rows = stream_of(shards).rows()
@@ -105,15 +113,21 @@ def test_it_goes_on_from_any_row_as_if_nothing_had_happened(sizes: list[list[int
         assert state["overall"] == sum(map(len, shards[: state["shard"]])) + state["row"]
 
 
-@settings(max_examples=12, deadline=None)
-@given(sizes=SIZES, batch_size=st.integers(1, 3), world=st.integers(1, 3), skip=st.integers(0, 5))
+@settings(max_examples=16, deadline=None)
+@given(
+    sizes=SIZES,
+    batch_size=st.integers(1, 3),
+    world=st.integers(1, 3),
+    skip=st.integers(0, 5),
+    max_docs=st.sampled_from([None, 1, 3]),
+)
 def test_loaders_of_any_world_and_start_read_the_same(
-    sizes: list[list[int]], batch_size: int, world: int, skip: int
+    sizes: list[list[int]], batch_size: int, world: int, skip: int, max_docs: int | None
 ) -> None:
-    shards = drawn(sizes)
-    tokens, _ = reference(shards, (skip + 2) * batch_size * world)
+    shards = counted(sizes)
+    rows = list(islice(stream_of(shards, max_docs=max_docs).rows(), (skip + 2) * batch_size * world))
     for rank in range(world):
-        with Loader(stream_of(shards), batch_size, T, 0, rank, world).start() as loader:
+        with Loader(stream_of(shards, max_docs=max_docs), batch_size, T, 0, rank, world).start() as loader:
             position, state = 0, None
             for _ in range(skip):
                 batch = loader.next()
@@ -121,9 +135,14 @@ def test_loaders_of_any_world_and_start_read_the_same(
             loader.start(position, state)
             for step in (skip, skip + 1):
                 batch, at = loader.next(), (step * world + rank) * batch_size
-                assert batch.tokens.tolist() == tokens[at : at + batch_size]
-                assert batch.position == (step + 1) * batch_size * world and batch.borders is None
-                assert batch.stream is not None and batch.epoch == batch.stream["epoch"]
+                for name in ("tokens", "targets", "borders"):
+                    mine = [getattr(row, name) for row in rows[at : at + batch_size]]
+                    got = getattr(batch, name)
+                    assert [None] * batch_size == mine if got is None else np.array_equal(got, mine)
+                assert batch.position == (step + 1) * batch_size * world
+                last = rows[batch.position - 1].state
+                assert batch.stream is not None and batch.epoch == last["epoch"]
+                assert {**batch.stream, "begun": 0} == {**last, "begun": 0}
 
 
 Document = tuple[list[int], list[int]]
@@ -166,7 +185,7 @@ def counted(sizes: list[list[int]]) -> Shards:
 
 @settings(max_examples=60, deadline=None)
 @given(sizes=SIZES, docs=st.integers(1, 4), group=st.integers(1, 40), at=st.integers(0, 60))
-def test_a_packed_stream_has_every_document_whole_and_once_in_a_pass_and_goes_on_from_any_row(
+def test_a_packed_stream_has_every_document_whole_and_once_in_a_pass_and_resumes_at_any_row(
     sizes: list[list[int]], docs: int, group: int, at: int
 ) -> None:
     shards = counted(sizes)
@@ -204,20 +223,6 @@ def test_a_packed_stream_fills_its_rows() -> None:
     assert np.mean([row.tokens > 0 for row in some]) > 0.99
 
 
-def test_loaders_of_a_packed_stream_share_its_rows_in_any_world() -> None:
-    shards = counted([[3, 7, 2, 9, 4], [1, 12, 2, 2]])
-    rows = stream_of(shards, max_docs=3).rows()
-    expected = [next(rows) for _ in range(12)]
-    for rank in range(2):
-        with Loader(stream_of(shards, max_docs=3), 2, T, 0, rank, 2).start() as loader:
-            for step in range(3):
-                batch, mine = loader.next(), expected[4 * step + 2 * rank : 4 * step + 2 * rank + 2]
-                assert batch.tokens.tolist() == [row.tokens.tolist() for row in mine]
-                assert batch.borders is not None
-                assert batch.borders.tolist() == [row.borders.tolist() for row in mine if row.borders is not None]
-                assert batch.stream == expected[4 * step + 3].state
-
-
 def test_the_layout_of_a_packed_stream_is_told() -> None:
     shards = counted([[3, 7]])
     packed = Data(stream_of(shards, max_docs=3), None, 2, T, 1, 0, 1)
@@ -244,3 +249,86 @@ def test_a_stream_has_no_epochs_to_count_steps_from() -> None:
     with pytest.raises(UsageError, match="set --steps"):
         make_schedule(Options.parse(given).schedule, data.train.num_windows, 2)
     assert make_schedule(Options.parse({**given, "steps": 7}).schedule, data.train.num_windows, 2).steps == 7
+
+
+LONG = 8  # tokens of a row of files
+
+
+def stream_of_files(
+    folder: Path, tokenizer: Path, options: EncodeOptions | None = None, kind: str = WINDOWS, **part: Any
+) -> Stream:
+    """A part of three files of 40 rows."""
+    files = []
+    for number in range(3):
+        path = folder / f"{number}.jsonl"
+        path.write_text(
+            "".join(json.dumps({"text": f"{number} {row} say" * (row % 4 + 1)}) + "\n" for row in range(40))
+        )
+        file = RowFile.of(path)
+        assert file is not None
+        files.append(file)
+    opened = TextTokenizer.open(str(tokenizer))
+    found = Found("rows", ("rows",), FileRows(tuple(files), **part), None, "all")
+    request = Request(found, opened, options or EncodeOptions())
+    return open_stream(request, RowForm(kind, LONG, opened.vocab_size, 0), lambda text: None)
+
+
+@pytest.mark.parametrize(
+    "part",
+    [
+        {"start": 13, "stop": 97},
+        {"start": 50},
+        {"share": HeldShare(Fraction(1, 3), False), "start": 5, "stop": 110},
+        {},
+    ],
+)
+def test_it_resumes_in_every_file_of_a_slice(tmp_path: Path, small_tokenizer: Path, part: dict[str, Any]) -> None:
+    stream = stream_of_files(tmp_path, small_tokenizer, **part)
+    rows = stream.rows()
+    whole = []
+    while not whole or whole[-1].state["epoch"] < 2:
+        whole.append(next(rows))
+    assert {row.state["shard"] for row in whole} >= {1, 2}
+    for at in range(0, len(whole) - 30, 7):
+        again = stream.rows(whole[at].state)
+        for row in whole[at + 1 : at + 31]:
+            got = next(again)
+            np.testing.assert_array_equal(got.tokens, row.tokens)
+            np.testing.assert_array_equal(got.targets, row.targets)
+            assert got.state == row.state
+
+
+def test_a_row_that_becomes_several_documents_is_packed_as_several(tmp_path: Path, small_tokenizer: Path) -> None:
+    """What was split is not one again, as it is in windows."""
+    options = EncodeOptions(overlong="split", seq_len=LONG)
+    stream = stream_of_files(tmp_path, small_tokenizer, options=options, kind=PACKED)
+    for document in islice(stream.open_at(0, 0, 0, 0), 20):
+        whole, rest = divmod(len(document.ids), LONG)
+        assert document.lengths == (LONG,) * whole + (rest,) * (rest > 0)
+    rows = [row for row in islice(stream.rows(), 400) if row.state["epoch"] == 0]
+    assert stream.max_docs and stream.limits == (stream.max_docs, LONG)
+    borders = np.stack([row.borders for row in rows if row.borders is not None])
+    lengths = np.diff(borders, axis=1)
+    assert len(borders) == len(rows) > 100 and (lengths == LONG).any() and stream.max_docs == (lengths > 0).sum(1).max()
+
+
+@pytest.mark.parametrize(("layout", "max_docs", "docs"), [(PACKED, None, 4), (PACKED, 2, 2), (PADDED, None, 1)])
+def test_the_documents_of_a_row_are_known_from_the_first_rows(
+    tmp_path: Path, small_tokenizer: Path, layout: str, max_docs: int | None, docs: int
+) -> None:
+    """Few as they are, they tell how many fit into a long row."""
+    path = tmp_path / "short.jsonl"
+    path.write_text('{"input_ids": [5, 6, 7]}\n' * 2000)
+    file = RowFile.of(path)
+    assert file is not None
+    tokenizer = TextTokenizer.open(str(small_tokenizer))
+    found = Found("rows", ("rows",), FileRows((file,)), None, "all")
+    request = Request(found, tokenizer, EncodeOptions())
+    for seq_len, expected in ((12, docs), (1200, {4: 400}.get(docs, docs))):
+        form = RowForm(layout, seq_len, tokenizer.vocab_size, 0, max_docs)
+        assert open_stream(request, form, lambda text: None).max_docs == expected
+
+
+def test_two_streams_have_two_keys(tmp_path: Path, small_tokenizer: Path) -> None:
+    one, same, other = (stream_of_files(tmp_path, small_tokenizer, start=start) for start in (3, 3, 4))
+    assert one.key == same.key != other.key

@@ -61,25 +61,6 @@ def shown(tokenizer: TextTokenizer, document: Encoded) -> str:
     return text + "]" * inside
 
 
-def test_a_question_is_context_and_its_answer_is_trained_with_eos(qwen):
-    rows = records([{"question": "What is 2 + 2?", "answer": "It is <<2+2=4>>4.\n#### 4"}])
-    encoder = opened(rows, qwen)
-    (document,) = encoder.encode(rows)
-    assert shown(qwen, document) == "What is 2 + 2?[It is <<2+2=4>>4.\n#### 4<|endoftext|>]"
-    assert encoder.end_token_ids == (qwen.eos_token_id,)
-
-
-def test_with_a_template_a_question_is_a_chat(qwen):
-    rows = records([{"question": "What is 2 + 2?", "answer": "4"}])
-    encoder = opened(rows, qwen, chat_template="tokenizer")
-    (document,) = encoder.encode(rows)
-    assert shown(qwen, document) == (
-        "<|im_start|>system\nYou are a helpful assistant.<|im_end|>\n"
-        "<|im_start|>user\nWhat is 2 + 2?<|im_end|>\n<|im_start|>assistant\n[4<|im_end|>]\n"
-    )
-    assert encoder.end_token_ids == (151645,)
-
-
 @pytest.mark.parametrize("template", [None, "tokenizer"])
 @pytest.mark.parametrize("name", ["gsm8k-test.jsonl", pytest.param("gsm8k-train.jsonl", marks=pytest.mark.slow)])
 def test_gsm8k_trains_exactly_the_answers_and_their_ends(qwen, shared, name, template):
@@ -93,20 +74,6 @@ def test_gsm8k_trains_exactly_the_answers_and_their_ends(qwen, shared, name, tem
     answers = qwen.encoder.encode_batch_fast([row.value["answer"] for row in rows], add_special_tokens=False)
     assert trained == sum(len(answer.ids) for answer in answers) + len(rows) == encoder.counts.trained
     assert encoder.counts.rows == encoder.counts.documents == len(rows)
-
-
-def test_the_first_answer_of_gsm8k_token_by_token(qwen, shared):
-    rows = gsm8k(shared("gsm8k-train.jsonl"))[:1]
-    (document,) = opened(rows, qwen).encode(rows)
-    spelled = [qwen.encoder.id_to_token(number) for number in document.ids.tolist()]
-    names = [name.replace("\u0120", "_").replace("\u010a", "|") for name in spelled]  # spaces and line breaks
-    assert names[:3] + names[36:39] == ["N", "atal", "ia", "_and", "_May", "?"] and not document.trained[:39].any()
-    assert document.trained[39:].all()
-    assert " ".join(names[39:]) == (
-        "N atal ia _sold _ 4 8 / 2 _= _<< 4 8 / 2 = 2 4 >> 2 4 _clips _in _May .| "
-        "N atal ia _sold _ 4 8 + 2 4 _= _<< 4 8 + 2 4 = 7 2 >> 7 2 _clips _altogether _in _April _and _May .| "
-        "#### _ 7 2 <|endoftext|>"
-    )
 
 
 @pytest.mark.judge
@@ -544,7 +511,7 @@ def test_an_encoder_says_what_it_does(small, tmp_path):
     text = opened(records([{"q": "a", "answer": "b"}]), small, mapping=(("question", "q"),)).describe()
     assert text.splitlines() == [
         "format: question-answer (as in rows.jsonl:1), columns question = q, answer",
-        "trained: the answer and </s> behind it; prompt and answer are joined as they are (--chat-template tokenizer "
+        "trained: the answer and </s> after it; prompt and answer are joined as they are (--chat-template tokenizer "
         "would make chats of them)",
     ]
     endless = tokenizer_with(tmp_path, "{{ strftime_now('%Y') }}{% for m in messages %}{{ m.content }}\n{% endfor %}")
@@ -647,7 +614,7 @@ def mutated_text(text: str, draw: random.Random) -> str:
 @pytest.mark.parametrize("tries", [200, pytest.param(2_000, marks=pytest.mark.slow)])
 def test_whatever_rows_and_templates_hold_what_is_wrong_is_named(small, monkeypatch, tries):
     """No other exception than our own, which names the row or the template; and what is encoded is well-formed."""
-    monkeypatch.setattr(sandbox, "MAX_WORK", sandbox.MAX_WORK // 200)
+    monkeypatch.setattr(sandbox, "MAX_SECONDS", 0.1)
     outcomes = Counter()
     for number in range(tries):
         draw = random.Random(number)

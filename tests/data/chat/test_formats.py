@@ -261,4 +261,6 @@ def test_both_commands_name_every_format() -> None:
     ]
     assert len(helps) == 2
     for text in helps:
-        assert set(re.split(r"[ ,:.]+", text.split("are:")[1].split(".")[0])) - {"", "or"} == set(FORMATS)
+        assert set(re.split(r"[ ,:.]+", text.split("Format of the rows:")[1].split(".")[0])) - {"", "or"} == set(
+            FORMATS
+        )

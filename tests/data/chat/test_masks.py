@@ -224,21 +224,7 @@ GENERATION = (
 )
 
 
-@pytest.mark.parametrize(
-    ("body", "expected"),
-    [
-        ("{{ m.content + '<|im_end|>' }}", "\u00abNothing.<|im_end|>\u00bb\n"),
-        ("{{ m.content }}{%- endgeneration %}{{ '<|im_end|>' }}{%- generation %}", "\u00abNothing.\u00bb<|im_end|>\n"),
-        ("{{ m.content }}{%- endgeneration %}{{ '|' }}{%- generation %}{{ m.role }}",
-         "\u00abNothing.\u00bb|\u00abassistant\u00bb\n"),
-    ],
-)  # fmt: skip
-def test_generation_blocks_say_what_is_trained(body, expected):
-    blocks = ChatTemplate(GENERATION.replace("BODY", body), "blocks")
-    assert masked(blocks, "one") == [f"{USER}What is in the box?{END}{ASSISTANT}{expected}"]
-
-
-# What stands in the generation block of a turn and behind it, by convention; then how the last turn is trained, and how
+# What stands in the generation block of a turn and after it, by convention; then how the last turn is trained, and how
 # one before, where that differs.
 EOS_OF_LAST = "{%- if loop.last %}{{ eos_token }}{%- endif %}"
 CONVENTIONS = {
@@ -250,6 +236,12 @@ CONVENTIONS = {
     "line breaks that Jinja takes": ("\n{{ m.content }}<|im_end|>\n", "", "\u00abNo.<|im_end|>\u00bb", None),
     "two blocks": ("{{ '<think>' }}{%- endgeneration %}{{ '|' }}{%- generation %}{{ m.content + '<|im_end|>\n' }}", "",
                    "\u00ab<think>\u00bb|\u00abNo.<|im_end|>\n\u00bb", None),
+    "two blocks, the end between them": (
+        "{{ m.content }}{%- endgeneration %}{{ '<|im_end|>' }}{%- generation %}", "{{ '\n' }}",
+        "\u00abNo.\u00bb<|im_end|>\n", None),
+    "two blocks without an end": (
+        "{{ m.content }}{%- endgeneration %}{{ '|' }}{%- generation %}{{ m.role }}", "{{ '\n' }}",
+        "\u00abNo.\u00bb|\u00abassistant\u00bb\n", None),
     "two blocks that touch": ("{{ m.content }}{%- endgeneration %}{%- generation %}{{ '<|im_end|>\n' }}", "",
                               "\u00abNo.\u00bb\u00ab<|im_end|>\n\u00bb", None),
     "EOS behind the last": ("{{ m.content + '<|im_end|>\n' }}", EOS_OF_LAST, "\u00abNo.<|im_end|>\n\u00bb</s>",
@@ -312,7 +304,7 @@ def test_blocks_of_every_convention_are_masked_as_transformers_does(name, tmp_pa
     (sample,) = samples(used, Chat(chat), TrainOn(), SPECIAL)
     encoding = chat_tokenizer().encode(sample.text, add_special_tokens=False)
     assert encoding.ids == list(theirs["input_ids"])
-    ours, spoken = trained_tokens(encoding, sample.text, sample.spans), np.array(theirs["assistant_masks"], bool)
+    ours, spoken = trained_tokens(encoding, sample.spans), np.array(theirs["assistant_masks"], bool)
     assert ours[spoken].all()
     assert [encoding.tokens[at] for at in np.flatnonzero(ours & ~spoken)] == ["<|im_end|>"] * 2 * (
         name == "end outside"
@@ -334,7 +326,7 @@ def test_tokens_at_the_borders_are_trained_as_transformers_masks_them():
         case = golden[f"chatml_generation/{chat}"]
         encoding = tokenizer.encode(sample.text, add_special_tokens=False)
         assert encoding.ids == case["ids"]
-        ours, end = trained_tokens(encoding, sample.text, sample.spans).tolist(), tokenizer.token_to_id("<|im_end|>")
+        ours, end = trained_tokens(encoding, sample.spans).tolist(), tokenizer.token_to_id("<|im_end|>")
         spoken = [bool(theirs) for theirs in case["generated"]]
         ends = [at for at in range(1, len(spoken)) if spoken[at - 1] and not spoken[at]]
         assert [encoding.ids[at] for at in ends] == [end] * len(ends) and len(ends) >= 1
@@ -353,7 +345,7 @@ def test_the_tokens_of_a_span_are_those_that_hold_its_characters(strip):
     for start in range(len(text)):
         for stop in range(start + 1, len(text) + 1):
             expected = [a < stop and b > start for a, b in encoding.offsets]
-            assert trained_tokens(encoding, text, [(start, stop)]).tolist() == expected, (start, stop)
+            assert trained_tokens(encoding, [(start, stop)]).tolist() == expected, (start, stop)
 
 
 @pytest.mark.parametrize(
@@ -366,11 +358,6 @@ def test_tools_and_calls_that_a_template_does_not_write_are_named(name, lost):
     assert unwritten(used, Chat(called, [WEATHER])) == lost
     assert unwritten(used, Chat(called, [])) == lost.removeprefix("tools").removeprefix(" and ")
     assert unwritten(used, Chat([{"role": "assistant", "content": "Nothing.", "tool_calls": []}])) == ""
-
-
-def test_pad_and_eos_may_be_the_same():
-    same = ChatTemplate(template("zephyr").source, "same", {"bos_token": BOS, "eos_token": EOS, "pad_token": EOS})
-    assert masked(same, "one") == masked("zephyr", "one")
 
 
 @pytest.mark.parametrize(

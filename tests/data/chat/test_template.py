@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import pickle
 import sys
 from concurrent.futures import ThreadPoolExecutor
 from datetime import datetime
@@ -67,11 +66,6 @@ def test_reasoning_is_known_by_the_name_that_templates_read():
     for name in ("reasoning_content", "thinking", "reasoning"):
         assert shown.render([{"role": "assistant", "content": "a", name: "why"}]).text == "why,why"
     assert shown.render([{"role": "user", "content": "a"}]).text == ","
-
-
-def test_the_date_is_that_of_the_opening_and_a_template_can_be_sent_to_another_process():
-    dated = ChatTemplate("{{ strftime_now('%H:%M') }} {{ eos_token }}", "dated", VARIABLES, NOW)
-    assert dated.render(ONE).text == pickle.loads(pickle.dumps(dated)).render(ONE).text == "07:05 </s>"
 
 
 def test_threads_can_share_a_template():

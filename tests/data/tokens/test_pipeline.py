@@ -19,11 +19,11 @@ from small_tokenizers import EOS, byte_level, save
 from tokenizers import processors
 
 from llmq.data.chat.encode import EncodeOptions, open_encoder
-from llmq.data.rows.file_rows import FileRows, LocalFile, Position
+from llmq.data.rows.file_rows import FileRows, Position
 from llmq.data.rows.records import Record
 from llmq.data.rows.row_files import RowFile
 from llmq.data.tokens import pipeline
-from llmq.data.tokens.pipeline import Encoders, RowWork, TextWork, TokenBatch, tokenized
+from llmq.data.tokens.pipeline import RowWork, TextWork, TokenBatch, tokenized
 from llmq.data.tokens.text import open_documents, pieces
 from llmq.data.tokens.tokenizer import TextTokenizer
 from llmq.errors import DataError
@@ -41,44 +41,29 @@ def joined(found: list[TokenBatch]) -> tuple[list[int], list[int]]:
     return ids, stops
 
 
-def test_text_goes_on_from_the_position_behind_any_batch(tmp_path: Path, monkeypatch, small_tokenizer: Path) -> None:
+@pytest.mark.parametrize("begins", [False, True])
+def test_text_begins_and_ends_once_and_continues_after_any_batch(tmp_path: Path, monkeypatch, begins: bool) -> None:
+    """Also where the tokenizer itself puts a token before a text."""
     monkeypatch.setattr(pipeline, "BATCH_CHARACTERS", 200)
-    monkeypatch.setattr("llmq.data.tokens.text.BLOCK_BYTES", 40)
-    for number in range(3):
-        (tmp_path / f"{number}.txt").write_text(
-            "It's the king's \u00e9t\u00e9 \U0001f600 isn't it?\n" * (3 + 9 * number)
-        )
-    documents = open_documents(sorted(tmp_path.glob("*.txt")))
-    work = TextWork(documents, TextTokenizer.open(str(small_tokenizer)))
-    found = list(tokenized(work))
-    ids, stops = joined(found)
-    assert len(found) > 5 and len(stops) == 3 and stops[-1] == len(ids)
-    assert sum(tokens.num_bytes for tokens in found) == sum(document.num_bytes for document in documents)
-    for count, tokens in enumerate(found, 1):
-        rest, _ = joined(list(tokenized(work, tokens.position)))
-        assert rest == ids[len(ids) - len(rest) :]
-        assert len(rest) == len(ids) - sum(len(before.ids) for before in found[:count])
-
-
-def test_every_text_begins_once_with_what_the_tokenizer_puts_there(tmp_path: Path, monkeypatch) -> None:
-    monkeypatch.setattr(pipeline, "BATCH_CHARACTERS", 100)
     monkeypatch.setattr("llmq.data.tokens.text.BLOCK_BYTES", 40)
     made = byte_level(added=("[begin]",))
     begin, eos = (made.token_to_id(token) for token in ("[begin]", EOS))
-    made.post_processor = processors.TemplateProcessing(single="[begin] $A", special_tokens=[("[begin]", begin)])
+    if begins:
+        made.post_processor = processors.TemplateProcessing(single="[begin] $A", special_tokens=[("[begin]", begin)])
     tokenizer = TextTokenizer.open(str(save(made, tmp_path / "t", {"eos_token": EOS})))
-    texts = ["a king\n" * 20, "b", "it is\n" * 30]
+    texts = ["It's the king's \u00e9t\u00e9 \U0001f600 isn't it?\n" * (3 + 9 * number) for number in range(3)] + ["b"]
     for number, text in enumerate(texts):
         (tmp_path / f"{number}.txt").write_text(text)
     work = TextWork(open_documents(sorted(tmp_path.glob("*.txt"))), tokenizer)
     found = list(tokenized(work))
     ids, stops = joined(found)
-    for start, stop, text in zip([0, *stops], stops, texts, strict=False):
-        assert ids[start:stop] == [begin, *made.encode(text, add_special_tokens=False).ids, eos]
-    for tokens in found:
+    wholes = [[begin] * begins + made.encode(text, add_special_tokens=False).ids + [eos] for text in texts]
+    assert ids == [number for whole in wholes for number in whole]
+    assert stops == np.cumsum([len(whole) for whole in wholes]).tolist()
+    assert len(found) > 5 and sum(tokens.num_bytes for tokens in found) == sum(len(text.encode()) for text in texts)
+    for count, tokens in enumerate(found, 1):
         rest, _ = joined(list(tokenized(work, tokens.position)))
-        assert rest == ids[len(ids) - len(rest) :]
-    assert len(found) > 2
+        assert rest == ids[sum(len(before.ids) for before in found[:count]) :]
 
 
 def row_work(folder: Path, tokenizer: Path, count: int, bad: tuple[int, ...] = ()) -> RowWork:
@@ -88,10 +73,10 @@ def row_work(folder: Path, tokenizer: Path, count: int, bad: tuple[int, ...] = (
     (folder / "a.jsonl").write_text("\n".join(lines) + "\n")
     file = RowFile.of(folder / "a.jsonl")
     assert file is not None
-    rows = FileRows((LocalFile(file),))
+    rows = FileRows((file,))
     first = [row for _, row in zip(range(3), (row for _, row in rows.read()), strict=False) if isinstance(row, Record)]
     encoder = open_encoder(first, TextTokenizer.open(str(tokenizer)), EncodeOptions())
-    return RowWork(rows, Encoders(encoder))
+    return RowWork(rows, encoder)
 
 
 def test_rows_keep_their_order_and_bad_ones_their_place(tmp_path: Path, monkeypatch, small_tokenizer: Path) -> None:
@@ -103,7 +88,7 @@ def test_rows_keep_their_order_and_bad_ones_their_place(tmp_path: Path, monkeypa
     whole = row_work(tmp_path, small_tokenizer, 100)
     records = [row for _, row in whole.rows.read() if isinstance(row, Record)]
     monkeypatch.setattr(pipeline, "BATCH_ROWS", 1000)
-    alone = [np.concatenate([d.ids for d in whole.encoders.first.encode([record])]) for record in records]
+    alone = [np.concatenate([d.ids for d in whole.encoder.encode([record])]) for record in records]
     (once,) = tokenized(whole)
     np.testing.assert_array_equal(once.ids, np.concatenate(alone))
     assert once.trained is not None and 0 < once.trained.sum() < len(once.ids)

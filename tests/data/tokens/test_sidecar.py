@@ -1,4 +1,4 @@
-"""Sidecars and the copy of the tokenizer: written whole, read back, and refused when they tell of something else."""
+"""Sidecars and the copy of the tokenizer: written whole, read back, and refused when they are of something else."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def test_it_is_read_as_written(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("change", "says"),
     [
-        (lambda d: d.update(num_tokens=8), r"tells of 8 tokens, but train\.bin has 7"),
+        (lambda d: d.update(num_tokens=8), r"is of 8 tokens, but train\.bin has 7"),
         (lambda d: d.update(sidecar_version=2), "sidecar_version 2"),
         (lambda d: d["tokenizer"].pop("sha256"), r"tokenizer\.sha256: Field required"),
     ],

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import json
 import struct
 import zlib
 from collections.abc import Callable
+from functools import partial
 from itertools import pairwise
 from pathlib import Path
 
@@ -13,29 +13,14 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from legacy_token_file import bits_of, legacy_bytes
 
 from llmq.data.tokens import token_file
-from llmq.data.tokens.token_file import TokenFile, TokenWriter, partial_name
+from llmq.data.tokens.token_file import TokenFile, TokenWriter
 from llmq.data.tokens.token_format import BLOCK_BYTES
-from llmq.errors import DataError, LlmqError, StorageError, UsageError
+from llmq.errors import DataError, LlmqError, StorageError
 
 SHA = "0123456789abcdef" * 4
-
-
-def bits_of(mask: list[bool]) -> bytes:
-    bits = bytearray(-(-len(mask) // 8))
-    for i, trained in enumerate(mask):
-        bits[i // 8] |= trained << (i % 8)
-    return bytes(bits)
-
-
-def legacy_bytes(tokens: list[int], vocab_size: int, mask: list[bool] | None = None, version: int = 2) -> bytes:
-    """Versions 1 and 2, written independently with struct and loops."""
-    head = b"BIN.TOK\n" + struct.pack("<3i", version, 4, len(tokens))
-    if version == 2:
-        head += struct.pack("<2i", vocab_size, 0 if mask is None else 1)
-    body = struct.pack(f"<{len(tokens)}i", *tokens)
-    return head + b"*" * (1023 - len(head)) + b"\n" + body + bits_of(mask or [])
 
 
 def current_bytes(
@@ -54,43 +39,43 @@ def current_bytes(
     return head + struct.pack("<I", zlib.crc32(head)) + body + table
 
 
-def test_the_bytes_are_those_of_the_format(tmp_path: Path) -> None:
-    path = tmp_path / "a.bin"
-    tokens = [1, 70000, 3]
-    for version in (1, 2):
-        TokenFile.write(path, np.array(tokens), vocab_size=100000, version=version)
-        assert path.read_bytes() == legacy_bytes(tokens, 100000, version=version)
-    TokenFile.write(path, np.array(tokens), vocab_size=100000, tokenizer_sha256=SHA)
-    assert path.read_bytes() == current_bytes(tokens, 100000, sha=SHA)
+@pytest.mark.parametrize("sha", [SHA, None])
+@pytest.mark.parametrize(("vocab_size", "dtype"), [(65536, np.uint16), (65537, np.uint32)])
+def test_the_bytes_are_those_of_the_format_and_ids_take_two_where_the_vocabulary_fits(
+    tmp_path: Path, vocab_size: int, dtype: type, sha: str | None
+) -> None:
+    path, tokens = tmp_path / "a.bin", [0, vocab_size - 1, 3]
+    TokenFile.write(path, np.array(tokens), vocab_size=vocab_size, tokenizer_sha256=sha)
+    assert path.read_bytes() == current_bytes(tokens, vocab_size, sha=sha or "")
+    file = TokenFile.open(path, vocab_size=vocab_size)
+    assert (file.tokens.dtype, file.tokens.tolist(), file.tokenizer_sha256) == (dtype, tokens, sha)
     assert list(tmp_path.iterdir()) == [path]
 
 
-@pytest.mark.parametrize(("vocab_size", "dtype"), [(65536, np.uint16), (65537, np.uint32)])
-def test_ids_take_two_bytes_where_the_vocabulary_fits(tmp_path: Path, vocab_size: int, dtype: type) -> None:
-    TokenFile.write(tmp_path / "a.bin", np.array([0, vocab_size - 1]), vocab_size=vocab_size)
-    file = TokenFile.open(tmp_path / "a.bin", vocab_size=vocab_size)
-    assert file.tokens.dtype == dtype and file.tokens.tolist() == [0, vocab_size - 1]
-
-
 @settings(max_examples=50, deadline=None)
-@given(data=st.data(), size=st.integers(0, 70), masked=st.booleans(), version=st.sampled_from([1, 2, 3]))
-def test_pieces_make_the_same_file_as_the_whole(
+@given(data=st.data(), size=st.integers(0, 70), masked=st.booleans(), version=st.sampled_from([1, 2, 3, 3]))
+def test_a_file_of_any_version_is_read_and_pieces_write_the_same_file_as_the_whole(
     tmp_path_factory: pytest.TempPathFactory, data: st.DataObject, size: int, masked: bool, version: int
 ) -> None:
-    masked = masked and version > 1
     tokens = data.draw(st.lists(st.integers(0, 999), min_size=size, max_size=size))
-    mask = data.draw(st.lists(st.booleans(), min_size=size, max_size=size)) if masked else None
-    cuts = [0, *sorted(data.draw(st.lists(st.integers(0, size), max_size=4))), size]
-    ends = data.draw(st.sets(st.sampled_from(cuts)))
+    mask = data.draw(st.lists(st.booleans(), min_size=size, max_size=size)) if masked and version > 1 else None
     path = tmp_path_factory.mktemp("t") / "a.bin"
-    with TokenWriter(path, vocab_size=1000, has_masks=masked, version=version) as writer:
-        for start, stop in pairwise(cuts):
-            writer.append(np.array(tokens[start:stop], np.int64), None if mask is None else np.array(mask[start:stop]))
-            if stop in ends:
-                writer.end_document()
-    starts = sorted({0, size, *ends}) if version == 3 or not size else [0, size]
-    want = current_bytes(tokens, 1000, mask, starts) if version == 3 else legacy_bytes(tokens, 1000, mask, version)
-    assert path.read_bytes() == want
+    starts = [0, size] if size else [0]
+    if version < 3:
+        path.write_bytes(legacy_bytes(tokens, 1000, mask, version))
+    else:
+        cuts = [0, *sorted(data.draw(st.lists(st.integers(0, size), max_size=4))), size]
+        ends = data.draw(st.sets(st.sampled_from(cuts)))
+        starts = sorted({0, size, *ends})
+        with TokenWriter(path, vocab_size=1000, has_masks=mask is not None) as writer:
+            for start, stop in pairwise(cuts):
+                part = np.array(tokens[start:stop], np.int64)
+                writer.append(part, None if mask is None else np.array(mask[start:stop], bool))
+                if stop in ends:
+                    writer.end_document()
+        assert path.read_bytes() == current_bytes(tokens, 1000, mask, starts)
+        assert (writer.num_tokens, writer.num_documents) == (size, len(starts) - 1)
+        assert writer.num_trained == (size if mask is None else sum(mask))
     file = TokenFile.open(path, vocab_size=1000)
     file.verify()
     assert (file.num_tokens, file.vocab_size) == (size, None if version == 1 else 1000)
@@ -107,12 +92,6 @@ def test_the_tokens_are_mapped_and_read_only(tmp_path: Path) -> None:
     assert isinstance(tokens, np.memmap)
     with pytest.raises(ValueError, match="read-only"):
         tokens[0] = 1
-
-
-def test_the_tokenizer_is_named_by_its_hash(tmp_path: Path) -> None:
-    for sha in (SHA, None):
-        TokenFile.write(tmp_path / "a.bin", np.arange(5), vocab_size=5, tokenizer_sha256=sha)
-        assert TokenFile.open(tmp_path / "a.bin").tokenizer_sha256 == sha
 
 
 def word(at: int, layout: str, value: int) -> Callable[[bytes], bytes]:
@@ -162,9 +141,8 @@ def test_a_damaged_file_is_refused_by_name(
     tmp_path: Path, version: int, change: Callable[[bytes], bytes], says: str
 ) -> None:
     path = tmp_path / "a.bin"
-    mask = np.ones(10, bool) if version > 1 else None
-    TokenFile.write(path, np.arange(10), vocab_size=10, mask=mask, version=version)
-    path.write_bytes(change(path.read_bytes()))
+    make = current_bytes if version == 3 else partial(legacy_bytes, version=version)
+    path.write_bytes(change(make(list(range(10)), 10, [True] * 10 if version > 1 else None)))
     with pytest.raises(DataError, match=says) as caught:
         TokenFile.open(path)
     assert str(path) in str(caught.value)
@@ -232,7 +210,7 @@ def test_a_foreign_id_is_found_wherever_it_is(tmp_path: Path, monkeypatch, bad: 
     path.write_bytes(legacy_bytes(tokens.tolist(), 50))
     with pytest.raises(DataError, match=f"token {place} has the id {bad}, but the vocabulary has 50 ids"):
         TokenFile.open(path, vocab_size=50)
-    TokenFile.open(path)  # nobody asked
+    TokenFile.open(path)  # without vocab_size no id is checked
     TokenFile.open(path).check_ids(50, place + 1)
 
 
@@ -262,15 +240,16 @@ def mutate(good: bytes, rng: np.random.Generator) -> bytes:
     return bytes(bad)
 
 
-def try_mutations(path: Path, count: int) -> None:
+@pytest.mark.parametrize("count", [800, pytest.param(20_000, marks=pytest.mark.slow)])
+def test_mutated_files_give_our_errors_or_open(tmp_path: Path, count: int) -> None:
     """Mutated files open or give a DataError that names them; in version 3 only the header can change unnoticed."""
-    rng = np.random.default_rng(0)
+    path, rng = tmp_path / "a.bin", np.random.default_rng(0)
     good = []
     for version in (1, 2, 3, 3):
         mask = np.arange(40) % 3 == 0 if version > 1 else None
         vocab_size = 7 if len(good) < 3 else 70000
-        TokenFile.write(path, np.arange(40) % 7, vocab_size=vocab_size, mask=mask, version=version)
-        good.append(path.read_bytes())
+        make = current_bytes if version == 3 else partial(legacy_bytes, version=version)
+        good.append(make((np.arange(40) % 7).tolist(), vocab_size, None if mask is None else mask.tolist()))
     refused = 0
     for number in range(count):
         content = mutate(good[number % 4], rng)
@@ -288,120 +267,23 @@ def try_mutations(path: Path, count: int) -> None:
     assert refused > count // 2
 
 
-def test_mutated_files_give_our_errors_or_open(tmp_path: Path) -> None:
-    try_mutations(tmp_path / "a.bin", 800)
-
-
-@pytest.mark.slow
-def test_twenty_thousand_mutated_files_give_our_errors_or_open(tmp_path: Path) -> None:
-    try_mutations(tmp_path / "a.bin", 20_000)
-
-
-def test_the_writer_refuses_what_the_format_cannot_hold(tmp_path: Path, monkeypatch) -> None:
-    for bad in (-1, 10, 2**40):
-        with (
-            pytest.raises(DataError, match=f"the id {bad} is outside"),
-            TokenWriter(tmp_path / "a", vocab_size=10) as w,
-        ):
-            w.append(np.array([3, bad], np.int64))
-    monkeypatch.setattr(token_file, "MAX_LEGACY_TOKENS", 5)
-    for version in (1, 2):
-        with (
-            pytest.raises(DataError, match="more than 5 tokens"),
-            TokenWriter(tmp_path / "a", vocab_size=10, version=version) as writer,
-        ):
-            writer.append(np.zeros(5, np.int32))
-            writer.append(np.zeros(1, np.int32))
-    with pytest.raises(UsageError, match="version 1 have no masks"):
-        TokenWriter(tmp_path / "a", vocab_size=10, version=1, has_masks=True)
+@pytest.mark.parametrize("bad", [-1, 10, 2**40])
+def test_the_writer_refuses_ids_outside_the_vocabulary(tmp_path: Path, bad: int) -> None:
+    says = f"the id {bad} is outside the vocabulary \\(0 to 9\\)"
+    with pytest.raises(DataError, match=says), TokenWriter(tmp_path / "a", vocab_size=10) as writer:
+        writer.append(np.array([3, bad], np.int64))
     assert list(tmp_path.iterdir()) == []
-    TokenFile.write(tmp_path / "a", np.zeros(6, int), vocab_size=10)
 
 
-@pytest.mark.parametrize("version", [2, 3])
-def test_an_interrupted_writer_leaves_the_old_file_alone(tmp_path: Path, version: int) -> None:
+def test_an_interrupted_writer_leaves_the_old_file_alone(tmp_path: Path) -> None:
     path = tmp_path / "a.bin"
     TokenFile.write(path, np.arange(3), vocab_size=3)
     before = path.read_bytes()
-    with pytest.raises(KeyboardInterrupt), TokenWriter(path, vocab_size=3, has_masks=True, version=version) as writer:
+    with pytest.raises(KeyboardInterrupt), TokenWriter(path, vocab_size=3, has_masks=True) as writer:
         writer.append(np.array([1]), np.array([True]))
+        assert path.read_bytes() == before
         raise KeyboardInterrupt
     assert list(tmp_path.iterdir()) == [path] and path.read_bytes() == before
-
-
-def test_a_sealed_file_shows_only_when_published(tmp_path: Path) -> None:
-    path = tmp_path / "a.bin"
-    with TokenWriter(path, vocab_size=3) as writer:
-        writer.append(np.array([1, 2]))
-        writer.seal()
-        assert not path.exists()
-        writer.publish()
-        assert TokenFile.open(path).tokens.tolist() == [1, 2]
-    assert list(tmp_path.iterdir()) == [path]
-
-
-@settings(max_examples=25, deadline=None)
-@given(data=st.data(), masked=st.booleans(), version=st.sampled_from([2, 3]))
-def test_a_writer_that_is_stopped_anywhere_and_goes_on_makes_the_same_file(
-    tmp_path_factory: pytest.TempPathFactory, data: st.DataObject, masked: bool, version: int
-) -> None:
-    folder = tmp_path_factory.mktemp("t")
-    path = folder / "a.bin"
-    sizes = data.draw(st.lists(st.integers(1, 30), min_size=1, max_size=8))
-    tokens = np.arange(sum(sizes)) % 1000
-    mask = tokens % 3 == 0
-    starts = [0, *np.cumsum(sizes).tolist()]
-    about = {"vocab_size": 1000, "has_masks": masked, "version": version, "tokenizer_sha256": SHA}
-
-    def write(writer: TokenWriter, documents: range) -> None:
-        for n in documents:
-            part = slice(starts[n], starts[n + 1])
-            writer.append(tokens[part], mask[part] if masked else None)
-            if n % 2:
-                writer.end_document()
-
-    with TokenWriter(path, **about) as writer:
-        write(writer, range(len(sizes)))
-    want = path.read_bytes()
-    path.unlink()
-    writer = TokenWriter(path, **about, resumable=True)
-    at = 0
-    for _ in range(data.draw(st.integers(1, 4))):
-        stop = data.draw(st.integers(at, len(sizes)))
-        write(writer, range(at, stop))
-        state, at = json.loads(json.dumps(writer.state())), stop
-        assert (state["tokens"], state["documents"]) == (starts[stop], stop // 2)
-        how = data.draw(st.sampled_from(["killed", "raised", "sealed"]))
-        with pytest.raises(KeyboardInterrupt), writer:
-            write(writer, range(at, data.draw(st.integers(at, len(sizes)))))  # lost
-            if how == "sealed":
-                writer.seal()
-            if how == "killed":
-                for file in writer._files.values():
-                    file.flush()
-            raise KeyboardInterrupt
-        assert not path.exists() and partial_name(path).exists()
-        writer = TokenWriter.resume(path, state)
-    with writer:
-        write(writer, range(at, len(sizes)))
-    assert path.read_bytes() == want and list(folder.iterdir()) == [path]
-
-
-def test_a_writer_cannot_go_on_from_what_is_gone_or_cut(tmp_path: Path) -> None:
-    path = tmp_path / "a.bin"
-    writer = TokenWriter(path, vocab_size=9, resumable=True)
-    writer.append(np.arange(9))
-    state = writer.state()
-    writer.close()
-    with pytest.raises(DataError, match="lacks bytes, documents: start over"):
-        TokenWriter.resume(path, {name: x for name, x in state.items() if name not in ("bytes", "documents")})
-    partial_name(path).write_bytes(b"short")
-    with pytest.raises(DataError, match=r"\.partial has 5 of 1042 bytes"):
-        TokenWriter.resume(path, state)
-    writer.discard()
-    assert list(tmp_path.iterdir()) == []
-    with pytest.raises(DataError, match=r"is gone.*start over"):
-        TokenWriter.resume(path, state)
 
 
 def test_what_the_disk_refuses_is_a_storage_error(tmp_path: Path) -> None:
@@ -413,7 +295,7 @@ def test_what_the_disk_refuses_is_a_storage_error(tmp_path: Path) -> None:
             pytest.raises(StorageError, match="No space left"),
             TokenWriter(tmp_path / "a.bin", vocab_size=3) as writer,
         ):
-            writer._files[""].close()
-            writer._files[""] = open("/dev/full", "wb")  # noqa: SIM115
+            writer._file.close()
+            writer._file = open("/dev/full", "w+b")  # noqa: SIM115
             writer.append(np.zeros(100_000, np.int32))
         assert list(tmp_path.iterdir()) == [tmp_path / "file"]

@@ -14,7 +14,7 @@ from tokenizers import Tokenizer
 from llmq.data.batches.loader import open_data
 from llmq.data.tokens import pipeline, text
 from llmq.data.tokens.sidecar import Sidecar
-from llmq.data.tokens.token_file import TokenFile, TokenWriter
+from llmq.data.tokens.token_file import TokenFile
 from llmq.data.tokens.tokenize import tokenize_data
 from llmq.errors import DataError, StorageError, UsageError
 
@@ -147,45 +147,6 @@ def test_a_stale_eval_file_is_not_left_beside_new_training_data(tmp_path: Path, 
     tokenize_data(**arguments)
     with pytest.raises(StorageError, match=r"eval\.bin is of an earlier run"):
         tokenize_data(**arguments, eval_fraction=0)
-
-
-@pytest.mark.parametrize("error", [KeyboardInterrupt(), DataError("bad")])
-@pytest.mark.parametrize("when", [1, 2, 3])
-def test_an_interruption_leaves_what_was_there(
-    tmp_path: Path, monkeypatch, small_tokenizer: Path, error, when: int
-) -> None:
-    (tmp_path / "a.txt").write_text("one line of it\n" * 20)
-    arguments = {"tokenizer": str(small_tokenizer), "inputs": [str(tmp_path / "a.txt")], "out_dir": tmp_path / "out"}
-    tokenize_data(**arguments)
-    before = {path: path.read_bytes() for path in (tmp_path / "out").rglob("*") if path.is_file()}
-    (tmp_path / "a.txt").write_text("another line\n" * 20)
-    calls = []
-    append, seal = TokenWriter.append, TokenWriter.seal
-
-    def counted(method):
-        def call(*args, **more):
-            calls.append(1)
-            if len(calls) > when:
-                raise error
-            return method(*args, **more)
-
-        return call
-
-    monkeypatch.setattr(TokenWriter, "append", counted(append))
-    monkeypatch.setattr(TokenWriter, "seal", counted(seal))
-    with pytest.raises(type(error)):
-        tokenize_data(**arguments)
-    found = {path for path in (tmp_path / "out").rglob("*") if path.is_file() and ".partial" not in path.parts}
-    assert {path: path.read_bytes() for path in found} == before
-    monkeypatch.undo()
-    tokenize_data(**arguments)
-    again = tmp_path / "again"
-    tokenize_data(**{**arguments, "out_dir": again})
-    for path in before:
-        assert path.read_bytes() == (again / path.relative_to(tmp_path / "out")).read_bytes() != before[path] or (
-            "tokenizer" in path.parts
-        )
-    assert {path.name for path in (tmp_path / "out").iterdir()} == {path.name for path in again.iterdir()}
 
 
 def test_real_text_with_a_real_tokenizer(tmp_path: Path, shared: Callable[[str], Path]) -> None:

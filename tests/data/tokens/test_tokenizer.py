@@ -109,7 +109,7 @@ def test_eos_is_found_in_the_files(tmp_path: Path, files: dict, eos: str | int) 
         ({"tokenizer_config.json": {"eos_token": {"content": {}}}}, (), r"eos_token \{\}, which is no text"),
         ({"tokenizer_config.json": {"eos_token": ""}}, (), "eos_token '', which is not in the vocabulary"),
         ({}, ("</s>",), r"has <\|endoftext\|> and </s>.*tokenizer_config.json, or give tokenize-data --eos-token"),
-        ({"tokenizer_config.json": []}, (), "is not a JSON object"),
+        ({"tokenizer_config.json": []}, (), "holds a JSON list, not an object"),
     ],
 )
 def test_an_unclear_eos_is_refused(tmp_path: Path, files: dict, added: tuple[str, ...], says: str) -> None:

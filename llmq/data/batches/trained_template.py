@@ -30,25 +30,23 @@ def exported_templates(train: Samples | Stream, tokenizer_folder: Path | None) -
 
     Of several, those with the largest share of the trained data win, with a notice that names all.
     """
-    shares: dict[tuple[str, ...], float] = {}
-    notes: dict[tuple[str, ...], TemplateNote] = {}
+    found: dict[tuple[str, str], tuple[float, TemplateNote]] = {}
     for note, share in _trained(train):
-        key = (note.default, note.tool_use or "")
-        notes.setdefault(key, note)
-        shares[key] = shares.get(key, 0.0) + share
-    if not notes or tokenizer_folder is None:
+        before, first = found.get(key := (note.default, note.tool_use or ""), (0.0, note))
+        found[key] = (before + share, first)
+    if not found or tokenizer_folder is None:
         return ExportedTemplates()
-    order = sorted(notes, key=lambda key: -shares[key])
-    chosen = notes[order[0]]
+    ranked = sorted(found.values(), key=lambda one: -one[0])
+    chosen = ranked[0][1]
     notices = []
-    if len(order) > 1:
-        named = ", ".join(f"{notes[key].origin} ({100 * shares[key]:.1f}% of the tokens)" for key in order)
+    if len(ranked) > 1:
+        named = ", ".join(f"{note.origin} ({100 * share:.1f}% of the tokens)" for share, note in ranked)
         notices.append(
-            f"The training data is of {len(order)} chat templates: {named}. The exported model has the first of them"
+            f"The training data is of {len(ranked)} chat templates: {named}. The exported model has the first of them"
         )
     if (own := _own(tokenizer_folder)) is not None and own.sources() == chosen.sources():
         return ExportedTemplates(None, tuple(notices))
-    if len(order) == 1:
+    if len(ranked) == 1:
         instead = ", in place of the tokenizer's own" if own else ""
         notices.append(f"The exported model has the chat template of its training data ({chosen.origin}){instead}")
     return ExportedTemplates(chosen.sources(), tuple(notices))
@@ -68,10 +66,9 @@ def _trained(train: Samples | Stream) -> Iterator[tuple[TemplateNote, float]]:
         if train.chat_template is not None:
             yield train.chat_template, 1.0
         return
-    sources = [(train, 1.0)]
+    sources: list[tuple[Samples, float]] = [(train, 1.0)]
     if isinstance(train, Mixture):
-        parts = (part / train.period for part in train.parts)
-        sources = list(zip(train.sources, parts, strict=True))
+        sources = [(one, part / train.period) for one, part in zip(train.sources, train.parts, strict=True)]
     for samples, share in sources:
         for file in samples.token_files:
             sidecar = Sidecar.read(file.path, file.num_tokens)

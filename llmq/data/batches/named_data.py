@@ -1,0 +1,191 @@
+"""`--data` of llmq-train: tokenized once with the model's own tokenizer into the cache, or read as a stream."""
+
+from __future__ import annotations
+
+import glob
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import closing, contextmanager
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from llmq.data.batches.first_fit import count_packs, fewest_docs, repeated
+from llmq.data.batches.mix_file import Source, read_sources
+from llmq.data.batches.packing import piece_lengths
+from llmq.data.batches.row_layout import WINDOWS, RowForm
+from llmq.data.batches.stream import Stream, open_stream
+from llmq.data.batches.windows import Rows
+from llmq.data.chat.encode import EncodeOptions
+from llmq.data.rows.file_rows import FileRows
+from llmq.data.rows.request import Request, parsed_mapping
+from llmq.data.rows.sources import find_anything
+from llmq.data.tokens.pipeline import RowWork, TextWork, TokenBatch, Work, tokenized
+from llmq.data.tokens.token_file import TokenFile
+from llmq.data.tokens.tokenize import Say, cache_entry, cached, is_whole, settled
+from llmq.data.tokens.tokenizer import TextTokenizer
+from llmq.errors import DataError, UsageError
+
+if TYPE_CHECKING:
+    from llmq.files.source import ModelSource
+    from llmq.options.sections import SourceOptions
+
+
+@dataclass(frozen=True, eq=False)
+class NamedData:
+    """What `--data` names: `find` looks for it, `open` makes it what is trained on."""
+
+    options: SourceOptions
+    tokenizer: TextTokenizer
+    plan_only: bool
+    say: Say
+    sources: tuple[Source, ...] = ()
+    requests: tuple[Request, ...] = ()  # what is to be tokenized, by source
+
+    @property
+    def has_rows(self) -> bool:
+        """Whether any of it is rows, and not text."""
+        return any(request.found.is_rows for request in self.requests)
+
+    def find(self, seq_len: int, weights: Sequence[float] | None) -> NamedData:
+        """Itself, with sources and requests for rows of `seq_len` tokens; see `find_anything` for the errors."""
+        options = self.options
+        assert options.data is not None
+        sources = read_sources("data", options.data, weights)
+        if options.streaming and len(sources) > 1:
+            raise UsageError(
+                f"--streaming reads one data set, but {', '.join(options.data)} names {len(sources)}: leave "
+                "--streaming out, or give one"
+            )
+        encode = EncodeOptions(
+            data_format=options.data_format,
+            mapping=parsed_mapping(options.map_ or ()),
+            chat_template=options.chat_template,
+            train_on=options.train_on,
+            overlong=options.overlong,
+            seq_len=seq_len,
+        )
+        found = [find_anything(one.name, options.eval_fraction, streaming=options.streaming) for one in sources]
+        asked = (Request(one, self.tokenizer, one.known(encode), options.skip_bad_rows) for one in found)
+        return replace(self, sources=tuple(sources), requests=tuple(map(settled, asked)))
+
+    def open(self, form: RowForm) -> tuple[list[Source] | Stream | Estimated, list[str]]:
+        """What is trained on, as token files by source unless it is read or only planned; and files to evaluate on."""
+        if self.options.streaming:
+            (request,) = self.requests
+            return open_stream(request, form, self.say), self._evaluation_of(request)
+        if self.plan_only and not all(is_whole(cache_entry(request)) for request in self.requests):
+            return self._estimated(form), []
+        sources, evaluation = [], list[str]()
+        for source, request in zip(self.sources, self.requests, strict=True):
+            files = self._cached(request)
+            sources.append(replace(source, files=tuple(name for name in files if _is_of("train", name))))
+            evaluation += [name for name in files if _is_of("eval", name)]
+        return sources, evaluation
+
+    def _evaluation_of(self, request: Request) -> list[str]:
+        """The token files to evaluate on of a stream, if it has a part for that."""
+        found = request.found
+        if found.evaluation is None or self.plan_only:
+            return []
+        rule = f"{found.rule}; its part for evaluation"
+        held = replace(found, train=found.evaluation, evaluation=None, numbered=False, rule=rule)
+        return self._cached(replace(request, found=held))
+
+    def _cached(self, request: Request) -> list[str]:
+        """The names of a request's token files, as patterns."""
+        name, entry = ", ".join(request.found.asked), cache_entry(request)
+        if is_whole(entry):
+            self.say(f"{name}: tokenized before, in {entry}")
+        else:
+            self.say(f"{name}: tokenizing into {entry}\n{request.found.rule}")
+        with _progress(name) as on_progress:
+            return [glob.escape(str(file)) for file in cached(request, on_progress=on_progress, say=self.say)]
+
+    def _estimated(self, form: RowForm) -> Estimated:
+        """What would be tokenized, said; and about how much it is."""
+        for request in self.requests:
+            if not is_whole(cache_entry(request)):
+                name = ", ".join(request.found.asked)
+                self.say(f"{name}: would be tokenized into {cache_entry(request)}\n{request.found.rule}")
+                if encoder := request.encoder():
+                    self.say(encoder.describe())
+        counts, lengths = zip(*map(_about, self.requests), strict=True)
+        tokens = sum(counts)
+        self.say(f"about {tokens:,} tokens for training, by a sample of its beginning")
+        files = list(zip(map(cache_entry, self.requests), counts, strict=True))
+        pieces = piece_lengths(np.concatenate(lengths), form.seq_len) if form.kind != WINDOWS else np.empty(0)
+        if not len(pieces):
+            return Estimated(form.seq_len, tokens, max(tokens - 1, 0) // form.seq_len, files)
+        docs = form.docs or fewest_docs(repeated(pieces, form.seq_len), form.seq_len)
+        num_rows = count_packs(pieces, form.seq_len, docs) * tokens // int(pieces.sum())
+        limits = (docs, int(pieces.max())) if docs > 1 else None
+        return Estimated(form.seq_len, tokens, max(num_rows, 1), files, limits)
+
+
+def open_named(options: SourceOptions, source: ModelSource, *, plan_only: bool, say: Say) -> NamedData | None:
+    """The data of `--data` with the tokenizer of the model, or None if there is none.
+
+    Raises UsageError where the model has no tokenizer, and what reading the tokenizer raises.
+    """
+    if options.data is None:
+        return None
+    if source.tokenizer_folder is None:
+        raise UsageError(
+            f"--data is tokenized with the model's own tokenizer, but {source.name} has none: give a model with a "
+            "tokenizer, or make token files with tokenize-data and give them as --train-file"
+        )
+    return NamedData(options, TextTokenizer.open(str(source.tokenizer_folder)), plan_only, say)
+
+
+def _is_of(part: str, name: str) -> bool:
+    return Path(name).name.startswith(part)
+
+
+@contextmanager
+def _progress(name: str) -> Iterator[Callable[[int, int | None], None]]:
+    from rich.console import Console
+    from rich.progress import Progress
+
+    with Progress(console=Console(stderr=True), transient=True, disable=not sys.stderr.isatty()) as progress:
+        bar = progress.add_task(f"tokenizing {name}", total=None)
+        yield lambda done, total: progress.update(bar, completed=done, total=total)
+
+
+def _about(request: Request) -> tuple[int, np.ndarray]:
+    """About how many tokens there are for training, by the first batch; and the lengths (n,) of its documents."""
+    train = request.found.train
+    if isinstance(train, tuple):
+        work: Work[Any, TokenBatch] = TextWork(train, request.tokenizer)
+        total = sum(document.num_bytes for document in train)
+    elif isinstance(train, FileRows):
+        encoder = request.encoder()
+        assert encoder is not None
+        work, total = RowWork(train, encoder), train.about()
+    else:
+        return request.found.limit or 0, np.empty(0, np.int64)
+    with closing(tokenized(work)) as batches:
+        first = next(batches, None)
+    if first is None:
+        return 0, np.empty(0, np.int64)
+    done = first.num_bytes if isinstance(train, tuple) else first.counts.rows
+    lengths = np.diff(first.stops, prepend=0, append=len(first.ids))
+    return len(first.ids) * total // max(done, 1), lengths[lengths > 0]
+
+
+@dataclass(eq=False)
+class Estimated:
+    """Samples of data that is not tokenized yet, for a plan: how many there will be, about, and their documents."""
+
+    seq_len: int
+    num_tokens: int
+    num_windows: int
+    files: list[tuple[Path, int]]
+    limits: tuple[int, int] | None = None
+    token_files: tuple[TokenFile, ...] = ()
+
+    def read(self, samples: np.ndarray) -> Rows:
+        """Nothing can be read."""
+        raise DataError("the data is not tokenized yet: run without --dry-run")

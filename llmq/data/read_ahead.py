@@ -1,0 +1,82 @@
+"""An iterator run ahead of its consumer by a thread of its own."""
+
+from __future__ import annotations
+
+import queue
+import threading
+import weakref
+from collections.abc import Callable, Iterator
+from typing import Generic, TypeVar
+
+T = TypeVar("T")
+
+POLL_S = 0.2  # from one look at the caller's `stop` to the next, while there is no item
+JOIN_S = 2.0  # for the thread to end; one that waits for a network longer than that is left to itself
+
+
+class Stopped(Exception):
+    """The caller's `stop` came true while it waited for an item."""
+
+
+class ReadAhead(Generic[T]):
+    """The items of an iterator, of which a thread reads up to `ahead` early.
+
+    What the iterator raises is raised in its place, and ever after. The thread ends with `close`, or when this is
+    collected.
+    """
+
+    def __init__(self, items: Iterator[T], ahead: int) -> None:
+        self._queue: queue.Queue[T | BaseException] = queue.Queue(ahead)
+        self._end: BaseException | None = None
+        stopped = threading.Event()
+        self._stop = weakref.finalize(self, _stop, self._queue, stopped)
+        arguments = (items, self._queue, stopped)  # not this object, which the thread would keep alive
+        self._thread = threading.Thread(target=_run, args=arguments, name="llmq-read", daemon=True)
+        self._thread.start()
+
+    def __iter__(self) -> Iterator[T]:
+        return self
+
+    def __next__(self) -> T:
+        return self.take(lambda: False)
+
+    def take(self, stop: Callable[[], bool]) -> T:
+        """The next item; StopIteration at the end, Stopped if `stop` comes true while there is no item yet."""
+        while self._end is None:
+            try:
+                item = self._queue.get(timeout=POLL_S)
+            except queue.Empty:
+                if stop():
+                    raise Stopped from None
+                continue
+            if not isinstance(item, BaseException):
+                return item
+            self._end = item
+        raise self._end
+
+    def close(self) -> None:
+        """Ends the thread, and waits for it up to JOIN_S."""
+        self._stop()
+        self._thread.join(JOIN_S)
+
+
+def _run(items: Iterator[T], results: queue.Queue[T | BaseException], stopped: threading.Event) -> None:
+    try:
+        for item in items:
+            results.put(item)
+            if stopped.is_set():
+                return
+        results.put(StopIteration())
+    except BaseException as error:  # it belongs to the thread that takes the items
+        results.put(error)
+
+
+def _stop(results: queue.Queue[T | BaseException], stopped: threading.Event) -> None:
+    """Tells the thread to end, without waiting: the garbage collector may call this from that very thread."""
+    stopped.set()
+    # The thread puts at most one more item after it is told to stop, so one free place lets it end.
+    while True:
+        try:
+            results.get_nowait()
+        except queue.Empty:
+            return
