@@ -7,9 +7,7 @@ from types import ModuleType
 import fake_cuda
 
 from llmq.backends.host import HostBackend
-from llmq.engine.measure import Clock
 from llmq.hardware import cuda_libraries, device, nvml
-from llmq.quickstart import gpu
 
 BACKEND = "llmq.backends.cuda"
 OPENED = []  # algorithms that each backend was opened with
@@ -22,7 +20,6 @@ def install(monkeypatch, driver=None):
     monkeypatch.setattr(cuda_libraries, "versions", lambda: {"cuDNN": "9.28.0"})
     monkeypatch.setattr(nvml, "read", lambda uuid, traffic=False: None)
     monkeypatch.setattr(device, "measured_cuda_peak", lambda dtype: 7e14)
-    monkeypatch.setattr(gpu, "CudaClock", Clock)  # events are CuPy's
     module = ModuleType(BACKEND)
     module.__spec__ = ModuleSpec(BACKEND, None)
     module.CudaBackend = open_backend

@@ -36,7 +36,6 @@ FLOORS = (
     ("training",),
     ("bench", "report"),
     ("cli",),
-    ("quickstart",),
 )
 # What a folder or module never imports, although it stands lower: parts of llmq, and packages.
 NEVER: dict[str, set[str]] = {

@@ -20,7 +20,6 @@ from llmq.cli import shell, train
 from llmq.model.presets import PRESETS
 from llmq.options.parse import SECTIONS, Options, descriptions
 from llmq.options.section import flag
-from llmq.quickstart.__main__ import NOT_PROVEN
 from llmq.training.loop import TrainResult
 
 ROOT = Path(__file__).parents[1]
@@ -256,7 +255,7 @@ def test_the_exit_codes_are_those_of_the_errors():
     text = (DOCS / "troubleshooting.md").read_text("utf-8")
     table = {int(code) for code in re.findall(r"^\| (\d+) \|", text, re.MULTILINE)}
     classes = [value for _, value in inspect.getmembers(errors, inspect.isclass) if value is not errors.LlmqError]
-    noes = {shell.BROKEN_PIPE, NOT_PROVEN, errors.LlmqError.exit_code}
+    noes = {shell.BROKEN_PIPE, errors.LlmqError.exit_code}
     assert table == {0, errors.INTERRUPTED, errors.TERMINATED} | noes | {c.exit_code for c in classes}
 
 

@@ -6,7 +6,5 @@ for candidate in "${PYTHON:-}" python3 python3.14 python3.13 python3.12 python3.
         break
     fi
 done
-if [ -z "$python" ]; then
-    echo "llmq needs Python 3.10 or newer, and there is none on the PATH: install one, or set PYTHON to it" >&2
-    exit 2
-fi
+[ -n "$python" ] ||
+    { echo "llmq needs Python 3.10 or newer, and there is none on the PATH: install one, or set PYTHON to it" >&2; exit 2; }

@@ -35,10 +35,15 @@ from llmq.training.interrupt import terminable
     "--model",
     "--tokenizer",
     "tokenizer",
-    required=True,
     type=shell.Home(),
     metavar="NAME-OR-FOLDER",
     help="Whose tokenizer: qwen (Qwen2.5), llama (Llama 2), any hub name, or a folder with a tokenizer.json.",
+)
+@click.option(
+    "--train-tokenizer",
+    type=click.IntRange(min=257),
+    metavar="N",
+    help="Train a byte-level BPE tokenizer of N tokens on the text, in place of --model; at least 257.",
 )
 @click.option("--revision", help="Branch, tag or commit of the tokenizer's hub name.")
 @click.option(
@@ -99,6 +104,7 @@ def command(
     \b
     tokenize-data --dataset tiny-shakespeare --model qwen
     tokenize-data --input 'books/*.txt' --tokenizer ./my-tokenizer
+    tokenize-data --input 'books/*.txt' --train-tokenizer 8192
     tokenize-data --input chats.jsonl.gz --model qwen --show 3
     tokenize-data --dataset 'wikitext:wikitext-2-raw-v1:train[:10%]' --model qwen
 

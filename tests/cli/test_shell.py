@@ -10,7 +10,6 @@ import click
 import pytest
 
 from llmq.cli import bench, export_wandb, plot, shell, tokenize_data, train
-from llmq.quickstart import __main__ as quickstart
 
 ROOT = Path(__file__).parents[2]
 COMMANDS = {
@@ -19,7 +18,6 @@ COMMANDS = {
     "plot": plot.command,
     "tokenize_data": tokenize_data.command,
     "export_wandb": export_wandb.command,
-    "quickstart": quickstart.command(),
 }
 PATHS = {
     "bench": {"save", "compare"},

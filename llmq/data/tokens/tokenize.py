@@ -6,6 +6,7 @@ import os
 import re
 import shutil
 from collections.abc import Callable, Iterable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
 from datetime import datetime
 from pathlib import Path
@@ -35,6 +36,7 @@ from llmq.data.tokens.rebuilt_tokenizer import rebuilt_warning
 from llmq.data.tokens.sidecar import Sidecar, TokenizerNote, copy_tokenizer, sidecar_name
 from llmq.data.tokens.token_file import TokenFile
 from llmq.data.tokens.tokenizer import TextTokenizer
+from llmq.data.tokens.train_tokenizer import trained_tokenizer
 from llmq.disk import remove_leftovers, replace_folder, storage, sync_folder
 from llmq.errors import DataError, StorageError, UsageError
 
@@ -77,7 +79,8 @@ def show_samples(encoder: Encoder, records: Iterable[Record], count: int, consol
 
 def tokenize_data(
     *,
-    tokenizer: str,
+    tokenizer: str | None = None,
+    train_tokenizer: int | None = None,
     dataset: str | None = None,
     inputs: Sequence[str] = (),
     revision: str | None = None,
@@ -93,30 +96,42 @@ def tokenize_data(
     """Writes train.bin and eval.bin, or numbered parts of them, with sidecars and the tokenizer's files beside them.
 
     The data is that of a named or Hub `dataset`, or of the files that `inputs` (paths, folders and globs) name; see
-    `sources.find` for what is kept for evaluation. `tokenizer` is a folder, a hub name or a short name. `out_dir` is
-    data/DATA-TOKENIZER by default. `on_progress` gets the bytes (of text) or rows done, and the bytes in all;
-    `on_encoder` gets the encoder and the rows before all else, to show some.
+    `sources.find` for what is kept for evaluation. `tokenizer` is a folder, a hub name or a short name; in its place,
+    `train_tokenizer` is the number of tokens of one that is trained on the text. `out_dir` is data/DATA-TOKENIZER by
+    default. `on_progress` gets the bytes (of text) or rows done, and the bytes in all; `on_encoder` gets the encoder
+    and the rows before all else, to show some.
 
     Files appear whole, at the end; an interrupted call that is made again resumes after its last finished part. Raises
     UsageError, DataError and StorageError.
     """
     if (dataset is None) == (not inputs):
         raise UsageError("give the data either as --dataset or as --input (and not both)")
+    if (tokenizer is None) == (train_tokenizer is None):
+        raise UsageError("give the tokenizer either as --model or as --train-tokenizer (and not both)")
+    if train_tokenizer is not None and (revision is not None or eos_token is not None):
+        raise UsageError("--revision and --eos-token are for the tokenizer of --model: leave them out")
     if eval_fraction is not None and not 0 <= eval_fraction < 1:
         raise UsageError(f"--eval-fraction {eval_fraction} is not in the range from 0 to below 1")
     found = find(dataset=dataset, inputs=inputs, eval_fraction=eval_fraction)
-    folder = Path(out_dir) if out_dir is not None else Path("data") / f"{found.title}-{_short(tokenizer)}"
+    name = _short(tokenizer) if tokenizer is not None else f"bpe{train_tokenizer}"
+    folder = Path(out_dir) if out_dir is not None else Path("data") / f"{found.title}-{name}"
     if found.evaluation is None and not found.eval_tokens:
         _refuse_stale(folder, {"eval.bin"})
-    opened = TextTokenizer.open(tokenizer, revision, eos_token)
-    if warning := rebuilt_warning(opened.folder):
-        say(f"note: {warning}")
-    request = Request(found, opened, found.known(encode or EncodeOptions()), skip_bad_rows)
-    with locked(folder / f"{WORK}.lock", say):
-        manifest = make(request, folder / WORK, on_progress=on_progress, say=say, on_encoder=on_encoder)
-        parts = [part for stream in manifest.streams for part in stream.parts]
-        _refuse_stale(folder, {path.name for path in _token_files(folder)} - {part.name for part in parts})
-        _publish(parts, folder / WORK, folder)
+    chosen: AbstractContextManager[TextTokenizer]
+    if train_tokenizer is not None:
+        chosen = trained_tokenizer(found, train_tokenizer, folder / TOKENIZER_FOLDER)
+    else:
+        assert tokenizer is not None
+        chosen = nullcontext(TextTokenizer.open(tokenizer, revision, eos_token))
+    with chosen as opened:
+        if warning := rebuilt_warning(opened.folder):
+            say(f"note: {warning}")
+        request = Request(found, opened, found.known(encode or EncodeOptions()), skip_bad_rows)
+        with locked(folder / f"{WORK}.lock", say):
+            manifest = make(request, folder / WORK, on_progress=on_progress, say=say, on_encoder=on_encoder)
+            parts = [part for stream in manifest.streams for part in stream.parts]
+            _refuse_stale(folder, {path.name for path in _token_files(folder)} - {part.name for part in parts})
+            _publish(parts, folder / WORK, folder)
     return [Written(folder / part.name, part.num_tokens, part.num_documents) for part in parts]
 
 
