@@ -82,6 +82,7 @@ def test_mixture(example):
     assert "chats.jsonl: 33.33% of the tokens" in said  # 2 of 6 samples, the nearest to 30%
 
 
+@pytest.mark.slow
 def test_compare_recipes(example):
     folder, said = example("compare_recipes.sh", *FLAGS, TEXT="text.txt")
     losses = [read_log(folder / "runs" / name).train["loss"].tolist() for name in ("bf16", "bf16-seed-1", "e4m3")]

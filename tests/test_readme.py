@@ -18,8 +18,8 @@ import pytest
 from llmq import errors
 from llmq.cli import shell, train
 from llmq.model.presets import PRESETS
+from llmq.options.field import flag
 from llmq.options.parse import SECTIONS, Options, descriptions
-from llmq.options.section import flag
 from llmq.training.loop import TrainResult
 
 ROOT = Path(__file__).parents[1]

@@ -11,9 +11,9 @@ from typing import Any
 import click
 
 from llmq.cli import shell
+from llmq.options.field import Description, flag, unknown_option
 from llmq.options.parse import SECTIONS, Options, descriptions, spellings
 from llmq.options.schema import json_schema
-from llmq.options.section import Description, flag, unknown_option
 from llmq.training.interrupt import terminable
 
 COMMON = (  # what --help shows; --help-all has the others

@@ -34,7 +34,7 @@ from llmq.errors import DataError, StorageError, UsageError
 from llmq.files.tensor_files import Piece, Shard, Stored, cut, files_bytes, read_tensor, verify, write_files
 
 if TYPE_CHECKING:
-    from llmq.options.sections import CheckpointOptions
+    from llmq.options.run import CheckpointOptions
 
 SCHEMA = 1
 STATE = "state.json"

@@ -29,7 +29,7 @@ from llmq.row import Row
 from llmq.tensor import DTYPES
 
 if TYPE_CHECKING:
-    from llmq.options.sections import ExportOptions
+    from llmq.options.run import ExportOptions
 
 EMBEDDING, HEAD = "model.embed_tokens.weight", "lm_head.weight"
 SHARD_BYTES = 5_000_000_000

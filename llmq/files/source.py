@@ -27,7 +27,7 @@ from llmq.model.presets import preset
 from llmq.row import Row
 
 if TYPE_CHECKING:
-    from llmq.options.sections import ModelOptions
+    from llmq.options.data import ModelOptions
 
 INIT_STD = 0.02
 BLOCK = 1 << 18  # elements drawn from one stream

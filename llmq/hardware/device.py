@@ -27,7 +27,7 @@ from llmq.hardware.cuda_driver import Problem
 from llmq.tensor import DTYPES
 
 if TYPE_CHECKING:
-    from llmq.options.sections import SystemOptions
+    from llmq.options.run import SystemOptions
 
 # module: distribution, where the names differ
 LIBRARIES = {

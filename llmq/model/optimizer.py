@@ -15,7 +15,7 @@ from llmq.row import Row
 from llmq.tensor import Ref, num_norm_tiles
 
 if TYPE_CHECKING:
-    from llmq.options.sections import OptimizerOptions
+    from llmq.options.maths import OptimizerOptions
 
 
 @dataclass(frozen=True)

@@ -6,8 +6,8 @@ import shlex
 from collections.abc import Mapping
 from typing import Any
 
+from llmq.options.field import flag
 from llmq.options.parse import Options, descriptions
-from llmq.options.section import flag
 
 NEEDED = ("model", "train_file", "data")  # the last two are alternatives
 

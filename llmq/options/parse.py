@@ -1,8 +1,8 @@
 """Options: one description of each gives its flag, its `--config` key, help, default, limits and the JSON schema.
 
 To the user all keys are flat: `--learning-rate`, `learning_rate:` or `learning-rate:` in the file, `learning_rate=` in
-`llmq.train`. What there is to set is in `llmq.options.sections`. The effective options, printed and fed back with
-`--config`, give the same run.
+`llmq.train`. What there is to set is in `data`, `maths` and `run` beside this. The effective options, printed and fed
+back with `--config`, give the same run.
 """
 
 from __future__ import annotations
@@ -16,22 +16,11 @@ from itertools import combinations
 from typing import Any
 
 from llmq.errors import UsageError
+from llmq.options.data import DataOptions, ModelOptions, SourceOptions
+from llmq.options.field import Description, Section, build, describe, flag, named, plain, read_flat_yaml
+from llmq.options.maths import MemoryOptions, OptimizerOptions, PrecisionOptions, ScheduleOptions
 from llmq.options.rate_rules import final_fraction
-from llmq.options.section import Description, Section, build, describe, flag, named, plain, read_flat_yaml
-from llmq.options.sections import (
-    CheckpointOptions,
-    DataOptions,
-    ExportOptions,
-    LogOptions,
-    MemoryOptions,
-    ModelOptions,
-    OptimizerOptions,
-    PrecisionOptions,
-    RunOptions,
-    ScheduleOptions,
-    SourceOptions,
-    SystemOptions,
-)
+from llmq.options.run import CheckpointOptions, ExportOptions, LogOptions, RunOptions, SystemOptions
 
 SECTIONS: dict[str, type[Section]] = {
     "model": ModelOptions,

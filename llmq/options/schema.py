@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
+from llmq.options.field import flag
 from llmq.options.parse import SECTIONS, descriptions
-from llmq.options.section import flag
 
 
 def json_schema() -> dict[str, Any]:

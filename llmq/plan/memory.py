@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Final
 from llmq.errors import UsageError
 
 if TYPE_CHECKING:
-    from llmq.options.sections import MemoryOptions
+    from llmq.options.maths import MemoryOptions
 
 AUTO: Final = "auto"  # --attn-bwd-chunks
 # flag -> the roles it drops, as sublayers tag them on their slots

@@ -16,7 +16,7 @@ from llmq.model.config import ModelConfig
 from llmq.model.parameters import HEAD, linear_maps
 
 if TYPE_CHECKING:
-    from llmq.options.sections import PrecisionOptions
+    from llmq.options.maths import PrecisionOptions
 
 FLAGS = {
     "model": "--model-dtype",

@@ -33,7 +33,7 @@ from llmq.model.config import FAMILIES, ModelConfig
 from llmq.model.parameters import num_parameters, padded_vocab, rows_of_file
 from llmq.options.commands import continue_command
 from llmq.options.parse import Options
-from llmq.options.sections import RunOptions
+from llmq.options.run import RunOptions
 from llmq.plan import memory, precision
 from llmq.plan.advice import refuse_if_too_large, with_fitting_chunks
 from llmq.plan.plan import Plan, make_plan

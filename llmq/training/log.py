@@ -41,7 +41,7 @@ from llmq.errors import StorageError
 from llmq.training.records import EvalRecord, GpuRecord, TrainRecord, eval_line, gpu_line, to_json, train_line
 
 if TYPE_CHECKING:
-    from llmq.options.sections import LogOptions
+    from llmq.options.run import LogOptions
 
 SCHEMA = 1
 OPENING = b'{"type": "header'

@@ -23,11 +23,11 @@ from fractions import Fraction
 from typing import TYPE_CHECKING
 
 from llmq.errors import UsageError
+from llmq.options.field import LARGEST_STEP
 from llmq.options.rate_rules import warmup_steps
-from llmq.options.sections import LARGEST_STEP
 
 if TYPE_CHECKING:
-    from llmq.options.sections import ScheduleOptions
+    from llmq.options.maths import ScheduleOptions
 
 
 @dataclass(frozen=True)

@@ -14,7 +14,7 @@ from llmq.errors import UsageError
 from llmq.hardware.device import backend_settings, pick_device
 from llmq.model.optimizer import Hyperparameters
 from llmq.model.presets import preset
-from llmq.options.sections import SystemOptions
+from llmq.options.run import SystemOptions
 from llmq.plan.memory import Memory
 
 GIB = 2**30

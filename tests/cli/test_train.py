@@ -14,8 +14,8 @@ import pytest
 from llmq import errors
 from llmq.cli import shell
 from llmq.cli.train import COMMON, command
+from llmq.options.field import flag
 from llmq.options.parse import Options, descriptions
-from llmq.options.section import flag
 
 ROOT = Path(__file__).parents[2]
 NEEDED = ["--model=m", "--train-file=t.bin"]

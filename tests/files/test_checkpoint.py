@@ -32,7 +32,7 @@ from llmq.files.checkpoint import (
     save,
 )
 from llmq.files.tensor_files import Piece
-from llmq.options.sections import CheckpointOptions
+from llmq.options.run import CheckpointOptions
 
 
 def some_tensors(seed: int = 0) -> dict[str, np.ndarray]:

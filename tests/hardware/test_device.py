@@ -17,7 +17,7 @@ from llmq.hardware import cards as gpus
 from llmq.hardware import cuda_libraries, device, nvml
 from llmq.hardware.cuda_driver import Problem
 from llmq.hardware.device import CPU, Device
-from llmq.options.sections import SystemOptions
+from llmq.options.run import SystemOptions
 
 AUTO, CUDA = SystemOptions(), SystemOptions(device="cuda")
 

@@ -9,7 +9,7 @@ from llmq.model.optimizer import Hyperparameters
 from llmq.model.parameters import parameter_rows
 from llmq.model.presets import preset
 from llmq.ops import reference
-from llmq.options.sections import OptimizerOptions
+from llmq.options.maths import OptimizerOptions
 from llmq.plan.plan import SCALE_STRIDE
 from llmq.tensor import Output, Tensor, num_norm_tiles
 

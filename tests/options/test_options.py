@@ -6,10 +6,10 @@ import pytest
 import yaml
 
 from llmq.errors import UsageError
+from llmq.options.field import flag
+from llmq.options.maths import ScheduleOptions
 from llmq.options.parse import SECTIONS, Options, descriptions
 from llmq.options.schema import json_schema
-from llmq.options.section import flag
-from llmq.options.sections import ScheduleOptions
 
 NEEDED = {"model": "Qwen/Qwen2.5-0.5B", "train_file": "train.bin"}
 UNSET = """

@@ -12,7 +12,7 @@ from llmq.errors import MemoryLimitError
 from llmq.model.parameters import padded_vocab
 from llmq.model.presets import preset
 from llmq.ops.record import Call
-from llmq.options.sections import MemoryOptions
+from llmq.options.maths import MemoryOptions
 from llmq.plan import advice
 from llmq.plan.advice import refuse_if_too_large, with_fitting_chunks
 from llmq.plan.memory import Memory, resolve

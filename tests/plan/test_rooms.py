@@ -41,7 +41,11 @@ from llmq.tensor import Form, stored_bytes
 LANES = planning.lanes
 HELD = pytest.mark.parametrize("stored", [TENSORWISE, TILEWISE], ids=lambda form: form.scaling)
 UNTIED = tiny(tie_embeddings=False)
-ALL = pytest.mark.parametrize("precision", PRECISIONS.values(), ids=PRECISIONS)
+OFTEN = ("fp32", "bf16", "fp8-e5m2-delayed", "fp8-e4m3-blockwise")
+ALL = pytest.mark.parametrize(
+    "precision",
+    [pytest.param(p, id=name, marks=() if name in OFTEN else pytest.mark.slow) for name, p in PRECISIONS.items()],
+)
 
 
 class AnyOrder(HostBackend):

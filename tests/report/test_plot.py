@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 from llmq.errors import DataError, StorageError, UsageError
-from llmq.options.sections import LogOptions
+from llmq.options.run import LogOptions
 from llmq.report.plot import plot_runs, smoothed
 from llmq.report.read import read_runs
 from llmq.training.log import RunLog

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 from rich.console import Console
 
-from llmq.options.sections import LogOptions
+from llmq.options.run import LogOptions
 from llmq.report.read import read_runs
 from llmq.report.summary import Summary, summarize, table
 from llmq.training.log import RunLog

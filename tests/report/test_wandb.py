@@ -17,7 +17,7 @@ import pytest
 from pydantic import BaseModel, ValidationError
 
 from llmq.errors import DataError, StorageError, UsageError
-from llmq.options.sections import LogOptions
+from llmq.options.run import LogOptions
 from llmq.report.read import read_log
 from llmq.report.wandb import default_run_id, export_wandb
 from llmq.training.log import RunLog

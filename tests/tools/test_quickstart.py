@@ -103,6 +103,7 @@ def test_a_second_call_shows_the_same_and_writes_nothing(made, capsys):
     assert times(made.out) == before
 
 
+@pytest.mark.slow
 def test_a_lost_model_is_exported_again(copy, capsys):
     """What is there is used: the data, and the checkpoint of the last step."""
     model = copy.out / "run" / "model" / "model.safetensors"
@@ -115,6 +116,7 @@ def test_a_lost_model_is_exported_again(copy, capsys):
     assert "taken by an earlier call" in said
 
 
+@pytest.mark.slow
 def test_other_sizes_are_made_anew(made, copy, tmp_path):
     other = replace(tiny(tmp_path, steps=20), out=copy.out, inputs=made.inputs)
     config = other.sizes / "config.json"
@@ -149,6 +151,7 @@ def test_a_killed_training_ends_with_the_same_weights(copy, capsys):
     assert {record["step"] for record in log if record["type"] == "resume"} == {100}
 
 
+@pytest.mark.slow
 def test_other_weights_are_not_called_the_same(copy, capsys):
     path = copy.out / "run" / "model" / "model.safetensors"
     content = bytearray(path.read_bytes())
@@ -158,6 +161,7 @@ def test_other_weights_are_not_called_the_same(copy, capsys):
     assert capsys.readouterr().out.endswith("  NOT the same\n")
 
 
+@pytest.mark.slow
 def test_ctrl_c_saves_and_the_next_call_resumes(tmp_path):
     """The signal goes to the quickstart and to its command, as from a terminal."""
     setup = tiny(tmp_path, log_every=1)

@@ -15,7 +15,7 @@ from llmq.files.huggingface import Export, checked_tensors, read_rows
 from llmq.files.source import INIT_STD, initial_parameters, open_parameters, open_source
 from llmq.model.config import from_folder
 from llmq.model.parameters import parameter_rows
-from llmq.options.sections import ModelOptions
+from llmq.options.data import ModelOptions
 from llmq.plan.plan import make_plan
 from llmq.training import job
 

@@ -16,7 +16,7 @@ import numpy as np
 import pytest
 
 from llmq.errors import DataError, LlmqError, StorageError
-from llmq.options.sections import LogOptions
+from llmq.options.run import LogOptions
 from llmq.report.read import find_log, read_log
 from llmq.training.log import RunLog
 from llmq.training.records import EvalRecord, TrainRecord, eval_line, to_json, train_line
@@ -113,7 +113,7 @@ def test_colour_only_on_a_terminal(tmp_path: Path, monkeypatch: pytest.MonkeyPat
 
 def test_lines_arrive_when_piped_in_the_c_locale(tmp_path: Path) -> None:
     code = (
-        "import sys; from llmq.training.log import RunLog; from llmq.options.sections import LogOptions\n"
+        "import sys; from llmq.training.log import RunLog; from llmq.options.run import LogOptions\n"
         "o = LogOptions(name='n', log_file=sys.argv[1])\n"
         "log = RunLog(o); log.model('caf\\u00e9/\\udcff'); log.begin(); input()"
     )

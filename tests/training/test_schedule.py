@@ -6,7 +6,7 @@ from itertools import pairwise
 import pytest
 
 from llmq.errors import UsageError
-from llmq.options.sections import ScheduleOptions
+from llmq.options.maths import ScheduleOptions
 from llmq.training.schedule import Schedule, make_schedule, num_steps
 
 SHAPES = ["cosine", "linear", "constant", "wsd"]

@@ -28,7 +28,7 @@ from llmq.engine.engine import Engine
 from llmq.errors import DataError, MemoryLimitError, NonFiniteError, StorageError, UsageError
 from llmq.files.checkpoint import load
 from llmq.files.source import initial_parameters, open_source
-from llmq.options.sections import ModelOptions
+from llmq.options.data import ModelOptions
 from llmq.report.read import read_log
 from llmq.training import auto, fp8_watch, job
 from llmq.training import loop as training

@@ -19,7 +19,7 @@ from llmq.data.batches.loader import open_data
 from llmq.data.tokens.token_file import TokenFile
 from llmq.errors import DataError, UsageError
 from llmq.model.config import to_hf
-from llmq.options.sections import DataOptions
+from llmq.options.data import DataOptions
 from llmq.report.read import read_log
 from llmq.training import job
 

@@ -44,7 +44,7 @@ PREFETCHED = 4
 
 if TYPE_CHECKING:
     from llmq.data.batches.named_data import NamedData
-    from llmq.options.sections import DataOptions
+    from llmq.options.data import DataOptions
 
 
 @dataclass(frozen=True, eq=False)

@@ -14,7 +14,7 @@ from typing import Annotated, Any
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, TypeAdapter, ValidationError, model_validator
 
 from llmq.errors import UsageError
-from llmq.options.section import Float
+from llmq.options.field import Float
 
 SUFFIXES = (".yaml", ".yml")
 EXAMPLE = "{train_file: a.bin, weight: 0.3}"

@@ -30,7 +30,7 @@ from llmq.errors import DataError, UsageError
 
 if TYPE_CHECKING:
     from llmq.files.source import ModelSource
-    from llmq.options.sections import SourceOptions
+    from llmq.options.data import SourceOptions
 
 
 @dataclass(frozen=True, eq=False)

@@ -18,7 +18,7 @@ from llmq.data.batches.permutation import sample_order
 from llmq.data.batches.windows import Rows, Windows
 from llmq.data.tokens.token_file import TokenFile
 from llmq.errors import DataError, UsageError
-from llmq.options.sections import DataOptions
+from llmq.options.data import DataOptions
 
 T = 4
 

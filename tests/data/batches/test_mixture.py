@@ -19,7 +19,7 @@ from llmq.data.batches.permutation import sample_order
 from llmq.data.batches.windows import Rows, Windows
 from llmq.data.tokens.token_file import TokenFile, TokenWriter
 from llmq.errors import DataError, UsageError
-from llmq.options.sections import DataOptions
+from llmq.options.data import DataOptions
 
 T = 4
 WEIGHTS = st.lists(st.sampled_from([0.1, 0.25, 0.3, 0.7, 1, 2, 3.5, 5, 0.05, 17]), min_size=1, max_size=6)

@@ -16,6 +16,8 @@ from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Fie
 
 from llmq.errors import UsageError
 
+LARGEST_STEP = 2**31 - 1  # the step number is an int32 on the device
+
 
 def option(
     default: Any, description: str, *aliases: str, shown: str = "", metavar: str = "", kind: str = "", **limits: Any

@@ -1,0 +1,199 @@
+"""What to train on: the model, token files, and text, chats or rows."""
+
+# No `from __future__ import annotations`: pydantic would compile every annotation from text, a tenth of --help's time.
+
+import os
+from collections.abc import Iterator, Sequence
+from typing import Annotated, Any, Literal
+
+from pydantic import BeforeValidator
+
+from llmq.options.field import (
+    LARGEST_STEP,
+    Float,
+    Floats,
+    Int,
+    Path,
+    Paths,
+    Section,
+    Text,
+    Texts,
+    describe,
+    flag,
+    option,
+)
+
+
+def _file_at_home(value: Any) -> Any:
+    path = os.path.expanduser(value) if isinstance(value, str) else value
+    return path if isinstance(path, str) and os.path.isfile(path) else value
+
+
+def _how_to_pack(value: Any) -> Any:
+    known = {"true": True, "false": False, "yes": True, "no": False, "on": True, "off": False, "1": True, "0": False}
+    found = known.get(value.lower(), value) if isinstance(value, str) else value
+    if found in (None, True, False, "windows"):
+        return found
+    raise ValueError("give windows, true (the same as --packing) or false (--no-packing)")
+
+
+Packing = Annotated[Literal["windows"] | bool | None, BeforeValidator(_how_to_pack)]
+Template = Annotated[Text, BeforeValidator(_file_at_home)]
+
+
+class ModelOptions(Section):
+    title = "Model"
+    model: Path = option(
+        ...,
+        "Model to train: a folder, a Hugging Face hub name, or a preset such as Qwen2.5-0.5B.",
+        "model_name_or_path",
+    )
+    revision: Text | None = option(None, "Branch, tag or commit of a hub model.", "model_revision")
+    from_scratch: bool = option(False, "Start from random weights, N(0, 0.02), residual projections over sqrt(2L).")
+    init_proj_to_zero: bool = option(
+        False, "Start the attention and MLP output projections at zero; needs --from-scratch."
+    )
+
+    def contradictions(self) -> Iterator[str]:
+        if self.init_proj_to_zero and not self.from_scratch:
+            yield "--init-proj-to-zero would overwrite the weights that are loaded: add --from-scratch, or leave it out"
+
+
+class DataOptions(Section):
+    title = "Data"
+    train_file: Paths | None = option(
+        None,
+        "Token files to train on: a path or glob, repeatable, or a mixture file.",
+        metavar="GLOB",
+        shown="needed, or --data",
+    )
+    weight: Floats | None = option(
+        None,
+        "Share of the tokens from each --train-file or --data, in order; repeatable.",
+        metavar="WEIGHT",
+    )
+    eval_file: Paths | None = option(None, "Held-out token files: a path or glob; repeatable.", metavar="GLOB")
+    batch_size: Int = option(
+        4, "Sequences per micro-batch and GPU.", "per_device_train_batch_size", "batch", ge=1, le=LARGEST_STEP
+    )
+    global_batch_size: Int | None = option(
+        None, "Sequences per optimizer step; replaces --grad-accumulation.", ge=1, le=LARGEST_STEP
+    )
+    grad_accumulation: Int = option(
+        lambda data: (
+            max((data.get("global_batch_size") or 0) // data.get("batch_size", 1), 1)
+            if data.get("global_batch_size")
+            else 4
+        ),
+        "Micro-batches per optimizer step.",
+        "gradient_accumulation_steps",
+        shown="4, or from --global-batch-size",
+        ge=1,
+        le=LARGEST_STEP,
+    )
+    seq_len: Int = option(
+        1024, "Tokens per sequence.", "seq_length", "max_seq_length", "block_size", ge=1, le=LARGEST_STEP
+    )
+    augment: Text | None = option(
+        None,
+        "Noise on the input tokens in training: token-dropout=P, span-shuffle=P, or both.",
+        metavar="LIST",
+    )
+    packing: Packing = option(
+        None,
+        "Pack whole documents into rows, each with its own positions and attention. --no-packing puts one document in "
+        "a padded row; --packing=windows cuts the text every --seq-len tokens.",
+        shown="packed for rows (padded on a GPU that cannot pack), windows for text and tokens",
+        metavar="[windows]",
+        kind="switch",
+    )
+    max_docs: Int | None = option(
+        None, "Largest number of documents in a packed row.", shown="as few as fill the rows", ge=1, le=LARGEST_STEP
+    )
+
+    def contradictions(self) -> Iterator[str]:
+        if self.max_docs is not None and self.packing in (False, "windows"):
+            yield f"--max-docs {self.max_docs} is for packed rows: add --packing, or leave it out"
+        elif self.max_docs is not None and self.max_docs > self.seq_len:
+            yield f"--max-docs {self.max_docs} is more than the --seq-len {self.seq_len} tokens of a row: use fewer"
+        total, micro = self.global_batch_size, self.batch_size
+        if total is None:
+            return
+        if total % micro:
+            below = total // micro * micro
+            fix = f"{below} or {below + micro}" if below else str(micro)
+            yield f"--global-batch-size {total} is not a multiple of --batch-size {micro}: use {fix}"
+        elif total != micro * self.grad_accumulation:
+            yield (
+                f"--global-batch-size {total} and --grad-accumulation {self.grad_accumulation} disagree: with "
+                f"--batch-size {micro} the first asks for {total // micro} micro-batches; give one of the two"
+            )
+
+
+class SourceOptions(Section):
+    title = "Text, chats and rows"
+    data: Paths | None = option(
+        None,
+        "Text, chats or rows to train on, tokenized once: a file, folder or glob, a data set as "
+        "NAME[@REVISION][:CONFIG[:SPLIT[SLICE]]], repeatable, or one mix file (YAML). Replaces --train-file.",
+        metavar="NAME-OR-PATH",
+    )
+    eval_fraction: Float | None = option(
+        None,
+        "Fraction of the data held out for evaluation; 0 holds out none.",
+        shown="the data's own validation split, else 0.1",
+        ge=0,
+        lt=1,
+    )
+    data_format: Text | None = option(
+        None,
+        "Format of the rows: text, messages, sharegpt, prompt-completion, question-answer, alpaca or tokens.",
+        shown="from their columns",
+        metavar="FORMAT",
+    )
+    map_: Texts | None = option(None, "Name of a column, such as text=body; repeatable.", metavar="OURS=THEIRS")
+    chat_template: Template | None = option(
+        None, "Chat template in Jinja: a file or the text itself.", shown="the tokenizer's own", metavar="FILE-OR-TEXT"
+    )
+    train_on: Text | None = option(
+        None,
+        "Tokens of a row to train on: assistant, all, last, or roles with commas.",
+        shown="answers",
+        metavar="WHAT",
+    )
+    overlong: Literal["turns", "truncate", "split", "drop"] = option(
+        "turns",
+        "Treatment of rows longer than --seq-len: turns keeps the whole turns of a chat that fit, drops a row without "
+        "one, and leaves text whole; truncate cuts off the end, split cuts into pieces, drop leaves the row out.",
+    )
+    skip_bad_rows: Int = option(0, "Skip up to N broken rows; 0 stops at the first.", ge=0, le=LARGEST_STEP)
+    streaming: bool = option(False, "Tokenize while training and keep no token files, for data larger than the disk.")
+
+    def contradictions(self) -> Iterator[str]:
+        if self.data is None:
+            for d in describe("source", type(self)):
+                if d.key != "data" and (value := getattr(self, d.field)) not in (None, d.default):
+                    shown = "" if value is True else f" {value}"
+                    yield f"{flag(d.key)}{shown} is for --data: give that, or leave it out"
+        elif self.streaming and len(self.data) > 1:
+            yield f"--streaming reads one data set, but --data is given {len(self.data)} times: give one"
+        if self.data is not None and self.streaming and self.eval_fraction:
+            yield (
+                f"--eval-fraction {self.eval_fraction:g} of a stream is not known ahead: leave it out, so that the "
+                "validation split is used if there is one, or set it to 0"
+            )
+
+    def beside(
+        self, train_file: Sequence[str] | None, eval_file: Sequence[str] | None, weight: Sequence[float] | None
+    ) -> Iterator[str]:
+        """Contradictions with the options that name token files, and their weights."""
+        if train_file is None and self.data is None:
+            yield "--train-file is needed: Token files to train on; or --data: text or rows to tokenize"
+        for key, files in (("train_file", train_file), ("eval_file", eval_file)):
+            if self.data is not None and files is not None:
+                given, named = ", ".join(files), ", ".join(self.data)
+                yield f"{flag(key)} {given} and --data {named} both say what the data is: give one of them"
+        if weight is not None and self.data is not None and len(weight) != len(self.data):
+            yield (f"--weight is given {len(weight)} times and --data {len(self.data)} times: give one weight for each")
+        if weight is not None and self.streaming:
+            yield "--weight is for several sources, but --streaming reads one: leave one of them out"

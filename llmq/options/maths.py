@@ -1,0 +1,180 @@
+"""How to compute: precision, memory, the schedule of the rate, the optimizer."""
+
+# No `from __future__ import annotations`: pydantic would compile every annotation from text, a tenth of --help's time.
+
+from collections.abc import Iterator
+from typing import Annotated, Literal
+
+from pydantic import BeforeValidator, Field
+
+from llmq.options import rate_rules
+from llmq.options.field import LARGEST_STEP, Float, Int, Section, Text, flag, option
+from llmq.options.rate_rules import final_fraction, our_name
+
+Narrow = Literal["bf16", "fp32"]
+FP8_MATMULS = ("e4m3", "auto")
+Chunks = Literal["auto"] | Annotated[Int, Field(ge=1, le=LARGEST_STEP)]
+Course = Annotated[Literal["cosine", "linear", "constant", "wsd"], BeforeValidator(our_name)]
+
+
+class PrecisionOptions(Section):
+    title = "Precision"
+    model_dtype: Narrow = option("bf16", "Dtype of weights, activations and gradients.")
+    matmul_dtype: Literal["fp32", "bf16", "e4m3", "auto"] = option(
+        lambda data: data.get("model_dtype", "bf16"),
+        "Dtype of the matmuls inside the blocks; auto times each one and uses e4m3 where it is faster.",
+        shown="the model dtype",
+    )
+    gradient_dtype: Literal["e4m3", "e5m2"] | None = option(
+        lambda data: "e4m3" if data.get("matmul_dtype") in FP8_MATMULS else None,
+        "Dtype of activation gradients in e4m3 matmuls.",
+        shown="e4m3 in e4m3 matmuls",
+    )
+    fp8_scaling: Literal["delayed", "current", "rowwise", "blockwise"] | None = option(
+        lambda data: "delayed" if data.get("matmul_dtype") in FP8_MATMULS else None,
+        "Scales of e4m3 matmuls: delayed takes one per tensor from earlier steps; the others measure each tensor, row "
+        "or 1x128 block (weights 128x128) in one more pass. rowwise and blockwise need compute capability 9.0.",
+        shown="delayed in e4m3 matmuls",
+    )
+    head_dtype: Literal["bf16", "e4m3"] | None = option(
+        None, "Dtype of the matmuls of the logits.", shown="the matmul dtype, or the model dtype in e4m3 runs"
+    )
+    bf16_layers: Text | None = option(
+        None,
+        "Layers to keep out of e4m3: FIRST,LAST (how many at either end), or names with commas, such as mlp.down, "
+        "layers.0 or layers.3.attention.o.",
+        metavar="FIRST,LAST|NAMES",
+    )
+    fp8_layers: Text | None = option(
+        None, "The only layers to run in e4m3, named as in --bf16-layers.", metavar="FIRST,LAST|NAMES"
+    )
+    log_fp8_every: Int | None = option(
+        lambda data: 100 if data.get("matmul_dtype") in FP8_MATMULS else None,
+        "Log the errors of all e4m3 copies every N steps, on one micro-batch; 0 never.",
+        shown="100 in e4m3 runs",
+        ge=0,
+        le=LARGEST_STEP,
+    )
+    fp8_fallback: bool = option(
+        False, "Move a linear map to the model dtype when --log-fp8-every finds its signal-to-noise ratio low."
+    )
+    opt_m_dtype: Narrow = option("fp32", "Dtype of Adam's first moment; bf16 rounds stochastically.")
+    opt_v_dtype: Narrow = option("fp32", "Dtype of Adam's second moment; bf16 rounds stochastically.")
+    master_dtype: Narrow = option(
+        lambda data: data.get("model_dtype", "bf16"),
+        "Dtype of the master weights, which the optimizer updates.",
+        shown="the model dtype",
+    )
+    grad_accum_dtype: Narrow = option(
+        lambda data: data.get("model_dtype", "bf16"),
+        "Dtype of gradients accumulated over micro-batches.",
+        shown="the model dtype",
+    )
+
+    def contradictions(self) -> Iterator[str]:
+        if self.bf16_layers is not None and self.fp8_layers is not None:
+            yield "--bf16-layers and --fp8-layers both say which sites are in e4m3: give one of them"
+        if self.fp8_fallback and self.matmul_dtype in FP8_MATMULS and not self.log_fp8_every:
+            yield "--fp8-fallback goes by the readings of --log-fp8-every, which is 0: set that, or leave this out"
+        if self.fp8_fallback and self.matmul_dtype not in FP8_MATMULS:
+            yield f"--fp8-fallback is for e4m3 matmuls, but --matmul-dtype is {self.matmul_dtype}: leave it out"
+        for key in ("gradient_dtype", "fp8_scaling", "bf16_layers", "fp8_layers", "log_fp8_every", "head_dtype"):
+            if self.matmul_dtype in FP8_MATMULS or (key == "head_dtype" and self.head_dtype == "bf16"):
+                continue
+            if (value := getattr(self, key)) is not None:
+                yield (
+                    f"{flag(key)} {value} is for e4m3 matmuls, but --matmul-dtype is {self.matmul_dtype}: "
+                    f"leave it out, or use --matmul-dtype e4m3"
+                )
+
+
+class MemoryOptions(Section):
+    title = "Memory"
+    recompute_swiglu: bool = option(False, "Recompute SwiGLU in the backward pass.")
+    recompute_norm: bool = option(False, "Recompute the norms in the backward pass.")
+    recompute_ffn: bool = option(False, "Recompute the whole MLP in the backward pass.")
+    recompute_qkv: bool = option(False, "Recompute the q, k and v projections in the backward pass.")
+    recompute_att: bool = option(False, "Recompute the whole attention in the backward pass.")
+    recompute_block: bool = option(False, "Recompute the whole block in the backward pass; keeps only its input.")
+    lmhead_chunks: Int = option(
+        0, "Compute the logits in N chunks to save memory; 0 chooses by size.", ge=0, le=LARGEST_STEP
+    )
+    attn_bwd_chunks: Chunks = option(
+        "auto",
+        "Run attention's backward pass in N chunks of the batch, to save memory (same bits); auto uses as few as fit.",
+        metavar="auto|INT",
+    )
+
+
+class ScheduleOptions(Section):
+    title = "Schedule"
+    steps: Int | None = option(None, "Optimizer steps.", "max_steps", shown="by --epochs", ge=1, le=LARGEST_STEP)
+    epochs: Float | None = option(
+        lambda data: 1.0 if data.get("steps") is None else None,
+        "Passes over the training data; replaces --steps.",
+        "num_train_epochs",
+        shown="1 without --steps",
+        gt=0,
+        le=LARGEST_STEP,
+    )
+    learning_rate: Float = option(1e-5, "Peak learning rate.", "lr", ge=0)
+    lr_schedule: Course = option(
+        "constant",
+        "Learning-rate schedule: cosine and linear fall from the peak to --final-lr-fraction of it; wsd stays "
+        "constant, then falls over --cooldown.",
+        "lr_scheduler_type",
+    )
+    warmup: Int = option(0, "Steps of linear warmup to the peak.", "warmup_steps", ge=0, le=LARGEST_STEP)
+    warmup_ratio: Float | None = option(
+        None, "Warmup as a fraction of all steps, rounded up; replaces --warmup.", ge=0, le=1
+    )
+    cooldown: Int = option(
+        0, "Steps at the end in which the rate falls linearly to its final value; 0 for none.", ge=0, le=LARGEST_STEP
+    )
+    min_lr: Float | None = option(None, "Final learning rate; replaces --final-lr-fraction.", ge=0)
+    final_lr_fraction: Float = option(
+        final_fraction,
+        "Final learning rate, as a fraction of the peak.",
+        shown="0 if the rate falls, else 1",
+        ge=0,
+        le=1,
+    )
+
+    def contradictions(self) -> Iterator[str]:
+        if self.steps is not None and self.epochs is not None:
+            yield f"--steps {self.steps} and --epochs {self.epochs:g} both say how long to train: give one of them"
+        if self.steps is not None:
+            yield from self.too_short(self.steps)
+        yield from rate_rules.contradictions(
+            schedule=self.lr_schedule,
+            rate=self.learning_rate,
+            final=self.final_lr_fraction,
+            min_lr=self.min_lr,
+            cooldown=self.cooldown,
+        )
+
+    def too_short(self, steps: int) -> Iterator[str]:
+        """A message if warmup and cooldown do not fit into a run of `steps`."""
+        yield from rate_rules.not_fitting(
+            warmup=self.warmup, ratio=self.warmup_ratio, cooldown=self.cooldown, steps=steps
+        )
+
+
+class OptimizerOptions(Section):
+    title = "Optimizer"
+    beta_1: Float = option(0.9, "AdamW: decay rate of the first moment.", "adam_beta1", ge=0, lt=1)
+    beta_2: Float = option(0.95, "AdamW: decay rate of the second moment.", "adam_beta2", ge=0, lt=1)
+    adam_epsilon: Float = option(1e-8, "AdamW: constant added to the root of the second moment.", gt=0)
+    weight_decay: Float = option(
+        0.1, "AdamW: weight decay of matrices and embeddings; norms and biases have none.", ge=0
+    )
+    grad_clip: Float = option(
+        1.0, "Clip the global norm of the gradient to this; 0 never clips.", "max_grad_norm", ge=0
+    )
+    z_loss: Float = option(0.0, "Weight of the squared log-partition (z-loss) in the loss; 0 for none.", ge=0)
+    neftune_alpha: Float = option(
+        0.0,
+        "NEFTune: noise up to alpha / sqrt(T C) on the embedded tokens; 0 for none.",
+        "neftune_noise_alpha",
+        ge=0,
+    )

@@ -1,0 +1,106 @@
+"""What a run leaves, and where it runs: log, evaluation, checkpoints, export, device."""
+
+# No `from __future__ import annotations`: pydantic would compile every annotation from text, a tenth of --help's time.
+
+import re
+from collections.abc import Iterator
+from typing import Annotated, Any, Literal
+
+from pydantic import BeforeValidator
+
+from llmq.options.field import (
+    LARGEST_STEP,
+    Int,
+    Path,
+    Section,
+    Text,
+    option,
+)
+
+RUN_FOLDER = "runs/%n"
+LARGEST_SEED = 2**64 - 1  # two 32-bit words of a Philox key
+
+
+def _which_checkpoint(value: Any) -> Any:
+    if isinstance(value, bool) or value in ("true", "True", "false", "False"):  # resume_from_checkpoint: true
+        return "newest" if value in (True, "true", "True") else None
+    if isinstance(value, str) and value.isascii() and value.isdigit():
+        return int(value)
+    return value
+
+
+Checkpoint = Annotated[int | Path | None, BeforeValidator(_which_checkpoint)]
+
+
+class LogOptions(Section):
+    title = "Log and evaluation"
+    name: Text = option(
+        "", "Name of the run, which replaces %n in paths.", "run_name", shown="the last part of --model"
+    )
+    log_file: Path = option(f"{RUN_FOLDER}/log.jsonl", "Log of the run, as JSON lines.", metavar="PATH")
+    log_every: Int = option(1, "Log every N steps.", "logging_steps", ge=1, le=LARGEST_STEP)
+    eval_every_n_steps: Int = option(100, "Evaluate every N steps; 0 never.", "eval_steps", ge=0, le=LARGEST_STEP)
+    eval_num_steps: Int = option(100, "Batches per evaluation in training; 0 uses all.", ge=0, le=LARGEST_STEP)
+    log_gpu_util: Int = option(
+        0, "Log the GPU's clocks, power and temperature every N steps; 0 never.", ge=0, le=LARGEST_STEP
+    )
+
+    def contradictions(self) -> Iterator[str]:
+        if self.name in (".", "..") or re.search(r"[/\\%\x00-\x1f]", self.name):
+            yield f"--name {self.name!r} cannot be part of a path: use letters, digits, '.', '-' and '_'"
+
+
+class CheckpointOptions(Section):
+    title = "Checkpoints"
+    checkpoint_dir: Path = option(f"{RUN_FOLDER}/checkpoints", "Folder for checkpoints.", metavar="DIR")
+    ckpt_interval: Int = option(
+        100, "Save a checkpoint every N steps; 0 saves only at the end.", "save_steps", ge=0, le=LARGEST_STEP
+    )
+    ckpt_keep_n: Int = option(2, "Newest checkpoints to keep; 0 keeps all.", "save_total_limit", ge=0, le=LARGEST_STEP)
+    continue_: Checkpoint = option(
+        None,
+        "Resume from a checkpoint: the newest in --checkpoint-dir (newest, or no value), a step, or a folder; auto "
+        "resumes from the newest, or starts at step 0 if there is none.",
+        "resume_from_checkpoint",
+        metavar="[newest|auto|STEP|PATH]",
+        kind="optional_value",
+    )
+
+
+class ExportOptions(Section):
+    title = "Export"
+    out_dir: Path = option(f"{RUN_FOLDER}/model", "Folder for the finished model.", "output_dir", metavar="DIR")
+    export_dtype: Literal["bf16", "fp16", "fp32"] | None = option(
+        None, "Dtype of the exported weights.", shown="that of --model"
+    )
+    overwrite: bool = option(False, "Replace the finished model in --out-dir.", "overwrite_output_dir")
+    export_anyway: bool = option(
+        False, "Export even if the last step was refused, or the evaluation or weights are not finite."
+    )
+
+
+class SystemOptions(Section):
+    title = "System"
+    device: Literal["auto", "cuda", "cpu"] = option(
+        "auto", "Device to compute on; auto uses a GPU if it can, else the CPU."
+    )
+    gpus: Int = option(1, "Number of GPUs; only 1 is supported for now.", ge=1)
+    gpu: Text | None = option(None, "GPU to plan for with --dry-run, present or not, such as H200 or 'RTX 4090'.")
+    use_cuda_graphs: bool = option(
+        True, "Launch each program as one CUDA graph; off launches kernel by kernel (same bits)."
+    )
+    deterministic: bool = option(
+        True, "Give the same bits on every run; off, attention's backward pass needs less memory."
+    )
+    seed: Int = option(0, "Seed for initial weights, data order and stochastic rounding.", ge=0, le=LARGEST_SEED)
+
+    def contradictions(self) -> Iterator[str]:
+        if self.gpu is not None and self.device == "cpu":
+            yield f"--gpu {self.gpu} plans for a GPU, but --device is cpu: use --device cuda, or leave --gpu out"
+        if self.gpus > 1:
+            yield f"--gpus {self.gpus}: for now a run has one GPU: use --gpus 1"
+
+
+class RunOptions(Section):
+    title = "Run"
+    dry_run: bool = option(False, "Check options, data and memory, print tokens, steps and the memory table, and stop.")
