@@ -34,7 +34,8 @@ def batches():
     """STEPS batches of B windows of LLMQ_TEST_TOKENS (tiny-shakespeare by Qwen's tokenizer), or of generated tokens."""
     path = os.environ.get("LLMQ_TEST_TOKENS")
     if not path:
-        return [zipf_batch(CONFIG.vocab_size, B, T, seed) for seed in range(STEPS)]
+        made = (zipf_batch(CONFIG.vocab_size, B, T, seed) for seed in range(STEPS))
+        return [(one.tokens, one.targets) for one in made]
     tokens = np.asarray(TokenFile.open(path).tokens[:]).astype(np.int32)
     starts = np.random.default_rng(0).permutation((tokens.size - 1) // T)
     rows = np.resize(starts, STEPS * B).reshape(STEPS, B) * T
@@ -69,7 +70,7 @@ def our_losses(values, given):
     losses = []
     for step, batch in enumerate(given, 1):
         for index, piece in enumerate(pieces(*batch)):
-            engine.micro_step(Batch(*piece), first=index == 0)
+            engine.micro_step(Batch(*piece), first=index == 0, last=index == B // MICRO - 1)
         losses.append(engine.update(step, RATE).loss)
     return np.array(losses)
 
