@@ -1,8 +1,8 @@
 // Where the documents of packed rows lie, as cuDNN's ragged attention reads it, from borders (rows, docs + 1).
 //
-// Each row has `places` documents: its own, cut at `longest` tokens (as the padding behind the last one may have to be),
+// Each row has `places` documents: its own, cut at `longest` tokens (as the padding after the last one may have to be),
 // then empty ones at its end. lengths (N,) are in tokens, offsets (N + 1,) in elements of qkv, att and lse, with the end of
-// the last row behind all documents. A warp per row: a sum over lanes says how many pieces lie before a document's first.
+// the last row after all documents. A warp per row: a sum over lanes says how many pieces lie before a document's first.
 //
 // Architectures: 80 86 89 90 100 120
 // Constants: QKV, ATT, LSE (elements of a token)

@@ -1,4 +1,4 @@
-// One output stored in all forms that somebody reads, in the pass that computes it.
+// One output stored in all forms that are read, in the pass that computes it.
 //
 // FORMS says which: the value; a bf16 copy of an f32 value; fp8 bytes as rows; fp8 bytes transposed; f32 sums over each
 // 256 rows; and the largest magnitude for delayed scaling. Every form is made from the value rounded to its own dtype T,
@@ -142,7 +142,7 @@ struct Sink {
         if constexpr ((FORMS & COL) != 0) store_tile<N>(tile, bytes);
     }
 
-    // After the last put; every thread of the block takes part. Atomics on one address take turns of 1.6 ns, whoever makes
+    // After the last put; every thread of the block takes part. Atomics on one address take turns of 1.6 ns, whichever thread makes
     // them (one per warp was half of a cast's time): a block makes one, and none if it has nothing larger to say.
     __device__ __forceinline__ void finish() {
         if constexpr ((FORMS & AMAX) != 0) {

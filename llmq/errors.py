@@ -26,7 +26,7 @@ class MemoryLimitError(LlmqError):
 
 
 class NonFiniteError(LlmqError):
-    """Loss, gradients or weights are not finite: training cannot go on, or what came of it is no model."""
+    """Loss, gradients or weights are not finite: training cannot continue, or the result is not a model."""
 
     exit_code = 5
 

@@ -3,7 +3,7 @@
 Block code and the planner handle Refs, which are names with shapes and no memory. Once the plan is laid out, every
 argument of every call becomes a Tensor (read) or an Output (written); backends see only those two. One value may be
 stored in several forms at once (bf16 value, quantized row-major, quantized transposed, column sums); a consumer names
-the form it reads, and an Output writes all forms that somebody reads, each a function of the value *as rounded to the
+the form it reads, and an Output writes all forms that are read, each a function of the value *as rounded to the
 slot's dtype*, so that a copy made now and a copy made again later have the same bits.
 """
 
@@ -86,7 +86,7 @@ class Slot:
     """A named intermediate of a sublayer: `dtype` is "act" (the model dtype), "stat" (fp32) or "int32".
 
     A slot is dropped after forward, and computed again in backward, when one of its `roles` is recomputed. Slots whose
-    names differ only behind a `#` are pieces of one value: their quantized copies share one persistent scale.
+    names differ only after a `#` are pieces of one value: their quantized copies share one persistent scale.
     """
 
     name: str
@@ -283,7 +283,7 @@ class Tensor:
 
 @dataclass(eq=False)
 class Output:
-    """Bytes that an op writes: one Tensor per wanted form, none if nobody reads the result.
+    """Bytes that an op writes: one Tensor per wanted form, none if the result is not read.
 
     `dtype` is the slot's: every form is made from the value rounded to it. With `accumulate` the value is added to
     what is there. `amax` (1,) collects the largest magnitude for delayed scaling, where statistics are wanted.
@@ -298,7 +298,7 @@ class Output:
 
     @property
     def wanted(self) -> bool:
-        """Whether anybody reads the result; an op skips the work of an unwanted output."""
+        """Whether the result is read; an op skips the work of an unwanted output."""
         return bool(self.tensors)
 
     def write(self, value: np.ndarray) -> None:

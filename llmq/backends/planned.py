@@ -18,7 +18,7 @@ from llmq.tensor import Ref
 if TYPE_CHECKING:
     from llmq.ops.record import Call
 
-ANY_CARD = (9, 0)  # where nobody says which: as much shared memory as any has
+ANY_CARD = (9, 0)  # where the card is not known: as much shared memory as any has
 
 
 class PlannedBackend:
@@ -66,7 +66,7 @@ def planned_scratch(call: Call, deterministic: bool, capability: tuple[int, int]
 
 
 def _kernels(deterministic: bool) -> Mapping[str, Kernel]:
-    """Launched by no one: there is neither a handle of cuBLASLt nor of cuDNN."""
+    """Never launched: there is neither a handle of cuBLASLt nor of cuDNN."""
     forward, backward = attention_kernels(None).values()
     modelled = {
         "attention_forward": replace(forward, scratch_bytes=None),

@@ -4,7 +4,7 @@ Tokens are drawn from a Zipf distribution, as words are, so that embedding and l
 are random: zeros would draw less power and run faster than training does.
 
 A step's time is from one moment of the device to the next (CUDA events; the host's clock on the CPU), with whatever
-the host does between two steps. Single ops are timed afterwards, each between two events, queued behind enough other
+the host does between two steps. Single ops are timed afterwards, each between two events, queued after enough other
 work that the host's pace does not show. The optimizer has a call for every row, norms and biases of some KiB, which
 alone would be little but launch and event: all calls of such an op are timed as one graph, as training runs them.
 
@@ -227,7 +227,7 @@ class Clock:
     def calls(self, engine: Engine, ahead: int) -> Iterator[TimedCall]:
         """Every op of one micro-step and one update: the median of some eager runs on the engine's own memory.
 
-        Before each of them the micro-step is run `ahead` times as it is in training, so that the device is behind.
+        Before each of them the micro-step is run `ahead` times as it is in training, so that the device still has work to do.
         Where ops are queued, the calls of an op that is called for each row share the time of all of them as one
         program, in proportion to their times alone.
         """

@@ -1,4 +1,4 @@
-"""Command lines to print: how to go on with a run."""
+"""Command lines to print: how to resume a run."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ def continue_command(options: Options) -> str:
     """
     values = {**options.to_flat(), **options.templates}
     said = {key: values[key] for key in NEEDED if values[key] is not None}
-    while unlike := _unlike(values, said):  # what is said moves the defaults of other options
+    while unlike := _unlike(values, said):  # a value moves the defaults of other options
         said |= unlike
     flags = [text for key in descriptions() if key in said for text in _flags(key, said[key])]
     return shlex.join(["llmq-train", *flags, "--continue"])

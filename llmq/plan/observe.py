@@ -1,6 +1,6 @@
 """A training program that also measures how well its fp8 copies stand for their values.
 
-It is the training recording with a call put behind every value that somebody reads in fp8, and one in front for every
+It is the training recording with a call after every value that is read in fp8, and one before for every
 weight; the planner then keeps value and copy together for as long as that takes. What it finds goes into one cell per
 copy: six numbers, as the op `quantization_error` gives them.
 """

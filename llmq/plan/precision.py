@@ -35,7 +35,7 @@ FLAGS = {
 class Precision:
     """Resolved dtypes. `stat` is that of statistics and losses: fp32, or fp64 in a model of fp64.
 
-    `head` is the dtype of the logits' matmuls: the model's where the blocks are fp8 and nothing else is said. Sites in
+    `head` is the dtype of the logits' matmuls: the model's where the blocks are fp8, unless given. Sites in
     `wide`, by name, stay in the model's dtype although `matmul` is fp8.
     """
 

@@ -218,7 +218,7 @@ def _address(tensor: Tensor) -> int:
 
 
 def _plain(output: Output) -> int:
-    """Address of an output, 0 if nobody reads it."""
+    """Address of an output, 0 if it is not read."""
     if not output.wanted:
         return 0
     (target,) = output.tensors

@@ -117,7 +117,7 @@ def cubin_file(name: str, capability: int, constants: Constants) -> Path:
     key = hashlib.sha256(repr(parts).encode()).hexdigest()[:32]
     folder = cache_folder("kernels")
     for path in folder.glob(f"{name}-{key}-*.cubin"):
-        with suppress(OSError):  # another process has just removed it, or nobody may
+        with suppress(OSError):  # another process has just removed it, or it may not be removed
             if path.stem.rsplit("-", 1)[1] == _digest(path.read_bytes()):
                 return path
             path.unlink()

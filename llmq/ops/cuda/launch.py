@@ -92,7 +92,7 @@ def room(scratch: Any, num_bytes: int) -> int:
 
 
 def plain(output: Output) -> int:
-    """Address of an output that is stored as its value only, 0 if nobody reads it."""
+    """Address of an output that is stored as its value only, 0 if it is not read."""
     forms = [tensor.form for tensor in output.tensors]
     assert forms in ([], [None]), f"{output.name}: the kernel writes the value, not {forms}"
     return pointer(output.tensors[0]) if forms else 0

@@ -108,7 +108,7 @@ def _rows_per_part(rows: int) -> int:
 def _constants(
     kind: str, gradient: str, columns: int, wanted: dict[str, int | str], *, forward: bool
 ) -> dict[str, int | str]:
-    assert not int(wanted["FORMS"]) & SUMS, "nobody reads column sums of what a norm writes"
+    assert not int(wanted["FORMS"]) & SUMS, "column sums of what a norm writes are never read"
     transposed, most = bool(int(wanted["FORMS"]) & COL), shared_bytes_limit()
     _refuse_norm(kind, columns, transposed=transposed, shared_bytes=most)
     number = access(columns, kind)

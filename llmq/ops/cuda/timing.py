@@ -167,7 +167,7 @@ class _Runner:
 
 
 def _tile(address: int, num_bytes: int, host: np.ndarray, stream: int) -> None:
-    """Fills device memory with copies of a host array, one behind the other."""
+    """Fills device memory with copies of a host array, one after the other."""
     from cupy.cuda import runtime
 
     done = min(num_bytes, host.nbytes)

@@ -45,7 +45,7 @@ def attention_forward(
     """att (B,T,Hq*Hd), lse (B,Hq,T) <- qkv (B,T,(Hq+2Hkv)*Hd); lse = log sum over seen keys of exp(scale q k).
 
     `borders` (B,D+1) int32: the first tokens of a row's documents, ascending from 0, then T repeated; None: each row is
-    one document. What is longer than `longest` tokens (the padding behind a document) is cut into as many documents.
+    one document. What is longer than `longest` tokens (the padding after a document) is cut into as many documents.
     lse is (B,T,Hq) where there are borders, as cuDNN keeps that of ragged documents.
     """
     q, k, v = _groups(qkv.read(), num_heads, num_kv_heads)

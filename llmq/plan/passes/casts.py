@@ -1,4 +1,4 @@
-"""Copies that a producer cannot write in its own pass: they are cast, or quantized, behind it.
+"""Copies that a producer cannot write in its own pass: they are cast, or quantized, after it.
 
 A copy that owns its scales is made by `quantize`, with them; a current scale is measured by that call in passing, or
 by one of its own, before the copy is cast. fp8 columns whose rows the producer writes, or a cast reads, are made from
@@ -17,7 +17,7 @@ from llmq.tensor import LARGEST, Form, Ref
 
 
 def casts(calls: Sequence[Call]) -> list[Call]:
-    """Every call with the forms that it writes itself, and behind it the calls that make the others."""
+    """Every call with the forms that it writes itself, and after it the calls that make the others."""
     made: list[Call] = []
     written: set[str] = set()
     for call in calls:
@@ -25,7 +25,7 @@ def casts(calls: Sequence[Call]) -> list[Call]:
             made.append(call)
             continue
         outputs: list[Result | None] = []
-        behind: list[Call] = []
+        after: list[Call] = []
         turns: list[Call] = []
         for name, result in _results(call):
             if result is None or not result.forms:
@@ -34,11 +34,11 @@ def casts(calls: Sequence[Call]) -> list[Call]:
             now, turned, later = _split(call, name, result)
             outputs.append(replace(result, forms=now))
             source = _source(call, name)
-            behind += _made(result.ref, source, later, call.phase, written) if later else []
+            after += _made(result.ref, source, later, call.phase, written) if later else []
             turns += [_turned(result.ref, form, source, call.phase) for form in turned]
         if any(result is not None and result.forms for result in outputs):
             made.append(replace(call, outputs=tuple(outputs)))
-        made += [*behind, *turns]
+        made += [*after, *turns]
     return made
 
 

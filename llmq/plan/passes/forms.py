@@ -1,4 +1,4 @@
-"""Which forms of its results each call has to leave behind: those that are read."""
+"""Which forms of its results each call has to write: those that are read."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def forms(calls: Sequence[Call], weights: Weights, offloaded: Iterable[Item] = (
     for name, form in offloaded:
         wanted[name, False].add(form)
     made: list[Call] = []
-    # From the end: what a copy has to leave behind is known before what it reads.
+    # From the end: what a copy has to write is known before what it reads.
     for call in reversed(calls):
         outputs = tuple(
             result and replace(result, forms=_wanted(result.ref, wanted, weights)) for result in call.outputs
