@@ -142,8 +142,8 @@ struct Sink {
         if constexpr ((FORMS & COL) != 0) store_tile<N>(tile, bytes);
     }
 
-    // After the last put; every thread of the block takes part. Atomics on one address take turns of 1.6 ns, whichever thread makes
-    // them (one per warp was half of a cast's time): a block makes one, and none if it has nothing larger to say.
+    // After the last put; every thread of the block takes part. Atomics on one address take turns of 1.6 ns (one per
+    // warp was half of a cast's time): a block makes one, and none if its largest value is no new maximum.
     __device__ __forceinline__ void finish() {
         if constexpr ((FORMS & AMAX) != 0) {
             __shared__ u32 warps[32];

@@ -227,7 +227,7 @@ class Clock:
     def calls(self, engine: Engine, ahead: int) -> Iterator[TimedCall]:
         """Every op of one micro-step and one update: the median of some eager runs on the engine's own memory.
 
-        Before each of them the micro-step is run `ahead` times as it is in training, so that the device still has work to do.
+        Before each of them the micro-step is run `ahead` times as it is in training, so that the device is never idle.
         Where ops are queued, the calls of an op that is called for each row share the time of all of them as one
         program, in proportion to their times alone.
         """
