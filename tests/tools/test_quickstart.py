@@ -126,6 +126,7 @@ def test_other_sizes_are_made_anew(made, copy, tmp_path):
     assert read_log(copy.out / "run").train["step"][-1] == 20
 
 
+@pytest.mark.slow
 def test_too_little_learnt_is_a_failure_each_time(copy, monkeypatch):
     (copy.out / "screen.txt").unlink()
     monkeypatch.setattr(quickstart, "LEAST_GAIN", 9.0)
