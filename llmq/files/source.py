@@ -23,7 +23,7 @@ from llmq.files.tensor_files import Stored
 from llmq.files.weight_files import stored_dtype
 from llmq.model.config import ModelConfig, from_folder
 from llmq.model.parameters import parameter_rows, rows_of_file
-from llmq.model.presets import preset
+from llmq.model.presets import HUB_NAMES, preset, preset_tokenizer
 from llmq.row import Row
 
 if TYPE_CHECKING:
@@ -36,7 +36,11 @@ Values = Callable[[Sequence[Row]], Iterator[tuple[Row, np.ndarray]]]
 
 @dataclass(frozen=True)
 class ModelSource:
-    """A model to train. `folder` has its files (None: a preset), `tokenizer_folder` its tokenizer, if it has one."""
+    """A model to train. `folder` has its files (None: a preset), `tokenizer_folder` its tokenizer, if it has one.
+
+    `tokenizer_asked`: --tokenizer chose that. `preset_tokenizer` is the hub name of a preset's tokenizer, which is
+    downloaded only where text is tokenized.
+    """
 
     name: str
     config: ModelConfig
@@ -44,12 +48,30 @@ class ModelSource:
     tokenizer_folder: Path | None
     from_scratch: bool
     init_proj_to_zero: bool
+    preset_tokenizer: str | None = None
+    tokenizer_asked: bool = False
+
+    @property
+    def required_tokenizer(self) -> Path | None:
+        """The folder of the tokenizer that token files must be of; None for a model from scratch, which takes any."""
+        return self.tokenizer_folder if self.tokenizer_asked or not self.from_scratch else None
 
 
 def open_source(options: ModelOptions) -> ModelSource:
     """Finds what `--model` names: a local folder, else a preset, else a model of the Hub (downloaded)."""
+    source = _open_model(options)
+    if options.tokenizer is None:
+        return source
+    folder = model_folder(str(options.tokenizer), kind="tokenizer")
+    return replace(source, tokenizer_folder=folder, tokenizer_asked=True)
+
+
+def _open_model(options: ModelOptions) -> ModelSource:
+    """The model with its own tokenizer."""
     name = str(options.model)
-    if not any(mark in name for mark in "/\\~") and not os.path.exists(name):
+    is_local = any(mark in name for mark in "/\\~") or os.path.exists(name)
+    name = name if is_local else HUB_NAMES.get(name.lower(), name)
+    if "/" not in name and not is_local:
         config = _preset(name)
         if not options.from_scratch:
             raise UsageError(
@@ -58,7 +80,7 @@ def open_source(options: ModelOptions) -> ModelSource:
             )
         if options.revision is not None:
             raise UsageError(f"--revision {options.revision} is for models of the Hub, but {name} is a preset")
-        return ModelSource(name, config, None, None, True, options.init_proj_to_zero)
+        return ModelSource(name, config, None, None, True, options.init_proj_to_zero, preset_tokenizer(name))
     folder = model_folder(name, options.revision, "config" if options.from_scratch else "model")
     config = from_folder(folder)
     if not options.from_scratch and config.source.get("dtype") is None and config.source.get("torch_dtype") is None:

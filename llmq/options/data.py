@@ -54,7 +54,21 @@ class ModelOptions(Section):
         False, "Start the attention and MLP output projections at zero; needs --from-scratch."
     )
 
+    tokenizer: Path | None = option(
+        None,
+        "Tokenizer of a --from-scratch run: a folder or a hub name.",
+        "tokenizer_name",
+        "tokenizer_name_or_path",
+        shown="that of --model; presets name an ungated one of the hub",
+        metavar="NAME-OR-DIR",
+    )
+
     def contradictions(self) -> Iterator[str]:
+        if self.tokenizer is not None and not self.from_scratch:
+            yield (
+                f"--tokenizer {self.tokenizer} does not belong to the weights that are loaded, which have their own "
+                "tokenizer: add --from-scratch, or leave it out"
+            )
         if self.init_proj_to_zero and not self.from_scratch:
             yield "--init-proj-to-zero would overwrite the weights that are loaded: add --from-scratch, or leave it out"
 

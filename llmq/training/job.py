@@ -138,7 +138,7 @@ def prepare(options: Options, log: RunLog) -> Job:
     if is_timed:
         spec = replace(spec, precision=_time_sites(replan(dtypes, 0).spec, backend, data.grad_accumulation, log))
     plan = replan(spec.precision, 0)
-    export, notices = _open_export(options, source, data, plan)
+    export, notices = _open_export(options, source, named, data, plan)
     job = Job(
         device=where,
         backend=backend,
@@ -209,9 +209,9 @@ def _open_data(
     options: Options, source: ModelSource, named: NamedData | None, seed: int, cannot_pack: str | None, past: _Past
 ) -> Data:
     """The data, laid out in rows as it was for the checkpoint."""
-    given = None if source.from_scratch else source.tokenizer_folder  # from scratch, the data's tokenizer is exported
+    required = source.required_tokenizer
     data = open_data(
-        options.data, source.config.vocab_size, seed, tokenizer=given, named=named, cannot_pack=cannot_pack
+        options.data, source.config.vocab_size, seed, tokenizer=required, named=named, cannot_pack=cannot_pack
     )
     if past.path:
         data.layout.refuse_other(past.state)
@@ -281,10 +281,13 @@ def _time_sites(spec: Spec, backend: Backend, grad_accumulation: int, log: RunLo
     return dtypes
 
 
-def _open_export(options: Options, source: ModelSource, data: Data, plan: Plan) -> tuple[Export, tuple[str, ...]]:
+def _open_export(
+    options: Options, source: ModelSource, named: NamedData | None, data: Data, plan: Plan
+) -> tuple[Export, tuple[str, ...]]:
     """Where the model goes, with its tokenizer and templates; and what the user should know of these two."""
-    config = plan.spec.config
-    tokenizer = (data.tokenizer_folder() if source.from_scratch else None) or source.tokenizer_folder
+    config, tokenizer = plan.spec.config, source.tokenizer_folder
+    if source.from_scratch and not source.tokenizer_asked:  # the one that made the data
+        tokenizer = data.tokenizer_folder() or (named.tokenizer.folder if named else tokenizer)
     templates = exported_templates(data.train, tokenizer)
     warning = rebuilt_warning(tokenizer, FAMILIES[config.architecture].model_type)
     export = open_export(options.export, config, rows_of_file(plan.rows), tokenizer, templates.sources)

@@ -13,7 +13,7 @@ from llmq.options.schema import json_schema
 
 NEEDED = {"model": "Qwen/Qwen2.5-0.5B", "train_file": "train.bin"}
 UNSET = """
-    revision weight eval_file global_batch_size augment packing max_docs data eval_fraction data_format map
+    revision tokenizer weight eval_file global_batch_size augment packing max_docs data eval_fraction data_format map
     chat_template train_on gradient_dtype fp8_scaling head_dtype bf16_layers fp8_layers log_fp8_every steps
     warmup_ratio min_lr continue export_dtype gpu
 """
@@ -168,6 +168,7 @@ def test_everything_wrong_is_said_at_once():
     ("given", "words"),
     [
         ({"init_proj_to_zero": True}, "--from-scratch"),
+        ({"tokenizer": "org/name"}, "add --from-scratch, or leave it out"),
         ({"global_batch_size": 30}, "not a multiple of --batch-size 4: use 28 or 32"),
         ({"global_batch_size": 3}, "not a multiple of --batch-size 4: use 4"),
         ({"global_batch_size": 32, "grad_accumulation": 4}, "asks for 8 micro-batches"),

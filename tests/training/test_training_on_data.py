@@ -18,6 +18,7 @@ import llmq
 from llmq.data.batches.loader import open_data
 from llmq.data.tokens.token_file import TokenFile
 from llmq.errors import DataError, UsageError
+from llmq.model import presets
 from llmq.model.config import to_hf
 from llmq.options.data import DataOptions
 from llmq.report.read import read_log
@@ -96,6 +97,46 @@ def test_rows_are_tokenized_once_and_trained_by_mask(given, tmp_path):
     assert again.train_loss == result.train_loss and len(token_files(tmp_path)) == 2
     one = {**given, "name": "one", "train_on": "all", "console": io.StringIO()}
     assert llmq.train(**one).eval_loss != result.eval_loss and len(token_files(tmp_path)) == 4
+
+
+def test_a_run_from_scratch_takes_the_tokenizer_that_is_asked_for_and_exports_it(given, tmp_path):
+    """A model's folder without a tokenizer, and one that has another."""
+    save(byte_level(digits=True), tmp_path / "other", {"eos_token": EOS, "model_max_length": 77})
+    own = llmq.train(**given)
+    for name in ("own", "none"):
+        result = llmq.train(**{**given, "name": name}, tokenizer=tmp_path / "other")
+        exported = {path.name: path.read_bytes() for path in result.model_path.glob("tokenizer*")}
+        assert exported == {path.name: path.read_bytes() for path in (tmp_path / "other").iterdir()}
+        assert result.train_loss != own.train_loss
+        for path in Path("source").glob("tokenizer*"):
+            path.unlink()
+    files = [str(path) for path in token_files(tmp_path) if path.name == "train.bin"]
+    by_file = {key: value for key, value in given.items() if key != "data"}
+    for file in files:  # one of each tokenizer
+        asked = {**by_file, "train_file": file, "name": "files", "tokenizer": tmp_path / "other", "dry_run": True}
+        if "other" in Path(f"{file}.json").read_text():
+            llmq.train(**asked)
+        else:
+            with pytest.raises(DataError, match="is of another tokenizer"):
+                llmq.train(**asked)
+    with pytest.raises(UsageError, match="source has none: name one with --tokenizer"):
+        llmq.train(**{**given, "name": "again"})
+    with pytest.raises(UsageError, match=r"--tokenizer .*large has \d+ ids, but .*source has a vocabulary of 420"):
+        save(byte_level(added=tuple(f"<{n}>" for n in range(300))), tmp_path / "large", {"eos_token": EOS})
+        llmq.train(**{**given, "name": "again"}, tokenizer=tmp_path / "large")
+
+
+@pytest.mark.parametrize("streaming", [False, True])
+def test_a_preset_brings_a_tokenizer_of_the_hub(given, tmp_path, monkeypatch, streaming):
+    monkeypatch.setitem(presets.PRESETS, "tiny_llama3_50m", tiny(num_layers=1, vocab_size=420))
+    asked = []
+    monkeypatch.setattr(
+        "llmq.data.tokens.tokenizer.model_folder",
+        lambda name, *about, kind: asked.append((name, kind)) or tmp_path / "source",
+    )
+    result = llmq.train(**{**given, "model": "tiny_llama3_50m", "streaming": streaming})
+    assert asked[0] == (presets.preset_tokenizer("tiny_llama3_50m"), "tokenizer") and result.steps == 6
+    assert (result.model_path / "tokenizer.json").read_bytes() == Path("source/tokenizer.json").read_bytes()
 
 
 def test_a_dry_run_says_what_would_be_tokenized_and_does_not(given, tmp_path):
@@ -337,11 +378,6 @@ def test_sigterm_while_tokenizing_leaves_no_lock_and_no_half_file(given, tmp_pat
         said, _ = process.communicate()
     assert process.returncode == 75 and b"tokenizing into" in said and b"Traceback" not in said
     assert list((tmp_path / "cache/tokens").iterdir()) == []
-
-
-def test_a_preset_has_no_tokenizer(given):
-    with pytest.raises(UsageError, match=r"Qwen2.5-0.5B has none"):
-        llmq.train(**{**given, "model": "Qwen2.5-0.5B"})
 
 
 def test_the_export_ends_texts_with_every_trained_end_token(given, tmp_path):
