@@ -16,12 +16,12 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from llmq.errors import UsageError
+from llmq.errors import DataError, UsageError
 from llmq.files.hub import model_folder
 from llmq.files.huggingface import checked_tensors, read_rows, tokenizer_files
 from llmq.files.tensor_files import Stored
 from llmq.files.weight_files import stored_dtype
-from llmq.model.config import ModelConfig, from_folder
+from llmq.model.config import ModelConfig, from_folder, read_json
 from llmq.model.parameters import parameter_rows, rows_of_file
 from llmq.model.presets import HUB_NAMES, preset, preset_tokenizer
 from llmq.row import Row
@@ -29,6 +29,7 @@ from llmq.row import Row
 if TYPE_CHECKING:
     from llmq.options.data import ModelOptions
 
+ADAPTER_CONFIG = "adapter_config.json"
 INIT_STD = 0.02
 BLOCK = 1 << 18  # elements drawn from one stream
 Values = Callable[[Sequence[Row]], Iterator[tuple[Row, np.ndarray]]]
@@ -81,12 +82,24 @@ def _open_model(options: ModelOptions) -> ModelSource:
         if options.revision is not None:
             raise UsageError(f"--revision {options.revision} is for models of the Hub, but {name} is a preset")
         return ModelSource(name, config, None, None, True, options.init_proj_to_zero, preset_tokenizer(name))
+    _refuse_adapter(Path(os.path.expanduser(name)))
     folder = model_folder(name, options.revision, "config" if options.from_scratch else "model")
     config = from_folder(folder)
     if not options.from_scratch and config.source.get("dtype") is None and config.source.get("torch_dtype") is None:
         config = replace(config, dtype=stored_dtype(folder))
     tokenizer_folder = folder if tokenizer_files(folder) else None
     return ModelSource(name, config, folder, tokenizer_folder, options.from_scratch, options.init_proj_to_zero)
+
+
+def _refuse_adapter(folder: Path) -> None:
+    """DataError if a local folder holds an adapter without the model that it changes."""
+    if not (folder / ADAPTER_CONFIG).is_file() or (folder / "config.json").exists():
+        return
+    base = read_json(folder / ADAPTER_CONFIG).get("base_model_name_or_path") or "its base model"
+    raise DataError(
+        f"{folder} is an adapter of {base} (it has {ADAPTER_CONFIG}), not a model: give {base}, or a folder with the "
+        "adapter merged into it (merge_and_unload of peft, then save_pretrained)"
+    )
 
 
 def _preset(name: str) -> ModelConfig:

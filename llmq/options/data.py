@@ -166,6 +166,14 @@ class SourceOptions(Section):
         metavar="FORMAT",
     )
     map_: Texts | None = option(None, "Name of a column, such as text=body; repeatable.", metavar="OURS=THEIRS")
+    prompt_template: Path | None = option(
+        None,
+        "Jinja file that writes the prompt from a row's columns, such as {{ title }}; the answer stays a column.",
+        metavar="FILE",
+    )
+    preamble: bool = option(
+        True, "Begin the prompt of alpaca rows with its usual preamble; a row's system prompt replaces it."
+    )
     chat_template: Template | None = option(
         None, "Chat template in Jinja: a file or the text itself.", shown="the tokenizer's own", metavar="FILE-OR-TEXT"
     )

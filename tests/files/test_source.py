@@ -116,6 +116,17 @@ def test_a_tokenizer_of_its_own_is_that_of_the_data_and_the_export(tmp_path):
         open_source(options(tmp_path / "m", from_scratch=True, tokenizer=tmp_path))
 
 
+def test_an_adapters_folder_is_said_to_be_one(tmp_path):
+    (tmp_path / "a").mkdir()
+    (tmp_path / "a" / "adapter_config.json").write_text('{"base_model_name_or_path": "org/base"}')
+    for scratch in (False, True):
+        with pytest.raises(DataError, match=r"/a is an adapter of org/base .*: give org/base, or a folder with the ad"):
+            open_source(options(tmp_path / "a", from_scratch=scratch))
+    write(tmp_path / "m")
+    (tmp_path / "m" / "adapter_config.json").write_text("{}")  # beside a whole model
+    assert open_source(options(tmp_path / "m")).config == CONFIG
+
+
 def test_the_instruct_models_of_llama_3_are_names_of_hub_models(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     asked = []

@@ -14,7 +14,7 @@ from llmq.options.schema import json_schema
 NEEDED = {"model": "Qwen/Qwen2.5-0.5B", "train_file": "train.bin"}
 UNSET = """
     revision tokenizer weight eval_file global_batch_size augment packing max_docs data eval_fraction data_format map
-    chat_template train_on gradient_dtype fp8_scaling head_dtype bf16_layers fp8_layers log_fp8_every steps
+    prompt_template chat_template train_on gradient_dtype fp8_scaling head_dtype bf16_layers fp8_layers log_fp8_every steps
     warmup_ratio min_lr continue export_dtype gpu
 """
 OFF = """
@@ -27,6 +27,7 @@ DEFAULTS = {
     "batch_size": 4,
     "grad_accumulation": 4,
     "seq_len": 1024,
+    "preamble": True,
     "overlong": "turns",
     "skip_bad_rows": 0,
     "model_dtype": "bf16",

@@ -19,6 +19,7 @@ from llmq.data.batches.row_layout import WINDOWS, RowForm
 from llmq.data.batches.stream import Stream, open_stream
 from llmq.data.batches.windows import Rows
 from llmq.data.chat.encode import EncodeOptions
+from llmq.data.chat.prompts import read_prompt_template
 from llmq.data.rows.file_rows import FileRows
 from llmq.data.rows.request import Request, parsed_mapping
 from llmq.data.rows.sources import find_anything
@@ -66,6 +67,8 @@ class NamedData:
             train_on=options.train_on,
             overlong=options.overlong,
             seq_len=seq_len,
+            prompt_template=read_prompt_template(options.prompt_template) if options.prompt_template else None,
+            preamble=options.preamble,
         )
         found = [find_anything(one.name, options.eval_fraction, streaming=options.streaming) for one in sources]
         asked = (Request(one, self.tokenizer, one.known(encode), options.skip_bad_rows) for one in found)

@@ -61,7 +61,8 @@ class TrainOn:
 
     def candidates(self, chat: Chat) -> list[int]:
         """Indices of the messages that are trained unless they say that they are not."""
-        found = [i for i, m in enumerate(chat.messages) if self.everything or m["role"] in self.roles]
+        turns = enumerate(chat.messages)
+        found = [i for i, m in turns if self.everything or (i >= chat.num_asked and m["role"] in self.roles)]
         return found[-1:] if self.only_last else found
 
     def describe(self) -> str:
