@@ -73,7 +73,9 @@ class ExportOptions(Section):
     export_dtype: Literal["bf16", "fp16", "fp32"] | None = option(
         None, "Dtype of the exported weights.", shown="that of --model"
     )
-    overwrite: bool = option(False, "Replace the finished model in --out-dir.", "overwrite_output_dir")
+    overwrite: bool = option(
+        False, "Replace an earlier run: its log, its checkpoints and its model.", "overwrite_output_dir"
+    )
     export_anyway: bool = option(
         False, "Export even if the last step was refused, or the evaluation or weights are not finite."
     )

@@ -18,10 +18,19 @@ from llmq.data.batches.masked_sample import sample_text
 from llmq.data.batches.named_data import NamedData, open_named
 from llmq.data.batches.trained_template import exported_templates
 from llmq.data.tokens.rebuilt_tokenizer import rebuilt_warning
-from llmq.disk import MIB, check_free_space, shown
+from llmq.disk import MIB, check_free_space, remove_folder, shown, storage
 from llmq.errors import UsageError
-from llmq.files.checkpoint import Checkpoints, checkpoint_bytes, load_state
-from llmq.files.huggingface import Export, export_folder, exports_anyway, finish_export, open_export, refuse_taken
+from llmq.files.checkpoint import NAME, Checkpoints, checkpoint_bytes, load_state
+from llmq.files.huggingface import (
+    Export,
+    export_folder,
+    exports_anyway,
+    finish_export,
+    is_of_run,
+    open_export,
+    overwrites,
+    refuse_taken,
+)
 from llmq.files.run_lock import held, kept_folder, replaced_whole
 from llmq.files.source import ModelSource, Values, initial_parameters, open_parameters, open_source
 from llmq.files.tensor_files import Piece
@@ -138,7 +147,7 @@ def prepare(options: Options, log: RunLog) -> Job:
     if is_timed:
         spec = replace(spec, precision=_time_sites(replan(dtypes, 0).spec, backend, data.grad_accumulation, log))
     plan = replan(spec.precision, 0)
-    export, notices = _open_export(options, source, named, data, plan)
+    export, notices = _open_export(options, source, named, data, plan, replaces=past.replaces_model)
     job = Job(
         device=where,
         backend=backend,
@@ -164,16 +173,23 @@ def prepare(options: Options, log: RunLog) -> Job:
     _describe(job, log)
     _check_memory(job, deterministic=device.backend_settings(options.system, where)["deterministic"])
     _check_disk(job, past.step, log)
+    if past.starts_over and not job.plans_only:
+        _remove_earlier(past.checkpoints.folder, log)
     return job
 
 
 @dataclass(frozen=True)
 class _Past:
-    """The run's checkpoints, and the one that it continues: its path and state, or None and {} from step 0."""
+    """The run's checkpoints, and the one that it continues: its path and state, or None and {} from step 0.
+
+    `starts_over` says that what an earlier run left is to go, `replaces_model` that a model in its place may.
+    """
 
     checkpoints: Checkpoints
     path: Path | None
     state: Mapping[str, Any]
+    starts_over: bool
+    replaces_model: bool
 
     @property
     def step(self) -> int:
@@ -183,12 +199,31 @@ class _Past:
 
 def _open_past(options: Options, log: RunLog) -> _Past:
     """What the run continues, and that nothing stands where it exports to."""
-    checkpoints = Checkpoints(options.checkpoint)
-    path = checkpoints.start(writes=not _plans_only(options.run))
-    refuse_taken(options.export)
+    checkpoints, plans_only = Checkpoints(options.checkpoint), _plans_only(options.run)
+    continues = options.to_flat()["continue"] is not None
+    starts_over = not continues and (plans_only or overwrites(options.export))
+    path = None if starts_over else checkpoints.start(writes=not plans_only)
+    state = load_state(path) if path else {}
+    replaces_model = plans_only or is_of_run(options.export, state.get("options", {}))
+    if not replaces_model:
+        refuse_taken(options.export)
     if checkpoints.starts_anew:
         log.warn(f"--continue auto found no checkpoint in {checkpoints.folder}: this run begins at step 0")
-    return _Past(checkpoints, path, load_state(path) if path else {})
+    return _Past(checkpoints, path, state, starts_over, replaces_model)
+
+
+def _remove_earlier(checkpoints: Path, log: RunLog) -> None:
+    """Removes the checkpoints and the log of an earlier run; its model stays until the new one is complete."""
+    there = sorted(path for path in checkpoints.glob("step-*") if NAME.fullmatch(path.name))
+    for path in there:
+        with storage(path, "the checkpoint cannot be deleted"):
+            remove_folder(path)
+    if log.path.is_file():
+        there.append(log.path)
+        with storage(log.path, "the log cannot be deleted"):
+            log.path.unlink()
+    if there:
+        log.say(f"--overwrite: removed what an earlier run left: {', '.join(map(str, there))}")
 
 
 def _resolve_precision(options: Options, config: ModelConfig, where: Device, past: _Past) -> tuple[Precision, bool]:
@@ -282,7 +317,7 @@ def _time_sites(spec: Spec, backend: Backend, grad_accumulation: int, log: RunLo
 
 
 def _open_export(
-    options: Options, source: ModelSource, named: NamedData | None, data: Data, plan: Plan
+    options: Options, source: ModelSource, named: NamedData | None, data: Data, plan: Plan, *, replaces: bool
 ) -> tuple[Export, tuple[str, ...]]:
     """Where the model goes, with its tokenizer and templates; and what the user should know of these two."""
     config, tokenizer = plan.spec.config, source.tokenizer_folder
@@ -290,7 +325,8 @@ def _open_export(
         tokenizer = data.tokenizer_folder() or (named.tokenizer.folder if named else tokenizer)
     templates = exported_templates(data.train, tokenizer)
     warning = rebuilt_warning(tokenizer, FAMILIES[config.architecture].model_type)
-    export = open_export(options.export, config, rows_of_file(plan.rows), tokenizer, templates.sources)
+    rows = rows_of_file(plan.rows)
+    export = open_export(options.export, config, rows, tokenizer, templates.sources, replaces=replaces)
     return export, (*templates.notices, *([warning] if warning else []))
 
 
