@@ -79,7 +79,7 @@ class DataOptions(Section):
         None,
         "Token files to train on: a path or glob, repeatable, or a mixture file.",
         metavar="GLOB",
-        shown="needed, or --data",
+        shown="needed, or --data; not for --dry-run",
     )
     weight: Floats | None = option(
         None,
@@ -206,11 +206,19 @@ class SourceOptions(Section):
             )
 
     def beside(
-        self, train_file: Sequence[str] | None, eval_file: Sequence[str] | None, weight: Sequence[float] | None
+        self,
+        train_file: Sequence[str] | None,
+        eval_file: Sequence[str] | None,
+        weight: Sequence[float] | None,
+        *,
+        plans_only: bool,
     ) -> Iterator[str]:
-        """Contradictions with the options that name token files, and their weights."""
-        if train_file is None and self.data is None:
-            yield "--train-file is needed: Token files to train on; or --data: text or rows to tokenize"
+        """Contradictions with the options that name token files, and their weights. A plan needs no data."""
+        if train_file is None and self.data is None and not plans_only:
+            yield (
+                "--train-file is needed: Token files to train on; or --data: text or rows to tokenize; --dry-run plans "
+                "without data"
+            )
         for key, files in (("train_file", train_file), ("eval_file", eval_file)):
             if self.data is not None and files is not None:
                 given, named = ", ".join(files), ", ".join(self.data)

@@ -70,7 +70,8 @@ def _across(sections: Mapping[str, Any]) -> Iterator[str]:
     """Contradictions between sections; one that is bad in itself is None."""
     data, source, log, system, run = (sections[name] for name in ("data", "source", "log", "system", "run"))
     if data and source:
-        yield from source.beside(data.train_file, data.eval_file, data.weight)
+        plans_only = run is not None and run.dry_run
+        yield from source.beside(data.train_file, data.eval_file, data.weight, plans_only=plans_only)
     if system and run and system.gpu is not None and not run.dry_run:
         yield f"--gpu {system.gpu} only plans: add --dry-run, or choose a GPU that is here with CUDA_VISIBLE_DEVICES"
     no_eval = data and source and data.eval_file is None and (source.data is None or source.eval_fraction == 0)

@@ -55,6 +55,8 @@ from llmq.training.gpu_log import GpuWatch
 from llmq.training.log import RunLog
 from llmq.training.schedule import Schedule, make_schedule
 
+UNKNOWN_STEPS = 1_000_000  # planned for where neither the data nor --steps says how long the run is
+
 
 @dataclass(frozen=True)
 class Job:
@@ -140,7 +142,6 @@ def prepare(options: Options, log: RunLog) -> Job:
     config = _exported_config(source, data, log)
     schedule = _make_schedule(options, data, past)
     spec = _make_spec(options, config, dtypes, data, where, seed)
-    gpu = GpuWatch(where, log.gpu_every)
     speed = None if _plans_only(options.run) else gemm_speed.measure(where)
     backend = _open_backend(options, where, past)
     replan = _planner(options, spec, where, backend)
@@ -162,19 +163,18 @@ def prepare(options: Options, log: RunLog) -> Job:
         export=export,
         options=options.to_flat(),
         exports_anyway=exports_anyway(options.export),
-        continue_command=continue_command(options),
+        continue_command="" if _plans_only(options.run) else continue_command(options),
         watching=precision.watching(options.precision),
         replan=replan,
         plans_only=_plans_only(options.run),
-        gpu=gpu,
+        gpu=GpuWatch(where, log.gpu_every),
         speed=speed,
         notices=notices,
     )
     _describe(job, log)
     _check_memory(job, deterministic=device.backend_settings(options.system, where)["deterministic"])
     _check_disk(job, past.step, log)
-    if past.starts_over and not job.plans_only:
-        _remove_earlier(past.checkpoints.folder, log)
+    _remove_earlier(job, past, log)
     return job
 
 
@@ -212,9 +212,11 @@ def _open_past(options: Options, log: RunLog) -> _Past:
     return _Past(checkpoints, path, state, starts_over, replaces_model)
 
 
-def _remove_earlier(checkpoints: Path, log: RunLog) -> None:
-    """Removes the checkpoints and the log of an earlier run; its model stays until the new one is complete."""
-    there = sorted(path for path in checkpoints.glob("step-*") if NAME.fullmatch(path.name))
+def _remove_earlier(job: Job, past: _Past, log: RunLog) -> None:
+    """Removes checkpoints and log of an earlier run that is to go; its model stays until the new one is complete."""
+    if job.plans_only or not past.starts_over:
+        return
+    there = sorted(path for path in past.checkpoints.folder.glob("step-*") if NAME.fullmatch(path.name))
     for path in there:
         with storage(path, "the checkpoint cannot be deleted"):
             remove_folder(path)
@@ -266,8 +268,9 @@ def _exported_config(source: ModelSource, data: Data, log: RunLog) -> ModelConfi
 
 
 def _make_schedule(options: Options, data: Data, past: _Past) -> Schedule:
-    """The schedule; UsageError if the checkpoint is beyond its end."""
-    schedule = make_schedule(options.schedule, data.train.num_windows, data.samples_per_step)
+    """The schedule; UsageError if the checkpoint is beyond its end. Without data, an epoch is long enough for any."""
+    samples = data.train.num_windows if data.is_there else UNKNOWN_STEPS * data.samples_per_step
+    schedule = make_schedule(options.schedule, samples, data.samples_per_step)
     if past.step > schedule.steps:
         raise UsageError(
             f"{past.path} is of step {past.step}, and this run ends after {schedule.steps}: raise --steps or "
@@ -348,7 +351,8 @@ def _describe(job: Job, log: RunLog) -> None:
     log.model(job.source.name, parameters=num_parameters(rows_of_file(plan.rows)), architecture=config.architecture)
     windows = data.train.num_windows
     per_epoch = None if windows is None else -(-windows // data.samples_per_step)
-    steps = {"tokens per step": job.tokens_per_step, "steps per epoch": per_epoch, "steps": job.schedule.steps}
+    total_steps = job.schedule.steps if data.is_there else job.options["steps"]
+    steps = {"tokens per step": job.tokens_per_step, "steps per epoch": per_epoch, "steps": total_steps}
     shares = [asdict(share) for share in data.shares(job.schedule.steps * data.samples_per_step)]
     log.dataset(data.train.files, data.eval.files if data.eval else (), mixture=shares, **steps, **data.facts())
     if sample := sample_text(data.train.token_files, data.tokenizer_folder):

@@ -16,7 +16,7 @@ from tokenizers import decoders
 
 import llmq
 from llmq.data.batches.loader import open_data
-from llmq.data.tokens.token_file import TokenFile
+from llmq.data.tokens.token_file import TokenFile, TokenWriter
 from llmq.errors import DataError, UsageError
 from llmq.model import presets
 from llmq.model.config import to_hf
@@ -150,6 +150,33 @@ def test_a_dry_run_says_what_would_be_tokenized_and_does_not(given, tmp_path):
     llmq.train(**{**given, "data": "text.txt"})
     train = next(path for path in token_files(tmp_path) if path.name == "train.bin")
     assert about == pytest.approx(TokenFile.open(train).num_tokens, rel=0.02)
+
+
+@pytest.mark.parametrize("more", [{}, {"packing": True, "max_docs": 3}, {"steps": 7}, {"warmup": 50}])
+def test_a_dry_run_plans_without_data(given, more):
+    """A preset, which asks the Hub for no tokenizer; the memory is that of a run with data."""
+    plain = {"seq_len": 64, "batch_size": 2, "dry_run": True, "model": "tiny_llama3_50m", "from_scratch": True}
+    said = io.StringIO()
+    assert llmq.train(**{**plain, **more, "console": said}).exit_code == 0
+    lines = {
+        key.strip(): value.strip() for key, _, value in (line.partition(":") for line in said.getvalue().split("\n"))
+    }
+    assert (lines["steps"], lines["steps per epoch"]) == (str(more.get("steps", "-")), "-")
+    if not more:
+        with TokenWriter("train.bin", vocab_size=128256) as file:
+            file.append(np.zeros(999, np.int32))
+        with_data = io.StringIO()
+        llmq.train(**plain, train_file="train.bin", console=with_data)
+        tables = [text.getvalue().split("[Allocator State]")[1].split("Free")[0] for text in (said, with_data)]
+        assert tables[0] == tables[1]
+
+
+def test_a_plan_without_data_counts_no_documents(given):
+    plain = {key: value for key, value in given.items() if key != "data"}
+    with pytest.raises(UsageError, match="--packing without data: give --max-docs"):
+        llmq.train(**plain, dry_run=True, packing=True)
+    with pytest.raises(UsageError, match="--dry-run plans without data"):
+        llmq.train(**plain)
 
 
 def test_several_sources_have_weights(given, tmp_path):
