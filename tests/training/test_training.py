@@ -330,6 +330,8 @@ def test_a_dry_run_writes_nothing(given, tmp_path):
     assert result.exit_code == 0 and sorted(tmp_path.rglob("*")) == before
     text = given["console"].getvalue()
     assert "[Allocator State]" in text and "Activations" in text and "[T]" not in text
+    assert f"{result.plan.table()['Activations'] / 2**20:,.1f} MiB" in text and result.plan.total_bytes > 0
+    assert llmq.train(**given).plan is None
 
 
 def test_a_dry_run_plans_for_a_gpu_that_is_not_here(given):
