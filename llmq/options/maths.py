@@ -8,10 +8,10 @@ from typing import Annotated, Literal
 from pydantic import BeforeValidator, Field
 
 from llmq.options import rate_rules
-from llmq.options.field import LARGEST_STEP, Float, Int, Section, Text, flag, option
+from llmq.options.field import LARGEST_STEP, Computed, Float, Int, Section, Text, flag, option
 from llmq.options.rate_rules import final_fraction, our_name
 
-Narrow = Literal["bf16", "fp32"]
+Narrow = Annotated[Literal["bf16", "fp32"], Computed]
 FP8_MATMULS = ("e4m3", "auto")
 Chunks = Literal["auto"] | Annotated[Int, Field(ge=1, le=LARGEST_STEP)]
 Course = Annotated[Literal["cosine", "linear", "constant", "wsd"], BeforeValidator(our_name)]
@@ -20,7 +20,7 @@ Course = Annotated[Literal["cosine", "linear", "constant", "wsd"], BeforeValidat
 class PrecisionOptions(Section):
     title = "Precision"
     model_dtype: Narrow = option("bf16", "Dtype of weights, activations and gradients.")
-    matmul_dtype: Literal["fp32", "bf16", "e4m3", "auto"] = option(
+    matmul_dtype: Annotated[Literal["fp32", "bf16", "e4m3", "auto"], Computed] = option(
         lambda data: data.get("model_dtype", "bf16"),
         "Dtype of the matmuls inside the blocks; auto times each one and uses e4m3 where it is faster.",
         shown="the model dtype",
@@ -36,7 +36,7 @@ class PrecisionOptions(Section):
         "or 1x128 block (weights 128x128) in one more pass. rowwise and blockwise need compute capability 9.0.",
         shown="delayed in e4m3 matmuls",
     )
-    head_dtype: Literal["bf16", "e4m3"] | None = option(
+    head_dtype: Annotated[Literal["bf16", "e4m3"], Computed] | None = option(
         None, "Dtype of the matmuls of the logits.", shown="the matmul dtype, or the model dtype in e4m3 runs"
     )
     bf16_layers: Text | None = option(

@@ -14,6 +14,7 @@ from llmq.options.field import (
     Path,
     Section,
     Text,
+    dtype_name,
     option,
 )
 
@@ -70,7 +71,7 @@ class CheckpointOptions(Section):
 class ExportOptions(Section):
     title = "Export"
     out_dir: Path = option(f"{RUN_FOLDER}/model", "Folder for the finished model.", "output_dir", metavar="DIR")
-    export_dtype: Literal["bf16", "fp16", "fp32"] | None = option(
+    export_dtype: Annotated[Literal["bf16", "fp16", "fp32"], BeforeValidator(dtype_name)] | None = option(
         None, "Dtype of the exported weights.", shown="that of --model"
     )
     overwrite: bool = option(

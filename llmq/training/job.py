@@ -169,7 +169,7 @@ def prepare(options: Options, log: RunLog) -> Job:
         plans_only=_plans_only(options.run),
         gpu=GpuWatch(where, log.gpu_every),
         speed=speed,
-        notices=notices,
+        notices=(*options.notices, *notices),
     )
     _describe(job, log)
     _check_memory(job, deterministic=device.backend_settings(options.system, where)["deterministic"])

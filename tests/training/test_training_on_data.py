@@ -372,7 +372,6 @@ def test_a_stream_evaluates_on_the_validation_split(given, tmp_path):
         ({"data": "bad.jsonl"}, DataError, r"bad.jsonl:3: not JSON .*--skip-bad-rows N"),
         ({"data": "nothing.jsonl"}, DataError, "not one token that would be trained"),
         ({"data": "mix.yaml"}, UsageError, "--data takes no token files"),
-        ({"eval_fraction": 0, "eval_num_steps": 3}, UsageError, "needs data to evaluate on"),
     ],
 )
 def test_what_cannot_be_done_is_refused(given, change, kind, says):
@@ -385,6 +384,14 @@ def test_what_cannot_be_done_is_refused(given, change, kind, says):
     change = {key: value for key, value in change.items() if key != "map_"}
     with pytest.raises(kind, match=says):
         llmq.train(**{**given, **change})
+
+
+def test_what_has_no_effect_is_noted_in_the_log_and_in_a_plan(given):
+    for dry_run in (True, False):
+        given["console"] = io.StringIO()
+        result = llmq.train(**given, eval_fraction=0, eval_num_steps=3, dry_run=dry_run)
+        assert given["console"].getvalue().count("--eval-num-steps 3 has no effect without data to evaluate on") == 1
+    assert "--eval-num-steps 3 has no effect" in result.log_path.read_text()
 
 
 def test_bad_rows_can_be_left_out(given):
