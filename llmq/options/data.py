@@ -79,7 +79,7 @@ class DataOptions(Section):
         None,
         "Token files to train on: a path or glob, repeatable, or a mixture file.",
         metavar="GLOB",
-        shown="needed, or --data; not for --dry-run",
+        shown="needed, or --data",
     )
     weight: Floats | None = option(
         None,
