@@ -257,7 +257,7 @@ def _check_target(folder: Path, overwrite: bool) -> None:
         if there and not overwrite:
             more = " ..." if len(there) > 3 else ""
             raise StorageError(
-                f"{folder} holds a model already ({', '.join(there[:3])}{more}): "
+                f"{folder} already holds a model ({', '.join(there[:3])}{more}): "
                 "use another --out-dir, or --overwrite to replace it"
             )
     parent = existing_folder(folder.parent)

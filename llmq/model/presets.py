@@ -107,7 +107,7 @@ def preset(name: str) -> ModelConfig:
     names = {known.lower(): known for known in (*PRESETS, *HUB_NAMES)}
     if name.lower() in HUB_NAMES:
         raise UsageError(
-            f"{name} is a model of the Hub ({HUB_NAMES[name.lower()]}), which llmq-train loads, and no preset"
+            f"{name} is not a preset but a model of the Hub ({HUB_NAMES[name.lower()]}), which llmq-train loads"
         )
     if name.lower() in names:
         return PRESETS[names[name.lower()]]

@@ -75,7 +75,7 @@ class PrecisionOptions(Section):
         if self.bf16_layers is not None and self.fp8_layers is not None:
             yield "--bf16-layers and --fp8-layers both say which sites are in e4m3: give one of them"
         if self.fp8_fallback and self.matmul_dtype in FP8_MATMULS and not self.log_fp8_every:
-            yield "--fp8-fallback goes by the readings of --log-fp8-every, which is 0: set that, or leave this out"
+            yield "--fp8-fallback uses the readings of --log-fp8-every, which is 0: set that, or leave this out"
         if self.fp8_fallback and self.matmul_dtype not in FP8_MATMULS:
             yield f"--fp8-fallback is for e4m3 matmuls, but --matmul-dtype is {self.matmul_dtype}: leave it out"
         for key in ("gradient_dtype", "fp8_scaling", "bf16_layers", "fp8_layers", "log_fp8_every", "head_dtype"):

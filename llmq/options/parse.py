@@ -73,7 +73,7 @@ def _across(sections: Mapping[str, Any]) -> Iterator[str]:
         plans_only = run is not None and run.dry_run
         yield from source.beside(data.train_file, data.eval_file, data.weight, plans_only=plans_only)
     if system and run and system.gpu is not None and not run.dry_run:
-        yield f"--gpu {system.gpu} only plans: add --dry-run, or choose a GPU that is here with CUDA_VISIBLE_DEVICES"
+        yield f"--gpu {system.gpu} only plans: add --dry-run, or choose a GPU of this machine with CUDA_VISIBLE_DEVICES"
 
 
 def _without_effect(sections: Mapping[str, Any]) -> Iterator[str]:

@@ -238,7 +238,9 @@ def _resolve_precision(options: Options, config: ModelConfig, where: Device, pas
     if is_auto and (chosen := past.state.get("sites")):
         return replace(dtypes, matmul=chosen["matmul"], wide=tuple(chosen["wide"])), False
     if is_auto and where.planned:
-        raise UsageError("--matmul-dtype auto times a GPU, and --gpu names one that is not here: use bf16 or e4m3")
+        raise UsageError(
+            "--matmul-dtype auto times a GPU, and --gpu names one that this machine does not have: use bf16 or e4m3"
+        )
     return dtypes, is_auto
 
 
@@ -261,7 +263,7 @@ def _exported_config(source: ModelSource, data: Data, log: RunLog) -> ModelConfi
     if data.seq_len <= config.max_position:
         return config
     log.say(
-        f"--seq-len {data.seq_len} is beyond the max_position_embeddings {config.max_position} of {source.name}: "
+        f"--seq-len {data.seq_len} exceeds the max_position_embeddings {config.max_position} of {source.name}: "
         f"the exported model says {data.seq_len}"
     )
     return replace(config, max_position=data.seq_len)

@@ -370,7 +370,7 @@ def test_a_stream_evaluates_on_the_validation_split(given, tmp_path):
         ({"prompt_template": "rows.jsonl", "data": "text.txt"}, UsageError, "--prompt-template: for data in rows, but"),
         ({"data": "./gone.jsonl"}, DataError, "gone.jsonl"),
         ({"data": "bad.jsonl"}, DataError, r"bad.jsonl:3: not JSON .*--skip-bad-rows N"),
-        ({"data": "nothing.jsonl"}, DataError, "not one token that would be trained"),
+        ({"data": "nothing.jsonl"}, DataError, "no token to train on"),
         ({"data": "mix.yaml"}, UsageError, "--data takes no token files"),
     ],
 )

@@ -81,7 +81,7 @@ def open_encoder(
     train_on = TrainOn.parse(options.train_on)
     unused = []
     if options.chat_template is not None and not is_chat:
-        unused.append(f"--chat-template: {form.name} rows are no chats")
+        unused.append(f"--chat-template: {form.name} rows are not chats")
     if not options.preamble and (form.name != "alpaca" or is_chat or form.template):
         unused.append("--no-preamble is for prompts of alpaca rows, which these are not")
     if options.train_on is not None and form.name in ("text", "tokens"):
@@ -208,7 +208,7 @@ class Encoder:
                 text.encode()
         except UnicodeEncodeError as error:
             half = error.object[error.start]
-            raise BadRow(record.place, f"the text holds {half!a}, which is half of a character: mend it") from None
+            raise BadRow(record.place, f"the text holds {half!a}, which is half of a character: fix it") from None
         return content, texts
 
     def _texts(self, record: Record, content: Any) -> tuple[Any, list[str]]:

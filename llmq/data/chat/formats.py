@@ -163,7 +163,7 @@ def find_format(
     known = {column for name in names for part in FORMATS[name] for column in part} | {"role", "content"}
     if unknown := [ours for ours, _ in mapping if ours not in known]:
         raise UsageError(
-            f"--map {unknown[0]}=...: {unknown[0]} is no column of {data_format or 'any format'}; known are "
+            f"--map {unknown[0]}=...: {unknown[0]} is not a column of {data_format or 'any format'}; known are "
             f"{', '.join(sorted(known))}"
         )
     if not first:
@@ -187,7 +187,7 @@ def _no_format(record: Record, names: Sequence[str], *, with_prompt: bool) -> st
     pair = next((FORMATS[name][0] for name in names if name in PAIRS), PAIR_NAMES)
     example = proposed_map(record.value, (pair[0], pair[1]), ROLES)
     return (
-        f"{record.place}: the columns ({columns}) are those of no format: {wanted}: name the columns with --map "
+        f"{record.place}: the columns ({columns}) match no format: {wanted}: name the columns with --map "
         f"OURS=THEIRS{f', for example {example}' if example else ''}"
     )
 
@@ -247,7 +247,7 @@ class _Row:
         if value is None and ours in FORMATS[self.form.name][0]:
             other = _match(Record(self.place, self.value), list(FORMATS), {})
             is_other = f"the row is {other.name}, " if other and other.name != self.form.name else ""
-            there = "is null" if theirs in self.value else "is not there"
+            there = "is null" if theirs in self.value else "is missing"
             raise self.bad(f"{is_other}but the data is {self.form.describe()}: {theirs} {there}".removeprefix("but "))
         return value
 
@@ -306,8 +306,8 @@ def _tokens(row: _Row, vocab_size: int) -> Tokens:
         if wrong.any():
             at = int(np.argmax(wrong))
             raise row.bad(
-                f"label {at} is {labels[at]}, which is neither its token ({ids[at]}) nor {IGNORED}: labels stand at "
-                "their tokens, not one place before"
+                f"label {at} is {labels[at]}, which is neither its token ({ids[at]}) nor {IGNORED}: labels are "
+                "aligned with their tokens, not shifted by one"
             )
     seen = extra["attention_mask"] != 0 if "attention_mask" in extra else np.ones(len(ids), bool)
     if not seen.any():

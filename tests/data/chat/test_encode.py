@@ -552,11 +552,11 @@ def test_an_encoder_says_what_it_does(small, tmp_path):
 @pytest.mark.parametrize(
     ("row", "options", "says"),
     [
-        ({"text": "a"}, {"chat_template": "tokenizer"}, "--chat-template: text rows are no chats"),
+        ({"text": "a"}, {"chat_template": "tokenizer"}, "--chat-template: text rows are not chats"),
         ({"text": "a"}, {"train_on": "all"}, "--train-on all: text rows are trained as a whole"),
         ({"input_ids": [1]}, {"train_on": "last"}, "--train-on last: tokens rows say themselves what is trained"),
         ({"question": "a", "answer": "b"}, {"train_on": "user"}, "rows have a prompt and an answer: give assistant"),
-        ({"messages": ONE}, {"train_on": "robot"}, "--train-on robot: 'robot' is no role"),
+        ({"messages": ONE}, {"train_on": "robot"}, "--train-on robot: 'robot' is not a role"),
         (
             {"text": "a"},
             {"seq_len": 9},
