@@ -207,13 +207,14 @@ def test_gated_absent_and_unusable(server, contents, tmp_path):
         "org/moe": {**good, "config.json": json.dumps({**config, "num_experts": 8}).encode()},
         "org/pickled": {"config.json": good["config.json"], "pytorch_model.bin": b"no"},
         "org/empty": {"README.md": b""},
+        "org/adapter": {"adapter_config.json": b"{}", "adapter_model.safetensors": b"no"},
         "org/torn": {name: data for name, data in good.items() if not name.startswith("model-00002")},
         "org/spm": {"config.json": good["config.json"], "tokenizer.model": b"x"},
     }
     server.gated.add("org/gated")
     (tmp_path / "org" / "goodies").mkdir(parents=True)
     (tmp_path / "org" / "goodies" / "config.json").write_text("{}")
-    names = ["gated", "absent", "goods", "moe", "pickled", "empty", "torn", "../x", "b@d"]
+    names = ["gated", "absent", "goods", "moe", "pickled", "empty", "adapter", "torn", "../x", "b@d"]
     cases = [case(f"org/{name}") for name in names]
     cases += [case("org/good", "v9"), case("org/spm", None, "tokenizer"), case("org/spm", None, "config")]
     answers = dict(zip([*names, "revision", "spm", "spm config"], ask(tmp_path, server.url, *cases), strict=True))
@@ -224,7 +225,8 @@ def test_gated_absent_and_unusable(server, contents, tmp_path):
     assert "org/goodies" in text["goods"]
     assert "num_experts (8)" in text["moe"]
     assert "pickled weights" in text["pickled"] and "save_pretrained" in text["pickled"]
-    assert "no config.json" in text["empty"]
+    assert "no config.json: it is not a transformers model" in text["empty"]
+    assert "no config.json: it is an adapter" in text["adapter"] and "give its base model" in text["adapter"]
     assert "model-00002" in text["torn"]
     assert "no revision 'v9'" in text["revision"]
     assert "sentencepiece" in text["spm"] and "save_pretrained" in text["spm"]
