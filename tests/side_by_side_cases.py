@@ -23,8 +23,8 @@ MODELS = {"llama": "llama3", "qwen2": "qwen2.5_tied", "qwen3": "qwen3_tied", "wi
 UNTIED, TIED, NORMED, WINDOW = MODELS
 
 UNSET = """
-    revision weight global_batch_size augment packing max_docs bf16_layers fp8_layers epochs warmup_ratio min_lr
-    continue gpu
+    revision tokenizer weight global_batch_size augment packing max_docs bf16_layers fp8_layers epochs warmup_ratio
+    min_lr continue gpu
 """
 OFF = """
     from_scratch init_proj_to_zero fp8_fallback recompute_swiglu recompute_norm recompute_ffn recompute_qkv

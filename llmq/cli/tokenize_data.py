@@ -62,6 +62,13 @@ from llmq.training.interrupt import terminable
     "--map", "mapping", multiple=True, metavar="OURS=THEIRS", help="What a column is called in the data; repeatable."
 )
 @click.option(
+    "--prompt-template",
+    type=shell.Home(),
+    metavar="FILE",
+    help="Jinja file that writes the prompt from a row's columns, such as {{ title }}; the answer stays a column.",
+)
+@click.option("--no-preamble", "preamble", flag_value=False, default=True, help="Leave out Alpaca's usual preamble.")
+@click.option(
     "--chat-template",
     type=shell.FileOrText(),
     metavar="FILE-OR-TEXT",
@@ -95,6 +102,8 @@ def command(
     seq_len: int | None,
     overlong: str | None,
     data_format: str | None,
+    prompt_template: str | None,
+    preamble: bool,
     chat_template: str | None,
     train_on: str | None,
     **given: Any,
@@ -133,6 +142,7 @@ def command(
     from rich.progress import Progress
 
     from llmq.data.chat.encode import EncodeOptions
+    from llmq.data.chat.prompts import read_prompt_template
     from llmq.data.rows.request import parsed_mapping
     from llmq.data.tokens.tokenize import show_samples, tokenize_data
 
@@ -143,6 +153,8 @@ def command(
         train_on=train_on,
         overlong=overlong or "turns",
         seq_len=seq_len,
+        prompt_template=read_prompt_template(prompt_template) if prompt_template else None,
+        preamble=preamble,
     )
     console = Console(stderr=True)
     with terminable(), Progress(console=console, transient=True, disable=not sys.stderr.isatty()) as progress:

@@ -23,6 +23,7 @@ COMMON = (  # what --help shows; --help-all has the others
 COLUMN = 34  # where its explanations begin
 STRAY = "every option starts with --; quote a glob ('--train-file=data/*.bin'), or repeat the flag for each file"
 ALL = "llmq.help_all"  # in a context's meta: the help is that of --help-all
+REPEATED = "llmq.repeated"  # in a context's meta: notices of flags that are given more than once
 NO_VALUE = "a flag takes no value: --overwrite turns it on, --no-overwrite off"
 TRUE_OR_FALSE = {"true", "false", "yes", "no", "on", "off", "0", "1"}
 # click stops at the first unknown flag; here all of them are told with the bad values
@@ -32,7 +33,7 @@ UNKNOWN_ALLOWED = {**shell.SETTINGS, "ignore_unknown_options": True, "allow_extr
 def train(context: click.Context, *, config: str | None, print_config: bool, **given: Any) -> int:
     """Reads the options, and prints them or trains; returns the exit code."""
     values = {key: value for key, value in given.items() if value not in (None, ())}
-    options = Options.parse({**values, "config": config}, _problems(context.args))
+    options = Options.parse({**values, "config": config}, _problems(context.args), context.meta.get(REPEATED, ()))
     if print_config:
         click.echo(options.to_yaml(), nl=False)
         return 0
@@ -80,12 +81,32 @@ def click_option(d: Description, name: str, hidden: bool) -> click.Option:
     return click.Option([declaration, name], default=None, hidden=hidden, **kinds[d.kind])
 
 
+def _drop_repeated(values: dict[str, Any], names: Sequence[str]) -> list[str]:
+    """Unsets options that are given again in another spelling, and returns a notice for each that is repeated.
+
+    `names` are those of the flags in their order. Repeatable options are left alone.
+    """
+    given: dict[str, list[str]] = {}
+    for name in names:
+        if (option := spellings().get(name)) is not None and option.kind != "repeatable":
+            given.setdefault(option.key, []).append(name)
+    notices = []
+    for key, spelled in given.items():
+        for name in set(spelled) - {spelled[-1]}:
+            values[name] = None
+        if len(spelled) > 1:
+            notices.append(f"{flag(key)} is given {len(spelled)} times: the last one counts, {values[spelled[-1]]}")
+    return notices
+
+
 class TrainCommand(click.Command):
-    """Switches that can be turned off, and help by section."""
+    """Flags that may be repeated, switches that can be turned off, and help by section."""
 
     def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
-        """Makes `--no-packing` a value of `--packing`."""
+        """Of a flag in several spellings, keeps the last one; makes `--no-packing` a value of `--packing`."""
+        _, _, order = self.make_parser(ctx).parse_args(args=list(args))
         rest = super().parse_args(ctx, args)
+        ctx.meta[REPEATED] = _drop_repeated(ctx.params, [str(parameter.name) for parameter in order])
         for key in (d.key for d in descriptions().values() if d.kind == "switch"):
             if ctx.params.pop(_off(key)):
                 if ctx.params[key] is not None:

@@ -132,7 +132,9 @@ def _downloaded(name: str, revision: str, kind: str) -> Path:
     if kind == "tokenizer":
         _check_tokenizer(name, sizes)
     elif "config.json" not in sizes:
-        raise DataError(f"{name} has no config.json: it is not a transformers model")
+        adapter = "an adapter (it has adapter_config.json): give its base model, or a model with it merged"
+        what = adapter if "adapter_config.json" in sizes else "not a transformers model"
+        raise DataError(f"{name} has no config.json: it is {what}")
     if kind == "model" and WEIGHTS not in sizes and INDEX not in sizes:
         raise DataError(f"{name} has no {WEIGHTS} or {INDEX}{other_weights(sizes)}")
     wanted = [*CONFIG_FILES, *TOKENIZER_FILES, *([INDEX] if kind == "model" and WEIGHTS not in sizes else [])]

@@ -192,10 +192,22 @@ def open_export(
     rows: Sequence[Row],
     tokenizer_folder: Path | None,
     chat_templates: Mapping[str, str] | None = None,
+    *,
+    replaces: bool = False,
 ) -> Export:
-    """The export that the options ask for. The dtype defaults to the source's."""
-    dtype = options.export_dtype or config.dtype
-    return Export(Path(options.out_dir), config, rows, dtype, tokenizer_folder, options.overwrite, chat_templates)
+    """The export that the options ask for, or that `replaces` what is there. The dtype defaults to the source's."""
+    dtype, overwrite = options.export_dtype or config.dtype, options.overwrite or replaces
+    return Export(Path(options.out_dir), config, rows, dtype, tokenizer_folder, overwrite, chat_templates)
+
+
+def overwrites(options: ExportOptions) -> bool:
+    """Whether the run takes the place of what an earlier one left."""
+    return options.overwrite
+
+
+def is_of_run(options: ExportOptions, earlier: Mapping[str, Any]) -> bool:
+    """Whether a run with the options `earlier` exported to the same folder: a model in it is that run's."""
+    return "out_dir" in earlier and _resolved(Path(earlier["out_dir"])) == _resolved(Path(options.out_dir))
 
 
 def export_folder(options: ExportOptions) -> Path:
@@ -245,7 +257,7 @@ def _check_target(folder: Path, overwrite: bool) -> None:
         if there and not overwrite:
             more = " ..." if len(there) > 3 else ""
             raise StorageError(
-                f"{folder} holds a model already ({', '.join(there[:3])}{more}): "
+                f"{folder} already holds a model ({', '.join(there[:3])}{more}): "
                 "use another --out-dir, or --overwrite to replace it"
             )
     parent = existing_folder(folder.parent)

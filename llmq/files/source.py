@@ -16,19 +16,20 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from llmq.errors import UsageError
+from llmq.errors import DataError, UsageError
 from llmq.files.hub import model_folder
 from llmq.files.huggingface import checked_tensors, read_rows, tokenizer_files
 from llmq.files.tensor_files import Stored
 from llmq.files.weight_files import stored_dtype
-from llmq.model.config import ModelConfig, from_folder
+from llmq.model.config import ModelConfig, from_folder, read_json
 from llmq.model.parameters import parameter_rows, rows_of_file
-from llmq.model.presets import preset
+from llmq.model.presets import HUB_NAMES, preset, preset_tokenizer
 from llmq.row import Row
 
 if TYPE_CHECKING:
     from llmq.options.data import ModelOptions
 
+ADAPTER_CONFIG = "adapter_config.json"
 INIT_STD = 0.02
 BLOCK = 1 << 18  # elements drawn from one stream
 Values = Callable[[Sequence[Row]], Iterator[tuple[Row, np.ndarray]]]
@@ -36,7 +37,11 @@ Values = Callable[[Sequence[Row]], Iterator[tuple[Row, np.ndarray]]]
 
 @dataclass(frozen=True)
 class ModelSource:
-    """A model to train. `folder` has its files (None: a preset), `tokenizer_folder` its tokenizer, if it has one."""
+    """A model to train. `folder` has its files (None: a preset), `tokenizer_folder` its tokenizer, if it has one.
+
+    `tokenizer_asked`: --tokenizer chose that. `preset_tokenizer` is the hub name of a preset's tokenizer, which is
+    downloaded only where text is tokenized.
+    """
 
     name: str
     config: ModelConfig
@@ -44,12 +49,30 @@ class ModelSource:
     tokenizer_folder: Path | None
     from_scratch: bool
     init_proj_to_zero: bool
+    preset_tokenizer: str | None = None
+    tokenizer_asked: bool = False
+
+    @property
+    def required_tokenizer(self) -> Path | None:
+        """The folder of the tokenizer that token files must be of; None for a model from scratch, which takes any."""
+        return self.tokenizer_folder if self.tokenizer_asked or not self.from_scratch else None
 
 
 def open_source(options: ModelOptions) -> ModelSource:
     """Finds what `--model` names: a local folder, else a preset, else a model of the Hub (downloaded)."""
+    source = _open_model(options)
+    if options.tokenizer is None:
+        return source
+    folder = model_folder(str(options.tokenizer), kind="tokenizer")
+    return replace(source, tokenizer_folder=folder, tokenizer_asked=True)
+
+
+def _open_model(options: ModelOptions) -> ModelSource:
+    """The model with its own tokenizer."""
     name = str(options.model)
-    if not any(mark in name for mark in "/\\~") and not os.path.exists(name):
+    is_local = any(mark in name for mark in "/\\~") or os.path.exists(name)
+    name = name if is_local else HUB_NAMES.get(name.lower(), name)
+    if "/" not in name and not is_local:
         config = _preset(name)
         if not options.from_scratch:
             raise UsageError(
@@ -58,13 +81,25 @@ def open_source(options: ModelOptions) -> ModelSource:
             )
         if options.revision is not None:
             raise UsageError(f"--revision {options.revision} is for models of the Hub, but {name} is a preset")
-        return ModelSource(name, config, None, None, True, options.init_proj_to_zero)
+        return ModelSource(name, config, None, None, True, options.init_proj_to_zero, preset_tokenizer(name))
+    _refuse_adapter(Path(os.path.expanduser(name)))
     folder = model_folder(name, options.revision, "config" if options.from_scratch else "model")
     config = from_folder(folder)
     if not options.from_scratch and config.source.get("dtype") is None and config.source.get("torch_dtype") is None:
         config = replace(config, dtype=stored_dtype(folder))
     tokenizer_folder = folder if tokenizer_files(folder) else None
     return ModelSource(name, config, folder, tokenizer_folder, options.from_scratch, options.init_proj_to_zero)
+
+
+def _refuse_adapter(folder: Path) -> None:
+    """DataError if a local folder holds an adapter without the model that it changes."""
+    if not (folder / ADAPTER_CONFIG).is_file() or (folder / "config.json").exists():
+        return
+    base = read_json(folder / ADAPTER_CONFIG).get("base_model_name_or_path") or "its base model"
+    raise DataError(
+        f"{folder} is an adapter of {base} (it has {ADAPTER_CONFIG}), not a model: give {base}, or a folder with the "
+        "adapter merged into it (merge_and_unload of peft, then save_pretrained)"
+    )
 
 
 def _preset(name: str) -> ModelConfig:

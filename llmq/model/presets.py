@@ -78,9 +78,37 @@ PRESETS: dict[str, ModelConfig] = {
 }  # fmt: skip
 
 
+# Ungated repositories of the Hub with the tokenizer of the presets whose names begin so.
+_TOKENIZERS = {
+    "tiny_llama3": "NousResearch/Meta-Llama-3-8B",
+    "llama3": "NousResearch/Meta-Llama-3-8B",
+    "tinyllama": "unsloth/llama-2-7b",  # Llama 1 and TinyLlama have that of Llama 2
+    "llama1": "unsloth/llama-2-7b",
+    "llama2": "unsloth/llama-2-7b",
+    "code_llama": "codellama/CodeLlama-7b-hf",
+    "Qwen2.5": "Qwen/Qwen2.5-0.5B",
+    "Qwen3": "Qwen/Qwen3-0.6B",
+    "Mistral": "unsloth/mistral-7b",
+}
+# Short names of models of the Hub, which have weights.
+HUB_NAMES = {
+    "llama3_8b_instruct": "meta-llama/Meta-Llama-3-8B-Instruct",
+    "llama3_70b_instruct": "meta-llama/Meta-Llama-3-70B-Instruct",
+}
+
+
+def preset_tokenizer(name: str) -> str:
+    """The hub name of a preset's tokenizer, which anyone can download."""
+    return next(repository for start, repository in _TOKENIZERS.items() if name.lower().startswith(start.lower()))
+
+
 def preset(name: str) -> ModelConfig:
     """The preset of this name, in any case; UsageError with the nearest names if there is none."""
-    names = {known.lower(): known for known in PRESETS}
+    names = {known.lower(): known for known in (*PRESETS, *HUB_NAMES)}
+    if name.lower() in HUB_NAMES:
+        raise UsageError(
+            f"{name} is not a preset but a model of the Hub ({HUB_NAMES[name.lower()]}), which llmq-train loads"
+        )
     if name.lower() in names:
         return PRESETS[names[name.lower()]]
     near = [names[n] for n in difflib.get_close_matches(name.lower(), names, n=3, cutoff=0.5)]

@@ -54,7 +54,21 @@ class ModelOptions(Section):
         False, "Start the attention and MLP output projections at zero; needs --from-scratch."
     )
 
+    tokenizer: Path | None = option(
+        None,
+        "Tokenizer of a --from-scratch run: a folder or a hub name.",
+        "tokenizer_name",
+        "tokenizer_name_or_path",
+        shown="that of --model; presets name an ungated one of the hub",
+        metavar="NAME-OR-DIR",
+    )
+
     def contradictions(self) -> Iterator[str]:
+        if self.tokenizer is not None and not self.from_scratch:
+            yield (
+                f"--tokenizer {self.tokenizer} does not belong to the weights that are loaded, which have their own "
+                "tokenizer: add --from-scratch, or leave it out"
+            )
         if self.init_proj_to_zero and not self.from_scratch:
             yield "--init-proj-to-zero would overwrite the weights that are loaded: add --from-scratch, or leave it out"
 
@@ -152,6 +166,14 @@ class SourceOptions(Section):
         metavar="FORMAT",
     )
     map_: Texts | None = option(None, "Name of a column, such as text=body; repeatable.", metavar="OURS=THEIRS")
+    prompt_template: Path | None = option(
+        None,
+        "Jinja file that writes the prompt from a row's columns, such as {{ title }}; the answer stays a column.",
+        metavar="FILE",
+    )
+    preamble: bool = option(
+        True, "Begin the prompt of alpaca rows with its usual preamble; a row's system prompt replaces it."
+    )
     chat_template: Template | None = option(
         None, "Chat template in Jinja: a file or the text itself.", shown="the tokenizer's own", metavar="FILE-OR-TEXT"
     )
@@ -184,11 +206,19 @@ class SourceOptions(Section):
             )
 
     def beside(
-        self, train_file: Sequence[str] | None, eval_file: Sequence[str] | None, weight: Sequence[float] | None
+        self,
+        train_file: Sequence[str] | None,
+        eval_file: Sequence[str] | None,
+        weight: Sequence[float] | None,
+        *,
+        plans_only: bool,
     ) -> Iterator[str]:
-        """Contradictions with the options that name token files, and their weights."""
-        if train_file is None and self.data is None:
-            yield "--train-file is needed: Token files to train on; or --data: text or rows to tokenize"
+        """Contradictions with the options that name token files, and their weights. A plan needs no data."""
+        if train_file is None and self.data is None and not plans_only:
+            yield (
+                "--train-file is needed: Token files to train on; or --data: text or rows to tokenize; --dry-run plans "
+                "without data"
+            )
         for key, files in (("train_file", train_file), ("eval_file", eval_file)):
             if self.data is not None and files is not None:
                 given, named = ", ".join(files), ", ".join(self.data)

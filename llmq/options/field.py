@@ -50,9 +50,25 @@ def _patterns(value: Any) -> Any:
     return (value,) if isinstance(value, (str, os.PathLike)) else value
 
 
+def dtype_name(value: Any) -> Any:
+    """Our name of a dtype: `bf16` for PyTorch's `bfloat16`."""
+    return (
+        {"bfloat16": "bf16", "float16": "fp16", "float32": "fp32"}.get(value, value)
+        if isinstance(value, str)
+        else value
+    )
+
+
+def _computed(value: Any) -> Any:
+    if (name := dtype_name(value)) == "fp16":
+        raise ValueError("fp16 needs its loss scaled, which llmq does not do yet: use bf16 or fp32")
+    return name
+
+
 Int = Annotated[int, BeforeValidator(_number)]
 Float = Annotated[float, BeforeValidator(_number)]
 Text = Annotated[str, BeforeValidator(_text)]
+Computed = BeforeValidator(_computed)  # a dtype to compute in
 Path = Annotated[Text, Field(min_length=1), AfterValidator(_home)]
 Floats = Annotated[tuple[Float, ...], BeforeValidator(_several), Field(min_length=1)]
 Texts = Annotated[tuple[Text, ...], BeforeValidator(_patterns), Field(min_length=1)]

@@ -8,10 +8,10 @@ from typing import Annotated, Literal
 from pydantic import BeforeValidator, Field
 
 from llmq.options import rate_rules
-from llmq.options.field import LARGEST_STEP, Float, Int, Section, Text, flag, option
+from llmq.options.field import LARGEST_STEP, Computed, Float, Int, Section, Text, flag, option
 from llmq.options.rate_rules import final_fraction, our_name
 
-Narrow = Literal["bf16", "fp32"]
+Narrow = Annotated[Literal["bf16", "fp32"], Computed]
 FP8_MATMULS = ("e4m3", "auto")
 Chunks = Literal["auto"] | Annotated[Int, Field(ge=1, le=LARGEST_STEP)]
 Course = Annotated[Literal["cosine", "linear", "constant", "wsd"], BeforeValidator(our_name)]
@@ -20,7 +20,7 @@ Course = Annotated[Literal["cosine", "linear", "constant", "wsd"], BeforeValidat
 class PrecisionOptions(Section):
     title = "Precision"
     model_dtype: Narrow = option("bf16", "Dtype of weights, activations and gradients.")
-    matmul_dtype: Literal["fp32", "bf16", "e4m3", "auto"] = option(
+    matmul_dtype: Annotated[Literal["fp32", "bf16", "e4m3", "auto"], Computed] = option(
         lambda data: data.get("model_dtype", "bf16"),
         "Dtype of the matmuls inside the blocks; auto times each one and uses e4m3 where it is faster.",
         shown="the model dtype",
@@ -36,7 +36,7 @@ class PrecisionOptions(Section):
         "or 1x128 block (weights 128x128) in one more pass. rowwise and blockwise need compute capability 9.0.",
         shown="delayed in e4m3 matmuls",
     )
-    head_dtype: Literal["bf16", "e4m3"] | None = option(
+    head_dtype: Annotated[Literal["bf16", "e4m3"], Computed] | None = option(
         None, "Dtype of the matmuls of the logits.", shown="the matmul dtype, or the model dtype in e4m3 runs"
     )
     bf16_layers: Text | None = option(
@@ -75,7 +75,7 @@ class PrecisionOptions(Section):
         if self.bf16_layers is not None and self.fp8_layers is not None:
             yield "--bf16-layers and --fp8-layers both say which sites are in e4m3: give one of them"
         if self.fp8_fallback and self.matmul_dtype in FP8_MATMULS and not self.log_fp8_every:
-            yield "--fp8-fallback goes by the readings of --log-fp8-every, which is 0: set that, or leave this out"
+            yield "--fp8-fallback uses the readings of --log-fp8-every, which is 0: set that, or leave this out"
         if self.fp8_fallback and self.matmul_dtype not in FP8_MATMULS:
             yield f"--fp8-fallback is for e4m3 matmuls, but --matmul-dtype is {self.matmul_dtype}: leave it out"
         for key in ("gradient_dtype", "fp8_scaling", "bf16_layers", "fp8_layers", "log_fp8_every", "head_dtype"):

@@ -10,7 +10,7 @@ from __future__ import annotations
 import os
 import re
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cache
 from itertools import combinations
 from typing import Any
@@ -68,17 +68,23 @@ def spellings() -> dict[str, Description]:
 
 def _across(sections: Mapping[str, Any]) -> Iterator[str]:
     """Contradictions between sections; one that is bad in itself is None."""
-    data, source, log, system, run = (sections[name] for name in ("data", "source", "log", "system", "run"))
+    data, source, system, run = (sections[name] for name in ("data", "source", "system", "run"))
     if data and source:
-        yield from source.beside(data.train_file, data.eval_file, data.weight)
+        plans_only = run is not None and run.dry_run
+        yield from source.beside(data.train_file, data.eval_file, data.weight, plans_only=plans_only)
     if system and run and system.gpu is not None and not run.dry_run:
-        yield f"--gpu {system.gpu} only plans: add --dry-run, or choose a GPU that is here with CUDA_VISIBLE_DEVICES"
-    no_eval = data and source and data.eval_file is None and (source.data is None or source.eval_fraction == 0)
-    if log and no_eval:
-        for key in ("eval_every_n_steps", "eval_num_steps"):
-            value = getattr(log, key)
-            if value not in (0, descriptions()[key].default):
-                yield f"{flag(key)} {value} needs data to evaluate on: add --eval-file, or leave it out"
+        yield f"--gpu {system.gpu} only plans: add --dry-run, or choose a GPU of this machine with CUDA_VISIBLE_DEVICES"
+
+
+def _without_effect(sections: Mapping[str, Any]) -> Iterator[str]:
+    """Notices on options that say how to evaluate, where there is nothing to evaluate on."""
+    data, source, log = (sections[name] for name in ("data", "source", "log"))
+    if data.eval_file is not None or (source.data is not None and source.eval_fraction != 0):
+        return
+    for key in ("eval_every_n_steps", "eval_num_steps"):
+        value = getattr(log, key)
+        if value not in (0, descriptions()[key].default):
+            yield f"{flag(key)} {value} has no effect without data to evaluate on, such as --eval-file"
 
 
 def _name_of(model: str) -> str:
@@ -88,7 +94,10 @@ def _name_of(model: str) -> str:
 
 @dataclass(frozen=True)
 class Options:
-    """All sections of a run, checked. `templates` are the paths as given, before %n became the run's name."""
+    """All sections of a run, checked. `templates` are the paths as given, before %n became the run's name.
+
+    `notices` say what has no effect, or was given twice.
+    """
 
     model: ModelOptions
     data: DataOptions
@@ -103,13 +112,15 @@ class Options:
     system: SystemOptions
     run: RunOptions
     templates: Mapping[str, str]
+    notices: tuple[str, ...] = field(default=(), compare=False)
 
     @classmethod
-    def parse(cls, given: Mapping[str, Any], problems: Sequence[str] = ()) -> Options:
+    def parse(cls, given: Mapping[str, Any], problems: Sequence[str] = (), notices: Sequence[str] = ()) -> Options:
         """Options from flat keys in any spelling; values may be text. A `config` key names a file that is read first.
 
         What is given overrides the file, and takes back alternatives that the file has. None is the same as not given,
-        where the default is None. UsageError lists everything that is wrong at once, after the caller's own `problems`.
+        where the default is None. UsageError lists everything that is wrong at once, after the caller's own `problems`;
+        its `notices` come before those of the options.
         """
         errors = list(problems)
         given = dict(given)
@@ -126,18 +137,18 @@ class Options:
         sections: dict[str, Any] = {}
         for name, section_class in SECTIONS.items():
             mine = {d.field: d for d in descriptions().values() if d.section == name}
-            fields = {field: values[d.key] for field, d in mine.items() if d.key in values}
+            fields = {attribute: values[d.key] for attribute, d in mine.items() if d.key in values}
             sections[name] = build(section_class, fields, mine, errors, places)
         errors.extend(_across(sections))
         if errors:
             raise UsageError(errors[0] if len(errors) == 1 else "\n  ".join(["options that need a change:", *errors]))
         name = sections["log"].name or _name_of(sections["model"].model)
         sections["log"] = sections["log"].model_copy(update={"name": name})
-        templates = {field: getattr(sections[section], field) for section, field in PATHS_WITH_NAME}
-        for section, field in PATHS_WITH_NAME:
-            path = templates[field].replace("%n", name)
-            sections[section] = sections[section].model_copy(update={field: path})
-        outputs = [(flag(field), getattr(sections[section], field)) for section, field in PATHS_WITH_NAME]
+        templates = {key: getattr(sections[section], key) for section, key in PATHS_WITH_NAME}
+        for section, key in PATHS_WITH_NAME:
+            path = templates[key].replace("%n", name)
+            sections[section] = sections[section].model_copy(update={key: path})
+        outputs = [(flag(key), getattr(sections[section], key)) for section, key in PATHS_WITH_NAME]
         for option, path in outputs:
             if (longest := max(len(os.fsencode(part)) for part in path.split(os.sep))) > LONGEST_NAME:
                 raise UsageError(
@@ -147,7 +158,7 @@ class Options:
         for (one, path), (other, same) in combinations(outputs, 2):
             if os.path.abspath(path) == os.path.abspath(same):
                 raise UsageError(f"{one} and {other} are both {path}: name two places")
-        return cls(**sections, templates=templates)
+        return cls(**sections, templates=templates, notices=(*notices, *_without_effect(sections)))
 
     def to_flat(self) -> dict[str, Any]:
         """Every option by its key, as JSON knows it (tuples are lists, absent is None)."""

@@ -14,6 +14,7 @@ from llmq.options.field import (
     Path,
     Section,
     Text,
+    dtype_name,
     option,
 )
 
@@ -70,10 +71,12 @@ class CheckpointOptions(Section):
 class ExportOptions(Section):
     title = "Export"
     out_dir: Path = option(f"{RUN_FOLDER}/model", "Folder for the finished model.", "output_dir", metavar="DIR")
-    export_dtype: Literal["bf16", "fp16", "fp32"] | None = option(
+    export_dtype: Annotated[Literal["bf16", "fp16", "fp32"], BeforeValidator(dtype_name)] | None = option(
         None, "Dtype of the exported weights.", shown="that of --model"
     )
-    overwrite: bool = option(False, "Replace the finished model in --out-dir.", "overwrite_output_dir")
+    overwrite: bool = option(
+        False, "Replace an earlier run: its log, its checkpoints and its model.", "overwrite_output_dir"
+    )
     export_anyway: bool = option(
         False, "Export even if the last step was refused, or the evaluation or weights are not finite."
     )

@@ -18,10 +18,19 @@ from llmq.data.batches.masked_sample import sample_text
 from llmq.data.batches.named_data import NamedData, open_named
 from llmq.data.batches.trained_template import exported_templates
 from llmq.data.tokens.rebuilt_tokenizer import rebuilt_warning
-from llmq.disk import MIB, check_free_space, shown
+from llmq.disk import MIB, check_free_space, remove_folder, shown, storage
 from llmq.errors import UsageError
-from llmq.files.checkpoint import Checkpoints, checkpoint_bytes, load_state
-from llmq.files.huggingface import Export, export_folder, exports_anyway, finish_export, open_export, refuse_taken
+from llmq.files.checkpoint import NAME, Checkpoints, checkpoint_bytes, load_state
+from llmq.files.huggingface import (
+    Export,
+    export_folder,
+    exports_anyway,
+    finish_export,
+    is_of_run,
+    open_export,
+    overwrites,
+    refuse_taken,
+)
 from llmq.files.run_lock import held, kept_folder, replaced_whole
 from llmq.files.source import ModelSource, Values, initial_parameters, open_parameters, open_source
 from llmq.files.tensor_files import Piece
@@ -45,6 +54,8 @@ from llmq.training import auto
 from llmq.training.gpu_log import GpuWatch
 from llmq.training.log import RunLog
 from llmq.training.schedule import Schedule, make_schedule
+
+UNKNOWN_STEPS = 1_000_000  # planned for where neither the data nor --steps says how long the run is
 
 
 @dataclass(frozen=True)
@@ -131,14 +142,13 @@ def prepare(options: Options, log: RunLog) -> Job:
     config = _exported_config(source, data, log)
     schedule = _make_schedule(options, data, past)
     spec = _make_spec(options, config, dtypes, data, where, seed)
-    gpu = GpuWatch(where, log.gpu_every)
     speed = None if _plans_only(options.run) else gemm_speed.measure(where)
     backend = _open_backend(options, where, past)
     replan = _planner(options, spec, where, backend)
     if is_timed:
         spec = replace(spec, precision=_time_sites(replan(dtypes, 0).spec, backend, data.grad_accumulation, log))
     plan = replan(spec.precision, 0)
-    export, notices = _open_export(options, source, data, plan)
+    export, notices = _open_export(options, source, named, data, plan, replaces=past.replaces_model)
     job = Job(
         device=where,
         backend=backend,
@@ -153,27 +163,33 @@ def prepare(options: Options, log: RunLog) -> Job:
         export=export,
         options=options.to_flat(),
         exports_anyway=exports_anyway(options.export),
-        continue_command=continue_command(options),
+        continue_command="" if _plans_only(options.run) else continue_command(options),
         watching=precision.watching(options.precision),
         replan=replan,
         plans_only=_plans_only(options.run),
-        gpu=gpu,
+        gpu=GpuWatch(where, log.gpu_every),
         speed=speed,
-        notices=notices,
+        notices=(*options.notices, *notices),
     )
     _describe(job, log)
     _check_memory(job, deterministic=device.backend_settings(options.system, where)["deterministic"])
     _check_disk(job, past.step, log)
+    _remove_earlier(job, past, log)
     return job
 
 
 @dataclass(frozen=True)
 class _Past:
-    """The run's checkpoints, and the one that it continues: its path and state, or None and {} from step 0."""
+    """The run's checkpoints, and the one that it continues: its path and state, or None and {} from step 0.
+
+    `starts_over` says that what an earlier run left is to go, `replaces_model` that a model in its place may.
+    """
 
     checkpoints: Checkpoints
     path: Path | None
     state: Mapping[str, Any]
+    starts_over: bool
+    replaces_model: bool
 
     @property
     def step(self) -> int:
@@ -183,12 +199,33 @@ class _Past:
 
 def _open_past(options: Options, log: RunLog) -> _Past:
     """What the run continues, and that nothing stands where it exports to."""
-    checkpoints = Checkpoints(options.checkpoint)
-    path = checkpoints.start(writes=not _plans_only(options.run))
-    refuse_taken(options.export)
+    checkpoints, plans_only = Checkpoints(options.checkpoint), _plans_only(options.run)
+    continues = options.to_flat()["continue"] is not None
+    starts_over = not continues and (plans_only or overwrites(options.export))
+    path = None if starts_over else checkpoints.start(writes=not plans_only)
+    state = load_state(path) if path else {}
+    replaces_model = plans_only or is_of_run(options.export, state.get("options", {}))
+    if not replaces_model:
+        refuse_taken(options.export)
     if checkpoints.starts_anew:
         log.warn(f"--continue auto found no checkpoint in {checkpoints.folder}: this run begins at step 0")
-    return _Past(checkpoints, path, load_state(path) if path else {})
+    return _Past(checkpoints, path, state, starts_over, replaces_model)
+
+
+def _remove_earlier(job: Job, past: _Past, log: RunLog) -> None:
+    """Removes checkpoints and log of an earlier run that is to go; its model stays until the new one is complete."""
+    if job.plans_only or not past.starts_over:
+        return
+    there = sorted(path for path in past.checkpoints.folder.glob("step-*") if NAME.fullmatch(path.name))
+    for path in there:
+        with storage(path, "the checkpoint cannot be deleted"):
+            remove_folder(path)
+    if log.path.is_file():
+        there.append(log.path)
+        with storage(log.path, "the log cannot be deleted"):
+            log.path.unlink()
+    if there:
+        log.say(f"--overwrite: removed what an earlier run left: {', '.join(map(str, there))}")
 
 
 def _resolve_precision(options: Options, config: ModelConfig, where: Device, past: _Past) -> tuple[Precision, bool]:
@@ -201,7 +238,9 @@ def _resolve_precision(options: Options, config: ModelConfig, where: Device, pas
     if is_auto and (chosen := past.state.get("sites")):
         return replace(dtypes, matmul=chosen["matmul"], wide=tuple(chosen["wide"])), False
     if is_auto and where.planned:
-        raise UsageError("--matmul-dtype auto times a GPU, and --gpu names one that is not here: use bf16 or e4m3")
+        raise UsageError(
+            "--matmul-dtype auto times a GPU, and --gpu names one that this machine does not have: use bf16 or e4m3"
+        )
     return dtypes, is_auto
 
 
@@ -209,9 +248,9 @@ def _open_data(
     options: Options, source: ModelSource, named: NamedData | None, seed: int, cannot_pack: str | None, past: _Past
 ) -> Data:
     """The data, laid out in rows as it was for the checkpoint."""
-    given = None if source.from_scratch else source.tokenizer_folder  # from scratch, the data's tokenizer is exported
+    required = source.required_tokenizer
     data = open_data(
-        options.data, source.config.vocab_size, seed, tokenizer=given, named=named, cannot_pack=cannot_pack
+        options.data, source.config.vocab_size, seed, tokenizer=required, named=named, cannot_pack=cannot_pack
     )
     if past.path:
         data.layout.refuse_other(past.state)
@@ -224,15 +263,16 @@ def _exported_config(source: ModelSource, data: Data, log: RunLog) -> ModelConfi
     if data.seq_len <= config.max_position:
         return config
     log.say(
-        f"--seq-len {data.seq_len} is beyond the max_position_embeddings {config.max_position} of {source.name}: "
+        f"--seq-len {data.seq_len} exceeds the max_position_embeddings {config.max_position} of {source.name}: "
         f"the exported model says {data.seq_len}"
     )
     return replace(config, max_position=data.seq_len)
 
 
 def _make_schedule(options: Options, data: Data, past: _Past) -> Schedule:
-    """The schedule; UsageError if the checkpoint is beyond its end."""
-    schedule = make_schedule(options.schedule, data.train.num_windows, data.samples_per_step)
+    """The schedule; UsageError if the checkpoint is beyond its end. Without data, an epoch is long enough for any."""
+    samples = data.train.num_windows if data.is_there else UNKNOWN_STEPS * data.samples_per_step
+    schedule = make_schedule(options.schedule, samples, data.samples_per_step)
     if past.step > schedule.steps:
         raise UsageError(
             f"{past.path} is of step {past.step}, and this run ends after {schedule.steps}: raise --steps or "
@@ -281,13 +321,17 @@ def _time_sites(spec: Spec, backend: Backend, grad_accumulation: int, log: RunLo
     return dtypes
 
 
-def _open_export(options: Options, source: ModelSource, data: Data, plan: Plan) -> tuple[Export, tuple[str, ...]]:
+def _open_export(
+    options: Options, source: ModelSource, named: NamedData | None, data: Data, plan: Plan, *, replaces: bool
+) -> tuple[Export, tuple[str, ...]]:
     """Where the model goes, with its tokenizer and templates; and what the user should know of these two."""
-    config = plan.spec.config
-    tokenizer = (data.tokenizer_folder() if source.from_scratch else None) or source.tokenizer_folder
+    config, tokenizer = plan.spec.config, source.tokenizer_folder
+    if source.from_scratch and not source.tokenizer_asked:  # the one that made the data
+        tokenizer = data.tokenizer_folder() or (named.tokenizer.folder if named else tokenizer)
     templates = exported_templates(data.train, tokenizer)
     warning = rebuilt_warning(tokenizer, FAMILIES[config.architecture].model_type)
-    export = open_export(options.export, config, rows_of_file(plan.rows), tokenizer, templates.sources)
+    rows = rows_of_file(plan.rows)
+    export = open_export(options.export, config, rows, tokenizer, templates.sources, replaces=replaces)
     return export, (*templates.notices, *([warning] if warning else []))
 
 
@@ -309,7 +353,8 @@ def _describe(job: Job, log: RunLog) -> None:
     log.model(job.source.name, parameters=num_parameters(rows_of_file(plan.rows)), architecture=config.architecture)
     windows = data.train.num_windows
     per_epoch = None if windows is None else -(-windows // data.samples_per_step)
-    steps = {"tokens per step": job.tokens_per_step, "steps per epoch": per_epoch, "steps": job.schedule.steps}
+    total_steps = job.schedule.steps if data.is_there else job.options["steps"]
+    steps = {"tokens per step": job.tokens_per_step, "steps per epoch": per_epoch, "steps": total_steps}
     shares = [asdict(share) for share in data.shares(job.schedule.steps * data.samples_per_step)]
     log.dataset(data.train.files, data.eval.files if data.eval else (), mixture=shares, **steps, **data.facts())
     if sample := sample_text(data.train.token_files, data.tokenizer_folder):

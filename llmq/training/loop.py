@@ -46,6 +46,7 @@ Watch = Callable[[TrainRecord | EvalRecord], None]
 class TrainResult:
     """What a run made. Losses are nats per trained token; paths are None for what was not written.
 
+    A dry run gives its `plan` alone: `total_bytes`, and `table()` with the bytes of each part.
     The exit code is that of NonFiniteError where the model was not exported because it is ruined; `warnings` say why,
     and what else may have spoiled the run.
     """
@@ -61,6 +62,7 @@ class TrainResult:
     log_path: Path | None = None
     checkpoint_path: Path | None = None
     warnings: tuple[str, ...] = ()
+    plan: Plan | None = None
 
 
 def train(*, watch: Watch | None = None, console: TextIO | None = None, **options: Any) -> TrainResult:
@@ -78,7 +80,7 @@ def run(options: Options, *, watch: Watch | None = None, console: TextIO | None 
     with RunLog(options.log, console) as log, hold(options, log):
         job = prepare(options, log)
         if job.plans_only:
-            return TrainResult()
+            return TrainResult(plan=job.plan)
         with Interrupt() as interrupt:
             try:
                 return _Run(job, log, interrupt, watch or (lambda record: None), began).finish()

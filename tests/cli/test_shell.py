@@ -22,7 +22,7 @@ COMMANDS = {
 PATHS = {
     "bench": {"save", "compare"},
     "plot": {"runs", "output"},
-    "tokenize_data": {"inputs", "tokenizer", "out_dir"},
+    "tokenize_data": {"inputs", "tokenizer", "out_dir", "prompt_template"},
     "export_wandb": {"log_file"},
 }
 

@@ -125,7 +125,7 @@ def test_every_option_and_alias_is_a_flag_that_arrives(trained):
             given = [spelled, d.choices[-1] if d.choices else samples.get(d.metavar, "7")]
         with pytest.MonkeyPatch.context() as patch:
             seen = {}
-            patch.setattr(Options, "parse", lambda values, problems, seen=seen: seen.update(values) or Options)
+            patch.setattr(Options, "parse", lambda values, problems, notices, seen=seen: seen.update(values) or Options)
             assert call(*given) == 0
         value = seen.pop(name)
         assert value == {"flag": True, "repeatable": (given[-1],)}.get(d.kind, given[-1])
@@ -240,10 +240,23 @@ def test_everything_wrong_is_one_message(capsys):
     ]
 
 
+def test_the_last_of_a_repeated_flag_counts_with_a_notice(trained):
+    assert call(*NEEDED, "--lr=1e-3", "--steps=3", "--lr", "1e-4", "--learning-rate=2e-4", "--steps=5") == 0
+    assert (trained.options.schedule.learning_rate, trained.options.schedule.steps) == (2e-4, 5)
+    assert trained.options.notices == (
+        "--learning-rate is given 3 times: the last one counts, 2e-4",
+        "--steps is given 2 times: the last one counts, 5",
+    )
+    assert call(*NEEDED, "--learning-rate=2e-4", "--lr=1e-4", "--overwrite", "--no-overwrite") == 0
+    assert trained.options.schedule.learning_rate == 1e-4 and not trained.options.export.overwrite
+    assert trained.options.notices[1] == "--overwrite is given 2 times: the last one counts, False"
+    assert call("--model=m", "--train-file=a", "--train-file=b", "--steps=3") == 0
+    assert trained.options.data.train_file == ("a", "b") and trained.options.notices == ()
+
+
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [
-        ([*NEEDED, "--lr=1", "--learning-rate=1"], "--lr and --learning-rate are the same option"),
         ([*NEEDED, "--lr"], "requires an argument"),
         ([*NEEDED, "--from-scratch=1"], "does not take a value"),
         ([*NEEDED, "--config=absent.yaml"], "absent.yaml cannot be read"),

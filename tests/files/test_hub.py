@@ -17,6 +17,7 @@ from urllib.parse import unquote, urlsplit
 
 import numpy as np
 import pytest
+from small_tokenizers import EOS, byte_level, save
 
 from llmq.errors import DataError, UsageError
 from llmq.files import hub
@@ -24,6 +25,7 @@ from llmq.files.hub import model_folder
 from llmq.files.huggingface import Export
 from llmq.model.config import ModelConfig
 from llmq.model.parameters import parameter_rows
+from llmq.model.presets import preset_tokenizer
 
 ROOT = Path(__file__).parents[2]
 CONFIG = ModelConfig("LlamaForCausalLM", 100, 64, 96, 2, 4, 2, 16, 1e-5, 64, dtype="fp32", eos_token_ids=(2,))
@@ -205,13 +207,14 @@ def test_gated_absent_and_unusable(server, contents, tmp_path):
         "org/moe": {**good, "config.json": json.dumps({**config, "num_experts": 8}).encode()},
         "org/pickled": {"config.json": good["config.json"], "pytorch_model.bin": b"no"},
         "org/empty": {"README.md": b""},
+        "org/adapter": {"adapter_config.json": b"{}", "adapter_model.safetensors": b"no"},
         "org/torn": {name: data for name, data in good.items() if not name.startswith("model-00002")},
         "org/spm": {"config.json": good["config.json"], "tokenizer.model": b"x"},
     }
     server.gated.add("org/gated")
     (tmp_path / "org" / "goodies").mkdir(parents=True)
     (tmp_path / "org" / "goodies" / "config.json").write_text("{}")
-    names = ["gated", "absent", "goods", "moe", "pickled", "empty", "torn", "../x", "b@d"]
+    names = ["gated", "absent", "goods", "moe", "pickled", "empty", "adapter", "torn", "../x", "b@d"]
     cases = [case(f"org/{name}") for name in names]
     cases += [case("org/good", "v9"), case("org/spm", None, "tokenizer"), case("org/spm", None, "config")]
     answers = dict(zip([*names, "revision", "spm", "spm config"], ask(tmp_path, server.url, *cases), strict=True))
@@ -222,7 +225,8 @@ def test_gated_absent_and_unusable(server, contents, tmp_path):
     assert "org/goodies" in text["goods"]
     assert "num_experts (8)" in text["moe"]
     assert "pickled weights" in text["pickled"] and "save_pretrained" in text["pickled"]
-    assert "no config.json" in text["empty"]
+    assert "no config.json: it is not a transformers model" in text["empty"]
+    assert "no config.json: it is an adapter" in text["adapter"] and "give its base model" in text["adapter"]
     assert "model-00002" in text["torn"]
     assert "no revision 'v9'" in text["revision"]
     assert "sentencepiece" in text["spm"] and "save_pretrained" in text["spm"]
@@ -293,3 +297,19 @@ def test_local_folders_come_first(tmp_path, monkeypatch):
             model_folder(name)
     with pytest.raises(DataError, match="is a file"):
         model_folder("org/name/tokenizer.json")
+
+
+def test_a_preset_needs_no_more_than_data(server, tmp_path):
+    """One command: the shape is a preset's, and its tokenizer comes from the Hub, which is asked for nothing else."""
+    tokenizer = save(byte_level(), tmp_path / "tokenizer", {"eos_token": EOS})
+    server.repos = {preset_tokenizer("tiny_llama3_50m"): {path.name: path.read_bytes() for path in tokenizer.iterdir()}}
+    (tmp_path / "x.jsonl").write_text('{"text": "It is the king."}\n' * 300)
+    command = (
+        "-m llmq.cli.train --model tiny_llama3_50m --from-scratch --data x.jsonl --epochs 1 --dry-run --seq-len 32"
+    )
+    hub_at = {"HF_HOME": str(tmp_path), "HF_ENDPOINT": server.url, "PYTHONPATH": str(ROOT), "NO_PROXY": "*"}
+    environment = {**os.environ, **hub_at, "LLMQ_CACHE_DIR": str(tmp_path / "cache")}
+    options = {"cwd": tmp_path, "env": environment, "capture_output": True, "text": True}
+    done = subprocess.run([sys.executable, *command.split()], **options)
+    assert done.returncode == 0 and "would be tokenized into" in done.stdout, done.stderr
+    assert server.files() == ["tokenizer.json", "tokenizer_config.json"]

@@ -328,7 +328,7 @@ def test_a_model_is_replaced_only_with_overwrite(tmp_path):
     (tmp_path / "m" / "log").mkdir()
     (tmp_path / "m" / "log" / "notes.txt").write_text("keep")
     new = random_values(BASE, seed=1)
-    with pytest.raises(StorageError, match=r"holds a model already.*--overwrite"):
+    with pytest.raises(StorageError, match=r"already holds a model.*--overwrite"):
         write(tmp_path / "m", BASE, new)
     same(load(tmp_path / "m"), old)
     write(tmp_path / "m", BASE, new, overwrite=True)
@@ -389,7 +389,7 @@ def test_a_replacement_that_was_killed_is_finished(tmp_path):
     values = write(tmp_path / "m", BASE)
     (tmp_path / "m" / "notes.txt").write_text("keep")
     os.rename(tmp_path / "m", tmp_path / ".m.replaced")  # killed between the two renames
-    with pytest.raises(StorageError, match="holds a model already"):
+    with pytest.raises(StorageError, match="already holds a model"):
         write(tmp_path / "m", BASE)
     same(load(tmp_path / "m"), values)
     shutil.copytree(tmp_path / "m", tmp_path / ".m.replaced")  # killed after them

@@ -280,8 +280,8 @@ def test_one_run_after_the_other_has_the_lock_however_the_first_ended(given, mon
             llmq.train(**given)
     assert llmq.train(**given).steps == 12
     with pytest.raises(UsageError, match="earlier run"):
-        llmq.train(**{**given, "overwrite": True})
-    assert llmq.train(**{**given, "continue": "newest", "steps": 14, "overwrite": True}).steps == 14
+        llmq.train(**given)
+    assert llmq.train(**{**given, "continue": "newest", "steps": 14}).steps == 14
 
 
 def test_two_processes_and_a_kill(given):

@@ -25,7 +25,14 @@ SCRATCH = ModelSource("x", CONFIG, None, None, True, False)
 
 def options(model, **more):
     return SimpleNamespace(
-        **{"model": model, "revision": None, "from_scratch": False, "init_proj_to_zero": False, **more}
+        **{
+            "model": model,
+            "revision": None,
+            "from_scratch": False,
+            "init_proj_to_zero": False,
+            "tokenizer": None,
+            **more,
+        }
     )
 
 
@@ -84,6 +91,52 @@ def test_presets(tmp_path, monkeypatch):
         open_source(options("tinyllama", from_scratch=True, revision="v2"))
     write(tmp_path / "tinyllama")  # a folder of that name comes first
     assert open_source(options("tinyllama")).config == CONFIG
+
+
+def test_every_preset_knows_a_tokenizer_and_fetches_none(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(source_module, "model_folder", lambda *arguments, **kind: pytest.fail("asked the Hub"))
+    names = {name: open_source(options(name, from_scratch=True)).preset_tokenizer for name in PRESETS}
+    assert all(name.count("/") == 1 for name in names.values())
+    assert names["tiny_llama3_50m"] == names["llama3_405b"] == "NousResearch/Meta-Llama-3-8B"
+    assert names["tinyllama"] == names["llama1_7b"] == "unsloth/llama-2-7b" and names["Qwen3-4B"] == "Qwen/Qwen3-0.6B"
+
+
+def test_a_tokenizer_of_its_own_is_that_of_the_data_and_the_export(tmp_path):
+    write(tmp_path / "m")
+    (tmp_path / "m" / "tokenizer.json").write_text("{}")
+    (tmp_path / "t").mkdir()
+    (tmp_path / "t" / "tokenizer.json").write_text("{}")
+    own = open_source(options(tmp_path / "m", from_scratch=True))
+    assert (own.tokenizer_folder, own.required_tokenizer) == (tmp_path / "m", None)
+    other = open_source(options(tmp_path / "m", from_scratch=True, tokenizer=tmp_path / "t"))
+    assert (other.tokenizer_folder, other.required_tokenizer) == (tmp_path / "t", tmp_path / "t")
+    assert open_source(options(tmp_path / "m")).required_tokenizer == tmp_path / "m"
+    with pytest.raises(DataError, match=r"has no tokenizer\.json"):
+        open_source(options(tmp_path / "m", from_scratch=True, tokenizer=tmp_path))
+
+
+def test_an_adapters_folder_is_said_to_be_one(tmp_path):
+    (tmp_path / "a").mkdir()
+    (tmp_path / "a" / "adapter_config.json").write_text('{"base_model_name_or_path": "org/base"}')
+    for scratch in (False, True):
+        with pytest.raises(DataError, match=r"/a is an adapter of org/base .*: give org/base, or a folder with the ad"):
+            open_source(options(tmp_path / "a", from_scratch=scratch))
+    write(tmp_path / "m")
+    (tmp_path / "m" / "adapter_config.json").write_text("{}")  # beside a whole model
+    assert open_source(options(tmp_path / "m")).config == CONFIG
+
+
+def test_the_instruct_models_of_llama_3_are_names_of_hub_models(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    asked = []
+    write(tmp_path / "m")
+    monkeypatch.setattr(source_module, "model_folder", lambda *arguments: asked.append(arguments) or tmp_path / "m")
+    for size in ("8b", "70b"):
+        assert (
+            open_source(options(f"llama3_{size}_Instruct")).name == f"meta-llama/Meta-Llama-3-{size.upper()}-Instruct"
+        )
+    assert asked == [(f"meta-llama/Meta-Llama-3-{size}-Instruct", None, "model") for size in ("8B", "70B")]
 
 
 def test_absent_folders_and_revisions_of_folders(tmp_path):

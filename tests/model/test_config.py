@@ -253,6 +253,8 @@ def test_preset_names_in_any_case_and_near_ones():
         preset("qwen3_4b")
     with pytest.raises(UsageError, match="known are"):
         preset("zzz")
+    with pytest.raises(UsageError, match="a model of the Hub"):  # which has weights, and is no shape alone
+        preset("llama3_8b_instruct")
 
 
 @pytest.mark.skipif(not CONFIGS.is_dir(), reason="the shared data folder is absent")

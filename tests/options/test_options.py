@@ -13,9 +13,9 @@ from llmq.options.schema import json_schema
 
 NEEDED = {"model": "Qwen/Qwen2.5-0.5B", "train_file": "train.bin"}
 UNSET = """
-    revision weight eval_file global_batch_size augment packing max_docs data eval_fraction data_format map
-    chat_template train_on gradient_dtype fp8_scaling head_dtype bf16_layers fp8_layers log_fp8_every steps
-    warmup_ratio min_lr continue export_dtype gpu
+    revision tokenizer weight eval_file global_batch_size augment packing max_docs data eval_fraction data_format map
+    prompt_template chat_template train_on gradient_dtype fp8_scaling head_dtype bf16_layers fp8_layers log_fp8_every
+    steps warmup_ratio min_lr continue export_dtype gpu
 """
 OFF = """
     from_scratch init_proj_to_zero streaming fp8_fallback recompute_swiglu recompute_norm recompute_ffn
@@ -27,6 +27,7 @@ DEFAULTS = {
     "batch_size": 4,
     "grad_accumulation": 4,
     "seq_len": 1024,
+    "preamble": True,
     "overlong": "turns",
     "skip_bad_rows": 0,
     "model_dtype": "bf16",
@@ -168,6 +169,7 @@ def test_everything_wrong_is_said_at_once():
     ("given", "words"),
     [
         ({"init_proj_to_zero": True}, "--from-scratch"),
+        ({"tokenizer": "org/name"}, "add --from-scratch, or leave it out"),
         ({"global_batch_size": 30}, "not a multiple of --batch-size 4: use 28 or 32"),
         ({"global_batch_size": 3}, "not a multiple of --batch-size 4: use 4"),
         ({"global_batch_size": 32, "grad_accumulation": 4}, "asks for 8 micro-batches"),
@@ -193,8 +195,13 @@ def test_everything_wrong_is_said_at_once():
         ({"warmup_ratio": 10}, "use 1 or less"),
         ({"min_lr": -1}, "use 0 or more"),
         ({"lr_schedule": "constant", "final_lr_fraction": 0.1}, "never reached"),
-        ({"eval_every_n_steps": 7}, "--eval-file"),
-        ({"eval_num_steps": 7}, "--eval-file"),
+        (
+            {"model_dtype": "fp16"},
+            "--model-dtype fp16: fp16 needs its loss scaled, which llmq does not do yet: use bf16",
+        ),
+        ({"matmul_dtype": "float16"}, "--matmul-dtype float16: fp16 needs its loss scaled"),
+        ({"opt_m_dtype": "float16"}, "fp16 needs its loss scaled"),
+        ({"head_dtype": "fp16"}, "fp16 needs its loss scaled"),
         ({"gpus": 2}, "use --gpus 1"),
         ({"name": "a/b"}, "cannot be part of a path"),
         ({"name": ".."}, "cannot be part of a path"),
@@ -214,6 +221,21 @@ def test_everything_wrong_is_said_at_once():
 def test_what_cannot_be_is_one_clear_error(given, words):
     (problem,) = problems(**given)
     assert words in problem and flag(next(iter(given))) in problem
+
+
+def test_dtypes_have_the_names_of_pytorch_too():
+    options = parse(model_dtype="bfloat16", matmul_dtype="bfloat16", opt_m_dtype="float32", export_dtype="float16")
+    assert options == parse(model_dtype="bf16", matmul_dtype="bf16", opt_m_dtype="fp32", export_dtype="fp16")
+    assert parse(head_dtype="bfloat16", matmul_dtype="e4m3").precision.head_dtype == "bf16"
+
+
+def test_evaluation_without_data_for_it_is_noted():
+    for key in ("eval_every_n_steps", "eval_num_steps"):
+        (notice,) = parse(**{key: 7}).notices
+        assert notice == f"{flag(key)} 7 has no effect without data to evaluate on, such as --eval-file"
+        assert parse(**{key: 7}, eval_file="e.bin").notices == parse(**{key: 0}).notices == ()
+        rows = {"model": "m", "data": "d.jsonl", key: 7}
+        assert Options.parse(rows).notices == () != Options.parse({**rows, "eval_fraction": 0}).notices
 
 
 def test_values_of_defaults_are_no_contradiction():

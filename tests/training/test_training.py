@@ -1,5 +1,6 @@
 """Training end to end: a run, its files, resuming with the same bits, interrupts, refusals, and what is left behind."""
 
+import io
 import json
 import os
 import signal
@@ -278,17 +279,49 @@ def test_a_checkpoint_of_another_run_is_refused(given):
     with pytest.raises(UsageError, match="seed"):
         llmq.train(**{**given, "continue": "auto", "seed": 7, "overwrite": True, "steps": 14})
     with pytest.raises(UsageError, match="earlier run"):
-        llmq.train(**{**given, "overwrite": True})
+        llmq.train(**given)
 
 
-def test_a_finished_model_is_not_overwritten_unasked(given):
+def test_a_finished_run_is_extended_by_steps_and_continue(given):
     result = llmq.train(**given)
     before = (result.model_path / "model.safetensors").read_bytes()
-    with pytest.raises(StorageError, match="--overwrite"):
-        llmq.train(**{**given, "continue": "auto", "steps": 14})
-    assert (result.model_path / "model.safetensors").read_bytes() == before
-    llmq.train(**{**given, "continue": "auto", "steps": 14, "overwrite": True})
+    assert llmq.train(**{**given, "continue": "newest", "steps": 14}).steps == 14
     assert (result.model_path / "model.safetensors").read_bytes() != before
+
+
+def test_a_model_of_another_run_is_not_replaced_unasked(given):
+    llmq.train(**given)
+    other = {**given, "name": "other", "out_dir": "other"}
+    before = (llmq.train(**other).model_path / "model.safetensors").read_bytes()
+    with pytest.raises(StorageError, match="--overwrite"):
+        llmq.train(**{**given, "continue": "auto", "steps": 14, "out_dir": "other"})
+    assert Path("other/model.safetensors").read_bytes() == before
+    assert llmq.train(**{**given, "continue": "auto", "steps": 14, "out_dir": "other", "overwrite": True}).steps == 14
+    assert Path("other/model.safetensors").read_bytes() != before
+
+
+def test_overwrite_starts_a_run_over(given):
+    llmq.train(**{**given, "ckpt_interval": 4, "ckpt_keep_n": 0})
+    with pytest.raises(DataError):  # nothing goes before all that is new is checked
+        llmq.train(**{**given, "overwrite": True, "train_file": "absent.bin"})
+    assert len(list(Path("runs/run/checkpoints").iterdir())) == 3
+    result = llmq.train(**{**given, "overwrite": True, "steps": 2})
+    assert result.steps == 2 and [path.name for path in Path("runs/run/checkpoints").iterdir()] == ["step-00000002"]
+    assert sorted(path.name for path in Path("runs/run").iterdir()) == ["checkpoints", "log.jsonl", "model"]
+    assert len(read_log(result.log_path).train["loss"]) == 2
+    said = given["console"].getvalue()
+    assert "--overwrite: removed what an earlier run left: runs/run/checkpoints/step-00000004, " in said
+    alone = {**given, "name": "alone", "steps": 2, "console": io.StringIO()}
+    assert llmq.train(**alone, overwrite=True).train_loss == result.train_loss
+    assert "--overwrite" not in alone["console"].getvalue(), "nothing was there"
+
+
+def test_a_dry_run_does_not_mind_what_is_there(given):
+    llmq.train(**given)
+    before = {path: path.read_bytes() for path in Path("runs").rglob("*") if path.is_file()}
+    for overwrite in (False, True):
+        assert llmq.train(**given, dry_run=True, overwrite=overwrite).exit_code == 0
+    assert {path: path.read_bytes() for path in Path("runs").rglob("*") if path.is_file()} == before
 
 
 def test_a_dry_run_writes_nothing(given, tmp_path):
@@ -297,6 +330,8 @@ def test_a_dry_run_writes_nothing(given, tmp_path):
     assert result.exit_code == 0 and sorted(tmp_path.rglob("*")) == before
     text = given["console"].getvalue()
     assert "[Allocator State]" in text and "Activations" in text and "[T]" not in text
+    assert f"{result.plan.table()['Activations'] / 2**20:,.1f} MiB" in text and result.plan.total_bytes > 0
+    assert llmq.train(**given).plan is None
 
 
 def test_a_dry_run_plans_for_a_gpu_that_is_not_here(given):

@@ -309,7 +309,7 @@ def test_checkpoints_below_the_model_outlive_a_kill_within_its_export(given, mon
 
 def test_a_model_in_the_way_is_said_before_the_data_is_read(given):
     out = llmq.train(**given).model_path
-    with pytest.raises(StorageError, match="holds a model already"):
+    with pytest.raises(StorageError, match="already holds a model"):
         llmq.train(**{**given, "name": "new", "out_dir": str(out), "train_file": "absent.bin"})
 
 
@@ -380,7 +380,7 @@ def test_rows_beyond_the_model_s_positions_are_told_and_exported(given):
     config = Path(given["model"], "config.json")
     config.write_text(json.dumps({**json.loads(config.read_text()), "max_position_embeddings": 8}))
     result = llmq.train(**given)
-    assert "--seq-len 16 is beyond the max_position_embeddings 8" in said(given)
+    assert "--seq-len 16 exceeds the max_position_embeddings 8" in said(given)
     assert json.loads((result.model_path / "config.json").read_text())["max_position_embeddings"] == T
 
 

@@ -16,8 +16,9 @@ from tokenizers import decoders
 
 import llmq
 from llmq.data.batches.loader import open_data
-from llmq.data.tokens.token_file import TokenFile
+from llmq.data.tokens.token_file import TokenFile, TokenWriter
 from llmq.errors import DataError, UsageError
+from llmq.model import presets
 from llmq.model.config import to_hf
 from llmq.options.data import DataOptions
 from llmq.report.read import read_log
@@ -98,6 +99,46 @@ def test_rows_are_tokenized_once_and_trained_by_mask(given, tmp_path):
     assert llmq.train(**one).eval_loss != result.eval_loss and len(token_files(tmp_path)) == 4
 
 
+def test_a_run_from_scratch_takes_the_tokenizer_that_is_asked_for_and_exports_it(given, tmp_path):
+    """A model's folder without a tokenizer, and one that has another."""
+    save(byte_level(digits=True), tmp_path / "other", {"eos_token": EOS, "model_max_length": 77})
+    own = llmq.train(**given)
+    for name in ("own", "none"):
+        result = llmq.train(**{**given, "name": name}, tokenizer=tmp_path / "other")
+        exported = {path.name: path.read_bytes() for path in result.model_path.glob("tokenizer*")}
+        assert exported == {path.name: path.read_bytes() for path in (tmp_path / "other").iterdir()}
+        assert result.train_loss != own.train_loss
+        for path in Path("source").glob("tokenizer*"):
+            path.unlink()
+    files = [str(path) for path in token_files(tmp_path) if path.name == "train.bin"]
+    by_file = {key: value for key, value in given.items() if key != "data"}
+    for file in files:  # one of each tokenizer
+        asked = {**by_file, "train_file": file, "name": "files", "tokenizer": tmp_path / "other", "dry_run": True}
+        if "other" in Path(f"{file}.json").read_text():
+            llmq.train(**asked)
+        else:
+            with pytest.raises(DataError, match="is of another tokenizer"):
+                llmq.train(**asked)
+    with pytest.raises(UsageError, match="source has none: name one with --tokenizer"):
+        llmq.train(**{**given, "name": "again"})
+    with pytest.raises(UsageError, match=r"--tokenizer .*large has \d+ ids, but .*source has a vocabulary of 420"):
+        save(byte_level(added=tuple(f"<{n}>" for n in range(300))), tmp_path / "large", {"eos_token": EOS})
+        llmq.train(**{**given, "name": "again"}, tokenizer=tmp_path / "large")
+
+
+@pytest.mark.parametrize("streaming", [False, True])
+def test_a_preset_brings_a_tokenizer_of_the_hub(given, tmp_path, monkeypatch, streaming):
+    monkeypatch.setitem(presets.PRESETS, "tiny_llama3_50m", tiny(num_layers=1, vocab_size=420))
+    asked = []
+    monkeypatch.setattr(
+        "llmq.data.tokens.tokenizer.model_folder",
+        lambda name, *about, kind: asked.append((name, kind)) or tmp_path / "source",
+    )
+    result = llmq.train(**{**given, "model": "tiny_llama3_50m", "streaming": streaming})
+    assert asked[0] == (presets.preset_tokenizer("tiny_llama3_50m"), "tokenizer") and result.steps == 6
+    assert (result.model_path / "tokenizer.json").read_bytes() == Path("source/tokenizer.json").read_bytes()
+
+
 def test_a_dry_run_says_what_would_be_tokenized_and_does_not(given, tmp_path):
     llmq.train(**given, dry_run=True)
     said = given["console"].getvalue()
@@ -109,6 +150,33 @@ def test_a_dry_run_says_what_would_be_tokenized_and_does_not(given, tmp_path):
     llmq.train(**{**given, "data": "text.txt"})
     train = next(path for path in token_files(tmp_path) if path.name == "train.bin")
     assert about == pytest.approx(TokenFile.open(train).num_tokens, rel=0.02)
+
+
+@pytest.mark.parametrize("more", [{}, {"packing": True, "max_docs": 3}, {"steps": 7}, {"warmup": 50}])
+def test_a_dry_run_plans_without_data(given, more):
+    """A preset, which asks the Hub for no tokenizer; the memory is that of a run with data."""
+    plain = {"seq_len": 64, "batch_size": 2, "dry_run": True, "model": "tiny_llama3_50m", "from_scratch": True}
+    said = io.StringIO()
+    assert llmq.train(**{**plain, **more, "console": said}).exit_code == 0
+    lines = {
+        key.strip(): value.strip() for key, _, value in (line.partition(":") for line in said.getvalue().split("\n"))
+    }
+    assert (lines["steps"], lines["steps per epoch"]) == (str(more.get("steps", "-")), "-")
+    if not more:
+        with TokenWriter("train.bin", vocab_size=128256) as file:
+            file.append(np.zeros(999, np.int32))
+        with_data = io.StringIO()
+        llmq.train(**plain, train_file="train.bin", console=with_data)
+        tables = [text.getvalue().split("[Allocator State]")[1].split("Free")[0] for text in (said, with_data)]
+        assert tables[0] == tables[1]
+
+
+def test_a_plan_without_data_counts_no_documents(given):
+    plain = {key: value for key, value in given.items() if key != "data"}
+    with pytest.raises(UsageError, match="--packing without data: give --max-docs"):
+        llmq.train(**plain, dry_run=True, packing=True)
+    with pytest.raises(UsageError, match="--dry-run plans without data"):
+        llmq.train(**plain)
 
 
 def test_several_sources_have_weights(given, tmp_path):
@@ -297,11 +365,13 @@ def test_a_stream_evaluates_on_the_validation_split(given, tmp_path):
             "--train-on last: for data in rows, but text.txt is text",
         ),
         ({"map_": None, "map": ["x"]}, UsageError, "--map x: give OURS=THEIRS"),
+        ({"preamble": False}, UsageError, "--no-preamble is for prompts of alpaca rows"),
+        ({"prompt_template": "gone.jinja"}, UsageError, "--prompt-template gone.jinja cannot be read: No such file"),
+        ({"prompt_template": "rows.jsonl", "data": "text.txt"}, UsageError, "--prompt-template: for data in rows, but"),
         ({"data": "./gone.jsonl"}, DataError, "gone.jsonl"),
         ({"data": "bad.jsonl"}, DataError, r"bad.jsonl:3: not JSON .*--skip-bad-rows N"),
-        ({"data": "nothing.jsonl"}, DataError, "not one token that would be trained"),
+        ({"data": "nothing.jsonl"}, DataError, "no token to train on"),
         ({"data": "mix.yaml"}, UsageError, "--data takes no token files"),
-        ({"eval_fraction": 0, "eval_num_steps": 3}, UsageError, "needs data to evaluate on"),
     ],
 )
 def test_what_cannot_be_done_is_refused(given, change, kind, says):
@@ -314,6 +384,14 @@ def test_what_cannot_be_done_is_refused(given, change, kind, says):
     change = {key: value for key, value in change.items() if key != "map_"}
     with pytest.raises(kind, match=says):
         llmq.train(**{**given, **change})
+
+
+def test_what_has_no_effect_is_noted_in_the_log_and_in_a_plan(given):
+    for dry_run in (True, False):
+        given["console"] = io.StringIO()
+        result = llmq.train(**given, eval_fraction=0, eval_num_steps=3, dry_run=dry_run)
+        assert given["console"].getvalue().count("--eval-num-steps 3 has no effect without data to evaluate on") == 1
+    assert "--eval-num-steps 3 has no effect" in result.log_path.read_text()
 
 
 def test_bad_rows_can_be_left_out(given):
@@ -337,11 +415,6 @@ def test_sigterm_while_tokenizing_leaves_no_lock_and_no_half_file(given, tmp_pat
         said, _ = process.communicate()
     assert process.returncode == 75 and b"tokenizing into" in said and b"Traceback" not in said
     assert list((tmp_path / "cache/tokens").iterdir()) == []
-
-
-def test_a_preset_has_no_tokenizer(given):
-    with pytest.raises(UsageError, match=r"Qwen2.5-0.5B has none"):
-        llmq.train(**{**given, "model": "Qwen2.5-0.5B"})
 
 
 def test_the_export_ends_texts_with_every_trained_end_token(given, tmp_path):

@@ -23,7 +23,7 @@ from llmq.data.batches.mix_file import Source, read_sources
 from llmq.data.batches.mixture import Mixture, Share
 from llmq.data.batches.packing import Packs, refuse_single_tokens
 from llmq.data.batches.permutation import sample_order
-from llmq.data.batches.row_layout import WINDOWS, RowForm, RowLayout, choose_row_layout
+from llmq.data.batches.row_layout import PACKED, WINDOWS, RowForm, RowLayout, choose_row_layout
 from llmq.data.batches.stream import Stream, stacked
 from llmq.data.batches.windows import (
     Samples,
@@ -60,6 +60,7 @@ class Data:
     world: int
     augment: Augmentation | None = None
     layout: RowLayout = field(default_factory=RowLayout)
+    is_there: bool = True  # False: this is the shape of a plan without data
 
     @property
     def limits(self) -> tuple[int, int] | None:
@@ -155,7 +156,7 @@ def open_data(
     """Opens and checks all token files of a run for a model of `vocab_size` ids, whose `tokenizer` is in a folder.
 
     `named` is the data of --data, which is tokenized here, if it was not before; `cannot_pack` says why the device
-    cannot run packed rows, if it cannot.
+    cannot run packed rows, if it cannot. Options that name no data give the shape of a step, for a plan.
 
     Raises UsageError if the global batch is no multiple of what the ranks take at once, or for options that do not fit
     the data (see choose_row_layout), and DataError if a file is bad (see open_files) or of another tokenizer, or there
@@ -163,6 +164,8 @@ def open_data(
     """
     accumulation = _grad_accumulation(options, world)
     augment = open_augmentation(options.augment, vocab_size, seed)
+    if named is None and options.train_file is None:
+        return _no_data(options, vocab_size, seed, accumulation, world, cannot_pack)
     named = named and named.find(options.seq_len, options.weight)
     has_rows = named is not None and named.has_rows
     layout = choose_row_layout(options.packing, options.max_docs, has_rows=has_rows, cannot_pack=cannot_pack)
@@ -182,6 +185,18 @@ def open_data(
     held = evaluation if eval_files else None
     _require_samples(train, held, form)
     return Data(train, held, options.batch_size, form.seq_len, accumulation, seed, world, augment, layout)
+
+
+def _no_data(
+    options: DataOptions, vocab_size: int, seed: int, accumulation: int, world: int, cannot_pack: str | None
+) -> Data:
+    """The shape of a step, for a plan. UsageError for packed rows, if it is not known how many documents they hold."""
+    layout = choose_row_layout(options.packing, options.max_docs, has_rows=False, cannot_pack=cannot_pack)
+    if layout.kind == PACKED and options.max_docs is None:
+        raise UsageError("--packing without data: give --max-docs, the documents of a row, or data to count them in")
+    train = Stream(lambda *place: iter(()), options.seq_len, vocab_size, "no data", max_docs=options.max_docs)
+    sizes = (options.batch_size, options.seq_len, accumulation)
+    return Data(train, None, *sizes, seed, world, layout=layout, is_there=False)
 
 
 def _grad_accumulation(options: DataOptions, world: int) -> int:

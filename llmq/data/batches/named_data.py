@@ -19,6 +19,7 @@ from llmq.data.batches.row_layout import WINDOWS, RowForm
 from llmq.data.batches.stream import Stream, open_stream
 from llmq.data.batches.windows import Rows
 from llmq.data.chat.encode import EncodeOptions
+from llmq.data.chat.prompts import read_prompt_template
 from llmq.data.rows.file_rows import FileRows
 from llmq.data.rows.request import Request, parsed_mapping
 from llmq.data.rows.sources import find_anything
@@ -66,6 +67,8 @@ class NamedData:
             train_on=options.train_on,
             overlong=options.overlong,
             seq_len=seq_len,
+            prompt_template=read_prompt_template(options.prompt_template) if options.prompt_template else None,
+            preamble=options.preamble,
         )
         found = [find_anything(one.name, options.eval_fraction, streaming=options.streaming) for one in sources]
         asked = (Request(one, self.tokenizer, one.known(encode), options.skip_bad_rows) for one in found)
@@ -128,16 +131,24 @@ class NamedData:
 def open_named(options: SourceOptions, source: ModelSource, *, plan_only: bool, say: Say) -> NamedData | None:
     """The data of `--data` with the tokenizer of the model, or None if there is none.
 
-    Raises UsageError where the model has no tokenizer, and what reading the tokenizer raises.
+    Raises UsageError where the model has no tokenizer, or the one of --tokenizer has ids that the model does not have,
+    and what reading the tokenizer raises.
     """
     if options.data is None:
         return None
-    if source.tokenizer_folder is None:
+    if (name := source.tokenizer_folder or source.preset_tokenizer) is None:
+        fix = "name one with --tokenizer" if source.from_scratch else "give a model with a tokenizer"
         raise UsageError(
-            f"--data is tokenized with the model's own tokenizer, but {source.name} has none: give a model with a "
-            "tokenizer, or make token files with tokenize-data and give them as --train-file"
+            f"--data is tokenized with the model's own tokenizer, but {source.name} has none: {fix}, or make token "
+            "files with tokenize-data and give them as --train-file"
         )
-    return NamedData(options, TextTokenizer.open(str(source.tokenizer_folder)), plan_only, say)
+    tokenizer, known = TextTokenizer.open(str(name)), source.config.vocab_size
+    if source.tokenizer_asked and tokenizer.vocab_size > known:
+        raise UsageError(
+            f"--tokenizer {tokenizer.folder} has {tokenizer.vocab_size} ids, but {source.name} has a vocabulary of "
+            f"{known}: give a smaller tokenizer, or a model with a larger vocab_size"
+        )
+    return NamedData(options, tokenizer, plan_only, say)
 
 
 def _is_of(part: str, name: str) -> bool:

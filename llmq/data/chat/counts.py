@@ -22,6 +22,8 @@ class Counts:
     untrained: int = 0  # rows without a trained token, which give no document
     spelled: int = 0  # chats in whose content a special token is spelled
     unended: int = 0  # chats whose last trained turn the template does not end: EOS was added
+    divided: int = 0  # chats that the template makes several documents of
+    divided_into: int = 0  # documents
     masked: int = 0  # turns that are not trained because their messages say so
     unread: dict[str, int] = field(default_factory=dict)  # keys of messages that no template reads, with their rows
     end_tokens: set[int] = field(default_factory=set)  # ids that ended a trained turn or document
@@ -51,6 +53,11 @@ def notes(counts: Counts, seq_len: int | None, overlong: str, bad: int) -> list[
         )
         if count
     ]
+    if counts.divided:
+        lines.append(
+            f"{counts.divided:,} chats became {counts.divided_into:,} documents, as the chat template writes earlier "
+            "turns differently from the last one: each of their turns is trained in a document that ends with it"
+        )
     if counts.overlong:
         lines.append(_too_long(counts, seq_len, overlong))
     if counts.unread:

@@ -23,7 +23,7 @@ from typing import Any
 import numpy as np
 
 from llmq.data.chat.counts import Counts
-from llmq.data.chat.formats import CHATS, KNOWN_KEYS, PAIRS, Chat, Format, Pair, Text, Tokens, find_format
+from llmq.data.chat.formats import KNOWN_KEYS, PAIRS, Chat, Format, Pair, Text, Tokens, find_format
 from llmq.data.chat.masks import Sample, TrainOn, samples, trained_tokens, turn_ends, unwritten
 from llmq.data.chat.overlong import OVERLONG, EncodedPart, shortened, trained_runs
 from llmq.data.chat.template import MARKER, OWN, ChatTemplate, RenderError, Templates, open_templates
@@ -47,6 +47,14 @@ class EncodeOptions:
     train_on: str | None = None  # assistant, all, last, or roles with commas
     overlong: str = "turns"  # what happens to rows of more than seq_len tokens
     seq_len: int | None = None  # None: no row is too long
+    prompt_template: str | None = None  # Jinja that writes a row's prompt from its columns
+    preamble: bool = True  # begin Alpaca's prompt with its usual words
+
+    def format_of(self, first: Sequence[Record]) -> Format:
+        """The format of data that begins with the rows `first`; see find_format for the errors."""
+        return find_format(
+            first, self.data_format, self.mapping, prompt_template=self.prompt_template, preamble=self.preamble
+        )
 
 
 @dataclass(frozen=True, eq=False)
@@ -68,12 +76,14 @@ def open_encoder(
     """
     if options.overlong not in OVERLONG:
         raise UsageError(f"--overlong {options.overlong} is not one of {', '.join(OVERLONG)}")
-    form = find_format(first, options.data_format, options.mapping)
-    is_chat = form.name in CHATS or (form.name in PAIRS and options.chat_template is not None)
+    form = options.format_of(first)
+    is_chat = form.is_chat or (form.name in PAIRS and options.chat_template is not None)
     train_on = TrainOn.parse(options.train_on)
     unused = []
     if options.chat_template is not None and not is_chat:
-        unused.append(f"--chat-template: {form.name} rows are no chats")
+        unused.append(f"--chat-template: {form.name} rows are not chats")
+    if not options.preamble and (form.name != "alpaca" or is_chat or form.template):
+        unused.append("--no-preamble is for prompts of alpaca rows, which these are not")
     if options.train_on is not None and form.name in ("text", "tokens"):
         why = "are trained as a whole" if form.name == "text" else "say themselves what is trained, in labels"
         unused.append(f"--train-on {options.train_on}: {form.name} rows {why}")
@@ -198,7 +208,7 @@ class Encoder:
                 text.encode()
         except UnicodeEncodeError as error:
             half = error.object[error.start]
-            raise BadRow(record.place, f"the text holds {half!a}, which is half of a character: mend it") from None
+            raise BadRow(record.place, f"the text holds {half!a}, which is half of a character: fix it") from None
         return content, texts
 
     def _texts(self, record: Record, content: Any) -> tuple[Any, list[str]]:
@@ -358,6 +368,9 @@ class ChatEncoder(Encoder):
                 f"the chat has {lost}, which the chat template ({template.origin}) does not write: give one that does "
                 "(--chat-template)",
             )
+        if len(made) > 1:
+            self.counts.divided += 1
+            self.counts.divided_into += len(made)
         if any(self._spelled.search(message.get("content", "")) for message in chat.messages):
             self.counts.spelled += 1
         self.counts.masked += len(chat.untrained.intersection(self.train_on.candidates(chat)))

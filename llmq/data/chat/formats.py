@@ -15,6 +15,9 @@ from typing import Any
 
 import numpy as np
 
+from llmq.data.chat.prompts import PromptTemplate, alpaca_prompt
+from llmq.data.chat.proposals import proposed_map
+from llmq.data.chat.template import RenderError
 from llmq.data.chat.untrained import TURN_COLUMNS, untrained_messages
 from llmq.data.rows.records import BadRow, Record
 from llmq.errors import DataError, UsageError
@@ -42,12 +45,14 @@ class Pair:
 class Chat:
     """Messages and the tools on offer as a chat template takes them: role, content (a string), tool_calls, ...
 
-    `untrained` are the indices of messages that say that they are not trained.
+    `untrained` are the indices of messages that say that they are not trained. The first `num_asked` are the prompt,
+    which is trained only where everything is.
     """
 
     messages: list[dict[str, Any]]
     tools: list[Any] | None = None
     untrained: frozenset[int] = frozenset()
+    num_asked: int = 0
 
 
 @dataclass(frozen=True)
@@ -70,11 +75,20 @@ FORMATS: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
     "question-answer": (("question", "answer"), ()),
     "text": (("text",), ()),
 }
+# Other names that common data sets have for the columns of a format, looked for after all of the above.
+OTHER_NAMES: tuple[tuple[str, dict[str, str]], ...] = (
+    ("prompt-completion", {"completion": "response"}),
+    ("alpaca", {"output": "response", "input": "context"}),  # Dolly's
+    ("alpaca", {"output": "response"}),
+    ("prompt-completion", {"prompt": "input", "completion": "output"}),
+)
 CHATS = ("messages", "sharegpt")
 PAIRS = ("prompt-completion", "alpaca", "question-answer")
+PAIR_NAMES = ("prompt", "completion")
 CHAT_COLUMNS = ("messages", "conversations")
-# How a message of each chat format is written.
-MESSAGE_KEYS = {"messages": ("role", "content"), "sharegpt": ("from", "value")}
+# How a message of each format that can be a chat is written.
+_OPENAI = ("role", "content")
+MESSAGE_KEYS = {"messages": _OPENAI, "prompt-completion": _OPENAI, "sharegpt": ("from", "value")}
 # Keys of a message that are of no interest where a template does not read them; for tool_calls see masks.unwritten.
 KNOWN_KEYS = frozenset({"role", "content", "tool_calls", "tool_call_id", "name"})
 ROLES = ("system", "developer", "user", "assistant", "tool", "function", "ipython")
@@ -101,13 +115,17 @@ class Format:
     seen: frozenset[str]  # ours, of those that the first rows have or --map names
     place: str  # of the row that it was found in
     chosen: bool = False  # asked for, not found
+    is_chat: bool = False  # each row is a chat
+    template: PromptTemplate | None = None  # writes the prompt from all columns
+    preamble: bool = True  # of Alpaca's prompt
 
     def describe(self) -> str:
         """The format and the mapping in words."""
         how = "as asked" if self.chosen else f"as in {self.place}"
         columns = [(ours, theirs) for ours, theirs in self.columns.items() if ours in self.seen]
         named = ", ".join(ours if ours == theirs else f"{ours} = {theirs}" for ours, theirs in columns)
-        return f"{self.name} ({how}), columns {named}"
+        by = ", the prompt written by --prompt-template" if self.template else ""
+        return f"{self.name} ({how}), columns {named}{by}"
 
     def read(self, record: Record, vocab_size: int) -> Content:
         """The row's content; BadRow if it is of another format, empty, or not what the columns should hold."""
@@ -116,15 +134,22 @@ class Format:
             return Text(row.filled("text"))
         if self.name == "tokens":
             return _tokens(row, vocab_size)
-        if self.name in CHATS:
-            return _chat(row)
+        if self.is_chat:
+            return _asked_chat(row) if self.name in PAIRS else _chat(row)
         return _pair(row)
 
 
 def find_format(
-    first: Sequence[Record], data_format: str | None = None, mapping: Sequence[tuple[str, str]] = ()
+    first: Sequence[Record],
+    data_format: str | None = None,
+    mapping: Sequence[tuple[str, str]] = (),
+    *,
+    prompt_template: str | None = None,
+    preamble: bool = True,
 ) -> Format:
     """The format of data that begins with the rows `first`, or `data_format` itself with the columns found.
+
+    With a `prompt_template`, which writes the prompt, a format of prompts and answers needs the answer alone.
 
     The first row that has a format decides; a later row of another one is a bad row. UsageError for an unknown format
     or mapping; DataError if there are no rows, or none has the columns of a format.
@@ -132,45 +157,66 @@ def find_format(
     if data_format is not None and data_format not in FORMATS:
         raise UsageError(f"--data-format {data_format} is not one of {', '.join(FORMATS)}")
     names = [data_format] if data_format else list(FORMATS)
+    if prompt_template is not None and not (names := [name for name in names if name in PAIRS]):
+        raise UsageError(f"--prompt-template: {data_format} rows have no prompt: leave one of the two out")
+    template = None if prompt_template is None else PromptTemplate(prompt_template)
     known = {column for name in names for part in FORMATS[name] for column in part} | {"role", "content"}
     if unknown := [ours for ours, _ in mapping if ours not in known]:
         raise UsageError(
-            f"--map {unknown[0]}=...: {unknown[0]} is no column of {data_format or 'any format'}; known are "
+            f"--map {unknown[0]}=...: {unknown[0]} is not a column of {data_format or 'any format'}; known are "
             f"{', '.join(sorted(known))}"
         )
     if not first:
         raise DataError("there are no rows: give data with at least one")
     for record in first:
-        if found := _match(record, names, dict(mapping), chosen=data_format is not None):
+        if found := _match(record, names, dict(mapping), with_prompt=template is None):
             named = found.columns
             if named.get("train_on") in TURN_COLUMNS:
                 turns = next((name for name in TURN_COLUMNS if any(name in row.value for row in first)), "train_on")
                 named = {**named, "train_on": turns}
             there = {ours for ours, theirs in named.items() if any(theirs in row.value for row in first)}
-            return replace(found, columns=named, seen=found.seen | there)
-    columns = ", ".join(map(str, first[0].value)) or "none"
-    wanted = "; ".join(f"{name} ({', '.join(FORMATS[name][0])})" for name in names)
-    raise DataError(
-        f"{first[0].place}: the columns ({columns}) are those of no format: {wanted}: "
-        "name the columns with --map OURS=THEIRS"
+            found = replace(found, columns=named, seen=found.seen | there, chosen=data_format is not None)
+            return replace(found, template=template, preamble=preamble)
+    raise DataError(_no_format(first[0], names, with_prompt=template is None))
+
+
+def _no_format(record: Record, names: Sequence[str], *, with_prompt: bool) -> str:
+    """That a row has the columns of none of the formats `names`, with the --map that would give it one."""
+    columns = ", ".join(map(str, record.value)) or "none"
+    wanted = "; ".join(f"{name} ({', '.join(_needed(name, with_prompt))})" for name in names)
+    pair = next((FORMATS[name][0] for name in names if name in PAIRS), PAIR_NAMES)
+    example = proposed_map(record.value, (pair[0], pair[1]), ROLES)
+    return (
+        f"{record.place}: the columns ({columns}) match no format: {wanted}: name the columns with --map "
+        f"OURS=THEIRS{f', for example {example}' if example else ''}"
     )
 
 
-def _match(record: Record, names: Sequence[str], mapping: dict[str, str], *, chosen: bool) -> Format | None:
-    """The first of the formats `names` whose columns the row has."""
+def _needed(name: str, with_prompt: bool) -> tuple[str, ...]:
+    """The columns that a row of a format must have."""
+    return FORMATS[name][0][0 if with_prompt else 1 :]
+
+
+def _match(record: Record, names: Sequence[str], mapping: dict[str, str], *, with_prompt: bool = True) -> Format | None:
+    """The first of the formats `names` whose columns the row has, by our names and then by other common ones."""
     row = record.value
-    for name in names:
-        needed, optional = FORMATS[name]
+    for name, other in [*((name, dict[str, str]()) for name in names), *OTHER_NAMES]:
+        if name not in names:
+            continue
+        needed, optional = _needed(name, with_prompt), FORMATS[name][1]
+        called = {**other, **mapping}
         if name in CHATS:
             column = _chat_column(row, name, mapping)
             columns = None if column is None else {needed[0]: column}
         else:
-            columns = {ours: mapping.get(ours, ours) for ours in needed}
-            columns = columns if all(row.get(theirs) is not None for theirs in columns.values()) else None
+            columns = {ours: called.get(ours, ours) for ours in needed}
+            there = all(row.get(theirs) is not None for theirs in columns.values())
+            columns = columns if there and all(other[ours] in row for ours in other if ours in optional) else None
         if columns is not None:
-            columns |= {ours: mapping.get(ours, ours) for ours in optional}
+            columns |= {ours: called.get(ours, ours) for ours in optional}
             columns |= {key: mapping[key] for key in ("role", "content") if name in CHATS and key in mapping}
-            return Format(name, columns, frozenset({*needed, *mapping}), record.place, chosen)
+            is_chat = name in CHATS or (name == "prompt-completion" and isinstance(row[columns["completion"]], list))
+            return Format(name, columns, frozenset({*needed, *mapping}), record.place, is_chat=is_chat)
     return None
 
 
@@ -199,9 +245,9 @@ class _Row:
         theirs = self.form.columns.get(ours, ours)
         value = self.value.get(theirs)
         if value is None and ours in FORMATS[self.form.name][0]:
-            other = _match(Record(self.place, self.value), list(FORMATS), {}, chosen=False)
+            other = _match(Record(self.place, self.value), list(FORMATS), {})
             is_other = f"the row is {other.name}, " if other and other.name != self.form.name else ""
-            there = "is null" if theirs in self.value else "is not there"
+            there = "is null" if theirs in self.value else "is missing"
             raise self.bad(f"{is_other}but the data is {self.form.describe()}: {theirs} {there}".removeprefix("but "))
         return value
 
@@ -221,6 +267,12 @@ class _Row:
 
 
 def _pair(row: _Row) -> Pair:
+    if row.form.template is not None:
+        try:
+            prompt = row.form.template.render(row.value)
+        except RenderError as error:
+            raise row.bad(f"the prompt template fails: {error}; the columns are {', '.join(row.value)}") from None
+        return Pair(prompt, row.filled(FORMATS[row.form.name][0][1]), prompt)
     match row.form.name:
         case "prompt-completion":
             prompt = row.string("prompt") or ""
@@ -229,11 +281,9 @@ def _pair(row: _Row) -> Pair:
             question = row.filled("question")
             return Pair(question, row.filled("answer"), question)
     instruction, given, system = row.filled("instruction"), row.string("input"), row.string("system")
-    parts = [system] if system else []
-    parts += [f"### Instruction:\n{instruction}"]
-    parts += [f"### Input:\n{given}"] if given else []
+    prompt = alpaca_prompt(instruction, given, system, preamble=row.form.preamble)
     asked = f"{instruction}\n\n{given}" if given else instruction
-    return Pair("\n\n".join([*parts, "### Response:\n"]), row.filled("output"), asked, system or None)
+    return Pair(prompt, row.filled("output"), asked, system or None)
 
 
 def _tokens(row: _Row, vocab_size: int) -> Tokens:
@@ -256,8 +306,8 @@ def _tokens(row: _Row, vocab_size: int) -> Tokens:
         if wrong.any():
             at = int(np.argmax(wrong))
             raise row.bad(
-                f"label {at} is {labels[at]}, which is neither its token ({ids[at]}) nor {IGNORED}: labels stand at "
-                "their tokens, not one place before"
+                f"label {at} is {labels[at]}, which is neither its token ({ids[at]}) nor {IGNORED}: labels are "
+                "aligned with their tokens, not shifted by one"
             )
     seen = extra["attention_mask"] != 0 if "attention_mask" in extra else np.ones(len(ids), bool)
     if not seen.any():
@@ -279,12 +329,7 @@ def _integers(row: _Row, name: str, value: Any) -> np.ndarray:
 def _chat(row: _Row) -> Chat:
     columns = row.form.columns
     column = "messages" if row.form.name == "messages" else "conversations"
-    messages = row.get(column)
-    if not isinstance(messages, list):
-        raise row.bad(f"{columns[column]} is {_kind(messages)}, not a list of messages")
-    keys = MESSAGE_KEYS[row.form.name]
-    keys = (columns.get("role", keys[0]), columns.get("content", keys[1]))
-    read = [_message(row, number, message, keys) for number, message in enumerate(messages, 1)]
+    read = _messages(row, column)
     untrained = untrained_messages(read, row.value, columns.get("train_on", TURN_COLUMNS[0]), row.bad)
     if not any(m.get("content", "").strip() or m.get("tool_calls") for m in read):
         raise row.bad(f"{columns[column]} is empty" if not read else "no message has any text")
@@ -292,6 +337,25 @@ def _chat(row: _Row) -> Chat:
         read.insert(0, {"role": "system", "content": system})
         untrained = {turn + 1 for turn in untrained}
     return Chat(read, _tools(row), frozenset(untrained))
+
+
+def _asked_chat(row: _Row) -> Chat:
+    """The chat of a prompt and a completion that are messages, as TRL has them."""
+    asked, told = (_messages(row, column) for column in ("prompt", "completion"))
+    if not any(m.get("content", "").strip() or m.get("tool_calls") for m in told):
+        raise row.bad(f"{row.form.columns['completion']} is empty")
+    read = [*asked, *told]
+    return Chat(read, _tools(row), frozenset(untrained_messages(read, {}, TURN_COLUMNS[0], row.bad)), len(asked))
+
+
+def _messages(row: _Row, column: str) -> list[dict[str, Any]]:
+    """A column's messages with our keys."""
+    columns, messages = row.form.columns, row.get(column)
+    if not isinstance(messages, list):
+        raise row.bad(f"{columns[column]} is {_kind(messages)}, not a list of messages")
+    role, content = MESSAGE_KEYS[row.form.name]
+    keys = (columns.get("role", role), columns.get("content", content))
+    return [_message(row, number, message, keys) for number, message in enumerate(messages, 1)]
 
 
 def _message(row: _Row, number: int, message: Any, keys: tuple[str, str]) -> dict[str, Any]:

@@ -7,7 +7,7 @@ token right after a block that has none is trained with it. What a block holds a
 break) is trained, too, as transformers' mask has it; no turn gets a second end token.
 
 A conversation is one sample as long as its rendering begins with the rendering of each trained turn as the last one.
-Some templates write earlier turns otherwise than the last (Qwen3 leaves out their reasoning; Mistral moves the system
+Some templates write earlier turns differently from the last (Qwen3 leaves out their reasoning; Mistral moves the system
 message to the last question). A turn that would not stand in the sample as it does at inference gets a sample of its
 own, which ends with it. So such a conversation becomes several samples, and each trained turn is in exactly one. Not
 counted are end tokens that only the last turn has after its own (Phi-3's EOS): an earlier turn is trained without.
@@ -51,7 +51,7 @@ class TrainOn:
         roles = [role.strip() for role in text.split(",")]
         if unknown := [role for role in roles if role not in ROLES]:
             raise UsageError(
-                f"--train-on {text}: {unknown[0]!r} is no role: give all, last, or some of {', '.join(ROLES)}"
+                f"--train-on {text}: {unknown[0]!r} is not a role: give all, last, or some of {', '.join(ROLES)}"
             )
         return cls(roles=frozenset(roles))
 
@@ -61,7 +61,8 @@ class TrainOn:
 
     def candidates(self, chat: Chat) -> list[int]:
         """Indices of the messages that are trained unless they say that they are not."""
-        found = [i for i, m in enumerate(chat.messages) if self.everything or m["role"] in self.roles]
+        turns = enumerate(chat.messages)
+        found = [i for i, m in turns if self.everything or (i >= chat.num_asked and m["role"] in self.roles)]
         return found[-1:] if self.only_last else found
 
     def describe(self) -> str:
@@ -135,7 +136,7 @@ class Turns:
         # A prompt that offers more than the turn takes up, such as the start of reasoning that it does not have.
         if not text.startswith(self.render(turn).text):
             raise RenderError(
-                f"it writes the conversation before message {turn + 1} otherwise once that message is there, so what "
+                f"it writes the conversation before message {turn + 1} differently once that message is there, so what "
                 "the model is to write cannot be found: use a template with generation blocks"
             )
         content = self._content_start(turn, text)  # which may begin like the reasoning does
@@ -256,7 +257,7 @@ def _everything(turns: Turns, whole: str) -> Sample:
         left = _standing(whole, turns.render(turn + 1).text, turns.spans(turn), turns.end_tokens)
         if left is None:
             raise RenderError(
-                f"it writes message {turn + 1}, which is not to be trained, otherwise once others follow: name roles "
+                f"it writes message {turn + 1}, which is not to be trained, differently once others follow: name roles "
                 "with --train-on in place of all"
             )
         for start, stop in left:

@@ -69,7 +69,9 @@ class ChatTemplate:
                 self._template = self._environment.from_string(source)
                 tree = self._environment.parse(source)
         except TemplateSyntaxError as error:
-            raise DataError(f"{origin}: the chat template is no Jinja: {error.message} (line {error.lineno})") from None
+            raise DataError(
+                f"{origin}: the chat template is not Jinja: {error.message} (line {error.lineno})"
+            ) from None
         except Exception as error:  # what Python's own compiler does not take: MemoryError, RecursionError, ...
             raise DataError(f"{origin}: the chat template cannot be compiled ({_reason(error)})") from None
         self.has_generation = any(
@@ -173,8 +175,8 @@ def chosen_templates(folder: Path, wanted: str | None = None) -> list[tuple[str,
             names = ", ".join(own) or "none"
             reason = error.strerror if isinstance(error, OSError) else "it is not UTF-8"
             raise UsageError(
-                f"--chat-template {wanted[:100]}: cannot be read as a file ({reason}), is no template itself, and not "
-                f"one of the tokenizer's ({names})"
+                f"--chat-template {wanted[:100]}: cannot be read as a file ({reason}), is not a template itself, and "
+                f"is not one of the tokenizer's ({names})"
             ) from None
     if not own:
         raise DataError(f"{folder} has no chat template: give one as a file with --chat-template FILE")

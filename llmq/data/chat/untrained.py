@@ -39,8 +39,8 @@ def untrained_messages(messages: list[dict[str, Any]], row: Mapping[str, Any], c
             said[turn][name] = _is_trained(f"{name} has for message {turn + 1}", value, bad)
     for number, by in enumerate(said, 1):
         if len(set(by.values())) > 1:
-            each = ", ".join(f"{key} says {'so' if value else 'not'}" for key, value in by.items())
-            raise bad(f"whether message {number} is trained is said in two ways ({each}): take one of them out")
+            each = ", ".join(f"{key}: {'yes' if value else 'no'}" for key, value in by.items())
+            raise bad(f"message {number} is both to be trained and not to be trained ({each}): remove one of these")
     return {turn for turn, by in enumerate(said) if not all(by.values())}
 
 
@@ -51,7 +51,7 @@ def _by_turn(name: str, values: Any, messages: list[dict[str, Any]], bad: OnBad)
     if not isinstance(values, list):
         raise bad(
             f"{name} is {json.dumps(values, default=str)[:40]}, not a list that says for each message whether it is "
-            "trained: call the column otherwise, or name another with --map train_on=COLUMN"
+            "trained: rename the column, or name another with --map train_on=COLUMN"
         )
     turns = list(range(len(messages)))
     if len(values) != len(turns):

@@ -84,7 +84,7 @@ def tiny_shakespeare() -> Path:
     source = os.environ.get(OVERRIDE) or TINY_SHAKESPEARE
     if "://" not in source:
         if not Path(source).is_file():
-            raise DataError(f"{OVERRIDE} is {source}, which is no file: set it to a text file or a URL, or unset it")
+            raise DataError(f"{OVERRIDE} is {source}, which is not a file: set it to a text file or a URL, or unset it")
         return Path(source)
     official = source == TINY_SHAKESPEARE
     suffix = "" if official else "-" + hashlib.sha256(source.encode()).hexdigest()[:12]
@@ -100,7 +100,7 @@ def tiny_shakespeare() -> Path:
 
 def _fetched(url: str, way_out: str) -> bytes:
     if os.environ.get("HF_HUB_OFFLINE", "").upper() in ("1", "ON", "YES", "TRUE"):
-        raise DataError(f"{url} is not in the cache, and HF_HUB_OFFLINE forbids to fetch it: unset that, {way_out}")
+        raise DataError(f"{url} is not in the cache, and HF_HUB_OFFLINE forbids downloading it: unset that, {way_out}")
     try:
         with urllib.request.urlopen(url, timeout=TIMEOUT_S) as response:
             return response.read()

@@ -164,7 +164,7 @@ def _listing(name: str, revision: str) -> dict[str, Any]:
         return known
     if constants.HF_HUB_OFFLINE:
         raise DataError(
-            f"{name} was not used before (no notes in {note.parent}), and HF_HUB_OFFLINE forbids to look for it: "
+            f"{name} was not used before (no notes in {note.parent}), and HF_HUB_OFFLINE forbids looking it up: "
             "unset it, or give a local path"
         )
     look = partial(HfApi().dataset_info, name, revision=revision, files_metadata=True, timeout=TIMEOUT_S)
@@ -174,7 +174,7 @@ def _listing(name: str, revision: str) -> dict[str, Any]:
     if info is None:
         raise DataError(
             f"{name} has no files of rows (parquet, jsonl, csv, json), and the Hub has not converted it to parquet: "
-            "convert it and give the files, for no loading script of a data set is run"
+            "convert it and give the files; loading scripts of data sets are never run"
         )
     card = info.card_data.to_dict() if info.card_data else {}
     configs = card.get("configs")
@@ -271,8 +271,8 @@ def converted_layout(name: str, files: Mapping[str, int]) -> Layout:
     partial_splits = sorted({s for splits in found.values() for s in splits if s.startswith("partial-")})
     if partial_splits:
         raise DataError(
-            f"the Hub has converted only the beginning of {name} to parquet ({', '.join(partial_splits)}), and no "
-            "loading script of a data set is run: give the whole data as files"
+            f"the Hub has converted only the beginning of {name} to parquet ({', '.join(partial_splits)}), and "
+            "loading scripts of data sets are never run: give the whole data as files"
         )
     if not found:
         raise DataError(f"{name} has no files of rows (parquet, jsonl, csv, json) that can be read")

@@ -43,4 +43,4 @@ class BadRows:
         self.count += 1
         if self.count > self.allowed:
             before = f"; {self.allowed} before it left out" if self.allowed else ""
-            raise DataError(f"{row}: mend the row, or leave out up to N such rows with --skip-bad-rows N{before}")
+            raise DataError(f"{row}: fix the row, or leave out up to N such rows with --skip-bad-rows N{before}")

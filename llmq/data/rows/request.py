@@ -9,7 +9,6 @@ from functools import cached_property
 from itertools import islice
 
 from llmq.data.chat.encode import EncodeOptions, Encoder, open_encoder
-from llmq.data.chat.formats import find_format
 from llmq.data.chat.template import chosen_templates
 from llmq.data.rows.records import BadRow, Record
 from llmq.data.rows.sources import Found
@@ -63,7 +62,7 @@ class Request:
 
     def has_turns(self) -> bool:
         """Whether the rows are not text, which has no turns: whether it matters how long they may be."""
-        return find_format(self.first_rows, self.encode.data_format, self.encode.mapping).name != "text"
+        return self.encode.format_of(self.first_rows).name != "text"
 
     def records(self) -> Iterator[Record]:
         """The good rows of the training data."""
@@ -83,6 +82,8 @@ def _only_for_rows(options: EncodeOptions) -> list[str]:
     given = {
         f"--data-format {options.data_format}": options.data_format not in (None, "text"),
         "--map": bool(options.mapping),
+        "--prompt-template": options.prompt_template is not None,
+        "--no-preamble": not options.preamble,
         "--chat-template": options.chat_template is not None,
         f"--train-on {options.train_on}": options.train_on not in (None, "all"),
         f"--seq-len {options.seq_len} with --overlong {options.overlong}": options.seq_len is not None,

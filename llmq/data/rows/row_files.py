@@ -193,7 +193,7 @@ def _object(place: str, value: Any, escaped: bool) -> Row:
     except RecursionError:
         return BadRow(place, "nested too deeply")
     if not whole:
-        return BadRow(place, "the text has half of a surrogate pair (\\ud800 to \\udfff), which is no character")
+        return BadRow(place, "the text has half of a surrogate pair (\\ud800 to \\udfff), which is not a character")
     return Record(place, value)
 
 
@@ -221,7 +221,7 @@ def _json_values(file: RowFile, opened: BinaryIO) -> Iterator[tuple[Any, bool]]:
         if mark not in (",", "]"):
             raise DataError(
                 f"{file.place(row)}: no comma or closing bracket after the row, but "
-                f"{f'{mark!r}' if mark else 'the end of the file'}: mend the file"
+                f"{f'{mark!r}' if mark else 'the end of the file'}: fix the file"
             )
         if mark == "]":
             break
@@ -229,7 +229,7 @@ def _json_values(file: RowFile, opened: BinaryIO) -> Iterator[tuple[Any, bool]]:
         row += 1
     text.at += 1
     if rest := text.next():
-        raise DataError(f"{file.name}: {rest!r} after the array's end: mend the file")
+        raise DataError(f"{file.name}: {rest!r} after the array's end: fix the file")
 
 
 class _JsonText:
@@ -249,7 +249,7 @@ class _JsonText:
             raise DataError(f"{place} or after it: not UTF-8, with a byte 0x{byte:02x} ({error.reason})") from None
         self.text, self.at = self.text[self.at :] + block, 0
         if len(self.text) > 2 * MAX_ROW_BYTES:
-            raise DataError(f"{place}: the row is longer than {MAX_ROW_BYTES} characters: mend or split it")
+            raise DataError(f"{place}: the row is longer than {MAX_ROW_BYTES} characters: fix or split it")
         return bool(block)
 
     def next(self) -> str:
@@ -269,7 +269,7 @@ class _JsonText:
             try:
                 value, end = json.JSONDecoder().raw_decode(self.text, self.at)
             except RecursionError:
-                raise DataError(f"{self.file.place(row)}: nested too deeply: mend the row") from None
+                raise DataError(f"{self.file.place(row)}: nested too deeply: fix the row") from None
             except ValueError as error:
                 # Only near the end of what has been read, or in a text that has no end there, may the rest be missing.
                 place = error.pos if isinstance(error, json.JSONDecodeError) else 0
@@ -277,7 +277,7 @@ class _JsonText:
                 cut = "Unterminated" in said or place > len(self.text) - LONGEST_MARK
                 if cut and self._more():
                     continue
-                raise DataError(f"{self.file.place(row)}: not JSON ({said}): mend the row") from None
+                raise DataError(f"{self.file.place(row)}: not JSON ({said}): fix the row") from None
             if end == len(self.text) and self._more():  # a number may continue
                 continue
             escaped = self.text.find("\\u", self.at, end) >= 0
@@ -296,7 +296,7 @@ def _csv_records(file: RowFile, opened: BinaryIO) -> Iterator[tuple[list[str], l
     row = 0
     lines.begin_row(row)
     if bad := _bad_header(header):
-        raise DataError(f"{file.name}: the first line names the fields, but {bad}: mend it")
+        raise DataError(f"{file.name}: the first line names the fields, but {bad}: fix it")
     while (fields := _csv_fields(file, rows, file.place(row))) is not None:
         yield header, fields
         row += 1
@@ -333,7 +333,7 @@ def _csv_fields(file: RowFile, rows: Iterator[list[str]], where: str) -> list[st
         return next(rows, None)
     except csv.Error as error:
         name = where if where.startswith(file.name) else f"{file.name}: {where}"
-        raise DataError(f"{name}: not CSV ({error}): mend the row, or check its quotes") from None
+        raise DataError(f"{name}: not CSV ({error}): fix the row, or check its quotes") from None
 
 
 def _bad_header(header: list[str]) -> str:
@@ -346,7 +346,7 @@ def _bad_header(header: list[str]) -> str:
 
 def _named_twice(names: Sequence[str]) -> str:
     twice = sorted(name for name, count in Counter(names).items() if count > 1)
-    return f"{', '.join(map(repr, twice[:5]))} stands there twice" if twice else ""
+    return f"{', '.join(map(repr, twice[:5]))} appears twice" if twice else ""
 
 
 def _csv_row(place: str, header: list[str], fields: list[str]) -> Row:

@@ -140,9 +140,7 @@ def matched(patterns: Iterable[str], problems: list[str], skip: str | None = Non
             hits = sorted(glob.glob(str(Path(pattern).expanduser()), recursive=True))
             names = [Path(hit) for hit in hits if Path(hit).is_file() and not (skip and hit.endswith(skip))]
             if not names:
-                problems.append(
-                    f"no file matches {pattern}: check the path (the shell passes a quoted glob on as it is)"
-                )
+                problems.append(f"no file matches {pattern}: check the path (the shell passes quoted globs unchanged)")
         for name in names:
             if name in found:
                 problems.append(f"{name} is named twice: name every file once")

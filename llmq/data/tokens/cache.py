@@ -42,7 +42,7 @@ def locked(path: Path, on_wait: Callable[[str], None]) -> Iterator[None]:
         try:
             lock.acquire(blocking=False)
         except Timeout:
-            on_wait(f"another process is at work in {path.parent}: waiting until it is done")
+            on_wait(f"another process is working in {path.parent}: waiting for it to finish")
             lock.acquire()
     try:
         yield

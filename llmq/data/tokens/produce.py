@@ -244,6 +244,6 @@ def require_trained(what: str, counts: Counts, bad: int = 0, advice: str = "") -
     if counts.untrained or (counts.rows and not counts.too_long):
         left += f", {counts.untrained} of {counts.rows} rows have no trained token"
     raise DataError(
-        f"{what} has not one token that would be trained ({counts.documents} documents{left}): give data with "
+        f"{what} has no token to train on ({counts.documents} documents{left}): give data with "
         "text, change --train-on, or check which fields are mapped (--map)" + advice
     )

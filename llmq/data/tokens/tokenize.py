@@ -331,7 +331,7 @@ def is_whole(entry: Path) -> bool:
 def _make_entry(request: Request, folder: Path, on_progress: Callable[[int, int | None], None], say: Say) -> None:
     work = folder.with_name(folder.name + WORK)
     if folder.exists():
-        say(f"{folder} is not as it was made: it is made again")
+        say(f"{folder} has changed since it was made: making it again")
     before = Manifest.read(folder)  # of an entry that lost files: templates write its date again
     manifest = make(request, work, on_progress=on_progress, say=say, begun=before.begun if before else None)
     files = [path for path in sorted(work.rglob("*")) if path.is_file() and path.name != MANIFEST]
@@ -352,7 +352,7 @@ def _require_allowed(request: Request, file: Path) -> None:
     sidecar = Sidecar.read(file, TokenFile.open(file).num_tokens)
     if sidecar is not None and sidecar.bad_rows > request.skip_bad_rows:
         raise DataError(
-            f"{', '.join(request.found.asked)}: {sidecar.bad_rows} bad rows were left out when it was tokenized: mend "
+            f"{', '.join(request.found.asked)}: {sidecar.bad_rows} bad rows were left out when it was tokenized: fix "
             f"them, or allow for them with --skip-bad-rows {sidecar.bad_rows}"
         )
 

@@ -21,6 +21,7 @@ from llmq.data.chat import sandbox
 from llmq.data.chat.counts import Counts, notes
 from llmq.data.chat.encode import Encoded, EncodeOptions, Encoder, open_encoder
 from llmq.data.chat.overlong import OVERLONG
+from llmq.data.chat.prompts import PREAMBLES
 from llmq.data.rows.records import BadRow, Record
 from llmq.data.tokens.tokenizer import TextTokenizer
 from llmq.errors import DataError, UsageError
@@ -99,6 +100,22 @@ def test_chats_of_gsm8k_have_the_ids_of_transformers_and_its_masks_with_the_end(
             assert document.trained[spoken].all()
             assert document.ids[document.trained & ~spoken].tolist() == list(encoder.end_token_ids) * 2
     assert encoder.counts.documents == len(rows) * (1 + (name == "qwen3"))
+
+
+def test_chats_that_become_several_documents_are_counted(small):
+    """Qwen3's template writes earlier turns without their reasoning, so each turn is a document of its own."""
+    rows = records([{"messages": [*ONE, *ONE]}, {"messages": ONE}, {"messages": [*ONE, *ONE, *ONE]}])
+    encoder = opened(rows, small, chat_template=source("qwen3"))
+    assert len(encoder.encode(rows)) == 6
+    said = notes(encoder.counts, None, "turns", 0)
+    (line,) = [line for line in said if "documents" in line]
+    assert line == (
+        "2 chats became 5 documents, as the chat template writes earlier turns differently from the last one: each of "
+        "their turns is trained in a document that ends with it"
+    )
+    plain = opened(rows, small)
+    plain.encode(rows)
+    assert not [line for line in notes(plain.counts, None, "turns", 0) if "documents" in line]
 
 
 def trl_templates() -> list[Path]:
@@ -196,8 +213,20 @@ HEAD = "<|im_start|>system\nBe brief.<|im_end|>\n<|im_start|>user\n"
         ({"prompt": "a", "completion": "b"}, {"train_on": "all"}, "[ab</s>]"),
         ({"prompt": "a", "completion": "b"}, {"chat_template": "tokenizer"},
          HEAD + "a<|im_end|>\n<|im_start|>assistant\n[b<|im_end|>]\n"),
-        ({"instruction": "a", "input": "c", "output": "b"}, {},
+        ({"instruction": "a", "input": "c", "output": "b"}, {"preamble": False},
          "### Instruction:\na\n\n### Input:\nc\n\n### Response:\n[b</s>]"),
+        ({"instruction": "a", "output": "b"}, {},
+         PREAMBLES[False] + "\n\n### Instruction:\na\n\n### Response:\n[b</s>]"),
+        ({"title": "a", "response": "b"}, {"prompt_template": "Q {{ title }}: "}, "Q a: [b</s>]"),
+        ({"title": "a", "response": "b"}, {"prompt_template": "Q {{ title }}", "chat_template": "tokenizer"},
+         HEAD + "Q a<|im_end|>\n<|im_start|>assistant\n[b<|im_end|>]\n"),
+        ({"prompt": ONE[:1], "completion": ONE[1:]}, {},
+         HEAD + "What is in the box?<|im_end|>\n<|im_start|>assistant\n[Nothing.<|im_end|>]\n"),
+        ({"prompt": ONE, "completion": ONE}, {},
+         HEAD + "What is in the box?<|im_end|>\n<|im_start|>assistant\nNothing.<|im_end|>\n"
+         "<|im_start|>user\nWhat is in the box?<|im_end|>\n<|im_start|>assistant\n[Nothing.<|im_end|>]\n"),
+        ({"prompt": ONE[:1], "completion": ONE[1:]}, {"train_on": "all"},
+         "[" + HEAD + "What is in the box?<|im_end|>\n<|im_start|>assistant\nNothing.<|im_end|>\n]"),
         ({"instruction": "a", "input": "c", "output": "b", "system": "d"}, {"chat_template": "tokenizer"},
          "<|im_start|>system\nd<|im_end|>\n<|im_start|>user\na\n\nc<|im_end|>\n<|im_start|>assistant\n[b<|im_end|>]\n"),
         ({"question": "a", "answer": "b"}, {}, "a[b</s>]"),
@@ -523,11 +552,11 @@ def test_an_encoder_says_what_it_does(small, tmp_path):
 @pytest.mark.parametrize(
     ("row", "options", "says"),
     [
-        ({"text": "a"}, {"chat_template": "tokenizer"}, "--chat-template: text rows are no chats"),
+        ({"text": "a"}, {"chat_template": "tokenizer"}, "--chat-template: text rows are not chats"),
         ({"text": "a"}, {"train_on": "all"}, "--train-on all: text rows are trained as a whole"),
         ({"input_ids": [1]}, {"train_on": "last"}, "--train-on last: tokens rows say themselves what is trained"),
         ({"question": "a", "answer": "b"}, {"train_on": "user"}, "rows have a prompt and an answer: give assistant"),
-        ({"messages": ONE}, {"train_on": "robot"}, "--train-on robot: 'robot' is no role"),
+        ({"messages": ONE}, {"train_on": "robot"}, "--train-on robot: 'robot' is not a role"),
         (
             {"text": "a"},
             {"seq_len": 9},

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import re
+import shlex
+from itertools import pairwise
 
 import click
 import numpy as np
 import pytest
 
 from llmq.data.chat.formats import FORMATS, Chat, Pair, Text, Tokens, find_format
+from llmq.data.chat.prompts import PREAMBLES
 from llmq.data.rows.records import BadRow, Record
 from llmq.errors import DataError, UsageError
 
@@ -34,7 +37,20 @@ def read(row: dict, data_format: str | None = None, mapping: tuple = (), first: 
         ({"prompt": "a", "completion": " b"}, "prompt-completion", Pair("a", " b", "a")),
         ({"question": "a", "answer": "b"}, "question-answer", Pair("a", "b", "a")),
         ({"instruction": "a", "input": "", "output": "b", "text": "c"}, "alpaca",
-         Pair("### Instruction:\na\n\n### Response:\n", "b", "a")),
+         Pair(f"{PREAMBLES[False]}\n\n### Instruction:\na\n\n### Response:\n", "b", "a")),
+        ({"instruction": "a", "input": "c", "output": "b"}, "alpaca",
+         Pair(f"{PREAMBLES[True]}\n\n### Instruction:\na\n\n### Input:\nc\n\n### Response:\n", "b", "a\n\nc")),
+        ({"instruction": "a", "context": "c", "response": "b", "category": "qa"}, "alpaca",
+         Pair(f"{PREAMBLES[True]}\n\n### Instruction:\na\n\n### Input:\nc\n\n### Response:\n", "b", "a\n\nc")),
+        ({"instruction": "a", "context": None, "response": "b"}, "alpaca",
+         Pair(f"{PREAMBLES[False]}\n\n### Instruction:\na\n\n### Response:\n", "b", "a")),
+        ({"instruction": "a", "response": "b"}, "alpaca",
+         Pair(f"{PREAMBLES[False]}\n\n### Instruction:\na\n\n### Response:\n", "b", "a")),
+        ({"prompt": "a", "response": "b"}, "prompt-completion", Pair("a", "b", "a")),
+        ({"input": "a", "output": "b"}, "prompt-completion", Pair("a", "b", "a")),
+        ({"prompt": [ASK], "completion": [TELL]}, "prompt-completion", Chat([ASK, TELL], num_asked=1)),
+        ({"prompt": [ASK, TELL, ASK], "completion": [{**TELL, "weight": 0}, ASK, TELL], "tools": [TOOL]},
+         "prompt-completion", Chat([ASK, TELL, ASK, TELL, ASK, TELL], [TOOL], frozenset({3}), 3)),
         ({"instruction": "a", "input": "c", "output": "b", "system": "d"}, "alpaca",
          Pair("d\n\n### Instruction:\na\n\n### Input:\nc\n\n### Response:\n", "b", "a\n\nc", "d")),
         ({"messages": [ASK, TELL], "prompt": "a", "text": "c"}, "messages", Chat([ASK, TELL])),
@@ -136,7 +152,9 @@ def test_a_format_can_be_chosen_and_says_its_mapping():
         ({"messages": [ASK, TELL]}, {"functions": [TOOL]}, (("tools", "functions"),), Chat([ASK, TELL], [TOOL])),
         ({"conversations": [HUMAN, GPT]}, {"system": "s"}, (), Chat([{"role": "system", "content": "s"}, ASK, TELL])),
         ({"instruction": "a", "output": "b"}, {"more": "c"}, (("input", "more"),),
-         Pair("### Instruction:\na\n\n### Input:\nc\n\n### Response:\n", "b", "a\n\nc")),
+         Pair(f"{PREAMBLES[True]}\n\n### Instruction:\na\n\n### Input:\nc\n\n### Response:\n", "b", "a\n\nc")),
+        ({"instruction": "a", "response": "b"}, {"more": "c"}, (("input", "more"),),
+         Pair(f"{PREAMBLES[True]}\n\n### Instruction:\na\n\n### Input:\nc\n\n### Response:\n", "b", "a\n\nc")),
     ],
 )  # fmt: skip
 def test_a_column_that_only_later_rows_have_is_read_and_named_if_it_is_among_the_first(first, later, mapping, content):
@@ -166,19 +184,75 @@ def test_tokens_are_taken_as_they_are():
     ("data_format", "mapping", "rows", "error", "says"),
     [
         ("json", (), [{"text": "a"}], UsageError, "--data-format json is not one of tokens, messages, sharegpt, "),
-        (None, (("texts", "a"),), [{"text": "a"}], UsageError, "--map texts=...: texts is no column of any format"),
-        ("text", (("question", "a"),), [{"text": "a"}], UsageError, "question is no column of text"),
+        (None, (("texts", "a"),), [{"text": "a"}], UsageError, "--map texts=...: texts is not a column of any format"),
+        ("text", (("question", "a"),), [{"text": "a"}], UsageError, "question is not a column of text"),
         (None, (), [], DataError, "there are no rows"),
         (None, (), [{"body": "a", "url": "b"}, {}], DataError,
-         r"^rows.jsonl:1: the columns \(body, url\) are those of no format: .*question-answer \(question, answer\)"),
-        ("text", (), [{"body": "a"}], DataError, r"\(body\) are those of no format: text \(text\): name"),
-        (None, (), [{"text": None}], DataError, "those of no format"),
-        (None, (), [{"messages": []}], DataError, "those of no format"),
+         r"^rows.jsonl:1: the columns \(body, url\) match no format: .*question-answer \(question, answer\)"),
+        ("text", (), [{"body": "a"}], DataError, r"\(body\) match no format: text \(text\): name the columns"),
+        (None, (), [{"text": None}], DataError, "match no format"),
+        (None, (), [{"messages": []}], DataError, "match no format"),
     ],
 )  # fmt: skip
 def test_a_format_that_cannot_be_found_is_an_error(data_format, mapping, rows, error, says):
     with pytest.raises(error, match=says):
         find_format([record(row, number) for number, row in enumerate(rows, 1)], data_format, mapping)
+
+
+@pytest.mark.parametrize(
+    ("row", "proposed"),
+    [
+        ({"url": "a", "body": "a longer text"}, "--map text=body"),
+        ({"query text": "a", "gold_answer": "b", "id": 3}, "--map 'prompt=query text' --map completion=gold_answer"),
+        ({"input_question": "a", "target": "b"}, "--map prompt=input_question --map completion=target"),
+        ({"dialog": [ASK, TELL]}, "--map messages=dialog"),
+        ({"turns": [HUMAN, GPT]}, "--map messages=turns"),
+        ({"talk": [{"speaker": "user", "said": "a"}]}, "--map messages=talk --map role=speaker --map content=said"),
+        ({"talk": [{"speaker": "gpt", "said": "a"}]},
+         "--data-format sharegpt --map conversations=talk --map role=speaker --map content=said"),
+    ],
+)  # fmt: skip
+def test_unknown_columns_come_with_the_map_that_makes_them_a_format(row, proposed):
+    with pytest.raises(DataError) as caught:
+        read(row)
+    assert str(caught.value).endswith(f"name the columns with --map OURS=THEIRS, for example {proposed}")
+    words = shlex.split(proposed)
+    mapping = tuple(tuple(word.split("=")) for flag, word in pairwise(words) if flag == "--map")
+    read(row, "sharegpt" if "--data-format" in words else None, mapping)
+
+
+def test_columns_that_look_like_nothing_come_without_a_map():
+    with pytest.raises(DataError, match=r"name the columns with --map OURS=THEIRS$"):
+        read({"id": 3})
+    with pytest.raises(DataError, match=r"for example --map question=user_question --map answer=reply$"):
+        read({"reply": "b", "user": "c", "user_question": "a"}, "question-answer")
+
+
+def test_a_prompt_template_writes_the_prompt_from_all_columns():
+    row = {"title": "Tides", "year": 1912, "note": None, "response": "b"}
+
+    def prompt(source, **more):
+        form = find_format([record({**row, **more})], prompt_template=source)
+        return form.read(record({**row, **more}), VOCABULARY)
+
+    assert prompt("{{ title }} ({{ year }}){{ note }}\n") == Pair("Tides (1912)", "b", "Tides (1912)")
+    assert prompt("Q: {{ title }}\nA:\n\n", instruction="c") == Pair("Q: Tides\nA:\n", "b", "Q: Tides\nA:\n")
+    assert prompt("{% if absent is defined %}x{% endif %}") == Pair("", "b", "")
+    with pytest.raises(BadRow, match="the prompt template fails: 'titel' is undefined; the columns are title, year"):
+        prompt("{{ titel }}")
+    with pytest.raises(UsageError, match=r"--prompt-template is not Jinja: .* \(line 1\)"):
+        prompt("{{ title")
+    with pytest.raises(DataError, match=r"no format: prompt-completion \(completion\); alpaca \(output\); question"):
+        find_format([record({"title": "a"})], prompt_template="{{ title }}")
+    with pytest.raises(UsageError, match="--prompt-template: text rows have no prompt"):
+        find_format([record({"text": "a"})], "text", prompt_template="{{ text }}")
+    assert "the prompt written by --prompt-template" in find_format([record(row)], prompt_template="x").describe()
+
+
+def test_alpacas_preamble_can_be_left_out():
+    row = {"instruction": "a", "output": "b"}
+    form = find_format([record(row)], preamble=False)
+    assert form.read(record(row), VOCABULARY) == Pair("### Instruction:\na\n\n### Response:\n", "b", "a")
 
 
 CHAT, PAIR, TEXT, IDS = {"messages": [ASK, TELL]}, {"question": "a", "answer": "b"}, {"text": "a"}, {"input_ids": [1]}
@@ -190,8 +264,8 @@ CHAT, PAIR, TEXT, IDS = {"messages": [ASK, TELL]}, {"question": "a", "answer": "
         (TEXT, {"text": ""}, "text is empty"),
         (TEXT, {"text": None}, "the data is text (as in rows.jsonl:1), columns text: text is null"),
         (TEXT, {"text": 5}, "text is a number, not text"),
-        (TEXT, {}, "the data is text (as in rows.jsonl:1), columns text: text is not there"),
-        (TEXT, CHAT, "the row is messages, but the data is text (as in rows.jsonl:1), columns text: text is not there"),
+        (TEXT, {}, "the data is text (as in rows.jsonl:1), columns text: text is missing"),
+        (TEXT, CHAT, "the row is messages, but the data is text (as in rows.jsonl:1), columns text: text is missing"),
         (PAIR, TEXT, "the row is text, but the data is question-answer (as in rows.jsonl:1)"),
         (PAIR, {"question": "a", "answer": ""}, "answer is empty"),
         (PAIR, {"question": ["a"], "answer": "b"}, "question is a list, not text"),
@@ -216,13 +290,15 @@ CHAT, PAIR, TEXT, IDS = {"messages": [ASK, TELL]}, {"question": "a", "answer": "
         (CHAT, {"messages": [ASK, {**TELL, "train": "no"}]}, 'message 2 has train "no": give 1 or 0'),
         (CHAT, {"messages": [ASK, {**TELL, "loss": [0]}]}, "message 2 has loss [0]: give 1 or 0"),
         (CHAT, {"messages": [ASK, {**TELL, "weight": 0, "train": True}]},
-         "whether message 2 is trained is said in two ways (weight says not, train says so): take one of them out"),
-        (CHAT, {"messages": [ASK, {**TELL, "weight": 0}], "train_on": [1]}, "(weight says not, train_on says so)"),
+         "message 2 is both to be trained and not to be trained (weight: no, train: yes): remove one of these"),
+        (CHAT, {"messages": [ASK, {**TELL, "weight": 0}], "train_on": [1]}, "(weight: no, train_on: yes)"),
         (CHAT, {"messages": [ASK, {**TELL, "train_detail": [{"begin_offset": 0, "end_offset": 1, "train": False}]}]},
          "message 2 has train_detail, for parts of a turn, but only whole turns can be left out"),
         (CHAT, {"messages": [ASK, TELL, ASK], "train_on": [1, 0]}, "train_on has 2 values for 3 messages: give"),
         (CHAT, {**CHAT, "weights": 0.5}, "weights is 0.5, not a list that says for each message whether it is trained"),
         (CHAT, {**CHAT, "train_on": [1, 2]}, "train_on has for message 2 2: give 1 or 0"),
+        ({"prompt": [ASK], "completion": [TELL]}, {"prompt": "a", "completion": "b"}, "prompt is text, not a list"),
+        ({"prompt": [ASK], "completion": [TELL]}, {"prompt": [ASK], "completion": []}, "completion is empty"),
         (IDS, {"input_ids": []}, "input_ids is empty"),
         (IDS, {"input_ids": "1 2"}, "input_ids is not a list of integers"),
         (IDS, {"input_ids": [1, 2.5]}, "input_ids is not a list of integers"),

@@ -137,7 +137,9 @@ def test_tools_are_trained_by_role():
 
 @pytest.mark.parametrize("text", ["", "assistant,", "assitant", "all,user", "LAST"])
 def test_what_is_no_role_is_refused(text):
-    with pytest.raises(UsageError, match="is no role: give all, last, or some of system, developer, user, assistant"):
+    with pytest.raises(
+        UsageError, match="is not a role: give all, last, or some of system, developer, user, assistant"
+    ):
         TrainOn.parse(text)
 
 
@@ -203,7 +205,7 @@ def test_what_others_say_where_the_template_reads_it_is_trained_as_a_whole_messa
 
 def test_a_template_that_rewrites_the_prompt_is_refused():
     counts = ChatTemplate("{{ messages | length }}" + CHATML, "counts")
-    with pytest.raises(RenderError, match="writes the conversation before message 2 otherwise once"):
+    with pytest.raises(RenderError, match="writes the conversation before message 2 differently once"):
         masked(counts, "one")
 
 
@@ -383,7 +385,7 @@ def test_turns_whose_messages_say_so_are_context_only(train_on, untrained, expec
 
 def test_a_turn_that_is_left_out_of_all_and_stands_there_otherwise_is_refused():
     chat = Chat(REASONED, None, frozenset({1}))
-    with pytest.raises(RenderError, match="message 2, which is not to be trained, otherwise once others follow"):
+    with pytest.raises(RenderError, match="message 2, which is not to be trained, differently once others follow"):
         samples(template("qwen3"), chat, TrainOn.parse("all"), SPECIAL)
     assert len(samples(template("qwen3"), chat, TrainOn(), SPECIAL)) == 1
 

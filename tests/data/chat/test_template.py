@@ -105,7 +105,7 @@ def test_markers_are_found_in_the_text_and_in_the_strings_of_a_template():
 )
 def test_a_template_that_raises_says_why(text, says):
     if says is None:
-        with pytest.raises(DataError, match="is no Jinja: No filter named 'from_json'"):
+        with pytest.raises(DataError, match="is not Jinja: No filter named 'from_json'"):
             ChatTemplate(text, "bad")
         return
     with pytest.raises(RenderError, match=says):
@@ -115,8 +115,8 @@ def test_a_template_that_raises_says_why(text, says):
 @pytest.mark.parametrize(
     ("text", "says"),
     [
-        ("{% for m in messages %}", r"the chat template is no Jinja: Unexpected end of template.*\(line 1\)"),
-        ("\n{% generation %}a", r"no Jinja.*\(line 2\)"),
+        ("{% for m in messages %}", r"the chat template is not Jinja: Unexpected end of template.*\(line 1\)"),
+        ("\n{% generation %}a", r"not Jinja.*\(line 2\)"),
         ("{{ " + "(" * 5000 + "1" + ")" * 5000 + " }}", r"cannot be compiled \(RecursionError"),
         ("{{ " + "-" * 3000 + "1 }}", "cannot be compiled"),
         ("a" * (MAX_TEMPLATE + 1), "has 262,145 characters; the limit is 262,144"),

@@ -75,7 +75,7 @@ def test_an_override_file_is_taken_where_it_lies(monkeypatch, tmp_path: Path) ->
     monkeypatch.setenv(datasets.OVERRIDE, str(tmp_path / "my.txt"))
     assert datasets.tiny_shakespeare() == tmp_path / "my.txt"
     monkeypatch.setenv(datasets.OVERRIDE, str(tmp_path / "gone.txt"))
-    with pytest.raises(DataError, match=r"gone\.txt, which is no file"):
+    with pytest.raises(DataError, match=r"gone\.txt, which is not a file"):
         datasets.tiny_shakespeare()
 
 

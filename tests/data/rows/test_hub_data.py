@@ -200,7 +200,7 @@ BAD = [
     ("org/card:large:dev", "DataError", r"org/card \(config large\) has no split dev, but train"),
     ("org/script", "DataError", "several configs: give org/script:CONFIG with one of b, main"),
     ("org/partial", "DataError", "converted only the beginning of org/partial"),
-    ("org/images", "DataError", "has no files of rows .*no loading script of a data set is run"),
+    ("org/images", "DataError", "has no files of rows .*loading scripts of data sets are never run"),
     ("org/card:small:train[9:2]", "UsageError", "the slice .*has no rows"),
     ("a/b/c", "UsageError", "neither a path nor a data set"),
     ("no such name!", "UsageError", "neither a local folder nor a name on the Hub"),

@@ -66,7 +66,7 @@ def test_a_lock_is_for_one_at_a_time_and_leaves_no_file(tmp_path: Path) -> None:
     for thread in threads:
         thread.join()
     assert len(most) == 20 and set(most) == {1} and not path.exists()
-    assert set(told) == {f"another process is at work in {tmp_path / 'a'}: waiting until it is done"}
+    assert set(told) == {f"another process is working in {tmp_path / 'a'}: waiting for it to finish"}
 
 
 def test_the_lock_of_a_killed_process_is_free(tmp_path: Path) -> None:

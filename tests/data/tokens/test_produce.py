@@ -344,7 +344,7 @@ def test_an_entry_that_is_not_whole_is_made_again(tmp_path: Path, small, small_t
         assert ask() == files
         # Only the time at which it was begun may be another, where the manifest was lost.
         assert {**content(entry), "manifest.json": b""} == {**whole, "manifest.json": b""}
-        assert said[0] == f"{entry} is not as it was made: it is made again"
+        assert said[0] == f"{entry} has changed since it was made: making it again"
         assert [path.name for path in entry.parent.iterdir()] == [entry.name]
         said.clear()
 
@@ -491,14 +491,14 @@ def test_data_that_trains_nothing_leaves_nothing(tmp_path: Path, small_tokenizer
     path = rows(tmp_path, 3)
     arguments: dict[str, Any] = {"tokenizer": str(small_tokenizer), "inputs": [str(path)], "out_dir": tmp_path / "out"}
     said: list[str] = []
-    with pytest.raises(DataError, match=r"the evaluation data has not one token.*--eval-fraction 0"):
+    with pytest.raises(DataError, match=r"the evaluation data has no token to train on.*--eval-fraction 0"):
         tokenize_data(**arguments, eval_fraction=0.3, say=said.append)  # of 3 rows, that is none
     assert not list((tmp_path / "out").iterdir()) and not any("resumes from there" in text for text in said)
     for overlong, why in (
         ("truncate", "3 of 3 rows have no trained token"),  # only the beginning of the question is left
         ("turns", r"documents, 3 of 3 rows are too long: --seq-len 17 keeps all\)"),
     ):
-        with pytest.raises(DataError, match=f"the training data has not one token.*{why}"):
+        with pytest.raises(DataError, match=f"the training data has no token to train on.*{why}"):
             tokenize_data(**arguments, eval_fraction=0, encode=EncodeOptions(seq_len=2, overlong=overlong))
     assert not list((tmp_path / "out").iterdir())
 
@@ -516,5 +516,5 @@ def test_a_small_set_need_not_have_a_part_for_evaluation(tmp_path: Path, small_t
         said.clear()
         (train,) = cached(Request(find(inputs=[str(path)]), tokenizer), **asked)
         assert train.name == "train.bin" and any("nothing is evaluated" in text for text in said)
-    with pytest.raises(DataError, match=r"the evaluation data has not one token.*--eval-fraction 0"):
+    with pytest.raises(DataError, match=r"the evaluation data has no token to train on.*--eval-fraction 0"):
         cached(Request(find(inputs=[str(path)], eval_fraction=0.1), tokenizer), **asked)

@@ -112,6 +112,19 @@ def test_rows_are_shown_and_bad_ones_left_out(run: Run, tmp_path: Path, small_to
     assert "question = frage" in output and "27 documents" not in output and "in 26 documents" in output
 
 
+def test_prompts_are_written_as_asked(run: Run, tmp_path: Path, small_tokenizer: Path) -> None:
+    row = json.dumps({"instruction": "say", "output": "10 ships"})
+    (tmp_path / "a.jsonl").write_text(f"{row}\n" * 30)
+    (tmp_path / "p.jinja").write_text("Q: {{ instruction }}\n")
+    arguments = ("--input", tmp_path / "a.jsonl", "--model", small_tokenizer, "--show", 1)
+    for number, (more, begin) in enumerate(
+        [((), "Below"), (("--no-preamble",), "###"), (("--prompt-template", tmp_path / "p.jinja"), "Q:")]
+    ):
+        code, output = run(*arguments, *more, "--out-dir", tmp_path / str(number))
+        shown = output.split("a.jsonl:1: ")[1].split("\n")[1]
+        assert code == 0 and shown.startswith(begin)
+
+
 def test_as_many_rows_are_shown_as_asked(run: Run, tmp_path: Path, small_tokenizer: Path) -> None:
     path = tmp_path / "a.jsonl"
     rows = ["{" if n == 7 else json.dumps({"text": f"row {n}"}) for n in range(100)]
