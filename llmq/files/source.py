@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from llmq.errors import UsageError
-from llmq.files.hub import model_folder
+from llmq.files.hub import model_folder, revision_of
 from llmq.files.huggingface import checked_tensors, read_rows, tokenizer_files
 from llmq.files.tensor_files import Stored
 from llmq.files.weight_files import stored_dtype
@@ -44,10 +44,19 @@ class ModelSource:
     tokenizer_folder: Path | None
     from_scratch: bool
     init_proj_to_zero: bool
+    revision: str | None = None  # of a model of the Hub, with its commit
+
+    @property
+    def place(self) -> str:
+        """The model in a line of the log: its folder or name, with the revision."""
+        return self.name + (f" ({self.revision})" if self.revision else "")
 
 
-def open_source(options: ModelOptions) -> ModelSource:
-    """Finds what `--model` names: a local folder, else a preset, else a model of the Hub (downloaded)."""
+def open_source(options: ModelOptions, say: Callable[[str], None] = lambda text: None) -> ModelSource:
+    """Finds what `--model` names: a local folder, else a preset, else a model of the Hub (downloaded).
+
+    `say` gets notices of the download.
+    """
     name = str(options.model)
     if not any(mark in name for mark in "/\\~") and not os.path.exists(name):
         config = _preset(name)
@@ -59,12 +68,16 @@ def open_source(options: ModelOptions) -> ModelSource:
         if options.revision is not None:
             raise UsageError(f"--revision {options.revision} is for models of the Hub, but {name} is a preset")
         return ModelSource(name, config, None, None, True, options.init_proj_to_zero)
-    folder = model_folder(name, options.revision, "config" if options.from_scratch else "model")
+    is_local = os.path.isdir(os.path.expanduser(name))
+    folder = model_folder(name, options.revision, "config" if options.from_scratch else "model", say)
     config = from_folder(folder)
     if not options.from_scratch and config.source.get("dtype") is None and config.source.get("torch_dtype") is None:
         config = replace(config, dtype=stored_dtype(folder))
     tokenizer_folder = folder if tokenizer_files(folder) else None
-    return ModelSource(name, config, folder, tokenizer_folder, options.from_scratch, options.init_proj_to_zero)
+    revision = None if is_local else revision_of(folder, options.revision)
+    return ModelSource(
+        name, config, folder, tokenizer_folder, options.from_scratch, options.init_proj_to_zero, revision
+    )
 
 
 def _preset(name: str) -> ModelConfig:

@@ -7,9 +7,11 @@ import sys
 from pathlib import Path
 
 import click
+import numpy as np
 import pytest
 
 from llmq.cli import bench, export_wandb, plot, shell, tokenize_data, train
+from llmq.data.tokens.token_file import TokenWriter
 
 ROOT = Path(__file__).parents[2]
 COMMANDS = {
@@ -91,6 +93,9 @@ def test_closed_streams_are_no_error():
         assert (done.returncode, done.stderr) == (code, b"")
 
 
-def test_a_dry_run_that_cannot_be_read_has_failed():
-    done = to_a_full_disk("-m", "llmq", "--model=m", "--train-file=t.bin", "--device=cpu", "--dry-run")
-    assert done.returncode == 7 and done.stderr.startswith(b"error: cannot write: ")
+def test_a_dry_run_that_cannot_be_read_has_failed(tmp_path):
+    with TokenWriter(tmp_path / "t.bin", vocab_size=97) as file:
+        file.append(np.zeros(99, np.int32))
+    sizes = ("--seq-len=16", "--batch-size=1", "--steps=1", "--device=cpu", "--dry-run")
+    done = to_a_full_disk("-m", "llmq", "--model=tinyllama", "--from-scratch", f"--train-file={tmp_path}/t.bin", *sizes)
+    assert done.returncode == 7 and done.stderr.startswith(b"error: cannot write: "), done.stderr

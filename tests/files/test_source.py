@@ -102,8 +102,8 @@ def test_absent_folders_and_revisions_of_folders(tmp_path):
 def test_the_hub_is_asked_for_no_weights_from_scratch(monkeypatch, tmp_path):
     asked = []
     write(tmp_path / "m")
-    monkeypatch.setattr(source_module, "model_folder", lambda *arguments: asked.append(arguments) or tmp_path / "m")
-    open_source(options("org/name", revision="v1"))
+    monkeypatch.setattr(source_module, "model_folder", lambda *arguments: asked.append(arguments[:3]) or tmp_path / "m")
+    assert open_source(options("org/name", revision="v1")).place == "org/name (v1, m)"
     open_source(options("org/name", from_scratch=True))
     assert asked == [("org/name", "v1", "model"), ("org/name", None, "config")]
 
