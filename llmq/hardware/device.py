@@ -85,7 +85,8 @@ def pick_device(options: SystemOptions) -> Device:
     if options.gpu is not None:
         card = gpus.named(options.gpu)
         if card is None:
-            raise UsageError(f"--gpu {options.gpu}: not one of the known cards: {', '.join(gpus.names())}")
+            known = ", ".join(gpus.nearest(options.gpu))
+            raise UsageError(f"--gpu {options.gpu} is not a known card: give a size such as 24GiB, or one of {known}")
         return Device("cuda", planned=card)
     return pick(options.device)
 
@@ -186,7 +187,10 @@ def _cuda_facts(device: Device) -> dict[str, Any]:
     """What the log says of a GPU beside its name and memory: only what is known."""
     found = device.planned or device.gpu
     assert found is not None
-    facts: dict[str, Any] = {"compute capability": cuda_driver.dotted(found.capability), "SMs": found.num_sms}
+    facts: dict[str, Any] = {"compute capability": cuda_driver.dotted(found.capability)}
+    if not found.num_sms:
+        return {"compute capability": f"{facts['compute capability']}, assumed of a GPU that is given by its size"}
+    facts["SMs"] = found.num_sms
     rate = f"{peaks(device)['bf16'] / gpus.TERA:.4g} TFLOP/s bf16"
     source = device.card.source if device.card else "measured, since this card is not in llmq's table"
     facts["peak"] = f"{rate}, {source}"

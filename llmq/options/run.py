@@ -95,7 +95,9 @@ class SystemOptions(Section):
         "auto", "Device to compute on; auto uses a GPU if it can, else the CPU."
     )
     gpus: Int = option(1, "Number of GPUs; only 1 is supported for now.", ge=1)
-    gpu: Text | None = option(None, "GPU to plan for with --dry-run, present or not, such as H200 or 'RTX 4090'.")
+    gpu: Text | None = option(
+        None, "GPU to plan for with --dry-run, present or not, such as H200 or 'RTX 4090'; or its size, such as 24GiB."
+    )
     use_cuda_graphs: bool = option(
         True, "Launch each program as one CUDA graph; off launches kernel by kernel (same bits)."
     )
