@@ -1,6 +1,7 @@
 """The command: what is chosen where nothing is asked, what is refused, what is printed and saved."""
 
 import json
+from contextlib import contextmanager
 from dataclasses import replace
 from types import SimpleNamespace
 
@@ -109,6 +110,19 @@ def test_a_batch_size_that_does_not_fit_is_named(shape, capsys, monkeypatch):
     assert run([*sizes, "--dtypes=fp32", "--batch-sizes=1,2"]) == 0
     assert f"Too large for the memory that is free: {shape[0].partition('=')[2]} fp32 2x16" in capsys.readouterr().out
     assert run([*sizes, "--dtypes=fp32", "--batch-sizes=2"]) == MemoryLimitError.exit_code
+
+
+def test_a_measurement_reports_its_steps(shape, monkeypatch):
+    seen = []
+
+    @contextmanager
+    def task(self, title):
+        yield lambda done, total: seen.append((title, done, total))
+
+    monkeypatch.setattr(bench_run.Screen, "task", task)
+    assert run([*shape, "--dtypes=fp32"]) == 0
+    title = f"Measuring {shape[0].partition('=')[2]} fp32 2x16"
+    assert seen == [(title, 1, 3), (title, 2, 3), (title, 3, 3)]
 
 
 def test_markdown_goes_alone_to_stdout(shape, capsys):
