@@ -26,8 +26,8 @@ from llmq.bench.ladder import ladder
 from llmq.bench.results import Change, compare, document, load, require_common, result_of, save
 from llmq.engine.measure import Clock, CudaClock, measure_plan
 from llmq.errors import LlmqError, MemoryLimitError, StorageError, UsageError
+from llmq.hardware import blas, nvml
 from llmq.hardware import device as devices
-from llmq.hardware import nvml
 from llmq.hardware.device import Device
 from llmq.model import speed_of_light as sol
 from llmq.model.config import ModelConfig, from_folder
@@ -119,6 +119,8 @@ class Wanted:
 def run(request: BenchRequest) -> int:
     """Measures, prints and saves; returns the exit code: 1 for a regression beyond the tolerance."""
     where = devices.pick(request.device)
+    if where.kind == "cpu":
+        blas.use_threads()
     wanted = configurations(request, where)
     old = load(request.compare) if request.compare else None
     if old is not None:

@@ -8,7 +8,7 @@ The file has one JSON object per line, with a `type`:
     eval        one evaluation: the fields of EvalRecord, and tps
     gpu         the GPU while a step ran: the fields of GpuRecord
     resume      the run was continued from the checkpoint of `step`; carries the header's sections again
-    algorithms  the table of matrix-product algorithms of a GPU, which decides the run's bits
+    algorithms  the table of matrix-product algorithms of a GPU, or the threads of BLAS, which decide the run's bits
     fp8         errors of fp8 copies before the step after `step`: the fields of CopyError for each
     notice, checkpoint, end     what happened, at which step; a notice that is a warning has `warning`, and the end has
                 the list of all `warnings`, if there are any
