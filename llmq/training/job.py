@@ -129,7 +129,7 @@ def prepare(options: Options, log: RunLog) -> Job:
     named = open_named(options.source, source, plan_only=_plans_only(options.run), say=log.say, task=log.task)
     dtypes, is_timed = _resolve_precision(options, source.config, where, past)
     data = _open_data(options, source, named, seed, device.packing_problem(where, dtypes.model), past)
-    config = _exported_config(source, data, log)
+    config = _exported_config(source, data, early)
     schedule = _make_schedule(options, data, past)
     spec = _make_spec(options, config, dtypes, data, where, seed)
     gpu = GpuWatch(where, log.gpu_every)
@@ -224,12 +224,12 @@ def _open_data(
     return data
 
 
-def _exported_config(source: ModelSource, data: Data, log: RunLog) -> ModelConfig:
+def _exported_config(source: ModelSource, data: Data, notices: list[str]) -> ModelConfig:
     """The config of the trained and exported model, which knows the ends of the data's texts and its length."""
     config = _with_end_tokens(source, data.end_token_ids())
     if data.seq_len <= config.max_position:
         return config
-    log.say(
+    notices.append(
         f"--seq-len {data.seq_len} is beyond the max_position_embeddings {config.max_position} of {source.name}: "
         f"the exported model says {data.seq_len}"
     )
