@@ -1,5 +1,5 @@
 """`python -m llmq` is `llmq-train`, for where the scripts' folder is not on the PATH."""
 
-from llmq.cli.train import main
+from llmq.cli.start import train
 
-main()
+train()

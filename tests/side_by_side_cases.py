@@ -57,6 +57,8 @@ SPELLED: dict[str, Any] = {
     "log_every": 1,
     "eval_every_n_steps": 3,
     "eval_num_steps": 2,
+    "final_eval": "all",
+    "verbosity": 0,
     "log_gpu_util": 0,
     "checkpoint_dir": "checkpoints",
     "ckpt_interval": 0,

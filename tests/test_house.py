@@ -17,7 +17,7 @@ JUDGES = {"torch", "transformers", "tensorflow", "jax"}
 # From the ground up: what stands on a floor imports from itself and from the floors below it.
 FLOORS = (
     ("errors",),
-    ("cache_folder", "disk", "scaling"),
+    ("cache_folder", "disk", "scaling", "screen"),
     ("tensor",),
     ("row",),  # parameters as they are held
     ("protocols",),  # what block code is written against

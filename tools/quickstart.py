@@ -30,7 +30,8 @@ import llmq
 from llmq.data.tokens.token_file import TokenFile
 from llmq.engine.generate import complete, open_engine
 from llmq.errors import MemoryLimitError
-from llmq.hardware.device import num_cores, pick
+from llmq.hardware.blas import num_cores
+from llmq.hardware.device import pick
 from llmq.plan.precision import Precision
 from llmq.report.read import read_log
 

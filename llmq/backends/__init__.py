@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 import numpy as np
 
+from llmq.hardware.blas import use_threads
 from llmq.ops.seam import Arguments, record
 from llmq.tensor import Ref
 
@@ -16,6 +17,7 @@ if TYPE_CHECKING:
 
 Op = Callable[..., None]
 Run = Callable[[], None]
+BLAS_THREADS = "blas_threads"  # among the algorithms of a run on the CPU
 
 
 class Launch(NamedTuple):
@@ -103,7 +105,8 @@ def open_backend(
     if device == "cuda":
         from llmq.backends.cuda import CudaBackend
 
-        return CudaBackend(use_graphs=use_graphs, deterministic=deterministic, given=algorithms)
+        given = None if algorithms and BLAS_THREADS in algorithms else algorithms  # of a run that began on the CPU
+        return CudaBackend(use_graphs=use_graphs, deterministic=deterministic, given=given)
     if device == "planned":
         from llmq.backends.planned import ANY_CARD, PlannedBackend
 
@@ -111,4 +114,5 @@ def open_backend(
     from llmq.backends.host import HostBackend
 
     assert device == "cpu", device
-    return HostBackend()
+    threads = use_threads((algorithms or {}).get(BLAS_THREADS))
+    return HostBackend({BLAS_THREADS: threads} if threads else {})

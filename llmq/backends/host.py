@@ -62,9 +62,9 @@ class HostBackend:
 
     takes_scratch = False
 
-    def __init__(self) -> None:
+    def __init__(self, algorithms: Mapping[str, Any] | None = None) -> None:
         self.ops: Mapping[str, Op] = reference.OPS
-        self.algorithms: Mapping[str, Any] = {}  # one BLAS, one way
+        self.algorithms: Mapping[str, Any] = algorithms or {}
         self.notices: Sequence[str] = ()
 
     def scratch_bytes(self, call: Call) -> int:

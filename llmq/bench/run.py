@@ -10,9 +10,10 @@ from __future__ import annotations
 import gc
 import math
 import os
+import sys
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -25,8 +26,8 @@ from llmq.bench.ladder import ladder
 from llmq.bench.results import Change, compare, document, load, require_common, result_of, save
 from llmq.engine.measure import Clock, CudaClock, measure_plan
 from llmq.errors import LlmqError, MemoryLimitError, StorageError, UsageError
+from llmq.hardware import blas, nvml
 from llmq.hardware import device as devices
-from llmq.hardware import nvml
 from llmq.hardware.device import Device
 from llmq.model import speed_of_light as sol
 from llmq.model.config import ModelConfig, from_folder
@@ -40,6 +41,7 @@ from llmq.plan.memory import ROLES
 from llmq.plan.plan import Plan, make_plan
 from llmq.plan.precision import Precision
 from llmq.plan.spec import Spec
+from llmq.screen import Screen
 from llmq.tensor import DTYPES
 
 NARROW = {"model_dtype": "bf16", "opt_m_dtype": "bf16", "opt_v_dtype": "bf16"}
@@ -81,6 +83,7 @@ class BenchRequest:
     dtypes: tuple[str, ...] = ()
     device: str = "auto"
     batch_size: int | None = None
+    batch_sizes: tuple[int, ...] = ()  # each of them, in one table
     seq_len: int | None = None
     tokens_per_step: int | None = None
     steps: int = 10
@@ -104,11 +107,20 @@ class Wanted:
     config: ModelConfig
     precision: Precision
     flat: Mapping[str, Any]
+    batch_size: int | None = None  # None: as many as fit
+
+    @property
+    def name(self) -> str:
+        """`Qwen2.5-0.5B bf16 32x1024`."""
+        size = f" {self.batch_size}x{self.flat['seq_len']}" if self.batch_size else ""
+        return f"{self.model} {self.dtype}{size}"
 
 
 def run(request: BenchRequest) -> int:
     """Measures, prints and saves; returns the exit code: 1 for a regression beyond the tolerance."""
     where = devices.pick(request.device)
+    if where.kind == "cpu":
+        blas.use_threads()
     wanted = configurations(request, where)
     old = load(request.compare) if request.compare else None
     if old is not None:
@@ -122,7 +134,10 @@ def run(request: BenchRequest) -> int:
     results = []
     for result in measured(request, wanted, where, peaks, ceilings):
         results.append(result)
-        bench_table.show(console, result)
+        if not request.batch_sizes:
+            bench_table.show(console, result)
+    if request.batch_sizes:
+        bench_table.show_sizes(console, results, [one.name for one in wanted])
     content = document(results, request.command, system, peaks, ceilings)
     if request.save:
         save(request.save, content)
@@ -160,12 +175,15 @@ def configurations(request: BenchRequest, where: Device) -> list[Wanted]:
         problems.append(f"--recompute {','.join(unknown)}: known are {known}")
     if request.tolerance is not None and request.compare is None:
         problems.append(f"--tolerance {request.tolerance:g} is for --compare: add it, or leave --tolerance out")
+    if request.batch_size and request.batch_sizes:
+        problems.append("--batch-size and --batch-sizes are both given: give one of them")
     problems += _odd_tokens(request, where)
     found = []
     for name, config in configs.items():
         for dtype in dtypes if not unknown_dtypes else ():
             try:
-                found.append(_wanted(request, name, config, dtype, where, with_fp8="e4m3" in dtypes))
+                one = _wanted(request, name, config, dtype, where, with_fp8="e4m3" in dtypes)
+                found += [replace(one, batch_size=size) for size in request.batch_sizes or (request.batch_size,)]
             except LlmqError as error:
                 problems.append(str(error))
     problems = list(dict.fromkeys(problems))  # a problem of every model is shown once
@@ -185,10 +203,12 @@ def _odd_tokens(request: BenchRequest, where: Device) -> Iterator[str]:
     tokens, sequence = request.tokens_per_step, seq_len_of(request, where)
     if tokens is None:
         return
-    micro = (request.batch_size or 1) * sequence
-    if tokens % micro:
+    for size in request.batch_sizes or (request.batch_size,):
+        micro = (size or 1) * sequence
+        if not tokens % micro:
+            continue
         near = max(1, tokens // micro) * micro
-        what = f"micro-batches of {request.batch_size} x {sequence}" if request.batch_size else f"{sequence}, --seq-len"
+        what = f"micro-batches of {size} x {sequence}" if size else f"{sequence}, --seq-len"
         yield f"--tokens-per-step {tokens} is not a multiple of {what}: use {near}"
 
 
@@ -245,7 +265,7 @@ def measured(
         try:
             plan = fitting_plan(request, one, where, backend)
         except MemoryLimitError:
-            if request.models or (one is wanted[-1] and not done):
+            if (request.models and not request.batch_sizes) or (one is wanted[-1] and not done):
                 raise
             continue
         tokens = request.tokens_per_step or whole(defaults.tokens, plan)
@@ -272,11 +292,11 @@ def fitting_plan(request: BenchRequest, one: Wanted, where: Device, backend: Bac
     on_gpu, (total_bytes, free_bytes) = where.kind == "cuda", devices.memory_bytes(where)
     gpu_bytes = total_bytes if on_gpu else 0
     most = DEFAULTS[where.kind].batch_size
-    sizes = [request.batch_size] if request.batch_size else [most >> shift for shift in range(most.bit_length())]
+    sizes = [one.batch_size] if one.batch_size else [most >> shift for shift in range(most.bit_length())]
     modelled = open_backend("planned", deterministic=request.deterministic) if on_gpu else backend
     fitting = (size for size in sizes if _plan(one, size, modelled, gpu_bytes).total_bytes <= ROOM * free_bytes)
     plan = _plan(one, next(fitting, sizes[-1]), backend, gpu_bytes)
-    while plan.total_bytes > free_bytes and not request.batch_size and plan.spec.batch_size > 1:
+    while plan.total_bytes > free_bytes and not one.batch_size and plan.spec.batch_size > 1:
         plan = _plan(one, plan.spec.batch_size // 2, backend, gpu_bytes)
     if memory.chooses_attention_chunks(Options.parse(one.flat).memory):
         plan = with_fitting_chunks(plan, free_bytes, backend.scratch_bytes)
@@ -322,16 +342,18 @@ def _measure(
 ) -> dict[str, Any]:
     uuid = where.gpu.uuid if where.gpu else None
     clock = CudaClock() if where.kind == "cuda" else Clock()
-    speed = measure_plan(
-        plan,
-        backend,
-        clock,
-        tokens_per_step=tokens_per_step,
-        steps=request.steps,
-        warmup=request.warmup,
-        uuid=uuid,
-        limit_s=limit_s,
-    )
+    with Screen(sys.stderr).task(f"Measuring {one.name}") as report:
+        speed = measure_plan(
+            plan,
+            backend,
+            clock,
+            tokens_per_step=tokens_per_step,
+            steps=request.steps,
+            warmup=request.warmup,
+            uuid=uuid,
+            limit_s=limit_s,
+            report=report,
+        )
     processes = nvml.num_processes(uuid) if uuid else None
     others = None if processes is None else max(processes - 1, 0)  # this one has a context now
     deterministic = request.deterministic or where.kind == "cpu"

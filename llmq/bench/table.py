@@ -66,6 +66,16 @@ def show(console: Console, result: Result) -> None:
         _say(console, note)
 
 
+def show_sizes(console: Console, results: Sequence[Result], wanted: Sequence[str]) -> None:
+    """Prints one table of all results, and which of the `wanted` names did not fit."""
+    table = Table(*COLUMNS[:3], *(_right(title) for title in COLUMNS[3:]))
+    for result in results:
+        table.add_row(*_cells(result))
+    console.print(table)
+    if absent := [name for name in wanted if name not in {name_of(result) for result in results}]:
+        _say(console, f"Too large for the memory that is free: {', '.join(absent)}")
+
+
 def beyond(result: Result) -> str:
     """A note if a share is above 100%, which nothing can reach; empty if none is."""
     shares = [result["sol"], result["ceiling_share"]]
@@ -171,8 +181,12 @@ def markdown(content: Mapping[str, Any]) -> str:
 
 
 def _markdown_row(result: Result) -> str:
+    return f"| {' | '.join(_cells(result))} |"
+
+
+def _cells(result: Result) -> tuple[str, ...]:
     rate, gpu = result["tokens_per_second"], result["gpu"]
-    cells = (
+    return (
         result["model"],
         result["dtype"],
         f"{result['batch_size']}x{result['seq_len']}",
@@ -183,7 +197,6 @@ def _markdown_row(result: Result) -> str:
         "-" if gpu["sm_mhz"] is None else f"{gpu['sm_mhz']:.0f} MHz",
         "-" if gpu["watts"] is None else f"{gpu['watts']:.0f} W",
     )
-    return f"| {' | '.join(cells)} |"
 
 
 def _say(console: Console, text: str) -> None:

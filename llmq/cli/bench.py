@@ -30,6 +30,13 @@ def _names(context: click.Context, parameter: click.Parameter, value: str | None
     return tuple(os.path.expanduser(name.strip()) for name in (value or "").split(",") if name.strip())
 
 
+def _sizes(context: click.Context, parameter: click.Parameter, value: str | None) -> tuple[int, ...]:
+    names = _names(context, parameter, value)
+    if wrong := [name for name in names if not name.isdecimal() or int(name) < 1]:
+        raise click.BadParameter(f"{', '.join(wrong)}: give whole numbers from 1 on, such as 1,2,4,8")
+    return tuple(dict.fromkeys(map(int, names)))
+
+
 def _path(context: click.Context, parameter: click.Parameter, value: str | None) -> Path | None:
     return Path(value) if value else None
 
@@ -97,6 +104,12 @@ def _with_recipe(given: dict[str, Any]) -> dict[str, Any]:
     show_default=True,
     help="Optimizer steps before those; two capture the graphs.",
 )
+@click.option(
+    "--batch-sizes",
+    callback=_sizes,
+    metavar="N,N,...",
+    help="Measure each of these sizes of a micro-batch, and print one table.",
+)
 @click.option("--save", type=shell.Home(), callback=_path, metavar="FILE", help="Write the results as JSON.")
 @click.option(
     "--compare",
@@ -120,6 +133,7 @@ def command(context: click.Context, **given: Any) -> int:
     llmq-bench
     llmq-bench --models Qwen2.5-0.5B,Qwen2.5-1.5B --dtypes bf16,e4m3 --save today.json
     llmq-bench --models Qwen2.5-7B --batch-size 16 --compare yesterday.json --tolerance 2
+    llmq-bench --models Qwen2.5-0.5B --batch-sizes 1,2,4,8
     llmq-bench op 'rmsnorm_*'
 
     Weights and moments are bf16 (fp32 with --dtypes fp32). The command prints tokens per second, the shares of the

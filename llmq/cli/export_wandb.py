@@ -14,12 +14,12 @@ from llmq.cli import shell
 @click.command(
     "llmq-export-wandb",
     context_settings=shell.SETTINGS,
-    epilog="Example: llmq-export-wandb --log-file runs/first/log.jsonl --project llmq",
+    epilog="Example: llmq-export-wandb --log-file runs/first",
 )
 @click.option(
     "--log-file", required=True, type=shell.Home(), metavar="LOG", help="The log, or the run folder that it is in."
 )
-@click.option("--project", required=True, help="W&B project.")
+@click.option("--project", default="llmq", show_default=True, help="W&B project.")
 @click.option("--name", help="Name of the run in W&B.  [default: the run's own]")
 @click.option("--entity", help="W&B user or team.  [default: yours]")
 @click.option("--run-id", help="W&B id of the run.  [default: made from the log; the same for every export of it]")

@@ -14,7 +14,7 @@ from llmq.cli import shell
 @click.command(
     "llmq-plot",
     context_settings=shell.SETTINGS,
-    epilog="Example: llmq-plot runs/first runs/second -o out.png",
+    epilog="Example: llmq-plot runs/first runs/second -o out.png; llmq-plot runs/ draws all that are in it",
 )
 @click.argument("runs", nargs=-1, required=True, type=shell.Home(), metavar="RUN_OR_LOG [MORE ...]")
 @click.option(

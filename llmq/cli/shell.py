@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import os
+import signal
 import sys
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -51,6 +52,8 @@ def run(command: click.Command, arguments: Sequence[str] | None = None) -> int:
             stream.reconfigure(errors="backslashreplace")
     arguments = sys.argv[1:] if arguments is None else arguments
     try:
+        if signal.getsignal(signal.SIGINT) is signal.SIG_DFL:  # of the time of the imports: see start.py
+            signal.signal(signal.SIGINT, signal.default_int_handler)
         _refuse_single_dashes(command, arguments)
         result = command.main(list(arguments), prog_name=command.name, standalone_mode=False)
         sys.stdout.flush()

@@ -12,6 +12,7 @@ import click
 
 from llmq.cli import shell
 from llmq.errors import StorageError, UsageError
+from llmq.screen import Screen
 from llmq.training.interrupt import terminable
 
 
@@ -139,7 +140,6 @@ def command(
         raise UsageError(f"--overlong {overlong} is for rows of more than --seq-len tokens: give --seq-len too")
     # Imported here, so that --help does not wait for them.
     from rich.console import Console
-    from rich.progress import Progress
 
     from llmq.data.chat.encode import EncodeOptions
     from llmq.data.chat.prompts import read_prompt_template
@@ -156,14 +156,13 @@ def command(
         prompt_template=read_prompt_template(prompt_template) if prompt_template else None,
         preamble=preamble,
     )
-    console = Console(stderr=True)
-    with terminable(), Progress(console=console, transient=True, disable=not sys.stderr.isatty()) as progress:
-        bar = progress.add_task("tokenizing", total=None)
+    screen = Screen(sys.stderr)
+    with terminable(), screen.task("Tokenizing") as on_progress:
         written = tokenize_data(
             inputs=inputs,
             encode=encode,
-            on_progress=lambda done, total: progress.update(bar, completed=done, total=total),
-            say=lambda text: console.print(text, markup=False, highlight=False, soft_wrap=True),
+            on_progress=on_progress,
+            say=screen.line,
             on_encoder=partial(show_samples, count=show, console=Console()) if show else None,
             **given,
         )

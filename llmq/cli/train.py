@@ -11,6 +11,7 @@ from typing import Any
 import click
 
 from llmq.cli import shell
+from llmq.errors import UsageError
 from llmq.options.field import Description, flag, unknown_option
 from llmq.options.parse import SECTIONS, Options, descriptions, spellings
 from llmq.options.schema import json_schema
@@ -30,9 +31,15 @@ TRUE_OR_FALSE = {"true", "false", "yes", "no", "on", "off", "0", "1"}
 UNKNOWN_ALLOWED = {**shell.SETTINGS, "ignore_unknown_options": True, "allow_extra_args": True}
 
 
-def train(context: click.Context, *, config: str | None, print_config: bool, **given: Any) -> int:
+def train(
+    context: click.Context, *, config: str | None, print_config: bool, more: bool, less: int, **given: Any
+) -> int:
     """Reads the options, and prints them or trains; returns the exit code."""
     values = {key: value for key, value in given.items() if value not in (None, ())}
+    if more or less:
+        if (more and less) or "verbosity" in values:
+            raise UsageError("-v, -q and --verbosity say the same: give one of them")
+        values["verbosity"] = 1 if more else -min(less, 2)
     options = Options.parse({**values, "config": config}, _problems(context.args), context.meta.get(REPEATED, ()))
     if print_config:
         click.echo(options.to_yaml(), nl=False)
@@ -177,6 +184,8 @@ def command() -> click.Command:
         click.Option(
             ["--config"], metavar="FILE", type=shell.Home(), help="YAML file of options; the command line overrides it."
         ),
+        click.Option(["-v", "more"], is_flag=True, help="Print more: --verbosity 1."),
+        click.Option(["-q", "less"], count=True, help="Print less: --verbosity -1, or with -qq -2."),
         click.Option(
             ["--print-config"], is_flag=True, help="Print the effective options as a --config file, and exit."
         ),

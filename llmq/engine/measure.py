@@ -18,7 +18,7 @@ import statistics
 import time
 from collections.abc import Container, Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from itertools import count, pairwise
+from itertools import count
 from typing import Any
 
 import numpy as np
@@ -31,6 +31,7 @@ from llmq.ops.seam import record
 from llmq.plan.plan import Plan, make_plan
 from llmq.plan.spec import Spec
 from llmq.row import Row
+from llmq.screen import Report
 
 BLOCK = 1 << 20  # random values that fill all weights, over and over
 ZIPF = 1.2
@@ -103,11 +104,12 @@ def measure_plan(
     uuid: str | None = None,
     single_ops: bool = True,
     limit_s: float = math.inf,
+    report: Report = lambda done, total: None,
 ) -> Speed:
     """Trains for `warmup` + `steps` optimizer steps, or fewer within `limit_s`, then times single ops if wanted.
 
     `batches` (taken in turn) and `parameters` are generated if they are not given; `uuid` names a GPU whose clock and
-    power are read meanwhile.
+    power are read meanwhile. `report` gets the steps that are done, between two that are timed.
     """
     began = time.perf_counter()
     b, t = plan.spec.batch_size, plan.spec.seq_len
@@ -120,25 +122,26 @@ def measure_plan(
     if engine.needs_warm_up:
         engine.warm_up(batches[0])
     clock.follow(backend)
-    marks: list[Any] = []
+    marks: list[tuple[Any, Any]] = []  # before and after each step that counts
     losses, watch, first_step = [], None, 0.0
     try:
         least = warmup if clock.is_queued else min(warmup, 1)  # a GPU captures its graphs in the warm-up
         for step, counts in enumerate(paced(warmup, steps, least=least, end=began + limit_s), 1):
             if counts and not marks:
                 watch = Background(uuid, every_s=SAMPLE_S) if uuid is not None else None
-                marks.append(clock.mark())
+            start = clock.mark() if counts else None
             for micro_step in range(accumulation):
                 batch = batches[((step - 1) * accumulation + micro_step) % len(batches)]
                 engine.micro_step(batch, first=micro_step == 0, last=micro_step == accumulation - 1)
             losses.append(engine.update(step, learning_rate).loss)  # waits for the device
             if counts:
-                marks.append(clock.mark())
+                marks.append((start, clock.mark()))
+            report(step, warmup + steps)
             if step == 1:
                 first_step = time.perf_counter() - began
     finally:
         readings = watch.stop() if watch else ()
-    seconds = tuple(1e-3 * clock.elapsed_ms(*pair) for pair in pairwise(marks))
+    seconds = tuple(1e-3 * clock.elapsed_ms(*pair) for pair in marks)
     ahead = math.ceil(AHEAD_S * accumulation / statistics.median(seconds)) if clock.is_queued else 0
     return Speed(
         plan=plan,

@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import TypeVar
 
 from llmq.disk import free_bytes
-from llmq.errors import DataError, LlmqError, StorageError, UsageError
+from llmq.errors import DataError, StorageError, UsageError
 from llmq.files.huggingface import TEMPLATE_FOLDER, TOKENIZER_FILES
 from llmq.files.weight_files import INDEX, WEIGHTS, index_files, other_weights, weight_files
 from llmq.model.config import from_folder
@@ -33,11 +33,18 @@ _COMMIT = re.compile(r"[0-9a-f]{40}")
 T = TypeVar("T")
 
 
-def model_folder(name: str, revision: str | None = None, kind: str = "model") -> Path:
+class HubUnreachable(DataError):
+    """The Hub does not answer."""
+
+
+def model_folder(
+    name: str, revision: str | None = None, kind: str = "model", say: Callable[[str], None] = lambda text: None
+) -> Path:
     """The folder of a model: `name` is a folder, or ORG/NAME on the Hub at `revision` (default: main).
 
     `kind` says what must be there: "model" is all of it, "config" leaves the weights out, and "tokenizer" needs
-    tokenizer.json only. Files are downloaded into the hub's cache if they are not there. DataError where the model is
+    tokenizer.json only. Files are downloaded into the hub's cache if they are not there. Where the Hub cannot be
+    reached, a complete copy in the cache is taken, and `say` gets a notice of it. DataError where the model is
     absent, gated, unusable or cut off; StorageError where the disk is too full; UsageError for an impossible name.
     """
     assert kind in KINDS
@@ -57,7 +64,21 @@ def model_folder(name: str, revision: str | None = None, kind: str = "model") ->
     revision = revision or "main"
     if constants.HF_HUB_OFFLINE:
         return _cached(name, revision, kind)
-    return _downloaded(name, revision, kind)
+    try:
+        return _downloaded(name, revision, kind)
+    except HubUnreachable as error:
+        try:
+            folder = _cached(name, revision, kind)
+        except DataError:
+            raise error from None
+        say(f"{constants.ENDPOINT} cannot be reached: {name} ({revision_of(folder, revision)}) is taken from the cache")
+        return folder
+
+
+def revision_of(folder: Path, revision: str | None) -> str:
+    """`main, 060db6499f32`: a revision with the commit that its folder in the cache is of."""
+    commit, asked = folder.name[:12], revision or "main"
+    return commit if asked.startswith(commit) else f"{asked}, {commit}"
 
 
 def _nearest(name: str, known: Iterable[str]) -> str:
@@ -215,7 +236,8 @@ def ask(name: str, revision: str, file: str, request: Callable[[], T], repo_type
         way_out = "the token in HF_TOKEN or of `hf auth login` is not valid" if status == 401 else "try again later"
         if status != 401 and file:
             way_out = "run the same command again, complete files are kept"
-        raise DataError(f"{at} answered {status} while {doing}: {way_out}") from None
+        kind = HubUnreachable if isinstance(status, int) and status >= 500 and not file else DataError
+        raise kind(f"{at} answered {status} while {doing}: {way_out}") from None
     except (OSError, RuntimeError, ValueError, *loaded, *xet) as error:
         if isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EACCES, errno.EROFS):
             raise StorageError(
@@ -231,8 +253,10 @@ def ask(name: str, revision: str, file: str, request: Callable[[], T], repo_type
             raise DataError(
                 f"{doing} was cut off ({said}): run the same command again, complete files are kept"
             ) from None
-        hint = _copy_hint(name, revision) if repo_type == "model" else ": check the network, HF_ENDPOINT and proxies"
-        raise DataError(f"{at} cannot be reached, {doing} ({said}){hint}") from None
+        raise HubUnreachable(
+            f"{at} cannot be reached, {doing} ({said}): check the network, HF_ENDPOINT and proxies"
+            + (", or give a local folder" if repo_type == "model" else "")
+        ) from None
 
 
 def _suggestion(name: str) -> str:
@@ -241,11 +265,3 @@ def _suggestion(name: str) -> str:
         Path(path).parent for pattern in ("*/config.json", "*/*/config.json") for path in _matches(Path(), pattern)
     ]
     return _nearest(name, [*_cached_names(), *map(str, folders)])
-
-
-def _copy_hint(name: str, revision: str) -> str:
-    try:
-        _cached(name, revision, "model")
-    except LlmqError:
-        return ": check the network, HF_ENDPOINT and proxies, or give a local folder"
-    return ": a complete copy is cached, set HF_HUB_OFFLINE=1 to use it"

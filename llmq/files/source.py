@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from llmq.errors import DataError, UsageError
-from llmq.files.hub import model_folder
+from llmq.files.hub import model_folder, revision_of
 from llmq.files.huggingface import checked_tensors, read_rows, tokenizer_files
 from llmq.files.tensor_files import Stored
 from llmq.files.weight_files import stored_dtype
@@ -51,23 +51,32 @@ class ModelSource:
     init_proj_to_zero: bool
     preset_tokenizer: str | None = None
     tokenizer_asked: bool = False
+    revision: str | None = None  # of a model of the Hub, with its commit
 
     @property
     def required_tokenizer(self) -> Path | None:
         """The folder of the tokenizer that token files must be of; None for a model from scratch, which takes any."""
         return self.tokenizer_folder if self.tokenizer_asked or not self.from_scratch else None
 
+    @property
+    def place(self) -> str:
+        """The model in a line of the log: its folder or name, with the revision."""
+        return self.name + (f" ({self.revision})" if self.revision else "")
 
-def open_source(options: ModelOptions) -> ModelSource:
-    """Finds what `--model` names: a local folder, else a preset, else a model of the Hub (downloaded)."""
-    source = _open_model(options)
+
+def open_source(options: ModelOptions, say: Callable[[str], None] = lambda text: None) -> ModelSource:
+    """Finds what `--model` names: a local folder, else a preset, else a model of the Hub (downloaded).
+
+    `say` gets notices of the download.
+    """
+    source = _open_model(options, say)
     if options.tokenizer is None:
         return source
-    folder = model_folder(str(options.tokenizer), kind="tokenizer")
+    folder = model_folder(str(options.tokenizer), kind="tokenizer", say=say)
     return replace(source, tokenizer_folder=folder, tokenizer_asked=True)
 
 
-def _open_model(options: ModelOptions) -> ModelSource:
+def _open_model(options: ModelOptions, say: Callable[[str], None]) -> ModelSource:
     """The model with its own tokenizer."""
     name = str(options.model)
     is_local = any(mark in name for mark in "/\\~") or os.path.exists(name)
@@ -82,13 +91,23 @@ def _open_model(options: ModelOptions) -> ModelSource:
         if options.revision is not None:
             raise UsageError(f"--revision {options.revision} is for models of the Hub, but {name} is a preset")
         return ModelSource(name, config, None, None, True, options.init_proj_to_zero, preset_tokenizer(name))
-    _refuse_adapter(Path(os.path.expanduser(name)))
-    folder = model_folder(name, options.revision, "config" if options.from_scratch else "model")
+    local = Path(os.path.expanduser(name))
+    _refuse_adapter(local)
+    folder = model_folder(name, options.revision, "config" if options.from_scratch else "model", say)
     config = from_folder(folder)
     if not options.from_scratch and config.source.get("dtype") is None and config.source.get("torch_dtype") is None:
         config = replace(config, dtype=stored_dtype(folder))
     tokenizer_folder = folder if tokenizer_files(folder) else None
-    return ModelSource(name, config, folder, tokenizer_folder, options.from_scratch, options.init_proj_to_zero)
+    revision = None if local.is_dir() else revision_of(folder, options.revision)
+    return ModelSource(
+        name,
+        config,
+        folder,
+        tokenizer_folder,
+        options.from_scratch,
+        options.init_proj_to_zero,
+        revision=revision,
+    )
 
 
 def _refuse_adapter(folder: Path) -> None:

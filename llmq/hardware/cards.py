@@ -1,4 +1,7 @@
-"""NVIDIA cards: the dense peak rates of their tensor cores, memory and size, each from NVIDIA's own papers.
+"""NVIDIA cards since Ampere: the dense peak rates of their tensor cores, memory and size, from NVIDIA's own papers.
+
+Cards of data centres have rates of their own papers. Those of the other families follow from the silicon, as the
+whitepapers derive them: SMs x FLOP per clock and SM x boost clock (of a laptop's range, the highest).
 
 Data sheets print rates twice as high, for matrices with two zeros in every four numbers: all rates here are dense.
 Training accumulates in f32, at which GeForce cards run at half their rate (the sheet's larger number is the one with
@@ -11,15 +14,19 @@ and a part of a card (MIG) has its own name.
 
 from __future__ import annotations
 
+import difflib
+import re
 from dataclasses import dataclass
+from functools import cache
 
-from llmq.disk import MIB
+from llmq.disk import GIB, MIB
 
 TERA = 1e12
 # What the driver keeps of the memory that NVML counts, and a CUDA context with its libraries.
 CONTEXT_BYTES = 1280 * MIB
 
 HOPPER = "NVIDIA H100 Tensor Core GPU Architecture whitepaper"
+AMPERE = "NVIDIA Ampere GA102 GPU Architecture whitepaper"
 ADA = "NVIDIA Ada GPU Architecture whitepaper, appendix A"
 RTX_BLACKWELL = "NVIDIA RTX Blackwell GPU Architecture whitepaper, appendix A"
 RTX_PRO = "NVIDIA RTX PRO Blackwell GPU Architecture whitepaper"
@@ -32,7 +39,7 @@ class Card:
     name: str
     reported: tuple[str, ...]  # what NVML and CUDA call it, without "NVIDIA"
     capability: tuple[int, int]
-    num_sms: int
+    num_sms: int  # this and the rates are 0 where only a size is given
     memory_mib: int  # all of it, as NVML counts
     bf16: float
     e4m3: float | None
@@ -43,7 +50,7 @@ class Card:
     def peaks(self) -> dict[str, float]:
         """FLOP/s by dtype; no `e4m3` where the card has none."""
         rates = {"bf16": self.bf16, "fp32": self.fp32, "e4m3": self.e4m3}
-        return {dtype: TERA * rate for dtype, rate in rates.items() if rate is not None}
+        return {dtype: TERA * rate for dtype, rate in rates.items() if rate}
 
     @property
     def total_bytes(self) -> int:
@@ -56,11 +63,17 @@ class Card:
         return self.total_bytes - CONTEXT_BYTES
 
 
-CARDS = (
+PAPERS = (
     Card("A100 40GB", ("A100-SXM4-40GB", "A100-PCIE-40GB"), (8, 0), 108, 40960,
          312, None, 19.5, "NVIDIA A100 Tensor Core GPU datasheet"),
     Card("A100 80GB", ("A100-SXM4-80GB", "A100 80GB PCIe"), (8, 0), 108, 81920,
          312, None, 19.5, "NVIDIA A100 Tensor Core GPU datasheet"),
+    Card("A800 80GB", ("A800-SXM4-80GB", "A800 80GB PCIe"), (8, 0), 108, 81920,
+         312, None, 19.5, "NVIDIA A800 datasheet (624 with sparsity)"),
+    Card("A30", ("A30",), (8, 0), 56, 24576, 165, None, 10.3, "NVIDIA A30 datasheet (330 with sparsity)"),
+    Card("H20", ("H20",), (9, 0), 78, 97871, 148, 296, 44, "NVIDIA H20 datasheet"),
+    Card("H800", ("H800",), (9, 0), 132, 81559, 989.4, 1978.9, 66.9,
+         "NVIDIA H800 datasheet (1979 and 3958 with sparsity; digits of the H100 SXM)"),
     Card("H100 SXM", ("H100 80GB HBM3",), (9, 0), 132, 81559, 989.4, 1978.9, 66.9, HOPPER),
     Card("H100 PCIe", ("H100 PCIe",), (9, 0), 114, 81559, 756, 1513, 51.2, HOPPER),
     Card("H100 NVL", ("H100 NVL",), (9, 0), 132, 95830, 835.5, 1670.5, 60,
@@ -73,21 +86,22 @@ CARDS = (
          "NVIDIA GH200 Grace Hopper Superchip datasheet (1979 and 3958 with sparsity; digits of the H100 SXM)"),
     Card("GH200 144GB", ("GH200 144G HBM3e",), (9, 0), 132, 145920, 989.4, 1978.9, 66.9,
          "NVIDIA GH200 Grace Hopper Superchip datasheet (1979 and 3958 with sparsity; digits of the H100 SXM)"),
+    Card("B100", ("B100",), (10, 0), 148, 183359, 1750, 3500, 60,
+         "NVIDIA Blackwell datasheet, HGX B100, one GPU (3.5 and 7 PFLOP/s with sparsity)"),
     Card("B200", ("B200",), (10, 0), 148, 183359, 2250, 4500, 75,
          "NVIDIA Blackwell datasheet, HGX B200, one GPU (4.5 and 9 PFLOP/s with sparsity)"),
+    Card("GB200", ("GB200",), (10, 0), 152, 189471, 2500, 5000, 80,
+         "NVIDIA GB200 NVL72 datasheet, one GPU (5 and 10 PFLOP/s with sparsity)"),
     Card("B300", ("B300 SXM6 AC",), (10, 3), 148, 275040, 2250, 4500, 75,
          "NVIDIA HGX B300 specifications, an eighth (36 and 72 PFLOP/s with sparsity, 600 TFLOP/s fp32)"),
     Card("L4", ("L4",), (8, 9), 58, 23034, 121, 242.5, 30.3, "NVIDIA L4 datasheet (242 and 485 with sparsity)"),
     Card("L40", ("L40",), (8, 9), 142, 46068, 181.05, 362, 90.5, "NVIDIA L40 datasheet"),
     Card("L40S", ("L40S",), (8, 9), 142, 46068, 362.05, 733, 91.6, "NVIDIA L40S datasheet"),
+    Card("A2", ("A2",), (8, 6), 10, 15356, 18, None, 4.5, "NVIDIA A2 datasheet (36 with sparsity)"),
+    Card("A10", ("A10",), (8, 6), 72, 23028, 125, None, 31.2, "NVIDIA A10 datasheet (250 with sparsity)"),
+    Card("A10G", ("A10G",), (8, 6), 80, 23028, 70, None, 35, "NVIDIA A10G datasheet (140 with sparsity)"),
+    Card("A16", ("A16",), (8, 6), 10, 15356, 17.9, None, 4.5, "NVIDIA A16 datasheet, one of four GPUs"),
     Card("A40", ("A40",), (8, 6), 84, 46068, 149.7, None, 37.4, "NVIDIA A40 datasheet"),
-    Card("RTX 3090", ("GeForce RTX 3090",), (8, 6), 82, 24576, 71, None, 35.6,
-         "NVIDIA Ampere GA102 GPU Architecture whitepaper, appendix A"),
-    Card("RTX 4080", ("GeForce RTX 4080",), (8, 9), 76, 16376, 97.5, 194.9, 48.7, ADA),
-    Card("RTX 4090", ("GeForce RTX 4090",), (8, 9), 128, 24564, 165.2, 330.3, 82.6, ADA),
-    Card("RTX 5070", ("GeForce RTX 5070",), (12, 0), 48, 12227, 61.7, 123.5, 30.9, RTX_BLACKWELL),
-    Card("RTX 5080", ("GeForce RTX 5080",), (12, 0), 84, 16303, 112.6, 225.1, 56.3, RTX_BLACKWELL),
-    Card("RTX 5090", ("GeForce RTX 5090",), (12, 0), 170, 32607, 209.5, 419, 104.8, RTX_BLACKWELL),
     Card("RTX 6000 Ada", ("RTX 6000 Ada Generation",), (8, 9), 142, 49140, 364.2, 728.5, 91.1,
          "NVIDIA RTX 6000 Ada Generation datasheet (1457 fp8 with sparsity)"),
     Card("RTX PRO 6000", ("RTX PRO 6000 Blackwell Workstation Edition",), (12, 0), 188, 97887,
@@ -104,14 +118,82 @@ CARDS = (
 )  # fmt: skip
 
 
+@dataclass(frozen=True)
+class CardFamily:
+    """Cards of one generation: `flops` are bf16 products summed in f32 per clock and SM, `reported` a driver's name."""
+
+    capability: tuple[int, int]
+    flops: int
+    reported: str
+    source: str
+    cards: tuple[tuple[str, int, int, int], ...]  # name, SMs, boost clock in MHz, MiB
+
+    def all(self) -> tuple[Card, ...]:
+        """The cards, with the rates that follow."""
+        return tuple(self._card(*row) for row in self.cards)
+
+    def _card(self, name: str, num_sms: int, megahertz: int, memory_mib: int) -> Card:
+        bf16, fp32 = (round(num_sms * flops * megahertz / 1e6, 1) for flops in (self.flops, 256))
+        e4m3 = round(num_sms * 2 * self.flops * megahertz / 1e6, 1) if self.capability >= (8, 9) else None
+        # Two sizes of a GeForce card are one name to the driver: here it is the smaller's.
+        is_larger = name.endswith("GB") and self.reported.startswith("GeForce")
+        reported = () if is_larger else (self.reported.format(name),)
+        return Card(name, reported, self.capability, num_sms, memory_mib, bf16, e4m3, fp32, self.source)
+
+
+FAMILIES = (
+    CardFamily((8, 6), 512, "GeForce {}", AMPERE, (
+        ("RTX 3050", 20, 1777, 8192), ("RTX 3060", 28, 1777, 12288), ("RTX 3060 Ti", 38, 1665, 8192),
+        ("RTX 3070", 46, 1725, 8192), ("RTX 3070 Ti", 48, 1770, 8192), ("RTX 3080", 68, 1710, 10240),
+        ("RTX 3080 12GB", 70, 1710, 12288), ("RTX 3080 Ti", 80, 1665, 12288), ("RTX 3090", 82, 1695, 24576),
+        ("RTX 3090 Ti", 84, 1860, 24564), ("RTX 3050 Laptop GPU", 16, 1740, 4096),
+        ("RTX 3050 Ti Laptop GPU", 20, 1695, 4096), ("RTX 3060 Laptop GPU", 30, 1703, 6144),
+        ("RTX 3070 Laptop GPU", 40, 1620, 8192), ("RTX 3070 Ti Laptop GPU", 46, 1485, 8192),
+        ("RTX 3080 Laptop GPU", 48, 1710, 8192), ("RTX 3080 Laptop GPU 16GB", 48, 1710, 16384),
+        ("RTX 3080 Ti Laptop GPU", 58, 1590, 16384),
+    )),
+    CardFamily((8, 9), 512, "GeForce {}", ADA, (
+        ("RTX 4060", 24, 2460, 8188), ("RTX 4060 Ti", 34, 2535, 8188), ("RTX 4060 Ti 16GB", 34, 2535, 16380),
+        ("RTX 4070", 46, 2475, 12282), ("RTX 4070 SUPER", 56, 2475, 12282), ("RTX 4070 Ti", 60, 2610, 12282),
+        ("RTX 4070 Ti SUPER", 66, 2610, 16376), ("RTX 4080", 76, 2505, 16376), ("RTX 4080 SUPER", 80, 2550, 16376),
+        ("RTX 4090", 128, 2520, 24564), ("RTX 4090 D", 114, 2520, 24564), ("RTX 4050 Laptop GPU", 20, 2370, 6141),
+        ("RTX 4060 Laptop GPU", 24, 2370, 8188), ("RTX 4070 Laptop GPU", 36, 2175, 8188),
+        ("RTX 4080 Laptop GPU", 58, 2280, 12282), ("RTX 4090 Laptop GPU", 76, 2040, 16376),
+    )),
+    CardFamily((12, 0), 512, "GeForce {}", RTX_BLACKWELL, (
+        ("RTX 5050", 20, 2572, 8151), ("RTX 5060", 30, 2497, 8151), ("RTX 5060 Ti", 36, 2572, 8151),
+        ("RTX 5060 Ti 16GB", 36, 2572, 16311), ("RTX 5070", 48, 2512, 12227), ("RTX 5070 Ti", 70, 2452, 16303),
+        ("RTX 5080", 84, 2617, 16303), ("RTX 5090", 170, 2407, 32607), ("RTX 5050 Laptop GPU", 20, 2662, 8151),
+        ("RTX 5060 Laptop GPU", 26, 2497, 8151), ("RTX 5070 Laptop GPU", 36, 2347, 8151),
+        ("RTX 5070 Ti Laptop GPU", 46, 2220, 12227), ("RTX 5080 Laptop GPU", 60, 2287, 16303),
+        ("RTX 5090 Laptop GPU", 82, 2160, 24463),
+    )),
+    CardFamily((8, 6), 1024, "{}", f"{AMPERE}; datasheets of the RTX A series", (
+        ("RTX A400", 6, 1762, 4094), ("RTX A1000", 18, 1462, 8188), ("RTX A2000", 26, 1200, 6138),
+        ("RTX A2000 12GB", 26, 1200, 12282), ("RTX A4000", 48, 1560, 16376), ("RTX A4500", 56, 1650, 20470),
+        ("RTX A5000", 64, 1695, 24564), ("RTX A5500", 80, 1665, 24564), ("RTX A6000", 84, 1800, 49140),
+    )),
+    CardFamily((8, 9), 1024, "{} Generation", f"{ADA}; datasheets of the Ada workstation cards", (
+        ("RTX 2000 Ada", 22, 2130, 16380), ("RTX 4000 SFF Ada", 48, 1560, 20475), ("RTX 4000 Ada", 48, 2175, 20475),
+        ("RTX 4500 Ada", 60, 2580, 24570), ("RTX 5000 Ada", 100, 2550, 32760), ("RTX 5880 Ada", 110, 2460, 49140),
+    )),
+    # Clocks that give the AI TOPS of the datasheets, which are of sparse fp4: 8 times bf16.
+    CardFamily((12, 0), 1024, "{} Blackwell", f"{RTX_PRO}; datasheets of the other cards", (
+        ("RTX PRO 2000", 34, 1957, 16311), ("RTX PRO 4000", 70, 2054, 24467), ("RTX PRO 4500", 82, 2511, 32623),
+        ("RTX PRO 5000", 110, 2290, 48935),
+    )),
+)  # fmt: skip
+CARDS = (*PAPERS, *(card for family in FAMILIES for card in family.all()))
+
+
 def find(reported: str) -> Card | None:
     """The card that NVML or CUDA calls `reported`; None if the table does not have it."""
     return _by_reported().get(_plain(reported))
 
 
 def named(text: str) -> Card | None:
-    """The card named `text`: our name or the driver's, in any case."""
-    return _by_name().get(_plain(text)) or find(text)
+    """The card named `text`: our name or the driver's, in any case; or for `24GiB` any of that size."""
+    return _by_name().get(_plain(text)) or find(text) or _of_size(text)
 
 
 def names() -> list[str]:
@@ -119,10 +201,27 @@ def names() -> list[str]:
     return [card.name for card in CARDS]
 
 
+def nearest(text: str) -> list[str]:
+    """Names that `text` may mean; all, if it resembles none."""
+    near = difflib.get_close_matches(_plain(text), list(_by_name()), n=4)
+    return [_by_name()[name].name for name in near] or names()
+
+
+def _of_size(text: str) -> Card | None:
+    """A card of which only the memory is known; for what depends on the generation it is one of Hopper."""
+    size = re.fullmatch(r"(\d{1,4}(?:\.\d{1,3})?) ?Gi?B?", text.strip(), re.IGNORECASE)
+    memory_mib = int(float(size[1]) * GIB / MIB) if size else 0
+    if memory_mib * MIB <= CONTEXT_BYTES:
+        return None
+    return Card(f"{float(size[1]):g} GiB" if size else "", (), (9, 0), 0, memory_mib, 0, None, 0, "")
+
+
+@cache
 def _by_reported() -> dict[str, Card]:
     return {_plain(name): card for card in CARDS for name in card.reported}
 
 
+@cache
 def _by_name() -> dict[str, Card]:
     short = {"A100": "A100 80GB", "H100": "H100 SXM", "GH200": "GH200 96GB", "H200 SXM": "H200", "DGX Spark": "GB10"}
     cards = {card.name: card for card in CARDS}

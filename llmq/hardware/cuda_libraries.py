@@ -117,6 +117,7 @@ def versions() -> dict[str, str]:
     """Versions of the libraries themselves, asked of those that are loaded, and of the packages that call them."""
     found = {}
     for title, name, ask in (
+        ("CUDA runtime", "cudart", _cudart),
         ("cuBLASLt", "cublasLt", _cublaslt),
         ("cuDNN", "cudnn", _cudnn),
         ("NVRTC", "nvrtc", _nvrtc),
@@ -128,6 +129,12 @@ def versions() -> dict[str, str]:
         if number := installed(package):
             found[package] = number
     return found
+
+
+def _cudart(library: Any) -> str:
+    number = ctypes.c_int()
+    library.cudaRuntimeGetVersion(ctypes.byref(number))
+    return f"{number.value // 1000}.{number.value % 1000 // 10}"
 
 
 def _cublaslt(library: Any) -> str:

@@ -21,8 +21,8 @@ import numpy as np
 
 from llmq.disk import shown
 from llmq.errors import MemoryLimitError, UsageError
+from llmq.hardware import blas, cuda_driver, cuda_libraries, nvml
 from llmq.hardware import cards as gpus
-from llmq.hardware import cuda_driver, cuda_libraries, nvml
 from llmq.hardware.cuda_driver import Problem
 from llmq.tensor import DTYPES
 
@@ -85,7 +85,8 @@ def pick_device(options: SystemOptions) -> Device:
     if options.gpu is not None:
         card = gpus.named(options.gpu)
         if card is None:
-            raise UsageError(f"--gpu {options.gpu}: not one of the known cards: {', '.join(gpus.names())}")
+            known = ", ".join(gpus.nearest(options.gpu))
+            raise UsageError(f"--gpu {options.gpu} is not a known card: give a size such as 24GiB, or one of {known}")
         return Device("cuda", planned=card)
     return pick(options.device)
 
@@ -159,7 +160,7 @@ def system_facts(device: Device = CPU) -> dict[str, Any]:
     facts = {
         "device": f"cpu: {cpu_name()}" if device.kind == "cpu" else f"cuda: {_gpu_name(device)}",
         **({"gpu": device.note} if device.note else {}),
-        "cores": num_cores(),
+        "cores": blas.num_cores(),
         "memory": f"{shown(total - free)} / {shown(total)}",
         **(_cuda_facts(device) if device.kind == "cuda" else {}),
         "os": f"{platform.system()} {platform.release()} {platform.machine()}",
@@ -171,7 +172,7 @@ def system_facts(device: Device = CPU) -> dict[str, Any]:
                 facts[distribution or module] = version(distribution or module)
             except PackageNotFoundError:  # on the path without being installed
                 facts[distribution or module] = str(getattr(sys.modules[module], "__version__", "unknown"))
-    facts["blas"] = blas()
+    facts["blas"] = blas.in_words()
     return facts
 
 
@@ -186,7 +187,10 @@ def _cuda_facts(device: Device) -> dict[str, Any]:
     """What the log says of a GPU beside its name and memory: only what is known."""
     found = device.planned or device.gpu
     assert found is not None
-    facts: dict[str, Any] = {"compute capability": cuda_driver.dotted(found.capability), "SMs": found.num_sms}
+    facts: dict[str, Any] = {"compute capability": cuda_driver.dotted(found.capability)}
+    if not found.num_sms:
+        return {"compute capability": f"{facts['compute capability']}, assumed of a GPU that is given by its size"}
+    facts["SMs"] = found.num_sms
     rate = f"{peaks(device)['bf16'] / gpus.TERA:.4g} TFLOP/s bf16"
     source = device.card.source if device.card else "measured, since this card is not in llmq's table"
     facts["peak"] = f"{rate}, {source}"
@@ -205,12 +209,6 @@ def _cuda_facts(device: Device) -> dict[str, Any]:
     return facts | cuda_libraries.versions()
 
 
-def blas() -> str:
-    """The BLAS that NumPy multiplies with: `scipy-openblas 0.3.30`."""
-    found = np.show_config(mode="dicts").get("Build Dependencies", {}).get("blas", {})
-    return f"{found.get('name', 'unknown')} {found.get('version', '')}".strip()
-
-
 def cpu_name() -> str:
     """Name of the processor, as the kernel gives it."""
     try:
@@ -221,13 +219,6 @@ def cpu_name() -> str:
     except OSError:
         pass
     return platform.processor() or platform.machine()
-
-
-def num_cores() -> int:
-    """CPU cores that this process may use."""
-    if hasattr(os, "sched_getaffinity"):
-        return len(os.sched_getaffinity(0))
-    return os.cpu_count() or 1
 
 
 def memory_bytes(device: Device = CPU) -> tuple[int, int]:

@@ -3,13 +3,10 @@
 from __future__ import annotations
 
 import shlex
-from collections.abc import Mapping
 from typing import Any
 
 from llmq.options.field import flag
-from llmq.options.parse import Options, descriptions
-
-NEEDED = ("model", "train_file", "data")  # the last two are alternatives
+from llmq.options.parse import Options, descriptions, told_options
 
 
 def continue_command(options: Options) -> str:
@@ -17,19 +14,9 @@ def continue_command(options: Options) -> str:
 
     It has the options that differ from their defaults.
     """
-    values = {**options.to_flat(), **options.templates}
-    said = {key: values[key] for key in NEEDED if values[key] is not None}
-    while unlike := _unlike(values, said):  # a value moves the defaults of other options
-        said |= unlike
-    flags = [text for key in descriptions() if key in said for text in _flags(key, said[key])]
+    told = told_options(options)
+    flags = [text for key in descriptions() if key in told for text in _flags(key, told[key])]
     return shlex.join(["llmq-train", *flags, "--continue"])
-
-
-def _unlike(values: Mapping[str, Any], said: Mapping[str, Any]) -> dict[str, Any]:
-    """What is still to say, beside `said`, to give these values."""
-    plain = Options.parse(said)
-    now = {**plain.to_flat(), **plain.templates}
-    return {k: v for k, v in values.items() if k not in (*said, "continue") and v is not None and v != now[k]}
 
 
 def _flags(key: str, value: Any) -> list[str]:

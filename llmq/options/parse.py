@@ -50,6 +50,7 @@ UNSETS = {  # an option of the command line, and its alternatives, which it take
     "min_lr": ("final_lr_fraction",),
     "final_lr_fraction": ("min_lr",),
 }
+NEEDED = ("model", "train_file", "data")  # the last two are alternatives
 LONGEST_NAME = 200  # bytes of a file's name: file systems take 255, and files in the making have longer names
 PATHS_WITH_NAME = (("log", "log_file"), ("checkpoint", "checkpoint_dir"), ("export", "out_dir"))
 
@@ -184,11 +185,28 @@ class Options:
         return "\n".join(parts)
 
 
+def told_options(options: Options) -> dict[str, Any]:
+    """What has to be told to a command to get these options: those that differ from their defaults, by key."""
+    values = {**options.to_flat(), **options.templates}
+    told = {key: values[key] for key in NEEDED if values[key] is not None}
+    told |= {"dry_run": True} if values["dry_run"] else {}  # which needs less
+    while unlike := _unlike(values, told):  # what is told moves the defaults of other options
+        told |= unlike
+    return told
+
+
+def _unlike(values: Mapping[str, Any], told: Mapping[str, Any]) -> dict[str, Any]:
+    """What is still to tell, beside `told`, to give these values."""
+    plain = Options.parse(told)
+    now = {**plain.to_flat(), **plain.templates}
+    return {k: v for k, v in values.items() if k not in (*told, "continue") and v is not None and v != now[k]}
+
+
 def changed(before: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:
     """`--weight-decay 0.1 to 0.0` for each option that differs between two results of `to_flat`."""
 
     def shown(value: Any) -> str:
         return "not set" if value is None else str(value)
 
-    keys = [key for key in now if key not in ("continue", "overwrite") and now[key] != before.get(key)]
+    keys = [key for key in now if key not in ("continue", "overwrite", "verbosity") and now[key] != before.get(key)]
     return [f"{flag(key)} {shown(before.get(key))} to {shown(now[key])}" for key in keys]

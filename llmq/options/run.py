@@ -41,7 +41,17 @@ class LogOptions(Section):
     log_file: Path = option(f"{RUN_FOLDER}/log.jsonl", "Log of the run, as JSON lines.", metavar="PATH")
     log_every: Int = option(1, "Log every N steps.", "logging_steps", ge=1, le=LARGEST_STEP)
     eval_every_n_steps: Int = option(100, "Evaluate every N steps; 0 never.", "eval_steps", ge=0, le=LARGEST_STEP)
-    eval_num_steps: Int = option(100, "Batches per evaluation in training; 0 uses all.", ge=0, le=LARGEST_STEP)
+    eval_num_steps: Int = option(100, "Batches per evaluation; 0 uses all.", ge=0, le=LARGEST_STEP)
+    final_eval: Literal["sample", "all"] = option(
+        "sample", "Held-out data of the last evaluation: a sample of --eval-num-steps batches, or all of it."
+    )
+    verbosity: Int = option(
+        0,
+        "Lines on the console: 1 adds the learning rate and memory to steps and lists all options, -1 leaves "
+        "evaluations, warnings and the summary, -2 only errors. -v, -q and -qq are short for these.",
+        ge=-2,
+        le=1,
+    )
     log_gpu_util: Int = option(
         0, "Log the GPU's clocks, power and temperature every N steps; 0 never.", ge=0, le=LARGEST_STEP
     )
@@ -88,7 +98,9 @@ class SystemOptions(Section):
         "auto", "Device to compute on; auto uses a GPU if it can, else the CPU."
     )
     gpus: Int = option(1, "Number of GPUs; only 1 is supported for now.", ge=1)
-    gpu: Text | None = option(None, "GPU to plan for with --dry-run, present or not, such as H200 or 'RTX 4090'.")
+    gpu: Text | None = option(
+        None, "GPU to plan for with --dry-run, present or not, such as H200 or 'RTX 4090'; or its size, such as 24GiB."
+    )
     use_cuda_graphs: bool = option(
         True, "Launch each program as one CUDA graph; off launches kernel by kernel (same bits)."
     )

@@ -141,9 +141,12 @@ def _draw(figure: Figure, runs: Sequence[Run]) -> None:
         else:
             label = "each step" if alone else run.label
         loss.plot(train["step"], run.smooth, color=run.colour, linewidth=1.9, marker=dotted, label=label)
-        held_out.plot(
-            evals["step"], _finite(evals["loss"]), color=run.colour, linewidth=1.5, marker="o", markersize=3.5
-        )
+        losses = _finite(evals["loss"])
+        for one in np.unique(run.log.eval_set):  # losses on other tokens are no continuation of a line
+            these = run.log.eval_set == one
+            held_out.plot(
+                evals["step"][these], losses[these], color=run.colour, linewidth=1.5, marker="o", markersize=3.5
+            )
         norm.plot(train["step"], _finite(train["norm"]), color=run.colour, linewidth=1.0, alpha=0.9, marker=dotted)
         rate.plot(train["step"], _finite(train["lr"]), color=run.colour, linewidth=1.7, marker=dotted)
         speed.plot(train["step"], _finite(train["tps"]), color=run.colour, linewidth=1.0, alpha=0.9, marker=dotted)

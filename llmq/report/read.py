@@ -27,6 +27,7 @@ class Log:
     header: dict[str, Any]
     train: dict[str, np.ndarray]
     eval: dict[str, np.ndarray]
+    eval_set: np.ndarray  # of each evaluation: a number, the same for those on the same held-out tokens
     gpu: dict[str, np.ndarray]
     events: tuple[dict[str, Any], ...]  # every other record, in order
 
@@ -84,28 +85,43 @@ def read_log(path: Path) -> Log:
     if header.get("schema") != SCHEMA:
         raise DataError(f"the log {path} has schema {header.get('schema')!r}, this llmq reads {SCHEMA}: update llmq")
     tables: dict[str, dict[int, dict[str, Any]]] = {kind: {} for kind in TABLES}
-    events = []
+    events, held, sets = [], _held_out(header), dict[int, tuple[str, Any]]()
     for record in records[1:]:
         if record["type"] in tables:
             tables[record["type"]][record["step"]] = record
+            sets |= {record["step"]: (held, record.get("trained_tokens"))} if record["type"] == "eval" else {}
             continue
         events.append(record)
         if record["type"] == "resume":
+            held = _held_out(record)
             for kind, table in tables.items():
                 tables[kind] = {step: row for step, row in table.items() if step <= record["step"]}
     columns = {kind: _columns(tables[kind], names) for kind, names in TABLES.items()}
-    return Log(path, header, columns["train"], columns["eval"], columns["gpu"], tuple(events))
+    numbers = {one: number for number, one in enumerate(dict.fromkeys(sets.values()))}
+    eval_set = np.array([numbers[sets[step]] for step in columns["eval"]["step"].tolist()], np.int64)
+    return Log(path, header, columns["train"], columns["eval"], eval_set, columns["gpu"], tuple(events))
+
+
+def _held_out(record: Mapping[str, Any]) -> str:
+    """The held-out files of a header or a resumed run, as text."""
+    dataset = record.get("dataset")
+    return json.dumps(dataset.get("eval") if isinstance(dataset, dict) else None)
 
 
 def read_runs(runs: Iterable[Path]) -> list[Log]:
-    """The logs of run folders or log files; DataError names all that cannot be read or have no steps yet."""
+    """The logs of run folders or log files, or of all runs in a folder of runs that have steps.
+
+    DataError names all that cannot be read or have no steps yet.
+    """
     logs, problems = [], []
-    for run in runs:
+    for path in map(Path, runs):
+        inner = [] if any(path.glob("*.jsonl")) else sorted(log.parent for log in path.glob("*/log.jsonl"))
         try:
-            log = read_log(Path(run))
-            if log.train["step"].size == 0 and log.eval["step"].size == 0:
-                raise DataError(f"the log {log.path} has no steps yet")
-            logs.append(log)
+            found = [read_log(run) for run in inner or [path]]
+            begun = [log for log in found if log.train["step"].size or log.eval["step"].size]
+            if not begun:
+                raise DataError(f"the log {found[0].path} has no steps yet")
+            logs += begun
         except DataError as error:
             problems.append(str(error))
     if problems:

@@ -19,7 +19,10 @@ from llmq.report.read import Log, labels
 
 @dataclass(frozen=True)
 class Summary:
-    """A run: losses are means over its last steps, nats per token; the speed is the median step's. NaN: not known."""
+    """A run: losses are means over its last steps, nats per token; the speed is the median step's. NaN: not known.
+
+    Evaluations on other held-out tokens than the last one's are left out.
+    """
 
     label: str
     steps: int
@@ -38,14 +41,14 @@ def summarize(logs: Sequence[Log], last_steps: int) -> list[Summary]:
 def _summary(log: Log, label: str, last_steps: int) -> Summary:
     steps = int(max(log.train["step"].max(initial=0), log.eval["step"].max(initial=0)))
 
-    def late(table: dict[str, np.ndarray]) -> tuple[float, int]:
-        values = table["loss"][table["step"] > steps - last_steps]
+    def late(table: dict[str, np.ndarray], counts: np.ndarray | bool = True) -> tuple[float, int]:
+        values = table["loss"][(table["step"] > steps - last_steps) & counts]
         values = values[np.isfinite(values)]
         return (float(values.mean()) if values.size else math.nan), values.size
 
     speeds = log.train["tps"][np.isfinite(log.train["tps"])]
     speed = float(np.median(speeds)) if speeds.size else math.nan
-    (train, train_count), (held_out, eval_count) = late(log.train), late(log.eval)
+    (train, train_count), (held_out, eval_count) = late(log.train), late(log.eval, log.eval_set == log.eval_set[-1:])
     return Summary(label, steps, train, held_out, speed, train_count, eval_count)
 
 

@@ -21,6 +21,8 @@ from pydantic import ValidationError
 from llmq.errors import DataError, StorageError, UsageError
 from llmq.report.read import Log, read_log
 
+OURS = ("step", "time")  # columns that W&B keeps in its own way
+
 
 @dataclass(frozen=True)
 class Exported:
@@ -35,7 +37,7 @@ class Exported:
 def export_wandb(
     log_file: Path,
     *,
-    project: str,
+    project: str = "llmq",
     name: str | None = None,
     entity: str | None = None,
     run_id: str | None = None,
@@ -110,12 +112,17 @@ def default_run_id(log: Log) -> str:
 
 
 def _history(log: Log) -> dict[int, dict[str, float]]:
-    """Metrics by step: `train/loss`, `eval/loss`, ...; columns that nothing is known of are left out."""
+    """Metrics by step: `train/loss`, `eval/loss`, ...; columns that nothing is known of are left out.
+
+    `_timestamp`, which W&B would else set to now, is the time of the step's last record.
+    """
     history: dict[int, dict[str, float]] = {}
     for kind, table in (("train", log.train), ("eval", log.eval), ("gpu", log.gpu)):
-        known = {name for name, values in table.items() if name != "step" and not np.isnan(values).all()}
+        known = {name for name, values in table.items() if name not in OURS and not np.isnan(values).all()}
         for row, step in enumerate(table["step"].tolist()):
             values = {(n if n == "epoch" else f"{kind}/{n}"): float(table[n][row]) for n in table if n in known}
+            if not np.isnan(written := float(table["time"][row])):
+                values["_timestamp"] = written
             history.setdefault(step, {}).update(values)
     return dict(sorted(history.items()))
 
@@ -132,4 +139,4 @@ def _config(log: Log) -> dict[str, Any]:
 def _summary(log: Log) -> dict[str, Any]:
     """How the run ended, if it did."""
     ends = [event for event in log.events if event["type"] == "end"]
-    return {f"end/{k}": v for k, v in ends[-1].items() if k not in ("type", "step")} if ends else {}
+    return {f"end/{k}": v for k, v in ends[-1].items() if k not in ("type", *OURS)} if ends else {}

@@ -18,6 +18,7 @@ from llmq.model.parameters import layer_maps
 from llmq.plan.memory import Memory
 from llmq.plan.precision import Precision, block_sites
 from llmq.plan.spec import Spec
+from llmq.screen import Report, counted
 
 LAYERS, VOCAB = 2, 1024  # of the model that is timed
 STEPS, MOST_MICRO_STEPS = 5, 8
@@ -52,6 +53,7 @@ def choose(
     precision: Precision,
     memory: Memory,
     backend: Backend,
+    report: Report = lambda done, total: None,
     *,
     batch_size: int,
     seq_len: int,
@@ -79,7 +81,7 @@ def choose(
         return speed.micro_batch_ms / LAYERS
 
     wide_ms = layer_ms(())
-    site_ms = {site: layer_ms((site,)) for site in open_sites}
+    site_ms = {site: layer_ms((site,)) for site in counted(open_sites, len(open_sites) + 1, report)}
     faster = tuple(site for site, ms in site_ms.items() if ms < wide_ms)
     together_ms = layer_ms(faster) if faster else wide_ms
     chosen = faster if together_ms < wide_ms else ()

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import asdict, dataclass, replace
 from functools import partial
@@ -41,7 +41,7 @@ from llmq.model import optimizer
 from llmq.model.config import FAMILIES, ModelConfig
 from llmq.model.parameters import num_parameters, padded_vocab, rows_of_file
 from llmq.options.commands import continue_command
-from llmq.options.parse import Options
+from llmq.options.parse import Options, told_options
 from llmq.options.run import RunOptions
 from llmq.plan import memory, precision
 from llmq.plan.advice import refuse_if_too_large, with_fitting_chunks
@@ -82,6 +82,7 @@ class Job:
     gpu: GpuWatch
     speed: GemmSpeed | None
     notices: tuple[str, ...]  # what the user should know before training starts
+    warnings: tuple[str, ...]  # what may spoil the run
 
     @property
     def tokens_per_step(self) -> int:
@@ -114,6 +115,7 @@ class Job:
 def hold(options: Options, log: RunLog) -> Iterator[None]:
     """Holds the lock on all that the run writes; a dry run writes nothing. StorageError if another run has it."""
     with ExitStack() as stack:
+        log.console_is_all = _plans_only(options.run)
         if not _plans_only(options.run):
             stack.enter_context(held(replaced_whole("--out-dir", export_folder(options.export)), log.say))
             finish_export(options.export)  # may bring back the checkpoints, which can be below the model
@@ -129,26 +131,25 @@ def _plans_only(options: RunOptions) -> bool:
 
 def prepare(options: Options, log: RunLog) -> Job:
     """Everything that can be refused before the first allocation, and the sections of the log."""
-    log.options(options.to_flat())
     log.check()
+    early: list[str] = []
     where, seed = device.pick_device(options.system), device.seed_of(options.system)
     past = _open_past(options, log)
-    source = open_source(options.model)
-    read_late = partial(initial_parameters, source, seed=seed)  # a resumed run needs no files but for frozen rows
-    parameters = read_late if past.path else open_parameters(source, seed)
-    named = open_named(options.source, source, plan_only=_plans_only(options.run), say=log.say)
+    source = open_source(options.model, early.append)
+    parameters = _open_parameters(source, seed, past)
+    named = open_named(options.source, source, plan_only=_plans_only(options.run), say=log.say, task=log.task)
     dtypes, is_timed = _resolve_precision(options, source.config, where, past)
     data = _open_data(options, source, named, seed, device.packing_problem(where, dtypes.model), past)
-    config = _exported_config(source, data, log)
+    config = _exported_config(source, data, early)
     schedule = _make_schedule(options, data, past)
     spec = _make_spec(options, config, dtypes, data, where, seed)
     speed = None if _plans_only(options.run) else gemm_speed.measure(where)
     backend = _open_backend(options, where, past)
     replan = _planner(options, spec, where, backend)
-    if is_timed:
-        spec = replace(spec, precision=_time_sites(replan(dtypes, 0).spec, backend, data.grad_accumulation, log))
+    dtypes, matmuls = _time_sites(replan(dtypes, 0).spec, backend, data, log) if is_timed else (dtypes, {})
+    spec = replace(spec, precision=dtypes)
     plan = replan(spec.precision, 0)
-    export, notices = _open_export(options, source, named, data, plan, replaces=past.replaces_model)
+    export, notices, warning = _open_export(options, source, named, data, plan, replaces=past.replaces_model)
     job = Job(
         device=where,
         backend=backend,
@@ -169,11 +170,11 @@ def prepare(options: Options, log: RunLog) -> Job:
         plans_only=_plans_only(options.run),
         gpu=GpuWatch(where, log.gpu_every),
         speed=speed,
-        notices=(*options.notices, *notices),
+        notices=(*options.notices, *early, *notices),
+        warnings=tuple(text for text in (warning, speed and speed.warning) if text),
     )
-    _describe(job, log)
     _check_memory(job, deterministic=device.backend_settings(options.system, where)["deterministic"])
-    _check_disk(job, past.step, log)
+    _describe(job, log, told_options(options), matmuls, _check_disk(job, past.step))
     _remove_earlier(job, past, log)
     return job
 
@@ -228,6 +229,11 @@ def _remove_earlier(job: Job, past: _Past, log: RunLog) -> None:
         log.say(f"--overwrite: removed what an earlier run left: {', '.join(map(str, there))}")
 
 
+def _open_parameters(source: ModelSource, seed: int, past: _Past) -> Values:
+    """The first values of rows; a resumed run needs no files but for frozen rows."""
+    return partial(initial_parameters, source, seed=seed) if past.path else open_parameters(source, seed)
+
+
 def _resolve_precision(options: Options, config: ModelConfig, where: Device, past: _Past) -> tuple[Precision, bool]:
     """Dtypes and sites by options, device and checkpoint; and whether timing has yet to choose among the fp8 sites."""
     dtypes, is_auto = precision.resolve(options.precision, config), precision.is_auto(options.precision)
@@ -257,12 +263,12 @@ def _open_data(
     return data
 
 
-def _exported_config(source: ModelSource, data: Data, log: RunLog) -> ModelConfig:
+def _exported_config(source: ModelSource, data: Data, notices: list[str]) -> ModelConfig:
     """The config of the trained and exported model, which knows the ends of the data's texts and its length."""
     config = _with_end_tokens(source, data.end_token_ids())
     if data.seq_len <= config.max_position:
         return config
-    log.say(
+    notices.append(
         f"--seq-len {data.seq_len} exceeds the max_position_embeddings {config.max_position} of {source.name}: "
         f"the exported model says {data.seq_len}"
     )
@@ -313,18 +319,18 @@ def _planner(options: Options, spec: Spec, where: Device, backend: Backend) -> C
     return planned
 
 
-def _time_sites(spec: Spec, backend: Backend, grad_accumulation: int, log: RunLog) -> Precision:
-    """The dtypes of `spec`, with only those sites in fp8 that are faster for it on this device."""
-    sizes = {"batch_size": spec.batch_size, "seq_len": spec.seq_len, "grad_accumulation": grad_accumulation}
-    dtypes, timing = auto.choose(spec.config, spec.precision, spec.memory, backend, **sizes)
-    log.matmuls(timing.rows(spec.precision.model))
-    return dtypes
+def _time_sites(spec: Spec, backend: Backend, data: Data, log: RunLog) -> tuple[Precision, Mapping[str, str]]:
+    """The dtypes of `spec`, with only those sites in fp8 that are faster for it on this device, and a line for each."""
+    sizes = {"batch_size": spec.batch_size, "seq_len": spec.seq_len, "grad_accumulation": data.grad_accumulation}
+    with log.task("Timing matmuls") as report:
+        dtypes, timing = auto.choose(spec.config, spec.precision, spec.memory, backend, report, **sizes)
+    return dtypes, timing.rows(spec.precision.model)
 
 
 def _open_export(
     options: Options, source: ModelSource, named: NamedData | None, data: Data, plan: Plan, *, replaces: bool
-) -> tuple[Export, tuple[str, ...]]:
-    """Where the model goes, with its tokenizer and templates; and what the user should know of these two."""
+) -> tuple[Export, tuple[str, ...], str | None]:
+    """Where the model goes, with its tokenizer and templates; notices of these two, and a warning of the tokenizer."""
     config, tokenizer = plan.spec.config, source.tokenizer_folder
     if source.from_scratch and not source.tokenizer_asked:  # the one that made the data
         tokenizer = data.tokenizer_folder() or (named.tokenizer.folder if named else tokenizer)
@@ -332,7 +338,7 @@ def _open_export(
     warning = rebuilt_warning(tokenizer, FAMILIES[config.architecture].model_type)
     rows = rows_of_file(plan.rows)
     export = open_export(options.export, config, rows, tokenizer, templates.sources, replaces=replaces)
-    return export, (*templates.notices, *([warning] if warning else []))
+    return export, templates.notices, warning
 
 
 def _with_end_tokens(source: ModelSource, ends: tuple[int, ...]) -> ModelConfig:
@@ -345,9 +351,19 @@ def _with_end_tokens(source: ModelSource, ends: tuple[int, ...]) -> ModelConfig:
     return replace(config, eos_token_ids=tuple(dict.fromkeys((*config.eos_token_ids, *ends))))
 
 
-def _describe(job: Job, log: RunLog) -> None:
-    """The sections of the log that say what will be run."""
+def _describe(
+    job: Job,
+    log: RunLog,
+    told: Collection[str],
+    matmuls: Mapping[str, str],
+    needs: Mapping[str, tuple[Path, int]],
+) -> None:
+    """The sections of the log that say what will be run; of a dry run, what it `needs` on the disk, too.
+
+    Nothing is refused from here on: an error is the first thing that is seen of a run.
+    """
     plan, data, config = job.plan, job.data, job.plan.spec.config
+    log.options(job.options, told)
     measured = {"measured": f"matrix products at {job.speed.line}"} if job.speed else {}
     log.system({**device.system_facts(job.device), **measured})
     log.model(job.source.name, parameters=num_parameters(rows_of_file(plan.rows)), architecture=config.architecture)
@@ -359,6 +375,8 @@ def _describe(job: Job, log: RunLog) -> None:
     log.dataset(data.train.files, data.eval.files if data.eval else (), mixture=shares, **steps, **data.facts())
     if sample := sample_text(data.train.token_files, data.tokenizer_folder):
         log.say(sample)
+    if matmuls:
+        log.matmuls(matmuls)
     table = {name: size / MIB for name, size in plan.table().items()}
     other = table.pop("Other")
     total, free = device.memory_bytes(job.device)
@@ -368,8 +386,13 @@ def _describe(job: Job, log: RunLog) -> None:
     if (chunks := plan.spec.memory.attention_chunks) > 1 and job.options["attn_bwd_chunks"] == memory.AUTO:
         log.say(f"Attention's backward runs in {chunks} chunks of the batch, so that it needs less memory")
     log.allocator({**table, "Free": left, "Reserved": max(total - free, 0) / MIB, "Other": other}, hint=hint)
-    for text in job.notices if job.plans_only else ():  # else they go to the log, too, which is not open yet
+    for text in (
+        (*job.notices, *job.warnings) if job.plans_only else ()
+    ):  # else they go to the log, too, which is not open yet
         log.say(text)
+    if job.plans_only:
+        log.say(f"On {job.device.kind}: {shown(plan.total_bytes)} of {shown(free)} that are free")
+        log.say("On disk: " + ", ".join(f"{what} {shown(size)}" for what, (_, size) in needs.items()))
 
 
 def _check_memory(job: Job, *, deterministic: bool) -> None:
@@ -379,16 +402,13 @@ def _check_memory(job: Job, *, deterministic: bool) -> None:
     refuse_if_too_large(job.plan, device.memory_bytes(job.device)[1], job.backend.scratch_bytes, relaxed)
 
 
-def _check_disk(job: Job, done: int, log: RunLog) -> None:
-    """StorageError if checkpoints after the step `done` and the model do not fit on the disk; a dry run says both."""
+def _check_disk(job: Job, done: int) -> dict[str, tuple[Path, int]]:
+    """Bytes of the checkpoints after the step `done` and of the model; StorageError if they do not fit on the disk."""
     first, last = done + 1, job.schedule.steps
     one = checkpoint_bytes(job.checkpoint_pieces)
     saved = (job.checkpoints.folder, job.checkpoints.peak_bytes(one, first, max(first, last)))
     model = (job.export.folder, job.export.check(room=not job.device.planned))
     needs = {"the checkpoints": saved, "the model": model}
-    if job.plans_only:
-        free = device.memory_bytes(job.device)[1]
-        log.say(f"On {job.device.kind}: {shown(job.plan.total_bytes)} of {shown(free)} that are free")
-        log.say("On disk: " + ", ".join(f"{what} {shown(size)}" for what, (_, size) in needs.items()))
     if not job.device.planned:
         check_free_space(needs)
+    return needs

@@ -8,10 +8,12 @@ The file has one JSON object per line, with a `type`:
     eval        one evaluation: the fields of EvalRecord, and tps
     gpu         the GPU while a step ran: the fields of GpuRecord
     resume      the run was continued from the checkpoint of `step`; carries the header's sections again
-    algorithms  the table of matrix-product algorithms of a GPU, which decides the run's bits
+    algorithms  the table of matrix-product algorithms of a GPU, or the threads of BLAS, which decide the run's bits
     fp8         errors of fp8 copies before the step after `step`: the fields of CopyError for each
     notice, checkpoint, end     what happened, at which step; a notice that is a warning has `warning`, and the end has
                 the list of all `warnings`, if there are any
+
+Each has the `time` at which it was written, in seconds since 1970.
 
 `step` counts finished updates: the train record of step 7 describes the seventh update. Losses are nats per trained
 token, `sol` is a fraction of the speed of light, `epoch` counts passes over the data with its fraction.
@@ -26,11 +28,11 @@ what a killed process leaves: the reader ignores it and a continued run removes 
 from __future__ import annotations
 
 import json
+import math
 import os
-import sys
 import time
-from collections.abc import Iterable, Mapping, Sequence
-from contextlib import AbstractContextManager
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import asdict
 from pathlib import Path
 from typing import IO, TYPE_CHECKING, Any, TextIO
@@ -38,6 +40,7 @@ from typing import IO, TYPE_CHECKING, Any, TextIO
 import llmq
 from llmq.disk import storage
 from llmq.errors import StorageError
+from llmq.screen import AFTER_S, Report, Screen
 from llmq.training.records import EvalRecord, GpuRecord, TrainRecord, eval_line, gpu_line, to_json, train_line
 
 if TYPE_CHECKING:
@@ -45,6 +48,7 @@ if TYPE_CHECKING:
 
 SCHEMA = 1
 OPENING = b'{"type": "header'
+DETAILS, USUAL, SUMMARY = 1, 0, -1  # the least --verbosity that shows a line
 SECTIONS = ("options", "system", "model", "dataset", "matmuls", "allocator")
 MUCH_FREE = 0.25  # of the memory listed: beyond this the allocator table hints at what would use it
 
@@ -56,13 +60,18 @@ class RunLog:
         self.name = options.name
         self.path = Path(options.log_file)
         self.eval_num_steps = options.eval_num_steps
+        self.final_eval_is_whole = options.final_eval == "all"
         self.gpu_every = options.log_gpu_util
         self._every = (options.log_every, options.eval_every_n_steps)
-        self._console = console
+        self._verbosity = options.verbosity
+        self._screen = Screen(console)
+        self._has_bars = options.verbosity >= USUAL
         self._console_lost = False
+        self.console_is_all = False  # of a dry run the lines are all that there is
         self._sections: dict[str, Any] = dict.fromkeys(SECTIONS)
         self._file: IO[str] | None = None
-        self._step = 0
+        self._step = self._num_steps = 0
+        self._epoch: int | None = None  # of the last [T] line
         self.warnings: list[str] = []
 
     def due(self, step: int, *, last: bool = False) -> bool:
@@ -77,9 +86,14 @@ class RunLog:
         """Whether to read the GPU during the update `step`: each n-th one, or never with n = 0."""
         return self.gpu_every > 0 and step % self.gpu_every == 0
 
-    def options(self, options: Mapping[str, Any]) -> None:
-        """[Options]: flat names and values."""
-        self._section("options", "Options", options)
+    def options(self, options: Mapping[str, Any], told: Collection[str] = ()) -> None:
+        """[Options]: flat names and values; on a terminal only those that are `told`, unless all are asked for."""
+        shown = options
+        if self._screen.stream.isatty() and self._verbosity < DETAILS:
+            shown = {name: value for name, value in options.items() if name in told}
+        self._sections["options"] = dict(options)
+        self._head("Options" if len(shown) == len(options) else "Options that are not defaults (-v shows all)")
+        self._items(shown)
 
     def system(self, facts: Mapping[str, Any], index: int = 0) -> None:
         """[System i]: device, library versions, memory."""
@@ -136,8 +150,10 @@ class RunLog:
         if total > 0 and free > MUCH_FREE * total:
             self.say(f"  Hint: {free:,.0f} MiB ({100 * free / total:.0f}%) are free: {hint}.")
 
-    def begin(self, *, resume_step: int | None = None) -> None:
+    def begin(self, *, resume_step: int | None = None, num_steps: int = 0) -> None:
         """Opens the file and writes its header, or appends after the checkpoint of `resume_step`.
+
+        Of `num_steps`, those of the run, lines show the share that is done; 0 is not known.
 
         A fresh run does not overwrite the log of an earlier one: that is renamed to PATH.1, PATH.2, ...
         """
@@ -152,7 +168,7 @@ class RunLog:
                 _drop_torn_line(self.path)
             self._file = open(self.path, "a", buffering=1, encoding="ascii", newline="\n")  # noqa: SIM115
         about = {"schema": SCHEMA, "started": _now(), "version": llmq.__version__, **self._sections}
-        self._step = resume_step or 0
+        self._step, self._num_steps = resume_step or 0, num_steps
         if resume_step is not None and self.path.stat().st_size > 0:
             self.record("resume", step=resume_step, **about)
         else:
@@ -176,9 +192,13 @@ class RunLog:
                 raise StorageError(f"--log-file {self.path} is a file that is no log: name another one")
 
     def train(self, record: TrainRecord) -> None:
-        """One [T] line and its record."""
+        """One [T] line and its record; before the first one of another epoch, its number."""
         self._step = record.step
-        self.say(train_line(record))
+        epoch = max(math.ceil(record.epoch - 1e-9), 1)
+        if epoch != (self._epoch or epoch):
+            self.say(f"Epoch {epoch}")
+        self._epoch = epoch
+        self.say(train_line(record, self._num_steps, details=self._verbosity >= DETAILS))
         self.record("train", **asdict(record), tps=record.tps)
         if not record.applied:
             self.notice(f"Step {record.step} changed nothing: its loss or gradient is not finite")
@@ -186,7 +206,7 @@ class RunLog:
     def evaluation(self, record: EvalRecord) -> None:
         """One [V] line and its record."""
         self._step = record.step
-        self.say(eval_line(record))
+        self.say(eval_line(record, self._num_steps), least=SUMMARY)
         self.record("eval", **asdict(record), tps=record.tps)
 
     def gpu(self, record: GpuRecord) -> None:
@@ -202,7 +222,7 @@ class RunLog:
     def warn(self, text: str) -> None:
         """A notice of something that may spoil the run; `end` repeats it."""
         self.warnings.append(text)
-        self.say(f"Warning: {text}")
+        self.say(f"Warning: {text}", least=SUMMARY)
         self.record("notice", step=self._step, text=text, warning=True)
 
     def checkpoint(self, path: object, **facts: Any) -> None:
@@ -215,40 +235,56 @@ class RunLog:
 
         Prints all warnings, those of `warn` once more and `warnings`, which are new.
         """
-        self.warnings += warnings
+        self.warnings += [text for text in warnings if text not in self.warnings]
         found = {"warnings": self.warnings} if self.warnings else {}
         self.record("end", step=self._step, reason=reason, **metrics, **found)
         if found:
-            self._head("Warnings")
+            self._head("Warnings", least=SUMMARY)
         for text in self.warnings:
-            self.say(f"  - {text}")
+            self.say(f"  - {text}", least=SUMMARY)
 
     def record(self, kind: str, **values: Any) -> None:
         """Appends one record to the file, if it is open."""
         if self._file is None:
             return
-        line = json.dumps(to_json({"type": kind, **values}), allow_nan=False)
+        line = json.dumps(to_json({"type": kind, "time": round(time.time(), 3), **values}), allow_nan=False)
         with self._storage():
             self._file.write(line + "\n")
             self._file.flush()
 
-    def say(self, text: str) -> None:
-        """One console line, flushed; what the console's encoding lacks is escaped.
+    def say(self, text: str, *, least: int = USUAL) -> None:
+        """One console line, if --verbosity is `least` or more.
 
         A run outlives its console: once a line cannot be written (a pipe without a reader, a full disk), none is. Of a
         dry run the lines are all that there is: OSError.
         """
-        if self._console_lost:
+        if self._console_lost or self._verbosity < least:
             return
-        console = sys.stdout if self._console is None else self._console
-        encoding = getattr(console, "encoding", None) or "ascii"
         try:
-            print(text.encode(encoding, "backslashreplace").decode(encoding), file=console, flush=True)
+            self._screen.line(text)
         except OSError as error:
-            if (self._sections["options"] or {}).get("dry_run"):
-                raise
-            self._console_lost = True
-            self.record("notice", step=self._step, text=f"the console cannot be written to any more: {error}")
+            self._lose_console(error)
+
+    @contextmanager
+    def task(self, title: str, *, after_s: float = AFTER_S, only_bar: bool = False) -> Iterator[Report]:
+        """Shows what is reported of a task that takes long; see Screen."""
+        with self._screen.task(title, after_s=after_s, only_bar=only_bar) as report:
+
+            def shown(done: int, total: int | None) -> None:
+                if self._has_bars and not self._console_lost:
+                    try:
+                        report(done, total)
+                    except OSError as error:
+                        self._lose_console(error)
+
+            yield shown
+
+    def _lose_console(self, error: OSError) -> None:
+        if self.console_is_all:
+            raise error
+        self._console_lost = True
+        self._screen.drop_bars()
+        self.record("notice", step=self._step, text=f"the console cannot be written to any more: {error}")
 
     def close(self) -> None:
         """Closes the file; the log can no longer be written."""
@@ -272,10 +308,9 @@ class RunLog:
         self._head(title)
         self._items(facts)
 
-    def _head(self, title: str) -> None:
-        console = sys.stdout if self._console is None else self._console
-        plain = not console.isatty() or "NO_COLOR" in os.environ or os.environ.get("TERM", "dumb") == "dumb"
-        self.say(f"[{title}]" if plain else f"\x1b[1m[{title}]\x1b[0m")
+    def _head(self, title: str, *, least: int = USUAL) -> None:
+        plain = not self._screen.is_terminal or "NO_COLOR" in os.environ
+        self.say(f"[{title}]" if plain else f"\x1b[1m[{title}]\x1b[0m", least=least)
 
     def _items(self, facts: Mapping[str, Any]) -> None:
         width = max(map(len, facts), default=0)

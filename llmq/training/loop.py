@@ -10,6 +10,8 @@ import time
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass, replace
+from datetime import timedelta
+from itertools import count
 from pathlib import Path
 from typing import Any, TextIO
 
@@ -26,14 +28,16 @@ from llmq.errors import INTERRUPTED, NonFiniteError, StorageError
 from llmq.files.checkpoint import check_same, load, save
 from llmq.hardware import device
 from llmq.model import speed_of_light as sol
+from llmq.model.parameters import rows_of_file
 from llmq.options.parse import Options, changed
 from llmq.plan.plan import Plan
 from llmq.row import Row
+from llmq.screen import counted
 from llmq.training.fp8_watch import Fp8Watch, carried
 from llmq.training.health import all_finite
 from llmq.training.interrupt import Interrupt
 from llmq.training.job import Job, hold, prepare
-from llmq.training.log import RunLog
+from llmq.training.log import SUMMARY, RunLog
 from llmq.training.progress import Progress
 from llmq.training.records import EvalRecord, TrainRecord
 
@@ -107,12 +111,14 @@ class _Run:
         """Trains to the end or to an interrupt; saves; exports a finished model."""
         job, log = self.job, self.log
         self._begin()
-        with job.data.loader() as loader:
+        with job.data.loader() as loader, log.task("Training", after_s=0.0, only_bar=True) as report:
             loader.start(self.progress.position, self.progress.stream)
             try:
                 self._evaluate_if_due()  # where an interrupt kept the continued run from it
+                report(self.progress.step, job.schedule.steps)
                 while self.progress.step < job.schedule.steps and not self.interrupt:
                     self._step(loader)
+                    report(self.progress.step, job.schedule.steps)
             except Stopped:
                 pass  # the step that waits for data is not begun
             except Exception as error:
@@ -122,21 +128,23 @@ class _Run:
             self._save()  # first of all: whoever sent SIGTERM does not wait for long
         if self.interrupt:
             way_on = f"Resume with:\n  {job.continue_command}" if self.saved else "Nothing is saved: start again."
-            log.say(f"Stopped after step {self.progress.step}. {way_on}")
+            log.say(f"Stopped after step {self.progress.step}. {way_on}", least=SUMMARY)
             log.end("interrupted" if self.interrupt.exit_code == INTERRUPTED else "terminated")
             return self._result(exit_code=self.interrupt.exit_code)
         warnings = [*self.progress.course.warnings(job.plan.spec.config.vocab_size), *self._export()]
         losses = {"train_loss": self.progress.train_loss, "eval_loss": self.progress.eval_loss}
         exported = self.result.model_path is not None
+        result = self._result(exit_code=0 if exported else NonFiniteError.exit_code)
+        log.say(summary(result, time.perf_counter() - self.began), least=SUMMARY)
         log.end("finished" if exported else "failed", warnings, **losses)
-        return self._result(exit_code=0 if exported else NonFiniteError.exit_code)
+        return replace(result, warnings=tuple(log.warnings))
 
     def _begin(self) -> None:
         """Weights from the source or state from the checkpoint, and the log's file."""
         job, engine = self.job, self.engine
         if job.resume is None:
-            engine.load(job.parameters(job.plan.rows))
-            self.log.begin()
+            self._load()
+            self.log.begin(num_steps=job.schedule.steps)
             self._warn()
             return
         state, read = load(job.resume)
@@ -145,26 +153,36 @@ class _Run:
         self.progress = Progress.read(state)
         self.saved = self.progress.step
         self.result = replace(self.result, checkpoint_path=job.resume)
-        self.log.begin(resume_step=self.saved)
+        self.log.begin(resume_step=self.saved, num_steps=job.schedule.steps)
         self.log.notice(f"Continued from {job.resume}")
         if changes := changed(state["options"], job.options):
             self.log.notice(f"Changed since then: {', '.join(changes)}")
         self._warn()
 
+    def _load(self) -> None:
+        """The initial weights into the engine."""
+        rows, start = self.job.plan.rows, time.perf_counter()
+        title = (
+            f"{'Drawing weights of' if self.job.source.from_scratch else 'Loading model from'} {self.job.source.place}"
+        )
+        with self.log.task(title) as report:
+            self.engine.load(counted(self.job.parameters(rows), len(rows), report))
+        self.log.say(f"{title} ... done, {time.perf_counter() - start:.1f} s")
+
     def _warn(self) -> None:
-        """What the user should know of the data and the tokenizer, and what is wrong with the GPU."""
+        """What the user should know of the model, the data and the tokenizer, and what is wrong with the GPU."""
         for text in self.job.notices:
             self.log.notice(text)
-        if self.job.speed and self.job.speed.warning:
-            self.log.notice(self.job.speed.warning)
+        for text in self.job.warnings:
+            self.log.warn(text)
 
     def _step(self, loader: Loader) -> None:
         """One optimizer step, and what is due after it."""
         job, step, start = self.job, self.progress.step + 1, time.perf_counter()
-        wait_ms = 0.0
+        wait_ms, real = 0.0, 0
         for micro_step in range(job.data.grad_accumulation):
             batch = loader.next(self.interrupt.__bool__)
-            wait_ms += batch.wait_ms
+            wait_ms, real = wait_ms + batch.wait_ms, real + batch.num_real
             if micro_step == 0 and step == 1 and self.engine.needs_warm_up:
                 self.engine.warm_up(batch)
             if micro_step == 0:
@@ -193,6 +211,7 @@ class _Run:
             sol=self.light_s * job.tokens_per_step / seconds,
             applied=done.applied,
             memory_mib=job.backend.peak_bytes() / MIB,
+            real_tokens=real if job.data.has_padding else None,
         )
         self._note(record, last)
         if (reading := job.gpu.record(step)) is not None:
@@ -252,18 +271,21 @@ class _Run:
         windows, step = self.job.data.eval, self.progress.step
         last = step == self.job.schedule.steps
         if windows is not None and self.progress.evaluated < step and self.log.eval_due(step, last=last):
-            self._evaluate(windows, whole=last)
+            self._evaluate(windows, whole=last and self.log.final_eval_is_whole)
 
     def _evaluate(self, windows: Samples, *, whole: bool) -> None:
-        """Held-out loss now: the first batches, or at the end of the run all of them."""
+        """Held-out loss now: of the first batches, or of all."""
         start, total, trained, tokens = time.perf_counter(), 0.0, 0, 0
         job, now = self.job, self.progress
         steps = None if whole else self.log.eval_num_steps or None
-        for batch in eval_batches(windows, job.data.batch_size, job.data.seq_len, steps):
-            if self.interrupt:
-                return
-            loss, count = self.engine.evaluate(batch)
-            total, trained, tokens = total + loss, trained + count, tokens + batch.tokens.size
+        whole_steps = -(-windows.num_windows // job.data.batch_size)
+        batches = eval_batches(windows, job.data.batch_size, job.data.seq_len, steps)
+        with self.log.task("Evaluating") as report:
+            for batch in counted(batches, min(steps or whole_steps, whole_steps), report):
+                if self.interrupt:
+                    return
+                loss, num_trained = self.engine.evaluate(batch)
+                total, trained, tokens = total + loss, trained + num_trained, tokens + batch.tokens.size
         record = EvalRecord(
             step=now.step,
             epoch=job.data.epoch(now.position, now.stream),
@@ -317,9 +339,11 @@ class _Run:
         if not reasons and now.evaluated == now.step and not math.isfinite(now.eval_loss):
             reasons = [f"the loss of the last evaluation is {now.eval_loss}"]
         bad: list[str] = []
+        done = count(1)
 
         def read(row: Row) -> np.ndarray:
             values = self.engine.parameter(row.name)
+            report(next(done), len(rows_of_file(job.plan.rows)))
             if not all_finite(values):
                 bad.append(row.name)
                 if not job.exports_anyway:
@@ -327,12 +351,12 @@ class _Run:
             return values
 
         if not reasons or job.exports_anyway:
-            with suppress(NonFiniteError):
+            with suppress(NonFiniteError), self.log.task("Exporting") as report:
                 path = job.export.write(read)
                 self.result = replace(self.result, model_path=path)
-                self.log.say(f"Exported: {path}")
+                self.log.say(f"Exported: {path}", least=SUMMARY)
                 if warning := rebuilt_warning(path):
-                    self.log.notice(warning)
+                    self.log.warn(warning)
         if bad:
             more = f" and {len(bad) - 1} more" if len(bad) > 1 else ""
             reasons.append(f"the weights of {bad[0]}{more} are not all finite")
@@ -364,6 +388,14 @@ class _Run:
             sol=share,
             warnings=tuple(self.log.warnings),
         )
+
+
+def summary(result: TrainResult, seconds: float) -> str:
+    """One line of a finished run: `12 steps in 0:03:10: training loss 3.1416, evaluation loss 3.2500, ...`."""
+    parts = [f"training loss {result.train_loss:.4f}"]
+    parts += [f"evaluation loss {result.eval_loss:.4f}"] if math.isfinite(result.eval_loss) else []
+    parts += [f"{result.tokens_per_second:,.0f} tokens/s"] if math.isfinite(result.tokens_per_second) else []
+    return f"{result.steps:,} steps in {timedelta(seconds=round(seconds))}: {', '.join(parts)}"
 
 
 def _light_s(job: Job) -> float:

@@ -26,6 +26,7 @@ class TrainRecord:
     sol: float | None = None
     applied: bool = True  # False: not finite, the update changed nothing
     memory_mib: float | None = None  # most that was in use so far
+    real_tokens: int | None = None  # without padding
 
     @property
     def tps(self) -> float:
@@ -68,21 +69,31 @@ class GpuRecord:
     memory_percent: int | None = None  # of the time in which its memory was read or written
 
 
-TRAIN_COLUMNS = (*(f.name for f in fields(TrainRecord)), "tps")
-EVAL_COLUMNS = (*(f.name for f in fields(EvalRecord)), "tps")
-GPU_COLUMNS = tuple(f.name for f in fields(GpuRecord) if f.name != "throttled")  # the numbers
+TRAIN_COLUMNS = (*(f.name for f in fields(TrainRecord)), "tps", "time")
+EVAL_COLUMNS = (*(f.name for f in fields(EvalRecord)), "tps", "time")
+GPU_COLUMNS = (*(f.name for f in fields(GpuRecord) if f.name != "throttled"), "time")  # the numbers
 
 
-def train_line(r: TrainRecord) -> str:
-    """`[T] step     7 [ 12.5%] | time:   412 ms | norm   2.718282 | loss   3.141593 | tps 19871 | sol 31.4%`."""
+def train_line(r: TrainRecord, num_steps: int, *, details: bool = False) -> str:
+    """`[T] step     7 [ 12.5%] | time:   412 ms | norm   2.718282 | loss   3.141593 | tps 19871 | sol 31.4%`.
+
+    The share is of the run's `num_steps` (0: not known). Padded rows have their other tokens beside `tps`; `details`
+    are the learning rate and the memory.
+    """
     sol = "  n/a" if r.sol is None else f"{100 * r.sol:4.1f}%"
-    return f"[T] {_place(r)} | norm {r.norm:10.6f} | loss {r.loss:10.6f} | tps {r.tps:5.0f} | sol {sol}"
+    tps = f"{r.tps:5.0f}"
+    if r.real_tokens is not None and r.real_tokens < r.tokens:
+        tps += f" ({r.tps * r.real_tokens / r.tokens:.0f} without padding)"
+    line = f"[T] {_place(r, num_steps)} | norm {r.norm:10.6f} | loss {r.loss:10.6f} | tps {tps} | sol {sol}"
+    if not details:
+        return line
+    return f"{line} | lr {r.lr:.3e}" + ("" if r.memory_mib is None else f" | memory {r.memory_mib:.0f} MiB")
 
 
-def eval_line(r: EvalRecord) -> str:
+def eval_line(r: EvalRecord, num_steps: int) -> str:
     """`[V] step     7 [ 12.5%] | time:   412 ms | eval   3.141593 | train   3.141593 | tps 19871`."""
     train = math.nan if r.train_loss is None else r.train_loss
-    return f"[V] {_place(r)} | eval {r.loss:10.6f} | train {train:10.6f} | tps {r.tps:5.0f}"
+    return f"[V] {_place(r, num_steps)} | eval {r.loss:10.6f} | train {train:10.6f} | tps {r.tps:5.0f}"
 
 
 def gpu_line(r: GpuRecord) -> str:
@@ -100,11 +111,9 @@ def gpu_line(r: GpuRecord) -> str:
     return " | ".join([f"[G] step {r.step:5d}", *(part for part in parts if part)])
 
 
-def _place(r: TrainRecord | EvalRecord) -> str:
-    fraction = r.epoch % 1.0
-    if r.epoch > 0 and (fraction < 1e-9 or fraction > 1 - 1e-9):
-        fraction = 1.0  # the end of an epoch, not the start of the next
-    return f"step {r.step:5d} [{100 * fraction:5.1f}%] | time: {r.time_ms:5.0f} ms"
+def _place(r: TrainRecord | EvalRecord, num_steps: int) -> str:
+    share = f"{100 * r.step / num_steps:5.1f}%" if num_steps else "   n/a"
+    return f"step {r.step:5d} [{share}] | time: {r.time_ms:5.0f} ms"
 
 
 def _tps(r: TrainRecord | EvalRecord) -> float:

@@ -1,6 +1,7 @@
 """The command: what is chosen where nothing is asked, what is refused, what is printed and saved."""
 
 import json
+from contextlib import contextmanager
 from dataclasses import replace
 from types import SimpleNamespace
 
@@ -85,6 +86,45 @@ def test_results_are_compared_with_a_file(shape, tmp_path, capsys):
     assert run([*shape, "--dtypes=fp32", f"--compare={old}", "--tolerance=0"]) == 0
 
 
+def test_batch_sizes_are_one_table(shape, tmp_path, capsys, monkeypatch):
+    monkeypatch.setenv("COLUMNS", "200")
+    sizes = [part for part in shape if not part.startswith("--batch-size")]
+    assert run([*sizes, "--dtypes=fp32", "--batch-sizes=1,2,4", f"--save={tmp_path}/out.json"]) == 0
+    told = capsys.readouterr().out
+    rows = [line for line in told.splitlines() if "fp32" in line and "x16" in line]
+    assert [next(part for part in row.split() if "x16" in part) for row in rows] == ["1x16", "2x16", "4x16"]
+    assert told.count("tokens/s") == 1 and "roofline" not in told
+    assert [r["batch_size"] for r in json.loads((tmp_path / "out.json").read_text())["results"]] == [1, 2, 4]
+
+
+def test_a_batch_size_that_does_not_fit_is_named(shape, capsys, monkeypatch):
+    fitting = bench_run.fitting_plan
+
+    def plan(request, one, where, backend):
+        if one.batch_size == 2:
+            raise MemoryLimitError("too large")
+        return fitting(request, one, where, backend)
+
+    monkeypatch.setattr(bench_run, "fitting_plan", plan)
+    sizes = [part for part in shape if not part.startswith("--batch-size")]
+    assert run([*sizes, "--dtypes=fp32", "--batch-sizes=1,2"]) == 0
+    assert f"Too large for the memory that is free: {shape[0].partition('=')[2]} fp32 2x16" in capsys.readouterr().out
+    assert run([*sizes, "--dtypes=fp32", "--batch-sizes=2"]) == MemoryLimitError.exit_code
+
+
+def test_a_measurement_reports_its_steps(shape, monkeypatch):
+    seen = []
+
+    @contextmanager
+    def task(self, title):
+        yield lambda done, total: seen.append((title, done, total))
+
+    monkeypatch.setattr(bench_run.Screen, "task", task)
+    assert run([*shape, "--dtypes=fp32"]) == 0
+    title = f"Measuring {shape[0].partition('=')[2]} fp32 2x16"
+    assert seen == [(title, 1, 3), (title, 2, 3), (title, 3, 3)]
+
+
 def test_markdown_goes_alone_to_stdout(shape, capsys):
     assert run([*shape, "--dtypes=fp32", "--markdown"]) == 0
     out, err = capsys.readouterr()
@@ -103,6 +143,9 @@ def test_markdown_goes_alone_to_stdout(shape, capsys):
         (["--dtypes=int4", "--models=none,Qwen2.5-0.5B"], 2, ["--dtypes int4", "--models none: there is no preset"]),
         (["--models=Qwen2.5-0.5B", "--fp8-scaling=current"], 2, ["--fp8-scaling current is for e4m3 matmuls"]),
         (["--models=Qwen2.5-0.5B", "--dtypes=e4m3", "--fp8-scaling=x"], 2, ["--fp8-scaling", "delayed"]),
+        (["--batch-sizes=1,x,0"], 2, ["x, 0: give whole numbers from 1 on"]),
+        (["--batch-sizes=1,2", "--batch-size=3"], 2, ["--batch-size and --batch-sizes are both given"]),
+        (["--batch-sizes=1,3", "--seq-len=16", "--tokens-per-step=64"], 2, ["micro-batches of 3 x 16: use 48"]),
         (["--tolerance=3"], 2, ["--tolerance 3 is for --compare"]),
         (["--compare=nowhere.json"], 3, ["nowhere.json cannot be read: No such file"]),
         (["--save=nowhere/out.json"], 7, ["--save nowhere/out.json cannot be written: there is no folder"]),

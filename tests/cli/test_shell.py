@@ -2,14 +2,17 @@
 
 import os
 import re
+import signal
 import subprocess
 import sys
 from pathlib import Path
 
 import click
+import numpy as np
 import pytest
 
-from llmq.cli import bench, export_wandb, plot, shell, tokenize_data, train
+from llmq.cli import bench, export_wandb, plot, shell, start, tokenize_data, train
+from llmq.data.tokens.token_file import TokenWriter
 
 ROOT = Path(__file__).parents[2]
 COMMANDS = {
@@ -84,6 +87,38 @@ def test_output_that_cannot_be_written_is_one_message():
         assert re.fullmatch(rb"error: cannot write: No space left on device: .*\n", done.stderr)
 
 
+INTERRUPTED_IMPORT = "import os, signal, time; os.kill(os.getpid(), signal.SIGINT); time.sleep(9)"
+
+
+@pytest.mark.parametrize("name", COMMANDS)
+def test_an_interrupt_while_a_command_is_imported_has_no_traceback(name, tmp_path):
+    (tmp_path / "click.py").write_text(INTERRUPTED_IMPORT)
+    code = f"from llmq.cli.start import {name}; {name}()"
+    environment = {**os.environ, "PYTHONPATH": f"{tmp_path}:{ROOT}"}
+    done = subprocess.run([sys.executable, "-c", code, "--help"], capture_output=True, env=environment, check=False)
+    assert done.returncode == -signal.SIGINT and done.stderr == b""
+
+
+def test_an_interrupt_after_the_imports_is_one_message():
+    """The command's own imports, which come late."""
+    code = (
+        "import os, signal, sys, click\n"
+        "signal.signal(signal.SIGINT, signal.SIG_DFL)\n"
+        "from llmq.cli import shell\n"
+        "interrupted = click.Command('x', callback=lambda: os.kill(os.getpid(), signal.SIGINT))\n"
+        "sys.exit(shell.run(interrupted, []))"
+    )
+    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, env=environment, check=False)
+    assert (done.returncode, done.stderr) == (130, b"\nerror: interrupted\n")
+
+
+def test_every_script_starts_that_way():
+    scripts = re.findall(r'^[\w-]+ = "(llmq[\w.]+:\w+)"$', (ROOT / "pyproject.toml").read_text("utf-8"), re.MULTILINE)
+    assert sorted(scripts) == sorted(f"llmq.cli.start:{name}" for name in COMMANDS)
+    assert all(callable(getattr(start, name)) for name in COMMANDS)
+
+
 def test_closed_streams_are_no_error():
     for arguments, code in (("--help >&-", 0), ("--help >&- 2>&-", 0), ("--hlep 2>&-", 2)):
         line = f"exec {sys.executable} -m llmq {arguments}"
@@ -91,6 +126,9 @@ def test_closed_streams_are_no_error():
         assert (done.returncode, done.stderr) == (code, b"")
 
 
-def test_a_dry_run_that_cannot_be_read_has_failed():
-    done = to_a_full_disk("-m", "llmq", "--model=m", "--train-file=t.bin", "--device=cpu", "--dry-run")
-    assert done.returncode == 7 and done.stderr.startswith(b"error: cannot write: ")
+def test_a_dry_run_that_cannot_be_read_has_failed(tmp_path):
+    with TokenWriter(tmp_path / "t.bin", vocab_size=97) as file:
+        file.append(np.zeros(99, np.int32))
+    sizes = ("--seq-len=16", "--batch-size=1", "--steps=1", "--device=cpu", "--dry-run")
+    done = to_a_full_disk("-m", "llmq", "--model=tinyllama", "--from-scratch", f"--train-file={tmp_path}/t.bin", *sizes)
+    assert done.returncode == 7 and done.stderr.startswith(b"error: cannot write: "), done.stderr

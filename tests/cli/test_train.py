@@ -149,6 +149,21 @@ def test_continue_has_an_optional_value(given, value, trained):
     assert trained.options.checkpoint.continue_ == value
 
 
+@pytest.mark.parametrize(
+    ("given", "verbosity"),
+    [([], 0), (["-v"], 1), (["-q"], -1), (["-qq"], -2), (["-q", "-q"], -2), (["-qqq"], -2), (["--verbosity=-1"], -1)],
+)
+def test_the_short_flags_are_a_verbosity(given, verbosity, trained):
+    assert call(*NEEDED, *given) == 0
+    assert trained.options.log.verbosity == verbosity
+
+
+def test_a_verbosity_is_given_once(trained, capsys):
+    for given in (["-v", "-q"], ["-q", "--verbosity=1"]):
+        assert call(*NEEDED, *given) == 2
+        assert "give one of them" in capsys.readouterr().err
+
+
 def test_a_flag_can_be_taken_back(trained, tmp_path):
     file = tmp_path / "run.yaml"
     file.write_text("model: m\ntrain_file: [a.bin, b.bin]\nrecompute_ffn: true\nrecompute_att: true\nlr: 1\n")

@@ -38,7 +38,9 @@ if len(sys.argv) > 2:
     llmq.files.hub.free_bytes = lambda folder: int(sys.argv[2])
 for name, revision, kind in json.loads(sys.argv[1]):
     try:
-        print(json.dumps({"folder": str(llmq.files.hub.model_folder(name, revision, kind))}))
+        said = []
+        folder = str(llmq.files.hub.model_folder(name, revision, kind, said.append))
+        print(json.dumps({"folder": folder, **({"said": said} if said else {})}))
     except LlmqError as error:
         print(json.dumps({"error": type(error).__name__, "text": str(error)}))
 """
@@ -188,14 +190,16 @@ def test_found_then_offline_then_unreachable(server, contents, tmp_path):
 
     nobody = "http://127.0.0.1:9"
     away = ask(tmp_path, nobody, case("org/good"), case("org/good", COMMIT), case("org/other"))
-    assert "cannot be reached" in away[0]["text"] and "set HF_HUB_OFFLINE=1 to use it" in away[0]["text"]
-    assert away[1] == first  # a commit never changes
+    assert away[0]["folder"] == first["folder"] and away[1] == first  # of a commit nothing is asked
+    assert away[0]["said"] == [f"{nobody} cannot be reached: org/good (main, {COMMIT[:12]}) is taken from the cache"]
     assert "check the network" in away[2]["text"] and nobody in away[2]["text"]
 
     shard = next(name for name in wanted if name.startswith("model-00002"))
     (folder / shard).unlink()
     (broken,) = ask(tmp_path, server.url, case("org/good"), **offline)
     assert "not complete" in broken["text"] and shard in broken["text"]
+    (broken,) = ask(tmp_path, nobody, case("org/good"))
+    assert "cannot be reached" in broken["text"]  # what is there is not all of it
 
 
 def test_gated_absent_and_unusable(server, contents, tmp_path):

@@ -136,7 +136,9 @@ def test_the_instruct_models_of_llama_3_are_names_of_hub_models(tmp_path, monkey
         assert (
             open_source(options(f"llama3_{size}_Instruct")).name == f"meta-llama/Meta-Llama-3-{size.upper()}-Instruct"
         )
-    assert asked == [(f"meta-llama/Meta-Llama-3-{size}-Instruct", None, "model") for size in ("8B", "70B")]
+    assert [one[:3] for one in asked] == [
+        (f"meta-llama/Meta-Llama-3-{size}-Instruct", None, "model") for size in ("8B", "70B")
+    ]
 
 
 def test_absent_folders_and_revisions_of_folders(tmp_path):
@@ -155,8 +157,8 @@ def test_absent_folders_and_revisions_of_folders(tmp_path):
 def test_the_hub_is_asked_for_no_weights_from_scratch(monkeypatch, tmp_path):
     asked = []
     write(tmp_path / "m")
-    monkeypatch.setattr(source_module, "model_folder", lambda *arguments: asked.append(arguments) or tmp_path / "m")
-    open_source(options("org/name", revision="v1"))
+    monkeypatch.setattr(source_module, "model_folder", lambda *arguments: asked.append(arguments[:3]) or tmp_path / "m")
+    assert open_source(options("org/name", revision="v1")).place == "org/name (v1, m)"
     open_source(options("org/name", from_scratch=True))
     assert asked == [("org/name", "v1", "model"), ("org/name", None, "config")]
 

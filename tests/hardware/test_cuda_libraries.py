@@ -21,6 +21,7 @@ GOOD = {
 }
 PATHS = {
     "cublasLt": "/site/nvidia/libcublasLt.so.{}",
+    "cudart": "/site/nvidia/libcudart.so.{}",
     "nvrtc": "/site/nvidia/libnvrtc.so.{}",
     "cudnn": "/site/nvidia/cudnn/lib/libcudnn.so.9",
     "nccl": "/site/nvidia/nccl/lib/libnccl.so.2",
@@ -38,6 +39,7 @@ def environment(monkeypatch):
             for library in cuda_libraries.LIBRARIES
             if any(name in packages for name in library.packages.values())
         }
+        have.add("cudart")  # comes with the others
         where = {name: path.format(major) for name, path in PATHS.items() if name in have} | (paths or {})
         monkeypatch.setattr(cuda_libraries, "installed", packages.get)
         monkeypatch.setattr(cuda_libraries, "load", where.get)
@@ -127,6 +129,9 @@ class FakeLibrary:
     def ncclGetVersion(self, pointer):
         pointer._obj.value = 23203
 
+    def cudaRuntimeGetVersion(self, pointer):
+        pointer._obj.value = 13020
+
     def nvrtcVersion(self, major, minor):
         major._obj.value, minor._obj.value = 13, 5
 
@@ -141,6 +146,7 @@ def test_versions_are_those_of_the_loaded_libraries(environment, monkeypatch):
     environment(13, without=["nvidia-nccl-cu13", "nvmath-python"])
     monkeypatch.setattr(cuda_libraries.ctypes, "CDLL", lambda path: FakeLibrary())
     assert cuda_libraries.versions() == {
+        "CUDA runtime": "13.2",
         "cuBLASLt": "13.10.0",
         "cuDNN": "9.28.0",
         "NVRTC": "13.5",

@@ -8,7 +8,7 @@ from types import SimpleNamespace
 
 import numpy as np
 import pytest
-from fake_cuda import H200, RTX_2080, RTX_4080_SUPER, FakeDriver, install
+from fake_cuda import H200, RTX_2080, RTX_4085, FakeDriver, install
 
 import llmq
 from llmq.disk import shown
@@ -104,8 +104,19 @@ def test_a_gpu_that_is_not_here_is_planned_for(machine):
 
 
 def test_an_unknown_card_names_the_known_ones():
-    with pytest.raises(UsageError, match=r"--gpu RTX 4080 SUPER: not one of the known cards: .*H200, .*RTX 4080, "):
-        device.pick_device(SystemOptions(gpu="RTX 4080 SUPER"))
+    with pytest.raises(
+        UsageError, match="--gpu RTX 4085 is not a known card: give a size such as 24GiB, or one of RTX 40"
+    ):
+        device.pick_device(SystemOptions(gpu="RTX 4085"))
+
+
+def test_a_gpu_is_planned_for_by_its_size(machine):
+    machine()
+    picked = device.pick_device(SystemOptions(gpu="24GiB"))
+    assert device.memory_bytes(picked) == (24 * 2**30, 24 * 2**30 - gpus.CONTEXT_BYTES) and device.has_fp8(picked)
+    facts = device.system_facts(picked)
+    assert facts["device"] == "cuda: 24 GiB (planned for, not used)" and not {"peak", "SMs"} & facts.keys()
+    assert facts["compute capability"].startswith("9.0, assumed")
 
 
 def test_a_named_gpu_is_for_dry_runs_only():
@@ -118,7 +129,7 @@ def test_a_named_gpu_is_for_dry_runs_only():
 def test_the_device_is_refused_before_the_model_is_opened(machine, monkeypatch):
     """A card that is too old is told before any download."""
     machine(FakeDriver(gpus=(RTX_2080,)))
-    monkeypatch.setattr("llmq.training.job.open_source", lambda options: pytest.fail("opened"))
+    monkeypatch.setattr("llmq.training.job.open_source", lambda *given: pytest.fail("opened"))
     with pytest.raises(UsageError, match=r"compute capability 7\.5, below 8\.0"):
         llmq.train(model="someone/model", train_file="t.bin", device="cuda")
 
@@ -191,7 +202,7 @@ def test_a_gpu_that_is_full_is_told(machine):
 
 
 def test_an_unknown_card_is_measured_and_the_log_says_so(machine, monkeypatch):
-    machine(FakeDriver(gpus=(RTX_4080_SUPER,)))
+    machine(FakeDriver(gpus=(RTX_4085,)))
     monkeypatch.setattr(device, "measured_cuda_peak", {"fp16": 1.01e14, "fp32": 5e13}.get)
     picked = device.pick_device(AUTO)
     assert picked.card is None

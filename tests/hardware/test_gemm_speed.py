@@ -3,7 +3,7 @@
 import time
 
 import pytest
-from fake_cuda import H200, RTX_4080_SUPER, FakeDriver
+from fake_cuda import H200, RTX_4085, FakeDriver
 
 from llmq.hardware import cards as gpus
 from llmq.hardware import device, gemm_speed, nvml
@@ -61,7 +61,7 @@ def test_a_throttled_card_is_named_at_any_speed(reason, gpu):
 
 def test_only_a_known_card_that_is_here_is_measured(monkeypatch):
     monkeypatch.setattr(device, "measured_cuda_peak", lambda dtype: pytest.fail("measured"))
-    driver = FakeDriver(gpus=(RTX_4080_SUPER,))
+    driver = FakeDriver(gpus=(RTX_4085,))
     unknown = Device("cuda", gpu=Gpu(0, driver.gpus[0][0], "GPU-1", (8, 9), 80, 2**34))
     for where in (CPU, Device("cuda", planned=gpus.named("H200")), unknown):
         assert measure(where) is None

@@ -56,6 +56,8 @@ DEFAULTS = {
     "log_every": 1,
     "eval_every_n_steps": 100,
     "eval_num_steps": 100,
+    "final_eval": "sample",
+    "verbosity": 0,
     "log_gpu_util": 0,
     "checkpoint_dir": "runs/Qwen2.5-0.5B/checkpoints",
     "ckpt_interval": 100,

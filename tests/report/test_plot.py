@@ -14,7 +14,7 @@ import pytest
 from llmq.errors import DataError, StorageError, UsageError
 from llmq.options.run import LogOptions
 from llmq.report.plot import plot_runs, smoothed
-from llmq.report.read import read_runs
+from llmq.report.read import read_log, read_runs
 from llmq.training.log import RunLog
 from llmq.training.records import EvalRecord, TrainRecord
 
@@ -201,3 +201,32 @@ def test_the_command_and_the_script(tmp_path: Path, capsys: pytest.CaptureFixtur
     script = ROOT / "tools" / "plot-training-run.py"
     subprocess.run([sys.executable, script, run, "-o", out], check=True, cwd=tmp_path, capture_output=True)
     assert out.exists()
+
+
+def test_evaluations_on_other_tokens_are_not_joined(tmp_path: Path, figures: list[Figure]) -> None:
+    """Another sample's size at the end, and another file after a resume."""
+    options = LogOptions(name="a", log_file=str(tmp_path / "a" / "log.jsonl"))
+    for resume, file, sizes in ((None, "x.bin", {10: 512, 20: 512, 30: 4096}), (20, "y.bin", {30: 512, 40: 512})):
+        with RunLog(options, io.StringIO()) as log:
+            log.dataset([("t.bin", 9)], [(file, 4096)])
+            log.begin(resume_step=resume)
+            for step, size in sizes.items():
+                log.evaluation(EvalRecord(step, step / 30, 3.0, 3.0, 50.0, 8192, size))
+        plot_runs(read_runs([tmp_path / "a"]), tmp_path / "out.png")
+    lines = [
+        [line.get_xdata().tolist() for line in axes.lines]
+        for figure in figures
+        for axes in figure.axes
+        if axes.get_title(loc="left") == "evaluation loss"
+    ]
+    assert lines == [[[10, 20], [30]], [[10, 20], [30, 40]]]
+    assert read_log(tmp_path / "a").eval_set.tolist() == [0, 0, 1, 1]
+
+
+def test_a_folder_stands_for_the_runs_in_it(tmp_path: Path) -> None:
+    for name in ("b", "a"):
+        write_run(tmp_path / "runs" / name)
+    write_run(tmp_path / "runs" / "just begun", steps=0)
+    assert [log.name for log in read_runs([tmp_path / "runs", tmp_path / "runs" / "b"])] == ["a", "b", "b"]
+    with pytest.raises(DataError, match="no steps yet"):
+        read_runs([tmp_path / "runs" / "just begun"])

@@ -16,8 +16,10 @@ from llmq.training.log import RunLog
 from llmq.training.records import EvalRecord, TrainRecord
 
 
-def write_run(folder: Path, losses: list[float], evals: dict[int, float], seconds: float = 100.0) -> Path:
-    """A run with these training losses from step 1 on, and evaluation losses by step."""
+def write_run(
+    folder: Path, losses: list[float], evals: dict[int, float], seconds: float = 100.0, whole: int = 0
+) -> Path:
+    """A run with these training losses from step 1 on, and evaluation losses by step; of `whole` on more tokens."""
     options = LogOptions.model_validate({"name": folder.name, "log_file": str(folder / "log.jsonl")})
     with RunLog(options, io.StringIO()) as log:
         log.options({"name": options.name})
@@ -25,7 +27,7 @@ def write_run(folder: Path, losses: list[float], evals: dict[int, float], second
         for step, loss in enumerate(losses, 1):
             log.train(TrainRecord(step, step / 9, loss, 1.0, 1e-4, seconds, 512, 512))
             if step in evals:
-                log.evaluation(EvalRecord(step, step / 9, evals[step], loss, 50.0, 512, 512))
+                log.evaluation(EvalRecord(step, step / 9, evals[step], loss, 50.0, 512, 512 if step != whole else 999))
     return folder
 
 
@@ -49,6 +51,12 @@ def test_means_are_those_of_the_last_steps(tmp_path: Path) -> None:
     assert (alone.eval_loss, alone.eval_count) == (4.0, 1)
     assert first.tokens_per_second == pytest.approx(2 * second.tokens_per_second)
     assert summarize(read_runs(runs[:1]), 100)[0].train_loss == 4.5  # all that there are
+
+
+def test_a_mean_is_of_evaluations_on_the_same_tokens(tmp_path: Path) -> None:
+    run = write_run(tmp_path / "a", [9.0, 4.0, 3.0, 2.0], {2: 8.0, 3: 5.0, 4: 4.0}, whole=4)
+    (summary,) = summarize(read_runs([run]), 4)
+    assert (summary.eval_loss, summary.eval_count) == (4.0, 1)
 
 
 def test_the_table_says_how_far_runs_are_from_the_first() -> None:

@@ -107,6 +107,21 @@ def test_metrics_come_at_their_steps(tmp_path: Path, fake: SimpleNamespace) -> N
     assert (done.url, done.num_steps) == (run.url, 6)
 
 
+def test_steps_keep_their_times_and_a_project_has_a_default(tmp_path: Path, fake: SimpleNamespace) -> None:
+    path = write_run(tmp_path)
+    export_wandb(path)
+    (call,) = fake.calls
+    log = read_log(path)
+    logged = fake.runs[call["id"]].logged
+    assert call["project"] == "llmq" and "train/time" not in logged[1]
+    assert [logged[step]["_timestamp"] for step in (1, 2)] == log.train["time"][:2].tolist()
+    assert logged[3]["_timestamp"] == log.eval["time"][0]
+    old = [line.replace('"time":', '"was":') for line in path.read_text().splitlines(keepends=True)]
+    path.write_text("".join(old))  # a log of an earlier release
+    export_wandb(path, run_id="old")
+    assert "_timestamp" not in fake.runs["old"].logged[1]
+
+
 def test_exporting_again_adds_only_what_is_new(tmp_path: Path, fake: SimpleNamespace) -> None:
     path = write_run(tmp_path)
     first = export_wandb(path, project="p")

@@ -9,6 +9,7 @@ import os
 import random
 import subprocess
 import sys
+import time
 from dataclasses import replace
 from pathlib import Path
 
@@ -49,21 +50,123 @@ def write(path: Path, steps: range, *, resume: int | None = None, loss: float = 
                 log.evaluation(replace(EVAL, step=step, loss=loss))
 
 
+class Terminal(io.StringIO):
+    """A console that someone watches."""
+
+    def isatty(self) -> bool:
+        return True
+
+
 def test_lines_have_the_documented_form() -> None:
-    assert train_line(TRAIN) == (
-        "[T] step     7 [ 12.5%] | time:   412 ms | norm   2.718282 | loss   3.141593 | tps 19871 | sol 31.4%"
+    line = "[T] step     7 [ 25.0%] | time:   412 ms | norm   2.718282 | loss   3.141593 | tps 19871 | sol 31.4%"
+    assert train_line(TRAIN, 28) == line
+    assert train_line(TRAIN, 28, details=True) == f"{line} | lr 1.000e-05"
+    assert train_line(replace(TRAIN, memory_mib=36100.2), 28, details=True).endswith(
+        "| lr 1.000e-05 | memory 36100 MiB"
     )
-    assert eval_line(EVAL) == (
-        "[V] step     7 [ 12.5%] | time:    99 ms | eval   3.141593 | train   3.250000 | tps 10000"
+    assert eval_line(EVAL, 28) == (
+        "[V] step     7 [ 25.0%] | time:    99 ms | eval   3.141593 | train   3.250000 | tps 10000"
     )
+
+
+def test_percent_is_of_the_run() -> None:
+    assert "[  0.5%]" in train_line(replace(TRAIN, epoch=1.25), 1400)
+    assert "[100.0%]" in train_line(replace(TRAIN, epoch=1.25), 7)
+    assert "[   n/a]" in train_line(TRAIN, 0)
+
+
+def test_padding_is_told_beside_all_tokens() -> None:
+    padded = replace(TRAIN, tokens=8000, real_tokens=6000, time_ms=400)
+    assert "| tps 20000 (15000 without padding) | sol" in train_line(padded, 7)
+    assert "| tps 20000 | sol" in train_line(replace(padded, real_tokens=8000), 7)
+
+
+def test_an_epoch_is_told_when_it_begins(tmp_path: Path) -> None:
+    console = io.StringIO()
+    with RunLog(options(tmp_path / "log.jsonl"), console) as log:
+        log.begin(num_steps=8)
+        for step, epoch in enumerate((0.5, 1.0000000000001, 1.5, 2.0, 2.5), 1):
+            log.train(replace(TRAIN, step=step, epoch=epoch))
+        log.close()
+    with RunLog(options(tmp_path / "log.jsonl"), console) as log:  # a resumed run is in an epoch that is known
+        log.begin(resume_step=5, num_steps=8)
+        log.train(replace(TRAIN, step=6, epoch=3.0))
+    lines = [line[: len("[T] step     7")] for line in console.getvalue().splitlines()]
+    assert lines == [
+        *("[T] step     1", "[T] step     2", "Epoch 2", "[T] step     3", "[T] step     4", "Epoch 3"),
+        *("[T] step     5", "[T] step     6"),
+    ]
 
 
 @pytest.mark.parametrize(
-    ("epoch", "shown"),
-    [(0.0, "  0.0%"), (1.0, "100.0%"), (1.25, " 25.0%"), (2.0000000000001, "100.0%"), (29 * (1 / 29), "100.0%")],
+    ("verbosity", "shown"),
+    [
+        (1, ["[Options]", "[T]", "note", "[V]", "Warning: hot", "[Warnings]", "- hot"]),
+        (0, ["[Options]", "[T]", "note", "[V]", "Warning: hot", "[Warnings]", "- hot"]),
+        (-1, ["[V]", "Warning: hot", "[Warnings]", "- hot"]),
+        (-2, []),
+    ],
 )
-def test_percent_is_of_the_epoch(epoch: float, shown: str) -> None:
-    assert f"[{shown}]" in train_line(replace(TRAIN, epoch=epoch))
+def test_verbosity_takes_lines_away_and_none_from_the_file(tmp_path: Path, verbosity: int, shown: list[str]) -> None:
+    console = io.StringIO()
+    with RunLog(options(tmp_path / "log.jsonl", verbosity=verbosity), console) as log:
+        log.options({})
+        log.begin(num_steps=8)
+        log.train(TRAIN)
+        log.notice("note")
+        log.evaluation(EVAL)
+        log.warn("hot")
+        log.end("finished")
+    lines = console.getvalue().splitlines()
+    assert [line.strip()[: len(text)] for line, text in zip(lines, shown, strict=True)] == shown
+    assert ("lr 1.000e-05" in console.getvalue()) == (verbosity == 1)
+    kinds = [json.loads(line)["type"] for line in (tmp_path / "log.jsonl").read_text().splitlines()]
+    assert kinds == ["header", "train", "notice", "eval", "notice", "end"]
+
+
+def test_a_terminal_has_the_options_that_differ_and_all_others_all_of_them(tmp_path: Path) -> None:
+    values = {"model": "m", "seed": 0, "batch_size": 4}
+    for console, verbosity, names in (
+        (Terminal(), 0, ["model", "batch_size"]),
+        (Terminal(), 1, [*values]),
+        (io.StringIO(), 0, [*values]),
+    ):
+        log = RunLog(options(tmp_path / "log.jsonl", verbosity=verbosity), console)
+        log.options(values, {"model", "batch_size"})
+        head, *rest = console.getvalue().splitlines()
+        assert [line.split()[0] for line in rest] == names and ("-v shows all" in head) == (len(names) == 2)
+
+
+def test_a_warning_stands_once_in_the_end(tmp_path: Path) -> None:
+    console = io.StringIO()
+    with RunLog(options(tmp_path / "log.jsonl"), console) as log:
+        log.begin()
+        log.warn("hot")
+        log.end("finished", ["hot", "worse"])
+        assert log.warnings == ["hot", "worse"]
+    assert console.getvalue().splitlines()[-2:] == ["  - hot", "  - worse"]
+
+
+def test_records_have_the_time_at_which_they_were_written(tmp_path: Path) -> None:
+    before = time.time()
+    write(tmp_path / "log.jsonl", range(1, 5))
+    times = [json.loads(line)["time"] for line in (tmp_path / "log.jsonl").read_text().splitlines()]
+    assert before - 1 < times[0] and times == sorted(times) and times[-1] < time.time() + 1
+    assert read_log(tmp_path).train["time"].tolist() == times[1:5]
+
+
+def test_a_terminal_that_goes_away_ends_no_task(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    class Gone(Terminal):
+        def write(self, text: str) -> int:
+            raise OSError(5, "Input/output error")
+
+    monkeypatch.setenv("TERM", "xterm")
+    log = RunLog(options(tmp_path / "log.jsonl"), Gone())
+    with log.task("Training", after_s=0.0) as report:
+        report(1, 2)
+        report(2, 2)
+    log.begin()
+    log.say("unheard")
 
 
 def test_sections_on_the_console_are_plain_and_in_order(tmp_path: Path) -> None:
@@ -96,10 +199,6 @@ def test_no_hint_when_little_is_free(tmp_path: Path) -> None:
 
 
 def test_colour_only_on_a_terminal(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    class Terminal(io.StringIO):
-        def isatty(self) -> bool:
-            return True
-
     monkeypatch.setenv("TERM", "xterm")
     monkeypatch.delenv("NO_COLOR", raising=False)
     console = Terminal()

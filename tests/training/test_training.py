@@ -62,11 +62,49 @@ def test_a_run_learns_logs_saves_and_exports(given):
     assert json.loads((result.model_path / "config.json").read_text())["vocab_size"] == 97
 
 
+def test_a_sample_is_evaluated_at_the_end_too_unless_all_is_asked_for(given):
+    sample, whole = (
+        read_log(llmq.train(**{**given, "name": which}, eval_num_steps=1, final_eval=which).log_path).eval
+        for which in ("sample", "all")
+    )
+    assert list(sample["tokens"]) == [2 * T] * 3 and list(whole["tokens"]) == [2 * T] * 2 + [6 * T]
+    assert list(sample["loss"][:2]) == list(whole["loss"][:2]) and sample["loss"][2] != whole["loss"][2]
+
+
+def test_an_error_is_the_first_thing_that_is_seen(given, monkeypatch):
+    """The last checks are those of the memory and the disk."""
+    monkeypatch.setattr(job, "check_free_space", lambda needs: (_ for _ in ()).throw(StorageError("full")))
+    with pytest.raises(StorageError, match="full"):
+        llmq.train(**given)
+    monkeypatch.setattr(job, "refuse_if_too_large", lambda *arguments: (_ for _ in ()).throw(MemoryLimitError("big")))
+    with pytest.raises(MemoryLimitError, match="big"):
+        llmq.train(**given)
+    assert given["console"].getvalue() == ""
+
+
+def test_a_terminal_sees_a_run_begin_go_on_and_end(given, monkeypatch):
+    class Terminal(io.StringIO):
+        def isatty(self):
+            return True
+
+    monkeypatch.setenv("TERM", "xterm")
+    monkeypatch.setenv("COLUMNS", "200")
+    console = given["console"] = Terminal()
+    llmq.train(**given)
+    shown = console.getvalue()
+    assert "Options that are not defaults" in shown and "steps " in shown and "adam_epsilon" not in shown
+    assert "Drawing weights of" in shown and "... done, " in shown
+    assert "Training" in shown and " 0/12" in shown and "12 steps in 0:00:" in shown
+    assert shown.index("[T] step     1 [  8.3%]") < shown.index("Epoch 2") < shown.index("[T] step    11 [ 91.7%]")
+
+
 def test_an_exported_model_trains_on_from_where_it_was(given):
     first = llmq.train(**given)
+    given["console"] = io.StringIO()
     again = {**given, "model": str(first.model_path), "from_scratch": False, "name": "again", "learning_rate": 1e-9}
     second = llmq.train(**{**again, "steps": 4})
     assert second.eval_loss == pytest.approx(first.eval_loss, abs=1e-5)
+    assert f"Loading model from {first.model_path} ... done, " in given["console"].getvalue()
 
 
 @pytest.mark.parametrize(

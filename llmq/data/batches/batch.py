@@ -6,6 +6,8 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from llmq.tensor import IGNORED
+
 
 @dataclass(frozen=True, eq=False)
 class Batch:
@@ -25,3 +27,10 @@ class Batch:
     epoch: float = 0.0
     stream: dict[str, int] | None = None
     wait_ms: float = 0.0  # how long the training thread waited for it
+
+    @property
+    def num_real(self) -> int:
+        """Tokens without the padding, which is the 0s that are not trained at the end of a row."""
+        used = (self.tokens != 0) | (self.targets != IGNORED)
+        ends = self.tokens.shape[1] - np.argmax(used[:, ::-1], axis=1)
+        return int(np.where(used.any(axis=1), ends, 0).sum())

@@ -97,6 +97,11 @@ class Data:
     def samples_per_step(self) -> int:
         return self.batch_size * self.grad_accumulation * self.world
 
+    @property
+    def has_padding(self) -> bool:
+        """Whether rows of the training data may end with padding."""
+        return self.layout.kind != WINDOWS
+
     def loader(self, rank: int = 0) -> Loader:
         """A loader of the training data for one rank; call its `start`."""
         return Loader(self.train, self.batch_size, self.seq_len, self.seed, rank, self.world, augment=self.augment)

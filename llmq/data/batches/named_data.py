@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import glob
-import sys
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import closing, contextmanager
+from collections.abc import Sequence
+from contextlib import closing
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -28,6 +27,7 @@ from llmq.data.tokens.token_file import TokenFile
 from llmq.data.tokens.tokenize import Say, cache_entry, cached, is_whole, settled
 from llmq.data.tokens.tokenizer import TextTokenizer
 from llmq.errors import DataError, UsageError
+from llmq.screen import StartTask
 
 if TYPE_CHECKING:
     from llmq.files.source import ModelSource
@@ -42,6 +42,7 @@ class NamedData:
     tokenizer: TextTokenizer
     plan_only: bool
     say: Say
+    task: StartTask
     sources: tuple[Source, ...] = ()
     requests: tuple[Request, ...] = ()  # what is to be tokenized, by source
 
@@ -104,7 +105,7 @@ class NamedData:
             self.say(f"{name}: tokenized before, in {entry}")
         else:
             self.say(f"{name}: tokenizing into {entry}\n{request.found.rule}")
-        with _progress(name) as on_progress:
+        with self.task(f"Tokenizing {name}") as on_progress:
             return [glob.escape(str(file)) for file in cached(request, on_progress=on_progress, say=self.say)]
 
     def _estimated(self, form: RowForm) -> Estimated:
@@ -128,7 +129,9 @@ class NamedData:
         return Estimated(form.seq_len, tokens, max(num_rows, 1), files, limits)
 
 
-def open_named(options: SourceOptions, source: ModelSource, *, plan_only: bool, say: Say) -> NamedData | None:
+def open_named(
+    options: SourceOptions, source: ModelSource, *, plan_only: bool, say: Say, task: StartTask
+) -> NamedData | None:
     """The data of `--data` with the tokenizer of the model, or None if there is none.
 
     Raises UsageError where the model has no tokenizer, or the one of --tokenizer has ids that the model does not have,
@@ -148,21 +151,11 @@ def open_named(options: SourceOptions, source: ModelSource, *, plan_only: bool, 
             f"--tokenizer {tokenizer.folder} has {tokenizer.vocab_size} ids, but {source.name} has a vocabulary of "
             f"{known}: give a smaller tokenizer, or a model with a larger vocab_size"
         )
-    return NamedData(options, tokenizer, plan_only, say)
+    return NamedData(options, tokenizer, plan_only, say, task)
 
 
 def _is_of(part: str, name: str) -> bool:
     return Path(name).name.startswith(part)
-
-
-@contextmanager
-def _progress(name: str) -> Iterator[Callable[[int, int | None], None]]:
-    from rich.console import Console
-    from rich.progress import Progress
-
-    with Progress(console=Console(stderr=True), transient=True, disable=not sys.stderr.isatty()) as progress:
-        bar = progress.add_task(f"tokenizing {name}", total=None)
-        yield lambda done, total: progress.update(bar, completed=done, total=total)
 
 
 def _about(request: Request) -> tuple[int, np.ndarray]:

@@ -1,0 +1,41 @@
+"""What the console scripts call: commands whose imports Ctrl-C ends without a traceback.
+
+Importing a command takes a tenth of a second and more. Meanwhile SIGINT does what it does to other programs; from there
+on `shell.run` answers it.
+"""
+
+from __future__ import annotations
+
+import signal
+from importlib import import_module
+
+
+def train() -> None:
+    """llmq-train."""
+    _start("train")
+
+
+def tokenize_data() -> None:
+    """tokenize-data."""
+    _start("tokenize_data")
+
+
+def bench() -> None:
+    """llmq-bench."""
+    _start("bench")
+
+
+def plot() -> None:
+    """llmq-plot."""
+    _start("plot")
+
+
+def export_wandb() -> None:
+    """llmq-export-wandb."""
+    _start("export_wandb")
+
+
+def _start(module: str) -> None:
+    if signal.getsignal(signal.SIGINT) is signal.default_int_handler:
+        signal.signal(signal.SIGINT, signal.SIG_DFL)
+    import_module(f"llmq.cli.{module}").main()

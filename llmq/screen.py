@@ -1,0 +1,138 @@
+"""Lines and progress on one stream: bars below the lines on a terminal, now and then a plain line anywhere else.
+
+A task that is over within AFTER_S shows nothing. Bars are drawn by the calls that report progress, not by a thread of
+rich's: a terminal that went away is then an OSError where it can be handled, and timings are not disturbed.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+import time
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import AbstractContextManager, contextmanager, suppress
+from typing import TYPE_CHECKING, TextIO, TypeVar
+
+if TYPE_CHECKING:
+    from rich.progress import Progress
+
+AFTER_S = 2.0  # a task shows nothing before
+DRAW_S = 0.1  # from one drawing of the bars to the next
+PLAIN_S = 10.0  # from one plain line of a task to the next
+
+T = TypeVar("T")
+Report = Callable[[int, int | None], None]  # how much is done, and how much there is, where that is known
+StartTask = Callable[[str], AbstractContextManager[Report]]  # by its title; it ends with the block
+
+
+class Screen:
+    """A stream with lines, and with bars while tasks run; by default stdout, whatever that is at the time."""
+
+    def __init__(self, stream: TextIO | None = None) -> None:
+        self._stream = stream
+        self._bars: Progress | None = None
+        self._drawn = 0.0
+
+    @property
+    def stream(self) -> TextIO:
+        """Where lines go."""
+        return sys.stdout if self._stream is None else self._stream
+
+    @property
+    def is_terminal(self) -> bool:
+        """Whether someone watches, so that bars can be drawn."""
+        return self.stream.isatty() and os.environ.get("TERM", "dumb") != "dumb"
+
+    def line(self, text: str) -> None:
+        """One line, flushed, above the bars; what the encoding lacks is escaped. OSError if it cannot be written."""
+        encoding = getattr(self.stream, "encoding", None) or "ascii"
+        text = text.encode(encoding, "backslashreplace").decode(encoding)
+        if self._bars is None:
+            print(text, file=self.stream, flush=True)
+        else:
+            self._bars.console.print(text, markup=False, highlight=False, emoji=False, soft_wrap=True)
+
+    @contextmanager
+    def task(self, title: str, *, after_s: float = AFTER_S, only_bar: bool = False) -> Iterator[Report]:
+        """Shows what is reported of a task from `after_s` seconds on; with `only_bar`, on a terminal only."""
+        began = said = time.monotonic()
+        bar, first = None, (0.0, 0)
+
+        def report(done: int, total: int | None) -> None:
+            nonlocal bar, first, said
+            now = time.monotonic()
+            if not self.is_terminal:
+                if not only_bar and now - said >= PLAIN_S:
+                    said = now
+                    self.line(plain_line(title, done, total))
+            elif bar is not None or now - began >= after_s:
+                bars = self._started()
+                if bar is None:
+                    bar, first = bars.add_task(title, total=total, completed=done, rate=""), (now, done)
+                bars.update(bar, completed=done, total=total, rate=_rate(done - first[1], now - first[0]))
+                if now - self._drawn >= DRAW_S:
+                    self._drawn = now
+                    bars.refresh()
+
+        try:
+            yield report
+        finally:
+            if bar is not None and self._bars is not None:
+                self._bars.remove_task(bar)
+                if not self._bars.tasks:
+                    self.drop_bars()
+
+    def drop_bars(self) -> None:
+        """Removes all bars; a terminal that went away has none."""
+        bars, self._bars = self._bars, None
+        if bars is not None:
+            with suppress(OSError):
+                bars.stop()
+
+    def _started(self) -> Progress:
+        from rich.console import Console
+        from rich.progress import (
+            BarColumn,
+            MofNCompleteColumn,
+            Progress,
+            TaskProgressColumn,
+            TextColumn,
+            TimeRemainingColumn,
+        )
+
+        if self._bars is None:
+            self._bars = Progress(
+                TextColumn("{task.description}", markup=False),
+                BarColumn(),
+                MofNCompleteColumn(),
+                TaskProgressColumn(),
+                TimeRemainingColumn(),
+                TextColumn("{task.fields[rate]}"),
+                console=Console(file=self.stream),
+                transient=True,
+                auto_refresh=False,
+                redirect_stdout=False,
+                redirect_stderr=False,
+            )
+            self._bars.start()
+        return self._bars
+
+
+def counted(items: Iterable[T], total: int | None, report: Report) -> Iterator[T]:
+    """The items, each reported once the next one is asked for."""
+    done = 0
+    for done, item in enumerate(items, 1):
+        yield item
+        report(done, total)
+
+
+def plain_line(title: str, done: int, total: int | None) -> str:
+    """`Evaluating: 30 of 120 (25%)`."""
+    return f"{title}: {done:,}" + (f" of {total:,} ({100 * done // total}%)" if total else "")
+
+
+def _rate(done: int, seconds: float) -> str:
+    """`12.3/s`, or of what takes longer than a second `4.5 s each`."""
+    if done <= 0 or seconds <= 0:
+        return ""
+    return f"{done / seconds:,.1f}/s" if done >= seconds else f"{seconds / done:,.1f} s each"
