@@ -29,7 +29,7 @@ def _unlike(values: Mapping[str, Any], said: Mapping[str, Any]) -> dict[str, Any
     """What is still to say, beside `said`, to give these values."""
     plain = Options.parse(said)
     now = {**plain.to_flat(), **plain.templates}
-    return {k: v for k, v in values.items() if k not in (*said, "continue") and v is not None and v != now[k]}
+    return {k: v for k, v in values.items() if k not in (*said, "continue", "reset") and v is not None and v != now[k]}
 
 
 def _flags(key: str, value: Any) -> list[str]:

@@ -185,10 +185,15 @@ class Options:
 
 
 def changed(before: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:
-    """`--weight-decay 0.1 to 0.0` for each option that differs between two results of `to_flat`."""
+    """`--weight-decay 0.1 to 0.0` for each option that differs between two results of `to_flat`.
+
+    One that an earlier release did not have was at its default.
+    """
 
     def shown(value: Any) -> str:
         return "not set" if value is None else str(value)
 
-    keys = [key for key in now if key not in ("continue", "overwrite") and now[key] != before.get(key)]
-    return [f"{flag(key)} {shown(before.get(key))} to {shown(now[key])}" for key in keys]
+    once = ("continue", "reset", "overwrite")
+    old = {key: before.get(key, d.default) for key, d in descriptions().items()}
+    keys = [key for key in now if key not in once and now[key] != old[key]]
+    return [f"{flag(key)} {shown(old[key])} to {shown(now[key])}" for key in keys]

@@ -20,7 +20,7 @@ from llmq.data.batches.trained_template import exported_templates
 from llmq.data.tokens.rebuilt_tokenizer import rebuilt_warning
 from llmq.disk import MIB, check_free_space, remove_folder, shown, storage
 from llmq.errors import UsageError
-from llmq.files.checkpoint import NAME, Checkpoints, checkpoint_bytes, load_state
+from llmq.files.checkpoint import EVAL_LOSS, Checkpoints, check_same, load
 from llmq.files.huggingface import (
     Export,
     export_folder,
@@ -31,9 +31,11 @@ from llmq.files.huggingface import (
     overwrites,
     refuse_taken,
 )
+from llmq.files.manifest import found
 from llmq.files.run_lock import held, kept_folder, replaced_whole
 from llmq.files.source import ModelSource, Values, initial_parameters, open_parameters, open_source
 from llmq.files.tensor_files import Piece
+from llmq.files.writers import checkpoint_bytes
 from llmq.hardware import device, gemm_speed
 from llmq.hardware.device import Device
 from llmq.hardware.gemm_speed import GemmSpeed
@@ -56,6 +58,7 @@ from llmq.training.log import RunLog
 from llmq.training.schedule import Schedule, make_schedule
 
 UNKNOWN_STEPS = 1_000_000  # planned for where neither the data nor --steps says how long the run is
+HOST_RESERVE = 0.05  # of the host's memory stays free when checkpoints are copied into it
 
 
 @dataclass(frozen=True)
@@ -98,6 +101,31 @@ class Job:
         """The tensors of a checkpoint."""
         return [Piece(name, ref.shape, DTYPES[ref.dtype]) for name, ref in self.plan.state().items()]
 
+    def memory_aside(self, say: Callable[[str], None]) -> Callable[[int], np.ndarray] | None:
+        """What gives host memory for a copy of a checkpoint, which is written while training goes on.
+
+        None, having said so, where the host has too little for it.
+        """
+        needed, (total, free) = self.checkpoint_copy_bytes, device.memory_bytes()
+        needed += sum(sum(self.plan.table(home).values()) for home in self._host_homes)
+        if needed + HOST_RESERVE * total <= free:
+            return self.backend.host_bytes
+        say(
+            f"Training waits while a checkpoint is written: to save beside it, the run needs {shown(needed)} of host "
+            f"memory beyond {shown(int(HOST_RESERVE * total))} that stay free, and {shown(free)} are free"
+        )
+        return None
+
+    @property
+    def _host_homes(self) -> tuple[str, ...]:
+        """The homes of the plan that are in host memory."""
+        return ("host", "device") if self.device.kind == "cpu" else ("host",)
+
+    @property
+    def checkpoint_copy_bytes(self) -> int:
+        """Host memory that a copy of a checkpoint takes."""
+        return sum(piece.num_bytes for piece in self.checkpoint_pieces)
+
     @property
     def must_match(self) -> dict[str, Any]:
         """What a checkpoint has in common with the run that continues it: else it would be another run."""
@@ -108,6 +136,14 @@ class Job:
             "parameters": {row.name: list(row.shape) for row in self.plan.rows},
             **self.plan.spec.precision.identity(),
         }
+
+    def check_same(self, saved: Mapping[str, Any]) -> None:
+        """UsageError naming what must match the checkpoint and does not; the data need not where it begins anew."""
+        now = self.must_match
+        if "data" in self.checkpoints.resets:
+            now = {name: value for name, value in now.items() if name not in self.data.identity()}
+            saved = {name: value for name, value in saved.items() if name in now}
+        check_same(saved, now)
 
 
 @contextmanager
@@ -140,7 +176,7 @@ def prepare(options: Options, log: RunLog) -> Job:
     dtypes, is_timed = _resolve_precision(options, source.config, where, past)
     data = _open_data(options, source, named, seed, device.packing_problem(where, dtypes.model), past)
     config = _exported_config(source, data, log)
-    schedule = _make_schedule(options, data, past)
+    schedule = _make_schedule(options, data, past, evaluates=log.eval_due(0, last=True))
     spec = _make_spec(options, config, dtypes, data, where, seed)
     speed = None if _plans_only(options.run) else gemm_speed.measure(where)
     backend = _open_backend(options, where, past)
@@ -202,8 +238,8 @@ def _open_past(options: Options, log: RunLog) -> _Past:
     checkpoints, plans_only = Checkpoints(options.checkpoint), _plans_only(options.run)
     continues = options.to_flat()["continue"] is not None
     starts_over = not continues and (plans_only or overwrites(options.export))
-    path = None if starts_over else checkpoints.start(writes=not plans_only)
-    state = load_state(path) if path else {}
+    path = None if starts_over else checkpoints.start(log.warn, log.say, writes=not plans_only)
+    state = load(path, verified=False)[0] if path else {}
     replaces_model = plans_only or is_of_run(options.export, state.get("options", {}))
     if not replaces_model:
         refuse_taken(options.export)
@@ -216,7 +252,7 @@ def _remove_earlier(job: Job, past: _Past, log: RunLog) -> None:
     """Removes checkpoints and log of an earlier run that is to go; its model stays until the new one is complete."""
     if job.plans_only or not past.starts_over:
         return
-    there = sorted(path for path in past.checkpoints.folder.glob("step-*") if NAME.fullmatch(path.name))
+    there = list(found(past.checkpoints.folder).values())
     for path in there:
         with storage(path, "the checkpoint cannot be deleted"):
             remove_folder(path)
@@ -252,7 +288,7 @@ def _open_data(
     data = open_data(
         options.data, source.config.vocab_size, seed, tokenizer=required, named=named, cannot_pack=cannot_pack
     )
-    if past.path:
+    if past.path and "data" not in past.checkpoints.resets:
         data.layout.refuse_other(past.state)
     return data
 
@@ -269,10 +305,16 @@ def _exported_config(source: ModelSource, data: Data, log: RunLog) -> ModelConfi
     return replace(config, max_position=data.seq_len)
 
 
-def _make_schedule(options: Options, data: Data, past: _Past) -> Schedule:
-    """The schedule; UsageError if the checkpoint is beyond its end. Without data, an epoch is long enough for any."""
+def _make_schedule(options: Options, data: Data, past: _Past, *, evaluates: bool) -> Schedule:
+    """The schedule; UsageError if the checkpoint is beyond its end, or if it lacks evaluations that are asked for.
+
+    Without data, an epoch is long enough for any.
+    """
+    if data.is_there:
+        _check_best(past.checkpoints, data, evaluates=evaluates)
+    start = past.step if "lr" in past.checkpoints.resets else past.state.get("rate_from", 0)
     samples = data.train.num_windows if data.is_there else UNKNOWN_STEPS * data.samples_per_step
-    schedule = make_schedule(options.schedule, samples, data.samples_per_step)
+    schedule = make_schedule(options.schedule, samples, data.samples_per_step, start)
     if past.step > schedule.steps:
         raise UsageError(
             f"{past.path} is of step {past.step}, and this run ends after {schedule.steps}: raise --steps or "
@@ -372,6 +414,15 @@ def _describe(job: Job, log: RunLog) -> None:
         log.say(text)
 
 
+def _check_best(checkpoints: Checkpoints, data: Data, *, evaluates: bool) -> None:
+    """UsageError if the best checkpoint is to be kept and nothing is evaluated."""
+    if checkpoints.saves_best and (data.eval is None or not evaluates):
+        raise UsageError(
+            f"--save-best {EVAL_LOSS} goes by evaluations, and this run makes none: give evaluation data and "
+            "--eval-every-n-steps above 0, or leave it out"
+        )
+
+
 def _check_memory(job: Job, *, deterministic: bool) -> None:
     """MemoryLimitError if the plan does not fit on the device."""
     strict = job.device.kind == "cuda" and deterministic
@@ -389,6 +440,7 @@ def _check_disk(job: Job, done: int, log: RunLog) -> None:
     if job.plans_only:
         free = device.memory_bytes(job.device)[1]
         log.say(f"On {job.device.kind}: {shown(job.plan.total_bytes)} of {shown(free)} that are free")
+        log.say(f"In host memory: {shown(job.checkpoint_copy_bytes)} for a copy of what a checkpoint holds")
         log.say("On disk: " + ", ".join(f"{what} {shown(size)}" for what, (_, size) in needs.items()))
     if not job.device.planned:
         check_free_space(needs)
