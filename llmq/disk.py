@@ -101,6 +101,27 @@ def replace_file(path: Path, content: bytes) -> None:
 
 
 @contextmanager
+def new_file(path: Path) -> Iterator[int]:
+    """A descriptor of a new file to write to with `write_all`; at the end its content is durable. OSError."""
+    descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o666)
+    try:
+        yield descriptor
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def write_all(descriptor: int, data: bytes | memoryview) -> None:
+    """Writes all of `data`, of which a disk may take a part at a time. OSError."""
+    view = memoryview(data)
+    while view:
+        written = os.write(descriptor, view)
+        if not written:
+            raise OSError(errno.EIO, "the disk takes no more bytes")
+        view = view[written:]
+
+
+@contextmanager
 def whole_folder(path: Path, kept: Callable[[str], bool] | None = None) -> Iterator[Path]:
     """A new folder to write into, which then takes the name `path`, as replace_folder; on an error it goes. OSError."""
     fresh = temporary_name(path)
@@ -110,6 +131,16 @@ def whole_folder(path: Path, kept: Callable[[str], bool] | None = None) -> Itera
         replace_folder(path, fresh, kept)
     finally:
         shutil.rmtree(fresh, ignore_errors=True)
+
+
+@contextmanager
+def discarded_on_error(folder: Path) -> Iterator[None]:
+    """Removes an unfinished folder when what fills it fails."""
+    try:
+        yield
+    except BaseException:
+        shutil.rmtree(folder, ignore_errors=True)
+        raise
 
 
 def replace_folder(path: Path, fresh: Path, kept: Callable[[str], bool] | None = None) -> None:

@@ -10,6 +10,7 @@ from tiny_engines import tiny
 
 from llmq.data.tokens.token_file import TokenWriter
 from llmq.files.checkpoint import load
+from llmq.files.manifest import canonical
 from llmq.model.config import to_hf
 
 T = 16
@@ -56,3 +57,13 @@ def hash_of(tensors):
     """SHA-256 over names, dtypes, shapes and bytes, the same for any order."""
     digests = [(name, str(a.dtype), a.shape, hashlib.sha256(a.tobytes()).hexdigest()) for name, a in tensors]
     return hashlib.sha256(repr(sorted(digests)).encode()).hexdigest()
+
+
+def change_manifest(path, change):
+    """Changes what a checkpoint's manifest says, with the checksum that it then has."""
+    file = Path(path) / "manifest.json"
+    record = json.loads(file.read_text())
+    del record["sha256"]
+    change(record)
+    record["sha256"] = hashlib.sha256(canonical(record)).hexdigest()
+    file.write_text(json.dumps(record))

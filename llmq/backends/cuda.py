@@ -103,13 +103,14 @@ class DeviceMemory:
         runtime.memcpyAsync(array.data.ptr, host.ctypes.data, host.nbytes, runtime.memcpyHostToDevice, self._stream.ptr)
         self._stream.synchronize()
 
-    def read(self, name: str) -> np.ndarray:
-        """A copy of a storage on the host; waits for everything before it."""
+    def read(self, name: str, into: np.ndarray | None = None) -> np.ndarray:
+        """A copy of a storage on the host, in memory of its own or `into` an array; waits for everything before it."""
         array = self._arrays[name]
+        host = np.empty(array.shape, self._dtypes[name]) if into is None else into
         if isinstance(array, np.ndarray):
             self._stream.synchronize()
-            return array.copy()
-        host = np.empty(array.shape, self._dtypes[name])
+            host[...] = array
+            return host
         runtime.memcpyAsync(host.ctypes.data, array.data.ptr, host.nbytes, runtime.memcpyDeviceToHost, self._stream.ptr)
         self._stream.synchronize()
         return host
@@ -248,6 +249,10 @@ class CudaBackend:
     def peak_bytes(self) -> int:
         """Device memory that was free when this backend began and is not now: nothing is given back before the end."""
         return self._free_bytes - int(runtime.memGetInfo()[0])
+
+    def host_bytes(self, num_bytes: int) -> np.ndarray:
+        """Page-locked memory, or ordinary memory where the system refuses to lock that much."""
+        return _pinned(num_bytes)[0]
 
     def memory(self, persistent: Mapping[str, Ref], arena_bytes: Mapping[str, int]) -> DeviceMemory:
         """Memory of the current device, and of the host as far as the plan has something there."""

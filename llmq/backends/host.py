@@ -44,9 +44,12 @@ class HostMemory:
         """Sets a storage from host values of any float dtype, rounded to nearest even."""
         self._arrays[name][...] = values
 
-    def read(self, name: str) -> np.ndarray:
-        """A copy of a storage on the host."""
-        return self._arrays[name].copy()
+    def read(self, name: str, into: np.ndarray | None = None) -> np.ndarray:
+        """A copy of a storage on the host, in memory of its own or `into` an array of its shape and dtype."""
+        if into is None:
+            return self._arrays[name].copy()
+        into[...] = self._arrays[name]
+        return into
 
     def read_scalars(self, names: Sequence[str]) -> list[float]:
         """First elements of some storages."""
@@ -77,6 +80,10 @@ class HostBackend:
     def peak_bytes(self) -> int:
         """Largest resident size of this process."""
         return peak_resident_bytes()
+
+    def host_bytes(self, num_bytes: int) -> np.ndarray:
+        """Ordinary memory."""
+        return np.empty(num_bytes, np.uint8)
 
     def memory(self, persistent: Mapping[str, Ref], arena_bytes: Mapping[str, int]) -> HostMemory:
         """Arrays of the host."""

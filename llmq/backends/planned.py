@@ -7,6 +7,8 @@ from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
+
 from llmq.backends import BackendMemory, Launch, Op, Run, checked_scratch
 from llmq.ops import cuda
 from llmq.ops.cuda.attention import attention_kernels, is_exact
@@ -43,6 +45,10 @@ class PlannedBackend:
         return planned_scratch(call, self._deterministic, self._capability)
 
     def prepare(self, calls: Iterable[Call]) -> None:
+        """Never called: see `memory`."""
+        raise NotImplementedError("a GPU that is only planned for")
+
+    def host_bytes(self, num_bytes: int) -> np.ndarray:
         """Never called: see `memory`."""
         raise NotImplementedError("a GPU that is only planned for")
 

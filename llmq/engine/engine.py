@@ -160,10 +160,10 @@ class Engine:
 
     # state
 
-    def state(self) -> Iterator[tuple[str, np.ndarray]]:
-        """Name and host copy of everything that a bit-exact resume needs, one at a time."""
+    def state(self, into: Callable[[str], np.ndarray] | None = None) -> Iterator[tuple[str, np.ndarray]]:
+        """Name and host copy of everything that a bit-exact resume needs, one at a time; `into(name)` holds a copy."""
         for name in self.plan.state():
-            yield name, self._memory.read(name)
+            yield name, self._memory.read(name, into and into(name))
 
     def restore(self, read: Callable[[str], np.ndarray], frozen: Iterable[tuple[Row, np.ndarray]] = ()) -> None:
         """Sets the state from `read(name)`, and the `frozen` rows, which it lacks; makes all copies of the weights."""

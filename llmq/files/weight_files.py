@@ -14,7 +14,8 @@ from llmq.model.config import DEQUANTIZE, TORCH_NAMES, read_json
 WEIGHTS, INDEX = "model.safetensors", "model.safetensors.index.json"
 FILE_DTYPES = {file: name for file, name in OUR_NAMES.items() if name in TORCH_NAMES}
 CHUNK_BYTES = 64 << 20  # what is read, compared or converted at a time
-SHARD_NAME = re.compile(r"[^/\\\0]+\.safetensors")
+SHARD_NAME = re.compile(r"[^/\\\x00-\x1f\ud800-\udfff]+\.safetensors")
+LONGEST_NAME = 255  # bytes of UTF-8 that a file system takes
 _CONVERT = (
     'convert it once with transformers: python -c "from transformers import AutoModelForCausalLM as M; '
     "M.from_pretrained('SOURCE').save_pretrained('NEW_FOLDER')\""
@@ -41,7 +42,7 @@ def index_files(path: Path) -> list[str]:
     weight_map = read_json(path).get("weight_map")
     names = list(weight_map.values()) if isinstance(weight_map, dict) else []
     for name in names:
-        if not isinstance(name, str) or not SHARD_NAME.fullmatch(name):
+        if not isinstance(name, str) or not SHARD_NAME.fullmatch(name) or len(name.encode()) > LONGEST_NAME:
             raise DataError(f"{path}: {name!r} in weight_map is not the name of a safetensors file in that folder")
     if not names:
         raise DataError(f"{path} has no weight_map, or an empty one")

@@ -199,14 +199,19 @@ def _unlike(values: Mapping[str, Any], told: Mapping[str, Any]) -> dict[str, Any
     """What is still to tell, beside `told`, to give these values."""
     plain = Options.parse(told)
     now = {**plain.to_flat(), **plain.templates}
-    return {k: v for k, v in values.items() if k not in (*told, "continue") and v is not None and v != now[k]}
+    return {k: v for k, v in values.items() if k not in (*told, "continue", "reset") and v is not None and v != now[k]}
 
 
 def changed(before: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:
-    """`--weight-decay 0.1 to 0.0` for each option that differs between two results of `to_flat`."""
+    """`--weight-decay 0.1 to 0.0` for each option that differs between two results of `to_flat`.
+
+    One that an earlier release did not have was at its default.
+    """
 
     def shown(value: Any) -> str:
         return "not set" if value is None else str(value)
 
-    keys = [key for key in now if key not in ("continue", "overwrite", "verbosity") and now[key] != before.get(key)]
-    return [f"{flag(key)} {shown(before.get(key))} to {shown(now[key])}" for key in keys]
+    once = ("continue", "reset", "overwrite", "verbosity")
+    old = {key: before.get(key, d.default) for key, d in descriptions().items()}
+    keys = [key for key in now if key not in once and now[key] != old[key]]
+    return [f"{flag(key)} {shown(old[key])} to {shown(now[key])}" for key in keys]

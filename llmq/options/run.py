@@ -30,6 +30,14 @@ def _which_checkpoint(value: Any) -> Any:
     return value
 
 
+def _with_commas(value: Any) -> Any:
+    given = [value] if isinstance(value, str) else value
+    if isinstance(given, (list, tuple)) and all(isinstance(item, str) for item in given):
+        return tuple(dict.fromkeys(part.strip() for item in given for part in item.split(",") if part.strip()))
+    return value
+
+
+Resets = Annotated[tuple[Literal["optimizer", "data", "lr"], ...] | None, BeforeValidator(_with_commas)]
 Checkpoint = Annotated[int | Path | None, BeforeValidator(_which_checkpoint)]
 
 
@@ -68,6 +76,15 @@ class CheckpointOptions(Section):
         100, "Save a checkpoint every N steps; 0 saves only at the end.", "save_steps", ge=0, le=LARGEST_STEP
     )
     ckpt_keep_n: Int = option(2, "Newest checkpoints to keep; 0 keeps all.", "save_total_limit", ge=0, le=LARGEST_STEP)
+    ckpt_major: Int = option(
+        0,
+        "Save at multiples of N steps, too, and never delete these checkpoints; 0 for none.",
+        ge=0,
+        le=LARGEST_STEP,
+    )
+    save_best: Literal["eval/loss"] | None = option(
+        None, "Save after each evaluation that is the best so far, and never delete the best checkpoint.", shown="off"
+    )
     continue_: Checkpoint = option(
         None,
         "Resume from a checkpoint: the newest in --checkpoint-dir (newest, or no value), a step, or a folder; auto "
@@ -76,6 +93,17 @@ class CheckpointOptions(Section):
         metavar="[newest|auto|STEP|PATH]",
         kind="optional_value",
     )
+    reset: Resets = option(
+        None,
+        "What a resumed run starts anew, with commas: optimizer (moments at zero), data (its first sample; it may be "
+        "other data), lr (the schedule, over the steps that are left).",
+        shown="nothing",
+        metavar="[optimizer,data,lr]",
+    )
+
+    def contradictions(self) -> Iterator[str]:
+        if self.reset and self.continue_ is None:
+            yield f"--reset {','.join(self.reset)} is for a run that resumes: add --continue, or leave it out"
 
 
 class ExportOptions(Section):

@@ -113,6 +113,11 @@ class Plan:
         return {name: self.persistent[name] for name in names + scales}
 
     @property
+    def moment_names(self) -> frozenset[str]:
+        """The storages of the optimizer's moments."""
+        return frozenset(storage_name(ref) for state in self.moments.values() for ref in (state.m, state.v))
+
+    @property
     def total_bytes(self) -> int:
         """Bytes that the run allocates on the device."""
         return sum(self.table().values())

@@ -1,4 +1,4 @@
-"""Ctrl-C, SIGTERM and SIGHUP: in training the first asks a run to end after its step; elsewhere they end it at once."""
+"""Ctrl-C, SIGTERM, SIGHUP and SIGUSR1: the first asks training to end after its step; elsewhere it ends at once."""
 
 from __future__ import annotations
 
@@ -13,7 +13,12 @@ from typing import Any
 
 from llmq.errors import INTERRUPTED, TERMINATED
 
-EXIT_CODES = {signal.SIGINT: INTERRUPTED, signal.SIGTERM: TERMINATED, signal.SIGHUP: TERMINATED}
+EXIT_CODES = {
+    signal.SIGINT: INTERRUPTED,
+    signal.SIGTERM: TERMINATED,
+    signal.SIGHUP: TERMINATED,
+    signal.SIGUSR1: TERMINATED,  # what a batch system sends ahead of a job's time limit
+}
 HEARD = "\nEnding after this step. A second Ctrl-C ends at once, without the steps since the last checkpoint.\n"
 
 
@@ -44,7 +49,8 @@ class Interrupt:
 
     def _handle(self, number: int, frame: FrameType | None) -> None:
         self.exit_code = EXIT_CODES[signal.Signals(number)]
-        self._restore()  # the second signal does what it did before
+        if number != signal.SIGUSR1:  # which comes more than once, or ahead of SIGTERM
+            self._restore()  # the second signal does what it did before
         if number == signal.SIGINT:
             with suppress(OSError, ValueError):  # print() could be the very thing that was interrupted
                 os.write(sys.stderr.fileno(), HEARD.encode())

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -14,13 +14,12 @@ import numpy as np
 from llmq.backends import Backend, open_backend
 from llmq.blocks.attention import Packing
 from llmq.data.batches.loader import Data, open_data
-from llmq.data.batches.masked_sample import sample_text
 from llmq.data.batches.named_data import NamedData, open_named
 from llmq.data.batches.trained_template import exported_templates
 from llmq.data.tokens.rebuilt_tokenizer import rebuilt_warning
-from llmq.disk import MIB, check_free_space, remove_folder, shown, storage
+from llmq.disk import check_free_space, remove_folder, shown, storage
 from llmq.errors import UsageError
-from llmq.files.checkpoint import NAME, Checkpoints, checkpoint_bytes, load_state
+from llmq.files.checkpoint import EVAL_LOSS, Checkpoints, check_same, load
 from llmq.files.huggingface import (
     Export,
     export_folder,
@@ -31,15 +30,17 @@ from llmq.files.huggingface import (
     overwrites,
     refuse_taken,
 )
+from llmq.files.manifest import found
 from llmq.files.run_lock import held, kept_folder, replaced_whole
 from llmq.files.source import ModelSource, Values, initial_parameters, open_parameters, open_source
 from llmq.files.tensor_files import Piece
+from llmq.files.writers import checkpoint_bytes
 from llmq.hardware import device, gemm_speed
 from llmq.hardware.device import Device
 from llmq.hardware.gemm_speed import GemmSpeed
 from llmq.model import optimizer
 from llmq.model.config import FAMILIES, ModelConfig
-from llmq.model.parameters import num_parameters, padded_vocab, rows_of_file
+from llmq.model.parameters import padded_vocab, rows_of_file
 from llmq.options.commands import continue_command
 from llmq.options.parse import Options, told_options
 from llmq.options.run import RunOptions
@@ -51,11 +52,13 @@ from llmq.plan.spec import Spec
 from llmq.row import Row
 from llmq.tensor import DTYPES
 from llmq.training import auto
+from llmq.training.describe import describe
 from llmq.training.gpu_log import GpuWatch
 from llmq.training.log import RunLog
 from llmq.training.schedule import Schedule, make_schedule
 
 UNKNOWN_STEPS = 1_000_000  # planned for where neither the data nor --steps says how long the run is
+HOST_RESERVE = 0.05  # of the host's memory stays free when checkpoints are copied into it
 
 
 @dataclass(frozen=True)
@@ -99,6 +102,31 @@ class Job:
         """The tensors of a checkpoint."""
         return [Piece(name, ref.shape, DTYPES[ref.dtype]) for name, ref in self.plan.state().items()]
 
+    def memory_aside(self, say: Callable[[str], None]) -> Callable[[int], np.ndarray] | None:
+        """What gives host memory for a copy of a checkpoint, which is written while training goes on.
+
+        None, having said so, where the host has too little for it.
+        """
+        needed, (total, free) = self.checkpoint_copy_bytes, device.memory_bytes()
+        needed += sum(sum(self.plan.table(home).values()) for home in self._host_homes)
+        if needed + HOST_RESERVE * total <= free:
+            return self.backend.host_bytes
+        say(
+            f"Training waits while a checkpoint is written: to save beside it, the run needs {shown(needed)} of host "
+            f"memory beyond {shown(int(HOST_RESERVE * total))} that stay free, and {shown(free)} are free"
+        )
+        return None
+
+    @property
+    def _host_homes(self) -> tuple[str, ...]:
+        """The homes of the plan that are in host memory."""
+        return ("host", "device") if self.device.kind == "cpu" else ("host",)
+
+    @property
+    def checkpoint_copy_bytes(self) -> int:
+        """Host memory that a copy of a checkpoint takes."""
+        return sum(piece.num_bytes for piece in self.checkpoint_pieces)
+
     @property
     def must_match(self) -> dict[str, Any]:
         """What a checkpoint has in common with the run that continues it: else it would be another run."""
@@ -109,6 +137,14 @@ class Job:
             "parameters": {row.name: list(row.shape) for row in self.plan.rows},
             **self.plan.spec.precision.identity(),
         }
+
+    def check_same(self, saved: Mapping[str, Any]) -> None:
+        """UsageError naming what must match the checkpoint and does not; the data need not where it begins anew."""
+        now = self.must_match
+        if "data" in self.checkpoints.resets:
+            now = {name: value for name, value in now.items() if name not in self.data.identity()}
+            saved = {name: value for name, value in saved.items() if name in now}
+        check_same(saved, now)
 
 
 @contextmanager
@@ -141,7 +177,7 @@ def prepare(options: Options, log: RunLog) -> Job:
     dtypes, is_timed = _resolve_precision(options, source.config, where, past)
     data = _open_data(options, source, named, seed, device.packing_problem(where, dtypes.model), past)
     config = _exported_config(source, data, early)
-    schedule = _make_schedule(options, data, past)
+    schedule = _make_schedule(options, data, past, evaluates=log.eval_due(0, last=True))
     spec = _make_spec(options, config, dtypes, data, where, seed)
     speed = None if _plans_only(options.run) else gemm_speed.measure(where)
     backend = _open_backend(options, where, past)
@@ -174,7 +210,7 @@ def prepare(options: Options, log: RunLog) -> Job:
         warnings=tuple(text for text in (warning, speed and speed.warning) if text),
     )
     _check_memory(job, deterministic=device.backend_settings(options.system, where)["deterministic"])
-    _describe(job, log, told_options(options), matmuls, _check_disk(job, past.step))
+    describe(job, log, told_options(options), matmuls, _check_disk(job, past.step))
     _remove_earlier(job, past, log)
     return job
 
@@ -203,8 +239,8 @@ def _open_past(options: Options, log: RunLog) -> _Past:
     checkpoints, plans_only = Checkpoints(options.checkpoint), _plans_only(options.run)
     continues = options.to_flat()["continue"] is not None
     starts_over = not continues and (plans_only or overwrites(options.export))
-    path = None if starts_over else checkpoints.start(writes=not plans_only)
-    state = load_state(path) if path else {}
+    path = None if starts_over else checkpoints.start(log.warn, log.say, writes=not plans_only)
+    state = load(path, verified=False)[0] if path else {}
     replaces_model = plans_only or is_of_run(options.export, state.get("options", {}))
     if not replaces_model:
         refuse_taken(options.export)
@@ -217,7 +253,7 @@ def _remove_earlier(job: Job, past: _Past, log: RunLog) -> None:
     """Removes checkpoints and log of an earlier run that is to go; its model stays until the new one is complete."""
     if job.plans_only or not past.starts_over:
         return
-    there = sorted(path for path in past.checkpoints.folder.glob("step-*") if NAME.fullmatch(path.name))
+    there = list(found(past.checkpoints.folder).values())
     for path in there:
         with storage(path, "the checkpoint cannot be deleted"):
             remove_folder(path)
@@ -258,7 +294,7 @@ def _open_data(
     data = open_data(
         options.data, source.config.vocab_size, seed, tokenizer=required, named=named, cannot_pack=cannot_pack
     )
-    if past.path:
+    if past.path and "data" not in past.checkpoints.resets:
         data.layout.refuse_other(past.state)
     return data
 
@@ -275,10 +311,16 @@ def _exported_config(source: ModelSource, data: Data, notices: list[str]) -> Mod
     return replace(config, max_position=data.seq_len)
 
 
-def _make_schedule(options: Options, data: Data, past: _Past) -> Schedule:
-    """The schedule; UsageError if the checkpoint is beyond its end. Without data, an epoch is long enough for any."""
+def _make_schedule(options: Options, data: Data, past: _Past, *, evaluates: bool) -> Schedule:
+    """The schedule; UsageError if the checkpoint is beyond its end, or if it lacks evaluations that are asked for.
+
+    Without data, an epoch is long enough for any.
+    """
+    if data.is_there:
+        _check_best(past.checkpoints, data, evaluates=evaluates)
+    start = past.step if "lr" in past.checkpoints.resets else past.state.get("rate_from", 0)
     samples = data.train.num_windows if data.is_there else UNKNOWN_STEPS * data.samples_per_step
-    schedule = make_schedule(options.schedule, samples, data.samples_per_step)
+    schedule = make_schedule(options.schedule, samples, data.samples_per_step, start)
     if past.step > schedule.steps:
         raise UsageError(
             f"{past.path} is of step {past.step}, and this run ends after {schedule.steps}: raise --steps or "
@@ -351,48 +393,13 @@ def _with_end_tokens(source: ModelSource, ends: tuple[int, ...]) -> ModelConfig:
     return replace(config, eos_token_ids=tuple(dict.fromkeys((*config.eos_token_ids, *ends))))
 
 
-def _describe(
-    job: Job,
-    log: RunLog,
-    told: Collection[str],
-    matmuls: Mapping[str, str],
-    needs: Mapping[str, tuple[Path, int]],
-) -> None:
-    """The sections of the log that say what will be run; of a dry run, what it `needs` on the disk, too.
-
-    Nothing is refused from here on: an error is the first thing that is seen of a run.
-    """
-    plan, data, config = job.plan, job.data, job.plan.spec.config
-    log.options(job.options, told)
-    measured = {"measured": f"matrix products at {job.speed.line}"} if job.speed else {}
-    log.system({**device.system_facts(job.device), **measured})
-    log.model(job.source.name, parameters=num_parameters(rows_of_file(plan.rows)), architecture=config.architecture)
-    windows = data.train.num_windows
-    per_epoch = None if windows is None else -(-windows // data.samples_per_step)
-    total_steps = job.schedule.steps if data.is_there else job.options["steps"]
-    steps = {"tokens per step": job.tokens_per_step, "steps per epoch": per_epoch, "steps": total_steps}
-    shares = [asdict(share) for share in data.shares(job.schedule.steps * data.samples_per_step)]
-    log.dataset(data.train.files, data.eval.files if data.eval else (), mixture=shares, **steps, **data.facts())
-    if sample := sample_text(data.train.token_files, data.tokenizer_folder):
-        log.say(sample)
-    if matmuls:
-        log.matmuls(matmuls)
-    table = {name: size / MIB for name, size in plan.table().items()}
-    other = table.pop("Other")
-    total, free = device.memory_bytes(job.device)
-    left = max(free - plan.total_bytes, 0) / MIB
-    hint = "a larger --batch-size"
-    hint += (", or fewer --recompute flags," if plan.spec.memory.flags else "") + " would use them"
-    if (chunks := plan.spec.memory.attention_chunks) > 1 and job.options["attn_bwd_chunks"] == memory.AUTO:
-        log.say(f"Attention's backward runs in {chunks} chunks of the batch, so that it needs less memory")
-    log.allocator({**table, "Free": left, "Reserved": max(total - free, 0) / MIB, "Other": other}, hint=hint)
-    for text in (
-        (*job.notices, *job.warnings) if job.plans_only else ()
-    ):  # else they go to the log, too, which is not open yet
-        log.say(text)
-    if job.plans_only:
-        log.say(f"On {job.device.kind}: {shown(plan.total_bytes)} of {shown(free)} that are free")
-        log.say("On disk: " + ", ".join(f"{what} {shown(size)}" for what, (_, size) in needs.items()))
+def _check_best(checkpoints: Checkpoints, data: Data, *, evaluates: bool) -> None:
+    """UsageError if the best checkpoint is to be kept and nothing is evaluated."""
+    if checkpoints.saves_best and (data.eval is None or not evaluates):
+        raise UsageError(
+            f"--save-best {EVAL_LOSS} goes by evaluations, and this run makes none: give evaluation data and "
+            "--eval-every-n-steps above 0, or leave it out"
+        )
 
 
 def _check_memory(job: Job, *, deterministic: bool) -> None:

@@ -225,10 +225,10 @@ class RunLog:
         self.say(f"Warning: {text}", least=SUMMARY)
         self.record("notice", step=self._step, text=text, warning=True)
 
-    def checkpoint(self, path: object, **facts: Any) -> None:
-        """A checkpoint was completed at `path`."""
+    def checkpoint(self, path: object, step: int) -> None:
+        """The checkpoint of `step` was completed at `path`."""
         self.say(f"Checkpoint: {path}")
-        self.record("checkpoint", step=self._step, path=str(path), **facts)
+        self.record("checkpoint", step=step, path=str(path))
 
     def end(self, reason: str, warnings: Sequence[str] = (), **metrics: Any) -> None:
         """The run is over: `reason` is finished, interrupted, terminated or failed.

@@ -25,7 +25,10 @@ from llmq.data.tokens.rebuilt_tokenizer import rebuilt_warning
 from llmq.disk import MIB
 from llmq.engine.engine import Engine, StepResult
 from llmq.errors import INTERRUPTED, NonFiniteError, StorageError
-from llmq.files.checkpoint import check_same, load, save
+from llmq.files.background import Saver, Snapshot
+from llmq.files.checkpoint import EVAL_LOSS, load
+from llmq.files.slow_work import SlowWork
+from llmq.files.writers import Keep
 from llmq.hardware import device
 from llmq.model import speed_of_light as sol
 from llmq.model.parameters import rows_of_file
@@ -85,9 +88,10 @@ def run(options: Options, *, watch: Watch | None = None, console: TextIO | None 
         job = prepare(options, log)
         if job.plans_only:
             return TrainResult(plan=job.plan)
-        with Interrupt() as interrupt:
+        saver = Saver(job.checkpoints.folder, log.say, job.memory_aside(log.say))
+        with Interrupt() as interrupt, saver:
             try:
-                return _Run(job, log, interrupt, watch or (lambda record: None), began).finish()
+                return _Run(job, log, interrupt, saver, watch or (lambda record: None), began).finish()
             except Exception as error:
                 with suppress(StorageError):  # a log that cannot be written must not hide what ended the run
                     log.end("failed", error=str(error) or type(error).__name__)
@@ -97,8 +101,9 @@ def run(options: Options, *, watch: Watch | None = None, console: TextIO | None 
 class _Run:
     """One training run from its first allocation to its exported model."""
 
-    def __init__(self, job: Job, log: RunLog, interrupt: Interrupt, watch: Watch, began: float) -> None:
+    def __init__(self, job: Job, log: RunLog, interrupt: Interrupt, saver: Saver, watch: Watch, began: float) -> None:
         self.job, self.log, self.interrupt, self.watch, self.began = job, log, interrupt, watch, began
+        self.saver, self.saving = saver, 0  # and the step of the newest save that was begun
         self.engine, self.light_s = Engine(job.plan, job.backend), _light_s(job)
         self.progress = Progress()
         self.fp8 = Fp8Watch(self)
@@ -124,8 +129,12 @@ class _Run:
             except Exception as error:
                 if not isinstance(error, NonFiniteError):  # its weights are not worth going on from
                     self._rescue()
+                else:
+                    with suppress(StorageError):
+                        self._settle()
                 raise
-            self._save()  # first of all: whoever sent SIGTERM does not wait for long
+            self._save()  # first of all: who sent SIGTERM does not wait for long
+            self._settle()
         if self.interrupt:
             way_on = f"Resume with:\n  {job.continue_command}" if self.saved else "Nothing is saved: start again."
             log.say(f"Stopped after step {self.progress.step}. {way_on}", least=SUMMARY)
@@ -147,11 +156,20 @@ class _Run:
             self.log.begin(num_steps=job.schedule.steps)
             self._warn()
             return
-        state, read = load(job.resume)
-        check_same(state["must_match"], job.must_match)
+        state, reader = load(job.resume, verified=False)  # it was, when it was chosen
+        job.check_same(state["must_match"])
+        resets = job.checkpoints.resets
+        moments = job.plan.moment_names if "optimizer" in resets else ()
+        work = SlowWork(f"Reading {job.resume}", job.checkpoint_copy_bytes, self.log.say)
+
+        def read(name: str) -> np.ndarray:
+            value = reader(name)
+            work.moved(value.nbytes)
+            return np.zeros_like(value) if name in moments else value
+
         engine.restore(read, job.frozen())
-        self.progress = Progress.read(state)
-        self.saved = self.progress.step
+        self.progress = Progress.read(state).anew(resets)
+        self.saved = self.saving = self.progress.step
         self.result = replace(self.result, checkpoint_path=job.resume)
         self.log.begin(resume_step=self.saved, num_steps=job.schedule.steps)
         self.log.notice(f"Continued from {job.resume}")
@@ -178,6 +196,7 @@ class _Run:
 
     def _step(self, loader: Loader) -> None:
         """One optimizer step, and what is due after it."""
+        self._settle(wait=False)  # what made the last save fail ends the run here
         job, step, start = self.job, self.progress.step + 1, time.perf_counter()
         wait_ms, real = 0.0, 0
         for micro_step in range(job.data.grad_accumulation):
@@ -193,7 +212,7 @@ class _Run:
                 job.gpu.begin()  # the GPU works on the step from here on
         rate = job.schedule.learning_rate(step)
         self.updating = True
-        done = self.engine.update(step, rate)
+        done = self.engine.update(step - self.progress.moments_from, rate)
         seconds = time.perf_counter() - start
         self._advance(batch, done)
         self.updating = False
@@ -220,10 +239,10 @@ class _Run:
             self.log.notice(text)
         if len(self.speeds) == 1 and job.backend.algorithms:
             self.log.record("algorithms", **job.backend.algorithms)
-        if last:
+        if last and not job.checkpoints.saves_best:
             self._save()  # before an evaluation that may take long
         self._evaluate_if_due()
-        if job.checkpoints.due(step, last=last):
+        if any((job.checkpoints.due(step, last=last), self._is_best(), job.checkpoints.asked())):
             self._save()
 
     def _advance(self, batch: Batch, done: StepResult) -> None:
@@ -243,12 +262,13 @@ class _Run:
     def switch(self, plan: Plan) -> None:
         """Goes on under another plan, with fewer fp8 scales, as a resume from a checkpoint of this step would."""
         self._save()
+        self._settle()
         job, old, path = self.job, self.job.plan, self.result.checkpoint_path
         assert path is not None
         del self.engine  # its memory is what the other one gets
         self.engine, self.job = Engine(plan, job.backend), replace(job, plan=plan)
         self.light_s = _light_s(self.job)
-        _, read = load(path)
+        _, read = load(path, verified=False)
         self.engine.restore(carried(read, old, plan), self.job.frozen())
 
     def _note(self, record: TrainRecord, last: bool) -> None:
@@ -302,18 +322,24 @@ class _Run:
     def _rescue(self) -> None:
         """Saves the finished steps before an error ends the run; no older checkpoint goes for that."""
         try:
+            self._settle()
             if self.updating:
                 raise RuntimeError("the error came within an update")
             self._save(beside=True)
+            self._settle()
         except Exception as error:  # the one that ends the run is raised; this one is told
             if (lost := self.progress.step - self.saved) > 0:
                 self.log.say(f"The {lost} steps since the last checkpoint are lost: {error}")
 
     def _save(self, *, beside: bool = False) -> None:
-        """A checkpoint of this step, unless it is there; with `beside`, or if it was refused, all older ones stay."""
-        job, step = self.job, self.progress.step
-        if self.saved == step:
+        """Begins a checkpoint of this step, unless it is there or under way.
+
+        With `beside`, or if the step was refused, all older ones stay.
+        """
+        job, now = self.job, self.progress
+        if now.step in (self.saved, self.saving):
             return
+        self._settle()
         state = {
             **self.progress.stored,
             "options": job.options,
@@ -322,12 +348,28 @@ class _Run:
             "algorithms": job.backend.algorithms,
             "sites": {"matmul": job.plan.spec.precision.matmul, "wide": list(job.plan.spec.precision.wide)},
         }
-        beside = beside or self.progress.rejected > 0  # theirs may be the last sound weights
-        keep = 0 if beside else job.checkpoints.keep
-        path = save(job.checkpoints.folder, step, job.checkpoint_pieces, self.engine.state(), state, keep=keep)
-        self.saved = step
-        self.result = replace(self.result, checkpoint_path=path)
-        self.log.checkpoint(path)
+        is_known = now.evaluated == now.step and math.isfinite(now.eval_loss)
+        metrics = {EVAL_LOSS: now.eval_loss} if is_known else {}
+        beside = beside or now.rejected > 0  # theirs may be the last sound weights
+        snapshot = Snapshot(now.step, job.checkpoint_pieces, self.engine.state, state, metrics)
+        self.saver.save(snapshot, Keep() if beside else job.checkpoints.keep)
+        self.saving = now.step
+        self._settle(wait=False)
+
+    def _settle(self, *, wait: bool = True) -> None:
+        """Notes a save that is complete, having waited for it or not; StorageError if it failed."""
+        saving, self.saving = self.saving, self.saved  # one that failed is begun again if it is due
+        path = self.saver.finished(wait=wait)
+        if path is not None:
+            self.saved = saving
+            self.result = replace(self.result, checkpoint_path=path)
+            self.log.checkpoint(path, saving)
+        self.saving = saving
+
+    def _is_best(self) -> bool:
+        """Whether this step has just been evaluated, and is the best of the run."""
+        now = self.progress
+        return now.evaluated == now.step and self.job.checkpoints.improves(now.eval_loss)
 
     def _export(self) -> list[str]:
         """Writes the model, unless it is ruined; returns warnings about it, which say how to go on.

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
-from dataclasses import dataclass, field
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from llmq.training.health import Course
@@ -27,8 +27,21 @@ class Progress:
     losses: tuple[float, int] = (0.0, 0)  # sum and number of the steps' losses since then
     train_loss: float = math.nan  # of this step
     eval_loss: float = math.nan  # of the newest evaluation
+    moments_from: int = 0  # step at which the optimizer's moments were zero
+    rate_from: int = 0  # step at which the schedule began
     low: Mapping[str, int] = field(default_factory=dict)  # site: low fp8 readings in a row
     fell_back: tuple[str, ...] = ()  # sites that left fp8 in this run
+
+    def anew(self, resets: Collection[str]) -> Progress:
+        """With what --reset names begun at this step."""
+        fresh: dict[str, Any] = {}
+        if "optimizer" in resets:
+            fresh |= {"moments_from": self.step}
+        if "lr" in resets:
+            fresh |= {"rate_from": self.step}
+        if "data" in resets:
+            fresh |= {"position": 0, "stream": None}
+        return replace(self, **fresh)
 
     @property
     def stored(self) -> dict[str, Any]:
@@ -42,12 +55,14 @@ class Progress:
             "losses": to_json(self.losses),
             "train_loss": to_json(self.train_loss),
             "eval_loss": to_json(self.eval_loss),
+            "moments_from": self.moments_from,
+            "rate_from": self.rate_from,
             "fp8": {"low": dict(self.low), "fell_back": list(self.fell_back)},
         }
 
     @classmethod
     def read(cls, state: Mapping[str, Any]) -> Progress:
-        """From the state of a checkpoint; earlier releases had no streams, no course and no count of refused steps."""
+        """From the state of a checkpoint; earlier releases had no streams, course, resets and refused steps."""
         total, count = state["losses"]
         return cls(
             step=state["step"],
@@ -59,6 +74,8 @@ class Progress:
             losses=(float(total), count),
             train_loss=float(state["train_loss"]),
             eval_loss=float(state["eval_loss"]),
+            moments_from=state.get("moments_from", 0),
+            rate_from=state.get("rate_from", 0),
             low=state["fp8"]["low"],
             fell_back=tuple(state["fp8"]["fell_back"]),
         )

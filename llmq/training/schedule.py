@@ -1,7 +1,7 @@
 """How long a run is, and the learning rate of each of its updates: a plain function of the update's number.
 
 With x updates made before this one (x = step - 1, steps counted from 1), S steps in all, W of warmup, D of cooldown,
-and f the final fraction, the rate is peak * r(x):
+and f the final fraction, the rate is peak * r(x). A schedule that began anew at a step counts x and S from there.
 
     warmup      x < W        r = min(1, (x + 1) / W): the W-th update is the first at the peak, none is made at rate 0
     course      W <= x       p = (x - W) / (S - W) of the way
@@ -32,7 +32,10 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Schedule:
-    """A run of `steps` updates. `peak` is the largest rate, `final` a fraction of it."""
+    """A run of `steps` updates, `start` of them before this schedule began.
+
+    `peak` is the largest rate, `final` a fraction of it.
+    """
 
     steps: int
     peak: float
@@ -40,20 +43,22 @@ class Schedule:
     cooldown: int = 0
     final: float = 1.0
     shape: str = "constant"  # or cosine, linear, wsd
+    start: int = 0
 
     def learning_rate(self, step: int) -> float:
         """Rate of update number `step`, from 1; after the last one, the final rate."""
-        x = min(step - 1, self.steps)
+        steps = self.steps - self.start
+        x = min(step - 1 - self.start, steps)
         if x < self.warmup:
             return self.peak * (x + 1) / self.warmup
-        start = self.steps - self.cooldown
-        if x <= start:
-            return self.peak * self._course(x)
-        level = self._course(start)
-        return self.peak * (level + (self.final - level) * (x - start) / self.cooldown)
+        falls = steps - self.cooldown
+        if x <= falls:
+            return self.peak * self._course(x, steps)
+        level = self._course(falls, steps)
+        return self.peak * (level + (self.final - level) * (x - falls) / self.cooldown)
 
-    def _course(self, x: int) -> float:
-        p = (x - self.warmup) / (self.steps - self.warmup) if self.steps > self.warmup else 0.0
+    def _course(self, x: int, steps: int) -> float:
+        p = (x - self.warmup) / (steps - self.warmup) if steps > self.warmup else 0.0
         if self.shape == "cosine":
             return self.final + (1 - self.final) * (1 + math.cos(math.pi * p)) / 2
         return 1 - (1 - self.final) * p if self.shape == "linear" else 1.0
@@ -80,17 +85,22 @@ def num_steps(options: ScheduleOptions, num_windows: int | None, windows_per_ste
     return steps
 
 
-def make_schedule(options: ScheduleOptions, num_windows: int | None, windows_per_step: int) -> Schedule:
-    """The schedule of a run over `num_windows` training windows. UsageError if warmup and cooldown do not fit."""
+def make_schedule(options: ScheduleOptions, num_windows: int | None, windows_per_step: int, start: int = 0) -> Schedule:
+    """The schedule of a run over `num_windows` training windows, which began at step `start`.
+
+    UsageError if warmup and cooldown do not fit.
+    """
     steps = num_steps(options, num_windows, windows_per_step)
-    problems = list(options.too_short(steps))
+    own = max(steps - start, 0)
+    problems = list(options.too_short(own)) if own else []
     if problems:
         raise UsageError(problems[0])
     return Schedule(
         steps=steps,
         peak=options.learning_rate,
-        warmup=warmup_steps(options.warmup, options.warmup_ratio, steps),
+        warmup=warmup_steps(options.warmup, options.warmup_ratio, own),
         cooldown=options.cooldown,
         final=options.final_lr_fraction,
         shape=options.lr_schedule,
+        start=start,
     )

@@ -100,12 +100,14 @@ import io, json, sys
 from pathlib import Path
 import llmq, llmq.training.job
 from llmq.backends.host import peak_resident_bytes
+from llmq.tensor import stored_bytes
 
 def resident():
     return next(int(line.split()[1]) << 10 for line in open("/proc/self/status") if line.startswith("VmRSS:"))
 
 def planned(plan, *others, check=llmq.training.job.refuse_if_too_large):
-    found.update(plan=plan.total_bytes, base=resident())
+    copy = sum(stored_bytes(ref) for ref in plan.state().values())  # from which checkpoints are written
+    found.update(plan=plan.total_bytes + copy, base=resident())
     Path("/proc/self/clear_refs").write_text("5")  # the peak starts again from here
     return check(plan, *others)
 
@@ -121,7 +123,7 @@ DEEP = {"num_layers": 4, "hidden_size": 256, "intermediate_size": 1024, "vocab_s
 
 
 def used_and_planned(folder: Path, shape: dict, **options) -> tuple[int, int]:
-    """Bytes that a run's process grew by at most, and those of its plan."""
+    """Bytes that a run's process grew by at most, and those of its plan and of a checkpoint's copy."""
     from llmq.data.tokens.token_file import TokenWriter
     from llmq.model.config import to_hf
 

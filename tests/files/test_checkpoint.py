@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import errno
-import json
 import os
 import random
 import resource
@@ -11,7 +10,6 @@ import shutil
 import signal
 import subprocess
 import sys
-import zlib
 from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
@@ -19,19 +17,12 @@ from types import SimpleNamespace
 import ml_dtypes
 import numpy as np
 import pytest
-from tiny_runs import hash_of
+from tiny_runs import change_manifest, hash_of
 
 from llmq.errors import DataError, LlmqError, StorageError, UsageError
-from llmq.files.checkpoint import (
-    STATE_BYTES,
-    Checkpoints,
-    check_same,
-    checkpoint_bytes,
-    find,
-    load,
-    save,
-)
+from llmq.files.checkpoint import Checkpoints, check_same, find, load
 from llmq.files.tensor_files import Piece
+from llmq.files.writers import MANIFEST_BYTES, Keep, checkpoint_bytes, save
 from llmq.options.run import CheckpointOptions
 
 
@@ -70,8 +61,12 @@ def options(folder: Path, **changes: object) -> CheckpointOptions:
     return CheckpointOptions.model_validate({"checkpoint_dir": str(folder), "ckpt_interval": 10, **changes})
 
 
+def started(given: CheckpointOptions, **how: bool) -> Path | None:
+    return Checkpoints(given).start(print, print, **how)
+
+
 def test_all_comes_back_as_saved(tmp_path: Path) -> None:
-    path = write(tmp_path / "new" / "folder", 12, shard_bytes=300)
+    path = write(tmp_path / "new" / "folder", 12, file_bytes=300)
     assert path == tmp_path / "new" / "folder" / "step-00000012"
     assert len(list(path.glob("*.safetensors"))) > 1
     state, read = load(path)
@@ -88,34 +83,34 @@ def test_all_comes_back_as_saved(tmp_path: Path) -> None:
 def test_what_is_on_disk_is_what_was_estimated(tmp_path: Path) -> None:
     path = write(tmp_path, 1)
     estimate = checkpoint_bytes(pieces(some_tensors()))
-    state = (path / "state.json").stat().st_size
-    assert sum(p.stat().st_size for p in path.iterdir()) == estimate - STATE_BYTES + state
-    assert state < STATE_BYTES
+    state = (path / "manifest.json").stat().st_size
+    assert sum(p.stat().st_size for p in path.iterdir()) == estimate - MANIFEST_BYTES + state
+    assert state < MANIFEST_BYTES
 
 
 def test_the_newest_are_kept(tmp_path: Path) -> None:
     for step in (5, 10, 15):
-        write(tmp_path, step, keep=2)
+        write(tmp_path, step, keep=Keep(2))
     assert names(tmp_path) == ["step-00000010", "step-00000015"]
-    write(tmp_path, 20, keep=0)
+    write(tmp_path, 20, keep=Keep(0))
     assert names(tmp_path) == ["step-00000010", "step-00000015", "step-00000020"]
-    write(tmp_path, 25, keep=1)
+    write(tmp_path, 25, keep=Keep(1))
     assert names(tmp_path) == ["step-00000025"]
 
 
 def test_newest_is_what_was_written_last(tmp_path: Path) -> None:
     for step in (8, 12, 10):
-        write(tmp_path, step, keep=2)
+        write(tmp_path, step, keep=Keep(2))
     assert find(tmp_path, "auto") == tmp_path / "step-00000010"  # 12 is of the line that was left at 8
     assert names(tmp_path) == ["step-00000010", "step-00000012"]
-    write(tmp_path, 11, keep=2)
+    write(tmp_path, 11, keep=Keep(2))
     assert names(tmp_path) == ["step-00000010", "step-00000011"]
 
 
 def test_a_step_saved_again_is_replaced(tmp_path: Path) -> None:
     write(tmp_path, 3)
     only = {"only": np.ones(2)}
-    path = save(tmp_path, 3, pieces(only), only.items(), {}, keep=2)
+    path = save(tmp_path, 3, pieces(only), only.items(), {}, keep=Keep(2))
     assert list(load(path)[1].tensors) == ["only"]
     assert names(tmp_path) == ["step-00000003"]
 
@@ -143,10 +138,12 @@ def test_finding(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.parametrize("damage", ["flip", "truncate", "remove", "state", "no state"])
-def test_a_damaged_newest_one_names_the_older_and_is_never_skipped(tmp_path: Path, damage: str) -> None:
+def test_a_damaged_newest_one_is_named_and_the_one_before_taken(
+    tmp_path: Path, damage: str, capsys: pytest.CaptureFixture[str]
+) -> None:
     for step in (1, 2, 3):
         path = write(tmp_path, step)
-    tensors, state = path / "tensors-00001.safetensors", path / "state.json"
+    tensors, state = path / "tensors-00000-00001.safetensors", path / "manifest.json"
     {
         "flip": lambda: flip(tensors),
         "truncate": lambda: os.truncate(tensors, 100),
@@ -154,29 +151,36 @@ def test_a_damaged_newest_one_names_the_older_and_is_never_skipped(tmp_path: Pat
         "state": lambda: flip(state, 30),
         "no state": state.unlink,
     }[damage]()
-    with pytest.raises(DataError, match=r"Others there: steps 1, 2; .* the newest with --continue \S*step-00000002\."):
-        load(find(tmp_path, "auto") or tmp_path)
-    with pytest.raises(DataError, match="steps 1, 2"):
-        load(find(tmp_path, 3) or tmp_path)
-    assert load(find(tmp_path, 2) or tmp_path)[0]["step"] == 2
-    write(tmp_path, 4, keep=2)
+    advice = r"Others there: steps 1, 2; .* the newest with --continue \S*step-00000002\."
+    for which in (3, path):  # asked for by name, it is an error
+        with pytest.raises(DataError, match=advice):
+            find(tmp_path, which, verified=True)
+    with pytest.raises(DataError, match=advice):
+        load(path)
+    assert find(tmp_path, "auto", verified=True) == tmp_path / "step-00000002"
+    said = capsys.readouterr().out
+    assert "step-00000003" in said and f"continues from the checkpoint before, {tmp_path / 'step-00000002'}" in said
+    flip(tmp_path / "step-00000001" / "manifest.json", 30)
+    flip(tmp_path / "step-00000002" / "tensors-00000-00001.safetensors")
+    with pytest.raises(DataError, match=r"(?s)every checkpoint is damaged:.*step-00000003.*step-00000002.*"):
+        find(tmp_path, "auto", verified=True)
+    write(tmp_path, 4, keep=Keep(2))
     assert find(tmp_path, "auto") == tmp_path / "step-00000004"
 
 
 def test_a_damaged_only_one_says_that_there_is_no_other(tmp_path: Path) -> None:
-    flip(write(tmp_path, 7) / "tensors-00001.safetensors")
+    flip(write(tmp_path, 7) / "tensors-00000-00001.safetensors")
     with pytest.raises(DataError, match=r"corrupt.*Others there: no checkpoints\."):
         load(tmp_path / "step-00000007")
 
 
 def test_a_newer_schema_is_refused(tmp_path: Path) -> None:
-    file = write(tmp_path, 7) / "state.json"
-    record = {**json.loads(file.read_text()), "schema": 2}
-    del record["crc32"]
-    record["crc32"] = zlib.crc32(json.dumps(record, sort_keys=True, separators=(",", ":")).encode())
-    file.write_text(json.dumps(record))
-    with pytest.raises(DataError, match=r"schema 2.*update llmq"):
-        load(tmp_path / "step-00000007")
+    write(tmp_path, 6)
+    change_manifest(write(tmp_path, 7), lambda record: record.update(schema=3))
+    for use in (lambda: load(tmp_path / "step-00000007"), lambda: find(tmp_path, "auto"), lambda: write(tmp_path, 8)):
+        with pytest.raises(UsageError, match=r"schema 3.*update llmq"):
+            use()
+    assert (tmp_path / "step-00000007").is_dir()
 
 
 def test_mutations_raise_only_our_errors(tmp_path: Path) -> None:
@@ -195,7 +199,7 @@ def test_mutations_raise_only_our_errors(tmp_path: Path) -> None:
                 _, read = load(path)
             except LlmqError:
                 continue
-            assert hash_of((n, read(n)) for n in read.tensors) == want  # white space of state.json, nothing else
+            assert hash_of((n, read(n)) for n in read.tensors) == want  # white space of manifest.json, nothing else
         file.write_bytes(whole)
     load(path)
 
@@ -203,7 +207,7 @@ def test_mutations_raise_only_our_errors(tmp_path: Path) -> None:
 def test_a_killed_writer_leaves_the_previous_one_and_its_traces_go(tmp_path: Path) -> None:
     write(tmp_path, 1)
     code = (
-        "import sys, time, numpy as np; from pathlib import Path; from llmq.files.checkpoint import Piece, save\n"
+        "import sys, time, numpy as np; from pathlib import Path; from llmq.files.writers import Keep, Piece, save\n"
         "def tensors():\n"
         "    yield 'a', np.ones(1 << 20)\n"
         "    yield 'b', np.ones(1 << 20)\n"
@@ -216,9 +220,9 @@ def test_a_killed_writer_leaves_the_previous_one_and_its_traces_go(tmp_path: Pat
         process.send_signal(signal.SIGKILL)
         process.wait()
     assert any(name.startswith(".step-00000002.") for name in names(tmp_path))
-    assert Checkpoints(options(tmp_path, continue_="newest")).start(writes=False) == tmp_path / "step-00000001"
+    assert started(options(tmp_path, continue_="newest"), writes=False) == tmp_path / "step-00000001"
     assert len(names(tmp_path)) == 2  # who only reads changes nothing
-    found = Checkpoints(options(tmp_path, continue_="newest")).start()
+    found = started(options(tmp_path, continue_="newest"))
     assert found == tmp_path / "step-00000001" and load(found)[0]["step"] == 1
     assert names(tmp_path) == ["step-00000001"]
     write(tmp_path, 2)
@@ -227,11 +231,11 @@ def test_a_killed_writer_leaves_the_previous_one_and_its_traces_go(tmp_path: Pat
 
 def test_a_writer_killed_at_any_time_leaves_a_whole_newest_one(tmp_path: Path) -> None:
     code = (
-        "import sys, numpy as np; from pathlib import Path; from llmq.files.checkpoint import Piece, save\n"
+        "import sys, numpy as np; from pathlib import Path; from llmq.files.writers import Keep, Piece, save\n"
         "pieces = [Piece(f't{i}', (50000,), np.dtype('i4')) for i in range(4)]\n"
         "for step in range(int(sys.argv[2]), 10**6):\n"
         "    tensors = [(f't{i}', np.full(50000, step, 'i4')) for i in range(4)]\n"
-        "    save(Path(sys.argv[1]), step, pieces, tensors, {'n': step}, keep=1, shard_bytes=1)\n"
+        "    save(Path(sys.argv[1]), step, pieces, tensors, {'n': step}, keep=Keep(1), file_bytes=1)\n"
         "    print(step, flush=True)"
     )
     chance, step = random.Random(), 0
@@ -255,7 +259,7 @@ def test_a_writer_killed_at_any_time_leaves_a_whole_newest_one(tmp_path: Path) -
 def test_killed_between_the_renames_of_a_replacement(tmp_path: Path) -> None:
     path = write(tmp_path, 5)
     path.rename(tmp_path / ".step-00000005.replaced")
-    assert Checkpoints(options(tmp_path, continue_="newest")).start() == path
+    assert started(options(tmp_path, continue_="newest")) == path
     load(path)
     shutil.copytree(path, tmp_path / ".step-00000005.replaced")
     write(tmp_path, 6)
@@ -270,7 +274,7 @@ def test_a_failing_source_leaves_nothing(tmp_path: Path, stop: type[BaseExceptio
 
     write(tmp_path, 1)
     with pytest.raises(stop):
-        save(tmp_path, 2, pieces({"a": np.ones(4), "b": np.ones(4)}), tensors(), {}, keep=1)
+        save(tmp_path, 2, pieces({"a": np.ones(4), "b": np.ones(4)}), tensors(), {}, keep=Keep(1))
     assert names(tmp_path) == ["step-00000001"]
 
 
@@ -287,7 +291,7 @@ def test_a_full_disk_leaves_the_earlier_ones(tmp_path: Path) -> None:
     resource.setrlimit(resource.RLIMIT_FSIZE, (800, limits[1]))
     try:
         with pytest.raises(StorageError, match=r"needs [0-9,]+ bytes, [0-9,]+ bytes are free.*--ckpt-keep-n") as caught:
-            write(tmp_path, 2, keep=1)
+            write(tmp_path, 2, keep=Keep(1))
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, limits)
     assert caught.value.exit_code == 7
@@ -309,7 +313,7 @@ def test_places_that_cannot_be_written(tmp_path: Path, monkeypatch: pytest.Monke
     write(tmp_path, 1)
     monkeypatch.setattr(os, "fsync", lambda fd: (_ for _ in ()).throw(OSError(errno.EIO, "Input/output error")))
     with pytest.raises(StorageError, match=r"Input/output error\); earlier checkpoints are as they were"):
-        write(tmp_path, 2, keep=1)
+        write(tmp_path, 2, keep=Keep(1))
     assert names(tmp_path) == ["file", "step-00000001"]
 
 
@@ -331,15 +335,16 @@ def test_everything_is_synced_before_the_name_appears(tmp_path: Path, monkeypatc
     write(folder, 1)
     monkeypatch.setattr(os, "fsync", sync)
     monkeypatch.setattr(os, "rename", rename)
-    write(folder, 2, keep=1)
-    assert sorted(events[:2]) == ["sync state.jso", "sync tensors-0"]
-    assert events[2:5] == ["sync .step-000", "rename step-00000002", "sync ckpt"]
-    assert events[6].startswith("rename .step-00000001.")  # the old one goes last
+    write(folder, 2, keep=Keep(1))
+    assert events[:2] == ["sync tensors-0", "sync manifest."]  # which says that the others are complete
+    renamed = events.index("rename step-00000002")
+    assert events[renamed - 1 : renamed + 2] == ["sync .step-000", "rename step-00000002", "sync ckpt"]
+    assert events[-1].startswith("rename .step-00000001.")  # the old one goes last
 
 
 def test_the_run_and_its_options(tmp_path: Path) -> None:
     run = Checkpoints(options(tmp_path))
-    assert run.start() is None
+    assert run.start(print, print) is None
     assert [s for s in range(1, 26) if run.due(s, last=s == 25)] == [10, 20, 25]
     assert [s for s in range(1, 26) if Checkpoints(options(tmp_path, ckpt_interval=0)).due(s, last=s == 25)] == [25]
     assert run.peak_bytes(100, 1, 25) == 300
@@ -351,9 +356,9 @@ def test_the_run_and_its_options(tmp_path: Path) -> None:
     assert names(tmp_path) == ["step-00000020", "step-00000025"]
     assert run.peak_bytes(100, 26, 99) == 100
     with pytest.raises(UsageError, match=r"earlier run \(steps 20, 25\).*--continue"):
-        run.start()
-    assert Checkpoints(options(tmp_path, continue_="auto")).start() == tmp_path / "step-00000025"
-    assert Checkpoints(options(tmp_path, continue_=20)).start() == tmp_path / "step-00000020"
+        run.start(print, print)
+    assert started(options(tmp_path, continue_="auto")) == tmp_path / "step-00000025"
+    assert started(options(tmp_path, continue_=20)) == tmp_path / "step-00000020"
 
 
 @pytest.mark.parametrize("place", ["checkpoints", "ckpts"])

@@ -33,6 +33,7 @@ FAMILIES = {
     "qwen3": replace(BASE, architecture="Qwen3ForCausalLM", qk_norm=True, head_dim=8, tie_embeddings=True),
     "large vocabulary": replace(BASE, vocab_size=262_144, hidden_size=4, num_layers=1, head_dim=2),
 }
+LONG_NAME = "\u00e9" * 130 + ".safetensors"  # in bytes of UTF-8
 
 
 def random_values(config, seed=0, dtype=None):
@@ -195,7 +196,11 @@ def test_folders_with_other_weights(tmp_path, name, text):
         load(tmp_path, BASE)
 
 
-@pytest.mark.parametrize("name", ["../m/x.safetensors", "/etc/passwd", "", 3, "x.bin", ".."])
+@pytest.mark.parametrize(
+    "name",
+    ["../m/x.safetensors", "/etc/passwd", "", 3, "x.bin", "..", "\ud800.safetensors", "\n.safetensors", LONG_NAME],
+    ids=ascii,
+)
 def test_an_index_names_files_of_its_own_folder(tmp_path, name):
     (tmp_path / INDEX).write_text(json.dumps({"weight_map": {"a": name}}))
     with pytest.raises(DataError, match="weight_map"):

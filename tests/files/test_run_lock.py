@@ -218,6 +218,9 @@ def paused(monkeypatch, at=3):
 
     def update(self, step, rate):
         if step == at and not there.is_set():
+            for thread in threading.enumerate():
+                if thread.name.startswith("llmq-save"):
+                    thread.join()  # the run is at rest
             there.set()
             assert go_on.wait(60)
         return real(self, step, rate)

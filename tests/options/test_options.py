@@ -15,7 +15,7 @@ NEEDED = {"model": "Qwen/Qwen2.5-0.5B", "train_file": "train.bin"}
 UNSET = """
     revision tokenizer weight eval_file global_batch_size augment packing max_docs data eval_fraction data_format map
     prompt_template chat_template train_on gradient_dtype fp8_scaling head_dtype bf16_layers fp8_layers log_fp8_every
-    steps warmup_ratio min_lr continue export_dtype gpu
+    steps warmup_ratio min_lr save_best continue reset export_dtype gpu
 """
 OFF = """
     from_scratch init_proj_to_zero streaming fp8_fallback recompute_swiglu recompute_norm recompute_ffn
@@ -62,6 +62,7 @@ DEFAULTS = {
     "checkpoint_dir": "runs/Qwen2.5-0.5B/checkpoints",
     "ckpt_interval": 100,
     "ckpt_keep_n": 2,
+    "ckpt_major": 0,
     "out_dir": "runs/Qwen2.5-0.5B/model",
     "device": "auto",
     "gpus": 1,

@@ -19,6 +19,8 @@ FAR = Progress(
     losses=(4.75, 2),
     train_loss=math.inf,
     eval_loss=2.25,
+    moments_from=3,
+    rate_from=4,
     low={"layers.0.mlp.down": 1},
     fell_back=("head",),
 )
@@ -38,11 +40,14 @@ def test_all_of_it_is_stored():
 
 
 def test_the_names_are_those_of_earlier_releases():
-    names = ("position", "stream", "rejected", "course", "evaluated", "losses", "train_loss", "eval_loss", "fp8")
-    assert tuple(FAR.stored) == names and FAR.stored["fp8"] == {"low": {"layers.0.mlp.down": 1}, "fell_back": ["head"]}
+    names = {"position", "stream", "rejected", "course", "evaluated", "losses", "train_loss", "eval_loss", "fp8"}
+    assert FAR.stored.keys() == names | {"moments_from", "rate_from"} and FAR.stored["fp8"] == {
+        "low": {"layers.0.mlp.down": 1},
+        "fell_back": ["head"],
+    }
 
 
-@pytest.mark.parametrize("name", ["stream", "rejected", "course"])
+@pytest.mark.parametrize("name", ["stream", "rejected", "course", "moments_from", "rate_from"])
 def test_what_earlier_releases_did_not_store_is_as_at_the_start(name):
     state = stored(FAR)
     del state[name]

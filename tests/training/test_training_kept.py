@@ -270,9 +270,10 @@ def test_a_checkpoint_of_an_earlier_release_goes_on_with_the_same_bits(given, mo
     whole = llmq.train(**{**given, "name": "whole"})
     llmq.train(**given, **KEEP)
 
-    def earlier(path):
-        state, read = load(path)
+    def earlier(path, **how):
+        state, read = load(path, **how)
         del state["course"], state["rejected"], state["options"]["min_lr"], state["options"]["warmup_ratio"]
+        del state["options"]["ckpt_major"], state["options"]["save_best"], state["options"]["reset"]
         state["options"] |= {"lr_schedule": "cosine", "final_lr_fraction": 1.0}
         return {**state, "applied": 5}, read
 

@@ -301,14 +301,14 @@ def test_a_dry_run_knows_the_rows_before_they_are_tokenized(given, packing):
 def test_a_run_from_before_rows_were_packed_says_what_continues_it(given, monkeypatch):
     """It had windows, as --packing was left open, and its checkpoint does not say so."""
     whole = llmq.train(**given, packing="windows")
-    read = job.load_state
+    read = job.load
 
-    def old(path):
-        state = read(path)
+    def old(path, **how):
+        state, tensors = read(path, **how)
         del state["row_layout"]
-        return {**state, "options": {**state["options"], "packing": None}}
+        return {**state, "options": {**state["options"], "packing": None}}, tensors
 
-    monkeypatch.setattr(job, "load_state", old)
+    monkeypatch.setattr(job, "load", old)
     more = {**given, "continue": "auto", "steps": 8, "overwrite": True}
     with pytest.raises(
         UsageError, match=r"trained on windows, and .* on packed rows .*: add --packing=windows to cont"

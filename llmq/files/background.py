@@ -1,0 +1,148 @@
+"""Saving beside training: a step waits for a copy of its state in host memory, and a thread writes that to the disk.
+
+The copy is complete before the next update runs, so the checkpoint has the bits of its step. One save is under way at a
+time; the next one waits for it, as do the end of a run and an interrupt. The memory of the copy is taken at the first
+save and used again by the others. Where the host has too little, a save holds the run up, and takes one tensor at a
+time.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+import numpy as np
+
+from llmq.files.manifest import folder_name
+from llmq.files.slow_work import Say, SlowWork
+from llmq.files.tensor_files import Piece
+from llmq.files.writers import Keep, save
+
+POLL_S = 0.5  # between looks at how far a save is
+CLOSE_S = 10.0  # for a save that is given up
+
+Into = Callable[[str], np.ndarray]  # where the tensor of a name goes
+Copies = Iterable[tuple[str, np.ndarray]]
+
+
+@dataclass(frozen=True)
+class Snapshot:
+    """What is to be saved: `tensors(into)` copies what `pieces` say, in this order; the rest goes into the manifest."""
+
+    step: int
+    pieces: Sequence[Piece]
+    tensors: Callable[[Into | None], Copies]
+    state: Mapping[str, Any]
+    metrics: Mapping[str, float]
+
+
+class _GivenUp(Exception):
+    """The run ends at once, without its save."""
+
+
+class Saver:
+    """Writes checkpoints into `folder`, one at a time; with `allocate`, which gives memory for copies, in a thread."""
+
+    def __init__(self, folder: Path, say: Say, allocate: Callable[[int], np.ndarray] | None) -> None:
+        self._folder, self._say, self._allocate = folder, say, allocate
+        self._memory = np.empty(0, np.uint8)
+        self._thread: threading.Thread | None = None
+        self._work: SlowWork | None = None
+        self._gives_up = False
+        self._path: Path | None = None
+        self._error: BaseException | None = None
+
+    def save(self, snapshot: Snapshot, keep: Keep) -> None:
+        """Begins to save; the last save must be `finished`. Without a thread, it is complete, or failed, at the end."""
+        assert self._thread is None, "one save at a time"
+        total = sum(piece.num_bytes for piece in snapshot.pieces)
+        self._work = SlowWork(f"Saving {self._folder / folder_name(snapshot.step)}", total, self._say)
+        memory = self._room(total)
+        if memory is None:
+            self._write(snapshot, snapshot.tensors(None), keep, in_memory=False)
+            return
+        copies = list(snapshot.tensors(_places(snapshot.pieces, memory)))
+        self._thread = threading.Thread(
+            target=self._write, args=(snapshot, copies, keep), kwargs={"in_memory": True}, name="llmq-save", daemon=True
+        )
+        self._thread.start()
+
+    def finished(self, *, wait: bool) -> Path | None:
+        """The checkpoint that was completed since the last call, if any; raises what made it fail.
+
+        With `wait`, waits for one that is under way, and shows how far it is.
+        """
+        thread, work = self._thread, self._work
+        while wait and thread is not None and thread.is_alive() and work is not None:
+            thread.join(POLL_S)
+            work.report()
+        if thread is None or not thread.is_alive():
+            self._thread = None
+            (path, self._path), (error, self._error) = (self._path, None), (self._error, None)
+            if error is not None:
+                raise error
+            return path
+        return None
+
+    def __enter__(self) -> Saver:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        """A second Ctrl-C gives up what is under way; any other end waits for it."""
+        if self._thread is not None:
+            self._gives_up = kind is not None and not issubclass(kind, Exception)
+            self._thread.join(CLOSE_S if self._gives_up else None)
+
+    def _write(self, snapshot: Snapshot, tensors: Copies, keep: Keep, *, in_memory: bool) -> None:
+        try:
+            self._path = save(
+                self._folder,
+                snapshot.step,
+                snapshot.pieces,
+                tensors,
+                snapshot.state,
+                metrics=snapshot.metrics,
+                keep=keep,
+                in_memory=in_memory,
+                moved=self._moved if in_memory else self._shown,
+            )
+        except BaseException as error:  # raised by `finished`, in the thread of the run
+            if not in_memory and not isinstance(error, Exception):
+                raise
+            self._error = error
+
+    def _moved(self, num_bytes: int, /) -> None:
+        assert self._work is not None
+        self._work.count(num_bytes)  # lines come from the thread of the run, where it waits
+        if self._gives_up:
+            raise _GivenUp
+
+    def _shown(self, num_bytes: int, /) -> None:
+        assert self._work is not None
+        self._work.moved(num_bytes)
+
+    def _room(self, num_bytes: int) -> np.ndarray | None:
+        """Memory for a copy, or None where there is too little of it."""
+        if self._memory.size < num_bytes and self._allocate is not None:
+            self._memory = np.empty(0, np.uint8)  # before the larger one is taken
+            try:
+                self._memory = self._allocate(num_bytes)
+            except MemoryError:
+                self._allocate = None
+                self._say(f"Checkpoints are saved while training waits: {num_bytes:,} bytes of host memory are refused")
+        return None if self._allocate is None else self._memory
+
+
+def _places(pieces: Sequence[Piece], memory: np.ndarray) -> Into:
+    """The places of tensors in a memory, one after the other; the largest items first, so that all are aligned."""
+    places, offset = {}, 0
+    for piece in sorted(pieces, key=lambda piece: -piece.dtype.itemsize):
+        places[piece.name] = memory[offset : offset + piece.num_bytes].view(piece.dtype).reshape(piece.shape)
+        offset += piece.num_bytes
+    return places.__getitem__

@@ -1,0 +1,61 @@
+"""What a run is, said before it begins: options, system, model, data, memory."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping
+from dataclasses import asdict
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from llmq.data.batches.masked_sample import sample_text
+from llmq.disk import MIB, shown
+from llmq.hardware import device
+from llmq.model.parameters import num_parameters, rows_of_file
+from llmq.plan import memory
+from llmq.training.log import RunLog
+
+if TYPE_CHECKING:
+    from llmq.training.job import Job
+
+
+def describe(
+    job: Job,
+    log: RunLog,
+    told: Collection[str],
+    matmuls: Mapping[str, str],
+    needs: Mapping[str, tuple[Path, int]],
+) -> None:
+    """The sections of the log that say what will be run; of a dry run, what it `needs` on the disk, too.
+
+    Nothing is refused from here on: an error is the first thing that is seen of a run.
+    """
+    plan, data, config = job.plan, job.data, job.plan.spec.config
+    log.options(job.options, told)
+    measured = {"measured": f"matrix products at {job.speed.line}"} if job.speed else {}
+    log.system({**device.system_facts(job.device), **measured})
+    log.model(job.source.name, parameters=num_parameters(rows_of_file(plan.rows)), architecture=config.architecture)
+    windows = data.train.num_windows
+    per_epoch = None if windows is None else -(-windows // data.samples_per_step)
+    total_steps = job.schedule.steps if data.is_there else job.options["steps"]
+    steps = {"tokens per step": job.tokens_per_step, "steps per epoch": per_epoch, "steps": total_steps}
+    shares = [asdict(share) for share in data.shares(job.schedule.steps * data.samples_per_step)]
+    log.dataset(data.train.files, data.eval.files if data.eval else (), mixture=shares, **steps, **data.facts())
+    if sample := sample_text(data.train.token_files, data.tokenizer_folder):
+        log.say(sample)
+    if matmuls:
+        log.matmuls(matmuls)
+    table = {name: size / MIB for name, size in plan.table().items()}
+    other = table.pop("Other")
+    total, free = device.memory_bytes(job.device)
+    left = max(free - plan.total_bytes, 0) / MIB
+    hint = "a larger --batch-size"
+    hint += (", or fewer --recompute flags," if plan.spec.memory.flags else "") + " would use them"
+    if (chunks := plan.spec.memory.attention_chunks) > 1 and job.options["attn_bwd_chunks"] == memory.AUTO:
+        log.say(f"Attention's backward runs in {chunks} chunks of the batch, so that it needs less memory")
+    log.allocator({**table, "Free": left, "Reserved": max(total - free, 0) / MIB, "Other": other}, hint=hint)
+    if job.plans_only:  # else notices go to the log, too, which is not open yet
+        for text in (*job.notices, *job.warnings):
+            log.say(text)
+        log.say(f"On {job.device.kind}: {shown(plan.total_bytes)} of {shown(free)} that are free")
+        log.say(f"In host memory: {shown(job.checkpoint_copy_bytes)} for a copy of what a checkpoint holds")
+        log.say("On disk: " + ", ".join(f"{what} {shown(size)}" for what, (_, size) in needs.items()))

@@ -1,0 +1,100 @@
+"""Manifests: what they say is within their folder and complete, and checkpoints of earlier releases are read alike."""
+
+import json
+import zlib
+from pathlib import Path
+
+import numpy as np
+import pytest
+from tiny_runs import change_manifest
+
+from llmq.errors import DataError
+from llmq.files.checkpoint import load
+from llmq.files.manifest import canonical
+from llmq.files.tensor_files import Piece
+from llmq.files.writers import save
+
+TENSORS = {"a": np.arange(12, dtype=np.float32).reshape(3, 4), "b": np.array(7, np.int32)}
+
+
+@pytest.fixture
+def saved(tmp_path: Path) -> Path:
+    pieces = [Piece(name, array.shape, array.dtype) for name, array in TENSORS.items()]
+    return save(tmp_path, 7, pieces, TENSORS.items(), {"position": 3})
+
+
+def first_schema(path: Path) -> None:
+    """Makes a checkpoint what an earlier release would have written."""
+    (tensors,) = path.glob("*.safetensors")
+    data = tensors.read_bytes()
+    end = 8 + int.from_bytes(data[:8], "little")
+    crc = zlib.crc32(data[:end], zlib.crc32(data[end:]))  # the header was known last
+    files = [{"name": "tensors-00001.safetensors", "num_bytes": len(data), "crc32": crc}]
+    tensors.rename(path / "tensors-00001.safetensors")
+    (path / "manifest.json").unlink()
+    record = {"schema": 1, "version": "0.1", "step": 7, "save": 2, "files": files, "state": {"position": 3}}
+    record["crc32"] = zlib.crc32(canonical(record))
+    (path / "state.json").write_text(json.dumps(record))
+
+
+def test_a_checkpoint_of_the_first_schema_is_read(saved):
+    first_schema(saved)
+    state, read = load(saved)
+    assert state == {"step": 7, "position": 3}
+    for name, array in TENSORS.items():
+        assert read(name).dtype == array.dtype and np.array_equal(read(name), array)
+    file = saved / "tensors-00001.safetensors"
+    damaged = bytearray(file.read_bytes())
+    damaged[-1] ^= 1
+    file.write_bytes(damaged)
+    with pytest.raises(DataError, match=r"tensors-00001\.safetensors is corrupt: its checksum"):
+        load(saved)
+
+
+@pytest.mark.parametrize("name", ["../a.safetensors", "/etc/passwd", "a/b.safetensors", "a.bin", "\ud800.safetensors"])
+def test_a_manifest_cannot_name_a_file_elsewhere(saved, name):
+    def elsewhere(record):
+        record["files"][0]["name"] = name
+
+    change_manifest(saved, elsewhere)
+    with pytest.raises(DataError, match="corrupt"):
+        load(saved)
+
+
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        ({"at": 10**6}, "not within its file"),
+        ({"at": -1}, "greater than or equal to 0"),
+        ({"start": [1, 0]}, "not within its shape"),
+        ({"start": [0]}, "shorter|argument"),
+        ({"shape": [2, 4]}, "do not fill its shape"),
+        ({"file": "other.safetensors"}, "not within its file"),
+    ],
+)
+def test_slices_that_cannot_be_are_refused(saved, change, said):
+    change_manifest(saved, lambda record: record["tensors"]["a"]["slices"][0].update(change))
+    with pytest.raises(DataError, match=said):
+        load(saved)
+
+
+@pytest.mark.parametrize("field", ["step", "save", "files", "tensors", "state", "schema"])
+def test_a_manifest_without_a_field_is_damaged(saved, field):
+    change_manifest(saved, lambda record: record.pop(field))
+    with pytest.raises(DataError, match="is corrupt"):
+        load(saved)
+
+
+def test_two_slices_of_one_place_are_refused(saved):
+    def twice(record):
+        record["tensors"]["a"]["slices"] *= 2
+
+    change_manifest(saved, twice)
+    with pytest.raises(DataError, match="two slices of a overlap"):
+        load(saved)
+
+
+def test_any_part_of_a_tensor_is_read(saved):
+    _, read = load(saved)
+    assert np.array_equal(read("a", (1, 1), (2, 3)), TENSORS["a"][1:, 1:])
+    assert np.array_equal(read("a", (2, 0), (1, 4)), TENSORS["a"][2:])
