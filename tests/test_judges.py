@@ -24,6 +24,7 @@ from golden.engines import (
     parameters,
     relative_errors,
 )
+from tiny_engines import next_logits
 
 from llmq.backends.host import HostBackend
 from llmq.engine.engine import Engine
@@ -116,7 +117,7 @@ def test_gradients_and_logits(config, seed):
         run = engine_of(config, weights, precision, families.BATCH, LENGTH)
         assert worst(relative_errors(gradients(run, tokens, targets), right)) < (bound, "")
         for row, count in ((0, 1), (1, LENGTH // 2), (1, LENGTH)):
-            found, wanted = run.next_logits(tokens[row, :count]), logits[row, count - 1]
+            found, wanted = next_logits(run, tokens[row, :count]), logits[row, count - 1]
             assert found.shape == wanted.shape
             assert np.linalg.norm(found - wanted) < bound * np.linalg.norm(wanted)
 
@@ -172,7 +173,7 @@ def test_vocabularies_of_any_size(vocab_size, tied):
         logits = transformers_judge.logits_of(transformers_judge.model_of(config, weights, "float64"), tokens[:1])
     run = engine_of(config, weights, FP64, families.BATCH, LENGTH)
     assert worst(relative_errors(gradients(run, tokens, targets), right)) < (1e-9, "")
-    found = run.next_logits(tokens[0])
+    found = next_logits(run, tokens[0])
     assert found.shape == (vocab_size,)
     assert np.linalg.norm(found - logits[0, -1]) < 1e-9 * np.linalg.norm(logits[0, -1])
     assert run.update(1, 1e-3).applied
@@ -195,7 +196,7 @@ def assert_same_logits(run, model, tokens):
     """Ours in f32 are those of a transformers model in f32."""
     wanted = transformers_judge.logits_of(model, tokens)
     for row, count in ((0, 3), (1, tokens.shape[1])):
-        found, right = run.next_logits(tokens[row, :count]), wanted[row, count - 1]
+        found, right = next_logits(run, tokens[row, :count]), wanted[row, count - 1]
         assert found.shape == right.shape
         assert np.linalg.norm(found - right) < 1e-5 * np.linalg.norm(right)
 

@@ -6,8 +6,10 @@ import zlib
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
+from typing import Any
 
 from llmq.blocks.attention import Attention, DenseCore, Heads, NormedRotary, PackedCore, Rotary
+from llmq.blocks.cached import PenalizedSampler, Sampler, Sampling, TokenHead
 from llmq.blocks.embed import Embed, NoisyEmbed
 from llmq.blocks.head import Head
 from llmq.blocks.mlp import Mlp
@@ -19,6 +21,7 @@ from llmq.sites.factories import FACTORIES
 from llmq.sites.linear import Linear
 
 Sites = Callable[[Spec, str], Linear]  # what computes the linear map of a name
+Cores = Callable[[Heads, int | None, int], Any]  # the attention of a layer, by its heads, window and number
 
 NOISE_STREAM = zlib.crc32(b"embedding noise")  # addresses its random bits, as a parameter's name does
 
@@ -38,21 +41,41 @@ def build_model(spec: Spec, sites: Sites = site_of) -> Model:
             "--head-dtype e4m3 needs one scale per tensor or row, as cuBLASLt takes 1x128 scales neither for a chunk "
             "of the head's input nor for one token: use --fp8-scaling rowwise, or leave the head in bf16"
         )
+    layers = blocks(spec, lambda heads, window, layer: attention_core(spec, heads, window), sites)
+    c, padded = config.hidden_size, padded_vocab(config)
+    head = Head(c, config.vocab_size, padded, config.rms_norm_eps, memory.head_chunks, hyper.z_loss, site(HEAD))
+    embed = NoisyEmbed(c, hyper.neftune_alpha, spec.seed, NOISE_STREAM) if hyper.neftune_alpha else Embed()
+    return Model(embed, layers, head)
+
+
+def build_generator(spec: Spec, cores: Cores, sampling: Sampling) -> Model:
+    """The objects whose forward is recorded in generation, with attention by `cores`."""
+    config = spec.config
+    kind = Sampler if sampling.repetition_penalty == 1 else PenalizedSampler
+    sampler, site = kind(config.vocab_size, sampling), site_of(spec, HEAD)
+    head = TokenHead(config.hidden_size, padded_vocab(config), config.rms_norm_eps, site, sampler)
+    return Model(Embed(), blocks(spec, cores), head)
+
+
+def blocks(spec: Spec, cores: Cores, sites: Sites = site_of) -> tuple[Block, ...]:
+    """The layers, with attention by `cores`."""
+    config, site = spec.config, partial(sites, spec)
     c, eps = config.hidden_size, config.rms_norm_eps
     heads = Heads(config.num_heads, config.num_kv_heads, config.head_dim)
     rotary = NormedRotary(heads, eps) if config.qk_norm else Rotary(heads)
-    blocks = []
+    found = []
     for layer in range(config.num_layers):
-        scope = (heads, config.window(layer), memory.attention_chunks)
-        core = DenseCore(*scope) if spec.packing is None else PackedCore(*scope, spec.packing)
-        at = f"layers.{layer}"
+        core, at = cores(heads, config.window(layer), layer), f"layers.{layer}"
         attention = Attention(c, heads, eps, site(f"{at}.attention.qkv"), site(f"{at}.attention.o"), rotary, core)
         mlp = Mlp(c, config.intermediate_size, eps, site(f"{at}.mlp.up"), site(f"{at}.mlp.down"))
-        blocks.append(Block(attention, mlp))
-    padded = padded_vocab(config)
-    head = Head(c, config.vocab_size, padded, eps, memory.head_chunks, hyper.z_loss, site(HEAD))
-    embed = NoisyEmbed(c, hyper.neftune_alpha, spec.seed, NOISE_STREAM) if hyper.neftune_alpha else Embed()
-    return Model(embed, tuple(blocks), head)
+        found.append(Block(attention, mlp))
+    return tuple(found)
+
+
+def attention_core(spec: Spec, heads: Heads, window: int | None) -> DenseCore:
+    """Attention in the rows of a spec."""
+    scope = (heads, window, spec.memory.attention_chunks)
+    return DenseCore(*scope) if spec.packing is None else PackedCore(*scope, spec.packing)
 
 
 def without_noise(model: Model) -> Model:
