@@ -2,20 +2,17 @@
 
 from __future__ import annotations
 
-import json
 import sys
-from collections.abc import Iterator, Sequence
-from contextlib import nullcontext
+from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import click
 
 from llmq.cli import shell
 from llmq.errors import UsageError
 
-if TYPE_CHECKING:
-    from llmq.generation.text import Writer
+SAMPLING = ("temperature", "top_k", "top_p", "min_p", "repetition_penalty", "seed")
 
 
 @click.command(
@@ -112,16 +109,22 @@ def command(prompt: str | None, prompts: str | None, chat: bool, **options: Any)
     if len(given) != 1:
         raise UsageError(f"give one of --prompt, --prompts and --chat, not {' and '.join(given) or 'none'}")
     _refuse_idle(given[0], options)
-    writer = _writer(options)
+    # Imported here, so that --help does not wait for them.
+    from llmq.generation import console
+    from llmq.generation.text import Sampling, Settings, Writer
+
+    sampling = Sampling(**{name: options.pop(name) for name in SAMPLING})
+    system, out, stats = (options.pop(name) for name in ("system", "out", "stats"))
+    writer = Writer(Settings(sampling=sampling, **options))
     if writer.note:
         click.echo(writer.note, err=True)
     if prompt:
-        _continue(writer, prompt)
+        console.continue_prompt(writer, prompt)
     elif prompts:
-        _answer_file(writer, Path(prompts), options["out"])
+        console.answer_file(writer, Path(prompts), out)
     else:
-        _chat(writer, options["system"])
-    if options["stats"]:
+        console.chat(writer, system)
+    if stats:
         click.echo(writer.course.line(writer.weight_bytes), err=True)
 
 
@@ -133,58 +136,6 @@ def _refuse_idle(given: str, options: dict[str, Any]) -> None:
             raise UsageError(f"--{name} goes with {other}, not with {given}")
     if options["temperature"] == 0 and (options["top_k"] or options["top_p"] < 1 or options["min_p"]):
         raise UsageError("--top-k, --top-p and --min-p cut what is drawn from: give a --temperature above 0 with them")
-
-
-def _writer(options: dict[str, Any]) -> Writer:
-    # Imported here, so that --help does not wait for them.
-    from llmq.generation.text import Sampling, Settings, Writer
-
-    names = ("temperature", "top_k", "top_p", "min_p", "repetition_penalty", "seed")
-    sampling = Sampling(**{name: options[name] for name in names})
-    left_out = (*names, "system", "out", "stats")
-    return Writer(Settings(sampling=sampling, **{k: v for k, v in options.items() if k not in left_out}))
-
-
-def _show(text: str) -> None:
-    click.echo(text, nl=False)
-
-
-def _continue(writer: Writer, prompt: str) -> None:
-    from llmq.generation.prompts import Question
-
-    for _ in writer.answers([Question({}, text=prompt)], _show):
-        click.echo()
-
-
-def _answer_file(writer: Writer, path: Path, out: str | None) -> None:
-    from llmq.generation.prompts import read_requests
-
-    requests = read_requests(path)
-    answers = writer.answers(requests)
-    with nullcontext(sys.stdout) if out is None else open(out, "w", encoding="utf-8") as file:
-        for request, answer in zip(requests, answers, strict=True):
-            row = {**request.shown, "text": answer.text, "new_tokens": answer.tokens, "end": answer.end}
-            file.write(json.dumps(row, ensure_ascii=False) + "\n")
-            file.flush()
-
-
-def _chat(writer: Writer, system: str | None) -> None:
-    from llmq.generation.prompts import turns
-
-    for messages in turns(_lines(), system):
-        answer = writer.chat_answer(messages, _show)
-        click.echo()
-        messages.append({"role": "assistant", "content": answer.text or ""})
-
-
-def _lines() -> Iterator[str]:
-    """Lines of input, asked for where that is a terminal."""
-    asked = "> " if sys.stdin.isatty() else ""
-    while True:
-        try:
-            yield input(asked)
-        except EOFError:
-            return
 
 
 command.params.append(shell.version_option())

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -25,8 +25,8 @@ class Question:
     tokens: tuple[int, ...] | None = None
 
 
-def read_requests(path: Path) -> list[Question]:
-    """The requests in a file: JSON lines with `prompt`, `messages` or `tokens`, or lines of text, without empty ones.
+def read_questions(path: Path) -> list[Question]:
+    """The questions in a file: JSON lines with `prompt`, `messages` or `tokens`, or lines of text, without empty ones.
 
     DataError for a file that cannot be read, has no prompt, or has a line of JSON with none of these.
     """
@@ -41,10 +41,10 @@ def read_requests(path: Path) -> list[Question]:
     is_json = path.suffix in (".jsonl", ".json", ".ndjson") or numbered[0][1].lstrip().startswith("{")
     if not is_json:
         return [Question({"prompt": line}, text=line) for _, line in numbered]
-    return [_request(line, f"{path}:{number}") for number, line in numbered]
+    return [_question(line, f"{path}:{number}") for number, line in numbered]
 
 
-def _request(line: str, place: str) -> Question:
+def _question(line: str, place: str) -> Question:
     try:
         row = json.loads(line)
     except ValueError as error:
@@ -65,7 +65,7 @@ def _request(line: str, place: str) -> Question:
 
 
 class PromptReader:
-    """Requests to tokens and tokens to text, by a model's tokenizer and chat template; without one, tokens alone."""
+    """Questions to tokens and tokens to text, by a model's tokenizer and chat template; without one, tokens alone."""
 
     def __init__(self, tokenizer: TextTokenizer | None, vocab_size: int, chat_template: str | None = None) -> None:
         self._tokenizer, self._vocab_size, self._wanted = tokenizer, vocab_size, chat_template
@@ -81,15 +81,18 @@ class PromptReader:
         """Whether tokens can be shown as text."""
         return self._encoder is not None
 
-    def tokens(self, request: Question) -> tuple[int, ...]:
-        """The tokens of a request. UsageError where there is no tokenizer, or an id that the model lacks."""
-        if request.messages is not None:
-            return self.chat(request.messages)
-        if request.tokens is not None:
-            if wrong := [one for one in request.tokens if not 0 <= one < self._vocab_size]:
+    def tokens(self, question: Question) -> tuple[int, ...]:
+        """The tokens of a question. UsageError where there is no tokenizer, or an id that the model lacks."""
+        if question.messages is not None:
+            return self.chat(question.messages)
+        if question.tokens is not None:
+            if wrong := [one for one in question.tokens if not 0 <= one < self._vocab_size]:
                 raise UsageError(f"token {wrong[0]} of a prompt is not in the vocabulary of {self._vocab_size:,}")
-            return request.tokens
-        return self._checked(tuple(self._open().encode(request.text or "").ids))
+            return question.tokens
+        encoder = self._open()
+        assert self._tokenizer is not None
+        ids = encoder.encode(question.text or "", add_special_tokens=False).ids
+        return self._checked((*self._tokenizer.begin_ids, *ids))
 
     def chat(self, messages: Sequence[Mapping[str, Any]]) -> tuple[int, ...]:
         """The tokens of a chat up to where the model answers."""
@@ -141,12 +144,3 @@ class TextStream:
         """What was held back."""
         before = self._reader.text(self._tokens[self._start : self._shown])
         return self._reader.text(self._tokens[self._start :])[len(before) :]
-
-
-def turns(lines: Iterator[str], system: str | None) -> Iterator[list[dict[str, str]]]:
-    """The chat before each answer: the caller appends the answer to the list that it was given."""
-    messages = [{"role": "system", "content": system}] if system is not None else []
-    for line in lines:
-        if line.strip():
-            messages.append({"role": "user", "content": line.rstrip("\n")})
-            yield messages

@@ -54,7 +54,7 @@ class Answer:
 
 
 class Writer:
-    """Answers requests with a model. The plan is made for the first ones, or for chats of `max_length`."""
+    """Answers questions with a model. The plan is made for the first ones, or for chats of `max_length`."""
 
     def __init__(self, settings: Settings) -> None:
         self.settings, self.course = settings, Pace()
@@ -77,10 +77,10 @@ class Writer:
         """Bytes of weights that a step reads."""
         return 0 if self._generator is None else self._generator.weight_bytes
 
-    def answers(self, requests: Sequence[Question], show: Callable[[str], None] | None = None) -> Iterator[Answer]:
-        """The answer to each request, in order; `show` gets the text of a single one as it comes."""
+    def answers(self, questions: Sequence[Question], show: Callable[[str], None] | None = None) -> Iterator[Answer]:
+        """The answer to each question, in order; `show` gets the text of a single one as it comes."""
         settings = self.settings
-        prompts = [self.reader.tokens(request) for request in requests]
+        prompts = [self.reader.tokens(question) for question in questions]
         if self._generator is None:
             batch_size = min(settings.batch_size, len(prompts))
             waves = [sum(map(len, prompts[n : n + batch_size])) for n in range(0, len(prompts), batch_size)]
@@ -163,5 +163,5 @@ def _rounded(length: int) -> int:
 
 def write(model: str, prompts: Sequence[str], **settings: object) -> list[Answer]:
     """The answer of a model to each prompt; `settings` are those of `Settings`, `sampling` among them."""
-    requests = [Question({}, text=prompt) for prompt in prompts]
-    return list(Writer(Settings(model, **settings)).answers(requests)) if requests else []  # type: ignore[arg-type]
+    questions = [Question({}, text=prompt) for prompt in prompts]
+    return list(Writer(Settings(model, **settings)).answers(questions)) if questions else []  # type: ignore[arg-type]
