@@ -112,7 +112,7 @@ class Generator(BoundPlan):
         self._write(inputs.tokens, tokens)
         self._write(inputs.positions, positions)
         self._write(inputs.sequences, owners)
-        if self._packed:
+        if self._packed and self._has(inputs.borders):  # a model of one layer attends to no prompt
             padded = borders + [length] * (inputs.borders.shape[1] - len(borders))
             self._write(inputs.borders, np.array([padded], np.int32))
         self.run(name)
