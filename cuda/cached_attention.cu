@@ -1,13 +1,15 @@
-// Attention of one query per sequence to its cached keys and values: att (B, 1, HEADS * HD), for generation.
+// Attention of one new token per sequence, from its q, k and v before the rotary embedding: att (B, 1, HEADS * HD) and its
+// row of the cache, for generation. One launch, as a small model's step is bound by launches.
 //
-// A cache row has KV_HEADS keys, then as many values. `attend` splits a sequence's positions into pieces of KEYS: a block
-// takes one piece of one key head, brings its keys and values to shared memory in accesses of 16 bytes, all under way at
-// once, and leaves for each of the GROUP query heads the largest score, the sum of exp and the unscaled result. `combine`
-// adds the pieces up in order, so the result has the same bits in any batch. Pieces that no query sees end at once: a grid
-// for the whole cache serves every length, and so does one captured graph.
+// A cache row has KV_HEADS turned keys, then as many values. A block takes a piece of KEYS positions of one sequence and key
+// head, brings its keys and values to shared memory in accesses of 16 bytes, all under way at once, and turns the GROUP
+// query heads itself. The block that has the token's own position turns its key and puts key and value in the cache; no
+// other block reads them. Each block leaves the largest score, the sum of exp and the unscaled result of every query head,
+// and the last one of a sequence and key head to be done adds the pieces up, in their order, so the bits do not depend on
+// which one that is. Pieces that the query does not see end at once: one grid, and one captured graph, serves every length.
 //
 // Architectures: 80 86 89 90 100 120
-// Constants: T, HD, GROUP, KV_HEADS, KEYS (a multiple of 32), N
+// Constants: T, HD, GROUP, KV_HEADS, KEYS (a multiple of 32), N, PLACES (sequences times key heads)
 
 #include "common.cuh"
 #include "constants"
@@ -18,6 +20,8 @@ constexpr int PER_KEY = HD / N, LOADS = (2 * KEYS * PER_KEY + THREADS - 1) / THR
 constexpr int SIDES = THREADS / KEYS, SCORED = (GROUP + SIDES - 1) / SIDES;      // heads of a thread that makes scores
 constexpr int PAIRS = HD / 2, ROOMS = THREADS / PAIRS, SUMMED = (GROUP + ROOMS - 1) / ROOMS;  // of one that adds values
 constexpr int PART = GROUP * (HD + 2);  // of a piece: results, then largest scores, then sums
+constexpr int HALF = HD / 2;
+__device__ u32 arrived[PLACES];  // blocks that have left their piece; the last one sets it back, so calls stay on one lane
 static_assert(HD % 2 == 0 && PAIRS <= THREADS && THREADS % KEYS == 0, "a head is read in pairs");
 
 __device__ __forceinline__ float warp_largest(float x) {
@@ -26,9 +30,15 @@ __device__ __forceinline__ float warp_largest(float x) {
     return x;
 }
 
+// what other blocks wrote: not from L1, where lines may be older
+__device__ __forceinline__ float far(const float* at) { return *reinterpret_cast<const volatile float*>(at); }
+
 extern "C" __global__ void __launch_bounds__(THREADS)
-    attend(float* parts, const T* rot, const T* cache, const int* positions, int length, int window, float scale) {
+    attend(T* att, T* cache, float* parts, const T* qkv, const float* table, const int* positions, int length, int window,
+           float scale) {
     extern __shared__ __align__(16) u8 memory[];
+    __shared__ float most[GROUP], sums[GROUP];
+    __shared__ bool is_last;
     T* rows = reinterpret_cast<T*>(memory);  // keys, then values
     float* q = reinterpret_cast<float*>(memory + 2 * KEYS * PITCH * sizeof(T));
     float* p = q + GROUP * HD;
@@ -37,21 +47,39 @@ extern "C" __global__ void __launch_bounds__(THREADS)
     int last = positions[sequence], first = max(0, last + 1 - window), begin = piece * KEYS;
     int low = max(first - begin, 0), high = min(last + 1 - begin, KEYS);  // the keys of the piece that are seen
     if (low >= high) return;
+    int own = last - begin, stored = min(high, own);  // the token's own key is not in the cache yet
 
     Pack<T, N> read[LOADS];
-    const T* from = cache + (sequence * length + begin) * KEPT + head * HD;
+    T* place = cache + (sequence * length + begin) * KEPT + head * HD;
 #pragma unroll
     for (int i = 0; i < LOADS; i++) {
         int at = i * THREADS + thread, row = at / PER_KEY, key = row % KEYS, value = row / KEYS;
-        if (key >= low && key < high && value < 2)
-            read[i].load(from + static_cast<i64>(key) * KEPT + value * KV_HEADS * HD + at % PER_KEY * N);
+        if (key >= low && key < stored && value < 2)
+            read[i].load(place + static_cast<i64>(key) * KEPT + value * KV_HEADS * HD + at % PER_KEY * N);
     }
-    const T* query = rot + sequence * (HEADS * HD + KEPT) + head * GROUP * HD;
-    for (int i = thread; i < GROUP * HD; i += THREADS) q[i] = to_float(query[i]) * scale;
+    const T* token = qkv + sequence * (HEADS * HD + KEPT);
+    const float* angles = table + static_cast<i64>(last) * HD;
+    for (int i = thread; i < GROUP * HALF; i += THREADS) {
+        int at = i / HALF * HD + i % HALF;
+        float a = to_float(token[head * GROUP * HD + at]), b = to_float(token[head * GROUP * HD + at + HALF]);
+        float c = angles[i % HALF], s = angles[HALF + i % HALF];
+        q[at] = (a * c - b * s) * scale, q[at + HALF] = (b * c + a * s) * scale;
+    }
+    if (own < KEYS) {
+        const T *k = token + (HEADS + head) * HD, *v = k + KV_HEADS * HD;
+        T *key_row = place + static_cast<i64>(own) * KEPT, *value_row = key_row + KV_HEADS * HD;
+        for (int i = thread; i < HALF; i += THREADS) {
+            float a = to_float(k[i]), b = to_float(k[i + HALF]), c = angles[i], s = angles[HALF + i];
+            key_row[i] = rows[own * PITCH + i] = narrow<T>(a * c - b * s);
+            key_row[i + HALF] = rows[own * PITCH + i + HALF] = narrow<T>(b * c + a * s);
+            value_row[i] = rows[(KEYS + own) * PITCH + i] = v[i];
+            value_row[i + HALF] = rows[(KEYS + own) * PITCH + i + HALF] = v[i + HALF];
+        }
+    }
 #pragma unroll
     for (int i = 0; i < LOADS; i++) {
         int at = i * THREADS + thread, row = at / PER_KEY, key = row % KEYS, value = row / KEYS;
-        if (key >= low && key < high && value < 2) {
+        if (key >= low && key < stored && value < 2) {
             u32* to = reinterpret_cast<u32*>(rows + row * PITCH + at % PER_KEY * N);
 #pragma unroll
             for (int j = 0; j < Pack<T, N>::WORDS; j++) to[j] = read[i].at[j];
@@ -81,7 +109,9 @@ extern "C" __global__ void __launch_bounds__(THREADS)
         if (side + i * SIDES < GROUP) p[(side + i * SIDES) * KEYS + key] = score[i];
     __syncthreads();
 
-    float* part = parts + ((sequence * KV_HEADS + head) * gridDim.x + piece) * PART;
+    int pieces = last / KEYS - first / KEYS + 1;
+    i64 at = sequence * KV_HEADS + head;
+    float* part = parts + (at * gridDim.x + piece) * PART;
     for (int of = warp; of < GROUP; of += WARPS) {
         float largest = -3.0e38f, sum = 0;
         for (int i = lane; i < KEYS; i += 32)
@@ -98,43 +128,54 @@ extern "C" __global__ void __launch_bounds__(THREADS)
     __syncthreads();
 
     int room = thread / PAIRS, column = thread % PAIRS * 2;
-    if (room >= ROOMS) return;
-    float out[SUMMED][2] = {};
-    for (int i = low; i < high; i++) {
-        float a, b;
-        const T* v = rows + (KEYS + i) * PITCH + column;
-        a = to_float(v[0]), b = to_float(v[1]);
+    if (room < ROOMS) {
+        float out[SUMMED][2] = {};
+        for (int i = low; i < high; i++) {
+            const T* v = rows + (KEYS + i) * PITCH + column;
+            float a = to_float(v[0]), b = to_float(v[1]);
+#pragma unroll
+            for (int j = 0; j < SUMMED; j++) {
+                int of = room + j * ROOMS;
+                if (of < GROUP) {
+                    float weight = p[of * KEYS + i];
+                    out[j][0] = fmaf(weight, a, out[j][0]), out[j][1] = fmaf(weight, b, out[j][1]);
+                }
+            }
+        }
 #pragma unroll
         for (int j = 0; j < SUMMED; j++) {
             int of = room + j * ROOMS;
-            if (of < GROUP) {
-                float weight = p[of * KEYS + i];
-                out[j][0] = fmaf(weight, a, out[j][0]), out[j][1] = fmaf(weight, b, out[j][1]);
-            }
+            if (of < GROUP) part[of * HD + column] = out[j][0], part[of * HD + column + 1] = out[j][1];
         }
     }
-#pragma unroll
-    for (int j = 0; j < SUMMED; j++) {
-        int of = room + j * ROOMS;
-        if (of < GROUP) part[of * HD + column] = out[j][0], part[of * HD + column + 1] = out[j][1];
-    }
-}
 
-// a block for each query head and sequence
-extern "C" __global__ void __launch_bounds__(HD)
-    combine(T* att, const float* parts, const int* positions, int pieces, int window) {
-    int head = blockIdx.x / GROUP, of = blockIdx.x % GROUP, column = threadIdx.x;
-    i64 sequence = blockIdx.y;
-    int last = positions[sequence], first = max(0, last + 1 - window);
-    const float* part = parts + (sequence * KV_HEADS + head) * pieces * PART;
-    float largest = -3.0e38f, sum = 0, out = 0;
-    for (int i = first / KEYS; i <= last / KEYS; i++) largest = fmaxf(largest, part[static_cast<i64>(i) * PART + GROUP * HD + of]);
-#pragma unroll 4
-    for (int i = first / KEYS; i <= last / KEYS; i++) {
-        const float* one = part + static_cast<i64>(i) * PART;
-        float weight = expf(one[GROUP * HD + of] - largest);
-        sum = fmaf(weight, one[GROUP * (HD + 1) + of], sum);
-        out = fmaf(weight, one[of * HD + column], out);
+    __threadfence();
+    __syncthreads();
+    if (thread == 0) is_last = atomicInc(&arrived[at], pieces - 1) == pieces - 1;
+    __syncthreads();
+    if (!is_last) return;
+    __threadfence();
+    const float* from = parts + (at * gridDim.x + first / KEYS) * PART;
+    for (int of = warp; of < GROUP; of += WARPS) {
+        float largest = -3.0e38f, sum = 0;
+        for (int i = lane; i < pieces; i += 32) largest = fmaxf(largest, far(from + static_cast<i64>(i) * PART + GROUP * HD + of));
+        largest = warp_largest(largest);
+        for (int i = lane; i < pieces; i += 32) {
+            const float* one = from + static_cast<i64>(i) * PART + GROUP * HD + of;
+            sum += expf(far(one) - largest) * far(one + GROUP);
+        }
+        sum = warp_sum(sum);
+        if (lane == 0) most[of] = largest, sums[of] = sum;
     }
-    att[(sequence * HEADS + blockIdx.x) * HD + column] = narrow<T>(out / sum);
+    __syncthreads();
+    for (int i = thread; i < GROUP * HD; i += THREADS) {
+        int of = i / HD;
+        float out = 0;
+#pragma unroll 4
+        for (int j = 0; j < pieces; j++) {
+            const float* one = from + static_cast<i64>(j) * PART;
+            out = fmaf(expf(far(one + GROUP * HD + of) - most[of]), far(one + i), out);
+        }
+        att[(sequence * HEADS + head * GROUP) * HD + i] = narrow<T>(out / sums[of]);
+    }
 }

@@ -69,9 +69,11 @@ class Ops:
     def attention_cached(
         self,
         att: Ref | None,
+        new_cache: Ref | None,
         /,
-        rot: Ref,
+        qkv: Ref,
         cache: Ref,
+        table: Ref,
         positions: Ref,
         *,
         num_heads: int,
@@ -79,7 +81,7 @@ class Ops:
         window: int | None,
         softmax_scale: float,
     ) -> None:
-        """att (B,1,Hq*Hd) <- rot (B,1,(Hq+2Hkv)*Hd), cache (B,S,2*Hkv*Hd), positions (B,1) int32."""
+        """att (B,1,Hq*Hd), new_cache (B,S,2*Hkv*Hd) <- qkv (B,1,(Hq+2Hkv)*Hd), cache, table (S,Hd), positions (B,1)."""
 
     def attention_forward(
         self,

@@ -126,7 +126,9 @@ RULES: Mapping[str, Rule] = {
     "attention_backward": _attention("d_qkv", 3),
     "attention_forward": _attention("att", 2),
     # The cache as ops compute with it, and the keys and scores of one sequence.
-    "attention_cached": lambda a: a.copies("rot", "cache") + 2 * a.size("cache") // a.inputs["cache"].shape[0],
+    "attention_cached": lambda a: (
+        a.copies("qkv", "cache") + 4 * a.size("qkv") + 2 * a.size("cache") // a.inputs["cache"].shape[0]
+    ),
     "cache_write": lambda a: a.copies("rot") + a.size("rot"),
     "cast": lambda a: (
         max(a.reading("x"), a.copies("x") + a.writing("out")) if a.writing("out") or not a.in_rows("x") else 0

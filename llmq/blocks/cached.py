@@ -44,12 +44,47 @@ class PromptCore:
         ops.cache_write(cache, a.rot, batch.positions, batch.sequences, **self.core.heads.numbers)
         self.core.forward(ops, a)
 
+    def backward(self, ops: Ops, a: Slots, d: Slots) -> None:
+        """There is none."""
+        raise NotImplementedError("generation has no backward pass")
+
+
+class Unturned:
+    """No rotary embedding of its own: the cached core turns queries and keys."""
+
+    def slots(self, b: int, t: int) -> tuple[Slot, ...]:
+        """No intermediates."""
+        return ()
+
+    def forward(self, ops: Ops, a: Slots, w: Parameters) -> None:
+        """Nothing."""
+
+
+class NormedUnturned:
+    """rmsnorm per head of q and k (Qwen3), as `NormedRotary` without the rotary embedding."""
+
+    def __init__(self, heads: Heads, eps: float) -> None:
+        self.heads, self.eps = heads, eps
+
+    def slots(self, b: int, t: int) -> tuple[Slot, ...]:
+        """Intermediates for b sequences of t tokens."""
+        h = self.heads
+        rstd = Slot("qk_rstd", (b, t, h.num_heads + h.num_kv_heads), (), "stat")
+        return (Slot("normed", (b, t, h.packed)), rstd)
+
+    def forward(self, ops: Ops, a: Slots, w: Parameters) -> None:
+        """a.normed <- a.qkv."""
+        ops.qk_norm_forward(a.normed, a.qk_rstd, a.qkv, w.q_norm, w.k_norm, eps=self.eps, **self.heads.numbers)
+
 
 class CachedCore:
-    """Attention of one new token per sequence to the cache of the layer, in which its key and value are put first."""
+    """Attention of one new token per sequence to the cache of the layer, with its own key and value put there.
 
-    def __init__(self, heads: Heads, window: int | None, layer: int) -> None:
-        self.heads, self.layer = heads, layer
+    `given` names the slot of q, k and v before the rotary embedding.
+    """
+
+    def __init__(self, heads: Heads, window: int | None, layer: int, given: str) -> None:
+        self.heads, self.layer, self.given = heads, layer, given
         self.numbers: dict[str, Any] = {**heads.numbers, "window": window, "softmax_scale": heads.head_dim**-0.5}
 
     def slots(self, b: int, t: int) -> tuple[Slot, ...]:
@@ -57,10 +92,13 @@ class CachedCore:
         return (Slot("att", (b, t, self.heads.num_heads * self.heads.head_dim)),)
 
     def forward(self, ops: Ops, a: Slots) -> None:
-        """a.att (B,1,Hq*Hd), a.cache of the layer <- a.rot, a.batch.positions, a.batch.sequences."""
-        cache, batch = a.cache[self.layer], a.batch
-        ops.cache_write(cache, a.rot, batch.positions, batch.sequences, **self.heads.numbers)
-        ops.attention_cached(a.att, a.rot, cache, batch.positions, **self.numbers)
+        """a.att (B,1,Hq*Hd), a.cache of the layer <- q, k and v, a.cache, a.batch.positions."""
+        cache, read = a.cache[self.layer], (a.const.rope, a.batch.positions)
+        ops.attention_cached(a.att, cache, a[self.given], cache, *read, **self.numbers)
+
+    def backward(self, ops: Ops, a: Slots, d: Slots) -> None:
+        """There is none."""
+        raise NotImplementedError("generation has no backward pass")
 
 
 class Sampler:

@@ -33,7 +33,6 @@ class Generator(BoundPlan):
         self.batch_size, self.most_tokens = spec.batch_size, spec.seq_len
         self._prompt_lengths, self._packed = sorted(decoding.prompt_lengths), decoding.packed
         self._write(self._cells.rope, rope_table(spec.config.rope, spec.config.head_dim, spec.seq_len, np.float64))
-        self._write(self._cells.decode.sequences, np.arange(self.batch_size)[:, None])
 
     @property
     def weight_bytes(self) -> int:

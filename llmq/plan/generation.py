@@ -11,13 +11,13 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from llmq.blocks.attention import Packing
-from llmq.blocks.cached import CachedCore, PromptCore, Sampling
+from llmq.blocks.cached import Sampling
 from llmq.errors import MemoryLimitError
 from llmq.model.decoder import Model
 from llmq.model.parameters import fitted_rows, padded_vocab
 from llmq.ops.record import Call, Recorder
 from llmq.plan.arena import aligned
-from llmq.plan.build import attention_core, build_generator
+from llmq.plan.build import build_decoder, build_prompt_reader
 from llmq.plan.passes.fates import Fates
 from llmq.plan.passes.forms import forms
 from llmq.plan.passes.prune import prune
@@ -90,7 +90,7 @@ class _Recordings:
     def __init__(self, decoding: Decoding) -> None:
         self.spec, self.sampling, self.packed = decoding.spec, decoding.sampling, decoding.packed
         spec, config = self.spec, self.spec.config
-        self._decoder = build_generator(spec, CachedCore, self.sampling)
+        self._decoder = build_decoder(spec, self.sampling)
         self.rows: tuple[Row, ...] = tuple(
             replace(row, trainable=False) for row in fitted_rows(config, self._decoder.sites)
         )
@@ -101,7 +101,7 @@ class _Recordings:
         cache: dict[Any, Ref] = {n: Ref(f"layers.{n}", "cache", kept, spec.precision.model, n) for n in layers}
         self.cache = Frame(cache)
         b = spec.batch_size
-        shapes = {**dict.fromkeys(("tokens", "positions", "sequences"), (b, 1)), "samples": (b,)}
+        shapes = {"tokens": (b, 1), "positions": (b, 1), "samples": (b,)}
         if self.sampling.repetition_penalty != 1:
             shapes["seen"] = (b, padded_vocab(config))
         self.inputs = {"decode": _inputs("decode", shapes)}
@@ -121,10 +121,7 @@ class _Recordings:
         if packing is not None:
             shapes["borders"] = (1, packing.max_docs + 1)
         self.inputs[name] = _inputs(name, shapes)
-        rows = replace(spec, packing=packing)
-        model = build_generator(
-            spec, lambda heads, window, layer: PromptCore(attention_core(rows, heads, window), layer), self.sampling
-        )
+        model = build_prompt_reader(replace(spec, packing=packing), self.sampling)
         ops = Recorder()
         model.read(ops, self._frames(model, self.inputs[name], 1, length).a, self.weights)
         return ops.calls

@@ -270,13 +270,19 @@ def cache_write(s: Sizes, rng: np.random.Generator) -> Case:
 
 
 def attention_cached(s: Sizes, rng: np.random.Generator) -> Case:
-    """Sequences of one token, as many as there may be, and numbers between."""
+    """Sequences of one token, as many as there may be, and numbers between.
+
+    Keys turn by quarters, which rounds nothing: the reference in f64 keeps them as they are, a cache in bf16 does not.
+    """
     positions = rng.integers(0, s.t, (s.b, 1)).astype(np.int32)
     positions[:2, 0] = [0, s.t - 1]
     cache = rng.standard_normal((s.b, s.t, 2 * s.hkv * s.hd))
-    inputs = {"rot": rng.standard_normal((s.b, 1, s.q)), "cache": cache, "positions": positions}
+    quarters = (np.arange(s.t)[:, None] + np.arange(s.hd // 2)) % 4
+    table = np.concatenate([np.array([1.0, 0, -1, 0])[quarters], np.array([0.0, 1, 0, -1])[quarters]], axis=1)
+    inputs = {"qkv": rng.standard_normal((s.b, 1, s.q)), "cache": cache, "table": table, "positions": positions}
     numbers = {**_heads(s), "window": 2 * s.t // 3, "softmax_scale": s.hd**-0.5}
-    return Case("", {"att": (s.b, 1, s.hq * s.hd)}, inputs, numbers)
+    outputs = {"att": (s.b, 1, s.hq * s.hd), "new_cache": cache.shape}
+    return Case("", outputs, inputs, numbers, frozenset({"table"}))
 
 
 def penalize(s: Sizes, rng: np.random.Generator) -> Case:

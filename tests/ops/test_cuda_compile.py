@@ -44,7 +44,6 @@ REGISTERS = {
     "cast": 96,
     "column_amax": 64,
     "column_scale": 32,
-    "combine": 64,
     "cross_entropy": 80,
     "embedding_add": 64,
     "embedding_forward": 48,
@@ -203,7 +202,9 @@ def model_launches(noted: Launches, b: int, t: int, c: int, hq: int, hkv: int, h
         cache, last, one_row = (8, 4096, 2 * hkv * hd), noted.tensor((8, 1), "int32"), read((8, 1, width))
         ops.cache_write(out(cache, dtype, None), read(qkv), tokens, tokens, **heads)
         numbers = {**heads, "window": 1000, "softmax_scale": 0.1}
-        ops.attention_cached(out((8, 1, hq * hd), dtype, None), one_row, read(cache), last, **numbers)
+        held = read(cache)
+        written = Output("y", cache, dtype, (held,))
+        ops.attention_cached(out((8, 1, hq * hd), dtype, None), written, one_row, held, table, last, **numbers)
         seen, next_token = noted.tensor((8, v), "int32"), out((8, 1), "int32", None)
         penalized, marks = out((8, 1, v), "fp32", None), out((8, v), "int32", None)
         ops.penalize(penalized, marks, read((8, 1, v)), seen, last, penalty=1.1)

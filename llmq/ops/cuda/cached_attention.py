@@ -44,9 +44,11 @@ def cache_write(
 
 def attention_cached(
     att: Output,
+    new_cache: Output,
     /,
-    rot: Tensor,
+    qkv: Tensor,
     cache: Tensor,
+    table: Tensor,
     positions: Tensor,
     *,
     num_heads: int,
@@ -55,22 +57,24 @@ def attention_cached(
     softmax_scale: float,
     scratch: Any = None,
 ) -> None:
-    """att (B,1,Hq*Hd) <- rot (B,1,(Hq+2Hkv)*Hd), cache (B,S,2*Hkv*Hd), positions (B,1) int32."""
-    if not att.wanted:
-        return
-    kind, (batch, length, kept) = type_of(rot), cache.shape
+    """att (B,1,Hq*Hd), new_cache (B,S,2*Hkv*Hd) <- qkv (B,1,(Hq+2Hkv)*Hd), cache like new_cache, table (S,Hd) fp32,
+    positions (B,1) int32. Of a cache that is not in the memory of the new one, all is copied."""
+    kind, (batch, length, kept) = type_of(qkv), cache.shape
     head_dim, group = kept // (2 * num_kv_heads), num_heads // num_kv_heads
-    keys, pieces = _keys(kind, head_dim), _pieces(kind, head_dim, length)
     _check(kind, head_dim, group, batch)
-    sizes = {"HD": head_dim, "GROUP": group, "KV_HEADS": num_kv_heads, "KEYS": keys, "N": access(head_dim, kind)}
+    assert type_of(att) == type_of(new_cache) == kind and type_of(table) == "float"
+    assert att.wanted and new_cache.wanted, f"{att.name}: a token's attention is made together with its cache"
+    if plain(new_cache) != pointer(cache):
+        new_cache.tensors[0].array[...] = cache.array
+    sizes: Constants = {"HD": head_dim, "GROUP": group, "KV_HEADS": num_kv_heads, "KEYS": _keys(kind, head_dim)}
+    constants: Constants = {"T": kind, **sizes, "N": access(head_dim, kind), "PLACES": batch * num_kv_heads}
+    pieces = _pieces(kind, head_dim, length)
     parts = room(scratch, 4 * batch * num_heads * pieces * (head_dim + 2))
-    seen = np.int32(min(window or length, length))
-    numbers = (np.int32(length), seen, np.float32(softmax_scale))
-    arguments = (parts, pointer(rot), pointer(cache), pointer(positions), *numbers)
+    read = (pointer(qkv), pointer(table), pointer(positions))
+    numbers = (np.int32(length), np.int32(min(window or length, length)), np.float32(softmax_scale))
+    arguments = (plain(att), plain(new_cache), parts, *read, *numbers)
     grid, shared = (pieces, num_kv_heads, batch), _shared_bytes(kind, head_dim, group)
-    launch("cached_attention", "attend", grid, THREADS, arguments, {"T": kind, **sizes}, shared_bytes=shared)
-    combined = (plain(att), parts, pointer(positions), np.int32(pieces), seen)
-    launch("cached_attention", "combine", (num_heads, batch), head_dim, combined, {"T": kind, **sizes})
+    launch("cached_attention", "attend", grid, THREADS, arguments, constants, shared_bytes=shared)
 
 
 def _keys(kind: str, head_dim: int) -> int:
