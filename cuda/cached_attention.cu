@@ -37,11 +37,10 @@ extern "C" __global__ void __launch_bounds__(THREADS)
     attend(T* att, T* cache, float* parts, const T* qkv, const float* table, const int* positions, int length, int window,
            float scale) {
     extern __shared__ __align__(16) u8 memory[];
-    __shared__ float most[GROUP], sums[GROUP];
-    __shared__ bool is_last;
     T* rows = reinterpret_cast<T*>(memory);  // keys, then values
     float* q = reinterpret_cast<float*>(memory + 2 * KEYS * PITCH * sizeof(T));
-    float* p = q + GROUP * HD;
+    float *p = q + GROUP * HD, *most = p + GROUP * KEYS, *sums = most + GROUP;
+    u32& before = *reinterpret_cast<u32*>(sums + GROUP);
     int piece = blockIdx.x, head = blockIdx.y, thread = threadIdx.x, lane = thread % 32, warp = thread / 32;
     i64 sequence = blockIdx.z;
     int last = positions[sequence], first = max(0, last + 1 - window), begin = piece * KEYS;
@@ -151,9 +150,9 @@ extern "C" __global__ void __launch_bounds__(THREADS)
 
     __threadfence();
     __syncthreads();
-    if (thread == 0) is_last = atomicInc(&arrived[at], pieces - 1) == pieces - 1;
+    if (thread == 0) before = atomicInc(&arrived[at], pieces - 1);
     __syncthreads();
-    if (!is_last) return;
+    if (before != pieces - 1) return;
     __threadfence();
     const float* from = parts + (at * gridDim.x + first / KEYS) * PART;
     for (int of = warp; of < GROUP; of += WARPS) {

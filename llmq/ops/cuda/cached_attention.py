@@ -88,7 +88,7 @@ def _pieces(kind: str, head_dim: int, length: int) -> int:
 
 def _shared_bytes(kind: str, head_dim: int, group: int) -> int:
     keys = _keys(kind, head_dim)
-    return 2 * keys * (head_dim + access(head_dim, kind)) * size_of(kind) + 4 * group * (head_dim + keys)
+    return 2 * keys * (head_dim + access(head_dim, kind)) * size_of(kind) + 4 * group * (head_dim + keys + 2) + 4
 
 
 def _check(kind: str, head_dim: int, group: int, batch: int) -> None:
