@@ -2,7 +2,7 @@
 
 __version__ = "0.1.0"
 
-__all__ = ["train"]
+__all__ = ["generate", "train"]
 
 
 def __getattr__(name: str) -> object:
@@ -12,6 +12,10 @@ def __getattr__(name: str) -> object:
         from llmq.training.loop import train
 
         return train
+    if name == "generate":
+        from llmq.generation.text import write
+
+        return write
     raise AttributeError(f"module 'llmq' has no attribute {name!r}")
 
 

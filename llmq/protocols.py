@@ -66,6 +66,23 @@ class Ops:
     ) -> None:
         """d_qkv (B,T,(Hq+2Hkv)*Hd) <- d_att (B,T,Hq*Hd), qkv, att like d_att, lse, borders as in forward."""
 
+    def attention_cached(
+        self,
+        att: Ref | None,
+        new_cache: Ref | None,
+        /,
+        qkv: Ref,
+        cache: Ref,
+        table: Ref,
+        positions: Ref,
+        *,
+        num_heads: int,
+        num_kv_heads: int,
+        window: int | None,
+        softmax_scale: float,
+    ) -> None:
+        """att (B,1,Hq*Hd), new_cache (B,S,2*Hkv*Hd) <- qkv (B,1,(Hq+2Hkv)*Hd), cache, table (S,Hd), positions (B,1)."""
+
     def attention_forward(
         self,
         att: Ref | None,
@@ -84,6 +101,11 @@ class Ops:
 
     def bias_backward(self, d_bias: Ref | None, /, d_y: Ref) -> None:
         """d_bias (N,) <- d_y (...,N) in colsum form, read as its (parts,N) partial sums."""
+
+    def cache_write(
+        self, cache: Ref | None, /, rot: Ref, positions: Ref, sequences: Ref, *, num_heads: int, num_kv_heads: int
+    ) -> None:
+        """cache (B,S,2*Hkv*Hd) <- rot (R,T,(Hq+2Hkv)*Hd), positions, sequences (R,T) int32; the rest of cache stays."""
 
     def cast(self, out: Ref | None, /, x: Ref) -> None:
         """out, in every wanted form, <- x (the same shape). fp8 columns of fp8 rows are the same bytes and scales."""
@@ -109,9 +131,6 @@ class Ops:
         self, out: Ref | None, /, res: Ref, samples: Ref, *, alpha: float, seed: int, stream: int
     ) -> None:
         """out (B,T,C) <- res (B,T,C), samples (B,) int32: res + u alpha / sqrt(T C), u uniform in [-1, 1)."""
-
-    def gather_rows(self, out: Ref | None, /, x: Ref, index: Ref) -> None:
-        """out (B,1,C) <- x (B,T,C), index (B,) int32: out[b, 0] = x[b, index[b]]."""
 
     def grad_scale(
         self,
@@ -142,6 +161,11 @@ class Ops:
 
     def loss_sum(self, loss_total: Ref | None, num_tokens: Ref | None, /, loss: Ref, targets: Ref) -> None:
         """loss_total (1,), num_tokens (1,) <- loss (...), targets (...) int32: sum of losses, number of trained."""
+
+    def penalize(
+        self, out: Ref | None, new_seen: Ref | None, /, logits: Ref, seen: Ref, tokens: Ref, *, penalty: float
+    ) -> None:
+        """out (B,1,Vp), new_seen (B,Vp) int32 <- logits (B,1,Vp), seen (B,Vp) int32, tokens (B,1) int32."""
 
     def qk_norm_backward(
         self,
@@ -198,6 +222,24 @@ class Ops:
         self, out: Ref | None, /, qkv: Ref, table: Ref, positions: Ref, *, num_heads: int, num_kv_heads: int
     ) -> None:
         """out (B,T,(Hq+2Hkv)*Hd) <- qkv like out, table (max_T,Hd) cos | sin, positions (B,T) int32."""
+
+    def sample(
+        self,
+        next_tokens: Ref | None,
+        next_positions: Ref | None,
+        /,
+        logits: Ref,
+        positions: Ref,
+        samples: Ref,
+        *,
+        vocab_size: int,
+        temperature: float,
+        top_k: int,
+        top_p: float,
+        min_p: float,
+        seed: int,
+    ) -> None:
+        """next_tokens, next_positions (B,1) int32 <- logits (B,1,Vp), positions (B,1) int32, samples (B,) int32."""
 
     def scale_update(
         self,
@@ -258,6 +300,19 @@ class Site(Protocol):
 
     def backward(self, ops: Ops, a: Slots, d: Slots, d_x: Ref, dw: Parameters, d_y: Ref, x: Ref, w: Parameters) -> None:
         """d_x, dw <- d_y, x, w."""
+
+
+class Core(Protocol):
+    """Attention itself, between the rotary embedding and the output projection."""
+
+    def slots(self, b: int, t: int) -> tuple[Slot, ...]:
+        """Results for a batch of b sequences of t tokens, `att` first."""
+
+    def forward(self, ops: Ops, a: Slots) -> None:
+        """a.att <- a.rot."""
+
+    def backward(self, ops: Ops, a: Slots, d: Slots) -> None:
+        """d.rot <- d.att; in training."""
 
 
 class Sublayer(Protocol):

@@ -28,6 +28,7 @@ from golden.engines import (
     relative_errors,
 )
 from safetensors import safe_open
+from tiny_engines import next_logits
 
 from llmq.data.batches.batch import Batch
 from llmq.model.optimizer import Hyperparameters
@@ -102,7 +103,7 @@ def test_logits(family):
     right, run = golden(family)["logits"], engine(family, FP32)
     for row, tokens in enumerate(families.batch(families.VOCAB, 1)[0]):
         for count in (1, 9, families.LENGTH):
-            found = run.next_logits(tokens[:count])
+            found = next_logits(run, tokens[:count])
             assert found.shape == (families.VOCAB,)
             assert np.linalg.norm(found - right[row, count - 1]) < 1e-5 * np.linalg.norm(right[row, count - 1])
 
@@ -272,7 +273,7 @@ def test_z_loss():
     plain, run = run_with(0.0, weights), run_with(z, weights)
     extra, count = 0.0, np.count_nonzero(targets != -100)
     for row, place in zip(*np.nonzero(targets != -100), strict=True):
-        logits = plain.next_logits(tokens[row, : place + 1])
+        logits = next_logits(plain, tokens[row, : place + 1])
         extra += z * np.log(np.sum(np.exp(logits))) ** 2
     assert mean_loss(run) - mean_loss(plain) == pytest.approx(extra / count, rel=1e-10)
     assert run.evaluate(Batch(tokens, targets)) == plain.evaluate(

@@ -33,7 +33,7 @@ FLOORS = (
     ("plan",),  # everything that is decided before memory is allocated
     ("backends",),
     ("engine",),
-    ("training",),
+    ("generation", "training"),
     ("bench", "report"),
     ("cli",),
 )

@@ -23,13 +23,21 @@ from golden.engines import (
     gradients,
     parameters,
     relative_errors,
+    values_of,
 )
+from ops.build import output, tensor
+from tiny_engines import next_logits
 
 from llmq.backends.host import HostBackend
+from llmq.blocks.cached import Sampling
 from llmq.engine.engine import Engine
+from llmq.engine.generate import generate, open_generator
 from llmq.files.huggingface import Export, checked_tensors, read_rows
-from llmq.model.config import from_folder
+from llmq.model.config import from_folder, read_config
 from llmq.model.optimizer import Hyperparameters
+from llmq.ops.reference import OPS
+from llmq.ops.reference.sample import threshold
+from llmq.plan.generation import Decoding
 from llmq.plan.memory import Memory
 from llmq.plan.plan import make_plan
 from llmq.plan.spec import Spec
@@ -116,7 +124,7 @@ def test_gradients_and_logits(config, seed):
         run = engine_of(config, weights, precision, families.BATCH, LENGTH)
         assert worst(relative_errors(gradients(run, tokens, targets), right)) < (bound, "")
         for row, count in ((0, 1), (1, LENGTH // 2), (1, LENGTH)):
-            found, wanted = run.next_logits(tokens[row, :count]), logits[row, count - 1]
+            found, wanted = next_logits(run, tokens[row, :count]), logits[row, count - 1]
             assert found.shape == wanted.shape
             assert np.linalg.norm(found - wanted) < bound * np.linalg.norm(wanted)
 
@@ -172,7 +180,7 @@ def test_vocabularies_of_any_size(vocab_size, tied):
         logits = transformers_judge.logits_of(transformers_judge.model_of(config, weights, "float64"), tokens[:1])
     run = engine_of(config, weights, FP64, families.BATCH, LENGTH)
     assert worst(relative_errors(gradients(run, tokens, targets), right)) < (1e-9, "")
-    found = run.next_logits(tokens[0])
+    found = next_logits(run, tokens[0])
     assert found.shape == (vocab_size,)
     assert np.linalg.norm(found - logits[0, -1]) < 1e-9 * np.linalg.norm(logits[0, -1])
     assert run.update(1, 1e-3).applied
@@ -195,7 +203,7 @@ def assert_same_logits(run, model, tokens):
     """Ours in f32 are those of a transformers model in f32."""
     wanted = transformers_judge.logits_of(model, tokens)
     for row, count in ((0, 3), (1, tokens.shape[1])):
-        found, right = run.next_logits(tokens[row, :count]), wanted[row, count - 1]
+        found, right = next_logits(run, tokens[row, :count]), wanted[row, count - 1]
         assert found.shape == right.shape
         assert np.linalg.norm(found - right) < 1e-5 * np.linalg.norm(right)
 
@@ -273,3 +281,56 @@ def test_exported_vocabularies_are_not_padded(vocab_size, tmp_path):
     model = reloaded(tmp_path / "model")
     assert model.get_input_embeddings().weight.shape == model.lm_head.weight.shape == (vocab_size, 8)
     assert_same_logits(run, model, drawn_batch(config, 1)[0])
+
+
+@MODELS
+def test_greedy_tokens_are_those_of_generate(config, seed):
+    """Prompts of several lengths in one batch here, each alone in transformers; some end at a token."""
+    weights, tokens = families.weights(config, seed), drawn_batch(config, seed)[0]
+    prompts = [tokens[0, :1].tolist(), tokens[1, :9].tolist(), tokens[0, :17].tolist()]
+    with transformers_judge.doubled():
+        judge = transformers_judge.model_of(config, weights, "float64")
+        judge.generation_config.eos_token_id = judge.generation_config.pad_token_id = None
+        kept = {"do_sample": False, "max_new_tokens": 16}
+        right = [judge.generate(torch.tensor([p]), **kept)[0, len(p) :].tolist() for p in prompts]
+    spec = Spec(read_config(config), FP64, Memory(), Hyperparameters(), 3, 17 + 16)
+    decoding = Decoding(spec, Sampling(), (32,))
+    generator = open_generator(decoding, HostBackend(), lambda plan: values_of(plan, weights))
+    for stop in ((), (right[1][5], right[2][3])):
+        found = [[], [], []]
+        for index, token in generate(generator, prompts, max_tokens=16, stop=stop):
+            found[index] += [] if token is None else [token]
+        ends = [next((i for i, token in enumerate(text) if token in stop), 16) for text in right]
+        assert found == [text[:end] for text, end in zip(right, ends, strict=True)]
+
+
+@pytest.mark.parametrize(
+    "cuts", [{"top_k": 7}, {"top_p": 0.6}, {"min_p": 0.2}, {"top_k": 20, "top_p": 0.8, "min_p": 0.05}]
+)
+def test_the_cuts_leave_what_transformers_leaves(cuts):
+    """After its temperature, in its order."""
+    kinds = {
+        "top_k": transformers.TopKLogitsWarper,
+        "top_p": transformers.TopPLogitsWarper,
+        "min_p": transformers.MinPLogitsWarper,
+    }
+    rng = np.random.default_rng(0)
+    for _ in range(20):
+        z = rng.standard_normal(300) * 2
+        scores = torch.tensor(z)[None]
+        for name, value in cuts.items():
+            scores = kinds[name](value)(None, scores)
+        least = threshold(z, **{"top_k": 0, "top_p": 1.0, "min_p": 0.0, **cuts})
+        assert np.array_equal(z >= least, np.isfinite(scores[0].numpy()))
+
+
+def test_the_repetition_penalty_is_that_of_transformers():
+    rng = np.random.default_rng(0)
+    logits, history = rng.standard_normal((2, 1, 50)), rng.integers(0, 50, (2, 9))
+    right = transformers.RepetitionPenaltyLogitsProcessor(1.7)(torch.tensor(history), torch.tensor(logits[:, 0]))
+    seen = np.zeros((2, 50), np.int32)
+    np.put_along_axis(seen, history[:, :-1], 1, axis=1)
+    found = output((2, 1, 50), "fp64")
+    given = (tensor(logits), tensor(seen), tensor(history[:, -1:]))
+    OPS["penalize"](found, output((2, 50), "int32"), *given, penalty=1.7)
+    np.testing.assert_allclose(found.tensors[0].array[:, 0], right.numpy(), rtol=1e-15)

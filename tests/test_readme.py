@@ -30,7 +30,7 @@ PAGES = [
     *(ROOT / f"{name}/README.md" for name in ("cuda", "data")),
 ]
 MOST_LINES = 170  # of the README
-COMMANDS = ("llmq-train", "tokenize-data", "llmq-bench", "llmq-plot", "llmq-export-wandb")
+COMMANDS = ("llmq-train", "llmq-generate", "tokenize-data", "llmq-bench", "llmq-plot", "llmq-export-wandb")
 EXTRAS = re.findall(
     r"^(\w+) = \[",
     (ROOT / "pyproject.toml").read_text("utf-8").split("dependencies]")[1].split("[project.")[0],

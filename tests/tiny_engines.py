@@ -2,11 +2,12 @@
 
 from collections.abc import Callable
 from dataclasses import replace
+from typing import Any
 
 import numpy as np
 import pytest
 
-from llmq.backends import Backend
+from llmq.backends import Backend, Op
 from llmq.backends.host import HostBackend
 from llmq.data.batches.batch import Batch
 from llmq.engine.engine import Engine
@@ -140,6 +141,28 @@ def engine_of(plan: Plan, *, seed: int = 0, poison: bool = True, backend: Backen
         borders = None if plan.spec.packing is None else np.array([[0, t]] * b, np.int32)
         engine.warm_up(replace(batch(b=b, t=t), borders=borders))
     return engine
+
+
+def next_logits(engine: Engine, tokens: np.ndarray) -> np.ndarray:
+    """Logits (V,) of the token after `tokens` (n,), n <= seq_len, as evaluation makes its loss of them."""
+    spec, found = engine.plan.spec, []
+
+    def wrap(name: str, op: Op) -> Op:
+        def call(*handles: Any, **numbers: Any) -> None:
+            if name == "cross_entropy":
+                array = handles[2].array
+                found.append(np.array(array.get() if hasattr(array, "get") else array))
+            op(*handles, **numbers)
+
+        return call
+
+    padded = np.zeros((spec.batch_size, spec.seq_len), np.int32)
+    padded[0, : len(tokens)] = tokens
+    borders = None if spec.packing is None else np.array([[0, spec.seq_len]] * spec.batch_size, np.int32)
+    engine.feed(Batch(padded, padded, borders))
+    engine.traced("evaluate", wrap)()
+    logits = np.concatenate(found)[len(tokens) - 1, : spec.config.vocab_size]
+    return logits if logits.dtype == np.float64 else logits.astype(np.float32)
 
 
 def train_steps(engine: Engine, steps: int = 2, accumulation: int = 2, rate: float = 1e-2) -> list[float]:

@@ -24,15 +24,12 @@ from typing import Any
 
 import numpy as np
 import yaml
-from tokenizers import Tokenizer
 
 import llmq
 from llmq.data.tokens.token_file import TokenFile
-from llmq.engine.generate import complete, open_engine
 from llmq.errors import MemoryLimitError
 from llmq.hardware.blas import num_cores
 from llmq.hardware.device import pick
-from llmq.plan.precision import Precision
 from llmq.report.read import read_log
 
 BIN = os.path.relpath(Path(sys.executable).parent)
@@ -124,12 +121,11 @@ def fitted(setup: Setup) -> Setup:
 
 def completion(setup: Setup, folder: Path, *, from_scratch: bool = False) -> str:
     """PROMPT and what the model in `folder` writes after it, each line behind a bar."""
-    dtype, seq_len = setup.options()["model_dtype"], setup.options()["seq_len"]
-    given = {"device": setup.device, "precision": Precision(dtype, dtype, master=dtype, grad=dtype)}
-    engine = open_engine(folder, seq_len=seq_len, from_scratch=from_scratch, **given)
-    tokenizer = Tokenizer.from_file(str(setup.out / "data" / "tokenizer" / "tokenizer.json"))
-    tokens = complete(engine, tokenizer.encode(PROMPT).ids, 60, temperature=0.7, seed=0, stop=0)
-    return "".join(f"\n  | {line}" for line in (PROMPT + tokenizer.decode(tokens)).split("\n"))
+    command = [f"{BIN}/llmq-generate", f"--model={folder}", f"--tokenizer={setup.out}/data/tokenizer"]
+    command += [f"--prompt={PROMPT}", "--max-tokens=60", "--temperature=0.7", f"--device={setup.device}"]
+    command += ["--from-scratch"] * from_scratch
+    text = subprocess.run(command, stdout=subprocess.PIPE, text=True, errors="replace", check=True).stdout
+    return "".join(f"\n  | {line}" for line in (PROMPT + text.removesuffix("\n")).split("\n"))
 
 
 def results(setup: Setup, first_step_s: float, began: float) -> tuple[str, float]:

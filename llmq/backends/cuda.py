@@ -7,7 +7,7 @@ algorithms timed then, which a capture could not do. The second time it is captu
 from __future__ import annotations
 
 import weakref
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from typing import TYPE_CHECKING, Any
 
@@ -114,6 +114,22 @@ class DeviceMemory:
         runtime.memcpyAsync(host.ctypes.data, array.data.ptr, host.nbytes, runtime.memcpyDeviceToHost, self._stream.ptr)
         self._stream.synchronize()
         return host
+
+    def start_read(self, name: str) -> Callable[[], np.ndarray]:
+        """A function that waits for a copy of a storage of the GPU as it is now, and no longer."""
+        array, dtype = self._arrays[name], self._dtypes[name]
+        buffer, _ = _pinned(array.nbytes)
+        runtime.memcpyAsync(
+            buffer.ctypes.data, array.data.ptr, array.nbytes, runtime.memcpyDeviceToHost, self._stream.ptr
+        )
+        event = cupy.cuda.Event(disable_timing=True)
+        event.record(self._stream)
+
+        def wait() -> np.ndarray:
+            event.synchronize()
+            return buffer.view(dtype).reshape(array.shape).copy()
+
+        return wait
 
     def read_scalars(self, names: Sequence[str]) -> list[float]:
         """First elements of some storages, waiting once."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import resource
 import sys
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -50,6 +50,11 @@ class HostMemory:
             return self._arrays[name].copy()
         into[...] = self._arrays[name]
         return into
+
+    def start_read(self, name: str) -> Callable[[], np.ndarray]:
+        """A function that returns a copy of a storage as it is now."""
+        copy = self.read(name)
+        return lambda: copy
 
     def read_scalars(self, names: Sequence[str]) -> list[float]:
         """First elements of some storages."""

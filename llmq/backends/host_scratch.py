@@ -125,6 +125,11 @@ RULES: Mapping[str, Rule] = {
     "amax_scale": lambda a: max(a.reading("x"), a.copies("x") + a.size("x")),
     "attention_backward": _attention("d_qkv", 3),
     "attention_forward": _attention("att", 2),
+    # The cache as ops compute with it, and the keys and scores of one sequence.
+    "attention_cached": lambda a: (
+        a.copies("qkv", "cache") + 4 * a.size("qkv") + 2 * a.size("cache") // a.inputs["cache"].shape[0]
+    ),
+    "cache_write": lambda a: a.copies("rot") + a.size("rot"),
     "cast": lambda a: (
         max(a.reading("x"), a.copies("x") + a.writing("out")) if a.writing("out") or not a.in_rows("x") else 0
     ),
@@ -133,10 +138,10 @@ RULES: Mapping[str, Rule] = {
     "embedding_backward": lambda a: a.copies("d_res") + 2 * a.size("d_res"),
     "embedding_forward": lambda a: a.size("res") + a.copies("weight") * a.size("res") // (2 * a.size("weight")),
     "embedding_noise": lambda a: a.copies("res") + 5 * a.size("res"),
-    "gather_rows": lambda a: a.copies("x"),
     "linear_dgrad": _product("d_x", "d_y", "weight"),
     "linear_forward": _product("y", "x", "weight"),
     "linear_wgrad": _product("d_weight", "d_y", "x"),
+    "penalize": lambda a: a.copies("logits") + 4 * a.size("out"),
     "qk_norm_backward": _elementwise("d_qkv", 5, "qkv", "d_out", held=3),
     "qk_norm_forward": _elementwise("out", 2, "qkv", held=1),
     "quantization_error": lambda a: a.copies("x", "copy") + 15 * a.size("x") // 2,
@@ -145,6 +150,7 @@ RULES: Mapping[str, Rule] = {
     "rmsnorm_forward": _elementwise("x", 2, "res"),
     "rope_backward": _turn("d_qkv", "d_out"),
     "rope_forward": _turn("out", "qkv"),
+    "sample": lambda a: a.copies("logits") + 12 * a.size("logits") // a.inputs["logits"].shape[0],
     "swiglu_backward": _elementwise("d_gate_up", 2, "gate_up", "d_act", held=0.5),
     "swiglu_forward": _elementwise("act", 2, "gate_up"),
 }

@@ -9,7 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-from llmq.protocols import Ops, Parameters, Site, Slots
+from llmq.protocols import Core, Ops, Parameters, Site, Slots
 from llmq.tensor import Slot
 
 
@@ -159,7 +159,7 @@ class Attention:
         qkv: Site,
         o: Site,
         rotary: Rotary | NormedRotary,
-        core: DenseCore,
+        core: Core,
     ) -> None:
         self.c, self.heads, self.eps = hidden_size, heads, eps
         self.qkv, self.o, self.rotary, self.core = qkv, o, rotary, core

@@ -11,7 +11,7 @@ from llmq.tensor import Slot
 class Head:
     """loss = cross entropy(W rmsnorm(res)), with its gradient made in the same pass over each chunk.
 
-    res, x (B,T,C); loss (B,T) per token; logits of chunk i (B*T/chunks, Vp); last (B,1,C), a row of x each.
+    res, x (B,T,C); loss (B,T) per token; logits of chunk i (B*T/chunks, Vp).
     """
 
     def __init__(
@@ -28,7 +28,6 @@ class Head:
             Slot("rstd", (b, t), (), "stat"),
             Slot("loss", (b, t), (), "stat"),
             *(Slot(f"logits#{i}", logits) for i in range(self.chunks)),
-            Slot("x#last", (b, 1, self.c)),
             *self.site.slots(self._x(b, t)),
         )
 
@@ -54,12 +53,6 @@ class Head:
             loss = a.loss.flat(start, count)  # of the data alone, whatever training adds to it
             ops.cross_entropy(d[f"logits#{i}"], loss, logits, targets, **{**self.numbers, "z_loss": 0.0})
         ops.loss_sum(a.total.loss, a.total.tokens, a.loss, a.batch.targets)
-
-    def generate(self, ops: Ops, a: Slots, w: Parameters) -> None:
-        """a.total.logits (B,1,Vp) of the token at a.batch.index (B,) in each sequence <- a.res."""
-        ops.rmsnorm_forward(a.x, a.rstd, a.res, w.norm, eps=self.eps)
-        ops.gather_rows(a["x#last"], a.x, a.batch.index)
-        self.site.forward(ops, self._cut(a, 0, a.batch.index.shape[0]), a.total.logits, a["x#last"], w)
 
     def _x(self, b: int, t: int) -> Slot:
         return Slot("x", (b, t, self.c))

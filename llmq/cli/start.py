@@ -20,6 +20,11 @@ def tokenize_data() -> None:
     _start("tokenize_data")
 
 
+def generate() -> None:
+    """llmq-generate."""
+    _start("generate")
+
+
 def bench() -> None:
     """llmq-bench."""
     _start("bench")

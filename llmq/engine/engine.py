@@ -1,22 +1,19 @@
-"""A plan made flesh: memory allocated, programs bound to a backend, and the few things a training loop asks of them."""
+"""The engine of training: what its loop asks of a plan on memory."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 
 import numpy as np
 
-from llmq.backends import Backend, Launch, Op, Run
+from llmq.backends import Backend, Op
 from llmq.data.batches.batch import Batch
-from llmq.engine.bind import bind
-from llmq.engine.held import held_copy, held_value
+from llmq.engine.bound_plan import BoundPlan
 from llmq.model.rope import document_positions, rope_table
-from llmq.plan.names import scale_ref, storage_name
 from llmq.plan.observe import FIELDS, STRIDE
 from llmq.plan.plan import SCALE_STRIDE, Plan
 from llmq.row import Row
-from llmq.tensor import DTYPES, Ref, Tensor
 
 WARM_UP_PASSES = 8  # fp8 scales settle in about as many passes as a layer has matmuls in a chain
 SETTLED = 0.05  # relative change of every scale between two passes
@@ -33,12 +30,8 @@ class StepResult:
     applied: bool
 
 
-class Engine:
-    """Runs the programs of a plan. All arrays passed in and out are on the host.
-
-    `wrap(name, function) -> function` may be put around every op (timing, checking); `poison` fills activations with
-    NaN before their first write and after their last read.
-    """
+class Engine(BoundPlan):
+    """Trains by the programs of a plan. All arrays passed in and out are on the host."""
 
     def __init__(
         self,
@@ -48,12 +41,7 @@ class Engine:
         wrap: Callable[[str, Op], Op] | None = None,
         poison: bool = False,
     ) -> None:
-        self.plan = plan
-        self._backend, self._poison, self._cells = backend, poison, plan.cells
-        backend.prepare(call for program in plan.programs.values() for call in program.calls)
-        self._memory = backend.memory(plan.persistent, {home: plan.arena_bytes(home) for home in ("device", "host")})
-        self._ops = {name: wrap(name, op) for name, op in backend.ops.items()} if wrap else backend.ops
-        self._programs: dict[int, Run] = {}  # by the id of the plan's program: those that are alike are bound once
+        super().__init__(plan, backend, wrap=wrap, poison=poison)
         self._fill_constants()
 
     # parameters
@@ -65,20 +53,6 @@ class Engine:
             self._fill(state.m, 0)
             self._fill(state.v, 0)
         self.run("publish")
-
-    def parameter(self, name: str) -> np.ndarray:
-        """Master of a parameter, or a frozen one itself, padded, in its own dtype (a copy).
-
-        One that is held in a form is given as what that stands for.
-        """
-        ref = self.plan.held(name)
-        if ref.form is None:
-            return self._read(ref)
-        value = np.empty(ref.shape, DTYPES[ref.dtype])
-        for one, target in zip(ref.entries, _entries(ref, value), strict=True):
-            copy = Tensor(one.name, self._read(one), one.shape, one.form, self._read(scale_ref(one)))
-            target[...] = held_value(copy, one.dtype)
-        return value
 
     def gradient(self, name: str) -> np.ndarray:
         """Gradient of a parameter as accumulated since the step began: a sum over trained tokens (a copy)."""
@@ -146,18 +120,6 @@ class Engine:
         loss, count = self._read_scalars(self._cells.evaluated.loss, self._cells.evaluated.tokens)
         return loss, int(count)
 
-    def next_logits(self, tokens: np.ndarray) -> np.ndarray:
-        """Logits (V,) f32 of the token after `tokens` (n,), of which the last seq_len are read."""
-        spec, prompt = self.plan.spec, self._cells.prompt
-        tokens = np.asarray(tokens, np.int32)[-spec.seq_len :]
-        padded = np.zeros((1, spec.seq_len), np.int32)
-        padded[0, : tokens.size] = tokens
-        self._write(prompt.tokens, padded)
-        self._fill(prompt.index, tokens.size - 1)
-        self.run("generate")
-        logits = self._read(self._cells.logits).reshape(-1)[: spec.config.vocab_size]
-        return logits if logits.dtype == np.float64 else logits.astype(np.float32)
-
     # state
 
     def state(self, into: Callable[[str], np.ndarray] | None = None) -> Iterator[tuple[str, np.ndarray]]:
@@ -171,23 +133,6 @@ class Engine:
         for name in self.plan.state():
             self._memory.write(name, read(name))
         self.run("publish")
-
-    def run(self, name: str) -> None:
-        """Runs a program of the plan by name; it is bound on first use."""
-        key = id(self.plan.programs[name])
-        if key not in self._programs:
-            self._programs[key] = self._backend.program(self._bound(name, self._ops, poison=self._poison))
-        self._programs[key]()
-
-    def traced(self, name: str, wrap: Callable[[str, Op], Op]) -> Run:
-        """A program of the plan, with `wrap` around every op, that runs eagerly whenever it is called; for timing."""
-        launches = self._bound(name, {op: wrap(op, function) for op, function in self._ops.items()})
-        return lambda: self._backend.program(launches)()
-
-    def part(self, name: str, indices: Iterable[int], before: Run | None = None) -> Run:
-        """These calls of a program of the plan, each after `before`, as a program of their own; for timing."""
-        launches, first = self._bound(name, self._ops), [] if before is None else [Launch(before)]
-        return self._backend.program([each for index in indices for each in (*first, Launch(launches[index].run))])
 
     def feed(self, batch: Batch) -> None:
         """The batch in its slots, with the positions of its tokens."""
@@ -204,54 +149,13 @@ class Engine:
         self._write(slots.borders, marks)
         self._write(slots.positions, document_positions(marks, spec.seq_len))
 
-    def _bound(self, name: str, ops: Mapping[str, Op], *, poison: bool = False) -> list[Launch]:
-        scratch_bytes = self._backend.scratch_bytes if self._backend.takes_scratch else None
-        return bind(self.plan, name, self._memory, ops, scratch_bytes, poison=poison)
-
-    def _has(self, ref: Ref) -> bool:
-        """Whether any program reads or writes a tensor."""
-        return storage_name(ref) in self.plan.persistent
-
-    def _set(self, parameters: Iterable[tuple[Row, np.ndarray]], expected: Iterable[Row]) -> None:
-        """Sets masters, or what is held of frozen rows, from the values of all `expected` rows."""
-        missing = {row.name for row in expected}
-        for row, values in parameters:
-            ref = self.plan.held(row.name)
-            if ref.form is None:
-                self._write(ref, values)
-            else:
-                for one, value in zip(ref.entries, _entries(ref, values), strict=True):
-                    numbers, scale = held_copy(one, value)
-                    self._write(one, numbers)
-                    self._write(scale_ref(one), scale)
-            missing.discard(row.name)
-        assert not missing, f"parameters not given: {sorted(missing)}"
-
-    def _write(self, ref: Ref, values: np.ndarray) -> None:
-        self._memory.write(storage_name(ref), values)
-
-    def _read(self, ref: Ref) -> np.ndarray:
-        return self._memory.read(storage_name(ref))
-
-    def _read_scalars(self, *refs: Ref) -> list[float]:
-        return self._memory.read_scalars([storage_name(ref) for ref in refs])
-
-    def _fill(self, ref: Ref, value: float) -> None:
-        self._memory.fill(storage_name(ref), value)
-
     def _fill_constants(self) -> None:
         spec, cells = self.plan.spec, self._cells
         self._write(cells.rope, rope_table(spec.config.rope, spec.config.head_dim, spec.seq_len, np.float64))
-        for inputs in (cells.batch, cells.prompt):
-            self._write(inputs.positions, np.broadcast_to(np.arange(spec.seq_len), inputs.positions.shape))
+        self._write(cells.batch.positions, np.broadcast_to(np.arange(spec.seq_len), cells.batch.positions.shape))
         for ref in self.plan.persistent.values():
             if ref.space == "scale":
                 self._fill(ref, 1 if ref.shape == (1,) or ref.name == "scales" else 0)
         if self.plan.scales:
             self._write(cells.limits, np.array(self.plan.limits))
             self._fill(cells.always, 1)
-
-
-def _entries(ref: Ref, values: np.ndarray) -> np.ndarray:
-    """The values of a stack's entries, or of one tensor."""
-    return values if ref.is_stack else values[None]

@@ -1,63 +1,203 @@
-"""Text after a prompt: an engine for a model's weights, and tokens drawn from its logits one by one."""
+"""Text after prompts: a plan of generation on memory, and the loop that takes token after token from it.
+
+The device never waits for the host: each step leaves its tokens where the next one reads them, and the host looks at
+them one step behind. It runs at most one step too many, whose tokens are dropped.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from pathlib import Path
+import time
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from dataclasses import dataclass
 
 import numpy as np
 
-from llmq.backends import open_backend
-from llmq.engine.engine import Engine
-from llmq.files.source import ModelSource, initial_parameters
-from llmq.model.config import from_folder
-from llmq.model.optimizer import Hyperparameters
-from llmq.plan.memory import Memory
-from llmq.plan.plan import make_plan
-from llmq.plan.precision import Precision
-from llmq.plan.spec import Spec
+from llmq.backends import Backend
+from llmq.engine.bound_plan import BoundPlan
+from llmq.errors import UsageError
+from llmq.model.rope import rope_table
+from llmq.plan.generation import Decoding, plan_generation, prompt_name
+from llmq.plan.plan import Plan
+from llmq.row import Row
+from llmq.tensor import stored_bytes
+
+Prompt = Sequence[int]
 
 
-def open_engine(
-    folder: Path,
+class Generator(BoundPlan):
+    """Runs the programs of a plan of generation for up to a batch of sequences at a time."""
+
+    def __init__(self, plan: Plan, decoding: Decoding, backend: Backend) -> None:
+        super().__init__(plan, backend)
+        spec = plan.spec
+        self.batch_size, self.most_tokens = spec.batch_size, spec.seq_len
+        self._prompt_lengths, self._packed = sorted(decoding.prompt_lengths), decoding.packed
+        self._write(self._cells.rope, rope_table(spec.config.rope, spec.config.head_dim, spec.seq_len, np.float64))
+
+    @property
+    def weight_bytes(self) -> int:
+        """Bytes of the weights that the next token is computed from: all but an embedding that is no head."""
+        calls = (call for call in self.plan.programs["decode"].calls if call.op != "embedding_forward")
+        refs = {ref.name: ref for call in calls for ref in call.inputs if ref is not None and ref.space == "weight"}
+        return sum(map(stored_bytes, refs.values()))
+
+    def load(self, parameters: Iterable[tuple[Row, np.ndarray]]) -> None:
+        """Sets the weights from whole parameters (padded, any float dtype)."""
+        self._set(parameters, self.plan.rows)
+
+    def warm_up(self) -> None:
+        """Runs every program twice: kernels are compiled by the first run, and captured by the second."""
+        for length in self._prompt_lengths:
+            for _ in range(2):
+                self._read_row([], [], length)
+        self.start([[0]], [0])
+        for _ in range(2):
+            self.run("decode")
+
+    def start(self, prompts: Sequence[Prompt], numbers: Sequence[int]) -> None:
+        """Begins sequences with `prompts`, none of them empty; their `numbers` address what is drawn for them."""
+        assert len(prompts) <= self.batch_size and all(prompts), "at most a batch of prompts, with tokens"
+        for row in self._rows(prompts):
+            total = sum(len(prompts[index]) - 1 for index in row)
+            length = next(length for length in self._prompt_lengths if length >= total)
+            self._read_row([prompts[index][:-1] for index in row], row, length)
+        decode, rest = self._cells.decode, [0] * (self.batch_size - len(prompts))
+        self._write(decode.tokens, np.array([[prompt[-1]] for prompt in prompts] + [[0]] * len(rest), np.int32))
+        self._write(decode.positions, np.array([[len(prompt) - 1] for prompt in prompts] + [[0]] * len(rest), np.int32))
+        self._write(decode.samples, np.array([*numbers, *rest], np.int64).astype(np.int32))
+        if self._has_seen:
+            seen = np.zeros(decode.seen.shape, np.int32)
+            for index, prompt in enumerate(prompts):
+                seen[index, list(prompt)] = 1
+            self._write(decode.seen, seen)
+
+    def step(self) -> Callable[[], np.ndarray]:
+        """Takes the next token of every sequence; what is returned waits for them (batch_size,)."""
+        self.run("decode")
+        wait = self._start_read(self._cells.decode.tokens)
+        return lambda: wait()[:, 0]
+
+    @property
+    def _has_seen(self) -> bool:
+        return any(call.op == "penalize" for call in self.plan.programs["decode"].calls)
+
+    def _rows(self, prompts: Sequence[Prompt]) -> list[list[int]]:
+        """The prompts, by index, that are read together: those that fit into a row one after the other."""
+        rows: list[list[int]] = []
+        room = 0
+        for index, prompt in enumerate(prompts):
+            needs = len(prompt) - 1
+            if needs == 0:
+                continue  # the decoder reads the last token
+            if needs > room or not self._packed:
+                rows.append([])
+                room = self._prompt_lengths[-1]
+            assert needs <= room, f"a prompt of {len(prompt)} tokens"
+            rows[-1].append(index)
+            room -= needs
+        return rows
+
+    def _read_row(self, prompts: Sequence[Prompt], sequences: Sequence[int], length: int) -> None:
+        """Fills the cache of `sequences` from prompts that lie one after the other in a row."""
+        name = prompt_name(length)
+        inputs = self._cells[name]
+        tokens, positions = np.zeros((2, 1, length), np.int32)
+        owners = np.full((1, length), -1, np.int32)
+        borders = [0]
+        for prompt, sequence in zip(prompts, sequences, strict=True):
+            place = slice(borders[-1], borders[-1] + len(prompt))
+            tokens[0, place], positions[0, place], owners[0, place] = prompt, np.arange(len(prompt)), sequence
+            borders.append(place.stop)
+        self._write(inputs.tokens, tokens)
+        self._write(inputs.positions, positions)
+        self._write(inputs.sequences, owners)
+        if self._packed and self._has(inputs.borders):  # a model of one layer attends to no prompt
+            padded = borders + [length] * (inputs.borders.shape[1] - len(borders))
+            self._write(inputs.borders, np.array([padded], np.int32))
+        self.run(name)
+
+
+def open_generator(decoding: Decoding, backend: Backend, parameters: Callable[[Plan], Iterable]) -> Generator:
+    """A generator with the weights that `parameters` gives for its plan."""
+    plan = plan_generation(decoding, backend.scratch_bytes)
+    generator = Generator(plan, decoding, backend)
+    generator.load(parameters(plan))
+    return generator
+
+
+@dataclass
+class Pace:
+    """What was generated so far, and how long it took: seconds to the first tokens, and of the steps after those."""
+
+    prompt_tokens: int = 0
+    new_tokens: int = 0
+    first_s: float = 0.0
+    steps: int = 0
+    steps_s: float = 0.0
+    tokens_of_steps: int = 0
+
+    def line(self, weight_bytes: int) -> str:
+        """One line for the user."""
+        text = f"{self.prompt_tokens:,} prompt tokens, {self.new_tokens:,} new; first token after {self.first_s:.3f} s"
+        if not self.steps_s:
+            return text
+        rate, read = self.tokens_of_steps / self.steps_s, self.steps * weight_bytes / self.steps_s / 1e9
+        step_ms = 1e3 * self.steps_s / self.steps
+        return f"{text}; then {rate:,.1f} tokens/s, {step_ms:.2f} ms a step, weights read at {read:,.0f} GB/s"
+
+
+def generate(
+    generator: Generator,
+    prompts: Sequence[Prompt],
     *,
-    seq_len: int,
-    from_scratch: bool = False,
-    seed: int = 0,
-    device: str = "cpu",
-    precision: Precision | None = None,
-) -> Engine:
-    """An engine with the weights in `folder`, or with those that `seed` draws for its config.json.
+    max_tokens: int,
+    stop: Collection[int] = (),
+    course: Pace | None = None,
+    first_number: int = 0,
+) -> Iterator[tuple[int, int | None]]:
+    """Yields (index of a prompt, token) as tokens come, and (index, None) where a text ends before a token of `stop`.
 
-    It reads `seq_len` tokens back, in fp32 without a `precision`. `device` is cpu or cuda. Errors are those of the
-    folder's config and weights.
+    At most `max_tokens` of each prompt. What is drawn depends on a prompt's number, `first_number` + its index, and not
+    on the batch that it is in. UsageError for a prompt that is empty, or too long.
     """
-    source = ModelSource(str(folder), from_folder(folder), folder, None, from_scratch, False)
-    backend = open_backend(device)
-    spec = Spec(source.config, precision or Precision(), Memory(), Hyperparameters(), 1, seq_len)
-    plan = make_plan(spec, backend.scratch_bytes)
-    engine = Engine(plan, backend)
-    engine.load(initial_parameters(source, plan.rows, seed))
-    return engine
+    _check(generator, prompts, max_tokens)
+    course = course or Pace()
+    for begin in range(0, len(prompts), generator.batch_size):
+        wave = prompts[begin : begin + generator.batch_size]
+        began = last = time.perf_counter()
+        numbers = range(first_number + begin, first_number + begin + len(wave))
+        generator.start(wave, numbers)
+        course.prompt_tokens += sum(map(len, wave))
+        live = set(range(len(wave)))
+        pending = generator.step()
+        for count in range(1, max_tokens + 1):
+            ahead = generator.step() if count < max_tokens else None
+            tokens, now = pending(), time.perf_counter()
+            if count == 1:
+                course.first_s = course.first_s or now - began
+            else:
+                course.steps, course.steps_s = course.steps + 1, course.steps_s + now - last
+                course.tokens_of_steps += len(live)
+            last = now
+            for index in sorted(live):
+                token = int(tokens[index])
+                if token in stop:
+                    live.discard(index)
+                    yield begin + index, None
+                else:
+                    course.new_tokens += 1
+                    yield begin + index, token
+            if not live or ahead is None:
+                break
+            pending = ahead
 
 
-def complete(
-    engine: Engine, prompt: Sequence[int], count: int, *, temperature: float, seed: int, stop: int | None = None
-) -> list[int]:
-    """At most `count` tokens that follow `prompt`; `stop` ends the text and is left out.
-
-    Token i is drawn with the i-th uniform number of `seed` from softmax(logits / temperature); temperature 0 takes the
-    most likely one. The same weights, prompt and seed give the same text.
-    """
-    tokens, draws = list(prompt), np.random.default_rng(seed).random(count)
-    for draw in draws:
-        logits = engine.next_logits(np.array(tokens, np.int32)).astype(np.float64)
-        if temperature:
-            weights = np.cumsum(np.exp((logits - logits.max()) / temperature))
-            token = int(np.searchsorted(weights, draw * weights[-1], side="right"))
-        else:
-            token = int(logits.argmax())
-        if token == stop:
-            break
-        tokens.append(token)
-    return tokens[len(prompt) :]
+def _check(generator: Generator, prompts: Sequence[Prompt], max_tokens: int) -> None:
+    for number, prompt in enumerate(prompts, 1):
+        if not prompt:
+            raise UsageError(f"prompt {number} has no tokens: a model without a begin token needs some text")
+        if len(prompt) + max_tokens > generator.most_tokens:
+            raise UsageError(
+                f"prompt {number} has {len(prompt):,} tokens, which with {max_tokens:,} new ones is more than the "
+                f"{generator.most_tokens:,} of --max-length: use a larger one, or a smaller --max-tokens"
+            )

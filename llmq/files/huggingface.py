@@ -303,6 +303,12 @@ def _generation_config(folder: Path | None, own: dict[str, Any]) -> dict[str, An
     return merged
 
 
+def end_tokens(config: ModelConfig, folder: Path | None) -> tuple[int, ...]:
+    """The tokens that end a text, by config.json and by generation_config.json in `folder`."""
+    found = _generation_config(folder, {"eos_token_id": list(config.eos_token_ids)})
+    return tuple(_as_list(found.get("eos_token_id")))
+
+
 def _as_list(value: Any) -> list[Any]:
     return value if isinstance(value, list) else [] if value is None else [value]
 

@@ -69,45 +69,49 @@ def open_source(options: ModelOptions, say: Callable[[str], None] = lambda text:
 
     `say` gets notices of the download.
     """
-    source = _open_model(options, say)
+    source = find_source(
+        str(options.model),
+        revision=options.revision,
+        from_scratch=options.from_scratch,
+        init_proj_to_zero=options.init_proj_to_zero,
+        say=say,
+    )
     if options.tokenizer is None:
         return source
     folder = model_folder(str(options.tokenizer), kind="tokenizer", say=say)
     return replace(source, tokenizer_folder=folder, tokenizer_asked=True)
 
 
-def _open_model(options: ModelOptions, say: Callable[[str], None]) -> ModelSource:
-    """The model with its own tokenizer."""
-    name = str(options.model)
+def find_source(
+    name: str,
+    *,
+    revision: str | None = None,
+    from_scratch: bool = False,
+    init_proj_to_zero: bool = False,
+    say: Callable[[str], None] = lambda text: None,
+) -> ModelSource:
+    """The model of a name, with its own tokenizer."""
     is_local = any(mark in name for mark in "/\\~") or os.path.exists(name)
     name = name if is_local else HUB_NAMES.get(name.lower(), name)
     if "/" not in name and not is_local:
         config = _preset(name)
-        if not options.from_scratch:
+        if not from_scratch:
             raise UsageError(
                 f"{name} is a preset, which is a shape without weights: add --from-scratch, "
                 "or give a folder or ORG/NAME of the Hub"
             )
-        if options.revision is not None:
-            raise UsageError(f"--revision {options.revision} is for models of the Hub, but {name} is a preset")
-        return ModelSource(name, config, None, None, True, options.init_proj_to_zero, preset_tokenizer(name))
+        if revision is not None:
+            raise UsageError(f"--revision {revision} is for models of the Hub, but {name} is a preset")
+        return ModelSource(name, config, None, None, True, init_proj_to_zero, preset_tokenizer(name))
     local = Path(os.path.expanduser(name))
     _refuse_adapter(local)
-    folder = model_folder(name, options.revision, "config" if options.from_scratch else "model", say)
+    folder = model_folder(name, revision, "config" if from_scratch else "model", say)
     config = from_folder(folder)
-    if not options.from_scratch and config.source.get("dtype") is None and config.source.get("torch_dtype") is None:
+    if not from_scratch and config.source.get("dtype") is None and config.source.get("torch_dtype") is None:
         config = replace(config, dtype=stored_dtype(folder))
     tokenizer_folder = folder if tokenizer_files(folder) else None
-    revision = None if local.is_dir() else revision_of(folder, options.revision)
-    return ModelSource(
-        name,
-        config,
-        folder,
-        tokenizer_folder,
-        options.from_scratch,
-        options.init_proj_to_zero,
-        revision=revision,
-    )
+    commit = None if local.is_dir() else revision_of(folder, revision)
+    return ModelSource(name, config, folder, tokenizer_folder, from_scratch, init_proj_to_zero, revision=commit)
 
 
 def _refuse_adapter(folder: Path) -> None:

@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
+from typing import Any
 
 from llmq.blocks.embed import Embed
-from llmq.blocks.head import Head
 from llmq.ops.record import Backward, Replay
 from llmq.protocols import GradStore, Ops, Parameters, PartName, Site, Slots, Sublayer, WeightStore
 
@@ -38,7 +38,7 @@ class Model:
 
     embed: Embed
     blocks: tuple[Block, ...]
-    head: Head
+    head: Any  # Head in training, TokenHead in generation
 
     @property
     def sites(self) -> dict[str, Site]:
@@ -54,8 +54,7 @@ class Model:
     def train(self, ops: Ops, a: Slots, d: Slots, weights: WeightStore, grads: GradStore) -> None:
         """All gradients, and the sums of loss and tokens, <- a.batch. The head makes its gradient with the loss."""
         below, back = self.below_head, Backward(ops)
-        for name, w in weights.walk(ops, tuple(below), "forward"):
-            below[name].forward(ops, a[name], w)
+        self.read(ops, a, weights)
         parts = {"head": self.head, **dict(reversed(below.items()))}
         walks = (weights.walk(back, tuple(parts), "backward"), grads.walk(back, tuple(parts)))
         for (name, w), dw in zip(*walks, strict=True):
@@ -65,9 +64,15 @@ class Model:
         """The sums of loss and tokens <- a.batch; no gradient, though the head's slots in `d` are named."""
         self._to_head(ops, a, weights, partial(self.head.evaluate, d=d["head"]))
 
-    def generate(self, ops: Ops, a: Slots, weights: WeightStore) -> None:
-        """a.total.logits <- a.batch: those of one token of each sequence."""
-        self._to_head(ops, a, weights, self.head.generate)
+    def infer(self, ops: Ops, a: Slots, weights: WeightStore) -> None:
+        """What the head leaves <- a.batch; nothing is kept for a backward pass."""
+        self._to_head(ops, a, weights, self.head.forward)
+
+    def read(self, ops: Ops, a: Slots, weights: WeightStore) -> None:
+        """What the blocks leave outside their slots, such as a cache, <- a.batch."""
+        below = self.below_head
+        for name, w in weights.walk(ops, tuple(below), "forward"):
+            below[name].forward(ops, a[name], w)
 
     def _to_head(self, ops: Ops, a: Slots, weights: WeightStore, head: Callable[..., None]) -> None:
         """Every part's forward, with `head` in place of the last one's."""

@@ -6,8 +6,19 @@ import zlib
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
+from typing import Any
 
 from llmq.blocks.attention import Attention, DenseCore, Heads, NormedRotary, PackedCore, Rotary
+from llmq.blocks.cached import (
+    CachedCore,
+    NormedUnturned,
+    PenalizedSampler,
+    PromptCore,
+    Sampler,
+    Sampling,
+    TokenHead,
+    Unturned,
+)
 from llmq.blocks.embed import Embed, NoisyEmbed
 from llmq.blocks.head import Head
 from llmq.blocks.mlp import Mlp
@@ -15,10 +26,12 @@ from llmq.errors import UsageError
 from llmq.model.decoder import Block, Model
 from llmq.model.parameters import HEAD, padded_vocab
 from llmq.plan.spec import Spec
+from llmq.protocols import Core
 from llmq.sites.factories import FACTORIES
 from llmq.sites.linear import Linear
 
 Sites = Callable[[Spec, str], Linear]  # what computes the linear map of a name
+Cores = Callable[[int | None, int], Core]  # the attention of a layer, by its window and number
 
 NOISE_STREAM = zlib.crc32(b"embedding noise")  # addresses its random bits, as a parameter's name does
 
@@ -38,21 +51,59 @@ def build_model(spec: Spec, sites: Sites = site_of) -> Model:
             "--head-dtype e4m3 needs one scale per tensor or row, as cuBLASLt takes 1x128 scales neither for a chunk "
             "of the head's input nor for one token: use --fp8-scaling rowwise, or leave the head in bf16"
         )
+    layers = _blocks(spec, lambda window, layer: _core(spec, window), _rotary(spec), sites)
+    c, padded = config.hidden_size, padded_vocab(config)
+    head = Head(c, config.vocab_size, padded, config.rms_norm_eps, memory.head_chunks, hyper.z_loss, site(HEAD))
+    embed = NoisyEmbed(c, hyper.neftune_alpha, spec.seed, NOISE_STREAM) if hyper.neftune_alpha else Embed()
+    return Model(embed, layers, head)
+
+
+def build_decoder(spec: Spec, sampling: Sampling) -> Model:
+    """The objects whose forward is recorded for the next token."""
+    heads = _heads(spec)
+    rotary = NormedUnturned(heads, spec.config.rms_norm_eps) if spec.config.qk_norm else Unturned()
+    given = "normed" if spec.config.qk_norm else "qkv"
+    return _generator(spec, lambda window, layer: CachedCore(heads, window, layer, given), rotary, sampling)
+
+
+def build_prompt_reader(spec: Spec, sampling: Sampling) -> Model:
+    """The objects whose forward is recorded for prompts, whose head is not."""
+    return _generator(spec, lambda window, layer: PromptCore(_core(spec, window), layer), _rotary(spec), sampling)
+
+
+def _generator(spec: Spec, cores: Cores, rotary: Any, sampling: Sampling) -> Model:
+    config = spec.config
+    kind = Sampler if sampling.repetition_penalty == 1 else PenalizedSampler
+    sampler, site = kind(config.vocab_size, sampling), site_of(spec, HEAD)
+    head = TokenHead(config.hidden_size, padded_vocab(config), config.rms_norm_eps, site, sampler)
+    return Model(Embed(), _blocks(spec, cores, rotary), head)
+
+
+def _blocks(spec: Spec, cores: Cores, rotary: Any, sites: Sites = site_of) -> tuple[Block, ...]:
+    """The layers, with attention by `cores`."""
+    config, heads, site = spec.config, _heads(spec), partial(sites, spec)
     c, eps = config.hidden_size, config.rms_norm_eps
-    heads = Heads(config.num_heads, config.num_kv_heads, config.head_dim)
-    rotary = NormedRotary(heads, eps) if config.qk_norm else Rotary(heads)
-    blocks = []
+    found = []
     for layer in range(config.num_layers):
-        scope = (heads, config.window(layer), memory.attention_chunks)
-        core = DenseCore(*scope) if spec.packing is None else PackedCore(*scope, spec.packing)
-        at = f"layers.{layer}"
+        core, at = cores(config.window(layer), layer), f"layers.{layer}"
         attention = Attention(c, heads, eps, site(f"{at}.attention.qkv"), site(f"{at}.attention.o"), rotary, core)
         mlp = Mlp(c, config.intermediate_size, eps, site(f"{at}.mlp.up"), site(f"{at}.mlp.down"))
-        blocks.append(Block(attention, mlp))
-    padded = padded_vocab(config)
-    head = Head(c, config.vocab_size, padded, eps, memory.head_chunks, hyper.z_loss, site(HEAD))
-    embed = NoisyEmbed(c, hyper.neftune_alpha, spec.seed, NOISE_STREAM) if hyper.neftune_alpha else Embed()
-    return Model(embed, tuple(blocks), head)
+        found.append(Block(attention, mlp))
+    return tuple(found)
+
+
+def _heads(spec: Spec) -> Heads:
+    return Heads(spec.config.num_heads, spec.config.num_kv_heads, spec.config.head_dim)
+
+
+def _rotary(spec: Spec) -> Rotary | NormedRotary:
+    return NormedRotary(_heads(spec), spec.config.rms_norm_eps) if spec.config.qk_norm else Rotary(_heads(spec))
+
+
+def _core(spec: Spec, window: int | None) -> DenseCore:
+    """Attention in the rows of a spec."""
+    scope = (_heads(spec), window, spec.memory.attention_chunks)
+    return DenseCore(*scope) if spec.packing is None else PackedCore(*scope, spec.packing)
 
 
 def without_noise(model: Model) -> Model:

@@ -136,36 +136,39 @@ def make_plan(
     fates, kept = _fates(spec.memory, recorded[False])
     fated = {last: prune(apply(calls, fates)) for last, calls in recorded.items()}
     training = {last: forms(calls, {}, fates.offloaded) for last, calls in fated.items()}
-    reading = {
-        "evaluate": forms(prune(recordings.evaluate()), {}),
-        "generate": forms(prune(recordings.generate()), {}),
-    }
+    reading = {"evaluate": forms(prune(recordings.evaluate()), {})}
     measured, readers = observed(fated[False], recordings.values()) if spec.observe else ([], {})
     if readers:
         reading["observe"] = forms(measured, {}, fates.offloaded)
-    weights = reads_of_weights([*training.values(), reading["evaluate"], reading["generate"]])
+    weights = reads_of_weights([*training.values(), reading["evaluate"]])
     publish = forms(recordings.publish(), weights)
     programs = {
         **_micro_steps(training, fates.offloaded),
-        **{name: _program(name, calls, offloaded=fates.offloaded) for name, calls in reading.items()},
-        "publish": _program("publish", publish),
-        "publish_counted": _program("publish_counted", publish, collects=True),
+        **{name: finished(name, calls, offloaded=fates.offloaded) for name, calls in reading.items()},
+        "publish": finished("publish", publish),
+        "publish_counted": finished("publish_counted", publish, collects=True),
     }
     # `update` and `calibrate` take the vectors of scales whole, so these are counted first, and must not grow then.
     scales = _delayed_cells(programs.values())
     cells = {**recordings.cells, **_scale_cells(len(scales))}
-    programs["update"] = _program("update", forms(recordings.update(cells), weights), collects=True)
-    programs["calibrate"] = _program("calibrate", forms(recordings.calibrate(cells), {}))
+    programs["update"] = finished("update", forms(recordings.update(cells), weights), collects=True)
+    programs["calibrate"] = finished("calibrate", forms(recordings.calibrate(cells), {}))
     assert _delayed_cells(programs.values()) == scales
-    frozen = [row for row in recordings.rows if not row.trainable]
-    persistent = _persistent(programs.values()) | _loaded(recordings.weights.refs[row.name] for row in frozen)
-    if scratch_bytes is not None:
-        persistent |= _scratch(programs.values(), scratch_bytes)
+    frozen = [recordings.weights.refs[row.name] for row in recordings.rows if not row.trainable]
+    persistent = persistent_storages(programs.values(), frozen, scratch_bytes)
     if readers:
         cells["quantization_error"] = errors_cell(len(readers))
     handles = recordings.handles(cells)
     refs = (recordings.weights.refs, recordings.grads[True].refs, recordings.moments.refs)
     return Plan(spec, recordings.rows, programs, persistent, scales, fates, kept, readers, handles, *refs)
+
+
+def persistent_storages(
+    programs: Collection[Program], frozen: Iterable[Ref], scratch_bytes: Scratch | None
+) -> dict[str, Ref]:
+    """Every storage outside the arenas: what programs touch, frozen weights, and the scratch of calls."""
+    found = _persistent(programs) | _loaded(frozen)
+    return found if scratch_bytes is None else found | _scratch(programs, scratch_bytes)
 
 
 def kept_storages(refs: Mapping[str, Ref], fates: Fates) -> dict[str, int]:
@@ -196,16 +199,16 @@ def _fates(memory: Memory, train: Sequence[Call]) -> tuple[Fates, dict[str, int]
 def _micro_steps(training: Mapping[bool, list[Call]], offloaded: Collection[Item]) -> dict[str, Program]:
     """The programs of a micro-step that is the only, the first, a middle or the last one of its step."""
     train: dict[str, Any] = {"collects": True, "offloaded": offloaded}
-    first = _program("first", training[False], **train)
-    middle = _program("middle", training[False], first=False, **train)
+    first = finished("first", training[False], **train)
+    middle = finished("middle", training[False], first=False, **train)
     if training[True] == training[False]:
         return {"only": first, "first": first, "middle": middle, "last": middle}
-    only = _program("only", training[True], **train)
-    last = _program("last", training[True], first=False, **train)
+    only = finished("only", training[True], **train)
+    last = finished("last", training[True], first=False, **train)
     return {"only": only, "first": first, "middle": middle, "last": last}
 
 
-def _program(
+def finished(
     name: str, calls: Sequence[Call], *, first: bool = True, collects: bool = False, offloaded: Collection[Item] = ()
 ) -> Program:
     """Calls with their forms through all the passes that are left."""

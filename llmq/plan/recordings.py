@@ -36,7 +36,6 @@ class Recordings:
     def __init__(self, spec: Spec, stores: Stores, sites: Sites) -> None:
         self.spec, p = spec, spec.precision
         self.model = build_model(spec, sites)
-        self.prompt_model = without_noise(build_model(replace(spec, packing=None), sites))  # for rows of one document
         self.rows: tuple[Row, ...] = fitted_rows(spec.config, self.model.sites)
         self.weights = stores.weights(self.rows, p.model, p.master)
         self.moments = stores.moments(self.rows, p.master, p.m, p.v)
@@ -49,15 +48,14 @@ class Recordings:
         self.cells = {**cells, **sums}
         self.always = Ref("always", "cell", (1,), p.stat)
         self.rope = Ref("rope", "const", (spec.seq_len, spec.config.head_dim), p.stat)
-        self.batch, self.prompt = self._inputs("batch", spec.batch_size), self._inputs("prompt", 1)
+        self.batch = self._inputs("batch", spec.batch_size)
         self.sums = Frame(sums)
         self.evaluated = Frame({name: replace(ref, name=f"evaluate.{name}") for name, ref in sums.items()})
-        self.logits = Ref("logits", "cell", (1, 1, self.prompt_model.head.vp), p.model)
 
     def handles(self, cells: Mapping[str, Ref]) -> Frame:
-        """What the engine reads and writes beside rows: `cells`, the inputs, what evaluation and generation leave."""
-        found = {**cells, "always": self.always, "rope": self.rope, "logits": self.logits}
-        return Frame({**found, "batch": self.batch, "prompt": self.prompt, "evaluated": self.evaluated})
+        """What the engine reads and writes beside rows: `cells`, the inputs, what evaluation leaves."""
+        shared = {"always": self.always, "rope": self.rope, "batch": self.batch, "evaluated": self.evaluated}
+        return Frame({**cells, **shared})
 
     @cached_property
     def frames(self) -> Frames:
@@ -82,13 +80,6 @@ class Recordings:
         model.evaluate(ops, frames.a, frames.d, self.weights)
         return ops.calls
 
-    def generate(self) -> list[Call]:
-        """Logits of one token of one sequence."""
-        ops = Recorder()
-        frames = self._frames(self.prompt_model, self.prompt, Frame({"logits": self.logits}), 1)
-        self.prompt_model.generate(ops, frames.a, self.weights)
-        return ops.calls
-
     def update(self, cells: Mapping[str, Ref]) -> list[Call]:
         """The optimizer step."""
         grads, spec = self.grads[True], self.spec
@@ -109,7 +100,7 @@ class Recordings:
         spec = self.spec
         shapes: dict[str, tuple[int, ...]] = {
             **dict.fromkeys(("tokens", "targets", "positions"), (b, spec.seq_len)),
-            **dict.fromkeys(("index", "samples"), (b,)),
+            "samples": (b,),
         }
         if spec.packing is not None:
             shapes["borders"] = (b, spec.packing.max_docs + 1)

@@ -12,6 +12,7 @@ from tiny_engines import (
     batch,
     bits,
     engine_of,
+    next_logits,
     packed_batch,
     plan_of,
     tiny,
@@ -53,7 +54,7 @@ def test_training_follows_the_reference(backend, name):
 
 def test_logits_of_an_fp8_head_follow_the_reference(backend):
     gpu, cpu = cuda_engine(backend, FP8_HEAD), engine_of(plan_of(FP8_HEAD, config=CONFIG))
-    ours, reference = (engine.next_logits(batch().tokens[0]) for engine in (gpu, cpu))
+    ours, reference = (next_logits(engine, batch().tokens[0]) for engine in (gpu, cpu))
     assert np.linalg.norm(ours - reference) <= 0.2 * np.linalg.norm(reference)  # bf16 differences become fp8 steps
 
 
@@ -129,7 +130,7 @@ def test_an_fp8_head_with_scales_by_row_follows_the_reference(backend, chunks):
     precision, memory = replace(FP8_HEAD, scaling="rowwise"), Memory(head_chunks=chunks)
     gpu = cuda_engine(backend, precision, memory, batch_size=4)
     cpu = engine_of(plan_of(precision, memory, CONFIG, batch_size=4))
-    ours, reference = (engine.next_logits(batch().tokens[0]) for engine in (gpu, cpu))
+    ours, reference = (next_logits(engine, batch().tokens[0]) for engine in (gpu, cpu))
     assert np.linalg.norm(ours - reference) <= 0.2 * np.linalg.norm(reference)  # bf16 differences become fp8 steps
     assert np.allclose(train_steps(gpu, steps=3), train_steps(cpu, steps=3), rtol=2e-2)
 
@@ -172,7 +173,7 @@ def test_packed_rows_follow_the_reference(backend, precision):
     scores = [engine.evaluate(packed_batch(7)) for engine in (gpu, cpu)]
     assert np.allclose(*scores, rtol=1e-4 if precision is FP32 else 5e-3)
     prompt = batch().tokens[0, :7]
-    logits = [engine.next_logits(prompt) for engine in (gpu, cpu)]
+    logits = [next_logits(engine, prompt) for engine in (gpu, cpu)]
     assert np.allclose(*logits, atol=1e-3 if precision is FP32 else 0.1)
 
 

@@ -8,10 +8,7 @@ from tiny_engines import (
     FP8,
     FP32,
     FP64,
-    VOCAB,
     B,
-    T,
-    arrays,
     batch,
     bits,
     engine_of,
@@ -21,7 +18,6 @@ from tiny_engines import (
 )
 
 from llmq.backends.host import HostBackend
-from llmq.data.batches.batch import Batch
 from llmq.engine.engine import Engine
 from llmq.plan.memory import Memory
 from llmq.plan.plan import SCALE_STRIDE
@@ -127,21 +123,6 @@ def test_evaluation_gives_the_training_loss_and_touches_nothing():
     engine.micro_step(batch(7))
     result = engine.update(3, 0.0)
     assert count == result.num_tokens and total / count == pytest.approx(result.loss, rel=1e-6)
-
-
-@pytest.mark.parametrize("chunks", [1, 4])
-def test_next_logits_are_those_that_the_loss_is_made_of(chunks):
-    engine = engine_of(plan_of(FP64, Memory((), head_chunks=chunks), batch_size=1))
-    tokens, _ = arrays(batch(4, b=1))
-    for n in (1, 5, T):
-        targets = np.full((1, T), -100, np.int32)
-        targets[0, n - 1] = 42
-        logits = engine.next_logits(tokens[0, :n])
-        assert logits.shape == (VOCAB,)
-        expected = np.log(np.exp(logits - logits.max()).sum()) + logits.max() - logits[42]
-        assert engine.evaluate(Batch(tokens, targets))[0] == pytest.approx(expected, rel=1e-12)
-    longer = np.concatenate([tokens[0, :3], tokens[0]])
-    assert np.array_equal(engine.next_logits(longer), engine.next_logits(tokens[0]))
 
 
 @pytest.mark.parametrize("vocab", [97, 128, 129])

@@ -1,33 +1,149 @@
-"""Tokens after a prompt: the likeliest one, or drawn in proportion, addressed by the seed."""
+"""Generation: a cache gives the logits of the whole forward, whatever lies in the batch; ends, seeds, refusals."""
+
+from dataclasses import replace
 
 import numpy as np
+import pytest
+from tiny_engines import BF16, FP32, FP64, T, parameters, spec_of, tiny
 
-from llmq.engine.generate import complete
+from llmq.backends.host import HostBackend
+from llmq.blocks.cached import Sampling
+from llmq.data.batches.batch import Batch
+from llmq.engine.engine import Engine
+from llmq.engine.generate import Generator, Pace, generate, open_generator
+from llmq.errors import MemoryLimitError, UsageError
+from llmq.plan.generation import Decoding, parts, plan_generation, refuse_if_too_large
+from llmq.plan.plan import make_plan
 
-
-class Counter:
-    """A model whose next token is mostly one more than the last, modulo 5, and 2 in 10 times the same again."""
-
-    def next_logits(self, tokens):
-        """Logits (5,) f32."""
-        logits = np.full(5, -np.inf, np.float32)
-        logits[tokens[-1]], logits[(tokens[-1] + 1) % 5] = np.log(0.2), np.log(0.8)
-        return logits
-
-
-def test_temperature_zero_takes_the_likeliest():
-    assert complete(Counter(), [0, 3], 4, temperature=0, seed=0) == [4, 0, 1, 2]
-
-
-def test_the_end_token_ends_the_text_and_is_left_out():
-    assert complete(Counter(), [0], 10, temperature=0, seed=0, stop=3) == [1, 2]
+WIRINGS = {
+    "tied, biased": tiny(),
+    "windows": tiny(windows=(None, 3)),
+    "qk-norm": tiny(architecture="Qwen3ForCausalLM", qk_norm=True, qkv_bias=False, tie_embeddings=False),
+}
+PROMPTS = [[5, 17, 3], [9], [1, 2, 3, 4, 5, 6, 7, 8], [42, 42]]
 
 
-def test_tokens_are_drawn_in_proportion_and_by_seed():
-    """2000 draws: four standard deviations of the share of repeats (0.2) are 0.036; at temperature 0.5 it is 1/17."""
-    for temperature, expected, bound in ((1.0, 0.2, 0.036), (0.5, 1 / 17, 0.022)):
-        tokens = [0, *complete(Counter(), [0], 2000, temperature=temperature, seed=1)]
-        repeats = np.mean(np.array(tokens[1:]) == np.array(tokens[:-1]))
-        assert abs(repeats - expected) < bound
-    one, same, other = (complete(Counter(), [0], 50, temperature=1.0, seed=seed) for seed in (1, 1, 2))
+def opened(config=None, sampling=None, precision=FP32, batch_size=3, packed=True, lengths=(T,)) -> Generator:
+    """A generator with the weights of `tiny_engines`."""
+    spec = spec_of(precision, config=config, batch_size=batch_size, seq_len=T)
+    decoding = Decoding(spec, sampling or Sampling(), lengths, packed)
+    return open_generator(decoding, HostBackend(), parameters)
+
+
+def texts(generator, prompts=PROMPTS, max_tokens=6, **more) -> list[list[int]]:
+    """What follows each prompt."""
+    found: list[list[int]] = [[] for _ in prompts]
+    for index, token in generate(generator, prompts, max_tokens=max_tokens, **more):
+        found[index] += [] if token is None else [token]
+    return found
+
+
+class WholeForward:
+    """The logits of training's own forward, of every position."""
+
+    def __init__(self, config, precision):
+        self.engine = Engine(make_plan(spec_of(precision, config=config, batch_size=1)), HostBackend(), wrap=self._wrap)
+        self.engine.load(parameters(self.engine.plan))
+
+    def _wrap(self, name, op):
+        def call(*handles, **numbers):
+            if name == "cross_entropy":
+                self.logits = handles[2].read().copy()
+            op(*handles, **numbers)
+
+        return call
+
+    def __call__(self, tokens) -> np.ndarray:
+        """(V,) after `tokens`."""
+        padded = np.zeros((1, T), np.int32)
+        padded[0, : len(tokens)] = tokens
+        self.engine.evaluate(Batch(padded, padded))
+        return self.logits[len(tokens) - 1, : self.engine.plan.spec.config.vocab_size]
+
+
+@pytest.mark.parametrize("packed", [True, False], ids=["packed", "dense"])
+@pytest.mark.parametrize("wiring", WIRINGS)
+def test_greedy_tokens_are_those_of_the_whole_forward(wiring, packed):
+    """Prompts of four lengths in batches of three, read as one row and one by one, with rows of several lengths."""
+    config = WIRINGS[wiring]
+    whole = WholeForward(config, FP64)
+    generator = opened(config, precision=FP64, packed=packed, lengths=(8, T))
+    for prompt, text in zip(PROMPTS, texts(generator), strict=True):
+        tokens = list(prompt)
+        for token in text:
+            assert token == whole(tokens).argmax()
+            tokens.append(token)
+        assert len(text) == 6
+
+
+def test_a_sequence_has_the_same_tokens_in_any_batch():
+    """In bf16, which sums nothing in another order either, with every cut and the penalty."""
+    sampling = Sampling(0.9, top_k=20, top_p=0.9, min_p=0.02, repetition_penalty=1.2, seed=4)
+    batches = [texts(opened(sampling=sampling, precision=BF16, batch_size=size)) for size in (1, 3, 4)]
+    assert batches[0] == batches[1] == batches[2]
+
+
+def test_a_token_of_stop_ends_a_text_alone_and_is_left_out():
+    whole = texts(opened())
+    stop = whole[2][3]
+    expected = [text[: text.index(stop)] if stop in text else text for text in whole]
+    assert texts(opened(), stop={stop}) == expected != whole
+    events = list(generate(opened(), PROMPTS, max_tokens=6, stop={stop}))
+    assert [index for index, token in events if token is None] == [i for i, text in enumerate(whole) if stop in text]
+
+
+def test_the_seed_decides_what_is_drawn_and_the_number_of_a_prompt():
+    one, same, other = (texts(opened(sampling=Sampling(1.0, seed=seed))) for seed in (1, 1, 2))
     assert one == same != other
+    apart = texts(opened(sampling=Sampling(1.0, seed=1)), [[5, 6], [5, 6]])
+    assert apart[0] != apart[1]
+    later = texts(opened(sampling=Sampling(1.0, seed=1)), [[5, 6]], first_number=1)
+    assert later[0] == apart[1]
+
+
+def test_tokens_are_drawn_in_proportion():
+    """2000 first tokens after one prompt: five standard deviations of the share of each."""
+    shares = np.zeros(97)
+    generator = opened(sampling=Sampling(0.5, seed=3), precision=FP64, batch_size=40)
+    for text in texts(generator, [[7, 8, 9]] * 2000, 1):
+        shares[text[0]] += 1 / 2000
+    logits = WholeForward(tiny(), FP64)([7, 8, 9]) / 0.5
+    expected = np.exp(logits - logits.max())
+    expected /= expected.sum()
+    assert (np.abs(shares - expected) <= 5 * np.sqrt(expected * (1 - expected) / 2000) + 1e-3).all()
+
+
+def test_a_large_penalty_never_repeats_a_token():
+    for prompt, text in zip(PROMPTS, texts(opened(sampling=Sampling(repetition_penalty=1e6))), strict=True):
+        found = [*prompt[-1:], *text]
+        assert len(set(found)) == len(found) and not set(text) & set(prompt)
+
+
+def test_prompts_that_are_empty_or_too_long_are_refused():
+    with pytest.raises(UsageError, match="prompt 2 has no tokens"):
+        texts(opened(), [[1], []])
+    with pytest.raises(UsageError, match=r"prompt 1 has 12 tokens, which with 5 new ones is more than the 16 of"):
+        texts(opened(), [[1] * 12], 5)
+    assert len(texts(opened(), [[1] * 12], 4)[0]) == 4
+
+
+def test_the_course_counts_what_was_made():
+    course, generator = Pace(), opened()
+    texts(generator, course=course)
+    assert (course.prompt_tokens, course.new_tokens, course.steps) == (14, 24, 10)
+    config = tiny()
+    head = 128 * config.hidden_size * 4
+    assert head < generator.weight_bytes < sum(ref.shape[0] * 4 * 200 for ref in generator.plan.weights.values())
+    assert "14 prompt tokens, 24 new" in course.line(generator.weight_bytes)
+
+
+def test_a_plan_holds_weights_a_cache_and_little_else():
+    spec = spec_of(config=tiny(), seq_len=64, batch_size=2)
+    plan = plan_generation(Decoding(spec, Sampling(), (64,)))
+    sizes, config = parts(plan), tiny()
+    assert sum(sizes.values()) == plan.total_bytes
+    assert sizes["cache"] == 2 * 2 * 64 * 2 * config.num_kv_heads * config.head_dim * 4
+    assert {ref.space for ref in plan.persistent.values()} == {"weight", "cache", "batch", "const"}
+    refuse_if_too_large(plan, plan.total_bytes)
+    with pytest.raises(MemoryLimitError, match=r"generation needs .* 1 MiB more than are free: use a smaller"):
+        refuse_if_too_large(replace(plan), plan.total_bytes - 2**20)

@@ -5,7 +5,22 @@ from itertools import pairwise
 
 import numpy as np
 import pytest
-from tiny_engines import BF16, EVERY, FP32, FP64, B, T, arrays, batch, bits, engine_of, packed_batch, plan_of, tiny
+from tiny_engines import (
+    BF16,
+    EVERY,
+    FP32,
+    FP64,
+    B,
+    T,
+    arrays,
+    batch,
+    bits,
+    engine_of,
+    next_logits,
+    packed_batch,
+    plan_of,
+    tiny,
+)
 
 from llmq.blocks.attention import Packing
 from llmq.data.batches.batch import Batch
@@ -68,7 +83,7 @@ def test_rows_of_one_document_have_the_bits_of_dense_rows(precision):
         engine.update(1, 1e-2)
     assert bits(packed) == bits(dense)
     prompt = batch().tokens[0, :7]
-    assert np.array_equal(packed.next_logits(prompt), dense.next_logits(prompt))
+    assert np.array_equal(next_logits(packed, prompt), next_logits(dense, prompt))
 
 
 def test_padding_and_what_lies_behind_it_change_nothing():

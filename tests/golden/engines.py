@@ -15,9 +15,10 @@ from llmq.engine.engine import Engine
 from llmq.model.config import read_config
 from llmq.model.optimizer import Hyperparameters
 from llmq.plan.memory import Memory
-from llmq.plan.plan import make_plan
+from llmq.plan.plan import Plan, make_plan
 from llmq.plan.precision import Precision
 from llmq.plan.spec import Spec
+from llmq.row import Row
 
 FP64 = Precision(*["fp64"] * 2, m="fp64", v="fp64", master="fp64", grad="fp64")
 FP32 = Precision()
@@ -37,6 +38,17 @@ def default_backend(precision: Precision) -> Backend:
     return HostBackend()
 
 
+def values_of(plan: Plan, weights: dict[str, np.ndarray]) -> list[tuple[Row, np.ndarray]]:
+    """Every row of a plan with its value, from weights by Hugging Face name."""
+    found = []
+    for row in plan.rows:
+        values = np.zeros(row.shape)
+        for part in row.parts:
+            values[part.start : part.stop] = weights[part.name]
+        found.append((row, values))
+    return found
+
+
 def engine_of(
     config: dict[str, Any],
     weights: dict[str, np.ndarray],
@@ -50,15 +62,9 @@ def engine_of(
     backend = backend or default_backend(precision)
     spec = Spec(read_config(config), precision, Memory(), hyper or Hyperparameters(), batch_size, seq_len)
     plan = make_plan(spec, backend.scratch_bytes)
-    parameters = []
-    for row in plan.rows:
-        values = np.zeros(row.shape)
-        for part in row.parts:
-            values[part.start : part.stop] = weights[part.name]
-        parameters.append((row, values))
     assert {part.name for row in plan.rows for part in row.parts} == set(weights)
     engine = Engine(plan, backend)
-    engine.load(parameters)
+    engine.load(values_of(plan, weights))
     return engine
 
 

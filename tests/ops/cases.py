@@ -261,9 +261,49 @@ def loss_sum(s: Sizes, rng: np.random.Generator) -> Case:
     return Case("", {"loss_total": (1,), "num_tokens": (1,)}, inputs, {}, names)
 
 
-def gather_rows(s: Sizes, rng: np.random.Generator) -> Case:
-    index = rng.integers(0, s.t, s.b).astype(np.int32)
-    return Case("", {"out": (s.b, 1, s.c)}, {"x": rng.standard_normal((s.b, s.t, s.c)), "index": index})
+def cache_write(s: Sizes, rng: np.random.Generator) -> Case:
+    """Every place of the cache is written, by a row of another number and in another order."""
+    order = np.stack([rng.permutation(s.t) for _ in range(s.b)]).astype(np.int32)
+    rows = np.broadcast_to(np.arange(s.b, dtype=np.int32)[::-1, None], (s.b, s.t)).copy()
+    inputs = {"rot": rng.standard_normal((s.b, s.t, s.q)), "positions": order, "sequences": rows}
+    return Case("", {"cache": (s.b, s.t, 2 * s.hkv * s.hd)}, inputs, _heads(s))
+
+
+def attention_cached(s: Sizes, rng: np.random.Generator) -> Case:
+    """Sequences of one token, as many as there may be, and numbers between.
+
+    Keys turn by quarters, which rounds nothing: the reference in f64 keeps them as they are, a cache in bf16 does not.
+    """
+    positions = rng.integers(0, s.t, (s.b, 1)).astype(np.int32)
+    positions[:2, 0] = [0, s.t - 1]
+    cache = rng.standard_normal((s.b, s.t, 2 * s.hkv * s.hd))
+    quarters = (np.arange(s.t)[:, None] + np.arange(s.hd // 2)) % 4
+    table = np.concatenate([np.array([1.0, 0, -1, 0])[quarters], np.array([0.0, 1, 0, -1])[quarters]], axis=1)
+    inputs = {"qkv": rng.standard_normal((s.b, 1, s.q)), "cache": cache, "table": table, "positions": positions}
+    numbers = {**_heads(s), "window": 2 * s.t // 3, "softmax_scale": s.hd**-0.5}
+    outputs = {"att": (s.b, 1, s.hq * s.hd), "new_cache": cache.shape}
+    return Case("", outputs, inputs, numbers, frozenset({"table"}))
+
+
+def penalize(s: Sizes, rng: np.random.Generator) -> Case:
+    inputs = {
+        "logits": rng.standard_normal((s.b, 1, s.vp)),
+        "seen": rng.integers(0, 2, (s.b, s.vp)).astype(np.int32),
+        "tokens": rng.integers(0, s.v, (s.b, 1)).astype(np.int32),
+    }
+    outputs = {"out": (s.b, 1, s.vp), "new_seen": (s.b, s.vp)}
+    return Case("", outputs, inputs, {"penalty": 1.3}, frozenset(outputs))
+
+
+def sample(s: Sizes, rng: np.random.Generator) -> Case:
+    inputs = {
+        "logits": 2 * rng.standard_normal((s.b, 1, s.vp)),
+        "positions": rng.integers(0, 99, (s.b, 1)).astype(np.int32),
+        "samples": np.arange(7, 7 + s.b, dtype=np.int32),
+    }
+    numbers = {"vocab_size": s.v, "temperature": 0.7, "top_k": s.v // 2, "top_p": 0.9, "min_p": 0.01, "seed": 3 + 2**40}
+    outputs = {"next_tokens": (s.b, 1), "next_positions": (s.b, 1)}
+    return Case("", outputs, inputs, numbers, frozenset(outputs))
 
 
 def sum_squares(s: Sizes, rng: np.random.Generator) -> Case:

@@ -29,8 +29,9 @@ SIZES = {
     "odd": Sizes(b=2, t=37, c=88, hq=6, hkv=2, hd=16, f=40, v=203, vp=256),
     "large": Sizes(b=3, t=197, c=896, hq=14, hkv=2, hd=64, f=1208, v=5000, vp=5120),
 }
-EXACT = {"adamw", "amax_scale", "cast", "embedding_forward", "gather_rows", "loss_sum", "scale_update"}
+EXACT = {"adamw", "amax_scale", "cast", "cache_write", "embedding_forward", "loss_sum", "sample", "scale_update"}
 EXACT |= {"copy_to_device", "copy_to_host", "embedding_noise", "rope_forward", "rope_backward"}
+INTEGERS = {"num_tokens", "new_seen", "next_tokens", "next_positions"}
 # sums over rows: the inputs whose magnitudes make the sum of magnitudes
 SUMS = {
     "d_weight": ("d_x", "res", "rstd", "d_res"),
@@ -56,7 +57,7 @@ def outputs_of(case: Case, dtype: str, accumulate: bool = False) -> dict[str, Ou
     """Poisoned outputs; with `accumulate` those of sums add to ones."""
     found = {}
     for name, shape in case.outputs.items():
-        kind = "int32" if name == "num_tokens" else case.dtype(name, dtype)
+        kind = "int32" if name in INTEGERS else case.dtype(name, dtype)
         start = np.ones(shape) if accumulate else None
         found[name] = output(shape, kind, start=start)
     return found

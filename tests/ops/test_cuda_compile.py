@@ -37,8 +37,10 @@ OWN = {
 REGISTERS = {
     "add": 40,
     "adamw": 128,
+    "attend": 128,
     "amax_scale": 40,
     "bias_backward": 40,
+    "cache_write": 40,
     "cast": 96,
     "column_amax": 64,
     "column_scale": 32,
@@ -52,8 +54,8 @@ REGISTERS = {
     "error_total": 40,
     "finish": 64,
     "fold": 48,
-    "gather_rows": 48,
     "grad_scale": 32,
+    "penalize": 32,
     "qk_norm_backward": 128,
     "qk_norm_forward": 48,
     "quantize_rows": 64,
@@ -61,6 +63,7 @@ REGISTERS = {
     "rmsnorm_backward": 208,
     "rmsnorm_forward": 96,
     "rope": 128,
+    "sample": 64,
     "scale_update": 32,
     "square": 40,
     "sum_weight": 40,
@@ -196,9 +199,21 @@ def model_launches(noted: Launches, b: int, t: int, c: int, hq: int, hkv: int, h
         for gradient in (out(logits.shape, dtype, None), out(logits.shape, dtype), *eighths):
             loss = out(targets.shape, "fp32", None)
             ops.cross_entropy(gradient, loss, logits, targets, vocab_size=v, z_loss=0.0)
+        cache, last, one_row = (8, 4096, 2 * hkv * hd), noted.tensor((8, 1), "int32"), read((8, 1, width))
+        ops.cache_write(out(cache, dtype, None), read(qkv), tokens, tokens, **heads)
+        numbers = {**heads, "window": 1000, "softmax_scale": 0.1}
+        held = read(cache)
+        written = Output("y", cache, dtype, (held,))
+        ops.attention_cached(out((8, 1, hq * hd), dtype, None), written, one_row, held, table, last, **numbers)
+        seen, next_token = noted.tensor((8, v), "int32"), out((8, 1), "int32", None)
+        penalized, marks = out((8, 1, v), "fp32", None), out((8, v), "int32", None)
+        ops.penalize(penalized, marks, read((8, 1, v)), seen, last, penalty=1.1)
+        for temperature in (0.0, 0.7):
+            cuts = {"temperature": temperature, "top_k": 50, "top_p": 0.9, "min_p": 0.05, "seed": 2**40}
+            drawn = (read((8, 1, v)), last, noted.tensor((8,), "int32"))
+            ops.sample(next_token, next_token, *drawn, vocab_size=v - 1, **cuts)
         ops.loss_sum(one, out((1,), "int32", None), noted.tensor((b, t), "fp32"), tokens)
         ops.loss_sum(one, out((1,), "int32", None), noted.tensor((2**20,), "fp32"), noted.tensor((2**20,), "int32"))
-        ops.gather_rows(out((b, 1, c), dtype, None), read(x), noted.tensor((b,), "int32"))
         for shape in ((2 * f, c), (c,)):
             ops.sum_squares(out((num_norm_tiles(shape),), "fp32", None), read(shape))
         ops.grad_scale(one, one, one, noted.tensor((290,), "fp32"), cell, count, grad_clip=1.0)

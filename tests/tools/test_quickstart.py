@@ -35,7 +35,7 @@ def tiny(folder: Path, **options) -> quickstart.Setup:
         shutil.copy(ROOT / "tools" / "quickstart" / "cpu" / name, folder / "sizes")
     path = folder / "sizes" / "config.json"
     small = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 2}
-    small |= {"num_key_value_heads": 1, "vocab_size": 300, "max_position_embeddings": 32}
+    small |= {"num_key_value_heads": 1, "vocab_size": 300, "max_position_embeddings": 128}
     path.write_text(json.dumps(json.loads(path.read_text()) | small))
     path = folder / "sizes" / "train.yaml"
     small = {"seq_len": 32, "batch_size": 4, "steps": 200, "learning_rate": 0.01} | options

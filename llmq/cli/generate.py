@@ -1,0 +1,150 @@
+"""llmq-generate: text after prompts, and chats, by a model's weights."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import click
+
+from llmq.cli import shell
+from llmq.errors import UsageError
+
+SAMPLING = ("temperature", "top_k", "top_p", "min_p", "repetition_penalty", "seed")
+
+
+@click.command(
+    "llmq-generate",
+    context_settings=shell.SETTINGS,
+    epilog="Example: llmq-generate --model=Qwen/Qwen2.5-0.5B --prompt='The capital of France is'",
+)
+@click.option(
+    "--model",
+    required=True,
+    type=shell.Home(),
+    metavar="FOLDER-OR-NAME",
+    help="A folder, a hub name, or with --from-scratch a preset such as Qwen2.5-0.5B.",
+)
+@click.option("--revision", help="Branch, tag or commit of a hub model.")
+@click.option("--from-scratch", is_flag=True, help="Use random weights, drawn from --seed.")
+@click.option(
+    "--tokenizer", type=shell.Home(), metavar="FOLDER-OR-NAME", help="Whose tokenizer.  [default: the model's]"
+)
+@click.option("--prompt", help="Text to continue; its continuation is printed as it comes.")
+@click.option(
+    "--prompts",
+    type=shell.Home(),
+    metavar="FILE",
+    help="Lines of text, or JSON lines with a prompt, messages or tokens; the answers are JSON lines.",
+)
+@click.option("--chat", is_flag=True, help="Chat by the model's template: a line of input is a turn, its end ends it.")
+@click.option("--system", metavar="TEXT", help="The system message of --chat.")
+@click.option(
+    "--chat-template",
+    type=shell.FileOrText(),
+    metavar="FILE-OR-TEXT",
+    help="Chat template in Jinja.  [default: the tokenizer's own]",
+)
+@click.option(
+    "--out", type=shell.Home(), metavar="FILE", help="Write the answers to --prompts here.  [default: stdout]"
+)
+@click.option(
+    "--max-tokens", type=click.IntRange(1), default=256, show_default=True, help="Most new tokens of an answer."
+)
+@click.option(
+    "--max-length",
+    type=click.IntRange(2),
+    default=4096,
+    show_default=True,
+    help="Most tokens of a chat, all its turns.",
+)
+@click.option(
+    "--batch-size", type=click.IntRange(1), default=8, show_default=True, help="Prompts of --prompts at a time."
+)
+@click.option(
+    "--temperature",
+    type=click.FloatRange(0),
+    default=0.0,
+    show_default=True,
+    help="Divide the logits by this before a token is drawn; 0 takes the most likely one.",
+)
+@click.option(
+    "--top-k", type=click.IntRange(0), default=0, show_default=True, help="Draw from the N most likely; 0: all."
+)
+@click.option(
+    "--top-p",
+    type=click.FloatRange(0, 1, min_open=True),
+    default=1.0,
+    show_default=True,
+    help="Draw from the fewest most likely tokens whose probabilities reach this; 1: all.",
+)
+@click.option(
+    "--min-p",
+    type=click.FloatRange(0, 1),
+    default=0.0,
+    show_default=True,
+    help="Draw from tokens at least this times as likely as the most likely one; 0: all.",
+)
+@click.option(
+    "--repetition-penalty",
+    type=click.FloatRange(0, min_open=True),
+    default=1.0,
+    show_default=True,
+    help="Divide the positive logits of tokens that are there already by this, and multiply the others; 1: off.",
+)
+@click.option("--seed", type=click.IntRange(0), default=0, show_default=True, help="Seed of what is drawn.")
+@click.option("--ignore-end", is_flag=True, help="Go on after the model's end tokens, to --max-tokens.")
+@click.option("--device", type=click.Choice(["auto", "cpu", "cuda"]), default="auto", show_default=True)
+@click.option(
+    "--dtype",
+    type=click.Choice(["bf16", "fp32"]),
+    help="Of weights, cache and activations.  [default: bf16 on a GPU, fp32 on the CPU]",
+)
+@click.option("--stats", is_flag=True, help="Print a line on speed at the end, to stderr.")
+def command(prompt: str | None, prompts: str | None, chat: bool, **options: Any) -> None:
+    """Writes what a model says after a prompt, after each of many, or in a chat."""
+    given = [name for name, value in (("--prompt", prompt), ("--prompts", prompts), ("--chat", chat)) if value]
+    if len(given) != 1:
+        raise UsageError(f"give one of --prompt, --prompts and --chat, not {' and '.join(given) or 'none'}")
+    _refuse_idle(given[0], options)
+    # Imported here, so that --help does not wait for them.
+    from llmq.generation import console
+    from llmq.generation.text import Sampling, Settings, Writer
+
+    sampling = Sampling(**{name: options.pop(name) for name in SAMPLING})
+    system, out, stats = (options.pop(name) for name in ("system", "out", "stats"))
+    writer = Writer(Settings(sampling=sampling, **options))
+    if writer.note:
+        click.echo(writer.note, err=True)
+    if prompt:
+        console.continue_prompt(writer, prompt)
+    elif prompts:
+        console.answer_file(writer, Path(prompts), out)
+    else:
+        console.chat(writer, system)
+    if stats:
+        click.echo(writer.course.line(writer.weight_bytes), err=True)
+
+
+def _refuse_idle(given: str, options: dict[str, Any]) -> None:
+    """UsageError for an option that changes nothing in this way of asking."""
+    needs = {"system": "--chat", "out": "--prompts"}
+    for name, other in needs.items():
+        if options[name] is not None and given != other:
+            raise UsageError(f"--{name} goes with {other}, not with {given}")
+    if options["temperature"] == 0 and (options["top_k"] or options["top_p"] < 1 or options["min_p"]):
+        raise UsageError("--top-k, --top-p and --min-p cut what is drawn from: give a --temperature above 0 with them")
+
+
+command.params.append(shell.version_option())
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    """The console script."""
+    sys.exit(shell.run(command, arguments))
+
+
+if __name__ == "__main__":
+    main()

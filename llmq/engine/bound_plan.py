@@ -1,0 +1,112 @@
+"""A plan made flesh: memory allocated, programs bound to a backend, run by name, and storages read and written."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping
+
+import numpy as np
+
+from llmq.backends import Backend, Launch, Op, Run
+from llmq.engine.bind import bind
+from llmq.engine.held import held_copy, held_value
+from llmq.plan.names import scale_ref, storage_name
+from llmq.plan.plan import Plan
+from llmq.row import Row
+from llmq.tensor import DTYPES, Ref, Tensor
+
+
+class BoundPlan:
+    """Runs the programs of a plan. All arrays passed in and out are on the host.
+
+    `wrap(name, function) -> function` may be put around every op (timing, checking); `poison` fills activations with
+    NaN before their first write and after their last read.
+    """
+
+    def __init__(
+        self,
+        plan: Plan,
+        backend: Backend,
+        *,
+        wrap: Callable[[str, Op], Op] | None = None,
+        poison: bool = False,
+    ) -> None:
+        self.plan = plan
+        self._backend, self._poison, self._cells = backend, poison, plan.cells
+        backend.prepare(call for program in plan.programs.values() for call in program.calls)
+        self._memory = backend.memory(plan.persistent, {home: plan.arena_bytes(home) for home in ("device", "host")})
+        self._ops = {name: wrap(name, op) for name, op in backend.ops.items()} if wrap else backend.ops
+        self._programs: dict[int, Run] = {}  # by the id of the plan's program: those that are alike are bound once
+
+    def parameter(self, name: str) -> np.ndarray:
+        """Master of a parameter, or a frozen one itself, padded, in its own dtype (a copy).
+
+        One that is held in a form is given as what that stands for.
+        """
+        ref = self.plan.held(name)
+        if ref.form is None:
+            return self._read(ref)
+        value = np.empty(ref.shape, DTYPES[ref.dtype])
+        for one, target in zip(ref.entries, _entries(ref, value), strict=True):
+            copy = Tensor(one.name, self._read(one), one.shape, one.form, self._read(scale_ref(one)))
+            target[...] = held_value(copy, one.dtype)
+        return value
+
+    def run(self, name: str) -> None:
+        """Runs a program of the plan by name; it is bound on first use."""
+        key = id(self.plan.programs[name])
+        if key not in self._programs:
+            self._programs[key] = self._backend.program(self._bound(name, self._ops, poison=self._poison))
+        self._programs[key]()
+
+    def traced(self, name: str, wrap: Callable[[str, Op], Op]) -> Run:
+        """A program of the plan, with `wrap` around every op, that runs eagerly whenever it is called; for timing."""
+        launches = self._bound(name, {op: wrap(op, function) for op, function in self._ops.items()})
+        return lambda: self._backend.program(launches)()
+
+    def part(self, name: str, indices: Iterable[int], before: Run | None = None) -> Run:
+        """These calls of a program of the plan, each after `before`, as a program of their own; for timing."""
+        launches, first = self._bound(name, self._ops), [] if before is None else [Launch(before)]
+        return self._backend.program([each for index in indices for each in (*first, Launch(launches[index].run))])
+
+    def _bound(self, name: str, ops: Mapping[str, Op], *, poison: bool = False) -> list[Launch]:
+        scratch_bytes = self._backend.scratch_bytes if self._backend.takes_scratch else None
+        return bind(self.plan, name, self._memory, ops, scratch_bytes, poison=poison)
+
+    def _has(self, ref: Ref) -> bool:
+        """Whether any program reads or writes a tensor."""
+        return storage_name(ref) in self.plan.persistent
+
+    def _set(self, parameters: Iterable[tuple[Row, np.ndarray]], expected: Iterable[Row]) -> None:
+        """Sets masters, or what is held of frozen rows, from the values of all `expected` rows."""
+        missing = {row.name for row in expected}
+        for row, values in parameters:
+            ref = self.plan.held(row.name)
+            if ref.form is None:
+                self._write(ref, values)
+            else:
+                for one, value in zip(ref.entries, _entries(ref, values), strict=True):
+                    numbers, scale = held_copy(one, value)
+                    self._write(one, numbers)
+                    self._write(scale_ref(one), scale)
+            missing.discard(row.name)
+        assert not missing, f"parameters not given: {sorted(missing)}"
+
+    def _write(self, ref: Ref, values: np.ndarray) -> None:
+        self._memory.write(storage_name(ref), values)
+
+    def _read(self, ref: Ref) -> np.ndarray:
+        return self._memory.read(storage_name(ref))
+
+    def _start_read(self, ref: Ref) -> Callable[[], np.ndarray]:
+        return self._memory.start_read(storage_name(ref))
+
+    def _read_scalars(self, *refs: Ref) -> list[float]:
+        return self._memory.read_scalars([storage_name(ref) for ref in refs])
+
+    def _fill(self, ref: Ref, value: float) -> None:
+        self._memory.fill(storage_name(ref), value)
+
+
+def _entries(ref: Ref, values: np.ndarray) -> np.ndarray:
+    """The values of a stack's entries, or of one tensor."""
+    return values if ref.is_stack else values[None]

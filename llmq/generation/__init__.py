@@ -1,0 +1,1 @@
+"""Text from a model: prompts and chats to tokens, and tokens to text as they come."""

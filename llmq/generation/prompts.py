@@ -1,0 +1,146 @@
+"""Prompts: what is asked of a model, read from files, and made into its tokens."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import tokenizers
+
+from llmq.data.chat.template import ChatTemplate, RenderError, open_templates
+from llmq.data.tokens.tokenizer import TextTokenizer
+from llmq.errors import DataError, UsageError
+
+
+@dataclass(frozen=True)
+class Question:
+    """One of a text, the messages of a chat, or tokens; `shown` is what a line of output repeats of it."""
+
+    shown: Mapping[str, Any]
+    text: str | None = None
+    messages: Sequence[Mapping[str, Any]] | None = None
+    tokens: tuple[int, ...] | None = None
+
+
+def read_questions(path: Path) -> list[Question]:
+    """The questions in a file: JSON lines with `prompt`, `messages` or `tokens`, or lines of text, without empty ones.
+
+    DataError for a file that cannot be read, has no prompt, or has a line of JSON with none of these.
+    """
+    try:
+        lines = path.read_text("utf-8").splitlines()
+    except (OSError, UnicodeDecodeError) as error:
+        reason = error.strerror if isinstance(error, OSError) else "it is not UTF-8"
+        raise DataError(f"--prompts {path}: cannot be read ({reason})") from None
+    numbered = [(number, line) for number, line in enumerate(lines, 1) if line.strip()]
+    if not numbered:
+        raise DataError(f"--prompts {path}: has no prompt")
+    is_json = path.suffix in (".jsonl", ".json", ".ndjson") or numbered[0][1].lstrip().startswith("{")
+    if not is_json:
+        return [Question({"prompt": line}, text=line) for _, line in numbered]
+    return [_question(line, f"{path}:{number}") for number, line in numbered]
+
+
+def _question(line: str, place: str) -> Question:
+    try:
+        row = json.loads(line)
+    except ValueError as error:
+        raise DataError(
+            f"{place}: is no JSON ({error}): a file of text lines begins with another sign than {{"
+        ) from None
+    if isinstance(row, str):
+        row = {"prompt": row}
+    if isinstance(row, dict):
+        prompt, messages, tokens = (row.get(name) for name in ("prompt", "messages", "tokens"))
+        if isinstance(prompt, str):
+            return Question({"prompt": prompt}, text=prompt)
+        if isinstance(messages, list) and messages and all(isinstance(one, dict) for one in messages):
+            return Question({"messages": messages}, messages=messages)
+        if isinstance(tokens, list) and tokens and all(type(one) is int for one in tokens):
+            return Question({"tokens": tokens}, tokens=tuple(tokens))
+    raise DataError(f"{place}: has no prompt (text), messages (a list of objects) or tokens (a list of ids)")
+
+
+class PromptReader:
+    """Questions to tokens and tokens to text, by a model's tokenizer and chat template; without one, tokens alone."""
+
+    def __init__(self, tokenizer: TextTokenizer | None, vocab_size: int, chat_template: str | None = None) -> None:
+        self._tokenizer, self._vocab_size, self._wanted = tokenizer, vocab_size, chat_template
+        self._template: ChatTemplate | None = None
+        self._encoder: tokenizers.Tokenizer | None = None
+        if tokenizer is not None:
+            # A copy that reads special tokens where text spells them, as templates do, and prompts in transformers.
+            self._encoder = tokenizers.Tokenizer.from_str(tokenizer.encoder.to_str())
+            self._encoder.encode_special_tokens = False
+
+    @property
+    def has_tokenizer(self) -> bool:
+        """Whether tokens can be shown as text."""
+        return self._encoder is not None
+
+    def tokens(self, question: Question) -> tuple[int, ...]:
+        """The tokens of a question. UsageError where there is no tokenizer, or an id that the model lacks."""
+        if question.messages is not None:
+            return self.chat(question.messages)
+        if question.tokens is not None:
+            if wrong := [one for one in question.tokens if not 0 <= one < self._vocab_size]:
+                raise UsageError(f"token {wrong[0]} of a prompt is not in the vocabulary of {self._vocab_size:,}")
+            return question.tokens
+        encoder = self._open()
+        assert self._tokenizer is not None
+        ids = encoder.encode(question.text or "", add_special_tokens=False).ids
+        return self._checked((*self._tokenizer.begin_ids, *ids))
+
+    def chat(self, messages: Sequence[Mapping[str, Any]]) -> tuple[int, ...]:
+        """The tokens of a chat up to where the model answers."""
+        encoder = self._open()
+        assert self._tokenizer is not None
+        if self._template is None:
+            self._template = open_templates(self._tokenizer.folder, self._wanted).default
+        try:
+            text = self._template.render(messages, add_generation_prompt=True).text
+        except RenderError as error:
+            raise DataError(f"{self._template.origin}: cannot render the chat: {error}") from None
+        return self._checked(tuple(encoder.encode(text, add_special_tokens=False).ids))
+
+    def text(self, tokens: Sequence[int]) -> str:
+        """Tokens as text, without special ones."""
+        return str(self._open().decode(list(tokens), skip_special_tokens=True))
+
+    def _checked(self, tokens: tuple[int, ...]) -> tuple[int, ...]:
+        if tokens and max(tokens) >= self._vocab_size:
+            raise DataError(
+                f"the tokenizer has token {max(tokens)}, the model only {self._vocab_size:,}: use the model's own"
+            )
+        return tokens
+
+    def _open(self) -> tokenizers.Tokenizer:
+        if self._encoder is None:
+            raise UsageError("the model has no tokenizer: give one with --tokenizer, or --prompts with tokens")
+        return self._encoder
+
+
+class TextStream:
+    """Text that grows by tokens: what each adds, held back while it is part of a character."""
+
+    def __init__(self, reader: PromptReader) -> None:
+        self._reader, self._tokens = reader, list[int]()
+        self._start = self._shown = 0  # tokens before `start` no longer change the text of those after `shown`
+
+    def add(self, token: int) -> str:
+        """The new text after one more token."""
+        self._tokens.append(token)
+        before = self._reader.text(self._tokens[self._start : self._shown])
+        now = self._reader.text(self._tokens[self._start :])
+        if now.endswith("�") or len(now) <= len(before):
+            return ""
+        self._start, self._shown = self._shown, len(self._tokens)
+        return now[len(before) :]
+
+    def rest(self) -> str:
+        """What was held back."""
+        before = self._reader.text(self._tokens[self._start : self._shown])
+        return self._reader.text(self._tokens[self._start :])[len(before) :]
