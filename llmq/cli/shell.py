@@ -13,7 +13,7 @@ import click
 
 from llmq.errors import INTERRUPTED, LlmqError, MemoryLimitError, StorageError, UsageError
 
-BROKEN_PIPE = 1  # the reader of our output went away (`llmq-train --help | head -1`): nobody to tell
+BROKEN_PIPE = 1  # the reader of our output went away (`llmq-train --help | head -1`): an error message has no reader
 FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)  # what writing to a full disk says
 SETTINGS = {
     "help_option_names": ["-h", "--help"],

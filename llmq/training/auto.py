@@ -2,7 +2,7 @@
 
 A model of two layers with the run's shapes, and hardly any vocabulary, trains for a few steps: once in the model's
 dtype, once for each kind of site with that alone in fp8, and once with all that were faster. What is timed is whole
-steps, so producers that write copies, casts behind attention and the optimizer's copies of the weights all count.
+steps, so producers that write copies, casts after attention and the optimizer's copies of the weights all count.
 """
 
 from __future__ import annotations

@@ -63,7 +63,7 @@ class Interrupt:
 
 @contextmanager
 def terminable() -> Iterator[None]:
-    """Lets SIGTERM end the command as Ctrl-C does, by way of the writers, which remove what cannot be gone on with."""
+    """Lets SIGTERM end the command as Ctrl-C does, by way of the writers, which remove what cannot be resumed."""
     if threading.current_thread() is not threading.main_thread():
         yield
         return

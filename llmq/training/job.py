@@ -103,7 +103,7 @@ class Job:
         return [Piece(name, ref.shape, DTYPES[ref.dtype]) for name, ref in self.plan.state().items()]
 
     def memory_aside(self, say: Callable[[str], None]) -> Callable[[int], np.ndarray] | None:
-        """What gives host memory for a copy of a checkpoint, which is written while training goes on.
+        """What gives host memory for a copy of a checkpoint, which is written while training continues.
 
         None, having said so, where the host has too little for it.
         """

@@ -127,7 +127,7 @@ class _Run:
             except Stopped:
                 pass  # the step that waits for data is not begun
             except Exception as error:
-                if not isinstance(error, NonFiniteError):  # its weights are not worth going on from
+                if not isinstance(error, NonFiniteError):  # its weights are not worth resuming from
                     self._rescue()
                 else:
                     with suppress(StorageError):
@@ -372,7 +372,7 @@ class _Run:
         return now.evaluated == now.step and self.job.checkpoints.improves(now.eval_loss)
 
     def _export(self) -> list[str]:
-        """Writes the model, unless it is ruined; returns warnings about it, which say how to go on.
+        """Writes the model, unless it is ruined; returns warnings about it, which say how to continue.
 
         A ruined one is written with --export-anyway. Weights are checked on their way to the disk.
         """
@@ -407,7 +407,7 @@ class _Run:
         return [f"No model is exported: {reasons[0]}. {self._way_back()}"]
 
     def _way_back(self) -> str:
-        """How to go on after a run that was ruined."""
+        """How to continue after a run that was ruined."""
         others = self.job.checkpoints.others(self.progress.step)
         again = f"resume from one of the checkpoints of {others} with --continue STEP" if others else "start again"
         return (

@@ -67,7 +67,7 @@ class Schedule:
 def num_steps(options: ScheduleOptions, num_windows: int | None, windows_per_step: int) -> int:
     """Updates of the run: --steps, or as many as cover --epochs passes over the windows of the training data.
 
-    `num_windows` None: nobody knows. UsageError if --epochs asks for them then, or for more steps than can be counted.
+    `num_windows` None: not known. UsageError if --epochs asks for them then, or for more steps than can be counted.
     """
     if options.steps is not None:
         return options.steps

@@ -20,8 +20,8 @@ from llmq.data.batches.windows import Rows
 from llmq.data.chat.encode import EncodeOptions
 from llmq.data.chat.prompts import read_prompt_template
 from llmq.data.rows.file_rows import FileRows
+from llmq.data.rows.find_sources import find_anything
 from llmq.data.rows.request import Request, parsed_mapping
-from llmq.data.rows.sources import find_anything
 from llmq.data.tokens.pipeline import RowWork, TextWork, TokenBatch, Work, tokenized
 from llmq.data.tokens.token_file import TokenFile
 from llmq.data.tokens.tokenize import Say, cache_entry, cached, is_whole, settled

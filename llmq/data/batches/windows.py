@@ -9,7 +9,7 @@ from typing import NamedTuple, Protocol
 
 import numpy as np
 
-from llmq.data.rows.sources import matched
+from llmq.data.rows.find_sources import matched
 from llmq.data.tokens.sidecar import SUFFIX, Sidecar, same_ids, tokenizer_hash
 from llmq.data.tokens.token_file import TokenFile
 from llmq.errors import DataError

@@ -10,8 +10,8 @@ from itertools import islice
 
 from llmq.data.chat.encode import EncodeOptions, Encoder, open_encoder
 from llmq.data.chat.template import chosen_templates
+from llmq.data.rows.find_sources import Found
 from llmq.data.rows.records import BadRow, Record
-from llmq.data.rows.sources import Found
 from llmq.data.tokens.cache import content_hash, key_of
 from llmq.data.tokens.produce import PART_TOKENS
 from llmq.data.tokens.sidecar import copied_files

@@ -18,9 +18,9 @@ from llmq.data.chat.encode import ChatEncoder, Encoded, EncodeOptions, Encoder
 from llmq.data.chat.samples import show
 from llmq.data.chat.template import template_note
 from llmq.data.rows.file_rows import RowSequence
+from llmq.data.rows.find_sources import Documents, find
 from llmq.data.rows.records import BadRow, Record
 from llmq.data.rows.request import Request
-from llmq.data.rows.sources import Documents, find
 from llmq.data.tokens.cache import locked
 from llmq.data.tokens.pipeline import RowWork, TextWork
 from llmq.data.tokens.produce import (
@@ -96,7 +96,7 @@ def tokenize_data(
     """Writes train.bin and eval.bin, or numbered parts of them, with sidecars and the tokenizer's files beside them.
 
     The data is that of a named or Hub `dataset`, or of the files that `inputs` (paths, folders and globs) name; see
-    `sources.find` for what is kept for evaluation. `tokenizer` is a folder, a hub name or a short name; in its place,
+    `find_sources` for what is kept for evaluation. `tokenizer` is a folder, a hub name or a short name; in its place,
     `train_tokenizer` is the number of tokens of one that is trained on the text. `out_dir` is data/DATA-TOKENIZER by
     default. `on_progress` gets the bytes (of text) or rows done, and the bytes in all; `on_encoder` gets the encoder
     and the rows before all else, to show some.

@@ -11,7 +11,7 @@ from pathlib import Path
 
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
-from llmq.data.rows.sources import Found
+from llmq.data.rows.find_sources import Found
 from llmq.data.tokens.text import Document, pieces
 from llmq.data.tokens.tokenizer import CONFIG, TextTokenizer
 from llmq.disk import temporary_name, write_whole

@@ -21,9 +21,9 @@ from llmq.data.batches.row_layout import PACKED, PADDED, WINDOWS, RowForm, RowLa
 from llmq.data.batches.stream import Stream, StreamedDocument, open_stream
 from llmq.data.chat.encode import EncodeOptions
 from llmq.data.rows.file_rows import FileRows, HeldShare
+from llmq.data.rows.find_sources import Found
 from llmq.data.rows.request import Request
 from llmq.data.rows.row_files import RowFile
-from llmq.data.rows.sources import Found
 from llmq.data.tokens.tokenizer import TextTokenizer
 from llmq.errors import DataError, UsageError
 from llmq.options.parse import Options

@@ -33,7 +33,7 @@ CONVERTED = "89abcdef0123456789abcdef0123456789abcdef"
 DRIVER = """
 import json, os, sys
 from itertools import islice
-from llmq.data.rows.sources import find_anything
+from llmq.data.rows.find_sources import find_anything
 from llmq.errors import LlmqError
 for name, fraction, streaming in json.loads(sys.argv[1]):
     try:

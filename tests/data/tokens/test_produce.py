@@ -20,9 +20,9 @@ import pytest
 from llmq.cache_folder import cache_folder
 from llmq.data.chat.encode import EncodeOptions
 from llmq.data.rows import request
+from llmq.data.rows.find_sources import Found, find
 from llmq.data.rows.records import Record
 from llmq.data.rows.request import Request
-from llmq.data.rows.sources import Found, find
 from llmq.data.tokens import pipeline, produce
 from llmq.data.tokens import text as text_files
 from llmq.data.tokens.token_file import TokenFile
@@ -237,7 +237,7 @@ def test_two_processes_share_one_cache(tmp_path: Path, small, small_tokenizer: P
     driver = """
 import sys
 from llmq.data.chat.encode import EncodeOptions
-from llmq.data.rows.sources import find
+from llmq.data.rows.find_sources import find
 from llmq.data.tokens.tokenize import Request, cached
 from llmq.data.tokens.tokenizer import TextTokenizer
 request = Request(find(inputs=[sys.argv[1]]), TextTokenizer.open(sys.argv[2]), EncodeOptions())

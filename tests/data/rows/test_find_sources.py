@@ -7,9 +7,9 @@ from pathlib import Path
 
 import pytest
 
-from llmq.data.rows import datasets, sources
+from llmq.data.rows import datasets, find_sources
+from llmq.data.rows.find_sources import Found, find, find_anything
 from llmq.data.rows.records import Record
-from llmq.data.rows.sources import Found, find, find_anything
 from llmq.data.tokens.text import pieces
 from llmq.errors import DataError, UsageError
 
@@ -109,7 +109,7 @@ def test_a_name_is_a_path_a_named_set_or_of_the_hub(tmp_path: Path, monkeypatch)
         asked.append(text)
         return Found("hub", (text,), (), None, "")
 
-    monkeypatch.setattr(sources, "_hub", as_hub)
+    monkeypatch.setattr(find_sources, "_hub", as_hub)
     monkeypatch.setenv(datasets.OVERRIDE, str(write(tmp_path / "shakespeare.txt", *range(100))))
     write(tmp_path / "org/name/a.jsonl", 1, 2)
     write(tmp_path / "train[1].jsonl", 1)
