@@ -24,7 +24,7 @@ UNTIED, TIED, NORMED, WINDOW = MODELS
 
 UNSET = """
     revision tokenizer weight global_batch_size augment packing max_docs bf16_layers fp8_layers epochs warmup_ratio
-    min_lr continue gpu
+    min_lr continue gpu save_best reset
 """
 OFF = """
     from_scratch init_proj_to_zero fp8_fallback recompute_swiglu recompute_norm recompute_ffn recompute_qkv
@@ -63,6 +63,7 @@ SPELLED: dict[str, Any] = {
     "checkpoint_dir": "checkpoints",
     "ckpt_interval": 0,
     "ckpt_keep_n": 0,
+    "ckpt_major": 0,
     "out_dir": "model",
     "export_dtype": "fp32",
     "overwrite": True,

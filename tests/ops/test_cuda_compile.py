@@ -74,7 +74,8 @@ REGISTERS = {
     "whole_scale": 24,
 }
 # bytes; cuBLASLt has no product of what quantize_tiles makes for 10.0
-SPILLS = {("quantize_tiles", 100): 16, ("rope", 120): 8}
+# attend: in fp32, 7 query heads to one of keys (Qwen2.5-0.5B)
+SPILLS = {("quantize_tiles", 100): 16, ("rope", 120): 8, ("attend", 90): 8}
 WORDS = {"int": np.int32, "float": np.float32, "double": np.float64, "u32": np.uint32, "i64": np.int64}
 
 
