@@ -162,5 +162,5 @@ def used_and_planned(folder: Path, shape: dict, **options) -> tuple[int, int]:
 def test_a_run_uses_what_is_planned(tmp_path, shape, batch_size, seq_len, precision):
     """Training, evaluation, checkpoint and export: what the process grows by from when the run is planned."""
     used, planned = used_and_planned(tmp_path, shape, batch_size=batch_size, seq_len=seq_len, **precision)
-    # The copy of a checkpoint is made when the scratch of a step has been given back: they are planned side by side.
+    # With the copy of a checkpoint counted, the wider model in e4m3 uses 16% less than planned; why is not known.
     assert 0.8 * planned < used < 1.15 * planned, f"{used >> 20} MiB used, {planned >> 20} MiB planned"
