@@ -31,6 +31,12 @@ class NonFiniteError(LlmqError):
     exit_code = 5
 
 
+class WorldError(LlmqError):
+    """A rank of the run is missing, has ended or stands still: says which one, and where."""
+
+    exit_code = 6
+
+
 class StorageError(LlmqError):
     """The disk is full, not writable, or would lose something of value; or another run writes to the same place."""
 

@@ -23,6 +23,7 @@ FLOORS = (
     ("protocols",),  # what block code is written against
     ("options",),  # what can be set
     ("hardware",),  # devices, cards, drivers
+    ("comm",),  # the ranks of a run
     ("sites",),  # linear maps
     ("blocks",),  # sublayers
     ("ops",),  # what touches arrays

@@ -1,0 +1,45 @@
+"""What the ranks of a run agree on: the one protocol that every kind of world has.
+
+A world moves bytes and nothing else: what is added up, and in which order, is an op's business
+(llmq/ops/reference/collectives.py), so that every kind of world gives the same bits.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, Protocol
+
+import numpy as np
+
+
+class World(Protocol):
+    """Ranks from 0 to `size` - 1, each of which makes the same calls in the same order.
+
+    `exchange`: `incoming[r]` becomes what rank r has as `outgoing[rank]`, for every rank r, this one as well. Arrays
+    are contiguous and sizes agree in pairs; an array of no bytes is not sent. `gather` gives the messages of all ranks
+    in order; a message is what JSON can hold. Both raise WorldError when a rank is lost; after that, every call does.
+    """
+
+    rank: int
+    size: int
+
+    def exchange(self, outgoing: Sequence[np.ndarray], incoming: Sequence[np.ndarray]) -> None: ...
+    def gather(self, message: Any) -> list[Any]: ...
+    def close(self) -> None: ...
+
+
+class OneRank:
+    """A run of a single process."""
+
+    rank, size = 0, 1
+
+    def exchange(self, outgoing: Sequence[np.ndarray], incoming: Sequence[np.ndarray]) -> None:
+        """A copy."""
+        incoming[0][...] = outgoing[0]
+
+    def gather(self, message: Any) -> list[Any]:
+        """The message itself."""
+        return [message]
+
+    def close(self) -> None:
+        """Nothing to do."""
