@@ -96,12 +96,13 @@ struct State {
     Pack<G, N> grad;
 };
 
+// Element i has the random bits of element origin + i, a multiple of 8.
 // new_* may be the memory of master, m and v; a null one is not wanted. b and c are beta and 1 - beta, decay weight_decay.
 extern "C" __global__ void __launch_bounds__(TILE_THREADS, RESIDENT)
     adamw(MASTER* new_master, M* new_m, V* new_v, OUTPUT_PARAMETERS(T, weight), const MASTER* master, const M* m, const V* v,
           const G* grad, const float* scale, const float* apply, const float* learning_rate, const int* step, double beta_1,
           double beta_2, float b1, float c1, float b2, float c2, float epsilon, double decay, u32 seed_low, u32 key_high,
-          i64 count) {
+          i64 count, i64 origin) {
     __shared__ __align__(128) u8 tile[pair_bytes(ROWS, SPAN)];
     __shared__ float cells[3];
     if (*apply == 0) return;
@@ -141,7 +142,7 @@ extern "C" __global__ void __launch_bounds__(TILE_THREADS, RESIDENT)
         next.master.get(w);
         if (row + turn < end) read(at + turn * C);
         u32 of_master[4];
-        if constexpr (sizeof(MASTER) == 2) philox(static_cast<u64>(at) / 8, OF_MASTER, key, of_master);
+        if constexpr (sizeof(MASTER) == 2) philox(static_cast<u64>(origin + at) / 8, OF_MASTER, key, of_master);
 #pragma unroll
         for (int four = 0; four < N; four += 4) {
             Outside outside;
@@ -160,7 +161,7 @@ extern "C" __global__ void __launch_bounds__(TILE_THREADS, RESIDENT)
             for (int j = four; j < four + 4; j++) w[j] = w[j] * s.shrink - s.lr * g[j];
             if constexpr (sizeof(M) == 2 || sizeof(V) == 2) {
                 u32 word[4];
-                philox(static_cast<u64>(at + four) / 4, MOMENTS, key, word);
+                philox(static_cast<u64>(origin + at + four) / 4, MOMENTS, key, word);
 #pragma unroll
                 for (int j = 0; j < 4; j++) {
                     if (sizeof(M) == 2) first[four + j] = raised(first[four + j], word[j] & 0xffffu);

@@ -42,8 +42,18 @@ class Ops:
         weight_decay: float,
         seed: int,
         stream: int,
+        first: int = 0,
     ) -> None:
         """new_master, new_m, new_v, weight <- master, m, v, grad (one shape); the other four are (1,)."""
+
+    def all_gather(self, out: Ref | None, /, x: Ref | None, *, bounds: tuple[int, ...]) -> None:
+        """out (...,K) <- x (n,K) or None: each rank's rows of out, in the form of both, with its scales."""
+
+    def all_reduce(self, out: Ref | None, /, x: Ref, *, largest: bool = False) -> None:
+        """out (n,) <- x (n,): the sum over ranks, or the `largest`, number by number; for a few numbers."""
+
+    def all_to_all(self, pieces: Ref | None, /, x: Ref, *, bounds: tuple[int, ...]) -> None:
+        """pieces (R-1,n,K) <- x (...,K): this rank's rows of every other rank's x, in the form of both."""
 
     def amax_scale(self, scale: Ref | None, /, x: Ref, *, limit: float) -> None:
         """scale (1,) <- x (any shape): amax(|x|) / limit, which maps amax to `limit`; 1 if amax is 0 or not finite."""
@@ -205,6 +215,9 @@ class Ops:
     def quantize(self, out: Ref | None, scale: Ref | None, /, x: Ref, *, limit: float) -> None:
         """out, in every wanted form with its scales (`llmq.tensor.own_scales`), and scale (1,) <- x (like out)."""
 
+    def reduce_scatter(self, out: Ref | None, /, x: Ref, *, bounds: tuple[int, ...]) -> None:
+        """out (n,K), these rows of x <- x (...,K): the sum over ranks, in order, of this rank's rows."""
+
     def rmsnorm_backward(
         self, d_out: Ref | None, d_weight: Ref | None, /, d_x: Ref, d_res: Ref | None, res: Ref, weight: Ref, rstd: Ref
     ) -> None:
@@ -254,6 +267,9 @@ class Ops:
         apply: Ref,
     ) -> None:
         """new_scale (N,), new_history (H,N), new_amax (N,) <- scale, amax, limits (N,), history (H,N), apply (1,)."""
+
+    def sum_pieces(self, out: Ref | None, /, own: Ref, pieces: Ref | None, *, rank: int) -> None:
+        """out (n,K) <- own (n,K), pieces (R-1,n,K) or None: their f32 sum, own in place `rank` of all."""
 
     def sum_squares(self, partials: Ref | None, /, grad: Ref) -> None:
         """partials (P,) <- grad (any shape), P = ceil(rows / 128) over its flattened leading axes, 1 for a vector."""
@@ -338,8 +354,8 @@ class WeightStore(Protocol):
     def walk(self, ops: Ops, parts: Iterable[PartName], phase: str) -> Iterator[tuple[PartName, Parameters]]:
         """Yields each part with its rows, in the order given, ready to be read until the next one is asked for."""
 
-    def written(self, ops: Ops) -> Iterator[Ref]:
-        """Yields what the copies of each trained row are written to."""
+    def written(self, ops: Ops) -> Iterator[Ref | None]:
+        """Yields what the copies of each trained row are written to; None where another rank writes them."""
 
     def frozen(self) -> list[Ref]:
         """The rows that are not trained, whose copies are made once."""
@@ -351,12 +367,18 @@ class GradStore(Protocol):
     def walk(self, ops: Ops, parts: Iterable[PartName]) -> Iterator[Parameters]:
         """Yields what each part adds its gradients to; it is complete when the next one is asked for."""
 
-    def sums(self, ops: Ops) -> Iterator[Ref]:
-        """Yields the gradient of each trained row, as the optimizer reads it."""
+    def sums(self, ops: Ops) -> Iterator[Ref | None]:
+        """Yields the gradient of each trained row, as the optimizer reads it; None where another rank updates it."""
+
+    def shares(self, ops: Ops) -> Iterator[Ref]:
+        """Yields what this rank adds to the norm of the whole gradient."""
 
 
 class MomentStore(Protocol):
     """Holds the optimizer's state."""
 
-    def walk(self, ops: Ops, *, masters_only: bool = False) -> Iterator[tuple[Row, tuple[Ref, Ref, Ref]]]:
-        """Yields each trained row with its master, m and v, which are written back when the next is asked for."""
+    def walk(
+        self, ops: Ops, *, masters_only: bool = False
+    ) -> Iterator[tuple[Row, tuple[Ref | None, Ref | None, Ref | None], int]]:
+        """Yields each trained row with its master, m and v, which are written back when the next is asked for, and the
+        place of their first element in the whole; None, three times, where another rank updates it."""

@@ -19,11 +19,13 @@ class Scaling:
     """One scale for the whole copy. `is_cell`: it is a persistent cell, made of the amax of earlier steps, so that a
     producer can write the copy at once; `is_measured`: a pass over the value makes it, before the copy; `owns_scales`:
     the scales belong to one copy; `is_repeated`: to read a copy, an array of scales as large as itself is made;
-    `turns`: a transposed copy has the same scales, transposed."""
+    `turns`: a transposed copy has the same scales, transposed;
+    `is_tiled`: no scale is that of rows in two tiles of 128."""
 
     is_cell = False
     is_measured = False
     is_repeated = False
+    is_tiled = False
     owns_scales = False
     turns = True
 
@@ -68,6 +70,7 @@ class Rowwise(Scaling):
     """(R,): one for each stored row."""
 
     owns_scales = True
+    is_tiled = True
     turns = False
 
     def shape(self, rows: int, columns: int) -> tuple[int, ...]:
@@ -87,6 +90,7 @@ class Blockwise(Rowwise):
     """(K / 128, R), rounded up: one for 128 numbers of a stored row."""
 
     is_repeated = True
+    is_tiled = False
 
     def shape(self, rows: int, columns: int) -> tuple[int, ...]:
         return (-(-columns // BLOCK), rows)
@@ -108,6 +112,7 @@ class Tilewise(Blockwise):
     """(R / 128, K / 128), rounded up, the last one to a multiple of 4: one for 128 x 128 numbers."""
 
     turns = True
+    is_tiled = True
 
     def shape(self, rows: int, columns: int) -> tuple[int, ...]:
         return (-(-rows // BLOCK), -(-columns // (4 * BLOCK)) * 4)

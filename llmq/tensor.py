@@ -68,6 +68,11 @@ class Form:
         return self.scaling is not None and self.scales.turns
 
     @property
+    def is_sharded(self) -> bool:
+        """Whether the copies of whole 128-row tiles, laid end to end, are the copy of the whole."""
+        return self.layout == "row" and (self.scaling is None or self.scales.is_cell or self.scales.is_tiled)
+
+    @property
     def has_cell(self) -> bool:
         """Whether the scale is a persistent cell, which earlier steps have set."""
         return self.scaling is not None and self.scales.is_cell
@@ -103,10 +108,11 @@ class Ref:
     `span` (offset, size) in elements is a piece of the value, for work done in chunks; `shape` is then the piece's and
     `whole` the value's. A piece is contiguous, or, where it has a `pitch`, columns of the value seen as a matrix: then
     `pitch` is the matrix's width, and the span ends with the piece's last element. `again` marks the second life of an
-    intermediate, after it was dropped and computed anew in backward, or fetched from the host. `home` is where its
-    bytes live: device or host. `value_in` is the space whose tensor of this name holds the plain value as well (a
-    weight that is its own master). `cell` names the scale cell of its copies where that is another tensor's (a weight
-    that was fetched). `held` is a frozen tensor in the form that it is stored in, whose other forms this slot has.
+    intermediate, after it was dropped and computed anew in backward, or fetched from the host; and that of a gradient,
+    as the sum over ranks. `home` is where its bytes live: device or host. `value_in` is the space whose tensor of this
+    name holds the plain value as well (a weight that is its own master). `cell` names the scale cell of its copies where that is another tensor's (a weight
+    that was fetched). `held` is a frozen tensor in the form that it is stored in, whose other forms this slot has. What
+    the calls of a program that write an intermediate `is_sum` make is added up.
 
     A stack (`is_stack`) is read and written entry by entry along axis 0. An entry has its own name, copies and scales;
     its value is a piece of the tensor `stack`.
@@ -127,6 +133,7 @@ class Ref:
     value_in: str | None = None
     cell: str | None = None
     held: Ref | None = None
+    is_sum: bool = False
     is_stack: bool = False
     stack: str | None = None
 

@@ -13,7 +13,7 @@ from llmq.plan.build import site_of
 from llmq.row import Part, Row
 from llmq.stores.bundles import bundle_tree
 from llmq.stores.grads import ReplicatedGrads
-from llmq.stores.moments import ReplicatedMoments, State
+from llmq.stores.moments import ReplicatedMoments, State, Update
 from llmq.stores.weights import ReplicatedWeights
 from llmq.tensor import Form, Ref, Slot
 
@@ -168,6 +168,8 @@ class FetchedGrads(ReplicatedGrads):
             ops.copy_to_device(slot, ref)
             yield slot
 
+    shares = sums
+
 
 class HostMoments(ReplicatedMoments):
     """m and v live on the host; those of the next row are fetched while a row is updated."""
@@ -183,9 +185,9 @@ class HostMoments(ReplicatedMoments):
             return
         rows = [*super().walk(ops), None]
         ahead = self._fetched(ops, rows[0])
-        for (row, kept), following in pairwise(rows):
+        for (row, kept, _), following in pairwise(rows):
             here, ahead = ahead, self._fetched(ops, following)
-            yield row, here
+            yield Update(row, here)
             for slot, ref in zip(here[1:], kept[1:], strict=True):
                 ops.copy_to_host(ref, slot)
 

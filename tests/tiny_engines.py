@@ -16,7 +16,7 @@ from llmq.model.optimizer import Hyperparameters
 from llmq.ops.record import Call
 from llmq.plan.build import Sites, site_of
 from llmq.plan.memory import Memory
-from llmq.plan.plan import REPLICATED, Plan, make_plan
+from llmq.plan.plan import Plan, make_plan
 from llmq.plan.precision import Precision
 from llmq.plan.recordings import Stores
 from llmq.plan.spec import Spec
@@ -85,7 +85,7 @@ def plan_of(
     hyper: Hyperparameters | None = None,
     *,
     scratch_bytes: Callable[[Call], int] | None = None,
-    stores: Stores = REPLICATED,
+    stores: Stores | None = None,
     sites: Sites = site_of,
     **more: object,
 ) -> Plan:

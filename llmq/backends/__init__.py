@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
+from functools import partial
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, cast
 
 import numpy as np
 
+from llmq.comm.world import ALONE, World
 from llmq.hardware.blas import use_threads
-from llmq.ops.seam import Arguments, record
+from llmq.ops.seam import GIVEN, Arguments, record
 from llmq.tensor import Ref
 
 if TYPE_CHECKING:
+    from llmq.comm.world import GpuWorld
     from llmq.ops.cuda.launch import Kernel
     from llmq.ops.record import Call
 
@@ -21,11 +24,13 @@ BLAS_THREADS = "blas_threads"  # among the algorithms of a run on the CPU
 
 
 class Launch(NamedTuple):
-    """One call of a program, bound to memory: it runs on its lane, after the calls whose indices are in `waits`."""
+    """One call of a program, bound to memory: it runs on its lane, after the calls whose indices are in `waits`.
+    Collectives that follow each other may be made as one."""
 
     run: Run
     lane: str = "main"
     waits: tuple[int, ...] = ()
+    is_collective: bool = False
 
 
 class BackendMemory(Protocol):
@@ -51,12 +56,16 @@ class Backend(Protocol):
 
     `memory` allocates persistent storages and an arena of so many bytes in each home.
 
+    `world` are the ranks of the run, which collectives are between.
+
     `takes_scratch` says whether ops are given the bytes that `scratch_bytes` counts, as an argument `scratch`, or
     allocate them themselves, as NumPy does. `algorithms` is what decides the bits of matrix products, as plain data;
     `notices` what the user should know of the device; `peak_bytes` the most memory used so far. `host_bytes` takes host
     memory into which the device copies fast.
     """
 
+    @property
+    def world(self) -> World: ...
     @property
     def takes_scratch(self) -> bool: ...
     @property
@@ -93,15 +102,22 @@ def checked_scratch(kernel: Kernel, call: Call, capability: int) -> int:
     return kernel.needed(given)
 
 
+def between(world: World, ops: Mapping[str, Op]) -> dict[str, Op]:
+    """The ops, of which collectives are between the ranks of `world`."""
+    return {name: partial(op, **{GIVEN: world}) if record(name).is_collective else op for name, op in ops.items()}
+
+
 def open_backend(
     device: str,
     *,
+    world: World = ALONE,
     use_graphs: bool = True,
     deterministic: bool = True,
     algorithms: Mapping[str, Any] | None = None,
     capability: tuple[int, int] | None = None,
 ) -> Backend:
-    """The backend of a device: `cpu`, `cuda` on the current GPU, or `planned` for a GPU that is not here.
+    """The backend of a device: `cpu`, `cuda` on the current GPU, or `planned` for a GPU that is not here; of one of the
+    ranks of `world`, or of a run that has no others.
 
     The CPU is always deterministic. `algorithms` are those of an earlier run, whose bits are then repeated.
     `capability` is that of a GPU that is planned for: (9, 0).
@@ -110,7 +126,8 @@ def open_backend(
         from llmq.backends.cuda import CudaBackend
 
         given = None if algorithms and BLAS_THREADS in algorithms else algorithms  # of a run that began on the CPU
-        return CudaBackend(use_graphs=use_graphs, deterministic=deterministic, given=given)
+        gpus = cast("GpuWorld", world)
+        return CudaBackend(use_graphs=use_graphs, deterministic=deterministic, given=given, world=gpus)
     if device == "planned":
         from llmq.backends.planned import ANY_CARD, PlannedBackend
 
@@ -119,4 +136,4 @@ def open_backend(
 
     assert device == "cpu", device
     threads = use_threads((algorithms or {}).get(BLAS_THREADS))
-    return HostBackend({BLAS_THREADS: threads} if threads else {})
+    return HostBackend({BLAS_THREADS: threads} if threads else {}, world=world)

@@ -7,15 +7,17 @@ algorithms timed then, which a capture could not do. The second time it is captu
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from contextlib import suppress
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import nullcontext, suppress
+from itertools import groupby
 from typing import TYPE_CHECKING, Any
 
 import cupy
 import numpy as np
 from cupy.cuda import runtime
 
-from llmq.backends import Launch, Op, Run, checked_scratch
+from llmq.backends import Launch, Op, Run, between, checked_scratch
+from llmq.comm.world import ALONE, GpuWorld
 from llmq.errors import MemoryLimitError
 from llmq.ops import cuda
 from llmq.ops.cuda.algorithms import Algorithms
@@ -222,9 +224,15 @@ class CudaBackend:
     takes_scratch = True
 
     def __init__(
-        self, *, use_graphs: bool = True, deterministic: bool = True, given: Mapping[str, Any] | None = None
+        self,
+        *,
+        use_graphs: bool = True,
+        deterministic: bool = True,
+        given: Mapping[str, Any] | None = None,
+        world: GpuWorld = ALONE,
     ) -> None:
         self._notices: list[str] = []
+        self.world = world
         self._use_graphs = use_graphs
         self._free_bytes, _ = runtime.memGetInfo()
         self.stream = cupy.cuda.Stream(non_blocking=True)
@@ -233,7 +241,7 @@ class CudaBackend:
         self._gemms = Gemms(self._algorithms)
         attention = attention_kernels(Cudnn(deterministic=deterministic))
         self._kernels: Mapping[str, Kernel] = {**cuda.KERNELS, **linear_kernels(self._gemms), **attention}
-        self.ops: Mapping[str, Op] = {name: kernel.launch for name, kernel in self._kernels.items()}
+        self.ops: Mapping[str, Op] = between(world, {name: one.launch for name, one in self._kernels.items()})
 
     def scratch_bytes(self, call: Call) -> int:
         """Bytes that a call needs beside its arguments. UsageError for what cuDNN or the kernels lack on this GPU."""
@@ -282,15 +290,17 @@ class CudaBackend:
         for launch in launches:
             if launch.lane not in self._streams:
                 self._streams[launch.lane] = cupy.cuda.Stream(non_blocking=True)
-        return _Program(launches, self._streams, self._use_graphs)
+        return _Program(launches, self._streams, self._use_graphs, self.world)
 
 
 class _Program:
     """Launches that run eagerly once, then as a graph. Other lanes begin after what the main one had to do before, and
     the main one ends after all of them."""
 
-    def __init__(self, launches: Sequence[Launch], streams: Mapping[str, Any], use_graphs: bool) -> None:
-        self._launches, self._use_graphs = launches, use_graphs
+    def __init__(
+        self, launches: Sequence[Launch], streams: Mapping[str, Any], use_graphs: bool, world: GpuWorld = ALONE
+    ) -> None:
+        self._launches, self._use_graphs, self._world = launches, use_graphs, world
         self._main, self._streams = streams["main"], streams
         self._sides = [streams[lane] for lane in sorted({launch.lane for launch in launches} - {"main"})]
         awaited = {index for launch in launches for index in launch.waits}
@@ -321,13 +331,15 @@ class _Program:
 
     def _launch(self) -> None:
         self._after(self._main, self._sides)
-        for index, launch in enumerate(self._launches):
-            stream = self._streams[launch.lane]
-            for other in launch.waits:
+        for indices in _together(self._launches):
+            launches = [self._launches[index] for index in indices]
+            stream = self._streams[launches[0].lane]
+            for other in sorted({other for launch in launches for other in launch.waits}):
                 stream.wait_event(self._events[other])
-            with stream:
-                launch.run()
-            if index in self._events:
+            with stream, self._world.group() if launches[0].is_collective else nullcontext():
+                for launch in launches:
+                    launch.run()
+            for index in self._events.keys() & indices:
                 self._events[index].record(stream)
         for side in self._sides:
             self._after(side, [self._main])
@@ -338,3 +350,9 @@ class _Program:
             event = cupy.cuda.Event(disable_timing=True)
             event.record(stream)
             other.wait_event(event)
+
+
+def _together(launches: Sequence[Launch]) -> Iterator[list[int]]:
+    """The indices of each launch, and of collectives on one lane that follow each other."""
+    for _, found in groupby(range(len(launches)), key=lambda i: launches[i].lane if launches[i].is_collective else i):
+        yield list(found)

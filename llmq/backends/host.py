@@ -10,8 +10,9 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from llmq.backends import Launch, Op, Run
+from llmq.backends import Launch, Op, Run, between
 from llmq.backends.host_scratch import host_scratch
+from llmq.comm.world import ALONE, World
 from llmq.ops import reference
 from llmq.plan.arena import stored_dtype
 from llmq.tensor import Ref, stored_shape
@@ -70,8 +71,9 @@ class HostBackend:
 
     takes_scratch = False
 
-    def __init__(self, algorithms: Mapping[str, Any] | None = None) -> None:
-        self.ops: Mapping[str, Op] = reference.OPS
+    def __init__(self, algorithms: Mapping[str, Any] | None = None, *, world: World = ALONE) -> None:
+        self.world = world
+        self.ops: Mapping[str, Op] = between(world, reference.OPS)
         self.algorithms: Mapping[str, Any] = algorithms or {}
         self.notices: Sequence[str] = ()
 

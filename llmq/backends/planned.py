@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from llmq.backends import BackendMemory, Launch, Op, Run, checked_scratch
+from llmq.comm.world import ALONE, World
 from llmq.ops import cuda
 from llmq.ops.cuda.attention import attention_kernels, is_exact
 from llmq.ops.cuda.launch import Kernel
@@ -35,6 +36,7 @@ class PlannedBackend:
     ops: Mapping[str, Op] = {}
     algorithms: Mapping[str, Any] = {}
     notices: Sequence[str] = ()
+    world: World = ALONE
     takes_scratch = True
 
     def __init__(self, *, deterministic: bool = True, capability: tuple[int, int] = ANY_CARD) -> None:

@@ -6,7 +6,8 @@ A world moves bytes and nothing else: what is added up, and in which order, is a
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager
 from typing import Any, Protocol
 
 import numpy as np
@@ -28,6 +29,12 @@ class World(Protocol):
     def close(self) -> None: ...
 
 
+class GpuWorld(World, Protocol):
+    """A world whose ops are its own: those that a rank calls within a `group` may be made as one."""
+
+    def group(self) -> AbstractContextManager[None]: ...
+
+
 class OneRank:
     """A run of a single process."""
 
@@ -37,9 +44,17 @@ class OneRank:
         """A copy."""
         incoming[0][...] = outgoing[0]
 
+    @contextmanager
+    def group(self) -> Iterator[None]:
+        """Nothing is sent."""
+        yield
+
     def gather(self, message: Any) -> list[Any]:
         """The message itself."""
         return [message]
 
     def close(self) -> None:
         """Nothing to do."""
+
+
+ALONE = OneRank()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
+from itertools import pairwise
 
 import numpy as np
 
@@ -40,8 +41,12 @@ class BoundPlan:
     def parameter(self, name: str) -> np.ndarray:
         """Master of a parameter, or a frozen one itself, padded, in its own dtype (a copy).
 
-        One that is held in a form is given as what that stands for.
+        One that is held in a form is given as what that stands for. Where states are shared out, all ranks ask for the
+        same parameters in the same order.
         """
+        if self._is_shared(name):
+            share = self._read(self.plan.held(name)) if name in self.plan.moments else None
+            return self._whole(name, share, self.plan.spec.precision.master)
         ref = self.plan.held(name)
         if ref.form is None:
             return self._read(ref)
@@ -80,6 +85,11 @@ class BoundPlan:
         """Sets masters, or what is held of frozen rows, from the values of all `expected` rows."""
         missing = {row.name for row in expected}
         for row, values in parameters:
+            missing.discard(row.name)
+            if self._is_shared(row.name):
+                if row.name in self.plan.moments:
+                    self._write(self.plan.held(row.name), self._share(row.name, values))
+                continue
             ref = self.plan.held(row.name)
             if ref.form is None:
                 self._write(ref, values)
@@ -88,8 +98,28 @@ class BoundPlan:
                     numbers, scale = held_copy(one, value)
                     self._write(one, numbers)
                     self._write(scale_ref(one), scale)
-            missing.discard(row.name)
         assert not missing, f"parameters not given: {sorted(missing)}"
+
+    def _is_shared(self, name: str) -> bool:
+        """Whether this rank has no more of a parameter's state than its share, which may be nothing."""
+        return self.plan.spec.sharding.states and name in self.plan.shards.bounds
+
+    def _share(self, name: str, values: np.ndarray) -> np.ndarray:
+        """This rank's rows of a whole parameter."""
+        shards = self.plan.shards
+        first = shards.bounds[name][shards.rank]
+        found = values.reshape(-1, values.shape[-1])[first : first + shards.count(name)]
+        return found.reshape(shards.share_shape(name, values.shape))
+
+    def _whole(self, name: str, share: np.ndarray | None, dtype: str) -> np.ndarray:
+        """A parameter of the shares of all ranks; this one may have none."""
+        shards, shape = self.plan.shards, self.plan.shape(name)
+        whole = np.empty(shape, DTYPES[dtype])
+        rows = whole.reshape(-1, shape[-1])
+        mine = rows[:0] if share is None else share.reshape(-1, shape[-1])
+        pieces = [rows[start:stop] for start, stop in pairwise(shards.bounds[name])]
+        self._backend.world.exchange([mine] * shards.size, pieces)
+        return whole
 
     def _write(self, ref: Ref, values: np.ndarray) -> None:
         self._memory.write(storage_name(ref), values)

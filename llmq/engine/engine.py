@@ -22,12 +22,14 @@ MICRO_STEPS = {(True, True): "only", (True, False): "first", (False, False): "mi
 
 @dataclass(frozen=True)
 class StepResult:
-    """A finished optimizer step: mean loss per trained token, norm of its gradient, whether it was applied."""
+    """A finished optimizer step: mean loss per trained token, norm of its gradient, whether it was applied, and the
+    largest `request` of all ranks."""
 
     loss: float
     norm: float
     num_tokens: int
     applied: bool
+    request: int = 0
 
 
 class Engine(BoundPlan):
@@ -55,8 +57,16 @@ class Engine(BoundPlan):
         self.run("publish")
 
     def gradient(self, name: str) -> np.ndarray:
-        """Gradient of a parameter as accumulated since the step began: a sum over trained tokens (a copy)."""
-        return self._read(self.plan.grads[name])
+        """Gradient of a parameter as accumulated since the step began: a sum over trained tokens (a copy).
+
+        Of many ranks' it is the sum after the last micro-step; they all ask for it.
+        """
+        sharding, dtype = self.plan.spec.sharding, self.plan.spec.precision.grad
+        if sharding.gradients:
+            ref = self.plan.grads[name]
+            return self._whole(name, self._read(ref) if self._has(ref) else None, dtype)
+        gradient = self._read(self.plan.grads[name])
+        return self._whole(name, self._share(name, gradient), dtype) if sharding.states else gradient
 
     # training
 
@@ -70,14 +80,22 @@ class Engine(BoundPlan):
         self.feed(batch)
         self.run(MICRO_STEPS[first, last])
 
-    def update(self, step: int, learning_rate: float) -> StepResult:
-        """The optimizer step number `step`, counted from 1. Nothing changes if loss or gradient is not finite."""
-        cells = self._cells
+    def update(self, step: int, learning_rate: float, request: int = 0) -> StepResult:
+        """The optimizer step number `step`, counted from 1. Nothing changes if loss or gradient is not finite.
+
+        `request` is what this rank wants of all after the step; the result has the largest one.
+        """
+        cells, agreed = self._cells, self._cells.agreed
         self._fill(cells.step, step)
         self._fill(cells.learning_rate, learning_rate)
+        if is_asked := self._has(agreed.request):
+            self._fill(cells.request, request)
         self.run("update")
-        loss, tokens, norm, applied = self._read_scalars(cells.loss, cells.tokens, cells.norm, cells.apply)
-        return StepResult(loss / max(tokens, 1.0), norm, int(tokens), applied != 0)
+        asked = [agreed.request] if is_asked else []
+        read = self._read_scalars(agreed.loss, agreed.tokens, cells.norm, cells.apply, *asked)
+        loss, tokens, norm, applied, *requests = read
+        wanted = int(requests[0]) if requests else request
+        return StepResult(loss / max(tokens, 1.0), norm, int(tokens), applied != 0, wanted)
 
     @property
     def needs_warm_up(self) -> bool:
@@ -91,12 +109,14 @@ class Engine(BoundPlan):
             before = self._read(cells.scales)
             self.run("publish_counted")
             self.micro_step(batch)
-            amax = self._read(cells.amax)[::SCALE_STRIDE]
             self._fill(cells.history, 0)
+            is_alone = cells.agreed.amax == cells.amax
+            amax = self._read(cells.amax) if is_alone else None  # `calibrate` begins it anew
             self.run("calibrate")
+            amax = self._read(cells.agreed.amax) if amax is None else amax
             after = self._read(cells.scales)
             self.run("publish")
-            if amax.all() and np.all(np.abs(after - before) <= SETTLED * before):
+            if amax[::SCALE_STRIDE].all() and np.all(np.abs(after - before) <= SETTLED * before):
                 return count
         return WARM_UP_PASSES
 

@@ -55,6 +55,7 @@ def update(
     weights: Any,
     grads: Any,
     moments: Any,
+    ranks: Any,
     cells: Mapping[str, Ref],
     hyper: Hyperparameters,
     seed: int,
@@ -64,15 +65,18 @@ def update(
     Scales change first: a weight copy written here and its scale stay together until the next update.
     """
     first = 0
-    for grad in grads.sums(ops):
+    for grad in grads.shares(ops):
         count = num_norm_tiles(grad.shape)
         ops.sum_squares(cells["partials"].flat(first, count), grad)
         first += count
-    sums = (cells["partials"], cells["loss"], cells["tokens"])
+    agreed = ranks.agree(ops, cells)
+    partials = agreed["partials"].flat(0, agreed["partials"].shape[0])
+    sums = (partials, agreed["loss"], agreed["tokens"])
     ops.grad_scale(cells["norm"], cells["grad_scale"], cells["apply"], *sums, grad_clip=hyper.grad_clip)
-    update_scales(ops, cells, cells["apply"])
+    _update_scales(ops, cells, agreed, cells["apply"])
     scalars = (cells["grad_scale"], cells["apply"], cells["learning_rate"], cells["step"])
-    for (row, state), weight, grad in zip(moments.walk(ops), weights.written(ops), grads.sums(ops), strict=True):
+    walks = moments.walk(ops), weights.written(ops), grads.sums(ops)
+    for (row, state, first_element), weight, grad in zip(*walks, strict=True):
         ops.adamw(
             *state,
             weight,
@@ -85,18 +89,24 @@ def update(
             weight_decay=hyper.weight_decay if row.decay else 0.0,
             seed=seed,
             stream=stream(row),
+            first=first_element,
         )
 
 
-def update_scales(ops: Any, cells: Mapping[str, Ref], apply: Ref) -> None:
+def calibrate(ops: Any, cells: Mapping[str, Ref], ranks: Any, always: Ref) -> None:
+    """New scales <- the amax of a pass that changed no weight."""
+    _update_scales(ops, cells, ranks.agree_on_amax(ops, cells), always)
+
+
+def _update_scales(ops: Any, cells: Mapping[str, Ref], agreed: Mapping[str, Ref], apply: Ref) -> None:
     """New scales <- the amax of the step and its history; nothing is called in a run without delayed scales."""
     state = [cells.get(name) for name in ("scales", "history", "amax")]
-    ops.scale_update(*state, *state, cells.get("limits"), apply)
+    ops.scale_update(*state, *state[:2], agreed.get("amax"), cells.get("limits"), apply)
 
 
 def publish(ops: Any, weights: Any, moments: Any) -> None:
     """All copies of the weights <- masters, as after loading; a frozen weight's from its value."""
-    for (_, state), weight in zip(moments.walk(ops, masters_only=True), weights.written(ops), strict=True):
-        ops.cast(weight, state.master)
+    for (_, (master, _, _), _), weight in zip(moments.walk(ops, masters_only=True), weights.written(ops), strict=True):
+        ops.cast(weight, master)
     for weight in weights.frozen():
         ops.cast(weight, weight)

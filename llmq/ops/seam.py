@@ -10,7 +10,7 @@ from __future__ import annotations
 import inspect
 import math
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cache
 from typing import Any, TypeVar
 
@@ -18,6 +18,7 @@ from llmq.tensor import Form, Ref, scale_shape, stored_bytes
 
 Function = TypeVar("Function", bound=Callable[..., None])
 LANES = ("main", "copy", "comm")
+GIVEN = "world"  # keyword that the backend gives to collectives: no number of a call
 
 
 @dataclass(frozen=True)
@@ -56,6 +57,8 @@ class OpRecord:
     rows: frozenset[str] = frozenset()  # outputs whose fp8 rows it can write in the same pass, but nothing else
     cast_from: Mapping[str, str] = field(default_factory=dict)  # output -> what else has its value: forms come from it
     copies: bool = False  # makes each form of its output from the same form of its input
+    gathers: bool = False  # a copy from many ranks: only of forms that are made of shards as they are of the whole
+    is_collective: bool = False  # the backend gives it the world
     lane: str = "main"  # where calls run unless said otherwise
     is_linear: bool = False  # multiplies with a weight, or makes a weight's gradient: what a site is made of
     for_each_row: bool = False  # the optimizer calls it for every row, many of which take no longer than a launch
@@ -68,12 +71,21 @@ class OpRecord:
 
     def writes(self, output: str, form: Form | None) -> bool:
         """Whether the op writes `form` of its output in its own pass, so that nothing is put after it."""
-        if form is None or self.copies:
+        if form is None or (self.copies and not self.gathers):
             return True
+        if self.gathers:
+            return form.is_sharded
         if form.is_measured or form.owns_scales:
             return False
         is_row = form.layout == "row" and form.has_cell
         return output in self.forms or (is_row and output in self.rows)
+
+    def read_for(self, form: Form | None) -> Form | None:
+        """The form of its input that a copy makes a form of its output from."""
+        if form is None or self.writes("", form):
+            return form
+        rows = replace(form, layout="row")
+        return rows if form.turns and rows.is_sharded else None
 
     def flops(self, call: Arguments) -> int:
         """Floating-point operations of a call's matrix products."""
@@ -121,7 +133,7 @@ def parse(function: Callable[..., None]) -> tuple[tuple[str, ...], tuple[str, ..
     p = inspect.Parameter
     parameters = inspect.signature(function).parameters.items()
     outputs, inputs, numbers = (
-        tuple(name for name, parameter in parameters if parameter.kind == kind)
+        tuple(name for name, parameter in parameters if parameter.kind == kind and name != GIVEN)
         for kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)
     )
     return outputs, inputs, numbers

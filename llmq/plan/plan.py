@@ -13,6 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
 from typing import Any
 
 from llmq.errors import UsageError
@@ -30,11 +31,12 @@ from llmq.plan.passes.lanes import lanes
 from llmq.plan.passes.place import Program, place
 from llmq.plan.passes.prune import prune
 from llmq.plan.passes.transfers import transfers
-from llmq.plan.recordings import Recordings, Stores
+from llmq.plan.recordings import Recordings, Stores, stores_of
 from llmq.plan.spec import Spec
 from llmq.row import Row
 from llmq.stores.activations import Frame
 from llmq.stores.moments import State
+from llmq.stores.sharding import Shards
 from llmq.tensor import LARGEST, Ref, stored_bytes
 
 # what the allocator table calls each space, in its order
@@ -45,10 +47,10 @@ CATEGORIES = {
     "activation": "Activations",
     "master": "Master",
     "weight": "Weights",
+    "shard": "Weights",
     "workspace": "Workspace",
 }
 SCALE_STRIDE = 4  # floats from one delayed scale to the next: matmuls read scales at 16-byte aligned addresses only
-REPLICATED = Stores()
 HISTORY = 16  # steps whose amax a delayed scale covers
 
 Scratch = Callable[[Call], int]  # bytes that a call needs beside its arguments
@@ -80,6 +82,11 @@ class Plan:
     grads: Mapping[str, Ref]
     moments: Mapping[str, State]
 
+    @cached_property
+    def shards(self) -> Shards:
+        """Which rank has which rows of what is shared out."""
+        return Shards(self.rows, self.spec.sharding.size, self.spec.sharding.rank)
+
     @property
     def limits(self) -> tuple[float, ...]:
         """The vector of largest finite values that belongs to the vector of scales."""
@@ -99,6 +106,10 @@ class Plan:
                 total["Weights" if is_weight else CATEGORIES.get(ref.space, "Other")] += aligned(stored_bytes(ref))
         total["Activations"] = self.arena_bytes(home)
         return total
+
+    def shape(self, name: str) -> tuple[int, ...]:
+        """Shape of a parameter, whoever holds it."""
+        return next(row.shape for row in self.rows if row.name == name)
 
     def held(self, name: str) -> Ref:
         """Where the value of a parameter is: its master, or the weight itself, in its form, where it is frozen."""
@@ -124,13 +135,14 @@ class Plan:
 
 
 def make_plan(
-    spec: Spec, scratch_bytes: Scratch | None = None, *, stores: Stores = REPLICATED, sites: Sites = site_of
+    spec: Spec, scratch_bytes: Scratch | None = None, *, stores: Stores | None = None, sites: Sites = site_of
 ) -> Plan:
     """Decides everything for one rank. `scratch_bytes` is the backend's: what a call needs beside its arguments.
 
-    `stores` hold the tensors, `sites` compute linear maps. UsageError if a recompute flag frees no byte.
+    `stores` hold the tensors, those of the spec's ranks by default; `sites` compute linear maps. UsageError if a
+    recompute flag frees no byte.
     """
-    recordings = Recordings(spec, stores, sites)
+    recordings = Recordings(spec, stores or stores_of(spec.sharding), sites)
     recorded = {last: prune(recordings.train(last=last)) for last in (False, True)}
     # One decision for both: they differ only in what is done with gradients after their last write.
     fates, kept = _fates(spec.memory, recorded[False])

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
-from functools import cached_property
+from functools import cached_property, partial
 from typing import Any
 
 from llmq.model import optimizer
@@ -16,7 +16,11 @@ from llmq.plan.spec import Spec
 from llmq.row import Row
 from llmq.stores.activations import Frame, Frames
 from llmq.stores.grads import ReplicatedGrads
-from llmq.stores.moments import ReplicatedMoments
+from llmq.stores.moments import ReplicatedMoments, ShardedMoments
+from llmq.stores.ranks import Alone, ManyRanks
+from llmq.stores.reduced_grads import ReducedGrads, ShardedGrads
+from llmq.stores.sharded_weights import GatheredWeights, ShardedWeights
+from llmq.stores.sharding import Sharding, Shards
 from llmq.stores.weights import ReplicatedWeights
 from llmq.tensor import Ref, num_norm_tiles
 
@@ -30,6 +34,19 @@ class Stores:
     moments: Callable[..., Any] = ReplicatedMoments
 
 
+def stores_of(sharding: Sharding) -> Stores:
+    """What holds a run's tensors on one of its ranks."""
+    if sharding.size == 1:
+        return Stores()
+    weights = ShardedWeights if sharding.weights else GatheredWeights if sharding.states else None
+    grads = ShardedGrads if sharding.gradients else ReducedGrads
+    return Stores(
+        partial(weights, sharding=sharding) if weights else ReplicatedWeights,
+        partial(grads, sharding=sharding),
+        partial(ShardedMoments, sharding=sharding) if sharding.states else ReplicatedMoments,
+    )
+
+
 class Recordings:
     """Records the programs of a spec, on `stores`, with linear maps computed by `sites`."""
 
@@ -40,10 +57,15 @@ class Recordings:
         self.weights = stores.weights(self.rows, p.model, p.master)
         self.moments = stores.moments(self.rows, p.master, p.m, p.v)
         self.grads = {last: stores.grads(self.rows, p.grad, last=last) for last in (False, True)}
-        cells = {name: Ref(name, "cell", (1,), p.stat) for name in ("norm", "grad_scale", "apply", "learning_rate")}
-        num_partials = sum(num_norm_tiles(grad.shape) for grad in self.grads[True].sums(Recorder()))
+        world = spec.sharding
+        self.ranks: Any = Alone()
+        if world.size > 1:
+            self.ranks = ManyRanks(Shards(self.rows, world.size, world.rank).tiles)
+        names = ("norm", "grad_scale", "apply", "learning_rate", "request")
+        cells = {name: Ref(name, "cell", (1,), p.stat) for name in names}
+        num_partials = sum(num_norm_tiles(grad.shape) for grad in self.grads[True].shares(Recorder()))
         cells["step"] = Ref("step", "cell", (1,), "int32")
-        cells["partials"] = Ref("partials", "cell", (num_partials,), p.stat)
+        cells["partials"] = Ref("partials", "cell", (num_partials, 1), p.stat)
         sums = {"loss": Ref("loss", "sum", (1,), p.stat), "tokens": Ref("tokens", "sum", (1,), "int32")}
         self.cells = {**cells, **sums}
         self.always = Ref("always", "cell", (1,), p.stat)
@@ -55,7 +77,7 @@ class Recordings:
     def handles(self, cells: Mapping[str, Ref]) -> Frame:
         """What the engine reads and writes beside rows: `cells`, the inputs, what evaluation leaves."""
         shared = {"always": self.always, "rope": self.rope, "batch": self.batch, "evaluated": self.evaluated}
-        return Frame({**cells, **shared})
+        return Frame({**cells, **shared, "agreed": Frame(self.ranks.cells(cells))})
 
     @cached_property
     def frames(self) -> Frames:
@@ -64,7 +86,7 @@ class Recordings:
 
     def values(self) -> dict[str, Ref]:
         """Where the value of each weight is: its master, or itself where it is frozen. One held in a form has none."""
-        masters = {row.name: state.master for row, state in self.moments.walk(Recorder(), masters_only=True)}
+        masters = {one.row.name: one.state[0] for one in self.moments.walk(Recorder(), masters_only=True)}
         return {**{ref.name: ref for ref in self.weights.frozen()}, **masters}
 
     def train(self, *, last: bool) -> list[Call]:
@@ -84,7 +106,9 @@ class Recordings:
         """The optimizer step."""
         grads, spec = self.grads[True], self.spec
         return _recorded(
-            lambda ops: optimizer.update(ops, self.weights, grads, self.moments, cells, spec.hyper, spec.seed)
+            lambda ops: optimizer.update(
+                ops, self.weights, grads, self.moments, self.ranks, cells, spec.hyper, spec.seed
+            )
         )
 
     def publish(self) -> list[Call]:
@@ -93,7 +117,7 @@ class Recordings:
 
     def calibrate(self, cells: Mapping[str, Ref]) -> list[Call]:
         """New scales from the amax of a warm-up pass."""
-        return _recorded(lambda ops: optimizer.update_scales(ops, cells, self.always))
+        return _recorded(lambda ops: optimizer.calibrate(ops, cells, self.ranks, self.always))
 
     def _inputs(self, name: str, b: int) -> Frame:
         """What the host gives for b sequences."""

@@ -9,6 +9,7 @@ from llmq.model.config import ModelConfig
 from llmq.model.optimizer import Hyperparameters
 from llmq.plan.memory import Memory
 from llmq.plan.precision import Precision
+from llmq.stores.sharding import ALONE, Sharding
 
 
 @dataclass(frozen=True)
@@ -16,7 +17,8 @@ class Spec:
     """A run as the planner sees it, all options resolved: (batch_size, seq_len) tokens in a micro-batch.
 
     With `packing` every batch comes with the borders of its rows' documents; None: each row is one document. `observe`
-    asks for the program that measures the errors of fp8 copies, if there are any.
+    asks for the program that measures the errors of fp8 copies, if there are any. `sharding` says which of how many
+    ranks this is, and what it holds.
     """
 
     config: ModelConfig
@@ -28,3 +30,4 @@ class Spec:
     seed: int = 0
     packing: Packing | None = None
     observe: bool = False
+    sharding: Sharding = ALONE

@@ -30,7 +30,13 @@ class ReplicatedGrads:
         for part in parts:
             yield part_bundle(self._tree, part)
 
-    def sums(self, ops: Any) -> Iterator[Ref]:
-        """Yields what the optimizer reads: the gradient of each trained row, and entry of a stack, in order."""
+    def sums(self, ops: Any) -> Iterator[Ref | None]:
+        """Yields what the optimizer reads: the gradient of each trained row, and entry of a stack, in order; None where
+        another rank updates it."""
+        for ref in self.refs.values():
+            yield from ref.entries
+
+    def shares(self, ops: Any) -> Iterator[Ref]:
+        """Yields what this rank adds to the norm of the whole gradient."""
         for ref in self.refs.values():
             yield from ref.entries

@@ -1,4 +1,4 @@
-"""Optimizer state that every rank holds whole: master parameters and the two moments of AdamW."""
+"""Optimizer state: master parameters and the two moments of AdamW, which a rank holds whole or its share of."""
 
 from __future__ import annotations
 
@@ -6,15 +6,25 @@ from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
 
 from llmq.row import Row
+from llmq.stores.sharding import Sharding, Shards
 from llmq.tensor import Ref
 
 
 class State(NamedTuple):
-    """What the optimizer keeps of a row."""
+    """What the optimizer keeps of a row, or of this rank's share of it."""
 
     master: Ref
     m: Ref
     v: Ref
+
+
+class Update(NamedTuple):
+    """One call of the optimizer: `state` is None, three times, where another rank makes it. `first` is the place of
+    the state's first element in the whole row."""
+
+    row: Row
+    state: tuple[Ref | None, Ref | None, Ref | None]
+    first: int = 0
 
 
 class ReplicatedMoments:
@@ -33,9 +43,26 @@ class ReplicatedMoments:
             for row in self.rows
         }
 
-    def walk(self, ops: Any, *, masters_only: bool = False) -> Iterator[tuple[Row, State]]:
+    def walk(self, ops: Any, *, masters_only: bool = False) -> Iterator[Update]:
         """Yields each row, and entry of a stack, with its state, which is written back when the next one is asked for;
         a resident store has nothing to move. `masters_only` when m and v are not read."""
         for row in self.rows:
             states = zip(*(ref.entries for ref in self.refs[row.name]), strict=True)
-            yield from zip(row.entries, map(State._make, states), strict=True)
+            yield from (Update(one, state) for one, state in zip(row.entries, states, strict=True))
+
+
+class ShardedMoments(ReplicatedMoments):
+    """The state of this rank's share of every row."""
+
+    def __init__(
+        self, rows: Sequence[Row], master_dtype: str, m_dtype: str, v_dtype: str, *, sharding: Sharding
+    ) -> None:
+        super().__init__(rows, master_dtype, m_dtype, v_dtype)
+        self._shards = Shards(rows, sharding.size, sharding.rank)
+        shares = {name: State(*map(self._shards.share, state)) for name, state in self.refs.items()}
+        self.refs = {name: state for name, state in shares.items() if self._shards.count(name)}
+
+    def walk(self, ops: Any, *, masters_only: bool = False) -> Iterator[Update]:
+        """Yields each row with this rank's share of its state."""
+        for row in self.rows:
+            yield Update(row, self.refs.get(row.name, (None, None, None)), self._shards.first(row))

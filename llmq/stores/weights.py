@@ -12,13 +12,14 @@ from llmq.tensor import Ref
 
 
 class ReplicatedWeights:
-    """Refs of all parameters in `dtype`; one whose master has the same dtype is its own master.
+    """Refs of all parameters in `dtype`; one whose master has the same dtype is its own master, unless masters are
+    others' (None).
 
     A frozen row has no master. It is held in its own dtype, if it has one, or in a form: then every other form that is
     read comes from a slot, cast a part of the model at a time.
     """
 
-    def __init__(self, rows: Sequence[Row], dtype: str, master_dtype: str) -> None:
+    def __init__(self, rows: Sequence[Row], dtype: str, master_dtype: str | None) -> None:
         self.rows = tuple(rows)
         self.refs = {row.name: self._ref(row, dtype, master_dtype) for row in rows}
         self._tree = part_tree(self.refs)
@@ -34,9 +35,9 @@ class ReplicatedWeights:
             slots = {ref.name: self._cast(ops, ref, phase) for ref in self._held[part]}
             yield part, part_bundle(part_tree({**self.refs, **slots}) if slots else self._tree, part)
 
-    def written(self, ops: Any) -> Iterator[Ref]:
-        """Yields what the copies of each trained row are written to; they are where they belong when the next row's is
-        asked for."""
+    def written(self, ops: Any) -> Iterator[Ref | None]:
+        """Yields what the copies of each trained row are written to, None where another rank writes them; they are
+        where they belong when the next row's is asked for."""
         for row in self.rows:
             if row.trainable:
                 yield from self.refs[row.name].entries
@@ -46,7 +47,7 @@ class ReplicatedWeights:
         rows = [row for row in self.rows if not row.trainable and row.stored is None]
         return [ref for row in rows for ref in self.refs[row.name].entries]
 
-    def _ref(self, row: Row, dtype: str, master_dtype: str) -> Ref:
+    def _ref(self, row: Row, dtype: str, master_dtype: str | None) -> Ref:
         if row.stored is not None:
             _refuse(row)
         is_master = row.trainable and dtype == master_dtype and row.home == "device"

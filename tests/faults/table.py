@@ -132,7 +132,7 @@ def biases_and_norms_decay(real, config):
     return tuple(replace(row, decay=True) for row in real(config))
 
 
-@fault("llmq.model.optimizer:update_scales", "tests/model/test_optimizer.py")
+@fault("llmq.model.optimizer:_update_scales", "tests/model/test_optimizer.py")
 def scales_stay_as_they_are(real, ops, cells, apply):
     return None
 

@@ -340,6 +340,34 @@ def copy_to_device(s: Sizes, rng: np.random.Generator) -> Case:
     return cast(s, rng)
 
 
+def _rows(s: Sizes, rng: np.random.Generator, out: str) -> Case:
+    x = rng.standard_normal((s.b * s.t, s.c))
+    return Case("", {out: x.shape}, {"x": x}, {"bounds": (0, len(x))})
+
+
+def all_gather(s: Sizes, rng: np.random.Generator) -> Case:
+    return _rows(s, rng, "out")
+
+
+def reduce_scatter(s: Sizes, rng: np.random.Generator) -> Case:
+    return _rows(s, rng, "out")
+
+
+def all_to_all(s: Sizes, rng: np.random.Generator) -> Case:
+    case = _rows(s, rng, "pieces")
+    case.outputs["pieces"] = (0, *case.outputs["pieces"])  # alone, there are no others
+    return case
+
+
+def all_reduce(s: Sizes, rng: np.random.Generator) -> Case:
+    return Case("", {"out": (s.c,)}, {"x": rng.standard_normal(s.c)})
+
+
+def sum_pieces(s: Sizes, rng: np.random.Generator) -> Case:
+    own, pieces = rng.standard_normal((s.t, s.c)), rng.standard_normal((3, s.t, s.c))
+    return Case("", {"out": own.shape}, {"own": own, "pieces": pieces}, {"rank": 1})
+
+
 def amax_scale(s: Sizes, rng: np.random.Generator) -> Case:
     x = rng.standard_normal((s.b, s.t, s.c))
     return Case("", {"scale": (1,)}, {"x": x}, {"limit": 448.0}, frozenset({"scale"}))

@@ -22,9 +22,11 @@ ACCUMULATED = [
     ("bias_backward", "d_bias"),
     ("loss_sum", "loss_total"),
     ("loss_sum", "num_tokens"),
+    ("sum_pieces", "out"),
 ]
 SHARED = [(op, out, given) for op in OPS for out, given in seam.record(op).shares.items()]
 SHARED += [("adamw", f"new_{name}", name) for name in ("master", "m", "v")]
+SHARED += [("sum_pieces", "out", "own")]
 SHARED += [("scale_update", f"new_{name}", name) for name in ("scale", "history", "amax")]
 
 

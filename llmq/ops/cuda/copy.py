@@ -28,12 +28,12 @@ def _copy(out: Output, x: Tensor) -> None:
     for target in out.tensors:
         alike = (target.form, target.array.shape) == (x.form, x.array.shape)
         assert alike and not out.accumulate and not out.amax, f"{out.name} is no plain copy of {x.name}"
-        _copy_bytes(target.array, x.array)
+        copy_bytes(target.array, x.array)
         if x.form is not None and x.form.owns_scales:
-            _copy_bytes(target.scale, x.scale)
+            copy_bytes(target.scale, x.scale)
 
 
-def _copy_bytes(target: Any, source: Any) -> None:
+def copy_bytes(target: Any, source: Any) -> None:
     import cupy
 
     assert target.nbytes == source.nbytes and target.flags.c_contiguous and source.flags.c_contiguous

@@ -100,6 +100,7 @@ def adamw(
     weight_decay: float,
     seed: int,
     stream: int,
+    first: int = 0,
 ) -> None:
     """new_master, new_m, new_v, weight <- master, m, v, grad (one shape); scale, apply, learning_rate, step cells (1,).
 
@@ -109,6 +110,7 @@ def adamw(
     types = {"MASTER": type_of(master), "M": type_of(m), "V": type_of(v), "G": type_of(grad)}
     types["T"] = type_of(weight) if weight.wanted else types["MASTER"]
     bits, count, columns = int(wanted["FORMS"]), math.prod(master.shape), master.shape[-1]
+    assert first % 8 == 0, f"{master.name}: a share that begins at element {first} cuts random bits in two"
     number = access(columns if bits & COL else count, *types.values())
     assert number % 4 == 0, f"{master.name}: a width of {master.shape[-1]} is no multiple of 4, which random bits need"
     written = (plain(new_master), plain(new_m), plain(new_v), *outputs)
@@ -124,7 +126,14 @@ def adamw(
         columns = TILE_LANES * number
         blocks = min(multiprocessors() * resident, -(-count // (TILE_THREADS * number)))
     constants = {**types, "C": columns, "N": number, "RESIDENT": resident, **wanted}
-    launch("optimizer", "adamw", blocks, TILE_THREADS, (*written, *read, *numbers, *key, np.int64(count)), constants)
+    launch(
+        "optimizer",
+        "adamw",
+        blocks,
+        TILE_THREADS,
+        (*written, *read, *numbers, *key, np.int64(count), np.int64(first)),
+        constants,
+    )
 
 
 KERNELS = (

@@ -80,21 +80,22 @@ def adamw(
     weight_decay: float,
     seed: int,
     stream: int,
+    first: int = 0,
 ) -> None:
     """new_master, new_m, new_v, weight <- master, m, v, grad (one shape); the other four are (1,).
 
     g = grad * scale, m = beta_1 m + (1 - beta_1) g, v = beta_2 v + (1 - beta_2) g^2, and with `step` counting from 1
     master = master (1 - lr weight_decay) - lr (m / (1 - beta_1^step)) / (sqrt(v / (1 - beta_2^step)) + epsilon).
     The update uses m and v before they are rounded for storage. What is stored in bf16 is rounded stochastically, with
-    bits addressed by (seed, step, stream, element); `weight` is made from the master as stored. new_* may be the memory
-    of master, m and v. With apply 0 nothing is written.
+    bits addressed by (seed, step, stream, element), where elements of a share count from `first`; `weight` is made from
+    the master as stored. new_* may be the memory of master, m and v. With apply 0 nothing is written.
     """
     if apply.read()[0] == 0:
         return
     count, lr = int(step.read()[0]), float(learning_rate.read()[0])
     bias_1, bias_2 = 1 - beta_1**count, 1 - beta_2**count
     for start, rows in slices(master.shape):
-        address = (seed, count, stream, start * master.shape[-1])
+        address = (seed, count, stream, first + start * master.shape[-1])
         g = grad.chunk(start, rows).read() * scale.read()
         first_moment = beta_1 * m.chunk(start, rows).read() + (1 - beta_1) * g
         second_moment = beta_2 * v.chunk(start, rows).read() + (1 - beta_2) * (g * g)

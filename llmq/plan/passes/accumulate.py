@@ -11,14 +11,17 @@ from llmq.plan.names import scale_cell, storage_name
 
 
 def accumulate(calls: Sequence[Call], *, first: bool) -> list[Call]:
-    """The first write of a gradient or a sum in a step overwrites, the others add; all do after the `first` program."""
+    """The first write of a gradient or a sum in a step overwrites, the others add; all do after the `first` program.
+
+    Gradients that live on as their sums over ranks (`Ref.again`) are replaced by these.
+    """
     written: set[tuple[str, tuple[int, int] | None]] = set()  # storages, and the pieces of them
 
     def marked(result: Result | None) -> Result | None:
-        if result is None or result.ref.space not in ("grad", "sum"):
+        if result is None or result.ref.again or not (result.ref.space in ("grad", "sum") or result.ref.is_sum):
             return result
         place = storage_name(result.ref), result.ref.span
-        adds = not first or place in written
+        adds = (not first and not result.ref.is_sum) or place in written
         written.add(place)
         return replace(result, accumulate=adds)
 

@@ -13,6 +13,7 @@ from dataclasses import replace
 from llmq.ops.record import Call, Result
 from llmq.ops.seam import record
 from llmq.plan.names import scale_ref, storage_name
+from llmq.plan.passes.lanes import MAIN
 from llmq.tensor import LARGEST, Form, Ref
 
 
@@ -22,7 +23,7 @@ def casts(calls: Sequence[Call]) -> list[Call]:
     written: set[str] = set()
     for call in calls:
         if not any(_is_made_later(call, name, result) for name, result in _results(call)):
-            made.append(call)
+            made += _in_each_form(call)
             continue
         outputs: list[Result | None] = []
         after: list[Call] = []
@@ -37,9 +38,23 @@ def casts(calls: Sequence[Call]) -> list[Call]:
             after += _made(result.ref, source, later, call.phase, written) if later else []
             turns += [_turned(result.ref, form, source, call.phase) for form in turned]
         if any(result is not None and result.forms for result in outputs):
-            made.append(replace(call, outputs=tuple(outputs)))
-        made += [*after, *turns]
+            made += _in_each_form(replace(call, outputs=tuple(outputs)))
+        # What is made of what other ranks have sent stays on its lane, so that the next layers' is made ahead of time.
+        lane = call.lane if record(call.op).gathers else MAIN
+        made += [replace(one, lane=lane) for one in (*after, *turns)]
     return made
+
+
+def _in_each_form(call: Call) -> list[Call]:
+    """A copy (`OpRecord.copies`) makes each form from the same form, so it becomes a call for each."""
+    if not record(call.op).copies:
+        return [call]
+    (result,), (source,) = call.outputs, call.inputs
+    assert result is not None
+    return [
+        replace(call, outputs=(replace(result, forms=(form,)),), inputs=(source and source.in_form(form),))
+        for form in result.forms
+    ]
 
 
 def _results(call: Call) -> Iterable[tuple[str, Result | None]]:

@@ -12,14 +12,16 @@ from llmq.plan.passes.fates import Item
 from llmq.tensor import Form, Ref
 
 Forms = frozenset[Form | None]
-Weights = Mapping[str, Forms]  # the forms of each parameter that any program reads
+Weights = Mapping[tuple[str, str], Forms]  # by space and name, the forms of each parameter that any program reads
+WEIGHTS = ("weight", "shard")
+OF_ONE_PROGRAM = ("activation", "shard")  # what a program reads of these, it may have written itself
 
 
 def forms(calls: Sequence[Call], weights: Weights, offloaded: Iterable[Item] = ()) -> list[Call]:
     """Every call with the wanted forms of its results; what leaves none is not made.
 
-    A copy (`OpRecord.copies`) makes each form from the same form, so it becomes a call for each. `offloaded` are forms
-    that the host keeps, beyond what is read on the device.
+    A copy (`OpRecord.copies`) also writes what its other forms are made of. `offloaded` are forms that the host keeps,
+    beyond what is read on the device.
     """
     wanted: dict[tuple[str, bool], set[Form | None]] = defaultdict(set)
     for name, form in offloaded:
@@ -32,42 +34,50 @@ def forms(calls: Sequence[Call], weights: Weights, offloaded: Iterable[Item] = (
         )
         if not any(result is not None and result.forms for result in outputs):
             continue
-        found = [replace(call, outputs=outputs)]
-        if record(call.op).copies:
-            found = [_in_form(call, form) for result in outputs if result is not None for form in result.forms]
-        for one in found:
-            for ref in one.inputs:
-                if ref is not None and ref.space == "activation":
-                    wanted[ref.owner, ref.again].add(ref.form)
-        made += found[::-1]
+        read = [(ref, ref.form) for ref in call.inputs if ref is not None]
+        if (op := record(call.op)).copies:
+            (result,) = outputs
+            assert result is not None
+            made_of = frozenset(map(op.read_for, result.forms))
+            outputs = (replace(result, forms=_in_order({*result.forms, *made_of})),)
+            read = [(ref, form) for ref, _ in read for form in made_of]
+        for ref, form in read:
+            if ref.space in OF_ONE_PROGRAM:
+                wanted[ref.owner, ref.again].add(form)
+        made.append(replace(call, outputs=outputs))
     return made[::-1]
 
 
 def _wanted(ref: Ref, wanted: Mapping[tuple[str, bool], set[Form | None]], weights: Weights) -> tuple[Form | None, ...]:
     names = (ref.name, ref.owner)  # an entry's copies are known by its own name, its value by that of the stack
-    if ref.space == "activation":
-        found: Iterable[Form | None] = {form for name in names for form in wanted.get((name, ref.again), ())}
-    elif ref.space == "weight":
+    found: set[Form | None] = {None}
+    if ref.space in (*OF_ONE_PROGRAM, *WEIGHTS):
+        found = {form for name in names for form in wanted.get((name, ref.again), ())}
+    if ref.space in WEIGHTS:
         # The value of a weight that is its own master is the master's to write.
-        read = {form for name in names for form in weights.get(name, ())}
-        found = {form for form in read if form is not None or ref.value_in is None}
-    else:
-        found = {None}
-    return tuple(sorted(found, key=lambda form: form.key if form else ""))
+        found |= {form for name in names for form in weights.get((ref.space, name), ())}
+        found = {form for form in found if form is not None or ref.value_in is None}
+    return _in_order(found)
 
 
-def _in_form(call: Call, form: Form | None) -> Call:
-    (result,), (source,) = call.outputs, call.inputs
-    assert result is not None and source is not None
-    return replace(call, outputs=(replace(result, forms=(form,)),), inputs=(source.in_form(form),))
+def _in_order(forms: Iterable[Form | None]) -> tuple[Form | None, ...]:
+    return tuple(sorted(forms, key=lambda form: form.key if form else ""))
 
 
 def reads_of_weights(programs: Iterable[Sequence[Call]]) -> Weights:
     """The forms of each parameter that any of the programs reads."""
-    found: dict[str, set[Form | None]] = defaultdict(set)
+    found: dict[tuple[str, str], set[Form | None]] = defaultdict(set)
     for calls in programs:
         for call in calls:
             for ref in call.inputs:
-                if ref is not None and ref.space == "weight":
-                    found[ref.owner].add(ref.form)
+                if ref is not None and ref.space in WEIGHTS:
+                    found[ref.space, ref.owner].update(_read(call, ref))
     return {name: frozenset(read) for name, read in found.items()}
+
+
+def _read(call: Call, ref: Ref) -> Iterable[Form | None]:
+    """The forms that a call reads of one of its inputs: a copy, those that it makes its own of."""
+    op = record(call.op)
+    if not op.copies:
+        return (ref.form,)
+    return {op.read_for(form) for result in call.outputs if result is not None for form in result.forms}

@@ -2,6 +2,7 @@
 
 from hand_made import COL, ROW, formed, grad, recorded, slot, wanting, weight
 
+from llmq.plan.passes.casts import casts
 from llmq.plan.passes.forms import forms, reads_of_weights
 from llmq.tensor import COLSUM, Ref
 
@@ -43,7 +44,7 @@ def test_the_lives_of_a_slot_have_their_own_forms():
 
 
 def test_a_weight_is_written_in_the_forms_that_any_program_reads():
-    read = {"w": frozenset({None, ROW, COL})}
+    read = {("weight", "w"): frozenset({None, ROW, COL})}
     for value_in, expected in ((None, (None, COL, ROW)), ("master", (COL, ROW))):  # its own master has the value
         call = recorded("cast", (weight("w", value_in=value_in),), (Ref("w", "master", (8, 8), "bf16"),))
         (found,) = forms([call], read)
@@ -57,7 +58,8 @@ def test_the_forms_of_weights_that_programs_read():
         recorded("linear_dgrad", (Y,), (X, weight("w", form=COL))),
         recorded("linear_forward", (Y,), (X, weight("v"))),
     ]
-    assert reads_of_weights([one, two]) == {"w": frozenset({ROW, COL}), "v": frozenset({None})}
+    found = {("weight", "w"): frozenset({ROW, COL}), ("weight", "v"): frozenset({None})}
+    assert reads_of_weights([one, two]) == found
 
 
 def test_a_copy_becomes_a_call_for_each_form():
@@ -66,7 +68,7 @@ def test_a_copy_becomes_a_call_for_each_form():
     fetched = recorded("copy_to_device", (here,), (there,))
     stored = recorded("copy_to_host", (there,), (X,))
     reads = [recorded("linear_wgrad", (grad("w"),), (D_Y, here.as_form(form))) for form in (ROW, COL)]
-    found = forms([recorded("rmsnorm_forward", *NORM), stored, fetched, *reads], {})
+    found = casts(forms([recorded("rmsnorm_forward", *NORM), stored, fetched, *reads], {}))
     assert found[:5] == [
         formed("rmsnorm_forward", (wanting(X, COL, ROW), wanting(RSTD)), NORM[1]),
         formed("copy_to_host", (wanting(there, COL),), (X.as_form(COL),)),
@@ -79,7 +81,7 @@ def test_a_copy_becomes_a_call_for_each_form():
 def test_a_fetched_weight_is_read_in_the_forms_that_its_buffer_is():
     fetched = recorded("copy_to_device", (slot("here"),), (weight("w", home="host"),))
     found = forms([fetched, recorded("linear_wgrad", (grad("w"),), (D_Y, slot("here", form=ROW)))], {})
-    assert reads_of_weights([found]) == {"w": frozenset({ROW})}
+    assert reads_of_weights([found]) == {("weight", "w"): frozenset({ROW})}
 
 
 def test_what_waits_on_the_host_is_written_though_only_its_second_life_is_read():
@@ -93,7 +95,8 @@ def test_the_entries_of_a_stack_have_forms_of_their_own_and_one_value():
     first, second = stack.entries
     reads = [recorded("linear_forward", (slot("y"),), (X, one)) for one in (first.as_form(ROW), second.as_form(COL))]
     weights = reads_of_weights([reads, [recorded("linear_forward", (slot("y"),), (X, second))]])
-    assert weights == {"w.0": frozenset({ROW}), "w.1": frozenset({COL}), "w": frozenset({None})}
+    found = {"w.0": frozenset({ROW}), "w.1": frozenset({COL}), "w": frozenset({None})}
+    assert weights == {("weight", name): forms for name, forms in found.items()}
     masters = Ref("w", "master", (2, 8, 8), "bf16", is_stack=True).entries
     found = forms([recorded("cast", (one,), (m,)) for one, m in zip(stack.entries, masters, strict=True)], weights)
     assert [call.outputs[0].forms for call in found] == [(None, ROW), (None, COL)]

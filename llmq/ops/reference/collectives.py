@@ -1,0 +1,124 @@
+"""Collectives: what the ranks of a run make of all their tensors, each rank calling the same ops in the same order.
+
+Rows of a tensor, seen as (rows, last axis), are shared out by `bounds` (R + 1 numbers): those from bounds[r] up to
+bounds[r + 1] are rank r's; it may have none. The backend gives `world`; alone, an op makes of one rank's tensors what
+it says of all.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+
+import numpy as np
+
+from llmq.comm.world import ALONE, World
+from llmq.ops.seam import op
+from llmq.tensor import Output, Tensor
+
+
+@op(family="collectives", lane="comm", gathers=True, copies=True, is_collective=True)
+def all_gather(out: Output, /, x: Tensor | None, *, bounds: tuple[int, ...], world: World = ALONE) -> None:
+    """out (...,K) <- x (n,K) or None: each rank's rows of out, in the form of both, with its scales.
+
+    x may be these rows of out itself.
+    """
+    for target in out.tensors:
+        assert x is None or x.form == target.form, f"{out.name} in {target.form} is gathered from its own form"
+        _exchange(world, [x] * world.size, [_rows(target, bounds, rank) for rank in range(world.size)])
+
+
+@op(family="collectives", lane="comm", is_collective=True)
+def reduce_scatter(out: Output, /, x: Tensor, *, bounds: tuple[int, ...], world: World = ALONE) -> None:
+    """out (n,K), these rows of x <- x (...,K): the sum over ranks, in order, of this rank's rows.
+
+    Every partial sum is rounded to the dtype of x, as on its way from rank to rank.
+    """
+    total = None
+    for piece in _received(x, bounds, world):
+        total = piece if total is None else replace(piece, array=(total.read() + piece.read()).astype(x.array.dtype))
+    if total is not None:
+        out.write(total.read().reshape(out.shape))
+
+
+@op(family="collectives", lane="comm", copies=True, is_collective=True)
+def all_to_all(pieces: Output, /, x: Tensor, *, bounds: tuple[int, ...], world: World = ALONE) -> None:
+    """pieces (R-1,n,K) <- x (...,K): this rank's rows of every other rank's x, in the form of both."""
+    mine = _share(bounds, world.rank)
+    for target in pieces.tensors:
+        out: list[Tensor | None] = [None] * world.size
+        into: list[Tensor | None] = [None] * world.size
+        for place, rank in enumerate(_others(world)):
+            out[rank], into[rank] = _rows(x, bounds, rank), target.chunk(place * mine, mine) if mine else None
+        _exchange(world, out, into)
+
+
+@op(family="collectives", lane="comm")
+def sum_pieces(out: Output, /, own: Tensor, pieces: Tensor | None, *, rank: int) -> None:
+    """out (n,K) <- own (n,K), pieces (R-1,n,K) or None: their f32 sum, own in place `rank` of all.
+
+    out may be the memory of own.
+    """
+    values = [] if pieces is None else [piece.reshape(own.shape) for piece in pieces.read()]
+    values.insert(rank, own.read())
+    total = values[0].copy()
+    for value in values[1:]:
+        total += value
+    out.write(total.reshape(out.shape))
+
+
+@op(family="collectives", lane="comm", is_collective=True)
+def all_reduce(out: Output, /, x: Tensor, *, largest: bool = False, world: World = ALONE) -> None:
+    """out (n,) <- x (n,): the sum over ranks, or the `largest`, number by number; for a few numbers."""
+    mine = np.ascontiguousarray(x.read())
+    all_of_them = [np.empty_like(mine) for _ in range(world.size)]
+    world.exchange([mine] * world.size, all_of_them)
+    total = all_of_them[0]
+    for other in all_of_them[1:]:
+        total = np.maximum(total, other) if largest else total + other
+    out.write(total)
+
+
+def _share(bounds: tuple[int, ...], rank: int) -> int:
+    return bounds[rank + 1] - bounds[rank]
+
+
+def _others(world: World) -> list[int]:
+    return [rank for rank in range(world.size) if rank != world.rank]
+
+
+def _rows(whole: Tensor, bounds: tuple[int, ...], rank: int) -> Tensor | None:
+    """A rank's rows of a tensor; None if it has none."""
+    count = _share(bounds, rank)
+    return whole.chunk(bounds[rank], count) if count else None
+
+
+def _received(x: Tensor, bounds: tuple[int, ...], world: World) -> list[Tensor]:
+    """This rank's rows of every rank's x; nothing where it has none."""
+    mine = _rows(x, bounds, world.rank)
+    into: list[Tensor | None] = [None] * world.size
+    if mine is not None:
+        into = [Tensor(x.name, np.empty_like(mine.array), mine.shape) for _ in range(world.size)]
+    _exchange(world, [_rows(x, bounds, rank) for rank in range(world.size)], into)
+    return [piece for piece in into if piece is not None]
+
+
+def _exchange(world: World, outgoing: Sequence[Tensor | None], incoming: Sequence[Tensor | None]) -> None:
+    """Bytes, and after them the scales that copies own."""
+    world.exchange(*([_bytes(t) for t in side] for side in (outgoing, incoming)))
+    if any(t is not None and t.form is not None and t.form.owns_scales for t in (*outgoing, *incoming)):
+        world.exchange(*([_scales(t) for t in side] for side in (outgoing, incoming)))
+
+
+NOTHING = np.empty(0, np.uint8)
+
+
+def _bytes(tensor: Tensor | None) -> np.ndarray:
+    return NOTHING if tensor is None else tensor.array.view(np.uint8)
+
+
+def _scales(tensor: Tensor | None) -> np.ndarray:
+    if tensor is None:
+        return NOTHING
+    assert tensor.scale is not None
+    return tensor.scale.view(np.uint8)

@@ -1,0 +1,120 @@
+"""Collectives among threads: whose rows come from where, in which order they are added, and where they are rounded."""
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+
+from llmq.comm.in_process import run_ranks
+from llmq.ops.reference import OPS
+from llmq.tensor import DTYPES, Form, Output, Tensor, round_to
+
+BOUNDS = {1: (0, 300), 2: (0, 128, 300), 3: (0, 128, 128, 300), 4: (0, 128, 256, 300, 300)}
+SIZES = pytest.mark.parametrize("size", BOUNDS)
+K = 6
+
+
+def tensor(values, dtype="fp32", form=None, scale=None):
+    array = values.astype(DTYPES[form.dtype if form else dtype])
+    return Tensor("x", array, values.shape, form, scale)
+
+
+def output(of, dtype="fp32"):
+    return Output("out", of.shape, dtype, (of,))
+
+
+def whole(rank, rows=300):
+    """What a rank has of all rows."""
+    return np.random.default_rng(rank).standard_normal((rows, K)).astype(np.float32)
+
+
+def mine(bounds, rank):
+    return slice(bounds[rank], bounds[rank + 1])
+
+
+@SIZES
+@pytest.mark.parametrize("in_place", [False, True])
+def test_gathered_rows_are_those_of_the_rank_that_has_them(size, in_place):
+    bounds = BOUNDS[size]
+
+    def work(world):
+        out = tensor(np.full((300, K), np.nan, np.float32))
+        count = bounds[world.rank + 1] - bounds[world.rank]
+        x = out.chunk(bounds[world.rank], count) if in_place and count else tensor(whole(world.rank)[:count])
+        if count:
+            x.array[...] = whole(world.rank)[:count]
+        OPS["all_gather"](output(out), x if count else None, bounds=bounds, world=world)
+        return out.array
+
+    for found in run_ranks(size, work):
+        for rank in range(size):
+            part = found[mine(bounds, rank)]
+            np.testing.assert_array_equal(part, whole(rank)[: len(part)])
+
+
+def test_a_gathered_copy_comes_with_the_scales_of_its_tiles():
+    form = Form("e4m3", "row", "tilewise")
+
+    def work(world):
+        out = tensor(np.zeros((256, K), np.float32), form=form, scale=np.zeros((2, 4), np.float32))
+        x = tensor(whole(world.rank, 128), form=form, scale=np.full((1, 4), 2.0 + world.rank, np.float32))
+        OPS["all_gather"](output(out), x, bounds=(0, 128, 256), world=world)
+        return out.read()
+
+    expected = [(2 + rank) * tensor(whole(rank, 128), form=Form("e4m3")).array.astype(np.float32) for rank in range(2)]
+    for found in run_ranks(2, work):
+        np.testing.assert_array_equal(found, np.concatenate(expected))
+
+
+@SIZES
+@pytest.mark.parametrize("dtype", ["fp32", "bf16"])
+def test_sums_on_their_way_are_rounded_at_each_rank(size, dtype):
+    bounds = BOUNDS[size]
+
+    def work(world):
+        x = tensor(whole(world.rank), dtype)
+        out = x.chunk(bounds[world.rank], bounds[world.rank + 1] - bounds[world.rank])
+        OPS["reduce_scatter"](output(out, dtype), x, bounds=bounds, world=world)
+        return out.array.astype(np.float32)
+
+    total = round_to(whole(0), dtype).astype(np.float32)
+    for rank in range(1, size):
+        total = round_to(total + round_to(whole(rank), dtype).astype(np.float32), dtype).astype(np.float32)
+    for rank, found in enumerate(run_ranks(size, work)):
+        np.testing.assert_array_equal(found, total[mine(bounds, rank)])
+
+
+@SIZES
+@pytest.mark.parametrize("dtype", ["fp32", "bf16"])
+def test_exchanged_pieces_are_added_in_f32_in_the_order_of_ranks(size, dtype):
+    bounds = BOUNDS[size]
+
+    def work(world):
+        x, count = tensor(whole(world.rank), dtype), bounds[world.rank + 1] - bounds[world.rank]
+        pieces, own = tensor(np.zeros((size - 1, count, K)), dtype), x.chunk(bounds[world.rank], count)
+        OPS["all_to_all"](output(pieces, dtype), x, bounds=bounds, world=world)
+        if count:
+            OPS["sum_pieces"](output(own, dtype), own, pieces, rank=world.rank)
+        return own.array
+
+    total = sum((round_to(whole(rank), dtype).astype(np.float32) for rank in range(size)), np.float32(0))
+    for rank, found in enumerate(run_ranks(size, work)):
+        np.testing.assert_array_equal(found, round_to(total[mine(bounds, rank)], dtype))
+
+
+@SIZES
+def test_all_ranks_agree_on_a_sum_and_on_the_largest(size):
+    def work(world):
+        x = tensor(whole(world.rank)[0])
+        sums, largest = (replace(x, array=np.empty_like(x.array)) for _ in range(2))
+        OPS["all_reduce"](output(sums), x, world=world)
+        OPS["all_reduce"](output(largest), x, largest=True, world=world)
+        return sums.array, largest.array
+
+    rows = [whole(rank)[0] for rank in range(size)]
+    total = rows[0]
+    for row in rows[1:]:
+        total = total + row
+    for sums, largest in run_ranks(size, work):
+        np.testing.assert_array_equal(sums, total)
+        np.testing.assert_array_equal(largest, np.max(rows, axis=0))
