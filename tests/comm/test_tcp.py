@@ -82,16 +82,17 @@ def test_every_dtype_and_shape_arrives(dtype):
     assert run_ranks(2, work) == [([0, 4], [0, 1]), ([1, 5], [0, 1])]
 
 
-def test_arrays_larger_than_every_buffer_pass_each_other():
-    """104 MB in each direction at once."""
+@pytest.mark.parametrize("size", [4_000_000, pytest.param(130_000_000, marks=pytest.mark.slow)])
+def test_arrays_larger_than_every_buffer_pass_each_other(size):
+    """16 MB, or more than half a GB, in each direction at once."""
 
     def work(world):
-        outgoing = [np.full(26_000_000 if rank != world.rank else 1, world.rank, np.float32) for rank in range(2)]
+        outgoing = [np.full(size if rank != world.rank else 1, world.rank, np.float32) for rank in range(2)]
         incoming = [np.full_like(array, np.nan) for array in outgoing]
         world.exchange(outgoing, incoming)
         return [(float(array.min()), float(array.max()), array.size) for array in incoming]
 
-    assert run_ranks(2, work) == [[(0, 0, 1), (1, 1, 26_000_000)], [(0, 0, 26_000_000), (1, 1, 1)]]
+    assert run_ranks(2, work) == [[(0, 0, 1), (1, 1, size)], [(0, 0, size), (1, 1, 1)]]
 
 
 def test_small_exchanges_are_fast():
