@@ -1,0 +1,186 @@
+"""A world of processes with a socket between each two of them: for runs on the CPU, on one machine or several.
+
+What others use Gloo for. All sockets are read and written at once by the thread that calls, as far as each is ready, so
+that arrays of any size pass each other without filling up a buffer that both sides wait for.
+"""
+
+from __future__ import annotations
+
+import json
+import select
+import socket
+import struct
+import time
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+
+from llmq.comm.mesh import connected
+from llmq.comm.rendezvous import Store
+from llmq.errors import WorldError
+
+HEADER = struct.Struct("!QQ")  # the number of the exchange, the bytes that follow
+MESSAGE_BYTES = 64 << 20  # of `gather`
+CONNECT_S = 60.0
+LOST_S = 0.5  # until the store has noticed what a broken connection shows
+
+
+class TcpWorld:
+    """This rank among those of the store, which all make a world at the same time.
+
+    WorldError names the rank that was lost. A rank that stands still is not noticed here, but by llmq/comm/watchdog.py.
+    """
+
+    def __init__(self, store: Store, rank: int, size: int, *, deadline: float = CONNECT_S) -> None:
+        assert (store.rank, store.size) == (rank, size)
+        self.rank, self.size, self.store = rank, size, store
+        self._problem: str | None = None
+        self._number = 0
+        self._sockets = connected(store, deadline)
+        for peer in self._sockets.values():
+            peer.setblocking(False)
+
+    def exchange(self, outgoing: Sequence[np.ndarray], incoming: Sequence[np.ndarray]) -> None:
+        """Sends to and receives from all others at once."""
+        if self._problem is not None:
+            raise WorldError(self._problem)
+        self._number += 1
+        peers = []
+        for rank, connection in self._sockets.items():
+            sending, receiving = _bytes_of(outgoing[rank]), _bytes_of(incoming[rank])
+            peers.append(_Peer(rank, connection, self._number, sending, receiving))
+        try:
+            _move(peers)
+        except _PeerLost as lost:
+            raise self._ended(self._in_words(lost)) from lost
+        except _OutOfStep as error:
+            raise self._ended(f"{error}: the ranks make different calls") from error
+        except BaseException:  # half of an array may be on its way
+            self._ended("an exchange with the other ranks was interrupted")
+            raise
+        incoming[self.rank][...] = outgoing[self.rank]
+
+    def gather(self, message: Any) -> list[Any]:
+        """First the lengths, then the messages as JSON."""
+        mine = np.frombuffer(json.dumps(message, separators=(",", ":")).encode(), np.uint8)
+        if mine.size > MESSAGE_BYTES:
+            raise WorldError(f"a message of {mine.size} bytes, above the limit of {MESSAGE_BYTES}")
+        lengths = np.zeros((self.size, 1), np.int64)
+        self.exchange([np.array([mine.size])] * self.size, list(lengths))
+        found = [np.empty(min(int(length), MESSAGE_BYTES), np.uint8) for (length,) in lengths]
+        self.exchange([mine] * self.size, found)
+        return [json.loads(text.tobytes()) for text in found]
+
+    def close(self) -> None:
+        """Ends the connections, and leaves the store."""
+        self._ended("this rank has left the run")
+        self.store.close()
+
+    def _ended(self, problem: str) -> WorldError:
+        """The error of this call and of every later one; the others notice, too."""
+        self._problem = self._problem or problem
+        for connection in self._sockets.values():
+            connection.close()
+        return WorldError(self._problem)
+
+    def _in_words(self, lost: _PeerLost) -> str:
+        """The rank whose connection broke may have ended because of another: the store knows which was first."""
+        text = f"rank {lost.rank} has ended, and rank {self.rank} waits for it ({lost.reason})"
+        until = time.monotonic() + LOST_S
+        try:
+            while not (known := self.store.lost()) and time.monotonic() < until:
+                time.sleep(0.02)
+        except WorldError as error:
+            return f"{text}; {error}"
+        first = next(iter(known), None)
+        return text if first is None else f"rank {first} is lost: {known[first]}"
+
+
+class _PeerLost(Exception):
+    def __init__(self, rank: int, reason: str) -> None:
+        super().__init__(reason)
+        self.rank, self.reason = rank, reason
+
+
+class _OutOfStep(Exception):
+    """What a rank sends is not what this one expects."""
+
+
+class _Peer:
+    """What is still to be sent to a rank and received from it in one exchange. An array of no bytes is not sent."""
+
+    def __init__(
+        self, rank: int, connection: socket.socket, number: int, sending: memoryview, receiving: memoryview
+    ) -> None:
+        self.rank, self.connection, self._right = rank, connection, (number, len(receiving))
+        self._header = memoryview(bytearray(HEADER.size))
+        self.sending = [memoryview(HEADER.pack(number, len(sending))), sending] if sending else []
+        self.receiving = [self._header, receiving] if receiving else []
+
+    @property
+    def events(self) -> int:
+        """What to wait for."""
+        return (select.POLLOUT if self.sending else 0) | (select.POLLIN if self.receiving else 0)
+
+    def step(self) -> None:
+        """Sends and receives what can be without waiting."""
+        try:
+            if self.sending:
+                _advance(self.sending, self.connection.sendmsg(self.sending))
+        except BlockingIOError:
+            pass
+        except OSError as error:
+            raise _PeerLost(self.rank, str(error)) from error
+        try:
+            if self.receiving:
+                count = self.connection.recvmsg_into(self.receiving)[0]
+                if not count:
+                    raise _PeerLost(self.rank, "its connection is closed")
+                _advance(self.receiving, count)
+                self._check()
+        except BlockingIOError:
+            pass
+        except OSError as error:
+            raise _PeerLost(self.rank, str(error)) from error
+
+    def _check(self) -> None:
+        """_OutOfStep if the header is here and is not as expected."""
+        if len(self.receiving) < 2 and (found := HEADER.unpack(self._header)) != self._right:
+            (number, length), (my_number, my_length) = found, self._right
+            sends, expects = f"{length} bytes in exchange {number}", f"{my_length} in exchange {my_number}"
+            raise _OutOfStep(f"rank {self.rank} sends {sends}, and {expects} are expected")
+
+
+def _move(peers: list[_Peer]) -> None:
+    """Until all is sent and received."""
+    poll, waiting = select.poll(), {}
+    for peer in peers:
+        peer.step()
+        if peer.events:
+            waiting[peer.connection.fileno()] = peer
+            poll.register(peer.connection, peer.events)
+    while waiting:
+        for number, _ in poll.poll():
+            peer = waiting[number]
+            before = peer.events
+            peer.step()
+            if not peer.events:
+                poll.unregister(number)
+                del waiting[number]
+            elif peer.events != before:
+                poll.modify(number, peer.events)
+
+
+def _advance(parts: list[memoryview], count: int) -> None:
+    """Takes the first `count` bytes off."""
+    while parts and count >= len(parts[0]):
+        count -= len(parts.pop(0))
+    if count:
+        parts[0] = parts[0][count:]
+
+
+def _bytes_of(array: np.ndarray) -> memoryview:
+    """An array's own memory."""
+    assert array.flags.c_contiguous, "a world moves contiguous arrays"
+    return array.reshape(-1).view(np.uint8).data

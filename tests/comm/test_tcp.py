@@ -1,0 +1,228 @@
+"""Processes and threads with sockets between them: what they exchange, and what they say when one is gone."""
+
+import signal
+import socket
+import subprocess
+import sys
+import textwrap
+import threading
+import time
+from contextlib import suppress
+
+import ml_dtypes
+import numpy as np
+import pytest
+
+from llmq.comm import mesh, wire
+from llmq.comm.rendezvous import Store, StoreServer
+from llmq.comm.tcp import TcpWorld
+from llmq.errors import WorldError
+
+HOST, TOKEN = "127.0.0.1", "the job's token"
+
+
+def run_ranks(size, work):
+    """What `work(world)` returns or raises on ranks that are threads of this process."""
+    server = StoreServer(HOST, 0, size, TOKEN, 20)
+    found = [None] * size
+
+    def run(rank):
+        try:
+            world = TcpWorld(Store.join(HOST, server.port, rank, size, TOKEN, 20), rank, size, deadline=20)
+            try:
+                found[rank] = work(world)
+            finally:
+                world.close()
+        except WorldError as error:
+            found[rank] = error
+
+    threads = [threading.Thread(target=run, args=(rank,), daemon=True) for rank in range(size)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(60)
+    assert not any(thread.is_alive() for thread in threads), "a rank hangs"
+    server.close()
+    return found
+
+
+@pytest.mark.parametrize("size", [1, 2, 3, 8])
+def test_an_exchange_brings_each_rank_what_the_others_have_for_it(size):
+    """Different sizes in every direction, none among them; many exchanges behind each other."""
+
+    def sizes(sender, receiver, turn):
+        return (3 * sender + 5 * receiver + turn) % 4 * 1000
+
+    def work(world):
+        for turn in range(10):
+            draw = np.random.default_rng([turn, world.rank])
+            everyones = [np.random.default_rng([turn, rank]) for rank in range(size)]
+            outgoing = [draw.random(sizes(world.rank, rank, turn)) for rank in range(size)]
+            incoming = [np.full(sizes(rank, world.rank, turn), np.nan) for rank in range(size)]
+            world.exchange(outgoing, incoming)
+            for rank, theirs in enumerate(everyones):
+                right = [theirs.random(sizes(rank, other, turn)) for other in range(size)][world.rank]
+                np.testing.assert_array_equal(incoming[rank], right)
+        return world.gather({"rank": world.rank, "text": "é" * 1000 * world.rank})
+
+    messages = [{"rank": rank, "text": "é" * 1000 * rank} for rank in range(size)]
+    assert run_ranks(size, work) == [messages] * size
+
+
+@pytest.mark.parametrize("dtype", [ml_dtypes.bfloat16, ml_dtypes.float8_e4m3fn, np.float32, np.int64])
+def test_every_dtype_and_shape_arrives(dtype):
+    def work(world):
+        outgoing = [np.full((2, 3), 4 * world.rank + rank, dtype) for rank in range(2)]
+        incoming = [np.empty((2, 3), dtype) for _ in range(2)]
+        world.exchange(outgoing, incoming)
+        scalars = [np.zeros((), dtype) for _ in range(2)]
+        world.exchange([np.array(world.rank, dtype)] * 2, scalars)
+        return [float(array[1, 2]) for array in incoming], [float(scalar) for scalar in scalars]
+
+    assert run_ranks(2, work) == [([0, 4], [0, 1]), ([1, 5], [0, 1])]
+
+
+@pytest.mark.parametrize("size", [4_000_000, pytest.param(130_000_000, marks=pytest.mark.slow)])
+def test_arrays_larger_than_every_buffer_pass_each_other(size):
+    """16 MB, or more than half a GB, in each direction at once."""
+
+    def work(world):
+        outgoing = [np.full(size if rank != world.rank else 1, world.rank, np.float32) for rank in range(2)]
+        incoming = [np.full_like(array, np.nan) for array in outgoing]
+        world.exchange(outgoing, incoming)
+        return [(float(array.min()), float(array.max()), array.size) for array in incoming]
+
+    assert run_ranks(2, work) == [[(0, 0, 1), (1, 1, size)], [(0, 0, size), (1, 1, 1)]]
+
+
+def test_small_exchanges_are_fast():
+    """A delayed acknowledgement would make each take 40 ms."""
+
+    def work(world):
+        arrays = [np.zeros(4) for _ in range(2)], [np.zeros(4) for _ in range(2)]
+        began = time.monotonic()
+        for _ in range(50):
+            world.exchange(*arrays)
+        return time.monotonic() - began
+
+    assert max(run_ranks(2, work)) < 1.0
+
+
+def test_ranks_that_make_different_calls_are_told():
+    def work(world):
+        mine = np.zeros(4 + world.rank)
+        world.exchange([mine, mine], [np.zeros_like(mine), np.zeros_like(mine)])
+
+    found = [str(error) for error in run_ranks(2, work)]
+    assert any("rank 1 sends 40 bytes in exchange 1, and 32 in exchange 1 are expected" in text for text in found)
+
+
+def test_a_rank_that_leaves_early_is_named_and_every_later_call_fails():
+    def work(world):
+        world.gather(None)
+        if world.rank == 1:
+            return []
+        errors = []
+        for _ in range(2):
+            with pytest.raises(WorldError) as error:
+                world.gather(None)
+            errors.append(str(error.value))
+        return errors
+
+    errors, _ = run_ranks(2, work)
+    assert "rank 1 has ended, and rank 0 waits for it" in errors[0] and errors[0] == errors[1]
+
+
+def test_an_interrupted_exchange_is_not_continued(monkeypatch):
+    def work(world):
+        if world.rank == 1:
+            with suppress(WorldError):
+                world.gather(None)
+            return None
+        with pytest.raises(KeyboardInterrupt), monkeypatch.context() as patch:
+            patch.setattr("llmq.comm.tcp._move", lambda peers: (_ for _ in ()).throw(KeyboardInterrupt))
+            world.gather(None)
+        with pytest.raises(WorldError, match="was interrupted"):
+            world.gather(None)
+        return True
+
+    assert run_ranks(2, work) == [True, None]
+
+
+def test_strangers_are_not_taken_for_ranks(monkeypatch):
+    """Between the listening of a rank and the last connection: silence, garbage, another token, a wrong rank."""
+    monkeypatch.setattr(mesh, "HANDSHAKE_S", 0.3)
+    strangers = []
+
+    def gather(store, message, whole=Store.gather):
+        port = message[1]
+        for token, head in ((None, b"GET /"), ("another", None), (TOKEN, {"from": 0, "to": 0})):
+            connection = socket.create_connection((HOST, port))
+            strangers.append(connection)
+            channel = wire.Channel(connection)
+            if head is None or isinstance(head, dict):
+                with suppress(OSError, wire.Refused):
+                    channel.shake_hands(wire.calling(token, mesh.PURPOSE), time.monotonic() + 5)
+                    channel.send(head)
+            else:
+                connection.sendall(head)
+        return whole(store, message)
+
+    monkeypatch.setattr(Store, "gather", gather)
+    assert run_ranks(3, lambda world: world.gather(world.rank)) == [[0, 1, 2]] * 3
+    for connection in strangers:
+        connection.close()
+
+
+def test_a_rank_that_does_not_call_is_named():
+    server = StoreServer(HOST, 0, 2, TOKEN, 20)
+    stores = [None, None]
+
+    def join(rank):
+        stores[rank] = Store.join(HOST, server.port, rank, 2, TOKEN, 20)
+
+    threads = [threading.Thread(target=join, args=(rank,)) for rank in range(2)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    other = threading.Thread(target=lambda: stores[1].gather([None, 1]))
+    other.start()
+    with pytest.raises(WorldError, match=r"rank 0 was not called by rank 1 within 0.2 s"):
+        TcpWorld(stores[0], 0, 2, deadline=0.2)
+    other.join()
+    server.close(grace=0)
+
+
+LOOP = """
+    import sys, time, numpy as np
+    from llmq.comm.rendezvous import Store
+    from llmq.comm.tcp import TcpWorld
+    from llmq.errors import WorldError
+    port, rank, size = map(int, sys.argv[1:])
+    world = TcpWorld(Store.join("127.0.0.1", port, rank, size, "the job's token", 20), rank, size)
+    try:
+        while True:
+            world.gather(rank)
+            print("step", flush=True)
+            time.sleep(0.01)
+    except WorldError as error:
+        print(error, file=sys.stderr)
+        sys.exit(error.exit_code)
+"""
+
+
+def test_a_killed_rank_is_named_by_all_others():
+    server = StoreServer(HOST, 0, 3, TOKEN, 20)
+    command = [sys.executable, "-c", textwrap.dedent(LOOP), str(server.port)]
+    ranks = [
+        subprocess.Popen([*command, str(rank), "3"], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+        for rank in range(3)
+    ]
+    assert ranks[1].stdout.readline() == "step\n"
+    ranks[1].send_signal(signal.SIGKILL)
+    for rank in (0, 2):
+        _, error = ranks[rank].communicate(timeout=30)
+        assert (error, ranks[rank].returncode) == ("rank 1 is lost: its process on 127.0.0.1 has ended\n", 6)
+    ranks[1].communicate()
+    server.close(grace=0)
