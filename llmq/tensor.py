@@ -110,9 +110,10 @@ class Ref:
     `pitch` is the matrix's width, and the span ends with the piece's last element. `again` marks the second life of an
     intermediate, after it was dropped and computed anew in backward, or fetched from the host; and that of a gradient,
     as the sum over ranks. `home` is where its bytes live: device or host. `value_in` is the space whose tensor of this
-    name holds the plain value as well (a weight that is its own master). `cell` names the scale cell of its copies where that is another tensor's (a weight
-    that was fetched). `held` is a frozen tensor in the form that it is stored in, whose other forms this slot has. What
-    the calls of a program that write an intermediate `is_sum` make is added up.
+    name holds the plain value as well (a weight that is its own master). `cell` names the scale cell of its copies
+    where that is another tensor's (a weight that was fetched). `held` is a frozen tensor in the form that it is stored
+    in, whose other forms this slot has. What the calls of a program that write an intermediate `is_sum` make is added
+    up.
 
     A stack (`is_stack`) is read and written entry by entry along axis 0. An entry has its own name, copies and scales;
     its value is a piece of the tensor `stack`.

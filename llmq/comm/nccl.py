@@ -29,7 +29,7 @@ class NcclWorld:
         self.rank, self.size, self._host, self._nccl = host.rank, host.size, host, nccl
         unique = host.gather(list(nccl.get_unique_id()) if host.rank == 0 else None)[0]
         try:
-            self._communicator = nccl.NcclCommunicator(self.size, tuple(unique), self.rank)
+            self._communicator = nccl.NcclCommunicator(self.size, bytes(unique), self.rank)
         except nccl.NcclError as error:
             raise WorldError(
                 f"NCCL cannot join the {self.size} GPUs of this run on rank {self.rank}: {error}"

@@ -1,0 +1,114 @@
+"""Two GPUs: every level has the bits of the others, in graphs as well, and follows the reference on two ranks."""
+
+import multiprocessing
+import traceback
+from dataclasses import replace
+
+import numpy as np
+import pytest
+from ranks import LEVELS, Run, same, train
+from tiny_engines import BF16, FP8, FP8_HEAD
+
+from llmq.blocks.attention import Packing
+from llmq.comm.in_process import run_ranks
+from llmq.plan.memory import Memory
+
+pytestmark = pytest.mark.gpu
+RUNS = {
+    "bf16": Run(steps=3, micro_steps=3),
+    "fp8": Run(FP8_HEAD, steps=3, micro_steps=3),
+    "fp8-current": Run(FP8["e5m2", "current"], steps=3),
+    "fp8-blockwise": Run(FP8["e4m3", "blockwise"], steps=3),
+    "fp32-master": Run(replace(BF16, master="fp32", grad="fp32"), steps=3),
+    "recompute": Run(memory=Memory(flags=frozenset({"recompute_block"})), steps=3),
+    "packed": Run(more={"packing": Packing(5, 16)}, steps=3),
+    "exchanged": Run(how={"all_to_all": True}, steps=3, micro_steps=3),
+    "wire": Run(replace(BF16, grad="fp32"), how={"reduce_dtype": "bf16"}, steps=3),
+}
+FOLLOWS = {"fp8": 3e-2, "fp8-current": 3e-2, "fp8-blockwise": 3e-2}
+
+
+def rank_process(rank, port, results):
+    """One rank: all runs at all levels, with graphs and without."""
+    try:
+        import cupy
+
+        from llmq.backends.cuda import CudaBackend
+        from llmq.comm.nccl import NcclWorld
+        from llmq.comm.rendezvous import Store
+        from llmq.comm.tcp import TcpWorld
+
+        cupy.cuda.Device(rank).use()
+        store = Store.join("127.0.0.1", port, rank, 2, "a token", 60.0)
+        world = NcclWorld(TcpWorld(store, rank, 2))
+        for name, run in RUNS.items():
+            for level in LEVELS:
+                for use_graphs in (True, False) if name in ("bf16", "fp8") else (True,):
+                    backend = CudaBackend(use_graphs=use_graphs, world=world)
+                    results.put((rank, name, level, use_graphs, train(replace(run, level=level), world, backend)))
+        results.put((rank, "done", None, None, None))
+        world.gather("done")
+        world.close()
+    except BaseException:
+        results.put((rank, "error", None, None, traceback.format_exc()))
+
+
+@pytest.fixture(scope="module")
+def found():
+    """What both ranks return, by run, level and whether graphs were used."""
+    cupy = pytest.importorskip("cupy")
+    if cupy.cuda.runtime.getDeviceCount() < 2:
+        pytest.skip("needs two GPUs")
+    from llmq.comm.rendezvous import StoreServer
+
+    server = StoreServer("127.0.0.1", 0, 2, "a token", 60.0)
+    context = multiprocessing.get_context("spawn")
+    results = context.Queue()
+    processes = [context.Process(target=rank_process, args=(rank, server.port, results)) for rank in range(2)]
+    for process in processes:
+        process.start()
+    found, done = {}, 0
+    try:
+        while done < 2:
+            rank, name, level, use_graphs, value = results.get(timeout=240)
+            assert name != "error", value
+            done += name == "done"
+            found[name, level, use_graphs, rank] = value
+        for process in processes:
+            process.join(20)
+    finally:
+        for process in processes:
+            process.kill()
+        server.close()
+    return found
+
+
+@pytest.mark.parametrize("name", RUNS)
+def test_every_level_has_the_bits_of_the_others(found, name):
+    pairs = [(0, 1), (2, 3)] if RUNS[name].micro_steps > 1 else [(0, 1), (1, 2), (2, 3)]
+    for one, other in pairs:
+        for rank in range(2):
+            assert same(found[name, one, True, rank], found[name, other, True, rank]), (one, other)
+
+
+@pytest.mark.parametrize("name", ["bf16", "fp8"])
+@pytest.mark.parametrize("level", LEVELS)
+def test_graphs_have_the_bits_of_eager_runs(found, name, level):
+    assert same(found[name, level, True, 0], found[name, level, False, 0])
+
+
+@pytest.mark.parametrize("name", RUNS)
+def test_both_ranks_agree(found, name):
+    for level in LEVELS:
+        (results, values), (others, other_values) = (found[name, level, True, rank] for rank in range(2))
+        assert results == others
+        assert all(np.array_equal(a, b) for a, b in zip(values[1:], other_values[1:], strict=True))
+
+
+@pytest.mark.parametrize("name", ["bf16", "fp8", "exchanged"])
+def test_two_gpus_follow_the_reference(found, name):
+    from llmq.backends.host import HostBackend
+
+    (results, _), _ = run_ranks(2, lambda world: train(RUNS[name], world, HostBackend(world=world)))
+    losses = [[one.loss for one in run] for run in (results, found[name, 1, True, 0][0])]
+    assert np.allclose(*losses, rtol=FOLLOWS.get(name, 1e-2))

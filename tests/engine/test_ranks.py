@@ -1,0 +1,121 @@
+"""Many ranks: the bits of a run do not depend on what each of them holds, and its numbers not on how many there are."""
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+from ranks import CONFIG, LEVELS, Run, rank_batch, same, train, whole_batch
+from tiny_engines import BF16, FP64, PRECISIONS, engine_of, plan_of
+
+from llmq.backends.host import HostBackend
+from llmq.blocks.attention import Packing
+from llmq.comm.in_process import run_ranks
+from llmq.plan.memory import ROLES, Memory
+from llmq.stores.sharding import Sharding, Shards
+
+
+def ranks(run, size):
+    """What each rank of an in-process world returns; they agree on every step's result."""
+    found = run_ranks(size, lambda world: train(run, world, HostBackend(world=world)))
+    assert all(results == found[0][0] for results, _ in found)
+    assert found[0][0][0].request == size - 1
+    for _, values in found[1:]:
+        assert all(np.array_equal(a, b) for a, b in zip(values[1:], found[0][1][1:], strict=True))
+    return found[0]
+
+
+RUNS = {
+    "bf16": Run(),
+    "fp8": Run(PRECISIONS["fp8-head"]),
+    "fp8-current": Run(PRECISIONS["fp8-e5m2-current"]),
+    "fp8-blockwise": Run(PRECISIONS["fp8-e4m3-blockwise"]),
+    "fp32-master": Run(replace(BF16, master="fp32", grad="fp32")),
+    "recompute": Run(memory=Memory(flags=frozenset(ROLES) & {"recompute_block"})),
+    "packed": Run(more={"packing": Packing(5, 16)}),
+    "exchanged": Run(how={"all_to_all": True}),
+    "wire": Run(replace(BF16, grad="fp32"), how={"reduce_dtype": "bf16"}),
+    "wire-exchanged": Run(replace(BF16, grad="fp32"), how={"reduce_dtype": "bf16", "all_to_all": True}),
+}
+SLOW = pytest.mark.slow
+
+
+@pytest.mark.parametrize(
+    ("name", "size"),
+    [
+        *((name, 2) for name in ("bf16", "fp8", "fp8-current")),
+        ("fp32-master", 3),
+        *(pytest.param(name, size, marks=SLOW) for name in RUNS for size in (1, 2, 3, 4, 8)),
+    ],
+)
+def test_every_level_has_the_bits_of_the_others(name, size):
+    first, *others = (ranks(replace(RUNS[name], level=level), size) for level in LEVELS)
+    assert all(same(first, other) for other in others)
+
+
+@pytest.mark.parametrize("size", [2, pytest.param(3, marks=SLOW)])
+@pytest.mark.parametrize("name", ["bf16", pytest.param("fp8", marks=SLOW), pytest.param("exchanged", marks=SLOW)])
+def test_sums_over_micro_steps_depend_only_on_when_ranks_add_theirs(name, size):
+    """Levels 0 and 1 add over ranks once a step, 2 and 3 in every micro-step."""
+    found = [ranks(replace(RUNS[name], level=level, micro_steps=3), size) for level in LEVELS]
+    assert same(found[0], found[1]) and same(found[2], found[3])
+    losses = [[result.loss for result in results] for results, _ in found]
+    assert np.allclose(losses[0], losses[2], rtol=1e-2)
+
+
+@pytest.mark.parametrize("level", LEVELS)
+def test_ranks_train_as_one_that_has_all_their_batches(level):
+    """In f64: the sums have another order, and nothing else is different."""
+    run = Run(FP64, level, steps=3)
+    results, values = ranks(run, 2)
+    one = engine_of(plan_of(FP64, None, CONFIG, batch_size=4))
+    for step, result in enumerate(results, 1):
+        one.micro_step(whole_batch(run, step, 0))
+        expected = one.update(step, 1e-2)
+        assert np.allclose((result.loss, result.norm), (expected.loss, expected.norm), rtol=1e-12)
+        assert result.num_tokens == expected.num_tokens
+    for value, row in zip(values[1:], one.plan.rows, strict=True):
+        np.testing.assert_allclose(value, one.parameter(row.name), rtol=1e-9, atol=1e-12)
+
+
+@pytest.mark.parametrize("level", LEVELS)
+def test_a_step_that_is_not_finite_on_one_rank_changes_nothing_on_any(level):
+    def work(world):
+        plan = plan_of(BF16, None, CONFIG, sharding=Sharding(world.rank, world.size, **LEVELS[level]))
+        engine = engine_of(plan, backend=HostBackend(world=world))
+        before = [engine.parameter(row.name) for row in plan.rows]
+        engine.micro_step(rank_batch(Run(), 1, 0, world.rank, 2))
+        if world.rank == 1:
+            engine._fill(engine._cells.loss, np.nan)
+        result = engine.update(1, 1e-2)
+        return result.applied, all(
+            np.array_equal(a, engine.parameter(row.name)) for a, row in zip(before, plan.rows, strict=True)
+        )
+
+    assert run_ranks(2, work) == [(False, True)] * 2
+
+
+@pytest.mark.parametrize("size", [1, 2, 3, 4, 8, 64])
+def test_shares_are_whole_tiles_and_about_as_large(size):
+    config = replace(CONFIG, num_layers=6, intermediate_size=1920, vocab_size=5000)
+    plan = plan_of(BF16, None, config)
+    shards = [Shards(plan.rows, size, rank) for rank in range(size)]
+    held = [sum(one.count(row.name) * row.shape[-1] for row in plan.rows) for one in shards]
+    assert sum(held) == sum(np.prod(row.shape) for row in plan.rows)
+    assert max(held) - min(held) <= 128 * 1920, "no more than a tile of the widest row"
+    for row in plan.rows:
+        bounds = shards[0].bounds[row.name]
+        assert bounds[0] == 0 and bounds[-1] == np.prod(row.shape[:-1], dtype=int) and list(bounds) == sorted(bounds)
+        assert all(stop % 128 == 0 or stop == bounds[-1] for stop in bounds)
+
+
+def test_a_rank_holds_less_at_every_level():
+    def held(level, size=4):
+        plan = plan_of(BF16, None, CONFIG, sharding=Sharding(0, size, **LEVELS[level]))
+        return {
+            space: sum(1 for ref in plan.persistent.values() if ref.space == space) and plan.table() for space in "m"
+        }
+
+    tables = [held(level)["m"] for level in LEVELS]
+    assert [t["Adam M"] > tables[1]["Adam M"] * 3 for t in tables] == [True, False, False, False]
+    assert tables[2]["Gradients"] * 3 < tables[1]["Gradients"]
+    assert tables[3]["Weights"] * 3 < tables[2]["Weights"]

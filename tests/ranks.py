@@ -1,0 +1,75 @@
+"""A tiny run on several ranks: each level of sharing, on whatever world and backend it is given."""
+
+from dataclasses import dataclass, field
+
+import numpy as np
+from tiny_engines import BF16, engine_of, plan_of, tiny
+
+from llmq.data.batches.batch import Batch
+from llmq.plan.memory import Memory
+from llmq.plan.precision import Precision
+from llmq.stores.sharding import Sharding
+
+# long enough that each of eight ranks has rows of some matrix, wide enough for the GPU
+CONFIG = tiny(vocab_size=1000, hidden_size=64, head_dim=16, intermediate_size=320)
+LEVELS = {
+    0: {},
+    1: {"states": True},
+    2: {"states": True, "gradients": True},
+    3: {"states": True, "gradients": True, "weights": True},
+}
+
+
+@dataclass(frozen=True)
+class Run:
+    """What is trained: `micro_steps` batches of each rank in each of `steps` steps."""
+
+    precision: Precision = BF16
+    level: int = 1
+    memory: Memory | None = None
+    steps: int = 2
+    micro_steps: int = 1
+    how: dict = field(default_factory=dict)  # further fields of the sharding
+    more: dict = field(default_factory=dict)  # further fields of the spec
+
+
+def rank_batch(run, step, micro_step, rank, size):
+    """What a rank has of the step's batch, which is the same for any number of ranks."""
+    from tiny_engines import B, batch, packed_batch
+
+    make = packed_batch if "packing" in run.more else batch
+    if size == 1:
+        return whole_batch(run, step, micro_step)
+    found = make(1000 * step + 100 * micro_step + rank)
+    assert len(found.tokens) == B
+    return found
+
+
+def whole_batch(run, step, micro_step, size=2):
+    """The batches of `size` ranks as one."""
+    parts = [rank_batch(run, step, micro_step, rank, size) for rank in range(size)]
+    fields = ([getattr(part, name) for part in parts] for name in ("tokens", "targets", "borders"))
+    return Batch(*(None if values[0] is None else np.concatenate(values) for values in fields))
+
+
+def train(run, world, backend):
+    """Results of all steps, and the parameters after them, on one rank."""
+    sharding = Sharding(world.rank, world.size, **LEVELS[run.level], **run.how)
+    scratch = backend.scratch_bytes if backend.takes_scratch else None
+    plan = plan_of(run.precision, run.memory, CONFIG, scratch_bytes=scratch, sharding=sharding, **run.more)
+    engine = engine_of(plan, backend=backend)
+    results = []
+    for step in range(1, run.steps + 1):
+        for micro_step in range(run.micro_steps):
+            batch = rank_batch(run, step, micro_step, world.rank, world.size)
+            engine.micro_step(batch, first=micro_step == 0, last=micro_step == run.micro_steps - 1)
+        results.append(engine.update(step, 1e-2, request=world.rank))
+    evaluated = engine.evaluate(rank_batch(run, 0, 0, world.rank, world.size))
+    return results, [evaluated, *(engine.parameter(row.name) for row in plan.rows)]
+
+
+def same(one, other):
+    """Whether two runs have the same bits, by what `train` returns."""
+    (results, values), (other_results, other_values) = one, other
+    bits = [np.asarray(value).tobytes() for value in values]
+    return results == other_results and bits == [np.asarray(value).tobytes() for value in other_values]
