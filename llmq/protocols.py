@@ -354,8 +354,8 @@ class WeightStore(Protocol):
     def walk(self, ops: Ops, parts: Iterable[PartName], phase: str) -> Iterator[tuple[PartName, Parameters]]:
         """Yields each part with its rows, in the order given, ready to be read until the next one is asked for."""
 
-    def written(self, ops: Ops) -> Iterator[Ref | None]:
-        """Yields what the copies of each trained row are written to; None where another rank writes them."""
+    def written(self, ops: Ops) -> Iterator[Ref]:
+        """Yields what the copies of each trained row are written to."""
 
     def frozen(self) -> list[Ref]:
         """The rows that are not trained, whose copies are made once."""
@@ -367,8 +367,8 @@ class GradStore(Protocol):
     def walk(self, ops: Ops, parts: Iterable[PartName]) -> Iterator[Parameters]:
         """Yields what each part adds its gradients to; it is complete when the next one is asked for."""
 
-    def sums(self, ops: Ops) -> Iterator[Ref | None]:
-        """Yields the gradient of each trained row, as the optimizer reads it; None where another rank updates it."""
+    def sums(self, ops: Ops) -> Iterator[Ref]:
+        """Yields the gradient of each trained row, as the optimizer reads it."""
 
     def shares(self, ops: Ops) -> Iterator[Ref]:
         """Yields what this rank adds to the norm of the whole gradient."""
@@ -377,8 +377,6 @@ class GradStore(Protocol):
 class MomentStore(Protocol):
     """Holds the optimizer's state."""
 
-    def walk(
-        self, ops: Ops, *, masters_only: bool = False
-    ) -> Iterator[tuple[Row, tuple[Ref | None, Ref | None, Ref | None], int]]:
+    def walk(self, ops: Ops, *, masters_only: bool = False) -> Iterator[tuple[Row, tuple[Ref, Ref, Ref], int]]:
         """Yields each trained row with its master, m and v, which are written back when the next is asked for, and the
-        place of their first element in the whole; None, three times, where another rank updates it."""
+        place of their first element in the whole."""

@@ -33,13 +33,11 @@ class Run:
     more: dict = field(default_factory=dict)  # further fields of the spec
 
 
-def rank_batch(run, step, micro_step, rank, size):
-    """What a rank has of the step's batch, which is the same for any number of ranks."""
+def rank_batch(run, step, micro_step, rank):
+    """What a rank trains on."""
     from tiny_engines import B, batch, packed_batch
 
     make = packed_batch if "packing" in run.more else batch
-    if size == 1:
-        return whole_batch(run, step, micro_step)
     found = make(1000 * step + 100 * micro_step + rank)
     assert len(found.tokens) == B
     return found
@@ -47,7 +45,7 @@ def rank_batch(run, step, micro_step, rank, size):
 
 def whole_batch(run, step, micro_step, size=2):
     """The batches of `size` ranks as one."""
-    parts = [rank_batch(run, step, micro_step, rank, size) for rank in range(size)]
+    parts = [rank_batch(run, step, micro_step, rank) for rank in range(size)]
     fields = ([getattr(part, name) for part in parts] for name in ("tokens", "targets", "borders"))
     return Batch(*(None if values[0] is None else np.concatenate(values) for values in fields))
 
@@ -61,10 +59,10 @@ def train(run, world, backend):
     results = []
     for step in range(1, run.steps + 1):
         for micro_step in range(run.micro_steps):
-            batch = rank_batch(run, step, micro_step, world.rank, world.size)
+            batch = rank_batch(run, step, micro_step, world.rank)
             engine.micro_step(batch, first=micro_step == 0, last=micro_step == run.micro_steps - 1)
         results.append(engine.update(step, 1e-2, request=world.rank))
-    evaluated = engine.evaluate(rank_batch(run, 0, 0, world.rank, world.size))
+    evaluated = engine.evaluate(rank_batch(run, 0, 0, world.rank))
     return results, [evaluated, *(engine.parameter(row.name) for row in plan.rows)]
 
 

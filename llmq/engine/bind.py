@@ -57,10 +57,13 @@ class _Binder:
         outputs = [UNWANTED if result is None else self._output(result) for result in call.outputs]
         inputs = [None if ref is None else self._tensor(ref) for ref in call.inputs]
         run: Callable[[], None] = partial(op, *outputs, *inputs, **call.numbers)
+        is_collective = record(call.op).is_collective
+        if not is_collective and not any(math.prod(ref.shape) for ref in call.written):
+            run = _nothing  # of a share without rows
         if poison:
             before, after = (self._poison(found.get(index, ())) for found in (self.program.births, self.program.deaths))
             run = partial(_in_turn, [*before, run, *after])
-        return Launch(run, call.lane, call.waits, record(call.op).is_collective)
+        return Launch(run, call.lane, call.waits, is_collective)
 
     def _poison(self, storages: Iterable[str]) -> list[Callable[[], None]]:
         places = [self.program.places[storage] for storage in storages]
@@ -115,6 +118,10 @@ class _Binder:
             return self._memory.array(storage)
         shape = stored_shape(ref.whole or ref.shape, ref.form)
         return self._memory.place(place.home, place.offset, shape, stored_dtype(ref))
+
+
+def _nothing() -> None:
+    pass
 
 
 def _in_turn(runs: Sequence[Callable[[], None]]) -> None:

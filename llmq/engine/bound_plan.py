@@ -44,12 +44,9 @@ class BoundPlan:
         One that is held in a form is given as what that stands for. Where states are shared out, all ranks ask for the
         same parameters in the same order.
         """
-        if self._is_shared(name):
-            share = self._read(self.plan.held(name)) if name in self.plan.moments else None
-            return self._whole(name, share, self.plan.spec.precision.master)
         ref = self.plan.held(name)
         if ref.form is None:
-            return self._read(ref)
+            return self._whole(name, self._read(ref)) if self._is_shared(name) else self._read(ref)
         value = np.empty(ref.shape, DTYPES[ref.dtype])
         for one, target in zip(ref.entries, _entries(ref, value), strict=True):
             copy = Tensor(one.name, self._read(one), one.shape, one.form, self._read(scale_ref(one)))
@@ -86,13 +83,9 @@ class BoundPlan:
         missing = {row.name for row in expected}
         for row, values in parameters:
             missing.discard(row.name)
-            if self._is_shared(row.name):
-                if row.name in self.plan.moments:
-                    self._write(self.plan.held(row.name), self._share(row.name, values))
-                continue
             ref = self.plan.held(row.name)
             if ref.form is None:
-                self._write(ref, values)
+                self._write(ref, self._share(row.name, values) if self._is_shared(row.name) else values)
             else:
                 for one, value in zip(ref.entries, _entries(ref, values), strict=True):
                     numbers, scale = held_copy(one, value)
@@ -111,14 +104,12 @@ class BoundPlan:
         found = values.reshape(-1, values.shape[-1])[first : first + shards.count(name)]
         return found.reshape(shards.share_shape(name, values.shape))
 
-    def _whole(self, name: str, share: np.ndarray | None, dtype: str) -> np.ndarray:
-        """A parameter of the shares of all ranks; this one may have none."""
+    def _whole(self, name: str, share: np.ndarray) -> np.ndarray:
+        """A parameter of the shares of all ranks."""
         shards, shape = self.plan.shards, self.plan.shape(name)
-        whole = np.empty(shape, DTYPES[dtype])
-        rows = whole.reshape(-1, shape[-1])
-        mine = rows[:0] if share is None else share.reshape(-1, shape[-1])
-        pieces = [rows[start:stop] for start, stop in pairwise(shards.bounds[name])]
-        self._backend.world.exchange([mine] * shards.size, pieces)
+        whole = np.empty(shape, share.dtype)
+        pieces = [whole.reshape(-1, shape[-1])[start:stop] for start, stop in pairwise(shards.bounds[name])]
+        self._backend.world.exchange([share.reshape(-1, shape[-1])] * shards.size, pieces)
         return whole
 
     def _write(self, ref: Ref, values: np.ndarray) -> None:

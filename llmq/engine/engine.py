@@ -61,12 +61,10 @@ class Engine(BoundPlan):
 
         Of many ranks' it is the sum after the last micro-step; they all ask for it.
         """
-        sharding, dtype = self.plan.spec.sharding, self.plan.spec.precision.grad
-        if sharding.gradients:
-            ref = self.plan.grads[name]
-            return self._whole(name, self._read(ref) if self._has(ref) else None, dtype)
-        gradient = self._read(self.plan.grads[name])
-        return self._whole(name, self._share(name, gradient), dtype) if sharding.states else gradient
+        gradient, sharding = self._read(self.plan.grads[name]), self.plan.spec.sharding
+        if not sharding.states:
+            return gradient
+        return self._whole(name, gradient if sharding.gradients else self._share(name, gradient))
 
     # training
 

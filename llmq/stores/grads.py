@@ -30,9 +30,8 @@ class ReplicatedGrads:
         for part in parts:
             yield part_bundle(self._tree, part)
 
-    def sums(self, ops: Any) -> Iterator[Ref | None]:
-        """Yields what the optimizer reads: the gradient of each trained row, and entry of a stack, in order; None where
-        another rank updates it."""
+    def sums(self, ops: Any) -> Iterator[Ref]:
+        """Yields what the optimizer reads: the gradient of each trained row, and entry of a stack, in order."""
         for ref in self.refs.values():
             yield from ref.entries
 

@@ -19,11 +19,10 @@ class State(NamedTuple):
 
 
 class Update(NamedTuple):
-    """One call of the optimizer: `state` is None, three times, where another rank makes it. `first` is the place of
-    the state's first element in the whole row."""
+    """One call of the optimizer; `first` is the place of the state's first element in the whole row."""
 
     row: Row
-    state: tuple[Ref | None, Ref | None, Ref | None]
+    state: tuple[Ref, Ref, Ref]
     first: int = 0
 
 
@@ -59,10 +58,9 @@ class ShardedMoments(ReplicatedMoments):
     ) -> None:
         super().__init__(rows, master_dtype, m_dtype, v_dtype)
         self._shards = Shards(rows, sharding.size, sharding.rank)
-        shares = {name: State(*map(self._shards.share, state)) for name, state in self.refs.items()}
-        self.refs = {name: state for name, state in shares.items() if self._shards.count(name)}
+        self.refs = {name: State(*map(self._shards.share, state)) for name, state in self.refs.items()}
 
     def walk(self, ops: Any, *, masters_only: bool = False) -> Iterator[Update]:
         """Yields each row with this rank's share of its state."""
         for row in self.rows:
-            yield Update(row, self.refs.get(row.name, (None, None, None)), self._shards.first(row))
+            yield Update(row, self.refs[row.name], self._shards.first(row))

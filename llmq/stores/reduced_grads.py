@@ -9,7 +9,7 @@ from typing import Any
 from llmq.row import Row
 from llmq.stores.bundles import Bundle, part_bundle, part_tree
 from llmq.stores.grads import ReplicatedGrads
-from llmq.stores.sharding import Sharding, Shards, part_of, some
+from llmq.stores.sharding import Sharding, Shards, part_of
 from llmq.tensor import Ref
 
 
@@ -28,16 +28,15 @@ class ReducedGrads(ReplicatedGrads):
             if self.last:
                 self._reduce(ops, self._of(self.refs, part))
 
-    def sums(self, ops: Any) -> Iterator[Ref | None]:
+    def sums(self, ops: Any) -> Iterator[Ref]:
         """Yields the gradient of each row, or this rank's share of it."""
         for ref in self.refs.values():
-            yield some(self._shards.piece(ref)) if self._sharding.states else ref
+            yield self._shards.piece(ref) if self._sharding.states else ref
 
     def shares(self, ops: Any) -> Iterator[Ref]:
-        """Yields this rank's share of every row of which it has one."""
+        """Yields this rank's share of every row."""
         for ref in self.refs.values():
-            if (share := some(self._shards.piece(ref))) is not None:
-                yield share
+            yield self._shards.piece(ref)
 
     def _of(self, refs: dict[str, Ref], part: str | int) -> list[Ref]:
         return [refs[row.name] for row in self._shards.rows if part_of(row) == part]
@@ -48,7 +47,7 @@ class ReducedGrads(ReplicatedGrads):
         self._sum(ops, refs, shares)
         if not self._sharding.states:
             for ref, share in zip(refs, shares, strict=True):
-                ops.all_gather(replace(ref, again=True), some(share), bounds=self._shards.bounds[ref.name])
+                ops.all_gather(replace(ref, again=True), share, bounds=self._shards.bounds[ref.name])
 
     def _sum(self, ops: Any, refs: Sequence[Ref], shares: Sequence[Ref]) -> None:
         """Shares <- the sums over ranks of gradients. Collectives stand together: a backend may make them as one."""
@@ -107,10 +106,10 @@ class ShardedGrads(ReducedGrads):
             yield part_bundle(self._tree, part)
             self._sum(ops, self._of(self._slots, part), self._of(self.refs, part))
 
-    def sums(self, ops: Any) -> Iterator[Ref | None]:
+    def sums(self, ops: Any) -> Iterator[Ref]:
         """Yields this rank's share of each row."""
-        yield from map(some, self.refs.values())
+        yield from self.refs.values()
 
     def shares(self, ops: Any) -> Iterator[Ref]:
-        """Yields this rank's share of every row of which it has one."""
-        yield from filter(None, self.sums(ops))
+        """Yields this rank's share of every row."""
+        yield from self.refs.values()

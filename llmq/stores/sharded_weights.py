@@ -4,11 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
+from itertools import groupby
 from typing import Any
 
 from llmq.row import Row
 from llmq.stores.bundles import Bundle, part_bundle, part_tree
-from llmq.stores.sharding import Sharding, Shards, part_of, some
+from llmq.stores.sharding import Sharding, Shards, part_of
 from llmq.stores.weights import ReplicatedWeights
 from llmq.tensor import Ref
 
@@ -26,14 +27,17 @@ class GatheredWeights(ReplicatedWeights):
             for row in self._shards.rows
         }
 
-    def written(self, ops: Any) -> Iterator[Ref | None]:
-        """Yields this rank's share of each trained row; all are whole again when the next row's is asked for."""
-        for name, share in self._own.items():
-            yield some(share)
-            self._gather(ops, self.refs[name], share)
+    def written(self, ops: Any) -> Iterator[Ref]:
+        """Yields this rank's share of each trained row; those of a part are whole again when the next part's is asked
+        for."""
+        for _, rows in groupby(self._shards.rows, key=part_of):
+            names = [row.name for row in rows]
+            yield from (self._own[name] for name in names)
+            for name in names:
+                self._gather(ops, self.refs[name], self._own[name])
 
     def _gather(self, ops: Any, whole: Ref, share: Ref) -> None:
-        ops.all_gather(whole, some(share), bounds=self._shards.bounds[share.name])
+        ops.all_gather(whole, share, bounds=self._shards.bounds[share.name])
 
 
 class ShardedWeights(GatheredWeights):
@@ -56,9 +60,9 @@ class ShardedWeights(GatheredWeights):
             fetched = {} if after is None else self._fetch(ops, after, phase)
             yield part, part_bundle(part_tree(bundle), part)
 
-    def written(self, ops: Any) -> Iterator[Ref | None]:
+    def written(self, ops: Any) -> Iterator[Ref]:
         """Yields this rank's share of each trained row."""
-        yield from map(some, self._own.values())
+        yield from self._own.values()
 
     def _fetch(self, ops: Any, part: str | int, phase: str) -> dict[str, Ref]:
         """Slots by row name with the whole of each row of a part; a tied head is the embedding."""

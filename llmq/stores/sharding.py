@@ -1,6 +1,7 @@
 """Which rank has which rows of every parameter (ZeRO; Rajbhandari et al., 2020).
 
-A share is of whole tiles of 128 rows, so that the scales of blocks and the partial sums of the norm stay whole.
+A share is of whole tiles of 128 rows, so that the scales of blocks and the partial sums of the norm stay whole. It may
+have no rows, and is recorded all the same: all ranks make the same calls, and group the same collectives.
 """
 
 from __future__ import annotations
@@ -91,11 +92,6 @@ class Shards:
 def part_of(row: Row) -> str | int:
     """The part of the model that a parameter is of: `embed`, a layer by its number, or `head`."""
     return row.name.partition(".")[0] if row.layer is None else row.layer
-
-
-def some(ref: Ref) -> Ref | None:
-    """A share; None if it has no rows."""
-    return ref if math.prod(ref.shape) else None
 
 
 def _cut(shape: tuple[int, ...], held: list[int]) -> tuple[Bounds, list[int]]:

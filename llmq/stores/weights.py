@@ -35,9 +35,9 @@ class ReplicatedWeights:
             slots = {ref.name: self._cast(ops, ref, phase) for ref in self._held[part]}
             yield part, part_bundle(part_tree({**self.refs, **slots}) if slots else self._tree, part)
 
-    def written(self, ops: Any) -> Iterator[Ref | None]:
-        """Yields what the copies of each trained row are written to, None where another rank writes them; they are
-        where they belong when the next row's is asked for."""
+    def written(self, ops: Any) -> Iterator[Ref]:
+        """Yields what the copies of each trained row are written to; they are where they belong when the next row's, or
+        the next part's, is asked for."""
         for row in self.rows:
             if row.trainable:
                 yield from self.refs[row.name].entries

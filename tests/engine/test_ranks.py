@@ -1,6 +1,7 @@
 """Many ranks: the bits of a run do not depend on what each of them holds, and its numbers not on how many there are."""
 
 from dataclasses import replace
+from itertools import groupby
 
 import numpy as np
 import pytest
@@ -83,7 +84,7 @@ def test_a_step_that_is_not_finite_on_one_rank_changes_nothing_on_any(level):
         plan = plan_of(BF16, None, CONFIG, sharding=Sharding(world.rank, world.size, **LEVELS[level]))
         engine = engine_of(plan, backend=HostBackend(world=world))
         before = [engine.parameter(row.name) for row in plan.rows]
-        engine.micro_step(rank_batch(Run(), 1, 0, world.rank, 2))
+        engine.micro_step(rank_batch(Run(), 1, 0, world.rank))
         if world.rank == 1:
             engine._fill(engine._cells.loss, np.nan)
         result = engine.update(1, 1e-2)
@@ -119,3 +120,29 @@ def test_a_rank_holds_less_at_every_level():
     assert [t["Adam M"] > tables[1]["Adam M"] * 3 for t in tables] == [True, False, False, False]
     assert tables[2]["Gradients"] * 3 < tables[1]["Gradients"]
     assert tables[3]["Weights"] * 3 < tables[2]["Weights"]
+
+
+@pytest.mark.parametrize("level", LEVELS)
+@pytest.mark.parametrize("precision", ["bf16", "fp8-e4m3-delayed", "fp8-e4m3-rowwise"])
+def test_all_ranks_make_the_same_calls(level, precision):
+    """Else one would group collectives that another makes one by one, and NCCL would wait for ever."""
+
+    def calls(rank):
+        plan = plan_of(PRECISIONS[precision], None, CONFIG, sharding=Sharding(rank, 5, **LEVELS[level]))
+        return {
+            name: [(call.op, call.lane, call.waits) for call in program.calls]
+            for name, program in plan.programs.items()
+        }
+
+    assert calls(0) == calls(1) == calls(4)
+
+
+def test_the_collectives_of_a_layer_stand_together():
+    """So that they are one for NCCL: between those of a layer nothing else is on their lane."""
+    plan = plan_of(PRECISIONS["fp8-e4m3-delayed"], None, CONFIG, sharding=Sharding(0, 2, **LEVELS[3]))
+    calls = [call.op for call in plan.programs["only"].calls]
+    runs = [len(list(run)) for op, run in groupby(calls) if op == "all_gather"]
+    reduced = [len(list(run)) for op, run in groupby(calls) if op == "reduce_scatter"]
+    layers = plan.spec.config.num_layers
+    assert len(runs) == 2 * layers  # both ways; the embedding with the first layer, the head with the last
+    assert len(reduced) == layers + 2

@@ -114,11 +114,11 @@ NOTHING = np.empty(0, np.uint8)
 
 
 def _bytes(tensor: Tensor | None) -> np.ndarray:
-    return NOTHING if tensor is None else tensor.array.view(np.uint8)
+    return NOTHING if tensor is None else tensor.array.reshape(-1).view(np.uint8)
 
 
 def _scales(tensor: Tensor | None) -> np.ndarray:
     if tensor is None:
         return NOTHING
     assert tensor.scale is not None
-    return tensor.scale.view(np.uint8)
+    return tensor.scale.reshape(-1).view(np.uint8)

@@ -13,7 +13,6 @@ from dataclasses import replace
 from llmq.ops.record import Call, Result
 from llmq.ops.seam import record
 from llmq.plan.names import scale_ref, storage_name
-from llmq.plan.passes.lanes import MAIN
 from llmq.tensor import LARGEST, Form, Ref
 
 
@@ -21,7 +20,11 @@ def casts(calls: Sequence[Call]) -> list[Call]:
     """Every call with the forms that it writes itself, and after it the calls that make the others."""
     made: list[Call] = []
     written: set[str] = set()
+    gathered: list[Call] = []  # made of what other ranks send: after all that they send at a time
     for call in calls:
+        if not record(call.op).gathers:
+            made += gathered
+            gathered = []
         if not any(_is_made_later(call, name, result) for name, result in _results(call)):
             made += _in_each_form(call)
             continue
@@ -39,10 +42,11 @@ def casts(calls: Sequence[Call]) -> list[Call]:
             turns += [_turned(result.ref, form, source, call.phase) for form in turned]
         if any(result is not None and result.forms for result in outputs):
             made += _in_each_form(replace(call, outputs=tuple(outputs)))
-        # What is made of what other ranks have sent stays on its lane, so that the next layers' is made ahead of time.
-        lane = call.lane if record(call.op).gathers else MAIN
-        made += [replace(one, lane=lane) for one in (*after, *turns)]
-    return made
+        if record(call.op).gathers:  # on their lane, where the next layer's are made ahead of time
+            gathered += [replace(one, lane=call.lane) for one in (*after, *turns)]
+        else:
+            made += [*after, *turns]
+    return made + gathered
 
 
 def _in_each_form(call: Call) -> list[Call]:
