@@ -77,7 +77,7 @@ class Board:
 
     def left(self, rank: int) -> None:
         """A rank has come to its end."""
-        self._ranks[rank].has_left = True
+        self._ranks[rank].has_left, self._ranks[rank].still = True, 0.0
 
     def lose(self, rank: int, why: str) -> None:
         """A rank has failed or disappeared."""
@@ -122,7 +122,7 @@ class Board:
         waiting = {number for number in counts if self._is_stuck(number) and self._is_inside(number)}
         lowest = min(counts.values())
         behind = {number for number, count in counts.items() if count == lowest}
-        if not waiting or any(self._ranks[n].still < self.patience for n in behind if not self._ranks[n].has_left):
+        if not waiting or any(self._ranks[number].still < self.patience for number in behind):
             return {}
         stuck = {number for number in behind if self._is_stuck(number)}
         seconds = round(max((self._ranks[number].still for number in stuck), default=0.0))

@@ -180,19 +180,18 @@ class StoreServer:
 
     async def _wait_for_all(self, seconds: float) -> None:
         """Until every rank is here. NoAnswer, for all that wait, as soon as one of them has waited long enough."""
-        started = time.monotonic()
+        left = self._until - time.monotonic()
         try:
-            left = min(seconds, self._until - started)
-            await asyncio.wait_for(asyncio.shield(self._all_here), left)
+            await asyncio.wait_for(asyncio.shield(self._all_here), min(seconds, left))
         except asyncio.TimeoutError:
             if not self._all_here.done():
-                waited = time.monotonic() - self._until + self._deadline
+                waited = round(seconds, 1) if seconds < left else self._deadline
                 _fail(self._all_here, NoAnswer(self._missing(waited)))
             self._all_here.result()
 
     def _missing(self, waited: float) -> str:
         missing = [rank for rank in range(self._size) if rank not in self._joined]
-        text = f"of {self._size} ranks, {in_words(missing)} did not come within {waited:.1f} s"
+        text = f"of {self._size} ranks, {in_words(missing)} did not come within {waited:g} s"
         return "; ".join([text, *self._notes])
 
     async def _answer(

@@ -2,7 +2,7 @@
 
 A rank that is killed is noticed at once, one that is stopped or cut off by its silence, and one that stands still by
 the others, which wait for it in a later collective (llmq/comm/board.py judges). What may take long is announced: see
-`Watch.long`. The main thread of a rank may be stuck where no exception reaches it, so the process ends from here.
+`Watchdog.long`. The main thread of a rank may be stuck where no exception reaches it, so the process ends from here.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ class WatchReport:
         return "\n".join([*lines, f"Python stacks of rank {self.rank}:", self.stacks])
 
 
-class Watch:
+class Watchdog:
     """The watchdog of this rank, from the beginning of a `with` block to its end; all ranks have one.
 
     `progress` is called every second, mostly from a thread of its own, and must not wait for anything. A rank is lost
@@ -79,7 +79,7 @@ class Watch:
         self._keepers: list[tuple[int, Beat | None]] = []
         self._thread = threading.Thread(target=self._run, name="watchdog", daemon=True)
 
-    def __enter__(self) -> Watch:
+    def __enter__(self) -> Watchdog:
         store = self._store
         try:
             self._channel = connect(store.host, store.port, store.token, PURPOSE, time.monotonic() + CONNECT_S)
@@ -93,6 +93,7 @@ class Watch:
         if isinstance(error, WorldError):
             self._thread.join(VERDICT_S)  # which ends the process, if it hears who is lost
         self._is_over.set()
+        self._beat()
         clean = error is None or (isinstance(error, SystemExit) and not error.code)
         with suppress(OSError):
             why = "" if error is None else f"{type(error).__name__}: {error}"[:STACK_CHARACTERS]

@@ -114,10 +114,18 @@ def test_a_rank_that_left_is_not_missed_until_others_wait_for_it():
         board.heard(0, Beat(4, "", 8), "")
         board.tick(1.0)
     assert not board.lost()
-    for _ in range(61):
+    for _ in range(60):
         board.heard(0, Beat(4, "gather", 9), "")
+        assert not board.lost()
         board.tick(1.0)
     assert lost_of(board) == {1: "it has ended, and others wait for it"}
+
+
+def test_a_rank_that_left_may_have_been_the_last_to_come():
+    board = board_of(("gather", 9, ""), ("", 8, "exporting"), seconds=100)
+    board.left(1)
+    board.tick(1.0)
+    assert not board.lost()
 
 
 def test_a_rank_that_failed_is_lost_at_once_with_its_reason():
