@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import ipaddress
 import json
+import os
 import random
 import socket
 import threading
@@ -28,12 +29,17 @@ class Store:
     """A rank's connection to the store, where ranks set and get values of a few MiB. Threads take turns.
 
     `seen` is the address that the server sees this rank at; None on the server's own machine, which others reach at
-    `host`. Every method raises WorldError when a rank or the store is lost, and names the rank. Then every call does.
+    `host`. `is_keeper` says that the server is in this process. Every method raises WorldError when a rank or the store
+    is lost, and names the rank. Then every call does.
     """
 
-    def __init__(self, channel: Channel, host: str, port: int, rank: int, size: int, token: str, seen: str) -> None:
+    def __init__(
+        self, channel: Channel, host: str, port: int, rank: int, size: int, token: str, welcome: dict[str, Any]
+    ) -> None:
         self.host, self.port, self.rank, self.size, self.token = host, port, rank, size, token
-        self.seen = None if ipaddress.ip_address(seen).is_loopback else seen
+        is_here = ipaddress.ip_address(welcome["address"]).is_loopback
+        self.seen: str | None = None if is_here else welcome["address"]
+        self.is_keeper: bool = is_here and welcome["pid"] == os.getpid()
         self._channel, self._turn = channel, threading.Lock()
         self._problem: str | None = None
 
@@ -56,7 +62,7 @@ class Store:
                 answer, _ = channel.receive(until=until + ANSWER_S)
                 if "error" in answer:
                     raise WorldError(answer["error"])
-                return cls(channel, host, port, rank, size, token, answer["address"])
+                return cls(channel, host, port, rank, size, token, answer)
             except BaseException:
                 channel.close()
                 raise

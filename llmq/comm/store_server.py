@@ -10,11 +10,13 @@ from __future__ import annotations
 
 import asyncio
 import ipaddress
+import os
 import threading
 import time
 from collections.abc import Coroutine, Iterable
 from typing import Any, TypeVar
 
+from llmq.comm.watch_desk import WatchDesk
 from llmq.comm.wire import (
     HANDSHAKE_S,
     Refused,
@@ -71,12 +73,13 @@ class StoreServer:
         self._messages: dict[int, bytes] = {}
         self._gathered: asyncio.Future[bytes] = self._loop.create_future()
         self._strangers: dict[asyncio.StreamWriter, None] = {}
-        self._members: set[asyncio.Task[None]] = set()
+        self._members: set[asyncio.Task[Any]] = set()
+        self._desk = WatchDesk(size)
         self._thread = threading.Thread(target=self._run, name="store", daemon=True)
         self._thread.start()
 
-    def close(self, grace: float = 5.0) -> None:
-        """Ends the store; ranks that are here have `grace` seconds to leave before."""
+    def close(self, grace: float = 60.0) -> None:
+        """Ends the store, as soon as all ranks that are here have left, or after `grace` seconds."""
         self._grace = grace
         if self._thread.is_alive():
             self._loop.call_soon_threadsafe(self._closing.set)
@@ -93,6 +96,7 @@ class StoreServer:
         await self._closing.wait()
         if self._members:
             await asyncio.wait(self._members, timeout=self._grace)
+        self._desk.end()
         server.close()
         tasks = asyncio.all_tasks() - {asyncio.current_task()}
         for task in tasks:
@@ -105,13 +109,20 @@ class StoreServer:
             keep_alive(writer.get_extra_info("socket"))
             address = _plain(writer.get_extra_info("peername"))
             request = await self._let_in(reader, writer, address)
-            await self._rank(request, address, reader, writer)
+            task = asyncio.current_task()
+            assert task is not None
+            self._members.add(task)
+            task.add_done_callback(self._members.discard)
+            if request.get("op") == "watch":
+                await self._desk.serve(request, reader, writer)
+            else:
+                await self._rank(request, address, reader, writer)
         except ENDED:
             pass  # whom it belonged to is known where it matters
         except asyncio.CancelledError:
             pass  # the store is closing; asyncio would report it
         finally:
-            writer.transport.abort() if self._closing.is_set() else writer.close()
+            writer.close()
 
     async def _let_in(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter, address: str) -> dict[str, Any]:
         """The first request of a connection that has proved itself. Refused if it does not, or not in time."""
@@ -140,16 +151,13 @@ class StoreServer:
             await _reply(writer, {"error": problem})
             return
         assert isinstance(rank, int)
-        task = asyncio.current_task()
-        assert task is not None
-        self._members.add(task)
         self._joined[rank] = address
         left = False
         try:
             if len(self._joined) == self._size and not self._all_here.done():
                 self._all_here.set_result(None)
             await _unless_closed(self._wait_for_all(float(request["seconds"])), reader)
-            await _reply(writer, {"address": address})
+            await _reply(writer, {"address": address, "pid": os.getpid()})
             while not left:
                 head, body = await read_frame(reader, limit=MESSAGE_BYTES)
                 left = head.get("op") == "bye"
@@ -157,7 +165,6 @@ class StoreServer:
         except NoAnswer as problem:
             await _reply(writer, {"error": str(problem)})
         finally:
-            self._members.discard(task)
             self._gone(rank, left)
 
     def _unfit(self, rank: Any, size: Any, address: str) -> str | None:
@@ -173,19 +180,18 @@ class StoreServer:
 
     async def _wait_for_all(self, seconds: float) -> None:
         """Until every rank is here. NoAnswer, for all that wait, as soon as one of them has waited long enough."""
-        started = time.monotonic()
+        left = self._until - time.monotonic()
         try:
-            left = min(seconds, self._until - started)
-            await asyncio.wait_for(asyncio.shield(self._all_here), left)
+            await asyncio.wait_for(asyncio.shield(self._all_here), min(seconds, left))
         except asyncio.TimeoutError:
             if not self._all_here.done():
-                waited = time.monotonic() - self._until + self._deadline
+                waited = round(seconds, 1) if seconds < left else self._deadline
                 _fail(self._all_here, NoAnswer(self._missing(waited)))
             self._all_here.result()
 
     def _missing(self, waited: float) -> str:
         missing = [rank for rank in range(self._size) if rank not in self._joined]
-        text = f"of {self._size} ranks, {in_words(missing)} did not come within {waited:.1f} s"
+        text = f"of {self._size} ranks, {in_words(missing)} did not come within {waited:g} s"
         return "; ".join([text, *self._notes])
 
     async def _answer(

@@ -13,7 +13,7 @@ import ml_dtypes
 import numpy as np
 import pytest
 
-from llmq.comm import mesh, wire
+from llmq.comm import mesh, tcp, wire
 from llmq.comm.rendezvous import Store, StoreServer
 from llmq.comm.tcp import TcpWorld
 from llmq.errors import WorldError
@@ -117,7 +117,9 @@ def test_ranks_that_make_different_calls_are_told():
     assert any("rank 1 sends 40 bytes in exchange 1, and 32 in exchange 1 are expected" in text for text in found)
 
 
-def test_a_rank_that_leaves_early_is_named_and_every_later_call_fails():
+def test_a_rank_that_leaves_early_is_named_and_every_later_call_fails(monkeypatch):
+    monkeypatch.setattr(tcp, "LOST_S", 0.1)
+
     def work(world):
         world.gather(None)
         if world.rank == 1:
@@ -134,6 +136,8 @@ def test_a_rank_that_leaves_early_is_named_and_every_later_call_fails():
 
 
 def test_an_interrupted_exchange_is_not_continued(monkeypatch):
+    monkeypatch.setattr(tcp, "LOST_S", 0.1)
+
     def work(world):
         if world.rank == 1:
             with suppress(WorldError):
@@ -212,6 +216,7 @@ LOOP = """
 """
 
 
+@pytest.mark.slow
 def test_a_killed_rank_is_named_by_all_others():
     server = StoreServer(HOST, 0, 3, TOKEN, 20)
     command = [sys.executable, "-c", textwrap.dedent(LOOP), str(server.port)]

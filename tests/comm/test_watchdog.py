@@ -1,0 +1,294 @@
+"""Real processes, one of which is killed, stopped, stuck or fails: the others say so and end with code 6, in time."""
+
+import signal
+import subprocess
+import sys
+import textwrap
+import threading
+import time
+from contextlib import ExitStack, contextmanager
+
+import pytest
+
+from llmq.comm.board import Beat
+from llmq.comm.rendezvous import Store, StoreServer
+from llmq.comm.watchdog import Watchdog
+from llmq.errors import WorldError
+
+TOKEN = "the job's token"
+RANK = """
+    import os, sys, time
+    from llmq.comm.board import Beat
+    from llmq.comm.rendezvous import Store, StoreServer
+    from llmq.comm.tcp import TcpWorld
+    from llmq.comm.watchdog import Watchdog
+    from llmq.errors import LlmqError, WorldError
+
+    port, rank, size, patience, trouble, steps, keeps = sys.argv[1:]
+    port, rank, size, steps, keeps = int(port), int(rank), int(size), int(steps), int(keeps)
+    server = StoreServer("127.0.0.1", port, size, "the job's token", 20) if keeps and rank == 0 else None
+    store = Store.join("127.0.0.1", port, rank, size, "the job's token", 20)
+    at = [0, "", 0]
+
+    def work_of_the_stuck():
+        time.sleep(1000)
+
+    def wait_for(world):
+        at[1:] = "the gather of a test", at[2] + 1
+        world.gather(at[0])
+        at[1] = ""
+
+    def run(world, watch):
+        for at[0] in range(steps):
+            wait_for(world)
+            if at[0] == 3:
+                print("third step", flush=True)
+                if rank == 1 and trouble == "stuck":
+                    work_of_the_stuck()
+                if rank == 1 and trouble == "fails":
+                    raise ValueError("a fault of its own")
+                if rank == 1 and trouble == "leaves":
+                    return
+                if trouble == "all fail":
+                    raise LlmqError("the loss is not finite")
+                if rank == 1 and trouble == "long":
+                    with watch.long("exporting"):
+                        time.sleep(3 * float(patience))
+            time.sleep(0.01)
+
+    def last_lines(report):
+        print(f"the log of rank {rank} ends: {[one.rank for one in report.lost]}", flush=True)
+        if rank == 0 and trouble == "the log is stuck":
+            time.sleep(1000)
+
+    world = TcpWorld(store, rank, size)
+    status = 0
+    try:
+        try:
+            with Watchdog(store, lambda: Beat(*at), patience=float(patience), on_lost=last_lines) as watch:
+                run(world, watch)
+        finally:
+            world.close()
+            if server:
+                server.close()
+    except LlmqError as error:
+        print(f"error: {error}", file=sys.stderr)
+        status = error.exit_code
+    sys.exit(status)
+"""
+
+
+class Ranks:
+    """Processes of a run, and their store, which is in this process unless rank 0 keeps it."""
+
+    def __init__(self, trouble, *, patience, size=3, steps=1_000_000, keeps=False):
+        self._server = StoreServer("127.0.0.1", 0, size, TOKEN, 60)
+        port = self._server.port
+        if keeps:
+            self._server.close()
+        command = [sys.executable, "-c", textwrap.dedent(RANK), str(port)]
+        tail = [str(size), str(patience), trouble, str(steps), str(int(keeps))]
+        pipe = subprocess.PIPE
+        self.all = [
+            subprocess.Popen([*command, str(rank), *tail], stdout=pipe, stderr=pipe, text=True) for rank in range(size)
+        ]
+
+    def __enter__(self):
+        return self
+
+    def __exit__(self, *_):
+        for process in self.all:
+            process.kill()
+            process.communicate()
+        self._server.close(grace=0)
+
+    def reach_the_third_step(self):
+        for process in self.all:
+            assert process.stdout.readline() == "third step\n", process.communicate()
+
+    def ends(self, *numbers, within):
+        """Exit code, stdout and stderr of some ranks, all of which end within some seconds."""
+        until = time.monotonic() + within
+        found = []
+        for number in numbers:
+            out, error = self.all[number].communicate(timeout=max(0.1, until - time.monotonic()))
+            found.append((self.all[number].returncode, out, error))
+        return found
+
+
+def test_a_killed_rank_is_reported_by_all_others():
+    with Ranks("", patience=60) as ranks:
+        ranks.reach_the_third_step()
+        ranks.all[1].send_signal(signal.SIGKILL)
+        for number, (status, out, error) in zip((0, 2), ranks.ends(0, 2, within=10), strict=True):
+            assert status == 6 and out == f"the log of rank {number} ends: [1]\n"
+            lines = error.splitlines()
+            assert lines[0] == f"rank {number} ends, because a rank of the run is lost"
+            assert lines[1].startswith("rank 1 is lost: its process has ended (last seen in step ")
+            assert f"Python stacks of rank {number}:\nthread MainThread:" in error
+
+
+@pytest.mark.slow
+def test_a_stopped_rank_is_reported_by_all_others():
+    with Ranks("", patience=3) as ranks:
+        ranks.reach_the_third_step()
+        time.sleep(1)
+        ranks.all[1].send_signal(signal.SIGSTOP)
+        for status, out, error in ranks.ends(0, 2, within=3 + 2 + 5):
+            assert status == 6 and "ends: [1]" in out
+            assert "rank 1 is lost: no sign of life for 2 s: its process, or its machine, is stopped" in error
+            assert "last seen in step " in error and "Python stacks of rank" in error
+        ranks.all[1].send_signal(signal.SIGCONT)
+        [(status, _, error)] = ranks.ends(1, within=10)
+        assert status == 6 and "rank 1 ends" in error
+
+
+@pytest.mark.slow
+def test_a_rank_that_stands_still_says_where():
+    with Ranks("stuck", patience=3) as ranks:
+        ranks.reach_the_third_step()
+        for status, out, error in ranks.ends(0, 1, 2, within=3 + 2 + 5):
+            assert status == 6 and "ends: [1]" in out
+            assert "rank 1 is lost: it stands still for 2 s, and others wait for it" in error
+            assert "(last seen in step 3, after collective 4)" in error
+            assert "Python stacks of rank 1:" in error and "in work_of_the_stuck" in error
+
+
+@pytest.mark.slow
+def test_a_rank_that_fails_ends_with_its_own_error_and_the_others_name_it():
+    with Ranks("fails", patience=60) as ranks:
+        ranks.reach_the_third_step()
+        for status, _, error in ranks.ends(0, 2, within=15):
+            assert status == 6 and "rank 1 is lost: it has failed with ValueError: a fault of its own" in error
+        [(status, _, error)] = ranks.ends(1, within=10)
+        assert status == 1 and "ValueError: a fault of its own" in error and "is lost" not in error
+
+
+@pytest.mark.slow
+def test_ranks_that_fail_alike_all_end_with_their_own_error():
+    with Ranks("all fail", patience=60, keeps=True) as ranks:
+        assert [end[::2] for end in ranks.ends(0, 1, 2, within=20)] == [(1, "error: the loss is not finite\n")] * 3
+
+
+@pytest.mark.slow
+def test_a_rank_that_leaves_too_early_is_named():
+    """The world of the others breaks; no verdict comes, as a rank that left is no loss."""
+    with Ranks("leaves", patience=60) as ranks:
+        for status, _, error in ranks.ends(0, 2, within=30):
+            assert status == 6 and "rank 1 has ended, and rank" in error
+
+
+@pytest.mark.slow
+def test_the_rank_with_the_store_is_killed():
+    with Ranks("", patience=60, keeps=True) as ranks:
+        ranks.reach_the_third_step()
+        time.sleep(1.5)
+        ranks.all[0].send_signal(signal.SIGKILL)
+        for status, _, error in ranks.ends(1, 2, within=10):
+            assert status == 6 and "rank 0 is lost: it keeps the store; its connection has ended" in error
+
+
+@pytest.mark.slow
+def test_the_rank_with_the_store_is_stopped():
+    with Ranks("", patience=3, keeps=True) as ranks:
+        ranks.reach_the_third_step()
+        time.sleep(1)
+        ranks.all[0].send_signal(signal.SIGSTOP)
+        for status, _, error in ranks.ends(1, 2, within=3 + 2 + 5):
+            assert status == 6 and "rank 0 is lost: it keeps the store; no answer for 2 s" in error
+
+
+@pytest.mark.slow
+def test_the_rank_with_the_store_tells_all_others_before_it_ends():
+    with Ranks("", patience=60, keeps=True, size=5) as ranks:
+        ranks.reach_the_third_step()
+        ranks.all[3].send_signal(signal.SIGKILL)
+        for status, out, error in ranks.ends(0, 1, 2, 4, within=15):
+            assert status == 6 and "ends: [3]" in out and "rank 3 is lost: its process has ended" in error
+
+
+@pytest.mark.slow
+def test_a_log_that_is_stuck_does_not_hold_a_rank_up():
+    with Ranks("the log is stuck", patience=60) as ranks:
+        ranks.reach_the_third_step()
+        ranks.all[1].send_signal(signal.SIGKILL)
+        assert [status for status, _, _ in ranks.ends(0, 2, within=25)] == [6, 6]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("keeps", [False, True])
+def test_what_takes_long_is_waited_for(keeps):
+    """Three times the patience; and a run that ends well says nothing."""
+    with Ranks("long", patience=3, steps=10, keeps=keeps) as ranks:
+        assert ranks.ends(0, 1, 2, within=30) == [(0, "third step\n", "")] * 3
+
+
+@pytest.mark.slow
+def test_all_ranks_stopped_and_continued_are_not_lost():
+    """Ctrl-Z and fg, or a laptop that slept."""
+    with Ranks("", patience=3, steps=400, keeps=True) as ranks:
+        ranks.reach_the_third_step()
+        for process in ranks.all:
+            process.send_signal(signal.SIGSTOP)
+        time.sleep(6)
+        for process in ranks.all:
+            process.send_signal(signal.SIGCONT)
+        assert ranks.ends(0, 1, 2, within=30) == [(0, "", "")] * 3
+
+
+@contextmanager
+def watched(size, beats, monkeypatch, *, patience):
+    """Watchdogs of ranks in this process, and the reports with which they would end it."""
+    reports = [None] * size
+    monkeypatch.setattr(Watchdog, "_end", lambda watch, lost: reports.__setitem__(watch._store.rank, lost))
+    server = StoreServer("127.0.0.1", 0, size, TOKEN, 20)
+    stores = [None] * size
+
+    def join(rank):
+        stores[rank] = Store.join("127.0.0.1", server.port, rank, size, TOKEN, 20)
+
+    threads = [threading.Thread(target=join, args=(rank,)) for rank in range(size)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    try:
+        with ExitStack() as stack:
+            watches = [
+                Watchdog(store, lambda rank=rank: beats[rank], patience=patience) for rank, store in enumerate(stores)
+            ]
+            yield [stack.enter_context(watch) for watch in watches], reports
+        for store in stores:
+            store.close()
+    finally:
+        server.close(grace=0)
+
+
+@pytest.mark.slow
+def test_reports_have_the_stacks_of_a_rank_that_stands_still(monkeypatch):
+    beats = [Beat(5, "reduce layers.3", 9), Beat(5, "", 8)]
+    with watched(2, beats, monkeypatch, patience=3.0) as (_, reports):
+        until = time.monotonic() + 20
+        while not all(reports) and time.monotonic() < until:
+            time.sleep(0.02)
+    for [one] in reports:
+        assert (one.rank, one.beat) == (1, beats[1]) and "stands still" in one.why
+        assert "test_reports_have_the_stacks_of_a_rank_that_stands_still" in one.stacks
+
+
+@pytest.mark.slow
+def test_long_work_and_normal_ends_are_no_loss(monkeypatch):
+    beats = [Beat(5, "reduce layers.3", 9), Beat(5, "", 8)]
+    with watched(2, beats, monkeypatch, patience=3.0) as (watches, reports):
+        with watches[1].long("exporting"), watches[1].long("hashing"):
+            time.sleep(4.0)
+        beats[:] = [Beat(6, "", 10)] * 2
+    assert reports == [None, None]
+
+
+def test_a_store_that_is_gone_cannot_watch():
+    server = StoreServer("127.0.0.1", 0, 1, TOKEN, 20)
+    store = Store.join("127.0.0.1", server.port, 0, 1, TOKEN, 20)
+    server.close(grace=0)
+    with pytest.raises(WorldError, match="rank 0 cannot reach the store to be watched"):
+        Watchdog(store, lambda: Beat(0, "", 0)).__enter__()
