@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import atexit
 import socket
 from dataclasses import replace
 from typing import TYPE_CHECKING
@@ -45,7 +46,8 @@ def _join_store(place: Place) -> Store:
         place = _met_by_mpi(place)
     token = place.token or derived_token(place.job)
     if place.rank == 0 and not place.has_store:
-        StoreServer(place.master_addr, place.master_port, place.size, token, place.join_s)
+        server = StoreServer(place.master_addr, place.master_port, place.size, token, place.join_s)
+        atexit.register(server.close)  # which gives the other ranks time to leave
     try:
         return Store.join(place.master_addr, place.master_port, place.rank, place.size, token, place.join_s)
     except WorldError as error:
