@@ -1,8 +1,8 @@
 """A rank as a process of its own: `python -m llmq.comm.rank_process llmq.cli.start:train ARGUMENTS`.
 
-Before anything is imported that starts threads, it takes the cores that it is given, and asks Linux for SIGUSR1 when
-its launcher is gone, so that it ends after its step and none is left over. (Linux sends it for each thread of the
-launcher: a second SIGTERM would end the rank within its step.)
+Before anything is imported that starts threads, it takes the cores that it is given, and asks Linux for a signal when
+its launcher is gone, so that none is left over. That is SIGUSR1, after which it ends its step and saves: Linux sends it
+for each thread of the launcher, and a second SIGTERM would end the rank within its step.
 """
 
 from __future__ import annotations
@@ -17,22 +17,22 @@ from llmq.comm.cores import read_cores
 from llmq.errors import TERMINATED
 
 PR_SET_PDEATHSIG = 1
-CORES, LAUNCHER = "LLMQ_CORES", "LLMQ_LAUNCHER_PID"
+CORES, LAUNCHER, LAST_SIGNAL = "LLMQ_CORES", "LLMQ_LAUNCHER_PID", "LLMQ_LAST_SIGNAL"
 
 
 def main() -> None:
     """Runs the function that the first argument names, with the arguments after it."""
     function = sys.argv.pop(1)
-    _end_with(int(os.environ[LAUNCHER]))
+    _end_with(int(os.environ[LAUNCHER]), int(os.environ.get(LAST_SIGNAL, signal.SIGUSR1)))
     if cores := read_cores(os.environ.get(CORES, "")):
         os.sched_setaffinity(0, cores)
     module, _, name = function.partition(":")
     getattr(import_module(module), name)()
 
 
-def _end_with(launcher: int) -> None:
-    """SIGUSR1 comes when the launcher ends; one that has ended already ends this process now."""
-    ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGUSR1)
+def _end_with(launcher: int, number: int) -> None:
+    """The signal comes when the launcher ends; one that has ended already ends this process now."""
+    ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, number)
     if os.getppid() != launcher:
         sys.exit(TERMINATED)
 

@@ -5,6 +5,7 @@ fail RANK CODE    the rank ends with an exit code, the others with 6 once they m
 kill RANK         the rank ends by SIGKILL
 wait SIGNAL       until this signal comes; the rank prints all that it heard, and ends with 75
 stay RANK         one that neither misses the others nor hears SIGTERM
+    wait-once FOLDER  until a rank is missed, in the first start; the second one exchanges
 fail-once RANK FOLDER     the rank fails in the first start, and its arguments say of the second that it is one
 """
 
@@ -100,4 +101,13 @@ def _fail_once(world, rank: str, folder: str, *more: str) -> None:
             os._exit(1)
         world.gather(None)
     assert mark.is_file()
+    _exchange(world)
+
+
+def _wait_once(world, folder: str, *more: str) -> None:
+    if not more:
+        (Path(folder) / "waiting").touch()
+        for _ in range(10_000):
+            world.gather(None)
+            time.sleep(0.01)
     _exchange(world)
