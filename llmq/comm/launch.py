@@ -4,7 +4,7 @@ Known are our own (set by `--gpus N`, `llmq-launch` and Ray's actors), torchrun'
 MPICH. One launcher may start another, as in `srun torchrun`: the inner one counts, which is the first of that list.
 
 The store at which ranks meet (llmq/comm/rendezvous.py) has a port of its own: torchrun's is taken by its own store, and
-Slurm names none, so that it follows from the number of the job. LLMQ_MASTER_PORT overrides it.
+Slurm names none, so that it follows from the number of the job. LLMQ_MASTER_PORT overrides it, LLMQ_MASTER_ADDR the address that srun's variables give.
 """
 
 from __future__ import annotations
@@ -186,7 +186,8 @@ def _by_srun(environ: Mapping[str, str]) -> Place | None:
         size=_number(environ, "SLURM_STEP_NUM_TASKS"),
         local_rank=_number(environ, "SLURM_LOCALID"),
         local_size=tasks[node],
-        master_addr=node_names(environ["SLURM_STEP_NODELIST"])[0],  # rank 0 is on the first node of every distribution
+        # Rank 0 is on the first node, however tasks are distributed.
+        master_addr=environ.get("LLMQ_MASTER_ADDR") or node_names(environ["SLURM_STEP_NODELIST"])[0],
         master_port=_number(environ, "LLMQ_MASTER_PORT", store_port(16 * job + step)),
         token=environ.get("LLMQ_JOB_TOKEN"),
         kind="srun",

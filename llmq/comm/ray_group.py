@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import os
 import signal
+import socket
 import subprocess
 import sys
 import threading
@@ -22,6 +23,7 @@ from llmq.comm.rank_process import LAST_SIGNAL, LAUNCHER
 from llmq.errors import UsageError, WorldError
 
 HANDED_ON = ("LLMQ_", "HF_", "WANDB_", "NCCL_")  # the beginnings of variables that ranks get from this process
+CONNECT_S = 10.0  # in which a cluster has to take a connection
 VISIBLE = "CUDA_VISIBLE_DEVICES"
 
 
@@ -34,9 +36,12 @@ def run_ray_group(group: Group, address: str | None, restarts: int, *, on_gpus: 
         import ray
     except ImportError as error:
         raise UsageError('--launcher ray needs the package ray: pip install "llmq-train[ray]"') from error
+    host, colon, port = (address or "").rpartition(":")
     try:
+        if colon and port.isdigit():  # Ray would try for minutes
+            socket.create_connection((host, int(port)), CONNECT_S).close()
         ray.init(address, log_to_driver=False, logging_level="error")
-    except ConnectionError as error:
+    except OSError as error:
         raise UsageError(f"--ray-address {address}: no Ray cluster answers there: {error}") from error
     try:
         kind = "GPU" if on_gpus else "CPU"
@@ -119,8 +124,6 @@ class Keeper:
         """The machine, its address, the GPU that Ray keeps for this actor (or nothing), and a port that is free."""
         import ray
 
-        from llmq.comm.join import free_port
-
         gpus = [str(gpu) for gpu in ray.get_gpu_ids()]
         return ray.get_runtime_context().get_node_id(), ray.util.get_node_ip_address(), ",".join(gpus), free_port()
 
@@ -162,6 +165,13 @@ class Keeper:
         assert self._process and self._process.stdout
         while said := os.read(self._process.stdout.fileno(), 1 << 16):
             self._said += said
+
+
+def free_port() -> int:
+    """A port of this machine that was free a moment ago."""
+    with socket.socket() as found:
+        found.bind(("", 0))
+        return found.getsockname()[1]
 
 
 class RayRank:

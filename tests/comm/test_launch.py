@@ -61,6 +61,7 @@ def test_a_process_on_its_own(environ):
 
 def test_variables_of_ours_override_a_launchers():
     own = {"LLMQ_MASTER_PORT": "1234", "LLMQ_JOB_TOKEN": "abc", "LLMQ_JOIN_TIMEOUT": "5"}
+    assert recognised({**SRUN, "LLMQ_MASTER_ADDR": "10.0.0.7"}).master_addr == "10.0.0.7"
     for environ in (TORCHRUN, SRUN):
         place = recognised(environ | own)
         assert (place.master_port, place.token, place.join_s) == (1234, "abc", 5.0)
