@@ -4,7 +4,8 @@ Known are our own (set by `--gpus N`, `llmq-launch` and Ray's actors), torchrun'
 MPICH. One launcher may start another, as in `srun torchrun`: the inner one counts, which is the first of that list.
 
 The store at which ranks meet (llmq/comm/rendezvous.py) has a port of its own: torchrun's is taken by its own store, and
-Slurm names none, so that it follows from the number of the job. LLMQ_MASTER_PORT overrides it, LLMQ_MASTER_ADDR the address that srun's variables give.
+Slurm names none, so that it follows from the number of the job. LLMQ_MASTER_PORT overrides it, and LLMQ_MASTER_ADDR the
+address that follows from srun's variables.
 """
 
 from __future__ import annotations
