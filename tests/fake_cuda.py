@@ -21,6 +21,7 @@ class FakeDriver:
     failure: int = 0
     used: int = 0
     context_failure: int = 0
+    no_address: int = 0
     contexts: list = field(default_factory=list)
 
     def cuDriverGetVersion(self, pointer):
@@ -49,6 +50,10 @@ class FakeDriver:
     def cuDeviceGetUuid_v2(self, pointer, device):
         pointer._obj[:] = range(16 * device.value, 16 * device.value + 16)
         return 0
+
+    def cuDeviceGetPCIBusId(self, buffer, size, device):
+        buffer.value = f"0000:{24 + device.value:02X}:00.0".encode()
+        return self.no_address
 
     def cuDeviceTotalMem_v2(self, pointer, device):
         pointer._obj.value = self.gpus[device.value][3]

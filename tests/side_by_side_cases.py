@@ -24,7 +24,7 @@ UNTIED, TIED, NORMED, WINDOW = MODELS
 
 UNSET = """
     revision tokenizer weight global_batch_size augment packing max_docs bf16_layers fp8_layers epochs warmup_ratio
-    min_lr continue gpu save_best reset
+    min_lr continue gpu save_best reset ray_address
 """
 OFF = """
     from_scratch init_proj_to_zero fp8_fallback recompute_swiglu recompute_norm recompute_ffn recompute_qkv
@@ -68,6 +68,8 @@ SPELLED: dict[str, Any] = {
     "export_dtype": "fp32",
     "overwrite": True,
     "gpus": 1,
+    "launcher": "auto",
+    "restart_failed": 0,
     "use_cuda_graphs": True,
     "deterministic": True,
     "seed": 5,

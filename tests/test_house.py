@@ -66,6 +66,7 @@ OWNERS = {
     "LogOptions": "llmq.training.log",
     "CheckpointOptions": "llmq.files.checkpoint",
     "SystemOptions": "llmq.hardware.device",
+    "LaunchOptions": "llmq.comm.start",
     "RunOptions": "llmq.training.job",
 }
 STRAIGHT_LINES = {"forward", "backward", "dgrad", "wgrad"}

@@ -30,7 +30,15 @@ PAGES = [
     *(ROOT / f"{name}/README.md" for name in ("cuda", "data")),
 ]
 MOST_LINES = 170  # of the README
-COMMANDS = ("llmq-train", "llmq-generate", "tokenize-data", "llmq-bench", "llmq-plot", "llmq-export-wandb")
+COMMANDS = (
+    "llmq-train",
+    "llmq-launch",
+    "llmq-generate",
+    "tokenize-data",
+    "llmq-bench",
+    "llmq-plot",
+    "llmq-export-wandb",
+)
 EXTRAS = re.findall(
     r"^(\w+) = \[",
     (ROOT / "pyproject.toml").read_text("utf-8").split("dependencies]")[1].split("[project.")[0],
@@ -40,6 +48,7 @@ THROUGHPUT = json.loads((DOCS / "throughput.json").read_text("utf-8"))
 BEST = (0, 1, 4, 7, 9)  # rows of THROUGHPUT in the README
 # Flags of other programs, and of this checkout's scripts.
 OTHER_FLAGS = {"--all", "--judges", "--emulate", "--cpu", "--show-resume", "--fmad", "--tool", "--no-"}
+OTHER_FLAGS |= {"--ntasks-per-node", "--nproc-per-node"}
 
 
 def options_table() -> str:

@@ -15,6 +15,11 @@ def train() -> None:
     _start("train")
 
 
+def launch() -> None:
+    """llmq-launch."""
+    _start("launch")
+
+
 def tokenize_data() -> None:
     """tokenize-data."""
     _start("tokenize_data")

@@ -24,6 +24,7 @@ COMMON = (  # what --help shows; --help-all has the others
 COLUMN = 34  # where its explanations begin
 STRAY = "every option starts with --; quote a glob ('--train-file=data/*.bin'), or repeat the flag for each file"
 ALL = "llmq.help_all"  # in a context's meta: the help is that of --help-all
+ARGUMENTS = "llmq.arguments"  # in a context's meta: all of them
 REPEATED = "llmq.repeated"  # in a context's meta: notices of flags that are given more than once
 NO_VALUE = "a flag takes no value: --overwrite turns it on, --no-overwrite off"
 TRUE_OR_FALSE = {"true", "false", "yes", "no", "on", "off", "0", "1"}
@@ -34,20 +35,37 @@ UNKNOWN_ALLOWED = {**shell.SETTINGS, "ignore_unknown_options": True, "allow_extr
 def train(
     context: click.Context, *, config: str | None, print_config: bool, more: bool, less: int, **given: Any
 ) -> int:
-    """Reads the options, and prints them or trains; returns the exit code."""
+    """Reads the options, and prints them, or trains here or in processes that it starts; returns the exit code."""
+    options = _options(context, config, more, less, given)
+    if print_config:
+        click.echo(options.to_yaml(), nl=False)
+        return 0
+    from llmq.cli.launch import started
+    from llmq.training.loop import run
+
+    with terminable():
+        exit_code = started(options, context.meta[ARGUMENTS])
+        return run(options).exit_code if exit_code is None else exit_code
+
+
+def _options(context: click.Context, config: str | None, more: bool, less: int, given: dict[str, Any]) -> Options:
+    """The options that the arguments of a command line give."""
     values = {key: value for key, value in given.items() if value not in (None, ())}
     if more or less:
         if (more and less) or "verbosity" in values:
             raise UsageError("-v, -q and --verbosity say the same: give one of them")
         values["verbosity"] = 1 if more else -min(less, 2)
-    options = Options.parse({**values, "config": config}, _problems(context.args), context.meta.get(REPEATED, ()))
-    if print_config:
-        click.echo(options.to_yaml(), nl=False)
-        return 0
-    from llmq.training.loop import run
+    return Options.parse({**values, "config": config}, _problems(context.args), context.meta.get(REPEATED, ()))
 
-    with terminable():
-        return run(options).exit_code
+
+def options_of(arguments: Sequence[str]) -> Options:
+    """The options of a run from the arguments of `llmq-train`. UsageError for those that print something instead."""
+    context = command().make_context("llmq-train", list(arguments))
+    values = dict(context.params)
+    if values.pop("print_config"):
+        raise UsageError("--print-config is for llmq-train itself")
+    config, more, less = (values.pop(name) for name in ("config", "more", "less"))
+    return _options(context, config, more, less, values)
 
 
 def _problems(arguments: Sequence[str]) -> list[str]:
@@ -111,6 +129,7 @@ class TrainCommand(click.Command):
 
     def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
         """Of a flag in several spellings, keeps the last one; makes `--no-packing` a value of `--packing`."""
+        ctx.meta[ARGUMENTS] = tuple(args)
         _, _, order = self.make_parser(ctx).parse_args(args=list(args))
         rest = super().parse_args(ctx, args)
         ctx.meta[REPEATED] = _drop_repeated(ctx.params, [str(parameter.name) for parameter in order])

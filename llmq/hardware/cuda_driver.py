@@ -167,6 +167,13 @@ def memory_bytes(gpu: Gpu) -> tuple[int, int]:
     return total.value, free.value
 
 
+def pci_address(index: int) -> str:
+    """Where a GPU is on the PCI bus, as sysfs names it (0000:18:00.0); empty where the driver does not tell."""
+    library, device, text = load(), ctypes.c_int(), ctypes.create_string_buffer(32)
+    _check(library, library.cuDeviceGet(ctypes.byref(device), index))
+    return "" if library.cuDeviceGetPCIBusId(text, len(text), device) else text.value.decode("ascii").lower()
+
+
 def dotted(version: tuple[int, int]) -> str:
     """`8.9` for (8, 9)."""
     return f"{version[0]}.{version[1]}"

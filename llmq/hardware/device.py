@@ -91,6 +91,25 @@ def pick_device(options: SystemOptions) -> Device:
     return pick(options.device)
 
 
+def gpu_addresses(gpus: int) -> list[str]:
+    """PCI addresses of the first `gpus` GPUs that CUDA sees, or of all with 0. UsageError if they are not there.
+
+    An address is empty where the driver does not tell it.
+    """
+    problem, driver = cuda_backend_problem(), cuda_driver.read()
+    there = len(driver.gpus) if driver and problem is None else 0
+    if gpus > there or not there:
+        raise UsageError(
+            f"--gpus {gpus}: {problem or f'CUDA sees {there} here'}; llmq-launch --procs N starts ranks on the CPU"
+        )
+    return [cuda_driver.pci_address(index) for index in range(gpus or there)]
+
+
+def asked_gpus(options: SystemOptions) -> int:
+    """The value of `--gpus`."""
+    return options.gpus
+
+
 def pick(device: str) -> Device:
     """The device of `auto`, `cpu` or `cuda`. UsageError for a GPU that cannot be used."""
     if device == "cpu":

@@ -20,7 +20,7 @@ from llmq.options.data import DataOptions, ModelOptions, SourceOptions
 from llmq.options.field import Description, Section, build, describe, flag, named, plain, read_flat_yaml
 from llmq.options.maths import MemoryOptions, OptimizerOptions, PrecisionOptions, ScheduleOptions
 from llmq.options.rate_rules import final_fraction
-from llmq.options.run import CheckpointOptions, ExportOptions, LogOptions, RunOptions, SystemOptions
+from llmq.options.run import CheckpointOptions, ExportOptions, LaunchOptions, LogOptions, RunOptions, SystemOptions
 
 SECTIONS: dict[str, type[Section]] = {
     "model": ModelOptions,
@@ -34,6 +34,7 @@ SECTIONS: dict[str, type[Section]] = {
     "checkpoint": CheckpointOptions,
     "export": ExportOptions,
     "system": SystemOptions,
+    "launch": LaunchOptions,
     "run": RunOptions,
 }
 UNSETS = {  # an option of the command line, and its alternatives, which it takes back where a file has them
@@ -111,6 +112,7 @@ class Options:
     checkpoint: CheckpointOptions
     export: ExportOptions
     system: SystemOptions
+    launch: LaunchOptions
     run: RunOptions
     templates: Mapping[str, str]
     notices: tuple[str, ...] = field(default=(), compare=False)

@@ -125,7 +125,7 @@ class SystemOptions(Section):
     device: Literal["auto", "cuda", "cpu"] = option(
         "auto", "Device to compute on; auto uses a GPU if it can, else the CPU."
     )
-    gpus: Int = option(1, "Number of GPUs; only 1 is supported for now.", ge=1)
+    gpus: Int = option(1, "Number of GPUs of this machine, with a process for each; 0 takes all that CUDA sees.", ge=0)
     gpu: Text | None = option(
         None, "GPU to plan for with --dry-run, present or not, such as H200 or 'RTX 4090'; or its size, such as 24GiB."
     )
@@ -140,8 +140,32 @@ class SystemOptions(Section):
     def contradictions(self) -> Iterator[str]:
         if self.gpu is not None and self.device == "cpu":
             yield f"--gpu {self.gpu} plans for a GPU, but --device is cpu: use --device cuda, or leave --gpu out"
-        if self.gpus > 1:
-            yield f"--gpus {self.gpus}: for now a run has one GPU: use --gpus 1"
+        if self.gpus != 1 and self.device == "cpu":
+            yield (
+                f"--gpus {self.gpus} counts GPUs, but --device is cpu: llmq-launch --procs {max(self.gpus, 2)} starts "
+                "processes for the CPU"
+            )
+
+
+class LaunchOptions(Section):
+    title = "Launch"
+    launcher: Literal["auto", "ray"] = option(
+        "auto", "How the processes of several GPUs are started; auto starts them here, ray as actors of a Ray cluster."
+    )
+    ray_address: Text | None = option(
+        None, "Address of a running Ray cluster, such as auto or node1:6379.", shown="a cluster on this machine alone"
+    )
+    restart_failed: Int = option(
+        lambda fields: 3 if fields["launcher"] == "ray" else 0,
+        "Start all processes again from the last checkpoint when one is lost, up to N times.",
+        shown="3 with --launcher ray, else 0",
+        ge=0,
+        le=LARGEST_STEP,
+    )
+
+    def contradictions(self) -> Iterator[str]:
+        if self.ray_address is not None and self.launcher != "ray":
+            yield f"--ray-address {self.ray_address} is for a Ray cluster: add --launcher ray, or leave it out"
 
 
 class RunOptions(Section):

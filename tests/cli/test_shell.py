@@ -11,12 +11,13 @@ import click
 import numpy as np
 import pytest
 
-from llmq.cli import bench, export_wandb, generate, plot, shell, start, tokenize_data, train
+from llmq.cli import bench, export_wandb, generate, launch, plot, shell, start, tokenize_data, train
 from llmq.data.tokens.token_file import TokenWriter
 
 ROOT = Path(__file__).parents[2]
 COMMANDS = {
     "train": train.command(),
+    "launch": launch.command,
     "generate": generate.command,
     "bench": bench.command,
     "plot": plot.command,

@@ -12,7 +12,7 @@ from types import SimpleNamespace
 import pytest
 
 from llmq import errors
-from llmq.cli import shell
+from llmq.cli import launch, shell
 from llmq.cli.train import COMMON, command
 from llmq.options.field import flag
 from llmq.options.parse import Options, descriptions
@@ -126,6 +126,7 @@ def test_every_option_and_alias_is_a_flag_that_arrives(trained):
         with pytest.MonkeyPatch.context() as patch:
             seen = {}
             patch.setattr(Options, "parse", lambda values, problems, notices, seen=seen: seen.update(values) or Options)
+            patch.setattr(launch, "started", lambda options, arguments: None)
             assert call(*given) == 0
         value = seen.pop(name)
         assert value == {"flag": True, "repeatable": (given[-1],)}.get(d.kind, given[-1])
@@ -241,7 +242,7 @@ def test_help_names_everything_unbroken(capsys):
 
 def test_everything_wrong_is_one_message(capsys):
     arguments = ["--model=m", "--train-file", "a.bin", "b.bin", "c.bin", "--bacth-size", "3", "--foo=1", "--lr=-1"]
-    assert call(*arguments, "--gpus=2") == 2
+    assert call(*arguments, "--gpus=2", "--device=cpu") == 2
     out, err = capsys.readouterr()
     assert out == ""
     lines = [line.strip() for line in err.splitlines()]
@@ -251,7 +252,7 @@ def test_everything_wrong_is_one_message(capsys):
         "unknown option --bacth-size: did you mean --batch-size?",
         "unknown option --foo: llmq-train --help-all lists all options",
         "--learning-rate -1 is below the least value: use 0 or more",
-        "--gpus 2: for now a run has one GPU: use --gpus 1",
+        "--gpus 2 counts GPUs, but --device is cpu: llmq-launch --procs 2 starts processes for the CPU",
     ]
 
 

@@ -99,3 +99,10 @@ def test_no_library_is_no_driver(monkeypatch):
         assert cuda_driver.read() is None and cuda_driver.cuda_version() is None
     finally:
         cuda_driver.load.cache_clear()
+
+
+def test_where_a_gpu_is_on_the_bus(monkeypatch):
+    driver = install(monkeypatch, FakeDriver(gpus=(H200, H200, H200)))
+    assert [cuda_driver.pci_address(index) for index in range(3)] == ["0000:18:00.0", "0000:19:00.0", "0000:1a:00.0"]
+    driver.no_address = 3  # CUDA_ERROR_NOT_INITIALIZED
+    assert cuda_driver.pci_address(0) == ""

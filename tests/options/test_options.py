@@ -15,7 +15,7 @@ NEEDED = {"model": "Qwen/Qwen2.5-0.5B", "train_file": "train.bin"}
 UNSET = """
     revision tokenizer weight eval_file global_batch_size augment packing max_docs data eval_fraction data_format map
     prompt_template chat_template train_on gradient_dtype fp8_scaling head_dtype bf16_layers fp8_layers log_fp8_every
-    steps warmup_ratio min_lr save_best continue reset export_dtype gpu
+    steps warmup_ratio min_lr save_best continue reset export_dtype gpu ray_address
 """
 OFF = """
     from_scratch init_proj_to_zero streaming fp8_fallback recompute_swiglu recompute_norm recompute_ffn
@@ -69,6 +69,8 @@ DEFAULTS = {
     "use_cuda_graphs": True,
     "deterministic": True,
     "seed": 0,
+    "launcher": "auto",
+    "restart_failed": 0,
 }
 
 
@@ -205,7 +207,8 @@ def test_everything_wrong_is_said_at_once():
         ({"matmul_dtype": "float16"}, "--matmul-dtype float16: fp16 needs its loss scaled"),
         ({"opt_m_dtype": "float16"}, "fp16 needs its loss scaled"),
         ({"head_dtype": "fp16"}, "fp16 needs its loss scaled"),
-        ({"gpus": 2}, "use --gpus 1"),
+        ({"gpus": 2, "device": "cpu"}, "--device is cpu: llmq-launch --procs 2 starts processes for the CPU"),
+        ({"ray_address": "auto"}, "--ray-address auto is for a Ray cluster: add --launcher ray, or leave it out"),
         ({"name": "a/b"}, "cannot be part of a path"),
         ({"name": ".."}, "cannot be part of a path"),
         ({"final_lr_fraction": 1.5}, "use 1 or less"),

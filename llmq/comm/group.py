@@ -1,0 +1,259 @@
+"""The ranks of one machine: started together, watched, ended together, and started again if that is asked for.
+
+Each rank is a process in a session of its own, so that Ctrl-C in a terminal reaches the launcher alone, which passes
+every signal on, once to each rank. Rank 0 writes where the launcher does, the others to files. A rank that fails is
+missed by the others, whose watchdog ends them; those that have not ended after 30 s are ended here.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from types import FrameType
+from typing import IO, Any, Protocol
+
+from llmq.comm.launch import JOIN_S, Place
+from llmq.comm.rank_process import CORES, LAUNCHER
+from llmq.disk import storage
+from llmq.errors import INTERRUPTED, TERMINATED, WorldError
+
+ENDINGS = ((30.0, signal.SIGTERM), (40.0, signal.SIGKILL))  # seconds after a failure, and what the others then get
+POLL_S = 0.05
+TAIL = 20  # lines of a rank's output that are shown when it fails
+SIGNALS = {
+    signal.SIGINT: INTERRUPTED,
+    signal.SIGTERM: TERMINATED,
+    signal.SIGHUP: TERMINATED,
+    signal.SIGUSR1: TERMINATED,
+}
+PLANNED = (0, *sorted(set(SIGNALS.values())))  # exit codes of ranks that ended because they were done, or asked to
+AGAIN = (1, WorldError.exit_code)  # exit codes after which another try can go better
+TRIES_TO_END = 3  # signals that end a run: one after the step, one at once, one by SIGKILL
+
+
+@dataclass(frozen=True)
+class Group:
+    """What is started on a machine: ranks `first` to `first + num - 1` of `size`.
+
+    `command` is a function that rank_process calls, and its arguments. `logs` is the folder for what ranks beyond 0
+    print. Port 0, for a run on one machine, is any that is free.
+    """
+
+    command: tuple[str, ...]
+    num: int
+    token: str
+    logs: Path
+    kind: str
+    size: int = 0  # 0: num
+    first: int = 0
+    host: str = "127.0.0.1"
+    port: int = 0
+    cores: Sequence[frozenset[int]] = ()
+    join_s: float = JOIN_S
+
+    def place(self, index: int, port: int) -> Place:
+        """That of its rank number `index`."""
+        rank, size = self.first + index, self.size or self.num
+        return Place(rank, size, index, self.num, self.host, port, self.token, self.kind, "", "", True, self.join_s)
+
+    def log(self, index: int) -> Path | None:
+        """The file for what its rank number `index` prints; None for rank 0."""
+        rank = self.first + index
+        return self.logs / f"rank-{rank:05}.log" if rank else None
+
+
+def run_group(group: Group, restarts: int = 0) -> int:
+    """Runs the ranks on this machine, up to `restarts` times more if one is lost; returns the exit code."""
+    return tried(group, restarts, _attempt)
+
+
+def tried(group: Group, restarts: int, attempt: Callable[[Group, Running, list[str], int], int]) -> int:
+    """The exit code of the last of several attempts, each with the arguments that it adds, and its number from 0.
+
+    It is that of the first rank that failed for a reason of its own, before those that only missed another.
+    """
+    with storage(group.logs, "the folder for the output of ranks cannot be made"):
+        group.logs.mkdir(parents=True, exist_ok=True)
+    with Running() as running:
+        for number in range(restarts + 1):
+            code = attempt(group, running, ["--continue=auto"] if number else [], number)
+            if code not in AGAIN or running.heard or number == restarts:
+                break
+            say(f"starting again from the last checkpoint (start {number + 2} of {restarts + 1})")
+    return code
+
+
+def _attempt(group: Group, running: Running, more: list[str], number: int) -> int:
+    """One start of the ranks on this machine.
+
+    Each has a port of its own, so that on several machines no rank meets the store of the start before.
+    """
+    from llmq.comm.rendezvous import StoreServer
+
+    command = [sys.executable, "-m", "llmq.comm.rank_process", *group.command, *more]
+    server, port = None, group.port and group.port + number
+    try:
+        if group.first == 0:
+            server = StoreServer(group.host, port, group.size or group.num, group.token, group.join_s)
+        port = server.port if server else port
+        for index in range(group.num):
+            place, log = group.place(index, port), group.log(index)
+            environ = {**os.environ, **place.environ(), LAUNCHER: str(os.getpid())}
+            environ[CORES] = ",".join(map(str, sorted(group.cores[index]))) if group.cores else ""
+            running.add(place.rank, LocalRank(command, environ, log, append=number > 0), log)
+        return running.wait()
+    finally:
+        running.kill()
+        if server:
+            server.close()
+
+
+class Rank(Protocol):
+    """A rank that was started, wherever it runs."""
+
+    def poll(self) -> int | None:
+        """Its exit code, -N if signal N ended it; None while it runs."""
+
+    def send(self, number: int) -> None:
+        """A signal to it, if it runs; SIGKILL goes to all that it started, too."""
+
+    def wait(self) -> None:
+        """Until it has ended."""
+
+
+class LocalRank:
+    """A process of this machine in a session of its own, which prints into `log`, or where this one does."""
+
+    def __init__(self, command: Sequence[str], environ: Mapping[str, str], log: Path | None, *, append: bool) -> None:
+        output: IO[bytes] | None = open(log, "ab" if append else "wb") if log else None  # noqa: SIM115
+        try:
+            self._process = subprocess.Popen(
+                command,
+                env=environ,
+                stdin=subprocess.DEVNULL if output else None,
+                stdout=output,
+                stderr=subprocess.STDOUT if output else None,
+                start_new_session=True,
+            )
+        finally:
+            if output:
+                output.close()
+
+    def poll(self) -> int | None:
+        """Its exit code."""
+        return self._process.poll()
+
+    def send(self, number: int) -> None:
+        """A signal."""
+        if self._process.poll() is None:
+            if number == signal.SIGKILL:
+                os.killpg(self._process.pid, number)
+            else:
+                self._process.send_signal(number)
+
+    def wait(self) -> None:
+        """Until it has ended."""
+        self._process.wait()
+
+
+class Running:
+    """The ranks of a group. While entered, signals go on to them."""
+
+    def __init__(self) -> None:
+        self.heard: list[int] = []
+        self._ranks: dict[int, Rank] = {}
+        self._logs: dict[int, Path | None] = {}
+        self._told: dict[int, int] = {}  # how many of the signals a rank has got
+        self._before: dict[signal.Signals, Any] = {}
+
+    def __enter__(self) -> Running:
+        heard = [number for number in SIGNALS if signal.getsignal(number) is not signal.SIG_IGN]
+        self._before = {number: signal.signal(number, self._hear) for number in heard}
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        for number, handler in self._before.items():
+            signal.signal(number, handler)
+
+    def add(self, number: int, rank: Rank, log: Path | None) -> None:
+        """Takes charge of a rank that was started; `log` has what it prints."""
+        self._ranks[number], self._logs[number], self._told[number] = rank, log, 0
+
+    def wait(self) -> int:
+        """Waits until all have ended, and ends those that outlive a failure; the exit code of the whole."""
+        ended: dict[int, int] = {}  # in the order in which they ended
+        failed_at, endings = 0.0, list(ENDINGS)
+        while len(ended) < len(self._ranks):
+            self._tell()
+            there = [(number, rank.poll()) for number, rank in self._ranks.items() if number not in ended]
+            ended |= {number: self._as_planned(code) for number, code in there if code is not None}
+            if not failed_at and any(code not in PLANNED for code in ended.values()):
+                failed_at = time.monotonic()
+            if failed_at and endings and time.monotonic() - failed_at > endings[0][0]:
+                after, number = endings.pop(0)
+                left = [rank for rank in self._ranks if rank not in ended]
+                say(f"{_ranks(left)} still there {after:g} s after another failed: {signal.Signals(number).name}")
+                for rank in left:
+                    self._ranks[rank].send(number)
+            time.sleep(POLL_S)
+        return self._outcome(ended)
+
+    def kill(self) -> None:
+        """Ends what is left; then there are no ranks."""
+        for rank in self._ranks.values():
+            if rank.poll() is None:
+                rank.send(signal.SIGKILL)
+                rank.wait()
+        self._ranks = {}
+
+    def _hear(self, number: int, frame: FrameType | None) -> None:
+        self.heard.append(number)
+
+    def _tell(self) -> None:
+        """Sends each rank the signals that it has not got yet."""
+        heard = list(self.heard)
+        for number, rank in self._ranks.items():
+            for told in range(self._told[number], len(heard)):
+                to_end = sum(one != signal.SIGUSR1 for one in heard[: told + 1])  # which comes more than once
+                rank.send(signal.SIGKILL if to_end >= TRIES_TO_END else heard[told])
+            self._told[number] = len(heard)
+
+    def _as_planned(self, code: int) -> int:
+        """An exit code: of a rank that a signal of ours ended before it could hear it, that of one that did."""
+        return SIGNALS[signal.Signals(self.heard[0])] if code < 0 and self.heard else code
+
+    def _outcome(self, ended: dict[int, int]) -> int:
+        """The exit code of ranks that have all ended, having said which failed first unless rank 0 has said so."""
+        failed = {rank: code for rank, code in ended.items() if code not in PLANNED}
+        if not failed:
+            return next((code for code in ended.values() if code), 0)
+        lost = WorldError.exit_code
+        rank = next((rank for rank, code in failed.items() if code != lost), next(iter(failed)))
+        code = failed[rank]
+        if code < 0:
+            say(f"rank {rank} was ended by {signal.Signals(-code).name}{_tail(self._logs[rank])}")
+        elif ended.get(0) != code:
+            say(f"rank {rank} ended with exit code {code}{_tail(self._logs[rank])}")
+        return code if code > 0 else lost
+
+
+def _ranks(ranks: Sequence[int]) -> str:
+    """`rank 3 is`, `ranks 3, 4 are`."""
+    return f"rank {ranks[0]} is" if len(ranks) == 1 else f"ranks {', '.join(map(str, ranks))} are"
+
+
+def _tail(log: Path | None) -> str:
+    """The last lines of what a rank printed, below a heading; nothing of rank 0."""
+    lines = log.read_text("utf-8", errors="replace").splitlines()[-TAIL:] if log else []
+    return "".join([f"; the end of {log}:" if lines else "", *(f"\n  {line}" for line in lines)])
+
+
+def say(text: str) -> None:
+    """A line of the launcher."""
+    print(f"llmq: {text}", file=sys.stderr, flush=True)

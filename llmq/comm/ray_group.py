@@ -1,0 +1,208 @@
+"""Ranks as actors of a Ray cluster: Ray finds the machines and keeps their GPUs for the run; the ranks do the rest.
+
+Each rank is a process that an actor starts beside it, as `--gpus N` does on one machine: so a rank has a main thread
+for signals and ends with its actor. Ray's own collectives are not used. What ranks print comes to this process.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from llmq.comm.group import Group, Running, say, tried
+from llmq.comm.launch import Place
+from llmq.comm.rank_process import LAST_SIGNAL, LAUNCHER
+from llmq.errors import UsageError, WorldError
+
+HANDED_ON = ("LLMQ_", "HF_", "WANDB_", "NCCL_")  # the beginnings of variables that ranks get from this process
+CONNECT_S = 10.0  # in which a cluster has to take a connection
+VISIBLE = "CUDA_VISIBLE_DEVICES"
+
+
+def run_ray_group(group: Group, address: str | None, restarts: int, *, on_gpus: bool) -> int:
+    """Runs the ranks in the cluster at `address`, or in one of this machine; returns the exit code as run_group does.
+
+    UsageError if Ray is not installed, or the cluster not there or too small. `group.num` 0 takes all of its GPUs.
+    """
+    try:
+        import ray
+    except ImportError as error:
+        raise UsageError('--launcher ray needs the package ray: pip install "llmq-train[ray]"') from error
+    host, colon, port = (address or "").rpartition(":")
+    try:
+        if colon and port.isdigit():  # Ray would try for minutes
+            socket.create_connection((host, int(port)), CONNECT_S).close()
+        ray.init(address, log_to_driver=False, logging_level="error")
+    except OSError as error:
+        raise UsageError(f"--ray-address {address}: no Ray cluster answers there: {error}") from error
+    try:
+        kind = "GPU" if on_gpus else "CPU"
+        there = int(ray.cluster_resources().get(kind, 0))
+        num = group.num or there
+        if not 0 < num <= there:
+            raise UsageError(f"{num or 'all'} {kind}s are asked for, and the Ray cluster has {there}: ask for fewer")
+        return tried(group, restarts, lambda *more: _attempt(num, kind, *more))
+    finally:
+        ray.shutdown()
+
+
+def _attempt(num: int, kind: str, group: Group, running: Running, more: list[str], number: int) -> int:
+    """One start of the ranks, on machines that have room for all of them."""
+    import ray
+    from ray.util import placement_group, remove_placement_group
+    from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
+
+    room = placement_group([{"CPU": 1, kind: 1}] * num, strategy="PACK")
+    actors: list[Any] = []
+    try:
+        if not room.wait(group.join_s):
+            raise WorldError(f"the Ray cluster had no room for {num} ranks within {group.join_s:g} s")
+        for index in range(num):
+            there = PlacementGroupSchedulingStrategy(room, placement_group_bundle_index=index)
+            settings = {"num_cpus": 1, "num_gpus": int(kind == "GPU"), "scheduling_strategy": there}
+            actors.append(ray.remote(Keeper).options(**settings).remote())
+        actors, places, visible = _in_order(actors, group)
+        command = ["-m", "llmq.comm.rank_process", *group.command, *more]
+        handed_on = {name: value for name, value in os.environ.items() if name.startswith(HANDED_ON)}
+        for actor, place, gpus in zip(actors, places, visible, strict=True):
+            log = group.logs / f"rank-{place.rank:05}.log" if place.rank else None
+            if log and not number:
+                log.write_bytes(b"")
+            own = {**handed_on, **place.environ(), **({VISIBLE: gpus} if gpus else {})}
+            ray.get(actor.start.remote(command, own, os.getcwd()))
+            running.add(place.rank, RayRank(actor, log), log)
+        return running.wait()
+    except ray.exceptions.RayActorError as error:
+        say(f"an actor was lost before its rank began: {error}")
+        return WorldError.exit_code
+    finally:
+        running.kill()
+        for actor in actors:
+            ray.kill(actor)
+        remove_placement_group(room)
+
+
+def _in_order(actors: Sequence[Any], group: Group) -> tuple[list[Any], list[Place], list[str]]:
+    """The actors by rank, their places, and the GPUs that each rank sees: those of all ranks of its machine.
+
+    The ranks of a machine follow each other, in the order of its GPUs.
+    """
+    import ray
+
+    found = ray.get([actor.where.remote() for actor in actors])
+    machines = list(dict.fromkeys(node for node, *_ in found))
+    ranked = sorted(range(len(actors)), key=lambda i: (machines.index(found[i][0]), found[i][2]))
+    _, host, _, port = found[ranked[0]]
+    places, visible = [], []
+    for rank, i in enumerate(ranked):
+        here = [other for other in ranked if found[other][0] == found[i][0]]
+        local = here.index(i)
+        places.append(
+            Place(rank, len(actors), local, len(here), host, port, group.token, "ray", "", join_s=group.join_s)
+        )
+        visible.append(",".join(found[other][2] for other in here if found[other][2]))
+    return [actors[i] for i in ranked], places, visible
+
+
+class Keeper:
+    """The actor of a rank: starts it, and tells how it is. Ray runs its methods one after the other."""
+
+    def __init__(self) -> None:
+        self._process: subprocess.Popen[bytes] | None = None
+        self._said = bytearray()
+        self._reader: threading.Thread | None = None
+
+    def where(self) -> tuple[str, str, str, int]:
+        """The machine, its address, the GPU that Ray keeps for this actor (or nothing), and a port that is free."""
+        import ray
+
+        gpus = [str(gpu) for gpu in ray.get_gpu_ids()]
+        return ray.get_runtime_context().get_node_id(), ray.util.get_node_ip_address(), ",".join(gpus), free_port()
+
+    def start(self, command: list[str], environ: dict[str, str], folder: str) -> None:
+        """Starts the rank with this Python, in a folder that all machines share. It is killed with this actor."""
+        own = {LAUNCHER: str(os.getpid()), LAST_SIGNAL: str(int(signal.SIGKILL))}
+        self._process = subprocess.Popen(
+            [sys.executable, *command],
+            env={**os.environ, **environ, **own},
+            cwd=folder,
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            start_new_session=True,
+        )
+        self._reader = threading.Thread(target=self._read, daemon=True)
+        self._reader.start()
+
+    def poll(self) -> tuple[bytes, int | None]:
+        """What the rank has printed since the last call, and its exit code once it has ended and all is read."""
+        assert self._process and self._reader
+        code = self._process.poll()
+        if code is not None:
+            self._reader.join(1.0)  # a process that the rank left behind may hold the pipe
+        said = bytes(self._said)
+        del self._said[: len(said)]
+        return said, code
+
+    def send(self, number: int) -> None:
+        """A signal to the rank."""
+        assert self._process
+        if self._process.poll() is None:
+            if number == signal.SIGKILL:
+                os.killpg(self._process.pid, number)
+            else:
+                self._process.send_signal(number)
+
+    def _read(self) -> None:
+        assert self._process and self._process.stdout
+        while said := os.read(self._process.stdout.fileno(), 1 << 16):
+            self._said += said
+
+
+def free_port() -> int:
+    """A port of this machine that was free a moment ago."""
+    with socket.socket() as found:
+        found.bind(("", 0))
+        return found.getsockname()[1]
+
+
+class RayRank:
+    """A rank that an actor keeps. What it prints goes to `log`, or where this process prints."""
+
+    def __init__(self, actor: Any, log: Path | None) -> None:
+        self._actor, self._log = actor, log
+        self._code: int | None = None
+
+    def poll(self) -> int | None:
+        """Its exit code; that of SIGKILL if the actor or its machine is lost."""
+        import ray
+
+        if self._code is None:
+            try:
+                said, self._code = ray.get(self._actor.poll.remote())
+            except ray.exceptions.RayActorError:
+                said, self._code = b"", -signal.SIGKILL
+            if said and self._log:
+                with open(self._log, "ab") as file:
+                    file.write(said)
+            elif said:
+                sys.stdout.buffer.write(said)
+                sys.stdout.flush()
+        return self._code
+
+    def send(self, number: int) -> None:
+        """A signal; what is lost gets none."""
+        self._actor.send.remote(number)
+
+    def wait(self) -> None:
+        """Until it has ended."""
+        while self.poll() is None:
+            time.sleep(0.1)

@@ -1,0 +1,137 @@
+"""`llmq-launch` and `llmq-train --gpus N`: what they start, and what they refuse."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import fake_cuda
+import fake_gpu
+import pytest
+
+from llmq.cli import launch, shell, train
+from llmq.comm import start
+from llmq.comm.ray_group import free_port
+
+ROOT = Path(__file__).parents[2]
+RUN = ("--model=m", "--train-file=t.bin", "--name=n")
+
+
+@pytest.fixture
+def groups(monkeypatch):
+    """The groups that were to be started, on a machine with two GPUs; they end with code 9."""
+    fake_gpu.install(monkeypatch, fake_cuda.FakeDriver(gpus=(fake_cuda.H200,) * 2))
+    for name in [name for name in os.environ if name.startswith(("SLURM_", "LLMQ_", "OMPI_", "PMI_"))]:
+        monkeypatch.delenv(name)
+    found = []
+    monkeypatch.setattr(start, "run_group", lambda group, restarts: found.append((group, restarts)) or 9)
+    return found
+
+
+def trains(*arguments):
+    """`llmq-train`."""
+    return shell.run(train.command(), arguments)
+
+
+def launches(*arguments):
+    """`llmq-launch`."""
+    return shell.run(launch.command, arguments)
+
+
+@pytest.mark.parametrize("asked", ["2", "0"])
+def test_a_process_per_gpu(groups, asked):
+    arguments = (*RUN, "--gpus", asked, "--restart-failed=4")
+    assert trains(*arguments) == 9
+    [(group, restarts)] = groups
+    assert (group.num, group.size, group.first, group.kind, restarts) == (2, 2, 0, "--gpus", 4)
+    assert group.command == ("llmq.cli.start:train", *arguments) and group.logs == Path("runs/n")
+    assert (group.host, group.port, len(group.cores), len(group.token)) == ("127.0.0.1", 0, 2, 32)
+
+
+def test_the_ranks_of_the_second_machine(groups, monkeypatch):
+    monkeypatch.setenv("LLMQ_JOB_TOKEN", "given")
+    machines = ("--nnodes=3", "--node-rank=1", "--master-addr=node0", "--master-port=29400", "--join-timeout=5")
+    assert launches(*machines, "--gpus=2", "--", *RUN) == 9
+    [(group, _)] = groups
+    assert (group.num, group.size, group.first, group.kind) == (2, 6, 2, "llmq-launch")
+    assert (group.host, group.port, group.token, group.join_s) == ("node0", 29400, "given", 5.0)
+    assert [group.place(index, 29400).rank for index in range(2)] == [2, 3] and group.log(0) is not None
+
+
+def test_machines_of_one_user_have_one_token(groups, monkeypatch, tmp_path):
+    monkeypatch.setenv("LLMQ_CACHE_DIR", str(tmp_path))
+    machines = ("--nnodes=2", "--master-addr=node0", "--gpus=1")
+    for more in (("--master-port=1", "--node-rank=0"), ("--master-port=1", "--node-rank=1"), ("--master-port=2",)):
+        launches(*machines, *more, "--", *RUN)
+    tokens = [group.token for group, _ in groups]
+    assert tokens[0] == tokens[1] != tokens[2]
+
+
+def test_a_rank_and_a_dry_run_start_nothing(groups, monkeypatch):
+    ran = []
+    module = type(sys)("llmq.training.loop")
+    module.run = lambda options: ran.append(options) or type("Result", (), {"exit_code": 0})
+    monkeypatch.setitem(sys.modules, "llmq.training.loop", module)
+    assert trains(*RUN, "--gpus=2", "--dry-run") == 0
+    for name, value in {"RANK": "0", "WORLD_SIZE": "2", "MASTER_ADDR": "a", "MASTER_PORT": "1"}.items():
+        monkeypatch.setenv(name, value)
+    assert trains(*RUN, "--gpus=2") == 0
+    assert len(ran) == 2 and not groups
+
+
+@pytest.mark.parametrize(
+    ("command", "arguments", "said"),
+    [
+        (trains, ("--gpus=3",), "--gpus 3: CUDA sees 2 here; llmq-launch --procs N starts ranks on the CPU"),
+        (launches, (), "give --gpus N for GPUs, or --procs N"),
+        (launches, ("--gpus=1", "--procs=1"), "give --gpus N for GPUs, or --procs N"),
+        (launches, ("--procs=1", "--node-rank=1"), "--node-rank 1 of --nnodes 1 is none: machines are 0 to 0"),
+        (launches, ("--procs=1", "--nnodes=2"), "--nnodes 2 needs --master-addr and --master-port"),
+        (launches, ("--gpus=1", "--", "--gpus=2"), "--gpus is 2 for llmq-train and 1 for llmq-launch"),
+        (launches, ("--procs=1", "--", "--dry-run"), "--dry-run plans for one process"),
+        (launches, ("--procs=1", "--", "--print-config"), "--print-config is for llmq-train itself"),
+        (launches, ("--procs=1", "--", "--stepps=2"), "unknown option --stepps: did you mean --steps?"),
+        (launches, ("--procs=0",), "0"),
+    ],
+)
+def test_what_cannot_be_started(groups, capsys, command, arguments, said):
+    before, dashes, after = arguments, (), ()
+    if "--" in arguments or command is launches:
+        at = arguments.index("--") if "--" in arguments else len(arguments)
+        before, dashes, after = arguments[:at], ("--",), arguments[at + 1 :]
+    assert command(*before, *dashes, *RUN, *after) == 2
+    assert said in capsys.readouterr().err and not groups
+
+
+@pytest.mark.parametrize("command", [trains, launches])
+def test_two_launchers_are_refused(groups, monkeypatch, capsys, command):
+    for name, value in {"OMPI_COMM_WORLD_RANK": "1", "OMPI_COMM_WORLD_SIZE": "2"}.items():
+        monkeypatch.setenv(name, value)
+    arguments = (*RUN, "--launcher=ray") if command is trains else ("--procs=2", "--", *RUN)
+    assert command(*arguments) == 2
+    said = capsys.readouterr().err
+    assert "Open MPI started" in said and "OMPI_COMM_WORLD_RANK" in said and not groups
+
+
+@pytest.mark.slow
+def test_two_machines_meet(tmp_path):
+    """Two launchers, each with a rank, which only the one of machine 0 shows; a stand-in trains."""
+    script = "import sys; from llmq.cli import launch; launch.PROGRAM = 'stand_in:run'; launch.main()"
+    environ = {**os.environ, "PYTHONPATH": f"{ROOT}:{ROOT / 'tests/comm'}", "STAND_IN": "exchange"}
+    environ |= {"LLMQ_JOB_TOKEN": "token"}
+    flags = [
+        *("--nnodes=2", "--master-addr=localhost", f"--master-port={free_port()}"),
+        "--procs=1",
+        "--join-timeout=60",
+    ]
+    command = [sys.executable, "-c", script, *flags]
+    machines = [
+        subprocess.Popen(
+            [*command, f"--node-rank={node}", "--", *RUN], cwd=tmp_path, env=environ, stdout=subprocess.PIPE, text=True
+        )
+        for node in (1, 0)
+    ]
+    said = [machine.communicate(timeout=120)[0] for machine in machines]
+    assert [machine.returncode for machine in machines] == [0, 0], said
+    assert said[0] == "" and "the sum over 2 ranks is" in said[1]
+    assert (tmp_path / "runs/n/rank-00001.log").is_file()
