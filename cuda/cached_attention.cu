@@ -21,6 +21,7 @@ constexpr int SIDES = THREADS / KEYS, SCORED = (GROUP + SIDES - 1) / SIDES;     
 constexpr int PAIRS = HD / 2, ROOMS = THREADS / PAIRS, SUMMED = (GROUP + ROOMS - 1) / ROOMS;  // of one that adds values
 constexpr int PART = GROUP * (HD + 2);  // of a piece: results, then largest scores, then sums
 constexpr int HALF = HD / 2;
+constexpr int AT_ONCE = 8;  // pieces whose results are under way when they are added up
 __device__ u32 arrived[PLACES];  // blocks that have left their piece; the last one sets it back, so calls stay on one lane
 static_assert(HD % 2 == 0 && PAIRS <= THREADS && THREADS % KEYS == 0, "a head is read in pairs");
 
@@ -33,7 +34,8 @@ __device__ __forceinline__ float warp_largest(float x) {
 // what other blocks wrote: not from L1, where lines may be older
 __device__ __forceinline__ float far(const float* at) { return *reinterpret_cast<const volatile float*>(at); }
 
-extern "C" __global__ void __launch_bounds__(THREADS)
+// Without the 1, ptxas leaves 64 registers to a thread on sm_90, and spills.
+extern "C" __global__ void __launch_bounds__(THREADS, 1)
     attend(T* att, T* cache, float* parts, const T* qkv, const float* table, const int* positions, int length, int window,
            float scale) {
     extern __shared__ __align__(16) u8 memory[];
@@ -48,16 +50,19 @@ extern "C" __global__ void __launch_bounds__(THREADS)
     if (low >= high) return;
     int own = last - begin, stored = min(high, own);  // the token's own key is not in the cache yet
 
+    let_next_begin();
     Pack<T, N> read[LOADS];
     T* place = cache + (sequence * length + begin) * KEPT + head * HD;
 #pragma unroll
     for (int i = 0; i < LOADS; i++) {
         int at = i * THREADS + thread, row = at / PER_KEY, key = row % KEYS, value = row / KEYS;
         if (key >= low && key < stored && value < 2)
-            read[i].load(place + static_cast<i64>(key) * KEPT + value * KV_HEADS * HD + at % PER_KEY * N);
+            read[i].template load_early<true>(place + static_cast<i64>(key) * KEPT + value * KV_HEADS * HD + at % PER_KEY * N);
     }
-    const T* token = qkv + sequence * (HEADS * HD + KEPT);
     const float* angles = table + static_cast<i64>(last) * HD;
+    if (thread * 32 < HD) expect_line(angles + thread * 32);
+    await_previous();
+    const T* token = qkv + sequence * (HEADS * HD + KEPT);
     for (int i = thread; i < GROUP * HALF; i += THREADS) {
         int at = i / HALF * HD + i % HALF;
         float a = to_float(token[head * GROUP * HD + at]), b = to_float(token[head * GROUP * HD + at + HALF]);
@@ -67,7 +72,7 @@ extern "C" __global__ void __launch_bounds__(THREADS)
     if (own < KEYS) {
         const T *k = token + (HEADS + head) * HD, *v = k + KV_HEADS * HD;
         T *key_row = place + static_cast<i64>(own) * KEPT, *value_row = key_row + KV_HEADS * HD;
-        for (int i = thread; i < HALF; i += THREADS) {
+        for (int i = THREADS - 1 - thread; i < HALF; i += THREADS) {  // threads that have fewer queries
             float a = to_float(k[i]), b = to_float(k[i + HALF]), c = angles[i], s = angles[HALF + i];
             key_row[i] = rows[own * PITCH + i] = narrow<T>(a * c - b * s);
             key_row[i + HALF] = rows[own * PITCH + i + HALF] = narrow<T>(b * c + a * s);
@@ -97,8 +102,10 @@ extern "C" __global__ void __launch_bounds__(THREADS)
             for (int i = 0; i < SCORED; i++) {
                 int of = side + i * SIDES;
                 if (of < GROUP) {
+                    float query[N];
+                    load(q + of * HD + c, query);
 #pragma unroll
-                    for (int j = 0; j < N; j++) score[i] = fmaf(q[of * HD + c + j], k[j], score[i]);
+                    for (int j = 0; j < N; j++) score[i] = fmaf(query[j], k[j], score[i]);
                 }
             }
         }
@@ -129,6 +136,7 @@ extern "C" __global__ void __launch_bounds__(THREADS)
     int room = thread / PAIRS, column = thread % PAIRS * 2;
     if (room < ROOMS) {
         float out[SUMMED][2] = {};
+#pragma unroll 8
         for (int i = low; i < high; i++) {
             const T* v = rows + (KEYS + i) * PITCH + column;
             float a = to_float(v[0]), b = to_float(v[1]);
@@ -157,24 +165,34 @@ extern "C" __global__ void __launch_bounds__(THREADS)
     const float* from = parts + (at * gridDim.x + first / KEYS) * PART;
     for (int of = warp; of < GROUP; of += WARPS) {
         float largest = -3.0e38f, sum = 0;
-        for (int i = lane; i < pieces; i += 32) largest = fmaxf(largest, far(from + static_cast<i64>(i) * PART + GROUP * HD + of));
-        largest = warp_largest(largest);
         for (int i = lane; i < pieces; i += 32) {
             const float* one = from + static_cast<i64>(i) * PART + GROUP * HD + of;
-            sum += expf(far(one) - largest) * far(one + GROUP);
+            float here = far(one), more = far(one + GROUP), most_yet = fmaxf(largest, here);
+            sum = sum * expf(largest - most_yet) + more * expf(here - most_yet);
+            largest = most_yet;
         }
-        sum = warp_sum(sum);
-        if (lane == 0) most[of] = largest, sums[of] = sum;
+        float top = warp_largest(largest);
+        sum = warp_sum(sum * expf(largest - top));
+        if (lane == 0) most[of] = top, sums[of] = sum;
     }
     __syncthreads();
-    for (int i = thread; i < GROUP * HD; i += THREADS) {
+    for (int i = 2 * thread; i < GROUP * HD; i += 2 * THREADS) {
         int of = i / HD;
-        float out = 0;
-#pragma unroll 4
-        for (int j = 0; j < pieces; j++) {
-            const float* one = from + static_cast<i64>(j) * PART;
-            out = fmaf(expf(far(one + GROUP * HD + of) - most[of]), far(one + i), out);
+        float out[2] = {};
+        for (int begin = 0; begin < pieces; begin += AT_ONCE) {
+            float value[AT_ONCE][2], largest[AT_ONCE];
+#pragma unroll
+            for (int j = 0; j < AT_ONCE; j++) {
+                const float* one = from + static_cast<i64>(min(begin + j, pieces - 1)) * PART;
+                value[j][0] = far(one + i), value[j][1] = far(one + i + 1), largest[j] = far(one + GROUP * HD + of);
+            }
+#pragma unroll
+            for (int j = 0; j < AT_ONCE; j++) {
+                float weight = begin + j < pieces ? expf(largest[j] - most[of]) : 0.0f;
+                out[0] = fmaf(weight, value[j][0], out[0]), out[1] = fmaf(weight, value[j][1], out[1]);
+            }
         }
-        att[(sequence * HEADS + head * GROUP) * HD + i] = narrow<T>(out / sums[of]);
+        T* to = att + (sequence * HEADS + head * GROUP) * HD + i;
+        to[0] = narrow<T>(out[0] / sums[of]), to[1] = narrow<T>(out[1] / sums[of]);
     }
 }

@@ -146,3 +146,26 @@ __device__ __forceinline__ u32 warp_max(u32 x) {
     for (int step = 16; step > 0; step /= 2) x = max(x, __shfl_xor_sync(0xffffffffu, x, step));
     return x;
 }
+
+// 1 / (1 + exp(-x)), right to |x| + 3 units of 2^-24 (expf and a division take 10 instructions more); exp overflows to
+// infinity for very negative x, which gives the right 0
+__device__ __forceinline__ float sigmoid(float x) {
+    float power, inverse;
+    asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(power) : "f"(x * -1.44269504f));
+    asm("rcp.approx.ftz.f32 %0, %1;" : "=f"(inverse) : "f"(1.0f + power));
+    return inverse;
+}
+
+// A kernel may be launched early (`early` in llmq/ops/cuda/launch.py, from sm_90 on): it begins once every block of the one
+// before it on the stream has called `let_next_begin` or is done. What any kernel before it writes, it reads after
+// `await_previous` alone, and it writes nothing earlier. In a kernel that is launched otherwise both do nothing.
+__device__ __forceinline__ void let_next_begin() {
+#if __CUDA_ARCH__ >= 900
+    asm volatile("griddepcontrol.launch_dependents;");
+#endif
+}
+__device__ __forceinline__ void await_previous() {
+#if __CUDA_ARCH__ >= 900
+    asm volatile("griddepcontrol.wait;" ::: "memory");
+#endif
+}

@@ -100,6 +100,8 @@ __device__ __forceinline__ u32 cut(const T* row, float inverse, float needed, u3
 extern "C" __global__ void CLUSTERED __launch_bounds__(THREADS)
     sample(int* next_tokens, int* next_positions, const T* logits, const int* positions, const int* samples, u32 seed_low,
            u32 seed_high, float inverse, float top_k, float top_p, float log_min_p) {
+    let_next_begin();
+    await_previous();
     i64 sequence = blockIdx.x / CLUSTER;
     const T* row = logits + sequence * VP;
     int turn = 0, position = positions[sequence];

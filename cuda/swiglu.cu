@@ -19,15 +19,6 @@ constexpr int ROWS = tile_rows(128), PITCH = pair_pitch(SPAN), TILES = (FORMS & 
 constexpr int TILE_BYTES = pair_bytes(ROWS, SPAN);
 constexpr int SUMS_FLOATS = (FORMS & SUMS) ? TILE_WARPS * SPAN : 2;
 
-// 1 / (1 + exp(-x)), right to |x| + 3 units of 2^-24 (expf and a division take 10 instructions more); exp overflows to
-// infinity for very negative x, which gives the right 0
-__device__ __forceinline__ float sigmoid(float x) {
-    float power, inverse;
-    asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(power) : "f"(x * -1.44269504f));
-    asm("rcp.approx.ftz.f32 %0, %1;" : "=f"(inverse) : "f"(1.0f + power));
-    return inverse;
-}
-
 extern "C" __global__ void __launch_bounds__(TILE_THREADS)
     swiglu_forward(OUTPUT_PARAMETERS(T, act), const T* gate_up, i64 rows) {
     __shared__ __align__(128) u8 tile[TILE_BYTES];

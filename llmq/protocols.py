@@ -280,6 +280,21 @@ class Ops:
     def swiglu_forward(self, act: Ref | None, /, gate_up: Ref) -> None:
         """act (B,T,F) <- gate_up (B,T,2F)."""
 
+    def token_linear(
+        self,
+        y: Ref | None,
+        /,
+        x: Ref,
+        norm: Ref | None,
+        weight: Ref,
+        bias: Ref | None,
+        residual: Ref | None,
+        *,
+        eps: float,
+        gated: bool,
+    ) -> None:
+        """y (B,1,N) <- x (B,1,K), norm (K,) or None, weight (N,K), bias (N,) or None, residual (B,1,N) or None."""
+
     # end of ops
 
 

@@ -153,6 +153,8 @@ RULES: Mapping[str, Rule] = {
     "sample": lambda a: a.copies("logits") + 12 * a.size("logits") // a.inputs["logits"].shape[0],
     "swiglu_backward": _elementwise("d_gate_up", 2, "gate_up", "d_act", held=0.5),
     "swiglu_forward": _elementwise("act", 2, "gate_up"),
+    # The linear map, and what lies before and after it.
+    "token_linear": lambda a: _product("y", "x", "weight")(a) + 4 * a.size("x") + 6 * a.size("y"),
 }
 
 

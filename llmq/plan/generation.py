@@ -20,6 +20,7 @@ from llmq.plan.arena import aligned
 from llmq.plan.build import build_decoder, build_prompt_reader
 from llmq.plan.passes.fates import Fates
 from llmq.plan.passes.forms import forms
+from llmq.plan.passes.fuse import fuse
 from llmq.plan.passes.prune import prune
 from llmq.plan.plan import Plan, Scratch, finished, persistent_storages
 from llmq.plan.spec import Spec
@@ -48,7 +49,7 @@ def plan_generation(decoding: Decoding, scratch_bytes: Scratch | None = None) ->
     """Decides everything. `scratch_bytes` is the backend's: what a call needs beside its arguments."""
     recorded = _Recordings(decoding)
     calls = {"decode": recorded.decode(), **{prompt_name(n): recorded.prompt(n) for n in decoding.prompt_lengths}}
-    programs = {name: finished(name, forms(prune(found), {})) for name, found in calls.items()}
+    programs = {name: finished(name, forms(fuse(prune(found)), {})) for name, found in calls.items()}
     frozen = [recorded.weights.refs[row.name] for row in recorded.rows]
     persistent = persistent_storages(programs.values(), frozen, scratch_bytes)
     cells = Frame({"rope": recorded.rope, **recorded.inputs})

@@ -4,6 +4,7 @@ A recording goes through the passes in llmq/plan/passes/, in this order; a decis
 on the call, and nothing is decided after the last one:
 
     prune, fates, prune again      which calls are made, which intermediates are kept, made again, or wait on the host
+    fuse                           in generation: one call for several that follow each other
     forms, casts                   what each call writes, and the copies that a producer cannot write
     accumulate, collect            which writes add, which count the amax of delayed scales
     transfers, lanes, place        copies between homes, what waits for what, offsets in memory

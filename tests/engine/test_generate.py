@@ -77,9 +77,9 @@ def test_greedy_tokens_are_those_of_the_whole_forward(wiring, packed):
 
 
 def test_a_sequence_has_the_same_tokens_in_any_batch():
-    """In bf16, which sums nothing in another order either, with every cut and the penalty."""
+    """In bf16, which sums nothing in another order either, with every cut and the penalty. Up to four are fused."""
     sampling = Sampling(0.9, top_k=20, top_p=0.9, min_p=0.02, repetition_penalty=1.2, seed=4)
-    batches = [texts(opened(sampling=sampling, precision=BF16, batch_size=size)) for size in (1, 3, 4)]
+    batches = [texts(opened(sampling=sampling, precision=BF16, batch_size=size)) for size in (1, 4, 5)]
     assert batches[0] == batches[1] == batches[2]
 
 

@@ -285,6 +285,18 @@ def attention_cached(s: Sizes, rng: np.random.Generator) -> Case:
     return Case("", outputs, inputs, numbers, frozenset({"table"}))
 
 
+def token_linear(s: Sizes, rng: np.random.Generator) -> Case:
+    """Of a row whose norm is 1, so that nothing is rounded between the norm and the product."""
+    inputs = {
+        "x": rng.choice([-0.5, 0.5], (s.b, 1, s.c)),
+        "norm": rng.standard_normal(s.c),
+        "weight": rng.standard_normal((s.f, s.c)),
+        "bias": rng.standard_normal(s.f),
+        "residual": rng.standard_normal((s.b, 1, s.f)),
+    }
+    return Case("", {"y": (s.b, 1, s.f)}, inputs, {"eps": 0.75, "gated": False})
+
+
 def penalize(s: Sizes, rng: np.random.Generator) -> Case:
     inputs = {
         "logits": rng.standard_normal((s.b, 1, s.vp)),

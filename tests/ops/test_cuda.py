@@ -124,6 +124,13 @@ def test_an_op_equals_the_reference(op, dtype, size):
 
 @gpu
 @pytest.mark.parametrize("dtype", ["bf16", "fp32"])
+def test_attention_to_a_long_cache_adds_up_its_pieces_in_several_rounds(dtype):
+    """14 and more of 64 positions, 8 at a time."""
+    check(make("attention_cached", replace(SIZES["large"], t=1300)), dtype)
+
+
+@gpu
+@pytest.mark.parametrize("dtype", ["bf16", "fp32"])
 @pytest.mark.parametrize("op", ["embedding_backward", "bias_backward", "loss_sum", "sum_squares"])
 def test_gradients_and_sums_accumulate(op, dtype):
     check(make(op, SIZES["large"]), dtype, accumulate=True)

@@ -64,7 +64,8 @@ def attention_cached(
     _check(kind, head_dim, group, batch)
     assert type_of(att) == type_of(new_cache) == kind and type_of(table) == "float"
     assert att.wanted and new_cache.wanted, f"{att.name}: a token's attention is made together with its cache"
-    if plain(new_cache) != pointer(cache):
+    copied = plain(new_cache) != pointer(cache)
+    if copied:
         new_cache.tensors[0].array[...] = cache.array
     sizes: Constants = {"HD": head_dim, "GROUP": group, "KV_HEADS": num_kv_heads, "KEYS": _keys(kind, head_dim)}
     constants: Constants = {"T": kind, **sizes, "N": access(head_dim, kind), "PLACES": batch * num_kv_heads}
@@ -74,7 +75,8 @@ def attention_cached(
     numbers = (np.int32(length), np.int32(min(window or length, length)), np.float32(softmax_scale))
     arguments = (plain(att), plain(new_cache), parts, *read, *numbers)
     grid, shared = (pieces, num_kv_heads, batch), _shared_bytes(kind, head_dim, group)
-    launch("cached_attention", "attend", grid, THREADS, arguments, constants, shared_bytes=shared)
+    # What it reads early are the positions, which a step leaves for the next one, and what earlier steps cached.
+    launch("cached_attention", "attend", grid, THREADS, arguments, constants, shared_bytes=shared, early=not copied)
 
 
 def _keys(kind: str, head_dim: int) -> int:

@@ -19,7 +19,6 @@ from weakref import WeakKeyDictionary
 import numpy as np
 
 from llmq.errors import UsageError
-from llmq.ops.cuda import thin_matmul
 from llmq.ops.cuda.algorithms import ALGORITHM_BYTES, Algorithms, Choice
 from llmq.ops.cuda.timing import fastest, is_capturing
 from llmq.scaling import BLOCK
@@ -144,8 +143,6 @@ class Gemms:
 
         Times a problem that the table lacks: not within a capture.
         """
-        if thin_matmul.takes(problem):
-            return thin_matmul.bound(problem, pointers, alpha)
         built = self._built.get(problem) or self._build(problem)
         if built.algorithm is None:
             self._choose(problem, built)
@@ -165,7 +162,7 @@ class Gemms:
         Timing takes memory of its own, as much as the operands have: prepare before the rest is allocated.
         """
         timed = []
-        for problem in dict.fromkeys(one for one in problems if not thin_matmul.takes(one)):
+        for problem in dict.fromkeys(problems):
             built = self._built.get(problem) or self._build(problem)
             if built.algorithm is None and self._choose(problem, built):
                 timed.append(problem)

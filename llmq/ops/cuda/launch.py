@@ -15,6 +15,7 @@ import numpy as np
 
 from llmq.errors import UsageError
 from llmq.ops.cuda.compile import Constants, device_capability, device_multiprocessors, kernel
+from llmq.ops.cuda.early import launch_early
 from llmq.ops.seam import Arguments
 from llmq.tensor import DTYPES, LARGEST, Form, Output, Tensor
 
@@ -174,12 +175,20 @@ def launch(
     constants: Constants,
     *,
     shared_bytes: int = 0,
+    early: bool = False,
 ) -> None:
-    """Puts a kernel on the current stream; nothing for an empty grid. Integers among `arguments` are 64 bits wide."""
+    """Puts a kernel on the current stream; nothing for an empty grid. Integers among `arguments` are 64 bits wide.
+
+    `early`: from sm_90 on it may begin before the kernels before it are done. Until it calls `await_previous`
+    (common.cuh), it reads only what nothing has written since the last kernel that was not early began.
+    """
     grid = (blocks,) if isinstance(blocks, int) else blocks
     if not math.prod(grid):
         return
     function = kernel(name, entry, constants)
     if shared_bytes + STATIC_BYTES > DEFAULT_SHARED_BYTES:
         function.max_dynamic_shared_size_bytes = shared_bytes
-    function(grid, (threads,), arguments, shared_mem=shared_bytes)
+    if early and capability() >= 90:
+        launch_early(function, grid, threads, arguments, shared_bytes)
+    else:
+        function(grid, (threads,), arguments, shared_mem=shared_bytes)

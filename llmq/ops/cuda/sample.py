@@ -49,7 +49,7 @@ def sample(
     key = (np.uint32(seed & WORD), np.uint32((seed >> 32) & WORD))
     read = (pointer(logits), pointer(positions), pointer(samples))
     arguments = (plain(next_tokens), plain(next_positions), *read, *key, inverse, *numbers)
-    launch("sample", "sample", batch * cluster, THREADS, arguments, constants)
+    launch("sample", "sample", batch * cluster, THREADS, arguments, constants, early=True)
 
 
 KERNELS = (Kernel(penalize), Kernel(sample))

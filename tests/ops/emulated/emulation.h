@@ -406,6 +406,8 @@ inline unsigned atomicInc(unsigned* at, unsigned last) {
 
 // One function for each instruction in assembly, its outputs first.
 namespace ptx {
+inline void griddepcontrol_launch_dependents() {}  // kernels run one after the other
+inline void griddepcontrol_wait() {}
 inline void mov_u32(unsigned& rank) { rank = emulation::block->rank; }
 inline void barrier_cluster_arrive_release_aligned() {
     emulation::Cluster& cluster = *emulation::block->cluster;

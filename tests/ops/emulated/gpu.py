@@ -70,9 +70,16 @@ def install(monkeypatch: pytest.MonkeyPatch, folder: Path) -> Kernels:
     )
     monkeypatch.setitem(sys.modules, "cupy", cupy)
     monkeypatch.setattr(launch, "kernel", kernels.kernel)
+    monkeypatch.setattr(launch, "launch_early", _launch_early)
     monkeypatch.setattr(launch, "device_capability", lambda _: CAPABILITY)
     monkeypatch.setattr(launch, "device_multiprocessors", lambda _: 4)
     return kernels
+
+
+def _launch_early(
+    function: Any, grid: tuple[int, ...], threads: int, arguments: tuple[Any, ...], shared_bytes: int
+) -> None:
+    function(grid, (threads,), arguments, shared_mem=shared_bytes)
 
 
 def _memcpy(target: int, source: int, size: int, kind: int, stream: int) -> None:
