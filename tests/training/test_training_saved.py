@@ -11,6 +11,8 @@ import pytest
 from tiny_runs import weights_of
 
 import llmq
+from llmq.backends.host import HostMemory
+from llmq.cli.train import command
 from llmq.engine.engine import Engine
 from llmq.errors import DataError, StorageError, UsageError
 from llmq.files.checkpoint import load
@@ -21,6 +23,7 @@ from llmq.training import loop
 
 SAVED = Path("runs/run/checkpoints")
 ROOT = Path(__file__).parents[2]
+OF_PYTHON = ("console", "from_scratch")  # among the options that are given
 BEST = {"save_best": "eval/loss", "ckpt_interval": 3, "ckpt_keep_n": 1}
 
 
@@ -108,6 +111,50 @@ def test_sigusr1_saves_and_ends_with_75(given, monkeypatch):
     monkeypatch.chdir(Path(given["model"]).parent)
     parts = llmq.train(**given, **{"continue": "newest"})
     assert weights_of(parts.checkpoint_path) == weights_of(whole.checkpoint_path)
+
+
+@pytest.mark.parametrize("of_job", ["open_source", "describe"])
+def test_sigusr1_while_a_run_is_prepared_ends_it_with_75(given, monkeypatch, of_job):
+    def asked(*about, **more):
+        os.kill(os.getpid(), signal.SIGUSR1)
+        raise AssertionError("it went on")
+
+    monkeypatch.setattr(job_of, of_job, asked)
+    flags = [f"--{key.replace('_', '-')}={value}" for key, value in given.items() if key not in OF_PYTHON]
+    before = signal.getsignal(signal.SIGUSR1)
+    with pytest.raises(SystemExit) as end:
+        command().main(["--from-scratch", *flags], standalone_mode=False)
+    assert end.value.code == 75 and not SAVED.exists() and signal.getsignal(signal.SIGUSR1) is before
+
+
+@pytest.mark.parametrize("continues", [False, True], ids=["fresh", "resumed"])
+def test_sigusr1_while_values_are_loaded_ends_the_run_without_the_others(given, monkeypatch, continues):
+    if continues:
+        llmq.train(**{**given, "steps": 3})
+    real, written = HostMemory.write, []
+
+    def write(self, name, values):
+        real(self, name, values)
+        if name.startswith("master:"):
+            written.append(name)
+            os.kill(os.getpid(), signal.SIGUSR1)
+
+    monkeypatch.setattr(HostMemory, "write", write)
+    result = llmq.train(**{**given, "continue": "newest" if continues else None, "overwrite": continues})
+    assert (result.exit_code, len(written)) == (75, 1) and steps() == ([3] if continues else [])
+    text = said(given)
+    assert "Stopped after step 3. Resume with:" in text if continues else "Nothing is saved: start again." in text
+
+
+def test_sigusr1_in_the_first_step_saves_it(given, monkeypatch):
+    real = Engine.micro_step
+
+    def micro_step(self, *about, **more):
+        os.kill(os.getpid(), signal.SIGUSR1)
+        real(self, *about, **more)
+
+    monkeypatch.setattr(Engine, "micro_step", micro_step)
+    assert llmq.train(**given).exit_code == 75 and steps() == [1]
 
 
 def test_steps_go_on_while_a_checkpoint_is_written(given, monkeypatch):
