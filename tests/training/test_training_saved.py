@@ -1,5 +1,6 @@
 """When a run saves, which of its checkpoints stay, and what a resumed run may begin anew."""
 
+import io
 import os
 import signal
 import subprocess
@@ -11,6 +12,7 @@ import pytest
 from tiny_runs import weights_of
 
 import llmq
+from llmq import screen
 from llmq.backends.host import HostMemory
 from llmq.cli.train import command
 from llmq.engine.engine import Engine
@@ -193,6 +195,17 @@ def test_short_of_memory_training_waits_and_says_so_once(given, monkeypatch):
     result = llmq.train(**given, ckpt_interval=4)
     assert said(given).count("Training waits while a checkpoint is written") == 1
     assert weights_of(result.checkpoint_path) == weights_of(whole.checkpoint_path)
+
+
+def test_verifying_reading_and_saving_show_how_far_they_are(given, monkeypatch):
+    llmq.train(**{**given, "steps": 3})
+    path, console = SAVED / "step-00000003", io.StringIO()
+    monkeypatch.setattr(screen, "PLAIN_S", 0.0)
+    llmq.train(**{**given, "steps": 4, "console": console, "continue": "newest", "overwrite": True})
+    lines = console.getvalue().splitlines()
+    for what in (f"Verifying {path}", f"Reading {path}", f"Saving {path.with_name('step-00000004')}"):
+        shares = [int(line.rpartition("(")[2][:-2]) for line in lines if line.startswith(f"{what}: ")]
+        assert shares == sorted(shares) and shares[-1] == 100, f"{what}: {shares}"
 
 
 def test_a_damaged_newest_one_is_passed_over_with_a_warning(given):
