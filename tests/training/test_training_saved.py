@@ -1,11 +1,13 @@
 """When a run saves, which of its checkpoints stay, and what a resumed run may begin anew."""
 
 import io
+import math
 import os
 import signal
 import subprocess
 import sys
 import threading
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -60,6 +62,19 @@ def test_the_best_by_its_evaluation_is_kept(given, monkeypatch):
     monkeypatch.setattr(Engine, "evaluate", lambda self, batch: (next(losses), 1))
     llmq.train(**given, **BEST)
     assert steps() == [8, 12] and read_manifest(SAVED / "step-00000008").metrics == {"eval/loss": 1.0}
+
+
+@pytest.mark.parametrize(("num_steps", "kept"), [(6, [4, 5, 6]), (7, [7])])
+def test_the_last_good_one_stays_while_steps_are_refused(given, monkeypatch, num_steps, kept):
+    real = Engine.update
+
+    def update(self, number, rate):
+        done = real(self, number, rate)
+        return replace(done, loss=math.nan, applied=False) if number in (5, 6) else done
+
+    monkeypatch.setattr(Engine, "update", update)
+    llmq.train(**{**given, "steps": num_steps, "eval_every_n_steps": 0}, ckpt_interval=1, ckpt_keep_n=1)
+    assert steps() == kept
 
 
 @pytest.fixture(autouse=True)
