@@ -22,6 +22,7 @@ PLAIN_S = 10.0  # from one plain line of a task to the next
 
 T = TypeVar("T")
 Report = Callable[[int, int | None], None]  # how much is done, and how much there is, where that is known
+Words = Callable[[int], str]  # what says an amount
 StartTask = Callable[[str], AbstractContextManager[Report]]  # by its title; it ends with the block
 
 
@@ -53,8 +54,14 @@ class Screen:
             self._bars.console.print(text, markup=False, highlight=False, emoji=False, soft_wrap=True)
 
     @contextmanager
-    def task(self, title: str, *, after_s: float = AFTER_S, only_bar: bool = False) -> Iterator[Report]:
-        """Shows what is reported of a task from `after_s` seconds on; with `only_bar`, on a terminal only."""
+    def task(
+        self, title: str, *, after_s: float = AFTER_S, only_bar: bool = False, words: Words | None = None
+    ) -> Iterator[Report]:
+        """Shows what is reported of a task from `after_s` seconds on; with `only_bar`, on a terminal only.
+
+        `words` say an amount, as `disk.shown` says bytes; without them it is a number.
+        """
+        say = words or _number
         began = said = time.monotonic()
         bar, first = None, (0.0, 0)
 
@@ -64,12 +71,14 @@ class Screen:
             if not self.is_terminal:
                 if not only_bar and now - said >= PLAIN_S:
                     said = now
-                    self.line(plain_line(title, done, total))
+                    self.line(plain_line(title, done, total, words))
             elif bar is not None or now - began >= after_s:
                 bars = self._started()
                 if bar is None:
-                    bar, first = bars.add_task(title, total=total, completed=done, rate=""), (now, done)
-                bars.update(bar, completed=done, total=total, rate=_rate(done - first[1], now - first[0]))
+                    bar, first = bars.add_task(title, amount="", rate=""), (now, done)
+                amount = f"{say(done)}/{'?' if total is None else say(total)}"
+                rate = _rate(done - first[1], now - first[0], words)
+                bars.update(bar, completed=done, total=total, amount=amount, rate=rate)
                 if now - self._drawn >= DRAW_S:
                     self._drawn = now
                     bars.refresh()
@@ -93,7 +102,6 @@ class Screen:
         from rich.console import Console
         from rich.progress import (
             BarColumn,
-            MofNCompleteColumn,
             Progress,
             TaskProgressColumn,
             TextColumn,
@@ -104,7 +112,7 @@ class Screen:
             self._bars = Progress(
                 TextColumn("{task.description}", markup=False),
                 BarColumn(),
-                MofNCompleteColumn(),
+                TextColumn("{task.fields[amount]}"),
                 TaskProgressColumn(),
                 TimeRemainingColumn(),
                 TextColumn("{task.fields[rate]}"),
@@ -126,13 +134,26 @@ def counted(items: Iterable[T], total: int | None, report: Report) -> Iterator[T
         report(done, total)
 
 
-def plain_line(title: str, done: int, total: int | None) -> str:
+def plain_line(title: str, done: int, total: int | None, words: Words | None = None) -> str:
     """`Evaluating: 30 of 120 (25%)`."""
-    return f"{title}: {done:,}" + (f" of {total:,} ({100 * done // total}%)" if total else "")
+    words = words or _number
+    return f"{title}: {words(done)}" + (f" of {words(total)} ({100 * done // total}%)" if total else "")
 
 
-def _rate(done: int, seconds: float) -> str:
-    """`12.3/s`, or of what takes longer than a second `4.5 s each`."""
+@contextmanager
+def unshown(title: str) -> Iterator[Report]:
+    """A task whose progress does not matter."""
+    yield lambda done, total: None
+
+
+def _number(amount: int) -> str:
+    return f"{amount:,}"
+
+
+def _rate(done: int, seconds: float, words: Words | None) -> str:
+    """`12.3/s`, or of what takes longer than a second `4.5 s each`; of bytes, as `words` say them, `1.2 GiB/s`."""
     if done <= 0 or seconds <= 0:
         return ""
+    if words is not None:
+        return f"{words(int(done / seconds))}/s"
     return f"{done / seconds:,.1f}/s" if done >= seconds else f"{seconds / done:,.1f} s each"

@@ -5,6 +5,7 @@ import io
 import pytest
 
 from llmq import screen as module
+from llmq.disk import shown
 from llmq.screen import Screen, counted, plain_line
 
 
@@ -77,3 +78,19 @@ def test_a_bar_is_gone_after_an_error(clock):
         raise KeyboardInterrupt
     after = stream.getvalue().rpartition("1/9")[2]
     assert "\x1b[2K\x1b[?25h" in after  # the line is cleared, the cursor is back
+
+
+def test_bytes_are_said_as_such(clock):
+    def moved(stream):
+        with Screen(stream).task("Saving", words=shown) as report:
+            for gib in range(21):
+                report(gib << 30, 20 << 30)
+                clock[0] += 1
+        return stream.getvalue()
+
+    assert moved(io.StringIO()).splitlines() == [
+        "Saving: 10.0 GiB of 20.0 GiB (50%)",
+        "Saving: 20.0 GiB of 20.0 GiB (100%)",
+    ]
+    bar = moved(Terminal())
+    assert " 5.0 GiB/20.0 GiB" in bar and " 25%" in bar and "1.0 GiB/s" in bar

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
@@ -17,12 +18,13 @@ from typing import Any
 
 import numpy as np
 
+from llmq.files.byte_count import ByteCount
 from llmq.files.manifest import folder_name
-from llmq.files.slow_work import Say, SlowWork
 from llmq.files.tensor_files import Piece
 from llmq.files.writers import Keep, save
+from llmq.screen import StartTask, unshown
 
-POLL_S = 0.5  # between looks at how far a save is
+POLL_S = 0.1  # between looks at how far a save is
 CLOSE_S = 10.0  # for a save that is given up
 
 Into = Callable[[str], np.ndarray]  # where the tensor of a name goes
@@ -47,11 +49,17 @@ class _GivenUp(Exception):
 class Saver:
     """Writes checkpoints into `folder`, one at a time; with `allocate`, which gives memory for copies, in a thread."""
 
-    def __init__(self, folder: Path, say: Say, allocate: Callable[[int], np.ndarray] | None) -> None:
-        self._folder, self._say, self._allocate = folder, say, allocate
+    def __init__(
+        self,
+        folder: Path,
+        say: Callable[[str], None],
+        allocate: Callable[[int], np.ndarray] | None,
+        task: StartTask = unshown,
+    ) -> None:
+        self._folder, self._say, self._allocate, self._task = folder, say, allocate, task
         self._memory = np.empty(0, np.uint8)
         self._thread: threading.Thread | None = None
-        self._work: SlowWork | None = None
+        self._shown, self._work = ExitStack(), ByteCount()
         self._gives_up = False
         self._path: Path | None = None
         self._error: BaseException | None = None
@@ -60,10 +68,12 @@ class Saver:
         """Begins to save; the last save must be `finished`. Without a thread, it is complete, or failed, at the end."""
         assert self._thread is None, "one save at a time"
         total = sum(piece.num_bytes for piece in snapshot.pieces)
-        self._work = SlowWork(f"Saving {self._folder / folder_name(snapshot.step)}", total, self._say)
         memory = self._room(total)
+        report = self._shown.enter_context(self._task(f"Saving {self._folder / folder_name(snapshot.step)}"))
+        self._work = ByteCount(total, report)
         if memory is None:
-            self._write(snapshot, snapshot.tensors(None), keep, in_memory=False)
+            with self._shown:
+                self._write(snapshot, snapshot.tensors(None), keep, in_memory=False)
             return
         copies = list(snapshot.tensors(_places(snapshot.pieces, memory)))
         self._thread = threading.Thread(
@@ -74,18 +84,20 @@ class Saver:
     def finished(self, *, wait: bool) -> Path | None:
         """The checkpoint that was completed since the last call, if any; raises what made it fail.
 
-        With `wait`, waits for one that is under way, and shows how far it is.
+        With `wait`, waits for one that is under way. Either way the task that began with it shows how far it is.
         """
-        thread, work = self._thread, self._work
-        while wait and thread is not None and thread.is_alive() and work is not None:
+        thread = self._thread
+        while wait and thread is not None and thread.is_alive():
             thread.join(POLL_S)
-            work.report()
+            self._work.report()
         if thread is None or not thread.is_alive():
+            self._shown.close()
             self._thread = None
             (path, self._path), (error, self._error) = (self._path, None), (self._error, None)
             if error is not None:
                 raise error
             return path
+        self._work.report()
         return None
 
     def __enter__(self) -> Saver:
@@ -95,6 +107,7 @@ class Saver:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         """A second Ctrl-C gives up what is under way; any other end waits for it."""
+        self._shown.close()
         if self._thread is not None:
             self._gives_up = kind is not None and not issubclass(kind, Exception)
             self._thread.join(CLOSE_S if self._gives_up else None)
@@ -110,7 +123,7 @@ class Saver:
                 metrics=snapshot.metrics,
                 keep=keep,
                 in_memory=in_memory,
-                moved=self._moved if in_memory else self._shown,
+                moved=self._moved if in_memory else self._work.moved,
             )
         except BaseException as error:  # raised by `finished`, in the thread of the run
             if not in_memory and not isinstance(error, Exception):
@@ -118,14 +131,9 @@ class Saver:
             self._error = error
 
     def _moved(self, num_bytes: int, /) -> None:
-        assert self._work is not None
-        self._work.count(num_bytes)  # lines come from the thread of the run, where it waits
+        self._work.count(num_bytes)  # it is shown by the thread of the run
         if self._gives_up:
             raise _GivenUp
-
-    def _shown(self, num_bytes: int, /) -> None:
-        assert self._work is not None
-        self._work.moved(num_bytes)
 
     def _room(self, num_bytes: int) -> np.ndarray | None:
         """Memory for a copy, or None where there is too little of it."""

@@ -16,17 +16,19 @@ import math
 import os
 import re
 import shlex
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from difflib import SequenceMatcher
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from llmq.disk import remove_folder, storage
 from llmq.errors import DataError, UsageError
+from llmq.files.byte_count import ByteCount
 from llmq.files.manifest import MANIFEST, STATE, Reader, canonical, found, read_manifest, sound
-from llmq.files.slow_work import Say, SlowWork
 from llmq.files.tensor_files import verify
 from llmq.files.writers import Keep, best_of, remove_unfinished
+from llmq.screen import StartTask, unshown
 
 if TYPE_CHECKING:
     from llmq.options.run import CheckpointOptions
@@ -34,6 +36,7 @@ if TYPE_CHECKING:
 NEWEST, AUTO = "newest", "auto"
 EVAL_LOSS = "eval/loss"
 SAVE_NOW = "save"  # the file beside the checkpoint folder that asks a run for a checkpoint
+Warn = Callable[[str], None]
 MOST_NAMED = 10  # differences from a checkpoint
 
 
@@ -76,7 +79,7 @@ class Checkpoints:
             return True
         return False
 
-    def start(self, warn: Say, say: Say, *, writes: bool = True) -> Path | None:
+    def start(self, warn: Warn, task: StartTask = unshown, *, writes: bool = True) -> Path | None:
         """The checkpoint to continue from; None for a run from step 0.
 
         A run that `writes` holds the folder's lock, and first removes what killed writers left. It reads the whole
@@ -87,13 +90,21 @@ class Checkpoints:
         if best := best_of(filter(None, map(sound, found(self.folder).values())), EVAL_LOSS):
             self._best = best.metrics[EVAL_LOSS]
         if self._continue is not None:
-            return find(self.folder, self._continue, warn, say, verified=writes)
+            return find(self.folder, self._continue, warn, task, verified=writes)
         if there := found(self.folder):
             raise UsageError(
                 f"{self.folder} holds checkpoints of an earlier run ({_listed(there)}): resume from them with "
-                "--continue, choose another --name or --checkpoint-dir, or delete them"
+                "--continue, delete them and start over with --overwrite, or choose another --name or --checkpoint-dir"
             )
         return None
+
+    def clear(self) -> list[Path]:
+        """Deletes all checkpoints, and returns where they were. StorageError."""
+        there = list(found(self.folder).values())
+        for path in there:
+            with storage(path, "the checkpoint cannot be deleted"):
+                remove_folder(path)
+        return there
 
     def others(self, step: int) -> str:
         """The checkpoints beside that of `step`, in words; empty if there are none."""
@@ -119,13 +130,13 @@ def _multiples(of: int, first: int, last: int) -> int:
 
 
 def find(
-    folder: Path, which: str | int | Path, warn: Say = print, say: Say = print, *, verified: bool = False
+    folder: Path, which: str | int | Path, warn: Warn = print, task: StartTask = unshown, *, verified: bool = False
 ) -> Path | None:
     """The checkpoint to continue from: "newest" or "auto", of which auto is None if there are none; a step; or a path.
 
     Where the newest is damaged, `warn` names what is, and it is the one before. DataError if a checkpoint is not there,
     or one that was asked for by step or path is damaged, naming what is there. Damage is what is seen at first sight,
-    or, `verified`, when all of it is read; `say` shows how far that is.
+    or, `verified`, when all of it is read, a `task` that counts bytes.
     """
     folder = Path(folder)
     there = found(folder)
@@ -134,7 +145,7 @@ def find(
             return None
         if not there:
             raise DataError(_none_there(folder))
-        return _first_sound(_newest_first(there.values()), warn, say, verified)
+        return _first_sound(_newest_first(there.values()), warn, task, verified)
     if re.fullmatch(r"[0-9]{1,18}", str(which)):
         step = int(str(which))
         if step not in there:
@@ -143,11 +154,11 @@ def find(
     else:
         path = Path(str(which))
         if not any((path / name).exists() for name in (MANIFEST, STATE)) and found(path):
-            return find(path, NEWEST, warn, say, verified=verified)
+            return find(path, NEWEST, warn, task, verified=verified)
         if not path.is_dir():
             raise DataError(f"there is no checkpoint at {path}; in {folder}: {_listed(there)}")
     with _naming_others(path):
-        _check(path, say, verified)
+        _check(path, task, verified)
     return path
 
 
@@ -157,12 +168,12 @@ def _newest_first(paths: Iterable[Path]) -> list[Path]:
     return sorted(numbers, key=lambda path: (numbers[path], path.name), reverse=True)
 
 
-def _first_sound(paths: Sequence[Path], warn: Say, say: Say, verified: bool) -> Path:
+def _first_sound(paths: Sequence[Path], warn: Warn, task: StartTask, verified: bool) -> Path:
     """The first of `paths` that is not damaged; DataError, naming what is wrong with each, if all are."""
     problems = []
     for path in paths:
         try:
-            _check(path, say, verified)
+            _check(path, task, verified)
         except DataError as error:
             problems.append(str(error))
             continue
@@ -172,11 +183,12 @@ def _first_sound(paths: Sequence[Path], warn: Say, say: Say, verified: bool) -> 
     raise DataError("every checkpoint is damaged:\n" + "\n".join(problems))
 
 
-def _check(path: Path, say: Say, verified: bool) -> None:
+def _check(path: Path, task: StartTask, verified: bool) -> None:
     """DataError if a checkpoint is damaged."""
     manifest = read_manifest(path)
     if verified:
-        verify(path, manifest.files, SlowWork(f"Verifying {path}", manifest.num_bytes, say).moved)
+        with task(f"Verifying {path}") as report:
+            verify(path, manifest.files, ByteCount(manifest.num_bytes, report).moved)
 
 
 def load(path: Path, *, verified: bool = True) -> tuple[dict[str, Any], Reader]:

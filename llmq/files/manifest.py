@@ -18,7 +18,7 @@ import os
 import re
 import zlib
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -78,10 +78,15 @@ class CheckpointManifest:
 
 @dataclass(frozen=True)
 class Reader:
-    """Reads tensors of one checkpoint by name, each into memory of its own."""
+    """Reads tensors of one checkpoint by name.
+
+    Each is in memory of its own, or with `memory` (bytes), which is as large as the largest, valid until the next one
+    is read. Memory that was used before is twice as fast to fill: the system has no pages to find and to clear.
+    """
 
     path: Path
     tensors: Mapping[str, WholeTensor]
+    memory: np.ndarray | None = None
 
     def __call__(self, name: str, start: Box | None = None, shape: Box | None = None) -> np.ndarray:
         """A tensor, or of it the indices from `start` on, of this `shape`, wherever its slices begin and end."""
@@ -90,7 +95,7 @@ class Reader:
         whole = self.tensors[name]
         start, shape = start or (0,) * len(whole.shape), whole.shape if shape is None else shape
         if len(whole.slices) == 1 and shape == whole.shape:
-            return read_tensor(self._stored(whole, whole.slices[0]))
+            return read_tensor(self._stored(whole, whole.slices[0]), self.memory)
         value = np.empty(shape, DTYPES[OUR_NAMES[whole.dtype]])
         for part in whole.slices:
             low = [max(a, b) for a, b in zip(start, part.start, strict=True)]
@@ -100,6 +105,11 @@ class Reader:
                 inner = (slice(None), *_places(low, high, part.start)[1:])
                 value[_places(low, high, start)] = rows[inner]
         return value
+
+    def in_one_memory(self) -> Reader:
+        """One whose tensors take turns in the same memory."""
+        sizes = (math.prod(whole.shape) * DTYPES[OUR_NAMES[whole.dtype]].itemsize for whole in self.tensors.values())
+        return replace(self, memory=np.empty(max(sizes, default=0), np.uint8))
 
     def _stored(self, whole: WholeTensor, part: Placed) -> Stored:
         return Stored(self.path / part.file, part.shape, whole.dtype, part.at)

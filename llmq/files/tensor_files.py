@@ -228,17 +228,40 @@ def _pointer_hint(path: Path) -> str:
     return " (it is a Git LFS pointer: run `git lfs pull` in its folder)" if pointer else ""
 
 
-def read_tensor(stored: Stored) -> np.ndarray:
-    """One tensor of one of our dtypes, in memory of its own."""
-    return read_rows(stored, 0, stored.shape[0]) if stored.shape else read_rows(stored, 0, 1).reshape(())
+def read_tensor(stored: Stored, memory: np.ndarray | None = None) -> np.ndarray:
+    """One tensor of one of our dtypes, in memory of its own, or at the start of `memory` (bytes)."""
+    rows = stored.shape[0] if stored.shape else 1
+    return read_rows(stored, 0, rows, memory).reshape(stored.shape)
 
 
-def read_rows(stored: Stored, start: int, stop: int) -> np.ndarray:
-    """Entries start to stop of the first axis; a scalar is one entry."""
+def read_rows(stored: Stored, start: int, stop: int, memory: np.ndarray | None = None) -> np.ndarray:
+    """Entries start to stop of the first axis, in memory as above; a scalar is one entry."""
     dtype, axes = DTYPES[OUR_NAMES[stored.dtype]], stored.shape[1:]
     entry = math.prod(axes) * dtype.itemsize
+    num_bytes = (stop - start) * entry
+    data = np.empty(num_bytes, np.uint8) if memory is None else memory[:num_bytes]
     with reading(stored.path):
-        data = np.fromfile(stored.path, np.uint8, (stop - start) * entry, offset=stored.start + start * entry)
-    if data.size != (stop - start) * entry:
-        raise DataError(f"{stored.path} ends within a tensor")
+        _read_at(stored.path, stored.start + start * entry, data.data)
     return data.view(dtype).reshape(stop - start, *axes)
+
+
+def _read_at(path: Path, at: int, data: memoryview) -> None:
+    """Fills `data` with the bytes of a file from `at` on, several blocks at a time."""
+
+    def fill(start: int) -> None:
+        block = data[start : start + BLOCK_BYTES]
+        with open(path, "rb", buffering=0) as file:
+            file.seek(at + start)
+            while block:
+                count = file.readinto(block)
+                if not count:
+                    raise DataError(f"{path} ends within a tensor")
+                block = block[count:]
+
+    starts = range(0, len(data), BLOCK_BYTES)
+    if len(starts) < 2:
+        fill(0)
+        return
+    with ThreadPoolExecutor(min(AT_ONCE, len(starts)), "llmq-read") as pool:
+        for _ in pool.map(fill, starts):
+            pass

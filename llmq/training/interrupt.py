@@ -63,15 +63,17 @@ class Interrupt:
 
 @contextmanager
 def terminable() -> Iterator[None]:
-    """Lets SIGTERM end the command as Ctrl-C does, by way of the writers, which remove what cannot be resumed."""
+    """Lets SIGTERM and SIGUSR1 end the command as Ctrl-C does; writers on the way remove what cannot be resumed."""
     if threading.current_thread() is not threading.main_thread():
         yield
         return
-    previous = signal.signal(signal.SIGTERM, _terminate)
+    heard = [number for number in (signal.SIGTERM, signal.SIGUSR1) if signal.getsignal(number) is not signal.SIG_IGN]
+    previous = {number: signal.signal(number, _terminate) for number in heard}
     try:
         yield
     finally:
-        signal.signal(signal.SIGTERM, previous)
+        for number, handler in previous.items():
+            signal.signal(number, handler)
 
 
 def _terminate(number: int, frame: FrameType | None) -> None:

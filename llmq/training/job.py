@@ -17,7 +17,7 @@ from llmq.data.batches.loader import Data, open_data
 from llmq.data.batches.named_data import NamedData, open_named
 from llmq.data.batches.trained_template import exported_templates
 from llmq.data.tokens.rebuilt_tokenizer import rebuilt_warning
-from llmq.disk import check_free_space, remove_folder, shown, storage
+from llmq.disk import check_free_space, shown, storage
 from llmq.errors import UsageError
 from llmq.files.checkpoint import EVAL_LOSS, Checkpoints, check_same, load
 from llmq.files.huggingface import (
@@ -30,7 +30,6 @@ from llmq.files.huggingface import (
     overwrites,
     refuse_taken,
 )
-from llmq.files.manifest import found
 from llmq.files.run_lock import held, kept_folder, replaced_whole
 from llmq.files.source import ModelSource, Values, initial_parameters, open_parameters, open_source
 from llmq.files.tensor_files import Piece
@@ -239,7 +238,7 @@ def _open_past(options: Options, log: RunLog) -> _Past:
     checkpoints, plans_only = Checkpoints(options.checkpoint), _plans_only(options.run)
     continues = options.to_flat()["continue"] is not None
     starts_over = not continues and (plans_only or overwrites(options.export))
-    path = None if starts_over else checkpoints.start(log.warn, log.say, writes=not plans_only)
+    path = None if starts_over else checkpoints.start(log.warn, partial(log.task, words=shown), writes=not plans_only)
     state = load(path, verified=False)[0] if path else {}
     replaces_model = plans_only or is_of_run(options.export, state.get("options", {}))
     if not replaces_model:
@@ -253,10 +252,7 @@ def _remove_earlier(job: Job, past: _Past, log: RunLog) -> None:
     """Removes checkpoints and log of an earlier run that is to go; its model stays until the new one is complete."""
     if job.plans_only or not past.starts_over:
         return
-    there = list(found(past.checkpoints.folder).values())
-    for path in there:
-        with storage(path, "the checkpoint cannot be deleted"):
-            remove_folder(path)
+    there = past.checkpoints.clear()
     if log.path.is_file():
         there.append(log.path)
         with storage(log.path, "the log cannot be deleted"):

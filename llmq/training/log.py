@@ -40,7 +40,7 @@ from typing import IO, TYPE_CHECKING, Any, TextIO
 import llmq
 from llmq.disk import storage
 from llmq.errors import StorageError
-from llmq.screen import AFTER_S, Report, Screen
+from llmq.screen import AFTER_S, Report, Screen, Words
 from llmq.training.records import EvalRecord, GpuRecord, TrainRecord, eval_line, gpu_line, to_json, train_line
 
 if TYPE_CHECKING:
@@ -266,9 +266,11 @@ class RunLog:
             self._lose_console(error)
 
     @contextmanager
-    def task(self, title: str, *, after_s: float = AFTER_S, only_bar: bool = False) -> Iterator[Report]:
+    def task(
+        self, title: str, *, after_s: float = AFTER_S, only_bar: bool = False, words: Words | None = None
+    ) -> Iterator[Report]:
         """Shows what is reported of a task that takes long; see Screen."""
-        with self._screen.task(title, after_s=after_s, only_bar=only_bar) as report:
+        with self._screen.task(title, after_s=after_s, only_bar=only_bar, words=words) as report:
 
             def shown(done: int, total: int | None) -> None:
                 if self._has_bars and not self._console_lost:

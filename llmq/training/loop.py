@@ -11,6 +11,7 @@ from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from datetime import timedelta
+from functools import partial
 from itertools import count
 from pathlib import Path
 from typing import Any, TextIO
@@ -22,12 +23,11 @@ from llmq.data.batches.loader import Loader, eval_batches
 from llmq.data.batches.windows import Samples
 from llmq.data.read_ahead import Stopped
 from llmq.data.tokens.rebuilt_tokenizer import rebuilt_warning
-from llmq.disk import MIB
+from llmq.disk import MIB, shown
 from llmq.engine.engine import Engine, StepResult
 from llmq.errors import INTERRUPTED, NonFiniteError, StorageError
 from llmq.files.background import Saver, Snapshot
 from llmq.files.checkpoint import EVAL_LOSS, load
-from llmq.files.slow_work import SlowWork
 from llmq.files.writers import Keep
 from llmq.hardware import device
 from llmq.model import speed_of_light as sol
@@ -36,6 +36,7 @@ from llmq.options.parse import Options, changed
 from llmq.plan.plan import Plan
 from llmq.row import Row
 from llmq.screen import counted
+from llmq.training.begin import load_weights, restore
 from llmq.training.fp8_watch import Fp8Watch, carried
 from llmq.training.health import all_finite
 from llmq.training.interrupt import Interrupt
@@ -88,7 +89,8 @@ def run(options: Options, *, watch: Watch | None = None, console: TextIO | None 
         job = prepare(options, log)
         if job.plans_only:
             return TrainResult(plan=job.plan)
-        saver = Saver(job.checkpoints.folder, log.say, job.memory_aside(log.say))
+        task = partial(log.task, words=shown)
+        saver = Saver(job.checkpoints.folder, log.say, job.memory_aside(log.say), task)
         with Interrupt() as interrupt, saver:
             try:
                 return _Run(job, log, interrupt, saver, watch or (lambda record: None), began).finish()
@@ -115,7 +117,10 @@ class _Run:
     def finish(self) -> TrainResult:
         """Trains to the end or to an interrupt; saves; exports a finished model."""
         job, log = self.job, self.log
-        self._begin()
+        try:
+            self._begin()
+        except Stopped:
+            return self._stopped()
         with job.data.loader() as loader, log.task("Training", after_s=0.0, only_bar=True) as report:
             loader.start(self.progress.position, self.progress.stream)
             try:
@@ -136,10 +141,7 @@ class _Run:
             self._save()  # first of all: who sent SIGTERM does not wait for long
             self._settle()
         if self.interrupt:
-            way_on = f"Resume with:\n  {job.continue_command}" if self.saved else "Nothing is saved: start again."
-            log.say(f"Stopped after step {self.progress.step}. {way_on}", least=SUMMARY)
-            log.end("interrupted" if self.interrupt.exit_code == INTERRUPTED else "terminated")
-            return self._result(exit_code=self.interrupt.exit_code)
+            return self._stopped()
         warnings = [*self.progress.course.warnings(job.plan.spec.config.vocab_size), *self._export()]
         losses = {"train_loss": self.progress.train_loss, "eval_loss": self.progress.eval_loss}
         exported = self.result.model_path is not None
@@ -148,44 +150,33 @@ class _Run:
         log.end("finished" if exported else "failed", warnings, **losses)
         return replace(result, warnings=tuple(log.warnings))
 
+    def _stopped(self) -> TrainResult:
+        """The end of a run that was asked to end, which has saved what there was to save."""
+        code = self.interrupt.exit_code
+        way_on = f"Resume with:\n  {self.job.continue_command}" if self.saved else "Nothing is saved: start again."
+        self.log.say(f"Stopped after step {self.progress.step}. {way_on}", least=SUMMARY)
+        self.log.end("interrupted" if code == INTERRUPTED else "terminated")
+        return self._result(exit_code=code)
+
     def _begin(self) -> None:
         """Weights from the source or state from the checkpoint, and the log's file."""
         job, engine = self.job, self.engine
         if job.resume is None:
-            self._load()
+            load_weights(engine, job, self.log, self.interrupt)
             self.log.begin(num_steps=job.schedule.steps)
             self._warn()
             return
         state, reader = load(job.resume, verified=False)  # it was, when it was chosen
         job.check_same(state["must_match"])
-        resets = job.checkpoints.resets
-        moments = job.plan.moment_names if "optimizer" in resets else ()
-        work = SlowWork(f"Reading {job.resume}", job.checkpoint_copy_bytes, self.log.say)
-
-        def read(name: str) -> np.ndarray:
-            value = reader(name)
-            work.moved(value.nbytes)
-            return np.zeros_like(value) if name in moments else value
-
-        engine.restore(read, job.frozen())
-        self.progress = Progress.read(state).anew(resets)
+        self.progress = Progress.read(state).anew(job.checkpoints.resets)
         self.saved = self.saving = self.progress.step
         self.result = replace(self.result, checkpoint_path=job.resume)
+        restore(engine, job, self.log, self.interrupt, reader)
         self.log.begin(resume_step=self.saved, num_steps=job.schedule.steps)
         self.log.notice(f"Continued from {job.resume}")
         if changes := changed(state["options"], job.options):
             self.log.notice(f"Changed since then: {', '.join(changes)}")
         self._warn()
-
-    def _load(self) -> None:
-        """The initial weights into the engine."""
-        rows, start = self.job.plan.rows, time.perf_counter()
-        title = (
-            f"{'Drawing weights of' if self.job.source.from_scratch else 'Loading model from'} {self.job.source.place}"
-        )
-        with self.log.task(title) as report:
-            self.engine.load(counted(self.job.parameters(rows), len(rows), report))
-        self.log.say(f"{title} ... done, {time.perf_counter() - start:.1f} s")
 
     def _warn(self) -> None:
         """What the user should know of the model, the data and the tokenizer, and what is wrong with the GPU."""
@@ -269,7 +260,7 @@ class _Run:
         self.engine, self.job = Engine(plan, job.backend), replace(job, plan=plan)
         self.light_s = _light_s(self.job)
         _, read = load(path, verified=False)
-        self.engine.restore(carried(read, old, plan), self.job.frozen())
+        self.engine.restore(carried(read.in_one_memory(), old, plan), self.job.frozen())
 
     def _note(self, record: TrainRecord, last: bool) -> None:
         """A step's record to log and watcher; NonFiniteError when steps keep being refused."""

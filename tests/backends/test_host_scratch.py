@@ -123,7 +123,10 @@ DEEP = {"num_layers": 4, "hidden_size": 256, "intermediate_size": 1024, "vocab_s
 
 
 def used_and_planned(folder: Path, shape: dict, **options) -> tuple[int, int]:
-    """Bytes that a run's process grew by at most, and those of its plan and of a checkpoint's copy."""
+    """Bytes that a run's process grew by at most, and those of its plan and of a checkpoint's copy.
+
+    The copy lives from the first save on, so the run saves at once, and has a step with all that it does after that.
+    """
     from llmq.data.tokens.token_file import TokenWriter
     from llmq.model.config import to_hf
 
@@ -134,7 +137,7 @@ def used_and_planned(folder: Path, shape: dict, **options) -> tuple[int, int]:
         with TokenWriter(folder / f"{name}.bin", vocab_size=shape["vocab_size"]) as file:
             file.append((rng.zipf(1.2, count) % shape["vocab_size"]).astype(np.int32))
     about = {"model": "source", "from_scratch": True, "train_file": "train.bin", "eval_file": "eval.bin", "steps": 2}
-    about |= {"grad_accumulation": 2, "eval_every_n_steps": 1, "name": "run", **options}
+    about |= {"grad_accumulation": 2, "eval_every_n_steps": 1, "ckpt_interval": 1, "name": "run", **options}
     command = [sys.executable, "-c", RUN, json.dumps(about)]
     done = subprocess.run(command, cwd=folder, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr[-3000:]
@@ -152,15 +155,15 @@ def used_and_planned(folder: Path, shape: dict, **options) -> tuple[int, int]:
             for case in [
                 (TINY, 1, 64, {"model_dtype": "fp32"}),
                 (WIDER, 1, 64, {"model_dtype": "fp32"}),
-                (WIDER, 1, 64, {"matmul_dtype": "e4m3", "head_dtype": "e4m3"}),
+                # Its errors of fp8 copies, which take more than training, are read before the second step, too.
+                (WIDER, 1, 64, {"matmul_dtype": "e4m3", "head_dtype": "e4m3", "log_fp8_every": 1}),
                 (DEEP, 4, 256, {"model_dtype": "bf16"}),
                 (DEEP, 4, 256, {"model_dtype": "fp32"}),
             ]
         ),
     ],
 )
-def test_a_run_uses_what_is_planned(tmp_path, shape, batch_size, seq_len, precision):
+def test_a_run_uses_what_is_planned_within_15_percent(tmp_path, shape, batch_size, seq_len, precision):
     """Training, evaluation, checkpoint and export: what the process grows by from when the run is planned."""
     used, planned = used_and_planned(tmp_path, shape, batch_size=batch_size, seq_len=seq_len, **precision)
-    # With the copy of a checkpoint counted, the wider model in e4m3 uses 16% less than planned; why is not known.
-    assert 0.8 * planned < used < 1.15 * planned, f"{used >> 20} MiB used, {planned >> 20} MiB planned"
+    assert 0.85 * planned < used < 1.15 * planned, f"{used >> 20} MiB used, {planned >> 20} MiB planned"

@@ -101,6 +101,15 @@ def test_an_interrupt_while_a_command_is_imported_has_no_traceback(name, tmp_pat
     assert done.returncode == -signal.SIGINT and done.stderr == b""
 
 
+@pytest.mark.parametrize("start", ["-c from llmq.cli.start import train; train()", "-m llmq"])
+def test_sigusr1_while_training_is_imported_asks_to_try_again(start, tmp_path):
+    (tmp_path / "click.py").write_text(INTERRUPTED_IMPORT.replace("SIGINT", "SIGUSR1"))
+    environment = {**os.environ, "PYTHONPATH": f"{tmp_path}:{ROOT}"}
+    command = [sys.executable, *start.split(" ", 1), "--help"]
+    done = subprocess.run(command, capture_output=True, env=environment, check=False)
+    assert (done.returncode, done.stdout, done.stderr) == (75, b"", b"")
+
+
 def test_an_interrupt_after_the_imports_is_one_message():
     """The command's own imports, which come late."""
     code = (

@@ -1,17 +1,21 @@
 """Saving beside training: what is saved is what was copied, errors come to the run, nothing is left under way."""
 
+import io
 import os
 import threading
+import time
+from functools import partial
 
 import numpy as np
 import pytest
 
+from llmq import disk, screen
 from llmq.errors import StorageError
-from llmq.files import slow_work
 from llmq.files.background import Saver, Snapshot
 from llmq.files.checkpoint import load
 from llmq.files.tensor_files import Piece
 from llmq.files.writers import Keep
+from llmq.screen import Screen
 
 DTYPES = {"a": np.int32, "b": np.uint8, "c": np.float64, "d": np.float32}  # of sizes that want to be aligned
 
@@ -114,11 +118,33 @@ def test_the_end_waits_and_a_second_ctrl_c_gives_up(tmp_path, tensors, gate):
     assert os.listdir(tmp_path) == ["step-00000001"], "and nothing is left of it"
 
 
-def test_a_wait_of_more_than_two_seconds_is_shown(tmp_path, tensors, gate, monkeypatch):
-    monkeypatch.setattr(slow_work, "SLOW_S", 0.2)
-    said = []
-    with Saver(tmp_path, said.append, allocate) as saver:
+def test_a_save_that_takes_long_is_shown_until_it_is_complete(tmp_path, tensors, gate, monkeypatch):
+    monkeypatch.setattr(screen, "PLAIN_S", 0.2)
+    stream = io.StringIO()
+    with Saver(tmp_path, print, allocate, partial(Screen(stream).task, words=disk.shown)) as saver:
         saver.save(snapshot(1, tensors), Keep())
-        threading.Timer(1.2, gate.set).start()
+        time.sleep(0.3)
+        assert saver.finished(wait=False) is None
+        beside = stream.getvalue()
+        threading.Timer(0.5, gate.set).start()
         saver.finished(wait=True)
-    assert len(said) == 1 and said[0].startswith(f"Saving {tmp_path / 'step-00000001'}: 119 bytes of 119 bytes (100%)")
+    line = f"Saving {tmp_path / 'step-00000001'}: 119 bytes of 119 bytes (100%)\n"
+    assert beside == line and set(stream.getvalue().splitlines(keepends=True)) == {line}
+
+
+@pytest.mark.parametrize("memory", [allocate, None], ids=["beside training", "while it waits"])
+def test_a_terminal_has_a_bar_of_bytes_which_is_gone_when_the_save_is_complete(tmp_path, monkeypatch, memory):
+    class Terminal(io.StringIO):
+        def isatty(self):
+            return True
+
+    monkeypatch.setenv("TERM", "xterm")
+    monkeypatch.setenv("COLUMNS", "300")
+    shown, stream = Screen(Terminal()), None
+    stream = shown.stream
+    task = partial(shown.task, words=disk.shown, after_s=0.0)
+    with Saver(tmp_path, print, memory, task) as saver:
+        saver.save(snapshot(1, {"a": np.zeros(3 << 20, np.uint8)}), Keep())
+        while saver.finished(wait=False) is None:
+            time.sleep(0.01)
+        assert not shown._bars and "Saving" in stream.getvalue() and "/3.0 MiB" in stream.getvalue()

@@ -62,7 +62,7 @@ def options(folder: Path, **changes: object) -> CheckpointOptions:
 
 
 def started(given: CheckpointOptions, **how: bool) -> Path | None:
-    return Checkpoints(given).start(print, print, **how)
+    return Checkpoints(given).start(print, **how)
 
 
 def test_all_comes_back_as_saved(tmp_path: Path) -> None:
@@ -344,7 +344,7 @@ def test_everything_is_synced_before_the_name_appears(tmp_path: Path, monkeypatc
 
 def test_the_run_and_its_options(tmp_path: Path) -> None:
     run = Checkpoints(options(tmp_path))
-    assert run.start(print, print) is None
+    assert run.start(print) is None
     assert [s for s in range(1, 26) if run.due(s, last=s == 25)] == [10, 20, 25]
     assert [s for s in range(1, 26) if Checkpoints(options(tmp_path, ckpt_interval=0)).due(s, last=s == 25)] == [25]
     assert run.peak_bytes(100, 1, 25) == 300
@@ -355,8 +355,8 @@ def test_the_run_and_its_options(tmp_path: Path) -> None:
         write(run.folder, step, keep=run.keep)
     assert names(tmp_path) == ["step-00000020", "step-00000025"]
     assert run.peak_bytes(100, 26, 99) == 100
-    with pytest.raises(UsageError, match=r"earlier run \(steps 20, 25\).*--continue"):
-        run.start(print, print)
+    with pytest.raises(UsageError, match=r"earlier run \(steps 20, 25\).*--continue.*--overwrite"):
+        run.start(print)
     assert started(options(tmp_path, continue_="auto")) == tmp_path / "step-00000025"
     assert started(options(tmp_path, continue_=20)) == tmp_path / "step-00000020"
 

@@ -98,3 +98,11 @@ def test_any_part_of_a_tensor_is_read(saved):
     _, read = load(saved)
     assert np.array_equal(read("a", (1, 1), (2, 3)), TENSORS["a"][1:, 1:])
     assert np.array_equal(read("a", (2, 0), (1, 4)), TENSORS["a"][2:])
+
+
+def test_tensors_that_share_one_memory_are_valid_until_the_next(saved):
+    _, apart = load(saved)
+    read = apart.in_one_memory()
+    for name in (*apart.tensors, *reversed(apart.tensors)):
+        assert np.array_equal(read(name), apart(name)) and np.shares_memory(read(name), read.memory)
+        assert not np.shares_memory(apart(name), apart(name))

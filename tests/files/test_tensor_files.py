@@ -14,6 +14,7 @@ from safetensors import safe_open
 from safetensors.numpy import load_file
 
 from llmq.errors import DataError
+from llmq.files import tensor_files
 from llmq.files.tensor_files import (
     OUR_NAMES,
     Piece,
@@ -154,3 +155,22 @@ def test_a_file_that_was_cut_since_is_named(tmp_path: Path) -> None:
         file.truncate(shard.num_bytes - 8)
     with pytest.raises(DataError, match="ends within a tensor"):
         read_tensor(at)
+
+
+def test_large_tensors_are_read_in_blocks_into_memory_that_is_given(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(tensor_files, "BLOCK_BYTES", 16)
+    tensors = some_tensors()
+    stored = {n: at for s in write(tmp_path, tensors) for n, at in tensors_of(tmp_path / s.name).items()}
+    assert_same({name: read_tensor(at) for name, at in stored.items()}, tensors)
+    memory = np.full(1000, 0xFF, np.uint8)
+    for name, at in stored.items():
+        value = read_tensor(at, memory)
+        assert_same({name: value}, {name: tensors[name]})
+        assert not value.size or np.shares_memory(value, memory)
+    last = list(stored.values())[-2]
+    with open(last.path, "r+b") as file:
+        file.truncate(last.start + 20)
+    with pytest.raises(DataError, match="ends within a tensor"):
+        read_tensor(last, memory)

@@ -3,6 +3,7 @@
 import io
 import json
 import os
+import random
 import signal
 import subprocess
 import sys
@@ -15,7 +16,7 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 from tiny_engines import plan_of
-from tiny_runs import T, weights_of
+from tiny_runs import T, folder, weights_of
 
 import llmq
 from llmq.backends.host import HostBackend
@@ -35,7 +36,7 @@ from llmq.training import auto, fp8_watch, job
 from llmq.training import loop as training
 from llmq.training.fp8_watch import CopyError
 from llmq.training.loop import NON_FINITE_LIMIT
-from llmq.training.records import EvalRecord
+from llmq.training.records import EvalRecord, TrainRecord
 
 ROOT = Path(__file__).parents[2]
 
@@ -125,6 +126,29 @@ def test_a_continued_run_has_the_bits_of_one_that_was_never_stopped(given, preci
     courses = [load(result.checkpoint_path)[0]["course"] for result in (whole, parts)]
     assert courses[0] == courses[1] and courses[0]["steps"] == len(courses[0]["first"]) == 8
     exported = [(result.model_path / "model.safetensors").read_bytes() for result in (whole, parts)]
+    assert exported[0] == exported[1]
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("precision", [{"model_dtype": "bf16"}, FP8], ids=["bf16", "e4m3"])
+def test_a_run_on_the_gpu_has_the_same_bits_wherever_it_is_stopped(given, tmp_path, precision):
+    """Stopped after five random steps, each time within the run that continued the one before."""
+    shape = {"hidden_size": 64, "head_dim": 16, "intermediate_size": 96}  # what cuDNN and 16-byte accesses take
+    given |= {**precision, "model": str(folder(tmp_path / "for the GPU", **shape)), "device": "cuda", "ckpt_keep_n": 0}
+    whole = llmq.train(**{**given, "name": "whole", "ckpt_interval": 1})
+    steps = random.sample(range(1, 12), 5)
+    for stop in (*sorted(steps), 12):
+
+        def watch(record, stop=stop):
+            if isinstance(record, TrainRecord) and record.step == stop < 12:
+                signal.raise_signal(signal.SIGUSR1)
+
+        part = llmq.train(**given, **{"continue": "auto"}, watch=watch)
+        same = whole.checkpoint_path.with_name(part.checkpoint_path.name)
+        assert (part.exit_code, part.steps) == (0 if stop == 12 else 75, stop)
+        assert weights_of(part.checkpoint_path) == weights_of(same), f"stopped after {sorted(steps)}"
+    assert part.eval_loss == whole.eval_loss and part.train_loss == whole.train_loss
+    exported = [(result.model_path / "model.safetensors").read_bytes() for result in (whole, part)]
     assert exported[0] == exported[1]
 
 

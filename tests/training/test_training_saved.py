@@ -1,16 +1,22 @@
 """When a run saves, which of its checkpoints stay, and what a resumed run may begin anew."""
 
+import io
+import math
 import os
 import signal
 import subprocess
 import sys
 import threading
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 from tiny_runs import weights_of
 
 import llmq
+from llmq import screen
+from llmq.backends.host import HostMemory
+from llmq.cli.train import command
 from llmq.engine.engine import Engine
 from llmq.errors import DataError, StorageError, UsageError
 from llmq.files.checkpoint import load
@@ -21,6 +27,7 @@ from llmq.training import loop
 
 SAVED = Path("runs/run/checkpoints")
 ROOT = Path(__file__).parents[2]
+OF_PYTHON = ("console", "from_scratch")  # among the options that are given
 BEST = {"save_best": "eval/loss", "ckpt_interval": 3, "ckpt_keep_n": 1}
 
 
@@ -55,6 +62,19 @@ def test_the_best_by_its_evaluation_is_kept(given, monkeypatch):
     monkeypatch.setattr(Engine, "evaluate", lambda self, batch: (next(losses), 1))
     llmq.train(**given, **BEST)
     assert steps() == [8, 12] and read_manifest(SAVED / "step-00000008").metrics == {"eval/loss": 1.0}
+
+
+@pytest.mark.parametrize(("num_steps", "kept"), [(6, [4, 5, 6]), (7, [7])])
+def test_the_last_good_one_stays_while_steps_are_refused(given, monkeypatch, num_steps, kept):
+    real = Engine.update
+
+    def update(self, number, rate):
+        done = real(self, number, rate)
+        return replace(done, loss=math.nan, applied=False) if number in (5, 6) else done
+
+    monkeypatch.setattr(Engine, "update", update)
+    llmq.train(**{**given, "steps": num_steps, "eval_every_n_steps": 0}, ckpt_interval=1, ckpt_keep_n=1)
+    assert steps() == kept
 
 
 @pytest.fixture(autouse=True)
@@ -110,6 +130,50 @@ def test_sigusr1_saves_and_ends_with_75(given, monkeypatch):
     assert weights_of(parts.checkpoint_path) == weights_of(whole.checkpoint_path)
 
 
+@pytest.mark.parametrize("of_job", ["open_source", "describe"])
+def test_sigusr1_while_a_run_is_prepared_ends_it_with_75(given, monkeypatch, of_job):
+    def asked(*about, **more):
+        os.kill(os.getpid(), signal.SIGUSR1)
+        raise AssertionError("it went on")
+
+    monkeypatch.setattr(job_of, of_job, asked)
+    flags = [f"--{key.replace('_', '-')}={value}" for key, value in given.items() if key not in OF_PYTHON]
+    before = signal.getsignal(signal.SIGUSR1)
+    with pytest.raises(SystemExit) as end:
+        command().main(["--from-scratch", *flags], standalone_mode=False)
+    assert end.value.code == 75 and not SAVED.exists() and signal.getsignal(signal.SIGUSR1) is before
+
+
+@pytest.mark.parametrize("continues", [False, True], ids=["fresh", "resumed"])
+def test_sigusr1_while_values_are_loaded_ends_the_run_without_the_others(given, monkeypatch, continues):
+    if continues:
+        llmq.train(**{**given, "steps": 3})
+    real, written = HostMemory.write, []
+
+    def write(self, name, values):
+        real(self, name, values)
+        if name.startswith("master:"):
+            written.append(name)
+            os.kill(os.getpid(), signal.SIGUSR1)
+
+    monkeypatch.setattr(HostMemory, "write", write)
+    result = llmq.train(**{**given, "continue": "newest" if continues else None, "overwrite": continues})
+    assert (result.exit_code, len(written)) == (75, 1) and steps() == ([3] if continues else [])
+    text = said(given)
+    assert "Stopped after step 3. Resume with:" in text if continues else "Nothing is saved: start again." in text
+
+
+def test_sigusr1_in_the_first_step_saves_it(given, monkeypatch):
+    real = Engine.micro_step
+
+    def micro_step(self, *about, **more):
+        os.kill(os.getpid(), signal.SIGUSR1)
+        real(self, *about, **more)
+
+    monkeypatch.setattr(Engine, "micro_step", micro_step)
+    assert llmq.train(**given).exit_code == 75 and steps() == [1]
+
+
 def test_steps_go_on_while_a_checkpoint_is_written(given, monkeypatch):
     """The disk hangs from step 4 to step 7; the checkpoint has the bits of step 4 all the same."""
     whole = llmq.train(**{**given, "name": "whole", "steps": 4, "lr_schedule": "constant"})
@@ -146,6 +210,17 @@ def test_short_of_memory_training_waits_and_says_so_once(given, monkeypatch):
     result = llmq.train(**given, ckpt_interval=4)
     assert said(given).count("Training waits while a checkpoint is written") == 1
     assert weights_of(result.checkpoint_path) == weights_of(whole.checkpoint_path)
+
+
+def test_verifying_reading_and_saving_show_how_far_they_are(given, monkeypatch):
+    llmq.train(**{**given, "steps": 3})
+    path, console = SAVED / "step-00000003", io.StringIO()
+    monkeypatch.setattr(screen, "PLAIN_S", 0.0)
+    llmq.train(**{**given, "steps": 4, "console": console, "continue": "newest", "overwrite": True})
+    lines = console.getvalue().splitlines()
+    for what in (f"Verifying {path}", f"Reading {path}", f"Saving {path.with_name('step-00000004')}"):
+        shares = [int(line.rpartition("(")[2][:-2]) for line in lines if line.startswith(f"{what}: ")]
+        assert shares == sorted(shares) and shares[-1] == 100, f"{what}: {shares}"
 
 
 def test_a_damaged_newest_one_is_passed_over_with_a_warning(given):
