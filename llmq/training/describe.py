@@ -53,8 +53,8 @@ def describe(
     if (chunks := plan.spec.memory.attention_chunks) > 1 and job.options["attn_bwd_chunks"] == memory.AUTO:
         log.say(f"Attention's backward runs in {chunks} chunks of the batch, so that it needs less memory")
     log.allocator({**table, "Free": left, "Reserved": max(total - free, 0) / MIB, "Other": other}, hint=hint)
-    if job.plans_only:  # else notices go to the log, too, which is not open yet
-        for text in (*job.notices, *job.warnings):
+    if job.plans_only:  # else these go to the log, too, which is not open yet
+        for text in (*job.notices, *log.warnings, *job.warnings):
             log.say(text)
         log.say(f"On {job.device.kind}: {shown(plan.total_bytes)} of {shown(free)} that are free")
         log.say(f"In host memory: {shown(job.checkpoint_copy_bytes)} for a copy of what a checkpoint holds")

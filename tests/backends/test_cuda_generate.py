@@ -6,7 +6,7 @@ from tiny_engines import BF16, FP32, parameters, spec_of, tiny
 from llmq.backends import open_backend
 from llmq.blocks.cached import Sampling
 from llmq.engine.generate import generate, open_generator
-from llmq.plan.generation import Decoding
+from llmq.plan.decoding import Decoding
 
 pytestmark = pytest.mark.gpu
 
