@@ -13,7 +13,13 @@ from llmq.engine.held import held_copy, held_value
 from llmq.plan.names import scale_ref, storage_name
 from llmq.plan.plan import Plan
 from llmq.row import Row
+from llmq.screen import Report, unreported
 from llmq.tensor import DTYPES, Ref, Tensor
+
+
+def make_ready(plan: Plan, backend: Backend, report: Report = unreported) -> None:
+    """What a plan's calls need of the backend before memory is allocated; once made, it is there at once."""
+    backend.prepare((call for program in plan.programs.values() for call in program.calls), report)
 
 
 class BoundPlan:
@@ -33,7 +39,7 @@ class BoundPlan:
     ) -> None:
         self.plan = plan
         self._backend, self._poison, self._cells = backend, poison, plan.cells
-        backend.prepare(call for program in plan.programs.values() for call in program.calls)
+        make_ready(plan, backend)
         self._memory = backend.memory(plan.persistent, {home: plan.arena_bytes(home) for home in ("device", "host")})
         self._ops = {name: wrap(name, op) for name, op in backend.ops.items()} if wrap else backend.ops
         self._programs: dict[int, Run] = {}  # by the id of the plan's program: those that are alike are bound once

@@ -10,7 +10,6 @@ import time
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass, replace
-from datetime import timedelta
 from itertools import count
 from pathlib import Path
 from typing import Any, TextIO
@@ -23,6 +22,7 @@ from llmq.data.batches.windows import Samples
 from llmq.data.read_ahead import Stopped
 from llmq.data.tokens.rebuilt_tokenizer import rebuilt_warning
 from llmq.disk import MIB
+from llmq.engine.bound_plan import make_ready
 from llmq.engine.engine import Engine, StepResult
 from llmq.errors import INTERRUPTED, NonFiniteError, StorageError
 from llmq.files.background import Saver, Snapshot
@@ -36,6 +36,7 @@ from llmq.options.parse import Options, changed
 from llmq.plan.plan import Plan
 from llmq.row import Row
 from llmq.screen import counted
+from llmq.training.describe import summary
 from llmq.training.evaluation import held_out
 from llmq.training.fp8_watch import Fp8Watch, carried
 from llmq.training.health import all_finite
@@ -89,6 +90,8 @@ def run(options: Options, *, watch: Watch | None = None, console: TextIO | None 
         job = prepare(options, log)
         if job.plans_only:
             return TrainResult(plan=job.plan)
+        with log.task("Timing matrix products") as report:
+            make_ready(job.plan, job.backend, report)
         saver = Saver(job.checkpoints.folder, log.say, job.memory_aside(log.say))
         with Interrupt() as interrupt, saver:
             try:
@@ -432,14 +435,6 @@ class _Run:
             sol=share,
             warnings=tuple(self.log.warnings),
         )
-
-
-def summary(result: TrainResult, seconds: float) -> str:
-    """One line of a finished run: `12 steps in 0:03:10: training loss 3.1416, evaluation loss 3.2500, ...`."""
-    parts = [f"training loss {result.train_loss:.4f}"]
-    parts += [f"evaluation loss {result.eval_loss:.4f}"] if math.isfinite(result.eval_loss) else []
-    parts += [f"{result.tokens_per_second:,.0f} tokens/s"] if math.isfinite(result.tokens_per_second) else []
-    return f"{result.steps:,} steps in {timedelta(seconds=round(seconds))}: {', '.join(parts)}"
 
 
 def _light_s(job: Job) -> float:

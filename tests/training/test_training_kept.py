@@ -15,6 +15,8 @@ import pytest
 from tiny_runs import T, weights_of
 
 import llmq
+from llmq import screen
+from llmq.backends.host import HostBackend
 from llmq.data import read_ahead
 from llmq.data.batches.loader import Loader
 from llmq.data.tokens.token_file import TokenWriter
@@ -23,6 +25,7 @@ from llmq.engine.engine import Engine
 from llmq.errors import DataError, NonFiniteError, StorageError, UsageError
 from llmq.files.checkpoint import load
 from llmq.report.read import read_log
+from llmq.screen import unreported
 from llmq.training import evaluation
 from llmq.training import loop as training
 
@@ -388,3 +391,13 @@ def test_rows_beyond_the_model_s_positions_are_told_and_exported(given):
 
 def said(given):
     return given["console"].getvalue()
+
+
+def test_choosing_the_algorithms_of_matrix_products_shows_how_far_it_is(given, monkeypatch):
+    def prepare(self, calls, report=unreported):
+        report(1, 2)
+
+    monkeypatch.setattr(HostBackend, "prepare", prepare)
+    monkeypatch.setattr(screen, "PLAIN_S", 0.0)
+    llmq.train(**{**given, "steps": 2})
+    assert "Timing matrix products: 1 of 2 (50%)" in given["console"].getvalue()
