@@ -32,6 +32,7 @@ from __future__ import annotations
 import json
 import math
 import os
+import textwrap
 import time
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
@@ -149,7 +150,7 @@ class RunLog:
             self.say(f"  {share['name']}: {100 * part:.2f}% of the tokens, {samples:,} samples, {epochs:.2f} epochs")
         self._items(facts)
         while self._of_data:
-            self.say(self._of_data.pop(0))
+            self.say(textwrap.indent(self._of_data.pop(0), "  "))
 
     def about_data(self, text: str) -> None:
         """A line on the data, below [Dataset]: there, if that is yet to come, so that an error comes before it."""

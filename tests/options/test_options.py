@@ -242,6 +242,12 @@ def test_evaluation_without_data_for_it_is_noted():
         assert Options.parse(rows).notices == () != Options.parse({**rows, "eval_fraction": 0}).notices
 
 
+def test_prompts_to_complete_give_evaluations_an_effect():
+    assert parse(eval_every_n_steps=7, sample_prompts="p.txt", sample_tokens=5).notices == ()
+    (notice,) = parse(sample_tokens=5).notices
+    assert notice == "--sample-tokens 5 has no effect without --sample-prompts"
+
+
 def test_values_of_defaults_are_no_contradiction():
     """Harmless, and needed so that the effective options can be fed back."""
     parse(eval_every_n_steps=100, eval_num_steps=0)

@@ -67,6 +67,8 @@ def test_text_is_read_and_shown_by_the_tokenizer_of_the_model(asked, tmp_path):
         {k: v for k, v in one.items() if k in ("prompt", "messages")} for one in shown
     ]
     assert all(isinstance(one["text"], str) for one in shown)
+    (written,) = llmq.generate(str(result.model_path), [rows[0]["prompt"]], max_tokens=6, device="cpu")
+    assert (written.text, written.tokens) == (shown[0]["text"], tuple(shown[0]["new_tokens"]))
     lines = [line for line in asked["console"].getvalue().splitlines() if line.startswith("[S]")]
     assert (
         lines[0].startswith(r'[S] step     4 | "It\'s\nthe" -> "'.replace(r"\'", "'")) and '"Nothing" -> ' in lines[1]
