@@ -44,7 +44,7 @@ class BoundPlan:
         self._ops = {name: wrap(name, op) for name, op in backend.ops.items()} if wrap else backend.ops
         self._programs: dict[int, Run] = {}  # by the id of the plan's program: those that are alike are bound once
 
-    def _share(self, other: BoundPlan) -> None:
+    def _view(self, other: BoundPlan) -> None:
         """Makes this another view of a plan on memory: nothing is allocated, and programs are bound once for both."""
         self.plan, self._backend, self._poison, self._cells = other.plan, other._backend, other._poison, other._cells
         self._memory, self._ops, self._programs = other._memory, other._ops, other._programs

@@ -38,7 +38,7 @@ class Generator(BoundPlan):
         decoding = completions_of(trainer.plan.spec)
         assert decoding is not None, "the plan has no programs that write"
         generator = cls.__new__(cls)
-        generator._share(trainer)
+        generator._view(trainer)
         generator._begin(decoding)
         return generator
 

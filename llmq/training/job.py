@@ -351,7 +351,7 @@ def _make_spec(
     observe = precision.watching(options.precision).every > 0
     packs = device.packing_problem(where, dtypes.model) is None
     completions = None if samples is None else samples.completions(packed=packs)
-    return Spec(config, dtypes, limits, hyper, b, t, seed, packing, observe, completions)
+    return Spec(config, dtypes, limits, hyper, b, t, seed, packing, observe, completions=completions)
 
 
 def _open_backend(options: Options, where: Device, past: _Past) -> Backend:
