@@ -4,10 +4,12 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
-from tiny_engines import BF16, FP32, FP64, T, parameters, spec_of, tiny
+from ranks import CONFIG, LEVELS
+from tiny_engines import BF16, FP32, FP64, T, batch, engine_of, parameters, plan_of, spec_of, tiny
 
 from llmq.backends.host import HostBackend
 from llmq.blocks.cached import Sampling
+from llmq.comm.in_process import run_ranks
 from llmq.data.batches.batch import Batch
 from llmq.engine.engine import Engine
 from llmq.engine.generate import Generator, Pace, generate, open_generator
@@ -17,6 +19,7 @@ from llmq.plan.generation import parts, plan_generation, refuse_if_too_large
 from llmq.plan.plan import make_plan
 from llmq.plan.precision import Precision
 from llmq.plan.spec import Completions
+from llmq.stores.sharding import Sharding
 from llmq.tensor import stored_bytes
 
 WIRINGS = {
@@ -192,9 +195,8 @@ def test_what_a_trainer_writes_costs_a_cache_and_changes_nothing(name):
         engine.load(parameters(engine.plan))
     for step in (1, 2):
         tokens = rng.integers(0, 97, (2, T)).astype(np.int32)
-        batch = Batch(tokens, tokens, places=np.arange(2))
         for engine in engines:
-            engine.micro_step(batch)
+            engine.micro_step(Batch(tokens, tokens, places=np.arange(2)))
             engine.update(step, 1e-2)
         found.append(texts(Generator.beside(engines[1])))
     for key, value in engines[0].state():
@@ -207,3 +209,21 @@ def test_a_trainer_writes_what_a_generator_of_its_weights_writes():
     engine = Engine(make_plan(spec), HostBackend())
     engine.load(parameters(engine.plan))
     assert texts(Generator.beside(engine)) == texts(opened())
+
+
+@pytest.mark.parametrize("level", [1, 3])
+def test_ranks_that_share_out_weights_write_what_one_alone_does(level):
+    """Level 1 gathers weights after an update, level 3 whenever they are read."""
+    completions = Completions(4, T, 64, packed=True)
+
+    def work(world):
+        sharding = Sharding(world.rank, world.size, **LEVELS[level])
+        engine = engine_of(
+            plan_of(FP32, None, CONFIG, sharding=sharding, completions=completions), backend=HostBackend(world=world)
+        )
+        engine.micro_step(batch())  # of every rank alike, so that no sum of theirs is rounded
+        engine.update(1, 1e-2)
+        return texts(Generator.beside(engine))
+
+    (alone,) = run_ranks(1, work)
+    assert run_ranks(2, work) == [alone, alone]
