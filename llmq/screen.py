@@ -126,6 +126,10 @@ class Screen:
         return self._bars
 
 
+def unreported(done: int, total: int | None) -> None:
+    """The Report of a task that nothing shows."""
+
+
 def counted(items: Iterable[T], total: int | None, report: Report) -> Iterator[T]:
     """The items, each reported once the next one is asked for."""
     done = 0

@@ -27,7 +27,7 @@ def install(monkeypatch, driver=None):
     OPENED.clear()
 
 
-def open_backend(*, use_graphs=True, deterministic=True, given=None):
+def open_backend(*, use_graphs=True, deterministic=True, given=None, world=None):
     """The host in the place of the GPU; what a run records and hands on as algorithms is a number of its own."""
     backend = HostBackend()
     OPENED.append(given)

@@ -24,7 +24,7 @@ UNTIED, TIED, NORMED, WINDOW = MODELS
 
 UNSET = """
     revision tokenizer weight global_batch_size augment packing max_docs bf16_layers fp8_layers epochs warmup_ratio
-    min_lr continue gpu save_best reset ray_address
+    min_lr continue gpu save_best reset sample_prompts ray_address
 """
 OFF = """
     from_scratch init_proj_to_zero fp8_fallback recompute_swiglu recompute_norm recompute_ffn recompute_qkv
@@ -58,6 +58,7 @@ SPELLED: dict[str, Any] = {
     "eval_every_n_steps": 3,
     "eval_num_steps": 2,
     "final_eval": "all",
+    "sample_tokens": 64,
     "verbosity": 0,
     "log_gpu_util": 0,
     "checkpoint_dir": "checkpoints",

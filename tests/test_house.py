@@ -34,7 +34,8 @@ FLOORS = (
     ("plan",),  # everything that is decided before memory is allocated
     ("backends",),
     ("engine",),
-    ("generation", "training"),
+    ("generation",),  # prompts to text
+    ("training",),  # options to a run
     ("bench", "report"),
     ("cli",),
 )

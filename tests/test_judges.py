@@ -37,7 +37,7 @@ from llmq.model.config import from_folder, read_config
 from llmq.model.optimizer import Hyperparameters
 from llmq.ops.reference import OPS
 from llmq.ops.reference.sample import threshold
-from llmq.plan.generation import Decoding
+from llmq.plan.decoding import Decoding
 from llmq.plan.memory import Memory
 from llmq.plan.plan import make_plan
 from llmq.plan.spec import Spec

@@ -11,6 +11,7 @@ import numpy as np
 from llmq.comm.world import ALONE, World
 from llmq.hardware.blas import use_threads
 from llmq.ops.seam import GIVEN, Arguments, record
+from llmq.screen import Report
 from llmq.tensor import Ref
 
 if TYPE_CHECKING:
@@ -52,7 +53,8 @@ class BackendMemory(Protocol):
 
 
 class Backend(Protocol):
-    """What the engine needs of a device. `prepare` comes before memory is allocated, with all calls of the plan.
+    """What the engine needs of a device. `prepare` comes before memory is allocated, with all calls of the plan; it
+    reports how many matrix products have their algorithm.
 
     `memory` allocates persistent storages and an arena of so many bytes in each home.
 
@@ -75,7 +77,7 @@ class Backend(Protocol):
     @property
     def ops(self) -> Mapping[str, Op]: ...
     def scratch_bytes(self, call: Call) -> int: ...
-    def prepare(self, calls: Iterable[Call]) -> None: ...
+    def prepare(self, calls: Iterable[Call], report: Report = ...) -> None: ...
     def peak_bytes(self) -> int: ...
     def host_bytes(self, num_bytes: int) -> np.ndarray: ...
     def memory(self, persistent: Mapping[str, Ref], arena_bytes: Mapping[str, int]) -> BackendMemory: ...

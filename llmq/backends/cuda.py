@@ -30,6 +30,7 @@ from llmq.ops.cuda.linear import linear_kernels, planned_problem
 from llmq.ops.cuda.timing import OUT_OF_MEMORY
 from llmq.ops.seam import record
 from llmq.plan.arena import aligned, stored_dtype
+from llmq.screen import Report, counted, unreported
 from llmq.tensor import DTYPES, Ref, stored_bytes, stored_shape
 
 if TYPE_CHECKING:
@@ -247,17 +248,18 @@ class CudaBackend:
         """Bytes that a call needs beside its arguments. UsageError for what cuDNN or the kernels lack on this GPU."""
         return checked_scratch(self._kernels[call.op], call, capability())
 
-    def prepare(self, calls: Iterable[Call]) -> None:
+    def prepare(self, calls: Iterable[Call], report: Report = unreported) -> None:
         """Chooses an algorithm for every matrix product of the plan, by timing what the table lacks."""
-        problems = []
+        problems: dict[Any, None] = {}
         for call in calls:
             result = call.outputs[0]
             if record(call.op).is_linear and result is not None and result.forms:
-                problems.append(planned_problem(call.op, result.ref, result.accumulate, call.inputs))
+                problems[planned_problem(call.op, result.ref, result.accumulate, call.inputs)] = None
         with self.stream:
-            self._gemms.prepare(problems)
-        if problem := self._algorithms.save():
-            self._notices.append(problem)
+            for problem in counted(problems, len(problems), report):
+                self._gemms.prepare([problem])
+        if unsaved := self._algorithms.save():
+            self._notices.append(unsaved)
 
     @property
     def notices(self) -> list[str]:

@@ -15,6 +15,7 @@ from llmq.backends.host_scratch import host_scratch
 from llmq.comm.world import ALONE, World
 from llmq.ops import reference
 from llmq.plan.arena import stored_dtype
+from llmq.screen import Report, unreported
 from llmq.tensor import Ref, stored_shape
 
 if TYPE_CHECKING:
@@ -81,7 +82,7 @@ class HostBackend:
         """What NumPy allocates while a call runs: counted by the plan, and not held."""
         return host_scratch(call)
 
-    def prepare(self, calls: Iterable[Call]) -> None:
+    def prepare(self, calls: Iterable[Call], report: Report = unreported) -> None:
         """Nothing to do."""
 
     def peak_bytes(self) -> int:

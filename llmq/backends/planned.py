@@ -16,6 +16,7 @@ from llmq.ops.cuda.attention import attention_kernels, is_exact
 from llmq.ops.cuda.launch import Kernel
 from llmq.ops.cuda.linear import linear_kernels
 from llmq.ops.seam import Arguments
+from llmq.screen import Report, unreported
 from llmq.tensor import Ref
 
 if TYPE_CHECKING:
@@ -46,7 +47,7 @@ class PlannedBackend:
         """Bytes that a call needs beside its arguments. UsageError for what the kernels lack on this GPU."""
         return planned_scratch(call, self._deterministic, self._capability)
 
-    def prepare(self, calls: Iterable[Call]) -> None:
+    def prepare(self, calls: Iterable[Call], report: Report = unreported) -> None:
         """Never called: see `memory`."""
         raise NotImplementedError("a GPU that is only planned for")
 

@@ -7,16 +7,19 @@ scratch that training gives it. Work and rooflines are computed as for the ladde
 from __future__ import annotations
 
 import gc
+import sys
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass, replace
 from fnmatch import fnmatchcase
 
 from rich.console import Console
 
-from llmq.backends import open_backend
+from llmq.backends import Backend, open_backend
 from llmq.bench import table
 from llmq.bench.ceilings import Ceilings, measure_ceilings
 from llmq.bench.ladder import CallWork, different_tokens, roofline_s, work_of
 from llmq.bench.run import BenchRequest, configurations, fitting_plan, multiplied
+from llmq.engine.bound_plan import make_ready
 from llmq.engine.measure import TIMED, Clock, CudaClock, cold_calls
 from llmq.errors import UsageError
 from llmq.hardware import device as devices
@@ -24,6 +27,7 @@ from llmq.hardware.cards import TERA
 from llmq.model.config import ModelConfig
 from llmq.ops.record import Call
 from llmq.plan.plan import Plan
+from llmq.screen import Screen, counted
 from llmq.tensor import Ref
 
 
@@ -69,10 +73,27 @@ def run(request: BenchRequest, pattern: str = "*", *, listed: bool = False) -> i
     for one, plan, calls in zip(wanted, plans, chosen, strict=True):
         print(f"\n{one.model} {one.dtype} {plan.spec.batch_size}x{plan.spec.seq_len}, one layer\n")
         print("| op | shapes | dtypes | MiB moved | us | rate | share of the roofline |\n|---|---|---|---|---|---|---|")
-        for timed in cold_calls(plan, backend, clock, calls):
-            print(calls[timed.program, timed.index].row(timed.ms, ceilings), flush=True)
+        _print_times(one.name, plan, backend, clock, calls, ceilings)
         gc.collect()  # the next model needs the memory
     return 0
+
+
+def _print_times(
+    name: str,
+    plan: Plan,
+    backend: Backend,
+    clock: Clock,
+    calls: Mapping[tuple[str, int], OpCall],
+    ceilings: Ceilings,
+) -> None:
+    """A row for each call as soon as it is timed, and a bar where someone watches: below the rows, or on stderr."""
+    rows = Screen()
+    bars = rows if rows.is_terminal else Screen(sys.stderr)
+    with bars.task(f"Timing the matrix products of {name}", only_bar=True) as report:
+        make_ready(plan, backend, report)
+    with bars.task(f"Timing the ops of {name}", only_bar=True) as report:
+        for timed in counted(cold_calls(plan, backend, clock, calls), len(calls), report):
+            rows.line(calls[timed.program, timed.index].row(timed.ms, ceilings))
 
 
 def one_layer(config: ModelConfig) -> ModelConfig:

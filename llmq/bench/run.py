@@ -24,6 +24,7 @@ from llmq.bench import table as bench_table
 from llmq.bench.ceilings import Ceilings, measure_ceilings
 from llmq.bench.ladder import ladder
 from llmq.bench.results import Change, compare, document, load, require_common, result_of, save
+from llmq.engine.bound_plan import make_ready
 from llmq.engine.measure import Clock, CudaClock, measure_plan
 from llmq.errors import LlmqError, MemoryLimitError, StorageError, UsageError
 from llmq.hardware import blas, nvml
@@ -342,7 +343,10 @@ def _measure(
 ) -> dict[str, Any]:
     uuid = where.gpu.uuid if where.gpu else None
     clock = CudaClock() if where.kind == "cuda" else Clock()
-    with Screen(sys.stderr).task(f"Measuring {one.name}") as report:
+    screen = Screen(sys.stderr)
+    with screen.task(f"Timing the matrix products of {one.name}") as report:
+        make_ready(plan, backend, report)
+    with screen.task(f"Measuring {one.name}") as report:
         speed = measure_plan(
             plan,
             backend,

@@ -111,17 +111,20 @@ def command(prompt: str | None, prompts: str | None, chat: bool, **options: Any)
     _refuse_idle(given[0], options)
     # Imported here, so that --help does not wait for them.
     from llmq.generation import console
+    from llmq.generation.prompts import read_questions
     from llmq.generation.text import Sampling, Settings, Writer
 
     sampling = Sampling(**{name: options.pop(name) for name in SAMPLING})
     system, out, stats = (options.pop(name) for name in ("system", "out", "stats"))
-    writer = Writer(Settings(sampling=sampling, **options))
+    questions = read_questions(Path(prompts)) if prompts else []
+    reads_text = not prompts or any(question.tokens is None for question in questions)
+    writer = Writer(Settings(sampling=sampling, **options), reads_text=reads_text)
     if writer.note:
         click.echo(writer.note, err=True)
     if prompt:
         console.continue_prompt(writer, prompt)
     elif prompts:
-        console.answer_file(writer, Path(prompts), out)
+        console.answer_all(writer, questions, out)
     else:
         console.chat(writer, system)
     if stats:

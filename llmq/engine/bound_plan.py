@@ -13,7 +13,13 @@ from llmq.engine.held import held_copy, held_value
 from llmq.plan.names import scale_ref, storage_name
 from llmq.plan.plan import Plan
 from llmq.row import Row
+from llmq.screen import Report, unreported
 from llmq.tensor import DTYPES, Ref, Tensor
+
+
+def make_ready(plan: Plan, backend: Backend, report: Report = unreported) -> None:
+    """What a plan's calls need of the backend before memory is allocated; once made, it is there at once."""
+    backend.prepare((call for program in plan.programs.values() for call in program.calls), report)
 
 
 class BoundPlan:
@@ -33,10 +39,15 @@ class BoundPlan:
     ) -> None:
         self.plan = plan
         self._backend, self._poison, self._cells = backend, poison, plan.cells
-        backend.prepare(call for program in plan.programs.values() for call in program.calls)
+        make_ready(plan, backend)
         self._memory = backend.memory(plan.persistent, {home: plan.arena_bytes(home) for home in ("device", "host")})
         self._ops = {name: wrap(name, op) for name, op in backend.ops.items()} if wrap else backend.ops
         self._programs: dict[int, Run] = {}  # by the id of the plan's program: those that are alike are bound once
+
+    def _view(self, other: BoundPlan) -> None:
+        """Makes this another view of a plan on memory: nothing is allocated, and programs are bound once for both."""
+        self.plan, self._backend, self._poison, self._cells = other.plan, other._backend, other._poison, other._cells
+        self._memory, self._ops, self._programs = other._memory, other._ops, other._programs
 
     def parameter(self, name: str) -> np.ndarray:
         """Master of a parameter, or a frozen one itself, padded, in its own dtype (a copy).

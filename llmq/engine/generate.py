@@ -16,7 +16,8 @@ from llmq.backends import Backend
 from llmq.engine.bound_plan import BoundPlan
 from llmq.errors import UsageError
 from llmq.model.rope import rope_table
-from llmq.plan.generation import Decoding, plan_generation, prompt_name
+from llmq.plan.decoding import Decoding, completions_of, prompt_name
+from llmq.plan.generation import plan_generation
 from llmq.plan.plan import Plan
 from llmq.row import Row
 from llmq.tensor import stored_bytes
@@ -29,10 +30,24 @@ class Generator(BoundPlan):
 
     def __init__(self, plan: Plan, decoding: Decoding, backend: Backend) -> None:
         super().__init__(plan, backend)
-        spec = plan.spec
+        self._begin(decoding)
+
+    @classmethod
+    def beside(cls, trainer: BoundPlan) -> Generator:
+        """One that writes with the weights of a plan that trains, as they are whenever it is asked, in its memory."""
+        decoding = completions_of(trainer.plan.spec)
+        assert decoding is not None, "the plan has no programs that write"
+        generator = cls.__new__(cls)
+        generator._view(trainer)
+        generator._begin(decoding)
+        return generator
+
+    def _begin(self, decoding: Decoding) -> None:
+        spec = decoding.spec
         self.batch_size, self.most_tokens = spec.batch_size, spec.seq_len
         self._prompt_lengths, self._packed = sorted(decoding.prompt_lengths), decoding.packed
-        self._write(self._cells.rope, rope_table(spec.config.rope, spec.config.head_dim, spec.seq_len, np.float64))
+        table = rope_table(spec.config.rope, spec.config.head_dim, spec.seq_len, np.float64)
+        self._write(self._cells.decode_rope, table)
 
     @property
     def weight_bytes(self) -> int:

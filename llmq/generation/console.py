@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import json
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import nullcontext
-from pathlib import Path
 from typing import TextIO
 
 from llmq.errors import StorageError
-from llmq.generation.prompts import Question, read_questions
+from llmq.generation.prompts import Question
 from llmq.generation.text import Writer
 
 
@@ -25,9 +24,8 @@ def continue_prompt(writer: Writer, prompt: str) -> None:
         print(flush=True)
 
 
-def answer_file(writer: Writer, path: Path, out: str | None) -> None:
-    """Writes a JSON line for each prompt in a file, in order, to `out` or stdout."""
-    questions = read_questions(path)
+def answer_all(writer: Writer, questions: Sequence[Question], out: str | None) -> None:
+    """Writes a JSON line for each question, in order, to `out` or stdout."""
     with nullcontext(sys.stdout) if out is None else _opened(out) as file:
         for question, answer in zip(questions, writer.answers(questions), strict=True):
             row = {**question.shown, "text": answer.text, "new_tokens": answer.tokens, "end": answer.end}

@@ -25,7 +25,7 @@ class Question:
     tokens: tuple[int, ...] | None = None
 
 
-def read_questions(path: Path) -> list[Question]:
+def read_questions(path: Path, flag: str = "--prompts") -> list[Question]:
     """The questions in a file: JSON lines with `prompt`, `messages` or `tokens`, or lines of text, without empty ones.
 
     DataError for a file that cannot be read, has no prompt, or has a line of JSON with none of these.
@@ -34,10 +34,10 @@ def read_questions(path: Path) -> list[Question]:
         lines = path.read_text("utf-8").splitlines()
     except (OSError, UnicodeDecodeError) as error:
         reason = error.strerror if isinstance(error, OSError) else "it is not UTF-8"
-        raise DataError(f"--prompts {path}: cannot be read ({reason})") from None
+        raise DataError(f"{flag} {path}: cannot be read ({reason})") from None
     numbered = [(number, line) for number, line in enumerate(lines, 1) if line.strip()]
     if not numbered:
-        raise DataError(f"--prompts {path}: has no prompt")
+        raise DataError(f"{flag} {path}: has no prompt")
     is_json = path.suffix in (".jsonl", ".json", ".ndjson") or numbered[0][1].lstrip().startswith("{")
     if not is_json:
         return [Question({"prompt": line}, text=line) for _, line in numbered]
@@ -119,7 +119,7 @@ class PromptReader:
 
     def _open(self) -> tokenizers.Tokenizer:
         if self._encoder is None:
-            raise UsageError("the model has no tokenizer: give one with --tokenizer, or --prompts with tokens")
+            raise UsageError("the model has no tokenizer: give one with --tokenizer, or prompts as tokens")
         return self._encoder
 
 

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import partial
+from pathlib import Path
+from typing import Any
 
 from llmq.backends import open_backend
 from llmq.blocks.cached import Sampling
@@ -13,11 +15,13 @@ from llmq.data.tokens.tokenizer import TextTokenizer
 from llmq.engine.generate import Generator, Pace, generate, open_generator
 from llmq.errors import UsageError
 from llmq.files.huggingface import end_tokens
-from llmq.files.source import ModelSource, find_source, initial_parameters
+from llmq.files.source import find_source, initial_parameters
 from llmq.generation.prompts import PromptReader, Question, TextStream
 from llmq.hardware import device as hardware
+from llmq.model.config import ModelConfig
 from llmq.model.optimizer import Hyperparameters
-from llmq.plan.generation import Decoding, plan_generation, refuse_if_too_large
+from llmq.plan.decoding import Decoding
+from llmq.plan.generation import plan_generation, refuse_if_too_large
 from llmq.plan.memory import Memory
 from llmq.plan.precision import Precision
 from llmq.plan.spec import Spec
@@ -54,16 +58,21 @@ class Answer:
 
 
 class Writer:
-    """Answers questions with a model. The plan is made for the first ones, or for chats of `max_length`."""
+    """Answers questions with a model. The plan is made for the first ones, or for chats of `max_length`.
 
-    def __init__(self, settings: Settings) -> None:
+    Without `reads_text` all questions are tokens: then the tokenizer of a preset is not fetched from the Hub.
+    """
+
+    def __init__(self, settings: Settings, *, reads_text: bool = True) -> None:
         self.settings, self.course = settings, Pace()
         self._source = find_source(settings.model, revision=settings.revision, from_scratch=settings.from_scratch)
         self._device = hardware.pick(settings.device)
-        named = settings.tokenizer or (str(self._source.tokenizer_folder) if self._source.tokenizer_folder else None)
-        tokenizer = None if named is None else TextTokenizer.open(named)
+        own = self._source.preset_tokenizer if reads_text else None
+        named = settings.tokenizer or self._source.tokenizer_folder or own
+        tokenizer = None if named is None else TextTokenizer.open(str(named))
         self.reader = PromptReader(tokenizer, self._source.config.vocab_size, settings.chat_template)
-        self._stop = frozenset() if settings.ignore_end else frozenset(_ends(self._source, tokenizer))
+        ends = stop_tokens(self._source.config, self._source.folder, tokenizer)
+        self._stop = frozenset[int]() if settings.ignore_end else ends
         self._generator: Generator | None = None
         self._asked = 0
 
@@ -83,10 +92,8 @@ class Writer:
         prompts = [self.reader.tokens(question) for question in questions]
         if self._generator is None:
             batch_size = min(settings.batch_size, len(prompts))
-            waves = [sum(map(len, prompts[n : n + batch_size])) for n in range(0, len(prompts), batch_size)]
             longest = max(map(len, prompts))
-            row = _rounded(min(max(waves), max(longest, ROW)))
-            self._open(batch_size, longest + settings.max_tokens, (row,))
+            self._open(batch_size, longest + settings.max_tokens, (row_length(prompts, batch_size),))
         return self._taken(prompts, settings.max_tokens, show)
 
     def chat_answer(self, messages: list[dict[str, str]], show: Callable[[str], None]) -> Answer:
@@ -125,36 +132,47 @@ class Writer:
         self, prompts: list[tuple[int, ...]], count: int, show: Callable[[str], None] | None
     ) -> Iterator[Answer]:
         assert self._generator is not None
-        tokens: list[list[int]] = [[] for _ in prompts]
-        ended, done = set[int](), 0
-        stream = TextStream(self.reader) if show is not None else None
-        found = generate(
-            self._generator,
-            prompts,
-            max_tokens=count,
-            stop=self._stop,
-            course=self.course,
-            first_number=self._asked,
-        )
+        about: dict[str, Any] = {"max_tokens": count, "stop": self._stop, "course": self.course}
+        found = generate(self._generator, prompts, first_number=self._asked, **about)
         self._asked += len(prompts)
-        for index, token in found:
-            if token is None:
-                ended.add(index)
-            else:
-                tokens[index].append(token)
-                if stream is not None and show is not None:
-                    show(stream.add(token))
-            while done < len(prompts) and (done in ended or len(tokens[done]) == count):
-                if stream is not None and show is not None:
-                    show(stream.rest())
-                text = self.reader.text(tokens[done]) if self.reader.has_tokenizer else None
-                yield Answer(text, tuple(tokens[done]), "stop" if done in ended else "length")
-                done += 1
+        return answers(found, len(prompts), count, self.reader, show)
 
 
-def _ends(source: ModelSource, tokenizer: TextTokenizer | None) -> set[int]:
-    """Tokens that end a text, by the model's files and by its tokenizer."""
-    return {*end_tokens(source.config, source.folder), *([tokenizer.eos_token_id] if tokenizer is not None else [])}
+def answers(
+    found: Iterable[tuple[int, int | None]],
+    num_prompts: int,
+    max_tokens: int,
+    reader: PromptReader,
+    show: Callable[[str], None] | None = None,
+) -> Iterator[Answer]:
+    """The answer to each prompt, in order, from what `generate` yields; `show` gets the text of a single one."""
+    tokens: list[list[int]] = [[] for _ in range(num_prompts)]
+    ended, done = set[int](), 0
+    stream = TextStream(reader) if show is not None else None
+    for index, token in found:
+        if token is None:
+            ended.add(index)
+        else:
+            tokens[index].append(token)
+            if stream is not None and show is not None:
+                show(stream.add(token))
+        while done < num_prompts and (done in ended or len(tokens[done]) == max_tokens):
+            if stream is not None and show is not None:
+                show(stream.rest())
+            text = reader.text(tokens[done]) if reader.has_tokenizer else None
+            yield Answer(text, tuple(tokens[done]), "stop" if done in ended else "length")
+            done += 1
+
+
+def row_length(prompts: Sequence[Sequence[int]], batch_size: int) -> int:
+    """Tokens of the rows in which prompts are read: all of a batch in one, where they are not many."""
+    waves = [sum(map(len, prompts[n : n + batch_size])) for n in range(0, len(prompts), batch_size)]
+    return _rounded(min(max(waves), max(*map(len, prompts), ROW)))
+
+
+def stop_tokens(config: ModelConfig, folder: Path | None, tokenizer: TextTokenizer | None) -> frozenset[int]:
+    """Tokens that end a text, by the model's config and the files in its folder, and by its tokenizer."""
+    return frozenset((*end_tokens(config, folder), *([] if tokenizer is None else [tokenizer.eos_token_id])))
 
 
 def _rounded(length: int) -> int:

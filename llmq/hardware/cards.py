@@ -68,10 +68,13 @@ PAPERS = (
          312, None, 19.5, "NVIDIA A100 Tensor Core GPU datasheet"),
     Card("A100 80GB", ("A100-SXM4-80GB", "A100 80GB PCIe"), (8, 0), 108, 81920,
          312, None, 19.5, "NVIDIA A100 Tensor Core GPU datasheet"),
+    Card("A800 40GB", ("A800-SXM4-40GB", "A800 40GB Active"), (8, 0), 108, 40960,
+         312, None, 19.5, "NVIDIA A800 datasheet (624 with sparsity)"),
     Card("A800 80GB", ("A800-SXM4-80GB", "A800 80GB PCIe"), (8, 0), 108, 81920,
          312, None, 19.5, "NVIDIA A800 datasheet (624 with sparsity)"),
     Card("A30", ("A30",), (8, 0), 56, 24576, 165, None, 10.3, "NVIDIA A30 datasheet (330 with sparsity)"),
     Card("H20", ("H20",), (9, 0), 78, 97871, 148, 296, 44, "NVIDIA H20 datasheet"),
+    Card("H20 141GB", ("H20-3e",), (9, 0), 78, 143771, 148, 296, 44, "NVIDIA H20 datasheet"),
     Card("H800", ("H800",), (9, 0), 132, 81559, 989.4, 1978.9, 66.9,
          "NVIDIA H800 datasheet (1979 and 3958 with sparsity; digits of the H100 SXM)"),
     Card("H100 SXM", ("H100 80GB HBM3",), (9, 0), 132, 81559, 989.4, 1978.9, 66.9, HOPPER),
@@ -94,6 +97,9 @@ PAPERS = (
          "NVIDIA GB200 NVL72 datasheet, one GPU (5 and 10 PFLOP/s with sparsity)"),
     Card("B300", ("B300 SXM6 AC",), (10, 3), 148, 275040, 2250, 4500, 75,
          "NVIDIA HGX B300 specifications, an eighth (36 and 72 PFLOP/s with sparsity, 600 TFLOP/s fp32)"),
+    Card("GB300", ("GB300",), (10, 3), 152, 284208, 2500, 5000, 80,
+         "NVIDIA GB300 NVL72 specifications, one GPU (360 and 720 PFLOP/s for 72 with sparsity)"),
+    Card("L20", ("L20",), (8, 9), 92, 46068, 119.5, 239, 59.8, "NVIDIA L20 datasheet"),
     Card("L4", ("L4",), (8, 9), 58, 23034, 121, 242.5, 30.3, "NVIDIA L4 datasheet (242 and 485 with sparsity)"),
     Card("L40", ("L40",), (8, 9), 142, 46068, 181.05, 362, 90.5, "NVIDIA L40 datasheet"),
     Card("L40S", ("L40S",), (8, 9), 142, 46068, 362.05, 733, 91.6, "NVIDIA L40S datasheet"),
@@ -135,18 +141,21 @@ class CardFamily:
     def _card(self, name: str, num_sms: int, megahertz: int, memory_mib: int) -> Card:
         bf16, fp32 = (round(num_sms * flops * megahertz / 1e6, 1) for flops in (self.flops, 256))
         e4m3 = round(num_sms * 2 * self.flops * megahertz / 1e6, 1) if self.capability >= (8, 9) else None
-        # Two sizes of a GeForce card are one name to the driver: here it is the smaller's.
-        is_larger = name.endswith("GB") and self.reported.startswith("GeForce")
-        reported = () if is_larger else (self.reported.format(name),)
+        # Two sizes of a GeForce card are one name to the driver: here it is the first's.
+        is_other = name.endswith("GB") and self.reported.startswith("GeForce")
+        reported = () if is_other else (self.reported.format(name),)
         return Card(name, reported, self.capability, num_sms, memory_mib, bf16, e4m3, fp32, self.source)
 
 
 FAMILIES = (
     CardFamily((8, 6), 512, "GeForce {}", AMPERE, (
-        ("RTX 3050", 20, 1777, 8192), ("RTX 3060", 28, 1777, 12288), ("RTX 3060 Ti", 38, 1665, 8192),
+        ("RTX 2050", 16, 1477, 4096),  # a laptop's, of Ampere
+        ("RTX 3050", 20, 1777, 8192), ("RTX 3050 6GB", 18, 1470, 6144), ("RTX 3060", 28, 1777, 12288),
+        ("RTX 3060 8GB", 28, 1777, 8192), ("RTX 3060 Ti", 38, 1665, 8192),
         ("RTX 3070", 46, 1725, 8192), ("RTX 3070 Ti", 48, 1770, 8192), ("RTX 3080", 68, 1710, 10240),
         ("RTX 3080 12GB", 70, 1710, 12288), ("RTX 3080 Ti", 80, 1665, 12288), ("RTX 3090", 82, 1695, 24576),
         ("RTX 3090 Ti", 84, 1860, 24564), ("RTX 3050 Laptop GPU", 16, 1740, 4096),
+        ("RTX 3050 6GB Laptop GPU", 20, 1492, 6144),
         ("RTX 3050 Ti Laptop GPU", 20, 1695, 4096), ("RTX 3060 Laptop GPU", 30, 1703, 6144),
         ("RTX 3070 Laptop GPU", 40, 1620, 8192), ("RTX 3070 Ti Laptop GPU", 46, 1485, 8192),
         ("RTX 3080 Laptop GPU", 48, 1710, 8192), ("RTX 3080 Laptop GPU 16GB", 48, 1710, 16384),
@@ -181,6 +190,8 @@ FAMILIES = (
     CardFamily((12, 0), 1024, "{} Blackwell", f"{RTX_PRO}; datasheets of the other cards", (
         ("RTX PRO 2000", 34, 1957, 16311), ("RTX PRO 4000", 70, 2054, 24467), ("RTX PRO 4500", 82, 2511, 32623),
         ("RTX PRO 5000", 110, 2290, 48935),
+        ("RTX PRO 4000 SFF", 70, 1343, 24467),  # 770 TOPS
+        ("RTX PRO 5000 72GB", 110, 2290, 73402),  # half as much again as the other's memory
     )),
 )  # fmt: skip
 CARDS = (*PAPERS, *(card for family in FAMILIES for card in family.all()))

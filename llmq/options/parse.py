@@ -79,14 +79,19 @@ def _across(sections: Mapping[str, Any]) -> Iterator[str]:
 
 
 def _without_effect(sections: Mapping[str, Any]) -> Iterator[str]:
-    """Notices on options that say how to evaluate, where there is nothing to evaluate on."""
+    """Notices on options that say how to evaluate or to complete prompts, where there is nothing to do that with."""
     data, source, log = (sections[name] for name in ("data", "source", "log"))
-    if data.eval_file is not None or (source.data is not None and source.eval_fraction != 0):
-        return
-    for key in ("eval_every_n_steps", "eval_num_steps"):
+    idle: dict[str, str] = {}
+    if data.eval_file is None and (source.data is None or source.eval_fraction == 0):
+        idle["eval_num_steps"] = "data to evaluate on, such as --eval-file"
+        if log.sample_prompts is None:
+            idle = {"eval_every_n_steps": idle["eval_num_steps"], **idle}
+    if log.sample_prompts is None:
+        idle["sample_tokens"] = "--sample-prompts"
+    for key, missing in idle.items():
         value = getattr(log, key)
         if value not in (0, descriptions()[key].default):
-            yield f"{flag(key)} {value} has no effect without data to evaluate on, such as --eval-file"
+            yield f"{flag(key)} {value} has no effect without {missing}"
 
 
 def _name_of(model: str) -> str:

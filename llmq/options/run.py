@@ -53,6 +53,14 @@ class LogOptions(Section):
     final_eval: Literal["sample", "all"] = option(
         "sample", "Held-out data of the last evaluation: a sample of --eval-num-steps batches, or all of it."
     )
+    sample_prompts: Path | None = option(
+        None,
+        "Complete the prompts of this file at every evaluation: lines of text, or JSON lines with a prompt, messages "
+        "or tokens.",
+        metavar="FILE",
+        shown="off",
+    )
+    sample_tokens: Int = option(64, "Most new tokens of a completion of --sample-prompts.", ge=1, le=LARGEST_STEP)
     verbosity: Int = option(
         0,
         "Lines on the console: 1 adds the learning rate and memory to steps and lists all options, -1 leaves "
@@ -67,6 +75,11 @@ class LogOptions(Section):
     def contradictions(self) -> Iterator[str]:
         if self.name in (".", "..") or re.search(r"[/\\%\x00-\x1f]", self.name):
             yield f"--name {self.name!r} cannot be part of a path: use letters, digits, '.', '-' and '_'"
+        if self.sample_prompts is not None and not self.eval_every_n_steps:
+            yield (
+                f"--sample-prompts {self.sample_prompts} shows completions at evaluations, and --eval-every-n-steps 0 "
+                "makes none: raise it, or leave one of them out"
+            )
 
 
 class CheckpointOptions(Section):

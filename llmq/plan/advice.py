@@ -78,7 +78,11 @@ def _smaller_plans(plan: Plan, scratch_bytes: Scratch | None) -> Iterator[tuple[
     least = replace(moments, master=plan.spec.precision.model, grad=plan.spec.precision.model)
     narrow = "--opt-m-dtype bf16 --opt-v-dtype bf16"
     unwatched: list[tuple[str, dict[str, Any]]] = [("--log-fp8-every 0", {"observe": False})] if plan.observed else []
+    silent: list[tuple[str, dict[str, Any]]] = []
+    if plan.spec.completions is not None:
+        silent = [("leaving out --sample-prompts", {"completions": None})]
     attempts: list[tuple[str, dict[str, Any]]] = [
+        *silent,
         *unwatched,
         ("--recompute-block", {"memory": block}),
         (narrow, {"precision": moments}),

@@ -58,28 +58,30 @@ def build_model(spec: Spec, sites: Sites = site_of) -> Model:
     return Model(embed, layers, head)
 
 
-def build_decoder(spec: Spec, sampling: Sampling) -> Model:
+def build_decoder(spec: Spec, sampling: Sampling, sites: Sites = site_of) -> Model:
     """The objects whose forward is recorded for the next token."""
     heads = _heads(spec)
     rotary = NormedUnturned(heads, spec.config.rms_norm_eps) if spec.config.qk_norm else Unturned()
     given = "normed" if spec.config.qk_norm else "qkv"
-    return _generator(spec, lambda window, layer: CachedCore(heads, window, layer, given), rotary, sampling)
+    return _generator(spec, lambda window, layer: CachedCore(heads, window, layer, given), rotary, sampling, sites)
 
 
-def build_prompt_reader(spec: Spec, sampling: Sampling) -> Model:
+def build_prompt_reader(spec: Spec, sampling: Sampling, sites: Sites = site_of) -> Model:
     """The objects whose forward is recorded for prompts, whose head is not."""
-    return _generator(spec, lambda window, layer: PromptCore(_core(spec, window), layer), _rotary(spec), sampling)
+    return _generator(
+        spec, lambda window, layer: PromptCore(_core(spec, window), layer), _rotary(spec), sampling, sites
+    )
 
 
-def _generator(spec: Spec, cores: Cores, rotary: Any, sampling: Sampling) -> Model:
+def _generator(spec: Spec, cores: Cores, rotary: Any, sampling: Sampling, sites: Sites) -> Model:
     config = spec.config
     kind = Sampler if sampling.repetition_penalty == 1 else PenalizedSampler
-    sampler, site = kind(config.vocab_size, sampling), site_of(spec, HEAD)
+    sampler, site = kind(config.vocab_size, sampling), sites(spec, HEAD)
     head = TokenHead(config.hidden_size, padded_vocab(config), config.rms_norm_eps, site, sampler)
-    return Model(Embed(), _blocks(spec, cores, rotary), head)
+    return Model(Embed(), _blocks(spec, cores, rotary, sites), head)
 
 
-def _blocks(spec: Spec, cores: Cores, rotary: Any, sites: Sites = site_of) -> tuple[Block, ...]:
+def _blocks(spec: Spec, cores: Cores, rotary: Any, sites: Sites) -> tuple[Block, ...]:
     """The layers, with attention by `cores`."""
     config, heads, site = spec.config, _heads(spec), partial(sites, spec)
     c, eps = config.hidden_size, config.rms_norm_eps

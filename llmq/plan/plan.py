@@ -21,6 +21,7 @@ from llmq.errors import UsageError
 from llmq.ops.record import Call
 from llmq.plan.arena import aligned
 from llmq.plan.build import Sites, site_of
+from llmq.plan.decoding import DecodingRecordings, completions_of
 from llmq.plan.memory import ROLES, Memory
 from llmq.plan.names import own_scales, scale_cell, scale_name, scale_ref, storage_name
 from llmq.plan.observe import errors_cell, observed
@@ -51,6 +52,7 @@ CATEGORIES = {
     "shard": "Weights",
     "workspace": "Workspace",
 }
+COMPLETIONS = "Completions"  # the cache of --sample-prompts, in the table of a run that has them
 SCALE_STRIDE = 4  # floats from one delayed scale to the next: matmuls read scales at 16-byte aligned addresses only
 HISTORY = 16  # steps whose amax a delayed scale covers
 
@@ -99,12 +101,14 @@ class Plan:
 
     def table(self, home: str = "device") -> dict[str, int]:
         """Bytes by category of the allocator table, of what lives in a home."""
-        total = dict.fromkeys((*CATEGORIES.values(), "Other"), 0)
+        more = {} if self.spec.completions is None else {"cache": COMPLETIONS}
+        categories = {**CATEGORIES, **more}
+        total = dict.fromkeys((*categories.values(), "Other"), 0)
         own = {name for name, ref in self.weights.items() if ref.value_in == "master"}
         for ref in self.persistent.values():
             if ref.home == home:
                 is_weight = ref.space == "master" and ref.name in own
-                total["Weights" if is_weight else CATEGORIES.get(ref.space, "Other")] += aligned(stored_bytes(ref))
+                total["Weights" if is_weight else categories.get(ref.space, "Other")] += aligned(stored_bytes(ref))
         total["Activations"] = self.arena_bytes(home)
         return total
 
@@ -149,11 +153,15 @@ def make_plan(
     fates, kept = _fates(spec.memory, recorded[False])
     fated = {last: prune(apply(calls, fates)) for last, calls in recorded.items()}
     training = {last: forms(calls, {}, fates.offloaded) for last, calls in fated.items()}
-    reading = {"evaluate": forms(prune(recordings.evaluate()), {})}
+    decoding = completions_of(spec)
+    writing = None if decoding is None else DecodingRecordings(decoding, recordings.weights, sites)
+    written = {} if writing is None else writing.programs()
+    read = {"evaluate": recordings.evaluate(), **written}
+    reading = {name: forms(prune(calls), {}) for name, calls in read.items()}
     measured, readers = observed(fated[False], recordings.values()) if spec.observe else ([], {})
     if readers:
         reading["observe"] = forms(measured, {}, fates.offloaded)
-    weights = reads_of_weights([*training.values(), reading["evaluate"]])
+    weights = reads_of_weights([*training.values(), *(reading[name] for name in read)])
     publish = forms(recordings.publish(), weights)
     programs = {
         **_micro_steps(training, fates.offloaded),
@@ -163,7 +171,7 @@ def make_plan(
     }
     # `update` and `calibrate` take the vectors of scales whole, so these are counted first, and must not grow then.
     scales = _delayed_cells(programs.values())
-    cells = {**recordings.cells, **_scale_cells(len(scales))}
+    cells = {**recordings.cells, **_scale_cells(len(scales)), **({} if writing is None else writing.cells)}
     programs["update"] = finished("update", forms(recordings.update(cells), weights), collects=True)
     programs["calibrate"] = finished("calibrate", forms(recordings.calibrate(cells), {}))
     assert _delayed_cells(programs.values()) == scales

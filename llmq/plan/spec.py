@@ -13,12 +13,25 @@ from llmq.stores.sharding import ALONE, Sharding
 
 
 @dataclass(frozen=True)
+class Completions:
+    """What a run writes after prompts while it trains: so many `sequences` at a time, of at most `length` tokens.
+
+    Prompts are read in rows of `row` tokens; `packed`: several in a row.
+    """
+
+    sequences: int
+    length: int
+    row: int
+    packed: bool
+
+
+@dataclass(frozen=True)
 class Spec:
     """A run as the planner sees it, all options resolved: (batch_size, seq_len) tokens in a micro-batch.
 
     With `packing` every batch comes with the borders of its rows' documents; None: each row is one document. `observe`
-    asks for the program that measures the errors of fp8 copies, if there are any. `sharding` says which of how many
-    ranks this is, and what it holds.
+    asks for the program that measures the errors of fp8 copies, if there are any, `completions` for those that write.
+    `sharding` says which of how many ranks this is, and what it holds.
     """
 
     config: ModelConfig
@@ -31,3 +44,4 @@ class Spec:
     packing: Packing | None = None
     observe: bool = False
     sharding: Sharding = ALONE
+    completions: Completions | None = None

@@ -1,4 +1,5 @@
-"""A finished log to Weights & Biases: the options as its config, every train, eval and gpu record at its step.
+"""A finished log to Weights & Biases: the options as its config, every train, eval and gpu record and all samples at
+their steps.
 
 The run's id comes from the log's header, so exporting the same log again finds the same run, and only the steps that
 W&B does not have yet are sent (W&B's history cannot be rewritten: steps of an abandoned line stay there).
@@ -20,8 +21,10 @@ from pydantic import ValidationError
 
 from llmq.errors import DataError, StorageError, UsageError
 from llmq.report.read import Log, read_log
+from llmq.training.records import answer_of, asked_of
 
 OURS = ("step", "time")  # columns that W&B keeps in its own way
+SAMPLES = ["prompt", "completion", "end"]  # columns of the table of a step's completions
 
 
 @dataclass(frozen=True)
@@ -86,8 +89,10 @@ def export_wandb(
             settings=settings,
         )
         new = {step: values for step, values in history.items() if step >= run.step}
+        samples = _samples(log)
         for step, values in new.items():
-            run.log(values, step=step)
+            shown = {"samples": wandb.Table(columns=SAMPLES, data=samples[step])} if step in samples else {}
+            run.log({**values, **shown}, step=step)
         run.summary.update(_summary(log))
         exported = Exported(run_id, run.url if mode == "online" else None, Path(run.dir).parent, len(new))
         run.finish()
@@ -125,6 +130,21 @@ def _history(log: Log) -> dict[int, dict[str, float]]:
                 values["_timestamp"] = written
             history.setdefault(step, {}).update(values)
     return dict(sorted(history.items()))
+
+
+def _samples(log: Log) -> dict[int, list[list[str]]]:
+    """The completions of --sample-prompts by step, as rows of SAMPLES; chats and tokens are JSON."""
+    found = {}
+    for event in log.events:
+        if event["type"] == "samples":
+            found[event["step"]] = [
+                [_as_text(asked_of(one)), _as_text(answer_of(one)), one["end"]] for one in event["samples"]
+            ]
+    return found
+
+
+def _as_text(value: Any) -> str:
+    return value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)
 
 
 def _config(log: Log) -> dict[str, Any]:

@@ -80,8 +80,9 @@ def choose(
         speed = measure(spec, backend, Clock(), **run)  # the host's clock: a step ends with waiting for the device
         return speed.micro_batch_ms / LAYERS
 
-    wide_ms = layer_ms(())
-    site_ms = {site: layer_ms((site,)) for site in counted(open_sites, len(open_sites) + 1, report)}
+    runs = [(), *((site,) for site in open_sites)]
+    wide_ms, *found = [layer_ms(sites) for sites in counted(runs, len(runs) + 1, report)]
+    site_ms = dict(zip(open_sites, found, strict=True))
     faster = tuple(site for site, ms in site_ms.items() if ms < wide_ms)
     together_ms = layer_ms(faster) if faster else wide_ms
     chosen = faster if together_ms < wide_ms else ()

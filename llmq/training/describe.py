@@ -1,9 +1,11 @@
-"""What a run is, said before it begins: options, system, model, data, memory."""
+"""What a run is, said before it begins: options, system, model, data, memory; and in a line what it came to."""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Collection, Mapping
 from dataclasses import asdict
+from datetime import timedelta
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -16,6 +18,7 @@ from llmq.training.log import RunLog
 
 if TYPE_CHECKING:
     from llmq.training.job import Job
+    from llmq.training.loop import TrainResult
 
 
 def describe(
@@ -53,9 +56,17 @@ def describe(
     if (chunks := plan.spec.memory.attention_chunks) > 1 and job.options["attn_bwd_chunks"] == memory.AUTO:
         log.say(f"Attention's backward runs in {chunks} chunks of the batch, so that it needs less memory")
     log.allocator({**table, "Free": left, "Reserved": max(total - free, 0) / MIB, "Other": other}, hint=hint)
-    if job.plans_only:  # else notices go to the log, too, which is not open yet
-        for text in (*job.notices, *job.warnings):
+    if job.plans_only:  # else these go to the log, too, which is not open yet
+        for text in (*job.notices, *log.warnings, *job.warnings):
             log.say(text)
         log.say(f"On {job.device.kind}: {shown(plan.total_bytes)} of {shown(free)} that are free")
         log.say(f"In host memory: {shown(job.checkpoint_copy_bytes)} for a copy of what a checkpoint holds")
         log.say("On disk: " + ", ".join(f"{what} {shown(size)}" for what, (_, size) in needs.items()))
+
+
+def summary(result: TrainResult, seconds: float) -> str:
+    """One line of a finished run: `12 steps in 0:03:10: training loss 3.1416, evaluation loss 3.2500, ...`."""
+    parts = [f"training loss {result.train_loss:.4f}"]
+    parts += [f"evaluation loss {result.eval_loss:.4f}"] if math.isfinite(result.eval_loss) else []
+    parts += [f"{result.tokens_per_second:,.0f} tokens/s"] if math.isfinite(result.tokens_per_second) else []
+    return f"{result.steps:,} steps in {timedelta(seconds=round(seconds))}: {', '.join(parts)}"

@@ -15,8 +15,6 @@ from llmq.backends import Backend, open_backend
 from llmq.blocks.attention import Packing
 from llmq.data.batches.loader import Data, open_data
 from llmq.data.batches.named_data import NamedData, open_named
-from llmq.data.batches.trained_template import exported_templates
-from llmq.data.tokens.rebuilt_tokenizer import rebuilt_warning
 from llmq.disk import check_free_space, shown, storage
 from llmq.errors import UsageError
 from llmq.files.checkpoint import EVAL_LOSS, Checkpoints, check_same, load
@@ -26,7 +24,6 @@ from llmq.files.huggingface import (
     exports_anyway,
     finish_export,
     is_of_run,
-    open_export,
     overwrites,
     refuse_taken,
 )
@@ -34,12 +31,13 @@ from llmq.files.run_lock import held, kept_folder, replaced_whole
 from llmq.files.source import ModelSource, Values, initial_parameters, open_parameters, open_source
 from llmq.files.tensor_files import Piece
 from llmq.files.writers import checkpoint_bytes
+from llmq.generation.prompts import Question, read_questions
 from llmq.hardware import device, gemm_speed
 from llmq.hardware.device import Device
 from llmq.hardware.gemm_speed import GemmSpeed
 from llmq.model import optimizer
-from llmq.model.config import FAMILIES, ModelConfig
-from llmq.model.parameters import padded_vocab, rows_of_file
+from llmq.model.config import ModelConfig
+from llmq.model.parameters import padded_vocab
 from llmq.options.commands import continue_command
 from llmq.options.parse import Options, told_options
 from llmq.options.run import RunOptions
@@ -52,8 +50,10 @@ from llmq.row import Row
 from llmq.tensor import DTYPES
 from llmq.training import auto
 from llmq.training.describe import describe
+from llmq.training.exported import exported_config, exported_tokenizer, open_model
 from llmq.training.gpu_log import GpuWatch
 from llmq.training.log import RunLog
+from llmq.training.samples import SamplePrompts, open_samples
 from llmq.training.schedule import Schedule, make_schedule
 
 UNKNOWN_STEPS = 1_000_000  # planned for where neither the data nor --steps says how long the run is
@@ -70,6 +70,7 @@ class Job:
     source: ModelSource
     parameters: Values  # of rows as they are before the first step
     data: Data
+    samples: SamplePrompts | None
     schedule: Schedule
     plan: Plan
     checkpoints: Checkpoints
@@ -166,25 +167,26 @@ def _plans_only(options: RunOptions) -> bool:
 
 def prepare(options: Options, log: RunLog) -> Job:
     """Everything that can be refused before the first allocation, and the sections of the log."""
-    log.check()
+    questions = _check_files(log)
     early: list[str] = []
     where, seed = device.pick_device(options.system), device.seed_of(options.system)
     past = _open_past(options, log)
     source = open_source(options.model, early.append)
     parameters = _open_parameters(source, seed, past)
-    named = open_named(options.source, source, plan_only=_plans_only(options.run), say=log.say, task=log.task)
+    named = _open_named(options, source, log)
     dtypes, is_timed = _resolve_precision(options, source.config, where, past)
     data = _open_data(options, source, named, seed, device.packing_problem(where, dtypes.model), past)
-    config = _exported_config(source, data, early)
+    config = exported_config(source, data, early)
     schedule = _make_schedule(options, data, past, evaluates=log.eval_due(0, last=True))
-    spec = _make_spec(options, config, dtypes, data, where, seed)
+    tokenizer, templates = exported_tokenizer(source, named, data)
+    samples = open_samples(questions, log.sample_tokens, source, config, tokenizer, templates)
+    spec = _make_spec(options, config, dtypes, data, where, seed, samples)
     speed = None if _plans_only(options.run) else gemm_speed.measure(where)
     backend = _open_backend(options, where, past)
     replan = _planner(options, spec, where, backend)
     dtypes, matmuls = _time_sites(replan(dtypes, 0).spec, backend, data, log) if is_timed else (dtypes, {})
-    spec = replace(spec, precision=dtypes)
-    plan = replan(spec.precision, 0)
-    export, notices, warning = _open_export(options, source, named, data, plan, replaces=past.replaces_model)
+    plan = replan(dtypes, 0)
+    export, warning = open_model(options, tokenizer, templates, plan, replaces=past.replaces_model)
     job = Job(
         device=where,
         backend=backend,
@@ -192,6 +194,7 @@ def prepare(options: Options, log: RunLog) -> Job:
         source=source,
         parameters=parameters,
         data=data,
+        samples=samples,
         schedule=schedule,
         plan=plan,
         checkpoints=past.checkpoints,
@@ -205,13 +208,19 @@ def prepare(options: Options, log: RunLog) -> Job:
         plans_only=_plans_only(options.run),
         gpu=GpuWatch(where, log.gpu_every),
         speed=speed,
-        notices=(*options.notices, *early, *notices),
+        notices=(*options.notices, *early, *templates.notices),
         warnings=tuple(text for text in (warning, speed and speed.warning) if text),
     )
-    _check_memory(job, deterministic=device.backend_settings(options.system, where)["deterministic"])
+    _check_memory(job, device.backend_settings(options.system, where))
     describe(job, log, told_options(options), matmuls, _check_disk(job, past.step))
     _remove_earlier(job, past, log)
     return job
+
+
+def _check_files(log: RunLog) -> list[Question]:
+    """Refuses what the log cannot be written to; the prompts of --sample-prompts."""
+    log.check()
+    return read_questions(log.sample_prompts, "--sample-prompts") if log.sample_prompts else []
 
 
 @dataclass(frozen=True)
@@ -282,6 +291,12 @@ def _resolve_precision(options: Options, config: ModelConfig, where: Device, pas
     return dtypes, is_auto
 
 
+def _open_named(options: Options, source: ModelSource, log: RunLog) -> NamedData | None:
+    """The data of --data; what is said of it stands in the log's section on data, but for work that takes place."""
+    plans_only = _plans_only(options.run)
+    return open_named(options.source, source, plan_only=plans_only, say=log.say, note=log.about_data, task=log.task)
+
+
 def _open_data(
     options: Options, source: ModelSource, named: NamedData | None, seed: int, cannot_pack: str | None, past: _Past
 ) -> Data:
@@ -293,18 +308,6 @@ def _open_data(
     if past.path and "data" not in past.checkpoints.resets:
         data.layout.refuse_other(past.state)
     return data
-
-
-def _exported_config(source: ModelSource, data: Data, notices: list[str]) -> ModelConfig:
-    """The config of the trained and exported model, which knows the ends of the data's texts and its length."""
-    config = _with_end_tokens(source, data.end_token_ids())
-    if data.seq_len <= config.max_position:
-        return config
-    notices.append(
-        f"--seq-len {data.seq_len} exceeds the max_position_embeddings {config.max_position} of {source.name}: "
-        f"the exported model says {data.seq_len}"
-    )
-    return replace(config, max_position=data.seq_len)
 
 
 def _make_schedule(options: Options, data: Data, past: _Past, *, evaluates: bool) -> Schedule:
@@ -325,7 +328,15 @@ def _make_schedule(options: Options, data: Data, past: _Past, *, evaluates: bool
     return schedule
 
 
-def _make_spec(options: Options, config: ModelConfig, dtypes: Precision, data: Data, where: Device, seed: int) -> Spec:
+def _make_spec(
+    options: Options,
+    config: ModelConfig,
+    dtypes: Precision,
+    data: Data,
+    where: Device,
+    seed: int,
+    samples: SamplePrompts | None,
+) -> Spec:
     """What is to be planned, all options resolved."""
     b, t = data.batch_size, data.seq_len
     logit_bytes = padded_vocab(config) * DTYPES[dtypes.model].itemsize
@@ -334,7 +345,9 @@ def _make_spec(options: Options, config: ModelConfig, dtypes: Precision, data: D
     hyper = optimizer.resolve(options.optimizer)
     packing = Packing(*data.limits) if data.limits else None
     observe = precision.watching(options.precision).every > 0
-    return Spec(config, dtypes, limits, hyper, b, t, seed, packing, observe=observe)
+    packs = device.packing_problem(where, dtypes.model) is None
+    completions = None if samples is None else samples.completions(packed=packs)
+    return Spec(config, dtypes, limits, hyper, b, t, seed, packing, observe, completions=completions)
 
 
 def _open_backend(options: Options, where: Device, past: _Past) -> Backend:
@@ -365,30 +378,6 @@ def _time_sites(spec: Spec, backend: Backend, data: Data, log: RunLog) -> tuple[
     return dtypes, timing.rows(spec.precision.model)
 
 
-def _open_export(
-    options: Options, source: ModelSource, named: NamedData | None, data: Data, plan: Plan, *, replaces: bool
-) -> tuple[Export, tuple[str, ...], str | None]:
-    """Where the model goes, with its tokenizer and templates; notices of these two, and a warning of the tokenizer."""
-    config, tokenizer = plan.spec.config, source.tokenizer_folder
-    if source.from_scratch and not source.tokenizer_asked:  # the one that made the data
-        tokenizer = data.tokenizer_folder() or (named.tokenizer.folder if named else tokenizer)
-    templates = exported_templates(data.train, tokenizer)
-    warning = rebuilt_warning(tokenizer, FAMILIES[config.architecture].model_type)
-    rows = rows_of_file(plan.rows)
-    export = open_export(options.export, config, rows, tokenizer, templates.sources, replaces=replaces)
-    return export, templates.notices, warning
-
-
-def _with_end_tokens(source: ModelSource, ends: tuple[int, ...]) -> ModelConfig:
-    """The config of the exported model: it ends texts as its data does, and one trained before as then, too."""
-    config = source.config
-    if set(ends) <= set(config.eos_token_ids):
-        return config
-    if source.from_scratch:
-        return replace(config, eos_token_ids=ends, bos_token_id=None, pad_token_id=None)
-    return replace(config, eos_token_ids=tuple(dict.fromkeys((*config.eos_token_ids, *ends))))
-
-
 def _check_best(checkpoints: Checkpoints, data: Data, *, evaluates: bool) -> None:
     """UsageError if the best checkpoint is to be kept and nothing is evaluated."""
     if checkpoints.saves_best and (data.eval is None or not evaluates):
@@ -398,9 +387,9 @@ def _check_best(checkpoints: Checkpoints, data: Data, *, evaluates: bool) -> Non
         )
 
 
-def _check_memory(job: Job, *, deterministic: bool) -> None:
+def _check_memory(job: Job, settings: Mapping[str, Any]) -> None:
     """MemoryLimitError if the plan does not fit on the device."""
-    strict = job.device.kind == "cuda" and deterministic
+    strict = job.device.kind == "cuda" and settings["deterministic"]
     relaxed = open_backend("planned", deterministic=False).scratch_bytes if strict else None
     refuse_if_too_large(job.plan, device.memory_bytes(job.device)[1], job.backend.scratch_bytes, relaxed)
 

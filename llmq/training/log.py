@@ -6,6 +6,8 @@ The file has one JSON object per line, with a `type`:
                 and matmuls where timing chose their dtypes
     train       one optimizer step: the fields of TrainRecord, and tps
     eval        one evaluation: the fields of EvalRecord, and tps
+    samples     completions of --sample-prompts after `step` updates: a list of the prompt, messages or tokens of each,
+                its `text` (null without a tokenizer), its `new_tokens`, and its `end`: stop, or length
     gpu         the GPU while a step ran: the fields of GpuRecord
     resume      the run was continued from the checkpoint of `step`; carries the header's sections again
     algorithms  the table of matrix-product algorithms of a GPU, or the threads of BLAS, which decide the run's bits
@@ -30,6 +32,7 @@ from __future__ import annotations
 import json
 import math
 import os
+import textwrap
 import time
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
@@ -41,7 +44,16 @@ import llmq
 from llmq.disk import storage
 from llmq.errors import StorageError
 from llmq.screen import AFTER_S, Report, Screen, Words
-from llmq.training.records import EvalRecord, GpuRecord, TrainRecord, eval_line, gpu_line, to_json, train_line
+from llmq.training.records import (
+    EvalRecord,
+    GpuRecord,
+    TrainRecord,
+    eval_line,
+    gpu_line,
+    sample_line,
+    to_json,
+    train_line,
+)
 
 if TYPE_CHECKING:
     from llmq.options.run import LogOptions
@@ -62,6 +74,8 @@ class RunLog:
         self.eval_num_steps = options.eval_num_steps
         self.final_eval_is_whole = options.final_eval == "all"
         self.gpu_every = options.log_gpu_util
+        self.sample_prompts = None if options.sample_prompts is None else Path(options.sample_prompts)
+        self.sample_tokens = options.sample_tokens
         self._every = (options.log_every, options.eval_every_n_steps)
         self._verbosity = options.verbosity
         self._screen = Screen(console)
@@ -73,6 +87,7 @@ class RunLog:
         self._step = self._num_steps = 0
         self._epoch: int | None = None  # of the last [T] line
         self.warnings: list[str] = []
+        self._of_data: list[str] = []  # lines that wait for [Dataset]
 
     def due(self, step: int, *, last: bool = False) -> bool:
         """Whether the update `step` (from 1) gets a line: each n-th one, the first, and the last of the run."""
@@ -134,6 +149,15 @@ class RunLog:
             part, samples, epochs = share["share"], share["samples"], share["epochs"]
             self.say(f"  {share['name']}: {100 * part:.2f}% of the tokens, {samples:,} samples, {epochs:.2f} epochs")
         self._items(facts)
+        while self._of_data:
+            self.say(textwrap.indent(self._of_data.pop(0), "  "))
+
+    def about_data(self, text: str) -> None:
+        """A line on the data, below [Dataset]: there, if that is yet to come, so that an error comes before it."""
+        if self._sections["dataset"] is None:
+            self._of_data.append(text)
+        else:
+            self.say(text)
 
     def matmuls(self, lines: Mapping[str, str]) -> None:
         """[Matmuls]: what timing chose for each site."""
@@ -174,7 +198,7 @@ class RunLog:
         else:
             self.record("header", **about)
         earlier, self.warnings = self.warnings, []
-        for text in earlier:  # once more where it is seen, and into the file
+        for text in earlier:
             self.warn(text)
         if kept is not None:
             self.notice(f"The log of an earlier run at {self.path} is kept as {kept}")
@@ -209,6 +233,12 @@ class RunLog:
         self.say(eval_line(record, self._num_steps), least=SUMMARY)
         self.record("eval", **asdict(record), tps=record.tps)
 
+    def samples(self, step: int, samples: Sequence[Mapping[str, Any]]) -> None:
+        """An [S] line for each completion, and the record of all."""
+        for sample in samples:
+            self.say(sample_line(step, sample))
+        self.record("samples", step=step, samples=samples)
+
     def gpu(self, record: GpuRecord) -> None:
         """One [G] line and its record."""
         self.say(gpu_line(record))
@@ -220,8 +250,10 @@ class RunLog:
         self.record("notice", step=self._step, text=text, **facts)
 
     def warn(self, text: str) -> None:
-        """A notice of something that may spoil the run; `end` repeats it."""
+        """A notice of something that may spoil the run; `end` repeats it. Before `begin` it waits for that."""
         self.warnings.append(text)
+        if self._file is None:
+            return
         self.say(f"Warning: {text}", least=SUMMARY)
         self.record("notice", step=self._step, text=text, warning=True)
 

@@ -10,7 +10,6 @@ import time
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass, replace
-from datetime import timedelta
 from functools import partial
 from itertools import count
 from pathlib import Path
@@ -19,11 +18,12 @@ from typing import Any, TextIO
 import numpy as np
 
 from llmq.data.batches.batch import Batch
-from llmq.data.batches.loader import Loader, eval_batches
+from llmq.data.batches.loader import Loader
 from llmq.data.batches.windows import Samples
 from llmq.data.read_ahead import Stopped
 from llmq.data.tokens.rebuilt_tokenizer import rebuilt_warning
 from llmq.disk import MIB, shown
+from llmq.engine.bound_plan import make_ready
 from llmq.engine.engine import Engine, StepResult
 from llmq.errors import INTERRUPTED, NonFiniteError, StorageError
 from llmq.files.background import Saver, Snapshot
@@ -35,8 +35,9 @@ from llmq.model.parameters import rows_of_file
 from llmq.options.parse import Options, changed
 from llmq.plan.plan import Plan
 from llmq.row import Row
-from llmq.screen import counted
 from llmq.training.begin import load_weights, restore
+from llmq.training.describe import summary
+from llmq.training.evaluation import held_out
 from llmq.training.fp8_watch import Fp8Watch, carried
 from llmq.training.health import all_finite
 from llmq.training.interrupt import Interrupt
@@ -89,6 +90,8 @@ def run(options: Options, *, watch: Watch | None = None, console: TextIO | None 
         job = prepare(options, log)
         if job.plans_only:
             return TrainResult(plan=job.plan)
+        with log.task("Timing matrix products") as report:
+            make_ready(job.plan, job.backend, report)
         task = partial(log.task, words=shown)
         saver = Saver(job.checkpoints.folder, log.say, job.memory_aside(log.say), task)
         with Interrupt() as interrupt, saver:
@@ -109,7 +112,7 @@ class _Run:
         self.engine, self.light_s = Engine(job.plan, job.backend), _light_s(job)
         self.progress = Progress()
         self.fp8 = Fp8Watch(self)
-        self.saved = 0  # step of the newest checkpoint
+        self.saved = self.began_at = 0  # step of the newest checkpoint, and that of the one that the run continues
         self.updating = False  # within an update: the engine's state is of no step
         self.speeds: list[float] = []
         self.result = TrainResult(log_path=log.path)
@@ -169,7 +172,7 @@ class _Run:
         state, reader = load(job.resume, verified=False)  # it was, when it was chosen
         job.check_same(state["must_match"])
         self.progress = Progress.read(state).anew(job.checkpoints.resets)
-        self.saved = self.saving = self.progress.step
+        self.saved = self.saving = self.began_at = self.progress.step
         self.result = replace(self.result, checkpoint_path=job.resume)
         restore(engine, job, self.log, self.interrupt, reader)
         self.log.begin(resume_step=self.saved, num_steps=job.schedule.steps)
@@ -278,33 +281,34 @@ class _Run:
             )
 
     def _evaluate_if_due(self) -> None:
-        """Evaluates after this step if that is due and not done."""
+        """Evaluates after this step if that is due and not done, and shows samples then."""
         windows, step = self.job.data.eval, self.progress.step
         last = step == self.job.schedule.steps
-        if windows is not None and self.progress.evaluated < step and self.log.eval_due(step, last=last):
+        if not self.log.eval_due(step, last=last) or self.progress.evaluated >= step:
+            return
+        is_new = step > self.began_at
+        if windows is not None:
             self._evaluate(windows, whole=last and self.log.final_eval_is_whole)
+            is_new = self.progress.evaluated == step
+        if self.job.samples is not None and is_new:
+            with self.log.task("Completing prompts") as report:
+                self.log.samples(step, list(self.job.samples.write(self.engine, self.interrupt.__bool__, report)))
 
     def _evaluate(self, windows: Samples, *, whole: bool) -> None:
         """Held-out loss now: of the first batches, or of all."""
-        start, total, trained, tokens = time.perf_counter(), 0.0, 0, 0
-        job, now = self.job, self.progress
+        start, now = time.perf_counter(), self.progress
         steps = None if whole else self.log.eval_num_steps or None
-        whole_steps = -(-windows.num_windows // job.data.batch_size)
-        batches = eval_batches(windows, job.data.batch_size, job.data.seq_len, steps)
-        with self.log.task("Evaluating") as report:
-            for batch in counted(batches, min(steps or whole_steps, whole_steps), report):
-                if self.interrupt:
-                    return
-                loss, num_trained = self.engine.evaluate(batch)
-                total, trained, tokens = total + loss, trained + num_trained, tokens + batch.tokens.size
+        found = held_out(self.engine, windows, steps, self.log.task, self.interrupt.__bool__)
+        if found is None:
+            return
         record = EvalRecord(
             step=now.step,
-            epoch=job.data.epoch(now.position, now.stream),
-            loss=total / max(trained, 1),
+            epoch=self.job.data.epoch(now.position, now.stream),
+            loss=found.loss / max(found.trained, 1),
             train_loss=now.losses[0] / now.losses[1] if now.losses[1] else None,
             time_ms=1e3 * (time.perf_counter() - start),
-            tokens=tokens,
-            trained_tokens=trained,
+            tokens=found.tokens,
+            trained_tokens=found.trained,
         )
         self.progress = replace(now, evaluated=now.step, losses=(0.0, 0), eval_loss=record.loss)
         self.log.evaluation(record)
@@ -421,14 +425,6 @@ class _Run:
             sol=share,
             warnings=tuple(self.log.warnings),
         )
-
-
-def summary(result: TrainResult, seconds: float) -> str:
-    """One line of a finished run: `12 steps in 0:03:10: training loss 3.1416, evaluation loss 3.2500, ...`."""
-    parts = [f"training loss {result.train_loss:.4f}"]
-    parts += [f"evaluation loss {result.eval_loss:.4f}"] if math.isfinite(result.eval_loss) else []
-    parts += [f"{result.tokens_per_second:,.0f} tokens/s"] if math.isfinite(result.tokens_per_second) else []
-    return f"{result.steps:,} steps in {timedelta(seconds=round(seconds))}: {', '.join(parts)}"
 
 
 def _light_s(job: Job) -> float:

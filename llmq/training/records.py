@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass, fields
@@ -109,6 +110,27 @@ def gpu_line(r: GpuRecord) -> str:
         ", ".join(r.throttled or ()),
     )
     return " | ".join([f"[G] step {r.step:5d}", *(part for part in parts if part)])
+
+
+def sample_line(step: int, sample: Mapping[str, Any]) -> str:
+    """`[S] step     7 | "Once upon a" -> " time there was a cat.\\n"`, each side on one line as JSON writes it.
+
+    Of a chat the last message is shown.
+    """
+    asked = asked_of(sample)
+    said = asked[-1].get("content") if "messages" in sample else asked
+    shown, answer = (json.dumps(value, ensure_ascii=False) for value in (said, answer_of(sample)))
+    return f"[S] step {step:5d} | {shown} -> {answer}"
+
+
+def asked_of(sample: Mapping[str, Any]) -> Any:
+    """What a sample of a log completes: text, messages or tokens."""
+    return next(sample[name] for name in ("prompt", "messages", "tokens") if name in sample)
+
+
+def answer_of(sample: Mapping[str, Any]) -> Any:
+    """Its completion: text, or tokens without a tokenizer."""
+    return sample["new_tokens"] if sample["text"] is None else sample["text"]
 
 
 def _place(r: TrainRecord | EvalRecord, num_steps: int) -> str:

@@ -1,12 +1,20 @@
 """Generation on the GPU: the reference's tokens in fp32, the same bits each time, captured or not."""
 
+from dataclasses import replace
+
+import numpy as np
 import pytest
 from tiny_engines import BF16, FP32, parameters, spec_of, tiny
 
 from llmq.backends import open_backend
 from llmq.blocks.cached import Sampling
-from llmq.engine.generate import generate, open_generator
-from llmq.plan.generation import Decoding
+from llmq.data.batches.batch import Batch
+from llmq.engine.engine import Engine
+from llmq.engine.generate import Generator, generate, open_generator
+from llmq.plan.decoding import Decoding
+from llmq.plan.plan import make_plan
+from llmq.plan.precision import Precision
+from llmq.plan.spec import Completions
 
 pytestmark = pytest.mark.gpu
 
@@ -49,3 +57,34 @@ def test_tokens_are_repeatable_and_the_same_without_graphs(packed):
         for graphs in (True, True, False)
     )
     assert one == same == eager and all(len(text) == 70 for text in one)
+
+
+def fp8(scaling: str, **more: str) -> Precision:
+    return Precision("bf16", "e4m3", scaling=scaling, **more)
+
+
+@pytest.mark.parametrize(
+    "precision",
+    [BF16, fp8("delayed", head="e4m3"), fp8("current"), fp8("rowwise"), fp8("blockwise")],
+    ids=["bf16", "delayed", "current", "rowwise", "blockwise"],
+)
+def test_a_trainer_completes_prompts_between_steps_and_keeps_its_bits(precision):
+    """By the matmuls of its recipe; four prompts at a time, with as many rows as a scale per block needs."""
+    spec = spec_of(precision, config=WIRINGS["tied, biased"], batch_size=2, seq_len=64)
+    states, found = [], []
+    for completions in (None, Completions(4, LENGTH, 256, packed=True)):
+        backend = open_backend("cuda")
+        plan = make_plan(replace(spec, completions=completions), backend.scratch_bytes)
+        engine = Engine(plan, backend)
+        engine.load(parameters(plan))
+        for step in (1, 2, 3):
+            tokens = np.random.default_rng(step).integers(0, 97, (2, 64)).astype(np.int32)
+            if step == 1 and engine.needs_warm_up:
+                engine.warm_up(Batch(tokens, tokens))
+            engine.micro_step(Batch(tokens, tokens))
+            engine.update(step, 1e-2)
+            if completions is not None:
+                found.append([token for _, token in generate(Generator.beside(engine), PROMPTS, max_tokens=8)])
+        states.append({name: value.tobytes() for name, value in engine.state()})
+    assert states[0] == states[1]
+    assert all(len(tokens) == 8 * len(PROMPTS) for tokens in found) and found[0] != found[2]

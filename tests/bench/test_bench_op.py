@@ -1,6 +1,8 @@
 """`llmq-bench op`: the different calls of a one-layer plan, their work, and the rows that it prints."""
 
 import json
+import sys
+from contextlib import contextmanager
 
 import fake_gpu
 import pytest
@@ -71,6 +73,21 @@ def test_the_plans_own_calls_are_timed(shape, capsys, monkeypatch):
     assert "bf16 2x16, one layer" in told and "e4m3 2x16, one layer" in told and "e4m3/col/current" in told
     rows = [line.split(" | ") for line in told.splitlines() if line.startswith("| linear_")]
     assert rows and all(record(row[0].removeprefix("| ")).is_linear and float(row[4]) > 0 for row in rows)
+
+
+def test_what_is_timed_shows_how_far_it_is(shape, capsys, monkeypatch):
+    """On stderr, where rows go elsewhere; rows stay as they are."""
+    monkeypatch.setattr(bench_op, "measure_ceilings", lambda kind, dtypes: Ceilings(dict.fromkeys(dtypes, 1e11), 1e10))
+    told = []
+
+    @contextmanager
+    def task(self, title, **settings):
+        yield lambda done, total: told.append((self.stream is sys.stderr, title.partition(" of ")[0], done, total))
+
+    monkeypatch.setattr(bench_op.Screen, "task", task)
+    assert run("swiglu_*", *shape, "--dtypes=fp32") == 0
+    assert told == [(True, "Timing the ops", 1, 2), (True, "Timing the ops", 2, 2)]
+    assert capsys.readouterr().out.count("| swiglu_") == 2
 
 
 def test_a_gpu_is_timed_by_its_own_clock(shape, capsys, monkeypatch):

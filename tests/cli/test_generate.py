@@ -9,10 +9,13 @@ import pytest
 from golden import families
 from safetensors.numpy import save_file
 from small_tokenizers import EOS, byte_level, save
+from tiny_engines import tiny
 
 from llmq import errors
 from llmq.cli import shell
 from llmq.cli.generate import command
+from llmq.data.tokens import tokenizer
+from llmq.model import presets
 
 TEMPLATE = (
     "{% for m in messages %}<{{ m.role }}>{{ m.content }}</>{% endfor %}{% if add_generation_prompt %}<you>{% endif %}"
@@ -147,3 +150,17 @@ def test_the_function_answers_as_the_command(run, model):
     (answer,) = llmq.generate(str(model), ["Aye"], device="cpu", max_tokens=8)
     assert answer.text + "\n" == run("--prompt=Aye")[1] and len(answer.tokens) <= 8
     assert np.issubdtype(type(answer.tokens[0]), np.integer)
+
+
+def test_a_preset_writes_with_the_tokenizer_of_its_family_and_needs_none_for_tokens(run, model, tmp_path, monkeypatch):
+    size = json.loads((model / "config.json").read_text())["vocab_size"]
+    monkeypatch.setitem(presets.PRESETS, "tiny_llama3_50m", tiny(num_layers=1, vocab_size=size))
+    asked = []
+    monkeypatch.setattr(tokenizer, "model_folder", lambda name, *more, **about: asked.append(name) or model)
+    preset = ("tiny_llama3_50m", "--from-scratch")
+    code, text, _ = run("--prompt=It's the king", *preset[1:], folder=preset[0])
+    assert code == 0 and text.strip() and asked == [presets.preset_tokenizer(preset[0])]
+    file = tmp_path / "p.jsonl"
+    file.write_text('{"tokens": [5, 6]}')
+    code, text, _ = run(f"--prompts={file}", *preset[1:], folder=preset[0])
+    assert code == 0 and lines(text)[0]["text"] is None and len(asked) == 1

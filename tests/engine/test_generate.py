@@ -4,16 +4,23 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
-from tiny_engines import BF16, FP32, FP64, T, parameters, spec_of, tiny
+from ranks import CONFIG, LEVELS
+from tiny_engines import BF16, FP32, FP64, T, batch, engine_of, parameters, plan_of, spec_of, tiny
 
 from llmq.backends.host import HostBackend
 from llmq.blocks.cached import Sampling
+from llmq.comm.in_process import run_ranks
 from llmq.data.batches.batch import Batch
 from llmq.engine.engine import Engine
 from llmq.engine.generate import Generator, Pace, generate, open_generator
 from llmq.errors import MemoryLimitError, UsageError
-from llmq.plan.generation import Decoding, parts, plan_generation, refuse_if_too_large
+from llmq.plan.decoding import Decoding
+from llmq.plan.generation import parts, plan_generation, refuse_if_too_large
 from llmq.plan.plan import make_plan
+from llmq.plan.precision import Precision
+from llmq.plan.spec import Completions
+from llmq.stores.sharding import Sharding
+from llmq.tensor import stored_bytes
 
 WIRINGS = {
     "tied, biased": tiny(),
@@ -147,3 +154,76 @@ def test_a_plan_holds_weights_a_cache_and_little_else():
     refuse_if_too_large(plan, plan.total_bytes)
     with pytest.raises(MemoryLimitError, match=r"generation needs .* 1 MiB more than are free: use a smaller"):
         refuse_if_too_large(replace(plan), plan.total_bytes - 2**20)
+
+
+def fp8(scaling: str, **more) -> Precision:
+    """Sites in e4m3, with weights that are not their own masters."""
+    return Precision("bf16", "e4m3", scaling=scaling, **more)
+
+
+TRAINED = {
+    "fp32": FP32,
+    "bf16, its own master": BF16,
+    "bf16, fp32 master": replace(BF16, master="fp32"),
+    "delayed, e4m3 head": fp8("delayed", head="e4m3"),
+    "current": fp8("current", master="bf16"),
+    "rowwise": fp8("rowwise"),
+    "blockwise": fp8("blockwise"),
+}
+
+
+@pytest.mark.parametrize("name", TRAINED)
+def test_what_a_trainer_writes_costs_a_cache_and_changes_nothing(name):
+    """Between steps: the same weights, moments, scales and losses; no weight is there twice, in any form."""
+    spec = spec_of(TRAINED[name], batch_size=2)
+    spec = replace(spec, completions=Completions(4, T, 64, packed=True))
+    silent, writing = (make_plan(one, HostBackend().scratch_bytes) for one in (replace(spec, completions=None), spec))
+    own = {key: ref for key, ref in writing.persistent.items() if key not in silent.persistent}
+    assert {ref.space for ref in own.values()} == {"cache", "batch", "const"}
+    assert writing.table()["Completions"] == sum(stored_bytes(ref) for ref in own.values() if ref.space == "cache")
+    assert {**writing.table(), "Completions": 0, "Other": 0, "Activations": 0, "Workspace": 0} == {
+        **silent.table(),
+        "Completions": 0,
+        "Other": 0,
+        "Activations": 0,
+        "Workspace": 0,
+    }
+    engines = [Engine(plan, HostBackend(), poison=True) for plan in (silent, writing)]
+    rng = np.random.default_rng(1)
+    found = []
+    for engine in engines:
+        engine.load(parameters(engine.plan))
+    for step in (1, 2):
+        tokens = rng.integers(0, 97, (2, T)).astype(np.int32)
+        for engine in engines:
+            engine.micro_step(Batch(tokens, tokens, places=np.arange(2)))
+            engine.update(step, 1e-2)
+        found.append(texts(Generator.beside(engines[1])))
+    for key, value in engines[0].state():
+        np.testing.assert_array_equal(value.view(np.uint8), dict(engines[1].state())[key].view(np.uint8), key)
+    assert found[0] != found[1] and all(len(text) == 6 for text in found[0])
+
+
+def test_a_trainer_writes_what_a_generator_of_its_weights_writes():
+    spec = replace(spec_of(FP32, batch_size=2), completions=Completions(3, T, 64, packed=False))
+    engine = Engine(make_plan(spec), HostBackend())
+    engine.load(parameters(engine.plan))
+    assert texts(Generator.beside(engine)) == texts(opened())
+
+
+@pytest.mark.parametrize("level", [1, 3])
+def test_ranks_that_share_out_weights_write_what_one_alone_does(level):
+    """Level 1 gathers weights after an update, level 3 whenever they are read."""
+    completions = Completions(4, T, 64, packed=True)
+
+    def work(world):
+        sharding = Sharding(world.rank, world.size, **LEVELS[level])
+        engine = engine_of(
+            plan_of(FP32, None, CONFIG, sharding=sharding, completions=completions), backend=HostBackend(world=world)
+        )
+        engine.micro_step(batch())  # of every rank alike, so that no sum of theirs is rounded
+        engine.update(1, 1e-2)
+        return texts(Generator.beside(engine))
+
+    (alone,) = run_ranks(1, work)
+    assert run_ranks(2, work) == [alone, alone]

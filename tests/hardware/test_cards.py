@@ -9,6 +9,7 @@ from llmq.hardware import cards as gpus
 SILICON = {
     "A100 40GB": (2048, 1410),
     "A100 80GB": (2048, 1410),
+    "A800 40GB": (2048, 1410),
     "A800 80GB": (2048, 1410),
     "A30": (2048, 1440),
     "A2": (1024, 1770),
@@ -16,9 +17,11 @@ SILICON = {
     "A10G": (512, 1710),
     "A16": (1024, 1755),
     "H20": (1024, 1853),
+    "H20 141GB": (1024, 1853),
     "H800": (4096, 1830),
     "B100": (8192, 1443),
     "GB200": (8192, 2008),
+    "GB300": (8192, 2008),
     "H100 SXM": (4096, 1830),
     "H100 PCIe": (4096, 1620),
     "H100 NVL": (4096, 1545),
@@ -28,6 +31,7 @@ SILICON = {
     "GH200 144GB": (4096, 1830),
     "B200": (8192, 1856),
     "B300": (8192, 1856),
+    "L20": (512, 2520),
     "L4": (1024, 2040),
     "L40": (512, 2490),
     "L40S": (1024, 2520),
@@ -40,7 +44,8 @@ SILICON = {
 }
 # TFLOP/s in fp32 as NVIDIA's pages have them; the bf16 rate is so many times that.
 PUBLISHED = {
-    2: """RTX 3050 9.1, RTX 3060 12.7, RTX 3060 Ti 16.2, RTX 3070 20.3, RTX 3070 Ti 21.7, RTX 3080 29.8,
+    2: """RTX 3050 9.1, RTX 3050 6GB 6.8, RTX 3060 12.7, RTX 3060 8GB 12.7,
+        RTX 3060 Ti 16.2, RTX 3070 20.3, RTX 3070 Ti 21.7, RTX 3080 29.8,
         RTX 3080 12GB 30.6, RTX 3080 Ti 34.1, RTX 3090 35.6, RTX 3090 Ti 40, RTX 4060 15.1, RTX 4060 Ti 22.1,
         RTX 4060 Ti 16GB 22.1, RTX 4070 29.1, RTX 4070 SUPER 35.5, RTX 4070 Ti 40.1, RTX 4070 Ti SUPER 44.1,
         RTX 4080 48.7, RTX 4080 SUPER 52.2, RTX 4090 82.6, RTX 4090 D 73.5, RTX 5050 13.2, RTX 5060 19.2,
@@ -52,7 +57,7 @@ PUBLISHED = {
 # Dense bf16 rates on data sheets, as half of what they say with sparsity, or an eighth of sparse fp4.
 TENSOR = """RTX A4000 76.7, RTX A4500 94.6, RTX A5000 111.1, RTX A6000 154.8, RTX 4090 165.2, RTX 5090 209.5,
     RTX 2000 Ada 48, RTX 4000 Ada 106.9, RTX 5000 Ada 261.1, RTX PRO 2000 68.1, RTX PRO 4000 147.3, RTX PRO 4500 210.9,
-    RTX PRO 5000 258"""
+    RTX PRO 5000 258, RTX PRO 4000 SFF 96.25, RTX PRO 5000 72GB 258"""
 FAMILY_CARDS = [card for family in gpus.FAMILIES for card in family.all()]
 
 

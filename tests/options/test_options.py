@@ -15,7 +15,7 @@ NEEDED = {"model": "Qwen/Qwen2.5-0.5B", "train_file": "train.bin"}
 UNSET = """
     revision tokenizer weight eval_file global_batch_size augment packing max_docs data eval_fraction data_format map
     prompt_template chat_template train_on gradient_dtype fp8_scaling head_dtype bf16_layers fp8_layers log_fp8_every
-    steps warmup_ratio min_lr save_best continue reset export_dtype gpu ray_address
+    steps warmup_ratio min_lr sample_prompts save_best continue reset export_dtype gpu ray_address
 """
 OFF = """
     from_scratch init_proj_to_zero streaming fp8_fallback recompute_swiglu recompute_norm recompute_ffn
@@ -57,6 +57,7 @@ DEFAULTS = {
     "eval_every_n_steps": 100,
     "eval_num_steps": 100,
     "final_eval": "sample",
+    "sample_tokens": 64,
     "verbosity": 0,
     "log_gpu_util": 0,
     "checkpoint_dir": "runs/Qwen2.5-0.5B/checkpoints",
@@ -242,6 +243,12 @@ def test_evaluation_without_data_for_it_is_noted():
         assert parse(**{key: 7}, eval_file="e.bin").notices == parse(**{key: 0}).notices == ()
         rows = {"model": "m", "data": "d.jsonl", key: 7}
         assert Options.parse(rows).notices == () != Options.parse({**rows, "eval_fraction": 0}).notices
+
+
+def test_prompts_to_complete_give_evaluations_an_effect():
+    assert parse(eval_every_n_steps=7, sample_prompts="p.txt", sample_tokens=5).notices == ()
+    (notice,) = parse(sample_tokens=5).notices
+    assert notice == "--sample-tokens 5 has no effect without --sample-prompts"
 
 
 def test_values_of_defaults_are_no_contradiction():

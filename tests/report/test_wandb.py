@@ -36,6 +36,8 @@ def write_run(folder: Path, steps: int = 6) -> Path:
             log.train(TrainRecord(step, step / 6, loss, 1.0, 1e-4, 100.0, 512, 512, applied=step != 2))
             if step % 3 == 0:
                 log.evaluation(EvalRecord(step, step / 6, 3.0 / step, loss, 50.0, 512, 512))
+        told = {"prompt": "Once\nupon", "text": " a time", "new_tokens": [1, 2], "end": "length"}
+        log.samples(3, [told, {"tokens": [4], "text": None, "new_tokens": [5], "end": "stop"}])
         log.end("finished", eval_loss=0.5)
     return folder / "log.jsonl"
 
@@ -78,6 +80,7 @@ def fake(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> SimpleNamespace:
         return seen.runs.setdefault(arguments["id"], FakeRun(str(tmp_path / "wandb" / "run-x" / "files")))
 
     module.Error, module.init, module.Settings = Error, init, SimpleNamespace
+    module.Table = SimpleNamespace
     monkeypatch.setitem(sys.modules, "wandb", module)
     monkeypatch.delenv("WANDB_MODE", raising=False)
     return seen
@@ -261,3 +264,11 @@ def test_a_setting_of_the_environment_that_wandb_refuses(tmp_path: Path, fake: S
     fake.error = caught.value
     with pytest.raises(UsageError, match=r"environment variables \(WANDB_\.\.\.\).*silent ''"):
         export_wandb(write_run(tmp_path), project="p")
+
+
+def test_samples_are_a_table_of_their_step(fake, tmp_path):
+    export_wandb(write_run(tmp_path))
+    (run,) = fake.runs.values()
+    found = {step: values["samples"] for step, values in run.logged.items() if "samples" in values}
+    rows = [["Once\nupon", " a time", "length"], ["[4]", "[5]", "stop"]]
+    assert found == {3: SimpleNamespace(columns=["prompt", "completion", "end"], data=rows)}

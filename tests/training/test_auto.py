@@ -38,3 +38,12 @@ def test_the_lines_say_why(alone, together, chosen, says, monkeypatch):
     assert {site for site in SITES if rows[site].endswith(": e4m3")} == set(chosen)
     wide = {name for name in block_sites(tiny()) if not name.endswith(chosen)} if chosen else set()
     assert set(found.wide) == wide and found.matmul == ("e4m3" if chosen else "bf16")
+
+
+def test_every_run_is_reported(monkeypatch):
+    """That in the model's dtype, one for each site, and the one with all that were faster."""
+    monkeypatch.setattr(auto, "measure", lambda *_, **__: SimpleNamespace(micro_batch_ms=1.0))
+    told = []
+    sizes = {"batch_size": 2, "seq_len": 16, "grad_accumulation": 1}
+    auto.choose(tiny(), FP8["e4m3", "delayed"], Memory(), None, lambda *about: told.append(about), **sizes)
+    assert told == [(n, len(SITES) + 2) for n in range(1, len(SITES) + 2)]

@@ -32,8 +32,7 @@ from llmq.files.checkpoint import load
 from llmq.files.source import initial_parameters, open_source
 from llmq.options.data import ModelOptions
 from llmq.report.read import read_log
-from llmq.training import auto, fp8_watch, job
-from llmq.training import loop as training
+from llmq.training import auto, evaluation, fp8_watch, job
 from llmq.training.fp8_watch import CopyError
 from llmq.training.loop import NON_FINITE_LIMIT
 from llmq.training.records import EvalRecord, TrainRecord
@@ -313,7 +312,7 @@ def test_continue_auto_without_a_checkpoint_starts_anew_and_says_so_more_than_on
     assert warning == "--continue auto found no checkpoint in runs/run/checkpoints: this run begins at step 0"
     text = given["console"].getvalue()
     assert f"Warning: {warning}\n[T] step     1" in text and text.endswith(f"[Warnings]\n  - {warning}\n")
-    assert text.index(f"Warning: {warning}") < text.index("[System 0]")  # before the data is read
+    assert text.startswith("[Options]") and text.count(warning) == 2  # all is checked before anything is said
     events = read_log(result.log_path).events
     assert [event["text"] for event in events if event.get("warning")] == [warning]
     assert events[-1]["warnings"] == [warning]
@@ -322,16 +321,16 @@ def test_continue_auto_without_a_checkpoint_starts_anew_and_says_so_more_than_on
 
 
 def test_the_epoch_of_a_run_that_has_no_step_left_is_that_of_its_data(given, monkeypatch):
-    real = training.eval_batches
+    real = evaluation.eval_batches
 
     def interrupted(*about):
         yield from real(*about)
         signal.raise_signal(signal.SIGINT)
         yield next(real(*about))
 
-    monkeypatch.setattr(training, "eval_batches", interrupted)
+    monkeypatch.setattr(evaluation, "eval_batches", interrupted)
     assert llmq.train(**{**given, "eval_every_n_steps": 99}).exit_code == 130  # within the last evaluation
-    monkeypatch.setattr(training, "eval_batches", real)
+    monkeypatch.setattr(evaluation, "eval_batches", real)
     result = llmq.train(**{**given, "continue": "newest"})
     assert read_log(result.log_path).eval["epoch"].tolist() == [48 / 40]
 

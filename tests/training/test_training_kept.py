@@ -15,6 +15,8 @@ import pytest
 from tiny_runs import T, weights_of
 
 import llmq
+from llmq import screen
+from llmq.backends.host import HostBackend
 from llmq.data import read_ahead
 from llmq.data.batches.loader import Loader
 from llmq.data.tokens.token_file import TokenWriter
@@ -23,6 +25,8 @@ from llmq.engine.engine import Engine
 from llmq.errors import DataError, NonFiniteError, StorageError, UsageError
 from llmq.files.checkpoint import load
 from llmq.report.read import read_log
+from llmq.screen import unreported
+from llmq.training import evaluation
 from llmq.training import loop as training
 
 KEEP = {"ckpt_interval": 5, "ckpt_keep_n": 0}
@@ -215,7 +219,7 @@ def test_a_signal_is_heard_while_there_is_no_data(given, monkeypatch):
 
 def test_an_evaluation_that_a_signal_cuts_off_is_made_up_for(given, monkeypatch):
     whole = llmq.train(**{**given, "name": "whole"})
-    real = training.eval_batches
+    real = evaluation.eval_batches
 
     def batches(*about):
         yield from real(*about)
@@ -223,9 +227,9 @@ def test_an_evaluation_that_a_signal_cuts_off_is_made_up_for(given, monkeypatch)
         yield next(real(*about))
 
     for at, number in ((4, 1), (12, 3)):  # in the middle of the run, and at its end
-        monkeypatch.setattr(training, "eval_batches", nth(real, batches, number))
+        monkeypatch.setattr(evaluation, "eval_batches", nth(real, batches, number))
         assert llmq.train(**{**given, "name": f"cut{at}"}).exit_code == 130
-        monkeypatch.setattr(training, "eval_batches", real)
+        monkeypatch.setattr(evaluation, "eval_batches", real)
         parts = llmq.train(**{**given, "name": f"cut{at}", "continue": "auto"})
         assert (parts.steps, parts.eval_loss, parts.train_loss) == (12, whole.eval_loss, whole.train_loss)
         assert parts.checkpoint_path is not None
@@ -337,7 +341,7 @@ def test_a_closed_terminal_ends_the_step_and_a_detached_run_stays(given, monkeyp
 
 
 def test_the_last_step_is_saved_before_its_evaluation(given, monkeypatch):
-    monkeypatch.setattr(training, "eval_batches", nth(training.eval_batches, broken, 3))
+    monkeypatch.setattr(evaluation, "eval_batches", nth(evaluation.eval_batches, broken, 3))
     with pytest.raises(OSError, match="gone"):
         llmq.train(**given)
     assert [path.name for path in SAVED.glob("step*")] == ["step-00000012"]
@@ -387,3 +391,13 @@ def test_rows_beyond_the_model_s_positions_are_told_and_exported(given):
 
 def said(given):
     return given["console"].getvalue()
+
+
+def test_choosing_the_algorithms_of_matrix_products_shows_how_far_it_is(given, monkeypatch):
+    def prepare(self, calls, report=unreported):
+        report(1, 2)
+
+    monkeypatch.setattr(HostBackend, "prepare", prepare)
+    monkeypatch.setattr(screen, "PLAIN_S", 0.0)
+    llmq.train(**{**given, "steps": 2})
+    assert "Timing matrix products: 1 of 2 (50%)" in given["console"].getvalue()

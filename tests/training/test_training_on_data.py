@@ -99,6 +99,14 @@ def test_rows_are_tokenized_once_and_trained_by_mask(given, tmp_path):
     assert llmq.train(**one).eval_loss != result.eval_loss and len(token_files(tmp_path)) == 4
 
 
+def test_what_is_said_of_tokenized_data_stands_below_the_options(given):
+    llmq.train(**given)
+    again = io.StringIO()
+    llmq.train(**{**given, "name": "again", "console": again})
+    said = again.getvalue()
+    assert said.startswith("[Options]") and said.index("[Dataset]") < said.index("  rows.jsonl: tokenized before, in")
+
+
 def test_a_run_from_scratch_takes_the_tokenizer_that_is_asked_for_and_exports_it(given, tmp_path):
     """A model's folder without a tokenizer, and one that has another."""
     save(byte_level(digits=True), tmp_path / "other", {"eos_token": EOS, "model_max_length": 77})
@@ -446,7 +454,9 @@ def test_overlong_chats_keep_whole_turns_and_all_runs_say_so(given, tmp_path, st
     for name in ("one", "two"):
         console = io.StringIO()
         llmq.train(**{**options, "name": name, "console": console})
-        told.append([line for line in console.getvalue().splitlines() if "keep the whole turns that fit," in line])
+        told.append(
+            [line.strip() for line in console.getvalue().splitlines() if "keep the whole turns that fit," in line]
+        )
     (line, *_) = [line for line in told[0] if "rows of more than" in line and "so far" not in line]
     assert "8 rows of more than 32 tokens keep the whole turns that fit, 8 rows have none and are left out" in line
     assert line in told[1]

@@ -36,12 +36,16 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, eq=False)
 class NamedData:
-    """What `--data` names: `find` looks for it, `open` makes it what is trained on."""
+    """What `--data` names: `find` looks for it, `open` makes it what is trained on.
+
+    `say` shows a line now, of work that takes place; `note` one on what the data is, where that is shown.
+    """
 
     options: SourceOptions
     tokenizer: TextTokenizer
     plan_only: bool
     say: Say
+    note: Say
     task: StartTask
     sources: tuple[Source, ...] = ()
     requests: tuple[Request, ...] = ()  # what is to be tokenized, by source
@@ -79,7 +83,7 @@ class NamedData:
         """What is trained on, as token files by source unless it is read or only planned; and files to evaluate on."""
         if self.options.streaming:
             (request,) = self.requests
-            return open_stream(request, form, self.say), self._evaluation_of(request)
+            return open_stream(request, form, self.note), self._evaluation_of(request)
         if self.plan_only and not all(is_whole(cache_entry(request)) for request in self.requests):
             return self._estimated(form), []
         sources, evaluation = [], list[str]()
@@ -101,24 +105,23 @@ class NamedData:
     def _cached(self, request: Request) -> list[str]:
         """The names of a request's token files, as patterns."""
         name, entry = ", ".join(request.found.asked), cache_entry(request)
-        if is_whole(entry):
-            self.say(f"{name}: tokenized before, in {entry}")
-        else:
-            self.say(f"{name}: tokenizing into {entry}\n{request.found.rule}")
+        say = self.note if is_whole(entry) else self.say
+        about = f"tokenizing into {entry}\n{request.found.rule}"
+        say(f"{name}: tokenized before, in {entry}" if is_whole(entry) else f"{name}: {about}")
         with self.task(f"Tokenizing {name}") as on_progress:
-            return [glob.escape(str(file)) for file in cached(request, on_progress=on_progress, say=self.say)]
+            return [glob.escape(str(file)) for file in cached(request, on_progress=on_progress, say=say)]
 
     def _estimated(self, form: RowForm) -> Estimated:
         """What would be tokenized, said; and about how much it is."""
         for request in self.requests:
             if not is_whole(cache_entry(request)):
                 name = ", ".join(request.found.asked)
-                self.say(f"{name}: would be tokenized into {cache_entry(request)}\n{request.found.rule}")
+                self.note(f"{name}: would be tokenized into {cache_entry(request)}\n{request.found.rule}")
                 if encoder := request.encoder():
-                    self.say(encoder.describe())
+                    self.note(encoder.describe())
         counts, lengths = zip(*map(_about, self.requests), strict=True)
         tokens = sum(counts)
-        self.say(f"about {tokens:,} tokens for training, by a sample of its beginning")
+        self.note(f"about {tokens:,} tokens for training, by a sample of its beginning")
         files = list(zip(map(cache_entry, self.requests), counts, strict=True))
         pieces = piece_lengths(np.concatenate(lengths), form.seq_len) if form.kind != WINDOWS else np.empty(0)
         if not len(pieces):
@@ -130,7 +133,7 @@ class NamedData:
 
 
 def open_named(
-    options: SourceOptions, source: ModelSource, *, plan_only: bool, say: Say, task: StartTask
+    options: SourceOptions, source: ModelSource, *, plan_only: bool, say: Say, note: Say, task: StartTask
 ) -> NamedData | None:
     """The data of `--data` with the tokenizer of the model, or None if there is none.
 
@@ -151,7 +154,7 @@ def open_named(
             f"--tokenizer {tokenizer.folder} has {tokenizer.vocab_size} ids, but {source.name} has a vocabulary of "
             f"{known}: give a smaller tokenizer, or a model with a larger vocab_size"
         )
-    return NamedData(options, tokenizer, plan_only, say, task)
+    return NamedData(options, tokenizer, plan_only, say, note, task)
 
 
 def _is_of(part: str, name: str) -> bool:

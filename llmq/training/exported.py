@@ -1,0 +1,61 @@
+"""What the finished model is: its config, its tokenizer and templates, and where it goes."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+from llmq.data.batches.loader import Data
+from llmq.data.batches.named_data import NamedData
+from llmq.data.batches.trained_template import ExportedTemplates, exported_templates
+from llmq.data.tokens.rebuilt_tokenizer import rebuilt_warning
+from llmq.files.huggingface import Export, open_export
+from llmq.files.source import ModelSource
+from llmq.model.config import FAMILIES, ModelConfig
+from llmq.model.parameters import rows_of_file
+from llmq.options.parse import Options
+from llmq.plan.plan import Plan
+
+
+def exported_config(source: ModelSource, data: Data, notices: list[str]) -> ModelConfig:
+    """The config of the trained and exported model, which knows the ends of the data's texts and its length."""
+    config = _with_end_tokens(source, data.end_token_ids())
+    if data.seq_len <= config.max_position:
+        return config
+    notices.append(
+        f"--seq-len {data.seq_len} exceeds the max_position_embeddings {config.max_position} of {source.name}: "
+        f"the exported model says {data.seq_len}"
+    )
+    return replace(config, max_position=data.seq_len)
+
+
+def _with_end_tokens(source: ModelSource, ends: tuple[int, ...]) -> ModelConfig:
+    """The config of the exported model: it ends texts as its data does, and one trained before as then, too."""
+    config = source.config
+    if set(ends) <= set(config.eos_token_ids):
+        return config
+    if source.from_scratch:
+        return replace(config, eos_token_ids=ends, bos_token_id=None, pad_token_id=None)
+    return replace(config, eos_token_ids=tuple(dict.fromkeys((*config.eos_token_ids, *ends))))
+
+
+def exported_tokenizer(
+    source: ModelSource, named: NamedData | None, data: Data
+) -> tuple[Path | None, ExportedTemplates]:
+    """The tokenizer of the exported model, and its templates.
+
+    Of a run from scratch the one that made the data, unless --tokenizer chose one.
+    """
+    folder = source.tokenizer_folder
+    if source.from_scratch and not source.tokenizer_asked:
+        folder = data.tokenizer_folder() or (named.tokenizer.folder if named else folder)
+    return folder, exported_templates(data.train, folder)
+
+
+def open_model(
+    options: Options, tokenizer: Path | None, templates: ExportedTemplates, plan: Plan, *, replaces: bool
+) -> tuple[Export, str | None]:
+    """Where the model goes, with its tokenizer and templates, and a warning of the tokenizer."""
+    config, rows = plan.spec.config, rows_of_file(plan.rows)
+    warning = rebuilt_warning(tokenizer, FAMILIES[config.architecture].model_type)
+    return open_export(options.export, config, rows, tokenizer, templates.sources, replaces=replaces), warning
