@@ -24,11 +24,11 @@ UNTIED, TIED, NORMED, WINDOW = MODELS
 
 UNSET = """
     revision tokenizer weight global_batch_size augment packing max_docs bf16_layers fp8_layers epochs warmup_ratio
-    min_lr continue gpu save_best reset sample_prompts ray_address
+    min_lr continue gpu save_best reset sample_prompts ray_address reduce_dtype
 """
 OFF = """
     from_scratch init_proj_to_zero fp8_fallback recompute_swiglu recompute_norm recompute_ffn recompute_qkv
-    recompute_att recompute_block export_anyway dry_run
+    recompute_att recompute_block export_anyway dry_run shard_gradients shard_weights all_to_all_reduce
 """
 SPELLED: dict[str, Any] = {
     **dict.fromkeys(UNSET.split()),
@@ -40,6 +40,7 @@ SPELLED: dict[str, Any] = {
     "seq_len": SEQ_LEN,
     "lmhead_chunks": 1,
     "attn_bwd_chunks": 1,
+    "zero_level": 1,
     "steps": STEPS,
     "learning_rate": 1e-2,
     "lr_schedule": "cosine",

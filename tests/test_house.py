@@ -63,6 +63,7 @@ OWNERS = {
     "PrecisionOptions": "llmq.plan.precision",
     "MemoryOptions": "llmq.plan.memory",
     "ScheduleOptions": "llmq.training.schedule",
+    "ShardingOptions": "llmq.plan.sharding",
     "OptimizerOptions": "llmq.model.optimizer",
     "LogOptions": "llmq.training.log",
     "CheckpointOptions": "llmq.files.checkpoint",

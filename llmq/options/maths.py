@@ -106,6 +106,30 @@ class MemoryOptions(Section):
     )
 
 
+class ShardingOptions(Section):
+    title = "Sharing among GPUs"
+    zero_level: Int = option(
+        1,
+        "What the GPUs of a run share out instead of each holding all: 0 nothing, 1 master weights and moments, 2 "
+        "gradients as well, 3 weights as well.",
+        ge=0,
+        le=3,
+    )
+    shard_gradients: bool = option(False, "Share out gradients, as --zero-level 2 does.")
+    shard_weights: bool = option(False, "Share out weights, as --zero-level 3 does, but not gradients.")
+    reduce_dtype: Narrow | None = option(
+        None, "Dtype in which gradients travel between GPUs to be summed.", shown="that of the gradients"
+    )
+    all_to_all_reduce: bool = option(
+        False, "Sum gradients where they arrive, in fp32 and in the order of ranks, not on their way from GPU to GPU."
+    )
+
+    def contradictions(self) -> Iterator[str]:
+        if self.zero_level == 0 and (self.shard_gradients or self.shard_weights):
+            given = "--shard-weights" if self.shard_weights else "--shard-gradients"
+            yield f"--zero-level 0 shares out nothing, and {given} something: use --zero-level 1 with it"
+
+
 class ScheduleOptions(Section):
     title = "Schedule"
     steps: Int | None = option(None, "Optimizer steps.", "max_steps", shown="by --epochs", ge=1, le=LARGEST_STEP)

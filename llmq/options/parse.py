@@ -18,7 +18,13 @@ from typing import Any
 from llmq.errors import UsageError
 from llmq.options.data import DataOptions, ModelOptions, SourceOptions
 from llmq.options.field import Description, Section, build, describe, flag, named, plain, read_flat_yaml
-from llmq.options.maths import MemoryOptions, OptimizerOptions, PrecisionOptions, ScheduleOptions
+from llmq.options.maths import (
+    MemoryOptions,
+    OptimizerOptions,
+    PrecisionOptions,
+    ScheduleOptions,
+    ShardingOptions,
+)
 from llmq.options.rate_rules import final_fraction
 from llmq.options.run import CheckpointOptions, ExportOptions, LaunchOptions, LogOptions, RunOptions, SystemOptions
 
@@ -28,6 +34,7 @@ SECTIONS: dict[str, type[Section]] = {
     "source": SourceOptions,
     "precision": PrecisionOptions,
     "memory": MemoryOptions,
+    "sharding": ShardingOptions,
     "schedule": ScheduleOptions,
     "optimizer": OptimizerOptions,
     "log": LogOptions,
@@ -111,6 +118,7 @@ class Options:
     source: SourceOptions
     precision: PrecisionOptions
     memory: MemoryOptions
+    sharding: ShardingOptions
     schedule: ScheduleOptions
     optimizer: OptimizerOptions
     log: LogOptions

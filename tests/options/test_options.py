@@ -16,10 +16,12 @@ UNSET = """
     revision tokenizer weight eval_file global_batch_size augment packing max_docs data eval_fraction data_format map
     prompt_template chat_template train_on gradient_dtype fp8_scaling head_dtype bf16_layers fp8_layers log_fp8_every
     steps warmup_ratio min_lr sample_prompts save_best continue reset export_dtype gpu ray_address
+    reduce_dtype
 """
 OFF = """
     from_scratch init_proj_to_zero streaming fp8_fallback recompute_swiglu recompute_norm recompute_ffn
     recompute_qkv recompute_att recompute_block overwrite export_anyway dry_run
+    shard_gradients shard_weights all_to_all_reduce
 """
 DEFAULTS = {
     **dict.fromkeys(UNSET.split()),
@@ -38,6 +40,7 @@ DEFAULTS = {
     "grad_accum_dtype": "bf16",
     "lmhead_chunks": 0,
     "attn_bwd_chunks": "auto",
+    "zero_level": 1,
     "epochs": 1.0,
     "learning_rate": 1e-05,
     "lr_schedule": "constant",

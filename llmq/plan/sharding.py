@@ -1,0 +1,22 @@
+"""The options on what the ranks of a run share out, resolved."""
+
+from __future__ import annotations
+
+from llmq.options.maths import ShardingOptions
+from llmq.stores.sharding import Sharding
+
+
+def resolve(options: ShardingOptions, rank: int, size: int) -> Sharding:
+    """What rank `rank` of `size` holds; a single one holds all."""
+    if size == 1:
+        return Sharding()
+    level = options.zero_level
+    return Sharding(
+        rank,
+        size,
+        states=level >= 1,
+        gradients=level >= 2 or options.shard_gradients,
+        weights=level >= 3 or options.shard_weights,
+        reduce_dtype=options.reduce_dtype,
+        all_to_all=options.all_to_all_reduce,
+    )
