@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 
@@ -141,15 +142,34 @@ class Engine(BoundPlan):
     # state
 
     def state(self, into: Callable[[str], np.ndarray] | None = None) -> Iterator[tuple[str, np.ndarray]]:
-        """Name and host copy of everything that a bit-exact resume needs, one at a time; `into(name)` holds a copy."""
-        for name in self.plan.state():
-            yield name, self._memory.read(name, into and into(name))
+        """Name and host copy of everything that a bit-exact resume needs, one at a time; `into(name)` holds a copy.
 
-    def restore(self, read: Callable[[str], np.ndarray], frozen: Iterable[tuple[Row, np.ndarray]] = ()) -> None:
-        """Sets the state from `read(name)`, and the `frozen` rows, which it lacks; makes all copies of the weights."""
+        Of many ranks each gives its slices (`Plan.saved`), which are all of it together.
+        """
+        for name, slice_ in self.plan.saved().items():
+            if self.plan.persistent[name].shape == slice_.shape:
+                yield name, self._memory.read(name, into and into(name))
+                continue
+            mine = self._memory.read(name)[slice_.start[0] :][: slice_.shape[0]]
+            if into is not None:
+                copy = into(name)
+                copy[...] = mine
+                mine = copy
+            yield name, mine
+
+    def restore(self, read: Callable[..., np.ndarray], frozen: Iterable[tuple[Row, np.ndarray]] = ()) -> None:
+        """Sets the state from `read(name)`, and the `frozen` rows, which it lacks; makes all copies of the weights.
+
+        Of what this rank has a share of it reads that: `read(name, start, shape)`.
+        """
         self._set(frozen, [row for row in self.plan.rows if not row.trainable])
-        for name in self.plan.state():
-            self._memory.write(name, read(name))
+        shares = self.plan.saved() if self.plan.spec.sharding.states else {}
+        for name, ref in self.plan.state().items():
+            mine = shares.get(name)
+            if mine is not None and mine.shape != mine.whole:
+                self._memory.write(name, read(name, mine.start, mine.shape))
+            elif math.prod(ref.shape):
+                self._memory.write(name, read(name))
         self.run("publish")
 
     def feed(self, batch: Batch) -> None:

@@ -9,6 +9,7 @@ time.
 from __future__ import annotations
 
 import threading
+import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
@@ -18,10 +19,24 @@ from typing import Any
 
 import numpy as np
 
+from llmq.comm.world import ALONE, World
+from llmq.disk import discarded_on_error
+from llmq.errors import StorageError
 from llmq.files.byte_count import ByteCount
 from llmq.files.manifest import folder_name
 from llmq.files.tensor_files import Piece
-from llmq.files.writers import Keep, save
+from llmq.files.writers import (
+    Keep,
+    Saving,
+    TensorSlice,
+    begin,
+    commit,
+    fail,
+    hand_over,
+    part_of,
+    save,
+    write_part,
+)
 from llmq.screen import StartTask, unshown
 
 POLL_S = 0.1  # between looks at how far a save is
@@ -33,13 +48,18 @@ Copies = Iterable[tuple[str, np.ndarray]]
 
 @dataclass(frozen=True)
 class Snapshot:
-    """What is to be saved: `tensors(into)` copies what `pieces` say, in this order; the rest goes into the manifest."""
+    """What is to be saved: `tensors(into)` copies what `slices` say, in this order; the rest goes into the manifest."""
 
     step: int
-    pieces: Sequence[Piece]
+    slices: Sequence[TensorSlice]
     tensors: Callable[[Into | None], Copies]
     state: Mapping[str, Any]
     metrics: Mapping[str, float]
+
+    @property
+    def pieces(self) -> list[Piece]:
+        """What this rank writes."""
+        return [each.piece for each in self.slices]
 
 
 class _GivenUp(Exception):
@@ -55,8 +75,10 @@ class Saver:
         say: Callable[[str], None],
         allocate: Callable[[int], np.ndarray] | None,
         task: StartTask = unshown,
+        world: World = ALONE,
     ) -> None:
         self._folder, self._say, self._allocate, self._task = folder, say, allocate, task
+        self._world = world
         self._memory = np.empty(0, np.uint8)
         self._thread: threading.Thread | None = None
         self._shown, self._work = ExitStack(), ByteCount()
@@ -65,19 +87,27 @@ class Saver:
         self._error: BaseException | None = None
 
     def save(self, snapshot: Snapshot, keep: Keep) -> None:
-        """Begins to save; the last save must be `finished`. Without a thread, it is complete, or failed, at the end."""
+        """Begins to save; the last save must be `finished`. Without a thread, it is complete, or failed, at the end.
+
+        All ranks save at the same step.
+        """
         assert self._thread is None, "one save at a time"
+        saving = self._begun(snapshot)
         total = sum(piece.num_bytes for piece in snapshot.pieces)
         memory = self._room(total)
         report = self._shown.enter_context(self._task(f"Saving {self._folder / folder_name(snapshot.step)}"))
         self._work = ByteCount(total, report)
         if memory is None:
             with self._shown:
-                self._write(snapshot, snapshot.tensors(None), keep, in_memory=False)
+                self._write(saving, snapshot, snapshot.tensors(None), keep, in_memory=False)
             return
-        copies = list(snapshot.tensors(_places(snapshot.pieces, memory)))
+        copies = list(snapshot.tensors(_places(snapshot.slices, memory)))
         self._thread = threading.Thread(
-            target=self._write, args=(snapshot, copies, keep), kwargs={"in_memory": True}, name="llmq-save", daemon=True
+            target=self._write,
+            args=(saving, snapshot, copies, keep),
+            kwargs={"in_memory": True},
+            name="llmq-save",
+            daemon=True,
         )
         self._thread.start()
 
@@ -112,23 +142,72 @@ class Saver:
             self._gives_up = kind is not None and not issubclass(kind, Exception)
             self._thread.join(CLOSE_S if self._gives_up else None)
 
-    def _write(self, snapshot: Snapshot, tensors: Copies, keep: Keep, *, in_memory: bool) -> None:
+    def _begun(self, snapshot: Snapshot) -> Saving | None:
+        """The folder that all ranks write into, which the first one makes; None for a single rank."""
+        world, folder = self._world, self._folder
+        if world.size == 1:
+            return None
+        saving, why = None, ""
+        needed = sum(world.gather(sum(piece.num_bytes for piece in snapshot.pieces)))
         try:
-            self._path = save(
-                self._folder,
-                snapshot.step,
-                snapshot.pieces,
-                tensors,
-                snapshot.state,
-                metrics=snapshot.metrics,
-                keep=keep,
-                in_memory=in_memory,
-                moved=self._moved if in_memory else self._work.moved,
-            )
+            saving = begin(folder, snapshot.step, world.size, needed=needed) if world.rank == 0 else None
+        except StorageError as error:
+            why = str(error)
+        hidden, why = world.gather((saving and str(saving.hidden), why))[0]
+        if hidden is None:
+            raise StorageError(why)
+        return Saving(folder / folder_name(snapshot.step), Path(hidden), snapshot.step, world.size, needed)
+
+    def _write(
+        self, saving: Saving | None, snapshot: Snapshot, tensors: Copies, keep: Keep, *, in_memory: bool
+    ) -> None:
+        about: dict[str, Any] = {"in_memory": in_memory, "moved": self._moved if in_memory else self._work.moved}
+        try:
+            if saving is None:
+                given = (self._folder, snapshot.step, snapshot.pieces, tensors, snapshot.state)
+                self._path = save(*given, metrics=snapshot.metrics, keep=keep, **about)
+            else:
+                self._path = self._write_with_others(saving, snapshot, tensors, keep, about)
         except BaseException as error:  # raised by `finished`, in the thread of the run
             if not in_memory and not isinstance(error, Exception):
                 raise
             self._error = error
+
+    def _write_with_others(
+        self, saving: Saving, snapshot: Snapshot, tensors: Copies, keep: Keep, about: Mapping[str, Any]
+    ) -> Path:
+        """Writes this rank's part. The first rank then waits for the others' and commits, and they for that."""
+        rank = self._world.rank
+        if not saving.hidden.is_dir():
+            raise StorageError(
+                f"rank {rank} does not see {saving.hidden}, which rank 0 has made: give a --checkpoint-dir on a file "
+                "system that all machines share"
+            )
+        try:
+            part = write_part(saving, rank, snapshot.slices, (value for _, value in tensors), **about)
+            if rank:
+                hand_over(saving, part)
+        except BaseException as error:
+            fail(saving, rank, str(error))
+            raise
+        if rank:
+            while saving.hidden.is_dir():
+                self._wait()
+            if not saving.path.is_dir():
+                raise StorageError(f"{saving.path} was not completed, as rank 0 says")
+            return saving.path
+        with discarded_on_error(saving.hidden):
+            parts = [part]
+            while len(parts) < saving.world:
+                if (other := part_of(saving, len(parts))) is None:
+                    self._wait()
+                else:
+                    parts.append(other)
+            return commit(saving, parts, snapshot.state, metrics=snapshot.metrics, keep=keep)
+
+    def _wait(self) -> None:
+        time.sleep(POLL_S)
+        self._moved(0)
 
     def _moved(self, num_bytes: int, /) -> None:
         self._work.count(num_bytes)  # it is shown by the thread of the run
@@ -147,10 +226,11 @@ class Saver:
         return None if self._allocate is None else self._memory
 
 
-def _places(pieces: Sequence[Piece], memory: np.ndarray) -> Into:
+def _places(slices: Sequence[TensorSlice], memory: np.ndarray) -> Into:
     """The places of tensors in a memory, one after the other; the largest items first, so that all are aligned."""
     places, offset = {}, 0
-    for piece in sorted(pieces, key=lambda piece: -piece.dtype.itemsize):
-        places[piece.name] = memory[offset : offset + piece.num_bytes].view(piece.dtype).reshape(piece.shape)
+    for each in sorted(slices, key=lambda each: -each.tensor.dtype.itemsize):
+        piece = each.piece
+        places[each.tensor.name] = memory[offset : offset + piece.num_bytes].view(piece.dtype).reshape(piece.shape)
         offset += piece.num_bytes
     return places.__getitem__

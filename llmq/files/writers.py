@@ -1,25 +1,29 @@
 """How a checkpoint is written: each writer's tensors into files of its own, then one commit.
 
     saving = begin(folder, step, world)                     one rank, which sends `saving` to the others
-    part = write_part(saving, rank, slices, values)         every rank, which sends its part back
+    part = write_part(saving, rank, slices, values)         every rank
+    hand_over(saving, part); part_of(saving, rank)          a rank leaves word of its part for the one that commits
     commit(saving, parts, state)                            one rank, with the parts of all
 
-`save` does the three for a single writer. Until the commit nothing has the checkpoint's name: what a killed writer
+`save` does this for a single writer. Until the commit nothing has the checkpoint's name: what a killed writer
 leaves is a hidden folder, which the next save removes. The commit writes the manifest last, renames the folder, and
 only then deletes older checkpoints.
 """
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from contextlib import suppress
+from dataclasses import asdict, dataclass
 from functools import partial
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+from pydantic import TypeAdapter
 
 from llmq.disk import (
     check_free_space,
@@ -44,6 +48,7 @@ from llmq.files.manifest import (
 )
 from llmq.files.tensor_files import (
     AT_ONCE,
+    OUR_NAMES,
     Moved,
     Piece,
     Shard,
@@ -55,8 +60,10 @@ from llmq.files.tensor_files import (
     write_file,
     write_files,
 )
+from llmq.tensor import DTYPES
 
 FILE_BYTES = 1 << 30
+PART, FAILED = "part-{:05d}.json", "part-{:05d}.failed"  # what ranks tell the one that commits
 MANIFEST_BYTES = 1 << 20  # allowed for the manifest in estimates; it holds no tensors
 _not_written = partial(
     storage,
@@ -185,6 +192,42 @@ def _write_at_once(
             return [job.result() for job in jobs]
         finally:
             pool.shutdown(cancel_futures=True)
+
+
+def hand_over(saving: Saving, part: WrittenPart) -> None:
+    """Leaves word beside a rank's files that they are complete, for the rank that commits. StorageError."""
+    slices = [(piece.name, piece.shape, file_name(piece.dtype), asdict(placed)) for piece, placed in part.slices]
+    word = json.dumps({"files": [asdict(shard) for shard in part.files], "slices": slices})
+    with _not_written(saving.path.parent):
+        target = saving.hidden / PART.format(part.rank)
+        target.with_suffix(".new").write_text(word, "ascii")
+        target.with_suffix(".new").replace(target)
+
+
+def fail(saving: Saving, rank: int, why: str) -> None:
+    """Leaves word that a rank cannot write its part, if it can write that."""
+    with suppress(OSError):
+        (saving.hidden / FAILED.format(rank)).write_text(why, "utf-8")
+
+
+def part_of(saving: Saving, rank: int) -> WrittenPart | None:
+    """What another rank has written; None if it is not done. StorageError if it has failed."""
+    path, failed = (saving.hidden / name.format(rank) for name in (PART, FAILED))
+    with storage(saving.path.parent, "the checkpoint cannot be written", kept="; earlier checkpoints are as they were"):
+        if failed.exists():
+            raise StorageError(f"rank {rank} has not written its part of {saving.path}: {failed.read_text('utf-8')}")
+        if not path.exists():
+            return None
+        word = json.loads(path.read_text("ascii"))
+        path.unlink()
+    return WrittenPart(
+        rank,
+        tuple(TypeAdapter(Shard).validate_python(shard) for shard in word["files"]),
+        tuple(
+            (Piece(name, tuple(shape), DTYPES[OUR_NAMES[dtype]]), TypeAdapter(Placed).validate_python(placed))
+            for name, shape, dtype, placed in word["slices"]
+        ),
+    )
 
 
 def commit(

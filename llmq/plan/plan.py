@@ -12,6 +12,7 @@ on the call, and nothing is decided after the last one:
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -62,6 +63,16 @@ Scratch = Callable[[Call], int]  # bytes that a call needs beside its arguments
 def scratch_storage(lane: str) -> str:
     """The storage that one call of a lane after the other uses while it runs."""
     return f"workspace:scratch.{lane}"
+
+
+@dataclass(frozen=True)
+class SavedSlice:
+    """What a rank has of a tensor of the run, whose shape is `whole`: the indices from `start` on, of this `shape`."""
+
+    whole: tuple[int, ...]
+    start: tuple[int, ...]
+    shape: tuple[int, ...]
+    dtype: str
 
 
 @dataclass(frozen=True)
@@ -127,6 +138,23 @@ class Plan:
         remade = {scale_name(one) for ref in self.weights.values() if ref.form is not None for one in ref.entries}
         scales = sorted(name for name, ref in self.persistent.items() if ref.space == "scale" and name not in remade)
         return {name: self.persistent[name] for name in names + scales}
+
+    def saved(self) -> dict[str, SavedSlice]:
+        """What this rank writes of a checkpoint, by storage: its rows of what is shared out, or could be; the rest is
+        the first rank's."""
+        found = {}
+        for name, ref in self.state().items():
+            bounds = self.shards.bounds.get(ref.name) if ref.space in ("master", "m", "v") else None
+            if bounds is None or self.shards.size == 1:
+                if self.shards.rank == 0:
+                    found[name] = SavedSlice(ref.shape, (0,) * len(ref.shape), ref.shape, ref.dtype)
+            elif count := self.shards.count(ref.name):
+                whole = self.shape(ref.name)
+                start = (bounds[self.shards.rank],) if len(whole) > 1 else ()
+                shape = self.shards.share_shape(ref.name, whole)
+                found[name] = SavedSlice(whole, (*start, 0), shape, ref.dtype)
+                assert math.prod(shape) == count * whole[-1]
+        return found
 
     @property
     def moment_names(self) -> frozenset[str]:

@@ -1,0 +1,93 @@
+"""This process among the ranks of a run: it joins them, agrees with them, and is watched with them."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from typing import TypeVar
+
+from llmq.comm.board import Beat
+from llmq.comm.join import join_world
+from llmq.comm.launch import gpu_index, recognised
+from llmq.comm.watchdog import Watchdog
+from llmq.comm.world import ALONE, World
+from llmq.hardware import device
+from llmq.options.parse import Options
+
+Result = TypeVar("Result")
+
+
+class Ranks:
+    """The ranks of a run as this one sees them. `said` is a line on who started them."""
+
+    def __init__(self, world: World = ALONE, said: str = "") -> None:
+        self.world, self.said = world, said
+        self.rank, self.size = world.rank, world.size
+        self.step = 0  # that this rank is in
+        self._watchdog: Watchdog | None = None
+
+    @property
+    def is_first(self) -> bool:
+        """Whether this is the rank that prints, and writes what there is once."""
+        return self.rank == 0
+
+    def agreed(self, value: Result) -> Result:
+        """What the first rank gives; what JSON can hold."""
+        return value if self.size == 1 else self.world.gather(value if self.is_first else None)[0]
+
+    def in_turn(self, work: Callable[[], Result]) -> Result:
+        """What `work` returns, which the first rank does alone before the others do: they find its caches."""
+        if self.size == 1:
+            return work()
+        with self.long("waiting for its turn"):
+            if self.is_first:
+                result = work()
+            self.world.gather(None)
+            if not self.is_first:
+                result = work()
+            self.world.gather(None)
+        return result
+
+    def long(self, what: str) -> AbstractContextManager[None]:
+        """Around what may take longer than the others would wait for a rank that computes."""
+        return nullcontext() if self._watchdog is None else self._watchdog.long(what)
+
+    @contextmanager
+    def watched(self) -> Iterator[None]:
+        """Within, a rank that is lost is found, and all end with a report. MPI looks after its ranks itself."""
+        store = getattr(self.world, "store", None)
+        if store is None:
+            yield
+            return
+        with Watchdog(store, self._beat) as self._watchdog:
+            yield
+
+    def _beat(self) -> Beat:
+        progress = getattr(self.world, "progress", None)
+        collective, count = progress() if progress is not None else ("", 0)
+        return Beat(self.step, collective, count)
+
+
+@contextmanager
+def joined(options: Options) -> Iterator[Ranks]:
+    """The ranks of the run that this process is one of, by the variables of what started it; alone without any.
+
+    UsageError for variables that contradict each other or `--gpus`, WorldError where ranks do not come.
+    """
+    plans_only = options.to_flat()["dry_run"]
+    place = None if plans_only else recognised(os.environ, device.asked_gpus(options.system))
+    if place is None or place.size == 1:
+        yield Ranks()
+        return
+    where = device.pick_device(options.system)
+    if where.kind == "cuda":
+        device.use(gpu_index(place, device.num_gpus()))
+        where = device.pick_device(options.system)
+    world = join_world(place, where)
+    ranks = Ranks(world, place.in_words)
+    try:
+        with ranks.watched():
+            yield ranks
+    finally:
+        world.close()
