@@ -11,7 +11,8 @@ import os
 import platform
 import sys
 import time
-from dataclasses import dataclass
+from collections.abc import Callable
+from dataclasses import dataclass, replace
 from functools import cache
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
@@ -125,6 +126,27 @@ def pick(device: str) -> Device:
         return CPU
     there = "a GPU is there, but " if problem.has_gpu else ""
     return Device(note=f"{there}{problem.what}: training on the CPU (for the GPU: {problem.fix})")
+
+
+def use(device: Device, index_of: Callable[[int], int]) -> Device:
+    """The GPU of one rank of many, which becomes the current one of this thread; the CPU and planned cards as they are.
+
+    `index_of` chooses it by how many GPUs CUDA sees. UsageError if that one is too old.
+    """
+    if device.gpu is None:
+        return device
+    driver = cuda_driver.read()
+    assert driver is not None
+    gpu = driver.gpus[index_of(len(driver.gpus))]
+    if gpu.capability < cuda_driver.OLDEST_CAPABILITY:
+        raise UsageError(
+            f"GPU {gpu.index}, {gpu.name}, has compute capability {cuda_driver.dotted(gpu.capability)}, below "
+            f"{cuda_driver.dotted(cuda_driver.OLDEST_CAPABILITY)}: leave it out with CUDA_VISIBLE_DEVICES"
+        )
+    import cupy
+
+    cupy.cuda.Device(gpu.index).use()
+    return replace(device, gpu=gpu)
 
 
 def refuse_dtypes(device: Device, *dtypes: str, scaling: str = "delayed", option: str = "--matmul-dtype") -> None:

@@ -53,6 +53,20 @@ def test_auto_takes_a_usable_gpu(machine):
     assert device.pick_device(SystemOptions(device="cpu")) == CPU
 
 
+def test_a_rank_uses_the_gpu_of_its_number(machine, monkeypatch):
+    machine(FakeDriver(gpus=(H200, RTX_4085, RTX_2080)))
+    current = []
+    pretended = SimpleNamespace(Device=lambda index: SimpleNamespace(use=lambda: current.append(index)))
+    monkeypatch.setitem(sys.modules, "cupy", SimpleNamespace(cuda=pretended))
+    first = device.pick_device(AUTO)
+    second = device.use(first, lambda count: count - 2)
+    assert current == [1] == [second.gpu.index] and second.gpu.name == "NVIDIA GeForce RTX 4085"
+    assert first.gpu.index == 0 and device.use(CPU, lambda count: 1) is CPU
+    with pytest.raises(UsageError, match=r"GPU 2, NVIDIA GeForce RTX 2080, has compute capability 7\.5, below 8\.0"):
+        device.use(first, lambda count: 2)
+    assert current == [1]
+
+
 NO_CUPY = Problem("CuPy is not installed", "pip install 'llmq-train[cuda13]'", has_gpu=True)
 
 
