@@ -272,6 +272,10 @@ class CudaBackend:
         """The GEMM algorithms in use, for the run folder and checkpoints."""
         return self._algorithms.facts()
 
+    def take(self, algorithms: Mapping[str, Any]) -> None:
+        """Multiplies by the algorithms of another rank from here on, as far as it has the same GPU."""
+        self._algorithms.take(algorithms)
+
     def peak_bytes(self) -> int:
         """Device memory that was free when this backend began and is not now: nothing is given back before the end."""
         return self._free_bytes - int(runtime.memGetInfo()[0])

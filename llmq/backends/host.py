@@ -10,9 +10,10 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from llmq.backends import Launch, Op, Run, between
+from llmq.backends import BLAS_THREADS, Launch, Op, Run, between
 from llmq.backends.host_scratch import host_scratch
 from llmq.comm.world import ALONE, World
+from llmq.hardware.blas import use_threads
 from llmq.ops import reference
 from llmq.plan.arena import stored_dtype
 from llmq.screen import Report, unreported
@@ -84,6 +85,11 @@ class HostBackend:
 
     def prepare(self, calls: Iterable[Call], report: Report = unreported) -> None:
         """Nothing to do."""
+
+    def take(self, algorithms: Mapping[str, Any]) -> None:
+        """Computes with as many threads as another rank."""
+        self.algorithms = {**algorithms}
+        use_threads(algorithms.get(BLAS_THREADS))
 
     def peak_bytes(self) -> int:
         """Largest resident size of this process."""

@@ -51,6 +51,10 @@ class PlannedBackend:
         """Never called: see `memory`."""
         raise NotImplementedError("a GPU that is only planned for")
 
+    def take(self, algorithms: Mapping[str, Any]) -> None:
+        """Never called: see `memory`."""
+        raise NotImplementedError("a GPU that is only planned for")
+
     def host_bytes(self, num_bytes: int) -> np.ndarray:
         """Never called: see `memory`."""
         raise NotImplementedError("a GPU that is only planned for")

@@ -41,6 +41,10 @@ class TcpWorld:
         for peer in self._sockets.values():
             peer.setblocking(False)
 
+    def progress(self) -> tuple[str, int]:
+        """What this rank waits for, if it does, and the number of exchanges that it has begun."""
+        return ("exchange" if self._is_inside else "", self._number)
+
     def exchange(self, outgoing: Sequence[np.ndarray], incoming: Sequence[np.ndarray]) -> None:
         """Sends to and receives from all others at once."""
         if self._problem is not None:

@@ -185,6 +185,12 @@ class Export:
                 _copy_tokenizer(self.tokenizer_folder, new, self.chat_templates)
         return self.folder
 
+    def read_along(self, read: Callable[[Row], np.ndarray]) -> Path:
+        """Asks for what `write` does on another rank, whose rows are made of what all ranks hold; returns the folder."""
+        for row in self.rows:
+            read(row)
+        return self.folder
+
 
 def open_export(
     options: ExportOptions,

@@ -44,9 +44,9 @@ def restore(engine: Engine, job: Job, log: RunLog, interrupt: Interrupt, reader:
     with log.task(f"Reading {reader.path}", words=shown) as report:
         work = ByteCount(job.checkpoint_copy_bytes, report)
 
-        def read(name: str) -> np.ndarray:
+        def read(name: str, *box: tuple[int, ...]) -> np.ndarray:
             _stop_if_asked(interrupt)
-            value = one_memory(name)
+            value = one_memory(name, *box)
             work.moved(value.nbytes)
             return np.zeros_like(value) if name in moments else value
 

@@ -25,6 +25,7 @@ from llmq.plan.precision import Watching
 from llmq.training.job import Job
 from llmq.training.log import RunLog
 from llmq.training.progress import Progress
+from llmq.training.ranks import Ranks
 
 LEAST_SNR_DB = {"e4m3": 22.0, "e5m2": 17.0}
 PATIENCE = 2  # readings in a row below that before a site is named
@@ -92,6 +93,7 @@ class Loop(Protocol):
     log: RunLog
     engine: Engine
     progress: Progress
+    ranks: Ranks
 
     def switch(self, plan: Plan) -> None:
         """Goes on under another plan; first saves a checkpoint of this step."""
@@ -119,7 +121,8 @@ class Fp8Watch:
     def _read(self, batch: Batch) -> list[CopyError]:
         """A reading of every copy, which the log gets."""
         loop, observed = self._loop, self._loop.engine.plan.observed
-        fields = zip(observed.items(), loop.engine.observe(batch), strict=True)
+        found = loop.ranks.agreed(loop.engine.observe(batch).tolist())  # as all ranks go on with the same sites
+        fields = zip(observed.items(), found, strict=True)
         errors = [CopyError.of(name, sites, row) for (name, sites), row in fields]
         loop.log.say(summary(errors))
         loop.log.record("fp8", step=loop.progress.step, copies=[asdict(error) for error in errors])
@@ -141,7 +144,7 @@ class Fp8Watch:
         job, old = loop.job, loop.job.plan
         try:
             plan = job.replan(old.spec.precision.without(sites), old.total_bytes)
-            free = device.memory_bytes(job.device)[1] + old.total_bytes
+            free = loop.ranks.least(device.memory_bytes(job.device)[1] + old.total_bytes)
             refuse_if_too_large(plan, free, job.backend.scratch_bytes)
         except MemoryLimitError as error:
             loop.log.notice(f"{names} cannot leave fp8: {error}")
@@ -152,12 +155,12 @@ class Fp8Watch:
         return sites
 
 
-def carried(read: Callable[[str], np.ndarray], old: Plan, new: Plan) -> Callable[[str], np.ndarray]:
+def carried(read: Callable[..., np.ndarray], old: Plan, new: Plan) -> Callable[..., np.ndarray]:
     """State of a run under the plan `old`, read by name, as one under `new`, which has fewer delayed scales."""
     places = [slice(SCALE_STRIDE * i, SCALE_STRIDE * (i + 1)) for i in map(old.scales.index, new.scales)]
 
-    def carry(name: str) -> np.ndarray:
-        values = read(name)
+    def carry(name: str, *box: tuple[int, ...]) -> np.ndarray:
+        values = read(name, *box)
         if name not in ("scale:scales", "scale:history", "scale:amax", "scale:limits"):
             return values
         return np.concatenate([values[..., place] for place in places], axis=-1)

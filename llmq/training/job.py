@@ -30,7 +30,7 @@ from llmq.files.huggingface import (
 from llmq.files.run_lock import held, kept_folder, replaced_whole
 from llmq.files.source import ModelSource, Values, initial_parameters, open_parameters, open_source
 from llmq.files.tensor_files import Piece
-from llmq.files.writers import checkpoint_bytes
+from llmq.files.writers import TensorSlice, checkpoint_bytes
 from llmq.generation.prompts import Question, read_questions
 from llmq.hardware import device, gemm_speed
 from llmq.hardware.device import Device
@@ -41,7 +41,7 @@ from llmq.model.parameters import padded_vocab
 from llmq.options.commands import continue_command
 from llmq.options.parse import Options, told_options
 from llmq.options.run import RunOptions
-from llmq.plan import memory, precision
+from llmq.plan import memory, precision, sharding
 from llmq.plan.advice import refuse_if_too_large, with_fitting_chunks
 from llmq.plan.plan import Plan, make_plan
 from llmq.plan.precision import Precision
@@ -53,6 +53,7 @@ from llmq.training.describe import describe
 from llmq.training.exported import exported_config, exported_tokenizer, open_model
 from llmq.training.gpu_log import GpuWatch
 from llmq.training.log import RunLog
+from llmq.training.ranks import Ranks
 from llmq.training.samples import SamplePrompts, open_samples
 from llmq.training.schedule import Schedule, make_schedule
 
@@ -98,9 +99,17 @@ class Job:
         return self.parameters(rows) if rows else ()
 
     @property
+    def checkpoint_slices(self) -> list[TensorSlice]:
+        """What this rank writes of a checkpoint, which may be all."""
+        return [
+            TensorSlice(Piece(name, one.whole, DTYPES[one.dtype]), one.start, one.shape)
+            for name, one in self.plan.saved().items()
+        ]
+
+    @property
     def checkpoint_pieces(self) -> list[Piece]:
-        """The tensors of a checkpoint."""
-        return [Piece(name, ref.shape, DTYPES[ref.dtype]) for name, ref in self.plan.state().items()]
+        """The tensors of a checkpoint, whole, as far as this rank writes any of them."""
+        return [each.tensor for each in self.checkpoint_slices]
 
     def memory_aside(self, say: Callable[[str], None]) -> Callable[[int], np.ndarray] | None:
         """What gives host memory for a copy of a checkpoint, which is written while training continues.
@@ -125,7 +134,7 @@ class Job:
     @property
     def checkpoint_copy_bytes(self) -> int:
         """Host memory that a copy of a checkpoint takes."""
-        return sum(piece.num_bytes for piece in self.checkpoint_pieces)
+        return sum(each.piece.num_bytes for each in self.checkpoint_slices)
 
     @property
     def must_match(self) -> dict[str, Any]:
@@ -148,11 +157,14 @@ class Job:
 
 
 @contextmanager
-def hold(options: Options, log: RunLog) -> Iterator[None]:
-    """Holds the lock on all that the run writes; a dry run writes nothing. StorageError if another run has it."""
+def hold(options: Options, log: RunLog, ranks: Ranks) -> Iterator[None]:
+    """Holds the lock on all that the run writes; a dry run writes nothing, and of many ranks the first holds it.
+
+    StorageError if another run has it.
+    """
     with ExitStack() as stack:
         log.console_is_all = _plans_only(options.run)
-        if not _plans_only(options.run):
+        if ranks.is_first and not _plans_only(options.run):
             stack.enter_context(held(replaced_whole("--out-dir", export_folder(options.export)), log.say))
             finish_export(options.export)  # may bring back the checkpoints, which can be below the model
             saved = Checkpoints(options.checkpoint).folder
@@ -165,24 +177,27 @@ def _plans_only(options: RunOptions) -> bool:
     return options.dry_run
 
 
-def prepare(options: Options, log: RunLog) -> Job:
-    """Everything that can be refused before the first allocation, and the sections of the log."""
+def prepare(options: Options, log: RunLog, ranks: Ranks) -> Job:
+    """Everything that can be refused before the first allocation, and the sections of the log.
+
+    The first rank is ready before the others begin; they take over what it found and chose.
+    """
     questions = _check_files(log)
     early: list[str] = []
-    where, seed = device.pick_device(options.system), device.seed_of(options.system)
-    past = _open_past(options, log)
+    where, seed = ranks.device or device.pick_device(options.system), device.seed_of(options.system)
+    past = _open_past(options, log, ranks)
     source = open_source(options.model, early.append)
     parameters = _open_parameters(source, seed, past)
     named = _open_named(options, source, log)
-    dtypes, is_timed = _resolve_precision(options, source.config, where, past)
-    data = _open_data(options, source, named, seed, device.packing_problem(where, dtypes.model), past)
+    dtypes, is_timed = _resolve_precision(options, source.config, where, past, ranks)
+    data = _open_data(options, source, named, seed, device.packing_problem(where, dtypes.model), past, ranks)
     config = exported_config(source, data, early)
     schedule = _make_schedule(options, data, past, evaluates=log.eval_due(0, last=True))
     tokenizer, templates = exported_tokenizer(source, named, data)
     samples = open_samples(questions, log.sample_tokens, source, config, tokenizer, templates)
-    spec = _make_spec(options, config, dtypes, data, where, seed, samples)
+    spec = _make_spec(options, config, dtypes, data, where, seed, samples, ranks)
     speed = None if _plans_only(options.run) else gemm_speed.measure(where)
-    backend = _open_backend(options, where, past)
+    backend = _open_backend(options, where, past, ranks)
     replan = _planner(options, spec, where, backend)
     dtypes, matmuls = _time_sites(replan(dtypes, 0).spec, backend, data, log) if is_timed else (dtypes, {})
     plan = replan(dtypes, 0)
@@ -213,7 +228,8 @@ def prepare(options: Options, log: RunLog) -> Job:
     )
     _check_memory(job, device.backend_settings(options.system, where))
     describe(job, log, told_options(options), matmuls, _check_disk(job, past.step))
-    _remove_earlier(job, past, log)
+    if ranks.is_first:
+        _remove_earlier(job, past, log)
     return job
 
 
@@ -242,12 +258,15 @@ class _Past:
         return int(self.state.get("step", 0))
 
 
-def _open_past(options: Options, log: RunLog) -> _Past:
-    """What the run continues, and that nothing stands where it exports to."""
+def _open_past(options: Options, log: RunLog, ranks: Ranks) -> _Past:
+    """What the run continues, and that nothing stands where it exports to. The first rank's choice is all ranks'."""
     checkpoints, plans_only = Checkpoints(options.checkpoint), _plans_only(options.run)
     continues = options.to_flat()["continue"] is not None
     starts_over = not continues and (plans_only or overwrites(options.export))
-    path = None if starts_over else checkpoints.start(log.warn, partial(log.task, words=shown), writes=not plans_only)
+    writes = ranks.is_first and not plans_only
+    path = None if starts_over else checkpoints.start(log.warn, partial(log.task, words=shown), writes=writes)
+    if "resume" in ranks.told:
+        path = Path(ranks.told["resume"]) if ranks.told["resume"] else None
     state = load(path, verified=False)[0] if path else {}
     replaces_model = plans_only or is_of_run(options.export, state.get("options", {}))
     if not replaces_model:
@@ -275,14 +294,16 @@ def _open_parameters(source: ModelSource, seed: int, past: _Past) -> Values:
     return partial(initial_parameters, source, seed=seed) if past.path else open_parameters(source, seed)
 
 
-def _resolve_precision(options: Options, config: ModelConfig, where: Device, past: _Past) -> tuple[Precision, bool]:
+def _resolve_precision(
+    options: Options, config: ModelConfig, where: Device, past: _Past, ranks: Ranks
+) -> tuple[Precision, bool]:
     """Dtypes and sites by options, device and checkpoint; and whether timing has yet to choose among the fp8 sites."""
     dtypes, is_auto = precision.resolve(options.precision, config), precision.is_auto(options.precision)
     if is_auto and not device.has_fp8(where):
         dtypes, is_auto = dtypes.without_fp8(), False
     device.refuse_dtypes(where, dtypes.matmul, dtypes.head, scaling=dtypes.scaling)
     dtypes = dtypes.without(past.state.get("fp8", {}).get("fell_back", ()))
-    if is_auto and (chosen := past.state.get("sites")):
+    if is_auto and (chosen := ranks.told.get("sites") or past.state.get("sites")):
         return replace(dtypes, matmul=chosen["matmul"], wide=tuple(chosen["wide"])), False
     if is_auto and where.planned:
         raise UsageError(
@@ -298,13 +319,17 @@ def _open_named(options: Options, source: ModelSource, log: RunLog) -> NamedData
 
 
 def _open_data(
-    options: Options, source: ModelSource, named: NamedData | None, seed: int, cannot_pack: str | None, past: _Past
+    options: Options,
+    source: ModelSource,
+    named: NamedData | None,
+    seed: int,
+    cannot_pack: str | None,
+    past: _Past,
+    ranks: Ranks,
 ) -> Data:
     """The data, laid out in rows as it was for the checkpoint."""
-    required = source.required_tokenizer
-    data = open_data(
-        options.data, source.config.vocab_size, seed, tokenizer=required, named=named, cannot_pack=cannot_pack
-    )
+    about: dict[str, Any] = {"tokenizer": source.required_tokenizer, "named": named, "cannot_pack": cannot_pack}
+    data = open_data(options.data, source.config.vocab_size, seed, world=ranks.size, **about)
     if past.path and "data" not in past.checkpoints.resets:
         data.layout.refuse_other(past.state)
     return data
@@ -336,6 +361,7 @@ def _make_spec(
     where: Device,
     seed: int,
     samples: SamplePrompts | None,
+    ranks: Ranks,
 ) -> Spec:
     """What is to be planned, all options resolved."""
     b, t = data.batch_size, data.seq_len
@@ -347,14 +373,15 @@ def _make_spec(
     observe = precision.watching(options.precision).every > 0
     packs = device.packing_problem(where, dtypes.model) is None
     completions = None if samples is None else samples.completions(packed=packs)
-    return Spec(config, dtypes, limits, hyper, b, t, seed, packing, observe, completions=completions)
+    shared = sharding.resolve(options.sharding, ranks.rank, ranks.size)
+    return Spec(config, dtypes, limits, hyper, b, t, seed, packing, observe, shared, completions)
 
 
-def _open_backend(options: Options, where: Device, past: _Past) -> Backend:
+def _open_backend(options: Options, where: Device, past: _Past, ranks: Ranks) -> Backend:
     """The device's backend, with the GEMM algorithms of the checkpoint."""
     kind = "planned" if where.planned else where.kind
     settings = device.backend_settings(options.system, where)
-    return open_backend(kind, algorithms=past.state.get("algorithms") or None, **settings)
+    return open_backend(kind, world=ranks.world, algorithms=past.state.get("algorithms") or None, **settings)
 
 
 def _planner(options: Options, spec: Spec, where: Device, backend: Backend) -> Callable[[Precision, int], Plan]:

@@ -66,9 +66,12 @@ MUCH_FREE = 0.25  # of the memory listed: beyond this the allocator table hints 
 
 
 class RunLog:
-    """Writes one run's console lines and its file. The sections are printed as they come; `begin` opens the file."""
+    """Writes one run's console lines and its file. The sections are printed as they come; `begin` opens the file.
 
-    def __init__(self, options: LogOptions, console: TextIO | None = None) -> None:
+    That of a rank other than the first one is silent: it writes nothing.
+    """
+
+    def __init__(self, options: LogOptions, console: TextIO | None = None, *, is_silent: bool = False) -> None:
         self.name = options.name
         self.path = Path(options.log_file)
         self.eval_num_steps = options.eval_num_steps
@@ -79,8 +82,8 @@ class RunLog:
         self._every = (options.log_every, options.eval_every_n_steps)
         self._verbosity = options.verbosity
         self._screen = Screen(console)
-        self._has_bars = options.verbosity >= USUAL
-        self._console_lost = False
+        self._has_bars = options.verbosity >= USUAL and not is_silent
+        self._console_lost = self._is_silent = is_silent
         self.console_is_all = False  # of a dry run the lines are all that there is
         self._sections: dict[str, Any] = dict.fromkeys(SECTIONS)
         self._file: IO[str] | None = None
@@ -181,6 +184,9 @@ class RunLog:
 
         A fresh run does not overwrite the log of an earlier one: that is renamed to PATH.1, PATH.2, ...
         """
+        self._step, self._num_steps = resume_step or 0, num_steps
+        if self._is_silent:
+            return
         kept = None
         self.check()
         with self._storage():
@@ -192,7 +198,6 @@ class RunLog:
                 _drop_torn_line(self.path)
             self._file = open(self.path, "a", buffering=1, encoding="ascii", newline="\n")  # noqa: SIM115
         about = {"schema": SCHEMA, "started": _now(), "version": llmq.__version__, **self._sections}
-        self._step, self._num_steps = resume_step or 0, num_steps
         if resume_step is not None and self.path.stat().st_size > 0:
             self.record("resume", step=resume_step, **about)
         else:

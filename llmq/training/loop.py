@@ -8,7 +8,7 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Callable
-from contextlib import suppress
+from contextlib import ExitStack, suppress
 from dataclasses import dataclass, replace
 from functools import partial
 from itertools import count
@@ -44,6 +44,7 @@ from llmq.training.interrupt import Interrupt
 from llmq.training.job import Job, hold, prepare
 from llmq.training.log import SUMMARY, RunLog
 from llmq.training.progress import Progress
+from llmq.training.ranks import Ranks, joined
 from llmq.training.records import EvalRecord, TrainRecord
 
 NON_FINITE_LIMIT = 10  # consecutive steps without an update after which training gives up
@@ -83,31 +84,55 @@ def train(*, watch: Watch | None = None, console: TextIO | None = None, **option
     return run(Options.parse(options), watch=watch, console=console)
 
 
-def run(options: Options, *, watch: Watch | None = None, console: TextIO | None = None) -> TrainResult:
-    """As `train`, for parsed options."""
+def run(
+    options: Options, *, watch: Watch | None = None, console: TextIO | None = None, ranks: Ranks | None = None
+) -> TrainResult:
+    """As `train`, for parsed options; on `ranks`, or on those that this process was started as one of."""
     began = time.perf_counter()
-    with RunLog(options.log, console) as log, hold(options, log):
-        job = prepare(options, log)
+    with ExitStack() as stack:
+        ranks = ranks or stack.enter_context(joined(options))
+        log = stack.enter_context(RunLog(options.log, console, is_silent=not ranks.is_first))
+        stack.enter_context(hold(options, log, ranks))
+        job = ranks.in_turn(lambda: prepare(options, log, ranks), _told)
         if job.plans_only:
             return TrainResult(plan=job.plan)
-        with log.task("Timing matrix products") as report:
-            make_ready(job.plan, job.backend, report)
+        _share_algorithms(job, log, ranks)
         task = partial(log.task, words=shown)
-        saver = Saver(job.checkpoints.folder, log.say, job.memory_aside(log.say), task)
+        saver = Saver(job.checkpoints.folder, log.say, job.memory_aside(log.say), task, ranks.world)
         with Interrupt() as interrupt, saver:
             try:
-                return _Run(job, log, interrupt, saver, watch or (lambda record: None), began).finish()
+                return _Run(job, log, ranks, interrupt, saver, watch or (lambda record: None), began).finish()
             except Exception as error:
                 with suppress(StorageError):  # a log that cannot be written must not hide what ended the run
                     log.end("failed", error=str(error) or type(error).__name__)
                 raise
 
 
+def _told(job: Job) -> dict[str, Any]:
+    """What the other ranks take over from the first one's job."""
+    dtypes = job.plan.spec.precision
+    resume = str(job.resume) if job.resume else None
+    return {"resume": resume, "sites": {"matmul": dtypes.matmul, "wide": list(dtypes.wide)}}
+
+
+def _share_algorithms(job: Job, log: RunLog, ranks: Ranks) -> None:
+    """Times the matrix products of the plan on the first rank; the others compute as it does, and so with its bits."""
+    with ranks.long("timing matrix products"), log.task("Timing matrix products") as report:
+        if ranks.is_first:
+            make_ready(job.plan, job.backend, report)
+        chosen = ranks.agreed(dict(job.backend.algorithms))
+        if not ranks.is_first:
+            job.backend.take(chosen)
+
+
 class _Run:
     """One training run from its first allocation to its exported model."""
 
-    def __init__(self, job: Job, log: RunLog, interrupt: Interrupt, saver: Saver, watch: Watch, began: float) -> None:
-        self.job, self.log, self.interrupt, self.watch, self.began = job, log, interrupt, watch, began
+    def __init__(
+        self, job: Job, log: RunLog, ranks: Ranks, interrupt: Interrupt, saver: Saver, watch: Watch, began: float
+    ) -> None:
+        self.job, self.log, self.ranks, self.watch, self.began = job, log, ranks, watch, began
+        self.interrupt, self.agreed_code = interrupt, 0  # and the exit code that all ranks have agreed to end with
         self.saver, self.saving = saver, 0  # and the step of the newest save that was begun
         self.engine, self.light_s = Engine(job.plan, job.backend), _light_s(job)
         self.progress = Progress()
@@ -129,7 +154,7 @@ class _Run:
             try:
                 self._evaluate_if_due()  # where an interrupt kept the continued run from it
                 report(self.progress.step, job.schedule.steps)
-                while self.progress.step < job.schedule.steps and not self.interrupt:
+                while self.progress.step < job.schedule.steps and not self._ends():
                     self._step(loader)
                     report(self.progress.step, job.schedule.steps)
             except Stopped:
@@ -143,7 +168,7 @@ class _Run:
                 raise
             self._save()  # first of all: who sent SIGTERM does not wait for long
             self._settle()
-        if self.interrupt:
+        if self._ends():
             return self._stopped()
         warnings = [*self.progress.course.warnings(job.plan.spec.config.vocab_size), *self._export()]
         losses = {"train_loss": self.progress.train_loss, "eval_loss": self.progress.eval_loss}
@@ -153,9 +178,13 @@ class _Run:
         log.end("finished" if exported else "failed", warnings, **losses)
         return replace(result, warnings=tuple(log.warnings))
 
+    def _ends(self) -> bool:
+        """Whether the run is to end after this step: many ranks agree on that with the update."""
+        return bool(self.interrupt if self.ranks.size == 1 else self.agreed_code)
+
     def _stopped(self) -> TrainResult:
         """The end of a run that was asked to end, which has saved what there was to save."""
-        code = self.interrupt.exit_code
+        code = self.agreed_code or self.interrupt.exit_code
         way_on = f"Resume with:\n  {self.job.continue_command}" if self.saved else "Nothing is saved: start again."
         self.log.say(f"Stopped after step {self.progress.step}. {way_on}", least=SUMMARY)
         self.log.end("interrupted" if code == INTERRUPTED else "terminated")
@@ -192,9 +221,10 @@ class _Run:
         """One optimizer step, and what is due after it."""
         self._settle(wait=False)  # what made the last save fail ends the run here
         job, step, start = self.job, self.progress.step + 1, time.perf_counter()
+        self.ranks.step = step
         wait_ms, real = 0.0, 0
         for micro_step in range(job.data.grad_accumulation):
-            batch = loader.next(self.interrupt.__bool__)
+            batch = loader.next(self._ends)
             wait_ms, real = wait_ms + batch.wait_ms, real + batch.num_real
             if micro_step == 0 and step == 1 and self.engine.needs_warm_up:
                 self.engine.warm_up(batch)
@@ -206,7 +236,10 @@ class _Run:
                 job.gpu.begin()  # the GPU works on the step from here on
         rate = job.schedule.learning_rate(step)
         self.updating = True
-        done = self.engine.update(step - self.progress.moments_from, rate)
+        saves_now = self.ranks.size > 1 and self.ranks.is_first and job.checkpoints.asked()
+        request = self.interrupt.exit_code or int(saves_now)  # exit codes are above 1
+        done = self.engine.update(step - self.progress.moments_from, rate, request)
+        self.agreed_code = done.request if done.request > 1 else 0
         seconds = time.perf_counter() - start
         self._advance(batch, done)
         self.updating = False
@@ -221,7 +254,7 @@ class _Run:
             tokens=job.tokens_per_step,
             trained_tokens=done.num_tokens,
             wait_ms=wait_ms,
-            sol=self.light_s * job.tokens_per_step / seconds,
+            sol=self.light_s * job.tokens_per_step / seconds / self.ranks.size,
             applied=done.applied,
             memory_mib=job.backend.peak_bytes() / MIB,
             real_tokens=real if job.data.has_padding else None,
@@ -236,7 +269,8 @@ class _Run:
         if last and not job.checkpoints.saves_best:
             self._save()  # before an evaluation that may take long
         self._evaluate_if_due()
-        if any((job.checkpoints.due(step, last=last), self._is_best(), job.checkpoints.asked())):
+        asked = done.request or (self.ranks.size == 1 and job.checkpoints.asked())
+        if any((job.checkpoints.due(step, last=last), self._is_best(), asked)):
             self._save()
 
     def _advance(self, batch: Batch, done: StepResult) -> None:
@@ -292,13 +326,13 @@ class _Run:
             is_new = self.progress.evaluated == step
         if self.job.samples is not None and is_new:
             with self.log.task("Completing prompts") as report:
-                self.log.samples(step, list(self.job.samples.write(self.engine, self.interrupt.__bool__, report)))
+                self.log.samples(step, list(self.job.samples.write(self.engine, self._ends, report)))
 
     def _evaluate(self, windows: Samples, *, whole: bool) -> None:
         """Held-out loss now: of the first batches, or of all."""
         start, now = time.perf_counter(), self.progress
         steps = None if whole else self.log.eval_num_steps or None
-        found = held_out(self.engine, windows, steps, self.log.task, self.interrupt.__bool__)
+        found = held_out(self.engine, windows, steps, self.log.task, self._ends, self.ranks.world)
         if found is None:
             return
         record = EvalRecord(
@@ -320,6 +354,8 @@ class _Run:
             self._settle()
             if self.updating:
                 raise RuntimeError("the error came within an update")
+            if self.ranks.size > 1:
+                raise RuntimeError("all ranks save together, and this one ends")
             self._save(beside=True)
             self._settle()
         except Exception as error:  # the one that ends the run is raised; this one is told
@@ -346,7 +382,7 @@ class _Run:
         is_known = now.evaluated == now.step and math.isfinite(now.eval_loss)
         metrics = {EVAL_LOSS: now.eval_loss} if is_known else {}
         beside = beside or now.rejected > 0  # theirs may be the last sound weights
-        snapshot = Snapshot(now.step, job.checkpoint_pieces, self.engine.state, state, metrics)
+        snapshot = Snapshot(now.step, job.checkpoint_slices, self.engine.state, state, metrics)
         self.saver.save(snapshot, Keep() if beside else job.checkpoints.keep)
         self.saving = now.step
         self._settle(wait=False)
@@ -388,8 +424,8 @@ class _Run:
             return values
 
         if not reasons or job.exports_anyway:
-            with suppress(NonFiniteError), self.log.task("Exporting") as report:
-                path = job.export.write(read)
+            with suppress(NonFiniteError), self.ranks.long("exporting"), self.log.task("Exporting") as report:
+                path = job.export.write(read) if self.ranks.is_first else job.export.read_along(read)
                 self.result = replace(self.result, model_path=path)
                 self.log.say(f"Exported: {path}", least=SUMMARY)
                 if warning := rebuilt_warning(path):

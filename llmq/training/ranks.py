@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from typing import TypeVar
+from functools import partial
+from typing import Any, TypeVar
 
 from llmq.comm.board import Beat
 from llmq.comm.join import join_world
@@ -13,18 +14,20 @@ from llmq.comm.launch import gpu_index, recognised
 from llmq.comm.watchdog import Watchdog
 from llmq.comm.world import ALONE, World
 from llmq.hardware import device
+from llmq.hardware.device import Device
 from llmq.options.parse import Options
 
 Result = TypeVar("Result")
 
 
 class Ranks:
-    """The ranks of a run as this one sees them. `said` is a line on who started them."""
+    """The ranks of a run as this one sees them. `said` is a line on who started them, `device` this rank's own."""
 
-    def __init__(self, world: World = ALONE, said: str = "") -> None:
-        self.world, self.said = world, said
+    def __init__(self, world: World = ALONE, said: str = "", device: Device | None = None) -> None:
+        self.world, self.said, self.device = world, said, device
         self.rank, self.size = world.rank, world.size
         self.step = 0  # that this rank is in
+        self.told: Mapping[str, Any] = {}  # by the first rank, of what it found and chose for all
         self._watchdog: Watchdog | None = None
 
     @property
@@ -36,14 +39,22 @@ class Ranks:
         """What the first rank gives; what JSON can hold."""
         return value if self.size == 1 else self.world.gather(value if self.is_first else None)[0]
 
-    def in_turn(self, work: Callable[[], Result]) -> Result:
-        """What `work` returns, which the first rank does alone before the others do: they find its caches."""
+    def least(self, value: int) -> int:
+        """The smallest that any rank gives."""
+        return value if self.size == 1 else min(self.world.gather(value))
+
+    def in_turn(self, work: Callable[[], Result], tell: Callable[[Result], Mapping[str, Any]]) -> Result:
+        """What `work` returns, which the first rank does alone before the others do.
+
+        They find its caches, and in `told` what it tells of its result.
+        """
         if self.size == 1:
             return work()
         with self.long("waiting for its turn"):
             if self.is_first:
                 result = work()
-            self.world.gather(None)
+                self.told = tell(result)
+            self.told = self.agreed(self.told)
             if not self.is_first:
                 result = work()
             self.world.gather(None)
@@ -80,12 +91,9 @@ def joined(options: Options) -> Iterator[Ranks]:
     if place is None or place.size == 1:
         yield Ranks()
         return
-    where = device.pick_device(options.system)
-    if where.kind == "cuda":
-        device.use(gpu_index(place, device.num_gpus()))
-        where = device.pick_device(options.system)
+    where = device.use(device.pick_device(options.system), partial(gpu_index, place))
     world = join_world(place, where)
-    ranks = Ranks(world, place.in_words)
+    ranks = Ranks(world, place.in_words, where)
     try:
         with ranks.watched():
             yield ranks

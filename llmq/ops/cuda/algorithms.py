@@ -42,13 +42,20 @@ class Algorithms:
     def __init__(self, device: str, given: Mapping[str, Any] | None = None, folder: Path | None = None) -> None:
         self.device = device
         self.path = (folder or cache_folder("gemm")) / f"{re.sub(r'[^A-Za-z0-9.]+', '-', device)}.json"
-        self.given_fits = given is None or given.get("device") == device
+        self.given_fits = True
         """Whether the earlier run's algorithms are for this device and all in use: if not, its bits are gone."""
         self._known = _read(self.path, device)
-        self._given = _choices(given) if given is not None and self.given_fits else {}
-        self._known |= self._given
+        self._given: dict[str, Choice] = {}
+        if given is not None:
+            self.take(given)
         self._used: dict[str, Choice] = {}
         self._new: dict[str, Choice] = {}
+
+    def take(self, given: Mapping[str, Any]) -> None:
+        """Computes as what has these `facts` did, or does: an earlier run, another rank."""
+        self.given_fits = given.get("device") == self.device
+        self._given = _choices(given) if self.given_fits else {}
+        self._known |= self._given
 
     def find(self, problem: str) -> bytes | None:
         """The algorithm for a problem, None if it has yet to be chosen."""
