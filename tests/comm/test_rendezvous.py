@@ -111,6 +111,36 @@ def test_values_and_messages_arrive_whole():
     assert found == [(True, [messages, [None] * 3], b"new")] * 3
 
 
+def skip_without_ipv6(*hosts):
+    if "::1" in hosts:
+        try:
+            socket.create_server(("::1", 0), family=socket.AF_INET6).close()
+        except OSError:
+            pytest.skip("this machine has no IPv6")
+
+
+@pytest.mark.parametrize(
+    ("host", "address"),
+    [("", "127.0.0.1"), ("", "::1"), ("a-name-of-others", "127.0.0.1"), ("localhost", "localhost"), ("::1", "::1")],
+)
+def test_a_store_listens_where_it_is_reached(host, address):
+    skip_without_ipv6(host, address)
+    server = StoreServer(host, 0, 1, TOKEN, 5)
+    store = Store.join(address, server.port, 0, 1, TOKEN, 5)
+    assert store.seen is None and store.is_keeper and store.gather(1) == [1]
+    store.close()
+    server.close()
+
+
+@pytest.mark.parametrize(("host", "address"), [("localhost", "::1"), ("127.0.0.1", "::1"), ("::1", "127.0.0.1")])
+def test_a_store_of_this_machine_listens_nowhere_else(host, address):
+    skip_without_ipv6(host, address)
+    server = StoreServer(host, 0, 1, TOKEN, 5)
+    with pytest.raises(WorldError, match="found no store"):
+        Store.join(address, server.port, 0, 1, TOKEN, 0.1)
+    server.close()
+
+
 def test_missing_ranks_are_named_at_the_deadline_of_the_server():
     with served(8, deadline=0.3) as server:
         found = at_once(8, lambda rank: joined(server, rank, 8) if rank not in (1, 4, 5, 6) else None)
