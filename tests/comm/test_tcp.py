@@ -46,7 +46,7 @@ def run_ranks(size, work):
     return found
 
 
-@pytest.mark.parametrize("size", [1, 2, 3, 8])
+@pytest.mark.parametrize("size", [1, 2, 3, pytest.param(8, marks=pytest.mark.slow)])
 def test_an_exchange_brings_each_rank_what_the_others_have_for_it(size):
     """Different sizes in every direction, none among them; many exchanges behind each other."""
 
