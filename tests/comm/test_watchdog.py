@@ -306,6 +306,26 @@ def test_a_rank_that_ends_before_it_is_watched_is_lost(monkeypatch):
     server.close(grace=0)
 
 
+@pytest.mark.parametrize(("keeper", "who"), [(True, "rank 0"), (False, "the launcher")])
+def test_who_keeps_the_store_is_named_when_it_breaks_off(monkeypatch, keeper, who):
+    reported = threading.Event()
+    reports = []
+    monkeypatch.setattr(Watchdog, "_end", lambda watch, lost: (reports.append(lost), reported.set()))
+    server = StoreServer("127.0.0.1", 0, 1, TOKEN, 20)
+    [store] = stores_of(server, 1)
+    store.is_keeper = keeper
+    with Watchdog(store, lambda: Beat(7, "", 3), patience=60.0) as watchdog:
+        while not server._desk._writers or (keeper and not watchdog._keepers):
+            time.sleep(0.01)
+        [writer] = server._desk._writers.values()
+        server._loop.call_soon_threadsafe(writer.transport.abort)
+        assert reported.wait(10)
+    [[one]] = reports
+    assert str(one).startswith(f"{who} is lost: it keeps the store; its connection has ended")
+    assert ("last seen in step 7, after collective 3" in str(one)) == keeper
+    server.close(grace=0)
+
+
 def test_a_store_that_is_gone_cannot_watch():
     server = StoreServer("127.0.0.1", 0, 1, TOKEN, 20)
     store = Store.join("127.0.0.1", server.port, 0, 1, TOKEN, 20)
