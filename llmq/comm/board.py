@@ -80,8 +80,12 @@ class Board:
         self._ranks[rank].has_left, self._ranks[rank].still = True, 0.0
 
     def lose(self, rank: int, why: str) -> None:
-        """A rank has failed or disappeared."""
-        self._ranks[rank].problem = why
+        """A rank has failed or disappeared, be it before it was watched."""
+        self._ranks.setdefault(rank, _Rank()).problem = why
+
+    def knows(self, rank: int) -> bool:
+        """Whether a rank is watched, was, or is lost."""
+        return rank in self._ranks
 
     def beat(self, rank: int) -> Beat | None:
         """What it said last."""

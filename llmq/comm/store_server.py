@@ -262,6 +262,7 @@ class StoreServer:
             self._lost[rank] = f"its process on {address} has ended"
             problem = NoAnswer(f"rank {rank} is lost: {self._lost[rank]}")
             waiting = [self._gathered, *self._values.values()]
+            self._desk.unwatched_lost(rank, self._lost[rank])
         for future in waiting:
             if not future.done():
                 _fail(future, problem)

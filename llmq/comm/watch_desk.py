@@ -36,8 +36,10 @@ class WatchDesk:
         self._verdict: dict[str, Any] | None = None
 
     async def serve(self, hello: dict[str, Any], reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        """One rank's connection, to its end."""
+        """One rank's connection, to its end. Refused if the rank has one already."""
         rank, patience = int(hello["rank"]), float(hello["patience"])
+        if rank in self._writers:
+            raise Refused(f"rank {rank} is watched twice")
         interval = seconds_of_beat(patience)
         self._board.begin(rank, patience - SLACK * interval)
         self._writers[rank] = writer
@@ -89,6 +91,11 @@ class WatchDesk:
             await asyncio.sleep(interval)
             self._board.tick(interval)
             self._judge()
+
+    def unwatched_lost(self, rank: int, why: str) -> None:
+        """A rank's process has ended; that says nothing new of one that is watched, which may just have left."""
+        if not self._board.knows(rank):
+            self._lose(rank, why)
 
     def _lose(self, rank: int, why: str) -> None:
         self._board.lose(rank, why)

@@ -51,7 +51,7 @@ class WatchReport:
 
 
 class Watchdog:
-    """The watchdog of this rank, from the beginning of a `with` block to its end; all ranks have one.
+    """The watchdog of this rank, during a `with` block; all ranks have one, best as soon as they have joined the store.
 
     `progress` is called every second, mostly from a thread of its own, and must not wait for anything. A rank is lost
     if it is not heard, or if the others wait for it, for `patience` seconds: longer than any rank computes between two

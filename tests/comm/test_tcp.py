@@ -46,7 +46,7 @@ def run_ranks(size, work):
     return found
 
 
-@pytest.mark.parametrize("size", [1, 2, 3, 8])
+@pytest.mark.parametrize("size", [1, 2, 3, pytest.param(8, marks=pytest.mark.slow)])
 def test_an_exchange_brings_each_rank_what_the_others_have_for_it(size):
     """Different sizes in every direction, none among them; many exchanges behind each other."""
 
@@ -138,13 +138,18 @@ def test_a_rank_that_leaves_early_is_named_and_every_later_call_fails(monkeypatc
 def test_an_interrupted_exchange_is_not_continued(monkeypatch):
     monkeypatch.setattr(tcp, "LOST_S", 0.1)
 
+    def interrupted(peers, whole=tcp._move):
+        if peers[0].rank == 1:  # those of rank 0
+            raise KeyboardInterrupt
+        whole(peers)
+
     def work(world):
         if world.rank == 1:
             with suppress(WorldError):
                 world.gather(None)
             return None
         with pytest.raises(KeyboardInterrupt), monkeypatch.context() as patch:
-            patch.setattr("llmq.comm.tcp._move", lambda peers: (_ for _ in ()).throw(KeyboardInterrupt))
+            patch.setattr(tcp, "_move", interrupted)
             world.gather(None)
         with pytest.raises(WorldError, match="was interrupted"):
             world.gather(None)

@@ -236,12 +236,8 @@ def test_all_ranks_stopped_and_continued_are_not_lost():
         assert ranks.ends(0, 1, 2, within=30) == [(0, "", "")] * 3
 
 
-@contextmanager
-def watched(size, beats, monkeypatch, *, patience):
-    """Watchdogs of ranks in this process, and the reports with which they would end it."""
-    reports = [None] * size
-    monkeypatch.setattr(Watchdog, "_end", lambda watch, lost: reports.__setitem__(watch._store.rank, lost))
-    server = StoreServer("127.0.0.1", 0, size, TOKEN, 20)
+def stores_of(server, size):
+    """The stores of ranks in this process."""
     stores = [None] * size
 
     def join(rank):
@@ -252,6 +248,16 @@ def watched(size, beats, monkeypatch, *, patience):
         thread.start()
     for thread in threads:
         thread.join()
+    return stores
+
+
+@contextmanager
+def watched(size, beats, monkeypatch, *, patience):
+    """Watchdogs of ranks in this process, and the reports with which they would end it."""
+    reports = [None] * size
+    monkeypatch.setattr(Watchdog, "_end", lambda watch, lost: reports.__setitem__(watch._store.rank, lost))
+    server = StoreServer("127.0.0.1", 0, size, TOKEN, 20)
+    stores = stores_of(server, size)
     try:
         with ExitStack() as stack:
             watches = [
@@ -284,6 +290,40 @@ def test_long_work_and_normal_ends_are_no_loss(monkeypatch):
             time.sleep(4.0)
         beats[:] = [Beat(6, "", 10)] * 2
     assert reports == [None, None]
+
+
+def test_a_rank_that_ends_before_it_is_watched_is_lost(monkeypatch):
+    reported = threading.Event()
+    reports = []
+    monkeypatch.setattr(Watchdog, "_end", lambda watch, lost: (reports.append(lost), reported.set()))
+    server = StoreServer("127.0.0.1", 0, 2, TOKEN, 20)
+    stores = stores_of(server, 2)
+    with Watchdog(stores[0], lambda: Beat(0, "", 0), patience=60.0):
+        stores[1]._channel.close()
+        assert reported.wait(10)
+    [one] = reports[0]
+    assert (one.rank, one.why) == (1, "its process on 127.0.0.1 has ended")
+    server.close(grace=0)
+
+
+@pytest.mark.parametrize(("keeper", "who"), [(True, "rank 0"), (False, "the launcher")])
+def test_who_keeps_the_store_is_named_when_it_breaks_off(monkeypatch, keeper, who):
+    reported = threading.Event()
+    reports = []
+    monkeypatch.setattr(Watchdog, "_end", lambda watch, lost: (reports.append(lost), reported.set()))
+    server = StoreServer("127.0.0.1", 0, 1, TOKEN, 20)
+    [store] = stores_of(server, 1)
+    store.is_keeper = keeper
+    with Watchdog(store, lambda: Beat(7, "", 3), patience=60.0) as watchdog:
+        while not server._desk._writers or (keeper and not watchdog._keepers):
+            time.sleep(0.01)
+        [writer] = server._desk._writers.values()
+        server._loop.call_soon_threadsafe(writer.transport.abort)
+        assert reported.wait(10)
+    [[one]] = reports
+    assert str(one).startswith(f"{who} is lost: it keeps the store; its connection has ended")
+    assert ("last seen in step 7, after collective 3" in str(one)) == keeper
+    server.close(grace=0)
 
 
 def test_a_store_that_is_gone_cannot_watch():
