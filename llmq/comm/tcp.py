@@ -36,7 +36,7 @@ class TcpWorld:
         assert (store.rank, store.size) == (rank, size)
         self.rank, self.size, self.store = rank, size, store
         self._problem: str | None = None
-        self._number = 0
+        self._number, self._is_inside = 0, False
         self._sockets = connected(store, deadline)
         for peer in self._sockets.values():
             peer.setblocking(False)
@@ -49,7 +49,7 @@ class TcpWorld:
         """Sends to and receives from all others at once."""
         if self._problem is not None:
             raise WorldError(self._problem)
-        self._number += 1
+        self._number, self._is_inside = self._number + 1, True
         peers = []
         for rank, connection in self._sockets.items():
             sending, receiving = _bytes_of(outgoing[rank]), _bytes_of(incoming[rank])
@@ -63,6 +63,8 @@ class TcpWorld:
         except BaseException:  # half of an array may be on its way
             self._ended("an exchange with the other ranks was interrupted")
             raise
+        finally:
+            self._is_inside = False
         incoming[self.rank][...] = outgoing[self.rank]
 
     def gather(self, message: Any) -> list[Any]:

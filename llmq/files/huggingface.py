@@ -186,7 +186,7 @@ class Export:
         return self.folder
 
     def read_along(self, read: Callable[[Row], np.ndarray]) -> Path:
-        """Asks for what `write` does on another rank, whose rows are made of what all ranks hold; returns the folder."""
+        """Reads what `write` does on another rank, as rows are made of what all ranks hold; returns the folder."""
         for row in self.rows:
             read(row)
         return self.folder

@@ -1,4 +1,4 @@
-"""What a run begins with: the weights of its source, or the state of the checkpoint that it continues.
+"""What a run begins with: what ranks take over from the first, and the weights of its source or a checkpoint's state.
 
 For a large model both take minutes. A run that is asked to end meanwhile raises Stopped and leaves the rest.
 """
@@ -7,11 +7,13 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterator
+from typing import Any
 
 import numpy as np
 
 from llmq.data.read_ahead import Stopped
 from llmq.disk import shown
+from llmq.engine.bound_plan import make_ready
 from llmq.engine.engine import Engine
 from llmq.files.byte_count import ByteCount
 from llmq.files.manifest import Reader
@@ -20,6 +22,24 @@ from llmq.screen import counted
 from llmq.training.interrupt import Interrupt
 from llmq.training.job import Job
 from llmq.training.log import RunLog
+from llmq.training.ranks import Ranks
+
+
+def told(job: Job) -> dict[str, Any]:
+    """What the other ranks take over from the first one's job."""
+    dtypes = job.plan.spec.precision
+    resume = str(job.resume) if job.resume else None
+    return {"resume": resume, "sites": {"matmul": dtypes.matmul, "wide": list(dtypes.wide)}}
+
+
+def share_algorithms(job: Job, log: RunLog, ranks: Ranks) -> None:
+    """Times the matrix products of the plan on the first rank; the others compute as it does, and so with its bits."""
+    with ranks.long("timing matrix products"), log.task("Timing matrix products") as report:
+        if ranks.is_first:
+            make_ready(job.plan, job.backend, report)
+        chosen = ranks.agreed(dict(job.backend.algorithms))
+        if not ranks.is_first:
+            job.backend.take(chosen)
 
 
 def load_weights(engine: Engine, job: Job, log: RunLog, interrupt: Interrupt) -> None:

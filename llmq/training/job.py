@@ -36,6 +36,7 @@ from llmq.hardware import device, gemm_speed
 from llmq.hardware.device import Device
 from llmq.hardware.gemm_speed import GemmSpeed
 from llmq.model import optimizer
+from llmq.model import speed_of_light as sol
 from llmq.model.config import ModelConfig
 from llmq.model.parameters import padded_vocab
 from llmq.options.commands import continue_command
@@ -92,6 +93,12 @@ class Job:
     def tokens_per_step(self) -> int:
         """All tokens of an optimizer step."""
         return self.data.samples_per_step * self.data.seq_len
+
+    @property
+    def light_s(self) -> float:
+        """Seconds for a token at the speed of light, by the dtypes of the plan's sites."""
+        spec = self.plan.spec
+        return sol.seconds_per_token(spec.config, spec.seq_len, device.peaks(self.device), spec.precision.dtype)
 
     def frozen(self) -> Iterable[tuple[Row, np.ndarray]]:
         """Rows that are not trained, which no checkpoint holds, with their values."""
@@ -178,12 +185,8 @@ def _plans_only(options: RunOptions) -> bool:
 
 
 def prepare(options: Options, log: RunLog, ranks: Ranks) -> Job:
-    """Everything that can be refused before the first allocation, and the sections of the log.
-
-    The first rank is ready before the others begin; they take over what it found and chose.
-    """
-    questions = _check_files(log)
-    early: list[str] = []
+    """Everything that can be refused before the first allocation, and the sections of the log."""
+    questions, early = _check_files(log), [ranks.said] if ranks.said else []
     where, seed = ranks.device or device.pick_device(options.system), device.seed_of(options.system)
     past = _open_past(options, log, ranks)
     source = open_source(options.model, early.append)
@@ -228,8 +231,7 @@ def prepare(options: Options, log: RunLog, ranks: Ranks) -> Job:
     )
     _check_memory(job, device.backend_settings(options.system, where))
     describe(job, log, told_options(options), matmuls, _check_disk(job, past.step))
-    if ranks.is_first:
-        _remove_earlier(job, past, log)
+    _remove_earlier(job, past, log, ranks)
     return job
 
 
@@ -276,9 +278,9 @@ def _open_past(options: Options, log: RunLog, ranks: Ranks) -> _Past:
     return _Past(checkpoints, path, state, starts_over, replaces_model)
 
 
-def _remove_earlier(job: Job, past: _Past, log: RunLog) -> None:
+def _remove_earlier(job: Job, past: _Past, log: RunLog, ranks: Ranks) -> None:
     """Removes checkpoints and log of an earlier run that is to go; its model stays until the new one is complete."""
-    if job.plans_only or not past.starts_over:
+    if job.plans_only or not past.starts_over or not ranks.is_first:
         return
     there = past.checkpoints.clear()
     if log.path.is_file():

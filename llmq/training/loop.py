@@ -23,19 +23,16 @@ from llmq.data.batches.windows import Samples
 from llmq.data.read_ahead import Stopped
 from llmq.data.tokens.rebuilt_tokenizer import rebuilt_warning
 from llmq.disk import MIB, shown
-from llmq.engine.bound_plan import make_ready
 from llmq.engine.engine import Engine, StepResult
 from llmq.errors import INTERRUPTED, NonFiniteError, StorageError
 from llmq.files.background import Saver, Snapshot
 from llmq.files.checkpoint import EVAL_LOSS, load
 from llmq.files.writers import Keep
-from llmq.hardware import device
-from llmq.model import speed_of_light as sol
 from llmq.model.parameters import rows_of_file
 from llmq.options.parse import Options, changed
 from llmq.plan.plan import Plan
 from llmq.row import Row
-from llmq.training.begin import load_weights, restore
+from llmq.training.begin import load_weights, restore, share_algorithms, told
 from llmq.training.describe import summary
 from llmq.training.evaluation import held_out
 from llmq.training.fp8_watch import Fp8Watch, carried
@@ -93,10 +90,10 @@ def run(
         ranks = ranks or stack.enter_context(joined(options))
         log = stack.enter_context(RunLog(options.log, console, is_silent=not ranks.is_first))
         stack.enter_context(hold(options, log, ranks))
-        job = ranks.in_turn(lambda: prepare(options, log, ranks), _told)
+        job = ranks.in_turn(lambda: prepare(options, log, ranks), told)
         if job.plans_only:
             return TrainResult(plan=job.plan)
-        _share_algorithms(job, log, ranks)
+        share_algorithms(job, log, ranks)
         task = partial(log.task, words=shown)
         saver = Saver(job.checkpoints.folder, log.say, job.memory_aside(log.say), task, ranks.world)
         with Interrupt() as interrupt, saver:
@@ -108,23 +105,6 @@ def run(
                 raise
 
 
-def _told(job: Job) -> dict[str, Any]:
-    """What the other ranks take over from the first one's job."""
-    dtypes = job.plan.spec.precision
-    resume = str(job.resume) if job.resume else None
-    return {"resume": resume, "sites": {"matmul": dtypes.matmul, "wide": list(dtypes.wide)}}
-
-
-def _share_algorithms(job: Job, log: RunLog, ranks: Ranks) -> None:
-    """Times the matrix products of the plan on the first rank; the others compute as it does, and so with its bits."""
-    with ranks.long("timing matrix products"), log.task("Timing matrix products") as report:
-        if ranks.is_first:
-            make_ready(job.plan, job.backend, report)
-        chosen = ranks.agreed(dict(job.backend.algorithms))
-        if not ranks.is_first:
-            job.backend.take(chosen)
-
-
 class _Run:
     """One training run from its first allocation to its exported model."""
 
@@ -134,7 +114,7 @@ class _Run:
         self.job, self.log, self.ranks, self.watch, self.began = job, log, ranks, watch, began
         self.interrupt, self.agreed_code = interrupt, 0  # and the exit code that all ranks have agreed to end with
         self.saver, self.saving = saver, 0  # and the step of the newest save that was begun
-        self.engine, self.light_s = Engine(job.plan, job.backend), _light_s(job)
+        self.engine, self.light_s = Engine(job.plan, job.backend), job.light_s
         self.progress = Progress()
         self.fp8 = Fp8Watch(self)
         self.saved = self.began_at = 0  # step of the newest checkpoint, and that of the one that the run continues
@@ -149,7 +129,7 @@ class _Run:
             self._begin()
         except Stopped:
             return self._stopped()
-        with job.data.loader() as loader, log.task("Training", after_s=0.0, only_bar=True) as report:
+        with job.data.loader(self.ranks.rank) as loader, log.task("Training", after_s=0.0, only_bar=True) as report:
             loader.start(self.progress.position, self.progress.stream)
             try:
                 self._evaluate_if_due()  # where an interrupt kept the continued run from it
@@ -243,22 +223,28 @@ class _Run:
         seconds = time.perf_counter() - start
         self._advance(batch, done)
         self.updating = False
-        last = step == job.schedule.steps
-        record = TrainRecord(
-            step=step,
-            epoch=batch.epoch,
-            loss=done.loss,
-            norm=done.norm,
-            lr=rate,
-            time_ms=1e3 * seconds,
-            tokens=job.tokens_per_step,
-            trained_tokens=done.num_tokens,
-            wait_ms=wait_ms,
-            sol=self.light_s * job.tokens_per_step / seconds / self.ranks.size,
-            applied=done.applied,
-            memory_mib=job.backend.peak_bytes() / MIB,
-            real_tokens=real if job.data.has_padding else None,
+        self._after(
+            TrainRecord(
+                step=step,
+                epoch=batch.epoch,
+                loss=done.loss,
+                norm=done.norm,
+                lr=rate,
+                time_ms=1e3 * seconds,
+                tokens=job.tokens_per_step,
+                trained_tokens=done.num_tokens,
+                wait_ms=wait_ms,
+                sol=self.light_s * job.tokens_per_step / seconds / self.ranks.size,
+                applied=done.applied,
+                memory_mib=job.backend.peak_bytes() / MIB,
+                real_tokens=real if job.data.has_padding else None,
+            ),
+            done.request,
         )
+
+    def _after(self, record: TrainRecord, request: int) -> None:
+        """What is due after a step: its lines, and an evaluation and a checkpoint, for which there may be a request."""
+        job, step, last = self.job, record.step, record.step == self.job.schedule.steps
         self._note(record, last)
         if (reading := job.gpu.record(step)) is not None:
             self.log.gpu(reading)
@@ -269,7 +255,7 @@ class _Run:
         if last and not job.checkpoints.saves_best:
             self._save()  # before an evaluation that may take long
         self._evaluate_if_due()
-        asked = done.request or (self.ranks.size == 1 and job.checkpoints.asked())
+        asked = request or (self.ranks.size == 1 and job.checkpoints.asked())
         if any((job.checkpoints.due(step, last=last), self._is_best(), asked)):
             self._save()
 
@@ -295,7 +281,7 @@ class _Run:
         assert path is not None
         del self.engine  # its memory is what the other one gets
         self.engine, self.job = Engine(plan, job.backend), replace(job, plan=plan)
-        self.light_s = _light_s(self.job)
+        self.light_s = self.job.light_s
         _, read = load(path, verified=False)
         self.engine.restore(carried(read.in_one_memory(), old, plan), self.job.frozen())
 
@@ -461,10 +447,3 @@ class _Run:
             sol=share,
             warnings=tuple(self.log.warnings),
         )
-
-
-def _light_s(job: Job) -> float:
-    """Seconds for a token at the speed of light, by the dtypes of the plan's sites."""
-    return sol.seconds_per_token(
-        job.plan.spec.config, job.plan.spec.seq_len, device.peaks(job.device), job.plan.spec.precision.dtype
-    )

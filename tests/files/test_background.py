@@ -14,7 +14,7 @@ from llmq.errors import StorageError
 from llmq.files.background import Saver, Snapshot
 from llmq.files.checkpoint import load
 from llmq.files.tensor_files import Piece
-from llmq.files.writers import Keep
+from llmq.files.writers import Keep, TensorSlice
 from llmq.screen import Screen
 
 DTYPES = {"a": np.int32, "b": np.uint8, "c": np.float64, "d": np.float32}  # of sizes that want to be aligned

@@ -87,7 +87,7 @@ def spoil(monkeypatch, steps):
     monkeypatch.setattr(
         Engine,
         "update",
-        lambda self, step, rate: replace(real(self, step, rate), applied=step not in steps),
+        lambda self, step, rate, *more: replace(real(self, step, rate, *more), applied=step not in steps),
     )
 
 
@@ -322,11 +322,11 @@ def test_a_model_in_the_way_is_said_before_the_data_is_read(given):
 def test_a_closed_terminal_ends_the_step_and_a_detached_run_stays(given, monkeypatch, number, capfd):
     real, calls = Engine.update, []
 
-    def update(self, step, rate):
+    def update(self, step, rate, *more):
         calls.append(step)
         if step == 3:
             signal.raise_signal(number)
-        return real(self, step, rate)
+        return real(self, step, rate, *more)
 
     monkeypatch.setattr(Engine, "update", update)
     before = signal.signal(number, signal.SIG_IGN)

@@ -43,8 +43,8 @@ def after(monkeypatch, step, what):
     """Calls `what` after the update of `step`."""
     real = Engine.update
 
-    def update(self, number, rate):
-        done = real(self, number, rate)
+    def update(self, number, rate, *more):
+        done = real(self, number, rate, *more)
         if number == step:
             what()
         return done
@@ -68,8 +68,8 @@ def test_the_best_by_its_evaluation_is_kept(given, monkeypatch):
 def test_the_last_good_one_stays_while_steps_are_refused(given, monkeypatch, num_steps, kept):
     real = Engine.update
 
-    def update(self, number, rate):
-        done = real(self, number, rate)
+    def update(self, number, rate, *more):
+        done = real(self, number, rate, *more)
         return replace(done, loss=math.nan, applied=False) if number in (5, 6) else done
 
     monkeypatch.setattr(Engine, "update", update)
@@ -241,11 +241,11 @@ def test_the_optimizer_begins_anew(given, monkeypatch):
     llmq.train(**{**given, "steps": 6})
     seen, real = [], Engine.update
 
-    def update(self, number, rate):
+    def update(self, number, rate, *more):
         if not seen:
             seen.append({name: array.any() for name, array in self.state() if name in self.plan.moment_names})
         seen.append(number)
-        return real(self, number, rate)
+        return real(self, number, rate, *more)
 
     monkeypatch.setattr(Engine, "update", update)
     more = {**given, "overwrite": True, "ckpt_interval": 2}

@@ -1,0 +1,131 @@
+"""Whole runs on several ranks: they train, save, evaluate and export as one, and go on as any other number of ranks."""
+
+import io
+import json
+from pathlib import Path
+
+import numpy as np
+import pytest
+from safetensors.numpy import load_file
+from tiny_runs import weights_of
+
+from llmq.comm.in_process import run_ranks
+from llmq.errors import StorageError
+from llmq.files.checkpoint import load
+from llmq.files.manifest import found
+from llmq.options.parse import Options
+from llmq.training import loop
+from llmq.training.ranks import Ranks
+
+STEPS = 6
+
+
+@pytest.fixture
+def given(given):
+    """A step of four samples, for any number of ranks up to four, saved every other step."""
+    return {
+        **given,
+        "batch_size": 1,
+        "global_batch_size": 4,
+        "grad_accumulation": None,
+        "steps": STEPS,
+        "ckpt_interval": 2,
+        "ckpt_keep_n": 0,
+        "eval_every_n_steps": 3,
+        "deterministic": True,
+    }
+
+
+def train(given, size, name=None, **more):
+    """The results of all ranks; what the first one printed."""
+    values = {key: value for key, value in {**given, **more}.items() if value is not None and key != "console"}
+    consoles = [io.StringIO() for _ in range(size)]
+
+    def work(world):
+        options = Options.parse({**values, "name": name or f"on{size}"})
+        return loop.run(options, console=consoles[world.rank], ranks=Ranks(world))
+
+    results = run_ranks(size, work)
+    assert not any(console.getvalue() for console in consoles[1:])
+    return results, consoles[0].getvalue()
+
+
+def losses(name):
+    """The losses in a log, of steps and evaluations."""
+    lines = map(json.loads, Path("runs", name, "log.jsonl").read_text().splitlines())
+    return [(line["type"], line["step"], line["loss"]) for line in lines if line["type"] in ("train", "eval")]
+
+
+def exported(name):
+    return load_file(f"runs/{name}/model/model.safetensors")
+
+
+@pytest.mark.parametrize("level", [0, 1, 2, 3])
+def test_ranks_train_as_one_does(given, level):
+    train(given, 1)
+    results, console = train(given, 2, zero_level=level)
+    assert [result.exit_code for result in results] == [0, 0] and "[T]" in console
+    one, two = losses("on1"), losses("on2")
+    assert [loss[:2] for loss in one] == [loss[:2] for loss in two]
+    np.testing.assert_allclose([loss[2] for loss in one], [loss[2] for loss in two], rtol=1e-5)
+    for key, value in exported("on1").items():
+        np.testing.assert_allclose(exported("on2")[key], value, rtol=1e-3, atol=1e-5)
+
+
+def test_a_checkpoint_has_whole_tensors_by_all_ranks(given):
+    for level in (0, 1):
+        train(given, 3, f"level{level}", zero_level=level, batch_size=1, global_batch_size=3)
+    paths = [Path("runs", f"level{level}", "checkpoints", f"step-{STEPS:08d}") for level in (0, 1)]
+    assert weights_of(paths[0]) == weights_of(paths[1])
+    for path in paths:
+        assert {file.name[:13] for file in path.glob("*.safetensors")} == {f"tensors-0000{rank}" for rank in range(3)}
+        assert not list(path.glob("part-*"))
+
+
+@pytest.mark.parametrize(("before", "after"), [(2, 2), (2, 1), (1, 2), (3, 2)])
+def test_a_run_goes_on_with_another_number_of_ranks(given, before, after):
+    """With the same number, it has the bits of one that was never stopped."""
+    given = {**given, "global_batch_size": 6}
+    train(given, after, "whole", lr_schedule="constant", warmup=0)
+    train(given, before, "parts", steps=4, lr_schedule="constant", warmup=0, zero_level=1 if before == after else 3)
+    train(given, after, "parts", lr_schedule="constant", warmup=0, **{"continue": "newest", "overwrite": False})
+    whole, parts = (exported(name) for name in ("whole", "parts"))
+    for key, value in whole.items():
+        np.testing.assert_allclose(parts[key], value, rtol=1e-3, atol=1e-5)
+        assert before != after or np.array_equal(parts[key], value)
+
+
+def test_a_rank_that_cannot_write_leaves_the_last_checkpoint_and_ends_all(given, monkeypatch):
+    from llmq.files import background
+
+    real = background.write_part
+
+    def write(saving, rank, *rest, **more):
+        if rank == 1 and saving.step == 4:
+            raise StorageError("its disk is full")
+        return real(saving, rank, *rest, **more)
+
+    monkeypatch.setattr(background, "write_part", write)
+    with pytest.raises(StorageError, match=r"its disk is full|was not completed"):
+        train(given, 2)
+    kept = found(Path("runs/on2/checkpoints"))
+    assert sorted(kept) == [2]
+    state, _ = load(kept[2])
+    assert state["step"] == 2
+
+
+def test_what_one_rank_is_asked_for_all_do(given, monkeypatch):
+    """The second rank hears a signal in step 3: all end after it, saved, with its exit code."""
+    from llmq.engine.engine import Engine
+
+    real = Engine.update
+
+    def update(self, step, rate, request=0):
+        if self._backend.world.rank == 1 and step == 3:
+            request = 75
+        return real(self, step, rate, request)
+
+    monkeypatch.setattr(Engine, "update", update)
+    results, console = train(given, 2)
+    assert [(result.exit_code, result.steps) for result in results] == [(75, 3)] * 2
+    assert sorted(found(Path("runs/on2/checkpoints"))) == [2, 3] and "Stopped after step 3" in console
