@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import nullcontext, suppress
+from contextlib import contextmanager, nullcontext, suppress
 from itertools import groupby
 from typing import TYPE_CHECKING, Any
 
@@ -25,7 +25,7 @@ from llmq.ops.cuda.attention import attention_kernels
 from llmq.ops.cuda.compile import notices as kernel_notices
 from llmq.ops.cuda.cublaslt import Gemms, device_key
 from llmq.ops.cuda.cudnn import Cudnn
-from llmq.ops.cuda.launch import Kernel, capability
+from llmq.ops.cuda.launch import Kernel, capability, launch
 from llmq.ops.cuda.linear import linear_kernels, planned_problem
 from llmq.ops.cuda.timing import OUT_OF_MEMORY
 from llmq.ops.seam import record
@@ -293,9 +293,9 @@ class CudaBackend:
 
     def program(self, launches: Sequence[Launch]) -> Run:
         """One function that makes all launches, each lane in order on a stream of its own, without waiting for them."""
-        for launch in launches:
-            if launch.lane not in self._streams:
-                self._streams[launch.lane] = cupy.cuda.Stream(non_blocking=True)
+        for each in launches:
+            if each.lane not in self._streams:
+                self._streams[each.lane] = cupy.cuda.Stream(non_blocking=True)
         return _Program(launches, self._streams, self._use_graphs, self.world)
 
 
@@ -308,8 +308,8 @@ class _Program:
     ) -> None:
         self._launches, self._use_graphs, self._world = launches, use_graphs, world
         self._main, self._streams = streams["main"], streams
-        self._sides = [streams[lane] for lane in sorted({launch.lane for launch in launches} - {"main"})]
-        awaited = {index for launch in launches for index in launch.waits}
+        self._sides = [streams[lane] for lane in sorted({each.lane for each in launches} - {"main"})]
+        awaited = {index for each in launches for index in each.waits}
         self._events = {index: cupy.cuda.Event(disable_timing=True) for index in awaited}
         self._graph: Any = None
         self._runs = 0
@@ -340,15 +340,26 @@ class _Program:
         for indices in _together(self._launches):
             launches = [self._launches[index] for index in indices]
             stream = self._streams[launches[0].lane]
-            for other in sorted({other for launch in launches for other in launch.waits}):
+            for other in sorted({other for each in launches for other in each.waits}):
                 stream.wait_event(self._events[other])
-            with stream, self._world.group() if launches[0].is_collective else nullcontext():
-                for launch in launches:
-                    launch.run()
+            with stream, self._collective() if launches[0].is_collective else nullcontext():
+                for each in launches:
+                    each.run()
             for index in self._events.keys() & indices:
                 self._events[index].record(stream)
         for side in self._sides:
             self._after(side, [self._main])
+
+    @contextmanager
+    def _collective(self) -> Iterator[None]:
+        """Collectives that are made as one, counted before and after for the watchdog."""
+        begun, ended = getattr(self._world, "counts", (None, None))
+        if begun is not None:
+            launch("count", "count", 1, 1, (begun,), {})
+        with self._world.group():
+            yield
+        if ended is not None:
+            launch("count", "count", 1, 1, (ended,), {})
 
     def _after(self, stream: Any, others: Sequence[Any]) -> None:
         """What comes next on `others` runs after what `stream` has to do so far."""

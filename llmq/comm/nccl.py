@@ -24,6 +24,7 @@ class NcclWorld:
     """
 
     def __init__(self, host: World) -> None:
+        import cupy
         from cupy.cuda import nccl
 
         self.rank, self.size, self._host, self._nccl = host.rank, host.size, host, nccl
@@ -34,6 +35,9 @@ class NcclWorld:
             raise WorldError(
                 f"NCCL cannot join the {self.size} GPUs of this run on rank {self.rank}: {error}"
             ) from error
+        self._memory = cupy.cuda.alloc_pinned_memory(16)
+        self._counts = np.frombuffer(self._memory, np.int64, 2)
+        self._counts[:] = 0
 
     def exchange(self, outgoing: Sequence[np.ndarray], incoming: Sequence[np.ndarray]) -> None:
         """Arrays of the host."""
@@ -42,6 +46,22 @@ class NcclWorld:
     def gather(self, message: Any) -> list[Any]:
         """Messages of the host."""
         return self._host.gather(message)
+
+    @property
+    def store(self) -> Any:
+        """Where the ranks met, which the watchdog asks; None where MPI brought them together."""
+        return getattr(self._host, "store", None)
+
+    @property
+    def counts(self) -> tuple[int, int]:
+        """Addresses of the numbers of collectives that the GPU has begun and ended, which it advances itself."""
+        return self._memory.ptr, self._memory.ptr + 8
+
+    def progress(self) -> tuple[str, int]:
+        """What this rank waits for, on the GPU or the host, and the number of collectives that it has begun."""
+        begun, ended = map(int, self._counts)
+        what, count = self._host.progress() if hasattr(self._host, "progress") else ("", 0)
+        return "NCCL" if begun > ended else what, begun + count
 
     def close(self) -> None:
         """The GPUs part; what is under way ends."""

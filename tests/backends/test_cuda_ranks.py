@@ -1,5 +1,6 @@
 """Two GPUs: every level has the bits of the others, in graphs as well, and follows the reference on two ranks."""
 
+import faulthandler
 import multiprocessing
 import traceback
 from dataclasses import replace
@@ -31,6 +32,7 @@ FOLLOWS = {"fp8": 3e-2, "fp8-current": 3e-2, "fp8-blockwise": 3e-2}
 def rank_process(rank, port, results):
     """One rank: all runs at all levels, with graphs and without."""
     try:
+        faulthandler.dump_traceback_later(150, exit=True)  # of what waits for ever
         import cupy
 
         from llmq.backends.cuda import CudaBackend
@@ -70,7 +72,7 @@ def found():
     found, done = {}, 0
     try:
         while done < 2:
-            rank, name, level, use_graphs, value = results.get(timeout=240)
+            rank, name, level, use_graphs, value = results.get(timeout=160)
             assert name != "error", value
             done += name == "done"
             found[name, level, use_graphs, rank] = value

@@ -35,6 +35,8 @@ OWN = {
 }
 # most registers of any variant on any card; a kernel that needs more has changed its occupancy
 REGISTERS = {
+    "sum_pieces": 48,
+    "count": 16,
     "add": 40,
     "adamw": 128,
     "attend": 128,
@@ -197,6 +199,8 @@ def model_launches(noted: Launches, b: int, t: int, c: int, hq: int, hkv: int, h
         ops.embedding_backward(added, read(x), tokens)
         many = (8, 2**16)  # tokens, whose votes shared memory does not hold
         ops.embedding_backward(added, read((*many, c)), noted.tensor(many, "int32"))
+        ops.sum_pieces(out(x, dtype, None), read(x), read((3, *x)), rank=1)
+        launch.launch("count", "count", 1, 1, (0,), {})
         normed = (read(qkv), read((hd,)), read((hd,)))
         rstd = out((b, t, hq + hkv), "fp32", None)
         ops.qk_norm_forward(out(qkv, dtype, None), rstd, *normed, **heads, eps=1e-6)
