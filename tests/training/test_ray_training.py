@@ -29,7 +29,7 @@ def keepers():
     return found
 
 
-@pytest.mark.parametrize("num", [1])
+@pytest.mark.parametrize("num", [1, 2])
 def test_a_run_resumes_when_an_actor_is_killed(num, tmp_path, monkeypatch, capfd):
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("PYTHONPATH", f"{ROOT}:{os.environ.get('PYTHONPATH', '')}")
