@@ -11,6 +11,9 @@ from small_tokenizers import EOS, byte_level, save
 from tiny_engines import tiny
 from tokenizers import decoders
 
+from llmq.cli import launch
+from llmq.cli.train import options_of
+from llmq.errors import TERMINATED, DataError, MemoryLimitError, NonFiniteError, StorageError, UsageError
 from llmq.model.config import to_hf
 from llmq.report.read import read_log
 
@@ -19,7 +22,7 @@ CHAT_TEMPLATE = "{% for m in messages %}{{ m.role }}: {{ m.content }}<|endoftext
 CHAT_TEMPLATE += "{% if add_generation_prompt %}assistant: {% endif %}"
 SMALL = {"device": "cpu", "seq_len": "64", "batch_size": "2", "grad_accumulation": "1", "steps": "3"}
 FLAGS = [f"--{key}={value}" for key, value in SMALL.items()]
-COMMANDS = {"llmq-train": "train", "tokenize-data": "tokenize_data", "llmq-plot": "plot"}
+COMMANDS = {"llmq-train": "train", "llmq-launch": "launch", "tokenize-data": "tokenize_data", "llmq-plot": "plot"}
 
 
 @pytest.fixture
@@ -88,6 +91,124 @@ def test_compare_recipes(example):
     losses = [read_log(folder / "runs" / name).train["loss"].tolist() for name in ("bf16", "bf16-seed-1", "e4m3")]
     assert len({tuple(loss) for loss in losses}) == 3
     assert "bf16-seed-1" in said and (folder / "runs/recipes.png").is_file()
+
+
+@pytest.mark.slow
+def test_finetune_qwen3(example):
+    flags = {"MODEL_PATH": "model", "DATA_PATH": "chats.jsonl", "GPUS": "1"}
+    folder, _ = example("finetune_qwen3.sh", *FLAGS, "--from-scratch", **flags)
+    assert steps(folder / "runs/qwen3") == [1, 2, 3]
+
+
+@pytest.mark.slow
+def test_finetune_qwen3_nodes(example):
+    flags = {"MODEL_PATH": "model", "DATA_PATH": "chats.jsonl", "PROCS": "1"}
+    folder, said = example("finetune_qwen3_nodes.sh", *FLAGS, "--from-scratch", **flags)
+    assert steps(folder / "runs/qwen3") == [1, 2, 3] and "3 steps in" in said
+
+
+@pytest.mark.slow
+def test_slurm(example, tmp_path):
+    """The script, where no Slurm is: what srun would start, and that exit code 75 alone sends it back to the queue."""
+    for name, script in {"srun": 'shift; "$@"; exit ${CODE:-$?}', "scontrol": 'echo "scontrol $*"'}.items():
+        shim = tmp_path / "bin" / name
+        shim.write_text(f"#!/bin/bash\n{script}\n")
+        shim.chmod(0o755)
+    flags = {"MODEL_PATH": "model", "DATA_PATH": "chats.jsonl", "SLURM_JOB_ID": "7"}
+    folder, said = example("slurm.sh", *FLAGS, "--from-scratch", **flags)
+    assert steps(folder / "runs/slurm-7") == [1, 2, 3] and "scontrol" not in said
+    with pytest.raises(AssertionError, match="scontrol requeue 7"):
+        example("slurm.sh", *FLAGS, "--from-scratch", **flags, CODE="75")
+
+
+def _documents(name):
+    yaml = pytest.importorskip("yaml")
+    return list(yaml.safe_load_all((ROOT / "examples" / name).read_text("utf-8")))
+
+
+def _ranks(text, environ):
+    """The flags of `llmq-launch` in a script, once its shell has them, and the options of the run."""
+    text = text.replace("llmq-launch", "printf '%s\\n' llmq-launch").replace("exec ", "").replace("cd /work", "")
+    done = subprocess.run(["bash", "-euc", text], env=environ, text=True, capture_output=True, check=True)
+    program, *arguments = done.stdout.splitlines()
+    context = launch.command.make_context(program, arguments)
+    return context.params, options_of(context.params["arguments"]).to_flat()
+
+
+def test_kubernetes():
+    """Its second pod starts the ranks of the second machine, which meet at the first pod."""
+    service, job = _documents("kubernetes.yaml")
+    spec = job["spec"]["template"]["spec"]
+    [container] = spec["containers"]
+    environ = {one["name"]: one.get("value", "") for one in container["env"]} | {"JOB_COMPLETION_INDEX": "1"}
+    flags, options = _ranks(container["args"][0], environ)
+    name, domain = job["metadata"]["name"], service["metadata"]["name"]
+    assert (flags["nnodes"], flags["node_rank"]) == (job["spec"]["completions"], 1)
+    assert flags["master_addr"] == f"{name}-0.{domain}" and spec["subdomain"] == domain
+    assert service["spec"]["selector"] == {"job-name": name} and "LLMQ_JOB_TOKEN" in environ
+    assert flags["master_port"] == service["spec"]["ports"][0]["port"]
+    assert str(flags["gpus"]) == container["resources"]["limits"]["nvidia.com/gpu"]
+    assert options["model"] == "Qwen/Qwen3-8B" and options["continue"] == "auto"
+    codes = [
+        rule["onExitCodes"]["values"] for rule in job["spec"]["podFailurePolicy"]["rules"] if "onExitCodes" in rule
+    ]
+    for_good = (UsageError, DataError, MemoryLimitError, NonFiniteError, StorageError)
+    assert codes == [[error.exit_code for error in for_good], [TERMINATED]]
+
+
+def test_skypilot():
+    [task] = _documents("skypilot.yaml")
+    sky = {"SKYPILOT_NUM_NODES": "2", "SKYPILOT_NODE_RANK": "1", "SKYPILOT_NODE_IPS": "10.0.0.1\n10.0.0.2"}
+    environ = {**task["envs"], **sky, "SKYPILOT_NUM_GPUS_PER_NODE": "8", "PATH": os.environ["PATH"]}
+    flags, options = _ranks(task["run"], environ)
+    assert (flags["nnodes"], flags["node_rank"], flags["gpus"]) == (2, 1, 8)
+    assert flags["master_addr"] == "10.0.0.1" and "LLMQ_JOB_TOKEN" in task["secrets"]
+    assert options["model"] == "Qwen/Qwen3-8B" and options["continue"] == "auto"
+
+
+@pytest.mark.judge
+def test_kubernetes_by_its_schema():
+    """Every key and every kind of value, by the models of Kubernetes' own client, which are made of its schema."""
+    from kubernetes.client import models
+
+    def check(value, kind, path):
+        if kind.lower().startswith("list["):
+            assert isinstance(value, list), path
+            for n, item in enumerate(value):
+                check(item, kind[5:-1], f"{path}[{n}]")
+        elif kind.lower().startswith("dict"):
+            assert isinstance(value, dict), path
+        elif hasattr(models, kind):
+            model = getattr(models, kind)
+            names = {name: attribute for attribute, name in model.attribute_map.items()}
+            assert value.keys() <= names.keys(), (path, value.keys() - names.keys())
+            for name, item in value.items():
+                check(item, model.openapi_types[names[name]], f"{path}.{name}")
+            model(**{names[name]: item for name, item in value.items()})  # refuses what is missing
+        else:
+            assert isinstance(value, {"str": str, "int": int, "bool": bool, "object": object}[kind]), path
+
+    service, job = _documents("kubernetes.yaml")
+    check(service, "V1Service", "service")
+    check(job, "V1Job", "job")
+    job["spec"]["paralelism"] = 2
+    with pytest.raises(AssertionError, match="paralelism"):
+        check(job, "V1Job", "job")
+
+
+@pytest.mark.judge
+@pytest.mark.parametrize(("field", "fits"), [("workdir", True), ("num_nods", False)])
+def test_skypilot_by_its_schema(field, fits):
+    """In an environment of its own: SkyPilot holds click back to a release that is older than the one here."""
+    script = (
+        "import sys, jsonschema, yaml; from sky.utils import schemas\n"
+        "task = {**yaml.safe_load(open(sys.argv[1])), sys.argv[2]: '.'}\n"
+        "jsonschema.validate(task, schemas.get_task_schema())"
+    )
+    command = [sys.executable, "-m", "uv", "run", "--no-project", "--with", "skypilot==0.14.1", "python", "-c", script]
+    done = subprocess.run([*command, str(ROOT / "examples/skypilot.yaml"), field], capture_output=True, text=True)
+    assert (not done.returncode) == fits, done.stderr
+    assert fits or "Additional properties are not allowed ('num_nods' was unexpected)" in done.stderr
 
 
 def test_every_example_has_a_test():

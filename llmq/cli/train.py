@@ -41,11 +41,14 @@ def train(
         click.echo(options.to_yaml(), nl=False)
         return 0
     from llmq.cli.launch import started
-    from llmq.training.loop import run
 
     with terminable():
         exit_code = started(options, context.meta[ARGUMENTS])
-        return run(options).exit_code if exit_code is None else exit_code
+        if exit_code is not None:
+            return exit_code
+        from llmq.training.loop import run
+
+        return run(options).exit_code
 
 
 def _options(context: click.Context, config: str | None, more: bool, less: int, given: dict[str, Any]) -> Options:

@@ -15,6 +15,8 @@ def cores_of_ranks(num: int, gpus: list[str] | None, root: Path = Path("/")) -> 
     `gpus` has the PCI address of each rank's GPU (0000:18:00.0), or is None for ranks on the CPU, which get equal
     shares of the cores that this process may use. `root` is where sys is mounted.
     """
+    if not hasattr(os, "sched_getaffinity"):  # macOS
+        return [frozenset()] * num
     allowed = frozenset(os.sched_getaffinity(0))
     if gpus is not None:
         return [cores_beside(address, root) & allowed for address in gpus]

@@ -31,8 +31,12 @@ def main() -> None:
 
 
 def _end_with(launcher: int, number: int) -> None:
-    """The signal comes when the launcher ends; one that has ended already ends this process now."""
-    ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, number)
+    """The signal comes when the launcher ends; one that has ended already ends this process now.
+
+    Where the system has no such signal (macOS), a rank ends once it misses the store that its launcher kept.
+    """
+    if sys.platform == "linux":
+        ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, number)
     if os.getppid() != launcher:
         sys.exit(TERMINATED)
 

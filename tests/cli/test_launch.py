@@ -113,25 +113,45 @@ def test_two_launchers_are_refused(groups, monkeypatch, capsys, command):
     assert "Open MPI started" in said and "OMPI_COMM_WORLD_RANK" in said and not groups
 
 
+@pytest.fixture
+def machines(tmp_path):
+    """A function that runs `llmq-launch` on two machines with a rank each: exit codes, and what each has shown."""
+
+    def run(stand_in, *arguments):
+        script = "import sys; from llmq.cli import launch; launch.PROGRAM = 'stand_in:run'; launch.main()"
+        environ = {**os.environ, "PYTHONPATH": f"{ROOT}:{ROOT / 'tests/comm'}", "STAND_IN": stand_in}
+        environ |= {"LLMQ_JOB_TOKEN": "token"}
+        flags = ["--nnodes=2", "--master-addr=localhost", f"--master-port={free_port()}", "--procs=1"]
+        command = [sys.executable, "-c", script, *flags, "--join-timeout=60"]
+        started = [
+            subprocess.Popen(
+                [*command, f"--node-rank={node}", "--", *RUN, *arguments],
+                cwd=tmp_path,
+                env=environ,
+                stdout=subprocess.PIPE,
+                stderr=subprocess.STDOUT,
+                text=True,
+            )
+            for node in (0, 1)
+        ]
+        said = [machine.communicate(timeout=120)[0] for machine in started]
+        return [machine.returncode for machine in started], said
+
+    return run
+
+
 @pytest.mark.slow
-def test_two_machines_meet(tmp_path):
-    """Two launchers, each with a rank, which only the one of machine 0 shows; a stand-in trains."""
-    script = "import sys; from llmq.cli import launch; launch.PROGRAM = 'stand_in:run'; launch.main()"
-    environ = {**os.environ, "PYTHONPATH": f"{ROOT}:{ROOT / 'tests/comm'}", "STAND_IN": "exchange"}
-    environ |= {"LLMQ_JOB_TOKEN": "token"}
-    flags = [
-        *("--nnodes=2", "--master-addr=localhost", f"--master-port={free_port()}"),
-        "--procs=1",
-        "--join-timeout=60",
-    ]
-    command = [sys.executable, "-c", script, *flags]
-    machines = [
-        subprocess.Popen(
-            [*command, f"--node-rank={node}", "--", *RUN], cwd=tmp_path, env=environ, stdout=subprocess.PIPE, text=True
-        )
-        for node in (1, 0)
-    ]
-    said = [machine.communicate(timeout=120)[0] for machine in machines]
-    assert [machine.returncode for machine in machines] == [0, 0], said
-    assert said[0] == "" and "the sum over 2 ranks is" in said[1]
+def test_two_machines_meet(machines, tmp_path):
+    """Only machine 0 shows what the run prints."""
+    codes, said = machines("exchange")
+    assert codes == [0, 0] and said[1] == "" and "the sum over 2 ranks is" in said[0], said
     assert (tmp_path / "runs/n/rank-00001.log").is_file()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("rank", [0, 1])
+def test_two_machines_start_again(machines, tmp_path, rank):
+    codes, said = machines(f"fail-once {rank} {tmp_path}", "--restart-failed=2")
+    assert codes == [0, 0] and "the sum over 2 ranks is" in said[0], said
+    assert all("starting again from the last checkpoint (start 2 of 3)" in text for text in said)
+    assert "rank 1 ended with exit code" in said[1]

@@ -30,7 +30,8 @@ def main() -> None:
 
 def run() -> None:
     """The same in place of `llmq-train`, whose arguments it has."""
-    act(*os.environ["STAND_IN"].split())
+    again = "--continue=auto"
+    act(*os.environ["STAND_IN"].split(), *([again] if again in sys.argv else []))
 
 
 def act(what: str, *arguments: str) -> None:
@@ -56,6 +57,7 @@ def _exchange(world) -> None:
         total += sum(int(a.sum()) for a in incoming)
     sums = world.gather(total)
     if world.rank == 0:
+        print(f"rank 0 on cores {sorted(os.sched_getaffinity(0))}", flush=True)
         print(f"the sum over {world.size} ranks is {sum(sums)}", flush=True)
     world.close()
 

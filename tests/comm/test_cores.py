@@ -30,6 +30,11 @@ def test_the_cores_beside_a_gpu(machine, monkeypatch):
     assert cores_of_ranks(1, [ADDRESS], machine) == [{2, 3}]
 
 
+def test_a_system_without_affinities(monkeypatch):
+    monkeypatch.delattr(os, "sched_getaffinity")
+    assert cores_of_ranks(2, None) == [set(), set()]
+
+
 @pytest.mark.parametrize("num", [1, 3, 8, 11])
 def test_shares_of_the_cpu(machine, num):
     shares = cores_of_ranks(num, None)

@@ -22,8 +22,9 @@ def run(tmp_path, monkeypatch, capfd):
     """A function that runs the stand-in on some ranks, and returns its exit code and what was shown."""
     monkeypatch.setenv("PYTHONPATH", f"{HERE}:{HERE.parents[1]}")
 
-    def run(num, *arguments, restarts=0):
-        code = run_group(Group(("stand_in:main", *arguments), num, "token", tmp_path / "logs", "--gpus"), restarts)
+    def run(num, *arguments, restarts=0, cores=()):
+        group = Group(("stand_in:main", *arguments), num, "token", tmp_path / "logs", "--gpus", cores=cores)
+        code = run_group(group, restarts)
         said = capfd.readouterr()
         return code, said.out + said.err
 
@@ -31,8 +32,9 @@ def run(tmp_path, monkeypatch, capfd):
 
 
 def test_ranks_meet(run, tmp_path):
-    code, said = run(3, "exchange")
-    assert not code, said
+    core = max(os.sched_getaffinity(0))
+    code, said = run(3, "exchange", cores=[frozenset([core]), frozenset(), frozenset()])
+    assert not code and f"rank 0 on cores [{core}]" in said, said
     assert "Ranks: 3, 3 on this machine, started by --gpus" in said
     expected = 3 * sum(100 * step + 10 * a + b for step in range(5) for a in range(3) for b in range(3))
     assert f"the sum over 3 ranks is {expected}" in said

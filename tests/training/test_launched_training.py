@@ -1,0 +1,70 @@
+"""Training by each launcher's variables: the same losses whoever started the ranks, and near those of one process."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+from tiny_runs import tiny_options
+
+from llmq.comm.ray_group import free_port
+from llmq.options.field import flag
+from llmq.report.read import read_log
+
+pytestmark = pytest.mark.slow
+ROOT = Path(__file__).parents[2]
+STEPS = 5
+SLURM = {"SLURM_JOB_ID": "7", "SLURM_STEP_ID": "0", "SLURM_STEP_NUM_TASKS": "2", "SLURM_STEP_TASKS_PER_NODE": "1(x2)"}
+
+
+def arguments(tmp_path, name):
+    """Flags of a run of five steps with eight rows each."""
+    (tmp_path / name).mkdir()
+    options = tiny_options(tmp_path / name) | {"steps": STEPS, "name": name, "device": "cpu", "global_batch_size": 8}
+    for absent in ("console", "grad_accumulation", "eval_file", "eval_every_n_steps"):
+        del options[absent]
+    return [f"{flag(key)}={value}" if value is not True else flag(key) for key, value in options.items()]
+
+
+def by_torchrun(rank, port):
+    """What torchrun sets."""
+    own = {"RANK": rank, "WORLD_SIZE": 2, "LOCAL_RANK": rank, "LOCAL_WORLD_SIZE": 2}
+    return {**own, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
+
+
+def by_srun(rank, port):
+    """What srun sets, on two nodes that are this one."""
+    own = {"SLURM_PROCID": rank, "SLURM_LOCALID": 0, "SLURM_NODEID": rank, "SLURM_STEP_NODELIST": "n[1-2]"}
+    return {**SLURM, **own, "LLMQ_MASTER_ADDR": "127.0.0.1", "LLMQ_MASTER_PORT": port}
+
+
+def losses(tmp_path, name):
+    """Of the steps of a run, which are all there once."""
+    table = read_log(tmp_path / "runs" / name).train
+    assert table["step"].tolist() == list(range(1, STEPS + 1))
+    return table["loss"]
+
+
+@pytest.fixture
+def environ(tmp_path, monkeypatch):
+    """Variables of a run in an empty folder, of one thread for each rank."""
+    monkeypatch.chdir(tmp_path)
+    own = {"PYTHONPATH": str(ROOT), "LLMQ_CACHE_DIR": str(tmp_path / "cache"), "OPENBLAS_NUM_THREADS": "1"}
+    return {**os.environ, **own}
+
+
+def test_every_launcher_trains_the_same(tmp_path, environ):
+    for kind in (by_torchrun, by_srun):
+        port = str(free_port())
+        command = [sys.executable, "-m", "llmq", *arguments(tmp_path, kind.__name__)]
+        variables = [{key: str(value) for key, value in kind(rank, port).items()} for rank in range(2)]
+        ranks = [subprocess.Popen(command, env={**environ, **own}) for own in variables]
+        assert [rank.wait(timeout=120) for rank in ranks] == [0, 0]
+    launcher = [sys.executable, "-m", "llmq.cli.launch", "--procs=2", "--"]
+    subprocess.run([*launcher, *arguments(tmp_path, "launched")], env=environ, check=True)
+    subprocess.run([sys.executable, "-m", "llmq", *arguments(tmp_path, "alone")], env=environ, check=True)
+    first, *others = (losses(tmp_path, name) for name in ("by_torchrun", "by_srun", "launched"))
+    assert all(np.array_equal(first, other) for other in others)
+    np.testing.assert_allclose(first, losses(tmp_path, "alone"), rtol=1e-5)  # sums of f32 in another order
