@@ -45,6 +45,7 @@ class Engine(BoundPlan):
         poison: bool = False,
     ) -> None:
         super().__init__(plan, backend, wrap=wrap, poison=poison)
+        self._is_gathered = False  # whether all weights are whole; of one rank they are
         self._fill_constants()
 
     # parameters
@@ -55,7 +56,7 @@ class Engine(BoundPlan):
         for state in self.plan.moments.values():
             self._fill(state.m, 0)
             self._fill(state.v, 0)
-        self.run("publish")
+        self._publish()
 
     def gradient(self, name: str) -> np.ndarray:
         """Gradient of a parameter as accumulated since the step began: a sum over trained tokens (a copy).
@@ -78,6 +79,7 @@ class Engine(BoundPlan):
         assert batch.places is not None or not self._has(self._cells.batch.samples), "noise goes by a sample's place"
         self.feed(batch)
         self.run(MICRO_STEPS[first, last])
+        self._is_gathered = self._is_gathered or first
 
     def update(self, step: int, learning_rate: float, request: int = 0) -> StepResult:
         """The optimizer step number `step`, counted from 1. Nothing changes if loss or gradient is not finite.
@@ -90,6 +92,7 @@ class Engine(BoundPlan):
         if is_asked := self._has(agreed.request):
             self._fill(cells.request, request)
         self.run("update")
+        self._is_gathered = False
         asked = [agreed.request] if is_asked else []
         read = self._read_scalars(agreed.loss, agreed.tokens, cells.norm, cells.apply, *asked)
         loss, tokens, norm, applied, *requests = read
@@ -114,7 +117,7 @@ class Engine(BoundPlan):
             self.run("calibrate")
             amax = self._read(cells.agreed.amax) if amax is None else amax
             after = self._read(cells.scales)
-            self.run("publish")
+            self._publish()
             if amax[::SCALE_STRIDE].all() and np.all(np.abs(after - before) <= SETTLED * before):
                 return count
         return WARM_UP_PASSES
@@ -128,16 +131,28 @@ class Engine(BoundPlan):
         what it leaves; scales and their statistics do not change.
         """
         self._fill(self._cells.quantization_error, 0)
+        self.gather()
         self.feed(batch)
         self.run("observe")
         return self._read(self._cells.quantization_error).reshape(-1, STRIDE)[:, :FIELDS]
 
     def evaluate(self, batch: Batch) -> tuple[float, int]:
         """Sum of losses and number of trained tokens of a batch."""
+        self.gather()
         self.feed(batch)
         self.run("evaluate")
         loss, count = self._read_scalars(self._cells.evaluated.loss, self._cells.evaluated.tokens)
         return loss, int(count)
+
+    def _publish(self) -> None:
+        self.run("publish")
+        self._is_gathered = False
+
+    def gather(self) -> None:
+        """Makes the weights whole, if they were updated since a step made them so. All ranks ask for it."""
+        if not self._is_gathered and "gather" in self.plan.programs:
+            self.run("gather")
+        self._is_gathered = True
 
     # state
 
@@ -170,7 +185,7 @@ class Engine(BoundPlan):
                 self._memory.write(name, read(name, mine.start, mine.shape))
             elif math.prod(ref.shape):
                 self._memory.write(name, read(name))
-        self.run("publish")
+        self._publish()
 
     def feed(self, batch: Batch) -> None:
         """The batch in its slots, with the positions of its tokens."""

@@ -14,6 +14,7 @@ import numpy as np
 
 from llmq.backends import Backend
 from llmq.engine.bound_plan import BoundPlan
+from llmq.engine.engine import Engine
 from llmq.errors import UsageError
 from llmq.model.rope import rope_table
 from llmq.plan.decoding import Decoding, completions_of, prompt_name
@@ -30,15 +31,17 @@ class Generator(BoundPlan):
 
     def __init__(self, plan: Plan, decoding: Decoding, backend: Backend) -> None:
         super().__init__(plan, backend)
+        self._make_whole: Callable[[], None] = lambda: None
         self._begin(decoding)
 
     @classmethod
-    def beside(cls, trainer: BoundPlan) -> Generator:
+    def beside(cls, trainer: Engine) -> Generator:
         """One that writes with the weights of a plan that trains, as they are whenever it is asked, in its memory."""
         decoding = completions_of(trainer.plan.spec)
         assert decoding is not None, "the plan has no programs that write"
         generator = cls.__new__(cls)
         generator._view(trainer)
+        generator._make_whole = trainer.gather
         generator._begin(decoding)
         return generator
 
@@ -71,6 +74,7 @@ class Generator(BoundPlan):
 
     def start(self, prompts: Sequence[Prompt], numbers: Sequence[int]) -> None:
         """Begins sequences with `prompts`, none of them empty; their `numbers` address what is drawn for them."""
+        self._make_whole()
         assert len(prompts) <= self.batch_size and all(prompts), "at most a batch of prompts, with tokens"
         for row in self._rows(prompts):
             total = sum(len(prompts[index]) - 1 for index in row)

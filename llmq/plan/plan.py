@@ -142,11 +142,12 @@ class Plan:
     def saved(self) -> dict[str, SavedSlice]:
         """What this rank writes of a checkpoint, by storage: its rows of what is shared out, or could be; the rest is
         the first rank's."""
-        found = {}
+        found, size = {}, self.spec.sharding.size
         for name, ref in self.state().items():
-            bounds = self.shards.bounds.get(ref.name) if ref.space in ("master", "m", "v") else None
-            if bounds is None or self.shards.size == 1:
-                if self.shards.rank == 0:
+            is_shared = size > 1 and ref.space in ("master", "m", "v")
+            bounds = self.shards.bounds[ref.name] if is_shared else None
+            if bounds is None:
+                if self.spec.sharding.rank == 0:
                     found[name] = SavedSlice(ref.shape, (0,) * len(ref.shape), ref.shape, ref.dtype)
             elif count := self.shards.count(ref.name):
                 whole = self.shape(ref.name)
@@ -176,22 +177,30 @@ def make_plan(
     recompute flag frees no byte.
     """
     recordings = Recordings(spec, stores or stores_of(spec.sharding), sites)
-    recorded = {last: prune(recordings.train(last=last)) for last in (False, True)}
-    # One decision for both: they differ only in what is done with gradients after their last write.
-    fates, kept = _fates(spec.memory, recorded[False])
-    fated = {last: prune(apply(calls, fates)) for last, calls in recorded.items()}
-    training = {last: forms(calls, {}, fates.offloaded) for last, calls in fated.items()}
+    recorded = {
+        (first, last): prune(recordings.train(first=first, last=last))
+        for first in (False, True)
+        for last in (False, True)
+    }
+    # One decision for all: they differ only in how weights come, and what is done with gradients in the end.
+    fates, kept = _fates(spec.memory, recorded[False, False])
+    fated = {place: prune(apply(calls, fates)) for place, calls in recorded.items()}
     decoding = completions_of(spec)
     writing = None if decoding is None else DecodingRecordings(decoding, recordings.weights, sites)
     written = {} if writing is None else writing.programs()
     read = {"evaluate": recordings.evaluate(), **written}
     reading = {name: forms(prune(calls), {}) for name, calls in read.items()}
-    measured, readers = observed(fated[False], recordings.values()) if spec.observe else ([], {})
+    measured, readers = observed(fated[False, False], recordings.values()) if spec.observe else ([], {})
     if readers:
         reading["observe"] = forms(measured, {}, fates.offloaded)
-    weights = reads_of_weights([*training.values(), *(reading[name] for name in read)])
+    later = [forms(fated[False, last], {}, fates.offloaded) for last in (False, True)]
+    weights = reads_of_weights([*later, *(reading[name] for name in read)])
+    training = {place: forms(calls, weights, fates.offloaded) for place, calls in fated.items()}
+    gather = forms(recordings.gather(), weights)
+    weights = reads_of_weights([*training.values(), gather, *(reading[name] for name in read)])
     publish = forms(recordings.publish(), weights)
     programs = {
+        **({"gather": finished("gather", gather)} if gather else {}),
         **_micro_steps(training, fates.offloaded),
         **{name: finished(name, calls, offloaded=fates.offloaded) for name, calls in reading.items()},
         "publish": finished("publish", publish),
@@ -245,15 +254,16 @@ def _fates(memory: Memory, train: Sequence[Call]) -> tuple[Fates, dict[str, int]
     return fates, kept_storages(refs, fates)
 
 
-def _micro_steps(training: Mapping[bool, list[Call]], offloaded: Collection[Item]) -> dict[str, Program]:
-    """The programs of a micro-step that is the only, the first, a middle or the last one of its step."""
+def _micro_steps(training: Mapping[tuple[bool, bool], list[Call]], offloaded: Collection[Item]) -> dict[str, Program]:
+    """The programs of a micro-step that is the only, the first, a middle or the last one of its step; `training` has
+    the calls of those that are (first, last)."""
     train: dict[str, Any] = {"collects": True, "offloaded": offloaded}
-    first = finished("first", training[False], **train)
-    middle = finished("middle", training[False], first=False, **train)
-    if training[True] == training[False]:
+    first = finished("first", training[True, False], **train)
+    middle = finished("middle", training[False, False], first=False, **train)
+    if training[False, True] == training[False, False]:
         return {"only": first, "first": first, "middle": middle, "last": middle}
-    only = finished("only", training[True], **train)
-    last = finished("last", training[True], first=False, **train)
+    only = finished("only", training[True, True], **train)
+    last = finished("last", training[False, True], first=False, **train)
     return {"only": only, "first": first, "middle": middle, "last": last}
 
 

@@ -89,11 +89,16 @@ class Recordings:
         masters = {one.row.name: one.state[0] for one in self.moments.walk(Recorder(), masters_only=True)}
         return {**{ref.name: ref for ref in self.weights.frozen()}, **masters}
 
-    def train(self, *, last: bool) -> list[Call]:
-        """One forward and backward; `last` in its step."""
+    def train(self, *, first: bool = False, last: bool) -> list[Call]:
+        """One forward and backward; `first` or `last` in its step."""
         ops = Recorder()
-        self.model.train(ops, self.frames.a, self.frames.d, self.weights, self.grads[last])
+        weights = self.weights.first if first else self.weights
+        self.model.train(ops, self.frames.a, self.frames.d, weights, self.grads[last])
         return ops.calls
+
+    def gather(self) -> list[Call]:
+        """All weights whole, as the forward pass of a step makes them; nothing where they are."""
+        return _recorded(self.weights.gather)
 
     def evaluate(self) -> list[Call]:
         """Loss of a batch, without gradients."""

@@ -1,10 +1,10 @@
-"""Weights of many ranks, each of which updates its share of every row: gathered after the update, or for each use."""
+"""Weights of many ranks, each of which updates its share of every row: gathered once in a step, or for each use."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
+from copy import copy
 from dataclasses import replace
-from itertools import groupby
 from typing import Any
 
 from llmq.row import Row
@@ -16,32 +16,55 @@ from llmq.tensor import Ref
 
 class GatheredWeights(ReplicatedWeights):
     """Weights that every rank holds whole. The update writes this rank's share of each, in the forms in which shares
-    are those of the whole, and the others' are gathered."""
+    are those of the whole; all are gathered in the next forward pass, each part while the one before it computes."""
 
     def __init__(self, rows: Sequence[Row], dtype: str, master_dtype: str, *, sharding: Sharding) -> None:
         super().__init__(rows, dtype, None)
-        self._shards = Shards(rows, sharding.size, sharding.rank)
+        self._shards, self._gathers = Shards(rows, sharding.size, sharding.rank), False
         value_in = "master" if dtype == master_dtype else None
         self._own = {
             row.name: self._shards.share(replace(self.refs[row.name], space="shard", value_in=value_in))
             for row in self._shards.rows
         }
 
-    def written(self, ops: Any) -> Iterator[Ref]:
-        """Yields this rank's share of each trained row; those of a part are whole again when the next part's is asked
-        for."""
-        for _, rows in groupby(self._shards.rows, key=part_of):
-            names = [row.name for row in rows]
-            yield from (self._own[name] for name in names)
-            for name in names:
-                self._gather(ops, self.refs[name], self._own[name])
+    @property
+    def first(self) -> GatheredWeights:
+        """The weights as the first micro-step of a step walks them, whose forward pass gathers them."""
+        found = copy(self)
+        found._gathers = True
+        return found
 
-    def _gather(self, ops: Any, whole: Ref, share: Ref) -> None:
-        ops.all_gather(whole, share, bounds=self._shards.bounds[share.name])
+    def gather(self, ops: Any) -> None:
+        """Makes all weights whole for what reads them before the next step does."""
+        self._gather(ops, self._shards.rows, self.refs)
+
+    def walk(self, ops: Any, parts: Iterable[str | int], phase: str) -> Iterator[tuple[str | int, Bundle]]:
+        """Yields (part, bundle) in the order given. The next part is fetched before this one is used."""
+        parts = tuple(parts)
+        coming = iter(parts if "head" in parts else (*parts, "head"))  # which is used first on the way back
+        fetched = self._fetch(ops, next(coming), phase)
+        for part in parts:
+            refs = {**self.refs, **fetched, **self._slots(ops, part, phase)}
+            fetched = {} if (after := next(coming, None)) is None else self._fetch(ops, after, phase)
+            yield part, part_bundle(part_tree(refs), part)
+
+    def written(self, ops: Any) -> Iterator[Ref]:
+        """Yields this rank's share of each trained row."""
+        yield from self._own.values()
+
+    def _fetch(self, ops: Any, part: str | int, phase: str) -> dict[str, Ref]:
+        """Makes the rows of a part whole where they are; returns what is to be read in their place."""
+        if self._gathers and phase == "forward":
+            self._gather(ops, [row for row in self._shards.rows if part_of(row) == part], self.refs)
+        return {}
+
+    def _gather(self, ops: Any, rows: Iterable[Row], whole: dict[str, Ref]) -> None:
+        for row in rows:
+            ops.all_gather(whole[row.name], self._own[row.name], bounds=self._shards.bounds[row.name])
 
 
 class ShardedWeights(GatheredWeights):
-    """Weights of which each rank holds its share alone. A part's are gathered into slots, one part ahead of their use.
+    """Weights of which each rank holds its share alone: a part's are gathered into slots for each use.
 
     Frozen rows are whole on every rank.
     """
@@ -51,18 +74,13 @@ class ShardedWeights(GatheredWeights):
         self._whole = {row.name: self.refs[row.name] for row in self._shards.rows}
         self.refs = {**self.refs, **self._own}
 
-    def walk(self, ops: Any, parts: Iterable[str | int], phase: str) -> Iterator[tuple[str | int, Bundle]]:
-        """Yields (part, bundle) in the order given. The next part is fetched before this one is used."""
-        coming = iter(parts := tuple(parts))
-        fetched = self._fetch(ops, next(coming), phase)
-        for part in parts:
-            bundle, after = {**self.refs, **fetched}, next(coming, None)
-            fetched = {} if after is None else self._fetch(ops, after, phase)
-            yield part, part_bundle(part_tree(bundle), part)
+    @property
+    def first(self) -> ShardedWeights:
+        """The same: every walk gathers them."""
+        return self
 
-    def written(self, ops: Any) -> Iterator[Ref]:
-        """Yields this rank's share of each trained row."""
-        yield from self._own.values()
+    def gather(self, ops: Any) -> None:
+        """Nothing is held whole."""
 
     def _fetch(self, ops: Any, part: str | int, phase: str) -> dict[str, Ref]:
         """Slots by row name with the whole of each row of a part; a tied head is the embedding."""
@@ -73,5 +91,5 @@ class ShardedWeights(GatheredWeights):
         for row in rows:
             name = f"{phase}/{'' if part_of(row) == part else f'{part}/'}{row.name}"
             slots[row.name] = replace(self._whole[row.name], name=name, space="activation", cell=row.name)
-            self._gather(ops, slots[row.name], self._own[row.name])
+        self._gather(ops, rows, slots)
         return slots

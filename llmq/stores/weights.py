@@ -32,8 +32,16 @@ class ReplicatedWeights:
         """Yields (part, bundle) in the order given. A resident store has nothing to fetch or release: what it casts are
         slots, of which the plan keeps what is read, and for as long."""
         for part in parts:
-            slots = {ref.name: self._cast(ops, ref, phase) for ref in self._held[part]}
+            slots = self._slots(ops, part, phase)
             yield part, part_bundle(part_tree({**self.refs, **slots}) if slots else self._tree, part)
+
+    @property
+    def first(self) -> ReplicatedWeights:
+        """The weights as the first micro-step of a step walks them."""
+        return self
+
+    def gather(self, ops: Any) -> None:
+        """Makes all weights whole outside of a step; those of one rank are."""
 
     def written(self, ops: Any) -> Iterator[Ref]:
         """Yields what the copies of each trained row are written to; they are where they belong when the next row's, or
@@ -54,6 +62,10 @@ class ReplicatedWeights:
         value_in = "master" if is_master else None
         about: dict[str, Any] = {"form": row.stored, "home": row.home, "value_in": value_in, "is_stack": row.stacked}
         return Ref(row.name, "weight", row.shape, row.dtype or dtype, row.layer, **about)
+
+    def _slots(self, ops: Any, part: str | int, phase: str) -> dict[str, Ref]:
+        """What a part's rows that are held in a form are read from, by name."""
+        return {ref.name: self._cast(ops, ref, phase) for ref in self._held[part]}
 
     def _cast(self, ops: Any, held: Ref, phase: str) -> Ref:
         """A slot with every form of a row that is held in one, whose single scale is theirs as well."""

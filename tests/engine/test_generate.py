@@ -213,7 +213,7 @@ def test_a_trainer_writes_what_a_generator_of_its_weights_writes():
 
 @pytest.mark.parametrize("level", [1, 3])
 def test_ranks_that_share_out_weights_write_what_one_alone_does(level):
-    """Level 1 gathers weights after an update, level 3 whenever they are read."""
+    """Level 1 gathers weights before the first text after an update, level 3 whenever they are read."""
     completions = Completions(4, T, 64, packed=True)
 
     def work(world):

@@ -146,3 +146,17 @@ def test_the_collectives_of_a_layer_stand_together():
     layers = plan.spec.config.num_layers
     assert len(runs) == 2 * layers  # both ways; the embedding with the first layer, the head with the last
     assert len(reduced) == layers + 2
+
+
+def test_weights_are_gathered_once_in_a_step_beside_its_first_forward_pass():
+    plan = plan_of(PRECISIONS["fp8-e4m3-delayed"], None, CONFIG, sharding=Sharding(0, 2, **LEVELS[1]))
+    gathered = {name: sum(call.op == "all_gather" for call in program.calls) for name, program in plan.programs.items()}
+    whole = gathered["gather"]
+    assert whole == gathered["only"] == gathered["first"] == len(plan.rows)
+    assert gathered["update"] == 1, "of partial sums of squares"
+    assert not any(gathered[name] for name in ("middle", "last", "evaluate", "publish"))
+    calls = plan.programs["first"].calls
+    before = [index for index, call in enumerate(calls) if call.op == "all_gather" and call.outputs[0].ref.layer == 1]
+    reads = [index for index, call in enumerate(calls) if call.lane == "main" and any(w in before for w in call.waits)]
+    layer_0 = [index for index, call in enumerate(calls) if call.lane == "main" and call.phase == "forward"]
+    assert max(before) < min(reads) and sum(max(before) < index < min(reads) for index in layer_0) >= 8

@@ -331,9 +331,9 @@ def test_a_dead_chain_is_pruned_whole(monkeypatch):
     """
     plain, recorded = plan_of(FP8["e4m3", "delayed"]), planning.Recordings.train
 
-    def with_chain(self, *, last):
-        x = next(call.outputs[0].ref for call in recorded(self, last=last) if call.op == "rmsnorm_forward")
-        calls = recorded(self, last=last)
+    def with_chain(self, **place):
+        x = next(call.outputs[0].ref for call in recorded(self, **place) if call.op == "rmsnorm_forward")
+        calls = recorded(self, **place)
         for name in "abc":
             dead = replace(x, name=f"0/0.dead.{name}")
             calls.append(call_of("cast", (dead,), (x,), {}, "backward"))
