@@ -216,14 +216,14 @@ def paused(monkeypatch, at=3):
     """Events that are set when the first run to get there is at its step `at`, and to let it go on."""
     real, there, go_on = Engine.update, threading.Event(), threading.Event()
 
-    def update(self, step, rate):
+    def update(self, step, rate, *more):
         if step == at and not there.is_set():
             for thread in threading.enumerate():
                 if thread.name.startswith("llmq-save"):
                     thread.join()  # the run is at rest
             there.set()
             assert go_on.wait(60)
-        return real(self, step, rate)
+        return real(self, step, rate, *more)
 
     monkeypatch.setattr(Engine, "update", update)
     return there, go_on
