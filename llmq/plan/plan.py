@@ -177,14 +177,11 @@ def make_plan(
     recompute flag frees no byte.
     """
     recordings = Recordings(spec, stores or stores_of(spec.sharding), sites)
-    recorded = {
-        (first, last): prune(recordings.train(first=first, last=last))
-        for first in (False, True)
-        for last in (False, True)
-    }
+    firsts = (False,) if recordings.weights.first is recordings.weights else (False, True)
+    recorded = {(f, last): prune(recordings.train(first=f, last=last)) for f in firsts for last in (False, True)}
     # One decision for all: they differ only in how weights come, and what is done with gradients in the end.
     fates, kept = _fates(spec.memory, recorded[False, False])
-    fated = {place: prune(apply(calls, fates)) for place, calls in recorded.items()}
+    fated = {at: prune(apply(calls, fates)) for at, calls in recorded.items()}
     decoding = completions_of(spec)
     writing = None if decoding is None else DecodingRecordings(decoding, recordings.weights, sites)
     written = {} if writing is None else writing.programs()
@@ -193,9 +190,9 @@ def make_plan(
     measured, readers = observed(fated[False, False], recordings.values()) if spec.observe else ([], {})
     if readers:
         reading["observe"] = forms(measured, {}, fates.offloaded)
-    later = [forms(fated[False, last], {}, fates.offloaded) for last in (False, True)]
-    weights = reads_of_weights([*later, *(reading[name] for name in read)])
-    training = {place: forms(calls, weights, fates.offloaded) for place, calls in fated.items()}
+    training = {at: forms(calls, {}, fates.offloaded) for at, calls in fated.items() if not at[0]}
+    weights = reads_of_weights([*training.values(), *(reading[name] for name in read)])
+    training |= {at: forms(calls, weights, fates.offloaded) for at, calls in fated.items() if at[0]}
     gather = forms(recordings.gather(), weights)
     weights = reads_of_weights([*training.values(), gather, *(reading[name] for name in read)])
     publish = forms(recordings.publish(), weights)
@@ -256,13 +253,14 @@ def _fates(memory: Memory, train: Sequence[Call]) -> tuple[Fates, dict[str, int]
 
 def _micro_steps(training: Mapping[tuple[bool, bool], list[Call]], offloaded: Collection[Item]) -> dict[str, Program]:
     """The programs of a micro-step that is the only, the first, a middle or the last one of its step; `training` has
-    the calls of those that are (first, last)."""
+    the calls of those that are (first, last); a first one may be like the others."""
+    begins = {last: training.get((True, last), training[False, last]) for last in (False, True)}
     train: dict[str, Any] = {"collects": True, "offloaded": offloaded}
-    first = finished("first", training[True, False], **train)
+    first = finished("first", begins[False], **train)
     middle = finished("middle", training[False, False], first=False, **train)
     if training[False, True] == training[False, False]:
         return {"only": first, "first": first, "middle": middle, "last": middle}
-    only = finished("only", training[True, True], **train)
+    only = finished("only", begins[True], **train)
     last = finished("last", training[False, True], first=False, **train)
     return {"only": only, "first": first, "middle": middle, "last": last}
 
