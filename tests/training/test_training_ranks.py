@@ -60,7 +60,7 @@ def exported(name):
     return load_file(f"runs/{name}/model/model.safetensors")
 
 
-@pytest.mark.parametrize("level", [0, 1, 2, 3])
+@pytest.mark.parametrize("level", [1, *(pytest.param(level, marks=pytest.mark.slow) for level in (0, 2, 3))])
 def test_ranks_train_as_one_does(given, level):
     train(given, 1)
     results, console = train(given, 2, zero_level=level)
@@ -82,7 +82,9 @@ def test_a_checkpoint_has_whole_tensors_by_all_ranks(given):
         assert not list(path.glob("part-*"))
 
 
-@pytest.mark.parametrize(("before", "after"), [(2, 2), (2, 1), (1, 2), (3, 2)])
+@pytest.mark.parametrize(
+    ("before", "after"), [(2, 2), (2, 1), *(pytest.param(*ranks, marks=pytest.mark.slow) for ranks in [(1, 2), (3, 2)])]
+)
 def test_a_run_goes_on_with_another_number_of_ranks(given, before, after):
     """With the same number, it has the bits of one that was never stopped."""
     given = {**given, "global_batch_size": 6}
