@@ -7,7 +7,7 @@ copy: six numbers, as the op `quantization_error` gives them.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 from llmq.ops.record import Call, Result
 from llmq.ops.seam import record
@@ -17,10 +17,12 @@ from llmq.tensor import Form, Ref
 FIELDS, STRIDE = 6, 8  # numbers of a cell, and from one cell to the next
 
 
-def observed(calls: Sequence[Call], values: Mapping[str, Ref]) -> tuple[list[Call], dict[str, tuple[str, ...]]]:
+def observed(
+    calls: Sequence[Call], values: Mapping[str, Ref], piece: Callable[[Ref], Ref] = lambda weight: weight
+) -> tuple[list[Call], dict[str, tuple[str, ...]]]:
     """The calls with measurements between them, and by cell, in order, the sites that read the copy.
 
-    `values` are those of weights by name; a weight that has none there is not measured.
+    `values` are those of weights by name, or of this rank's `piece` of each; one that has none there is not measured.
     """
     forms: dict[str, tuple[Ref, Form]] = {}
     sites: dict[str, dict[str, None]] = {}
@@ -40,7 +42,7 @@ def observed(calls: Sequence[Call], values: Mapping[str, Ref]) -> tuple[list[Cal
         return Call("quantization_error", (Result(cell),), (cell, value, ref.in_form(form)), {}, phase)
 
     weights = [(ref, form) for ref, form in forms.values() if ref.space == "weight"]
-    found = [measured(values[ref.name], ref, form, "forward") for ref, form in weights]
+    found = [measured(values[ref.name], piece(ref), form, "forward") for ref, form in weights]
     for call in calls:
         found.append(call)
         made = [r.ref for r in call.outputs if r is not None and r.ref.space == "activation" and not r.ref.again]

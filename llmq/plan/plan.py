@@ -187,7 +187,9 @@ def make_plan(
     written = {} if writing is None else writing.programs()
     read = {"evaluate": recordings.evaluate(), **written}
     reading = {name: forms(prune(calls), {}) for name, calls in read.items()}
-    measured, readers = observed(fated[False, False], recordings.values()) if spec.observe else ([], {})
+    measured, readers = (
+        observed(fated[False, False], recordings.values(), recordings.piece) if spec.observe else ([], {})
+    )
     if readers:
         reading["observe"] = forms(measured, {}, fates.offloaded)
     training = {at: forms(calls, {}, fates.offloaded) for at, calls in fated.items() if not at[0]}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from functools import cached_property, partial
@@ -85,9 +86,17 @@ class Recordings:
         return self._frames(self.model, self.batch, self.sums, 0)
 
     def values(self) -> dict[str, Ref]:
-        """Where the value of each weight is: its master, or itself where it is frozen. One held in a form has none."""
+        """Where the value of each weight is: its master, of which this rank may have a `piece`, or itself where it is
+        frozen. One held in a form has none."""
         masters = {one.row.name: one.state[0] for one in self.moments.walk(Recorder(), masters_only=True)}
-        return {**{ref.name: ref for ref in self.weights.frozen()}, **masters}
+        return {ref.name: ref for ref in (*self.weights.frozen(), *masters.values()) if math.prod(ref.shape)}
+
+    def piece(self, weight: Ref) -> Ref:
+        """The rows of a weight of which this rank has the master."""
+        sharding = self.spec.sharding
+        if not sharding.states:
+            return weight
+        return Shards(self.rows, sharding.size, sharding.rank).piece(weight)
 
     def train(self, *, first: bool = False, last: bool) -> list[Call]:
         """One forward and backward; `first` or `last` in its step."""

@@ -94,7 +94,7 @@ class ShardedGrads(ReducedGrads):
     def __init__(self, rows: Sequence[Row], dtype: str, *, last: bool = False, sharding: Sharding) -> None:
         super().__init__(rows, dtype, last=last, sharding=sharding)
         self._slots = {
-            name: replace(ref, name=f"gradient/{name}", space="activation", is_sum=True)
+            name: replace(ref, name=f"gradient/{name}", space="activation", is_sum=True, cell=name)
             for name, ref in self.refs.items()
         }
         self.refs = {name: self._shards.share(ref) for name, ref in self.refs.items()}

@@ -160,3 +160,19 @@ def test_weights_are_gathered_once_in_a_step_beside_its_first_forward_pass():
     reads = [index for index, call in enumerate(calls) if call.lane == "main" and any(w in before for w in call.waits)]
     layer_0 = [index for index, call in enumerate(calls) if call.lane == "main" and call.phase == "forward"]
     assert max(before) < min(reads) and sum(max(before) < index < min(reads) for index in layer_0) >= 8
+
+
+@pytest.mark.parametrize("level", LEVELS)
+def test_errors_of_copies_are_measured_at_every_level(level):
+    """Of a rank's own share of the weights; those of activations are the same whatever it holds."""
+
+    def work(world):
+        sharding = Sharding(world.rank, world.size, **LEVELS[level])
+        plan = plan_of(PRECISIONS["fp8-head"], None, CONFIG, sharding=sharding, observe=True)
+        engine = engine_of(plan, backend=HostBackend(world=world))
+        found = engine.observe(rank_batch(Run(), 1, 0, world.rank))
+        return dict(zip(plan.observed, found.tolist(), strict=True))
+
+    for found in run_ranks(2, work):
+        assert all(largest > 0 for largest, *_ in found.values())
+        assert found["0.mlp.act@e4m3"][5] == 2 * 16 * 320 and found["layers.0.mlp.up.weight@e4m3"][5] > 0
