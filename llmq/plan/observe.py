@@ -7,6 +7,7 @@ copy: six numbers, as the op `quantization_error` gives them.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping, Sequence
 
 from llmq.ops.record import Call, Result
@@ -42,6 +43,7 @@ def observed(
         return Call("quantization_error", (Result(cell),), (cell, value, ref.in_form(form)), {}, phase)
 
     weights = [(ref, form) for ref, form in forms.values() if ref.space == "weight"]
+    weights = [(ref, form) for ref, form in weights if math.prod(values[ref.name].shape)]  # a share may have no rows
     found = [measured(values[ref.name], piece(ref), form, "forward") for ref, form in weights]
     for call in calls:
         found.append(call)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from functools import cached_property, partial
@@ -89,7 +88,7 @@ class Recordings:
         """Where the value of each weight is: its master, of which this rank may have a `piece`, or itself where it is
         frozen. One held in a form has none."""
         masters = {one.row.name: one.state[0] for one in self.moments.walk(Recorder(), masters_only=True)}
-        return {ref.name: ref for ref in (*self.weights.frozen(), *masters.values()) if math.prod(ref.shape)}
+        return {ref.name: ref for ref in (*self.weights.frozen(), *masters.values())}
 
     def piece(self, weight: Ref) -> Ref:
         """The rows of a weight of which this rank has the master."""

@@ -121,7 +121,7 @@ class Fp8Watch:
     def _read(self, batch: Batch) -> list[CopyError]:
         """A reading of every copy, which the log gets."""
         loop, observed = self._loop, self._loop.engine.plan.observed
-        found = loop.ranks.agreed(loop.engine.observe(batch).tolist())  # as all ranks go on with the same sites
+        found = _of_all(loop.ranks.all_of(loop.engine.observe(batch).tolist()))
         fields = zip(observed.items(), found, strict=True)
         errors = [CopyError.of(name, sites, row) for (name, sites), row in fields]
         loop.log.say(summary(errors))
@@ -153,6 +153,12 @@ class Fp8Watch:
         step = loop.progress.step + 1
         loop.log.notice(f"{names}: in {plan.spec.precision.model} from step {step} on", fell_back=list(sites))
         return sites
+
+
+def _of_all(readings: Sequence[Sequence[Sequence[float]]]) -> list[list[float]]:
+    """What all ranks have read of their batches and shares: the largest of magnitudes, the sums of the rest."""
+    found = np.array(readings)
+    return np.concatenate([found[..., :1].max(axis=0), found[..., 1:].sum(axis=0)], axis=-1).tolist()
 
 
 def carried(read: Callable[..., np.ndarray], old: Plan, new: Plan) -> Callable[..., np.ndarray]:

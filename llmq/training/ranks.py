@@ -39,9 +39,13 @@ class Ranks:
         """What the first rank gives; what JSON can hold."""
         return value if self.size == 1 else self.world.gather(value if self.is_first else None)[0]
 
+    def all_of(self, value: Result) -> list[Result]:
+        """What each rank gives, in order; what JSON can hold."""
+        return [value] if self.size == 1 else self.world.gather(value)
+
     def least(self, value: int) -> int:
         """The smallest that any rank gives."""
-        return value if self.size == 1 else min(self.world.gather(value))
+        return min(self.all_of(value))
 
     def in_turn(self, work: Callable[[], Result], tell: Callable[[Result], Mapping[str, Any]]) -> Result:
         """What `work` returns, which the first rank does alone before the others do.

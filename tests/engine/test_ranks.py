@@ -174,5 +174,4 @@ def test_errors_of_copies_are_measured_at_every_level(level):
         return dict(zip(plan.observed, found.tolist(), strict=True))
 
     for found in run_ranks(2, work):
-        assert all(largest > 0 for largest, *_ in found.values())
         assert found["0.mlp.act@e4m3"][5] == 2 * 16 * 320 and found["layers.0.mlp.up.weight@e4m3"][5] > 0
