@@ -1,8 +1,6 @@
 """What each level of sharing takes of a rank's memory and sends in a step, for the table of a dry run.
 
-The level that a run has is planned. The others are estimated: each further layer takes and sends the same bytes, so that
-two plans of fewer layers say what all take. What a few layers need most memory for, as the embedding at level 2, may be
-something else than in the whole model; a quarter of the layers was enough wherever it was compared.
+The level that a run has is planned. The others are estimated by plans of a quarter of the layers.
 """
 
 from __future__ import annotations
@@ -12,12 +10,13 @@ from dataclasses import dataclass, replace
 
 from llmq.ops.record import Call
 from llmq.ops.seam import record
+from llmq.plan.few_layers import LEAST_LAYERS, MORE, extrapolated, plans_of_few
 from llmq.plan.names import own_scales
 from llmq.plan.plan import Plan, Scratch, make_plan
 from llmq.stores.sharding import Sharding
 from llmq.tensor import Ref, stored_bytes
 
-LEAST_LAYERS, SHARE, MORE = 4, 4, 2  # an estimate is by plans of a fourth of the layers, and of two more
+SHARE = 4  # of the layers that a model has, an estimate is by one in so many
 LEVELS = range(4)
 
 
@@ -84,15 +83,15 @@ def _bytes(ref: Ref) -> int:
 
 
 def _estimated(plan: Plan, sharding: Sharding, scratch_bytes: Scratch, micro_steps: int) -> LevelNeeds:
-    """What plans of fewer layers say of all layers; of a model that has no more, its own plan."""
+    """The needs at another level."""
     spec = replace(plan.spec, sharding=sharding)
     layers = spec.config.num_layers
     least = max(LEAST_LAYERS, layers // SHARE)
-    counts = [least, least + MORE] if least + MORE < layers else [layers]
-    configs = [replace(spec.config, num_layers=n, windows=spec.config.windows[:n]) for n in counts]
-    plans = [make_plan(replace(spec, config=config), scratch_bytes) for config in configs]
+    if least + MORE >= layers:
+        whole = make_plan(spec, scratch_bytes)
+        return LevelNeeds(name_of(sharding), whole.table(), sent_bytes(whole, micro_steps), is_planned=True)
+    plans = plans_of_few(spec, scratch_bytes, least)
     found = [{**one.table(), "sent": sent_bytes(one, micro_steps)} for one in plans]
-    each = {name: (found[-1][name] - number) / MORE for name, number in found[0].items()}
-    table = {name: round(number + (layers - counts[0]) * each[name]) for name, number in found[0].items()}
+    table = {name: round(extrapolated(number, found[1][name], least, layers)) for name, number in found[0].items()}
     sent = table.pop("sent")
-    return LevelNeeds(name_of(sharding), table, sent, is_planned=counts == [layers])
+    return LevelNeeds(name_of(sharding), table, sent, is_planned=False)
