@@ -7,8 +7,7 @@ import shlex
 import sys
 from collections.abc import Sequence
 from pathlib import Path
-from tempfile import TemporaryDirectory
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import click
 from click.core import ParameterSource
@@ -17,9 +16,6 @@ from llmq.cli import shell
 from llmq.cli.train import click_option
 from llmq.errors import UsageError
 from llmq.options.parse import descriptions
-
-if TYPE_CHECKING:
-    from llmq.bench.run import BenchRequest
 
 ARGUMENTS = "llmq.arguments"  # in a context's meta: all of them
 LEFT_OUT = ("model_dtype", "matmul_dtype", "log_fp8_every", "fp8_fallback")  # --dtypes; watching a run
@@ -171,39 +167,11 @@ def command(context: click.Context, **given: Any) -> int:
         _refuse_options_before(context)
         return 0
     from llmq.bench.run import BenchRequest, run
+    from llmq.bench.start import started
 
     request = BenchRequest(**_with_recipe(given), command=context.meta["command"])
-    exit_code = _started(request, context.meta[ARGUMENTS])
+    exit_code = started(request, context.meta[ARGUMENTS])
     return run(request) if exit_code is None else exit_code
-
-
-def _started(request: BenchRequest, arguments: Sequence[str]) -> int | None:
-    """The exit code of the processes that `--gpus` starts; None if this process is to measure."""
-    from llmq.bench.run import check
-    from llmq.comm.cores import cores_of_ranks
-    from llmq.comm.group import Group, run_group
-    from llmq.comm.job_token import drawn_token
-    from llmq.comm.launch import recognised
-    from llmq.hardware import device
-
-    if request.gpus == 1 or recognised(os.environ, request.gpus) is not None:
-        return None
-    if request.device == "cpu":
-        raise UsageError(f"--gpus {request.gpus} counts GPUs, but --device is cpu: leave one of them out")
-    addresses = device.gpu_addresses(request.gpus)
-    if len(addresses) == 1:
-        return None
-    check(request, device.pick("cuda"), len(addresses))
-    with TemporaryDirectory(prefix="llmq-bench-") as logs:
-        group = Group(
-            command=("llmq.cli.start:bench", *arguments),
-            num=len(addresses),
-            token=drawn_token(),
-            logs=Path(logs),
-            kind="--gpus",
-            cores=cores_of_ranks(len(addresses), addresses),
-        )
-        return run_group(group)
 
 
 def _refuse_options_before(context: click.Context) -> None:

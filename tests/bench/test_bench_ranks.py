@@ -1,6 +1,7 @@
-"""Several ranks: they measure the same in the same order, agree on what depends on one of them, and the first prints."""
+"""Several ranks: they measure the same in the same order, agree on what depends on one, and the first prints."""
 
 import json
+import statistics
 from dataclasses import replace
 from types import SimpleNamespace
 
@@ -11,11 +12,10 @@ from llmq.bench import run as bench_run
 from llmq.bench.ranks import COMPUTING, EXPOSED
 from llmq.bench.run import BenchRequest
 from llmq.cli import bench, shell
-from llmq.comm import cores
 from llmq.comm.group import Group, run_group
 from llmq.comm.in_process import run_ranks
 from llmq.errors import MemoryLimitError, UsageError
-from llmq.hardware import cuda_driver, device
+from llmq.hardware import device
 from llmq.hardware.device import CPU
 from llmq.model.config import to_hf
 
@@ -51,15 +51,15 @@ def test_one_then_all_at_every_level(shape, tmp_path, capsys):
     assert [(one["gpus"], one["zero_level"]) for one in (first, third)] == [(2, 1), (2, 3)]
     assert alone["tokens_per_step"] == first["tokens_per_step"] == 128
     for one in (first, third):
-        found, step_ms = one["communication"], 1e3 * sorted(one["step_s"])[0]
+        found, step_ms = one["communication"], 1e3 * statistics.median(one["step_s"])
         rate = one["tokens_per_second"]["median"]
         assert found["scaling"] == pytest.approx(rate / alone["tokens_per_second"]["median"])
         assert found["reduce_bytes_per_s"] > 0 and found["gather_bytes_per_s"] > 0
-        assert [rung["family"] for rung in one["ladder"]] == [COMPUTING, EXPOSED] and step_ms > 0
+        assert [rung["family"] for rung in one["ladder"]] == [COMPUTING, EXPOSED]
         assert sum(rung["ms"] for rung in one["ladder"]) == pytest.approx(one["micro_batch_ms"])
         assert one["gaps_ms"] == pytest.approx(0, abs=1e-9)
         # a step of 128 tokens is two micro-batches of 32 on each of two ranks
-        assert one["micro_batch_ms"] == pytest.approx(1e3 * 128 / rate / 2)
+        assert one["micro_batch_ms"] == pytest.approx(step_ms / 2)
         share = found["exposed_share"] * one["micro_batch_ms"]
         assert one["ladder"][1]["ms"] == pytest.approx(share, abs=1e-9)
 
@@ -88,8 +88,6 @@ def test_the_batch_fits_every_rank_at_every_level(shape, monkeypatch):
         if one.batch_size is None:
             return SimpleNamespace(spec=SimpleNamespace(batch_size=4 if sharding.size == 1 else 2 - sharding.rank))
         seen.append((sharding.size, sharding.rank, one.batch_size))
-        if sharding.size == 1 and sharding.rank == 0 and len(seen) < 0:
-            raise MemoryLimitError("")
         return fitting(request, one, where, backend, sharding)
 
     monkeypatch.setattr(bench_run, "fitting_plan", plan)
@@ -148,20 +146,18 @@ def test_tokens_of_a_step_are_whole_micro_batches_of_all(shape):
 
 def test_gpus_are_started_with_the_same_arguments(shape, monkeypatch, capsys):
     groups = []
-    monkeypatch.setattr("llmq.comm.group.run_group", lambda group: groups.append(group) or 7)
+    monkeypatch.setattr("llmq.bench.start.run_group", lambda group: groups.append(group) or 7)
     monkeypatch.setattr(device, "gpu_addresses", lambda gpus: ["0000:18:00.0", ""][: gpus or 1])
     monkeypatch.setattr(device, "pick", lambda name: CPU)
-    monkeypatch.setattr(cores, "cores_of_ranks", lambda num, gpus: [frozenset()] * num)
+    monkeypatch.setattr("llmq.bench.start.cores_of_ranks", lambda num, gpus: [frozenset()] * num)
     sizes = ["--seq-len=16", "--batch-size=2", f"--models={shape.models[0]}", "--dtypes=fp32"]
     assert shell.run(bench.command, [*sizes, "--gpus=2", "--zero-levels=3"]) == 7
     (group,) = groups
     assert group.command == ("llmq.cli.start:bench", *sizes, "--gpus=2", "--zero-levels=3") and group.num == 2
     assert shell.run(bench.command, [*sizes, "--gpus=2", "--tokens-per-step=32"]) == 2
     assert "on 2 GPUs: use 64" in capsys.readouterr().err and len(groups) == 1
-    assert shell.run(bench.command, [*sizes, "--gpus=0", "--zero-levels=1"]) == 2, (
-        "one GPU is here: no process is started"
-    )
-    assert cuda_driver.load() is None or len(groups) == 1
+    assert shell.run(bench.command, [*sizes, "--gpus=0", "--zero-levels=1"]) == 2
+    assert "is for several GPUs" in capsys.readouterr().err and len(groups) == 1, "one is here: nothing is started"
 
 
 @pytest.mark.slow
