@@ -23,7 +23,7 @@ from llmq.plan.levels import sent_by
 from llmq.plan.plan import Plan
 
 TIMES = 8  # that a layer's collectives follow each other: ranks that begin apart wait for each other only once
-PROGRAMS = ("last", "update")  # where collectives are, at any level
+PROGRAMS = ("first", "last")  # where the collectives of layers are, at any level
 
 
 class EchoWorld:

@@ -91,11 +91,10 @@ def test_collectives_of_a_layer_by_hand():
         plan = plan_at(level)
         reduce, gather = (of_a_layer(plan, gathers=gathers) for gathers in (False, True))
         assert reduce.num_bytes == gather.num_bytes == 4 * numbers // 2
-        assert phases(plan, reduce) == {("reduce_scatter", "backward")} and reduce.program == "last"
-        phase = {0: "backward", 3: "forward"}.get(level, "update")
-        assert {op for op, _ in phases(plan, gather)} == {"all_gather"}
-        assert gather.program == ("last" if level in (0, 3) else "update")
-        assert len({one for _, one in phases(plan, gather)}) == 1 and (level != 3 or phase == "forward")
+        assert phases(plan, reduce) == {("reduce_scatter", "backward")}
+        assert phases(plan, gather) == {("all_gather", "forward" if level else "backward")}
+        assert reduce.program == ("first" if level > 1 else "last")
+        assert gather.program == ("first" if level else "last")
     assert of_a_layer(plan_of(FP32, config=CONFIG), gathers=True) is None
 
 
