@@ -23,6 +23,7 @@ from llmq.comm.world import World
 from llmq.engine.bound_plan import make_ready
 from llmq.engine.measure import BATCHES, Clock, CudaClock, Speed, measure_plan, zipf_batch
 from llmq.errors import MemoryLimitError
+from llmq.hardware import nvml
 from llmq.hardware.device import Device
 from llmq.plan.levels import at_level
 from llmq.plan.plan import Plan
@@ -35,6 +36,12 @@ if TYPE_CHECKING:
 EXPOSED = "communication, exposed"  # a rung of the ladder of several GPUs, beside this one
 COMPUTING = "computing"
 ALONE = -1  # the plan of a GPU that shares nothing, among those by level
+
+
+def other_processes(where: Device) -> int | None:
+    """Processes on the GPU beside this one, which has a context there; None where that is not known."""
+    processes = nvml.num_processes(where.gpu.uuid) if where.gpu else None
+    return None if processes is None else max(processes - 1, 0)
 
 
 @dataclass(frozen=True)
@@ -99,7 +106,7 @@ class RankBench:
             whole,
             Ladder(rungs, speed.micro_batch_ms),
             self.peaks,
-            None,
+            other_processes(self.where),
             deterministic=self.request.deterministic or self.where.kind == "cpu",
             gpus=size,
             zero_level=level,

@@ -24,7 +24,7 @@ from llmq.backends import Backend, open_backend
 from llmq.bench import table as bench_table
 from llmq.bench.ceilings import Ceilings, measure_ceilings
 from llmq.bench.ladder import ladder
-from llmq.bench.ranks import RankBench
+from llmq.bench.ranks import RankBench, other_processes
 from llmq.bench.results import Change, compare, document, load, require_common, result_of, save
 from llmq.comm.join import join_world
 from llmq.comm.launch import gpu_index, recognised
@@ -32,7 +32,7 @@ from llmq.comm.world import ALONE, World
 from llmq.engine.bound_plan import make_ready
 from llmq.engine.measure import Clock, CudaClock, measure_plan
 from llmq.errors import LlmqError, MemoryLimitError, StorageError, UsageError
-from llmq.hardware import blas, nvml
+from llmq.hardware import blas
 from llmq.hardware import device as devices
 from llmq.hardware.device import Device
 from llmq.model import speed_of_light as sol
@@ -427,7 +427,6 @@ def _measure(
             limit_s=limit_s,
             report=report,
         )
-    processes = nvml.num_processes(uuid) if uuid else None
-    others = None if processes is None else max(processes - 1, 0)  # this one has a context now
+    others = other_processes(where)
     deterministic = request.deterministic or where.kind == "cpu"
     return result_of(one.model, one.dtype, speed, ladder(speed, ceilings), peaks, others, deterministic=deterministic)
