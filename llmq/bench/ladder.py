@@ -19,6 +19,7 @@ from llmq.ops.record import Call
 from llmq.ops.seam import record
 from llmq.plan.names import storage_name
 from llmq.plan.passes.place import Placement
+from llmq.plan.plan import Plan
 from llmq.plan.spec import Spec
 
 HEAD = (".head.", "head.logits", "head.weight", "embed.weight")  # in the names of what the head's linear map writes
@@ -82,6 +83,16 @@ def ladder(speed: Speed, ceilings: Ceilings) -> Ladder:
         parts.setdefault(family(call.op, written(call)), []).append(tuple(times * number for number in part))
     rungs = [Rung(name, len(found), *map(sum, zip(*found, strict=True))) for name, found in parts.items()]
     return Ladder(tuple(sorted(rungs, key=lambda rung: -rung.ms)), speed.micro_batch_ms)
+
+
+def computing_roofline_ms(plan: Plan, tokens_per_step: int, ceilings: Ceilings) -> float:
+    """Least milliseconds of a micro-batch of a rank's steps of so many tokens, without what ranks send each other."""
+    spec, used, total = plan.spec, different_tokens(plan.spec), 0.0
+    for name, times in (("middle", 1.0), ("update", spec.batch_size * spec.seq_len / tokens_per_step)):
+        program = plan.programs[name]
+        calls = [call for call in program.calls if record(call.op).family != "collectives"]
+        total += times * sum(roofline_s(work_of(call, program.places, used), ceilings) for call in calls)
+    return 1e3 * total
 
 
 def different_tokens(spec: Spec) -> int:

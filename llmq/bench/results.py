@@ -26,10 +26,10 @@ from llmq.model import speed_of_light as sol
 from llmq.training.records import to_json
 
 KIND, SCHEMA = "llmq-bench", 1
-SAME = ("model", "dtype", "batch_size", "seq_len")  # in two results that can be compared
+SAME = ("model", "dtype", "batch_size", "seq_len", "gpus", "zero_level")  # in two results that can be compared
 # shown where they differ
 SETTINGS = ("tokens_per_step", "precision", "recompute", "lmhead_chunks", "attn_bwd_chunks", "deterministic")
-UNSAID = {"deterministic": True}  # settings that older files lack
+UNSAID = {"deterministic": True, "gpus": 1, "zero_level": None}  # what older files lack
 
 Result = Mapping[str, Any]
 
@@ -43,8 +43,14 @@ def result_of(
     other_processes: int | None,
     *,
     deterministic: bool,
+    gpus: int = 1,
+    zero_level: int | None = None,
+    communication: Mapping[str, Any] | None = None,
 ) -> dict[str, Any]:
-    """The result of one configuration."""
+    """The result of one configuration; of several GPUs with what their `communication` costs.
+
+    `speed` is that of all GPUs, what is said of memory and of the GPU is of one.
+    """
     plan, (median, low, high) = speed.plan, speed.tokens_per_second
     nvml_bytes = [reading.used_bytes for reading in speed.readings if reading.used_bytes is not None]
     return {
@@ -58,8 +64,11 @@ def result_of(
         "lmhead_chunks": plan.spec.memory.head_chunks,
         "attn_bwd_chunks": plan.spec.memory.attention_chunks,
         "deterministic": deterministic,
+        "gpus": gpus,
+        "zero_level": zero_level,
+        "communication": communication,
         "tokens_per_second": {"median": median, "min": low, "max": high},
-        "sol": sol.fraction(median, plan.spec.config, plan.spec.seq_len, peaks, plan.spec.precision.dtype),
+        "sol": sol.fraction(median / gpus, plan.spec.config, plan.spec.seq_len, peaks, plan.spec.precision.dtype),
         "ceiling_share": found.share,
         "step_s": list(speed.seconds),
         "first_step_s": speed.first_step_s,
@@ -178,8 +187,10 @@ def percent(old: float, new: float) -> float:
 
 
 def name_of(result: Result) -> str:
-    """`Qwen2.5-0.5B bf16 32x1024`."""
-    return f"{result['model']} {result['dtype']} {result['batch_size']}x{result['seq_len']}"
+    """`Qwen2.5-0.5B bf16 32x1024`, `Qwen2.5-0.5B bf16 32x1024 on 2 GPUs, level 1`."""
+    gpus, level = result.get("gpus", 1), result.get("zero_level")
+    many = f" on {gpus} GPUs, level {level}" if gpus > 1 else ""
+    return f"{result['model']} {result['dtype']} {result['batch_size']}x{result['seq_len']}{many}"
 
 
 def require_common(old: Mapping[str, Any], wanted: Sequence[tuple[str, str, int]]) -> None:
@@ -190,7 +201,9 @@ def require_common(old: Mapping[str, Any], wanted: Sequence[tuple[str, str, int]
 
 def compare(old: Mapping[str, Any], new: Mapping[str, Any]) -> tuple[list[Change], list[str]]:
     """Changes of the configurations in both, and names of those in one only; UsageError if none is in both."""
-    before, after = ({tuple(r[key] for key in SAME): r for r in content["results"]} for content in (old, new))
+    before, after = (
+        {tuple({**UNSAID, **r}[key] for key in SAME): r for r in content["results"]} for content in (old, new)
+    )
     changes = [_change(before[key], result, old, new) for key, result in after.items() if key in before]
     lone = [
         name_of(r) for one, other in ((before, after), (after, before)) for key, r in one.items() if key not in other

@@ -14,6 +14,7 @@ import sys
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -23,11 +24,15 @@ from llmq.backends import Backend, open_backend
 from llmq.bench import table as bench_table
 from llmq.bench.ceilings import Ceilings, measure_ceilings
 from llmq.bench.ladder import ladder
+from llmq.bench.ranks import RankBench, other_processes
 from llmq.bench.results import Change, compare, document, load, require_common, result_of, save
+from llmq.comm.join import join_world
+from llmq.comm.launch import gpu_index, recognised
+from llmq.comm.world import ALONE, World
 from llmq.engine.bound_plan import make_ready
 from llmq.engine.measure import Clock, CudaClock, measure_plan
 from llmq.errors import LlmqError, MemoryLimitError, StorageError, UsageError
-from llmq.hardware import blas, nvml
+from llmq.hardware import blas
 from llmq.hardware import device as devices
 from llmq.hardware.device import Device
 from llmq.model import speed_of_light as sol
@@ -43,6 +48,8 @@ from llmq.plan.plan import Plan, make_plan
 from llmq.plan.precision import Precision
 from llmq.plan.spec import Spec
 from llmq.screen import Screen
+from llmq.stores.sharding import ALONE as UNSHARED
+from llmq.stores.sharding import Sharding
 from llmq.tensor import DTYPES
 
 NARROW = {"model_dtype": "bf16", "opt_m_dtype": "bf16", "opt_v_dtype": "bf16"}
@@ -56,6 +63,7 @@ ROOM = 0.95  # of the free memory, for a plan that models what cuDNN will need
 LIMIT_S = 165.0  # for all configurations that were chosen here: under three minutes with the start of Python
 LADDER_S = 10.0  # of them: single ops, after the steps
 START_S = 15.0  # of a configuration: kernels, algorithms, weights, ladder
+DEFAULT_LEVEL = 1  # of several GPUs
 CAUTION = 0.8  # of the last share of the speed of light is expected of the next
 
 
@@ -96,6 +104,8 @@ class BenchRequest:
     compare: Path | None = None
     tolerance: float | None = None
     markdown: bool = False
+    gpus: int = 1
+    zero_levels: tuple[int, ...] = ()
     command: str = "llmq-bench"
 
 
@@ -118,28 +128,57 @@ class Wanted:
 
 
 def run(request: BenchRequest) -> int:
-    """Measures, prints and saves; returns the exit code: 1 for a regression beyond the tolerance."""
-    where = devices.pick(request.device)
-    if where.kind == "cpu":
-        blas.use_threads()
-    wanted = configurations(request, where)
+    """Measures, prints and saves; returns the exit code: 1 for a regression beyond the tolerance.
+
+    Of many ranks each measures, and the first one prints and saves.
+    """
+    place = recognised(os.environ, request.gpus)
+    if place is None or place.size == 1:
+        return _run(request, devices.pick(request.device), ALONE)
+    where = devices.use(devices.pick(request.device), partial(gpu_index, place))
+    world = join_world(place, where)
+    try:
+        return _run(request, where, world)
+    finally:
+        world.close()
+
+
+def check(request: BenchRequest, where: Device, num_ranks: int = 1) -> tuple[list[Wanted], dict[str, Any] | None]:
+    """What is measured, and what it is compared with; all is refused that can be before the first measurement."""
+    wanted = configurations(request, where, num_ranks)
     old = load(request.compare) if request.compare else None
     if old is not None:
         require_common(old, [(one.model, one.dtype, one.flat["seq_len"]) for one in wanted])
     if request.save:
         _check_place(request.save)
-    console = Console(stderr=request.markdown)  # with --markdown only that goes to stdout
+    return wanted, old
+
+
+def _run(request: BenchRequest, where: Device, world: World) -> int:
+    if where.kind == "cpu":
+        blas.use_threads()
+    if world.size > 1:
+        request = replace(request, zero_levels=request.zero_levels or (DEFAULT_LEVEL,))
+    wanted, old = check(request, where, world.size)
+    is_first = world.rank == 0
+    console = Console(stderr=request.markdown, quiet=not is_first)  # with --markdown only that goes to stdout
     peaks, system = devices.peaks(where), devices.system_facts(where)
-    ceilings = measure_ceilings(where.kind, {dtype for one in wanted for dtype in multiplied(one.precision)})
+    dtypes = {dtype for one in wanted for dtype in multiplied(one.precision)}
+    found = asdict(measure_ceilings(where.kind, dtypes)) if is_first else None  # while the others wait
+    ceilings = Ceilings(**world.gather(found)[0])
     bench_table.show_machine(console, system, peaks, asdict(ceilings))
     results = []
-    for result in measured(request, wanted, where, peaks, ceilings):
+    measuring = measured if world.size == 1 else partial(_measured_by_ranks, world=world)
+    for result in measuring(request, wanted, where, peaks, ceilings):
         results.append(result)
         if not request.batch_sizes:
             bench_table.show(console, result)
     if request.batch_sizes:
         bench_table.show_sizes(console, results, [one.name for one in wanted])
+    bench_table.show_ranks(console, results)
     content = document(results, request.command, system, peaks, ceilings)
+    if not is_first:
+        return 0
     if request.save:
         save(request.save, content)
     if request.markdown:
@@ -151,6 +190,28 @@ def run(request: BenchRequest) -> int:
     return _exit_code(console, changes, request.tolerance)
 
 
+def _measured_by_ranks(
+    request: BenchRequest,
+    wanted: Sequence[Wanted],
+    where: Device,
+    peaks: Mapping[str, float],
+    ceilings: Ceilings,
+    *,
+    world: World,
+) -> Iterator[dict[str, Any]]:
+    """The results of each configuration on one GPU, and on all at each level."""
+
+    def plan(one: Wanted, backend: Backend, sharding: Sharding) -> Plan:
+        return fitting_plan(request, one, where, backend, sharding)
+
+    def alone(one: Wanted, plan: Plan, tokens: int) -> dict[str, Any]:
+        backend = open_backend(where.kind, deterministic=request.deterministic)
+        return _measure(request, one, plan, backend, where, tokens, peaks, ceilings, math.inf)
+
+    tokens = DEFAULTS[where.kind].tokens
+    return RankBench(request, where, world, peaks, ceilings, plan, alone, tokens).measured(wanted)
+
+
 def _exit_code(console: Console, changes: Sequence[Change], tolerance: float | None) -> int:
     if tolerance is None:
         return 0
@@ -160,7 +221,7 @@ def _exit_code(console: Console, changes: Sequence[Change], tolerance: float | N
     return 1 if slower else 0
 
 
-def configurations(request: BenchRequest, where: Device) -> list[Wanted]:
+def configurations(request: BenchRequest, where: Device, num_ranks: int = 1) -> list[Wanted]:
     """Every model in every dtype, checked. UsageError with all problems at once."""
     problems, configs = [], {}
     for name in request.models or DEFAULTS[where.kind].models:
@@ -178,7 +239,9 @@ def configurations(request: BenchRequest, where: Device) -> list[Wanted]:
         problems.append(f"--tolerance {request.tolerance:g} is for --compare: add it, or leave --tolerance out")
     if request.batch_size and request.batch_sizes:
         problems.append("--batch-size and --batch-sizes are both given: give one of them")
-    problems += _odd_tokens(request, where)
+    if request.zero_levels and num_ranks == 1:
+        problems.append("--zero-levels is for several GPUs: add --gpus N, or leave it out")
+    problems += _odd_tokens(request, where, num_ranks)
     found = []
     for name, config in configs.items():
         for dtype in dtypes if not unknown_dtypes else ():
@@ -199,17 +262,18 @@ def _default_dtypes(request: BenchRequest, where: Device) -> tuple[str, ...]:
     return ("bf16", "e4m3") if devices.has_fp8(where) and not request.models else ("bf16",)
 
 
-def _odd_tokens(request: BenchRequest, where: Device) -> Iterator[str]:
-    """A message if --tokens-per-step is not a whole number of micro-batches."""
+def _odd_tokens(request: BenchRequest, where: Device, num_ranks: int) -> Iterator[str]:
+    """A message if --tokens-per-step is not a whole number of micro-batches of all ranks."""
     tokens, sequence = request.tokens_per_step, seq_len_of(request, where)
     if tokens is None:
         return
     for size in request.batch_sizes or (request.batch_size,):
-        micro = (size or 1) * sequence
+        micro = (size or 1) * sequence * num_ranks
         if not tokens % micro:
             continue
         near = max(1, tokens // micro) * micro
         what = f"micro-batches of {size} x {sequence}" if size else f"{sequence}, --seq-len"
+        what += f", on {num_ranks} GPUs" if num_ranks > 1 else ""
         yield f"--tokens-per-step {tokens} is not a multiple of {what}: use {near}"
 
 
@@ -285,7 +349,9 @@ def measured(
         gc.collect()  # the next configuration needs the memory
 
 
-def fitting_plan(request: BenchRequest, one: Wanted, where: Device, backend: Backend) -> Plan:
+def fitting_plan(
+    request: BenchRequest, one: Wanted, where: Device, backend: Backend, sharding: Sharding = UNSHARED
+) -> Plan:
     """The plan with the batch that was asked for, or the largest that fits. MemoryLimitError if none does.
 
     Automatic chunks of the attention backward rise where the batch cannot get smaller.
@@ -295,10 +361,12 @@ def fitting_plan(request: BenchRequest, one: Wanted, where: Device, backend: Bac
     most = DEFAULTS[where.kind].batch_size
     sizes = [one.batch_size] if one.batch_size else [most >> shift for shift in range(most.bit_length())]
     modelled = open_backend("planned", deterministic=request.deterministic) if on_gpu else backend
-    fitting = (size for size in sizes if _plan(one, size, modelled, gpu_bytes).total_bytes <= ROOM * free_bytes)
-    plan = _plan(one, next(fitting, sizes[-1]), backend, gpu_bytes)
+    fitting = (
+        size for size in sizes if _plan(one, size, modelled, gpu_bytes, sharding).total_bytes <= ROOM * free_bytes
+    )
+    plan = _plan(one, next(fitting, sizes[-1]), backend, gpu_bytes, sharding)
     while plan.total_bytes > free_bytes and not one.batch_size and plan.spec.batch_size > 1:
-        plan = _plan(one, plan.spec.batch_size // 2, backend, gpu_bytes)
+        plan = _plan(one, plan.spec.batch_size // 2, backend, gpu_bytes, sharding)
     if memory.chooses_attention_chunks(Options.parse(one.flat).memory):
         plan = with_fitting_chunks(plan, free_bytes, backend.scratch_bytes)
     relaxed = open_backend("planned", deterministic=False).scratch_bytes if on_gpu and request.deterministic else None
@@ -306,12 +374,13 @@ def fitting_plan(request: BenchRequest, one: Wanted, where: Device, backend: Bac
     return plan
 
 
-def _plan(one: Wanted, batch_size: int, backend: Backend, gpu_bytes: int) -> Plan:
+def _plan(one: Wanted, batch_size: int, backend: Backend, gpu_bytes: int, sharding: Sharding) -> Plan:
     options = Options.parse({**one.flat, "batch_size": batch_size})
     sizes = {"batch_size": batch_size, "seq_len": one.flat["seq_len"]}
     logit_bytes = padded_vocab(one.config) * DTYPES[one.precision.model].itemsize
     limits = memory.resolve(options.memory, **sizes, logit_bytes=logit_bytes, gpu_bytes=gpu_bytes)
-    return make_plan(Spec(one.config, one.precision, limits, Hyperparameters(), **sizes), backend.scratch_bytes)
+    spec = Spec(one.config, one.precision, limits, Hyperparameters(), **sizes, sharding=sharding)
+    return make_plan(spec, backend.scratch_bytes)
 
 
 def whole(tokens: int, plan: Plan) -> int:
@@ -358,7 +427,6 @@ def _measure(
             limit_s=limit_s,
             report=report,
         )
-    processes = nvml.num_processes(uuid) if uuid else None
-    others = None if processes is None else max(processes - 1, 0)  # this one has a context now
+    others = other_processes(where)
     deterministic = request.deterministic or where.kind == "cpu"
     return result_of(one.model, one.dtype, speed, ladder(speed, ceilings), peaks, others, deterministic=deterministic)

@@ -16,6 +16,10 @@ COLUMNS = (
     *("model", "dtype", "micro-batch", "tokens/s (least to most)", "SOL", "of the ceilings", "memory"),
     *("SM clock", "power"),
 )
+RANKS = (
+    *("model", "dtype", "micro-batch", "GPUs", "level", "tokens/s", "scaling", "sums of a layer", "gathers of a layer"),
+    "exposed communication of a step",
+)
 LIBRARIES = ("driver", "cuBLASLt", "cuDNN", "cupy", "cupy-cuda13x", "cupy-cuda12x", "numpy", "blas")
 
 
@@ -74,6 +78,15 @@ def show_sizes(console: Console, results: Sequence[Result], wanted: Sequence[str
     console.print(table)
     if absent := [name for name in wanted if name not in {name_of(result) for result in results}]:
         _say(console, f"Too large for the memory that is free: {', '.join(absent)}")
+
+
+def show_ranks(console: Console, results: Sequence[Result]) -> None:
+    """Prints one table of what was measured on several GPUs, beside one; nothing if nothing was."""
+    if any(result["gpus"] > 1 for result in results):
+        table = Table(*RANKS[:3], *(_right(title) for title in RANKS[3:]))
+        for result in results:
+            table.add_row(*_rank_cells(result))
+        console.print(table)
 
 
 def beyond(result: Result) -> str:
@@ -176,6 +189,9 @@ def markdown(content: Mapping[str, Any]) -> str:
     lines.append(f"| gaps (negative: overlap) | {' | '.join(gaps)} |")
     sums = [sum(rung["roofline_ms"] for rung in result["ladder"]) for result in results]
     cells = [f"{result['micro_batch_ms']:.2f} ({ms:.2f})" for result, ms in zip(results, sums, strict=True)]
+    if any(result.get("gpus", 1) > 1 for result in results):
+        ranks = [f"| {' | '.join(_rank_cells(result))} |" for result in results]
+        lines[2:2] = [f"| {' | '.join(RANKS)} |", f"|{'---|' * len(RANKS)}", *ranks, ""]
     notes = [f"\n{note}" for result in results if (note := beyond(result))]
     return "\n".join([*lines, f"| micro-batch | {' | '.join(cells)} |", *notes])
 
@@ -197,6 +213,26 @@ def _cells(result: Result) -> tuple[str, ...]:
         "-" if gpu["sm_mhz"] is None else f"{gpu['sm_mhz']:.0f} MHz",
         "-" if gpu["watts"] is None else f"{gpu['watts']:.0f} W",
     )
+
+
+def _rank_cells(result: Result) -> tuple[str, ...]:
+    start = (result["model"], result["dtype"], f"{result['batch_size']}x{result['seq_len']}", str(result["gpus"]))
+    rate, found = f"{result['tokens_per_second']['median']:,.0f}", result["communication"]
+    if found is None:
+        return (*start, "", rate, *[""] * 4)
+    scaling, gpus = found["scaling"], result["gpus"]
+    return (
+        *start,
+        str(result["zero_level"]),
+        rate,
+        "too large for one GPU" if scaling is None else f"x{scaling:.3g} ({_percent(scaling / gpus)})",
+        *(_gigabytes(found[f"{name}_bytes_per_s"]) for name in ("reduce", "gather")),
+        f"{found['exposed_ms']:.1f} ms ({_percent(found['exposed_share'])})",
+    )
+
+
+def _gigabytes(rate: float | None) -> str:
+    return "-" if rate is None else f"{rate / 1e9:.3g} GB/s"
 
 
 def _say(console: Console, text: str) -> None:

@@ -17,6 +17,7 @@ from llmq.cli.train import click_option
 from llmq.errors import UsageError
 from llmq.options.parse import descriptions
 
+ARGUMENTS = "llmq.arguments"  # in a context's meta: all of them
 LEFT_OUT = ("model_dtype", "matmul_dtype", "log_fp8_every", "fp8_fallback")  # --dtypes; watching a run
 # options that mean what they mean in llmq-train
 RECIPE = {
@@ -37,6 +38,13 @@ def _sizes(context: click.Context, parameter: click.Parameter, value: str | None
     return tuple(dict.fromkeys(map(int, names)))
 
 
+def _levels(context: click.Context, parameter: click.Parameter, value: str | None) -> tuple[int, ...]:
+    names = _names(context, parameter, value)
+    if wrong := [name for name in names if name not in ("0", "1", "2", "3")]:
+        raise click.BadParameter(f"{', '.join(wrong)}: levels are 0 to 3, such as 1,3")
+    return tuple(dict.fromkeys(map(int, names)))
+
+
 def _path(context: click.Context, parameter: click.Parameter, value: str | None) -> Path | None:
     return Path(value) if value else None
 
@@ -46,7 +54,7 @@ class Bench(click.Group):
 
     def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
         """Keeps the command line as typed."""
-        ctx.meta["command"] = shlex.join(["llmq-bench", *args])
+        ctx.meta["command"], ctx.meta[ARGUMENTS] = shlex.join(["llmq-bench", *args]), tuple(args)
         return super().parse_args(ctx, args)
 
 
@@ -110,6 +118,19 @@ def _with_recipe(given: dict[str, Any]) -> dict[str, Any]:
     metavar="N,N,...",
     help="Measure each of these sizes of a micro-batch, and print one table.",
 )
+@click.option(
+    "--gpus",
+    type=click.IntRange(0),
+    default=1,
+    show_default=True,
+    help="Measure one GPU, then this many together, with a process for each; 0 takes all.",
+)
+@click.option(
+    "--zero-levels",
+    callback=_levels,
+    metavar="N,N,...",
+    help="With --gpus: what they share out, --zero-level of llmq-train, one after the other. [default: 1]",
+)
 @click.option("--save", type=shell.Home(), callback=_path, metavar="FILE", help="Write the results as JSON.")
 @click.option(
     "--compare",
@@ -134,18 +155,23 @@ def command(context: click.Context, **given: Any) -> int:
     llmq-bench --models Qwen2.5-0.5B,Qwen2.5-1.5B --dtypes bf16,e4m3 --save today.json
     llmq-bench --models Qwen2.5-7B --batch-size 16 --compare yesterday.json --tolerance 2
     llmq-bench --models Qwen2.5-0.5B --batch-sizes 1,2,4,8
+    llmq-bench --models Qwen2.5-0.5B --gpus 2 --zero-levels 1,3
     llmq-bench op 'rmsnorm_*'
 
     Weights and moments are bf16 (fp32 with --dtypes fp32). The command prints tokens per second, the shares of the
     speed of light and of the measured ceilings of this device, memory, clock and power, and the milliseconds of a
-    micro-batch by family of ops, each beside its roofline. Without --models it takes less than three minutes.
+    micro-batch by family of ops, each beside its roofline. On one GPU, without --models, it takes less than three
+    minutes. With --gpus it prints scaling, the bandwidth of a layer's collectives, and what of communication shows.
     """
     if context.invoked_subcommand:
         _refuse_options_before(context)
         return 0
     from llmq.bench.run import BenchRequest, run
+    from llmq.bench.start import started
 
-    return run(BenchRequest(**_with_recipe(given), command=context.meta["command"]))
+    request = BenchRequest(**_with_recipe(given), command=context.meta["command"])
+    exit_code = started(request, context.meta[ARGUMENTS])
+    return run(request) if exit_code is None else exit_code
 
 
 def _refuse_options_before(context: click.Context) -> None:

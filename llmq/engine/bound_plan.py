@@ -77,9 +77,10 @@ class BoundPlan:
         return lambda: self._backend.program(launches)()
 
     def part(self, name: str, indices: Iterable[int], before: Run | None = None) -> Run:
-        """These calls of a program of the plan, each after `before`, as a program of their own; for timing."""
-        launches, first = self._bound(name, self._ops), [] if before is None else [Launch(before)]
-        return self._backend.program([each for index in indices for each in (*first, Launch(launches[index].run))])
+        """These calls of a program of the plan, each after `before`, as one of their own on one lane; for timing."""
+        first = [] if before is None else [Launch(before)]
+        launches = [launch._replace(lane="main", waits=()) for launch in self._bound(name, self._ops)]
+        return self._backend.program([each for index in indices for each in (*first, launches[index])])
 
     def _bound(self, name: str, ops: Mapping[str, Op], *, poison: bool = False) -> list[Launch]:
         scratch_bytes = self._backend.scratch_bytes if self._backend.takes_scratch else None

@@ -111,6 +111,15 @@ def asked_gpus(options: SystemOptions) -> int:
     return options.gpus
 
 
+def planned_gpus(options: SystemOptions) -> int:
+    """How many GPUs a dry run is for. UsageError where they cannot be counted."""
+    if options.gpus:
+        return options.gpus
+    if options.gpu is not None:
+        raise UsageError(f"--gpus 0 counts the GPUs of this machine, and --gpu {options.gpu} is another: give a number")
+    return len(gpu_addresses(0))
+
+
 def pick(device: str) -> Device:
     """The device of `auto`, `cpu` or `cuda`. UsageError for a GPU that cannot be used."""
     if device == "cpu":

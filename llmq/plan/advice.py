@@ -4,12 +4,19 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import replace
+from itertools import chain
 from typing import Any
 
 from llmq.disk import shown
 from llmq.errors import MemoryLimitError, UsageError
 from llmq.plan.arena import aligned
+from llmq.plan.few_layers import least_bytes
+from llmq.plan.levels import LEVELS, at_level
 from llmq.plan.plan import Plan, Scratch, make_plan, scratch_storage
+from llmq.plan.spec import Spec
+from llmq.stores.sharding import Sharding
+
+SURE = 0.95  # of what few layers say that many need: shares of ranks differ by whole tiles
 
 
 def with_fitting_chunks(plan: Plan, free_bytes: int, scratch_bytes: Scratch | None) -> Plan:
@@ -48,7 +55,7 @@ def refuse_if_too_large(
     needs = f"the run needs {shown(plan.total_bytes)}{chunked}"
     start = f"{needs}, {shown(free_bytes)} are free, {shown(missing)} are missing"
     workspace = _with_less_workspace(plan, scratch_bytes, relaxed_scratch)
-    for remedies in (workspace, *([found] for found in _smaller_plans(plan, scratch_bytes))):
+    for remedies in chain([workspace], ([found] for found in _smaller_plans(plan, free_bytes, scratch_bytes))):
         fitting = [f"{change} needs {shown(p.total_bytes)}" for change, p in remedies if p.total_bytes <= free_bytes]
         if fitting:
             raise MemoryLimitError(f"{start}: {', '.join(fitting)}")
@@ -70,8 +77,11 @@ def _with_less_workspace(
         yield f"--attn-bwd-chunks {plan.spec.batch_size}", _changed(plan, scratch_bytes, memory=each)
 
 
-def _smaller_plans(plan: Plan, scratch_bytes: Scratch | None) -> Iterator[tuple[str, Plan]]:
-    """Other changes of the run's options that need less memory, the mildest first."""
+def _smaller_plans(plan: Plan, free_bytes: int, scratch_bytes: Scratch | None) -> Iterator[tuple[str, Plan]]:
+    """Other changes of the run's options that need less memory, the mildest first; none that is sure to need too much.
+
+    Levels of sharing change no bit of the run.
+    """
     block = replace(plan.spec.memory, flags=("recompute_block",))
     one = replace(plan.spec.memory, attention_chunks=1)
     moments = replace(plan.spec.precision, m="bf16", v="bf16")
@@ -81,8 +91,14 @@ def _smaller_plans(plan: Plan, scratch_bytes: Scratch | None) -> Iterator[tuple[
     silent: list[tuple[str, dict[str, Any]]] = []
     if plan.spec.completions is not None:
         silent = [("leaving out --sample-prompts", {"completions": None})]
+    sharding = plan.spec.sharding
+    levels = [(level, at_level(sharding, level)) for level in LEVELS if sharding.size > 1]
+    shared: list[tuple[str, dict[str, Any]]] = [
+        (f"--zero-level {level}", {"sharding": more}) for level, more in levels if _shares_more(more, sharding)
+    ]
     attempts: list[tuple[str, dict[str, Any]]] = [
         *silent,
+        *shared,
         *unwatched,
         ("--recompute-block", {"memory": block}),
         (narrow, {"precision": moments}),
@@ -95,14 +111,26 @@ def _smaller_plans(plan: Plan, scratch_bytes: Scratch | None) -> Iterator[tuple[
     ]
     for change, values in attempts:
         try:
-            yield change, _changed(plan, scratch_bytes, **values)
+            if SURE * least_bytes(_spec_of(plan, **values), scratch_bytes) <= free_bytes:
+                yield change, _changed(plan, scratch_bytes, **values)
         except UsageError:
             continue
 
 
+def _shares_more(sharding: Sharding, than: Sharding) -> bool:
+    """Whether everything that is shared out by the second is by the first, and more."""
+    pairs = [(sharding.states, than.states), (sharding.gradients, than.gradients), (sharding.weights, than.weights)]
+    return sharding != than and all(mine or not other for mine, other in pairs)
+
+
 def _changed(plan: Plan, scratch_bytes: Scratch | None, **changes: Any) -> Plan:
     """The plan of the same run with some fields of its spec changed."""
+    return make_plan(_spec_of(plan, **changes), scratch_bytes)
+
+
+def _spec_of(plan: Plan, **changes: Any) -> Spec:
+    """The spec of a plan with some fields changed."""
     spec = replace(plan.spec, **changes)
     if spec.seq_len * spec.batch_size % spec.memory.head_chunks:
         spec = replace(spec, memory=replace(spec.memory, head_chunks=1))
-    return make_plan(spec, scratch_bytes)
+    return spec

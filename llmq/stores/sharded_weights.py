@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Iterable, Iterator, Sequence
 from copy import copy
 from dataclasses import replace
@@ -26,6 +27,11 @@ class GatheredWeights(ReplicatedWeights):
             row.name: self._shards.share(replace(self.refs[row.name], space="shard", value_in=value_in))
             for row in self._shards.rows
         }
+        self._names: dict[str | int, list[str]] = defaultdict(list)  # by part; a tied head reads the embedding
+        for row in rows:
+            self._names[part_of(row)].append(row.name)
+        if "head.weight" not in self.refs:
+            self._names["head"].append("embed.weight")
 
     @property
     def first(self) -> GatheredWeights:
@@ -44,7 +50,8 @@ class GatheredWeights(ReplicatedWeights):
         coming = iter(parts if "head" in parts else (*parts, "head"))  # which is used first on the way back
         fetched = self._fetch(ops, next(coming), phase)
         for part in parts:
-            refs = {**self.refs, **fetched, **self._slots(ops, part, phase)}
+            mine = {name: self.refs[name] for name in self._names[part]}
+            refs = {**mine, **fetched, **self._slots(ops, part, phase)}
             fetched = {} if (after := next(coming, None)) is None else self._fetch(ops, after, phase)
             yield part, part_bundle(part_tree(refs), part)
 

@@ -14,11 +14,15 @@ from llmq.disk import MIB, shown
 from llmq.hardware import device
 from llmq.model.parameters import num_parameters, rows_of_file
 from llmq.plan import memory
+from llmq.plan.levels import name_of, needs_by_level
 from llmq.training.log import RunLog
 
 if TYPE_CHECKING:
     from llmq.training.job import Job
     from llmq.training.loop import TrainResult
+
+# columns of the table of levels, and what they are in the allocator table; the rest is that of a micro-batch
+HELD = {"weights": ("Weights",), "gradients": ("Gradients",), "states": ("Master", "Adam M", "Adam V")}
 
 
 def describe(
@@ -62,6 +66,23 @@ def describe(
         log.say(f"On {job.device.kind}: {shown(plan.total_bytes)} of {shown(free)} that are free")
         log.say(f"In host memory: {shown(job.checkpoint_copy_bytes)} for a copy of what a checkpoint holds")
         log.say("On disk: " + ", ".join(f"{what} {shown(size)}" for what, (_, size) in needs.items()))
+
+
+def level_lines(job: Job, free_bytes: int) -> list[str]:
+    """What each `--zero-level` takes of a GPU and sends in a step, as a table; nothing for a run on one GPU."""
+    sharding = job.plan.spec.sharding
+    if sharding.size == 1:
+        return []
+    rows = [("", *HELD, "activations", "all", "sent in a step", "")]
+    for needs in needs_by_level(job.plan, job.backend.scratch_bytes, job.data.grad_accumulation):
+        held = [sum(needs.table[name] for name in names) for names in HELD.values()]
+        sizes = (*held, needs.total_bytes - sum(held), needs.total_bytes, needs.sent_bytes)
+        fits = "fits" if needs.total_bytes <= free_bytes else "does not fit"
+        chosen = " (this run)" if needs.level == name_of(sharding) else ""
+        rows.append((f"--zero-level {needs.level}", *map(shown, sizes), fits + chosen))
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    lines = ("  ".join(f"{cell:>{width}}" for cell, width in zip(row, widths, strict=True)) for row in rows)
+    return [f"On each of {sharding.size} GPUs:", *(f"  {line.rstrip()}" for line in lines)]
 
 
 def summary(result: TrainResult, seconds: float) -> str:

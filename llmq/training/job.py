@@ -50,7 +50,7 @@ from llmq.plan.spec import Spec
 from llmq.row import Row
 from llmq.tensor import DTYPES
 from llmq.training import auto
-from llmq.training.describe import describe
+from llmq.training.describe import describe, level_lines
 from llmq.training.exported import exported_config, exported_tokenizer, open_model
 from llmq.training.gpu_log import GpuWatch
 from llmq.training.log import RunLog
@@ -229,7 +229,7 @@ def prepare(options: Options, log: RunLog, ranks: Ranks) -> Job:
         notices=(*options.notices, *early, *templates.notices),
         warnings=tuple(text for text in (warning, speed and speed.warning) if text),
     )
-    _check_memory(job, device.backend_settings(options.system, where))
+    _check_memory(job, device.backend_settings(options.system, where), log)
     describe(job, log, told_options(options), matmuls, _check_disk(job, past.step))
     _remove_earlier(job, past, log, ranks)
     return job
@@ -416,11 +416,14 @@ def _check_best(checkpoints: Checkpoints, data: Data, *, evaluates: bool) -> Non
         )
 
 
-def _check_memory(job: Job, settings: Mapping[str, Any]) -> None:
-    """MemoryLimitError if the plan does not fit on the device."""
+def _check_memory(job: Job, settings: Mapping[str, Any], log: RunLog) -> None:
+    """MemoryLimitError if the plan does not fit on the device; a dry run for many says first what every level takes."""
     strict = job.device.kind == "cuda" and settings["deterministic"]
     relaxed = open_backend("planned", deterministic=False).scratch_bytes if strict else None
-    refuse_if_too_large(job.plan, device.memory_bytes(job.device)[1], job.backend.scratch_bytes, relaxed)
+    free = device.memory_bytes(job.device)[1]
+    for line in level_lines(job, free) if job.plans_only else ():
+        log.say(line)
+    refuse_if_too_large(job.plan, free, job.backend.scratch_bytes, relaxed)
 
 
 def _check_disk(job: Job, done: int) -> dict[str, tuple[Path, int]]:

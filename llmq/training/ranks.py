@@ -21,11 +21,16 @@ Result = TypeVar("Result")
 
 
 class Ranks:
-    """The ranks of a run as this one sees them. `said` is a line on who started them, `device` this rank's own."""
+    """The ranks of a run as this one sees them. `said` is a line on who started them, `device` this rank's own.
 
-    def __init__(self, world: World = ALONE, said: str = "", device: Device | None = None) -> None:
+    A dry run is alone, and plans as the first of so many ranks (`planned`).
+    """
+
+    def __init__(
+        self, world: World = ALONE, said: str = "", device: Device | None = None, *, planned: int | None = None
+    ) -> None:
         self.world, self.said, self.device = world, said, device
-        self.rank, self.size = world.rank, world.size
+        self.rank, self.size = world.rank, planned or world.size
         self.step = 0  # that this rank is in
         self.told: Mapping[str, Any] = {}  # by the first rank, of what it found and chose for all
         self._watchdog: Watchdog | None = None
@@ -37,11 +42,11 @@ class Ranks:
 
     def agreed(self, value: Result) -> Result:
         """What the first rank gives; what JSON can hold."""
-        return value if self.size == 1 else self.world.gather(value if self.is_first else None)[0]
+        return value if self.world.size == 1 else self.world.gather(value if self.is_first else None)[0]
 
     def all_of(self, value: Result) -> list[Result]:
         """What each rank gives, in order; what JSON can hold."""
-        return [value] if self.size == 1 else self.world.gather(value)
+        return [value] if self.world.size == 1 else self.world.gather(value)
 
     def least(self, value: int) -> int:
         """The smallest that any rank gives."""
@@ -52,7 +57,7 @@ class Ranks:
 
         They find its caches, and in `told` what it tells of its result.
         """
-        if self.size == 1:
+        if self.world.size == 1:
             return work()
         with self.long("waiting for its turn"):
             if self.is_first:
@@ -90,8 +95,10 @@ def joined(options: Options) -> Iterator[Ranks]:
 
     UsageError for variables that contradict each other or `--gpus`, WorldError where ranks do not come.
     """
-    plans_only = options.to_flat()["dry_run"]
-    place = None if plans_only else recognised(os.environ, device.asked_gpus(options.system))
+    if options.to_flat()["dry_run"]:
+        yield Ranks(planned=device.planned_gpus(options.system))
+        return
+    place = recognised(os.environ, device.asked_gpus(options.system))
     if place is None or place.size == 1:
         yield Ranks()
         return

@@ -15,7 +15,10 @@ from llmq.ops.record import Call
 from llmq.options.maths import MemoryOptions
 from llmq.plan import advice
 from llmq.plan.advice import refuse_if_too_large, with_fitting_chunks
+from llmq.plan.few_layers import least_bytes
+from llmq.plan.levels import at_level
 from llmq.plan.memory import Memory, resolve
+from llmq.stores.sharding import Sharding
 from llmq.tensor import Ref
 
 SCRATCH = 1 << 20
@@ -155,3 +158,33 @@ def test_the_workspace_of_packed_rows_goes_with_the_longest_document():
         call = Call("attention_backward", (None,), (*refs, borders), {**numbers, "longest": longest}, "backward")
         found = [planned_scratch(call, deterministic) / 2**30 for deterministic in (True, False)]
         assert found == pytest.approx(measured, rel=0.01)
+
+
+def test_more_sharing_is_the_first_advice_of_many_ranks(monkeypatch):
+    """And what plans of few layers exclude is not planned."""
+    config = tiny(num_layers=14, hidden_size=256, intermediate_size=512, head_dim=64)
+    one, three = (
+        plan_of(BF16, config=config, sharding=at_level(Sharding(0, 2), level), scratch_bytes=scratch_bytes)
+        for level in (1, 3)
+    )
+    assert three.total_bytes < one.total_bytes
+    planned, make = [], advice.make_plan
+    monkeypatch.setattr(advice, "make_plan", lambda spec, scratch: planned.append(spec.sharding) or make(spec, scratch))
+    with pytest.raises(MemoryLimitError, match="missing: --zero-level 3 needs"):
+        refuse_if_too_large(one, three.total_bytes, scratch_bytes)
+    assert planned[-1] == three.spec.sharding and len(planned) <= 3
+    planned.clear()
+    with pytest.raises(MemoryLimitError, match="no memory option makes it fit"):
+        refuse_if_too_large(one, three.total_bytes // 10, scratch_bytes)
+    assert len(planned) <= 2, "the changes of the workspace alone"
+    monkeypatch.setattr(advice, "least_bytes", lambda spec, scratch: 0)
+    with pytest.raises(MemoryLimitError, match="no memory option makes it fit"):
+        refuse_if_too_large(one, three.total_bytes // 10, scratch_bytes)
+
+
+def test_few_layers_say_less_than_a_plan_or_the_same():
+    for level in range(4):
+        config = tiny(num_layers=14, hidden_size=256, intermediate_size=512, head_dim=64)
+        plan = plan_of(BF16, config=config, sharding=at_level(Sharding(0, 2), level))
+        assert 0.95 * plan.total_bytes < least_bytes(plan.spec, None) <= 1.01 * plan.total_bytes
+    assert least_bytes(plan_of(BF16, config=tiny()).spec, None) == 0

@@ -1,0 +1,143 @@
+"""What communication costs: a world without links to measure a step against, and the rates of a layer's collectives.
+
+The exposed part is what a step takes longer than the same plan on `EchoWorld`, where a rank gets its own data in place
+of the others'. Nothing but the copies within its own memory is left of the collectives, and numbers keep their usual
+size: with garbage for weights the loss would not be finite, updates would be skipped, and cards would draw less power.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from llmq.backends import Backend
+from llmq.engine.engine import Engine
+from llmq.engine.measure import Clock
+from llmq.ops.record import Call
+from llmq.ops.seam import record
+from llmq.plan.levels import sent_by
+from llmq.plan.plan import Plan
+
+TIMES = 8  # that a layer's collectives follow each other: ranks that begin apart wait for each other only once
+PROGRAMS = ("first", "last")  # where the collectives of layers are, at any level
+
+
+class EchoWorld:
+    """One of `size` ranks that hears itself: all that it receives is its own data, as often as needed to fill it."""
+
+    def __init__(self, rank: int, size: int) -> None:
+        self.rank, self.size = rank, size
+        self._own: list[tuple[int, int]] = []  # addresses and bytes within a group: what this rank sends,
+        self._others: list[tuple[int, int]] = []  # and what it waits for
+        self._largest = (0, 0)  # that it has sent: for tensors of which it has no rows
+
+    def exchange(self, outgoing: Sequence[np.ndarray], incoming: Sequence[np.ndarray]) -> None:
+        """Arrays of the host."""
+        for target in incoming:
+            target[...] = np.resize(outgoing[self.rank], target.shape)
+
+    def gather(self, message: Any) -> list[Any]:
+        """The message, from everyone."""
+        return [message] * self.size
+
+    def close(self) -> None:
+        """Nothing to do."""
+
+    @contextmanager
+    def group(self) -> Iterator[None]:
+        """At its end everything is received."""
+        yield
+        own = self._own or [self._largest]
+        for index, (target, num_bytes) in enumerate(self._others):
+            source, size = own[index % len(own)]  # a copy's bytes and its scales take turns
+            for start in range(0, num_bytes, size) if size else ():
+                _copy(target + start, source, min(size, num_bytes - start))
+        self._largest = max([self._largest, *self._own], key=lambda one: one[1])
+        self._own, self._others = [], []
+
+    # device addresses, as in NcclWorld
+
+    def broadcast(self, source: int, target: int, num_bytes: int, root: int) -> None:
+        """`target` <- `source`, of this rank; or later, of its own."""
+        if root != self.rank:
+            self._others.append((target, num_bytes))
+            return
+        self._own.append((source, num_bytes))
+        if source != target:
+            _copy(target, source, num_bytes)
+
+    def reduce(self, at: int, count: int, dtype: np.dtype, root: int) -> None:
+        """The sum is what is there."""
+
+    def all_reduce(self, source: int, target: int, count: int, dtype: np.dtype, *, largest: bool) -> None:
+        """`target` <- `source`."""
+        _copy(target, source, count * dtype.itemsize)
+
+    def send(self, source: int, num_bytes: int, to: int) -> None:
+        """Kept for what is received in the same group."""
+        self._own.append((source, num_bytes))
+
+    def receive(self, target: int, num_bytes: int, source: int) -> None:
+        """At the end of the group."""
+        self._others.append((target, num_bytes))
+
+
+def _copy(target: int, source: int, num_bytes: int) -> None:
+    """Bytes of the GPU, on the current stream."""
+    from cupy.cuda import get_current_stream, runtime
+
+    runtime.memcpyAsync(target, source, num_bytes, runtime.memcpyDeviceToDevice, get_current_stream().ptr)
+
+
+@dataclass(frozen=True)
+class LayerCalls:
+    """The collectives of one layer that gather or that sum: their places in a program, and bytes that a rank sends."""
+
+    program: str
+    indices: tuple[int, ...]
+    num_bytes: int
+
+
+def of_a_layer(plan: Plan, *, gathers: bool) -> LayerCalls | None:
+    """Those of the middle layer, the first time that a step makes them; None if there are none."""
+    layer = plan.spec.config.num_layers // 2
+    for program in PROGRAMS:
+        calls = plan.programs[program].calls
+        found = [index for index, call in enumerate(calls) if _is_of(call, layer, gathers=gathers)]
+        if found:
+            first = tuple(index for index in found if calls[index].phase == calls[found[0]].phase)
+            num_bytes = sum(sent_by(calls[index], plan.spec.sharding.size) for index in first)
+            return LayerCalls(program, first, num_bytes)
+    return None
+
+
+def _is_of(call: Call, layer: int, *, gathers: bool) -> bool:
+    known = record(call.op)
+    written = next(result.ref for result in call.outputs if result is not None)
+    return known.is_collective and known.gathers == gathers and written.layer == layer
+
+
+def layer_rates(plan: Plan, backend: Backend, clock: Clock) -> dict[str, float | None]:
+    """Bytes/s that this rank sends while a layer's collectives run alone, of gradients (`reduce`), of weights
+    (`gather`); None where the plan has none. All ranks call this at the same time."""
+    engine = Engine(plan, backend)
+    clock.follow(backend)
+    rates: dict[str, float | None] = {}
+    for name, gathers in (("reduce", False), ("gather", True)):
+        calls = of_a_layer(plan, gathers=gathers)
+        if calls is None:
+            rates[name] = None
+            continue
+        part = engine.part(calls.program, calls.indices)
+        ms = clock.median_ms(lambda part=part: _repeat(part)) / TIMES  # type: ignore[misc]
+        rates[name] = 1e3 * calls.num_bytes / max(ms, 1e-6)
+    return rates
+
+
+def _repeat(run: Any) -> None:
+    for _ in range(TIMES):
+        run()

@@ -1,0 +1,38 @@
+"""The processes of `llmq-bench --gpus N`: one for each GPU, each with the arguments of the command."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from pathlib import Path
+from tempfile import TemporaryDirectory
+
+from llmq.bench.run import BenchRequest, check
+from llmq.comm.cores import cores_of_ranks
+from llmq.comm.group import Group, run_group
+from llmq.comm.job_token import drawn_token
+from llmq.comm.launch import recognised
+from llmq.errors import UsageError
+from llmq.hardware import device
+
+PROGRAM = "llmq.cli.start:bench"  # what every rank runs
+
+
+def started(request: BenchRequest, arguments: Sequence[str]) -> int | None:
+    """The exit code of the processes that `--gpus` starts; None if this process is to measure.
+
+    What can be refused is refused here, once. UsageError also for GPUs that are not there.
+    """
+    if request.gpus == 1 or recognised(os.environ, request.gpus) is not None:
+        return None
+    if request.device == "cpu":
+        raise UsageError(f"--gpus {request.gpus} counts GPUs, but --device is cpu: leave one of them out")
+    addresses = device.gpu_addresses(request.gpus)
+    num = len(addresses)
+    if num == 1:
+        return None
+    check(request, device.pick("cuda"), num)
+    with TemporaryDirectory(prefix="llmq-bench-") as logs:
+        command = (PROGRAM, *arguments)
+        cores = cores_of_ranks(num, addresses)
+        return run_group(Group(command, num, drawn_token(), Path(logs), kind="--gpus", cores=cores))

@@ -1,0 +1,34 @@
+"""What a plan of many layers takes, by plans of fewer: each further layer takes the same bytes.
+
+What a few layers need most memory for, such as the embedding, may be something else than in the whole model. So an
+estimate is the plan's own number or less; by a quarter of the layers it was the same wherever that was compared.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from llmq.plan.plan import Plan, Scratch, make_plan
+from llmq.plan.spec import Spec
+
+LEAST_LAYERS, MORE = 4, 2  # an estimate is by so many layers at least, and by two more
+
+
+def plans_of_few(spec: Spec, scratch_bytes: Scratch | None, layers: int) -> list[Plan]:
+    """Plans of the first `layers` of a model, and of MORE."""
+    counts = (layers, layers + MORE)
+    configs = [replace(spec.config, num_layers=n, windows=spec.config.windows[:n]) for n in counts]
+    return [make_plan(replace(spec, config=config), scratch_bytes) for config in configs]
+
+
+def extrapolated(first: float, second: float, layers: int, wanted: int) -> float:
+    """The number for `wanted` layers, by those for `layers` and for MORE."""
+    return first + (wanted - layers) * (second - first) / MORE
+
+
+def least_bytes(spec: Spec, scratch_bytes: Scratch | None) -> int:
+    """Bytes that a plan takes at least, about; 0 for a model of so few layers that its own plan says it as fast."""
+    if spec.config.num_layers <= 2 * (LEAST_LAYERS + MORE):
+        return 0
+    few = [plan.total_bytes for plan in plans_of_few(spec, scratch_bytes, LEAST_LAYERS)]
+    return round(extrapolated(few[0], few[1], LEAST_LAYERS, spec.config.num_layers))

@@ -1,0 +1,97 @@
+"""What each level of sharing takes of a rank's memory and sends in a step, for the table of a dry run.
+
+The level that a run has is planned. The others are estimated by plans of a quarter of the layers.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+
+from llmq.ops.record import Call
+from llmq.ops.seam import record
+from llmq.plan.few_layers import LEAST_LAYERS, MORE, extrapolated, plans_of_few
+from llmq.plan.names import own_scales
+from llmq.plan.plan import Plan, Scratch, make_plan
+from llmq.stores.sharding import Sharding
+from llmq.tensor import Ref, stored_bytes
+
+SHARE = 4  # of the layers that a model has, an estimate is by one in so many
+LEVELS = range(4)
+
+
+@dataclass(frozen=True)
+class LevelNeeds:
+    """Bytes of a rank at a `level`: by category of the allocator table, and sent to others in an optimizer step."""
+
+    level: str
+    table: Mapping[str, int]
+    sent_bytes: int
+    is_planned: bool
+
+    @property
+    def total_bytes(self) -> int:
+        """Bytes on the device."""
+        return sum(self.table.values())
+
+
+def at_level(sharding: Sharding, level: int) -> Sharding:
+    """The same ranks at level 0 to 3."""
+    return replace(sharding, states=level >= 1, gradients=level >= 2, weights=level >= 3)
+
+
+def name_of(sharding: Sharding) -> str:
+    """`3`, or `1 with weights` for what is between two levels."""
+    levels = (level for level in LEVELS if at_level(sharding, level) == sharding)
+    return str(next(levels, "1 with weights"))
+
+
+def needs_by_level(plan: Plan, scratch_bytes: Scratch, micro_steps: int) -> list[LevelNeeds]:
+    """What a rank needs at each level, and as `plan` has it, in steps of so many micro-steps."""
+    found = [LevelNeeds(name_of(plan.spec.sharding), plan.table(), sent_bytes(plan, micro_steps), is_planned=True)]
+    for level in LEVELS:
+        sharding = at_level(plan.spec.sharding, level)
+        if sharding != plan.spec.sharding:
+            found.append(_estimated(plan, sharding, scratch_bytes, micro_steps))
+    return sorted(found, key=lambda needs: needs.level)
+
+
+def sent_bytes(plan: Plan, micro_steps: int) -> int:
+    """Bytes that a rank sends in an optimizer step of so many micro-steps."""
+    names = ["first", *["middle"] * (micro_steps - 2), "last"] if micro_steps > 1 else ["only"]
+    by_name = {
+        name: sum(sent_by(call, plan.spec.sharding.size) for call in plan.programs[name].calls)
+        for name in {*names, "update"}
+    }
+    return sum(by_name[name] for name in (*names, "update"))
+
+
+def sent_by(call: Call, size: int) -> int:
+    """Bytes that each of `size` ranks sends for a call, on average; 0 for what is no collective.
+
+    A gather sends each rank's share to all others, a sum each rank's part of the others' shares.
+    """
+    if not record(call.op).is_collective:
+        return 0
+    given = call.written if record(call.op).gathers else [ref for ref in call.inputs if ref is not None]
+    return sum(map(_bytes, given)) * (size - 1) // size
+
+
+def _bytes(ref: Ref) -> int:
+    owned = stored_bytes(own_scales(ref)) if ref.form is not None and ref.form.owns_scales else 0
+    return stored_bytes(ref) + owned
+
+
+def _estimated(plan: Plan, sharding: Sharding, scratch_bytes: Scratch, micro_steps: int) -> LevelNeeds:
+    """The needs at another level."""
+    spec = replace(plan.spec, sharding=sharding)
+    layers = spec.config.num_layers
+    least = max(LEAST_LAYERS, layers // SHARE)
+    if least + MORE >= layers:
+        whole = make_plan(spec, scratch_bytes)
+        return LevelNeeds(name_of(sharding), whole.table(), sent_bytes(whole, micro_steps), is_planned=True)
+    plans = plans_of_few(spec, scratch_bytes, least)
+    found = [{**one.table(), "sent": sent_bytes(one, micro_steps)} for one in plans]
+    table = {name: round(extrapolated(number, found[1][name], least, layers)) for name, number in found[0].items()}
+    sent = table.pop("sent")
+    return LevelNeeds(name_of(sharding), table, sent, is_planned=False)

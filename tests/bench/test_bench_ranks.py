@@ -1,0 +1,172 @@
+"""Several ranks: they measure the same in the same order, agree on what depends on one, and the first prints."""
+
+import json
+import statistics
+from dataclasses import replace
+from types import SimpleNamespace
+
+import pytest
+from tiny_engines import tiny
+
+from llmq.bench import run as bench_run
+from llmq.bench.ranks import COMPUTING, EXPOSED
+from llmq.bench.run import BenchRequest
+from llmq.cli import bench, shell
+from llmq.comm.group import Group, run_group
+from llmq.comm.in_process import run_ranks
+from llmq.errors import MemoryLimitError, UsageError
+from llmq.hardware import device
+from llmq.hardware.device import CPU
+from llmq.model.config import to_hf
+
+
+@pytest.fixture(autouse=True)
+def quick(monkeypatch):
+    """The host's ceilings without half a second of products and copies."""
+    monkeypatch.setattr(device, "measured_peak", lambda dtype: 1e11)
+    monkeypatch.setattr("llmq.bench.ceilings._host_copy", lambda: 1e10)
+    monkeypatch.setenv("COLUMNS", "200")
+
+
+@pytest.fixture
+def shape(tmp_path):
+    """A tiny run, its model a folder."""
+    (tmp_path / "config.json").write_text(json.dumps(to_hf(tiny(num_layers=1), "fp32")))
+    sizes = {"seq_len": 16, "tokens_per_step": 128, "steps": 2, "warmup": 1, "device": "cpu"}
+    return BenchRequest(models=(str(tmp_path),), dtypes=("fp32",), batch_size=2, **sizes)
+
+
+def on_ranks(request, size=2):
+    """The exit codes of ranks that are threads."""
+    return run_ranks(size, lambda world: bench_run._run(request, CPU, world))
+
+
+def test_one_then_all_at_every_level(shape, tmp_path, capsys):
+    assert on_ranks(replace(shape, zero_levels=(1, 3), save=tmp_path / "out.json")) == [0, 0]
+    told = capsys.readouterr().out
+    assert told.count("Measured ceilings") == 1 and "exposed communication of a step" in told
+    assert "2x16 on 2 GPUs, level 3, 128 tokens a step" in told
+    alone, first, third = json.loads((tmp_path / "out.json").read_text())["results"]
+    assert (alone["gpus"], alone["zero_level"], alone["communication"]) == (1, None, None)
+    assert [(one["gpus"], one["zero_level"]) for one in (first, third)] == [(2, 1), (2, 3)]
+    assert alone["tokens_per_step"] == first["tokens_per_step"] == 128
+    for one in (first, third):
+        found, step_ms = one["communication"], 1e3 * statistics.median(one["step_s"])
+        rate = one["tokens_per_second"]["median"]
+        assert found["scaling"] == pytest.approx(rate / alone["tokens_per_second"]["median"])
+        assert found["reduce_bytes_per_s"] > 0 and found["gather_bytes_per_s"] > 0
+        assert [rung["family"] for rung in one["ladder"]] == [COMPUTING, EXPOSED]
+        assert sum(rung["ms"] for rung in one["ladder"]) == pytest.approx(one["micro_batch_ms"])
+        assert one["gaps_ms"] == pytest.approx(0, abs=1e-9)
+        # a step of 128 tokens is two micro-batches of 32 on each of two ranks
+        assert one["micro_batch_ms"] == pytest.approx(step_ms / 2)
+        share = found["exposed_share"] * one["micro_batch_ms"]
+        assert one["ladder"][1]["ms"] == pytest.approx(share, abs=1e-9)
+
+
+def test_results_of_several_gpus_are_compared_with_their_own(shape, tmp_path, capsys):
+    on_ranks(replace(shape, save=tmp_path / "old.json"))
+    content = json.loads((tmp_path / "old.json").read_text())
+    for one in content["results"]:
+        one["tokens_per_second"]["median"] = 1e12 if one["gpus"] == 2 else 1e-3
+    (tmp_path / "old.json").write_text(json.dumps(content))
+    compared = replace(shape, compare=tmp_path / "old.json", tolerance=50.0, markdown=True)
+    assert on_ranks(compared) == [1, 0]
+    out, err = capsys.readouterr()
+    name = f"{tmp_path} fp32 2x16"
+    assert (
+        f"Slower by more than 50%: {name} on 2 GPUs, level 1\n" in err and "| exposed communication of a step |" in out
+    )
+    with pytest.raises(UsageError, match="nothing to compare"):
+        on_ranks(replace(compared, seq_len=8))
+
+
+def test_the_batch_fits_every_rank_at_every_level(shape, monkeypatch):
+    seen, fitting = [], bench_run.fitting_plan
+
+    def plan(request, one, where, backend, sharding):
+        if one.batch_size is None:
+            return SimpleNamespace(spec=SimpleNamespace(batch_size=4 if sharding.size == 1 else 2 - sharding.rank))
+        seen.append((sharding.size, sharding.rank, one.batch_size))
+        return fitting(request, one, where, backend, sharding)
+
+    monkeypatch.setattr(bench_run, "fitting_plan", plan)
+    assert on_ranks(replace(shape, batch_size=None)) == [0, 0]
+    assert {batch for *_, batch in seen} == {1} and {(2, 0, 1), (2, 1, 1), (1, 0, 1)} == set(seen)
+
+
+def refusing(monkeypatch, size, rank):
+    """Has no room for the plans of a rank of so many."""
+    fitting = bench_run.fitting_plan
+
+    def plan(request, one, where, backend, sharding):
+        if (sharding.size, sharding.rank) == (size, rank):
+            raise MemoryLimitError("3 GiB are missing")
+        return fitting(request, one, where, backend, sharding)
+
+    monkeypatch.setattr(bench_run, "fitting_plan", plan)
+
+
+def test_what_is_too_large_for_one_rank_is_refused_on_all(shape, monkeypatch):
+    refusing(monkeypatch, 2, 1)
+
+    def work(world):
+        with pytest.raises(MemoryLimitError, match="--zero-levels 1 on 2 GPUs: 3 GiB are missing"):
+            bench_run._run(shape, CPU, world)
+        return True
+
+    assert run_ranks(2, work) == [True, True]
+
+
+def test_what_is_too_large_for_one_gpu_is_measured_on_all(shape, monkeypatch, capsys, tmp_path):
+    refusing(monkeypatch, 1, 0)
+    assert on_ranks(replace(shape, save=tmp_path / "out.json")) == [0, 0]
+    (found,) = json.loads((tmp_path / "out.json").read_text())["results"]
+    assert found["gpus"] == 2 and found["communication"]["scaling"] is None
+    assert "too large for one GPU" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("arguments", "says"),
+    [
+        (["--zero-levels=1"], "--zero-levels is for several GPUs: add --gpus N"),
+        (["--gpus=2", "--zero-levels=1,4"], "4: levels are 0 to 3"),
+        (["--gpus=2"], "--gpus 2 counts GPUs, but --device is cpu"),
+    ],
+)
+def test_bad_input_is_one_message(arguments, says, capsys):
+    assert shell.run(bench.command, [*arguments, "--device=cpu"]) == 2
+    assert says in capsys.readouterr().err
+
+
+def test_tokens_of_a_step_are_whole_micro_batches_of_all(shape):
+    with pytest.raises(UsageError, match="not a multiple of micro-batches of 2 x 16, on 3 GPUs: use 96"):
+        on_ranks(shape, 3)
+
+
+def test_gpus_are_started_with_the_same_arguments(shape, monkeypatch, capsys):
+    groups = []
+    monkeypatch.setattr("llmq.bench.start.run_group", lambda group: groups.append(group) or 7)
+    monkeypatch.setattr(device, "gpu_addresses", lambda gpus: ["0000:18:00.0", ""][: gpus or 1])
+    monkeypatch.setattr(device, "pick", lambda name: CPU)
+    monkeypatch.setattr("llmq.bench.start.cores_of_ranks", lambda num, gpus: [frozenset()] * num)
+    sizes = ["--seq-len=16", "--batch-size=2", f"--models={shape.models[0]}", "--dtypes=fp32"]
+    assert shell.run(bench.command, [*sizes, "--gpus=2", "--zero-levels=3"]) == 7
+    (group,) = groups
+    assert group.command == ("llmq.cli.start:bench", *sizes, "--gpus=2", "--zero-levels=3") and group.num == 2
+    assert shell.run(bench.command, [*sizes, "--gpus=2", "--tokens-per-step=32"]) == 2
+    assert "on 2 GPUs: use 64" in capsys.readouterr().err and len(groups) == 1
+    assert shell.run(bench.command, [*sizes, "--gpus=0", "--zero-levels=1"]) == 2
+    assert "is for several GPUs" in capsys.readouterr().err and len(groups) == 1, "one is here: nothing is started"
+
+
+@pytest.mark.slow
+def test_processes_measure_together(shape, tmp_path):
+    """Also without a batch that is asked for."""
+    arguments = [f"--models={shape.models[0]}", "--dtypes=e4m3", "--seq-len=16", "--tokens-per-step=4096"]
+    arguments += ["--steps=2", "--warmup=1", "--device=cpu", "--zero-levels=0,2", f"--save={tmp_path}/out.json"]
+    command = ("llmq.cli.start:bench", *arguments)
+    assert run_group(Group(command=command, num=2, token="a token", logs=tmp_path, kind="--gpus")) == 0
+    found = json.loads((tmp_path / "out.json").read_text())["results"]
+    assert [(one["gpus"], one["zero_level"]) for one in found] == [(1, None), (2, 0), (2, 2)]
+    assert not (tmp_path / "rank-00001.log").read_text()

@@ -1,0 +1,42 @@
+"""What a dry run prints of many GPUs: the levels, which of them fit, and which one the run has."""
+
+import pytest
+
+import llmq
+from llmq.errors import MemoryLimitError, UsageError
+from llmq.hardware import device
+
+
+@pytest.fixture
+def many(given):
+    """A dry run for four GPUs that are not here."""
+    return {**given, "dry_run": True, "device": "cuda", "gpu": "H100", "gpus": 4, "zero_level": 2}
+
+
+def rows(given):
+    """The lines of the table of levels, without its heads."""
+    return [line for line in given["console"].getvalue().splitlines() if "--zero-level " in line and "fit" in line]
+
+
+def test_a_dry_run_for_many_gpus_shows_every_level(many):
+    alone = llmq.train(**{**many, "gpus": 1}).plan
+    assert "On each of" not in many["console"].getvalue()
+    plan = llmq.train(**many).plan
+    assert plan.spec.sharding.size == 4 and plan.spec.sharding.gradients and not plan.spec.sharding.weights
+    assert "On each of 4 GPUs:" in many["console"].getvalue() and plan.spec.batch_size == alone.spec.batch_size
+    found = rows(many)
+    assert [line.split()[1] for line in found] == ["0", "1", "2", "3"]
+    assert [line.endswith("fits (this run)") for line in found] == [False, False, True, False]
+    assert all("fits" in line for line in found)
+
+
+def test_levels_are_shown_of_a_run_that_does_not_fit(many, monkeypatch):
+    monkeypatch.setattr(device, "memory_bytes", lambda *_: (2**40, 1000))
+    with pytest.raises(MemoryLimitError, match="1,000 bytes are free"):
+        llmq.train(**many)
+    assert len(rows(many)) == 4 and all("does not fit" in line for line in rows(many))
+
+
+def test_all_gpus_of_another_machine_are_not_counted(many):
+    with pytest.raises(UsageError, match="--gpus 0 counts the GPUs of this machine, and --gpu H100 is another"):
+        llmq.train(**{**many, "gpus": 0})
