@@ -1,4 +1,5 @@
-// Bytes of x (rows, C) transposed: out (C, rows). Columns in fp8 of what exists as rows in fp8, whose scale they share.
+// Bytes of x (rows, C) transposed: out (C, rows). Columns in fp8 of what exists as rows in fp8, whose scale they share;
+// scales of tiles are transposed with them, and what pads the last four is 1.
 //
 // A block owns a tile of 128 rows and 128 columns in shared memory, where each group of 16 rows begins 4 words further on:
 // 8 groups by 4 words are 32 banks, so that a warp reads 16 rows of 4 columns without a conflict, and what it writes are
@@ -13,8 +14,15 @@
 constexpr int TILE = 128, GROUPS = TILE / 16, THREADS = 256;
 constexpr int PITCH = TILE, GROUP_BYTES = 16 * PITCH + 16;
 
-extern "C" __global__ void __launch_bounds__(THREADS) transpose(u8* out, const u8* x, i64 rows) {
+extern "C" __global__ void __launch_bounds__(THREADS)
+    transpose(u8* out, const u8* x, float* turned_scale, const float* scale, i64 rows) {
     constexpr int ACROSS = (C + TILE - 1) / TILE;
+    if (scale && threadIdx.x < 4) {  // the last tile of a column pads up to three more
+        int down = blockIdx.x / ACROSS, across = blockIdx.x % ACROSS, tiles = gridDim.x / ACROSS, at = down + threadIdx.x;
+        int pitch = (tiles + 3) / 4 * 4;
+        if (threadIdx.x == 0) turned_scale[across * pitch + at] = scale[down * ((ACROSS + 3) / 4 * 4) + across];
+        else if (down == tiles - 1 && at < pitch) turned_scale[across * pitch + at] = 1;
+    }
     __shared__ __align__(16) u8 tile[GROUPS * GROUP_BYTES];
     int first_column = blockIdx.x % ACROSS * TILE;
     i64 first_row = static_cast<i64>(blockIdx.x / ACROSS) * TILE;

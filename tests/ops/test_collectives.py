@@ -9,6 +9,8 @@ from llmq.comm.in_process import run_ranks
 from llmq.ops.reference import OPS
 from llmq.tensor import DTYPES, Form, Output, Tensor, round_to
 
+from .cuda_build import Device
+
 BOUNDS = {1: (0, 300), 2: (0, 128, 300), 3: (0, 128, 128, 300), 4: (0, 128, 256, 300, 300)}
 SIZES = pytest.mark.parametrize("size", BOUNDS)
 K = 6
@@ -100,6 +102,23 @@ def test_exchanged_pieces_are_added_in_f32_in_the_order_of_ranks(size, dtype):
     total = sum((round_to(whole(rank), dtype).astype(np.float32) for rank in range(size)), np.float32(0))
     for rank, found in enumerate(run_ranks(size, work)):
         np.testing.assert_array_equal(found, round_to(total[mine(bounds, rank)], dtype))
+
+
+@pytest.mark.gpu(emulated="bf16-bf16")
+@pytest.mark.parametrize(("sum_dtype", "sent"), [("bf16", "bf16"), ("fp32", "bf16"), ("fp32", "fp32")])
+def test_pieces_are_added_on_the_gpu_as_by_the_reference(sum_dtype, sent):
+    """Bit for bit, with and without what is there, and with no pieces."""
+    for shape, adds in (((37, 24), False), ((256, 896), True), ((1, 904), True), ((130, 10), False)):
+        for others, rank in ((0, 0), (1, 1), (4, 2)):
+            rng = np.random.default_rng(others)
+            own = tensor(rng.standard_normal(shape), sum_dtype)
+            pieces = tensor(rng.standard_normal((others, *shape)), sent) if others else None
+            start = rng.standard_normal(shape)
+            outs = [replace(output(tensor(start, sum_dtype), sum_dtype), accumulate=adds) for _ in range(2)]
+            OPS["sum_pieces"](outs[0], own, pieces, rank=rank)
+            device = Device()
+            device.call("sum_pieces", {"out": outs[1]}, {"own": own, "pieces": pieces}, rank=rank)
+            assert device.host(outs[1].tensors[0].array).tobytes() == outs[0].tensors[0].array.tobytes()
 
 
 @SIZES

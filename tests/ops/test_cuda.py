@@ -352,6 +352,21 @@ def test_adamw_equals_the_reference_bit_for_bit(dtypes, apply):
     assert all(same_bytes(got[name], o.tensors[0].array) for name, o in outputs.items())
 
 
+@pytest.mark.gpu(emulated="bf16-44")
+@pytest.mark.parametrize("columns", [44, 896])
+@pytest.mark.parametrize("dtype", ["bf16", "fp32"])
+def test_adamw_of_a_share_has_the_bits_of_the_whole(dtype, columns):
+    """Random bits go by the element of the whole row."""
+    case = make("adamw", replace(SIZES["odd"], vp=300, c=columns))
+    whole = run_gpu(case, outputs_of(case, dtype), inputs_of(case, dtype))
+    for start, stop in ((0, 128), (128, 300)):
+        part = make("adamw", replace(SIZES["odd"], vp=stop - start, c=columns))
+        part.inputs = {n: x[start:stop] if x is not None and len(x) == 300 else x for n, x in case.inputs.items()}
+        part.numbers = {**case.numbers, "first": start * columns}
+        got = run_gpu(part, outputs_of(part, dtype), inputs_of(part, dtype))
+        assert all(same_bytes(np.ascontiguousarray(whole[name][start:stop]), value) for name, value in got.items())
+
+
 @gpu
 @pytest.mark.parametrize("dtype", ["bf16", "fp32"])
 @pytest.mark.parametrize(("rows", "columns"), [(1, 896), (1, 4), (7, 44), (1, 1152), (300, 24)])

@@ -10,7 +10,7 @@ from .cases import OWN_SCALES
 from .cuda_build import Device
 from .test_quantize import uneven
 
-pytestmark = pytest.mark.gpu(emulated="reference[(304, 896)]")
+pytestmark = pytest.mark.gpu(emulated="[(304, 896)]")
 # rows that no 16 divides, accesses of 4 numbers, ragged tiles, rows of several warps and ones that are read twice
 SHAPES = [(37, 88), (3, 43, 76), (304, 896), (2, 197, 1160), (257, 4864), (5, 37888), (9, 151936)]
 
@@ -55,6 +55,22 @@ def check(x, forms, source="bf16", dtype="bf16", *, scale=True):
 def test_copies_equal_the_reference(shape):
     """Both layouts of every scaling at once."""
     check(uneven(shape), copies("e4m3", *OWN_SCALES))
+
+
+@pytest.mark.parametrize("shape", [(304, 896), (130, 208), (1152, 640), (7, 176)], ids=str)
+def test_rows_with_scales_of_tiles_become_columns_with_theirs(shape):
+    """Byte by byte, with what pads the scales."""
+    from llmq.ops.reference import OPS
+
+    rows = output(shape, "bf16", (Form("e4m3", "row", "tilewise"),))
+    OPS["quantize"](rows, output((1,), "fp32", ()), tensor(uneven(shape), "bf16"), limit=448.0)
+    expected, got = ({"out": output(shape, "bf16", (Form("e4m3", "col", "tilewise"),))} for _ in range(2))
+    OPS["cast"](expected["out"], rows.tensors[0])
+    device = Device()
+    device.call("cast", got, {"x": rows.tensors[0]})
+    (right,), (found,) = expected["out"].tensors, got["out"].tensors
+    assert device.host(found.scale).tobytes() == right.scale.tobytes()
+    assert device.host(found.array).tobytes() == right.array.tobytes()
 
 
 @pytest.mark.parametrize("dtypes", ["bf16 bf16", "fp32 bf16", "fp32 fp32"])

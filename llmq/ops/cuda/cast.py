@@ -16,6 +16,7 @@ from llmq.ops.cuda.launch import (
     TILE_THREADS,
     Kernel,
     access,
+    address,
     forms,
     launch,
     plain,
@@ -47,11 +48,14 @@ def cast(out: Output, /, x: Tensor) -> None:
 
 
 def _transpose(out: Tensor, x: Tensor) -> None:
-    """Bytes of the columns of x <- those of its rows."""
+    """Bytes of the columns of x <- those of its rows, with the scales of tiles."""
     rows, columns = rows_of(x.shape), x.shape[-1]
     constants: Constants = {"C": columns, "VECTOR": int(rows % 16 == 0 and columns % 16 == 0)}
     blocks = -(-rows // TURNED) * -(-columns // TURNED)
-    launch("transpose", "transpose", blocks, TILE_THREADS, (pointer(out), pointer(x), np.int64(rows)), constants)
+    owns = x.form is not None and x.form.owns_scales
+    scales = (address(out.scale), address(x.scale)) if owns else (0, 0)
+    arguments = (pointer(out), pointer(x), *scales, np.int64(rows))
+    launch("transpose", "transpose", blocks, TILE_THREADS, arguments, constants)
 
 
 def matrix(shape: tuple[int, ...], wanted: int, *types: str) -> tuple[int, int, int]:
@@ -97,12 +101,12 @@ def scale_update(
 
 
 def _refuse_cast(call: Arguments, capability: int) -> None:
-    """UsageError for what reads a quantized copy, unless it writes the same bytes transposed, with the same scale."""
+    """UsageError for what reads a quantized copy, unless it writes the same bytes transposed, with the same scales."""
     form = call.reads["x"].form
     if form is None or form.scaling is None:
         return
     turned = [replace(form, layout="col")]
-    if form.owns_scales or [ref.form for ref in call.writes["out"]] != turned:
+    if not form.turns or [ref.form for ref in call.writes["out"]] != turned:
         raise UsageError(f"{call.reads['x'].name} is stored in {form.key}, which no kernel casts: use --device cpu")
 
 
