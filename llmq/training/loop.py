@@ -8,7 +8,7 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Callable
-from contextlib import ExitStack, suppress
+from contextlib import ExitStack, nullcontext, suppress
 from dataclasses import dataclass, replace
 from functools import partial
 from itertools import count
@@ -126,7 +126,8 @@ class _Run:
         """Trains to the end or to an interrupt; saves; exports a finished model."""
         job, log = self.job, self.log
         try:
-            self._begin()
+            with self.ranks.long("loading"):
+                self._begin()
         except Stopped:
             return self._stopped()
         with job.data.loader(self.ranks.rank) as loader, log.task("Training", after_s=0.0, only_bar=True) as report:
@@ -135,7 +136,8 @@ class _Run:
                 self._evaluate_if_due()  # where an interrupt kept the continued run from it
                 report(self.progress.step, job.schedule.steps)
                 while self.progress.step < job.schedule.steps and not self._ends():
-                    self._step(loader)
+                    with nullcontext() if self.speeds else self.ranks.long("its first step"):  # compiles kernels
+                        self._step(loader)
                     report(self.progress.step, job.schedule.steps)
             except Stopped:
                 pass  # the step that waits for data is not begun
@@ -151,11 +153,10 @@ class _Run:
         if self._ends():
             return self._stopped()
         warnings = [*self.progress.course.warnings(job.plan.spec.config.vocab_size), *self._export()]
-        losses = {"train_loss": self.progress.train_loss, "eval_loss": self.progress.eval_loss}
-        exported = self.result.model_path is not None
-        result = self._result(exit_code=0 if exported else NonFiniteError.exit_code)
+        result = self._result(exit_code=NonFiniteError.exit_code if self.result.model_path is None else 0)
         log.say(summary(result, time.perf_counter() - self.began), least=SUMMARY)
-        log.end("finished" if exported else "failed", warnings, **losses)
+        losses = {"train_loss": result.train_loss, "eval_loss": result.eval_loss}
+        log.end("failed" if result.exit_code else "finished", warnings, **losses)
         return replace(result, warnings=tuple(log.warnings))
 
     def _ends(self) -> bool:
@@ -338,10 +339,9 @@ class _Run:
         """Saves the finished steps before an error ends the run; no older checkpoint goes for that."""
         try:
             self._settle()
-            if self.updating:
-                raise RuntimeError("the error came within an update")
-            if self.ranks.size > 1:
-                raise RuntimeError("all ranks save together, and this one ends")
+            if self.updating or self.ranks.size > 1:
+                why = "within an update" if self.updating else "on one rank, and all save together"
+                raise RuntimeError(f"the error came {why}")
             self._save(beside=True)
             self._settle()
         except Exception as error:  # the one that ends the run is raised; this one is told
@@ -376,7 +376,8 @@ class _Run:
     def _settle(self, *, wait: bool = True) -> None:
         """Notes a save that is complete, having waited for it or not; StorageError if it failed."""
         saving, self.saving = self.saving, self.saved  # one that failed is begun again if it is due
-        path = self.saver.finished(wait=wait)
+        with self.ranks.long("saving") if wait else nullcontext():
+            path = self.saver.finished(wait=wait)
         if path is not None:
             self.saved = saving
             self.result = replace(self.result, checkpoint_path=path)
