@@ -10,8 +10,8 @@ from typing import Any, TypeVar
 
 from llmq.comm.board import Beat
 from llmq.comm.join import join_world
-from llmq.comm.launch import gpu_index, recognised
-from llmq.comm.watchdog import Watchdog
+from llmq.comm.launch import WATCHDOG_S, gpu_index, recognised, watchdog_s
+from llmq.comm.watchdog import Watchdog, WatchReport
 from llmq.comm.world import ALONE, World
 from llmq.hardware import device
 from llmq.hardware.device import Device
@@ -33,6 +33,7 @@ class Ranks:
         self.rank, self.size = world.rank, planned or world.size
         self.step = 0  # that this rank is in
         self.told: Mapping[str, Any] = {}  # by the first rank, of what it found and chose for all
+        self.on_lost: Callable[[WatchReport], None] = lambda report: None  # the last that this rank does
         self._watchdog: Watchdog | None = None
 
     @property
@@ -74,13 +75,18 @@ class Ranks:
         return nullcontext() if self._watchdog is None else self._watchdog.long(what)
 
     @contextmanager
-    def watched(self) -> Iterator[None]:
-        """Within, a rank that is lost is found, and all end with a report. MPI looks after its ranks itself."""
+    def watched(self, patience: float = WATCHDOG_S) -> Iterator[None]:
+        """Within, a rank that is lost is found in `patience` seconds, and all end with a report, `on_lost` having it.
+
+        MPI looks after its ranks itself.
+        """
         store = getattr(self.world, "store", None)
         if store is None:
             yield
             return
-        with Watchdog(store, self._beat) as self._watchdog:
+        with Watchdog(
+            store, self._beat, patience=patience, on_lost=lambda report: self.on_lost(report)
+        ) as self._watchdog:
             yield
 
     def _beat(self) -> Beat:
@@ -102,11 +108,12 @@ def joined(options: Options) -> Iterator[Ranks]:
     if place is None or place.size == 1:
         yield Ranks()
         return
+    patience = watchdog_s(os.environ)
     where = device.use(device.pick_device(options.system), partial(gpu_index, place))
     world = join_world(place, where)
     ranks = Ranks(world, place.in_words, where)
     try:
-        with ranks.watched():
+        with ranks.watched(patience):
             yield ranks
     finally:
         world.close()
