@@ -9,8 +9,9 @@ import pytest
 from safetensors.numpy import load_file
 from tiny_runs import weights_of
 
+import llmq
 from llmq.comm.in_process import run_ranks
-from llmq.errors import StorageError
+from llmq.errors import StorageError, UsageError
 from llmq.files.checkpoint import load
 from llmq.files.manifest import found
 from llmq.options.parse import Options
@@ -140,6 +141,36 @@ def test_the_log_has_the_error_of_compressed_gradients(given):
     sent = read_log(Path("runs/on2")).train["sent_error"]
     assert len(sent) == STEPS and np.all((sent > 0.02) & (sent < 0.03))
     np.testing.assert_allclose([loss[2] for loss in losses("on1")], [loss[2] for loss in losses("on2")], rtol=1e-2)
+
+
+@pytest.mark.parametrize(("options", "said"), [({"gpus": 2}, "--gpus 2"), ({"launcher": "ray"}, "--launcher ray")])
+def test_python_is_told_that_the_command_starts_processes(given, options, said):
+    with pytest.raises(UsageError, match=f"{said} needs several processes, .*: the command llmq-train starts them"):
+        llmq.train(**given, **options)
+
+
+@pytest.mark.parametrize(
+    ("changes", "said"),
+    [
+        ({"seq_len": 8}, r"--seq-len 8 \(16\): start all"),
+        (
+            {"zero_level": 3, "reduce_dtype": "bf16"},
+            r"--zero-level 3 \(1\), --reduce-dtype bf16 \(not set\): st",
+        ),
+    ],
+)
+def test_a_rank_with_other_options_is_refused_by_all(given, changes, said):
+    values = {key: value for key, value in given.items() if value is not None and key != "console"}
+    refused = []
+
+    def work(world):
+        more = {"verbosity": world.rank - 1, **(changes if world.rank == 1 else {})}
+        with pytest.raises(UsageError, match=rf"rank 1 was started with other options than rank 0, .*: {said}"):
+            Ranks(world).check_same(Options.parse({**values, **more}))
+        refused.append(world.rank)
+
+    run_ranks(3, work)
+    assert sorted(refused) == [0, 1, 2]
 
 
 @pytest.mark.slow
