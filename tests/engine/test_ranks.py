@@ -51,7 +51,6 @@ SLOW = pytest.mark.slow
     ("name", "size"),
     [
         *((name, 2) for name in ("bf16", "fp8")),
-        ("compressed", 3),
         ("fp32-master", 3),
         *(pytest.param(name, size, marks=SLOW) for name in RUNS for size in (1, 2, 3, 4, 8)),
     ],
