@@ -53,7 +53,7 @@ class Ops:
         """out (n,) <- x (n,): the sum over ranks, or the `largest`, number by number; for a few numbers."""
 
     def all_to_all(self, pieces: Ref | None, /, x: Ref, *, bounds: tuple[int, ...]) -> None:
-        """pieces (R-1,n,K) <- x (...,K): this rank's rows of every other rank's x, in the form of both."""
+        """pieces (R-1,m,K) <- x (...,K): this rank's n rows of every other rank's x, in the form of both."""
 
     def amax_scale(self, scale: Ref | None, /, x: Ref, *, limit: float) -> None:
         """scale (1,) <- x (any shape): amax(|x|) / limit, which maps amax to `limit`; 1 if amax is 0 or not finite."""
@@ -269,7 +269,7 @@ class Ops:
         """new_scale (N,), new_history (H,N), new_amax (N,) <- scale, amax, limits (N,), history (H,N), apply (1,)."""
 
     def sum_pieces(self, out: Ref | None, /, own: Ref, pieces: Ref | None, *, rank: int) -> None:
-        """out (n,K) <- own (n,K), pieces (R-1,n,K) or None: their f32 sum, own in place `rank` of all."""
+        """out (n,K) <- own (n,K), pieces (R-1,m,K) or None: f32 sum of n rows of each, own in place `rank`."""
 
     def sum_squares(self, partials: Ref | None, /, grad: Ref) -> None:
         """partials (P,) <- grad (any shape), P = ceil(rows / 128) over its flattened leading axes, 1 for a vector."""

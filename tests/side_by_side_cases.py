@@ -41,6 +41,7 @@ SPELLED: dict[str, Any] = {
     "lmhead_chunks": 1,
     "attn_bwd_chunks": 1,
     "zero_level": 1,
+    "gradient_compression": "none",
     "steps": STEPS,
     "learning_rate": 1e-2,
     "lr_schedule": "cosine",

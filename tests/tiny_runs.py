@@ -12,8 +12,14 @@ from llmq.data.tokens.token_file import TokenWriter
 from llmq.files.checkpoint import load
 from llmq.files.manifest import canonical
 from llmq.model.config import to_hf
+from llmq.options.field import flag
 
 T = 16
+ANYWHERE = {  # mpirun as any user, with more processes than cores
+    "OMPI_ALLOW_RUN_AS_ROOT": "1",
+    "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1",
+    "PRTE_MCA_rmaps_default_mapping_policy": ":oversubscribe",
+}
 
 
 def folder(path, **changes):
@@ -45,6 +51,14 @@ def tiny_options(path):
         "name": "run",
         "console": io.StringIO(),
     }
+
+
+def launched_flags(path, **changes):
+    """Flags of a run on the CPU by several processes, which has no evaluations: by default, five steps of 8 rows."""
+    options = tiny_options(path) | {"steps": 5, "device": "cpu", "global_batch_size": 8} | changes
+    for absent in ("console", "grad_accumulation", "eval_file", "eval_every_n_steps"):
+        del options[absent]
+    return [f"{flag(key)}={value}" if value is not True else flag(key) for key, value in options.items()]
 
 
 def weights_of(path):

@@ -2,7 +2,7 @@
 
 Each rank is a process in a session of its own, so that Ctrl-C in a terminal reaches the launcher alone, which passes
 every signal on, once to each rank. Rank 0 writes where the launcher does, the others to files. A rank that fails is
-missed by the others, whose watchdog ends them; those that have not ended after 30 s are ended here.
+missed by the others, whose watchdog ends them; those that have not ended after 20 s are ended here.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from llmq.comm.rank_process import CORES, LAUNCHER
 from llmq.disk import storage
 from llmq.errors import INTERRUPTED, TERMINATED, WorldError
 
-ENDINGS = ((30.0, signal.SIGTERM), (40.0, signal.SIGKILL))  # seconds after a failure, and what the others then get
+ENDINGS = ((20.0, signal.SIGTERM), (28.0, signal.SIGKILL))  # seconds after a failure, and what the others then get
 POLL_S = 0.05
 TAIL = 20  # lines of a rank's output that are shown when it fails
 SIGNALS = {

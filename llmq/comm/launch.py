@@ -20,6 +20,7 @@ MPI = ("Open MPI", "MPICH")  # the kinds whose ranks find each other through MPI
 HIDING = ("srun", *MPI)  # the kinds that may show each rank its own GPU alone, as srun --gpus-per-task=1 does
 FIRST_PORT, NUM_PORTS = 20_000, 12_000  # for stores: below the ports that Linux gives to outgoing connections
 JOIN_S = 600.0  # that a rank waits for the others to come; LLMQ_JOIN_TIMEOUT overrides it
+WATCHDOG_S = 60.0  # in which a rank that is lost is found; LLMQ_WATCHDOG_SECONDS overrides it
 OUR_OWN = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 
 
@@ -109,6 +110,11 @@ def gpu_index(place: Place | None, num_gpus: int) -> int:
             "rank per GPU, or use --device cpu"
         )
     return place.local_rank
+
+
+def watchdog_s(environ: Mapping[str, str]) -> float:
+    """Seconds in which a rank that is lost is found, the patience of the watchdog. UsageError if they are no number."""
+    return _seconds(environ, "LLMQ_WATCHDOG_SECONDS", WATCHDOG_S)
 
 
 def store_port(number: int) -> int:
@@ -231,13 +237,18 @@ def _by_mpi(
 
 def _join_s(environ: Mapping[str, str]) -> float:
     """Seconds to wait for the other ranks."""
-    text = environ.get("LLMQ_JOIN_TIMEOUT", str(JOIN_S))
+    return _seconds(environ, "LLMQ_JOIN_TIMEOUT", JOIN_S)
+
+
+def _seconds(environ: Mapping[str, str], name: str, default: float) -> float:
+    """A variable that is a number of seconds. UsageError if it is none."""
+    text = environ.get(name, str(default))
     try:
         seconds = float(text)
     except ValueError:
         seconds = 0.0
     if not 0 < seconds < 1e6:
-        raise UsageError(f"LLMQ_JOIN_TIMEOUT {text} is not a number of seconds above 0: leave it out for {JOIN_S:g}")
+        raise UsageError(f"{name} {text} is not a number of seconds above 0: leave it out for {default:g}")
     return seconds
 
 

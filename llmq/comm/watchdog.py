@@ -20,13 +20,13 @@ from dataclasses import asdict, dataclass
 from typing import Any, NoReturn
 
 from llmq.comm.board import SILENCE, Beat, LostRank
+from llmq.comm.launch import WATCHDOG_S
 from llmq.comm.rendezvous import Store, connect
 from llmq.comm.store_server import PURPOSE
 from llmq.comm.watch_desk import seconds_of_beat
 from llmq.comm.wire import Refused, WrongToken
 from llmq.errors import WorldError
 
-PATIENCE_S = 60.0
 CONNECT_S = 10.0
 VERDICT_S = 5.0  # that a rank whose world broke waits to hear who is lost
 LAST_WORDS_S = 15.0  # for what a rank prints and logs before it ends
@@ -68,7 +68,7 @@ class Watchdog:
         store: Store,
         progress: Callable[[], Beat],
         *,
-        patience: float = PATIENCE_S,
+        patience: float = WATCHDOG_S,
         on_lost: Callable[[WatchReport], None] = lambda report: None,
     ) -> None:
         self._store, self._progress, self._on_lost = store, progress, on_lost

@@ -15,6 +15,7 @@ from llmq.model.rope import document_positions, rope_table
 from llmq.plan.observe import FIELDS, STRIDE
 from llmq.plan.plan import SCALE_STRIDE, Plan
 from llmq.row import Row
+from llmq.stores.reduced_grads import SENT_ERROR
 
 WARM_UP_PASSES = 8  # fp8 scales settle in about as many passes as a layer has matmuls in a chain
 SETTLED = 0.05  # relative change of every scale between two passes
@@ -24,13 +25,15 @@ MICRO_STEPS = {(True, True): "only", (True, False): "first", (False, False): "mi
 @dataclass(frozen=True)
 class StepResult:
     """A finished optimizer step: mean loss per trained token, norm of its gradient, whether it was applied, and the
-    largest `request` of all ranks."""
+    largest `request` of all ranks. `sent_error` is |sent - gradient| / |gradient| of the compressed gradients that this
+    rank has sent, None if it sends none."""
 
     loss: float
     norm: float
     num_tokens: int
     applied: bool
     request: int = 0
+    sent_error: float | None = None
 
 
 class Engine(BoundPlan):
@@ -77,6 +80,8 @@ class Engine(BoundPlan):
         gradients are whole. A plan with noise needs the `places` of the batch.
         """
         assert batch.places is not None or not self._has(self._cells.batch.samples), "noise goes by a sample's place"
+        if first and self._has(SENT_ERROR):
+            self._fill(SENT_ERROR, 0)
         self.feed(batch)
         self.run(MICRO_STEPS[first, last])
         self._is_gathered = self._is_gathered or first
@@ -97,7 +102,14 @@ class Engine(BoundPlan):
         read = self._read_scalars(agreed.loss, agreed.tokens, cells.norm, cells.apply, *asked)
         loss, tokens, norm, applied, *requests = read
         wanted = int(requests[0]) if requests else request
-        return StepResult(loss / max(tokens, 1.0), norm, int(tokens), applied != 0, wanted)
+        return StepResult(loss / max(tokens, 1.0), norm, int(tokens), applied != 0, wanted, self._sent_error())
+
+    def _sent_error(self) -> float | None:
+        """Relative error of the gradients that this rank has sent since the step began."""
+        if not self._has(SENT_ERROR):
+            return None
+        _, power, noise, *_ = (float(value) for value in self._read(SENT_ERROR))
+        return math.sqrt(noise / power) if power else 0.0
 
     @property
     def needs_warm_up(self) -> bool:

@@ -123,8 +123,18 @@ class ShardingOptions(Section):
     all_to_all_reduce: bool = option(
         False, "Sum gradients where they arrive, in fp32 and in the order of ranks, not on their way from GPU to GPU."
     )
+    gradient_compression: Literal["none", "e4m3"] = option(
+        "none",
+        "Send gradients in e4m3 with a scale for each 128x128 numbers, and sum them as --all-to-all-reduce does; the "
+        "log has the error.",
+    )
 
     def contradictions(self) -> Iterator[str]:
+        if self.gradient_compression != "none" and self.reduce_dtype is not None:
+            yield (
+                f"--gradient-compression {self.gradient_compression} is what gradients travel in, and --reduce-dtype "
+                f"{self.reduce_dtype} as well: use one of them"
+            )
         if self.zero_level == 0 and (self.shard_gradients or self.shard_weights):
             given = "--shard-weights" if self.shard_weights else "--shard-gradients"
             yield f"--zero-level 0 shares out nothing, and {given} something: use --zero-level 1 with it"

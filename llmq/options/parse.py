@@ -222,11 +222,12 @@ def changed(before: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:
 
     One that an earlier release did not have was at its default.
     """
-
-    def shown(value: Any) -> str:
-        return "not set" if value is None else str(value)
-
     once = ("continue", "reset", "overwrite", "verbosity")
     old = {key: before.get(key, d.default) for key, d in descriptions().items()}
     keys = [key for key in now if key not in once and now[key] != old[key]]
     return [f"{flag(key)} {shown(old[key])} to {shown(now[key])}" for key in keys]
+
+
+def shown(value: Any) -> str:
+    """A value in a message."""
+    return "not set" if value is None else str(value)

@@ -27,14 +27,13 @@ def observed(
     """
     forms: dict[str, tuple[Ref, Form]] = {}
     sites: dict[str, dict[str, None]] = {}
-    for call in calls:
+    for call in (call for call in calls if record(call.op).is_linear):
         for ref in call.inputs:
             if ref is None or ref.form is None or ref.form.scaling is None or _is_held(ref, values):
                 continue
             if ref.form.layout == "row":
                 forms.setdefault(ref.name, (ref, ref.form))
-            if record(call.op).is_linear:
-                sites.setdefault(scale_cell(ref, ref.form.dtype), {}).setdefault(_site(call))
+            sites.setdefault(scale_cell(ref, ref.form.dtype), {}).setdefault(_site(call))
     cells = {cell: index for index, cell in enumerate(sites)}
     whole = errors_cell(len(cells))
 

@@ -4,6 +4,9 @@ from __future__ import annotations
 
 from llmq.options.maths import ShardingOptions
 from llmq.stores.sharding import Sharding
+from llmq.tensor import Form
+
+COMPRESSED = {"none": None, "e4m3": Form("e4m3", "row", "tilewise")}
 
 
 def resolve(options: ShardingOptions, rank: int, size: int) -> Sharding:
@@ -18,5 +21,6 @@ def resolve(options: ShardingOptions, rank: int, size: int) -> Sharding:
         gradients=level >= 2 or options.shard_gradients,
         weights=level >= 3 or options.shard_weights,
         reduce_dtype=options.reduce_dtype,
-        all_to_all=options.all_to_all_reduce,
+        all_to_all=options.all_to_all_reduce or options.gradient_compression != "none",
+        compressed=COMPRESSED[options.gradient_compression],
     )

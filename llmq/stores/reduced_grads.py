@@ -10,7 +10,11 @@ from llmq.row import Row
 from llmq.stores.bundles import Bundle, part_bundle, part_tree
 from llmq.stores.grads import ReplicatedGrads
 from llmq.stores.sharding import Sharding, Shards, part_of
-from llmq.tensor import Ref
+from llmq.tensor import NORM_ROWS, Ref
+
+SENT_WIDTHS = 16  # a gradient is compressed if its width is a multiple of this; others, and vectors, are small
+# Errors of what this rank sends in a step, as the op `quantization_error` gives them; whoever begins a step clears it.
+SENT_ERROR = Ref("sent_error", "cell", (6,), "fp32")
 
 
 class ReducedGrads(ReplicatedGrads):
@@ -63,9 +67,12 @@ class ReducedGrads(ReplicatedGrads):
             return
         others = []
         for share, whole, cut in zip(shares, sent, bounds, strict=True):
-            shape = (self._sharding.size - 1, self._shards.count(share.name), whole.shape[-1])
-            others.append(Ref(f"pieces/{share.name}", "activation", shape, whole.dtype, whole.layer))
-            ops.all_to_all(others[-1], whole, bounds=cut)
+            count = self._shards.count(share.name)
+            if whole.form is not None:
+                count = -(-count // NORM_ROWS) * NORM_ROWS  # so that no tile has rows of two ranks
+            shape = (self._sharding.size - 1, count, whole.shape[-1])
+            others.append(Ref(f"pieces/{share.name}", "activation", shape, whole.dtype, whole.layer, form=whole.form))
+            ops.all_to_all(others[-1].in_form(None), whole.in_form(None), bounds=cut)
         for share, ref, pieces in zip(shares, refs, others, strict=True):
             ops.sum_pieces(share, self._piece(ref, share.name), pieces, rank=self._sharding.rank)
 
@@ -78,13 +85,17 @@ class ReducedGrads(ReplicatedGrads):
         return replace(self._piece(ref, name), again=ref.space == "grad", is_sum=False)
 
     def _sent(self, ops: Any, ref: Ref) -> Ref:
-        """A gradient in the dtype in which it is reduced."""
-        dtype = self._sharding.reduce_dtype or ref.dtype
-        if dtype == ref.dtype:
+        """A gradient in the dtype in which it is reduced, or in the form in which it is sent."""
+        dtype, form = self._sharding.reduce_dtype or ref.dtype, self._sharding.compressed
+        is_small = len(ref.shape) == 1 or ref.shape[-1] % SENT_WIDTHS
+        if dtype == ref.dtype and (form is None or is_small):
             return ref
         slot = Ref(f"sent/{ref.name}", "activation", ref.shape, dtype, ref.layer)
         ops.cast(slot, ref)
-        return slot
+        if form is None or is_small:
+            return slot
+        ops.quantization_error(SENT_ERROR, SENT_ERROR, ref, slot.in_form(form))
+        return slot.in_form(form)
 
 
 class ShardedGrads(ReducedGrads):

@@ -13,7 +13,7 @@ from functools import cached_property
 from itertools import pairwise
 
 from llmq.row import Row
-from llmq.tensor import NORM_ROWS, Ref
+from llmq.tensor import NORM_ROWS, Form, Ref
 
 Bounds = tuple[int, ...]  # rank r has rows [bounds[r], bounds[r + 1]) of a tensor seen as (rows, last axis)
 
@@ -23,7 +23,8 @@ class Sharding:
     """The ranks of a run, and what each of them holds of every row: its share, or all of it.
 
     `states` are masters and moments. Gradients are reduced over ranks in `reduce_dtype` (None: their own), with f32
-    sums in order if they are exchanged (`all_to_all`), else rounded on their way from rank to rank.
+    sums in order if they are exchanged (`all_to_all`), else rounded on their way from rank to rank. Exchanged ones may
+    be `compressed`: what is sent is a copy in this form.
     """
 
     rank: int = 0
@@ -33,6 +34,7 @@ class Sharding:
     weights: bool = False
     reduce_dtype: str | None = None
     all_to_all: bool = False
+    compressed: Form | None = None
 
 
 ALONE = Sharding()

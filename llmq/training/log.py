@@ -87,6 +87,7 @@ class RunLog:
         self.console_is_all = False  # of a dry run the lines are all that there is
         self._sections: dict[str, Any] = dict.fromkeys(SECTIONS)
         self._file: IO[str] | None = None
+        self._has_ended = False
         self._step = self._num_steps = 0
         self._epoch: int | None = None  # of the last [T] line
         self.warnings: list[str] = []
@@ -270,8 +271,12 @@ class RunLog:
     def end(self, reason: str, warnings: Sequence[str] = (), **metrics: Any) -> None:
         """The run is over: `reason` is finished, interrupted, terminated or failed.
 
-        Prints all warnings, those of `warn` once more and `warnings`, which are new.
+        Prints all warnings, those of `warn` once more and `warnings`, which are new. Only the first call counts: a rank
+        that misses another one may notice that itself, and be told by the watchdog.
         """
+        if self._has_ended:
+            return
+        self._has_ended = True
         self.warnings += [text for text in warnings if text not in self.warnings]
         found = {"warnings": self.warnings} if self.warnings else {}
         self.record("end", step=self._step, reason=reason, **metrics, **found)

@@ -89,6 +89,7 @@ def run(
     with ExitStack() as stack:
         ranks = ranks or stack.enter_context(joined(options))
         log = stack.enter_context(RunLog(options.log, console, is_silent=not ranks.is_first))
+        ranks.on_lost = lambda report: log.end("failed", error="; ".join(map(str, report.lost)))
         stack.enter_context(hold(options, log, ranks))
         job = ranks.in_turn(lambda: prepare(options, log, ranks), told)
         if job.plans_only:
@@ -202,8 +203,7 @@ class _Run:
         """One optimizer step, and what is due after it."""
         self._settle(wait=False)  # what made the last save fail ends the run here
         job, step, start = self.job, self.progress.step + 1, time.perf_counter()
-        self.ranks.step = step
-        wait_ms, real = 0.0, 0
+        self.ranks.step, wait_ms, real = step, 0.0, 0
         for micro_step in range(job.data.grad_accumulation):
             batch = loader.next(self._ends)
             wait_ms, real = wait_ms + batch.wait_ms, real + batch.num_real
@@ -239,6 +239,7 @@ class _Run:
                 applied=done.applied,
                 memory_mib=job.backend.peak_bytes() / MIB,
                 real_tokens=real if job.data.has_padding else None,
+                sent_error=done.sent_error,
             ),
             done.request,
         )

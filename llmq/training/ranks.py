@@ -10,14 +10,18 @@ from typing import Any, TypeVar
 
 from llmq.comm.board import Beat
 from llmq.comm.join import join_world
-from llmq.comm.launch import gpu_index, recognised
-from llmq.comm.watchdog import Watchdog
+from llmq.comm.launch import WATCHDOG_S, gpu_index, recognised, watchdog_s
+from llmq.comm.start import starts_ranks
+from llmq.comm.watchdog import Watchdog, WatchReport
 from llmq.comm.world import ALONE, World
+from llmq.errors import UsageError
 from llmq.hardware import device
 from llmq.hardware.device import Device
-from llmq.options.parse import Options
+from llmq.options.field import flag
+from llmq.options.parse import Options, shown
 
 Result = TypeVar("Result")
+OF_ONE_RANK = ("device", "gpu", "gpus", "verbosity")  # options in which ranks may differ
 
 
 class Ranks:
@@ -33,6 +37,7 @@ class Ranks:
         self.rank, self.size = world.rank, planned or world.size
         self.step = 0  # that this rank is in
         self.told: Mapping[str, Any] = {}  # by the first rank, of what it found and chose for all
+        self.on_lost: Callable[[WatchReport], None] = lambda report: None  # the last that this rank does
         self._watchdog: Watchdog | None = None
 
     @property
@@ -51,6 +56,19 @@ class Ranks:
     def least(self, value: int) -> int:
         """The smallest that any rank gives."""
         return min(self.all_of(value))
+
+    def check_same(self, options: Options) -> None:
+        """UsageError, on all ranks, that names the options that one of them has and the first one has not."""
+        mine = {key: value for key, value in options.to_flat().items() if key not in OF_ONE_RANK}
+        first, *others = self.all_of(mine)
+        for rank, other in enumerate(others, 1):
+            different = [key for key in first if other.get(key) != first[key]]
+            if different:
+                given = ", ".join(f"{flag(key)} {shown(other.get(key))} ({shown(first[key])})" for key in different)
+                raise UsageError(
+                    f"rank {rank} was started with other options than rank 0, whose are in brackets: {given}: start "
+                    "all ranks with the same"
+                )
 
     def in_turn(self, work: Callable[[], Result], tell: Callable[[Result], Mapping[str, Any]]) -> Result:
         """What `work` returns, which the first rank does alone before the others do.
@@ -74,13 +92,18 @@ class Ranks:
         return nullcontext() if self._watchdog is None else self._watchdog.long(what)
 
     @contextmanager
-    def watched(self) -> Iterator[None]:
-        """Within, a rank that is lost is found, and all end with a report. MPI looks after its ranks itself."""
+    def watched(self, patience: float = WATCHDOG_S) -> Iterator[None]:
+        """Within, a rank that is lost is found in `patience` seconds, and all end with a report, `on_lost` having it.
+
+        MPI looks after its ranks itself.
+        """
         store = getattr(self.world, "store", None)
         if store is None:
             yield
             return
-        with Watchdog(store, self._beat) as self._watchdog:
+        with Watchdog(
+            store, self._beat, patience=patience, on_lost=lambda report: self.on_lost(report)
+        ) as self._watchdog:
             yield
 
     def _beat(self) -> Beat:
@@ -93,20 +116,30 @@ class Ranks:
 def joined(options: Options) -> Iterator[Ranks]:
     """The ranks of the run that this process is one of, by the variables of what started it; alone without any.
 
-    UsageError for variables that contradict each other or `--gpus`, WorldError where ranks do not come.
+    UsageError for variables that contradict each other or `--gpus`, for other options than other ranks have, and where
+    several processes are asked for, which are the command's to start. WorldError where ranks do not come.
     """
     if options.to_flat()["dry_run"]:
         yield Ranks(planned=device.planned_gpus(options.system))
         return
-    place = recognised(os.environ, device.asked_gpus(options.system))
+    gpus = device.asked_gpus(options.system)
+    place = recognised(os.environ, gpus)
+    if starts_ranks(options.launch, place, gpus):
+        asked = f"--gpus {gpus}" if gpus != 1 else "--launcher ray"
+        raise UsageError(
+            f"{asked} needs several processes, and llmq.train() trains in this one alone: the command llmq-train "
+            "starts them, as do llmq-launch, torchrun, srun and mpirun"
+        )
     if place is None or place.size == 1:
         yield Ranks()
         return
+    patience = watchdog_s(os.environ)
     where = device.use(device.pick_device(options.system), partial(gpu_index, place))
     world = join_world(place, where)
     ranks = Ranks(world, place.in_words, where)
     try:
-        with ranks.watched():
+        with ranks.watched(patience):
+            ranks.check_same(options)
             yield ranks
     finally:
         world.close()

@@ -28,6 +28,7 @@ class TrainRecord:
     applied: bool = True  # False: not finite, the update changed nothing
     memory_mib: float | None = None  # most that was in use so far
     real_tokens: int | None = None  # without padding
+    sent_error: float | None = None  # |sent - gradient| / |gradient| of the compressed gradients that rank 0 sends
 
     @property
     def tps(self) -> float:

@@ -4,7 +4,7 @@ from dataclasses import replace
 
 import pytest
 
-from llmq.comm.launch import Place, gpu_index, recognised
+from llmq.comm.launch import Place, gpu_index, recognised, watchdog_s
 from llmq.errors import UsageError
 
 TORCHRUN = {
@@ -65,6 +65,12 @@ def test_variables_of_ours_override_a_launchers():
     for environ in (TORCHRUN, SRUN):
         place = recognised(environ | own)
         assert (place.master_port, place.token, place.join_s) == (1234, "abc", 5.0)
+
+
+def test_how_soon_a_rank_is_lost():
+    assert watchdog_s({}) == 60 and watchdog_s({"LLMQ_WATCHDOG_SECONDS": "2.5"}) == 2.5
+    with pytest.raises(UsageError, match="LLMQ_WATCHDOG_SECONDS soon is not a number of seconds above 0"):
+        watchdog_s({"LLMQ_WATCHDOG_SECONDS": "soon"})
 
 
 def test_a_random_port_of_torchrun_is_not_followed():

@@ -7,15 +7,11 @@ import sys
 from pathlib import Path
 
 import pytest
+from tiny_runs import ANYWHERE
 
 HERE = Path(__file__).parent
 RUN = "import stand_in; stand_in.run()"
 SUMS = {2: 12330, 4: 51960}  # of what the ranks exchange
-ANYWHERE = {
-    "OMPI_ALLOW_RUN_AS_ROOT": "1",
-    "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1",
-    "PRTE_MCA_rmaps_default_mapping_policy": ":oversubscribe",
-}
 
 
 @pytest.fixture

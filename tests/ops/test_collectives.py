@@ -14,6 +14,7 @@ from .cuda_build import Device
 BOUNDS = {1: (0, 300), 2: (0, 128, 300), 3: (0, 128, 128, 300), 4: (0, 128, 256, 300, 300)}
 SIZES = pytest.mark.parametrize("size", BOUNDS)
 K = 6
+TILES = Form("e4m3", "row", "tilewise")
 
 
 def tensor(values, dtype="fp32", form=None, scale=None):
@@ -119,6 +120,31 @@ def test_pieces_are_added_on_the_gpu_as_by_the_reference(sum_dtype, sent):
             device = Device()
             device.call("sum_pieces", {"out": outs[1]}, {"own": own, "pieces": pieces}, rank=rank)
             assert device.host(outs[1].tensors[0].array).tobytes() == outs[0].tensors[0].array.tobytes()
+
+
+@SIZES
+@pytest.mark.parametrize("accumulate", [False, True])
+def test_compressed_pieces_have_tiles_of_their_own(size, accumulate):
+    """Ranks have 128, 172 or no rows: the place of a piece is whole tiles, whose scales are those of its sender."""
+    bounds = BOUNDS[size]
+
+    def work(world):
+        sent = output(tensor(np.zeros((300, K)), form=TILES, scale=np.zeros((3, 4), np.float32)))
+        sent.write(whole(world.rank))
+        (copy,), count = sent.tensors, bounds[world.rank + 1] - bounds[world.rank]
+        places = -(-count // 128) * 128
+        scale = np.full(((size - 1) * places // 128, 4), np.nan, np.float32)
+        pieces = tensor(np.full((size - 1, places, K), np.nan), form=TILES, scale=scale)
+        OPS["all_to_all"](output(pieces), copy, bounds=bounds, world=world)
+        own, out = tensor(whole(world.rank)).chunk(bounds[world.rank], count), tensor(np.ones((count, K), np.float32))
+        OPS["sum_pieces"](replace(output(out), accumulate=accumulate), own, pieces, rank=world.rank)
+        return out.array, copy.read()
+
+    found = run_ranks(size, work)
+    for rank, (out, _) in enumerate(found):
+        parts = [whole(other) if other == rank else copy for other, (_, copy) in enumerate(found)]
+        total = sum((part[mine(bounds, rank)] for part in parts), np.float32(0))
+        np.testing.assert_array_equal(out, 1 + total if accumulate else total)
 
 
 @SIZES

@@ -1,19 +1,19 @@
 """Training by each launcher's variables: the same losses whoever started the ranks, and near those of one process."""
 
 import os
+import shutil
 import subprocess
 import sys
 from pathlib import Path
 
 import numpy as np
 import pytest
-from tiny_runs import tiny_options
+from tiny_runs import ANYWHERE, launched_flags
 
 from llmq.comm.ray_group import free_port
-from llmq.options.field import flag
+from llmq.errors import UsageError
 from llmq.report.read import read_log
 
-pytestmark = pytest.mark.slow
 ROOT = Path(__file__).parents[2]
 STEPS = 5
 SLURM = {"SLURM_JOB_ID": "7", "SLURM_STEP_ID": "0", "SLURM_STEP_NUM_TASKS": "2", "SLURM_STEP_TASKS_PER_NODE": "1(x2)"}
@@ -22,10 +22,7 @@ SLURM = {"SLURM_JOB_ID": "7", "SLURM_STEP_ID": "0", "SLURM_STEP_NUM_TASKS": "2",
 def arguments(tmp_path, name):
     """Flags of a run of five steps with eight rows each."""
     (tmp_path / name).mkdir()
-    options = tiny_options(tmp_path / name) | {"steps": STEPS, "name": name, "device": "cpu", "global_batch_size": 8}
-    for absent in ("console", "grad_accumulation", "eval_file", "eval_every_n_steps"):
-        del options[absent]
-    return [f"{flag(key)}={value}" if value is not True else flag(key) for key, value in options.items()]
+    return launched_flags(tmp_path / name, steps=STEPS, name=name)
 
 
 def by_torchrun(rank, port):
@@ -55,6 +52,32 @@ def environ(tmp_path, monkeypatch):
     return {**os.environ, **own}
 
 
+@pytest.mark.judge
+@pytest.mark.parametrize("num", [2, 4])
+def test_mpi_trains_as_sockets_do(tmp_path, environ, num):
+    mpirun = shutil.which("mpirun", path=f"{Path(sys.executable).parent}:{os.environ['PATH']}")
+    by_mpi = [mpirun, "-n", str(num), sys.executable, "-m", "llmq", *arguments(tmp_path, "by_mpi")]
+    subprocess.run(by_mpi, env={**environ, **ANYWHERE}, check=True, timeout=200)
+    launcher = [sys.executable, "-m", "llmq.cli.launch", f"--procs={num}", "--"]
+    subprocess.run([*launcher, *arguments(tmp_path, "by_tcp")], env=environ, check=True, timeout=200)
+    assert np.array_equal(losses(tmp_path, "by_mpi"), losses(tmp_path, "by_tcp"))
+
+
+@pytest.mark.slow
+def test_ranks_with_other_options_end_before_they_wait_for_each_other(tmp_path, environ):
+    port, flags = str(free_port()), arguments(tmp_path, "other")
+    command = [sys.executable, "-m", "llmq", *flags]
+    variables = [{key: str(value) for key, value in by_torchrun(rank, port).items()} for rank in range(2)]
+    ranks = [
+        subprocess.Popen([*command, *more], env={**environ, **own}, stderr=subprocess.PIPE, text=True)
+        for more, own in zip(([], ["--seq-len=8"]), variables, strict=True)
+    ]
+    for rank in ranks:
+        assert "rank 1 was started with other options than rank 0" in rank.communicate(timeout=60)[1]
+        assert rank.returncode == UsageError.exit_code
+
+
+@pytest.mark.slow
 def test_every_launcher_trains_the_same(tmp_path, environ):
     for kind in (by_torchrun, by_srun):
         port = str(free_port())

@@ -7,9 +7,8 @@ import time
 from pathlib import Path
 
 import pytest
-from tiny_runs import tiny_options
+from tiny_runs import launched_flags
 
-from llmq.options.field import flag
 from llmq.report.read import read_log
 
 pytestmark = pytest.mark.judge
@@ -41,11 +40,7 @@ def test_a_run_resumes_when_an_actor_is_killed(num, tmp_path, monkeypatch, capfd
 
     cluster = Cluster(initialize_head=True, head_node_args={"num_cpus": 1})
     cluster.add_node(num_cpus=1)
-    options = tiny_options(tmp_path) | {"steps": STEPS, "device": "cpu", "ckpt_interval": 20, "global_batch_size": 8}
-    options |= {"launcher": "ray", "ray_address": cluster.address}
-    for absent in ("console", "grad_accumulation", "eval_file", "eval_every_n_steps"):
-        del options[absent]
-    flags = [f"{flag(key)}={value}" if value is not True else flag(key) for key, value in options.items()]
+    flags = launched_flags(tmp_path, steps=STEPS, ckpt_interval=20, launcher="ray", ray_address=cluster.address)
 
     def kill():
         until = time.monotonic() + 60

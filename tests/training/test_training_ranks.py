@@ -9,11 +9,13 @@ import pytest
 from safetensors.numpy import load_file
 from tiny_runs import weights_of
 
+import llmq
 from llmq.comm.in_process import run_ranks
-from llmq.errors import StorageError
+from llmq.errors import StorageError, UsageError
 from llmq.files.checkpoint import load
 from llmq.files.manifest import found
 from llmq.options.parse import Options
+from llmq.report.read import read_log
 from llmq.training import loop
 from llmq.training.ranks import Ranks
 
@@ -131,3 +133,79 @@ def test_what_one_rank_is_asked_for_all_do(given, monkeypatch):
     results, console = train(given, 2)
     assert [(result.exit_code, result.steps) for result in results] == [(75, 3)] * 2
     assert sorted(found(Path("runs/on2/checkpoints"))) == [2, 3] and "Stopped after step 3" in console
+
+
+def test_the_log_has_the_error_of_compressed_gradients(given):
+    train(given, 1)
+    train(given, 2, zero_level=2, gradient_compression="e4m3")
+    sent = read_log(Path("runs/on2")).train["sent_error"]
+    assert len(sent) == STEPS and np.all((sent > 0.02) & (sent < 0.03))
+    np.testing.assert_allclose([loss[2] for loss in losses("on1")], [loss[2] for loss in losses("on2")], rtol=1e-2)
+
+
+@pytest.mark.parametrize(("options", "said"), [({"gpus": 2}, "--gpus 2"), ({"launcher": "ray"}, "--launcher ray")])
+def test_python_is_told_that_the_command_starts_processes(given, options, said):
+    with pytest.raises(UsageError, match=f"{said} needs several processes, .*: the command llmq-train starts them"):
+        llmq.train(**given, **options)
+
+
+@pytest.mark.parametrize(
+    ("changes", "said"),
+    [
+        ({"seq_len": 8}, r"--seq-len 8 \(16\): start all"),
+        (
+            {"zero_level": 3, "reduce_dtype": "bf16"},
+            r"--zero-level 3 \(1\), --reduce-dtype bf16 \(not set\): st",
+        ),
+    ],
+)
+def test_a_rank_with_other_options_is_refused_by_all(given, changes, said):
+    values = {key: value for key, value in given.items() if value is not None and key != "console"}
+    refused = []
+
+    def work(world):
+        more = {"verbosity": world.rank - 1, **(changes if world.rank == 1 else {})}
+        with pytest.raises(UsageError, match=rf"rank 1 was started with other options than rank 0, .*: {said}"):
+            Ranks(world).check_same(Options.parse({**values, **more}))
+        refused.append(world.rank)
+
+    run_ranks(3, work)
+    assert sorted(refused) == [0, 1, 2]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("compression", ["none", "e4m3"])
+def test_errors_of_fp8_copies_are_the_same_at_every_level(given, compression):
+    fp8 = {"model_dtype": "bf16", "matmul_dtype": "e4m3", "log_fp8_every": 2, "gradient_compression": compression}
+    found = []
+    for level in range(4):
+        train(given, 2, f"level{level}", zero_level=level, global_batch_size=2, **fp8)
+        lines = map(json.loads, Path(f"runs/level{level}/log.jsonl").read_text().splitlines())
+        found.append([line["copies"] for line in lines if line["type"] == "fp8"])
+    names, errors = (
+        [[[copy[key] for copy in copies] for copies in one] for one in found] for key in ("name", "snr_db")
+    )
+    assert len(names[0]) == 3 and names[1:] == names[:1] * 3
+    for other in errors[1:]:  # the weights of level 0 are counted by both ranks
+        np.testing.assert_allclose(np.float64(other), np.float64(errors[0]), rtol=1e-3)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("level", [0, 3])
+@pytest.mark.parametrize("how", [{"reduce_dtype": "bf16"}, {"reduce_dtype": "bf16", "all_to_all_reduce": True}])
+def test_gradients_of_fp32_travel_in_bf16(given, level, how):
+    """Rounded once by each rank, and on the way at each of three: 3 * 2^-8 of a gradient at most."""
+    train(given, 1, global_batch_size=3)
+    train(given, 3, "narrow", zero_level=level, global_batch_size=3, **how)
+    train(given, 3, "wide", zero_level=level, global_batch_size=3)
+    one, narrow, wide = losses("on1"), losses("narrow"), losses("wide")
+    assert narrow[1:] != wide[1:], "nothing is rounded"
+    np.testing.assert_allclose([loss[2] for loss in narrow], [loss[2] for loss in one], rtol=2e-3)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("level", [0, 1, 2, 3])
+def test_exchanged_gradients_give_one_ranks_losses(given, level):
+    train(given, 1, global_batch_size=3)
+    train(given, 3, zero_level=level, global_batch_size=3, all_to_all_reduce=True)
+    np.testing.assert_allclose([loss[2] for loss in losses("on3")], [loss[2] for loss in losses("on1")], rtol=1e-5)

@@ -18,7 +18,7 @@ from llmq.comm.world import ALONE, World
 from llmq.ops.cuda.compile import Constants
 from llmq.ops.cuda.copy import copy_bytes
 from llmq.ops.cuda.launch import Kernel, access, address, adds, launch, multiprocessors, plain, pointer, type_of
-from llmq.tensor import Output, Tensor
+from llmq.tensor import Form, Output, Tensor
 
 if TYPE_CHECKING:
     from llmq.comm.nccl import NcclWorld
@@ -55,7 +55,7 @@ def reduce_scatter(out: Output, /, x: Tensor, *, bounds: tuple[int, ...], world:
 
 
 def all_to_all(pieces: Output, /, x: Tensor, *, bounds: tuple[int, ...], world: World = ALONE) -> None:
-    """pieces (R-1,n,K) <- x (...,K): this rank's rows of every other rank's x, in the form of both."""
+    """pieces (R-1,m,K) <- x (...,K): this rank's n rows of every other rank's x, in the form of both."""
     for target in pieces.tensors:
         mine, place = bounds[world.rank + 1] - bounds[world.rank], 0
         shares = dict(_shares(x, bounds))
@@ -68,25 +68,34 @@ def all_to_all(pieces: Output, /, x: Tensor, *, bounds: tuple[int, ...], world: 
                     for sent, _ in _storages(shares[rank], shares[rank]):
                         gpus.send(address(sent), sent.nbytes, rank)
                 if mine:
-                    piece = target.chunk(place * mine, mine)
+                    piece = target.chunk(place * target.shape[1], mine)
                     for received, _ in _storages(piece, piece):
                         gpus.receive(address(received), received.nbytes, rank)
                 place += 1
 
 
 def sum_pieces(out: Output, /, own: Tensor, pieces: Tensor | None, *, rank: int) -> None:
-    """out (n,K) <- own (n,K), pieces (R-1,n,K) or None: their f32 sum, own in place `rank` of all."""
+    """out (n,K) <- own (n,K), pieces (R-1,m,K) or None: f32 sum of n rows of each, own in place `rank`."""
     if not out.wanted:
         return
     count, others = math.prod(own.shape), 0 if pieces is None else pieces.shape[0]
-    types = {"O": type_of(out), "X": type_of(own), "P": type_of(own if pieces is None else pieces)}
-    number = access(count, *types.values())
-    constants: Constants = {**types, "N": number}
+    types, columns = {"O": type_of(out), "X": type_of(own)}, own.shape[-1]
+    form = None if pieces is None else pieces.form
+    if form is None:
+        types["P"] = type_of(own if pieces is None else pieces)
+        number = access(count, *types.values())
+    else:
+        assert form == Form("e4m3", "row", "tilewise"), f"{out.name}: no kernel adds {form}"
+        number = access(columns, *types.values())  # an access has one scale
+        types["P"] = "e4m3"
+    constants: Constants = {**types, "N": number, "C": columns}
     arguments = (
         plain(out),
         pointer(own),
         pointer(pieces),
+        0 if pieces is None or pieces.scale is None else address(pieces.scale),
         np.int64(count),
+        np.int64(0 if pieces is None else math.prod(pieces.shape[1:])),
         np.int32(others),
         np.int32(rank),
         adds(out),

@@ -7,6 +7,7 @@ it says of all.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import replace
 
@@ -43,23 +44,30 @@ def reduce_scatter(out: Output, /, x: Tensor, *, bounds: tuple[int, ...], world:
 
 @op(family="collectives", lane="comm", copies=True, is_collective=True)
 def all_to_all(pieces: Output, /, x: Tensor, *, bounds: tuple[int, ...], world: World = ALONE) -> None:
-    """pieces (R-1,n,K) <- x (...,K): this rank's rows of every other rank's x, in the form of both."""
+    """pieces (R-1,m,K) <- x (...,K): this rank's n rows of every other rank's x, in the form of both.
+
+    m is n, or n rounded up to whole tiles where each has a scale; rows beyond n are left as they are.
+    """
     mine = _share(bounds, world.rank)
     for target in pieces.tensors:
+        apart = target.shape[1]
         out: list[Tensor | None] = [None] * world.size
         into: list[Tensor | None] = [None] * world.size
         for place, rank in enumerate(_others(world)):
-            out[rank], into[rank] = _rows(x, bounds, rank), target.chunk(place * mine, mine) if mine else None
+            out[rank], into[rank] = _rows(x, bounds, rank), target.chunk(place * apart, mine) if mine else None
         _exchange(world, out, into)
 
 
 @op(family="collectives", lane="comm")
 def sum_pieces(out: Output, /, own: Tensor, pieces: Tensor | None, *, rank: int) -> None:
-    """out (n,K) <- own (n,K), pieces (R-1,n,K) or None: their f32 sum, own in place `rank` of all.
+    """out (n,K) <- own (n,K), pieces (R-1,m,K) or None: f32 sum of n rows of each, own in place `rank`.
 
-    out may be the memory of own.
+    out may be the memory of own. m is n, or more, as all_to_all leaves pieces.
     """
-    values = [] if pieces is None else [piece.reshape(own.shape) for piece in pieces.read()]
+    values: list[np.ndarray] = []
+    if pieces is not None and (count := math.prod(own.shape[:-1])):
+        starts = range(0, math.prod(pieces.shape[:-1]), pieces.shape[1])
+        values = [pieces.chunk(start, count).read().reshape(own.shape) for start in starts]
     values.insert(rank, own.read())
     total = values[0].copy()
     for value in values[1:]:
