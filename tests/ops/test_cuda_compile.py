@@ -47,6 +47,7 @@ REGISTERS = {
     "column_amax": 64,
     "column_scale": 32,
     "cross_entropy": 80,
+    "dropout": 48,
     "embedding_add": 64,
     "embedding_forward": 48,
     "embedding_group": 64,
@@ -193,6 +194,9 @@ def model_launches(noted: Launches, b: int, t: int, c: int, hq: int, hkv: int, h
         ops.embedding_forward(out(x, dtype, None), tokens, read((v, c)))
         noise = {"alpha": 5.0, "seed": 2**40, "stream": 2**31}
         ops.embedding_noise(out(x, dtype, None), read(x), noted.tensor((b,), "int32"), **noise)
+        for residual in (None, read(x)):
+            place = {"rate": 0.1, "seed": 2**40, "stream": 2**31, "first": 3, "length": t}
+            ops.dropout(out(x, dtype, None), read(x), noted.tensor((b,), "int32"), residual, **place)
         added = out((v, c), dtype, None)
         ops.embedding_backward(added, read(x), tokens)
         added.accumulate = True

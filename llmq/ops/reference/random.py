@@ -8,7 +8,13 @@ import ml_dtypes
 import numpy as np
 
 M, V, MASTER = "m", "v", "master"  # what is rounded
-MOMENTS, OF_MASTER, EMBEDDING, SAMPLING = 0, 1, 2, 3  # what a block of words is for: the last word of its counter
+MOMENTS, OF_MASTER, EMBEDDING, SAMPLING, DROPOUT = (
+    0,
+    1,
+    2,
+    3,
+    4,
+)  # what a block of words is for: the last word of its counter
 _WORD = np.uint64(0xFFFFFFFF)
 
 
