@@ -21,6 +21,8 @@ from llmq.data.batches.batch import Batch
 from llmq.engine.engine import Engine
 from llmq.files.adapters import AdapterExport, adapter_config, open_adapter, stored_rows
 from llmq.files.huggingface import Export
+from llmq.files.merge import merge
+from llmq.files.source import find_source
 from llmq.model.adapters import Adapters, chosen, targets
 from llmq.model.config import read_config
 from llmq.model.optimizer import Hyperparameters
@@ -224,3 +226,18 @@ def test_ranks_by_pattern_are_read_as_peft_has_them(tmp_path):
     assert_same_logits(engine_of(config, model, found, FP32), model, drawn(config, 5)[0])
     again = adapter_config(found, read_config(config), "base", None)
     assert again["rank_pattern"]["model.layers.1.mlp.up_proj"] == 6 and again["r"] == 4
+
+
+@pytest.mark.parametrize(("family", "text"), [("qwen2", "all"), ("qwen3", "q_proj,v_proj")])
+def test_a_merged_model_computes_what_peft_does(family, text, tmp_path):
+    config = families.FAMILIES[family]
+    export_base(config, tmp_path / "base")
+    model = peft_of(config, families.weights(config), text, "all", "float32")
+    model.save_pretrained(tmp_path / "theirs")
+    source = find_source(str(tmp_path / "base"))
+    merge(source, {tmp_path / "theirs": 1.0}, tmp_path / "merged", dtype=None, overwrite=False)
+    found = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "merged", attn_implementation="eager")
+    right = model.merge_and_unload()
+    named = dict(found.named_parameters())
+    for name, value in right.named_parameters():
+        torch.testing.assert_close(named[name].detach(), value.detach(), rtol=1e-5, atol=1e-6)

@@ -59,15 +59,25 @@ class StoredAdapter:
         """The values of rows: those of the adapter, and `otherwise` those that it does not have."""
 
         def found(rows: Sequence[Row]) -> Iterator[tuple[Row, np.ndarray]]:
-            own = [row for row in rows if row.parts[0].name in self.tensors]
-            yield from otherwise([row for row in rows if row not in own])
-            for row in own:
-                value = np.zeros(row.shape, np.float32)
-                for part in row.parts:
-                    value[part.start : part.stop] = self.read(part.name)
-                yield row, value
+            own = {row.name for row in rows if all(part.name in self.tensors for part in row.parts)}
+            for row, value in otherwise([row for row in rows if row.name not in own]):
+                there = any(part.name in self.tensors for part in row.parts)
+                yield row, self._over(row, value.astype(np.float32)) if there else value
+            yield from ((row, self._over(row, np.zeros(row.shape, np.float32))) for row in rows if row.name in own)
 
         return found
+
+    def _over(self, row: Row, value: np.ndarray) -> np.ndarray:
+        """`value` with the parts that the adapter has."""
+        for part in row.parts:
+            if part.name in self.tensors:
+                value[part.start : part.stop] = self.read(part.name)
+        return value
+
+    def change(self, target: Target, start: int, stop: int) -> np.ndarray:
+        """Rows [start, stop) of what an adapter adds to its map's weight, in f32: s B A."""
+        a, b = (self.read(f"{target.module.name}.lora_{key}.weight") for key in "AB")
+        return np.float32(target.scale) * (b[start:stop] @ a)
 
 
 def open_adapter(folder: Path, config: ModelConfig) -> StoredAdapter:
