@@ -57,7 +57,8 @@ class Adapters:
     """The adapters of a run. `rank` and `alpha` are those of most targets; `dropout` is the share of inputs left out.
 
     `bias`: none is trained, `all` of the model, or those of adapted maps (`lora_only`). `init` says how A is drawn:
-    kaiming (uniform up to 1/sqrt(K)) or gaussian (with deviation 1/R); B is zero.
+    kaiming (uniform up to 1/sqrt(K)) or gaussian (with deviation 1/R); B is zero. `base` is the dtype that frozen maps
+    of layers are held in; None: the model's.
     """
 
     rank: int
@@ -67,6 +68,7 @@ class Adapters:
     bias: str = "none"
     rslora: bool = False
     init: str = "kaiming"
+    base: str | None = None
 
     @cached_property
     def by_site(self) -> dict[str, tuple[Target, ...]]:
@@ -79,7 +81,8 @@ class Adapters:
     def identity(self) -> dict[str, Any]:
         """What makes the run compute what it computes."""
         ranks = {target.module.name: [target.rank, target.alpha] for target in self.targets}
-        return {"dropout": self.dropout, "bias": self.bias, "rslora": self.rslora, "targets": ranks}
+        about = {"dropout": self.dropout, "bias": self.bias, "rslora": self.rslora, "base": self.base}
+        return {**about, "targets": ranks}
 
     def without_dropout(self) -> Adapters:
         """The same as it is evaluated."""

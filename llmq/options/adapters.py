@@ -54,6 +54,11 @@ class AdapterOptions(Section):
         "How A is drawn: kaiming is uniform up to 1 / sqrt(inputs), gaussian has the deviation 1 / rank. B is zero.",
         shown="kaiming",
     )
+    base_dtype: Literal["bf16", "e4m3"] | None = option(
+        None,
+        "Dtype in which the frozen weights of the layers' linear maps are held; e4m3 takes half the memory of bf16.",
+        shown="the model dtype",
+    )
     adapter: Path | None = option(
         None, "Continue to train the adapter in this folder, in PEFT's format.", metavar="DIR"
     )
@@ -65,5 +70,5 @@ class AdapterOptions(Section):
         elif self.adapter is not None and given:
             yield f"{flag(given[0])} {getattr(self, given[0])} is said by --adapter {self.adapter}: leave it out"
         elif self.adapter is None and self.lora_rank is None:
-            given += ["lora_dropout"] if self.lora_dropout else []
+            given += [key for key in ("lora_dropout", "base_dtype") if getattr(self, key)]
             yield from (f"{flag(key)} {getattr(self, key)} is for adapters: add --lora-rank" for key in given)

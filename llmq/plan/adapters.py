@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 def resolve(options: AdapterOptions, config: ModelConfig) -> Adapters | None:
     """The adapters that the options ask for on a model; None for a run that trains the model. UsageError, DataError."""
     if options.adapter is not None:
-        found = open_adapter(Path(options.adapter), config).adapters
+        found = replace(open_adapter(Path(options.adapter), config).adapters, base=options.base_dtype)
         return found if options.lora_dropout is None else replace(found, dropout=options.lora_dropout)
     if options.lora_rank is None:
         return None
@@ -34,6 +34,7 @@ def resolve(options: AdapterOptions, config: ModelConfig) -> Adapters | None:
         bias=options.lora_bias or "none",
         rslora=options.rslora,
         init=options.lora_init or "kaiming",
+        base=options.base_dtype,
     )
 
 

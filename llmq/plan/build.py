@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import zlib
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -30,6 +31,7 @@ from llmq.protocols import Core, Site
 from llmq.row import Row
 from llmq.sites.factories import FACTORIES
 from llmq.sites.lora import DroppedLoraLinear, LoraLinear, LowRank
+from llmq.tensor import Form
 
 Sites = Callable[[Spec, str], Site]  # what computes the linear map of a name
 Cores = Callable[[int | None, int], Core]  # the attention of a layer, by its window and number
@@ -64,7 +66,19 @@ def _pieces(targets: Sequence[Target]) -> list[LowRank]:
 def rows_of(spec: Spec, model: Model) -> tuple[Row, ...]:
     """The parameters of a model, of which all are frozen but what the spec trains."""
     rows = fitted_rows(spec.config, model.sites)
-    return rows if spec.adapters is None else spec.adapters.frozen(rows)
+    return rows if spec.adapters is None else tuple(_held(spec, row) for row in spec.adapters.frozen(rows))
+
+
+def _held(spec: Spec, row: Row) -> Row:
+    """A row in the form that the base is held in, if it is a frozen weight of a layer's linear map."""
+    base, p = None if spec.adapters is None else spec.adapters.base, spec.precision
+    if base not in (None, "e4m3", p.model):
+        raise UsageError(f"--base-dtype {base} does not multiply with --model-dtype {p.model}: give both the same")
+    if base != "e4m3" or row.trainable or row.layer is None or row.site is None or len(row.shape) != 2:
+        return row
+    # Where fp8 sites read one scale for the whole, they read the held bytes as they are.
+    single = p.dtype(row.site) == "e4m3" and p.scaling in ("delayed", "current")
+    return replace(row, stored=Form("e4m3", "row", "current" if single else "tilewise"))
 
 
 def build_model(spec: Spec, sites: Sites = site_of) -> Model:

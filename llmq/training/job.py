@@ -98,7 +98,8 @@ class Job:
     def light_s(self) -> float:
         """Seconds for a token at the speed of light, by the dtypes of the plan's sites."""
         spec = self.plan.spec
-        return sol.seconds_per_token(spec.config, spec.seq_len, device.peaks(self.device), spec.precision.dtype)
+        peaks, dtype = device.peaks(self.device), spec.precision.dtype
+        return sol.seconds_per_token(spec.config, spec.seq_len, peaks, dtype, spec.adapters)
 
     def frozen(self) -> Iterable[tuple[Row, np.ndarray]]:
         """Rows that are not trained, which no checkpoint holds, with their values."""

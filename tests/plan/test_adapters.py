@@ -133,7 +133,9 @@ def test_dropout_is_in_training_and_nowhere_else():
     assert dropped.evaluate(batch()) == plain.evaluate(batch())
     assert summed_loss(dropped, placed()) == summed_loss(dropped, placed()) != summed_loss(plain, placed())
     assert summed_loss(dropped, replace(placed(), places=PLACES)) != summed_loss(dropped, placed())
-    writing = plan_of(FP32, adapters=adapters(dropout=0.5), completions=Completions(2, 16, 16, packed=False))
+    writes = {"completions": Completions(2, 16, 16, packed=False)}
+    plan_of(BF16, adapters=adapters(base="e4m3"), **writes)
+    writing = plan_of(FP32, adapters=adapters(dropout=0.5), **writes)
     names = {name for name, p in writing.programs.items() if "dropout" in {call.op for call in p.calls}}
     assert names == {"only", "first", "middle", "last"}
 
@@ -156,6 +158,31 @@ def test_dropout_goes_by_the_sample_and_not_by_the_batch_or_the_chunk(chunks):
             np.testing.assert_allclose(split.gradient(row.name), whole.gradient(row.name), rtol=1e-8, atol=1e-12)
 
 
+@EVERY
+def test_a_base_in_e4m3_is_held_once_and_is_what_it_stands_for(precision):
+    about = {"adapters": adapters(base="e4m3", dropout=0.1)}
+    plan, plain = plan_of(precision, **about), plan_of(precision, adapters=adapters(dropout=0.1))
+    held = {row.name: row.stored for row in plan.rows if row.stored}
+    assert set(held) == {row.name for row in plain.rows if row.layer is not None and row.name.endswith("weight")}
+    for name, form in held.items():
+        stores = [ref.form for ref in plan.persistent.values() if ref.space == "weight" and ref.name == name]
+        assert stores == [form]
+    engine = warm(plan)
+    losses = steps(engine)
+    other = warm(plan_of(precision, Memory(("recompute_block",)), **about))
+    assert steps(other) == losses and bits(other) == bits(engine)
+    if precision.matmul != "e4m3":
+        same = warm(plain)
+        same.load([(row, warm(plan).parameter(row.name)) for row in plain.rows])
+        assert steps(same) == losses
+
+
+def test_a_base_in_bf16_is_that_of_a_model_in_bf16():
+    assert plan_of(BF16, adapters=adapters(base="bf16")).table() == plan_of(BF16, adapters=adapters()).table()
+    with pytest.raises(UsageError, match="--base-dtype bf16 does not multiply with --model-dtype fp32"):
+        plan_of(FP32, adapters=adapters(base="bf16"))
+
+
 def test_fused_maps_read_their_input_once():
     """One product with all A of a site, and one for each B."""
     plan = plan_of(BF16, adapters=adapters("attention"), config=tiny(num_layers=1))
@@ -170,7 +197,9 @@ def test_fused_maps_read_their_input_once():
 def test_adapters_can_be_planned_for_a_gpu(precision):
     config = tiny(hidden_size=256, head_dim=64, intermediate_size=384)
     scratch = {"scratch_bytes": PlannedBackend().scratch_bytes}
-    plan_of(precision, config=config, adapters=adapters("all,lm_head", config, rank=16, dropout=0.1), **scratch)
+    for base in (None, "e4m3"):
+        about = {"rank": 16, "dropout": 0.1, "base": base}
+        plan_of(precision, config=config, adapters=adapters("all,lm_head", config, **about), **scratch)
 
 
 @pytest.mark.parametrize(
