@@ -9,11 +9,11 @@ the figure depends on the model's size alone, and on that of its adapters, which
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 
 from llmq.model.adapters import Adapters
 from llmq.model.config import ModelConfig
-from llmq.model.parameters import linear_maps
+from llmq.model.parameters import HEAD, linear_maps
 from llmq.ops.seam import record
 
 DtypeOf = Callable[[str], str]
@@ -29,19 +29,23 @@ def seconds_per_token(
     peaks: Mapping[str, float],
     dtype: DtypeOf,
     adapters: Adapters | None = None,
+    frozen: Collection[str] = (),
 ) -> float:
     """Least seconds of training for one token. `peaks` are the device's dense FLOP/s by dtype, with one for bf16.
 
-    `dtype` says what the linear map of a name multiplies in. With `adapters` the model's weights have no gradient.
+    `dtype` says what the linear map of a name multiplies in. With `adapters` the model's weights have no gradient,
+    else those `frozen`, by the names of their rows.
     """
     attention = config.num_layers * config.num_heads * config.head_dim * seq_len
-    products = sum(size / peaks[dtype(name)] for name, size in linear_maps(config).items())
-    per_weight, per_score = 2 * _products(LINEAR), 2 * _products(ATTENTION)
-    scores = per_score / 2 * attention / peaks["bf16"]
-    if adapters is None:
-        return per_weight * products + scores
-    trained = sum(target.rank * (target.module.inputs + target.module.outputs) for target in adapters.targets)
-    return 2 * _products(FROZEN) * products + per_weight * trained / peaks["bf16"] + scores
+    per_weight, per_frozen, per_score = (2 * _products(ops) for ops in (LINEAR, FROZEN, ATTENTION))
+    targets = () if adapters is None else adapters.targets
+    added = sum(target.rank * (target.module.inputs + target.module.outputs) for target in targets)
+    seconds = (per_score / 2 * attention + per_weight * added) / peaks["bf16"]
+    for name, size in linear_maps(config).items():
+        row = "embed.weight" if name == HEAD and config.tie_embeddings else f"{name}.weight"
+        is_frozen = adapters is not None or row in frozen
+        seconds += (per_frozen if is_frozen else per_weight) * size / peaks[dtype(name)]
+    return seconds
 
 
 def _products(ops: tuple[str, ...]) -> int:

@@ -1,4 +1,4 @@
-"""Low-rank adapters: what is trained in place of the whole model."""
+"""What is trained in place of the whole model: low-rank adapters, or a part of it."""
 
 # No `from __future__ import annotations`: see llmq/options/maths.py.
 
@@ -63,7 +63,17 @@ class AdapterOptions(Section):
         None, "Continue to train the adapter in this folder, in PEFT's format.", metavar="DIR"
     )
 
+    train_only: Text | None = option(
+        None,
+        "Train only the parameters of these names or patterns, with commas, such as *.bias or layers.2[0-9].*, and "
+        "keep all others frozen.",
+        shown="all",
+        metavar="NAMES",
+    )
+
     def contradictions(self) -> Iterator[str]:
+        if self.train_only is not None and (self.lora_rank is not None or self.adapter is not None):
+            yield "--train-only trains a part of the model, and adapters leave it as it is: leave one of them out"
         given = [key for key in SHAPE if getattr(self, key) not in (None, False)]
         if self.adapter is not None and self.lora_rank is not None:
             yield f"--lora-rank {self.lora_rank} is of a new adapter, and --adapter continues one: give one of them"

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 from llmq.files.adapters import Values, open_adapter
 from llmq.model.adapters import Adapters, chosen, targets
 from llmq.model.config import ModelConfig
-from llmq.model.parameters import num_parameters
+from llmq.model.parameters import left_out, num_parameters
 from llmq.row import Row
 
 if TYPE_CHECKING:
@@ -38,18 +38,23 @@ def resolve(options: AdapterOptions, config: ModelConfig) -> Adapters | None:
     )
 
 
+def frozen(options: AdapterOptions, config: ModelConfig) -> frozenset[str]:
+    """The names of the model's rows that --train-only leaves frozen. UsageError."""
+    return frozenset() if options.train_only is None else left_out(options.train_only, config)
+
+
 def first_values(options: AdapterOptions, config: ModelConfig, model: Values) -> Values:
     """The values of all rows before the first step: the model's, and those of --adapter. DataError."""
     return model if options.adapter is None else open_adapter(Path(options.adapter), config).values(model)
 
 
-def note(adapters: Adapters, rows: Sequence[Row]) -> str:
+def note(adapters: Adapters | None, rows: Sequence[Row]) -> str:
     """One line on what is trained: `adapters of rank 16 on 196 linear maps: 40,370,176 of 7,656,... parameters`."""
     trained, every = (num_parameters(kept) for kept in ([row for row in rows if row.trainable], rows))
+    counts = f"{trained:,} of {every:,} parameters are trained ({trained / every:.2%}), the others frozen"
+    if adapters is None:
+        return f"A part of the model: {counts}"
     ranks = sorted({target.rank for target in adapters.targets})
     said = f"rank {ranks[0]}" if len(ranks) == 1 else f"ranks {ranks[0]} to {ranks[-1]}"
     biases = "" if adapters.bias == "none" else " with biases"
-    return (
-        f"Adapters of {said} on {len(adapters.targets)} linear maps{biases}: {trained:,} of {every:,} parameters are "
-        f"trained ({trained / every:.2%}), the others frozen"
-    )
+    return f"Adapters of {said} on {len(adapters.targets)} linear maps{biases}: {counts}"

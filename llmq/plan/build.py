@@ -66,7 +66,9 @@ def _pieces(targets: Sequence[Target]) -> list[LowRank]:
 def rows_of(spec: Spec, model: Model) -> tuple[Row, ...]:
     """The parameters of a model, of which all are frozen but what the spec trains."""
     rows = fitted_rows(spec.config, model.sites)
-    return rows if spec.adapters is None else tuple(_held(spec, row) for row in spec.adapters.frozen(rows))
+    if spec.adapters is None:
+        return tuple(replace(row, trainable=row.trainable and row.name not in spec.frozen) for row in rows)
+    return tuple(_held(spec, row) for row in spec.adapters.frozen(rows))
 
 
 def _held(spec: Spec, row: Row) -> Row:

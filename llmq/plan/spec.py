@@ -32,7 +32,8 @@ class Spec:
 
     With `packing` every batch comes with the borders of its rows' documents; None: each row is one document. `observe`
     asks for the program that measures the errors of fp8 copies, if there are any, `completions` for those that write.
-    `sharding` says which of how many ranks this is, and what it holds. With `adapters` the model is frozen.
+    `sharding` says which of how many ranks this is, and what it holds. With `adapters` the model is frozen, else
+    the rows named in `frozen` are.
     """
 
     config: ModelConfig
@@ -47,6 +48,7 @@ class Spec:
     sharding: Sharding = ALONE
     completions: Completions | None = None
     adapters: Adapters | None = None
+    frozen: frozenset[str] = frozenset()
 
     def without_noise(self) -> Spec:
         """The run as it is evaluated, and as it writes: no noise on tokens, no dropout."""

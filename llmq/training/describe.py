@@ -41,7 +41,7 @@ def describe(
     measured = {"measured": f"matrix products at {job.speed.line}"} if job.speed else {}
     log.system({**device.system_facts(job.device), **measured})
     log.model(job.source.name, parameters=num_parameters(rows_of_file(plan.rows)), architecture=config.architecture)
-    if plan.spec.adapters is not None:
+    if not all(row.trainable for row in plan.rows):
         log.say(adapters.note(plan.spec.adapters, plan.rows))
     windows = data.train.num_windows
     per_epoch = None if windows is None else -(-windows // data.samples_per_step)

@@ -99,7 +99,7 @@ class Job:
         """Seconds for a token at the speed of light, by the dtypes of the plan's sites."""
         spec = self.plan.spec
         peaks, dtype = device.peaks(self.device), spec.precision.dtype
-        return sol.seconds_per_token(spec.config, spec.seq_len, peaks, dtype, spec.adapters)
+        return sol.seconds_per_token(spec.config, spec.seq_len, peaks, dtype, spec.adapters, spec.frozen)
 
     def frozen(self) -> Iterable[tuple[Row, np.ndarray]]:
         """Rows that are not trained, which no checkpoint holds, with their values."""
@@ -152,6 +152,7 @@ class Job:
             **self.data.identity(),
             "model": self.plan.spec.config.identity(),
             "parameters": {row.name: list(row.shape) for row in self.plan.rows},
+            **({"trained": self.options["train_only"]} if self.plan.spec.frozen else {}),
             **({} if self.plan.spec.adapters is None else {"adapters": self.plan.spec.adapters.identity()}),
             **self.plan.spec.precision.identity(),
         }
@@ -374,12 +375,12 @@ def _make_spec(
     limits = memory.resolve(options.memory, batch_size=b, seq_len=t, logit_bytes=logit_bytes, gpu_bytes=gpu_bytes)
     hyper = optimizer.resolve(options.optimizer)
     packing = Packing(*data.limits) if data.limits else None
-    low_rank = adapters.resolve(options.adapters, config)
+    low_rank, frozen = adapters.resolve(options.adapters, config), adapters.frozen(options.adapters, config)
     observe = precision.watching(options.precision).every > 0
     packs = device.packing_problem(where, dtypes.model) is None
     completions = None if samples is None else samples.completions(packed=packs)
     shared = sharding.resolve(options.sharding, ranks.rank, ranks.size)
-    return Spec(config, dtypes, limits, hyper, b, t, seed, packing, observe, shared, completions, low_rank)
+    return Spec(config, dtypes, limits, hyper, b, t, seed, packing, observe, shared, completions, low_rank, frozen)
 
 
 def _open_backend(options: Options, where: Device, past: _Past, ranks: Ranks) -> Backend:

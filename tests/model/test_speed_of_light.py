@@ -81,3 +81,5 @@ def test_a_frozen_weight_counts_4_and_an_adapters_6():
     seconds = sol.seconds_per_token(QWEN, 1024, H200, Precision("bf16", "e4m3", head="bf16").dtype, adapters)
     frozen = 4 * BLOCKS / 1978.9e12 + 4 * HEAD / 989.4e12
     assert seconds == pytest.approx(frozen + 6 * (trained + ATTENTION) / 989.4e12, rel=1e-12)
+    some = sol.seconds_per_token(QWEN, 1024, H200, Precision("bf16", "bf16").dtype, frozen={"embed.weight"})
+    assert some == pytest.approx((6 * (BLOCKS + ATTENTION) + 4 * HEAD) / 989.4e12, rel=1e-12)

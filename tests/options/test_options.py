@@ -16,7 +16,7 @@ UNSET = """
     revision tokenizer weight eval_file global_batch_size augment packing max_docs data eval_fraction data_format map
     prompt_template chat_template train_on gradient_dtype fp8_scaling head_dtype bf16_layers fp8_layers log_fp8_every
     steps warmup_ratio min_lr sample_prompts save_best continue reset export_dtype gpu ray_address
-    reduce_dtype lora_rank lora_alpha lora_dropout lora_targets lora_bias lora_init adapter base_dtype
+    reduce_dtype lora_rank lora_alpha lora_dropout lora_targets lora_bias lora_init adapter base_dtype train_only
 """
 OFF = """
     from_scratch init_proj_to_zero streaming fp8_fallback recompute_swiglu recompute_norm recompute_ffn
@@ -121,6 +121,7 @@ def test_adapters_have_defaults_of_their_own():
         ({"rslora": True}, "--rslora True is for adapters: add --lora-rank"),
         ({"lora_rank": 4, "adapter": "a"}, "--lora-rank 4 is of a new adapter, and --adapter continues one"),
         ({"adapter": "a", "lora_targets": "mlp"}, "--lora-targets mlp is said by --adapter a: leave it out"),
+        ({"lora_rank": 4, "train_only": "*.bias"}, "--train-only trains a part of the model, and adapters"),
         ({"lora_rank": 0}, "--lora-rank 0 is below the least value"),
         ({"lora_rank": 4, "lora_dropout": 1}, "--lora-dropout 1 is too large: use less than 1"),
     ],

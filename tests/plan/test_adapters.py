@@ -13,6 +13,7 @@ from llmq.data.batches.batch import Batch
 from llmq.engine.engine import Engine
 from llmq.errors import UsageError
 from llmq.model.adapters import Adapters, chosen, targets
+from llmq.model.parameters import left_out
 from llmq.plan.memory import Memory
 from llmq.plan.spec import Completions
 
@@ -241,3 +242,29 @@ def test_what_cannot_be_adapted_is_refused():
 def test_biases_are_trained_as_asked(text, bias, count):
     plan = plan_of(FP32, adapters=adapters(text, bias=bias))
     assert len([name for name in plan.grads if name.endswith(".bias")]) == count
+
+
+@pytest.mark.parametrize("precision", [FP64, BF16, FP8["e4m3", "delayed"]], ids=["fp64", "bf16", "fp8"])
+def test_a_part_of_the_model_has_the_gradients_of_the_whole(precision):
+    frozen = left_out("*.bias,layers.1.mlp", tiny())
+    part, whole = engine_of(plan_of(precision, frozen=frozen)), engine_of(plan_of(precision))
+    trained = [row.name for row in part.plan.rows if row.trainable]
+    of_mlp = [f"layers.1.mlp.{name}.weight" for name in ("up", "down")]
+    assert trained == ["layers.0.attention.qkv.bias", "layers.1.attention.qkv.bias", *of_mlp]
+    for engine in (part, whole):
+        engine.micro_step(batch())
+    assert all(np.array_equal(part.gradient(name), whole.gradient(name)) for name in trained)
+    assert set(part.plan.grads) == set(trained)
+
+
+def test_a_layer_below_what_is_trained_has_no_backward_pass():
+    plan = plan_of(BF16, frozen=left_out("layers.1", tiny()))
+    backward = [call for call in plan.programs["only"].calls if call.phase == "backward"]
+    assert {call.outputs[0].ref.layer for call in backward if call.outputs[0] is not None} == {1, None}
+
+
+def test_parts_that_cannot_be_trained_alone_are_refused():
+    with pytest.raises(UsageError, match=r"--train-only biases: no parameter .* some are model\.layers\.0\.input"):
+        left_out("biases,layers.0", tiny())
+    with pytest.raises(UsageError, match=r"names a part of model\.layers\.0\.self_attn\.q_proj\.weight, .*as one"):
+        left_out("q_proj", tiny())

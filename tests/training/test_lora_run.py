@@ -135,3 +135,18 @@ def test_a_base_in_e4m3_is_made_again_when_a_run_resumes(given):
     assert whole.eval_loss != llmq.train(**{**given, "name": "wide"}).eval_loss
     with pytest.raises(UsageError, match=r"adapters base: e4m3 in the checkpoint, None now"):
         llmq.train(**{**given, **folders, "continue": 3, "overwrite": True})
+
+
+def test_a_run_that_trains_biases_leaves_a_whole_model(given):
+    options = {name: value for name, value in given.items() if not name.startswith("lora")} | {"train_only": "*.bias"}
+    whole = llmq.train(**options)
+    assert "A part of the model: 96 of" in given["console"].getvalue()
+    base, found = (load_file(f"{folder}/model.safetensors") for folder in ("base", whole.model_path))
+    changed = {name for name, value in base.items() if not np.array_equal(value, found[name])}
+    assert changed == {name for name in base if name.endswith("bias")} and base.keys() == found.keys()
+    folders = {"out_dir": "cut", "checkpoint_dir": "parts"}
+    llmq.train(**{**options, **folders, "steps": 3})
+    parts = llmq.train(**{**options, **folders, "out_dir": "parts-model", "continue": 3})
+    assert weights_of(parts.checkpoint_path) == weights_of(whole.checkpoint_path)
+    with pytest.raises(UsageError, match=r"trained: \*\.bias in the checkpoint, \*\.bias,embed_tokens now"):
+        llmq.train(**{**options, **folders, "continue": 3, "train_only": "*.bias,embed_tokens", "overwrite": True})
