@@ -1,7 +1,7 @@
 // Random bits by address: Philox4x32-7 (Salmon et al., "Parallel random numbers: as easy as 1, 2, 3", 2011), as in
 // llmq/ops/reference/random.py. Included after common.cuh.
 
-enum Purpose : u32 { MOMENTS = 0, OF_MASTER = 1, FOR_EMBEDDING = 2, FOR_SAMPLING = 3 };
+enum Purpose : u32 { MOMENTS = 0, OF_MASTER = 1, FOR_EMBEDDING = 2, FOR_SAMPLING = 3, FOR_DROPOUT = 4 };
 
 struct Key {
     u32 step, low, high;

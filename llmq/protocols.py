@@ -131,6 +131,22 @@ class Ops:
     ) -> None:
         """d_logits (M,Vp), loss (M,) <- logits (M,Vp), targets (M,) int32; d_logits: gradient of the sum of losses."""
 
+    def dropout(
+        self,
+        out: Ref | None,
+        /,
+        x: Ref,
+        samples: Ref,
+        residual: Ref | None,
+        *,
+        rate: float,
+        seed: int,
+        stream: int,
+        first: int,
+        length: int,
+    ) -> None:
+        """out (...,K) <- x (...,K), samples (B,) int32, residual (...,K) or None: keep x / (1 - rate) + residual."""
+
     def embedding_backward(self, d_weight: Ref | None, /, d_res: Ref, tokens: Ref) -> None:
         """d_weight (Vp,C) <- d_res (B,T,C), tokens (B,T) int32."""
 

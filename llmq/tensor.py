@@ -198,6 +198,11 @@ class Ref:
         return replace(self, span=span, shape=(rows, count), whole=self.whole or self.shape, pitch=width)
 
     @property
+    def rows_before(self) -> int:
+        """Rows of the value, seen as (rows, last axis), that lie before this piece; 0 of the whole."""
+        return 0 if self.span is None else self.window[0].start
+
+    @property
     def window(self) -> tuple[slice, slice]:
         """The rows and the columns that a piece covers, of the whole seen as (rows, last axis)."""
         assert self.span is not None

@@ -25,10 +25,12 @@ UNTIED, TIED, NORMED, WINDOW = MODELS
 UNSET = """
     revision tokenizer weight global_batch_size augment packing max_docs bf16_layers fp8_layers epochs warmup_ratio
     min_lr continue gpu save_best reset sample_prompts ray_address reduce_dtype
+    lora_rank lora_alpha lora_dropout lora_targets lora_bias lora_init adapter base_dtype train_only
 """
 OFF = """
     from_scratch init_proj_to_zero fp8_fallback recompute_swiglu recompute_norm recompute_ffn recompute_qkv
     recompute_att recompute_block export_anyway dry_run shard_gradients shard_weights all_to_all_reduce
+    rslora
 """
 SPELLED: dict[str, Any] = {
     **dict.fromkeys(UNSET.split()),

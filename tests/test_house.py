@@ -60,6 +60,7 @@ OWNERS = {
     "ExportOptions": "llmq.files.huggingface",
     "DataOptions": "llmq.data.batches.loader",
     "SourceOptions": "llmq.data.batches.named_data",
+    "AdapterOptions": "llmq.plan.adapters",
     "PrecisionOptions": "llmq.plan.precision",
     "MemoryOptions": "llmq.plan.memory",
     "ScheduleOptions": "llmq.training.schedule",
@@ -249,7 +250,7 @@ def test_block_code_is_straight_lines(module):
 def test_every_option_section_has_one_reader():
     sections = {
         node.name
-        for name in ("data", "maths", "run")
+        for name in ("adapters", "data", "maths", "run")
         for node in tree(modules()[f"llmq.options.{name}"]).body
         if isinstance(node, ast.ClassDef) and node.name.endswith("Options")
     }

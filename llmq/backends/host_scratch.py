@@ -134,6 +134,8 @@ RULES: Mapping[str, Rule] = {
         max(a.reading("x"), a.copies("x") + a.writing("out")) if a.writing("out") or not a.in_rows("x") else 0
     ),
     "cross_entropy": _if_whole("d_logits", _elementwise("d_logits", 1, "logits")),
+    # The mask, and the random words of one row of tokens.
+    "dropout": lambda a: a.copies("x", "residual") + 4 * a.size("x"),
     # Sorted by token, and summed over the positions of a token.
     "embedding_backward": lambda a: a.copies("d_res") + 2 * a.size("d_res"),
     "embedding_forward": lambda a: a.size("res") + a.copies("weight") * a.size("res") // (2 * a.size("weight")),

@@ -27,6 +27,9 @@ SAMPLING = ("temperature", "top_k", "top_p", "min_p", "repetition_penalty", "see
     metavar="FOLDER-OR-NAME",
     help="A folder, a hub name, or with --from-scratch a preset such as Qwen2.5-0.5B.",
 )
+@click.option(
+    "--adapter", type=shell.Home(), metavar="DIR", help="An adapter of the model, in PEFT's format, to write with."
+)
 @click.option("--revision", help="Branch, tag or commit of a hub model.")
 @click.option("--from-scratch", is_flag=True, help="Use random weights, drawn from --seed.")
 @click.option(

@@ -42,6 +42,11 @@ def bench() -> None:
     _start("bench")
 
 
+def merge() -> None:
+    """llmq-merge."""
+    _start("merge")
+
+
 def plot() -> None:
     """llmq-plot."""
     _start("plot")

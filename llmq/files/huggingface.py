@@ -31,6 +31,7 @@ from llmq.tensor import DTYPES
 if TYPE_CHECKING:
     from llmq.options.run import ExportOptions
 
+ADAPTER_CONFIG, ADAPTER_WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
 EMBEDDING, HEAD = "model.embed_tokens.weight", "lm_head.weight"
 SHARD_BYTES = 5_000_000_000
 TOKENIZER_FILES = (
@@ -47,7 +48,7 @@ _QUANTIZED = re.compile(
     r"\.(qweight|qzeros|scales|g_idx|weight_scale(_inv)?|weight_packed|input_scale|SCB|absmax|quant_map|quant_state.*)$"
 )
 _WRITTEN = re.compile(
-    r"config\.json|generation_config\.json|model(-\d+-of-\d+)?\.safetensors|model\.safetensors\.index\.json"
+    r"config\.json|adapter_config\.json|adapter_model\.safetensors|generation_config\.json|model(-\d+-of-\d+)?\.safetensors|model\.safetensors\.index\.json"
 )
 _storage = partial(storage, failed="the model cannot be written", advice="free some space or choose another --out-dir")
 
@@ -176,11 +177,7 @@ class Export:
         folder, needed = _resolved(self.folder), self.check()
         remove_leftovers(folder, kept=_is_other)
         with _storage(folder, needed=needed), whole_folder(folder, kept=_is_other) as new:
-            _write_weights(new, self, read)
-            written = to_hf(self.config, self.dtype)
-            ids = {key: written[key] for key in ("bos_token_id", "eos_token_id", "pad_token_id")}
-            _write_json(new / "config.json", written)
-            _write_json(new / "generation_config.json", _generation_config(self.tokenizer_folder, ids))
+            self.write_model(new, read)
             if self.tokenizer_folder is not None:
                 _copy_tokenizer(self.tokenizer_folder, new, self.chat_templates)
         return self.folder
@@ -191,6 +188,14 @@ class Export:
             read(row)
         return self.folder
 
+    def write_model(self, folder: Path, read: Callable[[Row], np.ndarray]) -> None:
+        """Weights and configs into a new folder."""
+        _write_weights(folder, self, read)
+        written = to_hf(self.config, self.dtype)
+        ids = {key: written[key] for key in ("bos_token_id", "eos_token_id", "pad_token_id")}
+        write_json(folder / "config.json", written)
+        write_json(folder / "generation_config.json", _generation_config(self.tokenizer_folder, ids))
+
 
 def open_export(
     options: ExportOptions,
@@ -200,10 +205,15 @@ def open_export(
     chat_templates: Mapping[str, str] | None = None,
     *,
     replaces: bool = False,
+    default: str | None = None,
+    make: Callable[..., Export] = Export,
 ) -> Export:
-    """The export that the options ask for, or that `replaces` what is there. The dtype defaults to the source's."""
-    dtype, overwrite = options.export_dtype or config.dtype, options.overwrite or replaces
-    return Export(Path(options.out_dir), config, rows, dtype, tokenizer_folder, overwrite, chat_templates)
+    """The export that the options ask for, or that `replaces` what is there; of an adapter if `make` makes that.
+
+    The dtype is `default` unless they say it, and without that the source's.
+    """
+    dtype, overwrite = options.export_dtype or default or config.dtype, options.overwrite or replaces
+    return make(Path(options.out_dir), config, rows, dtype, tokenizer_folder, overwrite, chat_templates)
 
 
 def overwrites(options: ExportOptions) -> bool:
@@ -286,7 +296,7 @@ def _copy_tokenizer(folder: Path, target: Path, templates: Mapping[str, str] | N
         path = folder / TOKENIZER_CONFIG
         listed = [{"name": name, "template": template} for name, template in templates.items()]
         value = listed[0]["template"] if list(templates) == ["default"] else listed
-        _write_json(target / TOKENIZER_CONFIG, {**(read_json(path) if path.is_file() else {}), "chat_template": value})
+        write_json(target / TOKENIZER_CONFIG, {**(read_json(path) if path.is_file() else {}), "chat_template": value})
 
 
 def tokenizer_files(folder: Path | None) -> list[Path]:
@@ -348,10 +358,15 @@ def _write_weights(folder: Path, export: Export, read: Callable[[Row], np.ndarra
     if len(files) > 1:
         total = sum(piece.num_bytes for pieces in files for piece in pieces)
         weight_map = {piece.name: name for name, pieces in zip(names, files, strict=True) for piece in pieces}
-        _write_json(folder / weight_files.INDEX, {"metadata": {"total_size": total}, "weight_map": weight_map})
+        write_json(folder / weight_files.INDEX, {"metadata": {"total_size": total}, "weight_map": weight_map})
 
 
-def _write_json(path: Path, content: dict[str, Any]) -> None:
+def write_tensors(path: Path, rows: Sequence[Row], read: Callable[[Row], np.ndarray], dtype: str) -> None:
+    """All parts of the rows in one file, in `dtype`."""
+    write_files(path.parent, [(path.name, _pieces(rows, dtype))], _slices(rows, read, dtype))
+
+
+def write_json(path: Path, content: dict[str, Any]) -> None:
     path.write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
 
 

@@ -18,7 +18,7 @@ import numpy as np
 
 from llmq.errors import DataError, UsageError
 from llmq.files.hub import model_folder, revision_of
-from llmq.files.huggingface import checked_tensors, read_rows, tokenizer_files
+from llmq.files.huggingface import ADAPTER_CONFIG, checked_tensors, read_rows, tokenizer_files
 from llmq.files.tensor_files import Stored
 from llmq.files.weight_files import stored_dtype
 from llmq.model.config import ModelConfig, from_folder, read_json
@@ -29,7 +29,6 @@ from llmq.row import Row
 if TYPE_CHECKING:
     from llmq.options.data import ModelOptions
 
-ADAPTER_CONFIG = "adapter_config.json"
 INIT_STD = 0.02
 BLOCK = 1 << 18  # elements drawn from one stream
 Values = Callable[[Sequence[Row]], Iterator[tuple[Row, np.ndarray]]]
@@ -120,8 +119,7 @@ def _refuse_adapter(folder: Path) -> None:
         return
     base = read_json(folder / ADAPTER_CONFIG).get("base_model_name_or_path") or "its base model"
     raise DataError(
-        f"{folder} is an adapter of {base} (it has {ADAPTER_CONFIG}), not a model: give {base}, or a folder with the "
-        "adapter merged into it (merge_and_unload of peft, then save_pretrained)"
+        f"{folder} is an adapter of {base} (it has {ADAPTER_CONFIG}), not a model: give {base} with --adapter {folder}"
     )
 
 
@@ -160,24 +158,46 @@ def initial_parameters(source: ModelSource, rows: Sequence[Row], seed: int) -> I
 def drawn(source: ModelSource, row: Row, seed: int) -> np.ndarray:
     """The initial value of a row in fp32: N(0, 0.02), residual projections scaled by 1/sqrt(2L) (GPT-2) or zero.
 
+    Of adapters, as PEFT draws them: uniform up to 1/sqrt(K) (kaiming), or N(0, 1/R) with each part's R (gaussian).
     Padded rows are zero.
     """
     value = np.zeros(row.part_axes, np.float32)
+    drawn_rows = value[: row.parts[-1].stop]
     if row.init == "ones":
-        value[: row.parts[-1].stop] = 1
+        drawn_rows[...] = 1
     residual = row.init == "residual"
     if row.init == "normal" or (residual and not source.init_proj_to_zero):
         std = INIT_STD / math.sqrt(2 * source.config.num_layers) if residual else INIT_STD
-        flat = value[: row.parts[-1].stop].reshape(-1)
-        for start in range(0, flat.size, BLOCK):
-            block = flat[start : start + BLOCK]
-            block[:] = normal_block(seed, row.name, start // BLOCK, block.size)
-            block *= np.float32(std)
+        _fill(drawn_rows, seed, row.name, normal_block)
+        drawn_rows *= np.float32(std)
+    elif row.init == "kaiming":
+        _fill(drawn_rows, seed, row.name, uniform_block)
+        drawn_rows *= np.float32(1 / math.sqrt(row.shape[-1]))
+    elif row.init == "gaussian":
+        _fill(drawn_rows, seed, row.name, normal_block)
+        for part in row.parts:
+            drawn_rows[part.start : part.stop] *= np.float32(1 / (part.stop - part.start))
     return value.reshape(row.shape)
+
+
+def _fill(value: np.ndarray, seed: int, name: str, block_of: Callable[[int, str, int, int], np.ndarray]) -> None:
+    """Every element of a contiguous array, block by block."""
+    flat = value.reshape(-1)
+    for start in range(0, flat.size, BLOCK):
+        block = flat[start : start + BLOCK]
+        block[:] = block_of(seed, name, start // BLOCK, block.size)
 
 
 def normal_block(seed: int, name: str, block: int, count: int) -> np.ndarray:
     """The first `count` elements of a block of standard normal values in fp32, from a stream of its own."""
+    return _generator(seed, name, block).standard_normal(count, dtype=np.float32)
+
+
+def uniform_block(seed: int, name: str, block: int, count: int) -> np.ndarray:
+    """The same, uniform in [-1, 1)."""
+    return _generator(seed, name, block).random(count, dtype=np.float32) * np.float32(2) - np.float32(1)
+
+
+def _generator(seed: int, name: str, block: int) -> np.random.Generator:
     key = hashlib.blake2b(f"initial value\0{seed}\0{name}".encode(), digest_size=16).digest()
-    stream = np.random.Philox(key=np.frombuffer(key, np.uint64), counter=[0, 0, 0, block])
-    return np.random.Generator(stream).standard_normal(count, dtype=np.float32)
+    return np.random.Generator(np.random.Philox(key=np.frombuffer(key, np.uint64), counter=[0, 0, 0, block]))

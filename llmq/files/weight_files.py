@@ -53,7 +53,7 @@ def other_weights(names: Iterable[str]) -> str:
     """The message for a model without usable safetensors, by its other files."""
     names = sorted(names)
     for pattern, way_out in (
-        (r"adapter_model\..*", "it is a LoRA adapter: merge it into its base model first (peft's merge_and_unload)"),
+        (r"adapter_model\..*", "it is an adapter: give the model that it belongs to, and the adapter with --adapter"),
         (r".*\.gguf", f"GGUF files are not read: {DEQUANTIZE}"),
         (r"model-.*\.safetensors", f"it has shards without {INDEX}: fetch the index too"),
         (r"consolidated.*\.(safetensors|pth)", "it has weights with the publisher's own names: use its -hf variant"),

@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -14,8 +13,9 @@ from llmq.blocks.cached import Sampling
 from llmq.data.tokens.tokenizer import TextTokenizer
 from llmq.engine.generate import Generator, Pace, generate, open_generator
 from llmq.errors import UsageError
+from llmq.files.adapters import StoredAdapter, open_adapter
 from llmq.files.huggingface import end_tokens
-from llmq.files.source import find_source, initial_parameters
+from llmq.files.source import find_source, open_parameters
 from llmq.generation.prompts import PromptReader, Question, TextStream
 from llmq.hardware import device as hardware
 from llmq.model.config import ModelConfig
@@ -35,6 +35,7 @@ class Settings:
     """What to run, and how; `max_length` bounds a whole chat. None of a `dtype`: bf16 on a GPU, fp32 on the CPU."""
 
     model: str
+    adapter: str | None = None
     revision: str | None = None
     from_scratch: bool = False
     tokenizer: str | None = None
@@ -66,6 +67,9 @@ class Writer:
     def __init__(self, settings: Settings, *, reads_text: bool = True) -> None:
         self.settings, self.course = settings, Pace()
         self._source = find_source(settings.model, revision=settings.revision, from_scratch=settings.from_scratch)
+        self._adapter: StoredAdapter | None = None
+        if settings.adapter is not None:
+            self._adapter = open_adapter(Path(settings.adapter), self._source.config)
         self._device = hardware.pick(settings.device)
         own = self._source.preset_tokenizer if reads_text else None
         named = settings.tokenizer or self._source.tokenizer_folder or own
@@ -118,14 +122,16 @@ class Writer:
             )
         dtype = self.settings.dtype or ("bf16" if where.kind == "cuda" else "fp32")
         precision = Precision(dtype, dtype, m=dtype, v=dtype, master=dtype, grad=dtype)
-        spec = Spec(config, precision, Memory(), Hyperparameters(), batch_size, length)
+        adapters = None if self._adapter is None else self._adapter.adapters.without_dropout()
+        spec = Spec(config, precision, Memory(), Hyperparameters(), batch_size, length, adapters=adapters)
         packed = hardware.packing_problem(where, dtype) is None
         decoding = Decoding(spec, self.settings.sampling, rows, packed)
         free = hardware.memory_bytes(where)[1]
         backend = open_backend(where.kind)
         refuse_if_too_large(plan_generation(decoding, backend.scratch_bytes), free)
-        values = partial(initial_parameters, self._source, seed=self.settings.sampling.seed)
-        self._generator = open_generator(decoding, backend, lambda plan: values(rows=plan.rows))
+        model = open_parameters(self._source, self.settings.sampling.seed)
+        values = model if self._adapter is None else self._adapter.values(model)
+        self._generator = open_generator(decoding, backend, lambda plan: values(plan.rows))
         self._generator.warm_up()
 
     def _taken(

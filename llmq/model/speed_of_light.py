@@ -1,35 +1,51 @@
 """Speed of light: the time that the matmuls of training alone would take at the device's peak rate.
 
-Forward and backward of a linear map cost 6 FLOPs per weight and token. The attention's two products cost 12*Hq*Hd*T per
-layer and token in forward and backward if every query saw every key; a causal one sees half of them. Norms, rotations,
-the optimizer and all memory traffic are free here, and recomputation counts as lost time. A sliding window counts as
-full attention, and so does a row of packed documents, whose attention is less work: the figure depends on the model's
-size alone.
+Forward and backward of a linear map cost 6 FLOPs per weight and token, 4 where the weight is frozen. The attention's
+two products cost 12*Hq*Hd*T per layer and token in forward and backward if every query saw every key; a causal one sees
+half of them. Norms, rotations, the optimizer and all memory traffic are free here, and recomputation counts as lost
+time. A sliding window counts as full attention, and so does a row of packed documents, whose attention is less work:
+the figure depends on the model's size alone, and on that of its adapters, which multiply in bf16.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 
+from llmq.model.adapters import Adapters
 from llmq.model.config import ModelConfig
-from llmq.model.parameters import linear_maps
+from llmq.model.parameters import HEAD, linear_maps
 from llmq.ops.seam import record
 
 DtypeOf = Callable[[str], str]
 
 LINEAR = ("linear_forward", "linear_dgrad", "linear_wgrad")
+FROZEN = LINEAR[:2]  # of a weight that has no gradient
 ATTENTION = ("attention_forward", "attention_backward")
 
 
-def seconds_per_token(config: ModelConfig, seq_len: int, peaks: Mapping[str, float], dtype: DtypeOf) -> float:
+def seconds_per_token(
+    config: ModelConfig,
+    seq_len: int,
+    peaks: Mapping[str, float],
+    dtype: DtypeOf,
+    adapters: Adapters | None = None,
+    frozen: Collection[str] = (),
+) -> float:
     """Least seconds of training for one token. `peaks` are the device's dense FLOP/s by dtype, with one for bf16.
 
-    `dtype` says what the linear map of a name multiplies in.
+    `dtype` says what the linear map of a name multiplies in. With `adapters` the model's weights have no gradient,
+    else those `frozen`, by the names of their rows.
     """
     attention = config.num_layers * config.num_heads * config.head_dim * seq_len
-    products = sum(size / peaks[dtype(name)] for name, size in linear_maps(config).items())
-    per_weight, per_score = 2 * _products(LINEAR), 2 * _products(ATTENTION)
-    return per_weight * products + per_score / 2 * attention / peaks["bf16"]
+    per_weight, per_frozen, per_score = (2 * _products(ops) for ops in (LINEAR, FROZEN, ATTENTION))
+    targets = () if adapters is None else adapters.targets
+    added = sum(target.rank * (target.module.inputs + target.module.outputs) for target in targets)
+    seconds = (per_score / 2 * attention + per_weight * added) / peaks["bf16"]
+    for name, size in linear_maps(config).items():
+        row = "embed.weight" if name == HEAD and config.tie_embeddings else f"{name}.weight"
+        is_frozen = adapters is not None or row in frozen
+        seconds += (per_frozen if is_frozen else per_weight) * size / peaks[dtype(name)]
+    return seconds
 
 
 def _products(ops: tuple[str, ...]) -> int:
@@ -38,7 +54,12 @@ def _products(ops: tuple[str, ...]) -> int:
 
 
 def fraction(
-    tokens_per_second: float, config: ModelConfig, seq_len: int, peaks: Mapping[str, float], dtype: DtypeOf
+    tokens_per_second: float,
+    config: ModelConfig,
+    seq_len: int,
+    peaks: Mapping[str, float],
+    dtype: DtypeOf,
+    adapters: Adapters | None = None,
 ) -> float:
     """Share of the speed of light that a rate of training is."""
-    return tokens_per_second * seconds_per_token(config, seq_len, peaks, dtype)
+    return tokens_per_second * seconds_per_token(config, seq_len, peaks, dtype, adapters)

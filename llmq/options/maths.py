@@ -63,12 +63,12 @@ class PrecisionOptions(Section):
     master_dtype: Narrow = option(
         lambda data: data.get("model_dtype", "bf16"),
         "Dtype of the master weights, which the optimizer updates.",
-        shown="the model dtype",
+        shown="the model dtype, of adapters fp32",
     )
     grad_accum_dtype: Narrow = option(
         lambda data: data.get("model_dtype", "bf16"),
         "Dtype of gradients accumulated over micro-batches.",
-        shown="the model dtype",
+        shown="the model dtype, of adapters fp32",
     )
 
     def contradictions(self) -> Iterator[str]:
@@ -151,7 +151,7 @@ class ScheduleOptions(Section):
         gt=0,
         le=LARGEST_STEP,
     )
-    learning_rate: Float = option(1e-5, "Peak learning rate.", "lr", ge=0)
+    learning_rate: Float = option(1e-5, "Peak learning rate.", "lr", shown="1e-05, of adapters 0.0002", ge=0)
     lr_schedule: Course = option(
         "constant",
         "Learning-rate schedule: cosine and linear fall from the peak to --final-lr-fraction of it; wsd stays "

@@ -16,6 +16,8 @@ from itertools import combinations
 from typing import Any
 
 from llmq.errors import UsageError
+from llmq.options import adapters
+from llmq.options.adapters import AdapterOptions
 from llmq.options.data import DataOptions, ModelOptions, SourceOptions
 from llmq.options.field import Description, Section, build, describe, flag, named, plain, read_flat_yaml
 from llmq.options.maths import (
@@ -32,6 +34,7 @@ SECTIONS: dict[str, type[Section]] = {
     "model": ModelOptions,
     "data": DataOptions,
     "source": SourceOptions,
+    "adapters": AdapterOptions,
     "precision": PrecisionOptions,
     "memory": MemoryOptions,
     "sharding": ShardingOptions,
@@ -57,7 +60,10 @@ UNSETS = {  # an option of the command line, and its alternatives, which it take
     "warmup_ratio": ("warmup",),
     "min_lr": ("final_lr_fraction",),
     "final_lr_fraction": ("min_lr",),
+    "lora_rank": ("adapter",),
+    "adapter": ("lora_rank", *adapters.SHAPE),
 }
+OF_ADAPTERS = {"learning_rate": adapters.RATE, "master_dtype": "fp32", "grad_accum_dtype": "fp32"}  # defaults
 NEEDED = ("model", "train_file", "data")  # the last two are alternatives
 LONGEST_NAME = 200  # bytes of a file's name: file systems take 255, and files in the making have longer names
 PATHS_WITH_NAME = (("log", "log_file"), ("checkpoint", "checkpoint_dir"), ("export", "out_dir"))
@@ -116,6 +122,7 @@ class Options:
     model: ModelOptions
     data: DataOptions
     source: SourceOptions
+    adapters: AdapterOptions
     precision: PrecisionOptions
     memory: MemoryOptions
     sharding: ShardingOptions
@@ -150,6 +157,8 @@ class Options:
             values |= {key: value for key, value in file_values.items() if key not in taken_back}
             keys = {name: spellings()[plain(name)].key for name in of_names if plain(name) in spellings()}
             places = {key: of_names[name] for name, key in keys.items() if key not in taken_back}
+        if values.keys() & {"lora_rank", "adapter"}:
+            values = {**OF_ADAPTERS, **values}
         sections: dict[str, Any] = {}
         for name, section_class in SECTIONS.items():
             mine = {d.field: d for d in descriptions().values() if d.section == name}

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import zlib
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -23,23 +23,64 @@ from llmq.blocks.embed import Embed, NoisyEmbed
 from llmq.blocks.head import Head
 from llmq.blocks.mlp import Mlp
 from llmq.errors import UsageError
+from llmq.model.adapters import FILE, Target
 from llmq.model.decoder import Block, Model
-from llmq.model.parameters import HEAD, padded_vocab
+from llmq.model.parameters import HEAD, fitted_rows, padded_vocab
 from llmq.plan.spec import Spec
-from llmq.protocols import Core
+from llmq.protocols import Core, Site
+from llmq.row import Row
 from llmq.sites.factories import FACTORIES
-from llmq.sites.linear import Linear
+from llmq.sites.lora import DroppedLoraLinear, LoraLinear, LowRank
+from llmq.tensor import Form
 
-Sites = Callable[[Spec, str], Linear]  # what computes the linear map of a name
+Sites = Callable[[Spec, str], Site]  # what computes the linear map of a name
 Cores = Callable[[int | None, int], Core]  # the attention of a layer, by its window and number
 
 NOISE_STREAM = zlib.crc32(b"embedding noise")  # addresses its random bits, as a parameter's name does
 
 
-def site_of(spec: Spec, name: str) -> Linear:
+def site_of(spec: Spec, name: str) -> Site:
     """The site of the linear map of a name."""
     p = spec.precision
-    return FACTORIES[p.dtype(name)](name, p.gradient, p.scaling)
+    base = FACTORIES[p.dtype(name)](name, p.gradient, p.scaling)
+    adapters = spec.adapters
+    if adapters is None or name not in adapters.by_site:
+        return base
+    pieces = _pieces(adapters.by_site[name])
+    if not adapters.dropout:
+        return LoraLinear(base, pieces, adapters.init, FILE)
+    return DroppedLoraLinear(base, pieces, adapters.init, FILE, rate=adapters.dropout, seed=spec.seed)
+
+
+def _pieces(targets: Sequence[Target]) -> list[LowRank]:
+    """The adapters of a site's parts, whose A lie one after the other."""
+    pieces, first = [], 0
+    for target in targets:
+        of = target.module
+        place = (of.start, of.stop, first, target.rank, target.scale)
+        pieces.append(LowRank(of.name, of.key, of.inputs, of.outputs, *place))
+        first += target.rank
+    return pieces
+
+
+def rows_of(spec: Spec, model: Model) -> tuple[Row, ...]:
+    """The parameters of a model, of which all are frozen but what the spec trains."""
+    rows = fitted_rows(spec.config, model.sites)
+    if spec.adapters is None:
+        return tuple(replace(row, trainable=row.trainable and row.name not in spec.frozen) for row in rows)
+    return tuple(_held(spec, row) for row in spec.adapters.frozen(rows))
+
+
+def _held(spec: Spec, row: Row) -> Row:
+    """A row in the form that the base is held in, if it is a frozen weight of a layer's linear map."""
+    base, p = None if spec.adapters is None else spec.adapters.base, spec.precision
+    if base not in (None, "e4m3", p.model):
+        raise UsageError(f"--base-dtype {base} does not multiply with --model-dtype {p.model}: give both the same")
+    if base != "e4m3" or row.trainable or row.layer is None or row.site is None or len(row.shape) != 2:
+        return row
+    # Where fp8 sites read one scale for the whole, they read the held bytes as they are.
+    single = p.dtype(row.site) == "e4m3" and p.scaling in ("delayed", "current")
+    return replace(row, stored=Form("e4m3", "row", "current" if single else "tilewise"))
 
 
 def build_model(spec: Spec, sites: Sites = site_of) -> Model:
@@ -106,8 +147,3 @@ def _core(spec: Spec, window: int | None) -> DenseCore:
     """Attention in the rows of a spec."""
     scope = (_heads(spec), window, spec.memory.attention_chunks)
     return DenseCore(*scope) if spec.packing is None else PackedCore(*scope, spec.packing)
-
-
-def without_noise(model: Model) -> Model:
-    """The model as it is evaluated."""
-    return replace(model, embed=Embed())

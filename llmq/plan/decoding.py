@@ -42,7 +42,7 @@ def completions_of(spec: Spec) -> Decoding | None:
         return None
     sizes = {"batch_size": spec.completions.sequences, "seq_len": spec.completions.length}
     whole = replace(spec.memory, attention_chunks=1)
-    own = replace(spec, **sizes, memory=whole, packing=None, completions=None)  # type: ignore[arg-type]
+    own = replace(spec.without_noise(), **sizes, memory=whole, packing=None, completions=None)  # type: ignore[arg-type]
     return Decoding(own, Sampling(), (spec.completions.row,), spec.completions.packed)
 
 

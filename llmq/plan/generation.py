@@ -5,9 +5,8 @@ from __future__ import annotations
 from dataclasses import replace
 
 from llmq.errors import MemoryLimitError
-from llmq.model.parameters import fitted_rows
 from llmq.plan.arena import aligned
-from llmq.plan.build import build_decoder, site_of
+from llmq.plan.build import build_decoder, rows_of, site_of
 from llmq.plan.decoding import Decoding, DecodingRecordings
 from llmq.plan.passes.fates import Fates
 from llmq.plan.passes.forms import forms
@@ -24,8 +23,8 @@ MIB = 2**20
 def plan_generation(decoding: Decoding, scratch_bytes: Scratch | None = None) -> Plan:
     """Decides everything. `scratch_bytes` is the backend's: what a call needs beside its arguments."""
     spec = decoding.spec
-    sites = build_decoder(spec, decoding.sampling).sites
-    rows = tuple(replace(row, trainable=False) for row in fitted_rows(spec.config, sites))
+    model = build_decoder(spec, decoding.sampling)
+    rows = tuple(replace(row, trainable=False) for row in rows_of(spec, model))
     weights = ReplicatedWeights(rows, spec.precision.model, spec.precision.model)
     recorded = DecodingRecordings(decoding, weights, site_of)
     programs = {name: finished(name, forms(fuse(prune(calls)), {})) for name, calls in recorded.programs().items()}

@@ -9,9 +9,8 @@ from typing import Any
 
 from llmq.model import optimizer
 from llmq.model.decoder import Model
-from llmq.model.parameters import fitted_rows
 from llmq.ops.record import Call, Recorder
-from llmq.plan.build import Sites, build_model, without_noise
+from llmq.plan.build import Sites, build_model, rows_of
 from llmq.plan.spec import Spec
 from llmq.row import Row
 from llmq.stores.activations import Frame, Frames
@@ -51,9 +50,9 @@ class Recordings:
     """Records the programs of a spec, on `stores`, with linear maps computed by `sites`."""
 
     def __init__(self, spec: Spec, stores: Stores, sites: Sites) -> None:
-        self.spec, p = spec, spec.precision
+        self.spec, self._sites, p = spec, sites, spec.precision
         self.model = build_model(spec, sites)
-        self.rows: tuple[Row, ...] = fitted_rows(spec.config, self.model.sites)
+        self.rows: tuple[Row, ...] = rows_of(spec, self.model)
         self.weights = stores.weights(self.rows, p.model, p.master)
         self.moments = stores.moments(self.rows, p.master, p.m, p.v)
         self.grads = {last: stores.grads(self.rows, p.grad, last=last) for last in (False, True)}
@@ -110,7 +109,7 @@ class Recordings:
 
     def evaluate(self) -> list[Call]:
         """Loss of a batch, without gradients."""
-        ops, model = Recorder(), without_noise(self.model)
+        ops, model = Recorder(), build_model(self.spec.without_noise(), self._sites)
         frames = self._frames(model, self.batch, self.evaluated, 0)
         model.evaluate(ops, frames.a, frames.d, self.weights)
         return ops.calls

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from llmq.blocks.attention import Packing
+from llmq.model.adapters import Adapters
 from llmq.model.config import ModelConfig
 from llmq.model.optimizer import Hyperparameters
 from llmq.plan.memory import Memory
@@ -31,7 +32,8 @@ class Spec:
 
     With `packing` every batch comes with the borders of its rows' documents; None: each row is one document. `observe`
     asks for the program that measures the errors of fp8 copies, if there are any, `completions` for those that write.
-    `sharding` says which of how many ranks this is, and what it holds.
+    `sharding` says which of how many ranks this is, and what it holds. With `adapters` the model is frozen, else
+    the rows named in `frozen` are.
     """
 
     config: ModelConfig
@@ -45,3 +47,10 @@ class Spec:
     observe: bool = False
     sharding: Sharding = ALONE
     completions: Completions | None = None
+    adapters: Adapters | None = None
+    frozen: frozenset[str] = frozenset()
+
+    def without_noise(self) -> Spec:
+        """The run as it is evaluated, and as it writes: no noise on tokens, no dropout."""
+        quiet = None if self.adapters is None else self.adapters.without_dropout()
+        return replace(self, hyper=replace(self.hyper, neftune_alpha=0.0), adapters=quiet)

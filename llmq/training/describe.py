@@ -13,7 +13,7 @@ from llmq.data.batches.masked_sample import sample_text
 from llmq.disk import MIB, shown
 from llmq.hardware import device
 from llmq.model.parameters import num_parameters, rows_of_file
-from llmq.plan import memory
+from llmq.plan import adapters, memory
 from llmq.plan.levels import name_of, needs_by_level
 from llmq.training.log import RunLog
 
@@ -41,6 +41,8 @@ def describe(
     measured = {"measured": f"matrix products at {job.speed.line}"} if job.speed else {}
     log.system({**device.system_facts(job.device), **measured})
     log.model(job.source.name, parameters=num_parameters(rows_of_file(plan.rows)), architecture=config.architecture)
+    if not all(row.trainable for row in plan.rows):
+        log.say(adapters.note(plan.spec.adapters, plan.rows))
     windows = data.train.num_windows
     per_epoch = None if windows is None else -(-windows // data.samples_per_step)
     total_steps = job.schedule.steps if data.is_there else job.options["steps"]

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 from llmq.data.batches.loader import Data
 from llmq.data.batches.named_data import NamedData
 from llmq.data.batches.trained_template import ExportedTemplates, exported_templates
 from llmq.data.tokens.rebuilt_tokenizer import rebuilt_warning
+from llmq.files.adapters import AdapterExport, adapter_config, stored_rows
 from llmq.files.huggingface import Export, open_export
 from llmq.files.source import ModelSource
 from llmq.model.config import FAMILIES, ModelConfig
@@ -53,9 +55,21 @@ def exported_tokenizer(
 
 
 def open_model(
-    options: Options, tokenizer: Path | None, templates: ExportedTemplates, plan: Plan, *, replaces: bool
+    options: Options,
+    source: ModelSource,
+    tokenizer: Path | None,
+    templates: ExportedTemplates,
+    plan: Plan,
+    *,
+    replaces: bool,
 ) -> tuple[Export, str | None]:
-    """Where the model goes, with its tokenizer and templates, and a warning of the tokenizer."""
-    config, rows = plan.spec.config, rows_of_file(plan.rows)
+    """Where the model goes, or its adapter, with its tokenizer and templates, and a warning of the tokenizer."""
+    config, adapters = plan.spec.config, plan.spec.adapters
     warning = rebuilt_warning(tokenizer, FAMILIES[config.architecture].model_type)
-    return open_export(options.export, config, rows, tokenizer, templates.sources, replaces=replaces), warning
+    about = (tokenizer, templates.sources)
+    if adapters is None:
+        return open_export(options.export, config, rows_of_file(plan.rows), *about, replaces=replaces), warning
+    revision = None if source.revision is None else source.revision.partition(",")[0]
+    make = partial(AdapterExport, about=adapter_config(adapters, config, source.name, revision))
+    rows = stored_rows(plan.rows, adapters)
+    return open_export(options.export, config, rows, *about, replaces=replaces, default="fp32", make=make), warning

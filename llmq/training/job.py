@@ -42,7 +42,7 @@ from llmq.model.parameters import padded_vocab
 from llmq.options.commands import continue_command
 from llmq.options.parse import Options, told_options
 from llmq.options.run import RunOptions
-from llmq.plan import memory, precision, sharding
+from llmq.plan import adapters, memory, precision, sharding
 from llmq.plan.advice import refuse_if_too_large, with_fitting_chunks
 from llmq.plan.plan import Plan, make_plan
 from llmq.plan.precision import Precision
@@ -98,7 +98,8 @@ class Job:
     def light_s(self) -> float:
         """Seconds for a token at the speed of light, by the dtypes of the plan's sites."""
         spec = self.plan.spec
-        return sol.seconds_per_token(spec.config, spec.seq_len, device.peaks(self.device), spec.precision.dtype)
+        peaks, dtype = device.peaks(self.device), spec.precision.dtype
+        return sol.seconds_per_token(spec.config, spec.seq_len, peaks, dtype, spec.adapters, spec.frozen)
 
     def frozen(self) -> Iterable[tuple[Row, np.ndarray]]:
         """Rows that are not trained, which no checkpoint holds, with their values."""
@@ -151,6 +152,8 @@ class Job:
             **self.data.identity(),
             "model": self.plan.spec.config.identity(),
             "parameters": {row.name: list(row.shape) for row in self.plan.rows},
+            **({"trained": self.options["train_only"]} if self.plan.spec.frozen else {}),
+            **({} if self.plan.spec.adapters is None else {"adapters": self.plan.spec.adapters.identity()}),
             **self.plan.spec.precision.identity(),
         }
 
@@ -190,7 +193,7 @@ def prepare(options: Options, log: RunLog, ranks: Ranks) -> Job:
     where, seed = ranks.device or device.pick_device(options.system), device.seed_of(options.system)
     past = _open_past(options, log, ranks)
     source = open_source(options.model, early.append)
-    parameters = _open_parameters(source, seed, past)
+    parameters = adapters.first_values(options.adapters, source.config, _open_parameters(source, seed, past))
     named = _open_named(options, source, log)
     dtypes, is_timed = _resolve_precision(options, source.config, where, past, ranks)
     data = _open_data(options, source, named, seed, device.packing_problem(where, dtypes.model), past, ranks)
@@ -204,7 +207,7 @@ def prepare(options: Options, log: RunLog, ranks: Ranks) -> Job:
     replan = _planner(options, spec, where, backend)
     dtypes, matmuls = _time_sites(replan(dtypes, 0).spec, backend, data, log) if is_timed else (dtypes, {})
     plan = replan(dtypes, 0)
-    export, warning = open_model(options, tokenizer, templates, plan, replaces=past.replaces_model)
+    export, warning = open_model(options, source, tokenizer, templates, plan, replaces=past.replaces_model)
     job = Job(
         device=where,
         backend=backend,
@@ -372,11 +375,12 @@ def _make_spec(
     limits = memory.resolve(options.memory, batch_size=b, seq_len=t, logit_bytes=logit_bytes, gpu_bytes=gpu_bytes)
     hyper = optimizer.resolve(options.optimizer)
     packing = Packing(*data.limits) if data.limits else None
+    low_rank, frozen = adapters.resolve(options.adapters, config), adapters.frozen(options.adapters, config)
     observe = precision.watching(options.precision).every > 0
     packs = device.packing_problem(where, dtypes.model) is None
     completions = None if samples is None else samples.completions(packed=packs)
     shared = sharding.resolve(options.sharding, ranks.rank, ranks.size)
-    return Spec(config, dtypes, limits, hyper, b, t, seed, packing, observe, shared, completions)
+    return Spec(config, dtypes, limits, hyper, b, t, seed, packing, observe, shared, completions, low_rank, frozen)
 
 
 def _open_backend(options: Options, where: Device, past: _Past, ranks: Ranks) -> Backend:

@@ -28,7 +28,6 @@ from llmq.errors import INTERRUPTED, NonFiniteError, StorageError
 from llmq.files.background import Saver, Snapshot
 from llmq.files.checkpoint import EVAL_LOSS, load
 from llmq.files.writers import Keep
-from llmq.model.parameters import rows_of_file
 from llmq.options.parse import Options, changed
 from llmq.plan.plan import Plan
 from llmq.row import Row
@@ -404,7 +403,7 @@ class _Run:
 
         def read(row: Row) -> np.ndarray:
             values = self.engine.parameter(row.name)
-            report(next(done), len(rows_of_file(job.plan.rows)))
+            report(next(done), len(job.export.rows))
             if not all_finite(values):
                 bad.append(row.name)
                 if not job.exports_anyway:

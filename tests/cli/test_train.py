@@ -237,7 +237,11 @@ def test_help_names_everything_unbroken(capsys):
     for name in ("--config", "--print-config", "--print-schema", "--version", "--dry-run"):
         assert name in text
     words = " ".join(text.split())
-    assert "[default: 1e-05; also --lr]" in words and "[needed, or --data]" in words and "[default: on]" in words
+    assert (
+        "[default: 1e-05, of adapters 0.0002; also --lr]" in words
+        and "[needed, or --data]" in words
+        and "[default: on]" in words
+    )
 
 
 def test_everything_wrong_is_one_message(capsys):

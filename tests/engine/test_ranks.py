@@ -11,6 +11,7 @@ from tiny_engines import BF16, FP32, FP64, PRECISIONS, engine_of, plan_of
 from llmq.backends.host import HostBackend
 from llmq.blocks.attention import Packing
 from llmq.comm.in_process import run_ranks
+from llmq.model.adapters import Adapters, chosen, targets
 from llmq.plan.memory import ROLES, Memory
 from llmq.stores.sharding import Sharding, Shards
 from llmq.tensor import Form
@@ -28,7 +29,12 @@ def ranks(run, size):
 
 
 COMPRESSED = {"all_to_all": True, "compressed": Form("e4m3", "row", "tilewise")}
+_TARGETS = targets(chosen("all,lm_head", CONFIG), 4, 8.0, rslora=False)
 RUNS = {
+    "adapters": Run(more={"adapters": Adapters(4, 8.0, _TARGETS, bias="all")}),
+    "adapters-e4m3": Run(
+        replace(BF16, master="fp32", grad="fp32"), more={"adapters": Adapters(4, 8.0, _TARGETS, base="e4m3")}
+    ),
     "bf16": Run(),
     "fp8": Run(PRECISIONS["fp8-head"]),
     "fp8-current": Run(PRECISIONS["fp8-e5m2-current"]),
@@ -52,6 +58,7 @@ SLOW = pytest.mark.slow
     [
         *((name, 2) for name in ("bf16", "fp8")),
         ("fp32-master", 3),
+        ("adapters", 2),
         *(pytest.param(name, size, marks=SLOW) for name in RUNS for size in (1, 2, 3, 4, 8)),
     ],
 )

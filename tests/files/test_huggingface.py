@@ -184,7 +184,7 @@ def test_quantized_sources(tmp_path, suffix):
     [
         ("pytorch_model.bin", "pickled weights.*save_pretrained"),
         ("model.Q4_K_M.gguf", "GGUF"),
-        ("adapter_model.safetensors", "merge"),
+        ("adapter_model.safetensors", "--adapter"),
         ("consolidated.safetensors", "-hf variant"),
         ("model-00001-of-00002.safetensors", "index"),
         ("README.md", "--from-scratch"),
@@ -365,7 +365,7 @@ def test_a_failed_export_leaves_what_was_there(tmp_path, monkeypatch, overwrite,
     new, error = random_values(BASE, seed=1), StorageError
     real_rename = os.rename
     if fail_at == "write":
-        monkeypatch.setattr(hf, "_write_json", no_space)
+        monkeypatch.setattr(hf, "write_json", no_space)
     elif fail_at == "sync":
         monkeypatch.setattr(os, "fsync", no_space)
     elif fail_at == "rename":

@@ -120,7 +120,7 @@ def test_an_adapters_folder_is_said_to_be_one(tmp_path):
     (tmp_path / "a").mkdir()
     (tmp_path / "a" / "adapter_config.json").write_text('{"base_model_name_or_path": "org/base"}')
     for scratch in (False, True):
-        with pytest.raises(DataError, match=r"/a is an adapter of org/base .*: give org/base, or a folder with the ad"):
+        with pytest.raises(DataError, match=r"/a is an adapter of org/base .*: give org/base with --adapter"):
             open_source(options(tmp_path / "a", from_scratch=scratch))
     write(tmp_path / "m")
     (tmp_path / "m" / "adapter_config.json").write_text("{}")  # beside a whole model

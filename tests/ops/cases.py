@@ -126,6 +126,18 @@ def embedding_noise(s: Sizes, rng: np.random.Generator) -> Case:
     return Case("", {"out": (s.b, s.t, s.c)}, inputs, {"alpha": 5.0, "seed": 3 + 2**40, "stream": 0xF1234567})
 
 
+def dropout(s: Sizes, rng: np.random.Generator) -> Case:
+    """A piece of the batch that begins within a row of tokens and ends within another."""
+    count = s.b * s.t - 5
+    inputs = {
+        "x": rng.standard_normal((count, s.c)),
+        "samples": np.arange(-1, s.b - 1, dtype=np.int32),
+        "residual": rng.standard_normal((count, s.c)),
+    }
+    numbers = {"rate": 0.3, "seed": 3 + 2**40, "stream": 0xF1234567, "first": 3, "length": s.t}
+    return Case("", {"out": (count, s.c)}, inputs, numbers)
+
+
 def rmsnorm_forward(s: Sizes, rng: np.random.Generator) -> Case:
     inputs = {"res": rng.standard_normal((s.b, s.t, s.c)), "weight": rng.standard_normal(s.c)}
     return Case("", {"x": (s.b, s.t, s.c), "rstd": (s.b, s.t)}, inputs, {"eps": 1e-5}, frozenset({"rstd"}))

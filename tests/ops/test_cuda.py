@@ -30,7 +30,7 @@ SIZES = {
     "large": Sizes(b=3, t=197, c=896, hq=14, hkv=2, hd=64, f=1208, v=5000, vp=5120),
 }
 EXACT = {"adamw", "amax_scale", "cast", "cache_write", "embedding_forward", "loss_sum", "sample", "scale_update"}
-EXACT |= {"copy_to_device", "copy_to_host", "embedding_noise", "rope_forward", "rope_backward"}
+EXACT |= {"copy_to_device", "copy_to_host", "dropout", "embedding_noise", "rope_forward", "rope_backward"}
 INTEGERS = {"num_tokens", "new_seen", "next_tokens", "next_positions"}
 # sums over rows: the inputs whose magnitudes make the sum of magnitudes
 SUMS = {
@@ -280,7 +280,7 @@ def test_the_loss_is_summed_in_the_tree_of_the_reference(count):
 
 @gpu
 @pytest.mark.parametrize(
-    "op", ["cross_entropy", "embedding_noise", "rmsnorm_backward", "rope_forward", "rope_backward"]
+    "op", ["cross_entropy", "dropout", "embedding_noise", "rmsnorm_backward", "rope_forward", "rope_backward"]
 )
 def test_an_output_may_take_the_memory_of_its_input(op):
     case = make(op, SIZES["large"])

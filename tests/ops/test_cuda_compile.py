@@ -47,6 +47,8 @@ REGISTERS = {
     "column_amax": 64,
     "column_scale": 32,
     "cross_entropy": 80,
+    "dequantize": 32,
+    "dropout": 48,
     "embedding_add": 64,
     "embedding_forward": 48,
     "embedding_group": 64,
@@ -193,6 +195,9 @@ def model_launches(noted: Launches, b: int, t: int, c: int, hq: int, hkv: int, h
         ops.embedding_forward(out(x, dtype, None), tokens, read((v, c)))
         noise = {"alpha": 5.0, "seed": 2**40, "stream": 2**31}
         ops.embedding_noise(out(x, dtype, None), read(x), noted.tensor((b,), "int32"), **noise)
+        for residual in (None, read(x)):
+            place = {"rate": 0.1, "seed": 2**40, "stream": 2**31, "first": 3, "length": t}
+            ops.dropout(out(x, dtype, None), read(x), noted.tensor((b,), "int32"), residual, **place)
         added = out((v, c), dtype, None)
         ops.embedding_backward(added, read(x), tokens)
         added.accumulate = True
@@ -270,6 +275,9 @@ def model_launches(noted: Launches, b: int, t: int, c: int, hq: int, hkv: int, h
             ops.qk_norm_backward(out(qkv, dtype, *forms, COLSUM), *weights, read(qkv), *normed, stat, **heads)
             ops.cast(out(x, dtype, *forms, COLSUM), read(x))
             ops.cast(out(x, dtype, COL8), noted.tensor(x, dtype, ROW8))
+            for held in (ROW8, OWN["tilewise"][0]):
+                ops.cast(out((2 * f, c), dtype, None), noted.tensor((2 * f, c), dtype, held))
+            ops.cast(out((2 * f, c), dtype, OWN["tilewise"][1]), noted.tensor((2 * f, c), dtype, OWN["tilewise"][0]))
             ops.cast(out((2 * f, c), "bf16", *forms), noted.tensor((2 * f, c), "fp32"))
             update = {"beta_1": 0.9, "beta_2": 0.95, "epsilon": 1e-8, "weight_decay": 0.1, "seed": 1, "stream": 2}
             for master in ("bf16", "fp32"):

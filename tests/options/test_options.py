@@ -16,12 +16,12 @@ UNSET = """
     revision tokenizer weight eval_file global_batch_size augment packing max_docs data eval_fraction data_format map
     prompt_template chat_template train_on gradient_dtype fp8_scaling head_dtype bf16_layers fp8_layers log_fp8_every
     steps warmup_ratio min_lr sample_prompts save_best continue reset export_dtype gpu ray_address
-    reduce_dtype
+    reduce_dtype lora_rank lora_alpha lora_dropout lora_targets lora_bias lora_init adapter base_dtype train_only
 """
 OFF = """
     from_scratch init_proj_to_zero streaming fp8_fallback recompute_swiglu recompute_norm recompute_ffn
     recompute_qkv recompute_att recompute_block overwrite export_anyway dry_run
-    shard_gradients shard_weights all_to_all_reduce
+    shard_gradients shard_weights all_to_all_reduce rslora
 """
 DEFAULTS = {
     **dict.fromkeys(UNSET.split()),
@@ -97,6 +97,39 @@ def test_defaults_are_those_of_the_manual():
 def test_what_is_needed_is_said():
     with pytest.raises(UsageError, match=r"(?s)--model is needed.*--train-file is needed"):
         Options.parse({})
+
+
+def test_adapters_have_defaults_of_their_own():
+    flat = parse(lora_rank=16).to_flat()
+    assert (flat["learning_rate"], flat["master_dtype"], flat["grad_accum_dtype"]) == (2e-4, "fp32", "fp32")
+    assert (flat["lora_alpha"], flat["lora_targets"], flat["lora_bias"], flat["lora_init"]) == (
+        32,
+        "all",
+        "none",
+        "kaiming",
+    )
+    given = {"learning_rate": 1e-3, "master_dtype": "bf16", "lora_alpha": 5}
+    flat = parse(adapter="a", **{**given, "lora_alpha": None}).to_flat()
+    assert (flat["learning_rate"], flat["master_dtype"], flat["lora_targets"]) == (1e-3, "bf16", None)
+    assert parse(lora_rank=16, **given).to_flat()["lora_alpha"] == 5
+
+
+@pytest.mark.parametrize(
+    ("given", "says"),
+    [
+        ({"lora_alpha": 8}, "--lora-alpha 8.0 is for adapters: add --lora-rank"),
+        ({"lora_dropout": 0.1}, "--lora-dropout 0.1 is for adapters: add --lora-rank"),
+        ({"rslora": True}, "--rslora True is for adapters: add --lora-rank"),
+        ({"lora_rank": 4, "adapter": "a"}, "--lora-rank 4 is of a new adapter, and --adapter continues one"),
+        ({"adapter": "a", "lora_targets": "mlp"}, "--lora-targets mlp is said by --adapter a: leave it out"),
+        ({"lora_rank": 4, "train_only": "*.bias"}, "--train-only trains a part of the model, and adapters"),
+        ({"lora_rank": 0}, "--lora-rank 0 is below the least value"),
+        ({"lora_rank": 4, "lora_dropout": 1}, "--lora-dropout 1 is too large: use less than 1"),
+    ],
+)
+def test_options_of_adapters_go_together(given, says):
+    (problem,) = problems(**given)
+    assert problem.startswith(says)
 
 
 def test_sections_are_frozen():

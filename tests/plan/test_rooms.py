@@ -201,12 +201,18 @@ def test_errors_of_a_quantized_base_are_not_measured(precision):
 
 
 def test_what_no_gpu_kernel_casts_of_a_quantized_base_is_refused():
-    """With one scale of the whole, fp8 sites read it as it is and turned; other values of it need a kernel."""
+    """Sites read its value, or as it is and turned; no kernel makes copies of it that have other scales."""
     planned = {"scratch_bytes": PlannedBackend().scratch_bytes}
-    plan_of(FP8["e4m3", "delayed"], sites=partial(adapted, stored=TENSORWISE), **planned)
-    for precision, stored in ((BF16, TENSORWISE), (FP8["e4m3", "blockwise"], TILEWISE)):
-        with pytest.raises(UsageError, match=rf"weight is stored in {stored.key}, which no kernel casts"):
-            plan_of(precision, sites=partial(adapted, stored=stored), **planned)
+    for precision, stored in (
+        (FP8["e4m3", "delayed"], TENSORWISE),
+        (FP8["e4m3", "blockwise"], TILEWISE),
+        (BF16, TENSORWISE),
+        (BF16, TILEWISE),
+    ):
+        plan_of(precision, sites=partial(adapted, stored=stored), **planned)
+    for stored in (TENSORWISE, TILEWISE):
+        with pytest.raises(UsageError, match=rf"weight is stored in {stored.key}, which no kernel (casts|quantizes)"):
+            plan_of(FP8["e4m3", "rowwise"], sites=partial(adapted, stored=stored), **planned)
 
 
 @pytest.mark.parametrize(

@@ -1,4 +1,4 @@
-"""Copies in other forms, and scales, on the GPU; see cuda/cast.cu and cuda/transpose.cu."""
+"""Copies in other forms, and scales, on the GPU; see cuda/cast.cu, cuda/transpose.cu and cuda/dequantize.cu."""
 
 from __future__ import annotations
 
@@ -40,6 +40,9 @@ def cast(out: Output, /, x: Tensor) -> None:
     if x.form is not None and [target.form for target in out.tensors] == [replace(x.form, layout="col")]:
         _transpose(out.tensors[0], x)
         return
+    if x.form is not None and x.form.scaling is not None:
+        _dequantize(out, x)
+        return
     wanted, outputs = forms(out)
     rows, columns, number = matrix(x.shape, int(wanted["FORMS"]), type_of(x), type_of(out))
     constants = {"X": type_of(x), "T": type_of(out), "C": columns, "N": number, **wanted}
@@ -56,6 +59,17 @@ def _transpose(out: Tensor, x: Tensor) -> None:
     scales = (address(out.scale), address(x.scale)) if owns else (0, 0)
     arguments = (pointer(out), pointer(x), *scales, np.int64(rows))
     launch("transpose", "transpose", blocks, TILE_THREADS, arguments, constants)
+
+
+def _dequantize(out: Output, x: Tensor) -> None:
+    """The value that fp8 rows stand for."""
+    assert x.form is not None and x.form.dtype == "e4m3"
+    kind, columns, size = type_of(out), x.shape[-1], math.prod(x.shape)
+    number = min(8, access(columns, "bf16"))
+    constants: Constants = {"T": kind, "C": columns, "N": number, "TILED": int(x.form.owns_scales)}
+    arguments = (plain(out), pointer(x), address(x.scale), np.int64(size))
+    blocks = -(-size // (TILE_THREADS * number))
+    launch("dequantize", "dequantize", blocks, TILE_THREADS, arguments, constants)
 
 
 def matrix(shape: tuple[int, ...], wanted: int, *types: str) -> tuple[int, int, int]:
@@ -101,12 +115,14 @@ def scale_update(
 
 
 def _refuse_cast(call: Arguments, capability: int) -> None:
-    """UsageError for what reads a quantized copy, unless it writes the same bytes transposed, with the same scales."""
+    """UsageError for what reads a quantized copy, unless it writes the value, or the same bytes transposed."""
     form = call.reads["x"].form
     if form is None or form.scaling is None:
         return
-    turned = [replace(form, layout="col")]
-    if not form.turns or [ref.form for ref in call.writes["out"]] != turned:
+    written = [ref.form for ref in call.writes["out"]]
+    turns = form.turns and written == [replace(form, layout="col")]
+    is_known = form.dtype == "e4m3" and form.layout == "row" and form.scaling in ("current", "delayed", "tilewise")
+    if not turns and not (is_known and written == [None]):
         raise UsageError(f"{call.reads['x'].name} is stored in {form.key}, which no kernel casts: use --device cpu")
 
 

@@ -8,7 +8,7 @@ import ml_dtypes
 import numpy as np
 
 M, V, MASTER = "m", "v", "master"  # what is rounded
-MOMENTS, OF_MASTER, EMBEDDING, SAMPLING = 0, 1, 2, 3  # what a block of words is for: the last word of its counter
+MOMENTS, OF_MASTER, EMBEDDING, SAMPLING, DROPOUT = range(5)  # what words are for: the last word of a block's counter
 _WORD = np.uint64(0xFFFFFFFF)
 
 

@@ -1,0 +1,234 @@
+"""Adapters in PEFT's format: `adapter_config.json` and `adapter_model.safetensors`, read and written.
+
+A tensor has the name of the module that it belongs to in PEFT's model, `base_model.model.` before ours; the bias of an
+adapted map is its `base_layer.bias` there. The tensors that are there say which maps have adapters, and of what rank;
+the config must agree.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from safetensors import SafetensorError, safe_open
+
+from llmq.errors import DataError
+from llmq.files import weight_files
+from llmq.files.huggingface import ADAPTER_CONFIG, ADAPTER_WEIGHTS, Export, write_json, write_tensors
+from llmq.files.tensor_files import Stored, tensors_of
+from llmq.model.adapters import FILE, Adapters, Module, Target, linear_modules, scale_of
+from llmq.model.config import ModelConfig, read_json
+from llmq.model.parameters import parameter_rows
+from llmq.row import Part, Row
+
+PREFIX = "base_model.model."
+LORA = re.compile(r"(.+)\.lora_([AB])\.weight")
+INITS = {"kaiming": True, "gaussian": "gaussian"}  # as PEFT's config says it
+# Fields of PEFT's LoraConfig that change what is computed, and that llmq does not have.
+UNKNOWN = (
+    *("use_dora", "modules_to_save", "layer_replication", "fan_in_fan_out", "lora_bias", "trainable_token_indices"),
+    *("target_parameters", "use_qalora", "alora_invocation_tokens", "use_bdlora", "kasa_config", "monteclora_config"),
+)
+Values = Callable[[Sequence[Row]], Iterator[tuple[Row, np.ndarray]]]
+
+
+@dataclass(frozen=True)
+class StoredAdapter:
+    """An adapter in a folder: what it is, the name of its base model, and its tensors by our names."""
+
+    folder: Path
+    adapters: Adapters
+    base: str | None
+    tensors: dict[str, Stored]
+    names: dict[str, str]  # of tensors in the file, by ours
+
+    def read(self, name: str) -> np.ndarray:
+        """One tensor in f32. DataError."""
+        path = self.tensors[name].path
+        try:
+            with safe_open(path, framework="numpy") as file:
+                return file.get_tensor(self.names[name]).astype(np.float32)
+        except (SafetensorError, OSError) as error:
+            raise DataError(f"{path} cannot be read: {error}") from None
+
+    def values(self, otherwise: Values) -> Values:
+        """The values of rows: those of the adapter, and `otherwise` those that it does not have."""
+
+        def found(rows: Sequence[Row]) -> Iterator[tuple[Row, np.ndarray]]:
+            own = {row.name for row in rows if all(part.name in self.tensors for part in row.parts)}
+            for row, value in otherwise([row for row in rows if row.name not in own]):
+                there = any(part.name in self.tensors for part in row.parts)
+                yield row, self._over(row, value.astype(np.float32)) if there else value
+            yield from ((row, self._over(row, np.zeros(row.shape, np.float32))) for row in rows if row.name in own)
+
+        return found
+
+    def _over(self, row: Row, value: np.ndarray) -> np.ndarray:
+        """`value` with the parts that the adapter has."""
+        for part in row.parts:
+            if part.name in self.tensors:
+                value[part.start : part.stop] = self.read(part.name)
+        return value
+
+    def change(self, target: Target, start: int, stop: int) -> np.ndarray:
+        """Rows [start, stop) of what an adapter adds to its map's weight, in f32: s B A."""
+        a, b = (self.read(f"{target.module.name}.lora_{key}.weight") for key in "AB")
+        return np.float32(target.scale) * (b[start:stop] @ a)
+
+
+def open_adapter(folder: Path, config: ModelConfig) -> StoredAdapter:
+    """The adapter of a folder, checked to be one for this model. DataError lists all that does not fit."""
+    if not (folder / ADAPTER_CONFIG).is_file():
+        raise DataError(f"{folder} has no {ADAPTER_CONFIG}: give a folder with an adapter in PEFT's format")
+    if not (folder / ADAPTER_WEIGHTS).is_file():
+        raise DataError(f"{folder} has no {ADAPTER_WEIGHTS}{weight_files.other_weights(())}")
+    about = read_json(folder / ADAPTER_CONFIG)
+    _refuse_others(folder, about)
+    stored = tensors_of(folder / ADAPTER_WEIGHTS)
+    names = {_our_name(name): name for name in stored}
+    tensors = {ours: stored[name] for ours, name in names.items()}
+    adapters, problems = _checked(about, tensors, config)
+    if problems:
+        listed = "\n".join(f"  - {problem}" for problem in problems[:20])
+        more = f"\n  and {len(problems) - 20} more" if len(problems) > 20 else ""
+        raise DataError(f"{folder} does not fit the model:\n{listed}{more}")
+    return StoredAdapter(folder, adapters, about.get("base_model_name_or_path"), tensors, names)
+
+
+def _refuse_others(folder: Path, about: dict[str, Any]) -> None:
+    kind = about.get("peft_type")
+    if kind != "LORA":
+        raise DataError(f"{folder / ADAPTER_CONFIG}: peft_type {kind} is not read, only LORA")
+    if unknown := [name for name in UNKNOWN if about.get(name)]:
+        said = ", ".join(f"{name} {about[name]}" for name in unknown)
+        raise DataError(f"{folder / ADAPTER_CONFIG}: llmq does not have {said}")
+
+
+def _our_name(name: str) -> str:
+    return name.removeprefix(PREFIX).replace(".base_layer.bias", ".bias")
+
+
+def _checked(about: dict[str, Any], tensors: dict[str, Stored], config: ModelConfig) -> tuple[Adapters, list[str]]:
+    """What the config and the tensors say, and what is wrong with them."""
+    modules = {module.name: module for module in linear_modules(config)}
+    biases = {part.name for row in parameter_rows(config) if row.name.endswith(".bias") for part in row.parts}
+    problems: list[str] = []
+    pairs: dict[str, dict[str, Stored]] = {}
+    for name, tensor in tensors.items():
+        if match := LORA.fullmatch(name):
+            pairs.setdefault(match[1], {})[match[2]] = tensor
+        elif name not in biases:
+            problems.append(f"{name} is no part of an adapter of this model")
+        if tensor.dtype not in weight_files.FILE_DTYPES:
+            problems.append(f"{name} is stored as {tensor.dtype}; known are {', '.join(weight_files.FILE_DTYPES)}")
+    rank, rslora = int(about.get("r", 8)), bool(about.get("use_rslora"))
+    alpha = float(about.get("lora_alpha", 8))
+    found = []
+    for name, pair in pairs.items():
+        if name not in modules:
+            problems.append(f"{name} is no linear map of this model")
+            continue
+        own = int(_of_pattern(about.get("rank_pattern"), name, rank))
+        problems += _unlike(modules[name], pair, own)
+        own_alpha = float(_of_pattern(about.get("alpha_pattern"), name, alpha))
+        found.append(Target(modules[name], own, own_alpha, scale_of(own, own_alpha, rslora=rslora)))
+    wanted = {name for name in modules if _is_target(about.get("target_modules"), name)}
+    problems += [f"missing: {name}.lora_A.weight and lora_B.weight" for name in modules if name in wanted - set(pairs)]
+    order = {name: index for index, name in enumerate(modules)}
+    targets = tuple(sorted(found, key=lambda target: order[target.module.name]))
+    init = "gaussian" if about.get("init_lora_weights") == "gaussian" else "kaiming"
+    dropout, bias = float(about.get("lora_dropout") or 0), str(about.get("bias") or "none")
+    return Adapters(rank, alpha, targets, dropout, bias, rslora, init), problems
+
+
+def _unlike(module: Module, pair: dict[str, Stored], rank: int) -> Iterator[str]:
+    """What is wrong with the two matrices of an adapter."""
+    wanted = {"A": (rank, module.inputs), "B": (module.outputs, rank)}
+    for key, shape in wanted.items():
+        name = f"{module.name}.lora_{key}.weight"
+        if key not in pair:
+            yield f"missing: {name}"
+        elif pair[key].shape != shape:
+            yield f"{name} has shape {list(pair[key].shape)}, the model and its rank ask for {list(shape)}"
+
+
+def _of_pattern(pattern: dict[str, Any] | None, name: str, otherwise: float) -> float:
+    """The value of the first key that is the end of a name, or matches it, as PEFT looks it up."""
+    for key, value in (pattern or {}).items():
+        if re.match(rf"(.*\.)?({key})$", name):
+            return value
+    return otherwise
+
+
+def _is_target(wanted: str | Iterable[str] | None, name: str) -> bool:
+    """Whether PEFT's `target_modules` have a module."""
+    if wanted is None or wanted == "all-linear":
+        return wanted is not None and name != "lm_head"
+    if isinstance(wanted, str):
+        return re.fullmatch(wanted, name) is not None
+    return any(name == one or name.endswith(f".{one}") for one in wanted)
+
+
+def adapter_config(adapters: Adapters, config: ModelConfig, base: str, revision: str | None) -> dict[str, Any]:
+    """PEFT's LoraConfig of these adapters."""
+    names = {target.module.name for target in adapters.targets}
+    keys: dict[str, set[str]] = {}
+    for module in linear_modules(config):
+        keys.setdefault(module.key, set()).add(module.name)
+    wanted = [key for key, all_of in keys.items() if all_of <= names]
+    wanted += [target.module.name for target in adapters.targets if target.module.key not in wanted]
+    ranks = {t.module.name: t.rank for t in adapters.targets if t.rank != adapters.rank}
+    alphas = {t.module.name: t.alpha for t in adapters.targets if t.alpha != adapters.alpha}
+    return {
+        "peft_type": "LORA",
+        "task_type": "CAUSAL_LM",
+        "base_model_name_or_path": base,
+        "revision": revision,
+        "r": adapters.rank,
+        "lora_alpha": _plain(adapters.alpha),
+        "lora_dropout": adapters.dropout,
+        "target_modules": wanted,
+        "rank_pattern": ranks,
+        "alpha_pattern": {name: _plain(alpha) for name, alpha in alphas.items()},
+        "bias": adapters.bias,
+        "use_rslora": adapters.rslora,
+        "use_dora": False,
+        "init_lora_weights": INITS[adapters.init],
+        "fan_in_fan_out": False,
+        "modules_to_save": None,
+        "inference_mode": True,
+    }
+
+
+def _plain(alpha: float) -> float:
+    return int(alpha) if alpha == int(alpha) else alpha
+
+
+def stored_rows(rows: Sequence[Row], adapters: Adapters) -> tuple[Row, ...]:
+    """The rows of an adapter, trained biases among them, whose parts have the names of PEFT's tensors."""
+    adapted = {target.module.name for target in adapters.targets}
+
+    def renamed(part: Part) -> Part:
+        module = part.name.removesuffix(".bias")
+        own = f"{module}.base_layer.bias" if module != part.name and module in adapted else part.name
+        return replace(part, name=PREFIX + own)
+
+    return tuple(
+        replace(row, parts=tuple(map(renamed, row.parts))) for row in rows if row.trainable or row.file == FILE
+    )
+
+
+@dataclass(frozen=True)
+class AdapterExport(Export):
+    """The export of an adapter: PEFT's two files, and the tokenizer's."""
+
+    about: dict[str, Any] = field(default_factory=dict)  # adapter_config.json
+
+    def write_model(self, folder: Path, read: Callable[[Row], np.ndarray]) -> None:
+        """Config and weights into a new folder."""
+        write_tensors(folder / ADAPTER_WEIGHTS, self.rows, read, self.dtype)
+        write_json(folder / ADAPTER_CONFIG, self.about)

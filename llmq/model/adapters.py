@@ -1,0 +1,166 @@
+"""Low-rank adapters on a frozen model: which linear maps have one, of what rank, and what is trained beside them.
+
+LoRA (Hu et al., "LoRA: Low-Rank Adaptation of Large Language Models", 2021) adds s B A x to W x, with A (R,K) and B
+(N,R), s = alpha / R, or alpha / sqrt(R) (rsLoRA; Kalajdzievski, 2023). Maps go by the names of Hugging Face's modules:
+q_proj, k_proj and v_proj have adapters of their own, although one site computes all three.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, replace
+from fnmatch import fnmatchcase
+from functools import cached_property
+from typing import Any
+
+from llmq.errors import UsageError
+from llmq.model.config import ModelConfig
+from llmq.model.parameters import HEAD, padded_vocab, parameter_rows
+from llmq.row import Row
+
+FILE = "adapter"  # the file of an adapter's rows
+LM_HEAD = "lm_head"
+WORDS = {"attention": "self_attn.*_proj", "mlp": "mlp.*_proj"}  # `all` is both
+
+
+@dataclass(frozen=True)
+class Module:
+    """A linear map of Hugging Face's with so many `inputs`: outputs [start, stop) of a site, of which it has `outputs`
+    and the others are padding."""
+
+    name: str  # model.layers.0.self_attn.q_proj
+    site: str
+    start: int
+    stop: int
+    outputs: int
+    inputs: int
+
+    @property
+    def key(self) -> str:
+        """The last part of the name."""
+        return self.name.rpartition(".")[2]
+
+
+@dataclass(frozen=True)
+class Target:
+    """A module that has an adapter, whose output is multiplied by `scale`."""
+
+    module: Module
+    rank: int
+    alpha: float
+    scale: float
+
+
+@dataclass(frozen=True)
+class Adapters:
+    """The adapters of a run. `rank` and `alpha` are those of most targets; `dropout` is the share of inputs left out.
+
+    `bias`: none is trained, `all` of the model, or those of adapted maps (`lora_only`). `init` says how A is drawn:
+    kaiming (uniform up to 1/sqrt(K)) or gaussian (with deviation 1/R); B is zero. `base` is the dtype that frozen maps
+    of layers are held in; None: the model's.
+    """
+
+    rank: int
+    alpha: float
+    targets: tuple[Target, ...]
+    dropout: float = 0.0
+    bias: str = "none"
+    rslora: bool = False
+    init: str = "kaiming"
+    base: str | None = None
+
+    @cached_property
+    def by_site(self) -> dict[str, tuple[Target, ...]]:
+        """The targets of each site that has any, in the order of its outputs."""
+        found: dict[str, list[Target]] = {}
+        for target in self.targets:
+            found.setdefault(target.module.site, []).append(target)
+        return {site: tuple(sorted(targets, key=lambda t: t.module.start)) for site, targets in found.items()}
+
+    def identity(self) -> dict[str, Any]:
+        """What makes the run compute what it computes."""
+        ranks = {target.module.name: [target.rank, target.alpha] for target in self.targets}
+        about = {"dropout": self.dropout, "bias": self.bias, "rslora": self.rslora, "base": self.base}
+        return {**about, "targets": ranks}
+
+    def without_dropout(self) -> Adapters:
+        """The same as it is evaluated."""
+        return replace(self, dropout=0.0)
+
+    def trains(self, row: Row) -> bool:
+        """Whether a parameter is trained. UsageError where only a part of it would be."""
+        if row.file == FILE:
+            return True
+        if self.bias == "none" or not row.name.endswith(".bias"):
+            return False
+        adapted = self.by_site.get(row.site or "", ())
+        if self.bias == "lora_only" and 0 < len(adapted) < len(row.parts):
+            names = ", ".join(part.name for part in row.parts)
+            raise UsageError(
+                f"--lora-bias lora_only would train a part of {names}, which llmq holds as one: target all of their "
+                "maps, or use --lora-bias all or none"
+            )
+        return self.bias == "all" or bool(adapted)
+
+    def frozen(self, rows: Iterable[Row]) -> tuple[Row, ...]:
+        """The rows of the model with adapters, of which all others are frozen."""
+        return tuple(replace(row, trainable=row.trainable and self.trains(row)) for row in rows)
+
+
+def linear_modules(config: ModelConfig) -> tuple[Module, ...]:
+    """Every linear map of a model, in forward order. The last one makes the logits; its weight may be tied."""
+    rows = [row for row in parameter_rows(config) if row.site and row.site != HEAD and row.name.endswith(".weight")]
+    found = [
+        Module(
+            part.name.removesuffix(".weight"),
+            row.site or "",
+            part.start,
+            part.stop,
+            part.stop - part.start,
+            row.shape[1],
+        )
+        for row in rows
+        for part in row.parts
+    ]
+    return (*found, Module(LM_HEAD, HEAD, 0, padded_vocab(config), config.vocab_size, config.hidden_size))
+
+
+def chosen(text: str, config: ModelConfig, option: str = "--lora-targets") -> tuple[Module, ...]:
+    """The modules that `all`, `attention`, `mlp`, names or patterns with commas between stand for.
+
+    A name is a whole one, or its last parts (`q_proj`, `layers.3.mlp.up_proj`); a pattern has `*`, `?` or `[...]`.
+    UsageError for one that matches nothing.
+    """
+    every = linear_modules(config)
+    wanted = [part.strip() for part in text.split(",")]
+    wanted = [one for part in wanted for one in (WORDS.values() if part == "all" else [WORDS.get(part, part)])]
+    hits = {part: {module.name for module in every if matches(part, module.name)} for part in wanted}
+    if unknown := [part or "''" for part, names in hits.items() if not names]:
+        keys = ", ".join(dict.fromkeys(module.key for module in every))
+        raise UsageError(
+            f"{option} {', '.join(unknown)}: no such linear map in a model of {config.num_layers} layers: use all, "
+            f"attention, mlp, names ({keys}, layers.0.{every[0].name.split('.', 3)[3]}) or patterns (layers.[0-3].*)"
+        )
+    names = set().union(*hits.values())
+    return tuple(module for module in every if module.name in names)
+
+
+def matches(pattern: str, name: str) -> bool:
+    """Whether a pattern is a dotted name, or its last parts."""
+    return fnmatchcase(name, pattern) or fnmatchcase(name, f"*.{pattern}")
+
+
+def targets(modules: Sequence[Module], rank: int, alpha: float, *, rslora: bool) -> tuple[Target, ...]:
+    """Adapters of one rank. UsageError for one that is larger than what it adds to."""
+    if large := [m for m in modules if rank > min(m.outputs, m.inputs)]:
+        raise UsageError(
+            f"--lora-rank {rank} is larger than {large[0].name} ({large[0].outputs} x {large[0].inputs}): use a "
+            "smaller rank, or leave that out of --lora-targets"
+        )
+    return tuple(Target(module, rank, alpha, scale_of(rank, alpha, rslora=rslora)) for module in modules)
+
+
+def scale_of(rank: int, alpha: float, *, rslora: bool) -> float:
+    """What multiplies B A x."""
+    return alpha / math.sqrt(rank) if rslora else alpha / rank

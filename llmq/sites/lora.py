@@ -1,0 +1,138 @@
+"""A low-rank adapter on a linear map: y = W x + b + s B A x (LoRA; Hu et al., 2021).
+
+A fused site, such as q, k and v, has an adapter for each of its parts. Their A are one row `lora_a` (sum of ranks, K),
+which reads x once; each B is a row `lora_b.q_proj` of its own and adds to its columns of y. All operands are read as
+they are, whatever forms the site itself reads.
+"""
+
+from __future__ import annotations
+
+import zlib
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from llmq.row import Part, Row
+from llmq.sites.linear import Linear
+from llmq.tensor import Ref, Slot
+
+
+@dataclass(frozen=True)
+class LowRank:
+    """The adapter of a part of a site, known in files by `name`: columns [start, stop) of y, some of them padding.
+
+    It has columns [first, first + rank) of the site's slot of A x, and multiplies by `scale`.
+    """
+
+    name: str
+    key: str
+    inputs: int
+    outputs: int
+    start: int
+    stop: int
+    first: int
+    rank: int
+    scale: float
+
+    def columns(self, y: Ref) -> Ref:
+        """Its columns of y (...,N)."""
+        return _columns(y, self.start, self.stop - self.start)
+
+    def low(self, low: Ref) -> Ref:
+        """Its columns of A x (...,R)."""
+        return _columns(low, self.first, self.rank)
+
+
+def _columns(ref: Ref, start: int, count: int) -> Ref:
+    return ref if count == ref.shape[-1] else ref.columns(start, count)
+
+
+class LoraLinear:
+    """The site `base` with adapters `pieces`, whose rows are kept in `file`; A is drawn by `init`, B is zero."""
+
+    def __init__(self, base: Linear, pieces: Sequence[LowRank], init: str, file: str) -> None:
+        self.base, self.name, self.key = base, base.name, base.key
+        self.pieces, self.init, self.file = tuple(pieces), init, file
+        self.rank = sum(piece.rank for piece in pieces)
+
+    def slots(self, x: Slot) -> tuple[Slot, ...]:
+        """A x (...,R) of all pieces, beside the slots of the base."""
+        return (*self.base.slots(x), Slot(f"{self.key}.low", (*x.shape[:-1], self.rank), x.roles))
+
+    def rows(self, rows: Sequence[Row]) -> tuple[Row, ...]:
+        """The base's rows, A of all pieces, and the B of each."""
+        own = self.base.rows(rows)
+        layer = own[0].layer if own else None  # a tied head has no rows
+        down = [Part(f"{p.name}.lora_A.weight", p.first, p.first + p.rank) for p in self.pieces]
+        shape = (self.rank, self.pieces[0].inputs)
+        found = [Row(f"{self.name}.lora_a", shape, tuple(down), self.init, True, layer, file=self.file)]
+        for piece in self.pieces:
+            up = Part(f"{piece.name}.lora_B.weight", 0, piece.outputs)
+            name, shape = f"{self.name}.lora_b.{piece.key}", (piece.stop - piece.start, piece.rank)
+            found.append(Row(name, shape, (up,), "zeros", True, layer, file=self.file))
+        return (*own, *found)
+
+    def forward(self, ops: Any, a: Any, y: Ref, x: Ref, w: Any, residual: Ref | None = None) -> None:
+        """y (...,N) <- x (...,K), w, residual (...,N) or None."""
+        self.base.forward(ops, a, y, x, w, residual)
+        self.add(ops, a[f"{self.key}.low"], y, x, w)
+
+    def add(self, ops: Any, low: Ref, y: Ref, x: Ref, w: Any) -> None:
+        """low (...,R) <- A x; y (...,N) <- y + s B A x."""
+        ops.linear_forward(low, x, w.lora_a, None, None)
+        for piece in self.pieces:
+            out = piece.columns(y)
+            ops.linear_forward(out, piece.low(low), getattr(w.lora_b, piece.key), None, out, alpha=piece.scale)
+
+    def backward(self, ops: Any, a: Any, d: Any, d_x: Ref, dw: Any, d_y: Ref, x: Ref, w: Any) -> None:
+        """d_x, dw <- d_y, x, w."""
+        low, d_low = a[f"{self.key}.low"], d[f"{self.key}.low"]
+        self.add_backward(ops, d_low, dw, d_y, low, x, w)
+        self.base.backward(ops, a, d, d_x, dw, d_y, x, w)
+        ops.linear_dgrad(d_x, d_low, w.lora_a, d_x)
+
+    def add_backward(self, ops: Any, d_low: Ref, dw: Any, d_y: Ref, low: Ref, x: Ref, w: Any) -> None:
+        """d_low (...,R), gradients of A and B <- d_y (...,N), low, x (...,K)."""
+        for piece in self.pieces:
+            out, up = piece.columns(d_y), getattr(w.lora_b, piece.key)
+            ops.linear_dgrad(piece.low(d_low), out, up, None, alpha=piece.scale)
+            ops.linear_wgrad(getattr(dw.lora_b, piece.key), out, piece.low(low), alpha=piece.scale)
+        ops.linear_wgrad(dw.lora_a, d_low, x)
+
+
+class DroppedLoraLinear(LoraLinear):
+    """The same with dropout of the adapters' input: y = W x + b + s B A drop(x).
+
+    Which inputs are left out is a function of seed, sample, position and site, so drop(x) is made again in backward
+    and not kept. All parts of a fused site read the same drop(x).
+    """
+
+    def __init__(self, *about: Any, rate: float, seed: int) -> None:
+        super().__init__(*about)
+        self.numbers = {"rate": rate, "seed": seed, "stream": zlib.crc32(f"dropout {self.name}".encode())}
+
+    def slots(self, x: Slot) -> tuple[Slot, ...]:
+        """drop(x) (...,K) of forward and of backward too."""
+        own = (Slot(f"{self.key}.{name}", x.shape, x.roles) for name in ("dropped", "again"))
+        return (*super().slots(x), *own)
+
+    def forward(self, ops: Any, a: Any, y: Ref, x: Ref, w: Any, residual: Ref | None = None) -> None:
+        """y (...,N) <- x (...,K), w, residual (...,N) or None, a.batch.samples (B,)."""
+        dropped = a[f"{self.key}.dropped"]
+        self.base.forward(ops, a, y, x, w, residual)
+        ops.dropout(dropped, x, a.batch.samples, None, **self.place(x))
+        self.add(ops, a[f"{self.key}.low"], y, dropped, w)
+
+    def backward(self, ops: Any, a: Any, d: Any, d_x: Ref, dw: Any, d_y: Ref, x: Ref, w: Any) -> None:
+        """d_x, dw <- d_y, x, w, a.batch.samples."""
+        low, d_low = a[f"{self.key}.low"], d[f"{self.key}.low"]
+        again, d_dropped = a[f"{self.key}.again"], d[f"{self.key}.dropped"]
+        ops.dropout(again, x, a.batch.samples, None, **self.place(x))
+        self.add_backward(ops, d_low, dw, d_y, low, again, w)
+        self.base.backward(ops, a, d, d_x, dw, d_y, x, w)
+        ops.linear_dgrad(d_dropped, d_low, w.lora_a, None)
+        ops.dropout(d_x, d_dropped, a.batch.samples, d_x, **self.place(x))
+
+    def place(self, x: Ref) -> dict[str, Any]:
+        """Numbers of the op: where x begins in the batch is the first token's place."""
+        return {**self.numbers, "first": x.rows_before, "length": x.entire.shape[-2]}

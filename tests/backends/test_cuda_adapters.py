@@ -1,0 +1,75 @@
+"""Adapters on the GPU: the gradients of the NumPy reference, and the same bits whatever is recomputed."""
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+from tiny_engines import BF16, FP8, FP32, batch, bits, parameters, plan_of, tiny
+
+from llmq.backends.host import HostBackend
+from llmq.engine.engine import Engine
+from llmq.model.adapters import Adapters, chosen, targets
+from llmq.plan.memory import Memory
+
+pytestmark = pytest.mark.gpu
+CONFIG = tiny(hidden_size=256, head_dim=64, intermediate_size=384, vocab_size=1000)
+SIZES = {"batch_size": 4, "seq_len": 128}
+PRECISIONS = {"fp32": FP32, "bf16": BF16, **{f"{g}-{s}": p for (g, s), p in FP8.items() if g == "e4m3"}}
+CASES = [(name, base) for name in PRECISIONS for base in (None, "e4m3") if (name, base) != ("e4m3-rowwise", "e4m3")]
+KINDS = {"all": {"text": "all"}, "some": {"text": "q_proj,up_proj,lm_head", "dropout": 0.2}}
+
+
+@pytest.fixture(scope="module")
+def backend():
+    from llmq.backends.cuda import CudaBackend
+
+    return CudaBackend()
+
+
+def engine_of(backend, precision, base, memory=None, *, text="all", dropout=0.0):
+    """An engine with settled scales."""
+    about = Adapters(
+        16, 32.0, targets(chosen(text, CONFIG), 16, 32.0, rslora=False), dropout=dropout, bias="all", base=base
+    )
+    plan = plan_of(precision, memory, CONFIG, scratch_bytes=backend.scratch_bytes, adapters=about, **SIZES)
+    engine = Engine(plan, backend, poison=True)
+    engine.load(parameters(plan))
+    if engine.needs_warm_up:
+        engine.warm_up(placed(0))
+    return engine
+
+
+def placed(index):
+    """A batch that knows its samples."""
+    return replace(batch(index, 4, 128, 1000), places=np.arange(4) + 4 * index)
+
+
+def gradients(engine):
+    """Of one micro-batch, as one vector, with the loss."""
+    engine.micro_step(placed(1))
+    found = [engine.gradient(row.name).astype(np.float64).ravel() for row in engine.plan.rows if row.trainable]
+    return np.concatenate(found), engine.update(1, 0.0).loss
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize(("name", "base"), CASES)
+def test_gradients_are_those_of_the_reference(backend, name, base, kind):
+    precision = PRECISIONS[name]
+    ours, right = (gradients(engine_of(one, precision, base, **KINDS[kind])) for one in (backend, HostBackend()))
+    cosine = ours[0] @ right[0] / (np.linalg.norm(ours[0]) * np.linalg.norm(right[0]))
+    assert cosine > (0.99999 if name == "fp32" else 0.99)
+    assert ours[1] == pytest.approx(right[1], rel=1e-4 if name == "fp32" else 2e-2)
+
+
+@pytest.mark.parametrize(("name", "base"), CASES)
+def test_recomputing_changes_no_bit(backend, name, base):
+    found = []
+    for memory in (Memory(), Memory(("recompute_block",))):
+        engine = engine_of(backend, PRECISIONS[name], base, memory, **KINDS["some"])
+        losses = []
+        for step in range(1, 4):
+            for micro_step in range(2):
+                engine.micro_step(placed(2 * step + micro_step), first=micro_step == 0, last=micro_step == 1)
+            losses.append(engine.update(step, 1e-2).loss)
+        found.append((losses, bits(engine)))
+    assert found[0] == found[1]

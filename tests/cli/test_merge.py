@@ -1,0 +1,123 @@
+"""`llmq-merge` and `llmq-generate --adapter`: what adapters change, in the weights and beside them."""
+
+import json
+
+import numpy as np
+import pytest
+from golden import families
+from safetensors.numpy import load_file, save_file
+
+from llmq import errors
+from llmq.cli import shell
+from llmq.cli.generate import command as generate
+from llmq.cli.merge import command
+from llmq.model.adapters import chosen
+from llmq.model.config import from_folder
+
+RANK, ALPHA = 3, 6
+PREFIX = "base_model.model."
+Q, HEAD = "model.layers.1.self_attn.q_proj", "lm_head"
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    """A tied and an untied model in f32, and two adapters of each."""
+    folder = tmp_path_factory.mktemp("merge")
+    for family in ("qwen2", "qwen2.5_tied"):
+        config = families.FAMILIES[family]
+        (folder / family).mkdir()
+        (folder / family / "config.json").write_text(json.dumps({**config, "torch_dtype": "float32"}))
+        save_file(families.weights(config), folder / family / "model.safetensors")
+        for number, text in enumerate(("q_proj,mlp", "q_proj,lm_head")):
+            adapter(folder / f"{family}-{number}", from_folder(folder / family), text, number)
+    return folder
+
+
+def adapter(path, config, text, seed):
+    """A folder of PEFT's format with random matrices, and a trained bias."""
+    rng, tensors = np.random.default_rng(seed), {}
+    for module in chosen(text, config):
+        shapes = {"A": (RANK, module.inputs), "B": (module.outputs, RANK)}
+        for key, shape in shapes.items():
+            value = rng.standard_normal(shape).astype(np.float32) * np.float32(0.3)
+            tensors[f"{PREFIX}{module.name}.lora_{key}.weight"] = value
+    tensors[f"{PREFIX}{Q}.base_layer.bias"] = rng.standard_normal(32).astype(np.float32)
+    about = {"peft_type": "LORA", "r": RANK, "lora_alpha": ALPHA, "bias": "all", "lora_dropout": 0.5}
+    path.mkdir()
+    save_file(tensors, path / "adapter_model.safetensors")
+    (path / "adapter_config.json").write_text(json.dumps(about))
+
+
+def run(folder, family, out, *arguments):
+    """The exit code, and the tensors of the model that was written."""
+    code = shell.run(command, [f"--model={folder / family}", f"--out-dir={out}", *arguments])
+    return code, load_file(out / "model.safetensors") if code == 0 else {}
+
+
+@pytest.mark.parametrize("family", ["qwen2", "qwen2.5_tied"])
+def test_the_changes_of_adapters_are_added_up(folder, family, tmp_path, capsys):
+    names = [folder / f"{family}-{number}" for number in (0, 1)]
+    given = [f"--adapter={name}" for name in names]
+    code, found = run(folder, family, tmp_path / "out", *given, "--weight=0.5", "--weight=2")
+    text, told = capsys.readouterr()
+    assert code == 0 and "linear maps changed" in text
+    base = load_file(folder / family / "model.safetensors")
+    base.setdefault("lm_head.weight", base["model.embed_tokens.weight"])
+    changes = [
+        {n.removeprefix(PREFIX): v for n, v in load_file(n_ / "adapter_model.safetensors").items()} for n_ in names
+    ]
+    for name, value in base.items():
+        wanted = value.astype(np.float64)
+        for weight, change in zip((0.5, 2), changes, strict=True):
+            module = name.removesuffix(".weight")
+            if f"{module}.lora_A.weight" in change:
+                wanted = wanted + weight * 2 * change[f"{module}.lora_B.weight"] @ change[f"{module}.lora_A.weight"]
+            if name == f"{Q}.bias":
+                wanted = wanted + weight * (change[f"{Q}.base_layer.bias"] - value)
+        np.testing.assert_allclose(found[name], wanted, rtol=1e-5, atol=1e-5, err_msg=name)
+    assert not json.loads((tmp_path / "out" / "config.json").read_text())["tie_word_embeddings"]
+    assert ("no longer tied" in told) == (family == "qwen2.5_tied")
+
+
+def test_a_tied_head_without_an_adapter_stays_tied(folder, tmp_path):
+    family = "qwen2.5_tied"
+    code, found = run(folder, family, tmp_path / "out", f"--adapter={folder / family}-0")
+    assert code == 0 and "lm_head.weight" not in found
+    assert json.loads((tmp_path / "out" / "config.json").read_text())["tie_word_embeddings"]
+
+
+def test_what_is_written_with_an_adapter_is_what_the_merged_model_writes(folder, tmp_path, capsys):
+    family = "qwen2.5_tied"
+    assert run(folder, family, tmp_path / "out", f"--adapter={folder / family}-1")[0] == 0
+    (tmp_path / "prompts").write_text('{"tokens": [5, 6, 7, 8]}\n{"tokens": [9, 3]}\n')
+    asked = [f"--prompts={tmp_path / 'prompts'}", "--device=cpu", "--max-tokens=12", "--ignore-end"]
+    said = []
+    for model, more in (
+        (tmp_path / "out", []),
+        (folder / family, [f"--adapter={folder / family}-1"]),
+        (folder / family, []),
+    ):
+        capsys.readouterr()
+        assert shell.run(generate, [f"--model={model}", *more, *asked]) == 0
+        said.append(capsys.readouterr().out)
+    assert said[0] == said[1] != said[2]
+
+
+def test_what_cannot_be_merged_is_refused(folder, tmp_path, capsys):
+    family, out = "qwen2", tmp_path / "out"
+    one, two = (f"--adapter={folder / family}-{n}" for n in (0, 1))
+    for arguments, says in (
+        ([one, two, "--weight=1"], "1 --weight for 2 --adapter"),
+        ([one, one], "is given twice"),
+        ([f"--adapter={folder / family}"], "has no adapter_config.json"),
+    ):
+        assert run(folder, family, out, *arguments)[0] != 0
+        assert says in capsys.readouterr().err
+    adapter(tmp_path / "other", from_folder(folder / family), "down_proj", 0)
+    about = json.loads((tmp_path / "other" / "adapter_config.json").read_text())
+    (tmp_path / "other" / "adapter_config.json").write_text(json.dumps({**about, "r": 5}))
+    assert run(folder, family, out, f"--adapter={tmp_path / 'other'}")[0] == errors.DataError.exit_code
+    assert "ask for [5, " in capsys.readouterr().err and not out.exists()
+    assert run(folder, family, out, one)[0] == 0
+    assert run(folder, family, out, one)[0] == errors.StorageError.exit_code
+    assert run(folder, family, out, one, "--overwrite")[0] == 0

@@ -1,0 +1,270 @@
+"""Adapters in the plan: the gradients are those of the maths, the base is frozen and held once, recomputing changes no
+bit, dropout goes by the sample."""
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+from tiny_engines import BF16, EVERY, FP8, FP32, FP64, batch, bits, engine_of, next_logits, parameters, plan_of, tiny
+
+from llmq.backends.host import HostBackend
+from llmq.backends.planned import PlannedBackend
+from llmq.data.batches.batch import Batch
+from llmq.engine.engine import Engine
+from llmq.errors import UsageError
+from llmq.model.adapters import Adapters, chosen, targets
+from llmq.model.parameters import left_out
+from llmq.plan.memory import Memory
+from llmq.plan.spec import Completions
+
+UNTIED = tiny(tie_embeddings=False)
+PLACES = np.array([2**33 + 5, 17])
+
+
+def adapters(text="all", config=None, rank=4, alpha=6.0, *, rslora=False, **about):
+    """Adapters of the modules that `text` names."""
+    modules = chosen(text, config or tiny())
+    return Adapters(rank, alpha, targets(modules, rank, alpha, rslora=rslora), rslora=rslora, **about)
+
+
+def placed(index=1):
+    """A batch that knows its samples."""
+    return replace(batch(index), places=PLACES + 2 * index)
+
+
+def steps(engine, count=2):
+    """Losses of steps of two micro-steps."""
+    losses = []
+    for step in range(1, count + 1):
+        for micro_step in range(2):
+            engine.micro_step(placed(10 * step + micro_step), first=micro_step == 0, last=micro_step == 1)
+        losses.append(engine.update(step, 1e-2).loss)
+    return losses
+
+
+def warm(plan):
+    """An engine with settled scales, of a plan with dropout too."""
+    engine = Engine(plan, HostBackend(), poison=True)
+    engine.load(parameters(plan))
+    if engine.needs_warm_up:
+        engine.warm_up(placed())
+    return engine
+
+
+def summed_loss(engine, one):
+    """The training loss of a micro-batch, over its tokens."""
+    engine.micro_step(one)
+    result = engine.update(1, 0.0)
+    return result.loss * result.num_tokens
+
+
+@pytest.mark.parametrize(
+    ("about", "config"),
+    [
+        ({}, tiny()),
+        ({"text": "q_proj,v_proj,up_proj", "rslora": True}, tiny()),
+        ({"text": "all,lm_head", "dropout": 0.3, "bias": "all"}, tiny()),
+        ({"text": "lm_head,k_proj", "dropout": 0.1}, UNTIED),
+    ],
+    ids=["all", "some", "dropout", "head"],
+)
+def test_gradients_are_those_of_finite_differences(about, config):
+    engine = engine_of(plan_of(FP64, Memory(head_chunks=2), config, adapters=adapters(**{"config": config, **about})))
+    values = {row.name: engine.parameter(row.name) for row in engine.plan.rows}
+    rng, step = np.random.default_rng(0), 1e-5
+
+    def loss(name, change):
+        engine.load([(row, values[row.name] + (change if row.name == name else 0)) for row in engine.plan.rows])
+        return summed_loss(engine, placed())
+
+    loss("", 0)
+    trained = [row.name for row in engine.plan.rows if row.trainable and row.layer != 0]
+    found = {name: engine.gradient(name) for name in trained}
+    for name, gradient in found.items():
+        direction = rng.standard_normal(gradient.shape)
+        slope = (loss(name, step * direction) - loss(name, -step * direction)) / (2 * step)
+        assert slope == pytest.approx(float(np.sum(gradient * direction)), rel=2e-6), name
+
+
+@pytest.mark.parametrize("rslora", [False, True])
+def test_it_computes_what_the_merged_weights_do(rslora):
+    chosen_adapters = adapters("q_proj,v_proj,mlp,lm_head", UNTIED, rslora=rslora)
+    engine = engine_of(plan_of(FP64, config=UNTIED, adapters=chosen_adapters))
+    plain = engine_of(plan_of(FP64, config=UNTIED))
+    values = {row.name: engine.parameter(row.name) for row in engine.plan.rows}
+    for site, found in chosen_adapters.by_site.items():
+        first = 0
+        for target in found:
+            of = target.module
+            a = values[f"{site}.lora_a"][first : first + target.rank]
+            scale = 6 / np.sqrt(4) if rslora else 6 / 4
+            values[f"{site}.weight"][of.start : of.stop] += scale * values[f"{site}.lora_b.{of.key}"] @ a
+            first += target.rank
+    plain.load([(row, values[row.name]) for row in plain.plan.rows])
+    assert engine.evaluate(batch(9)) == pytest.approx(plain.evaluate(batch(9)), rel=1e-12)
+    np.testing.assert_allclose(next_logits(engine, np.arange(7)), next_logits(plain, np.arange(7)), rtol=1e-9)
+
+
+@EVERY
+@pytest.mark.parametrize("dropout", [0.0, 0.2])
+def test_the_base_is_frozen_and_recomputing_changes_no_bit(precision, dropout):
+    about = {"adapters": adapters(dropout=dropout)}
+    plan = plan_of(precision, **about)
+    frozen = {row.name for row in plan.rows if not row.trainable}
+    assert frozen == {row.name for row in plan_of(precision).rows}
+    for space in ("grad", "master", "m", "v"):
+        assert not [name for name, ref in plan.persistent.items() if ref.space == space and ref.name in frozen]
+    written = {out.ref.name for call in plan.programs["only"].calls for out in call.outputs if out is not None}
+    assert not frozen & written
+    engine = warm(plan)
+    before = {name: engine.parameter(name) for name in frozen}
+    losses = steps(engine, 3)
+    assert all(np.array_equal(engine.parameter(name), value) for name, value in before.items())
+    for flags in (("recompute_block",), ("recompute_ffn", "recompute_norm", "recompute_qkv")):
+        other = warm(plan_of(precision, Memory(flags), **about))
+        assert steps(other, 3) == losses and bits(other) == bits(engine)
+    for _ in range(6):
+        engine.micro_step(placed())
+        last = engine.update(9, 1e-2).loss
+    assert last < losses[0]
+
+
+def test_dropout_is_in_training_and_nowhere_else():
+    plain, dropped = (engine_of(plan_of(FP32, adapters=adapters(dropout=p))) for p in (0.0, 0.5))
+    assert dropped.evaluate(batch()) == plain.evaluate(batch())
+    assert summed_loss(dropped, placed()) == summed_loss(dropped, placed()) != summed_loss(plain, placed())
+    assert summed_loss(dropped, replace(placed(), places=PLACES)) != summed_loss(dropped, placed())
+    writes = {"completions": Completions(2, 16, 16, packed=False)}
+    plan_of(BF16, adapters=adapters(base="e4m3"), **writes)
+    writing = plan_of(FP32, adapters=adapters(dropout=0.5), **writes)
+    names = {name for name, p in writing.programs.items() if "dropout" in {call.op for call in p.calls}}
+    assert names == {"only", "first", "middle", "last"}
+
+
+@pytest.mark.parametrize("chunks", [2, 4])
+def test_dropout_goes_by_the_sample_and_not_by_the_batch_or_the_chunk(chunks):
+    about = {"adapters": adapters("all,lm_head", dropout=0.3)}
+    whole = engine_of(plan_of(FP64, **about))
+    split = engine_of(plan_of(FP64, Memory(head_chunks=chunks), batch_size=1, **about))
+    one = placed()
+    loss = summed_loss(whole, one)
+    for row in range(2):
+        cut = slice(row, row + 1)
+        piece = Batch(one.tokens[cut], one.targets[cut], places=one.places[cut])
+        split.micro_step(piece, first=row == 0, last=row == 1)
+    result = split.update(1, 0.0)
+    assert result.loss * result.num_tokens == pytest.approx(loss, rel=1e-12)
+    for row in whole.plan.rows:
+        if row.trainable:
+            np.testing.assert_allclose(split.gradient(row.name), whole.gradient(row.name), rtol=1e-8, atol=1e-12)
+
+
+@EVERY
+def test_a_base_in_e4m3_is_held_once_and_is_what_it_stands_for(precision):
+    about = {"adapters": adapters(base="e4m3", dropout=0.1)}
+    plan, plain = plan_of(precision, **about), plan_of(precision, adapters=adapters(dropout=0.1))
+    held = {row.name: row.stored for row in plan.rows if row.stored}
+    assert set(held) == {row.name for row in plain.rows if row.layer is not None and row.name.endswith("weight")}
+    for name, form in held.items():
+        stores = [ref.form for ref in plan.persistent.values() if ref.space == "weight" and ref.name == name]
+        assert stores == [form]
+    engine = warm(plan)
+    losses = steps(engine)
+    other = warm(plan_of(precision, Memory(("recompute_block",)), **about))
+    assert steps(other) == losses and bits(other) == bits(engine)
+    if precision.matmul != "e4m3":
+        same = warm(plain)
+        same.load([(row, warm(plan).parameter(row.name)) for row in plain.rows])
+        assert steps(same) == losses
+
+
+def test_a_base_in_bf16_is_that_of_a_model_in_bf16():
+    assert plan_of(BF16, adapters=adapters(base="bf16")).table() == plan_of(BF16, adapters=adapters()).table()
+    with pytest.raises(UsageError, match="--base-dtype bf16 does not multiply with --model-dtype fp32"):
+        plan_of(FP32, adapters=adapters(base="bf16"))
+
+
+def test_fused_maps_read_their_input_once():
+    """One product with all A of a site, and one for each B."""
+    plan = plan_of(BF16, adapters=adapters("attention"), config=tiny(num_layers=1))
+    calls = [call for call in plan.programs["only"].calls if call.op == "linear_forward"]
+    weights = [call.inputs[1].name for call in calls]
+    at = "layers.0.attention"
+    qkv = [f"{at}.qkv.weight", f"{at}.qkv.lora_a", *(f"{at}.qkv.lora_b.{p}_proj" for p in "qkv")]
+    assert weights[:7] == [*qkv, f"{at}.o.weight", f"{at}.o.lora_a"]
+
+
+@pytest.mark.parametrize("precision", [BF16, FP8["e4m3", "delayed"], FP8["e5m2", "blockwise"]])
+def test_adapters_can_be_planned_for_a_gpu(precision):
+    config = tiny(hidden_size=256, head_dim=64, intermediate_size=384)
+    scratch = {"scratch_bytes": PlannedBackend().scratch_bytes}
+    for base in (None, "e4m3"):
+        about = {"rank": 16, "dropout": 0.1, "base": base}
+        plan_of(precision, config=config, adapters=adapters("all,lm_head", config, **about), **scratch)
+
+
+@pytest.mark.parametrize(
+    ("text", "keys"),
+    [
+        ("all", {"q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"}),
+        ("attention", {"q_proj", "k_proj", "v_proj", "o_proj"}),
+        ("mlp, lm_head", {"gate_proj", "up_proj", "down_proj", "lm_head"}),
+        ("self_attn.q_proj", {"q_proj"}),
+        ("*_proj", {"q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"}),
+    ],
+)
+def test_targets_are_named_as_by_hugging_face(text, keys):
+    found = chosen(text, tiny())
+    assert {module.key for module in found} == keys
+    assert len(found) == sum(1 if key == "lm_head" else 2 for key in keys)
+
+
+def test_one_layer_or_some_can_be_named():
+    names = [module.name for module in chosen("layers.1.mlp.up_proj,layers.[0].*.k_proj", tiny())]
+    assert names == ["model.layers.0.self_attn.k_proj", "model.layers.1.mlp.up_proj"]
+
+
+def test_what_cannot_be_adapted_is_refused():
+    with pytest.raises(UsageError, match=r"--lora-targets qproj, layers\.2\.mlp: no such linear map .* 2 layers: use"):
+        chosen("qproj,o_proj,layers.2.mlp", tiny())
+    with pytest.raises(
+        UsageError, match=r"--lora-rank 25 is larger than model\.layers\.0\.self_attn\.k_proj \(24 x 48\)"
+    ):
+        adapters(rank=25)
+    with pytest.raises(UsageError, match=r"lora_only would train a part of .*q_proj\.bias, .*k_proj\.bias"):
+        plan_of(FP32, adapters=adapters("q_proj", bias="lora_only"))
+
+
+@pytest.mark.parametrize(
+    ("text", "bias", "count"),
+    [("all", "none", 0), ("mlp", "all", 2), ("attention", "lora_only", 2), ("mlp", "lora_only", 0)],
+)
+def test_biases_are_trained_as_asked(text, bias, count):
+    plan = plan_of(FP32, adapters=adapters(text, bias=bias))
+    assert len([name for name in plan.grads if name.endswith(".bias")]) == count
+
+
+@pytest.mark.parametrize("precision", [FP64, BF16, FP8["e4m3", "delayed"]], ids=["fp64", "bf16", "fp8"])
+def test_a_part_of_the_model_has_the_gradients_of_the_whole(precision):
+    frozen = left_out("*.bias,layers.1.mlp", tiny())
+    part, whole = engine_of(plan_of(precision, frozen=frozen)), engine_of(plan_of(precision))
+    trained = [row.name for row in part.plan.rows if row.trainable]
+    of_mlp = [f"layers.1.mlp.{name}.weight" for name in ("up", "down")]
+    assert trained == ["layers.0.attention.qkv.bias", "layers.1.attention.qkv.bias", *of_mlp]
+    for engine in (part, whole):
+        engine.micro_step(batch())
+    assert all(np.array_equal(part.gradient(name), whole.gradient(name)) for name in trained)
+    assert set(part.plan.grads) == set(trained)
+
+
+def test_a_layer_below_what_is_trained_has_no_backward_pass():
+    plan = plan_of(BF16, frozen=left_out("layers.1", tiny()))
+    backward = [call for call in plan.programs["only"].calls if call.phase == "backward"]
+    assert {call.outputs[0].ref.layer for call in backward if call.outputs[0] is not None} == {1, None}
+
+
+def test_parts_that_cannot_be_trained_alone_are_refused():
+    with pytest.raises(UsageError, match=r"--train-only biases: no parameter .* some are model\.layers\.0\.input"):
+        left_out("biases,layers.0", tiny())
+    with pytest.raises(UsageError, match=r"names a part of model\.layers\.0\.self_attn\.q_proj\.weight, .*as one"):
+        left_out("q_proj", tiny())

@@ -1,0 +1,243 @@
+"""Adapters against PEFT, live: gradients, a run of AdamW, folders both ways, in every family, for all target sets."""
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+
+pytest.importorskip("peft", reason="the judge is PEFT")
+pytest.importorskip("torch", reason="the judges are torch and transformers")
+
+import peft
+import torch
+import transformers
+from golden import families, transformers_judge
+from golden.engines import FP32, FP64, relative_errors
+from safetensors.numpy import load_file
+from tiny_engines import next_logits
+
+from llmq.backends.host import HostBackend
+from llmq.data.batches.batch import Batch
+from llmq.engine.engine import Engine
+from llmq.files.adapters import AdapterExport, adapter_config, open_adapter, stored_rows
+from llmq.files.huggingface import Export
+from llmq.files.merge import merge
+from llmq.files.source import find_source
+from llmq.model.adapters import Adapters, chosen, targets
+from llmq.model.config import read_config
+from llmq.model.optimizer import Hyperparameters
+from llmq.model.parameters import parameter_rows
+from llmq.plan.memory import Memory
+from llmq.plan.plan import make_plan
+from llmq.plan.spec import Spec
+
+pytestmark = pytest.mark.judge
+
+LENGTH, RANK, ALPHA = 24, 4, 10.0
+SETS = {
+    "all": {"target_modules": "all-linear"},
+    "attention": {"target_modules": ["q_proj", "k_proj", "v_proj", "o_proj"]},
+    "mlp": {"target_modules": ["gate_proj", "up_proj", "down_proj"]},
+    "q_proj,v_proj": {"target_modules": ["q_proj", "v_proj"], "use_rslora": True},
+    "layers.1.mlp.up_proj,layers.*.k_proj": {"target_modules": r".*(layers\.1\.mlp\.up_proj|k_proj)"},
+}
+CASES = [(family, "all", "none") for family in families.FAMILIES]
+CASES += [("qwen2", text, bias) for text in SETS for bias in ("none", "all")]
+CASES += [("qwen2", "attention", "lora_only"), ("qwen3", "q_proj,v_proj", "none"), ("llama3", "mlp", "none")]
+EVERY = pytest.mark.parametrize(("family", "text", "bias"), CASES)
+
+
+def adapters_of(config, text, bias):
+    """Ours, as the options ask for them."""
+    modules, rslora = chosen(text, read_config(config)), bool(SETS[text].get("use_rslora"))
+    return Adapters(RANK, ALPHA, targets(modules, RANK, ALPHA, rslora=rslora), bias=bias, rslora=rslora)
+
+
+def peft_of(config, weights, text, bias, dtype):
+    """PEFT's model with random A and B."""
+    about = {"r": RANK, "lora_alpha": ALPHA, "bias": bias, "task_type": "CAUSAL_LM", **SETS[text]}
+    model = peft.get_peft_model(transformers_judge.model_of(config, weights, dtype), peft.LoraConfig(**about))
+    torch.manual_seed(3)
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if "lora_" in name:
+                parameter.normal_(std=0.1)
+    return model
+
+
+def ours(name):
+    """Our name of a parameter of PEFT's model."""
+    return name.removeprefix("base_model.model.").replace(".default.", ".").replace(".base_layer.", ".")
+
+
+def trained(model, of=lambda p: p.detach()):
+    """Trained parameters by our names, in f64."""
+    return {
+        ours(name): of(p).to(torch.float64).numpy().copy() for name, p in model.named_parameters() if p.requires_grad
+    }
+
+
+def engine_of(config, model, adapters, precision, hyper=None):
+    """Our engine with the parameters of PEFT's model."""
+    spec = Spec(
+        read_config(config), precision, Memory(), hyper or Hyperparameters(), families.BATCH, LENGTH, adapters=adapters
+    )
+    engine = Engine(make_plan(spec), HostBackend())
+    named = {ours(name): p.detach().to(torch.float64).numpy() for name, p in model.named_parameters()}
+    rows = []
+    for row in engine.plan.rows:
+        value = np.zeros(row.shape)
+        for part in row.parts:
+            value[part.start : part.stop] = named[part.name]
+        rows.append((row, value))
+    engine.load(rows)
+    return engine
+
+
+def by_name(engine, read):
+    """Our trained parameters, or their gradients, by name."""
+    found = {}
+    for row in engine.plan.rows:
+        if row.trainable:
+            found |= {part.name: read(row.name)[part.start : part.stop].astype(np.float64) for part in row.parts}
+    return found
+
+
+def drawn(config, index):
+    return families.batch(config["vocab_size"], index, length=LENGTH)
+
+
+@EVERY
+def test_gradients_are_those_of_peft(family, text, bias):
+    config = families.FAMILIES[family]
+    weights, (tokens, marks) = families.weights(config), drawn(config, 1)
+    with transformers_judge.doubled():
+        model = peft_of(config, weights, text, bias, "float64")
+        loss = transformers_judge.backward(model, tokens, marks)
+        right = trained(model, lambda p: p.grad)
+    count = np.count_nonzero(marks != -100)
+    for precision, bound in ((FP64, 1e-9), (FP32, 1e-5)):
+        engine = engine_of(config, model, adapters_of(config, text, bias), precision)
+        engine.micro_step(Batch(tokens, marks))
+        found = {name: value / count for name, value in by_name(engine, engine.gradient).items()}
+        errors = relative_errors(found, right)
+        assert max(errors.values()) < bound, max(errors, key=errors.get)
+        assert engine.update(1, 0.0).loss == pytest.approx(loss, rel=bound)
+
+
+@pytest.mark.parametrize(("family", "text", "bias"), [case for case in CASES if case[0] in ("qwen2", "qwen3")])
+def test_a_run_of_adamw_is_that_of_peft(family, text, bias):
+    """20 steps, in f64 within 1e-6 of the change and in f32 within 1e-4 of the parameters."""
+    config = families.FAMILIES[family]
+    a, weights = families.ADAMW, families.weights(config)
+    with transformers_judge.doubled():
+        model = peft_of(config, weights, text, bias, "float64")
+        runs = [engine_of(config, model, adapters_of(config, text, bias), p, hyper()) for p in (FP64, FP32)]
+        before, losses = trained(model), []
+        groups = [
+            {"params": [p for p in model.parameters() if p.requires_grad and (p.ndim > 1) == matrix], "weight_decay": w}
+            for matrix, w in ((True, a["weight_decay"]), (False, 0.0))
+        ]
+        about = {"lr": 0.0, "betas": (a["beta_1"], a["beta_2"]), "eps": a["epsilon"], "foreach": False}
+        optimizer = torch.optim.AdamW([group for group in groups if group["params"]], **about)
+        for step in range(1, families.STEPS + 1):
+            losses.append(transformers_judge.backward(model, *drawn(config, step)))
+            for group in optimizer.param_groups:
+                group["lr"] = families.learning_rate(step)
+            optimizer.step()
+        right = trained(model)
+    for run, change, bound in zip(runs, (True, False), (1e-6, 1e-4), strict=True):
+        for step, loss in enumerate(losses, 1):
+            run.micro_step(Batch(*drawn(config, step)))
+            assert run.update(step, families.learning_rate(step)).loss == pytest.approx(loss, rel=bound)
+        found = by_name(run, run.parameter)
+        first = before if change else dict.fromkeys(before, 0.0)
+        errors = relative_errors(*({name: v[name] - first[name] for name in v} for v in (found, right)))
+        assert max(errors.values()) < bound, max(errors, key=errors.get)
+
+
+def hyper():
+    return replace(Hyperparameters(**families.ADAMW), grad_clip=0.0)
+
+
+def export_base(config, folder):
+    """The model without adapters, as a folder."""
+    weights, parsed = families.weights(config), read_config(config)
+    rows = parameter_rows(parsed)
+    values = {}
+    for row in rows:
+        values[row.name] = np.zeros(row.shape, np.float32)
+        for part in row.parts:
+            values[row.name][part.start : part.stop] = weights[part.name]
+    Export(folder, parsed, rows, "fp32").write(lambda row: values[row.name])
+
+
+def assert_same_logits(run, model, tokens):
+    wanted = transformers_judge.logits_of(model, tokens)
+    for row, count in ((0, 3), (1, tokens.shape[1])):
+        found, right = next_logits(run, tokens[row, :count]), wanted[row, count - 1]
+        assert np.linalg.norm(found - right) < 1e-5 * np.linalg.norm(right)
+
+
+@EVERY
+def test_folders_go_both_ways(family, text, bias, tmp_path):
+    """PEFT's folder is trained on here, and what is exported is loaded by PEFT, and by us again."""
+    config = families.FAMILIES[family]
+    parsed, (tokens, _) = read_config(config), drawn(config, 5)
+    export_base(config, tmp_path / "base")
+    model = peft_of(config, families.weights(config), text, bias, "float32")
+    model.save_pretrained(tmp_path / "theirs")
+    read = open_adapter(tmp_path / "theirs", parsed)
+    wanted = adapters_of(config, text, bias)
+    assert read.adapters == wanted
+    run = engine_of(config, model, read.adapters, FP32)
+    loaded = {row.name: value for row, value in read.values(lambda rows: iter(()))(run.plan.rows)}
+    assert all(np.array_equal(value, run.parameter(name)) for name, value in loaded.items())
+    assert {row.name for row in run.plan.rows if row.trainable} <= loaded.keys()
+    assert_same_logits(run, model, tokens)
+    for step in (1, 2):
+        run.micro_step(Batch(*drawn(config, step)))
+        run.update(step, 1e-2)
+    rows = stored_rows(run.plan.rows, wanted)
+    about = adapter_config(wanted, parsed, str(tmp_path / "base"), None)
+    AdapterExport(tmp_path / "ours", parsed, rows, "fp32", about=about).write(lambda row: run.parameter(row.name))
+    names = [set(load_file(tmp_path / side / "adapter_model.safetensors")) for side in ("ours", "theirs")]
+    assert names[0] == names[1]
+    base = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "base", attn_implementation="eager")
+    again = peft.PeftModel.from_pretrained(base, tmp_path / "ours")
+    assert_same_logits(run, again, tokens)
+    assert open_adapter(tmp_path / "ours", parsed).adapters == wanted
+
+
+def test_ranks_by_pattern_are_read_as_peft_has_them(tmp_path):
+    config = families.FAMILIES["qwen2"]
+    about = {"rank_pattern": {"q_proj": 2, r"layers\.1\.mlp\.up_proj": 6}, "alpha_pattern": {"q_proj": 3, "v_proj": 5}}
+    base = transformers_judge.model_of(config, families.weights(config), "float32")
+    made = peft.LoraConfig(r=4, lora_alpha=8, target_modules="all-linear", task_type="CAUSAL_LM", **about)
+    model = peft.get_peft_model(base, made)
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if "lora_" in name:
+                parameter.normal_(std=0.1)
+    model.save_pretrained(tmp_path / "theirs")
+    found = open_adapter(tmp_path / "theirs", read_config(config)).adapters
+    shapes = {(t.module.key, t.rank, t.alpha) for t in found.targets}
+    assert {("q_proj", 2, 3.0), ("up_proj", 6, 8.0), ("up_proj", 4, 8.0), ("v_proj", 4, 5.0)} <= shapes
+    assert_same_logits(engine_of(config, model, found, FP32), model, drawn(config, 5)[0])
+    again = adapter_config(found, read_config(config), "base", None)
+    assert again["rank_pattern"]["model.layers.1.mlp.up_proj"] == 6 and again["r"] == 4
+
+
+@pytest.mark.parametrize(("family", "text"), [("qwen2", "all"), ("qwen3", "q_proj,v_proj")])
+def test_a_merged_model_computes_what_peft_does(family, text, tmp_path):
+    config = families.FAMILIES[family]
+    export_base(config, tmp_path / "base")
+    model = peft_of(config, families.weights(config), text, "all", "float32")
+    model.save_pretrained(tmp_path / "theirs")
+    source = find_source(str(tmp_path / "base"))
+    merge(source, {tmp_path / "theirs": 1.0}, tmp_path / "merged", dtype=None, overwrite=False)
+    found = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "merged", attn_implementation="eager")
+    right = model.merge_and_unload()
+    named = dict(found.named_parameters())
+    for name, value in right.named_parameters():
+        torch.testing.assert_close(named[name].detach(), value.detach(), rtol=1e-5, atol=1e-6)
