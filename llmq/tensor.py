@@ -184,9 +184,11 @@ class Ref:
         return replace(self, name=self.owner, shape=shape, span=None, whole=(), pitch=0, stack=None)
 
     def chunk(self, start: int, count: int) -> Ref:
-        """Rows [start, start + count) of this tensor seen as (rows, last axis)."""
-        width = self.shape[-1]
-        return replace(self, span=(start * width, count * width), shape=(count, width), whole=self.shape)
+        """Rows [start, start + count) of this tensor, or of rows of another one, seen as (rows, last axis)."""
+        width, before = self.shape[-1], self.span[0] if self.span else 0
+        assert not self.pitch, f"{self.name}: rows of columns"
+        span, whole = (before + start * width, count * width), self.whole or self.shape
+        return replace(self, span=span, shape=(count, width), whole=whole)
 
     def columns(self, start: int, count: int) -> Ref:
         """Columns [start, start + count) of this tensor, or of a chunk of its rows, seen as (rows, last axis)."""

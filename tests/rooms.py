@@ -1,11 +1,9 @@
-"""What moves in next, as classes of the tests: adapters, on a quantized base too, experts, streamed weights, states on
-the host.
+"""What moves in next, as classes of the tests: adapters, on a quantized base too, experts, streamed weights.
 
 They show that the seams carry it: nothing in llmq knows of them.
 """
 
 from dataclasses import replace
-from itertools import pairwise
 from types import SimpleNamespace
 
 from llmq.model.parameters import HEAD, padded_vocab
@@ -13,7 +11,6 @@ from llmq.plan.build import site_of
 from llmq.row import Part, Row
 from llmq.stores.bundles import bundle_tree
 from llmq.stores.grads import ReplicatedGrads
-from llmq.stores.moments import ReplicatedMoments, State, Update
 from llmq.stores.weights import ReplicatedWeights
 from llmq.tensor import Form, Ref, Slot
 
@@ -169,36 +166,6 @@ class FetchedGrads(ReplicatedGrads):
             yield slot
 
     shares = sums
-
-
-class HostMoments(ReplicatedMoments):
-    """m and v live on the host; those of the next row are fetched while a row is updated."""
-
-    def __init__(self, rows, *dtypes):
-        super().__init__(rows, *dtypes)
-        for name, (master, m, v) in self.refs.items():
-            self.refs[name] = State(master, replace(m, home="host"), replace(v, home="host"))
-
-    def walk(self, ops, *, masters_only=False):
-        if masters_only:
-            yield from super().walk(ops)
-            return
-        rows = [*super().walk(ops), None]
-        ahead = self._fetched(ops, rows[0])
-        for (row, kept, _), following in pairwise(rows):
-            here, ahead = ahead, self._fetched(ops, following)
-            yield Update(row, here)
-            for slot, ref in zip(here[1:], kept[1:], strict=True):
-                ops.copy_to_host(ref, slot)
-
-    def _fetched(self, ops, item):
-        if item is None:
-            return None
-        master, *moments = item[1]
-        slots = [Ref(f"{ref.space}/{ref.name}", "activation", ref.shape, ref.dtype, ref.layer) for ref in moments]
-        for slot, ref in zip(slots, moments, strict=True):
-            ops.copy_to_device(slot, ref)
-        return State(master, *slots)
 
 
 def streams(config):

@@ -96,6 +96,15 @@ class MemoryOptions(Section):
     recompute_qkv: bool = option(False, "Recompute the q, k and v projections in the backward pass.")
     recompute_att: bool = option(False, "Recompute the whole attention in the backward pass.")
     recompute_block: bool = option(False, "Recompute the whole block in the backward pass; keeps only its input.")
+    offload_residual: bool = option(
+        False, "Keep the residual stream between blocks in host memory from the forward to the backward pass."
+    )
+    offload_master: bool = option(False, "Keep the master weights in host memory.")
+    offload_opt_m: bool = option(False, "Keep Adam's first moment in host memory.")
+    offload_opt_v: bool = option(False, "Keep Adam's second moment in host memory.")
+    offload_optimizer: bool = option(
+        False, "Keep both moments in host memory, and the master weights where they are not the weights themselves."
+    )
     lmhead_chunks: Int = option(
         0, "Compute the logits in N chunks to save memory; 0 chooses by size.", ge=0, le=LARGEST_STEP
     )

@@ -25,13 +25,19 @@ ROLES: dict[str, frozenset[str]] = {
 LOGITS_BYTES = 2**30
 MUCH_SMALLER = 4  # than the limit: products of few tokens are slow, and there are as many more of them
 LOGITS_SHARE = 48  # of the GPU's memory, as a divisor
+PIECE_BYTES = 2**26  # of states on the host: takes 1.2 ms at 55 GB/s, a hundred times a copy's latency
+RESIDUAL = "residual"  # the role of the streams that enter sublayers, for --offload-residual
+# flag -> the space that lives on the host
+STATES = {"offload_master": "master", "offload_opt_m": "m", "offload_opt_v": "v"}
 
 
 @dataclass(frozen=True)
 class Memory:
     """Resolved: recompute flags that are on, chunks of the head and of the attention backward.
 
-    `drop` and `offload` name further slots that backward makes anew, or fetches from the host.
+    `drop` and `offload` name further slots that backward makes anew, or fetches from the host; `offload` may name
+    their roles, whose slots are made anew where they are dropped. `host` names the spaces of tensors that live on the
+    host, of which about `piece_bytes` at a time are fetched.
     """
 
     flags: tuple[str, ...] = ()
@@ -39,6 +45,8 @@ class Memory:
     attention_chunks: int = 1
     drop: tuple[str, ...] = ()
     offload: tuple[str, ...] = ()
+    host: tuple[str, ...] = ()
+    piece_bytes: int = PIECE_BYTES
 
     @property
     def roles(self) -> frozenset[str]:
@@ -51,14 +59,31 @@ def chooses_attention_chunks(options: MemoryOptions) -> bool:
     return options.attn_bwd_chunks == AUTO
 
 
-def resolve(options: MemoryOptions, *, batch_size: int, seq_len: int, logit_bytes: int, gpu_bytes: int = 0) -> Memory:
+def resolve(
+    options: MemoryOptions,
+    *,
+    batch_size: int,
+    seq_len: int,
+    logit_bytes: int,
+    gpu_bytes: int = 0,
+    own_master: bool = True,
+) -> Memory:
     """Checks the chunk counts against the batch; UsageError where they do not divide it.
 
     Automatic chunks of the attention backward are 1 here: `advice.with_fitting_chunks` raises them to fit the device.
-    `logit_bytes` is what the logits of one token take, `gpu_bytes` the memory of the GPU, if there is one.
+    `logit_bytes` is what the logits of one token take, `gpu_bytes` the memory of the GPU, if there is one. A master
+    that is not its `own` is the weight that forward reads.
     """
     flags = tuple(flag for flag in ROLES if getattr(options, flag))
     tokens, problems = batch_size * seq_len, []
+    hosted = {flag for flag in STATES if getattr(options, flag) or options.offload_optimizer}
+    if not own_master:
+        if options.offload_master:
+            raise UsageError(
+                "--offload-master frees no memory in this run, whose weights are their own masters: leave it out, or "
+                "use --master-dtype fp32"
+            )
+        hosted.discard("offload_master")
     head = options.lmhead_chunks or fewest_chunks(tokens, logit_bytes, gpu_bytes)
     if tokens % head:
         problems.append(
@@ -69,7 +94,9 @@ def resolve(options: MemoryOptions, *, batch_size: int, seq_len: int, logit_byte
         problems.append(f"--attn-bwd-chunks {attention} does not divide --batch-size {batch_size}")
     if problems:
         raise UsageError("; ".join(problems) + ": use a divisor")
-    return Memory(flags, head, attention)
+    offload = (RESIDUAL,) if options.offload_residual else ()
+    host = tuple(space for flag, space in STATES.items() if flag in hosted)
+    return Memory(flags, head, attention, offload=offload, host=host)
 
 
 def fewest_chunks(tokens: int, logit_bytes: int, gpu_bytes: int = 0) -> int:

@@ -167,6 +167,11 @@ class Plan:
         """Bytes that the run allocates on the device."""
         return sum(self.table().values())
 
+    @property
+    def host_bytes(self) -> int:
+        """Bytes that the run allocates in host memory."""
+        return sum(self.table("host").values())
+
 
 def make_plan(
     spec: Spec, scratch_bytes: Scratch | None = None, *, stores: Stores | None = None, sites: Sites = site_of

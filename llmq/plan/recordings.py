@@ -9,14 +9,15 @@ from typing import Any
 
 from llmq.model import optimizer
 from llmq.model.decoder import Model
-from llmq.model.parameters import fitted_rows
+from llmq.model.parameters import HEAD, fitted_rows
 from llmq.ops.record import Call, Recorder
 from llmq.plan.build import Sites, build_model, without_noise
 from llmq.plan.spec import Spec
 from llmq.row import Row
 from llmq.stores.activations import Frame, Frames
 from llmq.stores.grads import ReplicatedGrads
-from llmq.stores.moments import ReplicatedMoments, ShardedMoments
+from llmq.stores.hosted_moments import HostedMoments
+from llmq.stores.moments import ReplicatedMoments, ShardedMoments, State
 from llmq.stores.ranks import Alone, ManyRanks
 from llmq.stores.reduced_grads import ReducedGrads, ShardedGrads
 from llmq.stores.sharded_weights import GatheredWeights, ShardedWeights
@@ -47,6 +48,19 @@ def stores_of(sharding: Sharding) -> Stores:
     )
 
 
+def _at_home(moments: Any, spec: Spec) -> Any:
+    """The store of states, with those on the host that belong there."""
+    memory, p = spec.memory, spec.precision
+
+    def is_cut(row: Row) -> bool:
+        """Whether copies of the weight can be made piece by piece: a scale that is measured covers more."""
+        site = HEAD if row.layer is None else row.site
+        return p.scaling == "delayed" or site is None or p.dtype(site) != "e4m3"
+
+    spaces = [space for space in memory.host if space in State._fields]
+    return HostedMoments(moments, spaces, piece_bytes=memory.piece_bytes, is_cut=is_cut) if spaces else moments
+
+
 class Recordings:
     """Records the programs of a spec, on `stores`, with linear maps computed by `sites`."""
 
@@ -54,8 +68,9 @@ class Recordings:
         self.spec, p = spec, spec.precision
         self.model = build_model(spec, sites)
         self.rows: tuple[Row, ...] = fitted_rows(spec.config, self.model.sites)
-        self.weights = stores.weights(self.rows, p.model, p.master)
-        self.moments = stores.moments(self.rows, p.master, p.m, p.v)
+        # A master on the host is not the weight that forward reads.
+        self.weights = stores.weights(self.rows, p.model, None if "master" in spec.memory.host else p.master)
+        self.moments = _at_home(stores.moments(self.rows, p.master, p.m, p.v), spec)
         self.grads = {last: stores.grads(self.rows, p.grad, last=last) for last in (False, True)}
         world = spec.sharding
         self.ranks: Any = Alone()
@@ -87,7 +102,7 @@ class Recordings:
     def values(self) -> dict[str, Ref]:
         """Where the value of each weight is: its master, of which this rank may have a `piece`, or itself where it is
         frozen. One held in a form has none."""
-        masters = {one.row.name: one.state[0] for one in self.moments.walk(Recorder(), masters_only=True)}
+        masters = {one.name: one for state in self.moments.refs.values() for one in state.master.entries}
         return {ref.name: ref for ref in (*self.weights.frozen(), *masters.values())}
 
     def piece(self, weight: Ref) -> Ref:

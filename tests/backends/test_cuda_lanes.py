@@ -1,7 +1,7 @@
 """Lanes and homes on the GPU: copies on a stream of their own, from and to pinned memory, give the same bits."""
 
 import pytest
-from rooms import HostMoments, StreamedWeights, adapted, streams
+from rooms import StreamedWeights, adapted, streams
 from tiny_engines import BF16, FP8, FP8_HEAD, FP32, bits, engine_of, plan_of, tiny, train_steps
 
 from llmq.plan.memory import Memory
@@ -19,7 +19,9 @@ SLOTS = (*streams(CONFIG), "0/2.mlp.gate_up", "0/3.mlp.x", "0/1.attention.att")
 KINDS = {
     "streamed weights": ({"stores": Stores(weights=StreamedWeights)}, Memory()),
     "streamed weights, recompute": ({"stores": Stores(weights=StreamedWeights)}, Memory(("recompute_block",))),
-    "host moments": ({"stores": Stores(moments=HostMoments)}, Memory()),
+    "host moments": ({}, Memory(host=("m", "v"))),
+    "host states in pieces": ({}, Memory(host=("master", "m", "v"), piece_bytes=1)),
+    "host residuals, states": ({}, Memory(("recompute_block",), offload=("residual",), host=("master", "m", "v"))),
     "host slots": ({}, Memory(offload=SLOTS)),
     "host streams, recompute": ({}, Memory(("recompute_block",), offload=streams(CONFIG))),
 }

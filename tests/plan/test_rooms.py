@@ -1,4 +1,4 @@
-"""The seams carry what comes next: adapters, a quantized base, experts, streamed weights, states and slots on the host.
+"""The seams carry what comes next: adapters, a quantized base, experts, streamed weights, slots on the host.
 
 Each is a class of tests/rooms.py, of which llmq knows nothing. It is bit-equal to the run without it, or checked
 against the maths.
@@ -10,7 +10,7 @@ from functools import partial
 
 import numpy as np
 import pytest
-from rooms import TENSORWISE, TILEWISE, FetchedGrads, HostMoments, StreamedWeights, adapted, experts, streams
+from rooms import TENSORWISE, TILEWISE, FetchedGrads, StreamedWeights, adapted, experts, streams
 from tiny_engines import (
     BF16,
     FP8,
@@ -297,13 +297,6 @@ def test_two_layers_of_streamed_weights_are_on_the_device():
 
 
 @ALL
-def test_moments_on_the_host_are_bit_equal(precision):
-    plan = plan_of(precision, stores=Stores(moments=HostMoments))
-    assert plan.table()["Adam M"] == plan.table()["Adam V"] == 0 < plan.table("host")["Adam M"]
-    assert result_of(plan) == result_of(plan_of(precision))
-
-
-@ALL
 def test_slots_that_wait_on_the_host_are_bit_equal(precision):
     names = (*streams(tiny()), "0/0.mlp.gate_up", "0/1.mlp.x", "0/1.mlp.act", "0/0.attention.att")
     plan, plain = plan_of(precision, Memory(offload=names)), plan_of(precision)
@@ -368,8 +361,9 @@ def test_every_order_that_lanes_and_waits_allow_gives_the_same_bits(seed, monkey
     offload = tuple(draw.sample(sorted(set(names)), 3))
     roles = draw.choice([(), ("recompute_block",), ("recompute_ffn",)])
     memory = Memory(() if any("attention.res" not in n for n in offload) and roles else roles, offload=offload)
-    stores = draw.choice([Stores(), Stores(weights=StreamedWeights), Stores(moments=HostMoments)])
+    stores = draw.choice([Stores(), Stores(weights=StreamedWeights)])
     expected = result_of(plan_of(precision, replace(memory, offload=())))
+    memory = replace(memory, host=draw.choice([(), ("m", "v"), ("master", "m", "v")]), piece_bytes=1)
     monkeypatch.setattr(planning, "lanes", on_random_lanes(seed))
     plan = plan_of(precision, memory, stores=stores)
     for program in plan.programs.values():
