@@ -227,6 +227,16 @@ def num_norm_tiles(shape: tuple[int, ...]) -> int:
     return -(-math.prod(shape[:-1]) // NORM_ROWS)
 
 
+def chunks_of_tiles(ref: Ref, num_bytes: int) -> list[tuple[int, int]]:
+    """(start, count) of the rows of each piece of a tensor: at most so many bytes, in whole tiles of NORM_ROWS rows and
+    one at least. A vector, and an entry of a stack, is one piece."""
+    rows = math.prod(ref.shape[:-1])
+    size = NORM_ROWS * max(1, num_bytes // max(1, NORM_ROWS * ref.shape[-1] * DTYPES[ref.dtype].itemsize))
+    if len(ref.shape) == 1 or ref.stack is not None or rows <= size:
+        return [(0, rows)]
+    return [(start, min(size, rows - start)) for start in range(0, rows, size)]
+
+
 def stored_shape(shape: tuple[int, ...], form: Form | None) -> tuple[int, ...]:
     """Shape of the bytes of a tensor of logical `shape` in `form`."""
     if form is None or form.layout == "row":

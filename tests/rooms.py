@@ -1,4 +1,4 @@
-"""What moves in next, as classes of the tests: adapters, on a quantized base too, experts, streamed weights.
+"""What moves in next, as classes of the tests: adapters, on a quantized base too, experts, gradients that are fetched.
 
 They show that the seams carry it: nothing in llmq knows of them.
 """
@@ -9,9 +9,7 @@ from types import SimpleNamespace
 from llmq.model.parameters import HEAD, padded_vocab
 from llmq.plan.build import site_of
 from llmq.row import Part, Row
-from llmq.stores.bundles import bundle_tree
 from llmq.stores.grads import ReplicatedGrads
-from llmq.stores.weights import ReplicatedWeights
 from llmq.tensor import Form, Ref, Slot
 
 RANK = 4
@@ -118,42 +116,6 @@ def experts(*, stacked, **about):
         return ChosenExperts(site, about, stacked) if ".mlp." in name else site
 
     return sites
-
-
-class StreamedWeights(ReplicatedWeights):
-    """Layers' weights live on the host, and come one layer ahead of their use."""
-
-    def __init__(self, rows, dtype, master_dtype):
-        rows = [row if row.layer is None else replace(row, home="host") for row in rows]
-        super().__init__(rows, dtype, master_dtype)
-
-    def walk(self, ops, parts, phase):
-        resident = dict(super().walk(ops, parts, phase))
-        parts = list(parts)
-        ahead = self._fetched(ops, parts[0], phase, resident)
-        for part, following in zip(parts, [*parts[1:], None], strict=True):
-            here, ahead = ahead, self._fetched(ops, following, phase, resident)
-            yield part, here
-
-    def written(self, ops):
-        for ref in super().written(ops):
-            slot = self._slot(ref, "update")
-            yield slot if ref.home == "host" else ref
-            if ref.home == "host":
-                ops.copy_to_host(ref, slot)
-
-    def _fetched(self, ops, part, phase, resident):
-        if not isinstance(part, int):
-            return resident.get(part)
-        prefix = f"layers.{part}."
-        slots = {name.removeprefix(prefix): ref for name, ref in self.refs.items() if name.startswith(prefix)}
-        for name, ref in slots.items():
-            slots[name] = self._slot(ref, phase)
-            ops.copy_to_device(slots[name], ref)
-        return bundle_tree(slots)
-
-    def _slot(self, ref, phase):
-        return Ref(f"{phase}/{ref.name}", "activation", ref.shape, ref.dtype, ref.layer, cell=ref.name)
 
 
 class FetchedGrads(ReplicatedGrads):

@@ -82,7 +82,7 @@ def update(
                 *piece.state,
                 piece.of(weight),
                 *piece.state,
-                piece.of(grad),
+                piece.grad or piece.of(grad),
                 *scalars,
                 beta_1=hyper.beta_1,
                 beta_2=hyper.beta_2,

@@ -105,6 +105,14 @@ class MemoryOptions(Section):
     offload_optimizer: bool = option(
         False, "Keep both moments in host memory, and the master weights where they are not the weights themselves."
     )
+    offload_gradients: bool = option(False, "Keep the gradients of a step in host memory.")
+    offload_quants: bool = option(
+        False, "Keep the e4m3 copies of weights in host memory, over all steps; they come a layer ahead of their use."
+    )
+    stream_weights: bool = option(
+        False,
+        "Keep the weights of the blocks in host memory, and all master weights; layers come one ahead of their use.",
+    )
     lmhead_chunks: Int = option(
         0, "Compute the logits in N chunks to save memory; 0 chooses by size.", ge=0, le=LARGEST_STEP
     )

@@ -8,7 +8,11 @@ from typing import TYPE_CHECKING, Final
 from llmq.errors import UsageError
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+
     from llmq.options.maths import MemoryOptions
+    from llmq.plan.precision import Precision
+    from llmq.row import Row
 
 AUTO: Final = "auto"  # --attn-bwd-chunks
 # flag -> the roles it drops, as sublayers tag them on their slots
@@ -29,6 +33,8 @@ PIECE_BYTES = 2**26  # of states on the host: takes 1.2 ms at 55 GB/s, a hundred
 RESIDUAL = "residual"  # the role of the streams that enter sublayers, for --offload-residual
 # flag -> the space that lives on the host
 STATES = {"offload_master": "master", "offload_opt_m": "m", "offload_opt_v": "v"}
+HOSTED = {**STATES, "offload_gradients": "grad", "offload_quants": "quant", "stream_weights": "weight"}
+ALONE_ONLY = ("grad", "quant", "weight")  # what many ranks do not keep on the host
 
 
 @dataclass(frozen=True)
@@ -47,6 +53,16 @@ class Memory:
     offload: tuple[str, ...] = ()
     host: tuple[str, ...] = ()
     piece_bytes: int = PIECE_BYTES
+
+    def hosts_weight(self, precision: Precision) -> Callable[[Row], bool] | None:
+        """Which weights live on the host, if any: those of the layers, or of them what e4m3 matmuls read."""
+
+        def is_streamed(row: Row) -> bool:
+            is_quant = row.site is not None and len(row.shape) == 2 and precision.dtype(row.site) == "e4m3"
+            is_alike = row.layer is not None and row.trainable and not row.stacked
+            return is_alike and ("weight" in self.host or is_quant)
+
+        return is_streamed if not {"weight", "quant"}.isdisjoint(self.host) else None
 
     @property
     def roles(self) -> frozenset[str]:
@@ -76,8 +92,10 @@ def resolve(
     """
     flags = tuple(flag for flag in ROLES if getattr(options, flag))
     tokens, problems = batch_size * seq_len, []
-    hosted = {flag for flag in STATES if getattr(options, flag) or options.offload_optimizer}
-    if not own_master:
+    hosted = {flag for flag in HOSTED if getattr(options, flag)}
+    hosted |= set(STATES) if options.offload_optimizer else set()
+    hosted |= {"offload_master"} if options.stream_weights else set()
+    if not own_master and not options.stream_weights:
         if options.offload_master:
             raise UsageError(
                 "--offload-master frees no memory in this run, whose weights are their own masters: leave it out, or "
@@ -95,7 +113,7 @@ def resolve(
     if problems:
         raise UsageError("; ".join(problems) + ": use a divisor")
     offload = (RESIDUAL,) if options.offload_residual else ()
-    host = tuple(space for flag, space in STATES.items() if flag in hosted)
+    host = tuple(space for flag, space in HOSTED.items() if flag in hosted)
     return Memory(flags, head, attention, offload=offload, host=host)
 
 

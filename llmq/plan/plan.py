@@ -181,7 +181,7 @@ def make_plan(
     `stores` hold the tensors, those of the spec's ranks by default; `sites` compute linear maps. UsageError if a
     recompute flag frees no byte.
     """
-    recordings = Recordings(spec, stores or stores_of(spec.sharding), sites)
+    recordings = Recordings(spec, stores or stores_of(spec), sites)
     firsts = (False,) if recordings.weights.first is recordings.weights else (False, True)
     recorded = {(f, last): prune(recordings.train(first=f, last=last)) for f in firsts for last in (False, True)}
     # One decision for all: they differ only in how weights come, and what is done with gradients in the end.

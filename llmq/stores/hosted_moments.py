@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import replace
 from itertools import groupby
 from typing import Any
@@ -14,7 +14,8 @@ from llmq.tensor import DTYPES, NORM_ROWS, Ref
 
 
 class HostedMoments:
-    """The states of another store, of which the `spaces` (master, m, v) live on the host.
+    """The states of another store, of which the `spaces` (master, m, v) live on the host, and with them `grads`: the
+    gradients that live there, by row name.
 
     What is fetched of a row at a time is at most `piece_bytes`, in whole tiles of 128 rows and one at least; a row that
     `is_cut` refuses, a vector and an entry of a stack come whole. About three pieces are on the device at once: one
@@ -22,70 +23,73 @@ class HostedMoments:
     """
 
     def __init__(
-        self, moments: Any, spaces: Collection[str], *, piece_bytes: int, is_cut: Callable[[Row], bool]
+        self,
+        moments: Any,
+        spaces: Collection[str],
+        *,
+        grads: Mapping[str, Ref],
+        piece_bytes: int,
+        is_cut: Callable[[Row], bool],
     ) -> None:
         self._moments, self._piece_bytes, self._is_cut = moments, piece_bytes, is_cut
-        self.refs = {
-            name: State(*(replace(ref, home="host") if ref.space in spaces else ref for ref in state))
-            for name, state in moments.refs.items()
-        }
         self._spaces = frozenset(spaces)
+        self._grads = {one.name: one for ref in grads.values() for one in ref.entries}
+        self.refs = {name: State(*map(self._at_home, state)) for name, state in moments.refs.items()}
 
     def walk(self, ops: Any, *, masters_only: bool = False) -> Iterator[Update]:
         """Yields each row with the pieces of its state; a piece is written back when the next one is asked for.
-        `masters_only`: m and v are not fetched, and nothing is written back."""
+        `masters_only`: neither moments nor gradients are fetched, and nothing is written back."""
         moving = self._spaces & {"master"} if masters_only else self._spaces
-        if not moving:
-            yield from self._moments.walk(ops, masters_only=masters_only)
+        if masters_only and not moving:
+            yield from self._moments.walk(ops, masters_only=True)
             return
-        fetched = self._fetched(ops, moving, writes=not masters_only)
+        fetched = self._fetched(ops, moving, is_update=not masters_only)
         for row, pieces in groupby(fetched, key=lambda one: one[0]):
             yield Update(row, (piece for _, piece in pieces))
 
-    def _fetched(self, ops: Any, moving: Collection[str], *, writes: bool) -> Iterator[tuple[Row, StatePiece]]:
+    def _fetched(self, ops: Any, moving: Collection[str], *, is_update: bool) -> Iterator[tuple[Row, StatePiece]]:
         """Every piece of every row in order, on the device; the next one is fetched before this one is used."""
         pieces = [(update.row, piece) for update in self._moments.walk(ops) for piece in self._cut(update)]
-        coming = (_fetch(ops, piece, moving) for _, piece in pieces)
+        coming = (self._fetch(ops, row, piece, moving, with_grad=is_update) for row, piece in pieces)
         ahead = next(coming, None)
         for row, held in pieces:
             here, ahead = ahead, next(coming, None)
             assert here is not None
             yield row, here
-            if writes:
-                _write_back(ops, held, here, moving)
+            for ref, slot in zip(held.state, here.state, strict=True):
+                if is_update and ref.space in moving:
+                    ops.copy_to_host(self._at_home(ref), slot)
 
     def _cut(self, update: Update) -> Iterator[StatePiece]:
         """A row's state in pieces, as it is held."""
+        grad = self._grads.get(update.row.name)
         for whole in update.pieces:
             master = whole.state.master
             count, width = math.prod(master.shape[:-1]), master.shape[-1]
-            row_bytes = width * sum(DTYPES[ref.dtype].itemsize for ref in whole.state if ref.space in self._spaces)
+            fetched = [*(ref for ref in whole.state if ref.space in self._spaces), *([grad] if grad else [])]
+            row_bytes = width * sum(DTYPES[ref.dtype].itemsize for ref in fetched)
             size = NORM_ROWS * max(1, self._piece_bytes // (NORM_ROWS * row_bytes))
             if len(master.shape) == 1 or count <= size or master.stack is not None or not self._is_cut(update.row):
-                yield whole
+                yield whole._replace(grad=grad)
                 continue
             for start in range(0, count, size):
                 rows = start, min(size, count - start)
                 state = State(*(ref.chunk(*rows) for ref in whole.state))
-                yield StatePiece(state, whole.first + start * width, rows)
+                yield StatePiece(state, whole.first + start * width, rows, grad and grad.chunk(*rows))
+
+    def _fetch(self, ops: Any, row: Row, piece: StatePiece, moving: Collection[str], *, with_grad: bool) -> StatePiece:
+        """The piece with slots in place of what lives on the host in the spaces `moving`, and of its gradient."""
+        place = f"{row.name}/{piece.rows[0]}" if piece.rows else row.name
+        state = (_slot(ops, self._at_home(ref), place) if ref.space in moving else ref for ref in piece.state)
+        grad = _slot(ops, piece.grad, place) if piece.grad is not None and with_grad else None
+        return piece._replace(state=State(*state), grad=grad)
+
+    def _at_home(self, ref: Ref) -> Ref:
+        return replace(ref, home="host") if ref.space in self._spaces else ref
 
 
-def _fetch(ops: Any, piece: StatePiece, spaces: Collection[str]) -> StatePiece:
-    """The piece with slots in place of what lives on the host in `spaces`."""
-    state = []
-    for ref in piece.state:
-        if ref.space in spaces:
-            name = f"{ref.space}/{ref.name}" + (f"/{piece.rows[0]}" if piece.rows else "")
-            slot = Ref(name, "activation", ref.shape, ref.dtype, ref.layer)
-            ops.copy_to_device(slot, replace(ref, home="host"))
-            state.append(slot)
-        else:
-            state.append(ref)
-    return piece._replace(state=State(*state))
-
-
-def _write_back(ops: Any, held: StatePiece, here: StatePiece, spaces: Collection[str]) -> None:
-    """What lives on the host in `spaces` <- its slots."""
-    for ref, slot in zip(held.state, here.state, strict=True):
-        if ref.space in spaces:
-            ops.copy_to_host(replace(ref, home="host"), slot)
+def _slot(ops: Any, ref: Ref, place: str) -> Ref:
+    """A slot with what a Ref of the host stands for."""
+    slot = Ref(f"{ref.space}/{place}", "activation", ref.shape, ref.dtype, ref.layer)
+    ops.copy_to_device(slot, ref)
+    return slot

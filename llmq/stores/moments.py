@@ -21,12 +21,14 @@ class State(NamedTuple):
 class StatePiece(NamedTuple):
     """One call of the optimizer; `first` is the place of the state's first element in the whole row.
 
-    `rows` (start, count) are those that it has of what this rank has of the row; None: all.
+    `rows` (start, count) are those that it has of what this rank has of the row; None: all. `grad` is the gradient
+    where it was fetched with the state.
     """
 
     state: State
     first: int = 0
     rows: tuple[int, int] | None = None
+    grad: Ref | None = None
 
     def of(self, ref: Ref) -> Ref:
         """The same piece of the row's weight or gradient."""

@@ -28,6 +28,7 @@ from llmq.model.presets import preset
 from llmq.options.maths import MemoryOptions
 from llmq.plan import memory as memories
 from llmq.plan.memory import RESIDUAL, Memory
+from llmq.stores.sharding import Sharding
 from llmq.tensor import Ref
 
 CONFIG = tiny(vocab_size=300, intermediate_size=176)  # matrices of several tiles of 128 rows, the last one short
@@ -107,10 +108,61 @@ def test_shares_of_ranks_live_on_the_host_too(name, level):
         assert one[0] == other[0] and all(map(np.array_equal, one[1], other[1]))
 
 
+ALL = (*STATES, "grad", "weight")
+LAYERS = {"gradients": ("grad",), "quants": ("quant",), "weights": ("weight", "master"), "all": ALL}
+
+
+@EVERY
+@pytest.mark.parametrize("host", [pytest.param(h, id=n, marks=() if n == "all" else SLOW) for n, h in LAYERS.items()])
+def test_what_layers_hold_on_the_host_is_bit_equal(precision, host):
+    """Three micro-steps: the first overwrites gradients, the others fetch them; the tied head adds to one, too."""
+
+    def result(memory):
+        engine = engine_of(plan_of(precision, memory, CONFIG))
+        return train_steps(engine, accumulation=3), bits(engine), engine.evaluate(batch(9))
+
+    assert result(Memory(host=host, piece_bytes=1)) == result(Memory())
+
+
+def test_two_layers_of_what_is_streamed_are_on_the_device():
+    """Nothing on the device grows with the number of layers but what is counted in bytes: scales, partial sums."""
+    for precision in (BF16, FP8["e4m3", "delayed"]):
+        memory = replace(RESIDUALS, host=ALL)
+        plans = [plan_of(precision, memory, tiny(num_layers=depth)) for depth in (4, 8, 16)]
+        tables = [{**plan.table(), "Other": 0} for plan in plans]
+        assert tables[0] == tables[1] == tables[2] and plans[0].host_bytes < plans[1].host_bytes
+        assert max(plan.table()["Other"] for plan in plans) < 2**16
+
+
+def test_gradients_of_a_first_micro_step_are_not_fetched():
+    """But for the embedding's, to which the head has added."""
+    plan = plan_of(BF16, Memory(host=("grad",)), CONFIG)
+    first, middle = (
+        [c.inputs[0].name for c in plan.programs[name].calls if c.op == "copy_to_device"]
+        for name in ("first", "middle")
+    )
+    assert first == ["embed.weight"] and len(middle) == len(plan.grads) + 1
+
+
+def test_only_what_e4m3_reads_are_quants():
+    plan = plan_of(FP8["e4m3", "delayed"], Memory(host=("quant",)), CONFIG)
+    hosted = {name for name, ref in plan.weights.items() if ref.home == "host"}
+    assert hosted == {row.name for row in plan.rows if row.site is not None and len(row.shape) == 2}
+    assert plan.table("host")["Weights"] == sum(2 * np.prod(plan.shape(name)) for name in hosted)
+
+
+def test_many_ranks_refuse_what_only_one_keeps_on_the_host():
+    with pytest.raises(UsageError, match=r"--offload-gradients, --stream-weights is for a run of one GPU"):
+        plan_of(BF16, Memory(host=("grad", "weight")), CONFIG, sharding=Sharding(0, 2, states=True))
+
+
 def test_errors_of_copies_are_measured_of_masters_on_the_host():
-    plain, plan = (plan_of(FP8_HEAD, Memory(host=host), CONFIG, observe=True) for host in ((), STATES))
-    one, other = (engine_of(each).observe(batch()) for each in (plain, plan))
-    assert one.tobytes() == other.tobytes()
+    """And of weights that are fetched."""
+    hosts = ((), STATES, ALL)
+    plain, *others = (
+        engine_of(plan_of(FP8_HEAD, Memory(host=host), CONFIG, observe=True)).observe(batch()) for host in hosts
+    )
+    assert all(other.tobytes() == plain.tobytes() for other in others)
 
 
 @EVERY
@@ -153,6 +205,8 @@ def test_options_become_homes():
     assert resolved(offload_optimizer=True).host == STATES
     assert resolved(own_master=False, offload_optimizer=True).host == ("m", "v")
     assert resolved(offload_residual=True).offload == (RESIDUAL,)
+    assert resolved(own_master=False, stream_weights=True).host == ("master", "weight")
+    assert resolved(offload_gradients=True, offload_quants=True).host == ("grad", "quant")
     with pytest.raises(UsageError, match=r"--offload-master frees no memory .* use --master-dtype fp32"):
         resolved(own_master=False, offload_master=True)
 
