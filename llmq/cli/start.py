@@ -42,6 +42,11 @@ def bench() -> None:
     _start("bench")
 
 
+def estimate() -> None:
+    """llmq-estimate."""
+    _start("estimate")
+
+
 def plot() -> None:
     """llmq-plot."""
     _start("plot")
