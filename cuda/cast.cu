@@ -19,7 +19,7 @@ constexpr int ROWS = tile_rows(64), PITCH = pair_pitch(SPAN), TILES = (FORMS & S
 constexpr int AT_ONCE = 2;  // pairs of rows
 
 extern "C" __global__ void __launch_bounds__(TILE_THREADS, (FORMS & COL) ? 4 : 1)
-    cast(OUTPUT_PARAMETERS(T, out), const X* x, i64 rows) {
+    cast(OUTPUT_PARAMETERS(T, out), const X* x, i64 rows, i64 tall) {
     __shared__ __align__(128) u8 tile[pair_bytes(ROWS, SPAN)];
     __shared__ __align__(16) float shared[(FORMS & SUMS) ? TILE_WARPS * SPAN : 4];
     int lane = threadIdx.x % LANES, slot = threadIdx.x / LANES;
@@ -59,7 +59,7 @@ extern "C" __global__ void __launch_bounds__(TILE_THREADS, (FORMS & COL) ? 4 : 1
         }
         if constexpr ((FORMS & COL) != 0) {
             __syncthreads();
-            write_transposed<ROWS, TILE_THREADS>(tile, PITCH, out_col, SPAN, place, block_row + first_row, rows);
+            write_transposed<ROWS, TILE_THREADS>(tile, PITCH, out_col, SPAN, place, block_row + first_row, rows, tall);
             __syncthreads();
         }
     }

@@ -259,11 +259,12 @@ __device__ __forceinline__ void load_transposed(u32 (&to)[4], u32 from) {
 }
 
 // Writes a tile of pairs transposed: its column c is that of the output from place(c) on (less than 0: there is none), rows
-// begin at `first_row` of `num_rows` < 2^32. ROWS is a multiple of 64. All THREADS of the block call it, with barriers
-// around. A warp takes 8 columns, 4 lanes of it write a run of 64 bytes of one.
+// begin at `first_row` of `num_rows` < 2^32, of which the whole has `tall`: a multiple of 16 only if num_rows is. ROWS is a
+// multiple of 64. All THREADS of the block call it, with barriers around. A warp takes 8 columns, 4 lanes of it write a run
+// of 64 bytes of one.
 template <int ROWS, int THREADS, typename Place>
 __device__ __forceinline__ void write_transposed(const u8* tile, int pitch, u8* col, int columns, Place place, i64 first_row,
-                                                 i64 num_rows) {
+                                                 i64 num_rows, i64 tall) {
     static_assert(ROWS % 64 == 0, "a lane holds 16 rows, 4 of them a run");
     constexpr int HALVES = ROWS / 64, WARPS = THREADS / 32;
     int lane = threadIdx.x % 32, pair = lane / 2 % 4 * 8 + lane / 8 * 2 + lane % 2, turn = pair_turn(pair);
@@ -275,9 +276,9 @@ __device__ __forceinline__ void write_transposed(const u8* tile, int pitch, u8* 
         int c = unit * 8 + lane / 4, column = columns % 8 == 0 || c < columns ? place(c) : -1;
 #pragma unroll
         for (int half = 0; half < HALVES; half++) load_transposed(out[half], from + half * 32 * pitch + (unit * 16 ^ turn));
-        return column < 0 ? nullptr : col + static_cast<u64>(static_cast<u32>(column)) * static_cast<u32>(num_rows);
+        return column < 0 ? nullptr : col + static_cast<u64>(static_cast<u32>(column)) * static_cast<u32>(tall);
     };
-    if (num_rows % 16 == 0) {
+    if (tall % 16 == 0) {
 #pragma unroll 4
         for (int first = 0; first < units; first += WARPS) {
             int unit = first + threadIdx.x / 32;
@@ -298,6 +299,12 @@ __device__ __forceinline__ void write_transposed(const u8* tile, int pitch, u8* 
             }
         }
     }
+}
+
+template <int ROWS, int THREADS, typename Place>
+__device__ __forceinline__ void write_transposed(const u8* tile, int pitch, u8* col, int columns, Place place, i64 first_row,
+                                                 i64 num_rows) {
+    write_transposed<ROWS, THREADS>(tile, pitch, col, columns, place, first_row, num_rows, num_rows);
 }
 
 // Elementwise ops run over tiles: a lane owns N columns, TILE_LANES of them stand side by side and TILE_SLOTS rows one

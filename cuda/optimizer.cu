@@ -96,13 +96,13 @@ struct State {
     Pack<G, N> grad;
 };
 
-// Element i has the random bits of element origin + i, a multiple of 8.
+// Element i has the random bits of element origin + i, a multiple of 8. The weight has `tall` rows, of which these are some.
 // new_* may be the memory of master, m and v; a null one is not wanted. b and c are beta and 1 - beta, decay weight_decay.
 extern "C" __global__ void __launch_bounds__(TILE_THREADS, RESIDENT)
     adamw(MASTER* new_master, M* new_m, V* new_v, OUTPUT_PARAMETERS(T, weight), const MASTER* master, const M* m, const V* v,
           const G* grad, const float* scale, const float* apply, const float* learning_rate, const int* step, double beta_1,
           double beta_2, float b1, float c1, float b2, float c2, float epsilon, double decay, u32 seed_low, u32 key_high,
-          i64 count, i64 origin) {
+          i64 count, i64 origin, i64 tall) {
     __shared__ __align__(128) u8 tile[pair_bytes(ROWS, SPAN)];
     __shared__ float cells[3];
     if (*apply == 0) return;
@@ -199,7 +199,7 @@ extern "C" __global__ void __launch_bounds__(TILE_THREADS, RESIDENT)
     if constexpr ((FORMS & COL) != 0) {
         __syncthreads();
         auto place = [=](int c) { return first_column + c < C ? first_column + c : -1; };
-        write_transposed<ROWS, TILE_THREADS>(tile, PITCH, weight_col, SPAN, place, first_row, count / C);
+        write_transposed<ROWS, TILE_THREADS>(tile, PITCH, weight_col, SPAN, place, first_row, count / C, tall);
     }
     sink.finish();
 }

@@ -408,6 +408,6 @@ class GradStore(Protocol):
 class MomentStore(Protocol):
     """Holds the optimizer's state."""
 
-    def walk(self, ops: Ops, *, masters_only: bool = False) -> Iterator[tuple[Row, tuple[Ref, Ref, Ref], int]]:
-        """Yields each trained row with its master, m and v, which are written back when the next is asked for, and the
-        place of their first element in the whole."""
+    def walk(self, ops: Ops, *, masters_only: bool = False) -> Iterator[tuple[Row, Iterable[Any]]]:
+        """Yields each trained row with the pieces of its master, m and v; one is written back when the next is asked
+        for."""

@@ -184,9 +184,11 @@ class Ref:
         return replace(self, name=self.owner, shape=shape, span=None, whole=(), pitch=0, stack=None)
 
     def chunk(self, start: int, count: int) -> Ref:
-        """Rows [start, start + count) of this tensor seen as (rows, last axis)."""
-        width = self.shape[-1]
-        return replace(self, span=(start * width, count * width), shape=(count, width), whole=self.shape)
+        """Rows [start, start + count) of this tensor, or of rows of another one, seen as (rows, last axis)."""
+        width, before = self.shape[-1], self.span[0] if self.span else 0
+        assert not self.pitch, f"{self.name}: rows of columns"
+        span, whole = (before + start * width, count * width), self.whole or self.shape
+        return replace(self, span=span, shape=(count, width), whole=whole)
 
     def columns(self, start: int, count: int) -> Ref:
         """Columns [start, start + count) of this tensor, or of a chunk of its rows, seen as (rows, last axis)."""
@@ -228,6 +230,16 @@ def entry_name(name: str, index: int) -> str:
 def num_norm_tiles(shape: tuple[int, ...]) -> int:
     """Partial sums of squares of a tensor seen as (rows, last axis): one for every NORM_ROWS rows, one of a vector."""
     return -(-math.prod(shape[:-1]) // NORM_ROWS)
+
+
+def chunks_of_tiles(ref: Ref, num_bytes: int) -> list[tuple[int, int]]:
+    """(start, count) of the rows of each piece of a tensor: at most so many bytes, in whole tiles of NORM_ROWS rows and
+    one at least. A vector, and an entry of a stack, is one piece."""
+    rows = math.prod(ref.shape[:-1])
+    size = NORM_ROWS * max(1, num_bytes // max(1, NORM_ROWS * ref.shape[-1] * DTYPES[ref.dtype].itemsize))
+    if len(ref.shape) == 1 or ref.stack is not None or rows <= size:
+        return [(0, rows)]
+    return [(start, min(size, rows - start)) for start in range(0, rows, size)]
 
 
 def stored_shape(shape: tuple[int, ...], form: Form | None) -> tuple[int, ...]:

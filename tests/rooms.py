@@ -1,20 +1,15 @@
-"""What moves in next, as classes of the tests: adapters, on a quantized base too, experts, streamed weights, states on
-the host.
+"""What moves in next, as classes of the tests: adapters, on a quantized base too, experts, gradients that are fetched.
 
 They show that the seams carry it: nothing in llmq knows of them.
 """
 
 from dataclasses import replace
-from itertools import pairwise
 from types import SimpleNamespace
 
 from llmq.model.parameters import HEAD, padded_vocab
 from llmq.plan.build import site_of
 from llmq.row import Part, Row
-from llmq.stores.bundles import bundle_tree
 from llmq.stores.grads import ReplicatedGrads
-from llmq.stores.moments import ReplicatedMoments, State, Update
-from llmq.stores.weights import ReplicatedWeights
 from llmq.tensor import Form, Ref, Slot
 
 RANK = 4
@@ -123,42 +118,6 @@ def experts(*, stacked, **about):
     return sites
 
 
-class StreamedWeights(ReplicatedWeights):
-    """Layers' weights live on the host, and come one layer ahead of their use."""
-
-    def __init__(self, rows, dtype, master_dtype):
-        rows = [row if row.layer is None else replace(row, home="host") for row in rows]
-        super().__init__(rows, dtype, master_dtype)
-
-    def walk(self, ops, parts, phase):
-        resident = dict(super().walk(ops, parts, phase))
-        parts = list(parts)
-        ahead = self._fetched(ops, parts[0], phase, resident)
-        for part, following in zip(parts, [*parts[1:], None], strict=True):
-            here, ahead = ahead, self._fetched(ops, following, phase, resident)
-            yield part, here
-
-    def written(self, ops):
-        for ref in super().written(ops):
-            slot = self._slot(ref, "update")
-            yield slot if ref.home == "host" else ref
-            if ref.home == "host":
-                ops.copy_to_host(ref, slot)
-
-    def _fetched(self, ops, part, phase, resident):
-        if not isinstance(part, int):
-            return resident.get(part)
-        prefix = f"layers.{part}."
-        slots = {name.removeprefix(prefix): ref for name, ref in self.refs.items() if name.startswith(prefix)}
-        for name, ref in slots.items():
-            slots[name] = self._slot(ref, phase)
-            ops.copy_to_device(slots[name], ref)
-        return bundle_tree(slots)
-
-    def _slot(self, ref, phase):
-        return Ref(f"{phase}/{ref.name}", "activation", ref.shape, ref.dtype, ref.layer, cell=ref.name)
-
-
 class FetchedGrads(ReplicatedGrads):
     """The optimizer reads gradients from slots that they are copied to."""
 
@@ -169,36 +128,6 @@ class FetchedGrads(ReplicatedGrads):
             yield slot
 
     shares = sums
-
-
-class HostMoments(ReplicatedMoments):
-    """m and v live on the host; those of the next row are fetched while a row is updated."""
-
-    def __init__(self, rows, *dtypes):
-        super().__init__(rows, *dtypes)
-        for name, (master, m, v) in self.refs.items():
-            self.refs[name] = State(master, replace(m, home="host"), replace(v, home="host"))
-
-    def walk(self, ops, *, masters_only=False):
-        if masters_only:
-            yield from super().walk(ops)
-            return
-        rows = [*super().walk(ops), None]
-        ahead = self._fetched(ops, rows[0])
-        for (row, kept, _), following in pairwise(rows):
-            here, ahead = ahead, self._fetched(ops, following)
-            yield Update(row, here)
-            for slot, ref in zip(here[1:], kept[1:], strict=True):
-                ops.copy_to_host(ref, slot)
-
-    def _fetched(self, ops, item):
-        if item is None:
-            return None
-        master, *moments = item[1]
-        slots = [Ref(f"{ref.space}/{ref.name}", "activation", ref.shape, ref.dtype, ref.layer) for ref in moments]
-        for slot, ref in zip(slots, moments, strict=True):
-            ops.copy_to_device(slot, ref)
-        return State(master, *slots)
 
 
 def streams(config):

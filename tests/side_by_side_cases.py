@@ -29,8 +29,9 @@ UNSET = """
 """
 OFF = """
     from_scratch init_proj_to_zero fp8_fallback recompute_swiglu recompute_norm recompute_ffn recompute_qkv
-    recompute_att recompute_block export_anyway dry_run shard_gradients shard_weights all_to_all_reduce
-    rslora
+    recompute_att recompute_block offload_residual offload_master offload_opt_m offload_opt_v offload_optimizer
+    offload_gradients offload_quants stream_weights
+    export_anyway dry_run shard_gradients shard_weights all_to_all_reduce rslora
 """
 SPELLED: dict[str, Any] = {
     **dict.fromkeys(UNSET.split()),
@@ -162,6 +163,12 @@ def _of_memory() -> Iterator[Case]:
         for name, precision in (("fp32", FP32), ("fp8 rowwise", ROWWISE), ("fp8 blockwise", BLOCKWISE)):
             named = {f"recompute_{flag}": True for flag in flags}
             yield _case(f"{name}, recompute {' and '.join(flags)}", precision, NORMED, **named)
+    for flags in (("residual",), ("master", "opt_m"), ("residual", "optimizer", "gradients")):
+        for name, precision in (("bf16", BF16), ("fp8 delayed", DELAYED), ("fp8 blockwise", BLOCKWISE)):
+            named = {"master_dtype": "fp32", **{f"offload_{flag}": True for flag in flags}}
+            yield _case(f"{name}, offload {' and '.join(flags)}", precision, NORMED, recompute_block=True, **named)
+    yield _case("bf16, weights streamed", BF16, stream_weights=True)
+    yield _case("fp8 delayed, quants offloaded", DELAYED, TIED, offload_quants=True)
     for chunks in (2, 4):
         yield _case(f"bf16, logits in {chunks} chunks", BF16, TIED, lmhead_chunks=chunks)
         yield _case(f"fp32, logits in {chunks} chunks", FP32, lmhead_chunks=chunks)

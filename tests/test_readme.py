@@ -36,6 +36,7 @@ COMMANDS = (
     "llmq-generate",
     "tokenize-data",
     "llmq-bench",
+    "llmq-estimate",
     "llmq-merge",
     "llmq-plot",
     "llmq-export-wandb",

@@ -378,7 +378,8 @@ def _plan(one: Wanted, batch_size: int, backend: Backend, gpu_bytes: int, shardi
     options = Options.parse({**one.flat, "batch_size": batch_size})
     sizes = {"batch_size": batch_size, "seq_len": one.flat["seq_len"]}
     logit_bytes = padded_vocab(one.config) * DTYPES[one.precision.model].itemsize
-    limits = memory.resolve(options.memory, **sizes, logit_bytes=logit_bytes, gpu_bytes=gpu_bytes)
+    sized = {**sizes, "logit_bytes": logit_bytes, "gpu_bytes": gpu_bytes}
+    limits = memory.resolve(options.memory, own_master=one.precision.has_own_master, **sized)
     spec = Spec(one.config, one.precision, limits, Hyperparameters(), **sizes, sharding=sharding)
     return make_plan(spec, backend.scratch_bytes)
 

@@ -47,6 +47,11 @@ def merge() -> None:
     _start("merge")
 
 
+def estimate() -> None:
+    """llmq-estimate."""
+    _start("estimate")
+
+
 def plot() -> None:
     """llmq-plot."""
     _start("plot")

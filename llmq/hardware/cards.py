@@ -21,10 +21,49 @@ from functools import cache
 
 from llmq.disk import GIB, MIB
 
-TERA = 1e12
+TERA, GIGA = 1e12, 1e9
 # What the driver keeps of the memory that NVML counts, and a CUDA context with its libraries.
 CONTEXT_BYTES = 1280 * MIB
 
+# Of the memory of a card, from the data sheets above; not of all cards.
+GIGABYTES_PER_S = {
+    "A100 40GB": 1555,
+    "A100 80GB": 2039,
+    "A30": 933,
+    "A10": 600,
+    "A40": 696,
+    "H100 SXM": 3350,
+    "H100 PCIe": 2000,
+    "H100 NVL": 3900,
+    "H200": 4800,
+    "H200 NVL": 4800,
+    "H800": 3350,
+    "H20": 4000,
+    "B200": 8000,
+    "GB200": 8000,
+    "B300": 8000,
+    "GB300": 8000,
+    "GB10": 273,
+    "L4": 300,
+    "L40": 864,
+    "L40S": 864,
+    "RTX 6000 Ada": 960,
+    "RTX A6000": 768,
+    "RTX PRO 6000": 1792,
+    "RTX 3060": 360,
+    "RTX 3070": 448,
+    "RTX 3080": 760,
+    "RTX 3090": 936,
+    "RTX 3090 Ti": 1008,
+    "RTX 4060 Ti 16GB": 288,
+    "RTX 4070": 504,
+    "RTX 4080": 717,
+    "RTX 4080 SUPER": 736,
+    "RTX 4090": 1008,
+    "RTX 5070 Ti": 896,
+    "RTX 5080": 960,
+    "RTX 5090": 1792,
+}
 HOPPER = "NVIDIA H100 Tensor Core GPU Architecture whitepaper"
 AMPERE = "NVIDIA Ampere GA102 GPU Architecture whitepaper"
 ADA = "NVIDIA Ada GPU Architecture whitepaper, appendix A"
@@ -51,6 +90,17 @@ class Card:
         """FLOP/s by dtype; no `e4m3` where the card has none."""
         rates = {"bf16": self.bf16, "fp32": self.fp32, "e4m3": self.e4m3}
         return {dtype: TERA * rate for dtype, rate in rates.items() if rate}
+
+    @property
+    def memory_rate(self) -> float | None:
+        """Bytes/s of its memory; None where that is not in the table."""
+        rate = GIGABYTES_PER_S.get(self.name)
+        return rate and GIGA * rate
+
+    @property
+    def link_rate(self) -> float:
+        """Bytes/s that copies to or from a host reach over 16 lanes of the PCI Express of its generation."""
+        return GIGA * (55 if self.capability >= (9, 0) else 25)
 
     @property
     def total_bytes(self) -> int:

@@ -76,21 +76,22 @@ def update(
     _update_scales(ops, cells, agreed, cells["apply"])
     scalars = (cells["grad_scale"], cells["apply"], cells["learning_rate"], cells["step"])
     walks = moments.walk(ops), weights.written(ops), grads.sums(ops)
-    for (row, state, first_element), weight, grad in zip(*walks, strict=True):
-        ops.adamw(
-            *state,
-            weight,
-            *state,
-            grad,
-            *scalars,
-            beta_1=hyper.beta_1,
-            beta_2=hyper.beta_2,
-            epsilon=hyper.epsilon,
-            weight_decay=hyper.weight_decay if row.decay else 0.0,
-            seed=seed,
-            stream=stream(row),
-            first=first_element,
-        )
+    for (row, pieces), weight, grad in zip(*walks, strict=True):
+        for piece in pieces:
+            ops.adamw(
+                *piece.state,
+                piece.of(weight),
+                *piece.state,
+                piece.grad or piece.of(grad),
+                *scalars,
+                beta_1=hyper.beta_1,
+                beta_2=hyper.beta_2,
+                epsilon=hyper.epsilon,
+                weight_decay=hyper.weight_decay if row.decay else 0.0,
+                seed=seed,
+                stream=stream(row),
+                first=piece.first,
+            )
 
 
 def calibrate(ops: Any, cells: Mapping[str, Ref], ranks: Any, always: Ref) -> None:
@@ -106,7 +107,8 @@ def _update_scales(ops: Any, cells: Mapping[str, Ref], agreed: Mapping[str, Ref]
 
 def publish(ops: Any, weights: Any, moments: Any) -> None:
     """All copies of the weights <- masters, as after loading; a frozen weight's from its value."""
-    for (_, (master, _, _), _), weight in zip(moments.walk(ops, masters_only=True), weights.written(ops), strict=True):
-        ops.cast(weight, master)
+    for (_, pieces), weight in zip(moments.walk(ops, masters_only=True), weights.written(ops), strict=True):
+        for piece in pieces:
+            ops.cast(piece.of(weight), piece.state.master)
     for weight in weights.frozen():
         ops.cast(weight, weight)

@@ -96,6 +96,23 @@ class MemoryOptions(Section):
     recompute_qkv: bool = option(False, "Recompute the q, k and v projections in the backward pass.")
     recompute_att: bool = option(False, "Recompute the whole attention in the backward pass.")
     recompute_block: bool = option(False, "Recompute the whole block in the backward pass; keeps only its input.")
+    offload_residual: bool = option(
+        False, "Keep the residual stream between blocks in host memory from the forward to the backward pass."
+    )
+    offload_master: bool = option(False, "Keep the master weights in host memory.")
+    offload_opt_m: bool = option(False, "Keep Adam's first moment in host memory.")
+    offload_opt_v: bool = option(False, "Keep Adam's second moment in host memory.")
+    offload_optimizer: bool = option(
+        False, "Keep both moments in host memory, and the master weights where they are not the weights themselves."
+    )
+    offload_gradients: bool = option(False, "Keep the gradients of a step in host memory.")
+    offload_quants: bool = option(
+        False, "Keep the e4m3 copies of weights in host memory, over all steps; they come a layer ahead of their use."
+    )
+    stream_weights: bool = option(
+        False,
+        "Keep the weights of the blocks in host memory, and all master weights; layers come one ahead of their use.",
+    )
     lmhead_chunks: Int = option(
         0, "Compute the logits in N chunks to save memory; 0 chooses by size.", ge=0, le=LARGEST_STEP
     )

@@ -64,6 +64,18 @@ def refuse_if_too_large(
     )
 
 
+def refuse_if_host_is_small(plan: Plan, free_bytes: int) -> None:
+    """MemoryLimitError if what the plan keeps on the host needs more than the `free_bytes` of its memory."""
+    missing = plan.host_bytes - max(free_bytes, 0)
+    if plan.host_bytes and missing > 0:
+        largest = max(plan.table("host").items(), key=lambda one: one[1])
+        raise MemoryLimitError(
+            f"the run keeps {shown(plan.host_bytes)} in host memory, {shown(max(free_bytes, 0))} are free there, "
+            f"{shown(missing)} are missing: leave out --offload flags ({largest[0]} takes most: {shown(largest[1])}), "
+            "or use narrower moments"
+        )
+
+
 def _with_less_workspace(
     plan: Plan, scratch_bytes: Scratch | None, relaxed_scratch: Scratch | None
 ) -> Iterator[tuple[str, Plan]]:

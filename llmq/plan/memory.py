@@ -8,7 +8,11 @@ from typing import TYPE_CHECKING, Final
 from llmq.errors import UsageError
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+
     from llmq.options.maths import MemoryOptions
+    from llmq.plan.precision import Precision
+    from llmq.row import Row
 
 AUTO: Final = "auto"  # --attn-bwd-chunks
 # flag -> the roles it drops, as sublayers tag them on their slots
@@ -25,13 +29,21 @@ ROLES: dict[str, frozenset[str]] = {
 LOGITS_BYTES = 2**30
 MUCH_SMALLER = 4  # than the limit: products of few tokens are slow, and there are as many more of them
 LOGITS_SHARE = 48  # of the GPU's memory, as a divisor
+PIECE_BYTES = 2**26  # of states on the host: takes 1.2 ms at 55 GB/s, a hundred times a copy's latency
+RESIDUAL = "residual"  # the role of the streams that enter sublayers, for --offload-residual
+# flag -> the space that lives on the host
+STATES = {"offload_master": "master", "offload_opt_m": "m", "offload_opt_v": "v"}
+HOSTED = {**STATES, "offload_gradients": "grad", "offload_quants": "quant", "stream_weights": "weight"}
+ALONE_ONLY = ("grad", "quant", "weight")  # what many ranks do not keep on the host
 
 
 @dataclass(frozen=True)
 class Memory:
     """Resolved: recompute flags that are on, chunks of the head and of the attention backward.
 
-    `drop` and `offload` name further slots that backward makes anew, or fetches from the host.
+    `drop` and `offload` name further slots that backward makes anew, or fetches from the host; `offload` may name
+    their roles, whose slots are made anew where they are dropped. `host` names the spaces of tensors that live on the
+    host, of which about `piece_bytes` at a time are fetched.
     """
 
     flags: tuple[str, ...] = ()
@@ -39,6 +51,18 @@ class Memory:
     attention_chunks: int = 1
     drop: tuple[str, ...] = ()
     offload: tuple[str, ...] = ()
+    host: tuple[str, ...] = ()
+    piece_bytes: int = PIECE_BYTES
+
+    def hosts_weight(self, precision: Precision) -> Callable[[Row], bool] | None:
+        """Which weights live on the host, if any: those of the layers, or of them what e4m3 matmuls read."""
+
+        def is_streamed(row: Row) -> bool:
+            is_quant = row.site is not None and len(row.shape) == 2 and precision.dtype(row.site) == "e4m3"
+            is_alike = row.layer is not None and row.trainable and not row.stacked
+            return is_alike and ("weight" in self.host or is_quant)
+
+        return is_streamed if not {"weight", "quant"}.isdisjoint(self.host) else None
 
     @property
     def roles(self) -> frozenset[str]:
@@ -51,14 +75,33 @@ def chooses_attention_chunks(options: MemoryOptions) -> bool:
     return options.attn_bwd_chunks == AUTO
 
 
-def resolve(options: MemoryOptions, *, batch_size: int, seq_len: int, logit_bytes: int, gpu_bytes: int = 0) -> Memory:
+def resolve(
+    options: MemoryOptions,
+    *,
+    batch_size: int,
+    seq_len: int,
+    logit_bytes: int,
+    gpu_bytes: int = 0,
+    own_master: bool = True,
+) -> Memory:
     """Checks the chunk counts against the batch; UsageError where they do not divide it.
 
     Automatic chunks of the attention backward are 1 here: `advice.with_fitting_chunks` raises them to fit the device.
-    `logit_bytes` is what the logits of one token take, `gpu_bytes` the memory of the GPU, if there is one.
+    `logit_bytes` is what the logits of one token take, `gpu_bytes` the memory of the GPU, if there is one. A master
+    that is not its `own` is the weight that forward reads.
     """
     flags = tuple(flag for flag in ROLES if getattr(options, flag))
     tokens, problems = batch_size * seq_len, []
+    hosted = {flag for flag in HOSTED if getattr(options, flag)}
+    hosted |= set(STATES) if options.offload_optimizer else set()
+    hosted |= {"offload_master"} if options.stream_weights else set()
+    if not own_master and not options.stream_weights:
+        if options.offload_master:
+            raise UsageError(
+                "--offload-master frees no memory in this run, whose weights are their own masters: leave it out, or "
+                "use --master-dtype fp32"
+            )
+        hosted.discard("offload_master")
     head = options.lmhead_chunks or fewest_chunks(tokens, logit_bytes, gpu_bytes)
     if tokens % head:
         problems.append(
@@ -69,7 +112,9 @@ def resolve(options: MemoryOptions, *, batch_size: int, seq_len: int, logit_byte
         problems.append(f"--attn-bwd-chunks {attention} does not divide --batch-size {batch_size}")
     if problems:
         raise UsageError("; ".join(problems) + ": use a divisor")
-    return Memory(flags, head, attention)
+    offload = (RESIDUAL,) if options.offload_residual else ()
+    host = tuple(space for flag, space in HOSTED.items() if flag in hosted)
+    return Memory(flags, head, attention, offload=offload, host=host)
 
 
 def fewest_chunks(tokens: int, logit_bytes: int, gpu_bytes: int = 0) -> int:

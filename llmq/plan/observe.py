@@ -13,6 +13,7 @@ from collections.abc import Callable, Mapping, Sequence
 from llmq.ops.record import Call, Result
 from llmq.ops.seam import record
 from llmq.plan.names import scale_cell
+from llmq.plan.passes.transfers import moved
 from llmq.tensor import Form, Ref
 
 FIELDS, STRIDE = 6, 8  # numbers of a cell, and from one cell to the next
@@ -43,7 +44,10 @@ def observed(
 
     weights = [(ref, form) for ref, form in forms.values() if ref.space == "weight"]
     weights = [(ref, form) for ref, form in weights if math.prod(values[ref.name].shape)]  # a share may have no rows
-    found = [measured(values[ref.name], piece(ref), form, "forward") for ref, form in weights]
+    found = []
+    for ref, form in weights:
+        value, fetched = _on_device(values[ref.name])
+        found += [*fetched, measured(value, piece(ref), form, "forward")]
     for call in calls:
         found.append(call)
         made = [r.ref for r in call.outputs if r is not None and r.ref.space == "activation" and not r.ref.again]
@@ -54,6 +58,14 @@ def observed(
 def errors_cell(count: int) -> Ref:
     """Where the numbers of so many copies are."""
     return Ref("quantization_error", "cell", (count * STRIDE,), "fp32")
+
+
+def _on_device(value: Ref) -> tuple[Ref, list[Call]]:
+    """The value of a weight where ops can read it, and the calls that bring it there."""
+    if value.home == "device":
+        return value, []
+    slot = Ref(f"observed/{value.name}", "activation", value.shape, value.dtype, value.layer)
+    return slot, [moved("copy_to_device", slot, value)]
 
 
 def _is_held(ref: Ref, values: Mapping[str, Ref]) -> bool:

@@ -167,6 +167,11 @@ class Plan:
         """Bytes that the run allocates on the device."""
         return sum(self.table().values())
 
+    @property
+    def host_bytes(self) -> int:
+        """Bytes that the run allocates in host memory."""
+        return sum(self.table("host").values())
+
 
 def make_plan(
     spec: Spec, scratch_bytes: Scratch | None = None, *, stores: Stores | None = None, sites: Sites = site_of
@@ -176,7 +181,7 @@ def make_plan(
     `stores` hold the tensors, those of the spec's ranks by default; `sites` compute linear maps. UsageError if a
     recompute flag frees no byte.
     """
-    recordings = Recordings(spec, stores or stores_of(spec.sharding), sites)
+    recordings = Recordings(spec, stores or stores_of(spec), sites)
     firsts = (False,) if recordings.weights.first is recordings.weights else (False, True)
     recorded = {(f, last): prune(recordings.train(first=f, last=last)) for f in firsts for last in (False, True)}
     # One decision for all: they differ only in how weights come, and what is done with gradients in the end.

@@ -59,6 +59,11 @@ class Precision:
         """Dtype of statistics, losses and optimizer scalars."""
         return "fp64" if self.model == "fp64" else "fp32"
 
+    @property
+    def has_own_master(self) -> bool:
+        """Whether forward can do without the masters on the device: they are not the weights that it reads."""
+        return self.master != self.model or self.matmul == "e4m3"
+
     def identity(self) -> dict[str, Any]:
         """Every dtype by its option, and the sites that are not fp8."""
         return {**{flag: getattr(self, name) for name, flag in FLAGS.items()}, "sites outside fp8": list(self.wide)}

@@ -7,19 +7,25 @@ from dataclasses import dataclass, replace
 from functools import cached_property, partial
 from typing import Any
 
+from llmq.errors import UsageError
 from llmq.model import optimizer
 from llmq.model.decoder import Model
+from llmq.model.parameters import HEAD
 from llmq.ops.record import Call, Recorder
 from llmq.plan.build import Sites, build_model, rows_of
+from llmq.plan.memory import ALONE_ONLY, HOSTED
 from llmq.plan.spec import Spec
 from llmq.row import Row
 from llmq.stores.activations import Frame, Frames
 from llmq.stores.grads import ReplicatedGrads
-from llmq.stores.moments import ReplicatedMoments, ShardedMoments
+from llmq.stores.hosted_grads import HostedGrads
+from llmq.stores.hosted_moments import HostedMoments
+from llmq.stores.hosted_weights import HostedWeights
+from llmq.stores.moments import ReplicatedMoments, ShardedMoments, State
 from llmq.stores.ranks import Alone, ManyRanks
 from llmq.stores.reduced_grads import ReducedGrads, ShardedGrads
 from llmq.stores.sharded_weights import GatheredWeights, ShardedWeights
-from llmq.stores.sharding import Sharding, Shards
+from llmq.stores.sharding import Shards
 from llmq.stores.weights import ReplicatedWeights
 from llmq.tensor import Ref, num_norm_tiles
 
@@ -33,10 +39,19 @@ class Stores:
     moments: Callable[..., Any] = ReplicatedMoments
 
 
-def stores_of(sharding: Sharding) -> Stores:
-    """What holds a run's tensors on one of its ranks."""
+def stores_of(spec: Spec) -> Stores:
+    """What holds a run's tensors on one of its ranks. UsageError for what many ranks cannot keep on the host."""
+    sharding, memory, p = spec.sharding, spec.memory, spec.precision
     if sharding.size == 1:
-        return Stores()
+        hosted = memory.hosts_weight(p)
+        host_master = p.master if "master" in memory.host else None
+        return Stores(
+            partial(HostedWeights, hosted=hosted, host_master=host_master) if hosted else ReplicatedWeights,
+            partial(HostedGrads, piece_bytes=memory.piece_bytes) if "grad" in memory.host else ReplicatedGrads,
+        )
+    if alone := [flag for flag, space in HOSTED.items() if space in memory.host and space in ALONE_ONLY]:
+        flags = ", ".join(f"--{flag.replace('_', '-')}" for flag in alone)
+        raise UsageError(f"{flags} is for a run of one GPU, and this one has {sharding.size}: use --zero-level 3")
     weights = ShardedWeights if sharding.weights else GatheredWeights if sharding.states else None
     grads = ShardedGrads if sharding.gradients else ReducedGrads
     return Stores(
@@ -46,6 +61,22 @@ def stores_of(sharding: Sharding) -> Stores:
     )
 
 
+def _at_home(moments: Any, grads: Mapping[str, Ref], spec: Spec) -> Any:
+    """The store of states, with those on the host that belong there, and gradients that live there."""
+    memory, p = spec.memory, spec.precision
+    given = {name: ref for name, ref in grads.items() if ref.home == "host"}
+
+    def is_cut(row: Row) -> bool:
+        """Whether copies of the weight can be made piece by piece: a scale that is measured covers more."""
+        site = HEAD if row.layer is None else row.site
+        return p.scaling == "delayed" or site is None or p.dtype(site) != "e4m3"
+
+    spaces = [space for space in memory.host if space in State._fields]
+    if not spaces and not given:
+        return moments
+    return HostedMoments(moments, spaces, grads=given, piece_bytes=memory.piece_bytes, is_cut=is_cut)
+
+
 class Recordings:
     """Records the programs of a spec, on `stores`, with linear maps computed by `sites`."""
 
@@ -53,9 +84,10 @@ class Recordings:
         self.spec, self._sites, p = spec, sites, spec.precision
         self.model = build_model(spec, sites)
         self.rows: tuple[Row, ...] = rows_of(spec, self.model)
-        self.weights = stores.weights(self.rows, p.model, p.master)
-        self.moments = stores.moments(self.rows, p.master, p.m, p.v)
+        # A master on the host is not the weight that forward reads.
+        self.weights = stores.weights(self.rows, p.model, None if "master" in spec.memory.host else p.master)
         self.grads = {last: stores.grads(self.rows, p.grad, last=last) for last in (False, True)}
+        self.moments = _at_home(stores.moments(self.rows, p.master, p.m, p.v), self.grads[True].refs, spec)
         world = spec.sharding
         self.ranks: Any = Alone()
         if world.size > 1:
@@ -86,7 +118,7 @@ class Recordings:
     def values(self) -> dict[str, Ref]:
         """Where the value of each weight is: its master, of which this rank may have a `piece`, or itself where it is
         frozen. One held in a form has none."""
-        masters = {one.row.name: one.state[0] for one in self.moments.walk(Recorder(), masters_only=True)}
+        masters = {one.name: one for state in self.moments.refs.values() for one in state.master.entries}
         return {ref.name: ref for ref in (*self.weights.frozen(), *masters.values())}
 
     def piece(self, weight: Ref) -> Ref:

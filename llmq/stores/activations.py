@@ -48,18 +48,18 @@ class Frames:
     ) -> None:
         self._dtypes = {"act": act, "stat": stat, "int32": "int32"}
         self._shared, self._micro_step = shared, micro_step
-        res = Slot("res", (b, t, hidden))
+        res = Slot("res", (b, t, hidden), ("residual",))
         self.a, self.d = (self._direction(model, prefix, res, b, t) for prefix in ("", "d."))
 
     def _direction(self, model: Any, prefix: str, res: Slot, b: int, t: int) -> Frame:
         """All frames of activations (no prefix) or of their gradients, by layer number, `embed` and `head`."""
         count = len(model.blocks)
-        stream = [self._ref(prefix, layer, "attention.res", res, ()) for layer in range(count)]
+        stream = [self._ref(prefix, layer, "attention.res", res, res.roles) for layer in range(count)]
         stream.append(self._ref(prefix, None, "head.res", res, ()))
         embed = self._refs(prefix, None, "embed", model.embed.slots(b, t))
         frames: dict[Any, Any] = {"embed": self._frame({**embed, "out": stream[0]})}
         for layer, block in enumerate(model.blocks):
-            middle = self._ref(prefix, layer, "mlp.res", res, ("block",))
+            middle = self._ref(prefix, layer, "mlp.res", res, ("block", *res.roles))
             joints = {"attention": (stream[layer], middle), "mlp": (middle, stream[layer + 1])}
             sublayers = {}
             for name, (before, after) in joints.items():

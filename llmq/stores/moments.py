@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 from llmq.row import Row
@@ -18,12 +18,28 @@ class State(NamedTuple):
     v: Ref
 
 
+class StatePiece(NamedTuple):
+    """One call of the optimizer; `first` is the place of the state's first element in the whole row.
+
+    `rows` (start, count) are those that it has of what this rank has of the row; None: all. `grad` is the gradient
+    where it was fetched with the state.
+    """
+
+    state: State
+    first: int = 0
+    rows: tuple[int, int] | None = None
+    grad: Ref | None = None
+
+    def of(self, ref: Ref) -> Ref:
+        """The same piece of the row's weight or gradient."""
+        return ref if self.rows is None else ref.chunk(*self.rows)
+
+
 class Update(NamedTuple):
-    """One call of the optimizer; `first` is the place of the state's first element in the whole row."""
+    """A row, or an entry of a stack, with the pieces of its state, which are asked for one after the other."""
 
     row: Row
-    state: tuple[Ref, Ref, Ref]
-    first: int = 0
+    pieces: Iterable[StatePiece]
 
 
 class ReplicatedMoments:
@@ -43,11 +59,13 @@ class ReplicatedMoments:
         }
 
     def walk(self, ops: Any, *, masters_only: bool = False) -> Iterator[Update]:
-        """Yields each row, and entry of a stack, with its state, which is written back when the next one is asked for;
-        a resident store has nothing to move. `masters_only` when m and v are not read."""
+        """Yields each row, and entry of a stack, with its state as one piece; a resident store has nothing to move.
+        `masters_only` when m and v are not read."""
         for row in self.rows:
             states = zip(*(ref.entries for ref in self.refs[row.name]), strict=True)
-            yield from (Update(one, state) for one, state in zip(row.entries, states, strict=True))
+            yield from (
+                Update(one, (StatePiece(State(*state)),)) for one, state in zip(row.entries, states, strict=True)
+            )
 
 
 class ShardedMoments(ReplicatedMoments):
@@ -63,4 +81,4 @@ class ShardedMoments(ReplicatedMoments):
     def walk(self, ops: Any, *, masters_only: bool = False) -> Iterator[Update]:
         """Yields each row with this rank's share of its state."""
         for row in self.rows:
-            yield Update(row, self.refs[row.name], self._shards.first(row))
+            yield Update(row, (StatePiece(self.refs[row.name], self._shards.first(row)),))

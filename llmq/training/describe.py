@@ -61,12 +61,14 @@ def describe(
     hint += (", or fewer --recompute flags," if plan.spec.memory.flags else "") + " would use them"
     if (chunks := plan.spec.memory.attention_chunks) > 1 and job.options["attn_bwd_chunks"] == memory.AUTO:
         log.say(f"Attention's backward runs in {chunks} chunks of the batch, so that it needs less memory")
-    log.allocator({**table, "Free": left, "Reserved": max(total - free, 0) / MIB, "Other": other}, hint=hint)
+    host = {name: size / MIB for name, size in plan.table("host").items()}
+    log.allocator({**table, "Free": left, "Reserved": max(total - free, 0) / MIB, "Other": other}, host, hint=hint)
     if job.plans_only:  # else these go to the log, too, which is not open yet
         for text in (*job.notices, *log.warnings, *job.warnings):
             log.say(text)
         log.say(f"On {job.device.kind}: {shown(plan.total_bytes)} of {shown(free)} that are free")
-        log.say(f"In host memory: {shown(job.checkpoint_copy_bytes)} for a copy of what a checkpoint holds")
+        hosted = f"{shown(plan.host_bytes)} of the run, and " if plan.host_bytes else ""
+        log.say(f"In host memory: {hosted}{shown(job.checkpoint_copy_bytes)} for a copy of what a checkpoint holds")
         log.say("On disk: " + ", ".join(f"{what} {shown(size)}" for what, (_, size) in needs.items()))
 
 

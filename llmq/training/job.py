@@ -43,7 +43,7 @@ from llmq.options.commands import continue_command
 from llmq.options.parse import Options, told_options
 from llmq.options.run import RunOptions
 from llmq.plan import adapters, memory, precision, sharding
-from llmq.plan.advice import refuse_if_too_large, with_fitting_chunks
+from llmq.plan.advice import refuse_if_host_is_small, refuse_if_too_large, with_fitting_chunks
 from llmq.plan.plan import Plan, make_plan
 from llmq.plan.precision import Precision
 from llmq.plan.spec import Spec
@@ -372,7 +372,8 @@ def _make_spec(
     b, t = data.batch_size, data.seq_len
     logit_bytes = padded_vocab(config) * DTYPES[dtypes.model].itemsize
     gpu_bytes = device.memory_bytes(where)[0] if where.kind == "cuda" else 0
-    limits = memory.resolve(options.memory, batch_size=b, seq_len=t, logit_bytes=logit_bytes, gpu_bytes=gpu_bytes)
+    sizes = {"batch_size": b, "seq_len": t, "logit_bytes": logit_bytes, "gpu_bytes": gpu_bytes}
+    limits = memory.resolve(options.memory, own_master=dtypes.has_own_master, **sizes)
     hyper = optimizer.resolve(options.optimizer)
     packing = Packing(*data.limits) if data.limits else None
     low_rank, frozen = adapters.resolve(options.adapters, config), adapters.frozen(options.adapters, config)
@@ -421,13 +422,17 @@ def _check_best(checkpoints: Checkpoints, data: Data, *, evaluates: bool) -> Non
 
 
 def _check_memory(job: Job, settings: Mapping[str, Any], log: RunLog) -> None:
-    """MemoryLimitError if the plan does not fit on the device; a dry run for many says first what every level takes."""
+    """MemoryLimitError if the plan does not fit on the device, or in the memory of this host; a dry run for many says
+    first what every level takes."""
     strict = job.device.kind == "cuda" and settings["deterministic"]
     relaxed = open_backend("planned", deterministic=False).scratch_bytes if strict else None
     free = device.memory_bytes(job.device)[1]
     for line in level_lines(job, free) if job.plans_only else ():
         log.say(line)
     refuse_if_too_large(job.plan, free, job.backend.scratch_bytes, relaxed)
+    if not job.device.planned:  # whose host may have other memory than this one
+        on_device = job.plan.total_bytes if job.device.kind == "cpu" else 0
+        refuse_if_host_is_small(job.plan, device.memory_bytes()[1] - on_device)
 
 
 def _check_disk(job: Job, done: int) -> dict[str, tuple[Path, int]]:

@@ -2,8 +2,8 @@
 
 The file has one JSON object per line, with a `type`:
 
-    header      first record: schema, started, version, and the sections options, system, model, dataset, allocator,
-                and matmuls where timing chose their dtypes
+    header      first record: schema, started, version, and the sections options, system, model, dataset, allocator
+                and host_memory (MiB by name), and matmuls where timing chose their dtypes
     train       one optimizer step: the fields of TrainRecord, and tps
     eval        one evaluation: the fields of EvalRecord, and tps
     samples     completions of --sample-prompts after `step` updates: a list of the prompt, messages or tokens of each,
@@ -61,7 +61,7 @@ if TYPE_CHECKING:
 SCHEMA = 1
 OPENING = b'{"type": "header'
 DETAILS, USUAL, SUMMARY = 1, 0, -1  # the least --verbosity that shows a line
-SECTIONS = ("options", "system", "model", "dataset", "matmuls", "allocator")
+SECTIONS = ("options", "system", "model", "dataset", "matmuls", "allocator", "host_memory")
 MUCH_FREE = 0.25  # of the memory listed: beyond this the allocator table hints at what would use it
 
 
@@ -167,13 +167,26 @@ class RunLog:
         """[Matmuls]: what timing chose for each site."""
         self._section("matmuls", "Matmuls", lines)
 
-    def allocator(self, mib: Mapping[str, float], *, hint: str = "a larger --batch-size would use them") -> None:
-        """[Allocator State]: MiB by name. `hint` is shown when `Free` is more than a quarter of everything listed."""
-        self._sections["allocator"] = dict(mib)
+    def allocator(
+        self,
+        mib: Mapping[str, float],
+        host: Mapping[str, float] | None = None,
+        *,
+        hint: str = "a larger --batch-size would use them",
+    ) -> None:
+        """[Allocator State]: MiB by name on the device, and in host memory where the run has anything there.
+
+        `hint` is shown when `Free` is more than a quarter of everything listed for the device.
+        """
+        hosted = {name: amount for name, amount in (host or {}).items() if amount}
+        self._sections |= {"allocator": dict(mib), "host_memory": hosted}
         self._head("Allocator State")
         width = max(map(len, mib), default=0)
+        if hosted:
+            self.say(f"  {'':<{width}} {'device':>12}     {'host':>12}")
         for name, amount in mib.items():
-            self.say(f"  {name:<{width}} {amount:>12,.1f} MiB")
+            line = f"  {name:<{width}} {amount:>12,.1f} MiB"
+            self.say(line + (f" {hosted.get(name, 0):>12,.1f} MiB" if hosted else ""))
         total, free = sum(mib.values()), mib.get("Free", 0.0)
         if total > 0 and free > MUCH_FREE * total:
             self.say(f"  Hint: {free:,.0f} MiB ({100 * free / total:.0f}%) are free: {hint}.")

@@ -1,11 +1,10 @@
 """Lanes and homes on the GPU: copies on a stream of their own, from and to pinned memory, give the same bits."""
 
 import pytest
-from rooms import HostMoments, StreamedWeights, adapted, streams
+from rooms import adapted, streams
 from tiny_engines import BF16, FP8, FP8_HEAD, FP32, bits, engine_of, plan_of, tiny, train_steps
 
 from llmq.plan.memory import Memory
-from llmq.plan.recordings import Stores
 
 pytestmark = pytest.mark.gpu
 PRECISIONS = {
@@ -17,9 +16,13 @@ PRECISIONS = {
 CONFIG = tiny(hidden_size=256, head_dim=64, intermediate_size=384, num_layers=6, vocab_size=1000)
 SLOTS = (*streams(CONFIG), "0/2.mlp.gate_up", "0/3.mlp.x", "0/1.attention.att")
 KINDS = {
-    "streamed weights": ({"stores": Stores(weights=StreamedWeights)}, Memory()),
-    "streamed weights, recompute": ({"stores": Stores(weights=StreamedWeights)}, Memory(("recompute_block",))),
-    "host moments": ({"stores": Stores(moments=HostMoments)}, Memory()),
+    "streamed weights": ({}, Memory(host=("master", "weight"))),
+    "host quants": ({}, Memory(host=("quant",))),
+    "host gradients": ({}, Memory(host=("grad",))),
+    "all": ({}, Memory(("recompute_block",), offload=("residual",), host=("master", "m", "v", "grad", "weight"))),
+    "host moments": ({}, Memory(host=("m", "v"))),
+    "host states in pieces": ({}, Memory(host=("master", "m", "v"), piece_bytes=1)),
+    "host residuals, states": ({}, Memory(("recompute_block",), offload=("residual",), host=("master", "m", "v"))),
     "host slots": ({}, Memory(offload=SLOTS)),
     "host streams, recompute": ({}, Memory(("recompute_block",), offload=streams(CONFIG))),
 }

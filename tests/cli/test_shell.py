@@ -11,7 +11,7 @@ import click
 import numpy as np
 import pytest
 
-from llmq.cli import bench, export_wandb, generate, launch, plot, shell, start, tokenize_data, train
+from llmq.cli import bench, estimate, export_wandb, generate, launch, plot, shell, start, tokenize_data, train
 from llmq.data.tokens.token_file import TokenWriter
 
 ROOT = Path(__file__).parents[2]
@@ -20,6 +20,7 @@ COMMANDS = {
     "launch": launch.command,
     "generate": generate.command,
     "bench": bench.command,
+    "estimate": estimate.command,
     "plot": plot.command,
     "tokenize_data": tokenize_data.command,
     "export_wandb": export_wandb.command,

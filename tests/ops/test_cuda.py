@@ -400,6 +400,30 @@ def test_every_form_is_a_function_of_the_rounded_value(op, name, dtype, rows, qu
     check_forms(op, name, dtype, replace(SIZES["odd"], b=1, t=rows, c=896, hq=6, f=328), quantized)
 
 
+@pytest.mark.gpu(emulated="304")
+@pytest.mark.parametrize("rows", [304, 300])
+@pytest.mark.parametrize("op", ["adamw", "cast"])
+def test_pieces_of_whole_tiles_are_written_into_the_copies_of_the_whole(op, rows):
+    """As when states are fetched from the host piece by piece: rows of the row-major copy, columns of the other."""
+    case = make(op, replace(SIZES["odd"], b=1, t=rows, vp=rows, c=88))
+    name, copies = "weight" if op == "adamw" else "out", [Form("e4m3", layout, "delayed") for layout in ("row", "col")]
+    inputs, device = inputs_of(case, "bf16"), Device()
+    expected, pieces = ({key: output(shape, "bf16") for key, shape in case.outputs.items()} for _ in range(2))
+    for outputs in (expected, pieces):
+        outputs[name] = output(case.outputs[name], "bf16", (None, *copies), scale=0.25, amax=0.0)
+    OPS[op](*expected.values(), *inputs.values(), **case.numbers)
+    width = case.outputs[name][-1]
+    for start in range(0, rows, 128):
+        piece = start, min(128, rows - start)
+        cut = [o.chunk(*piece) for o in map(device.output, pieces.values())]
+        read = [t if t is None or t.shape == (1,) else t.chunk(*piece) for t in map(device.tensor, inputs.values())]
+        cuda.OPS[op](*cut, *read, **case.numbers, **({"first": start * width} if op == "adamw" else {}))
+    for key, o in expected.items():
+        for target, other in zip(o.tensors, pieces[key].tensors, strict=True):
+            assert same_bytes(device.host(other.array), target.array), f"{key} in {target.form}"
+        assert all(device.host(cell) == o.amax[dtype] for dtype, cell in pieces[key].amax.items())
+
+
 @gpu
 @pytest.mark.parametrize("rows", [131, 304])
 @pytest.mark.parametrize("hd", [64, 128])

@@ -99,6 +99,7 @@ class Address:
     def __init__(self, shape: tuple[int, ...], dtype: np.dtype, ptr: int) -> None:
         self.shape, self.dtype, self.size = shape, np.dtype(dtype), int(np.prod(shape))
         self.nbytes = self.size * self.dtype.itemsize
+        self.strides = tuple(self.dtype.itemsize * int(np.prod(shape[axis + 1 :])) for axis in range(len(shape)))
         self.data = SimpleNamespace(ptr=ptr, memset_async=lambda value, size: None)
 
 

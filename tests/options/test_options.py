@@ -21,6 +21,8 @@ UNSET = """
 OFF = """
     from_scratch init_proj_to_zero streaming fp8_fallback recompute_swiglu recompute_norm recompute_ffn
     recompute_qkv recompute_att recompute_block overwrite export_anyway dry_run
+    offload_residual offload_master offload_opt_m offload_opt_v offload_optimizer offload_gradients
+    offload_quants stream_weights
     shard_gradients shard_weights all_to_all_reduce rslora
 """
 DEFAULTS = {

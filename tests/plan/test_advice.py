@@ -14,7 +14,7 @@ from llmq.model.presets import preset
 from llmq.ops.record import Call
 from llmq.options.maths import MemoryOptions
 from llmq.plan import advice
-from llmq.plan.advice import refuse_if_too_large, with_fitting_chunks
+from llmq.plan.advice import refuse_if_host_is_small, refuse_if_too_large, with_fitting_chunks
 from llmq.plan.few_layers import least_bytes
 from llmq.plan.levels import at_level
 from llmq.plan.memory import Memory, resolve
@@ -39,6 +39,14 @@ def test_a_plan_that_fits_is_let_through():
     refuse_if_too_large(plan, plan.total_bytes)
     with pytest.raises(MemoryLimitError, match="missing"):
         refuse_if_too_large(plan, plan.total_bytes - 1)
+
+
+def test_what_the_host_has_no_room_for_is_refused():
+    plan = plan_of(BF16, Memory(host=("m", "v")), tiny())
+    refuse_if_host_is_small(plan, plan.host_bytes)
+    refuse_if_host_is_small(plan_of(BF16, config=tiny()), -1)
+    with pytest.raises(MemoryLimitError, match=r"are missing: leave out --offload flags \(Adam V takes most"):
+        refuse_if_host_is_small(plan, plan.host_bytes - 1)
 
 
 def test_advice_counts_the_scratch_of_the_smaller_run():

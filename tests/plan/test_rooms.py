@@ -1,4 +1,4 @@
-"""The seams carry what comes next: adapters, a quantized base, experts, streamed weights, states and slots on the host.
+"""The seams carry what comes next: adapters, a quantized base, experts, fetched gradients, slots on the host.
 
 Each is a class of tests/rooms.py, of which llmq knows nothing. It is bit-equal to the run without it, or checked
 against the maths.
@@ -10,7 +10,7 @@ from functools import partial
 
 import numpy as np
 import pytest
-from rooms import TENSORWISE, TILEWISE, FetchedGrads, HostMoments, StreamedWeights, adapted, experts, streams
+from rooms import TENSORWISE, TILEWISE, FetchedGrads, adapted, experts, streams
 from tiny_engines import (
     BF16,
     FP8,
@@ -283,33 +283,6 @@ def test_the_optimizer_reads_gradients_as_their_store_yields_them(precision):
 
 
 @ALL
-@pytest.mark.parametrize("flags", [(), ("recompute_block",)], ids=["kept", "recompute"])
-def test_streamed_weights_are_bit_equal(precision, flags):
-    memory = Memory(flags)
-    plan = plan_of(precision, memory, stores=Stores(weights=StreamedWeights))
-    assert {ref.home for ref in plan.weights.values() if ref.layer is not None} == {"host"}
-    assert result_of(plan) == result_of(plan_of(precision, memory))
-
-
-def test_two_layers_of_streamed_weights_are_on_the_device():
-    """Their slots are all that the arena has more than that of resident weights, however many layers there are."""
-    memory, streamed = Memory(("recompute_block",)), Stores(weights=StreamedWeights)
-    extra = []
-    for depth in (4, 8, 16):
-        one, other = (plan_of(BF16, memory, tiny(num_layers=depth), stores=s) for s in (streamed, Stores()))
-        extra.append(one.programs["middle"].live_bytes["device"] - other.programs["middle"].live_bytes["device"])
-    layer = sum(aligned(stored_bytes(ref)) for ref in one.weights.values() if ref.layer == 0)
-    assert extra[0] == extra[1] == extra[2] <= 2 * layer
-
-
-@ALL
-def test_moments_on_the_host_are_bit_equal(precision):
-    plan = plan_of(precision, stores=Stores(moments=HostMoments))
-    assert plan.table()["Adam M"] == plan.table()["Adam V"] == 0 < plan.table("host")["Adam M"]
-    assert result_of(plan) == result_of(plan_of(precision))
-
-
-@ALL
 def test_slots_that_wait_on_the_host_are_bit_equal(precision):
     names = (*streams(tiny()), "0/0.mlp.gate_up", "0/1.mlp.x", "0/1.mlp.act", "0/0.attention.att")
     plan, plain = plan_of(precision, Memory(offload=names)), plan_of(precision)
@@ -374,10 +347,11 @@ def test_every_order_that_lanes_and_waits_allow_gives_the_same_bits(seed, monkey
     offload = tuple(draw.sample(sorted(set(names)), 3))
     roles = draw.choice([(), ("recompute_block",), ("recompute_ffn",)])
     memory = Memory(() if any("attention.res" not in n for n in offload) and roles else roles, offload=offload)
-    stores = draw.choice([Stores(), Stores(weights=StreamedWeights), Stores(moments=HostMoments)])
     expected = result_of(plan_of(precision, replace(memory, offload=())))
+    hosted = draw.choice([(), ("m", "v"), ("weight", "master"), ("grad",), ("master", "m", "v", "grad", "weight")])
+    memory = replace(memory, host=hosted, piece_bytes=1)
     monkeypatch.setattr(planning, "lanes", on_random_lanes(seed))
-    plan = plan_of(precision, memory, stores=stores)
+    plan = plan_of(precision, memory)
     for program in plan.programs.values():
         assert_no_overlap(program)
     for attempt in range(3):

@@ -192,6 +192,17 @@ def test_sections_on_the_console_are_plain_and_in_order(tmp_path: Path) -> None:
     assert header["allocator"] == {"Weights": 100.0, "Free": 300.0}
 
 
+def test_what_lives_on_the_host_has_a_column(tmp_path: Path) -> None:
+    console = io.StringIO()
+    with RunLog(options(tmp_path / "log.jsonl"), console) as log:
+        log.allocator({"Adam M": 0.0, "Free": 300.0}, {"Adam M": 50.0, "Weights": 0.0})
+        log.begin()
+    lines = console.getvalue().splitlines()
+    assert "  Adam M          0.0 MiB         50.0 MiB" in lines and lines[1].split() == ["device", "host"]
+    header = json.loads((tmp_path / "log.jsonl").read_text().splitlines()[0])
+    assert header["host_memory"] == {"Adam M": 50.0} and header["allocator"]["Adam M"] == 0
+
+
 def test_no_hint_when_little_is_free(tmp_path: Path) -> None:
     console = io.StringIO()
     RunLog(options(tmp_path / "log.jsonl"), console).allocator({"Weights": 300.0, "Free": 100.0})

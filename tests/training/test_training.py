@@ -128,6 +128,19 @@ def test_a_continued_run_has_the_bits_of_one_that_was_never_stopped(given, preci
     assert exported[0] == exported[1]
 
 
+def test_a_run_with_states_on_the_host_is_stopped_and_continued_as_one_without(given):
+    """Checkpoints do not know where states live: either run continues the other's."""
+    given |= {**FP8, "steps": 4, "ckpt_keep_n": 0}
+    flags = {"recompute_block": True, "offload_residual": True, "offload_optimizer": True, "stream_weights": True}
+    whole = llmq.train(**{**given, "name": "whole"})
+    llmq.train(**given, **flags, ckpt_interval=1)
+    for more, start in ((flags, 1), ({}, 2)):
+        again = llmq.train(**{**given, **more, "continue": start, "overwrite": True})
+        assert weights_of(again.checkpoint_path) == weights_of(whole.checkpoint_path)
+    hosted = read_log(whole.log_path).header["host_memory"], read_log(again.log_path).header["host_memory"]
+    assert hosted[0] == {} and set(hosted[1]) == {"Activations", "Weights", "Master", "Adam M", "Adam V"}
+
+
 @pytest.mark.gpu
 @pytest.mark.parametrize("precision", [{"model_dtype": "bf16"}, FP8], ids=["bf16", "e4m3"])
 def test_a_run_on_the_gpu_has_the_same_bits_wherever_it_is_stopped(given, tmp_path, precision):

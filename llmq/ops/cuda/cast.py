@@ -18,6 +18,7 @@ from llmq.ops.cuda.launch import (
     access,
     address,
     forms,
+    height,
     launch,
     plain,
     pointer,
@@ -47,7 +48,9 @@ def cast(out: Output, /, x: Tensor) -> None:
     rows, columns, number = matrix(x.shape, int(wanted["FORMS"]), type_of(x), type_of(out))
     constants = {"X": type_of(x), "T": type_of(out), "C": columns, "N": number, **wanted}
     blocks = tiles(rows, columns, int(wanted["FORMS"]), number, TRANSPOSED)
-    launch("cast", "cast", blocks, TILE_THREADS, (*outputs, pointer(x), np.int64(rows)), constants)
+    launch(
+        "cast", "cast", blocks, TILE_THREADS, (*outputs, pointer(x), np.int64(rows), np.int64(height(out))), constants
+    )
 
 
 def _transpose(out: Tensor, x: Tensor) -> None:

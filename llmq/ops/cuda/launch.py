@@ -122,6 +122,12 @@ def forms(output: Output) -> tuple[dict[str, int | str], tuple[int, ...]]:
     return {"FORMS": wanted, "E4M3": int(formats != {"e5m2"})}, (*pointers, scale, amax[0] if amax else 0)
 
 
+def height(output: Output) -> int:
+    """Rows of the whole whose transposed copy an output writes, all or some columns of; 0 without one."""
+    turned = [tensor.array for tensor in output.tensors if tensor.form is not None and tensor.form.layout == "col"]
+    return turned[0].strides[0] // turned[0].dtype.itemsize if turned else 0
+
+
 def _bit(form: Form | None, output: Output) -> int:
     if form is None:
         return VALUE

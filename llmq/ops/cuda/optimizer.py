@@ -16,6 +16,7 @@ from llmq.ops.cuda.launch import (
     access,
     adds,
     forms,
+    height,
     launch,
     multiprocessors,
     plain,
@@ -131,7 +132,7 @@ def adamw(
         "adamw",
         blocks,
         TILE_THREADS,
-        (*written, *read, *numbers, *key, np.int64(count), np.int64(first)),
+        (*written, *read, *numbers, *key, np.int64(count), np.int64(first), np.int64(height(weight))),
         constants,
     )
 

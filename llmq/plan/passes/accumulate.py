@@ -13,7 +13,8 @@ from llmq.plan.names import scale_cell, storage_name
 def accumulate(calls: Sequence[Call], *, first: bool) -> list[Call]:
     """The first write of a gradient or a sum in a step overwrites, the others add; all do after the `first` program.
 
-    Gradients that live on as their sums over ranks (`Ref.again`) are replaced by these.
+    Gradients that live on as their sums over ranks (`Ref.again`) are replaced by these. What is fetched from the host
+    to be added to is not fetched where nothing was written to it.
     """
     written: set[tuple[str, tuple[int, int] | None]] = set()  # storages, and the pieces of them
 
@@ -25,7 +26,20 @@ def accumulate(calls: Sequence[Call], *, first: bool) -> list[Call]:
         written.add(place)
         return replace(result, accumulate=adds)
 
-    return [_with(call, marked) for call in calls]
+    made: list[Call] = []
+    sent: set[str] = set()  # gradients on the host that this program has written
+    for call in calls:
+        (result, *_), op = call.outputs, record(call.op)
+        if result is None or not op.copies or op.gathers:
+            made.append(_with(call, marked))
+        elif result.ref.is_sum:
+            (source,) = call.inputs
+            if source is not None and (not first or storage_name(source) in sent):
+                made.append(_with(call, marked))
+        else:
+            sent.add(storage_name(result.ref))
+            made.append(call)
+    return made
 
 
 def collect(calls: Sequence[Call]) -> list[Call]:

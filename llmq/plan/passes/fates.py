@@ -33,7 +33,8 @@ class Fates:
 def decide(calls: Sequence[Call], roles: Iterable[str], drop: Iterable[str] = (), offload: Iterable[str] = ()) -> Fates:
     """Fates of all layer intermediates when `roles`, and the slots named in `drop`, are recomputed.
 
-    `calls` is a recording of forward and backward; slots named in `offload` go to the host.
+    `calls` is a recording of forward and backward; slots named in `offload`, and those with a role that it names which
+    are not dropped, go to the host.
     """
     active, named, hosted = frozenset(roles), frozenset(drop), frozenset(offload)
     producers: dict[str, list[tuple[Call, str]]] = defaultdict(list)  # every call that writes a slot, or adds to it
@@ -52,6 +53,9 @@ def decide(calls: Sequence[Call], roles: Iterable[str], drop: Iterable[str] = ()
 
     def is_dropped(name: str) -> bool:
         return name not in hosted and (name in named or not active.isdisjoint(slots[name].roles))
+
+    def is_hosted(name: str) -> bool:
+        return name in hosted or not hosted.isdisjoint(slots[name].roles)
 
     while pending:
         item = pending.pop()
@@ -73,7 +77,7 @@ def decide(calls: Sequence[Call], roles: Iterable[str], drop: Iterable[str] = ()
             dropped[name].add(form)
             copies.add(name)
     there = {(name, form) for name, form in needed if form not in dropped.get(name, ())}
-    offloaded = frozenset((name, form) for name, form in there if name in hosted)
+    offloaded = frozenset((name, form) for name, form in there if is_hosted(name))
     forms = {name: frozenset(found) for name, found in dropped.items()}
     return Fates(frozenset(there) - offloaded, offloaded, forms, frozenset(copies))
 

@@ -1,0 +1,58 @@
+"""`llmq-estimate`: what a run would take of a card that need not be here, without data and without weights."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Sequence
+from typing import Any
+
+import click
+
+from llmq.cli import shell
+from llmq.cli.train import click_option
+from llmq.options.parse import Options, descriptions
+
+SECTIONS = ("precision", "memory", "sharding", "optimizer")
+SINGLE = ("model", "gpu", "gpus", "batch_size", "grad_accumulation", "seq_len", "deterministic")
+
+
+def _options() -> list[click.Parameter]:
+    """Those of llmq-train that a plan depends on."""
+    found: list[click.Parameter] = []
+    for d in descriptions().values():
+        if d.section in SECTIONS or d.key in SINGLE:
+            option = click_option(d, d.key, hidden=False)
+            option.metavar, option.help = d.metavar, f"As in llmq-train: {d.help}"
+            option.required = d.key in ("model", "gpu")
+            found.append(option)
+    return [*found, shell.version_option()]
+
+
+def _estimate(**given: Any) -> None:
+    from llmq.training.estimate import estimate
+
+    told = {key: value for key, value in given.items() if value is not None}
+    options = Options.parse({**told, "train_file": "none", "from_scratch": True, "dry_run": True})
+    for line in estimate(options):
+        click.echo(line)
+
+
+command = click.Command(
+    "llmq-estimate",
+    params=_options(),
+    callback=_estimate,
+    context_settings=shell.SETTINGS,
+    help="Plan a run on a card that need not be here, without data: bytes by segment, the largest slots at the moment "
+    "that needs most, host memory, disk, and a modelled bound of the step time. Nothing but the model's config.json is "
+    "downloaded. The exit code is 4 where the run does not fit.",
+    epilog="Example: llmq-estimate --model Qwen/Qwen2.5-7B --gpu 'RTX 4090' --batch-size 1 --recompute-block",
+)
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    """The console script."""
+    sys.exit(shell.run(command, arguments))
+
+
+if __name__ == "__main__":
+    main()

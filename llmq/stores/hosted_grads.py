@@ -1,0 +1,74 @@
+"""Gradients that live on the host: a part's come to the device when it adds to them, and leave when it has."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import replace
+from itertools import chain
+from typing import Any
+
+from llmq.row import Row
+from llmq.stores.bundles import Bundle, part_bundle, part_tree
+from llmq.stores.grads import ReplicatedGrads
+from llmq.stores.sharding import part_of
+from llmq.tensor import Ref, chunks_of_tiles
+
+
+class HostedGrads(ReplicatedGrads):
+    """Gradients on the host. What a part adds to is a slot, which was fetched a part ahead, unless nothing has been
+    written to it in this step (llmq/plan/passes/accumulate.py).
+
+    The optimizer fetches them with its states: `sums` are those of the host. For the norm they come in pieces of
+    `piece_bytes`, of whole tiles of 128 rows.
+    """
+
+    def __init__(self, rows: Sequence[Row], dtype: str, *, last: bool = False, piece_bytes: int) -> None:
+        super().__init__(rows, dtype, last=last)
+        self.refs = {name: replace(ref, home="host") for name, ref in self.refs.items()}
+        self._piece_bytes = piece_bytes
+        self._rows = tuple(rows)
+
+    def walk(self, ops: Any, parts: Iterable[str | int]) -> Iterator[Bundle]:
+        """Yields slots for each part's gradients, and sends them to the host when the next one's are asked for."""
+        parts = tuple(parts)
+        coming = (self._fetch(ops, part) for part in parts)
+        ahead = next(coming)
+        for part in parts:
+            here, ahead = ahead, next(coming, {})
+            yield part_bundle(part_tree({row.name: here.get(row.name) for row in self._rows}), part)
+            for name, slot in here.items():
+                ops.copy_to_host(self.refs[name], slot)
+
+    def shares(self, ops: Any) -> Iterator[Ref]:
+        """Yields what this rank adds to the norm of the whole gradient, and fetches a piece ahead."""
+        pieces = chain.from_iterable(self._pieces(ref) for ref in super().shares(ops))
+        coming = (_fetched(ops, ref) for ref in pieces)
+        ahead = next(coming, None)
+        while ahead is not None:
+            here, ahead = ahead, next(coming, None)
+            yield here
+
+    def _pieces(self, ref: Ref) -> Iterator[Ref]:
+        chunks = chunks_of_tiles(ref, self._piece_bytes)
+        yield from (ref.chunk(*rows) for rows in chunks) if len(chunks) > 1 else (ref,)
+
+    def _fetch(self, ops: Any, part: str | int) -> dict[str, Ref]:
+        """Slots by row name for what a part adds to; a tied head adds to the embedding."""
+        names = [row.name for row in self._rows if row.name in self.refs and part_of(row) == part]
+        if part == "head" and not any(row.name == "head.weight" for row in self._rows):
+            names += [name for name in self.refs if name == "embed.weight"]
+        slots = {}
+        for name in names:
+            ref = self.refs[name]
+            about: dict[str, Any] = {"space": "activation", "home": "device", "is_sum": True, "cell": name}
+            slots[name] = replace(ref, name=f"gradient/{part}/{name}", **about)
+            ops.copy_to_device(slots[name], ref)
+        return slots
+
+
+def _fetched(ops: Any, ref: Ref) -> Ref:
+    """A slot with a gradient, or a piece of one."""
+    start = f"/{ref.span[0]}" if ref.span else ""
+    slot = Ref(f"gradient/{ref.name}{start}", "activation", ref.shape, ref.dtype, ref.layer)
+    ops.copy_to_device(slot, ref)
+    return slot

@@ -1,0 +1,95 @@
+"""Optimizer states that live on the host: a piece of them is fetched while the one before it is updated."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Collection, Iterator, Mapping
+from dataclasses import replace
+from itertools import groupby
+from typing import Any
+
+from llmq.row import Row
+from llmq.stores.moments import State, StatePiece, Update
+from llmq.tensor import DTYPES, NORM_ROWS, Ref
+
+
+class HostedMoments:
+    """The states of another store, of which the `spaces` (master, m, v) live on the host, and with them `grads`: the
+    gradients that live there, by row name.
+
+    What is fetched of a row at a time is at most `piece_bytes`, in whole tiles of 128 rows and one at least; a row that
+    `is_cut` refuses, a vector and an entry of a stack come whole. About three pieces are on the device at once: one
+    that is updated, one on its way here and one on its way back.
+    """
+
+    def __init__(
+        self,
+        moments: Any,
+        spaces: Collection[str],
+        *,
+        grads: Mapping[str, Ref],
+        piece_bytes: int,
+        is_cut: Callable[[Row], bool],
+    ) -> None:
+        self._moments, self._piece_bytes, self._is_cut = moments, piece_bytes, is_cut
+        self._spaces = frozenset(spaces)
+        self._grads = {one.name: one for ref in grads.values() for one in ref.entries}
+        self.refs = {name: State(*map(self._at_home, state)) for name, state in moments.refs.items()}
+
+    def walk(self, ops: Any, *, masters_only: bool = False) -> Iterator[Update]:
+        """Yields each row with the pieces of its state; a piece is written back when the next one is asked for.
+        `masters_only`: neither moments nor gradients are fetched, and nothing is written back."""
+        moving = self._spaces & {"master"} if masters_only else self._spaces
+        if masters_only and not moving:
+            yield from self._moments.walk(ops, masters_only=True)
+            return
+        fetched = self._fetched(ops, moving, is_update=not masters_only)
+        for row, pieces in groupby(fetched, key=lambda one: one[0]):
+            yield Update(row, (piece for _, piece in pieces))
+
+    def _fetched(self, ops: Any, moving: Collection[str], *, is_update: bool) -> Iterator[tuple[Row, StatePiece]]:
+        """Every piece of every row in order, on the device; the next one is fetched before this one is used."""
+        pieces = [(update.row, piece) for update in self._moments.walk(ops) for piece in self._cut(update)]
+        coming = (self._fetch(ops, row, piece, moving, with_grad=is_update) for row, piece in pieces)
+        ahead = next(coming, None)
+        for row, held in pieces:
+            here, ahead = ahead, next(coming, None)
+            assert here is not None
+            yield row, here
+            for ref, slot in zip(held.state, here.state, strict=True):
+                if is_update and ref.space in moving:
+                    ops.copy_to_host(self._at_home(ref), slot)
+
+    def _cut(self, update: Update) -> Iterator[StatePiece]:
+        """A row's state in pieces, as it is held."""
+        grad = self._grads.get(update.row.name)
+        for whole in update.pieces:
+            master = whole.state.master
+            count, width = math.prod(master.shape[:-1]), master.shape[-1]
+            fetched = [*(ref for ref in whole.state if ref.space in self._spaces), *([grad] if grad else [])]
+            row_bytes = width * sum(DTYPES[ref.dtype].itemsize for ref in fetched)
+            size = NORM_ROWS * max(1, self._piece_bytes // (NORM_ROWS * row_bytes))
+            if len(master.shape) == 1 or count <= size or master.stack is not None or not self._is_cut(update.row):
+                yield whole._replace(grad=grad)
+                continue
+            for start in range(0, count, size):
+                rows = start, min(size, count - start)
+                state = State(*(ref.chunk(*rows) for ref in whole.state))
+                yield StatePiece(state, whole.first + start * width, rows, grad and grad.chunk(*rows))
+
+    def _fetch(self, ops: Any, row: Row, piece: StatePiece, moving: Collection[str], *, with_grad: bool) -> StatePiece:
+        """The piece with slots in place of what lives on the host in the spaces `moving`, and of its gradient."""
+        place = f"{row.name}/{piece.rows[0]}" if piece.rows else row.name
+        state = (_slot(ops, self._at_home(ref), place) if ref.space in moving else ref for ref in piece.state)
+        grad = _slot(ops, piece.grad, place) if piece.grad is not None and with_grad else None
+        return piece._replace(state=State(*state), grad=grad)
+
+    def _at_home(self, ref: Ref) -> Ref:
+        return replace(ref, home="host") if ref.space in self._spaces else ref
+
+
+def _slot(ops: Any, ref: Ref, place: str) -> Ref:
+    """A slot with what a Ref of the host stands for."""
+    slot = Ref(f"{ref.space}/{place}", "activation", ref.shape, ref.dtype, ref.layer)
+    ops.copy_to_device(slot, ref)
+    return slot

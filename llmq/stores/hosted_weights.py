@@ -1,0 +1,69 @@
+"""Weights that live on the host, and come to the device a part of the model ahead of their use."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import replace
+from typing import Any
+
+from llmq.row import Row
+from llmq.stores.bundles import Bundle, part_bundle, part_tree
+from llmq.stores.weights import ReplicatedWeights
+from llmq.tensor import Ref
+
+
+class HostedWeights(ReplicatedWeights):
+    """Weights of which the rows that are `hosted` live on the host, in the forms that are read of them.
+
+    Each walk brings them into slots, so that those of two parts are on the device. `host_master` is the dtype of
+    masters on the host (None: they are on the device): a weight of that dtype is its own master there.
+    """
+
+    def __init__(
+        self,
+        rows: Sequence[Row],
+        dtype: str,
+        master_dtype: str | None,
+        *,
+        hosted: Callable[[Row], bool],
+        host_master: str | None,
+    ) -> None:
+        self._host_master = host_master
+        super().__init__([replace(row, home="host") if hosted(row) else row for row in rows], dtype, master_dtype)
+
+    def walk(self, ops: Any, parts: Iterable[str | int], phase: str) -> Iterator[tuple[str | int, Bundle]]:
+        """Yields (part, bundle) in the order given. The next part is fetched before this one is used."""
+        parts = tuple(parts)
+        coming = (self._fetch(ops, part, phase) for part in parts)
+        ahead = next(coming)
+        for part in parts:
+            here, ahead = ahead, next(coming, {})
+            slots = {**self._slots(ops, part, phase), **here}
+            yield part, part_bundle(part_tree({**self.refs, **slots}), part)
+
+    def written(self, ops: Any) -> Iterator[Ref]:
+        """Yields what the copies of each trained row are written to; those of the host are sent there when the next
+        row's is asked for."""
+        for ref in super().written(ops):
+            if ref.home == "device":
+                yield ref
+                continue
+            yield (slot := _slot(ref, "update"))
+            ops.copy_to_host(ref, slot)
+
+    def _ref(self, row: Row, dtype: str, master_dtype: str | None) -> Ref:
+        ref = super()._ref(row, dtype, master_dtype)
+        return replace(ref, value_in="master") if row.home == "host" and dtype == self._host_master else ref
+
+    def _fetch(self, ops: Any, part: str | int, phase: str) -> dict[str, Ref]:
+        """Slots by row name with what lives on the host of a part."""
+        slots = {}
+        for row in self.rows:
+            if row.layer == part and row.home == "host":
+                slots[row.name] = _slot(self.refs[row.name], phase)
+                ops.copy_to_device(slots[row.name], self.refs[row.name])
+        return slots
+
+
+def _slot(ref: Ref, phase: str) -> Ref:
+    return Ref(f"{phase}/{ref.name}", "activation", ref.shape, ref.dtype, ref.layer, cell=ref.name)

@@ -1,0 +1,123 @@
+"""What a run would take on a card: the plan that training runs, by segment and by slot, and a predicted step time."""
+
+from __future__ import annotations
+
+import re
+from collections import defaultdict
+from collections.abc import Iterator, Mapping
+
+from llmq.backends import open_backend
+from llmq.disk import MIB, shown
+from llmq.engine.predict import Rates, step_seconds
+from llmq.errors import UsageError
+from llmq.files.source import find_source
+from llmq.files.tensor_files import Piece
+from llmq.files.writers import checkpoint_bytes
+from llmq.hardware import device
+from llmq.hardware.cards import Card
+from llmq.model import optimizer
+from llmq.model.parameters import num_parameters, padded_vocab, rows_of_file
+from llmq.options.parse import Options
+from llmq.plan import memory, precision, sharding
+from llmq.plan.advice import refuse_if_too_large, with_fitting_chunks
+from llmq.plan.passes.place import Program
+from llmq.plan.plan import Plan, make_plan
+from llmq.plan.spec import Spec
+from llmq.tensor import DTYPES
+
+MOST_SLOTS = 12  # that are listed, the largest
+
+
+def estimate(options: Options) -> Iterator[str]:
+    """Lines of an estimate. MemoryLimitError, after the table, with what would make the plan fit where it does not."""
+    where, flat = device.pick_device(options.system), options.to_flat()
+    card = where.planned
+    assert card is not None
+    gpus = device.asked_gpus(options.system)
+    if gpus < 1:
+        raise UsageError("--gpus 0 counts the GPUs of this machine, and an estimate is for others: use 1 or more")
+    source = find_source(str(flat["model"]), from_scratch=True)
+    dtypes = precision.resolve(options.precision, source.config)
+    device.refuse_dtypes(where, dtypes.matmul, dtypes.head, scaling=dtypes.scaling)
+    sizes = {"batch_size": flat["batch_size"], "seq_len": flat["seq_len"]}
+    logit_bytes = padded_vocab(source.config) * DTYPES[dtypes.model].itemsize
+    about = {**sizes, "logit_bytes": logit_bytes, "gpu_bytes": card.total_bytes}
+    limits = memory.resolve(options.memory, own_master=dtypes.has_own_master, **about)
+    spec = Spec(
+        source.config,
+        dtypes,
+        limits,
+        optimizer.resolve(options.optimizer),
+        **sizes,
+        observe=precision.watching(options.precision).every > 0,
+        sharding=sharding.resolve(options.sharding, 0, gpus),
+    )
+    backend = open_backend("planned", **device.backend_settings(options.system, where))
+    plan = make_plan(spec, backend.scratch_bytes)
+    if memory.chooses_attention_chunks(options.memory):
+        plan = with_fitting_chunks(plan, card.free_bytes, backend.scratch_bytes)
+    yield from described(plan, card, flat["grad_accumulation"])
+    refuse_if_too_large(plan, card.free_bytes, backend.scratch_bytes)
+
+
+def described(plan: Plan, card: Card, micro_steps: int) -> Iterator[str]:
+    """The plan in lines."""
+    spec, gpus = plan.spec, plan.spec.sharding.size
+    rows = rows_of_file(plan.rows)
+    each = f", each of {gpus} GPUs" if gpus > 1 else ""
+    yield f"{num_parameters(rows):,} parameters, {spec.batch_size} x {spec.seq_len} tokens on {card.name}{each}"
+    device_table, host_table = plan.table(), plan.table("host")
+    yield f"{'':<14}{'device MiB':>14}{'host MiB':>14}"
+    for name, size in device_table.items():
+        yield f"  {name:<12}{size / MIB:>14,.1f}{host_table[name] / MIB:>14,.1f}"
+    yield f"  {'all':<12}{plan.total_bytes / MIB:>14,.1f}{plan.host_bytes / MIB:>14,.1f}"
+    yield f"  of {shown(card.free_bytes)} that an idle {card.name} has free"
+    program = max(plan.programs.values(), key=lambda one: one.live_bytes["device"])
+    index, alive = fullest(program)
+    yield (
+        f"Most activations are alive in {program.name} at call {index + 1} of {len(program.calls)}, "
+        f"{program.calls[index].op}: {shown(sum(size for _, size in alive.values()))}"
+    )
+    largest = sorted(alive.items(), key=lambda one: -one[1][1])
+    for name, (count, size) in largest[:MOST_SLOTS]:
+        yield f"  {name:<50}{count:>4} x{size / count / MIB:>12,.1f} MiB"
+    if rest := largest[MOST_SLOTS:]:
+        yield f"  {f'{len(rest)} others':<50}{'':>6}{sum(size for _, (_, size) in rest) / MIB:>12,.1f} MiB"
+    pieces = [Piece(name, one.whole, DTYPES[one.dtype]) for name, one in plan.saved().items()]
+    model = num_parameters(rows) * DTYPES["bf16"].itemsize
+    yield f"On disk: a checkpoint {shown(checkpoint_bytes(pieces))}, the model in bf16 {shown(model)}"
+    yield _predicted(plan, card, micro_steps)
+
+
+def _predicted(plan: Plan, card: Card, micro_steps: int) -> str:
+    """A line on the time of a step."""
+    spec = plan.spec
+    if card.memory_rate is None:
+        return f"No step time is predicted: the rate of the memory of {card.name} is not in llmq's table of cards"
+    seconds = step_seconds(plan, Rates(card.peaks, card.memory_rate, card.link_rate), micro_steps)
+    tokens = spec.batch_size * spec.seq_len * micro_steps * spec.sharding.size
+    return (
+        f"A step of {tokens:,} tokens takes at least {seconds:.3f} s, {tokens / seconds:,.0f} tokens/s: a model, with "
+        "every op at the peak rates of the card's papers"
+    )
+
+
+def fullest(program: Program) -> tuple[int, Mapping[str, tuple[int, int]]]:
+    """The call of a program at which most bytes of the device are alive, and what is: by slot, with `*` for a layer's
+    number, how many there are, and their bytes."""
+    living: set[str] = set()
+    now = most = best = 0
+    then: frozenset[str] = frozenset()
+    for index in range(len(program.calls)):
+        born = [name for name in program.births.get(index, ()) if program.places[name].home == "device"]
+        living |= {*born}
+        now += sum(program.places[name].size for name in born)
+        if now > most:
+            most, best, then = now, index, frozenset(living)
+        died = living & {*program.deaths.get(index, ())}
+        living -= died
+        now -= sum(program.places[name].size for name in died)
+    found: dict[str, list[int]] = defaultdict(list)
+    for name in then:
+        found[re.sub(r"\b\d+(?=[./])", "*", name.partition("/")[2] or name)].append(program.places[name].size)
+    return best, {name: (len(sizes), sum(sizes)) for name, sizes in found.items()}
