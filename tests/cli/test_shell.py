@@ -11,7 +11,7 @@ import click
 import numpy as np
 import pytest
 
-from llmq.cli import bench, estimate, export_wandb, generate, launch, plot, shell, start, tokenize_data, train
+from llmq.cli import bench, estimate, export_wandb, generate, launch, merge, plot, shell, start, tokenize_data, train
 from llmq.data.tokens.token_file import TokenWriter
 
 ROOT = Path(__file__).parents[2]
@@ -21,6 +21,7 @@ COMMANDS = {
     "generate": generate.command,
     "bench": bench.command,
     "estimate": estimate.command,
+    "merge": merge.command,
     "plot": plot.command,
     "tokenize_data": tokenize_data.command,
     "export_wandb": export_wandb.command,
