@@ -12,7 +12,7 @@ from llmq.cli import shell
 from llmq.cli.train import click_option
 from llmq.options.parse import Options, descriptions
 
-SECTIONS = ("precision", "memory", "sharding", "optimizer")
+SECTIONS = ("precision", "memory", "sharding", "adapters", "optimizer")
 SINGLE = ("model", "gpu", "gpus", "batch_size", "grad_accumulation", "seq_len", "deterministic")
 
 

@@ -18,7 +18,7 @@ from llmq.hardware.cards import Card
 from llmq.model import optimizer
 from llmq.model.parameters import num_parameters, padded_vocab, rows_of_file
 from llmq.options.parse import Options
-from llmq.plan import memory, precision, sharding
+from llmq.plan import adapters, memory, precision, sharding
 from llmq.plan.advice import refuse_if_too_large, with_fitting_chunks
 from llmq.plan.passes.place import Program
 from llmq.plan.plan import Plan, make_plan
@@ -51,6 +51,8 @@ def estimate(options: Options) -> Iterator[str]:
         **sizes,
         observe=precision.watching(options.precision).every > 0,
         sharding=sharding.resolve(options.sharding, 0, gpus),
+        adapters=adapters.resolve(options.adapters, source.config),
+        frozen=adapters.frozen(options.adapters, source.config),
     )
     backend = open_backend("planned", **device.backend_settings(options.system, where))
     plan = make_plan(spec, backend.scratch_bytes)

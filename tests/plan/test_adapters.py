@@ -268,3 +268,11 @@ def test_parts_that_cannot_be_trained_alone_are_refused():
         left_out("biases,layers.0", tiny())
     with pytest.raises(UsageError, match=r"names a part of model\.layers\.0\.self_attn\.q_proj\.weight, .*as one"):
         left_out("q_proj", tiny())
+
+
+def test_a_quantized_base_is_not_kept_from_forward_to_backward():
+    """Its layers' values are cast again, so that recomputing a block frees memory here, too."""
+    lora = adapters(base="e4m3")
+    plain, block = (plan_of(BF16, Memory(flags), adapters=lora) for flags in ((), ("recompute_block",)))
+    assert not [name for plan in (plain, block) for name in plan.kept if name.endswith("weight")]
+    assert sum(block.kept.values()) < sum(plain.kept.values())

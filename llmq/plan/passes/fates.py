@@ -45,7 +45,8 @@ def decide(calls: Sequence[Call], roles: Iterable[str], drop: Iterable[str] = ()
         if call.phase == "forward" and not record(call.op).copies:
             for name, result in zip(record(call.op).outputs, call.outputs, strict=True):
                 ref = result.ref if result is not None else None
-                if ref is not None and ref.space == "activation" and ref.layer is not None:
+                # A weight that is cast for its layer is cast again by the backward walk, whatever is dropped.
+                if ref is not None and ref.space == "activation" and ref.layer is not None and ref.held is None:
                     producers[ref.name].append((call, name))
                     slots[ref.name] = ref
         elif call.phase == "backward":
