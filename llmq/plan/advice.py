@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from itertools import chain
 from typing import Any
@@ -12,6 +12,7 @@ from llmq.errors import MemoryLimitError, UsageError
 from llmq.plan.arena import aligned
 from llmq.plan.few_layers import least_bytes
 from llmq.plan.levels import LEVELS, at_level
+from llmq.plan.memory import RESIDUAL, Memory
 from llmq.plan.plan import Plan, Scratch, make_plan, scratch_storage
 from llmq.plan.spec import Spec
 from llmq.stores.sharding import Sharding
@@ -103,6 +104,11 @@ def _smaller_plans(plan: Plan, free_bytes: int, scratch_bytes: Scratch | None) -
     silent: list[tuple[str, dict[str, Any]]] = []
     if plan.spec.completions is not None:
         silent = [("leaving out --sample-prompts", {"completions": None})]
+    states = ("m", "v", *(("master",) if plan.spec.precision.has_own_master else ()))
+    everything = (
+        "--recompute-block --offload-residual --offload-optimizer --offload-gradients --stream-weights, which "
+        "needs host memory instead,"
+    )
     sharding = plan.spec.sharding
     levels = [(level, at_level(sharding, level)) for level in LEVELS if sharding.size > 1]
     shared: list[tuple[str, dict[str, Any]]] = [
@@ -115,6 +121,11 @@ def _smaller_plans(plan: Plan, free_bytes: int, scratch_bytes: Scratch | None) -
         ("--recompute-block", {"memory": block}),
         (narrow, {"precision": moments}),
         (f"--recompute-block {narrow}", {"precision": moments, "memory": block}),
+        (
+            "--recompute-block --offload-residual --offload-optimizer, which needs host memory instead,",
+            {"memory": _on_host(plan, block, states)},
+        ),
+        *([] if sharding.size > 1 else [(everything, {"memory": _on_host(plan, block, (*states, "grad", "weight"))})]),
         ("--batch-size 1 (with more --grad-accumulation)", {"memory": one, "batch_size": 1}),
         (
             f"--batch-size 1 --recompute-block {narrow}, default --master-dtype and --grad-accum-dtype",
@@ -127,6 +138,13 @@ def _smaller_plans(plan: Plan, free_bytes: int, scratch_bytes: Scratch | None) -
                 yield change, _changed(plan, scratch_bytes, **values)
         except UsageError:
             continue
+
+
+def _on_host(plan: Plan, memory: Memory, spaces: Sequence[str]) -> Memory:
+    """The same with residuals and these spaces on the host, beside what is there; streamed weights are own masters."""
+    masters = ("master",) if "weight" in spaces else ()
+    host = tuple(dict.fromkeys((*plan.spec.memory.host, *spaces, *masters)))
+    return replace(memory, offload=(RESIDUAL,), host=host)
 
 
 def _shares_more(sharding: Sharding, than: Sharding) -> bool:

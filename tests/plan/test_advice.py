@@ -41,6 +41,18 @@ def test_a_plan_that_fits_is_let_through():
         refuse_if_too_large(plan, plan.total_bytes - 1)
 
 
+def test_offloading_is_advised_where_recomputing_is_not_enough():
+    plan = plan_of(replace(BF16, m="bf16"), Memory(("recompute_block",)), tiny(num_layers=6))
+    hosted = Memory(("recompute_block",), offload=("residual",), host=("m", "v"))
+    fits = plan_of(replace(BF16, m="bf16"), hosted, tiny(num_layers=6)).total_bytes
+    with pytest.raises(MemoryLimitError, match="--offload-optimizer, which needs host memory instead, needs"):
+        refuse_if_too_large(plan, fits)
+    least = replace(hosted, host=("master", "m", "v", "grad", "weight"))
+    fits = plan_of(BF16, least, tiny(num_layers=6)).total_bytes
+    with pytest.raises(MemoryLimitError, match="--stream-weights, which needs host memory instead, needs"):
+        refuse_if_too_large(plan, fits)
+
+
 def test_what_the_host_has_no_room_for_is_refused():
     plan = plan_of(BF16, Memory(host=("m", "v")), tiny())
     refuse_if_host_is_small(plan, plan.host_bytes)
