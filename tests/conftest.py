@@ -1,4 +1,5 @@
-"""Which tests run: `slow` ones with --all, `judge` ones with --judges, `gpu` ones on a CUDA device."""
+"""Which tests run: `slow` ones with --all, `judge` ones with --judges, `sweep` ones with --sweeps, `gpu` ones on a
+CUDA device."""
 
 import ctypes
 import importlib.util
@@ -9,7 +10,7 @@ import signal
 import hypothesis
 import pytest
 
-CHOSEN_BY = {"slow": "--all", "judge": "--judges"}
+CHOSEN_BY = {"slow": "--all", "judge": "--judges", "sweep": "--sweeps"}
 TASTES = ("COLUMNS", "LINES", "FORCE_COLOR", "NO_COLOR", "TTY_COMPATIBLE", "TTY_INTERACTIVE", "HF_HUB_OFFLINE")
 TASTES += ("LLMQ_TINY_SHAKESPEARE", "WANDB_MODE", "WANDB_DIR", "MPLBACKEND", "GIT_DIR", "GIT_WORK_TREE")
 
@@ -20,6 +21,7 @@ def pytest_addoption(parser):
     parser.addoption("--emulate", action="store_true", help="run the kernels of all tests on the CPU, without a GPU")
     parser.addoption("--fault", metavar="NAME", help="plant a fault of tests/faults, which the tests should notice")
     parser.addoption("--judges", action="store_true", help="run the comparisons with PyTorch and transformers")
+    parser.addoption("--sweeps", action="store_true", help="run every case of what --all runs a sample of")
 
 
 def pytest_configure(config):

@@ -1,9 +1,9 @@
 #!/usr/bin/env bash
 # Format, lint, types and tests in an environment of their own (.test-venv); the last line is pytest's summary.
-#   tools/test.sh [--all] [--judges] [pytest arguments ...]
-# --all: the slow tests too. --judges: what others say of us, installed for it: PyTorch, transformers, PEFT, TRL (its
-# chat templates are read, nothing of it is run), NVIDIA's compiler (the oldest of its extra, which takes less), Open MPI,
-# Ray, the client of Kubernetes.
+#   tools/test.sh [--all] [--judges] [--sweeps] [pytest arguments ...]
+# --all: the slow tests too. --sweeps: every case of what these are a sample of. --judges: what others say of us, installed
+# for it: PyTorch, transformers, PEFT, TRL (its chat templates are read, nothing of it is run), NVIDIA's compiler (the oldest
+# of its extra, which takes less), Open MPI, Ray, the client of Kubernetes.
 set -u
 unset CDPATH PYTHONSAFEPATH PYTHONDONTWRITEBYTECODE
 cd "$(dirname "$0")/.." || exit

@@ -53,13 +53,13 @@ def test_what_rank_0_says_is_not_repeated(run):
     assert code == 3 and said.count("error: rank 0 cannot") == 1 and "ended with" not in said
 
 
-@pytest.mark.slow
+@pytest.mark.sweep
 def test_a_rank_that_is_killed(run):
     code, said = run(2, "kill", "1")
     assert code == LOST and "rank 1 was ended by SIGKILL" in said
 
 
-@pytest.mark.slow
+@pytest.mark.sweep
 def test_a_rank_that_stays_is_ended(run, monkeypatch):
     monkeypatch.setattr(group, "ENDINGS", ((0.2, signal.SIGTERM), (0.4, signal.SIGKILL)))
     start = time.monotonic()
@@ -74,7 +74,7 @@ def test_a_group_starts_again(run, tmp_path):
     assert "the sum over 2 ranks" in said
 
 
-@pytest.mark.slow
+@pytest.mark.sweep
 @pytest.mark.parametrize("code", [2, 3, 4, 5, 7])
 def test_what_another_start_would_not_mend_ends_the_run(run, code):
     found, said = run(2, "fail", "0", str(code), restarts=3)
@@ -107,7 +107,7 @@ def test_each_rank_hears_each_signal_once(tmp_path):
     assert f"rank 0 heard {heard}" in said and f"rank 1 heard {heard}" in log.read_text()
 
 
-@pytest.mark.slow
+@pytest.mark.sweep
 def test_ranks_end_with_their_launcher(tmp_path):
     """Also when it is killed."""
     script = (

@@ -81,7 +81,7 @@ def test_ranks_and_server_start_in_any_order(order):
     meet(order)
 
 
-@pytest.mark.slow
+@pytest.mark.sweep
 def test_a_thousand_random_orders_meet():
     for order in range(1000):
         meet(order)

@@ -82,7 +82,7 @@ def test_every_dtype_and_shape_arrives(dtype):
     assert run_ranks(2, work) == [([0, 4], [0, 1]), ([1, 5], [0, 1])]
 
 
-@pytest.mark.parametrize("size", [4_000_000, pytest.param(130_000_000, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("size", [4_000_000, pytest.param(130_000_000, marks=pytest.mark.sweep)])
 def test_arrays_larger_than_every_buffer_pass_each_other(size):
     """16 MB, or more than half a GB, in each direction at once."""
 

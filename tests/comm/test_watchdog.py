@@ -143,7 +143,7 @@ def test_a_stopped_rank_is_reported_by_all_others():
         assert status == 6 and "rank 1 ends" in error
 
 
-@pytest.mark.slow
+@pytest.mark.sweep
 def test_a_rank_that_stands_still_says_where():
     with Ranks("stuck", patience=3) as ranks:
         ranks.reach_the_third_step()
@@ -154,7 +154,7 @@ def test_a_rank_that_stands_still_says_where():
             assert "Python stacks of rank 1:" in error and "in work_of_the_stuck" in error
 
 
-@pytest.mark.slow
+@pytest.mark.sweep
 def test_a_rank_that_fails_ends_with_its_own_error_and_the_others_name_it():
     with Ranks("fails", patience=60) as ranks:
         ranks.reach_the_third_step()
@@ -164,13 +164,13 @@ def test_a_rank_that_fails_ends_with_its_own_error_and_the_others_name_it():
         assert status == 1 and "ValueError: a fault of its own" in error and "is lost" not in error
 
 
-@pytest.mark.slow
+@pytest.mark.sweep
 def test_ranks_that_fail_alike_all_end_with_their_own_error():
     with Ranks("all fail", patience=60, keeps=True) as ranks:
         assert [end[::2] for end in ranks.ends(0, 1, 2, within=20)] == [(1, "error: the loss is not finite\n")] * 3
 
 
-@pytest.mark.slow
+@pytest.mark.sweep
 def test_a_rank_that_leaves_too_early_is_named():
     """The world of the others breaks; no verdict comes, as a rank that left is no loss."""
     with Ranks("leaves", patience=60) as ranks:
@@ -178,7 +178,7 @@ def test_a_rank_that_leaves_too_early_is_named():
             assert status == 6 and "rank 1 has ended, and rank" in error
 
 
-@pytest.mark.slow
+@pytest.mark.sweep
 def test_the_rank_with_the_store_is_killed():
     with Ranks("", patience=60, keeps=True) as ranks:
         ranks.reach_the_third_step()
@@ -188,7 +188,7 @@ def test_the_rank_with_the_store_is_killed():
             assert status == 6 and "rank 0 is lost: it keeps the store; its connection has ended" in error
 
 
-@pytest.mark.slow
+@pytest.mark.sweep
 def test_the_rank_with_the_store_is_stopped():
     with Ranks("", patience=3, keeps=True) as ranks:
         ranks.reach_the_third_step()
@@ -198,7 +198,7 @@ def test_the_rank_with_the_store_is_stopped():
             assert status == 6 and "rank 0 is lost: it keeps the store; no answer for 2 s" in error
 
 
-@pytest.mark.slow
+@pytest.mark.sweep
 def test_the_rank_with_the_store_tells_all_others_before_it_ends():
     with Ranks("", patience=60, keeps=True, size=5) as ranks:
         ranks.reach_the_third_step()
@@ -207,7 +207,7 @@ def test_the_rank_with_the_store_tells_all_others_before_it_ends():
             assert status == 6 and "ends: [3]" in out and "rank 3 is lost: its process has ended" in error
 
 
-@pytest.mark.slow
+@pytest.mark.sweep
 def test_a_log_that_is_stuck_does_not_hold_a_rank_up():
     with Ranks("the log is stuck", patience=60) as ranks:
         ranks.reach_the_third_step()
@@ -215,7 +215,7 @@ def test_a_log_that_is_stuck_does_not_hold_a_rank_up():
         assert [status for status, _, _ in ranks.ends(0, 2, within=25)] == [6, 6]
 
 
-@pytest.mark.slow
+@pytest.mark.sweep
 @pytest.mark.parametrize("keeps", [False, True])
 def test_what_takes_long_is_waited_for(keeps):
     """Three times the patience; and a run that ends well says nothing."""
@@ -223,7 +223,7 @@ def test_what_takes_long_is_waited_for(keeps):
         assert ranks.ends(0, 1, 2, within=30) == [(0, "third step\n", "")] * 3
 
 
-@pytest.mark.slow
+@pytest.mark.sweep
 def test_all_ranks_stopped_and_continued_are_not_lost():
     """Ctrl-Z and fg, or a laptop that slept."""
     with Ranks("", patience=3, steps=400, keeps=True) as ranks:
@@ -270,7 +270,7 @@ def watched(size, beats, monkeypatch, *, patience):
         server.close(grace=0)
 
 
-@pytest.mark.slow
+@pytest.mark.sweep
 def test_reports_have_the_stacks_of_a_rank_that_stands_still(monkeypatch):
     beats = [Beat(5, "reduce layers.3", 9), Beat(5, "", 8)]
     with watched(2, beats, monkeypatch, patience=3.0) as (_, reports):
@@ -282,7 +282,7 @@ def test_reports_have_the_stacks_of_a_rank_that_stands_still(monkeypatch):
         assert "test_reports_have_the_stacks_of_a_rank_that_stands_still" in one.stacks
 
 
-@pytest.mark.slow
+@pytest.mark.sweep
 def test_long_work_and_normal_ends_are_no_loss(monkeypatch):
     beats = [Beat(5, "reduce layers.3", 9), Beat(5, "", 8)]
     with watched(2, beats, monkeypatch, patience=3.0) as (watches, reports):

@@ -50,7 +50,7 @@ RUNS = {
         replace(BF16, grad="fp32"), how=COMPRESSED, memory=Memory(flags=frozenset({"recompute_block"}))
     ),
 }
-SLOW = pytest.mark.slow
+SLOW, SWEEP = pytest.mark.slow, pytest.mark.sweep
 
 
 @pytest.mark.parametrize(
@@ -59,7 +59,7 @@ SLOW = pytest.mark.slow
         *((name, 2) for name in ("bf16", "fp8")),
         ("fp32-master", 3),
         ("adapters", 2),
-        *(pytest.param(name, size, marks=SLOW) for name in RUNS for size in (1, 2, 3, 4, 8)),
+        *(pytest.param(name, size, marks=SLOW if size == 2 else SWEEP) for name in RUNS for size in (1, 2, 3, 4, 8)),
     ],
 )
 def test_every_level_has_the_bits_of_the_others(name, size):

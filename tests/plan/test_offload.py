@@ -33,7 +33,7 @@ from llmq.tensor import Ref
 
 CONFIG = tiny(vocab_size=300, intermediate_size=176)  # matrices of several tiles of 128 rows, the last one short
 STATES = ("master", "m", "v")
-SLOW = pytest.mark.slow
+SLOW = pytest.mark.sweep
 USUAL = ("bf16", "fp8-e5m2-delayed")
 EVERY = pytest.mark.parametrize(
     "precision",

@@ -17,7 +17,7 @@ from llmq.errors import WorldError
 from llmq.files.manifest import found
 from llmq.report.read import read_log
 
-pytestmark = pytest.mark.slow
+pytestmark = pytest.mark.sweep
 ROOT = Path(__file__).parents[2]
 STEPS, EVERY = 160, 20
 WATCHDOG_S = 4

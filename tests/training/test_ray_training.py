@@ -11,7 +11,7 @@ from tiny_runs import launched_flags
 
 from llmq.report.read import read_log
 
-pytestmark = pytest.mark.judge
+pytestmark = [pytest.mark.judge, pytest.mark.sweep]
 ROOT = Path(__file__).parents[2]
 STEPS = 600
 
