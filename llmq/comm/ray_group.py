@@ -6,6 +6,7 @@ for signals and ends with its actor. Ray's own collectives are not used. What ra
 
 from __future__ import annotations
 
+import logging
 import os
 import signal
 import socket
@@ -40,7 +41,7 @@ def run_ray_group(group: Group, address: str | None, restarts: int, *, on_gpus: 
     try:
         if colon and port.isdigit():  # Ray would try for minutes
             socket.create_connection((host, int(port)), CONNECT_S).close()
-        ray.init(address, log_to_driver=False, logging_level="error")
+        ray.init(address, log_to_driver=False, logging_level=logging.ERROR)
     except OSError as error:
         raise UsageError(f"--ray-address {address}: no Ray cluster answers there: {error}") from error
     try:
