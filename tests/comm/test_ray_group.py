@@ -12,7 +12,7 @@ from llmq.comm.group import Group
 from llmq.comm.ray_group import run_ray_group
 from llmq.errors import UsageError, WorldError
 
-pytestmark = pytest.mark.judge
+pytestmark = [pytest.mark.judge, pytest.mark.sweep]
 HERE = Path(__file__).parent
 
 
