@@ -67,11 +67,13 @@ extern "C" __global__ void __launch_bounds__(TILE_THREADS, (FORMS & COL) ? 4 : 1
     sink.finish();
 }
 
-// Zero before and after every call. Calls run one after the other, as those that share scratch do.
-__device__ u32 largest_of_blocks, blocks_done;
+// Zero before and after every call, of which those on one stream run one after the other. STREAMS as in launch.py.
+constexpr int STREAMS = 64;
+__device__ u32 largest_of_blocks[STREAMS], blocks_done[STREAMS];
 
 // scale (1,) <- the largest magnitude of x (count,), from the last block to finish
-extern "C" __global__ void __launch_bounds__(TILE_THREADS) amax_scale(float* scale, const X* x, float limit, i64 count) {
+extern "C" __global__ void __launch_bounds__(TILE_THREADS)
+    amax_scale(float* scale, const X* x, float limit, i64 count, int stream) {
     constexpr int AT_ONCE = 4;
     __shared__ u32 warps[TILE_WARPS];
     i64 step = static_cast<i64>(gridDim.x) * TILE_THREADS * N;
@@ -99,10 +101,10 @@ extern "C" __global__ void __launch_bounds__(TILE_THREADS) amax_scale(float* sca
     if (threadIdx.x) return;
 #pragma unroll
     for (int w = 1; w < TILE_WARPS; w++) largest = max(largest, warps[w]);
-    atomicMax(&largest_of_blocks, largest);
+    atomicMax(&largest_of_blocks[stream], largest);
     __threadfence();
-    if (atomicInc(&blocks_done, gridDim.x - 1) == gridDim.x - 1)
-        *scale = scale_of(__uint_as_float(atomicExch(&largest_of_blocks, 0)), limit, 1.0f);
+    if (atomicInc(&blocks_done[stream], gridDim.x - 1) == gridDim.x - 1)
+        *scale = scale_of(__uint_as_float(atomicExch(&largest_of_blocks[stream], 0)), limit, 1.0f);
 }
 
 // one thread per cell; new_* may be the memory of the inputs

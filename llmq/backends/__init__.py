@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import partial
+from itertools import groupby
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, cast
 
 import numpy as np
@@ -26,12 +27,19 @@ BLAS_THREADS = "blas_threads"  # among the algorithms of a run on the CPU
 
 class Launch(NamedTuple):
     """One call of a program, bound to memory: it runs on its lane, after the calls whose indices are in `waits`.
-    Collectives that follow each other may be made as one."""
+    `collective` names the op of one: what `together` puts in a list may be made as one."""
 
     run: Run
     lane: str = "main"
     waits: tuple[int, ...] = ()
-    is_collective: bool = False
+    collective: str = ""
+
+
+def together(launches: Sequence[Launch]) -> Iterator[list[int]]:
+    """The indices of each launch, and of collectives of one op and lane that follow each other. These do not read what
+    the others write; a gather after a sum reads the sum."""
+    for _, found in groupby(range(len(launches)), key=lambda i: (launches[i].lane, launches[i].collective or i)):
+        yield list(found)
 
 
 class BackendMemory(Protocol):

@@ -9,14 +9,13 @@ from __future__ import annotations
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext, suppress
-from itertools import groupby
 from typing import TYPE_CHECKING, Any
 
 import cupy
 import numpy as np
 from cupy.cuda import runtime
 
-from llmq.backends import Launch, Op, Run, between, checked_scratch
+from llmq.backends import Launch, Op, Run, between, checked_scratch, together
 from llmq.comm.world import ALONE, GpuWorld
 from llmq.errors import MemoryLimitError
 from llmq.ops import cuda
@@ -318,10 +317,16 @@ class _Program:
         self._runs += 1
         if self._use_graphs and self._graph is None and self._runs > 1:
             self._graph = self._captured()
+            if any(each.collective for each in self._launches):
+                self._world.captured(self)
         if self._graph is not None:
             self._graph.launch(self._main)
         else:
             self._launch()
+
+    def forget(self) -> None:
+        """Ends the graph: the next run makes the launches one by one."""
+        self._graph, self._runs = None, 0
 
     def _captured(self) -> Any:
         self._main.begin_capture()
@@ -337,12 +342,12 @@ class _Program:
 
     def _launch(self) -> None:
         self._after(self._main, self._sides)
-        for indices in _together(self._launches):
+        for indices in together(self._launches):
             launches = [self._launches[index] for index in indices]
             stream = self._streams[launches[0].lane]
             for other in sorted({other for each in launches for other in each.waits}):
                 stream.wait_event(self._events[other])
-            with stream, self._collective() if launches[0].is_collective else nullcontext():
+            with stream, self._collective() if launches[0].collective else nullcontext():
                 for each in launches:
                     each.run()
             for index in self._events.keys() & indices:
@@ -367,9 +372,3 @@ class _Program:
             event = cupy.cuda.Event(disable_timing=True)
             event.record(stream)
             other.wait_event(event)
-
-
-def _together(launches: Sequence[Launch]) -> Iterator[list[int]]:
-    """The indices of each launch, and of collectives on one lane that follow each other."""
-    for _, found in groupby(range(len(launches)), key=lambda i: launches[i].lane if launches[i].is_collective else i):
-        yield list(found)

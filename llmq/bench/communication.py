@@ -44,6 +44,9 @@ class EchoWorld:
         """The message, from everyone."""
         return [message] * self.size
 
+    def captured(self, program: Any) -> None:
+        """No graph keeps it from ending."""
+
     def close(self) -> None:
         """Nothing to do."""
 

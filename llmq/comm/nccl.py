@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
+from weakref import WeakSet
 
 import numpy as np
 
@@ -36,6 +37,7 @@ class NcclWorld:
                 f"NCCL cannot join the {self.size} GPUs of this run on rank {self.rank}: {error}"
             ) from error
         self._memory = cupy.cuda.alloc_pinned_memory(16)
+        self._captured: WeakSet[Any] = WeakSet()
         self._counts = np.frombuffer(self._memory, np.int64, 2)
         self._counts[:] = 0
 
@@ -63,8 +65,14 @@ class NcclWorld:
         what, count = self._host.progress() if hasattr(self._host, "progress") else ("", 0)
         return "NCCL" if begun > ended else what, begun + count
 
+    def captured(self, program: Any) -> None:
+        """Collectives are in a graph of `program`, which has to `forget` it before the GPUs part."""
+        self._captured.add(program)
+
     def close(self) -> None:
-        """The GPUs part; what is under way ends."""
+        """The GPUs part; what is under way ends. NCCL waits for ever while there is a graph with a collective."""
+        for program in list(self._captured):
+            program.forget()
         self._communicator.abort()
         self._host.close()
 

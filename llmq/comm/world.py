@@ -30,9 +30,11 @@ class World(Protocol):
 
 
 class GpuWorld(World, Protocol):
-    """A world whose ops are its own: those that a rank calls within a `group` may be made as one."""
+    """A world whose ops are its own: those that a rank calls within a `group` may be made as one. A program that has
+    `captured` some of them in a graph is asked to `forget` it before the ranks part."""
 
     def group(self) -> AbstractContextManager[None]: ...
+    def captured(self, program: Any) -> None: ...
 
 
 class OneRank:
@@ -48,6 +50,9 @@ class OneRank:
     def group(self) -> Iterator[None]:
         """Nothing is sent."""
         yield
+
+    def captured(self, program: Any) -> None:
+        """No graph keeps it from ending."""
 
     def gather(self, message: Any) -> list[Any]:
         """The message itself."""

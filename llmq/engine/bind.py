@@ -63,7 +63,7 @@ class _Binder:
         if poison:
             before, after = (self._poison(found.get(index, ())) for found in (self.program.births, self.program.deaths))
             run = partial(_in_turn, [*before, run, *after])
-        return Launch(run, call.lane, call.waits, is_collective)
+        return Launch(run, call.lane, call.waits, call.op if is_collective else "")
 
     def _poison(self, storages: Iterable[str]) -> list[Callable[[], None]]:
         places = [self.program.places[storage] for storage in storages]

@@ -8,11 +8,14 @@ import pytest
 from ranks import CONFIG, LEVELS, Run, rank_batch, same, train, whole_batch
 from tiny_engines import BF16, FP32, FP64, PRECISIONS, engine_of, plan_of
 
+from llmq.backends import Launch, together
 from llmq.backends.host import HostBackend
 from llmq.blocks.attention import Packing
 from llmq.comm.in_process import run_ranks
 from llmq.model.adapters import Adapters, chosen, targets
+from llmq.ops.seam import record
 from llmq.plan.memory import ROLES, Memory
+from llmq.plan.names import storage_name
 from llmq.stores.sharding import Sharding, Shards
 from llmq.tensor import Form
 
@@ -181,6 +184,21 @@ def test_the_collectives_of_a_layer_stand_together():
     layers = plan.spec.config.num_layers
     assert len(runs) == 2 * layers  # both ways; the embedding with the first layer, the head with the last
     assert len(reduced) == layers + 2
+
+
+@pytest.mark.parametrize("level", LEVELS)
+@pytest.mark.parametrize("name", ["bf16", "exchanged", "wire", "compressed"])
+def test_collectives_that_are_made_as_one_do_not_read_what_the_others_write(name, level):
+    run = RUNS[name]
+    plan = plan_of(run.precision, None, CONFIG, sharding=Sharding(0, 2, **LEVELS[level], **run.how))
+    for program in plan.programs.values():
+        calls = program.calls
+        collectives = [call.op if record(call.op).is_collective else "" for call in calls]
+        launches = [Launch(int, call.lane, call.waits, op) for call, op in zip(calls, collectives, strict=True)]
+        for group in together(launches):
+            reads = [{storage_name(ref) for ref in calls[index].inputs if ref is not None} for index in group]
+            writes = [{storage_name(ref) for ref in calls[index].written} for index in group]
+            assert not any(read & written for i, read in enumerate(reads) for written in writes[:i]), program.name
 
 
 def test_weights_are_gathered_once_in_a_step_beside_its_first_forward_pass():

@@ -124,3 +124,27 @@ def test_an_odd_width_is_refused_with_the_way_out():
 
     with pytest.raises(UsageError, match=r"90 wide.*multiple of 16: use --matmul-dtype bf16"):
         both(uneven((8, 90)), copies("e4m3", "blockwise"), "bf16", "bf16")
+
+
+@pytest.mark.gpu
+def test_scales_are_found_on_two_streams_at_once():
+    """As weights that are gathered are quantized beside activations."""
+    from llmq.ops.cuda.cast import amax_scale
+
+    cupy, device = pytest.importorskip("cupy"), Device()
+    streams = [cupy.cuda.Stream(non_blocking=True) for _ in range(2)]
+    values = [tensor(np.full(1 << 22, value), "bf16") for value in (1.0, 448.0)]
+    scales = [[output((1,), "fp32") for _ in range(200)] for _ in streams]
+    calls = [
+        [(device.output(scale), device.tensor(value)) for scale in each]
+        for each, value in zip(scales, values, strict=True)
+    ]
+    cupy.cuda.get_current_stream().synchronize()
+    for both_calls in zip(*calls, strict=True):
+        for stream, (scale, value) in zip(streams, both_calls, strict=True):
+            with stream:
+                amax_scale(scale, value, limit=448.0)
+    for stream, each, right in zip(streams, scales, (1 / 448, 1.0), strict=True):
+        stream.synchronize()
+        found = [device.host(scale.tensors[0].array)[0] for scale in each]
+        assert found == [np.float32(right)] * len(each)

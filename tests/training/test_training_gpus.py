@@ -41,7 +41,7 @@ def train(tmp_path, monkeypatch):
         many = gpus > 1
         device = ["--device=cpu"] if on_cpu else [f"--gpus={gpus}"]
         program = CPU if on_cpu and many else ["-m", "llmq"]
-        environ = {**os.environ, "PYTHONPATH": str(ROOT), "OPENBLAS_NUM_THREADS": "1"}
+        environ = {**os.environ, "PYTHONPATH": os.pathsep.join([str(ROOT), *sys.path]), "OPENBLAS_NUM_THREADS": "1"}
         return subprocess.Popen(
             [sys.executable, *program, *device, *flags], env=environ, stdout=subprocess.PIPE, stderr=subprocess.STDOUT
         )

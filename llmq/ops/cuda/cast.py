@@ -23,6 +23,7 @@ from llmq.ops.cuda.launch import (
     plain,
     pointer,
     rows_of,
+    stream_index,
     tiles,
     type_of,
 )
@@ -93,7 +94,7 @@ def amax_scale(scale: Output, /, x: Tensor, *, limit: float) -> None:
     number = access(count, kind)
     constants: Constants = {"X": kind, "T": kind, "C": TILE_LANES, "N": number, "FORMS": 0, "E4M3": 1}
     blocks = min(AMAX_BLOCKS, -(-count // (TILE_THREADS * number)))
-    arguments = (plain(scale), pointer(x), np.float32(limit), np.int64(count))
+    arguments = (plain(scale), pointer(x), np.float32(limit), np.int64(count), np.int32(stream_index()))
     launch("cast", "amax_scale", blocks, TILE_THREADS, arguments, constants)
 
 

@@ -26,7 +26,11 @@ SUM_THREADS, SUM_COLUMNS = 1024, 32  # columns.cuh
 VALUE, COPY, ROW, COL, SUMS, AMAX = 1, 2, 4, 8, 16, 32  # forms.cuh
 GRID_SIDE = 65535  # blocks along the second and the third axis of a grid, at most
 DEFAULT_SHARED_BYTES = 48 * 1024  # that a block gets unasked, what its kernel declares included
+STREAMS = 64  # of cast.cu
 STATIC_BYTES = 1024  # of shared memory that a kernel declares at most, where its launcher gives it more
+
+
+_streams: dict[int, int] = {}  # their numbers, by address
 
 
 @dataclass(frozen=True)
@@ -170,6 +174,14 @@ def multiprocessors() -> int:
     import cupy
 
     return device_multiprocessors(cupy.cuda.runtime.getDevice())
+
+
+def stream_index() -> int:
+    """Of the current stream, among those that have asked: of memory in which the blocks of a kernel meet, so that calls
+    on other streams may run at the same time. From the 65th stream on, numbers of the first ones return."""
+    import cupy
+
+    return _streams.setdefault(int(cupy.cuda.get_current_stream().ptr), len(_streams) % STREAMS)
 
 
 def launch(
