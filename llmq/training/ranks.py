@@ -11,6 +11,7 @@ from typing import Any, TypeVar
 from llmq.comm.board import Beat
 from llmq.comm.join import join_world
 from llmq.comm.launch import WATCHDOG_S, gpu_index, recognised, watchdog_s
+from llmq.comm.peer_copies import NO_COPIES
 from llmq.comm.start import starts_ranks
 from llmq.comm.watchdog import Watchdog, WatchReport
 from llmq.comm.world import ALONE, World
@@ -19,6 +20,7 @@ from llmq.hardware import device
 from llmq.hardware.device import Device
 from llmq.options.field import flag
 from llmq.options.parse import Options, shown
+from llmq.plan import sharding
 
 Result = TypeVar("Result")
 OF_ONE_RANK = ("device", "gpu", "gpus", "verbosity")  # options in which ranks may differ
@@ -135,11 +137,18 @@ def joined(options: Options) -> Iterator[Ranks]:
         return
     patience = watchdog_s(os.environ)
     where = device.use(device.pick_device(options.system), partial(gpu_index, place))
-    world = join_world(place, where)
-    ranks = Ranks(world, place.in_words, where)
+    world = join_world(place, where, sharding.copying(options.sharding))
+    ranks = Ranks(world, "; ".join(filter(None, (place.in_words, _copies_in_words(world)))), where)
     try:
         with ranks.watched(patience):
             ranks.check_same(options)
             yield ranks
     finally:
         world.close()
+
+
+def _copies_in_words(world: World) -> str:
+    """What copy engines move, which may have been chosen by timing."""
+    copies = getattr(world, "copies", NO_COPIES)
+    moved = [what for what, is_copied in (("weights", copies.gathers), ("gradients", copies.exchanges)) if is_copied]
+    return f"{' and '.join(moved)} by copy engines" if moved else ""
