@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import socket
 import threading
 import time
@@ -29,13 +30,21 @@ class OpenedMemory:
     """An allocation of another process, until nothing refers to this."""
 
     def __init__(self, handle: str) -> None:
-        from cupy.cuda import runtime
-
         try:
-            self.address = int(runtime.ipcOpenMemHandle(bytes.fromhex(handle)))
-        except runtime.CUDARuntimeError as error:
-            raise PeerError(str(error)) from error
+            self.address = _open(handle)
+        except RuntimeError:
+            gc.collect()  # what lay at the same address may still be open, for programs that are garbage
+            try:
+                self.address = _open(handle)
+            except RuntimeError as error:
+                raise PeerError(str(error)) from error
         weakref.finalize(self, _close, self.address).atexit = False
+
+
+def _open(handle: str) -> int:
+    from cupy.cuda import runtime
+
+    return int(runtime.ipcOpenMemHandle(bytes.fromhex(handle)))
 
 
 def _close(address: int) -> None:

@@ -28,6 +28,11 @@ class _Group:
     receives: list[tuple[int, int, int]] = field(default_factory=list)
     has_sums: bool = False
 
+    @property
+    def moves(self) -> bool:
+        """Whether ranks get anything from each other but sums."""
+        return bool(self.broadcasts or self.sends or self.receives)
+
 
 class NcclWorld:
     """A rank with a GPU, the current device. Its collectives go to the current stream, and into graphs.
@@ -109,7 +114,7 @@ class NcclWorld:
                 yield
                 if not made.has_sums:
                     self._make(made, copied)
-            if made.has_sums:  # which NCCL may otherwise make after what reads them
+            if made.has_sums and made.moves:  # NCCL may make the sums of a group after what reads them
                 with self._as_one():
                     self._make(made, copied)
         finally:

@@ -39,6 +39,12 @@ class Copying:
         options = {"--memcpy-all-gather": self.gathers, "--memcpy-send-recv": self.exchanges}
         return tuple(option for option, given in options.items() if given)
 
+    @property
+    def in_words(self) -> str:
+        """What is copied; empty if nothing is."""
+        moved = [what for what, is_copied in (("weights", self.gathers), ("gradients", self.exchanges)) if is_copied]
+        return f"{' and '.join(moved)} by copy engines" if moved else ""
+
 
 NO_COPIES = Copying(False, False)
 
@@ -107,7 +113,7 @@ class Transfers:
 
 
 @dataclass(frozen=True)
-class Copies:
+class GroupCopies:
     """The copies that this rank makes for a group of collectives, and the memory of others that it writes."""
 
     moves: tuple[Move, ...]
@@ -157,7 +163,7 @@ class PeerCopies:
         """The first problem that a rank has."""
         return str(next(filter(None, self._host.gather(problem)), ""))
 
-    def agreed(self, transfers: Transfers) -> Copies:
+    def agreed(self, transfers: Transfers) -> GroupCopies:
         """The copies of a group. All ranks ask at the same time.
 
         WorldError if what one rank sends is not what another receives.
@@ -177,9 +183,9 @@ class PeerCopies:
                 if handle not in memory:
                     memory[handle] = self._gpu.opened(handle)
                 moves.append((memory[handle].address + offset, source, size))
-        return Copies(tuple(moves), tuple(transfers.own), tuple(memory.values()))
+        return GroupCopies(tuple(moves), tuple(transfers.own), tuple(memory.values()))
 
-    def run(self, copies: Copies) -> None:
+    def run(self, copies: GroupCopies) -> None:
         """Makes the copies of a group, in the order of the current stream."""
         join = self._gpu.beside(copies.own)
         self._meet(READY)

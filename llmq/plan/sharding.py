@@ -38,4 +38,4 @@ def refuse_copies(options: ShardingOptions, kind: str) -> None:
     """UsageError if copy engines are asked for on a device that has none."""
     given = Copying(options.memcpy_all_gather, options.memcpy_send_recv).demanded
     if kind == "cpu" and given:
-        raise UsageError(f"{' and '.join(given)}: a CPU has no copy engines: leave it out, or use --device cuda")
+        raise UsageError(f"{' and '.join(given)}: copy engines are parts of GPUs: leave it out, or use --device cuda")

@@ -9,9 +9,8 @@ from functools import partial
 from typing import Any, TypeVar
 
 from llmq.comm.board import Beat
-from llmq.comm.join import join_world
+from llmq.comm.join import copied_in_words, join_world
 from llmq.comm.launch import WATCHDOG_S, gpu_index, recognised, watchdog_s
-from llmq.comm.peer_copies import NO_COPIES
 from llmq.comm.start import starts_ranks
 from llmq.comm.watchdog import Watchdog, WatchReport
 from llmq.comm.world import ALONE, World
@@ -138,17 +137,10 @@ def joined(options: Options) -> Iterator[Ranks]:
     patience = watchdog_s(os.environ)
     where = device.use(device.pick_device(options.system), partial(gpu_index, place))
     world = join_world(place, where, sharding.copying(options.sharding))
-    ranks = Ranks(world, "; ".join(filter(None, (place.in_words, _copies_in_words(world)))), where)
+    ranks = Ranks(world, "; ".join(filter(None, (place.in_words, copied_in_words(world)))), where)
     try:
         with ranks.watched(patience):
             ranks.check_same(options)
             yield ranks
     finally:
         world.close()
-
-
-def _copies_in_words(world: World) -> str:
-    """What copy engines move, which may have been chosen by timing."""
-    copies = getattr(world, "copies", NO_COPIES)
-    moved = [what for what, is_copied in (("weights", copies.gathers), ("gradients", copies.exchanges)) if is_copied]
-    return f"{' and '.join(moved)} by copy engines" if moved else ""
