@@ -7,6 +7,7 @@ algorithms timed then, which a capture could not do. The second time it is captu
 from __future__ import annotations
 
 import weakref
+from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext, suppress
 from typing import TYPE_CHECKING, Any
@@ -37,6 +38,7 @@ if TYPE_CHECKING:
 
 FP8 = (DTYPES["e4m3"], DTYPES["e5m2"])
 STAGED_BYTES = 1 << 20  # host writes up to this size do not wait for the GPU
+PAGE_BYTES = 2 << 20  # a smaller allocation may be part of one that a handle for other processes stands for
 STAGED = 8  # of them may be under way
 OTHER_ALGORITHMS = (
     "The checkpoint's matrix-product algorithms are those of another GPU, library or llmq, or this one refuses some, "
@@ -192,7 +194,7 @@ def _pinned(num_bytes: int) -> tuple[np.ndarray, bool]:
 def _allocate(num_bytes: int) -> int:
     """Address of device memory, not from CuPy's pool, which rounds, keeps and grows."""
     try:
-        return int(runtime.malloc(max(num_bytes, 1)))
+        return int(runtime.malloc(max(-(-num_bytes // PAGE_BYTES), 1) * PAGE_BYTES))
     except runtime.CUDARuntimeError as error:
         if error.status != OUT_OF_MEMORY:
             raise
@@ -310,6 +312,7 @@ class _Program:
         self._sides = [streams[lane] for lane in sorted({each.lane for each in launches} - {"main"})]
         awaited = {index for each in launches for index in each.waits}
         self._events = {index: cupy.cuda.Event(disable_timing=True) for index in awaited}
+        self._known: defaultdict[int, dict[str, Any]] = defaultdict(dict)  # to the world, by a group's first launch
         self._graph: Any = None
         self._runs = 0
 
@@ -347,7 +350,7 @@ class _Program:
             stream = self._streams[launches[0].lane]
             for other in sorted({other for each in launches for other in each.waits}):
                 stream.wait_event(self._events[other])
-            with stream, self._collective() if launches[0].collective else nullcontext():
+            with stream, self._collective(self._known[indices[0]]) if launches[0].collective else nullcontext():
                 for each in launches:
                     each.run()
             for index in self._events.keys() & indices:
@@ -356,12 +359,12 @@ class _Program:
             self._after(side, [self._main])
 
     @contextmanager
-    def _collective(self) -> Iterator[None]:
+    def _collective(self, known: dict[str, Any]) -> Iterator[None]:
         """Collectives that are made as one, counted before and after for the watchdog."""
         begun, ended = getattr(self._world, "counts", (None, None))
         if begun is not None:
             launch("count", "count", 1, 1, (begun,), {})
-        with self._world.group():
+        with self._world.group(known):
             yield
         if ended is not None:
             launch("count", "count", 1, 1, (ended,), {})

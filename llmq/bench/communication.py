@@ -51,7 +51,7 @@ class EchoWorld:
         """Nothing to do."""
 
     @contextmanager
-    def group(self) -> Iterator[None]:
+    def group(self, known: dict[str, Any] | None = None) -> Iterator[None]:
         """At its end everything is received."""
         yield
         own = self._own or [self._largest]

@@ -138,10 +138,10 @@ class RankBench:
                 single_ops=False,
                 report=report,
             )
+        gc.collect()  # before any rank takes memory again: others may have this one's open
         slowest = tuple(map(max, zip(*self.world.gather(list(speed.seconds)), strict=True)))
         rates: dict[str, float | None] = {}
         if talks_in is self.world:
-            gc.collect()
             rates = self._least(layer_rates(plan, backend, clock))
         del backend
         gc.collect()

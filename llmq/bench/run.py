@@ -26,8 +26,9 @@ from llmq.bench.ceilings import Ceilings, measure_ceilings
 from llmq.bench.ladder import ladder
 from llmq.bench.ranks import RankBench, other_processes
 from llmq.bench.results import Change, compare, document, load, require_common, result_of, save
-from llmq.comm.join import join_world
+from llmq.comm.join import copied_in_words, join_world
 from llmq.comm.launch import gpu_index, recognised
+from llmq.comm.peer_copies import Copying
 from llmq.comm.world import ALONE, World
 from llmq.engine.bound_plan import make_ready
 from llmq.engine.measure import Clock, CudaClock, measure_plan
@@ -106,6 +107,7 @@ class BenchRequest:
     markdown: bool = False
     gpus: int = 1
     zero_levels: tuple[int, ...] = ()
+    memcpy_all_gather: bool | None = None
     command: str = "llmq-bench"
 
 
@@ -136,7 +138,7 @@ def run(request: BenchRequest) -> int:
     if place is None or place.size == 1:
         return _run(request, devices.pick(request.device), ALONE)
     where = devices.use(devices.pick(request.device), partial(gpu_index, place))
-    world = join_world(place, where)
+    world = join_world(place, where, Copying(request.memcpy_all_gather, False))
     try:
         return _run(request, where, world)
     finally:
@@ -167,6 +169,8 @@ def _run(request: BenchRequest, where: Device, world: World) -> int:
     found = asdict(measure_ceilings(where.kind, dtypes)) if is_first else None  # while the others wait
     ceilings = Ceilings(**world.gather(found)[0])
     bench_table.show_machine(console, system, peaks, asdict(ceilings))
+    if copied := copied_in_words(world):
+        console.print(copied)
     results = []
     measuring = measured if world.size == 1 else partial(_measured_by_ranks, world=world)
     for result in measuring(request, wanted, where, peaks, ceilings):
@@ -241,6 +245,8 @@ def configurations(request: BenchRequest, where: Device, num_ranks: int = 1) -> 
         problems.append("--batch-size and --batch-sizes are both given: give one of them")
     if request.zero_levels and num_ranks == 1:
         problems.append("--zero-levels is for several GPUs: add --gpus N, or leave it out")
+    if request.memcpy_all_gather is not None and (num_ranks == 1 or where.kind == "cpu"):
+        problems.append("--memcpy-all-gather is for several GPUs: add --gpus N, or leave it out")
     problems += _odd_tokens(request, where, num_ranks)
     found = []
     for name, config in configs.items():

@@ -131,6 +131,11 @@ def _with_recipe(given: dict[str, Any]) -> dict[str, Any]:
     metavar="N,N,...",
     help="With --gpus: what they share out, --zero-level of llmq-train, one after the other. [default: 1]",
 )
+@click.option(
+    "--memcpy-all-gather/--no-memcpy-all-gather",
+    default=None,
+    help="With --gpus: gather weights by copy engines, or by NCCL, as in llmq-train. [default: what is faster]",
+)
 @click.option("--save", type=shell.Home(), callback=_path, metavar="FILE", help="Write the results as JSON.")
 @click.option(
     "--compare",

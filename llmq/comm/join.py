@@ -6,16 +6,17 @@ import atexit
 
 from llmq.comm.job_token import NO_SHARED_HOME, derived_token
 from llmq.comm.launch import MPI, Place
+from llmq.comm.peer_copies import NO_COPIES, Copying
 from llmq.comm.world import OneRank, World
 from llmq.errors import WorldError
 from llmq.hardware.device import Device
 
 
-def join_world(place: Place | None, device: Device) -> World:
+def join_world(place: Place | None, device: Device, copying: Copying) -> World:
     """The world of this rank, once all ranks have come. WorldError, which names those that have not, if they do not.
 
     That of the host is MPI's where MPI started the ranks, else one of sockets. GPUs have NCCL's beside it, on the
-    current device.
+    current device, and copy engines for what `copying` says, on which a UsageError is as `NcclWorld` has it.
     """
     if place is None or place.size == 1:
         return OneRank()
@@ -24,7 +25,12 @@ def join_world(place: Place | None, device: Device) -> World:
         return host
     from llmq.comm.nccl import NcclWorld
 
-    return NcclWorld(host)
+    return NcclWorld(host, copying)
+
+
+def copied_in_words(world: World) -> str:
+    """What copy engines move, which may have been chosen by timing; empty if nothing."""
+    return getattr(world, "copies", NO_COPIES).in_words
 
 
 def _host_world(place: Place) -> World:

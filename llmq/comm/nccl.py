@@ -1,30 +1,44 @@
-"""The GPUs of a run: NCCL between them, and another world for what the host has to say."""
+"""The GPUs of a run: NCCL or copy engines between them, and another world for what the host has to say."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass, field
+from threading import Thread
 from typing import Any
 from weakref import WeakSet
 
 import numpy as np
 
+from llmq.comm.peer_copies import NO_COPIES, Copying, PeerCopies, PeerError, Transfers
 from llmq.comm.world import World
-from llmq.errors import WorldError
+from llmq.errors import UsageError, WorldError
 
 UINT8, INT32, FP32, BF16 = 1, 2, 7, 9  # ncclDataType_t
 SUM, MAX = 0, 2  # ncclRedOp_t
 DTYPES = {"int32": INT32, "float32": FP32, "bfloat16": BF16}
+LEAST_BYTES = 1 << 20  # of a gather that is copied: below, NCCL's one kernel is faster than two meetings
+
+
+@dataclass
+class _Group:
+    """Calls of a group that are made at its end: of `broadcast`, `send` and `receive`; `reduce` is made at once."""
+
+    broadcasts: list[tuple[int, int, int, int]] = field(default_factory=list)
+    sends: list[tuple[int, int, int]] = field(default_factory=list)
+    receives: list[tuple[int, int, int]] = field(default_factory=list)
 
 
 class NcclWorld:
     """A rank with a GPU, the current device. Its collectives go to the current stream, and into graphs.
 
-    `host` moves what is in host memory; all ranks make their worlds at the same time. WorldError where NCCL cannot
-    reach the others.
+    `host` moves what is in host memory; all ranks make their worlds at the same time. `copying` says what copy engines
+    move in the place of NCCL. WorldError where NCCL cannot reach the others, UsageError where copies cannot and are
+    asked for.
     """
 
-    def __init__(self, host: World) -> None:
+    def __init__(self, host: World, copying: Copying = NO_COPIES) -> None:
         import cupy
         from cupy.cuda import nccl
 
@@ -40,6 +54,13 @@ class NcclWorld:
         self._captured: WeakSet[Any] = WeakSet()
         self._counts = np.frombuffer(self._memory, np.int64, 2)
         self._counts[:] = 0
+        self._group: _Group | None = None
+        self._copies = self._peer_copies(copying)
+        self.copies = copying if self._copies else NO_COPIES
+        if None in (self.copies.gathers, self.copies.exchanges):
+            from llmq.comm.timed_copies import fastest
+
+            self.copies = fastest(self, self.copies)
 
     def exchange(self, outgoing: Sequence[np.ndarray], incoming: Sequence[np.ndarray]) -> None:
         """Arrays of the host."""
@@ -63,33 +84,55 @@ class NcclWorld:
         """What this rank waits for, on the GPU or the host, and the number of collectives that it has begun."""
         begun, ended = map(int, self._counts)
         what, count = self._host.progress() if hasattr(self._host, "progress") else ("", 0)
-        return "NCCL" if begun > ended else what, begun + count
+        on_gpu = "NCCL" if self.copies == NO_COPIES else "NCCL or copies"
+        return on_gpu if begun > ended else what, begun + count
 
     def captured(self, program: Any) -> None:
         """Collectives are in a graph of `program`, which has to `forget` it before the GPUs part."""
         self._captured.add(program)
 
     def close(self) -> None:
-        """The GPUs part; what is under way ends. NCCL waits for ever while there is a graph with a collective."""
+        """The GPUs part; what is under way ends. NCCL waits for ever while there is a graph with a collective, and a
+        graph that runs stays while it waits for copies."""
         for program in list(self._captured):
             program.forget()
+        released = Thread(target=self._copies.close if self._copies is not None else int, daemon=True)
+        released.start()
         self._communicator.abort()
+        released.join()
         self._host.close()
 
     @contextmanager
-    def group(self) -> Iterator[None]:
-        """Collectives within are one, as far as NCCL is concerned."""
+    def group(self, known: dict[str, Any] | None = None) -> Iterator[None]:
+        """Collectives within are one.
+
+        `known` keeps what the ranks have told each other of such a group, for when it is made again with the same
+        addresses: a group that goes into a graph has been made before.
+        """
+        if self._group is not None:
+            yield
+            return
+        self._group = made = _Group()
+        copied = Transfers(self.rank, self.size)
         self._nccl.groupStart()
         try:
             yield
+            self._make(made, copied)
         finally:
             self._nccl.groupEnd()
+            self._group = None
+        if self._copies is not None and not copied.is_empty:
+            known = {} if known is None else known
+            if "copies" not in known:
+                known["copies"] = self._copies.agreed(copied)
+            self._copies.run(known["copies"])
 
     # device addresses
 
     def broadcast(self, source: int, target: int, num_bytes: int, root: int) -> None:
-        """`target` of every rank <- `source` of `root`."""
-        self._communicator.broadcast(source, target, num_bytes, UINT8, root, _stream())
+        """`target` of every rank <- `source` of `root`, at the end of the group."""
+        assert self._group is not None
+        self._group.broadcasts.append((source, target, num_bytes, root))
 
     def reduce(self, at: int, count: int, dtype: np.dtype, root: int) -> None:
         """`at` of `root` <- the sum over ranks of `at`."""
@@ -102,11 +145,46 @@ class NcclWorld:
 
     def send(self, source: int, num_bytes: int, to: int) -> None:
         """What another rank receives in the same group."""
-        self._communicator.send(source, num_bytes, UINT8, to, _stream())
+        assert self._group is not None
+        self._group.sends.append((source, num_bytes, to))
 
     def receive(self, target: int, num_bytes: int, source: int) -> None:
         """What another rank sends in the same group."""
-        self._communicator.recv(target, num_bytes, UINT8, source, _stream())
+        assert self._group is not None
+        self._group.receives.append((target, num_bytes, source))
+
+    def _make(self, made: _Group, copied: Transfers) -> None:
+        """What ranks get from each other in a group: what is not `copied` is sent by NCCL."""
+        gathers = self.copies.gathers and sum(num_bytes for _, _, num_bytes, _ in made.broadcasts) >= LEAST_BYTES
+        stream = _stream()
+        for source, target, num_bytes, root in made.broadcasts:
+            if gathers:
+                copied.broadcast(source, target, num_bytes, root)
+            else:
+                self._communicator.broadcast(source, target, num_bytes, UINT8, root, stream)
+        for source, num_bytes, to in made.sends:
+            if self.copies.exchanges:
+                copied.sent[to].append((source, num_bytes))
+            else:
+                self._communicator.send(source, num_bytes, UINT8, to, stream)
+        for target, num_bytes, origin in made.receives:
+            if self.copies.exchanges:
+                copied.received[origin].append((target, num_bytes))
+            else:
+                self._communicator.recv(target, num_bytes, UINT8, origin, stream)
+
+    def _peer_copies(self, copying: Copying) -> PeerCopies | None:
+        """Copies between all ranks, if any may be wanted; None where they cannot be made, and none are asked for."""
+        if copying == NO_COPIES:
+            return None
+        from llmq.comm.cuda_peer import CudaPeer, machine
+
+        try:
+            return PeerCopies(self._host, CudaPeer(), machine())
+        except PeerError as error:
+            if copying.demanded:
+                raise UsageError(f"{' and '.join(copying.demanded)}: {error}: leave it out, for NCCL") from error
+            return None
 
 
 def _stream() -> int:

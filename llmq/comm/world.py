@@ -30,10 +30,14 @@ class World(Protocol):
 
 
 class GpuWorld(World, Protocol):
-    """A world whose ops are its own: those that a rank calls within a `group` may be made as one. A program that has
-    `captured` some of them in a graph is asked to `forget` it before the ranks part."""
+    """A world whose ops are its own: those that a rank calls within a `group` may be made as one.
 
-    def group(self) -> AbstractContextManager[None]: ...
+    `known` is kept by who makes the same group again, with the same addresses: the world notes there what ranks have to
+    tell each other of it. A program that has `captured` collectives in a graph is asked to `forget` it before the ranks
+    part.
+    """
+
+    def group(self, known: dict[str, Any] | None = None) -> AbstractContextManager[None]: ...
     def captured(self, program: Any) -> None: ...
 
 
@@ -47,7 +51,7 @@ class OneRank:
         incoming[0][...] = outgoing[0]
 
     @contextmanager
-    def group(self) -> Iterator[None]:
+    def group(self, known: dict[str, Any] | None = None) -> Iterator[None]:
         """Nothing is sent."""
         yield
 

@@ -145,8 +145,24 @@ class ShardingOptions(Section):
         "Send gradients in e4m3 with a scale for each 128x128 numbers, and sum them as --all-to-all-reduce does; the "
         "log has the error.",
     )
+    memcpy_all_gather: bool | None = option(
+        None,
+        "Gather weights by the copy engines of the GPUs of one machine, each of which reads the others' memory, not by "
+        "NCCL.",
+        shown="what is faster, as timed at the start",
+    )
+    memcpy_send_recv: bool | None = option(
+        None,
+        "Exchange the gradients of --all-to-all-reduce by copy engines, as --memcpy-all-gather does weights.",
+        shown="what is faster, as timed at the start",
+    )
 
     def contradictions(self) -> Iterator[str]:
+        if self.memcpy_send_recv and not self.all_to_all_reduce and self.gradient_compression == "none":
+            yield (
+                "--memcpy-send-recv is for gradients that are exchanged, and these are summed on their way: add "
+                "--all-to-all-reduce, or leave it out"
+            )
         if self.gradient_compression != "none" and self.reduce_dtype is not None:
             yield (
                 f"--gradient-compression {self.gradient_compression} is what gradients travel in, and --reduce-dtype "

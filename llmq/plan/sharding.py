@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from llmq.comm.peer_copies import Copying
+from llmq.errors import UsageError
 from llmq.options.maths import ShardingOptions
 from llmq.stores.sharding import Sharding
 from llmq.tensor import Form
@@ -24,3 +26,16 @@ def resolve(options: ShardingOptions, rank: int, size: int) -> Sharding:
         all_to_all=options.all_to_all_reduce or options.gradient_compression != "none",
         compressed=COMPRESSED[options.gradient_compression],
     )
+
+
+def copying(options: ShardingOptions) -> Copying:
+    """What copy engines move between the GPUs of a run; nothing is timed for an exchange that the run does not make."""
+    exchanges = resolve(options, 0, 2).all_to_all
+    return Copying(options.memcpy_all_gather, options.memcpy_send_recv if exchanges else False)
+
+
+def refuse_copies(options: ShardingOptions, kind: str) -> None:
+    """UsageError if copy engines are asked for on a device that has none."""
+    given = Copying(options.memcpy_all_gather, options.memcpy_send_recv).demanded
+    if kind == "cpu" and given:
+        raise UsageError(f"{' and '.join(given)}: copy engines are parts of GPUs: leave it out, or use --device cuda")

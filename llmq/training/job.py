@@ -191,6 +191,7 @@ def prepare(options: Options, log: RunLog, ranks: Ranks) -> Job:
     """Everything that can be refused before the first allocation, and the sections of the log."""
     questions, early = _check_files(log), [ranks.said] if ranks.said else []
     where, seed = ranks.device or device.pick_device(options.system), device.seed_of(options.system)
+    sharding.refuse_copies(options.sharding, where.kind)
     past = _open_past(options, log, ranks)
     source = open_source(options.model, early.append)
     parameters = adapters.first_values(options.adapters, source.config, _open_parameters(source, seed, past))

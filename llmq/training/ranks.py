@@ -9,7 +9,7 @@ from functools import partial
 from typing import Any, TypeVar
 
 from llmq.comm.board import Beat
-from llmq.comm.join import join_world
+from llmq.comm.join import copied_in_words, join_world
 from llmq.comm.launch import WATCHDOG_S, gpu_index, recognised, watchdog_s
 from llmq.comm.start import starts_ranks
 from llmq.comm.watchdog import Watchdog, WatchReport
@@ -19,6 +19,7 @@ from llmq.hardware import device
 from llmq.hardware.device import Device
 from llmq.options.field import flag
 from llmq.options.parse import Options, shown
+from llmq.plan import sharding
 
 Result = TypeVar("Result")
 OF_ONE_RANK = ("device", "gpu", "gpus", "verbosity")  # options in which ranks may differ
@@ -135,8 +136,8 @@ def joined(options: Options) -> Iterator[Ranks]:
         return
     patience = watchdog_s(os.environ)
     where = device.use(device.pick_device(options.system), partial(gpu_index, place))
-    world = join_world(place, where)
-    ranks = Ranks(world, place.in_words, where)
+    world = join_world(place, where, sharding.copying(options.sharding))
+    ranks = Ranks(world, "; ".join(filter(None, (place.in_words, copied_in_words(world)))), where)
     try:
         with ranks.watched(patience):
             ranks.check_same(options)

@@ -130,6 +130,7 @@ def test_what_is_too_large_for_one_gpu_is_measured_on_all(shape, monkeypatch, ca
     ("arguments", "says"),
     [
         (["--zero-levels=1"], "--zero-levels is for several GPUs: add --gpus N"),
+        (["--no-memcpy-all-gather"], "--memcpy-all-gather is for several GPUs: add --gpus N"),
         (["--gpus=2", "--zero-levels=1,4"], "4: levels are 0 to 3"),
         (["--gpus=2"], "--gpus 2 counts GPUs, but --device is cpu"),
     ],

@@ -16,7 +16,8 @@ UNSET = """
     revision tokenizer weight eval_file global_batch_size augment packing max_docs data eval_fraction data_format map
     prompt_template chat_template train_on gradient_dtype fp8_scaling head_dtype bf16_layers fp8_layers log_fp8_every
     steps warmup_ratio min_lr sample_prompts save_best continue reset export_dtype gpu ray_address
-    reduce_dtype lora_rank lora_alpha lora_dropout lora_targets lora_bias lora_init adapter base_dtype train_only
+    reduce_dtype memcpy_all_gather memcpy_send_recv
+    lora_rank lora_alpha lora_dropout lora_targets lora_bias lora_init adapter base_dtype train_only
 """
 OFF = """
     from_scratch init_proj_to_zero streaming fp8_fallback recompute_swiglu recompute_norm recompute_ffn
@@ -248,6 +249,7 @@ def test_everything_wrong_is_said_at_once():
         ({"matmul_dtype": "float16"}, "--matmul-dtype float16: fp16 needs its loss scaled"),
         ({"opt_m_dtype": "float16"}, "fp16 needs its loss scaled"),
         ({"head_dtype": "fp16"}, "fp16 needs its loss scaled"),
+        ({"memcpy_send_recv": True}, "summed on their way: add --all-to-all-reduce, or leave it out"),
         ({"gpus": 2, "device": "cpu"}, "--device is cpu: llmq-launch --procs 2 starts processes for the CPU"),
         ({"ray_address": "auto"}, "--ray-address auto is for a Ray cluster: add --launcher ray, or leave it out"),
         ({"name": "a/b"}, "cannot be part of a path"),

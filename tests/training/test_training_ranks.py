@@ -173,6 +173,14 @@ def test_a_rank_with_other_options_is_refused_by_all(given, changes, said):
     assert sorted(refused) == [0, 1, 2]
 
 
+@pytest.mark.parametrize("size", [1, 2])
+def test_copy_engines_are_refused_where_there_are_none(given, size):
+    more = {"memcpy_all_gather": True, "memcpy_send_recv": True, "all_to_all_reduce": True}
+    with pytest.raises(UsageError, match="--memcpy-all-gather and --memcpy-send-recv: copy engines are parts of GPUs"):
+        train(given, size, **more)
+    assert not Path("runs").exists()
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("compression", ["none", "e4m3"])
 def test_errors_of_fp8_copies_are_the_same_at_every_level(given, compression):
