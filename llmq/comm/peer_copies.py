@@ -81,7 +81,7 @@ class PeerGpu(Protocol):
 
 
 class PeerError(Exception):
-    """Why a GPU cannot read the memory of another one."""
+    """Why a GPU cannot reach the memory of another one."""
 
 
 @dataclass
