@@ -281,6 +281,7 @@ class _Run:
         job, old, path = self.job, self.job.plan, self.result.checkpoint_path
         assert path is not None
         del self.engine  # its memory is what the other one gets
+        self.ranks.all_of(None)  # once no rank has it open
         self.engine, self.job = Engine(plan, job.backend), replace(job, plan=plan)
         self.light_s = self.job.light_s
         _, read = load(path, verified=False)
