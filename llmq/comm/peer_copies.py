@@ -81,7 +81,7 @@ class PeerGpu(Protocol):
 
 
 class PeerError(Exception):
-    """Why a GPU cannot read the memory of another one."""
+    """Why a GPU cannot reach the memory of another one."""
 
 
 @dataclass
@@ -181,9 +181,15 @@ class PeerCopies:
                 raise WorldError(f"rank {rank} receives other sizes than rank {self._rank} sends")
             for (handle, offset, size), (source, _) in zip(theirs, mine, strict=True):
                 if handle not in memory:
-                    memory[handle] = self._gpu.opened(handle)
+                    memory[handle] = self._reached(handle, rank)
                 moves.append((memory[handle].address + offset, source, size))
         return GroupCopies(tuple(moves), tuple(transfers.own), tuple(memory.values()))
+
+    def _reached(self, handle: str, rank: int) -> Opened:
+        try:
+            return self._gpu.opened(handle)
+        except PeerError as error:
+            raise WorldError(f"rank {self._rank} cannot reach the memory of rank {rank} any more: {error}") from error
 
     def run(self, copies: GroupCopies) -> None:
         """Makes the copies of a group, in the order of the current stream."""

@@ -147,13 +147,12 @@ class ShardingOptions(Section):
     )
     memcpy_all_gather: bool | None = option(
         None,
-        "Gather weights by the copy engines of the GPUs of one machine, each of which reads the others' memory, not by "
-        "NCCL.",
+        "Gather weights by copy engines, which write into the memory of the machine's other GPUs, not by NCCL.",
         shown="what is faster, as timed at the start",
     )
     memcpy_send_recv: bool | None = option(
         None,
-        "Exchange the gradients of --all-to-all-reduce by copy engines, as --memcpy-all-gather does weights.",
+        "Exchange the gradients of --all-to-all-reduce by copy engines, not by NCCL.",
         shown="what is faster, as timed at the start",
     )
 

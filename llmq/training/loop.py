@@ -278,11 +278,11 @@ class _Run:
         """Goes on under another plan, with fewer fp8 scales, as a resume from a checkpoint of this step would."""
         self._save()
         self._settle()
-        job, old, path = self.job, self.job.plan, self.result.checkpoint_path
+        old, path, self.job = self.job.plan, self.result.checkpoint_path, replace(self.job, plan=plan)
         assert path is not None
-        del self.engine  # its memory is what the other one gets
-        self.engine, self.job = Engine(plan, job.backend), replace(job, plan=plan)
-        self.light_s = self.job.light_s
+        del self.engine  # its memory is what the other one gets, once no rank has it open
+        self.ranks.all_of(None)
+        self.engine, self.light_s = Engine(plan, self.job.backend), self.job.light_s
         _, read = load(path, verified=False)
         self.engine.restore(carried(read.in_one_memory(), old, plan), self.job.frozen())
 

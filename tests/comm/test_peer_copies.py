@@ -223,6 +223,19 @@ def test_ranks_that_differ_are_told():
         run_ranks(2, calls)
 
 
+def test_memory_that_cannot_be_reached_any_more_ends_the_run():
+    memory = np.zeros(2 * SPACE, np.uint8)
+
+    def work(world):
+        closed = set()
+        copies = PeerCopies(world, Gpu(world.rank, memory, closed), "here")
+        closed.add((world.rank, 1 - world.rank))
+        copies.agreed(transfers(world.rank, 2))
+
+    with pytest.raises(WorldError, match=r"cannot reach the memory of rank . any more: no way there"):
+        run_ranks(2, work)
+
+
 def test_what_was_asked_for_is_known_by_its_options():
     assert Copying().demanded == NO_COPIES.demanded == ()
     assert Copying(True, None).demanded == ("--memcpy-all-gather",)

@@ -19,6 +19,7 @@ from llmq.report.read import read_log
 pytestmark = pytest.mark.gpu
 ROOT = Path(__file__).parents[2]
 SHAPE = {"hidden_size": 64, "head_dim": 16, "intermediate_size": 384}
+LARGE = {"hidden_size": 256, "head_dim": 64, "intermediate_size": 1024}  # a layer of it is copied
 CPU = ["-m", "llmq.cli.launch", "--procs=2", "--"]
 
 
@@ -37,7 +38,7 @@ def train(tmp_path, monkeypatch):
 
     def start(gpus, name, **more):
         options = {**given, "name": name, **more}
-        flags = [f"{flag(key)}={value}" if value is not True else flag(key) for key, value in options.items()]
+        flags = [spelled(flag(key), value) for key, value in options.items()]
         many = gpus > 1
         device = ["--device=cpu"] if on_cpu else [f"--gpus={gpus}"]
         program = CPU if on_cpu and many else ["-m", "llmq"]
@@ -47,6 +48,13 @@ def train(tmp_path, monkeypatch):
         )
 
     return start
+
+
+def spelled(option, value):
+    """An option as a command has it."""
+    if isinstance(value, bool):
+        return option if value else f"--no-{option[2:]}"
+    return f"{option}={value}"
 
 
 def end(process, code=0):
@@ -85,8 +93,22 @@ def test_a_run_goes_on_with_another_number_of_gpus(train, before, after):
     assert before != after or all(value.tobytes() == pair[1][key].tobytes() for key, value in pair[0].items())
 
 
-def test_a_killed_rank_ends_all_and_the_run_goes_on(train):
-    run = train(2, "killed", steps=100_000, ckpt_interval=50)
+@pytest.mark.parametrize("level", [1, 3])
+def test_a_run_whose_weights_are_copied_has_the_bits_of_nccls(train, tmp_path, level):
+    given = {"model": str(folder(tmp_path / "large", **LARGE)), "zero_level": level, "all_to_all_reduce": True}
+    for name, is_copied in (("nccl", False), ("copied", True)):
+        text = end(train(2, name, **given, memcpy_all_gather=is_copied, memcpy_send_recv=is_copied))
+        assert ("weights and gradients by copy engines" in " ".join(text.split())) == is_copied
+    assert losses("nccl").tolist() == losses("copied").tolist()
+    pair = [weights(name) for name in ("nccl", "copied")]
+    assert all(value.tobytes() == pair[1][key].tobytes() for key, value in pair[0].items())
+
+
+@pytest.mark.parametrize("copied", [{}, {"memcpy_all_gather": True, "zero_level": 3}], ids=["timed", "copied"])
+def test_a_killed_rank_ends_all_and_the_run_goes_on(train, tmp_path, copied):
+    if copied:
+        copied = {**copied, "model": str(folder(tmp_path / "large", **LARGE))}
+    run = train(2, "killed", steps=100_000, ckpt_interval=50, **copied)
     until = time.monotonic() + 120
     while not found(Path("runs/killed/checkpoints")):
         assert time.monotonic() < until and run.poll() is None
@@ -99,5 +121,5 @@ def test_a_killed_rank_ends_all_and_the_run_goes_on(train):
     text = end(run, 6)
     assert "rank 1" in text and time.monotonic() - began < 90
     newest = max(found(Path("runs/killed/checkpoints")))
-    end(train(2, "killed", steps=newest + 2, ckpt_interval=50, **{"continue": "newest"}))
+    end(train(2, "killed", steps=newest + 2, ckpt_interval=50, **copied, **{"continue": "newest"}))
     assert not [pid for pid in ranks if Path(f"/proc/{pid}").exists()]

@@ -1,4 +1,4 @@
-"""Collectives between GPUs through NCCL, on the current stream; `llmq.comm.nccl.NcclWorld` has the communicator.
+"""Collectives between GPUs on the current stream, by NCCL or copy engines: `llmq.comm.nccl.NcclWorld` says which.
 
 Shares are unequal, so a gather is a broadcast by each rank and a sum a reduction to each: in one group these are faster
 than NCCL's own gather and scatter of equal shares (320 and 309 GB/s against 276 and 249, a layer of 7B in bf16 on two
