@@ -171,7 +171,10 @@ def test_bf16_gradients(family):
 
 @pytest.mark.parametrize("scaling", SCALINGS)
 @pytest.mark.parametrize("gradient", ["e4m3", "e5m2"])
-@pytest.mark.parametrize("family", ["llama3", "mistral", "qwen2", "qwen3_tied"])
+@pytest.mark.parametrize(
+    "family",
+    ["llama3", "qwen3_tied", *(pytest.param(family, marks=pytest.mark.slow) for family in ("mistral", "qwen2"))],
+)
 def test_fp8_gradients(family, gradient, scaling):
     run = engine(family, fp8(gradient, scaling))
     tokens, targets = families.batch(families.VOCAB, 1)

@@ -21,6 +21,7 @@ def run(*arguments):
     return subprocess.run(command, capture_output=True, text=True)
 
 
+@pytest.mark.slow
 def test_a_tree_equals_itself_also_where_a_run_resumes():
     done = run("--against", ROOT, "--cases", "^bf16, bf16 moments, resumed$")
     assert done.returncode == 0, done.stdout + done.stderr

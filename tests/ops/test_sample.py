@@ -48,12 +48,12 @@ def test_the_cuts_leave_the_most_likely(cuts, left):
 
 
 def test_tokens_come_in_proportion():
-    """20000 draws: within five standard deviations, at two temperatures."""
+    """5000 draws: within five standard deviations, at two temperatures."""
     p = np.array([0.5, 0.3, 0.15, 0.05])
     for temperature in (1.0, 0.5):
         expected = p ** (1 / temperature) / (p ** (1 / temperature)).sum()
-        found = np.bincount(drawn(np.log(p), 20000, temperature=temperature), minlength=4) / 20000
-        assert (np.abs(found - expected) < 5 * np.sqrt(expected * (1 - expected) / 20000)).all()
+        found = np.bincount(drawn(np.log(p), 5000, temperature=temperature), minlength=4) / 5000
+        assert (np.abs(found - expected) < 5 * np.sqrt(expected * (1 - expected) / 5000)).all()
 
 
 def test_noise_is_gumbels_and_depends_on_its_address_alone():

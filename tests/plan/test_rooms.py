@@ -42,7 +42,7 @@ from llmq.tensor import Form, stored_bytes
 LANES = planning.lanes
 HELD = pytest.mark.parametrize("stored", [TENSORWISE, TILEWISE], ids=lambda form: form.scaling)
 UNTIED = tiny(tie_embeddings=False)
-OFTEN = ("fp32", "bf16", "fp8-e5m2-delayed", "fp8-e4m3-blockwise")
+OFTEN = ("bf16", "fp8-e5m2-delayed", "fp8-e4m3-blockwise")
 ALL = pytest.mark.parametrize(
     "precision",
     [pytest.param(p, id=name, marks=() if name in OFTEN else pytest.mark.slow) for name, p in PRECISIONS.items()],
@@ -295,7 +295,7 @@ def test_slots_that_wait_on_the_host_are_bit_equal(precision):
 @pytest.mark.parametrize("precision", [BF16, FP8["e4m3", "delayed"]])
 def test_offloaded_streams_leave_a_peak_that_does_not_grow_with_depth(precision):
     peaks = []
-    for depth in (6, 12, 24):
+    for depth in (4, 7, 10):
         config = tiny(num_layers=depth)
         memory = Memory(("recompute_block",), offload=streams(config))
         program = plan_of(precision, memory, config).programs["middle"]
@@ -338,7 +338,7 @@ def on_random_lanes(seed, share=0.3):
     return lanes
 
 
-@pytest.mark.parametrize("seed", range(6))
+@pytest.mark.parametrize("seed", [0, 1, 2, *(pytest.param(seed, marks=pytest.mark.slow) for seed in range(3, 12))])
 def test_every_order_that_lanes_and_waits_allow_gives_the_same_bits(seed, monkeypatch):
     """Random plans, with memory poisoned before and after every slot's life."""
     draw = random.Random(seed)

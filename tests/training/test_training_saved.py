@@ -286,7 +286,7 @@ def test_a_reset_needs_a_run_that_resumes(given):
 @pytest.mark.parametrize(
     "numbers",
     [
-        ["--kills=2", "--mutants=20", "--resumes=2", "--saves=20"],
+        ["--kills=1", "--mutants=5", "--resumes=1", "--saves=5"],
         pytest.param(["--kills=60", "--mutants=500", "--resumes=20", "--saves=300"], marks=pytest.mark.slow),
     ],
     ids=["few", "more"],
