@@ -182,7 +182,7 @@ def test_the_workspace_of_packed_rows_goes_with_the_longest_document():
 
 def test_more_sharing_is_the_first_advice_of_many_ranks(monkeypatch):
     """And what plans of few layers exclude is not planned."""
-    config = tiny(num_layers=14, hidden_size=256, intermediate_size=512, head_dim=64)
+    config = tiny(num_layers=13, hidden_size=256, intermediate_size=512, head_dim=64)
     one, three = (
         plan_of(BF16, config=config, sharding=at_level(Sharding(0, 2), level), scratch_bytes=scratch_bytes)
         for level in (1, 3)

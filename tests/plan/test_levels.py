@@ -11,7 +11,7 @@ from llmq.plan.memory import Memory
 from llmq.plan.plan import make_plan
 from llmq.stores.sharding import Sharding
 
-LAYERS = 11
+LAYERS = 8
 SHAPE = {"hidden_size": 256, "intermediate_size": 512, "head_dim": 64}
 
 

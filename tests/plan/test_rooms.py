@@ -171,7 +171,7 @@ def test_a_quantized_base_is_the_base_that_it_stands_for(precision, stored):
     assert bits(engine) == bits(other)
 
 
-@pytest.mark.parametrize("gradient", ["e4m3", "e5m2"])
+@pytest.mark.parametrize("gradient", ["e4m3", pytest.param("e5m2", marks=pytest.mark.slow)])
 @pytest.mark.parametrize(("scaling", "stored"), [("current", TENSORWISE), ("blockwise", TILEWISE)])
 def test_fp8_reads_a_quantized_base_as_it_is(gradient, scaling, stored):
     """With scales of the same kind it is what the site's own copies are, in both directions."""
@@ -217,7 +217,12 @@ def test_what_no_gpu_kernel_casts_of_a_quantized_base_is_refused():
 
 @pytest.mark.parametrize(
     "about",
-    [{}, {"trainable": False}, {"trainable": False, "stored": TENSORWISE}, {"trainable": False, "stored": TILEWISE}],
+    [
+        {},
+        pytest.param({"trainable": False}, marks=pytest.mark.slow),
+        {"trainable": False, "stored": TENSORWISE},
+        pytest.param({"trainable": False, "stored": TILEWISE}, marks=pytest.mark.slow),
+    ],
     ids=["trained", "frozen", "current", "tilewise"],
 )
 @ALL

@@ -368,7 +368,7 @@ def test_a_chat_keeps_the_whole_turns_that_fit(small):
 
 
 @pytest.mark.parametrize(
-    "train_on", [None, "user,tool", *(pytest.param(which, marks=pytest.mark.slow) for which in ("all", "last"))]
+    "train_on", [None, *(pytest.param(which, marks=pytest.mark.slow) for which in ("all", "last", "user,tool"))]
 )
 @pytest.mark.parametrize(("name", "chat"), PAIRS)
 def test_no_part_of_a_turn_is_kept_in_any_template(tmp_path, name, chat, train_on):
