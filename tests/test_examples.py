@@ -67,12 +67,14 @@ def test_pretrain(example):
     assert (run / "model/model.safetensors").is_file() and (run / "loss.png").is_file()
 
 
+@pytest.mark.slow
 def test_finetune_chats(example):
     folder, said = example("finetune_chats.sh", *FLAGS, "--from-scratch", DATA="chats.jsonl")
     assert steps(folder / "runs/chats") == [1, 2, 3]
     assert "would be tokenized" in said and "assistant:[[ It is" in said
 
 
+@pytest.mark.slow
 def test_own_data(example):
     folder, said = example("own_data.py", "model=model", "from_scratch=true", *(flag[2:] for flag in FLAGS))
     assert steps(folder / "runs/own-data") == [1, 2, 3]

@@ -35,6 +35,7 @@ from llmq.model.optimizer import Hyperparameters
 
 GOLDEN = Path(__file__).parent / "golden"
 FAMILIES = sorted(families.FAMILIES)
+FEW = ("llama3", "qwen3_tied")
 
 
 @cache
@@ -131,7 +132,9 @@ def test_adamw_run_in_f64(family):
     assert worst(relative_errors(sketches(change), under("change/", right))) < (1e-7, "")
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize(
+    "family", [name if name in FEW else pytest.param(name, marks=pytest.mark.slow) for name in FAMILIES]
+)
 def test_adamw_run_in_f32(family):
     """Within 1e-4, whole and by tensor (k_proj: 5e-4), but where transformers' own f32 run is beyond a quarter of that.
 
@@ -171,7 +174,10 @@ def test_bf16_gradients(family):
 
 @pytest.mark.parametrize("scaling", SCALINGS)
 @pytest.mark.parametrize("gradient", ["e4m3", "e5m2"])
-@pytest.mark.parametrize("family", ["llama3", "mistral", "qwen2", "qwen3_tied"])
+@pytest.mark.parametrize(
+    "family",
+    [*FEW, *(pytest.param(family, marks=pytest.mark.slow) for family in ("mistral", "qwen2"))],
+)
 def test_fp8_gradients(family, gradient, scaling):
     run = engine(family, fp8(gradient, scaling))
     tokens, targets = families.batch(families.VOCAB, 1)

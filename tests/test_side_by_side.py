@@ -21,6 +21,7 @@ def run(*arguments):
     return subprocess.run(command, capture_output=True, text=True)
 
 
+@pytest.mark.slow
 def test_a_tree_equals_itself_also_where_a_run_resumes():
     done = run("--against", ROOT, "--cases", "^bf16, bf16 moments, resumed$")
     assert done.returncode == 0, done.stdout + done.stderr
@@ -66,6 +67,7 @@ def test_only_the_norm_may_differ_where_that_is_allowed(monkeypatch):
     assert difference(1e-6, norm=2.00001) and difference(1e-6, loss=5.000001) and difference(1e-6, norm="NaN")
 
 
+@pytest.mark.slow
 def test_norms_that_may_differ_reach_nothing_else(monkeypatch, tmp_path, capsys):
     """The clip is off in both trees, whatever they are asked for."""
     (case,) = (case for case in cases() if case.name == "fp32, linear schedule")

@@ -261,7 +261,15 @@ def test_without_arguments_an_h200_measures_full_steps_within_three_minutes(card
 
 
 @pytest.mark.parametrize(
-    ("name", "share"), [("H200", 0.1), ("A100 80GB", 0.6), ("RTX 4090", 0.3), ("L4", 0.1), ("GB10", 0.1), ("GB10", 0.6)]
+    ("name", "share"),
+    [
+        ("RTX 4090", 0.3),
+        ("GB10", 0.6),
+        *(
+            pytest.param(*one, marks=pytest.mark.slow)
+            for one in (("H200", 0.1), ("A100 80GB", 0.6), ("L4", 0.1), ("GB10", 0.1))
+        ),
+    ],
 )
 def test_any_card_is_done_in_time(name, share, card):
     seen, now = card(share, batch_size=4)
@@ -269,7 +277,9 @@ def test_any_card_is_done_in_time(name, share, card):
     assert seen[0][:2] == ("Qwen2.5-0.5B", "bf16") and now[0] < 180
 
 
-@pytest.mark.parametrize("share", [0.005, 0.02, 0.06, 0.3, 1.5])
+@pytest.mark.parametrize(
+    "share", [0.02, 1.5, *(pytest.param(share, marks=pytest.mark.slow) for share in (0.005, 0.06, 0.3))]
+)
 def test_the_cpu_is_done_in_time_also_when_it_is_busy(share, card):
     seen, now = card(share)
     choose(CPU)

@@ -104,7 +104,9 @@ def run(given, model, way, template=CHATML):
 
 
 @pytest.mark.parametrize("own", list(OWN))
-@pytest.mark.parametrize("way", ["data", "streaming", "token files", "continued"])
+@pytest.mark.parametrize(
+    "way", ["data", *(pytest.param(way, marks=pytest.mark.slow) for way in ("streaming", "token files", "continued"))]
+)
 def test_a_template_that_is_given_is_exported_alone(given, tmp_path, own, way):
     model = model_folder(tmp_path / "model", own)
     folder, _ = run(given, model, way)

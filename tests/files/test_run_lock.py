@@ -305,6 +305,6 @@ def test_two_processes_and_a_kill(given):
     assert ": train.py --from-scratch --model=" in second.stdout and "Traceback" not in second.stdout
     assert not list(Path("runs/run").glob("log.jsonl.*"))  # its log is where it was
     end(first)
-    third = subprocess.run([*command, "--continue"], check=False, **streams)
+    third = subprocess.run([*command, "--continue", "--ckpt-interval=50"], check=False, **streams)
     assert third.returncode == 0, third.stdout
     assert list(Path("runs/run").rglob(".*")) == []

@@ -110,8 +110,13 @@ def refusing(monkeypatch, at, code, *, stays):
     return count
 
 
-@pytest.mark.parametrize("stays", [False, True], ids=["once", "for good"])
-@pytest.mark.parametrize("kind", ERRORS)
+@pytest.mark.parametrize(
+    ("kind", "stays"),
+    [
+        pytest.param(*one, marks=() if one in {("full", True), ("i/o", False)} else pytest.mark.slow)
+        for one in itertools.product(ERRORS, (False, True))
+    ],
+)
 def test_whatever_call_fails_the_older_checkpoint_stays(tmp_path, monkeypatch, kind, stays):
     number, failed = 0, 0
     while True:

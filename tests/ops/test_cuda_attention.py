@@ -136,14 +136,14 @@ CAPABILITIES = pytest.mark.parametrize("capability", [*SOME, *(pytest.param(n, m
 REGISTERS = {32: 104, 64: 120, 80: 144, 128: 144, 256: 168}  # most of any kernel and card, by head_dim
 
 
-@CAPABILITIES
+@pytest.mark.slow
+@pytest.mark.parametrize("capability", [*SOME, *MORE])
 @pytest.mark.parametrize("packed", [0, 1], ids=["dense", "packed"])
-def test_the_exact_kernels_compile_within_their_registers_and_do_not_spill(capability, packed, request):
-    """By default for one head_dim each; a compilation takes a second."""
+def test_the_exact_kernels_compile_within_their_registers_and_do_not_spill(capability, packed):
     pytest.importorskip("cuda.bindings.nvrtc", reason="needs cuda-bindings and nvidia-cuda-nvrtc")
     from llmq.ops.cuda import compile as cuda_compile
 
-    for head_dim in REGISTERS if request.config.getoption("--all") else (128 if packed else 64,):
+    for head_dim in REGISTERS:
         constants = {"HD": head_dim, "GROUP": 7, "KV_HEADS": 2, "PACKED": packed}
         _, log = cuda_compile.compiled("attention", capability, constants)
         used = cuda_compile.resources(log)

@@ -491,25 +491,17 @@ def norms(noted: Launches, dtype: str, width: int, forms: tuple[Form | None, ...
     OPS.rmsnorm_backward(*written, x, x, x, weight, stat)
 
 
-@pytest.mark.parametrize(
-    "capability", [90, *(pytest.param(n, marks=pytest.mark.slow) for n in CAPABILITIES if n != 90)]
-)
-def test_every_kernel_compiles_within_its_registers_and_does_not_spill(launches, capability, request):
-    """What training in bf16 and fp8 launches at 0.5B, and for one card in fp32 as well; without --all, of every kernel
-    the variant that writes the most."""
+@pytest.mark.slow
+@pytest.mark.parametrize("capability", CAPABILITIES)
+def test_every_kernel_compiles_within_its_registers_and_does_not_spill(launches, capability):
+    """What training in bf16 and fp8 launches at 0.5B, and for one card in fp32 as well."""
     pytest.importorskip("cuda.bindings.nvrtc", reason="needs cuda-bindings and nvidia-cuda-nvrtc")
     launches.capability = capability
-    everything = request.config.getoption("--all")
     model_launches(launches, **QWEN_0_5B)
     launched: dict[tuple[str, tuple[Any, ...]], set[str]] = {}
     for name, entry, constants, _ in launches.found:
-        if (everything and capability == 90) or "float" not in (constants.get("T"), constants.get("X")):
+        if capability == 90 or "float" not in (constants.get("T"), constants.get("X")):
             launched.setdefault((name, tuple(sorted(constants.items()))), set()).add(entry)
-    if not everything:
-        largest = {}
-        for (name, items), entries in sorted(launched.items(), key=lambda one: dict(one[0][1]).get("FORMS", 0)):
-            largest[name, frozenset(entries)] = (name, items)
-        launched = {variant: launched[variant] for variant in largest.values()}
     wrong = []
     for (name, items), entries in launched.items():
         constants = dict(items)

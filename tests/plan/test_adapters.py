@@ -106,7 +106,7 @@ def test_it_computes_what_the_merged_weights_do(rslora):
 
 
 @EVERY
-@pytest.mark.parametrize("dropout", [0.0, 0.2])
+@pytest.mark.parametrize("dropout", [pytest.param(0.0, marks=pytest.mark.slow), 0.2])
 def test_the_base_is_frozen_and_recomputing_changes_no_bit(precision, dropout):
     about = {"adapters": adapters(dropout=dropout)}
     plan = plan_of(precision, **about)

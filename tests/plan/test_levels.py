@@ -11,7 +11,7 @@ from llmq.plan.memory import Memory
 from llmq.plan.plan import make_plan
 from llmq.stores.sharding import Sharding
 
-LAYERS = 11
+LAYERS = 8
 SHAPE = {"hidden_size": 256, "intermediate_size": 512, "head_dim": 64}
 
 
@@ -29,8 +29,12 @@ def plan_at(level, precision=BF16, size=4, **more):
 @pytest.mark.parametrize(
     ("precision", "more"),
     [
-        (BF16, {}),
-        (replace(BF16, master="fp32", grad="fp32"), {"memory": Memory(("recompute_block",))}),
+        pytest.param(BF16, {}, marks=pytest.mark.slow),
+        pytest.param(
+            replace(BF16, master="fp32", grad="fp32"),
+            {"memory": Memory(("recompute_block",))},
+            marks=pytest.mark.slow,
+        ),
         (FP8["e4m3", "delayed"], {}),
     ],
 )

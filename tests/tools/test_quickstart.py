@@ -142,6 +142,7 @@ def test_a_command_that_fails_ends_the_quickstart_with_its_code(tmp_path, capfd)
     assert "no file matches" in said.err and "exit code 3" in said.out
 
 
+@pytest.mark.slow
 def test_a_killed_training_ends_with_the_same_weights(copy, capsys):
     assert quickstart.quickstart(copy, show_resume=True) == 0
     said = capsys.readouterr().out

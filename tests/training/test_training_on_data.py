@@ -44,6 +44,14 @@ def save_source(vocab_size, *special, **config):
     return tokenizer
 
 
+SLOW = pytest.mark.slow
+LAYOUTS = pytest.mark.parametrize(
+    "packing",
+    [None, pytest.param(False, marks=SLOW), pytest.param("windows", marks=SLOW)],
+    ids=["packed", "padded", "windows"],
+)
+
+
 @pytest.fixture
 def given(tmp_path, monkeypatch):
     """Options of a small run on rows of questions and answers, with a tokenizer in the model's folder."""
@@ -285,7 +293,7 @@ def test_a_mixture_with_rows_is_packed_and_one_of_texts_is_not(given):
     assert layout(given)["layout"].startswith("windows")
 
 
-@pytest.mark.parametrize("packing", [None, False, "windows"], ids=["packed", "padded", "windows"])
+@LAYOUTS
 def test_a_dry_run_knows_the_rows_before_they_are_tokenized(given, packing):
     """Of data that is as long at its end as at its beginning: what the run itself has, about; also its documents."""
     given |= {"seq_len": 48, "eval_fraction": 0, "epochs": 1, "steps": None, "packing": packing}
@@ -325,7 +333,7 @@ def test_a_run_from_before_rows_were_packed_says_what_continues_it(given, monkey
     assert llmq.train(**more, packing="windows").steps == 8 > whole.steps
 
 
-@pytest.mark.parametrize("packing", [None, False, "windows"], ids=["packed", "padded", "windows"])
+@LAYOUTS
 def test_a_stream_trains_and_resumes_with_the_same_bits(given, tmp_path, packing):
     stream = {**given, "streaming": True, "steps": 12, "packing": packing}
     whole = llmq.train(**{**stream, "name": "whole"})

@@ -367,7 +367,9 @@ def test_a_chat_keeps_the_whole_turns_that_fit(small):
         assert (counts.longest, counts.turns_cut) == ((len(whole.ids), 3 - len(fitting)) if overlong else (0, 0))
 
 
-@pytest.mark.parametrize("train_on", [None, "all", "last", "user,tool"])
+@pytest.mark.parametrize(
+    "train_on", [None, *(pytest.param(which, marks=pytest.mark.slow) for which in ("all", "last", "user,tool"))]
+)
 @pytest.mark.parametrize(("name", "chat"), PAIRS)
 def test_no_part_of_a_turn_is_kept_in_any_template(tmp_path, name, chat, train_on):
     """Trained runs of what is kept are whole runs of the documents without a limit; and the length told keeps all."""
