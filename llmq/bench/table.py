@@ -12,14 +12,12 @@ from llmq.bench.results import Change, Result, name_of, percent
 from llmq.disk import shown
 from llmq.hardware.cards import TERA
 
+WIDEST = 1000  # characters of a table
 COLUMNS = (
     *("model", "dtype", "micro-batch", "tokens/s (least to most)", "SOL", "of the ceilings", "memory"),
     *("SM clock", "power"),
 )
-RANKS = (
-    *("model", "dtype", "micro-batch", "GPUs", "level", "tokens/s", "scaling", "sums of a layer", "gathers of a layer"),
-    "exposed communication of a step",
-)
+RANKS = ("configuration", "tokens/s", "scaling", "sums of a layer", "gathers of a layer", "exposed in a step")
 LIBRARIES = ("driver", "cuBLASLt", "cuDNN", "cupy", "cupy-cuda13x", "cupy-cuda12x", "numpy", "blas")
 
 
@@ -65,7 +63,7 @@ def show(console: Console, result: Result) -> None:
     _say(console, f"  memory: {shown(memory['plan_bytes'])} planned, {shown(memory['used_bytes'])} taken{seen}")
     for line in gpu_lines(result["gpu"]):
         _say(console, f"  {line}")
-    console.print(_ladder(result))
+    _put(console, _ladder(result))
     if note := beyond(result):
         _say(console, note)
 
@@ -75,7 +73,7 @@ def show_sizes(console: Console, results: Sequence[Result], wanted: Sequence[str
     table = Table(*COLUMNS[:3], *(_right(title) for title in COLUMNS[3:]))
     for result in results:
         table.add_row(*_cells(result))
-    console.print(table)
+    _put(console, table)
     if absent := [name for name in wanted if name not in {name_of(result) for result in results}]:
         _say(console, f"Too large for the memory that is free: {', '.join(absent)}")
 
@@ -83,10 +81,10 @@ def show_sizes(console: Console, results: Sequence[Result], wanted: Sequence[str
 def show_ranks(console: Console, results: Sequence[Result]) -> None:
     """Prints one table of what was measured on several GPUs, beside one; nothing if nothing was."""
     if any(result["gpus"] > 1 for result in results):
-        table = Table(*RANKS[:3], *(_right(title) for title in RANKS[3:]))
+        table = Table(RANKS[0], *(_right(title) for title in RANKS[1:]))
         for result in results:
             table.add_row(*_rank_cells(result))
-        console.print(table)
+        _put(console, table)
 
 
 def beyond(result: Result) -> str:
@@ -153,7 +151,7 @@ def show_changes(console: Console, path: str, changes: Sequence[Change], lone: S
         for family, (before, after) in change.families.items():
             shown = "" if not before or after is None else f"{percent(before, after):+.1f}%"
             table.add_row(family, *("-" if ms is None else f"{ms:.3f}" for ms in (before, after)), shown)
-        console.print(table)
+        _put(console, table)
     if lone:
         _say(console, f"In one of the two only: {', '.join(lone)}")
 
@@ -216,14 +214,12 @@ def _cells(result: Result) -> tuple[str, ...]:
 
 
 def _rank_cells(result: Result) -> tuple[str, ...]:
-    start = (result["model"], result["dtype"], f"{result['batch_size']}x{result['seq_len']}", str(result["gpus"]))
-    rate, found = f"{result['tokens_per_second']['median']:,.0f}", result["communication"]
+    name, rate, found = name_of(result), f"{result['tokens_per_second']['median']:,.0f}", result["communication"]
     if found is None:
-        return (*start, "", rate, *[""] * 4)
+        return (name, rate, *[""] * 4)
     scaling, gpus = found["scaling"], result["gpus"]
     return (
-        *start,
-        str(result["zero_level"]),
+        name,
         rate,
         "too large for one GPU" if scaling is None else f"x{scaling:.3g} ({_percent(scaling / gpus)})",
         *(_gigabytes(found[f"{name}_bytes_per_s"]) for name in ("reduce", "gather")),
@@ -237,6 +233,15 @@ def _gigabytes(rate: float | None) -> str:
 
 def _say(console: Console, text: str) -> None:
     console.print(text, highlight=False, markup=False, soft_wrap=True)
+
+
+def _put(console: Console, table: Table) -> None:
+    """Prints a table that loses nothing: folded to a terminal, elsewhere as wide as it is."""
+    for column in table.columns:
+        column.overflow = "fold"
+    if not console.is_terminal:
+        console.width = WIDEST
+    console.print(table)
 
 
 def _right(title: str) -> Column:
