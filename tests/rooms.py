@@ -127,8 +127,6 @@ class FetchedGrads(ReplicatedGrads):
             ops.copy_to_device(slot, ref)
             yield slot
 
-    shares = sums
-
 
 def streams(config):
     """The residual stream that enters each layer."""

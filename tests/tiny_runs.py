@@ -10,8 +10,12 @@ from tiny_engines import tiny
 
 from llmq.data.tokens.token_file import TokenWriter
 from llmq.files.checkpoint import load
+from llmq.files.huggingface import Export
 from llmq.files.manifest import canonical
+from llmq.files.source import initial_parameters, open_source
 from llmq.model.config import to_hf
+from llmq.model.parameters import parameter_rows
+from llmq.options.data import ModelOptions
 from llmq.options.field import flag
 
 T = 16
@@ -51,6 +55,16 @@ def tiny_options(path):
         "name": "run",
         "console": io.StringIO(),
     }
+
+
+def on_weights(path, times=1):
+    """Options of a small run on a model with weights, `times` the initial ones, in `base` below the current folder."""
+    options = tiny_options(path)
+    source = open_source(ModelOptions(model=options["model"], from_scratch=True))
+    rows = parameter_rows(source.config)
+    values = {row.name: times * value for row, value in initial_parameters(source, rows, 7)}
+    Export(path / "base", source.config, rows, "fp32").write(lambda row: values[row.name])
+    return {**options, "model": "base", "from_scratch": False}
 
 
 def launched_flags(path, **changes):

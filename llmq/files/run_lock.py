@@ -136,6 +136,8 @@ def held(output: RunOutput, say: Callable[[str], None]) -> Iterator[None]:
             try:
                 lock.acquire()
             except Timeout:
+                # Where no file can be made, FileLock takes that for a lock which was just removed.
+                os.close(os.open(output.lock, os.O_WRONLY | os.O_CREAT, 0o666))
                 raise _refusal(output) from None
             except OSError as error:
                 if error.errno not in NO_LOCKS:

@@ -89,9 +89,8 @@ class Recordings:
         self.grads = {last: stores.grads(self.rows, p.grad, last=last) for last in (False, True)}
         self.moments = _at_home(stores.moments(self.rows, p.master, p.m, p.v), self.grads[True].refs, spec)
         world = spec.sharding
-        self.ranks: Any = Alone()
-        if world.size > 1:
-            self.ranks = ManyRanks(Shards(self.rows, world.size, world.rank).tiles)
+        self._shards = Shards(self.rows, world.size, world.rank) if world.size > 1 else None
+        self.ranks: Any = ManyRanks(self._shards.tiles) if self._shards else Alone()
         names = ("norm", "grad_scale", "apply", "learning_rate", "request")
         cells = {name: Ref(name, "cell", (1,), p.stat) for name in names}
         num_partials = sum(num_norm_tiles(grad.shape) for grad in self.grads[True].shares(Recorder()))
@@ -123,10 +122,7 @@ class Recordings:
 
     def piece(self, weight: Ref) -> Ref:
         """The rows of a weight of which this rank has the master."""
-        sharding = self.spec.sharding
-        if not sharding.states:
-            return weight
-        return Shards(self.rows, sharding.size, sharding.rank).piece(weight)
+        return self._shards.piece(weight) if self._shards and self.spec.sharding.states else weight
 
     def train(self, *, first: bool = False, last: bool) -> list[Call]:
         """One forward and backward; `first` or `last` in its step."""

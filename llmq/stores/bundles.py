@@ -2,10 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import Any
+from collections import defaultdict
+from collections.abc import Iterable, Iterator, Mapping
+from itertools import chain, pairwise
+from typing import Any, TypeVar
 
+from llmq.row import Row
+from llmq.stores.sharding import part_of
 from llmq.tensor import Ref
+
+Fetched = TypeVar("Fetched")
 
 
 class Bundle:
@@ -45,3 +51,20 @@ def part_bundle(tree: Bundle, part: str | int) -> Bundle:
 def part_tree(refs: Mapping[str, Ref | None]) -> Bundle:
     """Refs by row name as one tree; a tied head, which has no row of its own, is the embedding."""
     return bundle_tree({"head.weight": refs["embed.weight"], **refs} if "embed.weight" in refs else refs)
+
+
+def names_by_part(rows: Iterable[Row]) -> dict[str | int, list[str]]:
+    """Names of the rows that each part of a model reads; a tied head reads the embedding."""
+    found = defaultdict(list)
+    for row in rows:
+        found[part_of(row)].append(row.name)
+    if "head.weight" not in found["head"]:
+        found["head"].append("embed.weight")
+    return found
+
+
+def one_ahead(fetched: Iterable[Fetched]) -> Iterator[Fetched]:
+    """Yields what is fetched, each after the next one was."""
+    for here, _ in pairwise(chain(fetched, [None])):
+        assert here is not None
+        yield here

@@ -8,9 +8,8 @@ from itertools import chain
 from typing import Any
 
 from llmq.row import Row
-from llmq.stores.bundles import Bundle, part_bundle, part_tree
+from llmq.stores.bundles import Bundle, names_by_part, one_ahead, part_bundle, part_tree
 from llmq.stores.grads import ReplicatedGrads
-from llmq.stores.sharding import part_of
 from llmq.tensor import Ref, chunks_of_tiles
 
 
@@ -26,40 +25,31 @@ class HostedGrads(ReplicatedGrads):
         super().__init__(rows, dtype, last=last)
         self.refs = {name: replace(ref, home="host") for name, ref in self.refs.items()}
         self._piece_bytes = piece_bytes
-        self._rows = tuple(rows)
+        self._names = names_by_part(rows)
 
     def walk(self, ops: Any, parts: Iterable[str | int]) -> Iterator[Bundle]:
         """Yields slots for each part's gradients, and sends them to the host when the next one's are asked for."""
         parts = tuple(parts)
-        coming = (self._fetch(ops, part) for part in parts)
-        ahead = next(coming)
-        for part in parts:
-            here, ahead = ahead, next(coming, {})
-            yield part_bundle(part_tree({row.name: here.get(row.name) for row in self._rows}), part)
+        for part, here in zip(parts, one_ahead(self._fetch(ops, part) for part in parts), strict=True):
+            yield part_bundle(part_tree({name: here.get(name) for name in self._names[part]}), part)
             for name, slot in here.items():
                 ops.copy_to_host(self.refs[name], slot)
 
     def shares(self, ops: Any) -> Iterator[Ref]:
         """Yields what this rank adds to the norm of the whole gradient, and fetches a piece ahead."""
         pieces = chain.from_iterable(self._pieces(ref) for ref in super().shares(ops))
-        coming = (_fetched(ops, ref) for ref in pieces)
-        ahead = next(coming, None)
-        while ahead is not None:
-            here, ahead = ahead, next(coming, None)
-            yield here
+        return one_ahead(_fetched(ops, ref) for ref in pieces)
 
     def _pieces(self, ref: Ref) -> Iterator[Ref]:
         chunks = chunks_of_tiles(ref, self._piece_bytes)
         yield from (ref.chunk(*rows) for rows in chunks) if len(chunks) > 1 else (ref,)
 
     def _fetch(self, ops: Any, part: str | int) -> dict[str, Ref]:
-        """Slots by row name for what a part adds to; a tied head adds to the embedding."""
-        names = [row.name for row in self._rows if row.name in self.refs and part_of(row) == part]
-        if part == "head" and not any(row.name == "head.weight" for row in self._rows):
-            names += [name for name in self.refs if name == "embed.weight"]
+        """Slots by row name for what a part adds to."""
         slots = {}
-        for name in names:
-            ref = self.refs[name]
+        for name in self._names[part]:
+            if (ref := self.refs.get(name)) is None:
+                continue
             about: dict[str, Any] = {"space": "activation", "home": "device", "is_sum": True, "cell": name}
             slots[name] = replace(ref, name=f"gradient/{part}/{name}", **about)
             ops.copy_to_device(slots[name], ref)

@@ -9,6 +9,7 @@ from itertools import groupby
 from typing import Any
 
 from llmq.row import Row
+from llmq.stores.bundles import one_ahead
 from llmq.stores.moments import State, StatePiece, Update
 from llmq.tensor import DTYPES, NORM_ROWS, Ref
 
@@ -51,10 +52,7 @@ class HostedMoments:
         """Every piece of every row in order, on the device; the next one is fetched before this one is used."""
         pieces = [(update.row, piece) for update in self._moments.walk(ops) for piece in self._cut(update)]
         coming = (self._fetch(ops, row, piece, moving, with_grad=is_update) for row, piece in pieces)
-        ahead = next(coming, None)
-        for row, held in pieces:
-            here, ahead = ahead, next(coming, None)
-            assert here is not None
+        for (row, held), here in zip(pieces, one_ahead(coming), strict=True):
             yield row, here
             for ref, slot in zip(held.state, here.state, strict=True):
                 if is_update and ref.space in moving:

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from typing import Any
 
 from llmq.row import Row
-from llmq.stores.bundles import Bundle, part_bundle, part_tree
 from llmq.stores.weights import ReplicatedWeights
 from llmq.tensor import Ref
 
@@ -30,16 +29,6 @@ class HostedWeights(ReplicatedWeights):
     ) -> None:
         self._host_master = host_master
         super().__init__([replace(row, home="host") if hosted(row) else row for row in rows], dtype, master_dtype)
-
-    def walk(self, ops: Any, parts: Iterable[str | int], phase: str) -> Iterator[tuple[str | int, Bundle]]:
-        """Yields (part, bundle) in the order given. The next part is fetched before this one is used."""
-        parts = tuple(parts)
-        coming = (self._fetch(ops, part, phase) for part in parts)
-        ahead = next(coming)
-        for part in parts:
-            here, ahead = ahead, next(coming, {})
-            slots = {**self._slots(ops, part, phase), **here}
-            yield part, part_bundle(part_tree({**self.refs, **slots}), part)
 
     def written(self, ops: Any) -> Iterator[Ref]:
         """Yields what the copies of each trained row are written to; those of the host are sent there when the next

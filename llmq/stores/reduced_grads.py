@@ -120,7 +120,3 @@ class ShardedGrads(ReducedGrads):
     def sums(self, ops: Any) -> Iterator[Ref]:
         """Yields this rank's share of each row."""
         yield from self.refs.values()
-
-    def shares(self, ops: Any) -> Iterator[Ref]:
-        """Yields this rank's share of every row."""
-        yield from self.refs.values()

@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-from collections import defaultdict
 from collections.abc import Iterable, Iterator, Sequence
 from copy import copy
 from dataclasses import replace
 from typing import Any
 
 from llmq.row import Row
-from llmq.stores.bundles import Bundle, part_bundle, part_tree
 from llmq.stores.sharding import Sharding, Shards, part_of
 from llmq.stores.weights import ReplicatedWeights
 from llmq.tensor import Ref
@@ -27,11 +25,6 @@ class GatheredWeights(ReplicatedWeights):
             row.name: self._shards.share(replace(self.refs[row.name], space="shard", value_in=value_in))
             for row in self._shards.rows
         }
-        self._names: dict[str | int, list[str]] = defaultdict(list)  # by part; a tied head reads the embedding
-        for row in rows:
-            self._names[part_of(row)].append(row.name)
-        if "head.weight" not in self.refs:
-            self._names["head"].append("embed.weight")
 
     @property
     def first(self) -> GatheredWeights:
@@ -44,20 +37,12 @@ class GatheredWeights(ReplicatedWeights):
         """Makes all weights whole for what reads them before the next step does."""
         self._gather(ops, self._shards.rows, self.refs)
 
-    def walk(self, ops: Any, parts: Iterable[str | int], phase: str) -> Iterator[tuple[str | int, Bundle]]:
-        """Yields (part, bundle) in the order given. The next part is fetched before this one is used."""
-        parts = tuple(parts)
-        coming = iter(parts if "head" in parts else (*parts, "head"))  # which is used first on the way back
-        fetched = self._fetch(ops, next(coming), phase)
-        for part in parts:
-            mine = {name: self.refs[name] for name in self._names[part]}
-            refs = {**mine, **fetched, **self._slots(ops, part, phase)}
-            fetched = {} if (after := next(coming, None)) is None else self._fetch(ops, after, phase)
-            yield part, part_bundle(part_tree(refs), part)
-
     def written(self, ops: Any) -> Iterator[Ref]:
         """Yields this rank's share of each trained row."""
         yield from self._own.values()
+
+    def _needed(self, parts: tuple[str | int, ...]) -> tuple[str | int, ...]:
+        return parts if "head" in parts else (*parts, "head")  # which is used first on the way back
 
     def _fetch(self, ops: Any, part: str | int, phase: str) -> dict[str, Ref]:
         """Makes the rows of a part whole where they are; returns what is to be read in their place."""
@@ -90,10 +75,8 @@ class ShardedWeights(GatheredWeights):
         """Nothing is held whole."""
 
     def _fetch(self, ops: Any, part: str | int, phase: str) -> dict[str, Ref]:
-        """Slots by row name with the whole of each row of a part; a tied head is the embedding."""
-        rows = [row for row in self._shards.rows if part_of(row) == part]
-        if part == "head" and "head.weight" not in self.refs:
-            rows += [row for row in self._shards.rows if row.name == "embed.weight"]
+        """Slots by row name with the whole of each row of a part."""
+        rows = [row for row in self._shards.rows if row.name in self._names[part]]
         slots = {}
         for row in rows:
             name = f"{phase}/{'' if part_of(row) == part else f'{part}/'}{row.name}"

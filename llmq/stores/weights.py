@@ -7,7 +7,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
 from llmq.row import Row
-from llmq.stores.bundles import Bundle, part_bundle, part_tree
+from llmq.stores.bundles import Bundle, names_by_part, one_ahead, part_bundle, part_tree
 from llmq.tensor import Ref
 
 
@@ -22,18 +22,20 @@ class ReplicatedWeights:
     def __init__(self, rows: Sequence[Row], dtype: str, master_dtype: str | None) -> None:
         self.rows = tuple(rows)
         self.refs = {row.name: self._ref(row, dtype, master_dtype) for row in rows}
-        self._tree = part_tree(self.refs)
+        self._names = names_by_part(rows)
         self._held: dict[str | int, list[Ref]] = defaultdict(list)  # by part
         for row in self.rows:
             if row.stored is not None and row.layer is not None:
                 self._held[row.layer].append(self.refs[row.name])
 
     def walk(self, ops: Any, parts: Iterable[str | int], phase: str) -> Iterator[tuple[str | int, Bundle]]:
-        """Yields (part, bundle) in the order given. A resident store has nothing to fetch or release: what it casts are
+        """Yields (part, bundle) in the order given. The next part is fetched before this one is used; what is cast are
         slots, of which the plan keeps what is read, and for as long."""
-        for part in parts:
-            slots = self._slots(ops, part, phase)
-            yield part, part_bundle(part_tree({**self.refs, **slots}) if slots else self._tree, part)
+        parts = tuple(parts)
+        coming = (self._fetch(ops, part, phase) for part in self._needed(parts))
+        for part, fetched in zip(parts, one_ahead(coming), strict=False):
+            refs = {name: self.refs[name] for name in self._names[part]}
+            yield part, part_bundle(part_tree({**refs, **self._slots(ops, part, phase), **fetched}), part)
 
     @property
     def first(self) -> ReplicatedWeights:
@@ -62,6 +64,14 @@ class ReplicatedWeights:
         value_in = "master" if is_master else None
         about: dict[str, Any] = {"form": row.stored, "home": row.home, "value_in": value_in, "is_stack": row.stacked}
         return Ref(row.name, "weight", row.shape, row.dtype or dtype, row.layer, **about)
+
+    def _needed(self, parts: tuple[str | int, ...]) -> tuple[str | int, ...]:
+        """The parts that a walk fetches."""
+        return parts
+
+    def _fetch(self, ops: Any, part: str | int, phase: str) -> dict[str, Ref]:
+        """What is read in place of a part's rows, by name, once it is where it is used; here all of them are."""
+        return {}
 
     def _slots(self, ops: Any, part: str | int, phase: str) -> dict[str, Ref]:
         """What a part's rows that are held in a form are read from, by name."""

@@ -7,6 +7,7 @@ import time
 from pathlib import Path
 
 import pytest
+from ray_actors import keepers
 
 from llmq.comm.group import Group
 from llmq.comm.ray_group import run_ray_group
@@ -41,18 +42,6 @@ def run(cluster, tmp_path, capfd):
         return code, said.out + said.err
 
     return run
-
-
-def keepers():
-    """Process ids of the actors."""
-    found = []
-    for folder in Path("/proc").iterdir():
-        try:
-            if folder.name.isdigit() and (folder / "cmdline").read_bytes().startswith(b"ray::Keeper"):
-                found.append(int(folder.name))
-        except OSError:
-            pass
-    return found
 
 
 def kill_one_after(mark):

@@ -145,6 +145,13 @@ def test_devices_have_no_lock():
         assert not Path("/dev/.null.lock").exists()
 
 
+@pytest.mark.skipif(not Path("/proc/self").exists(), reason="needs a folder that takes no files from anyone")
+def test_a_folder_that_takes_no_files_is_not_in_use():
+    says = r"/proc/x: its lock cannot be written \(No such file or directory\)"
+    with pytest.raises(StorageError, match=says), held(replaced_whole("--out-dir", Path("/proc/x")), print):
+        pass
+
+
 @pytest.mark.parametrize("number", [errno.ENOSPC, errno.EROFS, errno.EACCES])
 @pytest.mark.parametrize("call", ["mkdir", "open", "fsync"])
 def test_a_disk_that_refuses_the_lock_is_a_storage_error(output, monkeypatch, number, call):

@@ -7,12 +7,12 @@ import numpy as np
 import pytest
 from rooms import TILEWISE, adapted, experts
 from tiny_engines import plan_of
-from tiny_runs import tiny_options, weights_of
+from tiny_runs import on_weights, weights_of
 
 import llmq
 from llmq.files.checkpoint import load
 from llmq.files.huggingface import Export, checked_tensors, read_rows
-from llmq.files.source import INIT_STD, initial_parameters, open_parameters, open_source
+from llmq.files.source import INIT_STD, open_parameters, open_source
 from llmq.model.config import from_folder
 from llmq.model.parameters import parameter_rows
 from llmq.options.data import ModelOptions
@@ -24,12 +24,7 @@ from llmq.training import job
 def given(tmp_path, monkeypatch):
     """Options of a run on a model with weights, whose maps have adapters."""
     monkeypatch.chdir(tmp_path)
-    options = tiny_options(tmp_path)
-    source = open_source(ModelOptions(model=options["model"], from_scratch=True))
-    rows = parameter_rows(source.config)
-    values = {row.name: value for row, value in initial_parameters(source, rows, 7)}
-    Export(tmp_path / "base", source.config, rows, "fp32").write(lambda row: values[row.name])
-    return {**options, "model": "base", "from_scratch": False}
+    return on_weights(tmp_path)
 
 
 def with_sites(monkeypatch, sites):

@@ -5,15 +5,11 @@ import json
 import numpy as np
 import pytest
 from safetensors.numpy import load_file, save_file
-from tiny_runs import tiny_options, weights_of
+from tiny_runs import on_weights, weights_of
 
 import llmq
 from llmq.errors import DataError, UsageError
 from llmq.files.checkpoint import load
-from llmq.files.huggingface import Export
-from llmq.files.source import initial_parameters, open_source
-from llmq.model.parameters import parameter_rows
-from llmq.options.data import ModelOptions
 
 PREFIX = "base_model.model.model.layers.0"
 
@@ -22,12 +18,8 @@ PREFIX = "base_model.model.model.layers.0"
 def given(tmp_path, monkeypatch):
     """Options of a run with adapters on a model with weights."""
     monkeypatch.chdir(tmp_path)
-    options = tiny_options(tmp_path)
-    source = open_source(ModelOptions(model=options["model"], from_scratch=True))
-    rows = parameter_rows(source.config)
-    values = {row.name: 5 * value for row, value in initial_parameters(source, rows, 7)}
-    Export(tmp_path / "base", source.config, rows, "fp32").write(lambda row: values[row.name])
-    changes = {"model": "base", "from_scratch": False, "lora_rank": 4, "lora_dropout": 0.1, "steps": 6, "warmup": 0}
+    options = on_weights(tmp_path, times=5)
+    changes = {"lora_rank": 4, "lora_dropout": 0.1, "steps": 6, "warmup": 0}
     return {**options, **changes}
 
 

@@ -7,6 +7,7 @@ import time
 from pathlib import Path
 
 import pytest
+from ray_actors import keepers
 from tiny_runs import launched_flags
 
 from llmq.report.read import read_log
@@ -14,18 +15,6 @@ from llmq.report.read import read_log
 pytestmark = [pytest.mark.judge, pytest.mark.sweep]
 ROOT = Path(__file__).parents[2]
 STEPS = 600
-
-
-def keepers():
-    """Process ids of the actors."""
-    found = []
-    for folder in Path("/proc").iterdir():
-        try:
-            if folder.name.isdigit() and (folder / "cmdline").read_bytes().startswith(b"ray::Keeper"):
-                found.append(int(folder.name))
-        except OSError:
-            pass
-    return found
 
 
 @pytest.mark.parametrize("num", [1, 2])
