@@ -6,7 +6,7 @@ mutants   So many damaged manifests, safetensors headers and safetensors indexes
           reads the same tensors; it raises nothing else, and takes less than a second.
 resumes   A run continued from a random step ends with the bits of one that was never stopped.
 saves     In a run of so many steps that saves at each, memory, descriptors and threads stay as they are.
-rates     So many GiB of tensors as large as those of a 7B model are saved from memory and read tensor by tensor, cold, in
+rates     So many GiB of tensors as large as those of a 7B model, saved from memory and read tensor by tensor, cold; in
           GB/s, beside one file of as many bytes that is written and synced, and read.
 """
 
