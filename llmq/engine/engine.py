@@ -124,13 +124,10 @@ class Engine(BoundPlan):
             self.run("publish_counted")
             self.micro_step(batch)
             self._fill(cells.history, 0)
-            is_alone = cells.agreed.amax == cells.amax
-            amax = self._read(cells.amax) if is_alone else None  # `calibrate` begins it anew
             self.run("calibrate")
-            amax = self._read(cells.agreed.amax) if amax is None else amax
-            after = self._read(cells.scales)
+            newest, after = self._read(cells.history)[0], self._read(cells.scales)  # what all ranks have seen
             self._publish()
-            if amax[::SCALE_STRIDE].all() and np.all(np.abs(after - before) <= SETTLED * before):
+            if newest[::SCALE_STRIDE].all() and np.all(np.abs(after - before) <= SETTLED * before):
                 return count
         return WARM_UP_PASSES
 
