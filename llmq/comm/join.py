@@ -12,7 +12,7 @@ from llmq.errors import WorldError
 from llmq.hardware.device import Device
 
 
-def join_world(place: Place | None, device: Device, copying: Copying) -> World:
+def join_world(place: Place | None, device: Device, copying: Copying = NO_COPIES) -> World:
     """The world of this rank, once all ranks have come. WorldError, which names those that have not, if they do not.
 
     That of the host is MPI's where MPI started the ranks, else one of sockets. GPUs have NCCL's beside it, on the
