@@ -43,6 +43,7 @@ class Ops:
         seed: int,
         stream: int,
         first: int = 0,
+        rate: float = 1.0,
     ) -> None:
         """new_master, new_m, new_v, weight <- master, m, v, grad (one shape); the other four are (1,)."""
 

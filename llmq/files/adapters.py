@@ -8,7 +8,7 @@ the config must agree.
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -20,7 +20,7 @@ from llmq.errors import DataError
 from llmq.files import weight_files
 from llmq.files.huggingface import ADAPTER_CONFIG, ADAPTER_WEIGHTS, Export, write_json, write_tensors
 from llmq.files.tensor_files import Stored, tensors_of
-from llmq.model.adapters import FILE, Adapters, Module, Target, linear_modules, scale_of
+from llmq.model.adapters import EMBED_ROW, FILE, LM_HEAD, Adapters, Module, Target, linear_modules, modules_of, scale_of
 from llmq.model.config import ModelConfig, read_json
 from llmq.model.parameters import parameter_rows
 from llmq.row import Part, Row
@@ -30,7 +30,7 @@ LORA = re.compile(r"(.+)\.lora_([AB])\.weight")
 INITS = {"kaiming": True, "gaussian": "gaussian"}  # as PEFT's config says it
 # Fields of PEFT's LoraConfig that change what is computed, and that llmq does not have.
 UNKNOWN = (
-    *("use_dora", "modules_to_save", "layer_replication", "fan_in_fan_out", "lora_bias", "trainable_token_indices"),
+    *("use_dora", "layer_replication", "fan_in_fan_out", "lora_bias", "trainable_token_indices"),
     *("target_parameters", "use_qalora", "alora_invocation_tokens", "use_bdlora", "kasa_config", "monteclora_config"),
 )
 Values = Callable[[Sequence[Row]], Iterator[tuple[Row, np.ndarray]]]
@@ -115,14 +115,17 @@ def _our_name(name: str) -> str:
 def _checked(about: dict[str, Any], tensors: dict[str, Stored], config: ModelConfig) -> tuple[Adapters, list[str]]:
     """What the config and the tensors say, and what is wrong with them."""
     modules = {module.name: module for module in linear_modules(config)}
-    biases = {part.name for row in parameter_rows(config) if row.name.endswith(".bias") for part in row.parts}
     problems: list[str] = []
+    also = _in_full(about, config, problems)
+    plain = _plain_shapes(config, also)
     pairs: dict[str, dict[str, Stored]] = {}
     for name, tensor in tensors.items():
         if match := LORA.fullmatch(name):
             pairs.setdefault(match[1], {})[match[2]] = tensor
-        elif name not in biases:
+        elif name not in plain:
             problems.append(f"{name} is no part of an adapter of this model")
+        elif plain[name] != tensor.shape:
+            problems.append(f"{name} has shape {list(tensor.shape)}, the model asks for {list(plain[name])}")
         if tensor.dtype not in weight_files.FILE_DTYPES:
             problems.append(f"{name} is stored as {tensor.dtype}; known are {', '.join(weight_files.FILE_DTYPES)}")
     rank, rslora = int(about.get("r", 8)), bool(about.get("use_rslora"))
@@ -138,11 +141,40 @@ def _checked(about: dict[str, Any], tensors: dict[str, Stored], config: ModelCon
         found.append(Target(modules[name], own, own_alpha, scale_of(own, own_alpha, rslora=rslora)))
     wanted = {name for name in modules if _is_target(about.get("target_modules"), name)}
     problems += [f"missing: {name}.lora_A.weight and lora_B.weight" for name in modules if name in wanted - set(pairs)]
+    in_full = [part.name for row in parameter_rows(config) if row.name in also for part in row.parts]
+    problems += [f"missing: {name}, of modules_to_save" for name in in_full if name not in tensors]
     order = {name: index for index, name in enumerate(modules)}
     targets = tuple(sorted(found, key=lambda target: order[target.module.name]))
     init = "gaussian" if about.get("init_lora_weights") == "gaussian" else "kaiming"
     dropout, bias = float(about.get("lora_dropout") or 0), str(about.get("bias") or "none")
-    return Adapters(rank, alpha, targets, dropout, bias, rslora, init), problems
+    return Adapters(rank, alpha, targets, dropout, bias, rslora, init, also=also), problems
+
+
+def _in_full(about: dict[str, Any], config: ModelConfig, problems: list[str]) -> frozenset[str]:
+    """The names of the rows of `modules_to_save`; what llmq does not have of these goes to `problems`."""
+    wanted = about.get("modules_to_save") or ()
+    found: dict[str, list[bool]] = {}
+    for row in parameter_rows(config):
+        found[row.name] = [any(name.endswith(one) for one in wanted) for name in modules_of(row, config)]
+    if config.tie_embeddings and any(found[EMBED_ROW]):
+        found[EMBED_ROW] = [True]
+        if not about.get("ensure_weight_tying"):
+            problems.append(
+                "modules_to_save has the embedding or the head of a model that ties them, without ensure_weight_tying: "
+                "PEFT trains a copy of one of them, llmq the matrix that both are"
+            )
+    cut = [name for name, hits in found.items() if any(hits) and not all(hits)]
+    problems += [f"modules_to_save has a part of {name}, which llmq holds as one" for name in cut]
+    return frozenset(name for name, hits in found.items() if any(hits))
+
+
+def _plain_shapes(config: ModelConfig, also: Collection[str]) -> dict[str, tuple[int, ...]]:
+    """The shapes of tensors that an adapter may have as the model has them: biases, and modules trained in full."""
+    rows = [row for row in parameter_rows(config) if row.name.endswith(".bias") or row.name in also]
+    found = {part.name: (part.stop - part.start, *row.part_axes[1:]) for row in rows for part in row.parts}
+    if EMBED_ROW in also and config.tie_embeddings:
+        found[f"{LM_HEAD}.weight"] = found["model.embed_tokens.weight"]
+    return found
 
 
 def _unlike(module: Module, pair: dict[str, Stored], rank: int) -> Iterator[str]:
@@ -183,6 +215,8 @@ def adapter_config(adapters: Adapters, config: ModelConfig, base: str, revision:
     wanted += [target.module.name for target in adapters.targets if target.module.key not in wanted]
     ranks = {t.module.name: t.rank for t in adapters.targets if t.rank != adapters.rank}
     alphas = {t.module.name: t.alpha for t in adapters.targets if t.alpha != adapters.alpha}
+    also = [name for row in parameter_rows(config) if row.name in adapters.also for name in modules_of(row, config)]
+    tied = config.tie_embeddings and EMBED_ROW in adapters.also
     return {
         "peft_type": "LORA",
         "task_type": "CAUSAL_LM",
@@ -199,7 +233,8 @@ def adapter_config(adapters: Adapters, config: ModelConfig, base: str, revision:
         "use_dora": False,
         "init_lora_weights": INITS[adapters.init],
         "fan_in_fan_out": False,
-        "modules_to_save": None,
+        "modules_to_save": [name for name in dict.fromkeys(also) if not tied or name != LM_HEAD] or None,
+        "ensure_weight_tying": tied,
         "inference_mode": True,
     }
 
@@ -212,13 +247,20 @@ def stored_rows(rows: Sequence[Row], adapters: Adapters) -> tuple[Row, ...]:
     """The rows of an adapter, trained biases among them, whose parts have the names of PEFT's tensors."""
     adapted = {target.module.name for target in adapters.targets}
 
+    has_head = any(part.name == f"{LM_HEAD}.weight" for row in rows for part in row.parts)
+
+    def with_head(row: Row) -> tuple[Part, ...]:
+        # PEFT looks for the matrix of a tied model under both of its names.
+        tied = row.name == EMBED_ROW and not has_head
+        return (*row.parts, replace(row.parts[0], name=f"{LM_HEAD}.weight")) if tied else row.parts
+
     def renamed(part: Part) -> Part:
         module = part.name.removesuffix(".bias")
         own = f"{module}.base_layer.bias" if module != part.name and module in adapted else part.name
         return replace(part, name=PREFIX + own)
 
     return tuple(
-        replace(row, parts=tuple(map(renamed, row.parts))) for row in rows if row.trainable or row.file == FILE
+        replace(row, parts=tuple(map(renamed, with_head(row)))) for row in rows if row.trainable or row.file == FILE
     )
 
 

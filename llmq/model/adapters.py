@@ -8,7 +8,7 @@ q_proj, k_proj and v_proj have adapters of their own, although one site computes
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from fnmatch import fnmatchcase
 from functools import cached_property
@@ -20,7 +20,8 @@ from llmq.model.parameters import HEAD, padded_vocab, parameter_rows
 from llmq.row import Row
 
 FILE = "adapter"  # the file of an adapter's rows
-LM_HEAD = "lm_head"
+LM_HEAD, EMBED = "lm_head", "model.embed_tokens"
+EMBED_ROW = "embed.weight"  # which a tied head is
 WORDS = {"attention": "self_attn.*_proj", "mlp": "mlp.*_proj"}  # `all` is both
 
 
@@ -58,7 +59,8 @@ class Adapters:
 
     `bias`: none is trained, `all` of the model, or those of adapted maps (`lora_only`). `init` says how A is drawn:
     kaiming (uniform up to 1/sqrt(K)) or gaussian (with deviation 1/R); B is zero. `base` is the dtype that frozen maps
-    of layers are held in; None: the model's.
+    of layers are held in; None: the model's. `also` names the model's rows that are trained in full. The learning rate
+    of B and of vectors is `plus` times that of A (LoRA+; Hayou et al., 2024).
     """
 
     rank: int
@@ -69,6 +71,8 @@ class Adapters:
     rslora: bool = False
     init: str = "kaiming"
     base: str | None = None
+    also: frozenset[str] = frozenset()
+    plus: float = 1.0
 
     @cached_property
     def by_site(self) -> dict[str, tuple[Target, ...]]:
@@ -82,7 +86,8 @@ class Adapters:
         """What makes the run compute what it computes."""
         ranks = {target.module.name: [target.rank, target.alpha] for target in self.targets}
         about = {"dropout": self.dropout, "bias": self.bias, "rslora": self.rslora, "base": self.base}
-        return {**about, "targets": ranks}
+        also = {"also": sorted(self.also)} if self.also else {}
+        return {**about, **also, "targets": ranks}
 
     def without_dropout(self) -> Adapters:
         """The same as it is evaluated."""
@@ -90,7 +95,7 @@ class Adapters:
 
     def trains(self, row: Row) -> bool:
         """Whether a parameter is trained. UsageError where only a part of it would be."""
-        if row.file == FILE:
+        if row.file == FILE or row.name in self.also:
             return True
         if self.bias == "none" or not row.name.endswith(".bias"):
             return False
@@ -105,7 +110,11 @@ class Adapters:
 
     def frozen(self, rows: Iterable[Row]) -> tuple[Row, ...]:
         """The rows of the model with adapters, of which all others are frozen."""
-        return tuple(replace(row, trainable=row.trainable and self.trains(row)) for row in rows)
+        return tuple(replace(row, trainable=row.trainable and self.trains(row), rate=self.rate_of(row)) for row in rows)
+
+    def rate_of(self, row: Row) -> float:
+        """What multiplies the learning rate of a parameter."""
+        return self.plus if ".lora_b." in row.name or len(row.shape) == 1 else 1.0
 
 
 def linear_modules(config: ModelConfig) -> tuple[Module, ...]:
@@ -151,14 +160,73 @@ def matches(pattern: str, name: str) -> bool:
     return fnmatchcase(name, pattern) or fnmatchcase(name, f"*.{pattern}")
 
 
-def targets(modules: Sequence[Module], rank: int, alpha: float, *, rslora: bool) -> tuple[Target, ...]:
-    """Adapters of one rank. UsageError for one that is larger than what it adds to."""
-    if large := [m for m in modules if rank > min(m.outputs, m.inputs)]:
+def targets(
+    modules: Sequence[Module],
+    rank: int,
+    alpha: float,
+    *,
+    rslora: bool,
+    ranks: Mapping[str, int] | None = None,
+    alphas: Mapping[str, float] | None = None,
+) -> tuple[Target, ...]:
+    """Adapters of `rank` and `alpha`, or of those of the first pattern of `ranks` and `alphas` that a module matches.
+
+    UsageError for a rank larger than what it adds to, and for a pattern that matches none of the modules.
+    """
+    found = []
+    for module in modules:
+        own = by_pattern(ranks or {}, module.name, rank)
+        if own > min(module.outputs, module.inputs):
+            said = f"--lora-rank {rank}" if own == rank else f"--lora-rank-pattern's {own}"
+            raise UsageError(
+                f"{said} is larger than {module.name} ({module.outputs} x {module.inputs}): use a "
+                "smaller rank, or leave that out of --lora-targets"
+            )
+        own_alpha = by_pattern(alphas or {}, module.name, alpha)
+        found.append(Target(module, own, own_alpha, scale_of(own, own_alpha, rslora=rslora)))
+    for option, patterns in (("--lora-rank-pattern", ranks), ("--lora-alpha-pattern", alphas)):
+        for pattern in patterns or {}:
+            if not any(matches(WORDS.get(pattern, pattern), module.name) for module in modules):
+                raise UsageError(f"{option} {pattern}: no linear map with an adapter has such a name")
+    return tuple(found)
+
+
+def by_pattern(patterns: Mapping[str, float], name: str, otherwise: Any) -> Any:
+    """The value of the first pattern that a module's name matches."""
+    return next((value for key, value in patterns.items() if matches(WORDS.get(key, key), name)), otherwise)
+
+
+def modules_of(row: Row, config: ModelConfig) -> tuple[str, ...]:
+    """The modules of Hugging Face's that a row of the model is a parameter of, the head's among those of a tied one."""
+    found = tuple(part.name.rpartition(".")[0] for part in row.parts)
+    return (*found, LM_HEAD) if row.name == EMBED_ROW and config.tie_embeddings else found
+
+
+def trained_in_full(
+    text: str, config: ModelConfig, adapted: Sequence[Module], option: str = "--train-also"
+) -> frozenset[str]:
+    """The names of the rows of the modules that `text` names: names or patterns, with commas.
+
+    UsageError for one that matches nothing or that has an adapter, and where only a part of a row would be trained.
+    """
+    rows, wanted = parameter_rows(config), [part.strip() for part in text.split(",")]
+    names = {name for row in rows for name in modules_of(row, config)}
+    if unknown := [by or "''" for by in wanted if not any(matches(by, name) for name in names)]:
         raise UsageError(
-            f"--lora-rank {rank} is larger than {large[0].name} ({large[0].outputs} x {large[0].inputs}): use a "
-            "smaller rank, or leave that out of --lora-targets"
+            f"{option} {', '.join(unknown)}: no module of the model has such a name; some are {EMBED}, {LM_HEAD}, "
+            "model.norm, input_layernorm, layers.0.self_attn.o_proj"
         )
-    return tuple(Target(module, rank, alpha, scale_of(rank, alpha, rslora=rslora)) for module in modules)
+    chosen = {name for name in names if any(matches(by, name) for by in wanted)}
+    kept = [row for row in rows if chosen & set(modules_of(row, config))]
+    covered = {name for row in kept for name in modules_of(row, config)}
+    if both := sorted(covered & {module.name for module in adapted}):
+        raise UsageError(f"{option} {text} trains {both[0]} in full, which has an adapter: leave it out of one of them")
+    tied = {EMBED, LM_HEAD} if config.tie_embeddings else set()
+    if cut := sorted(covered - chosen - tied):
+        raise UsageError(
+            f"{option} {text} names a part of what llmq holds as one: name {', '.join(cut)} too, or none of them"
+        )
+    return frozenset(row.name for row in kept)
 
 
 def scale_of(rank: int, alpha: float, *, rslora: bool) -> float:

@@ -7,7 +7,10 @@ from typing import Any, Literal
 
 from llmq.options.field import LARGEST_STEP, Float, Int, Path, Section, Text, flag, option
 
-SHAPE = ("lora_alpha", "lora_targets", "lora_bias", "rslora", "lora_init")  # with --adapter, the folder says it
+SHAPE = (  # with --adapter, the folder says it
+    *("lora_alpha", "lora_targets", "lora_bias", "rslora", "lora_init"),
+    *("lora_rank_pattern", "lora_alpha_pattern", "train_also"),
+)
 RATE = 2e-4  # of adapters, which take a larger one than the whole model
 
 
@@ -54,6 +57,36 @@ class AdapterOptions(Section):
         "How A is drawn: kaiming is uniform up to 1 / sqrt(inputs), gaussian has the deviation 1 / rank. B is zero.",
         shown="kaiming",
     )
+    lora_rank_pattern: Text | None = option(
+        None,
+        "Ranks of the maps of these names or patterns, with commas, such as mlp=32,layers.[0-3].*=8; the first that "
+        "matches counts.",
+        "rank_pattern",
+        shown="--lora-rank",
+        metavar="NAME=RANK",
+    )
+    lora_alpha_pattern: Text | None = option(
+        None,
+        "Alphas of the maps of these names or patterns, in the same way.",
+        "alpha_pattern",
+        shown="--lora-alpha",
+        metavar="NAME=ALPHA",
+    )
+    lora_plus_ratio: Float | None = option(
+        None,
+        "Multiply the learning rate of B, and of vectors that are trained, by this (LoRA+).",
+        "loraplus_lr_ratio",
+        shown="1",
+        gt=0,
+    )
+    train_also: Text | None = option(
+        None,
+        "Modules to train in full beside adapters, with commas: names of Hugging Face's or patterns, such as "
+        "lm_head,embed_tokens.",
+        "modules_to_save",
+        shown="none",
+        metavar="NAMES",
+    )
     base_dtype: Literal["bf16", "e4m3"] | None = option(
         None,
         "Dtype in which the frozen weights of the layers' linear maps are held; e4m3 takes half the memory of bf16.",
@@ -80,5 +113,5 @@ class AdapterOptions(Section):
         elif self.adapter is not None and given:
             yield f"{flag(given[0])} {getattr(self, given[0])} is said by --adapter {self.adapter}: leave it out"
         elif self.adapter is None and self.lora_rank is None:
-            given += [key for key in ("lora_dropout", "base_dtype") if getattr(self, key)]
+            given += [key for key in ("lora_dropout", "lora_plus_ratio", "base_dtype") if getattr(self, key)]
             yield from (f"{flag(key)} {getattr(self, key)} is for adapters: add --lora-rank" for key in given)

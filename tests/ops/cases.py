@@ -348,6 +348,7 @@ def adamw(s: Sizes, rng: np.random.Generator) -> Case:
     inputs |= cells(rng, "scale", "apply", "learning_rate")
     inputs["step"] = np.array([3], np.int32)
     numbers = {"beta_1": 0.9, "beta_2": 0.95, "epsilon": 1e-8, "weight_decay": 0.1, "seed": 5, "stream": 2}
+    numbers["rate"] = 1.3
     stat = frozenset({"scale", "apply", "learning_rate"})
     return Case("", dict.fromkeys(("new_master", "new_m", "new_v", "weight"), shape), inputs, numbers, stat)
 

@@ -79,6 +79,33 @@ def test_an_adapter_is_trained_on(given):
     assert configs[0] == configs[1]
 
 
+def test_modules_in_full_and_ranks_by_pattern_are_exported_and_trained_on(given):
+    about = {"lora_targets": "attention", "lora_rank_pattern": "q_proj=2,o_proj=3", "lora_alpha_pattern": "o_proj=1"}
+    first = llmq.train(**given, **about, train_also="lm_head,model.norm", lora_plus_ratio=4)
+    assert "Adapters of ranks 2 to 4 on 4 linear maps, beside 2 parameters in full: " in given["console"].getvalue()
+    config, found = json.loads((first.model_path / "adapter_config.json").read_text()), adapter_of(first.model_path)
+    assert config["modules_to_save"] == ["model.embed_tokens", "model.norm"] and config["ensure_weight_tying"]
+    assert found["base_model.model.lm_head.weight"].shape[1] == 48
+    assert np.array_equal(*(found[f"base_model.model.{name}.weight"] for name in ("lm_head", "model.embed_tokens")))
+    assert not np.array_equal(
+        found["base_model.model.lm_head.weight"], load_file("base/model.safetensors")["model.embed_tokens.weight"]
+    )
+    ranks = {name.split(".")[-3]: len(v) for name, v in found.items() if "lora_A" in name}
+    assert ranks == {"q_proj": 2, "k_proj": 4, "v_proj": 4, "o_proj": 3}
+    assert {name.rpartition(".")[2]: v for name, v in config["alpha_pattern"].items()} == {"o_proj": 1}
+    rest = {name: value for name, value in given.items() if name not in ("lora_rank", "lora_dropout")}
+    again = llmq.train(**{**rest, "name": "again", "adapter": str(first.model_path), "learning_rate": 0.0, "steps": 1})
+    assert again.eval_loss == first.eval_loss
+    one, other = adapter_of(first.model_path), adapter_of(again.model_path)
+    assert one.keys() == other.keys() and all(np.array_equal(one[name], other[name]) for name in one)
+
+
+@pytest.mark.parametrize("said", ["q_proj", "q_proj=0", "=3", "q_proj=two", "q_proj=2,", "q_proj=1.5"])
+def test_a_pattern_without_a_rank_is_refused(given, said):
+    with pytest.raises(UsageError, match=r"--lora-rank-pattern .*: write PATTERN=NUMBER with a number above 0"):
+        llmq.train(**given, lora_rank_pattern=said)
+
+
 def test_a_run_of_one_step_begins_where_the_base_is(given):
     plain = {name: value for name, value in given.items() if not name.startswith("lora")}
     rest = {"steps": 1, "learning_rate": 0.0}
@@ -93,6 +120,13 @@ def test_a_run_of_one_step_begins_where_the_base_is(given):
         (
             lambda t, c: [t.pop(f"{PREFIX}.mlp.up_proj.lora_{k}.weight") for k in "AB"],
             r"missing: model\.layers\.0\.mlp\.up_proj\.lora_A\.weight and",
+        ),
+        (lambda t, c: c.update(modules_to_save=["model.norm"]), r"missing: model\.norm\.weight, of modules_to_save"),
+        (lambda t, c: c.update(modules_to_save=["embed_tokens"]), r"ties them, without ensure_weight_tying"),
+        (lambda t, c: c.update(modules_to_save=["up_proj"]), r"has a part of layers\.0\.mlp\.up\.weight, which"),
+        (
+            lambda t, c: t.update({f"{PREFIX}.self_attn.q_proj.bias": np.zeros(3)}),
+            r"q_proj\.bias has shape \[3\], the model asks for \[48\]",
         ),
         (lambda t, c: c.update(r=8), r"q_proj\.lora_A\.weight has shape \[4, 48\], .* ask for \[8, 48\]"),
         (lambda t, c: t.update(other=np.zeros(3)), r"other is no part of an adapter"),
