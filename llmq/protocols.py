@@ -132,6 +132,25 @@ class Ops:
     ) -> None:
         """d_logits (M,Vp), loss (M,) <- logits (M,Vp), targets (M,) int32; d_logits: gradient of the sum of losses."""
 
+    def dora_gain(
+        self,
+        gain: Ref | None,
+        norm: Ref | None,
+        /,
+        weight: Ref,
+        through: Ref | None,
+        gram: Ref | None,
+        up: Ref | None,
+        magnitude: Ref | None,
+        *,
+        scale: float,
+        first: int,
+    ) -> None:
+        """gain (N,), norm (N,) <- weight (N,K), through = weight A^T (N,S), gram = A A^T (S,S), up (N,R), magnitude."""
+
+    def dora_magnitude(self, d_magnitude: Ref | None, /, d_gain: Ref, norm: Ref) -> None:
+        """d_magnitude (N,) <- d_gain (N,), norm (N,): d_gain / norm, as the norm passes no gradient (section 4.3)."""
+
     def dropout(
         self,
         out: Ref | None,
@@ -270,6 +289,14 @@ class Ops:
         seed: int,
     ) -> None:
         """next_tokens, next_positions (B,1) int32 <- logits (B,1,Vp), positions (B,1) int32, samples (B,) int32."""
+
+    def scale_columns_backward(self, d_x: Ref | None, d_gain: Ref | None, /, d_y: Ref, x: Ref, gain: Ref) -> None:
+        """d_x (...,N), d_gain (N,) <- d_y (...,N), x (...,N), gain (N,): gain d_y, and the sum of d_y x over rows."""
+
+    def scale_columns_forward(
+        self, y: Ref | None, /, x: Ref, gain: Ref, bias: Ref | None, residual: Ref | None
+    ) -> None:
+        """y (...,N) <- x (...,N), gain (N,), bias (N,) or None, residual (...,N) or None: gain x + bias + residual."""
 
     def scale_update(
         self,

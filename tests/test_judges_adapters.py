@@ -48,6 +48,8 @@ SETS = {
     },
     "full": {"target_modules": ["q_proj", "v_proj"], "modules_to_save": ["embed_tokens", "lm_head", "model.norm"]},
 }
+SETS["dora"] = {**SETS["ranks"], "use_dora": True}
+SETS["dora of some"] = {"target_modules": ["q_proj", "v_proj", "up_proj"], "use_dora": True, "use_rslora": True}
 # what ours are asked for by other words than the name of the set
 WORDS = {
     "ranks": {
@@ -56,11 +58,13 @@ WORDS = {
         "alphas": {"q_proj": 3.0, "v_proj": 5.0},
     },
     "full": {"text": "q_proj,v_proj", "also": "embed_tokens,lm_head,model.norm"},
+    "dora of some": {"text": "q_proj,v_proj,up_proj", "dora": True},
 }
+WORDS["dora"] = {**WORDS["ranks"], "dora": True}
 CASES = [(family, "all", "none") for family in families.FAMILIES]
 CASES += [("qwen2", text, bias) for text in SETS for bias in ("none", "all")]
 CASES += [("qwen2", "attention", "lora_only"), ("qwen3", "q_proj,v_proj", "none"), ("llama3", "mlp", "none")]
-CASES += [("qwen2.5_tied", "full", "none")]
+CASES += [("qwen2.5_tied", "full", "none"), ("qwen3", "dora", "none"), ("llama3", "dora of some", "none")]
 EVERY = pytest.mark.parametrize(("family", "text", "bias"), CASES)
 
 
@@ -69,8 +73,9 @@ def adapters_of(config, text, bias):
     words, rslora = {"text": text, **WORDS.get(text, {})}, bool(SETS[text].get("use_rslora"))
     modules, also = chosen(words.pop("text"), read_config(config)), words.pop("also", None)
     full = trained_in_full(also, read_config(config), modules) if also else frozenset()
+    dora = words.pop("dora", False)
     every = targets(modules, RANK, ALPHA, rslora=rslora, **words)
-    return Adapters(RANK, ALPHA, every, bias=bias, rslora=rslora, also=full)
+    return Adapters(RANK, ALPHA, every, bias=bias, rslora=rslora, also=full, dora=dora)
 
 
 def peft_of(config, weights, text, bias, dtype):
@@ -82,7 +87,9 @@ def peft_of(config, weights, text, bias, dtype):
     torch.manual_seed(3)
     with torch.no_grad():
         for name, parameter in model.named_parameters():
-            if "lora_" in name:
+            if "lora_magnitude" in name:
+                parameter.mul_(torch.empty_like(parameter).uniform_(0.5, 1.5))
+            elif "lora_" in name:
                 parameter.normal_(std=0.1)
     return model
 
@@ -90,6 +97,7 @@ def peft_of(config, weights, text, bias, dtype):
 def ours(name):
     """Our name of a parameter of PEFT's model."""
     name = name.removeprefix("base_model.model.").replace(".modules_to_save.", ".")
+    name = name.replace("_vector.default.weight", "_vector")
     return name.replace(".default.", ".").replace(".base_layer.", ".")
 
 
@@ -259,7 +267,9 @@ def test_rates_are_those_of_lora_plus(ratio):
     assert max(errors.values()) < 1e-6, max(errors, key=errors.get)
 
 
-@pytest.mark.parametrize(("family", "text"), [("qwen2", "all"), ("qwen3", "q_proj,v_proj"), ("qwen2.5_tied", "full")])
+@pytest.mark.parametrize(
+    ("family", "text"), [("qwen2", "all"), ("qwen3", "q_proj,v_proj"), ("qwen2.5_tied", "full"), ("qwen2", "dora")]
+)
 def test_a_merged_model_computes_what_peft_does(family, text, tmp_path):
     config = families.FAMILIES[family]
     export_base(config, tmp_path / "base")

@@ -26,11 +26,12 @@ from llmq.model.parameters import parameter_rows
 from llmq.row import Part, Row
 
 PREFIX = "base_model.model."
-LORA = re.compile(r"(.+)\.lora_([AB])\.weight")
+LORA = re.compile(r"(.+)\.lora_(?:([AB])\.weight|(magnitude)_vector)")
+MAGNITUDE = "lora_magnitude_vector"
 INITS = {"kaiming": True, "gaussian": "gaussian"}  # as PEFT's config says it
 # Fields of PEFT's LoraConfig that change what is computed, and that llmq does not have.
 UNKNOWN = (
-    *("use_dora", "layer_replication", "fan_in_fan_out", "lora_bias", "trainable_token_indices"),
+    *("layer_replication", "fan_in_fan_out", "lora_bias", "trainable_token_indices"),
     *("target_parameters", "use_qalora", "alora_invocation_tokens", "use_bdlora", "kasa_config", "monteclora_config"),
 )
 Values = Callable[[Sequence[Row]], Iterator[tuple[Row, np.ndarray]]]
@@ -74,10 +75,23 @@ class StoredAdapter:
                 value[part.start : part.stop] = self.read(part.name)
         return value
 
-    def change(self, target: Target, start: int, stop: int) -> np.ndarray:
-        """Rows [start, stop) of what an adapter adds to its map's weight, in f32: s B A."""
+    def change(self, target: Target, weight: np.ndarray, start: int, stop: int) -> np.ndarray:
+        """What an adapter adds to rows [start, stop) of its map's `weight`, given in f32: s B A, or with magnitudes m
+        what makes these rows m (weight + s B A) / |weight + s B A|."""
         a, b = (self.read(f"{target.module.name}.lora_{key}.weight") for key in "AB")
-        return np.float32(target.scale) * (b[start:stop] @ a)
+        added = np.float32(target.scale) * (b[start:stop] @ a)
+        if not self.adapters.dora:
+            return added
+        moved, m = weight + added, self.read(f"{target.module.name}.{MAGNITUDE}")[start:stop]
+        return moved * (m / norms_of(moved))[:, None] - weight
+
+
+def norms_of(weight: np.ndarray) -> np.ndarray:
+    """The norm of each row of a matrix, in f32."""
+    found = np.empty(len(weight), np.float32)
+    for start, stop in weight_files.chunks(weight.shape):
+        found[start:stop] = np.sqrt(np.sum(np.square(weight[start:stop].astype(np.float64)), axis=1))
+    return found
 
 
 def open_adapter(folder: Path, config: ModelConfig) -> StoredAdapter:
@@ -121,14 +135,14 @@ def _checked(about: dict[str, Any], tensors: dict[str, Stored], config: ModelCon
     pairs: dict[str, dict[str, Stored]] = {}
     for name, tensor in tensors.items():
         if match := LORA.fullmatch(name):
-            pairs.setdefault(match[1], {})[match[2]] = tensor
+            pairs.setdefault(match[1], {})[match[2] or match[3]] = tensor
         elif name not in plain:
             problems.append(f"{name} is no part of an adapter of this model")
         elif plain[name] != tensor.shape:
             problems.append(f"{name} has shape {list(tensor.shape)}, the model asks for {list(plain[name])}")
         if tensor.dtype not in weight_files.FILE_DTYPES:
             problems.append(f"{name} is stored as {tensor.dtype}; known are {', '.join(weight_files.FILE_DTYPES)}")
-    rank, rslora = int(about.get("r", 8)), bool(about.get("use_rslora"))
+    rank, rslora, dora = int(about.get("r", 8)), bool(about.get("use_rslora")), bool(about.get("use_dora"))
     alpha = float(about.get("lora_alpha", 8))
     found = []
     for name, pair in pairs.items():
@@ -136,18 +150,20 @@ def _checked(about: dict[str, Any], tensors: dict[str, Stored], config: ModelCon
             problems.append(f"{name} is no linear map of this model")
             continue
         own = int(_of_pattern(about.get("rank_pattern"), name, rank))
-        problems += _unlike(modules[name], pair, own)
+        problems += _unlike(modules[name], pair, own, dora=dora)
         own_alpha = float(_of_pattern(about.get("alpha_pattern"), name, alpha))
         found.append(Target(modules[name], own, own_alpha, scale_of(own, own_alpha, rslora=rslora)))
     wanted = {name for name in modules if _is_target(about.get("target_modules"), name)}
     problems += [f"missing: {name}.lora_A.weight and lora_B.weight" for name in modules if name in wanted - set(pairs)]
+    if dora and LM_HEAD in pairs:
+        problems.append("lm_head has magnitudes (use_dora), which llmq does not compute for the logits")
     in_full = [part.name for row in parameter_rows(config) if row.name in also for part in row.parts]
     problems += [f"missing: {name}, of modules_to_save" for name in in_full if name not in tensors]
     order = {name: index for index, name in enumerate(modules)}
     targets = tuple(sorted(found, key=lambda target: order[target.module.name]))
     init = "gaussian" if about.get("init_lora_weights") == "gaussian" else "kaiming"
     dropout, bias = float(about.get("lora_dropout") or 0), str(about.get("bias") or "none")
-    return Adapters(rank, alpha, targets, dropout, bias, rslora, init, also=also), problems
+    return Adapters(rank, alpha, targets, dropout, bias, rslora, init, also=also, dora=dora), problems
 
 
 def _in_full(about: dict[str, Any], config: ModelConfig, problems: list[str]) -> frozenset[str]:
@@ -177,11 +193,15 @@ def _plain_shapes(config: ModelConfig, also: Collection[str]) -> dict[str, tuple
     return found
 
 
-def _unlike(module: Module, pair: dict[str, Stored], rank: int) -> Iterator[str]:
-    """What is wrong with the two matrices of an adapter."""
-    wanted = {"A": (rank, module.inputs), "B": (module.outputs, rank)}
+def _unlike(module: Module, pair: dict[str, Stored], rank: int, *, dora: bool) -> Iterator[str]:
+    """What is wrong with the matrices of an adapter, and with its magnitudes."""
+    wanted: dict[str, tuple[int, ...]] = {"A": (rank, module.inputs), "B": (module.outputs, rank)}
+    if dora:
+        wanted["magnitude"] = (module.outputs,)
+    elif "magnitude" in pair:
+        yield f"{module.name}.{MAGNITUDE} is there, and use_dora is not"
     for key, shape in wanted.items():
-        name = f"{module.name}.lora_{key}.weight"
+        name = f"{module.name}.{MAGNITUDE if key == 'magnitude' else f'lora_{key}.weight'}"
         if key not in pair:
             yield f"missing: {name}"
         elif pair[key].shape != shape:
@@ -230,7 +250,7 @@ def adapter_config(adapters: Adapters, config: ModelConfig, base: str, revision:
         "alpha_pattern": {name: _plain(alpha) for name, alpha in alphas.items()},
         "bias": adapters.bias,
         "use_rslora": adapters.rslora,
-        "use_dora": False,
+        "use_dora": adapters.dora,
         "init_lora_weights": INITS[adapters.init],
         "fan_in_fan_out": False,
         "modules_to_save": [name for name in dict.fromkeys(also) if not tied or name != LM_HEAD] or None,

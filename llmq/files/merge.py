@@ -59,7 +59,8 @@ def merge(
 
 def _changed(row: Row, value: np.ndarray, adapters: Sequence[Weighted]) -> np.ndarray:
     """The value of a row with everything that adapters add to its parts."""
-    base = value.copy() if any(part.name in one.adapter.tensors for one in adapters for part in row.parts) else value
+    replaced = any(part.name in one.adapter.tensors for one in adapters for part in row.parts)
+    base = value.copy() if replaced or any(one.adapter.adapters.dora for one in adapters) else value
     for adapter, weight in ((one.adapter, np.float32(one.weight)) for one in adapters):
         targets = {f"{target.module.name}.weight": target for target in adapter.adapters.targets}
         for part in row.parts:
@@ -67,6 +68,7 @@ def _changed(row: Row, value: np.ndarray, adapters: Sequence[Weighted]) -> np.nd
             if part.name in adapter.tensors:
                 here += weight * (adapter.read(part.name) - base[part.start : part.stop])
             if target := targets.get(part.name):
+                pure = base[part.start : part.stop]
                 for start, stop in weight_files.chunks(here.shape):
-                    here[start:stop] += weight * adapter.change(target, start, stop)
+                    here[start:stop] += weight * adapter.change(target, pure[start:stop], start, stop)
     return value

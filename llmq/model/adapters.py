@@ -59,8 +59,9 @@ class Adapters:
 
     `bias`: none is trained, `all` of the model, or those of adapted maps (`lora_only`). `init` says how A is drawn:
     kaiming (uniform up to 1/sqrt(K)) or gaussian (with deviation 1/R); B is zero. `base` is the dtype that frozen maps
-    of layers are held in; None: the model's. `also` names the model's rows that are trained in full. The learning rate
-    of B and of vectors is `plus` times that of A (LoRA+; Hayou et al., 2024).
+    of layers are held in; None: the model's. `also` names the model's rows that are trained in full. With `dora` the
+    outputs have magnitudes of their own (Liu et al., 2024). The learning rate of B and of vectors is `plus` times that
+    of A (LoRA+; Hayou et al., 2024).
     """
 
     rank: int
@@ -72,6 +73,7 @@ class Adapters:
     init: str = "kaiming"
     base: str | None = None
     also: frozenset[str] = frozenset()
+    dora: bool = False
     plus: float = 1.0
 
     @cached_property
@@ -86,8 +88,9 @@ class Adapters:
         """What makes the run compute what it computes."""
         ranks = {target.module.name: [target.rank, target.alpha] for target in self.targets}
         about = {"dropout": self.dropout, "bias": self.bias, "rslora": self.rslora, "base": self.base}
-        also = {"also": sorted(self.also)} if self.also else {}
-        return {**about, **also, "targets": ranks}
+        more: dict[str, Any] = {"also": sorted(self.also)} if self.also else {}
+        more |= {"dora": True} if self.dora else {}
+        return {**about, **more, "targets": ranks}
 
     def without_dropout(self) -> Adapters:
         """The same as it is evaluated."""
@@ -133,6 +136,11 @@ def linear_modules(config: ModelConfig) -> tuple[Module, ...]:
         for part in row.parts
     ]
     return (*found, Module(LM_HEAD, HEAD, 0, padded_vocab(config), config.vocab_size, config.hidden_size))
+
+
+def outputs_of(config: ModelConfig, site: str) -> int:
+    """Outputs of all maps that a site computes."""
+    return max(module.stop for module in linear_modules(config) if module.site == site)
 
 
 def chosen(text: str, config: ModelConfig, option: str = "--lora-targets") -> tuple[Module, ...]:
@@ -189,6 +197,15 @@ def targets(
             if not any(matches(WORDS.get(pattern, pattern), module.name) for module in modules):
                 raise UsageError(f"{option} {pattern}: no linear map with an adapter has such a name")
     return tuple(found)
+
+
+def without_head(modules: Sequence[Module], option: str = "--dora") -> None:
+    """UsageError if the head is among modules whose outputs are to be scaled."""
+    if any(module.name == LM_HEAD for module in modules):
+        raise UsageError(
+            f"{option} keeps what a map computes for the backward pass, which the logits are too large for: leave "
+            f"{LM_HEAD} out of --lora-targets"
+        )
 
 
 def by_pattern(patterns: Mapping[str, float], name: str, otherwise: Any) -> Any:

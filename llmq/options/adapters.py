@@ -9,7 +9,7 @@ from llmq.options.field import LARGEST_STEP, Float, Int, Path, Section, Text, fl
 
 SHAPE = (  # with --adapter, the folder says it
     *("lora_alpha", "lora_targets", "lora_bias", "rslora", "lora_init"),
-    *("lora_rank_pattern", "lora_alpha_pattern", "train_also"),
+    *("lora_rank_pattern", "lora_alpha_pattern", "train_also", "dora"),
 )
 RATE = 2e-4  # of adapters, which take a larger one than the whole model
 
@@ -71,6 +71,9 @@ class AdapterOptions(Section):
         "alpha_pattern",
         shown="--lora-alpha",
         metavar="NAME=ALPHA",
+    )
+    dora: bool = option(
+        False, "Learn the magnitude of each output of an adapted map beside its direction (DoRA).", "use_dora"
     )
     lora_plus_ratio: Float | None = option(
         None,

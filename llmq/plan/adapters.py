@@ -10,7 +10,8 @@ from typing import TYPE_CHECKING, TypeVar
 
 from llmq.errors import UsageError
 from llmq.files.adapters import Values, open_adapter
-from llmq.model.adapters import Adapters, chosen, targets, trained_in_full
+from llmq.files.first_adapter import with_norms
+from llmq.model.adapters import Adapters, chosen, targets, trained_in_full, without_head
 from llmq.model.config import ModelConfig
 from llmq.model.parameters import left_out, num_parameters
 from llmq.row import Row
@@ -31,6 +32,8 @@ def resolve(options: AdapterOptions, config: ModelConfig) -> Adapters | None:
         return None
     assert options.lora_alpha is not None and options.lora_targets is not None
     modules, rank, alpha = chosen(options.lora_targets, config), options.lora_rank, options.lora_alpha
+    if options.dora:
+        without_head(modules)
     return Adapters(
         rank,
         alpha,
@@ -48,6 +51,7 @@ def resolve(options: AdapterOptions, config: ModelConfig) -> Adapters | None:
         init=options.lora_init or "kaiming",
         base=options.base_dtype,
         also=trained_in_full(options.train_also, config, modules) if options.train_also else frozenset(),
+        dora=options.dora,
         plus=options.lora_plus_ratio or 1.0,
     )
 
@@ -73,7 +77,9 @@ def frozen(options: AdapterOptions, config: ModelConfig) -> frozenset[str]:
 
 def first_values(options: AdapterOptions, config: ModelConfig, model: Values) -> Values:
     """The values of all rows before the first step: the model's, and those of --adapter. DataError."""
-    return model if options.adapter is None else open_adapter(Path(options.adapter), config).values(model)
+    if options.adapter is None:
+        return with_norms(model, config)
+    return open_adapter(Path(options.adapter), config).values(model)
 
 
 def note(adapters: Adapters | None, rows: Sequence[Row]) -> str:
@@ -86,4 +92,5 @@ def note(adapters: Adapters | None, rows: Sequence[Row]) -> str:
     said = f"rank {ranks[0]}" if len(ranks) == 1 else f"ranks {ranks[0]} to {ranks[-1]}"
     biases = "" if adapters.bias == "none" else " with biases"
     full = f", beside {len(adapters.also)} parameters in full" if adapters.also else ""
-    return f"Adapters of {said} on {len(adapters.targets)} linear maps{biases}{full}: {counts}"
+    kind = "Adapters with magnitudes" if adapters.dora else "Adapters"
+    return f"{kind} of {said} on {len(adapters.targets)} linear maps{biases}{full}: {counts}"

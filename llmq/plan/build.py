@@ -23,12 +23,13 @@ from llmq.blocks.embed import Embed, NoisyEmbed
 from llmq.blocks.head import Head
 from llmq.blocks.mlp import Mlp
 from llmq.errors import UsageError
-from llmq.model.adapters import FILE, Target
+from llmq.model.adapters import FILE, Target, outputs_of
 from llmq.model.decoder import Block, Model
 from llmq.model.parameters import HEAD, fitted_rows, padded_vocab
 from llmq.plan.spec import Spec
 from llmq.protocols import Core, Site
 from llmq.row import Row
+from llmq.sites.dora import DoraLinear
 from llmq.sites.factories import FACTORIES
 from llmq.sites.lora import DroppedLoraLinear, LoraLinear, LowRank
 from llmq.tensor import Form
@@ -47,9 +48,11 @@ def site_of(spec: Spec, name: str) -> Site:
     if adapters is None or name not in adapters.by_site:
         return base
     pieces = _pieces(adapters.by_site[name])
-    if not adapters.dropout:
-        return LoraLinear(base, pieces, adapters.init, FILE)
-    return DroppedLoraLinear(base, pieces, adapters.init, FILE, rate=adapters.dropout, seed=spec.seed)
+    about = (base, pieces, adapters.init, FILE)
+    lora = LoraLinear(*about)
+    if adapters.dropout:
+        lora = DroppedLoraLinear(*about, rate=adapters.dropout, seed=spec.seed)
+    return DoraLinear(lora, outputs_of(spec.config, name), p.stat) if adapters.dora else lora
 
 
 def _pieces(targets: Sequence[Target]) -> list[LowRank]:

@@ -25,7 +25,7 @@ OFF = """
     recompute_qkv recompute_att recompute_block overwrite export_anyway dry_run
     offload_residual offload_master offload_opt_m offload_opt_v offload_optimizer offload_gradients
     offload_quants stream_weights
-    shard_gradients shard_weights all_to_all_reduce rslora
+    shard_gradients shard_weights all_to_all_reduce rslora dora
 """
 DEFAULTS = {
     **dict.fromkeys(UNSET.split()),
@@ -127,6 +127,7 @@ def test_adapters_have_defaults_of_their_own():
         ({"lora_rank": 4, "adapter": "a"}, "--lora-rank 4 is of a new adapter, and --adapter continues one"),
         ({"adapter": "a", "lora_targets": "mlp"}, "--lora-targets mlp is said by --adapter a: leave it out"),
         ({"lora_rank": 4, "train_only": "*.bias"}, "--train-only trains a part of the model, and adapters"),
+        ({"dora": True}, "--dora True is for adapters: add --lora-rank"),
         ({"train_also": "lm_head"}, "--train-also lm_head is for adapters: add --lora-rank"),
         ({"lora_plus_ratio": 4}, "--lora-plus-ratio 4.0 is for adapters: add --lora-rank"),
         ({"adapter": "a", "lora_rank_pattern": "mlp=4"}, "--lora-rank-pattern mlp=4 is said by --adapter a"),

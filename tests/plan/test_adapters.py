@@ -12,7 +12,7 @@ from llmq.backends.planned import PlannedBackend
 from llmq.data.batches.batch import Batch
 from llmq.engine.engine import Engine
 from llmq.errors import UsageError
-from llmq.model.adapters import Adapters, chosen, targets, trained_in_full
+from llmq.model.adapters import Adapters, chosen, targets, trained_in_full, without_head
 from llmq.model.parameters import left_out
 from llmq.plan.memory import Memory
 from llmq.plan.spec import Completions
@@ -132,6 +132,41 @@ def test_the_base_is_frozen_and_recomputing_changes_no_bit(precision, dropout):
     assert last < losses[0]
 
 
+@EVERY
+def test_recomputing_magnitudes_changes_no_bit_and_nothing_of_the_base_is_written(precision):
+    about = {"adapters": adapters("q_proj,v_proj,mlp", dora=True, dropout=0.2, bias="all")}
+    engine = warm(plan_of(precision, **about))
+    losses = steps(engine, 3)
+    frozen = {row.name for row in engine.plan.rows if not row.trainable}
+    assert frozen == {row.name for row in plan_of(precision).rows if not row.name.endswith("bias")}
+    for flags in (("recompute_block",), ("recompute_ffn", "recompute_norm", "recompute_qkv")):
+        other = warm(plan_of(precision, Memory(flags), **about))
+        assert steps(other, 3) == losses and bits(other) == bits(engine)
+    magnitudes = [row for row in engine.plan.rows if ".lora_m." in row.name]
+    assert len(magnitudes) == 10 and all(row.trainable and not row.decay for row in magnitudes)
+    assert {
+        engine.plan.persistent[key].dtype for key in engine.plan.persistent if "lora_m" in key and "weight" in key
+    } <= {precision.stat}
+
+
+@pytest.mark.parametrize("precision", [BF16, FP8["e4m3", "current"]], ids=["bf16", "fp8"])
+def test_magnitudes_of_a_quantized_base_are_those_of_what_it_stands_for(precision):
+    about = {"dropout": 0.1, "dora": True}
+    engine = warm(plan_of(precision, adapters=adapters(base="e4m3", **about)))
+    losses = steps(engine)
+    other = warm(plan_of(precision, Memory(("recompute_block",)), adapters=adapters(base="e4m3", **about)))
+    assert steps(other) == losses and bits(other) == bits(engine)
+    if precision is BF16:
+        held, plain = warm(engine.plan), warm(plan_of(precision, adapters=adapters(**about)))
+        plain.load([(row, held.parameter(row.name)) for row in plain.plan.rows])
+        assert steps(plain) == losses
+
+
+def test_a_head_has_no_magnitudes():
+    with pytest.raises(UsageError, match=r"--dora keeps what a map computes .* leave lm_head out of --lora-targets"):
+        without_head(chosen("all,lm_head", tiny()))
+
+
 def test_dropout_is_in_training_and_nowhere_else():
     plain, dropped = (engine_of(plan_of(FP32, adapters=adapters(dropout=p))) for p in (0.0, 0.5))
     assert dropped.evaluate(batch()) == plain.evaluate(batch())
@@ -204,6 +239,7 @@ def test_adapters_can_be_planned_for_a_gpu(precision):
     for base in (None, "e4m3"):
         about = {"rank": 16, "dropout": 0.1, "base": base}
         plan_of(precision, config=config, adapters=adapters("all,lm_head", config, **about), **scratch)
+        plan_of(precision, config=config, adapters=adapters("q_proj,v_proj,mlp", config, dora=True, **about), **scratch)
 
 
 @pytest.mark.parametrize(

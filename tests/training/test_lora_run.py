@@ -1,6 +1,7 @@
 """A run of --lora-rank: the adapter is what it saves, exports and continues from."""
 
 import json
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -10,6 +11,8 @@ from tiny_runs import on_weights, weights_of
 import llmq
 from llmq.errors import DataError, UsageError
 from llmq.files.checkpoint import load
+from llmq.files.merge import merge
+from llmq.files.source import find_source
 
 PREFIX = "base_model.model.model.layers.0"
 
@@ -100,6 +103,33 @@ def test_modules_in_full_and_ranks_by_pattern_are_exported_and_trained_on(given)
     assert one.keys() == other.keys() and all(np.array_equal(one[name], other[name]) for name in one)
 
 
+def test_magnitudes_are_trained_saved_resumed_and_merged(given):
+    options = {**given, "dora": True, "lora_targets": "q_proj,v_proj,mlp"}
+    whole = llmq.train(**options)
+    assert "Adapters with magnitudes of rank 4 on 5 linear maps: " in given["console"].getvalue()
+    found = adapter_of(whole.model_path)
+    base = load_file("base/model.safetensors")
+    for module in ("self_attn.q_proj", "mlp.down_proj"):
+        first = np.linalg.norm(base[f"model.layers.0.{module}.weight"], axis=1)
+        moved = found[f"{PREFIX}.{module}.lora_magnitude_vector"] / first - 1
+        assert 0 < np.abs(moved).max() < 0.2
+    assert json.loads((whole.model_path / "adapter_config.json").read_text())["use_dora"]
+    folders = {"out_dir": "cut", "checkpoint_dir": "parts"}
+    llmq.train(**{**options, **folders, "steps": 3})
+    parts = llmq.train(**{**options, **folders, "out_dir": "parts-model", "continue": 3})
+    assert weights_of(parts.checkpoint_path) == weights_of(whole.checkpoint_path)
+    begun = llmq.train(**{**options, "name": "begun", "steps": 1, "learning_rate": 0.0})
+    plain = llmq.train(**{**given, "name": "plain", "steps": 1, "learning_rate": 0.0})
+    assert begun.eval_loss == pytest.approx(plain.eval_loss, rel=1e-6)
+    rest = {name: value for name, value in given.items() if name not in ("lora_rank", "lora_dropout")}
+    rest |= {"learning_rate": 0.0, "steps": 1}
+    again = llmq.train(**{**rest, "name": "again", "adapter": str(whole.model_path)})
+    assert again.eval_loss == whole.eval_loss
+    merge(find_source("base"), {whole.model_path: 1.0}, Path("merged"), dtype="fp32", overwrite=False)
+    merged = llmq.train(**{**rest, "name": "merged", "model": "merged"})
+    assert merged.eval_loss == pytest.approx(whole.eval_loss, rel=1e-5)
+
+
 @pytest.mark.parametrize("said", ["q_proj", "q_proj=0", "=3", "q_proj=two", "q_proj=2,", "q_proj=1.5"])
 def test_a_pattern_without_a_rank_is_refused(given, said):
     with pytest.raises(UsageError, match=r"--lora-rank-pattern .*: write PATTERN=NUMBER with a number above 0"):
@@ -128,6 +158,7 @@ def test_a_run_of_one_step_begins_where_the_base_is(given):
             lambda t, c: t.update({f"{PREFIX}.self_attn.q_proj.bias": np.zeros(3)}),
             r"q_proj\.bias has shape \[3\], the model asks for \[48\]",
         ),
+        (lambda t, c: c.update(use_dora=True), r"missing: model\.layers\.0\.self_attn\.q_proj\.lora_magnitude_vector"),
         (lambda t, c: c.update(r=8), r"q_proj\.lora_A\.weight has shape \[4, 48\], .* ask for \[8, 48\]"),
         (lambda t, c: t.update(other=np.zeros(3)), r"other is no part of an adapter"),
         (
@@ -135,7 +166,7 @@ def test_a_run_of_one_step_begins_where_the_base_is(given):
             r"layers\.05\.mlp.*no linear",
         ),
         (lambda t, c: c.update(peft_type="IA3"), "peft_type IA3 is not read, only LORA"),
-        (lambda t, c: c.update(use_dora=True), "llmq does not have use_dora True"),
+        (lambda t, c: c.update(use_qalora=True), "llmq does not have use_qalora True"),
     ],
 )
 def test_an_adapter_that_does_not_fit_is_refused(given, tmp_path, change, says):
