@@ -20,10 +20,11 @@ from tiny_engines import next_logits
 from llmq.backends.host import HostBackend
 from llmq.data.batches.batch import Batch
 from llmq.engine.engine import Engine
-from llmq.files.adapters import AdapterExport, adapter_config, open_adapter, stored_rows
+from llmq.files.adapters import AdapterExport, adapter_config, doubled, open_adapter, stored_rows, with_first
+from llmq.files.first_adapter import FirstAdapter
 from llmq.files.huggingface import Export
 from llmq.files.merge import merge
-from llmq.files.source import find_source
+from llmq.files.source import find_source, open_parameters
 from llmq.model.adapters import Adapters, chosen, targets, trained_in_full
 from llmq.model.config import read_config
 from llmq.model.optimizer import Hyperparameters
@@ -282,3 +283,76 @@ def test_a_merged_model_computes_what_peft_does(family, text, tmp_path):
     named = dict(found.named_parameters())
     for name, value in right.named_parameters():
         torch.testing.assert_close(named[name].detach(), value.detach(), rtol=1e-5, atol=1e-6)
+
+
+def initial_of(config, weights, init, **about):
+    """PEFT's model as it begins."""
+    made = peft.LoraConfig(
+        r=RANK, lora_alpha=ALPHA, target_modules="all-linear", task_type="CAUSAL_LM", init_lora_weights=init, **about
+    )
+    return peft.get_peft_model(transformers_judge.model_of(config, weights, "float32"), made)
+
+
+def changed(model, seed=4):
+    """The same with A and B a little beside where they began."""
+    torch.manual_seed(seed)
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if "lora_" in name and "magnitude" not in name:
+                parameter.add_(torch.randn_like(parameter) * 0.05)
+    return model
+
+
+@pytest.mark.parametrize("about", [{}, {"use_rslora": True}, {"use_dora": True}], ids=["lora", "rslora", "dora"])
+@pytest.mark.parametrize("init", ["pissa", "olora"])
+def test_what_is_taken_out_of_the_weights_is_what_peft_takes(init, about, tmp_path):
+    """First values and weights, the folder as it is, its merged model, the folder that PEFT converts."""
+    config = families.FAMILIES["qwen2"]
+    parsed, (tokens, _), weights = read_config(config), drawn(config, 5), families.weights(config)
+    export_base(config, tmp_path / "base")
+    source = find_source(str(tmp_path / "base"))
+    theirs = initial_of(config, weights, init, **about)
+    rslora, dora = bool(about.get("use_rslora")), bool(about.get("use_dora"))
+    every = targets(chosen("all", parsed), RANK, ALPHA, rslora=rslora)
+    adapters = Adapters(RANK, ALPHA, every, rslora=rslora, init=init, dora=dora)
+    first = FirstAdapter(adapters, parsed, open_parameters(source, 0))
+    spec = Spec(parsed, FP32, Memory(), Hyperparameters(), families.BATCH, LENGTH, adapters=adapters)
+    engine = Engine(make_plan(spec), HostBackend())
+    engine.load(first.values(engine.plan.rows))
+    assert_same_logits(engine, theirs, tokens)
+    named = {ours(name): p.detach().numpy() for name, p in theirs.named_parameters()}
+    values = {part.name: engine.parameter(r.name)[part.start : part.stop] for r in engine.plan.rows for part in r.parts}
+    for target in every:
+        name = target.module.name
+        weight, a, b = (f"{name}.{key}" for key in ("weight", "lora_A.weight", "lora_B.weight"))
+        np.testing.assert_allclose(values[weight], named[weight], atol=2e-5)
+        np.testing.assert_allclose(values[b] @ values[a], named[b] @ named[a], atol=2e-5)
+        np.testing.assert_allclose(np.abs(values[a]), np.abs(named[a]), atol=1e-3)
+    theirs.save_pretrained(tmp_path / "first")
+    changed(theirs).save_pretrained(tmp_path / "theirs")
+    read = open_adapter(tmp_path / "theirs", parsed)
+    assert read.adapters == adapters
+    engine.load(read.values(open_parameters(source, 0))(engine.plan.rows))
+    assert_same_logits(engine, theirs, tokens)
+    merge(source, {tmp_path / "theirs": 1.0}, tmp_path / "merged", dtype=None, overwrite=False)
+    found = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "merged", attn_implementation="eager")
+    assert_same_logits(engine, found, tokens)
+    twice = doubled(adapters)
+    rows, exported = with_first(stored_rows(engine.plan.rows, adapters)), adapter_config(twice, parsed, "base", None)
+    export = AdapterExport(tmp_path / "ours", parsed, rows, "fp32", about=exported, first=first)
+    export.write(lambda row: engine.parameter(row.name))
+    base = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "base", attn_implementation="eager")
+    assert_same_logits(engine, peft.PeftModel.from_pretrained(base, tmp_path / "ours"), tokens)
+    if dora:  # whose magnitudes PEFT leaves out when it converts
+        return
+    theirs.save_pretrained(tmp_path / "converted", path_initial_model_for_weight_conversion=str(tmp_path / "first"))
+    one, other = (load_file(tmp_path / side / "adapter_model.safetensors") for side in ("ours", "converted"))
+    assert one.keys() == other.keys()
+    for name, value in one.items():
+        assert value.shape == other[name].shape
+        if name.endswith("lora_A.weight"):
+            b = name.replace("lora_A", "lora_B")
+            np.testing.assert_allclose(one[b] @ value, other[b] @ other[name], atol=5e-5)
+    wanted = peft.LoraConfig.from_pretrained(tmp_path / "converted")
+    assert (wanted.r, wanted.init_lora_weights) == (exported["r"], exported["init_lora_weights"])
+    assert wanted.lora_alpha == pytest.approx(exported["lora_alpha"])

@@ -10,6 +10,7 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -18,23 +19,37 @@ from safetensors import SafetensorError, safe_open
 
 from llmq.errors import DataError
 from llmq.files import weight_files
+from llmq.files.first_adapter import FirstAdapter
 from llmq.files.huggingface import ADAPTER_CONFIG, ADAPTER_WEIGHTS, Export, write_json, write_tensors
+from llmq.files.source import Values
 from llmq.files.tensor_files import Stored, tensors_of
-from llmq.model.adapters import EMBED_ROW, FILE, LM_HEAD, Adapters, Module, Target, linear_modules, modules_of, scale_of
+from llmq.files.weight_files import norms_of
+from llmq.model.adapters import (
+    EMBED_ROW,
+    FILE,
+    LM_HEAD,
+    MAGNITUDE,
+    Adapters,
+    Module,
+    Target,
+    linear_modules,
+    modules_of,
+    scale_of,
+)
 from llmq.model.config import ModelConfig, read_json
+from llmq.model.first_adapter import TAKEN_OUT, first_pair
 from llmq.model.parameters import parameter_rows
 from llmq.row import Part, Row
 
 PREFIX = "base_model.model."
 LORA = re.compile(r"(.+)\.lora_(?:([AB])\.weight|(magnitude)_vector)")
-MAGNITUDE = "lora_magnitude_vector"
 INITS = {"kaiming": True, "gaussian": "gaussian"}  # as PEFT's config says it
+SAME_BASE = (True, False, None, "gaussian", "eva", "orthogonal")  # of PEFT's inits, those that leave the model as it is
 # Fields of PEFT's LoraConfig that change what is computed, and that llmq does not have.
 UNKNOWN = (
     *("layer_replication", "fan_in_fan_out", "lora_bias", "trainable_token_indices"),
     *("target_parameters", "use_qalora", "alora_invocation_tokens", "use_bdlora", "kasa_config", "monteclora_config"),
 )
-Values = Callable[[Sequence[Row]], Iterator[tuple[Row, np.ndarray]]]
 
 
 @dataclass(frozen=True)
@@ -46,6 +61,7 @@ class StoredAdapter:
     base: str | None
     tensors: dict[str, Stored]
     names: dict[str, str]  # of tensors in the file, by ours
+    config: ModelConfig
 
     def read(self, name: str) -> np.ndarray:
         """One tensor in f32. DataError."""
@@ -57,11 +73,13 @@ class StoredAdapter:
             raise DataError(f"{path} cannot be read: {error}") from None
 
     def values(self, otherwise: Values) -> Values:
-        """The values of rows: those of the adapter, and `otherwise` those that it does not have."""
+        """The values of rows: those of the adapter, and `otherwise` those that it does not have, less what it began
+        with where that was taken out of the model."""
+        base = FirstAdapter(self.adapters, self.config, otherwise).base
 
         def found(rows: Sequence[Row]) -> Iterator[tuple[Row, np.ndarray]]:
             own = {row.name for row in rows if all(part.name in self.tensors for part in row.parts)}
-            for row, value in otherwise([row for row in rows if row.name not in own]):
+            for row, value in base([row for row in rows if row.name not in own]):
                 there = any(part.name in self.tensors for part in row.parts)
                 yield row, self._over(row, value.astype(np.float32)) if there else value
             yield from ((row, self._over(row, np.zeros(row.shape, np.float32))) for row in rows if row.name in own)
@@ -75,23 +93,24 @@ class StoredAdapter:
                 value[part.start : part.stop] = self.read(part.name)
         return value
 
-    def change(self, target: Target, weight: np.ndarray, start: int, stop: int) -> np.ndarray:
-        """What an adapter adds to rows [start, stop) of its map's `weight`, given in f32: s B A, or with magnitudes m
-        what makes these rows m (weight + s B A) / |weight + s B A|."""
+    def change(self, target: Target, weight: np.ndarray) -> Callable[[int, int], np.ndarray]:
+        """A function that gives what an adapter adds to rows [start, stop) of its map's `weight`, in f32: s B A less
+        what that was at first if it was taken out of the weight, or with magnitudes m what makes these rows
+        m (weight + s B A) / |weight + s B A|."""
         a, b = (self.read(f"{target.module.name}.lora_{key}.weight") for key in "AB")
-        added = np.float32(target.scale) * (b[start:stop] @ a)
-        if not self.adapters.dora:
-            return added
-        moved, m = weight + added, self.read(f"{target.module.name}.{MAGNITUDE}")[start:stop]
-        return moved * (m / norms_of(moved))[:, None] - weight
+        if self.adapters.init in TAKEN_OUT:
+            first_a, first_b = first_pair(self.adapters.init, weight, target.rank, target.scale)
+            a, b = np.concatenate([a, first_a]), np.concatenate([b, -first_b], axis=1)
+        m = self.read(f"{target.module.name}.{MAGNITUDE}") if self.adapters.dora else None
 
+        def change(start: int, stop: int) -> np.ndarray:
+            added = np.float32(target.scale) * (b[start:stop] @ a)
+            if m is None:
+                return added
+            moved = weight[start:stop] + added
+            return moved * (m[start:stop] / norms_of(moved))[:, None] - weight[start:stop]
 
-def norms_of(weight: np.ndarray) -> np.ndarray:
-    """The norm of each row of a matrix, in f32."""
-    found = np.empty(len(weight), np.float32)
-    for start, stop in weight_files.chunks(weight.shape):
-        found[start:stop] = np.sqrt(np.sum(np.square(weight[start:stop].astype(np.float64)), axis=1))
-    return found
+        return change
 
 
 def open_adapter(folder: Path, config: ModelConfig) -> StoredAdapter:
@@ -110,7 +129,7 @@ def open_adapter(folder: Path, config: ModelConfig) -> StoredAdapter:
         listed = "\n".join(f"  - {problem}" for problem in problems[:20])
         more = f"\n  and {len(problems) - 20} more" if len(problems) > 20 else ""
         raise DataError(f"{folder} does not fit the model:\n{listed}{more}")
-    return StoredAdapter(folder, adapters, about.get("base_model_name_or_path"), tensors, names)
+    return StoredAdapter(folder, adapters, about.get("base_model_name_or_path"), tensors, names, config)
 
 
 def _refuse_others(folder: Path, about: dict[str, Any]) -> None:
@@ -161,7 +180,15 @@ def _checked(about: dict[str, Any], tensors: dict[str, Stored], config: ModelCon
     problems += [f"missing: {name}, of modules_to_save" for name in in_full if name not in tensors]
     order = {name: index for index, name in enumerate(modules)}
     targets = tuple(sorted(found, key=lambda target: order[target.module.name]))
-    init = "gaussian" if about.get("init_lora_weights") == "gaussian" else "kaiming"
+    said = about.get("init_lora_weights", True)
+    if said not in SAME_BASE and said not in TAKEN_OUT:
+        problems.append(
+            f"init_lora_weights {said} changes the model as llmq does not: save the adapter with "
+            "path_initial_model_for_weight_conversion"
+        )
+    init = said if said in ("gaussian", *TAKEN_OUT) else "kaiming"
+    if init in TAKEN_OUT and config.tie_embeddings and LM_HEAD in pairs:
+        problems.append(f"init_lora_weights {init} changes lm_head, which is the embedding too")
     dropout, bias = float(about.get("lora_dropout") or 0), str(about.get("bias") or "none")
     return Adapters(rank, alpha, targets, dropout, bias, rslora, init, also=also, dora=dora), problems
 
@@ -289,8 +316,44 @@ class AdapterExport(Export):
     """The export of an adapter: PEFT's two files, and the tokenizer's."""
 
     about: dict[str, Any] = field(default_factory=dict)  # adapter_config.json
+    first: FirstAdapter | None = None  # what the rows, of twice the rank, began with
 
     def write_model(self, folder: Path, read: Callable[[Row], np.ndarray]) -> None:
         """Config and weights into a new folder."""
-        write_tensors(folder / ADAPTER_WEIGHTS, self.rows, read, self.dtype)
+        write_tensors(folder / ADAPTER_WEIGHTS, self.rows, partial(self._read, read), self.dtype)
         write_json(folder / ADAPTER_CONFIG, self.about)
+
+    def _read(self, read: Callable[[Row], np.ndarray], row: Row) -> np.ndarray:
+        """The value of a row: of matrices that began as a part of the model, A over the first A, B beside -B."""
+        value, (site, found, _) = read(row), row.name.partition(".lora_")
+        if self.first is None or not found or ".lora_m" in row.name:
+            return value
+        pairs = self.first.pairs(site)
+        if ".lora_b." in row.name:
+            ((_, b),) = [pairs[part.name.partition(".lora_")[0].removeprefix(PREFIX)] for part in row.parts]
+            return np.concatenate([value, -b], axis=1)
+        both = []
+        for part in row.parts:
+            start, stop = part.start // 2, part.stop // 2
+            both += [value[start:stop], pairs[part.name.partition(".lora_")[0].removeprefix(PREFIX)][0]]
+        return np.concatenate(both)
+
+
+def with_first(rows: Sequence[Row]) -> tuple[Row, ...]:
+    """The rows of an adapter with twice the rank: what was trained, and what it began with."""
+    found = []
+    for row in rows:
+        if row.name.endswith(".lora_a"):
+            parts = tuple(replace(part, start=2 * part.start, stop=2 * part.stop) for part in row.parts)
+            row = replace(row, shape=(2 * row.shape[0], row.shape[1]), parts=parts)
+        elif ".lora_b." in row.name:
+            row = replace(row, shape=(row.shape[0], 2 * row.shape[1]))
+        found.append(row)
+    return tuple(found)
+
+
+def doubled(adapters: Adapters) -> Adapters:
+    """Adapters of twice the rank that multiply by the same scales, on a model that is as it was."""
+    more = 2**0.5 if adapters.rslora else 2.0
+    targets = tuple(replace(t, rank=2 * t.rank, alpha=more * t.alpha) for t in adapters.targets)
+    return replace(adapters, rank=2 * adapters.rank, alpha=more * adapters.alpha, targets=targets, init="kaiming")

@@ -69,6 +69,7 @@ def _changed(row: Row, value: np.ndarray, adapters: Sequence[Weighted]) -> np.nd
                 here += weight * (adapter.read(part.name) - base[part.start : part.stop])
             if target := targets.get(part.name):
                 pure = base[part.start : part.stop]
+                change = adapter.change(target, pure)
                 for start, stop in weight_files.chunks(here.shape):
-                    here[start:stop] += weight * adapter.change(target, pure[start:stop], start, stop)
+                    here[start:stop] += weight * change(start, stop)
     return value

@@ -16,9 +16,11 @@ from typing import Any
 
 from llmq.errors import UsageError
 from llmq.model.config import ModelConfig
+from llmq.model.first_adapter import TAKEN_OUT
 from llmq.model.parameters import HEAD, padded_vocab, parameter_rows
 from llmq.row import Row
 
+MAGNITUDE = "lora_magnitude_vector"  # the name of what DoRA adds
 FILE = "adapter"  # the file of an adapter's rows
 LM_HEAD, EMBED = "lm_head", "model.embed_tokens"
 EMBED_ROW = "embed.weight"  # which a tied head is
@@ -58,7 +60,8 @@ class Adapters:
     """The adapters of a run. `rank` and `alpha` are those of most targets; `dropout` is the share of inputs left out.
 
     `bias`: none is trained, `all` of the model, or those of adapted maps (`lora_only`). `init` says how A is drawn:
-    kaiming (uniform up to 1/sqrt(K)) or gaussian (with deviation 1/R); B is zero. `base` is the dtype that frozen maps
+    kaiming (uniform up to 1/sqrt(K)) or gaussian (with deviation 1/R), B being zero, or that A and B are taken out of
+    the weight (pissa, olora). `base` is the dtype that frozen maps
     of layers are held in; None: the model's. `also` names the model's rows that are trained in full. With `dora` the
     outputs have magnitudes of their own (Liu et al., 2024). The learning rate of B and of vectors is `plus` times that
     of A (LoRA+; Hayou et al., 2024).
@@ -90,6 +93,7 @@ class Adapters:
         about = {"dropout": self.dropout, "bias": self.bias, "rslora": self.rslora, "base": self.base}
         more: dict[str, Any] = {"also": sorted(self.also)} if self.also else {}
         more |= {"dora": True} if self.dora else {}
+        more |= {"init": self.init} if self.init in TAKEN_OUT else {}
         return {**about, **more, "targets": ranks}
 
     def without_dropout(self) -> Adapters:
@@ -205,6 +209,15 @@ def without_head(modules: Sequence[Module], option: str = "--dora") -> None:
         raise UsageError(
             f"{option} keeps what a map computes for the backward pass, which the logits are too large for: leave "
             f"{LM_HEAD} out of --lora-targets"
+        )
+
+
+def untied_only(modules: Sequence[Module], init: str) -> None:
+    """UsageError if the head of a model that ties it is among modules whose weights are to change."""
+    if any(module.name == LM_HEAD for module in modules):
+        raise UsageError(
+            f"--lora-init {init} takes what adapters begin with out of the weights, and {LM_HEAD} is the "
+            "embedding too: leave it out of --lora-targets"
         )
 
 

@@ -52,9 +52,10 @@ class AdapterOptions(Section):
     rslora: bool = option(
         False, "Multiply what adapters add by alpha over the root of the rank (rsLoRA).", "use_rslora"
     )
-    lora_init: Literal["kaiming", "gaussian"] | None = option(
+    lora_init: Literal["kaiming", "gaussian", "pissa", "olora"] | None = option(
         _with_rank("kaiming"),
-        "How A is drawn: kaiming is uniform up to 1 / sqrt(inputs), gaussian has the deviation 1 / rank. B is zero.",
+        "What A and B begin as: kaiming draws A uniform up to 1 / sqrt(inputs), gaussian with the deviation 1 / rank, "
+        "and B is zero; pissa and olora take the principal part of the weight out of it, or of its QR decomposition.",
         shown="kaiming",
     )
     lora_rank_pattern: Text | None = option(

@@ -9,10 +9,12 @@ from pathlib import Path
 from typing import TYPE_CHECKING, TypeVar
 
 from llmq.errors import UsageError
-from llmq.files.adapters import Values, open_adapter
-from llmq.files.first_adapter import with_norms
-from llmq.model.adapters import Adapters, chosen, targets, trained_in_full, without_head
+from llmq.files.adapters import open_adapter
+from llmq.files.first_adapter import FirstAdapter
+from llmq.files.source import Values
+from llmq.model.adapters import Adapters, chosen, targets, trained_in_full, untied_only, without_head
 from llmq.model.config import ModelConfig
+from llmq.model.first_adapter import TAKEN_OUT
 from llmq.model.parameters import left_out, num_parameters
 from llmq.row import Row
 
@@ -34,6 +36,8 @@ def resolve(options: AdapterOptions, config: ModelConfig) -> Adapters | None:
     modules, rank, alpha = chosen(options.lora_targets, config), options.lora_rank, options.lora_alpha
     if options.dora:
         without_head(modules)
+    if options.lora_init in TAKEN_OUT and config.tie_embeddings:
+        untied_only(modules, options.lora_init)
     return Adapters(
         rank,
         alpha,
@@ -78,7 +82,8 @@ def frozen(options: AdapterOptions, config: ModelConfig) -> frozenset[str]:
 def first_values(options: AdapterOptions, config: ModelConfig, model: Values) -> Values:
     """The values of all rows before the first step: the model's, and those of --adapter. DataError."""
     if options.adapter is None:
-        return with_norms(model, config)
+        adapters = resolve(options, config)
+        return model if adapters is None else FirstAdapter(adapters, config, model).values
     return open_adapter(Path(options.adapter), config).values(model)
 
 

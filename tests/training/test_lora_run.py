@@ -130,6 +130,37 @@ def test_magnitudes_are_trained_saved_resumed_and_merged(given):
     assert merged.eval_loss == pytest.approx(whole.eval_loss, rel=1e-5)
 
 
+@pytest.mark.parametrize("init", ["pissa", "olora"])
+def test_an_adapter_that_is_taken_out_of_the_weights_fits_them_when_it_is_exported(given, init):
+    """It has twice the rank, and the run resumes on the weights that are left."""
+    options = {**given, "lora_init": init, "lora_targets": "q_proj,v_proj,mlp", "lora_rank_pattern": "v_proj=2"}
+    whole = llmq.train(**options)
+    found, config = adapter_of(whole.model_path), json.loads((whole.model_path / "adapter_config.json").read_text())
+    assert (config["r"], config["lora_alpha"], config["init_lora_weights"]) == (8, 16, True)
+    assert found[f"{PREFIX}.self_attn.v_proj.lora_A.weight"].shape == (4, 48)
+    assert found[f"{PREFIX}.mlp.down_proj.lora_B.weight"].shape == (48, 8)
+    folders = {"out_dir": "cut", "checkpoint_dir": "parts"}
+    llmq.train(**{**options, **folders, "steps": 3})
+    parts = llmq.train(**{**options, **folders, "out_dir": "parts-model", "continue": 3})
+    assert weights_of(parts.checkpoint_path) == weights_of(whole.checkpoint_path)
+    other = adapter_of(parts.model_path)
+    assert all(np.array_equal(value, other[name]) for name, value in found.items())
+    with pytest.raises(UsageError, match=rf"adapters init: {init} in the checkpoint"):
+        llmq.train(**{**options, **folders, "continue": 3, "lora_init": "kaiming", "overwrite": True})
+    rest = {name: value for name, value in given.items() if name not in ("lora_rank", "lora_dropout")}
+    rest |= {"learning_rate": 0.0, "steps": 1}
+    again = llmq.train(**{**rest, "name": "again", "adapter": str(whole.model_path)})
+    assert again.eval_loss == pytest.approx(whole.eval_loss, rel=1e-5)
+    begun = llmq.train(**{**options, "name": "begun", "steps": 1, "learning_rate": 0.0})
+    plain = llmq.train(**{**rest, "name": "plain"})
+    assert begun.eval_loss == pytest.approx(plain.eval_loss, rel=1e-5)
+
+
+def test_a_tied_head_cannot_be_taken_out_of(given):
+    with pytest.raises(UsageError, match=r"--lora-init pissa takes .* lm_head is the embedding too: leave it out"):
+        llmq.train(**given, lora_init="pissa", lora_targets="all,lm_head")
+
+
 @pytest.mark.parametrize("said", ["q_proj", "q_proj=0", "=3", "q_proj=two", "q_proj=2,", "q_proj=1.5"])
 def test_a_pattern_without_a_rank_is_refused(given, said):
     with pytest.raises(UsageError, match=r"--lora-rank-pattern .*: write PATTERN=NUMBER with a number above 0"):
@@ -159,6 +190,10 @@ def test_a_run_of_one_step_begins_where_the_base_is(given):
             r"q_proj\.bias has shape \[3\], the model asks for \[48\]",
         ),
         (lambda t, c: c.update(use_dora=True), r"missing: model\.layers\.0\.self_attn\.q_proj\.lora_magnitude_vector"),
+        (
+            lambda t, c: c.update(init_lora_weights="corda"),
+            r"init_lora_weights corda changes the model as llmq does not",
+        ),
         (lambda t, c: c.update(r=8), r"q_proj\.lora_A\.weight has shape \[4, 48\], .* ask for \[8, 48\]"),
         (lambda t, c: t.update(other=np.zeros(3)), r"other is no part of an adapter"),
         (
