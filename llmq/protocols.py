@@ -132,25 +132,6 @@ class Ops:
     ) -> None:
         """d_logits (M,Vp), loss (M,) <- logits (M,Vp), targets (M,) int32; d_logits: gradient of the sum of losses."""
 
-    def dora_gain(
-        self,
-        gain: Ref | None,
-        norm: Ref | None,
-        /,
-        weight: Ref,
-        through: Ref | None,
-        gram: Ref | None,
-        up: Ref | None,
-        magnitude: Ref | None,
-        *,
-        scale: float,
-        first: int,
-    ) -> None:
-        """gain (N,), norm (N,) <- weight (N,K), through = weight A^T (N,S), gram = A A^T (S,S), up (N,R), magnitude."""
-
-    def dora_magnitude(self, d_magnitude: Ref | None, /, d_gain: Ref, norm: Ref) -> None:
-        """d_magnitude (N,) <- d_gain (N,), norm (N,): d_gain / norm, as the norm passes no gradient (section 4.3)."""
-
     def dropout(
         self,
         out: Ref | None,
@@ -207,6 +188,25 @@ class Ops:
 
     def loss_sum(self, loss_total: Ref | None, num_tokens: Ref | None, /, loss: Ref, targets: Ref) -> None:
         """loss_total (1,), num_tokens (1,) <- loss (...), targets (...) int32: sum of losses, number of trained."""
+
+    def output_gain(
+        self,
+        gain: Ref | None,
+        norm: Ref | None,
+        /,
+        weight: Ref | None,
+        through: Ref | None,
+        gram: Ref | None,
+        up: Ref | None,
+        magnitude: Ref | None,
+        *,
+        scale: float,
+        first: int,
+    ) -> None:
+        """gain (N,), norm (N,) <- weight (N,K), through = weight A^T (N,S), gram = A A^T (S,S), up (N,R), magnitude."""
+
+    def output_gain_backward(self, d_magnitude: Ref | None, /, d_gain: Ref, norm: Ref | None) -> None:
+        """d_magnitude (N,) <- d_gain (N,), norm (N,) or None: d_gain / norm, which passes no gradient."""
 
     def penalize(
         self, out: Ref | None, new_seen: Ref | None, /, logits: Ref, seen: Ref, tokens: Ref, *, penalty: float

@@ -25,7 +25,7 @@ from llmq.files.first_adapter import FirstAdapter
 from llmq.files.huggingface import Export
 from llmq.files.merge import merge
 from llmq.files.source import find_source, open_parameters
-from llmq.model.adapters import Adapters, chosen, targets, trained_in_full
+from llmq.model.adapters import Adapters, chosen, scaled, targets, trained_in_full
 from llmq.model.config import read_config
 from llmq.model.optimizer import Hyperparameters
 from llmq.model.parameters import parameter_rows
@@ -98,7 +98,7 @@ def peft_of(config, weights, text, bias, dtype):
 def ours(name):
     """Our name of a parameter of PEFT's model."""
     name = name.removeprefix("base_model.model.").replace(".modules_to_save.", ".")
-    name = name.replace("_vector.default.weight", "_vector")
+    name = name.replace("_vector.default.weight", "_vector").replace(".ia3_l.default", ".ia3_l")
     return name.replace(".default.", ".").replace(".base_layer.", ".")
 
 
@@ -356,3 +356,78 @@ def test_what_is_taken_out_of_the_weights_is_what_peft_takes(init, about, tmp_pa
     wanted = peft.LoraConfig.from_pretrained(tmp_path / "converted")
     assert (wanted.r, wanted.init_lora_weights) == (exported["r"], exported["init_lora_weights"])
     assert wanted.lora_alpha == pytest.approx(exported["lora_alpha"])
+
+
+GAINS = {
+    "paper": {"target_modules": ["k_proj", "v_proj", "down_proj"], "feedforward_modules": ["down_proj"]},
+    "outputs": {"target_modules": ["q_proj", "up_proj", "down_proj"], "feedforward_modules": []},
+    "inputs": {"target_modules": ["o_proj", "gate_proj"], "feedforward_modules": ["o_proj"]},
+}
+
+
+@pytest.mark.parametrize(("family", "kind"), [*(("qwen2", kind) for kind in GAINS), ("qwen3", "paper")])
+def test_gains_are_those_of_peft(family, kind, tmp_path):
+    """Losses, gradients in f64 and f32, 20 steps of AdamW, folders both ways, the merged model."""
+    config, a = families.FAMILIES[family], families.ADAMW
+    parsed, weights, (tokens, marks) = read_config(config), families.weights(config), drawn(config, 1)
+    modules = chosen(",".join(GAINS[kind]["target_modules"]), parsed)
+    inward = {module.name for module in modules if module.key in GAINS[kind]["feedforward_modules"]}
+    adapters = Adapters(0, 1.0, scaled(modules, inward), method="ia3")
+    assert kind != "paper" or adapters.targets == scaled(modules)
+
+    def made(dtype):
+        about = peft.IA3Config(task_type="CAUSAL_LM", **GAINS[kind])
+        model = peft.get_peft_model(transformers_judge.model_of(config, weights, dtype), about)
+        torch.manual_seed(3)
+        with torch.no_grad():
+            for name, parameter in model.named_parameters():
+                if "ia3_l" in name:
+                    parameter.uniform_(0.5, 1.5)
+        return model
+
+    with transformers_judge.doubled():
+        model = made("float64")
+        loss = transformers_judge.backward(model, tokens, marks)
+        gradients = {ours(n): p.grad.numpy() for n, p in model.named_parameters() if p.requires_grad}
+        runs = [engine_of(config, model, adapters, precision, hyper()) for precision in (FP64, FP32)]
+        count = np.count_nonzero(marks != -100)
+        for run, bound in zip(runs, (1e-9, 1e-5), strict=True):
+            run.micro_step(Batch(tokens, marks))
+            found = {name: value / count for name, value in by_name(run, run.gradient).items()}
+            errors = relative_errors(found, gradients)
+            assert max(errors.values()) < bound, max(errors, key=errors.get)
+            assert run.update(1, 0.0).loss == pytest.approx(loss, rel=bound)
+        model = made("float64")
+        runs = [engine_of(config, model, adapters, precision, hyper()) for precision in (FP64, FP32)]
+        about = {"lr": 0.0, "betas": (a["beta_1"], a["beta_2"]), "eps": a["epsilon"], "weight_decay": 0.0}
+        optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], foreach=False, **about)
+        for step in range(1, families.STEPS + 1):
+            loss = transformers_judge.backward(model, *drawn(config, step))
+            optimizer.param_groups[0]["lr"] = families.learning_rate(step)
+            optimizer.step()
+            for run, bound in zip(runs, (1e-6, 1e-4), strict=True):
+                run.micro_step(Batch(*drawn(config, step)))
+                assert run.update(step, families.learning_rate(step)).loss == pytest.approx(loss, rel=bound)
+        right = {ours(n): p.detach().numpy() for n, p in model.named_parameters() if p.requires_grad}
+    for run, bound in zip(runs, (1e-6, 1e-4), strict=True):
+        assert max(relative_errors(by_name(run, run.parameter), right).values()) < bound
+    export_base(config, tmp_path / "base")
+    theirs, source = made("float32"), find_source(str(tmp_path / "base"))
+    theirs.save_pretrained(tmp_path / "theirs")
+    read = open_adapter(tmp_path / "theirs", parsed)
+    assert read.adapters == adapters
+    run = runs[1]
+    run.load(read.values(open_parameters(source, 0))(run.plan.rows))
+    assert_same_logits(run, theirs, tokens)
+    about = adapter_config(adapters, parsed, str(tmp_path / "base"), None)
+    rows = stored_rows(run.plan.rows, adapters)
+    AdapterExport(tmp_path / "ours", parsed, rows, "fp32", about=about).write(lambda row: run.parameter(row.name))
+    one, other = (load_file(tmp_path / side / "adapter_model.safetensors") for side in ("ours", "theirs"))
+    assert one.keys() == other.keys() and all(np.array_equal(value, other[name]) for name, value in one.items())
+    base = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "base", attn_implementation="eager")
+    assert_same_logits(run, peft.PeftModel.from_pretrained(base, tmp_path / "ours"), tokens)
+    merge(source, {tmp_path / "ours": 1.0}, tmp_path / "merged", dtype=None, overwrite=False)
+    found = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "merged", attn_implementation="eager")
+    named = dict(found.named_parameters())
+    for name, value in theirs.merge_and_unload().named_parameters():
+        torch.testing.assert_close(named[name].detach(), value.detach(), rtol=1e-5, atol=1e-6)

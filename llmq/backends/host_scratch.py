@@ -137,7 +137,7 @@ RULES: Mapping[str, Rule] = {
     # The mask, and the random words of one row of tokens.
     "dropout": lambda a: a.copies("x", "residual") + 4 * a.size("x"),
     # The weight is read in slices.
-    "dora_gain": lambda a: a.copies("up") + 3 * a.size("up"),
+    "output_gain": lambda a: a.copies("up") + 3 * a.size("up"),
     # Sorted by token, and summed over the positions of a token.
     "embedding_backward": lambda a: a.copies("d_res") + 2 * a.size("d_res"),
     "embedding_forward": lambda a: a.size("res") + a.copies("weight") * a.size("res") // (2 * a.size("weight")),

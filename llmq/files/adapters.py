@@ -8,7 +8,7 @@ the config must agree.
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
@@ -21,6 +21,8 @@ from llmq.errors import DataError
 from llmq.files import weight_files
 from llmq.files.first_adapter import FirstAdapter
 from llmq.files.huggingface import ADAPTER_CONFIG, ADAPTER_WEIGHTS, Export, write_json, write_tensors
+from llmq.files.ia3 import GAINS, checked_gains, gain_change, gain_config
+from llmq.files.peft_names import in_full_config, is_target, modules_in_full, plain_shapes, target_names
 from llmq.files.source import Values
 from llmq.files.tensor_files import Stored, tensors_of
 from llmq.files.weight_files import norms_of
@@ -33,7 +35,6 @@ from llmq.model.adapters import (
     Module,
     Target,
     linear_modules,
-    modules_of,
     scale_of,
 )
 from llmq.model.config import ModelConfig, read_json
@@ -97,6 +98,8 @@ class StoredAdapter:
         """A function that gives what an adapter adds to rows [start, stop) of its map's `weight`, in f32: s B A less
         what that was at first if it was taken out of the weight, or with magnitudes m what makes these rows
         m (weight + s B A) / |weight + s B A|."""
+        if self.adapters.method == "ia3":
+            return gain_change(self.read(f"{target.module.name}.{GAINS}"), weight, inward=target.inward)
         a, b = (self.read(f"{target.module.name}.lora_{key}.weight") for key in "AB")
         if self.adapters.init in TAKEN_OUT:
             first_a, first_b = first_pair(self.adapters.init, weight, target.rank, target.scale)
@@ -124,7 +127,8 @@ def open_adapter(folder: Path, config: ModelConfig) -> StoredAdapter:
     stored = tensors_of(folder / ADAPTER_WEIGHTS)
     names = {_our_name(name): name for name in stored}
     tensors = {ours: stored[name] for ours, name in names.items()}
-    adapters, problems = _checked(about, tensors, config)
+    check = checked_gains if about["peft_type"] == "IA3" else _checked
+    adapters, problems = check(about, tensors, config)
     if problems:
         listed = "\n".join(f"  - {problem}" for problem in problems[:20])
         more = f"\n  and {len(problems) - 20} more" if len(problems) > 20 else ""
@@ -134,8 +138,8 @@ def open_adapter(folder: Path, config: ModelConfig) -> StoredAdapter:
 
 def _refuse_others(folder: Path, about: dict[str, Any]) -> None:
     kind = about.get("peft_type")
-    if kind != "LORA":
-        raise DataError(f"{folder / ADAPTER_CONFIG}: peft_type {kind} is not read, only LORA")
+    if kind not in ("LORA", "IA3"):
+        raise DataError(f"{folder / ADAPTER_CONFIG}: peft_type {kind} is not read, only LORA and IA3")
     if unknown := [name for name in UNKNOWN if about.get(name)]:
         said = ", ".join(f"{name} {about[name]}" for name in unknown)
         raise DataError(f"{folder / ADAPTER_CONFIG}: llmq does not have {said}")
@@ -149,8 +153,8 @@ def _checked(about: dict[str, Any], tensors: dict[str, Stored], config: ModelCon
     """What the config and the tensors say, and what is wrong with them."""
     modules = {module.name: module for module in linear_modules(config)}
     problems: list[str] = []
-    also = _in_full(about, config, problems)
-    plain = _plain_shapes(config, also)
+    also = modules_in_full(about, config, problems)
+    plain = plain_shapes(config, also)
     pairs: dict[str, dict[str, Stored]] = {}
     for name, tensor in tensors.items():
         if match := LORA.fullmatch(name):
@@ -172,7 +176,7 @@ def _checked(about: dict[str, Any], tensors: dict[str, Stored], config: ModelCon
         problems += _unlike(modules[name], pair, own, dora=dora)
         own_alpha = float(_of_pattern(about.get("alpha_pattern"), name, alpha))
         found.append(Target(modules[name], own, own_alpha, scale_of(own, own_alpha, rslora=rslora)))
-    wanted = {name for name in modules if _is_target(about.get("target_modules"), name)}
+    wanted = {name for name in modules if is_target(about.get("target_modules"), name)}
     problems += [f"missing: {name}.lora_A.weight and lora_B.weight" for name in modules if name in wanted - set(pairs)]
     if dora and LM_HEAD in pairs:
         problems.append("lm_head has magnitudes (use_dora), which llmq does not compute for the logits")
@@ -191,33 +195,6 @@ def _checked(about: dict[str, Any], tensors: dict[str, Stored], config: ModelCon
         problems.append(f"init_lora_weights {init} changes lm_head, which is the embedding too")
     dropout, bias = float(about.get("lora_dropout") or 0), str(about.get("bias") or "none")
     return Adapters(rank, alpha, targets, dropout, bias, rslora, init, also=also, dora=dora), problems
-
-
-def _in_full(about: dict[str, Any], config: ModelConfig, problems: list[str]) -> frozenset[str]:
-    """The names of the rows of `modules_to_save`; what llmq does not have of these goes to `problems`."""
-    wanted = about.get("modules_to_save") or ()
-    found: dict[str, list[bool]] = {}
-    for row in parameter_rows(config):
-        found[row.name] = [any(name.endswith(one) for one in wanted) for name in modules_of(row, config)]
-    if config.tie_embeddings and any(found[EMBED_ROW]):
-        found[EMBED_ROW] = [True]
-        if not about.get("ensure_weight_tying"):
-            problems.append(
-                "modules_to_save has the embedding or the head of a model that ties them, without ensure_weight_tying: "
-                "PEFT trains a copy of one of them, llmq the matrix that both are"
-            )
-    cut = [name for name, hits in found.items() if any(hits) and not all(hits)]
-    problems += [f"modules_to_save has a part of {name}, which llmq holds as one" for name in cut]
-    return frozenset(name for name, hits in found.items() if any(hits))
-
-
-def _plain_shapes(config: ModelConfig, also: Collection[str]) -> dict[str, tuple[int, ...]]:
-    """The shapes of tensors that an adapter may have as the model has them: biases, and modules trained in full."""
-    rows = [row for row in parameter_rows(config) if row.name.endswith(".bias") or row.name in also]
-    found = {part.name: (part.stop - part.start, *row.part_axes[1:]) for row in rows for part in row.parts}
-    if EMBED_ROW in also and config.tie_embeddings:
-        found[f"{LM_HEAD}.weight"] = found["model.embed_tokens.weight"]
-    return found
 
 
 def _unlike(module: Module, pair: dict[str, Stored], rank: int, *, dora: bool) -> Iterator[str]:
@@ -243,27 +220,12 @@ def _of_pattern(pattern: dict[str, Any] | None, name: str, otherwise: float) -> 
     return otherwise
 
 
-def _is_target(wanted: str | Iterable[str] | None, name: str) -> bool:
-    """Whether PEFT's `target_modules` have a module."""
-    if wanted is None or wanted == "all-linear":
-        return wanted is not None and name != "lm_head"
-    if isinstance(wanted, str):
-        return re.fullmatch(wanted, name) is not None
-    return any(name == one or name.endswith(f".{one}") for one in wanted)
-
-
 def adapter_config(adapters: Adapters, config: ModelConfig, base: str, revision: str | None) -> dict[str, Any]:
-    """PEFT's LoraConfig of these adapters."""
-    names = {target.module.name for target in adapters.targets}
-    keys: dict[str, set[str]] = {}
-    for module in linear_modules(config):
-        keys.setdefault(module.key, set()).add(module.name)
-    wanted = [key for key, all_of in keys.items() if all_of <= names]
-    wanted += [target.module.name for target in adapters.targets if target.module.key not in wanted]
+    """PEFT's config of these adapters."""
+    if adapters.method == "ia3":
+        return gain_config(adapters, config, base, revision)
     ranks = {t.module.name: t.rank for t in adapters.targets if t.rank != adapters.rank}
     alphas = {t.module.name: t.alpha for t in adapters.targets if t.alpha != adapters.alpha}
-    also = [name for row in parameter_rows(config) if row.name in adapters.also for name in modules_of(row, config)]
-    tied = config.tie_embeddings and EMBED_ROW in adapters.also
     return {
         "peft_type": "LORA",
         "task_type": "CAUSAL_LM",
@@ -272,7 +234,7 @@ def adapter_config(adapters: Adapters, config: ModelConfig, base: str, revision:
         "r": adapters.rank,
         "lora_alpha": _plain(adapters.alpha),
         "lora_dropout": adapters.dropout,
-        "target_modules": wanted,
+        "target_modules": target_names(adapters.targets, config),
         "rank_pattern": ranks,
         "alpha_pattern": {name: _plain(alpha) for name, alpha in alphas.items()},
         "bias": adapters.bias,
@@ -280,8 +242,7 @@ def adapter_config(adapters: Adapters, config: ModelConfig, base: str, revision:
         "use_dora": adapters.dora,
         "init_lora_weights": INITS[adapters.init],
         "fan_in_fan_out": False,
-        "modules_to_save": [name for name in dict.fromkeys(also) if not tied or name != LM_HEAD] or None,
-        "ensure_weight_tying": tied,
+        **in_full_config(adapters, config),
         "inference_mode": True,
     }
 

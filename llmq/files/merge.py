@@ -60,9 +60,11 @@ def merge(
 def _changed(row: Row, value: np.ndarray, adapters: Sequence[Weighted]) -> np.ndarray:
     """The value of a row with everything that adapters add to its parts."""
     replaced = any(part.name in one.adapter.tensors for one in adapters for part in row.parts)
-    base = value.copy() if replaced or any(one.adapter.adapters.dora for one in adapters) else value
+    base = value.copy() if replaced or any(one.adapter.adapters.is_relative for one in adapters) else value
     for adapter, weight in ((one.adapter, np.float32(one.weight)) for one in adapters):
         targets = {f"{target.module.name}.weight": target for target in adapter.adapters.targets}
+        if adapter.adapters.method == "ia3":  # gains multiply the bias, too
+            targets |= {f"{t.module.name}.bias": t for t in adapter.adapters.targets if not t.inward}
         for part in row.parts:
             here = value[part.start : part.stop]
             if part.name in adapter.tensors:
@@ -70,6 +72,7 @@ def _changed(row: Row, value: np.ndarray, adapters: Sequence[Weighted]) -> np.nd
             if target := targets.get(part.name):
                 pure = base[part.start : part.stop]
                 change = adapter.change(target, pure)
-                for start, stop in weight_files.chunks(here.shape):
+                pieces = weight_files.chunks(here.shape) if here.ndim > 1 else [(0, len(here))]
+                for start, stop in pieces:
                     here[start:stop] += weight * change(start, stop)
     return value

@@ -8,7 +8,7 @@ q_proj, k_proj and v_proj have adapters of their own, although one site computes
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from fnmatch import fnmatchcase
 from functools import cached_property
@@ -24,6 +24,8 @@ MAGNITUDE = "lora_magnitude_vector"  # the name of what DoRA adds
 FILE = "adapter"  # the file of an adapter's rows
 LM_HEAD, EMBED = "lm_head", "model.embed_tokens"
 EMBED_ROW = "embed.weight"  # which a tied head is
+FUSED = ("q_proj", "k_proj", "v_proj", "gate_proj", "up_proj")  # maps that share their input
+INWARD = ("down_proj",)  # maps whose inputs IA3 scales
 WORDS = {"attention": "self_attn.*_proj", "mlp": "mlp.*_proj"}  # `all` is both
 
 
@@ -47,12 +49,16 @@ class Module:
 
 @dataclass(frozen=True)
 class Target:
-    """A module that has an adapter, whose output is multiplied by `scale`."""
+    """A module that has an adapter, whose output is multiplied by `scale`.
+
+    Of IA3 there is no rank: its outputs have gains, or its inputs if it is `inward`.
+    """
 
     module: Module
     rank: int
     alpha: float
     scale: float
+    inward: bool = False
 
 
 @dataclass(frozen=True)
@@ -63,7 +69,8 @@ class Adapters:
     kaiming (uniform up to 1/sqrt(K)) or gaussian (with deviation 1/R), B being zero, or that A and B are taken out of
     the weight (pissa, olora). `base` is the dtype that frozen maps
     of layers are held in; None: the model's. `also` names the model's rows that are trained in full. With `dora` the
-    outputs have magnitudes of their own (Liu et al., 2024). The learning rate of B and of vectors is `plus` times that
+    outputs have magnitudes of their own (Liu et al., 2024). `method`: lora, or ia3, of which there are only `targets`,
+    `base` and `also`. The learning rate of B and of vectors is `plus` times that
     of A (LoRA+; Hayou et al., 2024).
     """
 
@@ -77,6 +84,7 @@ class Adapters:
     base: str | None = None
     also: frozenset[str] = frozenset()
     dora: bool = False
+    method: str = "lora"
     plus: float = 1.0
 
     @cached_property
@@ -87,6 +95,11 @@ class Adapters:
             found.setdefault(target.module.site, []).append(target)
         return {site: tuple(sorted(targets, key=lambda t: t.module.start)) for site, targets in found.items()}
 
+    @property
+    def is_relative(self) -> bool:
+        """Whether what they change depends on the value of the weight."""
+        return self.dora or self.method == "ia3"
+
     def identity(self) -> dict[str, Any]:
         """What makes the run compute what it computes."""
         ranks = {target.module.name: [target.rank, target.alpha] for target in self.targets}
@@ -94,6 +107,8 @@ class Adapters:
         more: dict[str, Any] = {"also": sorted(self.also)} if self.also else {}
         more |= {"dora": True} if self.dora else {}
         more |= {"init": self.init} if self.init in TAKEN_OUT else {}
+        if self.method != "lora":
+            more |= {"method": self.method, "inward": sorted(t.module.name for t in self.targets if t.inward)}
         return {**about, **more, "targets": ranks}
 
     def without_dropout(self) -> Adapters:
@@ -140,6 +155,20 @@ def linear_modules(config: ModelConfig) -> tuple[Module, ...]:
         for part in row.parts
     ]
     return (*found, Module(LM_HEAD, HEAD, 0, padded_vocab(config), config.vocab_size, config.hidden_size))
+
+
+def scaled(modules: Sequence[Module], inward: Collection[str] | None = None) -> tuple[Target, ...]:
+    """Targets of IA3, of which those named `inward` (None: as in the paper) have gains on their inputs.
+
+    UsageError for inputs that several maps share.
+    """
+    found = tuple(
+        Target(module, 0, 1.0, 1.0, module.key in INWARD if inward is None else module.name in inward)
+        for module in modules
+    )
+    if cut := [t for t in found if t.inward and t.module.key in FUSED]:
+        raise UsageError(f"IA3 scales the inputs of {cut[0].module.name}, which llmq reads once for several maps")
+    return found
 
 
 def outputs_of(config: ModelConfig, site: str) -> int:
@@ -208,7 +237,7 @@ def without_head(modules: Sequence[Module], option: str = "--dora") -> None:
     if any(module.name == LM_HEAD for module in modules):
         raise UsageError(
             f"{option} keeps what a map computes for the backward pass, which the logits are too large for: leave "
-            f"{LM_HEAD} out of --lora-targets"
+            f"{LM_HEAD} out of {'--ia3' if option == '--ia3' else '--lora-targets'}"
         )
 
 

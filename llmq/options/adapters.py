@@ -11,6 +11,8 @@ SHAPE = (  # with --adapter, the folder says it
     *("lora_alpha", "lora_targets", "lora_bias", "rslora", "lora_init"),
     *("lora_rank_pattern", "lora_alpha_pattern", "train_also", "dora"),
 )
+OF_LORA = (*(key for key in SHAPE if key != "train_also"), "lora_dropout", "lora_plus_ratio")
+RATE_OF_GAINS = 3e-3  # of IA3, as in its paper
 RATE = 2e-4  # of adapters, which take a larger one than the whole model
 
 
@@ -100,6 +102,12 @@ class AdapterOptions(Section):
         None, "Continue to train the adapter in this folder, in PEFT's format.", metavar="DIR"
     )
 
+    ia3: Text | None = option(
+        None,
+        "Train a gain for each output of these linear maps (IA3), and for each input of mlp.down_proj, and keep the "
+        "model frozen: names or patterns as in --lora-targets, such as k_proj,v_proj,down_proj.",
+        metavar="NAMES",
+    )
     train_only: Text | None = option(
         None,
         "Train only the parameters of these names or patterns, with commas, such as *.bias or layers.2[0-9].*, and "
@@ -111,6 +119,10 @@ class AdapterOptions(Section):
     def contradictions(self) -> Iterator[str]:
         if self.train_only is not None and (self.lora_rank is not None or self.adapter is not None):
             yield "--train-only trains a part of the model, and adapters leave it as it is: leave one of them out"
+        if self.ia3 is not None:
+            others = [key for key in ("lora_rank", "adapter", "train_only", *OF_LORA) if getattr(self, key)]
+            yield from (f"--ia3 {self.ia3} trains gains, and {flag(key)} is of another method" for key in others[:1])
+            return
         given = [key for key in SHAPE if getattr(self, key) not in (None, False)]
         if self.adapter is not None and self.lora_rank is not None:
             yield f"--lora-rank {self.lora_rank} is of a new adapter, and --adapter continues one: give one of them"

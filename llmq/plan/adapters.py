@@ -12,7 +12,7 @@ from llmq.errors import UsageError
 from llmq.files.adapters import open_adapter
 from llmq.files.first_adapter import FirstAdapter
 from llmq.files.source import Values
-from llmq.model.adapters import Adapters, chosen, targets, trained_in_full, untied_only, without_head
+from llmq.model.adapters import Adapters, chosen, scaled, targets, trained_in_full, untied_only, without_head
 from llmq.model.config import ModelConfig
 from llmq.model.first_adapter import TAKEN_OUT
 from llmq.model.parameters import left_out, num_parameters
@@ -30,6 +30,8 @@ def resolve(options: AdapterOptions, config: ModelConfig) -> Adapters | None:
         found = open_adapter(Path(options.adapter), config).adapters
         dropout = found.dropout if options.lora_dropout is None else options.lora_dropout
         return replace(found, base=options.base_dtype, dropout=dropout, plus=options.lora_plus_ratio or 1.0)
+    if options.ia3 is not None:
+        return _gains(options, config)
     if options.lora_rank is None:
         return None
     assert options.lora_alpha is not None and options.lora_targets is not None
@@ -58,6 +60,14 @@ def resolve(options: AdapterOptions, config: ModelConfig) -> Adapters | None:
         dora=options.dora,
         plus=options.lora_plus_ratio or 1.0,
     )
+
+
+def _gains(options: AdapterOptions, config: ModelConfig) -> Adapters:
+    """IA3's. UsageError."""
+    modules = chosen(options.ia3 or "", config, "--ia3")
+    without_head(modules, "--ia3")
+    also = trained_in_full(options.train_also, config, modules) if options.train_also else frozenset()
+    return Adapters(0, 1.0, scaled(modules), method="ia3", base=options.base_dtype, also=also)
 
 
 def _patterns(option: str, text: str | None, kind: Callable[[str], _Number]) -> dict[str, _Number]:
@@ -93,6 +103,8 @@ def note(adapters: Adapters | None, rows: Sequence[Row]) -> str:
     counts = f"{trained:,} of {every:,} parameters are trained ({trained / every:.2%}), the others frozen"
     if adapters is None:
         return f"A part of the model: {counts}"
+    if adapters.method == "ia3":
+        return f"Gains (IA3) on {len(adapters.targets)} linear maps: {counts}"
     ranks = sorted({target.rank for target in adapters.targets})
     said = f"rank {ranks[0]}" if len(ranks) == 1 else f"ranks {ranks[0]} to {ranks[-1]}"
     biases = "" if adapters.bias == "none" else " with biases"

@@ -69,10 +69,10 @@ class DoraLinear:
         ops.linear_forward(gram, w.lora_a, w.lora_a, None, None)
         for start, stop in self.between():
             at = (start, stop - start)
-            ops.dora_gain(gain.flat(*at), None, w.weight.chunk(*at), None, None, None, None, scale=1.0, first=0)
+            ops.output_gain(gain.flat(*at), None, None, None, None, None, None, scale=1.0, first=0)
         for piece in self.lora.pieces:
             at = (piece.start, piece.stop - piece.start)
-            ops.dora_gain(
+            ops.output_gain(
                 gain.flat(*at),
                 norm.flat(*at),
                 w.weight.chunk(*at),
@@ -97,6 +97,6 @@ class DoraLinear:
         ops.scale_columns_backward(d_product, d_gain, d_y, product, gain)
         for piece in self.lora.pieces:
             at = (piece.start, piece.stop - piece.start)
-            ops.dora_magnitude(getattr(dw.lora_m, piece.key), d_gain.flat(*at), norm.flat(*at))
+            ops.output_gain_backward(getattr(dw.lora_m, piece.key), d_gain.flat(*at), norm.flat(*at))
         ops.bias_backward(dw.bias, d_y.as_form(COLSUM))
         self.lora.backward(ops, a, d, d_x, WithoutBias(dw), d_product, x, WithoutBias(w))

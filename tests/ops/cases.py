@@ -143,7 +143,7 @@ def scale_columns_backward(s: Sizes, rng: np.random.Generator) -> Case:
     return Case("", {"d_x": shape, "d_gain": (s.c,)}, inputs, {}, frozenset({"gain", "d_gain"}))
 
 
-def dora_gain(s: Sizes, rng: np.random.Generator) -> Case:
+def output_gain(s: Sizes, rng: np.random.Generator) -> Case:
     """P and G of the weight and of A, so that they are those of norms; 12 of 19 rows of A are the adapter's."""
     rank, rows = 19, s.f
     weight, a, up = rng.standard_normal((rows, s.c)), rng.standard_normal((rank, s.c)), rng.standard_normal((rows, 12))
@@ -153,7 +153,7 @@ def dora_gain(s: Sizes, rng: np.random.Generator) -> Case:
     return Case("", {"gain": (rows,), "norm": (rows,)}, inputs, {"scale": 1.7, "first": 5}, stat)
 
 
-def dora_magnitude(s: Sizes, rng: np.random.Generator) -> Case:
+def output_gain_backward(s: Sizes, rng: np.random.Generator) -> Case:
     inputs = {"d_gain": rng.standard_normal(s.f), "norm": rng.uniform(1, 2, s.f)}
     return Case("", {"d_magnitude": (s.f,)}, inputs, {}, frozenset({"d_gain", "norm"}))
 

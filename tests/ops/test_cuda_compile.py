@@ -48,8 +48,8 @@ REGISTERS = {
     "column_scale": 32,
     "cross_entropy": 80,
     "dequantize": 32,
-    "dora_gain": 64,
-    "dora_magnitude": 32,
+    "output_gain": 64,
+    "output_gain_backward": 32,
     "dropout": 48,
     "embedding_add": 64,
     "embedding_forward": 48,
@@ -209,11 +209,9 @@ def model_launches(noted: Launches, b: int, t: int, c: int, hq: int, hkv: int, h
         for rank in (4, 16, 64):
             low, gram = noted.tensor((2 * f, rank), "fp32"), noted.tensor((rank, rank), "fp32")
             about = (read((2 * f, c)), low, gram, read((2 * f, rank)), noted.tensor((2 * f,), "fp32"))
-            ops.dora_gain(out((2 * f,), "fp32", None), out((2 * f,), "fp32", None), *about, scale=2.0, first=0)
-        ops.dora_gain(
-            out((f,), "fp32", None), out((f,), "fp32"), read((f, c)), None, None, None, None, scale=1.0, first=0
-        )
-        ops.dora_magnitude(out((f,), dtype, None), noted.tensor((f,), "fp32"), noted.tensor((f,), "fp32"))
+            ops.output_gain(out((2 * f,), "fp32", None), out((2 * f,), "fp32", None), *about, scale=2.0, first=0)
+        ops.output_gain(out((f,), "fp32", None), out((f,), "fp32"), None, None, None, None, None, scale=1.0, first=0)
+        ops.output_gain_backward(out((f,), dtype, None), noted.tensor((f,), "fp32"), noted.tensor((f,), "fp32"))
         added = out((v, c), dtype, None)
         ops.embedding_backward(added, read(x), tokens)
         added.accumulate = True

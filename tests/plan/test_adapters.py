@@ -12,7 +12,7 @@ from llmq.backends.planned import PlannedBackend
 from llmq.data.batches.batch import Batch
 from llmq.engine.engine import Engine
 from llmq.errors import UsageError
-from llmq.model.adapters import Adapters, chosen, targets, trained_in_full, without_head
+from llmq.model.adapters import Adapters, chosen, scaled, targets, trained_in_full, without_head
 from llmq.model.parameters import left_out
 from llmq.plan.memory import Memory
 from llmq.plan.spec import Completions
@@ -162,6 +162,50 @@ def test_magnitudes_of_a_quantized_base_are_those_of_what_it_stands_for(precisio
         assert steps(plain) == losses
 
 
+@EVERY
+def test_gains_are_trained_alone_and_recomputing_changes_no_bit(precision):
+    gains = Adapters(0, 1.0, scaled(chosen("k_proj,v_proj,down_proj", tiny())), method="ia3")
+    engine = warm(plan_of(precision, adapters=gains))
+    losses = steps(engine, 3)
+    trained = [row for row in engine.plan.rows if row.trainable]
+    assert {row.name.partition("layers.1.")[2] for row in trained} == {
+        *("", "attention.qkv.ia3.k_proj", "attention.qkv.ia3.v_proj", "mlp.down.ia3")
+    }
+    assert not any(row.decay for row in trained)
+    for flags in (("recompute_block",), ("recompute_ffn", "recompute_qkv")):
+        other = warm(plan_of(precision, Memory(flags), adapters=gains))
+        assert steps(other, 3) == losses and bits(other) == bits(engine)
+
+
+def test_gains_have_the_gradients_of_finite_differences():
+    gains = Adapters(0, 1.0, scaled(chosen("q_proj,up_proj,o_proj,down_proj", tiny())), method="ia3")
+    engine = engine_of(plan_of(FP64, adapters=gains))
+    values, rng, step = (
+        {row.name: engine.parameter(row.name) for row in engine.plan.rows},
+        np.random.default_rng(0),
+        1e-5,
+    )
+
+    def loss(name, change):
+        engine.load([(row, values[row.name] + (change if row.name == name else 0)) for row in engine.plan.rows])
+        return summed_loss(engine, placed())
+
+    loss("", 0)
+    found = {row.name: engine.gradient(row.name) for row in engine.plan.rows if row.trainable}
+    assert len(found) == 8
+    for name, gradient in found.items():
+        direction = rng.standard_normal(gradient.shape)
+        slope = (loss(name, step * direction) - loss(name, -step * direction)) / (2 * step)
+        assert slope == pytest.approx(float(np.sum(gradient * direction)), rel=2e-6), name
+
+
+def test_gains_that_cannot_be_computed_are_refused():
+    with pytest.raises(UsageError, match=r"IA3 scales the inputs of .*q_proj, which llmq reads once for several maps"):
+        scaled(chosen("q_proj", tiny()), {"model.layers.0.self_attn.q_proj"})
+    with pytest.raises(UsageError, match=r"--ia3 keeps what a map computes .* leave lm_head out of --ia3"):
+        without_head(chosen("all,lm_head", tiny()), "--ia3")
+
+
 def test_a_head_has_no_magnitudes():
     with pytest.raises(UsageError, match=r"--dora keeps what a map computes .* leave lm_head out of --lora-targets"):
         without_head(chosen("all,lm_head", tiny()))
@@ -240,6 +284,8 @@ def test_adapters_can_be_planned_for_a_gpu(precision):
         about = {"rank": 16, "dropout": 0.1, "base": base}
         plan_of(precision, config=config, adapters=adapters("all,lm_head", config, **about), **scratch)
         plan_of(precision, config=config, adapters=adapters("q_proj,v_proj,mlp", config, dora=True, **about), **scratch)
+        gains = Adapters(0, 1.0, scaled(chosen("all", config)), method="ia3", base=base)
+        plan_of(precision, config=config, adapters=gains, **scratch)
 
 
 @pytest.mark.parametrize(

@@ -156,6 +156,58 @@ def test_an_adapter_that_is_taken_out_of_the_weights_fits_them_when_it_is_export
     assert begun.eval_loss == pytest.approx(plain.eval_loss, rel=1e-5)
 
 
+def test_gains_are_trained_saved_resumed_exported_and_trained_on(given):
+    rest = {name: value for name, value in given.items() if not name.startswith("lora")}
+    options = {**rest, "ia3": "k_proj,v_proj,down_proj", "train_also": "model.norm"}
+    whole = llmq.train(**options)
+    assert "Gains (IA3) on 3 linear maps: 160 of" in given["console"].getvalue()
+    found, config = adapter_of(whole.model_path), json.loads((whole.model_path / "adapter_config.json").read_text())
+    assert {name.removeprefix(PREFIX): value.shape for name, value in found.items()} == {
+        ".self_attn.k_proj.ia3_l": (24, 1),
+        ".self_attn.v_proj.ia3_l": (24, 1),
+        ".mlp.down_proj.ia3_l": (1, 64),
+        "base_model.model.model.norm.weight": (48,),
+    }
+    assert all(np.abs(value - 1).max() > 1e-3 for value in found.values())
+    assert (config["peft_type"], config["feedforward_modules"]) == ("IA3", ["down_proj"])
+    folders = {"out_dir": "cut", "checkpoint_dir": "parts"}
+    llmq.train(**{**options, **folders, "steps": 3})
+    parts = llmq.train(**{**options, **folders, "out_dir": "parts-model", "continue": 3})
+    assert weights_of(parts.checkpoint_path) == weights_of(whole.checkpoint_path)
+    still = {"learning_rate": 0.0, "steps": 1}
+    again = llmq.train(**{**rest, **still, "name": "again", "adapter": str(whole.model_path)})
+    assert again.eval_loss == whole.eval_loss
+    assert json.loads((again.model_path / "adapter_config.json").read_text()) == config
+    begun = llmq.train(**{**options, **still, "name": "begun"})
+    assert begun.eval_loss == llmq.train(**{**rest, **still, "name": "plain"}).eval_loss
+    merge(find_source("base"), {whole.model_path: 1.0}, Path("merged"), dtype="fp32", overwrite=False)
+    merged = llmq.train(**{**rest, **still, "name": "merged", "model": "merged"})
+    assert merged.eval_loss == pytest.approx(whole.eval_loss, rel=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("change", "says"),
+    [
+        (lambda t, c: t.pop(f"{PREFIX}.mlp.up_proj.ia3_l"), r"missing: model\.layers\.0\.mlp\.up_proj\.ia3_l"),
+        (lambda t, c: t.update({f"{PREFIX}.mlp.up_proj.ia3_l": np.ones((3, 1))}), r"shape \[3, 1\], .* for \[64, 1\]"),
+        (lambda t, c: t.update(other=np.zeros(3)), r"other is no part of an adapter"),
+        (lambda t, c: t.update({f"{PREFIX}5.mlp.up_proj.ia3_l": np.ones((3, 1))}), r"layers\.05\.mlp.*no linear"),
+        (lambda t, c: c.update(feedforward_modules=["up_proj"]), r"shape \[64, 1\], .*(.|\n)*which llmq reads once"),
+        (lambda t, c: c.update(peft_type="VERA"), "peft_type VERA is not read, only LORA and IA3"),
+    ],
+)
+def test_gains_that_do_not_fit_are_refused(given, tmp_path, change, says):
+    rest = {name: value for name, value in given.items() if not name.startswith("lora")}
+    done = llmq.train(**{**rest, "ia3": "q_proj,up_proj", "steps": 1})
+    tensors, config = adapter_of(done.model_path), json.loads((done.model_path / "adapter_config.json").read_text())
+    change(tensors, config)
+    (tmp_path / "changed").mkdir()
+    save_file(tensors, tmp_path / "changed" / "adapter_model.safetensors")
+    (tmp_path / "changed" / "adapter_config.json").write_text(json.dumps(config))
+    with pytest.raises(DataError, match=says):
+        llmq.train(**{**rest, "name": "next", "adapter": str(tmp_path / "changed")})
+
+
 def test_a_tied_head_cannot_be_taken_out_of(given):
     with pytest.raises(UsageError, match=r"--lora-init pissa takes .* lm_head is the embedding too: leave it out"):
         llmq.train(**given, lora_init="pissa", lora_targets="all,lm_head")
@@ -200,7 +252,6 @@ def test_a_run_of_one_step_begins_where_the_base_is(given):
             lambda t, c: t.update({f"{PREFIX}5.mlp.up_proj.lora_A.weight": np.zeros((4, 48))}),
             r"layers\.05\.mlp.*no linear",
         ),
-        (lambda t, c: c.update(peft_type="IA3"), "peft_type IA3 is not read, only LORA"),
         (lambda t, c: c.update(use_qalora=True), "llmq does not have use_qalora True"),
     ],
 )

@@ -1,4 +1,4 @@
-"""Magnitudes of adapters on the GPU; see cuda/dora.cu."""
+"""Magnitudes of adapters on the GPU; see cuda/output_gain.cu."""
 
 from __future__ import annotations
 
@@ -8,14 +8,14 @@ from llmq.ops.cuda.compile import Constants
 from llmq.ops.cuda.launch import Kernel, access, adds, launch, plain, pointer, type_of
 from llmq.tensor import Output, Tensor
 
-THREADS = 256  # dora.cu
+THREADS = 256  # output_gain.cu
 
 
-def dora_gain(
+def output_gain(
     gain: Output,
     norm: Output,
     /,
-    weight: Tensor,
+    weight: Tensor | None,
     through: Tensor | None,
     gram: Tensor | None,
     up: Tensor | None,
@@ -24,11 +24,11 @@ def dora_gain(
     scale: float,
     first: int,
 ) -> None:
-    """gain (N,), norm (N,) <- weight (N,K), and through (N,S), gram (S,S), up (N,R), magnitude (N,) or None."""
+    """gain (N,), norm (N,) <- weight (N,K), through (N,S), gram (S,S), up (N,R), magnitude (N,), or None."""
     if not gain.wanted and not norm.wanted:
         return
-    (rows, width), kind = weight.shape, type_of(weight)
-    rank = 1 if up is None else up.shape[-1]
+    (rows,), kind = gain.shape, "float" if weight is None else type_of(weight)
+    rank, width = 1 if up is None else up.shape[-1], 4 if weight is None else weight.shape[-1]
     assert up is None or type_of(up) == kind
     assert all(type_of(x) == "float" for x in (through, gram, magnitude) if x is not None)
     read = tuple(pointer(x) for x in (weight, through, gram, up, magnitude))
@@ -36,17 +36,17 @@ def dora_gain(
     numbers = (np.float32(scale), np.int32(first), np.int32(every), np.int32(rows))
     constants: Constants = {"T": kind, "G": "float", "K": width, "R": rank, "N": access(width, kind)}
     blocks = -(-rows * 32 // THREADS)
-    launch("dora", "dora_gain", blocks, THREADS, (plain(gain), plain(norm), *read, *numbers), constants)
+    launch("output_gain", "output_gain", blocks, THREADS, (plain(gain), plain(norm), *read, *numbers), constants)
 
 
-def dora_magnitude(d_magnitude: Output, /, d_gain: Tensor, norm: Tensor) -> None:
-    """d_magnitude (N,) <- d_gain (N,), norm (N,): d_gain / norm."""
+def output_gain_backward(d_magnitude: Output, /, d_gain: Tensor, norm: Tensor | None) -> None:
+    """d_magnitude (N,) <- d_gain (N,), norm (N,) or None: d_gain / norm."""
     if not d_magnitude.wanted:
         return
     (rows,) = d_gain.shape
     arguments = (plain(d_magnitude), pointer(d_gain), pointer(norm), np.int32(rows), adds(d_magnitude))
     constants: Constants = {"T": "float", "G": type_of(d_magnitude), "K": 4, "R": 1, "N": 4}
-    launch("dora", "dora_magnitude", -(-rows // THREADS), THREADS, arguments, constants)
+    launch("output_gain", "output_gain_backward", -(-rows // THREADS), THREADS, arguments, constants)
 
 
-KERNELS = (Kernel(dora_gain), Kernel(dora_magnitude))
+KERNELS = (Kernel(output_gain), Kernel(output_gain_backward))

@@ -1,4 +1,4 @@
-// Magnitudes of weight-decomposed adapters: gain = magnitude / norm, norm^2 = |w|^2 + 2 s b p + s^2 b G b^T for each row w of
+// What multiplies outputs: gain = magnitude / norm, norm^2 = |w|^2 + 2 s b p + s^2 b G b^T for each row w of
 // the weight, b of B and p of W A^T; and their gradient.
 //
 // A warp owns a row, which it reads once, 16 bytes to a lane; what A and B add takes R^2 products, in f32.
@@ -13,12 +13,12 @@ constexpr int THREADS = 256;
 
 // weight (rows, K), through (rows, every), gram (every, every), of which R from `first` on, up (rows, R), magnitude (rows,)
 extern "C" __global__ void __launch_bounds__(THREADS)
-    dora_gain(float* gain, float* norm, const T* weight, const float* through, const float* gram, const T* up,
+    output_gain(float* gain, float* norm, const T* weight, const float* through, const float* gram, const T* up,
               const float* magnitude, float scale, int first, int every, int rows) {
     int row = (blockIdx.x * THREADS + threadIdx.x) / 32, lane = threadIdx.x % 32;
     if (row >= rows) return;
-    if (!magnitude) {  // no adapter
-        if (lane == 0) gain[row] = 1.0f;
+    if (!weight) {
+        if (lane == 0) gain[row] = magnitude ? magnitude[row] : 1.0f;
         return;
     }
     weight += static_cast<i64>(row) * K;
@@ -45,11 +45,11 @@ extern "C" __global__ void __launch_bounds__(THREADS)
     if (gain) gain[row] = magnitude[row] / value;
 }
 
-// d_magnitude (rows,) <- d_gain / norm
+// d_magnitude (rows,) <- d_gain / norm, or d_gain where there is none
 extern "C" __global__ void __launch_bounds__(THREADS)
-    dora_magnitude(G* d_magnitude, const float* d_gain, const float* norm, int rows, int add) {
+    output_gain_backward(G* d_magnitude, const float* d_gain, const float* norm, int rows, int add) {
     int row = blockIdx.x * THREADS + threadIdx.x;
     if (row >= rows) return;
-    float value = d_gain[row] / norm[row];
+    float value = norm ? d_gain[row] / norm[row] : d_gain[row];
     d_magnitude[row] = narrow<G>(add ? to_float(d_magnitude[row]) + value : value);
 }
