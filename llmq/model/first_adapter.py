@@ -9,7 +9,7 @@ import numpy as np
 
 TAKEN_OUT = ("pissa", "olora")  # inits whose first product is taken out of the base
 WHOLE = 512  # matrices of up to so many rows or columns are decomposed as a whole
-OVERSAMPLED, BLOCKS = 8, 12  # directions beside the rank, and powers, of the Krylov space of larger ones
+OVERSAMPLED, BLOCKS = 8, 8  # directions beside the rank, and powers, of the Krylov space of larger ones
 
 
 def first_pair(init: str, weight: np.ndarray, rank: int, scale: float) -> tuple[np.ndarray, np.ndarray]:
@@ -36,12 +36,14 @@ def _principal(w: np.ndarray, rank: int) -> tuple[np.ndarray, np.ndarray, np.nda
     if min(w.shape) <= max(WHOLE, (BLOCKS + 1) * (rank + OVERSAMPLED)):
         u, s, vt = np.linalg.svd(w, full_matrices=False)
         return u[:, :rank], s[:rank], vt[:rank]
-    rng = np.random.default_rng(0)
-    block, blocks = w @ rng.standard_normal((w.shape[1], rank + OVERSAMPLED), np.float32), []
+    space = np.empty((w.shape[0], 0), np.float32)
+    block = w @ np.random.default_rng(0).standard_normal((w.shape[1], rank + OVERSAMPLED), np.float32)
     for _ in range(BLOCKS + 1):
-        block, _ = np.linalg.qr(block)
-        blocks.append(block)
+        for _ in range(2):  # the second time removes what rounding left
+            block = np.linalg.qr(block - space @ (space.T @ block))[0]
+        space = np.concatenate([space, block], axis=1)
         block = w @ (w.T @ block)
-    space, _ = np.linalg.qr(np.concatenate(blocks, axis=1))
-    u, s, vt = np.linalg.svd(space.T @ w, full_matrices=False)
-    return space @ u[:, :rank], s[:rank], vt[:rank]
+    low = space.T @ w
+    squares, turn = np.linalg.eigh((low @ low.T).astype(np.float64))
+    u, s = turn[:, ::-1][:, :rank].astype(np.float32), np.sqrt(squares[::-1][:rank]).astype(np.float32)
+    return space @ u, s, (u.T @ low) / s[:, None]

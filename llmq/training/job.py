@@ -195,7 +195,6 @@ def prepare(options: Options, log: RunLog, ranks: Ranks) -> Job:
     past = _open_past(options, log, ranks)
     source = open_source(options.model, early.append)
     model = _open_parameters(source, seed, past)
-    parameters = adapters.first_values(options.adapters, source.config, model)
     named = _open_named(options, source, log)
     dtypes, is_timed = _resolve_precision(options, source.config, where, past, ranks)
     data = _open_data(options, source, named, seed, device.packing_problem(where, dtypes.model), past, ranks)
@@ -215,7 +214,7 @@ def prepare(options: Options, log: RunLog, ranks: Ranks) -> Job:
         backend=backend,
         seed=seed,
         source=source,
-        parameters=parameters,
+        parameters=adapters.first_values(options.adapters, source.config, model),
         data=data,
         samples=samples,
         schedule=schedule,
