@@ -13,29 +13,29 @@ import torch
 import transformers
 from golden import families, transformers_judge
 from golden.engines import FP32, FP64, relative_errors
+from golden.peft_judge import (
+    ALPHA,
+    RANK,
+    assert_same_logits,
+    by_name,
+    drawn,
+    engine_of,
+    export_base,
+    hyper,
+    trained,
+)
 from peft.optimizers import create_loraplus_optimizer
 from safetensors.numpy import load_file
-from tiny_engines import next_logits
 
-from llmq.backends.host import HostBackend
 from llmq.data.batches.batch import Batch
-from llmq.engine.engine import Engine
-from llmq.files.adapters import AdapterExport, adapter_config, doubled, open_adapter, stored_rows, with_first
-from llmq.files.first_adapter import FirstAdapter
-from llmq.files.huggingface import Export
+from llmq.files.adapters import AdapterExport, adapter_config, open_adapter, stored_rows
 from llmq.files.merge import merge
-from llmq.files.source import find_source, open_parameters
-from llmq.model.adapters import Adapters, chosen, scaled, targets, trained_in_full
+from llmq.files.source import find_source
+from llmq.model.adapters import Adapters, chosen, targets, trained_in_full
 from llmq.model.config import read_config
-from llmq.model.optimizer import Hyperparameters
-from llmq.model.parameters import parameter_rows
-from llmq.plan.memory import Memory
-from llmq.plan.plan import make_plan
-from llmq.plan.spec import Spec
 
 pytestmark = pytest.mark.judge
 
-LENGTH, RANK, ALPHA = 24, 4, 10.0
 SETS = {
     "all": {"target_modules": "all-linear"},
     "attention": {"target_modules": ["q_proj", "k_proj", "v_proj", "o_proj"]},
@@ -95,50 +95,6 @@ def peft_of(config, weights, text, bias, dtype):
     return model
 
 
-def ours(name):
-    """Our name of a parameter of PEFT's model."""
-    name = name.removeprefix("base_model.model.").replace(".modules_to_save.", ".")
-    name = name.replace("_vector.default.weight", "_vector").replace(".ia3_l.default", ".ia3_l")
-    return name.replace(".default.", ".").replace(".base_layer.", ".")
-
-
-def trained(model, of=lambda p: p.detach()):
-    """Trained parameters by our names, in f64."""
-    return {
-        ours(name): of(p).to(torch.float64).numpy().copy() for name, p in model.named_parameters() if p.requires_grad
-    }
-
-
-def engine_of(config, model, adapters, precision, hyper=None):
-    """Our engine with the parameters of PEFT's model."""
-    spec = Spec(
-        read_config(config), precision, Memory(), hyper or Hyperparameters(), families.BATCH, LENGTH, adapters=adapters
-    )
-    engine = Engine(make_plan(spec), HostBackend())
-    named = {ours(name): p.detach().to(torch.float64).numpy() for name, p in model.named_parameters()}
-    rows = []
-    for row in engine.plan.rows:
-        value = np.zeros(row.shape)
-        for part in row.parts:
-            value[part.start : part.stop] = named[part.name]
-        rows.append((row, value))
-    engine.load(rows)
-    return engine
-
-
-def by_name(engine, read):
-    """Our trained parameters, or their gradients, by name."""
-    found = {}
-    for row in engine.plan.rows:
-        if row.trainable:
-            found |= {part.name: read(row.name)[part.start : part.stop].astype(np.float64) for part in row.parts}
-    return found
-
-
-def drawn(config, index):
-    return families.batch(config["vocab_size"], index, length=LENGTH)
-
-
 @EVERY
 def test_gradients_are_those_of_peft(family, text, bias):
     config = families.FAMILIES[family]
@@ -186,29 +142,6 @@ def test_a_run_of_adamw_is_that_of_peft(family, text, bias):
         first = before if change else dict.fromkeys(before, 0.0)
         errors = relative_errors(*({name: v[name] - first[name] for name in v} for v in (found, right)))
         assert max(errors.values()) < bound, max(errors, key=errors.get)
-
-
-def hyper():
-    return replace(Hyperparameters(**families.ADAMW), grad_clip=0.0)
-
-
-def export_base(config, folder):
-    """The model without adapters, as a folder."""
-    weights, parsed = families.weights(config), read_config(config)
-    rows = parameter_rows(parsed)
-    values = {}
-    for row in rows:
-        values[row.name] = np.zeros(row.shape, np.float32)
-        for part in row.parts:
-            values[row.name][part.start : part.stop] = weights[part.name]
-    Export(folder, parsed, rows, "fp32").write(lambda row: values[row.name])
-
-
-def assert_same_logits(run, model, tokens):
-    wanted = transformers_judge.logits_of(model, tokens)
-    for row, count in ((0, 3), (1, tokens.shape[1])):
-        found, right = next_logits(run, tokens[row, :count]), wanted[row, count - 1]
-        assert np.linalg.norm(found - right) < 1e-5 * np.linalg.norm(right)
 
 
 @EVERY
@@ -282,152 +215,4 @@ def test_a_merged_model_computes_what_peft_does(family, text, tmp_path):
     right = model.merge_and_unload()
     named = dict(found.named_parameters())
     for name, value in right.named_parameters():
-        torch.testing.assert_close(named[name].detach(), value.detach(), rtol=1e-5, atol=1e-6)
-
-
-def initial_of(config, weights, init, **about):
-    """PEFT's model as it begins."""
-    made = peft.LoraConfig(
-        r=RANK, lora_alpha=ALPHA, target_modules="all-linear", task_type="CAUSAL_LM", init_lora_weights=init, **about
-    )
-    return peft.get_peft_model(transformers_judge.model_of(config, weights, "float32"), made)
-
-
-def changed(model, seed=4):
-    """The same with A and B a little beside where they began."""
-    torch.manual_seed(seed)
-    with torch.no_grad():
-        for name, parameter in model.named_parameters():
-            if "lora_" in name and "magnitude" not in name:
-                parameter.add_(torch.randn_like(parameter) * 0.05)
-    return model
-
-
-@pytest.mark.parametrize("about", [{}, {"use_rslora": True}, {"use_dora": True}], ids=["lora", "rslora", "dora"])
-@pytest.mark.parametrize("init", ["pissa", "olora"])
-def test_what_is_taken_out_of_the_weights_is_what_peft_takes(init, about, tmp_path):
-    """First values and weights, the folder as it is, its merged model, the folder that PEFT converts."""
-    config = families.FAMILIES["qwen2"]
-    parsed, (tokens, _), weights = read_config(config), drawn(config, 5), families.weights(config)
-    export_base(config, tmp_path / "base")
-    source = find_source(str(tmp_path / "base"))
-    theirs = initial_of(config, weights, init, **about)
-    rslora, dora = bool(about.get("use_rslora")), bool(about.get("use_dora"))
-    every = targets(chosen("all", parsed), RANK, ALPHA, rslora=rslora)
-    adapters = Adapters(RANK, ALPHA, every, rslora=rslora, init=init, dora=dora)
-    first = FirstAdapter(adapters, parsed, open_parameters(source, 0))
-    spec = Spec(parsed, FP32, Memory(), Hyperparameters(), families.BATCH, LENGTH, adapters=adapters)
-    engine = Engine(make_plan(spec), HostBackend())
-    engine.load(first.values(engine.plan.rows))
-    assert_same_logits(engine, theirs, tokens)
-    named = {ours(name): p.detach().numpy() for name, p in theirs.named_parameters()}
-    values = {part.name: engine.parameter(r.name)[part.start : part.stop] for r in engine.plan.rows for part in r.parts}
-    for target in every:
-        name = target.module.name
-        weight, a, b = (f"{name}.{key}" for key in ("weight", "lora_A.weight", "lora_B.weight"))
-        np.testing.assert_allclose(values[weight], named[weight], atol=2e-5)
-        np.testing.assert_allclose(values[b] @ values[a], named[b] @ named[a], atol=2e-5)
-        np.testing.assert_allclose(np.abs(values[a]), np.abs(named[a]), atol=1e-3)
-    theirs.save_pretrained(tmp_path / "first")
-    changed(theirs).save_pretrained(tmp_path / "theirs")
-    read = open_adapter(tmp_path / "theirs", parsed)
-    assert read.adapters == adapters
-    engine.load(read.values(open_parameters(source, 0))(engine.plan.rows))
-    assert_same_logits(engine, theirs, tokens)
-    merge(source, {tmp_path / "theirs": 1.0}, tmp_path / "merged", dtype=None, overwrite=False)
-    found = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "merged", attn_implementation="eager")
-    assert_same_logits(engine, found, tokens)
-    twice = doubled(adapters)
-    rows, exported = with_first(stored_rows(engine.plan.rows, adapters)), adapter_config(twice, parsed, "base", None)
-    export = AdapterExport(tmp_path / "ours", parsed, rows, "fp32", about=exported, first=first)
-    export.write(lambda row: engine.parameter(row.name))
-    base = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "base", attn_implementation="eager")
-    assert_same_logits(engine, peft.PeftModel.from_pretrained(base, tmp_path / "ours"), tokens)
-    if dora:  # whose magnitudes PEFT leaves out when it converts
-        return
-    theirs.save_pretrained(tmp_path / "converted", path_initial_model_for_weight_conversion=str(tmp_path / "first"))
-    one, other = (load_file(tmp_path / side / "adapter_model.safetensors") for side in ("ours", "converted"))
-    assert one.keys() == other.keys()
-    for name, value in one.items():
-        assert value.shape == other[name].shape
-        if name.endswith("lora_A.weight"):
-            b = name.replace("lora_A", "lora_B")
-            np.testing.assert_allclose(one[b] @ value, other[b] @ other[name], atol=5e-5)
-    wanted = peft.LoraConfig.from_pretrained(tmp_path / "converted")
-    assert (wanted.r, wanted.init_lora_weights) == (exported["r"], exported["init_lora_weights"])
-    assert wanted.lora_alpha == pytest.approx(exported["lora_alpha"])
-
-
-GAINS = {
-    "paper": {"target_modules": ["k_proj", "v_proj", "down_proj"], "feedforward_modules": ["down_proj"]},
-    "outputs": {"target_modules": ["q_proj", "up_proj", "down_proj"], "feedforward_modules": []},
-    "inputs": {"target_modules": ["o_proj", "gate_proj"], "feedforward_modules": ["o_proj"]},
-}
-
-
-@pytest.mark.parametrize(("family", "kind"), [*(("qwen2", kind) for kind in GAINS), ("qwen3", "paper")])
-def test_gains_are_those_of_peft(family, kind, tmp_path):
-    """Losses, gradients in f64 and f32, 20 steps of AdamW, folders both ways, the merged model."""
-    config, a = families.FAMILIES[family], families.ADAMW
-    parsed, weights, (tokens, marks) = read_config(config), families.weights(config), drawn(config, 1)
-    modules = chosen(",".join(GAINS[kind]["target_modules"]), parsed)
-    inward = {module.name for module in modules if module.key in GAINS[kind]["feedforward_modules"]}
-    adapters = Adapters(0, 1.0, scaled(modules, inward), method="ia3")
-    assert kind != "paper" or adapters.targets == scaled(modules)
-
-    def made(dtype):
-        about = peft.IA3Config(task_type="CAUSAL_LM", **GAINS[kind])
-        model = peft.get_peft_model(transformers_judge.model_of(config, weights, dtype), about)
-        torch.manual_seed(3)
-        with torch.no_grad():
-            for name, parameter in model.named_parameters():
-                if "ia3_l" in name:
-                    parameter.uniform_(0.5, 1.5)
-        return model
-
-    with transformers_judge.doubled():
-        model = made("float64")
-        loss = transformers_judge.backward(model, tokens, marks)
-        gradients = {ours(n): p.grad.numpy() for n, p in model.named_parameters() if p.requires_grad}
-        runs = [engine_of(config, model, adapters, precision, hyper()) for precision in (FP64, FP32)]
-        count = np.count_nonzero(marks != -100)
-        for run, bound in zip(runs, (1e-9, 1e-5), strict=True):
-            run.micro_step(Batch(tokens, marks))
-            found = {name: value / count for name, value in by_name(run, run.gradient).items()}
-            errors = relative_errors(found, gradients)
-            assert max(errors.values()) < bound, max(errors, key=errors.get)
-            assert run.update(1, 0.0).loss == pytest.approx(loss, rel=bound)
-        model = made("float64")
-        runs = [engine_of(config, model, adapters, precision, hyper()) for precision in (FP64, FP32)]
-        about = {"lr": 0.0, "betas": (a["beta_1"], a["beta_2"]), "eps": a["epsilon"], "weight_decay": 0.0}
-        optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], foreach=False, **about)
-        for step in range(1, families.STEPS + 1):
-            loss = transformers_judge.backward(model, *drawn(config, step))
-            optimizer.param_groups[0]["lr"] = families.learning_rate(step)
-            optimizer.step()
-            for run, bound in zip(runs, (1e-6, 1e-4), strict=True):
-                run.micro_step(Batch(*drawn(config, step)))
-                assert run.update(step, families.learning_rate(step)).loss == pytest.approx(loss, rel=bound)
-        right = {ours(n): p.detach().numpy() for n, p in model.named_parameters() if p.requires_grad}
-    for run, bound in zip(runs, (1e-6, 1e-4), strict=True):
-        assert max(relative_errors(by_name(run, run.parameter), right).values()) < bound
-    export_base(config, tmp_path / "base")
-    theirs, source = made("float32"), find_source(str(tmp_path / "base"))
-    theirs.save_pretrained(tmp_path / "theirs")
-    read = open_adapter(tmp_path / "theirs", parsed)
-    assert read.adapters == adapters
-    run = runs[1]
-    run.load(read.values(open_parameters(source, 0))(run.plan.rows))
-    assert_same_logits(run, theirs, tokens)
-    about = adapter_config(adapters, parsed, str(tmp_path / "base"), None)
-    rows = stored_rows(run.plan.rows, adapters)
-    AdapterExport(tmp_path / "ours", parsed, rows, "fp32", about=about).write(lambda row: run.parameter(row.name))
-    one, other = (load_file(tmp_path / side / "adapter_model.safetensors") for side in ("ours", "theirs"))
-    assert one.keys() == other.keys() and all(np.array_equal(value, other[name]) for name, value in one.items())
-    base = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "base", attn_implementation="eager")
-    assert_same_logits(run, peft.PeftModel.from_pretrained(base, tmp_path / "ours"), tokens)
-    merge(source, {tmp_path / "ours": 1.0}, tmp_path / "merged", dtype=None, overwrite=False)
-    found = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "merged", attn_implementation="eager")
-    named = dict(found.named_parameters())
-    for name, value in theirs.merge_and_unload().named_parameters():
         torch.testing.assert_close(named[name].detach(), value.detach(), rtol=1e-5, atol=1e-6)
