@@ -101,10 +101,10 @@ struct State {
 extern "C" __global__ void __launch_bounds__(TILE_THREADS, RESIDENT)
     adamw(MASTER* new_master, M* new_m, V* new_v, OUTPUT_PARAMETERS(T, weight), const MASTER* master, const M* m, const V* v,
           const G* grad, const float* scale, const float* apply, const float* learning_rate, const int* step, double beta_1,
-          double beta_2, float b1, float c1, float b2, float c2, float epsilon, double decay, u32 seed_low, u32 key_high,
-          i64 count, i64 origin, i64 tall) {
+          double beta_2, float b1, float c1, float b2, float c2, float epsilon, double decay, double rate, u32 seed_low,
+          u32 key_high, i64 count, i64 origin, i64 tall) {
     __shared__ __align__(128) u8 tile[pair_bytes(ROWS, SPAN)];
-    __shared__ float cells[3];
+    __shared__ float cells[4];
     if (*apply == 0) return;
     int lane = threadIdx.x % LANES, slot = threadIdx.x / LANES;
     int first_column = (FORMS & COL) ? blockIdx.x % ACROSS * SPAN : 0, column = first_column + lane * N;
@@ -123,11 +123,15 @@ extern "C" __global__ void __launch_bounds__(TILE_THREADS, RESIDENT)
     if (row < end) read(row * C + column);
     if (threadIdx.x == 0) cells[0] = bias(beta_1, *step);
     if (threadIdx.x == 32) cells[1] = bias(beta_2, *step);
-    if (threadIdx.x == 64) cells[2] = static_cast<float>(1 - static_cast<double>(*learning_rate) * decay);
+    if (threadIdx.x == 64) {
+        double lr = static_cast<double>(*learning_rate) * rate;
+        cells[2] = static_cast<float>(1 - lr * decay);
+        cells[3] = static_cast<float>(lr);
+    }
     Key key = {static_cast<u32>(*step), seed_low, key_high};
     Sink<T, FORMS, E4M3> sink(OUTPUT(T, weight));
     __syncthreads();
-    Step s = {*scale, *learning_rate, cells[2], cells[0], cells[1], 1.0f / cells[0], 1.0f / cells[1], epsilon};
+    Step s = {*scale, cells[3], cells[2], cells[0], cells[1], 1.0f / cells[0], 1.0f / cells[1], epsilon};
     bool careful = !(epsilon >= 0 && epsilon < 0x1p35f);
     u32 even[(N + 3) / 4];  // bytes of a pair's first row
 #pragma unroll 1

@@ -43,6 +43,7 @@ class Ops:
         seed: int,
         stream: int,
         first: int = 0,
+        rate: float = 1.0,
     ) -> None:
         """new_master, new_m, new_v, weight <- master, m, v, grad (one shape); the other four are (1,)."""
 
@@ -188,6 +189,25 @@ class Ops:
     def loss_sum(self, loss_total: Ref | None, num_tokens: Ref | None, /, loss: Ref, targets: Ref) -> None:
         """loss_total (1,), num_tokens (1,) <- loss (...), targets (...) int32: sum of losses, number of trained."""
 
+    def output_gain(
+        self,
+        gain: Ref | None,
+        norm: Ref | None,
+        /,
+        weight: Ref | None,
+        through: Ref | None,
+        gram: Ref | None,
+        up: Ref | None,
+        magnitude: Ref | None,
+        *,
+        scale: float,
+        first: int,
+    ) -> None:
+        """gain (N,), norm (N,) <- weight (N,K), through = weight A^T (N,S), gram = A A^T (S,S), up (N,R), magnitude."""
+
+    def output_gain_backward(self, d_magnitude: Ref | None, /, d_gain: Ref, norm: Ref | None) -> None:
+        """d_magnitude (N,) <- d_gain (N,), norm (N,) or None: d_gain / norm, which passes no gradient."""
+
     def penalize(
         self, out: Ref | None, new_seen: Ref | None, /, logits: Ref, seen: Ref, tokens: Ref, *, penalty: float
     ) -> None:
@@ -269,6 +289,14 @@ class Ops:
         seed: int,
     ) -> None:
         """next_tokens, next_positions (B,1) int32 <- logits (B,1,Vp), positions (B,1) int32, samples (B,) int32."""
+
+    def scale_columns_backward(self, d_x: Ref | None, d_gain: Ref | None, /, d_y: Ref, x: Ref, gain: Ref) -> None:
+        """d_x (...,N), d_gain (N,) <- d_y (...,N), x (...,N), gain (N,): gain d_y, and the sum of d_y x over rows."""
+
+    def scale_columns_forward(
+        self, y: Ref | None, /, x: Ref, gain: Ref, bias: Ref | None, residual: Ref | None
+    ) -> None:
+        """y (...,N) <- x (...,N), gain (N,), bias (N,) or None, residual (...,N) or None: gain x + bias + residual."""
 
     def scale_update(
         self,

@@ -25,7 +25,8 @@ class Row:
     or in the form `stored`, of which other forms are made a layer at a time. `home` is where its weight lives: device
     or host. `file` names the file that it is loaded from and stored in: the `model`, or that of an adapter. The entries
     of a `stacked` row along axis 0, such as experts, are each updated, and stored in forms, as a row of its own.
-    `split` is the axis along which tensor parallelism cuts it (`llmq.model.parameters.shard`).
+    `split` is the axis along which tensor parallelism cuts it (`llmq.model.parameters.shard`). `rate` multiplies the
+    run's learning rate.
     """
 
     name: str
@@ -42,6 +43,7 @@ class Row:
     stored: Form | None = None
     stacked: bool = False
     split: int | None = None
+    rate: float = 1.0
 
     @property
     def part_axes(self) -> tuple[int, ...]:

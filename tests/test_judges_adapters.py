@@ -13,98 +13,86 @@ import torch
 import transformers
 from golden import families, transformers_judge
 from golden.engines import FP32, FP64, relative_errors
+from golden.peft_judge import (
+    ALPHA,
+    RANK,
+    assert_same_logits,
+    by_name,
+    drawn,
+    engine_of,
+    export_base,
+    hyper,
+    trained,
+)
+from peft.optimizers import create_loraplus_optimizer
 from safetensors.numpy import load_file
-from tiny_engines import next_logits
 
-from llmq.backends.host import HostBackend
 from llmq.data.batches.batch import Batch
-from llmq.engine.engine import Engine
 from llmq.files.adapters import AdapterExport, adapter_config, open_adapter, stored_rows
-from llmq.files.huggingface import Export
 from llmq.files.merge import merge
 from llmq.files.source import find_source
-from llmq.model.adapters import Adapters, chosen, targets
+from llmq.model.adapters import Adapters, chosen, targets, trained_in_full
 from llmq.model.config import read_config
-from llmq.model.optimizer import Hyperparameters
-from llmq.model.parameters import parameter_rows
-from llmq.plan.memory import Memory
-from llmq.plan.plan import make_plan
-from llmq.plan.spec import Spec
 
 pytestmark = pytest.mark.judge
 
-LENGTH, RANK, ALPHA = 24, 4, 10.0
 SETS = {
     "all": {"target_modules": "all-linear"},
     "attention": {"target_modules": ["q_proj", "k_proj", "v_proj", "o_proj"]},
     "mlp": {"target_modules": ["gate_proj", "up_proj", "down_proj"]},
     "q_proj,v_proj": {"target_modules": ["q_proj", "v_proj"], "use_rslora": True},
     "layers.1.mlp.up_proj,layers.*.k_proj": {"target_modules": r".*(layers\.1\.mlp\.up_proj|k_proj)"},
+    "ranks": {
+        "target_modules": "all-linear",
+        "rank_pattern": {"q_proj": 2, r"layers\.1\.mlp\.up_proj": 6},
+        "alpha_pattern": {"q_proj": 3, "v_proj": 5},
+    },
+    "full": {"target_modules": ["q_proj", "v_proj"], "modules_to_save": ["embed_tokens", "lm_head", "model.norm"]},
 }
+SETS["dora"] = {**SETS["ranks"], "use_dora": True}
+SETS["dora of some"] = {"target_modules": ["q_proj", "v_proj", "up_proj"], "use_dora": True, "use_rslora": True}
+# what ours are asked for by other words than the name of the set
+WORDS = {
+    "ranks": {
+        "text": "all",
+        "ranks": {"q_proj": 2, "layers.1.mlp.up_proj": 6},
+        "alphas": {"q_proj": 3.0, "v_proj": 5.0},
+    },
+    "full": {"text": "q_proj,v_proj", "also": "embed_tokens,lm_head,model.norm"},
+    "dora of some": {"text": "q_proj,v_proj,up_proj", "dora": True},
+}
+WORDS["dora"] = {**WORDS["ranks"], "dora": True}
 CASES = [(family, "all", "none") for family in families.FAMILIES]
 CASES += [("qwen2", text, bias) for text in SETS for bias in ("none", "all")]
 CASES += [("qwen2", "attention", "lora_only"), ("qwen3", "q_proj,v_proj", "none"), ("llama3", "mlp", "none")]
+CASES += [("qwen2.5_tied", "full", "none"), ("qwen3", "dora", "none"), ("llama3", "dora of some", "none")]
 EVERY = pytest.mark.parametrize(("family", "text", "bias"), CASES)
 
 
 def adapters_of(config, text, bias):
     """Ours, as the options ask for them."""
-    modules, rslora = chosen(text, read_config(config)), bool(SETS[text].get("use_rslora"))
-    return Adapters(RANK, ALPHA, targets(modules, RANK, ALPHA, rslora=rslora), bias=bias, rslora=rslora)
+    words, rslora = {"text": text, **WORDS.get(text, {})}, bool(SETS[text].get("use_rslora"))
+    modules, also = chosen(words.pop("text"), read_config(config)), words.pop("also", None)
+    full = trained_in_full(also, read_config(config), modules) if also else frozenset()
+    dora = words.pop("dora", False)
+    every = targets(modules, RANK, ALPHA, rslora=rslora, **words)
+    return Adapters(RANK, ALPHA, every, bias=bias, rslora=rslora, also=full, dora=dora)
 
 
 def peft_of(config, weights, text, bias, dtype):
     """PEFT's model with random A and B."""
     about = {"r": RANK, "lora_alpha": ALPHA, "bias": bias, "task_type": "CAUSAL_LM", **SETS[text]}
+    if "modules_to_save" in about and config.get("tie_word_embeddings"):
+        about |= {"modules_to_save": ["embed_tokens", "model.norm"], "ensure_weight_tying": True}
     model = peft.get_peft_model(transformers_judge.model_of(config, weights, dtype), peft.LoraConfig(**about))
     torch.manual_seed(3)
     with torch.no_grad():
         for name, parameter in model.named_parameters():
-            if "lora_" in name:
+            if "lora_magnitude" in name:
+                parameter.mul_(torch.empty_like(parameter).uniform_(0.5, 1.5))
+            elif "lora_" in name:
                 parameter.normal_(std=0.1)
     return model
-
-
-def ours(name):
-    """Our name of a parameter of PEFT's model."""
-    return name.removeprefix("base_model.model.").replace(".default.", ".").replace(".base_layer.", ".")
-
-
-def trained(model, of=lambda p: p.detach()):
-    """Trained parameters by our names, in f64."""
-    return {
-        ours(name): of(p).to(torch.float64).numpy().copy() for name, p in model.named_parameters() if p.requires_grad
-    }
-
-
-def engine_of(config, model, adapters, precision, hyper=None):
-    """Our engine with the parameters of PEFT's model."""
-    spec = Spec(
-        read_config(config), precision, Memory(), hyper or Hyperparameters(), families.BATCH, LENGTH, adapters=adapters
-    )
-    engine = Engine(make_plan(spec), HostBackend())
-    named = {ours(name): p.detach().to(torch.float64).numpy() for name, p in model.named_parameters()}
-    rows = []
-    for row in engine.plan.rows:
-        value = np.zeros(row.shape)
-        for part in row.parts:
-            value[part.start : part.stop] = named[part.name]
-        rows.append((row, value))
-    engine.load(rows)
-    return engine
-
-
-def by_name(engine, read):
-    """Our trained parameters, or their gradients, by name."""
-    found = {}
-    for row in engine.plan.rows:
-        if row.trainable:
-            found |= {part.name: read(row.name)[part.start : part.stop].astype(np.float64) for part in row.parts}
-    return found
-
-
-def drawn(config, index):
-    return families.batch(config["vocab_size"], index, length=LENGTH)
 
 
 @EVERY
@@ -156,29 +144,6 @@ def test_a_run_of_adamw_is_that_of_peft(family, text, bias):
         assert max(errors.values()) < bound, max(errors, key=errors.get)
 
 
-def hyper():
-    return replace(Hyperparameters(**families.ADAMW), grad_clip=0.0)
-
-
-def export_base(config, folder):
-    """The model without adapters, as a folder."""
-    weights, parsed = families.weights(config), read_config(config)
-    rows = parameter_rows(parsed)
-    values = {}
-    for row in rows:
-        values[row.name] = np.zeros(row.shape, np.float32)
-        for part in row.parts:
-            values[row.name][part.start : part.stop] = weights[part.name]
-    Export(folder, parsed, rows, "fp32").write(lambda row: values[row.name])
-
-
-def assert_same_logits(run, model, tokens):
-    wanted = transformers_judge.logits_of(model, tokens)
-    for row, count in ((0, 3), (1, tokens.shape[1])):
-        found, right = next_logits(run, tokens[row, :count]), wanted[row, count - 1]
-        assert np.linalg.norm(found - right) < 1e-5 * np.linalg.norm(right)
-
-
 @EVERY
 def test_folders_go_both_ways(family, text, bias, tmp_path):
     """PEFT's folder is trained on here, and what is exported is loaded by PEFT, and by us again."""
@@ -209,26 +174,36 @@ def test_folders_go_both_ways(family, text, bias, tmp_path):
     assert open_adapter(tmp_path / "ours", parsed).adapters == wanted
 
 
-def test_ranks_by_pattern_are_read_as_peft_has_them(tmp_path):
-    config = families.FAMILIES["qwen2"]
-    about = {"rank_pattern": {"q_proj": 2, r"layers\.1\.mlp\.up_proj": 6}, "alpha_pattern": {"q_proj": 3, "v_proj": 5}}
-    base = transformers_judge.model_of(config, families.weights(config), "float32")
-    made = peft.LoraConfig(r=4, lora_alpha=8, target_modules="all-linear", task_type="CAUSAL_LM", **about)
-    model = peft.get_peft_model(base, made)
-    with torch.no_grad():
-        for name, parameter in model.named_parameters():
-            if "lora_" in name:
-                parameter.normal_(std=0.1)
-    model.save_pretrained(tmp_path / "theirs")
-    found = open_adapter(tmp_path / "theirs", read_config(config)).adapters
-    shapes = {(t.module.key, t.rank, t.alpha) for t in found.targets}
-    assert {("q_proj", 2, 3.0), ("up_proj", 6, 8.0), ("up_proj", 4, 8.0), ("v_proj", 4, 5.0)} <= shapes
-    assert_same_logits(engine_of(config, model, found, FP32), model, drawn(config, 5)[0])
-    again = adapter_config(found, read_config(config), "base", None)
-    assert again["rank_pattern"]["model.layers.1.mlp.up_proj"] == 6 and again["r"] == 4
+@pytest.mark.parametrize("ratio", [1.0, 16.0])
+def test_rates_are_those_of_lora_plus(ratio):
+    """PEFT's optimizer of LoRA+ gives B and biases the rate times the ratio."""
+    config, a = families.FAMILIES["qwen2"], families.ADAMW
+    with transformers_judge.doubled():
+        model = peft_of(config, families.weights(config), "attention", "all", "float64")
+        adapters = replace(adapters_of(config, "attention", "all"), plus=ratio)
+        run = engine_of(config, model, adapters, FP64, hyper())
+        before = trained(model)
+        about = {"betas": (a["beta_1"], a["beta_2"]), "eps": a["epsilon"], "foreach": False}
+        about |= {"lr": 1.0, "loraplus_lr_ratio": ratio, "loraplus_weight_decay": a["weight_decay"]}
+        optimizer = create_loraplus_optimizer(model, torch.optim.AdamW, **about)
+        factors = [group["lr"] for group in optimizer.param_groups]
+        for step in range(1, 6):
+            transformers_judge.backward(model, *drawn(config, step))
+            for group, factor in zip(optimizer.param_groups, factors, strict=True):
+                group["lr"] = factor * families.learning_rate(step)
+            optimizer.step()
+            optimizer.zero_grad()
+            run.micro_step(Batch(*drawn(config, step)))
+            run.update(step, families.learning_rate(step))
+        right = trained(model)
+    found = by_name(run, run.parameter)
+    errors = relative_errors(*({name: v[name] - before[name] for name in v} for v in (found, right)))
+    assert max(errors.values()) < 1e-6, max(errors, key=errors.get)
 
 
-@pytest.mark.parametrize(("family", "text"), [("qwen2", "all"), ("qwen3", "q_proj,v_proj")])
+@pytest.mark.parametrize(
+    ("family", "text"), [("qwen2", "all"), ("qwen3", "q_proj,v_proj"), ("qwen2.5_tied", "full"), ("qwen2", "dora")]
+)
 def test_a_merged_model_computes_what_peft_does(family, text, tmp_path):
     config = families.FAMILIES[family]
     export_base(config, tmp_path / "base")

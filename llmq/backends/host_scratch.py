@@ -136,6 +136,8 @@ RULES: Mapping[str, Rule] = {
     "cross_entropy": _if_whole("d_logits", _elementwise("d_logits", 1, "logits")),
     # The mask, and the random words of one row of tokens.
     "dropout": lambda a: a.copies("x", "residual") + 4 * a.size("x"),
+    # The weight is read in slices.
+    "output_gain": lambda a: a.copies("up") + 3 * a.size("up"),
     # Sorted by token, and summed over the positions of a token.
     "embedding_backward": lambda a: a.copies("d_res") + 2 * a.size("d_res"),
     "embedding_forward": lambda a: a.size("res") + a.copies("weight") * a.size("res") // (2 * a.size("weight")),
@@ -153,6 +155,8 @@ RULES: Mapping[str, Rule] = {
     "rope_backward": _turn("d_qkv", "d_out"),
     "rope_forward": _turn("out", "qkv"),
     "sample": lambda a: a.copies("logits") + 12 * a.size("logits") // a.inputs["logits"].shape[0],
+    "scale_columns_backward": lambda a: a.copies("d_y", "x") + a.size("x") + a.writing("d_x"),
+    "scale_columns_forward": lambda a: a.copies("x", "residual") + a.size("y"),
     "swiglu_backward": _elementwise("d_gate_up", 2, "gate_up", "d_act", held=0.5),
     "swiglu_forward": _elementwise("act", 2, "gate_up"),
     # The linear map, and what lies before and after it.

@@ -8,8 +8,9 @@ the config must agree.
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -18,22 +19,38 @@ from safetensors import SafetensorError, safe_open
 
 from llmq.errors import DataError
 from llmq.files import weight_files
+from llmq.files.first_adapter import FirstAdapter
 from llmq.files.huggingface import ADAPTER_CONFIG, ADAPTER_WEIGHTS, Export, write_json, write_tensors
+from llmq.files.ia3 import GAINS, checked_gains, gain_change, gain_config
+from llmq.files.peft_names import in_full_config, is_target, modules_in_full, plain_shapes, target_names
+from llmq.files.source import Values
 from llmq.files.tensor_files import Stored, tensors_of
-from llmq.model.adapters import FILE, Adapters, Module, Target, linear_modules, scale_of
+from llmq.files.weight_files import norms_of
+from llmq.model.adapters import (
+    EMBED_ROW,
+    FILE,
+    LM_HEAD,
+    MAGNITUDE,
+    Adapters,
+    Module,
+    Target,
+    linear_modules,
+    scale_of,
+)
 from llmq.model.config import ModelConfig, read_json
+from llmq.model.first_adapter import TAKEN_OUT, first_pair
 from llmq.model.parameters import parameter_rows
 from llmq.row import Part, Row
 
 PREFIX = "base_model.model."
-LORA = re.compile(r"(.+)\.lora_([AB])\.weight")
+LORA = re.compile(r"(.+)\.lora_(?:([AB])\.weight|(magnitude)_vector)")
 INITS = {"kaiming": True, "gaussian": "gaussian"}  # as PEFT's config says it
+SAME_BASE = (True, False, None, "gaussian", "eva", "orthogonal")  # of PEFT's inits, those that leave the model as it is
 # Fields of PEFT's LoraConfig that change what is computed, and that llmq does not have.
 UNKNOWN = (
-    *("use_dora", "modules_to_save", "layer_replication", "fan_in_fan_out", "lora_bias", "trainable_token_indices"),
+    *("layer_replication", "fan_in_fan_out", "lora_bias", "trainable_token_indices"),
     *("target_parameters", "use_qalora", "alora_invocation_tokens", "use_bdlora", "kasa_config", "monteclora_config"),
 )
-Values = Callable[[Sequence[Row]], Iterator[tuple[Row, np.ndarray]]]
 
 
 @dataclass(frozen=True)
@@ -45,6 +62,7 @@ class StoredAdapter:
     base: str | None
     tensors: dict[str, Stored]
     names: dict[str, str]  # of tensors in the file, by ours
+    config: ModelConfig
 
     def read(self, name: str) -> np.ndarray:
         """One tensor in f32. DataError."""
@@ -56,11 +74,13 @@ class StoredAdapter:
             raise DataError(f"{path} cannot be read: {error}") from None
 
     def values(self, otherwise: Values) -> Values:
-        """The values of rows: those of the adapter, and `otherwise` those that it does not have."""
+        """The values of rows: those of the adapter, and `otherwise` those that it does not have, less what it began
+        with where that was taken out of the model."""
+        base = FirstAdapter(self.adapters, self.config, otherwise).base
 
         def found(rows: Sequence[Row]) -> Iterator[tuple[Row, np.ndarray]]:
             own = {row.name for row in rows if all(part.name in self.tensors for part in row.parts)}
-            for row, value in otherwise([row for row in rows if row.name not in own]):
+            for row, value in base([row for row in rows if row.name not in own]):
                 there = any(part.name in self.tensors for part in row.parts)
                 yield row, self._over(row, value.astype(np.float32)) if there else value
             yield from ((row, self._over(row, np.zeros(row.shape, np.float32))) for row in rows if row.name in own)
@@ -74,10 +94,26 @@ class StoredAdapter:
                 value[part.start : part.stop] = self.read(part.name)
         return value
 
-    def change(self, target: Target, start: int, stop: int) -> np.ndarray:
-        """Rows [start, stop) of what an adapter adds to its map's weight, in f32: s B A."""
+    def change(self, target: Target, weight: np.ndarray) -> Callable[[int, int], np.ndarray]:
+        """A function that gives what an adapter adds to rows [start, stop) of its map's `weight`, in f32: s B A less
+        what that was at first if it was taken out of the weight, or with magnitudes m what makes these rows
+        m (weight + s B A) / |weight + s B A|."""
+        if self.adapters.method == "ia3":
+            return gain_change(self.read(f"{target.module.name}.{GAINS}"), weight, inward=target.inward)
         a, b = (self.read(f"{target.module.name}.lora_{key}.weight") for key in "AB")
-        return np.float32(target.scale) * (b[start:stop] @ a)
+        if self.adapters.init in TAKEN_OUT:
+            first_a, first_b = first_pair(self.adapters.init, weight, target.rank, target.scale)
+            a, b = np.concatenate([a, first_a]), np.concatenate([b, -first_b], axis=1)
+        m = self.read(f"{target.module.name}.{MAGNITUDE}") if self.adapters.dora else None
+
+        def change(start: int, stop: int) -> np.ndarray:
+            added = np.float32(target.scale) * (b[start:stop] @ a)
+            if m is None:
+                return added
+            moved = weight[start:stop] + added
+            return moved * (m[start:stop] / norms_of(moved))[:, None] - weight[start:stop]
+
+        return change
 
 
 def open_adapter(folder: Path, config: ModelConfig) -> StoredAdapter:
@@ -91,18 +127,19 @@ def open_adapter(folder: Path, config: ModelConfig) -> StoredAdapter:
     stored = tensors_of(folder / ADAPTER_WEIGHTS)
     names = {_our_name(name): name for name in stored}
     tensors = {ours: stored[name] for ours, name in names.items()}
-    adapters, problems = _checked(about, tensors, config)
+    check = checked_gains if about["peft_type"] == "IA3" else _checked
+    adapters, problems = check(about, tensors, config)
     if problems:
         listed = "\n".join(f"  - {problem}" for problem in problems[:20])
         more = f"\n  and {len(problems) - 20} more" if len(problems) > 20 else ""
         raise DataError(f"{folder} does not fit the model:\n{listed}{more}")
-    return StoredAdapter(folder, adapters, about.get("base_model_name_or_path"), tensors, names)
+    return StoredAdapter(folder, adapters, about.get("base_model_name_or_path"), tensors, names, config)
 
 
 def _refuse_others(folder: Path, about: dict[str, Any]) -> None:
     kind = about.get("peft_type")
-    if kind != "LORA":
-        raise DataError(f"{folder / ADAPTER_CONFIG}: peft_type {kind} is not read, only LORA")
+    if kind not in ("LORA", "IA3"):
+        raise DataError(f"{folder / ADAPTER_CONFIG}: peft_type {kind} is not read, only LORA and IA3")
     if unknown := [name for name in UNKNOWN if about.get(name)]:
         said = ", ".join(f"{name} {about[name]}" for name in unknown)
         raise DataError(f"{folder / ADAPTER_CONFIG}: llmq does not have {said}")
@@ -115,17 +152,20 @@ def _our_name(name: str) -> str:
 def _checked(about: dict[str, Any], tensors: dict[str, Stored], config: ModelConfig) -> tuple[Adapters, list[str]]:
     """What the config and the tensors say, and what is wrong with them."""
     modules = {module.name: module for module in linear_modules(config)}
-    biases = {part.name for row in parameter_rows(config) if row.name.endswith(".bias") for part in row.parts}
     problems: list[str] = []
+    also = modules_in_full(about, config, problems)
+    plain = plain_shapes(config, also)
     pairs: dict[str, dict[str, Stored]] = {}
     for name, tensor in tensors.items():
         if match := LORA.fullmatch(name):
-            pairs.setdefault(match[1], {})[match[2]] = tensor
-        elif name not in biases:
+            pairs.setdefault(match[1], {})[match[2] or match[3]] = tensor
+        elif name not in plain:
             problems.append(f"{name} is no part of an adapter of this model")
+        elif plain[name] != tensor.shape:
+            problems.append(f"{name} has shape {list(tensor.shape)}, the model asks for {list(plain[name])}")
         if tensor.dtype not in weight_files.FILE_DTYPES:
             problems.append(f"{name} is stored as {tensor.dtype}; known are {', '.join(weight_files.FILE_DTYPES)}")
-    rank, rslora = int(about.get("r", 8)), bool(about.get("use_rslora"))
+    rank, rslora, dora = int(about.get("r", 8)), bool(about.get("use_rslora")), bool(about.get("use_dora"))
     alpha = float(about.get("lora_alpha", 8))
     found = []
     for name, pair in pairs.items():
@@ -133,23 +173,39 @@ def _checked(about: dict[str, Any], tensors: dict[str, Stored], config: ModelCon
             problems.append(f"{name} is no linear map of this model")
             continue
         own = int(_of_pattern(about.get("rank_pattern"), name, rank))
-        problems += _unlike(modules[name], pair, own)
+        problems += _unlike(modules[name], pair, own, dora=dora)
         own_alpha = float(_of_pattern(about.get("alpha_pattern"), name, alpha))
         found.append(Target(modules[name], own, own_alpha, scale_of(own, own_alpha, rslora=rslora)))
-    wanted = {name for name in modules if _is_target(about.get("target_modules"), name)}
+    wanted = {name for name in modules if is_target(about.get("target_modules"), name)}
     problems += [f"missing: {name}.lora_A.weight and lora_B.weight" for name in modules if name in wanted - set(pairs)]
+    if dora and LM_HEAD in pairs:
+        problems.append("lm_head has magnitudes (use_dora), which llmq does not compute for the logits")
+    in_full = [part.name for row in parameter_rows(config) if row.name in also for part in row.parts]
+    problems += [f"missing: {name}, of modules_to_save" for name in in_full if name not in tensors]
     order = {name: index for index, name in enumerate(modules)}
     targets = tuple(sorted(found, key=lambda target: order[target.module.name]))
-    init = "gaussian" if about.get("init_lora_weights") == "gaussian" else "kaiming"
+    said = about.get("init_lora_weights", True)
+    if said not in SAME_BASE and said not in TAKEN_OUT:
+        problems.append(
+            f"init_lora_weights {said} changes the model as llmq does not: save the adapter with "
+            "path_initial_model_for_weight_conversion"
+        )
+    init = said if said in ("gaussian", *TAKEN_OUT) else "kaiming"
+    if init in TAKEN_OUT and config.tie_embeddings and LM_HEAD in pairs:
+        problems.append(f"init_lora_weights {init} changes lm_head, which is the embedding too")
     dropout, bias = float(about.get("lora_dropout") or 0), str(about.get("bias") or "none")
-    return Adapters(rank, alpha, targets, dropout, bias, rslora, init), problems
+    return Adapters(rank, alpha, targets, dropout, bias, rslora, init, also=also, dora=dora), problems
 
 
-def _unlike(module: Module, pair: dict[str, Stored], rank: int) -> Iterator[str]:
-    """What is wrong with the two matrices of an adapter."""
-    wanted = {"A": (rank, module.inputs), "B": (module.outputs, rank)}
+def _unlike(module: Module, pair: dict[str, Stored], rank: int, *, dora: bool) -> Iterator[str]:
+    """What is wrong with the matrices of an adapter, and with its magnitudes."""
+    wanted: dict[str, tuple[int, ...]] = {"A": (rank, module.inputs), "B": (module.outputs, rank)}
+    if dora:
+        wanted["magnitude"] = (module.outputs,)
+    elif "magnitude" in pair:
+        yield f"{module.name}.{MAGNITUDE} is there, and use_dora is not"
     for key, shape in wanted.items():
-        name = f"{module.name}.lora_{key}.weight"
+        name = f"{module.name}.{MAGNITUDE if key == 'magnitude' else f'lora_{key}.weight'}"
         if key not in pair:
             yield f"missing: {name}"
         elif pair[key].shape != shape:
@@ -164,23 +220,10 @@ def _of_pattern(pattern: dict[str, Any] | None, name: str, otherwise: float) -> 
     return otherwise
 
 
-def _is_target(wanted: str | Iterable[str] | None, name: str) -> bool:
-    """Whether PEFT's `target_modules` have a module."""
-    if wanted is None or wanted == "all-linear":
-        return wanted is not None and name != "lm_head"
-    if isinstance(wanted, str):
-        return re.fullmatch(wanted, name) is not None
-    return any(name == one or name.endswith(f".{one}") for one in wanted)
-
-
 def adapter_config(adapters: Adapters, config: ModelConfig, base: str, revision: str | None) -> dict[str, Any]:
-    """PEFT's LoraConfig of these adapters."""
-    names = {target.module.name for target in adapters.targets}
-    keys: dict[str, set[str]] = {}
-    for module in linear_modules(config):
-        keys.setdefault(module.key, set()).add(module.name)
-    wanted = [key for key, all_of in keys.items() if all_of <= names]
-    wanted += [target.module.name for target in adapters.targets if target.module.key not in wanted]
+    """PEFT's config of these adapters."""
+    if adapters.method == "ia3":
+        return gain_config(adapters, config, base, revision)
     ranks = {t.module.name: t.rank for t in adapters.targets if t.rank != adapters.rank}
     alphas = {t.module.name: t.alpha for t in adapters.targets if t.alpha != adapters.alpha}
     return {
@@ -191,15 +234,15 @@ def adapter_config(adapters: Adapters, config: ModelConfig, base: str, revision:
         "r": adapters.rank,
         "lora_alpha": _plain(adapters.alpha),
         "lora_dropout": adapters.dropout,
-        "target_modules": wanted,
+        "target_modules": target_names(adapters.targets, config),
         "rank_pattern": ranks,
         "alpha_pattern": {name: _plain(alpha) for name, alpha in alphas.items()},
         "bias": adapters.bias,
         "use_rslora": adapters.rslora,
-        "use_dora": False,
+        "use_dora": adapters.dora,
         "init_lora_weights": INITS[adapters.init],
         "fan_in_fan_out": False,
-        "modules_to_save": None,
+        **in_full_config(adapters, config),
         "inference_mode": True,
     }
 
@@ -212,13 +255,20 @@ def stored_rows(rows: Sequence[Row], adapters: Adapters) -> tuple[Row, ...]:
     """The rows of an adapter, trained biases among them, whose parts have the names of PEFT's tensors."""
     adapted = {target.module.name for target in adapters.targets}
 
+    has_head = any(part.name == f"{LM_HEAD}.weight" for row in rows for part in row.parts)
+
+    def with_head(row: Row) -> tuple[Part, ...]:
+        # PEFT looks for the matrix of a tied model under both of its names.
+        tied = row.name == EMBED_ROW and not has_head
+        return (*row.parts, replace(row.parts[0], name=f"{LM_HEAD}.weight")) if tied else row.parts
+
     def renamed(part: Part) -> Part:
         module = part.name.removesuffix(".bias")
         own = f"{module}.base_layer.bias" if module != part.name and module in adapted else part.name
         return replace(part, name=PREFIX + own)
 
     return tuple(
-        replace(row, parts=tuple(map(renamed, row.parts))) for row in rows if row.trainable or row.file == FILE
+        replace(row, parts=tuple(map(renamed, with_head(row)))) for row in rows if row.trainable or row.file == FILE
     )
 
 
@@ -227,8 +277,44 @@ class AdapterExport(Export):
     """The export of an adapter: PEFT's two files, and the tokenizer's."""
 
     about: dict[str, Any] = field(default_factory=dict)  # adapter_config.json
+    first: FirstAdapter | None = None  # what the rows, of twice the rank, began with
 
     def write_model(self, folder: Path, read: Callable[[Row], np.ndarray]) -> None:
         """Config and weights into a new folder."""
-        write_tensors(folder / ADAPTER_WEIGHTS, self.rows, read, self.dtype)
+        write_tensors(folder / ADAPTER_WEIGHTS, self.rows, partial(self._read, read), self.dtype)
         write_json(folder / ADAPTER_CONFIG, self.about)
+
+    def _read(self, read: Callable[[Row], np.ndarray], row: Row) -> np.ndarray:
+        """The value of a row: of matrices that began as a part of the model, A over the first A, B beside -B."""
+        value, (site, found, _) = read(row), row.name.partition(".lora_")
+        if self.first is None or not found or ".lora_m" in row.name:
+            return value
+        pairs = self.first.pairs(site)
+        if ".lora_b." in row.name:
+            ((_, b),) = [pairs[part.name.partition(".lora_")[0].removeprefix(PREFIX)] for part in row.parts]
+            return np.concatenate([value, -b], axis=1)
+        both = []
+        for part in row.parts:
+            start, stop = part.start // 2, part.stop // 2
+            both += [value[start:stop], pairs[part.name.partition(".lora_")[0].removeprefix(PREFIX)][0]]
+        return np.concatenate(both)
+
+
+def with_first(rows: Sequence[Row]) -> tuple[Row, ...]:
+    """The rows of an adapter with twice the rank: what was trained, and what it began with."""
+    found = []
+    for row in rows:
+        if row.name.endswith(".lora_a"):
+            parts = tuple(replace(part, start=2 * part.start, stop=2 * part.stop) for part in row.parts)
+            row = replace(row, shape=(2 * row.shape[0], row.shape[1]), parts=parts)
+        elif ".lora_b." in row.name:
+            row = replace(row, shape=(row.shape[0], 2 * row.shape[1]))
+        found.append(row)
+    return tuple(found)
+
+
+def doubled(adapters: Adapters) -> Adapters:
+    """Adapters of twice the rank that multiply by the same scales, on a model that is as it was."""
+    more = 2**0.5 if adapters.rslora else 2.0
+    targets = tuple(replace(t, rank=2 * t.rank, alpha=more * t.alpha) for t in adapters.targets)
+    return replace(adapters, rank=2 * adapters.rank, alpha=more * adapters.alpha, targets=targets, init="kaiming")

@@ -12,11 +12,9 @@ from llmq.files import weight_files
 from llmq.files.adapters import StoredAdapter, open_adapter
 from llmq.files.huggingface import Export
 from llmq.files.source import ModelSource, open_parameters
-from llmq.model.adapters import LM_HEAD
+from llmq.model.adapters import EMBED_ROW, LM_HEAD
 from llmq.model.parameters import parameter_rows
 from llmq.row import Row
-
-EMBED_ROW = "embed.weight"  # which a tied head is
 
 
 @dataclass(frozen=True)
@@ -41,8 +39,8 @@ def merge(
 ) -> Merged:
     """Writes the model with `adapters`, each times its weight, as a Hugging Face folder. DataError, StorageError.
 
-    A tied head that has an adapter becomes a matrix of its own. Trained biases replace the model's, in the measure of
-    their adapter's weight.
+    A tied head that has an adapter becomes a matrix of its own. Biases and modules trained in full replace the model's,
+    in the measure of their adapter's weight.
     """
     opened = [Weighted(open_adapter(folder, source.config), weight) for folder, weight in adapters.items()]
     names = {target.module.name for one in opened for target in one.adapter.adapters.targets}
@@ -61,14 +59,20 @@ def merge(
 
 def _changed(row: Row, value: np.ndarray, adapters: Sequence[Weighted]) -> np.ndarray:
     """The value of a row with everything that adapters add to its parts."""
-    base = value.copy() if row.name.endswith(".bias") else value
+    replaced = any(part.name in one.adapter.tensors for one in adapters for part in row.parts)
+    base = value.copy() if replaced or any(one.adapter.adapters.is_relative for one in adapters) else value
     for adapter, weight in ((one.adapter, np.float32(one.weight)) for one in adapters):
         targets = {f"{target.module.name}.weight": target for target in adapter.adapters.targets}
+        if adapter.adapters.method == "ia3":  # gains multiply the bias, too
+            targets |= {f"{t.module.name}.bias": t for t in adapter.adapters.targets if not t.inward}
         for part in row.parts:
             here = value[part.start : part.stop]
             if part.name in adapter.tensors:
                 here += weight * (adapter.read(part.name) - base[part.start : part.stop])
             if target := targets.get(part.name):
-                for start, stop in weight_files.chunks(here.shape):
-                    here[start:stop] += weight * adapter.change(target, start, stop)
+                pure = base[part.start : part.stop]
+                change = adapter.change(target, pure)
+                pieces = weight_files.chunks(here.shape) if here.ndim > 1 else [(0, len(here))]
+                for start, stop in pieces:
+                    here[start:stop] += weight * change(start, stop)
     return value

@@ -7,6 +7,8 @@ import re
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 
+import numpy as np
+
 from llmq.errors import DataError
 from llmq.files.tensor_files import OUR_NAMES, Stored, tensors_of
 from llmq.model.config import DEQUANTIZE, TORCH_NAMES, read_json
@@ -94,3 +96,11 @@ def chunks(shape: Sequence[int]) -> Iterator[tuple[int, int]]:
     step = max(1, CHUNK_BYTES // (4 * max(1, math.prod(shape[1:]))))
     for start in range(0, shape[0], step):
         yield start, min(start + step, shape[0])
+
+
+def norms_of(weight: np.ndarray) -> np.ndarray:
+    """The norm of each row of a matrix, in f32."""
+    found = np.empty(len(weight), np.float32)
+    for start, stop in chunks(weight.shape):
+        found[start:stop] = np.sqrt(np.sum(np.square(weight[start:stop].astype(np.float64)), axis=1))
+    return found

@@ -8,7 +8,7 @@ q_proj, k_proj and v_proj have adapters of their own, although one site computes
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from fnmatch import fnmatchcase
 from functools import cached_property
@@ -16,11 +16,16 @@ from typing import Any
 
 from llmq.errors import UsageError
 from llmq.model.config import ModelConfig
+from llmq.model.first_adapter import TAKEN_OUT
 from llmq.model.parameters import HEAD, padded_vocab, parameter_rows
 from llmq.row import Row
 
+MAGNITUDE = "lora_magnitude_vector"  # the name of what DoRA adds
 FILE = "adapter"  # the file of an adapter's rows
-LM_HEAD = "lm_head"
+LM_HEAD, EMBED = "lm_head", "model.embed_tokens"
+EMBED_ROW = "embed.weight"  # which a tied head is
+FUSED = ("q_proj", "k_proj", "v_proj", "gate_proj", "up_proj")  # maps that share their input
+INWARD = ("down_proj",)  # maps whose inputs IA3 scales
 WORDS = {"attention": "self_attn.*_proj", "mlp": "mlp.*_proj"}  # `all` is both
 
 
@@ -44,12 +49,16 @@ class Module:
 
 @dataclass(frozen=True)
 class Target:
-    """A module that has an adapter, whose output is multiplied by `scale`."""
+    """A module that has an adapter, whose output is multiplied by `scale`.
+
+    Of IA3 there is no rank: its outputs have gains, or its inputs if it is `inward`.
+    """
 
     module: Module
     rank: int
     alpha: float
     scale: float
+    inward: bool = False
 
 
 @dataclass(frozen=True)
@@ -57,8 +66,12 @@ class Adapters:
     """The adapters of a run. `rank` and `alpha` are those of most targets; `dropout` is the share of inputs left out.
 
     `bias`: none is trained, `all` of the model, or those of adapted maps (`lora_only`). `init` says how A is drawn:
-    kaiming (uniform up to 1/sqrt(K)) or gaussian (with deviation 1/R); B is zero. `base` is the dtype that frozen maps
-    of layers are held in; None: the model's.
+    kaiming (uniform up to 1/sqrt(K)) or gaussian (with deviation 1/R), B being zero, or that A and B are taken out of
+    the weight (pissa, olora). `base` is the dtype that frozen maps
+    of layers are held in; None: the model's. `also` names the model's rows that are trained in full. With `dora` the
+    outputs have magnitudes of their own (Liu et al., 2024). `method`: lora, or ia3, of which there are only `targets`,
+    `base` and `also`. The learning rate of B and of vectors is `plus` times that
+    of A (LoRA+; Hayou et al., 2024).
     """
 
     rank: int
@@ -69,6 +82,10 @@ class Adapters:
     rslora: bool = False
     init: str = "kaiming"
     base: str | None = None
+    also: frozenset[str] = frozenset()
+    dora: bool = False
+    method: str = "lora"
+    plus: float = 1.0
 
     @cached_property
     def by_site(self) -> dict[str, tuple[Target, ...]]:
@@ -78,11 +95,21 @@ class Adapters:
             found.setdefault(target.module.site, []).append(target)
         return {site: tuple(sorted(targets, key=lambda t: t.module.start)) for site, targets in found.items()}
 
+    @property
+    def is_relative(self) -> bool:
+        """Whether what they change depends on the value of the weight."""
+        return self.dora or self.method == "ia3"
+
     def identity(self) -> dict[str, Any]:
         """What makes the run compute what it computes."""
         ranks = {target.module.name: [target.rank, target.alpha] for target in self.targets}
         about = {"dropout": self.dropout, "bias": self.bias, "rslora": self.rslora, "base": self.base}
-        return {**about, "targets": ranks}
+        more: dict[str, Any] = {"also": sorted(self.also)} if self.also else {}
+        more |= {"dora": True} if self.dora else {}
+        more |= {"init": self.init} if self.init in TAKEN_OUT else {}
+        if self.method != "lora":
+            more |= {"method": self.method, "inward": sorted(t.module.name for t in self.targets if t.inward)}
+        return {**about, **more, "targets": ranks}
 
     def without_dropout(self) -> Adapters:
         """The same as it is evaluated."""
@@ -90,7 +117,7 @@ class Adapters:
 
     def trains(self, row: Row) -> bool:
         """Whether a parameter is trained. UsageError where only a part of it would be."""
-        if row.file == FILE:
+        if row.file == FILE or row.name in self.also:
             return True
         if self.bias == "none" or not row.name.endswith(".bias"):
             return False
@@ -105,7 +132,11 @@ class Adapters:
 
     def frozen(self, rows: Iterable[Row]) -> tuple[Row, ...]:
         """The rows of the model with adapters, of which all others are frozen."""
-        return tuple(replace(row, trainable=row.trainable and self.trains(row)) for row in rows)
+        return tuple(replace(row, trainable=row.trainable and self.trains(row), rate=self.rate_of(row)) for row in rows)
+
+    def rate_of(self, row: Row) -> float:
+        """What multiplies the learning rate of a parameter."""
+        return self.plus if ".lora_b." in row.name or len(row.shape) == 1 else 1.0
 
 
 def linear_modules(config: ModelConfig) -> tuple[Module, ...]:
@@ -124,6 +155,25 @@ def linear_modules(config: ModelConfig) -> tuple[Module, ...]:
         for part in row.parts
     ]
     return (*found, Module(LM_HEAD, HEAD, 0, padded_vocab(config), config.vocab_size, config.hidden_size))
+
+
+def scaled(modules: Sequence[Module], inward: Collection[str] | None = None) -> tuple[Target, ...]:
+    """Targets of IA3, of which those named `inward` (None: as in the paper) have gains on their inputs.
+
+    UsageError for inputs that several maps share.
+    """
+    found = tuple(
+        Target(module, 0, 1.0, 1.0, module.key in INWARD if inward is None else module.name in inward)
+        for module in modules
+    )
+    if cut := [t for t in found if t.inward and t.module.key in FUSED]:
+        raise UsageError(f"IA3 scales the inputs of {cut[0].module.name}, which llmq reads once for several maps")
+    return found
+
+
+def outputs_of(config: ModelConfig, site: str) -> int:
+    """Outputs of all maps that a site computes."""
+    return max(module.stop for module in linear_modules(config) if module.site == site)
 
 
 def chosen(text: str, config: ModelConfig, option: str = "--lora-targets") -> tuple[Module, ...]:
@@ -151,14 +201,91 @@ def matches(pattern: str, name: str) -> bool:
     return fnmatchcase(name, pattern) or fnmatchcase(name, f"*.{pattern}")
 
 
-def targets(modules: Sequence[Module], rank: int, alpha: float, *, rslora: bool) -> tuple[Target, ...]:
-    """Adapters of one rank. UsageError for one that is larger than what it adds to."""
-    if large := [m for m in modules if rank > min(m.outputs, m.inputs)]:
+def targets(
+    modules: Sequence[Module],
+    rank: int,
+    alpha: float,
+    *,
+    rslora: bool,
+    ranks: Mapping[str, int] | None = None,
+    alphas: Mapping[str, float] | None = None,
+) -> tuple[Target, ...]:
+    """Adapters of `rank` and `alpha`, or of those of the first pattern of `ranks` and `alphas` that a module matches.
+
+    UsageError for a rank larger than what it adds to, and for a pattern that matches none of the modules.
+    """
+    found = []
+    for module in modules:
+        own = by_pattern(ranks or {}, module.name, rank)
+        if own > min(module.outputs, module.inputs):
+            said = f"--lora-rank {rank}" if own == rank else f"--lora-rank-pattern's {own}"
+            raise UsageError(
+                f"{said} is larger than {module.name} ({module.outputs} x {module.inputs}): use a "
+                "smaller rank, or leave that out of --lora-targets"
+            )
+        own_alpha = by_pattern(alphas or {}, module.name, alpha)
+        found.append(Target(module, own, own_alpha, scale_of(own, own_alpha, rslora=rslora)))
+    for option, patterns in (("--lora-rank-pattern", ranks), ("--lora-alpha-pattern", alphas)):
+        for pattern in patterns or {}:
+            if not any(matches(WORDS.get(pattern, pattern), module.name) for module in modules):
+                raise UsageError(f"{option} {pattern}: no linear map with an adapter has such a name")
+    return tuple(found)
+
+
+def without_head(modules: Sequence[Module], option: str = "--dora") -> None:
+    """UsageError if the head is among modules whose outputs are to be scaled."""
+    if any(module.name == LM_HEAD for module in modules):
         raise UsageError(
-            f"--lora-rank {rank} is larger than {large[0].name} ({large[0].outputs} x {large[0].inputs}): use a "
-            "smaller rank, or leave that out of --lora-targets"
+            f"{option} keeps what a map computes for the backward pass, which the logits are too large for: leave "
+            f"{LM_HEAD} out of {'--ia3' if option == '--ia3' else '--lora-targets'}"
         )
-    return tuple(Target(module, rank, alpha, scale_of(rank, alpha, rslora=rslora)) for module in modules)
+
+
+def untied_only(modules: Sequence[Module], init: str) -> None:
+    """UsageError if the head of a model that ties it is among modules whose weights are to change."""
+    if any(module.name == LM_HEAD for module in modules):
+        raise UsageError(
+            f"--lora-init {init} takes what adapters begin with out of the weights, and {LM_HEAD} is the "
+            "embedding too: leave it out of --lora-targets"
+        )
+
+
+def by_pattern(patterns: Mapping[str, float], name: str, otherwise: Any) -> Any:
+    """The value of the first pattern that a module's name matches."""
+    return next((value for key, value in patterns.items() if matches(WORDS.get(key, key), name)), otherwise)
+
+
+def modules_of(row: Row, config: ModelConfig) -> tuple[str, ...]:
+    """The modules of Hugging Face's that a row of the model is a parameter of, the head's among those of a tied one."""
+    found = tuple(part.name.rpartition(".")[0] for part in row.parts)
+    return (*found, LM_HEAD) if row.name == EMBED_ROW and config.tie_embeddings else found
+
+
+def trained_in_full(
+    text: str, config: ModelConfig, adapted: Sequence[Module], option: str = "--train-also"
+) -> frozenset[str]:
+    """The names of the rows of the modules that `text` names: names or patterns, with commas.
+
+    UsageError for one that matches nothing or that has an adapter, and where only a part of a row would be trained.
+    """
+    rows, wanted = parameter_rows(config), [part.strip() for part in text.split(",")]
+    names = {name for row in rows for name in modules_of(row, config)}
+    if unknown := [by or "''" for by in wanted if not any(matches(by, name) for name in names)]:
+        raise UsageError(
+            f"{option} {', '.join(unknown)}: no module of the model has such a name; some are {EMBED}, {LM_HEAD}, "
+            "model.norm, input_layernorm, layers.0.self_attn.o_proj"
+        )
+    chosen = {name for name in names if any(matches(by, name) for by in wanted)}
+    kept = [row for row in rows if chosen & set(modules_of(row, config))]
+    covered = {name for row in kept for name in modules_of(row, config)}
+    if both := sorted(covered & {module.name for module in adapted}):
+        raise UsageError(f"{option} {text} trains {both[0]} in full, which has an adapter: leave it out of one of them")
+    tied = {EMBED, LM_HEAD} if config.tie_embeddings else set()
+    if cut := sorted(covered - chosen - tied):
+        raise UsageError(
+            f"{option} {text} names a part of what llmq holds as one: name {', '.join(cut)} too, or none of them"
+        )
+    return frozenset(row.name for row in kept)
 
 
 def scale_of(rank: int, alpha: float, *, rslora: bool) -> float:

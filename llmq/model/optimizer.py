@@ -91,6 +91,7 @@ def update(
                 seed=seed,
                 stream=stream(row),
                 first=piece.first,
+                rate=row.rate,
             )
 
 

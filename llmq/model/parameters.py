@@ -80,7 +80,8 @@ def left_out(text: str, config: ModelConfig, option: str = "--train-only") -> fr
     """The names of all rows but those of which Hugging Face's names match `text`: names or patterns, with commas.
 
     A name is a parameter's or a module's, whole or its last parts. UsageError for one that matches nothing, and where
-    only a part of a row would be trained.
+    only a part of a row would be trained. `*.bias` is BitFit (Ben Zaken et al., "BitFit: Simple Parameter-efficient
+    Fine-tuning for Transformer-based Masked Language-models", 2022).
     """
     rows, wanted = parameter_rows(config), [part.strip() for part in text.split(",")]
 

@@ -33,8 +33,8 @@ def seconds_per_token(
 ) -> float:
     """Least seconds of training for one token. `peaks` are the device's dense FLOP/s by dtype, with one for bf16.
 
-    `dtype` says what the linear map of a name multiplies in. With `adapters` the model's weights have no gradient,
-    else those `frozen`, by the names of their rows.
+    `dtype` says what the linear map of a name multiplies in. With `adapters` the model's weights have no gradient
+    but for those trained in full, else those `frozen`, by the names of their rows.
     """
     attention = config.num_layers * config.num_heads * config.head_dim * seq_len
     per_weight, per_frozen, per_score = (2 * _products(ops) for ops in (LINEAR, FROZEN, ATTENTION))
@@ -43,7 +43,7 @@ def seconds_per_token(
     seconds = (per_score / 2 * attention + per_weight * added) / peaks["bf16"]
     for name, size in linear_maps(config).items():
         row = "embed.weight" if name == HEAD and config.tie_embeddings else f"{name}.weight"
-        is_frozen = adapters is not None or row in frozen
+        is_frozen = row in frozen if adapters is None else row not in adapters.also
         seconds += (per_frozen if is_frozen else per_weight) * size / peaks[dtype(name)]
     return seconds
 

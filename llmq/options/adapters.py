@@ -7,7 +7,12 @@ from typing import Any, Literal
 
 from llmq.options.field import LARGEST_STEP, Float, Int, Path, Section, Text, flag, option
 
-SHAPE = ("lora_alpha", "lora_targets", "lora_bias", "rslora", "lora_init")  # with --adapter, the folder says it
+SHAPE = (  # with --adapter, the folder says it
+    *("lora_alpha", "lora_targets", "lora_bias", "rslora", "lora_init"),
+    *("lora_rank_pattern", "lora_alpha_pattern", "train_also", "dora"),
+)
+OF_LORA = (*(key for key in SHAPE if key != "train_also"), "lora_dropout", "lora_plus_ratio")
+RATE_OF_GAINS = 3e-3  # of IA3, as in its paper
 RATE = 2e-4  # of adapters, which take a larger one than the whole model
 
 
@@ -49,10 +54,44 @@ class AdapterOptions(Section):
     rslora: bool = option(
         False, "Multiply what adapters add by alpha over the root of the rank (rsLoRA).", "use_rslora"
     )
-    lora_init: Literal["kaiming", "gaussian"] | None = option(
+    lora_init: Literal["kaiming", "gaussian", "pissa", "olora"] | None = option(
         _with_rank("kaiming"),
-        "How A is drawn: kaiming is uniform up to 1 / sqrt(inputs), gaussian has the deviation 1 / rank. B is zero.",
+        "What A and B begin as: kaiming draws A uniform up to 1 / sqrt(inputs), gaussian with the deviation 1 / rank, "
+        "and B is zero; pissa and olora take the principal part of the weight out of it, or of its QR decomposition.",
         shown="kaiming",
+    )
+    lora_rank_pattern: Text | None = option(
+        None,
+        "Ranks of the maps of these names or patterns, with commas, such as mlp=32,layers.[0-3].*=8; the first that "
+        "matches counts.",
+        "rank_pattern",
+        shown="--lora-rank",
+        metavar="NAME=RANK",
+    )
+    lora_alpha_pattern: Text | None = option(
+        None,
+        "Alphas of the maps of these names or patterns, in the same way.",
+        "alpha_pattern",
+        shown="--lora-alpha",
+        metavar="NAME=ALPHA",
+    )
+    dora: bool = option(
+        False, "Learn the magnitude of each output of an adapted map beside its direction (DoRA).", "use_dora"
+    )
+    lora_plus_ratio: Float | None = option(
+        None,
+        "Multiply the learning rate of B, and of vectors that are trained, by this (LoRA+).",
+        "loraplus_lr_ratio",
+        shown="1",
+        gt=0,
+    )
+    train_also: Text | None = option(
+        None,
+        "Modules to train in full beside adapters, with commas: names of Hugging Face's or patterns, such as "
+        "lm_head,embed_tokens.",
+        "modules_to_save",
+        shown="none",
+        metavar="NAMES",
     )
     base_dtype: Literal["bf16", "e4m3"] | None = option(
         None,
@@ -63,6 +102,12 @@ class AdapterOptions(Section):
         None, "Continue to train the adapter in this folder, in PEFT's format.", metavar="DIR"
     )
 
+    ia3: Text | None = option(
+        None,
+        "Train a gain for each output of these linear maps (IA3), and for each input of mlp.down_proj, and keep the "
+        "model frozen: names or patterns as in --lora-targets, such as k_proj,v_proj,down_proj.",
+        metavar="NAMES",
+    )
     train_only: Text | None = option(
         None,
         "Train only the parameters of these names or patterns, with commas, such as *.bias or layers.2[0-9].*, and "
@@ -74,11 +119,15 @@ class AdapterOptions(Section):
     def contradictions(self) -> Iterator[str]:
         if self.train_only is not None and (self.lora_rank is not None or self.adapter is not None):
             yield "--train-only trains a part of the model, and adapters leave it as it is: leave one of them out"
+        if self.ia3 is not None:
+            others = [key for key in ("lora_rank", "adapter", "train_only", *OF_LORA) if getattr(self, key)]
+            yield from (f"--ia3 {self.ia3} trains gains, and {flag(key)} is of another method" for key in others[:1])
+            return
         given = [key for key in SHAPE if getattr(self, key) not in (None, False)]
         if self.adapter is not None and self.lora_rank is not None:
             yield f"--lora-rank {self.lora_rank} is of a new adapter, and --adapter continues one: give one of them"
         elif self.adapter is not None and given:
             yield f"{flag(given[0])} {getattr(self, given[0])} is said by --adapter {self.adapter}: leave it out"
         elif self.adapter is None and self.lora_rank is None:
-            given += [key for key in ("lora_dropout", "base_dtype") if getattr(self, key)]
+            given += [key for key in ("lora_dropout", "lora_plus_ratio", "base_dtype") if getattr(self, key)]
             yield from (f"{flag(key)} {getattr(self, key)} is for adapters: add --lora-rank" for key in given)

@@ -183,7 +183,9 @@ class ScheduleOptions(Section):
         gt=0,
         le=LARGEST_STEP,
     )
-    learning_rate: Float = option(1e-5, "Peak learning rate.", "lr", shown="1e-05, of adapters 0.0002", ge=0)
+    learning_rate: Float = option(
+        1e-5, "Peak learning rate.", "lr", shown="1e-05, of adapters 0.0002, of --ia3 0.003", ge=0
+    )
     lr_schedule: Course = option(
         "constant",
         "Learning-rate schedule: cosine and linear fall from the peak to --final-lr-fraction of it; wsd stays "

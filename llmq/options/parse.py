@@ -60,8 +60,9 @@ UNSETS = {  # an option of the command line, and its alternatives, which it take
     "warmup_ratio": ("warmup",),
     "min_lr": ("final_lr_fraction",),
     "final_lr_fraction": ("min_lr",),
-    "lora_rank": ("adapter",),
-    "adapter": ("lora_rank", *adapters.SHAPE),
+    "lora_rank": ("adapter", "ia3"),
+    "adapter": ("lora_rank", "ia3", *adapters.SHAPE),
+    "ia3": ("lora_rank", "adapter"),
 }
 OF_ADAPTERS = {"learning_rate": adapters.RATE, "master_dtype": "fp32", "grad_accum_dtype": "fp32"}  # defaults
 NEEDED = ("model", "train_file", "data")  # the last two are alternatives
@@ -159,6 +160,8 @@ class Options:
             places = {key: of_names[name] for name, key in keys.items() if key not in taken_back}
         if values.keys() & {"lora_rank", "adapter"}:
             values = {**OF_ADAPTERS, **values}
+        if "ia3" in values:
+            values = {**OF_ADAPTERS, "learning_rate": adapters.RATE_OF_GAINS, **values}
         sections: dict[str, Any] = {}
         for name, section_class in SECTIONS.items():
             mine = {d.field: d for d in descriptions().values() if d.section == name}

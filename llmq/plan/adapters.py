@@ -2,40 +2,86 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import math
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TypeVar
 
-from llmq.files.adapters import Values, open_adapter
-from llmq.model.adapters import Adapters, chosen, targets
+from llmq.errors import UsageError
+from llmq.files.adapters import open_adapter
+from llmq.files.first_adapter import FirstAdapter
+from llmq.files.source import Values
+from llmq.model.adapters import Adapters, chosen, scaled, targets, trained_in_full, untied_only, without_head
 from llmq.model.config import ModelConfig
+from llmq.model.first_adapter import TAKEN_OUT
 from llmq.model.parameters import left_out, num_parameters
 from llmq.row import Row
 
 if TYPE_CHECKING:
     from llmq.options.adapters import AdapterOptions
 
+_Number = TypeVar("_Number", int, float)
+
 
 def resolve(options: AdapterOptions, config: ModelConfig) -> Adapters | None:
     """The adapters that the options ask for on a model; None for a run that trains the model. UsageError, DataError."""
     if options.adapter is not None:
-        found = replace(open_adapter(Path(options.adapter), config).adapters, base=options.base_dtype)
-        return found if options.lora_dropout is None else replace(found, dropout=options.lora_dropout)
+        found = open_adapter(Path(options.adapter), config).adapters
+        dropout = found.dropout if options.lora_dropout is None else options.lora_dropout
+        return replace(found, base=options.base_dtype, dropout=dropout, plus=options.lora_plus_ratio or 1.0)
+    if options.ia3 is not None:
+        return _gains(options, config)
     if options.lora_rank is None:
         return None
     assert options.lora_alpha is not None and options.lora_targets is not None
     modules, rank, alpha = chosen(options.lora_targets, config), options.lora_rank, options.lora_alpha
+    if options.dora:
+        without_head(modules)
+    if options.lora_init in TAKEN_OUT and config.tie_embeddings:
+        untied_only(modules, options.lora_init)
     return Adapters(
         rank,
         alpha,
-        targets(modules, rank, alpha, rslora=options.rslora),
+        targets(
+            modules,
+            rank,
+            alpha,
+            rslora=options.rslora,
+            ranks=_patterns("--lora-rank-pattern", options.lora_rank_pattern, int),
+            alphas=_patterns("--lora-alpha-pattern", options.lora_alpha_pattern, float),
+        ),
         dropout=options.lora_dropout or 0.0,
         bias=options.lora_bias or "none",
         rslora=options.rslora,
         init=options.lora_init or "kaiming",
         base=options.base_dtype,
+        also=trained_in_full(options.train_also, config, modules) if options.train_also else frozenset(),
+        dora=options.dora,
+        plus=options.lora_plus_ratio or 1.0,
     )
+
+
+def _gains(options: AdapterOptions, config: ModelConfig) -> Adapters:
+    """IA3's. UsageError."""
+    modules = chosen(options.ia3 or "", config, "--ia3")
+    without_head(modules, "--ia3")
+    also = trained_in_full(options.train_also, config, modules) if options.train_also else frozenset()
+    return Adapters(0, 1.0, scaled(modules), method="ia3", base=options.base_dtype, also=also)
+
+
+def _patterns(option: str, text: str | None, kind: Callable[[str], _Number]) -> dict[str, _Number]:
+    """What `PATTERN=NUMBER` with commas between says, in order. UsageError for what is no number above 0."""
+    found = {}
+    for one in text.split(",") if text else ():
+        name, _, said = one.strip().rpartition("=")
+        try:
+            found[name] = kind(said)
+        except ValueError:
+            found[name] = kind("0")
+        if not name or not 0 < found[name] < math.inf:
+            raise UsageError(f"{option} {one.strip()}: write PATTERN=NUMBER with a number above 0, such as q_proj=32")
+    return found
 
 
 def frozen(options: AdapterOptions, config: ModelConfig) -> frozenset[str]:
@@ -45,7 +91,10 @@ def frozen(options: AdapterOptions, config: ModelConfig) -> frozenset[str]:
 
 def first_values(options: AdapterOptions, config: ModelConfig, model: Values) -> Values:
     """The values of all rows before the first step: the model's, and those of --adapter. DataError."""
-    return model if options.adapter is None else open_adapter(Path(options.adapter), config).values(model)
+    if options.adapter is None:
+        adapters = resolve(options, config)
+        return model if adapters is None else FirstAdapter(adapters, config, model).values
+    return open_adapter(Path(options.adapter), config).values(model)
 
 
 def note(adapters: Adapters | None, rows: Sequence[Row]) -> str:
@@ -54,7 +103,11 @@ def note(adapters: Adapters | None, rows: Sequence[Row]) -> str:
     counts = f"{trained:,} of {every:,} parameters are trained ({trained / every:.2%}), the others frozen"
     if adapters is None:
         return f"A part of the model: {counts}"
+    if adapters.method == "ia3":
+        return f"Gains (IA3) on {len(adapters.targets)} linear maps: {counts}"
     ranks = sorted({target.rank for target in adapters.targets})
     said = f"rank {ranks[0]}" if len(ranks) == 1 else f"ranks {ranks[0]} to {ranks[-1]}"
     biases = "" if adapters.bias == "none" else " with biases"
-    return f"Adapters of {said} on {len(adapters.targets)} linear maps{biases}: {counts}"
+    full = f", beside {len(adapters.also)} parameters in full" if adapters.also else ""
+    kind = "Adapters with magnitudes" if adapters.dora else "Adapters"
+    return f"{kind} of {said} on {len(adapters.targets)} linear maps{biases}{full}: {counts}"

@@ -23,13 +23,16 @@ from llmq.blocks.embed import Embed, NoisyEmbed
 from llmq.blocks.head import Head
 from llmq.blocks.mlp import Mlp
 from llmq.errors import UsageError
-from llmq.model.adapters import FILE, Target
+from llmq.model.adapters import FILE, Target, outputs_of
 from llmq.model.decoder import Block, Model
 from llmq.model.parameters import HEAD, fitted_rows, padded_vocab
 from llmq.plan.spec import Spec
 from llmq.protocols import Core, Site
 from llmq.row import Row
+from llmq.sites.dora import DoraLinear
 from llmq.sites.factories import FACTORIES
+from llmq.sites.ia3 import GainLinear, GainPiece, InputGainLinear
+from llmq.sites.linear import Linear
 from llmq.sites.lora import DroppedLoraLinear, LoraLinear, LowRank
 from llmq.tensor import Form
 
@@ -46,10 +49,23 @@ def site_of(spec: Spec, name: str) -> Site:
     adapters = spec.adapters
     if adapters is None or name not in adapters.by_site:
         return base
+    if adapters.method == "ia3":
+        return _with_gains(spec, base, adapters.by_site[name])
     pieces = _pieces(adapters.by_site[name])
-    if not adapters.dropout:
-        return LoraLinear(base, pieces, adapters.init, FILE)
-    return DroppedLoraLinear(base, pieces, adapters.init, FILE, rate=adapters.dropout, seed=spec.seed)
+    about = (base, pieces, adapters.init, FILE)
+    lora = LoraLinear(*about)
+    if adapters.dropout:
+        lora = DroppedLoraLinear(*about, rate=adapters.dropout, seed=spec.seed)
+    return DoraLinear(lora, outputs_of(spec.config, name), p.stat) if adapters.dora else lora
+
+
+def _with_gains(spec: Spec, base: Linear, targets: Sequence[Target]) -> Site:
+    """The site `base` with IA3's gains on the outputs or the inputs of `targets`."""
+    stat, first = spec.precision.stat, targets[0].module
+    if targets[0].inward:
+        return InputGainLinear(base, first.name, first.inputs, stat, FILE)
+    pieces = [GainPiece(t.module.name, t.module.key, t.module.start, t.module.stop) for t in targets]
+    return GainLinear(base, pieces, outputs_of(spec.config, base.name), stat, FILE)
 
 
 def _pieces(targets: Sequence[Target]) -> list[LowRank]:

@@ -16,6 +16,8 @@ from llmq.row import Part, Row
 from llmq.sites.linear import Linear
 from llmq.tensor import Ref, Slot
 
+DRAWN = ("kaiming", "gaussian")
+
 
 @dataclass(frozen=True)
 class LowRank:
@@ -48,11 +50,15 @@ def _columns(ref: Ref, start: int, count: int) -> Ref:
 
 
 class LoraLinear:
-    """The site `base` with adapters `pieces`, whose rows are kept in `file`; A is drawn by `init`, B is zero."""
+    """The site `base` with adapters `pieces`, whose rows are kept in `file`.
+
+    `init` says how A is drawn, B being zero, or of which part of the weight both are made.
+    """
 
     def __init__(self, base: Linear, pieces: Sequence[LowRank], init: str, file: str) -> None:
         self.base, self.name, self.key = base, base.name, base.key
         self.pieces, self.init, self.file = tuple(pieces), init, file
+        self.init_b = "zeros" if init in DRAWN else init
         self.rank = sum(piece.rank for piece in pieces)
 
     def slots(self, x: Slot) -> tuple[Slot, ...]:
@@ -69,7 +75,7 @@ class LoraLinear:
         for piece in self.pieces:
             up = Part(f"{piece.name}.lora_B.weight", 0, piece.outputs)
             name, shape = f"{self.name}.lora_b.{piece.key}", (piece.stop - piece.start, piece.rank)
-            found.append(Row(name, shape, (up,), "zeros", True, layer, file=self.file))
+            found.append(Row(name, shape, (up,), self.init_b, True, layer, file=self.file))
         return (*own, *found)
 
     def forward(self, ops: Any, a: Any, y: Ref, x: Ref, w: Any, residual: Ref | None = None) -> None:

@@ -42,7 +42,7 @@ class HostedWeights(ReplicatedWeights):
 
     def _ref(self, row: Row, dtype: str, master_dtype: str | None) -> Ref:
         ref = super()._ref(row, dtype, master_dtype)
-        return replace(ref, value_in="master") if row.home == "host" and dtype == self._host_master else ref
+        return replace(ref, value_in="master") if row.home == "host" and ref.dtype == self._host_master else ref
 
     def _fetch(self, ops: Any, part: str | int, phase: str) -> dict[str, Ref]:
         """Slots by row name with what lives on the host of a part."""

@@ -20,10 +20,12 @@ class GatheredWeights(ReplicatedWeights):
     def __init__(self, rows: Sequence[Row], dtype: str, master_dtype: str, *, sharding: Sharding) -> None:
         super().__init__(rows, dtype, None)
         self._shards, self._gathers = Shards(rows, sharding.size, sharding.rank), False
-        value_in = "master" if dtype == master_dtype else None
         self._own = {
-            row.name: self._shards.share(replace(self.refs[row.name], space="shard", value_in=value_in))
+            row.name: self._shards.share(
+                replace(whole, space="shard", value_in="master" if whole.dtype == master_dtype else None)
+            )
             for row in self._shards.rows
+            for whole in [self.refs[row.name]]
         }
 
     @property

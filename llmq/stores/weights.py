@@ -60,7 +60,7 @@ class ReplicatedWeights:
     def _ref(self, row: Row, dtype: str, master_dtype: str | None) -> Ref:
         if row.stored is not None:
             _refuse(row)
-        is_master = row.trainable and dtype == master_dtype and row.home == "device"
+        is_master = row.trainable and (row.dtype or dtype) == master_dtype and row.home == "device"
         value_in = "master" if is_master else None
         about: dict[str, Any] = {"form": row.stored, "home": row.home, "value_in": value_in, "is_stack": row.stacked}
         return Ref(row.name, "weight", row.shape, row.dtype or dtype, row.layer, **about)

@@ -10,10 +10,12 @@ from llmq.data.batches.loader import Data
 from llmq.data.batches.named_data import NamedData
 from llmq.data.batches.trained_template import ExportedTemplates, exported_templates
 from llmq.data.tokens.rebuilt_tokenizer import rebuilt_warning
-from llmq.files.adapters import AdapterExport, adapter_config, stored_rows
+from llmq.files.adapters import AdapterExport, adapter_config, doubled, stored_rows, with_first
+from llmq.files.first_adapter import FirstAdapter
 from llmq.files.huggingface import Export, open_export
-from llmq.files.source import ModelSource
+from llmq.files.source import ModelSource, Values
 from llmq.model.config import FAMILIES, ModelConfig
+from llmq.model.first_adapter import TAKEN_OUT
 from llmq.model.parameters import rows_of_file
 from llmq.options.parse import Options
 from llmq.plan.plan import Plan
@@ -60,16 +62,22 @@ def open_model(
     tokenizer: Path | None,
     templates: ExportedTemplates,
     plan: Plan,
+    model: Values,
     *,
     replaces: bool,
 ) -> tuple[Export, str | None]:
-    """Where the model goes, or its adapter, with its tokenizer and templates, and a warning of the tokenizer."""
+    """Where the model goes, or its adapter, with its tokenizer and templates, and a warning of the tokenizer.
+
+    `model` gives the values of the model's rows as they were before the run.
+    """
     config, adapters = plan.spec.config, plan.spec.adapters
     warning = rebuilt_warning(tokenizer, FAMILIES[config.architecture].model_type)
     about = (tokenizer, templates.sources)
     if adapters is None:
         return open_export(options.export, config, rows_of_file(plan.rows), *about, replaces=replaces), warning
     revision = None if source.revision is None else source.revision.partition(",")[0]
-    make = partial(AdapterExport, about=adapter_config(adapters, config, source.name, revision))
-    rows = stored_rows(plan.rows, adapters)
+    rows, first = stored_rows(plan.rows, adapters), None
+    if adapters.init in TAKEN_OUT:  # as PEFT converts it, so that it fits the model as it was
+        rows, first, adapters = with_first(rows), FirstAdapter(adapters, config, model), doubled(adapters)
+    make = partial(AdapterExport, about=adapter_config(adapters, config, source.name, revision), first=first)
     return open_export(options.export, config, rows, *about, replaces=replaces, default="fp32", make=make), warning

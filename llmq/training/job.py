@@ -194,7 +194,7 @@ def prepare(options: Options, log: RunLog, ranks: Ranks) -> Job:
     sharding.refuse_copies(options.sharding, where.kind)
     past = _open_past(options, log, ranks)
     source = open_source(options.model, early.append)
-    parameters = adapters.first_values(options.adapters, source.config, _open_parameters(source, seed, past))
+    model = _open_parameters(source, seed, past)
     named = _open_named(options, source, log)
     dtypes, is_timed = _resolve_precision(options, source.config, where, past, ranks)
     data = _open_data(options, source, named, seed, device.packing_problem(where, dtypes.model), past, ranks)
@@ -208,13 +208,13 @@ def prepare(options: Options, log: RunLog, ranks: Ranks) -> Job:
     replan = _planner(options, spec, where, backend)
     dtypes, matmuls = _time_sites(replan(dtypes, 0).spec, backend, data, log) if is_timed else (dtypes, {})
     plan = replan(dtypes, 0)
-    export, warning = open_model(options, source, tokenizer, templates, plan, replaces=past.replaces_model)
+    export, warning = open_model(options, source, tokenizer, templates, plan, model, replaces=past.replaces_model)
     job = Job(
         device=where,
         backend=backend,
         seed=seed,
         source=source,
-        parameters=parameters,
+        parameters=adapters.first_values(options.adapters, source.config, model),
         data=data,
         samples=samples,
         schedule=schedule,

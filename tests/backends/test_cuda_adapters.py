@@ -8,7 +8,7 @@ from tiny_engines import BF16, FP8, FP32, batch, bits, parameters, plan_of, tiny
 
 from llmq.backends.host import HostBackend
 from llmq.engine.engine import Engine
-from llmq.model.adapters import Adapters, chosen, targets
+from llmq.model.adapters import Adapters, chosen, scaled, targets
 from llmq.plan.memory import Memory
 
 pytestmark = pytest.mark.gpu
@@ -18,7 +18,12 @@ PRECISIONS = {"fp32": FP32, "bf16": BF16, **{f"{g}-{s}": p for (g, s), p in FP8.
 CASES = [(name, base) for name in PRECISIONS for base in (None, "e4m3") if (name, base) != ("e4m3-rowwise", "e4m3")]
 # Two sums of the same products in e4m3 round some values apart; the reference in e4m3 and in fp32: a cosine of 0.88.
 FOLLOWS = {"fp32": 0.99999, "bf16": 0.99}
-KINDS = {"all": {"text": "all"}, "some": {"text": "q_proj,up_proj,lm_head", "dropout": 0.2}}
+KINDS = {
+    "ia3": {"text": "k_proj,v_proj,up_proj,down_proj", "method": "ia3"},
+    "dora": {"text": "q_proj,v_proj,mlp", "dropout": 0.2, "dora": True},
+    "all": {"text": "all"},
+    "some": {"text": "q_proj,up_proj,lm_head", "dropout": 0.2},
+}
 
 
 @pytest.fixture(scope="module")
@@ -28,11 +33,12 @@ def backend():
     return CudaBackend()
 
 
-def engine_of(backend, precision, base, memory=None, *, text="all", dropout=0.0):
+def engine_of(backend, precision, base, memory=None, *, text="all", **more):
     """An engine with settled scales."""
-    about = Adapters(
-        16, 32.0, targets(chosen(text, CONFIG), 16, 32.0, rslora=False), dropout=dropout, bias="all", base=base
-    )
+    every = targets(chosen(text, CONFIG), 16, 32.0, rslora=False)
+    if more.get("method") == "ia3":
+        every = scaled(chosen(text, CONFIG))
+    about = Adapters(16, 32.0, every, bias="all", base=base, **more)
     plan = plan_of(precision, memory, CONFIG, scratch_bytes=backend.scratch_bytes, adapters=about, **SIZES)
     engine = Engine(plan, backend, poison=True)
     engine.load(parameters(plan))
@@ -63,11 +69,12 @@ def test_gradients_are_those_of_the_reference(backend, name, base, kind):
     assert ours[1] == pytest.approx(right[1], rel=1e-4 if name == "fp32" else 2e-2)
 
 
+@pytest.mark.parametrize("kind", ["some", "dora", "ia3"])
 @pytest.mark.parametrize(("name", "base"), CASES)
-def test_recomputing_changes_no_bit(backend, name, base):
+def test_recomputing_changes_no_bit(backend, name, base, kind):
     found = []
     for memory in (Memory(), Memory(("recompute_block",))):
-        engine = engine_of(backend, PRECISIONS[name], base, memory, **KINDS["some"])
+        engine = engine_of(backend, PRECISIONS[name], base, memory, **KINDS[kind])
         losses = []
         for step in range(1, 4):
             for micro_step in range(2):

@@ -103,6 +103,37 @@ def test_what_is_written_with_an_adapter_is_what_the_merged_model_writes(folder,
     assert said[0] == said[1] != said[2]
 
 
+@pytest.mark.parametrize("method", ["dora", "ia3"])
+def test_magnitudes_and_gains_write_what_the_merged_model_writes(folder, tmp_path, capsys, method):
+    family = "qwen2.5_tied"
+    rng, config, tensors = np.random.default_rng(7), from_folder(folder / family), {}
+    for module in chosen("q_proj,mlp", config):
+        name, inward = f"{PREFIX}{module.name}", module.key == "down_proj"
+        if method == "ia3":
+            shape = (1, module.inputs) if inward else (module.outputs, 1)
+            tensors[f"{name}.ia3_l"] = rng.uniform(0.5, 1.5, shape).astype(np.float32)
+            continue
+        tensors[f"{name}.lora_A.weight"] = rng.standard_normal((RANK, module.inputs)).astype(np.float32)
+        tensors[f"{name}.lora_B.weight"] = rng.standard_normal((module.outputs, RANK)).astype(np.float32)
+        tensors[f"{name}.lora_magnitude_vector"] = rng.uniform(1, 2, module.outputs).astype(np.float32)
+    about = {"peft_type": "LORA", "r": RANK, "lora_alpha": ALPHA, "use_dora": True}
+    if method == "ia3":
+        about = {"peft_type": "IA3", "feedforward_modules": ["down_proj"]}
+    (tmp_path / "adapter").mkdir()
+    save_file(tensors, tmp_path / "adapter" / "adapter_model.safetensors")
+    (tmp_path / "adapter" / "adapter_config.json").write_text(json.dumps(about))
+    given = f"--adapter={tmp_path / 'adapter'}"
+    assert run(folder, family, tmp_path / "out", given)[0] == 0
+    (tmp_path / "prompts").write_text('{"tokens": [5, 6, 7, 8]}\n')
+    asked = [f"--prompts={tmp_path / 'prompts'}", "--device=cpu", "--max-tokens=12", "--ignore-end"]
+    said = []
+    for model, more in ((tmp_path / "out", []), (folder / family, [given]), (folder / family, [])):
+        capsys.readouterr()
+        assert shell.run(generate, [f"--model={model}", *more, *asked]) == 0
+        said.append(capsys.readouterr().out)
+    assert said[0] == said[1] != said[2]
+
+
 def test_what_cannot_be_merged_is_refused(folder, tmp_path, capsys):
     family, out = "qwen2", tmp_path / "out"
     one, two = (f"--adapter={folder / family}-{n}" for n in (0, 1))

@@ -238,7 +238,7 @@ def test_help_names_everything_unbroken(capsys):
         assert name in text
     words = " ".join(text.split())
     assert (
-        "[default: 1e-05, of adapters 0.0002; also --lr]" in words
+        "[default: 1e-05, of adapters 0.0002, of --ia3 0.003; also --lr]" in words
         and "[needed, or --data]" in words
         and "[default: on]" in words
     )

@@ -12,7 +12,7 @@ from llmq.backends import Launch, together
 from llmq.backends.host import HostBackend
 from llmq.blocks.attention import Packing
 from llmq.comm.in_process import run_ranks
-from llmq.model.adapters import Adapters, chosen, targets
+from llmq.model.adapters import Adapters, chosen, scaled, targets
 from llmq.ops.seam import record
 from llmq.plan.memory import ROLES, Memory
 from llmq.plan.names import storage_name
@@ -33,11 +33,20 @@ def ranks(run, size):
 
 COMPRESSED = {"all_to_all": True, "compressed": Form("e4m3", "row", "tilewise")}
 _TARGETS = targets(chosen("all,lm_head", CONFIG), 4, 8.0, rslora=False)
+_SOME = targets(chosen("q_proj,v_proj,mlp", CONFIG), 4, 8.0, rslora=False)
+_GAINS = scaled(chosen("k_proj,v_proj,down_proj", CONFIG))
 RUNS = {
     "adapters": Run(more={"adapters": Adapters(4, 8.0, _TARGETS, bias="all")}),
     "adapters-e4m3": Run(
         replace(BF16, master="fp32", grad="fp32"), more={"adapters": Adapters(4, 8.0, _TARGETS, base="e4m3")}
     ),
+    "magnitudes": Run(
+        more={"adapters": Adapters(4, 8.0, _SOME, dora=True, also=frozenset({"embed.weight"}), plus=4.0)}
+    ),
+    "magnitudes-fp32": Run(
+        replace(BF16, master="fp32", grad="fp32"), more={"adapters": Adapters(4, 8.0, _SOME, base="e4m3", dora=True)}
+    ),
+    "gains": Run(more={"adapters": Adapters(0, 1.0, _GAINS, method="ia3")}),
     "bf16": Run(),
     "fp8": Run(PRECISIONS["fp8-head"]),
     "fp8-current": Run(PRECISIONS["fp8-e5m2-current"]),

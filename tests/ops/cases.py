@@ -126,6 +126,38 @@ def embedding_noise(s: Sizes, rng: np.random.Generator) -> Case:
     return Case("", {"out": (s.b, s.t, s.c)}, inputs, {"alpha": 5.0, "seed": 3 + 2**40, "stream": 0xF1234567})
 
 
+def _columns(s: Sizes, rng: np.random.Generator) -> tuple[tuple[int, ...], dict[str, np.ndarray]]:
+    shape = (s.b, s.t, s.c)
+    return shape, {"x": rng.standard_normal(shape), "gain": rng.uniform(0.5, 2, s.c)}
+
+
+def scale_columns_forward(s: Sizes, rng: np.random.Generator) -> Case:
+    shape, inputs = _columns(s, rng)
+    inputs |= {"bias": rng.standard_normal(s.c), "residual": rng.standard_normal(shape)}
+    return Case("", {"y": shape}, inputs, {}, frozenset({"gain"}))
+
+
+def scale_columns_backward(s: Sizes, rng: np.random.Generator) -> Case:
+    shape, inputs = _columns(s, rng)
+    inputs = {"d_y": rng.standard_normal(shape), **inputs}
+    return Case("", {"d_x": shape, "d_gain": (s.c,)}, inputs, {}, frozenset({"gain", "d_gain"}))
+
+
+def output_gain(s: Sizes, rng: np.random.Generator) -> Case:
+    """P and G of the weight and of A, so that they are those of norms; 12 of 19 rows of A are the adapter's."""
+    rank, rows = 19, s.f
+    weight, a, up = rng.standard_normal((rows, s.c)), rng.standard_normal((rank, s.c)), rng.standard_normal((rows, 12))
+    inputs = {"weight": weight, "through": weight @ a.T, "gram": a @ a.T, "up": up / s.c}
+    stat = frozenset({"gain", "norm", "through", "gram", "magnitude"})
+    inputs["magnitude"] = rng.uniform(1, 2, rows)
+    return Case("", {"gain": (rows,), "norm": (rows,)}, inputs, {"scale": 1.7, "first": 5}, stat)
+
+
+def output_gain_backward(s: Sizes, rng: np.random.Generator) -> Case:
+    inputs = {"d_gain": rng.standard_normal(s.f), "norm": rng.uniform(1, 2, s.f)}
+    return Case("", {"d_magnitude": (s.f,)}, inputs, {}, frozenset({"d_gain", "norm"}))
+
+
 def dropout(s: Sizes, rng: np.random.Generator) -> Case:
     """A piece of the batch that begins within a row of tokens and ends within another."""
     count = s.b * s.t - 5
@@ -348,6 +380,7 @@ def adamw(s: Sizes, rng: np.random.Generator) -> Case:
     inputs |= cells(rng, "scale", "apply", "learning_rate")
     inputs["step"] = np.array([3], np.int32)
     numbers = {"beta_1": 0.9, "beta_2": 0.95, "epsilon": 1e-8, "weight_decay": 0.1, "seed": 5, "stream": 2}
+    numbers["rate"] = 1.3
     stat = frozenset({"scale", "apply", "learning_rate"})
     return Case("", dict.fromkeys(("new_master", "new_m", "new_v", "weight"), shape), inputs, numbers, stat)
 

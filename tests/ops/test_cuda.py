@@ -30,7 +30,15 @@ SIZES = {
     "large": Sizes(b=3, t=197, c=896, hq=14, hkv=2, hd=64, f=1208, v=5000, vp=5120),
 }
 EXACT = {"adamw", "amax_scale", "cast", "cache_write", "embedding_forward", "loss_sum", "sample", "scale_update"}
-EXACT |= {"copy_to_device", "copy_to_host", "dropout", "embedding_noise", "rope_forward", "rope_backward"}
+EXACT |= {
+    "scale_columns_forward",
+    "copy_to_device",
+    "copy_to_host",
+    "dropout",
+    "embedding_noise",
+    "rope_forward",
+    "rope_backward",
+}
 INTEGERS = {"num_tokens", "new_seen", "next_tokens", "next_positions"}
 # sums over rows: the inputs whose magnitudes make the sum of magnitudes
 SUMS = {
@@ -38,6 +46,7 @@ SUMS = {
     "d_q_weight": ("d_out", "qkv", "rstd"),
     "d_k_weight": ("d_out", "qkv", "rstd"),
     "d_bias": ("d_y",),
+    "d_gain": ("d_y", "x"),
     "partials": ("grad",),
 }
 # exp, division and log of the GPU err by up to 2 units; norms add a row of up to 896 over 32 lanes, then a butterfly

@@ -48,6 +48,8 @@ REGISTERS = {
     "column_scale": 32,
     "cross_entropy": 80,
     "dequantize": 32,
+    "output_gain": 64,
+    "output_gain_backward": 32,
     "dropout": 48,
     "embedding_add": 64,
     "embedding_forward": 48,
@@ -68,6 +70,9 @@ REGISTERS = {
     "rmsnorm_forward": 96,
     "rope": 128,
     "sample": 64,
+    "scale_columns_backward": 128,
+    "scale_columns_forward": 64,
+    "scale_columns_sum": 40,
     "scale_update": 32,
     "square": 40,
     "sum_weight": 40,
@@ -199,6 +204,14 @@ def model_launches(noted: Launches, b: int, t: int, c: int, hq: int, hkv: int, h
         for residual in (None, read(x)):
             place = {"rate": 0.1, "seed": 2**40, "stream": 2**31, "first": 3, "length": t}
             ops.dropout(out(x, dtype, None), read(x), noted.tensor((b,), "int32"), residual, **place)
+            gains = noted.tensor((c,), "fp32")
+            ops.scale_columns_forward(out(x, dtype, None), read(x), gains, residual and read((c,)), residual)
+        for rank in (4, 16, 64):
+            low, gram = noted.tensor((2 * f, rank), "fp32"), noted.tensor((rank, rank), "fp32")
+            about = (read((2 * f, c)), low, gram, read((2 * f, rank)), noted.tensor((2 * f,), "fp32"))
+            ops.output_gain(out((2 * f,), "fp32", None), out((2 * f,), "fp32", None), *about, scale=2.0, first=0)
+        ops.output_gain(out((f,), "fp32", None), out((f,), "fp32"), None, None, None, None, None, scale=1.0, first=0)
+        ops.output_gain_backward(out((f,), dtype, None), noted.tensor((f,), "fp32"), noted.tensor((f,), "fp32"))
         added = out((v, c), dtype, None)
         ops.embedding_backward(added, read(x), tokens)
         added.accumulate = True
@@ -270,6 +283,9 @@ def model_launches(noted: Launches, b: int, t: int, c: int, hq: int, hkv: int, h
             ops.rmsnorm_backward(*grad, read(x), read(x), *norm, noted.tensor((b, t), "fp32"))
             ops.swiglu_forward(out((b, t, f), dtype, *forms), read(up))
             ops.swiglu_backward(out(up, dtype, *forms), read((b, t, f)), read(up))
+            d_gain = (out((c,), "fp32", None), read(x), read(x), noted.tensor((c,), "fp32"))
+            ops.scale_columns_backward(out(x, dtype, *forms), *d_gain)
+            ops.scale_columns_backward(out(x, dtype, *forms, COLSUM), *d_gain)
             ops.rope_forward(out(qkv, dtype, None), read(qkv), table, tokens, **heads)
             ops.rope_backward(out(qkv, dtype, *forms, COLSUM), read(qkv), table, tokens, **heads)
             ops.qk_norm_backward(out(qkv, dtype, *forms), *weights, read(qkv), *normed, stat, **heads)

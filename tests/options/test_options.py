@@ -18,13 +18,14 @@ UNSET = """
     steps warmup_ratio min_lr sample_prompts save_best continue reset export_dtype gpu ray_address
     reduce_dtype memcpy_all_gather memcpy_send_recv
     lora_rank lora_alpha lora_dropout lora_targets lora_bias lora_init adapter base_dtype train_only
+    lora_rank_pattern lora_alpha_pattern lora_plus_ratio train_also ia3
 """
 OFF = """
     from_scratch init_proj_to_zero streaming fp8_fallback recompute_swiglu recompute_norm recompute_ffn
     recompute_qkv recompute_att recompute_block overwrite export_anyway dry_run
     offload_residual offload_master offload_opt_m offload_opt_v offload_optimizer offload_gradients
     offload_quants stream_weights
-    shard_gradients shard_weights all_to_all_reduce rslora
+    shard_gradients shard_weights all_to_all_reduce rslora dora
 """
 DEFAULTS = {
     **dict.fromkeys(UNSET.split()),
@@ -115,6 +116,8 @@ def test_adapters_have_defaults_of_their_own():
     flat = parse(adapter="a", **{**given, "lora_alpha": None}).to_flat()
     assert (flat["learning_rate"], flat["master_dtype"], flat["lora_targets"]) == (1e-3, "bf16", None)
     assert parse(lora_rank=16, **given).to_flat()["lora_alpha"] == 5
+    flat = parse(ia3="k_proj").to_flat()
+    assert (flat["learning_rate"], flat["master_dtype"], flat["lora_targets"]) == (3e-3, "fp32", None)
 
 
 @pytest.mark.parametrize(
@@ -126,6 +129,13 @@ def test_adapters_have_defaults_of_their_own():
         ({"lora_rank": 4, "adapter": "a"}, "--lora-rank 4 is of a new adapter, and --adapter continues one"),
         ({"adapter": "a", "lora_targets": "mlp"}, "--lora-targets mlp is said by --adapter a: leave it out"),
         ({"lora_rank": 4, "train_only": "*.bias"}, "--train-only trains a part of the model, and adapters"),
+        ({"ia3": "mlp", "lora_rank": 4}, "--ia3 mlp trains gains, and --lora-rank is of another method"),
+        ({"ia3": "mlp", "dora": True}, "--ia3 mlp trains gains, and --dora is of another method"),
+        ({"dora": True}, "--dora True is for adapters: add --lora-rank"),
+        ({"train_also": "lm_head"}, "--train-also lm_head is for adapters: add --lora-rank"),
+        ({"lora_plus_ratio": 4}, "--lora-plus-ratio 4.0 is for adapters: add --lora-rank"),
+        ({"adapter": "a", "lora_rank_pattern": "mlp=4"}, "--lora-rank-pattern mlp=4 is said by --adapter a"),
+        ({"lora_rank": 4, "lora_plus_ratio": 0}, "--lora-plus-ratio 0 is too small"),
         ({"lora_rank": 0}, "--lora-rank 0 is below the least value"),
         ({"lora_rank": 4, "lora_dropout": 1}, "--lora-dropout 1 is too large: use less than 1"),
     ],

@@ -12,7 +12,7 @@ from llmq.backends.planned import PlannedBackend
 from llmq.data.batches.batch import Batch
 from llmq.engine.engine import Engine
 from llmq.errors import UsageError
-from llmq.model.adapters import Adapters, chosen, targets
+from llmq.model.adapters import Adapters, chosen, scaled, targets, trained_in_full, without_head
 from llmq.model.parameters import left_out
 from llmq.plan.memory import Memory
 from llmq.plan.spec import Completions
@@ -21,10 +21,12 @@ UNTIED = tiny(tie_embeddings=False)
 PLACES = np.array([2**33 + 5, 17])
 
 
-def adapters(text="all", config=None, rank=4, alpha=6.0, *, rslora=False, **about):
+def adapters(text="all", config=None, rank=4, alpha=6.0, *, rslora=False, ranks=None, alphas=None, also=None, **about):
     """Adapters of the modules that `text` names."""
     modules = chosen(text, config or tiny())
-    return Adapters(rank, alpha, targets(modules, rank, alpha, rslora=rslora), rslora=rslora, **about)
+    every = targets(modules, rank, alpha, rslora=rslora, ranks=ranks, alphas=alphas)
+    full = trained_in_full(also, config or tiny(), modules) if also else frozenset()
+    return Adapters(rank, alpha, every, rslora=rslora, also=full, **about)
 
 
 def placed(index=1):
@@ -65,8 +67,9 @@ def summed_loss(engine, one):
         ({"text": "q_proj,v_proj,up_proj", "rslora": True}, tiny()),
         ({"text": "all,lm_head", "dropout": 0.3, "bias": "all"}, tiny()),
         ({"text": "lm_head,k_proj", "dropout": 0.1}, UNTIED),
+        ({"text": "attention", "ranks": {"q_proj": 2, "layers.1.*": 5}, "also": "embed_tokens,down_proj"}, tiny()),
     ],
-    ids=["all", "some", "dropout", "head"],
+    ids=["all", "some", "dropout", "head", "full"],
 )
 def test_gradients_are_those_of_finite_differences(about, config):
     engine = engine_of(plan_of(FP64, Memory(head_chunks=2), config, adapters=adapters(**{"config": config, **about})))
@@ -127,6 +130,85 @@ def test_the_base_is_frozen_and_recomputing_changes_no_bit(precision, dropout):
         engine.micro_step(placed())
         last = engine.update(9, 1e-2).loss
     assert last < losses[0]
+
+
+@EVERY
+def test_recomputing_magnitudes_changes_no_bit_and_nothing_of_the_base_is_written(precision):
+    about = {"adapters": adapters("q_proj,v_proj,mlp", dora=True, dropout=0.2, bias="all")}
+    engine = warm(plan_of(precision, **about))
+    losses = steps(engine, 3)
+    frozen = {row.name for row in engine.plan.rows if not row.trainable}
+    assert frozen == {row.name for row in plan_of(precision).rows if not row.name.endswith("bias")}
+    for flags in (("recompute_block",), ("recompute_ffn", "recompute_norm", "recompute_qkv")):
+        other = warm(plan_of(precision, Memory(flags), **about))
+        assert steps(other, 3) == losses and bits(other) == bits(engine)
+    magnitudes = [row for row in engine.plan.rows if ".lora_m." in row.name]
+    assert len(magnitudes) == 10 and all(row.trainable and not row.decay for row in magnitudes)
+    assert {
+        engine.plan.persistent[key].dtype for key in engine.plan.persistent if "lora_m" in key and "weight" in key
+    } <= {precision.stat}
+
+
+@pytest.mark.parametrize("precision", [BF16, FP8["e4m3", "current"]], ids=["bf16", "fp8"])
+def test_magnitudes_of_a_quantized_base_are_those_of_what_it_stands_for(precision):
+    about = {"dropout": 0.1, "dora": True}
+    engine = warm(plan_of(precision, adapters=adapters(base="e4m3", **about)))
+    losses = steps(engine)
+    other = warm(plan_of(precision, Memory(("recompute_block",)), adapters=adapters(base="e4m3", **about)))
+    assert steps(other) == losses and bits(other) == bits(engine)
+    if precision is BF16:
+        held, plain = warm(engine.plan), warm(plan_of(precision, adapters=adapters(**about)))
+        plain.load([(row, held.parameter(row.name)) for row in plain.plan.rows])
+        assert steps(plain) == losses
+
+
+@EVERY
+def test_gains_are_trained_alone_and_recomputing_changes_no_bit(precision):
+    gains = Adapters(0, 1.0, scaled(chosen("k_proj,v_proj,down_proj", tiny())), method="ia3")
+    engine = warm(plan_of(precision, adapters=gains))
+    losses = steps(engine, 3)
+    trained = [row for row in engine.plan.rows if row.trainable]
+    assert {row.name.partition("layers.1.")[2] for row in trained} == {
+        *("", "attention.qkv.ia3.k_proj", "attention.qkv.ia3.v_proj", "mlp.down.ia3")
+    }
+    assert not any(row.decay for row in trained)
+    for flags in (("recompute_block",), ("recompute_ffn", "recompute_qkv")):
+        other = warm(plan_of(precision, Memory(flags), adapters=gains))
+        assert steps(other, 3) == losses and bits(other) == bits(engine)
+
+
+def test_gains_have_the_gradients_of_finite_differences():
+    gains = Adapters(0, 1.0, scaled(chosen("q_proj,up_proj,o_proj,down_proj", tiny())), method="ia3")
+    engine = engine_of(plan_of(FP64, adapters=gains))
+    values, rng, step = (
+        {row.name: engine.parameter(row.name) for row in engine.plan.rows},
+        np.random.default_rng(0),
+        1e-5,
+    )
+
+    def loss(name, change):
+        engine.load([(row, values[row.name] + (change if row.name == name else 0)) for row in engine.plan.rows])
+        return summed_loss(engine, placed())
+
+    loss("", 0)
+    found = {row.name: engine.gradient(row.name) for row in engine.plan.rows if row.trainable}
+    assert len(found) == 8
+    for name, gradient in found.items():
+        direction = rng.standard_normal(gradient.shape)
+        slope = (loss(name, step * direction) - loss(name, -step * direction)) / (2 * step)
+        assert slope == pytest.approx(float(np.sum(gradient * direction)), rel=2e-6), name
+
+
+def test_gains_that_cannot_be_computed_are_refused():
+    with pytest.raises(UsageError, match=r"IA3 scales the inputs of .*q_proj, which llmq reads once for several maps"):
+        scaled(chosen("q_proj", tiny()), {"model.layers.0.self_attn.q_proj"})
+    with pytest.raises(UsageError, match=r"--ia3 keeps what a map computes .* leave lm_head out of --ia3"):
+        without_head(chosen("all,lm_head", tiny()), "--ia3")
+
+
+def test_a_head_has_no_magnitudes():
+    with pytest.raises(UsageError, match=r"--dora keeps what a map computes .* leave lm_head out of --lora-targets"):
+        without_head(chosen("all,lm_head", tiny()))
 
 
 def test_dropout_is_in_training_and_nowhere_else():
@@ -201,6 +283,9 @@ def test_adapters_can_be_planned_for_a_gpu(precision):
     for base in (None, "e4m3"):
         about = {"rank": 16, "dropout": 0.1, "base": base}
         plan_of(precision, config=config, adapters=adapters("all,lm_head", config, **about), **scratch)
+        plan_of(precision, config=config, adapters=adapters("q_proj,v_proj,mlp", config, dora=True, **about), **scratch)
+        gains = Adapters(0, 1.0, scaled(chosen("all", config)), method="ia3", base=base)
+        plan_of(precision, config=config, adapters=gains, **scratch)
 
 
 @pytest.mark.parametrize(
@@ -231,6 +316,12 @@ def test_what_cannot_be_adapted_is_refused():
         UsageError, match=r"--lora-rank 25 is larger than model\.layers\.0\.self_attn\.k_proj \(24 x 48\)"
     ):
         adapters(rank=25)
+    with pytest.raises(UsageError, match=r"--lora-rank-pattern's 25 is larger than .*k_proj \(24 x 48\)"):
+        adapters(ranks={"k_proj": 25})
+    with pytest.raises(UsageError, match=r"--lora-rank-pattern o_proj: no linear map with an adapter"):
+        adapters("q_proj", ranks={"o_proj": 2})
+    with pytest.raises(UsageError, match=r"--lora-alpha-pattern mlp: no linear map with an adapter"):
+        adapters("q_proj", alphas={"mlp": 2.0})
     with pytest.raises(UsageError, match=r"lora_only would train a part of .*q_proj\.bias, .*k_proj\.bias"):
         plan_of(FP32, adapters=adapters("q_proj", bias="lora_only"))
 
@@ -242,6 +333,52 @@ def test_what_cannot_be_adapted_is_refused():
 def test_biases_are_trained_as_asked(text, bias, count):
     plan = plan_of(FP32, adapters=adapters(text, bias=bias))
     assert len([name for name in plan.grads if name.endswith(".bias")]) == count
+
+
+def test_the_first_pattern_that_matches_says_rank_and_alpha():
+    found = adapters("attention", ranks={"layers.1.*": 2, "q_proj": 8}, alphas={"attention": 3.0}, alpha=9.0).targets
+    of_q = [(t.rank, t.alpha, t.scale) for t in found if t.module.key == "q_proj"]
+    assert of_q == [(8, 3.0, 3 / 8), (2, 3.0, 3 / 2)]
+    assert {t.rank for t in found if t.module.key == "k_proj"} == {2, 4}
+
+
+@pytest.mark.parametrize(
+    ("text", "config", "rows"),
+    [
+        ("lm_head", tiny(), {"embed.weight"}),
+        ("embed_tokens", tiny(), {"embed.weight"}),
+        ("lm_head", UNTIED, {"head.weight"}),
+        ("embed_tokens,model.norm", UNTIED, {"embed.weight", "head.norm"}),
+        ("layers.0.mlp.*", tiny(), {"layers.0.mlp.up.weight", "layers.0.mlp.down.weight"}),
+    ],
+)
+def test_modules_are_trained_in_full_beside_adapters(text, config, rows):
+    about = adapters("q_proj", config, also=text)
+    plan = plan_of(BF16, config=config, adapters=about)
+    assert {row.name for row in plan.rows if row.trainable and row.file == "model"} == rows == about.also
+    assert rows <= set(plan.grads)
+    other = adapters("q_proj", config)
+    assert about.identity() != other.identity()
+
+
+def test_modules_that_cannot_be_trained_in_full_are_refused():
+    for text, says in (
+        ("heads", r"--train-also heads: no module of the model has such a name"),
+        ("q_proj", r"q_proj trains .*q_proj in full, which has an adapter"),
+        ("k_proj", r"k_proj trains .*q_proj in full, which has an adapter"),
+        ("layers.0.mlp.up_proj", r"names a part of .*: name model\.layers\.0\.mlp\.gate_proj too, or none"),
+    ):
+        with pytest.raises(UsageError, match=says):
+            adapters("q_proj", also=text)
+    with pytest.raises(UsageError, match=r"embed_tokens trains lm_head in full, which has an adapter"):
+        adapters("lm_head", also="embed_tokens")
+
+
+def test_b_and_vectors_have_the_rate_of_lora_plus():
+    rows = plan_of(FP32, adapters=adapters("attention", plus=16.0, bias="all", also="embed_tokens,model.norm")).rows
+    rates = {row.name.removeprefix("layers.0.attention."): row.rate for row in rows if row.trainable}
+    assert (rates["qkv.lora_a"], rates["embed.weight"]) == (1.0, 1.0)
+    assert {rates[name] for name in ("qkv.lora_b.q_proj", "o.lora_b.o_proj", "qkv.bias", "head.norm")} == {16.0}
 
 
 @pytest.mark.parametrize("precision", [FP64, BF16, FP8["e4m3", "delayed"]], ids=["fp64", "bf16", "fp8"])

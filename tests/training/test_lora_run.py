@@ -1,6 +1,7 @@
 """A run of --lora-rank: the adapter is what it saves, exports and continues from."""
 
 import json
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -10,6 +11,8 @@ from tiny_runs import on_weights, weights_of
 import llmq
 from llmq.errors import DataError, UsageError
 from llmq.files.checkpoint import load
+from llmq.files.merge import merge
+from llmq.files.source import find_source
 
 PREFIX = "base_model.model.model.layers.0"
 
@@ -79,6 +82,143 @@ def test_an_adapter_is_trained_on(given):
     assert configs[0] == configs[1]
 
 
+def test_modules_in_full_and_ranks_by_pattern_are_exported_and_trained_on(given):
+    about = {"lora_targets": "attention", "lora_rank_pattern": "q_proj=2,o_proj=3", "lora_alpha_pattern": "o_proj=1"}
+    first = llmq.train(**given, **about, train_also="lm_head,model.norm", lora_plus_ratio=4)
+    assert "Adapters of ranks 2 to 4 on 4 linear maps, beside 2 parameters in full: " in given["console"].getvalue()
+    config, found = json.loads((first.model_path / "adapter_config.json").read_text()), adapter_of(first.model_path)
+    assert config["modules_to_save"] == ["model.embed_tokens", "model.norm"] and config["ensure_weight_tying"]
+    assert found["base_model.model.lm_head.weight"].shape[1] == 48
+    assert np.array_equal(*(found[f"base_model.model.{name}.weight"] for name in ("lm_head", "model.embed_tokens")))
+    assert not np.array_equal(
+        found["base_model.model.lm_head.weight"], load_file("base/model.safetensors")["model.embed_tokens.weight"]
+    )
+    ranks = {name.split(".")[-3]: len(v) for name, v in found.items() if "lora_A" in name}
+    assert ranks == {"q_proj": 2, "k_proj": 4, "v_proj": 4, "o_proj": 3}
+    assert {name.rpartition(".")[2]: v for name, v in config["alpha_pattern"].items()} == {"o_proj": 1}
+    rest = {name: value for name, value in given.items() if name not in ("lora_rank", "lora_dropout")}
+    again = llmq.train(**{**rest, "name": "again", "adapter": str(first.model_path), "learning_rate": 0.0, "steps": 1})
+    assert again.eval_loss == first.eval_loss
+    one, other = adapter_of(first.model_path), adapter_of(again.model_path)
+    assert one.keys() == other.keys() and all(np.array_equal(one[name], other[name]) for name in one)
+
+
+def test_magnitudes_are_trained_saved_resumed_and_merged(given):
+    options = {**given, "dora": True, "lora_targets": "q_proj,v_proj,mlp"}
+    whole = llmq.train(**options)
+    assert "Adapters with magnitudes of rank 4 on 5 linear maps: " in given["console"].getvalue()
+    found = adapter_of(whole.model_path)
+    base = load_file("base/model.safetensors")
+    for module in ("self_attn.q_proj", "mlp.down_proj"):
+        first = np.linalg.norm(base[f"model.layers.0.{module}.weight"], axis=1)
+        moved = found[f"{PREFIX}.{module}.lora_magnitude_vector"] / first - 1
+        assert 0 < np.abs(moved).max() < 0.2
+    assert json.loads((whole.model_path / "adapter_config.json").read_text())["use_dora"]
+    folders = {"out_dir": "cut", "checkpoint_dir": "parts"}
+    llmq.train(**{**options, **folders, "steps": 3})
+    parts = llmq.train(**{**options, **folders, "out_dir": "parts-model", "continue": 3})
+    assert weights_of(parts.checkpoint_path) == weights_of(whole.checkpoint_path)
+    begun = llmq.train(**{**options, "name": "begun", "steps": 1, "learning_rate": 0.0})
+    plain = llmq.train(**{**given, "name": "plain", "steps": 1, "learning_rate": 0.0})
+    assert begun.eval_loss == pytest.approx(plain.eval_loss, rel=1e-6)
+    rest = {name: value for name, value in given.items() if name not in ("lora_rank", "lora_dropout")}
+    rest |= {"learning_rate": 0.0, "steps": 1}
+    again = llmq.train(**{**rest, "name": "again", "adapter": str(whole.model_path)})
+    assert again.eval_loss == whole.eval_loss
+    merge(find_source("base"), {whole.model_path: 1.0}, Path("merged"), dtype="fp32", overwrite=False)
+    merged = llmq.train(**{**rest, "name": "merged", "model": "merged"})
+    assert merged.eval_loss == pytest.approx(whole.eval_loss, rel=1e-5)
+
+
+@pytest.mark.parametrize("init", ["pissa", "olora"])
+def test_an_adapter_that_is_taken_out_of_the_weights_fits_them_when_it_is_exported(given, init):
+    """It has twice the rank, and the run resumes on the weights that are left."""
+    options = {**given, "lora_init": init, "lora_targets": "q_proj,v_proj,mlp", "lora_rank_pattern": "v_proj=2"}
+    whole = llmq.train(**options)
+    found, config = adapter_of(whole.model_path), json.loads((whole.model_path / "adapter_config.json").read_text())
+    assert (config["r"], config["lora_alpha"], config["init_lora_weights"]) == (8, 16, True)
+    assert found[f"{PREFIX}.self_attn.v_proj.lora_A.weight"].shape == (4, 48)
+    assert found[f"{PREFIX}.mlp.down_proj.lora_B.weight"].shape == (48, 8)
+    folders = {"out_dir": "cut", "checkpoint_dir": "parts"}
+    llmq.train(**{**options, **folders, "steps": 3})
+    parts = llmq.train(**{**options, **folders, "out_dir": "parts-model", "continue": 3})
+    assert weights_of(parts.checkpoint_path) == weights_of(whole.checkpoint_path)
+    other = adapter_of(parts.model_path)
+    assert all(np.array_equal(value, other[name]) for name, value in found.items())
+    with pytest.raises(UsageError, match=rf"adapters init: {init} in the checkpoint"):
+        llmq.train(**{**options, **folders, "continue": 3, "lora_init": "kaiming", "overwrite": True})
+    rest = {name: value for name, value in given.items() if name not in ("lora_rank", "lora_dropout")}
+    rest |= {"learning_rate": 0.0, "steps": 1}
+    again = llmq.train(**{**rest, "name": "again", "adapter": str(whole.model_path)})
+    assert again.eval_loss == pytest.approx(whole.eval_loss, rel=1e-5)
+    begun = llmq.train(**{**options, "name": "begun", "steps": 1, "learning_rate": 0.0})
+    plain = llmq.train(**{**rest, "name": "plain"})
+    assert begun.eval_loss == pytest.approx(plain.eval_loss, rel=1e-5)
+
+
+def test_gains_are_trained_saved_resumed_exported_and_trained_on(given):
+    rest = {name: value for name, value in given.items() if not name.startswith("lora")}
+    options = {**rest, "ia3": "k_proj,v_proj,down_proj", "train_also": "model.norm"}
+    whole = llmq.train(**options)
+    assert "Gains (IA3) on 3 linear maps: 160 of" in given["console"].getvalue()
+    found, config = adapter_of(whole.model_path), json.loads((whole.model_path / "adapter_config.json").read_text())
+    assert {name.removeprefix(PREFIX): value.shape for name, value in found.items()} == {
+        ".self_attn.k_proj.ia3_l": (24, 1),
+        ".self_attn.v_proj.ia3_l": (24, 1),
+        ".mlp.down_proj.ia3_l": (1, 64),
+        "base_model.model.model.norm.weight": (48,),
+    }
+    assert all(np.abs(value - 1).max() > 1e-3 for value in found.values())
+    assert (config["peft_type"], config["feedforward_modules"]) == ("IA3", ["down_proj"])
+    folders = {"out_dir": "cut", "checkpoint_dir": "parts"}
+    llmq.train(**{**options, **folders, "steps": 3})
+    parts = llmq.train(**{**options, **folders, "out_dir": "parts-model", "continue": 3})
+    assert weights_of(parts.checkpoint_path) == weights_of(whole.checkpoint_path)
+    still = {"learning_rate": 0.0, "steps": 1}
+    again = llmq.train(**{**rest, **still, "name": "again", "adapter": str(whole.model_path)})
+    assert again.eval_loss == whole.eval_loss
+    assert json.loads((again.model_path / "adapter_config.json").read_text()) == config
+    begun = llmq.train(**{**options, **still, "name": "begun"})
+    assert begun.eval_loss == llmq.train(**{**rest, **still, "name": "plain"}).eval_loss
+    merge(find_source("base"), {whole.model_path: 1.0}, Path("merged"), dtype="fp32", overwrite=False)
+    merged = llmq.train(**{**rest, **still, "name": "merged", "model": "merged"})
+    assert merged.eval_loss == pytest.approx(whole.eval_loss, rel=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("change", "says"),
+    [
+        (lambda t, c: t.pop(f"{PREFIX}.mlp.up_proj.ia3_l"), r"missing: model\.layers\.0\.mlp\.up_proj\.ia3_l"),
+        (lambda t, c: t.update({f"{PREFIX}.mlp.up_proj.ia3_l": np.ones((3, 1))}), r"shape \[3, 1\], .* for \[64, 1\]"),
+        (lambda t, c: t.update(other=np.zeros(3)), r"other is no part of an adapter"),
+        (lambda t, c: t.update({f"{PREFIX}5.mlp.up_proj.ia3_l": np.ones((3, 1))}), r"layers\.05\.mlp.*no linear"),
+        (lambda t, c: c.update(feedforward_modules=["up_proj"]), r"shape \[64, 1\], .*(.|\n)*which llmq reads once"),
+        (lambda t, c: c.update(peft_type="VERA"), "peft_type VERA is not read, only LORA and IA3"),
+    ],
+)
+def test_gains_that_do_not_fit_are_refused(given, tmp_path, change, says):
+    rest = {name: value for name, value in given.items() if not name.startswith("lora")}
+    done = llmq.train(**{**rest, "ia3": "q_proj,up_proj", "steps": 1})
+    tensors, config = adapter_of(done.model_path), json.loads((done.model_path / "adapter_config.json").read_text())
+    change(tensors, config)
+    (tmp_path / "changed").mkdir()
+    save_file(tensors, tmp_path / "changed" / "adapter_model.safetensors")
+    (tmp_path / "changed" / "adapter_config.json").write_text(json.dumps(config))
+    with pytest.raises(DataError, match=says):
+        llmq.train(**{**rest, "name": "next", "adapter": str(tmp_path / "changed")})
+
+
+def test_a_tied_head_cannot_be_taken_out_of(given):
+    with pytest.raises(UsageError, match=r"--lora-init pissa takes .* lm_head is the embedding too: leave it out"):
+        llmq.train(**given, lora_init="pissa", lora_targets="all,lm_head")
+
+
+@pytest.mark.parametrize("said", ["q_proj", "q_proj=0", "=3", "q_proj=two", "q_proj=2,", "q_proj=1.5"])
+def test_a_pattern_without_a_rank_is_refused(given, said):
+    with pytest.raises(UsageError, match=r"--lora-rank-pattern .*: write PATTERN=NUMBER with a number above 0"):
+        llmq.train(**given, lora_rank_pattern=said)
+
+
 def test_a_run_of_one_step_begins_where_the_base_is(given):
     plain = {name: value for name, value in given.items() if not name.startswith("lora")}
     rest = {"steps": 1, "learning_rate": 0.0}
@@ -94,14 +234,25 @@ def test_a_run_of_one_step_begins_where_the_base_is(given):
             lambda t, c: [t.pop(f"{PREFIX}.mlp.up_proj.lora_{k}.weight") for k in "AB"],
             r"missing: model\.layers\.0\.mlp\.up_proj\.lora_A\.weight and",
         ),
+        (lambda t, c: c.update(modules_to_save=["model.norm"]), r"missing: model\.norm\.weight, of modules_to_save"),
+        (lambda t, c: c.update(modules_to_save=["embed_tokens"]), r"ties them, without ensure_weight_tying"),
+        (lambda t, c: c.update(modules_to_save=["up_proj"]), r"has a part of layers\.0\.mlp\.up\.weight, which"),
+        (
+            lambda t, c: t.update({f"{PREFIX}.self_attn.q_proj.bias": np.zeros(3)}),
+            r"q_proj\.bias has shape \[3\], the model asks for \[48\]",
+        ),
+        (lambda t, c: c.update(use_dora=True), r"missing: model\.layers\.0\.self_attn\.q_proj\.lora_magnitude_vector"),
+        (
+            lambda t, c: c.update(init_lora_weights="corda"),
+            r"init_lora_weights corda changes the model as llmq does not",
+        ),
         (lambda t, c: c.update(r=8), r"q_proj\.lora_A\.weight has shape \[4, 48\], .* ask for \[8, 48\]"),
         (lambda t, c: t.update(other=np.zeros(3)), r"other is no part of an adapter"),
         (
             lambda t, c: t.update({f"{PREFIX}5.mlp.up_proj.lora_A.weight": np.zeros((4, 48))}),
             r"layers\.05\.mlp.*no linear",
         ),
-        (lambda t, c: c.update(peft_type="IA3"), "peft_type IA3 is not read, only LORA"),
-        (lambda t, c: c.update(use_dora=True), "llmq does not have use_dora True"),
+        (lambda t, c: c.update(use_qalora=True), "llmq does not have use_qalora True"),
     ],
 )
 def test_an_adapter_that_does_not_fit_is_refused(given, tmp_path, change, says):

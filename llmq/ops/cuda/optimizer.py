@@ -102,6 +102,7 @@ def adamw(
     seed: int,
     stream: int,
     first: int = 0,
+    rate: float = 1.0,
 ) -> None:
     """new_master, new_m, new_v, weight <- master, m, v, grad (one shape); scale, apply, learning_rate, step cells (1,).
 
@@ -118,6 +119,7 @@ def adamw(
     read = tuple(pointer(x) for x in (master, m, v, grad, scale, apply, learning_rate, step))
     betas = tuple(np.float32(number) for beta in (beta_1, beta_2) for number in (beta, 1 - beta))
     numbers = (np.float64(beta_1), np.float64(beta_2), *betas, np.float32(epsilon), np.float64(weight_decay))
+    numbers = (*numbers, np.float64(rate))
     key = (np.uint32(seed & WORD), np.uint32((stream ^ (seed >> 32)) & WORD))
     # blocks to a multiprocessor that registers leave room for
     resident = (2 if bits else 3) if number == 8 else 3 if bits & COL else 4

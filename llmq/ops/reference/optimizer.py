@@ -81,10 +81,12 @@ def adamw(
     seed: int,
     stream: int,
     first: int = 0,
+    rate: float = 1.0,
 ) -> None:
     """new_master, new_m, new_v, weight <- master, m, v, grad (one shape); the other four are (1,).
 
-    g = grad * scale, m = beta_1 m + (1 - beta_1) g, v = beta_2 v + (1 - beta_2) g^2, and with `step` counting from 1
+    g = grad * scale, m = beta_1 m + (1 - beta_1) g, v = beta_2 v + (1 - beta_2) g^2, and with lr = learning_rate * rate
+    and `step` counting from 1,
     master = master (1 - lr weight_decay) - lr (m / (1 - beta_1^step)) / (sqrt(v / (1 - beta_2^step)) + epsilon).
     The update uses m and v before they are rounded for storage. What is stored in bf16 is rounded stochastically, with
     bits addressed by (seed, step, stream, element), where elements of a share count from `first`; `weight` is made from
@@ -92,7 +94,7 @@ def adamw(
     """
     if apply.read()[0] == 0:
         return
-    count, lr = int(step.read()[0]), float(learning_rate.read()[0])
+    count, lr = int(step.read()[0]), float(learning_rate.read()[0]) * rate
     bias_1, bias_2 = 1 - beta_1**count, 1 - beta_2**count
     for start, rows in slices(master.shape):
         address = (seed, count, stream, first + start * master.shape[-1])

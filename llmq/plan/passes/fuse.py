@@ -45,7 +45,8 @@ def _is_plain(call: Call) -> bool:
     assert x is not None
     written = (result.ref for result in call.outputs if result is not None)
     whole = not any(ref.form or ref.span for ref in (*call.inputs, *written) if ref is not None)
-    return prod(x.shape[:-1]) <= MOST_TOKENS and whole and call.numbers.get("alpha", 1) == 1
+    few = x.space == "activation" and prod(x.shape[:-1]) <= MOST_TOKENS
+    return few and whole and call.numbers.get("alpha", 1) == 1
 
 
 def _fits(x: Ref | None) -> bool:

@@ -1,0 +1,83 @@
+"""The values that rows of a new adapter begin with, where these follow from the weights that it adapts."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+
+import numpy as np
+
+from llmq.files.source import Values
+from llmq.files.weight_files import norms_of
+from llmq.model.adapters import MAGNITUDE, Adapters, Target
+from llmq.model.config import ModelConfig
+from llmq.model.first_adapter import TAKEN_OUT, first_pair
+from llmq.model.parameters import parameter_rows
+from llmq.row import Row
+
+OF_WEIGHTS = ("norms", *TAKEN_OUT)  # inits that follow from weights
+
+
+class FirstAdapter:
+    """The rows of a new adapter on the weights of `model`.
+
+    Magnitudes are the norms of the model's rows. Of pissa and olora the first s B A are taken out of the weights.
+    """
+
+    def __init__(self, adapters: Adapters, config: ModelConfig, model: Values) -> None:
+        self.adapters, self.model = adapters, model
+        self._weights = {row.name: row for row in parameter_rows(config)}
+        self._last: tuple[str, dict[str, tuple[np.ndarray, np.ndarray]]] = ("", {})
+
+    def pairs(self, site: str, weight: np.ndarray | None = None) -> dict[str, tuple[np.ndarray, np.ndarray]]:
+        """The first A and B of each module of a site, by name; those of the last one that was asked for are kept."""
+        if self._last[0] != site:
+            if weight is None:
+                ((_, weight),) = self.model([self._weights[f"{site}.weight"]])
+            self._last = site, {t.module.name: self._pair(t, weight) for t in self.adapters.by_site[site]}
+        return self._last[1]
+
+    def _pair(self, target: Target, weight: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        of = target.module
+        return first_pair(self.adapters.init, weight[of.start : of.stop], target.rank, target.scale)
+
+    def base(self, rows: Sequence[Row]) -> Iterator[tuple[Row, np.ndarray]]:
+        """The values of the model's rows, less what is taken out of them."""
+        for row, value in self.model(rows):
+            yield row, self._less(row, value)
+
+    def _less(self, row: Row, value: np.ndarray) -> np.ndarray:
+        is_split = self.adapters.init in TAKEN_OUT and row.name in self._weights and row.name.endswith(".weight")
+        if not is_split or row.site not in self.adapters.by_site:
+            return value
+        rest, pairs = value.astype(np.float32), self.pairs(row.site or "", value)
+        for target in self.adapters.by_site[row.site or ""]:
+            a, b = pairs[target.module.name]
+            rest[target.module.start : target.module.stop] -= np.float32(target.scale) * (b @ a)
+        return rest
+
+    def values(self, rows: Sequence[Row]) -> Iterator[tuple[Row, np.ndarray]]:
+        """The values of rows: those that follow from weights, and others as in the model. A weight that is among the
+        rows is read once."""
+        made: dict[str, list[Row]] = {}
+        for row in rows:
+            if row.init in OF_WEIGHTS:
+                made.setdefault(row.name.partition(".lora_")[0] + ".weight", []).append(row)
+        others = [row for row in rows if row.init not in OF_WEIGHTS]
+        named = {row.name for row in others}
+        for row, value in self.model(others):
+            yield row, self._less(row, value)
+            yield from self._made(row, value, made.get(row.name, ()))
+        for row, value in self.model([self._weights[name] for name in made if name not in named]):
+            yield from self._made(row, value, made[row.name])
+
+    def _made(self, weight: Row, value: np.ndarray, rows: Sequence[Row]) -> Iterator[tuple[Row, np.ndarray]]:
+        """The rows of an adapter that follow from a weight."""
+        parts = {part.name.removesuffix(".weight"): part for part in weight.parts}
+        for row in rows:
+            if row.init == "norms":
+                part = parts[row.parts[0].name.removesuffix(f".{MAGNITUDE}")]
+                yield row, norms_of(value[part.start : part.stop])
+                continue
+            pairs = self.pairs(weight.site or "", value)
+            which = 0 if ".lora_A." in row.parts[0].name else 1
+            yield row, np.concatenate([pairs[part.name.partition(".lora_")[0]][which] for part in row.parts])

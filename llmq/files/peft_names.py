@@ -1,0 +1,65 @@
+"""Modules by PEFT's names: those that have adapters, and those that are trained in full."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Collection, Iterable, Sequence
+from typing import Any
+
+from llmq.model.adapters import EMBED, EMBED_ROW, LM_HEAD, Adapters, Target, linear_modules, modules_of
+from llmq.model.config import ModelConfig
+from llmq.model.parameters import parameter_rows
+
+
+def target_names(targets: Sequence[Target], config: ModelConfig) -> list[str]:
+    """PEFT's `target_modules`: keys where all maps of that key are targets, else whole names."""
+    names = {target.module.name for target in targets}
+    keys: dict[str, set[str]] = {}
+    for module in linear_modules(config):
+        keys.setdefault(module.key, set()).add(module.name)
+    wanted = [key for key, all_of in keys.items() if all_of <= names]
+    return [*wanted, *(target.module.name for target in targets if target.module.key not in wanted)]
+
+
+def in_full_config(adapters: Adapters, config: ModelConfig) -> dict[str, Any]:
+    """What PEFT's config says of modules that are trained in full."""
+    also = [name for row in parameter_rows(config) if row.name in adapters.also for name in modules_of(row, config)]
+    tied = config.tie_embeddings and EMBED_ROW in adapters.also
+    names = [name for name in dict.fromkeys(also) if not tied or name != LM_HEAD]
+    return {"modules_to_save": names or None, **({"ensure_weight_tying": True} if tied else {})}
+
+
+def modules_in_full(about: dict[str, Any], config: ModelConfig, problems: list[str]) -> frozenset[str]:
+    """The names of the rows of `modules_to_save`; what llmq does not have of these goes to `problems`."""
+    wanted = about.get("modules_to_save") or ()
+    found: dict[str, list[bool]] = {}
+    for row in parameter_rows(config):
+        found[row.name] = [any(name.endswith(one) for one in wanted) for name in modules_of(row, config)]
+    if config.tie_embeddings and any(found[EMBED_ROW]):
+        found[EMBED_ROW] = [True]
+        if not about.get("ensure_weight_tying"):
+            problems.append(
+                "modules_to_save has the embedding or the head of a model that ties them, without ensure_weight_tying: "
+                "PEFT trains a copy of one of them, llmq the matrix that both are"
+            )
+    cut = [name for name, hits in found.items() if any(hits) and not all(hits)]
+    problems += [f"modules_to_save has a part of {name}, which llmq holds as one" for name in cut]
+    return frozenset(name for name, hits in found.items() if any(hits))
+
+
+def plain_shapes(config: ModelConfig, also: Collection[str]) -> dict[str, tuple[int, ...]]:
+    """The shapes of tensors that an adapter may have as the model has them: biases, and modules trained in full."""
+    rows = [row for row in parameter_rows(config) if row.name.endswith(".bias") or row.name in also]
+    found = {part.name: (part.stop - part.start, *row.part_axes[1:]) for row in rows for part in row.parts}
+    if EMBED_ROW in also and config.tie_embeddings:
+        found[f"{LM_HEAD}.weight"] = found[f"{EMBED}.weight"]
+    return found
+
+
+def is_target(wanted: str | Iterable[str] | None, name: str) -> bool:
+    """Whether PEFT's `target_modules` have a module."""
+    if wanted is None or wanted == "all-linear":
+        return wanted is not None and name != "lm_head"
+    if isinstance(wanted, str):
+        return re.fullmatch(wanted, name) is not None
+    return any(name == one or name.endswith(f".{one}") for one in wanted)

@@ -1,0 +1,52 @@
+"""Magnitudes of adapters on the GPU; see cuda/output_gain.cu."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from llmq.ops.cuda.compile import Constants
+from llmq.ops.cuda.launch import Kernel, access, adds, launch, plain, pointer, type_of
+from llmq.tensor import Output, Tensor
+
+THREADS = 256  # output_gain.cu
+
+
+def output_gain(
+    gain: Output,
+    norm: Output,
+    /,
+    weight: Tensor | None,
+    through: Tensor | None,
+    gram: Tensor | None,
+    up: Tensor | None,
+    magnitude: Tensor | None,
+    *,
+    scale: float,
+    first: int,
+) -> None:
+    """gain (N,), norm (N,) <- weight (N,K), through (N,S), gram (S,S), up (N,R), magnitude (N,), or None."""
+    if not gain.wanted and not norm.wanted:
+        return
+    (rows,), kind = gain.shape, "float" if weight is None else type_of(weight)
+    rank, width = 1 if up is None else up.shape[-1], 4 if weight is None else weight.shape[-1]
+    assert up is None or type_of(up) == kind
+    assert all(type_of(x) == "float" for x in (through, gram, magnitude) if x is not None)
+    read = tuple(pointer(x) for x in (weight, through, gram, up, magnitude))
+    every = 1 if gram is None else gram.shape[-1]
+    numbers = (np.float32(scale), np.int32(first), np.int32(every), np.int32(rows))
+    constants: Constants = {"T": kind, "G": "float", "K": width, "R": rank, "N": access(width, kind)}
+    blocks = -(-rows * 32 // THREADS)
+    launch("output_gain", "output_gain", blocks, THREADS, (plain(gain), plain(norm), *read, *numbers), constants)
+
+
+def output_gain_backward(d_magnitude: Output, /, d_gain: Tensor, norm: Tensor | None) -> None:
+    """d_magnitude (N,) <- d_gain (N,), norm (N,) or None: d_gain / norm."""
+    if not d_magnitude.wanted:
+        return
+    (rows,) = d_gain.shape
+    arguments = (plain(d_magnitude), pointer(d_gain), pointer(norm), np.int32(rows), adds(d_magnitude))
+    constants: Constants = {"T": "float", "G": type_of(d_magnitude), "K": 4, "R": 1, "N": 4}
+    launch("output_gain", "output_gain_backward", -(-rows // THREADS), THREADS, arguments, constants)
+
+
+KERNELS = (Kernel(output_gain), Kernel(output_gain_backward))

@@ -1,0 +1,102 @@
+"""A low-rank adapter with magnitudes: y = m (W x + s B A x) / |W + s B A| + b, row by row (DoRA; Liu et al., 2024).
+
+The norm is that of the rows of W + s B A, and passes no gradient, as in PEFT. It is made of P = W A^T and G = A A^T,
+which cost a thin product each. Of parts of a fused site that have no adapter the output is not scaled. With dropout
+only what the adapter reads is left out; PEFT leaves it out of W x too, and multiplies with W twice.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+from llmq.row import Part, Row
+from llmq.sites.lora import LoraLinear
+from llmq.tensor import COLSUM, Ref, Slot
+
+
+class WithoutBias:
+    """The bundle of a site's rows, or of their gradients, as that of a map that has no bias."""
+
+    bias = None
+
+    def __init__(self, bundle: Any) -> None:
+        self._bundle = bundle
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._bundle, name)
+
+
+class DoraLinear:
+    """The site `lora`, of so many `outputs`, with a magnitude for each output of its pieces, held in `dtype`."""
+
+    def __init__(self, lora: LoraLinear, outputs: int, dtype: str) -> None:
+        self.lora, self.name, self.key = lora, lora.name, lora.key
+        self.outputs, self.dtype = outputs, dtype
+
+    def slots(self, x: Slot) -> tuple[Slot, ...]:
+        """W x + s B A x (...,N), and of the rows of W: P (N,R), G (R,R), norms and gains (N,)."""
+        key, n, r = self.key, self.outputs, self.lora.rank
+        return (
+            *self.lora.slots(x),
+            Slot(f"{key}.product", (*x.shape[:-1], n), ("block",)),
+            Slot(f"{key}.through", (n, r), (), "stat"),
+            Slot(f"{key}.gram", (r, r), (), "stat"),
+            Slot(f"{key}.norm", (n,), (), "stat"),
+            Slot(f"{key}.gain", (n,), (), "stat"),
+        )
+
+    def rows(self, rows: Sequence[Row]) -> tuple[Row, ...]:
+        """Those of the adapter, and the magnitudes of each piece."""
+        found = list(self.lora.rows(rows))
+        for piece in self.lora.pieces:
+            part = Part(f"{piece.name}.lora_magnitude_vector", 0, piece.outputs)
+            shape, layer, name = (piece.stop - piece.start,), found[0].layer, f"{self.name}.lora_m.{piece.key}"
+            found.append(Row(name, shape, (part,), "norms", False, layer, dtype=self.dtype, file=self.lora.file))
+        return tuple(found)
+
+    def forward(self, ops: Any, a: Any, y: Ref, x: Ref, w: Any, residual: Ref | None = None) -> None:
+        """y (...,N) <- x (...,K), w, residual (...,N) or None."""
+        product = a[f"{self.key}.product"]
+        self.measure(ops, a, w)
+        self.lora.forward(ops, a, product, x, WithoutBias(w))
+        ops.scale_columns_forward(y, product, a[f"{self.key}.gain"], w.bias, residual)
+
+    def measure(self, ops: Any, a: Any, w: Any) -> None:
+        """a.norm, a.gain (N,) <- w."""
+        through, gram, norm, gain = (a[f"{self.key}.{name}"] for name in ("through", "gram", "norm", "gain"))
+        ops.linear_forward(through, w.weight, w.lora_a, None, None)
+        ops.linear_forward(gram, w.lora_a, w.lora_a, None, None)
+        for start, stop in self.between():
+            at = (start, stop - start)
+            ops.output_gain(gain.flat(*at), None, None, None, None, None, None, scale=1.0, first=0)
+        for piece in self.lora.pieces:
+            at = (piece.start, piece.stop - piece.start)
+            ops.output_gain(
+                gain.flat(*at),
+                norm.flat(*at),
+                w.weight.chunk(*at),
+                through.chunk(*at),
+                gram,
+                getattr(w.lora_b, piece.key),
+                getattr(w.lora_m, piece.key),
+                scale=piece.scale,
+                first=piece.first,
+            )
+
+    def between(self) -> Iterator[tuple[int, int]]:
+        """The runs of outputs that no piece has."""
+        ends = [0, *(piece.stop for piece in self.lora.pieces)]
+        starts = [*(piece.start for piece in self.lora.pieces), self.outputs]
+        yield from ((end, start) for end, start in zip(ends, starts, strict=True) if end < start)
+
+    def backward(self, ops: Any, a: Any, d: Any, d_x: Ref, dw: Any, d_y: Ref, x: Ref, w: Any) -> None:
+        """d_x, dw <- d_y, x, w."""
+        product, gain, norm = (a[f"{self.key}.{name}"] for name in ("product", "gain", "norm"))
+        d_product, d_gain = d[f"{self.key}.product"], d[f"{self.key}.gain"]
+        ops.scale_columns_backward(d_product, d_gain, d_y, product, gain)
+        for piece in self.lora.pieces:
+            at = (piece.start, piece.stop - piece.start)
+            ops.output_gain_backward(getattr(dw.lora_m, piece.key), d_gain.flat(*at), norm.flat(*at))
+        ops.bias_backward(dw.bias, d_y.as_form(COLSUM))
+        self.lora.backward(ops, a, d, d_x, WithoutBias(dw), d_product, x, WithoutBias(w))

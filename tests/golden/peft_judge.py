@@ -1,0 +1,87 @@
+"""What comparisons with PEFT share: its parameters by our names, our engine with them, folders, logits."""
+
+from dataclasses import replace
+
+import numpy as np
+import torch
+from tiny_engines import next_logits
+
+from golden import families, transformers_judge
+from llmq.backends.host import HostBackend
+from llmq.engine.engine import Engine
+from llmq.files.huggingface import Export
+from llmq.model.config import read_config
+from llmq.model.optimizer import Hyperparameters
+from llmq.model.parameters import parameter_rows
+from llmq.plan.memory import Memory
+from llmq.plan.plan import make_plan
+from llmq.plan.spec import Spec
+
+LENGTH, RANK, ALPHA = 24, 4, 10.0
+
+
+def ours(name):
+    """Our name of a parameter of PEFT's model."""
+    name = name.removeprefix("base_model.model.").replace(".modules_to_save.", ".")
+    name = name.replace("_vector.default.weight", "_vector").replace(".ia3_l.default", ".ia3_l")
+    return name.replace(".default.", ".").replace(".base_layer.", ".")
+
+
+def trained(model, of=lambda p: p.detach()):
+    """Trained parameters by our names, in f64."""
+    return {
+        ours(name): of(p).to(torch.float64).numpy().copy() for name, p in model.named_parameters() if p.requires_grad
+    }
+
+
+def engine_of(config, model, adapters, precision, hyper=None):
+    """Our engine with the parameters of PEFT's model."""
+    spec = Spec(
+        read_config(config), precision, Memory(), hyper or Hyperparameters(), families.BATCH, LENGTH, adapters=adapters
+    )
+    engine = Engine(make_plan(spec), HostBackend())
+    named = {ours(name): p.detach().to(torch.float64).numpy() for name, p in model.named_parameters()}
+    rows = []
+    for row in engine.plan.rows:
+        value = np.zeros(row.shape)
+        for part in row.parts:
+            value[part.start : part.stop] = named[part.name]
+        rows.append((row, value))
+    engine.load(rows)
+    return engine
+
+
+def by_name(engine, read):
+    """Our trained parameters, or their gradients, by name."""
+    found = {}
+    for row in engine.plan.rows:
+        if row.trainable:
+            found |= {part.name: read(row.name)[part.start : part.stop].astype(np.float64) for part in row.parts}
+    return found
+
+
+def drawn(config, index):
+    return families.batch(config["vocab_size"], index, length=LENGTH)
+
+
+def hyper():
+    return replace(Hyperparameters(**families.ADAMW), grad_clip=0.0)
+
+
+def export_base(config, folder):
+    """The model without adapters, as a folder."""
+    weights, parsed = families.weights(config), read_config(config)
+    rows = parameter_rows(parsed)
+    values = {}
+    for row in rows:
+        values[row.name] = np.zeros(row.shape, np.float32)
+        for part in row.parts:
+            values[row.name][part.start : part.stop] = weights[part.name]
+    Export(folder, parsed, rows, "fp32").write(lambda row: values[row.name])
+
+
+def assert_same_logits(run, model, tokens):
+    wanted = transformers_judge.logits_of(model, tokens)
+    for row, count in ((0, 3), (1, tokens.shape[1])):
+        found, right = next_logits(run, tokens[row, :count]), wanted[row, count - 1]
+        assert np.linalg.norm(found - right) < 1e-5 * np.linalg.norm(right)

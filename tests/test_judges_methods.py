@@ -1,0 +1,232 @@
+"""Methods beside LoRA against PEFT and PyTorch, live: what is taken out of weights, gains, a part of the model."""
+
+import numpy as np
+import pytest
+
+pytest.importorskip("peft", reason="the judge is PEFT")
+pytest.importorskip("torch", reason="the judges are torch and transformers")
+
+import peft
+import torch
+import transformers
+from golden import families, transformers_judge
+from golden.engines import FP32, FP64, relative_errors
+from golden.peft_judge import (
+    ALPHA,
+    LENGTH,
+    RANK,
+    assert_same_logits,
+    by_name,
+    drawn,
+    engine_of,
+    export_base,
+    hyper,
+    ours,
+)
+from safetensors.numpy import load_file
+
+from llmq.backends.host import HostBackend
+from llmq.data.batches.batch import Batch
+from llmq.engine.engine import Engine
+from llmq.files.adapters import AdapterExport, adapter_config, doubled, open_adapter, stored_rows, with_first
+from llmq.files.first_adapter import FirstAdapter
+from llmq.files.merge import merge
+from llmq.files.source import find_source, open_parameters
+from llmq.model.adapters import Adapters, chosen, scaled, targets
+from llmq.model.config import read_config
+from llmq.model.optimizer import Hyperparameters
+from llmq.model.parameters import left_out, parameter_rows
+from llmq.plan.memory import Memory
+from llmq.plan.plan import make_plan
+from llmq.plan.spec import Spec
+
+pytestmark = pytest.mark.judge
+
+
+def initial_of(config, weights, init, **about):
+    """PEFT's model as it begins."""
+    made = peft.LoraConfig(
+        r=RANK, lora_alpha=ALPHA, target_modules="all-linear", task_type="CAUSAL_LM", init_lora_weights=init, **about
+    )
+    return peft.get_peft_model(transformers_judge.model_of(config, weights, "float32"), made)
+
+
+def changed(model, seed=4):
+    """The same with A and B a little beside where they began."""
+    torch.manual_seed(seed)
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if "lora_" in name and "magnitude" not in name:
+                parameter.add_(torch.randn_like(parameter) * 0.05)
+    return model
+
+
+@pytest.mark.parametrize("about", [{}, {"use_rslora": True}, {"use_dora": True}], ids=["lora", "rslora", "dora"])
+@pytest.mark.parametrize("init", ["pissa", "olora"])
+def test_what_is_taken_out_of_the_weights_is_what_peft_takes(init, about, tmp_path):
+    """First values and weights, the folder as it is, its merged model, the folder that PEFT converts."""
+    config = families.FAMILIES["qwen2"]
+    parsed, (tokens, _), weights = read_config(config), drawn(config, 5), families.weights(config)
+    export_base(config, tmp_path / "base")
+    source = find_source(str(tmp_path / "base"))
+    theirs = initial_of(config, weights, init, **about)
+    rslora, dora = bool(about.get("use_rslora")), bool(about.get("use_dora"))
+    every = targets(chosen("all", parsed), RANK, ALPHA, rslora=rslora)
+    adapters = Adapters(RANK, ALPHA, every, rslora=rslora, init=init, dora=dora)
+    first = FirstAdapter(adapters, parsed, open_parameters(source, 0))
+    spec = Spec(parsed, FP32, Memory(), Hyperparameters(), families.BATCH, LENGTH, adapters=adapters)
+    engine = Engine(make_plan(spec), HostBackend())
+    engine.load(first.values(engine.plan.rows))
+    assert_same_logits(engine, theirs, tokens)
+    named = {ours(name): p.detach().numpy() for name, p in theirs.named_parameters()}
+    values = {part.name: engine.parameter(r.name)[part.start : part.stop] for r in engine.plan.rows for part in r.parts}
+    for target in every:
+        name = target.module.name
+        weight, a, b = (f"{name}.{key}" for key in ("weight", "lora_A.weight", "lora_B.weight"))
+        np.testing.assert_allclose(values[weight], named[weight], atol=2e-5)
+        np.testing.assert_allclose(values[b] @ values[a], named[b] @ named[a], atol=2e-5)
+        np.testing.assert_allclose(np.abs(values[a]), np.abs(named[a]), atol=1e-3)
+    theirs.save_pretrained(tmp_path / "first")
+    changed(theirs).save_pretrained(tmp_path / "theirs")
+    read = open_adapter(tmp_path / "theirs", parsed)
+    assert read.adapters == adapters
+    engine.load(read.values(open_parameters(source, 0))(engine.plan.rows))
+    assert_same_logits(engine, theirs, tokens)
+    merge(source, {tmp_path / "theirs": 1.0}, tmp_path / "merged", dtype=None, overwrite=False)
+    found = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "merged", attn_implementation="eager")
+    assert_same_logits(engine, found, tokens)
+    twice = doubled(adapters)
+    rows, exported = with_first(stored_rows(engine.plan.rows, adapters)), adapter_config(twice, parsed, "base", None)
+    export = AdapterExport(tmp_path / "ours", parsed, rows, "fp32", about=exported, first=first)
+    export.write(lambda row: engine.parameter(row.name))
+    base = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "base", attn_implementation="eager")
+    assert_same_logits(engine, peft.PeftModel.from_pretrained(base, tmp_path / "ours"), tokens)
+    if dora:  # whose magnitudes PEFT leaves out when it converts
+        return
+    theirs.save_pretrained(tmp_path / "converted", path_initial_model_for_weight_conversion=str(tmp_path / "first"))
+    one, other = (load_file(tmp_path / side / "adapter_model.safetensors") for side in ("ours", "converted"))
+    assert one.keys() == other.keys()
+    for name, value in one.items():
+        assert value.shape == other[name].shape
+        if name.endswith("lora_A.weight"):
+            b = name.replace("lora_A", "lora_B")
+            np.testing.assert_allclose(one[b] @ value, other[b] @ other[name], atol=5e-5)
+    wanted = peft.LoraConfig.from_pretrained(tmp_path / "converted")
+    assert (wanted.r, wanted.init_lora_weights) == (exported["r"], exported["init_lora_weights"])
+    assert wanted.lora_alpha == pytest.approx(exported["lora_alpha"])
+
+
+GAINS = {
+    "paper": {"target_modules": ["k_proj", "v_proj", "down_proj"], "feedforward_modules": ["down_proj"]},
+    "outputs": {"target_modules": ["q_proj", "up_proj", "down_proj"], "feedforward_modules": []},
+    "inputs": {"target_modules": ["o_proj", "gate_proj"], "feedforward_modules": ["o_proj"]},
+}
+
+
+@pytest.mark.parametrize(("family", "kind"), [*(("qwen2", kind) for kind in GAINS), ("qwen3", "paper")])
+def test_gains_are_those_of_peft(family, kind, tmp_path):
+    """Losses, gradients in f64 and f32, 20 steps of AdamW, folders both ways, the merged model."""
+    config, a = families.FAMILIES[family], families.ADAMW
+    parsed, weights, (tokens, marks) = read_config(config), families.weights(config), drawn(config, 1)
+    modules = chosen(",".join(GAINS[kind]["target_modules"]), parsed)
+    inward = {module.name for module in modules if module.key in GAINS[kind]["feedforward_modules"]}
+    adapters = Adapters(0, 1.0, scaled(modules, inward), method="ia3")
+    assert kind != "paper" or adapters.targets == scaled(modules)
+
+    def made(dtype):
+        about = peft.IA3Config(task_type="CAUSAL_LM", **GAINS[kind])
+        model = peft.get_peft_model(transformers_judge.model_of(config, weights, dtype), about)
+        torch.manual_seed(3)
+        with torch.no_grad():
+            for name, parameter in model.named_parameters():
+                if "ia3_l" in name:
+                    parameter.uniform_(0.5, 1.5)
+        return model
+
+    with transformers_judge.doubled():
+        model = made("float64")
+        loss = transformers_judge.backward(model, tokens, marks)
+        gradients = {ours(n): p.grad.numpy() for n, p in model.named_parameters() if p.requires_grad}
+        runs = [engine_of(config, model, adapters, precision, hyper()) for precision in (FP64, FP32)]
+        count = np.count_nonzero(marks != -100)
+        for run, bound in zip(runs, (1e-9, 1e-5), strict=True):
+            run.micro_step(Batch(tokens, marks))
+            found = {name: value / count for name, value in by_name(run, run.gradient).items()}
+            errors = relative_errors(found, gradients)
+            assert max(errors.values()) < bound, max(errors, key=errors.get)
+            assert run.update(1, 0.0).loss == pytest.approx(loss, rel=bound)
+        model = made("float64")
+        runs = [engine_of(config, model, adapters, precision, hyper()) for precision in (FP64, FP32)]
+        about = {"lr": 0.0, "betas": (a["beta_1"], a["beta_2"]), "eps": a["epsilon"], "weight_decay": 0.0}
+        optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], foreach=False, **about)
+        for step in range(1, families.STEPS + 1):
+            loss = transformers_judge.backward(model, *drawn(config, step))
+            optimizer.param_groups[0]["lr"] = families.learning_rate(step)
+            optimizer.step()
+            for run, bound in zip(runs, (1e-6, 1e-4), strict=True):
+                run.micro_step(Batch(*drawn(config, step)))
+                assert run.update(step, families.learning_rate(step)).loss == pytest.approx(loss, rel=bound)
+        right = {ours(n): p.detach().numpy() for n, p in model.named_parameters() if p.requires_grad}
+    for run, bound in zip(runs, (1e-6, 1e-4), strict=True):
+        assert max(relative_errors(by_name(run, run.parameter), right).values()) < bound
+    export_base(config, tmp_path / "base")
+    theirs, source = made("float32"), find_source(str(tmp_path / "base"))
+    theirs.save_pretrained(tmp_path / "theirs")
+    read = open_adapter(tmp_path / "theirs", parsed)
+    assert read.adapters == adapters
+    run = runs[1]
+    run.load(read.values(open_parameters(source, 0))(run.plan.rows))
+    assert_same_logits(run, theirs, tokens)
+    about = adapter_config(adapters, parsed, str(tmp_path / "base"), None)
+    rows = stored_rows(run.plan.rows, adapters)
+    AdapterExport(tmp_path / "ours", parsed, rows, "fp32", about=about).write(lambda row: run.parameter(row.name))
+    one, other = (load_file(tmp_path / side / "adapter_model.safetensors") for side in ("ours", "theirs"))
+    assert one.keys() == other.keys() and all(np.array_equal(value, other[name]) for name, value in one.items())
+    base = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "base", attn_implementation="eager")
+    assert_same_logits(run, peft.PeftModel.from_pretrained(base, tmp_path / "ours"), tokens)
+    merge(source, {tmp_path / "ours": 1.0}, tmp_path / "merged", dtype=None, overwrite=False)
+    found = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "merged", attn_implementation="eager")
+    named = dict(found.named_parameters())
+    for name, value in theirs.merge_and_unload().named_parameters():
+        torch.testing.assert_close(named[name].detach(), value.detach(), rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("text", ["*.bias", "layers.1.mlp,norm"])
+def test_a_part_of_the_model_is_trained_as_by_torch(text):
+    """BitFit's biases, or a layer: 20 steps of AdamW in f64 and in f32."""
+    config, a = families.FAMILIES["qwen2"], families.ADAMW
+    parsed, weights = read_config(config), families.weights(config)
+    frozen = left_out(text, parsed)
+    kept = {part.name for row in parameter_rows(parsed) if row.name not in frozen for part in row.parts}
+    with transformers_judge.doubled():
+        model = transformers_judge.model_of(config, weights, "float64")
+        for name, parameter in model.named_parameters():
+            parameter.requires_grad_(name in kept)
+        named = {name: p.detach().numpy().copy() for name, p in model.named_parameters()}
+        runs = []
+        for precision in (FP64, FP32):
+            spec = Spec(parsed, precision, Memory(), hyper(), families.BATCH, LENGTH, frozen=frozen)
+            runs.append(Engine(make_plan(spec), HostBackend()))
+            values = {row.name: np.zeros(row.shape) for row in runs[-1].plan.rows}
+            for row in runs[-1].plan.rows:
+                for part in row.parts:
+                    values[row.name][part.start : part.stop] = named[part.name]
+            runs[-1].load([(row, values[row.name]) for row in runs[-1].plan.rows])
+        groups = [
+            {"params": [p for p in model.parameters() if p.requires_grad and (p.ndim > 1) == matrix], "weight_decay": w}
+            for matrix, w in ((True, a["weight_decay"]), (False, 0.0))
+        ]
+        about = {"lr": 0.0, "betas": (a["beta_1"], a["beta_2"]), "eps": a["epsilon"], "foreach": False}
+        optimizer = torch.optim.AdamW([group for group in groups if group["params"]], **about)
+        for step in range(1, families.STEPS + 1):
+            optimizer.zero_grad()
+            loss = transformers_judge.backward(model, *drawn(config, step))
+            for group in optimizer.param_groups:
+                group["lr"] = families.learning_rate(step)
+            optimizer.step()
+            for run, bound in zip(runs, (1e-6, 1e-4), strict=True):
+                run.micro_step(Batch(*drawn(config, step)))
+                assert run.update(step, families.learning_rate(step)).loss == pytest.approx(loss, rel=bound)
+        right = {name: p.detach().numpy() for name, p in model.named_parameters() if name in kept}
+    for run, bound in zip(runs, (1e-6, 1e-4), strict=True):
+        assert max(relative_errors(by_name(run, run.parameter), right).values()) < bound
