@@ -20,12 +20,14 @@ class Scaling:
     producer can write the copy at once; `is_measured`: a pass over the value makes it, before the copy; `owns_scales`:
     the scales belong to one copy; `is_repeated`: to read a copy, an array of scales as large as itself is made;
     `turns`: a transposed copy has the same scales, transposed;
-    `is_tiled`: no scale is that of rows in two tiles of 128."""
+    `is_tiled`: no scale is that of rows in two tiles of 128; `is_of_states`: optimizer states are held so, and nothing
+    else."""
 
     is_cell = False
     is_measured = False
     is_repeated = False
     is_tiled = False
+    is_of_states = False
     owns_scales = False
     turns = True
 
@@ -108,6 +110,26 @@ class Blockwise(Rowwise):
         return None if start % BLOCK else scale[start // BLOCK : -(-(start + count) // BLOCK)]
 
 
+class Blocks(Rowwise):
+    """(R, K / 128), rounded up: one for 128 numbers of a stored row, row by row, so that rows and their scales are cut
+    together: shares of ranks, and pieces that come from the host, are whole."""
+
+    is_repeated = True
+    is_of_states = True
+
+    def shape(self, rows: int, columns: int) -> tuple[int, ...]:
+        return (rows, -(-columns // BLOCK))
+
+    def amax(self, size: np.ndarray) -> np.ndarray:
+        return _blocks(size)
+
+    def spread(self, scale: np.ndarray, shape: tuple[int, ...]) -> np.ndarray:
+        return np.repeat(scale, BLOCK, axis=1)[:, : shape[-1]].reshape(shape)
+
+    def of_columns(self, scale: np.ndarray, start: int, count: int) -> np.ndarray | None:
+        return None
+
+
 class Tilewise(Blockwise):
     """(R / 128, K / 128), rounded up, the last one to a multiple of 4: one for 128 x 128 numbers."""
 
@@ -142,6 +164,7 @@ SCALINGS: dict[str, Scaling] = {
     "rowwise": Rowwise(),
     "blockwise": Blockwise(),
     "tilewise": Tilewise(),
+    "blocks": Blocks(),
 }
 
 

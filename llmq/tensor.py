@@ -26,6 +26,7 @@ DTYPES: dict[str, np.dtype] = {
     "e4m3": np.dtype(ml_dtypes.float8_e4m3fn),
     "e5m2": np.dtype(ml_dtypes.float8_e5m2),
     "int32": np.dtype(np.int32),
+    "int8": np.dtype(np.int8),
     "uint8": np.dtype(np.uint8),
 }
 LARGEST = {"e4m3": 448.0, "e5m2": 57344.0}  # finite limits of the fp8 formats (OCP 8-bit floating point, 2023)

@@ -56,9 +56,8 @@ class Engine(BoundPlan):
     def load(self, parameters: Iterable[tuple[Row, np.ndarray]]) -> None:
         """Sets masters from whole parameters (padded, any float dtype) and makes all copies; moments become zero."""
         self._set(parameters, self.plan.rows)
-        for state in self.plan.moments.values():
-            self._fill(state.m, 0)
-            self._fill(state.v, 0)
+        for name in self.plan.moment_names:
+            self._memory.fill(name, 0)
         self._publish()
 
     def gradient(self, name: str) -> np.ndarray:

@@ -12,6 +12,7 @@ from llmq.options.field import LARGEST_STEP, Computed, Float, Int, Section, Text
 from llmq.options.rate_rules import final_fraction, our_name
 
 Narrow = Annotated[Literal["bf16", "fp32"], Computed]
+Moment = Annotated[Literal["fp32", "bf16", "e4m3", "int8"], Computed]
 FP8_MATMULS = ("e4m3", "auto")
 Chunks = Literal["auto"] | Annotated[Int, Field(ge=1, le=LARGEST_STEP)]
 Course = Annotated[Literal["cosine", "linear", "constant", "wsd"], BeforeValidator(our_name)]
@@ -58,8 +59,13 @@ class PrecisionOptions(Section):
     fp8_fallback: bool = option(
         False, "Move a linear map to the model dtype when --log-fp8-every finds its signal-to-noise ratio low."
     )
-    opt_m_dtype: Narrow = option("fp32", "Dtype of Adam's first moment; bf16 rounds stochastically.")
-    opt_v_dtype: Narrow = option("fp32", "Dtype of Adam's second moment; bf16 rounds stochastically.")
+    opt_m_dtype: Moment = option(
+        "fp32",
+        "Dtype of Adam's first moment; all but fp32 round stochastically, those of 8 bits with a scale for each 128.",
+    )
+    opt_v_dtype: Moment = option(
+        "fp32", "Dtype of Adam's second moment, as of the first; in 8 bits it is held by its root."
+    )
     master_dtype: Narrow = option(
         lambda data: data.get("model_dtype", "bf16"),
         "Dtype of the master weights, which the optimizer updates.",

@@ -65,7 +65,7 @@ class HostedMoments:
             master = whole.state.master
             count, width = math.prod(master.shape[:-1]), master.shape[-1]
             fetched = [*(ref for ref in whole.state if ref.space in self._spaces), *([grad] if grad else [])]
-            row_bytes = width * sum(DTYPES[ref.dtype].itemsize for ref in fetched)
+            row_bytes = width * sum(DTYPES[ref.form.dtype if ref.form else ref.dtype].itemsize for ref in fetched)
             size = NORM_ROWS * max(1, self._piece_bytes // (NORM_ROWS * row_bytes))
             if len(master.shape) == 1 or count <= size or master.stack is not None or not self._is_cut(update.row):
                 yield whole._replace(grad=grad)
@@ -90,4 +90,4 @@ def _slot(ops: Any, ref: Ref, place: str) -> Ref:
     """A slot with what a Ref of the host stands for."""
     slot = Ref(f"{ref.space}/{place}", "activation", ref.shape, ref.dtype, ref.layer)
     ops.copy_to_device(slot, ref)
-    return slot
+    return slot.in_form(ref.form)

@@ -7,7 +7,15 @@ from typing import Any, NamedTuple
 
 from llmq.row import Row
 from llmq.stores.sharding import Sharding, Shards
-from llmq.tensor import Ref
+from llmq.tensor import Form, Ref
+
+# The form that a moment in 8 bits is held in, by its space and dtype. Of v it is the root.
+FORMS = {
+    ("m", "e4m3"): Form("e4m3", "row", "blocks"),
+    ("m", "int8"): Form("int8", "row", "blocks"),
+    ("v", "e4m3"): Form("e4m3", "row", "blocks"),
+    ("v", "int8"): Form("uint8", "row", "blocks"),
+}
 
 
 class State(NamedTuple):
@@ -49,13 +57,7 @@ class ReplicatedMoments:
         dtypes = {"master": master_dtype, "m": m_dtype, "v": v_dtype}
         self.rows = tuple(row for row in rows if row.trainable)
         self.refs = {
-            row.name: State(
-                *(
-                    Ref(row.name, space, row.shape, dtype, row.layer, is_stack=row.stacked)
-                    for space, dtype in dtypes.items()
-                )
-            )
-            for row in self.rows
+            row.name: State(*(_ref(row, space, dtype) for space, dtype in dtypes.items())) for row in self.rows
         }
 
     def walk(self, ops: Any, *, masters_only: bool = False) -> Iterator[Update]:
@@ -82,3 +84,9 @@ class ShardedMoments(ReplicatedMoments):
         """Yields each row with this rank's share of its state."""
         for row in self.rows:
             yield Update(row, (StatePiece(self.refs[row.name], self._shards.first(row)),))
+
+
+def _ref(row: Row, space: str, dtype: str) -> Ref:
+    """A state of a row; one in 8 bits is a number of f32 in a form."""
+    form = FORMS.get((space, dtype))
+    return Ref(row.name, space, row.shape, "fp32" if form else dtype, row.layer, form=form, is_stack=row.stacked)

@@ -17,7 +17,7 @@ from llmq.tensor import Form, Output, Tensor, num_norm_tiles
 
 from .build import output, run, tensor
 
-OWN_SCALES = tuple(name for name, scaling in SCALINGS.items() if scaling.owns_scales)
+OWN_SCALES = tuple(name for name, scaling in SCALINGS.items() if scaling.owns_scales and not scaling.is_of_states)
 STAT = {"fp64": "fp64", "fp32": "fp32", "bf16": "fp32"}  # dtype of statistics and cells in a model of that dtype
 
 

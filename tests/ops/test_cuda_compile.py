@@ -24,6 +24,7 @@ from llmq.ops.cuda import embedding, launch
 from llmq.ops.cuda_sources import cuda_folder, cuda_sources
 from llmq.ops.seam import Arguments
 from llmq.scaling import SCALINGS
+from llmq.stores.moments import FORMS
 from llmq.tensor import COLSUM, DTYPES, Form, Output, Ref, Tensor, num_norm_tiles, scale_shape, stored_shape
 
 from .build import arguments_of
@@ -31,7 +32,9 @@ from .build import arguments_of
 ROW8, COL8 = Form("e4m3", "row", "delayed"), Form("e4m3", "col", "delayed")
 CAPABILITIES = [80, 86, 89, 90, 100, 120]
 OWN = {
-    name: [Form("e4m3", layout, name) for layout in ("row", "col")] for name in SCALINGS if SCALINGS[name].owns_scales
+    name: [Form("e4m3", layout, name) for layout in ("row", "col")]
+    for name, scaling in SCALINGS.items()
+    if scaling.owns_scales and not scaling.is_of_states
 }
 # most registers of any variant on any card; a kernel that needs more has changed its occupancy
 REGISTERS = {
@@ -286,6 +289,10 @@ def model_launches(noted: Launches, b: int, t: int, c: int, hq: int, hkv: int, h
                 written = [out((2 * f, c), kind, None) for kind in (master, dtype, "bf16")]
                 weight = out((2 * f, c), dtype, *forms)
                 ops.adamw(*written, weight, *state, cell, cell, cell, count, **update)
+                for kind, forms_of_v in (("e4m3", FORMS["v", "int8"]), ("int8", FORMS["v", "e4m3"])):
+                    state[1:3] = (noted.tensor((2 * f, c), "fp32", x) for x in (FORMS["m", kind], forms_of_v))
+                    written[1:] = (Output("y", x.shape, "fp32", (x,)) for x in state[1:3])
+                    ops.adamw(*written, weight, *state, cell, cell, cell, count, **update)
 
 
 QWEN_0_5B = {"b": 32, "t": 1024, "c": 896, "hq": 14, "hkv": 2, "hd": 64, "f": 4864, "v": 151936}

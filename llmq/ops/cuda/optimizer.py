@@ -14,6 +14,7 @@ from llmq.ops.cuda.launch import (
     TILE_THREADS,
     Kernel,
     access,
+    address,
     adds,
     forms,
     height,
@@ -25,6 +26,7 @@ from llmq.ops.cuda.launch import (
     tiles,
     type_of,
 )
+from llmq.scaling import BLOCK
 from llmq.tensor import NORM_ROWS, Output, Tensor, num_norm_tiles
 
 SQUARE_THREADS, SQUARES = 512, 1 << 14  # elements that a block adds up (sum_squares.cu)
@@ -108,25 +110,28 @@ def adamw(
     Bit for bit what the reference computes; new_* may be the memory of master, m and v.
     """
     wanted, outputs = forms(weight)
-    types = {"MASTER": type_of(master), "M": type_of(m), "V": type_of(v), "G": type_of(grad)}
+    types = {"MASTER": type_of(master), "M": _held_type(m), "V": _held_type(v), "G": type_of(grad)}
     types["T"] = type_of(weight) if weight.wanted else types["MASTER"]
     bits, count, columns = int(wanted["FORMS"]), math.prod(master.shape), master.shape[-1]
     assert first % 8 == 0, f"{master.name}: a share that begins at element {first} cuts random bits in two"
-    number = access(columns if bits & COL else count, *types.values())
+    is_coded = m.form is not None or v.form is not None
+    tiled = bool(bits & COL) or (is_coded and columns % BLOCK > 0)
+    number = access(columns if tiled else count, *types.values())
     assert number % 4 == 0, f"{master.name}: a width of {master.shape[-1]} is no multiple of 4, which random bits need"
-    written = (plain(new_master), plain(new_m), plain(new_v), *outputs)
-    read = tuple(pointer(x) for x in (master, m, v, grad, scale, apply, learning_rate, step))
+    written = (plain(new_master), *_held(new_m), *_held(new_v), *outputs)
+    states = (pointer(master), pointer(m), _scale(m), pointer(v), _scale(v), pointer(grad))
+    read = (*states, *(pointer(x) for x in (scale, apply, learning_rate, step)))
     betas = tuple(np.float32(number) for beta in (beta_1, beta_2) for number in (beta, 1 - beta))
     numbers = (np.float64(beta_1), np.float64(beta_2), *betas, np.float32(epsilon), np.float64(weight_decay))
     key = (np.uint32(seed & WORD), np.uint32((stream ^ (seed >> 32)) & WORD))
     # blocks to a multiprocessor that registers leave room for
-    resident = (2 if bits else 3) if number == 8 else 3 if bits & COL else 4
-    if bits & COL:
+    resident = (2 if bits or is_coded else 3) if number == 8 else 3 if bits & COL or is_coded else 4
+    if tiled:
         blocks = tiles(count // columns, columns, bits, number, TRANSPOSED)
     else:
         columns = TILE_LANES * number
         blocks = min(multiprocessors() * resident, -(-count // (TILE_THREADS * number)))
-    constants = {**types, "C": columns, "N": number, "RESIDENT": resident, **wanted}
+    constants = {**types, "C": columns, "N": number, "TILED": int(tiled), "RESIDENT": resident, **wanted}
     launch(
         "optimizer",
         "adamw",
@@ -135,6 +140,22 @@ def adamw(
         (*written, *read, *numbers, *key, np.int64(count), np.int64(first), np.int64(height(weight))),
         constants,
     )
+
+
+def _held_type(tensor: Tensor) -> str:
+    """Type name of a moment: that of its codes where it is held in 8 bits."""
+    return type_of(tensor) if tensor.form is None else tensor.form.dtype
+
+
+def _held(output: Output) -> tuple[int, int]:
+    """Addresses of a moment and of its scales, 0 for what is not wanted or has none."""
+    if not output.wanted or output.tensors[0].form is None:
+        return plain(output), 0
+    return pointer(output.tensors[0]), _scale(output.tensors[0])
+
+
+def _scale(tensor: Tensor) -> int:
+    return 0 if tensor.scale is None else address(tensor.scale)
 
 
 KERNELS = (

@@ -8,6 +8,7 @@ import math
 
 import numpy as np
 
+from llmq.ops.reference.eight_bits import store, store_root
 from llmq.ops.reference.random import MASTER, M, V, random_bits, stochastic_round_bf16
 from llmq.ops.seam import op
 from llmq.tensor import DTYPES, NORM_ROWS, Output, Tensor, slices
@@ -58,7 +59,13 @@ def grad_scale(
     apply.write(finite.astype(value.dtype))
 
 
-@op(family="optimizer", for_each_row=True, forms={"weight"}, cast_from={"weight": "new_master"})
+@op(
+    family="optimizer",
+    for_each_row=True,
+    forms={"weight"},
+    held={"new_m", "new_v"},
+    cast_from={"weight": "new_master"},
+)
 def adamw(
     new_master: Output,
     new_m: Output,
@@ -88,7 +95,8 @@ def adamw(
     master = master (1 - lr weight_decay) - lr (m / (1 - beta_1^step)) / (sqrt(v / (1 - beta_2^step)) + epsilon).
     The update uses m and v before they are rounded for storage. What is stored in bf16 is rounded stochastically, with
     bits addressed by (seed, step, stream, element), where elements of a share count from `first`; `weight` is made from
-    the master as stored. new_* may be the memory of master, m and v. With apply 0 nothing is written.
+    the master as stored. So are m and v in 8 bits, of v the root (llmq/ops/reference/eight_bits.py). new_* may be the
+    memory of master, m and v. With apply 0 nothing is written.
     """
     if apply.read()[0] == 0:
         return
@@ -98,14 +106,30 @@ def adamw(
         address = (seed, count, stream, first + start * master.shape[-1])
         g = grad.chunk(start, rows).read() * scale.read()
         first_moment = beta_1 * m.chunk(start, rows).read() + (1 - beta_1) * g
-        second_moment = beta_2 * v.chunk(start, rows).read() + (1 - beta_2) * (g * g)
+        second_moment = beta_2 * _read_v(v.chunk(start, rows)) + (1 - beta_2) * (g * g)
         update = (first_moment / bias_1) / (np.sqrt(second_moment / bias_2) + epsilon)
         updated = master.chunk(start, rows).read() * (1 - lr * weight_decay) - lr * update
         updated = _stored(updated, new_master.dtype, MASTER, *address)
-        new_m.chunk(start, rows).write(_stored(first_moment, new_m.dtype, M, *address))
-        new_v.chunk(start, rows).write(_stored(second_moment, new_v.dtype, V, *address))
+        _write(new_m.chunk(start, rows), first_moment, M, *address)
+        _write(new_v.chunk(start, rows), second_moment, V, *address)
         new_master.chunk(start, rows).write(updated)
         weight.chunk(start, rows).write(updated)
+
+
+def _read_v(v: Tensor) -> np.ndarray:
+    """v, of which a form of 8 bits has the root."""
+    root = v.read()
+    return root * root if v.form is not None else root
+
+
+def _write(target: Output, value: np.ndarray, purpose: str, seed: int, step: int, stream: int, first: int) -> None:
+    """A moment as `_stored`, or in the form of 8 bits that it is held in."""
+    if not target.wanted or target.tensors[0].form is None:
+        target.write(_stored(value, target.dtype, purpose, seed, step, stream, first))
+        return
+    bits = random_bits(seed, step, stream, purpose, value.size, first).reshape(value.shape)
+    put = store_root if purpose == V else store
+    put(target.tensors[0], value.astype(np.float32, copy=False), bits)
 
 
 def _stored(value: np.ndarray, dtype: str, purpose: str, seed: int, step: int, stream: int, first: int) -> np.ndarray:
