@@ -58,6 +58,9 @@ class Ops:
     def amax_scale(self, scale: Ref | None, /, x: Ref, *, limit: float) -> None:
         """scale (1,) <- x (any shape): amax(|x|) / limit, which maps amax to `limit`; 1 if amax is 0 or not finite."""
 
+    def apply_if_finite(self, out: Ref | None, /, partials: Ref, apply: Ref) -> None:
+        """out (1,) <- apply (1,) if all partials (P,), sums of squares, are finite, else 0."""
+
     def attention_backward(
         self,
         d_qkv: Ref | None,
@@ -171,6 +174,21 @@ class Ops:
         grad_clip: float,
     ) -> None:
         """norm (1,), scale (1,), apply (1,) <- partials (P,) sums of squares, loss_total (1,), num_tokens (1,)."""
+
+    def last_norm_scale(
+        self,
+        new_last_norm: Ref | None,
+        scale: Ref | None,
+        apply: Ref | None,
+        /,
+        norm: Ref,
+        last_norm: Ref,
+        loss_total: Ref,
+        num_tokens: Ref,
+        *,
+        grad_clip: float,
+    ) -> None:
+        """new_last_norm, scale, apply (1,) <- norm and last_norm of steps before, loss_total, num_tokens (1,)."""
 
     def linear_dgrad(
         self, d_x: Ref | None, /, d_y: Ref, weight: Ref, residual: Ref | None, *, alpha: float = 1.0

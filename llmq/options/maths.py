@@ -119,6 +119,11 @@ class MemoryOptions(Section):
         False,
         "Keep the weights of the blocks in host memory, and all master weights; layers come one ahead of their use.",
     )
+    fused_update: bool = option(
+        False,
+        "Update the weights of each layer in backward, as soon as it has its gradients, which are then freed. Needs "
+        "--grad-accumulation 1, and --grad-clip 0 or --clip-by last.",
+    )
     lmhead_chunks: Int = option(
         0, "Compute the logits in N chunks to save memory; 0 chooses by size.", ge=0, le=LARGEST_STEP
     )
@@ -242,6 +247,9 @@ class OptimizerOptions(Section):
     )
     grad_clip: Float = option(
         1.0, "Clip the global norm of the gradient to this; 0 never clips.", "max_grad_norm", ge=0
+    )
+    clip_by: Literal["this", "last"] = option(
+        "this", "Step whose norm --grad-clip looks at: this one's, or that of the last one, which is known in backward."
     )
     z_loss: Float = option(0.0, "Weight of the squared log-partition (z-loss) in the loss; 0 for none.", ge=0)
     neftune_alpha: Float = option(

@@ -137,7 +137,8 @@ class Plan:
         names = list(self._states)
         remade = {scale_name(one) for ref in self.weights.values() if ref.form is not None for one in ref.entries}
         scales = sorted(name for name, ref in self.persistent.items() if ref.space == "scale" and name not in remade)
-        return {name: self.persistent[name] for name in names + scales}
+        norms = ["cell:norm", "cell:last_norm"] if self.spec.hyper.clips_by_last else []
+        return {name: self.persistent[name] for name in names + scales + norms}
 
     @cached_property
     def _states(self) -> Mapping[str, str]:
@@ -208,9 +209,11 @@ def make_plan(
     )
     if readers:
         reading["observe"] = forms(measured, {}, fates.offloaded)
-    training = {at: forms(calls, {}, fates.offloaded) for at, calls in fated.items() if not at[0]}
+    # Programs that write weights, first ones and those that update them in backward, know what others read of them.
+    writers = {at for at in fated if at[0] or (at[1] and spec.memory.fused)}
+    training = {at: forms(calls, {}, fates.offloaded) for at, calls in fated.items() if at not in writers}
     weights = reads_of_weights([*training.values(), *(reading[name] for name in read)])
-    training |= {at: forms(calls, weights, fates.offloaded) for at, calls in fated.items() if at[0]}
+    training |= {at: forms(fated[at], weights, fates.offloaded) for at in fated if at in writers}
     gather = forms(recordings.gather(), weights)
     weights = reads_of_weights([*training.values(), gather, *(reading[name] for name in read)])
     publish = forms(recordings.publish(), weights)

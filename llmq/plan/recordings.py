@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property, partial
 from typing import Any
@@ -17,6 +17,7 @@ from llmq.plan.memory import ALONE_ONLY, HOSTED
 from llmq.plan.spec import Spec
 from llmq.row import Row
 from llmq.stores.activations import Frame, Frames
+from llmq.stores.fused_grads import FusedGrads, Use
 from llmq.stores.grads import ReplicatedGrads
 from llmq.stores.hosted_grads import HostedGrads
 from llmq.stores.hosted_moments import HostedMoments
@@ -42,12 +43,18 @@ class Stores:
 def stores_of(spec: Spec) -> Stores:
     """What holds a run's tensors on one of its ranks. UsageError for what many ranks cannot keep on the host."""
     sharding, memory, p = spec.sharding, spec.memory, spec.precision
+    if memory.fused:
+        refuse_fused(spec)
     if sharding.size == 1:
         hosted = memory.hosts_weight(p)
         host_master = p.master if "master" in memory.host else None
         return Stores(
             partial(HostedWeights, hosted=hosted, host_master=host_master) if hosted else ReplicatedWeights,
-            partial(HostedGrads, piece_bytes=memory.piece_bytes) if "grad" in memory.host else ReplicatedGrads,
+            FusedGrads
+            if memory.fused
+            else partial(HostedGrads, piece_bytes=memory.piece_bytes)
+            if "grad" in memory.host
+            else ReplicatedGrads,
         )
     if alone := [flag for flag, space in HOSTED.items() if space in memory.host and space in ALONE_ONLY]:
         flags = ", ".join(f"--{flag.replace('_', '-')}" for flag in alone)
@@ -59,6 +66,27 @@ def stores_of(spec: Spec) -> Stores:
         partial(grads, sharding=sharding),
         partial(ShardedMoments, sharding=sharding) if sharding.states else ReplicatedMoments,
     )
+
+
+def refuse_fused(spec: Spec) -> None:
+    """UsageError for what the update in backward cannot do."""
+    clip, p = spec.hyper.grad_clip, spec.precision
+    problems = []
+    if clip and not spec.hyper.clips_by_last:
+        problems.append(
+            f"the norm that --grad-clip {clip:g} looks at is not known then: use --clip-by last, or --grad-clip 0"
+        )
+    if p.matmul == "e4m3" and p.scaling == "delayed":
+        problems.append(
+            "copies of weights are written before the end of the step, when --fp8-scaling delayed sets their scales: "
+            "use --fp8-scaling current"
+        )
+    if "grad" in spec.memory.host:
+        problems.append("it leaves no gradients for --offload-gradients to keep: leave that out")
+    if spec.sharding.size > 1:
+        problems.append(f"it is for a run of one GPU, and this one has {spec.sharding.size}: use --zero-level 3")
+    if problems:
+        raise UsageError("--fused-update: " + "; ".join(problems))
 
 
 def _at_home(moments: Any, grads: Mapping[str, Ref], spec: Spec) -> Any:
@@ -91,7 +119,7 @@ class Recordings:
         world = spec.sharding
         self._shards = Shards(self.rows, world.size, world.rank) if world.size > 1 else None
         self.ranks: Any = ManyRanks(self._shards.tiles) if self._shards else Alone()
-        names = ("norm", "grad_scale", "apply", "learning_rate", "request")
+        names = ("norm", "last_norm", "grad_scale", "apply", "learning_rate", "request")
         cells = {name: Ref(name, "cell", (1,), p.stat) for name in names}
         num_partials = sum(num_norm_tiles(grad.shape) for grad in self.grads[True].shares(Recorder()))
         cells["step"] = Ref("step", "cell", (1,), "int32")
@@ -102,6 +130,9 @@ class Recordings:
         self.rope = Ref("rope", "const", (spec.seq_len, spec.config.head_dim), p.stat)
         self.batch = self._inputs("batch", spec.batch_size)
         self.sums = Frame(sums)
+        for grads in self.grads.values():
+            if isinstance(grads, FusedGrads):
+                grads.use = self._fused(applies=grads.last)
         self.evaluated = Frame({name: replace(ref, name=f"evaluate.{name}") for name, ref in sums.items()})
 
     def handles(self, cells: Mapping[str, Ref]) -> Frame:
@@ -142,9 +173,31 @@ class Recordings:
         model.evaluate(ops, frames.a, frames.d, self.weights)
         return ops.calls
 
+    def _fused(self, *, applies: bool) -> Use:
+        """The update of a part of the model in backward; the head, which is first, makes the loss."""
+        first = dict(self._first_partials())
+
+        def use(ops: Any, part: str | int, rows: Sequence[Row], grads: Mapping[str, Ref]) -> None:
+            spec, found = self.spec, {row.name: (grads[row.name], first[row.name]) for row in rows}
+            if part == "head" and applies:
+                optimizer.begin_fused(ops, self.cells, spec.hyper)
+            written = (self.weights, self.moments, found, self.cells, spec.hyper, spec.seed)
+            optimizer.update_fused(ops, *written, applies=applies)
+
+        return use
+
+    def _first_partials(self) -> Iterator[tuple[str, int]]:
+        """The place of each row's first partial sum of squares."""
+        first = 0
+        for name, ref in self.grads[True].refs.items():
+            yield name, first
+            first += sum(num_norm_tiles(one.shape) for one in ref.entries)
+
     def update(self, cells: Mapping[str, Ref]) -> list[Call]:
-        """The optimizer step."""
+        """The optimizer step; of a fused one what is left of it."""
         grads, spec = self.grads[True], self.spec
+        if spec.memory.fused:
+            return _recorded(lambda ops: optimizer.end_fused(ops, cells, spec.hyper))
         return _recorded(
             lambda ops: optimizer.update(
                 ops, self.weights, grads, self.moments, self.ranks, cells, spec.hyper, spec.seed

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Container, Iterable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 from llmq.row import Row
@@ -60,14 +60,17 @@ class ReplicatedMoments:
             row.name: State(*(_ref(row, space, dtype) for space, dtype in dtypes.items())) for row in self.rows
         }
 
-    def walk(self, ops: Any, *, masters_only: bool = False) -> Iterator[Update]:
+    def walk(self, ops: Any, *, masters_only: bool = False, only: Container[str] | None = None) -> Iterator[Update]:
         """Yields each row, and entry of a stack, with its state as one piece; a resident store has nothing to move.
-        `masters_only` when m and v are not read."""
-        for row in self.rows:
+        `masters_only` when m and v are not read; `only`: the rows of these names."""
+        for row in self._of(only):
             states = zip(*(ref.entries for ref in self.refs[row.name]), strict=True)
             yield from (
                 Update(one, (StatePiece(State(*state)),)) for one, state in zip(row.entries, states, strict=True)
             )
+
+    def _of(self, only: Container[str] | None) -> Iterator[Row]:
+        return (row for row in self.rows if only is None or row.name in only)
 
 
 class ShardedMoments(ReplicatedMoments):
@@ -80,9 +83,9 @@ class ShardedMoments(ReplicatedMoments):
         self._shards = Shards(rows, sharding.size, sharding.rank)
         self.refs = {name: State(*map(self._shards.share, state)) for name, state in self.refs.items()}
 
-    def walk(self, ops: Any, *, masters_only: bool = False) -> Iterator[Update]:
+    def walk(self, ops: Any, *, masters_only: bool = False, only: Container[str] | None = None) -> Iterator[Update]:
         """Yields each row with this rank's share of its state."""
-        for row in self.rows:
+        for row in self._of(only):
             yield Update(row, (StatePiece(self.refs[row.name], self._shards.first(row)),))
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Container, Iterable, Iterator, Sequence
 from typing import Any
 
 from llmq.row import Row
@@ -45,11 +45,11 @@ class ReplicatedWeights:
     def gather(self, ops: Any) -> None:
         """Makes all weights whole outside of a step; those of one rank are."""
 
-    def written(self, ops: Any) -> Iterator[Ref]:
-        """Yields what the copies of each trained row are written to; they are where they belong when the next row's, or
-        the next part's, is asked for."""
+    def written(self, ops: Any, only: Container[str] | None = None) -> Iterator[Ref]:
+        """Yields what the copies of each trained row, or of those named in `only`, are written to; they are where they
+        belong when the next row's, or the next part's, is asked for."""
         for row in self.rows:
-            if row.trainable:
+            if row.trainable and (only is None or row.name in only):
                 yield from self.refs[row.name].entries
 
     def frozen(self) -> list[Ref]:

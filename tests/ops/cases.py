@@ -341,6 +341,17 @@ def grad_scale(s: Sizes, rng: np.random.Generator) -> Case:
     return Case("", outputs, inputs, {"grad_clip": 0.5}, frozenset({*inputs, *outputs}))
 
 
+def last_norm_scale(s: Sizes, rng: np.random.Generator) -> Case:
+    inputs = {**cells(rng, "norm", "last_norm", "loss_total"), "num_tokens": np.array([5.0])}
+    outputs = {"new_last_norm": (1,), "scale": (1,), "apply": (1,)}
+    return Case("", outputs, inputs, {"grad_clip": 0.5}, frozenset({*inputs, *outputs}))
+
+
+def apply_if_finite(s: Sizes, rng: np.random.Generator) -> Case:
+    inputs = {"partials": rng.uniform(0, 9, s.vp), **cells(rng, "apply")}
+    return Case("", {"out": (1,)}, inputs, {}, frozenset({*inputs, "out"}))
+
+
 def adamw(s: Sizes, rng: np.random.Generator) -> Case:
     shape = (s.vp, s.c)
     master, m, grad = rng.standard_normal((3, *shape))

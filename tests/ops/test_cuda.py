@@ -30,7 +30,16 @@ SIZES = {
     "large": Sizes(b=3, t=197, c=896, hq=14, hkv=2, hd=64, f=1208, v=5000, vp=5120),
 }
 EXACT = {"adamw", "amax_scale", "cast", "cache_write", "embedding_forward", "loss_sum", "sample", "scale_update"}
-EXACT |= {"copy_to_device", "copy_to_host", "dropout", "embedding_noise", "rope_forward", "rope_backward"}
+EXACT |= {
+    "apply_if_finite",
+    "last_norm_scale",
+    "copy_to_device",
+    "copy_to_host",
+    "dropout",
+    "embedding_noise",
+    "rope_forward",
+    "rope_backward",
+}
 INTEGERS = {"num_tokens", "new_seen", "next_tokens", "next_positions"}
 # sums over rows: the inputs whose magnitudes make the sum of magnitudes
 SUMS = {

@@ -42,6 +42,7 @@ REGISTERS = {
     "count": 16,
     "add": 40,
     "adamw": 128,
+    "apply_if_finite": 32,
     "attend": 128,
     "amax_scale": 40,
     "bias_backward": 40,
@@ -62,6 +63,7 @@ REGISTERS = {
     "finish": 64,
     "fold": 48,
     "grad_scale": 32,
+    "last_norm_scale": 32,
     "penalize": 32,
     "qk_norm_backward": 128,
     "qk_norm_forward": 48,
@@ -251,6 +253,8 @@ def model_launches(noted: Launches, b: int, t: int, c: int, hq: int, hkv: int, h
         for shape in ((2 * f, c), (c,)):
             ops.sum_squares(out((num_norm_tiles(shape),), "fp32", None), read(shape))
         ops.grad_scale(one, one, one, noted.tensor((290,), "fp32"), cell, count, grad_clip=1.0)
+        ops.last_norm_scale(one, one, one, cell, cell, cell, count, grad_clip=1.0)
+        ops.apply_if_finite(one, noted.tensor((290,), "fp32"), cell)
         ops.amax_scale(one, read(x), limit=448.0)
         for shape in (x, (b, t, f), up):
             ops.quantize(out(shape, dtype, OWN["rowwise"][0]), one, read(shape), limit=448.0)

@@ -111,7 +111,7 @@ def test_an_exported_model_trains_on_from_where_it_was(given):
     "precision",
     [
         {},
-        {"opt_m_dtype": "int8", "opt_v_dtype": "e4m3"},
+        {"opt_m_dtype": "int8", "opt_v_dtype": "e4m3", "fused_update": True, "clip_by": "last", "grad_accumulation": 1},
         pytest.param({"opt_m_dtype": "e4m3", "opt_v_dtype": "int8"}, marks=pytest.mark.slow),
         {**FP8, "fp8_scaling": "delayed"},
         pytest.param({**FP8, "fp8_scaling": "current"}, marks=pytest.mark.slow),

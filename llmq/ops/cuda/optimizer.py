@@ -82,6 +82,31 @@ def grad_scale(
     launch("sum_squares", "grad_scale", 1, NORM_THREADS, arguments, {"G": "float", "PIECE": SQUARES})
 
 
+def last_norm_scale(
+    new_last_norm: Output,
+    scale: Output,
+    apply: Output,
+    /,
+    norm: Tensor,
+    last_norm: Tensor,
+    loss_total: Tensor,
+    num_tokens: Tensor,
+    *,
+    grad_clip: float,
+) -> None:
+    """new_last_norm, scale, apply (1,) <- norm, last_norm, loss_total (1,), num_tokens (1,) int32."""
+    written = (plain(new_last_norm), plain(scale), plain(apply))
+    read = tuple(map(pointer, (norm, last_norm, loss_total, num_tokens)))
+    arguments = (*written, *read, np.float64(grad_clip))
+    launch("sum_squares", "last_norm_scale", 1, 32, arguments, {"G": "float", "PIECE": SQUARES})
+
+
+def apply_if_finite(out: Output, /, partials: Tensor, apply: Tensor) -> None:
+    """out (1,) <- apply (1,) if all partials (P,) are finite, else 0."""
+    arguments = (plain(out), pointer(partials), np.int32(math.prod(partials.shape)), pointer(apply))
+    launch("sum_squares", "apply_if_finite", 1, NORM_THREADS, arguments, {"G": "float", "PIECE": SQUARES})
+
+
 def adamw(
     new_master: Output,
     new_m: Output,
@@ -161,5 +186,7 @@ def _scale(tensor: Tensor) -> int:
 KERNELS = (
     Kernel(sum_squares, lambda call: _scratch_bytes(call.reads["grad"].shape)),
     Kernel(grad_scale),
+    Kernel(last_norm_scale),
+    Kernel(apply_if_finite),
     Kernel(adamw),
 )

@@ -59,6 +59,41 @@ def grad_scale(
     apply.write(finite.astype(value.dtype))
 
 
+@op(family="optimizer")
+def last_norm_scale(
+    new_last_norm: Output,
+    scale: Output,
+    apply: Output,
+    /,
+    norm: Tensor,
+    last_norm: Tensor,
+    loss_total: Tensor,
+    num_tokens: Tensor,
+    *,
+    grad_clip: float,
+) -> None:
+    """new_last_norm, scale, apply (1,) <- norm and last_norm of steps before, loss_total, num_tokens (1,).
+
+    new_last_norm = norm if that is finite, else last_norm; scale = min(1, grad_clip / new_last_norm) / tokens, or 0
+    without tokens (grad_clip 0: no clipping); apply = 1 if the loss is finite, else 0. new_last_norm may be the memory
+    of last_norm.
+    """
+    seen, tokens = norm.read(), float(num_tokens.read()[0])
+    last = np.where(np.isfinite(seen), seen, last_norm.read())
+    finite = np.isfinite(loss_total.read()).astype(last.dtype)
+    clip = grad_clip / float(last[0]) if grad_clip and last[0] > grad_clip else 1.0
+    new_last_norm.write(last)
+    scale.write(np.full_like(last, clip / tokens if tokens else 0.0))
+    apply.write(finite)
+
+
+@op(family="optimizer", for_each_row=True)
+def apply_if_finite(out: Output, /, partials: Tensor, apply: Tensor) -> None:
+    """out (1,) <- apply (1,) if all partials (P,), sums of squares, are finite, else 0."""
+    value = apply.read()
+    out.write(np.where(np.isfinite(partials.read()).all(), value, np.zeros_like(value)))
+
+
 @op(
     family="optimizer",
     for_each_row=True,
