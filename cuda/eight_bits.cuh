@@ -94,6 +94,11 @@ struct Moment<S, N, true> {
     }
 };
 
+// the smallest power of two that is not below a positive number
+__device__ __forceinline__ float power_above(float x) {
+    return __uint_as_float((__float_as_uint(x) + 0x7fffffu) & 0xff800000u);
+}
+
 // the largest of the magnitudes that the lanes of a block hold, which are neighbours; all lanes of the warp take part
 template <int N>
 __device__ __forceinline__ float block_amax(float x) {

@@ -8,7 +8,7 @@
 //
 // Moments in 8 bits (eight_bits.cuh) have a scale for each 128 numbers of a row, which neighbouring lanes hold: the largest
 // of the new ones is found by shuffles. Rows whose width is no multiple of that are seen as tiles, as with a transposed
-// form.
+// form. A master in 8 bits is the weight itself: its scales are powers of two, so that what does not change keeps its code.
 //
 // Measured on an H200 with the gate-up matrix of 0.5B and 7B: all bf16 88 and 92% of a copy (with ten rounds for each of
 // three blocks, conversions of f64 constants per element, and a branch per root and quotient 61 and 70%), all f32 94 and
@@ -26,8 +26,9 @@
 
 constexpr int LANES = TILE_LANES<N>, SLOTS = TILE_SLOTS<N>, SPAN = LANES * N, ACROSS = (C + SPAN - 1) / SPAN;
 constexpr int ROWS = tile_rows(64), PITCH = pair_pitch(SPAN);
-constexpr bool IN_BLOCKS = IS_CODED<M> || IS_CODED<V>;
+constexpr bool IN_BLOCKS = IS_CODED<M> || IS_CODED<V> || IS_CODED<MASTER>;
 static_assert(!IN_BLOCKS || SPAN % BLOCK == 0, "a block lies in one row of lanes");
+static_assert(!IS_CODED<MASTER> || FORMS == 0, "copies of a weight in 8 bits are made of it");
 static_assert(N == 4 || N == 8, "a Philox block makes the bits of 4 elements' moments, or of 8 elements' masters");
 
 // x up or down by 16 random bits, to be cut off at bf16; infinities and NaN pass (the NaN of the GPU is 0x7fffffff)
@@ -97,7 +98,7 @@ __device__ __forceinline__ float quick_update(float first, float second, const S
 }
 
 struct State {
-    Pack<MASTER, N> master;
+    Moment<MASTER, N> master;
     Moment<M, N> m;
     Moment<V, N> v;
     Pack<G, N> grad;
@@ -110,8 +111,9 @@ __device__ __forceinline__ void store_plain(S* to, i64 at, const float (&x)[N]) 
     }
 }
 
-// A moment as stored, by the random bits of its N numbers; `root` for v, whose root is what codes stand for.
-template <bool ROOT, typename S>
+// A state as stored, by the random bits of its N numbers. ROOT: codes stand for the root, as of v; POWERS: scales are
+// powers of two.
+template <bool ROOT, bool POWERS, typename S>
 __device__ __forceinline__ void store_moment(S* to, float* scales, i64 at, i64 block, const float (&x)[N],
                                              const u32 (&random)[N], bool in, bool is_first) {
     if constexpr (IS_CODED<S>) {
@@ -121,7 +123,9 @@ __device__ __forceinline__ void store_moment(S* to, float* scales, i64 at, i64 b
             size[i] = ROOT ? sqrtf(x[i]) : x[i];
             most = fmaxf(most, fabsf(size[i]));
         }
-        float scale = scale_of(block_amax<N>(most), Codes<S>::LIMIT, 1.0f), inverse = 1.0f / scale;
+        float scale = scale_of(block_amax<N>(most), Codes<S>::LIMIT, 1.0f);
+        if (POWERS) scale = power_above(scale);
+        float inverse = 1.0f / scale;
         u32 words[N / 4] = {};
 #pragma unroll
         for (int i = 0; i < N; i++) {
@@ -146,8 +150,8 @@ __device__ __forceinline__ void store_moment(S* to, float* scales, i64 at, i64 b
 // Element i has the random bits of element origin + i, a multiple of 8. The weight has `tall` rows, of which these are some.
 // new_* may be the memory of master, m and v; a null one is not wanted. b and c are beta and 1 - beta, decay weight_decay.
 extern "C" __global__ void __launch_bounds__(TILE_THREADS, RESIDENT)
-    adamw(MASTER* new_master, M* new_m, float* new_m_scale, V* new_v, float* new_v_scale, OUTPUT_PARAMETERS(T, weight),
-          const MASTER* master, const M* m, const float* m_scale, const V* v, const float* v_scale, const G* grad, const float* scale, const float* apply, const float* learning_rate, const int* step, double beta_1,
+    adamw(MASTER* new_master, float* new_master_scale, M* new_m, float* new_m_scale, V* new_v, float* new_v_scale, OUTPUT_PARAMETERS(T, weight),
+          const MASTER* master, const float* master_scale, const M* m, const float* m_scale, const V* v, const float* v_scale, const G* grad, const float* scale, const float* apply, const float* learning_rate, const int* step, double beta_1,
           double beta_2, float b1, float c1, float b2, float c2, float epsilon, double decay, u32 seed_low, u32 key_high,
           i64 count, i64 origin, i64 tall) {
     __shared__ __align__(128) u8 tile[pair_bytes(ROWS, SPAN)];
@@ -167,7 +171,7 @@ extern "C" __global__ void __launch_bounds__(TILE_THREADS, RESIDENT)
         next.grad.load(grad + at);
         next.m.load(m, m_scale, at, block);
         next.v.load(v, v_scale, at, block);
-        next.master.load(master + at);
+        next.master.load(master, master_scale, at, block);
     };
     if (row < end) read(row);
     if (threadIdx.x == 0) cells[0] = bias(beta_1, *step);
@@ -198,7 +202,7 @@ extern "C" __global__ void __launch_bounds__(TILE_THREADS, RESIDENT)
         }
         if (row + turn < end) read(row + turn);
         u32 of_master[4];
-        if constexpr (sizeof(MASTER) == 2) philox(static_cast<u64>(origin + at) / 8, OF_MASTER, key, of_master);
+        if constexpr (sizeof(MASTER) <= 2) philox(static_cast<u64>(origin + at) / 8, OF_MASTER, key, of_master);
 #pragma unroll
         for (int four = 0; four < N; four += 4) {
             Outside outside;
@@ -241,13 +245,23 @@ extern "C" __global__ void __launch_bounds__(TILE_THREADS, RESIDENT)
                 for (int j = 0; j < 4; j++) of_m[four + j] = word[j] & 0xffffu, of_v[four + j] = word[j] >> 16;
             }
             bool is_first = column % BLOCK == 0;  // of its block
-            store_moment<false>(new_m, new_m_scale, at, block_of(row), first, of_m, in, is_first);
-            store_moment<true>(new_v, new_v_scale, at, block_of(row), second, of_v, in, is_first);
+            store_moment<false, false>(new_m, new_m_scale, at, block_of(row), first, of_m, in, is_first);
+            store_moment<true, false>(new_v, new_v_scale, at, block_of(row), second, of_v, in, is_first);
         } else {
             store_plain(new_m, at, first);
             store_plain(new_v, at, second);
         }
-        if (new_master && in) store_cut(new_master + at, w);
+        if constexpr (IS_CODED<MASTER>) {
+            u32 of_w[N];
+#pragma unroll
+            for (int j = 0; j < N; j++) {
+                bool upper = N == 4 ? at / 4 % 2 : j >= 4;
+                of_w[j] = upper ? of_master[j % 4] >> 16 : of_master[j % 4] & 0xffffu;
+            }
+            store_moment<false, true>(new_master, new_master_scale, at, block_of(row), w, of_w, in, column % BLOCK == 0);
+        } else if (in) {
+            store_plain(new_master, at, w);
+        }
         if constexpr (FORMS != 0) if (in) {
             if constexpr (sizeof(MASTER) == 2) {
 #pragma unroll

@@ -50,6 +50,8 @@ RECIPES = {
     "int8": {"opt_m_dtype": "int8", "opt_v_dtype": "int8"},
     "e4m3-int8": {"opt_m_dtype": "e4m3", "opt_v_dtype": "int8"},
     "int8-e4m3": {"opt_m_dtype": "int8", "opt_v_dtype": "e4m3"},
+    "none": {"master_dtype": "none"},
+    "none-int8-e4m3": {"master_dtype": "none", "opt_m_dtype": "int8", "opt_v_dtype": "e4m3"},
 }
 
 

@@ -6,7 +6,7 @@ the same methods.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Container, Iterable, Iterator, Sequence
 from typing import Any, Protocol
 
 from llmq.row import Row
@@ -403,7 +403,7 @@ class WeightStore(Protocol):
     def walk(self, ops: Ops, parts: Iterable[PartName], phase: str) -> Iterator[tuple[PartName, Parameters]]:
         """Yields each part with its rows, in the order given, ready to be read until the next one is asked for."""
 
-    def written(self, ops: Ops) -> Iterator[Ref]:
+    def written(self, ops: Ops, only: Container[str] | None = None) -> Iterator[Ref | None]:
         """Yields what the copies of each trained row are written to."""
 
     def frozen(self) -> list[Ref]:

@@ -39,6 +39,10 @@ class Scaling:
         """Largest magnitude under each scale, in the shape of the scales; `size` (R, K) are magnitudes."""
         return size.max(keepdims=True, initial=0).reshape(1)
 
+    def rounded(self, scale: np.ndarray) -> np.ndarray:
+        """Scales as they are used: those that map a largest magnitude to the limit, or larger ones."""
+        return scale
+
     def spread(self, scale: np.ndarray, shape: tuple[int, ...]) -> np.ndarray:
         """Scales, or their reciprocals, of a copy stored in `shape`, so that they multiply it number by number."""
         return scale
@@ -130,6 +134,14 @@ class Blocks(Rowwise):
         return None
 
 
+class Powers(Blocks):
+    """Blocks whose scales are powers of two: a number that does not change keeps its value when the scale does, or
+    nearly so where it is among the smallest."""
+
+    def rounded(self, scale: np.ndarray) -> np.ndarray:
+        return ((scale.view(np.uint32) + np.uint32(0x7FFFFF)) & np.uint32(0xFF800000)).view(np.float32)
+
+
 class Tilewise(Blockwise):
     """(R / 128, K / 128), rounded up, the last one to a multiple of 4: one for 128 x 128 numbers."""
 
@@ -165,6 +177,7 @@ SCALINGS: dict[str, Scaling] = {
     "blockwise": Blockwise(),
     "tilewise": Tilewise(),
     "blocks": Blocks(),
+    "powers": Powers(),
 }
 
 

@@ -429,7 +429,7 @@ def own_scales(value: np.ndarray, form: Form) -> np.ndarray:
     """Scales of a copy of `value` (f32) that owns them: amax / limit of the numbers under each, or else 1."""
     size = np.abs(value.reshape(-1, value.shape[-1]))
     amax = form.scales.amax(size.T if form.layout == "col" else size)
-    return scale_from(amax, np.float32(LARGEST[form.dtype]), np.float32(1))
+    return form.scales.rounded(scale_from(amax, np.float32(LARGEST[form.dtype]), np.float32(1)))
 
 
 def scales_of_rows(scale: np.ndarray, form: Form, start: int, count: int) -> np.ndarray:

@@ -152,6 +152,7 @@ def _of_precision() -> Iterator[Case]:
         yield _case(f"{name}, fp32 master", precision, master_dtype="fp32")
     wide = {"master_dtype": "fp32", "grad_accum_dtype": "fp32"}
     yield _case("bf16, fp32 master and gradients, bf16 m", BF16, **wide, opt_m_dtype="bf16")
+    yield _case("bf16, no masters", BF16, master_dtype="none", opt_m_dtype="int8", opt_v_dtype="e4m3")
     yield _case("bf16, moments in 8 bits", BF16, TIED, opt_m_dtype="int8", opt_v_dtype="e4m3")
     for scaling in SCALINGS:
         yield _case(f"fp8 {scaling}, copies observed", _fp8(scaling), NORMED, log_fp8_every=2)

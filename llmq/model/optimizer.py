@@ -148,7 +148,11 @@ def _measure(
 
 
 def _step(
-    ops: Any, walks: Iterable[tuple[Any, Ref, Ref, Ref]], cells: Mapping[str, Ref], hyper: Hyperparameters, seed: int
+    ops: Any,
+    walks: Iterable[tuple[Any, Ref | None, Ref, Ref]],
+    cells: Mapping[str, Ref],
+    hyper: Hyperparameters,
+    seed: int,
 ) -> None:
     """AdamW on rows with pieces of their states, their weights, their gradients, and whether they are updated."""
     for (row, pieces), weight, grad, apply in walks:

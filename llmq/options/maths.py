@@ -66,9 +66,9 @@ class PrecisionOptions(Section):
     opt_v_dtype: Moment = option(
         "fp32", "Dtype of Adam's second moment, as of the first; in 8 bits it is held by its root."
     )
-    master_dtype: Narrow = option(
+    master_dtype: Annotated[Literal["bf16", "fp32", "none"], Computed] = option(
         lambda data: data.get("model_dtype", "bf16"),
-        "Dtype of the master weights, which the optimizer updates.",
+        "Dtype of the master weights, which the optimizer updates; none holds the blocks' matrices in e4m3 alone.",
         shown="the model dtype, of adapters fp32",
     )
     grad_accum_dtype: Narrow = option(

@@ -31,6 +31,7 @@ from llmq.protocols import Core, Site
 from llmq.row import Row
 from llmq.sites.factories import FACTORIES
 from llmq.sites.lora import DroppedLoraLinear, LoraLinear, LowRank
+from llmq.stores.moments import MASTER_FORM
 from llmq.tensor import Form
 
 Sites = Callable[[Spec, str], Site]  # what computes the linear map of a name
@@ -67,8 +68,15 @@ def rows_of(spec: Spec, model: Model) -> tuple[Row, ...]:
     """The parameters of a model, of which all are frozen but what the spec trains."""
     rows = fitted_rows(spec.config, model.sites)
     if spec.adapters is None:
-        return tuple(replace(row, trainable=row.trainable and row.name not in spec.frozen) for row in rows)
+        rows = tuple(replace(row, trainable=row.trainable and row.name not in spec.frozen) for row in rows)
+        return tuple(map(_without_master, rows)) if spec.precision.master == "none" else rows
     return tuple(_held(spec, row) for row in spec.adapters.frozen(rows))
+
+
+def _without_master(row: Row) -> Row:
+    """A row whose value is held in 8 bits, if it is a trained weight of a layer's linear map."""
+    is_matrix = row.layer is not None and row.site is not None and len(row.shape) == 2
+    return replace(row, stored=MASTER_FORM) if is_matrix and row.trainable else row
 
 
 def _held(spec: Spec, row: Row) -> Row:

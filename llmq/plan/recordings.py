@@ -14,6 +14,7 @@ from llmq.model.parameters import HEAD
 from llmq.ops.record import Call, Recorder
 from llmq.plan.build import Sites, build_model, rows_of
 from llmq.plan.memory import ALONE_ONLY, HOSTED
+from llmq.plan.refusals import refuse
 from llmq.plan.spec import Spec
 from llmq.row import Row
 from llmq.stores.activations import Frame, Frames
@@ -43,8 +44,7 @@ class Stores:
 def stores_of(spec: Spec) -> Stores:
     """What holds a run's tensors on one of its ranks. UsageError for what many ranks cannot keep on the host."""
     sharding, memory, p = spec.sharding, spec.memory, spec.precision
-    if memory.fused:
-        refuse_fused(spec)
+    refuse(spec)
     if sharding.size == 1:
         hosted = memory.hosts_weight(p)
         host_master = p.master if "master" in memory.host else None
@@ -68,27 +68,6 @@ def stores_of(spec: Spec) -> Stores:
     )
 
 
-def refuse_fused(spec: Spec) -> None:
-    """UsageError for what the update in backward cannot do."""
-    clip, p = spec.hyper.grad_clip, spec.precision
-    problems = []
-    if clip and not spec.hyper.clips_by_last:
-        problems.append(
-            f"the norm that --grad-clip {clip:g} looks at is not known then: use --clip-by last, or --grad-clip 0"
-        )
-    if p.matmul == "e4m3" and p.scaling == "delayed":
-        problems.append(
-            "copies of weights are written before the end of the step, when --fp8-scaling delayed sets their scales: "
-            "use --fp8-scaling current"
-        )
-    if "grad" in spec.memory.host:
-        problems.append("it leaves no gradients for --offload-gradients to keep: leave that out")
-    if spec.sharding.size > 1:
-        problems.append(f"it is for a run of one GPU, and this one has {spec.sharding.size}: use --zero-level 3")
-    if problems:
-        raise UsageError("--fused-update: " + "; ".join(problems))
-
-
 def _at_home(moments: Any, grads: Mapping[str, Ref], spec: Spec) -> Any:
     """The store of states, with those on the host that belong there, and gradients that live there."""
     memory, p = spec.memory, spec.precision
@@ -97,7 +76,7 @@ def _at_home(moments: Any, grads: Mapping[str, Ref], spec: Spec) -> Any:
     def is_cut(row: Row) -> bool:
         """Whether copies of the weight can be made piece by piece: a scale that is measured covers more."""
         site = HEAD if row.layer is None else row.site
-        return p.scaling == "delayed" or site is None or p.dtype(site) != "e4m3"
+        return p.scaling == "delayed" or row.stored is not None or site is None or p.dtype(site) != "e4m3"
 
     spaces = [space for space in memory.host if space in State._fields]
     if not spaces and not given:
@@ -113,9 +92,9 @@ class Recordings:
         self.model = build_model(spec, sites)
         self.rows: tuple[Row, ...] = rows_of(spec, self.model)
         # A master on the host is not the weight that forward reads.
-        self.weights = stores.weights(self.rows, p.model, None if "master" in spec.memory.host else p.master)
+        self.weights = stores.weights(self.rows, p.model, None if "master" in spec.memory.host else p.wide_master)
         self.grads = {last: stores.grads(self.rows, p.grad, last=last) for last in (False, True)}
-        self.moments = _at_home(stores.moments(self.rows, p.master, p.m, p.v), self.grads[True].refs, spec)
+        self.moments = _at_home(stores.moments(self.rows, p.wide_master, p.m, p.v), self.grads[True].refs, spec)
         world = spec.sharding
         self._shards = Shards(self.rows, world.size, world.rank) if world.size > 1 else None
         self.ranks: Any = ManyRanks(self._shards.tiles) if self._shards else Alone()
@@ -148,8 +127,8 @@ class Recordings:
     def values(self) -> dict[str, Ref]:
         """Where the value of each weight is: its master, of which this rank may have a `piece`, or itself where it is
         frozen. One held in a form has none."""
-        masters = {one.name: one for state in self.moments.refs.values() for one in state.master.entries}
-        return {ref.name: ref for ref in (*self.weights.frozen(), *masters.values())}
+        masters = (state.master for state in self.moments.refs.values() if state.master.form is None)
+        return {ref.name: ref for ref in (*self.weights.frozen(), *(one for ref in masters for one in ref.entries))}
 
     def piece(self, weight: Ref) -> Ref:
         """The rows of a weight of which this rank has the master."""

@@ -30,11 +30,11 @@ class HostedWeights(ReplicatedWeights):
         self._host_master = host_master
         super().__init__([replace(row, home="host") if hosted(row) else row for row in rows], dtype, master_dtype)
 
-    def written(self, ops: Any, only: Container[str] | None = None) -> Iterator[Ref]:
+    def written(self, ops: Any, only: Container[str] | None = None) -> Iterator[Ref | None]:
         """Yields what the copies of each trained row are written to; those of the host are sent there when the next
         row's is asked for."""
         for ref in super().written(ops, only):
-            if ref.home == "device":
+            if ref is None or ref.home == "device":
                 yield ref
                 continue
             yield (slot := _slot(ref, "update"))

@@ -18,8 +18,13 @@ FORMS = {
 }
 
 
+# The form of a trained weight that has no wider master: the optimizer updates it in its place.
+MASTER_FORM = Form("e4m3", "row", "powers")
+
+
 class State(NamedTuple):
-    """What the optimizer keeps of a row, or of this rank's share of it."""
+    """What the optimizer keeps of a row, or of this rank's share of it. The master of one that is held in 8 bits is
+    the weight."""
 
     master: Ref
     m: Ref
@@ -38,9 +43,9 @@ class StatePiece(NamedTuple):
     rows: tuple[int, int] | None = None
     grad: Ref | None = None
 
-    def of(self, ref: Ref) -> Ref:
-        """The same piece of the row's weight or gradient."""
-        return ref if self.rows is None else ref.chunk(*self.rows)
+    def of(self, ref: Ref | None) -> Ref | None:
+        """The same piece of the row's weight, if copies of it are written, or gradient."""
+        return ref if ref is None or self.rows is None else ref.chunk(*self.rows)
 
 
 class Update(NamedTuple):
@@ -91,5 +96,7 @@ class ShardedMoments(ReplicatedMoments):
 
 def _ref(row: Row, space: str, dtype: str) -> Ref:
     """A state of a row; one in 8 bits is a number of f32 in a form."""
+    if space == "master" and row.stored is not None:
+        return Ref(row.name, "weight", row.shape, dtype, row.layer, form=row.stored)
     form = FORMS.get((space, dtype))
     return Ref(row.name, space, row.shape, "fp32" if form else dtype, row.layer, form=form, is_stack=row.stacked)

@@ -37,7 +37,7 @@ class GatheredWeights(ReplicatedWeights):
         """Makes all weights whole for what reads them before the next step does."""
         self._gather(ops, self._shards.rows, self.refs)
 
-    def written(self, ops: Any, only: Container[str] | None = None) -> Iterator[Ref]:
+    def written(self, ops: Any, only: Container[str] | None = None) -> Iterator[Ref | None]:
         """Yields this rank's share of each trained row."""
         yield from (ref for name, ref in self._own.items() if only is None or name in only)
 

@@ -24,7 +24,7 @@ from llmq.ops.cuda import embedding, launch
 from llmq.ops.cuda_sources import cuda_folder, cuda_sources
 from llmq.ops.seam import Arguments
 from llmq.scaling import SCALINGS
-from llmq.stores.moments import FORMS
+from llmq.stores.moments import FORMS, MASTER_FORM
 from llmq.tensor import COLSUM, DTYPES, Form, Output, Ref, Tensor, num_norm_tiles, scale_shape, stored_shape
 
 from .build import arguments_of
@@ -283,7 +283,7 @@ def model_launches(noted: Launches, b: int, t: int, c: int, hq: int, hkv: int, h
             ops.qk_norm_backward(out(qkv, dtype, *forms, COLSUM), *weights, read(qkv), *normed, stat, **heads)
             ops.cast(out(x, dtype, *forms, COLSUM), read(x))
             ops.cast(out(x, dtype, COL8), noted.tensor(x, dtype, ROW8))
-            for held in (ROW8, OWN["tilewise"][0]):
+            for held in (ROW8, OWN["tilewise"][0], MASTER_FORM):
                 ops.cast(out((2 * f, c), dtype, None), noted.tensor((2 * f, c), dtype, held))
             ops.cast(out((2 * f, c), dtype, OWN["tilewise"][1]), noted.tensor((2 * f, c), dtype, OWN["tilewise"][0]))
             ops.cast(out((2 * f, c), "bf16", *forms), noted.tensor((2 * f, c), "fp32"))
@@ -297,6 +297,9 @@ def model_launches(noted: Launches, b: int, t: int, c: int, hq: int, hkv: int, h
                     state[1:3] = (noted.tensor((2 * f, c), "fp32", x) for x in (FORMS["m", kind], forms_of_v))
                     written[1:] = (Output("y", x.shape, "fp32", (x,)) for x in state[1:3])
                     ops.adamw(*written, weight, *state, cell, cell, cell, count, **update)
+                    held = noted.tensor((2 * f, c), dtype, MASTER_FORM)
+                    alone = (Output("y", held.shape, dtype, (held,)), *written[1:], out((2 * f, c), dtype))
+                    ops.adamw(*alone, held, *state[1:], cell, cell, cell, count, **update)
 
 
 QWEN_0_5B = {"b": 32, "t": 1024, "c": 896, "hq": 14, "hkv": 2, "hd": 64, "f": 4864, "v": 151936}

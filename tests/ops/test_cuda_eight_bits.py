@@ -6,8 +6,8 @@ import numpy as np
 import pytest
 
 from llmq.ops.reference import OPS
-from llmq.stores.moments import FORMS
-from llmq.tensor import Form, Output, Tensor, scale_shape
+from llmq.stores.moments import FORMS, MASTER_FORM
+from llmq.tensor import DTYPES, Form, Output, Tensor, scale_shape
 
 from .build import output, tensor
 from .cases import Sizes, make
@@ -19,16 +19,15 @@ COPIES = [None, Form("e4m3", "row", "delayed"), Form("e4m3", "col", "delayed")]
 
 def held(value, space, dtype):
     """A moment in `dtype`: plain, or codes that may be anything with scales from tiny to usual."""
-    form = FORMS.get((space, dtype))
+    form = MASTER_FORM if dtype == "none" else FORMS.get((space, dtype))
     if form is None:
         return tensor(value, dtype)
     rng = np.random.default_rng(value.shape)
     codes = rng.integers(0, 127, value.shape).astype(np.uint8)  # 127 of e4m3 is NaN
-    if space == "m":
+    if space != "v":
         codes |= rng.integers(0, 2, value.shape).astype(np.uint8) << 7
-    from llmq.tensor import DTYPES
-
     scale = (10.0 ** rng.uniform(-9, -1, scale_shape(value.shape, form))).astype(np.float32)
+    scale = form.scales.rounded(scale)
     return Tensor(space, codes.view(DTYPES[form.dtype]), value.shape, form, scale)
 
 
@@ -39,7 +38,7 @@ def check(shape, m, v, *, master="fp32", weight=(None,), dtype="bf16", apply=1.0
     empty = np.random.default_rng(1).random(shape) < zeros
     case.inputs["grad"] = np.where(empty, 0, case.inputs["grad"])
     inputs = {name: case.input(name, "fp32") for name in case.inputs}
-    inputs |= {"master": tensor(case.inputs["master"], master), "grad": tensor(case.inputs["grad"], dtype)}
+    inputs |= {"master": held(case.inputs["master"], "master", master), "grad": tensor(case.inputs["grad"], dtype)}
     inputs |= {name: held(case.inputs[name], name, kind) for name, kind in (("m", m), ("v", v))}
     inputs["apply"] = tensor(np.array([apply]), "fp32")
     inputs["step"] = tensor(np.array([3], np.int32))
@@ -53,7 +52,7 @@ def check(shape, m, v, *, master="fp32", weight=(None,), dtype="bf16", apply=1.0
     before = inputs["m"].array.tobytes()
     device.call("adamw", outputs, inputs, **case.numbers)
     arrays = {name: [t.array for t in o.tensors] for name, o in outputs.items()}
-    arrays |= {f"{name} scale": [inputs[name].scale] for name in ("m", "v") if inputs[name].form}
+    arrays |= {f"{name} scale": [inputs[name].scale] for name in kinds if inputs[name].form}
     got = {name: [device.host(array) for array in found] for name, found in arrays.items()}
     OPS["adamw"](*outputs.values(), *inputs.values(), **case.numbers)
     for name, found in arrays.items():
@@ -90,3 +89,11 @@ def test_blocks_without_gradients_and_steps_that_are_not_applied(m, v):
     check((3, 256), m, v, zeros=1.0)
     check((3, 256), m, v, zeros=0.9)
     check((3, 256), m, v, apply=0.0)
+
+
+@pytest.mark.gpu(emulated=True)
+@pytest.mark.parametrize("shape", [(130, 256), (300, 44), (3, 896)], ids=str)
+@pytest.mark.parametrize(("m", "v"), [("int8", "e4m3"), ("bf16", "bf16"), ("fp32", "fp32")])
+def test_weights_without_masters_equal_the_reference(shape, m, v):
+    check(shape, m, v, master="none", weight=())
+    check(shape, m, v, master="none", weight=(), dtype="fp32")

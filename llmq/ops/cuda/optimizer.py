@@ -135,16 +135,16 @@ def adamw(
     Bit for bit what the reference computes; new_* may be the memory of master, m and v.
     """
     wanted, outputs = forms(weight)
-    types = {"MASTER": type_of(master), "M": _held_type(m), "V": _held_type(v), "G": type_of(grad)}
-    types["T"] = type_of(weight) if weight.wanted else types["MASTER"]
+    types = {"MASTER": _held_type(master), "M": _held_type(m), "V": _held_type(v), "G": type_of(grad)}
+    types["T"] = type_of(weight) if weight.wanted or master.form is not None else types["MASTER"]
     bits, count, columns = int(wanted["FORMS"]), math.prod(master.shape), master.shape[-1]
     assert first % 8 == 0, f"{master.name}: a share that begins at element {first} cuts random bits in two"
-    is_coded = m.form is not None or v.form is not None
+    is_coded = any(state.form is not None for state in (master, m, v))
     tiled = bool(bits & COL) or (is_coded and columns % BLOCK > 0)
     number = access(columns if tiled else count, *types.values())
     assert number % 4 == 0, f"{master.name}: a width of {master.shape[-1]} is no multiple of 4, which random bits need"
-    written = (plain(new_master), *_held(new_m), *_held(new_v), *outputs)
-    states = (pointer(master), pointer(m), _scale(m), pointer(v), _scale(v), pointer(grad))
+    written = (*_held(new_master), *_held(new_m), *_held(new_v), *outputs)
+    states = (pointer(master), _scale(master), pointer(m), _scale(m), pointer(v), _scale(v), pointer(grad))
     read = (*states, *(pointer(x) for x in (scale, apply, learning_rate, step)))
     betas = tuple(np.float32(number) for beta in (beta_1, beta_2) for number in (beta, 1 - beta))
     numbers = (np.float64(beta_1), np.float64(beta_2), *betas, np.float32(epsilon), np.float64(weight_decay))
@@ -168,12 +168,12 @@ def adamw(
 
 
 def _held_type(tensor: Tensor) -> str:
-    """Type name of a moment: that of its codes where it is held in 8 bits."""
+    """Type name of a state: that of its codes where it is held in 8 bits."""
     return type_of(tensor) if tensor.form is None else tensor.form.dtype
 
 
 def _held(output: Output) -> tuple[int, int]:
-    """Addresses of a moment and of its scales, 0 for what is not wanted or has none."""
+    """Addresses of a state and of its scales, 0 for what is not wanted or has none."""
     if not output.wanted or output.tensors[0].form is None:
         return plain(output), 0
     return pointer(output.tensors[0]), _scale(output.tensors[0])

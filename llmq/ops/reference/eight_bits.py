@@ -1,8 +1,8 @@
 """Numbers in 8 bits with a scale for each 128 of a row (`Blocks` in llmq/scaling.py), rounded stochastically.
 
-Optimizer states are small changes to what they were, which rounding to nearest would lose: a number between two codes
-becomes the upper one with the probability that keeps the mean. Codes are e4m3 or integers; the largest magnitude of a
-block has the largest code.
+Optimizer states, and weights without a wider master, are small changes to what they were, which rounding to nearest
+would lose: a number between two codes becomes the upper one with the probability that keeps the mean. Codes are e4m3 or
+integers; the largest magnitude of a block has the largest code, or where scales are powers of two one near it.
 
 A second moment is held by its root, in codes without a sign: gradients whose magnitudes differ by 255 in a block (by
 2^17.8 in e4m3) are told apart, and their squares by as much squared. The upper code is taken with the probability that
@@ -52,7 +52,9 @@ def store_root(target: Tensor, value: np.ndarray, bits: np.ndarray) -> None:
 
 
 def _dtype(target: Tensor) -> str:
-    assert target.form is not None and target.form.scaling == "blocks", f"{target.name} is not in blocks of 8 bits"
+    assert target.form is not None and target.form.scaling in ("blocks", "powers"), (
+        f"{target.name} is not in blocks of 8 bits"
+    )
     return target.form.dtype
 
 
@@ -64,7 +66,8 @@ def _units(target: Tensor, size: np.ndarray) -> np.ndarray:
     """Magnitudes in units of their blocks' scales, which are made."""
     assert target.form is not None and target.scale is not None
     amax = target.form.scales.amax(size.reshape(-1, size.shape[-1]))
-    target.scale[...] = scale_from(amax, np.float32(_range(target)[1]), np.float32(1))
+    scale = scale_from(amax, np.float32(_range(target)[1]), np.float32(1))
+    target.scale[...] = target.form.scales.rounded(scale)
     return size * target.form.scales.spread(np.float32(1) / target.scale, size.shape)
 
 

@@ -98,7 +98,7 @@ def apply_if_finite(out: Output, /, partials: Tensor, apply: Tensor) -> None:
     family="optimizer",
     for_each_row=True,
     forms={"weight"},
-    held={"new_m", "new_v"},
+    held={"new_master", "new_m", "new_v"},
     cast_from={"weight": "new_master"},
 )
 def adamw(
@@ -130,8 +130,8 @@ def adamw(
     master = master (1 - lr weight_decay) - lr (m / (1 - beta_1^step)) / (sqrt(v / (1 - beta_2^step)) + epsilon).
     The update uses m and v before they are rounded for storage. What is stored in bf16 is rounded stochastically, with
     bits addressed by (seed, step, stream, element), where elements of a share count from `first`; `weight` is made from
-    the master as stored. So are m and v in 8 bits, of v the root (llmq/ops/reference/eight_bits.py). new_* may be the
-    memory of master, m and v. With apply 0 nothing is written.
+    the master as stored, and is not wanted of one in 8 bits. States in 8 bits are rounded so, too, of v the root
+    (llmq/ops/reference/eight_bits.py). new_* may be the memory of master, m and v. With apply 0 nothing is written.
     """
     if apply.read()[0] == 0:
         return
@@ -144,11 +144,15 @@ def adamw(
         second_moment = beta_2 * _read_v(v.chunk(start, rows)) + (1 - beta_2) * (g * g)
         update = (first_moment / bias_1) / (np.sqrt(second_moment / bias_2) + epsilon)
         updated = master.chunk(start, rows).read() * (1 - lr * weight_decay) - lr * update
-        updated = _stored(updated, new_master.dtype, MASTER, *address)
         _write(new_m.chunk(start, rows), first_moment, M, *address)
         _write(new_v.chunk(start, rows), second_moment, V, *address)
-        new_master.chunk(start, rows).write(updated)
-        weight.chunk(start, rows).write(updated)
+        if master.form is None:
+            updated = _stored(updated, new_master.dtype, MASTER, *address)
+            weight.chunk(start, rows).write(updated)
+            new_master.chunk(start, rows).write(updated)
+        else:
+            assert not weight.wanted, f"{weight.name}: copies of a weight in {master.form} are made of it"
+            _write(new_master.chunk(start, rows), updated, MASTER, *address)
 
 
 def _read_v(v: Tensor) -> np.ndarray:
@@ -158,7 +162,7 @@ def _read_v(v: Tensor) -> np.ndarray:
 
 
 def _write(target: Output, value: np.ndarray, purpose: str, seed: int, step: int, stream: int, first: int) -> None:
-    """A moment as `_stored`, or in the form of 8 bits that it is held in."""
+    """A state as `_stored`, or in the form of 8 bits that it is held in."""
     if not target.wanted or target.tensors[0].form is None:
         target.write(_stored(value, target.dtype, purpose, seed, step, stream, first))
         return
