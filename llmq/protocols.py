@@ -6,7 +6,7 @@ the same methods.
 
 from __future__ import annotations
 
-from collections.abc import Container, Iterable, Iterator, Sequence
+from collections.abc import Container, Iterable, Iterator, Mapping, Sequence
 from typing import Any, Protocol
 
 from llmq.row import Row
@@ -339,6 +339,9 @@ class Slots(Protocol):
 
     def __getitem__(self, name: Any) -> Any: ...
 
+    def renamed(self, names: Mapping[str, str]) -> Slots:
+        """The same in which slots have these names, each given with the one that it has here."""
+
     def chunk(self, names: Iterable[str], start: int, count: int) -> Slots:
         """The same with rows [start, start + count) in place of the slots `names`."""
 
@@ -395,6 +398,13 @@ class Sublayer(Protocol):
 
     def backward(self, ops: Ops, a: Slots, d: Slots, w: Parameters, dw: Parameters) -> None:
         """d.res, dw <- d.out."""
+
+
+class PiecedSublayer(Sublayer, Protocol):
+    """One that may work on a piece of the tokens at a time."""
+
+    def pieces(self, a: Slots) -> list[Slots]:
+        """Frames of what is made again and goes back at a time."""
 
 
 class WeightStore(Protocol):

@@ -44,6 +44,7 @@ SPELLED: dict[str, Any] = {
     "seq_len": SEQ_LEN,
     "lmhead_chunks": 1,
     "attn_bwd_chunks": 1,
+    "seq_tiles": 1,
     "zero_level": 1,
     "gradient_compression": "none",
     "steps": STEPS,
@@ -179,6 +180,7 @@ def _of_memory() -> Iterator[Case]:
     for chunks in (2, 4):
         yield _case(f"bf16, logits in {chunks} chunks", BF16, TIED, lmhead_chunks=chunks)
         yield _case(f"fp32, logits in {chunks} chunks", FP32, lmhead_chunks=chunks)
+    yield _case("bf16, the MLP in 4 tiles", BF16, TIED, seq_tiles=4, recompute_block=True)
     yield _case("bf16, attention backward in 2 chunks", BF16, attn_bwd_chunks=2)
     yield _case("fp8 current, attention backward in 2 chunks", CURRENT, attn_bwd_chunks=2, recompute_att=True)
 

@@ -127,6 +127,13 @@ class MemoryOptions(Section):
     lmhead_chunks: Int = option(
         0, "Compute the logits in N chunks to save memory; 0 chooses by size.", ge=0, le=LARGEST_STEP
     )
+    seq_tiles: Int = option(
+        1,
+        "Run the MLP, with its norm, in N tiles of a micro-batch's tokens, and the logits in N chunks or more, to save "
+        "memory; 1 does not.",
+        ge=1,
+        le=LARGEST_STEP,
+    )
     attn_bwd_chunks: Chunks = option(
         "auto",
         "Run attention's backward pass in N chunks of the batch, to save memory (same bits); auto uses as few as fit.",

@@ -44,6 +44,7 @@ class Memory:
     `drop` and `offload` name further slots that backward makes anew, or fetches from the host; `offload` may name
     their roles, whose slots are made anew where they are dropped. `host` names the spaces of tensors that live on the
     host, of which about `piece_bytes` at a time are fetched. `fused`: weights are updated in backward.
+    The MLP works on the tokens of a micro-batch in `seq_tiles`.
     """
 
     flags: tuple[str, ...] = ()
@@ -54,6 +55,7 @@ class Memory:
     host: tuple[str, ...] = ()
     piece_bytes: int = PIECE_BYTES
     fused: bool = False
+    seq_tiles: int = 1
 
     def hosts_weight(self, precision: Precision) -> Callable[[Row], bool] | None:
         """Which weights live on the host, if any: those of the layers, or of them what e4m3 matmuls read."""
@@ -104,7 +106,7 @@ def resolve(
                 "use --master-dtype fp32"
             )
         hosted.discard("offload_master")
-    head = options.lmhead_chunks or fewest_chunks(tokens, logit_bytes, gpu_bytes)
+    head = options.lmhead_chunks or max(fewest_chunks(tokens, logit_bytes, gpu_bytes), options.seq_tiles)
     if tokens % head:
         problems.append(
             f"--lmhead-chunks {head} does not divide the {tokens} tokens of a micro-batch ({batch_size} x {seq_len})"
@@ -112,6 +114,11 @@ def resolve(
     attention = 1 if options.attn_bwd_chunks == AUTO else options.attn_bwd_chunks
     if batch_size % attention:
         problems.append(f"--attn-bwd-chunks {attention} does not divide --batch-size {batch_size}")
+    if tokens % options.seq_tiles:
+        problems.append(
+            f"--seq-tiles {options.seq_tiles} does not divide the {tokens} tokens of a micro-batch "
+            f"({batch_size} x {seq_len})"
+        )
     if problems:
         raise UsageError("; ".join(problems) + ": use a divisor")
     if options.fused_update and micro_steps != 1:
@@ -120,7 +127,9 @@ def resolve(
         )
     offload = (RESIDUAL,) if options.offload_residual else ()
     host = tuple(space for flag, space in HOSTED.items() if flag in hosted)
-    return Memory(flags, head, attention, offload=offload, host=host, fused=options.fused_update)
+    return Memory(
+        flags, head, attention, offload=offload, host=host, fused=options.fused_update, seq_tiles=options.seq_tiles
+    )
 
 
 def fewest_chunks(tokens: int, logit_bytes: int, gpu_bytes: int = 0) -> int:

@@ -9,8 +9,10 @@ from llmq.plan.spec import Spec
 
 
 def refuse(spec: Spec) -> None:
-    """UsageError with everything that the update in backward, or weights without masters, cannot do."""
+    """UsageError with everything that the update in backward, tiles, or weights without masters, cannot do."""
     problems = [f"--fused-update: {text}" for text in _fused(spec)] if spec.memory.fused else []
+    if spec.memory.seq_tiles > 1:
+        problems += [f"--seq-tiles {spec.memory.seq_tiles}: {text}" for text in _tiled(spec)]
     if spec.precision.master == "none":
         problems += [f"--master-dtype none: {text}" for text in _without_master(spec)]
     if problems:
@@ -30,6 +32,17 @@ def _fused(spec: Spec) -> Iterator[str]:
         yield "it leaves no gradients for --offload-gradients to keep: leave that out"
     if spec.sharding.size > 1:
         yield f"it is for a run of one GPU, and this one has {spec.sharding.size}: use --zero-level 3"
+
+
+def _tiled(spec: Spec) -> Iterator[str]:
+    adapters, p = spec.adapters, spec.precision
+    if adapters is not None and adapters.dropout:
+        yield (
+            f"--lora-dropout {adapters.dropout:g} draws by the place of a token, which a tile does not know: use "
+            "--lora-dropout 0"
+        )
+    if p.matmul == "e4m3" and p.scaling == "blockwise":
+        yield "cuBLASLt takes no 1x128 scales of a piece of the gradient: use --fp8-scaling rowwise"
 
 
 def _without_master(spec: Spec) -> Iterator[str]:

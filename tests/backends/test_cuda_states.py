@@ -50,3 +50,14 @@ def test_small_states_train_and_are_the_same_wherever_they_live(name):
         assert trained(backend, PRECISIONS[name], memory) == expected, kind
     losses, _ = trained(HostBackend(), PRECISIONS[name], Memory())
     assert expected[0] == pytest.approx(losses, rel=0.02) and losses[-1] < 0.95 * losses[0]
+
+
+@pytest.mark.parametrize("precision", [BF16, FP8["e4m3", "delayed"]], ids=["bf16", "fp8"])
+def test_the_mlp_in_tiles_trains_as_the_whole_and_is_made_again_with_the_same_bits(precision):
+    from llmq.backends.cuda import CudaBackend
+
+    backend, tiled = CudaBackend(), Memory(seq_tiles=4)
+    losses, state = trained(backend, precision, tiled)
+    for memory in (replace(tiled, flags=("recompute_block",), offload=("residual",)), replace(tiled, host=("grad",))):
+        assert trained(backend, precision, memory) == (losses, state)
+    assert losses == pytest.approx(trained(backend, precision, Memory())[0], rel=0.02)

@@ -55,6 +55,7 @@ DEFAULTS = {
     "beta_2": 0.95,
     "adam_epsilon": 1e-08,
     "weight_decay": 0.1,
+    "seq_tiles": 1,
     "grad_clip": 1.0,
     "clip_by": "this",
     "z_loss": 0.0,
