@@ -1,5 +1,6 @@
 """Weights that are updated in backward: the same bits as with gradients that are kept, and no gradient is kept."""
 
+import random
 import re
 from dataclasses import replace
 
@@ -68,6 +69,34 @@ def test_weights_updated_in_backward_are_bit_equal(precision, tied):
 @pytest.mark.parametrize("precision", [EIGHT, pytest.param(FP8["e4m3", "current"], marks=SLOW)], ids=["bf16", "fp8"])
 def test_with_offload_they_are_bit_equal_too(memory, precision):
     one, other = map(trained, both(precision, memory))
+    assert one == other
+
+
+@SLOW
+@pytest.mark.parametrize("seed", range(30))
+def test_random_combinations_are_bit_equal(seed):
+    """Of small states, what is made again, what lives on the host and the update in backward."""
+    draw = random.Random(seed)
+    fp8 = [FP8["e4m3", scaling] for scaling in ("current", "rowwise", "blockwise")]
+    precision = replace(
+        draw.choice([FP32, BF16, *fp8]),
+        m=draw.choice(["fp32", "bf16", "e4m3", "int8"]),
+        v=draw.choice(["fp32", "bf16", "e4m3", "int8"]),
+        master=draw.choice(["fp32", "none"]),
+    )
+    spaces = ["m", "v"] if precision.master == "none" else ["master", "m", "v", "weight"]
+    host = {space for space in spaces if draw.random() < 0.5}
+    tiles = 1 if precision.scaling == "blockwise" else draw.choice([1, 2, 4])
+    plain = Memory(head_chunks=draw.choice([1, 2, 4]), seq_tiles=tiles)
+    memory = replace(
+        plain,
+        flags=draw.choice([(), ("recompute_norm", "recompute_ffn"), ("recompute_block",)]),
+        offload=draw.choice([(), (RESIDUAL,)]),
+        host=tuple(host | ({"master"} if "weight" in host else set())),
+        piece_bytes=draw.choice([1, 2**17]),
+        fused=draw.random() < 0.7,
+    )
+    one, other = (trained(plan_of(precision, each, CONFIG, HYPER), 2) for each in (plain, memory))
     assert one == other
 
 
