@@ -106,7 +106,8 @@ def resolve(
                 "use --master-dtype fp32"
             )
         hosted.discard("offload_master")
-    head = options.lmhead_chunks or max(fewest_chunks(tokens, logit_bytes, gpu_bytes), options.seq_tiles)
+    tiles = 1 if tokens % options.seq_tiles else options.seq_tiles
+    head = options.lmhead_chunks or max(fewest_chunks(tokens, logit_bytes, gpu_bytes), tiles)
     if tokens % head:
         problems.append(
             f"--lmhead-chunks {head} does not divide the {tokens} tokens of a micro-batch ({batch_size} x {seq_len})"
@@ -114,7 +115,7 @@ def resolve(
     attention = 1 if options.attn_bwd_chunks == AUTO else options.attn_bwd_chunks
     if batch_size % attention:
         problems.append(f"--attn-bwd-chunks {attention} does not divide --batch-size {batch_size}")
-    if tokens % options.seq_tiles:
+    if tiles != options.seq_tiles:
         problems.append(
             f"--seq-tiles {options.seq_tiles} does not divide the {tokens} tokens of a micro-batch "
             f"({batch_size} x {seq_len})"
@@ -127,9 +128,7 @@ def resolve(
         )
     offload = (RESIDUAL,) if options.offload_residual else ()
     host = tuple(space for flag, space in HOSTED.items() if flag in hosted)
-    return Memory(
-        flags, head, attention, offload=offload, host=host, fused=options.fused_update, seq_tiles=options.seq_tiles
-    )
+    return Memory(flags, head, attention, offload=offload, host=host, fused=options.fused_update, seq_tiles=tiles)
 
 
 def fewest_chunks(tokens: int, logit_bytes: int, gpu_bytes: int = 0) -> int:

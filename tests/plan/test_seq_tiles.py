@@ -109,5 +109,5 @@ def test_tiles_have_to_divide_the_tokens():
     sizes = {"batch_size": 2, "seq_len": 12, "logit_bytes": 100}
     found = memories.resolve(MemoryOptions(seq_tiles=8), **sizes)
     assert (found.seq_tiles, found.head_chunks) == (8, 8)
-    with pytest.raises(UsageError, match=r"--seq-tiles 5 does not divide the 24 tokens .*: use a divisor"):
+    with pytest.raises(UsageError, match=r"^--seq-tiles 5 does not divide the 24 tokens .*: use a divisor"):
         memories.resolve(MemoryOptions(seq_tiles=5), **sizes)
