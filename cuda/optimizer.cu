@@ -166,14 +166,14 @@ extern "C" __global__ void __launch_bounds__(TILE_THREADS, RESIDENT)
     i64 row = first_row + ((FORMS & COL) ? 2 * slot : slot);
     State next;
     auto block_of = [&](i64 row) { return row * ((C + BLOCK - 1) / BLOCK) + column / BLOCK; };
-    auto read = [&](i64 row) {
-        i64 at = row * C + column, block = block_of(row);
+    auto read = [&](i64 at, i64 row) {
+        i64 block = IN_BLOCKS ? block_of(row) : 0;
         next.grad.load(grad + at);
         next.m.load(m, m_scale, at, block);
         next.v.load(v, v_scale, at, block);
         next.master.load(master, master_scale, at, block);
     };
-    if (row < end) read(row);
+    if (row < end) read(row * C + column, row);
     if (threadIdx.x == 0) cells[0] = bias(beta_1, *step);
     if (threadIdx.x == 32) cells[1] = bias(beta_2, *step);
     if (threadIdx.x == 64) cells[2] = static_cast<float>(1 - static_cast<double>(*learning_rate) * decay);
@@ -200,7 +200,7 @@ extern "C" __global__ void __launch_bounds__(TILE_THREADS, RESIDENT)
                 if (IS_CODED<V>) second[j] *= second[j];
             }
         }
-        if (row + turn < end) read(row + turn);
+        if (row + turn < end) read(at + turn * C, row + turn);
         u32 of_master[4];
         if constexpr (sizeof(MASTER) <= 2) philox(static_cast<u64>(origin + at) / 8, OF_MASTER, key, of_master);
 #pragma unroll

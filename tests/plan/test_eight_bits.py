@@ -50,12 +50,12 @@ def test_moments_in_8_bits_on_the_host_are_bit_equal(host):
     assert not any(plan.table()[f"Adam {space.upper()}"] for space in host if space != "master")
 
 
-def trained(level, size, memory=None):
+def trained(level, size, memory=None, precision=None):
     """State of all ranks after two steps, by storage: slices with their places in the whole."""
 
     def one(world):
         sharding = Sharding(world.rank, world.size, **LEVELS[level]) if size > 1 else Sharding()
-        plan = plan_of(eight("e4m3", "int8"), memory, RANKS_CONFIG, sharding=sharding)
+        plan = plan_of(precision or eight("e4m3", "int8"), memory, RANKS_CONFIG, sharding=sharding)
         engine = engine_of(plan, backend=HostBackend(world=world))
         for step in (1, 2):
             engine.micro_step(rank_batch(Run(), step, 0, 0))
