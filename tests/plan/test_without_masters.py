@@ -8,9 +8,11 @@ import numpy as np
 import pytest
 from tiny_engines import BF16, FP8, FP32, batch, bits, engine_of, plan_of, tiny
 
+from llmq.backends.planned import PlannedBackend
 from llmq.errors import UsageError
 from llmq.model.optimizer import Hyperparameters
 from llmq.plan.memory import Memory
+from llmq.stores.moments import MASTER_FORM
 from llmq.stores.sharding import Sharding
 from llmq.tensor import DTYPES, Output, Tensor
 
@@ -60,6 +62,15 @@ def step(engine, number, lr=1e-2):
     engine.start_step(number, lr)
     engine.micro_step(batch(1))
     return engine.update(number, lr).loss
+
+
+@pytest.mark.parametrize("scaling", FP8_NONE)
+def test_kernels_can_make_every_copy_of_them(scaling):
+    """Of the value: nothing else is made of the bytes."""
+    config = tiny(vocab_size=1000, hidden_size=64, head_dim=16, intermediate_size=320)
+    plan = plan_of(FP8_NONE[scaling], None, config, scratch_bytes=PlannedBackend().scratch_bytes, seq_len=64)
+    reads = [call for call in plan.programs["only"].calls if any(r and r.form == MASTER_FORM for r in call.inputs)]
+    assert reads and all(call.op == "cast" and call.outputs[0].forms == (None,) for call in reads)
 
 
 def test_an_update_in_backward_has_the_same_bits():
