@@ -6,21 +6,29 @@
 // Philox4x32-7 by address, so that results equal the reference bit for bit. What is stored in bf16 is rounded
 // stochastically; with `apply` 0 nothing is written.
 //
+// Moments in 8 bits (eight_bits.cuh) have a scale for each 128 numbers of a row, which neighbouring lanes hold: the largest
+// of the new ones is found by shuffles. Rows whose width is no multiple of that are seen as tiles, as with a transposed
+// form. A master in 8 bits is the weight itself: its scales are powers of two, so that what does not change keeps its code.
+//
 // Measured on an H200 with the gate-up matrix of 0.5B and 7B: all bf16 88 and 92% of a copy (with ten rounds for each of
 // three blocks, conversions of f64 constants per element, and a branch per root and quotient 61 and 70%), all f32 94 and
 // 93%, f32 master and bf16 moments 92 and 96%, with fp8 in both layouts 83 and 91%.
 //
 // Architectures: 80 86 89 90 100 120
-// Constants: MASTER, M, V, G, T (dtypes of master, moments, gradient, weight), C (columns; 32 * N where not transposed), N,
-// RESIDENT (blocks to a multiprocessor, at least), FORMS, E4M3
+// Constants: MASTER, M, V, G, T (dtypes of master, moments, gradient, weight), C (columns; 32 * N where not TILED), N,
+// TILED (1 where blocks own tiles), RESIDENT (blocks to a multiprocessor, at least), FORMS, E4M3
 
 #include "common.cuh"
+#include "eight_bits.cuh"
 #include "constants"
 #include "forms.cuh"
 #include "random.cuh"
 
 constexpr int LANES = TILE_LANES<N>, SLOTS = TILE_SLOTS<N>, SPAN = LANES * N, ACROSS = (C + SPAN - 1) / SPAN;
 constexpr int ROWS = tile_rows(64), PITCH = pair_pitch(SPAN);
+constexpr bool IN_BLOCKS = IS_CODED<M> || IS_CODED<V> || IS_CODED<MASTER>;
+static_assert(!IN_BLOCKS || SPAN % BLOCK == 0, "a block lies in one row of lanes");
+static_assert(!IS_CODED<MASTER> || FORMS == 0, "copies of a weight in 8 bits are made of it");
 static_assert(N == 4 || N == 8, "a Philox block makes the bits of 4 elements' moments, or of 8 elements' masters");
 
 // x up or down by 16 random bits, to be cut off at bf16; infinities and NaN pass (the NaN of the GPU is 0x7fffffff)
@@ -90,37 +98,83 @@ __device__ __forceinline__ float quick_update(float first, float second, const S
 }
 
 struct State {
-    Pack<MASTER, N> master;
-    Pack<M, N> m;
-    Pack<V, N> v;
+    Moment<MASTER, N> master;
+    Moment<M, N> m;
+    Moment<V, N> v;
     Pack<G, N> grad;
 };
+
+template <typename S>
+__device__ __forceinline__ void store_plain(S* to, i64 at, const float (&x)[N]) {
+    if constexpr (!IS_CODED<S>) {
+        if (to) store_cut(to + at, x);
+    }
+}
+
+// A state as stored, by the random bits of its N numbers. ROOT: codes stand for the root, as of v; POWERS: scales are
+// powers of two.
+template <bool ROOT, bool POWERS, typename S>
+__device__ __forceinline__ void store_moment(S* to, float* scales, i64 at, i64 block, const float (&x)[N],
+                                             const u32 (&random)[N], bool in, bool is_first) {
+    if constexpr (IS_CODED<S>) {
+        float size[N], most = 0;
+#pragma unroll
+        for (int i = 0; i < N; i++) {
+            size[i] = ROOT ? sqrtf(x[i]) : x[i];
+            most = fmaxf(most, fabsf(size[i]));
+        }
+        float scale = scale_of(block_amax<N>(most), Codes<S>::LIMIT, 1.0f);
+        if (POWERS) scale = power_above(scale);
+        float inverse = 1.0f / scale;
+        u32 words[N / 4] = {};
+#pragma unroll
+        for (int i = 0; i < N; i++) {
+            u32 code;
+            if constexpr (ROOT)
+                code = coded_root<S>(size[i], inverse, random[i], x[i] > 0);
+            else
+                code = Codes<S>::coded(x[i], inverse, random[i]);
+            words[i / 4] |= code << i % 4 * 8;
+        }
+        if (!to || !in) return;
+        store_words(to + at, words);
+        if (is_first) scales[block] = scale;
+    } else {
+        float raised_up[N];
+#pragma unroll
+        for (int i = 0; i < N; i++) raised_up[i] = sizeof(S) == 2 ? raised(x[i], random[i]) : x[i];
+        if (in) store_plain(to, at, raised_up);
+    }
+}
 
 // Element i has the random bits of element origin + i, a multiple of 8. The weight has `tall` rows, of which these are some.
 // new_* may be the memory of master, m and v; a null one is not wanted. b and c are beta and 1 - beta, decay weight_decay.
 extern "C" __global__ void __launch_bounds__(TILE_THREADS, RESIDENT)
-    adamw(MASTER* new_master, M* new_m, V* new_v, OUTPUT_PARAMETERS(T, weight), const MASTER* master, const M* m, const V* v,
-          const G* grad, const float* scale, const float* apply, const float* learning_rate, const int* step, double beta_1,
-          double beta_2, float b1, float c1, float b2, float c2, float epsilon, double decay, double rate, u32 seed_low,
-          u32 key_high, i64 count, i64 origin, i64 tall) {
+    adamw(MASTER* new_master, float* new_master_scale, M* new_m, float* new_m_scale, V* new_v, float* new_v_scale,
+          OUTPUT_PARAMETERS(T, weight), const MASTER* master, const float* master_scale, const M* m, const float* m_scale,
+          const V* v, const float* v_scale, const G* grad, const float* scale, const float* apply,
+          const float* learning_rate, const int* step, double beta_1, double beta_2, float b1, float c1, float b2, float c2,
+          float epsilon, double decay, double rate, u32 seed_low, u32 key_high, i64 count, i64 origin, i64 tall) {
     __shared__ __align__(128) u8 tile[pair_bytes(ROWS, SPAN)];
     __shared__ float cells[4];
     if (*apply == 0) return;
     int lane = threadIdx.x % LANES, slot = threadIdx.x / LANES;
-    int first_column = (FORMS & COL) ? blockIdx.x % ACROSS * SPAN : 0, column = first_column + lane * N;
-    i64 first_row = (FORMS & COL) ? static_cast<i64>(blockIdx.x / ACROSS) * ROWS : static_cast<i64>(blockIdx.x) * SLOTS;
-    i64 turn = static_cast<i64>(gridDim.x) * SLOTS;
+    int first_column = TILED ? blockIdx.x % ACROSS * SPAN : 0, column = first_column + lane * N;
+    i64 first_row = TILED ? static_cast<i64>(blockIdx.x / ACROSS) * ROWS : static_cast<i64>(blockIdx.x) * SLOTS;
+    i64 turn = TILED ? SLOTS : static_cast<i64>(gridDim.x) * SLOTS;
     // the last row of 32 * N may be a part of one
-    i64 end = column >= C ? 0 : (FORMS & COL) ? min(count / C, first_row + ROWS) : (count - column + C - 1) / C;
+    i64 end = column >= C ? 0 : TILED ? min(count / C, first_row + ROWS) : (count - column + C - 1) / C;
     i64 row = first_row + ((FORMS & COL) ? 2 * slot : slot);
     State next;
-    auto read = [&](i64 at) {
+    auto block_of = [&](i64 row) { return row * ((C + BLOCK - 1) / BLOCK) + column / BLOCK; };
+    auto read = [&](i64 at, i64 row) {
+        i64 block = IN_BLOCKS ? block_of(row) : 0;
         next.grad.load(grad + at);
-        next.m.load(m + at);
-        next.v.load(v + at);
-        next.master.load(master + at);
+        next.m.load(m, m_scale, at, block);
+        next.v.load(v, v_scale, at, block);
+        next.master.load(master, master_scale, at, block);
     };
-    if (row < end) read(row * C + column);
+    if (row < end) read(row * C + column, row);
     if (threadIdx.x == 0) cells[0] = bias(beta_1, *step);
     if (threadIdx.x == 32) cells[1] = bias(beta_2, *step);
     if (threadIdx.x == 64) {
@@ -135,8 +189,8 @@ extern "C" __global__ void __launch_bounds__(TILE_THREADS, RESIDENT)
     bool careful = !(epsilon >= 0 && epsilon < 0x1p35f);
     u32 even[(N + 3) / 4];  // bytes of a pair's first row
 #pragma unroll 1
-    while (row < end) {
-        bool odd = row % 2;
+    while (IN_BLOCKS ? __ballot_sync(0xffffffffu, row < end) != 0 : row < end) {
+        bool odd = row % 2, in = !IN_BLOCKS || row < end;  // lanes without numbers help to find those of the largest size
         i64 at = row * C + column;
         if constexpr ((FORMS & COL) != 0) turn = odd ? 2 * SLOTS - 1 : 1;
         float g[N], first[N], second[N], w[N];
@@ -144,9 +198,16 @@ extern "C" __global__ void __launch_bounds__(TILE_THREADS, RESIDENT)
         next.m.get(first);
         next.v.get(second);
         next.master.get(w);
-        if (row + turn < end) read(at + turn * C);
+        if constexpr (IN_BLOCKS) {
+#pragma unroll
+            for (int j = 0; j < N; j++) {
+                if (!in) g[j] = first[j] = second[j] = w[j] = 0;
+                if (IS_CODED<V>) second[j] *= second[j];
+            }
+        }
+        if (row + turn < end) read(at + turn * C, row + turn);
         u32 of_master[4];
-        if constexpr (sizeof(MASTER) == 2) philox(static_cast<u64>(origin + at) / 8, OF_MASTER, key, of_master);
+        if constexpr (sizeof(MASTER) <= 2) philox(static_cast<u64>(origin + at) / 8, OF_MASTER, key, of_master);
 #pragma unroll
         for (int four = 0; four < N; four += 4) {
             Outside outside;
@@ -163,7 +224,7 @@ extern "C" __global__ void __launch_bounds__(TILE_THREADS, RESIDENT)
             }
 #pragma unroll
             for (int j = four; j < four + 4; j++) w[j] = w[j] * s.shrink - s.lr * g[j];
-            if constexpr (sizeof(M) == 2 || sizeof(V) == 2) {
+            if constexpr (!IN_BLOCKS && (sizeof(M) == 2 || sizeof(V) == 2)) {
                 u32 word[4];
                 philox(static_cast<u64>(origin + at + four) / 4, MOMENTS, key, word);
 #pragma unroll
@@ -179,10 +240,34 @@ extern "C" __global__ void __launch_bounds__(TILE_THREADS, RESIDENT)
                     w[four + j] = raised(w[four + j], upper ? of_master[j] >> 16 : of_master[j] & 0xffffu);
             }
         }
-        if (new_m) store_cut(new_m + at, first);
-        if (new_v) store_cut(new_v + at, second);
-        if (new_master) store_cut(new_master + at, w);
-        if constexpr (FORMS != 0) {
+        if constexpr (IN_BLOCKS) {
+            u32 of_m[N], of_v[N];
+#pragma unroll
+            for (int four = 0; four < N; four += 4) {
+                u32 word[4];
+                philox(static_cast<u64>(origin + at + four) / 4, MOMENTS, key, word);
+#pragma unroll
+                for (int j = 0; j < 4; j++) of_m[four + j] = word[j] & 0xffffu, of_v[four + j] = word[j] >> 16;
+            }
+            bool is_first = column % BLOCK == 0;  // of its block
+            store_moment<false, false>(new_m, new_m_scale, at, block_of(row), first, of_m, in, is_first);
+            store_moment<true, false>(new_v, new_v_scale, at, block_of(row), second, of_v, in, is_first);
+        } else {
+            store_plain(new_m, at, first);
+            store_plain(new_v, at, second);
+        }
+        if constexpr (IS_CODED<MASTER>) {
+            u32 of_w[N];
+#pragma unroll
+            for (int j = 0; j < N; j++) {
+                bool upper = N == 4 ? at / 4 % 2 : j >= 4;
+                of_w[j] = upper ? of_master[j % 4] >> 16 : of_master[j % 4] & 0xffffu;
+            }
+            store_moment<false, true>(new_master, new_master_scale, at, block_of(row), w, of_w, in, column % BLOCK == 0);
+        } else if (in) {
+            store_plain(new_master, at, w);
+        }
+        if constexpr (FORMS != 0) if (in) {
             if constexpr (sizeof(MASTER) == 2) {
 #pragma unroll
                 for (int j = 0; j < N; j++) w[j] = __uint_as_float(__float_as_uint(w[j]) & 0xffff0000u);

@@ -94,3 +94,28 @@ extern "C" __global__ void __launch_bounds__(NORM_THREADS)
     if (scale) *scale = tokens ? static_cast<float>(clip / tokens) : 0;
     if (apply) *apply = isfinite(total) && isfinite(*loss_total);
 }
+
+// new_last_norm, scale, apply (1,) <- norm, last_norm, loss_total, num_tokens (1,): see the reference's last_norm_scale
+extern "C" __global__ void last_norm_scale(float* new_last_norm, float* scale, float* apply, const float* norm,
+                                           const float* last_norm, const float* loss_total, const int* num_tokens,
+                                           double grad_clip) {
+    if (threadIdx.x) return;
+    float last = isfinite(*norm) ? *norm : *last_norm;
+    int tokens = *num_tokens;
+    double clip = grad_clip != 0 && last > grad_clip ? grad_clip / last : 1;
+    if (new_last_norm) *new_last_norm = last;
+    if (scale) *scale = tokens ? static_cast<float>(clip / tokens) : 0;
+    if (apply) *apply = isfinite(*loss_total);
+}
+
+// out (1,) <- apply (1,) if all partials (count,) are finite, else 0. One block.
+extern "C" __global__ void __launch_bounds__(NORM_THREADS)
+    apply_if_finite(float* out, const float* partials, int count, const float* apply) {
+    __shared__ int bad;
+    if (threadIdx.x == 0) bad = 0;
+    __syncthreads();
+    for (int i = threadIdx.x; i < count; i += NORM_THREADS)
+        if (!isfinite(partials[i])) bad = 1;
+    __syncthreads();
+    if (threadIdx.x == 0) *out = bad ? 0 : *apply;
+}

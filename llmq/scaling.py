@@ -20,12 +20,14 @@ class Scaling:
     producer can write the copy at once; `is_measured`: a pass over the value makes it, before the copy; `owns_scales`:
     the scales belong to one copy; `is_repeated`: to read a copy, an array of scales as large as itself is made;
     `turns`: a transposed copy has the same scales, transposed;
-    `is_tiled`: no scale is that of rows in two tiles of 128."""
+    `is_tiled`: no scale is that of rows in two tiles of 128; `is_of_states`: optimizer states are held so, and nothing
+    else."""
 
     is_cell = False
     is_measured = False
     is_repeated = False
     is_tiled = False
+    is_of_states = False
     owns_scales = False
     turns = True
 
@@ -36,6 +38,10 @@ class Scaling:
     def amax(self, size: np.ndarray) -> np.ndarray:
         """Largest magnitude under each scale, in the shape of the scales; `size` (R, K) are magnitudes."""
         return size.max(keepdims=True, initial=0).reshape(1)
+
+    def rounded(self, scale: np.ndarray) -> np.ndarray:
+        """Scales as they are used: those that map a largest magnitude to the limit, or larger ones."""
+        return scale
 
     def spread(self, scale: np.ndarray, shape: tuple[int, ...]) -> np.ndarray:
         """Scales, or their reciprocals, of a copy stored in `shape`, so that they multiply it number by number."""
@@ -108,6 +114,34 @@ class Blockwise(Rowwise):
         return None if start % BLOCK else scale[start // BLOCK : -(-(start + count) // BLOCK)]
 
 
+class Blocks(Rowwise):
+    """(R, K / 128), rounded up: one for 128 numbers of a stored row, row by row, so that rows and their scales are cut
+    together: shares of ranks, and pieces that come from the host, are whole."""
+
+    is_repeated = True
+    is_of_states = True
+
+    def shape(self, rows: int, columns: int) -> tuple[int, ...]:
+        return (rows, -(-columns // BLOCK))
+
+    def amax(self, size: np.ndarray) -> np.ndarray:
+        return _blocks(size)
+
+    def spread(self, scale: np.ndarray, shape: tuple[int, ...]) -> np.ndarray:
+        return np.repeat(scale, BLOCK, axis=1)[:, : shape[-1]].reshape(shape)
+
+    def of_columns(self, scale: np.ndarray, start: int, count: int) -> np.ndarray | None:
+        return None
+
+
+class Powers(Blocks):
+    """Blocks whose scales are powers of two: a number that does not change keeps its value when the scale does, or
+    nearly so where it is among the smallest."""
+
+    def rounded(self, scale: np.ndarray) -> np.ndarray:
+        return ((scale.view(np.uint32) + np.uint32(0x7FFFFF)) & np.uint32(0xFF800000)).view(np.float32)
+
+
 class Tilewise(Blockwise):
     """(R / 128, K / 128), rounded up, the last one to a multiple of 4: one for 128 x 128 numbers."""
 
@@ -142,6 +176,8 @@ SCALINGS: dict[str, Scaling] = {
     "rowwise": Rowwise(),
     "blockwise": Blockwise(),
     "tilewise": Tilewise(),
+    "blocks": Blocks(),
+    "powers": Powers(),
 }
 
 

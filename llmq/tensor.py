@@ -26,6 +26,7 @@ DTYPES: dict[str, np.dtype] = {
     "e4m3": np.dtype(ml_dtypes.float8_e4m3fn),
     "e5m2": np.dtype(ml_dtypes.float8_e5m2),
     "int32": np.dtype(np.int32),
+    "int8": np.dtype(np.int8),
     "uint8": np.dtype(np.uint8),
 }
 LARGEST = {"e4m3": 448.0, "e5m2": 57344.0}  # finite limits of the fp8 formats (OCP 8-bit floating point, 2023)
@@ -428,7 +429,7 @@ def own_scales(value: np.ndarray, form: Form) -> np.ndarray:
     """Scales of a copy of `value` (f32) that owns them: amax / limit of the numbers under each, or else 1."""
     size = np.abs(value.reshape(-1, value.shape[-1]))
     amax = form.scales.amax(size.T if form.layout == "col" else size)
-    return scale_from(amax, np.float32(LARGEST[form.dtype]), np.float32(1))
+    return form.scales.rounded(scale_from(amax, np.float32(LARGEST[form.dtype]), np.float32(1)))
 
 
 def scales_of_rows(scale: np.ndarray, form: Form, start: int, count: int) -> np.ndarray:

@@ -32,7 +32,7 @@ UNSET = """
 OFF = """
     from_scratch init_proj_to_zero fp8_fallback recompute_swiglu recompute_norm recompute_ffn recompute_qkv
     recompute_att recompute_block offload_residual offload_master offload_opt_m offload_opt_v offload_optimizer
-    offload_gradients offload_quants stream_weights
+    offload_gradients offload_quants stream_weights fused_update
     export_anyway dry_run shard_gradients shard_weights all_to_all_reduce rslora dora
 """
 SPELLED: dict[str, Any] = {
@@ -45,6 +45,7 @@ SPELLED: dict[str, Any] = {
     "seq_len": SEQ_LEN,
     "lmhead_chunks": 1,
     "attn_bwd_chunks": 1,
+    "seq_tiles": 1,
     "zero_level": 1,
     "gradient_compression": "none",
     "steps": STEPS,
@@ -58,6 +59,7 @@ SPELLED: dict[str, Any] = {
     "adam_epsilon": 1e-8,
     "weight_decay": 0.1,
     "grad_clip": 1.0,
+    "clip_by": "this",
     "z_loss": 0.0,
     "neftune_alpha": 0.0,
     "name": "run",
@@ -152,6 +154,8 @@ def _of_precision() -> Iterator[Case]:
         yield _case(f"{name}, fp32 master", precision, master_dtype="fp32")
     wide = {"master_dtype": "fp32", "grad_accum_dtype": "fp32"}
     yield _case("bf16, fp32 master and gradients, bf16 m", BF16, **wide, opt_m_dtype="bf16")
+    yield _case("bf16, no masters", BF16, master_dtype="none", opt_m_dtype="int8", opt_v_dtype="e4m3")
+    yield _case("bf16, moments in 8 bits", BF16, TIED, opt_m_dtype="int8", opt_v_dtype="e4m3")
     for scaling in SCALINGS:
         yield _case(f"fp8 {scaling}, copies observed", _fp8(scaling), NORMED, log_fp8_every=2)
     yield _case("fp8 delayed, fallback", DELAYED, log_fp8_every=1, fp8_fallback=True)
@@ -169,11 +173,15 @@ def _of_memory() -> Iterator[Case]:
         for name, precision in (("bf16", BF16), ("fp8 delayed", DELAYED), ("fp8 blockwise", BLOCKWISE)):
             named = {"master_dtype": "fp32", **{f"offload_{flag}": True for flag in flags}}
             yield _case(f"{name}, offload {' and '.join(flags)}", precision, NORMED, recompute_block=True, **named)
+    fused = {"fused_update": True, "clip_by": "last", "grad_accumulation": 1}
+    for name, precision in (("bf16", BF16), ("fp8 current", CURRENT)):
+        yield _case(f"{name}, updated in backward", precision, TIED, **fused, **BF16_MOMENTS)
     yield _case("bf16, weights streamed", BF16, stream_weights=True)
     yield _case("fp8 delayed, quants offloaded", DELAYED, TIED, offload_quants=True)
     for chunks in (2, 4):
         yield _case(f"bf16, logits in {chunks} chunks", BF16, TIED, lmhead_chunks=chunks)
         yield _case(f"fp32, logits in {chunks} chunks", FP32, lmhead_chunks=chunks)
+    yield _case("bf16, the MLP in 4 tiles", BF16, TIED, seq_tiles=4, recompute_block=True)
     yield _case("bf16, attention backward in 2 chunks", BF16, attn_bwd_chunks=2)
     yield _case("fp8 current, attention backward in 2 chunks", CURRENT, attn_bwd_chunks=2, recompute_att=True)
 

@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -93,6 +94,14 @@ def test_compare_recipes(example):
     losses = [read_log(folder / "runs" / name).train["loss"].tolist() for name in ("bf16", "bf16-seed-1", "e4m3")]
     assert len({tuple(loss) for loss in losses}) == 3
     assert "bf16-seed-1" in said and (folder / "runs/recipes.png").is_file()
+
+
+@pytest.mark.slow
+def test_compare_states(example):
+    small = {"steps": "2", "seq_len": "32", "batch_size": "2", "device": "cpu"}
+    folder, said = example("compare_states.py", "text.txt", "only=fp32,int8", *(f"{k}={v}" for k, v in small.items()))
+    assert re.findall(r"^\| (\w+) \| [0-9.]+ \| [0-9.]+ \|$", said, re.MULTILINE) == ["fp32", "int8"]
+    assert steps(folder / "runs/states-int8-2") == [1, 2]
 
 
 @pytest.mark.slow

@@ -22,6 +22,7 @@ if TYPE_CHECKING:
     from llmq.ops.record import Call, Result
 
 SLICES = 12  # that the optimizer holds at once, the most of all; random bits are among them
+SLICES_OF_CODES = 15  # with moments in 8 bits
 # What is freed of arrays below 32 MiB, malloc keeps beside larger ones, which go back to the system at once: 4 MiB in
 # most runs, 31 MiB in the worst of those that were measured.
 KEPT_FREE = 8 << 20
@@ -40,6 +41,11 @@ class Temporaries:
         """Bytes of a number as ops compute with it: f64 in runs that are wholly in it, else f32."""
         refs = [*(result.ref for result in self.outputs.values()), *self.inputs.values()]
         return 8 if any(ref.dtype == "fp64" for ref in refs) else 4
+
+    @property
+    def has_codes(self) -> bool:
+        """Whether a moment is held in 8 bits."""
+        return any(name in self.inputs and self.inputs[name].form is not None for name in ("m", "v"))
 
     def size(self, name: str) -> int:
         """Bytes of an operand as ops compute with it; 0 for one that is absent."""
@@ -122,6 +128,7 @@ def _if_whole(value: str, rule: Rule) -> Rule:
 
 
 RULES: Mapping[str, Rule] = {
+    "adamw": lambda a: SLICES_OF_CODES * a.width * max(a.inputs["m"].shape[-1], SLICE) if a.has_codes else 0,
     "amax_scale": lambda a: max(a.reading("x"), a.copies("x") + a.size("x")),
     "attention_backward": _attention("d_qkv", 3),
     "attention_forward": _attention("att", 2),

@@ -9,7 +9,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-from llmq.protocols import Core, Ops, Parameters, Site, Slots
+from llmq.op_protocol import Ops
+from llmq.protocols import Core, Parameters, Site, Slots
 from llmq.tensor import Slot
 
 

@@ -6,7 +6,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from llmq.blocks.attention import DenseCore, Heads
-from llmq.protocols import Ops, Parameters, Site, Slots
+from llmq.op_protocol import Ops
+from llmq.protocols import Parameters, Site, Slots
 from llmq.tensor import Slot
 
 

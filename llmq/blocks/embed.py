@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
-from llmq.protocols import Ops, Parameters, Slots
+from llmq.op_protocol import Ops
+from llmq.protocols import Parameters, Slots
 from llmq.tensor import Slot
 
 

@@ -1,8 +1,11 @@
-"""Gated feed-forward sublayer (SwiGLU; Shazeer, 2020)."""
+"""Gated feed-forward sublayer (SwiGLU; Shazeer, 2020), whole or in tiles of tokens."""
 
 from __future__ import annotations
 
-from llmq.protocols import Ops, Parameters, Site, Slots
+from dataclasses import replace
+
+from llmq.op_protocol import Ops
+from llmq.protocols import Parameters, Site, Slots
 from llmq.tensor import Slot
 
 
@@ -27,6 +30,10 @@ class Mlp:
         rstd, gate_up = Slot("rstd", (b, t), ("block",), "stat"), Slot("gate_up", (b, t, 2 * self.f), ("ffn",))
         return (x, rstd, gate_up, act, *self.up.slots(x), *self.down.slots(act))
 
+    def pieces(self, a: Slots) -> list[Slots]:
+        """Frames of what is made again and goes back at a time: all of it."""
+        return [a]
+
     def forward(self, ops: Ops, a: Slots, w: Parameters) -> None:
         """a.out <- a.res."""
         ops.rmsnorm_forward(a.x, a.rstd, a.res, w.norm, eps=self.eps)
@@ -40,3 +47,28 @@ class Mlp:
         ops.swiglu_backward(d.gate_up, d.act, a.gate_up)
         self.up.backward(ops, a, d, d.x, dw.up, d.gate_up, a.x, w.up)
         ops.rmsnorm_backward(d.res, dw.norm, d.x, d.out, a.res, w.norm, a.rstd)
+
+
+class TiledMlp(Mlp):
+    """The same a tile of tokens at a time: each has slots of its own, is made again on its own, and goes back before
+    the next one is made. Gradients of weights are sums over tiles."""
+
+    def __init__(
+        self, hidden_size: int, intermediate_size: int, eps: float, up: Site, down: Site, *, tiles: int
+    ) -> None:
+        super().__init__(hidden_size, intermediate_size, eps, up, down)
+        self.tiles = tiles
+
+    def slots(self, b: int, t: int) -> tuple[Slot, ...]:
+        """Intermediates of every tile, of b * t / tiles tokens."""
+        of_one = super().slots(1, b * t // self.tiles)
+        return tuple(
+            replace(slot, name=f"{slot.name}#{i}", shape=slot.shape[1:]) for i in range(self.tiles) for slot in of_one
+        )
+
+    def pieces(self, a: Slots) -> list[Slots]:
+        """A frame for each tile, in order."""
+        rows = a.res.shape[0] * a.res.shape[1] // self.tiles
+        names = [slot.name for slot in super().slots(1, rows)]
+        cuts = (a.chunk(("res", "out"), i * rows, rows) for i in range(self.tiles))
+        return [cut.renamed({name: f"{name}#{i}" for name in names}) for i, cut in enumerate(cuts)]

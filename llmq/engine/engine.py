@@ -56,9 +56,8 @@ class Engine(BoundPlan):
     def load(self, parameters: Iterable[tuple[Row, np.ndarray]]) -> None:
         """Sets masters from whole parameters (padded, any float dtype) and makes all copies; moments become zero."""
         self._set(parameters, self.plan.rows)
-        for state in self.plan.moments.values():
-            self._fill(state.m, 0)
-            self._fill(state.v, 0)
+        for name in self.plan.moment_names:
+            self._memory.fill(name, 0)
         self._publish()
 
     def gradient(self, name: str) -> np.ndarray:
@@ -86,14 +85,19 @@ class Engine(BoundPlan):
         self.run(MICRO_STEPS[first, last])
         self._is_gathered = self._is_gathered or first
 
+    def start_step(self, step: int, learning_rate: float) -> None:
+        """Before the micro-steps of a step, as weights may be updated in backward; `update` ends it with the same."""
+        self._fill(self._cells.step, step)
+        self._fill(self._cells.learning_rate, learning_rate)
+
     def update(self, step: int, learning_rate: float, request: int = 0) -> StepResult:
         """The optimizer step number `step`, counted from 1. Nothing changes if loss or gradient is not finite.
 
         `request` is what this rank wants of all after the step; the result has the largest one.
         """
         cells, agreed = self._cells, self._cells.agreed
-        self._fill(cells.step, step)
-        self._fill(cells.learning_rate, learning_rate)
+        if not self.plan.spec.memory.fused:
+            self.start_step(step, learning_rate)
         if is_asked := self._has(agreed.request):
             self._fill(cells.request, request)
         self.run("update")
@@ -218,6 +222,9 @@ class Engine(BoundPlan):
         for ref in self.plan.persistent.values():
             if ref.space == "scale":
                 self._fill(ref, 1 if ref.shape == (1,) or ref.name == "scales" else 0)
+        for cell in (cells.norm, cells.last_norm):
+            if self._has(cell):
+                self._fill(cell, 0)
         if self.plan.scales:
             self._write(cells.limits, np.array(self.plan.limits))
             self._fill(cells.always, 1)

@@ -130,6 +130,7 @@ def measure_plan(
             if counts and not marks:
                 watch = Background(uuid, every_s=SAMPLE_S) if uuid is not None else None
             start = clock.mark() if counts else None
+            engine.start_step(step, learning_rate)
             for micro_step in range(accumulation):
                 batch = batches[((step - 1) * accumulation + micro_step) % len(batches)]
                 engine.micro_step(batch, first=micro_step == 0, last=micro_step == accumulation - 1)
@@ -168,6 +169,7 @@ def cold_calls(plan: Plan, backend: Backend, clock: Clock, wanted: Container[tup
     if engine.needs_warm_up:
         engine.warm_up(batch)
     clock.follow(backend)
+    engine.start_step(1, 1e-5)
     engine.micro_step(batch)
     engine.update(1, 1e-5)
     sweeps_ms = clock.median_ms(backend.program([Launch(sweep)] * clock.copies))

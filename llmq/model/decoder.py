@@ -8,8 +8,9 @@ from functools import partial
 from typing import Any
 
 from llmq.blocks.embed import Embed
+from llmq.op_protocol import Ops
 from llmq.ops.record import Backward, Replay
-from llmq.protocols import GradStore, Ops, Parameters, PartName, Site, Slots, Sublayer, WeightStore
+from llmq.protocols import GradStore, Parameters, PartName, PiecedSublayer, Site, Slots, Sublayer, WeightStore
 
 
 @dataclass(frozen=True)
@@ -17,17 +18,21 @@ class Block:
     """One decoder layer: two sublayers on the residual stream."""
 
     attention: Sublayer
-    mlp: Sublayer
+    mlp: PiecedSublayer
 
     def forward(self, ops: Ops, a: Slots, w: Parameters) -> None:
         """The next layer's a.attention.res <- a.attention.res."""
         self.attention.forward(ops, a.attention, w.attention)
-        self.mlp.forward(ops, a.mlp, w.mlp)
+        for piece in self.mlp.pieces(a.mlp):
+            self.mlp.forward(ops, piece, w.mlp)
 
     def backward(self, ops: Ops, a: Slots, d: Slots, w: Parameters, dw: Parameters) -> None:
-        """d.attention.res, dw <- the next layer's d.attention.res. What was dropped is made again just before."""
-        self.forward(Replay(ops), a, w)
-        self.mlp.backward(ops, a.mlp, d.mlp, w.mlp, dw.mlp)
+        """d.attention.res, dw <- the next layer's d.attention.res. What was dropped is made again just before: of the
+        MLP a piece at a time."""
+        self.attention.forward(Replay(ops), a.attention, w.attention)
+        for at, d_at in zip(self.mlp.pieces(a.mlp), self.mlp.pieces(d.mlp), strict=True):
+            self.mlp.forward(Replay(ops), at, w.mlp)
+            self.mlp.backward(ops, at, d_at, w.mlp, dw.mlp)
         self.attention.backward(ops, a.attention, d.attention, w.attention, dw.attention)
 
 

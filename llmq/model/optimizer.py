@@ -7,7 +7,7 @@ beside a flag `apply`, so that a non-finite step is a no-op without the host bei
 from __future__ import annotations
 
 import zlib
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -20,8 +20,9 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Hyperparameters:
-    """AdamW's constants (Loshchilov and Hutter, 2019), the gradient clip on the norm (0 is no clip), and what training
-    adds to the loss (z_loss) and to the embedded tokens (neftune_alpha)."""
+    """AdamW's constants (Loshchilov and Hutter, 2019), the gradient clip on the norm (0 is no clip), which may be that
+    of the step before (clips_by_last), and what training adds to the loss (z_loss) and to the embedded tokens
+    (neftune_alpha)."""
 
     beta_1: float = 0.9
     beta_2: float = 0.95
@@ -30,6 +31,7 @@ class Hyperparameters:
     grad_clip: float = 1.0
     z_loss: float = 0.0
     neftune_alpha: float = 0.0
+    clips_by_last: bool = False
 
 
 def resolve(options: OptimizerOptions) -> Hyperparameters:
@@ -42,6 +44,7 @@ def resolve(options: OptimizerOptions) -> Hyperparameters:
         options.grad_clip,
         options.z_loss,
         options.neftune_alpha,
+        options.grad_clip > 0 and options.clip_by == "last",
     )
 
 
@@ -70,20 +73,99 @@ def update(
         ops.sum_squares(cells["partials"].flat(first, count), grad)
         first += count
     agreed = ranks.agree(ops, cells)
-    partials = agreed["partials"].flat(0, agreed["partials"].shape[0])
-    sums = (partials, agreed["loss"], agreed["tokens"])
-    ops.grad_scale(cells["norm"], cells["grad_scale"], cells["apply"], *sums, grad_clip=hyper.grad_clip)
+    if hyper.clips_by_last:
+        ops.last_norm_scale(cells["last_norm"], cells["grad_scale"], None, *_before(cells, agreed), **_clip(hyper))
+    _measure(ops, cells, agreed, hyper, None if hyper.clips_by_last else cells["grad_scale"], cells["apply"])
     _update_scales(ops, cells, agreed, cells["apply"])
-    scalars = (cells["grad_scale"], cells["apply"], cells["learning_rate"], cells["step"])
-    walks = moments.walk(ops), weights.written(ops), grads.sums(ops)
-    for (row, pieces), weight, grad in zip(*walks, strict=True):
+    walks = zip(moments.walk(ops), weights.written(ops), grads.sums(ops), strict=True)
+    _step(ops, ((*one, cells["apply"]) for one in walks), cells, hyper, seed)
+
+
+def begin_fused(ops: Any, cells: Mapping[str, Ref], hyper: Hyperparameters) -> None:
+    """What the update of each part of the model reads, as soon as the loss is known: a scale that knows no norm but
+    the last step's."""
+    written = (cells["last_norm"], cells["grad_scale"], cells["apply"])
+    ops.last_norm_scale(*written, *_before(cells, cells), **_clip(hyper))
+
+
+def update_fused(
+    ops: Any,
+    weights: Any,
+    moments: Any,
+    grads: Mapping[str, tuple[Ref, int]],
+    cells: Mapping[str, Ref],
+    hyper: Hyperparameters,
+    seed: int,
+    *,
+    applies: bool,
+) -> None:
+    """The states and weights of some rows <- `grads`, by row name, each with the place of its first partial sum.
+
+    A row whose gradient is not finite is left alone. Without `applies` gradients are summed for the norm alone.
+    """
+    applied, found = [], []
+    for whole, start in grads.values():
+        first = start
+        for grad in whole.entries:
+            partials = cells["partials"].flat(first, count := num_norm_tiles(grad.shape))
+            first += count
+            ops.sum_squares(partials, grad)
+            apply = Ref(f"apply/{grad.name}", "activation", (1,), cells["apply"].dtype, grad.layer)
+            if applies:
+                ops.apply_if_finite(apply, partials, cells["apply"])
+            found.append(grad)
+            applied.append(apply)
+    if applies:
+        walks = moments.walk(ops, only=grads), weights.written(ops, grads), found, applied
+        _step(ops, zip(*walks, strict=True), cells, hyper, seed)
+
+
+def end_fused(ops: Any, cells: Mapping[str, Ref], hyper: Hyperparameters) -> None:
+    """The norm of a step whose updates are done; `apply` is 0 if it was not finite."""
+    _measure(ops, cells, cells, hyper, None, cells["apply"])
+
+
+def _before(cells: Mapping[str, Ref], agreed: Mapping[str, Ref]) -> tuple[Ref, ...]:
+    """What a scale by the last step's norm is made of: that norm, the last finite one, loss and tokens."""
+    return cells["norm"], cells["last_norm"], agreed["loss"], agreed["tokens"]
+
+
+def _clip(hyper: Hyperparameters) -> dict[str, float]:
+    return {"grad_clip": hyper.grad_clip}
+
+
+def _measure(
+    ops: Any,
+    cells: Mapping[str, Ref],
+    agreed: Mapping[str, Ref],
+    hyper: Hyperparameters,
+    scale: Ref | None,
+    apply: Ref,
+) -> None:
+    """The norm of the step, and the scale by it where that is wanted, <- partial sums."""
+    partials = agreed["partials"].flat(0, agreed["partials"].shape[0])
+    ops.grad_scale(cells["norm"], scale, apply, partials, agreed["loss"], agreed["tokens"], **_clip(hyper))
+
+
+def _step(
+    ops: Any,
+    walks: Iterable[tuple[Any, Ref | None, Ref, Ref]],
+    cells: Mapping[str, Ref],
+    hyper: Hyperparameters,
+    seed: int,
+) -> None:
+    """AdamW on rows with pieces of their states, their weights, their gradients, and whether they are updated."""
+    for (row, pieces), weight, grad, apply in walks:
         for piece in pieces:
             ops.adamw(
                 *piece.state,
                 piece.of(weight),
                 *piece.state,
                 piece.grad or piece.of(grad),
-                *scalars,
+                cells["grad_scale"],
+                apply,
+                cells["learning_rate"],
+                cells["step"],
                 beta_1=hyper.beta_1,
                 beta_2=hyper.beta_2,
                 epsilon=hyper.epsilon,

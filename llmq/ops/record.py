@@ -16,7 +16,7 @@ from llmq.ops.seam import record
 from llmq.tensor import Form, Ref
 
 if TYPE_CHECKING:
-    from llmq.protocols import Ops
+    from llmq.op_protocol import Ops
 else:
     Ops = object  # whose methods are made by __getattr__
 

@@ -55,6 +55,7 @@ class OpRecord:
     shares: Mapping[str, str] = field(default_factory=dict)  # output -> input whose memory it may take at its last read
     forms: frozenset[str] = frozenset()  # outputs that it writes in quantized and column-sum forms in the same pass
     rows: frozenset[str] = frozenset()  # outputs whose fp8 rows it can write in the same pass, but nothing else
+    held: frozenset[str] = frozenset()  # outputs that it writes in whatever form they are held in
     cast_from: Mapping[str, str] = field(default_factory=dict)  # output -> what else has its value: forms come from it
     copies: bool = False  # makes each form of its output from the same form of its input
     gathers: bool = False  # a copy from many ranks: only of forms that are made of shards as they are of the whole
@@ -71,7 +72,7 @@ class OpRecord:
 
     def writes(self, output: str, form: Form | None) -> bool:
         """Whether the op writes `form` of its output in its own pass, so that nothing is put after it."""
-        if form is None or (self.copies and not self.gathers):
+        if form is None or output in self.held or (self.copies and not self.gathers):
             return True
         if self.gathers:
             return form.is_sharded
@@ -114,6 +115,7 @@ def op(
     shares: Mapping[str, str] | None = None,
     forms: Iterable[str] = (),
     rows: Iterable[str] = (),
+    held: Iterable[str] = (),
     cast_from: Mapping[str, str] | None = None,
     **more: Any,
 ) -> Callable[[Function], Function]:
@@ -122,6 +124,7 @@ def op(
     def attached(function: Function) -> Function:
         names = parse(function)
         facts = {"shares": shares or {}, "cast_from": cast_from or {}, "forms": frozenset(forms), **more}
+        facts["held"] = frozenset(held)
         vars(function)["record"] = OpRecord(function.__name__, *names, family=family, rows=frozenset(rows), **facts)
         return function
 

@@ -12,6 +12,7 @@ from llmq.options.field import LARGEST_STEP, Computed, Float, Int, Section, Text
 from llmq.options.rate_rules import final_fraction, our_name
 
 Narrow = Annotated[Literal["bf16", "fp32"], Computed]
+Moment = Annotated[Literal["fp32", "bf16", "e4m3", "int8"], Computed]
 FP8_MATMULS = ("e4m3", "auto")
 Chunks = Literal["auto"] | Annotated[Int, Field(ge=1, le=LARGEST_STEP)]
 Course = Annotated[Literal["cosine", "linear", "constant", "wsd"], BeforeValidator(our_name)]
@@ -58,11 +59,16 @@ class PrecisionOptions(Section):
     fp8_fallback: bool = option(
         False, "Move a linear map to the model dtype when --log-fp8-every finds its signal-to-noise ratio low."
     )
-    opt_m_dtype: Narrow = option("fp32", "Dtype of Adam's first moment; bf16 rounds stochastically.")
-    opt_v_dtype: Narrow = option("fp32", "Dtype of Adam's second moment; bf16 rounds stochastically.")
-    master_dtype: Narrow = option(
+    opt_m_dtype: Moment = option(
+        "fp32",
+        "Dtype of Adam's first moment; all but fp32 round stochastically, those of 8 bits with a scale for each 128.",
+    )
+    opt_v_dtype: Moment = option(
+        "fp32", "Dtype of Adam's second moment, as of the first; in 8 bits it is held by its root."
+    )
+    master_dtype: Annotated[Literal["bf16", "fp32", "none"], Computed] = option(
         lambda data: data.get("model_dtype", "bf16"),
-        "Dtype of the master weights, which the optimizer updates.",
+        "Dtype of the master weights, which the optimizer updates; none holds the blocks' matrices in e4m3 alone.",
         shown="the model dtype, of adapters fp32",
     )
     grad_accum_dtype: Narrow = option(
@@ -113,8 +119,20 @@ class MemoryOptions(Section):
         False,
         "Keep the weights of the blocks in host memory, and all master weights; layers come one ahead of their use.",
     )
+    fused_update: bool = option(
+        False,
+        "Update the weights of each layer in backward, as soon as it has its gradients, which are then freed. Needs "
+        "--grad-accumulation 1, and --grad-clip 0 or --clip-by last.",
+    )
     lmhead_chunks: Int = option(
         0, "Compute the logits in N chunks to save memory; 0 chooses by size.", ge=0, le=LARGEST_STEP
+    )
+    seq_tiles: Int = option(
+        1,
+        "Run the MLP, with its norm, in N tiles of a micro-batch's tokens, and the logits in N chunks or more, to save "
+        "memory; 1 does not.",
+        ge=1,
+        le=LARGEST_STEP,
     )
     attn_bwd_chunks: Chunks = option(
         "auto",
@@ -238,6 +256,9 @@ class OptimizerOptions(Section):
     )
     grad_clip: Float = option(
         1.0, "Clip the global norm of the gradient to this; 0 never clips.", "max_grad_norm", ge=0
+    )
+    clip_by: Literal["this", "last"] = option(
+        "this", "Step whose norm --grad-clip looks at: this one's, or that of the last one, which is known in backward."
     )
     z_loss: Float = option(0.0, "Weight of the squared log-partition (z-loss) in the loss; 0 for none.", ge=0)
     neftune_alpha: Float = option(

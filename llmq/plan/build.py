@@ -21,7 +21,7 @@ from llmq.blocks.cached import (
 )
 from llmq.blocks.embed import Embed, NoisyEmbed
 from llmq.blocks.head import Head
-from llmq.blocks.mlp import Mlp
+from llmq.blocks.mlp import Mlp, TiledMlp
 from llmq.errors import UsageError
 from llmq.model.adapters import FILE, Target, outputs_of
 from llmq.model.decoder import Block, Model
@@ -34,6 +34,7 @@ from llmq.sites.factories import FACTORIES
 from llmq.sites.ia3 import GainLinear, GainPiece, InputGainLinear
 from llmq.sites.linear import Linear
 from llmq.sites.lora import DroppedLoraLinear, LoraLinear, LowRank
+from llmq.stores.moments import MASTER_FORM
 from llmq.tensor import Form
 
 Sites = Callable[[Spec, str], Site]  # what computes the linear map of a name
@@ -83,8 +84,15 @@ def rows_of(spec: Spec, model: Model) -> tuple[Row, ...]:
     """The parameters of a model, of which all are frozen but what the spec trains."""
     rows = fitted_rows(spec.config, model.sites)
     if spec.adapters is None:
-        return tuple(replace(row, trainable=row.trainable and row.name not in spec.frozen) for row in rows)
+        rows = tuple(replace(row, trainable=row.trainable and row.name not in spec.frozen) for row in rows)
+        return tuple(map(_without_master, rows)) if spec.precision.master == "none" else rows
     return tuple(_held(spec, row) for row in spec.adapters.frozen(rows))
+
+
+def _without_master(row: Row) -> Row:
+    """A row whose value is held in 8 bits, if it is a trained weight of a layer's linear map."""
+    is_matrix = row.layer is not None and row.site is not None and len(row.shape) == 2
+    return replace(row, stored=MASTER_FORM) if is_matrix and row.trainable else row
 
 
 def _held(spec: Spec, row: Row) -> Row:
@@ -108,7 +116,7 @@ def build_model(spec: Spec, sites: Sites = site_of) -> Model:
             "--head-dtype e4m3 needs one scale per tensor or row, as cuBLASLt takes 1x128 scales neither for a chunk "
             "of the head's input nor for one token: use --fp8-scaling rowwise, or leave the head in bf16"
         )
-    layers = _blocks(spec, lambda window, layer: _core(spec, window), _rotary(spec), sites)
+    layers = _blocks(spec, lambda window, layer: _core(spec, window), _rotary(spec), sites, memory.seq_tiles)
     c, padded = config.hidden_size, padded_vocab(config)
     head = Head(c, config.vocab_size, padded, config.rms_norm_eps, memory.head_chunks, hyper.z_loss, site(HEAD))
     embed = NoisyEmbed(c, hyper.neftune_alpha, spec.seed, NOISE_STREAM) if hyper.neftune_alpha else Embed()
@@ -138,16 +146,16 @@ def _generator(spec: Spec, cores: Cores, rotary: Any, sampling: Sampling, sites:
     return Model(Embed(), _blocks(spec, cores, rotary, sites), head)
 
 
-def _blocks(spec: Spec, cores: Cores, rotary: Any, sites: Sites) -> tuple[Block, ...]:
-    """The layers, with attention by `cores`."""
+def _blocks(spec: Spec, cores: Cores, rotary: Any, sites: Sites, tiles: int = 1) -> tuple[Block, ...]:
+    """The layers, with attention by `cores`, and the MLP in so many tiles."""
     config, heads, site = spec.config, _heads(spec), partial(sites, spec)
     c, eps = config.hidden_size, config.rms_norm_eps
     found = []
     for layer in range(config.num_layers):
         core, at = cores(config.window(layer), layer), f"layers.{layer}"
         attention = Attention(c, heads, eps, site(f"{at}.attention.qkv"), site(f"{at}.attention.o"), rotary, core)
-        mlp = Mlp(c, config.intermediate_size, eps, site(f"{at}.mlp.up"), site(f"{at}.mlp.down"))
-        found.append(Block(attention, mlp))
+        mlp = c, config.intermediate_size, eps, site(f"{at}.mlp.up"), site(f"{at}.mlp.down")
+        found.append(Block(attention, Mlp(*mlp) if tiles == 1 else TiledMlp(*mlp, tiles=tiles)))
     return tuple(found)
 
 

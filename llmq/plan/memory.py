@@ -43,7 +43,8 @@ class Memory:
 
     `drop` and `offload` name further slots that backward makes anew, or fetches from the host; `offload` may name
     their roles, whose slots are made anew where they are dropped. `host` names the spaces of tensors that live on the
-    host, of which about `piece_bytes` at a time are fetched.
+    host, of which about `piece_bytes` at a time are fetched. `fused`: weights are updated in backward.
+    The MLP works on the tokens of a micro-batch in `seq_tiles`.
     """
 
     flags: tuple[str, ...] = ()
@@ -53,6 +54,8 @@ class Memory:
     offload: tuple[str, ...] = ()
     host: tuple[str, ...] = ()
     piece_bytes: int = PIECE_BYTES
+    fused: bool = False
+    seq_tiles: int = 1
 
     def hosts_weight(self, precision: Precision) -> Callable[[Row], bool] | None:
         """Which weights live on the host, if any: those of the layers, or of them what e4m3 matmuls read."""
@@ -83,12 +86,13 @@ def resolve(
     logit_bytes: int,
     gpu_bytes: int = 0,
     own_master: bool = True,
+    micro_steps: int = 1,
 ) -> Memory:
     """Checks the chunk counts against the batch; UsageError where they do not divide it.
 
     Automatic chunks of the attention backward are 1 here: `advice.with_fitting_chunks` raises them to fit the device.
     `logit_bytes` is what the logits of one token take, `gpu_bytes` the memory of the GPU, if there is one. A master
-    that is not its `own` is the weight that forward reads.
+    that is not its `own` is the weight that forward reads. A step has `micro_steps`.
     """
     flags = tuple(flag for flag in ROLES if getattr(options, flag))
     tokens, problems = batch_size * seq_len, []
@@ -102,7 +106,8 @@ def resolve(
                 "use --master-dtype fp32"
             )
         hosted.discard("offload_master")
-    head = options.lmhead_chunks or fewest_chunks(tokens, logit_bytes, gpu_bytes)
+    tiles = 1 if tokens % options.seq_tiles else options.seq_tiles
+    head = options.lmhead_chunks or max(fewest_chunks(tokens, logit_bytes, gpu_bytes), tiles)
     if tokens % head:
         problems.append(
             f"--lmhead-chunks {head} does not divide the {tokens} tokens of a micro-batch ({batch_size} x {seq_len})"
@@ -110,11 +115,20 @@ def resolve(
     attention = 1 if options.attn_bwd_chunks == AUTO else options.attn_bwd_chunks
     if batch_size % attention:
         problems.append(f"--attn-bwd-chunks {attention} does not divide --batch-size {batch_size}")
+    if tiles != options.seq_tiles:
+        problems.append(
+            f"--seq-tiles {options.seq_tiles} does not divide the {tokens} tokens of a micro-batch "
+            f"({batch_size} x {seq_len})"
+        )
     if problems:
         raise UsageError("; ".join(problems) + ": use a divisor")
+    if options.fused_update and micro_steps != 1:
+        raise UsageError(
+            f"--fused-update needs one micro-batch a step, and a step has {micro_steps}: use --grad-accumulation 1"
+        )
     offload = (RESIDUAL,) if options.offload_residual else ()
     host = tuple(space for flag, space in HOSTED.items() if flag in hosted)
-    return Memory(flags, head, attention, offload=offload, host=host)
+    return Memory(flags, head, attention, offload=offload, host=host, fused=options.fused_update, seq_tiles=tiles)
 
 
 def fewest_chunks(tokens: int, logit_bytes: int, gpu_bytes: int = 0) -> int:

@@ -134,33 +134,45 @@ class Plan:
     def state(self) -> dict[str, Ref]:
         """Storages that a checkpoint holds: masters, moments, and the state of persistent scales; frozen rows are
         loaded anew."""
-        names = [storage_name(ref) for state in self.moments.values() for ref in state]
+        names = list(self._states)
         remade = {scale_name(one) for ref in self.weights.values() if ref.form is not None for one in ref.entries}
         scales = sorted(name for name, ref in self.persistent.items() if ref.space == "scale" and name not in remade)
-        return {name: self.persistent[name] for name in names + scales}
+        norms = ["cell:norm", "cell:last_norm"] if self.spec.hyper.clips_by_last else []
+        return {name: self.persistent[name] for name in names + scales + norms}
+
+    @cached_property
+    def _states(self) -> Mapping[str, str]:
+        """The row that each storage of an optimizer state, or of the scales that it is held with, is of."""
+        found = {}
+        for name, state in self.moments.items():
+            for one in (one for ref in state for one in (ref.entries if ref.form is not None else (ref,))):
+                found[storage_name(one)] = name
+                if one.form is not None:
+                    found[storage_name(own_scales(one))] = name
+        return found
 
     def saved(self) -> dict[str, SavedSlice]:
         """What this rank writes of a checkpoint, by storage: its rows of what is shared out, or could be; the rest is
         the first rank's."""
-        found, size = {}, self.spec.sharding.size
+        found, size, rank = {}, self.spec.sharding.size, self.spec.sharding.rank
         for name, ref in self.state().items():
-            is_shared = size > 1 and ref.space in ("master", "m", "v")
-            bounds = self.shards.bounds[ref.name] if is_shared else None
-            if bounds is None:
-                if self.spec.sharding.rank == 0:
-                    found[name] = SavedSlice(ref.shape, (0,) * len(ref.shape), ref.shape, ref.dtype)
-            elif count := self.shards.count(ref.name):
-                whole = self.shape(ref.name)
-                start = (bounds[self.shards.rank],) if len(whole) > 1 else ()
-                shape = self.shards.share_shape(ref.name, whole)
-                found[name] = SavedSlice(whole, (*start, 0), shape, ref.dtype)
+            row, dtype = self._states.get(name), ref.form.dtype if ref.form is not None else ref.dtype
+            if size == 1 or row is None:
+                if rank == 0:
+                    found[name] = SavedSlice(ref.shape, (0,) * len(ref.shape), ref.shape, dtype)
+            elif count := self.shards.count(row):
+                leading, is_scale = self.shape(row)[:-1], ref.name != row
+                whole = (*(leading or (1,) * is_scale), ref.shape[-1])
+                start = (self.shards.bounds[row][rank],) if len(whole) > 1 else ()
+                shape = self.shards.share_shape(row, whole)
+                found[name] = SavedSlice(whole, (*start, 0), shape, dtype)
                 assert math.prod(shape) == count * whole[-1]
         return found
 
     @property
     def moment_names(self) -> frozenset[str]:
-        """The storages of the optimizer's moments."""
-        return frozenset(storage_name(ref) for state in self.moments.values() for ref in (state.m, state.v))
+        """The storages of the optimizer's moments, and of their scales."""
+        return frozenset(name for name in self._states if self.persistent[name].space in ("m", "v"))
 
     @property
     def total_bytes(self) -> int:
@@ -197,9 +209,11 @@ def make_plan(
     )
     if readers:
         reading["observe"] = forms(measured, {}, fates.offloaded)
-    training = {at: forms(calls, {}, fates.offloaded) for at, calls in fated.items() if not at[0]}
+    # Programs that write weights, first ones and those that update them in backward, know what others read of them.
+    writers = {at for at in fated if at[0] or (at[1] and spec.memory.fused)}
+    training = {at: forms(calls, {}, fates.offloaded) for at, calls in fated.items() if at not in writers}
     weights = reads_of_weights([*training.values(), *(reading[name] for name in read)])
-    training |= {at: forms(calls, weights, fates.offloaded) for at, calls in fated.items() if at[0]}
+    training |= {at: forms(fated[at], weights, fates.offloaded) for at in fated if at in writers}
     gather = forms(recordings.gather(), weights)
     weights = reads_of_weights([*training.values(), gather, *(reading[name] for name in read)])
     publish = forms(recordings.publish(), weights)

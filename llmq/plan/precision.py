@@ -60,9 +60,14 @@ class Precision:
         return "fp64" if self.model == "fp64" else "fp32"
 
     @property
+    def wide_master(self) -> str:
+        """Dtype of the masters of weights that are not held in 8 bits."""
+        return self.model if self.master == "none" else self.master
+
+    @property
     def has_own_master(self) -> bool:
         """Whether forward can do without the masters on the device: they are not the weights that it reads."""
-        return self.master != self.model or self.matmul == "e4m3"
+        return self.master != "none" and (self.master != self.model or self.matmul == "e4m3")
 
     def identity(self) -> dict[str, Any]:
         """Every dtype by its option, and the sites that are not fp8."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property, partial
 from typing import Any
@@ -14,9 +14,11 @@ from llmq.model.parameters import HEAD
 from llmq.ops.record import Call, Recorder
 from llmq.plan.build import Sites, build_model, rows_of
 from llmq.plan.memory import ALONE_ONLY, HOSTED
+from llmq.plan.refusals import refuse
 from llmq.plan.spec import Spec
 from llmq.row import Row
 from llmq.stores.activations import Frame, Frames
+from llmq.stores.fused_grads import FusedGrads, Use
 from llmq.stores.grads import ReplicatedGrads
 from llmq.stores.hosted_grads import HostedGrads
 from llmq.stores.hosted_moments import HostedMoments
@@ -42,12 +44,17 @@ class Stores:
 def stores_of(spec: Spec) -> Stores:
     """What holds a run's tensors on one of its ranks. UsageError for what many ranks cannot keep on the host."""
     sharding, memory, p = spec.sharding, spec.memory, spec.precision
+    refuse(spec)
     if sharding.size == 1:
         hosted = memory.hosts_weight(p)
         host_master = p.master if "master" in memory.host else None
         return Stores(
             partial(HostedWeights, hosted=hosted, host_master=host_master) if hosted else ReplicatedWeights,
-            partial(HostedGrads, piece_bytes=memory.piece_bytes) if "grad" in memory.host else ReplicatedGrads,
+            FusedGrads
+            if memory.fused
+            else partial(HostedGrads, piece_bytes=memory.piece_bytes)
+            if "grad" in memory.host
+            else ReplicatedGrads,
         )
     if alone := [flag for flag, space in HOSTED.items() if space in memory.host and space in ALONE_ONLY]:
         flags = ", ".join(f"--{flag.replace('_', '-')}" for flag in alone)
@@ -69,7 +76,7 @@ def _at_home(moments: Any, grads: Mapping[str, Ref], spec: Spec) -> Any:
     def is_cut(row: Row) -> bool:
         """Whether copies of the weight can be made piece by piece: a scale that is measured covers more."""
         site = HEAD if row.layer is None else row.site
-        return p.scaling == "delayed" or site is None or p.dtype(site) != "e4m3"
+        return p.scaling == "delayed" or row.stored is not None or site is None or p.dtype(site) != "e4m3"
 
     spaces = [space for space in memory.host if space in State._fields]
     if not spaces and not given:
@@ -85,13 +92,13 @@ class Recordings:
         self.model = build_model(spec, sites)
         self.rows: tuple[Row, ...] = rows_of(spec, self.model)
         # A master on the host is not the weight that forward reads.
-        self.weights = stores.weights(self.rows, p.model, None if "master" in spec.memory.host else p.master)
+        self.weights = stores.weights(self.rows, p.model, None if "master" in spec.memory.host else p.wide_master)
         self.grads = {last: stores.grads(self.rows, p.grad, last=last) for last in (False, True)}
-        self.moments = _at_home(stores.moments(self.rows, p.master, p.m, p.v), self.grads[True].refs, spec)
+        self.moments = _at_home(stores.moments(self.rows, p.wide_master, p.m, p.v), self.grads[True].refs, spec)
         world = spec.sharding
         self._shards = Shards(self.rows, world.size, world.rank) if world.size > 1 else None
         self.ranks: Any = ManyRanks(self._shards.tiles) if self._shards else Alone()
-        names = ("norm", "grad_scale", "apply", "learning_rate", "request")
+        names = ("norm", "last_norm", "grad_scale", "apply", "learning_rate", "request")
         cells = {name: Ref(name, "cell", (1,), p.stat) for name in names}
         num_partials = sum(num_norm_tiles(grad.shape) for grad in self.grads[True].shares(Recorder()))
         cells["step"] = Ref("step", "cell", (1,), "int32")
@@ -102,6 +109,9 @@ class Recordings:
         self.rope = Ref("rope", "const", (spec.seq_len, spec.config.head_dim), p.stat)
         self.batch = self._inputs("batch", spec.batch_size)
         self.sums = Frame(sums)
+        for grads in self.grads.values():
+            if isinstance(grads, FusedGrads):
+                grads.use = self._fused(applies=grads.last)
         self.evaluated = Frame({name: replace(ref, name=f"evaluate.{name}") for name, ref in sums.items()})
 
     def handles(self, cells: Mapping[str, Ref]) -> Frame:
@@ -117,8 +127,8 @@ class Recordings:
     def values(self) -> dict[str, Ref]:
         """Where the value of each weight is: its master, of which this rank may have a `piece`, or itself where it is
         frozen. One held in a form has none."""
-        masters = {one.name: one for state in self.moments.refs.values() for one in state.master.entries}
-        return {ref.name: ref for ref in (*self.weights.frozen(), *masters.values())}
+        masters = (state.master for state in self.moments.refs.values() if state.master.form is None)
+        return {ref.name: ref for ref in (*self.weights.frozen(), *(one for ref in masters for one in ref.entries))}
 
     def piece(self, weight: Ref) -> Ref:
         """The rows of a weight of which this rank has the master."""
@@ -142,9 +152,31 @@ class Recordings:
         model.evaluate(ops, frames.a, frames.d, self.weights)
         return ops.calls
 
+    def _fused(self, *, applies: bool) -> Use:
+        """The update of a part of the model in backward; the head, which is first, makes the loss."""
+        first = dict(self._first_partials())
+
+        def use(ops: Any, part: str | int, rows: Sequence[Row], grads: Mapping[str, Ref]) -> None:
+            spec, found = self.spec, {row.name: (grads[row.name], first[row.name]) for row in rows}
+            if part == "head" and applies:
+                optimizer.begin_fused(ops, self.cells, spec.hyper)
+            written = (self.weights, self.moments, found, self.cells, spec.hyper, spec.seed)
+            optimizer.update_fused(ops, *written, applies=applies)
+
+        return use
+
+    def _first_partials(self) -> Iterator[tuple[str, int]]:
+        """The place of each row's first partial sum of squares."""
+        first = 0
+        for name, ref in self.grads[True].refs.items():
+            yield name, first
+            first += sum(num_norm_tiles(one.shape) for one in ref.entries)
+
     def update(self, cells: Mapping[str, Ref]) -> list[Call]:
-        """The optimizer step."""
+        """The optimizer step; of a fused one what is left of it."""
         grads, spec = self.grads[True], self.spec
+        if spec.memory.fused:
+            return _recorded(lambda ops: optimizer.end_fused(ops, cells, spec.hyper))
         return _recorded(
             lambda ops: optimizer.update(
                 ops, self.weights, grads, self.moments, self.ranks, cells, spec.hyper, spec.seed

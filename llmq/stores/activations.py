@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 from llmq.tensor import Ref, Slot
@@ -22,6 +22,10 @@ class Frame:
 
     def __getitem__(self, key: Any) -> Any:
         return self._refs[key]
+
+    def renamed(self, names: Mapping[str, str]) -> Frame:
+        """The frame in which slots have these names, each given with the one that it has here."""
+        return Frame({**self._refs, **{name: self._refs[own] for name, own in names.items()}})
 
     def chunk(self, names: Iterable[str], start: int, count: int) -> Frame:
         """The frame with rows [start, start + count) in place of the slots `names`."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Container, Iterator, Mapping
 from dataclasses import replace
 from itertools import groupby
 from typing import Any
@@ -37,20 +37,22 @@ class HostedMoments:
         self._grads = {one.name: one for ref in grads.values() for one in ref.entries}
         self.refs = {name: State(*map(self._at_home, state)) for name, state in moments.refs.items()}
 
-    def walk(self, ops: Any, *, masters_only: bool = False) -> Iterator[Update]:
+    def walk(self, ops: Any, *, masters_only: bool = False, only: Container[str] | None = None) -> Iterator[Update]:
         """Yields each row with the pieces of its state; a piece is written back when the next one is asked for.
         `masters_only`: neither moments nor gradients are fetched, and nothing is written back."""
         moving = self._spaces & {"master"} if masters_only else self._spaces
         if masters_only and not moving:
-            yield from self._moments.walk(ops, masters_only=True)
+            yield from self._moments.walk(ops, masters_only=True, only=only)
             return
-        fetched = self._fetched(ops, moving, is_update=not masters_only)
+        fetched = self._fetched(ops, moving, only, is_update=not masters_only)
         for row, pieces in groupby(fetched, key=lambda one: one[0]):
             yield Update(row, (piece for _, piece in pieces))
 
-    def _fetched(self, ops: Any, moving: Collection[str], *, is_update: bool) -> Iterator[tuple[Row, StatePiece]]:
+    def _fetched(
+        self, ops: Any, moving: Collection[str], only: Container[str] | None, *, is_update: bool
+    ) -> Iterator[tuple[Row, StatePiece]]:
         """Every piece of every row in order, on the device; the next one is fetched before this one is used."""
-        pieces = [(update.row, piece) for update in self._moments.walk(ops) for piece in self._cut(update)]
+        pieces = [(update.row, piece) for update in self._moments.walk(ops, only=only) for piece in self._cut(update)]
         coming = (self._fetch(ops, row, piece, moving, with_grad=is_update) for row, piece in pieces)
         for (row, held), here in zip(pieces, one_ahead(coming), strict=True):
             yield row, here
@@ -65,7 +67,7 @@ class HostedMoments:
             master = whole.state.master
             count, width = math.prod(master.shape[:-1]), master.shape[-1]
             fetched = [*(ref for ref in whole.state if ref.space in self._spaces), *([grad] if grad else [])]
-            row_bytes = width * sum(DTYPES[ref.dtype].itemsize for ref in fetched)
+            row_bytes = width * sum(DTYPES[ref.form.dtype if ref.form else ref.dtype].itemsize for ref in fetched)
             size = NORM_ROWS * max(1, self._piece_bytes // (NORM_ROWS * row_bytes))
             if len(master.shape) == 1 or count <= size or master.stack is not None or not self._is_cut(update.row):
                 yield whole._replace(grad=grad)
@@ -90,4 +92,4 @@ def _slot(ops: Any, ref: Ref, place: str) -> Ref:
     """A slot with what a Ref of the host stands for."""
     slot = Ref(f"{ref.space}/{place}", "activation", ref.shape, ref.dtype, ref.layer)
     ops.copy_to_device(slot, ref)
-    return slot
+    return slot.in_form(ref.form)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Container, Iterator, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -30,11 +30,11 @@ class HostedWeights(ReplicatedWeights):
         self._host_master = host_master
         super().__init__([replace(row, home="host") if hosted(row) else row for row in rows], dtype, master_dtype)
 
-    def written(self, ops: Any) -> Iterator[Ref]:
+    def written(self, ops: Any, only: Container[str] | None = None) -> Iterator[Ref | None]:
         """Yields what the copies of each trained row are written to; those of the host are sent there when the next
         row's is asked for."""
-        for ref in super().written(ops):
-            if ref.home == "device":
+        for ref in super().written(ops, only):
+            if ref is None or ref.home == "device":
                 yield ref
                 continue
             yield (slot := _slot(ref, "update"))

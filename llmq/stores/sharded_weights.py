@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Container, Iterable, Iterator, Sequence
 from copy import copy
 from dataclasses import replace
 from typing import Any
@@ -39,9 +39,9 @@ class GatheredWeights(ReplicatedWeights):
         """Makes all weights whole for what reads them before the next step does."""
         self._gather(ops, self._shards.rows, self.refs)
 
-    def written(self, ops: Any) -> Iterator[Ref]:
+    def written(self, ops: Any, only: Container[str] | None = None) -> Iterator[Ref | None]:
         """Yields this rank's share of each trained row."""
-        yield from self._own.values()
+        yield from (ref for name, ref in self._own.items() if only is None or name in only)
 
     def _needed(self, parts: tuple[str | int, ...]) -> tuple[str | int, ...]:
         return parts if "head" in parts else (*parts, "head")  # which is used first on the way back

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Container, Iterable, Iterator, Sequence
 from typing import Any
 
 from llmq.row import Row
 from llmq.stores.bundles import Bundle, names_by_part, one_ahead, part_bundle, part_tree
+from llmq.stores.moments import MASTER_FORM
 from llmq.tensor import Ref
 
 
@@ -16,7 +17,7 @@ class ReplicatedWeights:
     others' (None).
 
     A frozen row has no master. It is held in its own dtype, if it has one, or in a form: then every other form that is
-    read comes from a slot, cast a part of the model at a time.
+    read comes from a slot, cast a part of the model at a time. So is a trained row that has no wider master.
     """
 
     def __init__(self, rows: Sequence[Row], dtype: str, master_dtype: str | None) -> None:
@@ -45,12 +46,13 @@ class ReplicatedWeights:
     def gather(self, ops: Any) -> None:
         """Makes all weights whole outside of a step; those of one rank are."""
 
-    def written(self, ops: Any) -> Iterator[Ref]:
-        """Yields what the copies of each trained row are written to; they are where they belong when the next row's, or
-        the next part's, is asked for."""
+    def written(self, ops: Any, only: Container[str] | None = None) -> Iterator[Ref | None]:
+        """Yields what the copies of each trained row, or of those named in `only`, are written to, None for a row that
+        has no other copy than its value; they are where they belong when the next row's, or the next part's, is asked
+        for."""
         for row in self.rows:
-            if row.trainable:
-                yield from self.refs[row.name].entries
+            if row.trainable and (only is None or row.name in only):
+                yield from self.refs[row.name].entries if row.stored is None else (None,)
 
     def frozen(self) -> list[Ref]:
         """The rows that are not trained and whose copies are made once, of their value."""
@@ -92,11 +94,11 @@ def _refuse(row: Row) -> None:
     """ValueError for a row that cannot be held in its form."""
     form = row.stored
     assert form is not None
-    if row.trainable:
+    if row.trainable and form != MASTER_FORM:
         raise ValueError(f"{row.name} is trained, so it cannot be held in {form.key}: freeze it")
     if row.layer is None or row.site is None or len(row.shape) - row.stacked != 2:
         raise ValueError(f"{row.name} is no weight of a layer's linear map, so it cannot be held in {form.key}")
-    if form.layout != "row" or form.scaling not in ("current", "tilewise"):
+    if form.layout != "row" or form.scaling not in ("current", "tilewise", "powers"):
         raise ValueError(
             f"{row.name} cannot be held in {form.key}: use rows of fp8 with a scale of the whole (current) or of tiles "
             "(tilewise)"

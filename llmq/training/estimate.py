@@ -42,7 +42,9 @@ def estimate(options: Options) -> Iterator[str]:
     sizes = {"batch_size": flat["batch_size"], "seq_len": flat["seq_len"]}
     logit_bytes = padded_vocab(source.config) * DTYPES[dtypes.model].itemsize
     about = {**sizes, "logit_bytes": logit_bytes, "gpu_bytes": card.total_bytes}
-    limits = memory.resolve(options.memory, own_master=dtypes.has_own_master, **about)
+    limits = memory.resolve(
+        options.memory, own_master=dtypes.has_own_master, micro_steps=flat["grad_accumulation"], **about
+    )
     spec = Spec(
         source.config,
         dtypes,

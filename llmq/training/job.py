@@ -374,7 +374,9 @@ def _make_spec(
     logit_bytes = padded_vocab(config) * DTYPES[dtypes.model].itemsize
     gpu_bytes = device.memory_bytes(where)[0] if where.kind == "cuda" else 0
     sizes = {"batch_size": b, "seq_len": t, "logit_bytes": logit_bytes, "gpu_bytes": gpu_bytes}
-    limits = memory.resolve(options.memory, own_master=dtypes.has_own_master, **sizes)
+    limits = memory.resolve(
+        options.memory, own_master=dtypes.has_own_master, micro_steps=data.grad_accumulation, **sizes
+    )
     hyper = optimizer.resolve(options.optimizer)
     packing = Packing(*data.limits) if data.limits else None
     low_rank, frozen = adapters.resolve(options.adapters, config), adapters.frozen(options.adapters, config)

@@ -202,7 +202,7 @@ class _Run:
         """One optimizer step, and what is due after it."""
         self._settle(wait=False)  # what made the last save fail ends the run here
         job, step, start = self.job, self.progress.step + 1, time.perf_counter()
-        self.ranks.step, wait_ms, real = step, 0.0, 0
+        self.ranks.step, wait_ms, real, rate = step, 0.0, 0, job.schedule.learning_rate(step)
         for micro_step in range(job.data.grad_accumulation):
             batch = loader.next(self._ends)
             wait_ms, real = wait_ms + batch.wait_ms, real + batch.num_real
@@ -210,11 +210,11 @@ class _Run:
                 self.engine.warm_up(batch)
             if micro_step == 0:
                 start += self.fp8.before_step(batch)
-            last = micro_step == job.data.grad_accumulation - 1
-            self.engine.micro_step(batch, first=micro_step == 0, last=last)
+                self.engine.start_step(step - self.progress.moments_from, rate)
+                self.updating = job.plan.spec.memory.fused
+            self.engine.micro_step(batch, first=micro_step == 0, last=micro_step == job.data.grad_accumulation - 1)
             if micro_step == 0 and self.log.gpu_due(step):
                 job.gpu.begin()  # the GPU works on the step from here on
-        rate = job.schedule.learning_rate(step)
         self.updating = True
         saves_now = self.ranks.size > 1 and self.ranks.is_first and job.checkpoints.asked()
         request = self.interrupt.exit_code or int(saves_now)  # exit codes are above 1

@@ -17,7 +17,7 @@ from llmq.tensor import Form, Output, Tensor, num_norm_tiles
 
 from .build import output, run, tensor
 
-OWN_SCALES = tuple(name for name, scaling in SCALINGS.items() if scaling.owns_scales)
+OWN_SCALES = tuple(name for name, scaling in SCALINGS.items() if scaling.owns_scales and not scaling.is_of_states)
 STAT = {"fp64": "fp64", "fp32": "fp32", "bf16": "fp32"}  # dtype of statistics and cells in a model of that dtype
 
 
@@ -371,6 +371,17 @@ def grad_scale(s: Sizes, rng: np.random.Generator) -> Case:
     inputs = {"partials": rng.uniform(0, 9, s.c), **cells(rng, "loss_total"), "num_tokens": np.array([5.0])}
     outputs = {"norm": (1,), "scale": (1,), "apply": (1,)}
     return Case("", outputs, inputs, {"grad_clip": 0.5}, frozenset({*inputs, *outputs}))
+
+
+def last_norm_scale(s: Sizes, rng: np.random.Generator) -> Case:
+    inputs = {**cells(rng, "norm", "last_norm", "loss_total"), "num_tokens": np.array([5.0])}
+    outputs = {"new_last_norm": (1,), "scale": (1,), "apply": (1,)}
+    return Case("", outputs, inputs, {"grad_clip": 0.5}, frozenset({*inputs, *outputs}))
+
+
+def apply_if_finite(s: Sizes, rng: np.random.Generator) -> Case:
+    inputs = {"partials": rng.uniform(0, 9, s.vp), **cells(rng, "apply")}
+    return Case("", {"out": (1,)}, inputs, {}, frozenset({*inputs, "out"}))
 
 
 def adamw(s: Sizes, rng: np.random.Generator) -> Case:

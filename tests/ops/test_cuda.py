@@ -31,6 +31,8 @@ SIZES = {
 }
 EXACT = {"adamw", "amax_scale", "cast", "cache_write", "embedding_forward", "loss_sum", "sample", "scale_update"}
 EXACT |= {
+    "apply_if_finite",
+    "last_norm_scale",
     "scale_columns_forward",
     "copy_to_device",
     "copy_to_host",

@@ -24,6 +24,7 @@ from llmq.ops.cuda import embedding, launch
 from llmq.ops.cuda_sources import cuda_folder, cuda_sources
 from llmq.ops.seam import Arguments
 from llmq.scaling import SCALINGS
+from llmq.stores.moments import FORMS, MASTER_FORM
 from llmq.tensor import COLSUM, DTYPES, Form, Output, Ref, Tensor, num_norm_tiles, scale_shape, stored_shape
 
 from .build import arguments_of
@@ -31,7 +32,9 @@ from .build import arguments_of
 ROW8, COL8 = Form("e4m3", "row", "delayed"), Form("e4m3", "col", "delayed")
 CAPABILITIES = [80, 86, 89, 90, 100, 120]
 OWN = {
-    name: [Form("e4m3", layout, name) for layout in ("row", "col")] for name in SCALINGS if SCALINGS[name].owns_scales
+    name: [Form("e4m3", layout, name) for layout in ("row", "col")]
+    for name, scaling in SCALINGS.items()
+    if scaling.owns_scales and not scaling.is_of_states
 }
 # most registers of any variant on any card; a kernel that needs more has changed its occupancy
 REGISTERS = {
@@ -39,6 +42,7 @@ REGISTERS = {
     "count": 16,
     "add": 40,
     "adamw": 128,
+    "apply_if_finite": 32,
     "attend": 128,
     "amax_scale": 40,
     "bias_backward": 40,
@@ -61,6 +65,7 @@ REGISTERS = {
     "finish": 64,
     "fold": 48,
     "grad_scale": 32,
+    "last_norm_scale": 32,
     "penalize": 32,
     "qk_norm_backward": 128,
     "qk_norm_forward": 48,
@@ -261,6 +266,8 @@ def model_launches(noted: Launches, b: int, t: int, c: int, hq: int, hkv: int, h
         for shape in ((2 * f, c), (c,)):
             ops.sum_squares(out((num_norm_tiles(shape),), "fp32", None), read(shape))
         ops.grad_scale(one, one, one, noted.tensor((290,), "fp32"), cell, count, grad_clip=1.0)
+        ops.last_norm_scale(one, one, one, cell, cell, cell, count, grad_clip=1.0)
+        ops.apply_if_finite(one, noted.tensor((290,), "fp32"), cell)
         ops.amax_scale(one, read(x), limit=448.0)
         for shape in (x, (b, t, f), up):
             ops.quantize(out(shape, dtype, OWN["rowwise"][0]), one, read(shape), limit=448.0)
@@ -292,7 +299,7 @@ def model_launches(noted: Launches, b: int, t: int, c: int, hq: int, hkv: int, h
             ops.qk_norm_backward(out(qkv, dtype, *forms, COLSUM), *weights, read(qkv), *normed, stat, **heads)
             ops.cast(out(x, dtype, *forms, COLSUM), read(x))
             ops.cast(out(x, dtype, COL8), noted.tensor(x, dtype, ROW8))
-            for held in (ROW8, OWN["tilewise"][0]):
+            for held in (ROW8, OWN["tilewise"][0], MASTER_FORM):
                 ops.cast(out((2 * f, c), dtype, None), noted.tensor((2 * f, c), dtype, held))
             ops.cast(out((2 * f, c), dtype, OWN["tilewise"][1]), noted.tensor((2 * f, c), dtype, OWN["tilewise"][0]))
             ops.cast(out((2 * f, c), "bf16", *forms), noted.tensor((2 * f, c), "fp32"))
@@ -302,6 +309,13 @@ def model_launches(noted: Launches, b: int, t: int, c: int, hq: int, hkv: int, h
                 written = [out((2 * f, c), kind, None) for kind in (master, dtype, "bf16")]
                 weight = out((2 * f, c), dtype, *forms)
                 ops.adamw(*written, weight, *state, cell, cell, cell, count, **update)
+                for kind, forms_of_v in (("e4m3", FORMS["v", "int8"]), ("int8", FORMS["v", "e4m3"])):
+                    state[1:3] = (noted.tensor((2 * f, c), "fp32", x) for x in (FORMS["m", kind], forms_of_v))
+                    written[1:] = (Output("y", x.shape, "fp32", (x,)) for x in state[1:3])
+                    ops.adamw(*written, weight, *state, cell, cell, cell, count, **update)
+                    held = noted.tensor((2 * f, c), dtype, MASTER_FORM)
+                    alone = (Output("y", held.shape, dtype, (held,)), *written[1:], out((2 * f, c), dtype))
+                    ops.adamw(*alone, held, *state[1:], cell, cell, cell, count, **update)
 
 
 QWEN_0_5B = {"b": 32, "t": 1024, "c": 896, "hq": 14, "hkv": 2, "hd": 64, "f": 4864, "v": 151936}

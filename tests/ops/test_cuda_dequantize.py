@@ -12,6 +12,7 @@ from .test_quantize import uneven
 pytestmark = pytest.mark.gpu(emulated="(260, 520)")
 SHAPES = [(37, 88), (260, 520), (130, 6), (131, 1028), (3, 5000), (4864, 896)]
 SINGLE, TILES = Form("e4m3", "row", "current"), Form("e4m3", "row", "tilewise")
+POWERS = Form("e4m3", "row", "powers")
 
 
 def check(x, form, dtype):
@@ -28,7 +29,7 @@ def check(x, form, dtype):
         assert device.host(found.scale).tobytes() == right.scale.tobytes()
 
 
-@pytest.mark.parametrize("form", [SINGLE, TILES], ids=lambda form: form.scaling)
+@pytest.mark.parametrize("form", [SINGLE, TILES, POWERS], ids=lambda form: form.scaling)
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
 def test_the_value_of_fp8_rows(shape, form):
     x = tensor(uneven(shape), None, form, 0.013)

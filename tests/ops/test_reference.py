@@ -26,6 +26,7 @@ ACCUMULATED = [
 ]
 SHARED = [(op, out, given) for op in OPS for out, given in seam.record(op).shares.items()]
 SHARED += [("adamw", f"new_{name}", name) for name in ("master", "m", "v")]
+SHARED += [("last_norm_scale", "new_last_norm", "last_norm")]
 SHARED += [("sum_pieces", "out", "own")]
 SHARED += [("scale_update", f"new_{name}", name) for name in ("scale", "history", "amax")]
 

@@ -24,7 +24,7 @@ OFF = """
     from_scratch init_proj_to_zero streaming fp8_fallback recompute_swiglu recompute_norm recompute_ffn
     recompute_qkv recompute_att recompute_block overwrite export_anyway dry_run
     offload_residual offload_master offload_opt_m offload_opt_v offload_optimizer offload_gradients
-    offload_quants stream_weights
+    offload_quants stream_weights fused_update
     shard_gradients shard_weights all_to_all_reduce rslora dora
 """
 DEFAULTS = {
@@ -56,7 +56,9 @@ DEFAULTS = {
     "beta_2": 0.95,
     "adam_epsilon": 1e-08,
     "weight_decay": 0.1,
+    "seq_tiles": 1,
     "grad_clip": 1.0,
+    "clip_by": "this",
     "z_loss": 0.0,
     "neftune_alpha": 0.0,
     "name": "Qwen2.5-0.5B",

@@ -111,12 +111,14 @@ def test_an_exported_model_trains_on_from_where_it_was(given):
     "precision",
     [
         {},
+        {"opt_m_dtype": "int8", "opt_v_dtype": "e4m3", "fused_update": True, "clip_by": "last", "grad_accumulation": 1},
+        pytest.param({"opt_m_dtype": "e4m3", "opt_v_dtype": "int8", "master_dtype": "none"}, marks=pytest.mark.slow),
         {**FP8, "fp8_scaling": "delayed"},
         pytest.param({**FP8, "fp8_scaling": "current"}, marks=pytest.mark.slow),
         pytest.param({**FP8, "fp8_scaling": "rowwise"}, marks=pytest.mark.slow),
         {**FP8, "fp8_scaling": "blockwise"},
     ],
-    ids=lambda options: options.get("fp8_scaling", "fp32"),
+    ids=lambda options: options.get("fp8_scaling", options.get("opt_m_dtype", "fp32")),
 )
 def test_a_continued_run_has_the_bits_of_one_that_was_never_stopped(given, precision):
     given |= {**precision, "steps": 8}

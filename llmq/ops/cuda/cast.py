@@ -32,6 +32,7 @@ from llmq.tensor import Output, Tensor
 
 TRANSPOSED = 64  # rows of a tile that is written transposed (cast.cu)
 AMAX_BLOCKS = 1056  # 8 per multiprocessor of an H200
+SCALES = {"current": 0, "delayed": 0, "tilewise": 1, "powers": 2}  # of what is cast to its value (dequantize.cu)
 TURNED = 128  # rows and columns of a tile of transpose.cu
 
 
@@ -70,7 +71,7 @@ def _dequantize(out: Output, x: Tensor) -> None:
     assert x.form is not None and x.form.dtype == "e4m3"
     kind, columns, size = type_of(out), x.shape[-1], math.prod(x.shape)
     number = min(8, access(columns, "bf16"))
-    constants: Constants = {"T": kind, "C": columns, "N": number, "TILED": int(x.form.owns_scales)}
+    constants: Constants = {"T": kind, "C": columns, "N": number, "SCALES": SCALES[x.form.scaling or ""]}
     arguments = (plain(out), pointer(x), address(x.scale), np.int64(size))
     blocks = -(-size // (TILE_THREADS * number))
     launch("dequantize", "dequantize", blocks, TILE_THREADS, arguments, constants)
@@ -125,7 +126,7 @@ def _refuse_cast(call: Arguments, capability: int) -> None:
         return
     written = [ref.form for ref in call.writes["out"]]
     turns = form.turns and written == [replace(form, layout="col")]
-    is_known = form.dtype == "e4m3" and form.layout == "row" and form.scaling in ("current", "delayed", "tilewise")
+    is_known = form.dtype == "e4m3" and form.layout == "row" and form.scaling in SCALES
     if not turns and not (is_known and written == [None]):
         raise UsageError(f"{call.reads['x'].name} is stored in {form.key}, which no kernel casts: use --device cpu")
 

@@ -20,6 +20,7 @@ from llmq.ops.seam import Arguments
 from llmq.tensor import DTYPES, LARGEST, Form, Output, Tensor
 
 TYPES = {"fp32": "float", "bf16": "bf16", "int32": "int"}
+SIZES = {"bf16": 2, "e4m3": 1, "int8": 1, "uint8": 1}  # bytes; of others 4
 NAMES = {DTYPES[name]: name for name in TYPES}
 TILE_THREADS, TILE_LANES, TILE_ROWS, SUMS_ROWS = 256, 32, 128, 256  # forms.cuh
 SUM_THREADS, SUM_COLUMNS = 1024, 32  # columns.cuh
@@ -66,13 +67,13 @@ def kind_of(dtype: str, name: str) -> str:
 
 def size_of(*types: str) -> int:
     """Bytes of the largest of these types."""
-    return max(2 if name == "bf16" else 4 for name in types)
+    return max(SIZES.get(name, 4) for name in types)
 
 
 def access(width: int, *types: str) -> int:
     """Numbers per access: 16 bytes of the largest type, less where `width` is no multiple of that."""
     number = math.gcd(width, 16 // size_of(*types))
-    if number * min(2 if name == "bf16" else 4 for name in types) < 4:
+    if number * min(SIZES.get(name, 4) for name in types) < 4:
         raise UsageError(f"a tensor {width} wide cannot be read 4 bytes at a time in bf16: use an even width")
     return number
 

@@ -14,6 +14,7 @@ from llmq.ops.cuda.launch import (
     TILE_THREADS,
     Kernel,
     access,
+    address,
     adds,
     forms,
     height,
@@ -25,6 +26,7 @@ from llmq.ops.cuda.launch import (
     tiles,
     type_of,
 )
+from llmq.scaling import BLOCK
 from llmq.tensor import NORM_ROWS, Output, Tensor, num_norm_tiles
 
 SQUARE_THREADS, SQUARES = 512, 1 << 14  # elements that a block adds up (sum_squares.cu)
@@ -80,6 +82,31 @@ def grad_scale(
     launch("sum_squares", "grad_scale", 1, NORM_THREADS, arguments, {"G": "float", "PIECE": SQUARES})
 
 
+def last_norm_scale(
+    new_last_norm: Output,
+    scale: Output,
+    apply: Output,
+    /,
+    norm: Tensor,
+    last_norm: Tensor,
+    loss_total: Tensor,
+    num_tokens: Tensor,
+    *,
+    grad_clip: float,
+) -> None:
+    """new_last_norm, scale, apply (1,) <- norm, last_norm, loss_total (1,), num_tokens (1,) int32."""
+    written = (plain(new_last_norm), plain(scale), plain(apply))
+    read = tuple(map(pointer, (norm, last_norm, loss_total, num_tokens)))
+    arguments = (*written, *read, np.float64(grad_clip))
+    launch("sum_squares", "last_norm_scale", 1, 32, arguments, {"G": "float", "PIECE": SQUARES})
+
+
+def apply_if_finite(out: Output, /, partials: Tensor, apply: Tensor) -> None:
+    """out (1,) <- apply (1,) if all partials (P,) are finite, else 0."""
+    arguments = (plain(out), pointer(partials), np.int32(math.prod(partials.shape)), pointer(apply))
+    launch("sum_squares", "apply_if_finite", 1, NORM_THREADS, arguments, {"G": "float", "PIECE": SQUARES})
+
+
 def adamw(
     new_master: Output,
     new_m: Output,
@@ -109,26 +136,29 @@ def adamw(
     Bit for bit what the reference computes; new_* may be the memory of master, m and v.
     """
     wanted, outputs = forms(weight)
-    types = {"MASTER": type_of(master), "M": type_of(m), "V": type_of(v), "G": type_of(grad)}
-    types["T"] = type_of(weight) if weight.wanted else types["MASTER"]
+    types = {"MASTER": _held_type(master), "M": _held_type(m), "V": _held_type(v), "G": type_of(grad)}
+    types["T"] = type_of(weight) if weight.wanted or master.form is not None else types["MASTER"]
     bits, count, columns = int(wanted["FORMS"]), math.prod(master.shape), master.shape[-1]
     assert first % 8 == 0, f"{master.name}: a share that begins at element {first} cuts random bits in two"
-    number = access(columns if bits & COL else count, *types.values())
+    is_coded = any(state.form is not None for state in (master, m, v))
+    tiled = bool(bits & COL) or (is_coded and columns % BLOCK > 0)
+    number = access(columns if tiled else count, *types.values())
     assert number % 4 == 0, f"{master.name}: a width of {master.shape[-1]} is no multiple of 4, which random bits need"
-    written = (plain(new_master), plain(new_m), plain(new_v), *outputs)
-    read = tuple(pointer(x) for x in (master, m, v, grad, scale, apply, learning_rate, step))
+    written = (*_held(new_master), *_held(new_m), *_held(new_v), *outputs)
+    states = (pointer(master), _scale(master), pointer(m), _scale(m), pointer(v), _scale(v), pointer(grad))
+    read = (*states, *(pointer(x) for x in (scale, apply, learning_rate, step)))
     betas = tuple(np.float32(number) for beta in (beta_1, beta_2) for number in (beta, 1 - beta))
     numbers = (np.float64(beta_1), np.float64(beta_2), *betas, np.float32(epsilon), np.float64(weight_decay))
     numbers = (*numbers, np.float64(rate))
     key = (np.uint32(seed & WORD), np.uint32((stream ^ (seed >> 32)) & WORD))
     # blocks to a multiprocessor that registers leave room for
-    resident = (2 if bits else 3) if number == 8 else 3 if bits & COL else 4
-    if bits & COL:
+    resident = (2 if bits or is_coded else 3) if number == 8 else 3 if bits & COL or is_coded else 4
+    if tiled:
         blocks = tiles(count // columns, columns, bits, number, TRANSPOSED)
     else:
         columns = TILE_LANES * number
         blocks = min(multiprocessors() * resident, -(-count // (TILE_THREADS * number)))
-    constants = {**types, "C": columns, "N": number, "RESIDENT": resident, **wanted}
+    constants = {**types, "C": columns, "N": number, "TILED": int(tiled), "RESIDENT": resident, **wanted}
     launch(
         "optimizer",
         "adamw",
@@ -139,8 +169,26 @@ def adamw(
     )
 
 
+def _held_type(tensor: Tensor) -> str:
+    """Type name of a state: that of its codes where it is held in 8 bits."""
+    return type_of(tensor) if tensor.form is None else tensor.form.dtype
+
+
+def _held(output: Output) -> tuple[int, int]:
+    """Addresses of a state and of its scales, 0 for what is not wanted or has none."""
+    if not output.wanted or output.tensors[0].form is None:
+        return plain(output), 0
+    return pointer(output.tensors[0]), _scale(output.tensors[0])
+
+
+def _scale(tensor: Tensor) -> int:
+    return 0 if tensor.scale is None else address(tensor.scale)
+
+
 KERNELS = (
     Kernel(sum_squares, lambda call: _scratch_bytes(call.reads["grad"].shape)),
     Kernel(grad_scale),
+    Kernel(last_norm_scale),
+    Kernel(apply_if_finite),
     Kernel(adamw),
 )

@@ -8,6 +8,7 @@ import math
 
 import numpy as np
 
+from llmq.ops.reference.eight_bits import store, store_root
 from llmq.ops.reference.random import MASTER, M, V, random_bits, stochastic_round_bf16
 from llmq.ops.seam import op
 from llmq.tensor import DTYPES, NORM_ROWS, Output, Tensor, slices
@@ -58,7 +59,48 @@ def grad_scale(
     apply.write(finite.astype(value.dtype))
 
 
-@op(family="optimizer", for_each_row=True, forms={"weight"}, cast_from={"weight": "new_master"})
+@op(family="optimizer")
+def last_norm_scale(
+    new_last_norm: Output,
+    scale: Output,
+    apply: Output,
+    /,
+    norm: Tensor,
+    last_norm: Tensor,
+    loss_total: Tensor,
+    num_tokens: Tensor,
+    *,
+    grad_clip: float,
+) -> None:
+    """new_last_norm, scale, apply (1,) <- norm and last_norm of steps before, loss_total, num_tokens (1,).
+
+    new_last_norm = norm if that is finite, else last_norm; scale = min(1, grad_clip / new_last_norm) / tokens, or 0
+    without tokens (grad_clip 0: no clipping); apply = 1 if the loss is finite, else 0. new_last_norm may be the memory
+    of last_norm.
+    """
+    seen, tokens = norm.read(), float(num_tokens.read()[0])
+    last = np.where(np.isfinite(seen), seen, last_norm.read())
+    finite = np.isfinite(loss_total.read()).astype(last.dtype)
+    clip = grad_clip / float(last[0]) if grad_clip and last[0] > grad_clip else 1.0
+    new_last_norm.write(last)
+    scale.write(np.full_like(last, clip / tokens if tokens else 0.0))
+    apply.write(finite)
+
+
+@op(family="optimizer", for_each_row=True)
+def apply_if_finite(out: Output, /, partials: Tensor, apply: Tensor) -> None:
+    """out (1,) <- apply (1,) if all partials (P,), sums of squares, are finite, else 0."""
+    value = apply.read()
+    out.write(np.where(np.isfinite(partials.read()).all(), value, np.zeros_like(value)))
+
+
+@op(
+    family="optimizer",
+    for_each_row=True,
+    forms={"weight"},
+    held={"new_master", "new_m", "new_v"},
+    cast_from={"weight": "new_master"},
+)
 def adamw(
     new_master: Output,
     new_m: Output,
@@ -90,7 +132,8 @@ def adamw(
     master = master (1 - lr weight_decay) - lr (m / (1 - beta_1^step)) / (sqrt(v / (1 - beta_2^step)) + epsilon).
     The update uses m and v before they are rounded for storage. What is stored in bf16 is rounded stochastically, with
     bits addressed by (seed, step, stream, element), where elements of a share count from `first`; `weight` is made from
-    the master as stored. new_* may be the memory of master, m and v. With apply 0 nothing is written.
+    the master as stored, and is not wanted of one in 8 bits. States in 8 bits are rounded so, too, of v the root
+    (llmq/ops/reference/eight_bits.py). new_* may be the memory of master, m and v. With apply 0 nothing is written.
     """
     if apply.read()[0] == 0:
         return
@@ -100,14 +143,34 @@ def adamw(
         address = (seed, count, stream, first + start * master.shape[-1])
         g = grad.chunk(start, rows).read() * scale.read()
         first_moment = beta_1 * m.chunk(start, rows).read() + (1 - beta_1) * g
-        second_moment = beta_2 * v.chunk(start, rows).read() + (1 - beta_2) * (g * g)
+        second_moment = beta_2 * _read_v(v.chunk(start, rows)) + (1 - beta_2) * (g * g)
         update = (first_moment / bias_1) / (np.sqrt(second_moment / bias_2) + epsilon)
         updated = master.chunk(start, rows).read() * (1 - lr * weight_decay) - lr * update
-        updated = _stored(updated, new_master.dtype, MASTER, *address)
-        new_m.chunk(start, rows).write(_stored(first_moment, new_m.dtype, M, *address))
-        new_v.chunk(start, rows).write(_stored(second_moment, new_v.dtype, V, *address))
-        new_master.chunk(start, rows).write(updated)
-        weight.chunk(start, rows).write(updated)
+        _write(new_m.chunk(start, rows), first_moment, M, *address)
+        _write(new_v.chunk(start, rows), second_moment, V, *address)
+        if master.form is None:
+            updated = _stored(updated, new_master.dtype, MASTER, *address)
+            weight.chunk(start, rows).write(updated)
+            new_master.chunk(start, rows).write(updated)
+        else:
+            assert not weight.wanted, f"{weight.name}: copies of a weight in {master.form} are made of it"
+            _write(new_master.chunk(start, rows), updated, MASTER, *address)
+
+
+def _read_v(v: Tensor) -> np.ndarray:
+    """v, of which a form of 8 bits has the root."""
+    root = v.read()
+    return root * root if v.form is not None else root
+
+
+def _write(target: Output, value: np.ndarray, purpose: str, seed: int, step: int, stream: int, first: int) -> None:
+    """A state as `_stored`, or in the form of 8 bits that it is held in."""
+    if not target.wanted or target.tensors[0].form is None:
+        target.write(_stored(value, target.dtype, purpose, seed, step, stream, first))
+        return
+    bits = random_bits(seed, step, stream, purpose, value.size, first).reshape(value.shape)
+    put = store_root if purpose == V else store
+    put(target.tensors[0], value.astype(np.float32, copy=False), bits)
 
 
 def _stored(value: np.ndarray, dtype: str, purpose: str, seed: int, step: int, stream: int, first: int) -> np.ndarray:

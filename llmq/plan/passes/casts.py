@@ -1,5 +1,7 @@
 """Copies that a producer cannot write in its own pass: they are cast, or quantized, after it.
 
+What is held in 8 bits for the optimizer is cast to its value first: no kernel makes other copies of it.
+
 A copy that owns its scales is made by `quantize`, with them; a current scale is measured by that call in passing, or
 by one of its own, before the copy is cast. fp8 columns whose rows the producer writes, or a cast reads, are made from
 the rows: the same numbers with the same scales.
@@ -67,18 +69,32 @@ def _results(call: Call) -> Iterable[tuple[str, Result | None]]:
 
 def _is_made_later(call: Call, output: str, result: Result | None) -> bool:
     """Whether a call leaves a form of an output to others."""
-    return result is not None and any(not record(call.op).writes(output, form) for form in result.forms)
+    return result is not None and any(not _writes(call, output, form) for form in result.forms)
+
+
+def _writes(call: Call, output: str, form: Form | None) -> bool:
+    """Whether a call writes a form of an output in its own pass."""
+    return record(call.op).writes(output, form) and (form is None or not _reads_states(call, output))
+
+
+def _reads_states(call: Call, output: str) -> bool:
+    """Whether the copies of an output would be made of an optimizer state in 8 bits."""
+    op = record(call.op)
+    source = dict(zip(op.inputs, call.inputs, strict=True)).get(op.cast_from.get(output, ""))
+    form = source.form if source is not None else None
+    return form is not None and form.scaling is not None and form.scales.is_of_states
 
 
 def _split(call: Call, output: str, result: Result) -> tuple[tuple[Form | None, ...], list[Form], list[Form]]:
     """The forms that a call writes, those that are turned from fp8 rows, and those made of the value."""
     ref, op = result.ref, record(call.op)
-    later = [form for form in result.forms if form is not None and not op.writes(output, form)]
+    later = [form for form in result.forms if form is not None and not _writes(call, output, form)]
     now = [form for form in result.forms if form not in later]
     rows = {*now, _source(call, output).form}
     turned = [form for form in later if form.layout == "col" and form.turns and replace(form, layout="row") in rows]
     later = [form for form in later if form not in turned]
-    if later and ref.space == "activation" and output not in op.cast_from and None not in now:
+    has_other_source = output in op.cast_from and not _reads_states(call, output)
+    if later and ref.space == "activation" and not has_other_source and None not in now:
         now.insert(0, None)  # what the others are made of
     return tuple(now), turned, later
 
@@ -88,7 +104,7 @@ def _source(call: Call, output: str) -> Ref:
     op = record(call.op)
     found = dict(zip(op.outputs, (result.ref if result else None for result in call.outputs), strict=True))
     found |= dict(zip(op.inputs, call.inputs, strict=True))
-    source = found[op.cast_from.get(output, output)]
+    source = found[output if _reads_states(call, output) else op.cast_from.get(output, output)]
     assert source is not None
     return source
 

@@ -50,7 +50,7 @@ def forms(calls: Sequence[Call], weights: Weights, offloaded: Iterable[Item] = (
 
 def _wanted(ref: Ref, wanted: Mapping[tuple[str, bool], set[Form | None]], weights: Weights) -> tuple[Form | None, ...]:
     names = (ref.name, ref.owner)  # an entry's copies are known by its own name, its value by that of the stack
-    found: set[Form | None] = {None}
+    found: set[Form | None] = {ref.form}  # that an optimizer state is held in; of others the value
     if ref.space in (*OF_ONE_PROGRAM, *WEIGHTS):
         found = {form for name in names for form in wanted.get((name, ref.again), ())}
     if ref.space in WEIGHTS:

@@ -1,0 +1,56 @@
+"""What a run may ask for and no plan can do: said before anything is recorded."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from llmq.errors import UsageError
+from llmq.plan.spec import Spec
+
+
+def refuse(spec: Spec) -> None:
+    """UsageError with everything that the update in backward, tiles, or weights without masters, cannot do."""
+    problems = [f"--fused-update: {text}" for text in _fused(spec)] if spec.memory.fused else []
+    if spec.memory.seq_tiles > 1:
+        problems += [f"--seq-tiles {spec.memory.seq_tiles}: {text}" for text in _tiled(spec)]
+    if spec.precision.master == "none":
+        problems += [f"--master-dtype none: {text}" for text in _without_master(spec)]
+    if problems:
+        raise UsageError("; ".join(problems))
+
+
+def _fused(spec: Spec) -> Iterator[str]:
+    clip, p = spec.hyper.grad_clip, spec.precision
+    if clip and not spec.hyper.clips_by_last:
+        yield f"the norm that --grad-clip {clip:g} looks at is not known then: use --clip-by last, or --grad-clip 0"
+    if p.matmul == "e4m3" and p.scaling == "delayed":
+        yield (
+            "copies of weights are written before the end of the step, when --fp8-scaling delayed sets their scales: "
+            "use --fp8-scaling current"
+        )
+    if "grad" in spec.memory.host:
+        yield "it leaves no gradients for --offload-gradients to keep: leave that out"
+    if spec.sharding.size > 1:
+        yield f"it is for a run of one GPU, and this one has {spec.sharding.size}: use --zero-level 3"
+
+
+def _tiled(spec: Spec) -> Iterator[str]:
+    adapters, p = spec.adapters, spec.precision
+    if adapters is not None and adapters.dropout:
+        yield (
+            f"--lora-dropout {adapters.dropout:g} draws by the place of a token, which a tile does not know: use "
+            "--lora-dropout 0"
+        )
+    if p.matmul == "e4m3" and p.scaling == "blockwise":
+        yield "cuBLASLt takes no 1x128 scales of a piece of the gradient: use --fp8-scaling rowwise"
+
+
+def _without_master(spec: Spec) -> Iterator[str]:
+    hosted = {"weight": "--stream-weights", "quant": "--offload-quants", "master": "--offload-master"}
+    if spec.adapters is not None:
+        yield "adapters are all that is trained, and the model has no masters: hold it in --base-dtype e4m3 instead"
+    for space, flag in hosted.items():
+        if space in spec.memory.host and not (space == "master" and "weight" in spec.memory.host):
+            yield f"weights take one byte each on the GPU, and {flag} does not move them: leave that out"
+    if spec.sharding.states or spec.sharding.weights:
+        yield f"weights are whole on each of {spec.sharding.size} GPUs: use --zero-level 0"

@@ -1,0 +1,40 @@
+"""Gradients that are used where they are made: each part's update its rows in backward, and are gone."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import replace
+from typing import Any
+
+from llmq.row import Row
+from llmq.stores.bundles import Bundle, part_bundle, part_tree
+from llmq.stores.grads import ReplicatedGrads
+from llmq.stores.sharding import part_of
+from llmq.tensor import Ref
+
+# What becomes of a part's gradients, by row name: called with the ops, the part, its rows and the gradients of all.
+Use = Callable[[Any, str | int, Sequence[Row], Mapping[str, Ref]], None]
+
+
+class FusedGrads(ReplicatedGrads):
+    """Gradients of the one micro-step of a step: slots, which `use` reads as soon as a part has written them.
+
+    A tied head adds to the embedding's, which lives until the embedding has written it.
+    """
+
+    def __init__(self, rows: Sequence[Row], dtype: str, *, last: bool = False) -> None:
+        super().__init__(rows, dtype, last=last)
+        self._rows = tuple(row for row in rows if row.name in self.refs)
+        self.refs = {
+            name: replace(ref, name=f"gradient/{name}", space="activation", is_sum=True, cell=name)
+            for name, ref in self.refs.items()
+        }
+        self._tree = part_tree({row.name: self.refs.get(row.name) for row in rows})
+        self.use: Use | None = None
+
+    def walk(self, ops: Any, parts: Iterable[str | int]) -> Iterator[Bundle]:
+        """Yields slots for each part's gradients, and has them used."""
+        assert self.use is not None
+        for part in parts:
+            yield part_bundle(self._tree, part)
+            self.use(ops, part, [row for row in self._rows if part_of(row) == part], self.refs)

@@ -1,0 +1,99 @@
+"""AdamW with moments in 8 bits on the GPU: bit for bit the reference, in every mix of dtypes, width and form."""
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+
+from llmq.ops.reference import OPS
+from llmq.stores.moments import FORMS, MASTER_FORM
+from llmq.tensor import DTYPES, Form, Output, Tensor, scale_shape
+
+from .build import output, tensor
+from .cases import Sizes, make
+from .cuda_build import Device
+
+SIZE = Sizes(b=1, t=8, c=896, hq=6, hkv=2, hd=16, f=40, v=203, vp=300)
+COPIES = [None, Form("e4m3", "row", "delayed"), Form("e4m3", "col", "delayed")]
+
+
+def held(value, space, dtype):
+    """A moment in `dtype`: plain, or codes that may be anything with scales from tiny to usual."""
+    form = MASTER_FORM if dtype == "none" else FORMS.get((space, dtype))
+    if form is None:
+        return tensor(value, dtype)
+    rng = np.random.default_rng(value.shape)
+    codes = rng.integers(0, 127, value.shape).astype(np.uint8)  # 127 of e4m3 is NaN
+    if space != "v":
+        codes |= rng.integers(0, 2, value.shape).astype(np.uint8) << 7
+    scale = (10.0 ** rng.uniform(-9, -1, scale_shape(value.shape, form))).astype(np.float32)
+    scale = form.scales.rounded(scale)
+    return Tensor(space, codes.view(DTYPES[form.dtype]), value.shape, form, scale)
+
+
+def check(shape, m, v, *, master="fp32", weight=(None,), dtype="bf16", apply=1.0, zeros=0.0):
+    """In place, on both backends."""
+    case = make("adamw", replace(SIZE, vp=shape[0], c=shape[1]))
+    case.numbers |= {"seed": 0x123456789ABCDEF, "stream": 0x89ABCDEF, "first": 128 * shape[1]}
+    empty = np.random.default_rng(1).random(shape) < zeros
+    case.inputs["grad"] = np.where(empty, 0, case.inputs["grad"])
+    inputs = {name: case.input(name, "fp32") for name in case.inputs}
+    inputs |= {"master": held(case.inputs["master"], "master", master), "grad": tensor(case.inputs["grad"], dtype)}
+    inputs |= {name: held(case.inputs[name], name, kind) for name, kind in (("m", m), ("v", v))}
+    inputs["apply"] = tensor(np.array([apply]), "fp32")
+    inputs["step"] = tensor(np.array([3], np.int32))
+    kinds = {"master": master, "m": m, "v": v}
+    outputs = {
+        f"new_{name}": Output(name, shape, "fp32" if inputs[name].form else kinds[name], (inputs[name],))
+        for name in kinds
+    }
+    outputs["weight"] = output(shape, dtype, weight, scale=0.01, amax=0.0 if len(weight) > 1 else None)
+    device = Device()
+    before = inputs["m"].array.tobytes()
+    device.call("adamw", outputs, inputs, **case.numbers)
+    arrays = {name: [t.array for t in o.tensors] for name, o in outputs.items()}
+    arrays |= {f"{name} scale": [inputs[name].scale] for name in kinds if inputs[name].form}
+    got = {name: [device.host(array) for array in found] for name, found in arrays.items()}
+    OPS["adamw"](*outputs.values(), *inputs.values(), **case.numbers)
+    for name, found in arrays.items():
+        for one, other in zip(got[name], found, strict=True):
+            assert one.tobytes() == other.tobytes(), name
+    assert (inputs["m"].array.tobytes() == before) == (apply == 0)
+
+
+@pytest.mark.gpu(emulated=True)
+@pytest.mark.parametrize("shape", [(1, 896), (37, 128), (300, 24), (300, 44), (129, 200), (2, 1152)], ids=str)
+@pytest.mark.parametrize(("m", "v"), [("e4m3", "e4m3"), ("int8", "int8")])
+def test_moments_in_8_bits_equal_the_reference(shape, m, v):
+    """Blocks that fill rows of lanes, and the last ones of rows that they do not divide."""
+    check(shape, m, v)
+
+
+@pytest.mark.gpu(emulated=True)
+@pytest.mark.parametrize(("m", "v"), [("e4m3", "fp32"), ("bf16", "int8"), ("int8", "e4m3"), ("fp32", "e4m3")])
+@pytest.mark.parametrize("master", ["bf16", "fp32"])
+def test_mixed_dtypes_equal_the_reference(m, v, master):
+    check((130, 256), m, v, master=master)
+
+
+@pytest.mark.gpu(emulated=True)
+@pytest.mark.parametrize("shape", [(300, 128), (137, 304)], ids=str)
+@pytest.mark.parametrize("master", ["bf16", "fp32"])
+def test_copies_of_the_weight_are_written_beside_moments_in_8_bits(shape, master):
+    check(shape, "int8", "e4m3", master=master, weight=COPIES)
+
+
+@pytest.mark.gpu(emulated=True)
+@pytest.mark.parametrize(("m", "v"), [("e4m3", "int8"), ("int8", "e4m3")])
+def test_blocks_without_gradients_and_steps_that_are_not_applied(m, v):
+    check((3, 256), m, v, zeros=1.0)
+    check((3, 256), m, v, zeros=0.9)
+    check((3, 256), m, v, apply=0.0)
+
+
+@pytest.mark.gpu(emulated=True)
+@pytest.mark.parametrize("shape", [(130, 256), (300, 44), (3, 896)], ids=str)
+@pytest.mark.parametrize(("m", "v"), [("int8", "e4m3"), ("bf16", "bf16"), ("fp32", "fp32")])
+def test_weights_without_masters_equal_the_reference(shape, m, v):
+    check(shape, m, v, master="none", weight=())
+    check(shape, m, v, master="none", weight=(), dtype="fp32")

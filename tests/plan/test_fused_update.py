@@ -1,0 +1,170 @@
+"""Weights that are updated in backward: the same bits as with gradients that are kept, and no gradient is kept."""
+
+import random
+import re
+from dataclasses import replace
+
+import numpy as np
+import pytest
+from tiny_engines import BF16, FP8, FP32, batch, engine_of, parameters, plan_of, tiny
+
+from llmq.backends.host import HostBackend
+from llmq.engine.engine import Engine
+from llmq.errors import UsageError
+from llmq.model.optimizer import Hyperparameters
+from llmq.options.maths import MemoryOptions
+from llmq.plan import memory as memories
+from llmq.plan.memory import RESIDUAL, Memory
+from llmq.stores.sharding import Sharding
+
+HYPER = Hyperparameters(grad_clip=0.5, clips_by_last=True)
+CONFIG = tiny(vocab_size=300, intermediate_size=176)
+SLOW = pytest.mark.slow
+EIGHT = replace(BF16, m="int8", v="e4m3", master="fp32")
+
+
+def trained(plan, steps=3):
+    """Results of steps, and the state after them."""
+    engine = engine_of(plan)
+    results = []
+    for step in range(1, steps + 1):
+        engine.start_step(step, 1e-2)
+        engine.micro_step(batch(step))
+        results.append(engine.update(step, 1e-2))
+    return results, {name: array.tobytes() for name, array in engine.state()}, engine.evaluate(batch(9))
+
+
+def both(precision, memory=None, config=CONFIG, hyper=HYPER, **more):
+    memory = memory or Memory()
+    return [plan_of(precision, replace(memory, fused=fused), config, hyper, **more) for fused in (False, True)]
+
+
+@pytest.mark.parametrize(
+    "precision",
+    [
+        pytest.param(FP32, id="fp32", marks=SLOW),
+        pytest.param(BF16, id="bf16"),
+        pytest.param(EIGHT, id="8 bits"),
+        pytest.param(FP8["e4m3", "current"], id="current"),
+        pytest.param(FP8["e5m2", "blockwise"], id="blockwise", marks=SLOW),
+    ],
+)
+@pytest.mark.parametrize("tied", [True, pytest.param(False, marks=SLOW)], ids=["tied", "untied"])
+def test_weights_updated_in_backward_are_bit_equal(precision, tied):
+    config = replace(CONFIG, tie_embeddings=tied)
+    one, other = map(trained, both(precision, config=config))
+    assert one == other
+    assert one[0][1].norm > HYPER.grad_clip, "the last norm is above the clip"
+
+
+@pytest.mark.parametrize(
+    "memory",
+    [
+        Memory(("recompute_block",), offload=(RESIDUAL,), host=("m", "v"), piece_bytes=1),
+        Memory(host=("master", "m", "weight"), piece_bytes=1),
+        pytest.param(Memory(head_chunks=2), marks=SLOW),
+    ],
+    ids=["states", "weights", "chunks"],
+)
+@pytest.mark.parametrize("precision", [EIGHT, pytest.param(FP8["e4m3", "current"], marks=SLOW)], ids=["bf16", "fp8"])
+def test_with_offload_they_are_bit_equal_too(memory, precision):
+    one, other = map(trained, both(precision, memory))
+    assert one == other
+
+
+@SLOW
+@pytest.mark.parametrize("seed", range(30))
+def test_random_combinations_are_bit_equal(seed):
+    """Of small states, what is made again, what lives on the host and the update in backward."""
+    draw = random.Random(seed)
+    fp8 = [FP8["e4m3", scaling] for scaling in ("current", "rowwise", "blockwise")]
+    precision = replace(
+        draw.choice([FP32, BF16, *fp8]),
+        m=draw.choice(["fp32", "bf16", "e4m3", "int8"]),
+        v=draw.choice(["fp32", "bf16", "e4m3", "int8"]),
+        master=draw.choice(["fp32", "none"]),
+    )
+    spaces = ["m", "v"] if precision.master == "none" else ["master", "m", "v", "weight"]
+    host = {space for space in spaces if draw.random() < 0.5}
+    tiles = 1 if precision.scaling == "blockwise" else draw.choice([1, 2, 4])
+    plain = Memory(head_chunks=draw.choice([1, 2, 4]), seq_tiles=tiles)
+    memory = replace(
+        plain,
+        flags=draw.choice([(), ("recompute_norm", "recompute_ffn"), ("recompute_block",)]),
+        offload=draw.choice([(), (RESIDUAL,)]),
+        host=tuple(host | ({"master"} if "weight" in host else set())),
+        piece_bytes=draw.choice([1, 2**17]),
+        fused=draw.random() < 0.7,
+    )
+    one, other = (trained(plan_of(precision, each, CONFIG, HYPER), 2) for each in (plain, memory))
+    assert one == other
+
+
+def test_without_a_clip_no_norm_is_needed():
+    one, other = (trained(plan) for plan in both(BF16, hyper=Hyperparameters(grad_clip=0.0)))
+    assert one == other
+
+
+def test_no_gradient_outlives_its_layer():
+    """What is alive at a time grows by nothing with the number of layers but activations."""
+    config = replace(CONFIG, hidden_size=48, intermediate_size=512)
+    kept = {}
+    for layers in (2, 6):
+        plain, fused = both(BF16, Memory(("recompute_block",)), replace(config, num_layers=layers))
+        assert plain.table()["Gradients"] and not fused.table()["Gradients"]
+        kept[layers] = fused.table()["Activations"], plain.table()["Activations"] + plain.table()["Gradients"]
+    gradients = sum(2 * np.prod(row.shape) for row in fused.rows if row.layer == 1)
+    assert kept[6][0] - kept[2][0] < gradients < (kept[6][1] - kept[2][1]) / 3
+
+
+@pytest.mark.parametrize("memory", [None, Memory(host=("m", "v"), piece_bytes=1)], ids=["device", "host"])
+def test_a_row_whose_gradient_is_not_finite_is_left_alone(memory):
+    """The others are updated, and the step counts as one that was not applied."""
+    plan, broken = both(BF16, memory)[1], "layers.1.mlp.down.weight"
+
+    def breaking(name, op):
+        def call(d_weight, *arguments, **numbers):
+            op(d_weight, *arguments, **numbers)
+            if d_weight.name == f"gradient/{broken}":
+                d_weight.tensors[0].array[0, 0] = np.inf
+
+        return call if name == "linear_wgrad" else op
+
+    engine = Engine(plan, HostBackend(), wrap=breaking)
+    engine.load(parameters(plan))
+    before = {name: array.tobytes() for name, array in engine.state()}
+    engine.start_step(1, 1e-2)
+    engine.micro_step(batch(1))
+    assert not engine.update(1, 1e-2).applied
+    changed = {name for name, array in engine.state() if array.tobytes() != before[name]}
+    rows = {name for row in plan.moments if row != broken for name in (f"master:{row}", f"m:{row}", f"v:{row}")}
+    assert changed - {"cell:norm"} == rows
+
+
+@pytest.mark.parametrize(
+    ("precision", "hyper", "memory", "more", "says"),
+    [
+        (
+            BF16,
+            Hyperparameters(),
+            Memory(),
+            {},
+            "--grad-clip 1 looks at is not known then: use --clip-by last, or --grad-clip 0",
+        ),
+        (FP8["e4m3", "delayed"], HYPER, Memory(), {}, "use --fp8-scaling current"),
+        (BF16, HYPER, Memory(host=("grad",)), {}, "--offload-gradients to keep: leave that out"),
+        (BF16, HYPER, Memory(), {"sharding": Sharding(0, 2, states=True)}, "for a run of one GPU, and this one has 2"),
+    ],
+    ids=["clip", "delayed", "gradients", "ranks"],
+)
+def test_what_cannot_be_done_in_backward_is_refused(precision, hyper, memory, more, says):
+    with pytest.raises(UsageError, match=f"^--fused-update: .*{re.escape(says)}"):
+        plan_of(precision, replace(memory, fused=True), CONFIG, hyper, **more)
+
+
+def test_more_than_one_micro_batch_is_refused():
+    options = MemoryOptions(fused_update=True)
+    sizes = {"batch_size": 2, "seq_len": 8, "logit_bytes": 100}
+    assert memories.resolve(options, **sizes).fused
+    with pytest.raises(UsageError, match="needs one micro-batch a step, and a step has 4: use --grad-accumulation 1"):
+        memories.resolve(options, **sizes, micro_steps=4)

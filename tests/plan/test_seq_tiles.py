@@ -1,0 +1,113 @@
+"""The MLP in tiles of tokens: what it computes, what it takes, with every way to save memory."""
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+from tiny_engines import BF16, FP8, FP32, FP64, batch, bits, engine_of, packed_batch, plan_of, tiny, train_steps
+
+from llmq.blocks.attention import Packing
+from llmq.errors import UsageError
+from llmq.options.maths import MemoryOptions
+from llmq.plan import memory as memories
+from llmq.plan.memory import RESIDUAL, Memory
+
+CONFIG = tiny(intermediate_size=176)
+SLOW = pytest.mark.slow
+
+
+def engines(precision, *memories, **more):
+    return [engine_of(plan_of(precision, memory, CONFIG, **more)) for memory in memories]
+
+
+@pytest.mark.parametrize("tiles", [2, pytest.param(8, marks=SLOW)])
+@pytest.mark.parametrize("flags", [(), ("recompute_block",), pytest.param(("recompute_swiglu",), marks=SLOW)], ids=str)
+def test_gradients_are_those_of_the_whole(tiles, flags):
+    """In f64, where the order of sums over tiles is all that differs."""
+    whole, tiled = engines(FP64, Memory(flags), Memory(flags, seq_tiles=tiles))
+    for engine in (whole, tiled):
+        engine.micro_step(batch(3))
+    for row in whole.plan.rows:
+        expected = whole.gradient(row.name)
+        error = np.linalg.norm(tiled.gradient(row.name) - expected)
+        assert error <= 1e-12 * np.linalg.norm(expected), row.name
+    assert whole.evaluate(batch(4)) == pytest.approx(tiled.evaluate(batch(4)), rel=1e-13)
+
+
+@pytest.mark.parametrize("precision", [BF16, pytest.param(FP8["e4m3", "delayed"], marks=SLOW)], ids=["bf16", "fp8"])
+def test_only_gradients_of_the_tiled_weights_are_rounded_otherwise(precision):
+    """They are added up in their dtype, tile by tile; the loss and all others have the same bits."""
+    whole, tiled = engines(precision, Memory(), Memory(seq_tiles=2))
+    for engine in (whole, tiled):
+        engine.micro_step(batch(3))
+    others = {
+        row.name for row in whole.plan.rows if whole.gradient(row.name).tobytes() != tiled.gradient(row.name).tobytes()
+    }
+    assert all(".mlp." in name for name in others)
+    assert whole.evaluate(batch(4)) == tiled.evaluate(batch(4))
+
+
+@pytest.mark.parametrize(
+    "precision",
+    [
+        pytest.param(FP32, id="fp32", marks=SLOW),
+        pytest.param(BF16, id="bf16"),
+        *(
+            pytest.param(FP8["e4m3", name], id=name, marks=() if name == "delayed" else SLOW)
+            for name in ("delayed", "current", "rowwise")
+        ),
+    ],
+)
+def test_recomputing_and_offloading_tiles_changes_no_bit(precision):
+    tiled = Memory(seq_tiles=2)
+    expected, *others = engines(
+        precision,
+        tiled,
+        replace(tiled, flags=("recompute_block",)),
+        replace(tiled, flags=("recompute_ffn", "recompute_norm")),
+        replace(tiled, flags=("recompute_block",), offload=(RESIDUAL,), host=("m", "v")),
+    )
+    losses = train_steps(expected, accumulation=2)
+    for other in others:
+        assert train_steps(other, accumulation=2) == losses and bits(other) == bits(expected)
+    (whole,) = engines(precision, Memory())
+    assert losses == pytest.approx(train_steps(whole, accumulation=2), rel=2e-2)
+
+
+def test_tiles_are_of_packed_rows_too():
+    packed = {"packing": Packing(5, 16)}
+    whole, tiled = engines(FP64, Memory(), Memory(("recompute_block",), seq_tiles=4), **packed)
+    for engine in (whole, tiled):
+        engine.micro_step(packed_batch(3))
+    for row in whole.plan.rows:
+        np.testing.assert_allclose(tiled.gradient(row.name), whole.gradient(row.name), rtol=1e-9, atol=1e-14)
+
+
+def test_the_mlp_takes_the_memory_of_a_tile():
+    """What is alive at a time, with the block recomputed: about a tile's part of gate, up and their gradients."""
+    config = replace(CONFIG, intermediate_size=4096)
+    sizes = {"batch_size": 1, "seq_len": 512}
+    whole, tiled = (
+        plan_of(BF16, Memory(("recompute_block",), seq_tiles=n), config, **sizes).programs["only"].live_bytes["device"]
+        for n in (1, 8)
+    )
+    assert tiled < whole / 4
+
+
+def test_what_tiles_cannot_do_is_refused():
+    from test_adapters import adapters
+
+    tiled = Memory(seq_tiles=2)
+    with pytest.raises(UsageError, match=r"--seq-tiles 2: cuBLASLt takes no 1x128 .*: use --fp8-scaling rowwise"):
+        plan_of(FP8["e4m3", "blockwise"], tiled, CONFIG)
+    with pytest.raises(UsageError, match=r"--seq-tiles 2: --lora-dropout 0\.2 .* use --lora-dropout 0"):
+        plan_of(BF16, tiled, CONFIG, adapters=adapters(config=CONFIG, dropout=0.2))
+    assert plan_of(BF16, tiled, CONFIG, adapters=adapters(config=CONFIG))
+
+
+def test_tiles_have_to_divide_the_tokens():
+    sizes = {"batch_size": 2, "seq_len": 12, "logit_bytes": 100}
+    found = memories.resolve(MemoryOptions(seq_tiles=8), **sizes)
+    assert (found.seq_tiles, found.head_chunks) == (8, 8)
+    with pytest.raises(UsageError, match=r"^--seq-tiles 5 does not divide the 24 tokens .*: use a divisor"):
+        memories.resolve(MemoryOptions(seq_tiles=5), **sizes)

@@ -1,0 +1,135 @@
+"""Weights in e4m3 with no wider copy: what they take, what they read as, how they train, move and are saved."""
+
+import re
+from dataclasses import replace
+
+import ml_dtypes
+import numpy as np
+import pytest
+from tiny_engines import BF16, FP8, FP32, batch, bits, engine_of, plan_of, tiny
+
+from llmq.backends.planned import PlannedBackend
+from llmq.errors import UsageError
+from llmq.model.optimizer import Hyperparameters
+from llmq.plan.memory import Memory
+from llmq.stores.moments import MASTER_FORM
+from llmq.stores.sharding import Sharding
+from llmq.tensor import DTYPES, Output, Tensor
+
+CONFIG = tiny(vocab_size=300, intermediate_size=176)
+NONE = replace(BF16, master="none", m="int8", v="e4m3")
+SLOW = pytest.mark.slow
+FP8_NONE = {name: replace(FP8["e4m3", name], master="none") for name in ("delayed", "current", "rowwise", "blockwise")}
+EVERY = pytest.mark.parametrize(
+    "precision",
+    [
+        pytest.param(replace(FP32, master="none"), id="fp32", marks=SLOW),
+        pytest.param(NONE, id="bf16"),
+        *(pytest.param(p, id=name, marks=() if name == "delayed" else SLOW) for name, p in FP8_NONE.items()),
+    ],
+)
+
+
+def test_a_matrix_takes_a_byte_and_a_scale_for_128_of_a_row():
+    plain, plan = plan_of(replace(NONE, master="bf16"), None, CONFIG), plan_of(NONE, None, CONFIG)
+    held = [row for row in plan.rows if row.stored is not None]
+    assert {row.name.split(".")[3] for row in held} == {"qkv", "o", "up", "down"}
+    scales = sum(4 * np.prod(row.shape[:-1]) * -(-row.shape[-1] // 128) for row in held)
+    saved = plain.table()["Weights"] - plan.table()["Weights"]
+    assert abs(saved - sum(np.prod(row.shape) for row in held) + scales) <= 2 * 256 * len(held)  # aligned
+    assert not plan.table()["Master"]
+    whole = {ref.name for ref in plan.persistent.values() if ref.form is None and ref.space in ("weight", "master")}
+    assert whole.isdisjoint(row.name for row in held)
+
+
+@EVERY
+def test_the_model_trains_and_has_the_bits_of_its_state(precision):
+    """Restored, and with what moves or repeats work."""
+    plan = plan_of(precision, None, CONFIG)
+    engine = engine_of(plan)
+    losses = [step(engine, n) for n in range(1, 9)]
+    assert losses[-1] < 0.8 * losses[0]
+    other = engine_of(plan, seed=9)
+    other.restore(dict(engine.state()).__getitem__)
+    assert step(other, 9) == step(engine, 9) and bits(other) == bits(engine)
+    memory = Memory(("recompute_block",), host=("m", "v"), piece_bytes=1)
+    moved = engine_of(plan_of(precision, memory, CONFIG))
+    assert [step(moved, n) for n in range(1, 10)][:8] == losses and bits(moved) == bits(engine)
+
+
+def step(engine, number, lr=1e-2):
+    """The loss of a step on one and the same batch."""
+    engine.start_step(number, lr)
+    engine.micro_step(batch(1))
+    return engine.update(number, lr).loss
+
+
+@pytest.mark.parametrize("scaling", FP8_NONE)
+def test_kernels_can_make_every_copy_of_them(scaling):
+    """Of the value: nothing else is made of the bytes."""
+    config = tiny(vocab_size=1000, hidden_size=64, head_dim=16, intermediate_size=320)
+    plan = plan_of(FP8_NONE[scaling], None, config, scratch_bytes=PlannedBackend().scratch_bytes, seq_len=64)
+    reads = [call for call in plan.programs["only"].calls if any(r and r.form == MASTER_FORM for r in call.inputs)]
+    assert reads and all(call.op == "cast" and call.outputs[0].forms == (None,) for call in reads)
+
+
+def test_an_update_in_backward_has_the_same_bits():
+    hyper = Hyperparameters(clips_by_last=True)
+    states = []
+    for fused in (False, True):
+        engine = engine_of(plan_of(NONE, Memory(fused=fused), CONFIG, hyper))
+        losses = [step(engine, number) for number in range(1, 4)]
+        states.append((losses, {name: array.tobytes() for name, array in engine.state()}))
+    assert states[0] == states[1]
+
+
+def test_what_is_read_is_what_was_loaded_rounded_to_nearest():
+    """And read again, it does not change: a step whose rate is 0 leaves every number where it is."""
+    plan = plan_of(NONE, None, CONFIG)
+    engine = engine_of(plan)
+    held = [row.name for row in plan.rows if row.stored is not None]
+    before = {name: engine.parameter(name) for name in held}
+    step(engine, 1, lr=0.0)
+    for name in held:
+        np.testing.assert_array_equal(engine.parameter(name), before[name])
+    step(engine, 2)
+    assert any(not np.array_equal(engine.parameter(name), before[name]) for name in held)
+
+
+def test_scales_are_powers_of_two_that_hold_the_largest():
+    row = next(row for row in plan_of(NONE, None, CONFIG).rows if row.stored is not None)
+    value = np.random.default_rng(0).standard_normal((4, 300)).astype(np.float32) * 10.0 ** np.arange(-4, 0)[:, None]
+    scale = np.empty((4, 3), np.float32)
+    copy = Tensor("w", np.empty((4, 300), DTYPES["e4m3"]), (4, 300), row.stored, scale)
+    Output("w", (4, 300), "bf16", (copy,)).write(value)
+    amax = np.abs(np.pad(value, ((0, 0), (0, 84)))).reshape(4, 3, 128).max(axis=2)
+    assert np.all(np.log2(scale) % 1 == 0)
+    assert np.all((amax / scale <= 448) & (amax / scale > 224))
+    rounded = np.repeat(scale, 128, axis=1)[:, :300] * 2.0**-10  # half of a step among subnormal numbers
+    found = np.abs(copy.read() - value.astype(ml_dtypes.bfloat16).astype(np.float32))
+    assert np.all(found <= np.abs(value) / 16 * (1 + 2**-7) + rounded)
+
+
+def test_whole_weights_of_ranks_are_refused_above_level_0():
+    for sharding in (Sharding(0, 2, states=True), Sharding(0, 2, states=True, gradients=True, weights=True)):
+        with pytest.raises(UsageError, match="--master-dtype none: weights are whole on each of 2 GPUs: use --zero-le"):
+            plan_of(NONE, None, CONFIG, sharding=sharding)
+    assert plan_of(NONE, None, CONFIG, sharding=Sharding(0, 2)).saved()
+
+
+def test_ranks_write_the_state_of_one_that_has_all():
+    """Each its rows of codes and scales; they train on the same batch."""
+    from test_eight_bits import trained, whole_of
+
+    one, two = whole_of(trained(0, 1, precision=NONE)), whole_of(trained(0, 2, precision=NONE))
+    assert set(one) == set(two) and any(name.endswith("@e4m3/row/powers") for name in one)
+    for name, value in one.items():
+        assert value.tobytes() == two[name].tobytes(), name
+
+
+@pytest.mark.parametrize(("space", "flag"), [("weight", "--stream-weights"), ("master", "--offload-master")])
+def test_what_does_not_move_weights_of_one_byte_is_refused(space, flag):
+    with pytest.raises(
+        UsageError, match=re.escape(f"--master-dtype none: weights take one byte each on the GPU, and {flag}")
+    ):
+        plan_of(NONE, Memory(host=(space,)), CONFIG)
