@@ -20,7 +20,8 @@ FLOORS = (
     ("cache_folder", "disk", "scaling", "screen"),
     ("tensor",),
     ("row",),  # parameters as they are held
-    ("op_protocol", "protocols"),  # what block code is written against
+    ("op_protocol",),  # ops by name
+    ("protocols",),  # what block code is written against
     ("options",),  # what can be set
     ("hardware",),  # devices, cards, drivers
     ("comm",),  # the ranks of a run
