@@ -62,7 +62,8 @@ class PrecisionOptions(Section):
     opt_v_dtype: Narrow = option("fp32", "Dtype of Adam's second moment; bf16 rounds stochastically.")
     master_dtype: Narrow = option(
         lambda data: data.get("model_dtype", "bf16"),
-        "Dtype of the master weights, which the optimizer updates.",
+        "Dtype of the master weights, which the optimizer updates; of adapters, that they are stored in.",
+        "adapter_dtype",
         shown="the model dtype, of adapters fp32",
     )
     grad_accum_dtype: Narrow = option(
