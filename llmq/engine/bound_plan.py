@@ -9,7 +9,7 @@ import numpy as np
 
 from llmq.backends import Backend, Launch, Op, Run
 from llmq.engine.bind import bind
-from llmq.engine.held import held_copy, held_value, single_scale
+from llmq.model.held import held_copy, held_value, single_scale
 from llmq.plan.names import scale_ref, storage_name
 from llmq.plan.plan import Plan
 from llmq.row import Row

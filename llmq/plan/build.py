@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import zlib
 from collections.abc import Callable, Sequence
 from dataclasses import replace
@@ -24,17 +23,15 @@ from llmq.blocks.embed import Embed, NoisyEmbed
 from llmq.blocks.head import Head
 from llmq.blocks.mlp import Mlp
 from llmq.errors import UsageError
-from llmq.few_bits import NESTED_BLOCK, NF4_BLOCK
 from llmq.model.adapters import FILE, Target
 from llmq.model.decoder import Block, Model
+from llmq.model.held import HELD_FORMS, held_form, is_layer_weight
 from llmq.model.parameters import HEAD, fitted_rows, padded_vocab
-from llmq.plan.precision import Precision
 from llmq.plan.spec import Spec
 from llmq.protocols import Core, Site
 from llmq.row import Row
 from llmq.sites.factories import FACTORIES
 from llmq.sites.lora import DroppedLoraLinear, LoraLinear, LowRank
-from llmq.tensor import Form
 
 Sites = Callable[[Spec, str], Site]  # what computes the linear map of a name
 Cores = Callable[[int | None, int], Core]  # the attention of a layer, by its window and number
@@ -79,33 +76,11 @@ def _held(spec: Spec, row: Row) -> Row:
     base, p = None if spec.adapters is None else spec.adapters.base, spec.precision
     if base not in (None, *HELD_FORMS, p.model):
         raise UsageError(f"--base-dtype {base} does not multiply with --model-dtype {p.model}: give both the same")
-    if base not in HELD_FORMS or row.trainable or row.layer is None or row.site is None or len(row.shape) != 2:
+    if base not in HELD_FORMS or row.trainable or not is_layer_weight(row):
         return row
-    return replace(row, stored=HELD_FORMS[base](row, p))
-
-
-def _e4m3(row: Row, precision: Precision) -> Form:
-    # Where fp8 sites read one scale for the whole, they read the held bytes as they are.
-    single = precision.dtype(row.site or "") == "e4m3" and precision.scaling in ("delayed", "current")
-    return Form("e4m3", "row", "current" if single else "tilewise")
-
-
-def _nf4(row: Row, precision: Precision) -> Form:
-    sizes = {part.name: (part.stop - part.start) * row.shape[1] for part in row.parts}
-    if odd := [f"{name} has {size}" for name, size in sizes.items() if size % NF4_BLOCK]:
-        raise UsageError(f"--base-dtype nf4 takes numbers in blocks of {NF4_BLOCK}, and {odd[0]}: use int8 or mxfp4")
-    borders = [part.start * row.shape[1] // NF4_BLOCK for part in row.parts]
-    return Form("nf4", "row", f"nested{math.gcd(NESTED_BLOCK, *borders)}")
-
-
-# by --base-dtype, the form of a frozen weight in a run of a precision; int8 has one scale for a row, as LLM.int8()
-# (Dettmers et al., 2022)
-HELD_FORMS: dict[str, Callable[[Row, Precision], Form]] = {
-    "e4m3": _e4m3,
-    "int8": lambda row, precision: Form("int8", "row", "rowwise"),
-    "nf4": _nf4,
-    "mxfp4": lambda row, precision: Form("mxfp4", "row", "exponents"),
-}
+    # Where fp8 sites read one scale for the whole, they read the held bytes of fp8 as they are.
+    single = p.dtype(row.site or "") == "e4m3" and p.scaling in ("delayed", "current")
+    return replace(row, stored=held_form(base, row, single=single))
 
 
 def build_model(spec: Spec, sites: Sites = site_of) -> Model:

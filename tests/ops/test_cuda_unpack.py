@@ -6,7 +6,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from llmq.engine.held import held_copy
+from llmq.model.held import held_copy
 from llmq.ops.reference import OPS
 from llmq.tensor import Form, Ref, Tensor
 

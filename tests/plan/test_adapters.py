@@ -220,6 +220,8 @@ def test_a_base_in_few_bits_is_held_once_and_is_what_it_stands_for(kind, base):
     losses = steps(engine)
     block = warm(plan_of(precision, Memory(("recompute_block",)), **about))
     assert steps(block) == losses and bits(block) == bits(engine)
+    wide = steps(warm(plain))
+    assert losses != wide and losses == pytest.approx(wide, rel=0.03)
     same = steps(warm(plain, {name: engine.parameter(name) for name in held}))
     # Delayed scales of activations settle in other passes where those of weights are known from the beginning.
     assert same == (pytest.approx(losses, rel=1e-2) if kind == "delayed" else losses)

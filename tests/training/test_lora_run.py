@@ -117,15 +117,18 @@ def test_an_adapter_that_does_not_fit_is_refused(given, tmp_path, change, says):
     assert not (tmp_path / "runs" / "next").exists()
 
 
-def test_a_base_in_e4m3_is_made_again_when_a_run_resumes(given):
-    options = {**given, "base_dtype": "e4m3", "sample_tokens": 4}
+@pytest.mark.parametrize(
+    "base", ["e4m3", "nf4", *(pytest.param(base, marks=pytest.mark.slow) for base in ("int8", "mxfp4"))]
+)
+def test_a_quantized_base_is_made_again_when_a_run_resumes(given, base):
+    options = {**given, "base_dtype": base, "sample_tokens": 4}
     whole = llmq.train(**options)
     folders = {"out_dir": "cut", "checkpoint_dir": "parts"}
     llmq.train(**{**options, **folders, "steps": 3})
     parts = llmq.train(**{**options, **folders, "out_dir": "parts-model", "continue": 3})
     assert weights_of(parts.checkpoint_path) == weights_of(whole.checkpoint_path)
     assert whole.eval_loss != llmq.train(**{**given, "name": "wide"}).eval_loss
-    with pytest.raises(UsageError, match=r"adapters base: e4m3 in the checkpoint, None now"):
+    with pytest.raises(UsageError, match=rf"adapters base: {base} in the checkpoint, None now"):
         llmq.train(**{**given, **folders, "continue": 3, "overwrite": True})
 
 

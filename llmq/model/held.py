@@ -1,23 +1,53 @@
-"""Frozen rows that are held in a form: made of the source's values while loading, and read back.
+"""Frozen rows that are held in a form: which one, made of the source's values while loading, and read back.
 
-Both go by slices of matrix rows that one tile's scale covers, so that a large row is never there in f32 as a whole.
-Slices are made at the same time, on all cores: a model of 70B in nf4 takes half a minute on 16 of them.
+The last two go by slices of matrix rows that one tile's scale covers, so that a large row is never there in f32 as a
+whole. Slices are made at the same time, on all cores.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import TypeVar
 
 import numpy as np
 
-from llmq.few_bits import NF4_BLOCK, nf4_blocks, unpacked
+from llmq.errors import UsageError
+from llmq.few_bits import NESTED_BLOCK, NF4_BLOCK, nf4_blocks, unpacked
 from llmq.hardware.blas import num_cores
+from llmq.row import Row
 from llmq.scaling import BLOCK, Nested, scale_from
-from llmq.tensor import DTYPES, LARGEST, Output, Ref, Tensor, round_to, scale_shape, stored_shape
+from llmq.tensor import DTYPES, LARGEST, Form, Output, Ref, Tensor, round_to, scale_shape, stored_shape
 
 Made = TypeVar("Made")
+
+
+def is_layer_weight(row: Row) -> bool:
+    """Whether a row is the weight of a layer's linear map, which a quantized base has in few bits."""
+    return row.layer is not None and row.site is not None and len(row.shape) == 2 and row.file == "model"
+
+
+def held_form(base: str, row: Row, *, single: bool = False) -> Form:
+    """The form of a frozen weight for --base-dtype; of e4m3 with a `single` scale or one for each tile. UsageError."""
+    return HELD_FORMS[base](row, single)
+
+
+def _nf4(row: Row, single: bool) -> Form:
+    sizes = {part.name: (part.stop - part.start) * row.shape[1] for part in row.parts}
+    if odd := [f"{name} has {size}" for name, size in sizes.items() if size % NF4_BLOCK]:
+        raise UsageError(f"--base-dtype nf4 takes numbers in blocks of {NF4_BLOCK}, and {odd[0]}: use int8 or mxfp4")
+    borders = [part.start * row.shape[1] // NF4_BLOCK for part in row.parts]
+    return Form("nf4", "row", f"nested{math.gcd(NESTED_BLOCK, *borders)}")
+
+
+# int8 has one scale for a row, as LLM.int8() (Dettmers et al., 2022)
+HELD_FORMS: dict[str, Callable[[Row, bool], Form]] = {
+    "e4m3": lambda row, single: Form("e4m3", "row", "current" if single else "tilewise"),
+    "int8": lambda row, single: Form("int8", "row", "rowwise"),
+    "nf4": _nf4,
+    "mxfp4": lambda row, single: Form("mxfp4", "row", "exponents"),
+}
 
 
 def held_copy(ref: Ref, value: np.ndarray, borders: Sequence[int] = ()) -> tuple[np.ndarray, np.ndarray]:
