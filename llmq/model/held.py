@@ -99,6 +99,15 @@ def held_value(copy: Tensor, dtype: str) -> np.ndarray:
     return value
 
 
+def as_held(row: Row, value: np.ndarray, base: str | None) -> np.ndarray:
+    """What a run in bf16 on --base-dtype `base` reads of a row; None: the value itself."""
+    if base is None or not is_layer_weight(row):
+        return value
+    ref = Ref(row.name, "weight", row.shape, "bf16", row.layer, form=held_form(base, row))
+    numbers, scale = held_copy(ref, value, [part.stop for part in row.parts])
+    return held_value(Tensor(row.name, numbers, row.shape, ref.form, scale), ref.dtype)
+
+
 def single_scale(copy: Tensor, dtype: str, fp8: str) -> np.ndarray:
     """(1,) f32: the scale of an `fp8` copy of what a held copy stands for in `dtype`, as `amax_scale` measures it."""
     absmax = _absmax(copy)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
-from functools import partial
+from functools import cached_property, partial
 from pathlib import Path
 from typing import Any
 
@@ -28,7 +28,7 @@ from llmq.files.huggingface import (
     refuse_taken,
 )
 from llmq.files.run_lock import held, kept_folder, replaced_whole
-from llmq.files.source import ModelSource, Values, initial_parameters, open_parameters, open_source
+from llmq.files.source import ModelSource, Values, fingerprint, initial_parameters, open_parameters, open_source
 from llmq.files.tensor_files import Piece
 from llmq.files.writers import TensorSlice, checkpoint_bytes
 from llmq.generation.prompts import Question, read_questions
@@ -144,6 +144,12 @@ class Job:
         """Host memory that a copy of a checkpoint takes."""
         return sum(each.piece.num_bytes for each in self.checkpoint_slices)
 
+    @cached_property
+    def base(self) -> dict[str, str | None]:
+        """The model whose frozen rows no checkpoint holds, by its fingerprint; empty where all is trained."""
+        is_frozen = self.plan.spec.adapters is not None or self.plan.spec.frozen
+        return {"frozen model": fingerprint(self.source)} if is_frozen else {}
+
     @property
     def must_match(self) -> dict[str, Any]:
         """What a checkpoint has in common with the run that continues it: else it would be another run."""
@@ -152,6 +158,7 @@ class Job:
             **self.data.identity(),
             "model": self.plan.spec.config.identity(),
             "parameters": {row.name: list(row.shape) for row in self.plan.rows},
+            **self.base,
             **({"trained": self.options["train_only"]} if self.plan.spec.frozen else {}),
             **({} if self.plan.spec.adapters is None else {"adapters": self.plan.spec.adapters.identity()}),
             **self.plan.spec.precision.identity(),

@@ -132,6 +132,21 @@ def test_a_quantized_base_is_made_again_when_a_run_resumes(given, base):
         llmq.train(**{**given, **folders, "continue": 3, "overwrite": True})
 
 
+@pytest.mark.parametrize("change", [{}, {"lora_rank": None, "lora_dropout": None, "train_only": "*.bias"}])
+def test_a_run_on_another_base_is_not_continued(given, change):
+    """Which has the same tensors, but for the numbers of one; the same ones in other files are no other base."""
+    options = {**given, **change, "steps": 1}
+    llmq.train(**options)
+    path = f"{given['model']}/model.safetensors"
+    tensors = load_file(path)
+    save_file(dict(reversed(tensors.items())), path, {"written": "again"})
+    llmq.train(**{**options, "steps": 2, "continue": True, "overwrite": True})
+    name = "model.layers.0.mlp.down_proj.weight"
+    save_file({**tensors, name: tensors[name] + np.float32(1e-3)}, path)
+    with pytest.raises(UsageError, match=r"frozen model: [0-9a-f]{64} in the checkpoint, [0-9a-f]{64} now"):
+        llmq.train(**{**options, "steps": 3, "continue": True, "overwrite": True})
+
+
 def test_a_run_that_trains_biases_leaves_a_whole_model(given):
     options = {name: value for name, value in given.items() if not name.startswith("lora")} | {"train_only": "*.bias"}
     whole = llmq.train(**options)
