@@ -120,9 +120,10 @@ def nf4_blocks(value: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     return packed(nf4_codes(units), "nf4").reshape(-1), largest
 
 
-def nested(absmax: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.float32]:
-    """Scales (n,) in 8 bits each: their bytes (n,), f32 scales of every NESTED_BLOCK of them, and their mean."""
-    offset = np.float32(absmax.mean(dtype=np.float32))
+def nested(absmax: np.ndarray, offset: float | None = None) -> tuple[np.ndarray, np.ndarray, np.float32]:
+    """Scales (n,) in 8 bits each: their bytes (n,), f32 scales of every NESTED_BLOCK of them, and the `offset` that is
+    taken from them first, by default their mean."""
+    offset = np.float32(absmax.mean(dtype=np.float32) if offset is None else offset)
     codes, scales = np.empty(len(absmax), np.uint8), []
     for start in range(0, len(absmax), NESTED_BLOCK):
         block = absmax[start : start + NESTED_BLOCK] - offset
