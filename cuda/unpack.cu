@@ -1,7 +1,9 @@
 // What frozen weights of 4 and 8 bits stand for, in every form that is read: the value, fp8 rows, fp8 columns.
 //
 // A block owns a tile as in cast.cu: 32 rows and 32 * N columns, or 64 rows and 128 columns to transpose; a lane owns N
-// columns of two neighbouring rows at a time, all under one scale. NF4 (llmq/few_bits.py) has its scales as bytes: the 256
+// columns of two neighbouring rows at a time, all under one scale. Where 4 bits become fp8 alone, the 16 bytes that they can
+// become under a scale are made once by 4 lanes, 4 each, and bytes are picked from them 4 at a time: half the instructions
+// of a number by number. NF4 (llmq/few_bits.py) has its scales as bytes: the 256
 // numbers that a byte stands for, a scale and a mean for each GROUP of them, the bytes. Numbers are looked up in shared
 // memory, whose 16 words lie in as many banks. Not tuned: 0.5 or 1 byte read, 1 to 4 written.
 //
@@ -17,6 +19,8 @@ constexpr int NF4 = 0, MXFP4 = 1, INT8 = 2, NF4_BLOCK = 64, MX_BLOCK = 32, MAP =
 constexpr int LANES = TILE_LANES<N>, SLOTS = TILE_SLOTS<N>, SPAN = LANES * N, ACROSS = (C + SPAN - 1) / SPAN;
 constexpr int ROWS = tile_rows(64), PITCH = pair_pitch(SPAN), AT_ONCE = 2;  // pairs of rows
 constexpr int BYTES = FORMAT == INT8 ? N : N / 2;  // of N numbers
+constexpr int PER_SCALE = FORMAT == NF4 ? NF4_BLOCK : MX_BLOCK;
+constexpr bool PICKS = FORMAT != INT8 && N == 8 && !(FORMS & VALUE) && C % PER_SCALE == 0 && K % PER_SCALE == 0;
 
 __device__ const float NF4_LEVELS[16] = {
     -1.0f, -0.6961928009986877f, -0.5250730514526367f, -0.39491748809814453f, -0.28444138169288635f,
@@ -73,6 +77,31 @@ __device__ __forceinline__ void get(const Read& read, const float* levels, float
     }
 }
 
+// the bytes of a table of 16 that 4 codes of 4 bits each say
+__device__ __forceinline__ u32 pick(u32 codes, const u32 (&table)[4]) {
+    u32 low = codes & 0x7777u, is_high = __byte_perm(0xff00u, 0, codes >> 3 & 0x1111u);
+    return (__byte_perm(table[0], table[1], low) & ~is_high) | (__byte_perm(table[2], table[3], low) & is_high);
+}
+
+// fp8 bytes of 8 numbers, of which those of 4 lanes side by side have one scale; all of the warp take part
+__device__ __forceinline__ void picked(const Read& read, const float* levels, float inverse, u32 (&bytes)[(N + 3) / 4]) {
+    if constexpr (PICKS) {
+        u32 lane = threadIdx.x % 32, table[4], mine[1];
+        float v[4];
+        Pack<T, 4> pack;
+#pragma unroll
+        for (int j = 0; j < 4; j++) v[j] = levels[lane % 4 * 4 + j] * read.scale;
+        pack.set(v);
+        pack.get(v);
+        fp8_words<E4M3>(v, inverse, mine);
+#pragma unroll
+        for (int j = 0; j < 4; j++) table[j] = __shfl_sync(0xffffffffu, mine[0], lane / 4 * 4 + j);
+        u32 codes = read.codes[0];
+        if (FORMAT == NF4) codes = (codes & 0x0f0f0f0fu) << 4 | (codes >> 4 & 0x0f0f0f0fu);
+        bytes[0] = pick(codes & 0xffffu, table), bytes[1] = pick(codes >> 16, table);
+    }
+}
+
 // out, in its forms, (rows, C) <- x, scales, of which those of NF4 have their bytes from `first` on
 extern "C" __global__ void __launch_bounds__(TILE_THREADS, (FORMS & COL) ? 4 : 1)
     unpack(OUTPUT_PARAMETERS(T, out), const u8* x, const u8* scales, i64 first, i64 rows, i64 tall) {
@@ -93,6 +122,7 @@ extern "C" __global__ void __launch_bounds__(TILE_THREADS, (FORMS & COL) ? 4 : 1
 #pragma unroll
         for (int i = 0; i < 2 * AT_ONCE; i++) {
             int row = i / 2 * 2 * SLOTS + i % 2;
+            read[i / 2][i % 2] = {};
             if (row < left) read[i / 2][i % 2] = read_at(x, scales, first, begin + (2 * part + row) * C);
         }
 #pragma unroll
@@ -101,10 +131,14 @@ extern "C" __global__ void __launch_bounds__(TILE_THREADS, (FORMS & COL) ? 4 : 1
 #pragma unroll
             for (int odd = 0; odd < 2; odd++) {
                 int row = 2 * i * SLOTS + odd;
-                if (row >= left) continue;
-                float v[N];
-                get(read[i][odd], levels, v);
-                sink.put((2 * part + row) * C, v, bytes[odd]);
+                if constexpr (PICKS) {
+                    picked(read[i][odd], levels, sink.inverse, bytes[odd]);
+                    if ((FORMS & ROW) && row < left) store_bytes<N>(sink.out.row + (2 * part + row) * C, bytes[odd]);
+                } else if (row < left) {
+                    float v[N];
+                    get(read[i][odd], levels, v);
+                    sink.put((2 * part + row) * C, v, bytes[odd]);
+                }
             }
             store_pair<N>(tile + pair_at(part + i * SLOTS, lane * N, PITCH), bytes[0], bytes[1]);
         }

@@ -19,7 +19,7 @@ INT8, NF4, MXFP4 = Form("int8", "row", "rowwise"), Form("nf4", "row", "nested256
 HELD = {"int8": (INT8, 1), "nf4": (NF4, 1), "nf4 in halves": (NF4, 2), "mxfp4": (MXFP4, 1)}
 EVERY = pytest.mark.parametrize(("form", "parts"), HELD.values(), ids=HELD)
 ROW, COL = (Form("e4m3", layout, "current") for layout in ("row", "col"))
-FORMS = {"value": (None,), "rows": (ROW,), "columns": (COL,), "both": (ROW, COL), "all": (None, ROW, COL)}
+FORMS = {"value": (None,), "rows": (ROW,), "columns": (COL,), "both": (ROW, COL)}
 SHAPES = [(66, 128), (128, 6), (64, 44), (320, 520), (1024, 896)]
 
 
@@ -47,7 +47,7 @@ def check(x, dtype, forms):
 @EVERY
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
 def test_every_form_of_what_is_held(shape, form, parts, forms):
-    for dtype in ("bf16", "fp32"):
+    for dtype in ("bf16", "fp32") if forms == (None,) else ("bf16",):
         check(held(shape, form, parts), dtype, forms)
 
 
