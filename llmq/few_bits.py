@@ -123,12 +123,12 @@ def nf4_blocks(value: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
 def nested(absmax: np.ndarray, offset: float | None = None) -> tuple[np.ndarray, np.ndarray, np.float32]:
     """Scales (n,) in 8 bits each: their bytes (n,), f32 scales of every NESTED_BLOCK of them, and the `offset` that is
     taken from them first, by default their mean."""
-    offset = np.float32(absmax.mean(dtype=np.float32) if offset is None else offset)
+    mean = np.float32(absmax.mean(dtype=np.float32) if offset is None else offset)
     codes, scales = np.empty(len(absmax), np.uint8), []
     for start in range(0, len(absmax), NESTED_BLOCK):
-        block = absmax[start : start + NESTED_BLOCK] - offset
+        block = absmax[start : start + NESTED_BLOCK] - mean
         largest = np.abs(block).max()
         units = block * (np.float32(1) / largest) if largest > 0 else np.full_like(block, -1)
         codes[start : start + NESTED_BLOCK] = _dynamic_codes(units)
         scales.append(largest)
-    return codes, np.array(scales, np.float32), offset
+    return codes, np.array(scales, np.float32), mean

@@ -43,8 +43,7 @@ NORM_ROWS = 128  # rows of a matrix under one partial sum of squares of the grad
 class Form:
     """A representation of a slot. `layout`: row (as is), col (2-D transpose: last axis first), colsum (partial sums).
 
-    `scaling` names how a quantized copy is scaled (a key of `SCALINGS` or `HELD` in llmq/scaling.py); None is a plain
-    cast.
+    `scaling` names how a quantized copy is scaled (in `SCALINGS` or `HELD` of llmq/scaling.py); None is a plain cast.
     """
 
     dtype: str
@@ -286,15 +285,14 @@ class Tensor:
 
         May be a view of the storage: an op computes everything before it writes anything.
         """
-        array = self.array
-        if self.form is not None and self.form.dtype in LEVELS:
-            array = unpacked(array, self.form.dtype)
+        array, form, scale = self.array, self.form, self.scale
+        if form is not None and form.dtype in LEVELS:
+            array = unpacked(array, form.dtype)
         elif array.dtype.kind not in "iu" and array.dtype not in (np.float32, np.float64):
             array = array.astype(np.float32)
-        if self.scale is not None:
-            form, scale = self.form, self.scale
+        if scale is not None:
             array = array * (form.scales.spread(scale, array.shape) if form and form.scaling else scale)
-        if self.form is not None and self.form.layout == "col":
+        if form is not None and form.layout == "col":
             array = array.T.reshape(self.shape)
         return array
 
