@@ -41,6 +41,7 @@ from llmq.tensor import Form, stored_bytes
 
 LANES = planning.lanes
 HELD = pytest.mark.parametrize("stored", [TENSORWISE, TILEWISE], ids=lambda form: form.scaling)
+NF4 = Form("nf4", "row", "nested256")
 UNTIED = tiny(tie_embeddings=False)
 OFTEN = ("bf16", "fp8-e5m2-delayed", "fp8-e4m3-blockwise")
 ALL = pytest.mark.parametrize(
@@ -219,8 +220,9 @@ def test_a_quantized_base_can_be_planned_for_a_gpu(scaling):
         pytest.param({"trainable": False}, marks=pytest.mark.slow),
         {"trainable": False, "stored": TENSORWISE},
         pytest.param({"trainable": False, "stored": TILEWISE}, marks=pytest.mark.slow),
+        pytest.param({"trainable": False, "stored": NF4}, marks=pytest.mark.slow),
     ],
-    ids=["trained", "frozen", "current", "tilewise"],
+    ids=["trained", "frozen", "current", "tilewise", "nf4"],
 )
 @ALL
 def test_experts_are_entries_of_one_row(precision, about):
