@@ -37,6 +37,7 @@ from llmq.plan.spec import Completions
 from llmq.tensor import stored_bytes
 
 UNTIED = tiny(tie_embeddings=False)
+FEW_BITS = ("int8", "nf4", "mxfp4")
 PLACES = np.array([2**33 + 5, 17])
 
 
@@ -197,7 +198,6 @@ def test_a_base_in_e4m3_is_held_once_and_is_what_it_stands_for(precision):
         assert steps(same) == losses
 
 
-FEW_BITS = ("int8", "nf4", "mxfp4")
 SAME_SCALE = ("bf16", "delayed", "current", "rowwise", "blockwise")
 
 
@@ -266,11 +266,11 @@ def test_fused_maps_read_their_input_once():
     assert weights[:7] == [*qkv, f"{at}.o.weight", f"{at}.o.lora_a"]
 
 
-@pytest.mark.parametrize("precision", [BF16, FP8["e4m3", "delayed"], FP8["e5m2", "blockwise"]])
+@pytest.mark.parametrize("precision", [BF16, FP8["e4m3", "delayed"], FP8["e4m3", "rowwise"], FP8["e5m2", "blockwise"]])
 def test_adapters_can_be_planned_for_a_gpu(precision):
     config = tiny(hidden_size=256, head_dim=64, intermediate_size=384)
     scratch = {"scratch_bytes": PlannedBackend().scratch_bytes}
-    for base in (None, "e4m3"):
+    for base in (None, "e4m3", *FEW_BITS):
         about = {"rank": 16, "dropout": 0.1, "base": base}
         plan_of(precision, config=config, adapters=adapters("all,lm_head", config, **about), **scratch)
 
