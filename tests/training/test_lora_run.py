@@ -118,9 +118,16 @@ def test_an_adapter_that_does_not_fit_is_refused(given, tmp_path, change, says):
 
 
 @pytest.mark.parametrize(
-    "base", ["e4m3", "nf4", *(pytest.param(base, marks=pytest.mark.slow) for base in ("int8", "mxfp4"))]
+    ("base", "matmul"),
+    [
+        ("e4m3", "fp32"),
+        ("nf4", "e4m3"),
+        *(pytest.param(base, "fp32", marks=pytest.mark.slow) for base in ("int8", "nf4", "mxfp4")),
+    ],
 )
-def test_a_quantized_base_is_made_again_when_a_run_resumes(given, base):
+def test_a_quantized_base_is_made_again_when_a_run_resumes(given, base, matmul):
+    if matmul == "e4m3":
+        given |= {"matmul_dtype": "e4m3", "model_dtype": "bf16"}
     options = {**given, "base_dtype": base, "sample_tokens": 4}
     whole = llmq.train(**options)
     folders = {"out_dir": "cut", "checkpoint_dir": "parts"}
