@@ -1,15 +1,20 @@
-"""How an fp8 copy is scaled: the shape of its scales, how they are made, cut and spread over the copy, one class each.
+"""How a quantized copy is scaled: the shape of its scales, how they are made, cut and spread over it, one class each.
 
 A copy is stored as a matrix (R, K): a row form as the tensor is, a col form transposed. One scale for the whole lives
 apart from the copy, and row and col copies of one dtype share it. Scales of rows, blocks and tiles are made with the
-copy from the very numbers under each, stored beside it as cuBLASLt reads them, and live and die with it.
+copy from the very numbers under each, stored beside it as cuBLASLt reads them, and live and die with it. Those that no
+matmul reads (`HELD`) are of frozen weights alone.
 """
 
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
+from itertools import pairwise
 
 import numpy as np
+
+from llmq.few_bits import DYNAMIC, MX_BLOCK, NESTED_BLOCK, NF4_BLOCK, nested
 
 BLOCK = 128  # consecutive numbers of a row under one blockwise scale; rows and columns under a tilewise one
 SMALLEST = np.finfo(np.float32).tiny  # of a scale: the reciprocal of a subnormal one would overflow
@@ -21,8 +26,9 @@ class Scaling:
     the scales belong to one copy; `is_repeated`: to read a copy, an array of scales as large as itself is made;
     `turns`: a transposed copy has the same scales, transposed;
     `is_tiled`: no scale is that of rows in two tiles of 128; `is_of_states`: optimizer states are held so, and nothing
-    else."""
+    else. `dtype` is that of the scales."""
 
+    dtype = "fp32"
     is_cell = False
     is_measured = False
     is_repeated = False
@@ -39,13 +45,17 @@ class Scaling:
         """Largest magnitude under each scale, in the shape of the scales; `size` (R, K) are magnitudes."""
         return size.max(keepdims=True, initial=0).reshape(1)
 
-    def rounded(self, scale: np.ndarray) -> np.ndarray:
-        """Scales as they are used: those that map a largest magnitude to the limit, or larger ones."""
-        return scale
+    def made(self, amax: np.ndarray, limit: float) -> np.ndarray:
+        """The scales of the largest magnitudes under each, where `limit` is the largest number of the format."""
+        return scale_from(amax, np.float32(limit), np.float32(1))
 
     def spread(self, scale: np.ndarray, shape: tuple[int, ...]) -> np.ndarray:
         """Scales, or their reciprocals, of a copy stored in `shape`, so that they multiply it number by number."""
         return scale
+
+    def inverse(self, scale: np.ndarray, shape: tuple[int, ...]) -> np.ndarray:
+        """What multiplies a value stored in `shape` to give the copy: one f32 reciprocal per scale."""
+        return self.spread(np.float32(1) / scale, shape)
 
     def turned(self, scale: np.ndarray, rows: int, columns: int) -> np.ndarray:
         """The scales of the transpose of a copy stored as (rows, columns), where it `turns`."""
@@ -138,7 +148,8 @@ class Powers(Blocks):
     """Blocks whose scales are powers of two: a number that does not change keeps its value when the scale does, or
     nearly so where it is among the smallest."""
 
-    def rounded(self, scale: np.ndarray) -> np.ndarray:
+    def made(self, amax: np.ndarray, limit: float) -> np.ndarray:
+        scale = super().made(amax, limit)
         return ((scale.view(np.uint32) + np.uint32(0x7FFFFF)) & np.uint32(0xFF800000)).view(np.float32)
 
 
@@ -170,6 +181,78 @@ class Tilewise(Blockwise):
         return None
 
 
+class Exponents(Rowwise):
+    """(R, K / 32), rounded up, uint8: for 32 numbers of a stored row the power of two 2^(e - 127), 255 for NaN (e8m0).
+
+    It is that of the block's largest magnitude, over that of the format's largest number.
+    """
+
+    dtype = "uint8"
+    is_repeated = True
+    is_tiled = False
+
+    def shape(self, rows: int, columns: int) -> tuple[int, ...]:
+        return (rows, -(-columns // MX_BLOCK))
+
+    def amax(self, size: np.ndarray) -> np.ndarray:
+        return np.maximum.reduceat(size, np.arange(0, size.shape[1], MX_BLOCK), axis=1)
+
+    def made(self, amax: np.ndarray, limit: float) -> np.ndarray:
+        largest = math.frexp(limit)[1]
+        exponents = np.clip(np.frexp(amax)[1] - largest + 127, 0, 254)
+        return np.where(amax > 0, np.where(np.isfinite(amax), exponents, 255), 0).astype(np.uint8)
+
+    def spread(self, scale: np.ndarray, shape: tuple[int, ...]) -> np.ndarray:
+        powers = np.where(
+            scale == 255, np.float32(np.nan), np.ldexp(np.float32(1), np.minimum(scale, 254).astype(np.int32) - 127)
+        )
+        return np.repeat(powers, MX_BLOCK, axis=1)[:, : shape[-1]].reshape(shape)
+
+    def inverse(self, scale: np.ndarray, shape: tuple[int, ...]) -> np.ndarray:
+        return np.float32(1) / self.spread(scale, shape)
+
+
+class Nested(Scaling):
+    """One byte for 64 consecutive numbers of the matrix, less a mean, under an f32 scale of `group` bytes: NF4's.
+
+    All of it is one array of bytes: the 256 numbers that a byte stands for; for each group its scale and the mean;
+    then the bytes. A scale covers 256 bytes of one tensor of a file; groups are smaller where a row is fused of
+    tensors that have no whole number of such, and repeat what they share.
+    """
+
+    dtype = "uint8"
+    owns_scales = True
+    is_repeated = True
+    turns = False
+
+    def __init__(self, group: int) -> None:
+        self.group = group
+
+    def shape(self, rows: int, columns: int) -> tuple[int, ...]:
+        blocks = -(-rows * columns // NF4_BLOCK)
+        return (DYNAMIC.nbytes + 8 * -(-blocks // self.group) + blocks,)
+
+    def stored(self, absmax: np.ndarray, borders: Sequence[int]) -> np.ndarray:
+        """The bytes that stand for the scales `absmax` (n,), each tensor's, between `borders`, for itself."""
+        tables, codes = [], []
+        for start, stop in pairwise(borders):
+            found, scales, offset = nested(absmax[start:stop])
+            repeated = np.repeat(scales, NESTED_BLOCK // self.group)[: -(-(stop - start) // self.group)]
+            tables.append(np.stack([repeated, np.full_like(repeated, offset)], axis=1))
+            codes.append(found)
+        return np.concatenate([part.reshape(-1).view(np.uint8) for part in (DYNAMIC, *tables, *codes)])
+
+    def absmax(self, scale: np.ndarray, blocks: int) -> np.ndarray:
+        """The scales (blocks,) in f32 that the bytes stand for."""
+        numbers, codes = scale[: len(scale) - blocks].view(np.float32), scale[len(scale) - blocks :]
+        table = np.repeat(numbers[len(DYNAMIC) :].reshape(-1, 2), self.group, axis=0)[:blocks]
+        return numbers[codes] * table[:, 0] + table[:, 1]
+
+    def spread(self, scale: np.ndarray, shape: tuple[int, ...]) -> np.ndarray:
+        size = math.prod(shape)
+        return np.repeat(self.absmax(scale, -(-size // NF4_BLOCK)), NF4_BLOCK)[:size].reshape(shape)
+
+
 SCALINGS: dict[str, Scaling] = {
     "delayed": Delayed(),
     "current": Current(),
@@ -178,6 +261,10 @@ SCALINGS: dict[str, Scaling] = {
     "tilewise": Tilewise(),
     "blocks": Blocks(),
     "powers": Powers(),
+}
+HELD: dict[str, Scaling] = {
+    "exponents": Exponents(),
+    **{f"nested{group}": Nested(group) for group in (2**power for power in range(9))},
 }
 
 

@@ -16,7 +16,8 @@ from dataclasses import dataclass, field, replace
 import ml_dtypes
 import numpy as np
 
-from llmq.scaling import SCALINGS, Scaling, scale_from
+from llmq.few_bits import ENCODED, LEVELS, unpacked
+from llmq.scaling import HELD, SCALINGS, Scaling
 
 DTYPES: dict[str, np.dtype] = {
     "fp64": np.dtype(np.float64),
@@ -27,9 +28,11 @@ DTYPES: dict[str, np.dtype] = {
     "e5m2": np.dtype(ml_dtypes.float8_e5m2),
     "int32": np.dtype(np.int32),
     "int8": np.dtype(np.int8),
+    **dict.fromkeys(LEVELS, np.dtype(np.uint8)),  # two numbers in each byte
     "uint8": np.dtype(np.uint8),
 }
 LARGEST = {"e4m3": 448.0, "e5m2": 57344.0}  # finite limits of the fp8 formats (OCP 8-bit floating point, 2023)
+LIMITS = {**LARGEST, "int8": 127.0, "mxfp4": 6.0}  # of all formats that are made of a value and its scales alone
 IGNORED = -100  # target of a token that is not trained
 SLICE = 1 << 16  # elements per slice: bounds the temporaries of a large value, and keeps them in the L2 cache
 COLSUM_ROWS = 256  # a partial column sum covers this many consecutive rows
@@ -40,7 +43,7 @@ NORM_ROWS = 128  # rows of a matrix under one partial sum of squares of the grad
 class Form:
     """A representation of a slot. `layout`: row (as is), col (2-D transpose: last axis first), colsum (partial sums).
 
-    `scaling` names how a copy in fp8 is scaled (a key of `llmq.scaling.SCALINGS`); None is a plain cast.
+    `scaling` names how a quantized copy is scaled (in `SCALINGS` or `HELD` of llmq/scaling.py); None is a plain cast.
     """
 
     dtype: str
@@ -56,7 +59,7 @@ class Form:
     def scales(self) -> Scaling:
         """How the copy is scaled; asked of a scaled one only."""
         assert self.scaling is not None
-        return SCALINGS[self.scaling]
+        return SCALINGS.get(self.scaling) or HELD[self.scaling]
 
     @property
     def owns_scales(self) -> bool:
@@ -236,19 +239,17 @@ def num_norm_tiles(shape: tuple[int, ...]) -> int:
     return -(-math.prod(shape[:-1]) // NORM_ROWS)
 
 
-def chunks_of_tiles(ref: Ref, num_bytes: int) -> list[tuple[int, int]]:
-    """(start, count) of the rows of each piece of a tensor: at most so many bytes, in whole tiles of NORM_ROWS rows and
-    one at least. A vector, and an entry of a stack, is one piece."""
-    rows = math.prod(ref.shape[:-1])
-    size = NORM_ROWS * max(1, num_bytes // max(1, NORM_ROWS * ref.shape[-1] * DTYPES[ref.dtype].itemsize))
-    if len(ref.shape) == 1 or ref.stack is not None or rows <= size:
-        return [(0, rows)]
-    return [(start, min(size, rows - start)) for start in range(0, rows, size)]
-
-
 def stored_shape(shape: tuple[int, ...], form: Form | None) -> tuple[int, ...]:
-    """Shape of the bytes of a tensor of logical `shape` in `form`."""
-    if form is None or form.layout == "row":
+    """Shape of the bytes of a tensor of logical `shape` in `form`; two numbers of 4 bits are one byte."""
+    if form is None:
+        return shape
+    *leading, columns = _axes(shape, form)
+    return (*leading, columns // 2 if form.dtype in LEVELS else columns)
+
+
+def _axes(shape: tuple[int, ...], form: Form) -> tuple[int, ...]:
+    """Extents of a tensor of logical `shape` as `form` lays it out."""
+    if form.layout == "row":
         return shape
     rows, columns = math.prod(shape[:-1]), shape[-1]
     return (columns, rows) if form.layout == "col" else (-(-rows // COLSUM_ROWS), columns)
@@ -262,7 +263,7 @@ def stored_bytes(ref: Ref) -> int:
 
 def scale_shape(shape: tuple[int, ...], form: Form) -> tuple[int, ...]:
     """Shape of the scales of a tensor of logical `shape` in `form`, laid out as cuBLASLt reads them."""
-    *leading, columns = stored_shape(shape, form)
+    *leading, columns = _axes(shape, form)
     return form.scales.shape(math.prod(leading), columns)
 
 
@@ -284,12 +285,14 @@ class Tensor:
 
         May be a view of the storage: an op computes everything before it writes anything.
         """
-        array = self.array
-        if array.dtype.kind not in "iu" and array.dtype not in (np.float32, np.float64):
+        array, form, scale = self.array, self.form, self.scale
+        if form is not None and form.dtype in LEVELS:
+            array = unpacked(array, form.dtype)
+        elif array.dtype.kind not in "iu" and array.dtype not in (np.float32, np.float64):
             array = array.astype(np.float32)
-        if self.scale is not None:
-            array = array * _spread(self.scale, array.shape, self.form)
-        if self.form is not None and self.form.layout == "col":
+        if scale is not None:
+            array = array * (form.scales.spread(scale, array.shape) if form and form.scaling else scale)
+        if form is not None and form.layout == "col":
             array = array.T.reshape(self.shape)
         return array
 
@@ -307,7 +310,8 @@ class Tensor:
         if self.form is not None and self.form.layout == "col":
             return replace(self, array=self.array[:, start : start + count], shape=shape, scale=scale)
         assert self.form is None or self.form.layout == "row", "column sums cover a fixed number of rows"
-        return replace(self, array=self.array.reshape(-1, shape[1])[start : start + count], shape=shape, scale=scale)
+        rows = self.array.reshape(-1, self.array.shape[-1])
+        return replace(self, array=rows[start : start + count], shape=shape, scale=scale)
 
 
 @dataclass(eq=False)
@@ -418,18 +422,19 @@ def to_form(value: np.ndarray, form: Form, scale: np.ndarray | None) -> np.ndarr
         return np.add.reduceat(value.reshape(-1, columns), starts, axis=0)
     if form.layout == "col":
         value = value.reshape(-1, columns).T
-    if form.dtype in LARGEST:
+    if form.dtype in LIMITS:
         assert scale is not None
-        limit = np.float32(LARGEST[form.dtype])
-        value = np.clip(value * _spread(np.float32(1) / scale, value.shape, form), -limit, limit)
-    return value.astype(DTYPES[form.dtype])
+        limit = np.float32(LIMITS[form.dtype])
+        inverse = np.float32(1) / scale if form.scaling is None else form.scales.inverse(scale, value.shape)
+        value = np.clip(value * inverse, -limit, limit)
+    return ENCODED[form.dtype](value) if form.dtype in ENCODED else value.astype(DTYPES[form.dtype])
 
 
 def own_scales(value: np.ndarray, form: Form) -> np.ndarray:
-    """Scales of a copy of `value` (f32) that owns them: amax / limit of the numbers under each, or else 1."""
+    """Scales of a copy of `value` (f32) that owns them, of the largest of the numbers under each."""
     size = np.abs(value.reshape(-1, value.shape[-1]))
     amax = form.scales.amax(size.T if form.layout == "col" else size)
-    return form.scales.rounded(scale_from(amax, np.float32(LARGEST[form.dtype]), np.float32(1)))
+    return form.scales.made(amax, LIMITS[form.dtype])
 
 
 def scales_of_rows(scale: np.ndarray, form: Form, start: int, count: int) -> np.ndarray:
@@ -443,8 +448,3 @@ def scales_of_rows(scale: np.ndarray, form: Form, start: int, count: int) -> np.
 def scales_of_columns(scale: np.ndarray, form: Form, start: int, count: int) -> np.ndarray:
     """Of the scales of a copy, those of columns [start, start + count) of the logical tensor: rows of its transpose."""
     return scales_of_rows(scale, replace(form, layout="col" if form.layout == "row" else "row"), start, count)
-
-
-def _spread(scale: np.ndarray, shape: tuple[int, ...], form: Form | None) -> np.ndarray:
-    """Scales, or their reciprocals, of a copy stored in `shape`, so that they multiply it number by number."""
-    return scale if form is None or form.scaling is None else form.scales.spread(scale, shape)

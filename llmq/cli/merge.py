@@ -46,6 +46,12 @@ from llmq.errors import UsageError
 @click.option(
     "--export-dtype", type=click.Choice(["bf16", "fp16", "fp32"]), help="Dtype of its weights.  [default: the model's]"
 )
+@click.option(
+    "--base-dtype",
+    type=click.Choice(["bf16", "e4m3", "int8", "nf4", "mxfp4"]),
+    help="Add to what this made of the layers' weights, as a run in bf16 with --base-dtype was trained on; e4m3 with a "
+    "scale for each tile.  [default: the weights as they are]",
+)
 @click.option("--overwrite", is_flag=True, help="Replace a model that is there.")
 def command(
     model: str,
@@ -54,6 +60,7 @@ def command(
     weights: tuple[float, ...],
     out_dir: str,
     export_dtype: str | None,
+    base_dtype: str | None,
     overwrite: bool,
 ) -> None:
     """Adds what adapters change to the weights of their model, in fp32 and one tensor at a time, and writes the result.
@@ -70,10 +77,12 @@ def command(
 
     source = find_source(model, revision=revision, say=lambda text: click.echo(text, err=True))
     given = dict(zip(map(Path, adapters), weights or [1.0] * len(adapters), strict=True))
-    done = merge(source, given, Path(out_dir), dtype=export_dtype, overwrite=overwrite)
+    base = None if base_dtype == "bf16" else base_dtype
+    done = merge(source, given, Path(out_dir), dtype=export_dtype, overwrite=overwrite, base=base)
     if done.unties:
         click.echo("lm_head has an adapter, so it is no longer tied to the embedding", err=True)
-    click.echo(f"{done.num_maps} linear maps changed: {done.folder}")
+    onto = f" on the base in {base}" if base else ""
+    click.echo(f"{done.num_maps} linear maps changed{onto}: {done.folder}")
 
 
 command.params.append(shell.version_option())

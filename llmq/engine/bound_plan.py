@@ -9,7 +9,7 @@ import numpy as np
 
 from llmq.backends import Backend, Launch, Op, Run
 from llmq.engine.bind import bind
-from llmq.engine.held import held_copy, held_value
+from llmq.model.held import held_copy, held_value, single_scale
 from llmq.plan.names import scale_ref, storage_name
 from llmq.plan.plan import Plan
 from llmq.row import Row
@@ -100,9 +100,13 @@ class BoundPlan:
                 self._write(ref, self._share(row.name, values) if self._is_shared(row.name) else values)
             else:
                 for one, value in zip(ref.entries, _entries(ref, values), strict=True):
-                    numbers, scale = held_copy(one, value)
+                    borders = () if ref.is_stack else tuple(part.stop for part in row.parts)
+                    numbers, scale = held_copy(one, value, borders)
                     self._write(one, numbers)
                     self._write(scale_ref(one), scale)
+                    for cell in self.plan.known_scales(one):
+                        copy = Tensor(one.name, numbers, one.shape, one.form, scale)
+                        self._write(cell, single_scale(copy, one.dtype, cell.name.rpartition("@")[2]))
         assert not missing, f"parameters not given: {sorted(missing)}"
 
     def _is_shared(self, name: str) -> bool:

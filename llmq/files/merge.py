@@ -13,6 +13,7 @@ from llmq.files.adapters import StoredAdapter, open_adapter
 from llmq.files.huggingface import Export
 from llmq.files.source import ModelSource, open_parameters
 from llmq.model.adapters import EMBED_ROW, LM_HEAD
+from llmq.model.held import as_held
 from llmq.model.parameters import parameter_rows
 from llmq.row import Row
 
@@ -35,11 +36,18 @@ class Merged:
 
 
 def merge(
-    source: ModelSource, adapters: Mapping[Path, float], out_dir: Path, *, dtype: str | None, overwrite: bool
+    source: ModelSource,
+    adapters: Mapping[Path, float],
+    out_dir: Path,
+    *,
+    dtype: str | None,
+    overwrite: bool,
+    base: str | None = None,
 ) -> Merged:
     """Writes the model with `adapters`, each times its weight, as a Hugging Face folder. DataError, StorageError.
 
-    A tied head that has an adapter becomes a matrix of its own. Biases and modules trained in full replace the model's,
+    With `base`, a --base-dtype, they are added to what that stands for, in bf16, in place of the layers' weights. A
+    tied head that has an adapter becomes a matrix of its own. Biases and modules trained in full replace the model's,
     in the measure of their adapter's weight.
     """
     opened = [Weighted(open_adapter(folder, source.config), weight) for folder, weight in adapters.items()]
@@ -51,7 +59,7 @@ def merge(
 
     def read(row: Row) -> np.ndarray:
         ((_, value),) = values([in_source[EMBED_ROW if row.name not in in_source else row.name]])
-        return _changed(row, value.astype(np.float32), opened)
+        return _changed(row, as_held(row, value, base).astype(np.float32), opened)
 
     export = Export(out_dir, config, rows, dtype or config.dtype, source.tokenizer_folder, overwrite)
     return Merged(export.write(read), len(names), unties)

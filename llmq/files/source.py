@@ -17,10 +17,10 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from llmq.errors import DataError, UsageError
+from llmq.files import weight_files
 from llmq.files.hub import model_folder, revision_of
 from llmq.files.huggingface import ADAPTER_CONFIG, checked_tensors, read_rows, tokenizer_files
 from llmq.files.tensor_files import Stored
-from llmq.files.weight_files import stored_dtype
 from llmq.model.config import ModelConfig, from_folder, read_json
 from llmq.model.parameters import parameter_rows, rows_of_file
 from llmq.model.presets import HUB_NAMES, preset, preset_tokenizer
@@ -107,7 +107,7 @@ def find_source(
     folder = model_folder(name, revision, "config" if from_scratch else "model", say)
     config = from_folder(folder)
     if not from_scratch and config.source.get("dtype") is None and config.source.get("torch_dtype") is None:
-        config = replace(config, dtype=stored_dtype(folder))
+        config = replace(config, dtype=weight_files.stored_dtype(folder))
     tokenizer_folder = folder if tokenizer_files(folder) else None
     commit = None if local.is_dir() else revision_of(folder, revision)
     return ModelSource(name, config, folder, tokenizer_folder, from_scratch, init_proj_to_zero, revision=commit)
@@ -148,6 +148,17 @@ def open_parameters(source: ModelSource, seed: int) -> Values:
         yield from ((row, drawn(source, row, seed)) for row in rows if row.name not in names)
 
     return values
+
+
+def fingerprint(source: ModelSource) -> str | None:
+    """The fingerprint of a source's weights; None for a model from scratch, which its seed says."""
+    if source.from_scratch:
+        return None
+    assert source.folder is not None
+    stored = weight_files.stored_tensors(source.folder)
+    return weight_files.fingerprint(
+        {part.name: stored[part.name] for row in parameter_rows(source.config) for part in row.parts}
+    )
 
 
 def initial_parameters(source: ModelSource, rows: Sequence[Row], seed: int) -> Iterator[tuple[Row, np.ndarray]]:

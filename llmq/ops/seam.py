@@ -14,7 +14,7 @@ from dataclasses import dataclass, field, replace
 from functools import cache
 from typing import Any, TypeVar
 
-from llmq.tensor import Form, Ref, scale_shape, stored_bytes
+from llmq.tensor import DTYPES, Form, Ref, scale_shape, stored_bytes
 
 Function = TypeVar("Function", bound=Callable[..., None])
 LANES = ("main", "copy", "comm")
@@ -154,5 +154,6 @@ def record(op: str) -> OpRecord:
 def _moved(ref: Ref) -> int:
     """Bytes of an operand, with its scales where it has many."""
     form = ref.form
-    scales = math.prod(scale_shape(ref.shape, form)) if form is not None and form.owns_scales else 0
-    return stored_bytes(ref) + 4 * scales
+    if form is None or not form.owns_scales:
+        return stored_bytes(ref)
+    return stored_bytes(ref) + math.prod(scale_shape(ref.shape, form)) * DTYPES[form.scales.dtype].itemsize

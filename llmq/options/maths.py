@@ -68,7 +68,9 @@ class PrecisionOptions(Section):
     )
     master_dtype: Annotated[Literal["bf16", "fp32", "none"], Computed] = option(
         lambda data: data.get("model_dtype", "bf16"),
-        "Dtype of the master weights, which the optimizer updates; none holds the blocks' matrices in e4m3 alone.",
+        "Dtype of the master weights, which the optimizer updates, and of adapters, which are stored in it; none holds "
+        "the blocks' matrices in e4m3 alone.",
+        "adapter_dtype",
         shown="the model dtype, of adapters fp32",
     )
     grad_accum_dtype: Narrow = option(

@@ -25,6 +25,7 @@ from llmq.blocks.mlp import Mlp, TiledMlp
 from llmq.errors import UsageError
 from llmq.model.adapters import FILE, Target, outputs_of
 from llmq.model.decoder import Block, Model
+from llmq.model.held import HELD_FORMS, held_form, is_layer_weight
 from llmq.model.parameters import HEAD, fitted_rows, padded_vocab
 from llmq.plan.spec import Spec
 from llmq.protocols import Core, Site
@@ -35,7 +36,6 @@ from llmq.sites.ia3 import GainLinear, GainPiece, InputGainLinear
 from llmq.sites.linear import Linear
 from llmq.sites.lora import DroppedLoraLinear, LoraLinear, LowRank
 from llmq.stores.moments import MASTER_FORM
-from llmq.tensor import Form
 
 Sites = Callable[[Spec, str], Site]  # what computes the linear map of a name
 Cores = Callable[[int | None, int], Core]  # the attention of a layer, by its window and number
@@ -98,13 +98,13 @@ def _without_master(row: Row) -> Row:
 def _held(spec: Spec, row: Row) -> Row:
     """A row in the form that the base is held in, if it is a frozen weight of a layer's linear map."""
     base, p = None if spec.adapters is None else spec.adapters.base, spec.precision
-    if base not in (None, "e4m3", p.model):
+    if base not in (None, *HELD_FORMS, p.model):
         raise UsageError(f"--base-dtype {base} does not multiply with --model-dtype {p.model}: give both the same")
-    if base != "e4m3" or row.trainable or row.layer is None or row.site is None or len(row.shape) != 2:
+    if base not in HELD_FORMS or row.trainable or not is_layer_weight(row):
         return row
-    # Where fp8 sites read one scale for the whole, they read the held bytes as they are.
-    single = p.dtype(row.site) == "e4m3" and p.scaling in ("delayed", "current")
-    return replace(row, stored=Form("e4m3", "row", "current" if single else "tilewise"))
+    # Where fp8 sites read one scale for the whole, they read the held bytes of fp8 as they are.
+    single = p.dtype(row.site or "") == "e4m3" and p.scaling in ("delayed", "current")
+    return replace(row, stored=held_form(base, row, single=single))
 
 
 def build_model(spec: Spec, sites: Sites = site_of) -> Model:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import Any
 
 from llmq.tensor import Ref, scale_shape
 
@@ -45,4 +46,11 @@ def own_scales(ref: Ref) -> Ref:
     """The scales of a copy that owns them: one more tensor, which lives as long as the copy's bytes."""
     assert ref.form is not None and ref.form.owns_scales
     name, shape = f"{ref.name}@scale/{ref.form.key}", scale_shape(ref.whole or ref.shape, ref.form)
-    return replace(ref, name=name, shape=shape, dtype="fp32", form=None, span=None, whole=(), value_in=None, held=None)
+    about: dict[str, Any] = {"name": name, "shape": shape, "dtype": ref.form.scales.dtype}
+    return replace(ref, **about, form=None, span=None, whole=(), value_in=None, held=None)
+
+
+def known_scale(ref: Ref) -> Ref | None:
+    """The scale of a copy that is the value's own, but is known before any program runs: that of a frozen weight."""
+    is_known = ref.held is not None and ref.cell is not None and ref.form is not None and ref.form.is_measured
+    return scale_ref(ref) if is_known else None

@@ -24,7 +24,7 @@ from llmq.plan.arena import aligned
 from llmq.plan.build import Sites, site_of
 from llmq.plan.decoding import DecodingRecordings, completions_of
 from llmq.plan.memory import ROLES, Memory
-from llmq.plan.names import own_scales, scale_cell, scale_name, scale_ref, storage_name
+from llmq.plan.names import known_scale, own_scales, scale_cell, scale_name, scale_ref, storage_name
 from llmq.plan.observe import errors_cell, observed
 from llmq.plan.passes.accumulate import accumulate, collect
 from llmq.plan.passes.casts import casts
@@ -131,11 +131,18 @@ class Plan:
         """Where the value of a parameter is: its master, or the weight itself, in its form, where it is frozen."""
         return self.moments[name].master if name in self.moments else self.weights[name]
 
+    def known_scales(self, held: Ref) -> list[Ref]:
+        """The single scales of the fp8 copies that programs make of a frozen row, which is `held` in another form."""
+        names = (scale_cell(held, dtype) for dtype in LARGEST)
+        cells = [self.persistent.get(f"scale:{name}") for name in names]
+        return [ref for ref in cells if ref is not None and held.form is not None and not held.form.is_measured]
+
     def state(self) -> dict[str, Ref]:
         """Storages that a checkpoint holds: masters, moments, and the state of persistent scales; frozen rows are
         loaded anew."""
         names = list(self._states)
-        remade = {scale_name(one) for ref in self.weights.values() if ref.form is not None for one in ref.entries}
+        held = [one for ref in self.weights.values() if ref.form is not None for one in ref.entries]
+        remade = {name for one in held for name in (scale_name(one), *map(storage_name, self.known_scales(one)))}
         scales = sorted(name for name, ref in self.persistent.items() if ref.space == "scale" and name not in remade)
         norms = ["cell:norm", "cell:last_norm"] if self.spec.hyper.clips_by_last else []
         return {name: self.persistent[name] for name in names + scales + norms}
@@ -325,6 +332,8 @@ def _persistent(programs: Iterable[Program]) -> dict[str, Ref]:
     """Every storage outside the arenas that a program touches, whole."""
     found: dict[str, Ref] = {}
     for ref in _refs(programs):
+        if (known := known_scale(ref)) is not None:
+            found[storage_name(known)] = known
         is_master = ref.form is None and ref.value_in is not None
         if ref.space == "activation" or is_master:  # the optimizer's Ref of the same bytes says that it is a master
             continue

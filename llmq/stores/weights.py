@@ -7,9 +7,12 @@ from collections.abc import Container, Iterable, Iterator, Sequence
 from typing import Any
 
 from llmq.row import Row
+from llmq.scaling import HELD
 from llmq.stores.bundles import Bundle, names_by_part, one_ahead, part_bundle, part_tree
 from llmq.stores.moments import MASTER_FORM
 from llmq.tensor import Ref
+
+HOLDING = {"e4m3": ("current", "tilewise", "powers"), "int8": ("rowwise",)}  # scalings of what is held, by dtype
 
 
 class ReplicatedWeights:
@@ -80,9 +83,10 @@ class ReplicatedWeights:
         return {ref.name: self._cast(ops, ref, phase) for ref in self._held[part]}
 
     def _cast(self, ops: Any, held: Ref, phase: str) -> Ref:
-        """A slot with every form of a row that is held in one, whose single scale is theirs as well."""
+        """A slot with every form of a row that is held in one, which never changes: their single scale is known."""
         assert held.form is not None
-        cell = held.name if held.form.is_measured else None
+        # fp8 that is stored with a scale for each tile has none for the whole.
+        cell = None if held.form.dtype == "e4m3" and held.form.owns_scales else held.name
         about: dict[str, Any] = {"cell": cell, "held": held, "is_stack": held.is_stack}
         slot = Ref(f"{phase}/{held.name}", "activation", held.shape, held.dtype, held.layer, **about)
         for one, source in zip(slot.entries, held.entries, strict=True):
@@ -98,8 +102,8 @@ def _refuse(row: Row) -> None:
         raise ValueError(f"{row.name} is trained, so it cannot be held in {form.key}: freeze it")
     if row.layer is None or row.site is None or len(row.shape) - row.stacked != 2:
         raise ValueError(f"{row.name} is no weight of a layer's linear map, so it cannot be held in {form.key}")
-    if form.layout != "row" or form.scaling not in ("current", "tilewise", "powers"):
+    if form.layout != "row" or not (form.scaling in HELD or form.scaling in HOLDING.get(form.dtype, ())):
         raise ValueError(
             f"{row.name} cannot be held in {form.key}: use rows of fp8 with a scale of the whole (current) or of tiles "
-            "(tilewise)"
+            "(tilewise), of int8 with a scale each (rowwise), of nf4 or mxfp4"
         )

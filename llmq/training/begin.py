@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
 from typing import Any
 
 import numpy as np
@@ -16,11 +17,15 @@ from llmq.disk import shown
 from llmq.engine.bound_plan import make_ready
 from llmq.engine.engine import Engine
 from llmq.files.byte_count import ByteCount
+from llmq.files.checkpoint import Checkpoints
+from llmq.files.huggingface import export_folder, finish_export
 from llmq.files.manifest import Reader
+from llmq.files.run_lock import held, kept_folder, replaced_whole
+from llmq.options.parse import Options
 from llmq.row import Row
 from llmq.screen import counted
 from llmq.training.interrupt import Interrupt
-from llmq.training.job import Job
+from llmq.training.job import Job, is_dry
 from llmq.training.log import RunLog
 from llmq.training.ranks import Ranks
 
@@ -77,3 +82,20 @@ def _stop_if_asked(interrupt: Interrupt) -> None:
     """Stopped if the run is asked to end."""
     if interrupt:
         raise Stopped
+
+
+@contextmanager
+def hold(options: Options, log: RunLog, ranks: Ranks) -> Iterator[None]:
+    """Holds the lock on all that the run writes; a dry run writes nothing, and of many ranks the first holds it.
+
+    StorageError if another run has it.
+    """
+    with ExitStack() as stack:
+        log.console_is_all = is_dry(options.run)
+        if ranks.is_first and not is_dry(options.run):
+            stack.enter_context(held(replaced_whole("--out-dir", export_folder(options.export)), log.say))
+            finish_export(options.export)  # may bring back the checkpoints, which can be below the model
+            saved = Checkpoints(options.checkpoint).folder
+            stack.enter_context(held(kept_folder("--checkpoint-dir", saved), log.say))
+            stack.enter_context(held(replaced_whole("--log-file", log.path), log.say))
+        yield

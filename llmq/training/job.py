@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import ExitStack, contextmanager
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, replace
-from functools import partial
+from functools import cached_property, partial
 from pathlib import Path
 from typing import Any
 
@@ -20,15 +19,12 @@ from llmq.errors import UsageError
 from llmq.files.checkpoint import EVAL_LOSS, Checkpoints, check_same, load
 from llmq.files.huggingface import (
     Export,
-    export_folder,
     exports_anyway,
-    finish_export,
     is_of_run,
     overwrites,
     refuse_taken,
 )
-from llmq.files.run_lock import held, kept_folder, replaced_whole
-from llmq.files.source import ModelSource, Values, initial_parameters, open_parameters, open_source
+from llmq.files.source import ModelSource, Values, fingerprint, initial_parameters, open_parameters, open_source
 from llmq.files.tensor_files import Piece
 from llmq.files.writers import TensorSlice, checkpoint_bytes
 from llmq.generation.prompts import Question, read_questions
@@ -144,6 +140,11 @@ class Job:
         """Host memory that a copy of a checkpoint takes."""
         return sum(each.piece.num_bytes for each in self.checkpoint_slices)
 
+    @cached_property
+    def base(self) -> str | None:
+        """The fingerprint of the model that frozen rows are loaded from."""
+        return fingerprint(self.source)
+
     @property
     def must_match(self) -> dict[str, Any]:
         """What a checkpoint has in common with the run that continues it: else it would be another run."""
@@ -152,6 +153,7 @@ class Job:
             **self.data.identity(),
             "model": self.plan.spec.config.identity(),
             "parameters": {row.name: list(row.shape) for row in self.plan.rows},
+            **({} if all(row.trainable for row in self.plan.rows) else {"frozen model": self.base}),
             **({"trained": self.options["train_only"]} if self.plan.spec.frozen else {}),
             **({} if self.plan.spec.adapters is None else {"adapters": self.plan.spec.adapters.identity()}),
             **self.plan.spec.precision.identity(),
@@ -166,24 +168,8 @@ class Job:
         check_same(saved, now)
 
 
-@contextmanager
-def hold(options: Options, log: RunLog, ranks: Ranks) -> Iterator[None]:
-    """Holds the lock on all that the run writes; a dry run writes nothing, and of many ranks the first holds it.
-
-    StorageError if another run has it.
-    """
-    with ExitStack() as stack:
-        log.console_is_all = _plans_only(options.run)
-        if ranks.is_first and not _plans_only(options.run):
-            stack.enter_context(held(replaced_whole("--out-dir", export_folder(options.export)), log.say))
-            finish_export(options.export)  # may bring back the checkpoints, which can be below the model
-            saved = Checkpoints(options.checkpoint).folder
-            stack.enter_context(held(kept_folder("--checkpoint-dir", saved), log.say))
-            stack.enter_context(held(replaced_whole("--log-file", log.path), log.say))
-        yield
-
-
-def _plans_only(options: RunOptions) -> bool:
+def is_dry(options: RunOptions) -> bool:
+    """Whether the run is a dry one, which writes nothing."""
     return options.dry_run
 
 
@@ -203,7 +189,7 @@ def prepare(options: Options, log: RunLog, ranks: Ranks) -> Job:
     tokenizer, templates = exported_tokenizer(source, named, data)
     samples = open_samples(questions, log.sample_tokens, source, config, tokenizer, templates)
     spec = _make_spec(options, config, dtypes, data, where, seed, samples, ranks)
-    speed = None if _plans_only(options.run) else gemm_speed.measure(where)
+    speed = None if is_dry(options.run) else gemm_speed.measure(where)
     backend = _open_backend(options, where, past, ranks)
     replan = _planner(options, spec, where, backend)
     dtypes, matmuls = _time_sites(replan(dtypes, 0).spec, backend, data, log) if is_timed else (dtypes, {})
@@ -224,10 +210,10 @@ def prepare(options: Options, log: RunLog, ranks: Ranks) -> Job:
         export=export,
         options=options.to_flat(),
         exports_anyway=exports_anyway(options.export),
-        continue_command="" if _plans_only(options.run) else continue_command(options),
+        continue_command="" if is_dry(options.run) else continue_command(options),
         watching=precision.watching(options.precision),
         replan=replan,
-        plans_only=_plans_only(options.run),
+        plans_only=is_dry(options.run),
         gpu=GpuWatch(where, log.gpu_every),
         speed=speed,
         notices=(*options.notices, *early, *templates.notices),
@@ -266,7 +252,7 @@ class _Past:
 
 def _open_past(options: Options, log: RunLog, ranks: Ranks) -> _Past:
     """What the run continues, and that nothing stands where it exports to. The first rank's choice is all ranks'."""
-    checkpoints, plans_only = Checkpoints(options.checkpoint), _plans_only(options.run)
+    checkpoints, plans_only = Checkpoints(options.checkpoint), is_dry(options.run)
     continues = options.to_flat()["continue"] is not None
     starts_over = not continues and (plans_only or overwrites(options.export))
     writes = ranks.is_first and not plans_only
@@ -320,7 +306,7 @@ def _resolve_precision(
 
 def _open_named(options: Options, source: ModelSource, log: RunLog) -> NamedData | None:
     """The data of --data; what is said of it stands in the log's section on data, but for work that takes place."""
-    plans_only = _plans_only(options.run)
+    plans_only = is_dry(options.run)
     return open_named(options.source, source, plan_only=plans_only, say=log.say, note=log.about_data, task=log.task)
 
 

@@ -31,13 +31,13 @@ from llmq.files.writers import Keep
 from llmq.options.parse import Options, changed
 from llmq.plan.plan import Plan
 from llmq.row import Row
-from llmq.training.begin import load_weights, restore, share_algorithms, told
+from llmq.training.begin import hold, load_weights, restore, share_algorithms, told
 from llmq.training.describe import summary
 from llmq.training.evaluation import held_out
 from llmq.training.fp8_watch import Fp8Watch, carried
 from llmq.training.health import all_finite
 from llmq.training.interrupt import Interrupt
-from llmq.training.job import Job, hold, prepare
+from llmq.training.job import Job, prepare
 from llmq.training.log import SUMMARY, RunLog
 from llmq.training.progress import Progress
 from llmq.training.ranks import Ranks, joined

@@ -15,7 +15,8 @@ pytestmark = pytest.mark.gpu
 CONFIG = tiny(hidden_size=256, head_dim=64, intermediate_size=384, vocab_size=1000)
 SIZES = {"batch_size": 4, "seq_len": 128}
 PRECISIONS = {"fp32": FP32, "bf16": BF16, **{f"{g}-{s}": p for (g, s), p in FP8.items() if g == "e4m3"}}
-CASES = [(name, base) for name in PRECISIONS for base in (None, "e4m3") if (name, base) != ("e4m3-rowwise", "e4m3")]
+CASES = [(name, base) for name in PRECISIONS for base in (None, "e4m3", "nf4")]
+CASES += [(name, base) for name in ("bf16", "e4m3-current") for base in ("int8", "mxfp4")]
 # Two sums of the same products in e4m3 round some values apart; the reference in e4m3 and in fp32: a cosine of 0.88.
 FOLLOWS = {"fp32": 0.99999, "bf16": 0.99}
 KINDS = {

@@ -86,6 +86,19 @@ def test_results_are_compared_with_a_file(shape, tmp_path, capsys):
     assert run([*shape, "--dtypes=fp32", f"--compare={old}", "--tolerance=0"]) == 0
 
 
+def test_adapters_are_measured(shape, tmp_path, capsys):
+    """On a frozen base, whose products are fewer; the file says what was trained."""
+    adapted = ["--lora-rank=4", "--lora-targets=mlp", "--base-dtype=nf4", "--adapter-dtype=bf16"]
+    assert run([*shape, "--dtypes=bf16,e4m3", *adapted, f"--save={tmp_path}/out.json"]) == 0
+    assert "e4m3 2x16, rank 4 on nf4, 64 tokens a step" in capsys.readouterr().out.replace("\n", " ")
+    for one in json.loads((tmp_path / "out.json").read_text())["results"]:
+        assert (one["lora_rank"], one["base_dtype"]) == (4, "nf4") and one["sol"] > 0
+        assert (one["precision"]["master"], one["precision"]["m"]) == ("bf16", "fp32")
+    (tmp_path / "old.json").write_text((tmp_path / "out.json").read_text())
+    assert run([*shape, "--dtypes=bf16", f"--compare={tmp_path}/old.json"]) == UsageError.exit_code
+    assert run([*shape, "--dtypes=bf16", "--base-dtype=nf4"]) == UsageError.exit_code
+
+
 def test_batch_sizes_are_one_table(shape, tmp_path, capsys, monkeypatch):
     monkeypatch.setenv("COLUMNS", "200")
     sizes = [part for part in shape if not part.startswith("--batch-size")]
@@ -224,7 +237,9 @@ def card(monkeypatch):
         def plan(request, one, where, backend):
             batch = request.batch_size or batch_size
             sizes = {"batch_size": batch if where.kind == "cuda" else 1, "seq_len": one.flat["seq_len"]}
-            return SimpleNamespace(spec=SimpleNamespace(config=one.config, precision=one.precision, **sizes))
+            return SimpleNamespace(
+                spec=SimpleNamespace(config=one.config, precision=one.precision, adapters=None, **sizes)
+            )
 
         def measure(request, one, plan, backend, where, tokens, peaks, ceilings, limit_s):
             light = bench_run.sol.seconds_per_token(

@@ -13,6 +13,8 @@ from llmq.cli.generate import command as generate
 from llmq.cli.merge import command
 from llmq.model.adapters import chosen
 from llmq.model.config import from_folder
+from llmq.model.held import as_held
+from llmq.model.parameters import parameter_rows
 
 RANK, ALPHA = 3, 6
 PREFIX = "base_model.model."
@@ -52,6 +54,24 @@ def run(folder, family, out, *arguments):
     """The exit code, and the tensors of the model that was written."""
     code = shell.run(command, [f"--model={folder / family}", f"--out-dir={out}", *arguments])
     return code, load_file(out / "model.safetensors") if code == 0 else {}
+
+
+@pytest.mark.parametrize("base", ["nf4", "int8", "mxfp4", "e4m3"])
+def test_adapters_are_added_to_a_quantized_base(folder, base, tmp_path, capsys):
+    """To what it stands for, which differs from the model in the weights of layers alone."""
+    given = f"--adapter={folder / 'qwen2-0'}"
+    _, plain = run(folder, "qwen2", tmp_path / "plain", given)
+    code, found = run(folder, "qwen2", tmp_path / "out", given, f"--base-dtype={base}")
+    assert code == 0 and f"on the base in {base}: " in capsys.readouterr().out
+    changed = {name for name, value in plain.items() if not np.array_equal(value, found[name])}
+    assert changed == {name for name in plain if name.endswith("proj.weight")}
+    config = from_folder(folder / "qwen2")
+    row = next(row for row in parameter_rows(config) if row.name == "layers.1.attention.qkv.weight")
+    source = load_file(folder / "qwen2" / "model.safetensors")
+    whole = np.concatenate([source[part.name] for part in row.parts])
+    held, part = as_held(row, whole, base).astype(np.float32), row.parts[0]
+    change = plain[part.name] - source[part.name]
+    np.testing.assert_allclose(found[part.name], held[: part.stop] + change, rtol=1e-5, atol=1e-6)
 
 
 @pytest.mark.parametrize("family", ["qwen2", "qwen2.5_tied"])

@@ -68,7 +68,7 @@ def test_written_and_read_back_exactly(tmp_path: Path, shard_bytes: int) -> None
 
 
 def test_the_safetensors_library_reads_them(tmp_path: Path) -> None:
-    assert [file_name(dtype) for dtype in DTYPES.values()] == list(OUR_NAMES)
+    assert list(dict.fromkeys(map(file_name, DTYPES.values()))) == list(OUR_NAMES) and OUR_NAMES["U8"] == "uint8"
     tensors = some_tensors()
     write(tmp_path, tensors)
     with safe_open(tmp_path / "0.safetensors", "np") as file:

@@ -30,6 +30,8 @@ from llmq.tensor import COLSUM, DTYPES, Form, Output, Ref, Tensor, num_norm_tile
 from .build import arguments_of
 
 ROW8, COL8 = Form("e4m3", "row", "delayed"), Form("e4m3", "col", "delayed")
+CURRENT = tuple(Form("e4m3", layout, "current") for layout in ("row", "col"))
+HELD = [Form("int8", "row", "rowwise"), Form("nf4", "row", "nested256"), Form("mxfp4", "row", "exponents")]
 CAPABILITIES = [80, 86, 89, 90, 100, 120]
 OWN = {
     name: [Form("e4m3", layout, name) for layout in ("row", "col")]
@@ -86,6 +88,7 @@ REGISTERS = {
     "swiglu_forward": 128,
     "token_linear": 96,
     "transpose": 56,
+    "unpack": 56,
     "whole_scale": 24,
 }
 # bytes; cuBLASLt has no product of what quantize_tiles makes for 10.0
@@ -148,7 +151,7 @@ class Launches:
 
     def tensor(self, shape: tuple[int, ...], dtype: str, form: Form | None = None) -> Tensor:
         stored = self.address(stored_shape(shape, form), form.dtype if form else dtype)
-        scale = self.address(scale_shape(shape, form), "fp32") if form and form.scaling else None
+        scale = self.address(scale_shape(shape, form), form.scales.dtype) if form and form.scaling else None
         return Tensor("x", stored, shape, form, scale)
 
     def output(self, shape: tuple[int, ...], dtype: str, *forms: Form | None) -> Output:
@@ -301,6 +304,9 @@ def model_launches(noted: Launches, b: int, t: int, c: int, hq: int, hkv: int, h
             ops.cast(out(x, dtype, COL8), noted.tensor(x, dtype, ROW8))
             for held in (ROW8, OWN["tilewise"][0], MASTER_FORM):
                 ops.cast(out((2 * f, c), dtype, None), noted.tensor((2 * f, c), dtype, held))
+            for held in HELD:
+                for copies in ((None,), (CURRENT[0],), (CURRENT[1],), CURRENT):
+                    ops.cast(out((2 * f, c), dtype, *copies), noted.tensor((2 * f, c), dtype, held))
             ops.cast(out((2 * f, c), dtype, OWN["tilewise"][1]), noted.tensor((2 * f, c), dtype, OWN["tilewise"][0]))
             ops.cast(out((2 * f, c), "bf16", *forms), noted.tensor((2 * f, c), "fp32"))
             update = {"beta_1": 0.9, "beta_2": 0.95, "epsilon": 1e-8, "weight_decay": 0.1, "seed": 1, "stream": 2}

@@ -41,6 +41,7 @@ from llmq.tensor import Form, stored_bytes
 
 LANES = planning.lanes
 HELD = pytest.mark.parametrize("stored", [TENSORWISE, TILEWISE], ids=lambda form: form.scaling)
+NF4 = Form("nf4", "row", "nested256")
 UNTIED = tiny(tie_embeddings=False)
 OFTEN = ("bf16", "fp8-e5m2-delayed", "fp8-e4m3-blockwise")
 ALL = pytest.mark.parametrize(
@@ -200,19 +201,16 @@ def test_errors_of_a_quantized_base_are_not_measured(precision):
     assert engine_of(plan).observe(batch())[:, 0].all()
 
 
-def test_what_no_gpu_kernel_casts_of_a_quantized_base_is_refused():
-    """Sites read its value, or as it is and turned; no kernel makes copies of it that have other scales."""
+@pytest.mark.parametrize("scaling", ["bf16", "delayed", "rowwise", "blockwise"])
+def test_a_quantized_base_can_be_planned_for_a_gpu(scaling):
+    """Sites read its value, or as it is and turned; copies with scales of their own are made of the value."""
+    precision = BF16 if scaling == "bf16" else FP8["e4m3", scaling]
     planned = {"scratch_bytes": PlannedBackend().scratch_bytes}
-    for precision, stored in (
-        (FP8["e4m3", "delayed"], TENSORWISE),
-        (FP8["e4m3", "blockwise"], TILEWISE),
-        (BF16, TENSORWISE),
-        (BF16, TILEWISE),
-    ):
+    for stored in (TENSORWISE, TILEWISE)[scaling == "blockwise" : 1 + (scaling != "delayed")]:
         plan_of(precision, sites=partial(adapted, stored=stored), **planned)
-    for stored in (TENSORWISE, TILEWISE):
-        with pytest.raises(UsageError, match=rf"weight is stored in {stored.key}, which no kernel (casts|quantizes)"):
-            plan_of(FP8["e4m3", "rowwise"], sites=partial(adapted, stored=stored), **planned)
+    if scaling == "delayed":
+        with pytest.raises(UsageError, match="weight is stored in e4m3/row/tilewise, which no kernel casts"):
+            plan_of(precision, sites=partial(adapted, stored=TILEWISE), **planned)
 
 
 @pytest.mark.parametrize(
@@ -222,8 +220,9 @@ def test_what_no_gpu_kernel_casts_of_a_quantized_base_is_refused():
         pytest.param({"trainable": False}, marks=pytest.mark.slow),
         {"trainable": False, "stored": TENSORWISE},
         pytest.param({"trainable": False, "stored": TILEWISE}, marks=pytest.mark.slow),
+        pytest.param({"trainable": False, "stored": NF4}, marks=pytest.mark.slow),
     ],
-    ids=["trained", "frozen", "current", "tilewise"],
+    ids=["trained", "frozen", "current", "tilewise", "nf4"],
 )
 @ALL
 def test_experts_are_entries_of_one_row(precision, about):
@@ -267,6 +266,7 @@ def problems(plan):
         ({"stored": Form("e4m3", "col", "current")}, r"cannot be held in e4m3/col/current: use rows"),
         ({"stored": Form("e4m3", "row", "delayed")}, r"cannot be held in e4m3/row/delayed: use rows"),
         ({"stored": Form("bf16")}, r"cannot be held in bf16/row: use rows"),
+        ({"stored": Form("int8", "row", "current")}, r"cannot be held in int8/row/current: use rows"),
         ({"layer": None}, r"is no weight of a layer's linear map"),
     ],
 )

@@ -268,16 +268,41 @@ def test_an_adapter_that_does_not_fit_is_refused(given, tmp_path, change, says):
     assert not (tmp_path / "runs" / "next").exists()
 
 
-def test_a_base_in_e4m3_is_made_again_when_a_run_resumes(given):
-    options = {**given, "base_dtype": "e4m3", "sample_tokens": 4}
+@pytest.mark.parametrize(
+    ("base", "matmul"),
+    [
+        ("e4m3", "fp32"),
+        ("nf4", "e4m3"),
+        *(pytest.param(base, "fp32", marks=pytest.mark.slow) for base in ("int8", "nf4", "mxfp4")),
+    ],
+)
+def test_a_quantized_base_is_made_again_when_a_run_resumes(given, base, matmul):
+    if matmul == "e4m3":
+        given |= {"matmul_dtype": "e4m3", "model_dtype": "bf16"}
+    options = {**given, "base_dtype": base, "sample_tokens": 4}
     whole = llmq.train(**options)
     folders = {"out_dir": "cut", "checkpoint_dir": "parts"}
     llmq.train(**{**options, **folders, "steps": 3})
     parts = llmq.train(**{**options, **folders, "out_dir": "parts-model", "continue": 3})
     assert weights_of(parts.checkpoint_path) == weights_of(whole.checkpoint_path)
     assert whole.eval_loss != llmq.train(**{**given, "name": "wide"}).eval_loss
-    with pytest.raises(UsageError, match=r"adapters base: e4m3 in the checkpoint, None now"):
+    with pytest.raises(UsageError, match=rf"adapters base: {base} in the checkpoint, None now"):
         llmq.train(**{**given, **folders, "continue": 3, "overwrite": True})
+
+
+@pytest.mark.parametrize("change", [{}, {"lora_rank": None, "lora_dropout": None, "train_only": "*.bias"}])
+def test_a_run_on_another_base_is_not_continued(given, change):
+    """Which has the same tensors, but for the numbers of one; the same ones in other files are no other base."""
+    options = {**given, **change, "steps": 1}
+    llmq.train(**options)
+    path = f"{given['model']}/model.safetensors"
+    tensors = load_file(path)
+    save_file(dict(reversed(tensors.items())), path, {"written": "again"})
+    llmq.train(**{**options, "steps": 2, "continue": True, "overwrite": True})
+    name = "model.layers.0.mlp.down_proj.weight"
+    save_file({**tensors, name: tensors[name] + np.float32(1e-3)}, path)
+    with pytest.raises(UsageError, match=r"frozen model: [0-9a-f]{64} in the checkpoint, [0-9a-f]{64} now"):
+        llmq.train(**{**options, "steps": 3, "continue": True, "overwrite": True})
 
 
 def test_a_run_that_trains_biases_leaves_a_whole_model(given):

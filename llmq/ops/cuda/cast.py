@@ -1,4 +1,4 @@
-"""Copies in other forms, and scales, on the GPU; see cuda/cast.cu, cuda/transpose.cu and cuda/dequantize.cu."""
+"""Copies in other forms, and scales, on the GPU; see cast.cu, transpose.cu, dequantize.cu and unpack.cu in cuda/."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ from dataclasses import replace
 import numpy as np
 
 from llmq.errors import UsageError
+from llmq.few_bits import MX_BLOCK, NF4_BLOCK
 from llmq.ops.cuda.compile import Constants
 from llmq.ops.cuda.launch import (
     COL,
@@ -28,11 +29,13 @@ from llmq.ops.cuda.launch import (
     type_of,
 )
 from llmq.ops.seam import Arguments
-from llmq.tensor import Output, Tensor
+from llmq.scaling import Nested
+from llmq.tensor import LARGEST, Output, Tensor
 
 TRANSPOSED = 64  # rows of a tile that is written transposed (cast.cu)
 AMAX_BLOCKS = 1056  # 8 per multiprocessor of an H200
 SCALES = {"current": 0, "delayed": 0, "tilewise": 1, "powers": 2}  # of what is cast to its value (dequantize.cu)
+FORMATS = {"nf4": 0, "mxfp4": 1, "int8": 2}  # unpack.cu
 TURNED = 128  # rows and columns of a tile of transpose.cu
 
 
@@ -42,6 +45,9 @@ def cast(out: Output, /, x: Tensor) -> None:
         return
     if x.form is not None and [target.form for target in out.tensors] == [replace(x.form, layout="col")]:
         _transpose(out.tensors[0], x)
+        return
+    if x.form is not None and x.form.dtype in FORMATS:
+        _unpack(out, x)
         return
     if x.form is not None and x.form.scaling is not None:
         _dequantize(out, x)
@@ -75,6 +81,25 @@ def _dequantize(out: Output, x: Tensor) -> None:
     arguments = (plain(out), pointer(x), address(x.scale), np.int64(size))
     blocks = -(-size // (TILE_THREADS * number))
     launch("dequantize", "dequantize", blocks, TILE_THREADS, arguments, constants)
+
+
+def _unpack(out: Output, x: Tensor) -> None:
+    """What numbers of 4 or 8 bits stand for, in its forms."""
+    assert x.form is not None
+    format_, scales, kind, width = x.form.dtype, x.form.scales, type_of(out), x.shape[-1]
+    wanted, outputs = forms(out)
+    is_flat = format_ == "nf4" or (format_ == "mxfp4" and width % MX_BLOCK == 0)  # blocks go by flat numbers
+    rows, columns, number = rows_of(x.shape), width, access(width, kind)
+    if is_flat:
+        rows, columns, number = matrix((rows, width), int(wanted["FORMS"]), kind)
+    group = scales.group if isinstance(scales, Nested) else 1
+    own = scales.shape(rows_of(x.shape), width)[-1]
+    about = {"FORMAT": FORMATS[format_], "GROUP": group}
+    constants: Constants = {"T": kind, "K": width, "C": columns, "N": number, **about, **wanted}
+    first = own - math.prod(x.shape) // NF4_BLOCK if format_ == "nf4" else 0
+    arguments = (*outputs, pointer(x), address(x.scale), np.int64(first), np.int64(rows), np.int64(height(out)))
+    blocks = tiles(rows, columns, int(wanted["FORMS"]), number, TRANSPOSED)
+    launch("unpack", "unpack", blocks, TILE_THREADS, arguments, constants)
 
 
 def matrix(shape: tuple[int, ...], wanted: int, *types: str) -> tuple[int, int, int]:
@@ -125,6 +150,8 @@ def _refuse_cast(call: Arguments, capability: int) -> None:
     if form is None or form.scaling is None:
         return
     written = [ref.form for ref in call.writes["out"]]
+    if form.dtype in FORMATS and all(one is None or (one.dtype in LARGEST and one.is_measured) for one in written):
+        return
     turns = form.turns and written == [replace(form, layout="col")]
     is_known = form.dtype == "e4m3" and form.layout == "row" and form.scaling in SCALES
     if not turns and not (is_known and written == [None]):

@@ -10,7 +10,6 @@ from llmq.errors import UsageError
 from llmq.ops.cuda.cast import amax_scale
 from llmq.ops.cuda.compile import Constants
 from llmq.ops.cuda.launch import COL, ROW, Kernel, access, address, launch, plain, pointer, room, rows_of, type_of
-from llmq.ops.seam import Arguments
 from llmq.scaling import BLOCK
 from llmq.tensor import Output, Tensor
 
@@ -95,14 +94,4 @@ def _tiles(out: Output, scaling: str, row: Tensor | None, col: Tensor | None, x:
     launch("quantize", "quantize_tiles", across * -(-rows // BLOCK), THREADS, arguments, constants)
 
 
-def _refuse_quantized(call: Arguments, capability: int) -> None:
-    """UsageError for a copy of what is itself stored with scales."""
-    x = call.reads["x"]
-    if x.form is not None and x.form.scaling is not None:
-        raise UsageError(
-            f"{x.name} is stored in {x.form.key}, which no kernel quantizes with one scale per row: use another "
-            "--fp8-scaling, or --base-dtype bf16"
-        )
-
-
-KERNELS = (Kernel(quantize, lambda call: SCRATCH_BYTES, refuse=_refuse_quantized),)
+KERNELS = (Kernel(quantize, lambda call: SCRATCH_BYTES),)

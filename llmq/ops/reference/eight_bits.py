@@ -14,7 +14,6 @@ from __future__ import annotations
 
 import numpy as np
 
-from llmq.scaling import scale_from
 from llmq.tensor import Tensor
 
 E4M3, INT8, UINT8 = (126, 448.0), (127, 127.0), (255, 255.0)  # the largest code of a magnitude, what it stands for
@@ -66,8 +65,7 @@ def _units(target: Tensor, size: np.ndarray) -> np.ndarray:
     """Magnitudes in units of their blocks' scales, which are made."""
     assert target.form is not None and target.scale is not None
     amax = target.form.scales.amax(size.reshape(-1, size.shape[-1]))
-    scale = scale_from(amax, np.float32(_range(target)[1]), np.float32(1))
-    target.scale[...] = target.form.scales.rounded(scale)
+    target.scale[...] = target.form.scales.made(amax, _range(target)[1])
     return size * target.form.scales.spread(np.float32(1) / target.scale, size.shape)
 
 

@@ -14,7 +14,7 @@ from dataclasses import replace
 
 from llmq.ops.record import Call, Result
 from llmq.ops.seam import record
-from llmq.plan.names import scale_ref, storage_name
+from llmq.plan.names import known_scale, scale_ref, storage_name
 from llmq.tensor import LARGEST, Form, Ref
 
 
@@ -39,9 +39,9 @@ def casts(calls: Sequence[Call]) -> list[Call]:
                 continue
             now, turned, later = _split(call, name, result)
             outputs.append(replace(result, forms=now))
-            source = _source(call, name)
+            source = _source(call, name, later)
             after += _made(result.ref, source, later, call.phase, written) if later else []
-            turns += [_turned(result.ref, form, source, call.phase) for form in turned]
+            turns += [_turned(result.ref, form, _source(call, name), call.phase) for form in turned]
         if any(result is not None and result.forms for result in outputs):
             made += _in_each_form(replace(call, outputs=tuple(outputs)))
         if record(call.op).gathers:  # on their lane, where the next layer's are made ahead of time
@@ -87,26 +87,29 @@ def _reads_states(call: Call, output: str) -> bool:
 
 def _split(call: Call, output: str, result: Result) -> tuple[tuple[Form | None, ...], list[Form], list[Form]]:
     """The forms that a call writes, those that are turned from fp8 rows, and those made of the value."""
-    ref, op = result.ref, record(call.op)
+    ref = result.ref
     later = [form for form in result.forms if form is not None and not _writes(call, output, form)]
     now = [form for form in result.forms if form not in later]
     rows = {*now, _source(call, output).form}
     turned = [form for form in later if form.layout == "col" and form.turns and replace(form, layout="row") in rows]
     later = [form for form in later if form not in turned]
-    has_other_source = output in op.cast_from and not _reads_states(call, output)
-    if later and ref.space == "activation" and not has_other_source and None not in now:
+    if later and ref.space == "activation" and None not in now and _source(call, output, later) == ref:
         now.insert(0, None)  # what the others are made of
     return tuple(now), turned, later
 
 
-def _source(call: Call, output: str) -> Ref:
-    """The value that copies of an output are made of: itself, what a cast reads, or another output of the same call."""
+def _source(call: Call, output: str, later: Sequence[Form] = ()) -> Ref:
+    """The value that copies of an output are made of: itself, what a cast reads, or another output of the same call.
+
+    Where a cast reads what is itself scaled, copies of `later` that own scales come from the value that it stands for.
+    """
     op = record(call.op)
     found = dict(zip(op.outputs, (result.ref if result else None for result in call.outputs), strict=True))
     found |= dict(zip(op.inputs, call.inputs, strict=True))
-    source = found[output if _reads_states(call, output) else op.cast_from.get(output, output)]
-    assert source is not None
-    return source
+    source, value = found[output if _reads_states(call, output) else op.cast_from.get(output, output)], found[output]
+    assert source is not None and value is not None
+    is_scaled = source.form is not None and source.form.scaling is not None
+    return value if is_scaled and any(form.owns_scales for form in later) else source
 
 
 def _made(ref: Ref, source: Ref, forms: list[Form], phase: str, written: set[str]) -> list[Call]:
@@ -115,7 +118,8 @@ def _made(ref: Ref, source: Ref, forms: list[Form], phase: str, written: set[str
     for dtype in sorted({form.dtype for form in forms}):
         own = [form for form in forms if form.dtype == dtype and form.owns_scales]
         current = [form for form in forms if form.dtype == dtype and form.is_measured]
-        shared = scale_ref(ref.in_form(current[0])) if current else None
+        copy = ref.in_form(current[0]) if current else ref
+        shared = scale_ref(copy) if current and known_scale(copy) is None else None
         scale = Result(shared, (None,)) if shared is not None and storage_name(shared) not in written else None
         numbers = {"limit": LARGEST.get(dtype)}
         if own:

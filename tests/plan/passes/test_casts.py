@@ -141,11 +141,20 @@ def test_the_copies_of_a_weight_are_cast_from_the_master_that_the_step_writes():
 
 
 def test_columns_of_a_quantized_weight_are_turned_where_they_have_the_same_scales():
-    """Its rows are what is stored; other copies are quantized anew."""
+    """Its rows are what is stored; other copies are quantized anew, of the value that they stand for."""
     for name, turns in (("current", True), ("tilewise", True), ("rowwise", False)):
         row, col = scaled(name)
         held = weight("w", form=row)
         buffer = slot("forward/w", 0, cell="w", held=held)
         turned = made("cast", (wanting(buffer, col),), held)
-        anew = made("quantize", (wanting(buffer, col), None), held, **LIMIT)
-        assert casts([turned]) == [turned if turns else anew]
+        value = made("cast", (wanting(buffer, None),), held)
+        anew = made("quantize", (wanting(buffer, col), None), buffer, **LIMIT)
+        assert casts([turned]) == ([turned] if turns else [value, anew])
+
+
+def test_the_single_scale_of_a_frozen_weight_is_known():
+    """Nothing is measured, and one call makes both copies of what is held in few bits."""
+    row, col = scaled("current")
+    held = weight("w", form=Form("nf4", "row", "nested256"))
+    cast = made("cast", (wanting(slot("forward/w", 0, cell="w", held=held), col, row),), held)
+    assert casts([cast]) == [cast]

@@ -6,7 +6,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from llmq.engine.held import held_copy, held_value
+from llmq.model.held import held_copy, held_value
 from llmq.ops import reference
 from llmq.tensor import DTYPES, LARGEST, Form, Output, Ref, Tensor, scale_shape
 
