@@ -20,9 +20,30 @@ class DataError(LlmqError):
 
 
 class MemoryLimitError(LlmqError):
-    """The plan does not fit: says how many bytes are missing and which option helps."""
+    """The plan does not fit: says how many bytes are missing and which option helps, and below what takes how much.
+
+    `args[0]` is the message alone, `requests` the table.
+    """
 
     exit_code = 4
+
+    def __init__(self, message: str = "", requests: str = "") -> None:
+        super().__init__(message)
+        self.requests = requests
+
+    def __str__(self) -> str:
+        return f"{self.args[0]}\n{self.requests}" if self.requests else str(self.args[0])
+
+
+class RefusedMemoryError(MemoryLimitError):
+    """Memory that was asked for is not given, though the plan fitted: `num_bytes`, None where a library does not say,
+    in a `home` (device or host) of which `free_bytes` are left."""
+
+    def __init__(
+        self, message: str = "", *, home: str = "device", num_bytes: int | None = None, free_bytes: int = 0
+    ) -> None:
+        super().__init__(message)
+        self.home, self.num_bytes, self.free_bytes = home, num_bytes, free_bytes
 
 
 class NonFiniteError(LlmqError):

@@ -25,7 +25,7 @@ UNTIED, TIED, NORMED, WINDOW = MODELS
 UNSET = """
     revision tokenizer weight global_batch_size augment packing max_docs bf16_layers fp8_layers epochs warmup_ratio
     min_lr continue gpu save_best reset sample_prompts ray_address reduce_dtype
-    memcpy_all_gather memcpy_send_recv
+    memcpy_all_gather memcpy_send_recv debug_memory
     lora_rank lora_alpha lora_dropout lora_targets lora_bias lora_init adapter base_dtype train_only
     lora_rank_pattern lora_alpha_pattern lora_plus_ratio train_also ia3
 """

@@ -6,7 +6,6 @@ algorithms timed then, which a capture could not do. The second time it is captu
 
 from __future__ import annotations
 
-import weakref
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext, suppress
@@ -17,8 +16,10 @@ import numpy as np
 from cupy.cuda import runtime
 
 from llmq.backends import Launch, Op, Run, between, checked_scratch, together
+from llmq.backends.cuda_memory import device_memory, free_with, pinned, refusal
 from llmq.comm.world import ALONE, GpuWorld
-from llmq.errors import MemoryLimitError
+from llmq.disk import shown
+from llmq.errors import RefusedMemoryError
 from llmq.ops import cuda
 from llmq.ops.cuda.algorithms import Algorithms
 from llmq.ops.cuda.attention import attention_kernels
@@ -27,7 +28,6 @@ from llmq.ops.cuda.cublaslt import Gemms, device_key
 from llmq.ops.cuda.cudnn import Cudnn
 from llmq.ops.cuda.launch import Kernel, capability, launch
 from llmq.ops.cuda.linear import linear_kernels, planned_problem
-from llmq.ops.cuda.timing import OUT_OF_MEMORY
 from llmq.ops.seam import record
 from llmq.plan.arena import aligned, stored_dtype
 from llmq.screen import Report, counted, unreported
@@ -38,7 +38,6 @@ if TYPE_CHECKING:
 
 FP8 = (DTYPES["e4m3"], DTYPES["e5m2"])
 STAGED_BYTES = 1 << 20  # host writes up to this size do not wait for the GPU
-PAGE_BYTES = 2 << 20  # a smaller allocation may be part of one that a handle for other processes stands for
 STAGED = 8  # of them may be under way
 OTHER_ALGORITHMS = (
     "The checkpoint's matrix-product algorithms are those of another GPU, library or llmq, or this one refuses some, "
@@ -63,10 +62,10 @@ class DeviceMemory:
             for home in arena_bytes
         }
         total = self._ends["device"] + arena_bytes["device"]
-        address = _allocate(total)
-        _free_with(self, address, stream)
+        address = device_memory(total)
+        free_with(self, address, stream)
         self._owned = cupy.cuda.UnownedMemory(address, total, None)
-        self._host, self._host_is_pinned = _pinned(self._ends["host"] + arena_bytes["host"])
+        self._host, self._host_is_pinned = pinned(self._ends["host"] + arena_bytes["host"])
         self._arrays: dict[str, Any] = {}
         offsets = dict.fromkeys(arena_bytes, 0)
         for name, ref in persistent.items():
@@ -74,12 +73,12 @@ class DeviceMemory:
             self._arrays[name] = self._view(ref.home, offsets[ref.home], shape, self._dtypes[name])
             offsets[ref.home] += aligned(stored_bytes(ref))
         runtime.memsetAsync(address, 0, total, stream.ptr)
-        self._staging, self._scalars = _Staging(stream), _pinned(512)[0]
+        self._staging, self._scalars = _Staging(stream), pinned(512)[0]
 
     @property
-    def is_pinned(self) -> bool:
-        """Whether host writes go through page-locked memory."""
-        return self._staging.is_pinned and self._host_is_pinned
+    def unpinned_bytes(self) -> int:
+        """Bytes of host memory that the system refused to lock."""
+        return self._staging.unpinned_bytes + (0 if self._host_is_pinned else self._host.nbytes)
 
     def array(self, name: str) -> Any:
         """The storage itself: a CuPy array, or a NumPy array of the host."""
@@ -122,7 +121,7 @@ class DeviceMemory:
     def start_read(self, name: str) -> Callable[[], np.ndarray]:
         """A function that waits for a copy of a storage of the GPU as it is now, and no longer."""
         array, dtype = self._arrays[name], self._dtypes[name]
-        buffer, _ = _pinned(array.nbytes)
+        buffer, _ = pinned(array.nbytes)
         runtime.memcpyAsync(
             buffer.ctypes.data, array.data.ptr, array.nbytes, runtime.memcpyDeviceToHost, self._stream.ptr
         )
@@ -168,8 +167,8 @@ class _Staging:
 
     def __init__(self, stream: Any) -> None:
         self._stream = stream
-        self._buffers, pinned = zip(*(_pinned(STAGED_BYTES) for _ in range(STAGED)), strict=True)
-        self.is_pinned = all(pinned)
+        self._buffers, are_pinned = zip(*(pinned(STAGED_BYTES) for _ in range(STAGED)), strict=True)
+        self.unpinned_bytes = STAGED_BYTES * are_pinned.count(False)
         self._events = [cupy.cuda.Event(disable_timing=True) for _ in range(STAGED)]
         self._next = 0
 
@@ -181,40 +180,6 @@ class _Staging:
         buffer[: host.nbytes] = host.reshape(-1).view(np.uint8)
         runtime.memcpyAsync(target, buffer.ctypes.data, host.nbytes, runtime.memcpyHostToDevice, self._stream.ptr)
         event.record(self._stream)
-
-
-def _pinned(num_bytes: int) -> tuple[np.ndarray, bool]:
-    """Page-locked host memory, or ordinary memory where the system refuses to lock any; and which of the two."""
-    try:
-        return np.frombuffer(cupy.cuda.alloc_pinned_memory(num_bytes), np.uint8, num_bytes), True
-    except (runtime.CUDARuntimeError, MemoryError):
-        return np.empty(num_bytes, np.uint8), False
-
-
-def _allocate(num_bytes: int) -> int:
-    """Address of device memory, not from CuPy's pool, which rounds, keeps and grows."""
-    try:
-        return int(runtime.malloc(max(-(-num_bytes // PAGE_BYTES), 1) * PAGE_BYTES))
-    except runtime.CUDARuntimeError as error:
-        if error.status != OUT_OF_MEMORY:
-            raise
-        free, total = runtime.memGetInfo()
-        raise MemoryLimitError(
-            f"the GPU refused {num_bytes:,} bytes ({free:,} of {total:,} are free): end other programs on it, or use a "
-            "smaller --batch-size or --recompute-block"
-        ) from error
-
-
-def _free_with(owner: object, address: int, stream: Any) -> None:
-    """Frees device memory when its owner is gone, after the work on the stream. At exit the driver frees it."""
-    # Not in __del__: an engine that a failed run leaves in a cycle is collected together with its stream, which CuPy
-    # may destroy first. Waiting for it then ends the process. A finalizer keeps the stream alive.
-    weakref.finalize(owner, _free, address, stream).atexit = False
-
-
-def _free(address: int, stream: Any) -> None:
-    stream.synchronize()
-    runtime.free(address)
 
 
 class CudaBackend:
@@ -282,14 +247,20 @@ class CudaBackend:
         return self._free_bytes - int(runtime.memGetInfo()[0])
 
     def host_bytes(self, num_bytes: int) -> np.ndarray:
-        """Page-locked memory, or ordinary memory where the system refuses to lock that much."""
-        return _pinned(num_bytes)[0]
+        """Page-locked memory, or ordinary memory where the system refuses to lock that much. MemoryError without it."""
+        try:
+            return pinned(num_bytes)[0]
+        except RefusedMemoryError as error:
+            raise MemoryError(str(error)) from error
 
     def memory(self, persistent: Mapping[str, Ref], arena_bytes: Mapping[str, int]) -> DeviceMemory:
         """Memory of the current device, and of the host as far as the plan has something there."""
         memory = DeviceMemory(persistent, arena_bytes, self.stream)
-        if not memory.is_pinned:
-            self._notices.append("The system refuses to lock host memory: copies to the GPU wait for each other")
+        if memory.unpinned_bytes:
+            self._notices.append(
+                f"The system refuses to lock {shown(memory.unpinned_bytes)} of host memory (see ulimit -l): copies "
+                "between it and the GPU wait for each other"
+            )
         return memory
 
     def program(self, launches: Sequence[Launch]) -> Run:
@@ -317,6 +288,15 @@ class _Program:
         self._runs = 0
 
     def __call__(self) -> None:
+        """RefusedMemoryError where a launch, its kernel, a library or the graph finds no memory."""
+        try:
+            self._run()
+        except Exception as error:
+            if (refused := refusal(error)) is None:
+                raise
+            raise refused from error
+
+    def _run(self) -> None:
         self._runs += 1
         if self._use_graphs and self._graph is None and self._runs > 1:
             self._graph = self._captured()

@@ -13,7 +13,7 @@ from llmq.cli.train import click_option
 from llmq.options.parse import Options, descriptions
 
 SECTIONS = ("precision", "memory", "sharding", "adapters", "optimizer")
-SINGLE = ("model", "gpu", "gpus", "batch_size", "grad_accumulation", "seq_len", "deterministic")
+SINGLE = ("model", "gpu", "gpus", "batch_size", "grad_accumulation", "seq_len", "deterministic", "debug_memory")
 
 
 def _options() -> list[click.Parameter]:
@@ -43,7 +43,7 @@ command = click.Command(
     callback=_estimate,
     context_settings=shell.SETTINGS,
     help="Plan a run on a card that need not be here, without data: bytes by segment, the largest slots at the moment "
-    "that needs most, host memory, disk, and a modelled bound of the step time. Nothing but the model's config.json is "
+    "that needs most, host memory, disk, and a modelled step time. Nothing but the model's config.json is "
     "downloaded. The exit code is 4 where the run does not fit.",
     epilog="Example: llmq-estimate --model Qwen/Qwen2.5-7B --gpu 'RTX 4090' --batch-size 1 --recompute-block",
 )

@@ -9,6 +9,7 @@ import numpy as np
 
 from llmq.backends import Backend, Launch, Op, Run
 from llmq.engine.bind import bind
+from llmq.engine.shortage import explained
 from llmq.model.held import held_copy, held_value, single_scale
 from llmq.plan.names import scale_ref, storage_name
 from llmq.plan.plan import Plan
@@ -19,7 +20,8 @@ from llmq.tensor import DTYPES, Ref, Tensor
 
 def make_ready(plan: Plan, backend: Backend, report: Report = unreported) -> None:
     """What a plan's calls need of the backend before memory is allocated; once made, it is there at once."""
-    backend.prepare((call for program in plan.programs.values() for call in program.calls), report)
+    with explained(plan, backend):
+        backend.prepare((call for program in plan.programs.values() for call in program.calls), report)
 
 
 class BoundPlan:
@@ -40,7 +42,9 @@ class BoundPlan:
         self.plan = plan
         self._backend, self._poison, self._cells = backend, poison, plan.cells
         make_ready(plan, backend)
-        self._memory = backend.memory(plan.persistent, {home: plan.arena_bytes(home) for home in ("device", "host")})
+        with explained(plan, backend):
+            arenas = {home: plan.arena_bytes(home) for home in ("device", "host")}
+            self._memory = backend.memory(plan.persistent, arenas)
         self._ops = {name: wrap(name, op) for name, op in backend.ops.items()} if wrap else backend.ops
         self._programs: dict[int, Run] = {}  # by the id of the plan's program: those that are alike are bound once
 
@@ -67,9 +71,10 @@ class BoundPlan:
     def run(self, name: str) -> None:
         """Runs a program of the plan by name; it is bound on first use."""
         key = id(self.plan.programs[name])
-        if key not in self._programs:
-            self._programs[key] = self._backend.program(self._bound(name, self._ops, poison=self._poison))
-        self._programs[key]()
+        with explained(self.plan, self._backend, is_held=True):
+            if key not in self._programs:
+                self._programs[key] = self._backend.program(self._bound(name, self._ops, poison=self._poison))
+            self._programs[key]()
 
     def traced(self, name: str, wrap: Callable[[str, Op], Op]) -> Run:
         """A program of the plan, with `wrap` around every op, that runs eagerly whenever it is called; for timing."""

@@ -184,3 +184,9 @@ class LaunchOptions(Section):
 class RunOptions(Section):
     title = "Run"
     dry_run: bool = option(False, "Check options, data and memory, print tokens, steps and the memory table, and stop.")
+    debug_memory: Path | None = option(
+        None,
+        "List every tensor of the plan in a file, or with - on the console: name, bytes, home, birth, death, place.",
+        metavar="FILE",
+        shown="off",
+    )

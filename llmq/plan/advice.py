@@ -7,7 +7,7 @@ from dataclasses import replace
 from itertools import chain
 from typing import Any
 
-from llmq.disk import shown
+from llmq.disk import MIB, shown
 from llmq.errors import MemoryLimitError, UsageError
 from llmq.plan.arena import aligned
 from llmq.plan.few_layers import least_bytes
@@ -55,14 +55,31 @@ def refuse_if_too_large(
     chunked = f" with attention's backward in {chunks} chunks" if chunks > 1 else ""
     needs = f"the run needs {shown(plan.total_bytes)}{chunked}"
     start = f"{needs}, {shown(free_bytes)} are free, {shown(missing)} are missing"
+    helping = remedy(plan, free_bytes, scratch_bytes, relaxed_scratch)
+    raise MemoryLimitError(f"{start}{helping}", requests(plan))
+
+
+def remedy(
+    plan: Plan, free_bytes: int, scratch_bytes: Scratch | None = None, relaxed_scratch: Scratch | None = None
+) -> str:
+    """What ends the message that a plan does not fit: the nearest setting that does, with what it needs."""
+    if "update" not in plan.programs:
+        return ": use a smaller --batch-size, --max-tokens or --max-length"
     workspace = _with_less_workspace(plan, scratch_bytes, relaxed_scratch)
     for remedies in chain([workspace], ([found] for found in _smaller_plans(plan, free_bytes, scratch_bytes))):
         fitting = [f"{change} needs {shown(p.total_bytes)}" for change, p in remedies if p.total_bytes <= free_bytes]
         if fitting:
-            raise MemoryLimitError(f"{start}: {', '.join(fitting)}")
-    raise MemoryLimitError(
-        f"{start}, and no memory option makes it fit: train a smaller model, or use a device with more memory"
-    )
+            return f": {', '.join(fitting)}"
+    return ", and no memory option makes it fit: train a smaller model, or use a device with more memory"
+
+
+def requests(plan: Plan, home: str = "device") -> str:
+    """A table of what the run asks of a home, by segment of the plan, the largest first."""
+    found = [(size, name) for name, size in plan.table(home).items() if size]
+    lines = [f"  {'segment':<14}{'MiB':>12}"]
+    lines += [f"  {name:<14}{size / MIB:>12,.1f}" for size, name in sorted(found, key=lambda one: (-one[0], one[1]))]
+    lines.append(f"  {'all':<14}{sum(size for size, _ in found) / MIB:>12,.1f}")
+    return "\n".join(lines)
 
 
 def refuse_if_host_is_small(plan: Plan, free_bytes: int) -> None:
@@ -73,7 +90,8 @@ def refuse_if_host_is_small(plan: Plan, free_bytes: int) -> None:
         raise MemoryLimitError(
             f"the run keeps {shown(plan.host_bytes)} in host memory, {shown(max(free_bytes, 0))} are free there, "
             f"{shown(missing)} are missing: leave out --offload flags ({largest[0]} takes most: {shown(largest[1])}), "
-            "or use narrower moments"
+            "or use narrower moments",
+            requests(plan, "host"),
         )
 
 

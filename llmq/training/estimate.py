@@ -8,7 +8,7 @@ from collections.abc import Iterator, Mapping
 
 from llmq.backends import open_backend
 from llmq.disk import MIB, shown
-from llmq.engine.predict import Rates, step_seconds
+from llmq.engine.predict import step_seconds, sustained
 from llmq.errors import UsageError
 from llmq.files.source import find_source
 from llmq.files.tensor_files import Piece
@@ -24,6 +24,7 @@ from llmq.plan.passes.place import Program
 from llmq.plan.plan import Plan, make_plan
 from llmq.plan.spec import Spec
 from llmq.tensor import DTYPES
+from llmq.training.describe import listed
 
 MOST_SLOTS = 12  # that are listed, the largest
 
@@ -60,6 +61,7 @@ def estimate(options: Options) -> Iterator[str]:
     plan = make_plan(spec, backend.scratch_bytes)
     if memory.chooses_attention_chunks(options.memory):
         plan = with_fitting_chunks(plan, card.free_bytes, backend.scratch_bytes)
+    yield from listed(plan, flat["debug_memory"])
     yield from described(plan, card, flat["grad_accumulation"])
     refuse_if_too_large(plan, card.free_bytes, backend.scratch_bytes)
 
@@ -96,13 +98,14 @@ def described(plan: Plan, card: Card, micro_steps: int) -> Iterator[str]:
 def _predicted(plan: Plan, card: Card, micro_steps: int) -> str:
     """A line on the time of a step."""
     spec = plan.spec
-    if card.memory_rate is None:
+    rates = sustained(card)
+    if rates is None:
         return f"No step time is predicted: the rate of the memory of {card.name} is not in llmq's table of cards"
-    seconds = step_seconds(plan, Rates(card.peaks, card.memory_rate, card.link_rate), micro_steps)
+    seconds = step_seconds(plan, rates, micro_steps)
     tokens = spec.batch_size * spec.seq_len * micro_steps * spec.sharding.size
     return (
-        f"A step of {tokens:,} tokens takes at least {seconds:.3f} s, {tokens / seconds:,.0f} tokens/s: a model, with "
-        "every op at the peak rates of the card's papers"
+        f"A step of {tokens:,} tokens takes about {seconds:.3f} s, {tokens / seconds:,.0f} tokens/s: a model, with the "
+        "shares of the card's peaks that an H200 sustains"
     )
 
 

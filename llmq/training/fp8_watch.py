@@ -147,7 +147,7 @@ class Fp8Watch:
             free = loop.ranks.least(device.memory_bytes(job.device)[1] + old.total_bytes)
             refuse_if_too_large(plan, free, job.backend.scratch_bytes)
         except MemoryLimitError as error:
-            loop.log.notice(f"{names} cannot leave fp8: {error}")
+            loop.log.notice(f"{names} cannot leave fp8: {error.args[0]}")
             return ()
         loop.switch(plan)
         step = loop.progress.step + 1

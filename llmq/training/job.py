@@ -46,7 +46,7 @@ from llmq.plan.spec import Spec
 from llmq.row import Row
 from llmq.tensor import DTYPES
 from llmq.training import auto
-from llmq.training.describe import describe, level_lines
+from llmq.training.describe import describe, level_lines, listed
 from llmq.training.exported import exported_config, exported_tokenizer, open_model
 from llmq.training.gpu_log import GpuWatch
 from llmq.training.log import RunLog
@@ -416,7 +416,8 @@ def _check_memory(job: Job, settings: Mapping[str, Any], log: RunLog) -> None:
     strict = job.device.kind == "cuda" and settings["deterministic"]
     relaxed = open_backend("planned", deterministic=False).scratch_bytes if strict else None
     free = device.memory_bytes(job.device)[1]
-    for line in level_lines(job, free) if job.plans_only else ():
+    levels = level_lines(job, free) if job.plans_only else ()
+    for line in (*listed(job.plan, job.options["debug_memory"]), *levels):
         log.say(line)
     refuse_if_too_large(job.plan, free, job.backend.scratch_bytes, relaxed)
     if not job.device.planned:  # whose host may have other memory than this one

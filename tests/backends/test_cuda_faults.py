@@ -8,7 +8,7 @@ from types import ModuleType, SimpleNamespace
 import pytest
 
 from llmq.backends import Launch
-from llmq.errors import MemoryLimitError
+from llmq.errors import RefusedMemoryError
 from llmq.ops.cuda import timing
 from llmq.ops.cuda.algorithms import Choice
 
@@ -66,26 +66,75 @@ def runtime(monkeypatch):
 
 
 @pytest.fixture
-def cuda(runtime):
-    """llmq.backends.cuda on it, known to nobody else."""
-    spec = importlib.util.find_spec("llmq.backends.cuda")
+def cuda_memory(runtime, monkeypatch):
+    """llmq.backends.cuda_memory on it, known to this test alone."""
+    return loaded("llmq.backends.cuda_memory", monkeypatch)
+
+
+@pytest.fixture
+def cuda(cuda_memory, monkeypatch):
+    """llmq.backends.cuda on it, likewise."""
+    return loaded("llmq.backends.cuda", monkeypatch)
+
+
+def loaded(name, monkeypatch):
+    """A module that is executed anew."""
+    spec = importlib.util.find_spec(name)
     module = importlib.util.module_from_spec(spec)
+    monkeypatch.setitem(sys.modules, name, module)
     spec.loader.exec_module(module)
     return module
 
 
-def test_only_an_allocation_that_is_refused_is_a_lack_of_memory(runtime, cuda):
+def test_only_an_allocation_that_is_refused_is_a_lack_of_memory(runtime, cuda_memory):
     """What an earlier kernel did wrong may be told by any later call."""
-    for allocate in (lambda: cuda._allocate(100), lambda: timing._Memory({"a": 100}, 7, "a product")):
+    for allocate in (lambda: cuda_memory.device_memory(100), lambda: timing._Memory({"a": 100}, 7, "a product")):
         runtime.status = OUT_OF_MEMORY
-        with pytest.raises(MemoryLimitError, match="use a smaller --batch-size"):
+        with pytest.raises(RefusedMemoryError) as caught:
             allocate()
+        assert caught.value.num_bytes >= 100 and caught.value.free_bytes == 2**30
         runtime.status = LAUNCH_FAILURE
         with pytest.raises(CudaError, match="719"):
             allocate()
 
 
-def test_memory_in_a_cycle_is_freed_before_its_stream_is_gone(runtime, cuda):
+def test_host_memory_that_is_not_there_is_refused_and_what_is_not_locked_is_ordinary(runtime, cuda_memory, monkeypatch):
+    def refuse(num_bytes):
+        raise CudaError(OUT_OF_MEMORY)
+
+    monkeypatch.setattr(sys.modules["cupy.cuda"], "alloc_pinned_memory", refuse, raising=False)
+    monkeypatch.setattr(cuda_memory, "host_memory_bytes", lambda: (2000, 1000))
+    memory, is_pinned = cuda_memory.pinned(1000)
+    assert memory.nbytes == 1000 and not is_pinned
+    with pytest.raises(RefusedMemoryError, match="the host refused 1,001 bytes") as caught:
+        cuda_memory.pinned(1001)
+    assert (caught.value.home, caught.value.num_bytes, caught.value.free_bytes) == ("host", 1001, 1000)
+
+
+def test_libraries_that_lack_memory_are_told_from_those_that_fail(cuda, cuda_memory):
+    """A program's launches and the graph of it: CUDA's status, or a library's words."""
+    stream = Stream()
+    stream.synchronize = lambda: None
+    lacking = (CudaError(OUT_OF_MEMORY), RuntimeError("CUDNN_STATUS_INTERNAL_ERROR_DEVICE_ALLOCATION_FAILED"))
+    for error in (*lacking, RuntimeError("CUBLAS_STATUS_ALLOC_FAILED")):
+        with pytest.raises(RefusedMemoryError, match="one of its libraries") as caught:
+            cuda._Program([Launch(raising(error))], {"main": stream}, use_graphs=False)()
+        assert caught.value.num_bytes is None and caught.value.free_bytes == 2**30
+    for error in (CudaError(LAUNCH_FAILURE), RuntimeError("CUBLAS_STATUS_NOT_SUPPORTED")):
+        with pytest.raises(type(error), match=str(error)):
+            cuda._Program([Launch(raising(error))], {"main": stream}, use_graphs=False)()
+
+
+def raising(error):
+    """A launch that fails."""
+
+    def run():
+        raise error
+
+    return run
+
+
+def test_memory_in_a_cycle_is_freed_before_its_stream_is_gone(runtime, cuda_memory):
     """The collector finalizes what a cycle holds in any order, and a stream that is gone takes the process with it."""
 
     class Destroyed:
@@ -102,7 +151,7 @@ def test_memory_in_a_cycle_is_freed_before_its_stream_is_gone(runtime, cuda):
         pass
 
     stream, owner = Destroyed(), Owner()
-    cuda._free_with(owner, 4096, stream)
+    cuda_memory.free_with(owner, 4096, stream)
     owner.stream, owner.itself = stream, owner
     del stream, owner
     gc.collect()

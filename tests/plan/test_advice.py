@@ -8,6 +8,7 @@ from tiny_engines import BF16, FP8_HEAD, plan_of, tiny
 from llmq.backends import open_backend
 from llmq.backends.planned import planned_scratch
 from llmq.blocks.attention import Packing
+from llmq.disk import MIB
 from llmq.errors import MemoryLimitError
 from llmq.model.parameters import padded_vocab
 from llmq.model.presets import preset
@@ -39,6 +40,19 @@ def test_a_plan_that_fits_is_let_through():
     refuse_if_too_large(plan, plan.total_bytes)
     with pytest.raises(MemoryLimitError, match="missing"):
         refuse_if_too_large(plan, plan.total_bytes - 1)
+
+
+def test_what_is_missing_comes_with_what_is_asked_for():
+    """By segment, the largest first; the message alone has one line."""
+    plan = plan_of(BF16, Memory(host=("m",)), tiny())
+    with pytest.raises(MemoryLimitError) as caught:
+        refuse_if_too_large(plan, plan.total_bytes - 1)
+    message, _, *rows, last = str(caught.value).splitlines()
+    assert message == caught.value.args[0] and "1 bytes are missing" in message
+    sizes = [plan.table()[row[:16].strip()] for row in rows]
+    assert sizes == sorted(sizes, reverse=True) and sum(sizes) == plan.total_bytes and min(sizes) > 0
+    assert last.split() == ["all", f"{plan.total_bytes / MIB:,.1f}"]
+    assert "Adam M" in advice.requests(plan, "host") and "Adam V" not in advice.requests(plan, "host")
 
 
 def test_offloading_is_advised_where_recomputing_is_not_enough():
@@ -92,7 +106,7 @@ def test_a_workspace_that_is_too_large_names_what_makes_it_smaller():
     with pytest.raises(MemoryLimitError, match="missing: --attn-bwd-chunks 8 needs"):
         refuse_if_too_large(plan, 8 * SCRATCH, scratch_bytes)
     chunked = plan_of(BF16, Memory((), attention_chunks=8), tiny(), batch_size=8, scratch_bytes=scratch_bytes)
-    with pytest.raises(MemoryLimitError, match=r"missing: --no-deterministic needs [0-9,]+ bytes$"):
+    with pytest.raises(MemoryLimitError, match=r"missing: --no-deterministic needs [0-9,]+ bytes\n"):
         refuse_if_too_large(chunked, chunked.total_bytes - 1, scratch_bytes, lambda call: 256)
 
 

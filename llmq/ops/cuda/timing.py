@@ -14,7 +14,7 @@ from statistics import median
 import numpy as np
 
 from llmq.disk import shown
-from llmq.errors import MemoryLimitError
+from llmq.errors import RefusedMemoryError
 from llmq.tensor import DTYPES
 
 FINALISTS, ROUNDS, REPEATS = 8, 3, 3
@@ -45,7 +45,7 @@ def fastest(
 
     `launch(index, addresses)` puts one on the stream, or returns False if it cannot run. `sizes` are the bytes that it
     needs by name, those in `dtypes` filled with random numbers, scales with ones; "d" holds the result.
-    RuntimeError if none runs; MemoryLimitError if the bytes are not free.
+    RuntimeError if none runs; RefusedMemoryError if the bytes are not free.
     """
     with _Memory(sizes, stream, what) as memory:
         for name, dtype in dtypes.items():
@@ -103,10 +103,11 @@ class _Memory:
             self.__exit__()
             if error.status != OUT_OF_MEMORY:
                 raise
-            need, free = shown(sum(self.sizes.values())), shown(self._runtime.memGetInfo()[0])
-            raise MemoryLimitError(
-                f"choosing an algorithm for the matrix product {what} takes {need} of GPU memory and "
-                f"{free} are free: end other programs on this GPU, or use a smaller --batch-size"
+            need, free = sum(self.sizes.values()), int(self._runtime.memGetInfo()[0])
+            raise RefusedMemoryError(
+                f"choosing an algorithm for the matrix product {what} takes {shown(need)} of GPU memory",
+                num_bytes=need,
+                free_bytes=free,
             ) from error
 
     def __enter__(self) -> _Memory:

@@ -1,0 +1,83 @@
+"""Memory that is refused after the plan was made: one error, with its numbers and what would fit."""
+
+import pytest
+from tiny_engines import BF16, plan_of, tiny
+
+from llmq.backends.host import HostBackend
+from llmq.engine import shortage
+from llmq.engine.bound_plan import BoundPlan
+from llmq.errors import MemoryLimitError, RefusedMemoryError
+from llmq.plan.memory import Memory
+
+ROOM = 1 << 20
+
+
+class Full(HostBackend):
+    """A backend whose device, or whose host, has been filled by another program."""
+
+    takes_scratch = True
+
+    def __init__(self, error, on):
+        super().__init__()
+        self.error, self.on = error, on
+
+    def scratch_bytes(self, call):
+        return 0
+
+    def prepare(self, calls, report=None):
+        self.fail("prepare")
+
+    def memory(self, persistent, arena_bytes):
+        self.fail("memory")
+        return super().memory(persistent, arena_bytes)
+
+    def program(self, launches):
+        return lambda: self.fail("run")
+
+    def fail(self, at):
+        if at == self.on:
+            raise self.error
+
+
+def message_of(error, on, memory=None):
+    """What a run of a plan ends with."""
+    plan = plan_of(BF16, memory or Memory(), tiny(num_layers=6))
+    with pytest.raises(MemoryLimitError) as caught:
+        BoundPlan(plan, Full(error(plan), on)).run("first")
+    assert type(caught.value) is MemoryLimitError and caught.value.exit_code == 4
+    return plan, str(caught.value)
+
+
+@pytest.mark.parametrize("on", ["prepare", "memory"])
+def test_an_allocation_that_is_refused_says_what_was_planned_is_free_and_is_missing(on):
+    fits = plan_of(BF16, Memory(("recompute_block",)), tiny(num_layers=6)).total_bytes
+    refused = lambda plan: RefusedMemoryError("no", num_bytes=plan.total_bytes, free_bytes=fits)  # noqa: E731
+    plan, said = message_of(refused, on)
+    missing = shortage.shown(plan.total_bytes - fits)
+    numbers = f"no: {shortage.shown(plan.total_bytes)} were planned, {shortage.shown(fits)} are free now, {missing} are"
+    assert said.startswith(numbers) and "another program on this GPU" in said
+    assert "change the run: --recompute-block needs" in said and "Activations" in said
+
+
+def test_what_a_library_lacks_beside_the_plan_is_made_free_by_a_smaller_one(monkeypatch):
+    monkeypatch.setattr(shortage, "LIBRARY_BYTES", 1)
+    plan, said = message_of(lambda plan: RefusedMemoryError("a workspace", free_bytes=0), "run")
+    assert said.startswith(
+        f"a workspace: {shortage.shown(plan.total_bytes)} were planned and are held, 0 bytes are free"
+    )
+    assert "--recompute-block needs" in said and "missing" not in said.splitlines()[0].split(";")[0]
+
+
+def test_host_memory_that_is_refused_is_counted_by_what_is_kept_there():
+    hosted = Memory(host=("m", "v"))
+    refused = lambda plan: RefusedMemoryError("x", home="host", num_bytes=plan.host_bytes, free_bytes=9)  # noqa: E731
+    plan, said = message_of(refused, "memory", hosted)
+    assert f"{shortage.shown(plan.host_bytes - 9)} are missing" in said and "leave out --offload flags" in said
+    assert "Adam M" in said and "Activations" not in said
+
+
+def test_an_array_that_numpy_cannot_have_is_a_lack_of_memory_too():
+    _, said = message_of(lambda plan: MemoryError("Unable to allocate 1 GiB"), "run")
+    assert (
+        "the host has no more memory (Unable to allocate 1 GiB)" in said and "Activations" not in said.split("all")[1]
+    )
