@@ -73,7 +73,7 @@ def test_with_offload_they_are_bit_equal_too(memory, precision):
 
 
 @SLOW
-@pytest.mark.parametrize("seed", range(30))
+@pytest.mark.parametrize("seed", [*range(6), *(pytest.param(seed, marks=pytest.mark.slow) for seed in range(6, 30))])
 def test_random_combinations_are_bit_equal(seed):
     """Of small states, what is made again, what lives on the host and the update in backward."""
     draw = random.Random(seed)
