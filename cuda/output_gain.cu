@@ -33,8 +33,10 @@ extern "C" __global__ void __launch_bounds__(THREADS)
 #pragma unroll
         for (int j = 0; j < N; j++) sum += w[j] * w[j];
     }
+#pragma unroll 1
     for (int r = lane; r < R; r += 32) {
         float turned = 0.0f;
+#pragma unroll 8
         for (int i = 0; i < R; i++) turned += gram[i * every + r] * to_float(up[i]);
         added += to_float(up[r]) * (2.0f * through[r] + scale * turned);
     }
