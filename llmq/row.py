@@ -26,7 +26,7 @@ class Row:
     or host. `file` names the file that it is loaded from and stored in: the `model`, or that of an adapter. The entries
     of a `stacked` row along axis 0, such as experts, are each updated, and stored in forms, as a row of its own.
     `split` is the axis along which tensor parallelism cuts it (`llmq.model.parameters.shard`). `rate` multiplies the
-    run's learning rate.
+    run's learning rate. A vector that `is_column` is (N, 1) in files.
     """
 
     name: str
@@ -44,10 +44,13 @@ class Row:
     stacked: bool = False
     split: int | None = None
     rate: float = 1.0
+    is_column: bool = False
 
     @property
     def part_axes(self) -> tuple[int, ...]:
-        """The shape whose axis 0 parts count along."""
+        """The shape whose axis 0 parts count along, and whose other axes are those of the tensors in files."""
+        if self.is_column:
+            return (*self.shape, 1)
         return (self.shape[0] * self.shape[1], *self.shape[2:]) if self.stacked else self.shape
 
     @property

@@ -210,7 +210,7 @@ def test_a_part_of_the_model_is_trained_as_by_torch(text):
             values = {row.name: np.zeros(row.shape) for row in runs[-1].plan.rows}
             for row in runs[-1].plan.rows:
                 for part in row.parts:
-                    values[row.name][part.start : part.stop] = named[part.name]
+                    values[row.name].reshape(row.part_axes)[part.start : part.stop] = named[part.name]
             runs[-1].load([(row, values[row.name]) for row in runs[-1].plan.rows])
         groups = [
             {"params": [p for p in model.parameters() if p.requires_grad and (p.ndim > 1) == matrix], "weight_decay": w}

@@ -89,10 +89,11 @@ class StoredAdapter:
 
     def _over(self, row: Row, value: np.ndarray) -> np.ndarray:
         """`value` with the parts that the adapter has."""
+        whole = value.reshape(row.part_axes)
         for part in row.parts:
             if part.name in self.tensors:
-                value[part.start : part.stop] = self.read(part.name)
-        return value
+                whole[part.start : part.stop] = self.read(part.name)
+        return whole.reshape(row.shape)
 
     def change(self, target: Target, weight: np.ndarray) -> Callable[[int, int], np.ndarray]:
         """A function that gives what an adapter adds to rows [start, stop) of its map's `weight`, in f32: s B A less

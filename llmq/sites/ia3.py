@@ -7,7 +7,7 @@ The gains begin as ones and are held in `dtype`. In files they are columns of ou
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from llmq.row import Part, Row
@@ -38,12 +38,13 @@ class GainLinear:
         return (*self.base.slots(x), product, Slot(f"{self.key}.gain", (self.outputs,), (), "stat"))
 
     def rows(self, rows: Sequence[Row]) -> tuple[Row, ...]:
-        """The base's rows, and the gains of each piece (N,1)."""
+        """The base's rows, and the gains of each piece (N,)."""
         found = list(self.base.rows(rows))
         for piece in self.pieces:
             count, layer, name = piece.stop - piece.start, found[0].layer, f"{self.name}.ia3.{piece.key}"
             part = Part(f"{piece.name}.ia3_l", 0, count)
-            found.append(Row(name, (count, 1), (part,), "ones", False, layer, dtype=self.dtype, file=self.file))
+            row = Row(name, (count,), (part,), "ones", False, layer, dtype=self.dtype, file=self.file)
+            found.append(replace(row, is_column=True))
         return tuple(found)
 
     def forward(self, ops: Any, a: Any, y: Ref, x: Ref, w: Any, residual: Ref | None = None) -> None:

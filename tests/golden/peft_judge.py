@@ -45,7 +45,7 @@ def engine_of(config, model, adapters, precision, hyper=None):
     for row in engine.plan.rows:
         value = np.zeros(row.shape)
         for part in row.parts:
-            value[part.start : part.stop] = named[part.name]
+            value.reshape(row.part_axes)[part.start : part.stop] = named[part.name]
         rows.append((row, value))
     engine.load(rows)
     return engine
@@ -56,7 +56,8 @@ def by_name(engine, read):
     found = {}
     for row in engine.plan.rows:
         if row.trainable:
-            found |= {part.name: read(row.name)[part.start : part.stop].astype(np.float64) for part in row.parts}
+            value = read(row.name).reshape(row.part_axes).astype(np.float64)
+            found |= {part.name: value[part.start : part.stop] for part in row.parts}
     return found
 
 
@@ -76,7 +77,7 @@ def export_base(config, folder):
     for row in rows:
         values[row.name] = np.zeros(row.shape, np.float32)
         for part in row.parts:
-            values[row.name][part.start : part.stop] = weights[part.name]
+            values[row.name].reshape(row.part_axes)[part.start : part.stop] = weights[part.name]
     Export(folder, parsed, rows, "fp32").write(lambda row: values[row.name])
 
 

@@ -27,7 +27,7 @@ def held(value, space, dtype):
     if space != "v":
         codes |= rng.integers(0, 2, value.shape).astype(np.uint8) << 7
     scale = (10.0 ** rng.uniform(-9, -1, scale_shape(value.shape, form))).astype(np.float32)
-    scale = form.scales.rounded(scale)
+    scale = form.scales.made(scale, 1.0)
     return Tensor(space, codes.view(DTYPES[form.dtype]), value.shape, form, scale)
 
 

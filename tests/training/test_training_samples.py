@@ -9,6 +9,8 @@ from tiny_runs import folder, weights_of
 
 import llmq
 from llmq.errors import DataError, MemoryLimitError, UsageError
+from llmq.generation.prompts import Question
+from llmq.generation.text import Settings, Writer
 from llmq.hardware import device
 from llmq.report.read import read_log
 
@@ -41,6 +43,24 @@ def test_completions_come_with_every_evaluation_and_change_no_bit(asked, given):
     assert weights_of(result.checkpoint_path) == weights_of(silent.checkpoint_path)
     assert not samples(silent) and "Completions" not in read_log(silent.log_path).header["allocator"]
     assert read_log(result.log_path).header["allocator"]["Completions"] > 0
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("matmuls", ["bf16", "e4m3"])
+def test_a_gpu_completes_by_the_weights_that_it_trains(asked, given, tmp_path, matmuls):
+    """The last completions are those of the export, and the run has the bits of one without."""
+    shape = {"hidden_size": 64, "head_dim": 16, "intermediate_size": 96}  # what cuDNN and 16-byte accesses take
+    model = str(folder(tmp_path / "for the GPU", **shape))
+    on_it = {"model": model, "device": "cuda", "model_dtype": "bf16", "matmul_dtype": matmuls}
+    result = llmq.train(**{**asked, **on_it})
+    found = samples(result)
+    assert list(found) == [4, 8, 12] and found[4] != found[12]
+    silent = llmq.train(**{**given, **on_it, "name": "silent"})
+    assert weights_of(result.checkpoint_path) == weights_of(silent.checkpoint_path)
+    if matmuls == "bf16":
+        writer = Writer(Settings(str(result.model_path), device="cuda", max_tokens=6, batch_size=8))
+        written = writer.answers([Question({}, tokens=prompt) for prompt in TOKENS])
+        assert [list(one.tokens) for one in written] == [one["new_tokens"] for one in found[12]]
 
 
 def test_they_need_no_evaluation_data_and_none_is_repeated_by_a_resumed_run(asked):
