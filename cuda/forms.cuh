@@ -171,11 +171,12 @@ __device__ __forceinline__ int tile_at(int row, int column, int pitch) {
 }
 
 // Writes a tile of fp8 bytes [ROWS][pitch] transposed: its columns from 4 * i on are those of the output from place(4 * i)
-// on (less than 0: there are none), rows begin at `first_row` of `num_rows`. ROWS is 16, 32, 64 or 128. All THREADS of the
-// block call it, with barriers around. ROWS / 16 neighbours write one run of ROWS bytes.
+// on (less than 0: there are none), rows begin at `first_row` of `num_rows`, of which the whole has `tall`: a multiple of 16
+// only if num_rows is. ROWS is 16, 32, 64 or 128. All THREADS of the block call it, with barriers around. ROWS / 16
+// neighbours write one run of ROWS bytes.
 template <int ROWS, int THREADS, typename Place>
 __device__ __forceinline__ void write_columns(const u8* tile, int pitch, u8* col, int columns, Place place, i64 first_row,
-                                              i64 num_rows) {
+                                              i64 num_rows, i64 tall) {
     constexpr int PARTS = ROWS < 16 ? 1 : ROWS / 16;
 #pragma unroll 1
     for (int task = threadIdx.x; task < (columns + 3) / 4 * PARTS; task += THREADS) {
@@ -201,8 +202,8 @@ __device__ __forceinline__ void write_columns(const u8* tile, int pitch, u8* col
 #pragma unroll
         for (int j = 0; j < 4; j++) {
             if (c + j >= columns) break;
-            u8* to = col + (first_column + j) * num_rows + row;
-            if (num_rows % 16 == 0) {
+            u8* to = col + (first_column + j) * tall + row;
+            if (tall % 16 == 0) {
                 store_words(to, out[j]);
             } else {
 #pragma unroll

@@ -215,7 +215,7 @@ extern "C" __global__ void __launch_bounds__(THREADS)
     if constexpr ((FORMS & COL) != 0) {
         __syncthreads();
         write_columns<SIDE, THREADS>(
-            tile, PITCH, col, min(SIDE, C - first_column), [=](int c) { return first_column + c; }, first_row, rows);
+            tile, PITCH, col, min(SIDE, C - first_column), [=](int c) { return first_column + c; }, first_row, rows, rows);
     }
 }
 

@@ -3,7 +3,7 @@
 // GROUP warps own a row and hold it in registers (VPT accesses to a lane), GROUPS groups make a block, ROWS rows belong to
 // a block. Backward keeps the weight's gradient of its rows in registers too, writes one partial row of it per block
 // (`parts` of them, a function of the shapes) and leaves their sum to `sum_weight`: the order never changes.
-// d_out may be the memory of d_res. A block transposes only when all of its rows are there.
+// d_out may be the memory of d_res. A transposed copy may be that of more rows (`tall`) than are here. A block transposes only when all of its rows are there.
 //
 // Measured on an H200 in bf16, at (32768, 896) and (16384, 3584): forward 95 and 97% of a copy, backward 90 and 92%; with
 // fp8 in both layouts forward 83 and 77%, backward 82 and 77% (docs/kernels/memory-bound.md says what was tried).
@@ -35,7 +35,8 @@ __device__ __forceinline__ float group_sum(float x, float (*shared)[GROUPS][GROU
 }
 
 extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS)
-    rmsnorm_forward(OUTPUT_PARAMETERS(T, x), float* rstd, const T* res, const T* weight, float eps, i64 rows) {
+    rmsnorm_forward(OUTPUT_PARAMETERS(T, x), float* rstd, const T* res, const T* weight, float eps, i64 rows,
+                    i64 tall) {
     extern __shared__ __align__(16) u8 tile[];  // [ROWS][PITCH] where the transposed form is wanted
     __shared__ float shared[2][GROUPS][GROUP];
     int group = threadIdx.x / (32 * GROUP), column = threadIdx.x % (32 * GROUP) * N;
@@ -83,7 +84,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS)
     }
     if constexpr ((FORMS & COL) != 0) {
         __syncthreads();
-        write_columns<ROWS, THREADS>(tile, PITCH, x_col, C, [](int c) { return c; }, block_row, rows);
+        write_columns<ROWS, THREADS>(tile, PITCH, x_col, C, [](int c) { return c; }, block_row, rows, tall);
     }
     sink.finish();
 }
@@ -92,7 +93,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS)
 // A block owns `per_block` rows, a multiple of 256 where column sums are wanted.
 extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS)
     rmsnorm_backward(OUTPUT_PARAMETERS(T, d_out), float* partial, const T* d_x, const T* d_res, const T* res,
-                     const T* weight, const float* rstd, int per_block, i64 rows) {
+                     const T* weight, const float* rstd, int per_block, i64 rows, i64 tall) {
     extern __shared__ __align__(16) u8 tile[];  // [ROWS][PITCH] where the transposed form is wanted
     __shared__ float shared[2][GROUPS][GROUP];
     int group = threadIdx.x / (32 * GROUP), column = threadIdx.x % (32 * GROUP) * N;
@@ -166,7 +167,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS)
         }
         if constexpr ((FORMS & COL) != 0) {
             __syncthreads();
-            write_columns<ROWS, THREADS>(tile, PITCH, d_out_col, C, [](int c) { return c; }, block_row + first, rows);
+            write_columns<ROWS, THREADS>(
+                tile, PITCH, d_out_col, C, [](int c) { return c; }, block_row + first, rows, tall);
             __syncthreads();
         }
     }

@@ -435,6 +435,35 @@ def test_pieces_of_whole_tiles_are_written_into_the_copies_of_the_whole(op, rows
         assert all(device.host(cell) == o.amax[dtype] for dtype, cell in pieces[key].amax.items())
 
 
+@pytest.mark.gpu(emulated="304")
+@pytest.mark.parametrize("rows", [304, 300])
+@pytest.mark.parametrize("op", ["rmsnorm_forward", "rmsnorm_backward"])
+def test_a_norm_of_some_rows_writes_its_columns_of_the_copies_of_all(op, rows):
+    """As where an MLP goes back a tile of tokens at a time."""
+    case = make(op, replace(SIZES["odd"], b=1, t=rows, c=88))
+    inputs = inputs_of(case, "bf16")
+    name, other = case.outputs
+    copies = (None, *(Form("e4m3", layout, "delayed") for layout in ("row", "col")))
+    whole, cut = (output(case.outputs[name], "bf16", copies, scale=0.02, amax=0.0) for _ in range(2))
+    none = output(case.outputs[other], "fp32", ())
+    device = Device()
+    device.call(op, {name: whole, other: none}, inputs, **case.numbers)
+    on_device = {key: device.tensor(tensor) for key, tensor in inputs.items()}
+    step = rows // 4 if rows % 16 else 64
+    for start in range(0, rows, step):
+        piece = start, min(step, rows - start)
+        read = {key: t if key == "weight" else t.chunk(*piece) for key, t in on_device.items() if key != "rstd"}
+        if "rstd" in inputs:
+            shape = (1, piece[1])
+            read["rstd"] = replace(
+                on_device["rstd"], array=on_device["rstd"].array[:, start : start + piece[1]], shape=shape
+            )
+        cuda.OPS[op](device.output(cut).chunk(*piece), none, *read.values(), **case.numbers)
+    for one, target in zip(whole.tensors, cut.tensors, strict=True):
+        assert same_bytes(device.host(one.array), device.host(target.array)), target.form
+    assert all(device.host(cell) == device.host(whole.amax[dtype]) for dtype, cell in cut.amax.items())
+
+
 @gpu
 @pytest.mark.parametrize("rows", [131, 304])
 @pytest.mark.parametrize("hd", [64, 128])

@@ -52,7 +52,7 @@ def cast(out: Output, /, x: Tensor) -> None:
     if x.form is not None and x.form.scaling is not None:
         _dequantize(out, x)
         return
-    wanted, outputs = forms(out)
+    wanted, outputs = forms(out, may_be_cut=True)
     rows, columns, number = matrix(x.shape, int(wanted["FORMS"]), type_of(x), type_of(out))
     constants = {"X": type_of(x), "T": type_of(out), "C": columns, "N": number, **wanted}
     blocks = tiles(rows, columns, int(wanted["FORMS"]), number, TRANSPOSED)
@@ -87,7 +87,7 @@ def _unpack(out: Output, x: Tensor) -> None:
     """What numbers of 4 or 8 bits stand for, in its forms."""
     assert x.form is not None
     format_, scales, kind, width = x.form.dtype, x.form.scales, type_of(out), x.shape[-1]
-    wanted, outputs = forms(out)
+    wanted, outputs = forms(out, may_be_cut=True)
     is_flat = format_ == "nf4" or (format_ == "mxfp4" and width % MX_BLOCK == 0)  # blocks go by flat numbers
     rows, columns, number = rows_of(x.shape), width, access(width, kind)
     if is_flat:

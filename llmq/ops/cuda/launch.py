@@ -109,9 +109,13 @@ def adds(output: Output) -> np.int32:
     return np.int32(output.wanted and output.accumulate)
 
 
-def forms(output: Output) -> tuple[dict[str, int | str], tuple[int, ...]]:
-    """Constants FORMS and E4M3 of an output, and the arguments of OUTPUT_PARAMETERS in forms.cuh."""
+def forms(output: Output, *, may_be_cut: bool = False) -> tuple[dict[str, int | str], tuple[int, ...]]:
+    """Constants FORMS and E4M3 of an output, and the arguments of OUTPUT_PARAMETERS in forms.cuh.
+
+    `may_be_cut`: the kernel is told the `height` of a transposed copy, of which the output may be some columns.
+    """
     assert not output.accumulate, f"{output.name}: forms are written, not added to"
+    assert may_be_cut or height(output) in (0, rows_of(output.shape)), f"{output.name}: columns of a taller copy"
     found: dict[int, Tensor] = {}
     for tensor in output.tensors:
         bit = _bit(tensor.form, output)

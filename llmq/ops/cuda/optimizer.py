@@ -135,7 +135,7 @@ def adamw(
 
     Bit for bit what the reference computes; new_* may be the memory of master, m and v.
     """
-    wanted, outputs = forms(weight)
+    wanted, outputs = forms(weight, may_be_cut=True)
     types = {"MASTER": _held_type(master), "M": _held_type(m), "V": _held_type(v), "G": type_of(grad)}
     types["T"] = type_of(weight) if weight.wanted or master.form is not None else types["MASTER"]
     bits, count, columns = int(wanted["FORMS"]), math.prod(master.shape), master.shape[-1]

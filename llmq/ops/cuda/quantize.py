@@ -9,7 +9,20 @@ import numpy as np
 from llmq.errors import UsageError
 from llmq.ops.cuda.cast import amax_scale
 from llmq.ops.cuda.compile import Constants
-from llmq.ops.cuda.launch import COL, ROW, Kernel, access, address, launch, plain, pointer, room, rows_of, type_of
+from llmq.ops.cuda.launch import (
+    COL,
+    ROW,
+    Kernel,
+    access,
+    address,
+    height,
+    launch,
+    plain,
+    pointer,
+    room,
+    rows_of,
+    type_of,
+)
 from llmq.scaling import BLOCK
 from llmq.tensor import Output, Tensor
 
@@ -82,6 +95,7 @@ def _tiles(out: Output, scaling: str, row: Tensor | None, col: Tensor | None, x:
 
     copy = row or col
     assert copy is not None and copy.form is not None
+    assert height(out) in (0, rows_of(x.shape)), f"{out.name}: columns of a taller copy"
     constants = _constants(out, x, copy, ROW * (row is not None) + COL * (col is not None), scaling)
     rows, across = rows_of(x.shape), -(-x.shape[-1] // BLOCK)
     scales = [0 if tensor is None else address(tensor.scale) for tensor in (row, col)]

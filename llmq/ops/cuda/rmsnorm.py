@@ -17,6 +17,7 @@ from llmq.ops.cuda.launch import (
     access,
     adds,
     forms,
+    height,
     kind_of,
     launch,
     plain,
@@ -40,10 +41,11 @@ def rmsnorm_forward(x: Output, rstd: Output, /, res: Tensor, weight: Tensor, *, 
     """x (B,T,C), rstd (B,T) <- res (B,T,C), weight (C,)."""
     kind, rows = type_of(res), rows_of(res.shape)
     assert type_of(weight) == type_of(x) == kind, "a norm computes in one dtype"
-    wanted, outputs = forms(x)
+    wanted, outputs = forms(x, may_be_cut=True)
     constants = {**_constants(kind, "float", res.shape[-1], wanted, forward=True), "RESIDUAL": 0}
     threads, per_block = _threads(constants), int(constants["ROWS"])
-    arguments = (*outputs, plain(rstd), pointer(res), pointer(weight), np.float32(eps), np.int64(rows))
+    arguments = (*outputs, plain(rstd), pointer(res), pointer(weight), np.float32(eps))
+    arguments += (np.int64(rows), np.int64(height(x)))
     shared = _tile_bytes(constants)
     launch("rmsnorm", "rmsnorm_forward", -(-rows // per_block), threads, arguments, constants, shared_bytes=shared)
 
@@ -63,13 +65,13 @@ def rmsnorm_backward(
     """d_out (B,T,C), d_weight (C,) <- d_x (B,T,C), d_res (B,T,C) or None, res (B,T,C), weight (C,), rstd (B,T)."""
     kind, columns, rows = type_of(res), res.shape[-1], rows_of(res.shape)
     gradient = type_of(d_weight) if d_weight.wanted else "float"
-    wanted, outputs = forms(d_out)
+    wanted, outputs = forms(d_out, may_be_cut=True)
     constants = {**_constants(kind, gradient, columns, wanted, forward=False), "RESIDUAL": int(d_res is not None)}
     per_block = _rows_per_part(rows)
     parts = -(-rows // per_block)
     partial = room(scratch, _scratch_bytes(res.shape)) if d_weight.wanted else 0
     read = (pointer(d_x), pointer(d_res), pointer(res), pointer(weight), pointer(rstd))
-    arguments = (*outputs, partial, *read, np.int32(per_block), np.int64(rows))
+    arguments = (*outputs, partial, *read, np.int32(per_block), np.int64(rows), np.int64(height(d_out)))
     shared = _tile_bytes(constants)
     launch("rmsnorm", "rmsnorm_backward", parts, _threads(constants), arguments, constants, shared_bytes=shared)
     if d_weight.wanted:
