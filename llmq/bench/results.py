@@ -27,11 +27,15 @@ from llmq.training.records import to_json
 
 KIND, SCHEMA = "llmq-bench", 1
 # in two results that can be compared
-SAME = ("model", "dtype", "batch_size", "seq_len", "gpus", "zero_level", "lora_rank", "base_dtype")
+SAME = ("model", "dtype", "batch_size", "seq_len", "gpus", "zero_level", "lora_rank", "dora", "base_dtype")
 # shown where they differ
-SETTINGS = ("tokens_per_step", "precision", "recompute", "lmhead_chunks", "attn_bwd_chunks", "deterministic")
+SETTINGS = (
+    *("tokens_per_step", "precision", "recompute", "on_host", "fused_update"),
+    *("lmhead_chunks", "seq_tiles", "attn_bwd_chunks", "deterministic"),
+)
 # what older files lack
-UNSAID = {"deterministic": True, "gpus": 1, "zero_level": None, "lora_rank": None, "base_dtype": None}
+UNSAID: dict[str, Any] = {"deterministic": True, "gpus": 1, "zero_level": None, "lora_rank": None, "dora": False}
+UNSAID |= {"base_dtype": None, "on_host": [], "fused_update": False, "seq_tiles": 1}
 
 Result = Mapping[str, Any]
 
@@ -65,7 +69,10 @@ def result_of(
         "tokens_per_step": speed.tokens_per_step,
         "precision": asdict(spec.precision),
         "recompute": [flag.removeprefix("recompute_") for flag in spec.memory.flags],
+        "on_host": [*spec.memory.offload, *spec.memory.host],
+        "fused_update": spec.memory.fused,
         "lmhead_chunks": spec.memory.head_chunks,
+        "seq_tiles": spec.memory.seq_tiles,
         "attn_bwd_chunks": spec.memory.attention_chunks,
         "deterministic": deterministic,
         "gpus": gpus,
@@ -73,6 +80,7 @@ def result_of(
         "communication": communication,
         "tokens_per_second": {"median": median, "min": low, "max": high},
         "lora_rank": None if spec.adapters is None else spec.adapters.rank,
+        "dora": spec.adapters is not None and spec.adapters.dora,
         "base_dtype": None if spec.adapters is None else spec.adapters.base,
         "sol": sol.fraction(*rate),
         "ceiling_share": found.share,
@@ -202,9 +210,10 @@ def name_of(result: Result) -> str:
 
 
 def adapters_in_words(about: Mapping[str, Any]) -> str:
-    """`, rank 16 on nf4`; empty where the whole model is trained."""
+    """`, rank 16 on nf4`, `, DoRA of rank 16`; empty where the whole model is trained."""
     base = f" on {about['base_dtype']}" if about.get("base_dtype") else ""
-    return f", rank {about['lora_rank']}{base}" if about.get("lora_rank") else ""
+    method = "DoRA of rank" if about.get("dora") else "rank"
+    return f", {method} {about['lora_rank']}{base}" if about.get("lora_rank") else ""
 
 
 def require_common(old: Mapping[str, Any], wanted: Sequence[tuple[str, str, int]]) -> None:

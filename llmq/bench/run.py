@@ -393,7 +393,8 @@ def _plan(one: Wanted, batch_size: int, backend: Backend, gpu_bytes: int, shardi
     sized = {**sizes, "logit_bytes": logit_bytes, "gpu_bytes": gpu_bytes}
     limits = memory.resolve(options.memory, own_master=one.precision.has_own_master, **sized)
     low_rank = adapters.resolve(options.adapters, one.config)
-    spec = Spec(one.config, one.precision, limits, Hyperparameters(), **sizes, sharding=sharding, adapters=low_rank)
+    hyper = Hyperparameters(clips_by_last=limits.fused)
+    spec = Spec(one.config, one.precision, limits, hyper, **sizes, sharding=sharding, adapters=low_rank)
     return make_plan(spec, backend.scratch_bytes)
 
 

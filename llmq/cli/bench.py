@@ -20,10 +20,14 @@ from llmq.options.parse import descriptions
 
 ARGUMENTS = "llmq.arguments"  # in a context's meta: all of them
 LEFT_OUT = ("model_dtype", "matmul_dtype", "log_fp8_every", "fp8_fallback")  # --dtypes; watching a run
-OTHERS = ("lmhead_chunks", "attn_bwd_chunks", "lora_rank", "lora_targets", "lora_dropout", "base_dtype")
-# options that mean what they mean in llmq-train
+OF_ADAPTERS = ("lora_rank", "lora_targets", "lora_dropout", "dora", "base_dtype")
+# options that mean what they mean in llmq-train; those of recomputing are one, --recompute
 RECIPE = {
-    d.key: d for d in descriptions().values() if (d.section == "precision" and d.key not in LEFT_OUT) or d.key in OTHERS
+    d.key: d
+    for d in descriptions().values()
+    if (d.section == "precision" and d.key not in LEFT_OUT)
+    or (d.section == "memory" and not d.key.startswith("recompute_"))
+    or d.key in OF_ADAPTERS
 }
 
 
@@ -163,6 +167,7 @@ def command(context: click.Context, **given: Any) -> int:
     llmq-bench --models Qwen2.5-0.5B --batch-sizes 1,2,4,8
     llmq-bench --models Qwen2.5-0.5B --gpus 2 --zero-levels 1,3
     llmq-bench --models Qwen2.5-7B --lora-rank 16 --base-dtype nf4 --dtypes bf16,e4m3
+    llmq-bench --models Qwen2.5-7B --dtypes e4m3 --recompute block --offload-residual --offload-optimizer
     llmq-bench op 'rmsnorm_*'
 
     Weights and moments are bf16 (fp32 with --dtypes fp32), adapters and theirs fp32. The command prints tokens per

@@ -99,6 +99,16 @@ def test_adapters_are_measured(shape, tmp_path, capsys):
     assert run([*shape, "--dtypes=bf16", "--base-dtype=nf4"]) == UsageError.exit_code
 
 
+def test_what_saves_memory_is_measured(shape, tmp_path, capsys):
+    saving = ["--recompute=block", "--offload-residual", "--offload-optimizer", "--seq-tiles=2", "--fused-update"]
+    one_micro_batch = [part for part in shape if not part.startswith("--tokens")] + ["--tokens-per-step=32"]
+    assert run([*one_micro_batch, "--dtypes=bf16", *saving, f"--save={tmp_path}/out.json"]) == 0
+    (one,) = json.loads((tmp_path / "out.json").read_text())["results"]
+    assert one["on_host"] == ["residual", "m", "v"] and one["fused_update"] and one["seq_tiles"] == 2
+    assert run([*one_micro_batch, "--dtypes=bf16", "--lora-rank=4", "--dora", "--lora-targets=mlp"]) == 0
+    assert "bf16 2x16, DoRA of rank 4" in capsys.readouterr().out.replace("\n", " ")
+
+
 def test_batch_sizes_are_one_table(shape, tmp_path, capsys, monkeypatch):
     monkeypatch.setenv("COLUMNS", "200")
     sizes = [part for part in shape if not part.startswith("--batch-size")]
