@@ -39,16 +39,18 @@ class Linear:
         """y (...,N) <- x (...,K), w.weight (N,K), w.bias (N,) or None, residual (...,N) or None."""
         ops.linear_forward(y, x.as_form(self.x.row), w.weight.as_form(self.weight.row), w.bias, residual)
 
-    def dgrad(self, ops: Any, d_x: Ref, d_y: Ref, w: Any) -> None:
-        """d_x (...,K) <- d_y (...,N), w.weight (N,K)."""
-        ops.linear_dgrad(d_x, d_y.as_form(self.d_y.row), w.weight.as_form(self.weight.col), None)
+    def dgrad(self, ops: Any, d_x: Ref, d_y: Ref, w: Any, residual: Ref | None = None) -> None:
+        """d_x (...,K) <- d_y (...,N), w.weight (N,K), residual (...,K) or None."""
+        ops.linear_dgrad(d_x, d_y.as_form(self.d_y.row), w.weight.as_form(self.weight.col), residual)
 
     def wgrad(self, ops: Any, dw: Any, d_y: Ref, x: Ref) -> None:
         """dw.weight (N,K), dw.bias (N,) <- d_y (...,N), x (...,K)."""
         ops.linear_wgrad(dw.weight, d_y.as_form(self.d_y.col), x.as_form(self.x.col))
         ops.bias_backward(dw.bias, d_y.as_form(COLSUM))
 
-    def backward(self, ops: Any, a: Any, d: Any, d_x: Ref, dw: Any, d_y: Ref, x: Ref, w: Any) -> None:
-        """d_x, dw <- d_y, x, w."""
-        self.dgrad(ops, d_x, d_y, w)
+    def backward(
+        self, ops: Any, a: Any, d: Any, d_x: Ref, dw: Any, d_y: Ref, x: Ref, w: Any, residual: Ref | None = None
+    ) -> None:
+        """d_x, dw <- d_y, x, w, residual (...,K) or None, which is added to d_x."""
+        self.dgrad(ops, d_x, d_y, w, residual)
         self.wgrad(ops, dw, d_y, x)

@@ -3,6 +3,9 @@
 A fused site, such as q, k and v, has an adapter for each of its parts. Their A are one row `lora_a` (sum of ranks, K),
 which reads x once; each B is a row `lora_b.q_proj` of its own and adds to its columns of y. All operands are read as
 they are, whatever forms the site itself reads.
+
+The adapter's product is written first where it fills y, and the site's own product adds to it: that takes longer to
+compute than y to read, while a product of so few terms is as fast as memory. So it is with the gradient of x.
 """
 
 from __future__ import annotations
@@ -80,22 +83,28 @@ class LoraLinear:
 
     def forward(self, ops: Any, a: Any, y: Ref, x: Ref, w: Any, residual: Ref | None = None) -> None:
         """y (...,N) <- x (...,K), w, residual (...,N) or None."""
-        self.base.forward(ops, a, y, x, w, residual)
-        self.add(ops, a[f"{self.key}.low"], y, x, w)
+        self.sum(ops, a, y, x, x, w, residual)
 
-    def add(self, ops: Any, low: Ref, y: Ref, x: Ref, w: Any) -> None:
-        """low (...,R) <- A x; y (...,N) <- y + s B A x."""
-        ops.linear_forward(low, x, w.lora_a, None, None)
+    def sum(self, ops: Any, a: Any, y: Ref, x: Ref, own: Ref, w: Any, residual: Ref | None) -> None:
+        """y (...,N) <- W x + b + s B A own + residual (...,N) or None; a.low (...,R) <- A own."""
+        low = a[f"{self.key}.low"]
+        fills = sum(piece.stop - piece.start for piece in self.pieces) == y.shape[-1]
+        if not fills:
+            self.base.forward(ops, a, y, x, w, residual)
+            residual = y
+        ops.linear_forward(low, own, w.lora_a, None, None)
         for piece in self.pieces:
-            out = piece.columns(y)
-            ops.linear_forward(out, piece.low(low), getattr(w.lora_b, piece.key), None, out, alpha=piece.scale)
+            up, to = getattr(w.lora_b, piece.key), None if residual is None else piece.columns(residual)
+            ops.linear_forward(piece.columns(y), piece.low(low), up, None, to, alpha=piece.scale)
+        if fills:
+            self.base.forward(ops, a, y, x, w, y)
 
     def backward(self, ops: Any, a: Any, d: Any, d_x: Ref, dw: Any, d_y: Ref, x: Ref, w: Any) -> None:
         """d_x, dw <- d_y, x, w."""
         low, d_low = a[f"{self.key}.low"], d[f"{self.key}.low"]
         self.add_backward(ops, d_low, dw, d_y, low, x, w)
-        self.base.backward(ops, a, d, d_x, dw, d_y, x, w)
-        ops.linear_dgrad(d_x, d_low, w.lora_a, d_x)
+        ops.linear_dgrad(d_x, d_low, w.lora_a, None)
+        self.base.backward(ops, a, d, d_x, dw, d_y, x, w, d_x)
 
     def add_backward(self, ops: Any, d_low: Ref, dw: Any, d_y: Ref, low: Ref, x: Ref, w: Any) -> None:
         """d_low (...,R), gradients of A and B <- d_y (...,N), low, x (...,K)."""
@@ -125,9 +134,8 @@ class DroppedLoraLinear(LoraLinear):
     def forward(self, ops: Any, a: Any, y: Ref, x: Ref, w: Any, residual: Ref | None = None) -> None:
         """y (...,N) <- x (...,K), w, residual (...,N) or None, a.batch.samples (B,)."""
         dropped = a[f"{self.key}.dropped"]
-        self.base.forward(ops, a, y, x, w, residual)
         ops.dropout(dropped, x, a.batch.samples, None, **self.place(x))
-        self.add(ops, a[f"{self.key}.low"], y, dropped, w)
+        self.sum(ops, a, y, x, dropped, w, residual)
 
     def backward(self, ops: Any, a: Any, d: Any, d_x: Ref, dw: Any, d_y: Ref, x: Ref, w: Any) -> None:
         """d_x, dw <- d_y, x, w, a.batch.samples."""
@@ -135,9 +143,9 @@ class DroppedLoraLinear(LoraLinear):
         again, d_dropped = a[f"{self.key}.again"], d[f"{self.key}.dropped"]
         ops.dropout(again, x, a.batch.samples, None, **self.place(x))
         self.add_backward(ops, d_low, dw, d_y, low, again, w)
-        self.base.backward(ops, a, d, d_x, dw, d_y, x, w)
         ops.linear_dgrad(d_dropped, d_low, w.lora_a, None)
-        ops.dropout(d_x, d_dropped, a.batch.samples, d_x, **self.place(x))
+        ops.dropout(d_x, d_dropped, a.batch.samples, None, **self.place(x))
+        self.base.backward(ops, a, d, d_x, dw, d_y, x, w, d_x)
 
     def place(self, x: Ref) -> dict[str, Any]:
         """Numbers of the op: where x begins in the batch is the first token's place."""

@@ -336,13 +336,13 @@ def test_a_base_in_bf16_is_that_of_a_model_in_bf16():
 
 
 def test_fused_maps_read_their_input_once():
-    """One product with all A of a site, and one for each B."""
+    """One product with all A of a site, and one for each B, to which the site's own adds."""
     plan = plan_of(BF16, adapters=adapters("attention"), config=tiny(num_layers=1))
     calls = [call for call in plan.programs["only"].calls if call.op == "linear_forward"]
     weights = [call.inputs[1].name for call in calls]
     at = "layers.0.attention"
-    qkv = [f"{at}.qkv.weight", f"{at}.qkv.lora_a", *(f"{at}.qkv.lora_b.{p}_proj" for p in "qkv")]
-    assert weights[:7] == [*qkv, f"{at}.o.weight", f"{at}.o.lora_a"]
+    qkv = [f"{at}.qkv.lora_a", *(f"{at}.qkv.lora_b.{p}_proj" for p in "qkv"), f"{at}.qkv.weight"]
+    assert weights[:7] == [*qkv, f"{at}.o.lora_a", f"{at}.o.lora_b.o_proj"]
 
 
 @pytest.mark.parametrize("precision", [BF16, FP8["e4m3", "delayed"], FP8["e4m3", "rowwise"], FP8["e5m2", "blockwise"]])
