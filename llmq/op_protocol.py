@@ -200,6 +200,11 @@ class Ops:
     def loss_sum(self, loss_total: Ref | None, num_tokens: Ref | None, /, loss: Ref, targets: Ref) -> None:
         """loss_total (1,), num_tokens (1,) <- loss (...), targets (...) int32: sum of losses, number of trained."""
 
+    def low_rank_backward(
+        self, d_low: Ref | None, d_up: Ref | None, /, d_y: Ref, low: Ref, up: Ref, *, alpha: float = 1.0
+    ) -> None:
+        """d_low (...,R), d_up (N,R) <- d_y (...,N), low (...,R), up (N,R): alpha d_y up, alpha d_y^T low."""
+
     def output_gain(
         self,
         gain: Ref | None,

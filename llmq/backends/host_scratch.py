@@ -152,6 +152,7 @@ RULES: Mapping[str, Rule] = {
     "linear_dgrad": _product("d_x", "d_y", "weight"),
     "linear_forward": _product("y", "x", "weight"),
     "linear_wgrad": _product("d_weight", "d_y", "x"),
+    "low_rank_backward": lambda a: max(_product("d_low", "d_y", "up")(a), _product("d_up", "d_y", "low")(a)),
     "penalize": lambda a: a.copies("logits") + 4 * a.size("out"),
     "qk_norm_backward": _elementwise("d_qkv", 5, "qkv", "d_out", held=3),
     "qk_norm_forward": _elementwise("out", 2, "qkv", held=1),

@@ -52,7 +52,7 @@ class _Binder:
     def launch(self, index: int, call: Call, op: Op, poison: bool) -> Launch:
         """One call, with the slots that begin and end with it poisoned around it."""
         refs = [*(ref for ref in call.inputs if ref is not None), *call.written]
-        takes_columns = record(call.op).is_linear
+        takes_columns = record(call.op).takes_columns
         assert takes_columns or not any(ref.pitch for ref in refs), f"{call.op} reads and writes no columns alone"
         outputs = [UNWANTED if result is None else self._output(result) for result in call.outputs]
         inputs = [None if ref is None else self._tensor(ref) for ref in call.inputs]

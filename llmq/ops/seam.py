@@ -62,6 +62,7 @@ class OpRecord:
     is_collective: bool = False  # the backend gives it the world
     lane: str = "main"  # where calls run unless said otherwise
     is_linear: bool = False  # multiplies with a weight, or makes a weight's gradient: what a site is made of
+    takes_columns: bool = False  # operands and results may be columns of a wider matrix
     for_each_row: bool = False  # the optimizer calls it for every row, many of which take no longer than a launch
     products: int = 0  # matrix products, each of `multiply_adds`
     remade: int = 0  # of these, which another op has made before: time lost to speed of light

@@ -53,7 +53,7 @@ def site_of(spec: Spec, name: str) -> Site:
     if adapters.method == "ia3":
         return _with_gains(spec, base, adapters.by_site[name])
     pieces = _pieces(adapters.by_site[name])
-    about = (base, pieces, adapters.init, FILE)
+    about = (base, pieces, adapters.init, FILE, p.model)
     lora = LoraLinear(*about)
     if adapters.dropout:
         lora = DroppedLoraLinear(*about, rate=adapters.dropout, seed=spec.seed)

@@ -20,6 +20,8 @@ from llmq.sites.linear import Linear
 from llmq.tensor import Ref, Slot
 
 DRAWN = ("kaiming", "gaussian")
+ONE_PASS = (16, 32)  # ranks whose gradients of B, and of what B multiplies, come of one pass over d_y in bf16
+WHOLE = 8  # what places and widths are multiples of for that
 
 
 @dataclass(frozen=True)
@@ -55,14 +57,17 @@ def _columns(ref: Ref, start: int, count: int) -> Ref:
 class LoraLinear:
     """The site `base` with adapters `pieces`, whose rows are kept in `file`.
 
-    `init` says how A is drawn, B being zero, or of which part of the weight both are made.
+    `init` says how A is drawn, B being zero, or of which part of the weight both are made. Values are of `dtype`.
     """
 
-    def __init__(self, base: Linear, pieces: Sequence[LowRank], init: str, file: str) -> None:
+    def __init__(self, base: Linear, pieces: Sequence[LowRank], init: str, file: str, dtype: str) -> None:
         self.base, self.name, self.key = base, base.name, base.key
         self.pieces, self.init, self.file = tuple(pieces), init, file
         self.init_b = "zeros" if init in DRAWN else init
         self.rank = sum(piece.rank for piece in pieces)
+        self.is_whole = dtype == "bf16" and not any(
+            p.first % WHOLE or p.start % WHOLE or p.stop % WHOLE for p in pieces
+        )
 
     def slots(self, x: Slot) -> tuple[Slot, ...]:
         """A x (...,R) of all pieces, beside the slots of the base."""
@@ -109,9 +114,13 @@ class LoraLinear:
     def add_backward(self, ops: Any, d_low: Ref, dw: Any, d_y: Ref, low: Ref, x: Ref, w: Any) -> None:
         """d_low (...,R), gradients of A and B <- d_y (...,N), low, x (...,K)."""
         for piece in self.pieces:
-            out, up = piece.columns(d_y), getattr(w.lora_b, piece.key)
-            ops.linear_dgrad(piece.low(d_low), out, up, None, alpha=piece.scale)
-            ops.linear_wgrad(getattr(dw.lora_b, piece.key), out, piece.low(low), alpha=piece.scale)
+            out, up, d_up = piece.columns(d_y), getattr(w.lora_b, piece.key), getattr(dw.lora_b, piece.key)
+            own, d_own = piece.low(low), piece.low(d_low)
+            if self.is_whole and piece.rank in ONE_PASS and not (self.rank % WHOLE or d_y.shape[-1] % WHOLE):
+                ops.low_rank_backward(d_own, d_up, out, own, up, alpha=piece.scale)
+            else:
+                ops.linear_dgrad(d_own, out, up, None, alpha=piece.scale)
+                ops.linear_wgrad(d_up, out, own, alpha=piece.scale)
         ops.linear_wgrad(dw.lora_a, d_low, x)
 
 

@@ -283,6 +283,15 @@ def linear_wgrad(s: Sizes, rng: np.random.Generator) -> Case:
     return Case("", {"d_weight": (s.f, s.c)}, inputs)
 
 
+def low_rank_backward(s: Sizes, rng: np.random.Generator) -> Case:
+    inputs = {
+        "d_y": rng.standard_normal((s.b, s.t, s.f)),
+        "low": rng.standard_normal((s.b, s.t, 16)),
+        "up": rng.standard_normal((s.f, 16)),
+    }
+    return Case("", {"d_low": (s.b, s.t, 16), "d_up": (s.f, 16)}, inputs, {"alpha": 0.5})
+
+
 def bias_backward(s: Sizes, rng: np.random.Generator) -> Case:
     d_y = rng.standard_normal((s.b, s.t, s.f))
     return Case("", {"d_bias": (s.f,)}, {"d_y": d_y}, colsum=frozenset({"d_y"}))

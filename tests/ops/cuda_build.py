@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -51,13 +52,16 @@ class Device:
         return self.arrays[id(array)].view(np.uint8).reshape(-1).get().view(array.dtype).reshape(array.shape)
 
     def call(self, op: str, outputs: dict[str, Output], inputs: dict[str, Tensor | None], **numbers: Any) -> None:
-        """Runs `op` on the GPU, with scratch of exactly the size asked for, poisoned."""
+        """Runs `op` on copies of these on the GPU."""
+        self.run(op, [self.output(o) for o in outputs.values()], [self.tensor(t) for t in inputs.values()], **numbers)
+
+    def run(self, op: str, outputs: Sequence[Output], inputs: Sequence[Tensor | None], **numbers: Any) -> None:
+        """Runs `op` on what is on the GPU, with scratch of exactly the size asked for, poisoned."""
         import cupy
 
-        call = arguments_of(op, *outputs.values(), *inputs.values(), **numbers)
+        call = arguments_of(op, *outputs, *inputs, **numbers)
         size = cuda.KERNELS[op].needed(call)
         self.scratch = cupy.full(size, 0xFF, cupy.uint8) if size else None
         given = {"scratch": self.scratch} if size else {}
-        written = [self.output(o) for o in outputs.values()]
-        cuda.OPS[op](*written, *(self.tensor(t) for t in inputs.values()), **numbers, **given)
+        cuda.OPS[op](*outputs, *inputs, **numbers, **given)
         cupy.cuda.get_current_stream().synchronize()

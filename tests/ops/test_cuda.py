@@ -128,7 +128,8 @@ def check(case: Case, dtype: str, *, accumulate: bool = False) -> None:
 @pytest.mark.gpu(emulated="bf16-odd")
 @pytest.mark.parametrize("size", SIZES)
 @pytest.mark.parametrize("dtype", ["bf16", "fp32"])
-@pytest.mark.parametrize("op", [op for op in cuda.OPS if op != "quantize"])  # it writes no value: test_cuda_quantize
+# quantize writes no value; low_rank_backward takes bf16 alone: tests of their own
+@pytest.mark.parametrize("op", [op for op in cuda.OPS if op not in ("quantize", "low_rank_backward")])
 def test_an_op_equals_the_reference(op, dtype, size):
     check(make(op, SIZES[size]), dtype)
 

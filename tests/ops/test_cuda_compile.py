@@ -54,6 +54,8 @@ REGISTERS = {
     "column_scale": 32,
     "cross_entropy": 80,
     "dequantize": 32,
+    "low_rank_backward": 248,  # of rank 32; 128 of rank 16
+    "low_rank_sums": 40,
     "output_gain": 64,
     "output_gain_backward": 32,
     "dropout": 48,
@@ -218,6 +220,9 @@ def model_launches(noted: Launches, b: int, t: int, c: int, hq: int, hkv: int, h
             low, gram = noted.tensor((2 * f, rank), "fp32"), noted.tensor((rank, rank), "fp32")
             about = (read((2 * f, c)), low, gram, read((2 * f, rank)), noted.tensor((2 * f,), "fp32"))
             ops.output_gain(out((2 * f,), "fp32", None), out((2 * f,), "fp32", None), *about, scale=2.0, first=0)
+        for rank in (16, 32) if dtype == "bf16" else ():
+            pair, wide = (out((b, t, rank), dtype, None), out((f, rank), "fp32", None)), read((b, t, f))
+            ops.low_rank_backward(*pair, wide, read((b, t, rank)), read((f, rank)), alpha=2.0)
         ops.output_gain(out((f,), "fp32", None), out((f,), "fp32"), None, None, None, None, None, scale=1.0, first=0)
         ops.output_gain_backward(out((f,), dtype, None), noted.tensor((f,), "fp32"), noted.tensor((f,), "fp32"))
         added = out((v, c), dtype, None)

@@ -19,6 +19,7 @@ ACCUMULATED = [
     ("qk_norm_backward", "d_q_weight"),
     ("qk_norm_backward", "d_k_weight"),
     ("linear_wgrad", "d_weight"),
+    ("low_rank_backward", "d_up"),
     ("bias_backward", "d_bias"),
     ("loss_sum", "loss_total"),
     ("loss_sum", "num_tokens"),

@@ -32,7 +32,8 @@ def test_every_op_is_typed_and_described_and_its_record_names_what_exists(op):
     assert set(found.cast_from.values()) <= {*found.inputs, *found.outputs}
     assert found.forms | found.rows <= set(found.outputs)
     assert found.lane in seam.LANES and found.family
-    assert bool(found.products) == (found.is_linear or found.family.startswith("attention"))
+    assert bool(found.products) == (found.takes_columns or found.family.startswith("attention"))
+    assert found.takes_columns or not found.is_linear
 
 
 def test_the_facts_that_others_look_up():

@@ -24,7 +24,7 @@ def _product(left: np.ndarray, right: np.ndarray, alpha: float) -> np.ndarray:
     return value if alpha == 1 else value * value.dtype.type(alpha)
 
 
-@op(family="linears forward", is_linear=True, products=1, multiply_adds=_multiply_adds)
+@op(family="linears forward", is_linear=True, takes_columns=True, products=1, multiply_adds=_multiply_adds)
 def linear_forward(
     y: Output, /, x: Tensor, weight: Tensor, bias: Tensor | None, residual: Tensor | None, *, alpha: float = 1.0
 ) -> None:
@@ -42,7 +42,7 @@ def linear_forward(
     y.write(value.reshape(y.shape))
 
 
-@op(family="linears dgrad", is_linear=True, products=1, multiply_adds=_gradient_multiply_adds)
+@op(family="linears dgrad", is_linear=True, takes_columns=True, products=1, multiply_adds=_gradient_multiply_adds)
 def linear_dgrad(d_x: Output, /, d_y: Tensor, weight: Tensor, residual: Tensor | None, *, alpha: float = 1.0) -> None:
     """d_x (...,K) <- d_y (...,N), weight (N,K), residual (...,K) or None: alpha d_y weight + residual.
 
@@ -56,11 +56,23 @@ def linear_dgrad(d_x: Output, /, d_y: Tensor, weight: Tensor, residual: Tensor |
     d_x.write(value.reshape(d_x.shape))
 
 
-@op(family="linears wgrad", is_linear=True, products=1, multiply_adds=_gradient_multiply_adds)
+@op(family="linears wgrad", is_linear=True, takes_columns=True, products=1, multiply_adds=_gradient_multiply_adds)
 def linear_wgrad(d_weight: Output, /, d_y: Tensor, x: Tensor, *, alpha: float = 1.0) -> None:
     """d_weight (N,K) <- d_y (...,N), x (...,K): alpha d_y^T x, a sum over all leading axes."""
     if d_weight.wanted:
         d_weight.write(_product(d_y.read().reshape(-1, d_y.shape[-1]).T, x.read().reshape(-1, x.shape[-1]), alpha))
+
+
+@op(family="linears wgrad", takes_columns=True, products=2, multiply_adds=_gradient_multiply_adds)
+def low_rank_backward(
+    d_low: Output, d_up: Output, /, d_y: Tensor, low: Tensor, up: Tensor, *, alpha: float = 1.0
+) -> None:
+    """d_low (...,R), d_up (N,R) <- d_y (...,N), low (...,R), up (N,R): alpha d_y up, alpha d_y^T low.
+
+    What `linear_dgrad` and `linear_wgrad` make, for so small a rank R that reading d_y is all that takes time.
+    """
+    linear_dgrad(d_low, d_y, up, None, alpha=alpha)
+    linear_wgrad(d_up, d_y, low, alpha=alpha)
 
 
 @op(family="linears wgrad")

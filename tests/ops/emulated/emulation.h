@@ -455,7 +455,20 @@ template <class P>
 void cp_async_cg_shared_global(unsigned to, P from, int bytes) {
     cp_async_ca_shared_global(to, from, bytes);
 }
+template <class P>
+void cp_async_cg_shared_global(unsigned to, P from, int bytes, int given) {  // zeros beyond what is given: here all or none
+    if (given) return cp_async_ca_shared_global(to, from, bytes);
+    static const char zeros[16] = {};
+    cp_async_ca_shared_global(to, zeros, bytes);
+}
 // lane l has the address of row l % 8 of matrix l / 8
+inline void ldmatrix_sync_aligned_m8n8_x4_shared_b16(unsigned& a, unsigned& b, unsigned& c, unsigned& d, unsigned at) {
+    if (emulation::block->warp().live < 32) emulation::fail("matrices are read by a whole warp");
+    const uint64_t* slots = emulation::exchange(at);
+    unsigned lane = emulation::lane(), *out[4] = {&a, &b, &c, &d};
+    for (unsigned matrix = 0; matrix < 4; matrix++)
+        *out[matrix] = emulation::words(emulation::of_cluster(emulation::taken<unsigned>(slots, 8 * matrix + lane / 4)), 4)[lane % 4];
+}
 inline void ldmatrix_sync_aligned_m8n8_x4_trans_shared_b16(unsigned& a, unsigned& b, unsigned& c, unsigned& d, unsigned at) {
     if (emulation::block->warp().live < 32) emulation::fail("matrices are read by a whole warp");
     const uint64_t* slots = emulation::exchange(at);
@@ -466,6 +479,31 @@ inline void ldmatrix_sync_aligned_m8n8_x4_trans_shared_b16(unsigned& a, unsigned
             char* row = emulation::of_cluster(emulation::taken<unsigned>(slots, 8 * matrix + lane % 4 * 2 + i));
             *out[matrix] |= (emulation::words(row, 4)[lane / 8] >> lane / 4 % 2 * 16 & 0xffffu) << 16 * i;
         }
+    }
+}
+// d (16,8) += a (16,16) b (16,8): lane 4 r + c has numbers 2 c and 2 c + 1 of rows r and r + 8 of d and a, of column r of b
+inline void mma_sync_aligned_m16n8k16_row_col_f32_bf16_bf16_f32(float& d0, float& d1, float& d2, float& d3, unsigned a0,
+                                                                unsigned a1, unsigned a2, unsigned a3, unsigned b0,
+                                                                unsigned b1) {
+    if (emulation::block->warp().live < 32) emulation::fail("matrices are multiplied by a whole warp");
+    float rows[2][16], columns[2][16];
+    unsigned lane = emulation::lane(), own[6] = {a0, a1, a2, a3, b0, b1};
+    auto take = [&](const uint64_t* slots, unsigned first, float* to) {
+        for (unsigned i = 0; i < 8; i++) {
+            uint32_t bits = (emulation::taken<unsigned>(slots, first + i / 2) >> i % 2 * 16 & 0xffffu) << 16;
+            memcpy(&to[i], &bits, 4);
+        }
+    };
+    for (unsigned word = 0; word < 6; word++) {
+        const uint64_t* slots = emulation::exchange(own[word]);
+        if (word < 4) take(slots, lane / 4 * 4, rows[word % 2] + word / 2 * 8);
+        for (unsigned n = 0; word >= 4 && n < 2; n++) take(slots, (lane % 4 * 2 + n) * 4, columns[n] + word % 2 * 8);
+    }
+    float* sums[4] = {&d0, &d1, &d2, &d3};
+    for (unsigned i = 0; i < 4; i++) {
+        double sum = *sums[i];
+        for (unsigned k = 0; k < 16; k++) sum += double(rows[i / 2][k]) * columns[i % 2][k];
+        *sums[i] = static_cast<float>(sum);
     }
 }
 inline void cp_async_commit_group() { emulation::block->fiber().group++; }
