@@ -30,6 +30,7 @@ from llmq.blocks.cached import Sampling
 from llmq.data.batches.batch import Batch
 from llmq.engine.generate import Generator, generate, open_generator
 from llmq.model.adapters import Adapters
+from llmq.model.optimizer import Hyperparameters
 from llmq.model.virtual_tokens import VIRTUAL
 from llmq.plan.decoding import Decoding
 from llmq.plan.memory import Memory
@@ -102,6 +103,32 @@ def test_recomputing_changes_no_bit(precision, method):
     for flags in (("recompute_block",), ("recompute_qkv",), ("recompute_att",)):
         other = engine_of(plan_of(precision, Memory(flags), adapters=adapters(method)))
         assert steps(other, 3) == losses and bits(other) == bits(engine)
+
+
+@METHODS
+@pytest.mark.parametrize(
+    "memory",
+    [
+        Memory(offload=("residual",)),
+        Memory(host=("weight", "master", "m", "v")),
+        Memory(host=("grad",)),
+        Memory(seq_tiles=2),
+        Memory(fused=True),
+    ],
+    ids=["residual", "streamed", "gradients", "tiles", "fused"],
+)
+def test_what_moves_bytes_changes_no_bit(memory, method):
+    about = {"hyper": Hyperparameters(grad_clip=0.0), "adapters": adapters(method)}
+    found = []
+    for one in (Memory(), memory):
+        engine = engine_of(plan_of(BF16, one, **about))
+        losses = []
+        for step in (1, 2, 3):
+            engine.start_step(step, 1e-1)
+            engine.micro_step(led(step))
+            losses.append(engine.update(step, 1e-1).loss)
+        found.append((losses, [engine.parameter(name).tobytes() for name in trained(engine)]))
+    assert found[0] == found[1] and len(set(found[0][0])) == 3
 
 
 @METHODS
