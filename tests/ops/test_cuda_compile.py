@@ -89,8 +89,8 @@ REGISTERS = {
     "token_linear": 96,
     "transpose": 56,
     "unpack": 56,
-    "virtual_tokens": 40,
-    "virtual_tokens_sum": 64,
+    "virtual_tokens": 32,
+    "virtual_tokens_sum": 40,
     "whole_scale": 24,
 }
 # bytes; cuBLASLt has no product of what quantize_tiles makes for 10.0
