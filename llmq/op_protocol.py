@@ -355,4 +355,14 @@ class Ops:
     ) -> None:
         """y (B,1,N) <- x (B,1,K), norm (K,) or None, weight (N,K), bias (N,) or None, residual (B,1,N) or None."""
 
+    def virtual_tokens_backward(
+        self, d_x: Ref | None, d_virtual: Ref | None, /, d_out: Ref, positions: Ref, *, num_virtual: int, channels: int
+    ) -> None:
+        """d_x (B,T,W), d_virtual (N,D) <- d_out (B,T,W), positions (B,T) int32."""
+
+    def virtual_tokens_forward(
+        self, out: Ref | None, /, x: Ref, virtual: Ref, positions: Ref, *, num_virtual: int, channels: int
+    ) -> None:
+        """out (B,T,W) <- x (B,T,W), virtual (N,D), positions (B,T) int32."""
+
     # end of ops

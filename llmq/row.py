@@ -19,7 +19,8 @@ class Part:
 
 @dataclass(frozen=True)
 class Row:
-    """One parameter. `name` is dotted: `layers.3.mlp.up.weight`; `init` is normal, residual, ones or zeros.
+    """One parameter. `name` is dotted: `layers.3.mlp.up.weight`; `init` is normal, residual, ones or
+    zeros, or one of adapters.
 
     A frozen row (not `trainable`) has no gradient, master or moments, and is held once: in `dtype` (None: the model's),
     or in the form `stored`, of which other forms are made a layer at a time. `home` is where its weight lives: device

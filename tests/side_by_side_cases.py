@@ -28,6 +28,7 @@ UNSET = """
     memcpy_all_gather memcpy_send_recv debug_memory
     lora_rank lora_alpha lora_dropout lora_targets lora_bias lora_init adapter base_dtype train_only
     lora_rank_pattern lora_alpha_pattern lora_plus_ratio train_also ia3
+    prompt_tuning prompt_init prompt_init_text prefix_tuning
 """
 OFF = """
     from_scratch init_proj_to_zero fp8_fallback recompute_swiglu recompute_norm recompute_ffn recompute_qkv

@@ -6,7 +6,7 @@ to q and k before attention) and the *core* (which keys a query sees).
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from llmq.op_protocol import Ops
@@ -88,6 +88,33 @@ class NormedRotary:
         )
 
 
+class PrefixedRotary:
+    """The same by `base`, and trained keys and values in place of those of the first N positions of each document (Li
+    and Liang, "Prefix-Tuning", 2021): w.prefix (N,2*Hkv*Hd), as attention reads them.
+
+    What the model computes at these positions is read by nothing else.
+    """
+
+    def __init__(self, base: Rotary | NormedRotary, num_virtual: int) -> None:
+        self.base, heads = base, base.heads
+        self.numbers = {"num_virtual": num_virtual, "channels": 2 * heads.num_kv_heads * heads.head_dim}
+
+    def slots(self, b: int, t: int) -> tuple[Slot, ...]:
+        """Intermediates for a batch of b sequences of t tokens: `turned` is what the base computes."""
+        *others, rot = self.base.slots(b, t)
+        return (*others, replace(rot, name="turned"), rot)
+
+    def forward(self, ops: Ops, a: Slots, w: Parameters) -> None:
+        """a.rot <- a.qkv."""
+        self.base.forward(ops, a.renamed({"rot": "turned"}), w)
+        ops.virtual_tokens_forward(a.rot, a.turned, w.prefix, a.batch.positions, **self.numbers)
+
+    def backward(self, ops: Ops, a: Slots, d: Slots, w: Parameters, dw: Parameters) -> None:
+        """d.qkv, dw <- d.rot."""
+        ops.virtual_tokens_backward(d.turned, dw.prefix, d.rot, a.batch.positions, **self.numbers)
+        self.base.backward(ops, a, d.renamed({"rot": "turned"}), w, dw)
+
+
 class DenseCore:
     """Causal attention within each sequence, whole or in a sliding window; backward in `chunks` pieces of the batch."""
 
@@ -159,7 +186,7 @@ class Attention:
         eps: float,
         qkv: Site,
         o: Site,
-        rotary: Rotary | NormedRotary,
+        rotary: Rotary | NormedRotary | PrefixedRotary,
         core: Core,
     ) -> None:
         self.c, self.heads, self.eps = hidden_size, heads, eps

@@ -17,13 +17,14 @@ from llmq.engine.bound_plan import BoundPlan
 from llmq.engine.engine import Engine
 from llmq.errors import UsageError
 from llmq.model.rope import rope_table
+from llmq.model.virtual_tokens import VIRTUAL
 from llmq.plan.decoding import Decoding, completions_of, prompt_name
 from llmq.plan.generation import plan_generation
 from llmq.plan.plan import Plan
 from llmq.row import Row
 from llmq.tensor import stored_bytes
 
-Prompt = Sequence[int]
+Prompt = Sequence[int]  # with an adapter of virtual tokens, after so many times VIRTUAL
 
 
 class Generator(BoundPlan):
@@ -87,7 +88,7 @@ class Generator(BoundPlan):
         if self._has_seen:
             seen = np.zeros(decode.seen.shape, np.int32)
             for index, prompt in enumerate(prompts):
-                seen[index, list(prompt)] = 1
+                seen[index, [token for token in prompt if token != VIRTUAL]] = 1
             self._write(decode.seen, seen)
 
     def step(self) -> Callable[[], np.ndarray]:
@@ -125,7 +126,8 @@ class Generator(BoundPlan):
         borders = [0]
         for prompt, sequence in zip(prompts, sequences, strict=True):
             place = slice(borders[-1], borders[-1] + len(prompt))
-            tokens[0, place], positions[0, place], owners[0, place] = prompt, np.arange(len(prompt)), sequence
+            real = [0 if token == VIRTUAL else token for token in prompt]
+            tokens[0, place], positions[0, place], owners[0, place] = real, np.arange(len(prompt)), sequence
             borders.append(place.stop)
         self._write(inputs.tokens, tokens)
         self._write(inputs.positions, positions)
@@ -186,7 +188,7 @@ def generate(
         began = last = time.perf_counter()
         numbers = range(first_number + begin, first_number + begin + len(wave))
         generator.start(wave, numbers)
-        course.prompt_tokens += sum(map(len, wave))
+        course.prompt_tokens += sum(token != VIRTUAL for prompt in wave for token in prompt)
         live = set(range(len(wave)))
         pending = generator.step()
         for count in range(1, max_tokens + 1):

@@ -25,6 +25,7 @@ from llmq.files.ia3 import GAINS, checked_gains, gain_change, gain_config
 from llmq.files.peft_names import in_full_config, is_target, modules_in_full, plain_shapes, target_names
 from llmq.files.source import Values
 from llmq.files.tensor_files import Stored, tensors_of
+from llmq.files.virtual_tokens import METHODS, TENSOR, checked_virtual, columns_of, virtual_config
 from llmq.files.weight_files import norms_of
 from llmq.model.adapters import (
     EMBED_ROW,
@@ -63,13 +64,15 @@ class StoredAdapter:
     tensors: dict[str, Stored]
     names: dict[str, str]  # of tensors in the file, by ours
     config: ModelConfig
+    columns: dict[str, slice] = field(default_factory=dict)  # of a tensor in the file, of those that are not all of one
 
     def read(self, name: str) -> np.ndarray:
         """One tensor in f32. DataError."""
         path = self.tensors[name].path
         try:
             with safe_open(path, framework="numpy") as file:
-                return file.get_tensor(self.names[name]).astype(np.float32)
+                found = file.get_tensor(self.names[name]).astype(np.float32)
+                return found[:, self.columns[name]] if name in self.columns else found
         except (SafetensorError, OSError) as error:
             raise DataError(f"{path} cannot be read: {error}") from None
 
@@ -128,19 +131,21 @@ def open_adapter(folder: Path, config: ModelConfig) -> StoredAdapter:
     stored = tensors_of(folder / ADAPTER_WEIGHTS)
     names = {_our_name(name): name for name in stored}
     tensors = {ours: stored[name] for ours, name in names.items()}
-    check = checked_gains if about["peft_type"] == "IA3" else _checked
-    adapters, problems = check(about, tensors, config)
+    adapters, problems = CHECKS[about["peft_type"]](about, tensors, config)
     if problems:
         listed = "\n".join(f"  - {problem}" for problem in problems[:20])
         more = f"\n  and {len(problems) - 20} more" if len(problems) > 20 else ""
         raise DataError(f"{folder} does not fit the model:\n{listed}{more}")
-    return StoredAdapter(folder, adapters, about.get("base_model_name_or_path"), tensors, names, config)
+    columns = columns_of(adapters, config)
+    if columns:
+        tensors, names = dict.fromkeys(columns, tensors[TENSOR]), dict.fromkeys(columns, names[TENSOR])
+    return StoredAdapter(folder, adapters, about.get("base_model_name_or_path"), tensors, names, config, columns)
 
 
 def _refuse_others(folder: Path, about: dict[str, Any]) -> None:
     kind = about.get("peft_type")
-    if kind not in ("LORA", "IA3"):
-        raise DataError(f"{folder / ADAPTER_CONFIG}: peft_type {kind} is not read, only LORA and IA3")
+    if kind not in CHECKS:
+        raise DataError(f"{folder / ADAPTER_CONFIG}: peft_type {kind} is not read, only {', '.join(CHECKS)}")
     if unknown := [name for name in UNKNOWN if about.get(name)]:
         said = ", ".join(f"{name} {about[name]}" for name in unknown)
         raise DataError(f"{folder / ADAPTER_CONFIG}: llmq does not have {said}")
@@ -198,6 +203,9 @@ def _checked(about: dict[str, Any], tensors: dict[str, Stored], config: ModelCon
     return Adapters(rank, alpha, targets, dropout, bias, rslora, init, also=also, dora=dora), problems
 
 
+CHECKS = {"LORA": _checked, "IA3": checked_gains, **dict.fromkeys(METHODS, checked_virtual)}  # by peft_type
+
+
 def _unlike(module: Module, pair: dict[str, Stored], rank: int, *, dora: bool) -> Iterator[str]:
     """What is wrong with the matrices of an adapter, and with its magnitudes."""
     wanted: dict[str, tuple[int, ...]] = {"A": (rank, module.inputs), "B": (module.outputs, rank)}
@@ -225,6 +233,8 @@ def adapter_config(adapters: Adapters, config: ModelConfig, base: str, revision:
     """PEFT's config of these adapters."""
     if adapters.method == "ia3":
         return gain_config(adapters, config, base, revision)
+    if adapters.num_virtual:
+        return virtual_config(adapters, config, base, revision)
     ranks = {t.module.name: t.rank for t in adapters.targets if t.rank != adapters.rank}
     alphas = {t.module.name: t.alpha for t in adapters.targets if t.alpha != adapters.alpha}
     return {
@@ -254,6 +264,8 @@ def _plain(alpha: float) -> float:
 
 def stored_rows(rows: Sequence[Row], adapters: Adapters) -> tuple[Row, ...]:
     """The rows of an adapter, trained biases among them, whose parts have the names of PEFT's tensors."""
+    if adapters.num_virtual:
+        return tuple(row for row in rows if row.file == FILE)
     adapted = {target.module.name for target in adapters.targets}
 
     has_head = any(part.name == f"{LM_HEAD}.weight" for row in rows for part in row.parts)

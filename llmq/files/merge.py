@@ -8,6 +8,7 @@ from pathlib import Path
 
 import numpy as np
 
+from llmq.errors import DataError
 from llmq.files import weight_files
 from llmq.files.adapters import StoredAdapter, open_adapter
 from llmq.files.huggingface import Export
@@ -51,6 +52,11 @@ def merge(
     in the measure of their adapter's weight.
     """
     opened = [Weighted(open_adapter(folder, source.config), weight) for folder, weight in adapters.items()]
+    if led := [one.adapter.folder for one in opened if one.adapter.adapters.num_virtual]:
+        raise DataError(
+            f"{led[0]} has virtual tokens, which are a part of no weight and cannot be merged: give it to "
+            "llmq-generate with --adapter, or to PEFT"
+        )
     names = {target.module.name for one in opened for target in one.adapter.adapters.targets}
     unties = LM_HEAD in names and source.config.tie_embeddings
     config = replace(source.config, tie_embeddings=False) if unties else source.config

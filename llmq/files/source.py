@@ -169,7 +169,8 @@ def initial_parameters(source: ModelSource, rows: Sequence[Row], seed: int) -> I
 def drawn(source: ModelSource, row: Row, seed: int) -> np.ndarray:
     """The initial value of a row in fp32: N(0, 0.02), residual projections scaled by 1/sqrt(2L) (GPT-2) or zero.
 
-    Of adapters, as PEFT draws them: uniform up to 1/sqrt(K) (kaiming), or N(0, 1/R) with each part's R (gaussian).
+    Of adapters, as PEFT draws them: uniform up to 1/sqrt(K) (kaiming), or N(0, 1/R) with each part's R (gaussian), of
+    virtual tokens N(0, 1) (unit).
     Padded rows are zero.
     """
     value = np.zeros(row.part_axes, np.float32)
@@ -181,6 +182,8 @@ def drawn(source: ModelSource, row: Row, seed: int) -> np.ndarray:
         std = INIT_STD / math.sqrt(2 * source.config.num_layers) if residual else INIT_STD
         _fill(drawn_rows, seed, row.name, normal_block)
         drawn_rows *= np.float32(std)
+    elif row.init == "unit":
+        _fill(drawn_rows, seed, row.name, normal_block)
     elif row.init == "kaiming":
         _fill(drawn_rows, seed, row.name, uniform_block)
         drawn_rows *= np.float32(1 / math.sqrt(row.shape[-1]))

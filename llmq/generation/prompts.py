@@ -13,6 +13,7 @@ import tokenizers
 from llmq.data.chat.template import ChatTemplate, RenderError, open_templates
 from llmq.data.tokens.tokenizer import TextTokenizer
 from llmq.errors import DataError, UsageError
+from llmq.model.virtual_tokens import VIRTUAL
 
 
 @dataclass(frozen=True)
@@ -65,9 +66,19 @@ def _question(line: str, place: str) -> Question:
 
 
 class PromptReader:
-    """Questions to tokens and tokens to text, by a model's tokenizer and chat template; without one, tokens alone."""
+    """Questions to tokens and tokens to text, by a model's tokenizer and chat template; without one, tokens alone.
 
-    def __init__(self, tokenizer: TextTokenizer | None, vocab_size: int, chat_template: str | None = None) -> None:
+    Tokens begin with `num_virtual` times VIRTUAL, unless there are none.
+    """
+
+    def __init__(
+        self,
+        tokenizer: TextTokenizer | None,
+        vocab_size: int,
+        chat_template: str | None = None,
+        num_virtual: int = 0,
+    ) -> None:
+        self._virtual = (VIRTUAL,) * num_virtual
         self._tokenizer, self._vocab_size, self._wanted = tokenizer, vocab_size, chat_template
         self._template: ChatTemplate | None = None
         self._encoder: tokenizers.Tokenizer | None = None
@@ -88,7 +99,7 @@ class PromptReader:
         if question.tokens is not None:
             if wrong := [one for one in question.tokens if not 0 <= one < self._vocab_size]:
                 raise UsageError(f"token {wrong[0]} of a prompt is not in the vocabulary of {self._vocab_size:,}")
-            return question.tokens
+            return self._led(question.tokens)
         encoder = self._open()
         assert self._tokenizer is not None
         ids = encoder.encode(question.text or "", add_special_tokens=False).ids
@@ -115,7 +126,11 @@ class PromptReader:
             raise DataError(
                 f"the tokenizer has token {max(tokens)}, the model only {self._vocab_size:,}: use the model's own"
             )
-        return tokens
+        return self._led(tokens)
+
+    def _led(self, tokens: tuple[int, ...]) -> tuple[int, ...]:
+        """Tokens after virtual ones."""
+        return (*self._virtual, *tokens) if tokens else ()
 
     def _open(self) -> tokenizers.Tokenizer:
         if self._encoder is None:

@@ -74,7 +74,8 @@ class Writer:
         own = self._source.preset_tokenizer if reads_text else None
         named = settings.tokenizer or self._source.tokenizer_folder or own
         tokenizer = None if named is None else TextTokenizer.open(str(named))
-        self.reader = PromptReader(tokenizer, self._source.config.vocab_size, settings.chat_template)
+        num_virtual = self._adapter.adapters.num_virtual if self._adapter else 0
+        self.reader = PromptReader(tokenizer, self._source.config.vocab_size, settings.chat_template, num_virtual)
         ends = stop_tokens(self._source.config, self._source.folder, tokenizer)
         self._stop = frozenset[int]() if settings.ignore_end else ends
         self._generator: Generator | None = None

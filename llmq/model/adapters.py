@@ -70,7 +70,8 @@ class Adapters:
     the weight (pissa, olora). `base` is the dtype that frozen maps
     of layers are held in; None: the model's. `also` names the model's rows that are trained in full. With `dora` the
     outputs have magnitudes of their own (Liu et al., 2024). `method`: lora, or ia3, of which there are only `targets`,
-    `base` and `also`. The learning rate of B and of vectors is `plus` times that
+    `base` and `also`, or prompt or prefix, of which there are only `base` and `num_virtual` tokens before each document
+    (llmq/model/virtual_tokens.py). The learning rate of B and of vectors is `plus` times that
     of A (LoRA+; Hayou et al., 2024).
     """
 
@@ -86,6 +87,7 @@ class Adapters:
     dora: bool = False
     method: str = "lora"
     plus: float = 1.0
+    num_virtual: int = 0
 
     @cached_property
     def by_site(self) -> dict[str, tuple[Target, ...]]:
@@ -107,7 +109,9 @@ class Adapters:
         more: dict[str, Any] = {"also": sorted(self.also)} if self.also else {}
         more |= {"dora": True} if self.dora else {}
         more |= {"init": self.init} if self.init in TAKEN_OUT else {}
-        if self.method != "lora":
+        if self.num_virtual:
+            more |= {"method": self.method, "virtual tokens": self.num_virtual}
+        elif self.method != "lora":
             more |= {"method": self.method, "inward": sorted(t.module.name for t in self.targets if t.inward)}
         return {**about, **more, "targets": ranks}
 

@@ -12,6 +12,7 @@ SHAPE = (  # with --adapter, the folder says it
     *("lora_rank_pattern", "lora_alpha_pattern", "train_also", "dora"),
 )
 OF_LORA = (*(key for key in SHAPE if key != "train_also"), "lora_dropout", "lora_plus_ratio")
+OF_PROMPTS = ("prompt_init", "prompt_init_text")
 RATE_OF_GAINS = 3e-3  # of IA3, as in its paper
 RATE = 2e-4  # of adapters, which take a larger one than the whole model
 
@@ -109,6 +110,33 @@ class AdapterOptions(Section):
         "model frozen: names or patterns as in --lora-targets, such as k_proj,v_proj,down_proj.",
         metavar="NAMES",
     )
+    prompt_tuning: Int | None = option(
+        None,
+        "Train the embeddings of so many virtual tokens before each document (prompt tuning), and keep the model "
+        "frozen. They count in --seq-len.",
+        ge=1,
+        le=LARGEST_STEP,
+        metavar="TOKENS",
+    )
+    prompt_init: Literal["random", "sample_vocab"] | None = option(
+        lambda data: "random" if data.get("prompt_tuning") is not None else None,
+        "What a prompt begins as: drawn with deviation 1, or the embeddings of random tokens.",
+        "prompt_tuning_init",
+        shown="random",
+    )
+    prompt_init_text: Text | None = option(
+        None,
+        "Text whose tokens' embeddings a prompt begins as, repeated or cut to its length; replaces --prompt-init.",
+        "prompt_tuning_init_text",
+    )
+    prefix_tuning: Int | None = option(
+        None,
+        "Train the keys and values of so many virtual tokens before each document, in every layer (prefix tuning, "
+        "P-tuning v2), and keep the model frozen. They count in --seq-len.",
+        ge=1,
+        le=LARGEST_STEP,
+        metavar="TOKENS",
+    )
     train_only: Text | None = option(
         None,
         "Train only the parameters of these names or patterns, with commas, such as *.bias or layers.2[0-9].*, and "
@@ -120,6 +148,9 @@ class AdapterOptions(Section):
     def contradictions(self) -> Iterator[str]:
         if self.train_only is not None and (self.lora_rank is not None or self.adapter is not None):
             yield "--train-only trains a part of the model, and adapters leave it as it is: leave one of them out"
+        yield from self._of_virtual_tokens()
+        if self.prompt_tuning is not None or self.prefix_tuning is not None:
+            return
         if self.ia3 is not None:
             others = [key for key in ("lora_rank", "adapter", "train_only", *OF_LORA) if getattr(self, key)]
             yield from (f"--ia3 {self.ia3} trains gains, and {flag(key)} is of another method" for key in others[:1])
@@ -132,3 +163,14 @@ class AdapterOptions(Section):
         elif self.adapter is None and self.lora_rank is None:
             given += [key for key in ("lora_dropout", "lora_plus_ratio", "base_dtype") if getattr(self, key)]
             yield from (f"{flag(key)} {getattr(self, key)} is for adapters: add --lora-rank" for key in given)
+
+    def _of_virtual_tokens(self) -> Iterator[str]:
+        """What does not go with a prompt or a prefix."""
+        others = ("lora_rank", "adapter", "ia3", "train_only", "train_also", *OF_LORA)
+        for own, more in (("prompt_tuning", ("prefix_tuning", *others)), ("prefix_tuning", others)):
+            given = [key for key in more if getattr(self, key)]
+            if getattr(self, own) is not None and given:
+                said = f"{flag(own)} {getattr(self, own)} trains virtual tokens alone"
+                yield f"{said}, and {flag(given[0])} is of another method: leave one of them out"
+        if self.prompt_tuning is None and (given := [key for key in OF_PROMPTS if getattr(self, key)]):
+            yield f"{flag(given[0])} {getattr(self, given[0])} is for prompts: add --prompt-tuning"

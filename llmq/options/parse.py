@@ -47,6 +47,7 @@ SECTIONS: dict[str, type[Section]] = {
     "launch": LaunchOptions,
     "run": RunOptions,
 }
+VIRTUAL = ("prompt_tuning", "prefix_tuning")
 UNSETS = {  # an option of the command line, and its alternatives, which it takes back where a file has them
     "steps": ("epochs",),
     "epochs": ("steps",),
@@ -60,9 +61,11 @@ UNSETS = {  # an option of the command line, and its alternatives, which it take
     "warmup_ratio": ("warmup",),
     "min_lr": ("final_lr_fraction",),
     "final_lr_fraction": ("min_lr",),
-    "lora_rank": ("adapter", "ia3"),
-    "adapter": ("lora_rank", "ia3", *adapters.SHAPE),
-    "ia3": ("lora_rank", "adapter"),
+    "lora_rank": ("adapter", "ia3", *VIRTUAL),
+    "adapter": ("lora_rank", "ia3", *VIRTUAL, *adapters.SHAPE),
+    "ia3": ("lora_rank", "adapter", *VIRTUAL),
+    "prompt_tuning": ("lora_rank", "adapter", "ia3", "prefix_tuning"),
+    "prefix_tuning": ("lora_rank", "adapter", "ia3", "prompt_tuning"),
 }
 OF_ADAPTERS = {"learning_rate": adapters.RATE, "master_dtype": "fp32", "grad_accum_dtype": "fp32"}  # defaults
 NEEDED = ("model", "train_file", "data")  # the last two are alternatives
@@ -158,7 +161,7 @@ class Options:
             values |= {key: value for key, value in file_values.items() if key not in taken_back}
             keys = {name: spellings()[plain(name)].key for name in of_names if plain(name) in spellings()}
             places = {key: of_names[name] for name, key in keys.items() if key not in taken_back}
-        if values.keys() & {"lora_rank", "adapter"}:
+        if values.keys() & {"lora_rank", "adapter", *VIRTUAL}:
             values = {**OF_ADAPTERS, **values}
         if "ia3" in values:
             values = {**OF_ADAPTERS, "learning_rate": adapters.RATE_OF_GAINS, **values}

@@ -5,17 +5,23 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, TypeVar
 
+import numpy as np
+
+from llmq.data.tokens.tokenizer import TextTokenizer
 from llmq.errors import UsageError
 from llmq.files.adapters import open_adapter
 from llmq.files.first_adapter import FirstAdapter
-from llmq.files.source import Values
+from llmq.files.source import ModelSource, Values, uniform_block
+from llmq.files.virtual_tokens import begun_as
 from llmq.model.adapters import Adapters, chosen, scaled, targets, trained_in_full, untied_only, without_head
 from llmq.model.config import ModelConfig
 from llmq.model.first_adapter import TAKEN_OUT
 from llmq.model.parameters import left_out, num_parameters
+from llmq.model.virtual_tokens import PREFIX, PROMPT, PROMPT_ROW
 from llmq.row import Row
 
 if TYPE_CHECKING:
@@ -32,6 +38,9 @@ def resolve(options: AdapterOptions, config: ModelConfig) -> Adapters | None:
         return replace(found, base=options.base_dtype, dropout=dropout, plus=options.lora_plus_ratio or 1.0)
     if options.ia3 is not None:
         return _gains(options, config)
+    if count := options.prompt_tuning or options.prefix_tuning:
+        method = PROMPT if options.prompt_tuning else PREFIX
+        return Adapters(0, 1.0, (), method=method, num_virtual=count, base=options.base_dtype)
     if options.lora_rank is None:
         return None
     assert options.lora_alpha is not None and options.lora_targets is not None
@@ -89,12 +98,31 @@ def frozen(options: AdapterOptions, config: ModelConfig) -> frozenset[str]:
     return frozenset() if options.train_only is None else left_out(options.train_only, config)
 
 
-def first_values(options: AdapterOptions, config: ModelConfig, model: Values) -> Values:
-    """The values of all rows before the first step: the model's, and those of --adapter. DataError."""
+def first_values(options: AdapterOptions, source: ModelSource, model: Values, seed: int) -> Values:
+    """The values of all rows before the first step: the model's, and those of --adapter. DataError, UsageError."""
+    config = source.config
+    if options.prompt_init_text is not None or options.prompt_init == "sample_vocab":
+        return begun_as(partial(_prompt_tokens, options, source, seed), config, model)
     if options.adapter is None:
         adapters = resolve(options, config)
         return model if adapters is None else FirstAdapter(adapters, config, model).values
     return open_adapter(Path(options.adapter), config).values(model)
+
+
+def _prompt_tokens(options: AdapterOptions, source: ModelSource, seed: int) -> list[int]:
+    """The tokens that a prompt begins as: those of a text, repeated or cut, or drawn. UsageError."""
+    count, vocab_size, text = options.prompt_tuning or 0, source.config.vocab_size, options.prompt_init_text
+    if text is None:
+        drawn = (uniform_block(seed, PROMPT_ROW, 0, count).astype(np.float64) + 1) / 2 * vocab_size
+        return drawn.astype(int).tolist()
+    folder = source.tokenizer_folder or source.preset_tokenizer
+    if folder is None:
+        raise UsageError(f"--prompt-init-text {text!r} needs a tokenizer, and {source.name} has none: add --tokenizer")
+    tokenizer = TextTokenizer.open(str(folder))
+    ids = [*tokenizer.begin_ids, *tokenizer.encoder.encode(text, add_special_tokens=False).ids]
+    if not ids or max(ids) >= vocab_size:
+        raise UsageError(f"--prompt-init-text {text!r} has no tokens of the model's vocabulary: give another text")
+    return [ids[place % len(ids)] for place in range(count)]
 
 
 def note(adapters: Adapters | None, rows: Sequence[Row]) -> str:
@@ -105,6 +133,9 @@ def note(adapters: Adapters | None, rows: Sequence[Row]) -> str:
         return f"A part of the model: {counts}"
     if adapters.method == "ia3":
         return f"Gains (IA3) on {len(adapters.targets)} linear maps: {counts}"
+    if adapters.num_virtual:
+        kind = "Embeddings" if adapters.method == PROMPT else "Keys and values in every layer"
+        return f"{kind} of {adapters.num_virtual} virtual tokens before each document: {counts}"
     ranks = sorted({target.rank for target in adapters.targets})
     said = f"rank {ranks[0]}" if len(ranks) == 1 else f"ranks {ranks[0]} to {ranks[-1]}"
     biases = "" if adapters.bias == "none" else " with biases"

@@ -8,7 +8,7 @@ from dataclasses import replace
 from functools import partial
 from typing import Any
 
-from llmq.blocks.attention import Attention, DenseCore, Heads, NormedRotary, PackedCore, Rotary
+from llmq.blocks.attention import Attention, DenseCore, Heads, NormedRotary, PackedCore, PrefixedRotary, Rotary
 from llmq.blocks.cached import (
     CachedCore,
     NormedUnturned,
@@ -19,7 +19,7 @@ from llmq.blocks.cached import (
     TokenHead,
     Unturned,
 )
-from llmq.blocks.embed import Embed, NoisyEmbed
+from llmq.blocks.embed import Embed, NoisyEmbed, PromptedEmbed
 from llmq.blocks.head import Head
 from llmq.blocks.mlp import Mlp, TiledMlp
 from llmq.errors import UsageError
@@ -27,6 +27,7 @@ from llmq.model.adapters import FILE, Target, outputs_of
 from llmq.model.decoder import Block, Model
 from llmq.model.held import HELD_FORMS, held_form, is_layer_weight
 from llmq.model.parameters import HEAD, fitted_rows, padded_vocab
+from llmq.model.virtual_tokens import PREFIX, PROMPT, with_virtual
 from llmq.plan.spec import Spec
 from llmq.protocols import Core, Site
 from llmq.row import Row
@@ -82,7 +83,7 @@ def _pieces(targets: Sequence[Target]) -> list[LowRank]:
 
 def rows_of(spec: Spec, model: Model) -> tuple[Row, ...]:
     """The parameters of a model, of which all are frozen but what the spec trains."""
-    rows = fitted_rows(spec.config, model.sites)
+    rows = with_virtual(fitted_rows(spec.config, model.sites), spec.adapters, spec.config)
     if spec.adapters is None:
         rows = tuple(replace(row, trainable=row.trainable and row.name not in spec.frozen) for row in rows)
         return tuple(map(_without_master, rows)) if spec.precision.master == "none" else rows
@@ -119,8 +120,7 @@ def build_model(spec: Spec, sites: Sites = site_of) -> Model:
     layers = _blocks(spec, lambda window, layer: _core(spec, window), _rotary(spec), sites, memory.seq_tiles)
     c, padded = config.hidden_size, padded_vocab(config)
     head = Head(c, config.vocab_size, padded, config.rms_norm_eps, memory.head_chunks, hyper.z_loss, site(HEAD))
-    embed = NoisyEmbed(c, hyper.neftune_alpha, spec.seed, NOISE_STREAM) if hyper.neftune_alpha else Embed()
-    return Model(embed, layers, head)
+    return Model(_embed(spec), layers, head)
 
 
 def build_decoder(spec: Spec, sampling: Sampling, sites: Sites = site_of) -> Model:
@@ -128,22 +128,28 @@ def build_decoder(spec: Spec, sampling: Sampling, sites: Sites = site_of) -> Mod
     heads = _heads(spec)
     rotary = NormedUnturned(heads, spec.config.rms_norm_eps) if spec.config.qk_norm else Unturned()
     given = "normed" if spec.config.qk_norm else "qkv"
-    return _generator(spec, lambda window, layer: CachedCore(heads, window, layer, given), rotary, sampling, sites)
+
+    def core(window: int | None, layer: int) -> Core:
+        return CachedCore(heads, window, layer, given)
+
+    return _generator(spec, Embed(), core, rotary, sampling, sites)
 
 
 def build_prompt_reader(spec: Spec, sampling: Sampling, sites: Sites = site_of) -> Model:
     """The objects whose forward is recorded for prompts, whose head is not."""
-    return _generator(
-        spec, lambda window, layer: PromptCore(_core(spec, window), layer), _rotary(spec), sampling, sites
-    )
+
+    def core(window: int | None, layer: int) -> Core:
+        return PromptCore(_core(spec, window), layer)
+
+    return _generator(spec, _embed(spec), core, _rotary(spec), sampling, sites)
 
 
-def _generator(spec: Spec, cores: Cores, rotary: Any, sampling: Sampling, sites: Sites) -> Model:
+def _generator(spec: Spec, embed: Embed, cores: Cores, rotary: Any, sampling: Sampling, sites: Sites) -> Model:
     config = spec.config
     kind = Sampler if sampling.repetition_penalty == 1 else PenalizedSampler
     sampler, site = kind(config.vocab_size, sampling), sites(spec, HEAD)
     head = TokenHead(config.hidden_size, padded_vocab(config), config.rms_norm_eps, site, sampler)
-    return Model(Embed(), _blocks(spec, cores, rotary, sites), head)
+    return Model(embed, _blocks(spec, cores, rotary, sites), head)
 
 
 def _blocks(spec: Spec, cores: Cores, rotary: Any, sites: Sites, tiles: int = 1) -> tuple[Block, ...]:
@@ -163,8 +169,22 @@ def _heads(spec: Spec) -> Heads:
     return Heads(spec.config.num_heads, spec.config.num_kv_heads, spec.config.head_dim)
 
 
-def _rotary(spec: Spec) -> Rotary | NormedRotary:
-    return NormedRotary(_heads(spec), spec.config.rms_norm_eps) if spec.config.qk_norm else Rotary(_heads(spec))
+def _embed(spec: Spec) -> Embed:
+    c, alpha = spec.config.hidden_size, spec.hyper.neftune_alpha
+    base = NoisyEmbed(c, alpha, spec.seed, NOISE_STREAM) if alpha else Embed()
+    count = _num_virtual(spec, PROMPT)
+    return PromptedEmbed(base, c, count) if count else base
+
+
+def _rotary(spec: Spec) -> Rotary | NormedRotary | PrefixedRotary:
+    base = NormedRotary(_heads(spec), spec.config.rms_norm_eps) if spec.config.qk_norm else Rotary(_heads(spec))
+    count = _num_virtual(spec, PREFIX)
+    return PrefixedRotary(base, count) if count else base
+
+
+def _num_virtual(spec: Spec, method: str) -> int:
+    """Virtual tokens of a method."""
+    return spec.adapters.num_virtual if spec.adapters is not None and spec.adapters.method == method else 0
 
 
 def _core(spec: Spec, window: int | None) -> DenseCore:

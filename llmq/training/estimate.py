@@ -102,7 +102,8 @@ def _predicted(plan: Plan, card: Card, micro_steps: int) -> str:
     if rates is None:
         return f"No step time is predicted: the rate of the memory of {card.name} is not in llmq's table of cards"
     seconds = step_seconds(plan, rates, micro_steps)
-    tokens = spec.batch_size * spec.seq_len * micro_steps * spec.sharding.size
+    text = spec.seq_len - (spec.adapters.num_virtual if spec.adapters else 0)
+    tokens = spec.batch_size * text * micro_steps * spec.sharding.size
     return (
         f"A step of {tokens:,} tokens takes about {seconds:.3f} s, {tokens / seconds:,.0f} tokens/s: a model, with the "
         "shares of the card's peaks that an H200 sustains"

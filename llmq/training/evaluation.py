@@ -49,7 +49,7 @@ def held_out(
                 return None
             loss, num_trained = engine.evaluate(batch)
             losses.append(loss)
-            trained, tokens = trained + num_trained, tokens + batch.tokens.size
+            trained, tokens = trained + num_trained, tokens + batch.num_tokens
     found = world.gather([losses, trained])
     in_order = [part[0][place] for place in range(len(losses)) for part in found]
     return Evaluated(sum(in_order[:count]), sum(part[1] for part in found), tokens * world.size)

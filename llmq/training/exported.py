@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -14,6 +15,7 @@ from llmq.files.adapters import AdapterExport, adapter_config, doubled, stored_r
 from llmq.files.first_adapter import FirstAdapter
 from llmq.files.huggingface import Export, open_export
 from llmq.files.source import ModelSource, Values
+from llmq.files.virtual_tokens import VirtualExport
 from llmq.model.config import FAMILIES, ModelConfig
 from llmq.model.first_adapter import TAKEN_OUT
 from llmq.model.parameters import rows_of_file
@@ -79,5 +81,8 @@ def open_model(
     rows, first = stored_rows(plan.rows, adapters), None
     if adapters.init in TAKEN_OUT:  # as PEFT converts it, so that it fits the model as it was
         rows, first, adapters = with_first(rows), FirstAdapter(adapters, config, model), doubled(adapters)
-    make = partial(AdapterExport, about=adapter_config(adapters, config, source.name, revision), first=first)
+    written = adapter_config(adapters, config, source.name, revision)
+    make: Callable[..., Export] = partial(AdapterExport, about=written, first=first)
+    if adapters.num_virtual:
+        make = partial(VirtualExport, about=written)
     return open_export(options.export, config, rows, *about, replaces=replaces, default="fp32", make=make), warning

@@ -87,8 +87,8 @@ class Job:
 
     @property
     def tokens_per_step(self) -> int:
-        """All tokens of an optimizer step."""
-        return self.data.samples_per_step * self.data.seq_len
+        """All tokens of an optimizer step, but virtual ones. Packed rows have fewer, if they have these."""
+        return self.data.samples_per_step * self.data.tokens_per_row
 
     @property
     def light_s(self) -> float:
@@ -187,7 +187,7 @@ def prepare(options: Options, log: RunLog, ranks: Ranks) -> Job:
     config = exported_config(source, data, early)
     schedule = _make_schedule(options, data, past, evaluates=log.eval_due(0, last=True))
     tokenizer, templates = exported_tokenizer(source, named, data)
-    samples = open_samples(questions, log.sample_tokens, source, config, tokenizer, templates)
+    samples = open_samples(questions, log.sample_tokens, source, config, tokenizer, templates, data.train.num_virtual)
     spec = _make_spec(options, config, dtypes, data, where, seed, samples, ranks)
     speed = None if is_dry(options.run) else gemm_speed.measure(where)
     backend = _open_backend(options, where, past, ranks)
@@ -200,7 +200,7 @@ def prepare(options: Options, log: RunLog, ranks: Ranks) -> Job:
         backend=backend,
         seed=seed,
         source=source,
-        parameters=adapters.first_values(options.adapters, source.config, model),
+        parameters=adapters.first_values(options.adapters, source, model, seed),
         data=data,
         samples=samples,
         schedule=schedule,
@@ -321,6 +321,8 @@ def _open_data(
 ) -> Data:
     """The data, laid out in rows as it was for the checkpoint."""
     about: dict[str, Any] = {"tokenizer": source.required_tokenizer, "named": named, "cannot_pack": cannot_pack}
+    if (trained := adapters.resolve(options.adapters, source.config)) is not None:
+        about["num_virtual"] = trained.num_virtual
     data = open_data(options.data, source.config.vocab_size, seed, world=ranks.size, **about)
     if past.path and "data" not in past.checkpoints.resets:
         data.layout.refuse_other(past.state)

@@ -202,10 +202,10 @@ class _Run:
         """One optimizer step, and what is due after it."""
         self._settle(wait=False)  # what made the last save fail ends the run here
         job, step, start = self.job, self.progress.step + 1, time.perf_counter()
-        self.ranks.step, wait_ms, real, rate = step, 0.0, 0, job.schedule.learning_rate(step)
+        self.ranks.step, wait_ms, real, tokens, rate = step, 0.0, 0, 0, job.schedule.learning_rate(step)
         for micro_step in range(job.data.grad_accumulation):
             batch = loader.next(self._ends)
-            wait_ms, real = wait_ms + batch.wait_ms, real + batch.num_real
+            wait_ms, real, tokens = wait_ms + batch.wait_ms, real + batch.num_real, tokens + batch.num_tokens
             if micro_step == 0 and step == 1 and self.engine.needs_warm_up:
                 self.engine.warm_up(batch)
             if micro_step == 0:
@@ -231,13 +231,13 @@ class _Run:
                 norm=done.norm,
                 lr=rate,
                 time_ms=1e3 * seconds,
-                tokens=job.tokens_per_step,
+                tokens=tokens * self.ranks.size,
                 trained_tokens=done.num_tokens,
                 wait_ms=wait_ms,
-                sol=self.light_s * job.tokens_per_step / seconds / self.ranks.size,
+                sol=self.light_s * tokens / seconds,
                 applied=done.applied,
                 memory_mib=job.backend.peak_bytes() / MIB,
-                real_tokens=real if job.data.has_padding else None,
+                real_tokens=real * self.ranks.size if job.data.has_padding else None,
                 sent_error=done.sent_error,
             ),
             done.request,

@@ -56,6 +56,7 @@ def open_samples(
     config: ModelConfig,
     tokenizer_folder: Path | None,
     templates: ExportedTemplates,
+    num_virtual: int = 0,
 ) -> SamplePrompts | None:
     """The questions (without any: None) by the model's tokenizer or the data's, and the template of its chats.
 
@@ -66,7 +67,7 @@ def open_samples(
     own = source.preset_tokenizer if any(question.tokens is None for question in questions) else None
     named = tokenizer_folder or own
     tokenizer = None if named is None else TextTokenizer.open(str(named))
-    reader = PromptReader(tokenizer, config.vocab_size, (templates.sources or {}).get("default"))
+    reader = PromptReader(tokenizer, config.vocab_size, (templates.sources or {}).get("default"), num_virtual)
     prompts = [reader.tokens(question) for question in questions]
     for number, prompt in enumerate(prompts, 1):
         if not prompt:

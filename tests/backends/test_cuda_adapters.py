@@ -23,6 +23,8 @@ KINDS = {
     "ia3": {"text": "k_proj,v_proj,up_proj,down_proj", "method": "ia3"},
     "dora": {"text": "q_proj,v_proj,mlp", "dropout": 0.2, "dora": True},
     "all": {"text": "all"},
+    "prefix": {"method": "prefix", "num_virtual": 5},
+    "prompt": {"method": "prompt", "num_virtual": 5},
     "some": {"text": "q_proj,up_proj,lm_head", "dropout": 0.2},
 }
 
@@ -39,6 +41,8 @@ def engine_of(backend, precision, base, memory=None, *, text="all", **more):
     every = targets(chosen(text, CONFIG), 16, 32.0, rslora=False)
     if more.get("method") == "ia3":
         every = scaled(chosen(text, CONFIG))
+    if more.get("num_virtual"):
+        every = ()
     about = Adapters(16, 32.0, every, bias="all", base=base, **more)
     plan = plan_of(precision, memory, CONFIG, scratch_bytes=backend.scratch_bytes, adapters=about, **SIZES)
     engine = Engine(plan, backend, poison=True)
@@ -70,7 +74,7 @@ def test_gradients_are_those_of_the_reference(backend, name, base, kind):
     assert ours[1] == pytest.approx(right[1], rel=1e-4 if name == "fp32" else 2e-2)
 
 
-@pytest.mark.parametrize("kind", ["some", "dora", "ia3"])
+@pytest.mark.parametrize("kind", ["some", "dora", "ia3", "prefix", "prompt"])
 @pytest.mark.parametrize(("name", "base"), CASES)
 def test_recomputing_changes_no_bit(backend, name, base, kind):
     found = []

@@ -47,6 +47,11 @@ RUNS = {
         replace(BF16, master="fp32", grad="fp32"), more={"adapters": Adapters(4, 8.0, _SOME, base="e4m3", dora=True)}
     ),
     "gains": Run(more={"adapters": Adapters(0, 1.0, _GAINS, method="ia3")}),
+    "prefix": Run(more={"adapters": Adapters(0, 1.0, (), method="prefix", num_virtual=3)}),
+    "prompt": Run(
+        memory=Memory(flags=frozenset({"recompute_block"})),
+        more={"adapters": Adapters(0, 1.0, (), method="prompt", num_virtual=3, base="e4m3")},
+    ),
     "bf16": Run(),
     "fp8": Run(PRECISIONS["fp8-head"]),
     "fp8-current": Run(PRECISIONS["fp8-e5m2-current"]),
@@ -73,6 +78,8 @@ SOME_LEVELS = pytest.mark.parametrize(
     [
         ("fp8", 2),
         ("fp32-master", 3),
+        ("prefix", 2),
+        ("prompt", 3),
         *(pytest.param(name, size, marks=SLOW if size == 2 else SWEEP) for name in RUNS for size in (1, 2, 3, 4, 8)),
     ],
 )

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from llmq.model.config import RopeConfig
-from llmq.model.rope import rope_table
+from llmq.model.rope import document_positions, rope_table
 from llmq.ops import seam
 from llmq.ops.reference import OPS
 from llmq.scaling import SCALINGS
@@ -124,6 +124,25 @@ def embedding_backward(s: Sizes, rng: np.random.Generator) -> Case:
 def embedding_noise(s: Sizes, rng: np.random.Generator) -> Case:
     inputs = {"res": rng.standard_normal((s.b, s.t, s.c)), "samples": np.arange(-1, s.b - 1, dtype=np.int32)}
     return Case("", {"out": (s.b, s.t, s.c)}, inputs, {"alpha": 5.0, "seed": 3 + 2**40, "stream": 0xF1234567})
+
+
+def _virtual(s: Sizes, rng: np.random.Generator) -> tuple[dict[str, np.ndarray], dict[str, object]]:
+    """Packed heads, of which keys and values are replaced at the first 3 positions of documents."""
+    positions = document_positions(borders(rng, s.b, s.t, 4), s.t)
+    inputs = {"x": rng.standard_normal((s.b, s.t, s.q)), "positions": positions}
+    return inputs, {"num_virtual": 3, "channels": 2 * s.hkv * s.hd}
+
+
+def virtual_tokens_forward(s: Sizes, rng: np.random.Generator) -> Case:
+    inputs, numbers = _virtual(s, rng)
+    read = {"x": inputs["x"], "virtual": rng.standard_normal((3, 2 * s.hkv * s.hd)), "positions": inputs["positions"]}
+    return Case("", {"out": inputs["x"].shape}, read, numbers)
+
+
+def virtual_tokens_backward(s: Sizes, rng: np.random.Generator) -> Case:
+    inputs, numbers = _virtual(s, rng)
+    outputs = {"d_x": inputs["x"].shape, "d_virtual": (3, 2 * s.hkv * s.hd)}
+    return Case("", outputs, {"d_out": inputs["x"], "positions": inputs["positions"]}, numbers)
 
 
 def _columns(s: Sizes, rng: np.random.Generator) -> tuple[tuple[int, ...], dict[str, np.ndarray]]:

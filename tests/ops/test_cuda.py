@@ -40,6 +40,7 @@ EXACT |= {
     "embedding_noise",
     "rope_forward",
     "rope_backward",
+    "virtual_tokens_forward",
 }
 INTEGERS = {"num_tokens", "new_seen", "next_tokens", "next_positions"}
 # sums over rows: the inputs whose magnitudes make the sum of magnitudes
@@ -50,6 +51,7 @@ SUMS = {
     "d_bias": ("d_y",),
     "d_gain": ("d_y", "x"),
     "partials": ("grad",),
+    "d_virtual": ("d_out",),
 }
 # exp, division and log of the GPU err by up to 2 units; norms add a row of up to 896 over 32 lanes, then a butterfly
 CHAIN = 64

@@ -91,6 +91,8 @@ REGISTERS = {
     "token_linear": 96,
     "transpose": 56,
     "unpack": 56,
+    "virtual_tokens": 32,
+    "virtual_tokens_sum": 40,
     "whole_scale": 24,
 }
 # bytes; cuBLASLt has no product of what quantize_tiles makes for 10.0
@@ -225,6 +227,13 @@ def model_launches(noted: Launches, b: int, t: int, c: int, hq: int, hkv: int, h
             ops.low_rank_backward(*pair, wide, read((b, t, rank)), read((f, rank)), alpha=2.0)
         ops.output_gain(out((f,), "fp32", None), out((f,), "fp32"), None, None, None, None, None, scale=1.0, first=0)
         ops.output_gain_backward(out((f,), dtype, None), noted.tensor((f,), "fp32"), noted.tensor((f,), "fp32"))
+        for wide, channels in ((x, c), (qkv, 2 * hkv * hd)):
+            vectors = {"num_virtual": 20, "channels": channels}
+            ops.virtual_tokens_forward(out(wide, dtype, None), read(wide), read((20, channels)), tokens, **vectors)
+            d_vectors = out((20, channels), dtype, None)
+            ops.virtual_tokens_backward(out(wide, dtype, None), d_vectors, read(wide), tokens, **vectors)
+            there = read(wide)
+            ops.virtual_tokens_backward(Output("d_x", wide, dtype, (there,)), d_vectors, there, tokens, **vectors)
         added = out((v, c), dtype, None)
         ops.embedding_backward(added, read(x), tokens)
         added.accumulate = True

@@ -24,6 +24,7 @@ ACCUMULATED = [
     ("loss_sum", "loss_total"),
     ("loss_sum", "num_tokens"),
     ("sum_pieces", "out"),
+    ("virtual_tokens_backward", "d_virtual"),
 ]
 SHARED = [(op, out, given) for op in OPS for out, given in seam.record(op).shares.items()]
 SHARED += [("adamw", f"new_{name}", name) for name in ("master", "m", "v")]

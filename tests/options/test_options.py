@@ -19,6 +19,7 @@ UNSET = """
     reduce_dtype memcpy_all_gather memcpy_send_recv debug_memory
     lora_rank lora_alpha lora_dropout lora_targets lora_bias lora_init adapter base_dtype train_only
     lora_rank_pattern lora_alpha_pattern lora_plus_ratio train_also ia3
+    prompt_tuning prompt_init prompt_init_text prefix_tuning
 """
 OFF = """
     from_scratch init_proj_to_zero streaming fp8_fallback recompute_swiglu recompute_norm recompute_ffn
@@ -120,6 +121,9 @@ def test_adapters_have_defaults_of_their_own():
     assert parse(lora_rank=16, **given).to_flat()["lora_alpha"] == 5
     flat = parse(ia3="k_proj").to_flat()
     assert (flat["learning_rate"], flat["master_dtype"], flat["lora_targets"]) == (3e-3, "fp32", None)
+    for method, init in (("prompt_tuning", "random"), ("prefix_tuning", None)):
+        flat = parse(**{method: 20}).to_flat()
+        assert (flat["learning_rate"], flat["master_dtype"], flat["prompt_init"]) == (2e-4, "fp32", init)
 
 
 @pytest.mark.parametrize(
@@ -133,6 +137,23 @@ def test_adapters_have_defaults_of_their_own():
         ({"lora_rank": 4, "train_only": "*.bias"}, "--train-only trains a part of the model, and adapters"),
         ({"ia3": "mlp", "lora_rank": 4}, "--ia3 mlp trains gains, and --lora-rank is of another method"),
         ({"ia3": "mlp", "dora": True}, "--ia3 mlp trains gains, and --dora is of another method"),
+        (
+            {"prefix_tuning": 9, "prompt_tuning": 9},
+            "--prompt-tuning 9 trains virtual tokens alone, and --prefix-tuning",
+        ),
+        (
+            {"prefix_tuning": 9, "lora_rank": 4},
+            "--prefix-tuning 9 trains virtual tokens alone, and --lora-rank is of an",
+        ),
+        (
+            {"prompt_tuning": 9, "adapter": "a"},
+            "--prompt-tuning 9 trains virtual tokens alone, and --adapter is of anot",
+        ),
+        ({"prompt_tuning": 9, "ia3": "mlp"}, "--prompt-tuning 9 trains virtual tokens alone, and --ia3 is of another"),
+        ({"prefix_tuning": 9, "train_also": "norm"}, "--prefix-tuning 9 trains virtual tokens alone, and --train-also"),
+        ({"prefix_tuning": 9, "prompt_init_text": "so"}, "--prompt-init-text so is for prompts: add --prompt-tuning"),
+        ({"prompt_init": "random"}, "--prompt-init random is for prompts: add --prompt-tuning"),
+        ({"prefix_tuning": 0}, "--prefix-tuning 0 is below the least value"),
         ({"dora": True}, "--dora True is for adapters: add --lora-rank"),
         ({"train_also": "lm_head"}, "--train-also lm_head is for adapters: add --lora-rank"),
         ({"lora_plus_ratio": 4}, "--lora-plus-ratio 4.0 is for adapters: add --lora-rank"),

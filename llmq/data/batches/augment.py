@@ -23,6 +23,7 @@ import numpy as np
 from llmq.data.batches.permutation import addressed_bits
 from llmq.data.batches.windows import Rows
 from llmq.errors import UsageError
+from llmq.model.rope import document_positions
 from llmq.tensor import IGNORED
 
 SPAN = 4
@@ -36,15 +37,16 @@ class Augmentation:
     rates: tuple[tuple[str, float], ...]
     vocab_size: int
     seed: int
+    num_virtual: int = 0
 
     def __call__(self, rows: Rows, places: np.ndarray) -> Rows:
         """`rows` (n,T) with noise, where row i stands at `places[i]` of the run's sequence."""
         for name, rate in self.rates:
-            rows = KINDS[name](rows, rate, np.asarray(places), self.vocab_size, self.seed)
+            rows = KINDS[name](rows, rate, np.asarray(places), self)
         return rows
 
 
-def open_augmentation(text: str | None, vocab_size: int, seed: int) -> Augmentation | None:
+def open_augmentation(text: str | None, vocab_size: int, seed: int, num_virtual: int = 0) -> Augmentation | None:
     """What `--augment token-dropout=0.05,span-shuffle=0.1` asks for; None for nothing.
 
     UsageError names everything that is wrong with the text.
@@ -68,19 +70,23 @@ def open_augmentation(text: str | None, vocab_size: int, seed: int) -> Augmentat
         rates[name] = rate
     if problems:
         raise UsageError(f"--augment {text}: {'; '.join(problems)}")
-    return Augmentation(tuple((name, rates[name]) for name in KINDS if name in rates), vocab_size, seed)
+    return Augmentation(tuple((name, rates[name]) for name in KINDS if name in rates), vocab_size, seed, num_virtual)
 
 
-def shuffle_spans(rows: Rows, rate: float, places: np.ndarray, vocab_size: int, seed: int) -> Rows:
+def shuffle_spans(rows: Rows, rate: float, places: np.ndarray, about: Augmentation) -> Rows:
     """Tokens of some spans in another order; targets that could then be copied are not trained."""
-    count, length = rows.tokens.shape
+    (count, length), seed = rows.tokens.shape, about.seed
     position = np.arange(length)
     start = (addressed_bits(seed, START, places, 1) % np.uint64(SPAN)).astype(np.int64)
     span = (position + start) // SPAN  # (n,T): which span a position is in
     document = np.zeros((count, length + 1), np.int64)
     if rows.borders is not None:
         np.put_along_axis(document, rows.borders.astype(np.int64), 1, axis=1)
-    document = document.cumsum(1)[:, :length] + _padding(rows)  # (n,T): which document it is in
+    is_text = np.arange(length) >= about.num_virtual
+    if rows.borders is not None:
+        is_text = document_positions(rows.borders, length) >= about.num_virtual
+    # (n,T): which document it is in, of which virtual tokens are a part of their own
+    document = 2 * document.cumsum(1)[:, :length] + is_text + _padding(rows)
     chosen = np.take_along_axis(_uniform(addressed_bits(seed, SHUFFLE, places, length // SPAN + 2)), span, 1) < rate
     keys = addressed_bits(seed, ORDER, places, length) >> np.uint64(1)
     keys = np.where(chosen, keys, position.astype(np.uint64))  # outside, positions are in order already
@@ -91,11 +97,11 @@ def shuffle_spans(rows: Rows, rate: float, places: np.ndarray, vocab_size: int, 
     return rows._replace(tokens=np.take_along_axis(rows.tokens, source, 1), targets=targets)
 
 
-def drop_tokens(rows: Rows, rate: float, places: np.ndarray, vocab_size: int, seed: int) -> Rows:
-    """Some tokens replaced by random ones of the vocabulary."""
-    length = rows.tokens.shape[1]
+def drop_tokens(rows: Rows, rate: float, places: np.ndarray, about: Augmentation) -> Rows:
+    """Some tokens replaced by random ones of the vocabulary; those at the places of virtual tokens are never seen."""
+    length, seed = rows.tokens.shape[1], about.seed
     dropped = _uniform(addressed_bits(seed, DROP, places, length)) < rate
-    drawn = (_uniform(addressed_bits(seed, REPLACE, places, length)) * vocab_size).astype(np.int32)
+    drawn = (_uniform(addressed_bits(seed, REPLACE, places, length)) * about.vocab_size).astype(np.int32)
     return rows._replace(tokens=np.where(dropped, drawn, rows.tokens))
 
 
@@ -111,7 +117,7 @@ def _uniform(bits: np.ndarray) -> np.ndarray:
 
 
 # In the order of application: a token that dropout drew is not shuffled as if it stood in the text.
-KINDS: dict[str, Callable[[Rows, float, np.ndarray, int, int], Rows]] = {
+KINDS: dict[str, Callable[[Rows, float, np.ndarray, Augmentation], Rows]] = {
     "span-shuffle": shuffle_spans,
     "token-dropout": drop_tokens,
 }

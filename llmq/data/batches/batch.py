@@ -16,7 +16,8 @@ class Batch:
     `tokens`, `targets` (B,T) int32; a target of -100 is not trained. `borders` (B,D+1) int32 of a packed row are the
     first tokens of its documents, then T repeated. `places` (B,) int64 is where each row stands in the run's sequence;
     None in evaluation. `position` counts the samples taken by all ranks up to and with this batch, `epoch` the passes
-    over the data; `stream` is what a stream needs to resume after it.
+    over the data; `stream` is what a stream needs to resume after it. Each document begins with `num_virtual` positions
+    of virtual tokens, which are 0 here and have no target.
     """
 
     tokens: np.ndarray
@@ -27,10 +28,24 @@ class Batch:
     epoch: float = 0.0
     stream: dict[str, int] | None = None
     wait_ms: float = 0.0  # how long the training thread waited for it
+    num_virtual: int = 0
+
+    @property
+    def num_tokens(self) -> int:
+        """Tokens and padding, without virtual tokens."""
+        return self.tokens.size - int(self._virtual_of_rows.sum())
 
     @property
     def num_real(self) -> int:
-        """Tokens without the padding, which is the 0s that are not trained at the end of a row."""
+        """Tokens without virtual ones, and without the padding, which is the 0s that are not trained at the end of a
+        row."""
         used = (self.tokens != 0) | (self.targets != IGNORED)
-        ends = self.tokens.shape[1] - np.argmax(used[:, ::-1], axis=1)
+        ends = self.tokens.shape[1] - np.argmax(used[:, ::-1], axis=1) - self._virtual_of_rows
         return int(np.where(used.any(axis=1), ends, 0).sum())
+
+    @property
+    def _virtual_of_rows(self) -> np.ndarray:
+        """Virtual tokens of each row (B,)."""
+        count, length = self.tokens.shape
+        documents = np.ones(count, int) if self.borders is None else (self.borders < length).sum(axis=1)
+        return self.num_virtual * documents

@@ -74,6 +74,8 @@ class Data:
         if isinstance(self.train, Mixture):
             parts += [(f"{name}: ", source) for name, source in zip(self.train.names, self.train.sources, strict=True)]
         found = {"layout": f"{self.layout.kind} ({self.layout.why})"}
+        if num_virtual := self.train.num_virtual:
+            found["virtual tokens"] = f"{num_virtual} before each document"
         if (count := self.train.num_windows) is not None and count < (needed := self.samples_per_step):
             unit = "windows" if self.layout.kind == WINDOWS else "rows"
             found["note"] = (
@@ -101,6 +103,11 @@ class Data:
     def has_padding(self) -> bool:
         """Whether rows of the training data may end with padding."""
         return self.layout.kind != WINDOWS
+
+    @property
+    def tokens_per_row(self) -> int:
+        """Tokens and padding of a row of one document."""
+        return self.seq_len - self.train.num_virtual
 
     def loader(self, rank: int = 0) -> Loader:
         """A loader of the training data for one rank; call its `start`."""
@@ -157,26 +164,33 @@ def open_data(
     named: NamedData | None = None,
     world: int = 1,
     cannot_pack: str | None = None,
+    num_virtual: int = 0,
 ) -> Data:
     """Opens and checks all token files of a run for a model of `vocab_size` ids, whose `tokenizer` is in a folder.
 
     `named` is the data of --data, which is tokenized here, if it was not before; `cannot_pack` says why the device
-    cannot run packed rows, if it cannot. Options that name no data give the shape of a step, for a plan.
+    cannot run packed rows, if it cannot; `num_virtual` the virtual tokens before each document, which count in
+    --seq-len. Options that name no data give the shape of a step, for a plan.
 
     Raises UsageError if the global batch is no multiple of what the ranks take at once, or for options that do not fit
     the data (see choose_row_layout), and DataError if a file is bad (see open_files) or of another tokenizer, or there
     is no sample to train or evaluate on.
     """
     accumulation = _grad_accumulation(options, world)
-    augment = open_augmentation(options.augment, vocab_size, seed)
+    augment = open_augmentation(options.augment, vocab_size, seed, num_virtual)
+    if num_virtual and options.seq_len < num_virtual + 2:
+        raise UsageError(
+            f"--seq-len {options.seq_len} counts the {num_virtual} virtual tokens before each document: use at least "
+            f"{num_virtual + 2}"
+        )
     if named is None and options.train_file is None:
-        return _no_data(options, vocab_size, seed, accumulation, world, cannot_pack)
-    named = named and named.find(options.seq_len, options.weight)
+        return _no_data(options, vocab_size, seed, accumulation, world, cannot_pack, num_virtual)
+    named = named and named.find(options.seq_len - num_virtual, options.weight)
     has_rows = named is not None and named.has_rows
     layout = choose_row_layout(options.packing, options.max_docs, has_rows=has_rows, cannot_pack=cannot_pack)
     if layout.kind != WINDOWS:
         refuse_single_tokens(options.seq_len)
-    form = RowForm(layout.kind, options.seq_len, vocab_size, seed, options.max_docs)
+    form = RowForm(layout.kind, options.seq_len, vocab_size, seed, options.max_docs, num_virtual)
     found, eval_files = named.open(form) if named else _given(options)
     train, evaluation = None, None
     with all_problems() as problems:
@@ -193,13 +207,20 @@ def open_data(
 
 
 def _no_data(
-    options: DataOptions, vocab_size: int, seed: int, accumulation: int, world: int, cannot_pack: str | None
+    options: DataOptions,
+    vocab_size: int,
+    seed: int,
+    accumulation: int,
+    world: int,
+    cannot_pack: str | None,
+    num_virtual: int,
 ) -> Data:
     """The shape of a step, for a plan. UsageError for packed rows, if it is not known how many documents they hold."""
     layout = choose_row_layout(options.packing, options.max_docs, has_rows=False, cannot_pack=cannot_pack)
     if layout.kind == PACKED and options.max_docs is None:
         raise UsageError("--packing without data: give --max-docs, the documents of a row, or data to count them in")
-    train = Stream(lambda *place: iter(()), options.seq_len, vocab_size, "no data", max_docs=options.max_docs)
+    about: dict[str, Any] = {"max_docs": options.max_docs, "num_virtual": num_virtual}
+    train = Stream(lambda *place: iter(()), options.seq_len, vocab_size, "no data", **about)
     sizes = (options.batch_size, options.seq_len, accumulation)
     return Data(train, None, *sizes, seed, world, layout=layout, is_there=False)
 
@@ -244,15 +265,16 @@ def _open_files(patterns: Sequence[str], form: RowForm, *, with_tails: bool = Fa
     """The files that `patterns` name as samples; `with_tails` is for windows."""
     files = open_files(patterns)
     if form.kind == WINDOWS:
-        return Windows(files, form.seq_len, form.vocab_size, with_tails=with_tails)
-    return Packs(files, form.seq_len, form.vocab_size, form.seed, form.docs)
+        about: dict[str, Any] = {"with_tails": with_tails, "num_virtual": form.num_virtual}
+        return Windows(files, form.seq_len, form.vocab_size, **about)
+    return Packs(files, form.seq_len, form.vocab_size, form.seed, form.docs, form.num_virtual)
 
 
 def _require_samples(train: Samples | Stream, evaluation: Samples | None, form: RowForm) -> None:
     """DataError if there is no sample to train or evaluate on."""
     with all_problems() as problems:
         if train.num_windows == 0:
-            needs = f": one is {form.seq_len + 1} tokens of a file" if form.kind == WINDOWS else ""
+            needs = f": one is {form.longest + 1} tokens of a file" if form.kind == WINDOWS else ""
             problems.append(
                 f"the training data ({train.num_tokens} tokens) has no sample of seq_len {form.seq_len}{needs}: lower "
                 "seq_len, or give more data"
@@ -277,7 +299,7 @@ def eval_batches(windows: Samples, batch_size: int, seq_len: int, num_steps: int
         for whole, part in zip(filled, rows, strict=True):
             if whole is not None and part is not None:
                 whole[: len(part)] = part
-        yield Batch(*filled, position=start + len(rows.tokens))
+        yield Batch(*filled, position=start + len(rows.tokens), num_virtual=windows.num_virtual)
 
 
 @dataclass(eq=False)
@@ -365,4 +387,4 @@ def _training_batches(
             epoch = position / windows.num_windows
         if augment is not None:
             rows = augment(rows, places)
-        yield Batch(*rows, places, position, epoch, state)
+        yield Batch(*rows, places, position, epoch, state, num_virtual=windows.num_virtual)

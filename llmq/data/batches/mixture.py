@@ -76,6 +76,11 @@ class Mixture:
         return [found for source in self.sources for found in source.files]
 
     @property
+    def num_virtual(self) -> int:
+        """Virtual tokens before each document."""
+        return self.sources[0].num_virtual
+
+    @property
     def limits(self) -> tuple[int, int] | None:
         """Most documents of a row, and most tokens of a document; None if rows have no borders."""
         if not any(source.limits for source in self.sources):

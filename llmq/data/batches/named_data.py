@@ -123,13 +123,14 @@ class NamedData:
         tokens = sum(counts)
         self.note(f"about {tokens:,} tokens for training, by a sample of its beginning")
         files = list(zip(map(cache_entry, self.requests), counts, strict=True))
-        pieces = piece_lengths(np.concatenate(lengths), form.seq_len) if form.kind != WINDOWS else np.empty(0)
+        pieces = piece_lengths(np.concatenate(lengths), form.longest) if form.kind != WINDOWS else np.empty(0)
         if not len(pieces):
-            return Estimated(form.seq_len, tokens, max(tokens - 1, 0) // form.seq_len, files)
-        docs = form.docs or fewest_docs(repeated(pieces, form.seq_len), form.seq_len)
-        num_rows = count_packs(pieces, form.seq_len, docs) * tokens // int(pieces.sum())
-        limits = (docs, int(pieces.max())) if docs > 1 else None
-        return Estimated(form.seq_len, tokens, max(num_rows, 1), files, limits)
+            return Estimated(form.seq_len, tokens, max(tokens - 1, 0) // form.longest, files, form.num_virtual)
+        sizes = pieces + np.int32(form.num_virtual)
+        docs = form.docs or fewest_docs(repeated(sizes, form.seq_len), form.seq_len)
+        num_rows = count_packs(sizes, form.seq_len, docs) * tokens // int(pieces.sum())
+        limits = (docs, int(sizes.max())) if docs > 1 else None
+        return Estimated(form.seq_len, tokens, max(num_rows, 1), files, form.num_virtual, limits)
 
 
 def open_named(
@@ -190,6 +191,7 @@ class Estimated:
     num_tokens: int
     num_windows: int
     files: list[tuple[Path, int]]
+    num_virtual: int = 0
     limits: tuple[int, int] | None = None
     token_files: tuple[TokenFile, ...] = ()
 

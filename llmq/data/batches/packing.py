@@ -5,6 +5,9 @@ attention does not look across (both by the borders), and nothing is trained acr
 its end token, has no target. The padding, tokens 0 that are not trained, continues the last document, which does not
 see it. Documents longer than seq_len are cut into pieces, each a document of its own. A piece begins with the last
 token of the one before, which had no target there: every token but a document's first is a target once.
+
+With virtual tokens each document begins with so many positions that are 0 here and have no target, its last one among
+them: the first token of a document is never trained.
 """
 
 from __future__ import annotations
@@ -52,7 +55,13 @@ class Packs(FileSamples):
     """
 
     def __init__(
-        self, files: Sequence[TokenFile], seq_len: int, vocab_size: int, seed: int, max_docs: int | None = None
+        self,
+        files: Sequence[TokenFile],
+        seq_len: int,
+        vocab_size: int,
+        seed: int,
+        max_docs: int | None = None,
+        num_virtual: int = 0,
     ) -> None:
         """`max_docs` to a row; None is as few as fill the rows nearly as well as any number (`fewest_docs`).
 
@@ -60,15 +69,17 @@ class Packs(FileSamples):
         UsageError for a `seq_len` of 1.
         """
         refuse_single_tokens(seq_len)
-        super().__init__(files, seq_len, vocab_size)
+        super().__init__(files, seq_len, vocab_size, num_virtual)
         documents = document_lengths(files)
-        self.docs_per_row = max_docs or fewest_docs(piece_lengths(documents, seq_len), seq_len)
-        self.index = pack_documents(documents, seq_len, self.docs_per_row, seed)
+        sizes = piece_lengths(documents, seq_len - num_virtual) + np.int32(num_virtual)
+        self.docs_per_row = max_docs or fewest_docs(sizes, seq_len)
+        self.index = pack_documents(documents, seq_len, self.docs_per_row, seed, num_virtual)
 
     @cached_property
     def limits(self) -> tuple[int, int] | None:
         """Most documents of a row, and tokens of the longest; None where there is one to a row, and no borders."""
-        return (self.docs_per_row, int(self.index.lengths.max(initial=1))) if self.docs_per_row > 1 else None
+        longest = int(self.index.lengths.max(initial=1)) + self.num_virtual
+        return (self.docs_per_row, longest) if self.docs_per_row > 1 else None
 
     @property
     def num_windows(self) -> int:
@@ -98,7 +109,7 @@ class Packs(FileSamples):
         """The packs with the numbers `samples` (n,). Targets that the files' masks exclude are -100."""
         rows = empty_rows(len(samples), self.seq_len, self.docs_per_row)
         for row, sample in enumerate(np.asarray(samples).tolist()):
-            lay(rows, row, itertools.starmap(self._document, self.index.spans(sample)))
+            lay(rows, row, itertools.starmap(self._document, self.index.spans(sample)), self.num_virtual)
         return rows if self.limits else rows._replace(borders=None)
 
     def _document(self, start: int, stop: int) -> tuple[np.ndarray, np.ndarray | bool]:
@@ -113,29 +124,32 @@ def refuse_single_tokens(seq_len: int) -> None:
         raise UsageError("--seq-len 1: a document of one token has no target: use 2 or more, or --packing=windows")
 
 
-def pack_documents(documents: np.ndarray, seq_len: int, max_docs: int, seed: int) -> PackIndex:
+def pack_documents(documents: np.ndarray, seq_len: int, max_docs: int, seed: int, num_virtual: int = 0) -> PackIndex:
     """Which pieces lie in which pack, of documents of these lengths (n,) int64 that follow each other without a gap."""
-    pieces = piece_lengths(documents, seq_len)
-    numbers, num_packs = pack(pieces, seq_len, max_docs, seed)
+    longest = seq_len - num_virtual
+    pieces = piece_lengths(documents, longest)
+    numbers, num_packs = pack(pieces + np.int32(num_virtual), seq_len, max_docs, seed)
     order = np.argsort(numbers, kind="stable")
     ends = np.concatenate([[0], np.cumsum(np.bincount(numbers, minlength=num_packs))])
     # Each cut is a token that two pieces have.
-    cuts = np.repeat(np.arange(len(documents)), piece_counts(documents, seq_len))
+    cuts = np.repeat(np.arange(len(documents)), piece_counts(documents, longest))
     starts = np.cumsum(pieces, dtype=np.int64) - pieces - (np.arange(len(pieces)) - cuts)
     return PackIndex(ends, starts[order], pieces[order])
 
 
-def lay(rows: Rows, row: int, documents: Iterable[tuple[np.ndarray, Any]]) -> None:
-    """Writes documents into one of `rows`, one after the other; what is left of it stays as it is.
+def lay(rows: Rows, row: int, documents: Iterable[tuple[np.ndarray, Any]], num_virtual: int = 0) -> None:
+    """Writes documents into one of `rows`, one after the other, each after the positions of its virtual tokens; what is
+    left of it stays as it is.
 
     A document is its ids (n,) and which but the first of them are trained, (n - 1,) bool or True.
     """
     assert rows.borders is not None
     tokens, targets, borders, at = rows.tokens[row], rows.targets[row], rows.borders[row], 0
     for number, (ids, trained) in enumerate(documents):
-        stop = at + len(ids)
-        tokens[at:stop] = ids
-        aim(targets[at : stop - 1], ids, trained)
+        start = at + num_virtual
+        stop = start + len(ids)
+        tokens[start:stop] = ids
+        aim(targets[start : stop - 1], ids, trained)
         borders[number] = at
         at = stop
 

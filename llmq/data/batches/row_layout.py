@@ -38,18 +38,27 @@ class RowLayout:
 
 @dataclass(frozen=True)
 class RowForm:
-    """What rows are made of documents: their layout's kind, their length, and for packed rows the most documents."""
+    """What rows are made of documents: their layout's kind, their length, and for packed rows the most documents.
+
+    Each document begins with `num_virtual` positions that no token has: those of virtual tokens.
+    """
 
     kind: str
     seq_len: int
     vocab_size: int
     seed: int
     max_docs: int | None = None  # None: as few as fill the rows
+    num_virtual: int = 0
 
     @property
     def docs(self) -> int | None:
         """Most documents of a packed or padded row, as far as that is known."""
         return 1 if self.kind == PADDED else self.max_docs
+
+    @property
+    def longest(self) -> int:
+        """Most tokens of a document in a row."""
+        return self.seq_len - self.num_virtual
 
 
 def choose_row_layout(

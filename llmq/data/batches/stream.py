@@ -92,6 +92,7 @@ class Stream:
     chat_template: TemplateNote | None = None
     max_docs: int | None = None
     seed: int = 0
+    num_virtual: int = 0
     num_windows: ClassVar[None] = None  # not known ahead
     num_tokens: ClassVar[int] = 0  # that are there at the start
     token_files: ClassVar[tuple[TokenFile, ...]] = ()
@@ -113,19 +114,22 @@ class Stream:
         return self._windows(at) if self.max_docs is None else self._packs(at, self.max_docs)
 
     def _windows(self, at: dict[str, int]) -> Iterator[StreamedRow]:
-        pieces, waiting, count = self._pieces(at), deque[_Piece](), 0
+        pieces, waiting, count, size = self._pieces(at), deque[_Piece](), 0, self.seq_len - self.num_virtual
         while True:
-            while count <= self.seq_len:
+            while count <= size:
                 waiting.append(next(pieces))
                 count += len(waiting[-1].ids)
-            ids = np.concatenate([piece.ids for piece in waiting])[: self.seq_len + 1]
-            trained = np.concatenate([piece.trained for piece in waiting])[: self.seq_len + 1]
-            rest = self.seq_len
+            ids = np.concatenate([piece.ids for piece in waiting])[: size + 1]
+            trained = np.concatenate([piece.trained for piece in waiting])[: size + 1]
+            rest = size
             while len(waiting[0].ids) <= rest:
                 rest -= len(waiting.popleft().ids)
             waiting[0] = waiting[0].after(rest)
-            count -= self.seq_len
-            yield StreamedRow(ids[:-1], np.where(trained, ids, IGNORED)[1:].astype(np.int32), None, waiting[0].place)
+            count -= size
+            (tokens,), (targets,), _ = empty_rows(1, self.seq_len, None)
+            tokens[self.num_virtual :] = ids[:-1]
+            targets[self.num_virtual :] = np.where(trained, ids, IGNORED)[1:]
+            yield StreamedRow(tokens, targets, None, waiting[0].place)
 
     def _packs(self, at: dict[str, int], max_docs: int) -> Iterator[StreamedRow]:
         taken = at.get("packs", 0)
@@ -134,10 +138,12 @@ class Stream:
             ids, trained = (np.concatenate(parts) for parts in zip(*((p.ids, p.trained) for p in group), strict=True))
             documents = [length for piece in group for length in piece.lengths or (len(piece.ids),)]
             seed = mixed(self.seed, place["epoch"], place["overall"])
-            index = pack_documents(np.array(documents, np.int64), self.seq_len, max_docs, seed)
+            lengths = np.array(documents, np.int64)
+            index = pack_documents(lengths, self.seq_len, max_docs, seed, self.num_virtual)
             for number in range(taken, index.num_packs):
                 rows = empty_rows(1, self.seq_len, max_docs)
-                lay(rows, 0, ((ids[a:b], trained[a + 1 : b]) for a, b in index.spans(number)))
+                spans = ((ids[a:b], trained[a + 1 : b]) for a, b in index.spans(number))
+                lay(rows, 0, spans, self.num_virtual)
                 borders = rows.borders[0] if rows.borders is not None and self.limits else None
                 is_last = number + 1 == index.num_packs
                 after = {**following, "packs": 0} if is_last else {**place, "packs": number + 1}
@@ -240,17 +246,19 @@ def open_stream(request: Request, form: RowForm, say: Say) -> Stream:
         request.key,
         first.end_token_ids,
         template_note(first.templates) if isinstance(first, ChatEncoder) else None,
-        None if form.kind == WINDOWS else form.docs or _docs_per_row(request, form.seq_len),
+        None if form.kind == WINDOWS else form.docs or _docs_per_row(request, form),
         form.seed,
+        form.num_virtual,
     )
 
 
-def _docs_per_row(request: Request, seq_len: int) -> int:
+def _docs_per_row(request: Request, form: RowForm) -> int:
     """Most documents of a row, by the first rows; the same on every day, as a run resumes with no other number."""
     encoder = request.encoder(datetime.fromtimestamp(0))
     assert encoder is not None
     documents = np.array([len(document.ids) for document in encoder.encode(request.first_rows, [])], np.int64)
-    return fewest_docs(repeated(piece_lengths(documents, seq_len), seq_len), seq_len)
+    sizes = piece_lengths(documents, form.longest) + np.int32(form.num_virtual)
+    return fewest_docs(repeated(sizes, form.seq_len), form.seq_len)
 
 
 Batch = list[tuple[Position, Row]]  # rows, with the position after each

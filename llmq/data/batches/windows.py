@@ -51,6 +51,10 @@ class Samples(Protocol):
     token_files: tuple[TokenFile, ...]
 
     @property
+    def num_virtual(self) -> int:
+        """Virtual tokens before each document, which `seq_len` counts."""
+
+    @property
     def limits(self) -> tuple[int, int] | None:
         """Most documents of a row, and most tokens of a document; None if rows have no borders."""
 
@@ -69,9 +73,10 @@ class Samples(Protocol):
 class FileSamples:
     """The tokens of several files one after the other, which samples are cut from."""
 
-    def __init__(self, files: Sequence[TokenFile], seq_len: int, vocab_size: int) -> None:
+    def __init__(self, files: Sequence[TokenFile], seq_len: int, vocab_size: int, num_virtual: int = 0) -> None:
         """DataError if an id is found that is not below `vocab_size`; see CHECKED_WHOLE."""
         self.token_files, self.seq_len, self.vocab_size = tuple(files), seq_len, vocab_size
+        self.num_virtual = num_virtual
         self.file_starts = np.cumsum([0, *(file.num_tokens for file in files)])
         self.num_tokens = int(self.file_starts[-1])
         with all_problems() as problems:
@@ -99,15 +104,25 @@ class Windows(FileSamples):
     """The windows of several token files, numbered through in the order of the files.
 
     A file of n tokens has floor((n - 1) / seq_len) windows from its start; the tokens after the last are not used,
-    unless `with_tails` makes one more window of them, whose rest is tokens 0 that are not trained.
+    unless `with_tails` makes one more window of them, whose rest is tokens 0 that are not trained. Windows with virtual
+    tokens have so many fewer of the file.
     """
 
     limits = None  # documents run on from one window into the next, and are not told apart
 
-    def __init__(self, files: Sequence[TokenFile], seq_len: int, vocab_size: int, *, with_tails: bool = False) -> None:
-        super().__init__(files, seq_len, vocab_size)
-        room = seq_len - 1 if with_tails else 0  # a window may lack so many tokens
-        self._ends = np.cumsum((np.maximum(np.diff(self.file_starts) - 1, 0) + room) // seq_len)
+    def __init__(
+        self,
+        files: Sequence[TokenFile],
+        seq_len: int,
+        vocab_size: int,
+        *,
+        with_tails: bool = False,
+        num_virtual: int = 0,
+    ) -> None:
+        super().__init__(files, seq_len, vocab_size, num_virtual)
+        self._size = seq_len - num_virtual
+        room = self._size - 1 if with_tails else 0  # a window may lack so many tokens
+        self._ends = np.cumsum((np.maximum(np.diff(self.file_starts) - 1, 0) + room) // self._size)
         self.num_windows = int(self._ends[-1]) if files else 0
 
     def read(self, samples: np.ndarray) -> Rows:
@@ -116,11 +131,12 @@ class Windows(FileSamples):
         for row, sample in enumerate(np.asarray(samples).tolist()):
             number = int(np.searchsorted(self._ends, sample, side="right"))
             window = sample - (int(self._ends[number - 1]) if number else 0)
-            start = window * self.seq_len
-            stop = min(start + self.seq_len + 1, self.token_files[number].num_tokens)
+            start = window * self._size
+            stop = min(start + self._size + 1, self.token_files[number].num_tokens)
             ids, trained = self.part(number, start, stop)
-            rows.tokens[row, : len(ids) - 1] = ids[:-1]
-            aim(rows.targets[row, : len(ids) - 1], ids, trained)
+            place = slice(self.num_virtual, self.num_virtual + len(ids) - 1)
+            rows.tokens[row, place] = ids[:-1]
+            aim(rows.targets[row, place], ids, trained)
         return rows
 
 

@@ -1,0 +1,147 @@
+"""Rows with virtual tokens: the same text in so much less room, each document after positions of its own."""
+
+from itertools import pairwise
+
+import numpy as np
+import pytest
+
+from llmq.data.batches.augment import open_augmentation
+from llmq.data.batches.batch import Batch
+from llmq.data.batches.loader import Loader, eval_batches, open_data
+from llmq.data.batches.packing import Packs
+from llmq.data.batches.stream import Stream, StreamedDocument
+from llmq.data.batches.windows import Rows, Windows
+from llmq.data.tokens.token_file import TokenFile, TokenWriter
+from llmq.errors import UsageError
+from llmq.options.parse import Options
+
+N, VOCAB = 3, 99
+
+
+@pytest.fixture
+def file(tmp_path):
+    """Documents of 2 to 20 tokens, a third of which are not trained."""
+    rng = np.random.default_rng(0)
+    with TokenWriter(tmp_path / "a.bin", vocab_size=VOCAB, has_masks=True) as writer:
+        for length in rng.integers(2, 21, 60):
+            writer.append(rng.integers(1, VOCAB, length).astype(np.int32), rng.random(length) < 2 / 3)
+            writer.end_document()
+    return TokenFile.open(tmp_path / "a.bin")
+
+
+def without_lead(rows, seq_len):
+    """Documents as (tokens, targets), each after N positions that hold nothing."""
+    found = []
+    for index in range(len(rows.tokens)):
+        tokens, targets = rows.tokens[index], rows.targets[index]
+        for start, stop in pairwise([0, seq_len] if rows.borders is None else rows.borders[index]):
+            if start < stop:
+                assert not tokens[start : start + N].any() and (targets[start : start + N] == -100).all()
+                text = slice(start + N, stop)
+                used = np.flatnonzero(tokens[text])
+                end = used[-1] + 1 if used.size else 0
+                found.append((tokens[text][:end].tolist(), targets[text][:end].tolist()))
+    return sorted(found)
+
+
+@pytest.mark.parametrize("with_tails", [False, True])
+def test_windows_are_those_of_shorter_rows(file, with_tails):
+    plain = Windows([file], 8, VOCAB, with_tails=with_tails)
+    found = Windows([file], 8 + N, VOCAB, with_tails=with_tails, num_virtual=N)
+    assert found.num_windows == plain.num_windows
+    order = np.random.default_rng(1).permutation(plain.num_windows)
+    for one, other, filler in zip(found.read(order)[:2], plain.read(order)[:2], (0, -100), strict=True):
+        np.testing.assert_array_equal(one[:, N:], other)
+        assert (one[:, :N] == filler).all()
+
+
+@pytest.mark.parametrize("max_docs", [1, 3, None])
+def test_packs_hold_the_same_documents(file, max_docs):
+    """Also those that are cut, as they have less room."""
+    pieces = Packs([file], 12, VOCAB, 0, 1)
+    packs = Packs([file], 12 + N, VOCAB, 0, max_docs, N)
+    rows = packs.read(np.arange(packs.num_windows))
+    tokens, targets, _ = pieces.read(np.arange(pieces.num_windows))
+    lead = np.zeros((pieces.num_windows, N), np.int32)
+    alone = Rows(np.hstack([lead, tokens]), np.hstack([lead - 100, targets]), None)
+    assert without_lead(rows, 12 + N) == without_lead(alone, 12 + N)
+    assert packs.num_trained == pieces.num_trained
+    if max_docs != 1:
+        longest = max(len(ids) for ids, _ in without_lead(rows, 12 + N))
+        assert packs.limits == (packs.docs_per_row, longest + N) and packs.docs_per_row > 1
+        assert max_docs is None or packs.docs_per_row == max_docs
+    one = Batch(*rows, num_virtual=N)
+    assert one.num_real == int(pieces.index.lengths.sum())
+    documents = len(pieces.index.lengths)
+    assert one.num_tokens == packs.num_windows * (12 + N) - N * documents
+
+
+def test_empty_rows_and_rows_without_virtual_tokens_are_counted(file):
+    windows = Windows([file], 8 + N, VOCAB, with_tails=True, num_virtual=N)
+    *_, last = eval_batches(windows, windows.num_windows - 1, 8 + N)
+    assert last.tokens.any(axis=1).sum() == 1 and last.num_virtual == N
+    assert last.num_tokens == 8 * len(last.tokens) and 0 < last.num_real <= 8
+    plain = Batch(last.tokens, last.targets)
+    assert plain.num_tokens == last.tokens.size and plain.num_real == last.num_real + N
+
+
+@pytest.mark.parametrize("max_docs", [None, 1, 3])
+def test_a_stream_has_the_same_text_and_resumes(max_docs):
+    rng = np.random.default_rng(2)
+    documents = [rng.integers(1, VOCAB, length) for length in rng.integers(2, 15, 9)]
+
+    def open_at(begun, shard, row, overall):
+        yield from (StreamedDocument(0, n, n, documents[n], None) for n in range(row, len(documents)))
+
+    def rows_of(num_virtual, count, state=None):
+        length = 10 + num_virtual
+        found = Stream(open_at, length, VOCAB, "it", max_docs=max_docs, num_virtual=num_virtual).rows(state)
+        return [next(found) for _ in range(count)]
+
+    rows, plain = rows_of(N, 6), rows_of(0, 6)
+    for one, other in zip(rows, plain, strict=True):
+        assert not one.tokens[:N].any() and (one.targets[:N] == -100).all() and len(one.tokens) == 10 + N
+        if max_docs is None or max_docs == 1:
+            np.testing.assert_array_equal(one.tokens[N:], other.tokens)
+            np.testing.assert_array_equal(one.targets[N:], other.targets)
+    for one, other in zip(rows_of(N, 3, rows[2].state), rows[3:], strict=True):
+        np.testing.assert_array_equal(one.tokens, other.tokens)
+    if max_docs == 3:
+        stacked = Rows(*(np.stack([row[part] for row in rows]) for part in range(3)))
+        assert {tuple(ids) for ids, _ in without_lead(stacked, 10 + N)} <= {tuple(d[:10]) for d in documents} | {
+            tuple(d[9:]) for d in documents
+        }
+
+
+@pytest.mark.parametrize("packed", [False, True])
+def test_spans_are_shuffled_within_the_text(packed):
+    rng = np.random.default_rng(3)
+    tokens = rng.integers(1, VOCAB, (300, 24)).astype(np.int32)
+    marks = np.array([0, 9, 24] if packed else [0, 24], np.int32)
+    for start in marks[:-1]:
+        tokens[:, start : start + N] = 0
+    borders = np.tile(marks, (300, 1)) if packed else None
+    targets = np.where(tokens == 0, -100, 5).astype(np.int32)
+    augment = open_augmentation("span-shuffle=1", VOCAB, 0, N)
+    rows = augment(Rows(tokens, targets, borders), np.arange(300))
+    assert (rows.tokens != tokens).mean() > 0.4
+    np.testing.assert_array_equal(rows.tokens == 0, tokens == 0)
+    assert (rows.targets[tokens == 0] == -100).all()
+
+
+def test_data_gives_batches_with_virtual_tokens(file, tmp_path):
+    path = str(tmp_path / "a.bin")
+    given = {"model": "m", "train_file": path, "eval_file": path, "seq_len": 8 + N, "batch_size": 2}
+    data = open_data(Options.parse(given).data, VOCAB, 0, num_virtual=N)
+    assert data.train.num_virtual == data.eval.num_virtual == N and data.tokens_per_row == 8
+    assert data.facts()["virtual tokens"] == "3 before each document"
+    with data.loader() as loader:
+        assert isinstance(loader, Loader)
+        one = loader.start().next()
+    assert one.num_virtual == N and one.num_tokens == one.num_real == 16
+    with pytest.raises(
+        UsageError, match="--seq-len 11 counts the 10 virtual tokens before each document: use at least 12"
+    ):
+        open_data(Options.parse(given).data, VOCAB, 0, num_virtual=10)
+    mixed = Options.parse({**given, "train_file": [f"{path}"], "packing": True}).data
+    assert open_data(mixed, VOCAB, 0, num_virtual=N).limits[1] <= 8 + N

@@ -1,0 +1,179 @@
+"""Runs of --prompt-tuning and --prefix-tuning: what is trained, logged, saved, exported, written, and refused."""
+
+import json
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+from safetensors.numpy import load_file, save_file
+from small_tokenizers import EOS, byte_level, save
+from tiny_runs import folder, on_weights, weights_of
+
+import llmq
+from llmq.blocks.cached import Sampling
+from llmq.data.tokens.token_file import TokenWriter
+from llmq.errors import DataError, UsageError
+from llmq.files.source import open_parameters, open_source
+from llmq.generation.prompts import Question
+from llmq.generation.text import Settings, Writer
+from llmq.model.parameters import parameter_rows
+from llmq.model.virtual_tokens import with_virtual
+from llmq.options.data import ModelOptions
+from llmq.options.parse import Options
+from llmq.plan.adapters import first_values, resolve
+from llmq.report.read import read_log
+
+COUNT, C, KV = 3, 48, 24
+SHAPES = {"prompt_tuning": (COUNT, C), "prefix_tuning": (COUNT, 2 * KV)}
+METHODS = pytest.mark.parametrize("method", SHAPES)
+
+
+@pytest.fixture
+def given(tmp_path, monkeypatch):
+    """Options of a run on a model with weights."""
+    monkeypatch.chdir(tmp_path)
+    return {**on_weights(tmp_path, times=5), "steps": 6, "warmup": 0}
+
+
+def adapter_of(path):
+    return load_file(path / "adapter_model.safetensors")
+
+
+def documents(name, count, seed):
+    rng = np.random.default_rng(seed)
+    with TokenWriter(f"{name}.bin", vocab_size=97) as file:
+        for length in rng.integers(2, 14, count):
+            file.append((rng.zipf(1.5, length) % 97).astype(np.int32))
+            file.end_document()
+
+
+@METHODS
+def test_they_are_trained_saved_resumed_exported_and_trained_on(given, method):
+    options = {**given, method: COUNT}
+    whole = llmq.train(**options)
+    said = given["console"].getvalue()
+    kind = "Embeddings" if method == "prompt_tuning" else "Keys and values in every layer"
+    number = COUNT * SHAPES[method][1]
+    assert f"{kind} of 3 virtual tokens before each document: {number} of" in said
+    assert "3 before each document" in said
+    found = adapter_of(whole.model_path)
+    assert {name: value.shape for name, value in found.items()} == {"prompt_embeddings": SHAPES[method]}
+    config = json.loads((whole.model_path / "adapter_config.json").read_text())
+    assert (config["peft_type"], config["num_virtual_tokens"]) == (method.upper(), COUNT)
+    assert read_log(whole.log_path).train["tokens"][0] == 4 * (given["seq_len"] - COUNT)
+    folders = {"out_dir": "cut", "checkpoint_dir": "parts"}
+    llmq.train(**{**options, **folders, "steps": 3})
+    parts = llmq.train(**{**options, **folders, "out_dir": "parts-model", "continue": 3})
+    assert weights_of(parts.checkpoint_path) == weights_of(whole.checkpoint_path)
+    with pytest.raises(UsageError, match="adapters virtual tokens"):
+        llmq.train(**{**options, **folders, "continue": 3, method: COUNT + 1, "overwrite": True})
+    still = {"learning_rate": 0.0, "steps": 1}
+    again = llmq.train(**{**given, **still, "name": "again", "adapter": str(whole.model_path)})
+    assert again.eval_loss == whole.eval_loss
+    assert np.array_equal(adapter_of(again.model_path)["prompt_embeddings"], found["prompt_embeddings"])
+    assert json.loads((again.model_path / "adapter_config.json").read_text()) == config
+
+
+@METHODS
+def test_the_loss_of_evaluation_falls(given, method):
+    """A prompt of one model that is told nothing else."""
+    options = {**given, method: COUNT, "learning_rate": 3e-2}
+    begun = llmq.train(**{**options, "steps": 1, "learning_rate": 0.0, "name": "begun"})
+    assert llmq.train(**{**options, "steps": 40, "name": "done"}).eval_loss < begun.eval_loss - 0.05
+
+
+@METHODS
+def test_packed_and_padded_rows_have_the_same_evaluation(given, method):
+    documents("train", 80, 1)
+    documents("eval", 20, 2)
+    options = {**given, method: COUNT, "learning_rate": 0, "steps": 1, "seq_len": 16 + COUNT}
+    runs = [{"packing": True}, {"packing": True, "max_docs": 2}, {"packing": False}]
+    found = [llmq.train(**{**options, **run, "name": str(n)}) for n, run in enumerate(runs)]
+    assert [run.eval_loss for run in found] == pytest.approx([found[0].eval_loss] * 3, rel=1e-6)
+    assert found[0].eval_loss != llmq.train(**{**given, "learning_rate": 0, "steps": 1, "name": "plain"}).eval_loss
+    packed, *_ = (read_log(run.log_path).train for run in found)
+    assert packed["trained_tokens"][0] < packed["tokens"][0] <= 4 * 16
+
+
+@METHODS
+def test_a_model_writes_with_them(given, method):
+    done = llmq.train(**{**given, method: COUNT, "learning_rate": 0.3, "steps": 12})
+    questions = [Question({}, tokens=(5, 17, 3)), Question({}, tokens=(9,))]
+    about = {"max_tokens": 6, "device": "cpu", "ignore_end": True}
+
+    def texts(**more):
+        writer = Writer(Settings("base", **about, **more), reads_text=False)
+        found = [answer.tokens for answer in writer.answers(questions)]
+        assert writer.course.prompt_tokens == 4
+        return found
+
+    found = texts(adapter=str(done.model_path))
+    assert found != texts() and found == texts(adapter=str(done.model_path), batch_size=1)
+    penalized = texts(adapter=str(done.model_path), sampling=Sampling(repetition_penalty=1e9))
+    # What a text has is not repeated, and what stands for virtual tokens is no token of it.
+    assert all(not {5, 17, 3} & set(text) and len(set(text)) == 6 for text in penalized[:1])
+
+
+@METHODS
+def test_samples_are_written_while_training(given, method):
+    Path("prompts.jsonl").write_text('{"tokens": [5, 17, 3]}\n{"tokens": [9]}\n')
+    options = {**given, method: COUNT, "sample_prompts": "prompts.jsonl", "sample_tokens": 4, "learning_rate": 0.3}
+    done = llmq.train(**options)
+    about = {"max_tokens": 4, "device": "cpu", "dtype": "fp32", "adapter": str(done.model_path)}
+    questions = [Question({}, tokens=(5, 17, 3)), Question({}, tokens=(9,))]
+    written = [answer.tokens for answer in Writer(Settings("base", **about), reads_text=False).answers(questions)]
+    *_, last = [event for event in read_log(done.log_path).events if event["type"] == "samples"]
+    assert [tuple(record["new_tokens"]) for record in last["samples"]] == written
+
+
+def test_a_prompt_begins_as_embeddings_of_random_tokens(given):
+    embedding = load_file("base/model.safetensors")["model.embed_tokens.weight"]
+    still = {"learning_rate": 0.0, "steps": 1, "prompt_tuning": 7}
+    drawn = llmq.train(**{**given, **still, "name": "drawn", "prompt_init": "sample_vocab"})
+    prompt = adapter_of(drawn.model_path)["prompt_embeddings"]
+    assert all((embedding == vector).all(axis=1).any() for vector in prompt) and len(np.unique(prompt, axis=0)) > 3
+
+
+def test_a_prompt_begins_as_a_text(tmp_path):
+    """Repeated, or cut to its length."""
+    tokenizer = byte_level()
+    own = save(tokenizer, tmp_path / "tokenizer", {"eos_token": EOS})
+    model = folder(tmp_path / "source", vocab_size=420)
+    bare = open_source(ModelOptions(model=str(model), from_scratch=True))
+    source = replace(bare, tokenizer_folder=own)
+    values = open_parameters(source, 0)
+    ids = tokenizer.encode("Aye 10 ships", add_special_tokens=False).ids
+    ((_, embedding),) = values(parameter_rows(source.config)[:1])
+
+    def prompt(count, of=source):
+        options = Options.parse(
+            {"model": str(model), "train_file": "a", "prompt_tuning": count, "prompt_init_text": "Aye 10 ships"}
+        ).adapters
+        rows = with_virtual(parameter_rows(source.config), resolve(options, source.config), source.config)
+        return {row.name: value for row, value in first_values(options, of, values, 0)(rows)}["embed.prompt"]
+
+    for count in (2, len(ids), 2 * len(ids) + 1):
+        np.testing.assert_array_equal(prompt(count), embedding[(ids * 3)[:count]])
+    with pytest.raises(UsageError, match=r"--prompt-init-text 'Aye 10 ships' needs a tokenizer, and .* has none"):
+        prompt(3, bare)
+
+
+@pytest.mark.parametrize(
+    ("change", "says"),
+    [
+        (lambda t, c: t.clear() or t.update(other=np.zeros((3, 4))), r"other is no part(.|\n)*missing: prompt_embed"),
+        (lambda t, c: t.update(prompt_embeddings=np.zeros((3, 5), np.float32)), r"shape \[3, 5\], .* for \[3, 48\]"),
+        (lambda t, c: c.update(num_virtual_tokens=4), r"shape \[3, 48\], .* for \[4, 48\]"),
+    ],
+)
+@METHODS
+def test_what_does_not_fit_is_refused(given, tmp_path, change, says, method):
+    done = llmq.train(**{**given, method: COUNT, "steps": 1})
+    tensors, config = adapter_of(done.model_path), json.loads((done.model_path / "adapter_config.json").read_text())
+    change(tensors, config)
+    (tmp_path / "changed").mkdir()
+    save_file(tensors, tmp_path / "changed" / "adapter_model.safetensors")
+    (tmp_path / "changed" / "adapter_config.json").write_text(json.dumps(config))
+    with pytest.raises(DataError, match=says):
+        llmq.train(**{**given, "name": "next", "adapter": str(tmp_path / "changed")})
