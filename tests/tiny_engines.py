@@ -176,6 +176,12 @@ def train_steps(engine: Engine, steps: int = 2, accumulation: int = 2, rate: flo
     return losses
 
 
+def result_of(plan: Plan, backend: Backend | None = None) -> tuple[object, ...]:
+    """Losses of a few steps on a plan, everything that they changed, and what the model says after them."""
+    engine = engine_of(plan, backend=backend)
+    return train_steps(engine), bits(engine), engine.evaluate(batch(9)), next_logits(engine, np.arange(7)).tobytes()
+
+
 def bits(engine: Engine) -> dict[str, bytes]:
     """Everything that training changed, as bytes."""
     found = {name: array.tobytes() for name, array in engine.state()}
