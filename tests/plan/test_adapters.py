@@ -353,7 +353,13 @@ def test_fused_maps_read_their_input_once():
     assert weights[:7] == [*qkv, f"{at}.o.lora_a", f"{at}.o.lora_b.o_proj"]
 
 
-@pytest.mark.parametrize("precision", [BF16, FP8["e4m3", "delayed"], FP8["e4m3", "rowwise"], FP8["e5m2", "blockwise"]])
+@pytest.mark.parametrize(
+    "precision",
+    [
+        *(FP8["e4m3", "delayed"], FP8["e5m2", "blockwise"]),
+        *(pytest.param(p, marks=pytest.mark.slow) for p in (BF16, FP8["e4m3", "rowwise"])),
+    ],
+)
 def test_adapters_can_be_planned_for_a_gpu(precision):
     config = tiny(hidden_size=256, head_dim=64, intermediate_size=384)
     scratch = {"scratch_bytes": PlannedBackend().scratch_bytes}

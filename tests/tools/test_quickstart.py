@@ -97,6 +97,7 @@ def test_the_last_screen_is_about_what_was_made(made):
     assert (out / "loss.png").read_bytes().startswith(b"\x89PNG")
 
 
+@pytest.mark.slow
 def test_a_second_call_shows_the_same_and_writes_nothing(made, capsys):
     before = times(made.out)
     assert quickstart.quickstart(made) == 0
