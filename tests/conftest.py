@@ -30,6 +30,7 @@ def pytest_configure(config):
 
     What a user's shell says of widths, colours and caches is no part of what the tests compare with.
     """
+    gc.disable()  # until the tests are collected: it took as long as rewriting their asserts
     for name in TASTES:
         os.environ.pop(name, None)
     os.fsync = lambda file: None  # what a test writes need not outlive a loss of power
@@ -94,6 +95,7 @@ def pytest_collection_finish():
     """Collecting garbage took a sixth of the time: the tests are none, and what a test leaves can wait."""
     gc.freeze()
     gc.set_threshold(50_000)
+    gc.enable()
 
 
 def _is_emulated(config, item, emulated):

@@ -1,10 +1,14 @@
 """A tiny run on several ranks: each level of sharing, on whatever world and backend it is given."""
 
+import multiprocessing
 from dataclasses import dataclass, field
 
 import numpy as np
+import pytest
 from tiny_engines import BF16, engine_of, plan_of, tiny
 
+from llmq.comm.rendezvous import Store, StoreServer
+from llmq.comm.tcp import TcpWorld
 from llmq.data.batches.batch import Batch
 from llmq.plan.memory import Memory
 from llmq.plan.precision import Precision
@@ -12,6 +16,7 @@ from llmq.stores.sharding import Sharding
 
 # long enough that each of eight ranks has rows of some matrix, wide enough for the GPU
 CONFIG = tiny(vocab_size=1000, hidden_size=64, head_dim=16, intermediate_size=320)
+TOKEN = "a token"
 LEVELS = {
     0: {},
     1: {"states": True},
@@ -64,6 +69,43 @@ def train(run, world, backend):
         results.append(engine.update(step, 1e-2, request=world.rank))
     evaluated = engine.evaluate(rank_batch(run, 0, 0, world.rank))
     return results, [evaluated, *(engine.parameter(row.name) for row in plan.rows)]
+
+
+def on_two_gpus(rank_process, limit_s):
+    """What the processes of two ranks, on a GPU each, find, by rank, and their exit codes. Skips without two GPUs.
+
+    `rank_process(rank, port, results)` joins the store at `port`, and puts (rank, what, value) into the queue `results`
+    at least every `limit_s` seconds: "done" as its last, or "error" with a traceback.
+    """
+    cupy = pytest.importorskip("cupy")
+    if cupy.cuda.runtime.getDeviceCount() < 2:
+        pytest.skip("needs two GPUs")
+    server = StoreServer("127.0.0.1", 0, 2, TOKEN, 60.0)
+    context = multiprocessing.get_context("spawn")
+    results = context.Queue()
+    processes = [context.Process(target=rank_process, args=(rank, server.port, results)) for rank in range(2)]
+    for process in processes:
+        process.start()
+    found, done = ({}, {}), 0
+    try:
+        while done < 2:
+            rank, what, value = results.get(timeout=limit_s)
+            assert what != "error", value
+            done += what == "done"
+            found[rank][what] = value
+        for process in processes:
+            process.join(20)
+        codes = [process.exitcode for process in processes]
+    finally:
+        for process in processes:
+            process.kill()
+        server.close()
+    return found, codes
+
+
+def join(rank, port):
+    """What a process of `on_two_gpus` talks with the other one through, over sockets."""
+    return TcpWorld(Store.join("127.0.0.1", port, rank, 2, TOKEN, 60.0), rank, 2)
 
 
 def same(one, other):

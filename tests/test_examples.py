@@ -61,6 +61,7 @@ def steps(run):
     return read_log(run).train["step"].tolist()
 
 
+@pytest.mark.slow
 def test_pretrain(example):
     folder, _ = example("pretrain.sh", *FLAGS, TEXT="text.txt")
     run = folder / "runs/pretrain"

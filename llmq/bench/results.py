@@ -59,7 +59,6 @@ def result_of(
     """
     plan, (median, low, high) = speed.plan, speed.tokens_per_second
     spec = plan.spec
-    rate = (median / gpus, spec.config, spec.seq_len, peaks, spec.precision.dtype, spec.adapters)
     nvml_bytes = [reading.used_bytes for reading in speed.readings if reading.used_bytes is not None]
     return {
         "model": model,
@@ -82,7 +81,7 @@ def result_of(
         "lora_rank": None if spec.adapters is None else spec.adapters.rank,
         "dora": spec.adapters is not None and spec.adapters.dora,
         "base_dtype": None if spec.adapters is None else spec.adapters.base,
-        "sol": sol.fraction(*rate),
+        "sol": sol.fraction(median / gpus, spec.config, spec.seq_len, peaks, spec.precision.dtype, spec.adapters),
         "ceiling_share": found.share,
         "step_s": list(speed.seconds),
         "first_step_s": speed.first_step_s,

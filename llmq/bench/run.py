@@ -307,7 +307,8 @@ def _wanted(
         **{key: value for key, value in request.recipe.items() if key not in left_out},
     }
     options = Options.parse(flat)
-    resolved, _ = precision.resolve(options.precision, config), adapters.resolve(options.adapters, config)
+    resolved = precision.resolve(options.precision, config)
+    adapters.resolve(options.adapters, config)  # for its errors, before anything is measured
     devices.refuse_dtypes(where, resolved.matmul, resolved.head, scaling=resolved.scaling, option="--dtypes")
     return Wanted(model, dtype, config, resolved, flat)
 

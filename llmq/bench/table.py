@@ -222,7 +222,7 @@ def _rank_cells(result: Result) -> tuple[str, ...]:
         name,
         rate,
         "too large for one GPU" if scaling is None else f"x{scaling:.3g} ({_percent(scaling / gpus)})",
-        *(_gigabytes(found[f"{name}_bytes_per_s"]) for name in ("reduce", "gather")),
+        *(_gigabytes(found[f"{what}_bytes_per_s"]) for what in ("reduce", "gather")),
         f"{found['exposed_ms']:.1f} ms ({_percent(found['exposed_share'])})",
     )
 

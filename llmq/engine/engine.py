@@ -86,7 +86,11 @@ class Engine(BoundPlan):
         self._is_gathered = self._is_gathered or first
 
     def start_step(self, step: int, learning_rate: float) -> None:
-        """Before the micro-steps of a step, as weights may be updated in backward; `update` ends it with the same."""
+        """Before the micro-steps of a step whose weights may be updated in backward; `update` ends it with the same."""
+        if self.plan.spec.memory.fused:
+            self._begin_update(step, learning_rate)
+
+    def _begin_update(self, step: int, learning_rate: float) -> None:
         self._fill(self._cells.step, step)
         self._fill(self._cells.learning_rate, learning_rate)
 
@@ -97,7 +101,7 @@ class Engine(BoundPlan):
         """
         cells, agreed = self._cells, self._cells.agreed
         if not self.plan.spec.memory.fused:
-            self.start_step(step, learning_rate)
+            self._begin_update(step, learning_rate)
         if is_asked := self._has(agreed.request):
             self._fill(cells.request, request)
         self.run("update")

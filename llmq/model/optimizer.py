@@ -74,8 +74,10 @@ def update(
         first += count
     agreed = ranks.agree(ops, cells)
     if hyper.clips_by_last:
-        ops.last_norm_scale(cells["last_norm"], cells["grad_scale"], None, *_before(cells, agreed), **_clip(hyper))
-    _measure(ops, cells, agreed, hyper, None if hyper.clips_by_last else cells["grad_scale"], cells["apply"])
+        ops.last_norm_scale(
+            cells["last_norm"], cells["grad_scale"], None, *_before(cells, agreed), grad_clip=hyper.grad_clip
+        )
+    _measure(ops, cells, agreed, hyper, None if hyper.clips_by_last else cells["grad_scale"])
     _update_scales(ops, cells, agreed, cells["apply"])
     walks = zip(moments.walk(ops), weights.written(ops), grads.sums(ops), strict=True)
     _step(ops, ((*one, cells["apply"]) for one in walks), cells, hyper, seed)
@@ -85,7 +87,7 @@ def begin_fused(ops: Any, cells: Mapping[str, Ref], hyper: Hyperparameters) -> N
     """What the update of each part of the model reads, as soon as the loss is known: a scale that knows no norm but
     the last step's."""
     written = (cells["last_norm"], cells["grad_scale"], cells["apply"])
-    ops.last_norm_scale(*written, *_before(cells, cells), **_clip(hyper))
+    ops.last_norm_scale(*written, *_before(cells, cells), grad_clip=hyper.grad_clip)
 
 
 def update_fused(
@@ -122,7 +124,7 @@ def update_fused(
 
 def end_fused(ops: Any, cells: Mapping[str, Ref], hyper: Hyperparameters) -> None:
     """The norm of a step whose updates are done; `apply` is 0 if it was not finite."""
-    _measure(ops, cells, cells, hyper, None, cells["apply"])
+    _measure(ops, cells, cells, hyper, None)
 
 
 def _before(cells: Mapping[str, Ref], agreed: Mapping[str, Ref]) -> tuple[Ref, ...]:
@@ -130,21 +132,13 @@ def _before(cells: Mapping[str, Ref], agreed: Mapping[str, Ref]) -> tuple[Ref, .
     return cells["norm"], cells["last_norm"], agreed["loss"], agreed["tokens"]
 
 
-def _clip(hyper: Hyperparameters) -> dict[str, float]:
-    return {"grad_clip": hyper.grad_clip}
-
-
 def _measure(
-    ops: Any,
-    cells: Mapping[str, Ref],
-    agreed: Mapping[str, Ref],
-    hyper: Hyperparameters,
-    scale: Ref | None,
-    apply: Ref,
+    ops: Any, cells: Mapping[str, Ref], agreed: Mapping[str, Ref], hyper: Hyperparameters, scale: Ref | None
 ) -> None:
-    """The norm of the step, and the scale by it where that is wanted, <- partial sums."""
+    """The norm of the step, whether it is finite, and the scale by it where that is wanted, <- partial sums."""
+    written = (cells["norm"], scale, cells["apply"])
     partials = agreed["partials"].flat(0, agreed["partials"].shape[0])
-    ops.grad_scale(cells["norm"], scale, apply, partials, agreed["loss"], agreed["tokens"], **_clip(hyper))
+    ops.grad_scale(*written, partials, agreed["loss"], agreed["tokens"], grad_clip=hyper.grad_clip)
 
 
 def _step(

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping
 
-from llmq.model.adapters import Adapters
+from llmq.model.adapters import EMBED_ROW, Adapters
 from llmq.model.config import ModelConfig
 from llmq.model.parameters import HEAD, linear_maps
 from llmq.ops.seam import record
@@ -42,7 +42,7 @@ def seconds_per_token(
     added = sum(target.rank * (target.module.inputs + target.module.outputs) for target in targets)
     seconds = (per_score / 2 * attention + per_weight * added) / peaks["bf16"]
     for name, size in linear_maps(config).items():
-        row = "embed.weight" if name == HEAD and config.tie_embeddings else f"{name}.weight"
+        row = EMBED_ROW if name == HEAD and config.tie_embeddings else f"{name}.weight"
         is_frozen = row in frozen if adapters is None else row not in adapters.also
         seconds += (per_frozen if is_frozen else per_weight) * size / peaks[dtype(name)]
     return seconds

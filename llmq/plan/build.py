@@ -92,8 +92,7 @@ def rows_of(spec: Spec, model: Model) -> tuple[Row, ...]:
 
 def _without_master(row: Row) -> Row:
     """A row whose value is held in 8 bits, if it is a trained weight of a layer's linear map."""
-    is_matrix = row.layer is not None and row.site is not None and len(row.shape) == 2
-    return replace(row, stored=MASTER_FORM) if is_matrix and row.trainable else row
+    return replace(row, stored=MASTER_FORM) if is_layer_weight(row) and row.trainable else row
 
 
 def _held(spec: Spec, row: Row) -> Row:

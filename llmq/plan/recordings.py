@@ -7,13 +7,13 @@ from dataclasses import dataclass, replace
 from functools import cached_property, partial
 from typing import Any
 
-from llmq.errors import UsageError
 from llmq.model import optimizer
 from llmq.model.decoder import Model
 from llmq.model.parameters import HEAD
 from llmq.ops.record import Call, Recorder
 from llmq.plan.build import Sites, build_model, rows_of
-from llmq.plan.memory import ALONE_ONLY, HOSTED
+from llmq.plan.memory import Memory
+from llmq.plan.precision import Precision
 from llmq.plan.refusals import refuse
 from llmq.plan.spec import Spec
 from llmq.row import Row
@@ -27,7 +27,7 @@ from llmq.stores.moments import ReplicatedMoments, ShardedMoments, State
 from llmq.stores.ranks import Alone, ManyRanks
 from llmq.stores.reduced_grads import ReducedGrads, ShardedGrads
 from llmq.stores.sharded_weights import GatheredWeights, ShardedWeights
-from llmq.stores.sharding import Shards
+from llmq.stores.sharding import Sharding, Shards
 from llmq.stores.weights import ReplicatedWeights
 from llmq.tensor import Ref, num_norm_tiles
 
@@ -42,23 +42,23 @@ class Stores:
 
 
 def stores_of(spec: Spec) -> Stores:
-    """What holds a run's tensors on one of its ranks. UsageError for what many ranks cannot keep on the host."""
-    sharding, memory, p = spec.sharding, spec.memory, spec.precision
+    """What holds a run's tensors on one of its ranks. UsageError for what no plan can do."""
     refuse(spec)
-    if sharding.size == 1:
-        hosted = memory.hosts_weight(p)
-        host_master = p.master if "master" in memory.host else None
-        return Stores(
-            partial(HostedWeights, hosted=hosted, host_master=host_master) if hosted else ReplicatedWeights,
-            FusedGrads
-            if memory.fused
-            else partial(HostedGrads, piece_bytes=memory.piece_bytes)
-            if "grad" in memory.host
-            else ReplicatedGrads,
-        )
-    if alone := [flag for flag, space in HOSTED.items() if space in memory.host and space in ALONE_ONLY]:
-        flags = ", ".join(f"--{flag.replace('_', '-')}" for flag in alone)
-        raise UsageError(f"{flags} is for a run of one GPU, and this one has {sharding.size}: use --zero-level 3")
+    return _alone(spec.memory, spec.precision) if spec.sharding.size == 1 else _shared(spec.sharding)
+
+
+def _alone(memory: Memory, p: Precision) -> Stores:
+    hosted = memory.hosts_weight(p)
+    host_master = p.master if "master" in memory.host else None
+    weights = partial(HostedWeights, hosted=hosted, host_master=host_master) if hosted else ReplicatedWeights
+    if memory.fused:
+        return Stores(weights, FusedGrads)
+    if "grad" in memory.host:
+        return Stores(weights, partial(HostedGrads, piece_bytes=memory.piece_bytes))
+    return Stores(weights)
+
+
+def _shared(sharding: Sharding) -> Stores:
     weights = ShardedWeights if sharding.weights else GatheredWeights if sharding.states else None
     grads = ShardedGrads if sharding.gradients else ReducedGrads
     return Stores(

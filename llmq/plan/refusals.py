@@ -5,18 +5,30 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from llmq.errors import UsageError
+from llmq.plan.memory import ALONE_ONLY, HOSTED
 from llmq.plan.spec import Spec
 
 
 def refuse(spec: Spec) -> None:
-    """UsageError with everything that the update in backward, tiles, or weights without masters, cannot do."""
-    problems = [f"--fused-update: {text}" for text in _fused(spec)] if spec.memory.fused else []
+    """UsageError with everything that the update in backward, tiles, weights without masters, or the host memory of
+    many ranks, cannot do."""
+    problems = list(_shared(spec)) if spec.sharding.size > 1 else []
+    if spec.memory.fused:
+        problems += [f"--fused-update: {text}" for text in _fused(spec)]
     if spec.memory.seq_tiles > 1:
         problems += [f"--seq-tiles {spec.memory.seq_tiles}: {text}" for text in _tiled(spec)]
     if spec.precision.master == "none":
         problems += [f"--master-dtype none: {text}" for text in _without_master(spec)]
     if problems:
         raise UsageError("; ".join(problems))
+
+
+def _shared(spec: Spec) -> Iterator[str]:
+    memory = spec.memory
+    alone = [flag for flag, space in HOSTED.items() if space in memory.host and space in ALONE_ONLY]
+    if flags := [*alone, *(["fused_update"] if memory.fused else [])]:
+        named = ", ".join(f"--{flag.replace('_', '-')}" for flag in flags)
+        yield f"{named} is for a run of one GPU, and this one has {spec.sharding.size}: use --zero-level 3"
 
 
 def _fused(spec: Spec) -> Iterator[str]:
@@ -30,8 +42,6 @@ def _fused(spec: Spec) -> Iterator[str]:
         )
     if "grad" in spec.memory.host:
         yield "it leaves no gradients for --offload-gradients to keep: leave that out"
-    if spec.sharding.size > 1:
-        yield f"it is for a run of one GPU, and this one has {spec.sharding.size}: use --zero-level 3"
 
 
 def _tiled(spec: Spec) -> Iterator[str]:

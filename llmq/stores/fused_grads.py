@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import replace
 from typing import Any
 
 from llmq.row import Row
 from llmq.stores.bundles import Bundle, part_bundle, part_tree
-from llmq.stores.grads import ReplicatedGrads
+from llmq.stores.grads import ReplicatedGrads, gradient_slots
 from llmq.stores.sharding import part_of
 from llmq.tensor import Ref
 
@@ -24,11 +24,11 @@ class FusedGrads(ReplicatedGrads):
 
     def __init__(self, rows: Sequence[Row], dtype: str, *, last: bool = False) -> None:
         super().__init__(rows, dtype, last=last)
-        self._rows = tuple(row for row in rows if row.name in self.refs)
-        self.refs = {
-            name: replace(ref, name=f"gradient/{name}", space="activation", is_sum=True, cell=name)
-            for name, ref in self.refs.items()
-        }
+        self._rows: dict[str | int, list[Row]] = defaultdict(list)
+        for row in rows:
+            if row.trainable:
+                self._rows[part_of(row)].append(row)
+        self.refs = gradient_slots(self.refs)
         self._tree = part_tree({row.name: self.refs.get(row.name) for row in rows})
         self.use: Use | None = None
 
@@ -37,4 +37,4 @@ class FusedGrads(ReplicatedGrads):
         assert self.use is not None
         for part in parts:
             yield part_bundle(self._tree, part)
-            self.use(ops, part, [row for row in self._rows if part_of(row) == part], self.refs)
+            self.use(ops, part, self._rows[part], self.refs)

@@ -2,12 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 from llmq.row import Row
 from llmq.stores.bundles import Bundle, part_bundle, part_tree
 from llmq.tensor import Ref
+
+
+def gradient_slots(refs: Mapping[str, Ref]) -> dict[str, Ref]:
+    """By row name, slots in which the gradients of one micro-step are made."""
+    return {
+        name: replace(ref, name=f"gradient/{name}", space="activation", is_sum=True, cell=name)
+        for name, ref in refs.items()
+    }
 
 
 class ReplicatedGrads:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
 from itertools import chain
@@ -11,7 +10,8 @@ from typing import Any
 from llmq.row import Row
 from llmq.stores.bundles import Bundle, names_by_part, one_ahead, part_bundle, part_tree
 from llmq.stores.grads import ReplicatedGrads
-from llmq.tensor import DTYPES, NORM_ROWS, Ref
+from llmq.stores.pieces import chunks_of_tiles
+from llmq.tensor import DTYPES, Ref
 
 
 class HostedGrads(ReplicatedGrads):
@@ -42,7 +42,7 @@ class HostedGrads(ReplicatedGrads):
         return one_ahead(_fetched(ops, ref) for ref in pieces)
 
     def _pieces(self, ref: Ref) -> Iterator[Ref]:
-        chunks = _chunks_of_tiles(ref, self._piece_bytes)
+        chunks = chunks_of_tiles(ref, ref.shape[-1] * DTYPES[ref.dtype].itemsize, self._piece_bytes)
         yield from (ref.chunk(*rows) for rows in chunks) if len(chunks) > 1 else (ref,)
 
     def _fetch(self, ops: Any, part: str | int) -> dict[str, Ref]:
@@ -63,13 +63,3 @@ def _fetched(ops: Any, ref: Ref) -> Ref:
     slot = Ref(f"gradient/{ref.name}{start}", "activation", ref.shape, ref.dtype, ref.layer)
     ops.copy_to_device(slot, ref)
     return slot
-
-
-def _chunks_of_tiles(ref: Ref, num_bytes: int) -> list[tuple[int, int]]:
-    """(start, count) of the rows of each piece of a tensor: at most so many bytes, in whole tiles of NORM_ROWS rows and
-    one at least. A vector, and an entry of a stack, is one piece."""
-    rows = math.prod(ref.shape[:-1])
-    size = NORM_ROWS * max(1, num_bytes // max(1, NORM_ROWS * ref.shape[-1] * DTYPES[ref.dtype].itemsize))
-    if len(ref.shape) == 1 or ref.stack is not None or rows <= size:
-        return [(0, rows)]
-    return [(start, min(size, rows - start)) for start in range(0, rows, size)]

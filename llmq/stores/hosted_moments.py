@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Collection, Container, Iterator, Mapping
 from dataclasses import replace
 from itertools import groupby
@@ -11,7 +10,8 @@ from typing import Any
 from llmq.row import Row
 from llmq.stores.bundles import one_ahead
 from llmq.stores.moments import State, StatePiece, Update
-from llmq.tensor import DTYPES, NORM_ROWS, Ref
+from llmq.stores.pieces import chunks_of_tiles
+from llmq.tensor import DTYPES, Ref
 
 
 class HostedMoments:
@@ -64,18 +64,16 @@ class HostedMoments:
         """A row's state in pieces, as it is held."""
         grad = self._grads.get(update.row.name)
         for whole in update.pieces:
-            master = whole.state.master
-            count, width = math.prod(master.shape[:-1]), master.shape[-1]
+            master, width = whole.state.master, whole.state.master.shape[-1]
             fetched = [*(ref for ref in whole.state if ref.space in self._spaces), *([grad] if grad else [])]
             row_bytes = width * sum(DTYPES[ref.form.dtype if ref.form else ref.dtype].itemsize for ref in fetched)
-            size = NORM_ROWS * max(1, self._piece_bytes // (NORM_ROWS * row_bytes))
-            if len(master.shape) == 1 or count <= size or master.stack is not None or not self._is_cut(update.row):
+            chunks = chunks_of_tiles(master, row_bytes, self._piece_bytes)
+            if len(chunks) == 1 or not self._is_cut(update.row):
                 yield whole._replace(grad=grad)
                 continue
-            for start in range(0, count, size):
-                rows = start, min(size, count - start)
+            for rows in chunks:
                 state = State(*(ref.chunk(*rows) for ref in whole.state))
-                yield StatePiece(state, whole.first + start * width, rows, grad and grad.chunk(*rows))
+                yield StatePiece(state, whole.first + rows[0] * width, rows, grad and grad.chunk(*rows))
 
     def _fetch(self, ops: Any, row: Row, piece: StatePiece, moving: Collection[str], *, with_grad: bool) -> StatePiece:
         """The piece with slots in place of what lives on the host in the spaces `moving`, and of its gradient."""

@@ -8,7 +8,7 @@ from typing import Any
 
 from llmq.row import Row
 from llmq.stores.bundles import Bundle, part_bundle, part_tree
-from llmq.stores.grads import ReplicatedGrads
+from llmq.stores.grads import ReplicatedGrads, gradient_slots
 from llmq.stores.sharding import Sharding, Shards, part_of
 from llmq.tensor import NORM_ROWS, Ref
 
@@ -104,10 +104,7 @@ class ShardedGrads(ReducedGrads):
 
     def __init__(self, rows: Sequence[Row], dtype: str, *, last: bool = False, sharding: Sharding) -> None:
         super().__init__(rows, dtype, last=last, sharding=sharding)
-        self._slots = {
-            name: replace(ref, name=f"gradient/{name}", space="activation", is_sum=True, cell=name)
-            for name, ref in self.refs.items()
-        }
+        self._slots = gradient_slots(self.refs)
         self.refs = {name: self._shards.share(ref) for name, ref in self.refs.items()}
         self._tree = part_tree({row.name: self._slots.get(row.name) for row in rows})
 

@@ -2,14 +2,13 @@
 
 import faulthandler
 import gc
-import multiprocessing
 import os
 import time
 import traceback
 from dataclasses import replace
 
 import pytest
-from ranks import LEVELS, Run, same, train
+from ranks import LEVELS, Run, join, on_two_gpus, same, train
 from tiny_engines import FP8
 
 from llmq.comm.peer_copies import Copying
@@ -36,12 +35,10 @@ def rank_process(rank, port, results):
 
         from llmq.backends.cuda import CudaBackend
         from llmq.comm import nccl
-        from llmq.comm.rendezvous import Store
-        from llmq.comm.tcp import TcpWorld
 
         nccl.LEAST_BYTES = 0
         cupy.cuda.Device(rank).use()
-        host = TcpWorld(Store.join("127.0.0.1", port, rank, 2, "a token", 60.0), rank, 2)
+        host = join(rank, port)
         worlds = {copying: nccl.NcclWorld(host, copying) for copying in (NONE, ALL)}
         for name, run in RUNS.items():
             for level in LEVELS:
@@ -134,32 +131,8 @@ def waited(world, host, rank):
 @pytest.fixture(scope="module")
 def found():
     """What both ranks return, by rank; and their exit codes."""
-    cupy = pytest.importorskip("cupy")
-    if cupy.cuda.runtime.getDeviceCount() < 2:
-        pytest.skip("needs two GPUs")
-    from llmq.comm.rendezvous import StoreServer
-
-    server = StoreServer("127.0.0.1", 0, 2, "a token", 60.0)
-    context = multiprocessing.get_context("spawn")
-    results = context.Queue()
-    processes = [context.Process(target=rank_process, args=(rank, server.port, results)) for rank in range(2)]
-    for process in processes:
-        process.start()
-    found, done = ({}, {}), 0
-    try:
-        while done < 2:
-            rank, what, value = results.get(timeout=LIMIT_S + 10)
-            assert what != "error", value
-            done += what == "done"
-            found[rank][what] = value
-        for process in processes:
-            process.join(10)
-        codes = [process.exitcode for process in processes]
-    finally:
-        for process in processes:
-            process.kill()
-        server.close()
-    return *found, codes
+    by_rank, codes = on_two_gpus(rank_process, LIMIT_S + 10)
+    return *by_rank, codes
 
 
 @pytest.mark.parametrize("level", LEVELS)

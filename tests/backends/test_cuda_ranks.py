@@ -1,13 +1,12 @@
 """Two GPUs: every level has the bits of the others, in graphs as well, and follows the reference on two ranks."""
 
 import faulthandler
-import multiprocessing
 import traceback
 from dataclasses import replace
 
 import numpy as np
 import pytest
-from ranks import LEVELS, Run, same, train
+from ranks import LEVELS, Run, join, on_two_gpus, same, train
 from tiny_engines import BF16, FP8, FP8_HEAD
 
 from llmq.blocks.attention import Packing
@@ -39,52 +38,25 @@ def rank_process(rank, port, results):
 
         from llmq.backends.cuda import CudaBackend
         from llmq.comm.nccl import NcclWorld
-        from llmq.comm.rendezvous import Store
-        from llmq.comm.tcp import TcpWorld
 
         cupy.cuda.Device(rank).use()
-        store = Store.join("127.0.0.1", port, rank, 2, "a token", 60.0)
-        world = NcclWorld(TcpWorld(store, rank, 2))
+        world = NcclWorld(join(rank, port))
         for name, run in RUNS.items():
             for level in LEVELS:
                 for use_graphs in (True, False) if name in ("bf16", "fp8") else (True,):
                     backend = CudaBackend(use_graphs=use_graphs, world=world)
-                    results.put((rank, name, level, use_graphs, train(replace(run, level=level), world, backend)))
-        results.put((rank, "done", None, None, None))
+                    results.put((rank, (name, level, use_graphs), train(replace(run, level=level), world, backend)))
+        results.put((rank, "done", None))
         world.gather("done")
         world.close()
     except BaseException:
-        results.put((rank, "error", None, None, traceback.format_exc()))
+        results.put((rank, "error", traceback.format_exc()))
 
 
 @pytest.fixture(scope="module")
 def found():
-    """What both ranks return, by run, level and whether graphs were used."""
-    cupy = pytest.importorskip("cupy")
-    if cupy.cuda.runtime.getDeviceCount() < 2:
-        pytest.skip("needs two GPUs")
-    from llmq.comm.rendezvous import StoreServer
-
-    server = StoreServer("127.0.0.1", 0, 2, "a token", 60.0)
-    context = multiprocessing.get_context("spawn")
-    results = context.Queue()
-    processes = [context.Process(target=rank_process, args=(rank, server.port, results)) for rank in range(2)]
-    for process in processes:
-        process.start()
-    found, done = {}, 0
-    try:
-        while done < 2:
-            rank, name, level, use_graphs, value = results.get(timeout=160)
-            assert name != "error", value
-            done += name == "done"
-            found[name, level, use_graphs, rank] = value
-        for process in processes:
-            process.join(20)
-    finally:
-        for process in processes:
-            process.kill()
-        server.close()
-    return found
+    """What both ranks return, by rank; of each by run, level and whether graphs were used."""
+    return on_two_gpus(rank_process, 160)[0]
 
 
 @pytest.mark.parametrize("name", RUNS)
@@ -92,19 +64,19 @@ def test_every_level_has_the_bits_of_the_others(found, name):
     pairs = [(0, 1), (2, 3)] if RUNS[name].micro_steps > 1 else [(0, 1), (1, 2), (2, 3)]
     for one, other in pairs:
         for rank in range(2):
-            assert same(found[name, one, True, rank], found[name, other, True, rank]), (one, other)
+            assert same(found[rank][name, one, True], found[rank][name, other, True]), (one, other)
 
 
 @pytest.mark.parametrize("name", ["bf16", "fp8"])
 @pytest.mark.parametrize("level", LEVELS)
 def test_graphs_have_the_bits_of_eager_runs(found, name, level):
-    assert same(found[name, level, True, 0], found[name, level, False, 0])
+    assert same(found[0][name, level, True], found[0][name, level, False])
 
 
 @pytest.mark.parametrize("name", RUNS)
 def test_both_ranks_agree(found, name):
     for level in LEVELS:
-        (results, values), (others, other_values) = (found[name, level, True, rank] for rank in range(2))
+        (results, values), (others, other_values) = (found[rank][name, level, True] for rank in range(2))
         one, other = ([replace(result, sent_error=None) for result in each] for each in (results, others))
         assert one == other
         assert all(np.array_equal(a, b) for a, b in zip(values[1:], other_values[1:], strict=True))
@@ -115,5 +87,5 @@ def test_two_gpus_follow_the_reference(found, name):
     from llmq.backends.host import HostBackend
 
     (results, _), _ = run_ranks(2, lambda world: train(RUNS[name], world, HostBackend(world=world)))
-    losses = [[one.loss for one in run] for run in (results, found[name, 1, True, 0][0])]
+    losses = [[one.loss for one in run] for run in (results, found[0][name, 1, True][0])]
     assert np.allclose(*losses, rtol=FOLLOWS.get(name, 1e-2))

@@ -369,7 +369,7 @@ def test_help_answers_in_under_400_ms():
     """In less than 2.5 times the CPU time that its two libraries take to be imported, 0.13 s on a quiet machine.
 
     Where two workers share a core's units, 0.2 s of CPU time read as more than 0.4 s ten times in a row. So the
-    libraries are timed in turn with it, and the best of four is taken of both: the ratio is 1.6 on any machine.
+    libraries are timed in turn with it, up to four times, and the best of both is taken: the ratio is 1.6 anywhere.
     """
     code = "import os, resource, subprocess, sys; subprocess.run(sys.argv[1:], stdout=subprocess.DEVNULL, check=True); "
     code += "used = resource.getrusage(resource.RUSAGE_CHILDREN); print(used.ru_utime + used.ru_stime)"
@@ -377,12 +377,15 @@ def test_help_answers_in_under_400_ms():
     def seconds(*command_line):
         return float(process("-c", code, sys.executable, *command_line).stdout)
 
-    turns = [
-        (seconds("-m", "llmq.cli.train", "--help"), seconds("-c", "import click; from pydantic import BaseModel"))
-        for _ in range(4)
-    ]
-    used, libraries = map(min, zip(*turns, strict=True))
-    assert used < 2.5 * libraries, turns
+    turns = []
+    for _ in range(4):
+        turns.append(
+            (seconds("-m", "llmq.cli.train", "--help"), seconds("-c", "import click; from pydantic import BaseModel"))
+        )
+        used, libraries = map(min, zip(*turns, strict=True))
+        if used < 2.5 * libraries:
+            return
+    raise AssertionError(turns)
 
 
 def test_a_bare_environment_is_enough(tmp_path):

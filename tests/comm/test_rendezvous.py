@@ -2,11 +2,11 @@
 
 import random
 import socket
-import threading
 import time
 from contextlib import contextmanager, suppress
 
 import pytest
+from rank_threads import at_once
 
 from llmq.comm import store_server, wire
 from llmq.comm.rendezvous import Store, StoreServer
@@ -28,26 +28,6 @@ def served(size, *, deadline=20.0):
 def joined(server, rank, size, *, token=TOKEN, deadline=20.0):
     """A rank's store."""
     return Store.join(HOST, server.port, rank, size, token, deadline)
-
-
-def at_once(size, work, *, pauses=None):
-    """What `work(rank)` returns or raises on each rank, each in a thread that begins after its pause."""
-    found = [None] * size
-
-    def run(rank):
-        time.sleep(pauses[rank] if pauses else 0)
-        try:
-            found[rank] = work(rank)
-        except WorldError as error:
-            found[rank] = error
-
-    threads = [threading.Thread(target=run, args=(rank,), daemon=True) for rank in range(size)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join(60)
-    assert not any(thread.is_alive() for thread in threads), "a rank hangs"
-    return found
 
 
 def free_port():

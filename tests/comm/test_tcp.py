@@ -7,11 +7,12 @@ import sys
 import textwrap
 import threading
 import time
-from contextlib import suppress
+from contextlib import closing, suppress
 
 import ml_dtypes
 import numpy as np
 import pytest
+from rank_threads import at_once
 
 from llmq.comm import mesh, tcp, wire
 from llmq.comm.rendezvous import Store, StoreServer
@@ -24,24 +25,13 @@ HOST, TOKEN = "127.0.0.1", "the job's token"
 def run_ranks(size, work):
     """What `work(world)` returns or raises on ranks that are threads of this process."""
     server = StoreServer(HOST, 0, size, TOKEN, 20)
-    found = [None] * size
 
     def run(rank):
-        try:
-            world = TcpWorld(Store.join(HOST, server.port, rank, size, TOKEN, 20), rank, size, deadline=20)
-            try:
-                found[rank] = work(world)
-            finally:
-                world.close()
-        except WorldError as error:
-            found[rank] = error
+        world = TcpWorld(Store.join(HOST, server.port, rank, size, TOKEN, 20), rank, size, deadline=20)
+        with closing(world):
+            return work(world)
 
-    threads = [threading.Thread(target=run, args=(rank,), daemon=True) for rank in range(size)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join(60)
-    assert not any(thread.is_alive() for thread in threads), "a rank hangs"
+    found = at_once(size, run)
     server.close()
     return found
 

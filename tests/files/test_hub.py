@@ -64,6 +64,7 @@ class Hub:
 def handler_of(state):
     class Handler(BaseHTTPRequestHandler):
         protocol_version = "HTTP/1.1"
+        disable_nagle_algorithm = True  # or each answer waits 40 ms for the acknowledgement of its headers
 
         def log_message(self, *arguments):
             pass

@@ -38,6 +38,8 @@ from llmq.tensor import stored_bytes
 
 UNTIED = tiny(tie_embeddings=False)
 FEW_BITS = ("int8", "nf4", "mxfp4")
+OFTEN = [("fp32", "int8"), ("bf16", "nf4"), ("delayed", "mxfp4"), ("current", "int8"), ("rowwise", "nf4")]
+OFTEN += [("blockwise", "mxfp4")]
 PLACES = np.array([2**33 + 5, 17])
 
 
@@ -280,8 +282,14 @@ def test_a_base_in_e4m3_is_held_once_and_is_what_it_stands_for(precision):
         assert steps(same) == losses
 
 
-@pytest.mark.parametrize("base", FEW_BITS)
-@pytest.mark.parametrize("kind", ["fp32", "bf16", "delayed", "current", "rowwise", "blockwise"])
+@pytest.mark.parametrize(
+    ("kind", "base"),
+    [
+        pytest.param(kind, base, marks=() if (kind, base) in OFTEN else pytest.mark.slow)
+        for kind in ("fp32", "bf16", "delayed", "current", "rowwise", "blockwise")
+        for base in FEW_BITS
+    ],
+)
 def test_a_base_in_few_bits_is_held_once_and_is_what_it_stands_for(kind, base):
     """A run on the values that it stands for has the same bits: fp8 copies are made of them, with the same scales."""
     precision = {"fp32": FP32, "bf16": BF16}.get(kind) or FP8["e4m3", kind]
@@ -345,7 +353,13 @@ def test_fused_maps_read_their_input_once():
     assert weights[:7] == [*qkv, f"{at}.o.lora_a", f"{at}.o.lora_b.o_proj"]
 
 
-@pytest.mark.parametrize("precision", [BF16, FP8["e4m3", "delayed"], FP8["e4m3", "rowwise"], FP8["e5m2", "blockwise"]])
+@pytest.mark.parametrize(
+    "precision",
+    [
+        *(FP8["e4m3", "delayed"], FP8["e5m2", "blockwise"]),
+        *(pytest.param(p, marks=pytest.mark.slow) for p in (BF16, FP8["e4m3", "rowwise"])),
+    ],
+)
 def test_adapters_can_be_planned_for_a_gpu(precision):
     config = tiny(hidden_size=256, head_dim=64, intermediate_size=384)
     scratch = {"scratch_bytes": PlannedBackend().scratch_bytes}

@@ -14,8 +14,8 @@ from tiny_engines import (
     batch,
     bits,
     engine_of,
-    next_logits,
     plan_of,
+    result_of,
     tiny,
     train_steps,
 )  # fmt: skip
@@ -40,11 +40,6 @@ EVERY = pytest.mark.parametrize(
     [pytest.param(p, id=name, marks=() if name in USUAL else SLOW) for name, p in PRECISIONS.items()],
 )
 RESIDUALS = Memory(("recompute_block",), offload=(RESIDUAL,))
-
-
-def result_of(plan):
-    engine = engine_of(plan)
-    return train_steps(engine), bits(engine), engine.evaluate(batch(9)), next_logits(engine, np.arange(7)).tobytes()
 
 
 @EVERY

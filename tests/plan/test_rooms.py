@@ -22,6 +22,7 @@ from tiny_engines import (
     engine_of,
     next_logits,
     plan_of,
+    result_of,
     tiny,
     train_steps,
 )  # fmt: skip
@@ -71,11 +72,6 @@ class AnyOrder(HostBackend):
             before(order)()
 
         return run
-
-
-def result_of(plan, backend=None):
-    engine = engine_of(plan, backend=backend)
-    return train_steps(engine), bits(engine), engine.evaluate(batch(9)), next_logits(engine, np.arange(7)).tobytes()
 
 
 @ALL

@@ -41,6 +41,14 @@ def write_run(folder: Path, steps: int = 30, lost: tuple[int, ...] = (), name: s
 
 @pytest.fixture
 def figures(monkeypatch: pytest.MonkeyPatch) -> list[Figure]:
+    """The figures that would be saved: what they hold is looked at, not how it is drawn."""
+    saved: list[Figure] = []
+    monkeypatch.setattr(Figure, "savefig", lambda figure, *args, **kwargs: saved.append(figure))
+    return saved
+
+
+@pytest.fixture
+def drawn(monkeypatch: pytest.MonkeyPatch) -> list[Figure]:
     """The figures that are saved."""
     saved: list[Figure] = []
     real = Figure.savefig
@@ -99,7 +107,7 @@ def test_a_long_run_is_smoothed(tmp_path: Path, figures: list[Figure]) -> None:
 
 @pytest.mark.parametrize("name", ["$_$", "[bold]x", "a\udcffb"])
 def test_names_are_drawn_and_printed_as_they_are(
-    tmp_path: Path, figures: list[Figure], name: str, capsys: pytest.CaptureFixture[str]
+    tmp_path: Path, drawn: list[Figure], name: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     from llmq.cli import plot, shell
 
@@ -107,12 +115,12 @@ def test_names_are_drawn_and_printed_as_they_are(
     shown = name.replace("\udcff", "\\udcff")
     assert shell.run(plot.command, [*runs, "-o", str(tmp_path / "out.png")]) == 0
     assert shown in capsys.readouterr().out
-    assert figures[0].axes[0].get_legend().get_texts()[0].get_text() == shown
+    assert drawn[0].axes[0].get_legend().get_texts()[0].get_text() == shown
     assert shell.run(plot.command, [runs[0], "-o", str(tmp_path / "out.svg")]) == 0
-    assert figures[1].texts[0].get_text() == shown
+    assert drawn[1].texts[0].get_text() == shown
 
 
-def test_the_legend_is_where_the_curve_is_not(tmp_path: Path, figures: list[Figure]) -> None:
+def test_the_legend_is_where_the_curve_is_not(tmp_path: Path, drawn: list[Figure]) -> None:
     """A loss that ends high up on the right, as after a divergence."""
     run = write_run(tmp_path / "a")
     with RunLog(LogOptions(name="a", log_file=str(run / "log.jsonl")), io.StringIO()) as log:
@@ -120,7 +128,7 @@ def test_the_legend_is_where_the_curve_is_not(tmp_path: Path, figures: list[Figu
         for step in range(31, 61):
             log.train(TrainRecord(step, step / 30, 7.0, 1.0, 1e-4, 100.0, 512, 512))
     plot_runs(read_runs([run]), tmp_path / "out.png")
-    axes = figures[0].axes[0]
+    axes = drawn[0].axes[0]
     box = axes.get_legend().get_window_extent()
     line = axes.transData.transform(axes.lines[0].get_xydata())
     assert not any(box.contains(*point) for point in line)

@@ -74,6 +74,7 @@ def times(folder):
     return {path: path.stat().st_mtime_ns for path in folder.rglob("*") if path.is_file()}
 
 
+@pytest.mark.slow
 def test_the_last_screen_is_about_what_was_made(made):
     screen, out = (made.out / "screen.txt").read_text(), made.out
     train_file, held_out = (TokenFile.open(out / "data" / name) for name in ("train.bin", "eval.bin"))
@@ -96,6 +97,7 @@ def test_the_last_screen_is_about_what_was_made(made):
     assert (out / "loss.png").read_bytes().startswith(b"\x89PNG")
 
 
+@pytest.mark.slow
 def test_a_second_call_shows_the_same_and_writes_nothing(made, capsys):
     before = times(made.out)
     assert quickstart.quickstart(made) == 0

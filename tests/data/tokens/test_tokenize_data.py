@@ -158,7 +158,9 @@ def test_the_script_works_from_anywhere_in_a_c_locale(tmp_path: Path, small_toke
     assert (tmp_path / "data/a-small/eval.bin.json").is_file() and "data/a-small/train.bin" in done.stdout
 
 
-@pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 75)])
+@pytest.mark.parametrize(
+    ("number", "code"), [pytest.param(signal.SIGINT, 130, marks=pytest.mark.slow), (signal.SIGTERM, 75)]
+)
 def test_a_signal_leaves_no_half_file(tmp_path: Path, small_tokenizer: Path, number: signal.Signals, code: int) -> None:
     (tmp_path / "a.txt").write_text("It's the king's 10 ships, isn't it?\n" * 1_000_000)
     out = tmp_path / "out"
