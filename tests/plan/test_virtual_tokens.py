@@ -37,6 +37,7 @@ from llmq.plan.memory import Memory
 from llmq.plan.spec import Completions
 
 COUNT = 3
+OFTEN = [("fp32", "int8"), ("bf16", "nf4"), ("delayed", "mxfp4"), ("rowwise", "e4m3")]
 METHODS = pytest.mark.parametrize("method", ["prefix", "prompt"])
 WIRINGS = {
     "tied, biased": tiny(),
@@ -132,8 +133,14 @@ def test_what_moves_bytes_changes_no_bit(memory, method):
 
 
 @METHODS
-@pytest.mark.parametrize("kind", ["fp32", "bf16", "delayed", "rowwise"])
-@pytest.mark.parametrize("base", ["e4m3", "int8", "nf4", "mxfp4"])
+@pytest.mark.parametrize(
+    ("kind", "base"),
+    [
+        pytest.param(kind, base, marks=() if (kind, base) in OFTEN else pytest.mark.slow)
+        for kind in ("fp32", "bf16", "delayed", "rowwise")
+        for base in ("e4m3", "int8", "nf4", "mxfp4")
+    ],
+)
 def test_a_base_in_few_bits_is_what_it_stands_for(method, base, kind):
     precision = {"fp32": FP32, "bf16": BF16}.get(kind) or FP8["e4m3", kind]
     engine = engine_of(plan_of(precision, adapters=adapters(method, base=base)))

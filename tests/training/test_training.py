@@ -116,7 +116,7 @@ def test_an_exported_model_trains_on_from_where_it_was(given):
         {**FP8, "fp8_scaling": "delayed"},
         pytest.param({**FP8, "fp8_scaling": "current"}, marks=pytest.mark.slow),
         pytest.param({**FP8, "fp8_scaling": "rowwise"}, marks=pytest.mark.slow),
-        {**FP8, "fp8_scaling": "blockwise"},
+        pytest.param({**FP8, "fp8_scaling": "blockwise"}, marks=pytest.mark.slow),
     ],
     ids=lambda options: options.get("fp8_scaling", options.get("opt_m_dtype", "fp32")),
 )
