@@ -34,7 +34,7 @@ OFF = """
     from_scratch init_proj_to_zero fp8_fallback recompute_swiglu recompute_norm recompute_ffn recompute_qkv
     recompute_att recompute_block offload_residual offload_master offload_opt_m offload_opt_v offload_optimizer
     offload_gradients offload_quants stream_weights fused_update
-    export_anyway dry_run shard_gradients shard_weights all_to_all_reduce rslora dora
+    export_anyway dry_run shard_gradients shard_weights all_to_all_reduce rslora dora merge
 """
 SPELLED: dict[str, Any] = {
     **dict.fromkeys(UNSET.split()),

@@ -21,12 +21,11 @@ from llmq.errors import DataError
 from llmq.files import weight_files
 from llmq.files.first_adapter import FirstAdapter
 from llmq.files.huggingface import ADAPTER_CONFIG, ADAPTER_WEIGHTS, Export, write_json, write_tensors
-from llmq.files.ia3 import GAINS, checked_gains, gain_change, gain_config
+from llmq.files.ia3 import checked_gains, gain_config
 from llmq.files.peft_names import in_full_config, is_target, modules_in_full, plain_shapes, target_names
 from llmq.files.source import Values
 from llmq.files.tensor_files import Stored, tensors_of
 from llmq.files.virtual_tokens import METHODS, TENSOR, checked_virtual, columns_of, virtual_config
-from llmq.files.weight_files import norms_of
 from llmq.model.adapters import (
     EMBED_ROW,
     FILE,
@@ -39,7 +38,7 @@ from llmq.model.adapters import (
     scale_of,
 )
 from llmq.model.config import ModelConfig, read_json
-from llmq.model.first_adapter import TAKEN_OUT, first_pair
+from llmq.model.first_adapter import TAKEN_OUT
 from llmq.model.parameters import parameter_rows
 from llmq.row import Part, Row
 
@@ -97,27 +96,6 @@ class StoredAdapter:
             if part.name in self.tensors:
                 whole[part.start : part.stop] = self.read(part.name)
         return whole.reshape(row.shape)
-
-    def change(self, target: Target, weight: np.ndarray) -> Callable[[int, int], np.ndarray]:
-        """A function that gives what an adapter adds to rows [start, stop) of its map's `weight`, in f32: s B A less
-        what that was at first if it was taken out of the weight, or with magnitudes m what makes these rows
-        m (weight + s B A) / |weight + s B A|."""
-        if self.adapters.method == "ia3":
-            return gain_change(self.read(f"{target.module.name}.{GAINS}"), weight, inward=target.inward)
-        a, b = (self.read(f"{target.module.name}.lora_{key}.weight") for key in "AB")
-        if self.adapters.init in TAKEN_OUT:
-            first_a, first_b = first_pair(self.adapters.init, weight, target.rank, target.scale)
-            a, b = np.concatenate([a, first_a]), np.concatenate([b, -first_b], axis=1)
-        m = self.read(f"{target.module.name}.{MAGNITUDE}") if self.adapters.dora else None
-
-        def change(start: int, stop: int) -> np.ndarray:
-            added = np.float32(target.scale) * (b[start:stop] @ a)
-            if m is None:
-                return added
-            moved = weight[start:stop] + added
-            return moved * (m[start:stop] / norms_of(moved))[:, None] - weight[start:stop]
-
-        return change
 
 
 def open_adapter(folder: Path, config: ModelConfig) -> StoredAdapter:

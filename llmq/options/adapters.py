@@ -103,7 +103,11 @@ class AdapterOptions(Section):
     adapter: Path | None = option(
         None, "Continue to train the adapter in this folder, in PEFT's format.", metavar="DIR"
     )
-
+    merge: bool = option(
+        False,
+        "Export the model with the adapter merged into the base as it was trained on, too, as merged in --out-dir.",
+        "merge_adapter",
+    )
     ia3: Text | None = option(
         None,
         "Train a gain for each output of these linear maps (IA3), and for each input of mlp.down_proj, and keep the "
@@ -161,7 +165,7 @@ class AdapterOptions(Section):
         elif self.adapter is not None and given:
             yield f"{flag(given[0])} {getattr(self, given[0])} is said by --adapter {self.adapter}: leave it out"
         elif self.adapter is None and self.lora_rank is None:
-            given += [key for key in ("lora_dropout", "lora_plus_ratio", "base_dtype") if getattr(self, key)]
+            given += [key for key in ("lora_dropout", "lora_plus_ratio", "base_dtype", "merge") if getattr(self, key)]
             yield from (f"{flag(key)} {getattr(self, key)} is for adapters: add --lora-rank" for key in given)
 
     def _of_virtual_tokens(self) -> Iterator[str]:

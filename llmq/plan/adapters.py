@@ -98,6 +98,11 @@ def frozen(options: AdapterOptions, config: ModelConfig) -> frozenset[str]:
     return frozenset() if options.train_only is None else left_out(options.train_only, config)
 
 
+def merges(options: AdapterOptions) -> bool:
+    """Whether the finished run leaves the merged model, too."""
+    return options.merge
+
+
 def first_values(options: AdapterOptions, source: ModelSource, model: Values, seed: int) -> Values:
     """The values of all rows before the first step: the model's, and those of --adapter. DataError, UsageError."""
     config = source.config

@@ -73,7 +73,7 @@ class Job:
     plan: Plan
     checkpoints: Checkpoints
     resume: Path | None
-    export: Export
+    exports: tuple[Export, ...]  # the model, or the adapter, and that merged
     exports_anyway: bool
     options: dict[str, Any]
     continue_command: str
@@ -194,7 +194,7 @@ def prepare(options: Options, log: RunLog, ranks: Ranks) -> Job:
     replan = _planner(options, spec, where, backend)
     dtypes, matmuls = _time_sites(replan(dtypes, 0).spec, backend, data, log) if is_timed else (dtypes, {})
     plan = replan(dtypes, 0)
-    export, warning = open_model(options, source, tokenizer, templates, plan, model, replaces=past.replaces_model)
+    exports, warning = open_model(options, source, tokenizer, templates, plan, model, replaces=past.replaces_model)
     job = Job(
         device=where,
         backend=backend,
@@ -207,7 +207,7 @@ def prepare(options: Options, log: RunLog, ranks: Ranks) -> Job:
         plan=plan,
         checkpoints=past.checkpoints,
         resume=past.path,
-        export=export,
+        exports=exports,
         options=options.to_flat(),
         exports_anyway=exports_anyway(options.export),
         continue_command="" if is_dry(options.run) else continue_command(options),
@@ -432,8 +432,9 @@ def _check_disk(job: Job, done: int) -> dict[str, tuple[Path, int]]:
     first, last = done + 1, job.schedule.steps
     one = checkpoint_bytes(job.checkpoint_pieces)
     saved = (job.checkpoints.folder, job.checkpoints.peak_bytes(one, first, max(first, last)))
-    model = (job.export.folder, job.export.check(room=not job.device.planned))
-    needs = {"the checkpoints": saved, "the model": model}
+    needs = {"the checkpoints": saved}
+    for what, export in zip(("the model", "the merged model"), job.exports, strict=False):
+        needs[what] = (export.folder, export.check(room=not job.device.planned))
     if not job.device.planned:
         check_free_space(needs)
     return needs

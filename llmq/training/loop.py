@@ -11,7 +11,6 @@ from collections.abc import Callable
 from contextlib import ExitStack, nullcontext, suppress
 from dataclasses import dataclass, replace
 from functools import partial
-from itertools import count
 from pathlib import Path
 from typing import Any, TextIO
 
@@ -21,7 +20,6 @@ from llmq.data.batches.batch import Batch
 from llmq.data.batches.loader import Loader
 from llmq.data.batches.windows import Samples
 from llmq.data.read_ahead import Stopped
-from llmq.data.tokens.rebuilt_tokenizer import rebuilt_warning
 from llmq.disk import MIB, shown
 from llmq.engine.engine import Engine, StepResult
 from llmq.errors import INTERRUPTED, NonFiniteError, StorageError
@@ -30,12 +28,11 @@ from llmq.files.checkpoint import EVAL_LOSS, load
 from llmq.files.writers import Keep
 from llmq.options.parse import Options, changed
 from llmq.plan.plan import Plan
-from llmq.row import Row
 from llmq.training.begin import hold, load_weights, restore, share_algorithms, told
 from llmq.training.describe import summary
 from llmq.training.evaluation import held_out
+from llmq.training.finish import export_all
 from llmq.training.fp8_watch import Fp8Watch, carried
-from llmq.training.health import all_finite
 from llmq.training.interrupt import Interrupt
 from llmq.training.job import Job, prepare
 from llmq.training.log import SUMMARY, RunLog
@@ -65,6 +62,7 @@ class TrainResult:
     sol: float | None = None  # median share of the device's speed of light
     first_step_s: float = math.nan  # from the call to the end of the first step
     model_path: Path | None = None
+    merged_path: Path | None = None  # of --merge
     log_path: Path | None = None
     checkpoint_path: Path | None = None
     warnings: tuple[str, ...] = ()
@@ -152,7 +150,9 @@ class _Run:
             self._settle()
         if self._ends():
             return self._stopped()
-        warnings = [*self.progress.course.warnings(job.plan.spec.config.vocab_size), *self._export()]
+        left = export_all(job, self.engine, self.progress, self.ranks, log)
+        self.result = replace(self.result, model_path=left.model_path, merged_path=left.merged_path)
+        warnings = [*self.progress.course.warnings(job.plan.spec.config.vocab_size), *left.warnings]
         result = self._result(exit_code=NonFiniteError.exit_code if self.result.model_path is None else 0)
         log.say(summary(result, time.perf_counter() - self.began), least=SUMMARY)
         losses = {"train_loss": result.train_loss, "eval_loss": result.eval_loss}
@@ -388,50 +388,6 @@ class _Run:
         """Whether this step has just been evaluated, and is the best of the run."""
         now = self.progress
         return now.evaluated == now.step and self.job.checkpoints.improves(now.eval_loss)
-
-    def _export(self) -> list[str]:
-        """Writes the model, unless it is ruined; returns warnings about it, which say how to continue.
-
-        A ruined one is written with --export-anyway. Weights are checked on their way to the disk.
-        """
-        job, now = self.job, self.progress
-        reasons = [f"the last step, {now.step}, changed nothing: it was not finite"] if now.rejected else []
-        if not reasons and now.evaluated == now.step and not math.isfinite(now.eval_loss):
-            reasons = [f"the loss of the last evaluation is {now.eval_loss}"]
-        bad: list[str] = []
-        done = count(1)
-
-        def read(row: Row) -> np.ndarray:
-            values = self.engine.parameter(row.name)
-            report(next(done), len(job.export.rows))
-            if not all_finite(values):
-                bad.append(row.name)
-                if not job.exports_anyway:
-                    raise NonFiniteError
-            return values
-
-        if not reasons or job.exports_anyway:
-            with suppress(NonFiniteError), self.ranks.long("exporting"), self.log.task("Exporting") as report:
-                path = job.export.write(read) if self.ranks.is_first else job.export.read_along(read)
-                self.result = replace(self.result, model_path=path)
-                self.log.say(f"Exported: {path}", least=SUMMARY)
-                if warning := rebuilt_warning(path):
-                    self.log.warn(warning)
-        if bad:
-            more = f" and {len(bad) - 1} more" if len(bad) > 1 else ""
-            reasons.append(f"the weights of {bad[0]}{more} are not all finite")
-        if self.result.model_path is not None:
-            return [f"The model is exported although {why}" for why in reasons]
-        return [f"No model is exported: {reasons[0]}. {self._way_back()}"]
-
-    def _way_back(self) -> str:
-        """How to continue after a run that was ruined."""
-        others = self.job.checkpoints.others(self.progress.step)
-        again = f"resume from one of the checkpoints of {others} with --continue STEP" if others else "start again"
-        return (
-            f"Lower --learning-rate, or raise --warmup, and {again}. To get this model all the same, use --continue "
-            "--export-anyway"
-        )
 
     def _result(self, exit_code: int = 0) -> TrainResult:
         """The run's metrics; the first step is left out of the speed where there are others."""

@@ -26,7 +26,7 @@ OFF = """
     recompute_qkv recompute_att recompute_block overwrite export_anyway dry_run
     offload_residual offload_master offload_opt_m offload_opt_v offload_optimizer offload_gradients
     offload_quants stream_weights fused_update
-    shard_gradients shard_weights all_to_all_reduce rslora dora
+    shard_gradients shard_weights all_to_all_reduce rslora dora merge
 """
 DEFAULTS = {
     **dict.fromkeys(UNSET.split()),
