@@ -44,7 +44,7 @@ from llmq.row import Part, Row
 
 PREFIX = "base_model.model."
 LORA = re.compile(r"(.+)\.lora_(?:([AB])\.weight|(magnitude)_vector)")
-INITS = {"kaiming": True, "gaussian": "gaussian"}  # as PEFT's config says it
+INITS = {"kaiming": True, "gaussian": "gaussian", "eva": True}  # as PEFT's config says it
 SAME_BASE = (True, False, None, "gaussian", "eva", "orthogonal")  # of PEFT's inits, those that leave the model as it is
 # Fields of PEFT's LoraConfig that change what is computed, and that llmq does not have.
 UNKNOWN = (

@@ -66,13 +66,13 @@ class Adapters:
     """The adapters of a run. `rank` and `alpha` are those of most targets; `dropout` is the share of inputs left out.
 
     `bias`: none is trained, `all` of the model, or those of adapted maps (`lora_only`). `init` says how A is drawn:
-    kaiming (uniform up to 1/sqrt(K)) or gaussian (with deviation 1/R), B being zero, or that A and B are taken out of
-    the weight (pissa, olora). `base` is the dtype that frozen maps
-    of layers are held in; None: the model's. `also` names the model's rows that are trained in full. With `dora` the
-    outputs have magnitudes of their own (Liu et al., 2024). `method`: lora, or ia3, of which there are only `targets`,
-    `base` and `also`, or prompt or prefix, of which there are only `base` and `num_virtual` tokens before each document
-    (llmq/model/virtual_tokens.py). The learning rate of B and of vectors is `plus` times that
-    of A (LoRA+; Hayou et al., 2024).
+    kaiming (uniform up to 1/sqrt(K)), gaussian (with deviation 1/R) or from inputs (eva), B being zero, or that A and
+    B are taken out of the weight (pissa, olora). With eva a map may get `rho` times its rank. `base` is the dtype that
+    frozen maps of layers are held in; None: the model's. `also` names the model's rows that are trained in full. With
+    `dora` the outputs have magnitudes of their own (Liu et al., 2024). `method`: lora, or ia3, of which there are only
+    `targets`, `base` and `also`, or prompt or prefix, of which there are only `base` and `num_virtual` tokens before
+    each document (llmq/model/virtual_tokens.py). The learning rate of B and of vectors is `plus` times that of A
+    (LoRA+; Hayou et al., 2024).
     """
 
     rank: int
@@ -88,6 +88,7 @@ class Adapters:
     method: str = "lora"
     plus: float = 1.0
     num_virtual: int = 0
+    rho: float = 1.0
 
     @cached_property
     def by_site(self) -> dict[str, tuple[Target, ...]]:
@@ -109,11 +110,26 @@ class Adapters:
         more: dict[str, Any] = {"also": sorted(self.also)} if self.also else {}
         more |= {"dora": True} if self.dora else {}
         more |= {"init": self.init} if self.init in TAKEN_OUT else {}
+        more |= {"eva": [self.rank, self.rho]} if self.init == "eva" else {}
         if self.num_virtual:
             more |= {"method": self.method, "virtual tokens": self.num_virtual}
         elif self.method != "lora":
             more |= {"method": self.method, "inward": sorted(t.module.name for t in self.targets if t.inward)}
         return {**about, **more, "targets": ranks}
+
+    def with_ranks(self, ranks: Mapping[str, tuple[int, float]]) -> Adapters:
+        """The same with other ranks and alphas by the names of maps; one of rank 0 has no adapter.
+
+        Ranks for other maps than have one change nothing.
+        """
+        if ranks.keys() != {target.module.name for target in self.targets}:
+            return self
+        found = []
+        for target in self.targets:
+            rank, alpha = ranks[target.module.name]
+            if rank:
+                found.append(Target(target.module, rank, alpha, scale_of(rank, alpha, rslora=self.rslora)))
+        return replace(self, targets=tuple(found))
 
     def without_dropout(self) -> Adapters:
         """The same as it is evaluated."""

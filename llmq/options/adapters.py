@@ -9,7 +9,7 @@ from llmq.options.field import LARGEST_STEP, Float, Int, Path, Section, Text, fl
 
 SHAPE = (  # with --adapter, the folder says it
     *("lora_alpha", "lora_targets", "lora_bias", "rslora", "lora_init"),
-    *("lora_rank_pattern", "lora_alpha_pattern", "train_also", "dora"),
+    *("lora_rank_pattern", "lora_alpha_pattern", "train_also", "dora", "eva_rho"),
 )
 OF_LORA = (*(key for key in SHAPE if key != "train_also"), "lora_dropout", "lora_plus_ratio")
 OF_PROMPTS = ("prompt_init", "prompt_init_text")
@@ -55,11 +55,20 @@ class AdapterOptions(Section):
     rslora: bool = option(
         False, "Multiply what adapters add by alpha over the root of the rank (rsLoRA).", "use_rslora"
     )
-    lora_init: Literal["kaiming", "gaussian", "pissa", "olora"] | None = option(
+    lora_init: Literal["kaiming", "gaussian", "pissa", "olora", "eva"] | None = option(
         _with_rank("kaiming"),
         "What A and B begin as: kaiming draws A uniform up to 1 / sqrt(inputs), gaussian with the deviation 1 / rank, "
-        "and B is zero; pissa and olora take the principal part of the weight out of it, or of its QR decomposition.",
+        "and B is zero; pissa and olora take the principal part of the weight out of it, or of its QR decomposition; "
+        "eva makes A of the directions in which the map's inputs vary most, over the first batches.",
         shown="kaiming",
+    )
+    eva_rho: Float | None = option(
+        lambda data: 2.0 if data.get("lora_init") == "eva" else None,
+        "With --lora-init eva, give ranks to the maps with the most to explain: each at most this many times its own, "
+        "and all together as many as without; 1 leaves them as they are.",
+        "rho",
+        shown="2",
+        ge=1,
     )
     lora_rank_pattern: Text | None = option(
         None,
@@ -159,6 +168,8 @@ class AdapterOptions(Section):
             others = [key for key in ("lora_rank", "adapter", "train_only", *OF_LORA) if getattr(self, key)]
             yield from (f"--ia3 {self.ia3} trains gains, and {flag(key)} is of another method" for key in others[:1])
             return
+        if self.eva_rho is not None and self.lora_init not in ("eva", None):
+            yield f"--eva-rho {self.eva_rho:g} is for --lora-init eva, and this run has {self.lora_init}: leave it out"
         given = [key for key in SHAPE if getattr(self, key) not in (None, False)]
         if self.adapter is not None and self.lora_rank is not None:
             yield f"--lora-rank {self.lora_rank} is of a new adapter, and --adapter continues one: give one of them"

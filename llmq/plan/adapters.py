@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -68,6 +68,7 @@ def resolve(options: AdapterOptions, config: ModelConfig) -> Adapters | None:
         also=trained_in_full(options.train_also, config, modules) if options.train_also else frozenset(),
         dora=options.dora,
         plus=options.lora_plus_ratio or 1.0,
+        rho=options.eva_rho or 1.0,
     )
 
 
@@ -103,14 +104,21 @@ def merges(options: AdapterOptions) -> bool:
     return options.merge
 
 
-def first_values(options: AdapterOptions, source: ModelSource, model: Values, seed: int) -> Values:
-    """The values of all rows before the first step: the model's, and those of --adapter. DataError, UsageError."""
+def first_values(
+    options: AdapterOptions,
+    adapters: Adapters | None,
+    source: ModelSource,
+    model: Values,
+    seed: int,
+    given: Mapping[str, np.ndarray],
+) -> Values:
+    """The values of all rows before the first step: the model's, and those of --adapter, or of new adapters, of which
+    some may be `given` by the names of their tensors. DataError, UsageError."""
     config = source.config
     if options.prompt_init_text is not None or options.prompt_init == "sample_vocab":
         return begun_as(partial(_prompt_tokens, options, source, seed), config, model)
     if options.adapter is None:
-        adapters = resolve(options, config)
-        return model if adapters is None else FirstAdapter(adapters, config, model).values
+        return model if adapters is None else FirstAdapter(adapters, config, model, given).values
     return open_adapter(Path(options.adapter), config).values(model)
 
 

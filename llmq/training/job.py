@@ -14,9 +14,9 @@ from llmq.backends import Backend, open_backend
 from llmq.blocks.attention import Packing
 from llmq.data.batches.loader import Data, open_data
 from llmq.data.batches.named_data import NamedData, open_named
-from llmq.disk import check_free_space, shown, storage
+from llmq.disk import shown, storage
 from llmq.errors import UsageError
-from llmq.files.checkpoint import EVAL_LOSS, Checkpoints, check_same, load
+from llmq.files.checkpoint import Checkpoints, check_same, load
 from llmq.files.huggingface import (
     Export,
     exports_anyway,
@@ -26,7 +26,7 @@ from llmq.files.huggingface import (
 )
 from llmq.files.source import ModelSource, Values, fingerprint, initial_parameters, open_parameters, open_source
 from llmq.files.tensor_files import Piece
-from llmq.files.writers import TensorSlice, checkpoint_bytes
+from llmq.files.writers import TensorSlice
 from llmq.generation.prompts import Question, read_questions
 from llmq.hardware import device, gemm_speed
 from llmq.hardware.device import Device
@@ -39,20 +39,22 @@ from llmq.options.commands import continue_command
 from llmq.options.parse import Options, told_options
 from llmq.options.run import RunOptions
 from llmq.plan import adapters, memory, precision, sharding
-from llmq.plan.advice import refuse_if_host_is_small, refuse_if_too_large, with_fitting_chunks
+from llmq.plan.advice import with_fitting_chunks
 from llmq.plan.plan import Plan, make_plan
 from llmq.plan.precision import Precision
 from llmq.plan.spec import Spec
 from llmq.row import Row
 from llmq.tensor import DTYPES
 from llmq.training import auto
-from llmq.training.describe import describe, level_lines, listed
+from llmq.training.describe import describe
 from llmq.training.exported import exported_config, exported_tokenizer, open_model
 from llmq.training.gpu_log import GpuWatch
 from llmq.training.log import RunLog
 from llmq.training.ranks import Ranks
+from llmq.training.room import check_best, check_disk, check_memory
 from llmq.training.samples import SamplePrompts, open_samples
 from llmq.training.schedule import Schedule, make_schedule
+from llmq.training.survey import Surveyed, found_before, look
 
 UNKNOWN_STEPS = 1_000_000  # planned for where neither the data nor --steps says how long the run is
 HOST_RESERVE = 0.05  # of the host's memory stays free when checkpoints are copied into it
@@ -67,6 +69,7 @@ class Job:
     seed: int
     source: ModelSource
     parameters: Values  # of rows as they are before the first step
+    found: Surveyed  # before adapters were planned
     data: Data
     samples: SamplePrompts | None
     schedule: Schedule
@@ -191,16 +194,16 @@ def prepare(options: Options, log: RunLog, ranks: Ranks) -> Job:
     spec = _make_spec(options, config, dtypes, data, where, seed, samples, ranks)
     speed = None if is_dry(options.run) else gemm_speed.measure(where)
     backend = _open_backend(options, where, past, ranks)
-    replan = _planner(options, spec, where, backend)
-    dtypes, matmuls = _time_sites(replan(dtypes, 0).spec, backend, data, log) if is_timed else (dtypes, {})
-    plan = replan(dtypes, 0)
+    spec, found = _look(options, spec, where, backend, data, model, past, ranks, log)
+    replan, plan, matmuls = _plan(options, spec, where, backend, data, log, is_timed=is_timed)
     exports, warning = open_model(options, source, tokenizer, templates, plan, model, replaces=past.replaces_model)
     job = Job(
         device=where,
         backend=backend,
         seed=seed,
         source=source,
-        parameters=adapters.first_values(options.adapters, source, model, seed),
+        parameters=adapters.first_values(options.adapters, plan.spec.adapters, source, model, seed, found.first),
+        found=found,
         data=data,
         samples=samples,
         schedule=schedule,
@@ -216,11 +219,11 @@ def prepare(options: Options, log: RunLog, ranks: Ranks) -> Job:
         plans_only=is_dry(options.run),
         gpu=GpuWatch(where, log.gpu_every),
         speed=speed,
-        notices=(*options.notices, *early, *templates.notices),
+        notices=(*options.notices, *early, *found.lines, *templates.notices),
         warnings=tuple(text for text in (warning, speed and speed.warning) if text),
     )
-    _check_memory(job, device.backend_settings(options.system, where), log)
-    describe(job, log, told_options(options), matmuls, _check_disk(job, past.step))
+    check_memory(job, device.backend_settings(options.system, where), log)
+    describe(job, log, told_options(options), matmuls, check_disk(job, past.step))
     _remove_earlier(job, past, log, ranks)
     return job
 
@@ -335,7 +338,7 @@ def _make_schedule(options: Options, data: Data, past: _Past, *, evaluates: bool
     Without data, an epoch is long enough for any.
     """
     if data.is_there:
-        _check_best(past.checkpoints, data, evaluates=evaluates)
+        check_best(past.checkpoints, data, evaluates=evaluates)
     start = past.step if "lr" in past.checkpoints.resets else past.state.get("rate_from", 0)
     samples = data.train.num_windows if data.is_there else UNKNOWN_STEPS * data.samples_per_step
     schedule = make_schedule(options.schedule, samples, data.samples_per_step, start)
@@ -382,6 +385,37 @@ def _open_backend(options: Options, where: Device, past: _Past, ranks: Ranks) ->
     return open_backend(kind, world=ranks.world, algorithms=past.state.get("algorithms") or None, **settings)
 
 
+def _look(
+    options: Options,
+    spec: Spec,
+    where: Device,
+    backend: Backend,
+    data: Data,
+    model: Values,
+    past: _Past,
+    ranks: Ranks,
+    log: RunLog,
+) -> tuple[Spec, Surveyed]:
+    """The spec with what the first batches say of its adapters, which a resumed run and other ranks know already; a
+    dry run, which has no weights, plans for what is asked."""
+    found = found_before(spec.adapters, past.state, ranks.told)
+    if found is None and not is_dry(options.run):
+        found = look(spec, data, model, backend, lambda: device.memory_bytes(where)[1], log.task)
+    found = found or Surveyed()
+    return found.fit(spec), found
+
+
+def _plan(
+    options: Options, spec: Spec, where: Device, backend: Backend, data: Data, log: RunLog, *, is_timed: bool
+) -> tuple[Callable[[Precision, int], Plan], Plan, Mapping[str, str]]:
+    """What plans the run, its plan, and a line for each site if timing chose among the fp8 sites."""
+    replan = _planner(options, spec, where, backend)
+    if not is_timed:
+        return replan, replan(spec.precision, 0), {}
+    dtypes, matmuls = _time_sites(replan(spec.precision, 0).spec, backend, data, log)
+    return replan, replan(dtypes, 0), matmuls
+
+
 def _planner(options: Options, spec: Spec, where: Device, backend: Backend) -> Callable[[Precision, int], Plan]:
     """A function that plans `spec` with other dtypes, where so many more bytes are free than now."""
 
@@ -401,40 +435,3 @@ def _time_sites(spec: Spec, backend: Backend, data: Data, log: RunLog) -> tuple[
     with log.task("Timing matmuls") as report:
         dtypes, timing = auto.choose(spec.config, spec.precision, spec.memory, backend, report, **sizes)
     return dtypes, timing.rows(spec.precision.model)
-
-
-def _check_best(checkpoints: Checkpoints, data: Data, *, evaluates: bool) -> None:
-    """UsageError if the best checkpoint is to be kept and nothing is evaluated."""
-    if checkpoints.saves_best and (data.eval is None or not evaluates):
-        raise UsageError(
-            f"--save-best {EVAL_LOSS} goes by evaluations, and this run makes none: give evaluation data and "
-            "--eval-every-n-steps above 0, or leave it out"
-        )
-
-
-def _check_memory(job: Job, settings: Mapping[str, Any], log: RunLog) -> None:
-    """MemoryLimitError if the plan does not fit on the device, or in the memory of this host; a dry run for many says
-    first what every level takes."""
-    strict = job.device.kind == "cuda" and settings["deterministic"]
-    relaxed = open_backend("planned", deterministic=False).scratch_bytes if strict else None
-    free = device.memory_bytes(job.device)[1]
-    levels = level_lines(job, free) if job.plans_only else ()
-    for line in (*listed(job.plan, job.options["debug_memory"]), *levels):
-        log.say(line)
-    refuse_if_too_large(job.plan, free, job.backend.scratch_bytes, relaxed)
-    if not job.device.planned:  # whose host may have other memory than this one
-        on_device = job.plan.total_bytes if job.device.kind == "cpu" else 0
-        refuse_if_host_is_small(job.plan, device.memory_bytes()[1] - on_device)
-
-
-def _check_disk(job: Job, done: int) -> dict[str, tuple[Path, int]]:
-    """Bytes of the checkpoints after the step `done` and of the model; StorageError if they do not fit on the disk."""
-    first, last = done + 1, job.schedule.steps
-    one = checkpoint_bytes(job.checkpoint_pieces)
-    saved = (job.checkpoints.folder, job.checkpoints.peak_bytes(one, first, max(first, last)))
-    needs = {"the checkpoints": saved}
-    for what, export in zip(("the model", "the merged model"), job.exports, strict=False):
-        needs[what] = (export.folder, export.check(room=not job.device.planned))
-    if not job.device.planned:
-        check_free_space(needs)
-    return needs

@@ -175,6 +175,7 @@ class _Run:
         """Weights from the source or state from the checkpoint, and the log's file."""
         job, engine = self.job, self.engine
         if job.resume is None:
+            job.found.share(job.plan, self.ranks)
             load_weights(engine, job, self.log, self.interrupt)
             self.log.begin(num_steps=job.schedule.steps)
             self._warn()
@@ -363,6 +364,7 @@ class _Run:
             "must_match": job.must_match,
             "row_layout": job.data.layout.kind,
             "algorithms": job.backend.algorithms,
+            "ranks": dict(job.found.ranks),
             "sites": {"matmul": job.plan.spec.precision.matmul, "wide": list(job.plan.spec.precision.wide)},
         }
         is_known = now.evaluated == now.step and math.isfinite(now.eval_loss)
