@@ -8,6 +8,7 @@ q_proj, k_proj and v_proj have adapters of their own, although one site computes
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from fnmatch import fnmatchcase
@@ -67,7 +68,8 @@ class Adapters:
 
     `bias`: none is trained, `all` of the model, or those of adapted maps (`lora_only`). `init` says how A is drawn:
     kaiming (uniform up to 1/sqrt(K)), gaussian (with deviation 1/R) or from inputs (eva), B being zero, or that A and
-    B are taken out of the weight (pissa, olora). With eva a map may get `rho` times its rank. `base` is the dtype that
+    B are taken out of the weight (pissa, olora). With eva a map may get `rho` times its rank. Ranks for a `budget`
+    of parameters are 0 until they are found, and an alpha of 0 becomes twice the rank. `base` is the dtype that
     frozen maps of layers are held in; None: the model's. `also` names the model's rows that are trained in full. With
     `dora` the outputs have magnitudes of their own (Liu et al., 2024). `method`: lora, or ia3, of which there are only
     `targets`, `base` and `also`, or prompt or prefix, of which there are only `base` and `num_virtual` tokens before
@@ -89,6 +91,7 @@ class Adapters:
     plus: float = 1.0
     num_virtual: int = 0
     rho: float = 1.0
+    budget: int | None = None
 
     @cached_property
     def by_site(self) -> dict[str, tuple[Target, ...]]:
@@ -111,6 +114,7 @@ class Adapters:
         more |= {"dora": True} if self.dora else {}
         more |= {"init": self.init} if self.init in TAKEN_OUT else {}
         more |= {"eva": [self.rank, self.rho]} if self.init == "eva" else {}
+        more |= {} if self.budget is None else {"budget": self.budget}
         if self.num_virtual:
             more |= {"method": self.method, "virtual tokens": self.num_virtual}
         elif self.method != "lora":
@@ -129,7 +133,15 @@ class Adapters:
             rank, alpha = ranks[target.module.name]
             if rank:
                 found.append(Target(target.module, rank, alpha, scale_of(rank, alpha, rslora=self.rslora)))
-        return replace(self, targets=tuple(found))
+        if self.budget is None or not found:
+            return replace(self, targets=tuple(found))
+        ((rank, alpha), _), *_ = Counter((target.rank, target.alpha) for target in found).most_common(1)
+        return replace(self, rank=rank, alpha=alpha, targets=tuple(found))
+
+    @property
+    def lacks_ranks(self) -> bool:
+        """Whether ranks are to be found before the run is planned."""
+        return self.budget is not None and any(target.rank == 0 for target in self.targets)
 
     def without_dropout(self) -> Adapters:
         """The same as it is evaluated."""
@@ -309,5 +321,7 @@ def trained_in_full(
 
 
 def scale_of(rank: int, alpha: float, *, rslora: bool) -> float:
-    """What multiplies B A x."""
+    """What multiplies B A x; 0 of a rank that is yet to be found."""
+    if rank == 0:
+        return 0.0
     return alpha / math.sqrt(rank) if rslora else alpha / rank

@@ -3,18 +3,22 @@
 # No `from __future__ import annotations`: see llmq/options/maths.py.
 
 from collections.abc import Iterator
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
+
+from pydantic import Field
 
 from llmq.options.field import LARGEST_STEP, Float, Int, Path, Section, Text, flag, option
 
 SHAPE = (  # with --adapter, the folder says it
     *("lora_alpha", "lora_targets", "lora_bias", "rslora", "lora_init"),
-    *("lora_rank_pattern", "lora_alpha_pattern", "train_also", "dora", "eva_rho"),
+    *("lora_rank_pattern", "lora_alpha_pattern", "train_also", "dora", "eva_rho", "lora_budget"),
 )
 OF_LORA = (*(key for key in SHAPE if key != "train_also"), "lora_dropout", "lora_plus_ratio")
 OF_PROMPTS = ("prompt_init", "prompt_init_text")
 RATE_OF_GAINS = 3e-3  # of IA3, as in its paper
 RATE = 2e-4  # of adapters, which take a larger one than the whole model
+
+Rank = Literal["auto"] | Annotated[Int, Field(ge=1, le=LARGEST_STEP)]
 
 
 def _with_rank(value: Any) -> Any:
@@ -23,11 +27,22 @@ def _with_rank(value: Any) -> Any:
 
 class AdapterOptions(Section):
     title = "Adapters"
-    lora_rank: Int | None = option(
-        None, "Train low-rank adapters of this rank, and keep the model frozen.", "lora_r", ge=1, le=LARGEST_STEP
+    lora_rank: Rank | None = option(
+        None,
+        "Train low-rank adapters of this rank, and keep the model frozen; auto chooses a rank for each map by the "
+        "spectra of the first gradients, within --lora-budget.",
+        "lora_r",
+        metavar="auto|INT",
+    )
+    lora_budget: Int | None = option(
+        None,
+        "With --lora-rank auto, parameters that A and B of all maps have at most.",
+        ge=1,
+        le=LARGEST_STEP,
+        shown="needed by --lora-rank auto",
     )
     lora_alpha: Float | None = option(
-        lambda data: None if data.get("lora_rank") is None else 2.0 * data["lora_rank"],
+        lambda data: 2.0 * data["lora_rank"] if isinstance(data.get("lora_rank"), int) else None,
         "Multiply what adapters add by this over the rank.",
         shown="twice the rank",
         gt=0,
@@ -170,6 +185,7 @@ class AdapterOptions(Section):
             return
         if self.eva_rho is not None and self.lora_init not in ("eva", None):
             yield f"--eva-rho {self.eva_rho:g} is for --lora-init eva, and this run has {self.lora_init}: leave it out"
+        yield from self._of_auto()
         given = [key for key in SHAPE if getattr(self, key) not in (None, False)]
         if self.adapter is not None and self.lora_rank is not None:
             yield f"--lora-rank {self.lora_rank} is of a new adapter, and --adapter continues one: give one of them"
@@ -189,3 +205,18 @@ class AdapterOptions(Section):
                 yield f"{said}, and {flag(given[0])} is of another method: leave one of them out"
         if self.prompt_tuning is None and (given := [key for key in OF_PROMPTS if getattr(self, key)]):
             yield f"{flag(given[0])} {getattr(self, given[0])} is for prompts: add --prompt-tuning"
+
+    def _of_auto(self) -> Iterator[str]:
+        """What contradicts --lora-rank auto, or needs it."""
+        if self.lora_rank != "auto":
+            if self.lora_budget is not None and self.lora_rank is not None:
+                yield (
+                    f"--lora-budget {self.lora_budget} is for --lora-rank auto, and this run has {self.lora_rank}: "
+                    "leave one of them out"
+                )
+            return
+        if self.lora_budget is None:
+            yield "--lora-rank auto chooses ranks within a number of parameters: add --lora-budget N"
+        for key, given in (("lora_rank_pattern", self.lora_rank_pattern), ("lora_init", self.lora_init == "eva")):
+            if given:
+                yield f"{flag(key)} {getattr(self, key)} chooses ranks, as --lora-rank auto does: leave one of them out"

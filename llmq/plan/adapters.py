@@ -17,7 +17,7 @@ from llmq.files.adapters import open_adapter
 from llmq.files.first_adapter import FirstAdapter
 from llmq.files.source import ModelSource, Values, uniform_block
 from llmq.files.virtual_tokens import begun_as
-from llmq.model.adapters import Adapters, chosen, scaled, targets, trained_in_full, untied_only, without_head
+from llmq.model.adapters import LM_HEAD, Adapters, chosen, scaled, targets, trained_in_full, untied_only, without_head
 from llmq.model.config import ModelConfig
 from llmq.model.first_adapter import TAKEN_OUT
 from llmq.model.parameters import left_out, num_parameters
@@ -43,12 +43,17 @@ def resolve(options: AdapterOptions, config: ModelConfig) -> Adapters | None:
         return Adapters(0, 1.0, (), method=method, num_virtual=count, base=options.base_dtype)
     if options.lora_rank is None:
         return None
-    assert options.lora_alpha is not None and options.lora_targets is not None
-    modules, rank, alpha = chosen(options.lora_targets, config), options.lora_rank, options.lora_alpha
+    assert options.lora_targets is not None
+    modules, rank, alpha = chosen(options.lora_targets, config), _rank(options), options.lora_alpha or 0.0
     if options.dora:
         without_head(modules)
     if options.lora_init in TAKEN_OUT and config.tie_embeddings:
         untied_only(modules, options.lora_init)
+    if not rank and config.tie_embeddings and any(module.name == LM_HEAD for module in modules):
+        raise UsageError(
+            f"--lora-rank auto looks at gradients of maps, and that of {LM_HEAD} is the embedding's too: leave it out "
+            "of --lora-targets"
+        )
     return Adapters(
         rank,
         alpha,
@@ -60,6 +65,7 @@ def resolve(options: AdapterOptions, config: ModelConfig) -> Adapters | None:
             ranks=_patterns("--lora-rank-pattern", options.lora_rank_pattern, int),
             alphas=_patterns("--lora-alpha-pattern", options.lora_alpha_pattern, float),
         ),
+        budget=options.lora_budget,
         dropout=options.lora_dropout or 0.0,
         bias=options.lora_bias or "none",
         rslora=options.rslora,
@@ -70,6 +76,11 @@ def resolve(options: AdapterOptions, config: ModelConfig) -> Adapters | None:
         plus=options.lora_plus_ratio or 1.0,
         rho=options.eva_rho or 1.0,
     )
+
+
+def _rank(options: AdapterOptions) -> int:
+    """The rank that is asked for; 0 is yet to be found."""
+    return options.lora_rank if isinstance(options.lora_rank, int) else 0
 
 
 def _gains(options: AdapterOptions, config: ModelConfig) -> Adapters:

@@ -6,7 +6,7 @@ leaves the device again. The first rank does it and tells the others; a run that
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -20,6 +20,7 @@ from llmq.errors import UsageError
 from llmq.files.first_adapter import GIVEN
 from llmq.files.source import Values
 from llmq.model.adapters import Adapters
+from llmq.model.auto_rank import ranks_within, spectrum
 from llmq.model.eva import Eva
 from llmq.plan.advice import refuse_if_too_large
 from llmq.plan.build import site_of
@@ -32,6 +33,7 @@ from llmq.tensor import IGNORED, Ref
 from llmq.training.ranks import Ranks
 
 MOST_BATCHES = 64  # that are looked at while directions have not settled
+MOST_GRADIENTS = 8  # micro-batches of the first step whose gradients are added up
 
 RanksByMap = Mapping[str, tuple[int, float]]  # rank and alpha by the name of a map
 
@@ -63,7 +65,7 @@ class Surveyed:
 
 def found_before(adapters: Adapters | None, *told: Mapping[str, Any]) -> Surveyed | None:
     """What a checkpoint or the first rank has of an earlier look, or that there is nothing to find; None: look."""
-    if adapters is None or adapters.init != GIVEN:
+    if adapters is None or (adapters.init != GIVEN and not adapters.lacks_ranks):
         return Surveyed()
     known = next((one["ranks"] for one in told if one.get("ranks")), None)
     return (
@@ -74,7 +76,76 @@ def found_before(adapters: Adapters | None, *told: Mapping[str, Any]) -> Surveye
 def look(
     spec: Spec, data: Data, model: Values, backend: Backend, free: Callable[[], int], start_task: StartTask
 ) -> Surveyed:
-    """The ranks and the first A of EVA, by the inputs of the training data's first batches. MemoryLimitError.
+    """What the first batches of the training data say. UsageError, and MemoryLimitError where there is no room for the
+    gradient of one site."""
+    assert spec.adapters is not None
+    return (_at_gradients if spec.adapters.lacks_ranks else _at_inputs)(spec, data, model, backend, free, start_task)
+
+
+def _at_gradients(
+    spec: Spec, data: Data, model: Values, backend: Backend, free: Callable[[], int], start_task: StartTask
+) -> Surveyed:
+    """The ranks of --lora-rank auto, by the gradients of the first step's micro-batches, of which it takes a few.
+
+    Weights train for that, as many sites at a time as the device has room for, which then are not quantized; UsageError
+    where the budget is less than a rank of any map.
+    """
+    adapters = spec.adapters
+    assert adapters is not None and adapters.budget is not None
+    modules = {target.module.name: target.module for target in adapters.targets}
+    costs = {name: module.inputs + module.outputs for name, module in modules.items()}
+    if adapters.budget < (least := min(costs.values())):
+        raise UsageError(
+            f"--lora-budget {adapters.budget} is less than the {least} parameters of the smallest adapter of rank 1: "
+            "raise it"
+        )
+    with data.loader() as loader:
+        loader.start()
+        batches = [loader.next() for _ in range(min(data.grad_accumulation, MOST_GRADIENTS))]
+    sites = list(adapters.by_site)
+    group, spectra = len(sites), {}
+    with start_task("Looking at the gradients of adapted maps") as report:
+        while sites:
+            plan = _with_flags(_as_it_is(spec, adapters, sites[:group]), spec.memory.flags, backend)
+            if plan.total_bytes > free() and group > 1:
+                group = -(-group // 2)
+                continue
+            refuse_if_too_large(plan, free(), backend.scratch_bytes)
+            engine = _with_gradients(plan, backend, model, batches)
+            for site in sites[:group]:
+                whole = engine.gradient(f"{site}.weight")
+                for of in (target.module for target in adapters.by_site[site]):
+                    spectra[of.name] = spectrum(whole[of.start : of.start + of.outputs])
+                report(len(spectra), len(modules))
+            del engine, sites[:group]
+    ranks = ranks_within(adapters.budget, costs, spectra)
+    total = sum(costs[name] * rank for name, rank in ranks.items())
+    found = {t.module.name: (rank := ranks[t.module.name], t.alpha or 2.0 * rank) for t in adapters.targets}
+    said = f"--lora-rank auto uses {total:,} of {adapters.budget:,} parameters, by {len(batches)} micro-batches"
+    return Surveyed(found, {}, (said, *lines_of(found)))
+
+
+def _with_flags(spec: Spec, flags: tuple[str, ...], backend: Backend) -> Plan:
+    """The plan that recomputes what the run does, if that frees memory where so little trains."""
+    try:
+        return make_plan(replace(spec, memory=replace(spec.memory, flags=flags)), backend.scratch_bytes)
+    except UsageError:  # of the last sites of a model, which keep nothing that could be made again
+        return make_plan(spec, backend.scratch_bytes)
+
+
+def _with_gradients(plan: Plan, backend: Backend, model: Values, batches: Sequence[Batch]) -> Engine:
+    """An engine after the micro-steps of one step."""
+    engine = Engine(plan, backend)
+    engine.load(model(plan.rows))
+    for index, batch in enumerate(batches):
+        engine.micro_step(batch, first=index == 0, last=index == len(batches) - 1)
+    return engine
+
+
+def _at_inputs(
+    spec: Spec, data: Data, model: Values, backend: Backend, free: Callable[[], int], start_task: StartTask
+) -> Surveyed:
+    """The ranks and the first A of EVA, by the inputs of sites.
 
     UsageError where a rank is larger than a map's inputs, or no batch has as many trained tokens as that.
     """
@@ -127,16 +198,17 @@ def lines_of(ranks: RanksByMap) -> Iterator[str]:
     yield from (f"Ranks of {kind}: {' '.join(found)}" for kind, found in kinds.items())
 
 
-def _as_it_is(spec: Spec, adapters: Adapters) -> Spec:
-    """The model of a spec with nothing trained, on one rank, in the model's dtype alone."""
-    plain = replace(spec.precision.without_fp8(), head=spec.precision.model)
+def _as_it_is(spec: Spec, adapters: Adapters, trained: Collection[str] = ()) -> Spec:
+    """The model of a spec on one rank, in the model's dtype alone, with nothing trained but the weights of sites."""
+    dtype = spec.precision.model
+    plain = replace(spec.precision.without_fp8(), head=dtype, master=dtype, m=dtype, v=dtype)
     memory = replace(spec.memory, flags=(), drop=(), offload=(), host=(), fused=False)
     alone: dict[str, Any] = {"sharding": ALONE, "observe": False, "completions": None}
     return replace(
         spec.without_noise(),
         precision=plain,
         memory=memory,
-        adapters=Adapters(0, 1.0, (), base=adapters.base),
+        adapters=Adapters(0, 1.0, (), base=adapters.base, also=frozenset(f"{site}.weight" for site in trained)),
         **alone,
     )
 
