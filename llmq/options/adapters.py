@@ -173,7 +173,33 @@ class AdapterOptions(Section):
         metavar="NAMES",
     )
 
+    lisa: Int | None = option(
+        None,
+        "Train only this many layers at a time, drawn at random, with embedding, head and final norm (LISA).",
+        "lisa_activated_layers",
+        shown="all layers",
+        ge=1,
+        le=LARGEST_STEP,
+    )
+    lisa_interval: Int | None = option(
+        lambda data: None if data.get("lisa") is None else 20,
+        "Optimizer steps after which --lisa draws other layers.",
+        "lisa_interval_steps",
+        shown="20",
+        ge=1,
+        le=LARGEST_STEP,
+    )
+
     def contradictions(self) -> Iterator[str]:
+        if self.lisa is None and self.lisa_interval is not None:
+            yield f"--lisa-interval {self.lisa_interval} is for --lisa: add that, or leave it out"
+        methods = ("lora_rank", "adapter", "ia3", "train_only", "prompt_tuning", "prefix_tuning")
+        others = [key for key in methods if getattr(self, key) is not None]
+        if self.lisa is not None and others:
+            yield (
+                f"--lisa {self.lisa} trains layers of the model in turn, and {flag(others[0])} says otherwise what is "
+                "trained: leave one of them out"
+            )
         if self.train_only is not None and (self.lora_rank is not None or self.adapter is not None):
             yield "--train-only trains a part of the model, and adapters leave it as it is: leave one of them out"
         yield from self._of_virtual_tokens()

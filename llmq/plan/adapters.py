@@ -20,6 +20,7 @@ from llmq.files.virtual_tokens import begun_as
 from llmq.model.adapters import LM_HEAD, Adapters, chosen, scaled, targets, trained_in_full, untied_only, without_head
 from llmq.model.config import ModelConfig
 from llmq.model.first_adapter import TAKEN_OUT
+from llmq.model.lisa import Lisa
 from llmq.model.parameters import left_out, num_parameters
 from llmq.model.virtual_tokens import PREFIX, PROMPT, PROMPT_ROW
 from llmq.row import Row
@@ -105,8 +106,20 @@ def _patterns(option: str, text: str | None, kind: Callable[[str], _Number]) -> 
     return found
 
 
-def frozen(options: AdapterOptions, config: ModelConfig) -> frozenset[str]:
-    """The names of the model's rows that --train-only leaves frozen. UsageError."""
+def lisa(options: AdapterOptions, config: ModelConfig, seed: int) -> Lisa | None:
+    """Which layers train at a time, if not all do. UsageError for more than there are."""
+    if options.lisa is None:
+        return None
+    if options.lisa > config.num_layers:
+        raise UsageError(f"--lisa {options.lisa}: the model has {config.num_layers} layers: use so many at most")
+    assert options.lisa_interval is not None
+    return Lisa(options.lisa, options.lisa_interval, seed)
+
+
+def frozen(options: AdapterOptions, config: ModelConfig, seed: int = 0, step: int = 0) -> frozenset[str]:
+    """The names of the model's rows that --train-only leaves frozen, or --lisa in a step. UsageError."""
+    if (drawn := lisa(options, config, seed)) is not None:
+        return drawn.frozen(config, step)
     return frozenset() if options.train_only is None else left_out(options.train_only, config)
 
 

@@ -62,6 +62,8 @@ def _tiled(spec: Spec) -> Iterator[str]:
 
 def _without_master(spec: Spec) -> Iterator[str]:
     hosted = {"weight": "--stream-weights", "quant": "--offload-quants", "master": "--offload-master"}
+    if spec.lisa is not None:
+        yield "layers that --lisa freezes have no other room than in the model dtype: leave one of them out"
     if spec.adapters is not None:
         yield "adapters are all that is trained, and the model has no masters: hold it in --base-dtype e4m3 instead"
     for space, flag in hosted.items():

@@ -60,6 +60,10 @@ UNKNOWN_STEPS = 1_000_000  # planned for where neither the data nor --steps says
 HOST_RESERVE = 0.05  # of the host's memory stays free when checkpoints are copied into it
 
 
+# A plan with other dtypes, where so many more bytes are free than now, and with these rows frozen.
+Replan = Callable[[Precision, int, frozenset[str]], Plan]
+
+
 @dataclass(frozen=True)
 class Job:
     """A run, checked and planned, before memory is allocated."""
@@ -81,7 +85,7 @@ class Job:
     options: dict[str, Any]
     continue_command: str
     watching: precision.Watching
-    replan: Callable[[Precision, int], Plan]  # where so many more bytes are free than now
+    replan: Replan
     plans_only: bool
     gpu: GpuWatch
     speed: GemmSpeed | None
@@ -101,8 +105,8 @@ class Job:
         return sol.seconds_per_token(spec.config, spec.seq_len, peaks, dtype, spec.adapters, spec.frozen)
 
     def frozen(self) -> Iterable[tuple[Row, np.ndarray]]:
-        """Rows that are not trained, which no checkpoint holds, with their values."""
-        rows = [row for row in self.plan.rows if not row.trainable]
+        """Rows that no checkpoint holds, with their values."""
+        rows = self.plan.loaded_anew
         return self.parameters(rows) if rows else ()
 
     @property
@@ -151,13 +155,15 @@ class Job:
     @property
     def must_match(self) -> dict[str, Any]:
         """What a checkpoint has in common with the run that continues it: else it would be another run."""
+        lisa = self.plan.spec.lisa
         return {
             "seed": self.seed,
             **self.data.identity(),
             "model": self.plan.spec.config.identity(),
             "parameters": {row.name: list(row.shape) for row in self.plan.rows},
-            **({} if all(row.trainable for row in self.plan.rows) else {"frozen model": self.base}),
-            **({"trained": self.options["train_only"]} if self.plan.spec.frozen else {}),
+            **({"frozen model": self.base} if self.plan.loaded_anew else {}),
+            **({"trained": self.options["train_only"]} if self.plan.spec.frozen and lisa is None else {}),
+            **({} if lisa is None else {"lisa": [lisa.layers, lisa.interval]}),
             **({} if self.plan.spec.adapters is None else {"adapters": self.plan.spec.adapters.identity()}),
             **self.plan.spec.precision.identity(),
         }
@@ -191,7 +197,7 @@ def prepare(options: Options, log: RunLog, ranks: Ranks) -> Job:
     schedule = _make_schedule(options, data, past, evaluates=log.eval_due(0, last=True))
     tokenizer, templates = exported_tokenizer(source, named, data)
     samples = open_samples(questions, log.sample_tokens, source, config, tokenizer, templates, data.train.num_virtual)
-    spec = _make_spec(options, config, dtypes, data, where, seed, samples, ranks)
+    spec = _make_spec(options, config, dtypes, data, where, seed, samples, past, ranks)
     speed = None if is_dry(options.run) else gemm_speed.measure(where)
     backend = _open_backend(options, where, past, ranks)
     spec, found = _look(options, spec, where, backend, data, model, past, ranks, log)
@@ -358,6 +364,7 @@ def _make_spec(
     where: Device,
     seed: int,
     samples: SamplePrompts | None,
+    past: _Past,
     ranks: Ranks,
 ) -> Spec:
     """What is to be planned, all options resolved."""
@@ -370,12 +377,14 @@ def _make_spec(
     )
     hyper = optimizer.resolve(options.optimizer)
     packing = Packing(*data.limits) if data.limits else None
-    low_rank, frozen = adapters.resolve(options.adapters, config), adapters.frozen(options.adapters, config)
+    low_rank, lisa = adapters.resolve(options.adapters, config), adapters.lisa(options.adapters, config, seed)
+    frozen = adapters.frozen(options.adapters, config, seed, past.step)
     observe = precision.watching(options.precision).every > 0
     packs = device.packing_problem(where, dtypes.model) is None
     completions = None if samples is None else samples.completions(packed=packs)
     shared = sharding.resolve(options.sharding, ranks.rank, ranks.size)
-    return Spec(config, dtypes, limits, hyper, b, t, seed, packing, observe, shared, completions, low_rank, frozen)
+    about = (config, dtypes, limits, hyper, b, t, seed, packing, observe, shared, completions)
+    return Spec(*about, low_rank, frozen, lisa)
 
 
 def _open_backend(options: Options, where: Device, past: _Past, ranks: Ranks) -> Backend:
@@ -407,20 +416,20 @@ def _look(
 
 def _plan(
     options: Options, spec: Spec, where: Device, backend: Backend, data: Data, log: RunLog, *, is_timed: bool
-) -> tuple[Callable[[Precision, int], Plan], Plan, Mapping[str, str]]:
+) -> tuple[Replan, Plan, Mapping[str, str]]:
     """What plans the run, its plan, and a line for each site if timing chose among the fp8 sites."""
     replan = _planner(options, spec, where, backend)
     if not is_timed:
-        return replan, replan(spec.precision, 0), {}
-    dtypes, matmuls = _time_sites(replan(spec.precision, 0).spec, backend, data, log)
-    return replan, replan(dtypes, 0), matmuls
+        return replan, replan(spec.precision, 0, spec.frozen), {}
+    dtypes, matmuls = _time_sites(replan(spec.precision, 0, spec.frozen).spec, backend, data, log)
+    return replan, replan(dtypes, 0, spec.frozen), matmuls
 
 
-def _planner(options: Options, spec: Spec, where: Device, backend: Backend) -> Callable[[Precision, int], Plan]:
-    """A function that plans `spec` with other dtypes, where so many more bytes are free than now."""
+def _planner(options: Options, spec: Spec, where: Device, backend: Backend) -> Replan:
+    """A function that plans `spec` with other dtypes and frozen rows."""
 
-    def planned(dtypes: Precision, given_back: int) -> Plan:
-        plan = make_plan(replace(spec, precision=dtypes), backend.scratch_bytes)
+    def planned(dtypes: Precision, given_back: int, frozen: frozenset[str]) -> Plan:
+        plan = make_plan(replace(spec, precision=dtypes, frozen=frozen), backend.scratch_bytes)
         if not memory.chooses_attention_chunks(options.memory):
             return plan
         # What is free is asked here, as planning loads cuDNN's kernels.

@@ -35,6 +35,7 @@ from llmq.training.finish import export_all
 from llmq.training.fp8_watch import Fp8Watch, carried
 from llmq.training.interrupt import Interrupt
 from llmq.training.job import Job, prepare
+from llmq.training.lisa_watch import LisaWatch
 from llmq.training.log import SUMMARY, RunLog
 from llmq.training.progress import Progress
 from llmq.training.ranks import Ranks, joined
@@ -114,7 +115,8 @@ class _Run:
         self.saver, self.saving = saver, 0  # and the step of the newest save that was begun
         self.engine, self.light_s = Engine(job.plan, job.backend), job.light_s
         self.progress = Progress()
-        self.fp8 = Fp8Watch(self)
+        self.fp8, self.lisa = Fp8Watch(self), LisaWatch(self)
+        self.is_cold = job.resume is None  # whether delayed scales have seen nothing yet
         self.saved = self.began_at = 0  # step of the newest checkpoint, and that of the one that the run continues
         self.updating = False  # within an update: the engine's state is of no step
         self.speeds: list[float] = []
@@ -202,13 +204,15 @@ class _Run:
     def _step(self, loader: Loader) -> None:
         """One optimizer step, and what is due after it."""
         self._settle(wait=False)  # what made the last save fail ends the run here
+        self.lisa.before_step()
         job, step, start = self.job, self.progress.step + 1, time.perf_counter()
         self.ranks.step, wait_ms, real, tokens, rate = step, 0.0, 0, 0, job.schedule.learning_rate(step)
         for micro_step in range(job.data.grad_accumulation):
             batch = loader.next(self._ends)
             wait_ms, real, tokens = wait_ms + batch.wait_ms, real + batch.num_real, tokens + batch.num_tokens
-            if micro_step == 0 and step == 1 and self.engine.needs_warm_up:
+            if self.is_cold and self.engine.needs_warm_up:
                 self.engine.warm_up(batch)
+            self.is_cold = False
             if micro_step == 0:
                 start += self.fp8.before_step(batch)
                 self.engine.start_step(step - self.progress.moments_from, rate)
