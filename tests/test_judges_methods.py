@@ -1,8 +1,6 @@
 """Methods beside LoRA against PEFT and PyTorch, live: what is taken out of weights, gains, a part of the model."""
 
-from contextlib import contextmanager
 from dataclasses import replace
-from itertools import cycle
 
 import numpy as np
 import pytest
@@ -30,6 +28,7 @@ from golden.peft_judge import (
 from peft.tuners.lora import eva
 from peft.utils.incremental_pca import IncrementalPCA
 from safetensors.numpy import load_file
+from tiny_engines import GivenData, unseen
 
 from llmq.backends.host import HostBackend
 from llmq.data.batches.batch import Batch
@@ -254,7 +253,7 @@ def test_eva_finds_what_peft_finds(rho, tmp_path, monkeypatch):
     )
     batches = [Batch(one[:, :-1], np.where(one[:, 1:] % 5 == 0, -100, one[:, 1:])) for one in tokens]
     values = open_parameters(find_source(str(tmp_path / "base")), 0)
-    found = look(spec, Given(batches), values, HostBackend(), lambda: 2**40, task)
+    found = look(spec, GivenData(batches), values, HostBackend(), lambda: 2**40, unseen)
     given = [
         {"input_ids": torch.tensor(one.tokens.astype(np.int64)), "labels": torch.tensor(one.targets.astype(np.int64))}
         for one in batches
@@ -283,30 +282,3 @@ def test_eva_finds_what_peft_finds(rho, tmp_path, monkeypatch):
     ).write(lambda row: engine.parameter(row.name))
     base = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "base", attn_implementation="eager")
     assert_same_logits(engine, peft.PeftModel.from_pretrained(base, tmp_path / "ours"), batches[0].tokens)
-
-
-class Given:
-    """A loader of batches, over and over."""
-
-    def __init__(self, batches):
-        self.batches = batches
-
-    def loader(self):
-        return self
-
-    def start(self):
-        self.rest = cycle(self.batches)
-
-    def next(self):
-        return next(self.rest)
-
-    def __enter__(self):
-        return self
-
-    def __exit__(self, *about):
-        pass
-
-
-@contextmanager
-def task(title):
-    yield lambda done, total: None
