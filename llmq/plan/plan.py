@@ -12,8 +12,10 @@ on the call, and nothing is decided after the last one:
 
 from __future__ import annotations
 
+import gc
 import math
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
@@ -203,6 +205,19 @@ class Plan:
         return sum(self.table("host").values())
 
 
+@contextmanager
+def uncollected() -> Iterator[None]:
+    """Within, no cycles of garbage are looked for: of a plan's many objects, that takes a third of the time."""
+    was_on = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if was_on:
+            gc.enable()
+
+
+@uncollected()
 def make_plan(
     spec: Spec, scratch_bytes: Scratch | None = None, *, stores: Stores | None = None, sites: Sites = site_of
 ) -> Plan:

@@ -10,6 +10,7 @@ live no longer for it than that, however deep the model is.
 
 from __future__ import annotations
 
+from collections import defaultdict, deque
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 
@@ -53,15 +54,15 @@ class _Touched:
 
     writers: dict[str, int] = field(default_factory=dict)
     readers: dict[str, list[int]] = field(default_factory=dict)
-    pending: list[tuple[int, int]] = field(default_factory=list)  # index, block
+    pending: deque[tuple[int, int]] = field(default_factory=deque)  # index, block
 
     def needed(self, call: Call, block: int, main: int | None) -> set[int]:
         """Calls that must be done before this one; `main` is the last one on the main lane."""
         found = {self.writers[name] for name in (*reads(call), *writes(call)) if name in self.writers}
         found |= {reader for name in writes(call) for reader in self.readers.get(name, ())}
         if call.lane == MAIN:
-            found |= {other for other, seen in self.pending if seen + 2 <= block}
-            self.pending = [one for one in self.pending if one[1] + 2 > block]
+            while self.pending and self.pending[0][1] + 2 <= block:
+                found.add(self.pending.popleft()[0])
         elif main is not None and any(name not in self.writers for name in writes(call)):
             found.add(main)
         return found
@@ -89,7 +90,7 @@ def blocks(calls: Sequence[Call]) -> list[int]:
 def joined(calls: Sequence[Call]) -> dict[int, int]:
     """For each call off the main lane, the main-lane call from which on it is known to be done, or the end."""
     found: dict[int, int] = {}
-    open_calls: list[int] = []
+    open_calls: dict[str, deque[int]] = defaultdict(deque)  # by lane
     clocks: list[Clock] = []
     last: dict[str, Clock] = {}
     for index, call in enumerate(calls):
@@ -97,11 +98,12 @@ def joined(calls: Sequence[Call]) -> dict[int, int]:
         last[call.lane] = {**clock, call.lane: index}
         clocks.append(last[call.lane])
         if call.lane != MAIN:
-            open_calls.append(index)
+            open_calls[call.lane].append(index)
             continue
-        found |= {other: index for other in open_calls if clock.get(calls[other].lane, -1) >= other}
-        open_calls = [other for other in open_calls if other not in found]
-    return found | dict.fromkeys(open_calls, len(calls))
+        for lane, others in open_calls.items():
+            while others and others[0] <= clock.get(lane, -1):
+                found[others.popleft()] = index
+    return found | dict.fromkeys((other for others in open_calls.values() for other in others), len(calls))
 
 
 def merged(*clocks: Clock) -> Clock:
