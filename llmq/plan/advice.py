@@ -17,6 +17,8 @@ from llmq.plan.plan import Plan, Scratch, make_plan, scratch_storage
 from llmq.plan.spec import Spec
 from llmq.stores.sharding import Sharding
 
+TILES = 4
+MARK = "(which changes numbers)"
 SURE = 0.95  # of what few layers say that many need: shares of ranks differ by whole tiles
 
 
@@ -82,8 +84,10 @@ def requests(plan: Plan, home: str = "device") -> str:
     return "\n".join(lines)
 
 
-def refuse_if_host_is_small(plan: Plan, free_bytes: int) -> None:
-    """MemoryLimitError if what the plan keeps on the host needs more than the `free_bytes` of its memory."""
+def refuse_if_host_is_small(plan: Plan, free_bytes: int | None) -> None:
+    """MemoryLimitError if what the plan keeps on the host needs more than the `free_bytes` of its memory, if known."""
+    if free_bytes is None:
+        return
     missing = plan.host_bytes - max(free_bytes, 0)
     if plan.host_bytes and missing > 0:
         largest = max(plan.table("host").items(), key=lambda one: one[1])
@@ -117,7 +121,7 @@ def _smaller_plans(plan: Plan, free_bytes: int, scratch_bytes: Scratch | None) -
     one = replace(plan.spec.memory, attention_chunks=1)
     moments = replace(plan.spec.precision, m="bf16", v="bf16")
     least = replace(moments, master=plan.spec.precision.model, grad=plan.spec.precision.model)
-    narrow = "--opt-m-dtype bf16 --opt-v-dtype bf16"
+    narrow = f"--opt-m-dtype bf16 --opt-v-dtype bf16 {MARK}"
     unwatched: list[tuple[str, dict[str, Any]]] = [("--log-fp8-every 0", {"observe": False})] if plan.observed else []
     silent: list[tuple[str, dict[str, Any]]] = []
     if plan.spec.completions is not None:
@@ -146,9 +150,12 @@ def _smaller_plans(plan: Plan, free_bytes: int, scratch_bytes: Scratch | None) -
         *([] if sharding.size > 1 else [(everything, {"memory": _on_host(plan, block, (*states, "grad", "weight"))})]),
         ("--batch-size 1 (with more --grad-accumulation)", {"memory": one, "batch_size": 1}),
         (
-            f"--batch-size 1 --recompute-block {narrow}, default --master-dtype and --grad-accum-dtype",
+            "--batch-size 1 --recompute-block --opt-m-dtype bf16 --opt-v-dtype bf16, default --master-dtype and "
+            f"--grad-accum-dtype {MARK}",
             {"precision": least, "memory": replace(block, attention_chunks=1), "batch_size": 1},
         ),
+        *_in_tiles(plan, block),
+        *_in_8_bits(plan, replace(block, attention_chunks=1)),
     ]
     for change, values in attempts:
         try:
@@ -156,6 +163,29 @@ def _smaller_plans(plan: Plan, free_bytes: int, scratch_bytes: Scratch | None) -
                 yield change, _changed(plan, scratch_bytes, **values)
         except UsageError:
             continue
+
+
+def _in_tiles(plan: Plan, block: Memory) -> Iterator[tuple[str, dict[str, Any]]]:
+    """A run of one sequence in tiles of its tokens."""
+    if plan.spec.memory.seq_tiles < TILES and plan.spec.seq_len % TILES == 0:
+        chunks = max(block.head_chunks, TILES)
+        tiled = replace(block, attention_chunks=1, seq_tiles=TILES, head_chunks=chunks, offload=(RESIDUAL,))
+        change = f"--batch-size 1 --recompute-block --offload-residual --seq-tiles {TILES}"
+        yield change, {"memory": tiled, "batch_size": 1}
+
+
+def _in_8_bits(plan: Plan, block: Memory) -> Iterator[tuple[str, dict[str, Any]]]:
+    """The least that states take, which changes numbers."""
+    moments = replace(plan.spec.precision, m="int8", v="e4m3")
+    change = "--batch-size 1 --recompute-block --opt-m-dtype int8 --opt-v-dtype e4m3"
+    yield f"{change} {MARK}", {"precision": moments, "memory": block, "batch_size": 1}
+    if plan.spec.adapters is None and plan.spec.sharding.size == 1:
+        none = replace(moments, master="none")
+        yield f"{change} --master-dtype none {MARK}", {"precision": none, "memory": block, "batch_size": 1}
+        hyper = plan.spec.hyper
+        if not hyper.grad_clip or hyper.clips_by_last:
+            fused = {"precision": none, "memory": replace(block, fused=True), "batch_size": 1}
+            yield f"{change} --master-dtype none --fused-update --grad-accumulation 1 {MARK}", fused
 
 
 def _on_host(plan: Plan, memory: Memory, spaces: Sequence[str]) -> Memory:
