@@ -9,6 +9,7 @@ from __future__ import annotations
 import errno
 import glob
 import os
+import re
 import secrets
 import shutil
 from collections.abc import Callable, Iterator, Mapping
@@ -27,6 +28,12 @@ def shown(num_bytes: int) -> str:
     return next(
         (f"{num_bytes / size:,.1f} {unit}" for size, unit in sizes if num_bytes >= size), f"{num_bytes:,} bytes"
     )
+
+
+def size_bytes(text: str) -> int | None:
+    """Bytes of a size such as `16GiB`, `1.5 GiB` or `800MiB`; None for what is no size above 0."""
+    found = re.fullmatch(r"(\d{1,6}(?:\.\d{1,3})?) ?(GiB|MiB)", text.strip(), re.IGNORECASE)
+    return int(float(found[1]) * (GIB if found[2].lower() == "gib" else MIB)) or None if found else None
 
 
 def existing_folder(folder: Path) -> Path:

@@ -25,7 +25,7 @@ UNTIED, TIED, NORMED, WINDOW = MODELS
 UNSET = """
     revision tokenizer weight global_batch_size augment packing max_docs bf16_layers fp8_layers epochs warmup_ratio
     min_lr continue gpu save_best reset sample_prompts ray_address reduce_dtype
-    memcpy_all_gather memcpy_send_recv debug_memory
+    memcpy_all_gather memcpy_send_recv debug_memory memory_limit host_memory_limit fit_may
     lora_rank lora_alpha lora_dropout lora_targets lora_bias lora_init adapter base_dtype train_only
     lora_rank_pattern lora_alpha_pattern lora_plus_ratio train_also ia3 eva_rho lora_budget lisa lisa_interval
     prompt_tuning prompt_init prompt_init_text prefix_tuning
@@ -33,7 +33,7 @@ UNSET = """
 OFF = """
     from_scratch init_proj_to_zero fp8_fallback recompute_swiglu recompute_norm recompute_ffn recompute_qkv
     recompute_att recompute_block offload_residual offload_master offload_opt_m offload_opt_v offload_optimizer
-    offload_gradients offload_quants stream_weights fused_update
+    offload_gradients offload_quants stream_weights fused_update fit
     export_anyway dry_run shard_gradients shard_weights all_to_all_reduce rslora dora merge
 """
 SPELLED: dict[str, Any] = {

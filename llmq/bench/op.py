@@ -59,7 +59,7 @@ def run(request: BenchRequest, pattern: str = "*", *, listed: bool = False) -> i
 
     UsageError if a model calls no such op.
     """
-    where = devices.pick(request.device)
+    where = devices.pick(request.device, request.memory_limit)
     backend = open_backend(where.kind, deterministic=request.deterministic)
     wanted = [replace(one, config=one_layer(one.config)) for one in configurations(request, where)]
     plans = [fitting_plan(request, one, where, backend) for one in wanted]

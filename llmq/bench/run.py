@@ -93,6 +93,7 @@ class BenchRequest:
     models: tuple[str, ...] = ()
     dtypes: tuple[str, ...] = ()
     device: str = "auto"
+    memory_limit: str | None = None
     batch_size: int | None = None
     batch_sizes: tuple[int, ...] = ()  # each of them, in one table
     seq_len: int | None = None
@@ -137,8 +138,8 @@ def run(request: BenchRequest) -> int:
     """
     place = recognised(os.environ, request.gpus)
     if place is None or place.size == 1:
-        return _run(request, devices.pick(request.device), ALONE)
-    where = devices.use(devices.pick(request.device), partial(gpu_index, place))
+        return _run(request, devices.pick(request.device, request.memory_limit), ALONE)
+    where = devices.use(devices.pick(request.device, request.memory_limit), partial(gpu_index, place))
     world = join_world(place, where, Copying(request.memcpy_all_gather, False))
     try:
         return _run(request, where, world)

@@ -31,7 +31,7 @@ def started(request: BenchRequest, arguments: Sequence[str]) -> int | None:
     num = len(addresses)
     if num == 1:
         return None
-    check(request, device.pick("cuda"), num)
+    check(request, device.pick("cuda", request.memory_limit), num)
     with TemporaryDirectory(prefix="llmq-bench-") as logs:
         command = (PROGRAM, *arguments)
         cores = cores_of_ranks(num, addresses)

@@ -14,6 +14,7 @@ from click.core import ParameterSource
 
 from llmq.cli import shell
 from llmq.cli.train import click_option
+from llmq.disk import size_bytes
 from llmq.errors import UsageError
 from llmq.options.field import flag
 from llmq.options.parse import descriptions
@@ -53,6 +54,12 @@ def _path(context: click.Context, parameter: click.Parameter, value: str | None)
     return Path(value) if value else None
 
 
+def _size(context: click.Context, parameter: click.Parameter, value: str | None) -> str | None:
+    if value is not None and size_bytes(value) is None:
+        raise click.BadParameter(f"{value}: give a size above 0 with its unit, such as 16GiB or 800MiB")
+    return value
+
+
 class Bench(click.Group):
     """A command that measures training where no subcommand is given; it keeps its command line for the results."""
 
@@ -68,6 +75,7 @@ def _shared() -> list[click.Parameter]:
     for option, d in zip(recipe, RECIPE.values(), strict=True):
         option.metavar, option.help = d.metavar, f"As in llmq-train: {d.help}"
         option.opts += map(flag, d.aliases)
+    limit = f"As in llmq-train: {descriptions()['memory_limit'].help}"
     deterministic = f"As in llmq-train: {descriptions()['deterministic'].help}"
     return [
         click.Option(
@@ -89,6 +97,7 @@ def _shared() -> list[click.Parameter]:
             ["--seq-len"], type=click.IntRange(1), help="Tokens in a sequence. [default: 1024; on the CPU 128]"
         ),
         click.Option(["--device"], type=click.Choice(["auto", "cuda", "cpu"]), default="auto", show_default=True),
+        click.Option(["--memory-limit"], callback=_size, metavar="SIZE", help=limit),
         click.Option(
             ["--recompute"],
             callback=_names,

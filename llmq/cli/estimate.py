@@ -13,7 +13,10 @@ from llmq.cli.train import click_option
 from llmq.options.parse import Options, descriptions
 
 SECTIONS = ("precision", "memory", "sharding", "adapters", "optimizer")
-SINGLE = ("model", "gpu", "gpus", "batch_size", "grad_accumulation", "seq_len", "deterministic", "debug_memory")
+SINGLE = (
+    *("model", "gpu", "gpus", "memory_limit", "host_memory_limit", "batch_size", "global_batch_size"),
+    *("grad_accumulation", "seq_len", "deterministic", "debug_memory"),
+)
 
 
 def _options() -> list[click.Parameter]:

@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from llmq.disk import shown
+from llmq.disk import shown, size_bytes
 from llmq.errors import MemoryLimitError, UsageError
 from llmq.hardware import blas, cuda_driver, cuda_libraries, nvml
 from llmq.hardware import cards as gpus
@@ -51,6 +51,7 @@ class Device:
     kind: str = "cpu"
     gpu: cuda_driver.Gpu | None = None
     planned: gpus.Card | None = None
+    limit_bytes: int | None = None  # of memory that it is taken to have
     note: str | None = None  # why `auto` is not the GPU that is here
 
     @property
@@ -88,8 +89,8 @@ def pick_device(options: SystemOptions) -> Device:
         if card is None:
             known = ", ".join(gpus.nearest(options.gpu))
             raise UsageError(f"--gpu {options.gpu} is not a known card: give a size such as 24GiB, or one of {known}")
-        return Device("cuda", planned=card)
-    return pick(options.device)
+        return _limited(Device("cuda", planned=card), options.memory_limit)
+    return pick(options.device, options.memory_limit)
 
 
 def gpu_addresses(gpus: int) -> list[str]:
@@ -120,8 +121,28 @@ def planned_gpus(options: SystemOptions) -> int:
     return len(gpu_addresses(0))
 
 
-def pick(device: str) -> Device:
-    """The device of `auto`, `cpu` or `cuda`. UsageError for a GPU that cannot be used."""
+def pick(device: str, memory_limit: str | None = None) -> Device:
+    """The device of `auto`, `cpu` or `cuda`, taken to have no more memory than a size such as `16GiB`.
+
+    UsageError for a GPU that cannot be used, and for a limit below what CUDA's context takes.
+    """
+    return _limited(_picked(device), memory_limit)
+
+
+def _limited(device: Device, memory_limit: str | None) -> Device:
+    """The device with a limit."""
+    if memory_limit is None:
+        return device
+    limit = size_bytes(memory_limit)
+    if device.kind == "cuda" and limit is not None and limit <= gpus.CONTEXT_BYTES:
+        raise UsageError(
+            f"--memory-limit {memory_limit} leaves nothing beside CUDA's context, which is taken to need "
+            f"{shown(gpus.CONTEXT_BYTES)}: use more"
+        )
+    return replace(device, limit_bytes=limit)
+
+
+def _picked(device: str) -> Device:
     if device == "cpu":
         return CPU
     problem = cuda_backend_problem()
@@ -272,11 +293,28 @@ def cpu_name() -> str:
 
 
 def memory_bytes(device: Device = CPU) -> tuple[int, int]:
-    """(total, free) bytes of the device's memory, for the CPU that of the host.
+    """(total, free) bytes of the device's memory, for the CPU that of the host, as if there were no more than its
+    limit.
 
-    On a GPU this makes the CUDA context, so that what it takes is not counted as free. MemoryLimitError if the GPU has
-    no room for one, or belongs to another process alone.
+    What is in use counts against the limit of a GPU, whose context is made here, so that what it takes is not free.
+    MemoryLimitError if the GPU has no room for one, or belongs to another process alone.
     """
+    total, free = _all_memory_bytes(device)
+    if device.limit_bytes is None:
+        return total, free
+    used = total - free if device.kind == "cuda" else 0
+    return min(total, device.limit_bytes), max(min(free, device.limit_bytes - used), 0)
+
+
+def host_bytes(options: SystemOptions, device: Device) -> int | None:
+    """Bytes of host memory that a run may keep: what is free, for a card that is planned for any, or the limit."""
+    limit = options.host_memory_limit and size_bytes(options.host_memory_limit)
+    free = None if device.planned else host_memory_bytes()[1]
+    return min((size for size in (limit, free) if size), default=None)
+
+
+def _all_memory_bytes(device: Device) -> tuple[int, int]:
+    """The same without a limit."""
     if device.kind == "cpu":
         return host_memory_bytes()
     if device.planned:

@@ -14,6 +14,7 @@ from typing import Annotated, Any, ClassVar, Literal, get_args, get_origin
 
 from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, ValidationError
 
+from llmq.disk import size_bytes
 from llmq.errors import UsageError
 
 LARGEST_STEP = 2**31 - 1  # the step number is an int32 on the device
@@ -50,6 +51,14 @@ def _patterns(value: Any) -> Any:
     return (value,) if isinstance(value, (str, os.PathLike)) else value
 
 
+def with_commas(value: Any) -> Any:
+    """The different names of a list that is written with commas, or of several such lists."""
+    given = [value] if isinstance(value, str) else value
+    if isinstance(given, (list, tuple)) and all(isinstance(item, str) for item in given):
+        return tuple(dict.fromkeys(part.strip() for item in given for part in item.split(",") if part.strip()))
+    return value
+
+
 def dtype_name(value: Any) -> Any:
     """Our name of a dtype: `bf16` for PyTorch's `bfloat16`."""
     return (
@@ -65,9 +74,16 @@ def _computed(value: Any) -> Any:
     return name
 
 
+def _size(value: str) -> str:
+    if size_bytes(value) is None:
+        raise ValueError("give a size above 0 with its unit, such as 16GiB or 800MiB")
+    return value
+
+
 Int = Annotated[int, BeforeValidator(_number)]
 Float = Annotated[float, BeforeValidator(_number)]
 Text = Annotated[str, BeforeValidator(_text)]
+Size = Annotated[Text, AfterValidator(_size)]  # of memory: 16GiB
 Computed = BeforeValidator(_computed)  # a dtype to compute in
 Path = Annotated[Text, Field(min_length=1), AfterValidator(_home)]
 Floats = Annotated[tuple[Float, ...], BeforeValidator(_several), Field(min_length=1)]

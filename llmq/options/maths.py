@@ -8,11 +8,12 @@ from typing import Annotated, Literal
 from pydantic import BeforeValidator, Field
 
 from llmq.options import rate_rules
-from llmq.options.field import LARGEST_STEP, Computed, Float, Int, Section, Text, flag, option
+from llmq.options.field import LARGEST_STEP, Computed, Float, Int, Section, Text, flag, option, with_commas
 from llmq.options.rate_rules import final_fraction, our_name
 
 Narrow = Annotated[Literal["bf16", "fp32"], Computed]
 Moment = Annotated[Literal["fp32", "bf16", "e4m3", "int8"], Computed]
+FitMay = Annotated[tuple[Literal["states", "matmul"], ...] | None, BeforeValidator(with_commas)]
 FP8_MATMULS = ("e4m3", "auto")
 Chunks = Literal["auto"] | Annotated[Int, Field(ge=1, le=LARGEST_STEP)]
 Course = Annotated[Literal["cosine", "linear", "constant", "wsd"], BeforeValidator(our_name)]
@@ -98,6 +99,18 @@ class PrecisionOptions(Section):
 
 class MemoryOptions(Section):
     title = "Memory"
+    fit: bool = option(
+        False,
+        "Choose micro-batch, recomputing, offloading and chunks for the fastest predicted step that fits in memory. "
+        "The tokens of a step stay, and what is not at its default.",
+    )
+    fit_may: FitMay = option(
+        None,
+        "What --fit may also choose although it changes numbers, with commas: states (--opt-m-dtype, --opt-v-dtype, "
+        "--master-dtype), matmul (--matmul-dtype).",
+        metavar="[states,matmul]",
+        shown="nothing",
+    )
     recompute_swiglu: bool = option(False, "Recompute SwiGLU in the backward pass.")
     recompute_norm: bool = option(False, "Recompute the norms in the backward pass.")
     recompute_ffn: bool = option(False, "Recompute the whole MLP in the backward pass.")
@@ -141,6 +154,10 @@ class MemoryOptions(Section):
         "Run attention's backward pass in N chunks of the batch, to save memory (same bits); auto uses as few as fit.",
         metavar="auto|INT",
     )
+
+    def contradictions(self) -> Iterator[str]:
+        if self.fit_may and not self.fit:
+            yield f"--fit-may {','.join(self.fit_may)} says what --fit may choose: add --fit, or leave it out"
 
 
 class ShardingOptions(Section):

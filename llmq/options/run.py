@@ -13,9 +13,11 @@ from llmq.options.field import (
     Int,
     Path,
     Section,
+    Size,
     Text,
     dtype_name,
     option,
+    with_commas,
 )
 
 RUN_FOLDER = "runs/%n"
@@ -30,14 +32,7 @@ def _which_checkpoint(value: Any) -> Any:
     return value
 
 
-def _with_commas(value: Any) -> Any:
-    given = [value] if isinstance(value, str) else value
-    if isinstance(given, (list, tuple)) and all(isinstance(item, str) for item in given):
-        return tuple(dict.fromkeys(part.strip() for item in given for part in item.split(",") if part.strip()))
-    return value
-
-
-Resets = Annotated[tuple[Literal["optimizer", "data", "lr"], ...] | None, BeforeValidator(_with_commas)]
+Resets = Annotated[tuple[Literal["optimizer", "data", "lr"], ...] | None, BeforeValidator(with_commas)]
 Checkpoint = Annotated[int | Path | None, BeforeValidator(_which_checkpoint)]
 
 
@@ -141,6 +136,15 @@ class SystemOptions(Section):
     gpus: Int = option(1, "Number of GPUs of this machine, with a process for each; 0 takes all that CUDA sees.", ge=0)
     gpu: Text | None = option(
         None, "GPU to plan for with --dry-run, present or not, such as H200 or 'RTX 4090'; or its size, such as 24GiB."
+    )
+    memory_limit: Size | None = option(
+        None,
+        "Take the device to have so much memory in all, such as 16GiB: of a GPU with what the CUDA context takes.",
+        metavar="SIZE",
+        shown="all that it has",
+    )
+    host_memory_limit: Size | None = option(
+        None, "Keep no more than so much in host memory, such as 100GiB.", metavar="SIZE", shown="what is free"
     )
     use_cuda_graphs: bool = option(
         True, "Launch each program as one CUDA graph; off launches kernel by kernel (same bits)."

@@ -16,9 +16,12 @@ LEAST_LAYERS, MORE = 4, 2  # an estimate is by so many layers at least, and by t
 
 def plans_of_few(spec: Spec, scratch_bytes: Scratch | None, layers: int) -> list[Plan]:
     """Plans of the first `layers` of a model, and of MORE."""
-    counts = (layers, layers + MORE)
-    configs = [replace(spec.config, num_layers=n, windows=spec.config.windows[:n]) for n in counts]
-    return [make_plan(replace(spec, config=config), scratch_bytes) for config in configs]
+    return [make_plan(with_layers(spec, count), scratch_bytes) for count in (layers, layers + MORE)]
+
+
+def with_layers(spec: Spec, layers: int) -> Spec:
+    """The first `layers` of a model."""
+    return replace(spec, config=replace(spec.config, num_layers=layers, windows=spec.config.windows[:layers]))
 
 
 def extrapolated(first: float, second: float, layers: int, wanted: int) -> float:

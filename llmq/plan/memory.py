@@ -73,6 +73,11 @@ class Memory:
         return frozenset().union(*(ROLES[flag] for flag in self.flags))
 
 
+def is_to_fit(options: MemoryOptions) -> bool:
+    """Whether settings are to be searched for."""
+    return options.fit
+
+
 def chooses_attention_chunks(options: MemoryOptions) -> bool:
     """Whether the chunks of the attention backward are to be found."""
     return options.attn_bwd_chunks == AUTO

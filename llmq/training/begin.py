@@ -35,7 +35,8 @@ def told(job: Job) -> dict[str, Any]:
     dtypes = job.plan.spec.precision
     resume = str(job.resume) if job.resume else None
     sites = {"matmul": dtypes.matmul, "wide": list(dtypes.wide)}
-    return {"resume": resume, "sites": sites, "ranks": dict(job.found.ranks)}
+    fit = {"fit": dict(job.fitted)} if job.fitted else {}
+    return {"resume": resume, "sites": sites, "ranks": dict(job.found.ranks), **fit}
 
 
 def share_algorithms(job: Job, log: RunLog, ranks: Ranks) -> None:

@@ -7,6 +7,7 @@ from collections import defaultdict
 from collections.abc import Iterator, Mapping
 
 from llmq.backends import open_backend
+from llmq.data.batches.loader import step_of
 from llmq.disk import MIB, shown
 from llmq.engine.predict import step_seconds, sustained
 from llmq.errors import UsageError
@@ -15,16 +16,18 @@ from llmq.files.tensor_files import Piece
 from llmq.files.writers import checkpoint_bytes
 from llmq.hardware import device
 from llmq.hardware.cards import Card
-from llmq.model import optimizer
-from llmq.model.parameters import num_parameters, padded_vocab, rows_of_file
+from llmq.hardware.device import Device
+from llmq.model.parameters import num_parameters, rows_of_file
 from llmq.options.parse import Options
-from llmq.plan import adapters, memory, precision, sharding
-from llmq.plan.advice import refuse_if_too_large, with_fitting_chunks
+from llmq.plan import memory, precision
+from llmq.plan.advice import refuse_if_host_is_small, refuse_if_too_large, with_fitting_chunks
 from llmq.plan.passes.place import Program
 from llmq.plan.plan import Plan, make_plan
 from llmq.plan.spec import Spec
 from llmq.tensor import DTYPES
 from llmq.training.describe import listed
+from llmq.training.fit import fitted
+from llmq.training.specs import Facts
 
 MOST_SLOTS = 12  # that are listed, the largest
 
@@ -32,44 +35,39 @@ MOST_SLOTS = 12  # that are listed, the largest
 def estimate(options: Options) -> Iterator[str]:
     """Lines of an estimate. MemoryLimitError, after the table, with what would make the plan fit where it does not."""
     where, flat = device.pick_device(options.system), options.to_flat()
-    card = where.planned
-    assert card is not None
     gpus = device.asked_gpus(options.system)
     if gpus < 1:
         raise UsageError("--gpus 0 counts the GPUs of this machine, and an estimate is for others: use 1 or more")
     source = find_source(str(flat["model"]), from_scratch=True)
     dtypes = precision.resolve(options.precision, source.config)
     device.refuse_dtypes(where, dtypes.matmul, dtypes.head, scaling=dtypes.scaling)
-    sizes = {"batch_size": flat["batch_size"], "seq_len": flat["seq_len"]}
-    logit_bytes = padded_vocab(source.config) * DTYPES[dtypes.model].itemsize
-    about = {**sizes, "logit_bytes": logit_bytes, "gpu_bytes": card.total_bytes}
-    limits = memory.resolve(
-        options.memory, own_master=dtypes.has_own_master, micro_steps=flat["grad_accumulation"], **about
-    )
-    spec = Spec(
-        source.config,
-        dtypes,
-        limits,
-        optimizer.resolve(options.optimizer),
-        **sizes,
-        observe=precision.watching(options.precision).every > 0,
-        sharding=sharding.resolve(options.sharding, 0, gpus),
-        adapters=adapters.resolve(options.adapters, source.config),
-        frozen=adapters.frozen(options.adapters, source.config),
-        lisa=adapters.lisa(options.adapters, source.config, 0),
-    )
+    facts = Facts(source.config, where, size=gpus)
+
+    def spec_of(tried: Options) -> Spec:
+        return facts.spec(tried, precision.resolve(tried.precision, source.config))
+
     backend = open_backend("planned", **device.backend_settings(options.system, where))
-    plan = make_plan(spec, backend.scratch_bytes)
+    free = device.memory_bytes(where)[1]
+    plan = None
+    if memory.is_to_fit(options.memory):
+        size, _, micro_steps = step_of(options.data, gpus)
+        found = fitted(options, spec_of, where, backend.scratch_bytes, backend.scratch_bytes, size * micro_steps)
+        yield from found.lines
+        options, plan = found.options, found.plan
+    plan = plan or make_plan(spec_of(options), backend.scratch_bytes)
     if memory.chooses_attention_chunks(options.memory):
-        plan = with_fitting_chunks(plan, card.free_bytes, backend.scratch_bytes)
+        plan = with_fitting_chunks(plan, free, backend.scratch_bytes)
     yield from listed(plan, flat["debug_memory"])
-    yield from described(plan, card, flat["grad_accumulation"])
-    refuse_if_too_large(plan, card.free_bytes, backend.scratch_bytes)
+    yield from described(plan, where, step_of(options.data, gpus)[-1])
+    refuse_if_too_large(plan, free, backend.scratch_bytes)
+    refuse_if_host_is_small(plan, device.host_bytes(options.system, where))
 
 
-def described(plan: Plan, card: Card, micro_steps: int) -> Iterator[str]:
+def described(plan: Plan, where: Device, micro_steps: int) -> Iterator[str]:
     """The plan in lines."""
-    spec, gpus = plan.spec, plan.spec.sharding.size
+    spec, gpus, card = plan.spec, plan.spec.sharding.size, where.planned
+    assert card is not None
+    free = shown(device.memory_bytes(where)[1])
     rows = rows_of_file(plan.rows)
     each = f", each of {gpus} GPUs" if gpus > 1 else ""
     yield f"{num_parameters(rows):,} parameters, {spec.batch_size} x {spec.seq_len} tokens on {card.name}{each}"
@@ -78,7 +76,8 @@ def described(plan: Plan, card: Card, micro_steps: int) -> Iterator[str]:
     for name, size in device_table.items():
         yield f"  {name:<12}{size / MIB:>14,.1f}{host_table[name] / MIB:>14,.1f}"
     yield f"  {'all':<12}{plan.total_bytes / MIB:>14,.1f}{plan.host_bytes / MIB:>14,.1f}"
-    yield f"  of {shown(card.free_bytes)} that an idle {card.name} has free"
+    limited = "" if where.limit_bytes is None else f" within --memory-limit {shown(where.limit_bytes)}"
+    yield f"  of {free} that an idle {card.name} has free{limited}"
     program = max(plan.programs.values(), key=lambda one: one.live_bytes["device"])
     index, alive = fullest(program)
     yield (

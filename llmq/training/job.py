@@ -11,7 +11,6 @@ from typing import Any
 import numpy as np
 
 from llmq.backends import Backend, open_backend
-from llmq.blocks.attention import Packing
 from llmq.data.batches.loader import Data, open_data
 from llmq.data.batches.named_data import NamedData, open_named
 from llmq.disk import shown, storage
@@ -31,10 +30,8 @@ from llmq.generation.prompts import Question, read_questions
 from llmq.hardware import device, gemm_speed
 from llmq.hardware.device import Device
 from llmq.hardware.gemm_speed import GemmSpeed
-from llmq.model import optimizer
 from llmq.model import speed_of_light as sol
 from llmq.model.config import ModelConfig
-from llmq.model.parameters import padded_vocab
 from llmq.options.commands import continue_command
 from llmq.options.parse import Options, told_options
 from llmq.options.run import RunOptions
@@ -48,12 +45,14 @@ from llmq.tensor import DTYPES
 from llmq.training import auto
 from llmq.training.describe import describe
 from llmq.training.exported import exported_config, exported_tokenizer, open_model
+from llmq.training.fit import NUMBERS, Fit, chosen
 from llmq.training.gpu_log import GpuWatch
 from llmq.training.log import RunLog
 from llmq.training.ranks import Ranks
 from llmq.training.room import check_best, check_disk, check_memory
 from llmq.training.samples import SamplePrompts, open_samples
 from llmq.training.schedule import Schedule, make_schedule
+from llmq.training.specs import Facts, facts_of
 from llmq.training.survey import Surveyed, found_before, look
 
 UNKNOWN_STEPS = 1_000_000  # planned for where neither the data nor --steps says how long the run is
@@ -83,6 +82,7 @@ class Job:
     exports: tuple[Export, ...]  # the model, or the adapter, and that merged
     exports_anyway: bool
     options: dict[str, Any]
+    fitted: Mapping[str, Any]  # options that --fit chose
     continue_command: str
     watching: precision.Watching
     replan: Replan
@@ -185,23 +185,22 @@ def is_dry(options: RunOptions) -> bool:
 def prepare(options: Options, log: RunLog, ranks: Ranks) -> Job:
     """Everything that can be refused before the first allocation, and the sections of the log."""
     questions, early = _check_files(log), [ranks.said] if ranks.said else []
-    where, seed = ranks.device or device.pick_device(options.system), device.seed_of(options.system)
-    sharding.refuse_copies(options.sharding, where.kind)
+    where, seed = _device(options, ranks), device.seed_of(options.system)
     past = _open_past(options, log, ranks)
     source = open_source(options.model, early.append)
-    model = _open_parameters(source, seed, past)
-    named = _open_named(options, source, log)
+    model, named = _open_parameters(source, seed, past), _open_named(options, source, log)
     dtypes, is_timed = _resolve_precision(options, source.config, where, past, ranks)
     data = _open_data(options, source, named, seed, device.packing_problem(where, dtypes.model), past, ranks)
     config = exported_config(source, data, early)
     schedule = _make_schedule(options, data, past, evaluates=log.eval_due(0, last=True))
     tokenizer, templates = exported_tokenizer(source, named, data)
     samples = open_samples(questions, log.sample_tokens, source, config, tokenizer, templates, data.train.num_virtual)
-    spec = _make_spec(options, config, dtypes, data, where, seed, samples, past, ranks)
-    speed = None if is_dry(options.run) else gemm_speed.measure(where)
-    backend = _open_backend(options, where, past, ranks)
-    spec, found = _look(options, spec, where, backend, data, model, past, ranks, log)
-    replan, plan, matmuls = _plan(options, spec, where, backend, data, log, is_timed=is_timed)
+    speed, backend = _open_backend(options, where, past, ranks)
+    facts = facts_of(config, dtypes, data, where, seed, samples, past.step, ranks)
+    fit, options, data = _fit(options, facts, data, backend, past, ranks, log)
+    dtypes, is_timed = _resolve_precision(options, source.config, where, past, ranks)
+    spec, found = _look(options, facts.spec(options, dtypes), where, backend, data, model, past, ranks, log)
+    replan, plan, matmuls = _plan(options, spec, where, backend, data, log, fit.plan, is_timed=is_timed)
     exports, warning = open_model(options, source, tokenizer, templates, plan, model, replaces=past.replaces_model)
     job = Job(
         device=where,
@@ -218,6 +217,7 @@ def prepare(options: Options, log: RunLog, ranks: Ranks) -> Job:
         resume=past.path,
         exports=exports,
         options=options.to_flat(),
+        fitted=fit.changes,
         exports_anyway=exports_anyway(options.export),
         continue_command="" if is_dry(options.run) else continue_command(options),
         watching=precision.watching(options.precision),
@@ -228,10 +228,17 @@ def prepare(options: Options, log: RunLog, ranks: Ranks) -> Job:
         notices=(*options.notices, *early, *found.lines, *templates.notices),
         warnings=tuple(text for text in (warning, speed and speed.warning) if text),
     )
-    check_memory(job, device.backend_settings(options.system, where), log)
+    check_memory(job, options, log)
     describe(job, log, told_options(options), matmuls, check_disk(job, past.step))
     _remove_earlier(job, past, log, ranks)
     return job
+
+
+def _device(options: Options, ranks: Ranks) -> Device:
+    """Where the run computes. UsageError if ranks cannot copy there as they are asked to."""
+    where = ranks.device or device.pick_device(options.system)
+    sharding.refuse_copies(options.sharding, where.kind)
+    return where
 
 
 def _check_files(log: RunLog) -> list[Question]:
@@ -356,42 +363,28 @@ def _make_schedule(options: Options, data: Data, past: _Past, *, evaluates: bool
     return schedule
 
 
-def _make_spec(
-    options: Options,
-    config: ModelConfig,
-    dtypes: Precision,
-    data: Data,
-    where: Device,
-    seed: int,
-    samples: SamplePrompts | None,
-    past: _Past,
-    ranks: Ranks,
-) -> Spec:
-    """What is to be planned, all options resolved."""
-    b, t = data.batch_size, data.seq_len
-    logit_bytes = padded_vocab(config) * DTYPES[dtypes.model].itemsize
-    gpu_bytes = device.memory_bytes(where)[0] if where.kind == "cuda" else 0
-    sizes = {"batch_size": b, "seq_len": t, "logit_bytes": logit_bytes, "gpu_bytes": gpu_bytes}
-    limits = memory.resolve(
-        options.memory, own_master=dtypes.has_own_master, micro_steps=data.grad_accumulation, **sizes
-    )
-    hyper = optimizer.resolve(options.optimizer)
-    packing = Packing(*data.limits) if data.limits else None
-    low_rank, lisa = adapters.resolve(options.adapters, config), adapters.lisa(options.adapters, config, seed)
-    frozen = adapters.frozen(options.adapters, config, seed, past.step)
-    observe = precision.watching(options.precision).every > 0
-    packs = device.packing_problem(where, dtypes.model) is None
-    completions = None if samples is None else samples.completions(packed=packs)
-    shared = sharding.resolve(options.sharding, ranks.rank, ranks.size)
-    about = (config, dtypes, limits, hyper, b, t, seed, packing, observe, shared, completions)
-    return Spec(*about, low_rank, frozen, lisa)
+def _fit(
+    options: Options, facts: Facts, data: Data, backend: Backend, past: _Past, ranks: Ranks, log: RunLog
+) -> tuple[Fit, Options, Data]:
+    """With --fit the fastest settings that fit: as the first rank chose them, with the numbers of the checkpoint."""
+    if not memory.is_to_fit(options.memory):
+        return Fit(options), options, data
+
+    def spec_of(tried: Options) -> Spec:
+        return facts.spec(tried, _resolve_precision(tried, facts.config, facts.where, past, ranks)[0])
+
+    saved = past.state.get("options", {})
+    kept = {key: saved[key] for key in NUMBERS if key in saved} if past.path else None
+    fit = chosen(options, spec_of, facts.where, data, backend, kept, ranks.told.get("fit"), log)
+    return fit, fit.options, fit.resized(data)
 
 
-def _open_backend(options: Options, where: Device, past: _Past, ranks: Ranks) -> Backend:
-    """The device's backend, with the GEMM algorithms of the checkpoint."""
+def _open_backend(options: Options, where: Device, past: _Past, ranks: Ranks) -> tuple[GemmSpeed | None, Backend]:
+    """The speed of matrix products, and the device's backend, with the GEMM algorithms of the checkpoint."""
+    speed = None if is_dry(options.run) else gemm_speed.measure(where)
     kind = "planned" if where.planned else where.kind
     settings = device.backend_settings(options.system, where)
-    return open_backend(kind, world=ranks.world, algorithms=past.state.get("algorithms") or None, **settings)
+    return speed, open_backend(kind, world=ranks.world, algorithms=past.state.get("algorithms") or None, **settings)
 
 
 def _look(
@@ -415,21 +408,30 @@ def _look(
 
 
 def _plan(
-    options: Options, spec: Spec, where: Device, backend: Backend, data: Data, log: RunLog, *, is_timed: bool
+    options: Options,
+    spec: Spec,
+    where: Device,
+    backend: Backend,
+    data: Data,
+    log: RunLog,
+    known: Plan | None,
+    *,
+    is_timed: bool,
 ) -> tuple[Replan, Plan, Mapping[str, str]]:
     """What plans the run, its plan, and a line for each site if timing chose among the fp8 sites."""
-    replan = _planner(options, spec, where, backend)
+    replan = _planner(options, spec, where, backend, known)
     if not is_timed:
         return replan, replan(spec.precision, 0, spec.frozen), {}
     dtypes, matmuls = _time_sites(replan(spec.precision, 0, spec.frozen).spec, backend, data, log)
     return replan, replan(dtypes, 0, spec.frozen), matmuls
 
 
-def _planner(options: Options, spec: Spec, where: Device, backend: Backend) -> Replan:
-    """A function that plans `spec` with other dtypes and frozen rows."""
+def _planner(options: Options, spec: Spec, where: Device, backend: Backend, known: Plan | None) -> Replan:
+    """A function that plans `spec` with other dtypes and frozen rows, which may be what is `known`."""
 
     def planned(dtypes: Precision, given_back: int, frozen: frozenset[str]) -> Plan:
-        plan = make_plan(replace(spec, precision=dtypes, frozen=frozen), backend.scratch_bytes)
+        wanted = replace(spec, precision=dtypes, frozen=frozen)
+        plan = known if known and known.spec == wanted else make_plan(wanted, backend.scratch_bytes)
         if not memory.chooses_attention_chunks(options.memory):
             return plan
         # What is free is asked here, as planning loads cuDNN's kernels.

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from llmq.backends import open_backend
 from llmq.data.batches.loader import Data
@@ -13,6 +12,7 @@ from llmq.errors import UsageError
 from llmq.files.checkpoint import EVAL_LOSS, Checkpoints
 from llmq.files.writers import checkpoint_bytes
 from llmq.hardware import device
+from llmq.options.parse import Options
 from llmq.plan.advice import refuse_if_host_is_small, refuse_if_too_large
 from llmq.training.describe import level_lines, listed
 from llmq.training.log import RunLog
@@ -30,19 +30,21 @@ def check_best(checkpoints: Checkpoints, data: Data, *, evaluates: bool) -> None
         )
 
 
-def check_memory(job: Job, settings: Mapping[str, Any], log: RunLog) -> None:
+def check_memory(job: Job, options: Options, log: RunLog) -> None:
     """MemoryLimitError if the plan does not fit on the device, or in the memory of this host; a dry run for many says
     first what every level takes."""
-    strict = job.device.kind == "cuda" and settings["deterministic"]
+    strict = job.device.kind == "cuda" and device.backend_settings(options.system, job.device)["deterministic"]
     relaxed = open_backend("planned", deterministic=False).scratch_bytes if strict else None
     free = device.memory_bytes(job.device)[1]
     levels = level_lines(job, free) if job.plans_only else ()
     for line in (*listed(job.plan, job.options["debug_memory"]), *levels):
         log.say(line)
     refuse_if_too_large(job.plan, free, job.backend.scratch_bytes, relaxed)
-    if not job.device.planned:  # whose host may have other memory than this one
-        on_device = job.plan.total_bytes if job.device.kind == "cpu" else 0
-        refuse_if_host_is_small(job.plan, device.memory_bytes()[1] - on_device)
+    on_device, host = (
+        job.plan.total_bytes if job.device.kind == "cpu" else 0,
+        device.host_bytes(options.system, job.device),
+    )
+    refuse_if_host_is_small(job.plan, None if host is None else host - on_device)
 
 
 def check_disk(job: Job, done: int) -> dict[str, tuple[Path, int]]:

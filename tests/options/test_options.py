@@ -16,14 +16,14 @@ UNSET = """
     revision tokenizer weight eval_file global_batch_size augment packing max_docs data eval_fraction data_format map
     prompt_template chat_template train_on gradient_dtype fp8_scaling head_dtype bf16_layers fp8_layers log_fp8_every
     steps warmup_ratio min_lr sample_prompts save_best continue reset export_dtype gpu ray_address
-    reduce_dtype memcpy_all_gather memcpy_send_recv debug_memory
+    reduce_dtype memcpy_all_gather memcpy_send_recv debug_memory memory_limit host_memory_limit fit_may
     lora_rank lora_alpha lora_dropout lora_targets lora_bias lora_init adapter base_dtype train_only
     lora_rank_pattern lora_alpha_pattern lora_plus_ratio train_also ia3 eva_rho lora_budget lisa lisa_interval
     prompt_tuning prompt_init prompt_init_text prefix_tuning
 """
 OFF = """
     from_scratch init_proj_to_zero streaming fp8_fallback recompute_swiglu recompute_norm recompute_ffn
-    recompute_qkv recompute_att recompute_block overwrite export_anyway dry_run
+    fit recompute_qkv recompute_att recompute_block overwrite export_anyway dry_run
     offload_residual offload_master offload_opt_m offload_opt_v offload_optimizer offload_gradients
     offload_quants stream_weights fused_update
     shard_gradients shard_weights all_to_all_reduce rslora dora merge

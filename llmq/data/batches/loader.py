@@ -225,6 +225,14 @@ def _no_data(
     return Data(train, None, *sizes, seed, world, layout=layout, is_there=False)
 
 
+def step_of(options: DataOptions, world: int) -> tuple[int, int, int]:
+    """Sequences of a micro-batch, tokens of each, and micro-batches of a step on each of the ranks.
+
+    UsageError where the global batch has no whole number of them.
+    """
+    return options.batch_size, options.seq_len, _grad_accumulation(options, world)
+
+
 def _grad_accumulation(options: DataOptions, world: int) -> int:
     """Micro-batches of a step on each of the ranks; UsageError where the global batch has no whole number of them."""
     if options.global_batch_size is None:

@@ -1,0 +1,120 @@
+"""What a run would take of memory and time, by plans of a few layers: a tenth of a second where its own takes twenty.
+
+States of the optimizer change nothing in a micro-step, and the batch nothing in an update: each half is planned for
+itself, once, and a search over many settings adds up pairs of them. Bytes of arenas are those alive at a time, in
+proportion to what a few layers take for it: an estimate, which a plan of the whole has to confirm.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+
+from llmq.disk import GIB
+from llmq.engine.predict import Rates, program_seconds, step_seconds
+from llmq.plan.few_layers import with_layers
+from llmq.plan.lattice import Cost
+from llmq.plan.memory import Memory
+from llmq.plan.plan import Plan, Scratch, make_plan
+from llmq.plan.spec import Spec
+
+FEW = 8  # a model of so many layers is planned whole
+# By plans of 2 and 3 layers the bytes of 20 came out exactly for every way to recompute and to offload, and the seconds
+# within 0.1%; where weights or gradients come a layer ahead, or weights are made each time, by 3 and 4.
+LAYERS = 2
+TIMED = ("only", "first", "middle", "last", "update")
+UPDATES = ("update", "publish", "publish_counted", "calibrate", "gather")
+STATES = ("master", "m", "v")  # spaces that only updates read, but for masters of weights that are streamed
+LARGE_PIECES = GIB  # of states on the host: as many calls as needed in a plan, but few to count here
+TOKENS = 64  # of a sequence in a plan whose update is all that counts
+
+
+@dataclass(frozen=True)
+class _Half:
+    """A plan in numbers: bytes outside the arena, those alive in it at a time, how much more it takes than these, bytes
+    on the host, and the seconds of programs."""
+
+    held_bytes: float
+    live_bytes: float
+    spread: float
+    host_bytes: float
+    seconds: Mapping[str, float]
+
+    def grown(self, more: _Half, layers: int) -> _Half:
+        """The numbers with so many further layers, of which `more` has one."""
+
+        def grow(now: float, then: float) -> float:
+            return now + layers * (then - now)
+
+        return _Half(
+            grow(self.held_bytes, more.held_bytes),
+            max(grow(self.live_bytes, more.live_bytes), more.live_bytes),
+            (self.spread + more.spread) / 2,
+            grow(self.host_bytes, more.host_bytes),
+            {name: grow(time, more.seconds[name]) for name, time in self.seconds.items()},
+        )
+
+
+class Costs:
+    """Costs of specs on a card, each plan of a few layers made once; whole plans with the backend's own scratch."""
+
+    def __init__(self, scratch_bytes: Scratch, own_scratch_bytes: Scratch, rates: Rates) -> None:
+        self._scratch_bytes, self._own_scratch_bytes, self._rates = scratch_bytes, own_scratch_bytes, rates
+        self._halves: dict[Spec, _Half] = {}
+        self._whole: dict[Spec, Plan] = {}
+
+    def of(self, spec: Spec, micro_steps: int) -> Cost:
+        """The cost of a step of so many micro-steps. UsageError for what no plan can do."""
+        if spec.config.num_layers <= FEW or spec in self._whole:
+            plan = self.plan(spec)
+            return Cost(plan.total_bytes, plan.host_bytes, step_seconds(plan, self._rates, micro_steps))
+        micro = self._half(_on_device(spec))
+        states, beside = self._half(_states(spec)), self._half(_states(_on_device(spec)))
+        num_bytes = micro.held_bytes + micro.spread * micro.live_bytes + states.held_bytes - beside.held_bytes
+        host_bytes = micro.host_bytes + states.host_bytes - beside.host_bytes
+        names = ["only"] if micro_steps == 1 else ["first", *["middle"] * (micro_steps - 2), "last"]
+        seconds = sum(micro.seconds[name] for name in names) + states.seconds["update"]
+        return Cost(round(num_bytes), round(host_bytes), seconds)
+
+    def plan(self, spec: Spec) -> Plan:
+        """The whole plan."""
+        if spec not in self._whole:
+            self._whole[spec] = make_plan(spec, self._own_scratch_bytes)
+        return self._whole[spec]
+
+    def _half(self, spec: Spec) -> _Half:
+        """A plan of all layers in numbers, by two of a few."""
+        if spec not in self._halves:
+            comes_ahead = not {"grad", "quant", "weight"}.isdisjoint(spec.memory.host)
+            layers = LAYERS + (comes_ahead or spec.precision.master == "none")
+            some, more = (make_plan(with_layers(spec, n), self._scratch_bytes) for n in (layers, layers + 1))
+            left = spec.config.num_layers - layers
+            self._halves[spec] = self._numbers(some).grown(self._numbers(more), left)
+        return self._halves[spec]
+
+    def _numbers(self, plan: Plan) -> _Half:
+        """A plan of a few layers in numbers."""
+        hosts, tokens = plan.spec.memory.host, plan.spec.batch_size * plan.spec.seq_len
+        counted = [one for name, one in plan.programs.items() if not hosts or name not in UPDATES]
+        live = max(one.live_bytes["device"] for one in counted)
+        arena = max(one.arena_bytes["device"] for one in counted)
+        timed = {id(one): one for one in map(plan.programs.__getitem__, TIMED)}
+        times = {key: program_seconds(one, self._rates, tokens) for key, one in timed.items()}
+        seconds = {name: times[id(plan.programs[name])] for name in TIMED}
+        return _Half(plan.total_bytes - plan.arena_bytes(), live, arena / max(live, 1), plan.host_bytes, seconds)
+
+
+def _on_device(spec: Spec) -> Spec:
+    """The spec with the states of the optimizer on the device, if micro-steps do not read them."""
+    if spec.memory.fused:
+        return spec
+    kept = ("master",) if "weight" in spec.memory.host else ()
+    host = tuple(space for space in spec.memory.host if space in kept or space not in STATES)
+    return replace(spec, memory=replace(spec.memory, host=host, piece_bytes=LARGE_PIECES))
+
+
+def _states(spec: Spec) -> Spec:
+    """The spec with the least batch: of its plan, states and update are those of the run."""
+    memory = Memory(host=spec.memory.host, piece_bytes=LARGE_PIECES, fused=spec.memory.fused)
+    short = replace(spec, batch_size=1, seq_len=min(spec.seq_len, TOKENS), packing=None)
+    return replace(short, memory=memory, observe=False, completions=None)

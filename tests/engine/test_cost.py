@@ -1,0 +1,64 @@
+"""Costs by plans of a few layers, beside those of the whole plan."""
+
+from dataclasses import replace
+
+import pytest
+from tiny_engines import BF16, FP8, spec_of, tiny
+
+from llmq.backends import open_backend
+from llmq.engine.cost import FEW, Costs
+from llmq.engine.predict import step_seconds, sustained
+from llmq.hardware import cards
+from llmq.plan.memory import Memory
+from llmq.plan.plan import make_plan
+
+BLOCK = {"flags": ("recompute_block",), "offload": ("residual",)}
+MEMORIES = {
+    "kept": Memory(),
+    "tiles": Memory(("recompute_ffn",), seq_tiles=2, head_chunks=2),
+    "block": Memory(**BLOCK),
+    "moments": Memory(host=("m", "v")),
+    "gradients": Memory(**BLOCK, host=("m", "v", "grad")),
+    "streamed": Memory(**BLOCK, host=("master", "m", "v", "grad", "weight")),
+}
+NONE = replace(BF16, master="none")
+SCRATCH = open_backend("planned", deterministic=True).scratch_bytes
+RATES = sustained(cards.named("RTX 4090"))
+
+
+def wide(layers):
+    """Widths at which activations and weights count."""
+    return tiny(num_layers=layers, hidden_size=256, head_dim=64, intermediate_size=512, vocab_size=512)
+
+
+@pytest.mark.parametrize("name", MEMORIES)
+@pytest.mark.parametrize("precision", [BF16, FP8["e4m3", "current"], NONE], ids=["bf16", "e4m3", "none"])
+def test_few_layers_say_what_all_take(name, precision):
+    if precision is NONE and "weight" in MEMORIES[name].host:
+        return
+    spec = spec_of(replace(precision, m="fp32"), MEMORIES[name], wide(FEW + 6), batch_size=4, seq_len=256)
+    costs = Costs(SCRATCH, SCRATCH, RATES)
+    about, plan = costs.of(spec, 4), make_plan(spec, SCRATCH)
+    assert about.num_bytes == pytest.approx(plan.total_bytes, rel=0.04)
+    assert about.host_bytes == pytest.approx(plan.host_bytes, rel=0.02)
+    assert about.seconds == pytest.approx(step_seconds(plan, RATES, 4), rel=0.02)
+
+
+def test_a_plan_of_the_whole_is_counted_from_then_on():
+    spec, costs = spec_of(BF16, MEMORIES["streamed"], wide(FEW + 2)), Costs(SCRATCH, SCRATCH, RATES)
+    plan = costs.plan(spec)
+    cost = costs.of(spec, 1)
+    assert (cost.num_bytes, cost.host_bytes) == (plan.total_bytes, plan.host_bytes)
+    assert costs.plan(spec) is plan
+
+
+def test_halves_are_planned_once(monkeypatch):
+    """Four combinations of hosted moments and batches: two micro-steps and two updates."""
+    made = []
+    costs = Costs(SCRATCH, SCRATCH, RATES)
+    numbers = costs._numbers
+    monkeypatch.setattr(costs, "_numbers", lambda plan: made.append(plan) or numbers(plan))
+    for host in ((), ("m", "v")):
+        for size in (2, 4):
+            costs.of(spec_of(BF16, Memory(host=host), wide(FEW + 2), batch_size=size), 2)
+    assert len(made) == 2 * (2 + 2)

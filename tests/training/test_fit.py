@@ -1,0 +1,295 @@
+"""`--fit` and `--memory-limit`: what is chosen beside every choice there is, what is kept, and what is refused."""
+
+import json
+import time
+from itertools import product
+
+import pytest
+from tiny_engines import tiny
+
+from llmq.backends import open_backend
+from llmq.cli import estimate as command
+from llmq.cli import train as train_command
+from llmq.disk import GIB, MIB
+from llmq.engine.cost import Costs
+from llmq.errors import MemoryLimitError, UsageError
+from llmq.hardware import cards, device
+from llmq.hardware.device import pick_device
+from llmq.model.config import to_hf
+from llmq.model.presets import preset
+from llmq.options.parse import Options
+from llmq.plan import precision
+from llmq.training import fit
+from llmq.training.fit import Search, fitted
+from llmq.training.specs import Facts
+
+SHAPE = {"hidden_size": 256, "head_dim": 64, "intermediate_size": 512, "num_layers": 3}
+CONTEXT = cards.CONTEXT_BYTES
+SIZES = {"batch_size": 2, "grad_accumulation": 4, "seq_len": 256}
+NUMBERS = ("model_dtype", "matmul_dtype", "opt_m_dtype", "opt_v_dtype", "master_dtype", "grad_accum_dtype")
+
+
+def folder(path, **shape):
+    """A model folder without weights."""
+    path.mkdir()
+    (path / "config.json").write_text(json.dumps(to_hf(tiny(**shape), "bf16")))
+    return str(path)
+
+
+@pytest.fixture
+def model(tmp_path):
+    return folder(tmp_path / "model", **SHAPE)
+
+
+def options_of(model, **more):
+    """Options of an estimate on a card that has fp8."""
+    given = {
+        "model": model,
+        "from_scratch": True,
+        "dry_run": True,
+        "train_file": "none",
+        "gpu": "RTX 4090",
+        "fit": True,
+    }
+    return Options.parse({**given, **SIZES, **more})
+
+
+def search_of(options, may=()):
+    """The search of these options, and how they are resolved."""
+    from llmq.files.source import find_source
+
+    where = pick_device(options.system)
+    facts = Facts(find_source(options.model.model, from_scratch=True).config, where)
+
+    def spec_of(tried):
+        return facts.spec(tried, precision.resolve(tried.precision, facts.config))
+
+    scratch = open_backend("planned", **device.backend_settings(options.system, where)).scratch_bytes
+    costs = Costs(scratch, scratch, fit.rates_of(where))
+    samples = options.data.batch_size * options.data.grad_accumulation
+    about = (options, spec_of, where, scratch, scratch, samples)
+    return Search(options, spec_of, costs, samples, may, has_fp8=True, kept={}), about
+
+
+def every_point(search):
+    """All points of all frames with what they cost."""
+    for frame in range(len(search.frames)):
+        low, high = search._box(frame)
+        for point in product(*(range(a, b + 1) for a, b in zip(low, high, strict=True))):
+            if (cost := search.cost_at(point)) is not None:
+                yield point, cost
+
+
+WITHOUT_CHUNKS = {"lmhead_chunks": 1, "attn_bwd_chunks": 1, "offload_residual": True}
+WITH_STATES_ON_HOST = {**WITHOUT_CHUNKS, "offload_optimizer": True, "offload_gradients": True}
+
+
+@pytest.mark.parametrize(("may", "given"), [((), WITHOUT_CHUNKS), (("states",), WITH_STATES_ON_HOST)])
+def test_the_fastest_that_fits_of_all_is_taken(model, monkeypatch, may, given):
+    """In rooms from nearly none to enough for every setting."""
+    monkeypatch.setattr(fit, "RECOMPUTE", ("", "block"))
+    monkeypatch.setattr(fit, "TILES", (1,))
+    search, _ = search_of(options_of(model, batch_size=1, **given), may)
+    points = dict(every_point(search))
+    sizes = sorted(cost.num_bytes for cost in points.values())
+    for share in (0.0, 0.05, 0.3, 0.6, 1.0):
+        free = sizes[int(share * (len(sizes) - 1))]
+        fitting = [cost for cost in points.values() if cost.num_bytes <= free]
+        best = search.best(free_bytes=free, free_host_bytes=2**62)
+        assert best[0].cost.num_bytes <= free
+        chosen = min(cost.seconds for cost in fitting)
+        assert search.cost_at(_point_of(search, points, best[0])).seconds == pytest.approx(chosen, rel=1e-3)
+
+
+def _point_of(search, points, setting):
+    return next(point for point in points if search.changes(point) == setting.changes)
+
+
+def test_what_is_printed_fits_and_needs_less_and_less(model):
+    search, _ = search_of(options_of(model))
+    most = search.cost_at((0,) * 8).num_bytes
+    best = search.best(free_bytes=most - 1, free_host_bytes=2**62)
+    sizes = [one.cost.num_bytes for one in best]
+    assert len(best) == 5 and sizes[0] < most and sizes == sorted(sizes, reverse=True)
+    assert [one.cost.seconds for one in best] == sorted(one.cost.seconds for one in best)
+    for one in best:
+        flat = search.parsed(one.changes).to_flat()
+        assert flat["batch_size"] * flat["grad_accumulation"] == 8, "the tokens of a step stay"
+        assert not flat["fit"] and {**flat, **one.changes} == flat
+
+
+def test_numbers_change_only_where_they_may(model):
+    states = {"opt_m_dtype", "opt_v_dtype", "master_dtype"}
+    for may, changing in (((), set()), (("states",), states), (fit.ALL_MAY, {*states, "matmul_dtype"})):
+        search, _ = search_of(options_of(model), may)
+        keys = {key for frame in search.frames for key in frame}
+        keys |= {key for axes in search.axes for axis in axes for changes in axis for key in changes}
+        assert keys & {*NUMBERS} == changing
+
+
+def test_e4m3_is_taken_where_it_may_and_is_faster(tmp_path):
+    wide = {"hidden_size": 1024, "head_dim": 128, "intermediate_size": 4096}
+    model = folder(tmp_path / "wide", **wide)
+    for may, dtype in ((None, "bf16"), ("matmul", "e4m3")):
+        options = options_of(model, fit_may=may, seq_len=1024)
+        assert fitted(*search_of(options)[1]).options.precision.matmul_dtype == dtype
+
+
+def test_what_is_given_stays(model):
+    given = {
+        "recompute_norm": True,
+        "offload_residual": True,
+        "lmhead_chunks": 2,
+        "seq_tiles": 1,
+        "opt_m_dtype": "bf16",
+    }
+    chosen = fitted(*search_of(options_of(model, **given))[1])
+    assert {key: chosen.options.to_flat()[key] for key in given} == given
+    whole = options_of(model, global_batch_size=8)
+    chosen = fitted(*search_of(whole)[1]).options
+    assert chosen.data.global_batch_size == 8 == chosen.data.batch_size * chosen.data.grad_accumulation
+
+
+def test_a_resumed_run_keeps_its_numbers(model):
+    options = options_of(model, fit_may="states,matmul", memory_limit=f"{CONTEXT // MIB + 50}MiB")
+    _, about = search_of(options)
+    kept = {"matmul_dtype": "bf16", "opt_m_dtype": "int8", "opt_v_dtype": "e4m3", "master_dtype": "bf16"}
+    flat = fitted(*about, kept).options.to_flat()
+    assert {key: flat[key] for key in kept} == kept
+
+
+def test_where_nothing_fits_the_nearest_is_named(model):
+    options = options_of(model, memory_limit=f"{CONTEXT // MIB + 1}MiB")
+    with pytest.raises(MemoryLimitError) as caught:
+        fitted(*search_of(options)[1])
+    found = str(caught.value)
+    assert found.startswith("--fit: no setting fits: the nearest, --") and "--batch-size 1" in found
+    assert "1.0 MiB are free" in found and "MiB are missing" in found and "\n" not in found
+
+
+def test_where_the_host_is_small_that_is_said(model):
+    search, _ = search_of(options_of(model))
+    found = search.shortage(free_bytes=MIB, free_host_bytes=-1)
+    assert "no setting fits" in found
+
+
+def test_more_that_may_be_chosen_is_advised(model):
+    search, _ = search_of(options_of(model))
+    narrow, _ = search_of(options_of(model), fit.ALL_MAY)
+    least = search.nearest(free_bytes=0, free_host_bytes=2**62).cost.num_bytes
+    room = {"free_bytes": least - 1, "free_host_bytes": 2**62}
+    assert not narrow.nearest(**room).cost.missing(*room.values())
+    assert search.shortage(**room).endswith(": --fit-may states,matmul allows one that does")
+
+
+UNIT = "give a size above 0 with its unit, such as 16GiB or 800MiB"
+
+
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        (
+            {"fit_may": "states", "fit": False},
+            "--fit-may states says what --fit may choose: add --fit, or leave it out",
+        ),
+        ({"memory_limit": "16"}, f"--memory-limit 16: {UNIT}"),
+        ({"memory_limit": "0GiB"}, f"--memory-limit 0GiB: {UNIT}"),
+        ({"host_memory_limit": "lots"}, f"--host-memory-limit lots: {UNIT}"),
+    ],
+)
+def test_refused_options(model, given, message):
+    with pytest.raises(UsageError) as caught:
+        options_of(model, **given)
+    assert str(caught.value) == message
+
+
+def test_what_a_search_cannot_compare_is_refused(model):
+    with pytest.raises(UsageError, match="no rates of 24 GiB: name the card"):
+        fitted(*search_of_unknown(options_of(model, gpu="24GiB")))
+    options = options_of(model, matmul_dtype="auto")
+    with pytest.raises(UsageError, match="--matmul-dtype auto times them first: use e4m3"):
+        fitted(*search_of_unknown(options))
+
+
+def search_of_unknown(options):
+    """Arguments of a search that ends before it begins."""
+    return options, None, pick_device(options.system), None, None, 8
+
+
+def test_a_limit_is_the_memory_that_a_card_has():
+    for limit in ("16GiB", "16 gib", "16384MiB"):
+        options = Options.parse(
+            {"model": "m", "train_file": "t", "dry_run": True, "gpu": "H200", "memory_limit": limit}
+        )
+        total, free = device.memory_bytes(pick_device(options.system))
+        assert (total, free) == (16 * GIB, 16 * GIB - CONTEXT)
+    above = options_of("m", gpu="A2", memory_limit="1000GiB")
+    card = cards.named("A2")
+    assert device.memory_bytes(pick_device(above.system)) == (card.total_bytes, card.free_bytes)
+    assert device.memory_bytes(device.pick("cpu", "64MiB"))[1] <= 64 * MIB
+    with pytest.raises(UsageError, match="--memory-limit 1GiB leaves nothing beside CUDA's context"):
+        pick_device(options_of("m", memory_limit="1GiB").system)
+
+
+def test_a_limit_counts_what_is_in_use(monkeypatch):
+    """Of a GPU that is there: a plan replaces another within the limit."""
+    gpu = object()
+    monkeypatch.setattr(device.cuda_driver, "memory_bytes", lambda gpu: (80 * GIB, 70 * GIB))
+    limited = device.Device("cuda", gpu=gpu, limit_bytes=16 * GIB)
+    assert device.memory_bytes(limited) == (16 * GIB, 6 * GIB)
+
+
+def estimated(capsys, model, *arguments):
+    """Exit code, and what is printed."""
+    with pytest.raises(SystemExit) as ended:
+        command.main([f"--model={model}", "--batch-size=2", "--seq-len=256", *arguments])
+    return ended.value.code, capsys.readouterr()
+
+
+def test_an_estimate_takes_the_first(capsys, model):
+    limit = f"--memory-limit={CONTEXT // MIB + 40}MiB"
+    code, said = estimated(capsys, model, "--gpu=RTX 4090", limit)
+    assert code == 4 and "are missing" in said.err
+    code, said = estimated(capsys, model, "--gpu=RTX 4090", limit, "--fit")
+    assert code == 0 and "1 is taken:" in said.out and "within --memory-limit" in said.out
+    first = next(line for line in said.out.splitlines() if line.startswith("1 "))
+    again = first[first.index("--") :].split()
+    micro = int(again[again.index("--batch-size") + 1])
+    code, plain = estimated(capsys, model, "--gpu=RTX 4090", limit, *again, f"--grad-accumulation={8 // micro}")
+    assert code == 0 and plain.out.splitlines() == said.out.splitlines()[-len(plain.out.splitlines()) :]
+
+
+def test_host_memory_has_a_limit(capsys, model):
+    code, said = estimated(capsys, model, "--gpu=H200", "--offload-optimizer", "--host-memory-limit=1MiB")
+    assert code == 4 and "in host memory, 1.0 MiB are free there" in said.err
+
+
+def test_a_dry_run_fits_and_says_what_it_took(capsys, model, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    arguments = ["--gpu=RTX 4090", "--dry-run", "--from-scratch", "--fit", "--seq-len=256", f"--model={model}"]
+    with pytest.raises(SystemExit) as ended:
+        train_command.main([*arguments, f"--memory-limit={CONTEXT // MIB + 40}MiB"])
+    said = capsys.readouterr()
+    assert ended.value.code == 0, said.err
+    assert "1 is taken:" in said.out and "On cuda:" in said.out
+
+
+def test_the_cpu_is_not_searched_for(capsys, model, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(SystemExit) as ended:
+        train_command.main([f"--model={model}", "--dry-run", "--from-scratch", "--fit", "--device=cpu"])
+    assert ended.value.code == 2 and "has no rates of the CPU: name the card" in capsys.readouterr().err
+
+
+@pytest.mark.slow
+def test_the_largest_models_take_less_than_half_a_minute(tmp_path):
+    """72B, streamed, inside half of an H200."""
+    config = preset("Qwen2.5-72B")
+    assert config.num_layers == 80
+    options = options_of(
+        "Qwen2.5-72B", gpu="H200", memory_limit="80GiB", batch_size=4, grad_accumulation=128, seq_len=1024
+    )
+    began = time.process_time()
+    found = fitted(*search_of(options)[1])
+    assert time.process_time() - began < 30
+    assert found.plan.total_bytes <= 80 * GIB - CONTEXT
