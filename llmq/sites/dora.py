@@ -40,10 +40,10 @@ class DoraLinear:
         return (
             *self.lora.slots(x),
             Slot(f"{key}.product", (*x.shape[:-1], n), ("block",)),
-            Slot(f"{key}.through", (n, r), (), "stat"),
-            Slot(f"{key}.gram", (r, r), (), "stat"),
-            Slot(f"{key}.norm", (n,), (), "stat"),
-            Slot(f"{key}.gain", (n,), (), "stat"),
+            Slot(f"{key}.through", (n, r), (), "stat", of_weights=True),
+            Slot(f"{key}.gram", (r, r), (), "stat", of_weights=True),
+            Slot(f"{key}.norm", (n,), (), "stat", of_weights=True),
+            Slot(f"{key}.gain", (n,), (), "stat", of_weights=True),
         )
 
     def rows(self, rows: Sequence[Row]) -> tuple[Row, ...]:
