@@ -2,14 +2,19 @@
 
 # No `from __future__ import annotations`: see llmq/options/maths.py.
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any, Literal
 
 from llmq.options.field import LARGEST_STEP, Float, Int, Path, Section, Text, flag, option
 
+OF_BUDGET = tuple(
+    f"adalora_{key}" for key in ("target_rank", "warmup", "final", "interval", "beta1", "beta2", "orth_reg")
+)
+NOT_OF_ADALORA = ("dora", "rslora", "lora_init", "lora_rank_pattern", "lora_alpha_pattern")
 SHAPE = (  # with --adapter, the folder says it
     *("lora_alpha", "lora_targets", "lora_bias", "rslora", "lora_init"),
-    *("lora_rank_pattern", "lora_alpha_pattern", "train_also", "dora"),
+    *("lora_rank_pattern", "lora_alpha_pattern", "train_also", "dora", "adalora"),
+    *OF_BUDGET,
 )
 OF_LORA = (*(key for key in SHAPE if key != "train_also"), "lora_dropout", "lora_plus_ratio")
 OF_PROMPTS = ("prompt_init", "prompt_init_text")
@@ -19,6 +24,10 @@ RATE = 2e-4  # of adapters, which take a larger one than the whole model
 
 def _with_rank(value: Any) -> Any:
     return lambda data: value if data.get("lora_rank") is not None else None
+
+
+def _of_adalora(value: Callable[[int], Any]) -> Any:
+    return lambda data: value(data["lora_rank"]) if data.get("adalora") and data.get("lora_rank") is not None else None
 
 
 class AdapterOptions(Section):
@@ -52,14 +61,19 @@ class AdapterOptions(Section):
         "Biases to train beside adapters: none, all, or those of adapted maps (lora_only).",
         shown="none",
     )
+    adalora: bool = option(
+        False,
+        "Begin with --lora-rank triplets (singular values with their vectors) for each map, and keep those that matter "
+        "most over all maps (AdaLoRA).",
+    )
     rslora: bool = option(
         False, "Multiply what adapters add by alpha over the root of the rank (rsLoRA).", "use_rslora"
     )
     lora_init: Literal["kaiming", "gaussian", "pissa", "olora"] | None = option(
-        _with_rank("kaiming"),
+        lambda data: None if data.get("adalora") else _with_rank("kaiming")(data),
         "What A and B begin as: kaiming draws A uniform up to 1 / sqrt(inputs), gaussian with the deviation 1 / rank, "
         "and B is zero; pissa and olora take the principal part of the weight out of it, or of its QR decomposition.",
-        shown="kaiming",
+        shown="kaiming; --adalora has one of its own",
     )
     lora_rank_pattern: Text | None = option(
         None,
@@ -78,6 +92,47 @@ class AdapterOptions(Section):
     )
     dora: bool = option(
         False, "Learn the magnitude of each output of an adapted map beside its direction (DoRA).", "use_dora"
+    )
+    adalora_target_rank: Int | None = option(
+        _of_adalora(lambda rank: max(1, 2 * rank // 3)),
+        "Rank that is left at last, on average.",
+        "target_r",
+        shown="two thirds of --lora-rank",
+        ge=1,
+    )
+    adalora_warmup: Int | None = option(
+        _of_adalora(lambda rank: 0), "First steps in which all ranks are kept.", "tinit", shown="0", ge=0
+    )
+    adalora_final: Int | None = option(
+        _of_adalora(lambda rank: 0), "Last steps in which ranks stay as they are.", "tfinal", shown="0", ge=0
+    )
+    adalora_interval: Int | None = option(
+        _of_adalora(lambda rank: 10),
+        "Choose ranks anew every so many steps between the two.",
+        "deltaT",
+        shown="10",
+        ge=1,
+    )
+    adalora_beta1: Float | None = option(
+        _of_adalora(lambda rank: 0.85),
+        "Share of the sensitivity before that is kept in a step.",
+        shown="0.85",
+        gt=0,
+        lt=1,
+    )
+    adalora_beta2: Float | None = option(
+        _of_adalora(lambda rank: 0.85),
+        "Share of its uncertainty before that is kept in a step.",
+        shown="0.85",
+        gt=0,
+        lt=1,
+    )
+    adalora_orth_reg: Float | None = option(
+        _of_adalora(lambda rank: 0.5),
+        "Weight in the loss of how far singular vectors are from orthonormal; 0 for none.",
+        "orth_reg_weight",
+        shown="0.5",
+        ge=0,
     )
     lora_plus_ratio: Float | None = option(
         None,
@@ -163,6 +218,12 @@ class AdapterOptions(Section):
         elif self.adapter is None and self.lora_rank is None:
             given += [key for key in ("lora_dropout", "lora_plus_ratio", "base_dtype") if getattr(self, key)]
             yield from (f"{flag(key)} {getattr(self, key)} is for adapters: add --lora-rank" for key in given)
+        elif not self.adalora:
+            given = [key for key in OF_BUDGET if getattr(self, key) is not None]
+            yield from (f"{flag(key)} {getattr(self, key)} is for --adalora: add that" for key in given)
+        else:
+            given = [key for key in NOT_OF_ADALORA if getattr(self, key) not in (None, False)]
+            yield from (f"{flag(key)} {getattr(self, key)} does not go with --adalora: leave it out" for key in given)
 
     def _of_virtual_tokens(self) -> Iterator[str]:
         """What does not go with a prompt or a prefix."""

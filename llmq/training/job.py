@@ -188,7 +188,7 @@ def prepare(options: Options, log: RunLog, ranks: Ranks) -> Job:
     schedule = _make_schedule(options, data, past, evaluates=log.eval_due(0, last=True))
     tokenizer, templates = exported_tokenizer(source, named, data)
     samples = open_samples(questions, log.sample_tokens, source, config, tokenizer, templates, data.train.num_virtual)
-    spec = _make_spec(options, config, dtypes, data, where, seed, samples, ranks)
+    spec = _make_spec(options, config, dtypes, data, where, seed, samples, ranks, schedule.steps)
     speed = None if is_dry(options.run) else gemm_speed.measure(where)
     backend = _open_backend(options, where, past, ranks)
     replan = _planner(options, spec, where, backend)
@@ -356,6 +356,7 @@ def _make_spec(
     seed: int,
     samples: SamplePrompts | None,
     ranks: Ranks,
+    steps: int,
 ) -> Spec:
     """What is to be planned, all options resolved."""
     b, t = data.batch_size, data.seq_len
@@ -367,7 +368,7 @@ def _make_spec(
     )
     hyper = optimizer.resolve(options.optimizer)
     packing = Packing(*data.limits) if data.limits else None
-    low_rank, frozen = adapters.resolve(options.adapters, config), adapters.frozen(options.adapters, config)
+    low_rank, frozen = adapters.resolve(options.adapters, config, steps), adapters.frozen(options.adapters, config)
     observe = precision.watching(options.precision).every > 0
     packs = device.packing_problem(where, dtypes.model) is None
     completions = None if samples is None else samples.completions(packed=packs)

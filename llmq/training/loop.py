@@ -31,6 +31,7 @@ from llmq.files.writers import Keep
 from llmq.options.parse import Options, changed
 from llmq.plan.plan import Plan
 from llmq.row import Row
+from llmq.training.allocation import allocation_of
 from llmq.training.begin import hold, load_weights, restore, share_algorithms, told
 from llmq.training.describe import summary
 from llmq.training.evaluation import held_out
@@ -116,11 +117,10 @@ class _Run:
         self.saver, self.saving = saver, 0  # and the step of the newest save that was begun
         self.engine, self.light_s = Engine(job.plan, job.backend), job.light_s
         self.progress = Progress()
-        self.fp8 = Fp8Watch(self)
+        self.fp8, self.allocation = Fp8Watch(self), allocation_of(self.engine, log.say)
         self.saved = self.began_at = 0  # step of the newest checkpoint, and that of the one that the run continues
-        self.updating = False  # within an update: the engine's state is of no step
         self.speeds: list[float] = []
-        self.result = TrainResult(log_path=log.path)
+        self.result, self.updating = TrainResult(log_path=log.path), False  # in an update the state is of no step
 
     def finish(self) -> TrainResult:
         """Trains to the end or to an interrupt; saves; exports a finished model."""
@@ -128,6 +128,7 @@ class _Run:
         try:
             with self.ranks.long("loading"):
                 self._begin()
+            self._warn()
         except Stopped:
             return self._stopped()
         with job.data.loader(self.ranks.rank) as loader, log.task("Training", after_s=0.0, only_bar=True) as report:
@@ -177,7 +178,6 @@ class _Run:
         if job.resume is None:
             load_weights(engine, job, self.log, self.interrupt)
             self.log.begin(num_steps=job.schedule.steps)
-            self._warn()
             return
         state, reader = load(job.resume, verified=False)  # it was, when it was chosen
         job.check_same(state["must_match"])
@@ -189,7 +189,6 @@ class _Run:
         self.log.notice(f"Continued from {job.resume}")
         if changes := changed(state["options"], job.options):
             self.log.notice(f"Changed since then: {', '.join(changes)}")
-        self._warn()
 
     def _warn(self) -> None:
         """What the user should know of the model, the data and the tokenizer, and what is wrong with the GPU."""
@@ -211,6 +210,7 @@ class _Run:
             if micro_step == 0:
                 start += self.fp8.before_step(batch)
                 self.engine.start_step(step - self.progress.moments_from, rate)
+                self.allocation.before(self.engine, step)
                 self.updating = job.plan.spec.memory.fused
             self.engine.micro_step(batch, first=micro_step == 0, last=micro_step == job.data.grad_accumulation - 1)
             if micro_step == 0 and self.log.gpu_due(step):
@@ -219,6 +219,7 @@ class _Run:
         saves_now = self.ranks.size > 1 and self.ranks.is_first and job.checkpoints.asked()
         request = self.interrupt.exit_code or int(saves_now)  # exit codes are above 1
         done = self.engine.update(step - self.progress.moments_from, rate, request)
+        self.allocation.after(self.engine, step)
         self.agreed_code = done.request if done.request > 1 else 0
         seconds = time.perf_counter() - start
         self._advance(batch, done)
@@ -294,11 +295,10 @@ class _Run:
         self.speeds.append(record.tps)
         if math.isnan(self.result.first_step_s):
             self.result = replace(self.result, first_step_s=time.perf_counter() - self.began)
-        rejected = self.progress.rejected
-        if rejected == NON_FINITE_LIMIT:
+        if self.progress.rejected == NON_FINITE_LIMIT:
             raise NonFiniteError(
-                f"loss or gradient was not finite in the last {rejected} steps up to step {record.step}, and none "
-                "of them changed the weights: lower --learning-rate, set --grad-clip, or use a wider --matmul-dtype"
+                f"loss or gradient was not finite in the last {NON_FINITE_LIMIT} steps up to step {record.step}, none "
+                "of which changed the weights: lower --learning-rate, set --grad-clip, or use a wider --matmul-dtype"
             )
 
     def _evaluate_if_due(self) -> None:
@@ -399,11 +399,11 @@ class _Run:
         if not reasons and now.evaluated == now.step and not math.isfinite(now.eval_loss):
             reasons = [f"the loss of the last evaluation is {now.eval_loss}"]
         bad: list[str] = []
-        done = count(1)
+        done, export = count(1), self.allocation.exported(self.engine, job.export)
 
         def read(row: Row) -> np.ndarray:
             values = self.engine.parameter(row.name)
-            report(next(done), len(job.export.rows))
+            report(next(done), len(export.rows))
             if not all_finite(values):
                 bad.append(row.name)
                 if not job.exports_anyway:
@@ -412,7 +412,7 @@ class _Run:
 
         if not reasons or job.exports_anyway:
             with suppress(NonFiniteError), self.ranks.long("exporting"), self.log.task("Exporting") as report:
-                path = job.export.write(read) if self.ranks.is_first else job.export.read_along(read)
+                path = export.write(read) if self.ranks.is_first else export.read_along(read)
                 self.result = replace(self.result, model_path=path)
                 self.log.say(f"Exported: {path}", least=SUMMARY)
                 if warning := rebuilt_warning(path):
