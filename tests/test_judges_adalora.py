@@ -80,7 +80,7 @@ def relative_errors(found, right):
 
 def adapters_of(config):
     every = targets(chosen(",".join(NAMES), read_config(config)), RANK, ALPHA, rslora=False)
-    return Adapters(RANK, ALPHA, with_triplets(every), init=INIT, budget=BUDGET)
+    return Adapters(RANK, ALPHA, with_triplets(every), init=INIT, schedule=BUDGET)
 
 
 @pytest.mark.parametrize("family", ["qwen2", "qwen3"])
@@ -165,7 +165,7 @@ def test_twenty_steps_keep_the_ranks_that_peft_keeps(tmp_path):
     assert_same_logits(run, loaded, tokens)
     read = open_adapter(tmp_path / "ours", parsed)
     kept = {target.module.name: target.kept for target in read.adapters.targets}
-    assert kept == patterns[-1] and read.adapters.budget == replace(BUDGET, spent=True)
+    assert kept == patterns[-1] and read.adapters.schedule == replace(BUDGET, spent=True)
     again = Engine(make_plan(replace(run.plan.spec, adapters=read.adapters)), HostBackend())
     again.load(read.values(open_parameters(source, 0))(again.plan.rows))
     assert_same_logits(again, loaded, tokens)

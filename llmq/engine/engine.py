@@ -223,7 +223,7 @@ class Engine(BoundPlan):
 
         Of what this rank has a share of it reads that: `read(name, start, shape)`.
         """
-        self._set(frozen, [row for row in self.plan.rows if not row.trainable])
+        self._set(frozen, self.plan.loaded_anew)
         shares = self.plan.saved() if self.plan.spec.sharding.states else {}
         for name, ref in self.plan.state().items():
             mine = shares.get(name)

@@ -77,7 +77,7 @@ def checked_triplets(
     }
     budget = Budget(**said, spent=True)
     dropout, bias = float(about.get("lora_dropout") or 0), str(about.get("bias") or "none")
-    more: dict[str, Any] = {"init": INIT, "also": also, "budget": budget}
+    more: dict[str, Any] = {"init": INIT, "also": also, "schedule": budget}
     return Adapters(rank, alpha, tuple(targets), dropout, bias, **more), problems
 
 
@@ -94,7 +94,7 @@ def _unlike(module: Module, own: dict[str, Stored], rank: int) -> list[str]:
 
 def triplet_config(adapters: Adapters, config: ModelConfig, base: str, revision: str | None) -> dict[str, Any]:
     """PEFT's AdaLoraConfig of these adapters, with the pattern of those that were read."""
-    budget = adapters.budget
+    budget = adapters.schedule
     if budget is None:
         raise UsageError("adapters without a budget are LoRA's")
     return {

@@ -22,12 +22,11 @@ from llmq.files import weight_files
 from llmq.files.adalora import Patterns, checked_triplets, kept_rows, kept_value, rank_pattern, triplet_config
 from llmq.files.first_adapter import FirstAdapter
 from llmq.files.huggingface import ADAPTER_CONFIG, ADAPTER_WEIGHTS, Export, write_json, write_tensors
-from llmq.files.ia3 import GAINS, checked_gains, gain_change, gain_config
+from llmq.files.ia3 import checked_gains, gain_config
 from llmq.files.peft_names import in_full_config, is_target, modules_in_full, plain_shapes, target_names
 from llmq.files.source import Values
 from llmq.files.tensor_files import Stored, tensors_of
 from llmq.files.virtual_tokens import METHODS, TENSOR, checked_virtual, columns_of, virtual_config
-from llmq.files.weight_files import norms_of
 from llmq.model.adapters import (
     EMBED_ROW,
     FILE,
@@ -40,13 +39,13 @@ from llmq.model.adapters import (
     scale_of,
 )
 from llmq.model.config import ModelConfig, read_json
-from llmq.model.first_adapter import TAKEN_OUT, first_pair
+from llmq.model.first_adapter import TAKEN_OUT
 from llmq.model.parameters import parameter_rows
 from llmq.row import Part, Row
 
 PREFIX = "base_model.model."
 LORA = re.compile(r"(.+)\.lora_(?:([AB])\.weight|(magnitude)_vector)")
-INITS = {"kaiming": True, "gaussian": "gaussian"}  # as PEFT's config says it
+INITS = {"kaiming": True, "gaussian": "gaussian", "eva": True}  # as PEFT's config says it
 SAME_BASE = (True, False, None, "gaussian", "eva", "orthogonal")  # of PEFT's inits, those that leave the model as it is
 # Fields of PEFT's LoraConfig that change what is computed, and that llmq does not have.
 UNKNOWN = (
@@ -99,30 +98,6 @@ class StoredAdapter:
                 stored = self.read(part.name)  # of AdaLoRA it may have less: what is kept
                 whole[part.start : part.stop][tuple(map(slice, stored.shape))] = stored
         return whole.reshape(row.shape)
-
-    def change(self, target: Target, weight: np.ndarray) -> Callable[[int, int], np.ndarray]:
-        """A function that gives what an adapter adds to rows [start, stop) of its map's `weight`, in f32: s B A less
-        what that was at first if it was taken out of the weight, or with magnitudes m what makes these rows
-        m (weight + s B A) / |weight + s B A|."""
-        if self.adapters.method == "ia3":
-            return gain_change(self.read(f"{target.module.name}.{GAINS}"), weight, inward=target.inward)
-        if self.adapters.budget is not None:
-            a, b, e = (self.read(f"{target.module.name}.lora_{key}") for key in "ABE")
-            return lambda start, stop: np.float32(target.scale) * (b[start:stop] @ (a * e))
-        a, b = (self.read(f"{target.module.name}.lora_{key}.weight") for key in "AB")
-        if self.adapters.init in TAKEN_OUT:
-            first_a, first_b = first_pair(self.adapters.init, weight, target.rank, target.scale)
-            a, b = np.concatenate([a, first_a]), np.concatenate([b, -first_b], axis=1)
-        m = self.read(f"{target.module.name}.{MAGNITUDE}") if self.adapters.dora else None
-
-        def change(start: int, stop: int) -> np.ndarray:
-            added = np.float32(target.scale) * (b[start:stop] @ a)
-            if m is None:
-                return added
-            moved = weight[start:stop] + added
-            return moved * (m[start:stop] / norms_of(moved))[:, None] - weight[start:stop]
-
-        return change
 
 
 def open_adapter(folder: Path, config: ModelConfig) -> StoredAdapter:
@@ -245,7 +220,7 @@ def adapter_config(adapters: Adapters, config: ModelConfig, base: str, revision:
         return gain_config(adapters, config, base, revision)
     if adapters.num_virtual:
         return virtual_config(adapters, config, base, revision)
-    if adapters.budget is not None:
+    if adapters.schedule is not None:
         return triplet_config(adapters, config, base, revision)
     ranks = {t.module.name: t.rank for t in adapters.targets if t.rank != adapters.rank}
     alphas = {t.module.name: t.alpha for t in adapters.targets if t.alpha != adapters.alpha}

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 
 import numpy as np
 
@@ -15,16 +15,24 @@ from llmq.model.parameters import parameter_rows
 from llmq.row import Row
 
 OF_WEIGHTS = ("norms", *TAKEN_OUT)  # inits that follow from weights
+GIVEN = "eva"  # the init of what was made before
 
 
 class FirstAdapter:
-    """The rows of a new adapter on the weights of `model`.
+    """The rows of a new adapter on the weights of `model`; those whose parts are `given`, by name, are these.
 
     Magnitudes are the norms of the model's rows. Of pissa and olora the first s B A are taken out of the weights.
     """
 
-    def __init__(self, adapters: Adapters, config: ModelConfig, model: Values) -> None:
+    def __init__(
+        self,
+        adapters: Adapters,
+        config: ModelConfig,
+        model: Values,
+        given: Mapping[str, np.ndarray] | None = None,
+    ) -> None:
         self.adapters, self.model = adapters, model
+        self.given = {} if given is None else given  # which may be filled later
         self._weights = {row.name: row for row in parameter_rows(config)}
         self._last: tuple[str, dict[str, tuple[np.ndarray, np.ndarray]]] = ("", {})
 
@@ -59,6 +67,9 @@ class FirstAdapter:
         """The values of rows: those that follow from weights, and others as in the model. A weight that is among the
         rows is read once."""
         made: dict[str, list[Row]] = {}
+        for row in (row for row in rows if row.init == GIVEN):
+            yield row, np.concatenate([self.given[part.name] for part in row.parts])
+        rows = [row for row in rows if row.init != GIVEN]
         for row in rows:
             if row.init in OF_WEIGHTS:
                 made.setdefault(row.name.partition(".lora_")[0] + ".weight", []).append(row)

@@ -2,29 +2,63 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from functools import cached_property, partial
 from pathlib import Path
 
 import numpy as np
 
 from llmq.errors import DataError
 from llmq.files import weight_files
-from llmq.files.adapters import StoredAdapter, open_adapter
+from llmq.files.adapters import open_adapter
 from llmq.files.huggingface import Export
+from llmq.files.ia3 import GAINS, gain_change
 from llmq.files.source import ModelSource, open_parameters
-from llmq.model.adapters import EMBED_ROW, LM_HEAD
+from llmq.files.weight_files import norms_of
+from llmq.model.adapters import EMBED_ROW, FILE, LM_HEAD, MAGNITUDE, Adapters, Target
+from llmq.model.config import ModelConfig
+from llmq.model.first_adapter import TAKEN_OUT, first_pair
 from llmq.model.held import as_held
 from llmq.model.parameters import parameter_rows
 from llmq.row import Row
 
+Read = Callable[[Row], np.ndarray]
+
 
 @dataclass(frozen=True)
-class Weighted:
-    """An adapter, and how much of it is added."""
+class Addition:
+    """An adapter whose tensors, by the `names` of PEFT less its prefix, are read in f32; `weight` times it is added."""
 
-    adapter: StoredAdapter
-    weight: float
+    adapters: Adapters
+    names: Collection[str]
+    read: Callable[[str], np.ndarray]
+    weight: float = 1.0
+
+    def of(self, target: Target, weight: np.ndarray) -> Callable[[int, int], np.ndarray]:
+        """A function that gives what an adapter adds to rows [start, stop) of its map's `weight`, in f32: s B A less
+        what that was at first if it was taken out of the weight, or with magnitudes m what makes these rows
+        m (weight + s B A) / |weight + s B A|."""
+        name, about = target.module.name, self.adapters
+        if about.method == "ia3":
+            return gain_change(self.read(f"{name}.{GAINS}"), weight, inward=target.inward)
+        if about.schedule is not None:
+            a, b, e = (self.read(f"{name}.lora_{key}") for key in "ABE")
+            return lambda start, stop: np.float32(target.scale) * (b[start:stop] @ (a * e))
+        a, b = (self.read(f"{name}.lora_{key}.weight") for key in "AB")
+        if about.init in TAKEN_OUT:
+            first_a, first_b = first_pair(about.init, weight, target.rank, target.scale)
+            a, b = np.concatenate([a, first_a]), np.concatenate([b, -first_b], axis=1)
+        m = self.read(f"{name}.{MAGNITUDE}") if about.dora else None
+
+        def change(start: int, stop: int) -> np.ndarray:
+            added = np.float32(target.scale) * (b[start:stop] @ a)
+            if m is None:
+                return added
+            moved = weight[start:stop] + added
+            return moved * (m[start:stop] / norms_of(moved))[:, None] - weight[start:stop]
+
+        return change
 
 
 @dataclass(frozen=True)
@@ -51,42 +85,97 @@ def merge(
     tied head that has an adapter becomes a matrix of its own. Biases and modules trained in full replace the model's,
     in the measure of their adapter's weight.
     """
-    opened = [Weighted(open_adapter(folder, source.config), weight) for folder, weight in adapters.items()]
-    if led := [one.adapter.folder for one in opened if one.adapter.adapters.num_virtual]:
+    opened = [(open_adapter(folder, source.config), weight) for folder, weight in adapters.items()]
+    if led := [one.folder for one, _ in opened if one.adapters.num_virtual]:
         raise DataError(
             f"{led[0]} has virtual tokens, which are a part of no weight and cannot be merged: give it to "
             "llmq-generate with --adapter, or to PEFT"
         )
-    names = {target.module.name for one in opened for target in one.adapter.adapters.targets}
-    unties = LM_HEAD in names and source.config.tie_embeddings
-    config = replace(source.config, tie_embeddings=False) if unties else source.config
+    names = {target.module.name for one, _ in opened for target in one.adapters.targets}
+    config = untied(source.config, [one.adapters for one, _ in opened])
     rows, values = parameter_rows(config), open_parameters(source, 0)
     in_source = {row.name: row for row in parameter_rows(source.config)}
+    changes = [Addition(one.adapters, one.tensors, one.read, weight) for one, weight in opened]
 
     def read(row: Row) -> np.ndarray:
         ((_, value),) = values([in_source[EMBED_ROW if row.name not in in_source else row.name]])
-        return _changed(row, as_held(row, value, base).astype(np.float32), opened)
+        return _changed(row, as_held(row, value, base).astype(np.float32), changes)
 
     export = Export(out_dir, config, rows, dtype or config.dtype, source.tokenizer_folder, overwrite)
-    return Merged(export.write(read), len(names), unties)
+    return Merged(export.write(read), len(names), config != source.config)
 
 
-def _changed(row: Row, value: np.ndarray, adapters: Sequence[Weighted]) -> np.ndarray:
+def untied(config: ModelConfig, adapters: Sequence[Adapters]) -> ModelConfig:
+    """The config of a model with these adapters merged into it: a head that has one is no longer the embedding."""
+    has_head = any(target.module.name == LM_HEAD for one in adapters for target in one.targets)
+    return replace(config, tie_embeddings=False) if has_head and config.tie_embeddings else config
+
+
+def _changed(row: Row, value: np.ndarray, changes: Sequence[Addition]) -> np.ndarray:
     """The value of a row with everything that adapters add to its parts."""
-    replaced = any(part.name in one.adapter.tensors for one in adapters for part in row.parts)
-    base = value.copy() if replaced or any(one.adapter.adapters.is_relative for one in adapters) else value
-    for adapter, weight in ((one.adapter, np.float32(one.weight)) for one in adapters):
-        targets = {f"{target.module.name}.weight": target for target in adapter.adapters.targets}
-        if adapter.adapters.method == "ia3":  # gains multiply the bias, too
-            targets |= {f"{t.module.name}.bias": t for t in adapter.adapters.targets if not t.inward}
+    replaced = any(part.name in one.names for one in changes for part in row.parts)
+    base = value.copy() if replaced or any(one.adapters.is_relative for one in changes) else value
+    for one, weight in ((one, np.float32(one.weight)) for one in changes):
+        targets = {f"{target.module.name}.weight": target for target in one.adapters.targets}
+        if one.adapters.method == "ia3":  # gains multiply the bias, too
+            targets |= {f"{t.module.name}.bias": t for t in one.adapters.targets if not t.inward}
         for part in row.parts:
             here = value[part.start : part.stop]
-            if part.name in adapter.tensors:
-                here += weight * (adapter.read(part.name) - base[part.start : part.stop])
+            if part.name in one.names:
+                here += weight * (one.read(part.name) - base[part.start : part.stop])
             if target := targets.get(part.name):
                 pure = base[part.start : part.stop]
-                change = adapter.change(target, pure)
+                change = one.of(target, pure)
                 pieces = weight_files.chunks(here.shape) if here.ndim > 1 else [(0, len(here))]
                 for start, stop in pieces:
                     here[start:stop] += weight * change(start, stop)
     return value
+
+
+@dataclass(frozen=True)
+class MergedExport(Export):
+    """The export of a run's model with its `adapters` merged into what the run trained on: `held` are the run's rows,
+    and what is read of a quantized one is what it stands for."""
+
+    adapters: Adapters = field(default_factory=lambda: Adapters(0, 1.0, ()))
+    held: Sequence[Row] = ()
+
+    @cached_property
+    def _of_site(self) -> dict[str, list[Row]]:
+        """The rows of adapters by the name of their site."""
+        found: dict[str, list[Row]] = {}
+        for row in self.held:
+            if row.file == FILE:
+                found.setdefault(row.name.partition(".lora_")[0].partition(".ia3")[0], []).append(row)
+        return found
+
+    @cached_property
+    def _by_name(self) -> dict[str, Row]:
+        return {row.name: row for row in self.held}
+
+    def write(self, read: Read) -> Path:
+        """As that of any export."""
+        return super().write(partial(self._merged, read))
+
+    def read_along(self, read: Read) -> Path:
+        """Reads what `write` does, and merges nothing."""
+        for row in self.rows:
+            self._read(read, row)
+        return self.folder
+
+    def _read(self, read: Read, row: Row) -> tuple[np.ndarray, dict[str, np.ndarray]]:
+        """The value of a row of the model in f32, and the tensors of the adapters on it by name."""
+        held = self._by_name.get(row.name) or self._by_name[EMBED_ROW]  # a head that was tied
+        value = read(held).astype(np.float32)
+        tensors: dict[str, np.ndarray] = {}
+        for each in self._of_site.get(row.site or "", ()):
+            whole = read(each).reshape(each.part_axes)
+            tensors |= {part.name: whole[part.start : part.stop].astype(np.float32) for part in each.parts}
+        return value, tensors
+
+    def _merged(self, read: Read, row: Row) -> np.ndarray:
+        value, tensors = self._read(read, row)
+        change = Addition(
+            replace(self.adapters, init="kaiming"), (), tensors.__getitem__
+        )  # `held` lacks what was taken
+        return _changed(row, value, [change])

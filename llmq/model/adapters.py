@@ -8,6 +8,7 @@ q_proj, k_proj and v_proj have adapters of their own, although one site computes
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from fnmatch import fnmatchcase
@@ -73,13 +74,14 @@ class Adapters:
     """The adapters of a run. `rank` and `alpha` are those of most targets; `dropout` is the share of inputs left out.
 
     `bias`: none is trained, `all` of the model, or those of adapted maps (`lora_only`). `init` says how A is drawn:
-    kaiming (uniform up to 1/sqrt(K)) or gaussian (with deviation 1/R), B being zero, or that A and B are taken out of
-    the weight (pissa, olora). `base` is the dtype that frozen maps
-    of layers are held in; None: the model's. `also` names the model's rows that are trained in full. With `dora` the
-    outputs have magnitudes of their own (Liu et al., 2024). `method`: lora, or ia3, of which there are only `targets`,
-    `base` and `also`, or prompt or prefix, of which there are only `base` and `num_virtual` tokens before each document
-    (llmq/model/virtual_tokens.py). The learning rate of B and of vectors is `plus` times that
-    of A (LoRA+; Hayou et al., 2024). With a `budget` they are AdaLoRA's, and ranks are chosen while they are trained.
+    kaiming (uniform up to 1/sqrt(K)), gaussian (with deviation 1/R) or from inputs (eva), B being zero, or that A and
+    B are taken out of the weight (pissa, olora). With eva a map may get `rho` times its rank. Ranks for a `budget`
+    of parameters are 0 until they are found, and an alpha of 0 becomes twice the rank. `base` is the dtype that
+    frozen maps of layers are held in; None: the model's. `also` names the model's rows that are trained in full. With
+    `dora` the outputs have magnitudes of their own (Liu et al., 2024). `method`: lora, or ia3, of which there are only
+    `targets`, `base` and `also`, or prompt or prefix, of which there are only `base` and `num_virtual` tokens before
+    each document (llmq/model/virtual_tokens.py). The learning rate of B and of vectors is `plus` times that of A
+    (LoRA+; Hayou et al., 2024). With a `schedule` they are AdaLoRA's, and ranks are chosen while they are trained.
     """
 
     rank: int
@@ -95,7 +97,9 @@ class Adapters:
     method: str = "lora"
     plus: float = 1.0
     num_virtual: int = 0
-    budget: Budget | None = None
+    rho: float = 1.0
+    budget: int | None = None
+    schedule: Budget | None = None
 
     @cached_property
     def by_site(self) -> dict[str, tuple[Target, ...]]:
@@ -108,7 +112,7 @@ class Adapters:
     @property
     def orthogonality(self) -> float:
         """What AdaLoRA multiplies each of its norms by: they count as their mean."""
-        return 0.0 if self.budget is None else self.budget.orth_reg / (2 * len(self.targets))
+        return 0.0 if self.schedule is None else self.schedule.orth_reg / (2 * len(self.targets))
 
     @property
     def is_relative(self) -> bool:
@@ -122,14 +126,38 @@ class Adapters:
         more: dict[str, Any] = {"also": sorted(self.also)} if self.also else {}
         more |= {"dora": True} if self.dora else {}
         more |= {"init": self.init} if self.init in TAKEN_OUT else {}
-        if self.budget is not None:
+        more |= {"eva": [self.rank, self.rho]} if self.init == "eva" else {}
+        more |= {} if self.budget is None else {"budget": self.budget}
+        if self.schedule is not None:
             present = {target.module.name: target.present for target in self.targets if target.kept is not None}
-            more |= {"adalora": self.budget.identity(), **({"kept": present} if present else {})}
+            more |= {"adalora": self.schedule.identity(), **({"kept": present} if present else {})}
         if self.num_virtual:
             more |= {"method": self.method, "virtual tokens": self.num_virtual}
         elif self.method != "lora":
             more |= {"method": self.method, "inward": sorted(t.module.name for t in self.targets if t.inward)}
         return {**about, **more, "targets": ranks}
+
+    def with_ranks(self, ranks: Mapping[str, tuple[int, float]]) -> Adapters:
+        """The same with other ranks and alphas by the names of maps; one of rank 0 has no adapter.
+
+        Ranks for other maps than have one change nothing.
+        """
+        if ranks.keys() != {target.module.name for target in self.targets}:
+            return self
+        found = []
+        for target in self.targets:
+            rank, alpha = ranks[target.module.name]
+            if rank:
+                found.append(Target(target.module, rank, alpha, scale_of(rank, alpha, rslora=self.rslora)))
+        if self.budget is None or not found:
+            return replace(self, targets=tuple(found))
+        ((rank, alpha), _), *_ = Counter((target.rank, target.alpha) for target in found).most_common(1)
+        return replace(self, rank=rank, alpha=alpha, targets=tuple(found))
+
+    @property
+    def lacks_ranks(self) -> bool:
+        """Whether ranks are to be found before the run is planned."""
+        return self.budget is not None and any(target.rank == 0 for target in self.targets)
 
     def without_dropout(self) -> Adapters:
         """The same as it is evaluated."""
@@ -309,7 +337,9 @@ def trained_in_full(
 
 
 def scale_of(rank: int, alpha: float, *, rslora: bool) -> float:
-    """What multiplies B A x."""
+    """What multiplies B A x; 0 of a rank that is yet to be found."""
+    if rank == 0:
+        return 0.0
     return alpha / math.sqrt(rank) if rslora else alpha / rank
 
 

@@ -22,12 +22,12 @@ def first_pair(init: str, weight: np.ndarray, rank: int, scale: float) -> tuple[
     if init == "olora":
         q, _ = np.linalg.qr(w[:, :rank])  # later columns change no earlier ones
         return q.T @ w, q
-    u, s, vt = _principal(w, rank)
+    u, s, vt = principal(w, rank)
     root = np.sqrt(s / np.float32(scale))
     return root[:, None] * vt, u * root
 
 
-def _principal(w: np.ndarray, rank: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+def principal(w: np.ndarray, rank: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
     """The `rank` largest singular values of w (N,K), with vectors (N,R) and (R,K).
 
     Of a large matrix those in a block Krylov space of it (Musco and Musco, "Randomized Block Krylov Methods for

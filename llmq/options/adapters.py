@@ -3,7 +3,9 @@
 # No `from __future__ import annotations`: see llmq/options/maths.py.
 
 from collections.abc import Callable, Iterator
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
+
+from pydantic import Field
 
 from llmq.options.field import LARGEST_STEP, Float, Int, Path, Section, Text, flag, option
 
@@ -13,7 +15,7 @@ OF_BUDGET = tuple(
 NOT_OF_ADALORA = ("dora", "rslora", "lora_init", "lora_rank_pattern", "lora_alpha_pattern")
 SHAPE = (  # with --adapter, the folder says it
     *("lora_alpha", "lora_targets", "lora_bias", "rslora", "lora_init"),
-    *("lora_rank_pattern", "lora_alpha_pattern", "train_also", "dora", "adalora"),
+    *("lora_rank_pattern", "lora_alpha_pattern", "train_also", "dora", "eva_rho", "lora_budget", "adalora"),
     *OF_BUDGET,
 )
 OF_LORA = (*(key for key in SHAPE if key != "train_also"), "lora_dropout", "lora_plus_ratio")
@@ -21,22 +23,35 @@ OF_PROMPTS = ("prompt_init", "prompt_init_text")
 RATE_OF_GAINS = 3e-3  # of IA3, as in its paper
 RATE = 2e-4  # of adapters, which take a larger one than the whole model
 
+Rank = Literal["auto"] | Annotated[Int, Field(ge=1, le=LARGEST_STEP)]
+
 
 def _with_rank(value: Any) -> Any:
     return lambda data: value if data.get("lora_rank") is not None else None
 
 
 def _of_adalora(value: Callable[[int], Any]) -> Any:
-    return lambda data: value(data["lora_rank"]) if data.get("adalora") and data.get("lora_rank") is not None else None
+    return lambda data: value(rank) if data.get("adalora") and isinstance(rank := data.get("lora_rank"), int) else None
 
 
 class AdapterOptions(Section):
     title = "Adapters"
-    lora_rank: Int | None = option(
-        None, "Train low-rank adapters of this rank, and keep the model frozen.", "lora_r", ge=1, le=LARGEST_STEP
+    lora_rank: Rank | None = option(
+        None,
+        "Train low-rank adapters of this rank, and keep the model frozen; auto chooses a rank for each map by the "
+        "spectra of the first gradients, within --lora-budget.",
+        "lora_r",
+        metavar="auto|INT",
+    )
+    lora_budget: Int | None = option(
+        None,
+        "With --lora-rank auto, parameters that A and B of all maps have at most.",
+        ge=1,
+        le=LARGEST_STEP,
+        shown="needed by --lora-rank auto",
     )
     lora_alpha: Float | None = option(
-        lambda data: None if data.get("lora_rank") is None else 2.0 * data["lora_rank"],
+        lambda data: 2.0 * data["lora_rank"] if isinstance(data.get("lora_rank"), int) else None,
         "Multiply what adapters add by this over the rank.",
         shown="twice the rank",
         gt=0,
@@ -69,11 +84,20 @@ class AdapterOptions(Section):
     rslora: bool = option(
         False, "Multiply what adapters add by alpha over the root of the rank (rsLoRA).", "use_rslora"
     )
-    lora_init: Literal["kaiming", "gaussian", "pissa", "olora"] | None = option(
+    lora_init: Literal["kaiming", "gaussian", "pissa", "olora", "eva"] | None = option(
         lambda data: None if data.get("adalora") else _with_rank("kaiming")(data),
         "What A and B begin as: kaiming draws A uniform up to 1 / sqrt(inputs), gaussian with the deviation 1 / rank, "
-        "and B is zero; pissa and olora take the principal part of the weight out of it, or of its QR decomposition.",
+        "and B is zero; pissa and olora take the principal part of the weight out of it, or of its QR decomposition; "
+        "eva makes A of the directions in which the map's inputs vary most, over the first batches.",
         shown="kaiming; --adalora has one of its own",
+    )
+    eva_rho: Float | None = option(
+        lambda data: 2.0 if data.get("lora_init") == "eva" else None,
+        "With --lora-init eva, give ranks to the maps with the most to explain: each at most this many times its own, "
+        "and all together as many as without; 1 leaves them as they are.",
+        "rho",
+        shown="2",
+        ge=1,
     )
     lora_rank_pattern: Text | None = option(
         None,
@@ -158,7 +182,11 @@ class AdapterOptions(Section):
     adapter: Path | None = option(
         None, "Continue to train the adapter in this folder, in PEFT's format.", metavar="DIR"
     )
-
+    merge: bool = option(
+        False,
+        "Export the model with the adapter merged into the base as it was trained on, too, as merged in --out-dir.",
+        "merge_adapter",
+    )
     ia3: Text | None = option(
         None,
         "Train a gain for each output of these linear maps (IA3), and for each input of mlp.down_proj, and keep the "
@@ -200,7 +228,33 @@ class AdapterOptions(Section):
         metavar="NAMES",
     )
 
+    lisa: Int | None = option(
+        None,
+        "Train only this many layers at a time, drawn at random, with embedding, head and final norm (LISA).",
+        "lisa_activated_layers",
+        shown="all layers",
+        ge=1,
+        le=LARGEST_STEP,
+    )
+    lisa_interval: Int | None = option(
+        lambda data: None if data.get("lisa") is None else 20,
+        "Optimizer steps after which --lisa draws other layers.",
+        "lisa_interval_steps",
+        shown="20",
+        ge=1,
+        le=LARGEST_STEP,
+    )
+
     def contradictions(self) -> Iterator[str]:
+        if self.lisa is None and self.lisa_interval is not None:
+            yield f"--lisa-interval {self.lisa_interval} is for --lisa: add that, or leave it out"
+        methods = ("lora_rank", "adapter", "ia3", "train_only", "prompt_tuning", "prefix_tuning")
+        others = [key for key in methods if getattr(self, key) is not None]
+        if self.lisa is not None and others:
+            yield (
+                f"--lisa {self.lisa} trains layers of the model in turn, and {flag(others[0])} says otherwise what is "
+                "trained: leave one of them out"
+            )
         if self.train_only is not None and (self.lora_rank is not None or self.adapter is not None):
             yield "--train-only trains a part of the model, and adapters leave it as it is: leave one of them out"
         yield from self._of_virtual_tokens()
@@ -210,13 +264,16 @@ class AdapterOptions(Section):
             others = [key for key in ("lora_rank", "adapter", "train_only", *OF_LORA) if getattr(self, key)]
             yield from (f"--ia3 {self.ia3} trains gains, and {flag(key)} is of another method" for key in others[:1])
             return
+        if self.eva_rho is not None and self.lora_init not in ("eva", None):
+            yield f"--eva-rho {self.eva_rho:g} is for --lora-init eva, and this run has {self.lora_init}: leave it out"
+        yield from self._of_auto()
         given = [key for key in SHAPE if getattr(self, key) not in (None, False)]
         if self.adapter is not None and self.lora_rank is not None:
             yield f"--lora-rank {self.lora_rank} is of a new adapter, and --adapter continues one: give one of them"
         elif self.adapter is not None and given:
             yield f"{flag(given[0])} {getattr(self, given[0])} is said by --adapter {self.adapter}: leave it out"
         elif self.adapter is None and self.lora_rank is None:
-            given += [key for key in ("lora_dropout", "lora_plus_ratio", "base_dtype") if getattr(self, key)]
+            given += [key for key in ("lora_dropout", "lora_plus_ratio", "base_dtype", "merge") if getattr(self, key)]
             yield from (f"{flag(key)} {getattr(self, key)} is for adapters: add --lora-rank" for key in given)
         elif not self.adalora:
             given = [key for key in OF_BUDGET if getattr(self, key) is not None]
@@ -235,3 +292,20 @@ class AdapterOptions(Section):
                 yield f"{said}, and {flag(given[0])} is of another method: leave one of them out"
         if self.prompt_tuning is None and (given := [key for key in OF_PROMPTS if getattr(self, key)]):
             yield f"{flag(given[0])} {getattr(self, given[0])} is for prompts: add --prompt-tuning"
+
+    def _of_auto(self) -> Iterator[str]:
+        """What contradicts --lora-rank auto, or needs it."""
+        if self.lora_rank != "auto":
+            if self.lora_budget is not None and self.lora_rank is not None:
+                yield (
+                    f"--lora-budget {self.lora_budget} is for --lora-rank auto, and this run has {self.lora_rank}: "
+                    "leave one of them out"
+                )
+            return
+        if self.adalora:
+            yield "--adalora chooses ranks while it trains, and --lora-rank auto before: leave one of them out"
+        if self.lora_budget is None:
+            yield "--lora-rank auto chooses ranks within a number of parameters: add --lora-budget N"
+        for key, given in (("lora_rank_pattern", self.lora_rank_pattern), ("lora_init", self.lora_init == "eva")):
+            if given:
+                yield f"{flag(key)} {getattr(self, key)} chooses ranks, as --lora-rank auto does: leave one of them out"

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -19,6 +19,7 @@ from llmq.files.source import ModelSource, Values, uniform_block
 from llmq.files.virtual_tokens import begun_as
 from llmq.model.adalora import INIT, Budget
 from llmq.model.adapters import (
+    LM_HEAD,
     Adapters,
     chosen,
     scaled,
@@ -30,6 +31,7 @@ from llmq.model.adapters import (
 )
 from llmq.model.config import ModelConfig
 from llmq.model.first_adapter import TAKEN_OUT
+from llmq.model.lisa import Lisa
 from llmq.model.parameters import left_out, num_parameters
 from llmq.model.virtual_tokens import PREFIX, PROMPT, PROMPT_ROW
 from llmq.options.adapters import OF_BUDGET
@@ -57,12 +59,17 @@ def resolve(options: AdapterOptions, config: ModelConfig, steps: int = 0) -> Ada
         return Adapters(0, 1.0, (), method=method, num_virtual=count, base=options.base_dtype)
     if options.lora_rank is None:
         return None
-    assert options.lora_alpha is not None and options.lora_targets is not None
-    modules, rank, alpha = chosen(options.lora_targets, config), options.lora_rank, options.lora_alpha
+    assert options.lora_targets is not None
+    modules, rank, alpha = chosen(options.lora_targets, config), _rank(options), options.lora_alpha or 0.0
     if options.dora:
         without_head(modules)
     if options.lora_init in TAKEN_OUT and config.tie_embeddings:
         untied_only(modules, options.lora_init)
+    if not rank and config.tie_embeddings and any(module.name == LM_HEAD for module in modules):
+        raise UsageError(
+            f"--lora-rank auto looks at gradients of maps, and that of {LM_HEAD} is the embedding's too: leave it out "
+            "of --lora-targets"
+        )
     every = targets(
         modules,
         rank,
@@ -71,24 +78,31 @@ def resolve(options: AdapterOptions, config: ModelConfig, steps: int = 0) -> Ada
         ranks=_patterns("--lora-rank-pattern", options.lora_rank_pattern, int),
         alphas=_patterns("--lora-alpha-pattern", options.lora_alpha_pattern, float),
     )
-    budget = _budget(options, rank, steps) if options.adalora else None
+    schedule = _schedule(options, rank, steps) if options.adalora else None
     return Adapters(
         rank,
         alpha,
-        every if budget is None else with_triplets(every),
+        every if schedule is None else with_triplets(every),
+        budget=options.lora_budget,
+        schedule=schedule,
         dropout=options.lora_dropout or 0.0,
         bias=options.lora_bias or "none",
         rslora=options.rslora,
-        init=options.lora_init or "kaiming" if budget is None else INIT,
+        init=options.lora_init or "kaiming" if schedule is None else INIT,
         base=options.base_dtype,
         also=trained_in_full(options.train_also, config, modules) if options.train_also else frozenset(),
         dora=options.dora,
         plus=options.lora_plus_ratio or 1.0,
-        budget=budget,
+        rho=options.eva_rho or 1.0,
     )
 
 
-def _budget(options: AdapterOptions, rank: int, steps: int) -> Budget:
+def _rank(options: AdapterOptions) -> int:
+    """The rank that is asked for; 0 is yet to be found."""
+    return options.lora_rank if isinstance(options.lora_rank, int) else 0
+
+
+def _schedule(options: AdapterOptions, rank: int, steps: int) -> Budget:
     """AdaLoRA's. UsageError."""
     said: list[Any] = [*(getattr(options, key) for key in OF_BUDGET), steps]
     found = Budget(*said)
@@ -118,19 +132,43 @@ def _patterns(option: str, text: str | None, kind: Callable[[str], _Number]) -> 
     return found
 
 
-def frozen(options: AdapterOptions, config: ModelConfig) -> frozenset[str]:
-    """The names of the model's rows that --train-only leaves frozen. UsageError."""
+def lisa(options: AdapterOptions, config: ModelConfig, seed: int) -> Lisa | None:
+    """Which layers train at a time, if not all do. UsageError for more than there are."""
+    if options.lisa is None:
+        return None
+    if options.lisa > config.num_layers:
+        raise UsageError(f"--lisa {options.lisa}: the model has {config.num_layers} layers: use so many at most")
+    assert options.lisa_interval is not None
+    return Lisa(options.lisa, options.lisa_interval, seed)
+
+
+def frozen(options: AdapterOptions, config: ModelConfig, seed: int = 0, step: int = 0) -> frozenset[str]:
+    """The names of the model's rows that --train-only leaves frozen, or --lisa in a step. UsageError."""
+    if (drawn := lisa(options, config, seed)) is not None:
+        return drawn.frozen(config, step)
     return frozenset() if options.train_only is None else left_out(options.train_only, config)
 
 
-def first_values(options: AdapterOptions, source: ModelSource, model: Values, seed: int) -> Values:
-    """The values of all rows before the first step: the model's, and those of --adapter. DataError, UsageError."""
+def merges(options: AdapterOptions) -> bool:
+    """Whether the finished run leaves the merged model, too."""
+    return options.merge
+
+
+def first_values(
+    options: AdapterOptions,
+    adapters: Adapters | None,
+    source: ModelSource,
+    model: Values,
+    seed: int,
+    given: Mapping[str, np.ndarray],
+) -> Values:
+    """The values of all rows before the first step: the model's, and those of --adapter, or of new adapters, of which
+    some may be `given` by the names of their tensors. DataError, UsageError."""
     config = source.config
     if options.prompt_init_text is not None or options.prompt_init == "sample_vocab":
         return begun_as(partial(_prompt_tokens, options, source, seed), config, model)
     if options.adapter is None:
-        adapters = resolve(options, config)
-        return model if adapters is None else FirstAdapter(adapters, config, model).values
+        return model if adapters is None else FirstAdapter(adapters, config, model, given).values
     return open_adapter(Path(options.adapter), config).values(model)
 
 
@@ -166,7 +204,7 @@ def note(adapters: Adapters | None, rows: Sequence[Row]) -> str:
     biases = "" if adapters.bias == "none" else " with biases"
     full = f", beside {len(adapters.also)} parameters in full" if adapters.also else ""
     kind = "Adapters with magnitudes" if adapters.dora else "Adapters"
-    if adapters.budget is not None:
+    if adapters.schedule is not None:
         kind = "Adapters with singular values (AdaLoRA)"
-        said += "" if adapters.budget.spent else f" at first and {adapters.budget.target_rank} on average at last"
+        said += "" if adapters.schedule.spent else f" at first and {adapters.schedule.target_rank} on average at last"
     return f"{kind} of {said} on {len(adapters.targets)} linear maps{biases}{full}: {counts}"

@@ -57,7 +57,7 @@ def site_of(spec: Spec, name: str) -> Site:
     pieces = _pieces(adapters.by_site[name])
     about = (base, pieces, adapters.init, FILE, p.model)
     lora = LoraLinear(*about)
-    if adapters.budget is not None:
+    if adapters.schedule is not None:
         lora = AdaLoraLinear(*about, stat=p.stat, orthogonality=adapters.orthogonality)
     dropped = DroppedLinear(lora, rate=adapters.dropout, seed=spec.seed) if adapters.dropout else lora
     return DoraLinear(dropped, outputs_of(spec.config, name), p.stat) if adapters.dora else dropped

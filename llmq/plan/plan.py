@@ -141,15 +141,26 @@ class Plan:
         return [ref for ref in cells if ref is not None and held.form is not None and not held.form.is_measured]
 
     def state(self) -> dict[str, Ref]:
-        """Storages that a checkpoint holds: masters, moments, and the state of persistent scales; frozen rows are
-        loaded anew."""
-        names = list(self._states)
+        """Storages that a checkpoint holds: masters, moments, and the state of persistent scales. Frozen rows are
+        loaded anew, but for those that train in other periods."""
+        names = [*self._states, *self._moving]
         held = [one for ref in self.weights.values() if ref.form is not None for one in ref.entries]
         remade = {name for one in held for name in (scale_name(one), *map(storage_name, self.known_scales(one)))}
         scales = sorted(name for name, ref in self.persistent.items() if ref.space == "scale" and name not in remade)
         norms = ["cell:norm", "cell:last_norm"] if self.spec.hyper.clips_by_last else []
         chosen = [storage_name(self.importance.cells[KEPT])] if self.importance.cells else []
         return {name: self.persistent[name] for name in names + scales + norms + chosen}
+
+    @property
+    def _moving(self) -> list[str]:
+        """The storages of frozen rows that train in other periods of the run."""
+        rows = () if self.spec.lisa is None else self.rows
+        return [storage_name(self.weights[row.name]) for row in rows if not row.trainable]
+
+    @property
+    def loaded_anew(self) -> tuple[Row, ...]:
+        """The rows that no checkpoint holds."""
+        return () if self.spec.lisa is not None else tuple(row for row in self.rows if not row.trainable)
 
     @cached_property
     def _states(self) -> Mapping[str, str]:

@@ -99,7 +99,7 @@ class Recordings:
         world = spec.sharding
         self._shards = Shards(self.rows, world.size, world.rank) if world.size > 1 else None
         shares = self._shards if world.states else None
-        budget = None if spec.adapters is None else spec.adapters.budget
+        budget = None if spec.adapters is None else spec.adapters.schedule
         self.importance = NoImportance()
         if budget is not None and not budget.spent:
             self.importance = Importance(self.rows, p.stat, budget, shares)

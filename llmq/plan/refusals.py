@@ -11,7 +11,12 @@ from llmq.plan.spec import Spec
 
 def refuse(spec: Spec) -> None:
     """UsageError with everything that the update in backward, tiles, weights without masters, or the host memory of
-    many ranks, cannot do."""
+    many ranks, cannot do, and for ranks of adapters that are not known."""
+    if spec.adapters is not None and spec.adapters.lacks_ranks:
+        raise UsageError(
+            "--lora-rank auto looks at gradients before the run is planned, and here nothing but a plan is made: give "
+            "a number"
+        )
     problems = list(_shared(spec)) if spec.sharding.size > 1 else []
     if spec.memory.fused:
         problems += [f"--fused-update: {text}" for text in _fused(spec)]
@@ -57,6 +62,8 @@ def _tiled(spec: Spec) -> Iterator[str]:
 
 def _without_master(spec: Spec) -> Iterator[str]:
     hosted = {"weight": "--stream-weights", "quant": "--offload-quants", "master": "--offload-master"}
+    if spec.lisa is not None:
+        yield "layers that --lisa freezes have no other room than in the model dtype: leave one of them out"
     if spec.adapters is not None:
         yield "adapters are all that is trained, and the model has no masters: hold it in --base-dtype e4m3 instead"
     for space, flag in hosted.items():

@@ -7,6 +7,7 @@ from dataclasses import dataclass, replace
 from llmq.blocks.attention import Packing
 from llmq.model.adapters import Adapters
 from llmq.model.config import ModelConfig
+from llmq.model.lisa import Lisa
 from llmq.model.optimizer import Hyperparameters
 from llmq.plan.memory import Memory
 from llmq.plan.precision import Precision
@@ -33,7 +34,7 @@ class Spec:
     With `packing` every batch comes with the borders of its rows' documents; None: each row is one document. `observe`
     asks for the program that measures the errors of fp8 copies, if there are any, `completions` for those that write.
     `sharding` says which of how many ranks this is, and what it holds. With `adapters` the model is frozen, else
-    the rows named in `frozen` are.
+    the rows named in `frozen` are; with `lisa` these change from one period to the next, and are the run's own.
     """
 
     config: ModelConfig
@@ -49,6 +50,7 @@ class Spec:
     completions: Completions | None = None
     adapters: Adapters | None = None
     frozen: frozenset[str] = frozenset()
+    lisa: Lisa | None = None
 
     def without_noise(self) -> Spec:
         """The run as it is evaluated, and as it writes: no noise on tokens, no dropout."""

@@ -19,7 +19,7 @@ from llmq.row import Part, Row
 from llmq.sites.linear import Linear
 from llmq.tensor import Ref, Slot
 
-DRAWN = ("kaiming", "gaussian")
+FROM_ZERO = ("kaiming", "gaussian", "eva")  # inits with which B is zero
 ONE_PASS = (16, 32)  # ranks whose gradients of B, and of what B multiplies, come of one pass over d_y in bf16
 WHOLE = 8  # what places and widths are multiples of for that
 
@@ -58,13 +58,14 @@ def _columns(ref: Ref, start: int, count: int) -> Ref:
 class LoraLinear:
     """The site `base` with adapters `pieces`, whose rows are kept in `file`.
 
-    `init` says how A is drawn, B being zero, or of which part of the weight both are made. Values are of `dtype`.
+    `init` says how A is drawn or made, B being zero, or of which part of the weight both are made. Values are of
+    `dtype`.
     """
 
     def __init__(self, base: Linear, pieces: Sequence[LowRank], init: str, file: str, dtype: str) -> None:
         self.base, self.name, self.key = base, base.name, base.key
         self.pieces, self.init, self.file = tuple(pieces), init, file
-        self.init_b = "zeros" if init in DRAWN else init
+        self.init_b = "zeros" if init in FROM_ZERO else init
         self.rank = sum(piece.rank for piece in pieces)
         self.is_whole = dtype == "bf16" and not any(
             p.first % WHOLE or p.start % WHOLE or p.stop % WHOLE for p in pieces

@@ -34,7 +34,8 @@ def told(job: Job) -> dict[str, Any]:
     """What the other ranks take over from the first one's job."""
     dtypes = job.plan.spec.precision
     resume = str(job.resume) if job.resume else None
-    return {"resume": resume, "sites": {"matmul": dtypes.matmul, "wide": list(dtypes.wide)}}
+    sites = {"matmul": dtypes.matmul, "wide": list(dtypes.wide)}
+    return {"resume": resume, "sites": sites, "ranks": dict(job.found.ranks)}
 
 
 def share_algorithms(job: Job, log: RunLog, ranks: Ranks) -> None:

@@ -56,6 +56,7 @@ def estimate(options: Options) -> Iterator[str]:
         sharding=sharding.resolve(options.sharding, 0, gpus),
         adapters=adapters.resolve(options.adapters, source.config),
         frozen=adapters.frozen(options.adapters, source.config),
+        lisa=adapters.lisa(options.adapters, source.config, 0),
     )
     backend = open_backend("planned", **device.backend_settings(options.system, where))
     plan = make_plan(spec, backend.scratch_bytes)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -11,17 +11,22 @@ from llmq.data.batches.loader import Data
 from llmq.data.batches.named_data import NamedData
 from llmq.data.batches.trained_template import ExportedTemplates, exported_templates
 from llmq.data.tokens.rebuilt_tokenizer import rebuilt_warning
+from llmq.errors import UsageError
 from llmq.files.adalora import present
 from llmq.files.adapters import AdapterExport, adapter_config, doubled, stored_rows, with_first
 from llmq.files.first_adapter import FirstAdapter
 from llmq.files.huggingface import Export, open_export
+from llmq.files.merge import MergedExport, untied
 from llmq.files.source import ModelSource, Values
 from llmq.files.virtual_tokens import VirtualExport
 from llmq.model.config import FAMILIES, ModelConfig
 from llmq.model.first_adapter import TAKEN_OUT
-from llmq.model.parameters import rows_of_file
+from llmq.model.parameters import parameter_rows, rows_of_file
 from llmq.options.parse import Options
+from llmq.plan.adapters import merges
 from llmq.plan.plan import Plan
+
+MERGED = "merged"  # the folder of the merged model, in that of the adapter
 
 
 def exported_config(source: ModelSource, data: Data, notices: list[str]) -> ModelConfig:
@@ -68,16 +73,16 @@ def open_model(
     model: Values,
     *,
     replaces: bool,
-) -> tuple[Export, str | None]:
-    """Where the model goes, or its adapter, with its tokenizer and templates, and a warning of the tokenizer.
+) -> tuple[tuple[Export, ...], str | None]:
+    """Where the model goes, or its adapter, and with --merge both as one; and a warning of the tokenizer.
 
-    `model` gives the values of the model's rows as they were before the run.
+    All have the tokenizer and its templates. `model` gives the values of the model's rows as they were before the run.
     """
     config, adapters = plan.spec.config, plan.spec.adapters
     warning = rebuilt_warning(tokenizer, FAMILIES[config.architecture].model_type)
     about = (tokenizer, templates.sources)
     if adapters is None:
-        return open_export(options.export, config, rows_of_file(plan.rows), *about, replaces=replaces), warning
+        return (open_export(options.export, config, rows_of_file(plan.rows), *about, replaces=replaces),), warning
     revision = None if source.revision is None else source.revision.partition(",")[0]
     rows, first = stored_rows(plan.rows, adapters), None
     if adapters.init in TAKEN_OUT:  # as PEFT converts it, so that it fits the model as it was
@@ -86,4 +91,19 @@ def open_model(
     make: Callable[..., Export] = partial(AdapterExport, about=written, first=first, patterns=present(adapters))
     if adapters.num_virtual:
         make = partial(VirtualExport, about=written)
-    return open_export(options.export, config, rows, *about, replaces=replaces, default="fp32", make=make), warning
+    export = open_export(options.export, config, rows, *about, replaces=replaces, default="fp32", make=make)
+    return (export, *_merged(options, export, plan)), warning
+
+
+def _merged(options: Options, export: Export, plan: Plan) -> Iterator[Export]:
+    """Where the merged model of --merge goes, if it is asked for, beside an adapter's `export`."""
+    adapters = plan.spec.adapters
+    if adapters is None or not merges(options.adapters):
+        return
+    if adapters.num_virtual:
+        raise UsageError("--merge adds adapters to weights, and virtual tokens are a part of none: leave it out")
+    config = untied(plan.spec.config, [adapters])
+    make = partial(MergedExport, adapters=adapters, held=plan.rows)
+    about = (export.tokenizer_folder, export.chat_templates)
+    found = open_export(options.export, config, parameter_rows(config), *about, replaces=export.overwrite, make=make)
+    yield replace(found, folder=export.folder / MERGED)

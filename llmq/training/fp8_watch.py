@@ -10,22 +10,17 @@ import math
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
-from typing import Protocol
 
 import numpy as np
 
 from llmq.data.batches.batch import Batch
-from llmq.engine.engine import Engine
 from llmq.errors import MemoryLimitError
 from llmq.hardware import device
 from llmq.model.parameters import HEAD
 from llmq.plan.advice import refuse_if_too_large
 from llmq.plan.plan import SCALE_STRIDE, Plan
 from llmq.plan.precision import Watching
-from llmq.training.job import Job
-from llmq.training.log import RunLog
-from llmq.training.progress import Progress
-from llmq.training.ranks import Ranks
+from llmq.training.hooks import Loop
 
 LEAST_SNR_DB = {"e4m3": 22.0, "e5m2": 17.0}
 PATIENCE = 2  # readings in a row below that before a site is named
@@ -86,19 +81,6 @@ def judge(errors: Iterable[CopyError], low: Mapping[str, int]) -> tuple[dict[str
     return counts, {site: error for site, error in worst.items() if counts[site] == PATIENCE}
 
 
-class Loop(Protocol):
-    """What the watch reads of the training loop, and asks of it."""
-
-    job: Job
-    log: RunLog
-    engine: Engine
-    progress: Progress
-    ranks: Ranks
-
-    def switch(self, plan: Plan) -> None:
-        """Goes on under another plan; first saves a checkpoint of this step."""
-
-
 class Fp8Watch:
     """A hook of the training loop: reads the errors of all fp8 copies, and lets sites fall back."""
 
@@ -143,7 +125,7 @@ class Fp8Watch:
         loop, names = self._loop, ", ".join(sites)
         job, old = loop.job, loop.job.plan
         try:
-            plan = job.replan(old.spec.precision.without(sites), old.total_bytes)
+            plan = job.replan(old.spec.precision.without(sites), old.total_bytes, old.spec.frozen)
             free = loop.ranks.least(device.memory_bytes(job.device)[1] + old.total_bytes)
             refuse_if_too_large(plan, free, job.backend.scratch_bytes)
         except MemoryLimitError as error:

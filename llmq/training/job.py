@@ -14,9 +14,9 @@ from llmq.backends import Backend, open_backend
 from llmq.blocks.attention import Packing
 from llmq.data.batches.loader import Data, open_data
 from llmq.data.batches.named_data import NamedData, open_named
-from llmq.disk import check_free_space, shown, storage
+from llmq.disk import shown, storage
 from llmq.errors import UsageError
-from llmq.files.checkpoint import EVAL_LOSS, Checkpoints, check_same, load
+from llmq.files.checkpoint import Checkpoints, check_same, load
 from llmq.files.huggingface import (
     Export,
     exports_anyway,
@@ -26,7 +26,7 @@ from llmq.files.huggingface import (
 )
 from llmq.files.source import ModelSource, Values, fingerprint, initial_parameters, open_parameters, open_source
 from llmq.files.tensor_files import Piece
-from llmq.files.writers import TensorSlice, checkpoint_bytes
+from llmq.files.writers import TensorSlice
 from llmq.generation.prompts import Question, read_questions
 from llmq.hardware import device, gemm_speed
 from llmq.hardware.device import Device
@@ -39,23 +39,29 @@ from llmq.options.commands import continue_command
 from llmq.options.parse import Options, told_options
 from llmq.options.run import RunOptions
 from llmq.plan import adapters, memory, precision, sharding
-from llmq.plan.advice import refuse_if_host_is_small, refuse_if_too_large, with_fitting_chunks
+from llmq.plan.advice import with_fitting_chunks
 from llmq.plan.plan import Plan, make_plan
 from llmq.plan.precision import Precision
 from llmq.plan.spec import Spec
 from llmq.row import Row
 from llmq.tensor import DTYPES
 from llmq.training import auto
-from llmq.training.describe import describe, level_lines, listed
+from llmq.training.describe import describe
 from llmq.training.exported import exported_config, exported_tokenizer, open_model
 from llmq.training.gpu_log import GpuWatch
 from llmq.training.log import RunLog
 from llmq.training.ranks import Ranks
+from llmq.training.room import check_best, check_disk, check_memory
 from llmq.training.samples import SamplePrompts, open_samples
 from llmq.training.schedule import Schedule, make_schedule
+from llmq.training.survey import Surveyed, found_before, look
 
 UNKNOWN_STEPS = 1_000_000  # planned for where neither the data nor --steps says how long the run is
 HOST_RESERVE = 0.05  # of the host's memory stays free when checkpoints are copied into it
+
+
+# A plan with other dtypes, where so many more bytes are free than now, and with these rows frozen.
+Replan = Callable[[Precision, int, frozenset[str]], Plan]
 
 
 @dataclass(frozen=True)
@@ -67,18 +73,19 @@ class Job:
     seed: int
     source: ModelSource
     parameters: Values  # of rows as they are before the first step
+    found: Surveyed  # before adapters were planned
     data: Data
     samples: SamplePrompts | None
     schedule: Schedule
     plan: Plan
     checkpoints: Checkpoints
     resume: Path | None
-    export: Export
+    exports: tuple[Export, ...]  # the model, or the adapter, and that merged
     exports_anyway: bool
     options: dict[str, Any]
     continue_command: str
     watching: precision.Watching
-    replan: Callable[[Precision, int], Plan]  # where so many more bytes are free than now
+    replan: Replan
     plans_only: bool
     gpu: GpuWatch
     speed: GemmSpeed | None
@@ -98,8 +105,8 @@ class Job:
         return sol.seconds_per_token(spec.config, spec.seq_len, peaks, dtype, spec.adapters, spec.frozen)
 
     def frozen(self) -> Iterable[tuple[Row, np.ndarray]]:
-        """Rows that are not trained, which no checkpoint holds, with their values."""
-        rows = [row for row in self.plan.rows if not row.trainable]
+        """Rows that no checkpoint holds, with their values."""
+        rows = self.plan.loaded_anew
         return self.parameters(rows) if rows else ()
 
     @property
@@ -148,13 +155,15 @@ class Job:
     @property
     def must_match(self) -> dict[str, Any]:
         """What a checkpoint has in common with the run that continues it: else it would be another run."""
+        lisa = self.plan.spec.lisa
         return {
             "seed": self.seed,
             **self.data.identity(),
             "model": self.plan.spec.config.identity(),
             "parameters": {row.name: list(row.shape) for row in self.plan.rows},
-            **({} if all(row.trainable for row in self.plan.rows) else {"frozen model": self.base}),
-            **({"trained": self.options["train_only"]} if self.plan.spec.frozen else {}),
+            **({"frozen model": self.base} if self.plan.loaded_anew else {}),
+            **({"trained": self.options["train_only"]} if self.plan.spec.frozen and lisa is None else {}),
+            **({} if lisa is None else {"lisa": [lisa.layers, lisa.interval]}),
             **({} if self.plan.spec.adapters is None else {"adapters": self.plan.spec.adapters.identity()}),
             **self.plan.spec.precision.identity(),
         }
@@ -188,26 +197,26 @@ def prepare(options: Options, log: RunLog, ranks: Ranks) -> Job:
     schedule = _make_schedule(options, data, past, evaluates=log.eval_due(0, last=True))
     tokenizer, templates = exported_tokenizer(source, named, data)
     samples = open_samples(questions, log.sample_tokens, source, config, tokenizer, templates, data.train.num_virtual)
-    spec = _make_spec(options, config, dtypes, data, where, seed, samples, ranks, schedule.steps)
+    spec = _make_spec(options, config, dtypes, data, where, seed, samples, past, ranks, schedule.steps)
     speed = None if is_dry(options.run) else gemm_speed.measure(where)
     backend = _open_backend(options, where, past, ranks)
-    replan = _planner(options, spec, where, backend)
-    dtypes, matmuls = _time_sites(replan(dtypes, 0).spec, backend, data, log) if is_timed else (dtypes, {})
-    plan = replan(dtypes, 0)
-    export, warning = open_model(options, source, tokenizer, templates, plan, model, replaces=past.replaces_model)
+    spec, found = _look(options, spec, where, backend, data, model, past, ranks, log)
+    replan, plan, matmuls = _plan(options, spec, where, backend, data, log, is_timed=is_timed)
+    exports, warning = open_model(options, source, tokenizer, templates, plan, model, replaces=past.replaces_model)
     job = Job(
         device=where,
         backend=backend,
         seed=seed,
         source=source,
-        parameters=adapters.first_values(options.adapters, source, model, seed),
+        parameters=adapters.first_values(options.adapters, plan.spec.adapters, source, model, seed, found.first),
+        found=found,
         data=data,
         samples=samples,
         schedule=schedule,
         plan=plan,
         checkpoints=past.checkpoints,
         resume=past.path,
-        export=export,
+        exports=exports,
         options=options.to_flat(),
         exports_anyway=exports_anyway(options.export),
         continue_command="" if is_dry(options.run) else continue_command(options),
@@ -216,11 +225,11 @@ def prepare(options: Options, log: RunLog, ranks: Ranks) -> Job:
         plans_only=is_dry(options.run),
         gpu=GpuWatch(where, log.gpu_every),
         speed=speed,
-        notices=(*options.notices, *early, *templates.notices),
+        notices=(*options.notices, *early, *found.lines, *templates.notices),
         warnings=tuple(text for text in (warning, speed and speed.warning) if text),
     )
-    _check_memory(job, device.backend_settings(options.system, where), log)
-    describe(job, log, told_options(options), matmuls, _check_disk(job, past.step))
+    check_memory(job, device.backend_settings(options.system, where), log)
+    describe(job, log, told_options(options), matmuls, check_disk(job, past.step))
     _remove_earlier(job, past, log, ranks)
     return job
 
@@ -335,7 +344,7 @@ def _make_schedule(options: Options, data: Data, past: _Past, *, evaluates: bool
     Without data, an epoch is long enough for any.
     """
     if data.is_there:
-        _check_best(past.checkpoints, data, evaluates=evaluates)
+        check_best(past.checkpoints, data, evaluates=evaluates)
     start = past.step if "lr" in past.checkpoints.resets else past.state.get("rate_from", 0)
     samples = data.train.num_windows if data.is_there else UNKNOWN_STEPS * data.samples_per_step
     schedule = make_schedule(options.schedule, samples, data.samples_per_step, start)
@@ -355,6 +364,7 @@ def _make_spec(
     where: Device,
     seed: int,
     samples: SamplePrompts | None,
+    past: _Past,
     ranks: Ranks,
     steps: int,
 ) -> Spec:
@@ -368,12 +378,14 @@ def _make_spec(
     )
     hyper = optimizer.resolve(options.optimizer)
     packing = Packing(*data.limits) if data.limits else None
-    low_rank, frozen = adapters.resolve(options.adapters, config, steps), adapters.frozen(options.adapters, config)
+    low_rank, lisa = adapters.resolve(options.adapters, config, steps), adapters.lisa(options.adapters, config, seed)
+    frozen = adapters.frozen(options.adapters, config, seed, past.step)
     observe = precision.watching(options.precision).every > 0
     packs = device.packing_problem(where, dtypes.model) is None
     completions = None if samples is None else samples.completions(packed=packs)
     shared = sharding.resolve(options.sharding, ranks.rank, ranks.size)
-    return Spec(config, dtypes, limits, hyper, b, t, seed, packing, observe, shared, completions, low_rank, frozen)
+    about = (config, dtypes, limits, hyper, b, t, seed, packing, observe, shared, completions)
+    return Spec(*about, low_rank, frozen, lisa)
 
 
 def _open_backend(options: Options, where: Device, past: _Past, ranks: Ranks) -> Backend:
@@ -383,11 +395,42 @@ def _open_backend(options: Options, where: Device, past: _Past, ranks: Ranks) ->
     return open_backend(kind, world=ranks.world, algorithms=past.state.get("algorithms") or None, **settings)
 
 
-def _planner(options: Options, spec: Spec, where: Device, backend: Backend) -> Callable[[Precision, int], Plan]:
-    """A function that plans `spec` with other dtypes, where so many more bytes are free than now."""
+def _look(
+    options: Options,
+    spec: Spec,
+    where: Device,
+    backend: Backend,
+    data: Data,
+    model: Values,
+    past: _Past,
+    ranks: Ranks,
+    log: RunLog,
+) -> tuple[Spec, Surveyed]:
+    """The spec with what the first batches say of its adapters, which a resumed run and other ranks know already; a
+    dry run, which has no weights, plans for what is asked."""
+    found = found_before(spec.adapters, past.state, ranks.told)
+    if found is None and not is_dry(options.run):
+        found = look(spec, data, model, backend, lambda: device.memory_bytes(where)[1], log.task)
+    found = found or Surveyed()
+    return found.fit(spec), found
 
-    def planned(dtypes: Precision, given_back: int) -> Plan:
-        plan = make_plan(replace(spec, precision=dtypes), backend.scratch_bytes)
+
+def _plan(
+    options: Options, spec: Spec, where: Device, backend: Backend, data: Data, log: RunLog, *, is_timed: bool
+) -> tuple[Replan, Plan, Mapping[str, str]]:
+    """What plans the run, its plan, and a line for each site if timing chose among the fp8 sites."""
+    replan = _planner(options, spec, where, backend)
+    if not is_timed:
+        return replan, replan(spec.precision, 0, spec.frozen), {}
+    dtypes, matmuls = _time_sites(replan(spec.precision, 0, spec.frozen).spec, backend, data, log)
+    return replan, replan(dtypes, 0, spec.frozen), matmuls
+
+
+def _planner(options: Options, spec: Spec, where: Device, backend: Backend) -> Replan:
+    """A function that plans `spec` with other dtypes and frozen rows."""
+
+    def planned(dtypes: Precision, given_back: int, frozen: frozenset[str]) -> Plan:
+        plan = make_plan(replace(spec, precision=dtypes, frozen=frozen), backend.scratch_bytes)
         if not memory.chooses_attention_chunks(options.memory):
             return plan
         # What is free is asked here, as planning loads cuDNN's kernels.
@@ -402,39 +445,3 @@ def _time_sites(spec: Spec, backend: Backend, data: Data, log: RunLog) -> tuple[
     with log.task("Timing matmuls") as report:
         dtypes, timing = auto.choose(spec.config, spec.precision, spec.memory, backend, report, **sizes)
     return dtypes, timing.rows(spec.precision.model)
-
-
-def _check_best(checkpoints: Checkpoints, data: Data, *, evaluates: bool) -> None:
-    """UsageError if the best checkpoint is to be kept and nothing is evaluated."""
-    if checkpoints.saves_best and (data.eval is None or not evaluates):
-        raise UsageError(
-            f"--save-best {EVAL_LOSS} goes by evaluations, and this run makes none: give evaluation data and "
-            "--eval-every-n-steps above 0, or leave it out"
-        )
-
-
-def _check_memory(job: Job, settings: Mapping[str, Any], log: RunLog) -> None:
-    """MemoryLimitError if the plan does not fit on the device, or in the memory of this host; a dry run for many says
-    first what every level takes."""
-    strict = job.device.kind == "cuda" and settings["deterministic"]
-    relaxed = open_backend("planned", deterministic=False).scratch_bytes if strict else None
-    free = device.memory_bytes(job.device)[1]
-    levels = level_lines(job, free) if job.plans_only else ()
-    for line in (*listed(job.plan, job.options["debug_memory"]), *levels):
-        log.say(line)
-    refuse_if_too_large(job.plan, free, job.backend.scratch_bytes, relaxed)
-    if not job.device.planned:  # whose host may have other memory than this one
-        on_device = job.plan.total_bytes if job.device.kind == "cpu" else 0
-        refuse_if_host_is_small(job.plan, device.memory_bytes()[1] - on_device)
-
-
-def _check_disk(job: Job, done: int) -> dict[str, tuple[Path, int]]:
-    """Bytes of the checkpoints after the step `done` and of the model; StorageError if they do not fit on the disk."""
-    first, last = done + 1, job.schedule.steps
-    one = checkpoint_bytes(job.checkpoint_pieces)
-    saved = (job.checkpoints.folder, job.checkpoints.peak_bytes(one, first, max(first, last)))
-    model = (job.export.folder, job.export.check(room=not job.device.planned))
-    needs = {"the checkpoints": saved, "the model": model}
-    if not job.device.planned:
-        check_free_space(needs)
-    return needs

@@ -11,7 +11,6 @@ from collections.abc import Callable
 from contextlib import ExitStack, nullcontext, suppress
 from dataclasses import dataclass, replace
 from functools import partial
-from itertools import count
 from pathlib import Path
 from typing import Any, TextIO
 
@@ -21,7 +20,6 @@ from llmq.data.batches.batch import Batch
 from llmq.data.batches.loader import Loader
 from llmq.data.batches.windows import Samples
 from llmq.data.read_ahead import Stopped
-from llmq.data.tokens.rebuilt_tokenizer import rebuilt_warning
 from llmq.disk import MIB, shown
 from llmq.engine.engine import Engine, StepResult
 from llmq.errors import INTERRUPTED, NonFiniteError, StorageError
@@ -30,15 +28,15 @@ from llmq.files.checkpoint import EVAL_LOSS, load
 from llmq.files.writers import Keep
 from llmq.options.parse import Options, changed
 from llmq.plan.plan import Plan
-from llmq.row import Row
 from llmq.training.allocation import allocation_of
 from llmq.training.begin import hold, load_weights, restore, share_algorithms, told
 from llmq.training.describe import summary
 from llmq.training.evaluation import held_out
+from llmq.training.finish import export_all
 from llmq.training.fp8_watch import Fp8Watch, carried
-from llmq.training.health import all_finite
 from llmq.training.interrupt import Interrupt
 from llmq.training.job import Job, prepare
+from llmq.training.lisa_watch import LisaWatch
 from llmq.training.log import SUMMARY, RunLog
 from llmq.training.progress import Progress
 from llmq.training.ranks import Ranks, joined
@@ -66,6 +64,7 @@ class TrainResult:
     sol: float | None = None  # median share of the device's speed of light
     first_step_s: float = math.nan  # from the call to the end of the first step
     model_path: Path | None = None
+    merged_path: Path | None = None  # of --merge
     log_path: Path | None = None
     checkpoint_path: Path | None = None
     warnings: tuple[str, ...] = ()
@@ -117,7 +116,9 @@ class _Run:
         self.saver, self.saving = saver, 0  # and the step of the newest save that was begun
         self.engine, self.light_s = Engine(job.plan, job.backend), job.light_s
         self.progress = Progress()
-        self.fp8, self.allocation = Fp8Watch(self), allocation_of(self.engine, log.say)
+        self.fp8, self.lisa = Fp8Watch(self), LisaWatch(self)
+        self.allocation = allocation_of(self.engine, log.say)
+        self.is_cold = job.resume is None  # whether delayed scales have seen nothing yet
         self.saved = self.began_at = 0  # step of the newest checkpoint, and that of the one that the run continues
         self.speeds: list[float] = []
         self.result, self.updating = TrainResult(log_path=log.path), False  # in an update the state is of no step
@@ -153,7 +154,9 @@ class _Run:
             self._settle()
         if self._ends():
             return self._stopped()
-        warnings = [*self.progress.course.warnings(job.plan.spec.config.vocab_size), *self._export()]
+        left = export_all(job, self.engine, self.allocation, self.progress, self.ranks, log)
+        self.result = replace(self.result, model_path=left.model_path, merged_path=left.merged_path)
+        warnings = [*self.progress.course.warnings(job.plan.spec.config.vocab_size), *left.warnings]
         result = self._result(exit_code=NonFiniteError.exit_code if self.result.model_path is None else 0)
         log.say(summary(result, time.perf_counter() - self.began), least=SUMMARY)
         losses = {"train_loss": result.train_loss, "eval_loss": result.eval_loss}
@@ -176,6 +179,7 @@ class _Run:
         """Weights from the source or state from the checkpoint, and the log's file."""
         job, engine = self.job, self.engine
         if job.resume is None:
+            job.found.share(job.plan, self.ranks)
             load_weights(engine, job, self.log, self.interrupt)
             self.log.begin(num_steps=job.schedule.steps)
             return
@@ -200,13 +204,15 @@ class _Run:
     def _step(self, loader: Loader) -> None:
         """One optimizer step, and what is due after it."""
         self._settle(wait=False)  # what made the last save fail ends the run here
+        self.lisa.before_step()
         job, step, start = self.job, self.progress.step + 1, time.perf_counter()
         self.ranks.step, wait_ms, real, tokens, rate = step, 0.0, 0, 0, job.schedule.learning_rate(step)
         for micro_step in range(job.data.grad_accumulation):
             batch = loader.next(self._ends)
             wait_ms, real, tokens = wait_ms + batch.wait_ms, real + batch.num_real, tokens + batch.num_tokens
-            if micro_step == 0 and step == 1 and self.engine.needs_warm_up:
+            if self.is_cold and self.engine.needs_warm_up:
                 self.engine.warm_up(batch)
+            self.is_cold = False
             if micro_step == 0:
                 start += self.fp8.before_step(batch)
                 self.engine.start_step(step - self.progress.moments_from, rate)
@@ -363,6 +369,7 @@ class _Run:
             "must_match": job.must_match,
             "row_layout": job.data.layout.kind,
             "algorithms": job.backend.algorithms,
+            "ranks": dict(job.found.ranks),
             "sites": {"matmul": job.plan.spec.precision.matmul, "wide": list(job.plan.spec.precision.wide)},
         }
         is_known = now.evaluated == now.step and math.isfinite(now.eval_loss)
@@ -388,50 +395,6 @@ class _Run:
         """Whether this step has just been evaluated, and is the best of the run."""
         now = self.progress
         return now.evaluated == now.step and self.job.checkpoints.improves(now.eval_loss)
-
-    def _export(self) -> list[str]:
-        """Writes the model, unless it is ruined; returns warnings about it, which say how to continue.
-
-        A ruined one is written with --export-anyway. Weights are checked on their way to the disk.
-        """
-        job, now = self.job, self.progress
-        reasons = [f"the last step, {now.step}, changed nothing: it was not finite"] if now.rejected else []
-        if not reasons and now.evaluated == now.step and not math.isfinite(now.eval_loss):
-            reasons = [f"the loss of the last evaluation is {now.eval_loss}"]
-        bad: list[str] = []
-        done, export = count(1), self.allocation.exported(self.engine, job.export)
-
-        def read(row: Row) -> np.ndarray:
-            values = self.engine.parameter(row.name)
-            report(next(done), len(export.rows))
-            if not all_finite(values):
-                bad.append(row.name)
-                if not job.exports_anyway:
-                    raise NonFiniteError
-            return values
-
-        if not reasons or job.exports_anyway:
-            with suppress(NonFiniteError), self.ranks.long("exporting"), self.log.task("Exporting") as report:
-                path = export.write(read) if self.ranks.is_first else export.read_along(read)
-                self.result = replace(self.result, model_path=path)
-                self.log.say(f"Exported: {path}", least=SUMMARY)
-                if warning := rebuilt_warning(path):
-                    self.log.warn(warning)
-        if bad:
-            more = f" and {len(bad) - 1} more" if len(bad) > 1 else ""
-            reasons.append(f"the weights of {bad[0]}{more} are not all finite")
-        if self.result.model_path is not None:
-            return [f"The model is exported although {why}" for why in reasons]
-        return [f"No model is exported: {reasons[0]}. {self._way_back()}"]
-
-    def _way_back(self) -> str:
-        """How to continue after a run that was ruined."""
-        others = self.job.checkpoints.others(self.progress.step)
-        again = f"resume from one of the checkpoints of {others} with --continue STEP" if others else "start again"
-        return (
-            f"Lower --learning-rate, or raise --warmup, and {again}. To get this model all the same, use --continue "
-            "--export-anyway"
-        )
 
     def _result(self, exit_code: int = 0) -> TrainResult:
         """The run's metrics; the first step is left out of the speed where there are others."""

@@ -166,7 +166,7 @@ def other_options_continue_a_run(real, saved, now):
     return None
 
 
-@fault("llmq.training.loop:all_finite", KEPT)
+@fault("llmq.training.finish:all_finite", KEPT)
 def a_ruined_model_is_exported(real, values):
     return True
 

@@ -18,7 +18,7 @@ UNSET = """
     steps warmup_ratio min_lr sample_prompts save_best continue reset export_dtype gpu ray_address
     reduce_dtype memcpy_all_gather memcpy_send_recv debug_memory
     lora_rank lora_alpha lora_dropout lora_targets lora_bias lora_init adapter base_dtype train_only
-    lora_rank_pattern lora_alpha_pattern lora_plus_ratio train_also ia3
+    lora_rank_pattern lora_alpha_pattern lora_plus_ratio train_also ia3 eva_rho lora_budget lisa lisa_interval
     prompt_tuning prompt_init prompt_init_text prefix_tuning
     lora_rank_pattern lora_alpha_pattern lora_plus_ratio train_also ia3 adalora_target_rank adalora_warmup adalora_final
     adalora_interval adalora_beta1 adalora_beta2 adalora_orth_reg
@@ -28,7 +28,7 @@ OFF = """
     recompute_qkv recompute_att recompute_block overwrite export_anyway dry_run
     offload_residual offload_master offload_opt_m offload_opt_v offload_optimizer offload_gradients
     offload_quants stream_weights fused_update
-    shard_gradients shard_weights all_to_all_reduce rslora dora adalora
+    shard_gradients shard_weights all_to_all_reduce rslora dora adalora merge
 """
 DEFAULTS = {
     **dict.fromkeys(UNSET.split()),

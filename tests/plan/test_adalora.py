@@ -27,7 +27,7 @@ UNCLIPPED = {"hyper": Hyperparameters(grad_clip=0.0)}
 
 def adapters(text="all", config=None, budget=BUDGET, **about):
     every = with_triplets(targets(chosen(text, config or tiny()), RANK, 6.0, rslora=False))
-    return Adapters(RANK, 6.0, every, init=INIT, budget=budget, **about)
+    return Adapters(RANK, 6.0, every, init=INIT, schedule=budget, **about)
 
 
 def placed(index=1):
@@ -69,7 +69,7 @@ def regulariser(values, about):
         for index, target in enumerate(its):
             total += apart(values[f"{site}.lora_a"][index * RANK : (index + 1) * RANK])
             total += apart(values[f"{site}.lora_b.{target.module.key}"].T)
-    return about.budget.orth_reg * total / (2 * len(about.targets))
+    return about.schedule.orth_reg * total / (2 * len(about.targets))
 
 
 @pytest.mark.parametrize("about", [{}, {"text": "q_proj,o_proj,mlp,lm_head", "dropout": 0.3}], ids=["all", "dropout"])
@@ -212,7 +212,7 @@ def test_a_schedule_without_a_choice_is_refused(change, says):
 
 def test_ranks_that_a_gpu_cannot_update_are_refused():
     every = with_triplets(targets(chosen("o_proj", tiny(hidden_size=256, head_dim=64)), 6, 6.0, rslora=False))
-    about = Adapters(6, 6.0, every, init=INIT, budget=BUDGET)
+    about = Adapters(6, 6.0, every, init=INIT, schedule=BUDGET)
     with pytest.raises(UsageError, match=r"^rank 6 is no multiple of 4, as the GPU .* --lora-rank"):
         plan_of(
             BF16,

@@ -32,7 +32,7 @@ from llmq.files.checkpoint import load
 from llmq.files.source import initial_parameters, open_source
 from llmq.options.data import ModelOptions
 from llmq.report.read import read_log
-from llmq.training import auto, evaluation, fp8_watch, job
+from llmq.training import auto, evaluation, fp8_watch, job, room
 from llmq.training.fp8_watch import CopyError
 from llmq.training.loop import NON_FINITE_LIMIT
 from llmq.training.records import EvalRecord, TrainRecord
@@ -73,10 +73,10 @@ def test_a_sample_is_evaluated_at_the_end_too_unless_all_is_asked_for(given):
 
 def test_an_error_is_the_first_thing_that_is_seen(given, monkeypatch):
     """The last checks are those of the memory and the disk."""
-    monkeypatch.setattr(job, "check_free_space", lambda needs: (_ for _ in ()).throw(StorageError("full")))
+    monkeypatch.setattr(room, "check_free_space", lambda needs: (_ for _ in ()).throw(StorageError("full")))
     with pytest.raises(StorageError, match="full"):
         llmq.train(**given)
-    monkeypatch.setattr(job, "refuse_if_too_large", lambda *arguments: (_ for _ in ()).throw(MemoryLimitError("big")))
+    monkeypatch.setattr(room, "refuse_if_too_large", lambda *arguments: (_ for _ in ()).throw(MemoryLimitError("big")))
     with pytest.raises(MemoryLimitError, match="big"):
         llmq.train(**given)
     assert given["console"].getvalue() == ""

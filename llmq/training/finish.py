@@ -1,0 +1,101 @@
+"""What a finished run leaves: its model, or its adapter and with --merge the model with it, unless they are ruined."""
+
+from __future__ import annotations
+
+import math
+from contextlib import suppress
+from dataclasses import dataclass
+from itertools import count
+from pathlib import Path
+
+import numpy as np
+
+from llmq.data.tokens.rebuilt_tokenizer import rebuilt_warning
+from llmq.engine.engine import Engine
+from llmq.errors import NonFiniteError
+from llmq.files.huggingface import Export
+from llmq.row import Row
+from llmq.training.allocation import Allocation
+from llmq.training.health import all_finite
+from llmq.training.job import Job
+from llmq.training.log import SUMMARY, RunLog
+from llmq.training.progress import Progress
+from llmq.training.ranks import Ranks
+
+
+@dataclass(frozen=True)
+class Left:
+    """The folders that were written, and warnings about what is in them."""
+
+    model_path: Path | None
+    merged_path: Path | None
+    warnings: list[str]
+
+
+def export_all(job: Job, engine: Engine, allocation: Allocation, now: Progress, ranks: Ranks, log: RunLog) -> Left:
+    """Writes the model, or of an adapter what the `allocation` of ranks kept, unless it is ruined; the warnings about
+    it say how to continue.
+
+    A ruined one is written with --export-anyway. Weights are checked on their way to the disk.
+    """
+    reasons = [f"the last step, {now.step}, changed nothing: it was not finite"] if now.rejected else []
+    if not reasons and now.evaluated == now.step and not math.isfinite(now.eval_loss):
+        reasons = [f"the loss of the last evaluation is {now.eval_loss}"]
+    bad: dict[str, None] = {}
+    model = merged = None
+    if not reasons or job.exports_anyway:
+        with suppress(NonFiniteError):
+            model = _written(allocation.exported(engine, job.exports[0]), "Exporting", job, engine, ranks, log, bad)
+            log.say(f"Exported: {model}", least=SUMMARY)
+            if warning := rebuilt_warning(model):
+                log.warn(warning)
+            for export in job.exports[1:]:
+                merged = _written(export, "Merging", job, engine, ranks, log, bad)
+                log.say(f"Merged into {_base(job)}: {merged}", least=SUMMARY)
+    if bad:
+        more = f" and {len(bad) - 1} more" if len(bad) > 1 else ""
+        reasons.append(f"the weights of {next(iter(bad))}{more} are not all finite")
+    if model is not None:
+        return Left(model, merged, [f"The model is exported although {why}" for why in reasons])
+    return Left(None, None, [f"No model is exported: {reasons[0]}. {_way_back(job, now)}"])
+
+
+def _written(
+    what: Export, title: str, job: Job, engine: Engine, ranks: Ranks, log: RunLog, bad: dict[str, None]
+) -> Path:
+    """The folder of an export, by the first rank, once it is complete; the other ranks read along.
+
+    Rows that are not finite are added to `bad`, and raise NonFiniteError unless they are exported anyway.
+    """
+    done = count(1)
+
+    def read(row: Row) -> np.ndarray:
+        values = engine.parameter(row.name)
+        report(min(next(done), len(what.rows)), len(what.rows))
+        if not all_finite(values):
+            bad[row.name] = None
+            if not job.exports_anyway:
+                raise NonFiniteError
+        return values
+
+    with ranks.long(title.lower()), log.task(title) as report:
+        path = what.write(read) if ranks.is_first else what.read_along(read)
+        ranks.agreed(None)  # what follows would wait for the first one without saying so
+        return path
+
+
+def _base(job: Job) -> str:
+    """What the run was trained on, in words."""
+    adapters = job.plan.spec.adapters
+    held = None if adapters is None else adapters.base
+    return f"the base in {held}" if held else "the base"
+
+
+def _way_back(job: Job, now: Progress) -> str:
+    """How to continue after a run that was ruined."""
+    others = job.checkpoints.others(now.step)
+    again = f"resume from one of the checkpoints of {others} with --continue STEP" if others else "start again"
+    return (
+        f"Lower --learning-rate, or raise --warmup, and {again}. To get this model all the same, use --continue "
+        "--export-anyway"
+    )

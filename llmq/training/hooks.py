@@ -1,0 +1,30 @@
+"""What hooks of the training loop know of it."""
+
+from __future__ import annotations
+
+from typing import Protocol
+
+from llmq.engine.engine import Engine
+from llmq.plan.plan import Plan
+from llmq.training.job import Job
+from llmq.training.log import RunLog
+from llmq.training.progress import Progress
+from llmq.training.ranks import Ranks
+
+
+class Loop(Protocol):
+    """What hooks read of the training loop, change and ask of it.
+
+    `light_s` is that of the job; `is_cold`: no delayed scale has seen a batch yet.
+    """
+
+    job: Job
+    log: RunLog
+    engine: Engine
+    progress: Progress
+    ranks: Ranks
+    light_s: float
+    is_cold: bool
+
+    def switch(self, plan: Plan) -> None:
+        """Goes on under another plan; first saves a checkpoint of this step."""
