@@ -24,7 +24,7 @@ FOLLOWS = {"fp32": 0.99999, "bf16": 0.99}
 KINDS = {
     "ia3": {"text": "k_proj,v_proj,up_proj,down_proj", "method": "ia3"},
     "dora": {"text": "q_proj,v_proj,mlp", "dropout": 0.2, "dora": True},
-    "adalora": {"text": "q_proj,v_proj,mlp", "dropout": 0.2, "init": INIT, "budget": Budget(8, total=4)},
+    "adalora": {"text": "q_proj,v_proj,mlp", "dropout": 0.2, "init": INIT, "schedule": Budget(8, total=4)},
     "all": {"text": "all"},
     "prefix": {"method": "prefix", "num_virtual": 5},
     "prompt": {"method": "prompt", "num_virtual": 5},
