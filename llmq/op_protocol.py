@@ -169,6 +169,26 @@ class Ops:
     ) -> None:
         """norm (1,), scale (1,), apply (1,) <- partials (P,) sums of squares, loss_total (1,), num_tokens (1,)."""
 
+    def importance(
+        self,
+        new_sensitivity: Ref | None,
+        new_uncertainty: Ref | None,
+        /,
+        sensitivity: Ref,
+        uncertainty: Ref,
+        weight: Ref,
+        grad: Ref,
+        scale: Ref,
+        apply: Ref,
+        *,
+        beta_1: float,
+        beta_2: float,
+    ) -> None:
+        """new_sensitivity, new_uncertainty <- those before, weight, grad (one shape), cells scale, apply (1,)."""
+
+    def importance_sums(self, sums: Ref | None, /, sensitivity: Ref, uncertainty: Ref, *, of_columns: bool) -> None:
+        """sums <- sensitivity times uncertainty (N,R): (P,R), of each column of 128 rows, or (N,), of each row."""
+
     def last_norm_scale(
         self,
         new_last_norm: Ref | None,
@@ -204,6 +224,11 @@ class Ops:
         self, d_low: Ref | None, d_up: Ref | None, /, d_y: Ref, low: Ref, up: Ref, *, alpha: float = 1.0
     ) -> None:
         """d_low (...,R), d_up (N,R) <- d_y (...,N), low (...,R), up (N,R): alpha d_y up, alpha d_y^T low."""
+
+    def orthogonality(
+        self, coefficient: Ref | None, /, gram: Ref, targets: Ref, *, weight: float, first: int, present: int
+    ) -> None:
+        """coefficient (R,S) <- gram (S,S), targets (B,T): what gives the gradient of a matrix, by its products."""
 
     def output_gain(
         self,

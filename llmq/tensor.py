@@ -95,13 +95,15 @@ class Slot:
     """A named intermediate of a sublayer: `dtype` is "act" (the model dtype), "stat" (fp32) or "int32".
 
     A slot is dropped after forward, and computed again in backward, when one of its `roles` is recomputed. Slots whose
-    names differ only after a `#` are pieces of one value: their quantized copies share one persistent scale.
+    names differ only after a `#` are pieces of one value: their quantized copies share one persistent scale. One
+    `of_weights` follows from weights alone: it has no axis of tokens, and is not cut where these are.
     """
 
     name: str
     shape: tuple[int, ...]
     roles: tuple[str, ...] = ()
     dtype: str = "act"
+    of_weights: bool = False
 
 
 @dataclass(frozen=True)
@@ -269,10 +271,8 @@ def scale_shape(shape: tuple[int, ...], form: Form) -> tuple[int, ...]:
 
 @dataclass(eq=False)
 class Tensor:
-    """Bytes that an op reads: `array` has the stored shape, `shape` is the logical one, `scale` dequantises.
-
-    `scale` is (1,) or, where the copy owns its scales, of `scale_shape`.
-    """
+    """Bytes that an op reads: `array` has the stored shape, `shape` is the logical one. `scale`, which dequantises, is
+    (1,) or, where the copy owns its scales, of `scale_shape`."""
 
     name: str
     array: np.ndarray

@@ -145,6 +145,9 @@ RULES: Mapping[str, Rule] = {
     "dropout": lambda a: a.copies("x", "residual") + 4 * a.size("x"),
     # The weight is read in slices.
     "output_gain": lambda a: a.copies("up") + 3 * a.size("up"),
+    "importance": lambda a: a.copies("weight", "grad") + 4 * a.size("sensitivity"),
+    "importance_sums": lambda a: 2 * a.size("sensitivity"),
+    "orthogonality": lambda a: 4 * a.size("coefficient") + a.inputs["targets"].shape[0] * a.inputs["targets"].shape[1],
     # Sorted by token, and summed over the positions of a token.
     "embedding_backward": lambda a: a.copies("d_res") + 2 * a.size("d_res"),
     "embedding_forward": lambda a: a.size("res") + a.copies("weight") * a.size("res") // (2 * a.size("weight")),

@@ -59,8 +59,9 @@ class Head:
         return Slot("x", (b, t, self.c))
 
     def _cut(self, a: Slots, start: int, count: int) -> Slots:
-        """The frame for `count` rows of the site's input, which cut its own slots too."""
-        return a.chunk([slot.name for slot in self.site.slots(self._x(*a.loss.shape))], start, count)
+        """The frame for `count` rows of the site's input, which cut its own slots of tokens too."""
+        own = self.site.slots(self._x(*a.loss.shape))
+        return a.chunk([slot.name for slot in own if not slot.of_weights], start, count)
 
     def _chunks(self, a: Slots) -> list[tuple[int, int, int]]:
         count = a.loss.shape[0] * a.loss.shape[1] // self.chunks

@@ -62,8 +62,11 @@ class TiledMlp(Mlp):
     def slots(self, b: int, t: int) -> tuple[Slot, ...]:
         """Intermediates of every tile, of b * t / tiles tokens."""
         of_one = super().slots(1, b * t // self.tiles)
+        shapes = {slot.name: slot.shape if slot.of_weights else slot.shape[1:] for slot in of_one}
         return tuple(
-            replace(slot, name=f"{slot.name}#{i}", shape=slot.shape[1:]) for i in range(self.tiles) for slot in of_one
+            replace(slot, name=f"{slot.name}#{i}", shape=shapes[slot.name])
+            for i in range(self.tiles)
+            for slot in of_one
         )
 
     def pieces(self, a: Slots) -> list[Slots]:

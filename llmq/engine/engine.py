@@ -15,6 +15,7 @@ from llmq.model.rope import document_positions, rope_table
 from llmq.plan.observe import FIELDS, STRIDE
 from llmq.plan.plan import SCALE_STRIDE, Plan
 from llmq.row import Row
+from llmq.stores.importance import Importance
 from llmq.stores.reduced_grads import SENT_ERROR
 
 WARM_UP_PASSES = 8  # fp8 scales settle in about as many passes as a layer has matmuls in a chain
@@ -118,6 +119,34 @@ class Engine(BoundPlan):
             return None
         _, power, noise, *_ = (float(value) for value in self._read(SENT_ERROR))
         return math.sqrt(noise / power) if power else 0.0
+
+    # ranks that are chosen while they are trained
+
+    def measure_importance(self) -> None:
+        """Leaves the sums of what the parameters of adapters are worth now."""
+        self.run("measure")
+
+    def importance(self) -> np.ndarray:
+        """These sums, of all ranks (a copy)."""
+        return self._read(self._importance.total)
+
+    def keep(self, flags: np.ndarray) -> None:
+        """Says of every triplet whether it is kept; `mask` sets the others' entries of E to 0."""
+        self._write(self._cells.kept, self._importance.cell_of(flags))
+
+    def kept(self) -> np.ndarray:
+        """What is kept, of every triplet (a copy)."""
+        return self._importance.flags(self._read(self._cells.kept))
+
+    def mask(self) -> None:
+        """Sets the entries of E of triplets that are not kept to 0."""
+        self.run("mask")
+        self._is_gathered = False
+
+    @property
+    def _importance(self) -> Importance:
+        assert isinstance(self.plan.importance, Importance), "no ranks are chosen in this run"
+        return self.plan.importance
 
     @property
     def needs_warm_up(self) -> bool:
@@ -229,6 +258,9 @@ class Engine(BoundPlan):
         for cell in (cells.norm, cells.last_norm):
             if self._has(cell):
                 self._fill(cell, 0)
+        if self.plan.importance.cells:
+            self._fill(cells.kept, 1)
+            self._fill(cells.importance, 0)
         if self.plan.scales:
             self._write(cells.limits, np.array(self.plan.limits))
             self._fill(cells.always, 1)

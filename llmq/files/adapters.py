@@ -19,6 +19,7 @@ from safetensors import SafetensorError, safe_open
 
 from llmq.errors import DataError
 from llmq.files import weight_files
+from llmq.files.adalora import Patterns, checked_triplets, kept_rows, kept_value, rank_pattern, triplet_config
 from llmq.files.first_adapter import FirstAdapter
 from llmq.files.huggingface import ADAPTER_CONFIG, ADAPTER_WEIGHTS, Export, write_json, write_tensors
 from llmq.files.ia3 import checked_gains, gain_config
@@ -94,7 +95,8 @@ class StoredAdapter:
         whole = value.reshape(row.part_axes)
         for part in row.parts:
             if part.name in self.tensors:
-                whole[part.start : part.stop] = self.read(part.name)
+                stored = self.read(part.name)  # of AdaLoRA it may have less: what is kept
+                whole[part.start : part.stop][tuple(map(slice, stored.shape))] = stored
         return whole.reshape(row.shape)
 
 
@@ -181,7 +183,12 @@ def _checked(about: dict[str, Any], tensors: dict[str, Stored], config: ModelCon
     return Adapters(rank, alpha, targets, dropout, bias, rslora, init, also=also, dora=dora), problems
 
 
-CHECKS = {"LORA": _checked, "IA3": checked_gains, **dict.fromkeys(METHODS, checked_virtual)}  # by peft_type
+CHECKS = {  # by peft_type
+    "LORA": _checked,
+    "IA3": checked_gains,
+    "ADALORA": checked_triplets,
+    **dict.fromkeys(METHODS, checked_virtual),
+}
 
 
 def _unlike(module: Module, pair: dict[str, Stored], rank: int, *, dora: bool) -> Iterator[str]:
@@ -213,6 +220,8 @@ def adapter_config(adapters: Adapters, config: ModelConfig, base: str, revision:
         return gain_config(adapters, config, base, revision)
     if adapters.num_virtual:
         return virtual_config(adapters, config, base, revision)
+    if adapters.schedule is not None:
+        return triplet_config(adapters, config, base, revision)
     ranks = {t.module.name: t.rank for t in adapters.targets if t.rank != adapters.rank}
     alphas = {t.module.name: t.alpha for t in adapters.targets if t.alpha != adapters.alpha}
     return {
@@ -265,19 +274,27 @@ def stored_rows(rows: Sequence[Row], adapters: Adapters) -> tuple[Row, ...]:
 
 @dataclass(frozen=True)
 class AdapterExport(Export):
-    """The export of an adapter: PEFT's two files, and the tokenizer's."""
+    """The export of an adapter: PEFT's two files, and the tokenizer's. `patterns` say what is kept of AdaLoRA's."""
 
     about: dict[str, Any] = field(default_factory=dict)  # adapter_config.json
     first: FirstAdapter | None = None  # what the rows, of twice the rank, began with
+    patterns: Patterns = field(default_factory=dict)
 
     def write_model(self, folder: Path, read: Callable[[Row], np.ndarray]) -> None:
         """Config and weights into a new folder."""
-        write_tensors(folder / ADAPTER_WEIGHTS, self.rows, partial(self._read, read), self.dtype)
+        rows = kept_rows(self.rows, self.patterns)
+        write_tensors(folder / ADAPTER_WEIGHTS, rows, partial(self._read, read), self.dtype)
         write_json(folder / ADAPTER_CONFIG, self.about)
+
+    def choosing(self, patterns: Patterns) -> AdapterExport:
+        """The export of AdaLoRA's adapters of which this is kept."""
+        return replace(self, patterns=patterns, about={**self.about, "rank_pattern": rank_pattern(patterns)})
 
     def _read(self, read: Callable[[Row], np.ndarray], row: Row) -> np.ndarray:
         """The value of a row: of matrices that began as a part of the model, A over the first A, B beside -B."""
         value, (site, found, _) = read(row), row.name.partition(".lora_")
+        if self.patterns:
+            return kept_value(row, value, self.patterns)
         if self.first is None or not found or ".lora_m" in row.name:
             return value
         pairs = self.first.pairs(site)

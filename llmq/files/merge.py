@@ -42,6 +42,9 @@ class Addition:
         name, about = target.module.name, self.adapters
         if about.method == "ia3":
             return gain_change(self.read(f"{name}.{GAINS}"), weight, inward=target.inward)
+        if about.schedule is not None:
+            a, b, e = (self.read(f"{name}.lora_{key}") for key in "ABE")
+            return lambda start, stop: np.float32(target.scale) * (b[start:stop] @ (a * e))
         a, b = (self.read(f"{name}.lora_{key}.weight") for key in "AB")
         if about.init in TAKEN_OUT:
             first_a, first_b = first_pair(about.init, weight, target.rank, target.scale)

@@ -21,6 +21,7 @@ from llmq.files import weight_files
 from llmq.files.hub import model_folder, revision_of
 from llmq.files.huggingface import ADAPTER_CONFIG, checked_tensors, read_rows, tokenizer_files
 from llmq.files.tensor_files import Stored
+from llmq.model.adalora import INIT as ADALORA
 from llmq.model.config import ModelConfig, from_folder, read_json
 from llmq.model.parameters import parameter_rows, rows_of_file
 from llmq.model.presets import HUB_NAMES, preset, preset_tokenizer
@@ -169,8 +170,8 @@ def initial_parameters(source: ModelSource, rows: Sequence[Row], seed: int) -> I
 def drawn(source: ModelSource, row: Row, seed: int) -> np.ndarray:
     """The initial value of a row in fp32: N(0, 0.02), residual projections scaled by 1/sqrt(2L) (GPT-2) or zero.
 
-    Of adapters, as PEFT draws them: uniform up to 1/sqrt(K) (kaiming), or N(0, 1/R) with each part's R (gaussian), of
-    virtual tokens N(0, 1) (unit).
+    Of adapters, as PEFT draws them: uniform up to 1/sqrt(K) (kaiming), N(0, 1/R) with each part's R (gaussian), or
+    N(0, 0.02) (AdaLoRA), of virtual tokens N(0, 1) (unit).
     Padded rows are zero.
     """
     value = np.zeros(row.part_axes, np.float32)
@@ -178,7 +179,7 @@ def drawn(source: ModelSource, row: Row, seed: int) -> np.ndarray:
     if row.init == "ones":
         drawn_rows[...] = 1
     residual = row.init == "residual"
-    if row.init == "normal" or (residual and not source.init_proj_to_zero):
+    if row.init in ("normal", ADALORA) or (residual and not source.init_proj_to_zero):
         std = INIT_STD / math.sqrt(2 * source.config.num_layers) if residual else INIT_STD
         _fill(drawn_rows, seed, row.name, normal_block)
         drawn_rows *= np.float32(std)

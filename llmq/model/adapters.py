@@ -16,6 +16,7 @@ from functools import cached_property
 from typing import Any
 
 from llmq.errors import UsageError
+from llmq.model.adalora import Budget
 from llmq.model.config import ModelConfig
 from llmq.model.first_adapter import TAKEN_OUT
 from llmq.model.parameters import HEAD, padded_vocab, parameter_rows
@@ -60,6 +61,12 @@ class Target:
     alpha: float
     scale: float
     inward: bool = False
+    kept: tuple[bool, ...] | None = None  # of AdaLoRA's that was read: its rank pattern; None: all
+
+    @property
+    def present(self) -> int:
+        """Rows of A that are there, of `rank`."""
+        return self.rank if self.kept is None else sum(self.kept)
 
 
 @dataclass(frozen=True)
@@ -74,7 +81,7 @@ class Adapters:
     `dora` the outputs have magnitudes of their own (Liu et al., 2024). `method`: lora, or ia3, of which there are only
     `targets`, `base` and `also`, or prompt or prefix, of which there are only `base` and `num_virtual` tokens before
     each document (llmq/model/virtual_tokens.py). The learning rate of B and of vectors is `plus` times that of A
-    (LoRA+; Hayou et al., 2024).
+    (LoRA+; Hayou et al., 2024). With a `schedule` they are AdaLoRA's, and ranks are chosen while they are trained.
     """
 
     rank: int
@@ -92,6 +99,7 @@ class Adapters:
     num_virtual: int = 0
     rho: float = 1.0
     budget: int | None = None
+    schedule: Budget | None = None
 
     @cached_property
     def by_site(self) -> dict[str, tuple[Target, ...]]:
@@ -100,6 +108,11 @@ class Adapters:
         for target in self.targets:
             found.setdefault(target.module.site, []).append(target)
         return {site: tuple(sorted(targets, key=lambda t: t.module.start)) for site, targets in found.items()}
+
+    @property
+    def orthogonality(self) -> float:
+        """What AdaLoRA multiplies each of its norms by: they count as their mean."""
+        return 0.0 if self.schedule is None else self.schedule.orth_reg / (2 * len(self.targets))
 
     @property
     def is_relative(self) -> bool:
@@ -115,6 +128,9 @@ class Adapters:
         more |= {"init": self.init} if self.init in TAKEN_OUT else {}
         more |= {"eva": [self.rank, self.rho]} if self.init == "eva" else {}
         more |= {} if self.budget is None else {"budget": self.budget}
+        if self.schedule is not None:
+            present = {target.module.name: target.present for target in self.targets if target.kept is not None}
+            more |= {"adalora": self.schedule.identity(), **({"kept": present} if present else {})}
         if self.num_virtual:
             more |= {"method": self.method, "virtual tokens": self.num_virtual}
         elif self.method != "lora":
@@ -325,3 +341,13 @@ def scale_of(rank: int, alpha: float, *, rslora: bool) -> float:
     if rank == 0:
         return 0.0
     return alpha / math.sqrt(rank) if rslora else alpha / rank
+
+
+def with_triplets(targets: Sequence[Target]) -> tuple[Target, ...]:
+    """Targets of AdaLoRA."""
+    return tuple(replace(target, scale=scale_of_triplets(target.rank, target.alpha)) for target in targets)
+
+
+def scale_of_triplets(rank: int, alpha: float) -> float:
+    """What multiplies B E A x in AdaLoRA: as in PEFT, of the rank that adapters begin with."""
+    return (alpha if alpha > 0 else float(rank)) / (rank + 1e-5)

@@ -62,6 +62,7 @@ def update(
     cells: Mapping[str, Ref],
     hyper: Hyperparameters,
     seed: int,
+    importance: Any,
 ) -> None:
     """Every master, m and v, and all copies of the weights <- gradients.
 
@@ -80,7 +81,7 @@ def update(
     _measure(ops, cells, agreed, hyper, None if hyper.clips_by_last else cells["grad_scale"])
     _update_scales(ops, cells, agreed, cells["apply"])
     walks = zip(moments.walk(ops), weights.written(ops), grads.sums(ops), strict=True)
-    _step(ops, ((*one, cells["apply"]) for one in walks), cells, hyper, seed)
+    _step(ops, ((*one, cells["apply"]) for one in walks), cells, hyper, seed, importance)
 
 
 def begin_fused(ops: Any, cells: Mapping[str, Ref], hyper: Hyperparameters) -> None:
@@ -98,6 +99,7 @@ def update_fused(
     cells: Mapping[str, Ref],
     hyper: Hyperparameters,
     seed: int,
+    importance: Any,
     *,
     applies: bool,
 ) -> None:
@@ -119,7 +121,7 @@ def update_fused(
             applied.append(apply)
     if applies:
         walks = moments.walk(ops, only=grads), weights.written(ops, grads), found, applied
-        _step(ops, zip(*walks, strict=True), cells, hyper, seed)
+        _step(ops, zip(*walks, strict=True), cells, hyper, seed, importance)
 
 
 def end_fused(ops: Any, cells: Mapping[str, Ref], hyper: Hyperparameters) -> None:
@@ -147,15 +149,18 @@ def _step(
     cells: Mapping[str, Ref],
     hyper: Hyperparameters,
     seed: int,
+    importance: Any,
 ) -> None:
-    """AdamW on rows with pieces of their states, their weights, their gradients, and whether they are updated."""
+    """AdamW on rows with pieces of their states, their weights, their gradients, and whether they are updated; and what
+    that says of their importance."""
     for (row, pieces), weight, grad, apply in walks:
         for piece in pieces:
+            own = piece.grad or piece.of(grad)
             ops.adamw(
                 *piece.state,
                 piece.of(weight),
                 *piece.state,
-                piece.grad or piece.of(grad),
+                own,
                 cells["grad_scale"],
                 apply,
                 cells["learning_rate"],
@@ -169,6 +174,7 @@ def _step(
                 first=piece.first,
                 rate=row.rate,
             )
+            importance.update(ops, row, piece, own, cells["grad_scale"], apply)
 
 
 def calibrate(ops: Any, cells: Mapping[str, Ref], ranks: Any, always: Ref) -> None:

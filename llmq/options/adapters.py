@@ -2,16 +2,21 @@
 
 # No `from __future__ import annotations`: see llmq/options/maths.py.
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Annotated, Any, Literal
 
 from pydantic import Field
 
 from llmq.options.field import LARGEST_STEP, Float, Int, Path, Section, Text, flag, option
 
+OF_BUDGET = tuple(
+    f"adalora_{key}" for key in ("target_rank", "warmup", "final", "interval", "beta1", "beta2", "orth_reg")
+)
+NOT_OF_ADALORA = ("dora", "rslora", "lora_init", "lora_rank_pattern", "lora_alpha_pattern")
 SHAPE = (  # with --adapter, the folder says it
     *("lora_alpha", "lora_targets", "lora_bias", "rslora", "lora_init"),
-    *("lora_rank_pattern", "lora_alpha_pattern", "train_also", "dora", "eva_rho", "lora_budget"),
+    *("lora_rank_pattern", "lora_alpha_pattern", "train_also", "dora", "eva_rho", "lora_budget", "adalora"),
+    *OF_BUDGET,
 )
 OF_LORA = (*(key for key in SHAPE if key != "train_also"), "lora_dropout", "lora_plus_ratio")
 OF_PROMPTS = ("prompt_init", "prompt_init_text")
@@ -23,6 +28,10 @@ Rank = Literal["auto"] | Annotated[Int, Field(ge=1, le=LARGEST_STEP)]
 
 def _with_rank(value: Any) -> Any:
     return lambda data: value if data.get("lora_rank") is not None else None
+
+
+def _of_adalora(value: Callable[[int], Any]) -> Any:
+    return lambda data: value(rank) if data.get("adalora") and isinstance(rank := data.get("lora_rank"), int) else None
 
 
 class AdapterOptions(Section):
@@ -67,15 +76,20 @@ class AdapterOptions(Section):
         "Biases to train beside adapters: none, all, or those of adapted maps (lora_only).",
         shown="none",
     )
+    adalora: bool = option(
+        False,
+        "Begin with --lora-rank triplets (singular values with their vectors) for each map, and keep those that matter "
+        "most over all maps (AdaLoRA).",
+    )
     rslora: bool = option(
         False, "Multiply what adapters add by alpha over the root of the rank (rsLoRA).", "use_rslora"
     )
     lora_init: Literal["kaiming", "gaussian", "pissa", "olora", "eva"] | None = option(
-        _with_rank("kaiming"),
+        lambda data: None if data.get("adalora") else _with_rank("kaiming")(data),
         "What A and B begin as: kaiming draws A uniform up to 1 / sqrt(inputs), gaussian with the deviation 1 / rank, "
         "and B is zero; pissa and olora take the principal part of the weight out of it, or of its QR decomposition; "
         "eva makes A of the directions in which the map's inputs vary most, over the first batches.",
-        shown="kaiming",
+        shown="kaiming; --adalora has one of its own",
     )
     eva_rho: Float | None = option(
         lambda data: 2.0 if data.get("lora_init") == "eva" else None,
@@ -102,6 +116,47 @@ class AdapterOptions(Section):
     )
     dora: bool = option(
         False, "Learn the magnitude of each output of an adapted map beside its direction (DoRA).", "use_dora"
+    )
+    adalora_target_rank: Int | None = option(
+        _of_adalora(lambda rank: max(1, 2 * rank // 3)),
+        "Rank that is left at last, on average.",
+        "target_r",
+        shown="two thirds of --lora-rank",
+        ge=1,
+    )
+    adalora_warmup: Int | None = option(
+        _of_adalora(lambda rank: 0), "First steps in which all ranks are kept.", "tinit", shown="0", ge=0
+    )
+    adalora_final: Int | None = option(
+        _of_adalora(lambda rank: 0), "Last steps in which ranks stay as they are.", "tfinal", shown="0", ge=0
+    )
+    adalora_interval: Int | None = option(
+        _of_adalora(lambda rank: 10),
+        "Choose ranks anew every so many steps between the two.",
+        "deltaT",
+        shown="10",
+        ge=1,
+    )
+    adalora_beta1: Float | None = option(
+        _of_adalora(lambda rank: 0.85),
+        "Share of the sensitivity before that is kept in a step.",
+        shown="0.85",
+        gt=0,
+        lt=1,
+    )
+    adalora_beta2: Float | None = option(
+        _of_adalora(lambda rank: 0.85),
+        "Share of its uncertainty before that is kept in a step.",
+        shown="0.85",
+        gt=0,
+        lt=1,
+    )
+    adalora_orth_reg: Float | None = option(
+        _of_adalora(lambda rank: 0.5),
+        "Weight in the loss of how far singular vectors are from orthonormal; 0 for none.",
+        "orth_reg_weight",
+        shown="0.5",
+        ge=0,
     )
     lora_plus_ratio: Float | None = option(
         None,
@@ -220,6 +275,12 @@ class AdapterOptions(Section):
         elif self.adapter is None and self.lora_rank is None:
             given += [key for key in ("lora_dropout", "lora_plus_ratio", "base_dtype", "merge") if getattr(self, key)]
             yield from (f"{flag(key)} {getattr(self, key)} is for adapters: add --lora-rank" for key in given)
+        elif not self.adalora:
+            given = [key for key in OF_BUDGET if getattr(self, key) is not None]
+            yield from (f"{flag(key)} {getattr(self, key)} is for --adalora: add that" for key in given)
+        else:
+            given = [key for key in NOT_OF_ADALORA if getattr(self, key) not in (None, False)]
+            yield from (f"{flag(key)} {getattr(self, key)} does not go with --adalora: leave it out" for key in given)
 
     def _of_virtual_tokens(self) -> Iterator[str]:
         """What does not go with a prompt or a prefix."""
@@ -241,6 +302,8 @@ class AdapterOptions(Section):
                     "leave one of them out"
                 )
             return
+        if self.adalora:
+            yield "--adalora chooses ranks while it trains, and --lora-rank auto before: leave one of them out"
         if self.lora_budget is None:
             yield "--lora-rank auto chooses ranks within a number of parameters: add --lora-budget N"
         for key, given in (("lora_rank_pattern", self.lora_rank_pattern), ("lora_init", self.lora_init == "eva")):

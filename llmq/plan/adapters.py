@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import numpy as np
 
@@ -17,12 +17,24 @@ from llmq.files.adapters import open_adapter
 from llmq.files.first_adapter import FirstAdapter
 from llmq.files.source import ModelSource, Values, uniform_block
 from llmq.files.virtual_tokens import begun_as
-from llmq.model.adapters import LM_HEAD, Adapters, chosen, scaled, targets, trained_in_full, untied_only, without_head
+from llmq.model.adalora import INIT, Budget
+from llmq.model.adapters import (
+    LM_HEAD,
+    Adapters,
+    chosen,
+    scaled,
+    targets,
+    trained_in_full,
+    untied_only,
+    with_triplets,
+    without_head,
+)
 from llmq.model.config import ModelConfig
 from llmq.model.first_adapter import TAKEN_OUT
 from llmq.model.lisa import Lisa
 from llmq.model.parameters import left_out, num_parameters
 from llmq.model.virtual_tokens import PREFIX, PROMPT, PROMPT_ROW
+from llmq.options.adapters import OF_BUDGET
 from llmq.row import Row
 
 if TYPE_CHECKING:
@@ -31,8 +43,11 @@ if TYPE_CHECKING:
 _Number = TypeVar("_Number", int, float)
 
 
-def resolve(options: AdapterOptions, config: ModelConfig) -> Adapters | None:
-    """The adapters that the options ask for on a model; None for a run that trains the model. UsageError, DataError."""
+def resolve(options: AdapterOptions, config: ModelConfig, steps: int = 0) -> Adapters | None:
+    """The adapters that the options ask for on a model; None for a run that trains the model. UsageError, DataError.
+
+    `steps` are those of the run, which the schedule of AdaLoRA ends with; 0 where they are not known.
+    """
     if options.adapter is not None:
         found = open_adapter(Path(options.adapter), config).adapters
         dropout = found.dropout if options.lora_dropout is None else options.lora_dropout
@@ -55,22 +70,25 @@ def resolve(options: AdapterOptions, config: ModelConfig) -> Adapters | None:
             f"--lora-rank auto looks at gradients of maps, and that of {LM_HEAD} is the embedding's too: leave it out "
             "of --lora-targets"
         )
+    every = targets(
+        modules,
+        rank,
+        alpha,
+        rslora=options.rslora,
+        ranks=_patterns("--lora-rank-pattern", options.lora_rank_pattern, int),
+        alphas=_patterns("--lora-alpha-pattern", options.lora_alpha_pattern, float),
+    )
+    schedule = _schedule(options, rank, steps) if options.adalora else None
     return Adapters(
         rank,
         alpha,
-        targets(
-            modules,
-            rank,
-            alpha,
-            rslora=options.rslora,
-            ranks=_patterns("--lora-rank-pattern", options.lora_rank_pattern, int),
-            alphas=_patterns("--lora-alpha-pattern", options.lora_alpha_pattern, float),
-        ),
+        every if schedule is None else with_triplets(every),
         budget=options.lora_budget,
+        schedule=schedule,
         dropout=options.lora_dropout or 0.0,
         bias=options.lora_bias or "none",
         rslora=options.rslora,
-        init=options.lora_init or "kaiming",
+        init=options.lora_init or "kaiming" if schedule is None else INIT,
         base=options.base_dtype,
         also=trained_in_full(options.train_also, config, modules) if options.train_also else frozenset(),
         dora=options.dora,
@@ -82,6 +100,14 @@ def resolve(options: AdapterOptions, config: ModelConfig) -> Adapters | None:
 def _rank(options: AdapterOptions) -> int:
     """The rank that is asked for; 0 is yet to be found."""
     return options.lora_rank if isinstance(options.lora_rank, int) else 0
+
+
+def _schedule(options: AdapterOptions, rank: int, steps: int) -> Budget:
+    """AdaLoRA's. UsageError."""
+    said: list[Any] = [*(getattr(options, key) for key in OF_BUDGET), steps]
+    found = Budget(*said)
+    found.check(rank)
+    return found
 
 
 def _gains(options: AdapterOptions, config: ModelConfig) -> Adapters:
@@ -178,4 +204,7 @@ def note(adapters: Adapters | None, rows: Sequence[Row]) -> str:
     biases = "" if adapters.bias == "none" else " with biases"
     full = f", beside {len(adapters.also)} parameters in full" if adapters.also else ""
     kind = "Adapters with magnitudes" if adapters.dora else "Adapters"
+    if adapters.schedule is not None:
+        kind = "Adapters with singular values (AdaLoRA)"
+        said += "" if adapters.schedule.spent else f" at first and {adapters.schedule.target_rank} on average at last"
     return f"{kind} of {said} on {len(adapters.targets)} linear maps{biases}{full}: {counts}"

@@ -31,11 +31,12 @@ from llmq.model.virtual_tokens import PREFIX, PROMPT, with_virtual
 from llmq.plan.spec import Spec
 from llmq.protocols import Core, Site
 from llmq.row import Row
+from llmq.sites.adalora import AdaLoraLinear
 from llmq.sites.dora import DoraLinear
 from llmq.sites.factories import FACTORIES
 from llmq.sites.ia3 import GainLinear, GainPiece, InputGainLinear
 from llmq.sites.linear import Linear
-from llmq.sites.lora import DroppedLoraLinear, LoraLinear, LowRank
+from llmq.sites.lora import DroppedLinear, LoraLinear, LowRank
 from llmq.stores.moments import MASTER_FORM
 
 Sites = Callable[[Spec, str], Site]  # what computes the linear map of a name
@@ -56,9 +57,10 @@ def site_of(spec: Spec, name: str) -> Site:
     pieces = _pieces(adapters.by_site[name])
     about = (base, pieces, adapters.init, FILE, p.model)
     lora = LoraLinear(*about)
-    if adapters.dropout:
-        lora = DroppedLoraLinear(*about, rate=adapters.dropout, seed=spec.seed)
-    return DoraLinear(lora, outputs_of(spec.config, name), p.stat) if adapters.dora else lora
+    if adapters.schedule is not None:
+        lora = AdaLoraLinear(*about, stat=p.stat, orthogonality=adapters.orthogonality)
+    dropped = DroppedLinear(lora, rate=adapters.dropout, seed=spec.seed) if adapters.dropout else lora
+    return DoraLinear(dropped, outputs_of(spec.config, name), p.stat) if adapters.dora else dropped
 
 
 def _with_gains(spec: Spec, base: Linear, targets: Sequence[Target]) -> Site:
@@ -75,7 +77,7 @@ def _pieces(targets: Sequence[Target]) -> list[LowRank]:
     pieces, first = [], 0
     for target in targets:
         of = target.module
-        place = (of.start, of.stop, first, target.rank, target.scale)
+        place = (of.start, of.stop, first, target.rank, target.scale, target.present)
         pieces.append(LowRank(of.name, of.key, of.inputs, of.outputs, *place))
         first += target.rank
     return pieces

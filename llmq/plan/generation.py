@@ -14,6 +14,7 @@ from llmq.plan.passes.fuse import fuse
 from llmq.plan.passes.prune import prune
 from llmq.plan.plan import Plan, Scratch, finished, persistent_storages
 from llmq.stores.activations import Frame
+from llmq.stores.importance import NoImportance
 from llmq.stores.weights import ReplicatedWeights
 from llmq.tensor import stored_bytes
 
@@ -30,7 +31,7 @@ def plan_generation(decoding: Decoding, scratch_bytes: Scratch | None = None) ->
     programs = {name: finished(name, forms(fuse(prune(calls)), {})) for name, calls in recorded.programs().items()}
     persistent = persistent_storages(programs.values(), weights.refs.values(), scratch_bytes)
     cells = Frame(dict(recorded.cells))
-    return Plan(spec, rows, programs, persistent, (), Fates(), {}, {}, cells, weights.refs, {}, {})
+    return Plan(spec, rows, programs, persistent, (), Fates(), {}, {}, cells, weights.refs, {}, {}, NoImportance())
 
 
 def parts(plan: Plan) -> dict[str, int]:

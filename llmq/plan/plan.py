@@ -40,6 +40,7 @@ from llmq.plan.recordings import Recordings, Stores, stores_of
 from llmq.plan.spec import Spec
 from llmq.row import Row
 from llmq.stores.activations import Frame
+from llmq.stores.importance import KEPT, NoImportance, Scores
 from llmq.stores.moments import State
 from llmq.stores.sharding import Shards
 from llmq.tensor import LARGEST, Ref, stored_bytes
@@ -97,6 +98,7 @@ class Plan:
     weights: Mapping[str, Ref]  # handles by row name; gradients and states of the rows that are trained
     grads: Mapping[str, Ref]
     moments: Mapping[str, State]
+    importance: NoImportance
 
     @cached_property
     def shards(self) -> Shards:
@@ -115,6 +117,7 @@ class Plan:
     def table(self, home: str = "device") -> dict[str, int]:
         """Bytes by category of the allocator table, of what lives in a home."""
         more = {} if self.spec.completions is None else {"cache": COMPLETIONS}
+        more |= dict.fromkeys(Scores._fields, "Importance") if self.importance.refs else {}
         categories = {**CATEGORIES, **more}
         total = dict.fromkeys((*categories.values(), "Other"), 0)
         own = {name for name, ref in self.weights.items() if ref.value_in == "master"}
@@ -147,7 +150,8 @@ class Plan:
         remade = {name for one in held for name in (scale_name(one), *map(storage_name, self.known_scales(one)))}
         scales = sorted(name for name, ref in self.persistent.items() if ref.space == "scale" and name not in remade)
         norms = ["cell:norm", "cell:last_norm"] if self.spec.hyper.clips_by_last else []
-        return {name: self.persistent[name] for name in names + scales + norms}
+        chosen = [storage_name(self.importance.cells[KEPT])] if self.importance.cells else []
+        return {name: self.persistent[name] for name in names + scales + norms + chosen}
 
     @property
     def _moving(self) -> list[str]:
@@ -165,7 +169,8 @@ class Plan:
         """The row that each storage of an optimizer state, or of the scales that it is held with, is of."""
         found = {}
         for name, state in self.moments.items():
-            for one in (one for ref in state for one in (ref.entries if ref.form is not None else (ref,))):
+            held = (*state, *self.importance.refs.get(name, ()))
+            for one in (one for ref in held for one in (ref.entries if ref.form is not None else (ref,))):
                 found[storage_name(one)] = name
                 if one.form is not None:
                     found[storage_name(own_scales(one))] = name
@@ -191,8 +196,8 @@ class Plan:
 
     @property
     def moment_names(self) -> frozenset[str]:
-        """The storages of the optimizer's moments, and of their scales."""
-        return frozenset(name for name in self._states if self.persistent[name].space in ("m", "v"))
+        """The storages of the optimizer's moments, of their scales, and of importance."""
+        return frozenset(name for name in self._states if self.persistent[name].space in ("m", "v", *Scores._fields))
 
     @property
     def total_bytes(self) -> int:
@@ -249,6 +254,7 @@ def make_plan(
     training |= {at: forms(fated[at], weights, fates.offloaded) for at in fated if at in writers}
     gather = forms(recordings.gather(), weights)
     weights = reads_of_weights([*training.values(), gather, *(reading[name] for name in read)])
+    allocate = {name: finished(name, forms(calls, weights)) for name, calls in recordings.allocate().items()}
     publish = forms(recordings.publish(), weights)
     programs = {
         **({"gather": finished("gather", gather)} if gather else {}),
@@ -256,6 +262,7 @@ def make_plan(
         **{name: finished(name, calls, offloaded=fates.offloaded) for name, calls in reading.items()},
         "publish": finished("publish", publish),
         "publish_counted": finished("publish_counted", publish, collects=True),
+        **allocate,
     }
     # `update` and `calibrate` take the vectors of scales whole, so these are counted first, and must not grow then.
     scales = _delayed_cells(programs.values())
@@ -269,7 +276,8 @@ def make_plan(
         cells["quantization_error"] = errors_cell(len(readers))
     handles = recordings.handles(cells)
     refs = (recordings.weights.refs, recordings.grads[True].refs, recordings.moments.refs)
-    return Plan(spec, recordings.rows, programs, persistent, scales, fates, kept, readers, handles, *refs)
+    about = (scales, fates, kept, readers, handles, *refs, recordings.importance)
+    return Plan(spec, recordings.rows, programs, persistent, *about)
 
 
 def persistent_storages(

@@ -23,6 +23,7 @@ from llmq.stores.grads import ReplicatedGrads
 from llmq.stores.hosted_grads import HostedGrads
 from llmq.stores.hosted_moments import HostedMoments
 from llmq.stores.hosted_weights import HostedWeights
+from llmq.stores.importance import Importance, NoImportance
 from llmq.stores.moments import ReplicatedMoments, ShardedMoments, State
 from llmq.stores.ranks import Alone, ManyRanks
 from llmq.stores.reduced_grads import ReducedGrads, ShardedGrads
@@ -97,6 +98,11 @@ class Recordings:
         self.moments = _at_home(stores.moments(self.rows, p.wide_master, p.m, p.v), self.grads[True].refs, spec)
         world = spec.sharding
         self._shards = Shards(self.rows, world.size, world.rank) if world.size > 1 else None
+        shares = self._shards if world.states else None
+        budget = None if spec.adapters is None else spec.adapters.schedule
+        self.importance = NoImportance()
+        if budget is not None and not budget.spent:
+            self.importance = Importance(self.rows, p.stat, budget, shares)
         self.ranks: Any = ManyRanks(self._shards.tiles) if self._shards else Alone()
         names = ("norm", "last_norm", "grad_scale", "apply", "learning_rate", "request")
         cells = {name: Ref(name, "cell", (1,), p.stat) for name in names}
@@ -104,7 +110,7 @@ class Recordings:
         cells["step"] = Ref("step", "cell", (1,), "int32")
         cells["partials"] = Ref("partials", "cell", (num_partials, 1), p.stat)
         sums = {"loss": Ref("loss", "sum", (1,), p.stat), "tokens": Ref("tokens", "sum", (1,), "int32")}
-        self.cells = {**cells, **sums}
+        self.cells = {**cells, **sums, **self.importance.cells}
         self.always = Ref("always", "cell", (1,), p.stat)
         self.rope = Ref("rope", "const", (spec.seq_len, spec.config.head_dim), p.stat)
         self.batch = self._inputs("batch", spec.batch_size)
@@ -161,7 +167,7 @@ class Recordings:
             if part == "head" and applies:
                 optimizer.begin_fused(ops, self.cells, spec.hyper)
             written = (self.weights, self.moments, found, self.cells, spec.hyper, spec.seed)
-            optimizer.update_fused(ops, *written, applies=applies)
+            optimizer.update_fused(ops, *written, self.importance, applies=applies)
 
         return use
 
@@ -179,13 +185,23 @@ class Recordings:
             return _recorded(lambda ops: optimizer.end_fused(ops, cells, spec.hyper))
         return _recorded(
             lambda ops: optimizer.update(
-                ops, self.weights, grads, self.moments, self.ranks, cells, spec.hyper, spec.seed
+                ops, self.weights, grads, self.moments, self.ranks, cells, spec.hyper, spec.seed, self.importance
             )
         )
 
     def publish(self) -> list[Call]:
         """Copies of the weights from their masters."""
         return _recorded(lambda ops: optimizer.publish(ops, self.weights, self.moments))
+
+    def allocate(self) -> dict[str, list[Call]]:
+        """Of adapters whose ranks are chosen: the sums of their importance, and the mask of what is left out."""
+        of = self.importance
+        if not isinstance(of, Importance):
+            return {}
+        return {
+            "measure": _recorded(of.measure),
+            "mask": _recorded(lambda ops: of.mask(ops, self.weights, self.moments)),
+        }
 
     def calibrate(self, cells: Mapping[str, Ref]) -> list[Call]:
         """New scales from the amax of a warm-up pass."""

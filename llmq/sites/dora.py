@@ -11,7 +11,7 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 from llmq.row import Part, Row
-from llmq.sites.lora import LoraLinear
+from llmq.sites.lora import DroppedLinear, LoraLinear
 from llmq.tensor import COLSUM, Ref, Slot
 
 
@@ -30,7 +30,7 @@ class WithoutBias:
 class DoraLinear:
     """The site `lora`, of so many `outputs`, with a magnitude for each output of its pieces, held in `dtype`."""
 
-    def __init__(self, lora: LoraLinear, outputs: int, dtype: str) -> None:
+    def __init__(self, lora: LoraLinear | DroppedLinear, outputs: int, dtype: str) -> None:
         self.lora, self.name, self.key = lora, lora.name, lora.key
         self.outputs, self.dtype = outputs, dtype
 
@@ -40,10 +40,10 @@ class DoraLinear:
         return (
             *self.lora.slots(x),
             Slot(f"{key}.product", (*x.shape[:-1], n), ("block",)),
-            Slot(f"{key}.through", (n, r), (), "stat"),
-            Slot(f"{key}.gram", (r, r), (), "stat"),
-            Slot(f"{key}.norm", (n,), (), "stat"),
-            Slot(f"{key}.gain", (n,), (), "stat"),
+            Slot(f"{key}.through", (n, r), (), "stat", of_weights=True),
+            Slot(f"{key}.gram", (r, r), (), "stat", of_weights=True),
+            Slot(f"{key}.norm", (n,), (), "stat", of_weights=True),
+            Slot(f"{key}.gain", (n,), (), "stat", of_weights=True),
         )
 
     def rows(self, rows: Sequence[Row]) -> tuple[Row, ...]:

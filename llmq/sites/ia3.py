@@ -35,7 +35,8 @@ class GainLinear:
     def slots(self, x: Slot) -> tuple[Slot, ...]:
         """W x + b (...,N), and gains (N,), beside the slots of the base."""
         product = Slot(f"{self.key}.product", (*x.shape[:-1], self.outputs), ("block",))
-        return (*self.base.slots(x), product, Slot(f"{self.key}.gain", (self.outputs,), (), "stat"))
+        gain = Slot(f"{self.key}.gain", (self.outputs,), (), "stat", of_weights=True)
+        return (*self.base.slots(x), product, gain)
 
     def rows(self, rows: Sequence[Row]) -> tuple[Row, ...]:
         """The base's rows, and the gains of each piece (N,)."""

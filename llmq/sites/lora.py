@@ -40,6 +40,7 @@ class LowRank:
     first: int
     rank: int
     scale: float
+    present: int = 0  # of AdaLoRA: leading rows of A that are there; others are zero, and stay so
 
     def columns(self, y: Ref) -> Ref:
         """Its columns of y (...,N)."""
@@ -92,28 +93,38 @@ class LoraLinear:
         self.sum(ops, a, y, x, x, w, residual)
 
     def sum(self, ops: Any, a: Any, y: Ref, x: Ref, own: Ref, w: Any, residual: Ref | None) -> None:
-        """y (...,N) <- W x + b + s B A own + residual (...,N) or None; a.low (...,R) <- A own."""
-        low = a[f"{self.key}.low"]
+        """y (...,N) <- W x + b + s B A own + residual (...,N) or None."""
         fills = sum(piece.stop - piece.start for piece in self.pieces) == y.shape[-1]
         if not fills:
             self.base.forward(ops, a, y, x, w, residual)
             residual = y
-        ops.linear_forward(low, own, w.lora_a, None, None)
+        low = self.down(ops, a, own, w)
         for piece in self.pieces:
             up, to = getattr(w.lora_b, piece.key), None if residual is None else piece.columns(residual)
             ops.linear_forward(piece.columns(y), piece.low(low), up, None, to, alpha=piece.scale)
         if fills:
             self.base.forward(ops, a, y, x, w, y)
 
+    def down(self, ops: Any, a: Any, x: Ref, w: Any) -> Ref:
+        """What B multiplies (...,R): a.low <- A x."""
+        low: Ref = a[f"{self.key}.low"]
+        ops.linear_forward(low, x, w.lora_a, None, None)
+        return low
+
     def backward(self, ops: Any, a: Any, d: Any, d_x: Ref, dw: Any, d_y: Ref, x: Ref, w: Any) -> None:
         """d_x, dw <- d_y, x, w."""
-        low, d_low = a[f"{self.key}.low"], d[f"{self.key}.low"]
-        self.add_backward(ops, d_low, dw, d_y, low, x, w)
-        ops.linear_dgrad(d_x, d_low, w.lora_a, None)
+        self.add_backward(ops, a, d, dw, d_y, x, w)
+        ops.linear_dgrad(d_x, d[f"{self.key}.low"], w.lora_a, None)
         self.base.backward(ops, a, d, d_x, dw, d_y, x, w, d_x)
 
-    def add_backward(self, ops: Any, d_low: Ref, dw: Any, d_y: Ref, low: Ref, x: Ref, w: Any) -> None:
-        """d_low (...,R), gradients of A and B <- d_y (...,N), low, x (...,K)."""
+    def add_backward(self, ops: Any, a: Any, d: Any, dw: Any, d_y: Ref, x: Ref, w: Any) -> None:
+        """d.low (...,R), gradients of A and B <- d_y (...,N), a.low, x (...,K)."""
+        low, d_low = a[f"{self.key}.low"], d[f"{self.key}.low"]
+        self.up_backward(ops, d_low, dw, d_y, low, w)
+        ops.linear_wgrad(dw.lora_a, d_low, x)
+
+    def up_backward(self, ops: Any, d_low: Ref, dw: Any, d_y: Ref, low: Ref, w: Any) -> None:
+        """d_low (...,R), gradients of B <- d_y (...,N), low, what B multiplies."""
         for piece in self.pieces:
             out, up, d_up = piece.columns(d_y), getattr(w.lora_b, piece.key), getattr(dw.lora_b, piece.key)
             own, d_own = piece.low(low), piece.low(d_low)
@@ -122,40 +133,39 @@ class LoraLinear:
             else:
                 ops.linear_dgrad(d_own, out, up, None, alpha=piece.scale)
                 ops.linear_wgrad(d_up, out, own, alpha=piece.scale)
-        ops.linear_wgrad(dw.lora_a, d_low, x)
 
 
-class DroppedLoraLinear(LoraLinear):
-    """The same with dropout of the adapters' input: y = W x + b + s B A drop(x).
+class DroppedLinear:
+    """The site `lora` with dropout of the adapters' input: y = W x + b + s B A drop(x).
 
     Which inputs are left out is a function of seed, sample, position and site, so drop(x) is made again in backward
     and not kept. All parts of a fused site read the same drop(x).
     """
 
-    def __init__(self, *about: Any, rate: float, seed: int) -> None:
-        super().__init__(*about)
+    def __init__(self, lora: LoraLinear, *, rate: float, seed: int) -> None:
+        self.lora, self.name, self.key, self.rows = lora, lora.name, lora.key, lora.rows
+        self.pieces, self.rank, self.file = lora.pieces, lora.rank, lora.file
         self.numbers = {"rate": rate, "seed": seed, "stream": zlib.crc32(f"dropout {self.name}".encode())}
 
     def slots(self, x: Slot) -> tuple[Slot, ...]:
         """drop(x) (...,K) of forward and of backward too."""
         own = (Slot(f"{self.key}.{name}", x.shape, x.roles) for name in ("dropped", "again"))
-        return (*super().slots(x), *own)
+        return (*self.lora.slots(x), *own)
 
     def forward(self, ops: Any, a: Any, y: Ref, x: Ref, w: Any, residual: Ref | None = None) -> None:
         """y (...,N) <- x (...,K), w, residual (...,N) or None, a.batch.samples (B,)."""
         dropped = a[f"{self.key}.dropped"]
         ops.dropout(dropped, x, a.batch.samples, None, **self.place(x))
-        self.sum(ops, a, y, x, dropped, w, residual)
+        self.lora.sum(ops, a, y, x, dropped, w, residual)
 
     def backward(self, ops: Any, a: Any, d: Any, d_x: Ref, dw: Any, d_y: Ref, x: Ref, w: Any) -> None:
         """d_x, dw <- d_y, x, w, a.batch.samples."""
-        low, d_low = a[f"{self.key}.low"], d[f"{self.key}.low"]
         again, d_dropped = a[f"{self.key}.again"], d[f"{self.key}.dropped"]
         ops.dropout(again, x, a.batch.samples, None, **self.place(x))
-        self.add_backward(ops, d_low, dw, d_y, low, again, w)
-        ops.linear_dgrad(d_dropped, d_low, w.lora_a, None)
+        self.lora.add_backward(ops, a, d, dw, d_y, again, w)
+        ops.linear_dgrad(d_dropped, d[f"{self.key}.low"], w.lora_a, None)
         ops.dropout(d_x, d_dropped, a.batch.samples, None, **self.place(x))
-        self.base.backward(ops, a, d, d_x, dw, d_y, x, w, d_x)
+        self.lora.base.backward(ops, a, d, d_x, dw, d_y, x, w, d_x)
 
     def place(self, x: Ref) -> dict[str, Any]:
         """Numbers of the op: where x begins in the batch is the first token's place."""

@@ -12,6 +12,7 @@ from llmq.data.batches.named_data import NamedData
 from llmq.data.batches.trained_template import ExportedTemplates, exported_templates
 from llmq.data.tokens.rebuilt_tokenizer import rebuilt_warning
 from llmq.errors import UsageError
+from llmq.files.adalora import present
 from llmq.files.adapters import AdapterExport, adapter_config, doubled, stored_rows, with_first
 from llmq.files.first_adapter import FirstAdapter
 from llmq.files.huggingface import Export, open_export
@@ -87,7 +88,7 @@ def open_model(
     if adapters.init in TAKEN_OUT:  # as PEFT converts it, so that it fits the model as it was
         rows, first, adapters = with_first(rows), FirstAdapter(adapters, config, model), doubled(adapters)
     written = adapter_config(adapters, config, source.name, revision)
-    make: Callable[..., Export] = partial(AdapterExport, about=written, first=first)
+    make: Callable[..., Export] = partial(AdapterExport, about=written, first=first, patterns=present(adapters))
     if adapters.num_virtual:
         make = partial(VirtualExport, about=written)
     export = open_export(options.export, config, rows, *about, replaces=replaces, default="fp32", make=make)

@@ -15,6 +15,7 @@ from llmq.engine.engine import Engine
 from llmq.errors import NonFiniteError
 from llmq.files.huggingface import Export
 from llmq.row import Row
+from llmq.training.allocation import Allocation
 from llmq.training.health import all_finite
 from llmq.training.job import Job
 from llmq.training.log import SUMMARY, RunLog
@@ -31,8 +32,9 @@ class Left:
     warnings: list[str]
 
 
-def export_all(job: Job, engine: Engine, now: Progress, ranks: Ranks, log: RunLog) -> Left:
-    """Writes the model, unless it is ruined; the warnings about it say how to continue.
+def export_all(job: Job, engine: Engine, allocation: Allocation, now: Progress, ranks: Ranks, log: RunLog) -> Left:
+    """Writes the model, or of an adapter what the `allocation` of ranks kept, unless it is ruined; the warnings about
+    it say how to continue.
 
     A ruined one is written with --export-anyway. Weights are checked on their way to the disk.
     """
@@ -43,7 +45,7 @@ def export_all(job: Job, engine: Engine, now: Progress, ranks: Ranks, log: RunLo
     model = merged = None
     if not reasons or job.exports_anyway:
         with suppress(NonFiniteError):
-            model = _written(job.exports[0], "Exporting", job, engine, ranks, log, bad)
+            model = _written(allocation.exported(engine, job.exports[0]), "Exporting", job, engine, ranks, log, bad)
             log.say(f"Exported: {model}", least=SUMMARY)
             if warning := rebuilt_warning(model):
                 log.warn(warning)

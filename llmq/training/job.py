@@ -196,7 +196,7 @@ def prepare(options: Options, log: RunLog, ranks: Ranks) -> Job:
     tokenizer, templates = exported_tokenizer(source, named, data)
     samples = open_samples(questions, log.sample_tokens, source, config, tokenizer, templates, data.train.num_virtual)
     speed, backend = _open_backend(options, where, past, ranks)
-    facts = facts_of(config, dtypes, data, where, seed, samples, past.step, ranks)
+    facts = facts_of(config, dtypes, data, where, seed, samples, past.step, schedule.steps, ranks)
     fit, options, data = _fit(options, facts, data, backend, past, ranks, log)
     dtypes, is_timed = _resolve_precision(options, source.config, where, past, ranks)
     spec, found = _look(options, facts.spec(options, dtypes), where, backend, data, model, past, ranks, log)

@@ -28,6 +28,7 @@ from llmq.files.checkpoint import EVAL_LOSS, load
 from llmq.files.writers import Keep
 from llmq.options.parse import Options, changed
 from llmq.plan.plan import Plan
+from llmq.training.allocation import allocation_of
 from llmq.training.begin import hold, load_weights, restore, share_algorithms, told
 from llmq.training.describe import summary
 from llmq.training.evaluation import held_out
@@ -116,11 +117,11 @@ class _Run:
         self.engine, self.light_s = Engine(job.plan, job.backend), job.light_s
         self.progress = Progress()
         self.fp8, self.lisa = Fp8Watch(self), LisaWatch(self)
+        self.allocation = allocation_of(self.engine, log.say)
         self.is_cold = job.resume is None  # whether delayed scales have seen nothing yet
         self.saved = self.began_at = 0  # step of the newest checkpoint, and that of the one that the run continues
-        self.updating = False  # within an update: the engine's state is of no step
         self.speeds: list[float] = []
-        self.result = TrainResult(log_path=log.path)
+        self.result, self.updating = TrainResult(log_path=log.path), False  # in an update the state is of no step
 
     def finish(self) -> TrainResult:
         """Trains to the end or to an interrupt; saves; exports a finished model."""
@@ -128,6 +129,7 @@ class _Run:
         try:
             with self.ranks.long("loading"):
                 self._begin()
+            self._warn()
         except Stopped:
             return self._stopped()
         with job.data.loader(self.ranks.rank) as loader, log.task("Training", after_s=0.0, only_bar=True) as report:
@@ -152,7 +154,7 @@ class _Run:
             self._settle()
         if self._ends():
             return self._stopped()
-        left = export_all(job, self.engine, self.progress, self.ranks, log)
+        left = export_all(job, self.engine, self.allocation, self.progress, self.ranks, log)
         self.result = replace(self.result, model_path=left.model_path, merged_path=left.merged_path)
         warnings = [*self.progress.course.warnings(job.plan.spec.config.vocab_size), *left.warnings]
         result = self._result(exit_code=NonFiniteError.exit_code if self.result.model_path is None else 0)
@@ -180,7 +182,6 @@ class _Run:
             job.found.share(job.plan, self.ranks)
             load_weights(engine, job, self.log, self.interrupt)
             self.log.begin(num_steps=job.schedule.steps)
-            self._warn()
             return
         state, reader = load(job.resume, verified=False)  # it was, when it was chosen
         job.check_same(state["must_match"])
@@ -192,7 +193,6 @@ class _Run:
         self.log.notice(f"Continued from {job.resume}")
         if changes := changed(state["options"], job.options):
             self.log.notice(f"Changed since then: {', '.join(changes)}")
-        self._warn()
 
     def _warn(self) -> None:
         """What the user should know of the model, the data and the tokenizer, and what is wrong with the GPU."""
@@ -216,6 +216,7 @@ class _Run:
             if micro_step == 0:
                 start += self.fp8.before_step(batch)
                 self.engine.start_step(step - self.progress.moments_from, rate)
+                self.allocation.before(self.engine, step)
                 self.updating = job.plan.spec.memory.fused
             self.engine.micro_step(batch, first=micro_step == 0, last=micro_step == job.data.grad_accumulation - 1)
             if micro_step == 0 and self.log.gpu_due(step):
@@ -224,6 +225,7 @@ class _Run:
         saves_now = self.ranks.size > 1 and self.ranks.is_first and job.checkpoints.asked()
         request = self.interrupt.exit_code or int(saves_now)  # exit codes are above 1
         done = self.engine.update(step - self.progress.moments_from, rate, request)
+        self.allocation.after(self.engine, step)
         self.agreed_code = done.request if done.request > 1 else 0
         seconds = time.perf_counter() - start
         self._advance(batch, done)
@@ -299,11 +301,10 @@ class _Run:
         self.speeds.append(record.tps)
         if math.isnan(self.result.first_step_s):
             self.result = replace(self.result, first_step_s=time.perf_counter() - self.began)
-        rejected = self.progress.rejected
-        if rejected == NON_FINITE_LIMIT:
+        if self.progress.rejected == NON_FINITE_LIMIT:
             raise NonFiniteError(
-                f"loss or gradient was not finite in the last {rejected} steps up to step {record.step}, and none "
-                "of them changed the weights: lower --learning-rate, set --grad-clip, or use a wider --matmul-dtype"
+                f"loss or gradient was not finite in the last {NON_FINITE_LIMIT} steps up to step {record.step}, none "
+                "of which changed the weights: lower --learning-rate, set --grad-clip, or use a wider --matmul-dtype"
             )
 
     def _evaluate_if_due(self) -> None:

@@ -32,6 +32,7 @@ class Facts:
     rank: int = 0
     size: int = 1
     step: int = 0  # that the run is at, for rows that are frozen for a time
+    steps: int = 0  # of the run, with which the schedule of AdaLoRA ends
 
     def spec(self, options: Options, dtypes: Precision) -> Spec:
         """What is to be planned, all options resolved."""
@@ -57,7 +58,7 @@ class Facts:
             precision.watching(options.precision).every > 0,
             sharding.resolve(options.sharding, self.rank, self.size),
             self.completions,
-            adapters.resolve(options.adapters, self.config),
+            adapters.resolve(options.adapters, self.config, self.steps),
             adapters.frozen(options.adapters, self.config, self.seed, self.step),
             adapters.lisa(options.adapters, self.config, self.seed),
         )
@@ -71,10 +72,11 @@ def facts_of(
     seed: int,
     samples: SamplePrompts | None,
     step: int,
+    steps: int,
     ranks: Ranks,
 ) -> Facts:
     """What plans of a run on this data depend on beside options."""
     packs = device.packing_problem(where, dtypes.model) is None
     completions = None if samples is None else samples.completions(packed=packs)
     packing = Packing(*data.limits) if data.limits else None
-    return Facts(config, where, seed, packing, completions, ranks.rank, ranks.size, step)
+    return Facts(config, where, seed, packing, completions, ranks.rank, ranks.size, step, steps)

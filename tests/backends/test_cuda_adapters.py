@@ -8,7 +8,8 @@ from tiny_engines import BF16, FP8, FP32, GivenData, batch, bits, parameters, pl
 
 from llmq.backends.host import HostBackend
 from llmq.engine.engine import Engine
-from llmq.model.adapters import Adapters, chosen, scaled, targets
+from llmq.model.adalora import INIT, Budget
+from llmq.model.adapters import Adapters, chosen, scaled, targets, with_triplets
 from llmq.plan.memory import Memory
 from llmq.training.survey import look
 
@@ -23,6 +24,7 @@ FOLLOWS = {"fp32": 0.99999, "bf16": 0.99}
 KINDS = {
     "ia3": {"text": "k_proj,v_proj,up_proj,down_proj", "method": "ia3"},
     "dora": {"text": "q_proj,v_proj,mlp", "dropout": 0.2, "dora": True},
+    "adalora": {"text": "q_proj,v_proj,mlp", "dropout": 0.2, "init": INIT, "schedule": Budget(8, total=4)},
     "all": {"text": "all"},
     "prefix": {"method": "prefix", "num_virtual": 5},
     "prompt": {"method": "prompt", "num_virtual": 5},
@@ -40,6 +42,8 @@ def backend():
 def engine_of(backend, precision, base, memory=None, *, text="all", **more):
     """An engine with settled scales."""
     every = targets(chosen(text, CONFIG), 16, 32.0, rslora=False)
+    if "budget" in more:
+        every = with_triplets(every)
     if more.get("method") == "ia3":
         every = scaled(chosen(text, CONFIG))
     if more.get("num_virtual"):
@@ -75,7 +79,7 @@ def test_gradients_are_those_of_the_reference(backend, name, base, kind):
     assert ours[1] == pytest.approx(right[1], rel=1e-4 if name == "fp32" else 2e-2)
 
 
-@pytest.mark.parametrize("kind", ["some", "dora", "ia3", "prefix", "prompt"])
+@pytest.mark.parametrize("kind", ["some", "dora", "ia3", "adalora", "prefix", "prompt"])
 @pytest.mark.parametrize(("name", "base"), CASES)
 def test_recomputing_changes_no_bit(backend, name, base, kind):
     found = []
@@ -88,6 +92,26 @@ def test_recomputing_changes_no_bit(backend, name, base, kind):
             losses.append(engine.update(step, 1e-2).loss)
         found.append((losses, bits(engine)))
     assert found[0] == found[1]
+
+
+def test_singular_values_score_as_on_the_reference_and_are_masked(backend):
+    found = []
+    for one in (backend, HostBackend()):
+        engine = engine_of(one, FP32, None, **KINDS["adalora"])
+        for step in range(1, 4):
+            engine.micro_step(placed(step))
+            engine.update(step, 1e-3)
+        engine.measure_importance()
+        importance = engine.plan.importance
+        found.append(importance.scores(engine.importance()))
+        flags = np.arange(importance.num_triplets) % 3 > 0
+        engine.keep(flags)
+        engine.mask()
+        assert np.array_equal(engine.kept(), flags)
+        values = np.concatenate([engine.parameter(row.name) for row in importance.values])
+        assert np.array_equal(values != 0, flags)
+    ours, right = found
+    assert ours @ right > 0.999 * np.linalg.norm(ours) * np.linalg.norm(right)
 
 
 @pytest.mark.parametrize("base", [None, "nf4"])

@@ -123,12 +123,18 @@ def test_what_is_written_with_an_adapter_is_what_the_merged_model_writes(folder,
     assert said[0] == said[1] != said[2]
 
 
-@pytest.mark.parametrize("method", ["dora", "ia3"])
-def test_magnitudes_and_gains_write_what_the_merged_model_writes(folder, tmp_path, capsys, method):
+@pytest.mark.parametrize("method", ["dora", "ia3", "adalora"])
+def test_other_methods_write_what_the_merged_model_writes(folder, tmp_path, capsys, method):
     family = "qwen2.5_tied"
-    rng, config, tensors = np.random.default_rng(7), from_folder(folder / family), {}
+    rng, config, tensors, patterns = np.random.default_rng(7), from_folder(folder / family), {}, {}
     for module in chosen("q_proj,mlp", config):
         name, inward = f"{PREFIX}{module.name}", module.key == "down_proj"
+        if method == "adalora":
+            kept = patterns[f"{module.name}.lora_E"] = [bool(flag) for flag in rng.integers(0, 2, RANK)]
+            shapes = {"A": (sum(kept), module.inputs), "B": (module.outputs, sum(kept)), "E": (sum(kept), 1)}
+            for key, shape in shapes.items():
+                tensors[f"{name}.lora_{key}"] = rng.standard_normal(shape).astype(np.float32)
+            continue
         if method == "ia3":
             shape = (1, module.inputs) if inward else (module.outputs, 1)
             tensors[f"{name}.ia3_l"] = rng.uniform(0.5, 1.5, shape).astype(np.float32)
@@ -139,6 +145,9 @@ def test_magnitudes_and_gains_write_what_the_merged_model_writes(folder, tmp_pat
     about = {"peft_type": "LORA", "r": RANK, "lora_alpha": ALPHA, "use_dora": True}
     if method == "ia3":
         about = {"peft_type": "IA3", "feedforward_modules": ["down_proj"]}
+    if method == "adalora":
+        about = {"peft_type": "ADALORA", "init_r": RANK, "lora_alpha": ALPHA, "rank_pattern": patterns, "total_step": 9}
+        assert {0, RANK} & {sum(kept) for kept in patterns.values()}
     (tmp_path / "adapter").mkdir()
     save_file(tensors, tmp_path / "adapter" / "adapter_model.safetensors")
     (tmp_path / "adapter" / "adapter_config.json").write_text(json.dumps(about))

@@ -1,5 +1,6 @@
 """What comparisons with PEFT share: its parameters by our names, our engine with them, folders, logits."""
 
+import re
 from dataclasses import replace
 
 import numpy as np
@@ -24,6 +25,7 @@ def ours(name):
     """Our name of a parameter of PEFT's model."""
     name = name.removeprefix("base_model.model.").replace(".modules_to_save.", ".")
     name = name.replace("_vector.default.weight", "_vector").replace(".ia3_l.default", ".ia3_l")
+    name = re.sub(r"\.lora_([ABE])\.default$", r".lora_\1", name)
     return name.replace(".default.", ".").replace(".base_layer.", ".")
 
 

@@ -177,6 +177,34 @@ def output_gain_backward(s: Sizes, rng: np.random.Generator) -> Case:
     return Case("", {"d_magnitude": (s.f,)}, inputs, {}, frozenset({"d_gain", "norm"}))
 
 
+def orthogonality(s: Sizes, rng: np.random.Generator) -> Case:
+    """The second of three adapters whose A are one, with one row that is not there."""
+    rank = 6
+    a = rng.standard_normal((3 * rank, s.c)) / np.sqrt(s.c)
+    a[2 * rank - 1] = 0
+    targets = rng.integers(0, s.v, (s.b, s.t)).astype(np.int32)
+    targets[0, : s.t // 2] = -100
+    numbers = {"weight": 0.07, "first": rank, "present": rank - 1}
+    inputs = {"gram": a @ a.T, "targets": targets}
+    return Case("", {"coefficient": (rank, 3 * rank)}, inputs, numbers, frozenset({"gram"}))
+
+
+def importance(s: Sizes, rng: np.random.Generator) -> Case:
+    shape = (s.f, s.c)
+    inputs = {name: rng.uniform(0, 1, shape) for name in ("sensitivity", "uncertainty")}
+    inputs |= {name: rng.standard_normal(shape) for name in ("weight", "grad")}
+    inputs |= cells(rng, "scale", "apply")
+    outputs = {f"new_{name}": shape for name in ("sensitivity", "uncertainty")}
+    stat = frozenset({*outputs, "sensitivity", "uncertainty", "scale", "apply"})
+    return Case("", outputs, inputs, {"beta_1": 0.85, "beta_2": 0.8}, stat)
+
+
+def importance_sums(s: Sizes, rng: np.random.Generator) -> Case:
+    inputs = {name: rng.uniform(0, 1, (3 * s.f, s.c)) for name in ("sensitivity", "uncertainty")}
+    shape, stat = (num_norm_tiles((3 * s.f, s.c)), s.c), frozenset({"sums", *inputs})
+    return Case("", {"sums": shape}, inputs, {"of_columns": True}, stat)
+
+
 def dropout(s: Sizes, rng: np.random.Generator) -> Case:
     """A piece of the batch that begins within a row of tokens and ends within another."""
     count = s.b * s.t - 5

@@ -52,6 +52,7 @@ SUMS = {
     "d_gain": ("d_y", "x"),
     "partials": ("grad",),
     "d_virtual": ("d_out",),
+    "sums": ("sensitivity", "uncertainty"),
 }
 # exp, division and log of the GPU err by up to 2 units; norms add a row of up to 896 over 32 lanes, then a butterfly
 CHAIN = 64
@@ -625,3 +626,24 @@ def test_fp64_is_refused_with_the_way_out():
     with pytest.raises(UsageError, match="--device cpu"):
         type_of(Tensor("res", np.zeros(8), (8,)))
     assert DTYPES["fp64"] == np.float64
+
+
+@gpu
+def test_importance_of_rows_and_of_vectors_is_that_of_the_reference():
+    for shape in ((70, 300), (37,)):
+        inputs = {n: tensor(np.random.default_rng(i).uniform(0, 1, shape), "fp32") for i, n in enumerate("su")}
+        read = dict(zip(("sensitivity", "uncertainty"), inputs.values(), strict=True))
+        case = Case("importance_sums", {"sums": shape[:1]}, {}, {"of_columns": False})
+        got, exact = run_gpu(case, {"sums": output(shape[:1], "fp32")}, read), f64_values(case, read)
+        np.testing.assert_allclose(got["sums"], exact["sums"], rtol=CHAIN * 2.0**-24)
+
+
+@gpu
+def test_a_step_that_is_refused_leaves_importance_as_it_was():
+    case = make("importance", SIZES["odd"])
+    case.inputs["apply"] = np.zeros(1)
+    case.inputs["grad"] = case.inputs["grad"] * np.nan
+    outputs = outputs_of(case, "fp32")
+    before = {name: o.tensors[0].array.copy() for name, o in outputs.items()}
+    got = run_gpu(case, outputs, inputs_of(case, "fp32"))
+    assert all(same_bytes(got[name], value) for name, value in before.items())

@@ -56,6 +56,10 @@ REGISTERS = {
     "dequantize": 32,
     "low_rank_backward": 248,  # of rank 32; 128 of rank 16
     "low_rank_sums": 40,
+    "importance": 40,
+    "importance_of_columns": 48,
+    "importance_of_rows": 48,
+    "orthogonality": 64,
     "output_gain": 64,
     "output_gain_backward": 32,
     "dropout": 48,
@@ -234,6 +238,13 @@ def model_launches(noted: Launches, b: int, t: int, c: int, hq: int, hkv: int, h
             ops.virtual_tokens_backward(out(wide, dtype, None), d_vectors, read(wide), tokens, **vectors)
             there = read(wide)
             ops.virtual_tokens_backward(Output("d_x", wide, dtype, (there,)), d_vectors, there, tokens, **vectors)
+        turn, gram = out((16, 48), dtype, None), noted.tensor((48, 48), "fp32")
+        ops.orthogonality(turn, gram, tokens, weight=0.5, first=16, present=16)
+        scores = tuple(noted.tensor((f, c), "fp32") for _ in range(2))
+        smoothed = tuple(out((f, c), "fp32", None) for _ in range(2))
+        ops.importance(*smoothed, *scores, read((f, c)), read((f, c)), cell, cell, beta_1=0.85, beta_2=0.85)
+        ops.importance_sums(out((num_norm_tiles((f, c)), c), "fp32", None), *scores, of_columns=True)
+        ops.importance_sums(out((f,), "fp32", None), *scores, of_columns=False)
         added = out((v, c), dtype, None)
         ops.embedding_backward(added, read(x), tokens)
         added.accumulate = True

@@ -20,13 +20,15 @@ UNSET = """
     lora_rank lora_alpha lora_dropout lora_targets lora_bias lora_init adapter base_dtype train_only
     lora_rank_pattern lora_alpha_pattern lora_plus_ratio train_also ia3 eva_rho lora_budget lisa lisa_interval
     prompt_tuning prompt_init prompt_init_text prefix_tuning
+    lora_rank_pattern lora_alpha_pattern lora_plus_ratio train_also ia3 adalora_target_rank adalora_warmup adalora_final
+    adalora_interval adalora_beta1 adalora_beta2 adalora_orth_reg
 """
 OFF = """
     from_scratch init_proj_to_zero streaming fp8_fallback recompute_swiglu recompute_norm recompute_ffn
     fit recompute_qkv recompute_att recompute_block overwrite export_anyway dry_run
     offload_residual offload_master offload_opt_m offload_opt_v offload_optimizer offload_gradients
     offload_quants stream_weights fused_update
-    shard_gradients shard_weights all_to_all_reduce rslora dora merge
+    shard_gradients shard_weights all_to_all_reduce rslora dora adalora merge
 """
 DEFAULTS = {
     **dict.fromkeys(UNSET.split()),
@@ -119,6 +121,9 @@ def test_adapters_have_defaults_of_their_own():
     flat = parse(adapter="a", **{**given, "lora_alpha": None}).to_flat()
     assert (flat["learning_rate"], flat["master_dtype"], flat["lora_targets"]) == (1e-3, "bf16", None)
     assert parse(lora_rank=16, **given).to_flat()["lora_alpha"] == 5
+    flat = parse(lora_rank=12, adalora=True, adalora_interval=5).to_flat()
+    said = [flat[f"adalora_{key}"] for key in ("target_rank", "warmup", "final", "interval", "beta1", "orth_reg")]
+    assert said == [8, 0, 0, 5, 0.85, 0.5] and flat["lora_init"] is None
     flat = parse(ia3="k_proj").to_flat()
     assert (flat["learning_rate"], flat["master_dtype"], flat["lora_targets"]) == (3e-3, "fp32", None)
     for method, init in (("prompt_tuning", "random"), ("prefix_tuning", None)):
@@ -159,6 +164,10 @@ def test_adapters_have_defaults_of_their_own():
         ({"lora_plus_ratio": 4}, "--lora-plus-ratio 4.0 is for adapters: add --lora-rank"),
         ({"adapter": "a", "lora_rank_pattern": "mlp=4"}, "--lora-rank-pattern mlp=4 is said by --adapter a"),
         ({"lora_rank": 4, "lora_plus_ratio": 0}, "--lora-plus-ratio 0 is too small"),
+        ({"adalora": True}, "--adalora True is for adapters: add --lora-rank"),
+        ({"lora_rank": 4, "adalora_warmup": 3}, "--adalora-warmup 3 is for --adalora: add that"),
+        ({"lora_rank": 4, "adalora": True, "dora": True}, "--dora True does not go with --adalora"),
+        ({"lora_rank": 4, "adalora": True, "adalora_beta2": 0}, "--adalora-beta2 0"),
         ({"lora_rank": 0}, "--lora-rank 0 is below the least value"),
         ({"lora_rank": 4, "lora_dropout": 1}, "--lora-dropout 1 is too large: use less than 1"),
     ],

@@ -8,6 +8,7 @@ from tiny_engines import BF16, FP8, FP32, FP64, batch, bits, engine_of, packed_b
 
 from llmq.blocks.attention import Packing
 from llmq.errors import UsageError
+from llmq.model.adapters import Adapters, chosen, scaled
 from llmq.options.maths import MemoryOptions
 from llmq.plan import memory as memories
 from llmq.plan.memory import RESIDUAL, Memory
@@ -103,6 +104,20 @@ def test_what_tiles_cannot_do_is_refused():
     with pytest.raises(UsageError, match=r"--seq-tiles 2: --lora-dropout 0\.2 .* use --lora-dropout 0"):
         plan_of(BF16, tiled, CONFIG, adapters=adapters(config=CONFIG, dropout=0.2))
     assert plan_of(BF16, tiled, CONFIG, adapters=adapters(config=CONFIG))
+
+
+@pytest.mark.parametrize("method", ["dora", "ia3"])
+def test_what_follows_from_weights_alone_is_not_cut(method):
+    """The gains of adapters with magnitudes, and of IA3."""
+    from test_adapters import adapters
+
+    gains = Adapters(0, 1.0, scaled(chosen("all", CONFIG)), method="ia3")
+    about = {"adapters": gains if method == "ia3" else adapters(config=CONFIG, dora=True)}
+    whole, tiled = engines(FP64, Memory(), Memory(seq_tiles=2), **about)
+    for engine in (whole, tiled):
+        engine.micro_step(batch(3))
+    for row in (row for row in whole.plan.rows if row.trainable):
+        np.testing.assert_allclose(tiled.gradient(row.name), whole.gradient(row.name), rtol=1e-9, atol=1e-12)
 
 
 def test_tiles_have_to_divide_the_tokens():

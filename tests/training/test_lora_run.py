@@ -193,7 +193,7 @@ def test_gains_are_trained_saved_resumed_exported_and_trained_on(given):
         (lambda t, c: t.update(other=np.zeros(3)), r"other is no part of an adapter"),
         (lambda t, c: t.update({f"{PREFIX}5.mlp.up_proj.ia3_l": np.ones((3, 1))}), r"layers\.05\.mlp.*no linear"),
         (lambda t, c: c.update(feedforward_modules=["up_proj"]), r"shape \[64, 1\], .*(.|\n)*which llmq reads once"),
-        (lambda t, c: c.update(peft_type="VERA"), "peft_type VERA is not read, only LORA, IA3, PROMPT_TUNING"),
+        (lambda t, c: c.update(peft_type="VERA"), "VERA is not read, only LORA, IA3, ADALORA, PROMPT_TUNING"),
     ],
 )
 def test_gains_that_do_not_fit_are_refused(given, tmp_path, change, says):

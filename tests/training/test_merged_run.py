@@ -16,7 +16,8 @@ from llmq.comm.in_process import run_ranks
 from llmq.errors import StorageError, UsageError
 from llmq.files.merge import MergedExport, merge, untied
 from llmq.files.source import find_source, open_parameters
-from llmq.model.adapters import Adapters, chosen, scaled, targets
+from llmq.model.adalora import INIT, Budget
+from llmq.model.adapters import Adapters, chosen, scaled, targets, with_triplets
 from llmq.model.parameters import parameter_rows
 from llmq.options.parse import Options
 from llmq.training import finish, loop
@@ -40,11 +41,14 @@ def adapters_of(config, method, base):
     modules = chosen("q_proj,o_proj,mlp" if method != "lora" else "all,lm_head", config)
     if method == "ia3":
         return Adapters(0, 1.0, scaled(modules), method="ia3", base=base)
-    return Adapters(3, 6.0, targets(modules, 3, 6.0, rslora=False), dora=method == "dora", base=base)
+    every = targets(modules, 3, 6.0, rslora=False)
+    if method == "adalora":
+        return Adapters(3, 6.0, with_triplets(every), init=INIT, schedule=Budget(2, total=9), base=base)
+    return Adapters(3, 6.0, every, dora=method == "dora", base=base)
 
 
 @pytest.mark.parametrize("base", [None, "nf4", "int8", "e4m3"])
-@pytest.mark.parametrize("method", ["lora", "dora", "ia3"])
+@pytest.mark.parametrize("method", ["lora", "dora", "ia3", "adalora"])
 def test_logits_of_the_merged_model_are_those_of_base_and_adapter(method, base, tmp_path):
     config = tiny(hidden_size=64, head_dim=16)
     adapters = adapters_of(config, method, base)

@@ -1,0 +1,77 @@
+"""What AdaLoRA adds to a step on the GPU; see cuda/importance.cu."""
+
+from __future__ import annotations
+
+import math
+
+import numpy as np
+
+from llmq.errors import UsageError
+from llmq.ops.cuda.compile import Constants
+from llmq.ops.cuda.launch import Kernel, launch, plain, pointer, rows_of, type_of
+from llmq.ops.seam import Arguments
+from llmq.tensor import Output, Tensor, num_norm_tiles
+
+THREADS = 256  # importance.cu
+
+
+def orthogonality(
+    coefficient: Output, /, gram: Tensor, targets: Tensor, *, weight: float, first: int, present: int
+) -> None:
+    """coefficient (R,S) <- gram (S,S) f32, targets (B,T) int32: 2 weight n (G - I) / |G - I|, and 0 beside it."""
+    if not coefficient.wanted:
+        return
+    rank, every = coefficient.shape
+    assert type_of(gram) == "float", "products of an adapter's rows are f32"
+    numbers = (np.int64(math.prod(targets.shape)), np.float32(weight), *map(np.int32, (first, present, rank, every)))
+    constants: Constants = {"T": type_of(coefficient), "G": "float"}
+    arguments = (plain(coefficient), pointer(gram), pointer(targets), *numbers)
+    launch("importance", "orthogonality", 1, THREADS, arguments, constants)
+
+
+def importance(
+    new_sensitivity: Output,
+    new_uncertainty: Output,
+    /,
+    sensitivity: Tensor,
+    uncertainty: Tensor,
+    weight: Tensor,
+    grad: Tensor,
+    scale: Tensor,
+    apply: Tensor,
+    *,
+    beta_1: float,
+    beta_2: float,
+) -> None:
+    """new_sensitivity, new_uncertainty <- those before, f32, weight, grad (one shape), cells scale, apply (1,)."""
+    count = math.prod(sensitivity.shape)
+    read = tuple(map(pointer, (sensitivity, uncertainty, weight, grad, scale, apply)))
+    betas = tuple(np.float32(number) for beta in (beta_1, beta_2) for number in (beta, 1 - beta))
+    arguments = (plain(new_sensitivity), plain(new_uncertainty), *read, np.int64(count), *betas)
+    constants: Constants = {"T": type_of(weight), "G": type_of(grad)}
+    launch("importance", "importance", -(-count // THREADS), THREADS, arguments, constants)
+
+
+def importance_sums(sums: Output, /, sensitivity: Tensor, uncertainty: Tensor, *, of_columns: bool) -> None:
+    """sums <- sensitivity times uncertainty (N,R), f32: (P,R), of each column of 128 rows, or (N,), of each row."""
+    if not sums.wanted:
+        return
+    constants: Constants = {"T": "float", "G": "float"}
+    shape = sensitivity.shape
+    rows, columns = (rows_of(shape), shape[-1]) if len(shape) > 1 else (shape[0], 1)
+    arguments = (plain(sums), pointer(sensitivity), pointer(uncertainty), np.int32(rows), np.int32(columns))
+    if of_columns:
+        launch("importance", "importance_of_columns", num_norm_tiles(shape), THREADS, arguments, constants)
+    else:
+        launch("importance", "importance_of_rows", -(-rows * 32 // THREADS), THREADS, arguments, constants)
+
+
+def _refuse(call: Arguments, capability: int) -> None:
+    """UsageError for a rank whose singular values the optimizer cannot update: random bits come four at a time."""
+    if (rank := call.writes["coefficient"][0].shape[0]) % 4:
+        raise UsageError(
+            f"rank {rank} is no multiple of 4, as the GPU updates singular values (AdaLoRA): use a --lora-rank that is"
+        )
+
+
+KERNELS = (Kernel(orthogonality, refuse=_refuse), Kernel(importance), Kernel(importance_sums))

@@ -1,0 +1,145 @@
+"""How important the parameters of adapters are whose ranks are chosen while they are trained (AdaLoRA)."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from llmq.model.adalora import Budget
+from llmq.model.adapters import FILE
+from llmq.row import Row
+from llmq.stores.moments import StatePiece
+from llmq.stores.sharding import Shards
+from llmq.tensor import NORM_ROWS, Ref, num_norm_tiles
+
+ALIGNED = 4  # the flags of a row begin at a multiple of so many, as kernels read 16 bytes at a time
+SUMS, KEPT = "importance", "kept"  # cells: sums of all rows' importance; 1 for each triplet that is kept, else 0
+
+
+class Scores(NamedTuple):
+    """What is kept of a row, or of this rank's share of it, beside the optimizer's state."""
+
+    sensitivity: Ref
+    uncertainty: Ref
+
+
+class NoImportance:
+    """A run whose ranks stay as they are."""
+
+    refs: Mapping[str, Scores] = {}
+    cells: Mapping[str, Ref] = {}
+
+    def update(self, ops: Any, row: Row, piece: StatePiece, grad: Ref, scale: Ref, apply: Ref) -> None:
+        """Nothing."""
+
+
+class Importance(NoImportance):
+    """The scores of the rows of adapters under a budget, in `dtype`; with `shards`, those of this rank's share."""
+
+    def __init__(self, rows: Sequence[Row], dtype: str, budget: Budget, shards: Shards | None) -> None:
+        self.budget, self._shards = budget, shards
+        self.rows = {row.name: row for row in rows if row.file == FILE and ".lora_" in row.name}
+        self.refs = {name: Scores(*self._states(row, dtype)) for name, row in self.rows.items()}
+        self._first: dict[str, int] = {}  # places of each row's sums
+        size = 0
+        for name, row in self.rows.items():
+            self._first[name], size = size, size + _num_sums(row)
+        self.values = [row for row in self.rows.values() if row.name.endswith(".lora_e")]
+        self.num_triplets = sum(row.shape[0] for row in self.values)
+        self.num_adapters = sum(len(row.parts) for row in self.values)
+        self._places, end = {}, 0  # of each row's flags
+        for row in self.values:
+            self._places[row.name], end = end, end + -(-row.shape[0] // ALIGNED) * ALIGNED
+        sizes = {SUMS: size, KEPT: end}
+        self.cells = {name: Ref(name, "cell", (count,), dtype) for name, count in sizes.items()}
+
+    def _states(self, row: Row, dtype: str) -> Iterator[Ref]:
+        for space in Scores._fields:
+            ref = Ref(row.name, space, row.shape, dtype, row.layer)
+            yield ref if self._shards is None else self._shards.share(ref)
+
+    def update(self, ops: Any, row: Row, piece: StatePiece, grad: Ref, scale: Ref, apply: Ref) -> None:
+        """The scores of a piece of a row <- its value after the update, and its gradient."""
+        if row.name in self.refs:
+            s, u = (piece.of(ref) for ref in self.refs[row.name])
+            betas = {"beta_1": self.budget.beta_1, "beta_2": self.budget.beta_2}
+            ops.importance(s, u, s, u, piece.state.master, grad, scale, apply, **betas)
+
+    def measure(self, ops: Any) -> None:
+        """The cell of sums <- all scores; of many ranks that share them out, each has its own, beside zeros."""
+        for name, row in self.rows.items():
+            s, u = self.refs[name]
+            before = 0 if self._shards is None else self._shards.bounds[name][self._shards.rank]
+            count = num_norm_tiles(s.shape) * s.shape[-1] if _of_columns(row) else s.shape[0]
+            first = before // NORM_ROWS * row.shape[-1] if _of_columns(row) else before
+            sums = self.cells[SUMS].flat(self._first[name] + first, count)
+            ops.importance_sums(sums, s, u, of_columns=_of_columns(row))
+        if self._shards is not None:
+            ops.all_reduce(self.total, self.cells[SUMS])
+
+    @property
+    def total(self) -> Ref:
+        """The cell with the sums of all ranks."""
+        cell = self.cells[SUMS]
+        return cell if self._shards is None else Ref(f"agreed.{SUMS}", "cell", cell.shape, cell.dtype)
+
+    def mask(self, ops: Any, weights: Any, moments: Any) -> None:
+        """The E of triplets that are not kept <- 0, and copies of the weights from that."""
+        places = self._places
+        walks = moments.walk(ops, only=places), weights.written(ops, places)
+        for (row, pieces), weight in zip(*walks, strict=True):
+            for piece in pieces:
+                own = self.cells[KEPT].flat(places[row.name], row.shape[0])
+                ops.scale_columns_forward(piece.state.master, piece.state.master, own, None, None)
+                ops.cast(piece.of(weight), piece.state.master)
+
+    def scores(self, sums: np.ndarray) -> np.ndarray:
+        """The score of every triplet, in f64: that of its entry of E, the mean of its row of A and that of its column
+        of B."""
+        found, total = [], sums.astype(np.float64)
+        for row in self.values:
+            site = row.name.removesuffix(".lora_e")
+            down = self.rows[f"{site}.lora_a"]
+            own = self._of(total, row) + self._of(total, down) / down.shape[1]
+            for part in row.parts:
+                up = self.rows[f"{site}.lora_b.{part.name.removesuffix('.lora_E').rpartition('.')[2]}"]
+                own[part.start : part.stop] += (
+                    self._of(total, up).reshape(-1, up.shape[1]).sum(axis=0) / up.parts[0].stop
+                )
+            found.append(own)
+        return np.concatenate(found)
+
+    def _of(self, sums: np.ndarray, row: Row) -> np.ndarray:
+        return sums[self._first[row.name] :][: _num_sums(row)]
+
+    def cell_of(self, flags: np.ndarray) -> np.ndarray:
+        """The cell of what is kept, of flags of all triplets."""
+        cell, first = np.zeros(self.cells[KEPT].shape), 0
+        for row in self.values:
+            cell[self._places[row.name] :][: row.shape[0]] = flags[first : first + row.shape[0]]
+            first += row.shape[0]
+        return cell
+
+    def flags(self, cell: np.ndarray) -> np.ndarray:
+        """Flags of all triplets, of the cell of what is kept."""
+        return np.concatenate([cell[self._places[row.name] :][: row.shape[0]] != 0 for row in self.values])
+
+    def patterns(self, flags: np.ndarray) -> dict[str, tuple[bool, ...]]:
+        """What is kept of each adapter, by the names of its module, of flags of all triplets."""
+        found, first = {}, 0
+        for row in self.values:
+            for part in row.parts:
+                own = flags[first + part.start : first + part.stop]
+                found[part.name.removesuffix(".lora_E")] = tuple(bool(flag) for flag in own)
+            first += row.shape[0]
+        return found
+
+
+def _of_columns(row: Row) -> bool:
+    return ".lora_b." in row.name
+
+
+def _num_sums(row: Row) -> int:
+    return num_norm_tiles(row.shape) * row.shape[-1] if _of_columns(row) else row.shape[0]

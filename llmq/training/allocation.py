@@ -1,0 +1,64 @@
+"""Ranks that are chosen while adapters are trained (AdaLoRA), at the steps of their budget's schedule."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from llmq.engine.engine import Engine
+from llmq.files.adapters import AdapterExport
+from llmq.files.huggingface import Export
+from llmq.model.adalora import kept
+from llmq.stores.importance import Importance
+
+
+class Allocation:
+    """What a run whose ranks stay does: nothing."""
+
+    def before(self, engine: Engine, step: int) -> None:
+        """What is due before the micro-steps of a step."""
+
+    def after(self, engine: Engine, step: int) -> None:
+        """What is due after the update of a step."""
+
+    def exported(self, engine: Engine, export: Export) -> Export:
+        """The export with what has been chosen."""
+        return export
+
+
+class RankAllocation(Allocation):
+    """Chooses ranks by importance."""
+
+    def __init__(self, importance: Importance, say: Callable[[str], None]) -> None:
+        self.importance, self.budget, self.say = importance, importance.budget, say
+
+    def before(self, engine: Engine, step: int) -> None:
+        """As in PEFT, the last step of the schedule does not count for its own choice."""
+        if step == self.budget.last:
+            engine.measure_importance()
+
+    def after(self, engine: Engine, step: int) -> None:
+        """Chooses what is kept, or holds what was left out at 0."""
+        if self.budget.chooses(step):
+            if step != self.budget.last:
+                engine.measure_importance()
+            scores, of = self.importance.scores(engine.importance()), self.importance
+            flags = kept(scores, self.budget.count(step, of.num_triplets, of.num_adapters))
+            engine.keep(flags)
+            ranks = [sum(pattern) for pattern in of.patterns(flags).values()]
+            self.say(
+                f"Step {step}: {sum(ranks)} of {of.num_triplets} singular values are kept, {min(ranks)} to "
+                f"{max(ranks)} of a map"
+            )
+        if self.budget.chooses(step) or self.budget.holds(step):
+            engine.mask()
+
+    def exported(self, engine: Engine, export: Export) -> Export:
+        """An adapter of what is kept, alone."""
+        assert isinstance(export, AdapterExport)
+        return export.choosing(self.importance.patterns(engine.kept()))
+
+
+def allocation_of(engine: Engine, say: Callable[[str], None]) -> Allocation:
+    """What chooses the ranks of an engine's plan, and says how many are kept."""
+    importance = engine.plan.importance
+    return RankAllocation(importance, say) if isinstance(importance, Importance) else Allocation()

@@ -1,0 +1,196 @@
+"""AdaLoRA against PEFT, live: gradients with the regulariser, a schedule with its ranks, folders, merged models."""
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+
+pytest.importorskip("peft", reason="the judge is PEFT")
+pytest.importorskip("torch", reason="the judges are torch and transformers")
+
+import peft
+import torch
+import transformers
+from golden import families, transformers_judge
+from golden.engines import FP32, FP64
+from golden.peft_judge import assert_same_logits, by_name, drawn, engine_of, export_base, hyper, ours
+from safetensors.numpy import load_file
+
+from llmq.backends.host import HostBackend
+from llmq.data.batches.batch import Batch
+from llmq.engine.engine import Engine
+from llmq.files.adalora import present
+from llmq.files.adapters import AdapterExport, adapter_config, open_adapter, stored_rows
+from llmq.files.merge import merge
+from llmq.files.source import find_source, open_parameters
+from llmq.model.adalora import INIT, Budget
+from llmq.model.adapters import Adapters, chosen, targets, with_triplets
+from llmq.model.config import read_config
+from llmq.plan.plan import make_plan
+from llmq.training.allocation import allocation_of
+
+pytestmark = pytest.mark.judge
+RANK, ALPHA = 6, 9.0
+BUDGET = Budget(2, warmup=3, final=5, interval=4, beta_1=0.8, beta_2=0.7, orth_reg=0.3, total=families.STEPS)
+PEFTS = {"target_r": 2, "tinit": 3, "tfinal": 5, "deltaT": 4, "beta1": 0.8, "beta2": 0.7, "orth_reg_weight": 0.3}
+NAMES = ["q_proj", "v_proj", "o_proj", "gate_proj", "down_proj"]
+
+
+def batch_of(config, index):
+    """Tokens, and targets that a model which shifts labels by itself can be given."""
+    tokens, marks = drawn(config, index)
+    marks = marks.copy()
+    marks[:, -1] = -100
+    return tokens, marks
+
+
+def made(config, weights, dtype):
+    """PEFT's model, with singular values that are not zero, and vectors of about length 1."""
+    about = peft.AdaLoraConfig(
+        task_type="CAUSAL_LM", init_r=RANK, lora_alpha=ALPHA, total_step=families.STEPS, target_modules=NAMES, **PEFTS
+    )
+    model = peft.get_peft_model(transformers_judge.model_of(config, weights, dtype), about)
+    torch.manual_seed(3)
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if "lora_E" in name:
+                parameter.normal_()
+            elif "lora_" in name:
+                parameter.mul_(8)
+    return model
+
+
+def backward(model, tokens, marks):
+    """Leaves gradients of PEFT's loss, the regulariser among it; returns the cross-entropy alone."""
+    model.zero_grad(set_to_none=True)
+    ids, labels = torch.from_numpy(tokens).long(), torch.full(tokens.shape, -100)
+    labels[:, 1:] = torch.from_numpy(marks[:, :-1])
+    found = model(input_ids=ids, labels=labels)
+    found.loss.backward()
+    flat, logits = torch.from_numpy(marks).long().reshape(-1), found.logits.detach()
+    return torch.nn.functional.cross_entropy(logits.reshape(flat.numel(), -1), flat, ignore_index=-100).item()
+
+
+def relative_errors(found, right):
+    """Errors by name; what is 0 must be that, and what is empty is left out."""
+    assert found.keys() == right.keys()
+    norms = {name: np.linalg.norm(value) for name, value in right.items() if value.size}
+    return {name: np.linalg.norm(found[name] - right[name]) / (norm or 1.0) for name, norm in norms.items()}
+
+
+def adapters_of(config):
+    every = targets(chosen(",".join(NAMES), read_config(config)), RANK, ALPHA, rslora=False)
+    return Adapters(RANK, ALPHA, with_triplets(every), init=INIT, schedule=BUDGET)
+
+
+@pytest.mark.parametrize("family", ["qwen2", "qwen3"])
+def test_gradients_are_those_of_peft(family):
+    """With the regulariser, in f64 and f32, and the same in two micro-batches."""
+    config = families.FAMILIES[family]
+    weights, (tokens, marks) = families.weights(config), batch_of(config, 1)
+    with transformers_judge.doubled():
+        model = made(config, weights, "float64")
+        loss = backward(model, tokens, marks)
+        gradients = {ours(n): p.grad.numpy() for n, p in model.named_parameters() if p.requires_grad}
+        runs = [engine_of(config, model, adapters_of(config), precision, hyper()) for precision in (FP64, FP32)]
+    count = np.count_nonzero(marks != -100)
+    for run, bound in zip(runs, (1e-9, 1e-5), strict=True):
+        run.micro_step(Batch(tokens, marks))
+        found = {name: value / count for name, value in by_name(run, run.gradient).items()}
+        errors = relative_errors(found, gradients)
+        assert max(errors.values()) < bound, max(errors, key=errors.get)
+        half = [np.where(np.arange(len(marks))[:, None] % 2 == part, marks, -100) for part in (0, 1)]
+        for part in (0, 1):
+            run.micro_step(Batch(tokens, half[part]), first=part == 0, last=part == 1)
+        found = {name: value / count for name, value in by_name(run, run.gradient).items()}
+        errors = relative_errors(found, gradients)
+        assert max(errors.values()) < bound, max(errors, key=errors.get)
+        assert run.update(1, 0.0).loss == pytest.approx(loss, rel=bound)
+
+
+def test_twenty_steps_keep_the_ranks_that_peft_keeps(tmp_path):
+    """AdamW in f64 and f32, with the schedule; the folder that each writes, read by the other; merged models."""
+    config, a = families.FAMILIES["qwen2"], families.ADAMW
+    weights, parsed, adapters = families.weights(config), read_config(config), adapters_of(config)
+    with transformers_judge.doubled():
+        model = made(config, weights, "float64")
+        runs = [engine_of(config, model, adapters, precision, hyper()) for precision in (FP64, FP32)]
+        named = [(name, p) for name, p in model.named_parameters() if p.requires_grad]
+        groups = [
+            {"params": [p for name, p in named if ("lora_E" in name) == is_value], "weight_decay": decay}
+            for is_value, decay in ((False, a["weight_decay"]), (True, 0.0))
+        ]
+        about = {"lr": 0.0, "betas": (a["beta_1"], a["beta_2"]), "eps": a["epsilon"], "foreach": False}
+        optimizer, patterns = torch.optim.AdamW(groups, **about), []
+        allocations = [allocation_of(run, print) for run in runs]
+        for step in range(1, families.STEPS + 1):
+            tokens, marks = batch_of(config, step)
+            loss = backward(model, tokens, marks)
+            for group in optimizer.param_groups:
+                group["lr"] = families.learning_rate(step)
+            optimizer.step()
+            model.base_model.update_and_allocate(step)
+            theirs = model.peft_config["default"].rank_pattern
+            patterns.append({} if theirs is None else {ours(n)[:-7]: tuple(flags) for n, flags in theirs.items()})
+            for run, allocation, bound in zip(runs, allocations, (1e-6, 1e-4), strict=True):
+                allocation.before(run, step)
+                run.micro_step(Batch(tokens, marks))
+                assert run.update(step, families.learning_rate(step)).loss == pytest.approx(loss, rel=bound)
+                allocation.after(run, step)
+                if patterns[-1]:
+                    assert allocation.importance.patterns(run.kept()) == patterns[-1], step
+        right = {ours(n): p.detach().numpy() for n, p in named}
+    assert patterns[2] == {} and patterns[3] and len({str(pattern) for pattern in patterns}) > 3
+    counts = [sum(map(sum, pattern.values())) for pattern in patterns]
+    assert counts[-1] == 2 * len(adapters.targets) and len({sum(flags) for flags in patterns[-1].values()}) > 1
+    for run, bound in zip(runs, (1e-6, 1e-4), strict=True):
+        assert max(relative_errors(by_name(run, run.parameter), right).values()) < bound
+    export_base(config, tmp_path / "base")
+    model.float().save_pretrained(tmp_path / "theirs")
+    run, source = runs[1], find_source(str(tmp_path / "base"))
+    about = adapter_config(adapters, parsed, str(tmp_path / "base"), None)
+    export = AdapterExport(tmp_path / "ours", parsed, stored_rows(run.plan.rows, adapters), "fp32", about=about)
+    export = allocations[1].exported(run, export)
+    export.write(lambda row: run.parameter(row.name))
+    one, other = (load_file(tmp_path / side / "adapter_model.safetensors") for side in ("ours", "theirs"))
+    assert {name: value.shape for name, value in one.items()} == {name: value.shape for name, value in other.items()}
+    assert any(value.size == 0 for value in one.values())  # a map of which nothing is kept
+    assert max(relative_errors(one, other).values()) < 1e-4
+    configs = [peft.PeftConfig.from_pretrained(tmp_path / side) for side in ("ours", "theirs")]
+    for key in ("init_r", "lora_alpha", "total_step", "rank_pattern", "peft_type", *PEFTS):
+        assert getattr(configs[0], key) == getattr(configs[1], key), key
+    tokens, marks = batch_of(config, 1)
+    base = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "base", attn_implementation="eager")
+    loaded = peft.PeftModel.from_pretrained(base, tmp_path / "ours")
+    assert_same_logits(run, loaded, tokens)
+    read = open_adapter(tmp_path / "ours", parsed)
+    kept = {target.module.name: target.kept for target in read.adapters.targets}
+    assert kept == patterns[-1] and read.adapters.schedule == replace(BUDGET, spent=True)
+    again = Engine(make_plan(replace(run.plan.spec, adapters=read.adapters)), HostBackend())
+    again.load(read.values(open_parameters(source, 0))(again.plan.rows))
+    assert_same_logits(again, loaded, tokens)
+    about = adapter_config(read.adapters, parsed, str(tmp_path / "base"), None)
+    rows, patterns = stored_rows(again.plan.rows, read.adapters), present(read.adapters)
+    export = AdapterExport(tmp_path / "again", parsed, rows, "fp32", about=about, patterns=patterns)
+    export.write(lambda row: again.parameter(row.name))
+    twice = load_file(tmp_path / "again" / "adapter_model.safetensors")
+    assert twice.keys() == one.keys() and all(np.array_equal(value, one[name]) for name, value in twice.items())
+    with transformers_judge.doubled():  # trained on, with what is kept
+        configs[0].inference_mode = False
+        theirs = peft.get_peft_model(transformers_judge.model_of(config, weights, "float64"), configs[0])
+        peft.set_peft_model_state_dict(theirs, {name: torch.from_numpy(value) for name, value in one.items()})
+        backward(theirs, tokens, marks)
+        gradients = {ours(n): p.grad.numpy() for n, p in theirs.named_parameters() if p.requires_grad}
+    again.micro_step(Batch(tokens, marks))
+    count = np.count_nonzero(marks != -100)
+    found = {name: value / count for name, value in by_name(again, again.gradient).items()}
+    own = {name: found[name][tuple(map(slice, value.shape))] for name, value in gradients.items()}
+    assert max(relative_errors(own, gradients).values()) < 1e-5
+    assert all(np.count_nonzero(found[name]) == np.count_nonzero(own[name]) for name in own)
+    merge(source, {tmp_path / "theirs": 1.0}, tmp_path / "merged", dtype=None, overwrite=False)
+    found = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "merged", attn_implementation="eager")
+    base = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "base", attn_implementation="eager")
+    whole = peft.PeftModel.from_pretrained(base, tmp_path / "theirs").merge_and_unload()
+    named = dict(found.named_parameters())
+    for name, value in whole.named_parameters():
+        torch.testing.assert_close(named[name].detach(), value.detach(), rtol=1e-5, atol=1e-6)
