@@ -12,13 +12,11 @@ from typing import Any
 import numpy as np
 
 from llmq.errors import UsageError
-from llmq.files import weight_files
-from llmq.files.peft_names import in_full_config, is_target, modules_in_full, plain_shapes, target_names
+from llmq.files.peft_names import checked_beside, in_full_config, is_target, target_names
 from llmq.files.tensor_files import Stored
 from llmq.model.adalora import INIT, Budget
 from llmq.model.adapters import Adapters, Module, Target, linear_modules, scale_of_triplets
 from llmq.model.config import ModelConfig
-from llmq.model.parameters import parameter_rows
 from llmq.row import Part, Row
 
 TRIPLET = re.compile(r"(.+)\.lora_([ABE])")
@@ -41,20 +39,12 @@ def checked_triplets(
 ) -> tuple[Adapters, list[str]]:
     """What a config of AdaLoRA and its tensors say, and what is wrong with them."""
     modules = {module.name: module for module in linear_modules(config)}
-    problems: list[str] = []
-    also = modules_in_full(about, config, problems)
-    plain = plain_shapes(config, also)
+    matches = {name: match for name in tensors if (match := TRIPLET.fullmatch(name))}
+    also, problems = checked_beside(about, tensors, config, matches)
     rank, alpha = int(about.get("init_r", 12)), float(about.get("lora_alpha", 8))
     found: dict[str, dict[str, Stored]] = {}
-    for name, tensor in tensors.items():
-        if match := TRIPLET.fullmatch(name):
-            found.setdefault(match[1], {})[match[2]] = tensor
-        elif name not in plain:
-            problems.append(f"{name} is no part of an adapter of this model")
-        elif plain[name] != tensor.shape:
-            problems.append(f"{name} has shape {list(tensor.shape)}, the model asks for {list(plain[name])}")
-        if tensor.dtype not in weight_files.FILE_DTYPES:
-            problems.append(f"{name} is stored as {tensor.dtype}; known are {', '.join(weight_files.FILE_DTYPES)}")
+    for name, match in matches.items():
+        found.setdefault(match[1], {})[match[2]] = tensors[name]
     problems += [f"{name} is no linear map of this model" for name in found if name not in modules]
     patterns = about.get("rank_pattern") or {}
     targets = []
@@ -69,8 +59,6 @@ def checked_triplets(
         targets.append(target)
     wanted = [name for name in modules if is_target(about.get("target_modules"), name)]
     problems += [f"missing: {name}.lora_A, lora_B and lora_E" for name in wanted if name not in found]
-    in_full = [part.name for row in parameter_rows(config) if row.name in also for part in row.parts]
-    problems += [f"missing: {name}, of modules_to_save" for name in in_full if name not in tensors]
     said: dict[str, Any] = {
         field: default if about.get(name) is None else type(default)(about[name])
         for field, (name, default) in FIELDS.items()

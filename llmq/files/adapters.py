@@ -23,7 +23,7 @@ from llmq.files.adalora import Patterns, checked_triplets, kept_rows, kept_value
 from llmq.files.first_adapter import FirstAdapter
 from llmq.files.huggingface import ADAPTER_CONFIG, ADAPTER_WEIGHTS, Export, write_json, write_tensors
 from llmq.files.ia3 import checked_gains, gain_config
-from llmq.files.peft_names import in_full_config, is_target, modules_in_full, plain_shapes, target_names
+from llmq.files.peft_names import checked_beside, in_full_config, is_target, target_names
 from llmq.files.source import Values
 from llmq.files.tensor_files import Stored, tensors_of
 from llmq.files.virtual_tokens import METHODS, TENSOR, checked_virtual, columns_of, virtual_config
@@ -40,7 +40,6 @@ from llmq.model.adapters import (
 )
 from llmq.model.config import ModelConfig, read_json
 from llmq.model.first_adapter import TAKEN_OUT
-from llmq.model.parameters import parameter_rows
 from llmq.row import Part, Row
 
 PREFIX = "base_model.model."
@@ -138,19 +137,11 @@ def _our_name(name: str) -> str:
 def _checked(about: dict[str, Any], tensors: dict[str, Stored], config: ModelConfig) -> tuple[Adapters, list[str]]:
     """What the config and the tensors say, and what is wrong with them."""
     modules = {module.name: module for module in linear_modules(config)}
-    problems: list[str] = []
-    also = modules_in_full(about, config, problems)
-    plain = plain_shapes(config, also)
+    matches = {name: match for name in tensors if (match := LORA.fullmatch(name))}
+    also, problems = checked_beside(about, tensors, config, matches)
     pairs: dict[str, dict[str, Stored]] = {}
-    for name, tensor in tensors.items():
-        if match := LORA.fullmatch(name):
-            pairs.setdefault(match[1], {})[match[2] or match[3]] = tensor
-        elif name not in plain:
-            problems.append(f"{name} is no part of an adapter of this model")
-        elif plain[name] != tensor.shape:
-            problems.append(f"{name} has shape {list(tensor.shape)}, the model asks for {list(plain[name])}")
-        if tensor.dtype not in weight_files.FILE_DTYPES:
-            problems.append(f"{name} is stored as {tensor.dtype}; known are {', '.join(weight_files.FILE_DTYPES)}")
+    for name, match in matches.items():
+        pairs.setdefault(match[1], {})[match[2] or match[3]] = tensors[name]
     rank, rslora, dora = int(about.get("r", 8)), bool(about.get("use_rslora")), bool(about.get("use_dora"))
     alpha = float(about.get("lora_alpha", 8))
     found = []
@@ -166,8 +157,6 @@ def _checked(about: dict[str, Any], tensors: dict[str, Stored], config: ModelCon
     problems += [f"missing: {name}.lora_A.weight and lora_B.weight" for name in modules if name in wanted - set(pairs)]
     if dora and LM_HEAD in pairs:
         problems.append("lm_head has magnitudes (use_dora), which llmq does not compute for the logits")
-    in_full = [part.name for row in parameter_rows(config) if row.name in also for part in row.parts]
-    problems += [f"missing: {name}, of modules_to_save" for name in in_full if name not in tensors]
     order = {name: index for index, name in enumerate(modules)}
     targets = tuple(sorted(found, key=lambda target: order[target.module.name]))
     said = about.get("init_lora_weights", True)

@@ -8,12 +8,10 @@ from typing import Any
 import numpy as np
 
 from llmq.errors import UsageError
-from llmq.files import weight_files
-from llmq.files.peft_names import in_full_config, is_target, modules_in_full, plain_shapes, target_names
+from llmq.files.peft_names import checked_beside, in_full_config, is_target, target_names
 from llmq.files.tensor_files import Stored
 from llmq.model.adapters import LM_HEAD, Adapters, linear_modules, scaled
 from llmq.model.config import ModelConfig
-from llmq.model.parameters import parameter_rows
 
 GAINS = "ia3_l"
 
@@ -21,28 +19,18 @@ GAINS = "ia3_l"
 def checked_gains(about: dict[str, Any], tensors: dict[str, Stored], config: ModelConfig) -> tuple[Adapters, list[str]]:
     """What a config of IA3 and its tensors say, and what is wrong with them."""
     modules = {module.name: module for module in linear_modules(config)}
-    problems: list[str] = []
-    also = modules_in_full(about, config, problems)
-    plain = plain_shapes(config, also)
-    named = [name.removesuffix(f".{GAINS}") for name in tensors if name.endswith(f".{GAINS}")]
+    own = {name: name.removesuffix(f".{GAINS}") for name in tensors if name.endswith(f".{GAINS}")}
+    also, problems = checked_beside(about, tensors, config, own)
+    named = list(own.values())
     problems += [f"{name} is no linear map of this model" for name in named if name not in modules]
     found = [module for name, module in modules.items() if name in named]
     inward = {module.name for module in found if is_target(about.get("feedforward_modules"), module.name)}
-    shapes: dict[str, tuple[int, ...]] = {
-        f"{m.name}.{GAINS}": (1, m.inputs) if m.name in inward else (m.outputs, 1) for m in found
-    }
-    shapes = {**shapes, **plain}
-    for name, tensor in tensors.items():
-        if name not in shapes and not name.endswith(f".{GAINS}"):
-            problems.append(f"{name} is no part of an adapter of this model")
-        elif shapes.get(name, tensor.shape) != tensor.shape:
-            problems.append(f"{name} has shape {list(tensor.shape)}, the model asks for {list(shapes[name])}")
-        if tensor.dtype not in weight_files.FILE_DTYPES:
-            problems.append(f"{name} is stored as {tensor.dtype}; known are {', '.join(weight_files.FILE_DTYPES)}")
+    for module in found:
+        shape = (1, module.inputs) if module.name in inward else (module.outputs, 1)
+        if (there := tensors[f"{module.name}.{GAINS}"].shape) != shape:
+            problems.append(f"{module.name}.{GAINS} has shape {list(there)}, the model asks for {list(shape)}")
     wanted = [name for name in modules if is_target(about.get("target_modules"), name)]
     problems += [f"missing: {name}.{GAINS}" for name in wanted if name not in named]
-    in_full = [part.name for row in parameter_rows(config) if row.name in also for part in row.parts]
-    problems += [f"missing: {name}, of modules_to_save" for name in in_full if name not in tensors]
     if LM_HEAD in named:
         problems.append("lm_head has gains, which llmq does not compute for the logits")
     try:

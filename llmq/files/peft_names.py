@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import Any
 
+from llmq.files.tensor_files import Stored
+from llmq.files.weight_files import FILE_DTYPES
 from llmq.model.adapters import EMBED, EMBED_ROW, LM_HEAD, Adapters, Target, linear_modules, modules_of
 from llmq.model.config import ModelConfig
 from llmq.model.parameters import parameter_rows
@@ -54,6 +56,26 @@ def plain_shapes(config: ModelConfig, also: Collection[str]) -> dict[str, tuple[
     if EMBED_ROW in also and config.tie_embeddings:
         found[f"{LM_HEAD}.weight"] = found[f"{EMBED}.weight"]
     return found
+
+
+def checked_beside(
+    about: dict[str, Any], tensors: Mapping[str, Stored], config: ModelConfig, own: Collection[str]
+) -> tuple[frozenset[str], list[str]]:
+    """The rows that a config has trained in full, and what is wrong with the tensors of an adapter of any method: their
+    dtypes, and names and shapes of those that are not the method's `own`."""
+    problems: list[str] = []
+    also = modules_in_full(about, config, problems)
+    plain = plain_shapes(config, also)
+    for name, tensor in tensors.items():
+        if name not in own and name not in plain:
+            problems.append(f"{name} is no part of an adapter of this model")
+        elif name not in own and plain[name] != tensor.shape:
+            problems.append(f"{name} has shape {list(tensor.shape)}, the model asks for {list(plain[name])}")
+        if tensor.dtype not in FILE_DTYPES:
+            problems.append(f"{name} is stored as {tensor.dtype}; known are {', '.join(FILE_DTYPES)}")
+    in_full = [part.name for row in parameter_rows(config) if row.name in also for part in row.parts]
+    problems += [f"missing: {name}, of modules_to_save" for name in in_full if name not in tensors]
+    return also, problems
 
 
 def is_target(wanted: str | Iterable[str] | None, name: str) -> bool:

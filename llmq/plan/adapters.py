@@ -21,6 +21,7 @@ from llmq.model.adalora import INIT, Budget
 from llmq.model.adapters import (
     LM_HEAD,
     Adapters,
+    Module,
     chosen,
     scaled,
     targets,
@@ -90,7 +91,7 @@ def resolve(options: AdapterOptions, config: ModelConfig, steps: int = 0) -> Ada
         rslora=options.rslora,
         init=options.lora_init or "kaiming" if schedule is None else INIT,
         base=options.base_dtype,
-        also=trained_in_full(options.train_also, config, modules) if options.train_also else frozenset(),
+        also=_in_full(options, config, modules),
         dora=options.dora,
         plus=options.lora_plus_ratio or 1.0,
         rho=options.eva_rho or 1.0,
@@ -114,8 +115,13 @@ def _gains(options: AdapterOptions, config: ModelConfig) -> Adapters:
     """IA3's. UsageError."""
     modules = chosen(options.ia3 or "", config, "--ia3")
     without_head(modules, "--ia3")
-    also = trained_in_full(options.train_also, config, modules) if options.train_also else frozenset()
+    also = _in_full(options, config, modules)
     return Adapters(0, 1.0, scaled(modules), method="ia3", base=options.base_dtype, also=also)
+
+
+def _in_full(options: AdapterOptions, config: ModelConfig, modules: Sequence[Module]) -> frozenset[str]:
+    """The rows of --train-also. UsageError."""
+    return trained_in_full(options.train_also, config, modules) if options.train_also else frozenset()
 
 
 def _patterns(option: str, text: str | None, kind: Callable[[str], _Number]) -> dict[str, _Number]:

@@ -7,11 +7,12 @@ only what the adapter reads is left out; PEFT leaves it out of W x too, and mult
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 from llmq.row import Part, Row
 from llmq.sites.lora import DroppedLinear, LoraLinear
+from llmq.sites.outputs import fill_gains
 from llmq.tensor import COLSUM, Ref, Slot
 
 
@@ -67,9 +68,7 @@ class DoraLinear:
         through, gram, norm, gain = (a[f"{self.key}.{name}"] for name in ("through", "gram", "norm", "gain"))
         ops.linear_forward(through, w.weight, w.lora_a, None, None)
         ops.linear_forward(gram, w.lora_a, w.lora_a, None, None)
-        for start, stop in self.between():
-            at = (start, stop - start)
-            ops.output_gain(gain.flat(*at), None, None, None, None, None, None, scale=1.0, first=0)
+        fill_gains(ops, gain, self.lora.pieces, self.outputs)
         for piece in self.lora.pieces:
             at = (piece.start, piece.stop - piece.start)
             ops.output_gain(
@@ -83,12 +82,6 @@ class DoraLinear:
                 scale=piece.scale,
                 first=piece.first,
             )
-
-    def between(self) -> Iterator[tuple[int, int]]:
-        """The runs of outputs that no piece has."""
-        ends = [0, *(piece.stop for piece in self.lora.pieces)]
-        starts = [*(piece.start for piece in self.lora.pieces), self.outputs]
-        yield from ((end, start) for end, start in zip(ends, starts, strict=True) if end < start)
 
     def backward(self, ops: Any, a: Any, d: Any, d_x: Ref, dw: Any, d_y: Ref, x: Ref, w: Any) -> None:
         """d_x, dw <- d_y, x, w."""

@@ -6,12 +6,13 @@ The gains begin as ones and are held in `dtype`. In files they are columns of ou
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
 from llmq.row import Part, Row
 from llmq.sites.linear import Linear
+from llmq.sites.outputs import fill_gains
 from llmq.tensor import Ref, Slot
 
 
@@ -52,18 +53,11 @@ class GainLinear:
         """y (...,N) <- x (...,K), w, residual (...,N) or None."""
         product, gain = a[f"{self.key}.product"], a[f"{self.key}.gain"]
         self.base.forward(ops, a, product, x, w)
-        for start, stop in self.between():
-            ops.output_gain(gain.flat(start, stop - start), None, None, None, None, None, None, scale=1.0, first=0)
+        fill_gains(ops, gain, self.pieces, self.outputs)
         for piece in self.pieces:
             at, own = gain.flat(piece.start, piece.stop - piece.start), getattr(w.ia3, piece.key)
             ops.output_gain(at, None, None, None, None, None, own, scale=1.0, first=0)
         ops.scale_columns_forward(y, product, gain, None, residual)
-
-    def between(self) -> Iterator[tuple[int, int]]:
-        """The runs of outputs that have no gains."""
-        ends = [0, *(piece.stop for piece in self.pieces)]
-        starts = [*(piece.start for piece in self.pieces), self.outputs]
-        yield from ((end, start) for end, start in zip(ends, starts, strict=True) if end < start)
 
     def backward(self, ops: Any, a: Any, d: Any, d_x: Ref, dw: Any, d_y: Ref, x: Ref, w: Any) -> None:
         """d_x, dw <- d_y, x, w."""
