@@ -150,8 +150,11 @@ def test_a_prompt_begins_as_a_text(tmp_path):
         options = Options.parse(
             {"model": str(model), "train_file": "a", "prompt_tuning": count, "prompt_init_text": "Aye 10 ships"}
         ).adapters
-        rows = with_virtual(parameter_rows(source.config), resolve(options, source.config), source.config)
-        return {row.name: value for row, value in first_values(options, of, values, 0)(rows)}["embed.prompt"]
+        low_rank = resolve(options, source.config)
+        rows = with_virtual(parameter_rows(source.config), low_rank, source.config)
+        return {row.name: value for row, value in first_values(options, low_rank, of, values, 0, {})(rows)}[
+            "embed.prompt"
+        ]
 
     for count in (2, len(ids), 2 * len(ids) + 1):
         np.testing.assert_array_equal(prompt(count), embedding[(ids * 3)[:count]])
