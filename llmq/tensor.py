@@ -16,6 +16,7 @@ from dataclasses import dataclass, field, replace
 import ml_dtypes
 import numpy as np
 
+from llmq.changed import changed
 from llmq.few_bits import ENCODED, LEVELS, unpacked
 from llmq.scaling import HELD, SCALINGS, Scaling
 
@@ -144,12 +145,6 @@ class Ref:
     is_stack: bool = False
     stack: str | None = None
 
-    def _with(self, **changes: object) -> Ref:
-        """`dataclasses.replace`, which goes through all fields: a large model's plan makes a million Refs."""
-        made = object.__new__(Ref)
-        made.__dict__.update(self.__dict__, **changes)
-        return made
-
     def as_form(self, form: Form) -> Ref:
         """This tensor as stored in `form`; a plain row form of the slot's own dtype is the value itself.
 
@@ -168,9 +163,9 @@ class Ref:
     def in_form(self, form: Form | None) -> Ref:
         """The copy in `form`, or the value itself."""
         if form is None or self.stack is None:
-            return self._with(form=form)
+            return changed(self, form=form)
         assert self.shape == self.whole[1:], f"{self.name}: a piece of an entry in {form}"
-        return self._with(form=form, span=None, whole=(), stack=None)
+        return changed(self, form=form, span=None, whole=(), stack=None)
 
     @property
     def entries(self) -> tuple[Ref, ...]:
@@ -180,9 +175,9 @@ class Ref:
     def entry(self, index: int) -> Ref:
         """One entry of a stack."""
         assert self.is_stack, f"{self.name} is no stack"
-        value = self.batch(index, 1)._with(shape=self.shape[1:], form=None, is_stack=False, stack=self.name)
+        value = changed(self.batch(index, 1), shape=self.shape[1:], form=None, is_stack=False, stack=self.name)
         cell, held = self.cell and entry_name(self.cell, index), self.held and self.held.entry(index)
-        return value._with(name=entry_name(self.name, index), cell=cell, held=held).in_form(self.form)
+        return changed(value, name=entry_name(self.name, index), cell=cell, held=held).in_form(self.form)
 
     @property
     def owner(self) -> str:
@@ -192,21 +187,21 @@ class Ref:
     @property
     def entire(self) -> Ref:
         """The tensor of which this is a piece."""
-        return self._with(name=self.owner, shape=self.whole or self.shape, span=None, whole=(), pitch=0, stack=None)
+        return changed(self, name=self.owner, shape=self.whole or self.shape, span=None, whole=(), pitch=0, stack=None)
 
     def chunk(self, start: int, count: int) -> Ref:
         """Rows [start, start + count) of this tensor, or of rows of another one, seen as (rows, last axis)."""
         width, before = self.shape[-1], self.span[0] if self.span else 0
         assert not self.pitch, f"{self.name}: rows of columns"
         span, whole = (before + start * width, count * width), self.whole or self.shape
-        return self._with(span=span, shape=(count, width), whole=whole)
+        return changed(self, span=span, shape=(count, width), whole=whole)
 
     def columns(self, start: int, count: int) -> Ref:
         """Columns [start, start + count) of this tensor, or of a chunk of its rows, seen as (rows, last axis)."""
         rows, width, before = math.prod(self.shape[:-1]), self.shape[-1], self.span[0] if self.span else 0
         assert not self.pitch and 0 <= start < start + count <= width, f"{self.name}: columns {start}, {count} of them"
         span = (before + start, (rows - 1) * width + count)
-        return self._with(span=span, shape=(rows, count), whole=self.whole or self.shape, pitch=width)
+        return changed(self, span=span, shape=(rows, count), whole=self.whole or self.shape, pitch=width)
 
     @property
     def rows_before(self) -> int:
@@ -223,12 +218,12 @@ class Ref:
 
     def flat(self, start: int, count: int) -> Ref:
         """Elements [start, start + count) of this tensor seen as one axis."""
-        return self._with(span=(start, count), shape=(count,), whole=self.shape)
+        return changed(self, span=(start, count), shape=(count,), whole=self.shape)
 
     def batch(self, start: int, count: int) -> Ref:
         """Entries [start, start + count) along the first axis."""
         size = math.prod(self.shape[1:])
-        return self._with(span=(start * size, count * size), shape=(count, *self.shape[1:]), whole=self.shape)
+        return changed(self, span=(start * size, count * size), shape=(count, *self.shape[1:]), whole=self.shape)
 
 
 def entry_name(name: str, index: int) -> str:

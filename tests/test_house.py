@@ -16,7 +16,7 @@ JUDGES = {"torch", "transformers", "tensorflow", "jax"}
 
 # From the ground up: what stands on a floor imports from itself and from the floors below it.
 FLOORS = (
-    ("errors", "few_bits"),
+    ("changed", "errors", "few_bits"),
     ("cache_folder", "disk", "scaling", "screen"),
     ("tensor",),
     ("row",),  # parameters as they are held

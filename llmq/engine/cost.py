@@ -65,9 +65,15 @@ class Costs:
 
     def of(self, spec: Spec, micro_steps: int) -> Cost:
         """The cost of a step of so many micro-steps. UsageError for what no plan can do."""
-        if spec.config.num_layers <= FEW or spec in self._whole:
+        if spec.config.num_layers <= FEW:
             plan = self.plan(spec)
             return Cost(plan.total_bytes, plan.host_bytes, step_seconds(plan, self._rates, micro_steps))
+        found = self._estimated(spec, micro_steps)
+        if (whole := self._whole.get(spec)) is None:
+            return found
+        return replace(found, num_bytes=whole.total_bytes, host_bytes=whole.host_bytes)
+
+    def _estimated(self, spec: Spec, micro_steps: int) -> Cost:
         micro = self._half(_on_device(spec))
         states, beside = self._half(_states(spec)), self._half(_states(_on_device(spec)))
         num_bytes = micro.held_bytes + micro.spread * micro.live_bytes + states.held_bytes - beside.held_bytes

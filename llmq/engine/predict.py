@@ -14,9 +14,10 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 
 from llmq.backends import arguments
+from llmq.changed import changed
 from llmq.hardware.cards import Card
 from llmq.ops.record import Call
 from llmq.ops.seam import Arguments, record
@@ -77,7 +78,7 @@ def program_seconds(program: Program, rates: Rates, tokens: int) -> float:
 
 def call_seconds(call: Call, rates: Rates, tokens: int) -> float:
     """Seconds of a call by itself; of an embedding's rows no more than `tokens` are read or written."""
-    op, given = record(call.op), replace(arguments(call), different_tokens=float(tokens))
+    op, given = record(call.op), changed(arguments(call), different_tokens=float(tokens))
     num_bytes = op.num_bytes(given)
     if (op.copies and call.lane == "copy") or op.is_collective:
         return num_bytes / 2 / rates.link  # each byte is read and written

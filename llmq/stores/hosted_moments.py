@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Container, Iterator, Mapping
-from dataclasses import replace
 from itertools import groupby
 from typing import Any
 
+from llmq.changed import changed
 from llmq.row import Row
 from llmq.stores.bundles import one_ahead
 from llmq.stores.moments import State, StatePiece, Update
@@ -83,7 +83,7 @@ class HostedMoments:
         return piece._replace(state=State(*state), grad=grad)
 
     def _at_home(self, ref: Ref) -> Ref:
-        return replace(ref, home="host") if ref.space in self._spaces else ref
+        return changed(ref, home="host") if ref.space in self._spaces else ref
 
 
 def _slot(ops: Any, ref: Ref, place: str) -> Ref:

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import replace
 
+from llmq.changed import changed
 from llmq.ops.record import Call, Result
 from llmq.ops.seam import record
 from llmq.plan.names import scale_cell, storage_name
@@ -24,7 +24,7 @@ def accumulate(calls: Sequence[Call], *, first: bool) -> list[Call]:
         place = storage_name(result.ref), result.ref.span
         adds = (not first and not result.ref.is_sum) or place in written
         written.add(place)
-        return replace(result, accumulate=adds)
+        return changed(result, accumulate=adds)
 
     made: list[Call] = []
     sent: set[str] = set()  # gradients on the host that this program has written
@@ -50,14 +50,14 @@ def collect(calls: Sequence[Call]) -> list[Call]:
         if result is None or result.ref.again:
             return result
         dtypes = sorted({form.dtype for form in result.forms if form is not None and form.has_cell})
-        return replace(result, amax=tuple(scale_cell(result.ref, dtype) for dtype in dtypes)) if dtypes else result
+        return changed(result, amax=tuple(scale_cell(result.ref, dtype) for dtype in dtypes)) if dtypes else result
 
     return [call if _copies_a_copy(call) else _with(call, counted) for call in calls]
 
 
 def _with(call: Call, change: Callable[[Result | None], Result | None]) -> Call:
     outputs = tuple(map(change, call.outputs))
-    return call if outputs == call.outputs else replace(call, outputs=outputs)
+    return call if outputs == call.outputs else changed(call, outputs=outputs)
 
 
 def _copies_a_copy(call: Call) -> bool:

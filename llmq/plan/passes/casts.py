@@ -10,8 +10,8 @@ the rows: the same numbers with the same scales.
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from dataclasses import replace
 
+from llmq.changed import changed
 from llmq.ops.record import Call, Result
 from llmq.ops.seam import record
 from llmq.plan.names import known_scale, scale_ref, storage_name
@@ -38,14 +38,14 @@ def casts(calls: Sequence[Call]) -> list[Call]:
                 outputs.append(result)
                 continue
             now, turned, later = _split(call, name, result)
-            outputs.append(replace(result, forms=now))
+            outputs.append(changed(result, forms=now))
             source = _source(call, name, later)
             after += _made(result.ref, source, later, call.phase, written) if later else []
             turns += [_turned(result.ref, form, _source(call, name), call.phase) for form in turned]
         if any(result is not None and result.forms for result in outputs):
-            made += _in_each_form(replace(call, outputs=tuple(outputs)))
+            made += _in_each_form(changed(call, outputs=tuple(outputs)))
         if record(call.op).gathers:  # on their lane, where the next layer's are made ahead of time
-            gathered += [replace(one, lane=call.lane) for one in (*after, *turns)]
+            gathered += [changed(one, lane=call.lane) for one in (*after, *turns)]
         else:
             made += [*after, *turns]
     return made + gathered
@@ -58,7 +58,7 @@ def _in_each_form(call: Call) -> list[Call]:
     (result,), (source,) = call.outputs, call.inputs
     assert result is not None
     return [
-        replace(call, outputs=(replace(result, forms=(form,)),), inputs=(source and source.in_form(form),))
+        changed(call, outputs=(changed(result, forms=(form,)),), inputs=(source and source.in_form(form),))
         for form in result.forms
     ]
 
@@ -91,7 +91,7 @@ def _split(call: Call, output: str, result: Result) -> tuple[tuple[Form | None, 
     later = [form for form in result.forms if form is not None and not _writes(call, output, form)]
     now = [form for form in result.forms if form not in later]
     rows = {*now, _source(call, output).form}
-    turned = [form for form in later if form.layout == "col" and form.turns and replace(form, layout="row") in rows]
+    turned = [form for form in later if form.layout == "col" and form.turns and changed(form, layout="row") in rows]
     later = [form for form in later if form not in turned]
     if later and ref.space == "activation" and None not in now and _source(call, output, later) == ref:
         now.insert(0, None)  # what the others are made of
@@ -134,6 +134,6 @@ def _made(ref: Ref, source: Ref, forms: list[Form], phase: str, written: set[str
 
 def _turned(ref: Ref, form: Form, source: Ref, phase: str) -> Call:
     """fp8 columns from the rows: those that a call has written, or what it reads."""
-    rows = replace(form, layout="row")
+    rows = changed(form, layout="row")
     read = source if source.form == rows else ref.in_form(rows)
     return Call("cast", (Result(ref, (form,)),), (read,), {}, phase)

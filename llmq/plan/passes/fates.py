@@ -10,8 +10,9 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 
+from llmq.changed import changed
 from llmq.ops.record import Call, Result, call_of
 from llmq.ops.seam import record
 from llmq.tensor import Form, Ref
@@ -90,7 +91,7 @@ def apply(calls: Sequence[Call], fates: Fates) -> list[Call]:
         second.setdefault(name, set()).add(form)
 
     def read(ref: Ref | None) -> Ref | None:
-        return replace(ref, again=True) if ref is not None and ref.form in second.get(ref.name, ()) else ref
+        return changed(ref, again=True) if ref is not None and ref.form in second.get(ref.name, ()) else ref
 
     found: list[Call] = []
     for call in calls:
@@ -99,16 +100,16 @@ def apply(calls: Sequence[Call], fates: Fates) -> list[Call]:
             continue
         inputs = tuple(read(ref) for ref in call.inputs)
         if call.phase == "backward":
-            found.append(call if inputs == call.inputs else replace(call, inputs=inputs))
+            found.append(call if inputs == call.inputs else changed(call, inputs=inputs))
             continue
         outputs: list[Result | None] = []
         for result in call.outputs:
             remade = result is not None and result.ref.name in fates.dropped
-            again = Result(replace(result.ref, again=True)) if result is not None and remade else None
+            again = Result(changed(result.ref, again=True)) if result is not None and remade else None
             if result is not None and again is not None and result.ref.name in fates.copies:
                 found.append(call_of("cast", (again.ref,), (read(result.ref),), {}, "replay"))
                 again = None
             outputs.append(again)
         if any(outputs):
-            found.append(replace(call, outputs=tuple(outputs), inputs=inputs))
+            found.append(changed(call, outputs=tuple(outputs), inputs=inputs))
     return found

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import replace
 
+from llmq.changed import changed
 from llmq.ops.record import Call
 from llmq.ops.seam import record
 from llmq.plan.passes.fates import Item
@@ -30,7 +30,7 @@ def forms(calls: Sequence[Call], weights: Weights, offloaded: Iterable[Item] = (
     # From the end: what a copy has to write is known before what it reads.
     for call in reversed(calls):
         outputs = tuple(
-            result and replace(result, forms=_wanted(result.ref, wanted, weights)) for result in call.outputs
+            result and changed(result, forms=_wanted(result.ref, wanted, weights)) for result in call.outputs
         )
         if not any(result is not None and result.forms for result in outputs):
             continue
@@ -39,12 +39,12 @@ def forms(calls: Sequence[Call], weights: Weights, offloaded: Iterable[Item] = (
             (result,) = outputs
             assert result is not None
             made_of = frozenset(map(op.read_for, result.forms))
-            outputs = (replace(result, forms=_in_order({*result.forms, *made_of})),)
+            outputs = (changed(result, forms=_in_order({*result.forms, *made_of})),)
             read = [(ref, form) for ref, _ in read for form in made_of]
         for ref, form in read:
             if ref.space in OF_ONE_PROGRAM:
                 wanted[ref.owner, ref.again].add(form)
-        made.append(replace(call, outputs=outputs))
+        made.append(changed(call, outputs=outputs))
     return made[::-1]
 
 

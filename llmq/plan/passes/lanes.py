@@ -12,8 +12,9 @@ from __future__ import annotations
 
 from collections import defaultdict, deque
 from collections.abc import Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 
+from llmq.changed import changed
 from llmq.ops.record import Call
 from llmq.plan.names import scale_name, storage_name
 from llmq.plan.passes.transfers import layer_of
@@ -44,7 +45,7 @@ def lanes(calls: Sequence[Call]) -> list[Call]:
         clocks.append({**clock, call.lane: index})
         touched.note(call, index, block)
         last[call.lane] = index
-        made.append(replace(call, waits=tuple(sorted(waits))))
+        made.append(changed(call, waits=tuple(sorted(waits))))
     return made
 
 

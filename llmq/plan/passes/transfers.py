@@ -8,9 +8,9 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Collection, Sequence
-from dataclasses import replace
 from itertools import groupby
 
+from llmq.changed import changed
 from llmq.ops.record import Call, Result
 from llmq.plan.passes.fates import Item
 from llmq.tensor import Ref
@@ -34,15 +34,15 @@ def transfers(calls: Sequence[Call], offloaded: Collection[Item]) -> list[Call]:
     for item, first_read in read.items():
         index, ref = written[item]
         kept = ref.entire
-        hosted = replace(kept, home="host")
+        hosted = changed(kept, home="host")
         before[index + 1].append(moved("copy_to_host", hosted, kept))
-        before[starts[first_read]].append(moved("copy_to_device", replace(kept, again=True), hosted))
+        before[starts[first_read]].append(moved("copy_to_device", changed(kept, again=True), hosted))
     return [one for index in range(len(calls) + 1) for one in (*before[index], *calls[index : index + 1])]
 
 
 def moved(op: str, out: Ref, x: Ref) -> Call:
     """A copy between homes, in the form of both."""
-    return Call(op, (Result(replace(out, form=None), (out.form,)),), (x,), {}, "transfer", lane="copy")
+    return Call(op, (Result(changed(out, form=None), (out.form,)),), (x,), {}, "transfer", lane="copy")
 
 
 def starts_of_blocks(calls: Sequence[Call]) -> list[int]:
