@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
 from llmq.disk import GIB
-from llmq.engine.predict import Rates, program_seconds, step_seconds
+from llmq.engine.predict import Rates, micro_programs, program_seconds, step_seconds
 from llmq.plan.few_layers import with_layers
 from llmq.plan.lattice import Cost
 from llmq.plan.memory import Memory
@@ -56,7 +56,10 @@ class _Half:
 
 
 class Costs:
-    """Costs of specs on a card, each plan of a few layers made once; whole plans with the backend's own scratch."""
+    """Costs of specs on a card, each plan of a few layers made once; whole plans with the backend's own scratch.
+
+    Of a spec that was planned whole the bytes are those of the plan, the seconds still those of a few layers.
+    """
 
     def __init__(self, scratch_bytes: Scratch, own_scratch_bytes: Scratch, rates: Rates) -> None:
         self._scratch_bytes, self._own_scratch_bytes, self._rates = scratch_bytes, own_scratch_bytes, rates
@@ -78,8 +81,7 @@ class Costs:
         states, beside = self._half(_states(spec)), self._half(_states(_on_device(spec)))
         num_bytes = micro.held_bytes + micro.spread * micro.live_bytes + states.held_bytes - beside.held_bytes
         host_bytes = micro.host_bytes + states.host_bytes - beside.host_bytes
-        names = ["only"] if micro_steps == 1 else ["first", *["middle"] * (micro_steps - 2), "last"]
-        seconds = sum(micro.seconds[name] for name in names) + states.seconds["update"]
+        seconds = sum(micro.seconds[name] for name in micro_programs(micro_steps)) + states.seconds["update"]
         return Cost(round(num_bytes), round(host_bytes), seconds)
 
     def plan(self, spec: Spec) -> Plan:

@@ -57,12 +57,17 @@ def sustained(card: Card) -> Rates | None:
     return Rates(flops, SUSTAINED_MEMORY * card.memory_rate, card.link_rate, FAMILIES, ATTENTION)
 
 
+def micro_programs(micro_steps: int) -> list[str]:
+    """The programs of so many micro-steps, in order."""
+    return ["only"] if micro_steps == 1 else ["first", *["middle"] * (micro_steps - 2), "last"]
+
+
 def step_seconds(plan: Plan, rates: Rates, micro_steps: int) -> float:
     """Seconds of an optimizer step of so many micro-steps."""
-    names = ["only"] if micro_steps == 1 else ["first", *["middle"] * (micro_steps - 2), "last"]
+    names = [*micro_programs(micro_steps), "update"]
     tokens = plan.spec.batch_size * plan.spec.seq_len
-    seconds = {name: program_seconds(plan.programs[name], rates, tokens) for name in {*names, "update"}}
-    return sum(seconds[name] for name in (*names, "update"))
+    seconds = {name: program_seconds(plan.programs[name], rates, tokens) for name in set(names)}
+    return sum(seconds[name] for name in names)
 
 
 def program_seconds(program: Program, rates: Rates, tokens: int) -> float:

@@ -40,11 +40,10 @@ def check_memory(job: Job, options: Options, log: RunLog) -> None:
     for line in (*listed(job.plan, job.options["debug_memory"]), *levels):
         log.say(line)
     refuse_if_too_large(job.plan, free, job.backend.scratch_bytes, relaxed)
-    on_device, host = (
-        job.plan.total_bytes if job.device.kind == "cpu" else 0,
-        device.host_bytes(options.system, job.device),
-    )
-    refuse_if_host_is_small(job.plan, None if host is None else host - on_device)
+    host = device.host_bytes(options.system, job.device)
+    if host is not None and job.device.kind == "cpu":
+        host -= job.plan.total_bytes
+    refuse_if_host_is_small(job.plan, host)
 
 
 def check_disk(job: Job, done: int) -> dict[str, tuple[Path, int]]:
