@@ -11,7 +11,6 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 import numpy as np
 
-from llmq.data.tokens.tokenizer import TextTokenizer
 from llmq.errors import UsageError
 from llmq.files.adapters import open_adapter
 from llmq.files.first_adapter import FirstAdapter
@@ -187,6 +186,8 @@ def _prompt_tokens(options: AdapterOptions, source: ModelSource, seed: int) -> l
     folder = source.tokenizer_folder or source.preset_tokenizer
     if folder is None:
         raise UsageError(f"--prompt-init-text {text!r} needs a tokenizer, and {source.name} has none: add --tokenizer")
+    from llmq.data.tokens.tokenizer import TextTokenizer  # a sixth of a second, for a plan that seldom needs it
+
     tokenizer = TextTokenizer.open(str(folder))
     ids = [*tokenizer.begin_ids, *tokenizer.encoder.encode(text, add_special_tokens=False).ids]
     if not ids or max(ids) >= vocab_size:
