@@ -6,6 +6,7 @@ import json
 from pathlib import Path
 
 import numpy as np
+from safetensors.numpy import load_file, save_file
 from tiny_engines import tiny
 
 from llmq.data.tokens.token_file import TokenWriter
@@ -95,3 +96,13 @@ def change_manifest(path, change):
     change(record)
     record["sha256"] = hashlib.sha256(canonical(record)).hexdigest()
     file.write_text(json.dumps(record))
+
+
+def changed_adapter(adapter, to, change):
+    """Writes an adapter's folder again at `to`, its tensors and config as `change(tensors, config)` leaves them."""
+    tensors, config = load_file(adapter / "adapter_model.safetensors"), adapter / "adapter_config.json"
+    about = json.loads(config.read_text())
+    change(tensors, about)
+    to.mkdir()
+    save_file(tensors, to / "adapter_model.safetensors")
+    (to / config.name).write_text(json.dumps(about))

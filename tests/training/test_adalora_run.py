@@ -5,8 +5,8 @@ import json
 
 import numpy as np
 import pytest
-from safetensors.numpy import load_file, save_file
-from tiny_runs import on_weights, weights_of
+from safetensors.numpy import load_file
+from tiny_runs import changed_adapter, on_weights, weights_of
 
 import llmq
 from llmq.comm.in_process import run_ranks
@@ -172,11 +172,7 @@ def test_what_does_not_go_together_is_refused(given, change, says):
 )
 def test_adapters_that_do_not_fit_are_refused(given, tmp_path, change, says):
     done = llmq.train(**given)
-    tensors, config = adapter_of(done.model_path), config_of(done.model_path)
-    change(tensors, config)
-    (tmp_path / "changed").mkdir()
-    save_file(tensors, tmp_path / "changed" / "adapter_model.safetensors")
-    (tmp_path / "changed" / "adapter_config.json").write_text(json.dumps(config))
+    changed_adapter(done.model_path, tmp_path / "changed", change)
     rest = {name: value for name, value in given.items() if not name.startswith(("lora", "adalora"))}
     with pytest.raises(DataError, match=says):
         llmq.train(**{**rest, "name": "again", "adapter": str(tmp_path / "changed")})

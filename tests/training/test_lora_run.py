@@ -6,7 +6,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 from safetensors.numpy import load_file, save_file
-from tiny_runs import on_weights, weights_of
+from tiny_runs import changed_adapter, on_weights, weights_of
 
 import llmq
 from llmq.errors import DataError, UsageError
@@ -199,11 +199,7 @@ def test_gains_are_trained_saved_resumed_exported_and_trained_on(given):
 def test_gains_that_do_not_fit_are_refused(given, tmp_path, change, says):
     rest = {name: value for name, value in given.items() if not name.startswith("lora")}
     done = llmq.train(**{**rest, "ia3": "q_proj,up_proj", "steps": 1})
-    tensors, config = adapter_of(done.model_path), json.loads((done.model_path / "adapter_config.json").read_text())
-    change(tensors, config)
-    (tmp_path / "changed").mkdir()
-    save_file(tensors, tmp_path / "changed" / "adapter_model.safetensors")
-    (tmp_path / "changed" / "adapter_config.json").write_text(json.dumps(config))
+    changed_adapter(done.model_path, tmp_path / "changed", change)
     with pytest.raises(DataError, match=says):
         llmq.train(**{**rest, "name": "next", "adapter": str(tmp_path / "changed")})
 
@@ -257,11 +253,7 @@ def test_a_run_of_one_step_begins_where_the_base_is(given):
 )
 def test_an_adapter_that_does_not_fit_is_refused(given, tmp_path, change, says):
     done = llmq.train(**{**given, "steps": 1})
-    tensors, config = adapter_of(done.model_path), json.loads((done.model_path / "adapter_config.json").read_text())
-    change(tensors, config)
-    (tmp_path / "changed").mkdir()
-    save_file(tensors, tmp_path / "changed" / "adapter_model.safetensors")
-    (tmp_path / "changed" / "adapter_config.json").write_text(json.dumps(config))
+    changed_adapter(done.model_path, tmp_path / "changed", change)
     rest = {name: value for name, value in given.items() if not name.startswith("lora")}
     with pytest.raises(DataError, match=says):
         llmq.train(**{**rest, "name": "next", "adapter": str(tmp_path / "changed")})

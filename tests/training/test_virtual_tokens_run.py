@@ -6,9 +6,9 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from safetensors.numpy import load_file, save_file
+from safetensors.numpy import load_file
 from small_tokenizers import EOS, byte_level, save
-from tiny_runs import folder, on_weights, weights_of
+from tiny_runs import changed_adapter, folder, on_weights, weights_of
 
 import llmq
 from llmq.blocks.cached import Sampling
@@ -173,10 +173,6 @@ def test_a_prompt_begins_as_a_text(tmp_path):
 @METHODS
 def test_what_does_not_fit_is_refused(given, tmp_path, change, says, method):
     done = llmq.train(**{**given, method: COUNT, "steps": 1})
-    tensors, config = adapter_of(done.model_path), json.loads((done.model_path / "adapter_config.json").read_text())
-    change(tensors, config)
-    (tmp_path / "changed").mkdir()
-    save_file(tensors, tmp_path / "changed" / "adapter_model.safetensors")
-    (tmp_path / "changed" / "adapter_config.json").write_text(json.dumps(config))
+    changed_adapter(done.model_path, tmp_path / "changed", change)
     with pytest.raises(DataError, match=says):
         llmq.train(**{**given, "name": "next", "adapter": str(tmp_path / "changed")})
