@@ -365,6 +365,26 @@ class Ops:
     def swiglu_forward(self, act: Ref | None, /, gate_up: Ref) -> None:
         """act (B,T,F) <- gate_up (B,T,2F)."""
 
+    def swiglu_low_rank_backward(
+        self,
+        d_gate_up: Ref | None,
+        d_gate_low: Ref | None,
+        d_up_low: Ref | None,
+        d_gate_b: Ref | None,
+        d_up_b: Ref | None,
+        /,
+        d_act: Ref,
+        gate_up: Ref,
+        gate_low: Ref,
+        up_low: Ref,
+        gate_b: Ref,
+        up_b: Ref,
+        *,
+        gate_alpha: float,
+        up_alpha: float,
+    ) -> None:
+        """`swiglu_backward`, and `low_rank_backward` of the gradient's halves."""
+
     def token_linear(
         self,
         y: Ref | None,

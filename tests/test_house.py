@@ -162,7 +162,7 @@ def test_the_map_has_the_passes():
     passes = {m.rpartition(".")[2] for m in modules() if m.startswith("llmq.plan.passes.")}
     columns = re.findall(r"^    (\w.*?)  ", ast.get_docstring(tree(modules()["llmq.plan.plan"])), re.MULTILINE)
     order = [name for name in re.findall(r"\w+", " ".join(columns)) if name in passes]
-    listed = re.findall(r"^\d\. `([a-z]+)`:", MAP, re.MULTILINE)
+    listed = re.findall(r"^\d+\. `([a-z]+)`:", MAP, re.MULTILINE)
     assert listed == list(dict.fromkeys(order)) and set(listed) == passes
 
 

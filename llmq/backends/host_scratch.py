@@ -170,6 +170,12 @@ RULES: Mapping[str, Rule] = {
     "scale_columns_forward": lambda a: a.copies("x", "residual") + a.size("y"),
     "swiglu_backward": _elementwise("d_gate_up", 2, "gate_up", "d_act", held=0.5),
     "swiglu_forward": _elementwise("act", 2, "gate_up"),
+    # The gradient beside its value as rounded, then the products of a half.
+    "swiglu_low_rank_backward": lambda a: (
+        a.copies("gate_up", "d_act")
+        + 2 * a.size("gate_up")
+        + max(_product(f"d_{half}_b", "d_act", f"{half}_low")(a) for half in ("gate", "up"))
+    ),
     # The linear map, and what lies before and after it.
     "token_linear": lambda a: _product("y", "x", "weight")(a) + 4 * a.size("x") + 6 * a.size("y"),
 }

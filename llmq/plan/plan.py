@@ -6,6 +6,7 @@ on the call, and nothing is decided after the last one:
     prune, fates, prune again      which calls are made, which intermediates are kept, made again, or wait on the host
     fuse                           in generation: one call for several that follow each other
     forms, casts                   what each call writes, and the copies that a producer cannot write
+    join                  one call for SwiGLU's gradient and what adapters make of it
     accumulate, collect            which writes add, which count the amax of delayed scales
     transfers, lanes, place        copies between homes, what waits for what, offsets in memory
 """
@@ -32,6 +33,7 @@ from llmq.plan.passes.accumulate import accumulate, collect
 from llmq.plan.passes.casts import casts
 from llmq.plan.passes.fates import Fates, Item, apply, decide
 from llmq.plan.passes.forms import forms, reads_of_weights
+from llmq.plan.passes.join import join
 from llmq.plan.passes.lanes import lanes
 from llmq.plan.passes.place import Program, place
 from llmq.plan.passes.prune import prune
@@ -331,7 +333,7 @@ def finished(
     name: str, calls: Sequence[Call], *, first: bool = True, collects: bool = False, offloaded: Collection[Item] = ()
 ) -> Program:
     """Calls with their forms through all the passes that are left."""
-    made = accumulate(casts(calls), first=first)
+    made = accumulate(join(casts(calls)), first=first)
     made = collect(made) if collects else made
     return place(name, lanes(transfers(made, offloaded)))
 

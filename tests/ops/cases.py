@@ -339,6 +339,14 @@ def low_rank_backward(s: Sizes, rng: np.random.Generator) -> Case:
     return Case("", {"d_low": (s.b, s.t, 16), "d_up": (s.f, 16)}, inputs, {"alpha": 0.5})
 
 
+def swiglu_low_rank_backward(s: Sizes, rng: np.random.Generator) -> Case:
+    halves = dict.fromkeys(("gate_low", "up_low"), (s.b, s.t, 16)) | dict.fromkeys(("gate_b", "up_b"), (s.f, 16))
+    shapes = {"d_act": (s.b, s.t, s.f), "gate_up": (s.b, s.t, 2 * s.f), **halves}
+    outputs = {"d_gate_up": shapes["gate_up"], **{f"d_{name}": shape for name, shape in halves.items()}}
+    inputs = {name: rng.standard_normal(shape) for name, shape in shapes.items()}
+    return Case("", outputs, inputs, {"gate_alpha": 0.5, "up_alpha": 2.0})
+
+
 def bias_backward(s: Sizes, rng: np.random.Generator) -> Case:
     d_y = rng.standard_normal((s.b, s.t, s.f))
     return Case("", {"d_bias": (s.f,)}, {"d_y": d_y}, colsum=frozenset({"d_y"}))

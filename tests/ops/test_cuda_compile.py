@@ -54,7 +54,8 @@ REGISTERS = {
     "column_scale": 32,
     "cross_entropy": 80,
     "dequantize": 32,
-    "low_rank_backward": 248,  # of rank 32; 128 of rank 16
+    "low_rank_backward": 223,  # of rank 32; 128 of rank 16
+    "swiglu_low_rank_backward": 128,
     "low_rank_sums": 40,
     "importance": 40,
     "importance_of_columns": 48,
@@ -229,6 +230,13 @@ def model_launches(noted: Launches, b: int, t: int, c: int, hq: int, hkv: int, h
         for rank in (16, 32) if dtype == "bf16" else ():
             pair, wide = (out((b, t, rank), dtype, None), out((f, rank), "fp32", None)), read((b, t, f))
             ops.low_rank_backward(*pair, wide, read((b, t, rank)), read((f, rank)), alpha=2.0)
+            halves = [
+                out(shape, kind, None) for shape, kind in (((b, t, rank), dtype), ((f, rank), "fp32")) for _ in "gu"
+            ]
+            factors = [read(shape) for shape in ((b, t, rank), (f, rank)) for _ in "gu"]
+            for forms in ((None,), (ROW8,), (None, ROW8)):
+                about = {"gate_alpha": 2.0, "up_alpha": 1.0}
+                ops.swiglu_low_rank_backward(out(up, dtype, *forms), *halves, wide, read(up), *factors, **about)
         ops.output_gain(out((f,), "fp32", None), out((f,), "fp32"), None, None, None, None, None, scale=1.0, first=0)
         ops.output_gain_backward(out((f,), dtype, None), noted.tensor((f,), "fp32"), noted.tensor((f,), "fp32"))
         for wide, channels in ((x, c), (qkv, 2 * hkv * hd)):

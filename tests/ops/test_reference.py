@@ -56,9 +56,9 @@ def test_f32_agrees_with_f64(op, size):
 
 
 @SIZES
-@pytest.mark.parametrize("op", [op for op in OPS if op != "adamw"])
+@pytest.mark.parametrize("op", [op for op in OPS if op not in ("adamw", "swiglu_low_rank_backward")])
 def test_bf16_is_the_f32_result_rounded_once(op, size):
-    """adamw rounds stochastically: its own test."""
+    """adamw rounds stochastically, and what two ops make in one is rounded between them: tests of their own."""
     case = make(op, size)
     for name, value in case.inputs.items():
         if value is not None and value.dtype.kind == "f" and name not in case.stat | case.colsum:

@@ -1,9 +1,12 @@
 """SwiGLU (Shazeer, 2020): act = silu(gate) * up, silu(x) = x * sigmoid(x); gate and up are one tensor, gate first."""
 
+import math
+
 import numpy as np
 
-from llmq.ops.seam import op
-from llmq.tensor import Output, Tensor
+from llmq.ops.reference.linear import low_rank_backward
+from llmq.ops.seam import Arguments, op
+from llmq.tensor import DTYPES, Output, Tensor
 
 
 @op(family="swiglu", forms={"act"})
@@ -35,6 +38,43 @@ def swiglu_backward(d_gate_up: Output, /, d_act: Tensor, gate_up: Tensor) -> Non
     d_gate *= d
     d_up *= d
     d_gate_up.write(d_x)
+
+
+def _multiply_adds(call: Arguments) -> int:
+    """Of each of the four products."""
+    rank = call.reads["gate_low"].shape[-1]
+    return math.prod(call.reads["d_act"].shape) * rank
+
+
+@op(family="swiglu", rows={"d_gate_up"}, takes_columns=True, products=4, multiply_adds=_multiply_adds)
+def swiglu_low_rank_backward(
+    d_gate_up: Output,
+    d_gate_low: Output,
+    d_up_low: Output,
+    d_gate_b: Output,
+    d_up_b: Output,
+    /,
+    d_act: Tensor,
+    gate_up: Tensor,
+    gate_low: Tensor,
+    up_low: Tensor,
+    gate_b: Tensor,
+    up_b: Tensor,
+    *,
+    gate_alpha: float,
+    up_alpha: float,
+) -> None:
+    """`swiglu_backward`, and `low_rank_backward` of the gradient's halves.
+
+    d_gate_up (B,T,2F) <- d_act (B,T,F), gate_up (B,T,2F); of gate and of up, whose gradient is read as rounded to its
+    dtype, d_low (B,T,R), d_b (F,R) <- low (B,T,R), b (F,R).
+    """
+    rounded = Tensor("d_gate_up", np.empty(gate_up.shape, DTYPES[d_gate_up.dtype]), gate_up.shape)
+    swiglu_backward(Output("d_gate_up", gate_up.shape, d_gate_up.dtype, (rounded,)), d_act, gate_up)
+    d_gate_up.write(rounded.read())
+    gate, up = (Tensor("half", half, half.shape) for half in _halves(rounded.array))
+    low_rank_backward(d_gate_low, d_gate_b, gate, gate_low, gate_b, alpha=gate_alpha)
+    low_rank_backward(d_up_low, d_up_b, up, up_low, up_b, alpha=up_alpha)
 
 
 def _halves(x: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
