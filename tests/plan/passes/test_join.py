@@ -1,4 +1,4 @@
-"""Join: SwiGLU's gradient and both gradients of the adapters of gate and up are one call, where nothing stands between."""
+"""Join: SwiGLU's gradient and what the adapters of gate and up make of it are one call, if nothing stands between."""
 
 from collections.abc import Sequence
 from dataclasses import replace
