@@ -20,7 +20,16 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from safetensors import SafetensorError, safe_open
 
-from llmq.disk import MIB, check_free_space, existing_folder, finish_folder, remove_leftovers, storage, whole_folder
+from llmq.disk import (
+    MIB,
+    check_free_space,
+    existing_folder,
+    finish_folder,
+    remove_folder,
+    remove_leftovers,
+    storage,
+    whole_folder,
+)
 from llmq.errors import DataError, StorageError, UsageError
 from llmq.files import weight_files
 from llmq.files.tensor_files import Piece, Stored, cut, write_files
@@ -246,6 +255,20 @@ def refuse_taken(options: ExportOptions) -> None:
     folder = _resolved(Path(options.out_dir))
     with _storage(folder):
         _check_target(folder, options.overwrite)
+
+
+def remove_model(folder: Path) -> bool:
+    """Removes the model in a folder, and the folder unless more is in it; whether there was one. StorageError."""
+    folder = _resolved(folder)
+    with _storage(folder):
+        entries = list(folder.iterdir()) if folder.is_dir() else []
+        ours = [entry for entry in entries if _is_ours(entry.name)]
+        if ours and len(ours) == len(entries):
+            remove_folder(folder)
+        else:
+            for entry in ours:
+                shutil.rmtree(entry) if entry.is_dir() else entry.unlink()
+    return bool(ours)
 
 
 def export_bytes(rows: Sequence[Row], dtype: str) -> int:

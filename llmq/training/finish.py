@@ -10,12 +10,12 @@ from pathlib import Path
 
 import numpy as np
 
-from llmq.data.tokens.rebuilt_tokenizer import rebuilt_warning
 from llmq.engine.engine import Engine
 from llmq.errors import NonFiniteError
-from llmq.files.huggingface import Export
+from llmq.files.huggingface import Export, remove_model
 from llmq.row import Row
 from llmq.training.allocation import Allocation
+from llmq.training.exported import MERGED
 from llmq.training.health import all_finite
 from llmq.training.job import Job
 from llmq.training.log import SUMMARY, RunLog
@@ -47,11 +47,11 @@ def export_all(job: Job, engine: Engine, allocation: Allocation, now: Progress, 
         with suppress(NonFiniteError):
             model = _written(allocation.exported(engine, job.exports[0]), "Exporting", job, engine, ranks, log, bad)
             log.say(f"Exported: {model}", least=SUMMARY)
-            if warning := rebuilt_warning(model):
-                log.warn(warning)
             for export in job.exports[1:]:
                 merged = _written(export, "Merging", job, engine, ranks, log, bad)
                 log.say(f"Merged into {_base(job)}: {merged}", least=SUMMARY)
+            if merged is None and ranks.is_first and job.exports[0].overwrite and remove_model(model / MERGED):
+                log.say(f"Removed what an earlier run merged: {model / MERGED}", least=SUMMARY)
     if bad:
         more = f" and {len(bad) - 1} more" if len(bad) > 1 else ""
         reasons.append(f"the weights of {next(iter(bad))}{more} are not all finite")

@@ -57,7 +57,8 @@ def rebuilt_warning(folder: Path | None, model_type: str | None = None) -> str |
         f"load it with PreTrainedTokenizerFast.from_pretrained in place of AutoTokenizer, which takes {name} for every "
         f"{model_type} model"
         if model_type in FORCED
-        else f'set "tokenizer_class": "PreTrainedTokenizerFast" in {folder / "tokenizer_config.json"}'
+        else 'set "tokenizer_class": "PreTrainedTokenizerFast" in '
+        f"{folder / 'tokenizer_config.json'} and in models trained with it"
     )
     return (
         f"transformers 5 gives other tokens than {path}, which is trained: its {name} has a pre-tokenizer of its own. "
