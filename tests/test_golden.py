@@ -176,7 +176,7 @@ def test_bf16_gradients(family):
 @pytest.mark.parametrize("gradient", ["e4m3", "e5m2"])
 @pytest.mark.parametrize(
     "family",
-    [*FEW, *(pytest.param(family, marks=pytest.mark.slow) for family in ("mistral", "qwen2"))],
+    [FEW[0], *(pytest.param(family, marks=pytest.mark.slow) for family in (*FEW[1:], "mistral", "qwen2"))],
 )
 def test_fp8_gradients(family, gradient, scaling):
     run = engine(family, fp8(gradient, scaling))
@@ -201,7 +201,7 @@ def initial_weights(config):
 LOSSY = {"bf16": (BF16, 0.999)} | {
     f"{gradient}-{scaling}": (fp8(gradient, scaling), 0.98) for gradient in ("e4m3", "e5m2") for scaling in SCALINGS
 }
-OFTEN = ("bf16", "e5m2-delayed", "e4m3-current", "e4m3-rowwise", "e5m2-blockwise")
+OFTEN = ("bf16", "e5m2-delayed", "e4m3-rowwise")
 
 
 @pytest.mark.parametrize(

@@ -32,6 +32,7 @@ def test_a_tree_equals_itself_also_where_a_run_resumes():
     assert lines[2].startswith("2 of 2 cases are equal to")
 
 
+@pytest.mark.slow
 def test_what_differs_is_named(monkeypatch, tmp_path, capsys):
     """In the log, in the weights alone, and where one tree refuses the run; equal cases beside them pass."""
     weights_alone = {"steps": 1, "eval_every_n_steps": 0}

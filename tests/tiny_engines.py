@@ -43,7 +43,7 @@ PRECISIONS = {
     "fp8-some": replace(FP8_HEAD, scaling="current", wide=("layers.0.mlp.down", "layers.1.attention.qkv")),
 }
 
-USUAL = ("bf16", "fp8-e5m2-delayed", "fp8-e4m3-rowwise")
+USUAL = ("bf16", "fp8-e5m2-delayed")
 EVERY = pytest.mark.parametrize(
     "precision",
     [pytest.param(p, id=name, marks=[] if name in USUAL else pytest.mark.slow) for name, p in PRECISIONS.items()],

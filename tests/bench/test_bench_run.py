@@ -356,6 +356,7 @@ def test_the_batch_is_the_largest_that_fits(memory):
     assert [plan.spec.batch_size for _, plan in seen] == [16] and seen[0][1].total_bytes < 0.6 * whole[small]
 
 
+@pytest.mark.slow
 def test_what_does_not_fit_is_left_out_of_the_choice_and_refused_if_it_was_named(memory):
     (small, large), seen = memory(2**40)
     choose(GPU_4090, BenchRequest(dtypes=("bf16",), batch_size=1))

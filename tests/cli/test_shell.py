@@ -139,6 +139,7 @@ def test_closed_streams_are_no_error():
         assert (done.returncode, done.stderr) == (code, b"")
 
 
+@pytest.mark.slow
 def test_a_dry_run_that_cannot_be_read_has_failed(tmp_path):
     with TokenWriter(tmp_path / "t.bin", vocab_size=97) as file:
         file.append(np.zeros(99, np.int32))

@@ -114,10 +114,10 @@ def test_packing_is_a_switch_with_a_third_value(trained, tmp_path, arguments, pa
     assert trained.options.data.packing is False
 
 
-def test_every_option_and_alias_is_a_flag_that_arrives(trained):
+@pytest.mark.parametrize("dashes", ["-", pytest.param("_", marks=pytest.mark.slow)])
+def test_every_option_and_alias_is_a_flag_that_arrives(dashes, trained):
     samples = {"INT": "3", "FLOAT": "0.5", "TEXT": "x", "GLOB": "x", "PATH": "x", "DIR": "x"}
-    spellings = [(d, name, dashes) for d in descriptions().values() for name in (d.key, *d.aliases) for dashes in "-_"]
-    for d, name, dashes in spellings:
+    for d, name in [(one, name) for one in descriptions().values() for name in (one.key, *one.aliases)]:
         spelled = "--" + name.replace("_", dashes)
         if d.kind == "flag":
             given = [spelled]

@@ -172,7 +172,13 @@ TRAINED = {
 }
 
 
-@pytest.mark.parametrize("name", TRAINED)
+@pytest.mark.parametrize(
+    "name",
+    [
+        pytest.param(name, marks=() if name in ("bf16, its own master", "blockwise") else pytest.mark.slow)
+        for name in TRAINED
+    ],
+)
 def test_what_a_trainer_writes_costs_a_cache_and_changes_nothing(name):
     """Between steps: the same weights, moments, scales and losses; no weight is there twice, in any form."""
     spec = spec_of(TRAINED[name], batch_size=2)

@@ -51,10 +51,10 @@ def test_a_step_is_its_micro_steps_and_the_update():
 
 # The table of docs/results.md: tokens/s of 524,288 tokens a step, of 7B in e4m3 262,144.
 MEASURED = [
-    ("Qwen2.5-0.5B", 32, 16, BF16, 169_381),
+    pytest.param("Qwen2.5-0.5B", 32, 16, BF16, 169_381, marks=pytest.mark.slow),
     ("Qwen2.5-0.5B", 32, 16, FP8["e4m3", "delayed"], 220_073),
-    ("Qwen2.5-1.5B", 32, 16, BF16, 61_955),
-    ("Qwen2.5-1.5B", 32, 16, FP8["e4m3", "delayed"], 91_241),
+    pytest.param("Qwen2.5-1.5B", 32, 16, BF16, 61_955, marks=pytest.mark.slow),
+    pytest.param("Qwen2.5-1.5B", 32, 16, FP8["e4m3", "delayed"], 91_241, marks=pytest.mark.slow),
     ("Qwen2.5-7B", 16, 32, BF16, 14_732),
     ("Qwen2.5-7B", 16, 16, FP8["e4m3", "delayed"], 24_155),
 ]

@@ -79,7 +79,7 @@ SOME_LEVELS = pytest.mark.parametrize(
         ("fp8", 2),
         ("fp32-master", 3),
         ("prefix", 2),
-        ("prompt", 3),
+        pytest.param("prompt", 3, marks=SLOW),
         *(pytest.param(name, size, marks=SLOW if size == 2 else SWEEP) for name in RUNS for size in (1, 2, 3, 4, 8)),
     ],
 )
@@ -233,7 +233,7 @@ def test_weights_are_gathered_once_in_a_step_beside_its_first_forward_pass():
     assert max(before) < min(reads) and sum(max(before) < index < min(reads) for index in layer_0) >= 8
 
 
-@SOME_LEVELS
+@pytest.mark.parametrize("level", [3, *(pytest.param(level, marks=SLOW) for level in (0, 1, 2))])
 def test_errors_of_copies_are_measured_at_every_level(level):
     """Of a rank's own share of the weights; those of activations are the same whatever it holds."""
 

@@ -244,6 +244,7 @@ def test_gated_absent_and_unusable(server, contents, tmp_path):
     assert (Path(allowed["folder"]) / "tokenizer.json").read_bytes() == b"{}"
 
 
+@pytest.mark.slow
 def test_a_tokenizer_is_fetched_without_weights(server, tmp_path):
     (answer,) = ask(tmp_path, server.url, case("org/good", None, "tokenizer"))
     names = sorted(os.listdir(answer["folder"]))
@@ -304,6 +305,7 @@ def test_local_folders_come_first(tmp_path, monkeypatch):
         model_folder("org/name/tokenizer.json")
 
 
+@pytest.mark.slow
 def test_a_preset_needs_no_more_than_data(server, tmp_path):
     """One command: the shape is a preset's, and its tokenizer comes from the Hub, which is asked for nothing else."""
     tokenizer = save(byte_level(), tmp_path / "tokenizer", {"eos_token": EOS})

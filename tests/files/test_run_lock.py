@@ -240,9 +240,14 @@ def paused(monkeypatch, at=3):
     "shared",
     [
         {},
-        {"name": "other", "log_file": "runs/run/log.jsonl"},
-        {"name": "other", "checkpoint_dir": "runs/run/checkpoints", "continue": "auto"},
-        {"name": "other", "out_dir": "runs/run/model", "overwrite": True},
+        *(
+            pytest.param({"name": "other", **more}, marks=pytest.mark.slow)
+            for more in (
+                {"log_file": "runs/run/log.jsonl"},
+                {"checkpoint_dir": "runs/run/checkpoints", "continue": "auto"},
+                {"out_dir": "runs/run/model", "overwrite": True},
+            )
+        ),
     ],
     ids=["name", "log", "checkpoints", "model"],
 )
@@ -294,6 +299,7 @@ def test_one_run_after_the_other_has_the_lock_however_the_first_ended(given, mon
     assert llmq.train(**{**given, "continue": "newest", "steps": 14}).steps == 14
 
 
+@pytest.mark.slow
 def test_two_processes_and_a_kill(given):
     flags = [
         f"--{key.replace('_', '-')}={value}" for key, value in given.items() if key not in ("console", "from_scratch")

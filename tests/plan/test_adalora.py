@@ -5,7 +5,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 from ranks import LEVELS, Run, rank_batch
-from tiny_engines import BF16, FP8, FP32, FP64, batch, engine_of, parameters, plan_of, tiny
+from tiny_engines import BF16, FP8, FP32, FP64, PRECISIONS, batch, engine_of, parameters, plan_of, tiny
 
 from llmq.backends.host import HostBackend
 from llmq.backends.planned import PlannedBackend
@@ -21,6 +21,7 @@ from llmq.training.allocation import allocation_of
 
 RANK = 4
 BUDGET = Budget(2, warmup=1, final=1, interval=1, total=4)
+OFTEN = (("fp32", None), ("bf16", "nf4"), ("fp8-e5m2-delayed", "e4m3"), ("fp8-e4m3-rowwise", None))
 PLACES = np.array([2**33 + 5, 17])
 UNCLIPPED = {"hyper": Hyperparameters(grad_clip=0.0)}
 
@@ -72,7 +73,13 @@ def regulariser(values, about):
     return about.schedule.orth_reg * total / (2 * len(about.targets))
 
 
-@pytest.mark.parametrize("about", [{}, {"text": "q_proj,o_proj,mlp,lm_head", "dropout": 0.3}], ids=["all", "dropout"])
+@pytest.mark.parametrize(
+    "about",
+    [
+        pytest.param({}, id="all"),
+        pytest.param({"text": "q_proj,o_proj,mlp,lm_head", "dropout": 0.3}, id="dropout", marks=pytest.mark.slow),
+    ],
+)
 def test_gradients_are_those_of_finite_differences(about):
     """With the regulariser times the tokens, once, although the head is in pieces and there are two micro-batches."""
     about = adapters(**about)
@@ -106,7 +113,10 @@ SAME = {
 
 
 @pytest.mark.parametrize("case", SAME)
-@pytest.mark.parametrize("precision", [BF16, FP8["e4m3", "current"]], ids=["bf16", "e4m3"])
+@pytest.mark.parametrize(
+    "precision",
+    [pytest.param(BF16, id="bf16"), pytest.param(FP8["e4m3", "current"], id="e4m3", marks=pytest.mark.slow)],
+)
 def test_what_moves_or_repeats_work_changes_no_bit(case, precision):
     more = dict(SAME[case])
     memory, about = more.pop("memory"), adapters(**more)
@@ -118,8 +128,14 @@ def test_what_moves_or_repeats_work_changes_no_bit(case, precision):
     assert ours == theirs
 
 
-@pytest.mark.parametrize("base", [None, "e4m3", "nf4"])
-@pytest.mark.parametrize("precision", [FP32, BF16, *FP8.values()], ids=str)
+@pytest.mark.parametrize(
+    ("precision", "base"),
+    [
+        pytest.param(precision, base, id=f"{name}-{base}", marks=() if (name, base) in OFTEN else pytest.mark.slow)
+        for name, precision in PRECISIONS.items()
+        for base in (None, "e4m3", "nf4")
+    ],
+)
 def test_every_precision_and_base_keeps_as_many(precision, base):
     about = adapters(base=base, budget=replace(BUDGET, final=0, total=3))
     config = tiny(hidden_size=64, head_dim=16, intermediate_size=128)
@@ -144,7 +160,9 @@ def test_tiles_of_the_mlp_have_the_regulariser_once():
             np.testing.assert_allclose(one, other, rtol=1e-9, atol=1e-12)
 
 
-@pytest.mark.parametrize("precision", [FP32, BF16], ids=["fp32", "bf16"])
+@pytest.mark.parametrize(
+    "precision", [pytest.param(FP32, id="fp32"), pytest.param(BF16, id="bf16", marks=pytest.mark.slow)]
+)
 def test_every_level_of_sharing_keeps_the_same(precision):
     """Of two ranks, with the same bits; the wide maps have several tiles of 128 rows."""
     config = tiny(vocab_size=1000, hidden_size=64, head_dim=16, intermediate_size=320)

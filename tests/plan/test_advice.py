@@ -194,20 +194,33 @@ def test_the_workspace_of_packed_rows_goes_with_the_longest_document():
         assert found == pytest.approx(measured, rel=0.01)
 
 
-def test_more_sharing_is_the_first_advice_of_many_ranks(monkeypatch):
-    """And what plans of few layers exclude is not planned."""
+def at_two_levels():
+    """Plans of a rank of two that share out states, and all they have."""
     config = tiny(num_layers=13, hidden_size=256, intermediate_size=512, head_dim=64)
-    one, three = (
-        plan_of(BF16, config=config, sharding=at_level(Sharding(0, 2), level), scratch_bytes=scratch_bytes)
-        for level in (1, 3)
-    )
-    assert three.total_bytes < one.total_bytes
+    shardings = (at_level(Sharding(0, 2), level) for level in (1, 3))
+    return [plan_of(BF16, config=config, sharding=one, scratch_bytes=scratch_bytes) for one in shardings]
+
+
+def planned_by_advice(monkeypatch):
+    """The shardings of the plans that advice will make."""
     planned, make = [], advice.make_plan
     monkeypatch.setattr(advice, "make_plan", lambda spec, scratch: planned.append(spec.sharding) or make(spec, scratch))
+    return planned
+
+
+def test_more_sharing_is_the_first_advice_of_many_ranks(monkeypatch):
+    one, three = at_two_levels()
+    assert three.total_bytes < one.total_bytes
+    planned = planned_by_advice(monkeypatch)
     with pytest.raises(MemoryLimitError, match="missing: --zero-level 3 needs"):
         refuse_if_too_large(one, three.total_bytes, scratch_bytes)
     assert planned[-1] == three.spec.sharding and len(planned) <= 3
-    planned.clear()
+
+
+@pytest.mark.slow
+def test_what_plans_of_few_layers_exclude_is_not_planned(monkeypatch):
+    one, three = at_two_levels()
+    planned = planned_by_advice(monkeypatch)
     with pytest.raises(MemoryLimitError, match="no memory option makes it fit"):
         refuse_if_too_large(one, three.total_bytes // 10, scratch_bytes)
     assert len(planned) <= 2, "the changes of the workspace alone"

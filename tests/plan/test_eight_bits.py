@@ -132,7 +132,14 @@ def test_adapters_train_with_moments_in_8_bits(base):
     assert found != expected
 
 
-@pytest.mark.parametrize(("m", "v"), [*DTYPES_8, ("e4m3", "e4m3"), ("int8", "int8")])
+@pytest.mark.parametrize(
+    ("m", "v"),
+    [
+        *DTYPES_8,
+        pytest.param("e4m3", "e4m3", marks=pytest.mark.slow),
+        pytest.param("int8", "int8", marks=pytest.mark.slow),
+    ],
+)
 def test_moments_in_8_bits_train_as_wide_ones(m, v):
     """The same model and batches; the losses of ten steps, which fall by a third."""
     losses = {}

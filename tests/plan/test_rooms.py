@@ -44,7 +44,7 @@ LANES = planning.lanes
 HELD = pytest.mark.parametrize("stored", [TENSORWISE, TILEWISE], ids=lambda form: form.scaling)
 NF4 = Form("nf4", "row", "nested256")
 UNTIED = tiny(tie_embeddings=False)
-OFTEN = ("bf16", "fp8-e5m2-delayed", "fp8-e4m3-blockwise")
+OFTEN = ("bf16", "fp8-e5m2-delayed")
 ALL = pytest.mark.parametrize(
     "precision",
     [pytest.param(p, id=name, marks=() if name in OFTEN else pytest.mark.slow) for name, p in PRECISIONS.items()],
@@ -339,7 +339,7 @@ def on_random_lanes(seed, share=0.3):
     return lanes
 
 
-@pytest.mark.parametrize("seed", [0, 1, 2, *(pytest.param(seed, marks=pytest.mark.slow) for seed in range(3, 12))])
+@pytest.mark.parametrize("seed", [0, *(pytest.param(seed, marks=pytest.mark.slow) for seed in range(1, 12))])
 def test_every_order_that_lanes_and_waits_allow_gives_the_same_bits(seed, monkeypatch):
     """Random plans, with memory poisoned before and after every slot's life."""
     draw = random.Random(seed)

@@ -53,10 +53,7 @@ def test_only_gradients_of_the_tiled_weights_are_rounded_otherwise(precision):
     [
         pytest.param(FP32, id="fp32", marks=SLOW),
         pytest.param(BF16, id="bf16"),
-        *(
-            pytest.param(FP8["e4m3", name], id=name, marks=() if name == "delayed" else SLOW)
-            for name in ("delayed", "current", "rowwise")
-        ),
+        *(pytest.param(FP8["e4m3", name], id=name, marks=SLOW) for name in ("delayed", "current", "rowwise")),
     ],
 )
 def test_recomputing_and_offloading_tiles_changes_no_bit(precision):

@@ -105,7 +105,9 @@ def test_a_long_run_is_smoothed(tmp_path: Path, figures: list[Figure]) -> None:
     assert not np.array_equal(raw, smooth) and raw[0] == 7
 
 
-@pytest.mark.parametrize("name", ["$_$", "[bold]x", "a\udcffb"])
+@pytest.mark.parametrize(
+    "name", ["$_$", pytest.param("[bold]x", marks=pytest.mark.slow), pytest.param("a\udcffb", marks=pytest.mark.slow)]
+)
 def test_names_are_drawn_and_printed_as_they_are(
     tmp_path: Path, drawn: list[Figure], name: str, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -49,6 +49,7 @@ def test_a_run_that_does_not_fit_is_refused_after_its_table(capsys, tmp_path):
     assert code == 4 and "are missing" in said.err and "Weights" in said.out
 
 
+@pytest.mark.slow
 def test_the_tensors_of_a_plan_that_does_not_fit_are_listed(capsys, tmp_path):
     sizes = ("--gpu=1.3GiB", "--batch-size=256", "--seq-len=256")
     code, said = estimated(capsys, tmp_path, *sizes, f"--debug-memory={tmp_path / 'lists' / 'slots.txt'}")

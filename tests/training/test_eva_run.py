@@ -78,7 +78,11 @@ def test_without_sharing_out_every_map_keeps_its_rank(given):
 
 @pytest.mark.parametrize(
     "more",
-    [{"base_dtype": "int8"}, {"seq_tiles": 2, "lmhead_chunks": 2, "lora_targets": "all,lm_head"}, {"dora": True}],
+    [
+        {"base_dtype": "int8"},
+        pytest.param({"seq_tiles": 2, "lmhead_chunks": 2, "lora_targets": "all,lm_head"}, marks=pytest.mark.slow),
+        pytest.param({"dora": True}, marks=pytest.mark.slow),
+    ],
 )
 def test_the_base_is_looked_at_as_it_is_held(given, more):
     plain = {key: value for key, value in more.items() if key == "lora_targets"}
@@ -93,7 +97,7 @@ def test_the_base_is_looked_at_as_it_is_held(given, more):
     assert same == ("base_dtype" not in more)
 
 
-@pytest.mark.parametrize("level", [0, 3])
+@pytest.mark.parametrize("level", [3, pytest.param(0, marks=pytest.mark.slow)])
 def test_the_first_of_many_ranks_looks_for_all(given, level, monkeypatch):
     options = {name: value for name, value in given.items() if name not in ("console", "grad_accumulation")}
     options |= {"batch_size": 1, "global_batch_size": 4, "deterministic": True, "learning_rate": 0.0, "steps": 1}

@@ -84,7 +84,14 @@ WITHOUT_CHUNKS = {"lmhead_chunks": 1, "attn_bwd_chunks": 1, "offload_residual": 
 WITH_STATES_ON_HOST = {**WITHOUT_CHUNKS, "offload_optimizer": True, "offload_gradients": True}
 
 
-@pytest.mark.parametrize(("may", "given"), [((), WITHOUT_CHUNKS), (("states",), WITH_STATES_ON_HOST)])
+@pytest.mark.parametrize(
+    ("may", "given"),
+    [
+        ((), WITH_STATES_ON_HOST),
+        pytest.param((), WITHOUT_CHUNKS, marks=pytest.mark.slow),
+        pytest.param(("states",), WITH_STATES_ON_HOST, marks=pytest.mark.slow),
+    ],
+)
 def test_the_fastest_that_fits_of_all_is_taken(model, monkeypatch, may, given):
     """In rooms from nearly none to enough for every setting."""
     monkeypatch.setattr(fit, "RECOMPUTE", ("", "block"))
@@ -127,6 +134,7 @@ def test_numbers_change_only_where_they_may(model):
         assert keys & {*NUMBERS} == changing
 
 
+@pytest.mark.slow
 def test_e4m3_is_taken_where_it_may_and_is_faster(tmp_path):
     wide = {"hidden_size": 1024, "head_dim": 128, "intermediate_size": 4096}
     model = folder(tmp_path / "wide", **wide)
@@ -135,6 +143,7 @@ def test_e4m3_is_taken_where_it_may_and_is_faster(tmp_path):
         assert fitted(*search_of(options)[1]).options.precision.matmul_dtype == dtype
 
 
+@pytest.mark.slow
 def test_what_is_given_stays(model):
     given = {
         "recompute_norm": True,
@@ -150,6 +159,7 @@ def test_what_is_given_stays(model):
     assert chosen.data.global_batch_size == 8 == chosen.data.batch_size * chosen.data.grad_accumulation
 
 
+@pytest.mark.slow
 def test_a_resumed_run_keeps_its_numbers(model):
     options = options_of(model, fit_may="states,matmul", memory_limit=f"{CONTEXT // MIB + 50}MiB")
     _, about = search_of(options)
@@ -159,7 +169,7 @@ def test_a_resumed_run_keeps_its_numbers(model):
 
 
 def test_where_nothing_fits_the_nearest_is_named(model):
-    options = options_of(model, memory_limit=f"{CONTEXT // MIB + 1}MiB")
+    options = options_of(model, memory_limit=f"{CONTEXT // MIB + 1}MiB", **WITH_STATES_ON_HOST)
     with pytest.raises(MemoryLimitError) as caught:
         fitted(*search_of(options)[1])
     found = str(caught.value)
@@ -167,12 +177,14 @@ def test_where_nothing_fits_the_nearest_is_named(model):
     assert "1.0 MiB are free" in found and "MiB are missing" in found and "\n" not in found
 
 
+@pytest.mark.slow
 def test_where_the_host_is_small_that_is_said(model):
     search, _ = search_of(options_of(model))
     found = search.shortage(free_bytes=MIB, free_host_bytes=-1)
     assert "no setting fits" in found
 
 
+@pytest.mark.slow
 def test_more_that_may_be_chosen_is_advised(model):
     search, _ = search_of(options_of(model))
     narrow, _ = search_of(options_of(model), fit.ALL_MAY)
@@ -246,6 +258,7 @@ def estimated(capsys, model, *arguments):
     return ended.value.code, capsys.readouterr()
 
 
+@pytest.mark.slow
 def test_an_estimate_takes_the_first(capsys, model):
     limit = f"--memory-limit={CONTEXT // MIB + 40}MiB"
     code, said = estimated(capsys, model, "--gpu=RTX 4090", limit)

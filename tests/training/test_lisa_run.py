@@ -59,7 +59,11 @@ def test_layers_are_drawn_evenly_and_by_the_seed():
 
 
 @pytest.mark.parametrize(
-    "more", [{}, {"model_dtype": "bf16", "matmul_dtype": "e4m3", "master_dtype": "fp32"}], ids=["fp32", "fp8"]
+    "more",
+    [
+        pytest.param({}, id="fp32", marks=pytest.mark.slow),
+        pytest.param({"model_dtype": "bf16", "matmul_dtype": "e4m3", "master_dtype": "fp32"}, id="fp8"),
+    ],
 )
 def test_only_drawn_layers_change_and_have_moments(given, more):
     done = llmq.train(**{**given, **more})
@@ -90,8 +94,14 @@ def test_only_drawn_layers_change_and_have_moments(given, more):
         assert np.array_equal(exported[name], before[row].astype(exported[name].dtype))
 
 
-@pytest.mark.parametrize("at", [2, 3, 4, 6])
-@pytest.mark.parametrize("more", [{}, {"model_dtype": "bf16", "matmul_dtype": "e4m3"}], ids=["fp32", "fp8"])
+@pytest.mark.parametrize("at", [3, 4, *(pytest.param(at, marks=pytest.mark.slow) for at in (2, 6))])
+@pytest.mark.parametrize(
+    "more",
+    [
+        pytest.param({}, id="fp32"),
+        pytest.param({"model_dtype": "bf16", "matmul_dtype": "e4m3"}, id="fp8", marks=pytest.mark.slow),
+    ],
+)
 def test_a_resumed_run_has_the_bits_of_one_that_was_never_stopped(given, at, more):
     """Within a period, and where one ends."""
     options = {**given, **more, "ckpt_interval": 0}
@@ -131,10 +141,11 @@ def test_frozen_layers_take_no_weight_gradients_and_no_states():
         assert np.array_equal(one.gradient(name), other.gradient(name)), name
 
 
-@pytest.mark.parametrize("level", [0, 1, 3])
+@pytest.mark.parametrize("level", [3, *(pytest.param(level, marks=pytest.mark.slow) for level in (0, 1))])
 def test_many_ranks_train_the_same_layers(given, level):
     rest = {name: value for name, value in given.items() if name not in ("console", "grad_accumulation")}
     options = {**rest, "batch_size": 1, "global_batch_size": 4, "deterministic": True, "zero_level": level}
+    options |= {"steps": 5, "ckpt_interval": 0}
 
     def train(size, **more):
         values = {**options, "name": f"on{size}", **more}
@@ -144,12 +155,11 @@ def test_many_ranks_train_the_same_layers(given, level):
 
         return run_ranks(size, work)[0]
 
-    one, two = train(1), train(2)
-    assert two.train_loss == pytest.approx(one.train_loss, rel=1e-4)
-    assert two.eval_loss == pytest.approx(one.eval_loss, rel=1e-4)
+    one, whole = train(1), train(2)
+    assert whole.train_loss == pytest.approx(one.train_loss, rel=1e-4)
+    assert whole.eval_loss == pytest.approx(one.eval_loss, rel=1e-4)
     train(2, name="parts", steps=4)
     parts = train(2, name="parts", **{"continue": 4}, overwrite=True)
-    whole = train(2, name="whole")
     assert weights_of(parts.checkpoint_path) == weights_of(whole.checkpoint_path)
 
 

@@ -23,6 +23,8 @@ from llmq.options.parse import Options
 from llmq.training import finish, loop
 from llmq.training.ranks import Ranks
 
+OFTEN = (("lora", None), ("lora", "nf4"), ("dora", "int8"), ("ia3", "e4m3"), ("adalora", None))
+
 
 @pytest.fixture
 def given(tmp_path, monkeypatch):
@@ -47,8 +49,14 @@ def adapters_of(config, method, base):
     return Adapters(3, 6.0, every, dora=method == "dora", base=base)
 
 
-@pytest.mark.parametrize("base", [None, "nf4", "int8", "e4m3"])
-@pytest.mark.parametrize("method", ["lora", "dora", "ia3", "adalora"])
+@pytest.mark.parametrize(
+    ("method", "base"),
+    [
+        pytest.param(method, base, marks=() if (method, base) in OFTEN else pytest.mark.slow)
+        for method in ("lora", "dora", "ia3", "adalora")
+        for base in (None, "nf4", "int8", "e4m3")
+    ],
+)
 def test_logits_of_the_merged_model_are_those_of_base_and_adapter(method, base, tmp_path):
     config = tiny(hidden_size=64, head_dim=16)
     adapters = adapters_of(config, method, base)
@@ -140,7 +148,7 @@ def test_what_cannot_be_merged_is_refused_before_training(given, monkeypatch):
     assert not Path("runs/run/log.jsonl").exists()
 
 
-@pytest.mark.parametrize("level", [0, 3])
+@pytest.mark.parametrize("level", [3, pytest.param(0, marks=pytest.mark.slow)])
 def test_the_first_of_many_ranks_writes_the_merged_model(given, level, monkeypatch):
     options = {name: value for name, value in given.items() if name not in ("console", "grad_accumulation")}
     options |= {"batch_size": 1, "global_batch_size": 4, "deterministic": True, "lora_targets": "all,lm_head"}

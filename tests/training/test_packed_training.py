@@ -38,7 +38,7 @@ def test_a_packed_run_trains_and_says_how_full_its_rows_are(given):
         assert says in text
 
 
-@pytest.mark.parametrize("packing", [True, False], ids=["packing", "no-packing"])
+@pytest.mark.parametrize("packing", [True, pytest.param(False, marks=pytest.mark.slow)], ids=["packing", "no-packing"])
 def test_a_continued_run_has_the_bits_of_one_that_was_never_stopped(given, packing):
     given = {**given, "packing": packing}
     whole = llmq.train(**{**given, "name": "whole"})

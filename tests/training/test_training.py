@@ -136,6 +136,7 @@ def test_a_continued_run_has_the_bits_of_one_that_was_never_stopped(given, preci
     assert exported[0] == exported[1]
 
 
+@pytest.mark.slow
 def test_a_run_with_states_on_the_host_is_stopped_and_continued_as_one_without(given):
     """Checkpoints do not know where states live: either run continues the other's."""
     given |= {**FP8, "steps": 4, "ckpt_keep_n": 0}
@@ -298,6 +299,7 @@ def test_auto_takes_fp8_where_it_is_faster_and_a_continued_run_keeps_that(given,
     assert weights_of(parts.checkpoint_path) == weights_of(whole.checkpoint_path)
 
 
+@pytest.mark.slow
 def test_auto_without_a_gain_is_bf16(given, monkeypatch):
     """What is timed is real; by how much the first, without fp8, is the faster is not left to a busy machine."""
     real, spent = auto.measure, []
@@ -420,6 +422,10 @@ def test_a_dry_run_plans_for_a_gpu_that_is_not_here(given):
     assert llmq.train(**given, dry_run=True, device="cuda", gpu="H200").exit_code == 0
     text = given["console"].getvalue()
     assert "cuda: H200 (planned for, not used)" in text and "989.4 TFLOP/s bf16" in text
+
+
+@pytest.mark.slow
+def test_a_dry_run_is_refused_by_what_the_planned_gpu_has(given):
     large = {**given, "model": "tiny_llama3_150m", "from_scratch": True, "batch_size": 512, "seq_len": 512}
     with pytest.raises(MemoryLimitError, match=r"22\.7 GiB are free"):
         llmq.train(**large, dry_run=True, device="cuda", gpu="RTX 4090")
@@ -526,6 +532,7 @@ def test_the_first_signal_ends_the_step_saves_and_says_how_to_go_on(given):
     assert weights_of(done.checkpoint_path) == weights_of(whole.checkpoint_path)
 
 
+@pytest.mark.slow
 def test_a_killed_run_goes_on_from_its_last_checkpoint(given):
     long = {**given, "steps": 100, "eval_every_n_steps": 0}
     whole = llmq.train(**{**long, "name": "whole"})

@@ -46,7 +46,14 @@ def failing(monkeypatch, name, after, error):
     monkeypatch.setattr(Engine, name, method)
 
 
-@pytest.mark.parametrize("error", [DataError("a bad token"), OSError("gone"), MemoryError()], ids=repr)
+@pytest.mark.parametrize(
+    "error",
+    [
+        MemoryError(),
+        *(pytest.param(one, marks=pytest.mark.slow) for one in (DataError("a bad token"), OSError("gone"))),
+    ],
+    ids=repr,
+)
 def test_an_error_within_a_step_keeps_the_steps_before(given, monkeypatch, error):
     whole = llmq.train(**{**given, "name": "whole"})
     failing(monkeypatch, "micro_step", 16, error)  # the last one of step 8

@@ -419,6 +419,7 @@ def test_bad_rows_can_be_left_out(given):
     assert "2 bad rows were left out" in given["console"].getvalue()
 
 
+@pytest.mark.slow
 def test_sigterm_while_tokenizing_leaves_no_lock_and_no_half_file(given, tmp_path):
     Path("text.txt").write_text("It's the king's 10 ships, isn't it?\n" * 1_000_000)
     command = [sys.executable, "-m", "llmq.cli.train", "--model", "source", "--from-scratch", "--data", "text.txt"]
@@ -449,7 +450,7 @@ def test_the_export_ends_texts_with_every_trained_end_token(given, tmp_path):
     assert json.loads((tuned.model_path / "generation_config.json").read_text())["temperature"] == 0.7
 
 
-@pytest.mark.parametrize("streaming", [False, True])
+@pytest.mark.parametrize("streaming", [False, pytest.param(True, marks=pytest.mark.slow)])
 def test_overlong_chats_keep_whole_turns_and_all_runs_say_so(given, tmp_path, streaming):
     """Of each ten chats one is a little too long, and one has a question that leaves no room for an answer."""
     tokenizer = save_source(512, *MARKERS, chat_template=CHAT_TEMPLATE)

@@ -85,7 +85,7 @@ def test_a_checkpoint_has_whole_tensors_by_all_ranks(given):
 
 
 @pytest.mark.parametrize(
-    ("before", "after"), [(2, 2), (2, 1), *(pytest.param(*ranks, marks=pytest.mark.slow) for ranks in [(1, 2), (3, 2)])]
+    ("before", "after"), [(2, 1), *(pytest.param(*ranks, marks=pytest.mark.slow) for ranks in [(2, 2), (1, 2), (3, 2)])]
 )
 def test_a_run_goes_on_with_another_number_of_ranks(given, before, after):
     """With the same number, it has the bits of one that was never stopped."""
