@@ -157,7 +157,9 @@ def test_adamw_run_in_f32(family):
     assert {name: error for name, error in errors.items() if error > room[name]} == {}
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize(
+    "family", [name if name in FEW else pytest.param(name, marks=pytest.mark.slow) for name in FAMILIES]
+)
 def test_bf16_gradients(family):
     """Each tensor's error is a root mean square over a few batches, as that of a small tensor has much of chance."""
     run, squares = engine(family, BF16), {}

@@ -76,7 +76,7 @@ SOME_LEVELS = pytest.mark.parametrize(
 @pytest.mark.parametrize(
     ("name", "size"),
     [
-        ("fp8", 2),
+        pytest.param("fp8", 2, marks=SLOW),
         ("fp32-master", 3),
         ("prefix", 2),
         pytest.param("prompt", 3, marks=SLOW),

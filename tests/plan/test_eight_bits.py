@@ -78,7 +78,7 @@ def whole_of(ranks):
 
 
 @pytest.mark.parametrize("level", [1, pytest.param(0, marks=pytest.mark.slow), 3])
-@pytest.mark.parametrize("hosted", [False, True])
+@pytest.mark.parametrize("hosted", [True, pytest.param(False, marks=pytest.mark.slow)])
 def test_shares_of_moments_in_8_bits_are_those_of_the_whole(level, hosted):
     """Two ranks that train on the same batch have the codes and scales of one that has all of them."""
     memory = Memory(host=("m", "v"), piece_bytes=1) if hosted else None

@@ -29,13 +29,13 @@ def plan_at(level, precision=BF16, size=4, **more):
 @pytest.mark.parametrize(
     ("precision", "more"),
     [
-        pytest.param(BF16, {}, marks=pytest.mark.slow),
+        (BF16, {}),
         pytest.param(
             replace(BF16, master="fp32", grad="fp32"),
             {"memory": Memory(("recompute_block",))},
             marks=pytest.mark.slow,
         ),
-        (FP8["e4m3", "delayed"], {}),
+        pytest.param(FP8["e4m3", "delayed"], {}, marks=pytest.mark.slow),
     ],
 )
 def test_an_estimate_is_the_plan(precision, more):

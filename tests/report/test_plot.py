@@ -158,7 +158,15 @@ def test_runs_of_one_name_are_told_apart(tmp_path: Path, figures: list[Figure]) 
     assert [text.get_text() for text in legend.get_texts()] == [str(tmp_path / "a"), str(tmp_path / "b")]
 
 
-@pytest.mark.parametrize(("steps", "lost"), [(1, ()), (2, (1, 2)), (5, ()), (1, (1,))])
+@pytest.mark.parametrize(
+    ("steps", "lost"),
+    [
+        (2, (1, 2)),
+        pytest.param(1, (), marks=pytest.mark.slow),
+        pytest.param(5, (), marks=pytest.mark.slow),
+        pytest.param(1, (1,), marks=pytest.mark.slow),
+    ],
+)
 def test_short_and_lost_runs_are_drawn(tmp_path: Path, steps: int, lost: tuple[int, ...]) -> None:
     assert plot_runs(read_runs([write_run(tmp_path / "a", steps, lost)]), tmp_path / "out.png").stat().st_size > 1000
 

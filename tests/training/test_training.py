@@ -217,6 +217,7 @@ def test_a_run_on_a_stream_goes_on_with_the_same_bits(given, monkeypatch):
         llmq.train(**{**given, "name": "epochs", "steps": None, "epochs": 1})
 
 
+@pytest.mark.slow
 def test_recompute_flags_do_not_change_a_run(given):
     flags = {f"recompute_{name}": True for name in ("swiglu", "norm", "ffn", "qkv", "att", "block")}
     plain, small = (llmq.train(**{**given, **FP8, **more, "name": n}) for n, more in (("a", {}), ("b", flags)))
@@ -242,6 +243,7 @@ def test_a_site_that_stays_low_is_named(given, monkeypatch):
     assert "fp8: 12 copies, worst" in given["console"].getvalue()
 
 
+@pytest.mark.slow
 def test_a_site_falls_back_and_a_continued_run_knows(given, monkeypatch):
     strict(monkeypatch, ["layers.0.mlp.down", "layers.0.attention.o"])
     whole = llmq.train(**{**given, **FALLS, "fp8_fallback": True, "name": "whole"})

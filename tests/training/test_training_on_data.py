@@ -168,7 +168,15 @@ def test_a_dry_run_says_what_would_be_tokenized_and_does_not(given, tmp_path):
     assert about == pytest.approx(TokenFile.open(train).num_tokens, rel=0.02)
 
 
-@pytest.mark.parametrize("more", [{}, {"packing": True, "max_docs": 3}, {"steps": 7}, {"warmup": 50}])
+@pytest.mark.parametrize(
+    "more",
+    [
+        {},
+        pytest.param({"packing": True, "max_docs": 3}, marks=pytest.mark.slow),
+        pytest.param({"steps": 7}, marks=pytest.mark.slow),
+        pytest.param({"warmup": 50}, marks=pytest.mark.slow),
+    ],
+)
 def test_a_dry_run_plans_without_data(given, more):
     """A preset, which asks the Hub for no tokenizer; the memory is that of a run with data."""
     plain = {"seq_len": 64, "batch_size": 2, "dry_run": True, "model": "tiny_llama3_50m", "from_scratch": True}
