@@ -22,7 +22,7 @@ MEMORIES = {
     "streamed": Memory(**BLOCK, host=("master", "m", "v", "grad", "weight")),
 }
 NONE = replace(BF16, master="none")
-OFTEN = (("e4m3", "kept"), ("none", "block"), ("bf16", "tiles"), ("bf16", "moments"), ("bf16", "streamed"))
+OFTEN = (("e4m3", "kept"), ("none", "block"), ("bf16", "moments"))
 SCRATCH = open_backend("planned", deterministic=True).scratch_bytes
 RATES = sustained(cards.named("RTX 4090"))
 

@@ -203,6 +203,7 @@ def test_found_then_offline_then_unreachable(server, contents, tmp_path):
     assert "cannot be reached" in broken["text"]  # what is there is not all of it
 
 
+@pytest.mark.slow
 def test_gated_absent_and_unusable(server, contents, tmp_path):
     wanted, _ = contents
     good = dict(wanted)

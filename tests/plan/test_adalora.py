@@ -112,7 +112,9 @@ SAME = {
 }
 
 
-@pytest.mark.parametrize("case", SAME)
+@pytest.mark.parametrize(
+    "case", [name if name != "gradients" else pytest.param(name, marks=pytest.mark.slow) for name in SAME]
+)
 @pytest.mark.parametrize(
     "precision",
     [pytest.param(BF16, id="bf16"), pytest.param(FP8["e4m3", "current"], id="e4m3", marks=pytest.mark.slow)],

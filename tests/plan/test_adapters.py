@@ -38,7 +38,7 @@ from llmq.tensor import stored_bytes
 
 UNTIED = tiny(tie_embeddings=False)
 FEW_BITS = ("int8", "nf4", "mxfp4")
-OFTEN = [("bf16", "nf4"), ("delayed", "mxfp4"), ("current", "int8")]
+OFTEN = [("bf16", "nf4"), ("delayed", "mxfp4")]
 PLACES = np.array([2**33 + 5, 17])
 
 

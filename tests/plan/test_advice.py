@@ -55,6 +55,7 @@ def test_what_is_missing_comes_with_what_is_asked_for():
     assert "Adam M" in advice.requests(plan, "host") and "Adam V" not in advice.requests(plan, "host")
 
 
+@pytest.mark.slow
 def test_offloading_is_advised_where_recomputing_is_not_enough():
     plan = plan_of(replace(BF16, m="bf16"), Memory(("recompute_block",)), tiny(num_layers=6))
     hosted = Memory(("recompute_block",), offload=("residual",), host=("m", "v"))

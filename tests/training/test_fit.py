@@ -168,6 +168,7 @@ def test_a_resumed_run_keeps_its_numbers(model):
     assert {key: flat[key] for key in kept} == kept
 
 
+@pytest.mark.slow
 def test_where_nothing_fits_the_nearest_is_named(model):
     options = options_of(model, memory_limit=f"{CONTEXT // MIB + 1}MiB", **WITH_STATES_ON_HOST)
     with pytest.raises(MemoryLimitError) as caught:

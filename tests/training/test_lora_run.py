@@ -190,8 +190,14 @@ def test_gains_are_trained_saved_resumed_exported_and_trained_on(given):
     [
         (lambda t, c: t.pop(f"{PREFIX}.mlp.up_proj.ia3_l"), r"missing: model\.layers\.0\.mlp\.up_proj\.ia3_l"),
         (lambda t, c: t.update({f"{PREFIX}.mlp.up_proj.ia3_l": np.ones((3, 1))}), r"shape \[3, 1\], .* for \[64, 1\]"),
-        (lambda t, c: t.update(other=np.zeros(3)), r"other is no part of an adapter"),
-        (lambda t, c: t.update({f"{PREFIX}5.mlp.up_proj.ia3_l": np.ones((3, 1))}), r"layers\.05\.mlp.*no linear"),
+        pytest.param(
+            lambda t, c: t.update(other=np.zeros(3)), r"other is no part of an adapter", marks=pytest.mark.slow
+        ),
+        pytest.param(
+            lambda t, c: t.update({f"{PREFIX}5.mlp.up_proj.ia3_l": np.ones((3, 1))}),
+            r"layers\.05\.mlp.*no linear",
+            marks=pytest.mark.slow,
+        ),
         (lambda t, c: c.update(feedforward_modules=["up_proj"]), r"shape \[64, 1\], .*(.|\n)*which llmq reads once"),
         (lambda t, c: c.update(peft_type="VERA"), "VERA is not read, only LORA, IA3, ADALORA, PROMPT_TUNING"),
     ],
@@ -231,22 +237,33 @@ def test_a_run_of_one_step_begins_where_the_base_is(given):
             r"missing: model\.layers\.0\.mlp\.up_proj\.lora_A\.weight and",
         ),
         (lambda t, c: c.update(modules_to_save=["model.norm"]), r"missing: model\.norm\.weight, of modules_to_save"),
-        (lambda t, c: c.update(modules_to_save=["embed_tokens"]), r"ties them, without ensure_weight_tying"),
-        (lambda t, c: c.update(modules_to_save=["up_proj"]), r"has a part of layers\.0\.mlp\.up\.weight, which"),
-        (
+        pytest.param(
+            lambda t, c: c.update(modules_to_save=["embed_tokens"]),
+            r"ties them, without ensure_weight_tying",
+            marks=pytest.mark.slow,
+        ),
+        pytest.param(
+            lambda t, c: c.update(modules_to_save=["up_proj"]),
+            r"has a part of layers\.0\.mlp\.up\.weight, which",
+            marks=pytest.mark.slow,
+        ),
+        pytest.param(
             lambda t, c: t.update({f"{PREFIX}.self_attn.q_proj.bias": np.zeros(3)}),
             r"q_proj\.bias has shape \[3\], the model asks for \[48\]",
+            marks=pytest.mark.slow,
         ),
         (lambda t, c: c.update(use_dora=True), r"missing: model\.layers\.0\.self_attn\.q_proj\.lora_magnitude_vector"),
-        (
+        pytest.param(
             lambda t, c: c.update(init_lora_weights="corda"),
             r"init_lora_weights corda changes the model as llmq does not",
+            marks=pytest.mark.slow,
         ),
         (lambda t, c: c.update(r=8), r"q_proj\.lora_A\.weight has shape \[4, 48\], .* ask for \[8, 48\]"),
         (lambda t, c: t.update(other=np.zeros(3)), r"other is no part of an adapter"),
-        (
+        pytest.param(
             lambda t, c: t.update({f"{PREFIX}5.mlp.up_proj.lora_A.weight": np.zeros((4, 48))}),
             r"layers\.05\.mlp.*no linear",
+            marks=pytest.mark.slow,
         ),
         (lambda t, c: c.update(use_qalora=True), "llmq does not have use_qalora True"),
     ],

@@ -277,9 +277,9 @@ def stream_of_files(
     "part",
     [
         {"start": 13, "stop": 97},
-        {"start": 50},
+        pytest.param({"start": 50}, marks=pytest.mark.slow),
         {"share": HeldShare(Fraction(1, 3), False), "start": 5, "stop": 110},
-        {},
+        pytest.param({}, marks=pytest.mark.slow),
     ],
 )
 def test_it_resumes_in_every_file_of_a_slice(tmp_path: Path, small_tokenizer: Path, part: dict[str, Any]) -> None:
