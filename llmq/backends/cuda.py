@@ -17,6 +17,7 @@ from cupy.cuda import runtime
 
 from llmq.backends import Launch, Op, Run, between, checked_scratch, together
 from llmq.backends.cuda_memory import device_memory, free_with, pinned, refusal
+from llmq.backends.host import set_every
 from llmq.comm.world import ALONE, GpuWorld
 from llmq.disk import shown
 from llmq.errors import RefusedMemoryError
@@ -94,12 +95,12 @@ class DeviceMemory:
         Up to 1 MiB the values go through pinned memory and the host does not wait.
         """
         array = self._arrays[name]
-        values = np.asarray(values).astype(self._dtypes[name], copy=False)
-        host = np.ascontiguousarray(np.broadcast_to(values, array.shape))
         if isinstance(array, np.ndarray):
             self._stream.synchronize()  # what was put on the stream before may read it
-            array[...] = host
+            array[...] = values
             return
+        values = np.asarray(values).astype(self._dtypes[name], copy=False)
+        host = np.ascontiguousarray(np.broadcast_to(values, array.shape))
         if host.nbytes <= STAGED_BYTES:
             self._staging.copy(array.data.ptr, host)
             return
@@ -149,7 +150,10 @@ class DeviceMemory:
     def fill(self, name: str, value: float) -> None:
         """Sets every element of a storage."""
         array = self._arrays[name]
-        if value == 0 and not isinstance(array, np.ndarray):
+        if isinstance(array, np.ndarray):
+            self._stream.synchronize()
+            set_every(array, value)
+        elif value == 0:
             runtime.memsetAsync(array.data.ptr, 0, array.nbytes, self._stream.ptr)
         else:
             self.write(name, np.full(array.shape, value))

@@ -45,7 +45,7 @@ class HostMemory:
 
     def write(self, name: str, values: np.ndarray) -> None:
         """Sets a storage from host values of any float dtype, rounded to nearest even."""
-        self._arrays[name][...] = values
+        self._arrays[name][...] = values  # rounded on the way: a copy of billions would be a pass over new pages
 
     def read(self, name: str, into: np.ndarray | None = None) -> np.ndarray:
         """A copy of a storage on the host, in memory of its own or `into` an array of its shape and dtype."""
@@ -65,7 +65,18 @@ class HostMemory:
 
     def fill(self, name: str, value: float) -> None:
         """Sets every element of a storage."""
-        self._arrays[name].fill(value)
+        set_every(self._arrays[name], value)
+
+
+def set_every(array: np.ndarray, value: float) -> None:
+    """Sets every element of a contiguous array, to zero at the speed of memory.
+
+    NumPy writes zeros of a dtype that is not its own a number at a time: 2.4 GB/s of fp8, where bytes take 51.
+    """
+    if value == 0:
+        array.reshape(-1).view(np.uint8).fill(0)
+    else:
+        array.fill(value)
 
 
 class HostBackend:

@@ -32,6 +32,7 @@ from llmq.plan.plan import Plan, make_plan
 from llmq.plan.spec import Spec
 from llmq.row import Row
 from llmq.screen import Report
+from llmq.tensor import DTYPES
 
 BLOCK = 1 << 20  # random values that fill all weights, over and over
 ZIPF = 1.2
@@ -201,10 +202,18 @@ def paced(warmup: int, steps: int, *, least: int, end: float) -> Iterator[bool]:
 
 
 def random_parameters(plan: Plan, seed: int) -> Iterator[tuple[Row, np.ndarray]]:
-    """Values of the usual size, N(0, 0.02) and ones, from one block of numbers: drawing billions takes minutes."""
+    """Values of the usual size, N(0, 0.02) and ones, from one block of numbers: drawing billions takes minutes.
+
+    They have the dtype of what holds them, unless that is a form, so that setting it is a plain copy.
+    """
     block = np.random.default_rng(seed).standard_normal(BLOCK, np.float32) * np.float32(0.02)
+    blocks = {np.dtype(np.float32): block}
     for row in plan.rows:
-        values = np.ones(row.shape, np.float32) if row.init == "ones" else np.resize(block, row.shape)
+        held = plan.held(row.name)
+        dtype = DTYPES[held.dtype if held.form is None else "fp32"]
+        if dtype not in blocks:
+            blocks[dtype] = block.astype(dtype)
+        values = np.ones(row.shape, dtype) if row.init == "ones" else np.resize(blocks[dtype], row.shape)
         if row.init == "zeros":
             values[...] = 0
         values[row.parts[-1].stop :] = 0

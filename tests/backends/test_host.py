@@ -2,6 +2,7 @@
 
 import subprocess
 import sys
+import tracemalloc
 
 import numpy as np
 import pytest
@@ -19,6 +20,24 @@ def test_host_memory_rounds_what_is_written(dtype):
     copy = memory.read("x")
     memory.fill("x", 0)
     assert copy.any() and not memory.array("x").any()
+
+
+@pytest.mark.parametrize("dtype", ["fp32", "bf16", "e4m3", "int8"])
+def test_what_is_set_needs_no_second_array(dtype):
+    """A model's states fill most of the host: a copy of them would not fit, and takes longer than the write itself."""
+    size = 1 << 20
+    memory = HostMemory({"x": Ref("x", "m", (size,), "fp32", form=None if dtype == "fp32" else Form(dtype))}, {})
+    values = np.ones(size, np.float32)
+    tracemalloc.start()
+    try:
+        for value in (0, 1, 0):
+            memory.fill("x", value)
+            assert (memory.array("x") == value).all()
+        memory.write("x", values)
+    finally:
+        peak = tracemalloc.get_traced_memory()[1]
+        tracemalloc.stop()
+    assert peak < 2.5 * size  # the comparison's booleans, and NumPy's buffers
 
 
 def test_a_transposed_copy_has_its_own_shape_and_dtype():

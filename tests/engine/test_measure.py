@@ -22,7 +22,9 @@ from llmq.hardware import nvml
 from llmq.model.config import from_folder, to_hf
 from llmq.ops.seam import record
 from llmq.options.parse import Options
+from llmq.plan.memory import Memory
 from llmq.plan.precision import resolve
+from llmq.tensor import DTYPES
 from llmq.training.records import TrainRecord
 
 RUN = {"tokens_per_step": 64, "steps": 3, "warmup": 1}
@@ -267,6 +269,15 @@ def test_weights_are_random_and_their_padding_is_zero():
     values = {row.name: value for row, value in random_parameters(plan_of(FP32), 0)}
     assert values["layers.0.mlp.up.weight"].std() == pytest.approx(0.02, rel=0.1)
     assert (values["head.norm"] == 1).all() and not values["embed.weight"][97:].any()
+
+
+def test_weights_come_in_the_dtype_that_holds_them():
+    plan = plan_of(BF16, Memory(host=("master",)))
+    values = {row.name: value for row, value in random_parameters(plan, 0)}
+    for row, value in random_parameters(plan_of(FP32), 0):
+        dtype = DTYPES[plan.held(row.name).dtype]
+        assert values[row.name].dtype == dtype == DTYPES["bf16"] and value.dtype == np.float32
+        np.testing.assert_array_equal(values[row.name], value.astype(dtype))
 
 
 @pytest.mark.gpu

@@ -11,6 +11,7 @@ from llmq.errors import DataError, UsageError
 from llmq.files import source as source_module
 from llmq.files.huggingface import Export
 from llmq.files.source import BLOCK, INIT_STD, ModelSource, drawn, initial_parameters, normal_block, open_source
+from llmq.hardware import threads
 from llmq.model.config import ModelConfig, from_folder
 from llmq.model.parameters import VOCAB_MULTIPLE, parameter_rows
 from llmq.model.presets import PRESETS
@@ -198,6 +199,16 @@ def test_a_value_is_a_function_of_seed_name_and_element():
     for a in range(len(scaled)):
         for b in range(a):
             assert abs(np.corrcoef(scaled[a], scaled[b])[0, 1]) < 0.2
+
+
+def test_threads_change_no_value(monkeypatch):
+    row = Row("embed.weight", (5 * BLOCK // 128 + 3, 128), (Part("e", 0, 5 * BLOCK // 128 + 3),), "normal", True)
+    found = []
+    for cores in (1, 4):
+        monkeypatch.setattr(threads, "num_cores", lambda cores=cores: cores)
+        found.append(drawn(SCRATCH, row, 3))
+    np.testing.assert_array_equal(*found)
+    assert found[0].ravel()[-1] != 0
 
 
 def test_padding_and_blocks_do_not_change_a_value():
