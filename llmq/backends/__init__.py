@@ -70,7 +70,8 @@ class Backend(Protocol):
 
     `takes_scratch` says whether ops are given the bytes that `scratch_bytes` counts, as an argument `scratch`, or
     allocate them themselves, as NumPy does. `algorithms` is what decides the bits of matrix products, as plain data;
-    `notices` what the user should know of the device; `peak_bytes` the most memory used so far. `host_bytes` takes host
+    `notices` what the user should know of the device; `allocated` says how long host memory took, if there was any
+    to be allocated; `peak_bytes` the most memory used so far. `host_bytes` takes host
     memory into which the device copies fast.
     """
 
@@ -82,6 +83,8 @@ class Backend(Protocol):
     def algorithms(self) -> Mapping[str, Any]: ...
     @property
     def notices(self) -> Sequence[str]: ...
+    @property
+    def allocated(self) -> str: ...
     @property
     def ops(self) -> Mapping[str, Op]: ...
     def scratch_bytes(self, call: Call) -> int: ...

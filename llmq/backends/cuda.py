@@ -16,7 +16,7 @@ import numpy as np
 from cupy.cuda import runtime
 
 from llmq.backends import Launch, Op, Run, between, checked_scratch, together
-from llmq.backends.cuda_memory import device_memory, free_with, pinned, refusal
+from llmq.backends.cuda_memory import PIECE_BYTES, HostBlock, device_memory, free_with, pinned, refusal
 from llmq.backends.host import set_every
 from llmq.comm.world import ALONE, GpuWorld
 from llmq.disk import shown
@@ -66,7 +66,8 @@ class DeviceMemory:
         address = device_memory(total)
         free_with(self, address, stream)
         self._owned = cupy.cuda.UnownedMemory(address, total, None)
-        self._host, self._host_is_pinned = pinned(self._ends["host"] + arena_bytes["host"])
+        hosted = [aligned(stored_bytes(ref)) for ref in persistent.values() if ref.home == "host"]
+        self.host = HostBlock([*hosted, arena_bytes["host"]], stream, PIECE_BYTES)
         self._arrays: dict[str, Any] = {}
         offsets = dict.fromkeys(arena_bytes, 0)
         for name, ref in persistent.items():
@@ -79,7 +80,7 @@ class DeviceMemory:
     @property
     def unpinned_bytes(self) -> int:
         """Bytes of host memory that the system refused to lock."""
-        return self._staging.unpinned_bytes + (0 if self._host_is_pinned else self._host.nbytes)
+        return self._staging.unpinned_bytes + self.host.unpinned_bytes
 
     def array(self, name: str) -> Any:
         """The storage itself: a CuPy array, or a NumPy array of the host."""
@@ -161,7 +162,7 @@ class DeviceMemory:
     def _view(self, home: str, offset: int, shape: tuple[int, ...], dtype: np.dtype) -> Any:
         if home == "host":
             size = int(np.prod(shape)) * dtype.itemsize
-            return self._host[offset : offset + size].view(dtype).reshape(shape)
+            return self.host.view(offset, size).view(dtype).reshape(shape)
         kind = np.dtype(np.uint8) if dtype in FP8 else dtype
         return cupy.ndarray(shape, kind, memptr=cupy.cuda.MemoryPointer(self._owned, offset))
 
@@ -203,6 +204,7 @@ class CudaBackend:
         world: GpuWorld = ALONE,
     ) -> None:
         self._notices: list[str] = []
+        self.allocated = ""
         self.world = world
         self._use_graphs = use_graphs
         self._free_bytes, _ = runtime.memGetInfo()
@@ -253,18 +255,21 @@ class CudaBackend:
     def host_bytes(self, num_bytes: int) -> np.ndarray:
         """Page-locked memory, or ordinary memory where the system refuses to lock that much. MemoryError without it."""
         try:
-            return pinned(num_bytes)[0]
+            return HostBlock([num_bytes], self.stream).view(0, num_bytes)
         except RefusedMemoryError as error:
             raise MemoryError(str(error)) from error
 
     def memory(self, persistent: Mapping[str, Ref], arena_bytes: Mapping[str, int]) -> DeviceMemory:
         """Memory of the current device, and of the host as far as the plan has something there."""
         memory = DeviceMemory(persistent, arena_bytes, self.stream)
+        self.allocated = str(memory.host) if memory.host.num_bytes else ""
         if memory.unpinned_bytes:
             self._notices.append(
                 f"The system refuses to lock {shown(memory.unpinned_bytes)} of host memory (see ulimit -l): copies "
-                "between it and the GPU wait for each other"
+                "between it and the GPU wait for each other, and programs run without CUDA graphs"
             )
+        # A captured copy from ordinary memory would be one that waits.
+        self._use_graphs = self._use_graphs and not memory.host.unpinned_bytes
         return memory
 
     def program(self, launches: Sequence[Launch]) -> Run:

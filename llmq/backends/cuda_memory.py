@@ -3,7 +3,11 @@
 from __future__ import annotations
 
 import re
+import time
 import weakref
+from bisect import bisect_right
+from collections.abc import Sequence
+from itertools import pairwise
 from typing import Any
 
 import cupy
@@ -12,10 +16,16 @@ from cupy.cuda import runtime
 
 from llmq.disk import shown
 from llmq.errors import RefusedMemoryError
-from llmq.hardware.device import host_memory_bytes
+from llmq.hardware.host_memory import bind, host_memory_bytes, numa_node, reserved, write_pages
+from llmq.hardware.threads import in_threads
 from llmq.ops.cuda.timing import OUT_OF_MEMORY
 
 PAGE_BYTES = 2 << 20  # a smaller allocation may be part of one that a handle for other processes stands for
+PIECE_BYTES = 1 << 30  # of host memory that is locked at a time
+LOCKING_THREADS = 4
+PORTABLE, MAPPED = 1, 2  # cudaHostRegisterPortable, cudaHostRegisterMapped
+# cudaErrorMemoryAllocation, ...OperatingSystem, ...NotPermitted, ...NotSupported
+LOCK_REFUSALS = (OUT_OF_MEMORY, 304, 800, 801)
 # As the libraries say it: cudaErrorMemoryAllocation, CUDA_ERROR_OUT_OF_MEMORY, CUBLAS_STATUS_ALLOC_FAILED,
 # CUDNN_STATUS_INTERNAL_ERROR_DEVICE_ALLOCATION_FAILED.
 REFUSALS = re.compile("alloc(ation)?_failed|out.of.memory|MemoryAllocation", re.IGNORECASE)
@@ -45,8 +55,89 @@ def _free(address: int, stream: Any) -> None:
     runtime.free(address)
 
 
+class HostBlock:
+    """Host memory for arrays of `sizes` bytes one after the other, near the GPU, locked in pieces of at least
+    `piece_bytes`: no array is in two of them, as the driver refuses a copy that is.
+
+    Its pages are brought into being by threads before they are locked; a call of CUDA that does both takes one thread.
+    What the system refuses to lock is used all the same. Views are valid as long as there are any; they are unlocked
+    when no view of their piece is left and the stream has done its work. RefusedMemoryError where the host has too
+    little.
+    """
+
+    def __init__(self, sizes: Sequence[int], stream: Any, piece_bytes: int = PIECE_BYTES) -> None:
+        begun = time.perf_counter()
+        self.num_bytes = sum(sizes)
+        self._starts = piece_starts(sizes, piece_bytes)
+        self._pieces = [reserved(end - start) for start, end in pairwise([*self._starts, self.num_bytes])]
+        device = runtime.getDevice()
+        node = numa_node(runtime.deviceGetPCIBusId(device).lower())
+        self._place = ""
+        if node is not None:
+            is_bound = all(bind(piece, node) for piece in self._pieces)
+            self._place = f", on NUMA node {node}" if is_bound else f", not bound to NUMA node {node}: refused"
+        write_pages(self._pieces)
+        written = time.perf_counter()
+        refused: list[int] = []
+
+        def lock(piece: np.ndarray) -> None:
+            runtime.setDevice(device)  # of this thread
+            if not _lock(piece, stream):
+                refused.append(piece.nbytes)
+
+        in_threads(lock, self._pieces, LOCKING_THREADS)
+        self.unpinned_bytes = sum(refused)
+        self._seconds = written - begun, time.perf_counter() - written
+
+    def view(self, offset: int, num_bytes: int) -> np.ndarray:
+        """Bytes of one array, from its offset on."""
+        if not self._pieces:
+            return np.empty(0, np.uint8)
+        index = bisect_right(self._starts, offset) - 1
+        first = offset - self._starts[index]
+        found = self._pieces[index][first : first + num_bytes]
+        assert found.nbytes == num_bytes, f"{num_bytes} bytes at {offset} are in two pieces"
+        return found
+
+    def __str__(self) -> str:
+        names = ("written", "pinned")
+        rates = (
+            f"{name} in {seconds:.1f} s ({self.num_bytes / max(seconds, 1e-9) / 1e9:.1f} GB/s)"
+            for name, seconds in zip(names, self._seconds, strict=True)
+        )
+        return f"Host memory: {shown(self.num_bytes)} in {len(self._pieces)} pieces{self._place}: {', '.join(rates)}"
+
+
+def piece_starts(sizes: Sequence[int], piece_bytes: int) -> list[int]:
+    """Where pieces of at least `piece_bytes` begin, so that each array is in one; none where there are no bytes."""
+    starts, end = [0], 0
+    for size in sizes:
+        if end - starts[-1] >= piece_bytes and size:
+            starts.append(end)
+        end += size
+    return starts if end else []
+
+
+def _lock(piece: np.ndarray, stream: Any) -> bool:
+    """Locks the pages of an array until it is gone; False where the system refuses to."""
+    address = piece.ctypes.data
+    try:
+        runtime.hostRegister(address, piece.nbytes, PORTABLE | MAPPED)
+    except runtime.CUDARuntimeError as error:
+        if error.status not in LOCK_REFUSALS:
+            raise
+        return False
+    weakref.finalize(piece, _unlock, address, stream).atexit = False
+    return True
+
+
+def _unlock(address: int, stream: Any) -> None:
+    stream.synchronize()
+    runtime.hostUnregister(address)
+
+
 def pinned(num_bytes: int) -> tuple[np.ndarray, bool]:
-    """Page-locked host memory, or ordinary memory where the system refuses to lock any; and which of the two.
+    """A small buffer of page-locked host memory, or ordinary memory where the system refuses; and whether it is locked.
 
     RefusedMemoryError where the host has not so much free: the kernel would end the process when it is written.
     """

@@ -89,6 +89,7 @@ class HostBackend:
         self.ops: Mapping[str, Op] = between(world, reference.OPS)
         self.algorithms: Mapping[str, Any] = algorithms or {}
         self.notices: Sequence[str] = ()
+        self.allocated = ""
 
     def scratch_bytes(self, call: Call) -> int:
         """What NumPy allocates while a call runs: counted by the plan, and not held."""

@@ -37,6 +37,7 @@ class PlannedBackend:
     ops: Mapping[str, Op] = {}
     algorithms: Mapping[str, Any] = {}
     notices: Sequence[str] = ()
+    allocated = ""
     world: World = ALONE
     takes_scratch = True
 

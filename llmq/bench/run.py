@@ -443,6 +443,7 @@ def _measure(
             uuid=uuid,
             limit_s=limit_s,
             report=report,
+            say=screen.line,
         )
     others = other_processes(where)
     deterministic = request.deterministic or where.kind == "cpu"

@@ -16,7 +16,8 @@ from __future__ import annotations
 import math
 import statistics
 import time
-from collections.abc import Container, Iterable, Iterator, Sequence
+from collections.abc import Callable, Container, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import count
 from typing import Any
@@ -41,6 +42,7 @@ BATCHES = 8  # different micro-batches, in turn
 REPEATS = 3  # of the timing of single ops
 AHEAD_S = 0.2  # of other work before it: the host takes about 30 us to launch an op between two events
 SWEPT_BYTES = 2**28  # more than any card's L2 cache
+SLOW_S = 5.0  # what a part of the start may take without being mentioned
 SAMPLE_S = 0.05  # from one reading of clock and power to the next
 
 Parameters = Iterable[tuple[Row, np.ndarray]]
@@ -106,22 +108,28 @@ def measure_plan(
     single_ops: bool = True,
     limit_s: float = math.inf,
     report: Report = lambda done, total: None,
+    say: Callable[[str], None] = lambda line: None,
 ) -> Speed:
     """Trains for `warmup` + `steps` optimizer steps, or fewer within `limit_s`, then times single ops if wanted.
 
     `batches` (taken in turn) and `parameters` are generated if they are not given; `uuid` names a GPU whose clock and
-    power are read meanwhile. `report` gets the steps that are done, between two that are timed.
+    power are read meanwhile. `report` gets the steps that are done, between two that are timed. `say` gets a line for
+    each part of the start that took long.
     """
     began = time.perf_counter()
     b, t = plan.spec.batch_size, plan.spec.seq_len
     engine = Engine(plan, backend)
-    engine.load(random_parameters(plan, plan.spec.seed) if parameters is None else parameters)
+    if backend.allocated:
+        say(backend.allocated)
+    with _timed("Weights and states set", say):
+        engine.load(random_parameters(plan, plan.spec.seed) if parameters is None else parameters)
     accumulation = max(1, tokens_per_step // (b * t))
     if batches is None:
         different = min(accumulation, BATCHES)
         batches = [zipf_batch(plan.spec.config.vocab_size, b, t, plan.spec.seed + i) for i in range(different)]
-    if engine.needs_warm_up:
-        engine.warm_up(batches[0])
+    with _timed("fp8 scales found by passes without an update", say):
+        if engine.needs_warm_up:
+            engine.warm_up(batches[0])
     clock.follow(backend)
     marks: list[tuple[Any, Any]] = []  # before and after each step that counts
     losses, watch, first_step = [], None, 0.0
@@ -155,6 +163,15 @@ def measure_plan(
         readings=readings,
         calls=tuple(clock.calls(engine, ahead)) if single_ops else (),
     )
+
+
+@contextmanager
+def _timed(what: str, say: Callable[[str], None]) -> Iterator[None]:
+    """Says how long a part of the start took, if that was long."""
+    began = time.perf_counter()
+    yield
+    if (seconds := time.perf_counter() - began) >= SLOW_S:
+        say(f"{what} in {seconds:.1f} s")
 
 
 def cold_calls(plan: Plan, backend: Backend, clock: Clock, wanted: Container[tuple[str, int]]) -> Iterator[TimedCall]:

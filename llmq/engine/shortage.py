@@ -11,7 +11,7 @@ from contextlib import contextmanager
 from llmq.backends import Backend
 from llmq.disk import shown
 from llmq.errors import MemoryLimitError, RefusedMemoryError
-from llmq.hardware.device import host_memory_bytes
+from llmq.hardware.host_memory import host_memory_bytes
 from llmq.plan.advice import remedy, requests
 from llmq.plan.plan import Plan
 

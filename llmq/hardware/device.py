@@ -7,7 +7,6 @@ not here at all.
 from __future__ import annotations
 
 import importlib.util
-import os
 import platform
 import sys
 import time
@@ -25,6 +24,7 @@ from llmq.errors import MemoryLimitError, UsageError
 from llmq.hardware import blas, cuda_driver, cuda_libraries, nvml
 from llmq.hardware import cards as gpus
 from llmq.hardware.cuda_driver import Problem
+from llmq.hardware.host_memory import host_memory_bytes, may_grow
 from llmq.tensor import DTYPES
 
 if TYPE_CHECKING:
@@ -307,10 +307,13 @@ def memory_bytes(device: Device = CPU) -> tuple[int, int]:
 
 
 def host_bytes(options: SystemOptions, device: Device) -> int | None:
-    """Bytes of host memory that a run may keep: what is free, for a card that is planned for any, or the limit."""
-    limit = options.host_memory_limit and size_bytes(options.host_memory_limit)
-    free = None if device.planned else host_memory_bytes()[1]
-    return min((size for size in (limit, free) if size), default=None)
+    """Bytes of host memory that a run may keep: what is free, for a card that is planned for any, or the limit.
+
+    Of a machine whose memory grows as it is used, the limit says what it may grow to.
+    """
+    limit = size_bytes(options.host_memory_limit) if options.host_memory_limit else None
+    free = None if device.planned or (limit and may_grow()) else host_memory_bytes()[1]
+    return min((size for size in (limit, free) if size is not None), default=None)
 
 
 def _all_memory_bytes(device: Device) -> tuple[int, int]:
@@ -327,41 +330,6 @@ def _all_memory_bytes(device: Device) -> tuple[int, int]:
             f"{device.gpu.name} cannot be used now: {error}: end what runs on it (nvidia-smi lists it), or choose "
             "another with CUDA_VISIBLE_DEVICES"
         ) from error
-
-
-def host_memory_bytes(root: Path = Path("/")) -> tuple[int, int]:
-    """(total, free) bytes of host memory that this process may use, with a container's limit.
-
-    Where the system does not say what is free, all of it is. What a container holds of files that it has read is free:
-    the kernel takes it back before it ends a process. `root` is where proc and sys are mounted.
-    """
-    total = free = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-    try:
-        lines = (root / "proc/meminfo").read_text("ascii").splitlines()
-        sizes = {line.partition(":")[0]: int(line.split()[1]) * 1024 for line in lines if line.endswith("kB")}
-        total, free = sizes["MemTotal"], sizes["MemAvailable"]
-    except (OSError, KeyError):
-        pass
-    for folder, limit, used, cached in (
-        ("", "memory.max", "memory.current", "inactive_file"),
-        ("memory", "memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file"),
-    ):
-        group = root / "sys/fs/cgroup" / folder
-        try:
-            most, now = (int((group / name).read_text("ascii")) for name in (limit, used))
-        except (OSError, ValueError):  # no such cgroup version, or no limit ("max")
-            continue
-        total, free = min(total, most), min(free, max(most - max(now - _counted(group / "memory.stat", cached), 0), 0))
-    return total, free
-
-
-def _counted(statistics: Path, name: str) -> int:
-    """A number of a cgroup's memory.stat; 0 if it is not there."""
-    try:
-        lines = statistics.read_text("ascii").splitlines()
-        return next((int(line.split()[1]) for line in lines if line.startswith(f"{name} ")), 0)
-    except (OSError, ValueError, IndexError):
-        return 0
 
 
 def peaks(device: Device = CPU) -> dict[str, float]:

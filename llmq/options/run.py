@@ -144,7 +144,11 @@ class SystemOptions(Section):
         shown="all that it has",
     )
     host_memory_limit: Size | None = option(
-        None, "Keep no more than so much in host memory, such as 100GiB.", metavar="SIZE", shown="what is free"
+        None,
+        "Keep no more than so much in host memory, such as 100GiB; of a virtual machine whose memory grows as it is "
+        "used, what it may grow to.",
+        metavar="SIZE",
+        shown="what is free",
     )
     use_cuda_graphs: bool = option(
         True, "Launch each program as one CUDA graph; off launches kernel by kernel (same bits)."

@@ -115,6 +115,8 @@ class _Run:
         self.interrupt, self.agreed_code = interrupt, 0  # and the exit code that all ranks have agreed to end with
         self.saver, self.saving = saver, 0  # and the step of the newest save that was begun
         self.engine, self.light_s = Engine(job.plan, job.backend), job.light_s
+        if job.backend.allocated:
+            log.say(job.backend.allocated)
         self.progress = Progress()
         self.fp8, self.lisa = Fp8Watch(self), LisaWatch(self)
         self.allocation = allocation_of(self.engine, log.say)

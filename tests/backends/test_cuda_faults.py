@@ -2,7 +2,10 @@
 
 import gc
 import importlib.util
+import random
+import re
 import sys
+import threading
 from types import ModuleType, SimpleNamespace
 
 import pytest
@@ -30,7 +33,8 @@ class Runtime:
     memcpyHostToDevice, memcpyDeviceToDevice = 1, 3
 
     def __init__(self):
-        self.status, self.calls = 0, []
+        self.status, self.calls, self.devices = 0, [], {}
+        self.refuses = lambda size: self.status
 
     def malloc(self, size):
         if self.status:
@@ -48,6 +52,24 @@ class Runtime:
 
     def streamSynchronize(self, stream):
         self.calls.append(("wait", stream))
+
+    def getDevice(self):
+        return 3
+
+    def setDevice(self, device):
+        self.devices[threading.get_ident()] = device
+
+    def deviceGetPCIBusId(self, device):
+        return f"0000:{device}A:00.0"
+
+    def hostRegister(self, address, size, flags):
+        assert self.devices[threading.get_ident()] == 3
+        if self.refuses(size):
+            raise CudaError(self.status)
+        self.calls.append(("lock", address, size, flags))
+
+    def hostUnregister(self, address):
+        self.calls.append(("unlock", address))
 
 
 @pytest.fixture
@@ -109,6 +131,94 @@ def test_host_memory_that_is_not_there_is_refused_and_what_is_not_locked_is_ordi
     with pytest.raises(RefusedMemoryError, match="the host refused 1,001 bytes") as caught:
         cuda_memory.pinned(1001)
     assert (caught.value.home, caught.value.num_bytes, caught.value.free_bytes) == ("host", 1001, 1000)
+
+
+PAGE = 4096
+
+
+def test_no_array_is_in_two_pieces(runtime, cuda_memory):
+    draw = random.Random(0)
+    for _ in range(200):
+        sizes = [256 * draw.choice((0, 1, draw.randrange(40))) for _ in range(draw.randrange(30))]
+        starts = cuda_memory.piece_starts(sizes, 2048)
+        ends, offset = [*starts[1:], sum(sizes)], 0
+        assert all(end - start >= 2048 for start, end in zip(starts[:-1], ends[:-1], strict=False))
+        assert bool(starts) == bool(sum(sizes)) and all(start < end for start, end in zip(starts, ends, strict=False))
+        for size in sizes:
+            assert not size or any(a <= offset and offset + size <= b for a, b in zip(starts, ends, strict=False))
+            offset += size
+
+
+def test_host_memory_is_locked_piece_by_piece(runtime, cuda_memory):
+    """Arrays beside a border have their own bytes; a piece stays locked as long as something views it."""
+    stream = SimpleNamespace(synchronize=lambda: runtime.streamSynchronize(7))
+    sizes = [3 * PAGE, 256, 5 * PAGE, 256, 256, 2 * PAGE]
+    block = cuda_memory.HostBlock(sizes, stream, piece_bytes=3 * PAGE)
+    locked = [call for call in runtime.calls if call[0] == "lock"]
+    assert sorted(size for _, _, size, _ in locked) == sorted([3 * PAGE, 256 + 5 * PAGE, 512 + 2 * PAGE])
+    assert all(address % PAGE == 0 and flags == 3 for _, address, _, flags in locked) and not block.unpinned_bytes
+    offsets = [sum(sizes[:index]) for index in range(len(sizes))]
+    views = [block.view(offset, size) for offset, size in zip(offsets, sizes, strict=True)]
+    for number, view in enumerate(views, 1):
+        assert view.flags.writeable and not view.any()
+        view[:] = number
+    assert [set(view.tolist()) for view in views] == [{number} for number in range(1, 7)]
+    with pytest.raises(AssertionError, match="in two pieces"):
+        block.view(0, 3 * PAGE + 256)
+    last = views.pop().view("uint32")
+    address = next(address for _, address, size, _ in locked if size == 512 + 2 * PAGE)
+    del block, views, view
+    gc.collect()
+    kept = ("unlock", address)
+    assert len([call for call in runtime.calls if call[0] == "unlock"]) == 2 and kept not in runtime.calls
+    assert (last == 0x06060606).all()
+    del last
+    assert runtime.calls[-2:] == [("wait", 7), kept]
+
+
+@pytest.mark.parametrize("status", [OUT_OF_MEMORY, 304, 800, 801])
+def test_what_the_system_refuses_to_lock_is_ordinary_memory(runtime, cuda_memory, status):
+    runtime.status, stream = status, SimpleNamespace(synchronize=lambda: None)
+    runtime.refuses = lambda size: size > PAGE
+    block = cuda_memory.HostBlock([PAGE, 3 * PAGE, PAGE], stream, piece_bytes=PAGE)
+    assert block.unpinned_bytes == 3 * PAGE
+    block.view(PAGE, 3 * PAGE)[:] = 1
+    del block
+    gc.collect()
+    assert [call[0] for call in runtime.calls].count("unlock") == 2
+    runtime.status = LAUNCH_FAILURE
+    with pytest.raises(CudaError, match="719"):
+        cuda_memory.HostBlock([3 * PAGE], stream)
+
+
+def test_host_memory_says_where_it_is_and_how_long_it_took(runtime, cuda_memory, monkeypatch):
+    asked, stream = [], SimpleNamespace(synchronize=lambda: None)
+    monkeypatch.setattr(cuda_memory, "numa_node", lambda address: asked.append(address) or 1)
+    for is_bound, place in ((True, "on NUMA node 1"), (False, "not bound to NUMA node 1: refused")):
+        monkeypatch.setattr(cuda_memory, "bind", lambda block, node, is_bound=is_bound: is_bound)
+        said = str(cuda_memory.HostBlock([PAGE, PAGE], stream, piece_bytes=PAGE))
+        times = r"written in \d+\.\d s \(\d+\.\d GB/s\), pinned in \d+\.\d s \(\d+\.\d GB/s\)"
+        assert re.fullmatch(rf"Host memory: 8,192 bytes in 2 pieces, {place}: {times}", said), said
+    assert asked == ["0000:3a:00.0"] * 2
+    empty = cuda_memory.HostBlock([0, 0], stream)
+    assert empty.num_bytes == 0 and empty.view(0, 0).nbytes == 0 and not empty.unpinned_bytes
+
+
+def test_a_run_whose_memory_is_not_locked_has_no_graphs(runtime, cuda, monkeypatch, tmp_path):
+    """A captured copy from ordinary memory would wait, which a capture cannot."""
+    monkeypatch.setenv("LLMQ_CACHE_DIR", str(tmp_path))
+    monkeypatch.setattr(cuda, "device_key", lambda: "H200")
+    for name in ("Gemms", "Cudnn"):
+        monkeypatch.setattr(cuda, name, lambda *arguments, **numbers: None)
+    for unpinned in (0, 5 << 20):
+        host = SimpleNamespace(num_bytes=1, unpinned_bytes=unpinned)
+        memory = SimpleNamespace(host=host, unpinned_bytes=unpinned)
+        monkeypatch.setattr(cuda, "DeviceMemory", lambda *arguments, memory=memory: memory)
+        backend = cuda.CudaBackend()
+        backend.memory({}, {})
+        assert backend.program([])._use_graphs == (not unpinned) and backend.allocated
+        assert backend.notices == [] or "refuses to lock 5.0 MiB of host memory" in backend.notices[0]
+        assert bool(backend.notices) == bool(unpinned)
 
 
 def test_libraries_that_lack_memory_are_told_from_those_that_fail(cuda, cuda_memory):

@@ -271,56 +271,6 @@ def write(root, files):
 MEMINFO = "MemTotal:       8000 kB\nMemFree:        1000 kB\nMemAvailable:   6000 kB\nHugePages_Total:   0\n"
 
 
-@pytest.mark.parametrize(
-    ("files", "kilobytes"),
-    [
-        ({}, (8000, 6000)),
-        ({"sys/fs/cgroup/memory.max": "max\n", "sys/fs/cgroup/memory.current": "5\n"}, (8000, 6000)),
-        ({"sys/fs/cgroup/memory.max": "4096000\n", "sys/fs/cgroup/memory.current": "1024000\n"}, (4000, 3000)),
-        ({"sys/fs/cgroup/memory.max": "4096000\n", "sys/fs/cgroup/memory.current": "5096000\n"}, (4000, 0)),
-        (
-            {
-                "sys/fs/cgroup/memory/memory.limit_in_bytes": "9223372036854771712\n",
-                "sys/fs/cgroup/memory/memory.usage_in_bytes": "1024000\n",
-            },
-            (8000, 6000),
-        ),
-        (
-            {
-                "sys/fs/cgroup/memory/memory.limit_in_bytes": "2048000\n",
-                "sys/fs/cgroup/memory/memory.usage_in_bytes": "1024000\n",
-            },
-            (2000, 1000),
-        ),
-        (
-            {
-                "sys/fs/cgroup/memory.max": "4096000\n",
-                "sys/fs/cgroup/memory.current": "4095000\n",
-                "sys/fs/cgroup/memory.stat": "anon 1000\nfile 3071500\nactive_file 500\ninactive_file 3071000\n",
-            },
-            (4000, 3000),
-        ),
-        (
-            {
-                "sys/fs/cgroup/memory/memory.limit_in_bytes": "4096000\n",
-                "sys/fs/cgroup/memory/memory.usage_in_bytes": "4095000\n",
-                "sys/fs/cgroup/memory/memory.stat": "inactive_file 7\ntotal_inactive_file 3071000\n",
-            },
-            (4000, 3000),
-        ),
-    ],
-)
-def test_memory_obeys_a_containers_limit(files, kilobytes, tmp_path):
-    """Files that it has read are no use of it."""
-    write(tmp_path, {"proc/meminfo": MEMINFO, **files})
-    assert device.host_memory_bytes(tmp_path) == tuple(1024 * k for k in kilobytes)
-
-
-def test_memory_without_proc_is_the_machines(tmp_path):
-    total, free = device.host_memory_bytes(tmp_path)
-    assert total == free > 2**20
-
-
 def test_memory_of_this_machine():
     total, free = device.memory_bytes()
     assert 0 < free <= total

@@ -1,0 +1,125 @@
+"""Host memory on a GPU: locked in pieces, copied and captured, read and written by kernels, beside borders too."""
+
+import numpy as np
+import pytest
+from tiny_engines import BF16, FP8, bits, engine_of, plan_of, tiny, train_steps
+
+from llmq.plan.memory import Memory
+
+pytestmark = pytest.mark.gpu
+PAGE = 4096
+SIZES = (3 * PAGE, 256, 5 * PAGE, 256, 256, 2 * PAGE, 1 << 20)
+EVERYTHING = Memory(("recompute_block",), offload=("residual",), host=("master", "m", "v", "grad", "weight"))
+
+
+@pytest.fixture
+def block():
+    """Pieces of a few pages, and the offset of each array."""
+    import cupy
+
+    from llmq.backends.cuda_memory import HostBlock
+
+    found = HostBlock(SIZES, cupy.cuda.Stream(non_blocking=True), piece_bytes=3 * PAGE)
+    assert not found.unpinned_bytes, "this system refuses to lock memory"
+    return found, [found.view(sum(SIZES[:index]), size) for index, size in enumerate(SIZES)]
+
+
+def test_pages_are_locked_until_the_last_view_is_gone():
+    """cudaPointerGetAttributes: 1 is memory of the host that is registered, 0 what CUDA does not know."""
+    import cupy
+    from cupy.cuda import runtime
+
+    from llmq.backends.cuda_memory import HostBlock
+
+    found = HostBlock(SIZES, cupy.cuda.Stream(non_blocking=True), piece_bytes=3 * PAGE)
+    views = [found.view(sum(SIZES[:index]), size) for index, size in enumerate(SIZES)]
+    addresses = [view.ctypes.data for view in views]
+    for view in views:
+        for at in (0, view.nbytes - 1):
+            assert runtime.pointerGetAttributes(view.ctypes.data + at).type == 1
+    last = views[-1]
+    del found, views, view
+    types = [runtime.pointerGetAttributes(address).type for address in addresses]
+    assert types == [0, 0, 0, 1, 1, 1, 1] and last.nbytes == SIZES[-1]  # the last piece begins with the fourth array
+
+
+def test_arrays_beside_a_border_are_copied_whole(block):
+    import cupy
+
+    _, views = block
+    stream, runtime = cupy.cuda.Stream(non_blocking=True), cupy.cuda.runtime
+    there = [cupy.empty(view.nbytes, np.uint8) for view in views]
+    rng = np.random.default_rng(0)
+    expected = [rng.integers(0, 256, view.nbytes, np.uint8) for view in views]
+
+    def copies():
+        for view, array in zip(views, there, strict=True):
+            runtime.memcpyAsync(array.data.ptr, view.ctypes.data, view.nbytes, runtime.memcpyDefault, stream.ptr)
+            array += 1
+            runtime.memcpyAsync(view.ctypes.data, array.data.ptr, view.nbytes, runtime.memcpyDefault, stream.ptr)
+
+    with stream:
+        copies()  # kernels are compiled
+        stream.synchronize()
+        stream.begin_capture()
+        copies()
+        graph = stream.end_capture()
+    for view, values in zip(views, expected, strict=True):
+        view[:] = values
+    for _ in range(3):
+        graph.launch(stream)
+    stream.synchronize()
+    for view, values in zip(views, expected, strict=True):
+        np.testing.assert_array_equal(view, values + np.uint8(3))
+
+
+def test_kernels_read_and_write_it_where_it_is(block):
+    """By the host's own addresses, as `place` of an array on the GPU would be given."""
+    import cupy
+
+    _, views = block
+    mapped = []
+    for number, view in enumerate(views):
+        view[:] = number
+        memory = cupy.cuda.UnownedMemory(view.ctypes.data, view.nbytes, view, device_id=cupy.cuda.runtime.getDevice())
+        mapped.append(cupy.ndarray(view.nbytes, np.uint8, memptr=cupy.cuda.MemoryPointer(memory, 0)))
+    for array in mapped:
+        array *= 2
+        array += 1
+    cupy.cuda.runtime.deviceSynchronize()
+    for number, view in enumerate(views):
+        assert (view == 2 * number + 1).all()
+
+
+@pytest.mark.parametrize("piece_bytes", [1, 1 << 16])
+def test_pieces_change_no_bit(monkeypatch, piece_bytes):
+    from llmq.backends import cuda
+
+    config = tiny(hidden_size=256, head_dim=64, intermediate_size=384, num_layers=3, vocab_size=1000)
+    for precision in (BF16, FP8["e4m3", "delayed"]):
+        found = []
+        for memory, piece in ((Memory(), 1 << 30), (EVERYTHING, 1 << 30), (EVERYTHING, piece_bytes)):
+            monkeypatch.setattr(cuda, "PIECE_BYTES", piece)
+            backend = cuda.CudaBackend()
+            plan = plan_of(precision, memory, config, scratch_bytes=backend.scratch_bytes, batch_size=4, seq_len=128)
+            engine = engine_of(plan, backend=backend)
+            found.append((train_steps(engine, steps=4), bits(engine)))
+            assert ("Host memory" in backend.allocated) == (memory is EVERYTHING)
+        assert found[0] == found[1] == found[2]
+
+
+def test_memory_that_is_not_locked_changes_no_bit(monkeypatch):
+    """A system that refuses to lock memory: programs run without graphs, and copies wait."""
+    from llmq.backends import cuda, cuda_memory
+
+    config = tiny(hidden_size=256, head_dim=64, intermediate_size=384, num_layers=3, vocab_size=1000)
+    found = []
+    for refuses in (False, True):
+        if refuses:
+            monkeypatch.setattr(cuda_memory, "_lock", lambda piece, stream: False)
+        backend = cuda.CudaBackend()
+        plan = plan_of(BF16, EVERYTHING, config, scratch_bytes=backend.scratch_bytes, batch_size=4, seq_len=128)
+        engine = engine_of(plan, backend=backend)
+        found.append((train_steps(engine, steps=4), bits(engine)))
+        assert any("refuses to lock" in text for text in backend.notices) == refuses
+    assert found[0] == found[1]
