@@ -55,6 +55,7 @@ def test_attention_in_fp32_takes_no_workspace_of_cudnn(packing):
 CURRENT = "use --fp8-scaling current, or --matmul-dtype bf16"
 WIDER = "use --model-dtype bf16 or --device cpu"
 FP8_IN_FP32 = replace(FP8["e4m3", "delayed"], model="fp32", master="fp32")
+IN_8_BITS = replace(BF16, m="int8", v="e4m3")
 REFUSED = {
     "rope, fp32": (FP8_IN_FP32, {"head_dim": 18}, f"head_dim 18: half of it is odd.* {CURRENT}"),
     "rope, bf16": (BF16, {"head_dim": 18}, "head_dim 18: half of it is odd.* use --model-dtype fp32"),
@@ -63,6 +64,8 @@ REFUSED = {
     "exact attention": (FP32, {"head_dim": 264}, "head_dim up to 256, not 264: use --model-dtype bf16"),
     "norm": (FP8["e4m3", "delayed"], {"hidden_size": 16384}, f"hidden size 16384: .* 262144 .* 231424: {CURRENT}"),
     "wide norm": (BF16, {"hidden_size": 32776}, "hidden size 32776 is wider than the 32768 .* use --device cpu"),
+    "update": (FP32, {"head_dim": 18, "qk_norm": True}, "attention.q_norm.* has 18 numbers, no multiple of 4.* cpu"),
+    "update in 8 bits": (IN_8_BITS, {"intermediate_size": 42}, "down.weight has 42 numbers a row, no multiple of 4"),
     "fp64": (FP64, {}, "stored in fp64, which the GPU kernels do not have: use --device cpu"),
 }
 
@@ -79,10 +82,9 @@ def test_shapes_that_the_kernels_do_not_take_are_refused_by_the_plan(precision, 
     [
         (FP8_IN_FP32, {"hidden_size": 400, "head_dim": 100}),
         (FP8["e4m3", "delayed"], {"head_dim": 20}),
-        (FP8_IN_FP32, {"head_dim": 18, "qk_norm": True}),
         (FP32, {"head_dim": 18}),
     ],
-    ids=["fp32", "bf16", "qk_norm", "without columns"],
+    ids=["fp32", "bf16", "without columns"],
 )
 def test_heads_that_are_no_multiple_of_4_are_planned_for(precision, shape):
     scratch = open_backend("planned").scratch_bytes

@@ -6,10 +6,8 @@ import math
 
 import numpy as np
 
-from llmq.errors import UsageError
 from llmq.ops.cuda.compile import Constants
 from llmq.ops.cuda.launch import Kernel, launch, plain, pointer, rows_of, type_of
-from llmq.ops.seam import Arguments
 from llmq.tensor import Output, Tensor, num_norm_tiles
 
 THREADS = 256  # importance.cu
@@ -66,12 +64,4 @@ def importance_sums(sums: Output, /, sensitivity: Tensor, uncertainty: Tensor, *
         launch("importance", "importance_of_rows", -(-rows * 32 // THREADS), THREADS, arguments, constants)
 
 
-def _refuse(call: Arguments, capability: int) -> None:
-    """UsageError for a rank whose singular values the optimizer cannot update: random bits come four at a time."""
-    if (rank := call.writes["coefficient"][0].shape[0]) % 4:
-        raise UsageError(
-            f"rank {rank} is no multiple of 4, as the GPU updates singular values (AdaLoRA): use a --lora-rank that is"
-        )
-
-
-KERNELS = (Kernel(orthogonality, refuse=_refuse), Kernel(importance), Kernel(importance_sums))
+KERNELS = (Kernel(orthogonality), Kernel(importance), Kernel(importance_sums))

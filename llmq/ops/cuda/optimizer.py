@@ -7,6 +7,7 @@ from typing import Any
 
 import numpy as np
 
+from llmq.errors import UsageError
 from llmq.ops.cuda.compile import Constants
 from llmq.ops.cuda.launch import (
     COL,
@@ -26,6 +27,7 @@ from llmq.ops.cuda.launch import (
     tiles,
     type_of,
 )
+from llmq.ops.seam import Arguments
 from llmq.scaling import BLOCK
 from llmq.tensor import NORM_ROWS, Output, Tensor, num_norm_tiles
 
@@ -141,9 +143,8 @@ def adamw(
     bits, count, columns = int(wanted["FORMS"]), math.prod(master.shape), master.shape[-1]
     assert first % 8 == 0, f"{master.name}: a share that begins at element {first} cuts random bits in two"
     is_coded = any(state.form is not None for state in (master, m, v))
-    tiled = bool(bits & COL) or (is_coded and columns % BLOCK > 0)
+    tiled = _is_tiled(columns, has_columns=bool(bits & COL), is_coded=is_coded)
     number = access(columns if tiled else count, *types.values())
-    assert number % 4 == 0, f"{master.name}: a width of {master.shape[-1]} is no multiple of 4, which random bits need"
     written = (*_held(new_master), *_held(new_m), *_held(new_v), *outputs)
     states = (pointer(master), _scale(master), pointer(m), _scale(m), pointer(v), _scale(v), pointer(grad))
     read = (*states, *(pointer(x) for x in (scale, apply, learning_rate, step)))
@@ -169,6 +170,25 @@ def adamw(
     )
 
 
+def _is_tiled(columns: int, *, has_columns: bool, is_coded: bool) -> bool:
+    """Whether blocks own tiles of a matrix, else runs of its numbers."""
+    return has_columns or (is_coded and columns % BLOCK > 0)
+
+
+def _refuse_adamw(call: Arguments, capability: int) -> None:
+    """UsageError for a parameter that is not read 4 numbers at a time, as random bits come."""
+    states = [call.reads[name] for name in ("master", "m", "v")]
+    shape, is_coded = states[0].shape, any(ref.form is not None for ref in states)
+    has_columns = any(ref.form is not None and ref.form.layout == "col" for ref in call.writes.get("weight", ()))
+    tiled = _is_tiled(shape[-1], has_columns=has_columns, is_coded=is_coded)
+    width = shape[-1] if tiled else math.prod(shape)
+    if width % 4:
+        raise UsageError(
+            f"{states[0].name} has {width} numbers{' a row' if tiled else ''}, no multiple of 4, as the GPU updates "
+            "parameters: use a --lora-rank or a model whose sizes are, or --device cpu"
+        )
+
+
 def _held_type(tensor: Tensor) -> str:
     """Type name of a state: that of its codes where it is held in 8 bits."""
     return type_of(tensor) if tensor.form is None else tensor.form.dtype
@@ -190,5 +210,5 @@ KERNELS = (
     Kernel(grad_scale),
     Kernel(last_norm_scale),
     Kernel(apply_if_finite),
-    Kernel(adamw),
+    Kernel(adamw, refuse=_refuse_adamw),
 )
