@@ -16,7 +16,7 @@ import numpy as np
 from cupy.cuda import runtime
 
 from llmq.backends import Launch, Op, Run, between, checked_scratch, together
-from llmq.backends.cuda_memory import PIECE_BYTES, HostBlock, device_memory, free_with, pinned, refusal
+from llmq.backends.cuda_memory import PIECE_BYTES, HostBlock, device_memory, free_with, pinned, told_of_refusals
 from llmq.backends.host import set_every
 from llmq.comm.world import ALONE, GpuWorld
 from llmq.disk import shown
@@ -227,7 +227,7 @@ class CudaBackend:
             result = call.outputs[0]
             if record(call.op).is_linear and result is not None and result.forms:
                 problems[planned_problem(call.op, result.ref, result.accumulate, call.inputs)] = None
-        with self.stream:
+        with told_of_refusals(), self.stream:
             for problem in counted(problems, len(problems), report):
                 self._gemms.prepare([problem])
         if unsaved := self._algorithms.save():
@@ -261,7 +261,8 @@ class CudaBackend:
 
     def memory(self, persistent: Mapping[str, Ref], arena_bytes: Mapping[str, int]) -> DeviceMemory:
         """Memory of the current device, and of the host as far as the plan has something there."""
-        memory = DeviceMemory(persistent, arena_bytes, self.stream)
+        with told_of_refusals():
+            memory = DeviceMemory(persistent, arena_bytes, self.stream)
         self.allocated = str(memory.host) if memory.host.num_bytes else ""
         if memory.unpinned_bytes:
             self._notices.append(
@@ -298,12 +299,8 @@ class _Program:
 
     def __call__(self) -> None:
         """RefusedMemoryError where a launch, its kernel, a library or the graph finds no memory."""
-        try:
+        with told_of_refusals():
             self._run()
-        except Exception as error:
-            if (refused := refusal(error)) is None:
-                raise
-            raise refused from error
 
     def _run(self) -> None:
         self._runs += 1

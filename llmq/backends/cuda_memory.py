@@ -6,7 +6,8 @@ import re
 import time
 import weakref
 from bisect import bisect_right
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from itertools import pairwise
 from typing import Any
 
@@ -150,6 +151,19 @@ def pinned(num_bytes: int) -> tuple[np.ndarray, bool]:
         raise RefusedMemoryError(
             f"the host refused {shown(num_bytes)}", home="host", num_bytes=num_bytes, free_bytes=free
         ) from error
+
+
+@contextmanager
+def told_of_refusals() -> Iterator[None]:
+    """Within it an error that says that the GPU's memory is full is a RefusedMemoryError."""
+    try:
+        yield
+    except RefusedMemoryError:
+        raise
+    except Exception as error:
+        if (refused := refusal(error)) is None:
+            raise
+        raise refused from error
 
 
 def refusal(error: Exception) -> RefusedMemoryError | None:

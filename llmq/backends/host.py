@@ -13,11 +13,14 @@ import numpy as np
 from llmq.backends import BLAS_THREADS, Launch, Op, Run, between
 from llmq.backends.host_scratch import host_scratch
 from llmq.comm.world import ALONE, World
+from llmq.disk import shown
+from llmq.errors import RefusedMemoryError
 from llmq.hardware.blas import use_threads
+from llmq.hardware.host_memory import host_memory_bytes
 from llmq.ops import reference
 from llmq.plan.arena import stored_dtype
 from llmq.screen import Report, unreported
-from llmq.tensor import Ref, stored_shape
+from llmq.tensor import Ref, stored_bytes, stored_shape
 
 if TYPE_CHECKING:
     from llmq.ops.record import Call
@@ -112,8 +115,12 @@ class HostBackend:
         return np.empty(num_bytes, np.uint8)
 
     def memory(self, persistent: Mapping[str, Ref], arena_bytes: Mapping[str, int]) -> HostMemory:
-        """Arrays of the host."""
+        """Arrays of the host. RefusedMemoryError if it has too little: the kernel gives more than there is, and ends
+        the process when that is written."""
         held = {name: ref for name, ref in persistent.items() if self.takes_scratch or ref.space != "workspace"}
+        num_bytes = sum(map(stored_bytes, held.values())) + sum(arena_bytes.values())
+        if num_bytes > (free := host_memory_bytes()[1]):
+            raise RefusedMemoryError(f"the host refused {shown(num_bytes)}", num_bytes=num_bytes, free_bytes=free)
         return HostMemory(held, arena_bytes)
 
     def program(self, launches: Sequence[Launch]) -> Run:

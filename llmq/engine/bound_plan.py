@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
+from contextlib import AbstractContextManager
 from itertools import pairwise
 
 import numpy as np
@@ -71,7 +72,7 @@ class BoundPlan:
     def run(self, name: str) -> None:
         """Runs a program of the plan by name; it is bound on first use."""
         key = id(self.plan.programs[name])
-        with explained(self.plan, self._backend, is_held=True):
+        with self._explained():
             if key not in self._programs:
                 self._programs[key] = self._backend.program(self._bound(name, self._ops, poison=self._poison))
             self._programs[key]()
@@ -97,7 +98,10 @@ class BoundPlan:
 
     def _set(self, parameters: Iterable[tuple[Row, np.ndarray]], expected: Iterable[Row]) -> None:
         """Sets masters, or what is held of frozen rows, from the values of all `expected` rows."""
-        missing = {row.name for row in expected}
+        with self._explained():
+            self._set_each(parameters, {row.name for row in expected})
+
+    def _set_each(self, parameters: Iterable[tuple[Row, np.ndarray]], missing: set[str]) -> None:
         for row, values in parameters:
             missing.discard(row.name)
             ref = self.plan.held(row.name)
@@ -133,14 +137,21 @@ class BoundPlan:
         self._backend.world.exchange([share.reshape(-1, shape[-1])] * shards.size, pieces)
         return whole
 
+    def _explained(self) -> AbstractContextManager[None]:
+        """What is refused within is explained by the plan, whose memory is held."""
+        return explained(self.plan, self._backend, is_held=True)
+
     def _write(self, ref: Ref, values: np.ndarray) -> None:
-        self._memory.write(storage_name(ref), values)
+        with self._explained():
+            self._memory.write(storage_name(ref), values)
 
     def _read(self, ref: Ref) -> np.ndarray:
-        return self._memory.read(storage_name(ref))
+        with self._explained():
+            return self._memory.read(storage_name(ref))
 
     def _start_read(self, ref: Ref) -> Callable[[], np.ndarray]:
-        return self._memory.start_read(storage_name(ref))
+        with self._explained():
+            return self._memory.start_read(storage_name(ref))
 
     def _read_scalars(self, *refs: Ref) -> list[float]:
         return self._memory.read_scalars([storage_name(ref) for ref in refs])

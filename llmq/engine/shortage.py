@@ -12,7 +12,7 @@ from llmq.backends import Backend
 from llmq.disk import shown
 from llmq.errors import MemoryLimitError, RefusedMemoryError
 from llmq.hardware.host_memory import host_memory_bytes
-from llmq.plan.advice import remedy, requests
+from llmq.plan.advice import host_remedy, remedy, requests
 from llmq.plan.plan import Plan
 
 LIBRARY_BYTES = 256 << 20  # room that is advised to be left where a library does not say what it lacks
@@ -49,7 +49,10 @@ def _explained(plan: Plan, backend: Backend, error: RefusedMemoryError, *, is_he
     cause = f"another program on {place} may have taken memory since the plan was made: end it"
     table = requests(plan, error.home)
     if not on_device:
-        return MemoryLimitError(f"{error}: {numbers}; {cause}, or leave out --offload flags", table)
+        helping = host_remedy(
+            plan, error.free_bytes + (planned - wanted if is_held else 0), None, backend.scratch_bytes
+        )
+        return MemoryLimitError(f"{error}: {numbers}; {cause}, or change the run{helping}", table)
     room = error.free_bytes + planned - wanted if is_held else error.free_bytes
     return MemoryLimitError(
         f"{error}: {numbers}; {cause}, or change the run{remedy(plan, room, backend.scratch_bytes)}", table

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from itertools import chain
@@ -12,10 +13,11 @@ from llmq.errors import MemoryLimitError, UsageError
 from llmq.plan.arena import aligned
 from llmq.plan.few_layers import least_bytes
 from llmq.plan.levels import LEVELS, at_level
-from llmq.plan.memory import RESIDUAL, Memory
+from llmq.plan.memory import HOSTED, RESIDUAL, Memory
 from llmq.plan.plan import Plan, Scratch, make_plan, scratch_storage
 from llmq.plan.spec import Spec
 from llmq.stores.sharding import Sharding
+from llmq.tensor import stored_bytes
 
 TILES = 4
 MARK = "(which changes numbers)"
@@ -84,19 +86,69 @@ def requests(plan: Plan, home: str = "device") -> str:
     return "\n".join(lines)
 
 
-def refuse_if_host_is_small(plan: Plan, free_bytes: int | None) -> None:
-    """MemoryLimitError if what the plan keeps on the host needs more than the `free_bytes` of its memory, if known."""
-    if free_bytes is None:
+def refuse_if_host_is_small(
+    plan: Plan, host_free_bytes: int | None, free_bytes: int | None = None, scratch_bytes: Scratch | None = None
+) -> None:
+    """MemoryLimitError if what the plan keeps on the host needs more than what is free there, if that is known.
+
+    The rest is as of `host_remedy`.
+    """
+    if host_free_bytes is None:
         return
-    missing = plan.host_bytes - max(free_bytes, 0)
+    missing = plan.host_bytes - max(host_free_bytes, 0)
     if plan.host_bytes and missing > 0:
-        largest = max(plan.table("host").items(), key=lambda one: one[1])
+        helping = host_remedy(plan, host_free_bytes, free_bytes, scratch_bytes)
         raise MemoryLimitError(
-            f"the run keeps {shown(plan.host_bytes)} in host memory, {shown(max(free_bytes, 0))} are free there, "
-            f"{shown(missing)} are missing: leave out --offload flags ({largest[0]} takes most: {shown(largest[1])}), "
-            "or use narrower moments",
+            f"the run keeps {shown(plan.host_bytes)} in host memory, {shown(max(host_free_bytes, 0))} are free there, "
+            f"{shown(missing)} are missing{helping}",
             requests(plan, "host"),
         )
+
+
+def host_remedy(
+    plan: Plan, host_free_bytes: int, free_bytes: int | None = None, scratch_bytes: Scratch | None = None
+) -> str:
+    """What ends the message that the host has too little: the nearest setting that fits there and in the `free_bytes`
+    of the device; where those are not known, one that needs no more of the device."""
+    room = plan.total_bytes if free_bytes is None else free_bytes
+    for change, moved, values in _with_less_on_host(plan):
+        try:
+            if plan.host_bytes - moved > host_free_bytes:
+                continue  # without a plan, of which a large model's takes seconds
+            smaller = _changed(plan, scratch_bytes, **values)
+        except UsageError:
+            continue
+        if smaller.host_bytes <= host_free_bytes and smaller.total_bytes <= room:
+            needs = f"{shown(smaller.host_bytes)} of the host and {shown(smaller.total_bytes)} of the device"
+            return f": {change} needs {needs}"
+    largest = max(plan.table("host").items(), key=lambda one: one[1])
+    return f": leave out --offload flags ({largest[0]} takes most: {shown(largest[1])}), or use a smaller model"
+
+
+def _with_less_on_host(plan: Plan) -> Iterator[tuple[str, int, dict[str, Any]]]:
+    """(change, bytes that leave the host at most, fields of the spec): one thing less on the host, the smallest first,
+    then narrower moments, which change numbers."""
+    memory, precision = plan.spec.memory, plan.spec.precision
+    held: dict[str, int] = defaultdict(int)
+    for ref in plan.persistent.values():
+        if ref.home == "host":
+            held[ref.space] += aligned(stored_bytes(ref))
+    without: list[tuple[int, str, dict[str, Any]]] = []
+    if memory.offload:
+        without.append((plan.arena_bytes("host"), "without --offload-residual", {"offload": ()}))
+    for flag, space in HOSTED.items():
+        # streamed weights have their masters on the host
+        gone = {space, "master"} if space == "weight" else {space}
+        if space in memory.host and not (space == "master" and "weight" in memory.host):
+            left = tuple(each for each in memory.host if each not in gone)
+            moved = sum(held[each] for each in gone)
+            without.append((moved, f"without --{flag.replace('_', '-')}", {"host": left}))
+    for moved, change, fields in sorted(without, key=lambda one: one[0]):
+        yield change, moved, {"memory": replace(memory, **fields)}
+    moments = {"m", "v"} & set(memory.host)
+    for m, v in (("bf16", "bf16"), ("int8", "e4m3")) if moments else ():
+        change = f"--opt-m-dtype {m} --opt-v-dtype {v} {MARK}"
+        yield change, sum(held[space] for space in moments), {"precision": replace(precision, m=m, v=v)}
 
 
 def _with_less_workspace(

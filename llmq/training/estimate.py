@@ -60,7 +60,7 @@ def estimate(options: Options) -> Iterator[str]:
     yield from listed(plan, flat["debug_memory"])
     yield from described(plan, where, step_of(options.data, gpus)[-1])
     refuse_if_too_large(plan, free, backend.scratch_bytes)
-    refuse_if_host_is_small(plan, device.host_bytes(options.system, where))
+    refuse_if_host_is_small(plan, device.host_bytes(options.system, where), free, backend.scratch_bytes)
 
 
 def described(plan: Plan, where: Device, micro_steps: int) -> Iterator[str]:

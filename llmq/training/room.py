@@ -42,8 +42,9 @@ def check_memory(job: Job, options: Options, log: RunLog) -> None:
     refuse_if_too_large(job.plan, free, job.backend.scratch_bytes, relaxed)
     host = device.host_bytes(options.system, job.device)
     if host is not None and job.device.kind == "cpu":
-        host -= job.plan.total_bytes
-    refuse_if_host_is_small(job.plan, host)
+        host -= job.plan.total_bytes  # it is all in one memory, so that nothing is gained by what is not on the host
+    room = free if job.device.kind == "cuda" else None
+    refuse_if_host_is_small(job.plan, host, room, job.backend.scratch_bytes)
 
 
 def check_disk(job: Job, done: int) -> dict[str, tuple[Path, int]]:

@@ -235,6 +235,28 @@ def test_libraries_that_lack_memory_are_told_from_those_that_fail(cuda, cuda_mem
             cuda._Program([Launch(raising(error))], {"main": stream}, use_graphs=False)()
 
 
+def test_a_library_that_lacks_memory_before_the_first_step_is_told_too(runtime, cuda, monkeypatch, tmp_path):
+    """While algorithms are timed, and while memory is allocated; what fails otherwise stays what it is."""
+    monkeypatch.setenv("LLMQ_CACHE_DIR", str(tmp_path))
+    monkeypatch.setattr(cuda, "device_key", lambda: "H200")
+    monkeypatch.setattr(cuda, "Cudnn", lambda **numbers: None)
+    monkeypatch.setattr(sys.modules["cupy.cuda"], "Stream", lambda non_blocking: Stream())
+    lacking = (RuntimeError("CUBLAS_STATUS_ALLOC_FAILED"), MemoryError("Out of memory allocating 512 bytes"))
+    result = SimpleNamespace(forms=(None,), ref=None, accumulate=False)
+    call = SimpleNamespace(op="linear_forward", outputs=(result,), inputs=())
+    own = RefusedMemoryError("the host refused 3 bytes", home="host", num_bytes=3, free_bytes=2)
+    for error, expected in (*((one, RefusedMemoryError) for one in lacking), (KeyError("x"), KeyError), (own, own)):
+        monkeypatch.setattr(cuda, "Gemms", lambda _, error=error: SimpleNamespace(prepare=lambda _: raising(error)()))
+        monkeypatch.setattr(cuda, "DeviceMemory", lambda *_, error=error: raising(error)())
+        monkeypatch.setattr(cuda, "planned_problem", lambda *_: "a product")
+        monkeypatch.setattr(cuda, "record", lambda op: SimpleNamespace(is_linear=True))
+        backend = cuda.CudaBackend()
+        for work in (lambda backend=backend: backend.prepare([call]), lambda backend=backend: backend.memory({}, {})):
+            with pytest.raises(expected if isinstance(expected, type) else type(expected)) as caught:
+                work()
+            assert (caught.value is error) == (error in (own,) or expected is KeyError)
+
+
 def raising(error):
     """A launch that fails."""
 

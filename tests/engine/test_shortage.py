@@ -1,8 +1,9 @@
 """Memory that is refused after the plan was made: one error, with its numbers and what would fit."""
 
 import pytest
-from tiny_engines import BF16, plan_of, tiny
+from tiny_engines import BF16, engine_of, plan_of, tiny
 
+from llmq.backends import host
 from llmq.backends.host import HostBackend
 from llmq.engine import shortage
 from llmq.engine.bound_plan import BoundPlan
@@ -74,6 +75,10 @@ def test_host_memory_that_is_refused_is_counted_by_what_is_kept_there():
     plan, said = message_of(refused, "memory", hosted)
     assert f"{shortage.shown(plan.host_bytes - 9)} are missing" in said and "leave out --offload flags" in said
     assert "Adam M" in said and "Activations" not in said
+    most = lambda plan: RefusedMemoryError(  # noqa: E731
+        "x", home="host", num_bytes=plan.host_bytes, free_bytes=plan.host_bytes - 1
+    )
+    assert "change the run: --opt-m-dtype int8 --opt-v-dtype e4m3" in message_of(most, "memory", hosted)[1]
 
 
 def test_an_array_that_numpy_cannot_have_is_a_lack_of_memory_too():
@@ -81,3 +86,42 @@ def test_an_array_that_numpy_cannot_have_is_a_lack_of_memory_too():
     assert (
         "the host has no more memory (Unable to allocate 1 GiB)" in said and "Activations" not in said.split("all")[1]
     )
+
+
+def test_a_cpu_whose_memory_was_taken_is_not_written_until_the_kernel_ends_the_process(monkeypatch):
+    plan = plan_of(BF16, Memory(host=("m",)), tiny(num_layers=2))
+    monkeypatch.setattr(host, "host_memory_bytes", lambda: (1 << 40, plan.total_bytes // 2))
+    monkeypatch.setattr(host, "HostMemory", lambda *_: pytest.fail("allocated"))
+    with pytest.raises(
+        MemoryLimitError, match=r"^the host refused .* were planned, .* are free now, .* are missing"
+    ) as caught:
+        BoundPlan(plan, HostBackend())
+    assert type(caught.value) is MemoryLimitError and "another program on the host" in str(caught.value)
+    assert "Activations" in caught.value.requests
+
+
+@pytest.mark.parametrize("call", ["write", "read", "start_read"])
+def test_what_is_refused_while_values_are_moved_has_a_table_too(monkeypatch, call):
+    """Such as a buffer of pinned memory, or an array for a copy."""
+    plan = plan_of(BF16, config=tiny(num_layers=1))
+    engine = engine_of(plan)
+
+    def refuse(*_):
+        raise RefusedMemoryError("no buffer", home="host", num_bytes=5, free_bytes=3)
+
+    monkeypatch.setattr(engine._memory, call, refuse)
+    ref = plan.held("embed.weight")
+    with pytest.raises(MemoryLimitError, match=r"no buffer: .* are held, 3 bytes are free now, 2 bytes") as caught:
+        engine._write(ref, 0) if call == "write" else getattr(engine, f"_{call}")(ref)
+    assert type(caught.value) is MemoryLimitError and "segment" in caught.value.requests
+
+
+def test_values_that_numpy_has_no_memory_for_are_explained():
+    engine = engine_of(plan_of(BF16, config=tiny(num_layers=1)))
+
+    def values():
+        raise MemoryError("Unable to allocate 9 GiB")
+        yield
+
+    with pytest.raises(MemoryLimitError, match=r"no more memory .Unable to allocate 9 GiB"):
+        engine.load(values())

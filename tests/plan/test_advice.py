@@ -8,7 +8,7 @@ from tiny_engines import BF16, FP8_HEAD, plan_of, tiny
 from llmq.backends import open_backend
 from llmq.backends.planned import planned_scratch
 from llmq.blocks.attention import Packing
-from llmq.disk import MIB
+from llmq.disk import MIB, shown
 from llmq.errors import MemoryLimitError
 from llmq.model.parameters import padded_vocab
 from llmq.model.presets import preset
@@ -72,8 +72,32 @@ def test_what_the_host_has_no_room_for_is_refused():
     plan = plan_of(BF16, Memory(host=("m", "v")), tiny())
     refuse_if_host_is_small(plan, plan.host_bytes)
     refuse_if_host_is_small(plan_of(BF16, config=tiny()), -1)
-    with pytest.raises(MemoryLimitError, match=r"are missing: leave out --offload flags \(Adam V takes most"):
+    with pytest.raises(MemoryLimitError, match=r"are missing: --opt-m-dtype int8 --opt-v-dtype e4m3 \(which changes"):
         refuse_if_host_is_small(plan, plan.host_bytes - 1)
+    with pytest.raises(MemoryLimitError, match=r"are missing: leave out --offload flags \(Adam [MV] takes most"):
+        refuse_if_host_is_small(plan, 1000)
+
+
+def test_the_nearest_setting_that_fits_on_the_host_is_named():
+    """The first that leaves the host enough, and that the device has room for."""
+    hosted = Memory(("recompute_block",), offload=("residual",), host=("m", "v", "grad"))
+    plan = plan_of(replace(BF16, m="fp32"), hosted, tiny(num_layers=6))
+
+    def said(missing, room):
+        with pytest.raises(MemoryLimitError) as caught:
+            refuse_if_host_is_small(plan, plan.host_bytes - missing, room)
+        return str(caught.value).splitlines()[0]
+
+    without = {
+        "--offload-residual": plan_of(replace(BF16, m="fp32"), replace(hosted, offload=()), tiny(num_layers=6)),
+        "--offload-opt-m": plan_of(replace(BF16, m="fp32"), replace(hosted, host=("v", "grad")), tiny(num_layers=6)),
+    }
+    assert "without --offload-residual needs" in said(1, 1 << 40)
+    m = without["--offload-opt-m"]
+    large = plan.host_bytes - m.host_bytes
+    assert "without --offload-opt-m needs" in said(large, m.total_bytes)
+    assert f"{shown(m.host_bytes)} of the host and {shown(m.total_bytes)} of the device" in said(large, m.total_bytes)
+    assert "without" not in said(large, m.total_bytes - 1) and "--opt-m-dtype" in said(1, plan.total_bytes)
 
 
 def test_advice_counts_the_scratch_of_the_smaller_run():
