@@ -150,6 +150,24 @@ def test_a_run_with_states_on_the_host_is_stopped_and_continued_as_one_without(g
     assert hosted[0] == {} and set(hosted[1]) == {"Activations", "Weights", "Master", "Adam M", "Adam V"}
 
 
+@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
+def test_a_run_says_what_it_keeps_on_the_host(given, tmp_path, device):
+    """In a column of its own, and slot by slot; on a GPU also how long that memory took."""
+    shape = {"hidden_size": 64, "head_dim": 16, "intermediate_size": 96}  # what cuDNN and 16-byte accesses take
+    given |= {"model": str(folder(tmp_path / "for the GPU", **shape)), "device": device, "model_dtype": "bf16"}
+    flags = {"recompute_block": True, "offload_residual": True, "offload_optimizer": True, "debug_memory": "slots.txt"}
+    llmq.train(**{**given, **flags, "steps": 2})
+    said = given["console"].getvalue()
+    head, *rows = said.split("[Allocator State]")[1].split("  Free")[0].strip("\n").splitlines()
+    assert head.split() == ["device", "host"]
+    held = {" ".join(words[:-4]): (float(words[-4]), float(words[-2])) for words in map(str.split, rows)}
+    assert held["Adam M"][0] == 0 < held["Adam M"][1] and held["Weights"][0] > 0 == held["Weights"][1]
+    assert ("Host memory: " in said) == (device == "cuda")
+    persistent, *programs = Path("slots.txt").read_text().split("Program ")
+    assert any(line.split()[::2] == ["host", "m:embed.weight"] for line in persistent.splitlines())
+    assert any(line.startswith("  host") for line in programs[0].splitlines())
+
+
 @pytest.mark.gpu
 @pytest.mark.parametrize("precision", [{"model_dtype": "bf16"}, FP8], ids=["bf16", "e4m3"])
 def test_a_run_on_the_gpu_has_the_same_bits_wherever_it_is_stopped(given, tmp_path, precision):
