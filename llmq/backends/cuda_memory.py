@@ -9,6 +9,7 @@ from bisect import bisect_right
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from itertools import pairwise
+from mmap import PAGESIZE
 from typing import Any
 
 import cupy
@@ -123,7 +124,7 @@ def _lock(piece: np.ndarray, stream: Any) -> bool:
     """Locks the pages of an array until it is gone; False where the system refuses to."""
     address = piece.ctypes.data
     try:
-        runtime.hostRegister(address, piece.nbytes, PORTABLE | MAPPED)
+        runtime.hostRegister(address, -(-piece.nbytes // PAGESIZE) * PAGESIZE, PORTABLE | MAPPED)
     except runtime.CUDARuntimeError as error:
         if error.status not in LOCK_REFUSALS:
             raise
