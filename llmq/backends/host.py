@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import resource
 import sys
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -14,6 +15,7 @@ from llmq.backends import BLAS_THREADS, Launch, Op, Run, between
 from llmq.backends.host_scratch import host_scratch
 from llmq.comm.world import ALONE, World
 from llmq.hardware.blas import use_threads
+from llmq.model.held import HostRoom, Room, Values
 from llmq.ops import reference
 from llmq.plan.arena import stored_dtype
 from llmq.screen import Report, unreported
@@ -43,9 +45,15 @@ class HostMemory:
         size = int(np.prod(shape)) * dtype.itemsize
         return self._arenas[home][offset : offset + size].view(dtype).reshape(shape)
 
-    def write(self, name: str, values: np.ndarray) -> None:
+    def write(self, name: str, values: Values) -> None:
         """Sets a storage from host values of any float dtype, rounded to nearest even."""
-        self._arrays[name][...] = values
+        self._arrays[name][...] = np.asarray(values)
+
+    @contextmanager
+    def room(self, home: str) -> Iterator[Room]:
+        """Where the copies of what is held in a home are made."""
+        with np.errstate(all="ignore"):
+            yield HostRoom()
 
     def read(self, name: str, into: np.ndarray | None = None) -> np.ndarray:
         """A copy of a storage on the host, in memory of its own or `into` an array of its shape and dtype."""

@@ -27,6 +27,8 @@ from llmq.backends import Backend, Launch, Op, Run
 from llmq.data.batches.batch import Batch
 from llmq.engine.engine import Engine
 from llmq.hardware.nvml import Background, Reading
+from llmq.model.held import Values
+from llmq.model.repeated import Repeated
 from llmq.ops.seam import record
 from llmq.plan.plan import Plan, make_plan
 from llmq.plan.spec import Spec
@@ -42,7 +44,7 @@ AHEAD_S = 0.2  # of other work before it: the host takes about 30 us to launch a
 SWEPT_BYTES = 2**28  # more than any card's L2 cache
 SAMPLE_S = 0.05  # from one reading of clock and power to the next
 
-Parameters = Iterable[tuple[Row, np.ndarray]]
+Parameters = Iterable[tuple[Row, Values]]
 
 
 @dataclass(frozen=True)
@@ -200,15 +202,17 @@ def paced(warmup: int, steps: int, *, least: int, end: float) -> Iterator[bool]:
         took = time.perf_counter() - start
 
 
-def random_parameters(plan: Plan, seed: int) -> Iterator[tuple[Row, np.ndarray]]:
-    """Values of the usual size, N(0, 0.02) and ones, from one block of numbers: drawing billions takes minutes."""
+def random_parameters(plan: Plan, seed: int) -> Iterator[tuple[Row, Values]]:
+    """Values of the usual size, N(0, 0.02) and ones, from one block of numbers, which a GPU repeats by itself: drawing
+    billions takes minutes, and so does copying them."""
     block = np.random.default_rng(seed).standard_normal(BLOCK, np.float32) * np.float32(0.02)
     for row in plan.rows:
-        values = np.ones(row.shape, np.float32) if row.init == "ones" else np.resize(block, row.shape)
-        if row.init == "zeros":
-            values[...] = 0
-        values[row.parts[-1].stop :] = 0
-        yield row, values
+        if row.init in ("ones", "zeros"):
+            values = np.full(row.shape, row.init == "ones", np.float32)
+            values[row.parts[-1].stop :] = 0
+            yield row, values
+        else:
+            yield row, Repeated(block, row.shape, row.parts[-1].stop)
 
 
 def zipf_batch(vocab_size: int, b: int, t: int, seed: int) -> Batch:

@@ -10,6 +10,7 @@ import hashlib
 import math
 import os
 from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -21,6 +22,7 @@ from llmq.files import weight_files
 from llmq.files.hub import model_folder, revision_of
 from llmq.files.huggingface import ADAPTER_CONFIG, checked_tensors, read_rows, tokenizer_files
 from llmq.files.tensor_files import Stored
+from llmq.hardware.blas import num_cores
 from llmq.model.adalora import INIT as ADALORA
 from llmq.model.config import ModelConfig, from_folder, read_json
 from llmq.model.parameters import parameter_rows, rows_of_file
@@ -196,11 +198,19 @@ def drawn(source: ModelSource, row: Row, seed: int) -> np.ndarray:
 
 
 def _fill(value: np.ndarray, seed: int, name: str, block_of: Callable[[int, str, int, int], np.ndarray]) -> None:
-    """Every element of a contiguous array, block by block."""
+    """Every element of a contiguous array, block by block, on all cores."""
     flat = value.reshape(-1)
-    for start in range(0, flat.size, BLOCK):
+
+    def fill(start: int) -> None:
         block = flat[start : start + BLOCK]
         block[:] = block_of(seed, name, start // BLOCK, block.size)
+
+    starts = range(0, flat.size, BLOCK)
+    if len(starts) < 2:
+        fill(0)
+        return
+    with ThreadPoolExecutor(min(len(starts), num_cores())) as pool:
+        list(pool.map(fill, starts))
 
 
 def normal_block(seed: int, name: str, block: int, count: int) -> np.ndarray:

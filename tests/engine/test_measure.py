@@ -264,7 +264,7 @@ def test_generated_tokens_repeat_like_words():
 
 
 def test_weights_are_random_and_their_padding_is_zero():
-    values = {row.name: value for row, value in random_parameters(plan_of(FP32), 0)}
+    values = {row.name: np.asarray(value) for row, value in random_parameters(plan_of(FP32), 0)}
     assert values["layers.0.mlp.up.weight"].std() == pytest.approx(0.02, rel=0.1)
     assert (values["head.norm"] == 1).all() and not values["embed.weight"][97:].any()
 
