@@ -111,7 +111,7 @@ class DeviceMemory:
         and those that repeat themselves are made, on the GPU.
         """
         array = self._arrays[name]
-        if not isinstance(array, np.ndarray):
+        if not isinstance(array, np.ndarray) and array.nbytes > STAGED_BYTES:
             with self._stream:
                 if self._device_room().set(array, values):
                     return

@@ -19,7 +19,6 @@ from llmq.plan.arena import aligned
 from llmq.tensor import DTYPES, Output, Tensor
 
 WRITTEN = {DTYPES[name]: name for name in ("bf16", "fp32")}  # what is copied over as it is, repeated, and converted
-LEAST_BYTES = 1 << 20  # of values for which that is worth a kernel
 EVEN = 8  # numbers that kernels take at a time
 
 
@@ -68,7 +67,7 @@ class DeviceRoom:
         """array (..., K) <- values of another dtype, or that repeat themselves, rounded to nearest even; whether there
         was room, and a kernel, for that."""
         kind, room = array.dtype, self._end - self._next
-        if np.shape(values) != array.shape or kind not in WRITTEN or array.nbytes < LEAST_BYTES:
+        if np.shape(values) != array.shape or kind not in WRITTEN:
             return False
         width = array.shape[-1]
         if width % EVEN:

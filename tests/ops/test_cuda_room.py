@@ -91,8 +91,7 @@ def test_copies_are_those_of_the_host(rooms, width, base, source):
     ("source", "kind"), [("fp32", "bf16"), ("bf16", "fp32"), ("repeated", "bf16"), ("repeated", "fp32")]
 )
 @SIZES
-def test_plain_weights_are_rounded_and_repeated_as_on_the_host(rooms, monkeypatch, width, source, kind):
-    monkeypatch.setattr(cuda_room, "LEAST_BYTES", 0)
+def test_plain_weights_are_rounded_and_repeated_as_on_the_host(rooms, width, source, kind):
     values, device = values_of(width, source), Device()
     if source == "repeated":
         values = Repeated(values.block, values.shape, 600, values.first)
@@ -106,8 +105,7 @@ def test_plain_weights_are_rounded_and_repeated_as_on_the_host(rooms, monkeypatc
 
 
 @SIZES
-def test_what_has_no_room_or_no_kernel_is_left_to_the_host(rooms, monkeypatch, width):
-    monkeypatch.setattr(cuda_room, "LEAST_BYTES", 0)
+def test_what_has_no_room_or_no_kernel_is_left_to_the_host(rooms, width):
     device, values = Device(), values_of(width, "fp32")
     arrays = {kind: device.array(np.zeros(values.shape, DTYPES[kind])) for kind in ("bf16", "fp32", "fp16")}
     room = rooms(2**21)
