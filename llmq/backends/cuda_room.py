@@ -115,5 +115,5 @@ class DeviceRoom:
         import cupy
 
         runtime, host = cupy.cuda.runtime, np.ascontiguousarray(values)
-        runtime.memcpyAsync(array.data.ptr, host.ctypes.data, host.nbytes, runtime.memcpyDefault, self._stream.ptr)
+        runtime.memcpyAsync(array.data.ptr, host.ctypes.data, host.nbytes, runtime.memcpyHostToDevice, self._stream.ptr)
         self._stream.synchronize()
