@@ -107,6 +107,23 @@ extern "C" __global__ void __launch_bounds__(TILE_THREADS)
         *scale = scale_of(__uint_as_float(atomicExch(&largest_of_blocks[stream], 0)), limit, 1.0f);
 }
 
+// amax (1,), zero before, takes the bits of the largest magnitude of x (count,) in T
+extern "C" __global__ void __launch_bounds__(TILE_THREADS) amax(u32* amax, const X* x, i64 count) {
+    i64 step = static_cast<i64>(gridDim.x) * TILE_THREADS * N;
+    u32 most = 0;
+#pragma unroll 4
+    for (i64 at = (static_cast<i64>(blockIdx.x) * TILE_THREADS + threadIdx.x) * N; at < count; at += step) {
+        Pack<X, N> read;
+        read.load(x + at);
+        float v[N];
+        read.get(v);
+#pragma unroll
+        for (int j = 0; j < N; j++) most = max(most, __float_as_uint(v[j]) & 0x7fffffffu);
+    }
+    most = __float_as_uint(to_float(narrow<T>(__uint_as_float(warp_max(most)))));
+    if (threadIdx.x % 32 == 0 && most > *reinterpret_cast<volatile u32*>(amax)) atomicMax(amax, most);
+}
+
 // one thread per cell; new_* may be the memory of the inputs
 extern "C" __global__ void scale_update(float* new_scale, float* new_history, float* new_amax, const float* scale,
                                         const float* history, const float* amax, const float* limits, const float* apply,

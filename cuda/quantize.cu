@@ -1,4 +1,5 @@
 // fp8 copies that come with scales of their own, and those scales: one per row, per 128 numbers of a row, or per 128 x 128.
+// Copies in int8 have one per row.
 //
 // quantize_rows: one per row, for the copy in rows. WARPS warps own a row and hold it in registers, so that it is read
 // once; wider ones are read again. The amax of the whole matrix can be had by the way.
@@ -10,7 +11,7 @@
 // layouts 90-92%, tiles of a weight 89-92%; rows and columns of a weight, which read it three times, 26-49%.
 //
 // Architectures: 80 86 89 90 100 120
-// Constants: X (dtype read), T (dtype of the value), C (columns), N, FORMS (ROW, COL), E4M3, WARPS, PER
+// Constants: X (dtype read), T (dtype of the value), C (columns), N, FORMS (ROW, COL), E4M3, INT8 (rows only), WARPS, PER
 
 #include "common.cuh"
 #include "constants"
@@ -18,7 +19,7 @@
 
 constexpr int BLOCKS = 0, TILES = 1, COLUMNS = 2;  // PER: 128 numbers of a row or column, 128 x 128, a column
 constexpr int SIDE = 128, THREADS = 256;
-constexpr float LIMIT = E4M3 ? 448.0f : 57344.0f;
+constexpr float LIMIT = INT8 ? 127.0f : E4M3 ? 448.0f : 57344.0f;
 
 // the largest magnitude of v, as bits: NaN is the largest of all
 template <int COUNT>
@@ -38,6 +39,20 @@ __device__ __forceinline__ Pack<T, N> as_value(const Pack<X, N>& read) {
     Pack<T, N> value;
     value.set(v);
     return value;
+}
+
+// bytes of v * inverse
+__device__ __forceinline__ void row_words(const float (&v)[N], float inverse, u32 (&words)[(N + 3) / 4]) {
+    if constexpr (INT8) {
+#pragma unroll
+        for (int j = 0; j < N; j++) {
+            float units = v[j] * inverse;
+            int code = units != units ? 0 : __float2int_rn(fminf(fmaxf(units, -LIMIT), LIMIT));
+            words[j / 4] = (j % 4 ? words[j / 4] : 0) | (code & 0xff) << j % 4 * 8;
+        }
+    } else {
+        fp8_words<E4M3>(v, inverse, words);
+    }
 }
 
 constexpr int ROW_LANES = 32 * WARPS, ROW_THREADS = ROW_LANES < THREADS ? THREADS : ROW_LANES;
@@ -94,7 +109,7 @@ extern "C" __global__ void __launch_bounds__(ROW_THREADS)
             float v[N];
             as_value(held[i]).get(v);
             u32 words[(N + 3) / 4];
-            fp8_words<E4M3>(v, inverse, words);
+            row_words(v, inverse, words);
             store_bytes<N>(out + row * C + pack * N, words);
         }
     }

@@ -150,3 +150,22 @@ extern "C" __global__ void __launch_bounds__(TILE_THREADS, (FORMS & COL) ? 4 : 1
             tall);
     }
 }
+
+// amax (1,), zero before, takes the bits of the largest magnitude of what x (count numbers) stands for in T
+extern "C" __global__ void __launch_bounds__(TILE_THREADS)
+    held_amax(u32* amax, const u8* x, const u8* scales, i64 first, i64 count) {
+    __shared__ float levels[16];
+    if (threadIdx.x < 16) levels[threadIdx.x] = FORMAT == NF4 ? NF4_LEVELS[threadIdx.x] : E2M1_LEVELS[threadIdx.x];
+    __syncthreads();
+    i64 step = static_cast<i64>(gridDim.x) * TILE_THREADS * N;
+    u32 most = 0;
+#pragma unroll 4
+    for (i64 at = (static_cast<i64>(blockIdx.x) * TILE_THREADS + threadIdx.x) * N; at < count; at += step) {
+        float v[N];
+        get(read_at(x, scales, first, at), levels, v);
+#pragma unroll
+        for (int j = 0; j < N; j++) most = max(most, __float_as_uint(v[j]) & 0x7fffffffu);
+    }
+    most = __float_as_uint(to_float(narrow<T>(__uint_as_float(warp_max(most)))));
+    if (threadIdx.x % 32 == 0 && most > *reinterpret_cast<volatile u32*>(amax)) atomicMax(amax, most);
+}

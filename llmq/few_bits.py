@@ -25,7 +25,8 @@ NF4 = np.array(
 E2M1 = np.array([0, 0.5, 1, 1.5, 2, 3, 4, 6], np.float32)
 LEVELS = {"nf4": NF4, "mxfp4": np.concatenate([E2M1, -E2M1])}  # by code
 FIRST_SHIFT = {"nf4": 4, "mxfp4": 0}  # where in a byte the first of two numbers is
-SMALLEST = np.float32(1e-38)  # that a scale of NF4 is divided by
+SMALLEST_ABSMAX = np.float32(1e-38)  # that numbers of NF4 are divided by
+SUMMED = 1024  # sums side by side, of which a mean is made
 
 
 def _pairs(dtype: str) -> np.ndarray:
@@ -80,6 +81,7 @@ def _int8(x: np.ndarray) -> np.ndarray:
 # what NumPy does not cast to, by dtype: numbers within its limits, divided by their scales, to nearest even
 ENCODED: dict[str, Callable[[np.ndarray], np.ndarray]] = {
     "int8": _int8,
+    "nf4": lambda x: packed(nf4_codes(x), "nf4"),
     "mxfp4": lambda x: packed(e2m1_codes(x), "mxfp4"),
 }
 
@@ -111,24 +113,26 @@ def _dynamic_codes(x: np.ndarray) -> np.ndarray:
     return np.searchsorted(DYNAMIC_BOUNDS, (steps.astype(np.float64) / half - 1).astype(np.float32)).astype(np.uint8)
 
 
-def nf4_blocks(value: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """The bytes of `value` (whole blocks, f32), and the largest magnitude of each block, of its flat numbers."""
-    blocks = value.reshape(-1, NF4_BLOCK)
-    largest = np.abs(blocks).max(axis=1)
-    inverse = np.float32(1) / np.maximum(largest, SMALLEST)
-    units = np.clip(blocks * inverse[:, None], np.float32(-1), np.float32(1))
-    return packed(nf4_codes(units), "nf4").reshape(-1), largest
+def mean_of(x: np.ndarray) -> np.float32:
+    """The mean of x (n,) in f32, rounded once. Sums are in f64 and in an order that a GPU can keep: every 1024th number
+    in turn, then halves of these sums."""
+    sums = np.zeros(SUMMED)
+    for start in range(0, len(x), SUMMED):
+        part = x[start : start + SUMMED]
+        sums[: len(part)] += part
+    while len(sums) > 1:
+        sums = sums[: len(sums) // 2] + sums[len(sums) // 2 :]
+    return np.float32(sums[0] / len(x))
 
 
 def nested(absmax: np.ndarray, offset: float | None = None) -> tuple[np.ndarray, np.ndarray, np.float32]:
     """Scales (n,) in 8 bits each: their bytes (n,), f32 scales of every NESTED_BLOCK of them, and the `offset` that is
     taken from them first, by default their mean."""
-    mean = np.float32(absmax.mean(dtype=np.float32) if offset is None else offset)
-    codes, scales = np.empty(len(absmax), np.uint8), []
-    for start in range(0, len(absmax), NESTED_BLOCK):
-        block = absmax[start : start + NESTED_BLOCK] - mean
-        largest = np.abs(block).max()
-        units = block * (np.float32(1) / largest) if largest > 0 else np.full_like(block, -1)
-        codes[start : start + NESTED_BLOCK] = _dynamic_codes(units)
-        scales.append(largest)
-    return codes, np.array(scales, np.float32), mean
+    mean = np.float32(mean_of(absmax) if offset is None else offset)
+    padded = np.zeros(-(-len(absmax) // NESTED_BLOCK) * NESTED_BLOCK, np.float32)
+    padded[: len(absmax)] = absmax - mean
+    blocks = padded.reshape(-1, NESTED_BLOCK)
+    largest = np.abs(blocks).max(axis=1)
+    inverse = np.float32(1) / np.where(largest > 0, largest, np.float32(1))
+    units = np.where(largest[:, None] > 0, blocks * inverse[:, None], np.float32(-1))
+    return _dynamic_codes(units).reshape(-1)[: len(absmax)], largest, mean

@@ -49,6 +49,9 @@ class Ops:
     def all_to_all(self, pieces: Ref | None, /, x: Ref, *, bounds: tuple[int, ...]) -> None:
         """pieces (R-1,m,K) <- x (...,K): this rank's n rows of every other rank's x, in the form of both."""
 
+    def amax(self, out: Ref | None, /, x: Ref, *, in_bf16: bool) -> None:
+        """out (1,) f32 <- the largest magnitude of x (any shape, in any form), as it is or in bf16."""
+
     def amax_scale(self, scale: Ref | None, /, x: Ref, *, limit: float) -> None:
         """scale (1,) <- x (any shape): amax(|x|) / limit, which maps amax to `limit`; 1 if amax is 0 or not finite."""
 
@@ -225,6 +228,9 @@ class Ops:
     ) -> None:
         """d_low (...,R), d_up (N,R) <- d_y (...,N), low (...,R), up (N,R): alpha d_y up, alpha d_y^T low."""
 
+    def nest(self, out: Ref | None, /, absmax: Ref, *, group: int, borders: tuple[int, ...]) -> None:
+        """out (bytes,) uint8, as `Nested(group)` lays them out, <- absmax (n,) f32, the scales of NF4's blocks."""
+
     def orthogonality(
         self, coefficient: Ref | None, /, gram: Ref, targets: Ref, *, weight: float, first: int, present: int
     ) -> None:
@@ -294,6 +300,9 @@ class Ops:
 
     def reduce_scatter(self, out: Ref | None, /, x: Ref, *, bounds: tuple[int, ...]) -> None:
         """out (n,K), these rows of x <- x (...,K): the sum over ranks, in order, of this rank's rows."""
+
+    def repeat(self, out: Ref | None, /, block: Ref, *, first: int) -> None:
+        """out (any shape) <- block (n,): its flat element i is element (first + i) mod n of the block."""
 
     def rmsnorm_backward(
         self, d_out: Ref | None, d_weight: Ref | None, /, d_x: Ref, d_res: Ref | None, res: Ref, weight: Ref, rstd: Ref

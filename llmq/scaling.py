@@ -14,7 +14,7 @@ from itertools import pairwise
 
 import numpy as np
 
-from llmq.few_bits import DYNAMIC, MX_BLOCK, NESTED_BLOCK, NF4_BLOCK, nested
+from llmq.few_bits import DYNAMIC, MX_BLOCK, NESTED_BLOCK, NF4_BLOCK, SMALLEST_ABSMAX, nested
 
 BLOCK = 128  # consecutive numbers of a row under one blockwise scale; rows and columns under a tilewise one
 SMALLEST = np.finfo(np.float32).tiny  # of a scale: the reciprocal of a subnormal one would overflow
@@ -212,6 +212,34 @@ class Exponents(Rowwise):
         return np.float32(1) / self.spread(scale, shape)
 
 
+class Absmax(Rowwise):
+    """(R K / 64,): of 64 consecutive numbers of the matrix the largest magnitude, of which NF4's levels are shares."""
+
+    is_repeated = True
+    is_tiled = False
+
+    def shape(self, rows: int, columns: int) -> tuple[int, ...]:
+        return (-(-rows * columns // NF4_BLOCK),)
+
+    def amax(self, size: np.ndarray) -> np.ndarray:
+        return size.reshape(-1, NF4_BLOCK).max(axis=1)
+
+    def made(self, amax: np.ndarray, limit: float) -> np.ndarray:
+        return amax
+
+    def spread(self, scale: np.ndarray, shape: tuple[int, ...]) -> np.ndarray:
+        return np.repeat(scale, NF4_BLOCK).reshape(shape)
+
+    def inverse(self, scale: np.ndarray, shape: tuple[int, ...]) -> np.ndarray:
+        return self.spread(np.float32(1) / np.maximum(scale, SMALLEST_ABSMAX), shape)
+
+    def of_rows(self, scale: np.ndarray, start: int, count: int) -> np.ndarray | None:
+        return None
+
+    def of_columns(self, scale: np.ndarray, start: int, count: int) -> np.ndarray | None:
+        return None
+
+
 class Nested(Scaling):
     """One byte for 64 consecutive numbers of the matrix, less a mean, under an f32 scale of `group` bytes: NF4's.
 
@@ -264,6 +292,7 @@ SCALINGS: dict[str, Scaling] = {
 }
 HELD: dict[str, Scaling] = {
     "exponents": Exponents(),
+    "absmax": Absmax(),
     **{f"nested{group}": Nested(group) for group in (2**power for power in range(9))},
 }
 

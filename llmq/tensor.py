@@ -33,7 +33,12 @@ DTYPES: dict[str, np.dtype] = {
     "uint8": np.dtype(np.uint8),
 }
 LARGEST = {"e4m3": 448.0, "e5m2": 57344.0}  # finite limits of the fp8 formats (OCP 8-bit floating point, 2023)
-LIMITS = {**LARGEST, "int8": 127.0, "mxfp4": 6.0}  # of all formats that are made of a value and its scales alone
+LIMITS = {
+    **LARGEST,
+    "int8": 127.0,
+    "nf4": 1.0,
+    "mxfp4": 6.0,
+}  # of all that are made of a value and its scales
 IGNORED = -100  # target of a token that is not trained
 SLICE = 1 << 16  # elements per slice: bounds the temporaries of a large value, and keeps them in the L2 cache
 COLSUM_ROWS = 256  # a partial column sum covers this many consecutive rows

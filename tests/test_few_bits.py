@@ -5,8 +5,9 @@ import hashlib
 import ml_dtypes
 import numpy as np
 import pytest
+from ops.build import tensor
 
-from llmq.few_bits import DYNAMIC, E2M1, LEVELS, NF4, e2m1_codes, nested, nf4_blocks, nf4_codes, packed, unpacked
+from llmq.few_bits import DYNAMIC, E2M1, LEVELS, NF4, e2m1_codes, mean_of, nested, nf4_codes, packed, unpacked
 from llmq.model.held import held_copy, held_value
 from llmq.scaling import HELD, Nested
 from llmq.tensor import Form, Ref, Tensor
@@ -14,6 +15,7 @@ from llmq.tensor import Form, Ref, Tensor
 # quantize_4bit(w, blocksize=64, compress_statistics=True, quant_type="nf4") of bitsandbytes 0.50.2 on the CPU
 CODES = "7e920fa1f0357dd0b7782f9f4079ada772feb191726a777634e48b11e0c14409"
 NESTED = "0c1c2d3dbcceddecfb0c1b2b3aa5c9d9e9fa0c1c2c3cbacfdfefff0c1c2c3baf"
+ABSMAX = Form("nf4", "row", "absmax")
 SCALE, OFFSET = "4e648b3d", "f614923d"
 
 
@@ -25,7 +27,8 @@ def golden():
 
 
 def test_nf4_has_the_bytes_of_bitsandbytes():
-    codes, absmax = nf4_blocks(golden())
+    blocks = tensor(golden(), None, ABSMAX)
+    codes, absmax = blocks.array, blocks.scale
     offset = np.frombuffer(bytes.fromhex(OFFSET), np.float32)[0]
     found, scales, _ = nested(absmax, offset)
     assert nested(absmax)[2] == pytest.approx(offset, rel=1e-6), "PyTorch sums in another order"
@@ -99,6 +102,12 @@ def test_values_move_no_further_than_half_a_step(form, most, bits):
     largest = np.abs(value.reshape(-1, block)).max(axis=1, keepdims=True)
     error = np.abs(found - value).reshape(-1, block) / largest
     assert 0 < error.max() <= most and numbers.nbytes * 8 == value.size * bits
+
+
+@pytest.mark.parametrize("count", [1, 5, 1024, 1025, 70_001])
+def test_a_mean_is_rounded_once(count):
+    x = np.random.default_rng(count).random(count, np.float32) ** 8
+    assert mean_of(x) == np.float32(np.sum(x.astype(np.longdouble)) / count)
 
 
 def test_groups_of_scales_repeat_what_tensors_share():

@@ -8,8 +8,9 @@ pytest.importorskip("torch", reason="bitsandbytes is on torch")
 
 import torch
 from bitsandbytes import functional
+from ops.build import tensor
 
-from llmq.few_bits import DYNAMIC, nested, nf4_blocks
+from llmq.few_bits import DYNAMIC, nested
 from llmq.model.held import held_copy, held_value
 from llmq.tensor import Form, Ref, Tensor
 
@@ -39,7 +40,8 @@ def test_nf4_is_that_of_bitsandbytes(shape, dtype):
     value = weight(shape)
     codes, state = functional.quantize_4bit(value, blocksize=64, compress_statistics=True, quant_type="nf4")
     _, plain = functional.quantize_4bit(value, blocksize=64, quant_type="nf4")
-    own, absmax = nf4_blocks(value.float().numpy())
+    blocks = tensor(value.float().numpy(), None, Form("nf4", "row", "absmax"))
+    own, absmax = blocks.array, blocks.scale
     assert own.tobytes() == codes.numpy().tobytes() and absmax.tobytes() == plain.absmax.numpy().tobytes()
     assert state.state2.code.numpy().tobytes() == DYNAMIC.tobytes()
     offset = float(state.offset)

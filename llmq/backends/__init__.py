@@ -16,7 +16,10 @@ from llmq.screen import Report
 from llmq.tensor import Ref
 
 if TYPE_CHECKING:
+    from contextlib import AbstractContextManager
+
     from llmq.comm.world import GpuWorld
+    from llmq.model.held import Room, Values
     from llmq.ops.cuda.launch import Kernel
     from llmq.ops.record import Call
 
@@ -46,6 +49,7 @@ class BackendMemory(Protocol):
     """Persistent storages by name, and an arena in each home for the slots of a program.
 
     `start_read` copies a storage as it is after all that was run before, and returns what waits for the copy.
+    `room` is where held copies in a home are made, while no program runs: their slices take the place of its slots.
     `homes_in_order` are those that a launch fills when its turn comes; elsewhere, Python would be too early.
     """
 
@@ -53,7 +57,8 @@ class BackendMemory(Protocol):
 
     def array(self, name: str) -> np.ndarray: ...
     def place(self, home: str, offset: int, shape: tuple[int, ...], dtype: np.dtype) -> np.ndarray: ...
-    def write(self, name: str, values: np.ndarray) -> None: ...
+    def write(self, name: str, values: Values) -> None: ...
+    def room(self, home: str) -> AbstractContextManager[Room]: ...
     def read(self, name: str, into: np.ndarray | None = None) -> np.ndarray: ...
     def start_read(self, name: str) -> Callable[[], np.ndarray]: ...
     def read_scalars(self, names: Sequence[str]) -> list[float]: ...

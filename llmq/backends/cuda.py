@@ -17,10 +17,12 @@ from cupy.cuda import runtime
 
 from llmq.backends import Launch, Op, Run, between, checked_scratch, together
 from llmq.backends.cuda_memory import PIECE_BYTES, HostBlock, device_memory, free_with, pinned, told_of_refusals
+from llmq.backends.cuda_room import DeviceRoom
 from llmq.backends.host import set_every
 from llmq.comm.world import ALONE, GpuWorld
 from llmq.disk import shown
 from llmq.errors import RefusedMemoryError
+from llmq.model.held import HostRoom, Room, Values
 from llmq.ops import cuda
 from llmq.ops.cuda.algorithms import Algorithms
 from llmq.ops.cuda.attention import attention_kernels
@@ -56,7 +58,7 @@ class DeviceMemory:
     homes_in_order = frozenset({"device"})
 
     def __init__(self, persistent: Mapping[str, Ref], arena_bytes: Mapping[str, int], stream: Any) -> None:
-        self._stream = stream
+        self._stream, self._arena_bytes = stream, arena_bytes["device"]
         self._dtypes = {name: stored_dtype(ref) for name, ref in persistent.items()}
         self._ends = {
             home: sum(aligned(stored_bytes(ref)) for ref in persistent.values() if ref.home == home)
@@ -90,18 +92,37 @@ class DeviceMemory:
         """An array at an offset of a home's arena."""
         return self._view(home, self._ends[home] + offset, shape, dtype)
 
-    def write(self, name: str, values: np.ndarray) -> None:
+    @contextmanager
+    def room(self, home: str) -> Iterator[Room]:
+        """Where copies of what is held in a home are made; on the GPU in the arena, in the order of the stream."""
+        if home == "host":
+            self._stream.synchronize()  # what was put on the stream before may read what is written
+            yield HostRoom()
+            return
+        with self._stream:
+            yield self._device_room()
+
+    def _device_room(self) -> DeviceRoom:
+        """The whole arena."""
+        return DeviceRoom(self._view, self._ends["device"], self._arena_bytes, self._stream)
+
+    def write(self, name: str, values: Values) -> None:
         """Sets a storage from host values of any float dtype, rounded to nearest even, in the order of the stream.
 
-        Up to 1 MiB the values go through pinned memory and the host does not wait.
+        Up to 1 MiB the values go through pinned memory and the host does not wait. Many of another dtype are rounded,
+        and those that repeat themselves are made, on the GPU.
         """
         array = self._arrays[name]
+        if not isinstance(array, np.ndarray) and array.nbytes > STAGED_BYTES:
+            with self._stream:
+                if self._device_room().set(array, values):
+                    return
+        values = np.asarray(values)
         if isinstance(array, np.ndarray):
             self._stream.synchronize()  # what was put on the stream before may read it
             array[...] = values
             return
-        values = np.asarray(values).astype(self._dtypes[name], copy=False)
-        host = np.ascontiguousarray(np.broadcast_to(values, array.shape))
+        host = np.ascontiguousarray(np.broadcast_to(values.astype(self._dtypes[name], copy=False), array.shape))
         if host.nbytes <= STAGED_BYTES:
             self._staging.copy(array.data.ptr, host)
             return

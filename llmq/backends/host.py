@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import resource
 import sys
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -17,6 +18,7 @@ from llmq.disk import shown
 from llmq.errors import RefusedMemoryError
 from llmq.hardware.blas import use_threads
 from llmq.hardware.host_memory import host_memory_bytes
+from llmq.model.held import HostRoom, Room, Values
 from llmq.ops import reference
 from llmq.plan.arena import stored_dtype
 from llmq.screen import Report, unreported
@@ -46,9 +48,17 @@ class HostMemory:
         size = int(np.prod(shape)) * dtype.itemsize
         return self._arenas[home][offset : offset + size].view(dtype).reshape(shape)
 
-    def write(self, name: str, values: np.ndarray) -> None:
+    def write(self, name: str, values: Values) -> None:
         """Sets a storage from host values of any float dtype, rounded to nearest even."""
-        self._arrays[name][...] = values  # rounded on the way: a copy of billions would be a pass over new pages
+        self._arrays[name][...] = np.asarray(
+            values
+        )  # rounded on the way: a copy of billions would be a pass over new pages
+
+    @contextmanager
+    def room(self, home: str) -> Iterator[Room]:
+        """Where the copies of what is held in a home are made."""
+        with np.errstate(all="ignore"):
+            yield HostRoom()
 
     def read(self, name: str, into: np.ndarray | None = None) -> np.ndarray:
         """A copy of a storage on the host, in memory of its own or `into` an array of its shape and dtype."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from itertools import pairwise
 
@@ -11,7 +11,7 @@ import numpy as np
 from llmq.backends import Backend, Launch, Op, Run
 from llmq.engine.bind import bind
 from llmq.engine.shortage import explained
-from llmq.model.held import held_copy, held_value, single_scale
+from llmq.model.held import Values, held_value, hold, single_scale
 from llmq.plan.names import scale_ref, storage_name
 from llmq.plan.plan import Plan
 from llmq.row import Row
@@ -64,7 +64,7 @@ class BoundPlan:
         if ref.form is None:
             return self._whole(name, self._read(ref)) if self._is_shared(name) else self._read(ref)
         value = np.empty(ref.shape, DTYPES[ref.dtype])
-        for one, target in zip(ref.entries, _entries(ref, value), strict=True):
+        for one, target in zip(ref.entries, value if ref.is_stack else value[None], strict=True):
             copy = Tensor(one.name, self._read(one), one.shape, one.form, self._read(scale_ref(one)))
             target[...] = held_value(copy, one.dtype)
         return value
@@ -96,27 +96,33 @@ class BoundPlan:
         """Whether any program reads or writes a tensor."""
         return storage_name(ref) in self.plan.persistent
 
-    def _set(self, parameters: Iterable[tuple[Row, np.ndarray]], expected: Iterable[Row]) -> None:
+    def _set(self, parameters: Iterable[tuple[Row, Values]], expected: Iterable[Row]) -> None:
         """Sets masters, or what is held of frozen rows, from the values of all `expected` rows."""
         with self._explained():
             self._set_each(parameters, {row.name for row in expected})
 
-    def _set_each(self, parameters: Iterable[tuple[Row, np.ndarray]], missing: set[str]) -> None:
+    def _set_each(self, parameters: Iterable[tuple[Row, Values]], missing: set[str]) -> None:
         for row, values in parameters:
             missing.discard(row.name)
             ref = self.plan.held(row.name)
             if ref.form is None:
-                self._write(ref, self._share(row.name, values) if self._is_shared(row.name) else values)
-            else:
-                for one, value in zip(ref.entries, _entries(ref, values), strict=True):
-                    borders = () if ref.is_stack else tuple(part.stop for part in row.parts)
-                    numbers, scale = held_copy(one, value, borders)
-                    self._write(one, numbers)
-                    self._write(scale_ref(one), scale)
-                    for cell in self.plan.known_scales(one):
-                        copy = Tensor(one.name, numbers, one.shape, one.form, scale)
-                        self._write(cell, single_scale(copy, one.dtype, cell.name.rpartition("@")[2]))
+                shared = self._is_shared(row.name)
+                self._memory.write(storage_name(ref), self._share(row.name, np.asarray(values)) if shared else values)
+                continue
+            borders = () if ref.is_stack else tuple(part.stop for part in row.parts)
+            for one, value in zip(ref.entries, np.asarray(values) if ref.is_stack else (values,), strict=True):
+                self._hold(one, value, borders)
         assert not missing, f"parameters not given: {sorted(missing)}"
+
+    def _hold(self, ref: Ref, values: Values, borders: Sequence[int]) -> None:
+        """Makes what is held of a row, with the scales of what programs make of that, where it lies."""
+        array, scale = (self._memory.array(storage_name(one)) for one in (ref, scale_ref(ref)))
+        copy = Tensor(ref.name, array, ref.shape, ref.form, scale)
+        with self._memory.room(ref.home) as room:
+            hold(room, copy, ref.dtype, values, borders)
+            for cell in self.plan.known_scales(ref):
+                fp8 = cell.name.rpartition("@")[2]
+                single_scale(room, self._memory.array(storage_name(cell)), copy, ref.dtype, fp8)
 
     def _is_shared(self, name: str) -> bool:
         """Whether this rank has no more of a parameter's state than its share, which may be nothing."""
@@ -158,8 +164,3 @@ class BoundPlan:
 
     def _fill(self, ref: Ref, value: float) -> None:
         self._memory.fill(storage_name(ref), value)
-
-
-def _entries(ref: Ref, values: np.ndarray) -> np.ndarray:
-    """The values of a stack's entries, or of one tensor."""
-    return values if ref.is_stack else values[None]

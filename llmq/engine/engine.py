@@ -11,6 +11,7 @@ import numpy as np
 from llmq.backends import Backend, Op
 from llmq.data.batches.batch import Batch
 from llmq.engine.bound_plan import BoundPlan
+from llmq.model.held import Values
 from llmq.model.rope import document_positions, rope_table
 from llmq.plan.observe import FIELDS, STRIDE
 from llmq.plan.plan import SCALE_STRIDE, Plan
@@ -54,7 +55,7 @@ class Engine(BoundPlan):
 
     # parameters
 
-    def load(self, parameters: Iterable[tuple[Row, np.ndarray]]) -> None:
+    def load(self, parameters: Iterable[tuple[Row, Values]]) -> None:
         """Sets masters from whole parameters (padded, any float dtype) and makes all copies; moments become zero."""
         self._set(parameters, self.plan.rows)
         for name in self.plan.moment_names:

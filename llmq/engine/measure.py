@@ -28,6 +28,8 @@ from llmq.backends import Backend, Launch, Op, Run
 from llmq.data.batches.batch import Batch
 from llmq.engine.engine import Engine
 from llmq.hardware.nvml import Background, Reading
+from llmq.model.held import Values
+from llmq.model.repeated import Repeated
 from llmq.ops.seam import record
 from llmq.plan.plan import Plan, make_plan
 from llmq.plan.spec import Spec
@@ -45,7 +47,7 @@ SWEPT_BYTES = 2**28  # more than any card's L2 cache
 SLOW_S = 5.0  # what a part of the start may take without being mentioned
 SAMPLE_S = 0.05  # from one reading of clock and power to the next
 
-Parameters = Iterable[tuple[Row, np.ndarray]]
+Parameters = Iterable[tuple[Row, Values]]
 
 
 @dataclass(frozen=True)
@@ -218,23 +220,25 @@ def paced(warmup: int, steps: int, *, least: int, end: float) -> Iterator[bool]:
         took = time.perf_counter() - start
 
 
-def random_parameters(plan: Plan, seed: int) -> Iterator[tuple[Row, np.ndarray]]:
-    """Values of the usual size, N(0, 0.02) and ones, from one block of numbers: drawing billions takes minutes.
+def random_parameters(plan: Plan, seed: int) -> Iterator[tuple[Row, Values]]:
+    """Values of the usual size, N(0, 0.02) and ones, from one block of numbers, which a GPU repeats by itself: drawing
+    billions takes minutes, and so does copying them.
 
-    They have the dtype of what holds them, unless that is a form, so that setting it is a plain copy.
+    For the host they have the dtype of what holds them, unless that is a form, so that setting it is a plain copy.
     """
     block = np.random.default_rng(seed).standard_normal(BLOCK, np.float32) * np.float32(0.02)
     blocks = {np.dtype(np.float32): block}
     for row in plan.rows:
         held = plan.held(row.name)
-        dtype = DTYPES[held.dtype if held.form is None else "fp32"]
+        dtype = DTYPES[held.dtype if held.home == "host" and held.form is None else "fp32"]
         if dtype not in blocks:
             blocks[dtype] = block.astype(dtype)
-        values = np.ones(row.shape, dtype) if row.init == "ones" else np.resize(blocks[dtype], row.shape)
-        if row.init == "zeros":
-            values[...] = 0
-        values[row.parts[-1].stop :] = 0
-        yield row, values
+        if row.init in ("ones", "zeros"):
+            values = np.full(row.shape, row.init == "ones", dtype)
+            values[row.parts[-1].stop :] = 0
+            yield row, values
+        else:
+            yield row, Repeated(blocks[dtype], row.shape, row.parts[-1].stop)
 
 
 def zipf_batch(vocab_size: int, b: int, t: int, seed: int) -> Batch:

@@ -1,26 +1,74 @@
 """Frozen rows that are held in a form: which one, made of the source's values while loading, and read back.
 
-The last two go by slices of matrix rows that one tile's scale covers, so that a large row is never there in f32 as a
-whole. Slices are made at the same time, on all cores.
+The last two go by slices of matrix rows, so that a large row is never there in f32 as a whole, nor on a GPU in its own
+dtype. What makes a copy is ops, of the backend whose memory it lies in; a `Room` gives them slices, and room for what
+is between.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from typing import TypeVar
+from typing import Any, Protocol, TypeVar
 
 import numpy as np
 
 from llmq.errors import UsageError
-from llmq.few_bits import NESTED_BLOCK, NF4_BLOCK, nf4_blocks, unpacked
+from llmq.few_bits import NESTED_BLOCK, NF4_BLOCK
 from llmq.hardware.blas import num_cores
+from llmq.model.repeated import Repeated
+from llmq.ops import reference
+from llmq.ops.reference.pack import reader
 from llmq.row import Row
-from llmq.scaling import BLOCK, Nested, scale_from
-from llmq.tensor import DTYPES, LARGEST, Form, Output, Ref, Tensor, round_to, scale_shape, stored_shape
+from llmq.scaling import BLOCK, Nested
+from llmq.tensor import DTYPES, LIMITS, Form, Output, Ref, Tensor, scale_shape, stored_shape
 
 Made = TypeVar("Made")
+Values = np.ndarray | Repeated
+Work = Callable[[int, Tensor], None]  # of the rows from the given one on
+SLICE_BYTES = 2**25  # of a slice in f32 on a GPU, if that is so much as 128 rows
+CELL_BYTES = 2**16  # of what is between, but for the scales of NF4
+REPEATED_BYTES = 2**22  # of a block that is repeated
+UNWANTED = Output("unwanted", (), "fp32", ())
+
+
+class Room(Protocol):
+    """Where copies are made: ops, and memory in which they meet values of the host.
+
+    `by_rows` calls a function for slices of at most `rows_at_once` matrix rows, a multiple of 128, of values (N,K) as
+    ops read them, in `dtype` if they are made there. `empty` gives an array that lasts until the next one's copy is
+    made.
+    """
+
+    @property
+    def ops(self) -> Mapping[str, Callable[..., None]]: ...
+    def rows_at_once(self, width: int) -> int: ...
+    def by_rows(self, values: Values, dtype: str, work: Work) -> None: ...
+    def empty(self, shape: tuple[int, ...], dtype: str) -> Any: ...
+
+
+class HostRoom:
+    """The reference ops; slices are made at the same time, on all cores, and are the values themselves."""
+
+    ops = reference.OPS
+
+    def rows_at_once(self, width: int) -> int:
+        """Rows of a slice."""
+        return BLOCK
+
+    def by_rows(self, values: Values, dtype: str, work: Work) -> None:
+        """The slices in any order."""
+
+        def of_slice(start: int) -> None:
+            part = np.asarray(values[start : start + BLOCK])
+            work(start, Tensor("value", part, part.shape))
+
+        _of_slices(len(values), of_slice)
+
+    def empty(self, shape: tuple[int, ...], dtype: str) -> np.ndarray:
+        """Memory of its own."""
+        return np.empty(shape, DTYPES[dtype])
 
 
 def is_layer_weight(row: Row) -> bool:
@@ -50,52 +98,89 @@ HELD_FORMS: dict[str, Callable[[Row, bool], Form]] = {
 }
 
 
-def held_copy(ref: Ref, value: np.ndarray, borders: Sequence[int] = ()) -> tuple[np.ndarray, np.ndarray]:
-    """The bytes and the scales of `value` (N,K), of any float dtype, in the form of `ref`.
+def slice_rows(width: int) -> int:
+    """Matrix rows, a multiple of 128, that a GPU takes at a time."""
+    return max(BLOCK, SLICE_BYTES // (4 * width) // BLOCK * BLOCK)
+
+
+def room_bytes(ref: Ref) -> int:
+    """Bytes of a GPU that making a held copy takes beside the copy."""
+    rows, width = math.prod(ref.shape[:-1]), ref.shape[-1]
+    absmax = 4 * rows * width // NF4_BLOCK if ref.form is not None and ref.form.dtype == "nf4" else 0
+    return 4 * min(rows, slice_rows(width)) * width + absmax + CELL_BYTES + REPEATED_BYTES
+
+
+def hold(room: Room, copy: Tensor, dtype: str, values: Values, borders: Sequence[int] = ()) -> None:
+    """The numbers and the scales of a held copy (N,K) <- values (N,K), of any float dtype, rounded to `dtype`.
 
     It is made of the tensors whose rows end at `borders`; none: of one.
     """
-    form = ref.form
-    assert form is not None
-    numbers = np.empty(stored_shape(ref.shape, form), DTYPES[form.dtype])
-
-    def rows(start: int) -> np.ndarray:
-        return round_to(value[start : start + BLOCK], ref.dtype).astype(np.float32)
-
+    form, ops, width = copy.form, room.ops, copy.shape[-1]
+    assert form is not None and copy.scale is not None
     if isinstance(form.scales, Nested):
+        absmax = room.empty((copy.array.size * 2 // NF4_BLOCK,), "fp32")
+        plain = Form(form.dtype, "row", "absmax")
 
-        def absmax(start: int) -> np.ndarray:
-            part = rows(start)
-            codes, found = nf4_blocks(part)
-            numbers[start : start + BLOCK] = codes.reshape(len(part), -1)
-            return found
+        def encode(start: int, x: Tensor) -> None:
+            first, stop = (row * width // NF4_BLOCK for row in (start, start + x.shape[0]))
+            numbers = copy.array[start : start + x.shape[0]]
+            part = Tensor(copy.name, numbers, x.shape, plain, absmax[first:stop])
+            ops["quantize"](Output(copy.name, x.shape, dtype, (part,)), UNWANTED, x, limit=LIMITS[form.dtype])
 
-        blocks = np.concatenate(_of_slices(len(value), absmax))
-        ends = [stop * ref.shape[1] // NF4_BLOCK for stop in borders or ref.shape[:1]]
-        return numbers, form.scales.stored(blocks, [0, *ends])
-    scale = np.empty(scale_shape(ref.shape, form), DTYPES[form.scales.dtype])
-    copy = Tensor(ref.name, numbers, ref.shape, form, scale)
-    if form.is_measured:
-        amax = max(_of_slices(len(value), lambda start: np.abs(rows(start)).max(initial=0)))
-        scale[...] = scale_from(np.array([amax], np.float32), np.float32(LARGEST[form.dtype]), np.float32(1))
+        room.by_rows(values, dtype, encode)
+        ends = tuple(stop * width // NF4_BLOCK for stop in borders or copy.shape[:1])
+        scales = Output(copy.name, copy.scale.shape, "uint8", (Tensor(copy.name, copy.scale, copy.scale.shape),))
+        ops["nest"](scales, Tensor(copy.name, absmax, absmax.shape), group=form.scales.group, borders=ends)
+        return
+    whole = Output(copy.name, copy.shape, dtype, (copy,))
+    if not form.is_measured:
+        room.by_rows(
+            values,
+            dtype,
+            lambda start, x: ops["quantize"](whole.chunk(start, x.shape[0]), UNWANTED, x, limit=LIMITS[form.dtype]),
+        )
+        return
+    at_once = room.rows_at_once(width)
+    largest = room.empty((-(-copy.shape[0] // at_once),), "fp32")
 
-    def write(start: int) -> None:
-        part = rows(start)
-        Output(ref.name, ref.shape, ref.dtype, (copy,)).chunk(start, len(part)).write(part)
+    def measure(start: int, x: Tensor) -> None:
+        index = start // at_once
+        ops["amax"](_plain(largest[index : index + 1]), x, in_bf16=dtype == "bf16")
 
-    _of_slices(len(value), write)
+    room.by_rows(values, dtype, measure)
+    ops["amax_scale"](_plain(copy.scale), Tensor(copy.name, largest, largest.shape), limit=LIMITS[form.dtype])
+    room.by_rows(values, dtype, lambda start, x: ops["cast"](whole.chunk(start, x.shape[0]), x))
+
+
+def single_scale(room: Room, scale: Any, copy: Tensor, dtype: str, fp8: str) -> None:
+    """scale (1,) f32 <- that of an `fp8` copy of what a held copy stands for in `dtype`, by `amax_scale`."""
+    largest = room.empty((1,), "fp32")
+    room.ops["amax"](_plain(largest), copy, in_bf16=dtype == "bf16")
+    room.ops["amax_scale"](_plain(scale), Tensor(copy.name, largest, (1,)), limit=LIMITS[fp8])
+
+
+def _plain(array: Any) -> Output:
+    """An array in f32 as an output."""
+    return Output("scale", array.shape, "fp32", (Tensor("scale", array, array.shape),))
+
+
+def held_copy(ref: Ref, value: np.ndarray, borders: Sequence[int] = ()) -> tuple[np.ndarray, np.ndarray]:
+    """The bytes and the scales of `value` (N,K) in the form of `ref`; `borders` as for `hold`."""
+    assert ref.form is not None
+    numbers = np.empty(stored_shape(ref.shape, ref.form), DTYPES[ref.form.dtype])
+    scale = np.empty(scale_shape(ref.shape, ref.form), DTYPES[ref.form.scales.dtype])
+    hold(HostRoom(), Tensor(ref.name, numbers, ref.shape, ref.form, scale), ref.dtype, value, borders)
     return numbers, scale
 
 
 def held_value(copy: Tensor, dtype: str) -> np.ndarray:
     """What a held copy stands for, in `dtype`."""
-    value = np.empty(copy.shape, DTYPES[dtype])
-    absmax = _absmax(copy)
+    value, read = np.empty(copy.shape, DTYPES[dtype]), reader(copy)
 
-    def read(start: int) -> None:
-        value[start : start + BLOCK] = _values(copy, absmax, start)
+    def of_slice(start: int) -> None:
+        value[start : start + BLOCK] = read(start)
 
-    _of_slices(len(value), read)
+    _of_slices(len(value), of_slice)
     return value
 
 
@@ -106,34 +191,6 @@ def as_held(row: Row, value: np.ndarray, base: str | None) -> np.ndarray:
     ref = Ref(row.name, "weight", row.shape, "bf16", row.layer, form=held_form(base, row))
     numbers, scale = held_copy(ref, value, [part.stop for part in row.parts])
     return held_value(Tensor(row.name, numbers, row.shape, ref.form, scale), ref.dtype)
-
-
-def single_scale(copy: Tensor, dtype: str, fp8: str) -> np.ndarray:
-    """(1,) f32: the scale of an `fp8` copy of what a held copy stands for in `dtype`, as `amax_scale` measures it."""
-    absmax = _absmax(copy)
-
-    def largest(start: int) -> np.ndarray:
-        return np.abs(_values(copy, absmax, start)).max(initial=0)
-
-    amax = round_to(np.array([max(_of_slices(copy.shape[0], largest))], np.float32), dtype).astype(np.float32)
-    return scale_from(amax, np.float32(LARGEST[fp8]), np.float32(1))
-
-
-def _absmax(copy: Tensor) -> np.ndarray | None:
-    """The scales of blocks, where they are nested; None elsewhere."""
-    assert copy.form is not None and copy.scale is not None
-    scales = copy.form.scales
-    return scales.absmax(copy.scale, copy.array.size * 2 // NF4_BLOCK) if isinstance(scales, Nested) else None
-
-
-def _values(copy: Tensor, absmax: np.ndarray | None, start: int) -> np.ndarray:
-    """What the slice of a held copy from row `start` on stands for, in f32."""
-    count, width = min(BLOCK, copy.shape[0] - start), copy.shape[1]
-    if absmax is None:
-        return copy.chunk(start, count).read()
-    blocks = unpacked(copy.array[start : start + count], "nf4").reshape(-1, NF4_BLOCK)
-    first = start * width // NF4_BLOCK
-    return (blocks * absmax[first : first + len(blocks), None]).reshape(count, width)
 
 
 def _of_slices(num_rows: int, work: Callable[[int], Made]) -> list[Made]:

@@ -22,6 +22,7 @@ from functools import cached_property
 from typing import Any
 
 from llmq.errors import UsageError
+from llmq.model.held import room_bytes
 from llmq.ops.record import Call
 from llmq.plan.arena import aligned
 from llmq.plan.build import Sites, site_of
@@ -113,8 +114,15 @@ class Plan:
         return tuple(x for cell in self.scales for x in (LARGEST[cell.rsplit("@", 1)[1]], *[1.0] * (SCALE_STRIDE - 1)))
 
     def arena_bytes(self, home: str = "device") -> int:
-        """Bytes of the arena of a home, which all programs share, one at a time."""
-        return max(program.arena_bytes[home] for program in self.programs.values())
+        """Bytes of the arena of a home, which all programs share, one at a time, with what makes held copies."""
+        most = max(program.arena_bytes[home] for program in self.programs.values())
+        return max(most, self._room_bytes) if home == "device" else most
+
+    @cached_property
+    def _room_bytes(self) -> int:
+        """Bytes that making the held copies of rows takes, one at a time."""
+        held = (self.held(row.name) for row in self.rows)
+        return max((room_bytes(one) for ref in held if ref.form is not None for one in ref.entries), default=0)
 
     def table(self, home: str = "device") -> dict[str, int]:
         """Bytes by category of the allocator table, of what lives in a home."""

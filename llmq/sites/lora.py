@@ -20,8 +20,13 @@ from llmq.sites.linear import Linear
 from llmq.tensor import Ref, Slot
 
 FROM_ZERO = ("kaiming", "gaussian", "eva")  # inits with which B is zero
-ONE_PASS = (16, 32)  # ranks whose gradients of B, and of what B multiplies, come of one pass over d_y in bf16
+ONE_PASS = (16, 32)  # ranks whose gradients of B, and of what B multiplies, come of one pass over d_y
 WHOLE = 8  # what places and widths are multiples of for that
+
+
+def takes_one_pass(dtype: str, rank: int, *places: int) -> bool:
+    """Whether `low_rank_backward` takes adapters of this rank in `dtype`, whose columns begin and end at `places`."""
+    return dtype == "bf16" and rank in ONE_PASS and not any(place % WHOLE for place in places)
 
 
 @dataclass(frozen=True)
@@ -67,9 +72,7 @@ class LoraLinear:
         self.pieces, self.init, self.file = tuple(pieces), init, file
         self.init_b = "zeros" if init in FROM_ZERO else init
         self.rank = sum(piece.rank for piece in pieces)
-        self.is_whole = dtype == "bf16" and not any(
-            p.first % WHOLE or p.start % WHOLE or p.stop % WHOLE for p in pieces
-        )
+        self.dtype = dtype
 
     def slots(self, x: Slot) -> tuple[Slot, ...]:
         """A x (...,R) of all pieces, beside the slots of the base."""
@@ -128,7 +131,8 @@ class LoraLinear:
         for piece in self.pieces:
             out, up, d_up = piece.columns(d_y), getattr(w.lora_b, piece.key), getattr(dw.lora_b, piece.key)
             own, d_own = piece.low(low), piece.low(d_low)
-            if self.is_whole and piece.rank in ONE_PASS and not (self.rank % WHOLE or d_y.shape[-1] % WHOLE):
+            places = (piece.first, piece.start, piece.stop, self.rank, d_y.shape[-1])
+            if takes_one_pass(self.dtype, piece.rank, *places):
                 ops.low_rank_backward(d_own, d_up, out, own, up, alpha=piece.scale)
             else:
                 ops.linear_dgrad(d_own, out, up, None, alpha=piece.scale)

@@ -8,9 +8,11 @@ from tiny_engines import BF16, FP8, FP32, GivenData, batch, bits, parameters, pl
 
 from llmq.backends.host import HostBackend
 from llmq.engine.engine import Engine
+from llmq.model import held
 from llmq.model.adalora import INIT, Budget
 from llmq.model.adapters import Adapters, chosen, scaled, targets, with_triplets
 from llmq.plan.memory import Memory
+from llmq.plan.names import scale_ref, storage_name
 from llmq.training.survey import look
 
 pytestmark = pytest.mark.gpu
@@ -77,6 +79,20 @@ def test_gradients_are_those_of_the_reference(backend, name, base, kind):
     cosine = ours[0] @ right[0] / (np.linalg.norm(ours[0]) * np.linalg.norm(right[0]))
     assert cosine > FOLLOWS.get(name, 0.97)
     assert ours[1] == pytest.approx(right[1], rel=1e-4 if name == "fp32" else 2e-2)
+
+
+@pytest.mark.parametrize("name", ["bf16", "e4m3-current", "e4m3-delayed", "e4m3-rowwise"])
+@pytest.mark.parametrize("base", ["e4m3", "int8", "nf4", "mxfp4"])
+def test_what_is_held_has_the_bytes_that_the_host_makes(backend, monkeypatch, name, base):
+    """With its scales, and those of fp8 copies of it; each row in several slices."""
+    monkeypatch.setattr(held, "SLICE_BYTES", 2**17)
+    engines = [engine_of(one, PRECISIONS[name], base) for one in (backend, HostBackend())]
+    plan, found = engines[0].plan, []
+    for engine in engines:
+        refs = [ref for ref in plan.weights.values() if ref.form is not None]
+        refs += [cell for ref in refs for cell in (scale_ref(ref), *plan.known_scales(ref))]
+        found.append({storage_name(ref): engine._read(ref).tobytes() for ref in refs})
+    assert found[0] == found[1] and len(found[0]) >= 16
 
 
 @pytest.mark.parametrize("kind", ["some", "dora", "ia3", "adalora", "prefix", "prompt"])

@@ -16,6 +16,7 @@ from llmq.bench.run import MATMULS
 from llmq.data.batches.loader import open_data
 from llmq.data.tokens.token_file import TokenWriter
 from llmq.engine import measure as module
+from llmq.engine.engine import Engine
 from llmq.engine.measure import Clock, CudaClock, measure, measure_plan, random_parameters, zipf_batch
 from llmq.files.source import initial_parameters, open_source
 from llmq.hardware import nvml
@@ -266,18 +267,46 @@ def test_generated_tokens_repeat_like_words():
 
 
 def test_weights_are_random_and_their_padding_is_zero():
-    values = {row.name: value for row, value in random_parameters(plan_of(FP32), 0)}
+    values = {row.name: np.asarray(value) for row, value in random_parameters(plan_of(FP32), 0)}
     assert values["layers.0.mlp.up.weight"].std() == pytest.approx(0.02, rel=0.1)
     assert (values["head.norm"] == 1).all() and not values["embed.weight"][97:].any()
 
 
-def test_weights_come_in_the_dtype_that_holds_them():
+def test_weights_on_the_host_come_in_the_dtype_that_holds_them():
     plan = plan_of(BF16, Memory(host=("master",)))
-    values = {row.name: value for row, value in random_parameters(plan, 0)}
+    values = {row.name: np.asarray(value) for row, value in random_parameters(plan, 0)}
+    homes = set()
     for row, value in random_parameters(plan_of(FP32), 0):
-        dtype = DTYPES[plan.held(row.name).dtype]
-        assert values[row.name].dtype == dtype == DTYPES["bf16"] and value.dtype == np.float32
-        np.testing.assert_array_equal(values[row.name], value.astype(dtype))
+        held = plan.held(row.name)
+        dtype = DTYPES[held.dtype if held.home == "host" else "fp32"]
+        assert values[row.name].dtype == dtype
+        np.testing.assert_array_equal(values[row.name], np.asarray(value).astype(dtype))
+        homes.add((held.home, held.dtype))
+    assert ("host", "bf16") in homes
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("precision", [FP32, BF16], ids=["fp32", "bf16"])
+def test_a_gpu_makes_the_weights_that_the_host_makes(precision):
+    """Those of more than 1 MiB by itself, padded rows among them, and values of another dtype."""
+    from llmq.backends.cuda import CudaBackend
+
+    config = tiny(hidden_size=512, head_dim=64, intermediate_size=1024, vocab_size=2000, num_layers=1)
+    drawn = np.random.default_rng(3).standard_normal
+    given = [
+        random_parameters,
+        lambda plan, seed: ((row, drawn(row.shape, np.float32)) for row in plan.rows),
+        lambda plan, seed: ((row, drawn(row.shape, np.float32).astype(DTYPES["bf16"])) for row in plan.rows),
+    ]
+    for values in given:
+        backend = CudaBackend()
+        plan = plan_of(precision, config=config, batch_size=4, seq_len=256, scratch_bytes=backend.scratch_bytes)
+        parameters = [(row, np.asarray(value)) for row, value in values(plan, 0)]
+        engine = Engine(plan, backend)
+        engine.load(parameters if values is not random_parameters else values(plan, 0))
+        for row, value in parameters:
+            found = engine.parameter(row.name)
+            assert found.tobytes() == value.astype(found.dtype).tobytes(), row.name
 
 
 @pytest.mark.gpu

@@ -12,7 +12,7 @@ from llmq.model.config import RopeConfig
 from llmq.model.rope import document_positions, rope_table
 from llmq.ops import seam
 from llmq.ops.reference import OPS
-from llmq.scaling import SCALINGS
+from llmq.scaling import SCALINGS, Nested
 from llmq.tensor import Form, Output, Tensor, num_norm_tiles
 
 from .build import output, run, tensor
@@ -516,6 +516,22 @@ def quantization_error(s: Sizes, rng: np.random.Generator) -> Case:
 def quantize(s: Sizes, rng: np.random.Generator) -> Case:
     x = rng.standard_normal((s.b, s.t, s.c))
     return Case("", {"out": x.shape, "scale": (1,)}, {"x": x}, {"limit": 448.0}, frozenset({"scale"}))
+
+
+def amax(s: Sizes, rng: np.random.Generator) -> Case:
+    x = rng.standard_normal((s.b, s.t, s.c))
+    return Case("", {"out": (1,)}, {"x": x}, {"in_bf16": False}, frozenset({"out"}))
+
+
+def nest(s: Sizes, rng: np.random.Generator) -> Case:
+    """Scales of two tensors, the first of which ends in the middle of 256."""
+    absmax = rng.uniform(0.5, 2, 320 + s.b * s.t)
+    shape, numbers = Nested(64).shape(len(absmax), 64), {"group": 64, "borders": (320, len(absmax))}
+    return Case("", {"out": shape}, {"absmax": absmax}, numbers, frozenset({"out", "absmax"}))
+
+
+def repeat(s: Sizes, rng: np.random.Generator) -> Case:
+    return Case("", {"out": (s.b, s.t, s.c)}, {"block": rng.standard_normal(37)}, {"first": 41})
 
 
 def scale_update(s: Sizes, rng: np.random.Generator) -> Case:

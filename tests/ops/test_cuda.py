@@ -29,7 +29,17 @@ SIZES = {
     "odd": Sizes(b=2, t=37, c=88, hq=6, hkv=2, hd=16, f=40, v=203, vp=256),
     "large": Sizes(b=3, t=197, c=896, hq=14, hkv=2, hd=64, f=1208, v=5000, vp=5120),
 }
-EXACT = {"adamw", "amax_scale", "cast", "cache_write", "embedding_forward", "loss_sum", "sample", "scale_update"}
+EXACT = {
+    "adamw",
+    "amax",
+    "amax_scale",
+    "cast",
+    "cache_write",
+    "embedding_forward",
+    "loss_sum",
+    "sample",
+    "scale_update",
+}
 EXACT |= {
     "apply_if_finite",
     "last_norm_scale",
@@ -38,6 +48,7 @@ EXACT |= {
     "copy_to_host",
     "dropout",
     "embedding_noise",
+    "repeat",
     "rope_forward",
     "rope_backward",
     "virtual_tokens_forward",
@@ -128,11 +139,14 @@ def check(case: Case, dtype: str, *, accumulate: bool = False) -> None:
         assert np.all(worst <= 0), f"{name}: {np.nanmax(worst)} beyond the bound, of {np.abs(e).max()}"
 
 
+# quantize and nest write no value; gradients of adapters are made of bf16 alone: tests of their own
+OTHERS = [op for op in cuda.OPS if op not in ("quantize", "nest") and "low_rank" not in op]
+
+
 @pytest.mark.gpu(emulated="bf16-odd")
 @pytest.mark.parametrize("size", SIZES)
 @pytest.mark.parametrize("dtype", ["bf16", "fp32"])
-# quantize writes no value; gradients of adapters are made of bf16 alone: tests of their own
-@pytest.mark.parametrize("op", [op for op in cuda.OPS if op != "quantize" and "low_rank" not in op])
+@pytest.mark.parametrize("op", OTHERS)
 def test_an_op_equals_the_reference(op, dtype, size):
     check(make(op, SIZES[size]), dtype)
 

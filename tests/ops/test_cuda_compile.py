@@ -23,7 +23,7 @@ from llmq.ops.cuda import compile as cuda_compile
 from llmq.ops.cuda import embedding, launch
 from llmq.ops.cuda_sources import cuda_folder, cuda_sources
 from llmq.ops.seam import Arguments
-from llmq.scaling import SCALINGS
+from llmq.scaling import SCALINGS, Nested
 from llmq.stores.moments import FORMS, MASTER_FORM
 from llmq.tensor import COLSUM, DTYPES, Form, Output, Ref, Tensor, num_norm_tiles, scale_shape, stored_shape
 
@@ -32,6 +32,7 @@ from .build import arguments_of
 ROW8, COL8 = Form("e4m3", "row", "delayed"), Form("e4m3", "col", "delayed")
 CURRENT = tuple(Form("e4m3", layout, "current") for layout in ("row", "col"))
 HELD = [Form("int8", "row", "rowwise"), Form("nf4", "row", "nested256"), Form("mxfp4", "row", "exponents")]
+ABSMAX = Form("nf4", "row", "absmax")
 CAPABILITIES = [80, 86, 89, 90, 100, 120]
 OWN = {
     name: [Form("e4m3", layout, name) for layout in ("row", "col")]
@@ -46,6 +47,8 @@ REGISTERS = {
     "adamw": 128,
     "apply_if_finite": 32,
     "attend": 128,
+    "absmax_mean": 40,
+    "amax": 40,
     "amax_scale": 40,
     "bias_backward": 40,
     "cache_write": 40,
@@ -74,12 +77,16 @@ REGISTERS = {
     "finish": 64,
     "fold": 48,
     "grad_scale": 32,
+    "held_amax": 56,
     "last_norm_scale": 32,
+    "nest": 64,
+    "pack": 40,
     "penalize": 32,
     "qk_norm_backward": 128,
     "qk_norm_forward": 48,
     "quantize_rows": 64,
     "quantize_tiles": 128,
+    "repeat": 32,
     "rmsnorm_backward": 208,
     "rmsnorm_forward": 96,
     "rope": 128,
@@ -305,6 +312,18 @@ def model_launches(noted: Launches, b: int, t: int, c: int, hq: int, hkv: int, h
         ops.last_norm_scale(one, one, one, cell, cell, cell, count, grad_clip=1.0)
         ops.apply_if_finite(one, noted.tensor((290,), "fp32"), cell)
         ops.amax_scale(one, read(x), limit=448.0)
+        ops.amax(one, read(x), in_bf16=True)
+        weight, unwanted = (2 * f, c), out((1,), "fp32")
+        for held in HELD:
+            ops.amax(one, noted.tensor(weight, dtype, held), in_bf16=True)
+        for form in (HELD[0], ABSMAX, HELD[2], MASTER_FORM):
+            for source in (dtype, "fp32"):
+                ops.quantize(out(weight, dtype, form), unwanted, noted.tensor(weight, source), limit=448.0)
+        blocks = 2 * f * c // 64
+        for group in (256, 32):
+            numbers, borders = Nested(group).shape(2 * f, c), (blocks // 2, blocks)
+            ops.nest(out(numbers, "uint8", None), noted.tensor((blocks,), "fp32"), group=group, borders=borders)
+        ops.repeat(out(weight, dtype, None), noted.tensor((2**20,), "fp32"), first=3 * c)
         for shape in (x, (b, t, f), up):
             ops.quantize(out(shape, dtype, OWN["rowwise"][0]), one, read(shape), limit=448.0)
             ops.quantize(out(shape, dtype, *OWN["blockwise"]), out((1,), "fp32"), read(shape), limit=448.0)

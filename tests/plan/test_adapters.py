@@ -28,6 +28,7 @@ from llmq.data.batches.batch import Batch
 from llmq.engine.engine import Engine
 from llmq.errors import UsageError
 from llmq.model.adapters import Adapters, chosen, scaled, targets, trained_in_full, without_head
+from llmq.model.held import room_bytes
 from llmq.model.parameters import left_out
 from llmq.model.presets import preset
 from llmq.plan.few_layers import least_bytes
@@ -337,6 +338,20 @@ def test_70b_in_nf4_fits_into_46_gib():
     about = {"adapters": adapters("all", config, rank=16, alpha=32.0, base="nf4"), "batch_size": 1, "seq_len": 2048}
     spec = spec_of(Precision("bf16", "bf16"), Memory(("recompute_block",), head_chunks=8), config, **about)
     assert 36 * 2**30 < least_bytes(spec, PlannedBackend().scratch_bytes) < 46 * 2**30
+
+
+@pytest.mark.parametrize("base", ["e4m3", "int8", "nf4", "mxfp4"])
+def test_the_arena_has_room_for_what_makes_the_base(base):
+    """Where it is larger than all activations, of one layer's largest matrix, and of no more for a deeper model."""
+    arenas = []
+    for layers in (1, 3):
+        plan = plan_of(BF16, adapters=adapters(base=base), config=tiny(num_layers=layers), batch_size=1, seq_len=4)
+        programs = max(program.arena_bytes["device"] for program in plan.programs.values())
+        held = [ref for ref in plan.weights.values() if ref.form is not None]
+        assert plan.arena_bytes() == max(room_bytes(ref) for ref in held) > programs
+        assert plan.table()["Activations"] == plan.arena_bytes()
+        arenas.append(plan.arena_bytes())
+    assert arenas[0] == arenas[1] and arenas[0] > plan_of(BF16, batch_size=1, seq_len=4).arena_bytes()
 
 
 def test_a_base_in_bf16_is_that_of_a_model_in_bf16():

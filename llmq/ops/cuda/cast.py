@@ -86,20 +86,26 @@ def _dequantize(out: Output, x: Tensor) -> None:
 def _unpack(out: Output, x: Tensor) -> None:
     """What numbers of 4 or 8 bits stand for, in its forms."""
     assert x.form is not None
-    format_, scales, kind, width = x.form.dtype, x.form.scales, type_of(out), x.shape[-1]
+    format_, kind, width = x.form.dtype, type_of(out), x.shape[-1]
     wanted, outputs = forms(out, may_be_cut=True)
     is_flat = format_ == "nf4" or (format_ == "mxfp4" and width % MX_BLOCK == 0)  # blocks go by flat numbers
     rows, columns, number = rows_of(x.shape), width, access(width, kind)
     if is_flat:
         rows, columns, number = matrix((rows, width), int(wanted["FORMS"]), kind)
-    group = scales.group if isinstance(scales, Nested) else 1
-    own = scales.shape(rows_of(x.shape), width)[-1]
-    about = {"FORMAT": FORMATS[format_], "GROUP": group}
-    constants: Constants = {"T": kind, "K": width, "C": columns, "N": number, **about, **wanted}
-    first = own - math.prod(x.shape) // NF4_BLOCK if format_ == "nf4" else 0
-    arguments = (*outputs, pointer(x), address(x.scale), np.int64(first), np.int64(rows), np.int64(height(out)))
+    about, first = _format(x)
+    constants: Constants = {"T": kind, "C": columns, "N": number, **about, **wanted}
+    arguments = (*outputs, pointer(x), address(x.scale), first, np.int64(rows), np.int64(height(out)))
     blocks = tiles(rows, columns, int(wanted["FORMS"]), number, TRANSPOSED)
     launch("unpack", "unpack", blocks, TILE_THREADS, arguments, constants)
+
+
+def _format(x: Tensor) -> tuple[Constants, np.int64]:
+    """What unpack.cu knows of numbers in 4 or 8 bits, and where the bytes of NF4's scales begin."""
+    assert x.form is not None and x.form.dtype in FORMATS and x.scale is not None
+    scales = x.form.scales
+    first = x.scale.shape[0] - math.prod(x.shape) // NF4_BLOCK if isinstance(scales, Nested) else 0
+    group = scales.group if isinstance(scales, Nested) else 1
+    return {"K": x.shape[-1], "FORMAT": FORMATS[x.form.dtype], "GROUP": group}, np.int64(first)
 
 
 def matrix(shape: tuple[int, ...], wanted: int, *types: str) -> tuple[int, int, int]:
@@ -122,6 +128,26 @@ def amax_scale(scale: Output, /, x: Tensor, *, limit: float) -> None:
     blocks = min(AMAX_BLOCKS, -(-count // (TILE_THREADS * number)))
     arguments = (plain(scale), pointer(x), np.float32(limit), np.int64(count), np.int32(stream_index()))
     launch("cast", "amax_scale", blocks, TILE_THREADS, arguments, constants)
+
+
+def amax(out: Output, /, x: Tensor, *, in_bf16: bool) -> None:
+    """out (1,) f32 <- the largest magnitude of x (any shape; in 4 or 8 bits), as it is or in bf16."""
+    import cupy
+
+    if not out.wanted:
+        return
+    kind, width, count = "bf16" if in_bf16 else "float", x.shape[-1], math.prod(x.shape)
+    cupy.cuda.runtime.memsetAsync(plain(out), 0, 4, cupy.cuda.get_current_stream().ptr)
+    number = access(count, type_of(x)) if x.form is None else access(width, kind)
+    blocks = min(AMAX_BLOCKS, -(-count // (TILE_THREADS * number)))
+    constants: Constants = {"T": kind, "N": number, "FORMS": 0, "E4M3": 1}
+    if x.form is None:
+        constants = {**constants, "X": type_of(x), "C": TILE_LANES}
+        launch("cast", "amax", blocks, TILE_THREADS, (plain(out), pointer(x), np.int64(count)), constants)
+        return
+    about, first = _format(x)
+    arguments = (plain(out), pointer(x), address(x.scale), first, np.int64(count))
+    launch("unpack", "held_amax", blocks, TILE_THREADS, arguments, {**constants, **about, "C": width})
 
 
 def scale_update(
@@ -158,4 +184,4 @@ def _refuse_cast(call: Arguments, capability: int) -> None:
         raise UsageError(f"{call.reads['x'].name} is stored in {form.key}, which no kernel casts: use --device cpu")
 
 
-KERNELS = (Kernel(cast, refuse=_refuse_cast), Kernel(amax_scale), Kernel(scale_update))
+KERNELS = (Kernel(cast, refuse=_refuse_cast), Kernel(amax_scale), Kernel(amax), Kernel(scale_update))

@@ -22,23 +22,18 @@ from llmq.ops.cuda.launch import (
     type_of,
 )
 from llmq.ops.seam import Arguments
+from llmq.sites.lora import ONE_PASS, takes_one_pass
 from llmq.tensor import Output, Tensor
 
 THREADS, TOKENS, COLUMNS = 256, 64, 128  # low_rank.cu
 HALF_COLUMNS = 64  # swiglu_low_rank.cu
-WIDTH = 8  # numbers that are copied at a time: what places and widths are multiples of
 IN_FLIGHT = 264  # blocks at least, if there is work for them: two to a multiprocessor of the largest GPUs
 TILES = 8  # of tokens to a block, whose sums are in registers
-STAGES = {16: 4, 32: 3}  # by rank: of tiles in shared memory, of which every GPU has room for so many
-BLOCKS = {16: 2, 32: 1}  # to a multiprocessor
-HALF_TILES = {16: 8, 32: 4}  # the same of swiglu_low_rank.cu
-HALF_STAGES = {16: 3, 32: 2}
+STAGES = dict(zip(ONE_PASS, (4, 3), strict=True))  # of tiles in shared memory, of which every GPU has room for so many
+BLOCKS = dict(zip(ONE_PASS, (2, 1), strict=True))  # to a multiprocessor
+HALF_TILES = dict(zip(ONE_PASS, (8, 4), strict=True))  # the same of swiglu_low_rank.cu
+HALF_STAGES = dict(zip(ONE_PASS, (3, 2), strict=True))
 HALF_BLOCKS = 2
-
-
-def takes(dtype: str, rank: int, *places: int) -> bool:
-    """Whether the kernel takes adapters of this rank in `dtype`, whose columns begin and end at `places`."""
-    return dtype == "bf16" and rank in STAGES and not any(place % WIDTH for place in places)
 
 
 def low_rank_backward(
@@ -46,7 +41,7 @@ def low_rank_backward(
 ) -> None:
     """d_low (...,R), d_up (N,R) <- d_y (...,N), low (...,R), up (N,R): alpha d_y up, alpha d_y^T low."""
     (columns, rank), rows = up.shape, rows_of(d_y.shape)
-    assert takes("bf16", rank, columns, _pitch(d_y), _pitch(low)) and d_low.wanted and d_up.wanted
+    assert takes_one_pass("bf16", rank, columns, _pitch(d_y), _pitch(low)) and d_low.wanted and d_up.wanted
     assert {type_of(x) for x in (d_y, low, up, d_low)} == {"bf16"} and not d_low.accumulate
     assert _pitch(low) == _pitch(d_low.tensors[0])
     groups, across, per_block = _blocks(rows, columns, TILES, COLUMNS)
@@ -81,7 +76,7 @@ def swiglu_low_rank_backward(
 ) -> None:
     """d_gate_up (...,2F), and of each half d_low (...,R) and d_b (F,R) <- d_act (...,F), gate_up (...,2F), low, b."""
     (columns, rank), rows, low_pitch = gate_b.shape, rows_of(d_act.shape), _pitch(gate_low)
-    assert up_b.shape == gate_b.shape and takes("bf16", rank, columns, low_pitch)
+    assert up_b.shape == gate_b.shape and takes_one_pass("bf16", rank, columns, low_pitch)
     assert _pitch(d_act) == columns and _pitch(gate_up) == 2 * columns
     tensors = (d_act, gate_up, gate_low, up_low, gate_b, up_b)
     assert {type_of(x) for x in (*tensors, d_gate_up, d_gate_low, d_up_low)} == {"bf16"}
@@ -151,7 +146,7 @@ def _scratch_of_halves(call: Arguments) -> int:
 
 def _refuse(call: Arguments, capability: int) -> None:
     d_y, up = call.reads["d_y"], call.reads["up"]
-    if not takes(d_y.dtype, up.shape[-1], up.shape[0], d_y.pitch or d_y.shape[-1]):
+    if not takes_one_pass(d_y.dtype, up.shape[-1], up.shape[0], d_y.pitch or d_y.shape[-1]):
         raise UsageError(f"{up.name} of rank {up.shape[-1]} in {d_y.dtype} has no kernel of one pass")
 
 

@@ -1,4 +1,4 @@
-"""fp8 copies with scales of their own on the GPU; see cuda/quantize.cu."""
+"""Copies in 8 and 4 bits with scales of their own on the GPU; see quantize.cu and pack.cu in cuda/."""
 
 from __future__ import annotations
 
@@ -23,6 +23,7 @@ from llmq.ops.cuda.launch import (
     rows_of,
     type_of,
 )
+from llmq.ops.cuda.pack import FORMATS, pack
 from llmq.scaling import BLOCK
 from llmq.tensor import Output, Tensor
 
@@ -40,6 +41,9 @@ def quantize(out: Output, scale: Output, /, x: Tensor, *, limit: float, scratch:
         _rows(out, scale, by_rows, x, limit, scratch)
     elif scale.wanted:
         amax_scale(scale, x, limit=limit)
+    for scaling in FORMATS:
+        if (packed := copies.pop((scaling, "row"), None)) is not None:
+            pack(out, packed, x)
     for scaling in PER:
         row, col = (copies.pop((scaling, layout), None) for layout in ("row", "col"))
         if row is not None or col is not None:
@@ -56,7 +60,8 @@ def _constants(out: Output, x: Tensor, copy: Tensor, forms: int, scaling: str) -
     number = access(x.shape[-1], type_of(x), type_of(out))
     if number < 4:
         wide = f"{x.name} is {x.shape[-1]} wide"
-        raise UsageError(f"{wide}, and its fp8 copies need a multiple of 16: use --matmul-dtype bf16")
+        fix = "--base-dtype mxfp4" if copy.form is not None and copy.form.dtype == "int8" else "--matmul-dtype bf16"
+        raise UsageError(f"{wide}, and its copies in 8 bits need a multiple of 16: use {fix}")
     assert copy.form is not None and not out.accumulate and not out.amax
     packs, warps = -(-x.shape[-1] // number), 1
     while warps < 32 and packs > 32 * warps * HELD_PACKS:
@@ -68,6 +73,7 @@ def _constants(out: Output, x: Tensor, copy: Tensor, forms: int, scaling: str) -
         "N": number,
         "FORMS": forms,
         "E4M3": int(copy.form.dtype == "e4m3"),
+        "INT8": int(copy.form.dtype == "int8"),
         "WARPS": warps,
         "PER": PER[scaling],
     }

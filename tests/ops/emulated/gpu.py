@@ -60,7 +60,8 @@ def install(monkeypatch: pytest.MonkeyPatch, folder: Path) -> Kernels:
     """Puts the CPU in the GPU's place; kernels are compiled into `folder`."""
     kernels = Kernels(folder)
     stream = SimpleNamespace(ptr=0, synchronize=lambda: None)
-    runtime = SimpleNamespace(getDevice=lambda: 0, memsetAsync=_memset, memcpyAsync=_memcpy, memcpyDefault=4)
+    copies = {"memcpyAsync": _memcpy, "memcpyDefault": 4, "memcpyHostToDevice": 1}
+    runtime = SimpleNamespace(getDevice=lambda: 0, memsetAsync=_memset, **copies)
     cupy = SimpleNamespace(
         asarray=asarray,
         full=full,
