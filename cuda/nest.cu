@@ -76,10 +76,11 @@ extern "C" __global__ void __launch_bounds__(THREADS)
         int i = j * 32 + lane;
         float units = is_some ? apart[j] * inverse : -1.0f, steps = floorf((units + 1.0f) * 32767.5f + 0.5f);
         float x = static_cast<float>(static_cast<double>(steps) / 32767.5 - 1.0);
-        u32 code = x != x ? MAP - 1 : 0;  // how many means of neighbours are below
+        u32 code = 0;  // how many means of neighbours are below
 #pragma unroll
         for (u32 step = MAP / 2; step > 0; step /= 2)
             if (x > (map[code + step - 1] + map[code + step]) * 0.5f) code += step;
+        if (x != x) code = MAP - 1;
         if (i < here) out[first_code + start + i] = static_cast<u8>(code);
     }
     i64 first = start / GROUP;
