@@ -99,10 +99,28 @@ def test_compare_recipes(example):
 
 @pytest.mark.slow
 def test_compare_states(example):
-    small = {"steps": "2", "seq_len": "32", "batch_size": "2", "device": "cpu"}
-    folder, said = example("compare_states.py", "text.txt", "only=fp32,int8", *(f"{k}={v}" for k, v in small.items()))
-    assert re.findall(r"^\| (\w+) \| [0-9.]+ \| [0-9.]+ \|$", said, re.MULTILINE) == ["fp32", "int8"]
-    assert steps(folder / "runs/states-int8-2") == [1, 2]
+    small = [f"{key}={value}" for key, value in {"steps": 2, "seq_len": 32, "batch_size": 2, "device": "cpu"}.items()]
+    names = ["fp32", "fused-none-int8-e4m3", "bf16-master-bf16"]
+    folder, said = example("compare_states.py", "text.txt", f"--only={','.join(names)}", "--jobs=2", *small)
+    assert re.findall(r"^\| (\S+)(?: \| \d\.\d{4}){4} \|$", said, re.MULTILINE) == names
+    assert steps(folder / "runs/states-fused-none-int8-e4m3-2") == [1, 2]
+
+
+@pytest.mark.slow
+def test_compare_adapters(example, tmp_path):
+    for part, count in (("train", 30), ("test", 10)):
+        lines = (tmp_path / "chats.jsonl").read_text().splitlines(keepends=True)[-count:]
+        (tmp_path / f"gsm8k-{part}.jsonl").write_text("".join(lines))
+    flags = ["--data=.", "--out=out", "--steps=2", "--cpu-small", "--jobs=2"]
+    folder, said = example("compare_adapters.py", *flags)
+    rows = re.findall(r"^\| (\S+)(?: \| \d\.\d{4}){4} \|$", said, re.MULTILINE)
+    assert rows == ["full", "lora", "lora-e4m3", "lora-nf4", "lora-nf4-e4m3", "dora"]
+    before = float(re.search(r"^untrained: (.*)$", said, re.MULTILINE)[1])
+    assert all(
+        0 < read_log(folder / f"out/runs/gsm8k-{name}-{seed}").eval["loss"][-1] < before
+        for name in rows
+        for seed in (1, 2)
+    )
 
 
 @pytest.mark.slow
