@@ -83,7 +83,7 @@ def adapters_of(config):
     return Adapters(RANK, ALPHA, with_triplets(every), init=INIT, schedule=BUDGET)
 
 
-@pytest.mark.parametrize("family", ["qwen2", "qwen3"])
+@pytest.mark.parametrize("family", families.FAMILIES)
 def test_gradients_are_those_of_peft(family):
     """With the regulariser, in f64 and f32, and the same in two micro-batches."""
     config = families.FAMILIES[family]
@@ -108,9 +108,10 @@ def test_gradients_are_those_of_peft(family):
         assert run.update(1, 0.0).loss == pytest.approx(loss, rel=bound)
 
 
-def test_twenty_steps_keep_the_ranks_that_peft_keeps(tmp_path):
+@pytest.mark.parametrize("family", families.FAMILIES)
+def test_twenty_steps_keep_the_ranks_that_peft_keeps(family, tmp_path):
     """AdamW in f64 and f32, with the schedule; the folder that each writes, read by the other; merged models."""
-    config, a = families.FAMILIES["qwen2"], families.ADAMW
+    config, a = families.FAMILIES[family], families.ADAMW
     weights, parsed, adapters = families.weights(config), read_config(config), adapters_of(config)
     with transformers_judge.doubled():
         model = made(config, weights, "float64")

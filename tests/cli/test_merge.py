@@ -1,6 +1,7 @@
 """`llmq-merge` and `llmq-generate --adapter`: what adapters change, in the weights and beside them."""
 
 import json
+import re
 
 import numpy as np
 import pytest
@@ -161,6 +162,58 @@ def test_other_methods_write_what_the_merged_model_writes(folder, tmp_path, caps
         assert shell.run(generate, [f"--model={model}", *more, *asked]) == 0
         said.append(capsys.readouterr().out)
     assert said[0] == said[1] != said[2]
+
+
+def changed(tensors, about, what):
+    """An adapter of another base, of other targets, without a tensor, or of another rank."""
+    first = f"{PREFIX}model.layers.0.mlp.up_proj"
+    if what == "another base":
+        for name, value in tensors.items():
+            wide = (
+                [(0, 0)] * (value.ndim - 1) + [(0, 16)] if "lora_A" in name else [(0, 16)] + [(0, 0)] * (value.ndim - 1)
+            )
+            tensors[name] = np.pad(value, wide)
+    elif what == "more layers":
+        for key in "AB":
+            tensors[f"{first.replace('layers.0', 'layers.9')}.lora_{key}.weight"] = tensors[
+                f"{first}.lora_{key}.weight"
+            ]
+    elif what == "other targets":
+        for key in "AB":
+            tensors[f"{first.replace('up_proj', 'up')}.lora_{key}.weight"] = tensors.pop(f"{first}.lora_{key}.weight")
+    elif what == "a missing tensor":
+        del tensors[f"{first}.lora_B.weight"]
+    elif what == "another rank":
+        about["r"] = 5
+
+
+@pytest.mark.parametrize("command_of", ["llmq-merge", "llmq-generate"])
+@pytest.mark.parametrize(
+    ("what", "says"),
+    [
+        ("another base", "the model asks for|ask for"),
+        ("more layers", r"layers\.9\.mlp\.up_proj"),
+        ("other targets", r"mlp\.up\b"),
+        ("a missing tensor", r"missing: model\.layers\.0\.mlp\.up_proj\.lora_B\.weight"),
+        ("another rank", r"lora_A\.weight has shape \[3, \d+\], .* ask for \[5, \d+\]"),
+    ],
+)
+def test_an_adapter_that_does_not_fit_is_one_message(folder, tmp_path, capsys, what, says, command_of):
+    source = folder / "qwen2-0"
+    tensors = load_file(source / "adapter_model.safetensors")
+    about = json.loads((source / "adapter_config.json").read_text())
+    changed(tensors, about, what)
+    other = tmp_path / "other"
+    other.mkdir()
+    save_file(tensors, other / "adapter_model.safetensors")
+    (other / "adapter_config.json").write_text(json.dumps(about))
+    if command_of == "llmq-merge":
+        code, _ = run(folder, "qwen2", tmp_path / "out", f"--adapter={other}")
+    else:
+        code = shell.run(generate, [f"--model={folder / 'qwen2'}", f"--adapter={other}", "--device=cpu", "--prompt=x"])
+    said = capsys.readouterr().err
+    assert code == errors.DataError.exit_code and re.search(says, said), said
+    assert said.count(str(other)) == 1 and "Traceback" not in said and not (tmp_path / "out").exists()
 
 
 def test_what_cannot_be_merged_is_refused(folder, tmp_path, capsys):
