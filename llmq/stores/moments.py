@@ -16,8 +16,6 @@ FORMS = {
     ("v", "e4m3"): Form("e4m3", "row", "blocks"),
     ("v", "int8"): Form("uint8", "row", "blocks"),
 }
-
-
 # The form of a trained weight that has no wider master: the optimizer updates it in its place.
 MASTER_FORM = Form("e4m3", "row", "powers")
 

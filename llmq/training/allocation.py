@@ -41,12 +41,13 @@ class RankAllocation(Allocation):
         if self.budget.chooses(step):
             if step != self.budget.last:
                 engine.measure_importance()
-            scores, of = self.importance.scores(engine.importance()), self.importance
-            flags = kept(scores, self.budget.count(step, of.num_triplets, of.num_adapters))
+            importance = self.importance
+            count = self.budget.count(step, importance.num_triplets, importance.num_adapters)
+            flags = kept(importance.scores(engine.importance()), count)
             engine.keep(flags)
-            ranks = [sum(pattern) for pattern in of.patterns(flags).values()]
+            ranks = [sum(pattern) for pattern in importance.patterns(flags).values()]
             self.say(
-                f"Step {step}: {sum(ranks)} of {of.num_triplets} singular values are kept, {min(ranks)} to "
+                f"Step {step}: {sum(ranks)} of {importance.num_triplets} singular values are kept, {min(ranks)} to "
                 f"{max(ranks)} of a map"
             )
         if self.budget.chooses(step) or self.budget.holds(step):

@@ -28,3 +28,6 @@ class Loop(Protocol):
 
     def switch(self, plan: Plan) -> None:
         """Goes on under another plan; first saves a checkpoint of this step."""
+
+    def reopen(self, plan: Plan) -> None:
+        """Puts an engine under another plan, which has no values yet, in the place of the run's."""

@@ -7,7 +7,6 @@ from dataclasses import replace
 
 import numpy as np
 
-from llmq.engine.engine import Engine
 from llmq.training.hooks import Loop
 
 
@@ -40,8 +39,6 @@ class LisaWatch:
         loop, old = self._loop, self._loop.job.plan
         plan = loop.job.replan(old.spec.precision, old.total_bytes, frozen)
         values: Mapping[str, np.ndarray] = {row.name: loop.engine.parameter(row.name) for row in old.rows}
-        del loop.engine  # its memory is what the other one gets, once no rank has it open
-        loop.ranks.all_of(None)
-        loop.job = replace(loop.job, plan=plan)
-        loop.engine, loop.light_s, loop.is_cold = Engine(plan, loop.job.backend), loop.job.light_s, True
+        loop.reopen(plan)
+        loop.is_cold = True
         loop.engine.load((row, values[row.name]) for row in plan.rows)

@@ -287,13 +287,18 @@ class _Run:
         """Goes on under another plan, with fewer fp8 scales, as a resume from a checkpoint of this step would."""
         self._save()
         self._settle()
-        old, path, self.job = self.job.plan, self.result.checkpoint_path, replace(self.job, plan=plan)
+        old, path = self.job.plan, self.result.checkpoint_path
         assert path is not None
+        self.reopen(plan)
+        _, read = load(path, verified=False)
+        self.engine.restore(carried(read.in_one_memory(), old, plan), self.job.frozen())
+
+    def reopen(self, plan: Plan) -> None:
+        """Puts an engine under another plan, which has no values yet, in the place of the run's."""
+        self.job = replace(self.job, plan=plan)
         del self.engine  # its memory is what the other one gets, once no rank has it open
         self.ranks.all_of(None)
         self.engine, self.light_s = Engine(plan, self.job.backend), self.job.light_s
-        _, read = load(path, verified=False)
-        self.engine.restore(carried(read.in_one_memory(), old, plan), self.job.frozen())
 
     def _note(self, record: TrainRecord, last: bool) -> None:
         """A step's record to log and watcher; NonFiniteError when steps keep being refused."""
