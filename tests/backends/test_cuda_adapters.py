@@ -28,6 +28,8 @@ KINDS = {
     "dora": {"text": "q_proj,v_proj,mlp", "dropout": 0.2, "dora": True},
     "adalora": {"text": "q_proj,v_proj,mlp", "dropout": 0.2, "init": INIT, "schedule": Budget(8, total=4)},
     "all": {"text": "all"},
+    # as a pattern, EVA or the first gradients may choose them
+    "odd ranks": {"text": "all", "ranks": {"q_proj": 3, "k_proj": 1, "up_proj": 5, "o_proj": 7, "down_proj": 33}},
     "prefix": {"method": "prefix", "num_virtual": 5},
     "prompt": {"method": "prompt", "num_virtual": 5},
     "some": {"text": "q_proj,up_proj,lm_head", "dropout": 0.2},
@@ -41,9 +43,9 @@ def backend():
     return CudaBackend()
 
 
-def engine_of(backend, precision, base, memory=None, *, text="all", **more):
+def engine_of(backend, precision, base, memory=None, *, text="all", ranks=None, **more):
     """An engine with settled scales."""
-    every = targets(chosen(text, CONFIG), 16, 32.0, rslora=False)
+    every = targets(chosen(text, CONFIG), 16, 32.0, rslora=False, ranks=ranks)
     if "budget" in more:
         every = with_triplets(every)
     if more.get("method") == "ia3":
@@ -95,7 +97,7 @@ def test_what_is_held_has_the_bytes_that_the_host_makes(backend, monkeypatch, na
     assert found[0] == found[1] and len(found[0]) >= 16
 
 
-@pytest.mark.parametrize("kind", ["some", "dora", "ia3", "adalora", "prefix", "prompt"])
+@pytest.mark.parametrize("kind", ["some", "odd ranks", "dora", "ia3", "adalora", "prefix", "prompt"])
 @pytest.mark.parametrize(("name", "base"), CASES)
 def test_recomputing_changes_no_bit(backend, name, base, kind):
     found = []
