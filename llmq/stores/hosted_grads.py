@@ -10,7 +10,7 @@ from typing import Any
 from llmq.row import Row
 from llmq.stores.bundles import Bundle, names_by_part, one_ahead, part_bundle, part_tree
 from llmq.stores.grads import ReplicatedGrads
-from llmq.stores.pieces import chunks_of_tiles
+from llmq.stores.pieces import chunks_of_tiles, size_of_pieces
 from llmq.tensor import DTYPES, Ref
 
 
@@ -19,13 +19,13 @@ class HostedGrads(ReplicatedGrads):
     written to it in this step (llmq/plan/passes/accumulate.py).
 
     The optimizer fetches them with its states: `sums` are those of the host. For the norm they come in pieces of
-    `piece_bytes`, of whole tiles of 128 rows.
+    `piece_bytes` or more (`size_of_pieces`), of whole tiles of 128 rows.
     """
 
     def __init__(self, rows: Sequence[Row], dtype: str, *, last: bool = False, piece_bytes: int) -> None:
         super().__init__(rows, dtype, last=last)
         self.refs = {name: replace(ref, home="host") for name, ref in self.refs.items()}
-        self._piece_bytes = piece_bytes
+        self._piece_bytes = size_of_pieces(self.refs.values(), piece_bytes)
         self._names = names_by_part(rows)
 
     def walk(self, ops: Any, parts: Iterable[str | int]) -> Iterator[Bundle]:

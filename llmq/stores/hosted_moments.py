@@ -10,7 +10,7 @@ from llmq.changed import changed
 from llmq.row import Row
 from llmq.stores.bundles import one_ahead
 from llmq.stores.moments import State, StatePiece, Update
-from llmq.stores.pieces import chunks_of_tiles
+from llmq.stores.pieces import chunks_of_tiles, size_of_pieces
 from llmq.tensor import DTYPES, Ref
 
 
@@ -18,9 +18,9 @@ class HostedMoments:
     """The states of another store, of which the `spaces` (master, m, v) live on the host, and with them `grads`: the
     gradients that live there, by row name.
 
-    What is fetched of a row at a time is at most `piece_bytes`, in whole tiles of 128 rows and one at least; a row that
-    `is_cut` refuses, a vector and an entry of a stack come whole. About three pieces are on the device at once: one
-    that is updated, one on its way here and one on its way back.
+    What is fetched of a row at a time is at most `piece_bytes`, of a large model more (`size_of_pieces`), in whole
+    tiles of 128 rows and one at least; a row that `is_cut` refuses, a vector and an entry of a stack come whole. About
+    three pieces are on the device at once: one that is updated, one on its way here and one on its way back.
     """
 
     def __init__(
@@ -32,9 +32,11 @@ class HostedMoments:
         piece_bytes: int,
         is_cut: Callable[[Row], bool],
     ) -> None:
-        self._moments, self._piece_bytes, self._is_cut = moments, piece_bytes, is_cut
+        self._moments, self._is_cut = moments, is_cut
         self._spaces = frozenset(spaces)
         self._grads = {one.name: one for ref in grads.values() for one in ref.entries}
+        fetched = [ref for state in moments.refs.values() for ref in state if ref.space in self._spaces]
+        self._piece_bytes = size_of_pieces([*fetched, *grads.values()], piece_bytes)
         self.refs = {name: State(*map(self._at_home, state)) for name, state in moments.refs.items()}
 
     def walk(self, ops: Any, *, masters_only: bool = False, only: Container[str] | None = None) -> Iterator[Update]:

@@ -3,8 +3,16 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Iterable
 
-from llmq.tensor import NORM_ROWS, Ref
+from llmq.tensor import NORM_ROWS, Ref, stored_bytes
+
+MOST_PIECES = 4096  # of all that is fetched, about: each takes a handful of calls to plan, to bind and to capture
+
+
+def size_of_pieces(refs: Iterable[Ref], least_bytes: int) -> int:
+    """Bytes of a piece of these tensors: `least_bytes`, and more where there would be too many."""
+    return max(least_bytes, sum(map(stored_bytes, refs)) // MOST_PIECES)
 
 
 def chunks_of_tiles(ref: Ref, row_bytes: int, num_bytes: int) -> list[tuple[int, int]]:

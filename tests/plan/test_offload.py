@@ -28,6 +28,7 @@ from llmq.model.presets import preset
 from llmq.options.maths import MemoryOptions
 from llmq.plan import memory as memories
 from llmq.plan.memory import RESIDUAL, Memory
+from llmq.stores.pieces import MOST_PIECES, size_of_pieces
 from llmq.stores.sharding import Sharding
 from llmq.tensor import Ref
 
@@ -225,3 +226,10 @@ def test_random_combinations_are_bit_equal(seed):
     )
     plain = Memory(head_chunks=memory.head_chunks)
     assert result_of(plan_of(precision, memory, CONFIG)) == result_of(plan_of(precision, plain, CONFIG))
+
+
+def test_many_states_come_in_larger_pieces():
+    """No more than about MOST_PIECES of them, as each takes calls of the update."""
+    refs = [Ref(f"r{index}", "m", (2**14, 2**14), "fp32") for index in range(8)]
+    assert size_of_pieces(refs, 2**26) == 2**26
+    assert size_of_pieces(refs * 64, 2**26) == 512 * 2**30 // MOST_PIECES > 2**26

@@ -296,7 +296,7 @@ def test_the_cpu_is_not_searched_for(capsys, model, tmp_path, monkeypatch):
 
 
 @pytest.mark.slow
-def test_the_largest_models_take_less_than_a_minute(tmp_path):
+def test_the_largest_models_take_less_than_half_a_minute(tmp_path):
     """72B, streamed, inside half of an H200."""
     config = preset("Qwen2.5-72B")
     assert config.num_layers == 80
@@ -305,5 +305,5 @@ def test_the_largest_models_take_less_than_a_minute(tmp_path):
     )
     began = time.process_time()
     found = fitted(*search_of(options)[1])
-    assert time.process_time() - began < 60  # 31 to 36 s on a core that takes 6 us for dataclasses.replace
+    assert time.process_time() - began < 30  # 16 to 18 s on a core that took 42 s with pieces of 64 MiB
     assert found.plan.total_bytes <= 80 * GIB - CONTEXT

@@ -34,7 +34,8 @@ def lanes(calls: Sequence[Call]) -> list[Call]:
     clocks: list[Clock] = []  # what is done when a call is
     made = []
     for index, (call, block) in enumerate(zip(calls, blocks(calls), strict=True)):
-        needed = touched.needed(call, block, last.get(MAIN))
+        read, written = reads(call), writes(call)
+        needed = touched.needed(call, read, written, block, last.get(MAIN))
         clock = dict(clocks[last[call.lane]]) if call.lane in last else {}
         waits = []
         for other in sorted(needed, reverse=True):  # the latest first: what it has waited for is done as well
@@ -43,9 +44,9 @@ def lanes(calls: Sequence[Call]) -> list[Call]:
                 waits.append(other)
                 clock = merged(clock, clocks[other])
         clocks.append({**clock, call.lane: index})
-        touched.note(call, index, block)
+        touched.note(call, read, written, index, block)
         last[call.lane] = index
-        made.append(changed(call, waits=tuple(sorted(waits))))
+        made.append(changed(call, waits=tuple(sorted(waits))) if waits else call)
     return made
 
 
@@ -57,22 +58,24 @@ class _Touched:
     readers: dict[str, list[int]] = field(default_factory=dict)
     pending: deque[tuple[int, int]] = field(default_factory=deque)  # index, block
 
-    def needed(self, call: Call, block: int, main: int | None) -> set[int]:
-        """Calls that must be done before this one; `main` is the last one on the main lane."""
-        found = {self.writers[name] for name in (*reads(call), *writes(call)) if name in self.writers}
-        found |= {reader for name in writes(call) for reader in self.readers.get(name, ())}
+    def needed(self, call: Call, read: Sequence[str], written: Sequence[str], block: int, main: int | None) -> set[int]:
+        """Calls that must be done before this one, which touches these storages; `main` is the last one on the main
+        lane."""
+        found = {self.writers[name] for name in (*read, *written) if name in self.writers}
+        for name in written:
+            found.update(self.readers.get(name, ()))
         if call.lane == MAIN:
             while self.pending and self.pending[0][1] + 2 <= block:
                 found.add(self.pending.popleft()[0])
-        elif main is not None and any(name not in self.writers for name in writes(call)):
+        elif main is not None and any(name not in self.writers for name in written):
             found.add(main)
         return found
 
-    def note(self, call: Call, index: int, block: int) -> None:
+    def note(self, call: Call, read: Sequence[str], written: Sequence[str], index: int, block: int) -> None:
         """This call has been recorded."""
-        for name in writes(call):
+        for name in written:
             self.writers[name], self.readers[name] = index, []
-        for name in reads(call):
+        for name in read:
             self.readers.setdefault(name, []).append(index)
         if call.lane != MAIN:
             self.pending.append((index, block))
@@ -95,7 +98,9 @@ def joined(calls: Sequence[Call]) -> dict[int, int]:
     clocks: list[Clock] = []
     last: dict[str, Clock] = {}
     for index, call in enumerate(calls):
-        clock = merged(last.get(call.lane, {}), *(clocks[other] for other in call.waits))
+        clock = last.get(call.lane, {})
+        if call.waits:
+            clock = merged(clock, *(clocks[other] for other in call.waits))
         last[call.lane] = {**clock, call.lane: index}
         clocks.append(last[call.lane])
         if call.lane != MAIN:
@@ -116,7 +121,8 @@ def reads(call: Call) -> list[str]:
     """Storages that a call reads: its inputs with their scales, the scales that its copies are written with, and what
     it adds to."""
     refs = [ref for ref in call.inputs if ref is not None]
-    scales = [scale for ref in (*refs, *call.written) if (scale := _scales(ref)) is not None]
+    copies = [ref for ref in (*refs, *call.written) if ref.form is not None]
+    scales = [scale for ref in copies if (scale := _scales(ref)) is not None]
     sums = [storage_name(r.ref) for r in call.outputs if r is not None and r.accumulate]
     return [*map(storage_name, refs), *scales, *sums]
 
