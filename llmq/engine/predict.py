@@ -1,17 +1,19 @@
 """A prediction of how long a plan's programs take on a card: a model, which measures nothing.
 
 Every call takes what its FLOPs take at the rate that the card sustains, or its bytes at that of its memory, whichever
-is longer; a copy between homes takes its bytes at the rate of the link to the host, a collective at that of the link to
-another rank. Calls run in order on each lane, and wait for others as planned.
+is longer, and the time from one node of a graph to the next; a copy between homes takes its bytes at the rate of the
+link to the host, a collective at that of the link to other ranks. Calls run in order on each lane, and wait for others
+as planned.
 
 Sustained rates are those of an H200 at its power limit of 700 W (docs/results.md, "Where the time of a micro-batch
 goes"): 689 to 745 TFLOP/s in bf16 and 1,259 to 1,314 in e4m3, of peaks of 989.4 and 1,978.9, and 4.1 TB/s of 4.8 in a
 copy. Families of ops below that are counted by their share of it, from the same table. Other cards are taken to sustain
-the same shares of their peaks.
+the same shares of their peaks. tests/engine/test_measured.py holds all this to what was measured.
 """
 
 from __future__ import annotations
 
+import math
 from collections import defaultdict
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -23,30 +25,50 @@ from llmq.ops.record import Call
 from llmq.ops.seam import Arguments, record
 from llmq.plan.passes.place import Program
 from llmq.plan.plan import Plan
+from llmq.tensor import stored_bytes
 
 # Of the peaks of its papers, what an H200 sustains: 695 and 1,290 TFLOP/s; ordinary cores are bound by memory.
 SUSTAINED = {"bf16": 0.702, "fp32": 0.702, "e4m3": 0.652}
 SUSTAINED_MEMORY = 0.854
+# Of NVLink's rate in one direction, NCCL's bus bandwidth between two H200: 245 GB/s in a reduce-scatter, 258 in an
+# all-gather. Over PCI Express, a copy's.
+SUSTAINED_PEERS = 0.56
 # Of a copy's rate, by family: 1.5B and 7B, bf16 and e4m3.
 FAMILIES = {"norms": 0.75, "cross-entropy": 0.79, "rope": 0.81, "quantize": 0.82, "optimizer": 0.7, "embedding": 0.7}
-# Attention takes (a + b / T) times what its products would at the rate of large ones: 1.96 (forward) and 2.73
-# (backward) at T = 1024, 1.38 and 1.93 at 8192, with heads 128 wide; 1.37 times that with heads of 64.
-ATTENTION = {"attention forward": (1.30, 679.0), "attention backward": (1.82, 940.0)}
+# Replaying a graph of small kernels takes 1.9 us a node.
+NODE_S = 1.9e-6
+# Attention takes (a + b / T) (1 + TAIL / waves) times what its products would at the rate of large ones, in waves of
+# one block for each 128 queries of a head on every multiprocessor. At T = 1024, 27 waves, 1.96 (forward) and 2.73
+# (backward); 1.38 at 8192 and 31 waves, 1.93 in two chunks of 15.5; with heads 128 wide, and 1.37 times that with heads
+# of 64. Two waves more for each call: backward in 2, 4, 8 and 16 chunks of 27 waves takes 7, 21, 49 and 87% longer
+# (docs/kernels/attention.md), and would by this take 7, 21, 48 and 103%.
+ATTENTION = {"attention forward": (1.22, 619.0), "attention backward": (1.59, 975.0)}
+ATTENTION_ROWS, TAIL, USUAL_WAVES = 128, 2.0, 27.0
 HEAD_WIDTH, NARROW = 128, 0.45
+# A product with fewer tiles than the card has multiprocessors leaves some idle. Tiles are 128 x 128, and a deep sum may
+# be cut: 0.5B's 896 x 896 gradients, sums over 32,768 tokens, run as fast as others, which takes three pieces or more.
+TILE, DEEP = 128, 4096
+# Of the rate with a scale for each tensor, that with one for each row, or for 128 numbers: forward and dgrad, and weight
+# gradients. Means of the table "e4m3 by scales" of docs/kernels/matmul.md.
+SCALED = {"rowwise": (0.94, 0.97), "blockwise": (0.82, 0.74), "blocks": (0.82, 0.74)}
 
 
 @dataclass(frozen=True)
 class Rates:
-    """FLOP/s by dtype, and bytes/s of the card's memory and of its link to the host and to other ranks.
+    """FLOP/s by dtype, and bytes/s of the card's memory, of its link to the host and of that to other ranks.
 
-    Ops of `families` move bytes at a share of the memory's rate; those of `attention` take longer by (a + b / T).
+    Ops of `families` move bytes at a share of the memory's rate; those of `attention` take longer by (a + b / T). Each
+    call takes `node` seconds more; products are spread over `num_sms`, where that is known.
     """
 
     flops: Mapping[str, float]
     memory: float
     link: float
+    peers: float = 0.0
     families: Mapping[str, float] = field(default_factory=dict)
     attention: Mapping[str, tuple[float, float]] = field(default_factory=dict)
+    node: float = 0.0
+    num_sms: int = 0
 
 
 def sustained(card: Card) -> Rates | None:
@@ -54,7 +76,9 @@ def sustained(card: Card) -> Rates | None:
     if card.memory_rate is None:
         return None
     flops = {dtype: rate * SUSTAINED[dtype] for dtype, rate in card.peaks.items()}
-    return Rates(flops, SUSTAINED_MEMORY * card.memory_rate, card.link_rate, FAMILIES, ATTENTION)
+    peers = card.link_rate if card.peer_rate is None else SUSTAINED_PEERS * card.peer_rate
+    memory = SUSTAINED_MEMORY * card.memory_rate
+    return Rates(flops, memory, card.link_rate, peers, FAMILIES, ATTENTION, NODE_S, card.num_sms)
 
 
 def micro_programs(micro_steps: int) -> list[str]:
@@ -84,18 +108,47 @@ def program_seconds(program: Program, rates: Rates, tokens: int) -> float:
 def call_seconds(call: Call, rates: Rates, tokens: int) -> float:
     """Seconds of a call by itself; of an embedding's rows no more than `tokens` are read or written."""
     op, given = record(call.op), changed(arguments(call), different_tokens=float(tokens))
+    if op.is_collective:
+        return rates.node + _sent_bytes(given) / rates.peers
     num_bytes = op.num_bytes(given)
-    if (op.copies and call.lane == "copy") or op.is_collective:
-        return num_bytes / 2 / rates.link  # each byte is read and written
+    if op.copies and call.lane == "copy":
+        return rates.node + num_bytes / 2 / rates.link  # each byte is read and written
     multiplying = op.flops(given) / rates.flops[op.rate_dtype(given)]
+    if op.is_linear:
+        multiplying /= _scaled_share(given) * _filled(given, op.multiply_adds(given), rates.num_sms)
     if op.family in rates.attention:
-        multiplying *= _slower(given, *rates.attention[op.family])
-    return max(multiplying, num_bytes / rates.memory / rates.families.get(op.family, 1.0))
+        multiplying *= _slower(given, *rates.attention[op.family], rates.num_sms)
+    return rates.node + max(multiplying, num_bytes / rates.memory / rates.families.get(op.family, 1.0))
 
 
-def _slower(attention: Arguments, a: float, b: float) -> float:
+def _sent_bytes(collective: Arguments) -> float:
+    """Bytes of a collective that a rank gets from the others, or sends them."""
+    sides = (collective.reads.values(), [ref for refs in collective.writes.values() for ref in refs])
+    whole = max(sum(map(stored_bytes, refs)) for refs in sides)
+    ranks = len(collective.numbers.get("bounds", ())) - 1
+    return whole * (ranks - 1) / ranks if ranks > 0 else whole
+
+
+def _scaled_share(product: Arguments) -> float:
+    """Of the rate of products with a scale for each tensor, that of one with these scales."""
+    form = next(iter(product.reads.values())).form
+    forward, gradient = SCALED.get((form and form.scaling) or "", (1.0, 1.0))
+    return gradient if "d_weight" in product.writes else forward
+
+
+def _filled(product: Arguments, multiply_adds: int, num_sms: int) -> float:
+    """The share of the multiprocessors that have a tile of a product to make."""
+    shape = next(ref.shape for refs in product.writes.values() for ref in refs)
+    rows, columns = math.prod(shape[:-1]), shape[-1]
+    pieces = max(multiply_adds // (rows * columns) // DEEP, 1)
+    return min(-(-rows // TILE) * -(-columns // TILE) * pieces / num_sms, 1.0) if num_sms else 1.0
+
+
+def _slower(attention: Arguments, a: float, b: float, num_sms: int) -> float:
     """How much longer attention takes than large products of as many FLOPs."""
-    _, length, width = attention.reads["qkv"].shape
+    sequences, length, width = attention.reads["qkv"].shape
     numbers = attention.numbers
     head = width / (numbers["num_heads"] + 2 * numbers["num_kv_heads"])
-    return (a + b / length) * max(HEAD_WIDTH / head, 1.0) ** NARROW
+    blocks = sequences * numbers["num_heads"] * -(-length // ATTENTION_ROWS)
+    waves = blocks / num_sms if num_sms else USUAL_WAVES
+    return (a + b / length) * (1 + TAIL / waves) * max(HEAD_WIDTH / head, 1.0) ** NARROW

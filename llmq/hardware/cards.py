@@ -64,6 +64,12 @@ GIGABYTES_PER_S = {
     "RTX 5080": 960,
     "RTX 5090": 1792,
 }
+# Of NVLink in one direction, half of what the data sheets above print; of cards that are not all linked, none.
+NVLINK_GIGABYTES_PER_S = {
+    **dict.fromkeys(("H100 SXM", "H200", "H20", "H20 141GB"), 450),
+    "H800": 200,
+    **dict.fromkeys(("B200", "GB200", "B300", "GB300"), 900),
+}
 HOPPER = "NVIDIA H100 Tensor Core GPU Architecture whitepaper"
 AMPERE = "NVIDIA Ampere GA102 GPU Architecture whitepaper"
 ADA = "NVIDIA Ada GPU Architecture whitepaper, appendix A"
@@ -101,6 +107,12 @@ class Card:
     def link_rate(self) -> float:
         """Bytes/s that copies to or from a host reach over 16 lanes of the PCI Express of its generation."""
         return GIGA * (55 if self.capability >= (9, 0) else 25)
+
+    @property
+    def peer_rate(self) -> float | None:
+        """Bytes/s of its links to other cards of a machine, in one direction; None without NVLink."""
+        rate = NVLINK_GIGABYTES_PER_S.get(self.name)
+        return rate and GIGA * rate
 
     @property
     def total_bytes(self) -> int:

@@ -1,13 +1,16 @@
 """The modelled time of a step: rooflines of calls, lanes beside each other, programs of a step added up."""
 
-import pytest
-from tiny_engines import BF16, FP8, plan_of, tiny
+from dataclasses import replace
 
-from llmq.backends.planned import PlannedBackend
-from llmq.engine.predict import Rates, call_seconds, program_seconds, step_seconds, sustained
+import pytest
+from tiny_engines import BF16, FP8, plan_of, spec_of, tiny
+
+from llmq.engine.predict import Rates, call_seconds, program_seconds, step_seconds
 from llmq.hardware.cards import named
-from llmq.model.presets import preset
+from llmq.plan.levels import at_level
 from llmq.plan.memory import Memory
+from llmq.plan.plan import make_plan
+from llmq.stores.sharding import Sharding
 from llmq.tensor import stored_bytes
 
 TOKENS = 32
@@ -49,20 +52,47 @@ def test_a_step_is_its_micro_steps_and_the_update():
     assert one < two and four == pytest.approx(two + 2 * middle)
 
 
-# The table of docs/results.md: tokens/s of 524,288 tokens a step, of 7B in e4m3 262,144.
-MEASURED = [
-    pytest.param("Qwen2.5-0.5B", 32, 16, BF16, 169_381, marks=pytest.mark.slow),
-    ("Qwen2.5-0.5B", 32, 16, FP8["e4m3", "delayed"], 220_073),
-    pytest.param("Qwen2.5-1.5B", 32, 16, BF16, 61_955, marks=pytest.mark.slow),
-    pytest.param("Qwen2.5-1.5B", 32, 16, FP8["e4m3", "delayed"], 91_241, marks=pytest.mark.slow),
-    ("Qwen2.5-7B", 16, 32, BF16, 14_732),
-    ("Qwen2.5-7B", 16, 16, FP8["e4m3", "delayed"], 24_155),
-]
+def seconds_of(name, rates, spec=BF16, **sizes):
+    """Seconds of the first call of an op in a program of a micro-step."""
+    call = next(c for c in plan_of(spec, **sizes).programs["first"].calls if c.op == name)
+    return call_seconds(call, rates, TOKENS)
 
 
-@pytest.mark.parametrize(("model", "batch_size", "micro_steps", "precision", "measured"), MEASURED)
-def test_an_h200_is_predicted_as_it_was_measured(model, batch_size, micro_steps, precision, measured):
-    sizes = {"batch_size": batch_size, "seq_len": 1024, "scratch_bytes": PlannedBackend().scratch_bytes}
-    plan = plan_of(precision, Memory((), 4), preset(model), **sizes)
-    rate = batch_size * 1024 * micro_steps / step_seconds(plan, sustained(named("H200")), micro_steps)
-    assert rate == pytest.approx(measured, rel=0.05)
+def test_every_call_takes_the_time_of_a_node_too():
+    without, more = (replace(SLOW_CORES, node=node) for node in (0.0, 3.0))
+    for name in ("linear_forward", "rmsnorm_backward", "attention_backward"):
+        assert seconds_of(name, more) == pytest.approx(seconds_of(name, without) + 3.0)
+
+
+def test_products_of_few_tiles_leave_multiprocessors_idle():
+    """The output for 32 tokens and 48 channels is one tile; a sum over 8192 channels is cut into two pieces."""
+    assert seconds_of("linear_forward", replace(SLOW_CORES, num_sms=8)) == 8 * seconds_of("linear_forward", SLOW_CORES)
+    wide = plan_of(BF16, config=tiny(intermediate_size=4096)).programs["first"].calls
+    (deep, *_) = [c for c in wide if c.op == "linear_dgrad" and c.inputs[0].shape[-1] == 8192]
+    one, two, four = (call_seconds(deep, replace(SLOW_CORES, num_sms=sms), TOKENS) for sms in (1, 2, 4))
+    assert one == two == four / 2
+
+
+def test_the_last_waves_of_attention_weigh_where_there_are_few():
+    """Four blocks of one multiprocessor are four waves, and two more; of four, one wave and two more."""
+    rates = replace(SLOW_CORES, attention={"attention backward": (1.0, 0.0)})
+    one, four = (seconds_of("attention_backward", replace(rates, num_sms=sms)) for sms in (1, 4))
+    heads = tiny().num_heads * 2
+    assert four / one == pytest.approx((1 + 2 * 4 / heads) / (1 + 2 / heads))
+
+
+@pytest.mark.parametrize(("scaling", "share"), [("rowwise", 0.94), ("blockwise", 0.82)])
+def test_scales_of_rows_and_blocks_cost_rate(scaling, share):
+    cores = Rates({"bf16": 1e-3, "fp32": 1e-3, "e4m3": 1e-3}, memory=1e30, link=1.0)
+    tensor, other = (seconds_of("linear_forward", cores, FP8["e4m3", each]) for each in ("delayed", scaling))
+    assert tensor / other == pytest.approx(share)
+
+
+def test_ranks_send_what_the_others_lack():
+    """Of two, half of each tensor, over the link between cards."""
+    spec = replace(spec_of(BF16), sharding=at_level(Sharding(0, 2), 1))
+    calls = [c for program in make_plan(spec).programs.values() for c in program.calls if c.op == "reduce_scatter"]
+    rates = replace(SLOW_MEMORY, peers=1.0)
+    for call in calls:
+        assert call_seconds(call, rates, TOKENS) == stored_bytes(call.inputs[0]) * 0.5
+    assert calls and named("H200").peer_rate == 450e9 and named("RTX 4090").peer_rate is None

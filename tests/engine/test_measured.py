@@ -1,0 +1,165 @@
+"""The modelled time of a step beside every speed of the docs that was measured on H200s: within 10%.
+
+`python tests/engine/test_measured.py` writes the table of docs/memory.md.
+"""
+
+import re
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+
+import pytest
+
+from llmq.backends import open_backend
+from llmq.engine.predict import step_seconds, sustained
+from llmq.files.source import find_source
+from llmq.hardware import device
+from llmq.options.parse import Options
+from llmq.plan import precision
+from llmq.plan.plan import make_plan
+from llmq.training.specs import Facts
+
+DOCS = Path(__file__).parents[2] / "docs"
+PAGE = DOCS / "memory.md"
+TITLE = "| one H200 unless said | predicted tokens/s | measured | ratio | page |"
+TABLE = re.compile(r"(<!-- predictions: [^\n]* -->\n).*?(?=<!-- end of predictions -->)", re.DOTALL)
+WITHIN = 0.1
+
+WHOLE = 524_288  # tokens of a step
+NARROW = {"model_dtype": "bf16", "opt_m_dtype": "bf16", "opt_v_dtype": "bf16"}
+E4M3 = {**NARROW, "matmul_dtype": "e4m3"}
+HEAD = {**E4M3, "head_dtype": "e4m3"}
+LORA = {"model_dtype": "bf16", "lora_rank": 16}
+LORA_E4M3 = {**LORA, "matmul_dtype": "e4m3"}
+FROZEN = {"lora_targets": "layers.0.self_attn.q_proj"}
+NF4 = {**LORA_E4M3, "base_dtype": "nf4"}
+
+
+@dataclass(frozen=True)
+class Measured:
+    """A speed in tokens/s of a page, in steps of so many `tokens`, and the options of llmq-train."""
+
+    name: str
+    speed: int
+    batch_size: int
+    tokens: int
+    options: dict = field(default_factory=dict)
+    seq_len: int = 1024
+    gpus: int = 1
+    page: str = "results.md"
+
+    @property
+    def model(self):
+        return "llama3_8b" if self.name.startswith("Llama") else self.name.partition(" ")[0]
+
+
+def on_two(model, dtype, speeds, batch_size, tokens, options):
+    """The levels of sharing of two H200."""
+    return [
+        Measured(
+            f"{model} {dtype}, {batch_size}x1024, {tokens:,} a step, 2 GPUs, level {level}",
+            speed,
+            batch_size,
+            tokens,
+            {**options, "zero_level": level},
+            gpus=2,
+        )
+        for level, speed in speeds.items()
+    ]
+
+
+ROWS = [
+    Measured("Qwen2.5-0.5B bf16, 32x1024", 169_381, 32, WHOLE, NARROW),
+    Measured("Qwen2.5-0.5B e4m3, 32x1024", 220_073, 32, WHOLE, E4M3),
+    Measured("Qwen2.5-0.5B e4m3, head too, 32x1024", 246_682, 32, WHOLE, HEAD),
+    Measured("Qwen2.5-0.5B bf16, 1x1024, one a step", 81_447, 1, 1024, NARROW),
+    *(
+        Measured(
+            f"Qwen2.5-0.5B e4m3 {scaling}, 32x1024",
+            speed,
+            32,
+            WHOLE,
+            {**E4M3, "fp8_scaling": scaling},
+            page="precision.md",
+        )
+        for scaling, speed in {"current": 191_475, "rowwise": 185_504, "blockwise": 175_003}.items()
+    ),
+    Measured("Qwen2.5-1.5B bf16, 32x1024", 61_955, 32, WHOLE, NARROW),
+    Measured("Qwen2.5-1.5B e4m3, 32x1024", 91_241, 32, WHOLE, E4M3),
+    Measured("Qwen2.5-1.5B e4m3, head too, 32x1024", 99_585, 32, WHOLE, HEAD),
+    Measured("Qwen2.5-7B bf16, 16x1024", 14_732, 16, WHOLE, NARROW),
+    Measured("Qwen2.5-7B e4m3, 16x1024", 24_155, 16, WHOLE // 2, E4M3),
+    Measured("Qwen2.5-7B e4m3, 16x1024, 131,072 a step", 24_491, 16, 131_072, E4M3),
+    Measured("Qwen2.5-7B e4m3, 16x1024, 32,768 a step", 23_733, 16, 32_768, E4M3),
+    Measured("Qwen2.5-7B e4m3, head too, 16x1024", 25_373, 16, WHOLE // 2, HEAD),
+    Measured(
+        "Llama-3-8B e4m3, 2x8192", 16_759, 2, 131_072, {**E4M3, "recompute_swiglu": True, "attn_bwd_chunks": 2}, 8192
+    ),
+    Measured("Qwen2.5-7B bf16, frozen, 16x1024", 21_355, 16, 65_536, {**LORA, **FROZEN}),
+    Measured("Qwen2.5-7B e4m3, frozen, 16x1024", 35_008, 16, 65_536, {**LORA_E4M3, **FROZEN}),
+    Measured("Qwen2.5-7B bf16, LoRA 16, 16x1024 *", 19_324, 16, 65_536, LORA),
+    Measured("Qwen2.5-7B bf16, LoRA 64, 16x1024", 19_930, 16, 65_536, {**LORA, "lora_rank": 64}),
+    Measured("Qwen2.5-7B e4m3, LoRA 16, 16x1024", 30_119, 16, 65_536, LORA_E4M3),
+    Measured("Qwen2.5-7B e4m3, LoRA 64, 16x1024", 30_527, 16, 65_536, {**LORA_E4M3, "lora_rank": 64}),
+    Measured("Qwen2.5-7B bf16, DoRA 16, 16x1024 *", 18_092, 16, 65_536, {**LORA, "dora": True}),
+    Measured("Qwen2.5-7B e4m3, LoRA 16 on nf4, 16x1024 *", 28_755, 16, 65_536, NF4),
+    Measured(
+        "Qwen2.5-7B e4m3, LoRA 16 on nf4, 8x1024, `--recompute-block` *",
+        21_095,
+        8,
+        65_536,
+        {**NF4, "recompute_block": True, "lmhead_chunks": 8},
+    ),
+    Measured("Qwen2.5-7B bf16, LoRA 16, 2x4096", 17_898, 2, 65_536, LORA, 4096),
+    Measured("Qwen2.5-7B e4m3, LoRA 16, 2x4096", 26_356, 2, 65_536, LORA_E4M3, 4096),
+    *on_two("Qwen2.5-0.5B", "bf16", {1: 335_157, 3: 319_756}, 32, WHOLE, NARROW),
+    *on_two("Qwen2.5-0.5B", "e4m3", {1: 434_295, 3: 414_995}, 32, WHOLE, E4M3),
+    *on_two("Qwen2.5-1.5B", "bf16", {1: 122_997, 3: 120_053}, 32, WHOLE, NARROW),
+    *on_two("Qwen2.5-1.5B", "e4m3", {1: 179_583, 3: 175_099}, 32, WHOLE, E4M3),
+    *on_two("Qwen2.5-7B", "e4m3", {1: 46_568}, 16, 131_072, E4M3),
+    *on_two("Qwen2.5-7B", "e4m3", {1: 44_091}, 16, 32_768, E4M3),
+]
+USUAL = (0, 3, 6, 11, 15, 24, 25, 26, 28)  # in every run of the tests; all with --sweeps
+
+
+def predicted(row):
+    """Tokens/s by the model."""
+    micro_steps, rest = divmod(row.tokens, row.batch_size * row.seq_len * row.gpus)
+    assert not rest
+    sizes = {"batch_size": row.batch_size, "seq_len": row.seq_len, "grad_accumulation": micro_steps}
+    about = {"model": row.model, "from_scratch": True, "dry_run": True, "train_file": "none", "gpu": "H200"}
+    options = Options.parse({**about, **sizes, **row.options})
+    where = device.pick_device(options.system)
+    facts = Facts(find_source(row.model, from_scratch=True).config, where, size=row.gpus)
+    spec = facts.spec(options, precision.resolve(options.precision, facts.config))
+    scratch = open_backend("planned", **device.backend_settings(options.system, where)).scratch_bytes
+    plan = make_plan(replace(spec, observe=False), scratch)
+    return row.tokens / step_seconds(plan, sustained(where.card), micro_steps)
+
+
+def line(row, rate):
+    """A row of the table."""
+    page = row.page.removesuffix(".md").capitalize()
+    return f"| {row.name} | {rate:,.0f} | {row.speed:,} | {rate / row.speed:.2f} | [{page}]({row.page}) |"
+
+
+@pytest.mark.parametrize(
+    "row",
+    [pytest.param(row, id=row.name, marks=() if n in USUAL else pytest.mark.sweep) for n, row in enumerate(ROWS)],
+)
+def test_an_h200_is_predicted_as_it_was_measured(row):
+    rate = predicted(row)
+    assert f"{row.speed:,}" in (DOCS / row.page).read_text("utf-8"), "a number of the page"
+    assert rate == pytest.approx(row.speed, rel=WITHIN)
+    assert line(row, rate) in PAGE.read_text("utf-8"), "python tests/engine/test_measured.py writes the table"
+
+
+def test_the_table_has_every_row_and_no_other():
+    found = TABLE.search(PAGE.read_text("utf-8"))
+    names = [text.split(" | ")[0].removeprefix("| ") for text in found[0].splitlines()[3:] if text]
+    assert names == [row.name for row in ROWS]
+
+
+if __name__ == "__main__":
+    made = "\n".join([TITLE, "|---|---|---|---|---|", *(line(row, predicted(row)) for row in ROWS)])
+    text = TABLE.sub(lambda found: f"{found[1]}{made}\n", PAGE.read_text("utf-8"))
+    PAGE.write_text(text, "utf-8")
