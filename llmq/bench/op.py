@@ -18,7 +18,8 @@ from llmq.backends import Backend, open_backend
 from llmq.bench import table
 from llmq.bench.ceilings import Ceilings, measure_ceilings
 from llmq.bench.ladder import CallWork, different_tokens, roofline_s, work_of
-from llmq.bench.run import BenchRequest, configurations, fitting_plan, multiplied
+from llmq.bench.request import BenchRequest, configurations, multiplied
+from llmq.bench.run import fitting_plan
 from llmq.engine.bound_plan import make_ready
 from llmq.engine.measure import TIMED, Clock, CudaClock, cold_calls
 from llmq.errors import UsageError

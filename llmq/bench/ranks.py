@@ -22,6 +22,7 @@ from llmq.bench.results import result_of
 from llmq.comm.world import World
 from llmq.engine.bound_plan import make_ready
 from llmq.engine.measure import BATCHES, Clock, CudaClock, Speed, measure_plan, zipf_batch
+from llmq.engine.predict import predicted_rate
 from llmq.errors import MemoryLimitError
 from llmq.hardware import nvml
 from llmq.hardware.device import Device
@@ -31,7 +32,7 @@ from llmq.screen import Report, Screen, unreported
 from llmq.stores.sharding import Sharding
 
 if TYPE_CHECKING:
-    from llmq.bench.run import BenchRequest, Wanted
+    from llmq.bench.request import BenchRequest, Wanted
 
 EXPOSED = "communication, exposed"  # a rung of the ladder of several GPUs, beside this one
 COMPUTING = "computing"
@@ -111,6 +112,7 @@ class RankBench:
             gpus=size,
             zero_level=level,
             communication=communication,
+            predicted=predicted_rate(plan, self.where.card, tokens),
         )
 
     def _steps(

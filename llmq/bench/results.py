@@ -52,10 +52,12 @@ def result_of(
     gpus: int = 1,
     zero_level: int | None = None,
     communication: Mapping[str, Any] | None = None,
+    predicted: float | None = None,
 ) -> dict[str, Any]:
     """The result of one configuration; of several GPUs with what their `communication` costs.
 
-    `speed` is that of all GPUs, what is said of memory and of the GPU is of one.
+    `speed` is that of all GPUs, what is said of memory and of the GPU is of one; `predicted` are tokens/s by the
+    planner's model.
     """
     plan, (median, low, high) = speed.plan, speed.tokens_per_second
     spec = plan.spec
@@ -78,6 +80,7 @@ def result_of(
         "zero_level": zero_level,
         "communication": communication,
         "tokens_per_second": {"median": median, "min": low, "max": high},
+        "predicted_tokens_per_second": predicted,
         "lora_rank": None if spec.adapters is None else spec.adapters.rank,
         "dora": spec.adapters is not None and spec.adapters.dora,
         "base_dtype": None if spec.adapters is None else spec.adapters.base,

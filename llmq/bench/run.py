@@ -1,7 +1,6 @@
-"""The runs of `llmq-bench`: options checked as a whole, and the models, batches and steps where none were given.
+"""The runs of `llmq-bench`: each configuration planned, measured, and shown beside what is predicted.
 
-A configuration is planned as `llmq-train` would plan it: its options go through the same description and the same
-resolvers. Without `--models` the device decides: models that fit its memory, in bf16 and in fp8 where the card has it,
+Without `--models` the device decides: models that fit its memory, in bf16 and in fp8 where the card has it,
 as many as can be measured within LIMIT_S at the speed of those before. A measurement that takes longer is cut short.
 """
 
@@ -13,9 +12,8 @@ import os
 import sys
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import asdict, replace
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 from rich.console import Console
@@ -25,110 +23,39 @@ from llmq.bench import table as bench_table
 from llmq.bench.ceilings import Ceilings, measure_ceilings
 from llmq.bench.ladder import ladder
 from llmq.bench.ranks import RankBench, other_processes
-from llmq.bench.results import Change, adapters_in_words, compare, document, load, require_common, result_of, save
+from llmq.bench.request import DEFAULT_LEVEL, DEFAULTS, BenchRequest, Wanted, check, multiplied
+from llmq.bench.results import Change, compare, document, result_of, save
 from llmq.comm.join import copied_in_words, join_world
 from llmq.comm.launch import gpu_index, recognised
 from llmq.comm.peer_copies import Copying
 from llmq.comm.world import ALONE, World
+from llmq.data.batches.step import step_of
 from llmq.engine.bound_plan import make_ready
 from llmq.engine.measure import Clock, CudaClock, measure_plan
-from llmq.errors import LlmqError, MemoryLimitError, StorageError, UsageError
+from llmq.engine.predict import predicted_rate
+from llmq.errors import MemoryLimitError
 from llmq.hardware import blas
 from llmq.hardware import device as devices
 from llmq.hardware.device import Device
 from llmq.model import speed_of_light as sol
-from llmq.model.config import ModelConfig, from_folder
 from llmq.model.optimizer import Hyperparameters
 from llmq.model.parameters import padded_vocab
-from llmq.model.presets import preset
 from llmq.options.parse import Options
 from llmq.plan import adapters, memory, precision
-from llmq.plan.advice import refuse_if_too_large, with_fitting_chunks
-from llmq.plan.memory import ROLES
+from llmq.plan.advice import refuse_if_host_is_small, refuse_if_too_large, with_fitting_chunks
 from llmq.plan.plan import Plan, make_plan
-from llmq.plan.precision import Precision
 from llmq.plan.spec import Spec
 from llmq.screen import Screen
 from llmq.stores.sharding import ALONE as UNSHARED
 from llmq.stores.sharding import Sharding
 from llmq.tensor import DTYPES
+from llmq.training.fit import fitted
 
-MOMENTS = ("opt_m_dtype", "opt_v_dtype")  # of adapters those of llmq-train
-NARROW = {"model_dtype": "bf16", "opt_m_dtype": "bf16", "opt_v_dtype": "bf16"}
-MATMULS = {  # options of llmq-train by name of --dtypes
-    "fp32": {"model_dtype": "fp32"},
-    "bf16": NARROW,
-    "e4m3": {**NARROW, "matmul_dtype": "e4m3"},
-}
-OF_FP8 = ("gradient_dtype", "fp8_scaling", "head_dtype", "bf16_layers", "fp8_layers")
 ROOM = 0.95  # of the free memory, for a plan that models what cuDNN will need
 LIMIT_S = 165.0  # for all configurations that were chosen here: under three minutes with the start of Python
 LADDER_S = 10.0  # of them: single ops, after the steps
 START_S = 15.0  # of a configuration: kernels, algorithms, weights, ladder
-DEFAULT_LEVEL = 1  # of several GPUs
 CAUTION = 0.8  # of the last share of the speed of light is expected of the next
-
-
-@dataclass(frozen=True)
-class Defaults:
-    """Defaults for a kind of device; it is sure to reach `share` of the speed of light."""
-
-    models: tuple[str, ...]
-    tokens: int  # of a step
-    seq_len: int
-    batch_size: int  # at most
-    share: float
-
-
-DEFAULTS = {
-    "cuda": Defaults(("Qwen2.5-0.5B", "Qwen2.5-1.5B"), tokens=524_288, seq_len=1024, batch_size=32, share=0.25),
-    "cpu": Defaults(("tiny_llama3_50m",), tokens=1024, seq_len=128, batch_size=1, share=0.06),
-}
-
-
-@dataclass(frozen=True)
-class BenchRequest:
-    """The options of the command; None and () take the defaults. `recipe` are options of llmq-train."""
-
-    models: tuple[str, ...] = ()
-    dtypes: tuple[str, ...] = ()
-    device: str = "auto"
-    memory_limit: str | None = None
-    batch_size: int | None = None
-    batch_sizes: tuple[int, ...] = ()  # each of them, in one table
-    seq_len: int | None = None
-    tokens_per_step: int | None = None
-    steps: int = 10
-    warmup: int = 3
-    recompute: tuple[str, ...] = ()
-    deterministic: bool = True
-    recipe: Mapping[str, Any] = field(default_factory=dict)
-    save: Path | None = None
-    compare: Path | None = None
-    tolerance: float | None = None
-    markdown: bool = False
-    gpus: int = 1
-    zero_levels: tuple[int, ...] = ()
-    memcpy_all_gather: bool | None = None
-    command: str = "llmq-bench"
-
-
-@dataclass(frozen=True)
-class Wanted:
-    """One configuration: a model's shape and the options of llmq-train that it is planned with."""
-
-    model: str
-    dtype: str
-    config: ModelConfig
-    precision: Precision
-    flat: Mapping[str, Any]
-    batch_size: int | None = None  # None: as many as fit
-
-    @property
-    def name(self) -> str:
-        """`Qwen2.5-0.5B bf16 32x1024, rank 16 on nf4`."""
-        size = f" {self.batch_size}x{self.flat['seq_len']}" if self.batch_size else ""
-        return f"{self.model} {self.dtype}{size}{adapters_in_words(self.flat)}"
 
 
 def run(request: BenchRequest) -> int:
@@ -145,17 +72,6 @@ def run(request: BenchRequest) -> int:
         return _run(request, where, world)
     finally:
         world.close()
-
-
-def check(request: BenchRequest, where: Device, num_ranks: int = 1) -> tuple[list[Wanted], dict[str, Any] | None]:
-    """What is measured, and what it is compared with; all is refused that can be before the first measurement."""
-    wanted = configurations(request, where, num_ranks)
-    old = load(request.compare) if request.compare else None
-    if old is not None:
-        require_common(old, [(one.model, one.dtype, one.flat["seq_len"]) for one in wanted])
-    if request.save:
-        _check_place(request.save)
-    return wanted, old
 
 
 def _run(request: BenchRequest, where: Device, world: World) -> int:
@@ -227,111 +143,6 @@ def _exit_code(console: Console, changes: Sequence[Change], tolerance: float | N
     return 1 if slower else 0
 
 
-def configurations(request: BenchRequest, where: Device, num_ranks: int = 1) -> list[Wanted]:
-    """Every model in every dtype, checked. UsageError with all problems at once."""
-    problems, configs = [], {}
-    for name in request.models or DEFAULTS[where.kind].models:
-        try:
-            configs[name] = from_folder(Path(name)) if Path(name).is_dir() else preset(name)
-        except LlmqError as error:
-            problems.append(f"--models {name}: {error}")
-    dtypes = request.dtypes or _default_dtypes(request, where)
-    if unknown_dtypes := [name for name in dtypes if name not in MATMULS]:
-        problems.append(f"--dtypes {', '.join(unknown_dtypes)}: known are {', '.join(MATMULS)}")
-    if unknown := [name for name in request.recompute if f"recompute_{name}" not in ROLES]:
-        known = ", ".join(flag.removeprefix("recompute_") for flag in ROLES)
-        problems.append(f"--recompute {','.join(unknown)}: known are {known}")
-    if request.tolerance is not None and request.compare is None:
-        problems.append(f"--tolerance {request.tolerance:g} is for --compare: add it, or leave --tolerance out")
-    if request.batch_size and request.batch_sizes:
-        problems.append("--batch-size and --batch-sizes are both given: give one of them")
-    if request.zero_levels and num_ranks == 1:
-        problems.append("--zero-levels is for several GPUs: add --gpus N, or leave it out")
-    if request.memcpy_all_gather is not None and (num_ranks == 1 or where.kind == "cpu"):
-        problems.append("--memcpy-all-gather is for several GPUs: add --gpus N, or leave it out")
-    problems += _odd_tokens(request, where, num_ranks)
-    found = []
-    for name, config in configs.items():
-        for dtype in dtypes if not unknown_dtypes else ():
-            try:
-                one = _wanted(request, name, config, dtype, where, with_fp8="e4m3" in dtypes)
-                found += [replace(one, batch_size=size) for size in request.batch_sizes or (request.batch_size,)]
-            except LlmqError as error:
-                problems.append(str(error))
-    problems = list(dict.fromkeys(problems))  # a problem of every model is shown once
-    if problems:
-        raise UsageError("\n  ".join(["options that need a change:", *problems]) if problems[1:] else problems[0])
-    return found
-
-
-def _default_dtypes(request: BenchRequest, where: Device) -> tuple[str, ...]:
-    if where.kind == "cpu":
-        return ("bf16",) if request.models else ("fp32",)
-    return ("bf16", "e4m3") if devices.has_fp8(where) and not request.models else ("bf16",)
-
-
-def _odd_tokens(request: BenchRequest, where: Device, num_ranks: int) -> Iterator[str]:
-    """A message if --tokens-per-step is not a whole number of micro-batches of all ranks."""
-    tokens, sequence = request.tokens_per_step, seq_len_of(request, where)
-    if tokens is None:
-        return
-    for size in request.batch_sizes or (request.batch_size,):
-        micro = (size or 1) * sequence * num_ranks
-        if not tokens % micro:
-            continue
-        near = max(1, tokens // micro) * micro
-        what = f"micro-batches of {size} x {sequence}" if size else f"{sequence}, --seq-len"
-        what += f", on {num_ranks} GPUs" if num_ranks > 1 else ""
-        yield f"--tokens-per-step {tokens} is not a multiple of {what}: use {near}"
-
-
-def seq_len_of(request: BenchRequest, where: Device) -> int:
-    """Tokens of a sequence."""
-    return request.seq_len or DEFAULTS[where.kind].seq_len
-
-
-def _wanted(
-    request: BenchRequest, model: str, config: ModelConfig, dtype: str, where: Device, *, with_fp8: bool
-) -> Wanted:
-    """A configuration. Options of fp8 apply to e4m3 only, if that is among the dtypes."""
-    left_out = OF_FP8 if with_fp8 and dtype != "e4m3" else ()
-    own = MATMULS[dtype]
-    if "lora_rank" in request.recipe:
-        own = {key: value for key, value in own.items() if key not in MOMENTS}
-    flat = {
-        "model": model,
-        "from_scratch": True,
-        "train_file": "generated",
-        "seq_len": seq_len_of(request, where),
-        **{f"recompute_{name}": True for name in request.recompute},
-        **own,
-        **{key: value for key, value in request.recipe.items() if key not in left_out},
-    }
-    options = Options.parse(flat)
-    resolved = precision.resolve(options.precision, config)
-    adapters.resolve(options.adapters, config)  # for its errors, before anything is measured
-    devices.refuse_dtypes(where, resolved.matmul, resolved.head, scaling=resolved.scaling, option="--dtypes")
-    return Wanted(model, dtype, config, resolved, flat)
-
-
-def multiplied(dtypes: Precision) -> tuple[str, ...]:
-    """Dtypes of the matrix products of a run; attention's are the model's."""
-    return dtypes.matmul, dtypes.head, dtypes.model
-
-
-def _check_place(path: Path) -> None:
-    """StorageError before anything is measured, if the file cannot be written."""
-    folder = path.absolute().parent
-    place = path if path.exists() else folder
-    if path.is_dir() or not folder.is_dir():
-        why = "it is a folder" if path.is_dir() else f"there is no folder {folder}"
-    elif not os.access(place, os.W_OK):
-        why = f"{place} is read-only for this user"
-    else:
-        return
-    raise StorageError(f"--save {path} cannot be written: {why}: name a file in a folder that can be written to")
-
-
 def measured(
     request: BenchRequest, wanted: Sequence[Wanted], where: Device, peaks: Mapping[str, float], ceilings: Ceilings
 ) -> Iterator[dict[str, Any]]:
@@ -366,38 +177,74 @@ def measured(
 def fitting_plan(
     request: BenchRequest, one: Wanted, where: Device, backend: Backend, sharding: Sharding = UNSHARED
 ) -> Plan:
-    """The plan with the batch that was asked for, or the largest that fits. MemoryLimitError if none does.
+    """The plan with the batch that was asked for, or the largest that fits, or the one that --fit takes.
+    MemoryLimitError if none fits.
 
     Automatic chunks of the attention backward rise where the batch cannot get smaller.
     """
     on_gpu, (total_bytes, free_bytes) = where.kind == "cuda", devices.memory_bytes(where)
     gpu_bytes = total_bytes if on_gpu else 0
-    most = DEFAULTS[where.kind].batch_size
-    sizes = [one.batch_size] if one.batch_size else [most >> shift for shift in range(most.bit_length())]
-    modelled = open_backend("planned", deterministic=request.deterministic) if on_gpu else backend
-    fitting = (
-        size for size in sizes if _plan(one, size, modelled, gpu_bytes, sharding).total_bytes <= ROOM * free_bytes
-    )
-    plan = _plan(one, next(fitting, sizes[-1]), backend, gpu_bytes, sharding)
-    while plan.total_bytes > free_bytes and not one.batch_size and plan.spec.batch_size > 1:
-        plan = _plan(one, plan.spec.batch_size // 2, backend, gpu_bytes, sharding)
-    if memory.chooses_attention_chunks(Options.parse(one.flat).memory):
+    options = Options.parse(one.flat)
+    if memory.is_to_fit(options.memory):
+        plan = _chosen_plan(request, one, where, backend, gpu_bytes)
+    else:
+        most = DEFAULTS[where.kind].batch_size
+        sizes = [one.batch_size] if one.batch_size else [most >> shift for shift in range(most.bit_length())]
+        modelled = open_backend("planned", deterministic=request.deterministic) if on_gpu else backend
+        fitting = (
+            size for size in sizes if _plan(one, size, modelled, gpu_bytes, sharding).total_bytes <= ROOM * free_bytes
+        )
+        plan = _plan(one, next(fitting, sizes[-1]), backend, gpu_bytes, sharding)
+        while plan.total_bytes > free_bytes and not one.batch_size and plan.spec.batch_size > 1:
+            plan = _plan(one, plan.spec.batch_size // 2, backend, gpu_bytes, sharding)
+    if memory.chooses_attention_chunks(options.memory):
         plan = with_fitting_chunks(plan, free_bytes, backend.scratch_bytes)
     relaxed = open_backend("planned", deterministic=False).scratch_bytes if on_gpu and request.deterministic else None
     refuse_if_too_large(plan, free_bytes, backend.scratch_bytes, relaxed)
+    refuse_if_host_is_small(plan, devices.host_bytes(options.system, where))
     return plan
 
 
+def _chosen_plan(request: BenchRequest, one: Wanted, where: Device, backend: Backend, gpu_bytes: int) -> Plan:
+    """The plan that --fit takes for steps of so many tokens, said on stderr."""
+    samples = max((request.tokens_per_step or DEFAULTS[where.kind].tokens) // one.flat["seq_len"], 1)
+    options = Options.parse({**one.flat, "batch_size": 1, "grad_accumulation": samples})
+
+    def spec_of(tried: Options) -> Spec:
+        return _spec(one, tried, gpu_bytes, UNSHARED)
+
+    modelled = open_backend("planned", deterministic=request.deterministic)
+    screen = Screen(sys.stderr)
+    with screen.task(f"Searching for settings of {one.name}"):
+        found = fitted(options, spec_of, where, modelled.scratch_bytes, backend.scratch_bytes, samples)
+    for line in found.lines:
+        screen.line(line)
+    assert found.plan is not None
+    return found.plan
+
+
 def _plan(one: Wanted, batch_size: int, backend: Backend, gpu_bytes: int, sharding: Sharding) -> Plan:
-    options = Options.parse({**one.flat, "batch_size": batch_size})
-    sizes = {"batch_size": batch_size, "seq_len": one.flat["seq_len"]}
-    logit_bytes = padded_vocab(one.config) * DTYPES[one.precision.model].itemsize
-    sized = {**sizes, "logit_bytes": logit_bytes, "gpu_bytes": gpu_bytes}
-    limits = memory.resolve(options.memory, own_master=one.precision.has_own_master, **sized)
+    options = Options.parse({**one.flat, "batch_size": batch_size, "grad_accumulation": 1})
+    return make_plan(_spec(one, options, gpu_bytes, sharding), backend.scratch_bytes)
+
+
+def _spec(one: Wanted, options: Options, gpu_bytes: int, sharding: Sharding) -> Spec:
+    """A configuration with these options, one micro-batch of which is planned."""
+    b, t, micro_steps = step_of(options.data, 1)
+    dtypes = precision.resolve(options.precision, one.config)
+    logit_bytes = padded_vocab(one.config) * DTYPES[dtypes.model].itemsize
+    limits = memory.resolve(
+        options.memory,
+        batch_size=b,
+        seq_len=t,
+        logit_bytes=logit_bytes,
+        gpu_bytes=gpu_bytes,
+        own_master=dtypes.has_own_master,
+        micro_steps=micro_steps,
+    )
     low_rank = adapters.resolve(options.adapters, one.config)
     hyper = Hyperparameters(clips_by_last=limits.fused)
-    spec = Spec(one.config, one.precision, limits, hyper, **sizes, sharding=sharding, adapters=low_rank)
-    return make_plan(spec, backend.scratch_bytes)
+    return Spec(one.config, dtypes, limits, hyper, b, t, sharding=sharding, adapters=low_rank)
 
 
 def whole(tokens: int, plan: Plan) -> int:
@@ -446,5 +293,13 @@ def _measure(
             say=screen.line,
         )
     others = other_processes(where)
-    deterministic = request.deterministic or where.kind == "cpu"
-    return result_of(one.model, one.dtype, speed, ladder(speed, ceilings), peaks, others, deterministic=deterministic)
+    return result_of(
+        one.model,
+        one.dtype,
+        speed,
+        ladder(speed, ceilings),
+        peaks,
+        others,
+        deterministic=request.deterministic or where.kind == "cpu",
+        predicted=predicted_rate(plan, where.card, tokens_per_step),
+    )

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
-from llmq.bench.run import BenchRequest, check
+from llmq.bench.request import BenchRequest, check
 from llmq.comm.cores import cores_of_ranks
 from llmq.comm.group import Group, run_group
 from llmq.comm.job_token import drawn_token

@@ -14,10 +14,18 @@ from llmq.hardware.cards import TERA
 
 WIDEST = 1000  # characters of a table
 COLUMNS = (
-    *("model", "dtype", "micro-batch", "tokens/s (least to most)", "SOL", "of the ceilings", "memory"),
+    *("model", "dtype", "micro-batch", "tokens/s (least to most)", "predicted", "SOL", "of the ceilings", "memory"),
     *("SM clock", "power"),
 )
-RANKS = ("configuration", "tokens/s", "scaling", "sums of a layer", "gathers of a layer", "exposed in a step")
+RANKS = (
+    "configuration",
+    "tokens/s",
+    "predicted",
+    "scaling",
+    "sums of a layer",
+    "gathers of a layer",
+    "exposed in a step",
+)
 LIBRARIES = ("driver", "cuBLASLt", "cuDNN", "cupy", "cupy-cuda13x", "cupy-cuda12x", "numpy", "blas")
 
 
@@ -59,6 +67,8 @@ def show(console: Console, result: Result) -> None:
         f"  {_percent(result['sol'])} of the speed of light, {_percent(result['ceiling_share'])} of the measured "
         f"ceilings; first step after {result['first_step_s']:.1f} s",
     )
+    if predicted := _predicted(result):
+        _say(console, f"  predicted: {predicted} tokens/s")
     seen = f", {shown(memory['nvml_bytes'])} in use on the card" if memory["nvml_bytes"] else ""
     _say(console, f"  memory: {shown(memory['plan_bytes'])} planned, {shown(memory['used_bytes'])} taken{seen}")
     for line in gpu_lines(result["gpu"]):
@@ -205,6 +215,7 @@ def _cells(result: Result) -> tuple[str, ...]:
         result["dtype"],
         f"{result['batch_size']}x{result['seq_len']}",
         f"{rate['median']:,.0f} ({rate['min']:,.0f} to {rate['max']:,.0f})",
+        _predicted(result) or "-",
         _percent(result["sol"]),
         _percent(result["ceiling_share"]),
         shown(result["memory"]["plan_bytes"]),
@@ -213,14 +224,21 @@ def _cells(result: Result) -> tuple[str, ...]:
     )
 
 
+def _predicted(result: Result) -> str:
+    """`24,034 (-0.5%)`: tokens/s by the planner's model, and what that is more than was measured; empty without one."""
+    predicted, measured = result.get("predicted_tokens_per_second"), result["tokens_per_second"]["median"]
+    return "" if predicted is None else f"{predicted:,.0f} ({percent(measured, predicted):+.1f}%)"
+
+
 def _rank_cells(result: Result) -> tuple[str, ...]:
     name, rate, found = name_of(result), f"{result['tokens_per_second']['median']:,.0f}", result["communication"]
     if found is None:
-        return (name, rate, *[""] * 4)
+        return (name, rate, _predicted(result), *[""] * 4)
     scaling, gpus = found["scaling"], result["gpus"]
     return (
         name,
         rate,
+        _predicted(result),
         "too large for one GPU" if scaling is None else f"x{scaling:.3g} ({_percent(scaling / gpus)})",
         *(_gigabytes(found[f"{what}_bytes_per_s"]) for what in ("reduce", "gather")),
         f"{found['exposed_ms']:.1f} ms ({_percent(found['exposed_share'])})",

@@ -30,6 +30,7 @@ RECIPE = {
     or (d.section == "memory" and not d.key.startswith("recompute_"))
     or d.key in OF_ADAPTERS
 }
+SEARCH = ("fit", "fit_may")  # of RECIPE: not for single ops, which need no settings that fit
 
 
 def _names(context: click.Context, parameter: click.Parameter, value: str | None) -> tuple[str, ...]:
@@ -69,12 +70,20 @@ class Bench(click.Group):
         return super().parse_args(ctx, args)
 
 
-def _shared() -> list[click.Parameter]:
-    """The options of both commands: what is trained, and those of RECIPE."""
-    recipe = [click_option(d, d.key, hidden=False) for d in RECIPE.values()]
-    for option, d in zip(recipe, RECIPE.values(), strict=True):
+def _as_in_training(*keys: str) -> list[click.Parameter]:
+    """Options of llmq-train."""
+    found: list[click.Parameter] = []
+    for d in map(descriptions().__getitem__, keys):
+        option = click_option(d, d.key, hidden=False)
         option.metavar, option.help = d.metavar, f"As in llmq-train: {d.help}"
         option.opts += map(flag, d.aliases)
+        found.append(option)
+    return found
+
+
+def _shared() -> list[click.Parameter]:
+    """The options of both commands: what is trained, and those of RECIPE."""
+    recipe = _as_in_training(*(key for key in RECIPE if key not in SEARCH))
     limit = f"As in llmq-train: {descriptions()['memory_limit'].help}"
     deterministic = f"As in llmq-train: {descriptions()['deterministic'].help}"
     return [
@@ -110,7 +119,7 @@ def _shared() -> list[click.Parameter]:
 
 def _with_recipe(given: dict[str, Any]) -> dict[str, Any]:
     """The fields of a BenchRequest: those options of RECIPE that were given are one field."""
-    recipe = {key: given.pop(key) for key in RECIPE}
+    recipe = {key: given.pop(key) for key in RECIPE if key in given}
     return {**given, "recipe": {key: value for key, value in recipe.items() if value is not None}}
 
 
@@ -177,18 +186,21 @@ def command(context: click.Context, **given: Any) -> int:
     llmq-bench --models Qwen2.5-0.5B --gpus 2 --zero-levels 1,3
     llmq-bench --models Qwen2.5-7B --lora-rank 16 --base-dtype nf4 --dtypes bf16,e4m3
     llmq-bench --models Qwen2.5-7B --dtypes e4m3 --recompute block --offload-residual --offload-optimizer
+    llmq-bench --models Qwen2.5-7B --dtypes e4m3 --memory-limit 16GiB --fit
     llmq-bench op 'rmsnorm_*'
 
     Weights and moments are bf16 (fp32 with --dtypes fp32), adapters and theirs fp32. The command prints tokens per
-    second, the shares of the speed of light and of the measured ceilings of this device, memory, clock and power, and
-    the milliseconds of a micro-batch by family of ops, each beside its roofline. On one GPU, without --models, it takes
-    less than three minutes. With --gpus it prints scaling, the bandwidth of a layer's collectives, and what of
-    communication shows.
+    second, measured and as llmq-estimate predicts them, the shares of the speed of light and of the measured ceilings
+    of this device, memory, clock and power, and the milliseconds of a micro-batch by family of ops, each beside its
+    roofline. On one GPU, without --models, it takes less than three minutes. With --gpus it prints scaling, the
+    bandwidth of a layer's collectives, and what of communication shows. With --fit it measures the plan that
+    llmq-train --fit takes for steps of so many tokens.
     """
     if context.invoked_subcommand:
         _refuse_options_before(context)
         return 0
-    from llmq.bench.run import BenchRequest, run
+    from llmq.bench.request import BenchRequest
+    from llmq.bench.run import run
     from llmq.bench.start import started
 
     request = BenchRequest(**_with_recipe(given), command=context.meta["command"])
@@ -223,12 +235,12 @@ def op(pattern: str, listed: bool, **given: Any) -> int:
     call, for generation, offload or the errors of fp8 copies, cannot be timed.
     """
     from llmq.bench.op import run
-    from llmq.bench.run import BenchRequest
+    from llmq.bench.request import BenchRequest
 
     return run(BenchRequest(**_with_recipe(given)), pattern, listed=listed)
 
 
-command.params += [*_shared(), shell.version_option()]
+command.params += [*_shared(), *_as_in_training(*SEARCH, "host_memory_limit"), shell.version_option()]
 op.params += _shared()
 
 

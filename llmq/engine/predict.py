@@ -48,8 +48,8 @@ HEAD_WIDTH, NARROW = 128, 0.45
 # A product with fewer tiles than the card has multiprocessors leaves some idle. Tiles are 128 x 128, and a deep sum may
 # be cut: 0.5B's 896 x 896 gradients, sums over 32,768 tokens, run as fast as others, which takes three pieces or more.
 TILE, DEEP = 128, 4096
-# Of the rate with a scale for each tensor, that with one for each row, or for 128 numbers: forward and dgrad, and weight
-# gradients. Means of the table "e4m3 by scales" of docs/kernels/matmul.md.
+# Of the rate with a scale for each tensor, that with one for each row, or for 128 numbers: of forward and dgrad, and of
+# weight gradients. Means of the table "e4m3 by scales" of docs/kernels/matmul.md.
 SCALED = {"rowwise": (0.94, 0.97), "blockwise": (0.82, 0.74), "blocks": (0.82, 0.74)}
 
 
@@ -92,6 +92,16 @@ def step_seconds(plan: Plan, rates: Rates, micro_steps: int) -> float:
     tokens = plan.spec.batch_size * plan.spec.seq_len
     seconds = {name: program_seconds(plan.programs[name], rates, tokens) for name in set(names)}
     return sum(seconds[name] for name in names)
+
+
+def predicted_rate(plan: Plan, card: Card | None, tokens_per_step: int) -> float | None:
+    """Tokens/s of all ranks in steps of so many; None for a card whose rates are not known, and for the CPU."""
+    rates = sustained(card) if card else None
+    if rates is None:
+        return None
+    spec = plan.spec
+    micro_steps = max(tokens_per_step // (spec.batch_size * spec.seq_len * spec.sharding.size), 1)
+    return tokens_per_step / step_seconds(plan, rates, micro_steps)
 
 
 def program_seconds(program: Program, rates: Rates, tokens: int) -> float:

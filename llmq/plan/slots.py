@@ -3,12 +3,31 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
+from pathlib import Path
 
+from llmq.disk import storage
 from llmq.plan.arena import aligned
 from llmq.plan.passes.place import Program
 from llmq.plan.plan import Plan
 from llmq.tensor import stored_bytes
+
+
+def listed(plan: Plan, path: str | None) -> Iterator[str]:
+    """Lines of --debug-memory, those that are for the console: the first rank's plan goes to a file, or here with `-`.
+
+    StorageError if the file cannot be written.
+    """
+    if path is None or plan.spec.sharding.rank:
+        return
+    lines: Iterable[str] = slot_lines(plan)
+    if path == "-":
+        yield from lines
+        return
+    with storage(Path(path), "the list of --debug-memory cannot be written"):
+        Path(path).parent.mkdir(parents=True, exist_ok=True)
+        Path(path).write_text("".join(f"{line}\n" for line in lines), "utf-8")
+    yield f"The tensors of the plan are listed in {path}"
 
 
 def slot_lines(plan: Plan) -> Iterator[str]:

@@ -3,20 +3,18 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Iterable, Iterator, Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import asdict
 from datetime import timedelta
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from llmq.data.batches.masked_sample import sample_text
-from llmq.disk import MIB, shown, storage
+from llmq.disk import MIB, shown
 from llmq.hardware import device
 from llmq.model.parameters import num_parameters, rows_of_file
 from llmq.plan import adapters, memory
 from llmq.plan.levels import name_of, needs_by_level
-from llmq.plan.plan import Plan
-from llmq.plan.slots import slot_lines
 from llmq.training.log import RunLog
 
 if TYPE_CHECKING:
@@ -72,23 +70,6 @@ def describe(
         hosted = f"{shown(plan.host_bytes)} of the run, and " if plan.host_bytes else ""
         log.say(f"In host memory: {hosted}{shown(job.checkpoint_copy_bytes)} for a copy of what a checkpoint holds")
         log.say("On disk: " + ", ".join(f"{what} {shown(size)}" for what, (_, size) in needs.items()))
-
-
-def listed(plan: Plan, path: str | None) -> Iterator[str]:
-    """Lines of --debug-memory, those that are for the console: the first rank's plan goes to a file, or here with `-`.
-
-    StorageError if the file cannot be written.
-    """
-    if path is None or plan.spec.sharding.rank:
-        return
-    lines: Iterable[str] = slot_lines(plan)
-    if path == "-":
-        yield from lines
-        return
-    with storage(Path(path), "the list of --debug-memory cannot be written"):
-        Path(path).parent.mkdir(parents=True, exist_ok=True)
-        Path(path).write_text("".join(f"{line}\n" for line in lines), "utf-8")
-    yield f"The tensors of the plan are listed in {path}"
 
 
 def level_lines(job: Job, free_bytes: int) -> list[str]:

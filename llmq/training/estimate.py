@@ -7,7 +7,7 @@ from collections import defaultdict
 from collections.abc import Iterator, Mapping
 
 from llmq.backends import open_backend
-from llmq.data.batches.loader import step_of
+from llmq.data.batches.step import step_of
 from llmq.disk import MIB, shown
 from llmq.engine.predict import step_seconds, sustained
 from llmq.errors import UsageError
@@ -23,9 +23,9 @@ from llmq.plan import memory, precision
 from llmq.plan.advice import refuse_if_host_is_small, refuse_if_too_large, with_fitting_chunks
 from llmq.plan.passes.place import Program
 from llmq.plan.plan import Plan, make_plan
+from llmq.plan.slots import listed
 from llmq.plan.spec import Spec
 from llmq.tensor import DTYPES
-from llmq.training.describe import listed
 from llmq.training.fit import fitted
 from llmq.training.specs import Facts
 

@@ -11,10 +11,9 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from itertools import islice, product
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from llmq.backends import Backend, open_backend
-from llmq.data.batches.loader import Data
 from llmq.disk import shown
 from llmq.engine.cost import Costs
 from llmq.engine.predict import Rates, sustained
@@ -29,7 +28,10 @@ from llmq.plan.lattice import Box, Cost, Point, fastest
 from llmq.plan.memory import ROLES, Memory
 from llmq.plan.plan import Plan, Scratch, make_plan, uncollected
 from llmq.plan.spec import Spec
-from llmq.training.log import RunLog
+
+if TYPE_CHECKING:
+    from llmq.data.batches.loader import Data
+    from llmq.training.log import RunLog
 
 Changes = Mapping[str, Any]  # options by key
 SpecOf = Callable[[Options], Spec]

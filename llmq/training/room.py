@@ -14,7 +14,8 @@ from llmq.files.writers import checkpoint_bytes
 from llmq.hardware import device
 from llmq.options.parse import Options
 from llmq.plan.advice import refuse_if_host_is_small, refuse_if_too_large
-from llmq.training.describe import level_lines, listed
+from llmq.plan.slots import listed
+from llmq.training.describe import level_lines
 from llmq.training.log import RunLog
 
 if TYPE_CHECKING:

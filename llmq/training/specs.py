@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 from llmq.blocks.attention import Packing
-from llmq.data.batches.loader import Data, step_of
+from llmq.data.batches.step import step_of
 from llmq.hardware import device
 from llmq.hardware.device import Device
 from llmq.model import optimizer
@@ -16,8 +17,11 @@ from llmq.plan import adapters, memory, precision, sharding
 from llmq.plan.precision import Precision
 from llmq.plan.spec import Completions, Spec
 from llmq.tensor import DTYPES
-from llmq.training.ranks import Ranks
-from llmq.training.samples import SamplePrompts
+
+if TYPE_CHECKING:
+    from llmq.data.batches.loader import Data
+    from llmq.training.ranks import Ranks
+    from llmq.training.samples import SamplePrompts
 
 
 @dataclass(frozen=True)

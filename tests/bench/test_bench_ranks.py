@@ -10,7 +10,7 @@ from tiny_engines import tiny
 
 from llmq.bench import run as bench_run
 from llmq.bench.ranks import COMPUTING, EXPOSED
-from llmq.bench.run import BenchRequest
+from llmq.bench.request import BenchRequest
 from llmq.cli import bench, shell
 from llmq.comm.group import Group, run_group
 from llmq.comm.in_process import run_ranks

@@ -12,14 +12,17 @@ from tiny_engines import tiny
 from llmq.backends.host import HostBackend
 from llmq.bench import run as bench_run
 from llmq.bench.ceilings import Ceilings
-from llmq.bench.run import BenchRequest, configurations, measured, tokens_in_time
+from llmq.bench.request import BenchRequest, configurations
+from llmq.bench.run import measured, tokens_in_time
 from llmq.cli import bench, shell
 from llmq.engine.measure import paced
+from llmq.engine.predict import step_seconds, sustained
 from llmq.errors import MemoryLimitError, UsageError
 from llmq.hardware import cards as gpus
 from llmq.hardware import cuda_libraries, device, nvml
 from llmq.hardware.device import CPU, Device
-from llmq.model.config import to_hf
+from llmq.model.config import from_folder, to_hf
+from llmq.model.optimizer import Hyperparameters
 from llmq.plan.memory import Memory
 from llmq.plan.plan import make_plan
 from llmq.plan.spec import Spec
@@ -185,7 +188,7 @@ def test_bad_input_is_one_message(arguments, code, says, tmp_path, capsys, monke
 
 def test_a_read_only_place_is_told_before_anything_is_measured(shape, tmp_path, capsys, monkeypatch):
     monkeypatch.setattr(bench_run, "measure_ceilings", lambda *a: pytest.fail("measured"))
-    monkeypatch.setattr(bench_run.os, "access", lambda path, mode: False)  # root may write anywhere
+    monkeypatch.setattr("llmq.bench.request.os.access", lambda path, mode: False)  # root may write anywhere
     assert run([*shape, f"--save={tmp_path}/out.json"]) == 7
     assert f"{tmp_path} is read-only" in capsys.readouterr().err
     (tmp_path / "out.json").touch()
@@ -457,3 +460,49 @@ def test_the_host_is_planned_as_the_trainer_plans(monkeypatch):
     spec = Spec(one.config, one.precision, plan.spec.memory, plan.spec.hyper, 2, 64)
     same = make_plan(spec, HostBackend().scratch_bytes)
     assert same.table() == plan.table()
+
+
+@pytest.mark.parametrize("limits", [{}, {"host_memory_limit": "1MiB"}], ids=["device", "host"])
+def test_the_plan_that_fit_takes_is_measured(limits, memory, capsys):
+    """In less memory than the largest batch needs, and in no more of the host than there is."""
+    (small, _), seen = memory(2**40)
+    about = {"models": (small,), "dtypes": ("bf16",), "tokens_per_step": 32 * 1024, **limits}
+    choose(GPU_4090, BenchRequest(**about, recipe={"fit": True}))
+    most = seen[0][1].total_bytes
+    assert seen[0][1].spec.batch_size > 1
+    _, seen = memory(most // 2)
+    choose(GPU_4090, BenchRequest(**about, recipe={"fit": True, "fit_may": "states"}))
+    plan = seen[0][1]
+    assert plan.total_bytes <= most // 2 and plan.host_bytes <= (2**20 if limits else 2**60)
+    assert "1 is taken:" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        ({"batch_size": 4}, "--fit chooses the size of a micro-batch: leave out --batch-size and --batch-sizes"),
+        ({"recipe": {"fit": True, "fit_may": "states,matmul"}}, "--fit-may matmul: --dtypes says what is multiplied"),
+        ({"num_ranks": 2}, "--fit is for one GPU: leave out --gpus"),
+    ],
+)
+def test_what_fit_decides_is_not_given(given, message):
+    ranks = {key: given[key] for key in given.keys() & {"num_ranks"}}
+    request = BenchRequest(**{"recipe": {"fit": True}, **{key: given[key] for key in given.keys() - ranks.keys()}})
+    with pytest.raises(UsageError, match=message):
+        configurations(request, H200, **ranks)
+
+
+def test_predicted_speeds_stand_beside_measured_ones(shape, monkeypatch, capsys, tmp_path):
+    """On a card whose rates are known; by hand, of the steps that were made."""
+    monkeypatch.setattr(Device, "card", gpus.named("H200"))
+    assert run([*shape, "--dtypes=fp32", f"--save={tmp_path}/out.json", "--markdown"]) == 0
+    (saved,) = json.loads((tmp_path / "out.json").read_text())["results"]
+    config = from_folder(tmp_path)
+    (one,) = configurations(BenchRequest(models=(str(tmp_path),), dtypes=("fp32",), batch_size=2, seq_len=16), CPU)
+    spec = Spec(config, one.precision, Memory(), Hyperparameters(), 2, 16)
+    seconds = step_seconds(make_plan(spec), sustained(gpus.named("H200")), 2)
+    rate = saved["predicted_tokens_per_second"]
+    assert rate == pytest.approx(64 / seconds)
+    said = capsys.readouterr()
+    assert f"predicted: {rate:,.0f} (+" in said.err and f"| {rate:,.0f} (+" in said.out
+    monkeypatch.undo()

@@ -24,6 +24,7 @@ from llmq.data.batches.mixture import Mixture, Share
 from llmq.data.batches.packing import Packs, refuse_single_tokens
 from llmq.data.batches.permutation import sample_order
 from llmq.data.batches.row_layout import PACKED, WINDOWS, RowForm, RowLayout, choose_row_layout
+from llmq.data.batches.step import step_of
 from llmq.data.batches.stream import Stream, stacked
 from llmq.data.batches.windows import (
     Samples,
@@ -176,7 +177,7 @@ def open_data(
     the data (see choose_row_layout), and DataError if a file is bad (see open_files) or of another tokenizer, or there
     is no sample to train or evaluate on.
     """
-    accumulation = _grad_accumulation(options, world)
+    accumulation = step_of(options, world)[-1]
     augment = open_augmentation(options.augment, vocab_size, seed, num_virtual)
     if num_virtual and options.seq_len < num_virtual + 2:
         raise UsageError(
@@ -223,30 +224,6 @@ def _no_data(
     train = Stream(lambda *place: iter(()), options.seq_len, vocab_size, "no data", **about)
     sizes = (options.batch_size, options.seq_len, accumulation)
     return Data(train, None, *sizes, seed, world, layout=layout, is_there=False)
-
-
-def step_of(options: DataOptions, world: int) -> tuple[int, int, int]:
-    """Sequences of a micro-batch, tokens of each, and micro-batches of a step on each of the ranks.
-
-    UsageError where the global batch has no whole number of them.
-    """
-    return options.batch_size, options.seq_len, _grad_accumulation(options, world)
-
-
-def _grad_accumulation(options: DataOptions, world: int) -> int:
-    """Micro-batches of a step on each of the ranks; UsageError where the global batch has no whole number of them."""
-    if options.global_batch_size is None:
-        return options.grad_accumulation
-    per_micro_step = options.batch_size * world
-    accumulation, rest = divmod(options.global_batch_size, per_micro_step)
-    if rest or not accumulation:
-        on_ranks = f" on {world} ranks" if world > 1 else ""
-        lower = max(accumulation, 1) * per_micro_step
-        raise UsageError(
-            f"global_batch_size {options.global_batch_size} is not a multiple of {per_micro_step}, which is "
-            f"batch_size {options.batch_size}{on_ranks}: use {lower} or {lower + per_micro_step}"
-        )
-    return accumulation
 
 
 def _given(options: DataOptions) -> tuple[list[Source], Sequence[str]]:
