@@ -11,14 +11,13 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
 from llmq.disk import GIB
-from llmq.engine.predict import Rates, micro_programs, program_seconds, step_seconds
+from llmq.engine.predict import Rates, micro_programs, program_seconds
 from llmq.plan.few_layers import with_layers
 from llmq.plan.lattice import Cost
 from llmq.plan.memory import Memory
 from llmq.plan.plan import Plan, Scratch, make_plan
 from llmq.plan.spec import Spec
 
-FEW = 8  # a model of so many layers is planned whole
 # By plans of 2 and 3 layers the bytes of 20 came out exactly for every way to recompute and to offload, and the seconds
 # within 0.1%; where weights or gradients come a layer ahead, or weights are made each time, by 3 and 4.
 LAYERS = 2
@@ -68,9 +67,6 @@ class Costs:
 
     def of(self, spec: Spec, micro_steps: int) -> Cost:
         """The cost of a step of so many micro-steps. UsageError for what no plan can do."""
-        if spec.config.num_layers <= FEW:
-            plan = self.plan(spec)
-            return Cost(plan.total_bytes, plan.host_bytes, step_seconds(plan, self._rates, micro_steps))
         found = self._estimated(spec, micro_steps)
         if (whole := self._whole.get(spec)) is None:
             return found
@@ -91,13 +87,16 @@ class Costs:
         return self._whole[spec]
 
     def _half(self, spec: Spec) -> _Half:
-        """A plan of all layers in numbers, by two of a few."""
+        """A plan of all layers in numbers, by two of a few where there are more."""
         if spec not in self._halves:
             comes_ahead = not {"grad", "quant", "weight"}.isdisjoint(spec.memory.host)
             layers = LAYERS + (comes_ahead or spec.precision.master == "none")
-            some, more = (make_plan(with_layers(spec, n), self._scratch_bytes) for n in (layers, layers + 1))
             left = spec.config.num_layers - layers
-            self._halves[spec] = self._numbers(some).grown(self._numbers(more), left)
+            some, *more = (
+                self._numbers(make_plan(with_layers(spec, n), self._scratch_bytes))
+                for n in ((layers, layers + 1) if left > 1 else (spec.config.num_layers,))
+            )
+            self._halves[spec] = some.grown(*more, left) if more else some
         return self._halves[spec]
 
     def _numbers(self, plan: Plan) -> _Half:

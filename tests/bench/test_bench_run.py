@@ -15,6 +15,7 @@ from llmq.bench.ceilings import Ceilings
 from llmq.bench.request import BenchRequest, configurations
 from llmq.bench.run import measured, tokens_in_time
 from llmq.cli import bench, shell
+from llmq.disk import size_bytes
 from llmq.engine.measure import paced
 from llmq.engine.predict import step_seconds, sustained
 from llmq.errors import MemoryLimitError, UsageError
@@ -462,18 +463,21 @@ def test_the_host_is_planned_as_the_trainer_plans(monkeypatch):
     assert same.table() == plan.table()
 
 
-@pytest.mark.parametrize("limits", [{}, {"host_memory_limit": "1MiB"}], ids=["device", "host"])
-def test_the_plan_that_fit_takes_is_measured(limits, memory, capsys):
-    """In less memory than the largest batch needs, and in no more of the host than there is."""
+def test_the_plan_that_fit_takes_is_measured(memory, capsys, monkeypatch):
+    """In a little less than what the fastest needs, and in no more of the host than there is."""
+    monkeypatch.setattr("llmq.training.fit.RECOMPUTE", ("", "block"))
     (small, _), seen = memory(2**40)
-    about = {"models": (small,), "dtypes": ("bf16",), "tokens_per_step": 32 * 1024, **limits}
-    choose(GPU_4090, BenchRequest(**about, recipe={"fit": True}))
-    most = seen[0][1].total_bytes
-    assert seen[0][1].spec.batch_size > 1
-    _, seen = memory(most // 2)
-    choose(GPU_4090, BenchRequest(**about, recipe={"fit": True, "fit_may": "states"}))
-    plan = seen[0][1]
-    assert plan.total_bytes <= most // 2 and plan.host_bytes <= (2**20 if limits else 2**60)
+    given = {"fit": True, "lmhead_chunks": 1, "attn_bwd_chunks": 1, "seq_tiles": 2, "offload_gradients": True}
+    about = {"models": (small,), "dtypes": ("bf16",), "tokens_per_step": 8 * 256, "seq_len": 256, "recipe": given}
+    choose(GPU_4090, BenchRequest(**about))
+    most = seen[0][1]
+    assert most.spec.batch_size == 8 and most.spec.memory.seq_tiles == 2
+    less = int(0.98 * most.total_bytes)
+    for limit in ("1GiB", f"{most.host_bytes / 2**20 + 0.001:.3f}MiB"):
+        _, seen = memory(less)
+        choose(GPU_4090, BenchRequest(**about, host_memory_limit=limit))
+        plan = seen[0][1]
+        assert plan.total_bytes <= less and plan.host_bytes <= size_bytes(limit) and plan.spec.memory.seq_tiles == 2
     assert "1 is taken:" in capsys.readouterr().err
 
 

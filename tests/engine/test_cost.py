@@ -6,7 +6,7 @@ import pytest
 from tiny_engines import BF16, FP8, spec_of, tiny
 
 from llmq.backends import open_backend
-from llmq.engine.cost import FEW, Costs
+from llmq.engine.cost import Costs
 from llmq.engine.predict import step_seconds, sustained
 from llmq.hardware import cards
 from llmq.plan.memory import Memory
@@ -42,7 +42,7 @@ def wide(layers):
     ],
 )
 def test_few_layers_say_what_all_take(precision, name):
-    spec = spec_of(replace(precision, m="fp32"), MEMORIES[name], wide(FEW + 6), batch_size=4, seq_len=256)
+    spec = spec_of(replace(precision, m="fp32"), MEMORIES[name], wide(14), batch_size=4, seq_len=256)
     costs = Costs(SCRATCH, SCRATCH, RATES)
     about, plan = costs.of(spec, 4), make_plan(spec, SCRATCH)
     assert about.num_bytes == pytest.approx(plan.total_bytes, rel=0.04)
@@ -51,7 +51,7 @@ def test_few_layers_say_what_all_take(precision, name):
 
 
 def test_a_plan_of_the_whole_is_counted_from_then_on():
-    spec, costs = spec_of(BF16, MEMORIES["streamed"], wide(FEW + 2)), Costs(SCRATCH, SCRATCH, RATES)
+    spec, costs = spec_of(BF16, MEMORIES["streamed"], wide(10)), Costs(SCRATCH, SCRATCH, RATES)
     plan = costs.plan(spec)
     cost = costs.of(spec, 1)
     assert (cost.num_bytes, cost.host_bytes) == (plan.total_bytes, plan.host_bytes)
@@ -66,5 +66,5 @@ def test_halves_are_planned_once(monkeypatch):
     monkeypatch.setattr(costs, "_numbers", lambda plan: made.append(plan) or numbers(plan))
     for host in ((), ("m", "v")):
         for size in (2, 4):
-            costs.of(spec_of(BF16, Memory(host=host), wide(FEW + 2), batch_size=size), 2)
+            costs.of(spec_of(BF16, Memory(host=host), wide(10), batch_size=size), 2)
     assert len(made) == 2 * (2 + 2)
