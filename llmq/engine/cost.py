@@ -92,11 +92,10 @@ class Costs:
             comes_ahead = not {"grad", "quant", "weight"}.isdisjoint(spec.memory.host)
             layers = LAYERS + (comes_ahead or spec.precision.master == "none")
             left = spec.config.num_layers - layers
-            some, *more = (
-                self._numbers(make_plan(with_layers(spec, n), self._scratch_bytes))
-                for n in ((layers, layers + 1) if left > 1 else (spec.config.num_layers,))
-            )
-            self._halves[spec] = some.grown(*more, left) if more else some
+            wanted = (layers, layers + 1) if left > 1 else (spec.config.num_layers,)
+            plans = [make_plan(with_layers(spec, count), self._scratch_bytes) for count in wanted]
+            some = self._numbers(plans[0])
+            self._halves[spec] = some.grown(self._numbers(plans[1]), left) if left > 1 else some
         return self._halves[spec]
 
     def _numbers(self, plan: Plan) -> _Half:
