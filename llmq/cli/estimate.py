@@ -28,15 +28,19 @@ def _options() -> list[click.Parameter]:
             option.metavar, option.help = d.metavar, f"As in llmq-train: {d.help}"
             option.required = d.key in ("model", "gpu")
             found.append(option)
-    return [*found, shell.version_option()]
+    about = (
+        "Estimate the longest sequence, one in a step, that fits in the settings that are given. Tiles and chunks of "
+        "logits that are not given are of 8,192 and 4,096 tokens."
+    )
+    return [*found, click.Option(["--longest"], is_flag=True, help=about), shell.version_option()]
 
 
-def _estimate(**given: Any) -> None:
+def _estimate(*, longest: bool, **given: Any) -> None:
     from llmq.training.estimate import estimate
 
     told = {key: value for key, value in given.items() if value is not None}
     options = Options.parse({**told, "train_file": "none", "from_scratch": True, "dry_run": True})
-    for line in estimate(options):
+    for line in estimate(options, longest=longest):
         click.echo(line)
 
 

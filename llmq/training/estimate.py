@@ -9,6 +9,7 @@ from collections.abc import Iterator, Mapping
 from llmq.backends import open_backend
 from llmq.data.batches.step import step_of
 from llmq.disk import MIB, shown
+from llmq.engine.cost import Costs
 from llmq.engine.predict import step_seconds, sustained
 from llmq.errors import UsageError
 from llmq.files.source import find_source
@@ -26,14 +27,19 @@ from llmq.plan.plan import Plan, make_plan
 from llmq.plan.slots import listed
 from llmq.plan.spec import Spec
 from llmq.tensor import DTYPES
-from llmq.training.fit import fitted
+from llmq.training.fit import fitted, rates_of
+from llmq.training.longest import with_longest
 from llmq.training.specs import Facts
 
+MOST_BYTES = 2**62  # of a host that is not known
 MOST_SLOTS = 12  # that are listed, the largest
 
 
-def estimate(options: Options) -> Iterator[str]:
-    """Lines of an estimate. MemoryLimitError, after the table, with what would make the plan fit where it does not."""
+def estimate(options: Options, *, longest: bool = False) -> Iterator[str]:
+    """Lines of an estimate; of the `longest` sequence that fits, if asked for.
+
+    MemoryLimitError, after the table, with what would make the plan fit where it does not.
+    """
     where, flat = device.pick_device(options.system), options.to_flat()
     gpus = device.asked_gpus(options.system)
     if gpus < 1:
@@ -49,7 +55,14 @@ def estimate(options: Options) -> Iterator[str]:
     backend = open_backend("planned", **device.backend_settings(options.system, where))
     free = device.memory_bytes(where)[1]
     plan = None
-    if memory.is_to_fit(options.memory):
+    if longest:
+        costs = Costs(backend.scratch_bytes, backend.scratch_bytes, rates_of(where, "--longest"))
+        options, line = with_longest(
+            options, spec_of, costs, free, device.host_bytes(options.system, where) or MOST_BYTES
+        )
+        yield line
+        plan = costs.plan(spec_of(options))
+    elif memory.is_to_fit(options.memory):
         size, _, micro_steps = step_of(options.data, gpus)
         found = fitted(options, spec_of, where, backend.scratch_bytes, backend.scratch_bytes, size * micro_steps)
         yield from found.lines

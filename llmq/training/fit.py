@@ -90,15 +90,15 @@ def table(best: Sequence[Setting], free_bytes: int) -> tuple[str, ...]:
     return (title, *lines)
 
 
-def rates_of(where: Device) -> Rates:
-    """What the device sustains. UsageError where that is not known."""
+def rates_of(where: Device, option: str = "--fit") -> Rates:
+    """What the device sustains. UsageError of an option where that is not known."""
     rates = sustained(where.card) if where.card else None
     if rates is not None:
         return rates
     name = "the CPU" if where.kind == "cpu" else where.planned.name if where.planned else "this GPU"
     raise UsageError(
-        f"--fit compares predicted steps, and llmq's table of cards has no rates of {name}: name the card to plan for "
-        "with --gpu, or choose settings yourself (a run that does not fit says which would)"
+        f"{option} compares predicted steps, and llmq's table of cards has no rates of {name}: name the card to plan "
+        "for with --gpu, or choose settings yourself (a run that does not fit says which would)"
     )
 
 

@@ -1,10 +1,10 @@
 """What lives on the host: optimizer states and residual streams change no bit, and free the device's memory."""
 
-import random
 from dataclasses import replace
 
 import numpy as np
 import pytest
+from random_plans import drawn
 from ranks import Run, train
 from tiny_engines import (
     BF16,
@@ -207,25 +207,13 @@ def test_options_become_homes():
         resolved(own_master=False, offload_master=True)
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("seed", [*range(6), *(pytest.param(seed, marks=pytest.mark.slow) for seed in range(6, 30))])
+@pytest.mark.parametrize("seed", [*range(3), *(pytest.param(seed, marks=pytest.mark.slow) for seed in range(3, 30))])
 def test_random_combinations_are_bit_equal(seed):
-    draw = random.Random(seed)
-    precision = draw.choice([BF16, replace(BF16, master="fp32", m="fp32"), *FP8.values(), FP8_HEAD])
-    flags = tuple(
-        draw.sample(["recompute_swiglu", "recompute_norm", "recompute_ffn", "recompute_att"], draw.randint(0, 2))
-    )
-    flags = draw.choice([flags, ("recompute_block",)])
-    memory = Memory(
-        flags,
-        head_chunks=draw.choice([1, 2, 4]),
-        attention_chunks=draw.choice([1, 2]),
-        offload=draw.choice([(), (RESIDUAL,)]),
-        host=tuple(space for space in STATES if draw.random() < 0.6),
-        piece_bytes=draw.choice([1, 2**17, 2**26]),
-    )
-    plain = Memory(head_chunks=memory.head_chunks)
-    assert result_of(plan_of(precision, memory, CONFIG)) == result_of(plan_of(precision, plain, CONFIG))
+    """With poisoned arenas of both homes, on plans whose living slots share no bytes."""
+    precision, plain, hosted = drawn(seed)
+    plan = plan_of(precision, hosted, CONFIG)
+    assert plan.arena_bytes("host") or not hosted.offload
+    assert result_of(plan) == result_of(plan_of(precision, plain, CONFIG))
 
 
 def test_many_states_come_in_larger_pieces():

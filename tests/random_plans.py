@@ -1,0 +1,41 @@
+"""Random settings that only move or repeat work: what they change of a run's bits is nothing, on the CPU and on a GPU."""
+
+import random
+from dataclasses import replace
+
+from tiny_engines import BF16, FP8, FP8_HEAD
+
+from llmq.plan.memory import RESIDUAL, Memory
+from llmq.plan.precision import Precision
+
+STATES = ("master", "m", "v")
+PRECISIONS = (
+    BF16,
+    replace(BF16, master="fp32", m="fp32"),
+    replace(BF16, master="fp32", m="int8", v="e4m3"),
+    *FP8.values(),
+    FP8_HEAD,
+)
+SOME = ("recompute_swiglu", "recompute_norm", "recompute_ffn", "recompute_att")
+
+
+def drawn(seed: int) -> tuple[Precision, Memory, Memory]:
+    """Dtypes, chunks and tiles alone, and with them what is made again and what lives on the host."""
+    draw = random.Random(seed)
+    precision = draw.choice(PRECISIONS)
+    # With tiles the order of sums is another, and with scales of blocks they are not known.
+    tiles = 1 if precision.scaling == "blockwise" else draw.choice([1, 1, 2])
+    plain = Memory(head_chunks=draw.choice([1, 2, 4]), seq_tiles=tiles)
+    flags = draw.choice([tuple(draw.sample(SOME, draw.randint(0, 2))), ("recompute_block",)])
+    host = {space for space in STATES if draw.random() < 0.5}
+    host |= {"grad"} if draw.random() < 0.4 else set()
+    host |= draw.choice([set(), {"weight", "master"}, {"quant"} if precision.matmul == "e4m3" else set()])
+    hosted = replace(
+        plain,
+        flags=flags,
+        attention_chunks=draw.choice([1, 2]),
+        offload=draw.choice([(), (RESIDUAL,)]),
+        host=tuple(sorted(host)),
+        piece_bytes=draw.choice([1, 2**17, 2**26]),
+    )
+    return precision, plain, hosted
