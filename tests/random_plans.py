@@ -1,4 +1,4 @@
-"""Random settings that only move or repeat work: what they change of a run's bits is nothing, on the CPU and on a GPU."""
+"""Random settings that only move or repeat work, which change no bit, on the CPU and on a GPU."""
 
 import random
 from dataclasses import replace
