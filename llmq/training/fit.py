@@ -146,7 +146,7 @@ def chosen(
     """The best settings of a run on this data, said in its log, or those that the first rank has `told`."""
     samples = data.batch_size * data.grad_accumulation
     if told is not None:
-        return Fit(taken(options, told, samples), told)
+        return Fit(taken(options, {**(kept or {}), **told}, samples), told)
     modelled = open_backend("planned", **device.backend_settings(options.system, where))
     with log.task("Searching for settings that fit"):
         found = fitted(options, spec_of, where, modelled.scratch_bytes, backend.scratch_bytes, samples, kept)

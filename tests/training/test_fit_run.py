@@ -1,0 +1,70 @@
+"""Whole runs with `--fit`: all ranks train what was chosen, and a run that resumes keeps the checkpoint's numbers.
+
+The CPU has no rates, so it is taken to be a card here.
+"""
+
+import io
+
+import pytest
+from tiny_runs import weights_of
+
+import llmq
+from llmq.comm.in_process import run_ranks
+from llmq.engine.predict import sustained
+from llmq.files.checkpoint import load
+from llmq.hardware import cards
+from llmq.options.parse import Options
+from llmq.training import fit, loop
+from llmq.training.ranks import Ranks
+
+
+@pytest.fixture
+def given(given, monkeypatch):
+    """Steps of four samples, on a device with the rates of an H200, with two ways to save memory."""
+    monkeypatch.setattr(fit, "rates_of", lambda where: sustained(cards.named("H200")))
+    monkeypatch.setattr(fit, "RECOMPUTE", ("", "block"))
+    monkeypatch.setattr(fit, "TILES", (1,))
+    sizes = {"batch_size": 1, "grad_accumulation": 4, "steps": 4, "ckpt_interval": 2, "ckpt_keep_n": 0}
+    return {**given, **sizes, "lmhead_chunks": 1, "attn_bwd_chunks": 1, "offload_residual": True, "fit": True}
+
+
+def train(given, size, **more):
+    """The results of all ranks, and what the first one printed."""
+    consoles = [io.StringIO() for _ in range(size)]
+
+    def work(world):
+        values = {k: v for k, v in {**given, **more}.items() if v is not None and k != "console"}
+        options = Options.parse(values)
+        return loop.run(options, console=consoles[world.rank], ranks=Ranks(world))
+
+    return run_ranks(size, work), consoles[0].getvalue()
+
+
+def options_of(result):
+    """The options that a checkpoint was made with."""
+    return load(result.checkpoint_path)[0]["options"]
+
+
+def test_a_run_trains_as_one_with_the_settings_that_were_chosen(given):
+    result = llmq.train(**{**given, "name": "fit"})
+    saved = options_of(result)
+    assert saved["batch_size"] * saved["grad_accumulation"] == 4 and saved["batch_size"] > 1 and not saved["fit"]
+    chosen = {key: saved[key] for key in ("batch_size", "grad_accumulation", "recompute_block", "offload_optimizer")}
+    again = llmq.train(**{**given, "fit": False, **chosen, "name": "by hand"})
+    assert weights_of(again.checkpoint_path) == weights_of(result.checkpoint_path)
+
+
+@pytest.mark.parametrize("sizes", [(2, 1), (1, 2)])
+def test_it_is_resumed_on_another_number_of_ranks(given, sizes):
+    """With the dtypes of the checkpoint, whatever --fit may change, and as many samples a step."""
+    first, then = sizes
+    given |= {"grad_accumulation": None, "global_batch_size": 4, "model_dtype": "bf16", "opt_m_dtype": "bf16"}
+    (one, *_), console = train(given, first, name="run", steps=2)
+    assert one.exit_code == 0 and console.count("1 is taken:") == 1
+    before = options_of(one)
+    more = {"continue": 2, "steps": 4, "overwrite": True, "fit_may": "states,matmul", "opt_m_dtype": None}
+    (result, *_), console = train(given, then, name="run", **more)
+    after = options_of(result)
+    assert result.exit_code == 0 and console.count("1 is taken:") == 1 and load(result.checkpoint_path)[0]["step"] == 4
+    assert {key: after[key] for key in fit.NUMBERS} == {key: before[key] for key in fit.NUMBERS}
+    assert after["opt_m_dtype"] == "bf16" and after["global_batch_size"] == 4
