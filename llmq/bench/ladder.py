@@ -22,6 +22,7 @@ from llmq.plan.passes.place import Placement
 from llmq.plan.plan import Plan
 from llmq.plan.spec import Spec
 
+COMPUTING = "computing"  # the rung of all ops
 HEAD = (".head.", "head.logits", "head.weight", "embed.weight")  # in the names of what the head's linear map writes
 
 
@@ -71,7 +72,10 @@ def family(op: str, written: str) -> str:
 
 
 def ladder(speed: Speed, ceilings: Ceilings) -> Ladder:
-    """The ladder of the calls that were timed, on generated tokens."""
+    """The ladder of the calls that were timed, on generated tokens; one rung if none were."""
+    if not speed.calls:
+        roofline = computing_roofline_ms(speed.plan, speed.tokens_per_step, ceilings)
+        return Ladder((Rung(COMPUTING, 0, speed.micro_batch_ms, roofline, 0.0, 0.0),), speed.micro_batch_ms)
     spec, parts = speed.plan.spec, dict[str, list[tuple[float, ...]]]()
     share_of_update, used = spec.batch_size * spec.seq_len / speed.tokens_per_step, different_tokens(spec)
     for timed in speed.calls:

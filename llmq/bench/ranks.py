@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 from llmq.backends import Backend, open_backend
 from llmq.bench.ceilings import Ceilings
 from llmq.bench.communication import EchoWorld, layer_rates
-from llmq.bench.ladder import Ladder, Rung, computing_roofline_ms
+from llmq.bench.ladder import COMPUTING, Ladder, Rung, computing_roofline_ms
 from llmq.bench.results import result_of
 from llmq.comm.world import World
 from llmq.engine.bound_plan import make_ready
@@ -35,7 +35,6 @@ if TYPE_CHECKING:
     from llmq.bench.request import BenchRequest, Wanted
 
 EXPOSED = "communication, exposed"  # a rung of the ladder of several GPUs, beside this one
-COMPUTING = "computing"
 ALONE = -1  # the plan of a GPU that shares nothing, among those by level
 
 

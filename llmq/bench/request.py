@@ -73,6 +73,7 @@ class BenchRequest:
     compare: Path | None = None
     tolerance: float | None = None
     markdown: bool = False
+    single_ops: bool = True
     gpus: int = 1
     zero_levels: tuple[int, ...] = ()
     memcpy_all_gather: bool | None = None

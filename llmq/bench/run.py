@@ -288,6 +288,7 @@ def _measure(
             steps=request.steps,
             warmup=request.warmup,
             uuid=uuid,
+            single_ops=request.single_ops,
             limit_s=limit_s,
             report=report,
             say=screen.line,

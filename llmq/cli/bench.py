@@ -173,6 +173,12 @@ def _with_recipe(given: dict[str, Any]) -> dict[str, Any]:
     metavar="PERCENT",
     help="With --compare: exit with 1 if a model is slower by more than this.",
 )
+@click.option(
+    "--single-ops/--no-single-ops",
+    default=True,
+    show_default=True,
+    help="Time each op of a micro-step on its own, too, for the time by family.",
+)
 @click.option("--markdown", is_flag=True, help="Print the results as Markdown, and everything else to stderr.")
 @click.pass_context
 def command(context: click.Context, **given: Any) -> int:

@@ -9,7 +9,8 @@ import pytest
 from tiny_engines import tiny
 
 from llmq.bench import run as bench_run
-from llmq.bench.ranks import COMPUTING, EXPOSED
+from llmq.bench.ladder import COMPUTING
+from llmq.bench.ranks import EXPOSED
 from llmq.bench.request import BenchRequest
 from llmq.cli import bench, shell
 from llmq.comm.group import Group, run_group

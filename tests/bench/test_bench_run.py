@@ -113,6 +113,15 @@ def test_what_saves_memory_is_measured(shape, tmp_path, capsys):
     assert "bf16 2x16, DoRA of rank 4" in capsys.readouterr().out.replace("\n", " ")
 
 
+def test_single_ops_need_not_be_timed(shape, tmp_path, capsys):
+    assert run([*shape, "--no-single-ops", f"--save={tmp_path}/out.json"]) == 0
+    (result,) = json.loads((tmp_path / "out.json").read_text())["results"]
+    (rung,) = result["ladder"]
+    assert rung["family"] == "computing" and rung["ms"] == result["micro_batch_ms"] > rung["roofline_ms"] > 0
+    assert result["ceiling_share"] == rung["roofline_ms"] / rung["ms"] and not result["gaps_ms"]
+    assert "computing" in capsys.readouterr().out
+
+
 def test_batch_sizes_are_one_table(shape, tmp_path, capsys, monkeypatch):
     monkeypatch.setenv("COLUMNS", "200")
     sizes = [part for part in shape if not part.startswith("--batch-size")]
