@@ -28,8 +28,12 @@ KINDS = {
     "dora": {"text": "q_proj,v_proj,mlp", "dropout": 0.2, "dora": True},
     "adalora": {"text": "q_proj,v_proj,mlp", "dropout": 0.2, "init": INIT, "schedule": Budget(8, total=4)},
     "all": {"text": "all"},
-    # as a pattern, EVA or the first gradients may choose them
-    "odd ranks": {"text": "all", "ranks": {"q_proj": 3, "k_proj": 1, "up_proj": 5, "o_proj": 7, "down_proj": 33}},
+    # as a pattern, EVA or the first gradients may choose them; alpha / rank of 32 would make bf16 differ from fp32
+    "odd ranks": {
+        "text": "all",
+        "alpha": 4.0,
+        "ranks": {"q_proj": 3, "k_proj": 1, "up_proj": 5, "o_proj": 7, "down_proj": 33},
+    },
     "prefix": {"method": "prefix", "num_virtual": 5},
     "prompt": {"method": "prompt", "num_virtual": 5},
     "some": {"text": "q_proj,up_proj,lm_head", "dropout": 0.2},
@@ -43,16 +47,16 @@ def backend():
     return CudaBackend()
 
 
-def engine_of(backend, precision, base, memory=None, *, text="all", ranks=None, **more):
+def engine_of(backend, precision, base, memory=None, *, text="all", alpha=32.0, ranks=None, **more):
     """An engine with settled scales."""
-    every = targets(chosen(text, CONFIG), 16, 32.0, rslora=False, ranks=ranks)
+    every = targets(chosen(text, CONFIG), 16, alpha, rslora=False, ranks=ranks)
     if "budget" in more:
         every = with_triplets(every)
     if more.get("method") == "ia3":
         every = scaled(chosen(text, CONFIG))
     if more.get("num_virtual"):
         every = ()
-    about = Adapters(16, 32.0, every, bias="all", base=base, **more)
+    about = Adapters(16, alpha, every, bias="all", base=base, **more)
     plan = plan_of(precision, memory, CONFIG, scratch_bytes=backend.scratch_bytes, adapters=about, **SIZES)
     engine = Engine(plan, backend, poison=True)
     engine.load(parameters(plan))
