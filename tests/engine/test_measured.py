@@ -31,6 +31,15 @@ HEAD = {**E4M3, "head_dtype": "e4m3"}
 LORA = {"model_dtype": "bf16", "lora_rank": 16}
 LORA_E4M3 = {**LORA, "matmul_dtype": "e4m3"}
 FROZEN = {"lora_targets": "layers.0.self_attn.q_proj"}
+IN_16_GIB = {
+    **dict.fromkeys(("offload_quants", "offload_gradients", "offload_optimizer", "recompute_block"), True),
+    "attn_bwd_chunks": 4,
+    "seq_tiles": 4,
+}
+LONG = {
+    **{"recompute_block": True, "offload_residual": True, "deterministic": False},
+    **{"seq_tiles": 16, "lmhead_chunks": 64},
+}
 NF4 = {**LORA_E4M3, "base_dtype": "nf4"}
 
 
@@ -95,13 +104,13 @@ ROWS = [
         "Llama-3-8B e4m3, 2x8192", 16_759, 2, 131_072, {**E4M3, "recompute_swiglu": True, "attn_bwd_chunks": 2}, 8192
     ),
     Measured("Qwen2.5-7B bf16, frozen, 16x1024", 21_355, 16, 65_536, {**LORA, **FROZEN}),
-    Measured("Qwen2.5-7B e4m3, frozen, 16x1024", 35_008, 16, 65_536, {**LORA_E4M3, **FROZEN}),
-    Measured("Qwen2.5-7B bf16, LoRA 16, 16x1024 *", 19_324, 16, 65_536, LORA),
+    Measured("Qwen2.5-7B e4m3, frozen, 16x1024", 35_213, 16, 65_536, {**LORA_E4M3, **FROZEN}),
+    Measured("Qwen2.5-7B bf16, LoRA 16, 16x1024", 19_575, 16, 65_536, LORA),
     Measured("Qwen2.5-7B bf16, LoRA 64, 16x1024", 19_930, 16, 65_536, {**LORA, "lora_rank": 64}),
-    Measured("Qwen2.5-7B e4m3, LoRA 16, 16x1024", 30_119, 16, 65_536, LORA_E4M3),
+    Measured("Qwen2.5-7B e4m3, LoRA 16, 16x1024", 31_122, 16, 65_536, LORA_E4M3),
     Measured("Qwen2.5-7B e4m3, LoRA 64, 16x1024", 30_527, 16, 65_536, {**LORA_E4M3, "lora_rank": 64}),
     Measured("Qwen2.5-7B bf16, DoRA 16, 16x1024 *", 18_092, 16, 65_536, {**LORA, "dora": True}),
-    Measured("Qwen2.5-7B e4m3, LoRA 16 on nf4, 16x1024 *", 28_755, 16, 65_536, NF4),
+    Measured("Qwen2.5-7B e4m3, LoRA 16 on nf4, 16x1024", 30_512, 16, 65_536, NF4),
     Measured(
         "Qwen2.5-7B e4m3, LoRA 16 on nf4, 8x1024, `--recompute-block` *",
         21_095,
@@ -111,6 +120,9 @@ ROWS = [
     ),
     Measured("Qwen2.5-7B bf16, LoRA 16, 2x4096", 17_898, 2, 65_536, LORA, 4096),
     Measured("Qwen2.5-7B e4m3, LoRA 16, 2x4096", 26_356, 2, 65_536, LORA_E4M3, 4096),
+    Measured("Qwen2.5-32B e4m3, LoRA 16 on nf4, 4x1024", 6_996, 4, 16_384, NF4),
+    Measured("Qwen2.5-7B e4m3, 32x1024, in 16 GiB", 17_453, 32, WHOLE, {**E4M3, **IN_16_GIB}),
+    Measured("Llama-3-8B bf16, 1x131072", 2_550, 1, 131_072, {**NARROW, **LONG}, 131_072),
     *on_two("Qwen2.5-0.5B", "bf16", {1: 335_157, 3: 319_756}, 32, WHOLE, NARROW),
     *on_two("Qwen2.5-0.5B", "e4m3", {1: 434_295, 3: 414_995}, 32, WHOLE, E4M3),
     *on_two("Qwen2.5-1.5B", "bf16", {1: 122_997, 3: 120_053}, 32, WHOLE, NARROW),
