@@ -50,6 +50,7 @@ THROUGHPUT = json.loads((DOCS / "throughput.json").read_text("utf-8"))
 BEST = (0, 1, 4, 7, 9)  # rows of THROUGHPUT in the README
 # Flags of other programs, and of this checkout's scripts.
 OTHER_FLAGS = {"--all", "--judges", "--emulate", "--sweeps", "--cpu", "--show-resume", "--fmad", "--tool", "--no-"}
+OTHER_FLAGS |= {"--data", "--out", "--jobs", "--base", "--micro-batches"}  # of examples and rivals
 OTHER_FLAGS |= {"--ntasks-per-node", "--nproc-per-node", "--rates"}
 
 

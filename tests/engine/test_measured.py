@@ -37,8 +37,11 @@ IN_16_GIB = {
     "seq_tiles": 4,
 }
 LONG = {
-    **{"recompute_block": True, "offload_residual": True, "deterministic": False},
-    **{"seq_tiles": 16, "lmhead_chunks": 64},
+    "recompute_block": True,
+    "offload_residual": True,
+    "deterministic": False,
+    "seq_tiles": 16,
+    "lmhead_chunks": 64,
 }
 NF4 = {**LORA_E4M3, "base_dtype": "nf4"}
 
