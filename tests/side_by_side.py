@@ -159,7 +159,14 @@ def _first_weights(old: Path, new: Path) -> str | None:
     import numpy as np
     from safetensors.numpy import load_file
 
-    one, other = (load_file(folder / "model" / "model.safetensors") for folder in (old, new))
+    one, other = (
+        {
+            f"{file.relative_to(folder / 'model').parent.as_posix()}/{name}".removeprefix("./"): value
+            for file in sorted((folder / "model").rglob("*.safetensors"))  # of several adapters one each
+            for name, value in load_file(file).items()
+        }
+        for folder in (old, new)
+    )
     if one.keys() != other.keys():
         return f"exported tensors: {', '.join(sorted(one.keys() ^ other.keys()))} in one of the two"
     for name, array in one.items():

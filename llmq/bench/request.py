@@ -63,6 +63,7 @@ class BenchRequest:
     batch_size: int | None = None
     batch_sizes: tuple[int, ...] = ()  # each of them, in one table
     seq_len: int | None = None
+    adapters_at_once: tuple[int, ...] = ()  # one after the other; 1 is an adapter alone
     tokens_per_step: int | None = None
     steps: int = 10
     warmup: int = 3
@@ -90,12 +91,13 @@ class Wanted:
     precision: Precision
     flat: Mapping[str, Any]
     batch_size: int | None = None  # None: as many as fit
+    at_once: int = 1  # equal adapters, which share the rows
 
     @property
     def name(self) -> str:
-        """`Qwen2.5-0.5B bf16 32x1024, rank 16 on nf4`."""
+        """`Qwen2.5-0.5B bf16 32x1024, 8 adapters of rank 16 on nf4`."""
         size = f" {self.batch_size}x{self.flat['seq_len']}" if self.batch_size else ""
-        return f"{self.model} {self.dtype}{size}{adapters_in_words(self.flat)}"
+        return f"{self.model} {self.dtype}{size}{adapters_in_words({**self.flat, 'adapters_at_once': self.at_once})}"
 
 
 def check(request: BenchRequest, where: Device, num_ranks: int = 1) -> tuple[list[Wanted], dict[str, Any] | None]:
@@ -133,13 +135,14 @@ def configurations(request: BenchRequest, where: Device, num_ranks: int = 1) -> 
         problems.append("--zero-levels is for several GPUs: add --gpus N, or leave it out")
     if request.memcpy_all_gather is not None and (num_ranks == 1 or where.kind == "cpu"):
         problems.append("--memcpy-all-gather is for several GPUs: add --gpus N, or leave it out")
-    problems += _odd_tokens(request, where, num_ranks)
+    problems += [*_odd_tokens(request, where, num_ranks), *_odd_adapters(request)]
+    sizes, counts = request.batch_sizes or (request.batch_size,), request.adapters_at_once or (1,)
     found = []
     for name, config in configs.items():
         for dtype in dtypes if not unknown_dtypes else ():
             try:
                 one = _wanted(request, name, config, dtype, where, with_fp8="e4m3" in dtypes)
-                found += [replace(one, batch_size=size) for size in request.batch_sizes or (request.batch_size,)]
+                found += [replace(one, batch_size=size, at_once=count) for size in sizes for count in counts]
             except LlmqError as error:
                 problems.append(str(error))
     problems = list(dict.fromkeys(problems))  # a problem of every model is shown once
@@ -177,6 +180,21 @@ def _odd_tokens(request: BenchRequest, where: Device, num_ranks: int) -> Iterato
         what = f"micro-batches of {size} x {sequence}" if size else f"{sequence}, --seq-len"
         what += f", on {num_ranks} GPUs" if num_ranks > 1 else ""
         yield f"--tokens-per-step {tokens} is not a multiple of {what}: use {near}"
+
+
+def _odd_adapters(request: BenchRequest) -> Iterator[str]:
+    """Messages on --adapters-at-once."""
+    for count in (count for count in request.adapters_at_once if count > 1):
+        said = f"--adapters-at-once {count}"
+        if not str(request.recipe.get("lora_rank")).isdecimal():
+            yield f"{said} is for adapters of one rank: add --lora-rank N"
+        if request.recipe.get("dora"):
+            yield f"{said} trains A and B alone: leave --dora out"
+        if request.recipe.get("fit"):
+            yield f"{said} shares out the rows of a micro-batch, whose size --fit chooses: leave one of them out"
+        for size in (size for size in request.batch_sizes or (request.batch_size,) if size and size % count):
+            near = max(1, size // count) * count
+            yield f"{said} shares out the rows of a micro-batch, and --batch-size {size} is no multiple: use {near}"
 
 
 def seq_len_of(request: BenchRequest, where: Device) -> int:

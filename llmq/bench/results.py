@@ -23,11 +23,15 @@ from llmq.engine.measure import Speed
 from llmq.errors import DataError, UsageError
 from llmq.hardware.nvml import Reading
 from llmq.model import speed_of_light as sol
+from llmq.model.several import Several
 from llmq.training.records import to_json
 
 KIND, SCHEMA = "llmq-bench", 1
 # in two results that can be compared
-SAME = ("model", "dtype", "batch_size", "seq_len", "gpus", "zero_level", "lora_rank", "dora", "base_dtype")
+SAME = (
+    *("model", "dtype", "batch_size", "seq_len", "gpus", "zero_level", "lora_rank", "dora", "base_dtype"),
+    "adapters_at_once",
+)
 # shown where they differ
 SETTINGS = (
     *("tokens_per_step", "precision", "recompute", "on_host", "fused_update"),
@@ -35,7 +39,7 @@ SETTINGS = (
 )
 # what older files lack
 UNSAID: dict[str, Any] = {"deterministic": True, "gpus": 1, "zero_level": None, "lora_rank": None, "dora": False}
-UNSAID |= {"base_dtype": None, "on_host": [], "fused_update": False, "seq_tiles": 1}
+UNSAID |= {"base_dtype": None, "on_host": [], "fused_update": False, "seq_tiles": 1, "adapters_at_once": 1}
 
 Result = Mapping[str, Any]
 
@@ -84,6 +88,7 @@ def result_of(
         "lora_rank": None if spec.adapters is None else spec.adapters.rank,
         "dora": spec.adapters is not None and spec.adapters.dora,
         "base_dtype": None if spec.adapters is None else spec.adapters.base,
+        "adapters_at_once": len(spec.adapters.members) if isinstance(spec.adapters, Several) else 1,
         "sol": sol.fraction(median / gpus, spec.config, spec.seq_len, peaks, spec.precision.dtype, spec.adapters),
         "ceiling_share": found.share,
         "step_s": list(speed.seconds),
@@ -212,9 +217,9 @@ def name_of(result: Result) -> str:
 
 
 def adapters_in_words(about: Mapping[str, Any]) -> str:
-    """`, rank 16 on nf4`, `, DoRA of rank 16`; empty where the whole model is trained."""
-    base = f" on {about['base_dtype']}" if about.get("base_dtype") else ""
-    method = "DoRA of rank" if about.get("dora") else "rank"
+    """`, rank 16 on nf4`, `, DoRA of rank 16`, `, 8 adapters of rank 16`; empty where the whole model is trained."""
+    base, many = f" on {about['base_dtype']}" if about.get("base_dtype") else "", about.get("adapters_at_once") or 1
+    method = f"{many} adapters of rank" if many > 1 else "DoRA of rank" if about.get("dora") else "rank"
     return f", {method} {about['lora_rank']}{base}" if about.get("lora_rank") else ""
 
 

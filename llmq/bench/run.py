@@ -40,6 +40,7 @@ from llmq.hardware.device import Device
 from llmq.model import speed_of_light as sol
 from llmq.model.optimizer import Hyperparameters
 from llmq.model.parameters import padded_vocab
+from llmq.model.several import alike
 from llmq.options.parse import Options
 from llmq.plan import adapters, memory, precision
 from llmq.plan.advice import refuse_if_host_is_small, refuse_if_too_large, with_fitting_chunks
@@ -189,13 +190,14 @@ def fitting_plan(
         plan = _chosen_plan(request, one, where, backend, gpu_bytes)
     else:
         most = DEFAULTS[where.kind].batch_size
-        sizes = [one.batch_size] if one.batch_size else [most >> shift for shift in range(most.bit_length())]
+        halves = [most >> shift for shift in range(most.bit_length())]
+        sizes = [one.batch_size] if one.batch_size else [n for n in halves if n % one.at_once == 0] or [one.at_once]
         modelled = open_backend("planned", deterministic=request.deterministic) if on_gpu else backend
         fitting = (
             size for size in sizes if _plan(one, size, modelled, gpu_bytes, sharding).total_bytes <= ROOM * free_bytes
         )
         plan = _plan(one, next(fitting, sizes[-1]), backend, gpu_bytes, sharding)
-        while plan.total_bytes > free_bytes and not one.batch_size and plan.spec.batch_size > 1:
+        while plan.total_bytes > free_bytes and not one.batch_size and plan.spec.batch_size % (2 * one.at_once) == 0:
             plan = _plan(one, plan.spec.batch_size // 2, backend, gpu_bytes, sharding)
     if memory.chooses_attention_chunks(options.memory):
         plan = with_fitting_chunks(plan, free_bytes, backend.scratch_bytes)
@@ -243,6 +245,8 @@ def _spec(one: Wanted, options: Options, gpu_bytes: int, sharding: Sharding) -> 
         micro_steps=micro_steps,
     )
     low_rank = adapters.resolve(options.adapters, one.config)
+    if low_rank is not None and one.at_once > 1:
+        low_rank = alike(low_rank, one.at_once, b)
     hyper = Hyperparameters(clips_by_last=limits.fused)
     return Spec(one.config, dtypes, limits, hyper, b, t, sharding=sharding, adapters=low_rank)
 

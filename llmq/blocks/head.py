@@ -2,11 +2,34 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 from llmq.op_protocol import Ops
 from llmq.protocols import Parameters, Site, Slots
-from llmq.tensor import Slot
+from llmq.tensor import Ref, Slot
+
+
+class Totals:
+    """One loss and number of trained tokens for all rows of a batch."""
+
+    def of(self, a: Slots) -> Iterator[tuple[Ref, Ref, Ref, Ref]]:
+        """The sums of losses and tokens, and the losses and targets that they are of."""
+        yield a.total.loss, a.total.tokens, a.loss, a.batch.targets
+
+
+class TotalsOfRows(Totals):
+    """Those of each of several adapters, by its name and its rows [start, stop) of the batch."""
+
+    def __init__(self, rows: Mapping[str, tuple[int, int]]) -> None:
+        self.rows = dict(rows)
+
+    def of(self, a: Slots) -> Iterator[tuple[Ref, Ref, Ref, Ref]]:
+        """The same for each of them."""
+        length = a.loss.shape[-1]
+        for name, (start, stop) in self.rows.items():
+            total, at = a.total[name], (start * length, (stop - start) * length)
+            yield total.loss, total.tokens, a.loss.flat(*at), a.batch.targets.flat(*at)
 
 
 class Head:
@@ -16,9 +39,18 @@ class Head:
     """
 
     def __init__(
-        self, hidden_size: int, vocab_size: int, padded_vocab: int, eps: float, chunks: int, z_loss: float, site: Site
+        self,
+        hidden_size: int,
+        vocab_size: int,
+        padded_vocab: int,
+        eps: float,
+        chunks: int,
+        z_loss: float,
+        site: Site,
+        totals: Totals,
     ) -> None:
         self.c, self.vp, self.eps, self.chunks, self.site = hidden_size, padded_vocab, eps, chunks, site
+        self.totals = totals
         self.numbers: dict[str, Any] = {"vocab_size": vocab_size, "z_loss": z_loss}
 
     def slots(self, b: int, t: int) -> tuple[Slot, ...]:
@@ -42,7 +74,8 @@ class Head:
             self.site.forward(ops, at, logits, x, w)
             ops.cross_entropy(d_logits, a.loss.flat(start, count), logits, targets, **self.numbers)
             self.site.backward(ops, at, d_at, d.x.chunk(start, count), dw, d_logits, x, w)
-        ops.loss_sum(a.total.loss, a.total.tokens, a.loss, a.batch.targets)
+        for loss, tokens, losses, targets in self.totals.of(a):
+            ops.loss_sum(loss, tokens, losses, targets)
         ops.rmsnorm_backward(d.res, dw.norm, d.x, None, a.res, w.norm, a.rstd)
 
     def evaluate(self, ops: Ops, a: Slots, w: Parameters, d: Slots) -> None:
@@ -53,7 +86,8 @@ class Head:
             self.site.forward(ops, self._cut(a, start, count), logits, a.x.chunk(start, count), w)
             loss = a.loss.flat(start, count)  # of the data alone, whatever training adds to it
             ops.cross_entropy(d[f"logits#{i}"], loss, logits, targets, **{**self.numbers, "z_loss": 0.0})
-        ops.loss_sum(a.total.loss, a.total.tokens, a.loss, a.batch.targets)
+        for loss, tokens, losses, targets in self.totals.of(a):
+            ops.loss_sum(loss, tokens, losses, targets)
 
     def _x(self, b: int, t: int) -> Slot:
         return Slot("x", (b, t, self.c))

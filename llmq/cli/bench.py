@@ -112,6 +112,13 @@ def _shared() -> list[click.Parameter]:
             callback=_names,
             help="Recompute flags without their prefix, separated by commas: ffn,att.",
         ),
+        click.Option(
+            ["--adapters-at-once"],
+            callback=_sizes,
+            metavar="N,N,...",
+            help="With --lora-rank: train so many equal adapters at once, which share the rows of a micro-batch; "
+            "1,8 measures one alone, then eight. [default: 1]",
+        ),
         click.Option(["--deterministic/--no-deterministic"], default=True, show_default=True, help=deterministic),
         *recipe,
     ]
@@ -191,6 +198,7 @@ def command(context: click.Context, **given: Any) -> int:
     llmq-bench --models Qwen2.5-0.5B --batch-sizes 1,2,4,8
     llmq-bench --models Qwen2.5-0.5B --gpus 2 --zero-levels 1,3
     llmq-bench --models Qwen2.5-7B --lora-rank 16 --base-dtype nf4 --dtypes bf16,e4m3
+    llmq-bench --models Qwen2.5-7B --lora-rank 16 --batch-size 16 --adapters-at-once 1,8
     llmq-bench --models Qwen2.5-7B --dtypes e4m3 --recompute block --offload-residual --offload-optimizer
     llmq-bench --models Qwen2.5-7B --dtypes e4m3 --memory-limit 16GiB --fit
     llmq-bench op 'rmsnorm_*'

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from typing import NamedTuple
 
 import numpy as np
 
@@ -13,6 +14,7 @@ from llmq.data.batches.batch import Batch
 from llmq.engine.bound_plan import BoundPlan
 from llmq.model.held import Values
 from llmq.model.rope import document_positions, rope_table
+from llmq.model.several import Several
 from llmq.plan.observe import FIELDS, STRIDE
 from llmq.plan.plan import SCALE_STRIDE, Plan
 from llmq.row import Row
@@ -24,11 +26,25 @@ SETTLED = 0.05  # relative change of every scale between two passes
 MICRO_STEPS = {(True, True): "only", (True, False): "first", (False, False): "middle", (False, True): "last"}
 
 
+Rates = float | Sequence[float]  # of all, or of each of several adapters
+
+
+class GroupResult(NamedTuple):
+    """A finished step of the run, or of one of several adapters: mean loss per trained token, norm of its gradient, and
+    whether it was applied."""
+
+    loss: float
+    norm: float
+    num_tokens: int
+    applied: bool
+
+
 @dataclass(frozen=True)
 class StepResult:
     """A finished optimizer step: mean loss per trained token, norm of its gradient, whether it was applied, and the
     largest `request` of all ranks. `sent_error` is |sent - gradient| / |gradient| of the compressed gradients that this
-    rank has sent, None if it sends none."""
+    rank has sent, None if it sends none. Of several adapters `each` has its own: the step was applied if any was, and
+    has the loss over all tokens, and the norm of all gradients, of those that were."""
 
     loss: float
     norm: float
@@ -36,6 +52,17 @@ class StepResult:
     applied: bool
     request: int = 0
     sent_error: float | None = None
+    each: tuple[GroupResult, ...] = ()
+
+    @classmethod
+    def of_several(cls, each: Sequence[GroupResult]) -> StepResult:
+        """The step of several adapters."""
+        applied = [one for one in each if one.applied]
+        counted = applied or each
+        tokens = sum(one.num_tokens for one in counted)
+        loss = sum(one.loss * one.num_tokens for one in counted) / max(tokens, 1)
+        norm = math.hypot(*(one.norm for one in counted))
+        return cls(loss, norm, sum(one.num_tokens for one in each), bool(applied), each=tuple(each))
 
 
 class Engine(BoundPlan):
@@ -87,18 +114,22 @@ class Engine(BoundPlan):
         self.run(MICRO_STEPS[first, last])
         self._is_gathered = self._is_gathered or first
 
-    def start_step(self, step: int, learning_rate: float) -> None:
+    def start_step(self, step: int, learning_rate: Rates) -> None:
         """Before the micro-steps of a step whose weights may be updated in backward; `update` ends it with the same."""
         if self.plan.spec.memory.fused:
             self._begin_update(step, learning_rate)
 
-    def _begin_update(self, step: int, learning_rate: float) -> None:
+    def _begin_update(self, step: int, learning_rate: Rates) -> None:
+        groups = self._cells.groups
+        rates = learning_rate if isinstance(learning_rate, Sequence) else [learning_rate] * len(groups)
         self._fill(self._cells.step, step)
-        self._fill(self._cells.learning_rate, learning_rate)
+        for group, rate in zip(groups, rates, strict=True):
+            self._fill(group.learning_rate, rate)
 
-    def update(self, step: int, learning_rate: float, request: int = 0) -> StepResult:
+    def update(self, step: int, learning_rate: Rates, request: int = 0) -> StepResult:
         """The optimizer step number `step`, counted from 1. Nothing changes if loss or gradient is not finite.
 
+        Several adapters may have a rate each, and one whose loss or gradient is not finite stays as it is.
         `request` is what this rank wants of all after the step; the result has the largest one.
         """
         cells, agreed = self._cells, self._cells.agreed
@@ -109,10 +140,20 @@ class Engine(BoundPlan):
         self.run("update")
         self._is_gathered = False
         asked = [agreed.request] if is_asked else []
-        read = self._read_scalars(agreed.loss, agreed.tokens, cells.norm, cells.apply, *asked)
-        loss, tokens, norm, applied, *requests = read
-        wanted = int(requests[0]) if requests else request
-        return StepResult(loss / max(tokens, 1.0), norm, int(tokens), applied != 0, wanted, self._sent_error())
+        wanted = [ref for g in cells.groups for ref in (g.agreed.loss, g.agreed.tokens, g.norm, g.apply)]
+        read = self._read_scalars(*wanted, *asked)
+        largest = int(read.pop()) if asked else request
+        each = [
+            GroupResult(loss / max(tokens, 1.0), norm, int(tokens), applied != 0)
+            for loss, tokens, norm, applied in zip(*[iter(read)] * 4, strict=True)
+        ]
+        made = StepResult.of_several(each) if self._has_several else StepResult(*each[0])
+        return replace(made, request=largest, sent_error=self._sent_error())
+
+    @property
+    def _has_several(self) -> bool:
+        """Whether the run trains several adapters at once, if only one of them."""
+        return isinstance(self.plan.spec.adapters, Several)
 
     def _sent_error(self) -> float | None:
         """Relative error of the gradients that this rank has sent since the step began."""
@@ -188,8 +229,17 @@ class Engine(BoundPlan):
         self.gather()
         self.feed(batch)
         self.run("evaluate")
-        loss, count = self._read_scalars(self._cells.evaluated.loss, self._cells.evaluated.tokens)
-        return loss, int(count)
+        found = self._evaluated()
+        return sum(loss for loss, _ in found), sum(count for _, count in found)
+
+    def evaluated_each(self) -> list[tuple[float, int]]:
+        """The same of the last batch for each of several adapters; nothing of a run that has not several."""
+        return self._evaluated() if self._has_several else []
+
+    def _evaluated(self) -> list[tuple[float, int]]:
+        """The sums that the last evaluation has left."""
+        wanted = [ref for group in self._cells.groups for ref in (group.evaluated.loss, group.evaluated.tokens)]
+        return [(loss, int(count)) for loss, count in zip(*[iter(self._read_scalars(*wanted))] * 2, strict=True)]
 
     def _publish(self) -> None:
         self.run("publish")
@@ -256,7 +306,7 @@ class Engine(BoundPlan):
         for ref in self.plan.persistent.values():
             if ref.space == "scale":
                 self._fill(ref, 1 if ref.shape == (1,) or ref.name == "scales" else 0)
-        for cell in (cells.norm, cells.last_norm):
+        for cell in (cell for group in cells.groups for cell in (group.norm, group.last_norm)):
             if self._has(cell):
                 self._fill(cell, 0)
         if self.plan.importance.cells:

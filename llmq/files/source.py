@@ -182,15 +182,15 @@ def drawn(source: ModelSource, row: Row, seed: int) -> np.ndarray:
     residual = row.init == "residual"
     if row.init in ("normal", ADALORA) or (residual and not source.init_proj_to_zero):
         std = INIT_STD / math.sqrt(2 * source.config.num_layers) if residual else INIT_STD
-        _fill(drawn_rows, seed, row.name, normal_block)
+        _fill(drawn_rows, seed, row.address, normal_block)
         drawn_rows *= np.float32(std)
     elif row.init == "unit":
-        _fill(drawn_rows, seed, row.name, normal_block)
+        _fill(drawn_rows, seed, row.address, normal_block)
     elif row.init == "kaiming":
-        _fill(drawn_rows, seed, row.name, uniform_block)
+        _fill(drawn_rows, seed, row.address, uniform_block)
         drawn_rows *= np.float32(1 / math.sqrt(row.shape[-1]))
     elif row.init == "gaussian":
-        _fill(drawn_rows, seed, row.name, normal_block)
+        _fill(drawn_rows, seed, row.address, normal_block)
         for part in row.parts:
             drawn_rows[part.start : part.stop] *= np.float32(1 / (part.stop - part.start))
     return value.reshape(row.shape)

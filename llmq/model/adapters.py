@@ -115,6 +115,11 @@ class Adapters:
         return 0.0 if self.schedule is None else self.schedule.orth_reg / (2 * len(self.targets))
 
     @property
+    def added_weights(self) -> float:
+        """Weights of A and B that a token passes."""
+        return sum(target.rank * (target.module.inputs + target.module.outputs) for target in self.targets)
+
+    @property
     def is_relative(self) -> bool:
         """Whether what they change depends on the value of the weight."""
         return self.dora or self.method == "ia3"

@@ -38,8 +38,7 @@ def seconds_per_token(
     """
     attention = config.num_layers * config.num_heads * config.head_dim * seq_len
     per_weight, per_frozen, per_score = (2 * _products(ops) for ops in (LINEAR, FROZEN, ATTENTION))
-    targets = () if adapters is None else adapters.targets
-    added = sum(target.rank * (target.module.inputs + target.module.outputs) for target in targets)
+    added = 0 if adapters is None else adapters.added_weights
     seconds = (per_score / 2 * attention + per_weight * added) / peaks["bf16"]
     for name, size in linear_maps(config).items():
         row = EMBED_ROW if name == HEAD and config.tie_embeddings else f"{name}.weight"

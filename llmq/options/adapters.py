@@ -19,6 +19,14 @@ SHAPE = (  # with --adapter, the folder says it
     *OF_BUDGET,
 )
 OF_LORA = (*(key for key in SHAPE if key != "train_also"), "lora_dropout", "lora_plus_ratio")
+LEAVE = "leave it out"
+OF_SEVERAL = "A and B of several adapters on one frozen model"
+NOT_OF_SEVERAL = {  # and what to do instead
+    **dict.fromkeys(("lisa", "ia3", "train_only", "prompt_tuning", "prefix_tuning", "train_also"), LEAVE),
+    **dict.fromkeys(("adalora", "dora", "lora_budget"), LEAVE),
+    "adapter": "name the folder in its entry of the file",
+    "merge": "merge the one that you choose with llmq-merge",
+}
 OF_PROMPTS = ("prompt_init", "prompt_init_text")
 RATE_OF_GAINS = 3e-3  # of IA3, as in its paper
 RATE = 2e-4  # of adapters, which take a larger one than the whole model
@@ -182,6 +190,12 @@ class AdapterOptions(Section):
     adapter: Path | None = option(
         None, "Continue to train the adapter in this folder, in PEFT's format.", metavar="DIR"
     )
+    adapters: Path | None = option(
+        None,
+        "Train all adapters that this YAML file lists at once, each on its own rows. An entry has a name, and options "
+        "that are not those of the command, such as lora_rank, learning_rate, data and seed.",
+        metavar="FILE",
+    )
     merge: bool = option(
         False,
         "Export the model with the adapter merged into the base as it was trained on, too, as merged in --out-dir.",
@@ -246,6 +260,9 @@ class AdapterOptions(Section):
     )
 
     def contradictions(self) -> Iterator[str]:
+        if self.adapters is not None:
+            yield from self._of_several()
+            return
         if self.lisa is None and self.lisa_interval is not None:
             yield f"--lisa-interval {self.lisa_interval} is for --lisa: add that, or leave it out"
         methods = ("lora_rank", "adapter", "ia3", "train_only", "prompt_tuning", "prefix_tuning")
@@ -281,6 +298,16 @@ class AdapterOptions(Section):
         else:
             given = [key for key in NOT_OF_ADALORA if getattr(self, key) not in (None, False)]
             yield from (f"{flag(key)} {getattr(self, key)} does not go with --adalora: leave it out" for key in given)
+
+    def _of_several(self) -> Iterator[str]:
+        """What adapters that are trained at once cannot have, as they share the base."""
+        given = [key for key in NOT_OF_SEVERAL if getattr(self, key) not in (None, False)]
+        shared = {"lora_rank": ("auto",), "lora_bias": ("all", "lora_only"), "lora_init": ("pissa", "olora", "eva")}
+        given += [key for key, values in shared.items() if getattr(self, key) in values]
+        for key in given:
+            value = getattr(self, key)
+            said = flag(key) if value is True else f"{flag(key)} {value}"
+            yield f"{said} does not go with --adapters, which trains {OF_SEVERAL}: {NOT_OF_SEVERAL.get(key, LEAVE)}"
 
     def _of_virtual_tokens(self) -> Iterator[str]:
         """What does not go with a prompt or a prefix."""

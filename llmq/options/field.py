@@ -266,39 +266,69 @@ def _message(d: Description, error: Any) -> str:
     return f"{start} is not {word}: {d.help}" if word else f"{start}: {context.get('error') or error['msg']}"
 
 
-def read_flat_yaml(path: str) -> tuple[dict[str, Any], dict[str, str]]:
-    """Options as written in a YAML file of flat keys, and the place of each key (`run.yaml:3: `).
+Flat = tuple[dict[str, Any], dict[str, str]]  # values by key, and the place of each key (`run.yaml:3: `)
+
+
+def read_flat_yaml(path: str, option: str = "--config") -> Flat:
+    """Options as written in a YAML file of flat keys, and the place of each key.
 
     UsageError if it is absent or not such a file. Scalars stay text, as on the command line, so that both are read by
     the same rules (YAML alone would take 1e-5 for text and 0123 for 83).
     """
     import yaml
 
-    def place(node: yaml.Node) -> str:
-        return f"{path}:{node.start_mark.line + 1}: "
-
-    def scalar(node: yaml.Node) -> Any:
-        if not isinstance(node, yaml.ScalarNode):
-            raise UsageError(f"{place(node)}keys are flat: a key has one value, or a list of single values")
-        return None if node.tag == "tag:yaml.org,2002:null" else node.value
-
-    try:
-        with open(path, encoding="utf-8-sig") as file:
-            root = yaml.compose(file, Loader=yaml.SafeLoader)
-    except OSError as error:
-        raise UsageError(f"--config {path} cannot be read: {error.strerror}") from error
-    except (yaml.YAMLError, UnicodeDecodeError, RecursionError) as error:
-        raise UsageError(f"--config {path} is not YAML: {' '.join(str(error).split())}") from error
+    root = _composed(path, option)
     if root is None:
         return {}, {}
     if not isinstance(root, yaml.MappingNode):
-        raise UsageError(f"--config {path} must hold lines of the form `learning_rate: 1e-5`")
+        raise UsageError(f"{option} {path} must hold lines of the form `learning_rate: 1e-5`")
+    return _flat(root, path)
+
+
+def read_yaml_list(path: str, option: str, example: str) -> list[tuple[str, Flat]]:
+    """The entries of a YAML file that is a list of such mappings, each with its place. UsageError."""
+    import yaml
+
+    root = _composed(path, option)
+    if not isinstance(root, yaml.SequenceNode) or not root.value:
+        raise UsageError(f"{option} {path} must be a list with entries such as `- {example}`")
+    if wrong := [node for node in root.value if not isinstance(node, yaml.MappingNode)]:
+        raise UsageError(f"{_place(path, wrong[0])}an entry has keys: write it as `- {example}`")
+    return [(_place(path, node), _flat(node, path)) for node in root.value]
+
+
+def _place(path: str, node: Any) -> str:
+    return f"{path}:{node.start_mark.line + 1}: "
+
+
+def _composed(path: str, option: str) -> Any:
+    """The nodes of a YAML file; None of an empty one. UsageError."""
+    import yaml
+
+    try:
+        with open(path, encoding="utf-8-sig") as file:
+            return yaml.compose(file, Loader=yaml.SafeLoader)
+    except OSError as error:
+        raise UsageError(f"{option} {path} cannot be read: {error.strerror}") from error
+    except (yaml.YAMLError, UnicodeDecodeError, RecursionError) as error:
+        raise UsageError(f"{option} {path} is not YAML: {' '.join(str(error).split())}") from error
+
+
+def _flat(root: Any, path: str) -> Flat:
+    """The keys of a mapping, each with one value or a list. UsageError."""
+    import yaml
+
+    def scalar(node: yaml.Node) -> Any:
+        if not isinstance(node, yaml.ScalarNode):
+            raise UsageError(f"{_place(path, node)}keys are flat: a key has one value, or a list of single values")
+        return None if node.tag == "tag:yaml.org,2002:null" else node.value
+
     found: dict[str, Any] = {}
     places: dict[str, str] = {}
     for key, node in root.value:
         name = str(scalar(key))
         if name in found:
-            raise UsageError(f"{place(key)}{name} is given a second time")
-        places[name] = place(key)
+            raise UsageError(f"{_place(path, key)}{name} is given a second time")
+        places[name] = _place(path, key)
         found[name] = [scalar(item) for item in node.value] if isinstance(node, yaml.SequenceNode) else scalar(node)
     return found, places

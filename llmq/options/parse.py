@@ -62,6 +62,7 @@ UNSETS = {  # an option of the command line, and its alternatives, which it take
     "min_lr": ("final_lr_fraction",),
     "final_lr_fraction": ("min_lr",),
     "lora_rank": ("adapter", "ia3", "lisa", *VIRTUAL),
+    "adapters": ("adapter", "ia3", "lisa", "train_only", *VIRTUAL),
     "adapter": ("lora_rank", "ia3", "lisa", *VIRTUAL, *adapters.SHAPE),
     "ia3": ("lora_rank", "adapter", "lisa", *VIRTUAL),
     "prompt_tuning": ("lora_rank", "adapter", "ia3", "lisa", "prefix_tuning"),
@@ -90,8 +91,18 @@ def _across(sections: Mapping[str, Any]) -> Iterator[str]:
     """Contradictions between sections; one that is bad in itself is None."""
     data, source, system, run = (sections[name] for name in ("data", "source", "system", "run"))
     if data and source:
-        plans_only = run is not None and run.dry_run
+        several = sections["adapters"] is None or sections["adapters"].adapters is not None  # which have data each
+        plans_only = several or (run is not None and run.dry_run)
         yield from source.beside(data.train_file, data.eval_file, data.weight, plans_only=plans_only)
+    memory, log = sections["memory"], sections["log"]
+    if sections["adapters"] and sections["adapters"].adapters is not None:
+        if memory and memory.fit:
+            yield "--fit chooses the size of a micro-batch, whose rows --adapters shares out: leave one of them out"
+        if log and log.sample_prompts is not None:
+            yield (
+                f"--sample-prompts {log.sample_prompts} completes by one adapter, and --adapters trains several: use "
+                "llmq-generate --adapter with one that is exported"
+            )
     if system and run and system.gpu is not None and not run.dry_run:
         yield f"--gpu {system.gpu} only plans: add --dry-run, or choose a GPU of this machine with CUDA_VISIBLE_DEVICES"
 
@@ -100,7 +111,11 @@ def _without_effect(sections: Mapping[str, Any]) -> Iterator[str]:
     """Notices on options that say how to evaluate or to complete prompts, where there is nothing to do that with."""
     data, source, log = (sections[name] for name in ("data", "source", "log"))
     idle: dict[str, str] = {}
-    if data.eval_file is None and (source.data is None or source.eval_fraction == 0):
+    if (
+        sections["adapters"].adapters is None
+        and data.eval_file is None
+        and (source.data is None or source.eval_fraction == 0)
+    ):
         idle["eval_num_steps"] = "data to evaluate on, such as --eval-file"
         if log.sample_prompts is None:
             idle = {"eval_every_n_steps": idle["eval_num_steps"], **idle}
@@ -162,7 +177,7 @@ class Options:
             values |= {key: value for key, value in file_values.items() if key not in taken_back}
             keys = {name: spellings()[plain(name)].key for name in of_names if plain(name) in spellings()}
             places = {key: of_names[name] for name, key in keys.items() if key not in taken_back}
-        if values.keys() & {"lora_rank", "adapter", *VIRTUAL}:
+        if values.keys() & {"lora_rank", "adapter", "adapters", *VIRTUAL}:
             values = {**OF_ADAPTERS, **values}
         if "ia3" in values:
             values = {**OF_ADAPTERS, "learning_rate": adapters.RATE_OF_GAINS, **values}

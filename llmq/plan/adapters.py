@@ -33,6 +33,7 @@ from llmq.model.config import ModelConfig
 from llmq.model.first_adapter import TAKEN_OUT
 from llmq.model.lisa import Lisa
 from llmq.model.parameters import left_out, num_parameters
+from llmq.model.several import Several
 from llmq.model.virtual_tokens import PREFIX, PROMPT, PROMPT_ROW
 from llmq.options.adapters import OF_BUDGET
 from llmq.row import Row
@@ -207,6 +208,8 @@ def note(adapters: Adapters | None, rows: Sequence[Row]) -> str:
         kind = "Embeddings" if adapters.method == PROMPT else "Keys and values in every layer"
         return f"{kind} of {adapters.num_virtual} virtual tokens before each document: {counts}"
     ranks = sorted({target.rank for target in adapters.targets})
+    if isinstance(adapters, Several):
+        return f"{len(adapters.members)} adapters at once: {counts}"
     said = f"rank {ranks[0]}" if len(ranks) == 1 else f"ranks {ranks[0]} to {ranks[-1]}"
     biases = "" if adapters.bias == "none" else " with biases"
     full = f", beside {len(adapters.also)} parameters in full" if adapters.also else ""

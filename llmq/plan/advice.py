@@ -10,6 +10,7 @@ from typing import Any
 
 from llmq.disk import MIB, shown
 from llmq.errors import MemoryLimitError, UsageError
+from llmq.model.several import Several
 from llmq.plan.arena import aligned
 from llmq.plan.few_layers import least_bytes
 from llmq.plan.levels import LEVELS, at_level
@@ -210,11 +211,22 @@ def _smaller_plans(plan: Plan, free_bytes: int, scratch_bytes: Scratch | None) -
         *_in_8_bits(plan, replace(block, attention_chunks=1)),
     ]
     for change, values in attempts:
+        change, values = _with_all_adapters(plan.spec, change, values)
         try:
             if SURE * least_bytes(_spec_of(plan, **values), scratch_bytes) <= free_bytes:
                 yield change, _changed(plan, scratch_bytes, **values)
         except UsageError:
             continue
+
+
+def _with_all_adapters(spec: Spec, change: str, values: dict[str, Any]) -> tuple[str, dict[str, Any]]:
+    """A change that is a micro-batch of one row, of a run of several adapters: one of a row each."""
+    if "batch_size" not in values or not isinstance(spec.adapters, Several):
+        return change, values
+    smallest = spec.adapters.with_one_row_each()
+    size = smallest.batch_size
+    said = change.replace("--batch-size 1", f"--batch-size {size}", 1)
+    return said, {**values, "adapters": smallest, "batch_size": size}
 
 
 def _in_tiles(plan: Plan, block: Memory) -> Iterator[tuple[str, dict[str, Any]]]:

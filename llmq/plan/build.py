@@ -20,14 +20,16 @@ from llmq.blocks.cached import (
     Unturned,
 )
 from llmq.blocks.embed import Embed, NoisyEmbed, PromptedEmbed
-from llmq.blocks.head import Head
+from llmq.blocks.head import Head, Totals, TotalsOfRows
 from llmq.blocks.mlp import Mlp, TiledMlp
 from llmq.errors import UsageError
-from llmq.model.adapters import FILE, Target, outputs_of
+from llmq.model.adapters import FILE, Adapters, Target, outputs_of
 from llmq.model.decoder import Block, Model
 from llmq.model.held import HELD_FORMS, held_form, is_layer_weight
 from llmq.model.parameters import HEAD, fitted_rows, padded_vocab
+from llmq.model.several import Several
 from llmq.model.virtual_tokens import PREFIX, PROMPT, with_virtual
+from llmq.plan.precision import Precision
 from llmq.plan.spec import Spec
 from llmq.protocols import Core, Site
 from llmq.row import Row
@@ -37,6 +39,7 @@ from llmq.sites.factories import FACTORIES
 from llmq.sites.ia3 import GainLinear, GainPiece, InputGainLinear
 from llmq.sites.linear import Linear
 from llmq.sites.lora import DroppedLinear, LoraLinear, LowRank
+from llmq.sites.several import OwnRows, SeveralLinear
 from llmq.stores.moments import MASTER_FORM
 
 Sites = Callable[[Spec, str], Site]  # what computes the linear map of a name
@@ -54,13 +57,29 @@ def site_of(spec: Spec, name: str) -> Site:
         return base
     if adapters.method == "ia3":
         return _with_gains(spec, base, adapters.by_site[name])
-    pieces = _pieces(adapters.by_site[name])
-    about = (base, pieces, adapters.init, FILE, p.model)
+    if isinstance(adapters, Several):
+        return _several(spec, base, adapters)
+    low_rank = _low_rank(p, base, adapters, spec.seed)
+    return DoraLinear(low_rank, outputs_of(spec.config, name), p.stat) if adapters.dora else low_rank
+
+
+def _low_rank(p: Precision, base: Linear, adapters: Adapters, seed: int) -> LoraLinear | DroppedLinear:
+    """The site `base` with adapters, whose dropout draws by a seed."""
+    about = (base, _pieces(adapters.by_site[base.name]), adapters.init, FILE, p.model)
     lora = LoraLinear(*about)
     if adapters.schedule is not None:
         lora = AdaLoraLinear(*about, stat=p.stat, orthogonality=adapters.orthogonality)
-    dropped = DroppedLinear(lora, rate=adapters.dropout, seed=spec.seed) if adapters.dropout else lora
-    return DoraLinear(dropped, outputs_of(spec.config, name), p.stat) if adapters.dora else dropped
+    return DroppedLinear(lora, rate=adapters.dropout, seed=seed) if adapters.dropout else lora
+
+
+def _several(spec: Spec, base: Linear, several: Several) -> Site:
+    """The site `base` with those adapters that have it among their targets."""
+    found = [
+        OwnRows(member.name, _low_rank(spec.precision, base, member.adapters, member.seed), start, stop)
+        for member, start, stop in several.places
+        if base.name in member.adapters.by_site
+    ]
+    return SeveralLinear(base, found, spec.batch_size)
 
 
 def _with_gains(spec: Spec, base: Linear, targets: Sequence[Target]) -> Site:
@@ -120,8 +139,16 @@ def build_model(spec: Spec, sites: Sites = site_of) -> Model:
         )
     layers = _blocks(spec, lambda window, layer: _core(spec, window), _rotary(spec), sites, memory.seq_tiles)
     c, padded = config.hidden_size, padded_vocab(config)
-    head = Head(c, config.vocab_size, padded, config.rms_norm_eps, memory.head_chunks, hyper.z_loss, site(HEAD))
+    sizes = (c, config.vocab_size, padded, config.rms_norm_eps, memory.head_chunks, hyper.z_loss)
+    head = Head(*sizes, site(HEAD), _totals(spec.adapters))
     return Model(_embed(spec), layers, head)
+
+
+def _totals(adapters: Adapters | None) -> Totals:
+    """What the losses of a micro-batch are added up to."""
+    if not isinstance(adapters, Several):
+        return Totals()
+    return TotalsOfRows({member.name: (start, stop) for member, start, stop in adapters.places})
 
 
 def build_decoder(spec: Spec, sampling: Sampling, sites: Sites = site_of) -> Model:

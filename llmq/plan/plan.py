@@ -159,7 +159,8 @@ class Plan:
         held = [one for ref in self.weights.values() if ref.form is not None for one in ref.entries]
         remade = {name for one in held for name in (scale_name(one), *map(storage_name, self.known_scales(one)))}
         scales = sorted(name for name, ref in self.persistent.items() if ref.space == "scale" and name not in remade)
-        norms = ["cell:norm", "cell:last_norm"] if self.spec.hyper.clips_by_last else []
+        seen = [(group.norm, group.last_norm) for group in self.cells.groups if group.clips_by_last]
+        norms = [storage_name(cell) for pair in seen for cell in pair]
         chosen = [storage_name(self.importance.cells[KEPT])] if self.importance.cells else []
         return {name: self.persistent[name] for name in names + scales + norms + chosen}
 

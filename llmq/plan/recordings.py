@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import cached_property, partial
 from typing import Any
 
@@ -12,6 +12,7 @@ from llmq.model.decoder import Model
 from llmq.model.parameters import HEAD
 from llmq.ops.record import Call, Recorder
 from llmq.plan.build import Sites, build_model, rows_of
+from llmq.plan.groups import groups_of
 from llmq.plan.memory import Memory
 from llmq.plan.precision import Precision
 from llmq.plan.refusals import refuse
@@ -103,26 +104,24 @@ class Recordings:
         self.importance = NoImportance()
         if budget is not None and not budget.spent:
             self.importance = Importance(self.rows, p.stat, budget, shares)
-        self.ranks: Any = ManyRanks(self._shards.tiles) if self._shards else Alone()
-        names = ("norm", "last_norm", "grad_scale", "apply", "learning_rate", "request")
-        cells = {name: Ref(name, "cell", (1,), p.stat) for name in names}
-        num_partials = sum(num_norm_tiles(grad.shape) for grad in self.grads[True].shares(Recorder()))
-        cells["step"] = Ref("step", "cell", (1,), "int32")
-        cells["partials"] = Ref("partials", "cell", (num_partials, 1), p.stat)
-        sums = {"loss": Ref("loss", "sum", (1,), p.stat), "tokens": Ref("tokens", "sum", (1,), "int32")}
-        self.cells = {**cells, **sums, **self.importance.cells}
+        self.ranks: Any = ManyRanks(self._shards.tiles()) if self._shards else Alone()
+        self.groups = groups_of(spec, self.rows, self.grads[True], self._shards)
+        cells = {"step": Ref("step", "cell", (1,), "int32"), "request": Ref("request", "cell", (1,), p.stat)}
+        (*_, group) = self.groups.by_name.values()
+        own = group.cells if len(self.groups.by_name) == 1 else {}
+        self.cells = {**cells, **own, **self.importance.cells}
         self.always = Ref("always", "cell", (1,), p.stat)
         self.rope = Ref("rope", "const", (spec.seq_len, spec.config.head_dim), p.stat)
         self.batch = self._inputs("batch", spec.batch_size)
-        self.sums = Frame(sums)
+        self.sums = self.groups.frame(self.groups.sums)
         for grads in self.grads.values():
             if isinstance(grads, FusedGrads):
                 grads.use = self._fused(applies=grads.last)
-        self.evaluated = Frame({name: replace(ref, name=f"evaluate.{name}") for name, ref in sums.items()})
+        self.evaluated = self.groups.frame(self.groups.evaluated)
 
     def handles(self, cells: Mapping[str, Ref]) -> Frame:
         """What the engine reads and writes beside rows: `cells`, the inputs, what evaluation leaves."""
-        shared = {"always": self.always, "rope": self.rope, "batch": self.batch, "evaluated": self.evaluated}
+        shared = {"always": self.always, "rope": self.rope, "batch": self.batch, "groups": self.groups.handles()}
         return Frame({**cells, **shared, "agreed": Frame(self.ranks.cells(cells))})
 
     @cached_property
@@ -183,10 +182,9 @@ class Recordings:
         grads, spec = self.grads[True], self.spec
         if spec.memory.fused:
             return _recorded(lambda ops: optimizer.end_fused(ops, cells, spec.hyper))
+        stores, groups = (self.weights, grads, self.moments), tuple(self.groups.by_name.values())
         return _recorded(
-            lambda ops: optimizer.update(
-                ops, self.weights, grads, self.moments, self.ranks, cells, spec.hyper, spec.seed, self.importance
-            )
+            lambda ops: optimizer.update(ops, *stores, self.ranks, cells, groups, self.always, self.importance)
         )
 
     def publish(self) -> list[Call]:

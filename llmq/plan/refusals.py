@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from llmq.errors import UsageError
+from llmq.model.several import Several
 from llmq.plan.memory import ALONE_ONLY, HOSTED
 from llmq.plan.spec import Spec
 
@@ -24,6 +25,8 @@ def refuse(spec: Spec) -> None:
         problems += [f"--seq-tiles {spec.memory.seq_tiles}: {text}" for text in _tiled(spec)]
     if spec.precision.master == "none":
         problems += [f"--master-dtype none: {text}" for text in _without_master(spec)]
+    if isinstance(spec.adapters, Several):
+        problems += _several(spec, spec.adapters)
     if problems:
         raise UsageError("; ".join(problems))
 
@@ -38,6 +41,9 @@ def _shared(spec: Spec) -> Iterator[str]:
 
 def _fused(spec: Spec) -> Iterator[str]:
     clip, p = spec.hyper.grad_clip, spec.precision
+    if isinstance(spec.adapters, Several):
+        yield "--adapters updates each adapter by a norm of its own: leave it out"
+        return
     if clip and not spec.hyper.clips_by_last:
         yield f"the norm that --grad-clip {clip:g} looks at is not known then: use --clip-by last, or --grad-clip 0"
     if p.matmul == "e4m3" and p.scaling == "delayed":
@@ -51,6 +57,9 @@ def _fused(spec: Spec) -> Iterator[str]:
 
 def _tiled(spec: Spec) -> Iterator[str]:
     adapters, p = spec.adapters, spec.precision
+    if isinstance(adapters, Several):
+        yield "--adapters gives each row of a batch its adapter, and a tile does not know its rows: use --seq-tiles 1"
+        return
     if adapters is not None and adapters.dropout:
         yield (
             f"--lora-dropout {adapters.dropout:g} draws by the place of a token, which a tile does not know: use "
@@ -58,6 +67,13 @@ def _tiled(spec: Spec) -> Iterator[str]:
         )
     if p.matmul == "e4m3" and p.scaling == "blockwise":
         yield "cuBLASLt takes no 1x128 scales of a piece of the gradient: use --fp8-scaling rowwise"
+
+
+def _several(spec: Spec, several: Several) -> Iterator[str]:
+    if several.batch_size != spec.batch_size:
+        yield f"--batch-size {spec.batch_size}: the adapters of --adapters have {several.batch_size} rows: use as many"
+    if spec.hyper.neftune_alpha:
+        yield f"--neftune-alpha {spec.hyper.neftune_alpha:g} adds one noise to all rows of --adapters: leave it out"
 
 
 def _without_master(spec: Spec) -> Iterator[str]:

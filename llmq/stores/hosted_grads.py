@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Container, Iterable, Iterator, Sequence
 from dataclasses import replace
 from itertools import chain
 from typing import Any
@@ -36,9 +36,10 @@ class HostedGrads(ReplicatedGrads):
             for name, slot in here.items():
                 ops.copy_to_host(self.refs[name], slot)
 
-    def shares(self, ops: Any) -> Iterator[Ref]:
-        """Yields what this rank adds to the norm of the whole gradient, and fetches a piece ahead."""
-        pieces = chain.from_iterable(self._pieces(ref) for ref in super().shares(ops))
+    def shares(self, ops: Any, only: Container[str] | None = None) -> Iterator[Ref]:
+        """Yields what this rank adds to the norm of the whole gradient, or of the rows named in `only`, and fetches a
+        piece ahead."""
+        pieces = chain.from_iterable(self._pieces(ref) for ref in super().shares(ops, only))
         return one_ahead(_fetched(ops, ref) for ref in pieces)
 
     def _pieces(self, ref: Ref) -> Iterator[Ref]:

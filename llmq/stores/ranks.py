@@ -9,7 +9,7 @@ from typing import Any
 from llmq.stores.sharding import Bounds
 from llmq.tensor import Ref
 
-LARGEST = ("amax", "request")  # over all ranks; others are summed
+SUMMED, LARGEST = ("loss", "tokens"), ("amax", "request")  # over all ranks
 
 
 class Alone:
@@ -20,7 +20,11 @@ class Alone:
         return dict(cells)
 
     def agree(self, ops: Any, cells: Mapping[str, Ref]) -> Mapping[str, Ref]:
-        """The cells with what is agreed in place of each rank's own."""
+        """The cells with the sums over ranks in place of each rank's own."""
+        return cells
+
+    def agree_on_largest(self, ops: Any, cells: Mapping[str, Ref]) -> Mapping[str, Ref]:
+        """The cells with the largest requests and magnitudes of all ranks."""
         return cells
 
     def agree_on_amax(self, ops: Any, cells: Mapping[str, Ref]) -> Mapping[str, Ref]:
@@ -36,19 +40,24 @@ class ManyRanks:
 
     def cells(self, cells: Mapping[str, Ref]) -> dict[str, Ref]:
         """Cells for what is agreed, beside those of this rank."""
-        names = [name for name in ("loss", "tokens", *LARGEST) if name in cells]
-        agreed = {name: replace(cells[name], name=f"agreed.{name}", space="cell") for name in names}
-        partials = replace(cells["partials"], name="agreed.partials", shape=(self._tiles[-1], 1))
-        return {**cells, **agreed, "partials": partials}
+        names = [name for name in (*SUMMED, *LARGEST) if name in cells]
+        agreed = {name: replace(cells[name], name=f"agreed.{cells[name].name}", space="cell") for name in names}
+        if (own := cells.get("partials")) is not None:
+            agreed["partials"] = replace(own, name=f"agreed.{own.name}", shape=(self._tiles[-1], 1))
+        return {**cells, **agreed}
 
     def agree(self, ops: Any, cells: Mapping[str, Ref]) -> Mapping[str, Ref]:
-        """The cells with what is agreed in place of each rank's own."""
+        """The cells with the sums over ranks in place of each rank's own."""
         agreed = self.cells(cells)
         ops.all_gather(agreed["partials"], cells["partials"], bounds=self._tiles)
-        for name in ("loss", "tokens", "request"):
-            ops.all_reduce(agreed[name], cells[name], largest=name in LARGEST)
-        self.agree_on_amax(ops, cells)
+        for name in SUMMED:
+            ops.all_reduce(agreed[name], cells[name], largest=False)
         return agreed
+
+    def agree_on_largest(self, ops: Any, cells: Mapping[str, Ref]) -> Mapping[str, Ref]:
+        """The cells with the largest requests and magnitudes of all ranks."""
+        ops.all_reduce(self.cells(cells)["request"], cells["request"], largest=True)
+        return self.agree_on_amax(ops, cells)
 
     def agree_on_amax(self, ops: Any, cells: Mapping[str, Ref]) -> Mapping[str, Ref]:
         """The cells with the largest magnitudes of all ranks; nothing is called in a run without delayed scales."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Container, Iterable, Iterator, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -32,14 +32,14 @@ class ReducedGrads(ReplicatedGrads):
             if self.last:
                 self._reduce(ops, self._of(self.refs, part))
 
-    def sums(self, ops: Any) -> Iterator[Ref]:
-        """Yields the gradient of each row, or this rank's share of it."""
-        for ref in self.refs.values():
+    def sums(self, ops: Any, only: Container[str] | None = None) -> Iterator[Ref]:
+        """Yields the gradient of each row, or of those named in `only`, or this rank's share of it."""
+        for ref in self._of_rows(only):
             yield self._shards.piece(ref) if self._sharding.states else ref
 
-    def shares(self, ops: Any) -> Iterator[Ref]:
-        """Yields this rank's share of every row."""
-        for ref in self.refs.values():
+    def shares(self, ops: Any, only: Container[str] | None = None) -> Iterator[Ref]:
+        """Yields this rank's share of every row, or of those named in `only`."""
+        for ref in self._of_rows(only):
             yield self._shards.piece(ref)
 
     def _of(self, refs: dict[str, Ref], part: str | int) -> list[Ref]:
@@ -114,6 +114,6 @@ class ShardedGrads(ReducedGrads):
             yield part_bundle(self._tree, part)
             self._sum(ops, self._of(self._slots, part), self._of(self.refs, part))
 
-    def sums(self, ops: Any) -> Iterator[Ref]:
-        """Yields this rank's share of each row."""
-        yield from self.refs.values()
+    def sums(self, ops: Any, only: Container[str] | None = None) -> Iterator[Ref]:
+        """Yields this rank's share of each row, or of those named in `only`."""
+        return self._of_rows(only)

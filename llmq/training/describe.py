@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from dataclasses import asdict
 from datetime import timedelta
 from pathlib import Path
@@ -16,6 +16,7 @@ from llmq.model.parameters import num_parameters, rows_of_file
 from llmq.plan import adapters, memory
 from llmq.plan.levels import name_of, needs_by_level
 from llmq.training.log import RunLog
+from llmq.training.several import listed_members
 
 if TYPE_CHECKING:
     from llmq.training.job import Job
@@ -43,6 +44,8 @@ def describe(
     log.model(job.source.name, parameters=num_parameters(rows_of_file(plan.rows)), architecture=config.architecture)
     if not all(row.trainable for row in plan.rows):
         log.say(adapters.note(plan.spec.adapters, plan.rows))
+    if job.members:
+        log.adapters({one.name: one.given for one in job.members}, listed_members(job.members, plan))
     windows = data.train.num_windows
     per_epoch = None if windows is None else -(-windows // data.samples_per_step)
     total_steps = job.schedule.steps if data.is_there else job.options["steps"]
@@ -89,9 +92,17 @@ def level_lines(job: Job, free_bytes: int) -> list[str]:
     return [f"On each of {sharding.size} GPUs:", *(f"  {line.rstrip()}" for line in lines)]
 
 
-def summary(result: TrainResult, seconds: float) -> str:
-    """One line of a finished run: `12 steps in 0:03:10: training loss 3.1416, evaluation loss 3.2500, ...`."""
-    parts = [f"training loss {result.train_loss:.4f}"]
-    parts += [f"evaluation loss {result.eval_loss:.4f}"] if math.isfinite(result.eval_loss) else []
+def summary(result: TrainResult, seconds: float) -> Iterator[str]:
+    """What a finished run came to: `12 steps in 0:03:10: training loss 3.1416, evaluation loss 3.2500, ...`; and below
+    that the losses of each of several adapters."""
+    parts = list(_losses(result.train_loss, result.eval_loss))
     parts += [f"{result.tokens_per_second:,.0f} tokens/s"] if math.isfinite(result.tokens_per_second) else []
-    return f"{result.steps:,} steps in {timedelta(seconds=round(seconds))}: {', '.join(parts)}"
+    yield f"{result.steps:,} steps in {timedelta(seconds=round(seconds))}: {', '.join(parts)}"
+    for name, one in result.adapters.items():
+        yield f"  {name}: {', '.join(_losses(one.train_loss, one.eval_loss))}"
+
+
+def _losses(train_loss: float, eval_loss: float | None) -> Iterator[str]:
+    yield f"training loss {train_loss:.4f}"
+    if eval_loss is not None and math.isfinite(eval_loss):
+        yield f"evaluation loss {eval_loss:.4f}"

@@ -20,6 +20,7 @@ from llmq.hardware.cards import Card
 from llmq.hardware.device import Device
 from llmq.model.parameters import num_parameters, rows_of_file
 from llmq.options.parse import Options
+from llmq.options.sweep import read_members
 from llmq.plan import memory, precision
 from llmq.plan.advice import refuse_if_host_is_small, refuse_if_too_large, with_fitting_chunks
 from llmq.plan.passes.place import Program
@@ -47,7 +48,7 @@ def estimate(options: Options, *, longest: bool = False) -> Iterator[str]:
     source = find_source(str(flat["model"]), from_scratch=True)
     dtypes = precision.resolve(options.precision, source.config)
     device.refuse_dtypes(where, dtypes.matmul, dtypes.head, scaling=dtypes.scaling)
-    facts = Facts(source.config, where, size=gpus)
+    facts = Facts(source.config, where, size=gpus, members=read_members(options))
 
     def spec_of(tried: Options) -> Spec:
         return facts.spec(tried, precision.resolve(tried.precision, source.config))

@@ -11,48 +11,51 @@ import numpy as np
 
 from llmq.comm.world import ALONE, World
 from llmq.data.batches.batch import Batch
-from llmq.data.batches.loader import eval_batches
-from llmq.data.batches.windows import Samples
+from llmq.data.batches.loader import Data
 from llmq.engine.engine import Engine
 from llmq.screen import StartTask, counted
 from llmq.tensor import IGNORED
 
 
 class Evaluated(NamedTuple):
-    """The sum of losses of the trained tokens, their number, and that of all tokens."""
+    """The sum of losses of the trained tokens, their number, and that of all tokens; and of several adapters the first
+    two of `each`."""
 
     loss: float
     trained: int
     tokens: int
+    each: tuple[tuple[float, int], ...] = ()
 
 
 def held_out(
     engine: Engine,
-    windows: Samples,
+    data: Data,
     steps: int | None,
     start_task: StartTask,
     stopped: Callable[[], bool],
     world: World = ALONE,
 ) -> Evaluated | None:
-    """The sums over the first `steps` batches (None: all), or None once `stopped`.
+    """The sums over the first `steps` batches of held-out data (None: all), or None once `stopped`.
 
     Ranks take batches in turn; all of them run as often, as each run may gather weights. What they find is added up in
     the order of the batches.
     """
-    spec, losses, trained, tokens = engine.plan.spec, [], 0, 0
-    whole = -(-windows.num_windows // spec.batch_size)
-    count = min(steps or whole, whole)
-    batches = eval_batches(windows, spec.batch_size, spec.seq_len, steps)
+    losses, trained, tokens = [], list[list[int]](), 0
+    count, batches = data.held_out(steps)
     with start_task("Evaluating") as report:
         for batch in counted(_in_turn(batches, world), -(-count // world.size), report):
             if stopped():
                 return None
-            loss, num_trained = engine.evaluate(batch)
-            losses.append(loss)
-            trained, tokens = trained + num_trained, tokens + batch.num_tokens
+            sums = [engine.evaluate(batch), *engine.evaluated_each()]
+            losses.append([loss for loss, _ in sums])
+            trained.append([number for _, number in sums])
+            tokens += batch.num_tokens
     found = world.gather([losses, trained])
     in_order = [part[0][place] for place in range(len(losses)) for part in found]
-    return Evaluated(sum(in_order[:count]), sum(part[1] for part in found), tokens * world.size)
+    totals = [sum(column) for column in zip(*in_order[:count], strict=True)]
+    counts = [sum(column) for column in zip(*(row for part in found for row in part[1]), strict=True)]
+    (total, *each), (number, *numbers) = totals, counts
+    return Evaluated(total, number, tokens * world.size, tuple(zip(each, numbers, strict=True)))
 
 
 def _in_turn(batches: Iterable[Batch], world: World) -> Iterator[Batch]:

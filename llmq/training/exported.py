@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 
@@ -64,6 +64,15 @@ def exported_tokenizer(
     return folder, exported_templates(data.train, folder)
 
 
+@dataclass(frozen=True)
+class OpenedExports:
+    """Where a run's results go, what the user should know of them, and a warning of the tokenizer."""
+
+    exports: tuple[Export, ...]
+    notices: tuple[str, ...] = ()
+    warning: str | None = None
+
+
 def open_model(
     options: Options,
     source: ModelSource,
@@ -73,8 +82,8 @@ def open_model(
     model: Values,
     *,
     replaces: bool,
-) -> tuple[tuple[Export, ...], str | None]:
-    """Where the model goes, or its adapter, and with --merge both as one; and a warning of the tokenizer.
+) -> OpenedExports:
+    """Where the model goes, or its adapter, and with --merge both as one.
 
     All have the tokenizer and its templates. `model` gives the values of the model's rows as they were before the run.
     """
@@ -82,7 +91,8 @@ def open_model(
     warning = rebuilt_warning(tokenizer, FAMILIES[config.architecture].model_type)
     about = (tokenizer, templates.sources)
     if adapters is None:
-        return (open_export(options.export, config, rows_of_file(plan.rows), *about, replaces=replaces),), warning
+        export = open_export(options.export, config, rows_of_file(plan.rows), *about, replaces=replaces)
+        return OpenedExports((export,), templates.notices, warning)
     revision = None if source.revision is None else source.revision.partition(",")[0]
     rows, first = stored_rows(plan.rows, adapters), None
     if adapters.init in TAKEN_OUT:  # as PEFT converts it, so that it fits the model as it was
@@ -92,7 +102,7 @@ def open_model(
     if adapters.num_virtual:
         make = partial(VirtualExport, about=written)
     export = open_export(options.export, config, rows, *about, replaces=replaces, default="fp32", make=make)
-    return (export, *_merged(options, export, plan)), warning
+    return OpenedExports((export, *_merged(options, export, plan)), templates.notices, warning)
 
 
 def _merged(options: Options, export: Export, plan: Plan) -> Iterator[Export]:

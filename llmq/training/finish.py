@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from itertools import count
 from pathlib import Path
 
@@ -19,17 +20,22 @@ from llmq.training.exported import MERGED
 from llmq.training.health import all_finite
 from llmq.training.job import Job
 from llmq.training.log import SUMMARY, RunLog
-from llmq.training.progress import Progress
+from llmq.training.progress import MemberProgress, Progress
 from llmq.training.ranks import Ranks
 
 
 @dataclass(frozen=True)
 class Left:
-    """The folders that were written, and warnings about what is in them."""
+    """The folders that were written, of several adapters by their names, and warnings about what is in them.
+
+    `is_whole`: nothing was left out as it is ruined.
+    """
 
     model_path: Path | None
     merged_path: Path | None
     warnings: list[str]
+    is_whole: bool
+    adapters: Mapping[str, Path] = field(default_factory=dict)
 
 
 def export_all(job: Job, engine: Engine, allocation: Allocation, now: Progress, ranks: Ranks, log: RunLog) -> Left:
@@ -38,6 +44,8 @@ def export_all(job: Job, engine: Engine, allocation: Allocation, now: Progress, 
 
     A ruined one is written with --export-anyway. Weights are checked on their way to the disk.
     """
+    if job.members:
+        return _export_each(job, engine, now, ranks, log)
     reasons = [f"the last step, {now.step}, changed nothing: it was not finite"] if now.rejected else []
     if not reasons and now.evaluated == now.step and not math.isfinite(now.eval_loss):
         reasons = [f"the loss of the last evaluation is {now.eval_loss}"]
@@ -53,11 +61,37 @@ def export_all(job: Job, engine: Engine, allocation: Allocation, now: Progress, 
             if merged is None and ranks.is_first and job.exports[0].overwrite and remove_model(model / MERGED):
                 log.say(f"Removed what an earlier run merged: {model / MERGED}", least=SUMMARY)
     if bad:
-        more = f" and {len(bad) - 1} more" if len(bad) > 1 else ""
-        reasons.append(f"the weights of {next(iter(bad))}{more} are not all finite")
+        reasons.append(_not_finite(bad))
     if model is not None:
-        return Left(model, merged, [f"The model is exported although {why}" for why in reasons])
-    return Left(None, None, [f"No model is exported: {reasons[0]}. {_way_back(job, now)}"])
+        return Left(model, merged, [f"The model is exported although {why}" for why in reasons], is_whole=True)
+    return Left(None, None, [f"No model is exported: {reasons[0]}. {_way_back(job, now)}"], is_whole=False)
+
+
+def _not_finite(bad: Mapping[str, None]) -> str:
+    more = f" and {len(bad) - 1} more" if len(bad) > 1 else ""
+    return f"the weights of {next(iter(bad))}{more} are not all finite"
+
+
+def _export_each(job: Job, engine: Engine, now: Progress, ranks: Ranks, log: RunLog) -> Left:
+    """Writes each of several adapters that is not ruined, as `export_all` does one."""
+    found: dict[str, Path] = {}
+    warnings = []
+    for name, export in zip(job.names, job.exports, strict=True):
+        own, bad = now.each.get(name, MemberProgress()), dict[str, None]()
+        reasons = [f"its last step, {now.step}, changed nothing: it was not finite"] if own.rejected else []
+        if not reasons and now.evaluated == now.step and not math.isfinite(own.eval_loss or 0.0):
+            reasons = [f"its loss in the last evaluation is {own.eval_loss}"]
+        if not reasons or job.exports_anyway:
+            with suppress(NonFiniteError):
+                found[name] = _written(export, f"Exporting {name}", job, engine, ranks, log, bad)
+                log.say(f"Exported: {found[name]}", least=SUMMARY)
+        reasons += [_not_finite(bad)] if bad else []
+        if name in found:
+            warnings += [f"Adapter {name} is exported although {why}" for why in reasons]
+        else:
+            warnings.append(f"Adapter {name} is not exported: {reasons[0]}. Lower its learning_rate")
+    is_whole = len(found) == len(job.members)
+    return Left(job.exports[0].folder.parent if found else None, None, warnings, is_whole, found)
 
 
 def _written(

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property, partial
 from pathlib import Path
@@ -11,18 +11,11 @@ from typing import Any
 import numpy as np
 
 from llmq.backends import Backend, open_backend
-from llmq.data.batches.loader import Data, open_data
-from llmq.data.batches.named_data import NamedData, open_named
-from llmq.disk import shown, storage
+from llmq.data.batches.loader import Data
+from llmq.disk import shown
 from llmq.errors import UsageError
-from llmq.files.checkpoint import Checkpoints, check_same, load
-from llmq.files.huggingface import (
-    Export,
-    exports_anyway,
-    is_of_run,
-    overwrites,
-    refuse_taken,
-)
+from llmq.files.checkpoint import Checkpoints, check_same
+from llmq.files.huggingface import Export, exports_anyway
 from llmq.files.source import ModelSource, Values, fingerprint, initial_parameters, open_parameters, open_source
 from llmq.files.tensor_files import Piece
 from llmq.files.writers import TensorSlice
@@ -32,10 +25,12 @@ from llmq.hardware.device import Device
 from llmq.hardware.gemm_speed import GemmSpeed
 from llmq.model import speed_of_light as sol
 from llmq.model.config import ModelConfig
+from llmq.model.several import Several
 from llmq.options.commands import continue_command
 from llmq.options.parse import Options, told_options
 from llmq.options.run import RunOptions
-from llmq.plan import adapters, memory, precision, sharding
+from llmq.options.sweep import MemberOptions, read_members
+from llmq.plan import adapters, memory, precision, several, sharding
 from llmq.plan.advice import with_fitting_chunks
 from llmq.plan.plan import Plan, make_plan
 from llmq.plan.precision import Precision
@@ -44,18 +39,20 @@ from llmq.row import Row
 from llmq.tensor import DTYPES
 from llmq.training import auto
 from llmq.training.describe import describe
-from llmq.training.exported import exported_config, exported_tokenizer, open_model
+from llmq.training.exported import OpenedExports, open_model
 from llmq.training.fit import NUMBERS, Fit, chosen
 from llmq.training.gpu_log import GpuWatch
 from llmq.training.log import RunLog
+from llmq.training.past import Past, open_past, remove_earlier
 from llmq.training.ranks import Ranks
-from llmq.training.room import check_best, check_disk, check_memory
+from llmq.training.room import check_disk, check_memory
 from llmq.training.samples import SamplePrompts, open_samples
-from llmq.training.schedule import Schedule, make_schedule
+from llmq.training.schedule import Schedule
+from llmq.training.several import MemberRun, open_exports
 from llmq.training.specs import Facts, facts_of
 from llmq.training.survey import Surveyed, found_before, look
+from llmq.training.trained_on import Trained, TrainedOn
 
-UNKNOWN_STEPS = 1_000_000  # planned for where neither the data nor --steps says how long the run is
 HOST_RESERVE = 0.05  # of the host's memory stays free when checkpoints are copied into it
 
 
@@ -76,10 +73,11 @@ class Job:
     data: Data
     samples: SamplePrompts | None
     schedule: Schedule
+    members: tuple[MemberRun, ...]  # several adapters that are trained at once
     plan: Plan
     checkpoints: Checkpoints
     resume: Path | None
-    exports: tuple[Export, ...]  # the model, or the adapter, and that merged
+    exports: tuple[Export, ...]  # the model, or the adapter, and that merged; of several adapters each
     exports_anyway: bool
     options: dict[str, Any]
     fitted: Mapping[str, Any]  # options that --fit chose
@@ -91,6 +89,17 @@ class Job:
     speed: GemmSpeed | None
     notices: tuple[str, ...]  # what the user should know before training starts
     warnings: tuple[str, ...]  # what may spoil the run
+
+    @property
+    def names(self) -> list[str]:
+        """Of several adapters that are trained at once."""
+        return [member.name for member in self.members]
+
+    def rates(self, step: int) -> float | list[float]:
+        """The learning rate of a step, or that of each of several adapters."""
+        if not self.members:
+            return self.schedule.learning_rate(step)
+        return [member.schedule.learning_rate(step) for member in self.members]
 
     @property
     def tokens_per_step(self) -> int:
@@ -185,53 +194,62 @@ def is_dry(options: RunOptions) -> bool:
 def prepare(options: Options, log: RunLog, ranks: Ranks) -> Job:
     """Everything that can be refused before the first allocation, and the sections of the log."""
     questions, early = _check_files(log), [ranks.said] if ranks.said else []
+    members, plans_only = read_members(options), is_dry(options.run)
     where, seed = _device(options, ranks), device.seed_of(options.system)
-    past = _open_past(options, log, ranks)
+    past = open_past(options, log, ranks, plans_only=plans_only)
     source = open_source(options.model, early.append)
-    model, named = _open_parameters(source, seed, past), _open_named(options, source, log)
+    model = _open_parameters(source, seed, past)
+    named = TrainedOn(options, members, source, log, plans_only=plans_only)
     dtypes, is_timed = _resolve_precision(options, source.config, where, past, ranks)
-    data = _open_data(options, source, named, seed, device.packing_problem(where, dtypes.model), past, ranks)
-    config = exported_config(source, data, early)
-    schedule = _make_schedule(options, data, past, evaluates=log.eval_due(0, last=True))
-    tokenizer, templates = exported_tokenizer(source, named, data)
-    samples = open_samples(questions, log.sample_tokens, source, config, tokenizer, templates, data.train.num_virtual)
+    rows = named.open(device.packing_problem(where, dtypes.model), past, ranks.size, early)
+    samples = open_samples(questions, log.sample_tokens, source, *rows.writes)
     speed, backend = _open_backend(options, where, past, ranks)
-    facts = facts_of(config, dtypes, data, where, seed, samples, past.step, schedule.steps, ranks)
-    fit, options, data = _fit(options, facts, data, backend, past, ranks, log)
+    facts = facts_of(rows, dtypes, where, seed, samples, past.step, ranks, members)
+    fit, options, data = _fit(options, facts, rows.data, backend, past, ranks, log)
     dtypes, is_timed = _resolve_precision(options, source.config, where, past, ranks)
     spec, found = _look(options, facts.spec(options, dtypes), where, backend, data, model, past, ranks, log)
     replan, plan, matmuls = _plan(options, spec, where, backend, data, log, fit.plan, is_timed=is_timed)
-    exports, warning = open_model(options, source, tokenizer, templates, plan, model, replaces=past.replaces_model)
+    opened = _open_results(options, source, rows, plan, model, past)
     job = Job(
         device=where,
         backend=backend,
         seed=seed,
         source=source,
-        parameters=adapters.first_values(options.adapters, plan.spec.adapters, source, model, seed, found.first),
+        parameters=_first_values(options, members, plan.spec, source, model, seed, found),
         found=found,
         data=data,
         samples=samples,
-        schedule=schedule,
+        schedule=rows.schedule,
+        members=rows.members,
         plan=plan,
         checkpoints=past.checkpoints,
         resume=past.path,
-        exports=exports,
+        exports=opened.exports,
         options=options.to_flat(),
         fitted=fit.changes,
         exports_anyway=exports_anyway(options.export),
-        continue_command="" if is_dry(options.run) else continue_command(options),
+        continue_command="" if plans_only else continue_command(options),
         watching=precision.watching(options.precision),
         replan=replan,
-        plans_only=is_dry(options.run),
+        plans_only=plans_only,
         gpu=GpuWatch(where, log.gpu_every),
         speed=speed,
-        notices=(*options.notices, *early, *found.lines, *templates.notices),
-        warnings=tuple(text for text in (warning, speed and speed.warning) if text),
+        notices=(*options.notices, *early, *found.lines, *opened.notices),
+        warnings=tuple(text for text in (opened.warning, speed and speed.warning) if text),
     )
     check_memory(job, options, log)
     describe(job, log, told_options(options), matmuls, check_disk(job, past.step))
-    _remove_earlier(job, past, log, ranks)
+    remove_earlier(past, log, ranks, plans_only=job.plans_only)
     return job
+
+
+def _open_results(
+    options: Options, source: ModelSource, rows: Trained, plan: Plan, model: Values, past: Past
+) -> OpenedExports:
+    """Where the model goes, or the adapter, or each of several."""
+    replaces = past.replaces_model
+    several = open_exports(rows.members, options, source, plan, replaces=replaces)
+    return several or open_model(options, source, *rows.tokens, plan, model, replaces=replaces)
 
 
 def _device(options: Options, ranks: Ranks) -> Device:
@@ -247,63 +265,13 @@ def _check_files(log: RunLog) -> list[Question]:
     return read_questions(log.sample_prompts, "--sample-prompts") if log.sample_prompts else []
 
 
-@dataclass(frozen=True)
-class _Past:
-    """The run's checkpoints, and the one that it continues: its path and state, or None and {} from step 0.
-
-    `starts_over` says that what an earlier run left is to go, `replaces_model` that a model in its place may.
-    """
-
-    checkpoints: Checkpoints
-    path: Path | None
-    state: Mapping[str, Any]
-    starts_over: bool
-    replaces_model: bool
-
-    @property
-    def step(self) -> int:
-        """Optimizer steps that are done."""
-        return int(self.state.get("step", 0))
-
-
-def _open_past(options: Options, log: RunLog, ranks: Ranks) -> _Past:
-    """What the run continues, and that nothing stands where it exports to. The first rank's choice is all ranks'."""
-    checkpoints, plans_only = Checkpoints(options.checkpoint), is_dry(options.run)
-    continues = options.to_flat()["continue"] is not None
-    starts_over = not continues and (plans_only or overwrites(options.export))
-    writes = ranks.is_first and not plans_only
-    path = None if starts_over else checkpoints.start(log.warn, partial(log.task, words=shown), writes=writes)
-    if "resume" in ranks.told:
-        path = Path(ranks.told["resume"]) if ranks.told["resume"] else None
-    state = load(path, verified=False)[0] if path else {}
-    replaces_model = plans_only or is_of_run(options.export, state.get("options", {}))
-    if not replaces_model:
-        refuse_taken(options.export)
-    if checkpoints.starts_anew:
-        log.warn(f"--continue auto found no checkpoint in {checkpoints.folder}: this run begins at step 0")
-    return _Past(checkpoints, path, state, starts_over, replaces_model)
-
-
-def _remove_earlier(job: Job, past: _Past, log: RunLog, ranks: Ranks) -> None:
-    """Removes checkpoints and log of an earlier run that is to go; its model stays until the new one is complete."""
-    if job.plans_only or not past.starts_over or not ranks.is_first:
-        return
-    there = past.checkpoints.clear()
-    if log.path.is_file():
-        there.append(log.path)
-        with storage(log.path, "the log cannot be deleted"):
-            log.path.unlink()
-    if there:
-        log.say(f"--overwrite: removed what an earlier run left: {', '.join(map(str, there))}")
-
-
-def _open_parameters(source: ModelSource, seed: int, past: _Past) -> Values:
+def _open_parameters(source: ModelSource, seed: int, past: Past) -> Values:
     """The first values of rows; a resumed run needs no files but for frozen rows."""
     return partial(initial_parameters, source, seed=seed) if past.path else open_parameters(source, seed)
 
 
 def _resolve_precision(
-    options: Options, config: ModelConfig, where: Device, past: _Past, ranks: Ranks
+    options: Options, config: ModelConfig, where: Device, past: Past, ranks: Ranks
 ) -> tuple[Precision, bool]:
     """Dtypes and sites by options, device and checkpoint; and whether timing has yet to choose among the fp8 sites."""
     dtypes, is_auto = precision.resolve(options.precision, config), precision.is_auto(options.precision)
@@ -320,51 +288,23 @@ def _resolve_precision(
     return dtypes, is_auto
 
 
-def _open_named(options: Options, source: ModelSource, log: RunLog) -> NamedData | None:
-    """The data of --data; what is said of it stands in the log's section on data, but for work that takes place."""
-    plans_only = is_dry(options.run)
-    return open_named(options.source, source, plan_only=plans_only, say=log.say, note=log.about_data, task=log.task)
-
-
-def _open_data(
+def _first_values(
     options: Options,
+    members: Sequence[MemberOptions],
+    spec: Spec,
     source: ModelSource,
-    named: NamedData | None,
+    model: Values,
     seed: int,
-    cannot_pack: str | None,
-    past: _Past,
-    ranks: Ranks,
-) -> Data:
-    """The data, laid out in rows as it was for the checkpoint."""
-    about: dict[str, Any] = {"tokenizer": source.required_tokenizer, "named": named, "cannot_pack": cannot_pack}
-    if (trained := adapters.resolve(options.adapters, source.config)) is not None:
-        about["num_virtual"] = trained.num_virtual
-    data = open_data(options.data, source.config.vocab_size, seed, world=ranks.size, **about)
-    if past.path and "data" not in past.checkpoints.resets:
-        data.layout.refuse_other(past.state)
-    return data
-
-
-def _make_schedule(options: Options, data: Data, past: _Past, *, evaluates: bool) -> Schedule:
-    """The schedule; UsageError if the checkpoint is beyond its end, or if it lacks evaluations that are asked for.
-
-    Without data, an epoch is long enough for any.
-    """
-    if data.is_there:
-        check_best(past.checkpoints, data, evaluates=evaluates)
-    start = past.step if "lr" in past.checkpoints.resets else past.state.get("rate_from", 0)
-    samples = data.train.num_windows if data.is_there else UNKNOWN_STEPS * data.samples_per_step
-    schedule = make_schedule(options.schedule, samples, data.samples_per_step, start)
-    if past.step > schedule.steps:
-        raise UsageError(
-            f"{past.path} is of step {past.step}, and this run ends after {schedule.steps}: raise --steps or "
-            "--epochs, or continue from an earlier checkpoint"
-        )
-    return schedule
+    found: Surveyed,
+) -> Values:
+    """What gives rows as they are before the first step."""
+    if isinstance(spec.adapters, Several):
+        return several.first_values(members, spec.adapters, source, model)
+    return adapters.first_values(options.adapters, spec.adapters, source, model, seed, found.first)
 
 
 def _fit(
-    options: Options, facts: Facts, data: Data, backend: Backend, past: _Past, ranks: Ranks, log: RunLog
+    options: Options, facts: Facts, data: Data, backend: Backend, past: Past, ranks: Ranks, log: RunLog
 ) -> tuple[Fit, Options, Data]:
     """With --fit the fastest settings that fit: as the first rank chose them, with the numbers of the checkpoint."""
     if not memory.is_to_fit(options.memory):
@@ -379,7 +319,7 @@ def _fit(
     return fit, fit.options, fit.resized(data)
 
 
-def _open_backend(options: Options, where: Device, past: _Past, ranks: Ranks) -> tuple[GemmSpeed | None, Backend]:
+def _open_backend(options: Options, where: Device, past: Past, ranks: Ranks) -> tuple[GemmSpeed | None, Backend]:
     """The speed of matrix products, and the device's backend, with the GEMM algorithms of the checkpoint."""
     speed = None if is_dry(options.run) else gemm_speed.measure(where)
     kind = "planned" if where.planned else where.kind
@@ -394,7 +334,7 @@ def _look(
     backend: Backend,
     data: Data,
     model: Values,
-    past: _Past,
+    past: Past,
     ranks: Ranks,
     log: RunLog,
 ) -> tuple[Spec, Surveyed]:

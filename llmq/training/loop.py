@@ -7,9 +7,9 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import ExitStack, nullcontext, suppress
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
 from typing import Any, TextIO
@@ -18,7 +18,6 @@ import numpy as np
 
 from llmq.data.batches.batch import Batch
 from llmq.data.batches.loader import Loader
-from llmq.data.batches.windows import Samples
 from llmq.data.read_ahead import Stopped
 from llmq.disk import MIB, shown
 from llmq.engine.engine import Engine, StepResult
@@ -41,10 +40,21 @@ from llmq.training.log import SUMMARY, RunLog
 from llmq.training.progress import Progress
 from llmq.training.ranks import Ranks, joined
 from llmq.training.records import EvalRecord, TrainRecord
+from llmq.training.several import evaluated, progress_after, step_records
 
 NON_FINITE_LIMIT = 10  # consecutive steps without an update after which training gives up
 
 Watch = Callable[[TrainRecord | EvalRecord], None]
+
+
+@dataclass(frozen=True)
+class AdapterResult:
+    """One of several adapters that a run made: its losses as of the run (None without held-out data), and its folder,
+    None if it is ruined."""
+
+    train_loss: float
+    eval_loss: float | None
+    path: Path | None
 
 
 @dataclass(frozen=True)
@@ -65,6 +75,7 @@ class TrainResult:
     first_step_s: float = math.nan  # from the call to the end of the first step
     model_path: Path | None = None
     merged_path: Path | None = None  # of --merge
+    adapters: Mapping[str, AdapterResult] = field(default_factory=dict)  # of --adapters, by name
     log_path: Path | None = None
     checkpoint_path: Path | None = None
     warnings: tuple[str, ...] = ()
@@ -123,6 +134,7 @@ class _Run:
         self.is_cold = job.resume is None  # whether delayed scales have seen nothing yet
         self.saved = self.began_at = 0  # step of the newest checkpoint, and that of the one that the run continues
         self.speeds: list[float] = []
+        self.exported: Mapping[str, Path] = {}  # of several adapters
         self.result, self.updating = TrainResult(log_path=log.path), False  # in an update the state is of no step
 
     def finish(self) -> TrainResult:
@@ -158,9 +170,11 @@ class _Run:
             return self._stopped()
         left = export_all(job, self.engine, self.allocation, self.progress, self.ranks, log)
         self.result = replace(self.result, model_path=left.model_path, merged_path=left.merged_path)
+        self.exported = left.adapters
         warnings = [*self.progress.course.warnings(job.plan.spec.config.vocab_size), *left.warnings]
-        result = self._result(exit_code=NonFiniteError.exit_code if self.result.model_path is None else 0)
-        log.say(summary(result, time.perf_counter() - self.began), least=SUMMARY)
+        result = self._result(exit_code=0 if left.is_whole else NonFiniteError.exit_code)
+        for line in summary(result, time.perf_counter() - self.began):
+            log.say(line, least=SUMMARY)
         losses = {"train_loss": result.train_loss, "eval_loss": result.eval_loss}
         log.end("failed" if result.exit_code else "finished", warnings, **losses)
         return replace(result, warnings=tuple(log.warnings))
@@ -208,7 +222,7 @@ class _Run:
         self._settle(wait=False)  # what made the last save fail ends the run here
         self.lisa.before_step()
         job, step, start = self.job, self.progress.step + 1, time.perf_counter()
-        self.ranks.step, wait_ms, real, tokens, rate = step, 0.0, 0, 0, job.schedule.learning_rate(step)
+        self.ranks.step, wait_ms, real, tokens, rates = step, 0.0, 0, 0, job.rates(step)
         for micro_step in range(job.data.grad_accumulation):
             batch = loader.next(self._ends)
             wait_ms, real, tokens = wait_ms + batch.wait_ms, real + batch.num_real, tokens + batch.num_tokens
@@ -217,7 +231,7 @@ class _Run:
             self.is_cold = False
             if micro_step == 0:
                 start += self.fp8.before_step(batch)
-                self.engine.start_step(step - self.progress.moments_from, rate)
+                self.engine.start_step(step - self.progress.moments_from, rates)
                 self.allocation.before(self.engine, step)
                 self.updating = job.plan.spec.memory.fused
             self.engine.micro_step(batch, first=micro_step == 0, last=micro_step == job.data.grad_accumulation - 1)
@@ -226,7 +240,7 @@ class _Run:
         self.updating = True
         saves_now = self.ranks.size > 1 and self.ranks.is_first and job.checkpoints.asked()
         request = self.interrupt.exit_code or int(saves_now)  # exit codes are above 1
-        done = self.engine.update(step - self.progress.moments_from, rate, request)
+        done = self.engine.update(step - self.progress.moments_from, rates, request)
         self.allocation.after(self.engine, step)
         self.agreed_code = done.request if done.request > 1 else 0
         seconds = time.perf_counter() - start
@@ -238,7 +252,7 @@ class _Run:
                 epoch=batch.epoch,
                 loss=done.loss,
                 norm=done.norm,
-                lr=rate,
+                lr=job.schedule.learning_rate(step),
                 time_ms=1e3 * seconds,
                 tokens=tokens * self.ranks.size,
                 trained_tokens=done.num_tokens,
@@ -248,6 +262,7 @@ class _Run:
                 memory_mib=job.backend.peak_bytes() / MIB,
                 real_tokens=real * self.ranks.size if job.data.has_padding else None,
                 sent_error=done.sent_error,
+                adapters=step_records(job.members, done.each, step) if job.members else None,
             ),
             done.request,
         )
@@ -281,6 +296,7 @@ class _Run:
             course=now.course.after(done.loss, done.norm),
             losses=(now.losses[0] + done.loss, now.losses[1] + 1),
             train_loss=done.loss,
+            each=progress_after(now.each, self.job.names, done.each) if self.job.members else {},
         )
 
     def switch(self, plan: Plan) -> None:
@@ -308,6 +324,12 @@ class _Run:
         self.speeds.append(record.tps)
         if math.isnan(self.result.first_step_s):
             self.result = replace(self.result, first_step_s=time.perf_counter() - self.began)
+        for name, one in self.progress.each.items():
+            if one.rejected == NON_FINITE_LIMIT:
+                self.log.warn(
+                    f"adapter {name} has not changed in the last {NON_FINITE_LIMIT} steps up to step {record.step}, as "
+                    "its loss or gradient was not finite; the others train on: lower its learning_rate"
+                )
         if self.progress.rejected == NON_FINITE_LIMIT:
             raise NonFiniteError(
                 f"loss or gradient was not finite in the last {NON_FINITE_LIMIT} steps up to step {record.step}, none "
@@ -316,25 +338,26 @@ class _Run:
 
     def _evaluate_if_due(self) -> None:
         """Evaluates after this step if that is due and not done, and shows samples then."""
-        windows, step = self.job.data.eval, self.progress.step
+        has_data, step = self.job.data.eval is not None, self.progress.step
         last = step == self.job.schedule.steps
         if not self.log.eval_due(step, last=last) or self.progress.evaluated >= step:
             return
         is_new = step > self.began_at
-        if windows is not None:
-            self._evaluate(windows, whole=last and self.log.final_eval_is_whole)
+        if has_data:
+            self._evaluate(whole=last and self.log.final_eval_is_whole)
             is_new = self.progress.evaluated == step
         if self.job.samples is not None and is_new:
             with self.log.task("Completing prompts") as report:
                 self.log.samples(step, list(self.job.samples.write(self.engine, self._ends, report)))
 
-    def _evaluate(self, windows: Samples, *, whole: bool) -> None:
+    def _evaluate(self, *, whole: bool) -> None:
         """Held-out loss now: of the first batches, or of all."""
         start, now = time.perf_counter(), self.progress
         steps = None if whole else self.log.eval_num_steps or None
-        found = held_out(self.engine, windows, steps, self.log.task, self._ends, self.ranks.world)
+        found = held_out(self.engine, self.job.data, steps, self.log.task, self._ends, self.ranks.world)
         if found is None:
             return
+        each, adapters = evaluated(now.each, self.job.names, found.each) if self.job.members else ({}, None)
         record = EvalRecord(
             step=now.step,
             epoch=self.job.data.epoch(now.position, now.stream),
@@ -343,8 +366,9 @@ class _Run:
             time_ms=1e3 * (time.perf_counter() - start),
             tokens=found.tokens,
             trained_tokens=found.trained,
+            adapters=adapters,
         )
-        self.progress = replace(now, evaluated=now.step, losses=(0.0, 0), eval_loss=record.loss)
+        self.progress = replace(now, evaluated=now.step, losses=(0.0, 0), eval_loss=record.loss, each=each)
         self.log.evaluation(record)
         self.watch(record)
 
@@ -408,6 +432,10 @@ class _Run:
         steady = self.speeds[1:] or self.speeds
         speed = float(np.median(steady)) if steady else math.nan
         share = self.light_s * speed if steady else None
+        adapters = {
+            name: AdapterResult(one.train_loss, one.eval_loss, self.exported.get(name))
+            for name, one in self.progress.each.items()
+        }
         return replace(
             self.result,
             exit_code=exit_code,
@@ -416,5 +444,6 @@ class _Run:
             eval_loss=self.progress.eval_loss,
             tokens_per_second=speed,
             sol=share,
+            adapters=adapters,
             warnings=tuple(self.log.warnings),
         )

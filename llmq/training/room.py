@@ -54,7 +54,8 @@ def check_disk(job: Job, done: int) -> dict[str, tuple[Path, int]]:
     one = checkpoint_bytes(job.checkpoint_pieces)
     saved = (job.checkpoints.folder, job.checkpoints.peak_bytes(one, first, max(first, last)))
     needs = {"the checkpoints": saved}
-    for what, export in zip(("the model", "the merged model"), job.exports, strict=False):
+    named = [f"adapter {one.name}" for one in job.members] or ["the model", "the merged model"]
+    for what, export in zip(named, job.exports, strict=False):
         needs[what] = (export.folder, export.check(room=not job.device.planned))
     if not job.device.planned:
         check_free_space(needs)

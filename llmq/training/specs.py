@@ -13,15 +13,16 @@ from llmq.model import optimizer
 from llmq.model.config import ModelConfig
 from llmq.model.parameters import padded_vocab
 from llmq.options.parse import Options
-from llmq.plan import adapters, memory, precision, sharding
+from llmq.options.sweep import MemberOptions
+from llmq.plan import adapters, memory, precision, several, sharding
 from llmq.plan.precision import Precision
 from llmq.plan.spec import Completions, Spec
 from llmq.tensor import DTYPES
 
 if TYPE_CHECKING:
-    from llmq.data.batches.loader import Data
     from llmq.training.ranks import Ranks
     from llmq.training.samples import SamplePrompts
+    from llmq.training.trained_on import Trained
 
 
 @dataclass(frozen=True)
@@ -37,6 +38,7 @@ class Facts:
     size: int = 1
     step: int = 0  # that the run is at, for rows that are frozen for a time
     steps: int = 0  # of the run, with which the schedule of AdaLoRA ends
+    members: tuple[MemberOptions, ...] = ()  # of --adapters
 
     def spec(self, options: Options, dtypes: Precision) -> Spec:
         """What is to be planned, all options resolved."""
@@ -62,25 +64,26 @@ class Facts:
             precision.watching(options.precision).every > 0,
             sharding.resolve(options.sharding, self.rank, self.size),
             self.completions,
-            adapters.resolve(options.adapters, self.config, self.steps),
+            several.resolve(self.members, options.to_flat()["base_dtype"], self.config)
+            or adapters.resolve(options.adapters, self.config, self.steps),
             adapters.frozen(options.adapters, self.config, self.seed, self.step),
             adapters.lisa(options.adapters, self.config, self.seed),
         )
 
 
 def facts_of(
-    config: ModelConfig,
+    rows: Trained,
     dtypes: Precision,
-    data: Data,
     where: Device,
     seed: int,
     samples: SamplePrompts | None,
     step: int,
-    steps: int,
     ranks: Ranks,
+    members: tuple[MemberOptions, ...],
 ) -> Facts:
     """What plans of a run on this data depend on beside options."""
+    config, data, steps = rows.config, rows.data, rows.schedule.steps
     packs = device.packing_problem(where, dtypes.model) is None
     completions = None if samples is None else samples.completions(packed=packs)
     packing = Packing(*data.limits) if data.limits else None
-    return Facts(config, where, seed, packing, completions, ranks.rank, ranks.size, step, steps)
+    return Facts(config, where, seed, packing, completions, ranks.rank, ranks.size, step, steps, members)

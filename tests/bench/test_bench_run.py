@@ -103,6 +103,31 @@ def test_adapters_are_measured(shape, tmp_path, capsys):
     assert run([*shape, "--dtypes=bf16", "--base-dtype=nf4"]) == UsageError.exit_code
 
 
+def test_adapters_at_once_are_measured_beside_one(shape, tmp_path, capsys):
+    adapted = ["--lora-rank=4", "--dtypes=bf16", "--adapters-at-once=1,2"]
+    assert run([*shape, *adapted, f"--save={tmp_path}/out.json"]) == 0
+    said = capsys.readouterr().out.replace("\n", " ")
+    assert "bf16 2x16, rank 4, 64 tokens" in said and "bf16 2x16, 2 adapters of rank 4, 64 tokens" in said
+    one, two = json.loads((tmp_path / "out.json").read_text())["results"]
+    assert (one["adapters_at_once"], two["adapters_at_once"]) == (1, 2)
+    light = [each["sol"] / each["tokens_per_second"]["median"] for each in (one, two)]
+    assert light[0] == pytest.approx(light[1])
+    assert two["lora_rank"] == one["lora_rank"] == 4 and two["memory"]["plan_bytes"] > one["memory"]["plan_bytes"]
+    assert run([*shape, *adapted, f"--compare={tmp_path}/out.json"]) == 0
+    assert "2 adapters of rank 4" in capsys.readouterr().out
+
+
+def test_odd_adapters_at_once_are_refused(shape, capsys):
+    for flags, says in (
+        (["--lora-rank=4", "--adapters-at-once=3"], "and --batch-size 2 is no multiple: use 3"),
+        (["--adapters-at-once=2"], "--adapters-at-once 2 is for adapters of one rank: add --lora-rank N"),
+        (["--lora-rank=4", "--dora", "--adapters-at-once=2"], "--adapters-at-once 2 trains A and B alone: leave"),
+        (["--lora-rank=4", "--fit", "--adapters-at-once=2"], "whose size --fit chooses: leave one of them out"),
+    ):
+        assert run([*shape, "--dtypes=bf16", *flags]) == UsageError.exit_code
+        assert says in " ".join(capsys.readouterr().err.split())
+
+
 def test_what_saves_memory_is_measured(shape, tmp_path, capsys):
     saving = ["--recompute=block", "--offload-residual", "--offload-optimizer", "--seq-tiles=2", "--fused-update"]
     one_micro_batch = [part for part in shape if not part.startswith("--tokens")] + ["--tokens-per-step=32"]

@@ -13,6 +13,7 @@ from llmq.backends.host import HostBackend
 from llmq.blocks.attention import Packing
 from llmq.comm.in_process import run_ranks
 from llmq.model.adapters import Adapters, chosen, scaled, targets
+from llmq.model.several import Member, Several
 from llmq.ops.seam import record
 from llmq.plan.memory import ROLES, Memory
 from llmq.plan.names import storage_name
@@ -35,11 +36,16 @@ COMPRESSED = {"all_to_all": True, "compressed": Form("e4m3", "row", "tilewise")}
 _TARGETS = targets(chosen("all,lm_head", CONFIG), 4, 8.0, rslora=False)
 _SOME = targets(chosen("q_proj,v_proj,mlp", CONFIG), 4, 8.0, rslora=False)
 _GAINS = scaled(chosen("k_proj,v_proj,down_proj", CONFIG))
+_SEVERAL = Several.of(
+    [Member("one", Adapters(4, 8.0, _TARGETS), 1, 3), Member("two", Adapters(4, 8.0, _SOME, plus=2.0), 1, 5)], None
+)
 RUNS = {
     "adapters": Run(more={"adapters": Adapters(4, 8.0, _TARGETS, bias="all")}),
     "adapters-e4m3": Run(
         replace(BF16, master="fp32", grad="fp32"), more={"adapters": Adapters(4, 8.0, _TARGETS, base="e4m3")}
     ),
+    "several": Run(more={"adapters": _SEVERAL}),
+    "several-fp8": Run(replace(PRECISIONS["fp8-head"], master="fp32", grad="fp32"), more={"adapters": _SEVERAL}),
     "magnitudes": Run(
         more={"adapters": Adapters(4, 8.0, _SOME, dora=True, also=frozenset({"embed.weight"}), plus=4.0)}
     ),
@@ -78,6 +84,7 @@ SOME_LEVELS = pytest.mark.parametrize(
     [
         pytest.param("fp8", 2, marks=SLOW),
         ("fp32-master", 3),
+        ("several", 3),
         ("prefix", 2),
         pytest.param("prompt", 3, marks=SLOW),
         *(pytest.param(name, size, marks=SLOW if size == 2 else SWEEP) for name in RUNS for size in (1, 2, 3, 4, 8)),

@@ -7,7 +7,7 @@ from dataclasses import fields, replace
 import pytest
 
 from llmq.training.health import Course
-from llmq.training.progress import Progress
+from llmq.training.progress import MemberProgress, Progress
 
 FAR = Progress(
     step=7,
@@ -23,6 +23,7 @@ FAR = Progress(
     rate_from=4,
     low={"layers.0.mlp.down": 1},
     fell_back=("head",),
+    each={"low": MemberProgress(1, (3.5, 2), math.inf, 2.5), "high": MemberProgress(0, (1.5, 1), 1.5)},
 )
 
 
@@ -41,7 +42,8 @@ def test_all_of_it_is_stored():
 
 def test_the_names_are_those_of_earlier_releases():
     names = {"position", "stream", "rejected", "course", "evaluated", "losses", "train_loss", "eval_loss", "fp8"}
-    assert FAR.stored.keys() == names | {"moments_from", "rate_from"} and FAR.stored["fp8"] == {
+    assert Progress().stored.keys() == names | {"moments_from", "rate_from"}
+    assert FAR.stored.keys() == Progress().stored.keys() | {"adapters"} and FAR.stored["fp8"] == {
         "low": {"layers.0.mlp.down": 1},
         "fell_back": ["head"],
     }

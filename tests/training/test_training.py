@@ -22,6 +22,7 @@ import llmq
 from llmq.backends.host import HostBackend
 from llmq.cli import shell
 from llmq.cli.train import command as train_command
+from llmq.data.batches import loader
 from llmq.data.batches.batch import Batch
 from llmq.data.batches.loader import open_data
 from llmq.data.batches.stream import Stream, StreamedDocument
@@ -32,7 +33,7 @@ from llmq.files.checkpoint import load
 from llmq.files.source import initial_parameters, open_source
 from llmq.options.data import ModelOptions
 from llmq.report.read import read_log
-from llmq.training import auto, evaluation, fp8_watch, job, room
+from llmq.training import auto, fp8_watch, room, trained_on
 from llmq.training.fp8_watch import CopyError
 from llmq.training.loop import NON_FINITE_LIMIT
 from llmq.training.records import EvalRecord, TrainRecord
@@ -223,7 +224,7 @@ def test_a_run_on_a_stream_goes_on_with_the_same_bits(given, monkeypatch):
     def open_stream(options, vocab_size, seed, **about):
         return replace(open_data(options, vocab_size, seed, **about), train=Stream(open_at, T, vocab_size, "stream"))
 
-    monkeypatch.setattr(job, "open_data", open_stream)
+    monkeypatch.setattr(trained_on, "open_data", open_stream)
     whole = llmq.train(**{**given, "name": "whole"})
     llmq.train(**{**given, "ckpt_interval": 5, "ckpt_keep_n": 0})
     opened.clear()
@@ -364,16 +365,16 @@ def test_continue_auto_without_a_checkpoint_starts_anew_and_says_so_more_than_on
 
 
 def test_the_epoch_of_a_run_that_has_no_step_left_is_that_of_its_data(given, monkeypatch):
-    real = evaluation.eval_batches
+    real = loader.eval_batches
 
     def interrupted(*about):
         yield from real(*about)
         signal.raise_signal(signal.SIGINT)
         yield next(real(*about))
 
-    monkeypatch.setattr(evaluation, "eval_batches", interrupted)
+    monkeypatch.setattr(loader, "eval_batches", interrupted)
     assert llmq.train(**{**given, "eval_every_n_steps": 99}).exit_code == 130  # within the last evaluation
-    monkeypatch.setattr(evaluation, "eval_batches", real)
+    monkeypatch.setattr(loader, "eval_batches", real)
     result = llmq.train(**{**given, "continue": "newest"})
     assert read_log(result.log_path).eval["epoch"].tolist() == [48 / 40]
 

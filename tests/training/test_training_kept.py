@@ -18,6 +18,7 @@ import llmq
 from llmq import screen
 from llmq.backends.host import HostBackend
 from llmq.data import read_ahead
+from llmq.data.batches import loader
 from llmq.data.batches.loader import Loader
 from llmq.data.tokens.token_file import TokenWriter
 from llmq.disk import replaced_name
@@ -26,7 +27,6 @@ from llmq.errors import DataError, NonFiniteError, StorageError, UsageError
 from llmq.files.checkpoint import load
 from llmq.report.read import read_log
 from llmq.screen import unreported
-from llmq.training import evaluation
 from llmq.training import loop as training
 
 KEEP = {"ckpt_interval": 5, "ckpt_keep_n": 0}
@@ -226,7 +226,7 @@ def test_a_signal_is_heard_while_there_is_no_data(given, monkeypatch):
 
 def test_an_evaluation_that_a_signal_cuts_off_is_made_up_for(given, monkeypatch):
     whole = llmq.train(**{**given, "name": "whole"})
-    real = evaluation.eval_batches
+    real = loader.eval_batches
 
     def batches(*about):
         yield from real(*about)
@@ -234,9 +234,9 @@ def test_an_evaluation_that_a_signal_cuts_off_is_made_up_for(given, monkeypatch)
         yield next(real(*about))
 
     for at, number in ((4, 1), (12, 3)):  # in the middle of the run, and at its end
-        monkeypatch.setattr(evaluation, "eval_batches", nth(real, batches, number))
+        monkeypatch.setattr(loader, "eval_batches", nth(real, batches, number))
         assert llmq.train(**{**given, "name": f"cut{at}"}).exit_code == 130
-        monkeypatch.setattr(evaluation, "eval_batches", real)
+        monkeypatch.setattr(loader, "eval_batches", real)
         parts = llmq.train(**{**given, "name": f"cut{at}", "continue": "auto"})
         assert (parts.steps, parts.eval_loss, parts.train_loss) == (12, whole.eval_loss, whole.train_loss)
         assert parts.checkpoint_path is not None
@@ -348,7 +348,7 @@ def test_a_closed_terminal_ends_the_step_and_a_detached_run_stays(given, monkeyp
 
 
 def test_the_last_step_is_saved_before_its_evaluation(given, monkeypatch):
-    monkeypatch.setattr(evaluation, "eval_batches", nth(evaluation.eval_batches, broken, 3))
+    monkeypatch.setattr(loader, "eval_batches", nth(loader.eval_batches, broken, 3))
     with pytest.raises(OSError, match="gone"):
         llmq.train(**given)
     assert [path.name for path in SAVED.glob("step*")] == ["step-00000012"]

@@ -22,7 +22,7 @@ from llmq.model import presets
 from llmq.model.config import to_hf
 from llmq.options.data import DataOptions
 from llmq.report.read import read_log
-from llmq.training import job
+from llmq.training import past
 
 T = 32  # the longest row has 31 tokens
 
@@ -105,6 +105,36 @@ def test_rows_are_tokenized_once_and_trained_by_mask(given, tmp_path):
     assert again.train_loss == result.train_loss and len(token_files(tmp_path)) == 2
     one = {**given, "name": "one", "train_on": "all", "console": io.StringIO()}
     assert llmq.train(**one).eval_loss != result.eval_loss and len(token_files(tmp_path)) == 4
+
+
+def test_adapters_at_once_have_data_of_their_own(given):
+    """Rows with masks and text, tokenized for each, and templates of what each has seen."""
+    save_source(423, *MARKERS)
+    Path("template.jinja").write_text(CHAT_TEMPLATE)
+    Path("text.txt").write_text("".join(f"Line {n} of a long text.\n" for n in range(400)))
+    entries = {
+        "rows": {},
+        "chats": {"chat_template": "template.jinja", "train_on": "all"},
+        "text": {"data": "text.txt", "eval_fraction": 0.2},
+    }
+    Path("sweep.yaml").write_text(json.dumps([{"name": name, **own} for name, own in entries.items()]))
+    common = {**given, "lora_rank": 4, "batch_size": 3, "learning_rate": 1e-2, "eval_num_steps": 0}
+    done = llmq.train(**common, adapters="sweep.yaml")
+    said = given["console"].getvalue()
+    assert "rows: layout" in said and "text.txt: tokenizing into" in said and "rows.jsonl: tokenizing into" in said
+    for log in read_log(done.log_path).adapters:
+        about = {**common, "batch_size": 1, "name": log.adapter, "console": io.StringIO(), **entries[log.adapter]}
+        alone = llmq.train(**about)
+        np.testing.assert_allclose(log.train["loss"], read_log(alone.log_path).train["loss"], rtol=2e-5)
+        own = done.adapters[log.adapter]
+        assert own.eval_loss == pytest.approx(alone.eval_loss, rel=2e-5)
+        for file in ("tokenizer_config.json", "tokenizer.json", "adapter_config.json"):
+            assert (own.path / file).read_text() == (alone.model_path / file).read_text()
+    templates = {
+        name: json.loads((one.path / "tokenizer_config.json").read_text()).get("chat_template")
+        for name, one in done.adapters.items()
+    }
+    assert templates["chats"] == CHAT_TEMPLATE and templates["text"] != CHAT_TEMPLATE
 
 
 def test_what_is_said_of_tokenized_data_stands_below_the_options(given):
@@ -325,14 +355,14 @@ def test_a_dry_run_knows_the_rows_before_they_are_tokenized(given, packing):
 def test_a_run_from_before_rows_were_packed_says_what_continues_it(given, monkeypatch):
     """It had windows, as --packing was left open, and its checkpoint does not say so."""
     whole = llmq.train(**given, packing="windows")
-    read = job.load
+    read = past.load
 
     def old(path, **how):
         state, tensors = read(path, **how)
         del state["row_layout"]
         return {**state, "options": {**state["options"], "packing": None}}, tensors
 
-    monkeypatch.setattr(job, "load", old)
+    monkeypatch.setattr(past, "load", old)
     more = {**given, "continue": "auto", "steps": 8, "overwrite": True}
     with pytest.raises(
         UsageError, match=r"trained on windows, and .* on packed rows .*: add --packing=windows to cont"

@@ -17,12 +17,12 @@ import llmq
 from llmq import screen
 from llmq.backends.host import HostMemory
 from llmq.cli.train import command
+from llmq.data.batches import loader
 from llmq.engine.engine import Engine
 from llmq.errors import DataError, StorageError, UsageError
 from llmq.files.checkpoint import load
 from llmq.files.manifest import read_manifest
 from llmq.report.read import read_log
-from llmq.training import evaluation
 from llmq.training import job as job_of
 
 SAVED = Path("runs/run/checkpoints")
@@ -79,8 +79,8 @@ def test_the_last_good_one_stays_while_steps_are_refused(given, monkeypatch, num
 
 @pytest.fixture(autouse=True)
 def one_batch_an_evaluation(monkeypatch):
-    real = evaluation.eval_batches
-    monkeypatch.setattr(evaluation, "eval_batches", lambda *about: list(real(*about))[:1])
+    real = loader.eval_batches
+    monkeypatch.setattr(loader, "eval_batches", lambda *about: list(real(*about))[:1])
 
 
 def test_the_best_is_that_of_all_runs_of_the_folder(given, monkeypatch):

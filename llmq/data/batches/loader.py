@@ -114,6 +114,12 @@ class Data:
         """A loader of the training data for one rank; call its `start`."""
         return Loader(self.train, self.batch_size, self.seq_len, self.seed, rank, self.world, augment=self.augment)
 
+    def held_out(self, num_steps: int | None) -> tuple[int, Iterator[Batch]]:
+        """The batches to evaluate on, and their number: at most `num_steps`, or all of them."""
+        assert self.eval is not None
+        whole = -(-self.eval.num_windows // self.batch_size)
+        return min(num_steps or whole, whole), eval_batches(self.eval, self.batch_size, self.seq_len, num_steps)
+
     def shares(self, num_samples: int) -> list[Share]:
         """What each source gives to the first `num_samples` samples; empty if the data is no mixture."""
         return self.train.shares(num_samples) if isinstance(self.train, Mixture) else []

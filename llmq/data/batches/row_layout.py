@@ -30,9 +30,11 @@ class RowLayout:
         # Runs that did not store it had windows where --packing was left open.
         saved = state.get("row_layout") or KINDS.get(state["options"].get("packing"), WINDOWS)
         if saved != self.kind:
+            fix = (
+                f"add {OPTIONS[saved]} to continue it" if saved in OPTIONS else "give each adapter the data that it had"
+            )
             raise UsageError(
-                f"the checkpoint was trained on {saved}, and this run would train on {self.kind} ({self.why}): add "
-                f"{OPTIONS[saved]} to continue it"
+                f"the checkpoint was trained on {saved}, and this run would train on {self.kind} ({self.why}): {fix}"
             )
 
 

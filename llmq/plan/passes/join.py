@@ -2,43 +2,60 @@
 
 from __future__ import annotations
 
-from collections import Counter
-from collections.abc import Collection, Iterable, Sequence
+import math
+from collections import Counter, defaultdict
+from collections.abc import Mapping, Sequence
 
 from llmq.changed import changed
-from llmq.ops.record import Call
+from llmq.ops.record import Call, Result
 from llmq.plan.names import storage_name
 from llmq.tensor import Form, Ref
 
 MAKER, READER, BOTH = "swiglu_backward", "low_rank_backward", "swiglu_low_rank_backward"
+Rows = tuple[int, int]  # [start, stop) of the tokens
+Halves = Mapping[Rows, tuple[int, int]]  # by their rows, where the gradients of adapters of gate and of up are made
 
 
 def join(calls: Sequence[Call]) -> list[Call]:
     """The calls with `swiglu_low_rank_backward` in place of `swiglu_backward` and a `low_rank_backward` of each half.
 
-    Where the gradient is read in rows alone, and the adapters have one rank. It stands where `swiglu_backward` stood.
+    Where the gradient is read in rows alone, and the adapters of gate and up have one rank. It stands where
+    `swiglu_backward` stood. Of several adapters, which have rows each, there is one for each of them.
     """
     if not any(call.op == READER for call in calls):
         return list(calls)
     reads = Counter(_key(ref) for call in calls for ref in call.inputs if ref is not None and ref.form is None)
-    made = list(calls)
+    made: dict[int, list[Call]] = {}
     taken: set[int] = set()
     for at, call in enumerate(calls):
         result = call.outputs[0]
         if call.op != MAKER or result is None or not all(form is None or _is_row(form) for form in result.forms):
             continue
         halves = _halves(calls, at, result.ref)
-        if halves is None or not _may_move(calls, at, halves):
+        places = [place for pair in halves.values() for place in pair]
+        if not places or not _may_move(calls, at, places):
             continue
-        gate, up = (calls[place] for place in halves)
-        is_read = reads[_key(result.ref)] > len(halves)
+        is_read = reads[_key(result.ref)] > len(places)
         rows = changed(result, forms=tuple(form for form in result.forms if form is not None or is_read))
-        outputs = (rows, gate.outputs[0], up.outputs[0], gate.outputs[1], up.outputs[1])
-        factors = (gate.inputs[1], up.inputs[1], gate.inputs[2], up.inputs[2])
-        numbers = {"gate_alpha": gate.numbers["alpha"], "up_alpha": up.numbers["alpha"]}
-        made[at] = changed(call, op=BOTH, outputs=outputs, inputs=(*call.inputs, *factors), numbers=numbers)
-        taken.update(halves)
-    return [call for at, call in enumerate(made) if at not in taken]
+        made[at] = [_joined(call, rows, own, calls[gate], calls[up]) for own, (gate, up) in halves.items()]
+        taken.update(places)
+    return [one for at, call in enumerate(calls) if at not in taken for one in made.get(at, [call])]
+
+
+def _joined(call: Call, rows: Result, own: Rows, gate: Call, up: Call) -> Call:
+    """SwiGLU's gradient of its `own` tokens, with what adapters of gate and of up make of that."""
+    read = tuple(ref and _cut(ref, own) for ref in call.inputs)
+    made = changed(rows, ref=_cut(rows.ref, own))
+    outputs = (made, gate.outputs[0], up.outputs[0], gate.outputs[1], up.outputs[1])
+    factors = (gate.inputs[1], up.inputs[1], gate.inputs[2], up.inputs[2])
+    numbers = {"gate_alpha": gate.numbers["alpha"], "up_alpha": up.numbers["alpha"]}
+    return changed(call, op=BOTH, outputs=outputs, inputs=(*read, *factors), numbers=numbers)
+
+
+def _cut(ref: Ref, rows: Rows) -> Ref:
+    """These tokens of a tensor."""
+    start, stop = rows
+    return ref if stop - start == math.prod(ref.shape[:-1]) else ref.chunk(start, stop - start)
 
 
 def _is_row(form: Form) -> bool:
@@ -46,39 +63,79 @@ def _is_row(form: Form) -> bool:
     return form.layout == "row" and form.has_cell
 
 
-def _halves(calls: Sequence[Call], at: int, d_gate_up: Ref) -> tuple[int, int] | None:
-    """Where the gradients of the adapters of gate and of up, of one rank, are made of d_gate_up."""
-    width = d_gate_up.shape[-1] // 2
-    spans = [d_gate_up.columns(start, width).span for start in (0, width)]
-    found: dict[int, int] = {}
+def _halves(calls: Sequence[Call], at: int, d_gate_up: Ref) -> Halves:
+    """Where the gradients of the adapters of gate and of up, of one rank, are made of all rows of d_gate_up; none if
+    they are not."""
+    width, every = d_gate_up.shape[-1] // 2, math.prod(d_gate_up.shape[:-1])
+    found: dict[Rows, dict[int, int]] = defaultdict(dict)
     for place in range(at + 1, len(calls)):
         call = calls[place]
-        if call.op == READER and (ref := call.inputs[0]) is not None and _key(ref) == _key(d_gate_up):
-            if ref.span not in spans or spans.index(ref.span) in found or None in call.outputs:
-                return None
-            found[spans.index(ref.span)] = place
-            if len(found) == len(spans):
-                break
-    if len(found) < len(spans):
-        return None
-    ranks = {ref.shape[-1] for place in found.values() if (ref := calls[place].inputs[1]) is not None}
-    return (found[0], found[1]) if len(ranks) == 1 else None
+        if call.op != READER or (ref := call.inputs[0]) is None or _key(ref) != _key(d_gate_up):
+            continue
+        rows, columns = ref.window
+        half, own = columns.start // width, found[rows.start, rows.stop]
+        is_half = columns.start % width == 0 and columns.stop - columns.start == width
+        if not is_half or half in own or None in call.outputs:
+            return {}
+        own[half] = place
+        done = [rows for rows, own in found.items() if len(own) == 2]
+        if sum(stop - start for start, stop in done) == every:
+            break
+    ordered = sorted(found)
+    follows = [stop for _, stop in ordered[:-1]] == [start for start, _ in ordered[1:]]
+    if not ordered or not follows or (ordered[0][0], ordered[-1][1]) != (0, every):
+        return {}
+    if any(len(own) < 2 or len({_rank(calls[place]) for place in own.values()}) > 1 for own in found.values()):
+        return {}
+    return {rows: (found[rows][0], found[rows][1]) for rows in ordered}
 
 
-def _may_move(calls: Sequence[Call], to: int, places: Collection[int]) -> bool:
+def _rank(call: Call) -> int:
+    low = call.inputs[1]
+    assert low is not None
+    return low.shape[-1]
+
+
+def _may_move(calls: Sequence[Call], to: int, places: Sequence[int]) -> bool:
     """Whether calls may be made together with the one at `to`, before what stands between: nothing there touches what
     they write, nor writes what they read."""
-    moved, others = [calls[place] for place in places], range(to + 1, max(places))
-    between = [calls[place] for place in others if place not in places]
-    reads = {name for call in moved for name in _names(call.inputs)}
-    writes = {name for call in moved for name in _names(call.written)}
-    return all(
-        writes.isdisjoint(_names(call.inputs)) and (reads | writes).isdisjoint(_names(call.written)) for call in between
+    moved = set(places)
+    for place in places:
+        reads, writes = _refs(calls[place].inputs), calls[place].written
+        for index in (index for index in range(to + 1, place) if index not in moved):
+            read, written = _refs(calls[index].inputs), calls[index].written
+            if _meet(writes, read) or _meet((*reads, *writes), written):
+                return False
+    return True
+
+
+def _refs(refs: Sequence[Ref | None]) -> tuple[Ref, ...]:
+    return tuple(ref for ref in refs if ref is not None)
+
+
+def _meet(some: Sequence[Ref], others: Sequence[Ref]) -> bool:
+    """Whether any of some tensors has bytes of one of the others."""
+    names = Counter(map(storage_name, others))
+    return any(
+        storage_name(one) == storage_name(other) and _overlap(one, other)
+        for one in some
+        if storage_name(one) in names
+        for other in others
     )
 
 
-def _names(refs: Iterable[Ref | None]) -> list[str]:
-    return [storage_name(ref) for ref in refs if ref is not None]
+def _overlap(one: Ref, other: Ref) -> bool:
+    """Whether two tensors of one storage, which may be rows of it, have any row in common."""
+    (start, stop), (first, last) = _rows(one), _rows(other)
+    return start < last and first < stop
+
+
+def _rows(ref: Ref) -> Rows:
+    """The rows that a Ref covers of its storage."""
+    if ref.span is None or not ref.whole or len(ref.shape) < 2:
+        return 0, math.prod(ref.whole or ref.shape)  # at least all rows
+    rows, _ = ref.window
+    return rows.start, rows.stop
 
 
 def _key(ref: Ref) -> tuple[str, bool]:
