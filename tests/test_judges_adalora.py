@@ -49,8 +49,8 @@ def made(config, weights, dtype):
     about = peft.AdaLoraConfig(
         task_type="CAUSAL_LM", init_r=RANK, lora_alpha=ALPHA, total_step=families.STEPS, target_modules=NAMES, **PEFTS
     )
-    model = peft.get_peft_model(transformers_judge.model_of(config, weights, dtype), about)
     torch.manual_seed(3)
+    model = peft.get_peft_model(transformers_judge.model_of(config, weights, dtype), about)
     with torch.no_grad():
         for name, parameter in model.named_parameters():
             if "lora_E" in name:
@@ -76,6 +76,12 @@ def relative_errors(found, right):
     assert found.keys() == right.keys()
     norms = {name: np.linalg.norm(value) for name, value in right.items() if value.size}
     return {name: np.linalg.norm(found[name] - right[name]) / (norm or 1.0) for name, norm in norms.items()}
+
+
+def values_as_one(found):
+    """The singular values of all maps as one vector: of one that is left alone the gradient may be next to nothing."""
+    values = [value.ravel() for name, value in found.items() if "lora_E" in name]
+    return {name: value for name, value in found.items() if "lora_E" not in name} | {"lora_E": np.concatenate(values)}
 
 
 def adapters_of(config):
@@ -186,7 +192,7 @@ def test_twenty_steps_keep_the_ranks_that_peft_keeps(family, tmp_path):
     count = np.count_nonzero(marks != -100)
     found = {name: value / count for name, value in by_name(again, again.gradient).items()}
     own = {name: found[name][tuple(map(slice, value.shape))] for name, value in gradients.items()}
-    assert max(relative_errors(own, gradients).values()) < 1e-5
+    assert max(relative_errors(values_as_one(own), values_as_one(gradients)).values()) < 1e-5
     assert all(np.count_nonzero(found[name]) == np.count_nonzero(own[name]) for name in own)
     merge(source, {tmp_path / "theirs": 1.0}, tmp_path / "merged", dtype=None, overwrite=False)
     found = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "merged", attn_implementation="eager")
