@@ -37,5 +37,7 @@ def drawn(seed: int) -> tuple[Precision, Memory, Memory]:
         offload=draw.choice([(), (RESIDUAL,)]),
         host=tuple(sorted(host)),
         piece_bytes=draw.choice([1, 2**17, 2**26]),
+        zero_copy=draw.random() < 0.3,
+        write_combined=draw.random() < 0.3,
     )
     return precision, plain, hosted

@@ -36,7 +36,7 @@ UNSET = """
 OFF = """
     from_scratch init_proj_to_zero fp8_fallback recompute_swiglu recompute_norm recompute_ffn recompute_qkv
     recompute_att recompute_block offload_residual offload_master offload_opt_m offload_opt_v offload_optimizer
-    offload_gradients offload_quants stream_weights fused_update fit
+    offload_gradients offload_quants use_zero_copy write_combined stream_weights fused_update fit
     export_anyway dry_run shard_gradients shard_weights all_to_all_reduce rslora dora adalora merge
 """
 SPELLED: dict[str, Any] = {
@@ -183,6 +183,9 @@ def _of_memory() -> Iterator[Case]:
         yield _case(f"{name}, updated in backward", precision, TIED, **fused, **BF16_MOMENTS)
     yield _case("bf16, weights streamed", BF16, stream_weights=True)
     yield _case("fp8 delayed, quants offloaded", DELAYED, TIED, offload_quants=True)
+    in_place = {"use_zero_copy": True, "write_combined": True, "offload_optimizer": True, "offload_gradients": True}
+    for name, precision in (("bf16", BF16), ("fp8 delayed", DELAYED)):
+        yield _case(f"{name}, updated in host memory", precision, NORMED, master_dtype="fp32", **in_place)
     for chunks in (2, 4):
         yield _case(f"bf16, logits in {chunks} chunks", BF16, TIED, lmhead_chunks=chunks)
         yield _case(f"fp32, logits in {chunks} chunks", FP32, lmhead_chunks=chunks)

@@ -69,7 +69,8 @@ class Backend(Protocol):
     """What the engine needs of a device. `prepare` comes before memory is allocated, with all calls of the plan; it
     reports how many matrix products have their algorithm.
 
-    `memory` allocates persistent storages and an arena of so many bytes in each home.
+    `memory` allocates persistent storages and an arena of so many bytes in each home. That of the host is for ops to
+    read and write `in_place`, or `write_combined`, where there is such a difference.
 
     `world` are the ranks of the run, which collectives are between.
 
@@ -97,7 +98,14 @@ class Backend(Protocol):
     def take(self, algorithms: Mapping[str, Any]) -> None: ...
     def peak_bytes(self) -> int: ...
     def host_bytes(self, num_bytes: int) -> np.ndarray: ...
-    def memory(self, persistent: Mapping[str, Ref], arena_bytes: Mapping[str, int]) -> BackendMemory: ...
+    def memory(
+        self,
+        persistent: Mapping[str, Ref],
+        arena_bytes: Mapping[str, int],
+        *,
+        in_place: bool = ...,
+        write_combined: bool = ...,
+    ) -> BackendMemory: ...
     def program(self, launches: Sequence[Launch]) -> Run: ...
 
 

@@ -16,12 +16,20 @@ import numpy as np
 from cupy.cuda import runtime
 
 from llmq.backends import Launch, Op, Run, between, checked_scratch, together
-from llmq.backends.cuda_memory import PIECE_BYTES, HostBlock, device_memory, free_with, pinned, told_of_refusals
+from llmq.backends.cuda_memory import (
+    PIECE_BYTES,
+    HostBlock,
+    device_memory,
+    free_with,
+    has_same_addresses,
+    pinned,
+    told_of_refusals,
+)
 from llmq.backends.cuda_room import DeviceRoom
 from llmq.backends.host import set_every
 from llmq.comm.world import ALONE, GpuWorld
 from llmq.disk import shown
-from llmq.errors import RefusedMemoryError
+from llmq.errors import RefusedMemoryError, UsageError
 from llmq.model.held import HostRoom, Room, Values
 from llmq.ops import cuda
 from llmq.ops.cuda.algorithms import Algorithms
@@ -57,7 +65,14 @@ class DeviceMemory:
 
     homes_in_order = frozenset({"device"})
 
-    def __init__(self, persistent: Mapping[str, Ref], arena_bytes: Mapping[str, int], stream: Any) -> None:
+    def __init__(
+        self,
+        persistent: Mapping[str, Ref],
+        arena_bytes: Mapping[str, int],
+        stream: Any,
+        *,
+        write_combined: bool = False,
+    ) -> None:
         self._stream, self._arena_bytes = stream, arena_bytes["device"]
         self._dtypes = {name: stored_dtype(ref) for name, ref in persistent.items()}
         self._ends = {
@@ -69,7 +84,7 @@ class DeviceMemory:
         free_with(self, address, stream)
         self._owned = cupy.cuda.UnownedMemory(address, total, None)
         hosted = [aligned(stored_bytes(ref)) for ref in persistent.values() if ref.home == "host"]
-        self.host = HostBlock([*hosted, arena_bytes["host"]], stream, PIECE_BYTES)
+        self.host = HostBlock([*hosted, arena_bytes["host"]], stream, PIECE_BYTES, write_combined=write_combined)
         self._arrays: dict[str, Any] = {}
         offsets = dict.fromkeys(arena_bytes, 0)
         for name, ref in persistent.items():
@@ -134,12 +149,25 @@ class DeviceMemory:
         array = self._arrays[name]
         host = np.empty(array.shape, self._dtypes[name]) if into is None else into
         if isinstance(array, np.ndarray):
+            if self.host.is_combined:
+                self._read_combined(host, array)
+                return host
             self._stream.synchronize()
             host[...] = array
             return host
         runtime.memcpyAsync(host.ctypes.data, array.data.ptr, host.nbytes, runtime.memcpyDeviceToHost, self._stream.ptr)
         self._stream.synchronize()
         return host
+
+    def _read_combined(self, host: np.ndarray, array: np.ndarray) -> None:
+        """Copies write-combined memory, which the CPU reads at a hundredth of its speed, by way of the GPU's arena, in
+        which nothing lives between programs."""
+        address, size = int(self._owned.ptr) + self._ends["device"], self._arena_bytes
+        for start in range(0, array.nbytes, max(size, 1)):
+            count = min(size, array.nbytes - start)
+            for target, source in ((address, array.ctypes.data + start), (host.ctypes.data + start, address)):
+                runtime.memcpyAsync(target, source, count, runtime.memcpyDefault, self._stream.ptr)
+        self._stream.synchronize()
 
     def start_read(self, name: str) -> Callable[[], np.ndarray]:
         """A function that waits for a copy of a storage of the GPU as it is now, and no longer."""
@@ -280,11 +308,28 @@ class CudaBackend:
         except RefusedMemoryError as error:
             raise MemoryError(str(error)) from error
 
-    def memory(self, persistent: Mapping[str, Ref], arena_bytes: Mapping[str, int]) -> DeviceMemory:
-        """Memory of the current device, and of the host as far as the plan has something there."""
+    def memory(
+        self,
+        persistent: Mapping[str, Ref],
+        arena_bytes: Mapping[str, int],
+        *,
+        in_place: bool = False,
+        write_combined: bool = False,
+    ) -> DeviceMemory:
+        """Memory of the current device, and of the host as far as the plan has something there. UsageError where
+        kernels cannot read that `in_place`."""
         with told_of_refusals():
-            memory = DeviceMemory(persistent, arena_bytes, self.stream)
+            memory = DeviceMemory(persistent, arena_bytes, self.stream, write_combined=write_combined)
         self.allocated = str(memory.host) if memory.host.num_bytes else ""
+        if in_place and memory.host.num_bytes and (memory.host.unpinned_bytes or not has_same_addresses()):
+            raise UsageError(
+                f"--use-zero-copy: kernels do not read the {shown(memory.host.num_bytes)} of host memory, of which the "
+                f"system refuses to lock {shown(memory.host.unpinned_bytes)} (see ulimit -l): leave it out"
+            )
+        if write_combined and not memory.host.is_combined:
+            self._notices.append(
+                "The system refuses write-combined memory: what lives on the host is in ordinary memory"
+            )
         if memory.unpinned_bytes:
             self._notices.append(
                 f"The system refuses to lock {shown(memory.unpinned_bytes)} of host memory (see ulimit -l): copies "

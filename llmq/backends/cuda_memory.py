@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import re
 import time
 import weakref
@@ -25,7 +26,9 @@ from llmq.ops.cuda.timing import OUT_OF_MEMORY
 PAGE_BYTES = 2 << 20  # a smaller allocation may be part of one that a handle for other processes stands for
 PIECE_BYTES = 1 << 30  # of host memory that is locked at a time
 LOCKING_THREADS = 4
-PORTABLE, MAPPED = 1, 2  # cudaHostRegisterPortable, cudaHostRegisterMapped
+PORTABLE, MAPPED = 1, 2  # cudaHostRegisterPortable, cudaHostRegisterMapped; cudaHostAlloc has the same
+WRITE_COMBINED = 4  # cudaHostAllocWriteCombined
+SAME_ADDRESS = 91  # cudaDevAttrCanUseHostPointerForRegisteredMem
 # cudaErrorMemoryAllocation, ...OperatingSystem, ...NotPermitted, ...NotSupported
 LOCK_REFUSALS = (OUT_OF_MEMORY, 304, 800, 801)
 # As the libraries say it: cudaErrorMemoryAllocation, CUDA_ERROR_OUT_OF_MEMORY, CUBLAS_STATUS_ALLOC_FAILED,
@@ -65,13 +68,25 @@ class HostBlock:
     What the system refuses to lock is used all the same. Views are valid as long as there are any; they are unlocked
     when no view of their piece is left and the stream has done its work. RefusedMemoryError where the host has too
     little.
+
+    With `write_combined` the driver allocates them, which puts them where it likes, past the caches of the CPU, which
+    reads them very slowly; ordinary memory where it refuses (`is_combined`).
     """
 
-    def __init__(self, sizes: Sequence[int], stream: Any, piece_bytes: int = PIECE_BYTES) -> None:
+    def __init__(
+        self, sizes: Sequence[int], stream: Any, piece_bytes: int = PIECE_BYTES, *, write_combined: bool = False
+    ) -> None:
         begun = time.perf_counter()
         self.num_bytes = sum(sizes)
         self._starts = piece_starts(sizes, piece_bytes)
-        self._pieces = [reserved(end - start) for start, end in pairwise([*self._starts, self.num_bytes])]
+        lengths = [end - start for start, end in pairwise([*self._starts, self.num_bytes])]
+        combined = _combined(lengths, stream) if write_combined else None
+        self.is_combined, self.unpinned_bytes = combined is not None, 0
+        if combined is not None:
+            self._pieces, self._place = combined, ", write-combined"
+            self._seconds = {"pinned": time.perf_counter() - begun}
+            return
+        self._pieces = [reserved(length) for length in lengths]
         device = runtime.getDevice()
         node = numa_node(runtime.deviceGetPCIBusId(device).lower())
         self._place = ""
@@ -89,7 +104,7 @@ class HostBlock:
 
         in_threads(lock, self._pieces, LOCKING_THREADS)
         self.unpinned_bytes = sum(refused)
-        self._seconds = written - begun, time.perf_counter() - written
+        self._seconds = {"written": written - begun, "pinned": time.perf_counter() - written}
 
     def view(self, offset: int, num_bytes: int) -> np.ndarray:
         """Bytes of one array, from its offset on."""
@@ -102,10 +117,9 @@ class HostBlock:
         return found
 
     def __str__(self) -> str:
-        names = ("written", "pinned")
         rates = (
             f"{name} in {seconds:.1f} s ({self.num_bytes / max(seconds, 1e-9) / 1e9:.1f} GB/s)"
-            for name, seconds in zip(names, self._seconds, strict=True)
+            for name, seconds in self._seconds.items()
         )
         return f"Host memory: {shown(self.num_bytes)} in {len(self._pieces)} pieces{self._place}: {', '.join(rates)}"
 
@@ -118,6 +132,40 @@ def piece_starts(sizes: Sequence[int], piece_bytes: int) -> list[int]:
             starts.append(end)
         end += size
     return starts if end else []
+
+
+def _combined(lengths: Sequence[int], stream: Any) -> list[np.ndarray] | None:
+    """Write-combined pieces, which are free again when all views of them are gone; None where the driver refuses.
+
+    RefusedMemoryError where the host has not so much free.
+    """
+    free = host_memory_bytes()[1]
+    if sum(lengths) > free:
+        raise RefusedMemoryError(
+            f"the host refused {shown(sum(lengths))}", home="host", num_bytes=sum(lengths), free_bytes=free
+        )
+    pieces = []
+    for length in lengths:
+        try:
+            address = int(runtime.hostAlloc(length, PORTABLE | MAPPED | WRITE_COMBINED))
+        except runtime.CUDARuntimeError as error:
+            if error.status not in LOCK_REFUSALS:
+                raise
+            return None
+        block: Any = (ctypes.c_uint8 * length).from_address(address)
+        pieces.append(np.frombuffer(block, np.uint8))
+        weakref.finalize(pieces[-1], _free_host, address, stream).atexit = False
+    return pieces
+
+
+def _free_host(address: int, stream: Any) -> None:
+    stream.synchronize()
+    runtime.freeHost(address)
+
+
+def has_same_addresses() -> bool:
+    """Whether kernels of the current device read locked host memory by the addresses that the host has for it."""
+    return bool(runtime.deviceGetAttribute(SAME_ADDRESS, runtime.getDevice()))
 
 
 def _lock(piece: np.ndarray, stream: Any) -> bool:

@@ -64,7 +64,14 @@ class PlannedBackend:
         """Nothing is used."""
         return 0
 
-    def memory(self, persistent: Mapping[str, Ref], arena_bytes: Mapping[str, int]) -> BackendMemory:
+    def memory(
+        self,
+        persistent: Mapping[str, Ref],
+        arena_bytes: Mapping[str, int],
+        *,
+        in_place: bool = False,
+        write_combined: bool = False,
+    ) -> BackendMemory:
         """There is none: a run on this backend ends with its plan."""
         raise NotImplementedError("a GPU that is only planned for")
 

@@ -45,7 +45,9 @@ class BoundPlan:
         make_ready(plan, backend)
         with explained(plan, backend):
             arenas = {home: plan.arena_bytes(home) for home in ("device", "host")}
-            self._memory = backend.memory(plan.persistent, arenas)
+            kept = plan.spec.memory
+            about = {"in_place": kept.zero_copy, "write_combined": kept.write_combined}
+            self._memory = backend.memory(plan.persistent, arenas, **about)
         self._ops = {name: wrap(name, op) for name, op in backend.ops.items()} if wrap else backend.ops
         self._programs: dict[int, Run] = {}  # by the id of the plan's program: those that are alike are bound once
 

@@ -121,6 +121,7 @@ def _on_device(spec: Spec) -> Spec:
 
 def _states(spec: Spec) -> Spec:
     """The spec with the least batch: of its plan, states and update are those of the run."""
-    memory = Memory(host=spec.memory.host, piece_bytes=LARGE_PIECES, fused=spec.memory.fused)
+    given = {name: getattr(spec.memory, name) for name in ("host", "fused", "zero_copy")}
+    memory = Memory(piece_bytes=LARGE_PIECES, **given)
     short = replace(spec, batch_size=1, seq_len=min(spec.seq_len, TOKENS), packing=None)
     return replace(short, memory=memory, observe=False, completions=None)

@@ -2,8 +2,8 @@
 
 Every call takes what its FLOPs take at the rate that the card sustains, or its bytes at that of its memory, whichever
 is longer, and the time from one node of a graph to the next; a copy between homes takes its bytes at the rate of the
-link to the host, a collective at that of the link to other ranks. Calls run in order on each lane, and wait for others
-as planned.
+link to the host, as does what another call reads or writes there; a collective at that of the link to other ranks.
+Calls run in order on each lane, and wait for others as planned.
 
 Sustained rates are those of an H200 at its power limit of 700 W (docs/results.md, "Where the time of a micro-batch
 goes"): 689 to 745 TFLOP/s in bf16 and 1,259 to 1,314 in e4m3, of peaks of 989.4 and 1,978.9, and 4.1 TB/s of 4.8 in a
@@ -128,7 +128,9 @@ def call_seconds(call: Call, rates: Rates, tokens: int) -> float:
         multiplying /= _scaled_share(given) * _filled(given, op.multiply_adds(given), rates.num_sms)
     if op.family in rates.attention:
         multiplying *= _slower(given, *rates.attention[op.family], rates.num_sms)
-    return rates.node + max(multiplying, num_bytes / rates.memory / rates.families.get(op.family, 1.0))
+    hosted = sum(stored_bytes(ref) for ref in (*call.inputs, *call.written) if ref is not None and ref.home == "host")
+    moving = max(num_bytes - hosted, 0) / rates.memory / rates.families.get(op.family, 1.0)
+    return rates.node + max(multiplying, moving, hosted / rates.link)
 
 
 def _sent_bytes(collective: Arguments) -> float:

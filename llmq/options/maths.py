@@ -130,6 +130,16 @@ class MemoryOptions(Section):
     offload_quants: bool = option(
         False, "Keep the e4m3 copies of weights in host memory, over all steps; they come a layer ahead of their use."
     )
+    use_zero_copy: bool = option(
+        False,
+        "Have the update read and write what --offload flags keep in host memory, in place of copies to the GPU and "
+        "back: optimizer states, and gradients, which it only reads.",
+    )
+    write_combined: bool = option(
+        False,
+        "Allocate the host memory of --offload flags write-combined, which some GPUs read faster, and the CPU very "
+        "slowly: checkpoints go by way of the GPU.",
+    )
     stream_weights: bool = option(
         False,
         "Keep the weights of the blocks in host memory, and all master weights; layers come one ahead of their use.",
@@ -158,6 +168,17 @@ class MemoryOptions(Section):
     def contradictions(self) -> Iterator[str]:
         if self.fit_may and not self.fit:
             yield f"--fit-may {','.join(self.fit_may)} says what --fit may choose: add --fit, or leave it out"
+
+    @property
+    def hosts_states(self) -> bool:
+        """Whether optimizer states or gradients live in host memory."""
+        states = self.offload_master or self.offload_opt_m or self.offload_opt_v or self.offload_optimizer
+        return states or self.offload_gradients or self.stream_weights
+
+    @property
+    def hosts(self) -> bool:
+        """Whether anything lives in host memory."""
+        return self.hosts_states or self.offload_residual or self.offload_quants
 
 
 class ShardingOptions(Section):

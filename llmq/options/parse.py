@@ -108,7 +108,9 @@ def _across(sections: Mapping[str, Any]) -> Iterator[str]:
 
 
 def _without_effect(sections: Mapping[str, Any]) -> Iterator[str]:
-    """Notices on options that say how to evaluate or to complete prompts, where there is nothing to do that with."""
+    """Notices on options that say how to evaluate, to complete prompts or to keep tensors, where there is nothing to do
+    that with."""
+    yield from _of_memory(sections["memory"])
     data, source, log = (sections[name] for name in ("data", "source", "log"))
     idle: dict[str, str] = {}
     if (
@@ -125,6 +127,14 @@ def _without_effect(sections: Mapping[str, Any]) -> Iterator[str]:
         value = getattr(log, key)
         if value not in (0, descriptions()[key].default):
             yield f"{flag(key)} {value} has no effect without {missing}"
+
+
+def _of_memory(memory: MemoryOptions) -> Iterator[str]:
+    """Notices on how host memory is used where nothing is kept there."""
+    if memory.use_zero_copy and not (memory.hosts_states or memory.fit):
+        yield "--use-zero-copy has no effect without optimizer states or gradients on the host: --offload-optimizer"
+    if memory.write_combined and not (memory.hosts or memory.fit):
+        yield "--write-combined has no effect without something on the host, such as --offload-optimizer"
 
 
 def _name_of(model: str) -> str:

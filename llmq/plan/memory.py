@@ -43,7 +43,8 @@ class Memory:
 
     `drop` and `offload` name further slots that backward makes anew, or fetches from the host; `offload` may name
     their roles, whose slots are made anew where they are dropped. `host` names the spaces of tensors that live on the
-    host, of which about `piece_bytes` at a time are fetched. `fused`: weights are updated in backward.
+    host, of which about `piece_bytes` at a time are fetched; with `zero_copy` the update reads and writes them there.
+    What lives there may be `write_combined`. `fused`: weights are updated in backward.
     The MLP works on the tokens of a micro-batch in `seq_tiles`.
     """
 
@@ -56,6 +57,8 @@ class Memory:
     piece_bytes: int = PIECE_BYTES
     fused: bool = False
     seq_tiles: int = 1
+    zero_copy: bool = False
+    write_combined: bool = False
 
     def hosts_weight(self, precision: Precision) -> Callable[[Row], bool] | None:
         """Which weights live on the host, if any: those of the layers, or of them what e4m3 matmuls read."""
@@ -133,7 +136,17 @@ def resolve(
         )
     offload = (RESIDUAL,) if options.offload_residual else ()
     host = tuple(space for flag, space in HOSTED.items() if flag in hosted)
-    return Memory(flags, head, attention, offload=offload, host=host, fused=options.fused_update, seq_tiles=tiles)
+    return Memory(
+        flags,
+        head,
+        attention,
+        offload=offload,
+        host=host,
+        fused=options.fused_update,
+        seq_tiles=tiles,
+        zero_copy=options.use_zero_copy,
+        write_combined=options.write_combined,
+    )
 
 
 def fewest_chunks(tokens: int, logit_bytes: int, gpu_bytes: int = 0) -> int:

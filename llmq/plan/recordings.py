@@ -56,7 +56,7 @@ def _alone(memory: Memory, p: Precision) -> Stores:
     if memory.fused:
         return Stores(weights, FusedGrads)
     if "grad" in memory.host:
-        return Stores(weights, partial(HostedGrads, piece_bytes=memory.piece_bytes))
+        return Stores(weights, partial(HostedGrads, piece_bytes=memory.piece_bytes, in_place=memory.zero_copy))
     return Stores(weights)
 
 
@@ -83,7 +83,8 @@ def _at_home(moments: Any, grads: Mapping[str, Ref], spec: Spec) -> Any:
     spaces = [space for space in memory.host if space in State._fields]
     if not spaces and not given:
         return moments
-    return HostedMoments(moments, spaces, grads=given, piece_bytes=memory.piece_bytes, is_cut=is_cut)
+    about: dict[str, Any] = {"piece_bytes": memory.piece_bytes, "is_cut": is_cut, "in_place": memory.zero_copy}
+    return HostedMoments(moments, spaces, grads=given, **about)
 
 
 class Recordings:

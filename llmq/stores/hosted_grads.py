@@ -19,13 +19,15 @@ class HostedGrads(ReplicatedGrads):
     written to it in this step (llmq/plan/passes/accumulate.py).
 
     The optimizer fetches them with its states: `sums` are those of the host. For the norm they come in pieces of
-    `piece_bytes` or more (`size_of_pieces`), of whole tiles of 128 rows.
+    `piece_bytes` or more (`size_of_pieces`), of whole tiles of 128 rows; `in_place`: it reads them where they are.
     """
 
-    def __init__(self, rows: Sequence[Row], dtype: str, *, last: bool = False, piece_bytes: int) -> None:
+    def __init__(
+        self, rows: Sequence[Row], dtype: str, *, last: bool = False, piece_bytes: int, in_place: bool = False
+    ) -> None:
         super().__init__(rows, dtype, last=last)
         self.refs = {name: replace(ref, home="host") for name, ref in self.refs.items()}
-        self._piece_bytes = size_of_pieces(self.refs.values(), piece_bytes)
+        self._piece_bytes, self._in_place = size_of_pieces(self.refs.values(), piece_bytes), in_place
         self._names = names_by_part(rows)
 
     def walk(self, ops: Any, parts: Iterable[str | int]) -> Iterator[Bundle]:
@@ -39,6 +41,8 @@ class HostedGrads(ReplicatedGrads):
     def shares(self, ops: Any, only: Container[str] | None = None) -> Iterator[Ref]:
         """Yields what this rank adds to the norm of the whole gradient, or of the rows named in `only`, and fetches a
         piece ahead."""
+        if self._in_place:
+            return super().shares(ops, only)
         pieces = chain.from_iterable(self._pieces(ref) for ref in super().shares(ops, only))
         return one_ahead(_fetched(ops, ref) for ref in pieces)
 

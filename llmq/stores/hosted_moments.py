@@ -20,7 +20,8 @@ class HostedMoments:
 
     What is fetched of a row at a time is at most `piece_bytes`, of a large model more (`size_of_pieces`), in whole
     tiles of 128 rows and one at least; a row that `is_cut` refuses, a vector and an entry of a stack come whole. About
-    three pieces are on the device at once: one that is updated, one on its way here and one on its way back.
+    three pieces are on the device at once: one that is updated, one on its way here and one on its way back. `in_place`
+    nothing is fetched: what updates a row reads and writes the host's memory.
     """
 
     def __init__(
@@ -31,8 +32,9 @@ class HostedMoments:
         grads: Mapping[str, Ref],
         piece_bytes: int,
         is_cut: Callable[[Row], bool],
+        in_place: bool = False,
     ) -> None:
-        self._moments, self._is_cut = moments, is_cut
+        self._moments, self._is_cut, self._in_place = moments, is_cut, in_place
         self._spaces = frozenset(spaces)
         self._grads = {one.name: one for ref in grads.values() for one in ref.entries}
         fetched = [ref for state in moments.refs.values() for ref in state if ref.space in self._spaces]
@@ -43,8 +45,9 @@ class HostedMoments:
         """Yields each row with the pieces of its state; a piece is written back when the next one is asked for.
         `masters_only`: neither moments nor gradients are fetched, and nothing is written back."""
         moving = self._spaces & {"master"} if masters_only else self._spaces
-        if masters_only and not moving:
-            yield from self._moments.walk(ops, masters_only=True, only=only)
+        if self._in_place or (masters_only and not moving):
+            for row, pieces in self._moments.walk(ops, masters_only=masters_only, only=only):
+                yield Update(row, (each._replace(state=State(*map(self._at_home, each.state))) for each in pieces))
             return
         fetched = self._fetched(ops, moving, only, is_update=not masters_only)
         for row, pieces in groupby(fetched, key=lambda one: one[0]):

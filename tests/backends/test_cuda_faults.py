@@ -1,17 +1,19 @@
 """What the CUDA backend does when CUDA fails, on a CuPy that is made up: errors keep their meaning, and runs go on."""
 
+import ctypes
 import gc
 import importlib.util
 import random
 import re
 import sys
 import threading
+from contextlib import nullcontext
 from types import ModuleType, SimpleNamespace
 
 import pytest
 
 from llmq.backends import Launch
-from llmq.errors import RefusedMemoryError
+from llmq.errors import RefusedMemoryError, UsageError
 from llmq.ops.cuda import timing
 from llmq.ops.cuda.algorithms import Choice
 
@@ -34,6 +36,7 @@ class Runtime:
 
     def __init__(self):
         self.status, self.calls, self.devices = 0, [], {}
+        self.combined, self.has_same_addresses = [], True
         self.refuses = lambda size: self.status
 
     def malloc(self, size):
@@ -70,6 +73,20 @@ class Runtime:
 
     def hostUnregister(self, address):
         self.calls.append(("unlock", address))
+
+    def hostAlloc(self, size, flags):
+        if self.refuses(size):
+            raise CudaError(self.status)
+        self.combined.append(ctypes.create_string_buffer(size))
+        self.calls.append(("allocate", address := ctypes.addressof(self.combined[-1]), size, flags))
+        return address
+
+    def freeHost(self, address):
+        self.calls.append(("free on the host", address))
+
+    def deviceGetAttribute(self, attribute, device):
+        assert (attribute, device) == (91, 3)
+        return int(self.has_same_addresses)
 
 
 @pytest.fixture
@@ -213,12 +230,68 @@ def test_a_run_whose_memory_is_not_locked_has_no_graphs(runtime, cuda, monkeypat
     for unpinned in (0, 5 << 20):
         host = SimpleNamespace(num_bytes=1, unpinned_bytes=unpinned)
         memory = SimpleNamespace(host=host, unpinned_bytes=unpinned)
-        monkeypatch.setattr(cuda, "DeviceMemory", lambda *arguments, memory=memory: memory)
+        monkeypatch.setattr(cuda, "DeviceMemory", lambda *arguments, memory=memory, **flags: memory)
         backend = cuda.CudaBackend()
         backend.memory({}, {})
         assert backend.program([])._use_graphs == (not unpinned) and backend.allocated
         assert backend.notices == [] or "refuses to lock 5.0 MiB of host memory" in backend.notices[0]
         assert bool(backend.notices) == bool(unpinned)
+
+
+def test_write_combined_memory_is_the_drivers(runtime, cuda_memory, monkeypatch):
+    """A piece is freed when the last view of it is gone, after the work on the stream."""
+    stream = SimpleNamespace(synchronize=lambda: runtime.streamSynchronize(7))
+    block = cuda_memory.HostBlock([PAGE, 256, 2 * PAGE], stream, piece_bytes=PAGE, write_combined=True)
+    (_, first, *one), (_, second, *other) = runtime.calls
+    assert (one, other) == ([PAGE, 7], [256 + 2 * PAGE, 7]) and block.is_combined and not block.unpinned_bytes
+    assert re.fullmatch(r"Host memory: 12,544 bytes in 2 pieces, write-combined: pinned in .*", str(block)), str(block)
+    last = block.view(PAGE, 256).view("uint32")
+    last[:] = 5
+    assert last.ctypes.data == second
+    del block
+    gc.collect()
+    assert runtime.calls[2:] == [("wait", 7), ("free on the host", first)]
+    assert runtime.combined[1].raw[:4] == b"\5\0\0\0"
+    del last
+    gc.collect()
+    assert runtime.calls[4:] == [("wait", 7), ("free on the host", second)]
+    monkeypatch.setattr(cuda_memory, "host_memory_bytes", lambda: (PAGE, PAGE - 1))
+    with pytest.raises(RefusedMemoryError, match="the host refused") as caught:
+        cuda_memory.HostBlock([PAGE], stream, write_combined=True)
+    assert (caught.value.home, caught.value.num_bytes, caught.value.free_bytes) == ("host", PAGE, PAGE - 1)
+
+
+def test_write_combined_memory_that_is_refused_is_ordinary(runtime, cuda_memory):
+    runtime.status, stream = 801, SimpleNamespace(synchronize=lambda: None)
+    runtime.refuses = lambda size: size > 2 * PAGE and any(call[0] == "allocate" for call in runtime.calls)
+    block = cuda_memory.HostBlock([PAGE, 3 * PAGE], stream, piece_bytes=PAGE, write_combined=True)
+    gc.collect()
+    kinds = [call[0] for call in runtime.calls]
+    assert not block.is_combined and block.unpinned_bytes == 3 * PAGE
+    assert kinds == ["allocate", "free on the host", "lock"]
+    runtime.status = LAUNCH_FAILURE
+    with pytest.raises(CudaError, match="719"):
+        cuda_memory.HostBlock([PAGE, 3 * PAGE], stream, write_combined=True)
+
+
+@pytest.mark.parametrize(
+    ("unpinned", "same_addresses", "said"), [(0, True, None), (5 << 20, True, "lock 5.0 MiB"), (0, False, "lock 0")]
+)
+def test_kernels_read_locked_memory_by_the_hosts_addresses_alone(
+    runtime, cuda, monkeypatch, tmp_path, unpinned, same_addresses, said
+):
+    monkeypatch.setenv("LLMQ_CACHE_DIR", str(tmp_path))
+    monkeypatch.setattr(cuda, "device_key", lambda: "H200")
+    for name in ("Gemms", "Cudnn"):
+        monkeypatch.setattr(cuda, name, lambda *arguments, **numbers: None)
+    runtime.has_same_addresses = same_addresses
+    host = SimpleNamespace(num_bytes=8 << 20, unpinned_bytes=unpinned, is_combined=False)
+    memory = SimpleNamespace(host=host, unpinned_bytes=unpinned)
+    monkeypatch.setattr(cuda, "DeviceMemory", lambda *arguments, **flags: memory)
+    backend = cuda.CudaBackend()
+    with pytest.raises(UsageError, match=f"--use-zero-copy: .* 8.0 MiB .* {said}") if said else nullcontext():
+        assert backend.memory({}, {}, in_place=True, write_combined=True) is memory
+        assert "refuses write-combined memory" in backend.notices[0]
 
 
 def test_libraries_that_lack_memory_are_told_from_those_that_fail(cuda, cuda_memory):
@@ -247,7 +320,7 @@ def test_a_library_that_lacks_memory_before_the_first_step_is_told_too(runtime, 
     own = RefusedMemoryError("the host refused 3 bytes", home="host", num_bytes=3, free_bytes=2)
     for error, expected in (*((one, RefusedMemoryError) for one in lacking), (KeyError("x"), KeyError), (own, own)):
         monkeypatch.setattr(cuda, "Gemms", lambda _, error=error: SimpleNamespace(prepare=lambda _: raising(error)()))
-        monkeypatch.setattr(cuda, "DeviceMemory", lambda *_, error=error: raising(error)())
+        monkeypatch.setattr(cuda, "DeviceMemory", lambda *_, error=error, **flags: raising(error)())
         monkeypatch.setattr(cuda, "planned_problem", lambda *_: "a product")
         monkeypatch.setattr(cuda, "record", lambda op: SimpleNamespace(is_linear=True))
         backend = cuda.CudaBackend()

@@ -28,9 +28,9 @@ class Full(HostBackend):
     def prepare(self, calls, report=None):
         self.fail("prepare")
 
-    def memory(self, persistent, arena_bytes):
+    def memory(self, persistent, arena_bytes, **about):
         self.fail("memory")
-        return super().memory(persistent, arena_bytes)
+        return super().memory(persistent, arena_bytes, **about)
 
     def program(self, launches):
         return lambda: self.fail("run")

@@ -27,7 +27,7 @@ OFF = """
     from_scratch init_proj_to_zero streaming fp8_fallback recompute_swiglu recompute_norm recompute_ffn
     fit recompute_qkv recompute_att recompute_block overwrite export_anyway dry_run
     offload_residual offload_master offload_opt_m offload_opt_v offload_optimizer offload_gradients
-    offload_quants stream_weights fused_update
+    offload_quants use_zero_copy write_combined stream_weights fused_update
     shard_gradients shard_weights all_to_all_reduce rslora dora adalora merge
 """
 DEFAULTS = {

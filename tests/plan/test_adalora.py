@@ -108,6 +108,7 @@ SAME = {
     "recomputed": {"memory": Memory(("recompute_block",)), "dropout": 0.2},
     "fused": {"memory": Memory(fused=True)},
     "offloaded": {"memory": Memory(host=("master", "m", "v"))},
+    "updated in host memory": {"memory": Memory(host=("master", "m", "v"), zero_copy=True)},
     "gradients": {"memory": Memory(host=("grad",))},
 }
 

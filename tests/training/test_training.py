@@ -142,6 +142,7 @@ def test_a_run_with_states_on_the_host_is_stopped_and_continued_as_one_without(g
     """Checkpoints do not know where states live: either run continues the other's."""
     given |= {**FP8, "steps": 4, "ckpt_keep_n": 0}
     flags = {"recompute_block": True, "offload_residual": True, "offload_optimizer": True, "stream_weights": True}
+    flags |= {"use_zero_copy": True, "write_combined": True}
     whole = llmq.train(**{**given, "name": "whole"})
     llmq.train(**given, **flags, ckpt_interval=1)
     for more, start in ((flags, 1), ({}, 2)):
@@ -149,6 +150,7 @@ def test_a_run_with_states_on_the_host_is_stopped_and_continued_as_one_without(g
         assert weights_of(again.checkpoint_path) == weights_of(whole.checkpoint_path)
     hosted = read_log(whole.log_path).header["host_memory"], read_log(again.log_path).header["host_memory"]
     assert hosted[0] == {} and set(hosted[1]) == {"Activations", "Weights", "Master", "Adam M", "Adam V"}
+    assert "--write-combined has no effect on the CPU" in given["console"].getvalue()
 
 
 @pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])

@@ -8,9 +8,7 @@ from __future__ import annotations
 
 from typing import Any
 
-import numpy as np
-
-from llmq.ops.cuda.launch import Kernel
+from llmq.ops.cuda.launch import Kernel, address
 from llmq.tensor import Output, Tensor
 
 
@@ -40,11 +38,7 @@ def copy_bytes(target: Any, source: Any) -> None:
     runtime = cupy.cuda.runtime
     stream = cupy.cuda.get_current_stream().ptr
     # the driver sees from the addresses which side is the host
-    runtime.memcpyAsync(_address(target), _address(source), source.nbytes, runtime.memcpyDefault, stream)
-
-
-def _address(array: Any) -> int:
-    return int(array.ctypes.data if isinstance(array, np.ndarray) else array.data.ptr)
+    runtime.memcpyAsync(address(target), address(source), source.nbytes, runtime.memcpyDefault, stream)
 
 
 KERNELS = (Kernel(copy_to_host), Kernel(copy_to_device))

@@ -84,8 +84,8 @@ def pointer(tensor: Tensor | None) -> int:
 
 
 def address(array: Any) -> int:
-    """Address of a CuPy array."""
-    return int(array.data.ptr)
+    """Address of an array of the GPU (CuPy), or of the host's locked memory (NumPy), which has one for both."""
+    return int(array.ctypes.data if isinstance(array, np.ndarray) else array.data.ptr)
 
 
 def room(scratch: Any, num_bytes: int) -> int:

@@ -1,0 +1,146 @@
+"""Updates that read and write host memory where it is: nothing is fetched, and no bit changes."""
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+from ranks import Run, train
+from tiny_engines import BF16, FP8, PRECISIONS, batch, engine_of, plan_of, result_of, tiny
+
+from llmq.backends.host import HostBackend
+from llmq.comm.in_process import run_ranks
+from llmq.engine.cost import Costs
+from llmq.engine.predict import Rates, call_seconds, program_seconds
+from llmq.model.optimizer import Hyperparameters
+from llmq.ops.seam import record
+from llmq.options.maths import MemoryOptions
+from llmq.options.parse import Options
+from llmq.plan import memory as memories
+from llmq.plan.memory import RESIDUAL, Memory
+from llmq.tensor import stored_bytes
+
+CONFIG = tiny(vocab_size=300, intermediate_size=176)  # matrices of several tiles of 128 rows, the last one short
+STATES = ("master", "m", "v")
+WIDE = replace(BF16, master="fp32", m="fp32", v="bf16")
+EIGHT = replace(BF16, m="int8", v="e4m3", master="fp32")
+USUAL = ("bf16", "fp8-e5m2-delayed")
+KINDS = {
+    "states": Memory(host=STATES, zero_copy=True),
+    "moments": Memory(host=("m", "v"), zero_copy=True),
+    "states and gradients": Memory(host=(*STATES, "grad"), zero_copy=True),
+    "everything": Memory(
+        ("recompute_block",), offload=(RESIDUAL,), host=(*STATES, "grad", "weight"), zero_copy=True, write_combined=True
+    ),
+}
+SPELLED = {"train_file": "a.bin", "model": "m"}
+
+
+@pytest.mark.parametrize(
+    "precision",
+    [
+        pytest.param(p, id=name, marks=() if name in USUAL else pytest.mark.sweep)
+        for name, p in {**PRECISIONS, "wide": WIDE, "8 bits": EIGHT}.items()
+    ],
+)
+@pytest.mark.parametrize("kind", [pytest.param(k, marks=pytest.mark.sweep if "and" not in k else ()) for k in KINDS])
+def test_an_update_in_host_memory_is_bit_equal(precision, kind):
+    assert result_of(plan_of(precision, KINDS[kind], CONFIG)) == result_of(plan_of(precision, None, CONFIG))
+
+
+@pytest.mark.parametrize("precision", [WIDE, EIGHT, FP8["e4m3", "current"]], ids=["wide", "8 bits", "fp8"])
+def test_so_is_one_in_backward(precision):
+    hyper = Hyperparameters(clips_by_last=True)
+    plans = [plan_of(precision, replace(m, fused=True), CONFIG, hyper) for m in (Memory(), KINDS["states"])]
+    plain, found = engines = [engine_of(plan) for plan in plans]
+    for engine in engines:
+        for step in (1, 2):
+            engine.start_step(step, 1e-2)
+            engine.micro_step(batch(step))
+            engine.update(step, 1e-2)
+    for (name, one), (_, other) in zip(plain.state(), found.state(), strict=True):
+        assert one.tobytes() == other.tobytes(), name
+
+
+def test_nothing_is_fetched_and_a_row_is_updated_in_one_call():
+    memory = replace(KINDS["states and gradients"], piece_bytes=1)
+    plan, copied = (plan_of(WIDE, replace(memory, zero_copy=zero), CONFIG) for zero in (True, False))
+    for name in ("update", "publish", "publish_counted"):
+        calls = plan.programs[name].calls
+        assert not any(record(call.op).copies for call in calls) and {call.lane for call in calls} == {"main"}
+        assert plan.programs[name].arena_bytes["device"] == 0 < copied.programs[name].arena_bytes["device"]
+    update = [call for call in plan.programs["update"].calls if call.op == "adamw"]
+    assert len(update) == len(plan.moments)
+    homes = {ref.space: ref.home for call in update for ref in (*call.inputs, *call.written) if ref is not None}
+    assert {space: homes[space] for space in (*STATES, "grad", "weight")} == {
+        **dict.fromkeys((*STATES, "grad"), "host"),
+        "weight": "device",
+    }
+    assert plan.table("host") == copied.table("host")
+
+
+def test_matmuls_add_to_gradients_on_the_device():
+    """Which come a part ahead, as without the flag."""
+    plan, copied = (
+        plan_of(BF16, Memory(host=("grad",), zero_copy=zero), CONFIG).programs["middle"] for zero in (True, False)
+    )
+    assert plan.calls == copied.calls
+
+
+def test_shares_of_ranks_are_updated_in_host_memory_too():
+    plain, found = (
+        run_ranks(2, lambda world, memory=memory: train(Run(WIDE, 1, memory), world, HostBackend(world=world)))
+        for memory in (None, KINDS["states"])
+    )
+    for one, other in zip(plain, found, strict=True):
+        assert one[0] == other[0] and all(map(np.array_equal, one[1], other[1]))
+
+
+def test_a_call_on_host_memory_is_predicted_at_the_rate_of_the_link():
+    rates = Rates({"bf16": 1e15, "fp32": 1e15, "e4m3": 1e15}, memory=4e12, link=5e10)
+    plan, copied = (
+        plan_of(WIDE, replace(KINDS["states"], zero_copy=zero), CONFIG).programs["update"] for zero in (True, False)
+    )
+    call = next(call for call in plan.calls if call.op == "adamw")
+    hosted = sum(stored_bytes(ref) for ref in (*call.inputs, *call.written) if ref is not None and ref.home == "host")
+    assert call_seconds(call, rates, 32) == hosted / rates.link
+    assert program_seconds(plan, rates, 32) == pytest.approx(program_seconds(copied, rates, 32), rel=0.1)
+
+
+def test_few_layers_know_of_it():
+    """The update of many layers, by plans of a few, is that of the run."""
+    rates = Rates({"bf16": 1e15, "fp32": 1e15, "e4m3": 1e15}, memory=4e12, link=5e10)
+    plans = [plan_of(WIDE, replace(KINDS["states"], zero_copy=zero), tiny(num_layers=12)) for zero in (True, False)]
+    costs = Costs(lambda call: 0, lambda call: 0, rates)
+    for plan in plans:
+        found = costs.of(plan.spec, 1)
+        seconds = sum(program_seconds(plan.programs[name], rates, 32) for name in ("only", "update"))
+        assert found.seconds == pytest.approx(seconds, rel=0.02)
+        assert found.host_bytes == pytest.approx(plan.host_bytes, rel=0.02)
+
+
+def test_options_become_a_policy():
+    options = MemoryOptions(offload_optimizer=True, use_zero_copy=True, write_combined=True)
+    found = memories.resolve(options, batch_size=2, seq_len=16, logit_bytes=1)
+    assert found == Memory(host=STATES, zero_copy=True, write_combined=True)
+
+
+@pytest.mark.parametrize(
+    ("flags", "said"),
+    [
+        ({"use_zero_copy": True, "offload_residual": True}, ["--use-zero-copy has no effect without optimizer states"]),
+        ({"use_zero_copy": True, "write_combined": True}, ["--use-zero-copy has no", "--write-combined has no effect"]),
+        ({"use_zero_copy": True, "write_combined": True, "offload_gradients": True}, []),
+        ({"use_zero_copy": True, "stream_weights": True}, []),
+        ({"write_combined": True, "offload_residual": True}, []),
+        ({"use_zero_copy": True, "fit": True}, []),
+    ],
+)
+def test_flags_without_an_object_are_noticed(flags, said):
+    notices = [text for text in Options.parse({**SPELLED, **flags}).notices if "no effect" in text]
+    assert len(notices) == len(said) and all(text.startswith(start) for text, start in zip(notices, said, strict=True))
+
+
+def test_the_cpu_says_that_its_memory_is_of_one_kind():
+    backend = HostBackend()
+    engine_of(plan_of(BF16, KINDS["everything"]), backend=backend)
+    assert ["--write-combined has no effect on the CPU" in text for text in backend.notices] == [True]
