@@ -124,8 +124,7 @@ class Ref:
     as the sum over ranks. `home` is where its bytes live: device or host. `value_in` is the space whose tensor of this
     name holds the plain value as well (a weight that is its own master). `cell` names the scale cell of its copies
     where that is another tensor's (a weight that was fetched). `held` is a frozen tensor in the form that it is stored
-    in, whose other forms this slot has. What the calls of a program that write an intermediate `is_sum` make is added
-    up.
+    in, whose other forms this slot has; `is_remade`: a weight's copies for a use; `is_sum`: calls of a program add up.
 
     A stack (`is_stack`) is read and written entry by entry along axis 0. An entry has its own name, copies and scales;
     its value is a piece of the tensor `stack`.
@@ -146,6 +145,7 @@ class Ref:
     value_in: str | None = None
     cell: str | None = None
     held: Ref | None = None
+    is_remade: bool = False
     is_sum: bool = False
     is_stack: bool = False
     stack: str | None = None

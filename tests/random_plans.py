@@ -39,5 +39,6 @@ def drawn(seed: int) -> tuple[Precision, Memory, Memory]:
         piece_bytes=draw.choice([1, 2**17, 2**26]),
         zero_copy=draw.random() < 0.3,
         write_combined=draw.random() < 0.3,
+        persistent_quants="quant" in host or draw.random() < 0.7,
     )
     return precision, plain, hosted

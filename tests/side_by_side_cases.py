@@ -50,6 +50,7 @@ SPELLED: dict[str, Any] = {
     "lmhead_chunks": 1,
     "attn_bwd_chunks": 1,
     "seq_tiles": 1,
+    "persistent_quants": True,
     "zero_level": 1,
     "gradient_compression": "none",
     "steps": STEPS,
@@ -186,6 +187,8 @@ def _of_memory() -> Iterator[Case]:
     in_place = {"use_zero_copy": True, "write_combined": True, "offload_optimizer": True, "offload_gradients": True}
     for name, precision in (("bf16", BF16), ("fp8 delayed", DELAYED)):
         yield _case(f"{name}, updated in host memory", precision, NORMED, master_dtype="fp32", **in_place)
+    for name, precision in (("delayed", DELAYED), ("current", CURRENT), ("blockwise", BLOCKWISE)):
+        yield _case(f"fp8 {name}, quants made for each use", precision, TIED, persistent_quants=False)
     for chunks in (2, 4):
         yield _case(f"bf16, logits in {chunks} chunks", BF16, TIED, lmhead_chunks=chunks)
         yield _case(f"fp32, logits in {chunks} chunks", FP32, lmhead_chunks=chunks)

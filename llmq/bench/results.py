@@ -35,13 +35,13 @@ SAME = (
 # shown where they differ
 SETTINGS = (
     *("tokens_per_step", "precision", "recompute", "on_host", "fused_update"),
-    *("zero_copy", "write_combined"),
+    *("zero_copy", "write_combined", "persistent_quants"),
     *("lmhead_chunks", "seq_tiles", "attn_bwd_chunks", "deterministic"),
 )
 # what older files lack
 UNSAID: dict[str, Any] = {"deterministic": True, "gpus": 1, "zero_level": None, "lora_rank": None, "dora": False}
 UNSAID |= {"base_dtype": None, "on_host": [], "fused_update": False, "seq_tiles": 1, "adapters_at_once": 1}
-UNSAID |= {"zero_copy": False, "write_combined": False}
+UNSAID |= {"zero_copy": False, "write_combined": False, "persistent_quants": True}
 
 Result = Mapping[str, Any]
 
@@ -80,6 +80,7 @@ def result_of(
         "fused_update": spec.memory.fused,
         "zero_copy": spec.memory.zero_copy,
         "write_combined": spec.memory.write_combined,
+        "persistent_quants": spec.memory.persistent_quants,
         "lmhead_chunks": spec.memory.head_chunks,
         "seq_tiles": spec.memory.seq_tiles,
         "attn_bwd_chunks": spec.memory.attention_chunks,

@@ -23,7 +23,7 @@ from llmq.plan.spec import Spec
 LAYERS = 2
 TIMED = ("only", "first", "middle", "last", "update")
 UPDATES = ("update", "publish", "publish_counted", "calibrate", "gather")
-STATES = ("master", "m", "v")  # spaces that only updates read, but for masters of weights that are streamed
+STATES = ("master", "m", "v")  # spaces that only updates read, but for masters of weights that are streamed, or remade
 LARGE_PIECES = GIB  # of states on the host: as many calls as needed in a plan, but few to count here
 TOKENS = 64  # of a sequence in a plan whose update is all that counts
 
@@ -90,7 +90,8 @@ class Costs:
         """A plan of all layers in numbers, by two of a few where there are more."""
         if spec not in self._halves:
             comes_ahead = not {"grad", "quant", "weight"}.isdisjoint(spec.memory.host)
-            layers = LAYERS + (comes_ahead or spec.precision.master == "none")
+            is_made = spec.precision.master == "none" or not spec.memory.persistent_quants
+            layers = LAYERS + (comes_ahead or is_made)
             left = spec.config.num_layers - layers
             wanted = (layers, layers + 1) if left > 1 else (spec.config.num_layers,)
             plans = [make_plan(with_layers(spec, count), self._scratch_bytes) for count in wanted]
@@ -114,14 +115,14 @@ def _on_device(spec: Spec) -> Spec:
     """The spec with the states of the optimizer on the device, if micro-steps do not read them."""
     if spec.memory.fused:
         return spec
-    kept = ("master",) if "weight" in spec.memory.host else ()
+    kept = ("master",) if "weight" in spec.memory.host or not spec.memory.persistent_quants else ()
     host = tuple(space for space in spec.memory.host if space in kept or space not in STATES)
     return replace(spec, memory=replace(spec.memory, host=host, piece_bytes=LARGE_PIECES))
 
 
 def _states(spec: Spec) -> Spec:
     """The spec with the least batch: of its plan, states and update are those of the run."""
-    given = {name: getattr(spec.memory, name) for name in ("host", "fused", "zero_copy")}
+    given = {name: getattr(spec.memory, name) for name in ("host", "fused", "zero_copy", "persistent_quants")}
     memory = Memory(piece_bytes=LARGE_PIECES, **given)
     short = replace(spec, batch_size=1, seq_len=min(spec.seq_len, TOKENS), packing=None)
     return replace(short, memory=memory, observe=False, completions=None)

@@ -130,6 +130,11 @@ class MemoryOptions(Section):
     offload_quants: bool = option(
         False, "Keep the e4m3 copies of weights in host memory, over all steps; they come a layer ahead of their use."
     )
+    persistent_quants: bool = option(
+        True,
+        "Keep the e4m3 copies of weights over all steps, on the GPU or with --offload-quants on the host; without it "
+        "they are made of the master weights for each use, which takes two bytes a parameter less.",
+    )
     use_zero_copy: bool = option(
         False,
         "Have the update read and write what --offload flags keep in host memory, in place of copies to the GPU and "
@@ -168,6 +173,8 @@ class MemoryOptions(Section):
     def contradictions(self) -> Iterator[str]:
         if self.fit_may and not self.fit:
             yield f"--fit-may {','.join(self.fit_may)} says what --fit may choose: add --fit, or leave it out"
+        if self.offload_quants and not self.persistent_quants:
+            yield "--no-persistent-quants leaves no copies for --offload-quants to keep: leave one of them out"
 
     @property
     def hosts_states(self) -> bool:

@@ -21,6 +21,7 @@ from llmq.options.adapters import AdapterOptions
 from llmq.options.data import DataOptions, ModelOptions, SourceOptions
 from llmq.options.field import Description, Section, build, describe, flag, named, plain, read_flat_yaml
 from llmq.options.maths import (
+    FP8_MATMULS,
     MemoryOptions,
     OptimizerOptions,
     PrecisionOptions,
@@ -110,7 +111,7 @@ def _across(sections: Mapping[str, Any]) -> Iterator[str]:
 def _without_effect(sections: Mapping[str, Any]) -> Iterator[str]:
     """Notices on options that say how to evaluate, to complete prompts or to keep tensors, where there is nothing to do
     that with."""
-    yield from _of_memory(sections["memory"])
+    yield from _of_memory(sections["memory"], sections["precision"])
     data, source, log = (sections[name] for name in ("data", "source", "log"))
     idle: dict[str, str] = {}
     if (
@@ -129,12 +130,14 @@ def _without_effect(sections: Mapping[str, Any]) -> Iterator[str]:
             yield f"{flag(key)} {value} has no effect without {missing}"
 
 
-def _of_memory(memory: MemoryOptions) -> Iterator[str]:
-    """Notices on how host memory is used where nothing is kept there."""
+def _of_memory(memory: MemoryOptions, precision: PrecisionOptions) -> Iterator[str]:
+    """Notices on how host memory is used where nothing is kept there, and on copies that no matmul reads."""
     if memory.use_zero_copy and not (memory.hosts_states or memory.fit):
         yield "--use-zero-copy has no effect without optimizer states or gradients on the host: --offload-optimizer"
     if memory.write_combined and not (memory.hosts or memory.fit):
         yield "--write-combined has no effect without something on the host, such as --offload-optimizer"
+    if not memory.persistent_quants and precision.matmul_dtype not in FP8_MATMULS and not memory.fit:
+        yield "--no-persistent-quants has no effect without --matmul-dtype e4m3"
 
 
 def _name_of(model: str) -> str:

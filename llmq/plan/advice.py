@@ -134,6 +134,7 @@ def _with_less_on_host(plan: Plan) -> Iterator[tuple[str, int, dict[str, Any]]]:
     for ref in plan.persistent.values():
         if ref.home == "host":
             held[ref.space] += aligned(stored_bytes(ref))
+    held["quant"] = held["weight"]
     without: list[tuple[int, str, dict[str, Any]]] = []
     if memory.offload:
         without.append((plan.arena_bytes("host"), "without --offload-residual", {"offload": ()}))
@@ -144,6 +145,10 @@ def _with_less_on_host(plan: Plan) -> Iterator[tuple[str, int, dict[str, Any]]]:
             left = tuple(each for each in memory.host if each not in gone)
             moved = sum(held[each] for each in gone)
             without.append((moved, f"without --{flag.replace('_', '-')}", {"host": left}))
+    if "quant" in memory.host:
+        left = tuple(each for each in memory.host if each != "quant")
+        change = "--no-persistent-quants in place of --offload-quants"
+        without.append((held["quant"], change, {"host": left, "persistent_quants": False}))
     for moved, change, fields in sorted(without, key=lambda one: one[0]):
         yield change, moved, {"memory": replace(memory, **fields)}
     moments = {"m", "v"} & set(memory.host)
@@ -176,6 +181,8 @@ def _smaller_plans(plan: Plan, free_bytes: int, scratch_bytes: Scratch | None) -
     least = replace(moments, master=plan.spec.precision.model, grad=plan.spec.precision.model)
     narrow = f"--opt-m-dtype bf16 --opt-v-dtype bf16 {MARK}"
     unwatched: list[tuple[str, dict[str, Any]]] = [("--log-fp8-every 0", {"observe": False})] if plan.observed else []
+    remade = replace(plan.spec.memory, persistent_quants=False)
+    has_quants = plan.spec.precision.matmul == "e4m3" and remade != plan.spec.memory
     silent: list[tuple[str, dict[str, Any]]] = []
     if plan.spec.completions is not None:
         silent = [("leaving out --sample-prompts", {"completions": None})]
@@ -193,6 +200,7 @@ def _smaller_plans(plan: Plan, free_bytes: int, scratch_bytes: Scratch | None) -
         *silent,
         *shared,
         *unwatched,
+        *([("--no-persistent-quants", {"memory": remade})] if has_quants and "quant" not in remade.host else []),
         ("--recompute-block", {"memory": block}),
         (narrow, {"precision": moments}),
         (f"--recompute-block {narrow}", {"precision": moments, "memory": block}),

@@ -45,7 +45,8 @@ class Memory:
     their roles, whose slots are made anew where they are dropped. `host` names the spaces of tensors that live on the
     host, of which about `piece_bytes` at a time are fetched; with `zero_copy` the update reads and writes them there.
     What lives there may be `write_combined`. `fused`: weights are updated in backward.
-    The MLP works on the tokens of a micro-batch in `seq_tiles`.
+    The MLP works on the tokens of a micro-batch in `seq_tiles`. Without `persistent_quants` the e4m3 copies of weights
+    are made for each use.
     """
 
     flags: tuple[str, ...] = ()
@@ -59,14 +60,15 @@ class Memory:
     seq_tiles: int = 1
     zero_copy: bool = False
     write_combined: bool = False
+    persistent_quants: bool = True
 
     def hosts_weight(self, precision: Precision) -> Callable[[Row], bool] | None:
         """Which weights live on the host, if any: those of the layers, or of them what e4m3 matmuls read."""
 
         def is_streamed(row: Row) -> bool:
-            is_quant = row.site is not None and len(row.shape) == 2 and precision.dtype(row.site) == "e4m3"
-            is_alike = row.layer is not None and row.trainable and not row.stacked
-            return is_alike and ("weight" in self.host or is_quant)
+            if is_quant(row, precision):
+                return self.persistent_quants
+            return "weight" in self.host and _is_of_layer(row)
 
         return is_streamed if not {"weight", "quant"}.isdisjoint(self.host) else None
 
@@ -74,6 +76,16 @@ class Memory:
     def roles(self) -> frozenset[str]:
         """Roles of the slots that are recomputed."""
         return frozenset().union(*(ROLES[flag] for flag in self.flags))
+
+
+def is_quant(row: Row, precision: Precision) -> bool:
+    """Whether a parameter is a trained weight of a layer of which e4m3 matmuls read copies."""
+    is_matrix = row.site is not None and len(row.shape) == 2
+    return _is_of_layer(row) and is_matrix and precision.dtype(row.site or "") == "e4m3"
+
+
+def _is_of_layer(row: Row) -> bool:
+    return row.layer is not None and row.trainable and not row.stacked
 
 
 def is_to_fit(options: MemoryOptions) -> bool:
@@ -146,6 +158,7 @@ def resolve(
         seq_tiles=tiles,
         zero_copy=options.use_zero_copy,
         write_combined=options.write_combined,
+        persistent_quants=options.persistent_quants,
     )
 
 

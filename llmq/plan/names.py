@@ -51,6 +51,8 @@ def own_scales(ref: Ref) -> Ref:
 
 
 def known_scale(ref: Ref) -> Ref | None:
-    """The scale of a copy that is the value's own, but is known before any program runs: that of a frozen weight."""
-    is_known = ref.held is not None and ref.cell is not None and ref.form is not None and ref.form.is_measured
+    """The scale of a copy that is the value's own, but is known before the program runs: that of a frozen weight, or of
+    one whose copies are made for each use."""
+    is_weight = ref.is_remade or (ref.held is not None and ref.cell is not None)
+    is_known = is_weight and ref.form is not None and ref.form.is_measured
     return scale_ref(ref) if is_known else None

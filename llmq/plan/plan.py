@@ -45,6 +45,7 @@ from llmq.row import Row
 from llmq.stores.activations import Frame
 from llmq.stores.importance import KEPT, NoImportance, Scores
 from llmq.stores.moments import State
+from llmq.stores.remade_weights import COUNTED
 from llmq.stores.sharding import Shards
 from llmq.tensor import LARGEST, Ref, stored_bytes
 
@@ -262,11 +263,12 @@ def make_plan(
     writers = {at for at in fated if at[0] or (at[1] and spec.memory.fused)}
     training = {at: forms(calls, {}, fates.offloaded) for at, calls in fated.items() if at not in writers}
     weights = reads_of_weights([*training.values(), *(reading[name] for name in read)])
-    training |= {at: forms(fated[at], weights, fates.offloaded) for at in fated if at in writers}
+    counted = _counted([*training.values(), *reading.values()])
+    training |= {at: forms(fated[at], weights, [*fates.offloaded, *counted]) for at in fated if at in writers}
     gather = forms(recordings.gather(), weights)
     weights = reads_of_weights([*training.values(), gather, *(reading[name] for name in read)])
     allocate = {name: finished(name, forms(calls, weights)) for name, calls in recordings.allocate().items()}
-    publish = forms(recordings.publish(), weights)
+    publish = forms(recordings.publish(), weights, counted)
     programs = {
         **({"gather": finished("gather", gather)} if gather else {}),
         **_micro_steps(training, fates.offloaded),
@@ -278,7 +280,7 @@ def make_plan(
     # `update` and `calibrate` take the vectors of scales whole, so these are counted first, and must not grow then.
     scales = _delayed_cells(programs.values())
     cells = {**recordings.cells, **_scale_cells(len(scales)), **({} if writing is None else writing.cells)}
-    programs["update"] = finished("update", forms(recordings.update(cells), weights), collects=True)
+    programs["update"] = finished("update", forms(recordings.update(cells), weights, counted), collects=True)
     programs["calibrate"] = finished("calibrate", forms(recordings.calibrate(cells), {}))
     assert _delayed_cells(programs.values()) == scales
     frozen = [recordings.weights.refs[row.name] for row in recordings.rows if not row.trainable]
@@ -322,6 +324,13 @@ def _fates(memory: Memory, train: Sequence[Call]) -> tuple[Fates, dict[str, int]
         raise UsageError(f"{flags} frees no memory in this run: leave it out")
     fates = decide(train, memory.roles, memory.drop, memory.offload)
     return fates, kept_storages(refs, fates)
+
+
+def _counted(programs: Iterable[Sequence[Call]]) -> frozenset[Item]:
+    """The copies that the update makes for their scales and statistics: one of each weight whose copies are remade."""
+    read = {ref for calls in programs for call in calls for ref in call.inputs if ref is not None and ref.is_remade}
+    found = ((ref.cell, ref.form) for ref in read if ref.form is not None and ref.form.layout == "row")
+    return frozenset((f"{COUNTED}/{name}", form) for name, form in found if form.has_cell or form.is_measured)
 
 
 def _micro_steps(training: Mapping[tuple[bool, bool], list[Call]], offloaded: Collection[Item]) -> dict[str, Program]:

@@ -13,7 +13,7 @@ from llmq.model.parameters import HEAD
 from llmq.ops.record import Call, Recorder
 from llmq.plan.build import Sites, build_model, rows_of
 from llmq.plan.groups import groups_of
-from llmq.plan.memory import Memory
+from llmq.plan.memory import Memory, is_quant
 from llmq.plan.precision import Precision
 from llmq.plan.refusals import refuse
 from llmq.plan.spec import Spec
@@ -28,6 +28,7 @@ from llmq.stores.importance import Importance, NoImportance
 from llmq.stores.moments import ReplicatedMoments, ShardedMoments, State
 from llmq.stores.ranks import Alone, ManyRanks
 from llmq.stores.reduced_grads import ReducedGrads, ShardedGrads
+from llmq.stores.remade_weights import RemadeWeights
 from llmq.stores.sharded_weights import GatheredWeights, ShardedWeights
 from llmq.stores.sharding import Sharding, Shards
 from llmq.stores.weights import ReplicatedWeights
@@ -46,13 +47,12 @@ class Stores:
 def stores_of(spec: Spec) -> Stores:
     """What holds a run's tensors on one of its ranks. UsageError for what no plan can do."""
     refuse(spec)
-    return _alone(spec.memory, spec.precision) if spec.sharding.size == 1 else _shared(spec.sharding)
+    about = spec.memory, spec.precision
+    return _alone(*about) if spec.sharding.size == 1 else _shared(*about, spec.sharding)
 
 
 def _alone(memory: Memory, p: Precision) -> Stores:
-    hosted = memory.hosts_weight(p)
-    host_master = p.master if "master" in memory.host else None
-    weights = partial(HostedWeights, hosted=hosted, host_master=host_master) if hosted else ReplicatedWeights
+    weights = _weights(memory, p)
     if memory.fused:
         return Stores(weights, FusedGrads)
     if "grad" in memory.host:
@@ -60,11 +60,22 @@ def _alone(memory: Memory, p: Precision) -> Stores:
     return Stores(weights)
 
 
-def _shared(sharding: Sharding) -> Stores:
+def _weights(memory: Memory, p: Precision) -> Callable[..., Any]:
+    """What holds weights that are whole on this rank."""
+    hosted = memory.hosts_weight(p)
+    host_master = p.master if "master" in memory.host else None
+    if not memory.persistent_quants:
+        about: dict[str, Any] = {"host_master": host_master, "own_dtype": p.wide_master, "in_place": memory.zero_copy}
+        remade = partial(is_quant, precision=p)
+        return partial(RemadeWeights, hosted=hosted or (lambda row: False), remade=remade, **about)
+    return partial(HostedWeights, hosted=hosted, host_master=host_master) if hosted else ReplicatedWeights
+
+
+def _shared(memory: Memory, p: Precision, sharding: Sharding) -> Stores:
     weights = ShardedWeights if sharding.weights else GatheredWeights if sharding.states else None
     grads = ShardedGrads if sharding.gradients else ReducedGrads
     return Stores(
-        partial(weights, sharding=sharding) if weights else ReplicatedWeights,
+        partial(weights, sharding=sharding) if weights else _weights(memory, p),
         partial(grads, sharding=sharding),
         partial(ShardedMoments, sharding=sharding) if sharding.states else ReplicatedMoments,
     )

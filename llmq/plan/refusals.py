@@ -11,8 +11,8 @@ from llmq.plan.spec import Spec
 
 
 def refuse(spec: Spec) -> None:
-    """UsageError with everything that the update in backward, tiles, weights without masters, or the host memory of
-    many ranks, cannot do, and for ranks of adapters that are not known."""
+    """UsageError with everything that the update in backward, tiles, weights without masters, copies made for each use,
+    or the host memory of many ranks, cannot do, and for ranks of adapters that are not known."""
     if spec.adapters is not None and spec.adapters.lacks_ranks:
         raise UsageError(
             "--lora-rank auto looks at gradients before the run is planned, and here nothing but a plan is made: give "
@@ -27,6 +27,8 @@ def refuse(spec: Spec) -> None:
         problems += [f"--master-dtype none: {text}" for text in _without_master(spec)]
     if isinstance(spec.adapters, Several):
         problems += _several(spec, spec.adapters)
+    if not spec.memory.persistent_quants:
+        problems += [f"--no-persistent-quants: {text}" for text in _remade(spec)]
     if problems:
         raise UsageError("; ".join(problems))
 
@@ -87,3 +89,14 @@ def _without_master(spec: Spec) -> Iterator[str]:
             yield f"weights take one byte each on the GPU, and {flag} does not move them: leave that out"
     if spec.sharding.states or spec.sharding.weights:
         yield f"weights are whole on each of {spec.sharding.size} GPUs: use --zero-level 0"
+
+
+def _remade(spec: Spec) -> Iterator[str]:
+    if spec.precision.master == "none":
+        yield "--master-dtype none makes them for each use already: leave one of them out"
+    if spec.adapters is not None:
+        yield "adapters are all that is trained, and the model has no masters: hold it in --base-dtype e4m3 instead"
+    if spec.lisa is not None:
+        yield "layers that --lisa freezes keep their copies: leave one of them out"
+    if spec.sharding.states or spec.sharding.weights:
+        yield f"each of {spec.sharding.size} GPUs has masters of its share alone: use --zero-level 0"

@@ -37,7 +37,7 @@ class HostedWeights(ReplicatedWeights):
             if ref is None or ref.home == "device":
                 yield ref
                 continue
-            yield (slot := _slot(ref, "update"))
+            yield (slot := weight_slot(ref, "update"))
             ops.copy_to_host(ref, slot)
 
     def _ref(self, row: Row, dtype: str, master_dtype: str | None) -> Ref:
@@ -49,10 +49,11 @@ class HostedWeights(ReplicatedWeights):
         slots = {}
         for row in self.rows:
             if row.layer == part and row.home == "host":
-                slots[row.name] = _slot(self.refs[row.name], phase)
+                slots[row.name] = weight_slot(self.refs[row.name], phase)
                 ops.copy_to_device(slots[row.name], self.refs[row.name])
         return slots
 
 
-def _slot(ref: Ref, phase: str) -> Ref:
+def weight_slot(ref: Ref, phase: str) -> Ref:
+    """A slot for what is read of a weight, or written, in a phase."""
     return Ref(f"{phase}/{ref.name}", "activation", ref.shape, ref.dtype, ref.layer, cell=ref.name)

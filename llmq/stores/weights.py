@@ -39,7 +39,8 @@ class ReplicatedWeights:
         coming = (self._fetch(ops, part, phase) for part in self._needed(parts))
         for part, fetched in zip(parts, one_ahead(coming), strict=False):
             refs = {name: self.refs[name] for name in self._names[part]}
-            yield part, part_bundle(part_tree({**refs, **self._slots(ops, part, phase), **fetched}), part)
+            made = self._slots(ops, part, phase, fetched)
+            yield part, part_bundle(part_tree({**refs, **fetched, **made}), part)
 
     @property
     def first(self) -> ReplicatedWeights:
@@ -78,8 +79,8 @@ class ReplicatedWeights:
         """What is read in place of a part's rows, by name, once it is where it is used; here all of them are."""
         return {}
 
-    def _slots(self, ops: Any, part: str | int, phase: str) -> dict[str, Ref]:
-        """What a part's rows that are held in a form are read from, by name."""
+    def _slots(self, ops: Any, part: str | int, phase: str, fetched: dict[str, Ref]) -> dict[str, Ref]:
+        """What a part's rows that are held in a form are read from, by name; what has been `fetched` is there."""
         return {ref.name: self._cast(ops, ref, phase) for ref in self._held[part]}
 
     def _cast(self, ops: Any, held: Ref, phase: str) -> Ref:

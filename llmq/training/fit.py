@@ -312,7 +312,8 @@ class Search:
         master = frame.get("master_dtype", spec.precision.master)
         if spec.sharding.size > 1 or spec.adapters is not None or memory.stream_weights or master == "none":
             return [{}]
-        quants = [{"offload_quants": True}] if has_quants and not memory.offload_quants else []
+        is_kept = has_quants and memory.persistent_quants
+        quants = [{"offload_quants": True}] if is_kept and not memory.offload_quants else []
         return [{}, *quants, {"stream_weights": True}]
 
     def _gradients(self) -> list[Changes]:

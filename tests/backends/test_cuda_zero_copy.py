@@ -1,4 +1,4 @@
-"""Host memory that kernels read and write, and write-combined memory, on a GPU."""
+"""Host memory that kernels read and write, and write-combined memory, on a GPU; copies of weights made for each use."""
 
 from dataclasses import replace
 
@@ -30,6 +30,11 @@ KINDS = {
     "write-combined": replace(EVERYTHING, write_combined=True),
     "write-combined in place": replace(IN_PLACE, write_combined=True),
 }
+REMADE = {
+    "made": Memory(persistent_quants=False),
+    "made of masters on the host": Memory(("recompute_block",), host=STATES, persistent_quants=False),
+    "made of masters in place": Memory(host=(*STATES, "weight"), persistent_quants=False, zero_copy=True),
+}
 SIZES = {"batch_size": 4, "seq_len": 128}
 
 
@@ -55,14 +60,14 @@ def result_of(backend, precision, memory):
 def test_updates_in_host_memory_change_no_bit(backend, name):
     precision = PRECISIONS[name]
     expected = result_of(backend, precision, Memory())
-    for kind, memory in KINDS.items():
+    for kind, memory in {**KINDS, **(REMADE if precision.matmul == "e4m3" else {})}.items():
         assert result_of(backend, precision, memory) == expected, kind
 
 
 def test_so_do_updates_in_backward(backend):
     found = []
     precision, host = FP8["e4m3", "current"], {"host": STATES, "zero_copy": True, "write_combined": True}
-    for more in ({}, host):
+    for more in ({}, host, {"persistent_quants": False}, {**host, "persistent_quants": False}):
         plan = planned(backend, precision, Memory(fused=True, **more), hyper=Hyperparameters(clips_by_last=True))
         engine = engine_of(plan, backend=backend)
         for step in range(1, 5):
@@ -70,7 +75,7 @@ def test_so_do_updates_in_backward(backend):
             engine.micro_step(batch(step, b=4, t=128, vocab=CONFIG.vocab_size))
             engine.update(step, 1e-3)
         found.append({name: array.tobytes() for name, array in engine.state()})
-    assert found[0] == found[1]
+    assert found[0] == found[1] == found[2] == found[3]
 
 
 def test_write_combined_memory_is_read_by_way_of_the_gpu(backend):

@@ -130,12 +130,12 @@ def test_odd_adapters_at_once_are_refused(shape, capsys):
 
 def test_what_saves_memory_is_measured(shape, tmp_path, capsys):
     saving = ["--recompute=block", "--offload-residual", "--offload-optimizer", "--seq-tiles=2", "--fused-update"]
-    saving += ["--use-zero-copy", "--write-combined"]
+    saving += ["--use-zero-copy", "--write-combined", "--no-persistent-quants"]
     one_micro_batch = [part for part in shape if not part.startswith("--tokens")] + ["--tokens-per-step=32"]
     assert run([*one_micro_batch, "--dtypes=bf16", *saving, f"--save={tmp_path}/out.json"]) == 0
     (one,) = json.loads((tmp_path / "out.json").read_text())["results"]
     assert one["on_host"] == ["residual", "m", "v"] and one["fused_update"] and one["seq_tiles"] == 2
-    assert one["zero_copy"] and one["write_combined"]
+    assert one["zero_copy"] and one["write_combined"] and not one["persistent_quants"]
     assert run([*one_micro_batch, "--dtypes=bf16", "--lora-rank=4", "--dora", "--lora-targets=mlp"]) == 0
     assert "bf16 2x16, DoRA of rank 4" in capsys.readouterr().out.replace("\n", " ")
 

@@ -39,6 +39,7 @@ DEFAULTS = {
     "preamble": True,
     "overlong": "turns",
     "skip_bad_rows": 0,
+    "persistent_quants": True,
     "model_dtype": "bf16",
     "matmul_dtype": "bf16",
     "opt_m_dtype": "fp32",

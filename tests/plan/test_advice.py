@@ -100,6 +100,23 @@ def test_the_nearest_setting_that_fits_on_the_host_is_named():
     assert "without" not in said(large, m.total_bytes - 1) and "--opt-m-dtype" in said(1, plan.total_bytes)
 
 
+def test_copies_of_weights_may_be_made_for_each_use():
+    """Which costs least of what changes no bit; in place of copies on the host, too."""
+    plan, small = (plan_of(FP8_HEAD, memory, tiny()) for memory in (Memory(), Memory(persistent_quants=False)))
+    with pytest.raises(MemoryLimitError, match="are missing: --no-persistent-quants needs"):
+        refuse_if_too_large(plan, small.total_bytes)
+    hosted = plan_of(FP8_HEAD, Memory(host=("quant",)), tiny())
+    for room, change in (
+        (plan.total_bytes, "without --offload-quants"),
+        (small.total_bytes, "--no-persistent-quants in place of --offload-quants"),
+    ):
+        with pytest.raises(MemoryLimitError, match=f"are missing: {change} needs 0 bytes of the host"):
+            refuse_if_host_is_small(hosted, 0, room)
+    with pytest.raises(MemoryLimitError) as caught:
+        refuse_if_too_large(plan_of(BF16, config=tiny()), 1)
+    assert "--no-persistent-quants" not in str(caught.value)
+
+
 def test_advice_counts_the_scratch_of_the_smaller_run():
     """Every other remedy but fewer sequences leaves the workspace of 1 MiB for each sequence as it is."""
     plan = plan_of(BF16, Memory((), attention_chunks=8), config=tiny(), batch_size=8, scratch_bytes=per_batch)

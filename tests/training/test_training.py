@@ -142,7 +142,7 @@ def test_a_run_with_states_on_the_host_is_stopped_and_continued_as_one_without(g
     """Checkpoints do not know where states live: either run continues the other's."""
     given |= {**FP8, "steps": 4, "ckpt_keep_n": 0}
     flags = {"recompute_block": True, "offload_residual": True, "offload_optimizer": True, "stream_weights": True}
-    flags |= {"use_zero_copy": True, "write_combined": True}
+    flags |= {"use_zero_copy": True, "write_combined": True, "persistent_quants": False}
     whole = llmq.train(**{**given, "name": "whole"})
     llmq.train(**given, **flags, ckpt_interval=1)
     for more, start in ((flags, 1), ({}, 2)):

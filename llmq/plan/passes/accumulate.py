@@ -44,10 +44,10 @@ def accumulate(calls: Sequence[Call], *, first: bool) -> list[Call]:
 
 def collect(calls: Sequence[Call]) -> list[Call]:
     """Every first write of a copy with a delayed scale collects its amax; what is made again, or of another copy of the
-    value, was counted before."""
+    value, was counted before, and a weight that is remade by the update."""
 
     def counted(result: Result | None) -> Result | None:
-        if result is None or result.ref.again:
+        if result is None or result.ref.again or result.ref.is_remade:
             return result
         dtypes = sorted({form.dtype for form in result.forms if form is not None and form.has_cell})
         return changed(result, amax=tuple(scale_cell(result.ref, dtype) for dtype in dtypes)) if dtypes else result
