@@ -242,5 +242,5 @@ def test_skypilot_by_its_schema(field, fits):
 
 
 def test_every_example_has_a_test():
-    examples = {path.stem for path in (ROOT / "examples").iterdir()}
+    examples = {path.stem for path in (ROOT / "examples").iterdir() if path.is_file()}
     assert examples and not {name for name in examples if f"test_{name}" not in globals()}

@@ -58,7 +58,7 @@ REGISTERS = {
     "cross_entropy": 80,
     "dequantize": 32,
     "low_rank_backward": 223,  # of rank 32; 128 of rank 16
-    "swiglu_low_rank_backward": 128,
+    "swiglu_low_rank_backward": 218,  # of rank 32; 128 of rank 16
     "low_rank_sums": 40,
     "importance": 40,
     "importance_of_columns": 48,
@@ -109,17 +109,23 @@ REGISTERS = {
 }
 # bytes; cuBLASLt has no product of what quantize_tiles makes for 10.0
 SPILLS = {("quantize_tiles", 100): 16, ("rope", 120): 8}
+SPILLS |= {
+    ("swiglu_low_rank_backward", card): 40 for card in (80, 86, 89, 90, 100, 120)
+}  # of 128 registers, two blocks
 WORDS = {"int": np.int32, "float": np.float32, "double": np.float64, "u32": np.uint32, "i64": np.int64}
 
 
 def static(entry: str, constants: dict[str, Any], dynamic: int) -> int:
-    """Shared bytes that a kernel declares itself, where its launcher gives it more: only norms do both."""
+    """Shared bytes that a kernel declares itself, where its launcher gives it more: few do both."""
     if dynamic and entry == "token_linear":
         return 32 * (1 + constants["GATED"]) * constants["M"]
+    of_amax = 128 * bool(constants.get("FORMS", 0) & launch.AMAX)
+    if dynamic and entry == "swiglu_low_rank_backward":
+        return of_amax
     if not dynamic or not entry.startswith("rmsnorm"):
         return 0
     groups, group = constants["GROUPS"], constants["GROUP"]
-    return 8 * groups * group * (group > 1) + 128 * bool(constants["FORMS"] & launch.AMAX)
+    return 8 * groups * group * (group > 1) + of_amax
 
 
 class Address:

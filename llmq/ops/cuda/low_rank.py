@@ -31,9 +31,9 @@ IN_FLIGHT = 264  # blocks at least, if there is work for them: two to a multipro
 TILES = 8  # of tokens to a block, whose sums are in registers
 STAGES = dict(zip(ONE_PASS, (4, 3), strict=True))  # of tiles in shared memory, of which every GPU has room for so many
 BLOCKS = dict(zip(ONE_PASS, (2, 1), strict=True))  # to a multiprocessor
-HALF_TILES = dict(zip(ONE_PASS, (8, 4), strict=True))  # the same of swiglu_low_rank.cu
-HALF_STAGES = dict(zip(ONE_PASS, (3, 2), strict=True))
-HALF_BLOCKS = 2
+HALF_TILES = 4  # the same of swiglu_low_rank.cu
+HALF_STAGES = dict(zip(ONE_PASS, (3, 4), strict=True))  # or as many as there is room for
+HALF_BLOCKS = dict(zip(ONE_PASS, (2, 1), strict=True))
 
 
 def low_rank_backward(
@@ -82,13 +82,13 @@ def swiglu_low_rank_backward(
     assert {type_of(x) for x in (*tensors, d_gate_up, d_gate_low, d_up_low)} == {"bf16"}
     assert {_pitch(x) for x in (up_low, d_gate_low.tensors[0], d_up_low.tensors[0])} == {low_pitch}
     wanted, outputs = forms(d_gate_up)
-    height = HALF_TILES[rank]
+    height = HALF_TILES
     groups, across, per_block = _blocks(rows, columns, height, HALF_COLUMNS)
     low_parts = room(scratch, 2 * _scratch_bytes(rows, columns, rank, height, HALF_COLUMNS))
     up_parts = low_parts + 8 * across * rows * rank
     tile, rest = 6 * TOKENS * HALF_COLUMNS, 4 * height * TOKENS * rank + 8 * HALF_COLUMNS * rank
     stages = min(HALF_STAGES[rank], (shared_bytes_limit() - STATIC_BYTES - rest) // tile)
-    constants: Constants = {**wanted, "R": rank, "TILES": height, "STAGES": stages, "BLOCKS": HALF_BLOCKS}
+    constants: Constants = {**wanted, "R": rank, "TILES": height, "STAGES": stages, "BLOCKS": HALF_BLOCKS[rank]}
     sizes = tuple(map(np.int32, (rows, columns, across, per_block)))
     arguments = (*outputs, low_parts, up_parts, *map(pointer, tensors), np.int64(low_pitch), *sizes)
     where = ("swiglu_low_rank", "swiglu_low_rank_backward", groups * across, THREADS)
@@ -141,7 +141,7 @@ def _scratch(call: Arguments) -> int:
 def _scratch_of_halves(call: Arguments) -> int:
     columns, rank = call.reads["gate_b"].shape
     rows = rows_of(call.reads["d_act"].shape)
-    return 2 * _scratch_bytes(rows, columns, rank, HALF_TILES[rank], HALF_COLUMNS)
+    return 2 * _scratch_bytes(rows, columns, rank, HALF_TILES, HALF_COLUMNS)
 
 
 def _refuse(call: Arguments, capability: int) -> None:
