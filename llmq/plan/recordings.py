@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property, partial
 from typing import Any
 
@@ -47,17 +47,16 @@ class Stores:
 def stores_of(spec: Spec) -> Stores:
     """What holds a run's tensors on one of its ranks. UsageError for what no plan can do."""
     refuse(spec)
-    about = spec.memory, spec.precision
-    return _alone(*about) if spec.sharding.size == 1 else _shared(*about, spec.sharding)
+    about, memory = (spec.memory, spec.precision), spec.memory
+    stores = _alone(*about) if spec.sharding.size == 1 else _shared(*about, spec.sharding)
+    if "grad" not in memory.host:
+        return stores
+    given: dict[str, Any] = {"piece_bytes": memory.piece_bytes, "in_place": memory.zero_copy}
+    return replace(stores, grads=partial(HostedGrads, store=stores.grads, **given))
 
 
 def _alone(memory: Memory, p: Precision) -> Stores:
-    weights = _weights(memory, p)
-    if memory.fused:
-        return Stores(weights, FusedGrads)
-    if "grad" in memory.host:
-        return Stores(weights, partial(HostedGrads, piece_bytes=memory.piece_bytes, in_place=memory.zero_copy))
-    return Stores(weights)
+    return Stores(_weights(memory, p), FusedGrads if memory.fused else ReplicatedGrads)
 
 
 def _weights(memory: Memory, p: Precision) -> Callable[..., Any]:
@@ -81,10 +80,10 @@ def _shared(memory: Memory, p: Precision, sharding: Sharding) -> Stores:
     )
 
 
-def _at_home(moments: Any, grads: Mapping[str, Ref], spec: Spec) -> Any:
+def _at_home(moments: Any, grads: Any, spec: Spec) -> Any:
     """The store of states, with those on the host that belong there, and gradients that live there."""
     memory, p = spec.memory, spec.precision
-    given = {name: ref for name, ref in grads.items() if ref.home == "host"}
+    given = {ref.name: ref for ref in grads.sums(Recorder()) if ref.home == "host"}
 
     def is_cut(row: Row) -> bool:
         """Whether copies of the weight can be made piece by piece: a scale that is measured covers more."""
@@ -108,7 +107,7 @@ class Recordings:
         # A master on the host is not the weight that forward reads.
         self.weights = stores.weights(self.rows, p.model, None if "master" in spec.memory.host else p.wide_master)
         self.grads = {last: stores.grads(self.rows, p.grad, last=last) for last in (False, True)}
-        self.moments = _at_home(stores.moments(self.rows, p.wide_master, p.m, p.v), self.grads[True].refs, spec)
+        self.moments = _at_home(stores.moments(self.rows, p.wide_master, p.m, p.v), self.grads[True], spec)
         world = spec.sharding
         self._shards = Shards(self.rows, world.size, world.rank) if world.size > 1 else None
         shares = self._shards if world.states else None

@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 from llmq.row import Row
-from llmq.stores.bundles import Bundle, part_bundle, part_tree
+from llmq.stores.bundles import Bundle
 from llmq.stores.grads import ReplicatedGrads, gradient_slots
 from llmq.stores.sharding import part_of
 from llmq.tensor import Ref
@@ -29,12 +29,11 @@ class FusedGrads(ReplicatedGrads):
             if row.trainable:
                 self._rows[part_of(row)].append(row)
         self.refs = gradient_slots(self.refs)
-        self._tree = part_tree({row.name: self.refs.get(row.name) for row in rows})
         self.use: Use | None = None
 
     def walk(self, ops: Any, parts: Iterable[str | int]) -> Iterator[Bundle]:
         """Yields slots for each part's gradients, and has them used."""
         assert self.use is not None
         for part in parts:
-            yield part_bundle(self._tree, part)
+            yield self.bundle(part, self.refs)
             self.use(ops, part, self._rows[part], self.refs)

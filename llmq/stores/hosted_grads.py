@@ -2,48 +2,63 @@
 
 from __future__ import annotations
 
-from collections.abc import Container, Iterable, Iterator, Sequence
+import math
+from collections.abc import Callable, Container, Iterable, Iterator, Sequence
 from dataclasses import replace
 from itertools import chain
 from typing import Any
 
 from llmq.row import Row
-from llmq.stores.bundles import Bundle, names_by_part, one_ahead, part_bundle, part_tree
+from llmq.stores.bundles import Bundle, one_ahead
 from llmq.stores.grads import ReplicatedGrads
 from llmq.stores.pieces import chunks_of_tiles, size_of_pieces
 from llmq.tensor import DTYPES, Ref
 
 
-class HostedGrads(ReplicatedGrads):
-    """Gradients on the host. What a part adds to is a slot, which was fetched a part ahead, unless nothing has been
-    written to it in this step (llmq/plan/passes/accumulate.py).
+class HostedGrads:
+    """The gradients of another store, on the host. What a part adds to is a slot, which was fetched a part ahead,
+    unless nothing has been written to it in this step (llmq/plan/passes/accumulate.py). It is reduced there, and what
+    this rank keeps of it is sent to the host.
 
     The optimizer fetches them with its states: `sums` are those of the host. For the norm they come in pieces of
     `piece_bytes` or more (`size_of_pieces`), of whole tiles of 128 rows; `in_place`: it reads them where they are.
     """
 
     def __init__(
-        self, rows: Sequence[Row], dtype: str, *, last: bool = False, piece_bytes: int, in_place: bool = False
+        self,
+        rows: Sequence[Row],
+        dtype: str,
+        *,
+        last: bool = False,
+        store: Callable[..., Any] = ReplicatedGrads,
+        piece_bytes: int,
+        in_place: bool = False,
     ) -> None:
-        super().__init__(rows, dtype, last=last)
-        self.refs = {name: replace(ref, home="host") for name, ref in self.refs.items()}
+        self._store = store(rows, dtype, last=last, home="host")
+        self.last, self.refs = last, self._store.refs
         self._piece_bytes, self._in_place = size_of_pieces(self.refs.values(), piece_bytes), in_place
-        self._names = names_by_part(rows)
 
     def walk(self, ops: Any, parts: Iterable[str | int]) -> Iterator[Bundle]:
-        """Yields slots for each part's gradients, and sends them to the host when the next one's are asked for."""
+        """Yields what each part's gradients are written to, and sends them to the host when the next one's are asked
+        for."""
         parts = tuple(parts)
         for part, here in zip(parts, one_ahead(self._fetch(ops, part) for part in parts), strict=True):
-            yield part_bundle(part_tree({name: here.get(name) for name in self._names[part]}), part)
-            for name, slot in here.items():
-                ops.copy_to_host(self.refs[name], slot)
+            yield self._store.bundle(part, here)
+            for name, kept in self._store.reduce(ops, part, here).items():
+                ops.copy_to_host(_like(self.refs[name], kept), kept)
+
+    def sums(self, ops: Any, only: Container[str] | None = None) -> Iterator[Ref]:
+        """Yields what the optimizer reads, as it is on the host."""
+        found: Iterator[Ref] = self._store.sums(ops, only)
+        return found
 
     def shares(self, ops: Any, only: Container[str] | None = None) -> Iterator[Ref]:
         """Yields what this rank adds to the norm of the whole gradient, or of the rows named in `only`, and fetches a
         piece ahead."""
+        shares: Iterator[Ref] = self._store.shares(ops, only)
         if self._in_place:
-            return super().shares(ops, only)
-        pieces = chain.from_iterable(self._pieces(ref) for ref in super().shares(ops, only))
+            return shares
+        pieces = chain.from_iterable(map(self._pieces, shares))
         return one_ahead(_fetched(ops, ref) for ref in pieces)
 
     def _pieces(self, ref: Ref) -> Iterator[Ref]:
@@ -53,13 +68,16 @@ class HostedGrads(ReplicatedGrads):
     def _fetch(self, ops: Any, part: str | int) -> dict[str, Ref]:
         """Slots by row name for what a part adds to."""
         slots = {}
-        for name in self._names[part]:
-            if (ref := self.refs.get(name)) is None:
-                continue
+        for name, ref in self._store.added_to(part).items():
             about: dict[str, Any] = {"space": "activation", "home": "device", "is_sum": True, "cell": name}
             slots[name] = replace(ref, name=f"gradient/{part}/{name}", **about)
             ops.copy_to_device(slots[name], ref)
         return slots
+
+
+def _like(ref: Ref, kept: Ref) -> Ref:
+    """A gradient, or the rows of it that are kept of a slot for it."""
+    return ref if kept.span is None else ref.chunk(kept.rows_before, math.prod(kept.shape[:-1]))
 
 
 def _fetched(ops: Any, ref: Ref) -> Ref:

@@ -148,8 +148,8 @@ def test_only_what_e4m3_reads_are_quants():
 
 
 def test_many_ranks_refuse_what_only_one_keeps_on_the_host():
-    with pytest.raises(UsageError, match=r"--offload-gradients, --stream-weights is for a run of one GPU"):
-        plan_of(BF16, Memory(host=("grad", "weight")), CONFIG, sharding=Sharding(0, 2, states=True))
+    with pytest.raises(UsageError, match=r"--offload-quants, --stream-weights is for a run of one GPU"):
+        plan_of(BF16, Memory(host=("quant", "weight")), CONFIG, sharding=Sharding(0, 2, states=True))
 
 
 def test_errors_of_copies_are_measured_of_masters_on_the_host():
