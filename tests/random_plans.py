@@ -1,10 +1,12 @@
-"""Random settings that only move or repeat work, which change no bit, on the CPU and on a GPU."""
+"""Random settings that only move or repeat work, which change no bit, on the CPU and on a GPU, and random orders."""
 
 import random
 from dataclasses import replace
 
 from tiny_engines import BF16, FP8, FP8_HEAD
 
+from llmq.backends.host import HostBackend
+from llmq.comm.world import ALONE
 from llmq.plan.memory import RESIDUAL, Memory
 from llmq.plan.precision import Precision
 
@@ -42,3 +44,26 @@ def drawn(seed: int) -> tuple[Precision, Memory, Memory]:
         persistent_quants="quant" in host or draw.random() < 0.7,
     )
     return precision, plain, hosted
+
+
+class AnyOrder(HostBackend):
+    """Runs launches in a random order that lanes and waits allow."""
+
+    def __init__(self, seed, world=ALONE):
+        super().__init__(world=world)
+        self.random = random.Random(seed)
+
+    def program(self, launches):
+        before = super().program
+
+        def run():
+            order, done, queues = [], set(), {}
+            for index, launch in enumerate(launches):
+                queues.setdefault(launch.lane, []).append(index)
+            while any(queues.values()):
+                ready = [lane for lane, queue in queues.items() if queue and done.issuperset(launches[queue[0]].waits)]
+                done.add(index := queues[self.random.choice(ready)].pop(0))
+                order.append(launches[index])
+            before(order)()
+
+        return run

@@ -22,10 +22,12 @@ LEVELS = range(4)
 
 @dataclass(frozen=True)
 class LevelNeeds:
-    """Bytes of a rank at a `level`: by category of the allocator table, and sent to others in an optimizer step."""
+    """Bytes of a rank at a `level`: on the device, by category of the allocator table, in host memory, and sent to
+    others in an optimizer step."""
 
     level: str
     table: Mapping[str, int]
+    host_bytes: int
     sent_bytes: int
     is_planned: bool
 
@@ -48,12 +50,18 @@ def name_of(sharding: Sharding) -> str:
 
 def needs_by_level(plan: Plan, scratch_bytes: Scratch, micro_steps: int) -> list[LevelNeeds]:
     """What a rank needs at each level, and as `plan` has it, in steps of so many micro-steps."""
-    found = [LevelNeeds(name_of(plan.spec.sharding), plan.table(), sent_bytes(plan, micro_steps), is_planned=True)]
+    found = [_planned(plan, micro_steps)]
     for level in LEVELS:
         sharding = at_level(plan.spec.sharding, level)
         if sharding != plan.spec.sharding:
             found.append(_estimated(plan, sharding, scratch_bytes, micro_steps))
     return sorted(found, key=lambda needs: needs.level)
+
+
+def _planned(plan: Plan, micro_steps: int) -> LevelNeeds:
+    """The needs of a plan of all layers."""
+    about = plan.table(), plan.host_bytes, sent_bytes(plan, micro_steps)
+    return LevelNeeds(name_of(plan.spec.sharding), *about, is_planned=True)
 
 
 def sent_bytes(plan: Plan, micro_steps: int) -> int:
@@ -88,10 +96,9 @@ def _estimated(plan: Plan, sharding: Sharding, scratch_bytes: Scratch, micro_ste
     layers = spec.config.num_layers
     least = max(LEAST_LAYERS, layers // SHARE)
     if least + MORE >= layers:
-        whole = make_plan(spec, scratch_bytes)
-        return LevelNeeds(name_of(sharding), whole.table(), sent_bytes(whole, micro_steps), is_planned=True)
+        return _planned(make_plan(spec, scratch_bytes), micro_steps)
     plans = plans_of_few(spec, scratch_bytes, least)
-    found = [{**one.table(), "sent": sent_bytes(one, micro_steps)} for one in plans]
+    found = [{**one.table(), "host": one.host_bytes, "sent": sent_bytes(one, micro_steps)} for one in plans]
     table = {name: round(extrapolated(number, found[1][name], least, layers)) for name, number in found[0].items()}
-    sent = table.pop("sent")
-    return LevelNeeds(name_of(sharding), table, sent, is_planned=False)
+    host, sent = table.pop("host"), table.pop("sent")
+    return LevelNeeds(name_of(sharding), table, host, sent, is_planned=False)

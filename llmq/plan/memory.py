@@ -34,7 +34,6 @@ RESIDUAL = "residual"  # the role of the streams that enter sublayers, for --off
 # flag -> the space that lives on the host
 STATES = {"offload_master": "master", "offload_opt_m": "m", "offload_opt_v": "v"}
 HOSTED = {**STATES, "offload_gradients": "grad", "offload_quants": "quant", "stream_weights": "weight"}
-ALONE_ONLY = ("quant", "weight")  # what many ranks do not keep on the host
 
 
 @dataclass(frozen=True)

@@ -7,6 +7,7 @@ from dataclasses import dataclass, replace
 from functools import cached_property, partial
 from typing import Any
 
+from llmq.changed import changed
 from llmq.model import optimizer
 from llmq.model.decoder import Model
 from llmq.model.parameters import HEAD
@@ -14,6 +15,7 @@ from llmq.ops.record import Call, Recorder
 from llmq.plan.build import Sites, build_model, rows_of
 from llmq.plan.groups import groups_of
 from llmq.plan.memory import Memory, is_quant
+from llmq.plan.passes.lanes import MAIN
 from llmq.plan.precision import Precision
 from llmq.plan.refusals import refuse
 from llmq.plan.spec import Spec
@@ -47,34 +49,34 @@ class Stores:
 def stores_of(spec: Spec) -> Stores:
     """What holds a run's tensors on one of its ranks. UsageError for what no plan can do."""
     refuse(spec)
-    about, memory = (spec.memory, spec.precision), spec.memory
-    stores = _alone(*about) if spec.sharding.size == 1 else _shared(*about, spec.sharding)
-    if "grad" not in memory.host:
-        return stores
-    given: dict[str, Any] = {"piece_bytes": memory.piece_bytes, "in_place": memory.zero_copy}
-    return replace(stores, grads=partial(HostedGrads, store=stores.grads, **given))
+    memory, sharding = spec.memory, spec.sharding
+    alone = Stores(grads=FusedGrads if memory.fused else ReplicatedGrads)
+    stores = alone if sharding.size == 1 else _shared(sharding)
+    stores = replace(stores, weights=_weights(memory, spec.precision, stores.weights))
+    if "grad" in memory.host:
+        about: dict[str, Any] = {"piece_bytes": memory.piece_bytes, "in_place": memory.zero_copy}
+        stores = replace(stores, grads=partial(HostedGrads, store=stores.grads, **about))
+    return stores
 
 
-def _alone(memory: Memory, p: Precision) -> Stores:
-    return Stores(_weights(memory, p), FusedGrads if memory.fused else ReplicatedGrads)
-
-
-def _weights(memory: Memory, p: Precision) -> Callable[..., Any]:
-    """What holds weights that are whole on this rank."""
+def _weights(memory: Memory, p: Precision, store: Callable[..., Any]) -> Callable[..., Any]:
+    """What holds weights as `store` does, those on the host that belong there, or without copies that stay."""
     hosted = memory.hosts_weight(p)
     host_master = p.master if "master" in memory.host else None
-    if not memory.persistent_quants:
+    if not memory.persistent_quants:  # with the masters of all rows on this rank
         about: dict[str, Any] = {"host_master": host_master, "own_dtype": p.wide_master, "in_place": memory.zero_copy}
         remade = partial(is_quant, precision=p)
         return partial(RemadeWeights, hosted=hosted or (lambda row: False), remade=remade, **about)
-    return partial(HostedWeights, hosted=hosted, host_master=host_master) if hosted else ReplicatedWeights
+    if hosted is None:
+        return store
+    return partial(HostedWeights if store is ReplicatedWeights else store, hosted=hosted, host_master=host_master)
 
 
-def _shared(memory: Memory, p: Precision, sharding: Sharding) -> Stores:
+def _shared(sharding: Sharding) -> Stores:
     weights = ShardedWeights if sharding.weights else GatheredWeights if sharding.states else None
     grads = ShardedGrads if sharding.gradients else ReducedGrads
     return Stores(
-        partial(weights, sharding=sharding) if weights else _weights(memory, p),
+        partial(weights, sharding=sharding) if weights else ReplicatedWeights,
         partial(grads, sharding=sharding),
         partial(ShardedMoments, sharding=sharding) if sharding.states else ReplicatedMoments,
     )
@@ -158,8 +160,9 @@ class Recordings:
         return ops.calls
 
     def gather(self) -> list[Call]:
-        """All weights whole, as the forward pass of a step makes them; nothing where they are."""
-        return _recorded(self.weights.gather)
+        """All weights whole, as the forward pass of a step makes them; nothing where they are. On the main lane, one
+        after the other: what goes to the host makes room for the next."""
+        return [changed(call, lane=MAIN) for call in _recorded(self.weights.gather)]
 
     def evaluate(self) -> list[Call]:
         """Loss of a batch, without gradients."""

@@ -6,19 +6,18 @@ from collections.abc import Iterator
 
 from llmq.errors import UsageError
 from llmq.model.several import Several
-from llmq.plan.memory import ALONE_ONLY, HOSTED
 from llmq.plan.spec import Spec
 
 
 def refuse(spec: Spec) -> None:
-    """UsageError with everything that the update in backward, tiles, weights without masters, copies made for each use,
-    or the host memory of many ranks, cannot do, and for ranks of adapters that are not known."""
+    """UsageError with everything that the update in backward, tiles, weights without masters and copies made for each
+    use cannot do, and for ranks of adapters that are not known."""
     if spec.adapters is not None and spec.adapters.lacks_ranks:
         raise UsageError(
             "--lora-rank auto looks at gradients before the run is planned, and here nothing but a plan is made: give "
             "a number"
         )
-    problems = list(_shared(spec)) if spec.sharding.size > 1 else []
+    problems: list[str] = []
     if spec.memory.fused:
         problems += [f"--fused-update: {text}" for text in _fused(spec)]
     if spec.memory.seq_tiles > 1:
@@ -33,16 +32,10 @@ def refuse(spec: Spec) -> None:
         raise UsageError("; ".join(problems))
 
 
-def _shared(spec: Spec) -> Iterator[str]:
-    memory = spec.memory
-    alone = [flag for flag, space in HOSTED.items() if space in memory.host and space in ALONE_ONLY]
-    if flags := [*alone, *(["fused_update"] if memory.fused else [])]:
-        named = ", ".join(f"--{flag.replace('_', '-')}" for flag in flags)
-        yield f"{named} is for a run of one GPU, and this one has {spec.sharding.size}: use --zero-level 3"
-
-
 def _fused(spec: Spec) -> Iterator[str]:
     clip, p = spec.hyper.grad_clip, spec.precision
+    if spec.sharding.size > 1:
+        yield f"it is for a run of one GPU, and this one has {spec.sharding.size}: use --zero-level 3"
     if isinstance(spec.adapters, Several):
         yield "--adapters updates each adapter by a norm of its own: leave it out"
         return

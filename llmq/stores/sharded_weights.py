@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Container, Iterable, Iterator, Sequence
+from collections.abc import Callable, Container, Iterator, Mapping, Sequence
 from copy import copy
 from dataclasses import replace
 from typing import Any
 
 from llmq.row import Row
+from llmq.stores.hosted_weights import fetched, on_host, weight_slot, written_here
 from llmq.stores.sharding import Sharding, Shards, part_of
 from llmq.stores.weights import ReplicatedWeights
 from llmq.tensor import Ref
@@ -15,14 +16,28 @@ from llmq.tensor import Ref
 
 class GatheredWeights(ReplicatedWeights):
     """Weights that every rank holds whole. The update writes this rank's share of each, in the forms in which shares
-    are those of the whole; all are gathered in the next forward pass, each part while the one before it computes."""
+    are those of the whole; all are gathered in the next forward pass, each part while the one before it computes.
 
-    def __init__(self, rows: Sequence[Row], dtype: str, master_dtype: str, *, sharding: Sharding) -> None:
-        super().__init__(rows, dtype, None)
+    Rows that are `hosted` live on the host, and so do shares of them: what is gathered is a slot, which is used and
+    sent there, and later walks fetch it. `host_master` is the dtype of masters on the host, as for HostedWeights.
+    """
+
+    def __init__(
+        self,
+        rows: Sequence[Row],
+        dtype: str,
+        master_dtype: str | None,
+        *,
+        sharding: Sharding,
+        hosted: Callable[[Row], bool] | None = None,
+        host_master: str | None = None,
+    ) -> None:
+        super().__init__(rows if hosted is None else on_host(rows, hosted), dtype, None)
         self._shards, self._gathers = Shards(rows, sharding.size, sharding.rank), False
+        masters = {"device": master_dtype, "host": host_master}
         self._own = {
             row.name: self._shards.share(
-                replace(whole, space="shard", value_in="master" if whole.dtype == master_dtype else None)
+                replace(whole, space="shard", value_in="master" if whole.dtype == masters[whole.home] else None)
             )
             for row in self._shards.rows
             for whole in [self.refs[row.name]]
@@ -37,11 +52,12 @@ class GatheredWeights(ReplicatedWeights):
 
     def gather(self, ops: Any) -> None:
         """Makes all weights whole for what reads them before the next step does."""
-        self._gather(ops, self._shards.rows, self.refs)
+        for part in dict.fromkeys(map(part_of, self._shards.rows)):
+            self._make_whole(ops, part, "gather")
 
     def written(self, ops: Any, only: Container[str] | None = None) -> Iterator[Ref | None]:
         """Yields this rank's share of each trained row."""
-        yield from (ref for name, ref in self._own.items() if only is None or name in only)
+        return written_here(ops, (ref for name, ref in self._own.items() if only is None or name in only))
 
     def _needed(self, parts: tuple[str | int, ...]) -> tuple[str | int, ...]:
         return parts if "head" in parts else (*parts, "head")  # which is used first on the way back
@@ -49,23 +65,39 @@ class GatheredWeights(ReplicatedWeights):
     def _fetch(self, ops: Any, part: str | int, phase: str) -> dict[str, Ref]:
         """Makes the rows of a part whole where they are; returns what is to be read in their place."""
         if self._gathers and phase == "forward":
-            self._gather(ops, [row for row in self._shards.rows if part_of(row) == part], self.refs)
-        return {}
+            return self._make_whole(ops, part, phase)
+        return {name: fetched(ops, ref, phase) for name, ref in self._on_host(part).items()}
 
-    def _gather(self, ops: Any, rows: Iterable[Row], whole: dict[str, Ref]) -> None:
-        for row in rows:
-            ops.all_gather(whole[row.name], self._own[row.name], bounds=self._shards.bounds[row.name])
+    def _make_whole(self, ops: Any, part: str | int, phase: str) -> dict[str, Ref]:
+        """Gathers the rows of a part; returns the slots of those that live on the host, and sends these there."""
+        slots = {name: weight_slot(ref, phase) for name, ref in self._on_host(part).items()}
+        rows = [row for row in self._shards.rows if part_of(row) == part]
+        self._gather(ops, {row.name: slots.get(row.name, self.refs[row.name]) for row in rows}, phase)
+        for name, slot in slots.items():
+            ops.copy_to_host(self.refs[name], slot)
+        return slots
+
+    def _on_host(self, part: str | int) -> dict[str, Ref]:
+        """The rows of a part that live on the host."""
+        return {name: ref for name in self._names[part] if (ref := self.refs[name]).home == "host"}
+
+    def _gather(self, ops: Any, whole: Mapping[str, Ref], phase: str) -> None:
+        """Whole rows, by name, <- all ranks' shares. Collectives stand together, after what comes from the host."""
+        shares = {name: fetched(ops, self._own[name], f"{phase}/share") for name in whole}
+        for name, ref in whole.items():
+            ops.all_gather(ref, shares[name], bounds=self._shards.bounds[name])
 
 
 class ShardedWeights(GatheredWeights):
-    """Weights of which each rank holds its share alone: a part's are gathered into slots for each use.
+    """Weights of which each rank holds its share alone: a part's are gathered into slots for each use, of shares that
+    come from the host where they live there.
 
     Frozen rows are whole on every rank.
     """
 
-    def __init__(self, rows: Sequence[Row], dtype: str, master_dtype: str, *, sharding: Sharding) -> None:
-        super().__init__(rows, dtype, master_dtype, sharding=sharding)
-        self._whole = {row.name: self.refs[row.name] for row in self._shards.rows}
+    def __init__(self, rows: Sequence[Row], dtype: str, master_dtype: str | None, **about: Any) -> None:
+        super().__init__(rows, dtype, master_dtype, **about)
+        self._whole = {row.name: replace(self.refs[row.name], home="device") for row in self._shards.rows}
         self.refs = {**self.refs, **self._own}
 
     @property
@@ -83,5 +115,5 @@ class ShardedWeights(GatheredWeights):
         for row in rows:
             name = f"{phase}/{'' if part_of(row) == part else f'{part}/'}{row.name}"
             slots[row.name] = replace(self._whole[row.name], name=name, space="activation", cell=row.name)
-        self._gather(ops, rows, slots)
+        self._gather(ops, slots, phase)
         return slots

@@ -80,10 +80,13 @@ def level_lines(job: Job, free_bytes: int) -> list[str]:
     sharding = job.plan.spec.sharding
     if sharding.size == 1:
         return []
-    rows = [("", *HELD, "activations", "all", "sent in a step", "")]
-    for needs in needs_by_level(job.plan, job.backend.scratch_bytes, job.data.grad_accumulation):
+    levels = needs_by_level(job.plan, job.backend.scratch_bytes, job.data.grad_accumulation)
+    hosts = any(needs.host_bytes for needs in levels)
+    rows = [("", *HELD, "activations", "all", *(["host"] if hosts else []), "sent in a step", "")]
+    for needs in levels:
         held = [sum(needs.table[name] for name in names) for names in HELD.values()]
-        sizes = (*held, needs.total_bytes - sum(held), needs.total_bytes, needs.sent_bytes)
+        host = [needs.host_bytes] if hosts else []
+        sizes = (*held, needs.total_bytes - sum(held), needs.total_bytes, *host, needs.sent_bytes)
         fits = "fits" if needs.total_bytes <= free_bytes else "does not fit"
         chosen = " (this run)" if needs.level == name_of(sharding) else ""
         rows.append((f"--zero-level {needs.level}", *map(shown, sizes), fits + chosen))

@@ -36,6 +36,7 @@ def plan_at(level, precision=BF16, size=4, **more):
             marks=pytest.mark.slow,
         ),
         pytest.param(FP8["e4m3", "delayed"], {}, marks=pytest.mark.slow),
+        (BF16, {"memory": Memory(("recompute_block",), host=("grad", "weight", "master"))}),
     ],
 )
 def test_an_estimate_is_the_plan(precision, more):
@@ -46,6 +47,7 @@ def test_an_estimate_is_the_plan(precision, more):
         plan = plan_at(level, precision, **more)
         assert needs.total_bytes == pytest.approx(plan.total_bytes, rel=0.02)
         assert needs.sent_bytes == pytest.approx(sent_bytes(plan, 3), rel=0.02)
+        assert needs.host_bytes == pytest.approx(plan.host_bytes, rel=0.02)
         for name, size in plan.table().items():
             assert needs.table[name] == pytest.approx(size, rel=0.05, abs=2e4), name
 

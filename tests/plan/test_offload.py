@@ -29,7 +29,6 @@ from llmq.options.maths import MemoryOptions
 from llmq.plan import memory as memories
 from llmq.plan.memory import RESIDUAL, Memory
 from llmq.stores.pieces import MOST_PIECES, size_of_pieces
-from llmq.stores.sharding import Sharding
 from llmq.tensor import Ref
 
 CONFIG = tiny(vocab_size=300, intermediate_size=176)  # matrices of several tiles of 128 rows, the last one short
@@ -145,11 +144,6 @@ def test_only_what_e4m3_reads_are_quants():
     hosted = {name for name, ref in plan.weights.items() if ref.home == "host"}
     assert hosted == {row.name for row in plan.rows if row.site is not None and len(row.shape) == 2}
     assert plan.table("host")["Weights"] == sum(2 * np.prod(plan.shape(name)) for name in hosted)
-
-
-def test_many_ranks_refuse_what_only_one_keeps_on_the_host():
-    with pytest.raises(UsageError, match=r"--offload-quants, --stream-weights is for a run of one GPU"):
-        plan_of(BF16, Memory(host=("quant", "weight")), CONFIG, sharding=Sharding(0, 2, states=True))
 
 
 def test_errors_of_copies_are_measured_of_masters_on_the_host():

@@ -10,6 +10,7 @@ from functools import partial
 
 import numpy as np
 import pytest
+from random_plans import AnyOrder
 from rooms import TENSORWISE, TILEWISE, FetchedGrads, adapted, experts, streams
 from tiny_engines import (
     BF16,
@@ -27,7 +28,6 @@ from tiny_engines import (
     train_steps,
 )  # fmt: skip
 
-from llmq.backends.host import HostBackend
 from llmq.backends.planned import PlannedBackend
 from llmq.errors import UsageError
 from llmq.ops.cuda.linear import planned_problem
@@ -49,29 +49,6 @@ ALL = pytest.mark.parametrize(
     "precision",
     [pytest.param(p, id=name, marks=() if name in OFTEN else pytest.mark.slow) for name, p in PRECISIONS.items()],
 )
-
-
-class AnyOrder(HostBackend):
-    """Runs launches in a random order that lanes and waits allow."""
-
-    def __init__(self, seed):
-        super().__init__()
-        self.random = random.Random(seed)
-
-    def program(self, launches):
-        before = super().program
-
-        def run():
-            order, done, queues = [], set(), {}
-            for index, launch in enumerate(launches):
-                queues.setdefault(launch.lane, []).append(index)
-            while any(queues.values()):
-                ready = [lane for lane, queue in queues.items() if queue and done.issuperset(launches[queue[0]].waits)]
-                done.add(index := queues[self.random.choice(ready)].pop(0))
-                order.append(launches[index])
-            before(order)()
-
-        return run
 
 
 @ALL

@@ -30,6 +30,18 @@ def test_a_dry_run_for_many_gpus_shows_every_level(many):
     assert all("fits" in line for line in found)
 
 
+def test_a_dry_run_shows_what_each_level_has_on_the_host(many):
+    """Gradients and weights of the blocks leave the GPU at every level, and shares take less of the host."""
+    hosted = {"offload_gradients": True, "stream_weights": True, "offload_optimizer": True}
+    llmq.train(**many)
+    plain = rows(many)
+    many["console"].truncate(0)
+    llmq.train(**many, **hosted)
+    found, said = rows(many), many["console"].getvalue()
+    assert " host " in said and [line.split()[4:6] for line in found] == [["0", "bytes"]] * 4
+    assert all(len(line.split()) == len(other.split()) + 2 for line, other in zip(found, plain, strict=True))
+
+
 def test_levels_are_shown_of_a_run_that_does_not_fit(many, monkeypatch):
     monkeypatch.setattr(device, "memory_bytes", lambda *_: (2**40, 1000))
     with pytest.raises(MemoryLimitError, match="1,000 bytes are free"):
