@@ -53,6 +53,7 @@ class Device:
     planned: gpus.Card | None = None
     limit_bytes: int | None = None  # of memory that it is taken to have
     note: str | None = None  # why `auto` is not the GPU that is here
+    num_sharing: int = 1  # processes of the run on this machine, which share its host memory
 
     @property
     def card(self) -> gpus.Card | None:
@@ -307,13 +308,14 @@ def memory_bytes(device: Device = CPU) -> tuple[int, int]:
 
 
 def host_bytes(options: SystemOptions, device: Device) -> int | None:
-    """Bytes of host memory that a run may keep: what is free, for a card that is planned for any, or the limit.
+    """Bytes of host memory that a process may keep: what is free, for a card that is planned for any, or the limit;
+    of several processes of a run on this machine, an equal part of it.
 
     Of a machine whose memory grows as it is used, the limit says what it may grow to.
     """
     limit = size_bytes(options.host_memory_limit) if options.host_memory_limit else None
     free = None if device.planned or (limit and may_grow()) else host_memory_bytes()[1]
-    return min((size for size in (limit, free) if size is not None), default=None)
+    return min((size // device.num_sharing for size in (limit, free) if size is not None), default=None)
 
 
 def _all_memory_bytes(device: Device) -> tuple[int, int]:

@@ -208,7 +208,7 @@ def _smaller_plans(plan: Plan, free_bytes: int, scratch_bytes: Scratch | None) -
             "--recompute-block --offload-residual --offload-optimizer, which needs host memory instead,",
             {"memory": _on_host(plan, block, states)},
         ),
-        *([] if sharding.size > 1 else [(everything, {"memory": _on_host(plan, block, (*states, "grad", "weight"))})]),
+        (everything, {"memory": _on_host(plan, block, (*states, "grad", "weight"))}),
         ("--batch-size 1 (with more --grad-accumulation)", {"memory": one, "batch_size": 1}),
         (
             "--batch-size 1 --recompute-block --opt-m-dtype bf16 --opt-v-dtype bf16, default --master-dtype and "

@@ -193,7 +193,7 @@ class Search:
         self.frames = self._frames()
         shared = [self._recomputed(), self._flag("offload_residual"), self._chunks()]
         self.axes = [
-            [self._weights(frame), self._gradients(), self._states(frame), self._batches(), *shared]
+            [self._weights(frame), self._flag("offload_gradients"), self._states(frame), self._batches(), *shared]
             for frame in self.frames
         ]
         self._known: dict[Point, Cost | None] = {}
@@ -310,14 +310,11 @@ class Search:
         memory, spec = self._options.memory, self._spec
         has_quants = frame.get("matmul_dtype", spec.precision.matmul) == "e4m3"
         master = frame.get("master_dtype", spec.precision.master)
-        if spec.sharding.size > 1 or spec.adapters is not None or memory.stream_weights or master == "none":
+        if spec.adapters is not None or memory.stream_weights or master == "none":
             return [{}]
         is_kept = has_quants and memory.persistent_quants
         quants = [{"offload_quants": True}] if is_kept and not memory.offload_quants else []
         return [{}, *quants, {"stream_weights": True}]
-
-    def _gradients(self) -> list[Changes]:
-        return [{}] if self._spec.sharding.size > 1 else self._flag("offload_gradients")
 
     def _states(self, frame: Changes) -> list[Changes]:
         memory = self._options.memory

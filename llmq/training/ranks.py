@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import replace
 from functools import partial
 from typing import Any, TypeVar
 
@@ -121,7 +122,8 @@ def joined(options: Options) -> Iterator[Ranks]:
     several processes are asked for, which are the command's to start. WorldError where ranks do not come.
     """
     if options.to_flat()["dry_run"]:
-        yield Ranks(planned=device.planned_gpus(options.system))
+        size, where = device.planned_gpus(options.system), device.pick_device(options.system)
+        yield Ranks(device=where if where.planned else replace(where, num_sharing=size), planned=size)
         return
     gpus = device.asked_gpus(options.system)
     place = recognised(os.environ, gpus)
@@ -135,7 +137,8 @@ def joined(options: Options) -> Iterator[Ranks]:
         yield Ranks()
         return
     patience = watchdog_s(os.environ)
-    where = device.use(device.pick_device(options.system), partial(gpu_index, place))
+    picked = replace(device.pick_device(options.system), num_sharing=place.local_size or 1)
+    where = device.use(picked, partial(gpu_index, place))
     world = join_world(place, where, sharding.copying(options.sharding))
     ranks = Ranks(world, "; ".join(filter(None, (place.in_words, copied_in_words(world)))), where)
     try:

@@ -3,6 +3,7 @@
 import faulthandler
 import traceback
 from dataclasses import replace
+from functools import partial
 
 import numpy as np
 import pytest
@@ -11,7 +12,7 @@ from tiny_engines import BF16, FP8, FP8_HEAD
 
 from llmq.blocks.attention import Packing
 from llmq.comm.in_process import run_ranks
-from llmq.plan.memory import Memory
+from llmq.plan.memory import RESIDUAL, Memory
 from llmq.tensor import Form
 
 pytestmark = pytest.mark.gpu
@@ -27,11 +28,24 @@ RUNS = {
     "wire": Run(replace(BF16, grad="fp32"), how={"reduce_dtype": "bf16"}, steps=3),
     "compressed": Run(how={"all_to_all": True, "compressed": Form("e4m3", "row", "tilewise")}, steps=3),
 }
+ALL = ("master", "m", "v", "grad", "weight")
+# By what lives on the host, which changes no bit of these runs at any level.
+HOSTED = {
+    f"{name}-{'-'.join(host)}": (name, replace(RUNS[name], memory=Memory(host=host, offload=offload, piece_bytes=1)))
+    for name, host, offload in (
+        ("bf16", ALL, (RESIDUAL,)),
+        ("fp8", ALL, (RESIDUAL,)),
+        ("fp8", ("quant", "grad"), ()),
+        ("fp8-current", ("weight", "master"), ()),
+        ("fp8-blockwise", ("quant",), ()),
+        ("compressed", ("grad",), ()),
+    )
+}
 FOLLOWS = {"fp8": 3e-2, "fp8-current": 3e-2, "fp8-blockwise": 3e-2}
 
 
-def rank_process(rank, port, results):
-    """One rank: all runs at all levels, with graphs and without."""
+def rank_process(rank, port, results, *, runs):
+    """One rank: all runs at all levels, some with graphs and without."""
     try:
         faulthandler.dump_traceback_later(150, exit=True)  # of what waits for ever
         import cupy
@@ -41,7 +55,7 @@ def rank_process(rank, port, results):
 
         cupy.cuda.Device(rank).use()
         world = NcclWorld(join(rank, port))
-        for name, run in RUNS.items():
+        for name, run in runs.items():
             for level in LEVELS:
                 for use_graphs in (True, False) if name in ("bf16", "fp8") else (True,):
                     backend = CudaBackend(use_graphs=use_graphs, world=world)
@@ -56,7 +70,20 @@ def rank_process(rank, port, results):
 @pytest.fixture(scope="module")
 def found():
     """What both ranks return, by rank; of each by run, level and whether graphs were used."""
-    return on_two_gpus(rank_process, 160)[0]
+    return on_two_gpus(partial(rank_process, runs=RUNS), 160)[0]
+
+
+@pytest.fixture(scope="module")
+def found_hosted():
+    """The same of runs with something on the host."""
+    return on_two_gpus(partial(rank_process, runs={name: run for name, (_, run) in HOSTED.items()}), 160)[0]
+
+
+@pytest.mark.parametrize("name", HOSTED)
+@pytest.mark.parametrize("level", LEVELS)
+def test_what_lives_on_the_host_changes_no_bit(found, found_hosted, name, level):
+    for rank in range(2):
+        assert same(found_hosted[rank][name, level, True], found[rank][HOSTED[name][0], level, True])
 
 
 @pytest.mark.parametrize("name", RUNS)

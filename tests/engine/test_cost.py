@@ -9,8 +9,10 @@ from llmq.backends import open_backend
 from llmq.engine.cost import Costs
 from llmq.engine.predict import step_seconds, sustained
 from llmq.hardware import cards
+from llmq.plan.levels import at_level
 from llmq.plan.memory import Memory
 from llmq.plan.plan import make_plan
+from llmq.stores.sharding import Sharding
 
 BLOCK = {"flags": ("recompute_block",), "offload": ("residual",)}
 MEMORIES = {
@@ -45,6 +47,17 @@ def test_few_layers_say_what_all_take(precision, name):
     spec = spec_of(replace(precision, m="fp32"), MEMORIES[name], wide(14), batch_size=4, seq_len=256)
     costs = Costs(SCRATCH, SCRATCH, RATES)
     about, plan = costs.of(spec, 4), make_plan(spec, SCRATCH)
+    assert about.num_bytes == pytest.approx(plan.total_bytes, rel=0.04)
+    assert about.host_bytes == pytest.approx(plan.host_bytes, rel=0.02)
+    assert about.seconds == pytest.approx(step_seconds(plan, RATES, 4), rel=0.02)
+
+
+@pytest.mark.parametrize("level", [3, *(pytest.param(level, marks=pytest.mark.slow) for level in (0, 1, 2))])
+@pytest.mark.parametrize("name", [pytest.param("gradients", marks=pytest.mark.slow), "streamed"])
+def test_few_layers_say_what_all_take_of_each_rank(level, name):
+    sharding = at_level(Sharding(0, 2), level)
+    spec = spec_of(BF16, MEMORIES[name], wide(14), batch_size=4, seq_len=256, sharding=sharding)
+    about, plan = Costs(SCRATCH, SCRATCH, RATES).of(spec, 4), make_plan(spec, SCRATCH)
     assert about.num_bytes == pytest.approx(plan.total_bytes, rel=0.04)
     assert about.host_bytes == pytest.approx(plan.host_bytes, rel=0.02)
     assert about.seconds == pytest.approx(step_seconds(plan, RATES, 4), rel=0.02)

@@ -3,6 +3,7 @@
 import re
 import sys
 import time
+from dataclasses import replace
 from importlib.metadata import version
 from types import SimpleNamespace
 
@@ -274,6 +275,17 @@ MEMINFO = "MemTotal:       8000 kB\nMemFree:        1000 kB\nMemAvailable:   600
 def test_memory_of_this_machine():
     total, free = device.memory_bytes()
     assert 0 < free <= total
+
+
+def test_processes_of_a_run_share_host_memory(monkeypatch):
+    monkeypatch.setattr(device, "host_memory_bytes", lambda: (2**40, 2**30))
+    limited = SystemOptions(host_memory_limit="256MiB")
+    found = [
+        device.host_bytes(options, replace(device.CPU, num_sharing=count))
+        for options in (SystemOptions(), limited)
+        for count in (1, 4)
+    ]
+    assert found == [2**30, 2**28, 2**28, 2**26]
 
 
 def test_peak_is_a_rate_that_is_measured_once():

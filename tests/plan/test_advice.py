@@ -68,6 +68,17 @@ def test_offloading_is_advised_where_recomputing_is_not_enough():
         refuse_if_too_large(plan, fits)
 
 
+def test_streamed_weights_are_proposed_to_many_ranks_too():
+    """Where no level of sharing is enough."""
+    sharding = at_level(Sharding(0, 2), 3)
+    config = tiny(num_layers=6)
+    plan = plan_of(BF16, Memory(("recompute_block",)), config, sharding=sharding)
+    least = Memory(("recompute_block",), offload=("residual",), host=("master", "m", "v", "grad", "weight"))
+    fits = plan_of(BF16, least, config, sharding=sharding).total_bytes
+    with pytest.raises(MemoryLimitError, match="--stream-weights, which needs host memory instead, needs"):
+        refuse_if_too_large(plan, fits)
+
+
 def test_what_the_host_has_no_room_for_is_refused():
     plan = plan_of(BF16, Memory(host=("m", "v")), tiny())
     refuse_if_host_is_small(plan, plan.host_bytes)

@@ -5,6 +5,8 @@ import pytest
 import llmq
 from llmq.errors import MemoryLimitError, UsageError
 from llmq.hardware import device
+from llmq.options.parse import Options
+from llmq.training.ranks import joined
 
 
 @pytest.fixture
@@ -40,6 +42,16 @@ def test_a_dry_run_shows_what_each_level_has_on_the_host(many):
     found, said = rows(many), many["console"].getvalue()
     assert " host " in said and [line.split()[4:6] for line in found] == [["0", "bytes"]] * 4
     assert all(len(line.split()) == len(other.split()) + 2 for line, other in zip(found, plain, strict=True))
+
+
+def test_processes_of_a_machine_share_its_host_memory(many, monkeypatch):
+    """A card that is not here is on a machine of its own."""
+    options = Options.parse({**{key: value for key, value in many.items() if key != "console"}, "name": "shared"})
+    with joined(options) as ranks:
+        assert (ranks.size, ranks.device.num_sharing) == (4, 1)
+    monkeypatch.setattr(device, "pick_device", lambda options: device.Device("cuda"))
+    with joined(options) as ranks:
+        assert (ranks.size, ranks.device.num_sharing) == (4, 4)
 
 
 def test_levels_are_shown_of_a_run_that_does_not_fit(many, monkeypatch):

@@ -99,6 +99,26 @@ def test_a_run_goes_on_with_another_number_of_ranks(given, before, after):
         assert before != after or np.array_equal(parts[key], value)
 
 
+HOSTED = {"offload_gradients": True, "stream_weights": True, "offload_optimizer": True}
+
+
+@pytest.mark.parametrize(
+    ("before", "after"),
+    [(2, 2), *(pytest.param(*ranks, marks=pytest.mark.slow) for ranks in [(3, 2), (2, 1), (1, 2), (2, 3)])],
+)
+def test_a_run_with_all_on_the_host_goes_on_without(given, before, after):
+    """And the other way round; with the same number of ranks, it has the bits of one that was never stopped."""
+    given = {**given, "global_batch_size": 6, "lr_schedule": "constant", "warmup": 0}
+    level = {"zero_level": 1 if before == after else 3}
+    train(given, after, "whole")
+    for name, first, then in (("leaves", HOSTED, {}), ("comes", {}, HOSTED)):
+        train(given, before, name, steps=4, **level, **first)
+        train(given, after, name, **{"continue": "newest", "overwrite": False}, **then)
+        for key, value in exported("whole").items():
+            np.testing.assert_allclose(exported(name)[key], value, rtol=1e-3, atol=1e-5)
+            assert before != after or np.array_equal(exported(name)[key], value)
+
+
 def test_a_rank_that_cannot_write_leaves_the_last_checkpoint_and_ends_all(given, monkeypatch):
     from llmq.files import background
 
