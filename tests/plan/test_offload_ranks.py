@@ -13,6 +13,7 @@ from tiny_engines import BF16, FP8, FP8_HEAD, PRECISIONS, engine_of, plan_of
 from llmq.backends.host import HostBackend
 from llmq.comm.in_process import run_ranks
 from llmq.model.adapters import Adapters, chosen, targets
+from llmq.model.several import Member, Several
 from llmq.plan.memory import RESIDUAL, Memory
 from llmq.stores.sharding import Sharding
 from llmq.tensor import Form, stored_bytes
@@ -38,6 +39,8 @@ RUNS = {
 }
 _TARGETS = targets(chosen("q_proj,v_proj,mlp", CONFIG), 4, 8.0, rslora=False)
 RUNS["adapters"] = Run(more={"adapters": Adapters(4, 8.0, _TARGETS, base="e4m3")}, micro_steps=2)
+_MEMBERS = [Member("one", Adapters(4, 8.0, _TARGETS), 1, 3), Member("two", Adapters(4, 8.0, _TARGETS, plus=2.0), 1, 5)]
+RUNS["several"] = Run(more={"adapters": Several.of(_MEMBERS, None)})
 SLOW, SWEEP = pytest.mark.slow, pytest.mark.sweep
 
 
@@ -109,7 +112,9 @@ def test_random_combinations_in_any_order_are_bit_equal(seed):
     its own that lanes and waits allow, with poisoned arenas."""
     draw, (precision, plain, hosted) = random.Random(seed), drawn(seed)
     how = draw.choice([{}, {"all_to_all": True}, RUNS["compressed"].how])
-    run = Run(precision, draw.choice([*LEVELS]), plain, micro_steps=draw.choice([1, 2, 3]), how=how)
+    level = draw.choice([*LEVELS])
+    hosted = replace(hosted, persistent_quants=hosted.persistent_quants or level > 0)  # else no rank has all masters
+    run = Run(precision, level, plain, micro_steps=draw.choice([1, 2, 3]), how=how)
     size = draw.choice([2, 3])
     ordered = run_ranks(size, lambda world: train(replace(run, memory=hosted), world, AnyOrder(seed, world)))
     assert all(map(same, ordered, ranks(run, size)))
