@@ -273,6 +273,16 @@ def test_an_estimate_takes_the_first(capsys, model):
     assert code == 0 and plain.out.splitlines() == said.out.splitlines()[-len(plain.out.splitlines()) :]
 
 
+@pytest.mark.slow
+def test_many_gpus_offload_what_their_level_leaves(capsys, model):
+    """Gradients are whole on each at level 1, and so are weights."""
+    room = f"--memory-limit={CONTEXT // MIB + 40}MiB"
+    code, said = estimated(capsys, model, "--gpu=RTX 4090", "--gpus=2", "--zero-level=1", room, "--fit")
+    assert code == 0, said.err
+    first = next(line for line in said.out.splitlines() if line.startswith("1 "))
+    assert "--offload-gradients" in first and "--stream-weights" in first
+
+
 def test_host_memory_has_a_limit(capsys, model):
     code, said = estimated(capsys, model, "--gpu=H200", "--offload-optimizer", "--host-memory-limit=1MiB")
     assert code == 4 and "in host memory, 1.0 MiB are free there" in said.err

@@ -35,6 +35,8 @@ def copy_bytes(target: Any, source: Any) -> None:
     import cupy
 
     assert target.nbytes == source.nbytes and target.flags.c_contiguous and source.flags.c_contiguous
+    if not source.nbytes:  # a share may have no rows
+        return
     runtime = cupy.cuda.runtime
     stream = cupy.cuda.get_current_stream().ptr
     # the driver sees from the addresses which side is the host
