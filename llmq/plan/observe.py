@@ -44,7 +44,7 @@ def observed(
         return Call("quantization_error", (Result(cell),), (cell, value, ref.in_form(form)), {}, phase)
 
     def compared(name: str, ref: Ref, form: Form, phase: str) -> list[Call]:
-        """Of the weight of a name, which `ref` is, or has been fetched or gathered from."""
+        """Of the weight of a name, which `ref` is or was fetched from."""
         if not math.prod(values[name].shape):  # a share may have no rows
             return []
         value, fetched = _on_device(values[name])
@@ -54,16 +54,12 @@ def observed(
     found = []
     for ref, form in forms.values():
         found += compared(ref.name, ref, form, "forward") if ref.space == "weight" else []
-    waiting: list[Call] = []  # until all collectives of a layer stand together
     for call in calls:
-        if not record(call.op).gathers:
-            found += waiting
-            waiting = []
         found.append(call)
         made = [r.ref for r in call.outputs if r is not None and r.ref.space == "activation" and not r.ref.again]
         for ref, form in ((ref, forms[ref.name][1]) for ref in made if ref.name in forms):
-            if record(call.op).copies and ref.cell is not None and ref.cell in values:
-                waiting += compared(ref.cell, ref, form, call.phase)
+            if call.op == "copy_to_device" and ref.cell is not None and ref.cell in values:
+                found += compared(ref.cell, ref, form, call.phase)
             else:
                 found.append(measured(ref, ref, form, call.phase))
     return found, {cell: tuple(names) for cell, names in sites.items()}
