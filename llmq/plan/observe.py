@@ -10,7 +10,6 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping, Sequence
 
-from llmq.changed import changed
 from llmq.ops.record import Call, Result
 from llmq.ops.seam import record
 from llmq.plan.names import scale_cell
@@ -43,25 +42,16 @@ def observed(
         cell = whole.flat(cells[scale_cell(ref, form.dtype)] * STRIDE, FIELDS)
         return Call("quantization_error", (Result(cell),), (cell, value, ref.in_form(form)), {}, phase)
 
-    def compared(name: str, ref: Ref, form: Form, phase: str) -> list[Call]:
-        """Of the weight of a name, which `ref` is or was fetched from."""
-        if not math.prod(values[name].shape):  # a share may have no rows
-            return []
-        value, fetched = _on_device(values[name])
-        rows = changed(piece(changed(ref, name=name)), name=ref.name)
-        return [*fetched, measured(value, rows, form, phase)]
-
+    weights = [(ref, form) for ref, form in forms.values() if ref.space == "weight"]
+    weights = [(ref, form) for ref, form in weights if math.prod(values[ref.name].shape)]  # a share may have no rows
     found = []
-    for ref, form in forms.values():
-        found += compared(ref.name, ref, form, "forward") if ref.space == "weight" else []
+    for ref, form in weights:
+        value, fetched = _on_device(values[ref.name])
+        found += [*fetched, measured(value, piece(ref), form, "forward")]
     for call in calls:
         found.append(call)
         made = [r.ref for r in call.outputs if r is not None and r.ref.space == "activation" and not r.ref.again]
-        for ref, form in ((ref, forms[ref.name][1]) for ref in made if ref.name in forms):
-            if call.op == "copy_to_device" and ref.cell is not None and ref.cell in values:
-                found += compared(ref.cell, ref, form, call.phase)
-            else:
-                found.append(measured(ref, ref, form, call.phase))
+        found += [measured(ref, ref, forms[ref.name][1], call.phase) for ref in made if ref.name in forms]
     return found, {cell: tuple(names) for cell, names in sites.items()}
 
 
