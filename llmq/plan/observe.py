@@ -10,6 +10,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping, Sequence
 
+from llmq.changed import changed
 from llmq.ops.record import Call, Result
 from llmq.ops.seam import record
 from llmq.plan.names import scale_cell
@@ -42,16 +43,31 @@ def observed(
         cell = whole.flat(cells[scale_cell(ref, form.dtype)] * STRIDE, FIELDS)
         return Call("quantization_error", (Result(cell),), (cell, value, ref.in_form(form)), {}, phase)
 
-    weights = [(ref, form) for ref, form in forms.values() if ref.space == "weight"]
-    weights = [(ref, form) for ref, form in weights if math.prod(values[ref.name].shape)]  # a share may have no rows
+    def compared(name: str, ref: Ref, form: Form, phase: str) -> list[Call]:
+        """Of the weight of a name, which `ref` is, or has been fetched or gathered from."""
+        if not math.prod(values[name].shape):  # a share may have no rows
+            return []
+        value, fetched = _on_device(values[name])
+        rows = changed(piece(changed(ref, name=name)), name=ref.name)
+        return [*fetched, measured(value, rows, form, phase)]
+
     found = []
-    for ref, form in weights:
-        value, fetched = _on_device(values[ref.name])
-        found += [*fetched, measured(value, piece(ref), form, "forward")]
+    for ref, form in forms.values():
+        found += compared(ref.name, ref, form, "forward") if ref.space == "weight" else []
+    waiting: list[Call] = []  # until all collectives of a layer stand together
+    seen: set[str] = set()  # weights, which backward fetches once more
     for call in calls:
+        if not record(call.op).gathers:
+            found += waiting
+            waiting = []
         found.append(call)
         made = [r.ref for r in call.outputs if r is not None and r.ref.space == "activation" and not r.ref.again]
-        found += [measured(ref, ref, forms[ref.name][1], call.phase) for ref in made if ref.name in forms]
+        for ref, form in ((ref, forms[ref.name][1]) for ref in made if ref.name in forms):
+            if record(call.op).copies and ref.cell is not None and ref.cell in values:
+                waiting += [] if ref.cell in seen else compared(ref.cell, ref, form, call.phase)
+                seen.add(ref.cell)
+            else:
+                found.append(measured(ref, ref, form, call.phase))
     return found, {cell: tuple(names) for cell, names in sites.items()}
 
 

@@ -16,6 +16,7 @@ from llmq.engine.generate import Generator, Pace, generate, open_generator
 from llmq.errors import MemoryLimitError, UsageError
 from llmq.plan.decoding import Decoding
 from llmq.plan.generation import parts, plan_generation, refuse_if_too_large
+from llmq.plan.memory import Memory
 from llmq.plan.plan import make_plan
 from llmq.plan.precision import Precision
 from llmq.plan.spec import Completions
@@ -217,15 +218,17 @@ def test_a_trainer_writes_what_a_generator_of_its_weights_writes():
     assert texts(Generator.beside(engine)) == texts(opened())
 
 
+@pytest.mark.parametrize("host", [(), ("weight", "master")], ids=["device", "host"])
 @pytest.mark.parametrize("level", [1, 3])
-def test_ranks_that_share_out_weights_write_what_one_alone_does(level):
+def test_ranks_that_share_out_weights_write_what_one_alone_does(level, host):
     """Level 1 gathers weights before the first text after an update, level 3 whenever they are read."""
     completions = Completions(4, T, 64, packed=True)
 
     def work(world):
         sharding = Sharding(world.rank, world.size, **LEVELS[level])
         engine = engine_of(
-            plan_of(FP32, None, CONFIG, sharding=sharding, completions=completions), backend=HostBackend(world=world)
+            plan_of(FP32, Memory(host=host), CONFIG, sharding=sharding, completions=completions),
+            backend=HostBackend(world=world),
         )
         engine.micro_step(batch())  # of every rank alike, so that no sum of theirs is rounded
         engine.update(1, 1e-2)

@@ -132,7 +132,8 @@ def test_nothing_on_the_device_grows_with_the_number_of_layers(level, precision)
     tables = [{**plan.table(), "Other": 0, "Activations": 0} for plan in plans]
     assert tables[0] == tables[1] == tables[2]
     for name, program in plans[1].programs.items():
-        assert plans[2].programs[name].live_bytes["device"] == program.live_bytes["device"], name
+        scales = 8 * 1024 if plans[1].spec.precision.scaling == "current" else 0  # that are kept of eight layers more
+        assert 0 <= plans[2].programs[name].live_bytes["device"] - program.live_bytes["device"] <= scales, name
     assert plans[2].arena_bytes() <= 1.05 * plans[1].arena_bytes(), "but for gaps"
     host = [plan.host_bytes for plan in plans]
     assert host[0] < host[1] < host[2]
@@ -181,12 +182,19 @@ def test_all_ranks_make_the_same_calls(level):
     assert calls(0) == calls(4)
 
 
-@pytest.mark.parametrize("level", [3, *(pytest.param(level, marks=SLOW) for level in (0, 1, 2))])
-def test_errors_of_copies_are_measured_of_what_is_fetched(level):
+@pytest.mark.parametrize("level", [1, *(pytest.param(level, marks=SLOW) for level in (0, 2, 3))])
+@pytest.mark.parametrize("master", ["bf16", pytest.param("fp32", marks=SLOW)])
+@pytest.mark.parametrize("flags", [(), ("recompute_block",)], ids=["kept", "recomputed"])
+def test_errors_of_copies_are_measured_of_what_is_fetched(level, master, flags):
+    """Once each, also where backward fetches them again."""
+
     def work(world, memory):
         sharding = Sharding(world.rank, world.size, **LEVELS[level])
-        plan = plan_of(FP8_HEAD, memory, CONFIG, sharding=sharding, observe=True)
+        plan = plan_of(replace(FP8_HEAD, master=master), memory, CONFIG, sharding=sharding, observe=True)
         return engine_of(plan, backend=HostBackend(world=world)).observe(rank_batch(Run(), 1, 0, world.rank)).tobytes()
 
-    plain, hosted = (run_ranks(2, lambda world, memory=memory: work(world, memory)) for memory in (Memory(), HOSTED))
+    plain, hosted = (
+        run_ranks(2, lambda world, memory=memory: work(world, memory))
+        for memory in (Memory(flags), replace(HOSTED, flags=flags))
+    )
     assert plain == hosted
