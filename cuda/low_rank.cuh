@@ -38,6 +38,17 @@ __device__ __forceinline__ void multiply(float (&sums)[4], const u32 (&a)[4], u3
         : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
 }
 
+// sums (16,R) += left (16,16) times 16 rows of R numbers in shared memory, of which this lane's lies at `own` + `row` rows
+__device__ __forceinline__ void add_product(float (&sums)[R / 8][4], const u32 (&left)[4], u32 own, int row) {
+#pragma unroll
+    for (int p = 0; p < PAIRS; p++) {
+        u32 factor[4];
+        load_columns(factor, (own ^ 32 * p) + 2 * R * row);
+        multiply(sums[2 * p], left, factor[0], factor[1]);
+        multiply(sums[2 * p + 1], left, factor[2], factor[3]);
+    }
+}
+
 struct alignas(8) Pair {
     float a, b;
 };

@@ -116,25 +116,13 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS)
             for (int k = 0; k < COLUMNS / 16; k++) {
                 u32 left[4];
                 load_rows(left, from + (own_tile ^ 32 * k));
-#pragma unroll
-                for (int p = 0; p < PAIRS; p++) {
-                    u32 factor[4];
-                    load_columns(factor, (up_from ^ 32 * p) + 32 * R * k);
-                    multiply(low_sums[tile][2 * p], left, factor[0], factor[1]);
-                    multiply(low_sums[tile][2 * p + 1], left, factor[2], factor[3]);
-                }
+                add_product(low_sums[tile], left, up_from, 16 * k);
             }
 #pragma unroll
             for (int k = 0; k < TOKENS / 16; k++) {
                 u32 left[4];
                 load_columns(left, from + turned_tile + 32 * COLUMNS * k);
-#pragma unroll
-                for (int p = 0; p < PAIRS; p++) {
-                    u32 factor[4];
-                    load_columns(factor, (own_low ^ 32 * p) + 2 * R * (tile * TOKENS + 16 * k));
-                    multiply(up_sums[2 * p], left, factor[0], factor[1]);
-                    multiply(up_sums[2 * p + 1], left, factor[2], factor[3]);
-                }
+                add_product(up_sums, left, own_low, tile * TOKENS + 16 * k);
             }
         }
         int groups = gridDim.x / across;
