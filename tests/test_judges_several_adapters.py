@@ -13,18 +13,15 @@ import torch
 import transformers
 from golden import families, transformers_judge
 from golden.engines import FP32, FP64, relative_errors
-from golden.peft_judge import LENGTH, export_base, ours
+from golden.peft_judge import LENGTH, export_base, loaded, ours
 
-from llmq.backends.host import HostBackend
 from llmq.data.batches.batch import Batch
-from llmq.engine.engine import Engine
 from llmq.files.adapters import AdapterExport, adapter_config, stored_rows
 from llmq.model.adapters import Adapters, chosen, targets
 from llmq.model.config import read_config
 from llmq.model.optimizer import Hyperparameters
 from llmq.model.several import Member, Several
 from llmq.plan.memory import Memory
-from llmq.plan.plan import make_plan
 from llmq.plan.spec import Spec
 
 pytestmark = pytest.mark.judge
@@ -78,17 +75,10 @@ def several_of(config):
 def engine_of(config, model, precision):
     """Our engine with the parameters of PEFT's model."""
     about = (read_config(config), precision, Memory(), Hyperparameters())
-    engine = Engine(make_plan(Spec(*about, SIZE, LENGTH, adapters=several_of(config))), HostBackend())
     named = {ours(name): p.detach().to(torch.float64).numpy() for name, p in model.named_parameters()}
     each = {name: parameters_of(model, name) for name in ASKED}
-    rows = []
-    for row in engine.plan.rows:
-        value, found = np.zeros(row.shape), each[row.adapter] if row.adapter else named
-        for part in row.parts:
-            value.reshape(row.part_axes)[part.start : part.stop] = found[part.name]
-        rows.append((row, value))
-    engine.load(rows)
-    return engine
+    spec = Spec(*about, SIZE, LENGTH, adapters=several_of(config))
+    return loaded(spec, lambda row: each[row.adapter] if row.adapter else named)
 
 
 def drawn(config, step):

@@ -115,6 +115,11 @@ def batch(seed: int = 1, b: int = B, t: int = T, vocab: int = VOCAB) -> Batch:
     return Batch(tokens, targets)
 
 
+def placed_batch(index: int, b: int, t: int, vocab: int) -> Batch:
+    """The batch of an index, that knows its samples."""
+    return replace(batch(index, b, t, vocab), places=np.arange(b) + b * index)
+
+
 def arrays(batch: Batch) -> tuple[np.ndarray, ...]:
     """Tokens and targets of a batch, and borders where it has them."""
     return tuple(part for part in (batch.tokens, batch.targets, batch.borders) if part is not None)
@@ -135,11 +140,15 @@ def packed_batch(seed: int = 1, max_docs: int = 5) -> Batch:
     return Batch(tokens, targets, borders)
 
 
-def engine_of(plan: Plan, *, seed: int = 0, poison: bool = True, backend: Backend | None = None) -> Engine:
-    """An engine with random parameters and settled scales, on the CPU or on `backend`."""
+def engine_of(
+    plan: Plan, *, seed: int = 0, poison: bool = True, backend: Backend | None = None, warm: Batch | None = None
+) -> Engine:
+    """An engine with random parameters and scales settled by a batch (`warm`), on the CPU or on `backend`."""
     engine = Engine(plan, backend or HostBackend(), poison=poison)
     engine.load(parameters(plan, seed))
-    if engine.needs_warm_up:
+    if engine.needs_warm_up and warm is not None:
+        engine.warm_up(warm)
+    elif engine.needs_warm_up:
         b, t = plan.spec.batch_size, plan.spec.seq_len
         borders = None if plan.spec.packing is None else np.array([[0, t]] * b, np.int32)
         engine.warm_up(replace(batch(b=b, t=t), borders=borders))

@@ -58,6 +58,15 @@ def tiny_options(path):
     }
 
 
+def write_documents(name, count, rng):
+    """A token file of documents of 2 to 30 tokens, of which some are not trained."""
+    with TokenWriter(f"{name}.bin", vocab_size=97, has_masks=True) as file:
+        for length in rng.integers(2, 31, count):
+            ids = np.append(rng.zipf(1.5, length - 1) % 97, 2).astype(np.int32)
+            file.append(ids, rng.random(length) < 0.8)
+            file.end_document()
+
+
 def on_weights(path, times=1):
     """Options of a small run on a model with weights, `times` the initial ones, in `base` below the current folder."""
     options = tiny_options(path)

@@ -1,13 +1,13 @@
 """Adapters on the GPU: the gradients of the NumPy reference, and the same bits whatever is recomputed."""
 
-from dataclasses import replace
+from functools import partial
 
 import numpy as np
 import pytest
-from tiny_engines import BF16, FP8, FP32, GivenData, batch, bits, parameters, plan_of, spec_of, tiny, unseen
+from tiny_engines import BF16, FP8, FP32, GivenData, bits, placed_batch, plan_of, spec_of, tiny, unseen
+from tiny_engines import engine_of as loaded
 
 from llmq.backends.host import HostBackend
-from llmq.engine.engine import Engine
 from llmq.model import held
 from llmq.model.adalora import INIT, Budget
 from llmq.model.adapters import Adapters, chosen, scaled, targets, with_triplets
@@ -18,6 +18,7 @@ from llmq.training.survey import look
 pytestmark = pytest.mark.gpu
 CONFIG = tiny(hidden_size=256, head_dim=64, intermediate_size=384, vocab_size=1000)
 SIZES = {"batch_size": 4, "seq_len": 128}
+placed = partial(placed_batch, b=4, t=128, vocab=1000)
 PRECISIONS = {"fp32": FP32, "bf16": BF16, **{f"{g}-{s}": p for (g, s), p in FP8.items() if g == "e4m3"}}
 CASES = [(name, base) for name in PRECISIONS for base in (None, "e4m3", "nf4")]
 CASES += [(name, base) for name in ("bf16", "e4m3-current") for base in ("int8", "mxfp4")]
@@ -58,16 +59,7 @@ def engine_of(backend, precision, base, memory=None, *, text="all", alpha=32.0, 
         every = ()
     about = Adapters(16, alpha, every, bias="all", base=base, **more)
     plan = plan_of(precision, memory, CONFIG, scratch_bytes=backend.scratch_bytes, adapters=about, **SIZES)
-    engine = Engine(plan, backend, poison=True)
-    engine.load(parameters(plan))
-    if engine.needs_warm_up:
-        engine.warm_up(placed(0))
-    return engine
-
-
-def placed(index):
-    """A batch that knows its samples."""
-    return replace(batch(index, 4, 128, 1000), places=np.arange(4) + 4 * index)
+    return loaded(plan, backend=backend, warm=placed(0))
 
 
 def gradients(engine):

@@ -1,13 +1,13 @@
 """Several adapters at once on the GPU: gradients and losses of the NumPy reference, adapter by adapter."""
 
-from dataclasses import replace
+from functools import partial
 
 import numpy as np
 import pytest
-from tiny_engines import BF16, FP8, FP32, batch, bits, parameters, plan_of, tiny
+from tiny_engines import BF16, FP8, FP32, bits, placed_batch, plan_of, tiny
+from tiny_engines import engine_of as loaded
 
 from llmq.backends.host import HostBackend
-from llmq.engine.engine import Engine
 from llmq.model.adapters import Adapters, chosen, targets
 from llmq.model.optimizer import Hyperparameters
 from llmq.model.several import Member, Several
@@ -18,6 +18,7 @@ CONFIG = tiny(hidden_size=256, head_dim=64, intermediate_size=384, vocab_size=10
 SIZES = {"batch_size": 4, "seq_len": 128}
 PRECISIONS = {"fp32": FP32, "bf16": BF16, **{f"{g}-{s}": p for (g, s), p in FP8.items() if g == "e4m3"}}
 FOLLOWS = {"fp32": 0.99999, "bf16": 0.99}  # as in test_cuda_adapters
+placed = partial(placed_batch, b=4, t=128, vocab=1000)
 RATES = (1e-2, 3e-3, 5e-3)
 
 
@@ -54,16 +55,7 @@ def engine_of(backend, precision, base, kind="all", memory=None):
     """An engine with settled scales."""
     about = several(base, kind)
     plan = plan_of(precision, memory, CONFIG, scratch_bytes=backend.scratch_bytes, adapters=about, **SIZES)
-    engine = Engine(plan, backend, poison=True)
-    engine.load(parameters(plan))
-    if engine.needs_warm_up:
-        engine.warm_up(placed(0))
-    return engine
-
-
-def placed(index):
-    """A batch that knows its samples."""
-    return replace(batch(index, 4, 128, 1000), places=np.arange(4) + 4 * index)
+    return loaded(plan, backend=backend, warm=placed(0))
 
 
 def steps(engine):

@@ -41,11 +41,16 @@ def engine_of(config, model, adapters, precision, hyper=None):
     spec = Spec(
         read_config(config), precision, Memory(), hyper or Hyperparameters(), families.BATCH, LENGTH, adapters=adapters
     )
-    engine = Engine(make_plan(spec), HostBackend())
     named = {ours(name): p.detach().to(torch.float64).numpy() for name, p in model.named_parameters()}
+    return loaded(spec, lambda row: named)
+
+
+def loaded(spec, values_of):
+    """Our engine with the values of each row's parts by their names, which `values_of` gives for a row."""
+    engine = Engine(make_plan(spec), HostBackend())
     rows = []
     for row in engine.plan.rows:
-        value = np.zeros(row.shape)
+        value, named = np.zeros(row.shape), values_of(row)
         for part in row.parts:
             value.reshape(row.part_axes)[part.start : part.stop] = named[part.name]
         rows.append((row, value))

@@ -4,7 +4,7 @@ import json
 
 import numpy as np
 import pytest
-from tiny_runs import weights_of
+from tiny_runs import weights_of, write_documents
 
 import llmq
 from llmq.data.tokens.token_file import TokenWriter
@@ -20,11 +20,7 @@ def given(given, tmp_path, monkeypatch):
     monkeypatch.setenv("LLMQ_CACHE_DIR", str(tmp_path / "cache"))
     rng = np.random.default_rng(0)
     for name, count in (("train", 120), ("eval", 20)):
-        with TokenWriter(f"{name}.bin", vocab_size=97, has_masks=True) as file:
-            for length in rng.integers(2, 31, count):
-                ids = np.append(rng.zipf(1.5, length - 1) % 97, 2).astype(np.int32)
-                file.append(ids, rng.random(length) < 0.8)
-                file.end_document()
+        write_documents(name, count, rng)
     return {**given, "seq_len": T, "warmup": 0, "steps": 8, "packing": True}
 
 

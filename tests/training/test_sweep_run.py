@@ -9,7 +9,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 from safetensors.numpy import load_file, save_file
-from tiny_runs import T, on_weights, weights_of
+from tiny_runs import T, on_weights, weights_of, write_documents
 
 import llmq
 from llmq.comm.in_process import run_ranks
@@ -214,11 +214,7 @@ def documents(given):
     """Documents of 2 to 30 tokens, of which some are not trained."""
     rng = np.random.default_rng(0)
     for name, count in (("docs", 60), ("docs-eval", 12)):
-        with TokenWriter(f"{name}.bin", vocab_size=97, has_masks=True) as file:
-            for length in rng.integers(2, 31, count):
-                ids = np.append(rng.zipf(1.5, length - 1) % 97, 2).astype(np.int32)
-                file.append(ids, rng.random(length) < 0.8)
-                file.end_document()
+        write_documents(name, count, rng)
     return {**given, "adapters": "documents.yaml", "packing": True, "eval_file": None}
 
 
