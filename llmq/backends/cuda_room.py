@@ -94,7 +94,7 @@ class DeviceRoom:
         rows = array[:drawn]
         out = Output("value", rows.shape, WRITTEN[array.dtype], (Tensor("value", rows, rows.shape),))
         if self._block is None or self._block[0] is not values.block:
-            self._block = (values.block, self.empty(values.block.shape, "fp32"))
+            self._block = (values.block, self.empty(values.block.shape, WRITTEN[values.block.dtype]))
             self._copy(self._block[1], values.block)
         block = self._block[1]
         self.ops["repeat"](out, Tensor("block", block, block.shape), first=values.first)

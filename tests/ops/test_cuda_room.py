@@ -53,8 +53,9 @@ def empty(shape, form):
 
 def values_of(width, source):
     """A weight, in the dtype of a file or as it repeats itself."""
-    if source == "repeated":
-        return Repeated(np.random.default_rng(0).standard_normal(10_007).astype(np.float32), (ROWS, width), ROWS, 77)
+    if source.startswith("repeated"):
+        block = np.random.default_rng(0).standard_normal(10_007).astype(np.float32)
+        return Repeated(block.astype(DTYPES["bf16"]) if "bf16" in source else block, (ROWS, width), ROWS, 77)
     value = np.random.default_rng(0).standard_normal((ROWS, width)) * np.random.default_rng(1).random((ROWS, 1)) ** 3
     return value.astype(DTYPES[source])
 
@@ -88,12 +89,18 @@ def test_copies_are_those_of_the_host(rooms, width, base, source):
 
 
 @pytest.mark.parametrize(
-    ("source", "kind"), [("fp32", "bf16"), ("bf16", "fp32"), ("repeated", "bf16"), ("repeated", "fp32")]
+    ("source", "kind"),
+    [
+        ("fp32", "bf16"),
+        ("bf16", "fp32"),
+        *(("repeated", kind) for kind in ("bf16", "fp32")),
+        *(("repeated in bf16", kind) for kind in ("bf16", "fp32")),
+    ],
 )
 @SIZES
 def test_plain_weights_are_rounded_and_repeated_as_on_the_host(rooms, width, source, kind):
     values, device = values_of(width, source), Device()
-    if source == "repeated":
+    if source.startswith("repeated"):
         values = Repeated(values.block, values.shape, 600, values.first)
         assert not np.asarray(values)[600:].any() and np.asarray(values)[:600].all()
     target = np.zeros(values.shape, DTYPES[kind])
