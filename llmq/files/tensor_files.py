@@ -137,7 +137,7 @@ def _header(pieces: Sequence[Piece]) -> bytes:
         start, end = end, end + piece.num_bytes
         entries[piece.name] = {"dtype": file_name(piece.dtype), "shape": piece.shape, "data_offsets": [start, end]}
     text = json.dumps(entries, separators=(",", ":")).encode()
-    text += b" " * (-len(text) % 8)
+    text = text.ljust(len(text) + -len(text) % 8)
     return len(text).to_bytes(8, "little") + text
 
 

@@ -60,3 +60,12 @@ def test_headers_are_part_of_the_source():
     assert "#include" not in text
     assert text.count("struct Pack") == 1
     assert "using T = bf16;\n" in text and "constexpr int C = 896;\n" in text
+
+
+def test_an_empty_log_is_not_written_into_what_python_shares(monkeypatch):
+    """It is one NUL, which NVRTC writes where it is told to; `b" " * 1` is the same object everywhere."""
+    pytest.importorskip("cuda.bindings.nvrtc", reason="needs cuda-bindings and nvidia-cuda-nvrtc")
+    monkeypatch.setattr(cuda_compile, "OPTIONS", ("--std=c++17",))
+    one = 1
+    _, log = cuda_compile.compiled("bias", 90, {"G": "float"})
+    assert not log and list(b" " * one) == [32]

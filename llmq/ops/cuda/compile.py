@@ -85,15 +85,15 @@ def compiled(name: str, capability: int, constants: Constants) -> tuple[bytes, s
     options = [*OPTIONS, f"-arch=sm_{capability}{suffix}"]
     program = check(nvrtc.nvrtcCreateProgram(source(name, constants).encode(), f"{name}.cu".encode(), 0, [], []))
     (status,) = nvrtc.nvrtcCompileProgram(program, len(options), [option.encode() for option in options])
-    raw = b" " * check(nvrtc.nvrtcGetProgramLogSize(program))
+    raw = bytearray(check(nvrtc.nvrtcGetProgramLogSize(program)))  # written in place, which no bytes may be
     check(nvrtc.nvrtcGetProgramLog(program, raw))
     log = raw.rstrip(b"\0 ").decode()
     if status != nvrtc.nvrtcResult.NVRTC_SUCCESS:
         raise RuntimeError(f"{name}.cu does not compile for sm_{capability} with {dict(constants)}:\n{log}")
-    cubin = b" " * check(nvrtc.nvrtcGetCUBINSize(program))
+    cubin = bytearray(check(nvrtc.nvrtcGetCUBINSize(program)))
     check(nvrtc.nvrtcGetCUBIN(program, cubin))
     check(nvrtc.nvrtcDestroyProgram(program))
-    return cubin, log
+    return bytes(cubin), log
 
 
 def resources(log: str) -> dict[str, Resources]:
