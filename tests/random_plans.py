@@ -5,6 +5,7 @@ from dataclasses import replace
 
 from tiny_engines import BF16, FP8, FP8_HEAD
 
+from llmq.backends import Launch, groups
 from llmq.backends.host import HostBackend
 from llmq.comm.world import ALONE
 from llmq.plan.memory import RESIDUAL, Memory
@@ -47,23 +48,28 @@ def drawn(seed: int) -> tuple[Precision, Memory, Memory]:
 
 
 class AnyOrder(HostBackend):
-    """Runs launches in a random order that lanes and waits allow."""
+    """Runs launches in a random order that lanes and waits allow, and collectives that may be made as one from the last
+    to the first."""
 
     def __init__(self, seed, world=ALONE):
         super().__init__(world=world)
         self.random = random.Random(seed)
 
     def program(self, launches):
-        before = super().program
+        as_recorded = super().program
 
         def run():
             order, done, queues = [], set(), {}
-            for index, launch in enumerate(launches):
-                queues.setdefault(launch.lane, []).append(index)
+            for group in groups(launches):
+                queues.setdefault(launches[group.indices[0]].lane, []).append(group)
             while any(queues.values()):
-                ready = [lane for lane, queue in queues.items() if queue and done.issuperset(launches[queue[0]].waits)]
-                done.add(index := queues[self.random.choice(ready)].pop(0))
-                order.append(launches[index])
-            before(order)()
+                ready = [lane for lane, queue in queues.items() if queue and done.issuperset(waits(queue[0]))]
+                group = queues[self.random.choice(ready)].pop(0)
+                done.update(group.indices)
+                order += [*group.before, *reversed(group.runs), *group.after]
+            as_recorded([Launch(each) for each in order])()
+
+        def waits(group):
+            return {other for index in group.indices for other in launches[index].waits}
 
         return run

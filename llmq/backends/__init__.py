@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import partial
-from itertools import groupby
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, cast
 
 import numpy as np
 
 from llmq.comm.world import ALONE, World
 from llmq.hardware.blas import use_threads
+from llmq.ops.record import together
 from llmq.ops.seam import GIVEN, Arguments, record
 from llmq.screen import Report
 from llmq.tensor import Ref
@@ -30,19 +30,33 @@ BLAS_THREADS = "blas_threads"  # among the algorithms of a run on the CPU
 
 class Launch(NamedTuple):
     """One call of a program, bound to memory: it runs on its lane, after the calls whose indices are in `waits`.
-    `collective` names the op of one: what `together` puts in a list may be made as one."""
+    `collective` names the op of one: those that `groups` puts together may be made as one. `before` and `after` of
+    these run before and after all of them."""
 
     run: Run
     lane: str = "main"
     waits: tuple[int, ...] = ()
     collective: str = ""
+    before: tuple[Run, ...] = ()
+    after: tuple[Run, ...] = ()
 
 
-def together(launches: Sequence[Launch]) -> Iterator[list[int]]:
-    """The indices of each launch, and of collectives of one op and lane that follow each other. These do not read what
-    the others write; a gather after a sum reads the sum."""
-    for _, found in groupby(range(len(launches)), key=lambda i: (launches[i].lane, launches[i].collective or i)):
-        yield list(found)
+class Together(NamedTuple):
+    """Launches by their indices, one or collectives that may be made as one, and what they run in turn."""
+
+    indices: list[int]
+    before: list[Run]
+    runs: list[Run]
+    after: list[Run]
+
+
+def groups(launches: Sequence[Launch]) -> Iterator[Together]:
+    """All launches in order."""
+    for indices in together((each.lane, each.collective) for each in launches):
+        found = [launches[index] for index in indices]
+        before = [run for each in found for run in each.before]
+        after = [run for each in found for run in each.after]
+        yield Together(indices, before, [each.run for each in found], after)
 
 
 class BackendMemory(Protocol):

@@ -15,7 +15,7 @@ import cupy
 import numpy as np
 from cupy.cuda import runtime
 
-from llmq.backends import Launch, Op, Run, between, checked_scratch, together
+from llmq.backends import Launch, Op, Run, between, checked_scratch, groups
 from llmq.backends.cuda_memory import (
     PIECE_BYTES,
     HostBlock,
@@ -355,6 +355,7 @@ class _Program:
         self, launches: Sequence[Launch], streams: Mapping[str, Any], use_graphs: bool, world: GpuWorld = ALONE
     ) -> None:
         self._launches, self._use_graphs, self._world = launches, use_graphs, world
+        self._groups = list(groups(launches))
         self._main, self._streams = streams["main"], streams
         self._sides = [streams[lane] for lane in sorted({each.lane for each in launches} - {"main"})]
         awaited = {index for each in launches for index in each.waits}
@@ -397,14 +398,19 @@ class _Program:
 
     def _launch(self) -> None:
         self._after(self._main, self._sides)
-        for indices in together(self._launches):
+        for indices, before, runs, after in self._groups:
             launches = [self._launches[index] for index in indices]
             stream = self._streams[launches[0].lane]
             for other in sorted({other for each in launches for other in each.waits}):
                 stream.wait_event(self._events[other])
-            with stream, self._collective(self._known[indices[0]]) if launches[0].collective else nullcontext():
-                for each in launches:
-                    each.run()
+            with stream:
+                for run in before:
+                    run()
+                with self._collective(self._known[indices[0]]) if launches[0].collective else nullcontext():
+                    for run in runs:
+                        run()
+                for run in after:
+                    run()
             for index in self._events.keys() & indices:
                 self._events[index].record(stream)
         for side in self._sides:

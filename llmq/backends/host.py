@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from llmq.backends import BLAS_THREADS, Launch, Op, Run, between
+from llmq.backends import BLAS_THREADS, Launch, Op, Run, between, groups
 from llmq.backends.host_scratch import host_scratch
 from llmq.comm.world import ALONE, World
 from llmq.disk import shown
@@ -144,11 +144,12 @@ class HostBackend:
 
     def program(self, launches: Sequence[Launch]) -> Run:
         """One function that makes all launches in the order of recording, which every lane allows."""
+        runs = [run for each in groups(launches) for run in (*each.before, *each.runs, *each.after)]
 
         def run() -> None:
             with np.errstate(all="ignore"):  # what is not finite is caught by the update, on every backend alike
-                for launch in launches:
-                    launch.run()
+                for each in runs:
+                    each()
 
         return run
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping
 from functools import partial
 
 import numpy as np
@@ -60,15 +60,17 @@ class _Binder:
         is_collective = record(call.op).is_collective
         if not is_collective and not any(math.prod(ref.shape) for ref in call.written):
             run = _nothing  # of a share without rows
-        if poison:
-            before, after = (self._poison(found.get(index, ())) for found in (self.program.births, self.program.deaths))
-            run = partial(_in_turn, [*before, run, *after])
-        return Launch(run, call.lane, call.waits, call.op if is_collective else "")
+        made = Launch(run, call.lane, call.waits, call.op if is_collective else "")
+        if not poison:
+            return made
+        before, after = (self._poison(found.get(index, ())) for found in (self.program.births, self.program.deaths))
+        return made._replace(before=before, after=after)
 
-    def _poison(self, storages: Iterable[str]) -> list[Callable[[], None]]:
+    def _poison(self, storages: Iterable[str]) -> tuple[Callable[[], None], ...]:
         places = [self.program.places[storage] for storage in storages]
         bytes_of = [(place.home, place.offset, (place.size,), np.dtype(np.uint8)) for place in places]
-        return [partial(self._memory.place(*at).fill, 0xFF) for at in bytes_of if at[0] in self._memory.homes_in_order]
+        there = [at for at in bytes_of if at[0] in self._memory.homes_in_order]
+        return tuple(partial(self._memory.place(*at).fill, 0xFF) for at in there)
 
     def _output(self, result: Result) -> Output:
         ref, tensors = result.ref, tuple(map(self._tensor, result.refs))
@@ -122,8 +124,3 @@ class _Binder:
 
 def _nothing() -> None:
     pass
-
-
-def _in_turn(runs: Sequence[Callable[[], None]]) -> None:
-    for run in runs:
-        run()

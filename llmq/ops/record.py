@@ -7,9 +7,10 @@ make what was dropped (llmq/plan/passes/fates.py).
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
+from itertools import groupby
 from typing import TYPE_CHECKING, Any
 
 from llmq.ops.seam import record
@@ -56,6 +57,14 @@ class Call:
     def written(self) -> tuple[Ref, ...]:
         """Everything that it writes, a Ref for each form."""
         return tuple(ref for result in self.outputs if result is not None for ref in result.refs)
+
+
+def together(calls: Iterable[tuple[str, str]]) -> Iterator[list[int]]:
+    """The indices of each call, and of collectives of one op and lane that follow each other, which may be made as one:
+    these do not read what the others write; a gather after a sum reads the sum. Of each call (lane, op of a collective
+    or "")."""
+    for _, found in groupby(enumerate(calls), key=lambda each: (each[1][0], each[1][1] or each[0])):
+        yield [index for index, _ in found]
 
 
 def call_of(

@@ -8,7 +8,7 @@ import pytest
 from ranks import CONFIG, LEVELS, Run, rank_batch, same, train, whole_batch
 from tiny_engines import BF16, FP32, FP64, PRECISIONS, engine_of, plan_of
 
-from llmq.backends import Launch, together
+from llmq.backends import Launch, groups
 from llmq.backends.host import HostBackend
 from llmq.blocks.attention import Packing
 from llmq.comm.in_process import run_ranks
@@ -220,7 +220,7 @@ def test_collectives_that_are_made_as_one_do_not_read_what_the_others_write(name
         calls = program.calls
         collectives = [call.op if record(call.op).is_collective else "" for call in calls]
         launches = [Launch(int, call.lane, call.waits, op) for call, op in zip(calls, collectives, strict=True)]
-        for group in together(launches):
+        for group, *_ in groups(launches):
             reads = [{storage_name(ref) for ref in calls[index].inputs if ref is not None} for index in group]
             writes = [{storage_name(ref) for ref in calls[index].written} for index in group]
             assert not any(read & written for i, read in enumerate(reads) for written in writes[:i]), program.name

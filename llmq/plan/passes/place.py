@@ -6,7 +6,7 @@ from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from llmq.ops.record import Call
+from llmq.ops.record import Call, together
 from llmq.ops.seam import record
 from llmq.plan.arena import Lifetime, lay_out, live_peak
 from llmq.plan.names import own_scales, scale_name, storage_name
@@ -83,18 +83,22 @@ def place(name: str, calls: Sequence[Call]) -> Program:
 
 def _lives(calls: Sequence[Call]) -> dict[str, _Slot]:
     """Every slot of a program from its first touch to its last. One that another lane reads lives until the main lane
-    has waited for that: in the order of recording, the bytes may be someone else's at once."""
+    has waited for that: in the order of recording, the bytes may be someone else's at once. What collectives touch that
+    are made as one lives while they are."""
     slots: dict[str, _Slot] = {}
     ends = joined(calls) if any(call.lane != MAIN for call in calls) else {}
+    kinds = [(call.lane, call.op if record(call.op).is_collective else "") for call in calls]
+    spans = {index: (group[0], group[-1]) for group in together(kinds) for index in group}
 
     def touch(ref: Ref, index: int, *, reads: bool) -> None:
-        end = ends.get(index, index)
+        begin, last = spans[index]
+        end = max(last, ends.get(index, index))
         scale = scale_name(ref) if ref.form is not None else None
         if ref.space == "activation":
             storage = storage_name(ref)
             assert not reads or storage in slots, f"{storage} is read before it is written"
             if storage not in slots:
-                slots[storage] = _Slot(ref.home, stored_bytes(ref.entire), index, end)
+                slots[storage] = _Slot(ref.home, stored_bytes(ref.entire), begin, end)
             slots[storage].last = max(slots[storage].last, end)
             if ref.form is not None and ref.form.owns_scales:
                 touch(own_scales(ref), index, reads=reads)
