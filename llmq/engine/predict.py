@@ -2,8 +2,8 @@
 
 Every call takes what its FLOPs take at the rate that the card sustains, or its bytes at that of its memory, whichever
 is longer, and the time from one node of a graph to the next; a copy between homes takes its bytes at the rate of the
-link to the host, as does what another call reads or writes there; a collective at that of the link to other ranks.
-Calls run in order on each lane, and wait for others as planned.
+link to the host, which moves both directions at once, as does what another call reads or writes there; a collective at
+that of the link to other ranks. Calls run in order on each lane, and wait for others as planned.
 
 Sustained rates are those of an H200 at its power limit of 700 W (docs/results.md, "Where the time of a micro-batch
 goes"): 689 to 745 TFLOP/s in bf16 and 1,259 to 1,314 in e4m3, of peaks of 989.4 and 1,978.9, and 4.1 TB/s of 4.8 in a
@@ -33,6 +33,9 @@ SUSTAINED_MEMORY = 0.854
 # Of NVLink's rate in one direction, NCCL's bus bandwidth between two H200: 245 GB/s in a reduce-scatter, 258 in an
 # all-gather. Over PCI Express, a copy's.
 SUSTAINED_PEERS = 0.56
+# Of the link's rate in one direction, each of both at once: 55.5 and 50.6 GB/s between an H200 and its host.
+BOTH_WAYS = 0.91
+OPPOSITE = {"to_host": "to_device", "to_device": "to_host"}
 # Of a copy's rate, by family: 1.5B and 7B, bf16 and e4m3.
 FAMILIES = {"norms": 0.75, "cross-entropy": 0.79, "rope": 0.81, "quantize": 0.82, "optimizer": 0.7, "embedding": 0.7}
 # Replaying a graph of small kernels takes 1.9 us a node.
@@ -110,7 +113,8 @@ def program_seconds(program: Program, rates: Rates, tokens: int) -> float:
     free: dict[str, float] = defaultdict(float)  # by lane, when its last call ends
     for call in program.calls:
         start = max([free[call.lane], *(ends[index] for index in call.waits)])
-        ends.append(start + call_seconds(call, rates, tokens))
+        shared = call.lane in OPPOSITE and free[OPPOSITE[call.lane]] > start
+        ends.append(start + call_seconds(call, rates, tokens) / (BOTH_WAYS if shared else 1.0))
         free[call.lane] = ends[-1]
     return max(ends, default=0.0)
 
@@ -121,16 +125,20 @@ def call_seconds(call: Call, rates: Rates, tokens: int) -> float:
     if op.is_collective:
         return rates.node + _sent_bytes(given) / rates.peers
     num_bytes = op.num_bytes(given)
-    if op.copies and call.lane == "copy":
+    if call.lane in OPPOSITE:
         return rates.node + num_bytes / 2 / rates.link  # each byte is read and written
     multiplying = op.flops(given) / rates.flops[op.rate_dtype(given)]
     if op.is_linear:
         multiplying /= _scaled_share(given) * _filled(given, op.multiply_adds(given), rates.num_sms)
     if op.family in rates.attention:
         multiplying *= _slower(given, *rates.attention[op.family], rates.num_sms)
-    hosted = sum(stored_bytes(ref) for ref in (*call.inputs, *call.written) if ref is not None and ref.home == "host")
-    moving = max(num_bytes - hosted, 0) / rates.memory / rates.families.get(op.family, 1.0)
-    return rates.node + max(multiplying, moving, hosted / rates.link)
+    read, written = (
+        sum(stored_bytes(ref) for ref in refs if ref is not None and ref.home == "host")
+        for refs in (call.inputs, call.written)
+    )
+    moving = max(num_bytes - read - written, 0) / rates.memory / rates.families.get(op.family, 1.0)
+    linked = max(read, written) / rates.link / (BOTH_WAYS if read and written else 1.0)
+    return rates.node + max(multiplying, moving, linked)
 
 
 def _sent_bytes(collective: Arguments) -> float:

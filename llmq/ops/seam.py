@@ -17,7 +17,7 @@ from typing import Any, TypeVar
 from llmq.tensor import DTYPES, Form, Ref, scale_shape, stored_bytes
 
 Function = TypeVar("Function", bound=Callable[..., None])
-LANES = ("main", "copy", "comm")
+LANES = ("main", "to_host", "to_device", "comm")
 GIVEN = "world"  # keyword that the backend gives to collectives: no number of a call
 
 

@@ -17,7 +17,10 @@ pytestmark = pytest.mark.gpu
 CONFIG = tiny(hidden_size=256, head_dim=64, intermediate_size=384, vocab_size=1000)
 SIZES = {"batch_size": 4, "seq_len": 128}
 PRECISIONS = {"fp32": FP32, "bf16": BF16, **{f"{g}-{s}": p for (g, s), p in FP8.items() if g == "e4m3"}}
-FOLLOWS = {"fp32": 0.99999, "bf16": 0.99}  # as in test_cuda_adapters
+# As in test_cuda_adapters. In fp8 each adapter here has one sequence or two, for which rounding differently shows: the
+# reference's own gradients of `wide` have a cosine of 0.76 to 0.86 with those in bf16.
+FOLLOWS = {"fp32": 0.99999, "bf16": 0.99}
+FP8_FOLLOWS = 0.95
 placed = partial(placed_batch, b=4, t=128, vocab=1000)
 RATES = (1e-2, 3e-3, 5e-3)
 
@@ -84,7 +87,7 @@ def test_each_has_the_gradients_of_the_reference(backend, name, base, kind):
     (ours, done), (right, wanted) = found
     for key, one, other in zip(right, done.each, wanted.each, strict=True):
         cosine = ours[key] @ right[key] / (np.linalg.norm(ours[key]) * np.linalg.norm(right[key]))
-        assert cosine > FOLLOWS.get(name, 0.97), key
+        assert cosine > FOLLOWS.get(name, FP8_FOLLOWS), key
         assert one.loss == pytest.approx(other.loss, rel=1e-4 if name == "fp32" else 2e-2)
         assert one.norm == pytest.approx(other.norm, rel=1e-3 if name == "fp32" else 0.1)
         assert (one.num_tokens, one.applied) == (other.num_tokens, True)

@@ -5,7 +5,7 @@ from dataclasses import replace
 import pytest
 from tiny_engines import BF16, FP8, plan_of, spec_of, tiny
 
-from llmq.engine.predict import Rates, call_seconds, program_seconds, step_seconds
+from llmq.engine.predict import BOTH_WAYS, Rates, call_seconds, program_seconds, step_seconds
 from llmq.hardware.cards import named
 from llmq.plan.levels import at_level
 from llmq.plan.memory import Memory
@@ -26,10 +26,12 @@ def test_a_call_takes_the_longer_of_its_flops_and_its_bytes():
     assert call_seconds(call, SLOW_MEMORY, TOKENS) >= 2 * (b * t * (outs + ins) + outs * ins)
 
 
-def test_what_moves_between_homes_takes_the_link_alone():
+def test_what_moves_between_homes_takes_the_link_alone_in_both_directions_at_once():
     plan = plan_of(BF16, Memory(host=("m", "v")))
     states = sum(stored_bytes(state.m) + stored_bytes(state.v) for state in plan.moments.values())
-    assert program_seconds(plan.programs["update"], SLOW_LINK, TOKENS) == pytest.approx(2 * states, rel=1e-6)
+    assert states / BOTH_WAYS < program_seconds(plan.programs["update"], SLOW_LINK, TOKENS) < 1.5 * states
+    copies = [call for call in plan.programs["update"].calls if call.lane != "main"]
+    assert sum(call_seconds(call, SLOW_LINK, TOKENS) for call in copies) == pytest.approx(2 * states, rel=1e-6)
 
 
 def test_copies_run_beside_the_work():
@@ -38,8 +40,8 @@ def test_copies_run_beside_the_work():
     program = plan.programs["first"]
     rates = Rates({"bf16": 1.0, "fp32": 1.0}, memory=1.0, link=4.0)
     work, copies = (
-        sum(call_seconds(call, rates, TOKENS) for call in program.calls if call.lane == lane)
-        for lane in ("main", "copy")
+        sum(call_seconds(call, rates, TOKENS) for call in program.calls if call.lane in lanes)
+        for lanes in (("main",), ("to_host", "to_device"))
     )
     together = program_seconds(program, rates, TOKENS)
     assert max(work, copies) <= together < work + 0.5 * copies and copies > 0

@@ -48,7 +48,7 @@ def test_a_call_is_on_the_lane_of_its_op():
     ops = Recorder()
     ops.swiglu_forward(ref("act"), ref("gate_up"))
     ops.copy_to_host(ref("there", home="host"), ref("act"))
-    assert [call.lane for call in ops.calls] == ["main", "copy"]
+    assert [call.lane for call in ops.calls] == ["main", "to_host"]
     assert not any(call.waits for call in ops.calls)
 
 

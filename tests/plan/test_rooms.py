@@ -312,7 +312,10 @@ def on_random_lanes(seed, share=0.3):
 
     def lanes(calls):
         return real(
-            [replace(call, lane=draw.choice(("copy", "comm"))) if draw.random() < share else call for call in calls]
+            [
+                replace(call, lane=draw.choice(("to_host", "to_device", "comm"))) if draw.random() < share else call
+                for call in calls
+            ]
         )
 
     return lanes

@@ -10,7 +10,7 @@ from tiny_engines import BF16, FP8, PRECISIONS, batch, engine_of, plan_of, resul
 from llmq.backends.host import HostBackend
 from llmq.comm.in_process import run_ranks
 from llmq.engine.cost import Costs
-from llmq.engine.predict import Rates, call_seconds, program_seconds
+from llmq.engine.predict import BOTH_WAYS, Rates, call_seconds, program_seconds
 from llmq.model.optimizer import Hyperparameters
 from llmq.ops.seam import record
 from llmq.options.maths import MemoryOptions
@@ -101,9 +101,9 @@ def test_a_call_on_host_memory_is_predicted_at_the_rate_of_the_link():
         plan_of(WIDE, replace(KINDS["states"], zero_copy=zero), CONFIG).programs["update"] for zero in (True, False)
     )
     call = next(call for call in plan.calls if call.op == "adamw")
-    hosted = sum(stored_bytes(ref) for ref in (*call.inputs, *call.written) if ref is not None and ref.home == "host")
-    assert call_seconds(call, rates, 32) == hosted / rates.link
-    assert program_seconds(plan, rates, 32) == pytest.approx(program_seconds(copied, rates, 32), rel=0.1)
+    hosted = sum(stored_bytes(ref) for ref in call.inputs if ref is not None and ref.home == "host")
+    assert call_seconds(call, rates, 32) == hosted / rates.link / BOTH_WAYS
+    assert program_seconds(plan, rates, 32) < program_seconds(copied, rates, 32) < 1.6 * program_seconds(plan, rates, 32)
 
 
 def test_few_layers_know_of_it():

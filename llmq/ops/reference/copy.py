@@ -1,16 +1,19 @@
-"""Copies between the homes of a tensor, bit for bit: the device's memory and pinned memory of the host."""
+"""Copies between the homes of a tensor, bit for bit: the device's memory and pinned memory of the host.
+
+Each direction has a lane of its own: a link moves both at once.
+"""
 
 from llmq.ops.seam import op
 from llmq.tensor import Output, Tensor
 
 
-@op(family="copies", lane="copy", copies=True)
+@op(family="copies", lane="to_host", copies=True)
 def copy_to_host(out: Output, /, x: Tensor) -> None:
     """out <- x, in the one form that both have, with the scales of a form that owns its scales."""
     _copy(out, x)
 
 
-@op(family="copies", lane="copy", copies=True)
+@op(family="copies", lane="to_device", copies=True)
 def copy_to_device(out: Output, /, x: Tensor) -> None:
     """out <- x, in the one form that both have, with the scales of a form that owns its scales."""
     _copy(out, x)

@@ -5,7 +5,8 @@ they are on another lane. Two rules keep memory safe that storages take one afte
 the order of recording. A call off the main lane that is the first to write a slot also waits for the main-lane call
 recorded before it. And after a call off the main lane some main-lane call waits for it, until which the slots that it
 reads live (llmq/plan/passes/place.py): the first one two layers on. By then the copy has had a layer's time, and slots
-live no longer for it than that, however deep the model is.
+live no longer for it than that, however deep the model is. A copy to the host may be waited for earlier, by the call
+that waits for a copy to the device recorded after it: so the pieces of an update take the memory of each other.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ from llmq.plan.names import scale_name, storage_name
 from llmq.plan.passes.transfers import layer_of
 from llmq.tensor import Ref
 
-MAIN = "main"
+MAIN, TO_HOST, TO_DEVICE = "main", "to_host", "to_device"
 SCALES, AMAX = "scale:scales", "scale:amax"  # the vectors of delayed scales and of their amax
 Clock = dict[str, int]  # by lane, the index of the last call that is known to be done
 
@@ -52,11 +53,14 @@ def lanes(calls: Sequence[Call]) -> list[Call]:
 
 @dataclass
 class _Touched:
-    """Who wrote each storage last, who has read it since, and which calls off the main lane it has not waited for."""
+    """Who wrote each storage last, who has read it since, which calls off the main lane it has not waited for, the last
+    copy to the host, and for each copy to the device the one before it."""
 
     writers: dict[str, int] = field(default_factory=dict)
     readers: dict[str, list[int]] = field(default_factory=dict)
     pending: deque[tuple[int, int]] = field(default_factory=deque)  # index, block
+    stored: int | None = None
+    stored_before: dict[int, int] = field(default_factory=dict)
 
     def needed(self, call: Call, read: Sequence[str], written: Sequence[str], block: int, main: int | None) -> set[int]:
         """Calls that must be done before this one, which touches these storages; `main` is the last one on the main
@@ -65,6 +69,7 @@ class _Touched:
         for name in written:
             found.update(self.readers.get(name, ()))
         if call.lane == MAIN:
+            found.update([self.stored_before[other] for other in found if other in self.stored_before])
             while self.pending and self.pending[0][1] + 2 <= block:
                 found.add(self.pending.popleft()[0])
         elif main is not None and any(name not in self.writers for name in written):
@@ -79,6 +84,10 @@ class _Touched:
             self.readers.setdefault(name, []).append(index)
         if call.lane != MAIN:
             self.pending.append((index, block))
+        if call.lane == TO_HOST:
+            self.stored = index
+        elif call.lane == TO_DEVICE and self.stored is not None:
+            self.stored_before[index] = self.stored
 
 
 def blocks(calls: Sequence[Call]) -> list[int]:

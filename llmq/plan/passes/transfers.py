@@ -12,6 +12,7 @@ from itertools import groupby
 
 from llmq.changed import changed
 from llmq.ops.record import Call, Result
+from llmq.ops.seam import record
 from llmq.plan.passes.fates import Item
 from llmq.tensor import Ref
 
@@ -42,7 +43,7 @@ def transfers(calls: Sequence[Call], offloaded: Collection[Item]) -> list[Call]:
 
 def moved(op: str, out: Ref, x: Ref) -> Call:
     """A copy between homes, in the form of both."""
-    return Call(op, (Result(changed(out, form=None), (out.form,)),), (x,), {}, "transfer", lane="copy")
+    return Call(op, (Result(changed(out, form=None), (out.form,)),), (x,), {}, "transfer", lane=record(op).lane)
 
 
 def starts_of_blocks(calls: Sequence[Call]) -> list[int]:

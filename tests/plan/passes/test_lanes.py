@@ -21,7 +21,7 @@ def main(out, *inputs):
 
 
 def copy(out, *inputs):
-    return on("copy", out, *inputs)
+    return on("to_host", out, *inputs)
 
 
 def waits(*calls):
@@ -44,7 +44,7 @@ def test_a_read_waits_for_the_write_before_it():
 def test_an_overwrite_waits_for_the_reads_before_it():
     calls = [main(A), main(H), copy(H, A), main(B), main(A)]
     assert waits(*calls) == [(), (), (1,), (), (2,)]
-    reads = [on(lane, slot(lane), A) for lane in ("copy", "comm")]
+    reads = [on(lane, slot(lane), A) for lane in ("to_host", "comm")]
     assert waits(main(A), *reads, main(A)) == [(), (0,), (0,), (1, 2)], "all of them"
 
 
@@ -88,6 +88,14 @@ def test_a_side_call_that_was_waited_for_sooner_is_not_waited_for_again():
     assert joined(lanes(calls)) == {1: 2}
 
 
+def test_what_waits_for_a_copy_here_waits_for_those_to_the_host_recorded_before_it():
+    """So that the pieces of an update take the memory of each other."""
+    here = [on("to_device", slot(f"here{number}")) for number in range(3)]
+    calls = [here[0], here[1], main(B, slot("here0")), copy(H, B), here[2], main(C, slot("here1")), copy(G, C)]
+    calls = [*calls, main(A, slot("here2"))]
+    assert waits(*calls) == [(), (), (0,), (2,), (2,), (1,), (5,), (3, 4)]
+
+
 def test_what_nothing_waits_for_is_done_at_the_end():
     calls = lanes([in_layer(0), copy(H), in_layer(1)])
     assert joined(calls) == {1: len(calls)}
@@ -102,7 +110,7 @@ def test_layers_are_counted_as_the_main_lane_changes_them():
 def test_the_scales_of_a_copy_are_read_and_written_with_it(form):
     """Its own are written with it; a measured one by another call, before it."""
     scale = formed("amax_scale", (replace(A, name="a@scale/e4m3", shape=(1,), dtype="fp32"),), (A,))
-    made = formed("cast", (wanting(B, form),), (A,), lane="copy")
+    made = formed("cast", (wanting(B, form),), (A,), lane="to_host")
     first = [main(A)] if form.owns_scales else [main(A), scale]
     assert waits(*first, main(C), made)[-1] == (len(first),), "the call before it, as it is the first write"
     assert waits(*first, made, main(C, replace(B, form=form)))[-1] == (len(first),)
@@ -117,7 +125,13 @@ def test_a_measured_scale_is_waited_for():
     scale = formed("amax_scale", (slots[0],), (A,), lane="comm")
     cast = formed("cast", (wanting(A, form),), (A,))
     assert waits(main(A), scale, cast)[-1] == (1,)
-    measured_again = [main(A), scale, cast, formed("linear_forward", (B,), (slots[1], weight("w")), lane="copy"), scale]
+    measured_again = [
+        main(A),
+        scale,
+        cast,
+        formed("linear_forward", (B,), (slots[1], weight("w")), lane="to_host"),
+        scale,
+    ]
     assert waits(*measured_again)[-1] == (3,), "not while a copy is read that has the old one"
 
 
@@ -129,7 +143,7 @@ def test_a_sum_is_read_where_it_is_added_to():
 
 
 def test_forms_of_a_slot_are_storages_of_their_own():
-    calls = [main(wanting(A, None, ROW)), main(B), formed("cast", (wanting(A, COL),), (A,), lane="copy")]
+    calls = [main(wanting(A, None, ROW)), main(B), formed("cast", (wanting(A, COL),), (A,), lane="to_host")]
     assert waits(*calls, main(C, replace(A, form=ROW)))[-1] == ()
     assert waits(*calls, main(C, replace(A, form=COL)))[-1] == (2,)
 
