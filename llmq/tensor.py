@@ -12,6 +12,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
+from functools import cached_property
 
 import ml_dtypes
 import numpy as np
@@ -33,12 +34,7 @@ DTYPES: dict[str, np.dtype] = {
     "uint8": np.dtype(np.uint8),
 }
 LARGEST = {"e4m3": 448.0, "e5m2": 57344.0}  # finite limits of the fp8 formats (OCP 8-bit floating point, 2023)
-LIMITS = {
-    **LARGEST,
-    "int8": 127.0,
-    "nf4": 1.0,
-    "mxfp4": 6.0,
-}  # of all that are made of a value and its scales
+LIMITS = {**LARGEST, "int8": 127.0, "nf4": 1.0, "mxfp4": 6.0}  # of all that are made of a value and its scales
 IGNORED = -100  # target of a token that is not trained
 SLICE = 1 << 16  # elements per slice: bounds the temporaries of a large value, and keeps them in the L2 cache
 COLSUM_ROWS = 256  # a partial column sum covers this many consecutive rows
@@ -56,18 +52,18 @@ class Form:
     layout: str = "row"
     scaling: str | None = None
 
-    @property
+    @cached_property
     def key(self) -> str:
         """Short unique name, as used in storage names: `e4m3/col/delayed`."""
         return "/".join(filter(None, (self.dtype, self.layout, self.scaling)))
 
-    @property
+    @cached_property
     def scales(self) -> Scaling:
         """How the copy is scaled; asked of a scaled one only."""
         assert self.scaling is not None
         return SCALINGS.get(self.scaling) or HELD[self.scaling]
 
-    @property
+    @cached_property
     def owns_scales(self) -> bool:
         """Whether the scales are made with the copy, and live and die with it."""
         return self.scaling is not None and self.scales.owns_scales
@@ -82,12 +78,12 @@ class Form:
         """Whether the copies of whole 128-row tiles, laid end to end, are the copy of the whole."""
         return self.layout == "row" and (self.scaling is None or self.scales.is_cell or self.scales.is_tiled)
 
-    @property
+    @cached_property
     def has_cell(self) -> bool:
         """Whether the scale is a persistent cell, which earlier steps have set."""
         return self.scaling is not None and self.scales.is_cell
 
-    @property
+    @cached_property
     def is_measured(self) -> bool:
         """Whether the scale is measured over the whole value before the copy is made."""
         return self.scaling is not None and self.scales.is_measured

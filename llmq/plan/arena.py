@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from functools import lru_cache
+from typing import NamedTuple
 
 import numpy as np
 
@@ -12,8 +13,7 @@ from llmq.tensor import DTYPES, Ref
 ALIGNMENT = 256  # bytes; what cuBLASLt workspaces and 16-byte vector accesses ask for, with room
 
 
-@dataclass(frozen=True)
-class Lifetime:
+class Lifetime(NamedTuple):
     """`size` bytes that must not move from call `first` to call `last`, both included."""
 
     size: int
@@ -31,26 +31,32 @@ def lay_out(lifetimes: Sequence[Lifetime]) -> tuple[list[int], int]:
 
     Greedy by size: the largest first, each at the lowest offset that is free for its whole life.
     """
-    count = len(lifetimes)
-    sizes = np.array([aligned(life.size) for life in lifetimes], np.int64)
-    firsts = np.array([life.first for life in lifetimes], np.int64)
-    lasts = np.array([life.last for life in lifetimes], np.int64)
-    offsets = np.zeros(count, np.int64)
-    placed = np.zeros(count, bool)
-    for index in sorted(range(count), key=lambda i: (-int(sizes[i]), int(firsts[i]), i)):
-        rivals = np.flatnonzero(placed & (firsts <= lasts[index]) & (lasts >= firsts[index]))
-        rivals = rivals[np.argsort(offsets[rivals], kind="stable")]
-        starts = offsets[rivals]
-        # everything below ends[i] is taken by the first i rivals
-        ends = (
-            np.concatenate([[0], np.maximum.accumulate(starts + sizes[rivals])])
-            if rivals.size
-            else np.zeros(1, np.int64)
-        )
-        fits = np.flatnonzero(starts - ends[:-1] >= sizes[index])
-        offsets[index] = ends[fits[0]] if fits.size else ends[-1]
-        placed[index] = True
-    return [int(x) for x in offsets], int((offsets + sizes).max(initial=0))
+    offsets, total = _laid_out(tuple(lifetimes))
+    return list(offsets), total
+
+
+@lru_cache(maxsize=16)  # most programs of a plan have the same lifetimes as another one
+def _laid_out(lifetimes: tuple[Lifetime, ...]) -> tuple[list[int], int]:
+    offsets, total = [0] * len(lifetimes), 0
+    lives = [(aligned(life.size), life.first, life.last) for life in lifetimes]
+    # What is placed, by offset: where it begins and ends, and its first and last call.
+    placed = np.empty((4, len(lives)), np.int64)
+    for count, index in enumerate(sorted(range(len(lives)), key=lambda i: (-lives[i][0], lives[i][1], i))):
+        size, first, last = lives[index]
+        begins, ends, firsts, lasts = placed[:, :count]
+        (rivals,) = ((firsts <= last) & (lasts >= first)).nonzero()
+        offset = 0
+        if rivals.size:
+            # taken[i]: everything below is, by the first i + 1 rivals
+            starts, taken = begins[rivals], np.maximum.accumulate(ends[rivals])
+            if starts[0] < size:
+                (fits,) = (starts[1:] - taken[:-1] >= size).nonzero()
+                offset = int(taken[fits[0] if fits.size else -1])
+        at = int(begins.searchsorted(offset, "right"))
+        placed[:, at + 1 : count + 1] = placed[:, at:count].copy()
+        placed[:, at] = offset, offset + size, first, last
+        offsets[index], total = offset, max(total, offset + size)
+    return offsets, total
 
 
 def live_peak(lifetimes: Sequence[Lifetime]) -> int:

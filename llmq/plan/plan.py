@@ -280,9 +280,12 @@ def make_plan(
     # `update` and `calibrate` take the vectors of scales whole, so these are counted first, and must not grow then.
     scales = _delayed_cells(programs.values())
     cells = {**recordings.cells, **_scale_cells(len(scales)), **({} if writing is None else writing.cells)}
-    programs["update"] = finished("update", forms(recordings.update(cells), weights, counted), collects=True)
-    programs["calibrate"] = finished("calibrate", forms(recordings.calibrate(cells), {}))
-    assert _delayed_cells(programs.values()) == scales
+    later = {
+        "update": finished("update", forms(recordings.update(cells), weights, counted), collects=True),
+        "calibrate": finished("calibrate", forms(recordings.calibrate(cells), {})),
+    }
+    assert set(_delayed_cells(later.values())) <= set(scales)
+    programs |= later
     frozen = [recordings.weights.refs[row.name] for row in recordings.rows if not row.trainable]
     persistent = persistent_storages(programs.values(), frozen, scratch_bytes)
     if readers:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 
 from llmq.ops.record import Call
 from llmq.tensor import Ref
@@ -14,14 +14,14 @@ def prune(calls: Sequence[Call]) -> list[Call]:
     read: set[tuple[str, bool]] = set()
     kept = []
     for call in reversed(calls):
-        refs = [result.ref for result in call.outputs if result is not None]
-        if any(ref.space != "activation" or not read.isdisjoint(_names(ref)) for ref in refs):
+        if any(result is not None and _is_read(result.ref, read) for result in call.outputs):
             # The name stays in `read`: pieces of a slot, and sums into it, are written by several calls.
             kept.append(call)
             read.update((ref.owner, ref.again) for ref in call.inputs if ref is not None)
     return kept[::-1]
 
 
-def _names(ref: Ref) -> set[tuple[str, bool]]:
-    """Under which a slot is read: the copies of a stack's entry by its name, its value by the stack's."""
-    return {(ref.name, ref.again), (ref.owner, ref.again)}
+def _is_read(ref: Ref, read: Collection[tuple[str, bool]]) -> bool:
+    """Whether a later call reads a slot, or it outlasts the program: the copies of a stack's entry are read by its
+    name, its value by the stack's."""
+    return ref.space != "activation" or (ref.name, ref.again) in read or (ref.owner, ref.again) in read
