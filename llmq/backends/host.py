@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import resource
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -45,7 +46,7 @@ class HostMemory:
 
     def place(self, home: str, offset: int, shape: tuple[int, ...], dtype: np.dtype) -> np.ndarray:
         """An array at an offset of an arena."""
-        size = int(np.prod(shape)) * dtype.itemsize
+        size = math.prod(shape) * dtype.itemsize
         return self._arenas[home][offset : offset + size].view(dtype).reshape(shape)
 
     def write(self, name: str, values: Values) -> None:
