@@ -13,7 +13,7 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import cache
-from importlib.metadata import PackageNotFoundError, version
+from importlib import metadata
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -241,11 +241,17 @@ def system_facts(device: Device = CPU) -> dict[str, Any]:
     for module, distribution in LIBRARIES.items():
         if module in sys.modules:
             try:
-                facts[distribution or module] = version(distribution or module)
-            except PackageNotFoundError:  # on the path without being installed
+                facts[distribution or module] = _version(distribution or module)
+            except metadata.PackageNotFoundError:  # on the path without being installed
                 facts[distribution or module] = str(getattr(sys.modules[module], "__version__", "unknown"))
     facts["blas"] = blas.in_words()
     return facts
+
+
+@cache
+def _version(distribution: str) -> str:
+    """Of what is installed, whose metadata is read once."""
+    return metadata.version(distribution)
 
 
 def _gpu_name(device: Device) -> str:
