@@ -85,10 +85,10 @@ def pytest_collection_modifyitems(config, items):
     if config.option.markexpr:
         return
     unwanted = [marker for marker, flag in CHOSEN_BY.items() if not config.getoption(flag)]
-    dropped = [item for item in items if any(item.get_closest_marker(marker) for marker in unwanted)]
+    dropped = {item for item in items if any(item.get_closest_marker(marker) for marker in unwanted)}
     if dropped:
-        config.hook.pytest_deselected(items=dropped)
-        items[:] = [item for item in items if item not in set(dropped)]
+        config.hook.pytest_deselected(items=[*dropped])
+        items[:] = [item for item in items if item not in dropped]
 
 
 def pytest_collection_finish():

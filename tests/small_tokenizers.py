@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +19,15 @@ EOS = "<|endoftext|>"
 
 def byte_level(pattern: str | None = None, *, digits: bool = False, added: tuple[str, ...] = ()) -> Tokenizer:
     """A byte-level BPE with some merges, which puts EOS behind text if it may; `pattern` None is GPT-2's."""
+    tokenizer = Tokenizer.from_str(_trained(pattern, digits))
+    if added:
+        tokenizer.add_tokens(list(added))
+    return tokenizer
+
+
+@cache
+def _trained(pattern: str | None, digits: bool) -> str:
+    """The JSON of one without added tokens: training takes longer than reading it."""
     tokenizer = Tokenizer(models.BPE())
     tokenizer.normalizer = normalizers.NFC()
     parts: list[Any] = [pre_tokenizers.Digits(individual_digits=True)] if digits else []
@@ -35,9 +45,7 @@ def byte_level(pattern: str | None = None, *, digits: bool = False, added: tuple
     tokenizer.train_from_iterator([SAMPLE * 3, SAMPLE.replace("\n", " \n "), SAMPLE.replace(" ", "\n")] * 3, trainer)
     eos = (EOS, tokenizer.token_to_id(EOS))
     tokenizer.post_processor = processors.TemplateProcessing(single=f"$A {EOS}", special_tokens=[eos])
-    if added:
-        tokenizer.add_tokens(list(added))
-    return tokenizer
+    return tokenizer.to_str()
 
 
 def save(tokenizer: Tokenizer, folder: Path, config: dict[str, Any] | None = None) -> Path:

@@ -95,7 +95,8 @@ def modules() -> dict[str, Path]:
     return names
 
 
-def imported(module: str, *, at_import: bool = False) -> set[str]:
+@cache
+def imported(module: str, *, at_import: bool = False) -> frozenset[str]:
     """Dotted names that a module imports, anywhere or (`at_import`) when it is imported itself.
 
     `from llmq.model import rope` counts as `llmq.model.rope`; a relative import is resolved; imports for types count.
@@ -110,7 +111,7 @@ def imported(module: str, *, at_import: bool = False) -> set[str]:
             above = package.split(".")[: len(package.split(".")) - node.level + 1] if node.level else []
             source = ".".join([*above, *filter(None, [node.module])])
             found.update(f"{source}.{a.name}" if f"{source}.{a.name}" in modules() else source for a in node.names)
-    return found
+    return frozenset(found)
 
 
 def at_import_nodes(node: ast.AST) -> Iterator[ast.AST]:
@@ -121,7 +122,7 @@ def at_import_nodes(node: ast.AST) -> Iterator[ast.AST]:
             yield from at_import_nodes(child)
 
 
-def reached(*start: str, at_import: bool) -> dict[str, set[str]]:
+def reached(*start: str, at_import: bool) -> dict[str, frozenset[str]]:
     """The modules that `start` imports at any depth, itself included, each with what it imports."""
     todo, found = list(start), {}
     while todo:
