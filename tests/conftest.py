@@ -1,5 +1,9 @@
 """Which tests run: `slow` ones with --all, `judge` ones with --judges, `sweep` ones with --sweeps, `gpu` ones on a
-CUDA device."""
+CUDA device.
+
+Of a test with the marker `sample` as many cases run as it takes to have each value of each parameter; the others are
+slow, or with `sample("sweep")` a sweep. With `by=2` each pair of values is there.
+"""
 
 import ctypes
 import gc
@@ -7,6 +11,8 @@ import importlib.util
 import os
 import shutil
 import signal
+from collections import defaultdict
+from itertools import combinations
 
 import hypothesis
 import pytest
@@ -82,6 +88,7 @@ def pytest_collection_modifyitems(config, items):
             if marker := item.get_closest_marker("gpu"):
                 emulated = shutil.which("g++") and _is_emulated(config, item, marker.kwargs.get("emulated"))
                 item.add_marker(pytest.mark.emulated if emulated else pytest.mark.skip(reason=problem))
+    _sample(items)
     if config.option.markexpr:
         return
     unwanted = [marker for marker, flag in CHOSEN_BY.items() if not config.getoption(flag)]
@@ -89,6 +96,28 @@ def pytest_collection_modifyitems(config, items):
     if dropped:
         config.hook.pytest_deselected(items=[*dropped])
         items[:] = [item for item in items if item not in dropped]
+
+
+def _sample(items):
+    """Marks the cases that the marker `sample` leaves out: slow, or what it names."""
+    cases = defaultdict(dict)  # by test, what each case covers
+    for item in items:
+        if (marker := item.get_closest_marker("sample")) and not _is_left_out(item, marker):
+            values = sorted((name, repr(value)) for name, value in item.callspec.params.items())
+            cases[item.parent.nodeid, item.originalname][item] = {*combinations(values, marker.kwargs.get("by", 1))}
+    for covers in cases.values():
+        missing = set().union(*covers.values())
+        while missing:
+            best = max(covers, key=lambda item: len(covers[item] & missing))  # the first of the best
+            missing -= covers.pop(best)
+        for item in covers:
+            item.add_marker(*item.get_closest_marker("sample").args or ["slow"])
+
+
+def _is_left_out(item, marker):
+    """Whether a case is one of those already that `sample` would make of it."""
+    names = ("sweep",) if marker.args == ("sweep",) else ("slow", "sweep")
+    return any(item.get_closest_marker(name) for name in names)
 
 
 def pytest_collection_finish():

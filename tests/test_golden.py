@@ -174,6 +174,7 @@ def test_bf16_gradients(family):
     assert worst(ratios) <= (1.5, "")
 
 
+@pytest.mark.sample
 @pytest.mark.parametrize("scaling", SCALINGS)
 @pytest.mark.parametrize("gradient", ["e4m3", "e5m2"])
 @pytest.mark.parametrize(

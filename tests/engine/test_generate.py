@@ -218,6 +218,7 @@ def test_a_trainer_writes_what_a_generator_of_its_weights_writes():
     assert texts(Generator.beside(engine)) == texts(opened())
 
 
+@pytest.mark.sample
 @pytest.mark.parametrize("host", [(), ("weight", "master")], ids=["device", "host"])
 @pytest.mark.parametrize("level", [1, 3])
 def test_ranks_that_share_out_weights_write_what_one_alone_does(level, host):

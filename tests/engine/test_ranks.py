@@ -84,7 +84,7 @@ SOME_LEVELS = pytest.mark.parametrize(
     [
         pytest.param("fp8", 2, marks=SLOW),
         ("fp32-master", 3),
-        ("several", 3),
+        ("several", 2),
         ("prefix", 2),
         pytest.param("prompt", 3, marks=SLOW),
         *(pytest.param(name, size, marks=SLOW if size == 2 else SWEEP) for name in RUNS for size in (1, 2, 3, 4, 8)),
@@ -211,6 +211,7 @@ def test_the_collectives_of_a_layer_stand_together():
     assert len(reduced) == layers + 2
 
 
+@pytest.mark.sample
 @pytest.mark.parametrize("level", LEVELS)
 @pytest.mark.parametrize("name", ["bf16", "exchanged", "wire", "compressed"])
 def test_collectives_that_are_made_as_one_do_not_read_what_the_others_write(name, level):

@@ -119,6 +119,7 @@ def test_a_template_that_is_given_is_exported_alone(given, tmp_path, own, way):
     assert f"The exported model has the chat template of its training data ({CHATML}){instead}\n" in said
 
 
+@pytest.mark.sample
 @pytest.mark.parametrize("template", [None, "tokenizer"])
 @pytest.mark.parametrize("own", ["config", "list", "files"])
 def test_the_tokenizer_s_own_templates_stay_as_they_are(given, tmp_path, own, template):

@@ -136,6 +136,7 @@ CAPABILITIES = pytest.mark.parametrize("capability", [*SOME, *(pytest.param(n, m
 REGISTERS = {32: 104, 64: 120, 80: 144, 128: 144, 256: 168}  # most of any kernel and card, by head_dim
 
 
+@pytest.mark.sample("sweep")
 @pytest.mark.slow
 @pytest.mark.parametrize("capability", [*SOME, *MORE])
 @pytest.mark.parametrize("packed", [0, 1], ids=["dense", "packed"])

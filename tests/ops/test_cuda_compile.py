@@ -451,6 +451,7 @@ def test_every_source_names_the_supported_cards():
 NORM_WIDTHS = sorted({config.hidden_size for config in PRESETS.values()} | set(range(64, 4096, 64)) | {32768})
 
 
+@pytest.mark.sample
 @pytest.mark.parametrize("capability", CAPABILITIES)
 @pytest.mark.parametrize("dtype", ["bf16", "fp32"])
 def test_norms_of_every_width_have_the_shared_memory_that_they_ask_for(launches, capability, dtype):
@@ -559,6 +560,7 @@ def test_the_kernels_refuse_such_columns_too(launches, op):
         cuda_compile.compiled(op, 90, constants)
 
 
+@pytest.mark.sample("sweep")
 @pytest.mark.slow
 @pytest.mark.parametrize("capability", CAPABILITIES)
 @pytest.mark.parametrize("head_dim", [12, 20, 100])
@@ -586,7 +588,9 @@ def norms(noted: Launches, dtype: str, width: int, forms: tuple[Form | None, ...
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("capability", CAPABILITIES)
+@pytest.mark.parametrize(
+    "capability", [pytest.param(n, marks=() if n in (80, 90, 120) else pytest.mark.sweep) for n in CAPABILITIES]
+)
 def test_every_kernel_compiles_within_its_registers_and_does_not_spill(launches, capability):
     """What training in bf16 and fp8 launches at 0.5B, and for one card in fp32 as well."""
     pytest.importorskip("cuda.bindings.nvrtc", reason="needs cuda-bindings and nvidia-cuda-nvrtc")

@@ -32,6 +32,7 @@ PRECISIONS = {"bf16": BF16, "delayed": FP8["e4m3", "delayed"], "current": FP8["e
 OFTEN = (("streamed", "lora", "nf4", "bf16"), ("fused", "dora", None, "bf16"), ("residual", "ia3", "nf4", "bf16"))
 
 
+@pytest.mark.sample("sweep", by=2)
 @pytest.mark.parametrize(
     ("move", "method", "base", "kind"),
     [

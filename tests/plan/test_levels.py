@@ -29,7 +29,7 @@ def plan_at(level, precision=BF16, size=4, **more):
 @pytest.mark.parametrize(
     ("precision", "more"),
     [
-        (BF16, {}),
+        pytest.param(BF16, {}, marks=pytest.mark.slow),
         pytest.param(
             replace(BF16, master="fp32", grad="fp32"),
             {"memory": Memory(("recompute_block",))},

@@ -27,7 +27,7 @@ KINDS = {
     "masters in place": replace(REMADE, host=STATES, zero_copy=True),
     "streamed": replace(REMADE, host=("master", "weight")),
 }
-USUAL = ("fp8-e5m2-delayed", "fp8-e4m3-current")
+USUAL = ("fp8-e4m3-current",)
 SPELLED = {"train_file": "a.bin", "model": "m"}
 
 
@@ -39,7 +39,11 @@ def sites(plan):
 @pytest.mark.parametrize(
     "precision",
     [
-        pytest.param(p, id=name, marks=() if name in USUAL else pytest.mark.sweep)
+        pytest.param(
+            p,
+            id=name,
+            marks=() if name in USUAL else pytest.mark.slow if name == "fp8-e5m2-delayed" else pytest.mark.sweep,
+        )
         for name, p in {**PRECISIONS, "wide": replace(DELAYED, master="fp32")}.items()
         if name not in ("fp32", "bf16")
     ],

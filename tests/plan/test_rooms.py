@@ -76,6 +76,7 @@ def assert_not_trained(plan, names):
         assert not [name for name, ref in plan.persistent.items() if ref.space == space and ref.name in names]
 
 
+@pytest.mark.sample
 @pytest.mark.parametrize("config", [tiny(), UNTIED], ids=["tied", "untied"])
 @pytest.mark.parametrize("stored", [None, TENSORWISE, TILEWISE], ids=lambda form: form and form.scaling)
 def test_the_gradients_of_an_adapter_are_those_of_finite_differences(stored, config):
@@ -110,6 +111,7 @@ def test_an_adapter_of_the_head_works_in_chunks(chunks):
     assert np.any(whole.parameter("head.b"))
 
 
+@pytest.mark.sample
 @HELD
 @ALL
 def test_a_quantized_base_is_held_once(precision, stored):
@@ -135,6 +137,7 @@ def test_a_quantized_base_is_held_once(precision, stored):
     assert result_of(block) == result_of(plan)
 
 
+@pytest.mark.sample
 @HELD
 @pytest.mark.parametrize("precision", [FP32, BF16], ids=["fp32", "bf16"])
 def test_a_quantized_base_is_the_base_that_it_stands_for(precision, stored):
@@ -188,6 +191,7 @@ def test_a_quantized_base_can_be_planned_for_a_gpu(scaling):
             plan_of(precision, sites=partial(adapted, stored=TILEWISE), **planned)
 
 
+@pytest.mark.sample
 @pytest.mark.parametrize(
     "about",
     [

@@ -110,6 +110,7 @@ def train(engine, alone, found, rates, count=3):
 RATES = (1e-2, 3e-3, 2e-2)
 
 
+@pytest.mark.sample
 @pytest.mark.parametrize("config", [tiny(), UNTIED], ids=["tied", "untied"])
 @pytest.mark.parametrize("memory", [Memory(head_chunks=4), Memory(("recompute_block",), head_chunks=1)])
 def test_each_is_trained_as_it_would_be_alone(config, memory):
@@ -250,7 +251,7 @@ def test_a_quantized_base(base):
 
 def test_what_it_costs_on_a_gpu_is_that_of_one():
     """No more scratch or memory than adapters and their states take, and the same arithmetic."""
-    config = preset("Qwen2.5-0.5B")
+    config = replace(preset("Qwen2.5-0.5B"), num_layers=6)
     one = adapters("all", 16, config)
     eight = alike(one, 8, 16)
     rate = {"bf16": 1.0}

@@ -95,6 +95,7 @@ def test_gradients_are_those_of_finite_differences(method, wiring):
         assert slope == pytest.approx(float(np.sum(gradient * direction)), rel=2e-6), name
 
 
+@pytest.mark.sample
 @METHODS
 @EVERY
 def test_recomputing_changes_no_bit(precision, method):
@@ -106,6 +107,7 @@ def test_recomputing_changes_no_bit(precision, method):
         assert steps(other, 3) == losses and bits(other) == bits(engine)
 
 
+@pytest.mark.sample
 @METHODS
 @pytest.mark.parametrize(
     "memory",
@@ -132,6 +134,7 @@ def test_what_moves_bytes_changes_no_bit(memory, method):
     assert found[0] == found[1] and len(set(found[0][0])) == 3
 
 
+@pytest.mark.sample
 @METHODS
 @pytest.mark.parametrize(
     ("kind", "base"),
@@ -220,6 +223,7 @@ def test_nothing_else_is_computed_for_a_prefix():
     assert len(names) == 2 and all(places[out] is places[given] for out, given in names)
 
 
+@pytest.mark.sample
 @METHODS
 @pytest.mark.parametrize("precision", [BF16, FP8["e4m3", "delayed"], FP8["e4m3", "rowwise"], FP8["e5m2", "blockwise"]])
 def test_they_can_be_planned_for_a_gpu(precision, method):
@@ -240,6 +244,7 @@ def texts(generator):
     return found
 
 
+@pytest.mark.sample
 @METHODS
 @pytest.mark.parametrize("packed", [True, False], ids=["packed", "dense"])
 @pytest.mark.parametrize("wiring", WIRINGS)

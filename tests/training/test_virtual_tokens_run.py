@@ -162,6 +162,7 @@ def test_a_prompt_begins_as_a_text(tmp_path):
         prompt(3, bare)
 
 
+@pytest.mark.sample
 @pytest.mark.parametrize(
     ("change", "says"),
     [

@@ -87,6 +87,7 @@ def texts(folder: Path) -> Path:
     return folder / "texts"
 
 
+@pytest.mark.sample
 @pytest.mark.parametrize("make", [rows, text, texts])
 @pytest.mark.parametrize("seed", range(1, 4))
 def test_an_interrupted_call_resumes_to_the_same_bytes(tmp_path: Path, small, small_tokenizer, make, seed) -> None:
