@@ -44,6 +44,14 @@ LONG = {
     "lmhead_chunks": 64,
 }
 NF4 = {**LORA_E4M3, "base_dtype": "nf4"}
+IN_24_GIB = {
+    **dict.fromkeys(("stream_weights", "offload_gradients", "offload_optimizer", "recompute_block"), True),
+    "opt_m_dtype": "int8",
+    "opt_v_dtype": "e4m3",
+}
+BLOCK = {**NARROW, "recompute_block": True}
+QLORA = {**LORA, "lora_rank": 32, "base_dtype": "nf4", **LONG}
+MOMENTS, ZERO_COPY = {"offload_opt_m": True, "offload_opt_v": True}, {"use_zero_copy": True}
 
 
 @dataclass(frozen=True)
@@ -77,6 +85,11 @@ def on_two(model, dtype, speeds, batch_size, tokens, options):
         )
         for level, speed in speeds.items()
     ]
+
+
+def tiles(number):
+    """A long sequence in tiles, with chunks of half as many tokens."""
+    return {"seq_tiles": number, "lmhead_chunks": 2 * number}
 
 
 ROWS = [
@@ -124,7 +137,7 @@ ROWS = [
     Measured("Qwen2.5-7B bf16, LoRA 16, 2x4096", 17_898, 2, 65_536, LORA, 4096),
     Measured("Qwen2.5-7B e4m3, LoRA 16, 2x4096", 26_356, 2, 65_536, LORA_E4M3, 4096),
     Measured("Qwen2.5-32B e4m3, LoRA 16 on nf4, 4x1024", 6_996, 4, 16_384, NF4),
-    Measured("Qwen2.5-7B e4m3, 32x1024, in 16 GiB", 17_453, 32, WHOLE, {**E4M3, **IN_16_GIB}),
+    Measured("Qwen2.5-7B e4m3, 32x1024, in 16 GiB", 18_248, 32, WHOLE, {**E4M3, **IN_16_GIB}),
     Measured("Llama-3-8B bf16, 1x131072", 2_550, 1, 131_072, {**NARROW, **LONG}, 131_072),
     *on_two("Qwen2.5-0.5B", "bf16", {1: 335_157, 3: 319_756}, 32, WHOLE, NARROW),
     *on_two("Qwen2.5-0.5B", "e4m3", {1: 434_295, 3: 414_995}, 32, WHOLE, E4M3),
@@ -132,6 +145,13 @@ ROWS = [
     *on_two("Qwen2.5-1.5B", "e4m3", {1: 179_583, 3: 175_099}, 32, WHOLE, E4M3),
     *on_two("Qwen2.5-7B", "e4m3", {1: 46_568}, 16, 131_072, E4M3),
     *on_two("Qwen2.5-7B", "e4m3", {1: 44_091}, 16, 32_768, E4M3),
+    Measured("Qwen2.5-14B bf16, 16x1024, in 24 GiB", 5_169, 16, 131_072, {**NARROW, **IN_24_GIB}),
+    Measured("Llama-3.1-8B bf16, QLoRA 32, 1x147456", 2_447, 1, 147_456, {**QLORA, **tiles(18)}, 147_456),
+    Measured("Llama-3.1-8B bf16, QLoRA 32, 1x344064", 1_184, 1, 344_064, {**QLORA, **tiles(42)}, 344_064),
+    Measured("Qwen2.5-7B e4m3, 16x1024, moments on the host", 23_551, 16, WHOLE, {**E4M3, **MOMENTS}),
+    Measured("Qwen2.5-7B e4m3, the same with `--use-zero-copy`", 23_641, 16, WHOLE, {**E4M3, **MOMENTS, **ZERO_COPY}),
+    Measured("Qwen2.5-7B bf16, 16x1024, `--recompute-block`", 11_908, 16, 65_536, BLOCK),
+    Measured("Qwen2.5-0.5B bf16, 32x1024, `--recompute-block`", 139_593, 32, 131_072, BLOCK),
 ]
 USUAL = (0, 3, 6, 11, 15, 24, 25, 26)  # in every run of the tests; all with --sweeps
 SLOW = (28,)  # of all layers on the host

@@ -51,10 +51,7 @@ IN_24 = (
     "--opt-m-dtype int8 --opt-v-dtype e4m3 --stream-weights --offload-gradients --offload-optimizer --batch-size 16 "
     "--recompute-block"
 )
-LONG = (
-    "--offload-gradients --offload-opt-m --batch-size 1 --recompute-ffn --recompute-norm --offload-residual "
-    "--seq-tiles 16 --lmhead-chunks 64"
-)
+LONG = "--offload-optimizer --batch-size 1 --recompute-ffn --recompute-norm --offload-residual"
 NF4 = "--lora-rank 16 --base-dtype nf4 --recompute-block --offload-residual --lmhead-chunks 4 --batch-size 1"
 ROWS = [
     Must("Qwen2.5-7B, e4m3", "Qwen2.5-7B", IN_16, SEVEN, limit=16),
@@ -66,7 +63,7 @@ ROWS = [
     Must("the same, 704,512", "llama3_8b", "", f"{QLORA} --seq-tiles 86 --lmhead-chunks 172", 704_512, 704_512, 80),
     Must("Llama-3-70B", "llama3_70b", "", NF4, 2048, 8192, 46),
 ]
-QUICK, LONG = ("Llama-3-70B",), ("the same, 704,512",)
+QUICK, LONGEST = ("Llama-3-70B",), ("the same, 704,512",)
 
 
 def planned(model, flags, seq_len, tokens, limit=None):
@@ -90,7 +87,7 @@ def planned(model, flags, seq_len, tokens, limit=None):
 @pytest.mark.parametrize(
     "must",
     [
-        pytest.param(one, id=one.start, marks=() if one.start in QUICK else SWEEP if one.start in LONG else SLOW)
+        pytest.param(one, id=one.start, marks=() if one.start in QUICK else SWEEP if one.start in LONGEST else SLOW)
         for one in ROWS
     ],
 )
