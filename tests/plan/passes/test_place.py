@@ -139,6 +139,15 @@ def test_what_another_lane_reads_lives_until_the_main_lane_has_waited_for_it():
     assert "a" in here.deaths[1]
 
 
+def test_what_collectives_touch_that_may_be_made_as_one_lives_while_all_run():
+    """In the order of recording the second result could take the bytes of what the first one reads."""
+    gathers = [formed("all_gather", (out,), (share,), lane="main") for out, share in ((C, A), (D, B))]
+    program = place("one", [plain(A), plain(B), *gathers, used(C, D)])
+    assert len(set(offsets(program).values())) == 4 and program.births[2] == ("c", "d")
+    apart = place("one", [plain(A), plain(B), gathers[0], used(C), gathers[1], used(C, D)])
+    assert offsets(apart)["d"] == offsets(apart)["a"]
+
+
 def check(program):
     """No two slots that live at the same call lie on the same bytes, unless one took over the other's; brute force."""
     lives, sizes = {}, {}
