@@ -43,11 +43,17 @@ PRECISIONS = {
     "fp8-some": replace(FP8_HEAD, scaling="current", wide=("layers.0.mlp.down", "layers.1.attention.qkv")),
 }
 
-USUAL = ("bf16", "fp8-e5m2-delayed")
-EVERY = pytest.mark.parametrize(
-    "precision",
-    [pytest.param(p, id=name, marks=[] if name in USUAL else pytest.mark.slow) for name, p in PRECISIONS.items()],
-)
+
+def every(*usual: str) -> pytest.MarkDecorator:
+    """Every precision, those that are not named in slow tests."""
+    return pytest.mark.parametrize(
+        "precision",
+        [pytest.param(p, id=name, marks=[] if name in usual else pytest.mark.slow) for name, p in PRECISIONS.items()],
+    )
+
+
+EVERY = every("bf16", "fp8-e5m2-delayed")
+EVERY_FP8 = every("fp8-e5m2-delayed")
 
 
 def tiny(**changes: object) -> ModelConfig:

@@ -59,7 +59,7 @@ def engine(name: str, **changes) -> Engine:
 
 OFTEN = ("bf16", "fp8-e4m3-blockwise")
 CASES = [pytest.param(name, {}, marks=() if name in OFTEN else pytest.mark.slow) for name in PRECISIONS] + [
-    ("bf16", {"architecture": "Qwen3ForCausalLM"}),
+    pytest.param("bf16", {"architecture": "Qwen3ForCausalLM"}, marks=pytest.mark.slow),
     pytest.param("bf16", {"tie_embeddings": False}, marks=pytest.mark.slow),
     ("fp32", {"packing": Packing(2, T)}),
     pytest.param("bf16", {"noise": True}, marks=pytest.mark.slow),

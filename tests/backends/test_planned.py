@@ -26,6 +26,7 @@ def workspace(config, deterministic=True, **shape):
     return plan_of(BF16, Memory((), 8), config, **shape, scratch_bytes=backend.scratch_bytes).table()["Workspace"]
 
 
+@pytest.mark.slow
 def test_the_workspace_is_about_what_was_measured():
     """On an H200 with cuDNN 9.19: 252 MiB at 8x1024 of the 0.5B model, 1.0 GiB at 32x1024."""
     config = preset("Qwen2.5-0.5B")

@@ -65,6 +65,7 @@ def test_one_then_all_at_every_level(shape, tmp_path, capsys):
         assert one["ladder"][1]["ms"] == pytest.approx(share, abs=1e-9)
 
 
+@pytest.mark.slow
 def test_results_of_several_gpus_are_compared_with_their_own(shape, tmp_path, capsys):
     on_ranks(replace(shape, save=tmp_path / "old.json"))
     content = json.loads((tmp_path / "old.json").read_text())
@@ -80,6 +81,7 @@ def test_results_of_several_gpus_are_compared_with_their_own(shape, tmp_path, ca
         on_ranks(replace(compared, seq_len=8))
 
 
+@pytest.mark.slow
 def test_the_batch_fits_every_rank_at_every_level(shape, monkeypatch):
     seen, fitting = [], bench_run.fitting_plan
 

@@ -499,6 +499,7 @@ def test_the_host_is_planned_as_the_trainer_plans(monkeypatch):
     assert same.table() == plan.table()
 
 
+@pytest.mark.slow
 def test_the_plan_that_fit_takes_is_measured(memory, capsys, monkeypatch):
     """In a little less than what the fastest needs, and in no more of the host than there is."""
     monkeypatch.setattr("llmq.training.fit.RECOMPUTE", ("", "block"))

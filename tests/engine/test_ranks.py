@@ -84,8 +84,7 @@ SOME_LEVELS = pytest.mark.parametrize(
     [
         pytest.param("fp8", 2, marks=SLOW),
         ("fp32-master", 3),
-        ("several", 2),
-        ("prefix", 2),
+        *(pytest.param(name, 2, marks=SLOW) for name in ("several", "prefix")),
         pytest.param("prompt", 3, marks=SLOW),
         *(pytest.param(name, size, marks=SLOW if size == 2 else SWEEP) for name in RUNS for size in (1, 2, 3, 4, 8)),
     ],

@@ -47,6 +47,7 @@ def steps(folder):
     return sorted(int(path.name[5:]) for path in folder.glob("step-*"))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("ranks", ["threads", "processes"])
 def test_three_writers_and_one_or_two_readers(tmp_path, ranks):
     saving = begin(tmp_path, 4, WORLD)

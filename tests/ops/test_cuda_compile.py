@@ -494,7 +494,11 @@ def test_the_gradient_of_an_embedding_refuses_tokens_beyond_what_ranks_can_numbe
 
 
 @pytest.mark.parametrize(
-    ("constant", "says"), [("GROUPING_BYTES", "size of Grouping"), ("MOST_TOKENS", "rank does not fit beside its bin")]
+    ("constant", "says"),
+    [
+        ("GROUPING_BYTES", "size of Grouping"),
+        pytest.param("MOST_TOKENS", "rank does not fit beside its bin", marks=pytest.mark.slow),
+    ],
 )
 def test_the_kernels_hold_the_launcher_of_an_embedding_to_its_sizes(launches, constant, says):
     """Of the largest bins that there are."""

@@ -38,7 +38,7 @@ def magnitudes(lowest):
     return value.astype(np.float32), rng.choice([-1, 1], SHAPE).astype(np.float32)
 
 
-@pytest.mark.parametrize("dtype", ["e4m3", "int8"])
+@pytest.mark.parametrize("dtype", ["e4m3", pytest.param("int8", marks=pytest.mark.slow)])
 def test_a_number_keeps_its_mean(dtype):
     """A number lies between codes that are at most an eighth of it apart, or the least step; a deviation of the mean is
     at most half of that by the root of COUNT, and 6 of them are never seen."""
@@ -49,7 +49,7 @@ def test_a_number_keeps_its_mean(dtype):
     assert np.all(found[value == 0] == 0)
 
 
-@pytest.mark.parametrize("dtype", ["e4m3", "uint8"])
+@pytest.mark.parametrize("dtype", [pytest.param("e4m3", marks=pytest.mark.slow), "uint8"])
 def test_a_root_keeps_the_mean_of_its_square_and_is_never_zero(dtype):
     """Above the least step; a square below that is raised to it."""
     value, _ = magnitudes(-12)

@@ -93,6 +93,7 @@ def test_accumulation_adds_in_f32_and_rounds_once(op, name, dtype):
     assert not np.array_equal(added, start)
 
 
+@pytest.mark.sample
 @SIZES
 @pytest.mark.parametrize("dtype", ["fp64", "fp32", "bf16"])
 @pytest.mark.parametrize(("op", "name", "given"), SHARED)
@@ -123,6 +124,7 @@ FORMS = [
 ]
 
 
+@pytest.mark.sample
 @SIZES
 @pytest.mark.parametrize("dtype", ["fp32", "bf16"])
 @pytest.mark.parametrize(("op", "name"), [(op, name) for op in OPS for name in sorted(seam.record(op).forms)])

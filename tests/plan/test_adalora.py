@@ -114,7 +114,7 @@ SAME = {
 
 
 @pytest.mark.parametrize(
-    "case", [name if name != "gradients" else pytest.param(name, marks=pytest.mark.slow) for name in SAME]
+    "case", [pytest.param(name, marks=() if name in ("recomputed", "fused") else pytest.mark.slow) for name in SAME]
 )
 @pytest.mark.parametrize(
     "precision",
@@ -163,9 +163,8 @@ def test_tiles_of_the_mlp_have_the_regulariser_once():
             np.testing.assert_allclose(one, other, rtol=1e-9, atol=1e-12)
 
 
-@pytest.mark.parametrize(
-    "precision", [pytest.param(FP32, id="fp32"), pytest.param(BF16, id="bf16", marks=pytest.mark.slow)]
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("precision", [pytest.param(FP32, id="fp32"), pytest.param(BF16, id="bf16")])
 def test_every_level_of_sharing_keeps_the_same(precision):
     """Of two ranks, with the same bits; the wide maps have several tiles of 128 rows."""
     config = tiny(vocab_size=1000, hidden_size=64, head_dim=16, intermediate_size=320)
@@ -243,7 +242,13 @@ def test_ranks_that_a_gpu_cannot_update_are_refused():
         )
 
 
-@pytest.mark.parametrize("precision", [BF16, FP8["e4m3", "delayed"], FP8["e4m3", "rowwise"], FP8["e5m2", "blockwise"]])
+@pytest.mark.parametrize(
+    "precision",
+    [
+        FP8["e4m3", "rowwise"],
+        *(pytest.param(p, marks=pytest.mark.slow) for p in (BF16, FP8["e4m3", "delayed"], FP8["e5m2", "blockwise"])),
+    ],
+)
 def test_it_can_be_planned_for_a_gpu(precision):
     config = tiny(hidden_size=256, head_dim=64, intermediate_size=384)
     scratch = {"scratch_bytes": PlannedBackend().scratch_bytes}

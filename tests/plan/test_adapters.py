@@ -9,6 +9,7 @@ import pytest
 from tiny_engines import (
     BF16,
     EVERY,
+    EVERY_FP8,
     FP8,
     FP32,
     FP64,
@@ -130,7 +131,7 @@ def test_it_computes_what_the_merged_weights_do(rslora):
     np.testing.assert_allclose(next_logits(engine, np.arange(7)), next_logits(plain, np.arange(7)), rtol=1e-9)
 
 
-@EVERY
+@EVERY_FP8
 @pytest.mark.parametrize("dropout", [pytest.param(0.0, marks=pytest.mark.slow), 0.2])
 def test_the_base_is_frozen_and_recomputing_changes_no_bit(precision, dropout):
     about = {"adapters": adapters(dropout=dropout)}
@@ -154,7 +155,7 @@ def test_the_base_is_frozen_and_recomputing_changes_no_bit(precision, dropout):
     assert last < losses[0]
 
 
-@EVERY
+@EVERY_FP8
 def test_recomputing_magnitudes_changes_no_bit_and_nothing_of_the_base_is_written(precision):
     about = {"adapters": adapters("q_proj,v_proj,mlp", dora=True, dropout=0.2, bias="all")}
     engine = warm(plan_of(precision, **about))
@@ -171,10 +172,8 @@ def test_recomputing_magnitudes_changes_no_bit_and_nothing_of_the_base_is_writte
     } <= {precision.stat}
 
 
-@pytest.mark.parametrize(
-    "precision",
-    [pytest.param(BF16, id="bf16"), pytest.param(FP8["e4m3", "current"], id="fp8", marks=pytest.mark.slow)],
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("precision", [BF16, FP8["e4m3", "current"]], ids=["bf16", "fp8"])
 def test_magnitudes_of_a_quantized_base_are_those_of_what_it_stands_for(precision):
     about = {"dropout": 0.1, "dora": True}
     engine = warm(plan_of(precision, adapters=adapters(base="e4m3", **about)))
@@ -266,7 +265,7 @@ def test_dropout_goes_by_the_sample_and_not_by_the_batch_or_the_chunk(chunks):
             np.testing.assert_allclose(split.gradient(row.name), whole.gradient(row.name), rtol=1e-8, atol=1e-12)
 
 
-@EVERY
+@EVERY_FP8
 def test_a_base_in_e4m3_is_held_once_and_is_what_it_stands_for(precision):
     about = {"adapters": adapters(base="e4m3", dropout=0.1)}
     plan, plain = plan_of(precision, **about), plan_of(precision, adapters=adapters(dropout=0.1))

@@ -68,6 +68,7 @@ def test_offloading_is_advised_where_recomputing_is_not_enough():
         refuse_if_too_large(plan, fits)
 
 
+@pytest.mark.slow
 def test_streamed_weights_are_proposed_to_many_ranks_too():
     """Where no level of sharing is enough."""
     sharding = at_level(Sharding(0, 2), 3)
@@ -261,6 +262,7 @@ def planned_by_advice(monkeypatch):
     return planned
 
 
+@pytest.mark.slow
 def test_more_sharing_is_the_first_advice_of_many_ranks(monkeypatch):
     one, three = at_two_levels()
     assert three.total_bytes < one.total_bytes

@@ -26,16 +26,13 @@ def plan_at(level, precision=BF16, size=4, **more):
     return make_plan(spec, scratch)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("precision", "more"),
     [
-        pytest.param(BF16, {}, marks=pytest.mark.slow),
-        pytest.param(
-            replace(BF16, master="fp32", grad="fp32"),
-            {"memory": Memory(("recompute_block",))},
-            marks=pytest.mark.slow,
-        ),
-        pytest.param(FP8["e4m3", "delayed"], {}, marks=pytest.mark.slow),
+        (BF16, {}),
+        (replace(BF16, master="fp32", grad="fp32"), {"memory": Memory(("recompute_block",))}),
+        (FP8["e4m3", "delayed"], {}),
         (BF16, {"memory": Memory(("recompute_block",), host=("grad", "weight", "master"))}),
     ],
 )

@@ -34,10 +34,10 @@ from llmq.tensor import Ref
 CONFIG = tiny(vocab_size=300, intermediate_size=176)  # matrices of several tiles of 128 rows, the last one short
 STATES = ("master", "m", "v")
 SLOW = pytest.mark.sweep
-USUAL = ("bf16", "fp8-e5m2-delayed")
+MARKS = {"fp8-e5m2-delayed": (), "bf16": pytest.mark.slow}  # by precision
 EVERY = pytest.mark.parametrize(
     "precision",
-    [pytest.param(p, id=name, marks=() if name in USUAL else SLOW) for name, p in PRECISIONS.items()],
+    [pytest.param(p, id=name, marks=MARKS.get(name, SLOW)) for name, p in PRECISIONS.items()],
 )
 RESIDUALS = Memory(("recompute_block",), offload=(RESIDUAL,))
 
@@ -167,7 +167,9 @@ def test_offloaded_residuals_are_bit_equal(precision):
         assert result_of(plan) == expected and plan.arena_bytes("host") > 0
 
 
-@pytest.mark.parametrize("precision", [BF16, FP8["e4m3", "delayed"]], ids=["bf16", "fp8"])
+@pytest.mark.parametrize(
+    "precision", [BF16, pytest.param(FP8["e4m3", "delayed"], marks=pytest.mark.slow)], ids=["bf16", "fp8"]
+)
 def test_activation_memory_does_not_grow_with_depth(precision):
     """With the block recomputed and its input offloaded; the host has an input of each layer more."""
     plans = [plan_of(precision, RESIDUALS, tiny(num_layers=depth)) for depth in (4, 8, 16)]

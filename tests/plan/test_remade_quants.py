@@ -134,6 +134,7 @@ def test_completions_are_planned():
     assert "decode" in plan.programs and not any(ref.form for ref in plan.persistent.values() if ref.space == "weight")
 
 
+@pytest.mark.slow
 def test_ranks_that_hold_all_masters_make_them_too():
     plain, found = (
         run_ranks(2, lambda world, memory=memory: train(Run(DELAYED, 0, memory), world, HostBackend(world=world)))

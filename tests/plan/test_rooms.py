@@ -148,10 +148,9 @@ def test_a_quantized_base_is_the_base_that_it_stands_for(precision, stored):
     assert bits(engine) == bits(other)
 
 
-@pytest.mark.parametrize("gradient", ["e4m3", pytest.param("e5m2", marks=pytest.mark.slow)])
-@pytest.mark.parametrize(
-    ("scaling", "stored"), [("blockwise", TILEWISE), pytest.param("current", TENSORWISE, marks=pytest.mark.slow)]
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("gradient", ["e4m3", "e5m2"])
+@pytest.mark.parametrize(("scaling", "stored"), [("blockwise", TILEWISE), ("current", TENSORWISE)])
 def test_fp8_reads_a_quantized_base_as_it_is(gradient, scaling, stored):
     """With scales of the same kind it is what the site's own copies are, in both directions."""
     precision, config = FP8[gradient, scaling], tiny(hidden_size=192, head_dim=48, intermediate_size=320)

@@ -5,7 +5,7 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
-from tiny_engines import BF16, EVERY, FP8, FP64, VOCAB, T, arrays, bits, engine_of, plan_of, tiny
+from tiny_engines import BF16, EVERY_FP8, FP8, FP64, VOCAB, T, arrays, bits, engine_of, plan_of, tiny
 
 from llmq.backends.host import HostBackend
 from llmq.backends.planned import PlannedBackend
@@ -140,7 +140,7 @@ def test_each_is_trained_as_it_would_be_alone(config, memory):
     assert each[0][0] != each[2][0]
 
 
-@EVERY
+@EVERY_FP8
 def test_in_every_precision_as_near_as_roundings_allow(precision):
     """Scales of fp8 copies are those of all rows together, so fp8 rounds otherwise than a run alone."""
     found = tuple(replace(member, adapters=replace(member.adapters, dropout=0.1)) for member in members())
@@ -175,7 +175,9 @@ def steps(engine, found):
     return results
 
 
-@pytest.mark.parametrize("precision", [BF16, FP8["e4m3", "delayed"]], ids=["bf16", "fp8"])
+@pytest.mark.parametrize(
+    "precision", [pytest.param(BF16, marks=pytest.mark.slow), FP8["e4m3", "delayed"]], ids=["bf16", "fp8"]
+)
 def test_ops_of_one_pass_have_the_rows_of_each(precision):
     """Of ranks 16 and 32 both gradients through B, and that of SwiGLU with them, come of one call for each adapter."""
     found = tuple(
@@ -249,6 +251,7 @@ def test_a_quantized_base(base):
     assert all(one.applied for one in engine.update(1, 1e-2).each)
 
 
+@pytest.mark.slow
 def test_what_it_costs_on_a_gpu_is_that_of_one():
     """No more scratch or memory than adapters and their states take, and the same arithmetic."""
     config = replace(preset("Qwen2.5-0.5B"), num_layers=6)
@@ -275,7 +278,13 @@ def test_tiles_are_refused():
         plan_of(BF16, Memory(seq_tiles=2, head_chunks=2), adapters=several(), batch_size=4)
 
 
-@pytest.mark.parametrize("memory", [Memory(host=("m", "v", "master")), Memory(host=("grad", "m"), piece_bytes=1)])
+@pytest.mark.parametrize(
+    "memory",
+    [
+        pytest.param(Memory(host=("m", "v", "master")), marks=pytest.mark.slow),
+        Memory(host=("grad", "m"), piece_bytes=1),
+    ],
+)
 def test_states_on_the_host_are_bit_equal(memory):
     found, precision = members(), replace(BF16, master="fp32", grad="fp32")
     engines = []

@@ -24,7 +24,7 @@ EVERY = pytest.mark.parametrize(
     "precision",
     [
         pytest.param(replace(FP32, master="none"), id="fp32", marks=SLOW),
-        pytest.param(NONE, id="bf16"),
+        pytest.param(NONE, id="bf16", marks=SLOW),
         *(pytest.param(p, id=name, marks=() if name == "delayed" else SLOW) for name, p in FP8_NONE.items()),
     ],
 )

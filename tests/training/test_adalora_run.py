@@ -97,7 +97,8 @@ def test_an_adapter_is_trained_on_with_what_it_kept(given, tmp_path):
     np.testing.assert_allclose(added, 0.5 * 8 / (4 + 1e-5) * b @ (a * e), atol=1e-5)
 
 
-@pytest.mark.parametrize("level", [1, pytest.param(0, marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("level", [1, 0])
 def test_ranks_keep_what_one_does(given, level):
     more = {"global_batch_size": 4, "batch_size": 1, "grad_accumulation": None, "deterministic": True}
     values = {key: value for key, value in {**given, **more}.items() if value is not None and key != "console"}

@@ -97,6 +97,7 @@ def test_the_base_is_looked_at_as_it_is_held(given, more):
     assert same == ("base_dtype" not in more)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("level", [3, pytest.param(0, marks=pytest.mark.slow)])
 def test_the_first_of_many_ranks_looks_for_all(given, level, monkeypatch):
     options = {name: value for name, value in given.items() if name not in ("console", "grad_accumulation")}

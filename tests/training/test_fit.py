@@ -112,6 +112,7 @@ def _point_of(search, points, setting):
     return next(point for point in points if search.changes(point) == setting.changes)
 
 
+@pytest.mark.slow
 def test_what_is_printed_fits_and_needs_less_and_less(model):
     search, _ = search_of(options_of(model))
     most = search.cost_at((0,) * 8).num_bytes
@@ -288,6 +289,7 @@ def test_host_memory_has_a_limit(capsys, model):
     assert code == 4 and "in host memory, 1.0 MiB are free there" in said.err
 
 
+@pytest.mark.slow
 def test_a_dry_run_fits_and_says_what_it_took(capsys, model, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     arguments = ["--gpu=RTX 4090", "--dry-run", "--from-scratch", "--fit", "--seq-len=256", f"--model={model}"]

@@ -54,6 +54,7 @@ def test_a_run_trains_as_one_with_the_settings_that_were_chosen(given):
     assert weights_of(again.checkpoint_path) == weights_of(result.checkpoint_path)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("sizes", [(2, 1), pytest.param((1, 2), marks=pytest.mark.slow)])
 def test_it_is_resumed_on_another_number_of_ranks(given, sizes):
     """With the dtypes of the checkpoint, whatever --fit may change, and as many samples a step."""

@@ -141,7 +141,8 @@ def test_frozen_layers_take_no_weight_gradients_and_no_states():
         assert np.array_equal(one.gradient(name), other.gradient(name)), name
 
 
-@pytest.mark.parametrize("level", [3, *(pytest.param(level, marks=pytest.mark.slow) for level in (0, 1))])
+@pytest.mark.slow
+@pytest.mark.parametrize("level", [0, 1, 3])
 def test_many_ranks_train_the_same_layers(given, level):
     rest = {name: value for name, value in given.items() if name not in ("console", "grad_accumulation")}
     options = {**rest, "batch_size": 1, "global_batch_size": 4, "deterministic": True, "zero_level": level}

@@ -29,6 +29,7 @@ def run(capsys, *arguments):
     return ended.value.code, capsys.readouterr()
 
 
+@pytest.mark.slow
 def test_no_longer_one_fits(capsys, model):
     limit = f"--memory-limit={CONTEXT + 38}MiB"
     code, said = run(capsys, model, *FLAGS, limit, "--longest")

@@ -148,6 +148,7 @@ def test_what_cannot_be_merged_is_refused_before_training(given, monkeypatch):
     assert not Path("runs/run/log.jsonl").exists()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("level", [3, pytest.param(0, marks=pytest.mark.slow)])
 def test_the_first_of_many_ranks_writes_the_merged_model(given, level, monkeypatch):
     options = {name: value for name, value in given.items() if name not in ("console", "grad_accumulation")}

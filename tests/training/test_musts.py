@@ -63,7 +63,7 @@ ROWS = [
     Must("the same, 704,512", "llama3_8b", "", f"{QLORA} --seq-tiles 86 --lmhead-chunks 172", 704_512, 704_512, 80),
     Must("Llama-3-70B", "llama3_70b", "", NF4, 2048, 8192, 46),
 ]
-QUICK, LONGEST = ("Llama-3-70B",), ("the same, 704,512",)
+LONGEST = ("the same, 704,512",)
 
 
 def planned(model, flags, seq_len, tokens, limit=None):
@@ -86,10 +86,7 @@ def planned(model, flags, seq_len, tokens, limit=None):
 
 @pytest.mark.parametrize(
     "must",
-    [
-        pytest.param(one, id=one.start, marks=() if one.start in QUICK else SWEEP if one.start in LONGEST else SLOW)
-        for one in ROWS
-    ],
+    [pytest.param(one, id=one.start, marks=SWEEP if one.start in LONGEST else SLOW) for one in ROWS],
 )
 def test_a_plan_is_inside_its_limits_and_the_page_says_what_it_takes(must):
     (line,) = [line for line in PAGE.splitlines() if line.startswith(f"| {must.start}") and line.count("|") == 7]

@@ -110,6 +110,7 @@ def test_a_file_of_one_is_that_adapter(given):
     near(adapter_of(done.adapters["low"].path), adapter_of(apart.model_path))
 
 
+@pytest.mark.slow
 def test_a_stream_of_one_adapter_resumes_where_it_was(given, monkeypatch):
     real = trained_on.open_data
 
@@ -218,6 +219,7 @@ def documents(given):
     return {**given, "adapters": "documents.yaml", "packing": True, "eval_file": None}
 
 
+@pytest.mark.slow
 def test_packed_and_padded_rows_and_windows_beside_each_other(documents):
     entries = {
         "packed": {"train_file": "docs.bin", "eval_file": "docs-eval.bin", "lora_rank": 4},
@@ -301,6 +303,7 @@ def test_all_that_are_refused_end_the_run(given, monkeypatch):
         llmq.train(**{**given, "steps": 20})
 
 
+@pytest.mark.slow
 def test_ranks_train_as_one_does(given):
     """A batch of twice the rows on one rank is what two ranks see, row for row of each adapter."""
     write_sweep({"a": {"lora_rank": 4}, "b": {"lora_rank": 2, "train_file": "other.bin", "seed": 3}})
@@ -323,6 +326,7 @@ def test_ranks_train_as_one_does(given):
         np.testing.assert_allclose(left.train["loss"], right.train["loss"], rtol=1e-5)
 
 
+@pytest.mark.slow
 def test_a_quantized_base_and_fp8(given):
     changes = {"base_dtype": "nf4", "matmul_dtype": "e4m3", "model_dtype": "bf16"}
     done = llmq.train(**{**given, **changes, "log_fp8_every": 2})

@@ -107,6 +107,7 @@ def test_rows_are_tokenized_once_and_trained_by_mask(given, tmp_path):
     assert llmq.train(**one).eval_loss != result.eval_loss and len(token_files(tmp_path)) == 4
 
 
+@pytest.mark.slow
 def test_adapters_at_once_have_data_of_their_own(given):
     """Rows with masks and text, tokenized for each, and templates of what each has seen."""
     save_source(423, *MARKERS)
@@ -488,6 +489,7 @@ def test_the_export_ends_texts_with_every_trained_end_token(given, tmp_path):
     assert json.loads((tuned.model_path / "generation_config.json").read_text())["temperature"] == 0.7
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("streaming", [False, pytest.param(True, marks=pytest.mark.slow)])
 def test_overlong_chats_keep_whole_turns_and_all_runs_say_so(given, tmp_path, streaming):
     """Of each ten chats one is a little too long, and one has a question that leaves no room for an answer."""

@@ -367,6 +367,7 @@ def test_a_chat_keeps_the_whole_turns_that_fit(small):
         assert (counts.longest, counts.turns_cut) == ((len(whole.ids), 3 - len(fitting)) if overlong else (0, 0))
 
 
+@pytest.mark.sample
 @pytest.mark.parametrize(
     "train_on", [None, *(pytest.param(which, marks=pytest.mark.slow) for which in ("all", "last", "user,tool"))]
 )

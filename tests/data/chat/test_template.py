@@ -18,6 +18,7 @@ GOLDENS = json.loads(GOLDEN.read_text("utf-8"))
 NOW = datetime(2025, 3, 9, 7, 5)
 
 
+@pytest.mark.sample
 @pytest.mark.parametrize(("name", "chat"), PAIRS)
 def test_texts_and_ids_are_those_of_transformers(name, chat):
     (messages, tools), golden, used = CHATS[chat], GOLDENS[f"{name}/{chat}"], template(name)
