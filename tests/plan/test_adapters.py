@@ -87,7 +87,7 @@ def summed_loss(engine, one):
     ("about", "config"),
     [
         ({}, tiny()),
-        ({"text": "q_proj,v_proj,up_proj", "rslora": True}, tiny()),
+        pytest.param({"text": "q_proj,v_proj,up_proj", "rslora": True}, tiny(), marks=pytest.mark.slow),
         ({"text": "all,lm_head", "dropout": 0.3, "bias": "all"}, tiny()),
         ({"text": "lm_head,k_proj", "dropout": 0.1}, UNTIED),
         ({"text": "attention", "ranks": {"q_proj": 2, "layers.1.*": 5}, "also": "embed_tokens,down_proj"}, tiny()),

@@ -203,7 +203,7 @@ def test_options_become_homes():
         resolved(own_master=False, offload_master=True)
 
 
-@pytest.mark.parametrize("seed", [*range(3), *(pytest.param(seed, marks=pytest.mark.slow) for seed in range(3, 30))])
+@pytest.mark.parametrize("seed", [0, *(pytest.param(seed, marks=pytest.mark.slow) for seed in range(1, 30))])
 def test_random_combinations_are_bit_equal(seed):
     """With poisoned arenas of both homes, on plans whose living slots share no bytes."""
     precision, plain, hosted = drawn(seed)

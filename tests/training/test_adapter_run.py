@@ -36,7 +36,7 @@ def tensors(path):
     return {row.name: value for row, value in read_rows(checked_tensors(path, rows), rows)}
 
 
-@pytest.mark.parametrize("stored", [None, TILEWISE], ids=["as it is", "tilewise"])
+@pytest.mark.parametrize("stored", [pytest.param(None, marks=pytest.mark.slow), TILEWISE], ids=["as it is", "tilewise"])
 def test_a_run_trains_an_adapter_and_exports_the_model(given, monkeypatch, stored):
     with_sites(monkeypatch, partial(adapted, stored=stored))
     done = llmq.train(**given)

@@ -84,12 +84,13 @@ WITHOUT_CHUNKS = {"lmhead_chunks": 1, "attn_bwd_chunks": 1, "offload_residual": 
 WITH_STATES_ON_HOST = {**WITHOUT_CHUNKS, "offload_optimizer": True, "offload_gradients": True}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("may", "given"),
     [
         ((), WITH_STATES_ON_HOST),
-        pytest.param((), WITHOUT_CHUNKS, marks=pytest.mark.slow),
-        pytest.param(("states",), WITH_STATES_ON_HOST, marks=pytest.mark.slow),
+        ((), WITHOUT_CHUNKS),
+        (("states",), WITH_STATES_ON_HOST),
     ],
 )
 def test_the_fastest_that_fits_of_all_is_taken(model, monkeypatch, may, given):

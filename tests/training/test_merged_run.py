@@ -86,8 +86,8 @@ def _values(engine):
     [
         ({"lora_targets": "all,lm_head", "lora_bias": "all"}, "the base"),
         ({"lora_init": "pissa", "base_dtype": "int8", "lora_targets": "mlp"}, "the base in int8"),
-        ({"train_also": "lm_head,model.norm", "dora": True}, "the base"),
-        ({"lora_rank": None, "ia3": "k_proj,v_proj,down_proj"}, "the base"),
+        pytest.param({"train_also": "lm_head,model.norm", "dora": True}, "the base", marks=pytest.mark.slow),
+        pytest.param({"lora_rank": None, "ia3": "k_proj,v_proj,down_proj"}, "the base", marks=pytest.mark.slow),
         ({"base_dtype": "e4m3", "matmul_dtype": "e4m3", "model_dtype": "bf16"}, "the base in e4m3"),
     ],
     ids=["head", "pissa", "dora", "ia3", "fp8"],
