@@ -93,7 +93,7 @@ def test_what_the_host_has_no_room_for_is_refused():
 def test_the_nearest_setting_that_fits_on_the_host_is_named():
     """The first that leaves the host enough, and that the device has room for."""
     hosted = Memory(("recompute_block",), offload=("residual",), host=("m", "v", "grad"))
-    plan = plan_of(replace(BF16, m="fp32"), hosted, tiny(num_layers=6))
+    plan = plan_of(replace(BF16, m="fp32"), hosted, tiny(num_layers=3))
 
     def said(missing, room):
         with pytest.raises(MemoryLimitError) as caught:
@@ -101,8 +101,8 @@ def test_the_nearest_setting_that_fits_on_the_host_is_named():
         return str(caught.value).splitlines()[0]
 
     without = {
-        "--offload-residual": plan_of(replace(BF16, m="fp32"), replace(hosted, offload=()), tiny(num_layers=6)),
-        "--offload-opt-m": plan_of(replace(BF16, m="fp32"), replace(hosted, host=("v", "grad")), tiny(num_layers=6)),
+        "--offload-residual": plan_of(replace(BF16, m="fp32"), replace(hosted, offload=()), tiny(num_layers=3)),
+        "--offload-opt-m": plan_of(replace(BF16, m="fp32"), replace(hosted, host=("v", "grad")), tiny(num_layers=3)),
     }
     assert "without --offload-residual needs" in said(1, 1 << 40)
     m = without["--offload-opt-m"]

@@ -60,7 +60,7 @@ def test_weights_updated_in_backward_are_bit_equal(precision, tied):
 @pytest.mark.parametrize(
     "memory",
     [
-        Memory(("recompute_block",), offload=(RESIDUAL,), host=("m", "v"), piece_bytes=1),
+        pytest.param(Memory(("recompute_block",), offload=(RESIDUAL,), host=("m", "v"), piece_bytes=1), marks=SLOW),
         Memory(host=("master", "m", "weight"), piece_bytes=1),
         pytest.param(Memory(head_chunks=2), marks=SLOW),
     ],

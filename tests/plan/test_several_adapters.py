@@ -175,9 +175,8 @@ def steps(engine, found):
     return results
 
 
-@pytest.mark.parametrize(
-    "precision", [pytest.param(BF16, marks=pytest.mark.slow), FP8["e4m3", "delayed"]], ids=["bf16", "fp8"]
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("precision", [BF16, FP8["e4m3", "delayed"]], ids=["bf16", "fp8"])
 def test_ops_of_one_pass_have_the_rows_of_each(precision):
     """Of ranks 16 and 32 both gradients through B, and that of SwiGLU with them, come of one call for each adapter."""
     found = tuple(

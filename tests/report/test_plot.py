@@ -105,6 +105,7 @@ def test_a_long_run_is_smoothed(tmp_path: Path, figures: list[Figure]) -> None:
     assert not np.array_equal(raw, smooth) and raw[0] == 7
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "name", ["$_$", pytest.param("[bold]x", marks=pytest.mark.slow), pytest.param("a\udcffb", marks=pytest.mark.slow)]
 )

@@ -114,6 +114,7 @@ def test_a_resumed_run_has_the_bits_of_one_that_was_never_stopped(given, at, mor
     assert all(np.array_equal(value, other[name]) for name, value in one.items())
 
 
+@pytest.mark.slow
 def test_each_period_is_a_run_of_adamw_of_its_own(given):
     """All layers at a time is training with moments that begin at zero every period."""
     lisa = llmq.train(**{**given, "lisa": LAYERS, "steps": 6})

@@ -130,7 +130,8 @@ def test_magnitudes_are_trained_saved_resumed_and_merged(given):
     assert merged.eval_loss == pytest.approx(whole.eval_loss, rel=1e-5)
 
 
-@pytest.mark.parametrize("init", ["pissa", pytest.param("olora", marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("init", ["pissa", "olora"])
 def test_an_adapter_that_is_taken_out_of_the_weights_fits_them_when_it_is_exported(given, init):
     """It has twice the rank, and the run resumes on the weights that are left."""
     options = {**given, "lora_init": init, "lora_targets": "q_proj,v_proj,mlp", "lora_rank_pattern": "v_proj=2"}

@@ -192,7 +192,11 @@ def test_a_resumed_run_has_the_bits_of_one_that_was_never_stopped(given):
     ("change", "says"),
     [
         ({"low": {"lora_rank": 3}}, r"adapters\.low\.lora_a: \[12, 48\] in the checkpoint, \[9, 48\] now"),
-        ({"low": {"lora_rank": 4, "seed": 4}}, r"adapters low seed: 3 in the checkpoint, 4 now"),
+        pytest.param(
+            {"low": {"lora_rank": 4, "seed": 4}},
+            r"adapters low seed: 3 in the checkpoint, 4 now",
+            marks=pytest.mark.slow,
+        ),
         ({"high": {**ENTRIES["high"], "train_file": "other.bin"}}, r"data high training samples: 40 in the checkpoint"),
     ],
 )
@@ -243,6 +247,7 @@ def test_packed_and_padded_rows_and_windows_beside_each_other(documents):
     assert len({tuple(log.train["trained_tokens"]) for log in read_log(done.log_path).adapters}) == 3
 
 
+@pytest.mark.slow
 def test_epochs_are_those_of_the_adapter_that_has_most_to_see(given):
     done = llmq.train(**{**given, "steps": None, "epochs": 1})
     assert done.steps == 20  # 40 windows of one adapter, 2 in a step; 23 of another

@@ -542,16 +542,16 @@ def wait_for(process, text):
 
 
 def test_the_first_signal_ends_the_step_saves_and_says_how_to_go_on(given):
-    whole = llmq.train(**{**given, "steps": 100, "name": "whole", "eval_every_n_steps": 0})
-    process = start({**given, "steps": 100, "eval_every_n_steps": 0, "ckpt_interval": 0})
+    whole = llmq.train(**{**given, "steps": 60, "name": "whole", "eval_every_n_steps": 0})
+    process = start({**given, "steps": 60, "eval_every_n_steps": 0, "ckpt_interval": 0})
     wait_for(process, "[T] step     5")
     process.send_signal(signal.SIGINT)
     rest = process.stdout.read()
     assert process.wait() == 130
     assert "--continue" in rest
     (saved,) = Path("runs/run/checkpoints").glob("step-*")
-    assert 5 <= int(saved.name[5:]) < 100
-    done = llmq.train(**{**given, "steps": 100, "eval_every_n_steps": 0, "continue": "auto"})
+    assert 5 <= int(saved.name[5:]) < 60
+    done = llmq.train(**{**given, "steps": 60, "eval_every_n_steps": 0, "continue": "auto"})
     assert weights_of(done.checkpoint_path) == weights_of(whole.checkpoint_path)
 
 
