@@ -52,7 +52,7 @@ class Together(NamedTuple):
 
 def groups(launches: Sequence[Launch]) -> Iterator[Together]:
     """All launches in order."""
-    for indices in together((each.lane, each.collective) for each in launches):
+    for indices in together(launches):
         found = [launches[index] for index in indices]
         before = [run for each in found for run in each.before]
         after = [run for each in found for run in each.after]

@@ -57,10 +57,9 @@ class _Binder:
         outputs = [UNWANTED if result is None else self._output(result) for result in call.outputs]
         inputs = [None if ref is None else self._tensor(ref) for ref in call.inputs]
         run: Callable[[], None] = partial(op, *outputs, *inputs, **call.numbers)
-        is_collective = record(call.op).is_collective
-        if not is_collective and not any(math.prod(ref.shape) for ref in call.written):
+        if not call.collective and not any(math.prod(ref.shape) for ref in call.written):
             run = _nothing  # of a share without rows
-        made = Launch(run, call.lane, call.waits, call.op if is_collective else "")
+        made = Launch(run, call.lane, call.waits, call.collective)
         if not poison:
             return made
         before, after = (self._poison(found.get(index, ())) for found in (self.program.births, self.program.deaths))

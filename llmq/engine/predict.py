@@ -23,6 +23,7 @@ from llmq.changed import changed
 from llmq.hardware.cards import Card
 from llmq.ops.record import Call
 from llmq.ops.seam import Arguments, record
+from llmq.plan.passes.lanes import TO_DEVICE, TO_HOST
 from llmq.plan.passes.place import Program
 from llmq.plan.plan import Plan
 from llmq.tensor import stored_bytes
@@ -35,7 +36,7 @@ SUSTAINED_MEMORY = 0.854
 SUSTAINED_PEERS = 0.56
 # Of the link's rate in one direction, each of both at once: 55.5 and 50.6 GB/s between an H200 and its host.
 BOTH_WAYS = 0.91
-OPPOSITE = {"to_host": "to_device", "to_device": "to_host"}
+OPPOSITE = {TO_HOST: TO_DEVICE, TO_DEVICE: TO_HOST}
 # Of a copy's rate, by family: 1.5B and 7B, bf16 and e4m3.
 FAMILIES = {"norms": 0.75, "cross-entropy": 0.79, "rope": 0.81, "quantize": 0.82, "optimizer": 0.7, "embedding": 0.7}
 # Replaying a graph of small kernels takes 1.9 us a node.

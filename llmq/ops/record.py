@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
 from itertools import groupby
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol
 
 from llmq.ops.seam import record
 from llmq.tensor import Form, Ref
@@ -58,12 +58,25 @@ class Call:
         """Everything that it writes, a Ref for each form."""
         return tuple(ref for result in self.outputs if result is not None for ref in result.refs)
 
+    @property
+    def collective(self) -> str:
+        """The op of a collective, "" of any other call."""
+        return self.op if record(self.op).is_collective else ""
 
-def together(calls: Iterable[tuple[str, str]]) -> Iterator[list[int]]:
+
+class InTurn(Protocol):
+    """A call, or what is made of it."""
+
+    @property
+    def lane(self) -> str: ...
+    @property
+    def collective(self) -> str: ...
+
+
+def together(calls: Iterable[InTurn]) -> Iterator[list[int]]:
     """The indices of each call, and of collectives of one op and lane that follow each other, which may be made as one:
-    these do not read what the others write; a gather after a sum reads the sum. Of each call (lane, op of a collective
-    or "")."""
-    for _, found in groupby(enumerate(calls), key=lambda each: (each[1][0], each[1][1] or each[0])):
+    these do not read what the others write; a gather after a sum reads the sum."""
+    for _, found in groupby(enumerate(calls), key=lambda each: (each[1].lane, each[1].collective or each[0])):
         yield [index for index, _ in found]
 
 

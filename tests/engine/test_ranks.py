@@ -8,13 +8,12 @@ import pytest
 from ranks import CONFIG, LEVELS, Run, rank_batch, same, train, whole_batch
 from tiny_engines import BF16, FP32, FP64, PRECISIONS, engine_of, plan_of
 
-from llmq.backends import Launch, groups
 from llmq.backends.host import HostBackend
 from llmq.blocks.attention import Packing
 from llmq.comm.in_process import run_ranks
 from llmq.model.adapters import Adapters, chosen, scaled, targets
 from llmq.model.several import Member, Several
-from llmq.ops.seam import record
+from llmq.ops.record import together
 from llmq.plan.memory import ROLES, Memory
 from llmq.plan.names import storage_name
 from llmq.stores.sharding import Sharding, Shards
@@ -218,9 +217,7 @@ def test_collectives_that_are_made_as_one_do_not_read_what_the_others_write(name
     plan = plan_of(run.precision, None, CONFIG, sharding=Sharding(0, 2, **LEVELS[level], **run.how))
     for program in plan.programs.values():
         calls = program.calls
-        collectives = [call.op if record(call.op).is_collective else "" for call in calls]
-        launches = [Launch(int, call.lane, call.waits, op) for call, op in zip(calls, collectives, strict=True)]
-        for group, *_ in groups(launches):
+        for group in together(calls):
             reads = [{storage_name(ref) for ref in calls[index].inputs if ref is not None} for index in group]
             writes = [{storage_name(ref) for ref in calls[index].written} for index in group]
             assert not any(read & written for i, read in enumerate(reads) for written in writes[:i]), program.name

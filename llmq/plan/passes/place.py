@@ -87,8 +87,7 @@ def _lives(calls: Sequence[Call]) -> dict[str, _Slot]:
     are made as one lives while they are."""
     slots: dict[str, _Slot] = {}
     ends = joined(calls) if any(call.lane != MAIN for call in calls) else {}
-    kinds = [(call.lane, call.op if record(call.op).is_collective else "") for call in calls]
-    spans = {index: (group[0], group[-1]) for group in together(kinds) for index in group}
+    spans = {index: (group[0], group[-1]) for group in together(calls) for index in group}
 
     def touch(ref: Ref, index: int, *, reads: bool) -> None:
         begin, last = spans[index]
