@@ -44,6 +44,7 @@ from llmq.row import Part, Row
 
 PREFIX = "base_model.model."
 LORA = re.compile(r"(.+)\.lora_(?:([AB])\.weight|(magnitude)_vector)")
+NAMES_AND_SIZES = re.compile(r"^(missing: )?\S+|\S*\.\S+|\d+")  # in what is wrong with a tensor
 INITS = {"kaiming": True, "gaussian": "gaussian", "eva": True}  # as PEFT's config says it
 SAME_BASE = (True, False, None, "gaussian", "eva", "orthogonal")  # of PEFT's inits, those that leave the model as it is
 # Fields of PEFT's LoraConfig that change what is computed, and that llmq does not have.
@@ -100,7 +101,7 @@ class StoredAdapter:
 
 
 def open_adapter(folder: Path, config: ModelConfig) -> StoredAdapter:
-    """The adapter of a folder, checked to be one for this model. DataError lists all that does not fit."""
+    """The adapter of a folder, checked to be one for this model. DataError has an example of each kind of misfit."""
     if not (folder / ADAPTER_CONFIG).is_file():
         raise DataError(f"{folder} has no {ADAPTER_CONFIG}: give a folder with an adapter in PEFT's format")
     if not (folder / ADAPTER_WEIGHTS).is_file():
@@ -112,9 +113,10 @@ def open_adapter(folder: Path, config: ModelConfig) -> StoredAdapter:
     tensors = {ours: stored[name] for ours, name in names.items()}
     adapters, problems = CHECKS[about["peft_type"]](about, tensors, config)
     if problems:
-        listed = "\n".join(f"  - {problem}" for problem in problems[:20])
-        more = f"\n  and {len(problems) - 20} more" if len(problems) > 20 else ""
-        raise DataError(f"{folder} does not fit the model:\n{listed}{more}")
+        base = about.get("base_model_name_or_path") or "which its config does not name"
+        raise DataError(
+            f"{folder} does not fit the model: {_by_kind(problems)}. Check that --model is its base, {base}"
+        )
     columns = columns_of(adapters, config)
     if columns:
         tensors, names = dict.fromkeys(columns, tensors[TENSOR]), dict.fromkeys(columns, names[TENSOR])
@@ -128,6 +130,14 @@ def _refuse_others(folder: Path, about: dict[str, Any]) -> None:
     if unknown := [name for name in UNKNOWN if about.get(name)]:
         said = ", ".join(f"{name} {about[name]}" for name in unknown)
         raise DataError(f"{folder / ADAPTER_CONFIG}: llmq does not have {said}")
+
+
+def _by_kind(problems: Sequence[str]) -> str:
+    """The first problem of each kind, those that differ in names and sizes alone, with the number of the others."""
+    kinds: dict[str, list[str]] = {}
+    for problem in problems:
+        kinds.setdefault(NAMES_AND_SIZES.sub(r"\1", problem), []).append(problem)
+    return "; ".join(f"{one[0]} (and {len(one) - 1} more like it)" if one[1:] else one[0] for one in kinds.values())
 
 
 def _our_name(name: str) -> str:

@@ -46,6 +46,7 @@ def adapter(path, config, text, seed):
             tensors[f"{PREFIX}{module.name}.lora_{key}.weight"] = value
     tensors[f"{PREFIX}{Q}.base_layer.bias"] = rng.standard_normal(32).astype(np.float32)
     about = {"peft_type": "LORA", "r": RANK, "lora_alpha": ALPHA, "bias": "all", "lora_dropout": 0.5}
+    about["base_model_name_or_path"] = "org/base"
     path.mkdir()
     save_file(tensors, path / "adapter_model.safetensors")
     (path / "adapter_config.json").write_text(json.dumps(about))
@@ -214,6 +215,8 @@ def test_an_adapter_that_does_not_fit_is_one_message(folder, tmp_path, capsys, w
     said = capsys.readouterr().err
     assert code == errors.DataError.exit_code and re.search(says, said), said
     assert said.count(str(other)) == 1 and "Traceback" not in said and not (tmp_path / "out").exists()
+    assert said.count("\n") == 1 and said.endswith("Check that --model is its base, org/base\n")
+    assert len(re.findall(r"\(and \d+ more like it\)", said)) == (what in ("another base", "another rank"))
 
 
 def test_what_cannot_be_merged_is_refused(folder, tmp_path, capsys):

@@ -253,13 +253,13 @@ def test_a_run_of_one_step_begins_where_the_base_is(given):
             r"q_proj\.bias has shape \[3\], the model asks for \[48\]",
             marks=pytest.mark.slow,
         ),
-        (lambda t, c: c.update(use_dora=True), r"missing: model\.layers\.0\.self_attn\.q_proj\.lora_magnitude_vector"),
+        (lambda t, c: c.update(use_dora=True), r"missing: .*_proj\.lora_magnitude_vector \(and 6 more like it\)"),
         pytest.param(
             lambda t, c: c.update(init_lora_weights="corda"),
             r"init_lora_weights corda changes the model as llmq does not",
             marks=pytest.mark.slow,
         ),
-        (lambda t, c: c.update(r=8), r"q_proj\.lora_A\.weight has shape \[4, 48\], .* ask for \[8, 48\]"),
+        (lambda t, c: c.update(r=8), r"has shape \[4, \d+\], .* ask for \[8, \d+\] \(and 13 more"),
         (lambda t, c: t.update(other=np.zeros(3)), r"other is no part of an adapter"),
         pytest.param(
             lambda t, c: t.update({f"{PREFIX}5.mlp.up_proj.lora_A.weight": np.zeros((4, 48))}),
