@@ -30,6 +30,11 @@ SAMPLING = ("temperature", "top_k", "top_p", "min_p", "repetition_penalty", "see
 @click.option(
     "--adapter", type=shell.Home(), metavar="DIR", help="An adapter of the model, in PEFT's format, to write with."
 )
+@click.option(
+    "--base-dtype",
+    type=click.Choice(["fp32", "bf16", "e4m3", "int8", "nf4", "mxfp4"]),
+    help="Dtype in which to hold the layers' weights, as in training.  [default: that of the adapter's base]",
+)
 @click.option("--revision", help="Branch, tag or commit of a hub model.")
 @click.option("--from-scratch", is_flag=True, help="Use random weights, drawn from --seed.")
 @click.option(
@@ -122,8 +127,8 @@ def command(prompt: str | None, prompts: str | None, chat: bool, **options: Any)
     questions = read_questions(Path(prompts)) if prompts else []
     reads_text = not prompts or any(question.tokens is None for question in questions)
     writer = Writer(Settings(sampling=sampling, **options), reads_text=reads_text)
-    if writer.note:
-        click.echo(writer.note, err=True)
+    for note in writer.notes:
+        click.echo(note, err=True)
     if prompt:
         console.continue_prompt(writer, prompt)
     elif prompts:

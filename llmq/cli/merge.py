@@ -48,10 +48,16 @@ from llmq.errors import UsageError
 )
 @click.option(
     "--base-dtype",
-    type=click.Choice(["bf16", "e4m3", "int8", "nf4", "mxfp4"]),
-    help="Add to what this made of the layers' weights, as a run in bf16 with --base-dtype was trained on; e4m3 with a "
-    "scale for each tile.  [default: the weights as they are]",
+    type=click.Choice(["fp32", "bf16", "e4m3", "int8", "nf4", "mxfp4"]),
+    help="Dtype in which to hold what the adapters are added to; fp32: the weights as they are.  "
+    "[default: as they were trained]",
 )
+@click.option(
+    "--model-dtype",
+    type=click.Choice(["bf16", "fp32"]),
+    help="Dtype of the run whose --base-dtype this is.  [default: as they were trained]",
+)
+@click.option("--base-only", is_flag=True, help="Write what the adapters were trained on, without them.")
 @click.option("--overwrite", is_flag=True, help="Replace a model that is there.")
 def command(
     model: str,
@@ -61,6 +67,8 @@ def command(
     out_dir: str,
     export_dtype: str | None,
     base_dtype: str | None,
+    model_dtype: str | None,
+    base_only: bool,
     overwrite: bool,
 ) -> None:
     """Adds what adapters change to the weights of their model, in fp32 and one tensor at a time, and writes the result.
@@ -77,11 +85,21 @@ def command(
 
     source = find_source(model, revision=revision, say=lambda text: click.echo(text, err=True))
     given = dict(zip(map(Path, adapters), weights or [1.0] * len(adapters), strict=True))
-    base = None if base_dtype == "bf16" else base_dtype
-    done = merge(source, given, Path(out_dir), dtype=export_dtype, overwrite=overwrite, base=base)
+    done = merge(
+        source,
+        given,
+        Path(out_dir),
+        dtype=export_dtype,
+        overwrite=overwrite,
+        base_dtype=base_dtype,
+        model_dtype=model_dtype,
+        base_only=base_only,
+    )
+    for note in done.notes:
+        click.echo(note, err=True)
     if done.unties:
         click.echo("lm_head has an adapter, so it is no longer tied to the embedding", err=True)
-    onto = f" on the base in {base}" if base else ""
+    onto = f" on the base in {done.held}" if done.held.is_quantized else ""
     click.echo(f"{done.num_maps} linear maps changed{onto}: {done.folder}")
 
 

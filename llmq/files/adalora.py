@@ -57,7 +57,7 @@ def checked_triplets(
         target = Target(module, rank, alpha, scale_of_triplets(rank, alpha), kept=kept)
         problems += _unlike(module, found[module.name], target.present)
         targets.append(target)
-    wanted = [name for name in modules if is_target(about.get("target_modules"), name)]
+    wanted = [name for name in modules if is_target(about, name)]
     problems += [f"missing: {name}.lora_A, lora_B and lora_E" for name in wanted if name not in found]
     said: dict[str, Any] = {
         field: default if about.get(name) is None else type(default)(about[name])

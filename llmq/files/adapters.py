@@ -20,14 +20,16 @@ from safetensors import SafetensorError, safe_open
 from llmq.errors import DataError
 from llmq.files import weight_files
 from llmq.files.adalora import Patterns, checked_triplets, kept_rows, kept_value, rank_pattern, triplet_config
+from llmq.files.adapter_base import AdapterBase, as_held, other_base, read_base
 from llmq.files.first_adapter import FirstAdapter
 from llmq.files.huggingface import ADAPTER_CONFIG, ADAPTER_WEIGHTS, Export, write_json, write_tensors
 from llmq.files.ia3 import checked_gains, gain_config
-from llmq.files.peft_names import checked_beside, in_full_config, is_target, target_names
-from llmq.files.source import Values
+from llmq.files.peft_names import base_copies, checked_beside, in_full_config, is_target, target_names
+from llmq.files.source import ModelSource, Values, open_parameters
 from llmq.files.tensor_files import Stored, tensors_of
 from llmq.files.virtual_tokens import METHODS, TENSOR, checked_virtual, columns_of, virtual_config
 from llmq.model.adapters import (
+    EMBED,
     EMBED_ROW,
     FILE,
     LM_HEAD,
@@ -40,12 +42,14 @@ from llmq.model.adapters import (
 )
 from llmq.model.config import ModelConfig, read_json
 from llmq.model.first_adapter import TAKEN_OUT
+from llmq.model.held import AS_IT_IS, HeldBase
+from llmq.model.parameters import parameter_rows
 from llmq.row import Part, Row
 
 PREFIX = "base_model.model."
 LORA = re.compile(r"(.+)\.lora_(?:([AB])\.weight|(magnitude)_vector)")
 NAMES_AND_SIZES = re.compile(r"^(missing: )?\S+|\S*\.\S+|\d+")  # in what is wrong with a tensor
-INITS = {"kaiming": True, "gaussian": "gaussian", "eva": True}  # as PEFT's config says it
+INITS = {"kaiming": True, "eva": True}  # as PEFT's config says it, where its word is another
 SAME_BASE = (True, False, None, "gaussian", "eva", "orthogonal")  # of PEFT's inits, those that leave the model as it is
 # Fields of PEFT's LoraConfig that change what is computed, and that llmq does not have.
 UNKNOWN = (
@@ -61,25 +65,48 @@ class StoredAdapter:
     folder: Path
     adapters: Adapters
     base: str | None
+    trained_on: AdapterBase | None  # None of an adapter that llmq did not write
     tensors: dict[str, Stored]
+    copies: dict[str, Stored]  # tensors of the base that PEFT stored beside it
     names: dict[str, str]  # of tensors in the file, by ours
     config: ModelConfig
     columns: dict[str, slice] = field(default_factory=dict)  # of a tensor in the file, of those that are not all of one
 
     def read(self, name: str) -> np.ndarray:
         """One tensor in f32. DataError."""
-        path = self.tensors[name].path
-        try:
-            with safe_open(path, framework="numpy") as file:
-                found = file.get_tensor(self.names[name]).astype(np.float32)
-                return found[:, self.columns[name]] if name in self.columns else found
-        except (SafetensorError, OSError) as error:
-            raise DataError(f"{path} cannot be read: {error}") from None
+        found = self._tensor(self.tensors[name], self.names[name]).astype(np.float32)
+        return found[:, self.columns[name]] if name in self.columns else found
 
-    def values(self, otherwise: Values) -> Values:
+    def _tensor(self, stored: Stored, name: str) -> np.ndarray:
+        """A tensor by its name in the file, in its dtype. DataError."""
+        try:
+            with safe_open(stored.path, framework="numpy") as file:
+                return file.get_tensor(name)
+        except (SafetensorError, OSError) as error:
+            raise DataError(f"{stored.path} cannot be read: {error}") from None
+
+    def check_base(self, source: ModelSource, seed: int) -> str | None:
+        """How a source differs from what the adapter was trained on, in a sentence; None if it does not.
+
+        DataError for a model that it is merged into, and where PEFT stored another embedding or head beside it than the
+        source has.
+        """
+        of_part = {part.name: (row, part) for row in parameter_rows(self.config) for part in row.parts}
+        for name, stored in self.copies.items():
+            row, part = of_part.get(name, of_part[f"{EMBED}.weight"])  # a head that is tied
+            ((_, value),) = open_parameters(source, seed)([row])
+            theirs = self._tensor(stored, self.names[name])
+            if not np.array_equal(value[part.start : part.stop].astype(theirs.dtype), theirs):
+                raise DataError(
+                    f"{self.folder} has another {name} than {source.place}, and does not name it in modules_to_save: "
+                    "give the model with that matrix, or save the adapter with it among modules_to_save"
+                )
+        return other_base(self.folder, self.base, self.trained_on, source, seed)
+
+    def values(self, otherwise: Values, held: HeldBase = AS_IT_IS) -> Values:
         """The values of rows: those of the adapter, and `otherwise` those that it does not have, less what it began
-        with where that was taken out of the model."""
-        base = FirstAdapter(self.adapters, self.config, otherwise).base
+        with where that was taken out of the model, as a run reads them that holds them so."""
+        base = as_held(held, FirstAdapter(self.adapters, self.config, otherwise).base)
 
         def found(rows: Sequence[Row]) -> Iterator[tuple[Row, np.ndarray]]:
             own = {row.name for row in rows if all(part.name in self.tensors for part in row.parts)}
@@ -111,6 +138,7 @@ def open_adapter(folder: Path, config: ModelConfig) -> StoredAdapter:
     stored = tensors_of(folder / ADAPTER_WEIGHTS)
     names = {_our_name(name): name for name in stored}
     tensors = {ours: stored[name] for ours, name in names.items()}
+    copies = {name: tensors.pop(name) for name in base_copies(about, tensors, config)}
     adapters, problems = CHECKS[about["peft_type"]](about, tensors, config)
     if problems:
         base = about.get("base_model_name_or_path") or "which its config does not name"
@@ -120,7 +148,8 @@ def open_adapter(folder: Path, config: ModelConfig) -> StoredAdapter:
     columns = columns_of(adapters, config)
     if columns:
         tensors, names = dict.fromkeys(columns, tensors[TENSOR]), dict.fromkeys(columns, names[TENSOR])
-    return StoredAdapter(folder, adapters, about.get("base_model_name_or_path"), tensors, names, config, columns)
+    base = about.get("base_model_name_or_path")
+    return StoredAdapter(folder, adapters, base, read_base(folder), tensors, copies, names, config, columns)
 
 
 def _refuse_others(folder: Path, about: dict[str, Any]) -> None:
@@ -141,7 +170,7 @@ def _by_kind(problems: Sequence[str]) -> str:
 
 
 def _our_name(name: str) -> str:
-    return name.removeprefix(PREFIX).replace(".base_layer.bias", ".bias")
+    return name.removeprefix(PREFIX).replace(".base_layer.", ".")
 
 
 def _checked(about: dict[str, Any], tensors: dict[str, Stored], config: ModelConfig) -> tuple[Adapters, list[str]]:
@@ -163,7 +192,7 @@ def _checked(about: dict[str, Any], tensors: dict[str, Stored], config: ModelCon
         problems += _unlike(modules[name], pair, own, dora=dora)
         own_alpha = float(_of_pattern(about.get("alpha_pattern"), name, alpha))
         found.append(Target(modules[name], own, own_alpha, scale_of(own, own_alpha, rslora=rslora)))
-    wanted = {name for name in modules if is_target(about.get("target_modules"), name)}
+    wanted = {name for name in modules if is_target(about, name)}
     problems += [f"missing: {name}.lora_A.weight and lora_B.weight" for name in modules if name in wanted - set(pairs)]
     if dora and LM_HEAD in pairs:
         problems.append("lm_head has magnitudes (use_dora), which llmq does not compute for the logits")
@@ -237,7 +266,7 @@ def adapter_config(adapters: Adapters, config: ModelConfig, base: str, revision:
         "bias": adapters.bias,
         "use_rslora": adapters.rslora,
         "use_dora": adapters.dora,
-        "init_lora_weights": INITS[adapters.init],
+        "init_lora_weights": INITS.get(adapters.init, adapters.init),
         "fan_in_fan_out": False,
         **in_full_config(adapters, config),
         "inference_mode": True,

@@ -12,7 +12,7 @@ import re
 import shutil
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -57,7 +57,7 @@ _QUANTIZED = re.compile(
     r"\.(qweight|qzeros|scales|g_idx|weight_scale(_inv)?|weight_packed|input_scale|SCB|absmax|quant_map|quant_state.*)$"
 )
 _WRITTEN = re.compile(
-    r"config\.json|adapter_config\.json|adapter_model\.safetensors|generation_config\.json|model(-\d+-of-\d+)?\.safetensors|model\.safetensors\.index\.json"
+    r"config\.json|llmq_(base|merged)\.json|adapter_config\.json|adapter_model\.safetensors|generation_config\.json|model(-\d+-of-\d+)?\.safetensors|model\.safetensors\.index\.json"
 )
 _storage = partial(storage, failed="the model cannot be written", advice="free some space or choose another --out-dir")
 
@@ -156,6 +156,7 @@ class Export:
     overwrite: bool = False
     chat_templates: Mapping[str, str] | None = None  # in Jinja by name, in place of all of the tokenizer's
     shard_bytes: int = SHARD_BYTES
+    beside: Mapping[str, Any] = field(default_factory=dict)  # contents of more JSON files by name
 
     def check(self, *, room: bool = True) -> int:
         """Bytes that `write` needs; raises what it would raise, without writing.
@@ -187,6 +188,8 @@ class Export:
         remove_leftovers(folder, kept=_is_other)
         with _storage(folder, needed=needed), whole_folder(folder, kept=_is_other) as new:
             self.write_model(new, read)
+            for name, contents in self.beside.items():
+                write_json(new / name, contents)
             if self.tokenizer_folder is not None:
                 _copy_tokenizer(self.tokenizer_folder, new, self.chat_templates)
         return self.folder

@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 
 from llmq.errors import UsageError
-from llmq.files.peft_names import checked_beside, in_full_config, is_target, target_names
+from llmq.files.peft_names import checked_beside, in_full_config, is_named, is_target, target_names
 from llmq.files.tensor_files import Stored
 from llmq.model.adapters import LM_HEAD, Adapters, linear_modules, scaled
 from llmq.model.config import ModelConfig
@@ -24,12 +24,12 @@ def checked_gains(about: dict[str, Any], tensors: dict[str, Stored], config: Mod
     named = list(own.values())
     problems += [f"{name} is no linear map of this model" for name in named if name not in modules]
     found = [module for name, module in modules.items() if name in named]
-    inward = {module.name for module in found if is_target(about.get("feedforward_modules"), module.name)}
+    inward = {module.name for module in found if is_named(about.get("feedforward_modules"), module.name)}
     for module in found:
         shape = (1, module.inputs) if module.name in inward else (module.outputs, 1)
         if (there := tensors[f"{module.name}.{GAINS}"].shape) != shape:
             problems.append(f"{module.name}.{GAINS} has shape {list(there)}, the model asks for {list(shape)}")
-    wanted = [name for name in modules if is_target(about.get("target_modules"), name)]
+    wanted = [name for name in modules if is_target(about, name)]
     problems += [f"missing: {name}.{GAINS}" for name in wanted if name not in named]
     if LM_HEAD in named:
         problems.append("lm_head has gains, which llmq does not compute for the logits")

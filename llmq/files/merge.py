@@ -11,7 +11,9 @@ import numpy as np
 
 from llmq.errors import DataError
 from llmq.files import weight_files
-from llmq.files.adapters import open_adapter
+from llmq.files.adapter_base import MERGED, held_for, merged_record
+from llmq.files.adapters import StoredAdapter, open_adapter
+from llmq.files.first_adapter import FirstAdapter
 from llmq.files.huggingface import Export
 from llmq.files.ia3 import GAINS, gain_change
 from llmq.files.source import ModelSource, open_parameters
@@ -19,7 +21,7 @@ from llmq.files.weight_files import norms_of
 from llmq.model.adapters import EMBED_ROW, FILE, LM_HEAD, MAGNITUDE, Adapters, Target
 from llmq.model.config import ModelConfig
 from llmq.model.first_adapter import TAKEN_OUT, first_pair
-from llmq.model.held import as_held
+from llmq.model.held import HeldBase
 from llmq.model.parameters import parameter_rows
 from llmq.row import Row
 
@@ -63,11 +65,14 @@ class Addition:
 
 @dataclass(frozen=True)
 class Merged:
-    """What was written: where, how many maps have changed, and whether the head is the embedding's no more."""
+    """What was written: where, how many maps have changed, whether the head is the embedding's no more, how the base
+    was held, and what the user should know."""
 
     folder: Path
     num_maps: int
     unties: bool
+    held: HeldBase
+    notes: tuple[str, ...]
 
 
 def merge(
@@ -77,32 +82,55 @@ def merge(
     *,
     dtype: str | None,
     overwrite: bool,
-    base: str | None = None,
+    base_dtype: str | None = None,
+    model_dtype: str | None = None,
+    base_only: bool = False,
 ) -> Merged:
-    """Writes the model with `adapters`, each times its weight, as a Hugging Face folder. DataError, StorageError.
+    """Writes the model with `adapters`, each times its weight, as a Hugging Face folder; `base_only`: the base of the
+    adapters as their run held it, without them. DataError, StorageError.
 
-    With `base`, a --base-dtype, they are added to what that stands for, in bf16, in place of the layers' weights. A
-    tied head that has an adapter becomes a matrix of its own. Biases and modules trained in full replace the model's,
-    in the measure of their adapter's weight.
+    What they are added to is the base as it was held when they were trained, or in `base_dtype` by a run in
+    `model_dtype`. A tied head that has an adapter becomes a matrix of its own. Biases and modules trained in full
+    replace the model's, in the measure of their adapter's weight.
     """
-    opened = [(open_adapter(folder, source.config), weight) for folder, weight in adapters.items()]
-    if led := [one.folder for one, _ in opened if one.adapters.num_virtual]:
-        raise DataError(
-            f"{led[0]} has virtual tokens, which are a part of no weight and cannot be merged: give it to "
-            "llmq-generate with --adapter, or to PEFT"
-        )
-    names = {target.module.name for one, _ in opened for target in one.adapters.targets}
-    config = untied(source.config, [one.adapters for one, _ in opened])
-    rows, values = parameter_rows(config), open_parameters(source, 0)
-    in_source = {row.name: row for row in parameter_rows(source.config)}
-    changes = [Addition(one.adapters, one.tensors, one.read, weight) for one, weight in opened]
+    opened = [open_adapter(folder, source.config) for folder in adapters]
+    notes = [text for one in opened if (text := one.check_base(source, 0)) is not None]
+    held = held_for([one.trained_on for one in opened], base_dtype, model_dtype)
+    values = open_parameters(source, 0)
+    for one in (one for one in opened if held.is_quantized and one.adapters.init in TAKEN_OUT):
+        if len(opened) > 1:
+            raise DataError(
+                f"{one.folder} was trained on what {one.adapters.init} left of the weights in {held.base}, which other "
+                "adapters were not: merge it alone"
+            )
+        values = FirstAdapter(one.adapters, source.config, values).base
+    changes = [] if base_only else _changes(opened, list(adapters.values()), held)
+    names = {target.module.name for change in changes for target in change.adapters.targets}
+    config = untied(source.config, [change.adapters for change in changes])
+    rows, in_source = parameter_rows(config), {row.name: row for row in parameter_rows(source.config)}
 
     def read(row: Row) -> np.ndarray:
-        ((_, value),) = values([in_source[EMBED_ROW if row.name not in in_source else row.name]])
-        return _changed(row, as_held(row, value, base).astype(np.float32), changes)
+        ((own, value),) = values([in_source[EMBED_ROW if row.name not in in_source else row.name]])
+        return _changed(row, held.value(own, value).astype(np.float32), changes)
 
-    export = Export(out_dir, config, rows, dtype or config.dtype, source.tokenizer_folder, overwrite)
-    return Merged(export.write(read), len(names), config != source.config)
+    beside = {} if base_only else {MERGED: merged_record(source, list(adapters))}
+    about = (dtype or config.dtype, source.tokenizer_folder, overwrite)
+    export = Export(out_dir, config, rows, *about, beside=beside)
+    return Merged(export.write(read), len(names), config != source.config, held, tuple(notes))
+
+
+def _changes(opened: Sequence[StoredAdapter], weights: Sequence[float], held: HeldBase) -> list[Addition]:
+    """What adapters change. DataError for those that are a part of no weight."""
+    found = []
+    for one, weight in zip(opened, weights, strict=True):
+        if one.adapters.num_virtual:
+            raise DataError(
+                f"{one.folder} has virtual tokens, which are a part of no weight and cannot be merged: give it to "
+                "llmq-generate with --adapter, or to PEFT"
+            )
+        own = replace(one.adapters, init="kaiming") if held.is_quantized else one.adapters  # taken out before
+        found.append(Addition(own, one.tensors, one.read, weight))
+    return found
 
 
 def untied(config: ModelConfig, adapters: Sequence[Adapters]) -> ModelConfig:
@@ -114,7 +142,8 @@ def untied(config: ModelConfig, adapters: Sequence[Adapters]) -> ModelConfig:
 def _changed(row: Row, value: np.ndarray, changes: Sequence[Addition]) -> np.ndarray:
     """The value of a row with everything that adapters add to its parts."""
     replaced = any(part.name in one.names for one in changes for part in row.parts)
-    base = value.copy() if replaced or any(one.adapters.is_relative for one in changes) else value
+    reads = any(one.adapters.is_relative or one.adapters.init in TAKEN_OUT for one in changes)
+    base = value.copy() if replaced or reads else value
     for one, weight in ((one, np.float32(one.weight)) for one in changes):
         targets = {f"{target.module.name}.weight": target for target in one.adapters.targets}
         if one.adapters.method == "ia3":  # gains multiply the bias, too

@@ -10,7 +10,7 @@ from llmq.files.tensor_files import Stored
 from llmq.files.weight_files import FILE_DTYPES
 from llmq.model.adapters import EMBED, EMBED_ROW, LM_HEAD, Adapters, Target, linear_modules, modules_of
 from llmq.model.config import ModelConfig
-from llmq.model.parameters import parameter_rows
+from llmq.model.parameters import HEAD, parameter_rows
 
 
 def target_names(targets: Sequence[Target], config: ModelConfig) -> list[str]:
@@ -31,7 +31,7 @@ def in_full_config(adapters: Adapters, config: ModelConfig) -> dict[str, Any]:
     return {"modules_to_save": names or None, **({"ensure_weight_tying": True} if tied else {})}
 
 
-def modules_in_full(about: dict[str, Any], config: ModelConfig, problems: list[str]) -> frozenset[str]:
+def modules_in_full(about: Mapping[str, Any], config: ModelConfig, problems: list[str]) -> frozenset[str]:
     """The names of the rows of `modules_to_save`; what llmq does not have of these goes to `problems`."""
     wanted = about.get("modules_to_save") or ()
     found: dict[str, list[bool]] = {}
@@ -78,10 +78,36 @@ def checked_beside(
     return also, problems
 
 
-def is_target(wanted: str | Iterable[str] | None, name: str) -> bool:
-    """Whether PEFT's `target_modules` have a module."""
-    if wanted is None or wanted == "all-linear":
-        return wanted is not None and name != "lm_head"
+def base_copies(about: Mapping[str, Any], tensors: Collection[str], config: ModelConfig) -> list[str]:
+    """The embedding and the head among an adapter's tensors where it does not train them: as PEFT stores them beside an
+    adapter of lm_head, and on request."""
+    own = modules_in_full(about, config, [])
+    row_of = {
+        f"{EMBED}.weight": EMBED_ROW,
+        f"{LM_HEAD}.weight": EMBED_ROW if config.tie_embeddings else f"{HEAD}.weight",
+    }
+    return [name for name, row in row_of.items() if name in tensors and row not in own]
+
+
+def is_target(about: Mapping[str, Any], name: str) -> bool:
+    """Whether a module is one that PEFT's config has in `target_modules`, in `layers_to_transform` if it has those, and
+    not in `exclude_modules`."""
+    wanted, excluded = about.get("target_modules"), about.get("exclude_modules")
+    if (excluded and is_named(excluded, name)) or is_named(about.get("modules_to_save"), name):
+        return False
+    if wanted == "all-linear":
+        return name != LM_HEAD
+    layers = about.get("layers_to_transform")
+    if isinstance(wanted, str) or name in (wanted or ()) or layers in (None, []):
+        return is_named(wanted, name)
+    patterns = about.get("layers_pattern") or r"[^.]*"
+    found = (re.match(rf".*\.{one}\.(\d+)\.", name) for one in ([patterns] if isinstance(patterns, str) else patterns))
+    layer = next((int(match[1]) for match in found if match), None)
+    return is_named(wanted, name) and layer in ([layers] if isinstance(layers, int) else layers)
+
+
+def is_named(wanted: str | Iterable[str] | None, name: str) -> bool:
+    """Whether a module has one of the names, or the last parts of its name, or matches what is one pattern."""
     if isinstance(wanted, str):
         return re.fullmatch(wanted, name) is not None
-    return any(name == one or name.endswith(f".{one}") for one in wanted)
+    return any(name == one or name.endswith(f".{one}") for one in wanted or ())

@@ -13,9 +13,10 @@ from llmq.blocks.cached import Sampling
 from llmq.data.tokens.tokenizer import TextTokenizer
 from llmq.engine.generate import Generator, Pace, generate, open_generator
 from llmq.errors import UsageError
+from llmq.files.adapter_base import as_held, held_for
 from llmq.files.adapters import StoredAdapter, open_adapter
 from llmq.files.huggingface import end_tokens
-from llmq.files.source import find_source, open_parameters
+from llmq.files.source import Values, find_source, open_parameters
 from llmq.generation.prompts import PromptReader, Question, TextStream
 from llmq.hardware import device as hardware
 from llmq.model.config import ModelConfig
@@ -32,10 +33,12 @@ STEP = 64  # lengths of rows are multiples of this
 
 @dataclass(frozen=True)
 class Settings:
-    """What to run, and how; `max_length` bounds a whole chat. None of a `dtype`: bf16 on a GPU, fp32 on the CPU."""
+    """What to run, and how; `max_length` bounds a whole chat. None of a `dtype`: bf16 on a GPU, fp32 on the CPU; of a
+    `base_dtype`: as the adapter's base was held when it was trained."""
 
     model: str
     adapter: str | None = None
+    base_dtype: str | None = None
     revision: str | None = None
     from_scratch: bool = False
     tokenizer: str | None = None
@@ -70,7 +73,12 @@ class Writer:
         self._adapter: StoredAdapter | None = None
         if settings.adapter is not None:
             self._adapter = open_adapter(Path(settings.adapter), self._source.config)
+        trained_on = self._adapter.trained_on if self._adapter else None
+        self._held = held_for([trained_on], settings.base_dtype, None)
+        base = self._adapter and self._adapter.check_base(self._source, settings.sampling.seed)
+        held = f"The weights of the layers are held in {self._held}" if self._held.is_quantized else None
         self._device = hardware.pick(settings.device)
+        self.notes = [text for text in (self._device.note, base, held) if text]  # what the user should know
         own = self._source.preset_tokenizer if reads_text else None
         named = settings.tokenizer or self._source.tokenizer_folder or own
         tokenizer = None if named is None else TextTokenizer.open(str(named))
@@ -80,11 +88,6 @@ class Writer:
         self._stop = frozenset[int]() if settings.ignore_end else ends
         self._generator: Generator | None = None
         self._asked = 0
-
-    @property
-    def note(self) -> str | None:
-        """What the user should know of the device."""
-        return self._device.note
 
     @property
     def weight_bytes(self) -> int:
@@ -130,10 +133,14 @@ class Writer:
         free = hardware.memory_bytes(where)[1]
         backend = open_backend(where.kind)
         refuse_if_too_large(plan_generation(decoding, backend.scratch_bytes), free)
-        model = open_parameters(self._source, self.settings.sampling.seed)
-        values = model if self._adapter is None else self._adapter.values(model)
+        values = self.values()
         self._generator = open_generator(decoding, backend, lambda plan: values(plan.rows))
         self._generator.warm_up()
+
+    def values(self) -> Values:
+        """The weights that it writes with, and the adapter's."""
+        model = open_parameters(self._source, self.settings.sampling.seed)
+        return as_held(self._held, model) if self._adapter is None else self._adapter.values(model, self._held)
 
     def _taken(
         self, prompts: list[tuple[int, ...]], count: int, show: Callable[[str], None] | None

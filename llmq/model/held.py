@@ -10,6 +10,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
 from typing import Any, Protocol, TypeVar
 
 import numpy as np
@@ -184,13 +185,37 @@ def held_value(copy: Tensor, dtype: str) -> np.ndarray:
     return value
 
 
-def as_held(row: Row, value: np.ndarray, base: str | None) -> np.ndarray:
-    """What a run in bf16 on --base-dtype `base` reads of a row; None: the value itself."""
-    if base is None or not is_layer_weight(row):
-        return value
-    ref = Ref(row.name, "weight", row.shape, "bf16", row.layer, form=held_form(base, row))
-    numbers, scale = held_copy(ref, value, [part.stop for part in row.parts])
-    return held_value(Tensor(row.name, numbers, row.shape, ref.form, scale), ref.dtype)
+@dataclass(frozen=True)
+class HeldBase:
+    """How a run holds the frozen model: all of it in `dtype`, and the weights of the layers' linear maps in few bits if
+    the --base-dtype `base` has few. Of e4m3 the rows named in `single` have one scale for the whole."""
+
+    base: str | None = None
+    dtype: str = "fp32"
+    single: frozenset[str] = frozenset()
+
+    @property
+    def is_quantized(self) -> bool:
+        """Whether weights are held in few bits."""
+        return self.base in HELD_FORMS
+
+    def __str__(self) -> str:
+        if not self.is_quantized:
+            return self.dtype
+        scales = " with one scale for each matrix" if self.single else ""
+        return f"{self.base}{scales}, made of {self.dtype}"
+
+    def value(self, row: Row, value: np.ndarray) -> np.ndarray:
+        """What the run reads of a row of the model, of any float dtype; in fp32 that is the value."""
+        if self.base is None or not self.is_quantized or not is_layer_weight(row):
+            return value if self.dtype == "fp32" else value.astype(DTYPES[self.dtype], copy=False)
+        form = held_form(self.base, row, single=row.name in self.single)
+        ref = Ref(row.name, "weight", row.shape, self.dtype, row.layer, form=form)
+        numbers, scale = held_copy(ref, value, [part.stop for part in row.parts])
+        return held_value(Tensor(row.name, numbers, row.shape, form, scale), self.dtype)
+
+
+AS_IT_IS = HeldBase()
 
 
 def _of_slices(num_rows: int, work: Callable[[int], Made]) -> list[Made]:

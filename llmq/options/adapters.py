@@ -181,11 +181,11 @@ class AdapterOptions(Section):
         shown="none",
         metavar="NAMES",
     )
-    base_dtype: Literal["bf16", "e4m3", "int8", "nf4", "mxfp4"] | None = option(
+    base_dtype: Literal["fp32", "bf16", "e4m3", "int8", "nf4", "mxfp4"] | None = option(
         None,
         "Dtype in which the frozen weights of the layers' linear maps are held. e4m3 and int8 take half the memory of "
         "bf16, nf4 and mxfp4 about a quarter.",
-        shown="the model dtype",
+        shown="that of --adapter's base, else the model dtype",
     )
     adapter: Path | None = option(
         None, "Continue to train the adapter in this folder, in PEFT's format.", metavar="DIR"

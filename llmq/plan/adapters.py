@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -31,6 +31,7 @@ from llmq.model.adapters import (
 )
 from llmq.model.config import ModelConfig
 from llmq.model.first_adapter import TAKEN_OUT
+from llmq.model.held import HELD_FORMS, HeldBase
 from llmq.model.lisa import Lisa
 from llmq.model.parameters import left_out, num_parameters
 from llmq.model.several import Several
@@ -40,6 +41,7 @@ from llmq.row import Row
 
 if TYPE_CHECKING:
     from llmq.options.adapters import AdapterOptions
+    from llmq.plan.plan import Plan
 
 _Number = TypeVar("_Number", int, float)
 
@@ -50,9 +52,11 @@ def resolve(options: AdapterOptions, config: ModelConfig, steps: int = 0) -> Ada
     `steps` are those of the run, which the schedule of AdaLoRA ends with; 0 where they are not known.
     """
     if options.adapter is not None:
-        found = open_adapter(Path(options.adapter), config).adapters
+        stored = open_adapter(Path(options.adapter), config)
+        found, trained_on = stored.adapters, stored.trained_on
         dropout = found.dropout if options.lora_dropout is None else options.lora_dropout
-        return replace(found, base=options.base_dtype, dropout=dropout, plus=options.lora_plus_ratio or 1.0)
+        base = options.base_dtype or (trained_on.held.base if trained_on else None)
+        return replace(found, base=base, dropout=dropout, plus=options.lora_plus_ratio or 1.0)
     if options.ia3 is not None:
         return _gains(options, config)
     if count := options.prompt_tuning or options.prefix_tuning:
@@ -194,6 +198,30 @@ def _prompt_tokens(options: AdapterOptions, source: ModelSource, seed: int) -> l
     if not ids or max(ids) >= vocab_size:
         raise UsageError(f"--prompt-init-text {text!r} has no tokens of the model's vocabulary: give another text")
     return [ids[place % len(ids)] for place in range(count)]
+
+
+def held_by(plan: Plan) -> HeldBase:
+    """How a run holds the frozen model."""
+    base = None if plan.spec.adapters is None else plan.spec.adapters.base
+    forms = {row.name: row.stored for row in plan.rows if row.stored is not None}
+    single = (name for name, form in forms.items() if form.dtype == "e4m3" and form.scaling != "tilewise")
+    return HeldBase(base if base in HELD_FORMS else None, plan.spec.precision.model, frozenset(single))
+
+
+def base_notes(options: AdapterOptions, source: ModelSource, plan: Plan) -> Iterator[str]:
+    """What the user should know of the base of --adapter, and how this run holds it. DataError for a model that has the
+    adapter in its weights."""
+    if options.adapter is None:
+        return
+    stored, held = open_adapter(Path(options.adapter), source.config), held_by(plan)
+    if other := stored.check_base(source, plan.spec.seed):
+        yield other
+    if (trained_on := stored.trained_on) is None:
+        return
+    if trained_on.held != held:
+        yield f"{options.adapter} was trained on a base in {trained_on.held}, and this run holds it in {held}"
+    elif held.is_quantized and options.base_dtype is None:
+        yield f"The base is held in {held}, as {options.adapter} was trained on it (--base-dtype {held.base})"
 
 
 def note(adapters: Adapters | None, rows: Sequence[Row]) -> str:

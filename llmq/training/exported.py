@@ -23,7 +23,7 @@ from llmq.model.config import FAMILIES, ModelConfig
 from llmq.model.first_adapter import TAKEN_OUT
 from llmq.model.parameters import parameter_rows, rows_of_file
 from llmq.options.parse import Options
-from llmq.plan.adapters import merges
+from llmq.plan.adapters import held_by, merges
 from llmq.plan.plan import Plan
 
 MERGED = "merged"  # the folder of the merged model, in that of the adapter
@@ -95,7 +95,9 @@ def open_model(
         return OpenedExports((export,), templates.notices, warning)
     revision = None if source.revision is None else source.revision.partition(",")[0]
     rows, first = stored_rows(plan.rows, adapters), None
-    if adapters.init in TAKEN_OUT:  # as PEFT converts it, so that it fits the model as it was
+    if (
+        adapters.init in TAKEN_OUT and not held_by(plan).is_quantized
+    ):  # as PEFT converts it: it fits the model as it was
         rows, first, adapters = with_first(rows), FirstAdapter(adapters, config, model), doubled(adapters)
     written = adapter_config(adapters, config, source.name, revision)
     make: Callable[..., Export] = partial(AdapterExport, about=written, first=first, patterns=present(adapters))

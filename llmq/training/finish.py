@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import count
 from pathlib import Path
 
@@ -13,7 +13,10 @@ import numpy as np
 
 from llmq.engine.engine import Engine
 from llmq.errors import NonFiniteError
+from llmq.files.adapter_base import BASE, AdapterBase, merged_record, weights_of
+from llmq.files.adapter_base import MERGED as MERGED_RECORD
 from llmq.files.huggingface import Export, remove_model
+from llmq.plan.adapters import held_by
 from llmq.row import Row
 from llmq.training.allocation import Allocation
 from llmq.training.exported import MERGED
@@ -53,10 +56,12 @@ def export_all(job: Job, engine: Engine, allocation: Allocation, now: Progress, 
     model = merged = None
     if not reasons or job.exports_anyway:
         with suppress(NonFiniteError):
-            model = _written(allocation.exported(engine, job.exports[0]), "Exporting", job, engine, ranks, log, bad)
+            export = _with_base(allocation.exported(engine, job.exports[0]), job, engine)
+            model = _written(export, "Exporting", job, engine, ranks, log, bad)
             log.say(f"Exported: {model}", least=SUMMARY)
             for export in job.exports[1:]:
-                merged = _written(export, "Merging", job, engine, ranks, log, bad)
+                about = {MERGED_RECORD: merged_record(job.source, [model])} if ranks.is_first else {}
+                merged = _written(replace(export, beside=about), "Merging", job, engine, ranks, log, bad)
                 log.say(f"Merged into {_base(job)}: {merged}", least=SUMMARY)
             if merged is None and ranks.is_first and job.exports[0].overwrite and remove_model(model / MERGED):
                 log.say(f"Removed what an earlier run merged: {model / MERGED}", least=SUMMARY)
@@ -65,6 +70,14 @@ def export_all(job: Job, engine: Engine, allocation: Allocation, now: Progress, 
     if model is not None:
         return Left(model, merged, [f"The model is exported although {why}" for why in reasons], is_whole=True)
     return Left(None, None, [f"No model is exported: {reasons[0]}. {_way_back(job, now)}"], is_whole=False)
+
+
+def _with_base(export: Export, job: Job, engine: Engine) -> Export:
+    """The export of an adapter, with what it was trained on."""
+    if engine.plan.spec.adapters is None:
+        return export
+    base = AdapterBase(job.base or weights_of(job.source, job.seed), held_by(engine.plan))
+    return replace(export, beside={BASE: base.to_json()})
 
 
 def _not_finite(bad: Mapping[str, None]) -> str:
@@ -83,7 +96,9 @@ def _export_each(job: Job, engine: Engine, now: Progress, ranks: Ranks, log: Run
             reasons = [f"its loss in the last evaluation is {own.eval_loss}"]
         if not reasons or job.exports_anyway:
             with suppress(NonFiniteError):
-                found[name] = _written(export, f"Exporting {name}", job, engine, ranks, log, bad)
+                found[name] = _written(
+                    _with_base(export, job, engine), f"Exporting {name}", job, engine, ranks, log, bad
+                )
                 log.say(f"Exported: {found[name]}", least=SUMMARY)
         reasons += [_not_finite(bad)] if bad else []
         if name in found:

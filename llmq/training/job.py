@@ -246,10 +246,13 @@ def prepare(options: Options, log: RunLog, ranks: Ranks) -> Job:
 def _open_results(
     options: Options, source: ModelSource, rows: Trained, plan: Plan, model: Values, past: Past
 ) -> OpenedExports:
-    """Where the model goes, or the adapter, or each of several."""
+    """Where the model goes, or the adapter, or each of several, and what is to be known of the base of --adapter."""
     replaces = past.replaces_model
     several = open_exports(rows.members, options, source, plan, replaces=replaces)
-    return several or open_model(options, source, *rows.tokens, plan, model, replaces=replaces)
+    opened = several or open_model(options, source, *rows.tokens, plan, model, replaces=replaces)
+    every = [options.adapters, *(member.options.adapters for member in rows.members)]
+    of_base = [text for one in every for text in adapters.base_notes(one, source, plan)]
+    return replace(opened, notices=(*opened.notices, *of_base))
 
 
 def _device(options: Options, ranks: Ranks) -> Device:

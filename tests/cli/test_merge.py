@@ -14,7 +14,7 @@ from llmq.cli.generate import command as generate
 from llmq.cli.merge import command
 from llmq.model.adapters import chosen
 from llmq.model.config import from_folder
-from llmq.model.held import as_held
+from llmq.model.held import HeldBase
 from llmq.model.parameters import parameter_rows
 
 RANK, ALPHA = 3, 6
@@ -64,14 +64,14 @@ def test_adapters_are_added_to_a_quantized_base(folder, base, tmp_path, capsys):
     given = f"--adapter={folder / 'qwen2-0'}"
     _, plain = run(folder, "qwen2", tmp_path / "plain", given)
     code, found = run(folder, "qwen2", tmp_path / "out", given, f"--base-dtype={base}")
-    assert code == 0 and f"on the base in {base}: " in capsys.readouterr().out
+    assert code == 0 and f"on the base in {base}, made of bf16: " in capsys.readouterr().out
     changed = {name for name, value in plain.items() if not np.array_equal(value, found[name])}
     assert changed == {name for name in plain if name.endswith("proj.weight")}
     config = from_folder(folder / "qwen2")
     row = next(row for row in parameter_rows(config) if row.name == "layers.1.attention.qkv.weight")
     source = load_file(folder / "qwen2" / "model.safetensors")
     whole = np.concatenate([source[part.name] for part in row.parts])
-    held, part = as_held(row, whole, base).astype(np.float32), row.parts[0]
+    held, part = HeldBase(base, "bf16").value(row, whole).astype(np.float32), row.parts[0]
     change = plain[part.name] - source[part.name]
     np.testing.assert_allclose(found[part.name], held[: part.stop] + change, rtol=1e-5, atol=1e-6)
 
