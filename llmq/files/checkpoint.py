@@ -83,20 +83,21 @@ class Checkpoints:
         """The checkpoint to continue from; None for a run from step 0.
 
         A run that `writes` holds the folder's lock, and first removes what killed writers left. It reads the whole
-        checkpoint to verify it. UsageError if a fresh run would mix its checkpoints with those of an earlier one.
+        checkpoint to verify it.
         """
         if writes and self.folder.is_dir():
             remove_unfinished(self.folder)
         if best := best_of(filter(None, map(sound, found(self.folder).values())), EVAL_LOSS):
             self._best = best.metrics[EVAL_LOSS]
-        if self._continue is not None:
-            return find(self.folder, self._continue, warn, task, verified=writes)
-        if there := found(self.folder):
+        return None if self._continue is None else find(self.folder, self._continue, warn, task, verified=writes)
+
+    def refuse_earlier(self) -> None:
+        """UsageError if a fresh run would mix its checkpoints with those of an earlier one."""
+        if self._continue is None and (there := found(self.folder)):
             raise UsageError(
                 f"{self.folder} holds checkpoints of an earlier run ({_listed(there)}): resume from them with "
                 "--continue, delete them and start over with --overwrite, or choose another --name or --checkpoint-dir"
             )
-        return None
 
     def clear(self) -> list[Path]:
         """Deletes all checkpoints, and returns where they were. StorageError."""

@@ -199,12 +199,12 @@ def prepare(options: Options, log: RunLog, ranks: Ranks) -> Job:
     past = open_past(options, log, ranks, plans_only=plans_only)
     source = open_source(options.model, early.append)
     model = _open_parameters(source, seed, past)
-    named = TrainedOn(options, members, source, log, plans_only=plans_only)
+    named = TrainedOn(options, members, source, log, past, plans_only=plans_only)
     dtypes, is_timed = _resolve_precision(options, source.config, where, past, ranks)
-    rows = named.open(device.packing_problem(where, dtypes.model), past, ranks.size, early)
+    rows = named.open(device.packing_problem(where, dtypes.model), ranks.size, early)
     samples = open_samples(questions, log.sample_tokens, source, *rows.writes)
-    speed, backend = _open_backend(options, where, past, ranks)
     facts = facts_of(rows, dtypes, where, seed, samples, past.step, ranks, members)
+    speed, backend = _open_backend(_checked(options, facts, dtypes, past), where, past, ranks)
     fit, options, data = _fit(options, facts, rows.data, backend, past, ranks, log)
     dtypes, is_timed = _resolve_precision(options, source.config, where, past, ranks)
     spec, found = _look(options, facts.spec(options, dtypes), where, backend, data, model, past, ranks, log)
@@ -266,6 +266,14 @@ def _check_files(log: RunLog) -> list[Question]:
     """Refuses what the log cannot be written to; the prompts of --sample-prompts."""
     log.check()
     return read_questions(log.sample_prompts, "--sample-prompts") if log.sample_prompts else []
+
+
+def _checked(options: Options, facts: Facts, dtypes: Precision, past: Past) -> Options:
+    """The options, unless they cannot be planned, or the run would mix with what an earlier one left."""
+    if not memory.is_to_fit(options.memory):
+        facts.spec(options, dtypes)
+    past.refuse_earlier(options)
+    return options
 
 
 def _open_parameters(source: ModelSource, seed: int, past: Past) -> Values:

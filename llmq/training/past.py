@@ -34,9 +34,19 @@ class Past:
         """Optimizer steps that are done."""
         return int(self.state.get("step", 0))
 
+    def refuse_earlier(self, options: Options) -> None:
+        """UsageError or StorageError if this run would mix with what an earlier one left.
+
+        It is raised where all that is given is known to be good: an advice to delete or resume is for a run that works.
+        """
+        if not self.starts_over:
+            self.checkpoints.refuse_earlier()
+        if not self.replaces_model:
+            refuse_taken(options.export)
+
 
 def open_past(options: Options, log: RunLog, ranks: Ranks, *, plans_only: bool) -> Past:
-    """What the run continues, and that nothing stands where it exports to. The first rank's choice is all ranks'."""
+    """What the run continues. The first rank's choice is all ranks'."""
     checkpoints = Checkpoints(options.checkpoint)
     continues = options.to_flat()["continue"] is not None
     starts_over = not continues and (plans_only or overwrites(options.export))
@@ -46,8 +56,6 @@ def open_past(options: Options, log: RunLog, ranks: Ranks, *, plans_only: bool) 
         path = Path(ranks.told["resume"]) if ranks.told["resume"] else None
     state = load(path, verified=False)[0] if path else {}
     replaces_model = plans_only or is_of_run(options.export, state.get("options", {}))
-    if not replaces_model:
-        refuse_taken(options.export)
     if checkpoints.starts_anew:
         log.warn(f"--continue auto found no checkpoint in {checkpoints.folder}: this run begins at step 0")
     return Past(checkpoints, path, state, starts_over, replaces_model)

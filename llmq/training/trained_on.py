@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -18,6 +19,7 @@ from llmq.model.config import ModelConfig
 from llmq.options.parse import Options
 from llmq.options.sweep import MemberOptions
 from llmq.plan import adapters
+from llmq.screen import Report
 from llmq.training.exported import exported_config, exported_tokenizer
 from llmq.training.log import RunLog
 from llmq.training.past import Past
@@ -54,23 +56,29 @@ class TrainedOn:
         members: Sequence[MemberOptions],
         source: ModelSource,
         log: RunLog,
+        past: Past,
         *,
         plans_only: bool,
     ) -> None:
-        self.options, self.members, self.source, self.log = options, members, source, log
+        self.options, self.members, self.source, self.log, self.past = options, members, source, log, past
         self.runs = {one.name: one.options for one in members} or {"": options}
         # What is said of it stands in the log's section on data, but for work that takes place.
-        about: dict[str, Any] = {"plan_only": plans_only, "say": log.say, "note": log.about_data, "task": log.task}
-        self.named = {name: open_named(own.source, source, **about) for name, own in self.runs.items()}
+        about: dict[str, Any] = {"plan_only": plans_only, "say": log.say, "note": log.about_data}
 
-    def open(self, cannot_pack: str | None, past: Past, size: int, notices: list[str]) -> Trained:
+        def task(title: str) -> AbstractContextManager[Report]:
+            past.refuse_earlier(options)  # now, as tokenizing may take hours
+            return log.task(title)
+
+        self.named = {name: open_named(own.source, source, **about, task=task) for name, own in self.runs.items()}
+
+    def open(self, cannot_pack: str | None, size: int, notices: list[str]) -> Trained:
         """All of it, on so many ranks; `cannot_pack` says why the device cannot run packed rows, if it cannot."""
         each = {name: self._data(name, cannot_pack, size) for name in self.runs}
         data = SeveralData.of(each) if self.members else each[""]
-        if past.path and "data" not in past.checkpoints.resets:
-            data.layout.refuse_other(past.state)
+        if self.past.path and "data" not in self.past.checkpoints.resets:
+            data.layout.refuse_other(self.past.state)
         config = exported_config(self.source, data, notices)
-        schedule = self._schedule(each, data, past)
+        schedule = self._schedule(each, data, self.past)
         members = member_runs(self.members, self.named, each, schedule.steps, schedule.start)
         tokens = exported_tokenizer(self.source, next(iter(self.named.values())), data)
         return Trained(data, schedule, members, config, tokens)

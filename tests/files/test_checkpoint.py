@@ -356,7 +356,7 @@ def test_the_run_and_its_options(tmp_path: Path) -> None:
     assert names(tmp_path) == ["step-00000020", "step-00000025"]
     assert run.peak_bytes(100, 26, 99) == 100
     with pytest.raises(UsageError, match=r"earlier run \(steps 20, 25\).*--continue.*--overwrite"):
-        run.start(print)
+        run.refuse_earlier()
     assert started(options(tmp_path, continue_="auto")) == tmp_path / "step-00000025"
     assert started(options(tmp_path, continue_=20)) == tmp_path / "step-00000020"
 

@@ -319,10 +319,22 @@ def test_checkpoints_below_the_model_outlive_a_kill_within_its_export(given, mon
     assert weights_of(parts.checkpoint_path) == weights_of(whole.checkpoint_path)
 
 
-def test_a_model_in_the_way_is_said_before_the_data_is_read(given):
-    out = llmq.train(**given).model_path
-    with pytest.raises(StorageError, match="already holds a model"):
-        llmq.train(**{**given, "name": "new", "out_dir": str(out), "train_file": "absent.bin"})
+def test_what_is_wrong_is_said_before_what_an_earlier_run_left(given):
+    out = llmq.train(**{**given, "steps": 2}).model_path
+    for change, error, says in (
+        ({}, UsageError, "holds checkpoints of an earlier run"),
+        ({"name": "new", "out_dir": str(out)}, StorageError, "already holds a model"),
+        ({"train_file": "absent.bin"}, DataError, r"absent\.bin: cannot be read"),
+        ({"model": "absent/model/x"}, DataError, "there is no folder absent/model/x"),
+        ({"from_scratch": False}, DataError, r"model\.safetensors"),
+        ({"adapter": "absent"}, DataError, r"absent has no adapter_config\.json"),
+        ({"lora_rank": 4, "lora_targets": "q_porj"}, UsageError, "q_porj"),
+        ({"bf16_layers": "layers.9", "matmul_dtype": "e4m3"}, UsageError, r"layers\.9"),
+        ({"seq_tiles": 7}, UsageError, "--seq-tiles 7 does not divide"),
+        ({"sample_prompts": "absent.txt"}, DataError, r"absent\.txt"),
+    ):
+        with pytest.raises(error, match=says):
+            llmq.train(**{**given, **change})
 
 
 @pytest.mark.parametrize("number", [signal.SIGHUP, signal.SIGINT], ids=["SIGHUP", "SIGINT"])

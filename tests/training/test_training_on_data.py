@@ -107,6 +107,18 @@ def test_rows_are_tokenized_once_and_trained_by_mask(given, tmp_path):
     assert llmq.train(**one).eval_loss != result.eval_loss and len(token_files(tmp_path)) == 4
 
 
+def test_what_an_earlier_run_left_is_said_before_text_is_tokenized(given, tmp_path):
+    llmq.train(**{**given, "steps": 1})
+    with pytest.raises(DataError, match=r"other\.jsonl"):
+        llmq.train(**{**given, "data": "other.jsonl"})
+    there = token_files(tmp_path)
+    (tmp_path / "other.jsonl").write_text('{"text": "new"}\n')
+    given["console"] = io.StringIO()
+    with pytest.raises(UsageError, match="holds checkpoints of an earlier run"):
+        llmq.train(**{**given, "data": "other.jsonl"})
+    assert token_files(tmp_path) == there and "tokenizing into" not in given["console"].getvalue()
+
+
 @pytest.mark.slow
 def test_adapters_at_once_have_data_of_their_own(given):
     """Rows with masks and text, tokenized for each, and templates of what each has seen."""

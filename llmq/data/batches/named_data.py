@@ -27,7 +27,7 @@ from llmq.data.tokens.token_file import TokenFile
 from llmq.data.tokens.tokenize import Say, cache_entry, cached, is_whole, settled
 from llmq.data.tokens.tokenizer import TextTokenizer
 from llmq.errors import DataError, UsageError
-from llmq.screen import StartTask
+from llmq.screen import StartTask, unshown
 
 if TYPE_CHECKING:
     from llmq.files.source import ModelSource
@@ -38,7 +38,8 @@ if TYPE_CHECKING:
 class NamedData:
     """What `--data` names: `find` looks for it, `open` makes it what is trained on.
 
-    `say` shows a line now, of work that takes place; `note` one on what the data is, where that is shown.
+    `say` shows a line now, of work that takes place, `task` its progress; `note` a line on what the data is, where that
+    is shown.
     """
 
     options: SourceOptions
@@ -105,10 +106,10 @@ class NamedData:
     def _cached(self, request: Request) -> list[str]:
         """The names of a request's token files, as patterns."""
         name, entry = ", ".join(request.found.asked), cache_entry(request)
-        say = self.note if is_whole(entry) else self.say
+        say, task = (self.note, unshown) if is_whole(entry) else (self.say, self.task)
         about = f"tokenizing into {entry}\n{request.found.rule}"
-        say(f"{name}: tokenized before, in {entry}" if is_whole(entry) else f"{name}: {about}")
-        with self.task(f"Tokenizing {name}") as on_progress:
+        with task(f"Tokenizing {name}") as on_progress:
+            say(f"{name}: tokenized before, in {entry}" if is_whole(entry) else f"{name}: {about}")
             return [glob.escape(str(file)) for file in cached(request, on_progress=on_progress, say=say)]
 
     def _estimated(self, form: RowForm) -> Estimated:
