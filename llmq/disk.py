@@ -223,21 +223,32 @@ def storage(
     failed: str = "cannot be written",
     *,
     kept: str = "",
-    advice: str = "free some space or choose another folder",
+    room: str = "free some space",
+    advice: str = "choose another folder",
     needed: int | None = None,
 ) -> Iterator[None]:
     """Turns what the operating system says while writing `path` into "PATH: FAILED (reason)KEPT: ADVICE".
 
-    If the disk is full, the reason has the bytes that are `needed`, where that is known, and those free.
+    If the disk is full, the reason has the bytes that are `needed`, where that is known, and those free, and the advice
+    begins with how to make `room`.
     """
     try:
         yield
     except OSError as error:
-        reason = str(error.strerror or error)
+        reason = _reason(error)
         if error.errno in FULL:
             needs = f"it needs {needed:,} bytes, " if needed is not None else ""
             reason += f": {needs}{free_bytes(path):,} bytes are free"
+            advice = f"{room}, or {advice}"
         raise StorageError(f"{path}: {failed} ({reason}){kept}: {advice}") from error
+
+
+def _reason(error: OSError) -> str:
+    """Why something cannot be written. What Linux says where a file is in the way does not name that."""
+    there = existing_folder(Path(os.fsdecode(error.filename or ".")))
+    if error.errno in (errno.EEXIST, errno.ENOTDIR) and not there.is_dir():
+        return f"{there} is not a folder"
+    return str(error.strerror or error)
 
 
 @contextmanager

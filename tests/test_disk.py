@@ -143,16 +143,17 @@ def test_a_folder_that_is_not_finished_leaves_no_trace(tmp_path: Path) -> None:
 
 def test_what_the_disk_refuses_is_said_with_the_room_on_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(shutil, "disk_usage", lambda path: SimpleNamespace(free=1000))
-    path, words = tmp_path / "x", {"kept": "; the old one is there", "advice": "make room"}
+    path, words = tmp_path / "x", {"kept": "; the old one is there", "advice": "go elsewhere"}
 
     def said(number: int, **more: Any) -> str:
         with pytest.raises(StorageError) as caught, storage(path, "the model cannot be written", **words, **more):
             raise OSError(number, os.strerror(number))
         return str(caught.value)
 
-    start, end = f"{path}: the model cannot be written (", "); the old one is there: make room"
+    start, end = f"{path}: the model cannot be written (", "); the old one is there: go elsewhere"
     full = os.strerror(errno.ENOSPC)
     assert said(errno.EIO, needed=5000) == f"{start}{os.strerror(errno.EIO)}{end}"
+    end = "); the old one is there: free some space, or go elsewhere"
     assert said(errno.ENOSPC) == f"{start}{full}: 1,000 bytes are free{end}"
     assert said(errno.ENOSPC, needed=5000) == f"{start}{full}: it needs 5,000 bytes, 1,000 bytes are free{end}"
 

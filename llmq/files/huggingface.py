@@ -59,7 +59,7 @@ _QUANTIZED = re.compile(
 _WRITTEN = re.compile(
     r"config\.json|llmq_(base|merged)\.json|adapter_config\.json|adapter_model\.safetensors|generation_config\.json|model(-\d+-of-\d+)?\.safetensors|model\.safetensors\.index\.json"
 )
-_storage = partial(storage, failed="the model cannot be written", advice="free some space or choose another --out-dir")
+_storage = partial(storage, failed="the model cannot be written", advice="choose another --out-dir")
 
 
 def checked_tensors(folder: Path, rows: Sequence[Row]) -> dict[str, Stored]:

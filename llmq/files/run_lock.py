@@ -26,7 +26,7 @@ from pathlib import Path
 
 from filelock import FileLock, Timeout
 
-from llmq.disk import storage, write_whole
+from llmq.disk import existing_folder, storage, write_whole
 from llmq.errors import StorageError
 
 NO_LOCKS = (errno.ENOSYS, errno.ENOLCK, errno.EOPNOTSUPP, errno.ENOTSUP)
@@ -48,8 +48,10 @@ class RunOutput:
 
 
 def replaced_whole(option: str, path: Path) -> RunOutput:
-    """A file, or a folder that another one takes the place of: its lock is beside it."""
+    """A file, or a folder that another one takes the place of: its lock is beside it. StorageError for `/`."""
     path = Path(os.path.realpath(path.expanduser()))
+    if not path.name:
+        raise StorageError(f"{option} {path} is the root of the file system: give a folder inside it")
     return RunOutput(option, path, path.with_name(f".{path.name}.lock"))
 
 
@@ -126,18 +128,19 @@ def held(output: RunOutput, say: Callable[[str], None]) -> Iterator[None]:
         yield  # a device, such as /dev/null, keeps nothing
         return
     place = output.lock.parent
-    failed, advice = "its lock cannot be written", f"free some space, or choose another {output.option}"
     missing = [path for path in (place, *place.parents) if not os.path.exists(path)]
     with ExitStack() as cleanup:
-        with storage(output.path, failed, advice=advice):
+        with storage(output.path, advice=f"choose another {output.option}"):
             cleanup.callback(_remove_empty, missing)
-            place.mkdir(parents=True, exist_ok=True)
             lock = FileLock(output.lock, timeout=0, thread_local=False, fallback_to_soft=False)
             try:
-                lock.acquire()
-            except Timeout:
+                place.mkdir(parents=True, exist_ok=True)
                 # Where no file can be made, FileLock takes that for a lock which was just removed.
                 os.close(os.open(output.lock, os.O_WRONLY | os.O_CREAT, 0o666))
+                lock.acquire()
+            except FileNotFoundError:  # what /proc says, where no file can be made
+                raise OSError(errno.ENOENT, f"{existing_folder(place)} takes no new files") from None
+            except Timeout:
                 raise _refusal(output) from None
             except OSError as error:
                 if error.errno not in NO_LOCKS:

@@ -69,7 +69,8 @@ _not_written = partial(
     storage,
     failed="the checkpoint cannot be written",
     kept="; earlier checkpoints are as they were",
-    advice="free space, lower --ckpt-keep-n, or choose another --checkpoint-dir",
+    room="free some space, lower --ckpt-keep-n",
+    advice="choose another --checkpoint-dir",
 )
 
 

@@ -373,7 +373,7 @@ class RunLog:
         self.close()
 
     def _storage(self) -> AbstractContextManager[None]:
-        advice = "free some space, or name another place with --log-file"
+        advice = "name another place with --log-file"
         return storage(self.path, "the log cannot be written", advice=advice)
 
     def _section(self, key: str, title: str, facts: Mapping[str, Any]) -> None:

@@ -147,9 +147,23 @@ def test_devices_have_no_lock():
 
 @pytest.mark.skipif(not Path("/proc/self").exists(), reason="needs a folder that takes no files from anyone")
 def test_a_folder_that_takes_no_files_is_not_in_use():
-    says = r"/proc/x: its lock cannot be written \(No such file or directory\)"
-    with pytest.raises(StorageError, match=says), held(replaced_whole("--out-dir", Path("/proc/x")), print):
-        pass
+    for path in ("/proc/x", "/proc/x/y"):
+        for output in (replaced_whole("--out-dir", Path(path)), kept_folder("--out-dir", Path(path))):
+            with pytest.raises(StorageError) as refusal, held(output, print):
+                pass
+            assert (
+                str(refusal.value) == f"{path}: cannot be written (/proc takes no new files): choose another --out-dir"
+            )
+
+
+def test_what_is_in_the_way_of_a_folder_is_named(tmp_path):
+    (tmp_path / "file").touch()
+    says = rf"cannot be written \({tmp_path}/file is not a folder\): choose another --out-dir"
+    for output in (replaced_whole("--out-dir", tmp_path / "file" / "x"), kept_folder("--out-dir", tmp_path / "file")):
+        with pytest.raises(StorageError, match=says), held(output, print):
+            pass
+    with pytest.raises(StorageError, match=r"--out-dir / is the root of the file system: give a folder inside it"):
+        replaced_whole("--out-dir", Path("/"))
 
 
 @pytest.mark.parametrize("number", [errno.ENOSPC, errno.EROFS, errno.EACCES])
