@@ -116,10 +116,10 @@ def _cached(name: str, revision: str, kind: str) -> Path:
             return Path(found).parent
         except DataError as error:
             problem = f"; what is there is not complete: {error}"
-    near = _nearest(name, _cached_names())
     raise DataError(
-        f"{name} (revision {revision}) is not in the cache {constants.HF_HUB_CACHE}{near}, and "
-        f"HF_HUB_OFFLINE forbids downloading it: unset it, or give a local folder{problem}"
+        f"there is no folder {name}, and the model of that name (revision {revision}) is not in the cache "
+        f"{constants.HF_HUB_CACHE}{_suggestion(name)}, and HF_HUB_OFFLINE forbids downloading it: unset it, or give a "
+        f"local folder{problem}"
     )
 
 
@@ -206,6 +206,7 @@ def ask(name: str, revision: str, file: str, request: Callable[[], T], repo_type
 
     at, doing = constants.ENDPOINT, f"downloading {file} of {name}" if file else f"looking for {name}"
     page = f"{at}/{name}" if repo_type == "model" else f"{at}/datasets/{name}"
+    absent = f"there is no folder {name}, and " if repo_type == "model" and not file else ""
     # The library's transport changes with its version (requests, httpx, httpx2); the one it has loaded is meant.
     transports = (("requests", "RequestException"), ("httpx", "HTTPError"), ("httpx2", "HTTPError"))
     loaded = tuple(getattr(sys.modules[module], kind) for module, kind in transports if module in sys.modules)
@@ -237,7 +238,7 @@ def ask(name: str, revision: str, file: str, request: Callable[[], T], repo_type
         if status != 401 and file:
             way_out = "run the same command again, complete files are kept"
         kind = HubUnreachable if isinstance(status, int) and status >= 500 and not file else DataError
-        raise kind(f"{at} answered {status} while {doing}: {way_out}") from None
+        raise kind(f"{absent}{at} answered {status} while {doing}: {way_out}") from None
     except (OSError, RuntimeError, ValueError, *loaded, *xet) as error:
         if isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EACCES, errno.EROFS):
             raise StorageError(
@@ -254,7 +255,7 @@ def ask(name: str, revision: str, file: str, request: Callable[[], T], repo_type
                 f"{doing} was cut off ({said}): run the same command again, complete files are kept"
             ) from None
         raise HubUnreachable(
-            f"{at} cannot be reached, {doing} ({said}): check the network, HF_ENDPOINT and proxies"
+            f"{absent}{at} cannot be reached, {doing} ({said}): check the network, HF_ENDPOINT and proxies"
             + (", or give a local folder" if repo_type == "model" else "")
         ) from None
 

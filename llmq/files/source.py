@@ -25,7 +25,7 @@ from llmq.hardware.threads import in_threads
 from llmq.model.adalora import INIT as ADALORA
 from llmq.model.config import ModelConfig, from_folder, read_json
 from llmq.model.parameters import parameter_rows, rows_of_file
-from llmq.model.presets import HUB_NAMES, preset, preset_tokenizer
+from llmq.model.presets import HUB_NAMES, is_known, preset, preset_tokenizer
 from llmq.row import Row
 
 if TYPE_CHECKING:
@@ -91,7 +91,7 @@ def find_source(
     init_proj_to_zero: bool = False,
     say: Callable[[str], None] = lambda text: None,
 ) -> ModelSource:
-    """The model of a name, with its own tokenizer."""
+    """The model of a name, with its own tokenizer; `say` gets a notice of a folder that hides a known name, too."""
     is_local = any(mark in name for mark in "/\\~") or os.path.exists(name)
     name = name if is_local else HUB_NAMES.get(name.lower(), name)
     if "/" not in name and not is_local:
@@ -106,6 +106,9 @@ def find_source(
         return ModelSource(name, config, None, None, True, init_proj_to_zero, preset_tokenizer(name))
     local = Path(os.path.expanduser(name))
     _refuse_adapter(local)
+    if is_known(name) and local.is_dir():
+        hidden = "model of the Hub" if "/" in name else "preset"
+        say(f"--model {name} is the folder {local.absolute()}, not the {hidden} of that name")
     folder = model_folder(name, revision, "config" if from_scratch else "model", say)
     config = from_folder(folder)
     if not from_scratch and config.source.get("dtype") is None and config.source.get("torch_dtype") is None:

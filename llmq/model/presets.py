@@ -97,6 +97,14 @@ HUB_NAMES = {
 }
 
 
+def is_known(name: str) -> bool:
+    """Whether a name is that of a preset, or of a model of the Hub by an organization that these models are of."""
+    organization, _, rest = name.partition("/")
+    organizations = {hub.partition("/")[0] for hub in (*_TOKENIZERS.values(), *HUB_NAMES.values())}
+    known = {preset.lower() for preset in (*PRESETS, *HUB_NAMES)}
+    return name.lower() in known or (organization in organizations and rest.count("/") == 0 < len(rest))
+
+
 def preset_tokenizer(name: str) -> str:
     """The hub name of a preset's tokenizer, which anyone can download."""
     return next(repository for start, repository in _TOKENIZERS.items() if name.lower().startswith(start.lower()))

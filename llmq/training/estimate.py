@@ -45,7 +45,9 @@ def estimate(options: Options, *, longest: bool = False) -> Iterator[str]:
     gpus = device.asked_gpus(options.system)
     if gpus < 1:
         raise UsageError("--gpus 0 counts the GPUs of this machine, and an estimate is for others: use 1 or more")
-    source = find_source(str(flat["model"]), from_scratch=True)
+    notices = list[str]()
+    source = find_source(str(flat["model"]), from_scratch=True, say=notices.append)
+    yield from notices
     dtypes = precision.resolve(options.precision, source.config)
     device.refuse_dtypes(where, dtypes.matmul, dtypes.head, scaling=dtypes.scaling)
     facts = Facts(source.config, where, size=gpus, members=read_members(options))

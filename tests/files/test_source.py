@@ -2,6 +2,7 @@
 
 import math
 from dataclasses import replace
+from pathlib import Path
 from types import SimpleNamespace
 
 import numpy as np
@@ -126,6 +127,18 @@ def test_an_adapters_folder_is_said_to_be_one(tmp_path):
     write(tmp_path / "m")
     (tmp_path / "m" / "adapter_config.json").write_text("{}")  # beside a whole model
     assert open_source(options(tmp_path / "m")).config == CONFIG
+
+
+def test_a_folder_that_hides_a_known_name_is_noticed(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    for folder, hidden in (("qwen2.5-0.5b", "preset"), ("Qwen/mine", "model of the Hub"), ("runs/mine", None)):
+        write(tmp_path / folder)
+        said = []
+        assert open_source(options(folder, from_scratch=True), said.append).folder == Path(folder)
+        assert said == (
+            [f"--model {folder} is the folder {tmp_path / folder}, not the {hidden} of that name"] * bool(hidden)
+        )
+        open_source(options(f"./{folder}", from_scratch=True), pytest.fail)
 
 
 def test_the_instruct_models_of_llama_3_are_names_of_hub_models(tmp_path, monkeypatch):

@@ -119,6 +119,13 @@ def test_what_an_earlier_run_left_is_said_before_text_is_tokenized(given, tmp_pa
     assert token_files(tmp_path) == there and "tokenizing into" not in given["console"].getvalue()
 
 
+def test_a_folder_that_hides_a_data_set_is_noticed(given, tmp_path):
+    Path("gsm8k").mkdir()
+    Path("rows.jsonl").rename("gsm8k/rows.jsonl")
+    llmq.train(**{**given, "data": "gsm8k", "dry_run": True})
+    assert f"--data gsm8k is {tmp_path / 'gsm8k'}, not the data set of that name" in given["console"].getvalue()
+
+
 @pytest.mark.slow
 def test_adapters_at_once_have_data_of_their_own(given):
     """Rows with masks and text, tokenized for each, and templates of what each has seen."""

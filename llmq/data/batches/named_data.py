@@ -19,6 +19,7 @@ from llmq.data.batches.stream import Stream, open_stream
 from llmq.data.batches.windows import Rows
 from llmq.data.chat.encode import EncodeOptions
 from llmq.data.chat.prompts import read_prompt_template
+from llmq.data.rows import datasets
 from llmq.data.rows.file_rows import FileRows
 from llmq.data.rows.find_sources import find_anything
 from llmq.data.rows.request import Request, parsed_mapping
@@ -61,6 +62,8 @@ class NamedData:
         options = self.options
         assert options.data is not None
         sources = read_sources("data", options.data, weights)
+        for name in (one.name for one in sources if one.name in datasets.NAMES and Path(one.name).exists()):
+            self.note(f"--data {name} is {Path(name).absolute()}, not the data set of that name")
         if options.streaming and len(sources) > 1:
             raise UsageError(
                 f"--streaming reads one data set, but {', '.join(options.data)} names {len(sources)}: leave "
