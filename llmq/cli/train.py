@@ -12,7 +12,7 @@ import click
 
 from llmq.cli import shell
 from llmq.errors import UsageError
-from llmq.options.field import Description, flag, unknown_option
+from llmq.options.field import Description, flag, unknown_option, written
 from llmq.options.parse import SECTIONS, Options, descriptions, spellings
 from llmq.options.schema import json_schema
 from llmq.training.interrupt import terminable
@@ -123,7 +123,8 @@ def _drop_repeated(values: dict[str, Any], names: Sequence[str]) -> list[str]:
         for name in set(spelled) - {spelled[-1]}:
             values[name] = None
         if len(spelled) > 1:
-            notices.append(f"{flag(key)} is given {len(spelled)} times: the last one counts, {values[spelled[-1]]}")
+            last = written(key, values[spelled[-1]])
+            notices.append(f"{flag(key)} is given {len(spelled)} times: the last one counts, {last}")
     return notices
 
 

@@ -7,7 +7,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field
 
-from llmq.options.field import LARGEST_STEP, Float, Int, Path, Section, Text, flag, option
+from llmq.options.field import LARGEST_STEP, Float, Int, Path, Section, Text, flag, option, written
 
 OF_BUDGET = tuple(
     f"adalora_{key}" for key in ("target_rank", "warmup", "final", "interval", "beta1", "beta2", "orth_reg")
@@ -288,16 +288,19 @@ class AdapterOptions(Section):
         if self.adapter is not None and self.lora_rank is not None:
             yield f"--lora-rank {self.lora_rank} is of a new adapter, and --adapter continues one: give one of them"
         elif self.adapter is not None and given:
-            yield f"{flag(given[0])} {getattr(self, given[0])} is said by --adapter {self.adapter}: leave it out"
+            yield f"{self._said(given[0])} is said by --adapter {self.adapter}: leave it out"
         elif self.adapter is None and self.lora_rank is None:
             given += [key for key in ("lora_dropout", "lora_plus_ratio", "base_dtype", "merge") if getattr(self, key)]
-            yield from (f"{flag(key)} {getattr(self, key)} is for adapters: add --lora-rank" for key in given)
+            yield from (f"{self._said(key)} is for adapters: add --lora-rank" for key in given)
         elif not self.adalora:
             given = [key for key in OF_BUDGET if getattr(self, key) is not None]
-            yield from (f"{flag(key)} {getattr(self, key)} is for --adalora: add that" for key in given)
+            yield from (f"{self._said(key)} is for --adalora: add that" for key in given)
         else:
             given = [key for key in NOT_OF_ADALORA if getattr(self, key) not in (None, False)]
-            yield from (f"{flag(key)} {getattr(self, key)} does not go with --adalora: leave it out" for key in given)
+            yield from (f"{self._said(key)} does not go with --adalora: leave it out" for key in given)
+
+    def _said(self, key: str) -> str:
+        return written(key, getattr(self, key))
 
     def _of_several(self) -> Iterator[str]:
         """What adapters that are trained at once cannot have, as they share the base."""
@@ -305,9 +308,8 @@ class AdapterOptions(Section):
         shared = {"lora_rank": ("auto",), "lora_bias": ("all", "lora_only"), "lora_init": ("pissa", "olora", "eva")}
         given += [key for key, values in shared.items() if getattr(self, key) in values]
         for key in given:
-            value = getattr(self, key)
-            said = flag(key) if value is True else f"{flag(key)} {value}"
-            yield f"{said} does not go with --adapters, which trains {OF_SEVERAL}: {NOT_OF_SEVERAL.get(key, LEAVE)}"
+            fix = NOT_OF_SEVERAL.get(key, LEAVE)
+            yield f"{self._said(key)} does not go with --adapters, which trains {OF_SEVERAL}: {fix}"
 
     def _of_virtual_tokens(self) -> Iterator[str]:
         """What does not go with a prompt or a prefix."""
@@ -315,10 +317,10 @@ class AdapterOptions(Section):
         for own, more in (("prompt_tuning", ("prefix_tuning", *others)), ("prefix_tuning", others)):
             given = [key for key in more if getattr(self, key)]
             if getattr(self, own) is not None and given:
-                said = f"{flag(own)} {getattr(self, own)} trains virtual tokens alone"
+                said = f"{self._said(own)} trains virtual tokens alone"
                 yield f"{said}, and {flag(given[0])} is of another method: leave one of them out"
         if self.prompt_tuning is None and (given := [key for key in OF_PROMPTS if getattr(self, key)]):
-            yield f"{flag(given[0])} {getattr(self, given[0])} is for prompts: add --prompt-tuning"
+            yield f"{self._said(given[0])} is for prompts: add --prompt-tuning"
 
     def _of_auto(self) -> Iterator[str]:
         """What contradicts --lora-rank auto, or needs it."""
@@ -335,4 +337,4 @@ class AdapterOptions(Section):
             yield "--lora-rank auto chooses ranks within a number of parameters: add --lora-budget N"
         for key, given in (("lora_rank_pattern", self.lora_rank_pattern), ("lora_init", self.lora_init == "eva")):
             if given:
-                yield f"{flag(key)} {getattr(self, key)} chooses ranks, as --lora-rank auto does: leave one of them out"
+                yield f"{self._said(key)} chooses ranks, as --lora-rank auto does: leave one of them out"

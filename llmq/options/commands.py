@@ -5,7 +5,7 @@ from __future__ import annotations
 import shlex
 from typing import Any
 
-from llmq.options.field import flag
+from llmq.options.field import written
 from llmq.options.parse import Options, descriptions, told_options
 
 
@@ -20,6 +20,4 @@ def continue_command(options: Options) -> str:
 
 
 def _flags(key: str, value: Any) -> list[str]:
-    if isinstance(value, bool):
-        return [flag(key if value else f"no_{key}")]
-    return [f"{flag(key)}={item}" for item in (value if isinstance(value, list) else [value])]
+    return [written(key, item, "=") for item in (value if isinstance(value, list) else [value])]

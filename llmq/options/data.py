@@ -21,6 +21,7 @@ from llmq.options.field import (
     describe,
     flag,
     option,
+    written,
 )
 
 
@@ -195,8 +196,7 @@ class SourceOptions(Section):
         if self.data is None:
             for d in describe("source", type(self)):
                 if d.key != "data" and (value := getattr(self, d.field)) not in (None, d.default):
-                    shown = "" if value is True else f" {value}"
-                    yield f"{flag(d.key)}{shown} is for --data: give that, or leave it out"
+                    yield f"{written(d.key, value)} is for --data: give that, or leave it out"
         elif self.streaming and len(self.data) > 1:
             yield f"--streaming reads one data set, but --data is given {len(self.data)} times: give one"
         if self.data is not None and self.streaming and self.eval_fraction:

@@ -133,6 +133,14 @@ def flag(name: str) -> str:
     return "--" + name.strip("-_").replace("_", "-")
 
 
+def written(name: str, value: Any, between: str = " ") -> str:
+    """An option as a user types it: `--dora`, `--no-packing`, `--lora-alpha 16`."""
+    if isinstance(value, bool):
+        return flag(name if value else f"no_{name}")
+    short = f"{value:g}" if isinstance(value, float) and float(f"{value:g}") == value else value
+    return f"{flag(name)}{between}{short}"
+
+
 def describe(section: str, cls: type[Section]) -> list[Description]:
     """The options of a section, in order."""
     return [_describe(section, cls, field) for field in cls.model_fields]

@@ -8,7 +8,7 @@ from typing import Annotated, Literal
 from pydantic import BeforeValidator, Field
 
 from llmq.options import rate_rules
-from llmq.options.field import LARGEST_STEP, Computed, Float, Int, Section, Text, flag, option, with_commas
+from llmq.options.field import LARGEST_STEP, Computed, Float, Int, Section, Text, option, with_commas, written
 from llmq.options.rate_rules import final_fraction, our_name
 
 Narrow = Annotated[Literal["bf16", "fp32"], Computed]
@@ -92,7 +92,7 @@ class PrecisionOptions(Section):
                 continue
             if (value := getattr(self, key)) is not None:
                 yield (
-                    f"{flag(key)} {value} is for e4m3 matmuls, but --matmul-dtype is {self.matmul_dtype}: "
+                    f"{written(key, value)} is for e4m3 matmuls, but --matmul-dtype is {self.matmul_dtype}: "
                     f"leave it out, or use --matmul-dtype e4m3"
                 )
 

@@ -19,7 +19,7 @@ from llmq.errors import UsageError
 from llmq.options import adapters
 from llmq.options.adapters import AdapterOptions
 from llmq.options.data import DataOptions, ModelOptions, SourceOptions
-from llmq.options.field import Description, Section, build, describe, flag, named, plain, read_flat_yaml
+from llmq.options.field import Description, Section, build, describe, flag, named, plain, read_flat_yaml, written
 from llmq.options.maths import (
     FP8_MATMULS,
     MemoryOptions,
@@ -127,7 +127,7 @@ def _without_effect(sections: Mapping[str, Any]) -> Iterator[str]:
     for key, missing in idle.items():
         value = getattr(log, key)
         if value not in (0, descriptions()[key].default):
-            yield f"{flag(key)} {value} has no effect without {missing}"
+            yield f"{written(key, value)} has no effect without {missing}"
 
 
 def _of_memory(memory: MemoryOptions, precision: PrecisionOptions) -> Iterator[str]:
@@ -274,4 +274,6 @@ def changed(before: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:
 
 def shown(value: Any) -> str:
     """A value in a message."""
+    if isinstance(value, bool):
+        return "on" if value else "off"
     return "not set" if value is None else str(value)

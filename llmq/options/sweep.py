@@ -14,7 +14,7 @@ from typing import Annotated, Any
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from llmq.errors import UsageError
-from llmq.options.field import flag, named, plain, read_yaml_list
+from llmq.options.field import flag, named, plain, read_yaml_list, written
 from llmq.options.parse import UNSETS, Options, spellings, told_options
 
 EXAMPLE = "{name: low, lora_rank: 8, learning_rate: 1e-4}"
@@ -112,7 +112,7 @@ def _entries(path: str, problems: list[str]) -> Iterator[AdapterEntry]:
                 wrong.append(f"{at}{flag(key)} {'does not go with --adapters: leave it out' if is_method else of_run}")
         for key, refused in NOT_SHARED.items():
             if given.get(key) in refused:
-                wrong.append(f"{place}{flag(key)} {given[key]} does not go with --adapters: use another value")
+                wrong.append(f"{place}{written(key, given[key])} does not go with --adapters: use another value")
         problems += wrong
         try:
             yield AdapterEntry(name=name, place=place, given=given)

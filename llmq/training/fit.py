@@ -20,7 +20,7 @@ from llmq.engine.predict import Rates, sustained
 from llmq.errors import MemoryLimitError, UsageError
 from llmq.hardware import device
 from llmq.hardware.device import Device
-from llmq.options.field import flag
+from llmq.options.field import written
 from llmq.options.parse import Options, told_options
 from llmq.plan import precision
 from llmq.plan.few_layers import with_layers
@@ -59,7 +59,7 @@ class Setting:
     @property
     def flags(self) -> str:
         """The options as typed."""
-        return " ".join(flag(k) if value is True else f"{flag(k)} {value}" for k, value in self.changes.items())
+        return " ".join(written(key, value) for key, value in self.changes.items())
 
 
 @dataclass(frozen=True)

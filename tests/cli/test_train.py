@@ -264,12 +264,12 @@ def test_the_last_of_a_repeated_flag_counts_with_a_notice(trained):
     assert call(*NEEDED, "--lr=1e-3", "--steps=3", "--lr", "1e-4", "--learning-rate=2e-4", "--steps=5") == 0
     assert (trained.options.schedule.learning_rate, trained.options.schedule.steps) == (2e-4, 5)
     assert trained.options.notices == (
-        "--learning-rate is given 3 times: the last one counts, 2e-4",
-        "--steps is given 2 times: the last one counts, 5",
+        "--learning-rate is given 3 times: the last one counts, --learning-rate 2e-4",
+        "--steps is given 2 times: the last one counts, --steps 5",
     )
     assert call(*NEEDED, "--learning-rate=2e-4", "--lr=1e-4", "--overwrite", "--no-overwrite") == 0
     assert trained.options.schedule.learning_rate == 1e-4 and not trained.options.export.overwrite
-    assert trained.options.notices[1] == "--overwrite is given 2 times: the last one counts, False"
+    assert trained.options.notices[1] == "--overwrite is given 2 times: the last one counts, --no-overwrite"
     assert call("--model=m", "--train-file=a", "--train-file=b", "--steps=3") == 0
     assert trained.options.data.train_file == ("a", "b") and trained.options.notices == ()
 

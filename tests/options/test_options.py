@@ -6,9 +6,9 @@ import pytest
 import yaml
 
 from llmq.errors import UsageError
-from llmq.options.field import flag
+from llmq.options.field import flag, written
 from llmq.options.maths import ScheduleOptions
-from llmq.options.parse import SECTIONS, Options, descriptions
+from llmq.options.parse import SECTIONS, Options, changed, descriptions
 from llmq.options.schema import json_schema
 
 NEEDED = {"model": "Qwen/Qwen2.5-0.5B", "train_file": "train.bin"}
@@ -135,9 +135,9 @@ def test_adapters_have_defaults_of_their_own():
 @pytest.mark.parametrize(
     ("given", "says"),
     [
-        ({"lora_alpha": 8}, "--lora-alpha 8.0 is for adapters: add --lora-rank"),
+        ({"lora_alpha": 8}, "--lora-alpha 8 is for adapters: add --lora-rank"),
         ({"lora_dropout": 0.1}, "--lora-dropout 0.1 is for adapters: add --lora-rank"),
-        ({"rslora": True}, "--rslora True is for adapters: add --lora-rank"),
+        ({"rslora": True}, "--rslora is for adapters: add --lora-rank"),
         ({"lora_rank": 4, "adapter": "a"}, "--lora-rank 4 is of a new adapter, and --adapter continues one"),
         ({"adapter": "a", "lora_targets": "mlp"}, "--lora-targets mlp is said by --adapter a: leave it out"),
         ({"lora_rank": 4, "train_only": "*.bias"}, "--train-only trains a part of the model, and adapters"),
@@ -160,14 +160,14 @@ def test_adapters_have_defaults_of_their_own():
         ({"prefix_tuning": 9, "prompt_init_text": "so"}, "--prompt-init-text so is for prompts: add --prompt-tuning"),
         ({"prompt_init": "random"}, "--prompt-init random is for prompts: add --prompt-tuning"),
         ({"prefix_tuning": 0}, "--prefix-tuning 0 is below the least value"),
-        ({"dora": True}, "--dora True is for adapters: add --lora-rank"),
+        ({"dora": True}, "--dora is for adapters: add --lora-rank"),
         ({"train_also": "lm_head"}, "--train-also lm_head is for adapters: add --lora-rank"),
-        ({"lora_plus_ratio": 4}, "--lora-plus-ratio 4.0 is for adapters: add --lora-rank"),
+        ({"lora_plus_ratio": 4}, "--lora-plus-ratio 4 is for adapters: add --lora-rank"),
         ({"adapter": "a", "lora_rank_pattern": "mlp=4"}, "--lora-rank-pattern mlp=4 is said by --adapter a"),
         ({"lora_rank": 4, "lora_plus_ratio": 0}, "--lora-plus-ratio 0 is too small"),
-        ({"adalora": True}, "--adalora True is for adapters: add --lora-rank"),
+        ({"adalora": True}, "--adalora is for adapters: add --lora-rank"),
         ({"lora_rank": 4, "adalora_warmup": 3}, "--adalora-warmup 3 is for --adalora: add that"),
-        ({"lora_rank": 4, "adalora": True, "dora": True}, "--dora True does not go with --adalora"),
+        ({"lora_rank": 4, "adalora": True, "dora": True}, "--dora does not go with --adalora"),
         ({"lora_rank": 4, "adalora": True, "adalora_beta2": 0}, "--adalora-beta2 0"),
         ({"lora_rank": 0}, "--lora-rank 0 is below the least value"),
         ({"lora_rank": 4, "lora_dropout": 1}, "--lora-dropout 1 is too large: use less than 1"),
@@ -176,6 +176,14 @@ def test_adapters_have_defaults_of_their_own():
 def test_options_of_adapters_go_together(given, says):
     (problem,) = problems(**given)
     assert problem.startswith(says)
+
+
+def test_an_option_is_quoted_as_it_is_typed():
+    said = [written(name, value) for name, value in {"dora": True, "packing": False, "lora_alpha": 8.0}.items()]
+    assert said == ["--dora", "--no-packing", "--lora-alpha 8"]
+    assert [written("lr", value) for value in (2e-4, 1 / 3)] == ["--lr 0.0002", "--lr 0.3333333333333333"]
+    before, now = parse().to_flat(), parse(lora_rank=8, dora=True).to_flat()
+    assert "--dora off to on" in changed(before, now) and "--lora-rank not set to 8" in changed(before, now)
 
 
 def test_sections_are_frozen():
