@@ -80,6 +80,8 @@ def drawn_config(family, seed):
             low_freq_factor=draw.uniform(0.5, 1.5),
             high_freq_factor=draw.uniform(2, 6),
         )
+        if seed == SEEDS[-1]:  # the config's own comes before that of `rope_scaling`
+            config.update(original_max_position_embeddings=draw.randint(64, 256))
     if "rope_scaling" in config:
         config["rope_scaling"] = scaling
     elif scaling:

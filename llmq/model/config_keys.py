@@ -28,8 +28,11 @@ class RopeConfig:
     original_max_position: int = 8192
 
 
-def _one_kind(given: Any) -> Any:
-    """A rope object with its kind as `rope_type`; `type` is the older name."""
+def _one_kind(given: Any, info: ValidationInfo) -> Any:
+    """A rope object with its kind as `rope_type`; `type` is the older name.
+
+    Its `original_max_position_embeddings` is that of the config's top level where there is one, as in transformers 5.
+    """
     if not isinstance(given, Mapping):
         raise ValueError("must be an object or null")
     if given and all(isinstance(value, dict) for value in given.values()):
@@ -43,7 +46,8 @@ def _one_kind(given: Any) -> Any:
     kind = kinds[0] if kinds else None if "factor" in found else "default"
     if not isinstance(kind, str) or kind not in ROPE_KEYS:
         raise ValueError(f"rope_type {kind!r} is not supported; known are {', '.join(ROPE_KEYS)}")
-    return {**found, "rope_type": kind}
+    outer = info.data.get("original_max_position")
+    return {**found, **({"original_max_position_embeddings": outer} if outer else {}), "rope_type": kind}
 
 
 def _above_low(high: float, info: ValidationInfo) -> float:
@@ -183,6 +187,7 @@ class ConfigKeys(BaseModel, strict=True, validate_default=True):
     eos_token_ids: Annotated[Any, PlainValidator(_token_ids)] = Field(None, alias="eos_token_id")
     pad_token_id: TokenId = None
     rope_theta: Positive | None = None
+    original_max_position: Size | None = Field(None, alias="original_max_position_embeddings")
     rope_scaling: Rope | None = None
     rope: Annotated[Rope | None, AfterValidator(_one_rope)] = Field(None, alias="rope_parameters")
     use_sliding_window: bool = False

@@ -6,12 +6,14 @@ import random
 from dataclasses import replace
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 from llmq.errors import DataError, LlmqError, UsageError
 from llmq.model.config import FAMILIES, ModelConfig, RopeConfig, from_folder, read_config, to_hf
 from llmq.model.parameters import parameter_rows
 from llmq.model.presets import PRESETS, preset
+from llmq.model.rope import frequencies
 
 CONFIGS = Path(__file__).parents[2] / "../shared/data/configs"
 LLAMA = {
@@ -107,6 +109,19 @@ def test_a_bad_or_unsupported_key_is_named_with_its_value(key, value):
 @pytest.mark.parametrize("kind", ["yarn", "dynamic", "longrope", "su", "mrope", None, 5, {}])
 def test_other_rope_kinds_are_refused(kind):
     refused({**LLAMA, "rope_scaling": {"rope_type": kind, "factor": 2.0}}, f"rope_type {kind!r}", "llama3")
+
+
+@pytest.mark.parametrize("where", ["rope_scaling", "rope_parameters"])
+@pytest.mark.parametrize("inner", [{}, {"original_max_position_embeddings": 32}], ids=["outer", "both"])
+def test_the_original_length_of_the_top_level_counts(where, inner):
+    """With transformers 5.23's frequencies for such a config.json."""
+    rope = {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0, **inner}
+    config = read_config({**LLAMA, where: rope, "original_max_position_embeddings": 64})
+    assert config.rope == RopeConfig(1e4, "llama3", 8.0, 1.0, 4.0, 64)
+    theirs = [1.0, 0.244385, 0.013042, 0.003953, 0.00125, 0.000395, 0.000125, 0.00004]
+    np.testing.assert_allclose(frequencies(config.rope, 16), theirs, atol=5e-7)
+    assert read_config(to_hf(config)) == config
+    refused({**LLAMA, where: rope, "original_max_position_embeddings": 0}, "original_max_position_embeddings (0)")
 
 
 @pytest.mark.parametrize("key", [k for k in LLAMA3_ROPE if k != "rope_type"])
