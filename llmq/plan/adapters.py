@@ -129,16 +129,19 @@ def _in_full(options: AdapterOptions, config: ModelConfig, modules: Sequence[Mod
 
 
 def _patterns(option: str, text: str | None, kind: Callable[[str], _Number]) -> dict[str, _Number]:
-    """What `PATTERN=NUMBER` with commas between says, in order. UsageError for what is no number above 0."""
-    found = {}
+    """What `PATTERN=NUMBER` with commas between says, in order. UsageError for what is no number above 0, and for a
+    pattern with two numbers."""
+    found: dict[str, _Number] = {}
     for one in text.split(",") if text else ():
         name, _, said = one.strip().rpartition("=")
         try:
-            found[name] = kind(said)
+            number = kind(said)
         except ValueError:
-            found[name] = kind("0")
-        if not name or not 0 < found[name] < math.inf:
+            number = kind("0")
+        if not name or not 0 < number < math.inf:
             raise UsageError(f"{option} {one.strip()}: write PATTERN=NUMBER with a number above 0, such as q_proj=32")
+        if found.setdefault(name, number) != number:
+            raise UsageError(f"{option} gives {name} twice, as {found[name]:g} and as {number:g}: remove one")
     return found
 
 

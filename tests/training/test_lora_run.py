@@ -222,6 +222,12 @@ def test_a_pattern_without_a_rank_is_refused(given, said):
         llmq.train(**given, lora_rank_pattern=said)
 
 
+@pytest.mark.parametrize("option", ["lora_rank_pattern", "lora_alpha_pattern"])
+def test_a_pattern_with_two_values_is_refused(given, option):
+    with pytest.raises(UsageError, match=rf"--{option.replace('_', '-')} gives q_proj twice, as 4 and as 2:"):
+        llmq.train(**given, **{option: "q_proj=4,v_proj=2, q_proj=2"})
+
+
 def test_a_run_of_one_step_begins_where_the_base_is(given):
     plain = {name: value for name, value in given.items() if not name.startswith("lora")}
     rest = {"steps": 1, "learning_rate": 0.0}
