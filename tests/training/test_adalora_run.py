@@ -127,15 +127,15 @@ def test_it_trains_on_quantized_weights_in_fp8(given):
 @pytest.mark.parametrize(
     ("change", "says"),
     [
-        ({"dora": True}, "--dora True does not go with --adalora"),
-        ({"rslora": True}, "--rslora True does not go with --adalora"),
+        ({"dora": True}, "--dora does not go with --adalora"),
+        ({"rslora": True}, "--rslora does not go with --adalora"),
         ({"lora_init": "pissa"}, "--lora-init pissa does not go with --adalora"),
         ({"lora_init": "kaiming"}, "--lora-init kaiming does not go with --adalora"),
         ({"lora_rank_pattern": "mlp=2"}, "--lora-rank-pattern mlp=2 does not go with --adalora"),
         ({"lora_alpha_pattern": "mlp=2"}, "--lora-alpha-pattern mlp=2 does not go with --adalora"),
         ({"adalora": False}, "--adalora-target-rank 2 is for --adalora: add that"),
-        ({"lora_rank": None}, "--adalora True is for adapters: add --lora-rank"),
-        ({"lora_rank": None, "adapter": "a"}, "--adalora True is said by --adapter a"),
+        ({"lora_rank": None}, "--adalora is for adapters: add --lora-rank"),
+        ({"lora_rank": None, "adapter": "a"}, "--adalora is said by --adapter a"),
         ({"lora_rank": None, "ia3": "mlp"}, "--ia3 mlp trains gains, and --adalora is of another method"),
         (
             {"lora_rank": "auto", "lora_budget": 500},

@@ -135,9 +135,9 @@ def test_a_longer_run_without_merge_leaves_no_old_merged_model(given):
 
 
 def test_what_cannot_be_merged_is_refused_before_training(given, monkeypatch):
-    with pytest.raises(UsageError, match="--merge True is for adapters: add --lora-rank"):
+    with pytest.raises(UsageError, match="--merge is for adapters: add --lora-rank"):
         llmq.train(**{**given, "lora_rank": None})
-    with pytest.raises(UsageError, match="--merge True is for adapters: add --lora-rank"):
+    with pytest.raises(UsageError, match="--merge is for adapters: add --lora-rank"):
         llmq.train(**{**given, "lora_rank": None, "train_only": "*.bias"})
     with pytest.raises(UsageError, match="virtual tokens are a part of none: leave it out"):
         llmq.train(**{**given, "lora_rank": None, "prompt_tuning": 2})
