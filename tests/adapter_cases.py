@@ -1,7 +1,7 @@
 """Options of a small run for every method of adapters and every dtype of its base, and the run of the two."""
 
 import llmq
-from llmq.files.merge import merge
+from llmq.adapters.merge import merge
 from llmq.files.source import find_source
 
 METHODS = {

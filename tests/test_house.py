@@ -32,6 +32,7 @@ FLOORS = (
     ("files",),  # models, checkpoints, exports
     ("stores",),  # who holds the bytes
     ("data",),  # from text to batches
+    ("adapters",),  # what is trained beside a frozen model
     ("plan",),  # everything that is decided before memory is allocated
     ("backends",),
     ("engine",),
@@ -61,7 +62,7 @@ OWNERS = {
     "ExportOptions": "llmq.files.huggingface",
     "DataOptions": "llmq.data.batches.loader",
     "SourceOptions": "llmq.data.batches.named_data",
-    "AdapterOptions": "llmq.plan.adapters",
+    "AdapterOptions": "llmq.adapters.resolve",
     "PrecisionOptions": "llmq.plan.precision",
     "MemoryOptions": "llmq.plan.memory",
     "ScheduleOptions": "llmq.training.schedule",

@@ -16,15 +16,15 @@ from golden.engines import FP32, FP64
 from golden.peft_judge import assert_same_logits, by_name, drawn, engine_of, export_base, hyper, ours
 from safetensors.numpy import load_file
 
+from llmq.adapters.adalora import AdaLora, present, with_triplets
+from llmq.adapters.budget import Budget
+from llmq.adapters.merge import merge
+from llmq.adapters.peft import AdapterExport, open_adapter
+from llmq.adapters.targets import chosen, targets
 from llmq.backends.host import HostBackend
 from llmq.data.batches.batch import Batch
 from llmq.engine.engine import Engine
-from llmq.files.adalora import present
-from llmq.files.adapters import AdapterExport, adapter_config, open_adapter, stored_rows
-from llmq.files.merge import merge
 from llmq.files.source import find_source, open_parameters
-from llmq.model.adalora import INIT, Budget
-from llmq.model.adapters import Adapters, chosen, targets, with_triplets
 from llmq.model.config import read_config
 from llmq.plan.plan import make_plan
 from llmq.training.allocation import allocation_of
@@ -86,7 +86,7 @@ def values_as_one(found):
 
 def adapters_of(config):
     every = targets(chosen(",".join(NAMES), read_config(config)), RANK, ALPHA, rslora=False)
-    return Adapters(RANK, ALPHA, with_triplets(every), init=INIT, schedule=BUDGET)
+    return AdaLora(RANK, ALPHA, with_triplets(every), schedule=BUDGET)
 
 
 @pytest.mark.parametrize("family", families.FAMILIES)
@@ -155,8 +155,8 @@ def test_twenty_steps_keep_the_ranks_that_peft_keeps(family, tmp_path):
     export_base(config, tmp_path / "base")
     model.float().save_pretrained(tmp_path / "theirs")
     run, source = runs[1], find_source(str(tmp_path / "base"))
-    about = adapter_config(adapters, parsed, str(tmp_path / "base"), None)
-    export = AdapterExport(tmp_path / "ours", parsed, stored_rows(run.plan.rows, adapters), "fp32", about=about)
+    about = adapters.peft_config(parsed, str(tmp_path / "base"), None)
+    export = AdapterExport(tmp_path / "ours", parsed, adapters.stored_rows(run.plan.rows), "fp32", about=about)
     export = allocations[1].exported(run, export)
     export.write(lambda row: run.parameter(row.name))
     one, other = (load_file(tmp_path / side / "adapter_model.safetensors") for side in ("ours", "theirs"))
@@ -176,8 +176,8 @@ def test_twenty_steps_keep_the_ranks_that_peft_keeps(family, tmp_path):
     again = Engine(make_plan(replace(run.plan.spec, adapters=read.adapters)), HostBackend())
     again.load(read.values(open_parameters(source, 0))(again.plan.rows))
     assert_same_logits(again, loaded, tokens)
-    about = adapter_config(read.adapters, parsed, str(tmp_path / "base"), None)
-    rows, patterns = stored_rows(again.plan.rows, read.adapters), present(read.adapters)
+    about = read.adapters.peft_config(parsed, str(tmp_path / "base"), None)
+    rows, patterns = read.adapters.stored_rows(again.plan.rows), present(read.adapters)
     export = AdapterExport(tmp_path / "again", parsed, rows, "fp32", about=about, patterns=patterns)
     export.write(lambda row: again.parameter(row.name))
     twice = load_file(tmp_path / "again" / "adapter_model.safetensors")

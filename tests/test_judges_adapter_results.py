@@ -19,12 +19,12 @@ from golden.peft_judge import LENGTH, assert_same_logits, drawn, export_base
 from safetensors.numpy import load_file, save_file
 from tiny_runs import T, on_weights
 
+from llmq.adapters.merge import merge
+from llmq.adapters.peft import open_adapter
 from llmq.backends.host import HostBackend
 from llmq.data.tokens.token_file import TokenFile
 from llmq.engine.engine import Engine
 from llmq.errors import DataError
-from llmq.files.adapters import open_adapter
-from llmq.files.merge import merge
 from llmq.files.source import find_source, open_parameters
 from llmq.model.config import from_folder
 from llmq.model.optimizer import Hyperparameters

@@ -27,11 +27,12 @@ from golden.peft_judge import (
 from peft.optimizers import create_loraplus_optimizer
 from safetensors.numpy import load_file
 
+from llmq.adapters.lora import Lora
+from llmq.adapters.merge import merge
+from llmq.adapters.peft import AdapterExport, open_adapter
+from llmq.adapters.targets import chosen, targets, trained_in_full
 from llmq.data.batches.batch import Batch
-from llmq.files.adapters import AdapterExport, adapter_config, open_adapter, stored_rows
-from llmq.files.merge import merge
 from llmq.files.source import find_source
-from llmq.model.adapters import Adapters, chosen, targets, trained_in_full
 from llmq.model.config import read_config
 
 pytestmark = pytest.mark.judge
@@ -78,7 +79,7 @@ def adapters_of(config, text, bias):
     full = trained_in_full(also, read_config(config), modules) if also else frozenset()
     dora = words.pop("dora", False)
     every = targets(modules, RANK, ALPHA, rslora=rslora, **words)
-    return Adapters(RANK, ALPHA, every, bias=bias, rslora=rslora, also=full, dora=dora)
+    return Lora(RANK, ALPHA, every, bias=bias, rslora=rslora, also=full, dora=dora)
 
 
 def peft_of(config, weights, text, bias, dtype):
@@ -165,8 +166,8 @@ def test_folders_go_both_ways(family, text, bias, tmp_path):
     for step in (1, 2):
         run.micro_step(Batch(*drawn(config, step)))
         run.update(step, 1e-2)
-    rows = stored_rows(run.plan.rows, wanted)
-    about = adapter_config(wanted, parsed, str(tmp_path / "base"), None)
+    rows = wanted.stored_rows(run.plan.rows)
+    about = wanted.peft_config(parsed, str(tmp_path / "base"), None)
     AdapterExport(tmp_path / "ours", parsed, rows, "fp32", about=about).write(lambda row: run.parameter(row.name))
     names = [set(load_file(tmp_path / side / "adapter_model.safetensors")) for side in ("ours", "theirs")]
     assert names[0] == names[1]

@@ -30,14 +30,16 @@ from peft.utils.incremental_pca import IncrementalPCA
 from safetensors.numpy import load_file
 from tiny_engines import GivenData, unseen
 
+from llmq.adapters.first_values import FirstAdapter
+from llmq.adapters.ia3 import Gains, scaled
+from llmq.adapters.lora import Lora
+from llmq.adapters.merge import merge
+from llmq.adapters.peft import AdapterExport, open_adapter, with_first
+from llmq.adapters.targets import chosen, targets
 from llmq.backends.host import HostBackend
 from llmq.data.batches.batch import Batch
 from llmq.engine.engine import Engine
-from llmq.files.adapters import AdapterExport, adapter_config, doubled, open_adapter, stored_rows, with_first
-from llmq.files.first_adapter import FirstAdapter
-from llmq.files.merge import merge
 from llmq.files.source import find_source, open_parameters
-from llmq.model.adapters import Adapters, chosen, scaled, targets
 from llmq.model.config import read_config
 from llmq.model.optimizer import Hyperparameters
 from llmq.model.parameters import left_out, parameter_rows
@@ -78,7 +80,7 @@ def test_what_is_taken_out_of_the_weights_is_what_peft_takes(init, about, tmp_pa
     theirs = initial_of(config, weights, init, **about)
     rslora, dora = bool(about.get("use_rslora")), bool(about.get("use_dora"))
     every = targets(chosen("all", parsed), RANK, ALPHA, rslora=rslora)
-    adapters = Adapters(RANK, ALPHA, every, rslora=rslora, init=init, dora=dora)
+    adapters = Lora(RANK, ALPHA, every, rslora=rslora, init=init, dora=dora)
     first = FirstAdapter(adapters, parsed, open_parameters(source, 0))
     spec = Spec(parsed, FP32, Memory(), Hyperparameters(), families.BATCH, LENGTH, adapters=adapters)
     engine = Engine(make_plan(spec), HostBackend())
@@ -101,8 +103,8 @@ def test_what_is_taken_out_of_the_weights_is_what_peft_takes(init, about, tmp_pa
     merge(source, {tmp_path / "theirs": 1.0}, tmp_path / "merged", dtype=None, overwrite=False)
     found = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "merged", attn_implementation="eager")
     assert_same_logits(engine, found, tokens)
-    twice = doubled(adapters)
-    rows, exported = with_first(stored_rows(engine.plan.rows, adapters)), adapter_config(twice, parsed, "base", None)
+    twice = adapters.doubled()
+    rows, exported = with_first(adapters.stored_rows(engine.plan.rows)), twice.peft_config(parsed, "base", None)
     export = AdapterExport(tmp_path / "ours", parsed, rows, "fp32", about=exported, first=first)
     export.write(lambda row: engine.parameter(row.name))
     base = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "base", attn_implementation="eager")
@@ -139,7 +141,7 @@ def test_gains_are_those_of_peft(family, kind, tmp_path):
     parsed, weights, (tokens, marks) = read_config(config), families.weights(config), drawn(config, 1)
     modules = chosen(",".join(GAINS[kind]["target_modules"]), parsed)
     inward = {module.name for module in modules if module.key in GAINS[kind]["feedforward_modules"]}
-    adapters = Adapters(0, 1.0, scaled(modules, inward), method="ia3")
+    adapters = Gains(scaled(modules, inward))
     assert kind != "paper" or adapters.targets == scaled(modules)
 
     def made(dtype):
@@ -186,8 +188,8 @@ def test_gains_are_those_of_peft(family, kind, tmp_path):
     run = runs[1]
     run.load(read.values(open_parameters(source, 0))(run.plan.rows))
     assert_same_logits(run, theirs, tokens)
-    about = adapter_config(adapters, parsed, str(tmp_path / "base"), None)
-    rows = stored_rows(run.plan.rows, adapters)
+    about = adapters.peft_config(parsed, str(tmp_path / "base"), None)
+    rows = adapters.stored_rows(run.plan.rows)
     AdapterExport(tmp_path / "ours", parsed, rows, "fp32", about=about).write(lambda row: run.parameter(row.name))
     one, other = (load_file(tmp_path / side / "adapter_model.safetensors") for side in ("ours", "theirs"))
     assert one.keys() == other.keys() and all(np.array_equal(value, other[name]) for name, value in one.items())
@@ -249,7 +251,7 @@ def test_eva_finds_what_peft_finds(rho, tmp_path, monkeypatch):
     parsed, weights = read_config(config), families.weights(config)
     export_base(config, tmp_path / "base")
     targets_ = targets(chosen("all", parsed), RANK, ALPHA, rslora=False)
-    adapters = Adapters(RANK, ALPHA, targets_, init="eva", rho=rho)
+    adapters = Lora(RANK, ALPHA, targets_, init="eva", rho=rho)
     spec = Spec(parsed, FP32, Memory(), Hyperparameters(), families.BATCH, LENGTH, adapters=adapters)
     tokens = (
         np.random.default_rng(5).integers(0, config["vocab_size"], (12, families.BATCH, LENGTH + 1)).astype(np.int32)
@@ -279,9 +281,9 @@ def test_eva_finds_what_peft_finds(rho, tmp_path, monkeypatch):
     AdapterExport(
         tmp_path / "ours",
         parsed,
-        stored_rows(engine.plan.rows, fitted),
+        fitted.stored_rows(engine.plan.rows),
         "fp32",
-        about=adapter_config(fitted, parsed, "base", None),
+        about=fitted.peft_config(parsed, "base", None),
     ).write(lambda row: engine.parameter(row.name))
     base = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "base", attn_implementation="eager")
     assert_same_logits(engine, peft.PeftModel.from_pretrained(base, tmp_path / "ours"), batches[0].tokens)

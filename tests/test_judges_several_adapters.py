@@ -15,12 +15,13 @@ from golden import families, transformers_judge
 from golden.engines import FP32, FP64, relative_errors
 from golden.peft_judge import LENGTH, export_base, loaded, ours
 
+from llmq.adapters.lora import Lora
+from llmq.adapters.peft import AdapterExport
+from llmq.adapters.several import Member, Several
+from llmq.adapters.targets import chosen, targets
 from llmq.data.batches.batch import Batch
-from llmq.files.adapters import AdapterExport, adapter_config, stored_rows
-from llmq.model.adapters import Adapters, chosen, targets
 from llmq.model.config import read_config
 from llmq.model.optimizer import Hyperparameters
-from llmq.model.several import Member, Several
 from llmq.plan.memory import Memory
 from llmq.plan.spec import Spec
 
@@ -68,8 +69,8 @@ def several_of(config):
     for name, (modules, rank, alpha, _, rows, decay, clip) in ASKED.items():
         every = targets(chosen(",".join(modules), read_config(config)), rank, alpha, rslora=False)
         hyper = replace(Hyperparameters(**{**families.ADAMW, "weight_decay": decay}), grad_clip=clip)
-        members.append(Member(name, Adapters(rank, alpha, every), rows, hyper=hyper))
-    return Several.of(members, None)
+        members.append(Member(name, Lora(rank, alpha, every), rows, hyper=hyper))
+    return Several(tuple(members))
 
 
 def engine_of(config, model, precision):
@@ -154,8 +155,8 @@ def test_peft_loads_what_is_exported_and_runs_it_in_one_batch(tmp_path):
         run.micro_step(Batch(*drawn(config, step)))
         run.update(step, 1e-2)
     for member in several.members:
-        rows = stored_rows([row for row in run.plan.rows if row.adapter == member.name], member.adapters)
-        about = adapter_config(member.adapters, parsed, str(tmp_path / "base"), None)
+        rows = member.adapters.stored_rows([row for row in run.plan.rows if row.adapter == member.name])
+        about = member.adapters.peft_config(parsed, str(tmp_path / "base"), None)
         export = AdapterExport(tmp_path / member.name, parsed, rows, "fp32", about=about)
         export.write(lambda row: run.parameter(row.name))
     base = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "base", attn_implementation="eager")

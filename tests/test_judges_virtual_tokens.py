@@ -17,17 +17,16 @@ from golden.peft_judge import LENGTH, drawn, export_base, hyper
 from safetensors.numpy import load_file
 from tiny_engines import next_logits
 
+from llmq.adapters.merge import merge
+from llmq.adapters.peft import open_adapter
+from llmq.adapters.virtual_tokens import Prefix, Prompt, VirtualExport
 from llmq.backends.host import HostBackend
 from llmq.data.batches.batch import Batch
 from llmq.engine.engine import Engine
 from llmq.errors import DataError
-from llmq.files.adapters import adapter_config, open_adapter, stored_rows
-from llmq.files.merge import merge
 from llmq.files.source import find_source, open_parameters
-from llmq.files.virtual_tokens import VirtualExport
 from llmq.generation.prompts import Question
 from llmq.generation.text import Settings, Writer
-from llmq.model.adapters import Adapters
 from llmq.model.config import read_config
 from llmq.plan.memory import Memory
 from llmq.plan.plan import make_plan
@@ -107,7 +106,7 @@ def test_losses_gradients_and_steps_are_those_of_peft(method, family):
     """In f64 and in f32: a batch, then 20 steps of AdamW."""
     config, a = families.FAMILIES[family], families.ADAMW
     parsed, weights = read_config(config), families.weights(config)
-    adapters = Adapters(0, 1.0, (), method=method, num_virtual=COUNT)
+    adapters = {"prompt": Prompt, "prefix": Prefix}[method](COUNT)
     with transformers_judge.doubled():
         model, parameter = theirs_of(config, method, "float64")
         runs = [
@@ -138,7 +137,7 @@ def test_losses_gradients_and_steps_are_those_of_peft(method, family):
 def test_folders_are_read_both_ways(method, family, tmp_path):
     config = families.FAMILIES[family]
     parsed, (tokens, _) = read_config(config), drawn(config, 1)
-    adapters = Adapters(0, 1.0, (), method=method, num_virtual=COUNT)
+    adapters = {"prompt": Prompt, "prefix": Prefix}[method](COUNT)
     export_base(config, tmp_path / "base")
     source, (theirs, parameter) = find_source(str(tmp_path / "base")), theirs_of(config, method, "float32")
     theirs.save_pretrained(tmp_path / "theirs")
@@ -147,8 +146,8 @@ def test_folders_are_read_both_ways(method, family, tmp_path):
     run = engine_of(parsed, families.weights(config), adapters, FP32, pieces(parameter * 0, parsed, method))
     run.load(read.values(open_parameters(source, 0))(run.plan.rows))
     assert_same_logits(run, theirs, tokens)
-    about = adapter_config(adapters, parsed, str(tmp_path / "base"), None)
-    export = VirtualExport(tmp_path / "ours", parsed, stored_rows(run.plan.rows, adapters), "fp32", about=about)
+    about = adapters.peft_config(parsed, str(tmp_path / "base"), None)
+    export = VirtualExport(tmp_path / "ours", parsed, adapters.stored_rows(run.plan.rows), "fp32", about=about)
     export.write(lambda row: run.parameter(row.name))
     one, other = (load_file(tmp_path / side / "adapter_model.safetensors") for side in ("ours", "theirs"))
     assert one.keys() == other.keys() and all(np.array_equal(value, other[name]) for name, value in one.items())
@@ -187,7 +186,7 @@ def test_what_an_encoder_made_is_read(made, method, tmp_path):
     theirs = peft.get_peft_model(transformers_judge.model_of(config, families.weights(config), "float32"), made).eval()
     theirs.save_pretrained(tmp_path / "theirs")
     read = open_adapter(tmp_path / "theirs", parsed)
-    assert read.adapters == Adapters(0, 1.0, (), method=method, num_virtual=COUNT)
+    assert read.adapters == {"prompt": Prompt, "prefix": Prefix}[method](COUNT)
     spec = Spec(parsed, FP32, Memory(), hyper(), families.BATCH, LENGTH + COUNT, adapters=read.adapters)
     run = Engine(make_plan(spec), HostBackend())
     run.load(read.values(open_parameters(find_source(str(tmp_path / "base")), 0))(run.plan.rows))

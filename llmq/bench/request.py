@@ -12,6 +12,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
+from llmq.adapters import resolve as adapters
 from llmq.bench.results import adapters_in_words, load, require_common
 from llmq.errors import LlmqError, StorageError, UsageError
 from llmq.hardware import device as devices
@@ -19,7 +20,7 @@ from llmq.hardware.device import Device
 from llmq.model.config import ModelConfig, from_folder
 from llmq.model.presets import preset
 from llmq.options.parse import Options
-from llmq.plan import adapters, precision
+from llmq.plan import precision
 from llmq.plan.memory import ROLES
 from llmq.plan.precision import Precision
 

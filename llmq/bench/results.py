@@ -22,8 +22,6 @@ from llmq.disk import storage
 from llmq.engine.measure import Speed
 from llmq.errors import DataError, UsageError
 from llmq.hardware.nvml import Reading
-from llmq.model import speed_of_light as sol
-from llmq.model.several import Several
 from llmq.training.records import to_json
 
 KIND, SCHEMA = "llmq-bench", 1
@@ -90,11 +88,8 @@ def result_of(
         "communication": communication,
         "tokens_per_second": {"median": median, "min": low, "max": high},
         "predicted_tokens_per_second": predicted,
-        "lora_rank": None if spec.adapters is None else spec.adapters.rank,
-        "dora": spec.adapters is not None and spec.adapters.dora,
-        "base_dtype": None if spec.adapters is None else spec.adapters.base,
-        "adapters_at_once": len(spec.adapters.members) if isinstance(spec.adapters, Several) else 1,
-        "sol": sol.fraction(median / gpus, spec.config, spec.seq_len, peaks, spec.precision.dtype, spec.adapters),
+        **spec.adapters.facts(),
+        "sol": median / gpus * spec.light_s(peaks),
         "ceiling_share": found.share,
         "step_s": list(speed.seconds),
         "first_step_s": speed.first_step_s,

@@ -18,6 +18,9 @@ from typing import Any
 
 from rich.console import Console
 
+from llmq.adapters import resolve as adapters
+from llmq.adapters.lora import Lora
+from llmq.adapters.several import alike
 from llmq.backends import Backend, open_backend
 from llmq.bench import table as bench_table
 from llmq.bench.ceilings import Ceilings, measure_ceilings
@@ -37,12 +40,10 @@ from llmq.errors import MemoryLimitError
 from llmq.hardware import blas
 from llmq.hardware import device as devices
 from llmq.hardware.device import Device
-from llmq.model import speed_of_light as sol
 from llmq.model.optimizer import Hyperparameters
 from llmq.model.parameters import padded_vocab
-from llmq.model.several import alike
 from llmq.options.parse import Options
-from llmq.plan import adapters, memory, precision
+from llmq.plan import memory, precision
 from llmq.plan.advice import refuse_if_host_is_small, refuse_if_too_large, with_fitting_chunks
 from llmq.plan.plan import Plan, make_plan
 from llmq.plan.spec import Spec
@@ -161,7 +162,7 @@ def measured(
         tokens = request.tokens_per_step or whole(defaults.tokens, plan)
         if not request.models:
             spec = plan.spec
-            light = sol.seconds_per_token(spec.config, spec.seq_len, peaks, spec.precision.dtype, spec.adapters)
+            light = spec.light_s(peaks)
             left = LIMIT_S - (time.perf_counter() - began)
             in_time = tokens_in_time(tokens, plan, request.steps + request.warmup, light / share, left)
             if in_time is None and done:
@@ -244,11 +245,11 @@ def _spec(one: Wanted, options: Options, gpu_bytes: int, sharding: Sharding) -> 
         own_master=dtypes.has_own_master,
         micro_steps=micro_steps,
     )
-    low_rank = adapters.resolve(options.adapters, one.config)
-    if low_rank is not None and one.at_once > 1:
-        low_rank = alike(low_rank, one.at_once, b)
+    method = adapters.resolve(options.adapters, one.config)
+    if one.at_once > 1 and isinstance(method, Lora):
+        method = alike(method, one.at_once, b)
     hyper = Hyperparameters(clips_by_last=limits.fused)
-    return Spec(one.config, dtypes, limits, hyper, b, t, sharding=sharding, adapters=low_rank)
+    return Spec(one.config, dtypes, limits, hyper, b, t, sharding=sharding, adapters=method)
 
 
 def whole(tokens: int, plan: Plan) -> int:

@@ -80,7 +80,7 @@ def command(
     if repeated := [one for one in adapters if adapters.count(one) > 1]:
         raise UsageError(f"--adapter {repeated[0]} is given twice: give it once, with a larger --weight")
     # Imported here, so that --help does not wait for them.
-    from llmq.files.merge import merge
+    from llmq.adapters.merge import merge
     from llmq.files.source import find_source
 
     source = find_source(model, revision=revision, say=lambda text: click.echo(text, err=True))

@@ -9,16 +9,15 @@ from typing import NamedTuple
 
 import numpy as np
 
+from llmq.adapters.importance import Importance
 from llmq.backends import Backend, Op
 from llmq.data.batches.batch import Batch
 from llmq.engine.bound_plan import BoundPlan
 from llmq.model.held import Values
 from llmq.model.rope import document_positions, rope_table
-from llmq.model.several import Several
 from llmq.plan.observe import FIELDS, STRIDE
 from llmq.plan.plan import SCALE_STRIDE, Plan
 from llmq.row import Row
-from llmq.stores.importance import Importance
 from llmq.stores.reduced_grads import SENT_ERROR
 
 WARM_UP_PASSES = 8  # fp8 scales settle in about as many passes as a layer has matmuls in a chain
@@ -152,8 +151,8 @@ class Engine(BoundPlan):
 
     @property
     def _has_several(self) -> bool:
-        """Whether the run trains several adapters at once, if only one of them."""
-        return isinstance(self.plan.spec.adapters, Several)
+        """Whether the run trains several adapters at once, if only one of them: then groups of rows have names."""
+        return any(group.name for group in self._cells.groups)
 
     def _sent_error(self) -> float | None:
         """Relative error of the gradients that this rank has sent since the step began."""

@@ -12,12 +12,12 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from llmq.adapters.virtual_tokens import VIRTUAL
 from llmq.backends import Backend
 from llmq.engine.bound_plan import BoundPlan
 from llmq.engine.engine import Engine
 from llmq.errors import UsageError
 from llmq.model.rope import rope_table
-from llmq.model.virtual_tokens import VIRTUAL
 from llmq.plan.decoding import Decoding, completions_of, prompt_name
 from llmq.plan.generation import plan_generation
 from llmq.plan.plan import Plan

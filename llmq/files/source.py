@@ -22,7 +22,6 @@ from llmq.files.hub import model_folder, revision_of
 from llmq.files.huggingface import ADAPTER_CONFIG, checked_tensors, read_rows, tokenizer_files
 from llmq.files.tensor_files import Stored
 from llmq.hardware.threads import in_threads
-from llmq.model.adalora import INIT as ADALORA
 from llmq.model.config import ModelConfig, from_folder, read_json
 from llmq.model.parameters import parameter_rows, rows_of_file
 from llmq.model.presets import HUB_NAMES, is_known, preset, preset_tokenizer
@@ -183,7 +182,7 @@ def drawn(source: ModelSource, row: Row, seed: int) -> np.ndarray:
     if row.init == "ones":
         drawn_rows[...] = 1
     residual = row.init == "residual"
-    if row.init in ("normal", ADALORA) or (residual and not source.init_proj_to_zero):
+    if row.init == "normal" or (residual and not source.init_proj_to_zero):
         std = INIT_STD / math.sqrt(2 * source.config.num_layers) if residual else INIT_STD
         _fill(drawn_rows, seed, row.address, normal_block)
         drawn_rows *= np.float32(std)

@@ -10,10 +10,10 @@ from typing import Any
 
 import tokenizers
 
+from llmq.adapters.virtual_tokens import VIRTUAL
 from llmq.data.chat.template import ChatTemplate, RenderError, open_templates
 from llmq.data.tokens.tokenizer import TextTokenizer
 from llmq.errors import DataError, UsageError
-from llmq.model.virtual_tokens import VIRTUAL
 
 
 @dataclass(frozen=True)

@@ -8,13 +8,14 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from llmq.adapters.base_record import as_held, held_for
+from llmq.adapters.method import NO_ADAPTERS
+from llmq.adapters.peft import StoredAdapter, open_adapter
 from llmq.backends import open_backend
 from llmq.blocks.cached import Sampling
 from llmq.data.tokens.tokenizer import TextTokenizer
 from llmq.engine.generate import Generator, Pace, generate, open_generator
 from llmq.errors import UsageError
-from llmq.files.adapter_base import as_held, held_for
-from llmq.files.adapters import StoredAdapter, open_adapter
 from llmq.files.huggingface import end_tokens
 from llmq.files.source import Values, find_source, open_parameters
 from llmq.generation.prompts import PromptReader, Question, TextStream
@@ -126,7 +127,7 @@ class Writer:
             )
         dtype = self.settings.dtype or ("bf16" if where.kind == "cuda" else "fp32")
         precision = Precision(dtype, dtype, m=dtype, v=dtype, master=dtype, grad=dtype)
-        adapters = None if self._adapter is None else self._adapter.adapters.without_dropout()
+        adapters = NO_ADAPTERS if self._adapter is None else self._adapter.adapters.without_dropout()
         spec = Spec(config, precision, Memory(), Hyperparameters(), batch_size, length, adapters=adapters)
         packed = hardware.packing_problem(where, dtype) is None
         decoding = Decoding(spec, self.settings.sampling, rows, packed)

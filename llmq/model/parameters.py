@@ -17,6 +17,7 @@ from llmq.model.config import ModelConfig
 from llmq.row import Part, Row
 
 HEAD = "head"  # the linear map to the logits
+EMBED_ROW = "embed.weight"  # which a tied head is
 SPLITS = {"qkv": 0, "o": 1, "up": 0, "down": 1}  # axes along which tensor parallelism cuts the weights of a layer
 VOCAB_MULTIPLE = 128  # the vocabulary is padded to this, so that every matmul is aligned; padded rows stay zero
 

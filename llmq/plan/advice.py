@@ -10,7 +10,6 @@ from typing import Any
 
 from llmq.disk import MIB, shown
 from llmq.errors import MemoryLimitError, UsageError
-from llmq.model.several import Several
 from llmq.plan.arena import aligned
 from llmq.plan.few_layers import least_bytes
 from llmq.plan.levels import LEVELS, at_level
@@ -229,7 +228,7 @@ def _smaller_plans(plan: Plan, free_bytes: int, scratch_bytes: Scratch | None) -
 
 def _with_all_adapters(spec: Spec, change: str, values: dict[str, Any]) -> tuple[str, dict[str, Any]]:
     """A change that is a micro-batch of one row, of a run of several adapters: one of a row each."""
-    if "batch_size" not in values or not isinstance(spec.adapters, Several):
+    if "batch_size" not in values or spec.adapters.batch_size is None:
         return change, values
     smallest = spec.adapters.with_one_row_each()
     size = smallest.batch_size
@@ -251,7 +250,7 @@ def _in_8_bits(plan: Plan, block: Memory) -> Iterator[tuple[str, dict[str, Any]]
     moments = replace(plan.spec.precision, m="int8", v="e4m3")
     change = "--batch-size 1 --recompute-block --opt-m-dtype int8 --opt-v-dtype e4m3"
     yield f"{change} {MARK}", {"precision": moments, "memory": block, "batch_size": 1}
-    if plan.spec.adapters is None and plan.spec.sharding.size == 1:
+    if not plan.spec.adapters.freezes and plan.spec.sharding.size == 1:
         none = replace(moments, master="none")
         yield f"{change} --master-dtype none {MARK}", {"precision": none, "memory": block, "batch_size": 1}
         hyper = plan.spec.hyper

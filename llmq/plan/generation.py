@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+from llmq.adapters.importance import NoImportance
 from llmq.errors import MemoryLimitError
 from llmq.plan.arena import aligned
 from llmq.plan.build import build_decoder, rows_of, site_of
@@ -14,7 +15,6 @@ from llmq.plan.passes.fuse import fuse
 from llmq.plan.passes.prune import prune
 from llmq.plan.plan import Plan, Scratch, finished, persistent_storages
 from llmq.stores.activations import Frame
-from llmq.stores.importance import NoImportance
 from llmq.stores.weights import ReplicatedWeights
 from llmq.tensor import stored_bytes
 

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from llmq.model.optimizer import Hyperparameters, RowGroup
-from llmq.model.several import Several
+from llmq.model.optimizer import RowGroup
 from llmq.ops.record import Recorder
 from llmq.plan.spec import Spec
 from llmq.row import Row
@@ -38,7 +37,7 @@ class Groups:
         for name, group in self.by_name.items():
             agreed = Frame(group.ranks.cells(group.cells))
             about = {"agreed": agreed, "evaluated": Frame(self.evaluated[name])}
-            found.append(Frame({**group.cells, **about, "clips_by_last": group.hyper.clips_by_last}))
+            found.append(Frame({**group.cells, **about, "clips_by_last": group.hyper.clips_by_last, "name": name}))
         return tuple(found)
 
 
@@ -47,7 +46,7 @@ def groups_of(spec: Spec, rows: Sequence[Row], grads: Any, shards: Shards | None
     stat = spec.precision.stat
     by_name: dict[str, RowGroup] = {}
     sums, evaluated = dict[str, dict[str, Ref]](), dict[str, dict[str, Ref]]()
-    for name, hyper, seed, only in _named(spec, rows):
+    for name, hyper, seed, only in spec.adapters.groups(spec.hyper, spec.seed, rows):
         before = f"{name}/" if name else ""
         count = sum(num_norm_tiles(grad.shape) for grad in grads.shares(Recorder(), only))
         sums[name] = _sums(before, stat)
@@ -57,16 +56,6 @@ def groups_of(spec: Spec, rows: Sequence[Row], grads: Any, shards: Shards | None
         ranks = Alone() if shards is None else ManyRanks(shards.tiles(only))
         by_name[name] = RowGroup({**cells, **sums[name]}, hyper, seed, ranks, only)
     return Groups(by_name, sums, evaluated)
-
-
-def _named(spec: Spec, rows: Sequence[Row]) -> Iterator[tuple[str, Hyperparameters, int, frozenset[str] | None]]:
-    """Name, constants, seed and rows of each group."""
-    if not isinstance(spec.adapters, Several):
-        yield "", spec.hyper, spec.seed, None
-        return
-    for member in spec.adapters.members:
-        own = frozenset(row.name for row in rows if row.adapter == member.name)
-        yield member.name, member.hyper, member.seed, own
 
 
 def _sums(before: str, stat: str) -> dict[str, Ref]:

@@ -21,8 +21,9 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
 
+from llmq.adapters.importance import KEPT, NoImportance, Scores
 from llmq.errors import UsageError
-from llmq.model.held import room_bytes
+from llmq.model.held import HELD_FORMS, HeldBase, room_bytes
 from llmq.ops.record import Call
 from llmq.plan.arena import aligned
 from llmq.plan.build import Sites, site_of
@@ -43,7 +44,6 @@ from llmq.plan.recordings import Recordings, Stores, stores_of
 from llmq.plan.spec import Spec
 from llmq.row import Row
 from llmq.stores.activations import Frame
-from llmq.stores.importance import KEPT, NoImportance, Scores
 from llmq.stores.moments import State
 from llmq.stores.remade_weights import COUNTED
 from llmq.stores.sharding import Shards
@@ -142,6 +142,13 @@ class Plan:
     def shape(self, name: str) -> tuple[int, ...]:
         """Shape of a parameter, whoever holds it."""
         return next(row.shape for row in self.rows if row.name == name)
+
+    @property
+    def held_base(self) -> HeldBase:
+        """How the run holds a frozen model."""
+        base, forms = self.spec.adapters.base, {row.name: row.stored for row in self.rows if row.stored is not None}
+        single = (name for name, form in forms.items() if form.dtype == "e4m3" and form.scaling != "tilewise")
+        return HeldBase(base if base in HELD_FORMS else None, self.spec.precision.model, frozenset(single))
 
     def held(self, name: str) -> Ref:
         """Where the value of a parameter is: its master, or the weight itself, in its form, where it is frozen."""

@@ -7,6 +7,7 @@ from dataclasses import dataclass, replace
 from functools import cached_property, partial
 from typing import Any
 
+from llmq.adapters.importance import Importance
 from llmq.changed import changed
 from llmq.model import optimizer
 from llmq.model.decoder import Model
@@ -26,7 +27,6 @@ from llmq.stores.grads import ReplicatedGrads
 from llmq.stores.hosted_grads import HostedGrads
 from llmq.stores.hosted_moments import HostedMoments
 from llmq.stores.hosted_weights import HostedWeights
-from llmq.stores.importance import Importance, NoImportance
 from llmq.stores.moments import ReplicatedMoments, ShardedMoments, State
 from llmq.stores.ranks import Alone, ManyRanks
 from llmq.stores.reduced_grads import ReducedGrads, ShardedGrads
@@ -113,10 +113,7 @@ class Recordings:
         world = spec.sharding
         self._shards = Shards(self.rows, world.size, world.rank) if world.size > 1 else None
         shares = self._shards if world.states else None
-        budget = None if spec.adapters is None else spec.adapters.schedule
-        self.importance = NoImportance()
-        if budget is not None and not budget.spent:
-            self.importance = Importance(self.rows, p.stat, budget, shares)
+        self.importance = spec.adapters.importance(self.rows, p.stat, shares)
         self.ranks: Any = ManyRanks(self._shards.tiles()) if self._shards else Alone()
         self.groups = groups_of(spec, self.rows, self.grads[True], self._shards)
         cells = {"step": Ref("step", "cell", (1,), "int32"), "request": Ref("request", "cell", (1,), p.stat)}

@@ -5,18 +5,13 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from llmq.errors import UsageError
-from llmq.model.several import Several
 from llmq.plan.spec import Spec
 
 
 def refuse(spec: Spec) -> None:
     """UsageError with everything that the update in backward, tiles, weights without masters and copies made for each
     use cannot do, and for ranks of adapters that are not known."""
-    if spec.adapters is not None and spec.adapters.lacks_ranks:
-        raise UsageError(
-            "--lora-rank auto looks at gradients before the run is planned, and here nothing but a plan is made: give "
-            "a number"
-        )
+    spec.adapters.refuse_unplanned()
     problems: list[str] = []
     if spec.memory.fused:
         problems += [f"--fused-update: {text}" for text in _fused(spec)]
@@ -24,8 +19,7 @@ def refuse(spec: Spec) -> None:
         problems += [f"--seq-tiles {spec.memory.seq_tiles}: {text}" for text in _tiled(spec)]
     if spec.precision.master == "none":
         problems += [f"--master-dtype none: {text}" for text in _without_master(spec)]
-    if isinstance(spec.adapters, Several):
-        problems += _several(spec, spec.adapters)
+    problems += spec.adapters.batch_problems(spec.batch_size, spec.hyper.neftune_alpha)
     if not spec.memory.persistent_quants:
         problems += [f"--no-persistent-quants: {text}" for text in _remade(spec)]
     if problems:
@@ -36,8 +30,8 @@ def _fused(spec: Spec) -> Iterator[str]:
     clip, p = spec.hyper.grad_clip, spec.precision
     if spec.sharding.size > 1:
         yield f"it is for a run of one GPU, and this one has {spec.sharding.size}: use --zero-level 3"
-    if isinstance(spec.adapters, Several):
-        yield "--adapters updates each adapter by a norm of its own: leave it out"
+    if problems := [*spec.adapters.fused_problems()]:
+        yield from problems
         return
     if clip and not spec.hyper.clips_by_last:
         yield f"the norm that --grad-clip {clip:g} looks at is not known then: use --clip-by last, or --grad-clip 0"
@@ -51,31 +45,17 @@ def _fused(spec: Spec) -> Iterator[str]:
 
 
 def _tiled(spec: Spec) -> Iterator[str]:
-    adapters, p = spec.adapters, spec.precision
-    if isinstance(adapters, Several):
-        yield "--adapters gives each row of a batch its adapter, and a tile does not know its rows: use --seq-tiles 1"
-        return
-    if adapters is not None and adapters.dropout:
-        yield (
-            f"--lora-dropout {adapters.dropout:g} draws by the place of a token, which a tile does not know: use "
-            "--lora-dropout 0"
-        )
+    p = spec.precision
+    yield from spec.adapters.tile_problems()
     if p.matmul == "e4m3" and p.scaling == "blockwise":
         yield "cuBLASLt takes no 1x128 scales of a piece of the gradient: use --fp8-scaling rowwise"
-
-
-def _several(spec: Spec, several: Several) -> Iterator[str]:
-    if several.batch_size != spec.batch_size:
-        yield f"--batch-size {spec.batch_size}: the adapters of --adapters have {several.batch_size} rows: use as many"
-    if spec.hyper.neftune_alpha:
-        yield f"--neftune-alpha {spec.hyper.neftune_alpha:g} adds one noise to all rows of --adapters: leave it out"
 
 
 def _without_master(spec: Spec) -> Iterator[str]:
     hosted = {"weight": "--stream-weights", "quant": "--offload-quants", "master": "--offload-master"}
     if spec.lisa is not None:
         yield "layers that --lisa freezes have no other room than in the model dtype: leave one of them out"
-    if spec.adapters is not None:
+    if spec.adapters.freezes:
         yield "adapters are all that is trained, and the model has no masters: hold it in --base-dtype e4m3 instead"
     for space, flag in hosted.items():
         if space in spec.memory.host and not (space == "master" and "weight" in spec.memory.host):
@@ -87,7 +67,7 @@ def _without_master(spec: Spec) -> Iterator[str]:
 def _remade(spec: Spec) -> Iterator[str]:
     if spec.precision.master == "none":
         yield "--master-dtype none makes them for each use already: leave one of them out"
-    if spec.adapters is not None:
+    if spec.adapters.freezes:
         yield "adapters are all that is trained, and the model has no masters: hold it in --base-dtype e4m3 instead"
     if spec.lisa is not None:
         yield "layers that --lisa freezes keep their copies: leave one of them out"

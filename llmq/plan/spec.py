@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
+from llmq.adapters.method import NO_ADAPTERS, Method
 from llmq.blocks.attention import Packing
-from llmq.model.adapters import Adapters
 from llmq.model.config import ModelConfig
 from llmq.model.lisa import Lisa
 from llmq.model.optimizer import Hyperparameters
+from llmq.model.speed_of_light import seconds_per_token
 from llmq.plan.memory import Memory
 from llmq.plan.precision import Precision
 from llmq.stores.sharding import ALONE, Sharding
@@ -48,11 +50,16 @@ class Spec:
     observe: bool = False
     sharding: Sharding = ALONE
     completions: Completions | None = None
-    adapters: Adapters | None = None
+    adapters: Method = NO_ADAPTERS
     frozen: frozenset[str] = frozenset()
     lisa: Lisa | None = None
 
+    def light_s(self, peaks: Mapping[str, float]) -> float:
+        """Seconds for a trained token at the speed of light, on a device with these peaks."""
+        adapters, dtype = self.adapters, self.precision.dtype
+        added, is_frozen = adapters.added_weights, lambda row: adapters.is_frozen(row, self.frozen)
+        return seconds_per_token(self.config, self.seq_len, peaks, dtype, added, is_frozen)
+
     def without_noise(self) -> Spec:
         """The run as it is evaluated, and as it writes: no noise on tokens, no dropout."""
-        quiet = None if self.adapters is None else self.adapters.without_dropout()
-        return replace(self, hyper=replace(self.hyper, neftune_alpha=0.0), adapters=quiet)
+        return replace(self, hyper=replace(self.hyper, neftune_alpha=0.0), adapters=self.adapters.without_dropout())

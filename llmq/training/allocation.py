@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
+from llmq.adapters.budget import kept
+from llmq.adapters.importance import Importance
+from llmq.adapters.peft import AdapterExport
 from llmq.engine.engine import Engine
-from llmq.files.adapters import AdapterExport
 from llmq.files.huggingface import Export
-from llmq.model.adalora import kept
-from llmq.stores.importance import Importance
 
 
 class Allocation:

@@ -9,11 +9,12 @@ from datetime import timedelta
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from llmq.adapters import resolve as adapters
 from llmq.data.batches.masked_sample import sample_text
 from llmq.disk import MIB, shown
 from llmq.hardware import device
 from llmq.model.parameters import num_parameters, rows_of_file
-from llmq.plan import adapters, memory
+from llmq.plan import memory
 from llmq.plan.levels import name_of, needs_by_level
 from llmq.training.log import RunLog
 from llmq.training.several import listed_members

@@ -118,7 +118,7 @@ def _predicted(plan: Plan, card: Card, micro_steps: int) -> str:
     if rates is None:
         return f"No step time is predicted: the rate of the memory of {card.name} is not in llmq's table of cards"
     seconds = step_seconds(plan, rates, micro_steps)
-    text = spec.seq_len - (spec.adapters.num_virtual if spec.adapters else 0)
+    text = spec.seq_len - spec.adapters.num_virtual
     tokens = spec.batch_size * text * micro_steps * spec.sharding.size
     return (
         f"A step of {tokens:,} tokens takes about {seconds:.3f} s, {tokens / seconds:,.0f} tokens/s: a model, with the "

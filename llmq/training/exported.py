@@ -7,23 +7,22 @@ from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 
+from llmq.adapters.adalora import present
+from llmq.adapters.first_values import FirstAdapter
+from llmq.adapters.merge import MergedExport, untied
+from llmq.adapters.peft import AdapterExport, with_first
+from llmq.adapters.resolve import merges
+from llmq.adapters.virtual_tokens import VirtualExport
 from llmq.data.batches.loader import Data
 from llmq.data.batches.named_data import NamedData
 from llmq.data.batches.trained_template import ExportedTemplates, exported_templates
 from llmq.data.tokens.rebuilt_tokenizer import rebuilt_warning
 from llmq.errors import UsageError
-from llmq.files.adalora import present
-from llmq.files.adapters import AdapterExport, adapter_config, doubled, stored_rows, with_first
-from llmq.files.first_adapter import FirstAdapter
 from llmq.files.huggingface import Export, open_export
-from llmq.files.merge import MergedExport, untied
 from llmq.files.source import ModelSource, Values
-from llmq.files.virtual_tokens import VirtualExport
 from llmq.model.config import FAMILIES, ModelConfig
-from llmq.model.first_adapter import TAKEN_OUT
 from llmq.model.parameters import parameter_rows, rows_of_file
 from llmq.options.parse import Options
-from llmq.plan.adapters import held_by, merges
 from llmq.plan.plan import Plan
 
 MERGED = "merged"  # the folder of the merged model, in that of the adapter
@@ -90,16 +89,14 @@ def open_model(
     config, adapters = plan.spec.config, plan.spec.adapters
     warning = rebuilt_warning(tokenizer, FAMILIES[config.architecture].model_type)
     about = (tokenizer, templates.sources)
-    if adapters is None:
+    if not adapters.freezes:
         export = open_export(options.export, config, rows_of_file(plan.rows), *about, replaces=replaces)
         return OpenedExports((export,), templates.notices, warning)
     revision = None if source.revision is None else source.revision.partition(",")[0]
-    rows, first = stored_rows(plan.rows, adapters), None
-    if (
-        adapters.init in TAKEN_OUT and not held_by(plan).is_quantized
-    ):  # as PEFT converts it: it fits the model as it was
-        rows, first, adapters = with_first(rows), FirstAdapter(adapters, config, model), doubled(adapters)
-    written = adapter_config(adapters, config, source.name, revision)
+    rows, first = adapters.stored_rows(plan.rows), None
+    if adapters.takes_out and not plan.held_base.is_quantized:  # as PEFT converts it: it fits the model as it was
+        rows, first, adapters = with_first(rows), FirstAdapter(adapters, config, model), adapters.doubled()
+    written = adapters.peft_config(config, source.name, revision)
     make: Callable[..., Export] = partial(AdapterExport, about=written, first=first, patterns=present(adapters))
     if adapters.num_virtual:
         make = partial(VirtualExport, about=written)
@@ -110,10 +107,10 @@ def open_model(
 def _merged(options: Options, export: Export, plan: Plan) -> Iterator[Export]:
     """Where the merged model of --merge goes, if it is asked for, beside an adapter's `export`."""
     adapters = plan.spec.adapters
-    if adapters is None or not merges(options.adapters):
+    if not merges(options.adapters):
         return
-    if adapters.num_virtual:
-        raise UsageError("--merge adds adapters to weights, and virtual tokens are a part of none: leave it out")
+    if adapters.unmergeable:
+        raise UsageError(f"--merge adds adapters to weights, and this run trains {adapters.unmergeable}: leave it out")
     config = untied(plan.spec.config, [adapters])
     make = partial(MergedExport, adapters=adapters, held=plan.rows)
     about = (export.tokenizer_folder, export.chat_templates)

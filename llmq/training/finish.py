@@ -11,12 +11,11 @@ from pathlib import Path
 
 import numpy as np
 
+from llmq.adapters.base_record import BASE, AdapterBase, merged_record, weights_of
+from llmq.adapters.base_record import MERGED as MERGED_RECORD
 from llmq.engine.engine import Engine
 from llmq.errors import NonFiniteError
-from llmq.files.adapter_base import BASE, AdapterBase, merged_record, weights_of
-from llmq.files.adapter_base import MERGED as MERGED_RECORD
 from llmq.files.huggingface import Export, remove_model
-from llmq.plan.adapters import held_by
 from llmq.row import Row
 from llmq.training.allocation import Allocation
 from llmq.training.exported import MERGED
@@ -74,9 +73,9 @@ def export_all(job: Job, engine: Engine, allocation: Allocation, now: Progress, 
 
 def _with_base(export: Export, job: Job, engine: Engine) -> Export:
     """The export of an adapter, with what it was trained on."""
-    if engine.plan.spec.adapters is None:
+    if not engine.plan.spec.adapters.freezes:
         return export
-    base = AdapterBase(job.base or weights_of(job.source, job.seed), held_by(engine.plan))
+    base = AdapterBase(job.base or weights_of(job.source, job.seed), engine.plan.held_base)
     return replace(export, beside={BASE: base.to_json()})
 
 
@@ -135,8 +134,7 @@ def _written(
 
 def _base(job: Job) -> str:
     """What the run was trained on, in words."""
-    adapters = job.plan.spec.adapters
-    held = None if adapters is None else adapters.base
+    held = job.plan.spec.adapters.base
     return f"the base in {held}" if held else "the base"
 
 

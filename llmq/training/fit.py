@@ -310,7 +310,7 @@ class Search:
         memory, spec = self._options.memory, self._spec
         has_quants = frame.get("matmul_dtype", spec.precision.matmul) == "e4m3"
         master = frame.get("master_dtype", spec.precision.master)
-        if spec.adapters is not None or memory.stream_weights or master == "none":
+        if spec.adapters.freezes or memory.stream_weights or master == "none":
             return [{}]
         is_kept = has_quants and memory.persistent_quants
         quants = [{"offload_quants": True}] if is_kept and not memory.offload_quants else []
@@ -374,7 +374,7 @@ class Search:
         if "states" in self._may:
             narrower = [pair for pair in NARROW_MOMENTS if _is_narrower(pair, (now.m, now.v))]
             moments += [{"opt_m_dtype": m, "opt_v_dtype": v} for m, v in narrower]
-            if self._spec.adapters is None and now.master != "none":
+            if not self._spec.adapters.freezes and now.master != "none":
                 masters += [{"master_dtype": now.model}] if now.master != now.model else []
                 masters += [{"master_dtype": "none"}]
         matmuls: list[Changes] = [{}]

@@ -10,6 +10,9 @@ from typing import Any
 
 import numpy as np
 
+from llmq.adapters import members as several
+from llmq.adapters import resolve as adapters
+from llmq.adapters.several import Several
 from llmq.backends import Backend, open_backend
 from llmq.data.batches.loader import Data
 from llmq.disk import shown
@@ -23,14 +26,12 @@ from llmq.generation.prompts import Question, read_questions
 from llmq.hardware import device, gemm_speed
 from llmq.hardware.device import Device
 from llmq.hardware.gemm_speed import GemmSpeed
-from llmq.model import speed_of_light as sol
 from llmq.model.config import ModelConfig
-from llmq.model.several import Several
 from llmq.options.commands import continue_command
 from llmq.options.parse import Options, told_options
 from llmq.options.run import RunOptions
 from llmq.options.sweep import MemberOptions, read_members
-from llmq.plan import adapters, memory, precision, several, sharding
+from llmq.plan import memory, precision, sharding
 from llmq.plan.advice import with_fitting_chunks
 from llmq.plan.plan import Plan, make_plan
 from llmq.plan.precision import Precision
@@ -109,9 +110,7 @@ class Job:
     @property
     def light_s(self) -> float:
         """Seconds for a token at the speed of light, by the dtypes of the plan's sites."""
-        spec = self.plan.spec
-        peaks, dtype = device.peaks(self.device), spec.precision.dtype
-        return sol.seconds_per_token(spec.config, spec.seq_len, peaks, dtype, spec.adapters, spec.frozen)
+        return self.plan.spec.light_s(device.peaks(self.device))
 
     def frozen(self) -> Iterable[tuple[Row, np.ndarray]]:
         """Rows that no checkpoint holds, with their values."""
@@ -173,7 +172,7 @@ class Job:
             **({"frozen model": self.base} if self.plan.loaded_anew else {}),
             **({"trained": self.options["train_only"]} if self.plan.spec.frozen and lisa is None else {}),
             **({} if lisa is None else {"lisa": [lisa.layers, lisa.interval]}),
-            **({} if self.plan.spec.adapters is None else {"adapters": self.plan.spec.adapters.identity()}),
+            **self.plan.spec.adapters.must_match(),
             **self.plan.spec.precision.identity(),
         }
 
@@ -251,7 +250,7 @@ def _open_results(
     several = open_exports(rows.members, options, source, plan, replaces=replaces)
     opened = several or open_model(options, source, *rows.tokens, plan, model, replaces=replaces)
     every = [options.adapters, *(member.options.adapters for member in rows.members)]
-    of_base = [text for one in every for text in adapters.base_notes(one, source, plan)]
+    of_base = [text for one in every for text in adapters.base_notes(one, source, plan.held_base, plan.spec.seed)]
     return replace(opened, notices=(*opened.notices, *of_base))
 
 

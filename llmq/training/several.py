@@ -8,16 +8,16 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+from llmq.adapters.peft import AdapterExport
+from llmq.adapters.several import Several
 from llmq.data.batches.loader import Data
 from llmq.data.batches.named_data import NamedData
 from llmq.data.tokens.rebuilt_tokenizer import rebuilt_warning
 from llmq.engine.engine import GroupResult
-from llmq.files.adapters import AdapterExport, adapter_config, stored_rows
 from llmq.files.huggingface import open_export
 from llmq.files.source import ModelSource
 from llmq.model.config import FAMILIES
 from llmq.model.parameters import num_parameters
-from llmq.model.several import Several
 from llmq.options.parse import Options
 from llmq.options.sweep import MemberOptions
 from llmq.plan.plan import Plan
@@ -80,10 +80,10 @@ def open_exports(
     revision = None if source.revision is None else source.revision.partition(",")[0]
     for one in members:
         adapters = several.by_name[one.name].adapters
-        rows = stored_rows(own_rows(plan, one.name), adapters)
+        rows = adapters.stored_rows(own_rows(plan, one.name))
         tokenizer, templates = exported_tokenizer(source, one.named, one.data)
         notices += [text for text in templates.notices if text not in notices]
-        about = adapter_config(adapters, config, source.name, revision)
+        about = adapters.peft_config(config, source.name, revision)
         made: dict[str, Any] = {"default": "fp32", "make": partial(AdapterExport, about=about)}
         export = open_export(options.export, config, rows, tokenizer, templates.sources, replaces=replaces, **made)
         found.append(replace(export, folder=Path(export.folder) / one.name))

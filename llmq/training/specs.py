@@ -5,6 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from llmq.adapters import members as several
+from llmq.adapters import resolve as adapters
 from llmq.blocks.attention import Packing
 from llmq.data.batches.step import step_of
 from llmq.hardware import device
@@ -14,7 +16,7 @@ from llmq.model.config import ModelConfig
 from llmq.model.parameters import padded_vocab
 from llmq.options.parse import Options
 from llmq.options.sweep import MemberOptions
-from llmq.plan import adapters, memory, precision, several, sharding
+from llmq.plan import memory, precision, sharding
 from llmq.plan.precision import Precision
 from llmq.plan.spec import Completions, Spec
 from llmq.tensor import DTYPES

@@ -12,16 +12,17 @@ from typing import Any
 
 import numpy as np
 
+from llmq.adapters.auto_rank import ranks_within, spectrum
+from llmq.adapters.eva import Eva
+from llmq.adapters.first_values import GIVEN
+from llmq.adapters.lora import Lora
+from llmq.adapters.method import Method
 from llmq.backends import Backend, Op
 from llmq.data.batches.batch import Batch
 from llmq.data.batches.loader import Data
 from llmq.engine.engine import Engine
 from llmq.errors import UsageError
-from llmq.files.first_adapter import GIVEN
 from llmq.files.source import Values
-from llmq.model.adapters import Adapters
-from llmq.model.auto_rank import ranks_within, spectrum
-from llmq.model.eva import Eva
 from llmq.plan.advice import refuse_if_too_large
 from llmq.plan.build import site_of
 from llmq.plan.plan import Plan, make_plan
@@ -49,7 +50,7 @@ class Surveyed:
 
     def fit(self, spec: Spec) -> Spec:
         """The spec with the ranks that were found."""
-        return spec if spec.adapters is None else replace(spec, adapters=spec.adapters.with_ranks(self.ranks))
+        return replace(spec, adapters=spec.adapters.with_ranks(self.ranks))
 
     def share(self, plan: Plan, ranks: Ranks) -> None:
         """Gives the first values of the first rank to all. All ranks call it with plans of the same rows."""
@@ -63,9 +64,9 @@ class Surveyed:
             self.first.update({part.name: whole[part.start : part.stop] for part in row.parts})
 
 
-def found_before(adapters: Adapters | None, *told: Mapping[str, Any]) -> Surveyed | None:
+def found_before(adapters: Method, *told: Mapping[str, Any]) -> Surveyed | None:
     """What a checkpoint or the first rank has of an earlier look, or that there is nothing to find; None: look."""
-    if adapters is None or (adapters.init != GIVEN and not adapters.lacks_ranks):
+    if adapters.looks_at is None:
         return Surveyed()
     known = next((one["ranks"] for one in told if one.get("ranks")), None)
     return (
@@ -78,8 +79,9 @@ def look(
 ) -> Surveyed:
     """What the first batches of the training data say. UsageError, and MemoryLimitError where there is no room for the
     gradient of one site."""
-    assert spec.adapters is not None
-    return (_at_gradients if spec.adapters.lacks_ranks else _at_inputs)(spec, data, model, backend, free, start_task)
+    return {"gradients": _at_gradients, "inputs": _at_inputs}[spec.adapters.looks_at or ""](
+        spec, data, model, backend, free, start_task
+    )
 
 
 def _at_gradients(
@@ -91,7 +93,7 @@ def _at_gradients(
     where the budget is less than a rank of any map.
     """
     adapters = spec.adapters
-    assert adapters is not None and adapters.budget is not None
+    assert isinstance(adapters, Lora) and adapters.budget is not None
     modules = {target.module.name: target.module for target in adapters.targets}
     costs = {name: module.inputs + module.outputs for name, module in modules.items()}
     if adapters.budget < (least := min(costs.values())):
@@ -150,7 +152,7 @@ def _at_inputs(
     UsageError where a rank is larger than a map's inputs, or no batch has as many trained tokens as that.
     """
     adapters = spec.adapters
-    assert adapters is not None
+    assert isinstance(adapters, Lora)
     eva = Eva(adapters.targets, adapters.rho)
     for target in adapters.targets:
         if (most := eva.ranks[target.module.name]) > target.module.inputs:
@@ -181,7 +183,7 @@ def _at_inputs(
     return _eva_found(adapters, eva, seen)
 
 
-def _eva_found(adapters: Adapters, eva: Eva, seen: int) -> Surveyed:
+def _eva_found(adapters: Lora, eva: Eva, seen: int) -> Surveyed:
     """What EVA found, in so many batches. As in PEFT, alpha grows with the rank."""
     ranks = {t.module.name: (own := eva.ranks[t.module.name], t.alpha * own / t.rank) for t in adapters.targets}
     first = {f"{name}.lora_A.weight": value for name, value in eva.first().items()}
@@ -198,7 +200,7 @@ def lines_of(ranks: RanksByMap) -> Iterator[str]:
     yield from (f"Ranks of {kind}: {' '.join(found)}" for kind, found in kinds.items())
 
 
-def _as_it_is(spec: Spec, adapters: Adapters, trained: Collection[str] = ()) -> Spec:
+def _as_it_is(spec: Spec, adapters: Lora, trained: Collection[str] = ()) -> Spec:
     """The model of a spec on one rank, in the model's dtype alone, with nothing trained but the weights of sites."""
     dtype = spec.precision.model
     plain = replace(spec.precision.without_fp8(), head=dtype, master=dtype, m=dtype, v=dtype)
@@ -208,7 +210,7 @@ def _as_it_is(spec: Spec, adapters: Adapters, trained: Collection[str] = ()) -> 
         spec.without_noise(),
         precision=plain,
         memory=memory,
-        adapters=Adapters(0, 1.0, (), base=adapters.base, also=frozenset(f"{site}.weight" for site in trained)),
+        adapters=Method(base=adapters.base, also=frozenset(f"{site}.weight" for site in trained)),
         **alone,
     )
 

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from llmq.adapters import resolve as adapters
 from llmq.data.batches.loader import Data, open_data
 from llmq.data.batches.named_data import open_named
 from llmq.data.batches.several import SeveralData
@@ -18,7 +19,6 @@ from llmq.hardware import device
 from llmq.model.config import ModelConfig
 from llmq.options.parse import Options
 from llmq.options.sweep import MemberOptions
-from llmq.plan import adapters
 from llmq.screen import Report
 from llmq.training.exported import exported_config, exported_tokenizer
 from llmq.training.log import RunLog
@@ -86,7 +86,7 @@ class TrainedOn:
     def _data(self, name: str, cannot_pack: str | None, size: int) -> Data:
         options, config = self.runs[name], self.source.config
         about: dict[str, Any] = {"tokenizer": self.source.required_tokenizer, "named": self.named[name]}
-        if (trained := adapters.resolve(options.adapters, config)) is not None:
+        if (trained := adapters.resolve(options.adapters, config)).num_virtual:
             about["num_virtual"] = trained.num_virtual
         seed = device.seed_of(options.system)
         return open_data(options.data, config.vocab_size, seed, world=size, cannot_pack=cannot_pack, **about)

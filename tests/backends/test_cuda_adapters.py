@@ -7,10 +7,14 @@ import pytest
 from tiny_engines import BF16, FP8, FP32, GivenData, bits, placed_batch, plan_of, spec_of, tiny, unseen
 from tiny_engines import engine_of as loaded
 
+from llmq.adapters.adalora import AdaLora, with_triplets
+from llmq.adapters.budget import Budget
+from llmq.adapters.ia3 import Gains, scaled
+from llmq.adapters.lora import Lora
+from llmq.adapters.targets import chosen, targets
+from llmq.adapters.virtual_tokens import Prefix, Prompt
 from llmq.backends.host import HostBackend
 from llmq.model import held
-from llmq.model.adalora import INIT, Budget
-from llmq.model.adapters import Adapters, chosen, scaled, targets, with_triplets
 from llmq.plan.memory import Memory
 from llmq.plan.names import scale_ref, storage_name
 from llmq.training.survey import look
@@ -25,9 +29,9 @@ CASES += [(name, base) for name in ("bf16", "e4m3-current") for base in ("int8",
 # Two sums of the same products in e4m3 round some values apart; the reference in e4m3 and in fp32: a cosine of 0.88.
 FOLLOWS = {"fp32": 0.99999, "bf16": 0.99}
 KINDS = {
-    "ia3": {"text": "k_proj,v_proj,up_proj,down_proj", "method": "ia3"},
+    "ia3": {"text": "k_proj,v_proj,up_proj,down_proj", "make": Gains},
     "dora": {"text": "q_proj,v_proj,mlp", "dropout": 0.2, "dora": True},
-    "adalora": {"text": "q_proj,v_proj,mlp", "dropout": 0.2, "init": INIT, "schedule": Budget(8, total=4)},
+    "adalora": {"text": "q_proj,v_proj,mlp", "dropout": 0.2, "schedule": Budget(8, total=4)},
     "all": {"text": "all"},
     # as a pattern, EVA or the first gradients may choose them; alpha / rank of 32 would make bf16 differ from fp32
     "odd ranks": {
@@ -35,8 +39,8 @@ KINDS = {
         "alpha": 4.0,
         "ranks": {"q_proj": 3, "k_proj": 1, "up_proj": 5, "o_proj": 7, "down_proj": 33},
     },
-    "prefix": {"method": "prefix", "num_virtual": 5},
-    "prompt": {"method": "prompt", "num_virtual": 5},
+    "prefix": {"make": Prefix},
+    "prompt": {"make": Prompt},
     "some": {"text": "q_proj,up_proj,lm_head", "dropout": 0.2},
 }
 
@@ -48,16 +52,17 @@ def backend():
     return CudaBackend()
 
 
-def engine_of(backend, precision, base, memory=None, *, text="all", alpha=32.0, ranks=None, **more):
+def engine_of(backend, precision, base, memory=None, *, text="all", alpha=32.0, ranks=None, make=Lora, **more):
     """An engine with settled scales."""
     every = targets(chosen(text, CONFIG), 16, alpha, rslora=False, ranks=ranks)
-    if "budget" in more:
-        every = with_triplets(every)
-    if more.get("method") == "ia3":
-        every = scaled(chosen(text, CONFIG))
-    if more.get("num_virtual"):
-        every = ()
-    about = Adapters(16, alpha, every, bias="all", base=base, **more)
+    if make is Gains:
+        about = Gains(scaled(chosen(text, CONFIG)), base=base)
+    elif make is not Lora:
+        about = make(5, base=base)
+    elif "schedule" in more:
+        about = AdaLora(16, alpha, with_triplets(every), bias="all", base=base, **more)
+    else:
+        about = Lora(16, alpha, every, bias="all", base=base, **more)
     plan = plan_of(precision, memory, CONFIG, scratch_bytes=backend.scratch_bytes, adapters=about, **SIZES)
     return loaded(plan, backend=backend, warm=placed(0))
 
@@ -134,7 +139,7 @@ def test_the_first_batches_say_the_same(backend, about, base):
     """In fp32, by inputs and by gradients; ranks may differ where two maps are as good within rounding."""
     rank = 0 if "budget" in about else 4
     every = targets(chosen("all", CONFIG), rank, 8.0, rslora=False)
-    adapters = Adapters(rank, 8.0, every, base=base, **about)
+    adapters = Lora(rank, 8.0, every, base=base, **about)
     spec = spec_of(FP32, config=CONFIG, adapters=adapters, **SIZES)
     data = GivenData([placed(index) for index in range(4)], grad_accumulation=2)
 

@@ -7,10 +7,11 @@ import pytest
 from tiny_engines import BF16, FP8, FP32, bits, placed_batch, plan_of, tiny
 from tiny_engines import engine_of as loaded
 
+from llmq.adapters.lora import Lora
+from llmq.adapters.several import Member, Several
+from llmq.adapters.targets import chosen, targets
 from llmq.backends.host import HostBackend
-from llmq.model.adapters import Adapters, chosen, targets
 from llmq.model.optimizer import Hyperparameters
-from llmq.model.several import Member, Several
 from llmq.plan.memory import Memory
 
 pytestmark = pytest.mark.gpu
@@ -34,7 +35,7 @@ def backend():
 
 def adapters(text, rank, **about):
     every = targets(chosen(text, CONFIG), rank, 2.0 * rank, rslora=False)
-    return Adapters(rank, 2.0 * rank, every, **about)
+    return Lora(rank, 2.0 * rank, every, **about)
 
 
 LAST = {  # by kind, targets and rank of the third: some of the maps, and no kernel of one pass; or all, and one
@@ -51,7 +52,7 @@ def several(base, kind):
         Member("wide", adapters("all", 32, dropout=0.2), 2, 5, Hyperparameters(grad_clip=0.1, weight_decay=0.0)),
         Member("last", adapters(*LAST[kind]), 1, 7),
     )
-    return Several.of(members, base)
+    return Several(tuple(members), base=base)
 
 
 def engine_of(backend, precision, base, kind="all", memory=None):

@@ -287,14 +287,10 @@ def card(monkeypatch):
         def plan(request, one, where, backend):
             batch = request.batch_size or batch_size
             sizes = {"batch_size": batch if where.kind == "cuda" else 1, "seq_len": one.flat["seq_len"]}
-            return SimpleNamespace(
-                spec=SimpleNamespace(config=one.config, precision=one.precision, adapters=None, **sizes)
-            )
+            return SimpleNamespace(spec=Spec(one.config, one.precision, Memory(), Hyperparameters(), **sizes))
 
         def measure(request, one, plan, backend, where, tokens, peaks, ceilings, limit_s):
-            light = bench_run.sol.seconds_per_token(
-                plan.spec.config, plan.spec.seq_len, peaks, plan.spec.precision.dtype
-            )
+            light = plan.spec.light_s(peaks)
             end, least = now[0] + limit_s, request.warmup if where.kind == "cuda" else 1
             now[0] += 6
             for _ in paced(request.warmup, request.steps, least=least, end=end):

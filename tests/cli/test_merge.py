@@ -9,10 +9,10 @@ from golden import families
 from safetensors.numpy import load_file, save_file
 
 from llmq import errors
+from llmq.adapters.targets import chosen
 from llmq.cli import shell
 from llmq.cli.generate import command as generate
 from llmq.cli.merge import command
-from llmq.model.adapters import chosen
 from llmq.model.config import from_folder
 from llmq.model.held import HeldBase
 from llmq.model.parameters import parameter_rows

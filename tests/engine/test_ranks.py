@@ -8,11 +8,14 @@ import pytest
 from ranks import CONFIG, LEVELS, Run, rank_batch, same, train, whole_batch
 from tiny_engines import BF16, FP32, FP64, PRECISIONS, engine_of, plan_of
 
+from llmq.adapters.ia3 import Gains, scaled
+from llmq.adapters.lora import Lora
+from llmq.adapters.several import Member, Several
+from llmq.adapters.targets import chosen, targets
+from llmq.adapters.virtual_tokens import Prefix, Prompt
 from llmq.backends.host import HostBackend
 from llmq.blocks.attention import Packing
 from llmq.comm.in_process import run_ranks
-from llmq.model.adapters import Adapters, chosen, scaled, targets
-from llmq.model.several import Member, Several
 from llmq.ops.record import together
 from llmq.plan.memory import ROLES, Memory
 from llmq.plan.names import storage_name
@@ -35,27 +38,23 @@ COMPRESSED = {"all_to_all": True, "compressed": Form("e4m3", "row", "tilewise")}
 _TARGETS = targets(chosen("all,lm_head", CONFIG), 4, 8.0, rslora=False)
 _SOME = targets(chosen("q_proj,v_proj,mlp", CONFIG), 4, 8.0, rslora=False)
 _GAINS = scaled(chosen("k_proj,v_proj,down_proj", CONFIG))
-_SEVERAL = Several.of(
-    [Member("one", Adapters(4, 8.0, _TARGETS), 1, 3), Member("two", Adapters(4, 8.0, _SOME, plus=2.0), 1, 5)], None
-)
+_SEVERAL = Several((Member("one", Lora(4, 8.0, _TARGETS), 1, 3), Member("two", Lora(4, 8.0, _SOME, plus=2.0), 1, 5)))
 RUNS = {
-    "adapters": Run(more={"adapters": Adapters(4, 8.0, _TARGETS, bias="all")}),
+    "adapters": Run(more={"adapters": Lora(4, 8.0, _TARGETS, bias="all")}),
     "adapters-e4m3": Run(
-        replace(BF16, master="fp32", grad="fp32"), more={"adapters": Adapters(4, 8.0, _TARGETS, base="e4m3")}
+        replace(BF16, master="fp32", grad="fp32"), more={"adapters": Lora(4, 8.0, _TARGETS, base="e4m3")}
     ),
     "several": Run(more={"adapters": _SEVERAL}),
     "several-fp8": Run(replace(PRECISIONS["fp8-head"], master="fp32", grad="fp32"), more={"adapters": _SEVERAL}),
-    "magnitudes": Run(
-        more={"adapters": Adapters(4, 8.0, _SOME, dora=True, also=frozenset({"embed.weight"}), plus=4.0)}
-    ),
+    "magnitudes": Run(more={"adapters": Lora(4, 8.0, _SOME, dora=True, also=frozenset({"embed.weight"}), plus=4.0)}),
     "magnitudes-fp32": Run(
-        replace(BF16, master="fp32", grad="fp32"), more={"adapters": Adapters(4, 8.0, _SOME, base="e4m3", dora=True)}
+        replace(BF16, master="fp32", grad="fp32"), more={"adapters": Lora(4, 8.0, _SOME, base="e4m3", dora=True)}
     ),
-    "gains": Run(more={"adapters": Adapters(0, 1.0, _GAINS, method="ia3")}),
-    "prefix": Run(more={"adapters": Adapters(0, 1.0, (), method="prefix", num_virtual=3)}),
+    "gains": Run(more={"adapters": Gains(_GAINS)}),
+    "prefix": Run(more={"adapters": Prefix(3)}),
     "prompt": Run(
         memory=Memory(flags=frozenset({"recompute_block"})),
-        more={"adapters": Adapters(0, 1.0, (), method="prompt", num_virtual=3, base="e4m3")},
+        more={"adapters": Prompt(3, base="e4m3")},
     ),
     "bf16": Run(),
     "fp8": Run(PRECISIONS["fp8-head"]),

@@ -4,11 +4,15 @@ from dataclasses import replace
 
 import pytest
 
+from llmq.adapters.lora import Lora
+from llmq.adapters.targets import chosen, targets
 from llmq.model import speed_of_light as sol
-from llmq.model.adapters import Adapters, chosen, targets
 from llmq.model.config import ModelConfig
+from llmq.model.optimizer import Hyperparameters
 from llmq.model.parameters import linear_maps, parameter_rows
+from llmq.plan.memory import Memory
 from llmq.plan.precision import Precision
+from llmq.plan.spec import Spec
 
 QWEN = ModelConfig(
     architecture="Qwen2ForCausalLM",
@@ -70,16 +74,19 @@ def test_head_dtype_and_length_count():
 
 
 def test_fraction():
-    assert sol.fraction(156_000, QWEN, 1024, H200, Precision("bf16", "bf16").dtype) == pytest.approx(0.48813, rel=1e-4)
+    seconds = sol.seconds_per_token(QWEN, 1024, H200, Precision("bf16", "bf16").dtype)
+    assert 156_000 * seconds == pytest.approx(0.48813, rel=1e-4)
 
 
 def test_a_frozen_weight_counts_4_and_an_adapters_6():
     """Rank 16 on all maps of the layers: 16 (inputs + outputs) of each."""
     modules = chosen("all", QWEN)
-    adapters = Adapters(16, 32.0, targets(modules, 16, 32.0, rslora=False))
+    adapters = Lora(16, 32.0, targets(modules, 16, 32.0, rslora=False))
     trained = 24 * 16 * (4 * 896 + 896 + 2 * 128 + 896 + 3 * (896 + 4864))
-    seconds = sol.seconds_per_token(QWEN, 1024, H200, Precision("bf16", "e4m3", head="bf16").dtype, adapters)
+    dtypes = Precision("bf16", "e4m3", head="bf16", master="fp32", m="fp32", v="fp32")
+    seconds = Spec(QWEN, dtypes, Memory(), Hyperparameters(), 1, 1024, adapters=adapters).light_s(H200)
     frozen = 4 * BLOCKS / 1978.9e12 + 4 * HEAD / 989.4e12
     assert seconds == pytest.approx(frozen + 6 * (trained + ATTENTION) / 989.4e12, rel=1e-12)
-    some = sol.seconds_per_token(QWEN, 1024, H200, Precision("bf16", "bf16").dtype, frozen={"embed.weight"})
+    is_frozen = {"embed.weight"}.__contains__
+    some = sol.seconds_per_token(QWEN, 1024, H200, Precision("bf16", "bf16").dtype, is_frozen=is_frozen)
     assert some == pytest.approx((6 * (BLOCKS + ATTENTION) + 4 * HEAD) / 989.4e12, rel=1e-12)

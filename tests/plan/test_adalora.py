@@ -7,13 +7,14 @@ import pytest
 from ranks import LEVELS, Run, rank_batch
 from tiny_engines import BF16, FP8, FP32, FP64, PRECISIONS, batch, engine_of, parameters, plan_of, tiny
 
+from llmq.adapters.adalora import AdaLora, with_triplets
+from llmq.adapters.budget import Budget, kept
+from llmq.adapters.targets import chosen, targets
 from llmq.backends.host import HostBackend
 from llmq.backends.planned import PlannedBackend
 from llmq.comm.in_process import run_ranks
 from llmq.engine.engine import Engine
 from llmq.errors import UsageError
-from llmq.model.adalora import INIT, Budget, kept
-from llmq.model.adapters import Adapters, chosen, targets, with_triplets
 from llmq.model.optimizer import Hyperparameters
 from llmq.plan.memory import Memory
 from llmq.stores.sharding import Sharding
@@ -28,7 +29,7 @@ UNCLIPPED = {"hyper": Hyperparameters(grad_clip=0.0)}
 
 def adapters(text="all", config=None, budget=BUDGET, **about):
     every = with_triplets(targets(chosen(text, config or tiny()), RANK, 6.0, rslora=False))
-    return Adapters(RANK, 6.0, every, init=INIT, schedule=budget, **about)
+    return AdaLora(RANK, 6.0, every, schedule=budget, **about)
 
 
 def placed(index=1):
@@ -232,7 +233,7 @@ def test_a_schedule_without_a_choice_is_refused(change, says):
 
 def test_ranks_that_a_gpu_cannot_update_are_refused():
     every = with_triplets(targets(chosen("o_proj", tiny(hidden_size=256, head_dim=64)), 6, 6.0, rslora=False))
-    about = Adapters(6, 6.0, every, init=INIT, schedule=BUDGET)
+    about = AdaLora(6, 6.0, every, schedule=BUDGET)
     with pytest.raises(UsageError, match=r"lora_e has 6 numbers, no multiple of 4, as the GPU .* --lora-rank"):
         plan_of(
             BF16,

@@ -23,12 +23,14 @@ from tiny_engines import (
     tiny,
 )  # fmt: skip
 
+from llmq.adapters.ia3 import Gains, scaled
+from llmq.adapters.lora import Lora
+from llmq.adapters.targets import chosen, targets, trained_in_full, without_head
 from llmq.backends.host import HostBackend
 from llmq.backends.planned import PlannedBackend
 from llmq.data.batches.batch import Batch
 from llmq.engine.engine import Engine
 from llmq.errors import UsageError
-from llmq.model.adapters import Adapters, chosen, scaled, targets, trained_in_full, without_head
 from llmq.model.held import room_bytes
 from llmq.model.parameters import left_out
 from llmq.model.presets import preset
@@ -49,7 +51,7 @@ def adapters(text="all", config=None, rank=4, alpha=6.0, *, rslora=False, ranks=
     modules = chosen(text, config or tiny())
     every = targets(modules, rank, alpha, rslora=rslora, ranks=ranks, alphas=alphas)
     full = trained_in_full(also, config or tiny(), modules) if also else frozenset()
-    return Adapters(rank, alpha, every, rslora=rslora, also=full, **about)
+    return Lora(rank, alpha, every, rslora=rslora, also=full, **about)
 
 
 def placed(index=1):
@@ -188,7 +190,7 @@ def test_magnitudes_of_a_quantized_base_are_those_of_what_it_stands_for(precisio
 
 @EVERY
 def test_gains_are_trained_alone_and_recomputing_changes_no_bit(precision):
-    gains = Adapters(0, 1.0, scaled(chosen("k_proj,v_proj,down_proj", tiny())), method="ia3")
+    gains = Gains(scaled(chosen("k_proj,v_proj,down_proj", tiny())))
     engine = warm(plan_of(precision, adapters=gains))
     losses = steps(engine, 3)
     trained = [row for row in engine.plan.rows if row.trainable]
@@ -202,7 +204,7 @@ def test_gains_are_trained_alone_and_recomputing_changes_no_bit(precision):
 
 
 def test_gains_have_the_gradients_of_finite_differences():
-    gains = Adapters(0, 1.0, scaled(chosen("q_proj,up_proj,o_proj,down_proj", tiny())), method="ia3")
+    gains = Gains(scaled(chosen("q_proj,up_proj,o_proj,down_proj", tiny())))
     engine = engine_of(plan_of(FP64, adapters=gains))
     values, rng, step = (
         {row.name: engine.parameter(row.name) for row in engine.plan.rows},
@@ -383,7 +385,7 @@ def test_adapters_can_be_planned_for_a_gpu(precision):
         about = {"rank": 16, "dropout": 0.1, "base": base}
         plan_of(precision, config=config, adapters=adapters("all,lm_head", config, **about), **scratch)
         plan_of(precision, config=config, adapters=adapters("q_proj,v_proj,mlp", config, dora=True, **about), **scratch)
-        gains = Adapters(0, 1.0, scaled(chosen("all", config)), method="ia3", base=base)
+        gains = Gains(scaled(chosen("all", config)), base=base)
         plan_of(precision, config=config, adapters=gains, **scratch)
 
 

@@ -8,16 +8,17 @@ import pytest
 from test_adapters import adapters, placed, warm
 from tiny_engines import BF16, FP8, FP64, B, T, batch, plan_of, tiny
 
+from llmq.adapters.ia3 import Gains, scaled
+from llmq.adapters.targets import chosen
 from llmq.blocks.attention import Packing
 from llmq.data.batches.batch import Batch
-from llmq.model.adapters import Adapters, chosen, scaled
 from llmq.model.optimizer import Hyperparameters
 from llmq.plan.memory import Memory
 
 METHODS = {
     "lora": lambda config, base: adapters("all", config, dropout=0.2, bias="all", base=base),
     "dora": lambda config, base: adapters("all", config, dora=True, also="embed_tokens", base=base),
-    "ia3": lambda config, base: Adapters(0, 1.0, scaled(chosen("all", config)), method="ia3", base=base),
+    "ia3": lambda config, base: Gains(scaled(chosen("all", config)), base=base),
 }
 MOVES = {
     "recomputed": Memory(("recompute_block",)),

@@ -10,10 +10,11 @@ from random_plans import AnyOrder, drawn
 from ranks import CONFIG, LEVELS, Run, rank_batch, same, train
 from tiny_engines import BF16, FP8, FP8_HEAD, PRECISIONS, engine_of, plan_of
 
+from llmq.adapters.lora import Lora
+from llmq.adapters.several import Member, Several
+from llmq.adapters.targets import chosen, targets
 from llmq.backends.host import HostBackend
 from llmq.comm.in_process import run_ranks
-from llmq.model.adapters import Adapters, chosen, targets
-from llmq.model.several import Member, Several
 from llmq.plan.memory import RESIDUAL, Memory
 from llmq.stores.sharding import Sharding
 from llmq.tensor import Form, stored_bytes
@@ -38,9 +39,9 @@ RUNS = {
     "compressed": Run(how={"all_to_all": True, "compressed": Form("e4m3", "row", "tilewise")}, micro_steps=2),
 }
 _TARGETS = targets(chosen("q_proj,v_proj,mlp", CONFIG), 4, 8.0, rslora=False)
-RUNS["adapters"] = Run(more={"adapters": Adapters(4, 8.0, _TARGETS, base="e4m3")}, micro_steps=2)
-_MEMBERS = [Member("one", Adapters(4, 8.0, _TARGETS), 1, 3), Member("two", Adapters(4, 8.0, _TARGETS, plus=2.0), 1, 5)]
-RUNS["several"] = Run(more={"adapters": Several.of(_MEMBERS, None)})
+RUNS["adapters"] = Run(more={"adapters": Lora(4, 8.0, _TARGETS, base="e4m3")}, micro_steps=2)
+_MEMBERS = [Member("one", Lora(4, 8.0, _TARGETS), 1, 3), Member("two", Lora(4, 8.0, _TARGETS, plus=2.0), 1, 5)]
+RUNS["several"] = Run(more={"adapters": Several(tuple(_MEMBERS))})
 SLOW, SWEEP = pytest.mark.slow, pytest.mark.sweep
 
 

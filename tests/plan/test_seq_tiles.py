@@ -6,9 +6,10 @@ import numpy as np
 import pytest
 from tiny_engines import BF16, FP8, FP32, FP64, batch, bits, engine_of, packed_batch, plan_of, tiny, train_steps
 
+from llmq.adapters.ia3 import Gains, scaled
+from llmq.adapters.targets import chosen
 from llmq.blocks.attention import Packing
 from llmq.errors import UsageError
-from llmq.model.adapters import Adapters, chosen, scaled
 from llmq.options.maths import MemoryOptions
 from llmq.plan import memory as memories
 from llmq.plan.memory import RESIDUAL, Memory
@@ -108,7 +109,7 @@ def test_what_follows_from_weights_alone_is_not_cut(method):
     """The gains of adapters with magnitudes, and of IA3."""
     from test_adapters import adapters
 
-    gains = Adapters(0, 1.0, scaled(chosen("all", CONFIG)), method="ia3")
+    gains = Gains(scaled(chosen("all", CONFIG)))
     about = {"adapters": gains if method == "ia3" else adapters(config=CONFIG, dora=True)}
     whole, tiled = engines(FP64, Memory(), Memory(seq_tiles=2), **about)
     for engine in (whole, tiled):

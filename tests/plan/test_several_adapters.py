@@ -7,16 +7,17 @@ import numpy as np
 import pytest
 from tiny_engines import BF16, EVERY_FP8, FP8, FP64, VOCAB, T, arrays, bits, engine_of, plan_of, tiny
 
+from llmq.adapters.lora import Lora
+from llmq.adapters.several import Member, Several, alike
+from llmq.adapters.targets import chosen, targets
 from llmq.backends.host import HostBackend
 from llmq.backends.planned import PlannedBackend
 from llmq.blocks.attention import Packing
 from llmq.data.batches.batch import Batch
 from llmq.engine.engine import Engine
 from llmq.errors import UsageError
-from llmq.model.adapters import Adapters, chosen, targets
 from llmq.model.optimizer import Hyperparameters
 from llmq.model.presets import preset
-from llmq.model.several import Member, Several, alike
 from llmq.model.speed_of_light import seconds_per_token
 from llmq.plan.memory import Memory
 from llmq.plan.plan import make_plan
@@ -26,7 +27,7 @@ UNTIED = tiny(tie_embeddings=False)
 
 
 def adapters(text="all", rank=4, config=None, alpha=6.0, **about):
-    return Adapters(rank, alpha, targets(chosen(text, config or tiny()), rank, alpha, rslora=False), **about)
+    return Lora(rank, alpha, targets(chosen(text, config or tiny()), rank, alpha, rslora=False), **about)
 
 
 def members(config=None):
@@ -40,7 +41,7 @@ def members(config=None):
 
 
 def several(found=None, base=None):
-    return Several.of(found or members(), base)
+    return Several(tuple(found or members()), base=base)
 
 
 def rows(seed, count):

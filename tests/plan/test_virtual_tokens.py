@@ -23,15 +23,14 @@ from tiny_engines import (
     tiny,
 )
 
+from llmq.adapters.virtual_tokens import VIRTUAL, Prefix, Prompt
 from llmq.backends.host import HostBackend
 from llmq.backends.planned import PlannedBackend
 from llmq.blocks.attention import Packing
 from llmq.blocks.cached import Sampling
 from llmq.data.batches.batch import Batch
 from llmq.engine.generate import Generator, generate, open_generator
-from llmq.model.adapters import Adapters
 from llmq.model.optimizer import Hyperparameters
-from llmq.model.virtual_tokens import VIRTUAL
 from llmq.plan.decoding import Decoding
 from llmq.plan.memory import Memory
 from llmq.plan.spec import Completions
@@ -47,7 +46,7 @@ WIRINGS = {
 
 
 def adapters(method, **about):
-    return Adapters(0, 1.0, (), method=method, num_virtual=COUNT, **about)
+    return {"prompt": Prompt, "prefix": Prefix}[method](COUNT, **about)
 
 
 def led(index=1):

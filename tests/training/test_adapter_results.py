@@ -12,16 +12,16 @@ from safetensors.numpy import load_file, save_file
 from tiny_runs import on_weights
 
 import llmq
+from llmq.adapters import resolve as adapters
+from llmq.adapters.base_record import BASE, AdapterBase, read_base
+from llmq.adapters.merge import merge
 from llmq.cli import shell
 from llmq.cli.generate import command as llmq_generate
 from llmq.cli.merge import command as llmq_merge
 from llmq.errors import DataError, UsageError
-from llmq.files.adapter_base import BASE, AdapterBase, read_base
-from llmq.files.merge import merge
 from llmq.files.source import find_source
 from llmq.generation.text import Settings, Writer
 from llmq.model.held import HeldBase
-from llmq.plan import adapters
 
 
 @pytest.fixture
@@ -109,7 +109,7 @@ def test_adapters_of_bases_that_were_held_in_other_ways_are_merged_onto_one_that
     assert "bases in int8, made of fp32 and nf4, made of fp32: choose one with --base-dtype" in capsys.readouterr().err
     for more in ([f"--adapter={one}", f"--adapter={taken}"], [f"--adapter={taken}", f"--adapter={one}"]):
         assert shell.run(llmq_merge, ["--model=base", *more, "--out-dir=both"]) == DataError.exit_code
-        assert "what pissa left of the weights in nf4, which other adapters were not" in capsys.readouterr().err
+        assert "out of the weights before they are held in nf4, and other adapters do not" in capsys.readouterr().err
     assert shell.run(llmq_merge, [*arguments, "--base-dtype=nf4"]) == 0
     assert "on the base in nf4, made of fp32" in capsys.readouterr().out
     assert not np.array_equal(*(weight_of(one, "both", dtype) for dtype in ("nf4", "int8")))

@@ -10,12 +10,13 @@ from safetensors.numpy import load_file
 from tiny_runs import on_weights, weights_of
 
 import llmq
+from llmq.adapters.auto_rank import ranks_within
+from llmq.adapters.method import NO_ADAPTERS
 from llmq.backends.host import HostBackend
 from llmq.comm.in_process import run_ranks
 from llmq.engine.engine import Engine
 from llmq.errors import MemoryLimitError, UsageError
 from llmq.files.checkpoint import load
-from llmq.model.auto_rank import ranks_within
 from llmq.options.parse import Options
 from llmq.plan.plan import make_plan
 from llmq.training import job, loop, survey
@@ -83,7 +84,7 @@ def test_ranks_are_those_of_the_first_steps_gradients_whatever_fits_at_a_time(gi
     assert len(plans) > 2 and ranks_of(tight.model_path) == ranks
     spec, data, model = kept[0]
     full = survey._as_it_is(spec, spec.adapters, list(spec.adapters.by_site))
-    wanted = by_hand(given, survey.replace(full, adapters=None), data, model)
+    wanted = by_hand(given, survey.replace(full, adapters=NO_ADAPTERS), data, model)
     assert {name: rank for name, rank in wanted.items() if rank} == ranks
     least = 1000
     with pytest.raises(MemoryLimitError):

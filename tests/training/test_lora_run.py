@@ -9,9 +9,9 @@ from safetensors.numpy import load_file, save_file
 from tiny_runs import changed_adapter, on_weights, weights_of
 
 import llmq
+from llmq.adapters.merge import merge
 from llmq.errors import DataError, UsageError
 from llmq.files.checkpoint import load
-from llmq.files.merge import merge
 from llmq.files.source import find_source
 
 PREFIX = "base_model.model.model.layers.0"

@@ -12,12 +12,15 @@ from tiny_engines import engine_of, next_logits, plan_of, tiny
 from tiny_runs import on_weights
 
 import llmq
+from llmq.adapters.adalora import AdaLora, with_triplets
+from llmq.adapters.budget import Budget
+from llmq.adapters.ia3 import Gains, scaled
+from llmq.adapters.lora import Lora
+from llmq.adapters.merge import MergedExport, merge, untied
+from llmq.adapters.targets import chosen, targets
 from llmq.comm.in_process import run_ranks
 from llmq.errors import StorageError, UsageError
-from llmq.files.merge import MergedExport, merge, untied
 from llmq.files.source import find_source, open_parameters
-from llmq.model.adalora import INIT, Budget
-from llmq.model.adapters import Adapters, chosen, scaled, targets, with_triplets
 from llmq.model.parameters import parameter_rows
 from llmq.options.parse import Options
 from llmq.training import finish, loop
@@ -42,11 +45,11 @@ def still(given, **more):
 def adapters_of(config, method, base):
     modules = chosen("q_proj,o_proj,mlp" if method != "lora" else "all,lm_head", config)
     if method == "ia3":
-        return Adapters(0, 1.0, scaled(modules), method="ia3", base=base)
+        return Gains(scaled(modules), base=base)
     every = targets(modules, 3, 6.0, rslora=False)
     if method == "adalora":
-        return Adapters(3, 6.0, with_triplets(every), init=INIT, schedule=Budget(2, total=9), base=base)
-    return Adapters(3, 6.0, every, dora=method == "dora", base=base)
+        return AdaLora(3, 6.0, with_triplets(every), schedule=Budget(2, total=9), base=base)
+    return Lora(3, 6.0, every, dora=method == "dora", base=base)
 
 
 @pytest.mark.parametrize(
@@ -139,7 +142,7 @@ def test_what_cannot_be_merged_is_refused_before_training(given, monkeypatch):
         llmq.train(**{**given, "lora_rank": None})
     with pytest.raises(UsageError, match="--merge is for adapters: add --lora-rank"):
         llmq.train(**{**given, "lora_rank": None, "train_only": "*.bias"})
-    with pytest.raises(UsageError, match="virtual tokens are a part of none: leave it out"):
+    with pytest.raises(UsageError, match="virtual tokens, which are a part of no weight: leave it out"):
         llmq.train(**{**given, "lora_rank": None, "prompt_tuning": 2})
     (Path("runs/run/model/merged")).mkdir(parents=True)
     Path("runs/run/model/merged/config.json").write_text("{}")

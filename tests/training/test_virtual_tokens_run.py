@@ -11,6 +11,7 @@ from small_tokenizers import EOS, byte_level, save
 from tiny_runs import changed_adapter, folder, on_weights, weights_of
 
 import llmq
+from llmq.adapters.resolve import first_values, resolve
 from llmq.blocks.cached import Sampling
 from llmq.data.tokens.token_file import TokenWriter
 from llmq.errors import DataError, UsageError
@@ -18,10 +19,8 @@ from llmq.files.source import open_parameters, open_source
 from llmq.generation.prompts import Question
 from llmq.generation.text import Settings, Writer
 from llmq.model.parameters import parameter_rows
-from llmq.model.virtual_tokens import with_virtual
 from llmq.options.data import ModelOptions
 from llmq.options.parse import Options
-from llmq.plan.adapters import first_values, resolve
 from llmq.report.read import read_log
 
 COUNT, C, KV = 3, 48, 24
@@ -151,7 +150,7 @@ def test_a_prompt_begins_as_a_text(tmp_path):
             {"model": str(model), "train_file": "a", "prompt_tuning": count, "prompt_init_text": "Aye 10 ships"}
         ).adapters
         low_rank = resolve(options, source.config)
-        rows = with_virtual(parameter_rows(source.config), low_rank, source.config)
+        rows = low_rank.rows(parameter_rows(source.config), source.config)
         return {row.name: value for row, value in first_values(options, low_rank, of, values, 0, {})(rows)}[
             "embed.prompt"
         ]

@@ -1,4 +1,7 @@
-"""AdaLoRA's adapters in PEFT's format (AdaLoraConfig): `lora_A` (r,K), `lora_B` (N,r), `lora_E` (r,1) of the r triplets
+"""AdaLoRA (Zhang et al., "Adaptive Budget Allocation for Parameter-Efficient Fine-Tuning", 2023): W x + s B E A x with
+E diagonal, of which those entries are kept that matter most.
+
+In PEFT's format (AdaLoraConfig) `lora_A` (r,K), `lora_B` (N,r), `lora_E` (r,1) of the r triplets
 that are kept of the `init_r` which each adapter began with; `rank_pattern` says which ones.
 """
 
@@ -6,18 +9,23 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
 
-from llmq.errors import UsageError
-from llmq.files.peft_names import checked_beside, in_full_config, is_target, target_names
+from llmq.adapters.budget import Budget
+from llmq.adapters.importance import Importance, NoImportance
+from llmq.adapters.lora import Lora
+from llmq.adapters.method import Change, Method, ReadTensor, SiteFacts
+from llmq.adapters.peft_names import checked_beside, in_full_config, is_target, plain, target_names
+from llmq.adapters.targets import FILE, Module, Target, linear_modules
 from llmq.files.tensor_files import Stored
-from llmq.model.adalora import INIT, Budget
-from llmq.model.adapters import Adapters, Module, Target, linear_modules, scale_of_triplets
 from llmq.model.config import ModelConfig
 from llmq.row import Part, Row
+from llmq.sites.adalora import AdaLoraLinear
+from llmq.sites.linear import Linear
+from llmq.stores.sharding import Shards
 
 TRIPLET = re.compile(r"(.+)\.lora_([ABE])")
 Patterns = Mapping[str, tuple[bool, ...]]  # what is kept of each adapter, by its module
@@ -34,9 +42,81 @@ FIELDS: dict[str, tuple[str, float]] = {
 }
 
 
+@dataclass(frozen=True)
+class AdaLora(Lora):
+    """Adapters whose ranks are chosen while they are trained, by a `schedule`."""
+
+    schedule: Budget = field(kw_only=True)
+
+    def plain_site(self, base: Linear, at: SiteFacts) -> AdaLoraLinear:
+        """`base` with its triplets, of whose orthogonality each norm counts as the mean of all."""
+        weight = self.schedule.orth_reg / (2 * len(self.targets))
+        pieces = self.pieces(base.name)
+        return AdaLoraLinear(base, pieces, "normal", FILE, at.values, stat=at.stat, orthogonality=weight)
+
+    def importance(self, rows: Sequence[Row], stat: str, shards: Shards | None) -> NoImportance:
+        """Sensitivity and uncertainty of the parameters of adapters, unless the schedule is spent."""
+        if self.schedule.spent:
+            return super().importance(rows, stat, shards)
+        return Importance(rows, stat, self.schedule, shards)
+
+    def identity(self) -> dict[str, Any]:
+        """What makes the run compute what it computes."""
+        present = {target.module.name: target.present for target in self.targets if target.kept is not None}
+        kept = {"kept": present} if present else {}
+        return {**super().identity(), "adalora": self.schedule.identity(), **kept}
+
+    @property
+    def kind(self) -> str:
+        """What the adapters are called."""
+        return "Adapters with singular values (AdaLoRA)"
+
+    @property
+    def rank_words(self) -> str:
+        """The rank at first and at last."""
+        last = "" if self.schedule.spent else f" at first and {self.schedule.target_rank} on average at last"
+        return super().rank_words + last
+
+    def change(self, target: Target, weight: np.ndarray, read: ReadTensor) -> Change:
+        """s B E A."""
+        a, b, e = (read(f"{target.module.name}.lora_{key}") for key in "ABE")
+        return lambda start, stop: np.float32(target.scale) * (b[start:stop] @ (a * e))
+
+    def peft_config(self, config: ModelConfig, base: str, revision: str | None) -> dict[str, Any]:
+        """PEFT's AdaLoraConfig, with the pattern of ranks of adapters that were read."""
+        return {
+            "peft_type": "ADALORA",
+            "task_type": "CAUSAL_LM",
+            "base_model_name_or_path": base,
+            "revision": revision,
+            "r": 8,
+            "init_r": self.rank,
+            **{name: getattr(self.schedule, field) for field, (name, _) in FIELDS.items()},
+            "lora_alpha": plain(self.alpha),
+            "lora_dropout": self.dropout,
+            "target_modules": target_names(self.targets, config),
+            "rank_pattern": rank_pattern({t.module.name: t.kept for t in self.targets if t.kept is not None}),
+            "bias": self.bias,
+            "init_lora_weights": True,
+            "fan_in_fan_out": False,
+            **in_full_config(self.also, config),
+            "inference_mode": True,
+        }
+
+
+def with_triplets(targets: Sequence[Target]) -> tuple[Target, ...]:
+    """Targets of AdaLoRA."""
+    return tuple(replace(target, scale=scale_of_triplets(target.rank, target.alpha)) for target in targets)
+
+
+def scale_of_triplets(rank: int, alpha: float) -> float:
+    """What multiplies B E A x in AdaLoRA: as in PEFT, of the rank that adapters begin with."""
+    return (alpha if alpha > 0 else float(rank)) / (rank + 1e-5)
+
+
 def checked_triplets(
     about: dict[str, Any], tensors: dict[str, Stored], config: ModelConfig
-) -> tuple[Adapters, list[str]]:
+) -> tuple[AdaLora, list[str]]:
     """What a config of AdaLoRA and its tensors say, and what is wrong with them."""
     modules = {module.name: module for module in linear_modules(config)}
     matches = {name: match for name in tensors if (match := TRIPLET.fullmatch(name))}
@@ -65,8 +145,7 @@ def checked_triplets(
     }
     budget = Budget(**said, spent=True)
     dropout, bias = float(about.get("lora_dropout") or 0), str(about.get("bias") or "none")
-    more: dict[str, Any] = {"init": INIT, "also": also, "schedule": budget}
-    return Adapters(rank, alpha, tuple(targets), dropout, bias, **more), problems
+    return AdaLora(rank, alpha, tuple(targets), dropout, bias, also=also, schedule=budget), problems
 
 
 def _unlike(module: Module, own: dict[str, Stored], rank: int) -> list[str]:
@@ -80,37 +159,12 @@ def _unlike(module: Module, own: dict[str, Stored], rank: int) -> list[str]:
     ]
 
 
-def triplet_config(adapters: Adapters, config: ModelConfig, base: str, revision: str | None) -> dict[str, Any]:
-    """PEFT's AdaLoraConfig of these adapters, with the pattern of those that were read."""
-    budget = adapters.schedule
-    if budget is None:
-        raise UsageError("adapters without a budget are LoRA's")
-    return {
-        "peft_type": "ADALORA",
-        "task_type": "CAUSAL_LM",
-        "base_model_name_or_path": base,
-        "revision": revision,
-        "r": 8,
-        "init_r": adapters.rank,
-        **{name: getattr(budget, field) for field, (name, _) in FIELDS.items()},
-        "lora_alpha": int(adapters.alpha) if adapters.alpha == int(adapters.alpha) else adapters.alpha,
-        "lora_dropout": adapters.dropout,
-        "target_modules": target_names(adapters.targets, config),
-        "rank_pattern": rank_pattern({t.module.name: t.kept for t in adapters.targets if t.kept is not None}),
-        "bias": adapters.bias,
-        "init_lora_weights": True,
-        "fan_in_fan_out": False,
-        **in_full_config(adapters, config),
-        "inference_mode": True,
-    }
-
-
 def rank_pattern(patterns: Patterns) -> dict[str, list[bool]] | None:
     """PEFT's `rank_pattern`; None where all is kept."""
     return {f"{name}.lora_E": list(kept) for name, kept in patterns.items()} or None
 
 
-def present(adapters: Adapters) -> Patterns:
+def present(adapters: Method) -> Patterns:
     """Which triplets of adapters that were read are there: the first ones, whatever they were when chosen."""
     if all(t.kept is None for t in adapters.targets):
         return {}

@@ -17,39 +17,36 @@ from typing import Any
 import numpy as np
 from safetensors import SafetensorError, safe_open
 
-from llmq.errors import DataError
-from llmq.files import weight_files
-from llmq.files.adalora import Patterns, checked_triplets, kept_rows, kept_value, rank_pattern, triplet_config
-from llmq.files.adapter_base import AdapterBase, as_held, other_base, read_base
-from llmq.files.first_adapter import FirstAdapter
-from llmq.files.huggingface import ADAPTER_CONFIG, ADAPTER_WEIGHTS, Export, write_json, write_tensors
-from llmq.files.ia3 import checked_gains, gain_config
-from llmq.files.peft_names import base_copies, checked_beside, in_full_config, is_target, target_names
-from llmq.files.source import ModelSource, Values, open_parameters
-from llmq.files.tensor_files import Stored, tensors_of
-from llmq.files.virtual_tokens import METHODS, TENSOR, checked_virtual, columns_of, virtual_config
-from llmq.model.adapters import (
+from llmq.adapters.adalora import Patterns, checked_triplets, kept_rows, kept_value, rank_pattern
+from llmq.adapters.base_record import AdapterBase, as_held, other_base, read_base
+from llmq.adapters.first_values import FirstAdapter
+from llmq.adapters.ia3 import checked_gains
+from llmq.adapters.lora import Lora
+from llmq.adapters.method import Method
+from llmq.adapters.peft_names import PREFIX, base_copies, checked_beside, is_target
+from llmq.adapters.taken_out import TAKEN_OUT
+from llmq.adapters.targets import (
     EMBED,
-    EMBED_ROW,
-    FILE,
     LM_HEAD,
     MAGNITUDE,
-    Adapters,
     Module,
     Target,
     linear_modules,
     scale_of,
 )
+from llmq.adapters.virtual_tokens import KINDS, TENSOR, checked_virtual, columns_of
+from llmq.errors import DataError
+from llmq.files import weight_files
+from llmq.files.huggingface import ADAPTER_CONFIG, ADAPTER_WEIGHTS, Export, write_json, write_tensors
+from llmq.files.source import ModelSource, Values, open_parameters
+from llmq.files.tensor_files import Stored, tensors_of
 from llmq.model.config import ModelConfig, read_json
-from llmq.model.first_adapter import TAKEN_OUT
 from llmq.model.held import AS_IT_IS, HeldBase
 from llmq.model.parameters import parameter_rows
-from llmq.row import Part, Row
+from llmq.row import Row
 
-PREFIX = "base_model.model."
 LORA = re.compile(r"(.+)\.lora_(?:([AB])\.weight|(magnitude)_vector)")
 NAMES_AND_SIZES = re.compile(r"^(missing: )?\S+|\S*\.\S+|\d+")  # in what is wrong with a tensor
-INITS = {"kaiming": True, "eva": True}  # as PEFT's config says it, where its word is another
 SAME_BASE = (True, False, None, "gaussian", "eva", "orthogonal")  # of PEFT's inits, those that leave the model as it is
 # Fields of PEFT's LoraConfig that change what is computed, and that llmq does not have.
 UNKNOWN = (
@@ -63,7 +60,7 @@ class StoredAdapter:
     """An adapter in a folder: what it is, the name of its base model, and its tensors by our names."""
 
     folder: Path
-    adapters: Adapters
+    adapters: Method
     base: str | None
     trained_on: AdapterBase | None  # None of an adapter that llmq did not write
     tensors: dict[str, Stored]
@@ -173,7 +170,7 @@ def _our_name(name: str) -> str:
     return name.removeprefix(PREFIX).replace(".base_layer.", ".")
 
 
-def _checked(about: dict[str, Any], tensors: dict[str, Stored], config: ModelConfig) -> tuple[Adapters, list[str]]:
+def _checked(about: dict[str, Any], tensors: dict[str, Stored], config: ModelConfig) -> tuple[Lora, list[str]]:
     """What the config and the tensors say, and what is wrong with them."""
     modules = {module.name: module for module in linear_modules(config)}
     matches = {name: match for name in tensors if (match := LORA.fullmatch(name))}
@@ -208,14 +205,14 @@ def _checked(about: dict[str, Any], tensors: dict[str, Stored], config: ModelCon
     if init in TAKEN_OUT and config.tie_embeddings and LM_HEAD in pairs:
         problems.append(f"init_lora_weights {init} changes lm_head, which is the embedding too")
     dropout, bias = float(about.get("lora_dropout") or 0), str(about.get("bias") or "none")
-    return Adapters(rank, alpha, targets, dropout, bias, rslora, init, also=also, dora=dora), problems
+    return Lora(rank, alpha, targets, dropout, bias, rslora, init, dora, also=also), problems
 
 
 CHECKS = {  # by peft_type
     "LORA": _checked,
     "IA3": checked_gains,
     "ADALORA": checked_triplets,
-    **dict.fromkeys(METHODS, checked_virtual),
+    **dict.fromkeys(KINDS, checked_virtual),
 }
 
 
@@ -240,64 +237,6 @@ def _of_pattern(pattern: dict[str, Any] | None, name: str, otherwise: float) -> 
         if re.match(rf"(.*\.)?({key})$", name):
             return value
     return otherwise
-
-
-def adapter_config(adapters: Adapters, config: ModelConfig, base: str, revision: str | None) -> dict[str, Any]:
-    """PEFT's config of these adapters."""
-    if adapters.method == "ia3":
-        return gain_config(adapters, config, base, revision)
-    if adapters.num_virtual:
-        return virtual_config(adapters, config, base, revision)
-    if adapters.schedule is not None:
-        return triplet_config(adapters, config, base, revision)
-    ranks = {t.module.name: t.rank for t in adapters.targets if t.rank != adapters.rank}
-    alphas = {t.module.name: t.alpha for t in adapters.targets if t.alpha != adapters.alpha}
-    return {
-        "peft_type": "LORA",
-        "task_type": "CAUSAL_LM",
-        "base_model_name_or_path": base,
-        "revision": revision,
-        "r": adapters.rank,
-        "lora_alpha": _plain(adapters.alpha),
-        "lora_dropout": adapters.dropout,
-        "target_modules": target_names(adapters.targets, config),
-        "rank_pattern": ranks,
-        "alpha_pattern": {name: _plain(alpha) for name, alpha in alphas.items()},
-        "bias": adapters.bias,
-        "use_rslora": adapters.rslora,
-        "use_dora": adapters.dora,
-        "init_lora_weights": INITS.get(adapters.init, adapters.init),
-        "fan_in_fan_out": False,
-        **in_full_config(adapters, config),
-        "inference_mode": True,
-    }
-
-
-def _plain(alpha: float) -> float:
-    return int(alpha) if alpha == int(alpha) else alpha
-
-
-def stored_rows(rows: Sequence[Row], adapters: Adapters) -> tuple[Row, ...]:
-    """The rows of an adapter, trained biases among them, whose parts have the names of PEFT's tensors."""
-    if adapters.num_virtual:
-        return tuple(row for row in rows if row.file == FILE)
-    adapted = {target.module.name for target in adapters.targets}
-
-    has_head = any(part.name == f"{LM_HEAD}.weight" for row in rows for part in row.parts)
-
-    def with_head(row: Row) -> tuple[Part, ...]:
-        # PEFT looks for the matrix of a tied model under both of its names.
-        tied = row.name == EMBED_ROW and not has_head
-        return (*row.parts, replace(row.parts[0], name=f"{LM_HEAD}.weight")) if tied else row.parts
-
-    def renamed(part: Part) -> Part:
-        module = part.name.removesuffix(".bias")
-        own = f"{module}.base_layer.bias" if module != part.name and module in adapted else part.name
-        return replace(part, name=PREFIX + own)
-
-    return tuple(
-        replace(row, parts=tuple(map(renamed, with_head(row)))) for row in rows if row.trainable or row.file == FILE
-    )
 
 
 @dataclass(frozen=True)
@@ -347,10 +286,3 @@ def with_first(rows: Sequence[Row]) -> tuple[Row, ...]:
             row = replace(row, shape=(row.shape[0], 2 * row.shape[1]))
         found.append(row)
     return tuple(found)
-
-
-def doubled(adapters: Adapters) -> Adapters:
-    """Adapters of twice the rank that multiply by the same scales, on a model that is as it was."""
-    more = 2**0.5 if adapters.rslora else 2.0
-    targets = tuple(replace(t, rank=2 * t.rank, alpha=more * t.alpha) for t in adapters.targets)
-    return replace(adapters, rank=2 * adapters.rank, alpha=more * adapters.alpha, targets=targets, init="kaiming")

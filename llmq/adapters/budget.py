@@ -14,8 +14,6 @@ import numpy as np
 
 from llmq.errors import UsageError
 
-INIT = "adalora"  # how A and B are drawn: N(0, 0.02), E being zero
-
 
 @dataclass(frozen=True)
 class Budget:

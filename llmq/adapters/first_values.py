@@ -6,11 +6,12 @@ from collections.abc import Iterator, Mapping, Sequence
 
 import numpy as np
 
+from llmq.adapters.method import Method
+from llmq.adapters.taken_out import TAKEN_OUT
+from llmq.adapters.targets import MAGNITUDE
 from llmq.files.source import Values
 from llmq.files.weight_files import norms_of
-from llmq.model.adapters import MAGNITUDE, Adapters, Target
 from llmq.model.config import ModelConfig
-from llmq.model.first_adapter import TAKEN_OUT, first_pair
 from llmq.model.parameters import parameter_rows
 from llmq.row import Row
 
@@ -26,7 +27,7 @@ class FirstAdapter:
 
     def __init__(
         self,
-        adapters: Adapters,
+        adapters: Method,
         config: ModelConfig,
         model: Values,
         given: Mapping[str, np.ndarray] | None = None,
@@ -41,12 +42,14 @@ class FirstAdapter:
         if self._last[0] != site:
             if weight is None:
                 ((_, weight),) = self.model([self._weights[f"{site}.weight"]])
-            self._last = site, {t.module.name: self._pair(t, weight) for t in self.adapters.by_site[site]}
+            self._last = (
+                site,
+                {
+                    t.module.name: self.adapters.first_pair(t, weight[t.module.start : t.module.stop])
+                    for t in self.adapters.by_site[site]
+                },
+            )
         return self._last[1]
-
-    def _pair(self, target: Target, weight: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        of = target.module
-        return first_pair(self.adapters.init, weight[of.start : of.stop], target.rank, target.scale)
 
     def base(self, rows: Sequence[Row]) -> Iterator[tuple[Row, np.ndarray]]:
         """The values of the model's rows, less what is taken out of them."""
@@ -54,7 +57,7 @@ class FirstAdapter:
             yield row, self._less(row, value)
 
     def _less(self, row: Row, value: np.ndarray) -> np.ndarray:
-        is_split = self.adapters.init in TAKEN_OUT and row.name in self._weights and row.name.endswith(".weight")
+        is_split = self.adapters.takes_out and row.name in self._weights and row.name.endswith(".weight")
         if not is_split or row.site not in self.adapters.by_site:
             return value
         rest, pairs = value.astype(np.float32), self.pairs(row.site or "", value)

@@ -7,8 +7,8 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from llmq.model.adalora import Budget
-from llmq.model.adapters import FILE
+from llmq.adapters.budget import Budget
+from llmq.adapters.targets import FILE
 from llmq.row import Row
 from llmq.stores.moments import StatePiece
 from llmq.stores.sharding import Shards

@@ -4,13 +4,37 @@ from __future__ import annotations
 
 import re
 from collections.abc import Collection, Iterable, Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
+from llmq.adapters.targets import EMBED, EMBED_ROW, FILE, LM_HEAD, Target, linear_modules, modules_of
 from llmq.files.tensor_files import Stored
 from llmq.files.weight_files import FILE_DTYPES
-from llmq.model.adapters import EMBED, EMBED_ROW, LM_HEAD, Adapters, Target, linear_modules, modules_of
 from llmq.model.config import ModelConfig
 from llmq.model.parameters import HEAD, parameter_rows
+from llmq.row import Part, Row
+
+PREFIX = "base_model.model."  # of the names in PEFT's files
+
+
+def stored_rows(rows: Sequence[Row], targets: Sequence[Target]) -> tuple[Row, ...]:
+    """The rows of adapters of targets, trained biases among them, whose parts have the names of PEFT's tensors."""
+    adapted = {target.module.name for target in targets}
+    has_head = any(part.name == f"{LM_HEAD}.weight" for row in rows for part in row.parts)
+
+    def with_head(row: Row) -> tuple[Part, ...]:
+        # PEFT looks for the matrix of a tied model under both of its names.
+        tied = row.name == EMBED_ROW and not has_head
+        return (*row.parts, replace(row.parts[0], name=f"{LM_HEAD}.weight")) if tied else row.parts
+
+    def renamed(part: Part) -> Part:
+        module = part.name.removesuffix(".bias")
+        own = f"{module}.base_layer.bias" if module != part.name and module in adapted else part.name
+        return replace(part, name=PREFIX + own)
+
+    return tuple(
+        replace(row, parts=tuple(map(renamed, with_head(row)))) for row in rows if row.trainable or row.file == FILE
+    )
 
 
 def target_names(targets: Sequence[Target], config: ModelConfig) -> list[str]:
@@ -23,11 +47,16 @@ def target_names(targets: Sequence[Target], config: ModelConfig) -> list[str]:
     return [*wanted, *(target.module.name for target in targets if target.module.key not in wanted)]
 
 
-def in_full_config(adapters: Adapters, config: ModelConfig) -> dict[str, Any]:
-    """What PEFT's config says of modules that are trained in full."""
-    also = [name for row in parameter_rows(config) if row.name in adapters.also for name in modules_of(row, config)]
-    tied = config.tie_embeddings and EMBED_ROW in adapters.also
-    names = [name for name in dict.fromkeys(also) if not tied or name != LM_HEAD]
+def plain(alpha: float) -> float:
+    """A number of PEFT's, whole if it is."""
+    return int(alpha) if alpha == int(alpha) else alpha
+
+
+def in_full_config(also: Collection[str], config: ModelConfig) -> dict[str, Any]:
+    """What PEFT's config says of the modules of rows that are trained in full."""
+    found = [name for row in parameter_rows(config) if row.name in also for name in modules_of(row, config)]
+    tied = config.tie_embeddings and EMBED_ROW in also
+    names = [name for name in dict.fromkeys(found) if not tied or name != LM_HEAD]
     return {"modules_to_save": names or None, **({"ensure_weight_tying": True} if tied else {})}
 
 

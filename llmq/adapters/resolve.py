@@ -11,59 +11,66 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 import numpy as np
 
-from llmq.errors import UsageError
-from llmq.files.adapters import open_adapter
-from llmq.files.first_adapter import FirstAdapter
-from llmq.files.source import ModelSource, Values, uniform_block
-from llmq.files.virtual_tokens import begun_as
-from llmq.model.adalora import INIT, Budget
-from llmq.model.adapters import (
+from llmq.adapters.adalora import AdaLora, with_triplets
+from llmq.adapters.budget import Budget
+from llmq.adapters.first_values import FirstAdapter
+from llmq.adapters.ia3 import Gains, scaled
+from llmq.adapters.lora import Lora
+from llmq.adapters.method import NO_ADAPTERS, Method
+from llmq.adapters.peft import open_adapter
+from llmq.adapters.taken_out import TAKEN_OUT
+from llmq.adapters.targets import (
     LM_HEAD,
-    Adapters,
     Module,
     chosen,
-    scaled,
     targets,
     trained_in_full,
     untied_only,
-    with_triplets,
     without_head,
 )
+from llmq.adapters.virtual_tokens import PROMPT_ROW, Prefix, Prompt, begun_as
+from llmq.errors import UsageError
+from llmq.files.source import ModelSource, Values, uniform_block
 from llmq.model.config import ModelConfig
-from llmq.model.first_adapter import TAKEN_OUT
-from llmq.model.held import HELD_FORMS, HeldBase
+from llmq.model.held import HeldBase
 from llmq.model.lisa import Lisa
 from llmq.model.parameters import left_out, num_parameters
-from llmq.model.several import Several
-from llmq.model.virtual_tokens import PREFIX, PROMPT, PROMPT_ROW
 from llmq.options.adapters import OF_BUDGET
 from llmq.row import Row
 
 if TYPE_CHECKING:
     from llmq.options.adapters import AdapterOptions
-    from llmq.plan.plan import Plan
 
 _Number = TypeVar("_Number", int, float)
 
 
-def resolve(options: AdapterOptions, config: ModelConfig, steps: int = 0) -> Adapters | None:
-    """The adapters that the options ask for on a model; None for a run that trains the model. UsageError, DataError.
+def resolve(options: AdapterOptions, config: ModelConfig, steps: int = 0) -> Method:
+    """What the options ask for on a model. UsageError, DataError.
 
     `steps` are those of the run, which the schedule of AdaLoRA ends with; 0 where they are not known.
     """
     if options.adapter is not None:
-        stored = open_adapter(Path(options.adapter), config)
-        found, trained_on = stored.adapters, stored.trained_on
-        dropout = found.dropout if options.lora_dropout is None else options.lora_dropout
-        base = options.base_dtype or (trained_on.held.base if trained_on else None)
-        return replace(found, base=base, dropout=dropout, plus=options.lora_plus_ratio or 1.0)
+        return _stored(options, Path(options.adapter), config)
     if options.ia3 is not None:
         return _gains(options, config)
     if count := options.prompt_tuning or options.prefix_tuning:
-        method = PROMPT if options.prompt_tuning else PREFIX
-        return Adapters(0, 1.0, (), method=method, num_virtual=count, base=options.base_dtype)
-    if options.lora_rank is None:
-        return None
+        return (Prompt if options.prompt_tuning else Prefix)(count, base=options.base_dtype)
+    return NO_ADAPTERS if options.lora_rank is None else _lora(options, config, steps)
+
+
+def _stored(options: AdapterOptions, folder: Path, config: ModelConfig) -> Method:
+    """The adapter of a folder, on a base that is held as it was unless the options say otherwise."""
+    stored = open_adapter(folder, config)
+    found, trained_on = stored.adapters, stored.trained_on
+    found = replace(found, base=options.base_dtype or (trained_on.held.base if trained_on else None))
+    if not isinstance(found, Lora):
+        return found
+    dropout = found.dropout if options.lora_dropout is None else options.lora_dropout
+    return replace(found, dropout=dropout, plus=options.lora_plus_ratio or 1.0)
+
+
+def _lora(options: AdapterOptions, config: ModelConfig, steps: int) -> Lora:
+    """LoRA's, or AdaLoRA's."""
     assert options.lora_targets is not None
     modules, rank, alpha = chosen(options.lora_targets, config), _rank(options), options.lora_alpha or 0.0
     if options.dora:
@@ -83,22 +90,25 @@ def resolve(options: AdapterOptions, config: ModelConfig, steps: int = 0) -> Ada
         ranks=_patterns("--lora-rank-pattern", options.lora_rank_pattern, int),
         alphas=_patterns("--lora-alpha-pattern", options.lora_alpha_pattern, float),
     )
-    schedule = _schedule(options, rank, steps) if options.adalora else None
-    return Adapters(
+    about: dict[str, Any] = {
+        "dropout": options.lora_dropout or 0.0,
+        "bias": options.lora_bias or "none",
+        "base": options.base_dtype,
+        "also": _in_full(options, config, modules),
+        "plus": options.lora_plus_ratio or 1.0,
+    }
+    if options.adalora:
+        return AdaLora(rank, alpha, with_triplets(every), schedule=_schedule(options, rank, steps), **about)
+    return Lora(
         rank,
         alpha,
-        every if schedule is None else with_triplets(every),
-        budget=options.lora_budget,
-        schedule=schedule,
-        dropout=options.lora_dropout or 0.0,
-        bias=options.lora_bias or "none",
+        every,
         rslora=options.rslora,
-        init=options.lora_init or "kaiming" if schedule is None else INIT,
-        base=options.base_dtype,
-        also=_in_full(options, config, modules),
+        init=options.lora_init or "kaiming",
         dora=options.dora,
-        plus=options.lora_plus_ratio or 1.0,
         rho=options.eva_rho or 1.0,
+        budget=options.lora_budget,
+        **about,
     )
 
 
@@ -115,12 +125,12 @@ def _schedule(options: AdapterOptions, rank: int, steps: int) -> Budget:
     return found
 
 
-def _gains(options: AdapterOptions, config: ModelConfig) -> Adapters:
+def _gains(options: AdapterOptions, config: ModelConfig) -> Gains:
     """IA3's. UsageError."""
     modules = chosen(options.ia3 or "", config, "--ia3")
     without_head(modules, "--ia3")
     also = _in_full(options, config, modules)
-    return Adapters(0, 1.0, scaled(modules), method="ia3", base=options.base_dtype, also=also)
+    return Gains(scaled(modules), base=options.base_dtype, also=also)
 
 
 def _in_full(options: AdapterOptions, config: ModelConfig, modules: Sequence[Module]) -> frozenset[str]:
@@ -169,7 +179,7 @@ def merges(options: AdapterOptions) -> bool:
 
 def first_values(
     options: AdapterOptions,
-    adapters: Adapters | None,
+    adapters: Method,
     source: ModelSource,
     model: Values,
     seed: int,
@@ -181,7 +191,7 @@ def first_values(
     if options.prompt_init_text is not None or options.prompt_init == "sample_vocab":
         return begun_as(partial(_prompt_tokens, options, source, seed), config, model)
     if options.adapter is None:
-        return model if adapters is None else FirstAdapter(adapters, config, model, given).values
+        return FirstAdapter(adapters, config, model, given).values
     return open_adapter(Path(options.adapter), config).values(model)
 
 
@@ -203,21 +213,13 @@ def _prompt_tokens(options: AdapterOptions, source: ModelSource, seed: int) -> l
     return [ids[place % len(ids)] for place in range(count)]
 
 
-def held_by(plan: Plan) -> HeldBase:
-    """How a run holds the frozen model."""
-    base = None if plan.spec.adapters is None else plan.spec.adapters.base
-    forms = {row.name: row.stored for row in plan.rows if row.stored is not None}
-    single = (name for name, form in forms.items() if form.dtype == "e4m3" and form.scaling != "tilewise")
-    return HeldBase(base if base in HELD_FORMS else None, plan.spec.precision.model, frozenset(single))
-
-
-def base_notes(options: AdapterOptions, source: ModelSource, plan: Plan) -> Iterator[str]:
-    """What the user should know of the base of --adapter, and how this run holds it. DataError for a model that has the
+def base_notes(options: AdapterOptions, source: ModelSource, held: HeldBase, seed: int) -> Iterator[str]:
+    """What the user should know of the base of --adapter, which this run holds so. DataError for a model that has the
     adapter in its weights."""
     if options.adapter is None:
         return
-    stored, held = open_adapter(Path(options.adapter), source.config), held_by(plan)
-    if other := stored.check_base(source, plan.spec.seed):
+    stored = open_adapter(Path(options.adapter), source.config)
+    if other := stored.check_base(source, seed):
         yield other
     if (trained_on := stored.trained_on) is None:
         return
@@ -227,25 +229,8 @@ def base_notes(options: AdapterOptions, source: ModelSource, plan: Plan) -> Iter
         yield f"The base is held in {held}, as {options.adapter} was trained on it (--base-dtype {held.base})"
 
 
-def note(adapters: Adapters | None, rows: Sequence[Row]) -> str:
-    """One line on what is trained: `adapters of rank 16 on 196 linear maps: 40,370,176 of 7,656,... parameters`."""
+def note(adapters: Method, rows: Sequence[Row]) -> str:
+    """One line on what is trained: `Adapters of rank 16 on 196 linear maps: 40,370,176 of 7,656,... parameters`."""
     trained, every = (num_parameters(kept) for kept in ([row for row in rows if row.trainable], rows))
     counts = f"{trained:,} of {every:,} parameters are trained ({trained / every:.2%}), the others frozen"
-    if adapters is None:
-        return f"A part of the model: {counts}"
-    if adapters.method == "ia3":
-        return f"Gains (IA3) on {len(adapters.targets)} linear maps: {counts}"
-    if adapters.num_virtual:
-        kind = "Embeddings" if adapters.method == PROMPT else "Keys and values in every layer"
-        return f"{kind} of {adapters.num_virtual} virtual tokens before each document: {counts}"
-    ranks = sorted({target.rank for target in adapters.targets})
-    if isinstance(adapters, Several):
-        return f"{len(adapters.members)} adapters at once: {counts}"
-    said = f"rank {ranks[0]}" if len(ranks) == 1 else f"ranks {ranks[0]} to {ranks[-1]}"
-    biases = "" if adapters.bias == "none" else " with biases"
-    full = f", beside {len(adapters.also)} parameters in full" if adapters.also else ""
-    kind = "Adapters with magnitudes" if adapters.dora else "Adapters"
-    if adapters.schedule is not None:
-        kind = "Adapters with singular values (AdaLoRA)"
-        said += "" if adapters.schedule.spent else f" at first and {adapters.schedule.target_rank} on average at last"
-    return f"{kind} of {said} on {len(adapters.targets)} linear maps{biases}{full}: {counts}"
+    return f"{adapters.words()}: {counts}"

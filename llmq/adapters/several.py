@@ -12,9 +12,14 @@ from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any
 
-from llmq.model.adapters import FILE, Adapters
+from llmq.adapters.lora import Lora
+from llmq.adapters.method import Group, Method, SiteFacts
+from llmq.adapters.targets import FILE, Target
+from llmq.blocks.head import TotalsOfRows
 from llmq.model.optimizer import Hyperparameters
 from llmq.row import Row
+from llmq.sites.linear import Linear
+from llmq.sites.several import OwnRows, SeveralLinear
 
 
 @dataclass(frozen=True)
@@ -23,24 +28,43 @@ class Member:
     bits, and the constants of its optimizer."""
 
     name: str
-    adapters: Adapters
+    adapters: Lora
     rows: int
     seed: int = 0
     hyper: Hyperparameters = field(default_factory=Hyperparameters)
 
 
 @dataclass(frozen=True)
-class Several(Adapters):
+class Several(Method):
     """Several adapters on one base. Their rows follow each other in a micro-batch, in the order of `members`."""
 
-    members: tuple[Member, ...] = ()
+    members: tuple[Member, ...]
 
-    @classmethod
-    def of(cls, members: Sequence[Member], base: str | None) -> Several:
-        """These adapters on a base that is held in a dtype, or the model's (None)."""
-        every = tuple(target for member in members for target in member.adapters.targets)
-        largest = max(member.adapters.rank for member in members)
-        return cls(largest, 0.0, every, base=base, members=tuple(members))
+    @cached_property
+    def targets(self) -> tuple[Target, ...]:  # type: ignore[override]
+        """Those of all."""
+        return tuple(target for member in self.members for target in member.adapters.targets)
+
+    def site(self, base: Linear, at: SiteFacts) -> Linear | SeveralLinear:
+        """`base` with those adapters that have it among their targets, each on its rows."""
+        if base.name not in self.by_site:
+            return base
+        found = [
+            OwnRows(member.name, member.adapters.low_rank(base, replace(at, seed=member.seed)), start, stop)
+            for member, start, stop in self.places
+            if base.name in member.adapters.by_site
+        ]
+        return SeveralLinear(base, found, at.batch_size)
+
+    def totals(self) -> TotalsOfRows:
+        """Losses and tokens of each."""
+        return TotalsOfRows({member.name: (start, stop) for member, start, stop in self.places})
+
+    def groups(self, hyper: Hyperparameters, seed: int, rows: Sequence[Row]) -> Iterator[Group]:
+        """The rows of each adapter, with its own constants and seed."""
+        for member in self.members:
+            own = frozenset(row.name for row in rows if row.adapter == member.name)
+            yield member.name, member.hyper, member.seed, own
 
     @property
     def batch_size(self) -> int:
@@ -61,7 +85,7 @@ class Several(Adapters):
         return {member.name: member for member in self.members}
 
     @property
-    def added_weights(self) -> float:
+    def added_weights(self) -> float:  # type: ignore[override]
         """Weights of adapters that a token passes, on average."""
         return sum(member.rows * member.adapters.added_weights for member in self.members) / self.batch_size
 
@@ -85,13 +109,37 @@ class Several(Adapters):
         """What multiplies the learning rate of a parameter."""
         return 1.0 if row.adapter is None else self.by_name[row.adapter].adapters.rate_of(row)
 
+    def words(self) -> str:
+        """How many there are."""
+        return f"{len(self.members)} adapters at once"
+
+    def facts(self) -> dict[str, Any]:
+        """The largest rank, and how many there are."""
+        largest = max(member.adapters.rank for member in self.members)
+        return {**super().facts(), "lora_rank": largest, "adapters_at_once": len(self.members)}
+
+    def tile_problems(self) -> Iterator[str]:
+        """A tile has tokens of all rows."""
+        yield "--adapters gives each row of a batch its adapter, and a tile does not know its rows: use --seq-tiles 1"
+
+    def fused_problems(self) -> Iterator[str]:
+        """Each adapter waits for its norm."""
+        yield "--adapters updates each adapter by a norm of its own: leave it out"
+
+    def batch_problems(self, batch_size: int, noise: float) -> Iterator[str]:
+        """Rows have owners, and noise has one address for all."""
+        if self.batch_size != batch_size:
+            yield f"--batch-size {batch_size}: the adapters of --adapters have {self.batch_size} rows: use as many"
+        if noise:
+            yield f"--neftune-alpha {noise:g} adds one noise to all rows of --adapters: leave it out"
+
     def with_one_row_each(self) -> Several:
         """The same in the smallest micro-batch."""
         return replace(self, members=tuple(replace(member, rows=1) for member in self.members))
 
 
-def alike(adapters: Adapters, count: int, batch_size: int) -> Several:
+def alike(adapters: Lora, count: int, batch_size: int) -> Several:
     """So many equal adapters, which share the rows of a micro-batch; it must have a multiple of them."""
     assert batch_size % count == 0, f"{batch_size} rows for {count} adapters"
     members = (Member(f"adapter-{n + 1}", replace(adapters, base=None), batch_size // count, n) for n in range(count))
-    return Several.of(tuple(members), adapters.base)
+    return Several(tuple(members), base=adapters.base)

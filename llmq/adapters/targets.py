@@ -1,31 +1,24 @@
-"""Low-rank adapters on a frozen model: which linear maps have one, of what rank, and what is trained beside them.
+"""The linear maps of a model by the names of Hugging Face's modules, and which of them have adapters.
 
-LoRA (Hu et al., "LoRA: Low-Rank Adaptation of Large Language Models", 2021) adds s B A x to W x, with A (R,K) and B
-(N,R), s = alpha / R, or alpha / sqrt(R) (rsLoRA; Kalajdzievski, 2023). Maps go by the names of Hugging Face's modules:
 q_proj, k_proj and v_proj have adapters of their own, although one site computes all three.
 """
 
 from __future__ import annotations
 
 import math
-from collections import Counter
-from collections.abc import Collection, Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from fnmatch import fnmatchcase
-from functools import cached_property
 from typing import Any
 
 from llmq.errors import UsageError
-from llmq.model.adalora import Budget
 from llmq.model.config import ModelConfig
-from llmq.model.first_adapter import TAKEN_OUT
-from llmq.model.parameters import HEAD, padded_vocab, parameter_rows
+from llmq.model.parameters import EMBED_ROW, HEAD, padded_vocab, parameter_rows
 from llmq.row import Row
 
 MAGNITUDE = "lora_magnitude_vector"  # the name of what DoRA adds
 FILE = "adapter"  # the file of an adapter's rows
 LM_HEAD, EMBED = "lm_head", "model.embed_tokens"
-EMBED_ROW = "embed.weight"  # which a tied head is
 FUSED = ("q_proj", "k_proj", "v_proj", "gate_proj", "up_proj")  # maps that share their input
 INWARD = ("down_proj",)  # maps whose inputs IA3 scales
 WORDS = {"attention": "self_attn.*_proj", "mlp": "mlp.*_proj"}  # `all` is both
@@ -53,7 +46,8 @@ class Module:
 class Target:
     """A module that has an adapter, whose output is multiplied by `scale`.
 
-    Of IA3 there is no rank: its outputs have gains, or its inputs if it is `inward`.
+    Of IA3 there is no rank: its outputs have gains, or its inputs if it is `inward`. Of AdaLoRA's that was read `kept`
+    says what is there; None: all.
     """
 
     module: Module
@@ -61,135 +55,12 @@ class Target:
     alpha: float
     scale: float
     inward: bool = False
-    kept: tuple[bool, ...] | None = None  # of AdaLoRA's that was read: its rank pattern; None: all
+    kept: tuple[bool, ...] | None = None
 
     @property
     def present(self) -> int:
         """Rows of A that are there, of `rank`."""
         return self.rank if self.kept is None else sum(self.kept)
-
-
-@dataclass(frozen=True)
-class Adapters:
-    """The adapters of a run. `rank` and `alpha` are those of most targets; `dropout` is the share of inputs left out.
-
-    `bias`: none is trained, `all` of the model, or those of adapted maps (`lora_only`). `init` says how A is drawn:
-    kaiming (uniform up to 1/sqrt(K)), gaussian (with deviation 1/R) or from inputs (eva), B being zero, or that A and
-    B are taken out of the weight (pissa, olora). With eva a map may get `rho` times its rank. Ranks for a `budget`
-    of parameters are 0 until they are found, and an alpha of 0 becomes twice the rank. `base` is the dtype that
-    frozen maps of layers are held in; None: the model's. `also` names the model's rows that are trained in full. With
-    `dora` the outputs have magnitudes of their own (Liu et al., 2024). `method`: lora, or ia3, of which there are only
-    `targets`, `base` and `also`, or prompt or prefix, of which there are only `base` and `num_virtual` tokens before
-    each document (llmq/model/virtual_tokens.py). The learning rate of B and of vectors is `plus` times that of A
-    (LoRA+; Hayou et al., 2024). With a `schedule` they are AdaLoRA's, and ranks are chosen while they are trained.
-    """
-
-    rank: int
-    alpha: float
-    targets: tuple[Target, ...]
-    dropout: float = 0.0
-    bias: str = "none"
-    rslora: bool = False
-    init: str = "kaiming"
-    base: str | None = None
-    also: frozenset[str] = frozenset()
-    dora: bool = False
-    method: str = "lora"
-    plus: float = 1.0
-    num_virtual: int = 0
-    rho: float = 1.0
-    budget: int | None = None
-    schedule: Budget | None = None
-
-    @cached_property
-    def by_site(self) -> dict[str, tuple[Target, ...]]:
-        """The targets of each site that has any, in the order of its outputs."""
-        found: dict[str, list[Target]] = {}
-        for target in self.targets:
-            found.setdefault(target.module.site, []).append(target)
-        return {site: tuple(sorted(targets, key=lambda t: t.module.start)) for site, targets in found.items()}
-
-    @property
-    def orthogonality(self) -> float:
-        """What AdaLoRA multiplies each of its norms by: they count as their mean."""
-        return 0.0 if self.schedule is None else self.schedule.orth_reg / (2 * len(self.targets))
-
-    @property
-    def added_weights(self) -> float:
-        """Weights of A and B that a token passes."""
-        return sum(target.rank * (target.module.inputs + target.module.outputs) for target in self.targets)
-
-    @property
-    def is_relative(self) -> bool:
-        """Whether what they change depends on the value of the weight."""
-        return self.dora or self.method == "ia3"
-
-    def identity(self) -> dict[str, Any]:
-        """What makes the run compute what it computes."""
-        ranks = {target.module.name: [target.rank, target.alpha] for target in self.targets}
-        about = {"dropout": self.dropout, "bias": self.bias, "rslora": self.rslora, "base": self.base}
-        more: dict[str, Any] = {"also": sorted(self.also)} if self.also else {}
-        more |= {"dora": True} if self.dora else {}
-        more |= {"init": self.init} if self.init in TAKEN_OUT else {}
-        more |= {"eva": [self.rank, self.rho]} if self.init == "eva" else {}
-        more |= {} if self.budget is None else {"budget": self.budget}
-        if self.schedule is not None:
-            present = {target.module.name: target.present for target in self.targets if target.kept is not None}
-            more |= {"adalora": self.schedule.identity(), **({"kept": present} if present else {})}
-        if self.num_virtual:
-            more |= {"method": self.method, "virtual tokens": self.num_virtual}
-        elif self.method != "lora":
-            more |= {"method": self.method, "inward": sorted(t.module.name for t in self.targets if t.inward)}
-        return {**about, **more, "targets": ranks}
-
-    def with_ranks(self, ranks: Mapping[str, tuple[int, float]]) -> Adapters:
-        """The same with other ranks and alphas by the names of maps; one of rank 0 has no adapter.
-
-        Ranks for other maps than have one change nothing.
-        """
-        if ranks.keys() != {target.module.name for target in self.targets}:
-            return self
-        found = []
-        for target in self.targets:
-            rank, alpha = ranks[target.module.name]
-            if rank:
-                found.append(Target(target.module, rank, alpha, scale_of(rank, alpha, rslora=self.rslora)))
-        if self.budget is None or not found:
-            return replace(self, targets=tuple(found))
-        ((rank, alpha), _), *_ = Counter((target.rank, target.alpha) for target in found).most_common(1)
-        return replace(self, rank=rank, alpha=alpha, targets=tuple(found))
-
-    @property
-    def lacks_ranks(self) -> bool:
-        """Whether ranks are to be found before the run is planned."""
-        return self.budget is not None and any(target.rank == 0 for target in self.targets)
-
-    def without_dropout(self) -> Adapters:
-        """The same as it is evaluated."""
-        return replace(self, dropout=0.0)
-
-    def trains(self, row: Row) -> bool:
-        """Whether a parameter is trained. UsageError where only a part of it would be."""
-        if row.file == FILE or row.name in self.also:
-            return True
-        if self.bias == "none" or not row.name.endswith(".bias"):
-            return False
-        adapted = self.by_site.get(row.site or "", ())
-        if self.bias == "lora_only" and 0 < len(adapted) < len(row.parts):
-            names = ", ".join(part.name for part in row.parts)
-            raise UsageError(
-                f"--lora-bias lora_only would train a part of {names}, which llmq holds as one: target all of their "
-                "maps, or use --lora-bias all or none"
-            )
-        return self.bias == "all" or bool(adapted)
-
-    def frozen(self, rows: Iterable[Row]) -> tuple[Row, ...]:
-        """The rows of the model with adapters, of which all others are frozen."""
-        return tuple(replace(row, trainable=row.trainable and self.trains(row), rate=self.rate_of(row)) for row in rows)
-
-    def rate_of(self, row: Row) -> float:
-        """What multiplies the learning rate of a parameter."""
-        return self.plus if ".lora_b." in row.name or len(row.shape) == 1 else 1.0
 
 
 def linear_modules(config: ModelConfig) -> tuple[Module, ...]:
@@ -208,20 +79,6 @@ def linear_modules(config: ModelConfig) -> tuple[Module, ...]:
         for part in row.parts
     ]
     return (*found, Module(LM_HEAD, HEAD, 0, padded_vocab(config), config.vocab_size, config.hidden_size))
-
-
-def scaled(modules: Sequence[Module], inward: Collection[str] | None = None) -> tuple[Target, ...]:
-    """Targets of IA3, of which those named `inward` (None: as in the paper) have gains on their inputs.
-
-    UsageError for inputs that several maps share.
-    """
-    found = tuple(
-        Target(module, 0, 1.0, 1.0, module.key in INWARD if inward is None else module.name in inward)
-        for module in modules
-    )
-    if cut := [t for t in found if t.inward and t.module.key in FUSED]:
-        raise UsageError(f"IA3 scales the inputs of {cut[0].module.name}, which llmq reads once for several maps")
-    return found
 
 
 def outputs_of(config: ModelConfig, site: str) -> int:
@@ -346,13 +203,3 @@ def scale_of(rank: int, alpha: float, *, rslora: bool) -> float:
     if rank == 0:
         return 0.0
     return alpha / math.sqrt(rank) if rslora else alpha / rank
-
-
-def with_triplets(targets: Sequence[Target]) -> tuple[Target, ...]:
-    """Targets of AdaLoRA."""
-    return tuple(replace(target, scale=scale_of_triplets(target.rank, target.alpha)) for target in targets)
-
-
-def scale_of_triplets(rank: int, alpha: float) -> float:
-    """What multiplies B E A x in AdaLoRA: as in PEFT, of the rank that adapters begin with."""
-    return (alpha if alpha > 0 else float(rank)) / (rank + 1e-5)

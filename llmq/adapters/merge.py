@@ -3,24 +3,22 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from functools import cached_property, partial
 from pathlib import Path
 
 import numpy as np
 
+from llmq.adapters.base_record import MERGED, held_for, merged_record
+from llmq.adapters.first_values import FirstAdapter
+from llmq.adapters.method import NO_ADAPTERS, Method
+from llmq.adapters.peft import StoredAdapter, open_adapter
+from llmq.adapters.targets import EMBED_ROW, FILE, LM_HEAD
 from llmq.errors import DataError
 from llmq.files import weight_files
-from llmq.files.adapter_base import MERGED, held_for, merged_record
-from llmq.files.adapters import StoredAdapter, open_adapter
-from llmq.files.first_adapter import FirstAdapter
 from llmq.files.huggingface import Export
-from llmq.files.ia3 import GAINS, gain_change
 from llmq.files.source import ModelSource, open_parameters
-from llmq.files.weight_files import norms_of
-from llmq.model.adapters import EMBED_ROW, FILE, LM_HEAD, MAGNITUDE, Adapters, Target
 from llmq.model.config import ModelConfig
-from llmq.model.first_adapter import TAKEN_OUT, first_pair
 from llmq.model.held import HeldBase
 from llmq.model.parameters import parameter_rows
 from llmq.row import Row
@@ -32,35 +30,10 @@ Read = Callable[[Row], np.ndarray]
 class Addition:
     """An adapter whose tensors, by the `names` of PEFT less its prefix, are read in f32; `weight` times it is added."""
 
-    adapters: Adapters
+    adapters: Method
     names: Collection[str]
     read: Callable[[str], np.ndarray]
     weight: float = 1.0
-
-    def of(self, target: Target, weight: np.ndarray) -> Callable[[int, int], np.ndarray]:
-        """A function that gives what an adapter adds to rows [start, stop) of its map's `weight`, in f32: s B A less
-        what that was at first if it was taken out of the weight, or with magnitudes m what makes these rows
-        m (weight + s B A) / |weight + s B A|."""
-        name, about = target.module.name, self.adapters
-        if about.method == "ia3":
-            return gain_change(self.read(f"{name}.{GAINS}"), weight, inward=target.inward)
-        if about.schedule is not None:
-            a, b, e = (self.read(f"{name}.lora_{key}") for key in "ABE")
-            return lambda start, stop: np.float32(target.scale) * (b[start:stop] @ (a * e))
-        a, b = (self.read(f"{name}.lora_{key}.weight") for key in "AB")
-        if about.init in TAKEN_OUT:
-            first_a, first_b = first_pair(about.init, weight, target.rank, target.scale)
-            a, b = np.concatenate([a, first_a]), np.concatenate([b, -first_b], axis=1)
-        m = self.read(f"{name}.{MAGNITUDE}") if about.dora else None
-
-        def change(start: int, stop: int) -> np.ndarray:
-            added = np.float32(target.scale) * (b[start:stop] @ a)
-            if m is None:
-                return added
-            moved = weight[start:stop] + added
-            return moved * (m[start:stop] / norms_of(moved))[:, None] - weight[start:stop]
-
-        return change
 
 
 @dataclass(frozen=True)
@@ -97,11 +70,11 @@ def merge(
     notes = [text for one in opened if (text := one.check_base(source, 0)) is not None]
     held = held_for([one.trained_on for one in opened], base_dtype, model_dtype)
     values = open_parameters(source, 0)
-    for one in (one for one in opened if held.is_quantized and one.adapters.init in TAKEN_OUT):
+    for one in (one for one in opened if held.is_quantized and one.adapters.takes_out):
         if len(opened) > 1:
             raise DataError(
-                f"{one.folder} was trained on what {one.adapters.init} left of the weights in {held.base}, which other "
-                "adapters were not: merge it alone"
+                f"{one.folder} takes what it began with out of the weights before they are held in {held.base}, and "
+                "other adapters do not: merge it alone"
             )
         values = FirstAdapter(one.adapters, source.config, values).base
     changes = [] if base_only else _changes(opened, list(adapters.values()), held)
@@ -123,17 +96,17 @@ def _changes(opened: Sequence[StoredAdapter], weights: Sequence[float], held: He
     """What adapters change. DataError for those that are a part of no weight."""
     found = []
     for one, weight in zip(opened, weights, strict=True):
-        if one.adapters.num_virtual:
+        if one.adapters.unmergeable:
             raise DataError(
-                f"{one.folder} has virtual tokens, which are a part of no weight and cannot be merged: give it to "
-                "llmq-generate with --adapter, or to PEFT"
+                f"{one.folder} has {one.adapters.unmergeable} and cannot be merged: give it to llmq-generate with "
+                "--adapter, or to PEFT"
             )
-        own = replace(one.adapters, init="kaiming") if held.is_quantized else one.adapters  # taken out before
+        own = one.adapters.on_rest() if held.is_quantized else one.adapters
         found.append(Addition(own, one.tensors, one.read, weight))
     return found
 
 
-def untied(config: ModelConfig, adapters: Sequence[Adapters]) -> ModelConfig:
+def untied(config: ModelConfig, adapters: Sequence[Method]) -> ModelConfig:
     """The config of a model with these adapters merged into it: a head that has one is no longer the embedding."""
     has_head = any(target.module.name == LM_HEAD for one in adapters for target in one.targets)
     return replace(config, tie_embeddings=False) if has_head and config.tie_embeddings else config
@@ -142,19 +115,16 @@ def untied(config: ModelConfig, adapters: Sequence[Adapters]) -> ModelConfig:
 def _changed(row: Row, value: np.ndarray, changes: Sequence[Addition]) -> np.ndarray:
     """The value of a row with everything that adapters add to its parts."""
     replaced = any(part.name in one.names for one in changes for part in row.parts)
-    reads = any(one.adapters.is_relative or one.adapters.init in TAKEN_OUT for one in changes)
-    base = value.copy() if replaced or reads else value
+    base = value.copy() if replaced or any(one.adapters.is_relative for one in changes) else value
     for one, weight in ((one, np.float32(one.weight)) for one in changes):
-        targets = {f"{target.module.name}.weight": target for target in one.adapters.targets}
-        if one.adapters.method == "ia3":  # gains multiply the bias, too
-            targets |= {f"{t.module.name}.bias": t for t in one.adapters.targets if not t.inward}
+        targets = one.adapters.changed_tensors()
         for part in row.parts:
             here = value[part.start : part.stop]
             if part.name in one.names:
                 here += weight * (one.read(part.name) - base[part.start : part.stop])
             if target := targets.get(part.name):
                 pure = base[part.start : part.stop]
-                change = one.of(target, pure)
+                change = one.adapters.change(target, pure, one.read)
                 pieces = weight_files.chunks(here.shape) if here.ndim > 1 else [(0, len(here))]
                 for start, stop in pieces:
                     here[start:stop] += weight * change(start, stop)
@@ -166,7 +136,7 @@ class MergedExport(Export):
     """The export of a run's model with its `adapters` merged into what the run trained on: `held` are the run's rows,
     and what is read of a quantized one is what it stands for."""
 
-    adapters: Adapters = field(default_factory=lambda: Adapters(0, 1.0, ()))
+    adapters: Method = NO_ADAPTERS
     held: Sequence[Row] = ()
 
     @cached_property
@@ -204,7 +174,5 @@ class MergedExport(Export):
 
     def _merged(self, read: Read, row: Row) -> np.ndarray:
         value, tensors = self._read(read, row)
-        change = Addition(
-            replace(self.adapters, init="kaiming"), (), tensors.__getitem__
-        )  # `held` lacks what was taken
+        change = Addition(self.adapters.on_rest(), (), tensors.__getitem__)  # `held` lacks what was taken out
         return _changed(row, value, [change])

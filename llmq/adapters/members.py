@@ -7,28 +7,28 @@ from dataclasses import replace
 
 import numpy as np
 
+from llmq.adapters import resolve as adapters
+from llmq.adapters.lora import Lora
+from llmq.adapters.method import Method
+from llmq.adapters.several import Member, Several
 from llmq.errors import UsageError
 from llmq.files.source import ModelSource, Values, drawn
 from llmq.model import optimizer
-from llmq.model.adapters import Adapters
 from llmq.model.config import ModelConfig
-from llmq.model.first_adapter import TAKEN_OUT
-from llmq.model.several import Member, Several
 from llmq.options.sweep import MemberOptions
-from llmq.plan import adapters
 from llmq.row import Row
 
 
 def resolve(members: Sequence[MemberOptions], base: str | None, config: ModelConfig) -> Several | None:
     """The adapters of `--adapters` on a base held in a dtype; None of a run without. UsageError for what cannot share
     the base with others, DataError for a folder of `adapter` that does not fit."""
-    return Several.of([_member(one, config) for one in members], base) if members else None
+    return Several(tuple(_member(one, config) for one in members), base=base) if members else None
 
 
 def _member(one: MemberOptions, config: ModelConfig) -> Member:
     found, flat = adapters.resolve(one.options.adapters, config), one.options.to_flat()
-    assert found is not None  # as it has a rank, or continues one
-    if (why := _not_shared(found)) is not None:
+    why = _not_shared(found)
+    if why is not None or not isinstance(found, Lora):
         raise UsageError(
             f"{one.name}: the adapter in {flat['adapter']} has {why}, which does not go with --adapters: train it alone"
         )
@@ -36,11 +36,11 @@ def _member(one: MemberOptions, config: ModelConfig) -> Member:
     return Member(one.name, replace(found, base=None), flat["batch_size"], flat["seed"], hyper)
 
 
-def _not_shared(found: Adapters) -> str | None:
+def _not_shared(found: Method) -> str | None:
     """What an adapter has that others would see, or that llmq has of one adapter alone."""
-    if found.method != "lora" or found.schedule is not None:
+    if type(found) is not Lora:
         return "another method than LoRA"
-    if found.init in TAKEN_OUT:
+    if found.takes_out:
         return f"a base that {found.init} took it out of"
     if found.also or found.bias != "none":
         return "parameters of the model"

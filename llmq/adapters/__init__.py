@@ -1,0 +1,1 @@
+"""Adapters: what is trained beside a frozen model, and their files."""

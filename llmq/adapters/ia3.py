@@ -1,0 +1,119 @@
+"""IA3 (Liu et al., "Few-Shot Parameter-Efficient Fine-Tuning is Better and Cheaper than In-Context Learning", 2022):
+gains on the outputs of maps, or on their inputs.
+
+In PEFT's format (IA3Config) they are `ia3_l`, (N,1) of outputs, (1,K) of the inputs of `feedforward_modules`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from llmq.adapters.method import Change, Method, ReadTensor, SiteFacts
+from llmq.adapters.peft_names import checked_beside, in_full_config, is_named, is_target, target_names
+from llmq.adapters.targets import FILE, FUSED, INWARD, LM_HEAD, Module, Target, linear_modules, outputs_of
+from llmq.errors import UsageError
+from llmq.files.tensor_files import Stored
+from llmq.model.config import ModelConfig
+from llmq.sites.ia3 import GainLinear, GainPiece, InputGainLinear
+from llmq.sites.linear import Linear
+
+GAINS = "ia3_l"
+
+
+@dataclass(frozen=True)
+class Gains(Method):
+    """Gains on the outputs of targets, or on their inputs."""
+
+    targets: tuple[Target, ...]
+
+    is_relative = True
+
+    def site(self, base: Linear, at: SiteFacts) -> Linear | GainLinear | InputGainLinear:
+        """`base` with gains on its outputs or its inputs."""
+        if base.name not in self.by_site:
+            return base
+        targets = self.by_site[base.name]
+        first = targets[0].module
+        if targets[0].inward:
+            return InputGainLinear(base, first.name, first.inputs, at.stat, FILE)
+        pieces = [GainPiece(t.module.name, t.module.key, t.module.start, t.module.stop) for t in targets]
+        return GainLinear(base, pieces, outputs_of(at.config, base.name), at.stat, FILE)
+
+    def identity(self) -> dict[str, Any]:
+        """What makes the run compute what it computes."""
+        inward = sorted(target.module.name for target in self.targets if target.inward)
+        return {**super().identity(), "method": "ia3", "inward": inward}
+
+    def words(self) -> str:
+        """How many maps have gains."""
+        return f"Gains (IA3) on {len(self.targets)} linear maps"
+
+    def changed_tensors(self) -> dict[str, Target]:
+        """Weights, and biases where gains multiply the outputs."""
+        biases = {f"{target.module.name}.bias": target for target in self.targets if not target.inward}
+        return super().changed_tensors() | biases
+
+    def change(self, target: Target, weight: np.ndarray, read: ReadTensor) -> Change:
+        """(l - 1) times the weight or the bias."""
+        gains = read(f"{target.module.name}.{GAINS}")
+        if weight.ndim == 1:
+            gains = gains[:, 0]
+        return lambda start, stop: ((gains if target.inward else gains[start:stop]) - 1) * weight[start:stop]
+
+    def peft_config(self, config: ModelConfig, base: str, revision: str | None) -> dict[str, Any]:
+        """PEFT's IA3Config."""
+        return {
+            "peft_type": "IA3",
+            "task_type": "CAUSAL_LM",
+            "base_model_name_or_path": base,
+            "revision": revision,
+            "target_modules": target_names(self.targets, config),
+            "feedforward_modules": target_names([target for target in self.targets if target.inward], config),
+            "fan_in_fan_out": False,
+            **in_full_config(self.also, config),
+            "init_ia3_weights": True,
+            "inference_mode": True,
+        }
+
+
+def scaled(modules: Sequence[Module], inward: Collection[str] | None = None) -> tuple[Target, ...]:
+    """Targets of IA3, of which those named `inward` (None: as in the paper) have gains on their inputs.
+
+    UsageError for inputs that several maps share.
+    """
+    found = tuple(
+        Target(module, 0, 1.0, 1.0, module.key in INWARD if inward is None else module.name in inward)
+        for module in modules
+    )
+    if cut := [t for t in found if t.inward and t.module.key in FUSED]:
+        raise UsageError(f"IA3 scales the inputs of {cut[0].module.name}, which llmq reads once for several maps")
+    return found
+
+
+def checked_gains(about: dict[str, Any], tensors: dict[str, Stored], config: ModelConfig) -> tuple[Gains, list[str]]:
+    """What a config of IA3 and its tensors say, and what is wrong with them."""
+    modules = {module.name: module for module in linear_modules(config)}
+    own = {name: name.removesuffix(f".{GAINS}") for name in tensors if name.endswith(f".{GAINS}")}
+    also, problems = checked_beside(about, tensors, config, own)
+    named = list(own.values())
+    problems += [f"{name} is no linear map of this model" for name in named if name not in modules]
+    found = [module for name, module in modules.items() if name in named]
+    inward = {module.name for module in found if is_named(about.get("feedforward_modules"), module.name)}
+    for module in found:
+        shape = (1, module.inputs) if module.name in inward else (module.outputs, 1)
+        if (there := tensors[f"{module.name}.{GAINS}"].shape) != shape:
+            problems.append(f"{module.name}.{GAINS} has shape {list(there)}, the model asks for {list(shape)}")
+    wanted = [name for name in modules if is_target(about, name)]
+    problems += [f"missing: {name}.{GAINS}" for name in wanted if name not in named]
+    if LM_HEAD in named:
+        problems.append("lm_head has gains, which llmq does not compute for the logits")
+    try:
+        targets = scaled(found, inward)
+    except UsageError as error:
+        targets = ()
+        problems.append(str(error))
+    return Gains(targets, also=also), problems

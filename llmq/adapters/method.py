@@ -1,0 +1,231 @@
+"""What a run trains: the model, or by a method of adaptation what lies beside a frozen one.
+
+`Method` has all that the rest of llmq asks of one, with the answers of a frozen model with nothing beside it; a method
+is a class that answers some of these questions in another way, in a file of its own. `NoAdapters` is the run that
+trains the model.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from functools import cached_property
+from typing import Any
+
+import numpy as np
+
+from llmq.adapters.importance import NoImportance
+from llmq.adapters.peft_names import stored_rows
+from llmq.adapters.targets import FILE, Target
+from llmq.blocks.attention import NormedRotary, PrefixedRotary, Rotary
+from llmq.blocks.embed import Embed, PromptedEmbed
+from llmq.blocks.head import Totals
+from llmq.model.config import ModelConfig
+from llmq.model.optimizer import Hyperparameters
+from llmq.protocols import Site
+from llmq.row import Row
+from llmq.sites.linear import Linear
+from llmq.stores.sharding import Shards
+
+Group = tuple[str, Hyperparameters, int, frozenset[str] | None]  # name, constants, seed, names of rows; None: all
+Change = Callable[[int, int], np.ndarray]  # what a method adds to rows [start, stop) of a weight, in f32
+NO_TARGETS: tuple[Target, ...] = ()
+NOTHING: str | None = None
+ReadTensor = Callable[[str], np.ndarray]  # a tensor of an adapter by its name without PEFT's prefix, in f32
+
+
+@dataclass(frozen=True)
+class SiteFacts:
+    """Where sites of a method are: in which model, whose values and statistics have these dtypes, under which seed, and
+    in micro-batches of so many rows."""
+
+    config: ModelConfig
+    values: str
+    stat: str
+    seed: int
+    batch_size: int
+
+
+@dataclass(frozen=True)
+class Method:
+    """A frozen model whose layers' maps are held in `base` (None: in the model's dtype), but for the rows named in
+    `also`, which are trained in full."""
+
+    base: str | None = field(default=None, kw_only=True)
+    also: frozenset[str] = field(default=frozenset(), kw_only=True)
+
+    targets = NO_TARGETS  # the maps that it adapts
+    freezes = True  # whether the model is frozen
+    num_virtual = 0  # virtual tokens before each document
+    dropout = 0.0  # share of inputs that is left out in training
+    added_weights = 0.0  # beside the model's, that a token passes
+    looks_at = NOTHING  # what it finds out by gradients or inputs before it is planned
+    unmergeable = NOTHING  # why it is a part of no weight
+    is_relative = False  # whether what it changes depends on the value of the weight
+    takes_out = False  # whether what it begins with is taken out of the weights
+
+    # what computes
+
+    @cached_property
+    def by_site(self) -> dict[str, tuple[Target, ...]]:
+        """The targets of each site that has any, in the order of its outputs."""
+        found: dict[str, list[Target]] = {}
+        for target in self.targets:
+            found.setdefault(target.module.site, []).append(target)
+        return {site: tuple(sorted(targets, key=lambda t: t.module.start)) for site, targets in found.items()}
+
+    def site(self, base: Linear, at: SiteFacts) -> Site:
+        """The linear map `base` with what the method puts around it."""
+        return base
+
+    def embed(self, base: Embed, config: ModelConfig) -> Embed | PromptedEmbed:
+        """The embedding, with what the method puts around it."""
+        return base
+
+    def rotary(self, base: Rotary | NormedRotary) -> Rotary | NormedRotary | PrefixedRotary:
+        """What makes queries, keys and values of positions, with what the method puts around it."""
+        return base
+
+    def totals(self) -> Totals:
+        """What the losses of a micro-batch are added up to."""
+        return Totals()
+
+    def without_dropout(self) -> Method:
+        """The same as it is evaluated."""
+        return self
+
+    # what is trained
+
+    def rows(self, rows: Sequence[Row], config: ModelConfig) -> tuple[Row, ...]:
+        """The rows of a model with the method's own, of which all but what it trains are frozen. UsageError where it
+        would train a part of one."""
+        return tuple(
+            replace(row, trainable=row.trainable and self.trains(row), rate=self.rate_of(row))
+            for row in self.with_own(rows, config)
+        )
+
+    def with_own(self, rows: Sequence[Row], config: ModelConfig) -> Sequence[Row]:
+        """The rows of a model, with those of the method that no site has."""
+        return rows
+
+    def trains(self, row: Row) -> bool:
+        """Whether a row is trained."""
+        return row.file == FILE or row.name in self.also
+
+    def rate_of(self, row: Row) -> float:
+        """What multiplies the learning rate of a row."""
+        return 1.0
+
+    def is_frozen(self, row: str, frozen: frozenset[str]) -> bool:
+        """Whether a row of the model gets no gradient, in a run that leaves these `frozen`."""
+        return row not in self.also
+
+    def groups(self, hyper: Hyperparameters, seed: int, rows: Sequence[Row]) -> Iterator[Group]:
+        """The rows that are updated by a norm and a rate of their own."""
+        yield "", hyper, seed, None
+
+    def importance(self, rows: Sequence[Row], stat: str, shards: Shards | None) -> NoImportance:
+        """What is measured of rows whose ranks are chosen while they are trained."""
+        return NoImportance()
+
+    @property
+    def batch_size(self) -> int | None:
+        """Rows that a micro-batch must have; None: any number."""
+        return None
+
+    def with_one_row_each(self) -> Method:
+        """The same in the smallest micro-batch."""
+        return self
+
+    def with_ranks(self, ranks: Mapping[str, tuple[int, float]]) -> Method:
+        """The same with ranks and alphas that were found before it is planned, by the names of maps."""
+        return self
+
+    # what it is
+
+    def must_match(self) -> dict[str, Any]:
+        """What a checkpoint has in common with the run that resumes it."""
+        return {"adapters": self.identity()}
+
+    def identity(self) -> dict[str, Any]:
+        """What makes the run compute what it computes."""
+        ranks = {target.module.name: [target.rank, target.alpha] for target in self.targets}
+        also: dict[str, Any] = {"also": sorted(self.also)} if self.also else {}
+        return {"dropout": 0.0, "bias": "none", "rslora": False, "base": self.base, **also, "targets": ranks}
+
+    def words(self) -> str:
+        """What is trained, before the numbers of parameters."""
+        return "A part of the model"
+
+    def facts(self) -> dict[str, Any]:
+        """What a benchmark records of it."""
+        return {"lora_rank": None, "dora": False, "base_dtype": self.base, "adapters_at_once": 1}
+
+    # what goes with it
+
+    def refuse_unplanned(self) -> None:
+        """UsageError where something is to be found out before it can be planned."""
+
+    def tile_problems(self) -> Iterator[str]:
+        """Why --seq-tiles does not go with it."""
+        yield from ()
+
+    def fused_problems(self) -> Iterator[str]:
+        """Why --fused-update does not go with it."""
+        yield from ()
+
+    def batch_problems(self, batch_size: int, noise: float) -> Iterator[str]:
+        """Why micro-batches of so many rows, or --neftune-alpha, do not go with it."""
+        yield from ()
+
+    # files
+
+    def peft_config(self, config: ModelConfig, base: str, revision: str | None) -> dict[str, Any]:
+        """PEFT's config of it, for a base model of this name."""
+        raise NotImplementedError
+
+    def stored_rows(self, rows: Sequence[Row]) -> tuple[Row, ...]:
+        """The rows of an adapter, trained biases among them, whose parts have the names of PEFT's tensors."""
+        return stored_rows(rows, self.targets)
+
+    def first_pair(self, target: Target, weight: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        """Where it takes out what it begins with: A (R,K) and B (N,R) of a weight (N,K)."""
+        raise NotImplementedError
+
+    def doubled(self) -> Method:
+        """Where it takes out what it begins with: what fits the model as it was, with twice the rank."""
+        raise NotImplementedError
+
+    def on_rest(self) -> Method:
+        """The same on a model from which what it begins with was taken out before."""
+        return self
+
+    def changed_tensors(self) -> dict[str, Target]:
+        """The model's tensors that it changes, each with the target that says how."""
+        return {f"{target.module.name}.weight": target for target in self.targets}
+
+    def change(self, target: Target, weight: np.ndarray, read: ReadTensor) -> Change:
+        """What it adds to a tensor (N,K) or (N,) of a target, by the tensors of the adapter."""
+        raise NotImplementedError
+
+
+@dataclass(frozen=True)
+class NoAdapters(Method):
+    """The run that trains the model, or a part of it."""
+
+    freezes = False
+
+    def rows(self, rows: Sequence[Row], config: ModelConfig) -> tuple[Row, ...]:
+        """The rows of the model."""
+        return tuple(rows)
+
+    def is_frozen(self, row: str, frozen: frozenset[str]) -> bool:
+        """Whether it is among those."""
+        return row in frozen
+
+    def must_match(self) -> dict[str, Any]:
+        """Nothing."""
+        return {}
+
+
+NO_ADAPTERS = NoAdapters()
