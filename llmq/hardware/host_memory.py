@@ -5,8 +5,8 @@ pages of 4 KiB into being, and 10 GB/s of huge ones. A call that pins memory wou
 along; pages that are there already it only locks.
 
 The memory of some virtual machines (virtio-mem, balloons) grows as it is used: MemTotal is then what they have so far.
-What they may have is a container's limit, where it has one, or `--host-memory-limit`. Their pages are written no faster
-than there is room for them, so that the kernel has no reason to end the process.
+What they may have is a container's limit, where it has one, or `--host-memory-limit`; else what they have now. Their
+pages are written no faster than there is room for them, so that the kernel has no reason to end the process.
 """
 
 from __future__ import annotations
@@ -38,6 +38,8 @@ PREFERRED = 1  # MPOL_PREFERRED
 MBIND = {"x86_64": 237, "aarch64": 235}  # number of the system call
 NODES = 1024  # bits of a mask
 MEMORY_DRIVERS = ("virtio_mem", "virtio_balloon")
+# cgroup v1 has no word for "no limit": its files then have the last page below 2^63, of whatever size the pages are.
+NO_LIMIT = 1 << 62
 # (hierarchy below sys/fs/cgroup, names of its files, the cached files that the kernel takes back in memory.stat)
 CGROUPS = (
     ("", "memory.max", "memory.current", "inactive_file"),
@@ -200,7 +202,7 @@ def _limits(root: Path) -> Iterator[tuple[int, int]]:
                 most, now = (int((group / name).read_text("ascii")) for name in (limit, used))
             except (OSError, ValueError):  # no such cgroup version, no limit ("max"), or a path outside the container
                 most = now = 0
-            if most:
+            if 0 < most < NO_LIMIT:
                 yield most, max(most - max(now - _counted(group / "memory.stat", cached), 0), 0)
             if group == top:
                 break

@@ -40,6 +40,11 @@ def group(folder, limit, used, name="memory.max", current="memory.current"):
 V1 = {"name": "memory.limit_in_bytes", "current": "memory.usage_in_bytes"}
 
 
+def unlimited(page, folder="memory/"):
+    """The files of a group of cgroup v1 without a limit, on a machine with pages of `page` KiB."""
+    return group(folder, 2**53 - page, 1000, **V1)
+
+
 @pytest.mark.parametrize(
     ("files", "kilobytes"),
     [
@@ -47,7 +52,18 @@ V1 = {"name": "memory.limit_in_bytes", "current": "memory.usage_in_bytes"}
         ({"sys/fs/cgroup/memory.max": "max\n", "sys/fs/cgroup/memory.current": "5\n"}, (8000, 6000)),
         (group("", 4000, 1000), (4000, 3000)),
         (group("", 4000, 5000), (4000, 0)),
-        (group("memory/", 2**53, 1000, **V1), (8000, 6000)),
+        # what cgroup v1 says where there is no limit, with pages of 4, 16 and 64 KiB; a limit of a group above counts
+        *((unlimited(page), (8000, 6000)) for page in (4, 16, 64)),
+        *(({**GROWS, **unlimited(page)}, (8000, 6000)) for page in (4, 16, 64)),
+        (
+            {
+                **GROWS,
+                "proc/self/cgroup": "4:memory:/job\n",
+                **unlimited(4, "memory/job/"),
+                **group("memory/", 64000, 1000, **V1),
+            },
+            (64000, 63000),
+        ),
         (group("memory/", 2000, 1000, **V1), (2000, 1000)),
         (
             {
