@@ -116,19 +116,19 @@ class Saver:
 
         With `wait`, waits for one that is under way. Either way the task that began with it shows how far it is.
         """
-        thread = self._thread
-        while wait and thread is not None and thread.is_alive():
-            thread.join(POLL_S)
-            self._work.report()
-        if thread is None or not thread.is_alive():
-            self._shown.close()
-            self._thread = None
-            (path, self._path), (error, self._error) = (self._path, None), (self._error, None)
-            if error is not None:
-                raise error
-            return path
-        self._work.report()
-        return None
+        while (thread := self._thread) is not None:
+            thread.join(POLL_S if wait else 0.0)
+            is_over = not thread.is_alive()
+            self._work.report()  # after that look: the last report is of all bytes, however fast they were written
+            if is_over:
+                self._thread = None
+            elif not wait:
+                return None
+        self._shown.close()
+        (path, self._path), (error, self._error) = (self._path, None), (self._error, None)
+        if error is not None:
+            raise error
+        return path
 
     def __enter__(self) -> Saver:
         return self

@@ -132,6 +132,18 @@ def test_a_save_that_takes_long_is_shown_until_it_is_complete(tmp_path, tensors,
     assert beside == line and set(stream.getvalue().splitlines(keepends=True)) == {line}
 
 
+@pytest.mark.parametrize("wait", [False, True])
+def test_a_save_that_is_over_before_anyone_looks_is_shown_as_complete(tmp_path, tensors, monkeypatch, wait):
+    monkeypatch.setattr(screen, "PLAIN_S", 0.0)
+    stream = io.StringIO()
+    with Saver(tmp_path, print, allocate, partial(Screen(stream).task, words=disk.shown)) as saver:
+        saver.save(snapshot(1, tensors), Keep())
+        saver._thread.join()
+        path = saver.finished(wait=wait)
+        assert saver.finished(wait=wait) is None
+    assert stream.getvalue() == f"Saving {path}: 119 bytes of 119 bytes (100%)\n"
+
+
 @pytest.mark.parametrize("memory", [allocate, None], ids=["beside training", "while it waits"])
 def test_a_terminal_has_a_bar_of_bytes_which_is_gone_when_the_save_is_complete(tmp_path, monkeypatch, memory):
     class Terminal(io.StringIO):
