@@ -20,7 +20,7 @@ from llmq.cli import shell, train
 from llmq.model.presets import PRESETS
 from llmq.options.field import flag
 from llmq.options.parse import SECTIONS, Options, descriptions
-from llmq.training.loop import TrainResult
+from llmq.training.result import TrainResult
 
 ROOT = Path(__file__).parents[1]
 README, DOCS = ROOT / "README.md", ROOT / "docs"

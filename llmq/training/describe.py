@@ -17,11 +17,11 @@ from llmq.model.parameters import num_parameters, rows_of_file
 from llmq.plan import memory
 from llmq.plan.levels import name_of, needs_by_level
 from llmq.training.log import RunLog
+from llmq.training.result import TrainResult
 from llmq.training.several import listed_members
 
 if TYPE_CHECKING:
     from llmq.training.job import Job
-    from llmq.training.loop import TrainResult
 
 # columns of the table of levels, and what they are in the allocator table; the rest is that of a micro-batch
 HELD = {"weights": ("Weights",), "gradients": ("Gradients",), "states": ("Master", "Adam M", "Adam V")}

@@ -9,7 +9,7 @@ import math
 import time
 from collections.abc import Callable, Mapping
 from contextlib import ExitStack, nullcontext, suppress
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any, TextIO
@@ -40,6 +40,7 @@ from llmq.training.log import SUMMARY, RunLog
 from llmq.training.progress import Progress
 from llmq.training.ranks import Ranks, joined
 from llmq.training.records import EvalRecord, TrainRecord
+from llmq.training.result import AdapterResult, TrainResult
 from llmq.training.several import evaluated, progress_after, step_records
 
 NON_FINITE_LIMIT = 10  # consecutive steps without an update after which training gives up
@@ -47,54 +48,34 @@ NON_FINITE_LIMIT = 10  # consecutive steps without an update after which trainin
 Watch = Callable[[TrainRecord | EvalRecord], None]
 
 
-@dataclass(frozen=True)
-class AdapterResult:
-    """One of several adapters that a run made: its losses as of the run (None without held-out data), and its folder,
-    None if it is ruined."""
-
-    train_loss: float
-    eval_loss: float | None
-    path: Path | None
-
-
-@dataclass(frozen=True)
-class TrainResult:
-    """What a run made. Losses are nats per trained token; paths are None for what was not written.
-
-    A dry run gives its `plan` alone: `total_bytes`, and `table()` with the bytes of each part.
-    The exit code is that of NonFiniteError where the model was not exported because it is ruined; `warnings` say why,
-    and what else may have spoiled the run.
-    """
-
-    exit_code: int = 0
-    steps: int = 0
-    train_loss: float = math.nan  # of the last step
-    eval_loss: float = math.nan  # of the last evaluation
-    tokens_per_second: float = math.nan  # median over the steps of this run
-    sol: float | None = None  # median share of the device's speed of light
-    first_step_s: float = math.nan  # from the call to the end of the first step
-    model_path: Path | None = None
-    merged_path: Path | None = None  # of --merge
-    adapters: Mapping[str, AdapterResult] = field(default_factory=dict)  # of --adapters, by name
-    log_path: Path | None = None
-    checkpoint_path: Path | None = None
-    warnings: tuple[str, ...] = ()
-    plan: Plan | None = None
-
-
-def train(*, watch: Watch | None = None, console: TextIO | None = None, **options: Any) -> TrainResult:
+def train(
+    *, watch: Watch | None = None, console: TextIO | None = None, handle_signals: bool = True, **options: Any
+) -> TrainResult:
     """Trains a model with the options of `llmq-train` as keyword arguments, and returns metrics and paths.
 
     `watch` is called with every train and eval record; `console` takes the lines that the command prints (default
-    stdout). Raises LlmqError for what the caller can fix.
+    stdout). Ctrl-C ends the step, saves a checkpoint and raises KeyboardInterrupt; SIGTERM, SIGHUP and SIGUSR1 end and
+    save the same way and return, with exit code 75. Without `handle_signals` they do what they did before the call.
+    Raises LlmqError for what the caller can fix.
     """
-    return run(Options.parse(options), watch=watch, console=console)
+    result = run(Options.parse(options), watch=watch, console=console, handle_signals=handle_signals)
+    if result.exit_code == INTERRUPTED:
+        raise KeyboardInterrupt
+    return result
 
 
 def run(
-    options: Options, *, watch: Watch | None = None, console: TextIO | None = None, ranks: Ranks | None = None
+    options: Options,
+    *,
+    watch: Watch | None = None,
+    console: TextIO | None = None,
+    ranks: Ranks | None = None,
+    handle_signals: bool = True,
 ) -> TrainResult:
-    """As `train`, for parsed options; on `ranks`, or on those that this process was started as one of."""
+    """As `train`, for parsed options; on `ranks`, or on those that this process was started as one of.
+
+    A run that Ctrl-C ended has a result, too, with exit code 130.
+    """
     began = time.perf_counter()
     with ExitStack() as stack:
         ranks = ranks or stack.enter_context(joined(options))
@@ -107,7 +88,8 @@ def run(
         share_algorithms(job, log, ranks)
         task = partial(log.task, words=shown)
         saver = Saver(job.checkpoints.folder, log.say, job.memory_aside(log.say), task, ranks.world)
-        with Interrupt() as interrupt, saver:
+        interrupt = Interrupt()
+        with interrupt if handle_signals else nullcontext(), saver:
             try:
                 return _Run(job, log, ranks, interrupt, saver, watch or (lambda record: None), began).finish()
             except Exception as error:

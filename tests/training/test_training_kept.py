@@ -25,6 +25,7 @@ from llmq.disk import replaced_name
 from llmq.engine.engine import Engine
 from llmq.errors import DataError, NonFiniteError, StorageError, UsageError
 from llmq.files.checkpoint import load
+from llmq.options.parse import Options
 from llmq.report.read import read_log
 from llmq.screen import unreported
 from llmq.training import loop as training
@@ -235,7 +236,8 @@ def test_an_evaluation_that_a_signal_cuts_off_is_made_up_for(given, monkeypatch)
 
     for at, number in ((4, 1), (12, 3)):  # in the middle of the run, and at its end
         monkeypatch.setattr(loader, "eval_batches", nth(real, batches, number))
-        assert llmq.train(**{**given, "name": f"cut{at}"}).exit_code == 130
+        with pytest.raises(KeyboardInterrupt):
+            llmq.train(**{**given, "name": f"cut{at}"})
         monkeypatch.setattr(loader, "eval_batches", real)
         parts = llmq.train(**{**given, "name": f"cut{at}", "continue": "auto"})
         assert (parts.steps, parts.eval_loss, parts.train_loss) == (12, whole.eval_loss, whole.train_loss)
@@ -304,7 +306,8 @@ def test_a_run_that_is_stopped_before_its_first_step_has_nothing_to_go_on_from(g
     monkeypatch.setattr(
         training.Interrupt, "__init__", lambda interrupt: interrupt.__dict__.update(exit_code=130, _before={})
     )
-    assert llmq.train(**given).exit_code == 130
+    with pytest.raises(KeyboardInterrupt):
+        llmq.train(**given)
     assert "Stopped after step 0. Nothing is saved: start again." in said(given)
     assert "--continue" not in said(given)
 
@@ -337,26 +340,60 @@ def test_what_is_wrong_is_said_before_what_an_earlier_run_left(given):
             llmq.train(**{**given, **change})
 
 
+@pytest.fixture
+def signalled(monkeypatch):
+    """Makes runs get a signal in their third step."""
+    real = Engine.update
+
+    def send(number):
+        def update(self, step, rate, *more):
+            if step == 3:
+                signal.raise_signal(number)
+            return real(self, step, rate, *more)
+
+        monkeypatch.setattr(Engine, "update", update)
+
+    return send
+
+
 @pytest.mark.parametrize("number", [signal.SIGHUP, signal.SIGINT], ids=["SIGHUP", "SIGINT"])
-def test_a_closed_terminal_ends_the_step_and_a_detached_run_stays(given, monkeypatch, number, capfd):
-    real, calls = Engine.update, []
-
-    def update(self, step, rate, *more):
-        calls.append(step)
-        if step == 3:
-            signal.raise_signal(number)
-        return real(self, step, rate, *more)
-
-    monkeypatch.setattr(Engine, "update", update)
+def test_a_closed_terminal_ends_the_step_and_a_detached_run_stays(given, signalled, number, capfd):
+    signalled(number)
     before = signal.signal(number, signal.SIG_IGN)
     try:
         assert llmq.train(**{**given, "name": "detached", "steps": 5}).steps == 5
         signal.signal(number, signal.SIG_DFL)
-        result = llmq.train(**given)
+        result = training.run(Options.parse({key: value for key, value in given.items() if key != "console"}))
     finally:
         signal.signal(number, before)
     assert (result.exit_code, result.steps) == ({signal.SIGHUP: 75, signal.SIGINT: 130}[number], 3)
     assert ("A second Ctrl-C ends at once" in capfd.readouterr().err) == (number == signal.SIGINT)
+
+
+def test_ctrl_c_is_raised_in_python_after_the_checkpoint(given, signalled):
+    whole = llmq.train(**{**given, "name": "whole"})
+    signalled(signal.SIGINT)
+    with pytest.raises(KeyboardInterrupt):
+        llmq.train(**given)
+    assert [path.name for path in SAVED.glob("step*")] == ["step-00000003"]
+    assert "Stopped after step 3. Resume with:" in said(given)
+    done = llmq.train(**{**given, "continue": 3})
+    assert weights_of(done.checkpoint_path) == weights_of(whole.checkpoint_path)
+
+
+def test_a_run_that_handles_no_signals_leaves_them_to_its_caller(given, signalled):
+    heard, before = [], signal.getsignal(signal.SIGTERM)
+    signal.signal(signal.SIGTERM, lambda number, frame: heard.append(number))
+    try:
+        signalled(signal.SIGTERM)
+        result = llmq.train(**given, handle_signals=False)
+    finally:
+        signal.signal(signal.SIGTERM, before)
+    assert (result.exit_code, result.steps, heard) == (0, 12, [signal.SIGTERM])
+    signalled(signal.SIGINT)
+    with pytest.raises(KeyboardInterrupt):
+        llmq.train(**{**given, "name": "cut"}, handle_signals=False)
+    assert not list(Path("runs/cut/checkpoints").glob("step*"))
 
 
 def test_the_last_step_is_saved_before_its_evaluation(given, monkeypatch):
