@@ -300,7 +300,7 @@ def test_greedy_tokens_are_those_of_generate(config, seed):
     generator = open_generator(decoding, HostBackend(), lambda plan: values_of(plan, weights))
     for stop in ((), (right[1][5], right[2][3])):
         found = [[], [], []]
-        for index, token in generate(generator, prompts, max_tokens=16, stop=stop):
+        for index, token, _ in generate(generator, prompts, max_tokens=16, stop=stop):
             found[index] += [] if token is None else [token]
         ends = [next((i for i, token in enumerate(text) if token in stop), 16) for text in right]
         assert found == [text[:end] for text, end in zip(right, ends, strict=True)]

@@ -13,7 +13,7 @@ from llmq.tensor import Slot
 
 @dataclass(frozen=True)
 class Sampling:
-    """How the next token is taken from the logits: see the ops `sample` and `penalize`."""
+    """How the next token is taken from the logits: see the ops `sample` and `penalize`; `logprobs`: with its log p."""
 
     temperature: float = 0.0
     top_k: int = 0
@@ -21,6 +21,7 @@ class Sampling:
     min_p: float = 0.0
     repetition_penalty: float = 1.0
     seed: int = 0
+    logprobs: bool = False
 
     @property
     def numbers(self) -> dict[str, Any]:
@@ -136,10 +137,30 @@ class PenalizedSampler(Sampler):
         ops.sample(batch.tokens, batch.positions, a.penalized, batch.positions, batch.samples, **self.numbers)
 
 
+class ScoredSampler:
+    """Another sampler, and -log p of the token that it takes: by the logits themselves, without penalty or cuts."""
+
+    def __init__(self, sampler: Sampler, padded_vocab: int) -> None:
+        self.sampler, self.vp = sampler, padded_vocab
+        self.numbers: dict[str, Any] = {"vocab_size": sampler.numbers["vocab_size"], "z_loss": 0.0}
+
+    def slots(self, logits: Slot) -> tuple[Slot, ...]:
+        """d_logits (B,Vp), which nothing reads: it is never made."""
+        return (*self.sampler.slots(logits), Slot("d_logits", (logits.shape[0], self.vp)))
+
+    def forward(self, ops: Ops, a: Slots) -> None:
+        """a.batch.loss (B,), and what the sampler writes, <- a.logits and a.batch."""
+        self.sampler.forward(ops, a)
+        batch, (count,) = a.batch, a.batch.loss.shape
+        ops.cross_entropy(a.d_logits, batch.loss, a.logits.chunk(0, count), batch.tokens.flat(0, count), **self.numbers)
+
+
 class TokenHead:
     """The next token from W rmsnorm(res). res, x (B,1,C); logits (B,1,Vp)."""
 
-    def __init__(self, hidden_size: int, padded_vocab: int, eps: float, site: Site, sampler: Sampler) -> None:
+    def __init__(
+        self, hidden_size: int, padded_vocab: int, eps: float, site: Site, sampler: Sampler | ScoredSampler
+    ) -> None:
         self.c, self.vp, self.eps, self.site, self.sampler = hidden_size, padded_vocab, eps, site, sampler
 
     def slots(self, b: int, t: int) -> tuple[Slot, ...]:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 
@@ -25,6 +26,15 @@ from llmq.row import Row
 from llmq.tensor import stored_bytes
 
 Prompt = Sequence[int]  # with an adapter of virtual tokens, after so many times VIRTUAL
+NO_LOSSES = np.zeros(0)
+
+
+class Drawn(NamedTuple):
+    """The next token after a prompt (its index), None for one of `stop`, and its log p if the plan computes that."""
+
+    prompt: int
+    token: int | None
+    logprob: float | None = None
 
 
 class Generator(BoundPlan):
@@ -50,6 +60,7 @@ class Generator(BoundPlan):
         spec = decoding.spec
         self.batch_size, self.most_tokens = spec.batch_size, spec.seq_len
         self._prompt_lengths, self._packed = sorted(decoding.prompt_lengths), decoding.packed
+        self._decodes_by = {call.op for call in self.plan.programs["decode"].calls}
         table = rope_table(spec.config.rope, spec.config.head_dim, spec.seq_len, np.float64)
         self._write(self._cells.decode_rope, table)
 
@@ -85,21 +96,20 @@ class Generator(BoundPlan):
         self._write(decode.tokens, np.array([[prompt[-1]] for prompt in prompts] + [[0]] * len(rest), np.int32))
         self._write(decode.positions, np.array([[len(prompt) - 1] for prompt in prompts] + [[0]] * len(rest), np.int32))
         self._write(decode.samples, np.array([*numbers, *rest], np.int64).astype(np.int32))
-        if self._has_seen:
+        if "penalize" in self._decodes_by:
             seen = np.zeros(decode.seen.shape, np.int32)
             for index, prompt in enumerate(prompts):
                 seen[index, [token for token in prompt if token != VIRTUAL]] = 1
             self._write(decode.seen, seen)
 
-    def step(self) -> Callable[[], np.ndarray]:
-        """Takes the next token of every sequence; what is returned waits for them (batch_size,)."""
+    def step(self) -> Callable[[], tuple[np.ndarray, np.ndarray]]:
+        """Takes the next token of every sequence; what is returned waits for them (batch_size,), and for -log p of each
+        (batch_size,), or of none if the plan does not compute it."""
         self.run("decode")
-        wait = self._start_read(self._cells.decode.tokens)
-        return lambda: wait()[:, 0]
-
-    @property
-    def _has_seen(self) -> bool:
-        return any(call.op == "penalize" for call in self.plan.programs["decode"].calls)
+        decode = self._cells.decode
+        tokens = self._start_read(decode.tokens)
+        losses = self._start_read(decode.loss) if "cross_entropy" in self._decodes_by else lambda: NO_LOSSES
+        return lambda: (tokens()[:, 0], losses())
 
     def _rows(self, prompts: Sequence[Prompt]) -> list[list[int]]:
         """The prompts, by index, that are read together: those that fit into a row one after the other."""
@@ -173,27 +183,28 @@ def generate(
     *,
     max_tokens: int,
     stop: Collection[int] = (),
+    over: Collection[int] = (),
     course: Pace | None = None,
-    first_number: int = 0,
-) -> Iterator[tuple[int, int | None]]:
-    """Yields (index of a prompt, token) as tokens come, and (index, None) where a text ends before a token of `stop`.
+    numbers: Sequence[int] | None = None,
+) -> Iterator[Drawn]:
+    """Yields tokens as they come, at most `max_tokens` for each prompt. A text ends before a token of `stop`, or when
+    its index is in `over`, which the caller may fill while tokens come.
 
-    At most `max_tokens` of each prompt. What is drawn depends on a prompt's number, `first_number` + its index, and not
-    on the batch that it is in. UsageError for a prompt that is empty, or too long.
+    What is drawn depends on a prompt's number (by default its index) and not on the batch that it is in. UsageError for
+    a prompt that is empty, or too long.
     """
     _check(generator, prompts, max_tokens)
     course = course or Pace()
     for begin in range(0, len(prompts), generator.batch_size):
         wave = prompts[begin : begin + generator.batch_size]
         began = last = time.perf_counter()
-        numbers = range(first_number + begin, first_number + begin + len(wave))
-        generator.start(wave, numbers)
+        generator.start(wave, (numbers or range(len(prompts)))[begin : begin + len(wave)])
         course.prompt_tokens += sum(token != VIRTUAL for prompt in wave for token in prompt)
         live = set(range(len(wave)))
         pending = generator.step()
         for count in range(1, max_tokens + 1):
             ahead = generator.step() if count < max_tokens else None
-            tokens, now = pending(), time.perf_counter()
+            (tokens, losses), now = pending(), time.perf_counter()
             if count == 1:
                 course.first_s = course.first_s or now - began
             else:
@@ -204,10 +215,12 @@ def generate(
                 token = int(tokens[index])
                 if token in stop:
                     live.discard(index)
-                    yield begin + index, None
-                else:
-                    course.new_tokens += 1
-                    yield begin + index, token
+                    yield Drawn(begin + index, None)
+                    continue
+                course.new_tokens += 1
+                yield Drawn(begin + index, token, 0.0 - float(losses[index]) if losses.size else None)
+                if begin + index in over:
+                    live.discard(index)
             if not live or ahead is None:
                 break
             pending = ahead

@@ -14,7 +14,7 @@ from llmq.adapters.peft import StoredAdapter, open_adapter
 from llmq.backends import open_backend
 from llmq.blocks.cached import Sampling
 from llmq.data.tokens.tokenizer import TextTokenizer
-from llmq.engine.generate import Generator, Pace, generate, open_generator
+from llmq.engine.generate import Drawn, Generator, Pace, generate, open_generator
 from llmq.errors import UsageError
 from llmq.files.huggingface import end_tokens
 from llmq.files.source import Values, find_source, open_parameters
@@ -147,14 +147,15 @@ class Writer:
         self, prompts: list[tuple[int, ...]], count: int, show: Callable[[str], None] | None
     ) -> Iterator[Answer]:
         assert self._generator is not None
+        numbers = range(self._asked, self._asked + len(prompts))
         about: dict[str, Any] = {"max_tokens": count, "stop": self._stop, "course": self.course}
-        found = generate(self._generator, prompts, first_number=self._asked, **about)
+        found = generate(self._generator, prompts, numbers=numbers, **about)
         self._asked += len(prompts)
         return answers(found, len(prompts), count, self.reader, show)
 
 
 def answers(
-    found: Iterable[tuple[int, int | None]],
+    found: Iterable[Drawn],
     num_prompts: int,
     max_tokens: int,
     reader: PromptReader,
@@ -164,7 +165,7 @@ def answers(
     tokens: list[list[int]] = [[] for _ in range(num_prompts)]
     ended, done = set[int](), 0
     stream = TextStream(reader) if show is not None else None
-    for index, token in found:
+    for index, token, _ in found:
         if token is None:
             ended.add(index)
         else:

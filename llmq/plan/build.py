@@ -17,6 +17,7 @@ from llmq.blocks.cached import (
     PromptCore,
     Sampler,
     Sampling,
+    ScoredSampler,
     TokenHead,
     Unturned,
 )
@@ -109,8 +110,9 @@ def build_prompt_reader(spec: Spec, sampling: Sampling, sites: Sites = site_of) 
 def _generator(spec: Spec, embed: Embed, cores: Cores, rotary: Any, sampling: Sampling, sites: Sites) -> Model:
     config = spec.config
     kind = Sampler if sampling.repetition_penalty == 1 else PenalizedSampler
-    sampler, site = kind(config.vocab_size, sampling), sites(spec, HEAD)
-    head = TokenHead(config.hidden_size, padded_vocab(config), config.rms_norm_eps, site, sampler)
+    sampler, padded = kind(config.vocab_size, sampling), padded_vocab(config)
+    scored = ScoredSampler(sampler, padded) if sampling.logprobs else sampler
+    head = TokenHead(config.hidden_size, padded, config.rms_norm_eps, sites(spec, HEAD), scored)
     return Model(embed, _blocks(spec, cores, rotary, sites), head)
 
 

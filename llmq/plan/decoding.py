@@ -66,7 +66,8 @@ class DecodingRecordings:
         shapes = {"tokens": (b, 1), "positions": (b, 1), "samples": (b,)}
         if self.sampling.repetition_penalty != 1:
             shapes["seen"] = (b, padded_vocab(config))
-        self._inputs = {"decode": _inputs("decode", shapes)}
+        loss = {"loss": Ref("decode.loss", "batch", (b,), spec.precision.stat)} if self.sampling.logprobs else {}
+        self._inputs = {"decode": _inputs("decode", shapes, **loss)}
         for length in decoding.prompt_lengths:
             self._inputs[prompt_name(length)] = self._prompt_inputs(length)
 
@@ -109,5 +110,5 @@ class DecodingRecordings:
         return Frames(model, shared, b, t, spec.config.hidden_size, p.model, p.stat)
 
 
-def _inputs(name: str, shapes: Mapping[str, tuple[int, ...]]) -> Frame:
-    return Frame({key: Ref(f"{name}.{key}", "batch", shape, "int32") for key, shape in shapes.items()})
+def _inputs(name: str, shapes: Mapping[str, tuple[int, ...]], **more: Ref) -> Frame:
+    return Frame({key: Ref(f"{name}.{key}", "batch", shape, "int32") for key, shape in shapes.items()} | more)

@@ -11,7 +11,7 @@ from typing import Any
 from llmq.data.batches.trained_template import ExportedTemplates
 from llmq.data.tokens.tokenizer import TextTokenizer
 from llmq.engine.engine import Engine
-from llmq.engine.generate import Generator, generate
+from llmq.engine.generate import Drawn, Generator, generate
 from llmq.errors import UsageError
 from llmq.files.source import ModelSource
 from llmq.generation.prompts import PromptReader, Question
@@ -80,7 +80,7 @@ def open_samples(
     return SamplePrompts(questions, prompts, max_tokens, reader, stop_tokens(config, source.folder, tokenizer))
 
 
-def _reported(found: Iterator[tuple[int, int | None]], report: Report) -> Iterator[tuple[int, int | None]]:
+def _reported(found: Iterator[Drawn], report: Report) -> Iterator[Drawn]:
     for count, event in enumerate(found, 1):
         yield event
         report(count, None)

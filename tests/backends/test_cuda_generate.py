@@ -28,16 +28,21 @@ WIRINGS = {
 SAMPLED = Sampling(0.9, top_k=40, top_p=0.95, min_p=0.01, repetition_penalty=1.1, seed=7)
 
 
-def texts(device, config=WIRINGS["tied, biased"], precision=FP32, sampling=None, batch_size=5, packed=True, **options):
-    """What follows each prompt."""
+def drawn(device, config=WIRINGS["tied, biased"], precision=FP32, sampling=None, batch_size=5, packed=True, **options):
+    """What follows each prompt: tokens, and log p of each."""
     spec = spec_of(precision, config=config, batch_size=batch_size, seq_len=LENGTH)
     decoding = Decoding(spec, sampling or Sampling(), (128, 256), packed)
     generator = open_generator(decoding, open_backend(device, **options), parameters)
     generator.warm_up()
     found = [[] for _ in PROMPTS]
-    for index, token in generate(generator, PROMPTS, max_tokens=70):
+    for index, *token in generate(generator, PROMPTS, max_tokens=70):
         found[index].append(token)
     return found
+
+
+def texts(*about, **more):
+    """The tokens alone."""
+    return [[token for token, _ in text] for text in drawn(*about, **more)]
 
 
 @pytest.mark.parametrize("sampling", [Sampling(), SAMPLED], ids=["greedy", "sampled"])
@@ -47,6 +52,16 @@ def test_the_tokens_are_those_of_the_reference_in_fp32(wiring, batch_size, sampl
     """With products of our own (up to four sequences) and of cuBLASLt."""
     ours = texts("cuda", WIRINGS[wiring], sampling=sampling, batch_size=batch_size)
     assert ours == texts("cpu", WIRINGS[wiring], sampling=sampling, batch_size=batch_size)
+
+
+@pytest.mark.parametrize("batch_size", [2, 5])
+def test_log_p_is_that_of_the_reference_and_changes_no_token(batch_size):
+    """Of logits in fp32, which are sums of other orders."""
+    scored = {"sampling": replace(SAMPLED, logprobs=True), "batch_size": batch_size}
+    ours, reference = (np.array(drawn(device, **scored)) for device in ("cuda", "cpu"))
+    np.testing.assert_array_equal(ours[..., 0], reference[..., 0])
+    np.testing.assert_allclose(ours[..., 1], reference[..., 1], rtol=0, atol=1e-4)
+    assert ours[..., 0].tolist() == texts("cuda", sampling=SAMPLED, batch_size=batch_size)
 
 
 @pytest.mark.parametrize("packed", [True, False], ids=["packed", "dense"])
@@ -84,7 +99,7 @@ def test_a_trainer_completes_prompts_between_steps_and_keeps_its_bits(precision)
             engine.micro_step(Batch(tokens, tokens))
             engine.update(step, 1e-2)
             if completions is not None:
-                found.append([token for _, token in generate(Generator.beside(engine), PROMPTS, max_tokens=8)])
+                found.append([token for _, token, _ in generate(Generator.beside(engine), PROMPTS, max_tokens=8)])
         states.append({name: value.tobytes() for name, value in engine.state()})
     assert states[0] == states[1]
     assert all(len(tokens) == 8 * len(PROMPTS) for tokens in found) and found[0] != found[2]

@@ -41,7 +41,7 @@ def opened(config=None, sampling=None, precision=FP32, batch_size=3, packed=True
 def texts(generator, prompts=PROMPTS, max_tokens=6, **more) -> list[list[int]]:
     """What follows each prompt."""
     found: list[list[int]] = [[] for _ in prompts]
-    for index, token in generate(generator, prompts, max_tokens=max_tokens, **more):
+    for index, token, _ in generate(generator, prompts, max_tokens=max_tokens, **more):
         found[index] += [] if token is None else [token]
     return found
 
@@ -97,7 +97,7 @@ def test_a_token_of_stop_ends_a_text_alone_and_is_left_out():
     expected = [text[: text.index(stop)] if stop in text else text for text in whole]
     assert texts(opened(), stop={stop}) == expected != whole
     events = list(generate(opened(), PROMPTS, max_tokens=6, stop={stop}))
-    assert [index for index, token in events if token is None] == [i for i, text in enumerate(whole) if stop in text]
+    assert [index for index, token, _ in events if token is None] == [i for i, text in enumerate(whole) if stop in text]
 
 
 def test_the_seed_decides_what_is_drawn_and_the_number_of_a_prompt():
@@ -105,8 +105,44 @@ def test_the_seed_decides_what_is_drawn_and_the_number_of_a_prompt():
     assert one == same != other
     apart = texts(opened(sampling=Sampling(1.0, seed=1)), [[5, 6], [5, 6]])
     assert apart[0] != apart[1]
-    later = texts(opened(sampling=Sampling(1.0, seed=1)), [[5, 6]], first_number=1)
+    later = texts(opened(sampling=Sampling(1.0, seed=1)), [[5, 6]], numbers=[1])
     assert later[0] == apart[1]
+
+
+def test_an_index_in_over_ends_a_text_alone_after_its_token():
+    whole, over = texts(opened(batch_size=2)), set()
+    found: list[list[int]] = [[] for _ in PROMPTS]
+    for index, token, _ in generate(opened(batch_size=2), PROMPTS, max_tokens=6, over=over):
+        found[index].append(token)
+        if index != 1 and len(found[index]) == index + 1:
+            over.add(index)
+    assert found == [whole[0][:1], whole[1], whole[2][:3], whole[3][:4]]
+
+
+@pytest.mark.parametrize("precision", [FP64, BF16], ids=["fp64", "bf16"])
+@pytest.mark.parametrize("batch_size", [1, 5], ids=["fused", "not fused"])
+def test_log_p_is_that_of_the_whole_forward_before_penalty_temperature_and_cuts(precision, batch_size):
+    """In bf16 a logit is rounded by up to 1/512 of itself, in each of the two; twice that for what precedes it."""
+    sampling = Sampling(0.7, top_k=30, top_p=0.9, repetition_penalty=1.3, seed=5)
+    whole = WholeForward(tiny(), precision)
+    generator = opened(sampling=replace(sampling, logprobs=True), precision=precision, batch_size=batch_size)
+    found: list[list[int]] = [[] for _ in PROMPTS]
+    for index, token, logprob in generate(generator, PROMPTS, max_tokens=6):
+        logits = whole([*PROMPTS[index], *found[index]]).astype(np.float64)
+        expected = logits[token] - logits.max() - np.log(np.exp(logits - logits.max()).sum())
+        bound = 1e-9 if precision == FP64 else 4 * np.abs(logits).max() / 256
+        assert logprob == pytest.approx(expected, abs=bound)
+        found[index].append(token)
+    assert found == texts(opened(sampling=sampling, precision=precision, batch_size=batch_size))
+
+
+def test_without_log_p_a_step_makes_none():
+    spec = spec_of(config=tiny(), seq_len=64, batch_size=2)
+    silent, scored = (plan_generation(Decoding(spec, Sampling(logprobs=on), (64,))) for on in (False, True))
+    calls = [[call.op for call in plan.programs["decode"].calls] for plan in (silent, scored)]
+    assert [*calls[0], "cross_entropy"] == calls[1] and "cross_entropy" not in calls[0]
+    assert {name for name in scored.persistent if name not in silent.persistent} == {"batch:decode.loss"}
+    assert [drawn.logprob for drawn in generate(opened(), PROMPTS[:1], max_tokens=2)] == [None, None]
 
 
 def test_tokens_are_drawn_in_proportion():

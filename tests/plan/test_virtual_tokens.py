@@ -238,7 +238,7 @@ PROMPTS = [[5, 17, 3], [9], [1, 2, 3, 4], [42, 42]]
 def texts(generator):
     found = [[] for _ in PROMPTS]
     prompts = [[VIRTUAL] * COUNT + prompt for prompt in PROMPTS]
-    for index, token in generate(generator, prompts, max_tokens=5):
+    for index, token, _ in generate(generator, prompts, max_tokens=5):
         found[index].append(token)
     return found
 
