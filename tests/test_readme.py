@@ -17,6 +17,8 @@ import pytest
 
 from llmq import errors
 from llmq.cli import shell, train
+from llmq.generation.answers import Answer
+from llmq.generation.text import Sampling, Settings, write
 from llmq.model.presets import PRESETS
 from llmq.options.field import flag
 from llmq.options.parse import SECTIONS, Options, descriptions
@@ -253,14 +255,18 @@ def test_the_symptoms_are_messages_of_the_code():
     assert len(quoted) > 40 and not [part for part in quoted if part not in messages()]
 
 
-def test_the_python_example_uses_options_and_results_that_exist():
-    (example,) = map(ast.parse, blocks(README, "python"))
-    (call,) = [node for node in ast.walk(example) if isinstance(node, ast.Call) and node.keywords]
-    assert ast.unparse(call.func) == "llmq.train"
-    Options.parse({keyword.arg: ast.literal_eval(keyword.value) for keyword in call.keywords})
-    read = [node for node in ast.walk(example) if isinstance(node, ast.Attribute)]
-    fields = {node.attr for node in read if ast.unparse(node.value) == "result"}
-    assert fields and fields <= set(TrainResult.__dataclass_fields__)
+def test_the_python_examples_use_options_and_results_that_exist():
+    (example,), (generation,) = (map(ast.parse, blocks(page, "python")) for page in (README, DOCS / "generate.md"))
+    nodes = [*ast.walk(example), *ast.walk(generation)]
+    calls = [(ast.unparse(node.func), node.keywords) for node in nodes if isinstance(node, ast.Call)]
+    (training,) = [keywords for name, keywords in calls if name == "llmq.train"]
+    Options.parse({keyword.arg: ast.literal_eval(keyword.value) for keyword in training})
+    given = {keyword.arg for name, keywords in calls if name == "llmq.generate" for keyword in keywords}
+    known = {*inspect.signature(write).parameters, *Settings.__dataclass_fields__, *Sampling.__dataclass_fields__}
+    assert given and given <= known
+    for names, kind in (({"result"}, TrainResult), ({"answer", "piece"}, Answer)):
+        read = [node for node in nodes if isinstance(node, ast.Attribute) and ast.unparse(node.value) in names]
+        assert read and {node.attr for node in read} <= set(kind.__dataclass_fields__)
 
 
 def test_the_exit_codes_are_those_of_the_errors():

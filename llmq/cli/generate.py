@@ -40,7 +40,12 @@ SAMPLING = ("temperature", "top_k", "top_p", "min_p", "repetition_penalty", "see
 @click.option(
     "--tokenizer", type=shell.Home(), metavar="FOLDER-OR-NAME", help="Whose tokenizer.  [default: the model's]"
 )
-@click.option("--prompt", help="Text to continue; its continuation is printed as it comes.")
+@click.option(
+    "--prompt",
+    multiple=True,
+    metavar="TEXT",
+    help="Text to continue; its continuation is printed as it comes. Repeat it for more texts, answered together.",
+)
 @click.option(
     "--prompts",
     type=shell.Home(),
@@ -56,7 +61,12 @@ SAMPLING = ("temperature", "top_k", "top_p", "min_p", "repetition_penalty", "see
     help="Chat template in Jinja.  [default: the tokenizer's own]",
 )
 @click.option(
-    "--out", type=shell.Home(), metavar="FILE", help="Write the answers to --prompts here.  [default: stdout]"
+    "--out", type=shell.Home(), metavar="FILE", help="Write the JSON lines of the answers here.  [default: stdout]"
+)
+@click.option(
+    "--json",
+    is_flag=True,
+    help="Print a JSON line for each answer, as for --prompts, with the log p of each new token.",
 )
 @click.option(
     "--max-tokens", type=click.IntRange(1), default=256, show_default=True, help="Most new tokens of an answer."
@@ -69,8 +79,19 @@ SAMPLING = ("temperature", "top_k", "top_p", "min_p", "repetition_penalty", "see
     help="Most tokens of a chat, all its turns.",
 )
 @click.option(
-    "--batch-size", type=click.IntRange(1), default=8, show_default=True, help="Prompts of --prompts at a time."
+    "--stop",
+    multiple=True,
+    metavar="TEXT",
+    help="End an answer before this text, which may begin or end within a token. Repeat it for more texts.",
 )
+@click.option(
+    "--samples",
+    type=click.IntRange(1),
+    default=1,
+    show_default=True,
+    help="Answers to each prompt, drawn independently at a --temperature above 0.",
+)
+@click.option("--batch-size", type=click.IntRange(1), default=8, show_default=True, help="Prompts to answer at a time.")
 @click.option(
     "--temperature",
     type=click.FloatRange(0),
@@ -111,7 +132,7 @@ SAMPLING = ("temperature", "top_k", "top_p", "min_p", "repetition_penalty", "see
     help="Of weights, cache and activations.  [default: bf16 on a GPU, fp32 on the CPU]",
 )
 @click.option("--stats", is_flag=True, help="Print a line on speed at the end, to stderr.")
-def command(prompt: str | None, prompts: str | None, chat: bool, **options: Any) -> None:
+def command(prompt: tuple[str, ...], prompts: str | None, chat: bool, **options: Any) -> None:
     """Writes what a model says after a prompt, after each of many, or in a chat."""
     given = [name for name, value in (("--prompt", prompt), ("--prompts", prompts), ("--chat", chat)) if value]
     if len(given) != 1:
@@ -119,34 +140,35 @@ def command(prompt: str | None, prompts: str | None, chat: bool, **options: Any)
     _refuse_idle(given[0], options)
     # Imported here, so that --help does not wait for them.
     from llmq.generation import console
-    from llmq.generation.prompts import read_questions
+    from llmq.generation.prompts import questions_of, read_questions
     from llmq.generation.text import Sampling, Settings, Writer
 
-    sampling = Sampling(**{name: options.pop(name) for name in SAMPLING})
-    system, out, stats = (options.pop(name) for name in ("system", "out", "stats"))
-    questions = read_questions(Path(prompts)) if prompts else []
-    reads_text = not prompts or any(question.tokens is None for question in questions)
+    system, out, as_json, stats = (options.pop(name) for name in ("system", "out", "json", "stats"))
+    sampling = Sampling(**{name: options.pop(name) for name in SAMPLING}, logprobs=as_json)
+    questions = read_questions(Path(prompts)) if prompts else questions_of(prompt)
+    reads_text = chat or any(question.tokens is None for question in questions)
     writer = Writer(Settings(sampling=sampling, **options), reads_text=reads_text)
     for note in writer.notes:
         click.echo(note, err=True)
-    if prompt:
-        console.continue_prompt(writer, prompt)
-    elif prompts:
+    if chat:
+        console.chat(writer, system)
+    elif prompts or as_json:
         console.answer_all(writer, questions, out)
     else:
-        console.chat(writer, system)
+        console.continue_prompts(writer, questions)
     if stats:
         click.echo(writer.course.line(writer.weight_bytes), err=True)
 
 
 def _refuse_idle(given: str, options: dict[str, Any]) -> None:
     """UsageError for an option that changes nothing in this way of asking."""
-    needs = {"system": "--chat", "out": "--prompts"}
-    for name, other in needs.items():
-        if options[name] is not None and given != other:
-            raise UsageError(f"--{name} goes with {other}, not with {given}")
-    if options["temperature"] == 0 and (options["top_k"] or options["top_p"] < 1 or options["min_p"]):
-        raise UsageError("--top-k, --top-p and --min-p cut what is drawn from: give a --temperature above 0 with them")
+    if options["system"] is not None and given != "--chat":
+        raise UsageError(f"--system goes with --chat, not with {given}")
+    used = {"--out": options["out"] is not None, "--json": options["json"], "--samples": options["samples"] > 1}
+    if given == "--chat" and (names := [name for name, is_used in used.items() if is_used]):
+        raise UsageError(f"{', '.join(names)}: not with --chat: give the messages of chats in a file of --prompts")
+    if options["out"] is not None and given == "--prompt" and not options["json"]:
+        raise UsageError("--out takes JSON lines: give --json with it, or a file of --prompts")
 
 
 command.params.append(shell.version_option())

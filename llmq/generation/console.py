@@ -18,17 +18,28 @@ def show(text: str) -> None:
     print(text, end="", flush=True)
 
 
-def continue_prompt(writer: Writer, prompt: str) -> None:
-    """Prints what follows a prompt."""
-    for _ in writer.answers([Question({}, text=prompt)], show):
+def continue_prompts(writer: Writer, questions: Sequence[Question]) -> None:
+    """Prints what follows a prompt as it comes; of several answers each when it is whole, below its number."""
+    samples = writer.settings.samples
+    if len(questions) * samples == 1:
+        for piece in writer.pieces(questions):
+            show(piece.text or "")
         print(flush=True)
+        return
+    for answer in writer.answers(questions):
+        numbers = [f"prompt {answer.index + 1}"] if len(questions) > 1 else []
+        numbers += [f"sample {answer.sample + 1}"] if samples > 1 else []
+        print(f"[{', '.join(numbers)}]\n{answer.text}", flush=True)
 
 
 def answer_all(writer: Writer, questions: Sequence[Question], out: str | None) -> None:
-    """Writes a JSON line for each question, in order, to `out` or stdout."""
+    """Writes a JSON line for each answer, in order, to `out` or stdout."""
     with nullcontext(sys.stdout) if out is None else _opened(out) as file:
-        for question, answer in zip(questions, writer.answers(questions), strict=True):
-            row = {**question.shown, "text": answer.text, "new_tokens": answer.tokens, "end": answer.end}
+        for answer in writer.answers(questions):
+            which = {"sample": answer.sample} if writer.settings.samples > 1 else {}
+            row = {**questions[answer.index].shown, **which, "text": answer.text, "new_tokens": answer.tokens}
+            scores = {"logprobs": answer.logprobs} if writer.settings.sampling.logprobs else {}
+            row |= {**scores, "finish_reason": answer.finish_reason}
             print(json.dumps(row, ensure_ascii=False), file=file, flush=True)
 
 
@@ -37,9 +48,12 @@ def chat(writer: Writer, system: str | None) -> None:
     messages = [] if system is None else [{"role": "system", "content": system}]
     for line in filter(str.strip, _lines()):
         messages.append({"role": "user", "content": line})
-        answer = writer.chat_answer(messages, show)
+        texts = []
+        for piece in writer.chat_pieces(messages):
+            texts.append(piece.text or "")
+            show(texts[-1])
         print(flush=True)
-        messages.append({"role": "assistant", "content": answer.text or ""})
+        messages.append({"role": "assistant", "content": "".join(texts)})
 
 
 def _opened(path: str) -> TextIO:

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+import reprlib
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -55,14 +56,37 @@ def _question(line: str, place: str) -> Question:
     if isinstance(row, str):
         row = {"prompt": row}
     if isinstance(row, dict):
-        prompt, messages, tokens = (row.get(name) for name in ("prompt", "messages", "tokens"))
-        if isinstance(prompt, str):
-            return Question({"prompt": prompt}, text=prompt)
-        if isinstance(messages, list) and messages and all(isinstance(one, dict) for one in messages):
-            return Question({"messages": messages}, messages=messages)
-        if isinstance(tokens, list) and tokens and all(type(one) is int for one in tokens):
-            return Question({"tokens": tokens}, tokens=tuple(tokens))
+        for name in ("prompt", "messages", "tokens"):
+            if (question := _asked(row.get(name))) is not None and name in question.shown:
+                return question
     raise DataError(f"{place}: has no prompt (text), messages (a list of objects) or tokens (a list of ids)")
+
+
+def questions_of(prompts: object) -> list[Question]:
+    """The question or questions of a Python caller: a text, a chat (a list of messages), tokens, or a list of these.
+
+    UsageError that names each prompt that is none of them.
+    """
+    if (single := _asked(prompts)) is not None:
+        return [single]
+    several = prompts if isinstance(prompts, Iterable) and not isinstance(prompts, Mapping) else [prompts]
+    found = [(number, one, _asked(one)) for number, one in enumerate(several, 1)]
+    if wrong := [f"prompt {number} is {reprlib.repr(one)}" for number, one, question in found if question is None]:
+        wanted = "a text, a chat (a list of messages such as {'role': 'user', 'content': 'Hi'}) or a list of token ids"
+        raise UsageError(f"{'; '.join(wrong)}: give {wanted}, or a list of these")
+    return [question for _, _, question in found if question is not None]
+
+
+def _asked(value: object) -> Question | None:
+    """What a value asks; None of one that is no text, messages or tokens."""
+    if isinstance(value, str):
+        return Question({"prompt": value}, text=value)
+    if isinstance(value, list | tuple) and value:
+        if all(isinstance(one, Mapping) for one in value):
+            return Question({"messages": value}, messages=value)
+        if all(type(one) is int for one in value):
+            return Question({"tokens": value}, tokens=tuple(value))
+    return None
 
 
 class PromptReader:
@@ -117,6 +141,13 @@ class PromptReader:
             raise DataError(f"{self._template.origin}: cannot render the chat: {error}") from None
         return self._checked(tuple(encoder.encode(text, add_special_tokens=False).ids))
 
+    def special_token(self, text: str) -> int | None:
+        """The special token that is spelled so, which no decoded text shows."""
+        encoder = self._open()
+        token = encoder.token_to_id(text)
+        added = None if token is None else encoder.get_added_tokens_decoder().get(token)
+        return token if added is not None and added.special else None
+
     def text(self, tokens: Sequence[int]) -> str:
         """Tokens as text, without special ones."""
         return str(self._open().decode(list(tokens), skip_special_tokens=True))
@@ -138,12 +169,34 @@ class PromptReader:
         return self._encoder
 
 
-class TextStream:
-    """Text that grows by tokens: what each adds, held back while it is part of a character."""
+class LateText:
+    """Text of tokens that is decoded once, at the end; empty without a tokenizer."""
+
+    is_stopped = False
 
     def __init__(self, reader: PromptReader) -> None:
+        self._reader, self._tokens, self.is_shown = reader, list[int](), reader.has_tokenizer
+
+    def add(self, token: int) -> str:
+        """Nothing yet."""
+        self._tokens.append(token)
+        return ""
+
+    def rest(self) -> str:
+        """All of it."""
+        return self._reader.text(self._tokens) if self.is_shown else ""
+
+
+class TextStream:
+    """Text that grows by tokens, to the first of the texts `stop` to be complete: what each token adds, held back while
+    it is part of a character, or may be the beginning of such a text."""
+
+    is_shown = True
+
+    def __init__(self, reader: PromptReader, stop: Sequence[str] = ()) -> None:
         self._reader, self._tokens = reader, list[int]()
         self._start = self._shown = 0  # tokens before `start` no longer change the text of those after `shown`
+        self._stop, self._held, self.is_stopped = stop, "", False
 
     def add(self, token: int) -> str:
         """The new text after one more token."""
@@ -153,9 +206,21 @@ class TextStream:
         if now.endswith("�") or len(now) <= len(before):
             return ""
         self._start, self._shown = self._shown, len(self._tokens)
-        return now[len(before) :]
+        return self._certain(now[len(before) :])
 
     def rest(self) -> str:
         """What was held back."""
+        if self.is_stopped:
+            return ""
         before = self._reader.text(self._tokens[self._start : self._shown])
-        return self._reader.text(self._tokens[self._start :])[len(before) :]
+        return self._certain(self._reader.text(self._tokens[self._start :])[len(before) :]) + self._held
+
+    def _certain(self, text: str) -> str:
+        """What of the text so far no later one can make part of a stop text."""
+        text = self._held + text
+        found = [(start + len(stop), start) for stop in self._stop if (start := text.find(stop)) >= 0]
+        self.is_stopped = bool(found)
+        begun = (size for stop in self._stop for size in range(1, len(stop)) if text.endswith(stop[:size]))
+        end = min(found)[1] if found else len(text) - max(begun, default=0)
+        self._held = "" if found else text[end:]
+        return text[:end]

@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass, field
+import os
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, fields, replace
+from difflib import get_close_matches
+from numbers import Integral, Real
 from pathlib import Path
 from typing import Any
 
@@ -14,11 +17,12 @@ from llmq.adapters.peft import StoredAdapter, open_adapter
 from llmq.backends import open_backend
 from llmq.blocks.cached import Sampling
 from llmq.data.tokens.tokenizer import TextTokenizer
-from llmq.engine.generate import Drawn, Generator, Pace, generate, open_generator
+from llmq.engine.generate import Generator, Pace, generate, open_generator
 from llmq.errors import UsageError
 from llmq.files.huggingface import end_tokens
 from llmq.files.source import Values, find_source, open_parameters
-from llmq.generation.prompts import PromptReader, Question, TextStream
+from llmq.generation.answers import Answer, drafts, in_order, pieces
+from llmq.generation.prompts import PromptReader, Question, questions_of
 from llmq.hardware import device as hardware
 from llmq.model.config import ModelConfig
 from llmq.model.optimizer import Hyperparameters
@@ -30,12 +34,31 @@ from llmq.plan.spec import Spec
 
 ROW = 2048  # tokens of prompts that are read together, where there are as many
 STEP = 64  # lengths of rows are multiples of this
+STREAMS = 2**20  # from the number of one sample of a prompt, which addresses what is drawn, to that of the next
+MOST_SAMPLES = 2**32 // STREAMS  # numbers have 32 bits
+BASE_DTYPES = ("fp32", "bf16", "e4m3", "int8", "nf4", "mxfp4")
+LIMITS: tuple[tuple[tuple[str, ...], type, Callable[[Any], bool], str], ...] = (
+    (("batch_size", "max_tokens"), Integral, lambda value: value >= 1, "a whole number of at least 1"),
+    (("max_length",), Integral, lambda value: value >= 2, "a whole number of at least 2"),
+    (("samples",), Integral, lambda value: 1 <= value <= MOST_SAMPLES, f"a whole number from 1 to {MOST_SAMPLES}"),
+    (("top_k", "seed"), Integral, lambda value: value >= 0, "a whole number of at least 0"),
+    (("temperature",), Real, lambda value: value >= 0, "a number of at least 0"),
+    (("top_p",), Real, lambda value: 0 < value <= 1, "a number above 0 and at most 1"),
+    (("min_p",), Real, lambda value: 0 <= value <= 1, "a number from 0 to 1"),
+    (("repetition_penalty",), Real, lambda value: value > 0, "a number above 0"),
+    (("device",), str, ("auto", "cpu", "cuda").__contains__, "auto, cpu or cuda"),
+    (("dtype",), object, (None, "bf16", "fp32").__contains__, "bf16 or fp32"),
+    (("base_dtype",), object, (None, *BASE_DTYPES).__contains__, f"one of {', '.join(BASE_DTYPES)}"),
+)
 
 
 @dataclass(frozen=True)
 class Settings:
     """What to run, and how; `max_length` bounds a whole chat. None of a `dtype`: bf16 on a GPU, fp32 on the CPU; of a
-    `base_dtype`: as the adapter's base was held when it was trained."""
+    `base_dtype`: as the adapter's base was held when it was trained.
+
+    Each prompt gets `samples` answers, which end before any text of `stop`. UsageError for values that cannot be.
+    """
 
     model: str
     adapter: str | None = None
@@ -50,16 +73,28 @@ class Settings:
     max_tokens: int = 256
     max_length: int = 4096
     ignore_end: bool = False
+    samples: int = 1
+    stop: Sequence[str] = ()
     sampling: Sampling = field(default_factory=Sampling)
 
-
-@dataclass(frozen=True)
-class Answer:
-    """What a model wrote after a prompt; `end` says whether a token of its own ended it: stop, else length."""
-
-    text: str | None
-    tokens: tuple[int, ...]
-    end: str
+    def __post_init__(self) -> None:
+        values, drawn = {**vars(self.sampling), **vars(self)}, self.sampling
+        wrong = [
+            f"{_flag(name)} {values[name]!r}: use {words}"
+            for names, kind, is_right, words in LIMITS
+            for name in names
+            if not (isinstance(values[name], kind) and is_right(values[name]))
+        ]
+        wrong += [
+            f"--stop {one!r}: use a text that is not empty" for one in self.stop if not one or type(one) is not str
+        ]
+        is_greedy = not wrong and drawn.temperature == 0
+        if is_greedy and (drawn.top_k or drawn.top_p < 1 or drawn.min_p):
+            wrong.append("--top-k, --top-p and --min-p cut what is drawn from: give a --temperature above 0 with them")
+        if is_greedy and self.samples > 1:
+            wrong.append(f"--samples {self.samples} would be the same answer each time: give a --temperature above 0")
+        if wrong:
+            raise UsageError("\n  ".join(wrong))
 
 
 class Writer:
@@ -80,13 +115,16 @@ class Writer:
         held = f"The weights of the layers are held in {self._held}" if self._held.is_quantized else None
         self._device = hardware.pick(settings.device)
         self.notes = [text for text in (self._device.note, base, held) if text]  # what the user should know
-        own = self._source.preset_tokenizer if reads_text else None
+        own = self._source.preset_tokenizer if reads_text or settings.stop else None
         named = settings.tokenizer or self._source.tokenizer_folder or own
         tokenizer = None if named is None else TextTokenizer.open(str(named))
         num_virtual = self._adapter.adapters.num_virtual if self._adapter else 0
         self.reader = PromptReader(tokenizer, self._source.config.vocab_size, settings.chat_template, num_virtual)
         ends = stop_tokens(self._source.config, self._source.folder, tokenizer)
+        special = {text: self.reader.special_token(text) for text in settings.stop}
         self._stop = frozenset[int]() if settings.ignore_end else ends
+        self._stop |= {token for token in special.values() if token is not None}
+        self._stop_texts = [text for text, token in special.items() if token is None]
         self._generator: Generator | None = None
         self._asked = 0
 
@@ -95,18 +133,23 @@ class Writer:
         """Bytes of weights that a step reads."""
         return 0 if self._generator is None else self._generator.weight_bytes
 
-    def answers(self, questions: Sequence[Question], show: Callable[[str], None] | None = None) -> Iterator[Answer]:
-        """The answer to each question, in order; `show` gets the text of a single one as it comes."""
+    def answers(self, questions: Sequence[Question]) -> Iterator[Answer]:
+        """The answers to all questions, in order, each as soon as it is whole."""
+        return in_order(self.pieces(questions, live=False), len(questions), self.settings.samples)
+
+    def pieces(self, questions: Sequence[Question], *, live: bool = True) -> Iterator[Answer]:
+        """Pieces of the answers, as their tokens come; not `live`: whole answers, as they end."""
         settings = self.settings
         prompts = [self.reader.tokens(question) for question in questions]
         if self._generator is None:
-            batch_size = min(settings.batch_size, len(prompts))
+            each = [prompt for prompt in prompts for _ in range(settings.samples)]
+            batch_size = min(settings.batch_size, len(prompts)) * settings.samples
             longest = max(map(len, prompts))
-            self._open(batch_size, longest + settings.max_tokens, (row_length(prompts, batch_size),))
-        return self._taken(prompts, settings.max_tokens, show)
+            self._open(batch_size, longest + settings.max_tokens, (row_length(each, batch_size),))
+        return self._taken(prompts, settings.max_tokens, live)
 
-    def chat_answer(self, messages: list[dict[str, str]], show: Callable[[str], None]) -> Answer:
-        """The answer to the last message of a chat, of whatever length there is left."""
+    def chat_pieces(self, messages: Sequence[Mapping[str, str]]) -> Iterator[Answer]:
+        """Pieces of the answer to the last message of a chat, of whatever length there is left."""
         limit = min(self.settings.max_length, self._source.config.max_position)
         prompt = self.reader.chat(messages)
         if len(prompt) >= limit:
@@ -114,8 +157,7 @@ class Writer:
         if self._generator is None:
             count = max(0, math.ceil(math.log(limit / STEP, 4)))
             self._open(1, limit, tuple(_rounded(min(STEP * 4**n, limit)) for n in range(count + 1)))
-        (answer,) = self._taken([prompt], min(self.settings.max_tokens, limit - len(prompt)), show)
-        return answer
+        return self._taken([prompt], min(self.settings.max_tokens, limit - len(prompt)), live=True)
 
     def _open(self, batch_size: int, length: int, rows: tuple[int, ...]) -> None:
         """Plans, allocates and loads. UsageError beyond the model's positions, MemoryLimitError beyond the memory."""
@@ -143,41 +185,22 @@ class Writer:
         model = open_parameters(self._source, self.settings.sampling.seed)
         return as_held(self._held, model) if self._adapter is None else self._adapter.values(model, self._held)
 
-    def _taken(
-        self, prompts: list[tuple[int, ...]], count: int, show: Callable[[str], None] | None
-    ) -> Iterator[Answer]:
+    def _taken(self, prompts: Sequence[Sequence[int]], max_tokens: int, live: bool) -> Iterator[Answer]:
         assert self._generator is not None
-        numbers = range(self._asked, self._asked + len(prompts))
-        about: dict[str, Any] = {"max_tokens": count, "stop": self._stop, "course": self.course}
-        found = generate(self._generator, prompts, numbers=numbers, **about)
+        samples, over = self.settings.samples, set[int]()
+        places = [(index, sample) for index in range(len(prompts)) for sample in range(samples)]
+        found = generate(
+            self._generator,
+            [prompts[index] for index, _ in places],
+            max_tokens=max_tokens,
+            stop=self._stop,
+            over=over,
+            course=self.course,
+            numbers=[self._asked + index + sample * STREAMS for index, sample in places],
+        )
         self._asked += len(prompts)
-        return answers(found, len(prompts), count, self.reader, show)
-
-
-def answers(
-    found: Iterable[Drawn],
-    num_prompts: int,
-    max_tokens: int,
-    reader: PromptReader,
-    show: Callable[[str], None] | None = None,
-) -> Iterator[Answer]:
-    """The answer to each prompt, in order, from what `generate` yields; `show` gets the text of a single one."""
-    tokens: list[list[int]] = [[] for _ in range(num_prompts)]
-    ended, done = set[int](), 0
-    stream = TextStream(reader) if show is not None else None
-    for index, token, _ in found:
-        if token is None:
-            ended.add(index)
-        else:
-            tokens[index].append(token)
-            if stream is not None and show is not None:
-                show(stream.add(token))
-        while done < num_prompts and (done in ended or len(tokens[done]) == max_tokens):
-            if stream is not None and show is not None:
-                show(stream.rest())
-            text = reader.text(tokens[done]) if reader.has_tokenizer else None
-            yield Answer(text, tuple(tokens[done]), "stop" if done in ended else "length")
-            done += 1
+        written = drafts(self.reader, len(prompts), samples, stop=self._stop_texts, live=live)
+        return pieces(found, written, max_tokens, over, live=live)
 
 
 def row_length(prompts: Sequence[Sequence[int]], batch_size: int) -> int:
@@ -195,7 +218,49 @@ def _rounded(length: int) -> int:
     return -(-length // STEP) * STEP
 
 
-def write(model: str, prompts: Sequence[str], **settings: object) -> list[Answer]:
-    """The answer of a model to each prompt; `settings` are those of `Settings`, `sampling` among them."""
-    questions = [Question({}, text=prompt) for prompt in prompts]
-    return list(Writer(Settings(model, **settings)).answers(questions)) if questions else []  # type: ignore[arg-type]
+def write(
+    model: str | os.PathLike[str],
+    prompts: object,
+    *,
+    stop: str | Sequence[str] | None = None,
+    samples: int = 1,
+    stream: bool = False,
+    logprobs: bool = True,
+    **settings: Any,
+) -> list[Answer] | Iterator[Answer]:
+    """The answers of a model to a prompt or a list of them: a list, by prompt and sample, also for one prompt.
+
+    model: a folder, or a name on the Hub.
+    prompts: a text, a chat (a list of messages with `role` and `content`), a list of token ids, or a list of these.
+    stop: a text or texts that end an answer and are cut from it.
+    samples: answers to each prompt; more than one need a `temperature`.
+    stream: returns an iterator instead, with a piece of an answer for each token as it comes.
+    logprobs: whether answers have the log p of their tokens, which takes one more pass over each token's logits.
+    settings: the other options of `llmq-generate` by name: `max_tokens`, `temperature`, `seed`, `device`, ...
+
+    UsageError for what cannot be done; other errors are LlmqErrors, too.
+    """
+    if not isinstance(model, str | os.PathLike):
+        raise UsageError(f"the model is {model!r}: give the path of a folder, or a name")
+    drawn, ours = ({one.name for one in fields(kind)} for kind in (Sampling, Settings))
+    if unknown := settings.keys() - drawn - ours:
+        near = {name: get_close_matches(name, drawn | ours, n=1) for name in sorted(unknown)}
+        asked = (name + "".join(f" (did you mean {one}?)" for one in close) for name, close in near.items())
+        raise UsageError(f"llmq.generate has no setting {', '.join(asked)}")
+    stop, questions = () if stop is None else stop, questions_of(prompts)
+    sampling = replace(
+        settings.pop("sampling", Sampling()),
+        logprobs=logprobs,
+        **{name: settings.pop(name) for name in drawn & settings.keys()},
+    )
+    stops = tuple(stop) if isinstance(stop, Iterable) and not isinstance(stop, str) else (stop,)
+    paths = {name: os.fspath(value) for name, value in settings.items() if isinstance(value, os.PathLike)}
+    about = Settings(os.fspath(model), sampling=sampling, stop=stops, samples=samples, **{**settings, **paths})
+    if not questions:
+        return iter(()) if stream else []
+    writer = Writer(about, reads_text=any(question.tokens is None for question in questions))
+    return writer.pieces(questions) if stream else list(writer.answers(questions))
+
+
+def _flag(name: str) -> str:
+    return "--" + name.replace("_", "-")

@@ -52,5 +52,5 @@ def refuse_if_too_large(plan: Plan, free: int) -> None:
     missing = (plan.total_bytes - free) / MIB
     raise MemoryLimitError(
         f"generation needs {plan.total_bytes / MIB:,.0f} MiB ({sizes}), {missing:,.0f} MiB more than are free: use a "
-        "smaller --batch-size, --max-tokens or --max-length, or --dtype bf16"
+        "smaller --batch-size, --samples, --max-tokens or --max-length, or --dtype bf16"
     )

@@ -14,8 +14,9 @@ from llmq.engine.engine import Engine
 from llmq.engine.generate import Drawn, Generator, generate
 from llmq.errors import UsageError
 from llmq.files.source import ModelSource
+from llmq.generation.answers import drafts, in_order, pieces
 from llmq.generation.prompts import PromptReader, Question
-from llmq.generation.text import answers, row_length, stop_tokens
+from llmq.generation.text import row_length, stop_tokens
 from llmq.model.config import ModelConfig
 from llmq.plan.spec import Completions
 from llmq.screen import Report
@@ -44,9 +45,11 @@ class SamplePrompts:
         """A record for each prompt, in order, until `stopped`; `report` gets the tokens that are done."""
         found = generate(Generator.beside(engine), self.prompts, max_tokens=self.max_tokens, stop=self.stop)
         seen = takewhile(lambda _: not stopped(), _reported(found, report))
-        written = answers(seen, len(self.prompts), self.max_tokens, self.reader)
-        for question, answer in zip(self.questions, written, strict=False):
-            yield {**question.shown, "text": answer.text, "new_tokens": answer.tokens, "end": answer.end}
+        count = len(self.prompts)
+        written = pieces(seen, drafts(self.reader, count), self.max_tokens, set(), live=False)
+        for question, answer in zip(self.questions, in_order(written, count), strict=False):
+            about = {"text": answer.text, "new_tokens": answer.tokens, "end": answer.finish_reason}
+            yield {**question.shown, **about}
 
 
 def open_samples(

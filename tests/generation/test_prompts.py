@@ -1,12 +1,15 @@
 """Prompts to tokens and tokens to text: characters of several tokens appear whole, special tokens are read as such."""
 
+import random
+
 import pytest
 from small_tokenizers import EOS, byte_level, save
 from tokenizers import decoders
 
 from llmq.data.tokens.tokenizer import TextTokenizer
 from llmq.errors import DataError, UsageError
-from llmq.generation.prompts import PromptReader, Question, TextStream
+from llmq.generation.answers import Answer, Draft
+from llmq.generation.prompts import PromptReader, Question, TextStream, questions_of
 
 
 @pytest.fixture
@@ -30,6 +33,83 @@ def test_a_stream_shows_whole_characters_and_all_of_the_text(reader, text):
     assert "".join(shown) == reader.text(tokens) == text and stream.rest() == ""
     cut = TextStream(reader)
     assert cut.add(reader.tokens(Question({}, text="\U0001f600"))[0]) == "" and cut.rest() == "\ufffd"
+
+
+class Spelled:
+    """A reader whose tokens are texts."""
+
+    def text(self, tokens):
+        return "".join(tokens)
+
+
+def until(text, stop):
+    """A text to the first stop text to be complete, read sign by sign; and whether there is one."""
+    for end in range(len(text) + 1):
+        if starts := [end - len(one) for one in stop if text[:end].endswith(one)]:
+            return text[: min(starts)], True
+    return text, False
+
+
+def test_a_stream_ends_before_a_stop_text_however_tokens_cut_it_and_shows_none_of_it():
+    draw = random.Random(3)
+    for _ in range(3000):
+        text = "".join(draw.choices("abc", k=draw.randrange(12)))
+        stop = ["".join(draw.choices("abc", k=draw.randrange(1, 5))) for _ in range(draw.randrange(1, 4))]
+        expected, has_ended = until(text, stop)
+        stream, shown, left = TextStream(Spelled(), stop), "", text
+        while left and not stream.is_stopped:
+            size = draw.randrange(1, 4)
+            shown, left = shown + stream.add(left[:size]), left[size:]
+            assert expected.startswith(shown)
+            assert shown == expected or len(text) - len(left) - len(shown) < max(map(len, stop))  # no more is held
+        assert (shown + stream.rest(), stream.is_stopped) == (expected, has_ended), (text, stop)
+
+
+def test_a_stop_text_before_half_a_character_is_why_an_answer_ends():
+    draft = Draft(TextStream(Spelled(), ["end"]), 1, 2)
+    assert not any(draft.add(token, -0.5) for token in ("a ", "end\ufffd"))
+    assert draft.piece("length") == Answer("a ", ("a ", "end\ufffd"), (-0.5, -0.5), "stop", 1, 2)
+
+
+def test_a_stop_text_may_lie_within_the_bytes_of_characters(reader):
+    text = "It's \U0001f600 the \u00e9nd of ships"
+    stream = TextStream(reader, ["\u00e9nd"])
+    tokens = iter(reader.tokens(Question({}, text=text)))
+    shown = "".join(stream.add(token) for token in tokens if not stream.is_stopped)
+    assert (shown, stream.rest(), stream.is_stopped) == ("It's \U0001f600 the ", "", True)
+
+
+CHAT = [{"role": "user", "content": "Aye"}]
+
+
+@pytest.mark.parametrize(
+    ("prompts", "shown"),
+    [
+        ("Aye", [{"prompt": "Aye"}]),
+        (["Aye", "No"], [{"prompt": "Aye"}, {"prompt": "No"}]),
+        (CHAT, [{"messages": CHAT}]),
+        ([CHAT, CHAT * 2, "Aye"], [{"messages": CHAT}, {"messages": CHAT * 2}, {"prompt": "Aye"}]),
+        ([5, 6], [{"tokens": [5, 6]}]),
+        ([[5, 6], [7]], [{"tokens": [5, 6]}, {"tokens": [7]}]),
+        ((one for one in ("Aye", "No")), [{"prompt": "Aye"}, {"prompt": "No"}]),
+        ([], []),
+    ],
+)
+def test_python_asks_with_texts_chats_and_tokens(prompts, shown):
+    assert [question.shown for question in questions_of(prompts)] == shown
+
+
+@pytest.mark.parametrize(
+    ("prompts", "says"),
+    [
+        (None, "prompt 1 is None: give a text, a chat"),
+        (CHAT[0], "prompt 1 is {'content': 'Aye', 'role': 'user'}: give"),
+        (["Aye", 5, CHAT[0], []], r"prompt 2 is 5; prompt 3 is \{.*\}; prompt 4 is \[\]: give .*, or a list of these"),
+    ],
+)
+def test_a_prompt_that_is_none_of_these_is_named(prompts, says):
+    with pytest.raises(UsageError, match=says):
+        questions_of(prompts)
 
 
 def test_a_prompt_ends_without_an_end_and_spells_special_tokens(reader):
