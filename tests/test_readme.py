@@ -9,6 +9,7 @@ import re
 import shlex
 from functools import cache
 from importlib import import_module
+from itertools import pairwise
 from pathlib import Path
 from xml.etree import ElementTree
 
@@ -25,7 +26,7 @@ from llmq.options.parse import SECTIONS, Options, descriptions
 from llmq.training.result import TrainResult
 
 ROOT = Path(__file__).parents[1]
-README, DOCS = ROOT / "README.md", ROOT / "docs"
+README, DOCS, SITE = ROOT / "README.md", ROOT / "docs", ROOT / "tools/docs/mkdocs.yml"
 PAGES = [
     *sorted(ROOT.glob("*.md")),
     *sorted(DOCS.rglob("*.md")),
@@ -131,6 +132,12 @@ def commands(page: Path) -> list[list[str]]:
     texts = [" ".join(text.split()) for text in inline(page)]
     shown = [text for text in texts if text.startswith(tuple(f"{name} -" for name in COMMANDS))]
     return [shlex.split(line) for line in (*lines, *shown)]
+
+
+def links(page: Path) -> list[Path]:
+    """The files of the checkout that a page links to, in order."""
+    targets = re.findall(r"\]\(([^)\s#]+)[^)\s]*\)", page.read_text("utf-8"))
+    return [(page.parent / target).resolve() for target in targets if not target.startswith("https:")]
 
 
 def slug(title: str) -> str:
@@ -243,10 +250,19 @@ def test_links_lead_somewhere(page):
     assert not wrong
 
 
-def test_the_contents_name_every_page():
-    contents = (DOCS / "README.md").read_text("utf-8")
-    pages = [path.relative_to(DOCS).as_posix() for path in DOCS.rglob("*.md") if path != DOCS / "README.md"]
-    assert not [page for page in pages if f"({page})" not in contents]
+def test_the_contents_are_the_pages_of_the_site_in_order():
+    contents = DOCS / "README.md"
+    nav = [ROOT / name for name in re.findall(r"- (\S+\.md)$", SITE.read_text("utf-8"), re.MULTILINE)]
+    assert set(nav) == set(PAGES) and nav == [*dict.fromkeys((README, contents, *links(contents)))]
+    assert {*DOCS.glob("*.md")} <= {*links(README)}
+
+
+def test_each_page_leads_to_the_next_one_and_to_the_contents():
+    contents = DOCS / "README.md"
+    pages = [path for path in links(contents) if DOCS in path.parents]
+    for page, following in pairwise(pages):
+        assert links(page)[-2:] == [following, contents], page
+    assert links(pages[-1])[-1] == contents
 
 
 def test_the_symptoms_are_messages_of_the_code():

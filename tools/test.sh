@@ -20,7 +20,7 @@ done
 # after it; pip would compile all of PyTorch.
 export PIP_COMPILE=no PYTHONUTF8=1
 # shellcheck disable=SC2086
-"$python" tools/environment.py .test-venv --extra test $judges || exit
+"$python" tools/environment.py .test-venv --extra test --extra docs $judges || exit
 
 # The workers are one per core already: threads of BLAS and OpenMP would only take the cores from each other.
 export OMP_NUM_THREADS=1 OPENBLAS_NUM_THREADS=1 MKL_NUM_THREADS=1 RAYON_NUM_THREADS=1 TOKENIZERS_PARALLELISM=false
