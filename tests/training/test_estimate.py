@@ -44,6 +44,14 @@ def test_a_card_without_a_known_rate_has_no_time(capsys, tmp_path):
     assert code == 0 and "No step time is predicted" in said.out
 
 
+def test_a_card_has_to_be_named(capsys):
+    """With everything else that is wrong."""
+    with pytest.raises(SystemExit) as ended:
+        command.main(["--model=Qwen2.5-7B", "--seq-len=0"])
+    said = capsys.readouterr().err
+    assert ended.value.code == 2 and "--gpu is needed: GPU to plan for" in said and "--seq-len 0" in said
+
+
 def test_a_run_that_does_not_fit_is_refused_after_its_table(capsys, tmp_path):
     code, said = estimated(capsys, tmp_path, "--gpu=1.3GiB", "--batch-size=256", "--seq-len=256")
     assert code == 4 and "are missing" in said.err and "Weights" in said.out
