@@ -8,13 +8,14 @@ Training accumulates in f32, at which GeForce cards run at half their rate (the 
 f16 accumulation). `fp32` is the rate of the ordinary cores. Clocks under load, and with them the real limit, are lower:
 these are the figures that shares of the speed of light are stated against.
 
-A name must match whole: an "RTX 4080 SUPER" or "RTX 4090 Laptop GPU" is another card than the one it is called after,
-and a part of a card (MIG) has its own name.
+A driver's name must match whole: an "RTX 4080 SUPER" or "RTX 4090 Laptop GPU" is another card than the one it is called
+after, and a part of a card (MIG) has its own name. A name that is typed may leave out what is the same of all.
 """
 
 from __future__ import annotations
 
 import difflib
+import math
 import re
 from dataclasses import dataclass
 from functools import cache
@@ -256,6 +257,14 @@ FAMILIES = (
         ("RTX PRO 5000 72GB", 110, 2290, 73402),  # half as much again as the other's memory
     )),
 )  # fmt: skip
+# What is typed for a card whose name has more: of several sizes, the usual one.
+SHORT = {
+    **{"A100": "A100 80GB", "A100 SXM": "A100 80GB", "A100 PCIe": "A100 80GB", "A800": "A800 80GB"},
+    **{"H100": "H100 SXM", "H100 80GB": "H100 SXM", "H100 80GB SXM": "H100 SXM", "H100 80GB PCIe": "H100 PCIe"},
+    **{"H200 SXM": "H200", "H200 141GB": "H200", "H20 3e": "H20 141GB", "H800 SXM": "H800", "B200 SXM": "B200"},
+    **{"GH200": "GH200 96GB", "DGX Spark": "GB10"},
+}
+ABOUT = 1.15  # times the memory of another card: a step in how unlike cards are
 CARDS = (*PAPERS, *(card for family in FAMILIES for card in family.all()))
 
 
@@ -265,8 +274,23 @@ def find(reported: str) -> Card | None:
 
 
 def named(text: str) -> Card | None:
-    """The card named `text`: our name or the driver's, in any case; or for `24GiB` any of that size."""
-    return _by_name().get(_plain(text)) or find(text) or _of_size(text)
+    """The card named `text`, in any usual spelling, such as `RTX4090`, `4090`, `a100-80g` or `H100 SXM5 80GB`; or for
+    `24GiB` any of that size."""
+    return find(text) or _by_name().get(_spelled(text)) or _of_size(text)
+
+
+def rated(card: Card) -> Card:
+    """The card, or where the rate of its memory is not known, the one whose rates it is taken to have: of those with fp8
+    and about its size the newest and fastest."""
+    if card.memory_rate is not None:
+        return card
+
+    def unlikeness(other: Card) -> tuple[float, ...]:
+        ratio = max(other.memory_mib, card.memory_mib) / min(other.memory_mib, card.memory_mib)
+        newness = (float(part) for part in other.capability)
+        return (round(math.log(ratio, ABOUT)), *(-part for part in newness), -other.bf16, -(other.peer_rate or 0.0))
+
+    return min((one for one in CARDS if one.memory_rate and one.e4m3), key=unlikeness)
 
 
 def names() -> list[str]:
@@ -276,8 +300,8 @@ def names() -> list[str]:
 
 def nearest(text: str) -> list[str]:
     """Names that `text` may mean; all, if it resembles none."""
-    near = difflib.get_close_matches(_plain(text), list(_by_name()), n=4)
-    return [_by_name()[name].name for name in near] or names()
+    near = difflib.get_close_matches(_spelled(text), list(_by_name()), n=6)
+    return list(dict.fromkeys(_by_name()[name].name for name in near))[:4] or names()
 
 
 def _of_size(text: str) -> Card | None:
@@ -296,9 +320,23 @@ def _by_reported() -> dict[str, Card]:
 
 @cache
 def _by_name() -> dict[str, Card]:
-    short = {"A100": "A100 80GB", "H100": "H100 SXM", "GH200": "GH200 96GB", "H200 SXM": "H200", "DGX Spark": "GB10"}
+    """Cards by each spelling that means one: our names and the driver's, then shorter ones in the order of SHORT."""
     cards = {card.name: card for card in CARDS}
-    return {_plain(name): card for name, card in (*cards.items(), *((s, cards[full]) for s, full in short.items()))}
+    found = {_spelled(name): card for card in CARDS for name in (card.name, *card.reported)}
+    for short, name in SHORT.items():
+        found.setdefault(_spelled(short), cards[name])
+    for card in CARDS:
+        found.setdefault(_spelled(card.name).removeprefix("RTX"), card)
+        for unit in (GIB, GIGA):
+            found.setdefault(_spelled(f"{card.name} {round(card.total_bytes / unit)}GB"), card)
+    return found
+
+
+def _spelled(name: str) -> str:
+    """A name without what is left out or written in several ways: `A10080GB` of `nvidia a100-80g`."""
+    words = re.sub(r"(\d)\s*G(IB|B)?\b", r"\1GB", _plain(name).replace("-", " ").replace("_", " "))
+    words = re.sub(r"\b(NVIDIA|GEFORCE|QUADRO|TESLA|GENERATION|GPU)\b", "", words)
+    return re.sub(r"\s+", "", re.sub(r"SXM\d", "SXM", words))
 
 
 def _plain(name: str) -> str:

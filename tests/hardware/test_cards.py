@@ -170,6 +170,41 @@ def test_what_somebody_types_is_understood():
     assert gpus.nearest("Voodoo") == gpus.names()
 
 
+@pytest.mark.parametrize(
+    ("name", "typed"),
+    [
+        ("RTX 4090", "RTX4090, 4090, rtx-4090, GeForce RTX 4090, nvidia geforce rtx4090, RTX 4090 24GB"),
+        ("RTX 4090 Laptop GPU", "4090 laptop, RTX 4090 Laptop"),
+        ("RTX 4070 Ti SUPER", "4070 ti super, RTX4070Ti Super"),
+        ("RTX 4060 Ti 16GB", "4060ti 16g, RTX 4060 Ti 16 GB"),
+        ("A100 80GB", "a100-80g, A100, A100 80G, a100_80gb, A100-SXM4-80GB, Tesla A100, A100 SXM"),
+        ("A100 40GB", "a100-40g, A100 40 GB, A100 SXM4 40GB"),
+        ("H100 SXM", "h100 sxm, H100, H100-SXM5, h100sxm5, H100 SXM5 80GB, H100 80GB"),
+        ("H100 PCIe", "h100-pcie, H100 PCIe 80GB, H100 80GB PCIe"),
+        ("H200", "H200 SXM, h200-141gb"),
+        ("L4", "L4 24GB, nvidia-l4"),
+        ("RTX A6000", "A6000, rtxa6000"),
+        ("RTX 6000 Ada", "6000 ada, RTX 6000 Ada Generation"),
+        ("RTX PRO 6000", "pro 6000, RTX-PRO-6000"),
+    ],
+)
+def test_any_usual_spelling_is_understood(name, typed):
+    for text in typed.split(", "):
+        assert (card := gpus.named(text)) is not None and card.name == name, text
+
+
+def test_a_spelling_is_no_other_card():
+    for text in ("4085", "A100 60GB", "40", "H100 SXM 40GB", "RTX", "4090 D v2", "SXM", "H100 80GB HBM3 MIG 1g.10gb"):
+        assert gpus.named(text) is None, text
+
+
+def test_a_card_of_unknown_rates_is_taken_for_one_of_its_size():
+    for text, name in (("24GiB", "RTX 4090"), ("80GiB", "H100 SXM"), ("64GiB", "H100 SXM"), ("141GiB", "H200")):
+        assert gpus.rated(gpus.named(text)).name == name
+    assert gpus.rated(gpus.named("L4")) is gpus.named("L4")
+    assert gpus.rated(gpus.named("L20")).name == "RTX 6000 Ada"
+
+
 def test_a_size_is_a_card_of_which_nothing_else_is_known():
     for text in ("24GiB", "24 gib", "24GB", "24G", "24.0GiB"):
         card = gpus.named(text)
