@@ -10,13 +10,12 @@ from llmq.backends import open_backend
 from llmq.data.batches.step import step_of
 from llmq.disk import MIB, shown
 from llmq.engine.cost import Costs
-from llmq.engine.predict import step_seconds, sustained
+from llmq.engine.predict import step_seconds
 from llmq.errors import UsageError
 from llmq.files.source import find_source
 from llmq.files.tensor_files import Piece
 from llmq.files.writers import checkpoint_bytes
 from llmq.hardware import device
-from llmq.hardware.cards import Card
 from llmq.hardware.device import Device
 from llmq.model.parameters import num_parameters, rows_of_file
 from llmq.options.parse import Options
@@ -28,7 +27,7 @@ from llmq.plan.plan import Plan, make_plan
 from llmq.plan.slots import listed
 from llmq.plan.spec import Spec
 from llmq.tensor import DTYPES
-from llmq.training.fit import fitted, rates_of
+from llmq.training.fit import assumed, fitted, rates_of
 from llmq.training.longest import with_longest
 from llmq.training.specs import Facts
 
@@ -59,7 +58,7 @@ def estimate(options: Options, *, longest: bool = False) -> Iterator[str]:
     free = device.memory_bytes(where)[1]
     plan = None
     if longest:
-        costs = Costs(backend.scratch_bytes, backend.scratch_bytes, rates_of(where, "--longest"))
+        costs = Costs(backend.scratch_bytes, backend.scratch_bytes, rates_of(where))
         options, line = with_longest(
             options, spec_of, costs, free, device.host_bytes(options.system, where) or MOST_BYTES
         )
@@ -108,21 +107,18 @@ def described(plan: Plan, where: Device, micro_steps: int) -> Iterator[str]:
     pieces = [Piece(name, one.whole, DTYPES[one.dtype]) for name, one in plan.saved().items()]
     model = num_parameters(rows) * DTYPES["bf16"].itemsize
     yield f"On disk: a checkpoint {shown(checkpoint_bytes(pieces))}, the model in bf16 {shown(model)}"
-    yield _predicted(plan, card, micro_steps)
+    yield _predicted(plan, where, micro_steps)
 
 
-def _predicted(plan: Plan, card: Card, micro_steps: int) -> str:
+def _predicted(plan: Plan, where: Device, micro_steps: int) -> str:
     """A line on the time of a step."""
     spec = plan.spec
-    rates = sustained(card)
-    if rates is None:
-        return f"No step time is predicted: the rate of the memory of {card.name} is not in llmq's table of cards"
-    seconds = step_seconds(plan, rates, micro_steps)
+    seconds = step_seconds(plan, rates_of(where), micro_steps)
     text = spec.seq_len - spec.adapters.num_virtual
     tokens = spec.batch_size * text * micro_steps * spec.sharding.size
     return (
         f"A step of {tokens:,} tokens takes about {seconds:.3f} s, {tokens / seconds:,.0f} tokens/s: a model, with the "
-        "shares of the card's peaks that an H200 sustains"
+        f"shares of the card's peaks that an H200 sustains{assumed(where)}"
     )
 
 

@@ -18,7 +18,7 @@ from llmq.disk import shown
 from llmq.engine.cost import Costs
 from llmq.engine.predict import Rates, sustained
 from llmq.errors import MemoryLimitError, UsageError
-from llmq.hardware import device
+from llmq.hardware import cards, device
 from llmq.hardware.device import Device
 from llmq.options.field import written
 from llmq.options.parse import Options, told_options
@@ -78,7 +78,7 @@ class Fit:
         return replace(data, batch_size=size, grad_accumulation=data.batch_size * data.grad_accumulation // size)
 
 
-def table(best: Sequence[Setting], free_bytes: int) -> tuple[str, ...]:
+def table(best: Sequence[Setting], free_bytes: int, rates: str) -> tuple[str, ...]:
     """Settings by rank, with what they cost."""
     rows = [("", "tokens/s", "device", "host", "settings")]
     for number, one in enumerate(best, 1):
@@ -86,20 +86,27 @@ def table(best: Sequence[Setting], free_bytes: int) -> tuple[str, ...]:
         rows.append((f"{number}", rate, shown(one.cost.num_bytes), shown(one.cost.host_bytes), one.flags))
     widths = [max(map(len, column)) for column in list(zip(*rows, strict=True))[:-1]]
     lines = ("  ".join([*(f"{c:>{w}}" for c, w in zip(row, widths, strict=False)), row[-1]]) for row in rows)
-    title = f"The fastest by predicted steps in {shown(free_bytes)}, and those that need less; 1 is taken:"
+    title = f"The fastest by predicted steps in {shown(free_bytes)}{rates}, and those that need less; 1 is taken:"
     return (title, *lines)
 
 
-def rates_of(where: Device, option: str = "--fit") -> Rates:
-    """What the device sustains. UsageError of an option where that is not known."""
-    rates = sustained(where.card) if where.card else None
+def rates_of(where: Device) -> Rates:
+    """What the device sustains, or is taken to. UsageError on the CPU and a GPU that is in no table."""
+    rates = sustained(cards.rated(where.card)) if where.card else None
     if rates is not None:
         return rates
-    name = "the CPU" if where.kind == "cpu" else where.planned.name if where.planned else "this GPU"
+    name = "the CPU" if where.kind == "cpu" else "this GPU"
     raise UsageError(
-        f"{option} compares predicted steps, and llmq's table of cards has no rates of {name}: name the card to plan "
+        f"--fit compares predicted steps, and llmq's table of cards has no rates of {name}: name the card to plan "
         "for with --gpu, or choose settings yourself (a run that does not fit says which would)"
     )
+
+
+def assumed(where: Device) -> str:
+    """Which card's rates are assumed, in words; empty where the device's own are known."""
+    if where.card is None or (rated := cards.rated(where.card)) is where.card:
+        return ""
+    return f", with the rates of the {rated.name}, as those of {where.card.name} are not known"
 
 
 def fitted(
@@ -130,7 +137,7 @@ def fitted(
     if not best:
         raise MemoryLimitError(search.shortage(**free))
     first = search.parsed(best[0].changes)
-    return Fit(first, best[0].changes, costs.plan(spec_of(first)), table(best, free["free_bytes"]))
+    return Fit(first, best[0].changes, costs.plan(spec_of(first)), table(best, free["free_bytes"], assumed(where)))
 
 
 def chosen(

@@ -39,9 +39,12 @@ def test_it_prints_the_plan_that_training_runs(capsys, tmp_path):
     assert "On disk: a checkpoint" in said.out
 
 
-def test_a_card_without_a_known_rate_has_no_time(capsys, tmp_path):
+def test_a_card_without_a_known_rate_has_that_of_one_like_it(capsys, tmp_path):
     code, said = estimated(capsys, tmp_path, "--gpu=24GiB")
-    assert code == 0 and "No step time is predicted" in said.out
+    (tmp_path / "again").mkdir()
+    named = estimated(capsys, tmp_path / "again", "--gpu=RTX 4090")[1].out.splitlines()[-1]
+    told = ", with the rates of the RTX 4090, as those of 24 GiB are not known"
+    assert code == 0 and said.out.splitlines()[-1] == named + told
 
 
 def test_a_card_has_to_be_named(capsys):

@@ -219,11 +219,16 @@ def test_refused_options(model, given, message):
 
 
 def test_what_a_search_cannot_compare_is_refused(model):
-    with pytest.raises(UsageError, match="no rates of 24 GiB: name the card"):
-        fitted(*search_of_unknown(options_of(model, gpu="24GiB")))
     options = options_of(model, matmul_dtype="auto")
     with pytest.raises(UsageError, match="--matmul-dtype auto times them first: use e4m3"):
         fitted(*search_of_unknown(options))
+
+
+def test_a_size_has_the_rates_of_a_card_which_is_named(model):
+    search, about = search_of(options_of(model, gpu="24GiB", **WITH_STATES_ON_HOST))
+    named, _ = search_of(options_of(model, **WITH_STATES_ON_HOST))
+    assert search.cost_at((0,) * 8).seconds == named.cost_at((0,) * 8).seconds > 0
+    assert "with the rates of the RTX 4090, as those of 24 GiB are not known, and" in fitted(*about).lines[0]
 
 
 def search_of_unknown(options):
