@@ -25,7 +25,7 @@ SWEEP = "sweep.yaml"
 
 UNSET = """
     revision tokenizer weight global_batch_size augment packing max_docs bf16_layers fp8_layers epochs warmup_ratio
-    min_lr continue gpu save_best reset sample_prompts ray_address reduce_dtype
+    vocab_size min_lr continue gpu save_best reset sample_prompts ray_address reduce_dtype
     memcpy_all_gather memcpy_send_recv debug_memory memory_limit host_memory_limit fit_may
     lora_rank lora_alpha lora_dropout lora_targets lora_bias lora_init adapter adapters base_dtype train_only
     lora_rank_pattern lora_alpha_pattern lora_plus_ratio train_also ia3 eva_rho lora_budget lisa lisa_interval
@@ -216,6 +216,7 @@ def _of_training() -> Iterator[Case]:
         yield _case(f"{name}, NEFTune", precision, TIED, neftune_alpha=5.0)
         yield _case(f"{name}, z-loss", precision, z_loss=1e-2)
         yield _case(f"{name}, from scratch", precision, NORMED, from_scratch=True)
+    yield _case("bf16, from scratch, a larger vocabulary", BF16, from_scratch=True, vocab_size=VOCAB + 7)
     yield _case("bf16, from scratch, projections zero", BF16, from_scratch=True, init_proj_to_zero=True)
     yield _case("fp32, no clip", FP32, grad_clip=0.0)
     yield _case("fp32, linear schedule", FP32, lr_schedule="linear")

@@ -14,7 +14,17 @@ from llmq.options.parse import Options, descriptions
 
 SECTIONS = ("precision", "memory", "sharding", "adapters", "optimizer")
 SINGLE = (
-    *("model", "gpu", "gpus", "memory_limit", "host_memory_limit", "batch_size", "global_batch_size"),
+    *(
+        "model",
+        "tokenizer",
+        "vocab_size",
+        "gpu",
+        "gpus",
+        "memory_limit",
+        "host_memory_limit",
+        "batch_size",
+        "global_batch_size",
+    ),
     *("grad_accumulation", "seq_len", "deterministic", "debug_memory"),
 )
 

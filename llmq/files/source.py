@@ -64,22 +64,38 @@ class ModelSource:
         return self.name + (f" ({self.revision})" if self.revision else "")
 
 
-def open_source(options: ModelOptions, say: Callable[[str], None] = lambda text: None) -> ModelSource:
+def open_source(
+    options: ModelOptions,
+    say: Callable[[str], None] = lambda text: None,
+    num_ids: Callable[[str], int] | None = None,
+    *,
+    plan_only: bool = False,
+) -> ModelSource:
     """Finds what `--model` names: a local folder, else a preset, else a model of the Hub (downloaded).
 
-    `say` gets notices of the download.
+    `say` gets notices of the download. `num_ids` counts the ids of a tokenizer. A plan needs no weights of what is a
+    preset, too.
     """
     source = find_source(
         str(options.model),
         revision=options.revision,
-        from_scratch=options.from_scratch,
+        from_scratch=options.from_scratch or (plan_only and options.model.lower() in HUB_NAMES),
         init_proj_to_zero=options.init_proj_to_zero,
         say=say,
     )
-    if options.tokenizer is None:
+    if options.tokenizer is not None:
+        folder = model_folder(str(options.tokenizer), kind="tokenizer", say=say)
+        source = replace(source, tokenizer_folder=folder, tokenizer_asked=True)
+    if options.vocab_size is None:
         return source
-    folder = model_folder(str(options.tokenizer), kind="tokenizer", say=say)
-    return replace(source, tokenizer_folder=folder, tokenizer_asked=True)
+    size = options.vocab_size
+    if size == "tokenizer":
+        if num_ids is None or (name := source.tokenizer_folder or source.preset_tokenizer) is None:
+            raise UsageError(
+                f"--vocab-size tokenizer: {source.name} has no tokenizer: name one with --tokenizer, or give a number"
+            )
+        size = num_ids(str(name))
+    return replace(source, config=source.config.with_vocabulary(size))
 
 
 def find_source(
@@ -92,7 +108,7 @@ def find_source(
 ) -> ModelSource:
     """The model of a name, with its own tokenizer; `say` gets a notice of a folder that hides a known name, too."""
     is_local = any(mark in name for mark in "/\\~") or os.path.exists(name)
-    name = name if is_local else HUB_NAMES.get(name.lower(), name)
+    name = name if is_local or from_scratch else HUB_NAMES.get(name.lower(), name)
     if "/" not in name and not is_local:
         config = _preset(name)
         if not from_scratch:

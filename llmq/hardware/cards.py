@@ -257,12 +257,18 @@ FAMILIES = (
         ("RTX PRO 5000 72GB", 110, 2290, 73402),  # half as much again as the other's memory
     )),
 )  # fmt: skip
-# What is typed for a card whose name has more: of several sizes, the usual one.
+# What is typed for a card whose name has more, or another order: of several sizes, the usual one.
 SHORT = {
-    **{"A100": "A100 80GB", "A100 SXM": "A100 80GB", "A100 PCIe": "A100 80GB", "A800": "A800 80GB"},
-    **{"H100": "H100 SXM", "H100 80GB": "H100 SXM", "H100 80GB SXM": "H100 SXM", "H100 80GB PCIe": "H100 PCIe"},
-    **{"H200 SXM": "H200", "H200 141GB": "H200", "H20 3e": "H20 141GB", "H800 SXM": "H800", "B200 SXM": "B200"},
-    **{"GH200": "GH200 96GB", "DGX Spark": "GB10"},
+    "A100 80GB": "A100, A100 SXM, A100 PCIe",
+    "A800 80GB": "A800",
+    "H100 SXM": "H100, H100 80GB, H100 80GB SXM",
+    "H100 PCIe": "H100 80GB PCIe",
+    "H200": "H200 SXM, H200 141GB",
+    "H20 141GB": "H20 3e",
+    "H800": "H800 SXM",
+    "B200": "B200 SXM",
+    "GH200 96GB": "GH200",
+    "GB10": "DGX Spark",
 }
 ABOUT = 1.15  # times the memory of another card: a step in how unlike cards are
 CARDS = (*PAPERS, *(card for family in FAMILIES for card in family.all()))
@@ -280,8 +286,10 @@ def named(text: str) -> Card | None:
 
 
 def rated(card: Card) -> Card:
-    """The card, or where the rate of its memory is not known, the one whose rates it is taken to have: of those with fp8
-    and about its size the newest and fastest."""
+    """The card, or where the rate of its memory is not known, the one whose rates it is taken to have.
+
+    That is the newest and fastest of those with fp8 and about its size.
+    """
     if card.memory_rate is not None:
         return card
 
@@ -323,8 +331,8 @@ def _by_name() -> dict[str, Card]:
     """Cards by each spelling that means one: our names and the driver's, then shorter ones in the order of SHORT."""
     cards = {card.name: card for card in CARDS}
     found = {_spelled(name): card for card in CARDS for name in (card.name, *card.reported)}
-    for short, name in SHORT.items():
-        found.setdefault(_spelled(short), cards[name])
+    for name, texts in SHORT.items():
+        found.update(dict.fromkeys(map(_spelled, texts.split(", ")), cards[name]))
     for card in CARDS:
         found.setdefault(_spelled(card.name).removeprefix("RTX"), card)
         for unit in (GIB, GIGA):

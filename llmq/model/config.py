@@ -50,6 +50,12 @@ class ModelConfig:
         left_out = ("dtype", "bos_token_id", "eos_token_ids", "pad_token_id", "source", "max_position")
         return {name: value for name, value in asdict(replace(self, source={})).items() if name not in left_out}
 
+    def with_vocabulary(self, size: int) -> ModelConfig:
+        """The same with another vocabulary, without the special tokens that are not in it."""
+        bos, pad = (one if one is None or one < size else None for one in (self.bos_token_id, self.pad_token_id))
+        eos = tuple(one for one in self.eos_token_ids if one < size)
+        return replace(self, vocab_size=size, bos_token_id=bos, eos_token_ids=eos, pad_token_id=pad)
+
     def window(self, layer: int) -> int | None:
         """Sliding window of a layer in tokens, or None for full causal attention."""
         return self.windows[layer] if self.windows else None

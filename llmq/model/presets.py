@@ -7,6 +7,7 @@ the storage type is bf16 throughout. The two `tiny_llama3` models are our own: L
 from __future__ import annotations
 
 import difflib
+import re
 from functools import partial
 
 from llmq.errors import UsageError
@@ -80,6 +81,8 @@ PRESETS: dict[str, ModelConfig] = {
 
 # Ungated repositories of the Hub with the tokenizer of the presets whose names begin so.
 _TOKENIZERS = {
+    "llama3_8b_instruct": "NousResearch/Meta-Llama-3-8B-Instruct",
+    "llama3_70b_instruct": "NousResearch/Meta-Llama-3-8B-Instruct",
     "tiny_llama3": "NousResearch/Meta-Llama-3-8B",
     "llama3": "NousResearch/Meta-Llama-3-8B",
     "tinyllama": "unsloth/llama-2-7b",  # Llama 1 and TinyLlama have that of Llama 2
@@ -111,14 +114,11 @@ def preset_tokenizer(name: str) -> str:
 
 
 def preset(name: str) -> ModelConfig:
-    """The preset of this name, in any case; UsageError with the nearest names if there is none."""
-    names = {known.lower(): known for known in (*PRESETS, *HUB_NAMES)}
-    if name.lower() in HUB_NAMES:
-        raise UsageError(
-            f"{name} is not a preset but a model of the Hub ({HUB_NAMES[name.lower()]}), which llmq-train loads"
-        )
-    if name.lower() in names:
-        return PRESETS[names[name.lower()]]
+    """The preset of this name, in any case, of an instruct model that of its base; UsageError with the nearest names if
+    there is none."""
+    names = {known.lower(): known for known in PRESETS}
+    if (base := re.sub("[-_]instruct$", "", name.lower())) in names:
+        return PRESETS[names[base]]
     near = [names[n] for n in difflib.get_close_matches(name.lower(), names, n=3, cutoff=0.5)]
     known = f"nearest: {', '.join(near)}" if near else f"known are {', '.join(PRESETS)}"
     raise UsageError(f"there is no preset {name!r}; {known}")

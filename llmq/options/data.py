@@ -6,7 +6,7 @@ import os
 from collections.abc import Iterator, Sequence
 from typing import Annotated, Any, Literal
 
-from pydantic import BeforeValidator
+from pydantic import BeforeValidator, Field
 
 from llmq.options.field import (
     LARGEST_STEP,
@@ -40,6 +40,7 @@ def _how_to_pack(value: Any) -> Any:
 
 Packing = Annotated[Literal["windows"] | bool | None, BeforeValidator(_how_to_pack)]
 Template = Annotated[Text, BeforeValidator(_file_at_home)]
+VocabSize = Literal["tokenizer"] | Annotated[Int, Field(ge=1, le=LARGEST_STEP)]
 
 
 class ModelOptions(Section):
@@ -64,7 +65,19 @@ class ModelOptions(Section):
         metavar="NAME-OR-DIR",
     )
 
+    vocab_size: VocabSize | None = option(
+        None,
+        "Vocabulary of a --from-scratch model: tokenizer, which has as many ids as its tokenizer, or a number.",
+        shown="that of --model",
+        metavar="tokenizer|INT",
+    )
+
     def contradictions(self) -> Iterator[str]:
+        if self.vocab_size is not None and not self.from_scratch:
+            yield (
+                f"--vocab-size {self.vocab_size} does not belong to the weights that are loaded, which have their own: "
+                "add --from-scratch, or leave it out"
+            )
         if self.tokenizer is not None and not self.from_scratch:
             yield (
                 f"--tokenizer {self.tokenizer} does not belong to the weights that are loaded, which have their own "

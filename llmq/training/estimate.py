@@ -8,11 +8,12 @@ from collections.abc import Iterator, Mapping
 
 from llmq.backends import open_backend
 from llmq.data.batches.step import step_of
+from llmq.data.tokens.tokenizer import num_ids
 from llmq.disk import MIB, shown
 from llmq.engine.cost import Costs
 from llmq.engine.predict import step_seconds
 from llmq.errors import UsageError
-from llmq.files.source import find_source
+from llmq.files.source import open_source
 from llmq.files.tensor_files import Piece
 from llmq.files.writers import checkpoint_bytes
 from llmq.hardware import device
@@ -45,7 +46,7 @@ def estimate(options: Options, *, longest: bool = False) -> Iterator[str]:
     if gpus < 1:
         raise UsageError("--gpus 0 counts the GPUs of this machine, and an estimate is for others: use 1 or more")
     notices = list[str]()
-    source = find_source(str(flat["model"]), from_scratch=True, say=notices.append)
+    source = open_source(options.model, notices.append, num_ids)
     yield from notices
     dtypes = precision.resolve(options.precision, source.config)
     device.refuse_dtypes(where, dtypes.matmul, dtypes.head, scaling=dtypes.scaling)

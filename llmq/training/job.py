@@ -15,6 +15,7 @@ from llmq.adapters import resolve as adapters
 from llmq.adapters.several import Several
 from llmq.backends import Backend, open_backend
 from llmq.data.batches.loader import Data
+from llmq.data.tokens.tokenizer import num_ids
 from llmq.disk import shown
 from llmq.errors import UsageError
 from llmq.files.checkpoint import Checkpoints, check_same
@@ -196,7 +197,7 @@ def prepare(options: Options, log: RunLog, ranks: Ranks) -> Job:
     members, plans_only = read_members(options), is_dry(options.run)
     where, seed = _device(options, ranks), device.seed_of(options.system)
     past = open_past(options, log, ranks, plans_only=plans_only)
-    source = open_source(options.model, early.append)
+    source = open_source(options.model, early.append, num_ids, plan_only=plans_only)
     model = _open_parameters(source, seed, past)
     named = TrainedOn(options, members, source, log, past, plans_only=plans_only)
     dtypes, is_timed = _resolve_precision(options, source.config, where, past, ranks)

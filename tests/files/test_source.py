@@ -32,6 +32,7 @@ def options(model, **more):
             "revision": None,
             "from_scratch": False,
             "init_proj_to_zero": False,
+            "vocab_size": None,
             "tokenizer": None,
             **more,
         }
@@ -153,6 +154,26 @@ def test_the_instruct_models_of_llama_3_are_names_of_hub_models(tmp_path, monkey
     assert [one[:3] for one in asked] == [
         (f"meta-llama/Meta-Llama-3-{size}-Instruct", None, "model") for size in ("8B", "70B")
     ]
+
+
+def test_plans_of_instruct_models_take_the_shape_of_their_base(monkeypatch):
+    monkeypatch.setattr(source_module, "model_folder", lambda *given, **about: pytest.fail("the Hub was asked"))
+    for given, plan_only in (({}, True), ({"from_scratch": True}, False)):
+        source = open_source(options("llama3_70b_instruct", **given), plan_only=plan_only)
+        assert source.config is PRESETS["llama3_70b"] and source.from_scratch
+        assert source.preset_tokenizer == "NousResearch/Meta-Llama-3-8B-Instruct"
+
+
+def test_a_model_from_scratch_has_the_vocabulary_that_is_asked_for(tmp_path):
+    source = open_source(options("llama3_8b", from_scratch=True, vocab_size=1000))
+    assert source.config == replace(PRESETS["llama3_8b"], vocab_size=1000, bos_token_id=None, eos_token_ids=())
+    asked = []
+    counted = lambda name: asked.append(name) or 256  # noqa: E731
+    source = open_source(options("llama3_8b", from_scratch=True, vocab_size="tokenizer"), num_ids=counted)
+    assert source.config.vocab_size == 256 and asked == [source.preset_tokenizer]
+    write(tmp_path / "m")
+    with pytest.raises(UsageError, match="has no tokenizer: name one with --tokenizer, or give a number"):
+        open_source(options(tmp_path / "m", from_scratch=True, vocab_size="tokenizer"), num_ids=counted)
 
 
 def test_absent_folders_and_revisions_of_folders(tmp_path):

@@ -268,8 +268,13 @@ def test_preset_names_in_any_case_and_near_ones():
         preset("qwen3_4b")
     with pytest.raises(UsageError, match="known are"):
         preset("zzz")
-    with pytest.raises(UsageError, match="a model of the Hub"):  # which has weights, and is no shape alone
-        preset("llama3_8b_instruct")
+    for name in ("llama3_8b_instruct", "LLAMA3_8B-Instruct"):
+        assert preset(name) is PRESETS["llama3_8b"]
+
+
+def test_another_vocabulary_has_only_special_tokens_of_its_own():
+    config = PRESETS["llama3_8b"].with_vocabulary(128001)
+    assert (config.vocab_size, config.bos_token_id, config.eos_token_ids) == (128001, 128000, ())
 
 
 @pytest.mark.skipif(not CONFIGS.is_dir(), reason="the shared data folder is absent")

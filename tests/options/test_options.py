@@ -15,7 +15,7 @@ NEEDED = {"model": "Qwen/Qwen2.5-0.5B", "train_file": "train.bin"}
 UNSET = """
     revision tokenizer weight eval_file global_batch_size augment packing max_docs data eval_fraction data_format map
     prompt_template chat_template train_on gradient_dtype fp8_scaling head_dtype bf16_layers fp8_layers log_fp8_every
-    steps warmup_ratio min_lr sample_prompts save_best continue reset export_dtype gpu ray_address
+    vocab_size steps warmup_ratio min_lr sample_prompts save_best continue reset export_dtype gpu ray_address
     reduce_dtype memcpy_all_gather memcpy_send_recv debug_memory memory_limit host_memory_limit fit_may
     lora_rank lora_alpha lora_dropout lora_targets lora_bias lora_init adapter adapters base_dtype train_only
     lora_rank_pattern lora_alpha_pattern lora_plus_ratio train_also ia3 eva_rho lora_budget lisa lisa_interval
@@ -267,6 +267,9 @@ def test_everything_wrong_is_said_at_once():
     [
         ({"init_proj_to_zero": True}, "--from-scratch"),
         ({"tokenizer": "org/name"}, "add --from-scratch, or leave it out"),
+        ({"vocab_size": "tokenizer"}, "--vocab-size tokenizer does not belong to the weights that are loaded"),
+        ({"vocab_size": "0", "from_scratch": True}, "--vocab-size 0 is "),
+        ({"vocab_size": "large", "from_scratch": True}, "--vocab-size large is not "),
         ({"global_batch_size": 30}, "not a multiple of --batch-size 4: use 28 or 32"),
         ({"global_batch_size": 3}, "not a multiple of --batch-size 4: use 4"),
         ({"global_batch_size": 32, "grad_accumulation": 4}, "asks for 8 micro-batches"),

@@ -17,6 +17,7 @@ from tokenizers import decoders
 import llmq
 from llmq.data.batches.loader import open_data
 from llmq.data.tokens.token_file import TokenFile, TokenWriter
+from llmq.data.tokens.tokenizer import TextTokenizer
 from llmq.errors import DataError, UsageError
 from llmq.model import presets
 from llmq.model.config import to_hf
@@ -187,9 +188,15 @@ def test_a_run_from_scratch_takes_the_tokenizer_that_is_asked_for_and_exports_it
                 llmq.train(**asked)
     with pytest.raises(UsageError, match="source has none: name one with --tokenizer"):
         llmq.train(**{**given, "name": "again"})
-    with pytest.raises(UsageError, match=r"--tokenizer .*large has \d+ ids, but .*source has a vocabulary of 420"):
+    with pytest.raises(
+        UsageError, match=r"--tokenizer .*large has \d+ ids, but .*source has a vocabulary of 420"
+    ) as caught:
         save(byte_level(added=tuple(f"<{n}>" for n in range(300))), tmp_path / "large", {"eos_token": EOS})
         llmq.train(**{**given, "name": "again"}, tokenizer=tmp_path / "large")
+    assert "add --vocab-size tokenizer" in str(caught.value)
+    result = llmq.train(**{**given, "name": "again"}, tokenizer=tmp_path / "large", vocab_size="tokenizer")
+    config = json.loads((result.model_path / "config.json").read_text())
+    assert config["vocab_size"] == TextTokenizer.open(str(tmp_path / "large")).vocab_size > 420
 
 
 @pytest.mark.parametrize("streaming", [False, True])

@@ -157,7 +157,7 @@ def open_named(
     if source.tokenizer_asked and tokenizer.vocab_size > known:
         raise UsageError(
             f"--tokenizer {tokenizer.folder} has {tokenizer.vocab_size} ids, but {source.name} has a vocabulary of "
-            f"{known}: give a smaller tokenizer, or a model with a larger vocab_size"
+            f"{known}: add --vocab-size tokenizer, or give a smaller tokenizer"
         )
     return NamedData(options, tokenizer, plan_only, say, note, task)
 

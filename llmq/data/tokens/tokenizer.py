@@ -85,6 +85,11 @@ class TextTokenizer:
         )
 
 
+def num_ids(source: str) -> int:
+    """How large a vocabulary has all ids of a tokenizer."""
+    return TextTokenizer.open(source).vocab_size
+
+
 def _begin_ids(encoder: tokenizers.Tokenizer) -> tuple[int, ...]:
     """The special tokens that the post-processor puts before a text, which alone decides it in transformers 5, too."""
     encoding = encoder.encode("a")
