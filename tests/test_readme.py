@@ -21,7 +21,8 @@ from llmq.cli import shell, train
 from llmq.generation.answers import Answer
 from llmq.generation.text import Sampling, Settings, write
 from llmq.model.presets import PRESETS
-from llmq.options.field import flag
+from llmq.options.field import flag, written
+from llmq.options.other_names import INSTEAD, STANDS_FOR
 from llmq.options.parse import SECTIONS, Options, descriptions
 from llmq.training.result import TrainResult
 
@@ -54,7 +55,7 @@ BEST = (0, 1, 4, 7, 9)  # rows of THROUGHPUT in the README
 # Flags of other programs, and of this checkout's scripts.
 OTHER_FLAGS = {"--all", "--judges", "--emulate", "--sweeps", "--cpu", "--show-resume", "--fmad", "--tool", "--no-"}
 OTHER_FLAGS |= {"--data", "--out", "--jobs", "--base", "--micro-batches"}  # of examples and rivals
-OTHER_FLAGS |= {"--ntasks-per-node", "--nproc-per-node", "--rates"}
+OTHER_FLAGS |= {flag(name) for name in INSTEAD} | {"--ntasks-per-node", "--nproc-per-node", "--rates"}
 
 
 def options_table() -> str:
@@ -70,6 +71,11 @@ def options_table() -> str:
                 cells = (f"`{flag(d.key)}{value}`", shown, d.help + also)
                 lines.append("| " + " | ".join(cell.replace("|", "\\|") for cell in cells) + " |")
         lines.append("")
+    lines += ["## Names of other trainers", "", "| option | here |", "|---|---|"]
+    for name, (key, values) in STANDS_FOR.items():
+        lines.append(f"| `{flag(name)}`, or `false` | `{written(key, values[True])}`, or `{values[False]}` |")
+    others = {name: text.format(value="N") for name, text in INSTEAD.items() if name not in STANDS_FOR}
+    lines += [f"| `{flag(name)}` | {text} |" for name, text in others.items()]
     return "\n".join(lines).strip()
 
 

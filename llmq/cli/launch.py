@@ -51,7 +51,9 @@ class Machines:
     epilog="Example: llmq-launch --nnodes 2 --node-rank 0 --master-addr node1 --master-port 29400 --gpus 8 -- "
     "--model Qwen/Qwen3-8B --data chats.jsonl",
 )
-@click.option("--nnodes", type=click.IntRange(min=1), default=1, show_default=True, help="Number of machines.")
+@click.option(
+    "--nnodes", "--nodes", type=click.IntRange(min=1), default=1, show_default=True, help="Number of machines."
+)
 @click.option(
     "--node-rank",
     type=click.IntRange(min=0),

@@ -12,7 +12,8 @@ import click
 
 from llmq.cli import shell
 from llmq.errors import UsageError
-from llmq.options.field import Description, flag, unknown_option, written
+from llmq.options.field import Description, asks_nothing, flag, truth, unknown_option, written
+from llmq.options.other_names import STANDS_FOR
 from llmq.options.parse import SECTIONS, Options, descriptions, spellings
 from llmq.options.schema import json_schema
 from llmq.training.interrupt import terminable
@@ -27,7 +28,6 @@ ALL = "llmq.help_all"  # in a context's meta: the help is that of --help-all
 ARGUMENTS = "llmq.arguments"  # in a context's meta: all of them
 REPEATED = "llmq.repeated"  # in a context's meta: notices of flags that are given more than once
 NO_VALUE = "a flag takes no value: --overwrite turns it on, --no-overwrite off"
-TRUE_OR_FALSE = {"true", "false", "yes", "no", "on", "off", "0", "1"}
 # click stops at the first unknown flag; here all of them are told with the bad values
 UNKNOWN_ALLOWED = {**shell.SETTINGS, "ignore_unknown_options": True, "allow_extra_args": True}
 
@@ -73,21 +73,22 @@ def options_of(arguments: Sequence[str]) -> Options:
 
 def _problems(arguments: Sequence[str]) -> list[str]:
     """Messages for arguments that no option took: unknown flags, and what belongs to no flag."""
-    flags: list[str] = []
+    flags: dict[str, str | None] = {}  # and the value of each, if it may have one
     unexpected: list[str] = []
     takes_next = False  # an unknown flag may have its value in the next argument
     for text in arguments:
         if text.startswith("-") and text.strip("-"):
-            name, equals, _ = text.partition("=")
-            flags.append(name)
+            name, equals, value = text.partition("=")
+            flags[name] = value if equals else None
             takes_next = not equals
         elif takes_next:
-            takes_next = False
+            flags[name], takes_next = text, False
         else:
             unexpected.append(text)
-    advice = NO_VALUE if TRUE_OR_FALSE.issuperset(text.lower() for text in unexpected) else STRAY
+    advice = STRAY if any(truth(text) is None for text in unexpected) else NO_VALUE
     problems = [f"unexpected {' '.join(unexpected)}: {advice}"] if unexpected else []
-    return problems + [unknown_option(name, spellings()) for name in dict.fromkeys(flags)]
+    asked = {name: value for name, value in flags.items() if value is None or not asks_nothing(name, value)}
+    return problems + [unknown_option(name, spellings(), value) for name, value in asked.items()]
 
 
 def _off(key: str) -> str:
@@ -202,6 +203,9 @@ def command() -> click.Command:
         click.Option([flag(_off(d.key)), _off(d.key)], is_flag=True, hidden=True)
         for d in descriptions().values()
         if d.kind == "switch"
+    ]
+    parameters += [
+        click.Option([flag(name), name], is_flag=False, flag_value="true", hidden=True) for name in STANDS_FOR
     ]
     parameters += [
         click.Option(

@@ -21,6 +21,7 @@ from llmq.options.field import (
     describe,
     flag,
     option,
+    truth,
     written,
 )
 
@@ -31,11 +32,10 @@ def _file_at_home(value: Any) -> Any:
 
 
 def _how_to_pack(value: Any) -> Any:
-    known = {"true": True, "false": False, "yes": True, "no": False, "on": True, "off": False, "1": True, "0": False}
-    found = known.get(value.lower(), value) if isinstance(value, str) else value
-    if found in (None, True, False, "windows"):
-        return found
-    raise ValueError("give windows, true (the same as --packing) or false (--no-packing)")
+    found = value if value == "windows" else truth(value)
+    if found is None and value is not None:
+        raise ValueError("give windows, true (the same as --packing) or false (--no-packing)")
+    return found
 
 
 Packing = Annotated[Literal["windows"] | bool | None, BeforeValidator(_how_to_pack)]
@@ -120,7 +120,15 @@ class DataOptions(Section):
         le=LARGEST_STEP,
     )
     seq_len: Int = option(
-        1024, "Tokens per sequence.", "seq_length", "max_seq_length", "block_size", ge=1, le=LARGEST_STEP
+        1024,
+        "Tokens per sequence.",
+        "seq_length",
+        "max_seq_length",
+        "block_size",
+        "sequence_len",
+        "cutoff_len",
+        ge=1,
+        le=LARGEST_STEP,
     )
     augment: Text | None = option(
         None,

@@ -16,6 +16,7 @@ from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Fie
 
 from llmq.disk import size_bytes
 from llmq.errors import UsageError
+from llmq.options.other_names import INSTEAD, STANDS_FOR
 
 LARGEST_STEP = 2**31 - 1  # the step number is an int32 on the device
 
@@ -49,6 +50,12 @@ def _several(value: Any) -> Any:
 
 def _patterns(value: Any) -> Any:
     return (value,) if isinstance(value, (str, os.PathLike)) else value
+
+
+def truth(value: Any) -> bool | None:
+    """Whether a value, or a word for it, is true or false; None of any other."""
+    words = {"true": True, "yes": True, "on": True, "1": True, "false": False, "no": False, "off": False, "0": False}
+    return value if isinstance(value, bool) else words.get(str(value).lower())
 
 
 def with_commas(value: Any) -> Any:
@@ -185,16 +192,22 @@ def named(
     """Values by key; unknown names, and two names of one option, are added to `errors`.
 
     `spellings` has every option by every name, `places` where a name was given (`run.yaml:3: `), where that is known.
+    Names of other trainers are read as `other_names` says.
     None is the same as not given, where the default is None.
     """
     found: dict[str, Any] = {}
     names: dict[str, str] = {}  # by key, as given
     for name, value in given.items():
         option, place, spelled = spellings.get(plain(name)), places.get(name, ""), flag(str(name))
+        if plain(name) in STANDS_FOR and (is_on := truth(value)) is not None:
+            key, values = STANDS_FOR[plain(name)]
+            option, value = spellings[key], values[is_on]
         if plain(name) == "config":
             errors.append(f"{place}config is for the command line: a file cannot name another one")
+        elif option is None and asks_nothing(name, value):
+            continue
         elif option is None:
-            errors.append(place + unknown_option(spelled, spellings))
+            errors.append(place + unknown_option(spelled, spellings, value))
         elif option.key in names:
             errors.append(f"{place}{names[option.key]} and {spelled} are the same option: give one of them")
         else:
@@ -204,8 +217,16 @@ def named(
     return found
 
 
-def unknown_option(name: str, spellings: Mapping[str, Description]) -> str:
-    """The message for a name that is none, with the options that begin with it, else those that look like it."""
+def asks_nothing(name: object, value: Any) -> bool:
+    """Whether another trainer's option has a value that turns it off, as in `fp16: false`."""
+    return plain(name) in INSTEAD and (value in (None, "", "none") or truth(value) is False)
+
+
+def unknown_option(name: str, spellings: Mapping[str, Description], value: Any = None) -> str:
+    """The message for a name that is none, with what another trainer's is here, else the options that begin with it,
+    else those that look like it."""
+    if (instead := INSTEAD.get(plain(name))) is not None:
+        return f"unknown option {name}: {instead.format(value='N' if value is None else value)}"
     wanted, keys = plain(name), {**{name: d.key for name, d in spellings.items()}, "config": "config"}
     near = [known for known in keys if len(wanted) > 2 and known.startswith(wanted)]
     near = near or get_close_matches(wanted, keys, n=2, cutoff=ALIKE)

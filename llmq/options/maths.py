@@ -116,7 +116,12 @@ class MemoryOptions(Section):
     recompute_ffn: bool = option(False, "Recompute the whole MLP in the backward pass.")
     recompute_qkv: bool = option(False, "Recompute the q, k and v projections in the backward pass.")
     recompute_att: bool = option(False, "Recompute the whole attention in the backward pass.")
-    recompute_block: bool = option(False, "Recompute the whole block in the backward pass; keeps only its input.")
+    recompute_block: bool = option(
+        False,
+        "Recompute the whole block in the backward pass; keeps only its input.",
+        "gradient_checkpointing",
+        "activation_checkpointing",
+    )
     offload_residual: bool = option(
         False, "Keep the residual stream between blocks in host memory from the forward to the backward pass."
     )
@@ -194,6 +199,7 @@ class ShardingOptions(Section):
         1,
         "What the GPUs of a run share out instead of each holding all: 0 nothing, 1 master weights and moments, 2 "
         "gradients as well, 3 weights as well.",
+        "zero_stage",
         ge=0,
         le=3,
     )

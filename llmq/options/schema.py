@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from llmq.options.field import flag
+from llmq.options.other_names import STANDS_FOR
 from llmq.options.parse import SECTIONS, descriptions
 
 
@@ -23,6 +24,8 @@ def json_schema() -> dict[str, Any]:
                 schema["anyOf"] = [{"type": "boolean"}, *schema["anyOf"]]
             for name in (d.key, *d.aliases):
                 properties[name] = properties[name.replace("_", "-")] = schema
+    for name, (key, _) in STANDS_FOR.items():
+        properties[name] = properties[name.replace("_", "-")] = {"title": flag(key), "type": "boolean"}
     return {
         "$schema": "https://json-schema.org/draft/2020-12/schema",
         "title": "llmq-train",

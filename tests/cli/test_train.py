@@ -203,6 +203,21 @@ def test_what_only_resembles_an_option_is_not_taken_for_it(arguments, says, trai
     assert trained.options is None and says in capsys.readouterr().err
 
 
+@pytest.mark.parametrize("given", [["--bf16"], ["--bf16", "True"], ["--report-to=none", "--fp16", "false"]])
+def test_flags_of_other_trainers_that_change_nothing_are_read(trained, given):
+    assert call(*NEEDED, *given, "--zero-stage", "2", "--gradient-checkpointing", "--cutoff-len=64") == 0
+    ours = Options.parse({"model": "m", "train_file": "t.bin", "zero_level": 2, "recompute_block": True, "seq_len": 64})
+    assert trained.options == ours
+    assert call(*NEEDED, "--bf16=false") == 0 and trained.options.precision.model_dtype == "fp32"
+
+
+def test_flags_of_other_trainers_are_answered_by_ours(trained, capsys):
+    assert call(*NEEDED, "--nodes", "2", "--qlora", "--fsdp=full_shard", "--fp16") == 2
+    said = capsys.readouterr().err
+    assert re.findall(r"unknown option (\S+):", said) == ["--nodes", "--qlora", "--fsdp", "--fp16"]
+    assert "llmq-launch --nnodes 2 on" in said and "--lora-rank 16 --base-dtype nf4" in said
+
+
 def test_print_config_feeds_back(capsys, tmp_path, trained):
     assert call(*MANUAL, "--print-config") == 0
     assert trained.options is None

@@ -1,14 +1,16 @@
 """Options: spellings, defaults, limits, contradictions, and that the effective options feed back."""
 
+import re
 from pathlib import Path
 
 import pytest
 import yaml
 
 from llmq.errors import UsageError
-from llmq.options.field import flag, written
+from llmq.options.field import flag, plain, written
 from llmq.options.maths import ScheduleOptions
-from llmq.options.parse import SECTIONS, Options, changed, descriptions
+from llmq.options.other_names import INSTEAD
+from llmq.options.parse import SECTIONS, Options, changed, descriptions, spellings
 from llmq.options.schema import json_schema
 
 NEEDED = {"model": "Qwen/Qwen2.5-0.5B", "train_file": "train.bin"}
@@ -219,6 +221,12 @@ def test_spellings_and_text_are_read_alike(spelling, value):
         ("eval_steps", "eval_every_n_steps", 7),
         ("logging_steps", "log_every", 7),
         ("run_name", "name", "night"),
+        ("zero_stage", "zero_level", 3),
+        ("lora_r", "lora_rank", 8),
+        ("sequence_len", "seq_len", 64),
+        ("cutoff_len", "seq_len", 64),
+        ("gradient_checkpointing", "recompute_block", True),
+        ("activation_checkpointing", "recompute_block", True),
         ("resume_from_checkpoint", "continue", 7),
         ("model_revision", "revision", "main"),
     ],
@@ -231,8 +239,48 @@ def test_aliases_reach_their_option_and_cannot_be_given_beside_it(alias, key, va
     assert flag(alias) in problem and flag(key) in problem
 
 
+@pytest.mark.parametrize("value", [True, False, "True", "off"])
+@pytest.mark.parametrize(
+    ("name", "key", "on", "off"),
+    [("bf16", "model_dtype", "bf16", "fp32"), ("assistant-only-loss", "train_on", "assistant", "all")],
+)
+def test_a_switch_of_another_trainer_is_one_of_two_values(name, key, on, off, value):
+    data = {"model": "m", "data": "chats.jsonl"}
+    wanted = on if value in (True, "True") else off
+    assert Options.parse({**data, name: value}) == Options.parse({**data, key: wanted})
+    with pytest.raises(UsageError, match=f"--{name} and {flag(key)} are the same option"):
+        Options.parse({**data, name: value, key: wanted})
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "says"),
+    [
+        ("fsdp", "full_shard", "use --zero-level 3,"),
+        ("nodes", 2, "llmq-launch --nnodes 2 on each machine"),
+        ("use_lora", True, "--lora-rank 16"),
+        ("qlora", "true", "--lora-rank 16 --base-dtype nf4"),
+        ("load-in-4bit", True, "--lora-rank 16 --base-dtype nf4"),
+        ("load_in_8bit", True, "--lora-rank 16 --base-dtype int8"),
+        ("fp16", True, "--model-dtype bf16"),
+        ("optim", "adamw_8bit", "--opt-m-dtype int8 --opt-v-dtype int8"),
+        ("report_to", "wandb", "llmq-export-wandb"),
+        ("deepspeed_config", "ds.json", "--zero-level 3.* --offload-optimizer"),
+        ("bf16", "auto", "--model-dtype bf16 or fp32"),
+    ],
+)
+def test_a_name_of_another_trainer_is_answered_by_ours(tmp_path, name, value, says):
+    (problem,) = problems(**{name: value})
+    assert problem.startswith(f"unknown option {flag(name)}: ") and re.search(says, problem)
+    ours = re.findall(r"--[a-z][\w-]+", problem.partition(": ")[2])
+    assert {plain(one) for one in ours} <= {*spellings(), "nnodes"}
+    (tmp_path / "run.yaml").write_text(f"{name}: {value}\n")
+    assert f"run.yaml:1: {problem}" in "".join(problems(config=tmp_path / "run.yaml"))
+    for nothing in (None, False, "false") if name != "bf16" else (None,):
+        assert parse(**{name: nothing}) == parse()
+
+
 def test_no_name_means_two_options_and_all_have_help():
-    names = [name for d in descriptions().values() for name in (d.key, *d.aliases)]
+    names = [name for d in descriptions().values() for name in (d.key, *d.aliases)] + list(INSTEAD)
     assert len(names) == len(set(names))
     assert [d.key for d in descriptions().values() if not d.help.endswith(".")] == []
     assert {d.section for d in descriptions().values()} == set(SECTIONS)
@@ -531,7 +579,7 @@ def test_a_value_that_overrides_the_file_is_not_blamed_on_it(tmp_path):
     [
         ("eval_every", "did you mean --eval-every-n-steps?"),
         ("--resume", "did you mean --continue?"),
-        ("gradient_checkpointing", "llmq-train --help-all lists all options"),
+        ("dataloader_num_workers", "llmq-train --help-all lists all options"),
         ("learning", "did you mean --learning-rate?"),
         ("outdir", "did you mean --out-dir?"),
         ("lr_sched", "did you mean --lr-schedule?"),
