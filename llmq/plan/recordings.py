@@ -146,8 +146,9 @@ class Recordings:
         return {ref.name: ref for ref in (*self.weights.frozen(), *(one for ref in masters for one in ref.entries))}
 
     def piece(self, weight: Ref) -> Ref:
-        """The rows of a weight of which this rank has the master."""
-        return self._shards.piece(weight) if self._shards and self.spec.sharding.states else weight
+        """The rows of a weight of which this rank has the master; of a frozen one all."""
+        shards = self._shards if self.spec.sharding.states else None
+        return shards.piece(weight) if shards and weight.name in shards.bounds else weight
 
     def train(self, *, first: bool = False, last: bool) -> list[Call]:
         """One forward and backward; `first` or `last` in its step."""

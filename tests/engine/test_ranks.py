@@ -252,3 +252,18 @@ def test_errors_of_copies_are_measured_at_every_level(level, master):
         largest, power, noise, *_, count = found["layers.0.mlp.up.weight@e4m3"]
         assert found["0.mlp.act@e4m3"][5] == 2 * 16 * 320 and 0 < count <= 640 * 64
         assert largest > 0 and 0 < noise < power / 500
+
+
+def test_errors_of_copies_of_frozen_weights_are_those_of_the_whole():
+    """No rank has a share of a weight that is not trained."""
+    frozen = {"frozen": frozenset({"layers.0.mlp.up.weight"}), "observe": True}
+
+    def work(world):
+        sharding = Sharding(world.rank, world.size, **LEVELS[1])
+        plan = plan_of(PRECISIONS["fp8-head"], None, CONFIG, sharding=sharding, **frozen)
+        found = engine_of(plan, backend=HostBackend(world=world)).observe(rank_batch(Run(), 1, 0, world.rank))
+        return dict(zip(plan.observed, found.tolist(), strict=True))["layers.0.mlp.up.weight@e4m3"]
+
+    alone = engine_of(plan_of(PRECISIONS["fp8-head"], None, CONFIG, **frozen))
+    whole = dict(zip(alone.plan.observed, alone.observe(rank_batch(Run(), 1, 0, 0)).tolist(), strict=True))
+    assert run_ranks(2, work) == [whole["layers.0.mlp.up.weight@e4m3"]] * 2
