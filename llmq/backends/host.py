@@ -135,8 +135,6 @@ class HostBackend:
     ) -> HostMemory:
         """Arrays of the host, which are all of one kind. RefusedMemoryError if it has too little: the kernel gives more
         than there is, and ends the process when that is written."""
-        if write_combined:
-            self.notices = ("--write-combined has no effect on the CPU, which has one kind of memory",)
         held = {name: ref for name, ref in persistent.items() if self.takes_scratch or ref.space != "workspace"}
         num_bytes = sum(map(stored_bytes, held.values())) + sum(arena_bytes.values())
         if num_bytes > (free := host_memory_bytes()[1]):

@@ -12,7 +12,7 @@ from llmq.options.field import LARGEST_STEP, Float, Int, Path, Section, Text, fl
 OF_BUDGET = tuple(
     f"adalora_{key}" for key in ("target_rank", "warmup", "final", "interval", "beta1", "beta2", "orth_reg")
 )
-NOT_OF_ADALORA = ("dora", "rslora", "lora_init", "lora_rank_pattern", "lora_alpha_pattern")
+NOT_OF_ADALORA = ("dora", "rslora", "lora_init", "eva_rho", "lora_rank_pattern", "lora_alpha_pattern")
 SHAPE = (  # with --adapter, the folder says it
     *("lora_alpha", "lora_targets", "lora_bias", "rslora", "lora_init"),
     *("lora_rank_pattern", "lora_alpha_pattern", "train_also", "dora", "eva_rho", "lora_budget", "adalora"),

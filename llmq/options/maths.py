@@ -181,17 +181,6 @@ class MemoryOptions(Section):
         if self.offload_quants and not self.persistent_quants:
             yield "--no-persistent-quants leaves no copies for --offload-quants to keep: leave one of them out"
 
-    @property
-    def hosts_states(self) -> bool:
-        """Whether optimizer states or gradients live in host memory."""
-        states = self.offload_master or self.offload_opt_m or self.offload_opt_v or self.offload_optimizer
-        return states or self.offload_gradients or self.stream_weights
-
-    @property
-    def hosts(self) -> bool:
-        """Whether anything lives in host memory."""
-        return self.hosts_states or self.offload_residual or self.offload_quants
-
 
 class ShardingOptions(Section):
     title = "Sharing among GPUs"

@@ -19,9 +19,8 @@ from llmq.errors import UsageError
 from llmq.options import adapters
 from llmq.options.adapters import AdapterOptions
 from llmq.options.data import DataOptions, ModelOptions, SourceOptions
-from llmq.options.field import Description, Section, build, describe, flag, named, plain, read_flat_yaml, written
+from llmq.options.field import Description, Section, build, describe, flag, named, plain, read_flat_yaml
 from llmq.options.maths import (
-    FP8_MATMULS,
     MemoryOptions,
     OptimizerOptions,
     PrecisionOptions,
@@ -108,38 +107,6 @@ def _across(sections: Mapping[str, Any]) -> Iterator[str]:
         yield f"--gpu {system.gpu} only plans: add --dry-run, or choose a GPU of this machine with CUDA_VISIBLE_DEVICES"
 
 
-def _without_effect(sections: Mapping[str, Any]) -> Iterator[str]:
-    """Notices on options that say how to evaluate, to complete prompts or to keep tensors, where there is nothing to do
-    that with."""
-    yield from _of_memory(sections["memory"], sections["precision"])
-    data, source, log = (sections[name] for name in ("data", "source", "log"))
-    idle: dict[str, str] = {}
-    if (
-        sections["adapters"].adapters is None
-        and data.eval_file is None
-        and (source.data is None or source.eval_fraction == 0)
-    ):
-        idle["eval_num_steps"] = "data to evaluate on, such as --eval-file"
-        if log.sample_prompts is None:
-            idle = {"eval_every_n_steps": idle["eval_num_steps"], **idle}
-    if log.sample_prompts is None:
-        idle["sample_tokens"] = "--sample-prompts"
-    for key, missing in idle.items():
-        value = getattr(log, key)
-        if value not in (0, descriptions()[key].default):
-            yield f"{written(key, value)} has no effect without {missing}"
-
-
-def _of_memory(memory: MemoryOptions, precision: PrecisionOptions) -> Iterator[str]:
-    """Notices on how host memory is used where nothing is kept there, and on copies that no matmul reads."""
-    if memory.use_zero_copy and not (memory.hosts_states or memory.fit):
-        yield "--use-zero-copy has no effect without optimizer states or gradients on the host: --offload-optimizer"
-    if memory.write_combined and not (memory.hosts or memory.fit):
-        yield "--write-combined has no effect without something on the host, such as --offload-optimizer"
-    if not memory.persistent_quants and precision.matmul_dtype not in FP8_MATMULS and not memory.fit:
-        yield "--no-persistent-quants has no effect without --matmul-dtype e4m3"
-
-
 def _name_of(model: str) -> str:
     """Default name of a run: the last part of the model's name, so that the same command finds its checkpoints."""
     return re.sub(r"[\\%\x00-\x1f]", "_", os.path.basename(os.path.abspath(model))) or "model"
@@ -149,7 +116,7 @@ def _name_of(model: str) -> str:
 class Options:
     """All sections of a run, checked. `templates` are the paths as given, before %n became the run's name.
 
-    `notices` say what has no effect, or was given twice.
+    `notices` say what was given twice.
     """
 
     model: ModelOptions
@@ -175,8 +142,7 @@ class Options:
         """Options from flat keys in any spelling; values may be text. A `config` key names a file that is read first.
 
         What is given overrides the file, and takes back alternatives that the file has. None is the same as not given,
-        where the default is None. UsageError lists everything that is wrong at once, after the caller's own `problems`;
-        its `notices` come before those of the options.
+        where the default is None. UsageError lists everything that is wrong at once, after the caller's own `problems`.
         """
         errors = list(problems)
         given = dict(given)
@@ -218,7 +184,7 @@ class Options:
         for (one, path), (other, same) in combinations(outputs, 2):
             if os.path.abspath(path) == os.path.abspath(same):
                 raise UsageError(f"{one} and {other} are both {path}: name two places")
-        return cls(**sections, templates=templates, notices=(*notices, *_without_effect(sections)))
+        return cls(**sections, templates=templates, notices=tuple(notices))
 
     def to_flat(self) -> dict[str, Any]:
         """Every option by its key, as JSON knows it (tuples are lists, absent is None)."""

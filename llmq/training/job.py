@@ -54,6 +54,7 @@ from llmq.training.several import MemberRun, open_exports
 from llmq.training.specs import Facts, facts_of
 from llmq.training.survey import Surveyed, found_before, look
 from llmq.training.trained_on import Trained, TrainedOn
+from llmq.training.without_effect import without_effect
 
 HOST_RESERVE = 0.05  # of the host's memory stays free when checkpoints are copied into it
 
@@ -88,6 +89,7 @@ class Job:
     replan: Replan
     plans_only: bool
     gpu: GpuWatch
+    can_restart: bool  # processes that are lost
     speed: GemmSpeed | None
     notices: tuple[str, ...]  # what the user should know before training starts
     warnings: tuple[str, ...]  # what may spoil the run
@@ -233,12 +235,20 @@ def prepare(options: Options, log: RunLog, ranks: Ranks) -> Job:
         replan=replan,
         plans_only=plans_only,
         gpu=GpuWatch(where, log.gpu_every),
+        can_restart=ranks.can_restart,
         speed=speed,
         notices=(*options.notices, *early, *found.lines, *opened.notices),
         warnings=tuple(text for text in (opened.warning, speed and speed.warning) if text),
     )
+    return _begun(job, options, matmuls, past, ranks, log)
+
+
+def _begun(job: Job, options: Options, matmuls: Mapping[str, str], past: Past, ranks: Ranks, log: RunLog) -> Job:
+    """The job with notices on options without effect, once it is known to fit, and described in the log."""
+    given = told_options(options)
+    job = replace(job, notices=(*job.notices, *without_effect(job, given)))
     check_memory(job, options, log)
-    describe(job, log, told_options(options), matmuls, check_disk(job, past.step))
+    describe(job, log, given, matmuls, check_disk(job, past.step))
     remove_earlier(past, log, ranks, plans_only=job.plans_only)
     return job
 

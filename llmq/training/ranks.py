@@ -24,18 +24,26 @@ from llmq.plan import sharding
 
 Result = TypeVar("Result")
 OF_ONE_RANK = ("device", "gpu", "gpus", "verbosity")  # options in which ranks may differ
+RESTARTING = ("--gpus", "llmq-launch")  # launchers that know --restart-failed
 
 
 class Ranks:
-    """The ranks of a run as this one sees them. `said` is a line on who started them, `device` this rank's own.
+    """The ranks of a run as this one sees them. `said` is a line on who started them, `device` this rank's own, and
+    `can_restart` whether that starts a lost one again.
 
     A dry run is alone, and plans as the first of so many ranks (`planned`).
     """
 
     def __init__(
-        self, world: World = ALONE, said: str = "", device: Device | None = None, *, planned: int | None = None
+        self,
+        world: World = ALONE,
+        said: str = "",
+        device: Device | None = None,
+        *,
+        planned: int | None = None,
+        can_restart: bool = False,
     ) -> None:
-        self.world, self.said, self.device = world, said, device
+        self.world, self.said, self.device, self.can_restart = world, said, device, can_restart
         self.rank, self.size = world.rank, planned or world.size
         self.step = 0  # that this rank is in
         self.told: Mapping[str, Any] = {}  # by the first rank, of what it found and chose for all
@@ -123,7 +131,8 @@ def joined(options: Options) -> Iterator[Ranks]:
     """
     if options.to_flat()["dry_run"]:
         size, where = device.planned_gpus(options.system), device.pick_device(options.system)
-        yield Ranks(device=where if where.planned else replace(where, num_sharing=size), planned=size)
+        shared = where if where.planned else replace(where, num_sharing=size)
+        yield Ranks(device=shared, planned=size, can_restart=size > 1)
         return
     gpus = device.asked_gpus(options.system)
     place = recognised(os.environ, gpus)
@@ -133,14 +142,16 @@ def joined(options: Options) -> Iterator[Ranks]:
             f"{asked} needs several processes, and llmq.train() trains in this one alone: the command llmq-train "
             "starts them, as do llmq-launch, torchrun, srun and mpirun"
         )
+    can_restart = place is not None and place.kind in RESTARTING
     if place is None or place.size == 1:
-        yield Ranks()
+        yield Ranks(can_restart=can_restart)
         return
     patience = watchdog_s(os.environ)
     picked = replace(device.pick_device(options.system), num_sharing=place.local_size or 1)
     where = device.use(picked, partial(gpu_index, place))
     world = join_world(place, where, sharding.copying(options.sharding))
-    ranks = Ranks(world, "; ".join(filter(None, (place.in_words, copied_in_words(world)))), where)
+    said = "; ".join(filter(None, (place.in_words, copied_in_words(world))))
+    ranks = Ranks(world, said, where, can_restart=can_restart)
     try:
         with ranks.watched(patience):
             ranks.check_same(options)

@@ -380,21 +380,6 @@ def test_dtypes_have_the_names_of_pytorch_too():
     assert parse(head_dtype="bfloat16", matmul_dtype="e4m3").precision.head_dtype == "bf16"
 
 
-def test_evaluation_without_data_for_it_is_noted():
-    for key in ("eval_every_n_steps", "eval_num_steps"):
-        (notice,) = parse(**{key: 7}).notices
-        assert notice == f"{flag(key)} 7 has no effect without data to evaluate on, such as --eval-file"
-        assert parse(**{key: 7}, eval_file="e.bin").notices == parse(**{key: 0}).notices == ()
-        rows = {"model": "m", "data": "d.jsonl", key: 7}
-        assert Options.parse(rows).notices == () != Options.parse({**rows, "eval_fraction": 0}).notices
-
-
-def test_prompts_to_complete_give_evaluations_an_effect():
-    assert parse(eval_every_n_steps=7, sample_prompts="p.txt", sample_tokens=5).notices == ()
-    (notice,) = parse(sample_tokens=5).notices
-    assert notice == "--sample-tokens 5 has no effect without --sample-prompts"
-
-
 def test_values_of_defaults_are_no_contradiction():
     """Harmless, and needed so that the effective options can be fed back."""
     parse(eval_every_n_steps=100, eval_num_steps=0)

@@ -14,7 +14,6 @@ from llmq.engine.predict import BOTH_WAYS, Rates, call_seconds, program_seconds
 from llmq.model.optimizer import Hyperparameters
 from llmq.ops.seam import record
 from llmq.options.maths import MemoryOptions
-from llmq.options.parse import Options
 from llmq.plan import memory as memories
 from llmq.plan.memory import RESIDUAL, Memory
 from llmq.tensor import stored_bytes
@@ -123,25 +122,3 @@ def test_options_become_a_policy():
     options = MemoryOptions(offload_optimizer=True, use_zero_copy=True, write_combined=True)
     found = memories.resolve(options, batch_size=2, seq_len=16, logit_bytes=1)
     assert found == Memory(host=STATES, zero_copy=True, write_combined=True)
-
-
-@pytest.mark.parametrize(
-    ("flags", "said"),
-    [
-        ({"use_zero_copy": True, "offload_residual": True}, ["--use-zero-copy has no effect without optimizer states"]),
-        ({"use_zero_copy": True, "write_combined": True}, ["--use-zero-copy has no", "--write-combined has no effect"]),
-        ({"use_zero_copy": True, "write_combined": True, "offload_gradients": True}, []),
-        ({"use_zero_copy": True, "stream_weights": True}, []),
-        ({"write_combined": True, "offload_residual": True}, []),
-        ({"use_zero_copy": True, "fit": True}, []),
-    ],
-)
-def test_flags_without_an_object_are_noticed(flags, said):
-    notices = [text for text in Options.parse({**SPELLED, **flags}).notices if "no effect" in text]
-    assert len(notices) == len(said) and all(text.startswith(start) for text, start in zip(notices, said, strict=True))
-
-
-def test_the_cpu_says_that_its_memory_is_of_one_kind():
-    backend = HostBackend()
-    engine_of(plan_of(BF16, KINDS["everything"]), backend=backend)
-    assert ["--write-combined has no effect on the CPU" in text for text in backend.notices] == [True]

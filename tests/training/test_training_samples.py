@@ -114,8 +114,3 @@ def test_their_memory_is_planned_and_leaving_them_out_is_advised(asked, given, m
     monkeypatch.setattr(device, "memory_bytes", lambda *where: (with_them, without))
     with pytest.raises(MemoryLimitError, match="leaving out --sample-prompts needs"):
         llmq.train(**asked)
-
-
-def test_sample_tokens_alone_are_noted(given):
-    llmq.train(**given, sample_tokens=3, dry_run=True)
-    assert "--sample-tokens 3 has no effect without --sample-prompts" in given["console"].getvalue()
