@@ -58,6 +58,16 @@ def held_out(
     return Evaluated(total, number, tokens * world.size, tuple(zip(each, numbers, strict=True)))
 
 
+def mean_losses(engine: Engine, batch: Batch, world: World) -> list[float | None]:
+    """Loss per trained token of the batch that each rank gives, and then that of each of several adapters; None for one
+    without trained tokens."""
+    found = world.gather([engine.evaluate(batch), *engine.evaluated_each()])
+    sums = (
+        (sum(losses), sum(counts)) for losses, counts in (zip(*one, strict=True) for one in zip(*found, strict=True))
+    )
+    return [loss / count if count else None for loss, count in sums]
+
+
 def _in_turn(batches: Iterable[Batch], world: World) -> Iterator[Batch]:
     """This rank's batch of each so many that there are ranks; where the last ones are too few, one without targets."""
     remaining = iter(batches)

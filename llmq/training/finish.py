@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from itertools import count
@@ -13,11 +13,13 @@ import numpy as np
 
 from llmq.adapters.base_record import BASE, AdapterBase, merged_record, weights_of
 from llmq.adapters.base_record import MERGED as MERGED_RECORD
+from llmq.data.batches.batch import Batch
 from llmq.engine.engine import Engine
 from llmq.errors import NonFiniteError
 from llmq.files.huggingface import Export, remove_model
 from llmq.row import Row
 from llmq.training.allocation import Allocation
+from llmq.training.evaluation import mean_losses
 from llmq.training.exported import MERGED
 from llmq.training.health import all_finite
 from llmq.training.job import Job
@@ -40,17 +42,29 @@ class Left:
     adapters: Mapping[str, Path] = field(default_factory=dict)
 
 
-def export_all(job: Job, engine: Engine, allocation: Allocation, now: Progress, ranks: Ranks, log: RunLog) -> Left:
-    """Writes the model, or of an adapter what the `allocation` of ranks kept, unless it is ruined; the warnings about
-    it say how to continue.
+def export_all(
+    job: Job, engine: Engine, allocation: Allocation, now: Progress, batch: Batch, ranks: Ranks, log: RunLog
+) -> Left:
+    """Writes the model, or of an adapter what the `allocation` of ranks kept, unless it is ruined, with warnings about
+    the run; those about the model say how to continue.
 
-    A ruined one is written with --export-anyway. Weights are checked on their way to the disk.
+    A ruined one is written with --export-anyway. Weights are checked on their way to the disk, and the last update by
+    what the loss of a `batch` is now.
     """
+    loss, *each = mean_losses(engine, batch, ranks.world)
+    course = now.course.warnings(job.plan.spec.config.vocab_size, loss)
     if job.members:
-        return _export_each(job, engine, now, ranks, log)
-    reasons = [f"the last step, {now.step}, changed nothing: it was not finite"] if now.rejected else []
-    if not reasons and now.evaluated == now.step and not math.isfinite(now.eval_loss):
-        reasons = [f"the loss of the last evaluation is {now.eval_loss}"]
+        left = _export_each(job, engine, now, each, ranks, log)
+    else:
+        left = _export_one(job, engine, allocation, now, loss, ranks, log)
+    return replace(left, warnings=[*course, *left.warnings])
+
+
+def _export_one(
+    job: Job, engine: Engine, allocation: Allocation, now: Progress, loss: float | None, ranks: Ranks, log: RunLog
+) -> Left:
+    """Writes the model or the adapter, and with --merge both as one."""
+    reasons = _ruin(now, now.rejected, now.eval_loss, loss)
     bad: dict[str, None] = {}
     model = merged = None
     if not reasons or job.exports_anyway:
@@ -79,20 +93,29 @@ def _with_base(export: Export, job: Job, engine: Engine) -> Export:
     return replace(export, beside={BASE: base.to_json()})
 
 
+def _ruin(now: Progress, rejected: int, eval_loss: float | None, after: float | None) -> list[str]:
+    """Why the model, or one of several adapters, is ruined by its last step, if it is."""
+    if rejected:
+        return [f"the last step, {now.step}, changed nothing: it was not finite"]
+    if now.evaluated == now.step and eval_loss is not None and not math.isfinite(eval_loss):
+        return [f"the loss of the last evaluation is {eval_loss}"]
+    return [f"after the last step the loss of a batch is {after}"] if after and not math.isfinite(after) else []
+
+
 def _not_finite(bad: Mapping[str, None]) -> str:
     more = f" and {len(bad) - 1} more" if len(bad) > 1 else ""
     return f"the weights of {next(iter(bad))}{more} are not all finite"
 
 
-def _export_each(job: Job, engine: Engine, now: Progress, ranks: Ranks, log: RunLog) -> Left:
-    """Writes each of several adapters that is not ruined, as `export_all` does one."""
+def _export_each(
+    job: Job, engine: Engine, now: Progress, losses: Sequence[float | None], ranks: Ranks, log: RunLog
+) -> Left:
+    """Writes each of several adapters that is not ruined, as `_export_one` does one."""
     found: dict[str, Path] = {}
     warnings = []
-    for name, export in zip(job.names, job.exports, strict=True):
+    for name, export, loss in zip(job.names, job.exports, losses, strict=True):
         own, bad = now.each.get(name, MemberProgress()), dict[str, None]()
-        reasons = [f"its last step, {now.step}, changed nothing: it was not finite"] if own.rejected else []
-        if not reasons and now.evaluated == now.step and not math.isfinite(own.eval_loss or 0.0):
-            reasons = [f"its loss in the last evaluation is {own.eval_loss}"]
+        reasons = _ruin(now, own.rejected, own.eval_loss, loss)
         if not reasons or job.exports_anyway:
             with suppress(NonFiniteError):
                 found[name] = _written(

@@ -9,7 +9,8 @@ The difference of two means, of j and of k losses, then has the deviation s sqrt
 any more (nor is 0.1% of the loss, the rounding). Runs of fewer than 8 steps are not judged. Of 20,000 runs simulated
 without any learning, it found a rise in 0.1% (8 steps, normal noise), 0.01% (16 steps) and 0.3% (8 steps, Student's t
 of 3 degrees of freedom). The noise of a ruined model can be as large as its loss, so a loss that ended a tenth above
-both its first value and ln V, that of a uniform guess among V tokens, counts too, from 4 steps on.
+both its first value and ln V, that of a uniform guess among V tokens, counts too, from 4 steps on. Losses of steps are
+those before their updates, so that of a batch after the last one counts as well, in a run of any length.
 
 A gradient of exactly 0 over the last steps: nothing trains any more.
 """
@@ -17,7 +18,7 @@ A gradient of exactly 0 over the last steps: nothing trains any more.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from itertools import pairwise
 from statistics import fmean, median
@@ -31,6 +32,7 @@ NO_NOISE = 8.0  # deviations
 LEAST_RISE = 1e-3  # of the loss: beyond rounding
 WORSE = 1.1  # than a uniform guess
 DEAD_STEPS = 3  # with a gradient of exactly 0
+LARGEST_RATE = 1.0  # prompts are trained at 0.3 (Lester et al., 2021), which is more than anything else
 MEDIAN_OF_DIFFERENCES = 0.954
 
 
@@ -60,10 +62,10 @@ class Course:
             return replace(self, dead=dead)
         return Course(self.steps + 1, (*self.first, loss)[:KEPT], (*self.last, loss)[-KEPT:], dead)
 
-    def warnings(self, vocab_size: int) -> list[str]:
-        """What a user should know of a run that has come to its end."""
+    def warnings(self, vocab_size: int, after: float | None = None) -> list[str]:
+        """What a user should know of a run at its end, with the loss of a batch `after` the last update, if known."""
         found = []
-        if rise := self._above_noise() or self._above_guess(math.log(vocab_size)):
+        if rise := self._above_noise() or self._above_guess(math.log(vocab_size), after):
             found.append(f"{rise}: lower --learning-rate, or raise --warmup")
         if self.dead >= DEAD_STEPS:
             found.append(
@@ -72,14 +74,14 @@ class Course:
             )
         return found
 
-    def _above_guess(self, guess: float) -> str:
+    def _above_guess(self, guess: float, after: float | None) -> str:
         """Whether the model ended worse than a uniform guess, in words."""
-        if self.steps < LEAST_STEPS // 2:
+        ends = [fmean(self.last[-min(KEPT, self.steps // 4) :])] if self.steps >= LEAST_STEPS // 2 else []
+        ends += [after] if after is not None and self.first and math.isfinite(after) else []
+        if not ends or max(ends) <= WORSE * max(self.first[0], guess):
             return ""
-        began, ended = self.first[0], fmean(self.last[-min(KEPT, self.steps // 4) :])
-        if ended <= WORSE * max(began, guess):
-            return ""
-        return f"The loss ended at {ended:.4g}, above the {began:.4g} where it began and the {guess:.4g} of a guess"
+        said = f"The loss ended at {max(ends):.4g}"
+        return f"{said}, above the {self.first[0]:.4g} where it began and the {guess:.4g} of a guess"
 
     def _above_noise(self) -> str:
         """Whether the loss ended above where it began, in words; see the module."""
@@ -95,6 +97,15 @@ class Course:
                 said = f"The loss ended at {ended:.4g}, above the {began:.4g} where it began"
                 return f"{said} (one step's noise is {noise:.2g})"
         return ""
+
+
+def rate_warnings(peak: float, who: str = "") -> Iterator[str]:
+    """A message on a rate that trains nothing, or ruins any model; of one of several adapters, `who` it is."""
+    rate = f"{who and f'adapter {who}: '}--learning-rate {peak:g}"
+    if peak == 0:
+        yield f"{rate} trains nothing: the weights stay as they are"
+    elif peak > LARGEST_RATE:
+        yield f"{rate} moves weights by up to that much in every step, and few are above 1: use 1e-2 or less"
 
 
 def all_finite(values: np.ndarray) -> bool:

@@ -44,6 +44,7 @@ from llmq.training.describe import describe
 from llmq.training.exported import OpenedExports, open_model
 from llmq.training.fit import NUMBERS, Fit, chosen
 from llmq.training.gpu_log import GpuWatch
+from llmq.training.health import rate_warnings
 from llmq.training.log import RunLog
 from llmq.training.past import Past, open_past, remove_earlier
 from llmq.training.ranks import Ranks
@@ -244,9 +245,10 @@ def prepare(options: Options, log: RunLog, ranks: Ranks) -> Job:
 
 
 def _begun(job: Job, options: Options, matmuls: Mapping[str, str], past: Past, ranks: Ranks, log: RunLog) -> Job:
-    """The job with notices on options without effect, once it is known to fit, and described in the log."""
-    given = told_options(options)
-    job = replace(job, notices=(*job.notices, *without_effect(job, given)))
+    """The job with what its options and data give to think about, once it is known to fit, and described in the log."""
+    given, rates = told_options(options), {one.name: one.schedule.peak for one in job.members}
+    found = (text for who, peak in (rates or {"": job.schedule.peak}).items() for text in rate_warnings(peak, who))
+    job = replace(job, notices=(*job.notices, *without_effect(job, given)), warnings=(*job.warnings, *found))
     check_memory(job, options, log)
     describe(job, log, given, matmuls, check_disk(job, past.step))
     remove_earlier(past, log, ranks, plans_only=job.plans_only)

@@ -111,6 +111,7 @@ class _Run:
         if job.backend.allocated:
             log.say(job.backend.allocated)
         self.progress = Progress()
+        self.last: Batch | None = None  # that was trained on
         self.fp8, self.lisa = Fp8Watch(self), LisaWatch(self)
         self.allocation = allocation_of(self.engine, log.say)
         self.is_cold = job.resume is None  # whether delayed scales have seen nothing yet
@@ -137,6 +138,7 @@ class _Run:
                     with nullcontext() if self.speeds else self.ranks.long("its first step"):  # compiles kernels
                         self._step(loader)
                     report(self.progress.step, job.schedule.steps)
+                batch = self.last or loader.next(self._ends)  # a resumed run may have no step left
             except Stopped:
                 pass  # the step that waits for data is not begun
             except Exception as error:
@@ -150,15 +152,14 @@ class _Run:
             self._settle()
         if self._ends():
             return self._stopped()
-        left = export_all(job, self.engine, self.allocation, self.progress, self.ranks, log)
+        left = export_all(job, self.engine, self.allocation, self.progress, batch, self.ranks, log)
         self.result = replace(self.result, model_path=left.model_path, merged_path=left.merged_path)
         self.exported = left.adapters
-        warnings = [*self.progress.course.warnings(job.plan.spec.config.vocab_size), *left.warnings]
         result = self._result(exit_code=0 if left.is_whole else NonFiniteError.exit_code)
         for line in summary(result, time.perf_counter() - self.began):
             log.say(line, least=SUMMARY)
         losses = {"train_loss": result.train_loss, "eval_loss": result.eval_loss}
-        log.end("failed" if result.exit_code else "finished", warnings, **losses)
+        log.end("failed" if result.exit_code else "finished", left.warnings, **losses)
         return replace(result, warnings=tuple(log.warnings))
 
     def _ends(self) -> bool:
@@ -227,7 +228,7 @@ class _Run:
         self.agreed_code = done.request if done.request > 1 else 0
         seconds = time.perf_counter() - start
         self._advance(batch, done)
-        self.updating = False
+        self.last, self.updating = batch, False
         self._after(
             TrainRecord(
                 step=step,

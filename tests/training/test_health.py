@@ -4,7 +4,7 @@ import ml_dtypes
 import numpy as np
 import pytest
 
-from llmq.training.health import KEPT, Course, all_finite
+from llmq.training.health import KEPT, Course, all_finite, rate_warnings
 
 
 def course(losses, norms=None):
@@ -58,6 +58,30 @@ def test_a_model_that_is_worse_than_a_guess():
         (warning,) = course(losses[:count]).warnings(97)
         assert "above the 2.5 where it began and the 4.575 of a guess" in warning
     assert course([5.6, 5.1, 5.5, 5.2]).warnings(97) == []  # as large initial weights have it
+
+
+@pytest.mark.parametrize("count", [1, 3, 60])
+def test_a_last_update_that_makes_it_worse_than_a_guess(count):
+    """Losses of steps are those before their updates: only a look after the last one shows what that did."""
+    losses = 2.5 + noise(count, 5)
+    (warning,) = course(losses).warnings(97, 5.1)
+    assert warning.startswith("The loss ended at 5.1, above the ") and "the 4.575 of a guess" in warning
+    for after in (2.6, 4.9, np.nan, None):
+        assert course(losses).warnings(97, after) == []
+    assert Course().warnings(97, 9.0) == []  # without a finite loss there is nothing to compare with
+
+
+@pytest.mark.parametrize("rate", [1e-6, 0.3, 1.0])
+def test_a_usual_rate_is_no_warning(rate):
+    assert list(rate_warnings(rate)) == []
+
+
+def test_a_rate_that_trains_nothing_or_ruins_anything():
+    assert list(rate_warnings(0.0, "low")) == [
+        "adapter low: --learning-rate 0 trains nothing: the weights stay as they are"
+    ]
+    (warning,) = rate_warnings(1e30)
+    assert warning.startswith("--learning-rate 1e+30 moves weights by up to that much in every step")
 
 
 def test_losses_that_stand_still_and_steps_without_one_are_no_rise():

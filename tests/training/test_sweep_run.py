@@ -290,10 +290,20 @@ def test_one_that_is_ruined_is_not_exported_and_the_others_are(given, monkeypatc
     assert done.adapters["high"].path is None and not Path("runs/run/model/high").exists()
     assert done.adapters["low"].path.is_dir() and done.adapters["other-1"].path.is_dir()
     assert "adapter high has not changed in the last 10 steps up to step 10" in done.warnings[0]
-    assert "Adapter high is not exported: its last step, 11, changed nothing" in done.warnings[-1]
+    assert "Adapter high is not exported: the last step, 11, changed nothing" in done.warnings[-1]
     assert "Step 3 changed nothing of high: " in given["console"].getvalue()
     anyway = llmq.train(**{**given, "steps": 11, "continue": True, "export_anyway": True})
     assert anyway.exit_code == 0 and anyway.adapters["high"].path.is_dir()
+
+
+def test_one_that_its_last_update_ruins_is_found_without_an_evaluation(given):
+    del given["eval_file"], given["eval_every_n_steps"]
+    write_sweep({"low": {"lora_rank": 4}, "high": {"lora_rank": 4, "learning_rate": 1e30}})
+    done = llmq.train(**{**given, "steps": 1})
+    assert done.exit_code == NonFiniteError.exit_code
+    assert done.adapters["high"].path is None and done.adapters["low"].path.is_dir()
+    assert done.warnings[0].startswith("adapter high: --learning-rate 1e+30 moves weights by up to that much")
+    assert "Adapter high is not exported: after the last step the loss of a batch is " in done.warnings[-1]
 
 
 def test_all_that_are_refused_end_the_run(given, monkeypatch):

@@ -128,6 +128,36 @@ def test_a_rate_that_ruins_the_model_is_no_success(given, rate):
     assert result.checkpoint_path == SAVED / "step-00000004"
 
 
+@pytest.fixture
+def blind(given):
+    """A run of one step without data to evaluate on: no loss is measured after its update."""
+    del given["eval_file"], given["eval_every_n_steps"]
+    return {**given, "steps": 1, "warmup": 0}
+
+
+def test_a_last_update_that_ruins_the_model_is_found_without_an_evaluation(blind):
+    """Weights of 1e30 are finite, but what they compute is not; a run that resumes there finds it, too."""
+    for more in ({"learning_rate": 1e30}, {"learning_rate": 1e-3, "continue": "newest"}):
+        result = llmq.train(**{**blind, **more})
+        assert (result.exit_code, result.model_path, result.steps) == (5, None, 1)
+        assert "No model is exported: after the last step the loss of a batch is nan." in result.warnings[-1]
+    assert llmq.train(**blind, **{"continue": "newest"}, export_anyway=True).exit_code == 0
+
+
+def test_a_last_update_that_makes_the_model_worse_than_a_guess_is_a_warning(blind):
+    first, found = llmq.train(**{**blind, "learning_rate": 100}).warnings
+    assert first.startswith("--learning-rate 100 moves weights by up to that much in every step")
+    assert found.startswith("The loss ended at ") and "of a guess: lower --learning-rate" in found
+    assert llmq.train(**blind, overwrite=True).warnings == ()
+
+
+def test_a_rate_of_zero_is_a_warning(blind):
+    result = llmq.train(**{**blind, "learning_rate": 0})
+    assert result.exit_code == 0
+    assert result.warnings == ("--learning-rate 0 trains nothing: the weights stay as they are",)
+    assert said(blind).count("--learning-rate 0 trains nothing") == 2  # before the run, and at its end
+
+
 @pytest.mark.parametrize("dtype", ["bf16", "fp32"])
 def test_weights_that_are_not_finite_export_nothing_unless_told_to(given, monkeypatch, dtype):
     """The step was applied: only the weights themselves tell."""
