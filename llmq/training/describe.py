@@ -12,11 +12,12 @@ from typing import TYPE_CHECKING
 from llmq.adapters import resolve as adapters
 from llmq.data.batches.masked_sample import sample_text
 from llmq.disk import MIB, shown
+from llmq.engine.predict import predicted_rate
 from llmq.hardware import device
 from llmq.model.parameters import num_parameters, rows_of_file
 from llmq.plan import memory
 from llmq.plan.levels import name_of, needs_by_level
-from llmq.training.log import RunLog
+from llmq.training.log import SUMMARY, RunLog
 from llmq.training.result import TrainResult
 from llmq.training.several import listed_members
 
@@ -68,12 +69,24 @@ def describe(
     host = {name: size / MIB for name, size in plan.table("host").items()}
     log.allocator({**table, "Free": left, "Reserved": max(total - free, 0) / MIB, "Other": other}, host, hint=hint)
     if job.plans_only:  # else these go to the log, too, which is not open yet
-        for text in (*job.notices, *log.warnings, *job.warnings):
+        for text in job.notices:
             log.say(text)
-        log.say(f"On {job.device.kind}: {shown(plan.total_bytes)} of {shown(free)} that are free")
+        for text in (*log.warnings, *job.warnings):
+            log.say(f"Warning: {text}", least=SUMMARY)
+        log.say(_in_a_line(job, free), least=SUMMARY)
         hosted = f"{shown(plan.host_bytes)} of the run, and " if plan.host_bytes else ""
         log.say(f"In host memory: {hosted}{shown(job.checkpoint_copy_bytes)} for a copy of what a checkpoint holds")
         log.say("On disk: " + ", ".join(f"{what} {shown(size)}" for what, (_, size) in needs.items()))
+
+
+def _in_a_line(job: Job, free_bytes: int) -> str:
+    """What a plan that fits comes to."""
+    data, card = job.data, job.device.card
+    rate = predicted_rate(job.plan, card, data.samples_per_step * data.seq_len)
+    size, name = job.plan.spec.sharding.size, card.name if card else job.device.kind
+    where = f"each of {size} {name}" if size > 1 else name
+    fits = f"The plan fits: {shown(job.plan.total_bytes)} of {shown(free_bytes)} that are free on {where}"
+    return fits if rate is None else f"{fits}, {rate * data.tokens_per_row / data.seq_len:,.0f} tokens/s predicted"
 
 
 def level_lines(job: Job, free_bytes: int) -> list[str]:

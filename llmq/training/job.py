@@ -248,7 +248,9 @@ def _begun(job: Job, options: Options, matmuls: Mapping[str, str], past: Past, r
     """The job with what its options and data give to think about, once it is known to fit, and described in the log."""
     given, rates = told_options(options), {one.name: one.schedule.peak for one in job.members}
     found = (text for who, peak in (rates or {"": job.schedule.peak}).items() for text in rate_warnings(peak, who))
-    job = replace(job, notices=(*job.notices, *without_effect(job, given)), warnings=(*job.warnings, *found))
+    job = replace(
+        job, notices=(*job.notices, *without_effect(job, given)), warnings=(*job.warnings, *job.data.warnings(), *found)
+    )
     check_memory(job, options, log)
     describe(job, log, given, matmuls, check_disk(job, past.step))
     remove_earlier(past, log, ranks, plans_only=job.plans_only)

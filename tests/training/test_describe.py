@@ -1,6 +1,11 @@
 """What a dry run prints of many GPUs: the levels, which of them fit, and which one the run has."""
 
+import io
+import re
+
+import numpy as np
 import pytest
+from tiny_runs import write_documents
 
 import llmq
 from llmq.errors import MemoryLimitError, UsageError
@@ -30,6 +35,33 @@ def test_a_dry_run_for_many_gpus_shows_every_level(many):
     assert [line.split()[1] for line in found] == ["0", "1", "2", "3"]
     assert [line.endswith("fits (this run)") for line in found] == [False, False, True, False]
     assert all("fits" in line for line in found)
+
+
+def test_a_quiet_dry_run_is_one_line(given, many):
+    llmq.train(**given, dry_run=True, verbosity=-1)
+    (line,) = given["console"].getvalue().splitlines()
+    assert line.startswith("The plan fits: 1.0 MiB of ") and line.endswith(" that are free on cpu")
+    many["console"] = io.StringIO()
+    llmq.train(**{**many, "verbosity": -1, "model_dtype": "bf16"})
+    fits = r"The plan fits: \S+ MiB of \S+ GiB that are free on each of 4 H100 SXM, [\d,]+ tokens/s predicted"
+    assert re.fullmatch(fits, many["console"].getvalue().strip())
+    given["console"] = io.StringIO()
+    llmq.train(**given, dry_run=True, verbosity=-2)
+    assert given["console"].getvalue() == ""
+
+
+def test_a_plan_of_padding_is_a_warning(given):
+    """With the sequence length that it names, no document is cut, and it is none."""
+    write_documents("docs", 40, np.random.default_rng(0))
+    del given["eval_file"], given["eval_every_n_steps"], given["seq_len"]
+    given |= {"train_file": "docs.bin", "packing": False, "dry_run": True, "verbosity": -1}
+    llmq.train(**given, seq_len=400)
+    warning, _ = given["console"].getvalue().splitlines()
+    said = "Warning: 96% of the training rows of 400 tokens is padding: --seq-len 32 keeps all documents whole"
+    assert warning == f"{said}, and --packing puts several in a row"
+    given["console"].truncate(0)
+    llmq.train(**{**given, "seq_len": 32})
+    assert "padding" not in given["console"].getvalue()
 
 
 def test_a_dry_run_shows_what_each_level_has_on_the_host(many):

@@ -42,6 +42,8 @@ from llmq.errors import UsageError
 # Batches read ahead, of B * T * 8 bytes, 256 KiB at 32 x 1024. They are pageable: the copy into a GPU's pinned ring
 # takes 25 us at that size, 0.02% of a step at 250,000 tokens/s, so pinned buffers handed to and fro gain nothing.
 PREFETCHED = 4
+LEAST_FULL = 0.1  # of rows: below this the run warns of padding
+TILE = 16  # tokens of a micro-batch, which e4m3 matmuls need a multiple of
 
 if TYPE_CHECKING:
     from llmq.data.batches.named_data import NamedData
@@ -95,6 +97,21 @@ class Data:
                 trained = sum(file.num_trained for file in samples.token_files)
                 found[f"{name}trained tokens"] = _share(trained, samples.num_tokens)
         return found
+
+    def warnings(self) -> Iterator[str]:
+        """A message if nearly all of the training rows is padding, with what makes it less."""
+        sources = self.train.sources if isinstance(self.train, Mixture) else [self.train]
+        packs = [samples for samples in sources if isinstance(samples, Packs)]
+        num_rows = sum(samples.num_windows for samples in packs)
+        if not num_rows or sum(samples.fill * samples.num_windows for samples in packs) > LEAST_FULL * num_rows:
+            return
+        padding = 1 - sum(samples.fill * samples.num_windows for samples in packs) / num_rows
+        enough = -(-max(samples.longest for samples in packs) // TILE) * TILE
+        fixes = [f"--seq-len {enough} keeps all documents whole"] if enough < self.seq_len else []
+        fixes += ["--packing puts several in a row"] if self.layout == RowLayout.asked_for(False) else []
+        fixes += ["a larger --max-docs fills them"] if self.layout.kind == PACKED and not fixes else []
+        advice = f": {', and '.join(fixes)}" if fixes else ""
+        yield f"{100 * padding:.0f}% of the training rows of {self.seq_len} tokens is padding{advice}"
 
     @property
     def samples_per_step(self) -> int:

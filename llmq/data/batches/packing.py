@@ -78,8 +78,12 @@ class Packs(FileSamples):
     @cached_property
     def limits(self) -> tuple[int, int] | None:
         """Most documents of a row, and tokens of the longest; None where there is one to a row, and no borders."""
-        longest = int(self.index.lengths.max(initial=1)) + self.num_virtual
-        return (self.docs_per_row, longest) if self.docs_per_row > 1 else None
+        return (self.docs_per_row, self.longest) if self.docs_per_row > 1 else None
+
+    @cached_property
+    def longest(self) -> int:
+        """Most tokens of a document in a row, with virtual ones."""
+        return int(self.index.lengths.max(initial=1)) + self.num_virtual
 
     @property
     def num_windows(self) -> int:

@@ -25,6 +25,11 @@ class RowLayout:
     kind: str = WINDOWS
     why: str = ""
 
+    @classmethod
+    def asked_for(cls, packing: bool | str) -> RowLayout:
+        """That of a value of --packing."""
+        return cls(KINDS[packing], f"by {OPTIONS[KINDS[packing]]}")
+
     def refuse_other(self, state: Mapping[str, Any]) -> None:
         """UsageError if a checkpoint, of which this is the `state`, was trained on another layout."""
         # Runs that did not store it had windows where --packing was left open.
@@ -74,7 +79,7 @@ def choose_row_layout(
     if packing is True and cannot_pack:
         raise UsageError(f"--packing: {cannot_pack}: use --no-packing, which pads rows, or --model-dtype fp32")
     if packing is not None:
-        found = RowLayout(KINDS[packing], f"by {OPTIONS[KINDS[packing]]}")
+        found = RowLayout.asked_for(packing)
     elif not has_rows:
         found = RowLayout(WINDOWS, "text and token files run on across documents; --packing keeps these whole")
     elif cannot_pack:

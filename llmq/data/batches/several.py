@@ -85,6 +85,11 @@ class SeveralData(Data):
             return first
         return {f"{name}: {key}": text for name, facts in each.items() for key, text in facts.items()}
 
+    def warnings(self) -> Iterator[str]:
+        """Those of each adapter."""
+        for name, one in self.members.items():
+            yield from (f"adapter {name}: {text}" for text in one.warnings())
+
     @property
     def has_padding(self) -> bool:
         """Whether rows of the training data may end with padding."""

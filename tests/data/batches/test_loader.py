@@ -14,9 +14,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from llmq.data.batches.loader import PREFETCHED, Loader, eval_batches, open_data
+from llmq.data.batches.packing import Packs
 from llmq.data.batches.permutation import sample_order
 from llmq.data.batches.windows import Rows, Windows
-from llmq.data.tokens.token_file import TokenFile
+from llmq.data.tokens.token_file import TokenFile, TokenWriter
 from llmq.errors import DataError, UsageError
 from llmq.options.data import DataOptions
 
@@ -269,6 +270,29 @@ def test_a_set_of_less_than_a_step_wraps_within_it_and_that_is_said(tmp_path: Pa
     assert sorted(counts.tolist()) == [3, 3, 4]
     enough = open_data(options_of(tmp_path, 10 * T + 1, 9, batch_size=5, grad_accumulation=2), 9, 0)
     assert "note" not in enough.facts()
+
+
+@pytest.mark.parametrize(
+    ("more", "advice"),
+    [
+        ({"packing": False}, ": --seq-len 16 keeps all documents whole, and --packing puts several in a row"),
+        ({"packing": True, "max_docs": 1}, ": --seq-len 16 keeps all documents whole"),
+        ({"packing": False, "long": 200}, ": --packing puts several in a row"),
+        ({"packing": True, "max_docs": 1, "long": 200}, ": a larger --max-docs fills them"),
+    ],
+)
+def test_rows_of_padding_are_a_warning_with_what_fills_them(tmp_path: Path, more: dict[str, Any], advice: str) -> None:
+    long = more.pop("long", 10)
+    with TokenWriter(tmp_path / "a.bin", vocab_size=9) as file:
+        for length in [10] * 40 + [long]:
+            file.append(np.ones(length, np.int32))
+            file.end_document()
+    found = open_data(options(tmp_path / "a.bin", seq_len=200, **more), 9, 0)
+    assert isinstance(found.train, Packs) and len(found.train.index.lengths) == 41
+    share = 95 if long == 10 else 93
+    assert list(found.warnings()) == [f"{share}% of the training rows of 200 tokens is padding{advice}"]
+    assert not list(open_data(options(tmp_path / "a.bin", seq_len=16, **more), 9, 0).warnings())
+    assert not list(open_data(options(tmp_path / "a.bin", seq_len=200), 9, 0).warnings())  # windows
 
 
 def test_evaluation_needs_a_token_to_predict_and_training_a_window(tmp_path: Path) -> None:
