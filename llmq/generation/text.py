@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import os
+import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
 from difflib import get_close_matches
@@ -238,6 +239,7 @@ def write(
     logprobs: whether answers have the log p of their tokens, which takes one more pass over each token's logits.
     settings: the other options of `llmq-generate` by name: `max_tokens`, `temperature`, `seed`, `device`, ...
 
+    A warning says where an adapter's base is another than it was trained on, and how it is held if that is quantized.
     UsageError for what cannot be done; other errors are LlmqErrors, too.
     """
     if not isinstance(model, str | os.PathLike):
@@ -259,6 +261,8 @@ def write(
     if not questions:
         return iter(()) if stream else []
     writer = Writer(about, reads_text=any(question.tokens is None for question in questions))
+    for note in writer.notes:
+        warnings.warn(note, stacklevel=2)
     return writer.pieces(questions) if stream else list(writer.answers(questions))
 
 

@@ -2,6 +2,7 @@
 
 import json
 import shutil
+import warnings
 from pathlib import Path
 
 import ml_dtypes
@@ -64,7 +65,7 @@ def test_every_use_of_an_adapter_has_the_loss_of_its_run(given, method, base, mo
 
 
 def said_by(given, model, adapter, capsys):
-    """The exit codes of llmq-merge, llmq-generate and a run with a model and an adapter, and what they say."""
+    """The exit codes and words of llmq-merge, llmq-generate, llmq.generate and a run with a model and an adapter."""
     capsys.readouterr()
     code = shell.run(llmq_merge, [f"--model={model}", f"--adapter={adapter}", "--out-dir=said", "--overwrite"])
     yield code, capsys.readouterr().err
@@ -72,6 +73,13 @@ def said_by(given, model, adapter, capsys):
     more = ["--prompts=prompts", "--device=cpu", "--max-tokens=1"]
     code = shell.run(llmq_generate, [f"--model={model}", f"--adapter={adapter}", *more])
     yield code, capsys.readouterr().err
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        try:
+            llmq.generate(model, [5, 6], adapter=adapter, device="cpu", max_tokens=1)
+            yield 0, "".join(str(one.message) for one in caught)
+        except DataError as error:
+            yield error.exit_code, str(error)
     try:
         still(given, model=model, adapter=str(adapter))
         yield 0, given["console"].getvalue()
@@ -89,16 +97,16 @@ def test_another_base_is_said_and_a_second_merge_refused(given, capsys):
     shutil.copytree("moved", "base")
     save_file({**values, "model.norm.weight": values["model.norm.weight"] * 2}, "base/model.safetensors")
     other = f"{done.model_path} was trained on base with other weights than those of base"
-    assert [(code, other in said) for code, said in said_by(given, "base", done.model_path, capsys)] == [(0, True)] * 3
+    assert [(code, other in said) for code, said in said_by(given, "base", done.model_path, capsys)] == [(0, True)] * 4
     (done.model_path / BASE).unlink()
     other = f"{done.model_path} was trained on base, and is given moved"
-    assert [(code, other in said) for code, said in said_by(given, "moved", done.model_path, capsys)] == [(0, True)] * 3
+    assert [(code, other in said) for code, said in said_by(given, "moved", done.model_path, capsys)] == [(0, True)] * 4
     merge(find_source("moved"), {done.model_path: 1.0}, Path("apart"), dtype=None, overwrite=False)
     again = trained({**given, "model": "apart", "name": "again", "overwrite": True}, "dora", None)
     for model in (done.merged_path, Path("apart"), again.merged_path):
         twice = f"{model} has the adapter of {done.model_path} in its weights already: give the model"
         found = [(code, twice in said) for code, said in said_by(given, str(model), done.model_path, capsys)]
-        assert found == [(DataError.exit_code, True)] * 3
+        assert found == [(DataError.exit_code, True)] * 4
 
 
 def test_adapters_of_bases_that_were_held_in_other_ways_are_merged_onto_one_that_is_named(given, capsys):
