@@ -11,7 +11,7 @@ from pathlib import Path
 import click
 
 from llmq.cli import shell
-from llmq.comm.launch import JOIN_S
+from llmq.comm.launch import JOIN_S, TRAIN
 from llmq.errors import UsageError
 from llmq.options.parse import Options
 
@@ -41,6 +41,13 @@ class Machines:
     host: str = "127.0.0.1"
     port: int = 0
     join_s: float = JOIN_S
+
+    def command(self, ranks: str) -> tuple[str, ...]:
+        """`llmq-launch` with its options, of which `ranks` says how many each machine starts, up to the `--`."""
+        machines = (f"--nnodes={self.count}", f"--node-rank={self.rank}")
+        store = (f"--master-addr={self.host}", f"--master-port={self.port}")
+        patience = () if self.join_s == JOIN_S else (f"--join-timeout={self.join_s:g}",)
+        return ("llmq-launch", *((*machines, *store) if self.count > 1 else ()), ranks, *patience, "--")
 
 
 @click.command(
@@ -109,17 +116,24 @@ def command(
     if asked not in (1, gpus):
         raise UsageError(f"--gpus is {asked} for llmq-train and {gpus} for llmq-launch: leave it out after the --")
     machines = Machines(nnodes, node_rank, master_addr or Machines.host, master_port or 0, join_timeout)
-    return _start(options, arguments, machines, gpus=gpus, procs=procs)
+    start = machines.command(f"--procs={procs}" if procs else f"--gpus={gpus}")
+    return _start(options, arguments, machines, gpus=gpus, procs=procs, start=start)
 
 
 def _start(
-    options: Options, arguments: Sequence[str], machines: Machines, *, gpus: int | None, procs: int | None = None
+    options: Options,
+    arguments: Sequence[str],
+    machines: Machines,
+    *,
+    gpus: int | None,
+    procs: int | None = None,
+    start: tuple[str, ...] = TRAIN,
 ) -> int:
     """Starts the ranks of this machine, or those of a Ray cluster; returns the exit code."""
     from llmq.comm.cores import cores_of_ranks
     from llmq.comm.group import Group
     from llmq.comm.job_token import derived_token, drawn_token
-    from llmq.comm.start import counts_here, start
+    from llmq.comm.start import counts_here, start_group
     from llmq.hardware import device
 
     here = counts_here(options.launch)
@@ -140,8 +154,9 @@ def _start(
         port=machines.port,
         cores=cores_of_ranks(num, addresses) if here else (),
         join_s=machines.join_s,
+        start=start,
     )
-    return start(options.launch, group, on_gpus=procs is None)
+    return start_group(options.launch, group, on_gpus=procs is None)
 
 
 command.params.append(shell.version_option())

@@ -18,7 +18,7 @@ from pathlib import Path
 from types import FrameType
 from typing import IO, Any, Protocol
 
-from llmq.comm.launch import JOIN_S, Place
+from llmq.comm.launch import JOIN_S, TRAIN, Place
 from llmq.comm.rank_process import CORES, LAUNCHER
 from llmq.disk import storage
 from llmq.errors import INTERRUPTED, TERMINATED, WorldError
@@ -42,7 +42,7 @@ class Group:
     """What is started on a machine: ranks `first` to `first + num - 1` of `size`.
 
     `command` is a function that rank_process calls, and its arguments. `logs` is the folder for what ranks beyond 0
-    print. Port 0, for a run on one machine, is any that is free.
+    print. Port 0, for a run on one machine, is any that is free. `start` is as that of a Place.
     """
 
     command: tuple[str, ...]
@@ -56,11 +56,13 @@ class Group:
     port: int = 0
     cores: Sequence[frozenset[int]] = ()
     join_s: float = JOIN_S
+    start: tuple[str, ...] = TRAIN
 
     def place(self, index: int, port: int) -> Place:
         """That of its rank number `index`."""
         rank, size = self.first + index, self.size or self.num
-        return Place(rank, size, index, self.num, self.host, port, self.token, self.kind, "", "", True, self.join_s)
+        here = (rank, size, index, self.num, self.host, port, self.token, self.kind)
+        return Place(*here, variables="", has_store=True, join_s=self.join_s, start=self.start)
 
     def log(self, index: int) -> Path | None:
         """The file for what its rank number `index` prints; None for rank 0."""

@@ -10,6 +10,7 @@ address that follows from srun's variables.
 
 from __future__ import annotations
 
+import shlex
 from collections.abc import Mapping
 from dataclasses import dataclass
 
@@ -21,6 +22,7 @@ HIDING = ("srun", *MPI)  # the kinds that may show each rank its own GPU alone, 
 FIRST_PORT, NUM_PORTS = 20_000, 12_000  # for stores: below the ports that Linux gives to outgoing connections
 JOIN_S = 600.0  # that a rank waits for the others to come; LLMQ_JOIN_TIMEOUT overrides it
 WATCHDOG_S = 60.0  # in which a rank that is lost is found; LLMQ_WATCHDOG_SECONDS overrides it
+TRAIN = ("llmq-train",)  # what starts a process on its own, and with its options --gpus and --launcher ranks
 OUR_OWN = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 
 
@@ -30,7 +32,8 @@ class Place:
 
     `local_size` is None where the launcher does not tell how many ranks the machine has. `token` is what the ranks
     prove to each other, None if it is not given (llmq/comm/job_token.py then makes one, of `job`). `has_store` says
-    that the launcher keeps the store; else rank 0 does. An MPI kind has neither address nor port.
+    that the launcher keeps the store; else rank 0 does. An MPI kind has neither address nor port. `start` is a command
+    that starts as many ranks, before the arguments of `llmq-train`.
     """
 
     rank: int
@@ -45,6 +48,7 @@ class Place:
     job: str = ""
     has_store: bool = False
     join_s: float = JOIN_S
+    start: tuple[str, ...] = TRAIN
 
     @property
     def in_words(self) -> str:
@@ -58,7 +62,11 @@ class Place:
         assert self.local_size is not None and self.token is not None
         values = (self.rank, self.size, self.local_rank, self.local_size, self.master_addr, self.master_port)
         own = {f"LLMQ_{name}": str(value) for name, value in zip(OUR_OWN, values, strict=True)}
-        own |= {"LLMQ_JOB_TOKEN": self.token, "LLMQ_JOIN_TIMEOUT": str(self.join_s)}
+        own |= {
+            "LLMQ_JOB_TOKEN": self.token,
+            "LLMQ_JOIN_TIMEOUT": str(self.join_s),
+            "LLMQ_START": shlex.join(self.start),
+        }
         return own | {"LLMQ_LAUNCHER": self.kind, "LLMQ_HAS_STORE": "1" if self.has_store else "0"}
 
 
@@ -148,6 +156,7 @@ def _by_llmq(environ: Mapping[str, str]) -> Place | None:
         variables="LLMQ_RANK, LLMQ_WORLD_SIZE",
         has_store=environ.get("LLMQ_HAS_STORE") == "1",
         join_s=_join_s(environ),
+        start=tuple(shlex.split(environ["LLMQ_START"])) if "LLMQ_START" in environ else TRAIN,
     )
 
 
@@ -163,11 +172,12 @@ def _by_torchrun(environ: Mapping[str, str]) -> Place | None:
     # Where torchrun's agent keeps a store of its own, that is what listens at MASTER_PORT.
     own = port + 1 if port + 1 < FIRST_PORT + NUM_PORTS else store_port(port)
     job = (environ["MASTER_ADDR"], port, environ.get("TORCHELASTIC_RUN_ID"), environ.get("TORCHELASTIC_RESTART_COUNT"))
+    here = _number(environ, "LOCAL_WORLD_SIZE") if "LOCAL_WORLD_SIZE" in environ else None
     return Place(
         rank=_number(environ, "RANK"),
         size=size,
         local_rank=_number(environ, "LOCAL_RANK", 0),
-        local_size=_number(environ, "LOCAL_WORLD_SIZE") if "LOCAL_WORLD_SIZE" in environ else None,
+        local_size=here,
         master_addr=environ["MASTER_ADDR"],
         master_port=_number(environ, "LLMQ_MASTER_PORT", own),
         token=environ.get("LLMQ_JOB_TOKEN"),
@@ -175,7 +185,14 @@ def _by_torchrun(environ: Mapping[str, str]) -> Place | None:
         variables="RANK, WORLD_SIZE",
         job=f"torchrun {job}",
         join_s=_join_s(environ),
+        start=_torchrun(size, here, environ["MASTER_ADDR"], port) if here else TRAIN,
     )
+
+
+def _torchrun(size: int, here: int, address: str, port: int) -> tuple[str, ...]:
+    """The command of the first machine."""
+    machines = (f"--nnodes={size // here}", "--node-rank=0", f"--master-addr={address}", f"--master-port={port}")
+    return ("torchrun", *(machines if size > here else ()), f"--nproc-per-node={here}", "-m", "llmq")
 
 
 def _by_srun(environ: Mapping[str, str]) -> Place | None:
@@ -201,6 +218,7 @@ def _by_srun(environ: Mapping[str, str]) -> Place | None:
         variables="SLURM_PROCID, SLURM_STEP_NUM_TASKS",
         job=f"slurm {job}.{step} {environ.get('SLURM_RESTART_COUNT', '0')}",
         join_s=_join_s(environ),
+        start=("srun", f"--ntasks={environ['SLURM_STEP_NUM_TASKS']}", *TRAIN),
     )
 
 
@@ -232,6 +250,7 @@ def _by_mpi(
         kind=kind,
         variables=f"{rank}, {size}",
         join_s=_join_s(environ),
+        start=("mpirun", "-n", environ[size], *TRAIN),
     )
 
 

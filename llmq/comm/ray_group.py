@@ -106,9 +106,8 @@ def _in_order(actors: Sequence[Any], group: Group) -> tuple[list[Any], list[Plac
     for rank, i in enumerate(ranked):
         here = [other for other in ranked if found[other][0] == found[i][0]]
         local = here.index(i)
-        places.append(
-            Place(rank, len(actors), local, len(here), host, port, group.token, "ray", "", join_s=group.join_s)
-        )
+        about = (rank, len(actors), local, len(here), host, port, group.token, "ray")
+        places.append(Place(*about, variables="", join_s=group.join_s, start=group.start))
         visible.append(",".join(found[other][2] for other in here if found[other][2]))
     return [actors[i] for i in ranked], places, visible
 

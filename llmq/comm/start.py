@@ -26,7 +26,7 @@ def counts_here(options: LaunchOptions) -> bool:
     return options.launcher != RAY
 
 
-def start(options: LaunchOptions, group: Group, *, on_gpus: bool) -> int:
+def start_group(options: LaunchOptions, group: Group, *, on_gpus: bool) -> int:
     """Runs the ranks of a group to their end; returns the exit code."""
     if options.launcher != RAY:
         return run_group(group, options.restart_failed)

@@ -3,20 +3,21 @@
 from __future__ import annotations
 
 import shlex
+from collections.abc import Sequence
 from typing import Any
 
 from llmq.options.field import written
 from llmq.options.parse import Options, descriptions, told_options
 
 
-def continue_command(options: Options) -> str:
-    """The `llmq-train` command, quoted for a shell, that continues a run from its newest checkpoint.
+def continue_command(options: Options, start: Sequence[str]) -> str:
+    """The command, quoted for a shell, that resumes a run from its newest checkpoint on as many ranks.
 
-    It has the options that differ from their defaults.
+    It is `start`, which takes the arguments of `llmq-train`, with the options that differ from their defaults.
     """
     told = told_options(options)
     flags = [text for key in descriptions() if key in told for text in _flags(key, told[key])]
-    return shlex.join(["llmq-train", *flags, "--continue"])
+    return shlex.join([*start, *flags, "--continue"])
 
 
 def _flags(key: str, value: Any) -> list[str]:

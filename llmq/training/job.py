@@ -231,7 +231,7 @@ def prepare(options: Options, log: RunLog, ranks: Ranks) -> Job:
         options=options.to_flat(),
         fitted=fit.changes,
         exports_anyway=exports_anyway(options.export),
-        continue_command="" if plans_only else continue_command(options),
+        continue_command="" if plans_only else continue_command(options, ranks.start),
         watching=precision.watching(options.precision),
         replan=replan,
         plans_only=plans_only,

@@ -25,7 +25,7 @@ from llmq.errors import INTERRUPTED, NonFiniteError, StorageError
 from llmq.files.background import Saver, Snapshot
 from llmq.files.checkpoint import EVAL_LOSS, load
 from llmq.files.writers import Keep
-from llmq.options.parse import Options, changed
+from llmq.options.parse import Options
 from llmq.plan.plan import Plan
 from llmq.training.allocation import allocation_of
 from llmq.training.begin import hold, load_weights, restore, share_algorithms, told
@@ -37,6 +37,7 @@ from llmq.training.interrupt import Interrupt
 from llmq.training.job import Job, prepare
 from llmq.training.lisa_watch import LisaWatch
 from llmq.training.log import SUMMARY, RunLog
+from llmq.training.past import changes, settings
 from llmq.training.progress import Progress
 from llmq.training.ranks import Ranks, joined
 from llmq.training.records import EvalRecord, TrainRecord
@@ -190,8 +191,8 @@ class _Run:
         restore(engine, job, self.log, self.interrupt, reader)
         self.log.begin(resume_step=self.saved, num_steps=job.schedule.steps)
         self.log.notice(f"Continued from {job.resume}")
-        if changes := changed(state["options"], job.options):
-            self.log.notice(f"Changed since then: {', '.join(changes)}")
+        if differs := changes(state, job.options, job.data):
+            self.log.notice(f"Changed since then: {', '.join(differs)}")
 
     def _warn(self) -> None:
         """What the user should know of the model, the data and the tokenizer, and what is wrong with the GPU."""
@@ -379,7 +380,7 @@ class _Run:
         self._settle()
         state = {
             **self.progress.stored,
-            "options": job.options,
+            **settings(job.options, job.data, self.ranks.start),
             "must_match": job.must_match,
             "row_layout": job.data.layout.kind,
             "algorithms": job.backend.algorithms,

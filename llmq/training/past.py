@@ -1,17 +1,20 @@
-"""What an earlier run left, and what of it a run continues or replaces."""
+"""What an earlier run left, what of it a run continues or replaces, and how the run that continues it differs."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import shlex
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
 
+from llmq.comm.launch import TRAIN
+from llmq.data.batches.loader import Data
 from llmq.disk import shown, storage
 from llmq.files.checkpoint import Checkpoints, load
 from llmq.files.huggingface import is_of_run, overwrites, refuse_taken
-from llmq.options.parse import Options
+from llmq.options.parse import Options, changed
 from llmq.training.log import RunLog
 from llmq.training.ranks import Ranks
 
@@ -72,3 +75,35 @@ def remove_earlier(past: Past, log: RunLog, ranks: Ranks, *, plans_only: bool) -
             log.path.unlink()
     if there:
         log.say(f"--overwrite: removed what an earlier run left: {', '.join(map(str, there))}")
+
+
+def settings(options: Mapping[str, Any], data: Data, start: Sequence[str]) -> dict[str, Any]:
+    """What a checkpoint says of the run that writes it, for `changes`; `start` is the command that started ranks."""
+    about = {"ranks": data.world, "start": list(start), "rows": data.samples_per_step}
+    return {"options": dict(options), "ran_as": about}
+
+
+def changes(saved: Mapping[str, Any], options: Mapping[str, Any], data: Data) -> list[str]:
+    """How the run that continues a checkpoint differs: options, ranks and rows per step, with flags that keep these."""
+    found = changed(saved["options"], options)
+    before = saved.get("ran_as", {})  # earlier releases do not say it
+    ranks, rows = before.get("ranks", data.world), before.get("rows", data.samples_per_step)
+    if ranks != data.world:
+        start = shlex.join(before["start"]).removesuffix(" --")
+        alone = start if ranks == 1 else f"--gpus={ranks}"
+        how = alone if tuple(before["start"]) == TRAIN else start
+        found.append(f"ranks {ranks} to {data.world} ({how} keeps {ranks})")
+    if rows != data.samples_per_step:
+        found.append(f"rows per step {rows} to {data.samples_per_step} ({_keeping(rows, options, data)})")
+    return found
+
+
+def _keeping(rows: int, options: Mapping[str, Any], data: Data) -> str:
+    """Flags with which a step has so many rows on these ranks: `--batch-size=2 --grad-accumulation=4 keep 8`."""
+    fewest = 1 if options["adapters"] is None else data.batch_size  # of which each adapter has rows of its own
+    sizes = (size for size in range(data.batch_size, fewest - 1, -1) if rows % (size * data.world) == 0)
+    if (size := next(sizes, None)) is None:
+        return f"no flags keep {rows} on {data.world} ranks"
+    accumulated = f"--grad-accumulation={rows // (size * data.world)}"
+    step = accumulated if options["global_batch_size"] is None else f"--global-batch-size={rows}"
+    return f"--batch-size={size} {step} keep {rows}"

@@ -11,7 +11,7 @@ from typing import Any, TypeVar
 
 from llmq.comm.board import Beat
 from llmq.comm.join import copied_in_words, join_world
-from llmq.comm.launch import WATCHDOG_S, gpu_index, recognised, watchdog_s
+from llmq.comm.launch import TRAIN, WATCHDOG_S, gpu_index, recognised, watchdog_s
 from llmq.comm.start import starts_ranks
 from llmq.comm.watchdog import Watchdog, WatchReport
 from llmq.comm.world import ALONE, World
@@ -28,8 +28,8 @@ RESTARTING = ("--gpus", "llmq-launch")  # launchers that know --restart-failed
 
 
 class Ranks:
-    """The ranks of a run as this one sees them. `said` is a line on who started them, `device` this rank's own, and
-    `can_restart` whether that starts a lost one again.
+    """The ranks of a run as this one sees them. `said` is a line on who started them, `device` this rank's own, `start`
+    as that of a Place, and `can_restart` whether what started them starts a lost one again.
 
     A dry run is alone, and plans as the first of so many ranks (`planned`).
     """
@@ -40,10 +40,12 @@ class Ranks:
         said: str = "",
         device: Device | None = None,
         *,
+        start: tuple[str, ...] = TRAIN,
         planned: int | None = None,
         can_restart: bool = False,
     ) -> None:
-        self.world, self.said, self.device, self.can_restart = world, said, device, can_restart
+        self.world, self.said, self.device = world, said, device
+        self.start, self.can_restart = start, can_restart
         self.rank, self.size = world.rank, planned or world.size
         self.step = 0  # that this rank is in
         self.told: Mapping[str, Any] = {}  # by the first rank, of what it found and chose for all
@@ -151,7 +153,7 @@ def joined(options: Options) -> Iterator[Ranks]:
     where = device.use(picked, partial(gpu_index, place))
     world = join_world(place, where, sharding.copying(options.sharding))
     said = "; ".join(filter(None, (place.in_words, copied_in_words(world))))
-    ranks = Ranks(world, said, where, can_restart=can_restart)
+    ranks = Ranks(world, said, where, start=place.start, can_restart=can_restart)
     try:
         with ranks.watched(patience):
             ranks.check_same(options)

@@ -45,6 +45,7 @@ def test_a_process_per_gpu(groups, asked):
     [(group, restarts)] = groups
     assert (group.num, group.size, group.first, group.kind, restarts) == (2, 2, 0, "--gpus", 4)
     assert group.command == ("llmq.cli.start:train", *arguments) and group.logs == Path("runs/n")
+    assert group.place(1, 7).start == ("llmq-train",)  # whose option --gpus starts as many
     assert (group.host, group.port, len(group.cores), len(group.token)) == ("127.0.0.1", 0, 2, 32)
 
 
@@ -56,6 +57,13 @@ def test_the_ranks_of_the_second_machine(groups, monkeypatch):
     assert (group.num, group.size, group.first, group.kind) == (2, 6, 2, "llmq-launch")
     assert (group.host, group.port, group.token, group.join_s) == ("node0", 29400, "given", 5.0)
     assert [group.place(index, 29400).rank for index in range(2)] == [2, 3] and group.log(0) is not None
+    same = ("--nnodes=3", "--node-rank=1", "--master-addr=node0", "--master-port=29400", "--gpus=2", "--join-timeout=5")
+    assert group.place(0, 29400).start == ("llmq-launch", *same, "--")
+
+
+def test_ranks_know_what_starts_as_many_on_the_cpu(groups):
+    launches("--procs=3", "--", *RUN, "--device=cpu")
+    assert groups[0][0].place(0, 1).start == ("llmq-launch", "--procs=3", "--")
 
 
 def test_machines_of_one_user_have_one_token(groups, monkeypatch, tmp_path):

@@ -48,10 +48,29 @@ def test_a_launcher_is_recognised(kind):
     assert place.token is None and f"8, 2 on this machine, started by {kind} (" in place.in_words
 
 
+@pytest.mark.parametrize(
+    ("environ", "start"),
+    [
+        (
+            TORCHRUN,
+            "torchrun --nnodes=4 --node-rank=0 --master-addr=node1 --master-port=29500 --nproc-per-node=2 -m llmq",
+        ),
+        ({**TORCHRUN, "WORLD_SIZE": "2", "RANK": "1"}, "torchrun --nproc-per-node=2 -m llmq"),
+        ({key: value for key, value in TORCHRUN.items() if not key.startswith("LOCAL_")}, "llmq-train"),
+        (SRUN, "srun --ntasks=8 llmq-train"),
+        (OPEN_MPI, "mpirun -n 8 llmq-train"),
+        (MPICH, "mpirun -n 8 llmq-train"),
+    ],
+)
+def test_what_starts_as_many_ranks(environ, start):
+    assert " ".join(recognised(environ).start) == start
+
+
 def test_a_place_is_what_its_variables_say():
     place = Place(5, 8, 1, 2, "node1", 29500, "abc", "llmq-launch", "LLMQ_RANK, LLMQ_WORLD_SIZE", has_store=True)
     assert recognised(place.environ(), gpus=2) == place
-    assert recognised(replace(place, join_s=7.0).environ()).join_s == 7.0
+    other = replace(place, join_s=7.0, start=("llmq-launch", "--master-addr=a b", "--"))
+    assert recognised(other.environ()) == other
 
 
 @pytest.mark.parametrize("environ", [{}, ONE, {**ONE, "SLURM_STEP_ID": "0", "SLURM_STEP_NUM_TASKS": "1"}])

@@ -27,9 +27,9 @@ NEEDED = {"model": "Qwen2.5-0.5B", "train_file": ["a b.bin", "c*.bin"]}
     ],
 )
 def test_the_command_gives_the_run_again(given):
-    options = Options.parse({**NEEDED, **given})
-    program, *arguments = shlex.split(continue_command(options))
-    assert (program, arguments[-1]) == ("llmq-train", "--continue")
+    options, start = Options.parse({**NEEDED, **given}), ("llmq-launch", "--procs=2", "--")
+    program, *arguments = shlex.split(continue_command(options, start))
+    assert (program, arguments.pop(0), arguments.pop(0), arguments[-1]) == (*start, "--continue")
     read = train.command().make_context(program, arguments).params
     again = Options.parse({k: v for k, v in read.items() if k in descriptions() and v not in (None, ())}).to_flat()
     assert again == {**options.to_flat(), "continue": "newest"}

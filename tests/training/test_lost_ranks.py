@@ -131,6 +131,7 @@ def test_all_end_when_a_rank_is_lost_and_the_run_resumes(whole, rank, number):
     assert weights(name) == weights("whole")
     with Launched(f"{name}-by-two", whole, "--continue=auto", procs=2) as again:
         assert again.wait() == 0
+    assert ", ranks 3 to 2 (llmq-launch --procs=3 keeps 3)\n" in again.said
     few = slice(max(saved) + 10)  # sums of f32 in another order grow apart
     np.testing.assert_allclose(losses(f"{name}-by-two")[few], losses("whole")[few], rtol=1e-3)
 
@@ -152,7 +153,9 @@ def test_all_save_and_end_when_the_launcher_is_asked_to(whole, number):
         run.launcher.send_signal(number)
         assert run.wait() == 75
     last = max(found(run.folder / "checkpoints"))
-    assert EVERY < last < STEPS and f"Stopped after step {last}" in run.said
+    assert (
+        EVERY < last < STEPS and f"Stopped after step {last}. Resume with:\n  llmq-launch --procs=3 -- --" in run.said
+    )
     with Launched(name, whole, "--continue=auto") as again:
         assert again.wait() == 0
     assert weights(name) == weights("whole")
