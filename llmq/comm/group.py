@@ -13,7 +13,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from types import FrameType
 from typing import IO, Any, Protocol
@@ -42,7 +42,8 @@ class Group:
     """What is started on a machine: ranks `first` to `first + num - 1` of `size`.
 
     `command` is a function that rank_process calls, and its arguments. `logs` is the folder for what ranks beyond 0
-    print. Port 0, for a run on one machine, is any that is free. `start` is as that of a Place.
+    print. Port 0, for a run on one machine, is any that is free. `start` and `again` are as of
+    a Place.
     """
 
     command: tuple[str, ...]
@@ -57,12 +58,13 @@ class Group:
     cores: Sequence[frozenset[int]] = ()
     join_s: float = JOIN_S
     start: tuple[str, ...] = TRAIN
+    again: bool = False
 
     def place(self, index: int, port: int) -> Place:
         """That of its rank number `index`."""
         rank, size = self.first + index, self.size or self.num
         here = (rank, size, index, self.num, self.host, port, self.token, self.kind)
-        return Place(*here, variables="", has_store=True, join_s=self.join_s, start=self.start)
+        return Place(*here, "", has_store=True, join_s=self.join_s, start=self.start, again=self.again)
 
     def log(self, index: int) -> Path | None:
         """The file for what its rank number `index` prints; None for rank 0."""
@@ -84,7 +86,7 @@ def tried(group: Group, restarts: int, attempt: Callable[[Group, Running, list[s
         group.logs.mkdir(parents=True, exist_ok=True)
     with Running() as running:
         for number in range(restarts + 1):
-            code = attempt(group, running, ["--continue=auto"] if number else [], number)
+            code = attempt(replace(group, again=number > 0), running, ["--continue=auto"] if number else [], number)
             if code not in AGAIN or running.heard or number == restarts:
                 break
             say(f"starting again from the last checkpoint (start {number + 2} of {restarts + 1})")
@@ -239,7 +241,9 @@ class Running:
         rank = next((rank for rank, code in failed.items() if code != lost), next(iter(failed)))
         code = failed[rank]
         if code < 0:
-            say(f"rank {rank} was ended by {signal.Signals(-code).name}{_tail(self._logs[rank])}")
+            others = (self._logs[other] for other, its in failed.items() if its == lost)  # say what rank 0 cannot
+            said = _tail(self._logs[rank] or next(others, None))
+            say(f"rank {rank} was ended by {signal.Signals(-code).name}{said}")
         elif ended.get(0) != code:
             say(f"rank {rank} ended with exit code {code}{_tail(self._logs[rank])}")
         return code if code > 0 else lost

@@ -33,7 +33,8 @@ class Place:
     `local_size` is None where the launcher does not tell how many ranks the machine has. `token` is what the ranks
     prove to each other, None if it is not given (llmq/comm/job_token.py then makes one, of `job`). `has_store` says
     that the launcher keeps the store; else rank 0 does. An MPI kind has neither address nor port. `start` is a command
-    that starts as many ranks, before the arguments of `llmq-train`.
+    that starts as many ranks, before the arguments of `llmq-train`; `again` says that these are started after others
+    that were lost.
     """
 
     rank: int
@@ -49,6 +50,7 @@ class Place:
     has_store: bool = False
     join_s: float = JOIN_S
     start: tuple[str, ...] = TRAIN
+    again: bool = False
 
     @property
     def in_words(self) -> str:
@@ -67,7 +69,8 @@ class Place:
             "LLMQ_JOIN_TIMEOUT": str(self.join_s),
             "LLMQ_START": shlex.join(self.start),
         }
-        return own | {"LLMQ_LAUNCHER": self.kind, "LLMQ_HAS_STORE": "1" if self.has_store else "0"}
+        own |= {"LLMQ_HAS_STORE": str(int(self.has_store)), "LLMQ_AGAIN": str(int(self.again))}
+        return own | {"LLMQ_LAUNCHER": self.kind}
 
 
 def recognised(environ: Mapping[str, str], gpus: int = 1) -> Place | None:
@@ -157,6 +160,7 @@ def _by_llmq(environ: Mapping[str, str]) -> Place | None:
         has_store=environ.get("LLMQ_HAS_STORE") == "1",
         join_s=_join_s(environ),
         start=tuple(shlex.split(environ["LLMQ_START"])) if "LLMQ_START" in environ else TRAIN,
+        again=environ.get("LLMQ_AGAIN") == "1",
     )
 
 
@@ -186,6 +190,7 @@ def _by_torchrun(environ: Mapping[str, str]) -> Place | None:
         job=f"torchrun {job}",
         join_s=_join_s(environ),
         start=_torchrun(size, here, environ["MASTER_ADDR"], port) if here else TRAIN,
+        again=environ.get("TORCHELASTIC_RESTART_COUNT", "0") != "0",
     )
 
 

@@ -107,7 +107,7 @@ def _in_order(actors: Sequence[Any], group: Group) -> tuple[list[Any], list[Plac
         here = [other for other in ranked if found[other][0] == found[i][0]]
         local = here.index(i)
         about = (rank, len(actors), local, len(here), host, port, group.token, "ray")
-        places.append(Place(*about, variables="", join_s=group.join_s, start=group.start))
+        places.append(Place(*about, "", join_s=group.join_s, start=group.start, again=group.again))
         visible.append(",".join(found[other][2] for other in here if found[other][2]))
     return [actors[i] for i in ranked], places, visible
 

@@ -17,6 +17,7 @@ import traceback
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass
+from pathlib import Path
 from typing import Any, NoReturn
 
 from llmq.comm.board import SILENCE, Beat, LostRank
@@ -42,12 +43,13 @@ class WatchReport:
     stacks: str
 
     def __str__(self) -> str:
-        lines = [f"rank {self.rank} ends, because a rank of the run is lost"]
-        for one in self.lost:
-            lines.append(str(one))
-            if one.stacks and one.rank != self.rank:
-                lines += [f"Python stacks of rank {one.rank}:", one.stacks]
-        return "\n".join([*lines, f"Python stacks of rank {self.rank}:", self.stacks])
+        return f"rank {self.rank} ends, because {'; '.join(map(str, self.lost))}"
+
+    @property
+    def all_stacks(self) -> str:
+        """The stacks of the lost ranks that could say theirs, and its own."""
+        each = {one.rank: one.stacks for one in self.lost if one.stacks} | {self.rank: self.stacks}
+        return "\n".join(f"Python stacks of rank {rank}:\n{stacks}" for rank, stacks in each.items())
 
 
 class Watchdog:
@@ -55,8 +57,8 @@ class Watchdog:
 
     `progress` is called every second, mostly from a thread of its own, and must not wait for anything. A rank is lost
     if it is not heard, or if the others wait for it, for `patience` seconds: longer than any rank computes between two
-    collectives, and than one collective takes. Then every rank prints a WatchReport on stderr, gives it to `on_lost`
-    (which may write the end of a log, within seconds), and ends with exit code 6.
+    collectives, and than one collective takes. Then every rank prints a WatchReport on stderr, adds its stacks to the
+    file `stacks`, gives it to `on_lost` (which may write the end of a log, within seconds), and ends with exit code 6.
 
     Where the block ends with an exception, the others are told, unless they fail as well: this rank ends as the
     exception says. WorldErrors wait for the report, which names who is lost. A rank that keeps the store closes that
@@ -67,11 +69,12 @@ class Watchdog:
         self,
         store: Store,
         progress: Callable[[], Beat],
+        stacks: Path,
         *,
         patience: float = WATCHDOG_S,
         on_lost: Callable[[WatchReport], None] = lambda report: None,
     ) -> None:
-        self._store, self._progress, self._on_lost = store, progress, on_lost
+        self._store, self._progress, self._stacks, self._on_lost = store, progress, stacks, on_lost
         self._patience, self._interval = patience, seconds_of_beat(patience)
         self._doing: list[str] = []
         self._sends = threading.Lock()
@@ -168,7 +171,13 @@ class Watchdog:
         os._exit(WorldError.exit_code)
 
     def _say(self, report: WatchReport) -> None:
-        for act in (lambda: print(report, file=sys.stderr, flush=True), lambda: self._on_lost(report)):
+        said = f"{report}. Python stacks are in {self._stacks}"
+        acts = (
+            lambda: print(said, file=sys.stderr, flush=True),
+            lambda: self._write(report),
+            lambda: self._on_lost(report),
+        )
+        for act in acts:  # each by itself: a disk that is stuck keeps no rank from saying who is lost
             try:
                 act()
             except Exception:
@@ -176,6 +185,15 @@ class Watchdog:
         for stream in (sys.stdout, sys.stderr):
             with suppress(OSError, ValueError):  # its reader has ended, or it is closed
                 stream.flush()
+
+    def _write(self, report: WatchReport) -> None:
+        """Adds the stacks to their file, or prints them where that cannot be written."""
+        try:
+            self._stacks.parent.mkdir(parents=True, exist_ok=True)
+            with open(self._stacks, "a", encoding="utf-8") as file:
+                file.write(f"{time.strftime('%Y-%m-%d %H:%M:%S')} {report}\n{report.all_stacks}\n\n")
+        except OSError as error:
+            print(f"{self._stacks} cannot be written: {error}\n{report.all_stacks}", file=sys.stderr, flush=True)
 
 
 def _lost_rank(values: dict[str, Any]) -> LostRank:

@@ -71,10 +71,13 @@ MUCH_FREE = 0.25  # of the memory listed: beyond this the allocator table hints 
 class RunLog:
     """Writes one run's console lines and its file. The sections are printed as they come; `begin` opens the file.
 
-    That of a rank other than the first one is silent: it writes nothing.
+    That of a rank other than the first one is silent: it writes nothing. Of one that starts `again`, lines before that
+    are details: the console has them from the first start.
     """
 
-    def __init__(self, options: LogOptions, console: TextIO | None = None, *, is_silent: bool = False) -> None:
+    def __init__(
+        self, options: LogOptions, console: TextIO | None = None, *, is_silent: bool = False, again: bool = False
+    ) -> None:
         self.name = options.name
         self.path = Path(options.log_file)
         self.eval_num_steps = options.eval_num_steps
@@ -87,6 +90,7 @@ class RunLog:
         self._screen = Screen(console)
         self._has_bars = options.verbosity >= USUAL and not is_silent
         self._console_lost = self._is_silent = is_silent
+        self._begins_again = again
         self.console_is_all = False  # of a dry run the lines are all that there is
         self._sections: dict[str, Any] = dict.fromkeys(SECTIONS)
         self._file: IO[str] | None = None
@@ -208,7 +212,7 @@ class RunLog:
 
         A fresh run does not overwrite the log of an earlier one: that is renamed to PATH.1, PATH.2, ...
         """
-        self._step, self._num_steps = resume_step or 0, num_steps
+        self._step, self._num_steps, self._begins_again = resume_step or 0, num_steps, False
         if self._is_silent:
             return
         kept = None
@@ -329,7 +333,7 @@ class RunLog:
         A run outlives its console: once a line cannot be written (a pipe without a reader, a full disk), none is. Of a
         dry run the lines are all that there is: OSError.
         """
-        if self._console_lost or self._verbosity < least:
+        if self._console_lost or self._verbosity < least + self._begins_again:
             return
         try:
             self._screen.line(text)

@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import replace
 from functools import partial
+from pathlib import Path
 from typing import Any, TypeVar
 
 from llmq.comm.board import Beat
@@ -29,7 +30,7 @@ RESTARTING = ("--gpus", "llmq-launch")  # launchers that know --restart-failed
 
 class Ranks:
     """The ranks of a run as this one sees them. `said` is a line on who started them, `device` this rank's own, `start`
-    as that of a Place, and `can_restart` whether what started them starts a lost one again.
+    and `again` as of a Place, and `can_restart` whether what started them starts a lost one again.
 
     A dry run is alone, and plans as the first of so many ranks (`planned`).
     """
@@ -41,11 +42,12 @@ class Ranks:
         device: Device | None = None,
         *,
         start: tuple[str, ...] = TRAIN,
+        again: bool = False,
         planned: int | None = None,
         can_restart: bool = False,
     ) -> None:
         self.world, self.said, self.device = world, said, device
-        self.start, self.can_restart = start, can_restart
+        self.start, self.again, self.can_restart = start, again, can_restart
         self.rank, self.size = world.rank, planned or world.size
         self.step = 0  # that this rank is in
         self.told: Mapping[str, Any] = {}  # by the first rank, of what it found and chose for all
@@ -104,17 +106,18 @@ class Ranks:
         return nullcontext() if self._watchdog is None else self._watchdog.long(what)
 
     @contextmanager
-    def watched(self, patience: float = WATCHDOG_S) -> Iterator[None]:
+    def watched(self, folder: Path, patience: float = WATCHDOG_S) -> Iterator[None]:
         """Within, a rank that is lost is found in `patience` seconds, and all end with a report, `on_lost` having it.
 
-        MPI looks after its ranks itself.
+        Python stacks go to a file in `folder`. MPI looks after its ranks itself.
         """
         store = getattr(self.world, "store", None)
         if store is None:
             yield
             return
+        stacks = folder / f"rank-{self.rank:05}-stacks.txt"
         with Watchdog(
-            store, self._beat, patience=patience, on_lost=lambda report: self.on_lost(report)
+            store, self._beat, stacks, patience=patience, on_lost=lambda report: self.on_lost(report)
         ) as self._watchdog:
             yield
 
@@ -153,9 +156,9 @@ def joined(options: Options) -> Iterator[Ranks]:
     where = device.use(picked, partial(gpu_index, place))
     world = join_world(place, where, sharding.copying(options.sharding))
     said = "; ".join(filter(None, (place.in_words, copied_in_words(world))))
-    ranks = Ranks(world, said, where, start=place.start, can_restart=can_restart)
+    ranks = Ranks(world, said, where, start=place.start, again=place.again, can_restart=can_restart)
     try:
-        with ranks.watched(patience):
+        with ranks.watched(Path(options.to_flat()["log_file"]).parent, patience):
             ranks.check_same(options)
             yield ranks
     finally:

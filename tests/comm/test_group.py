@@ -54,9 +54,11 @@ def test_what_rank_0_says_is_not_repeated(run):
 
 
 @pytest.mark.sweep
-def test_a_rank_that_is_killed(run):
-    code, said = run(2, "kill", "1")
-    assert code == LOST and "rank 1 was ended by SIGKILL" in said
+@pytest.mark.parametrize("rank", [0, 1])
+def test_a_rank_that_is_killed(run, rank):
+    """Where that is rank 0, the launcher shows what another says of it."""
+    code, said = run(2, "kill", str(rank))
+    assert code == LOST and f"rank {rank} was ended by SIGKILL" in said and f"rank {rank} is lost" in said
 
 
 @pytest.mark.sweep

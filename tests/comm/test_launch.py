@@ -69,7 +69,7 @@ def test_what_starts_as_many_ranks(environ, start):
 def test_a_place_is_what_its_variables_say():
     place = Place(5, 8, 1, 2, "node1", 29500, "abc", "llmq-launch", "LLMQ_RANK, LLMQ_WORLD_SIZE", has_store=True)
     assert recognised(place.environ(), gpus=2) == place
-    other = replace(place, join_s=7.0, start=("llmq-launch", "--master-addr=a b", "--"))
+    other = replace(place, again=True, join_s=7.0, start=("llmq-launch", "--master-addr=a b", "--"))
     assert recognised(other.environ()) == other
 
 

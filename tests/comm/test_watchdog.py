@@ -7,6 +7,7 @@ import textwrap
 import threading
 import time
 from contextlib import ExitStack, contextmanager
+from pathlib import Path
 
 import pytest
 
@@ -16,15 +17,17 @@ from llmq.comm.watchdog import Watchdog
 from llmq.errors import WorldError
 
 TOKEN = "the job's token"
+NOWHERE = Path("nowhere")  # where no stacks are written
 RANK = """
     import os, sys, time
+    from pathlib import Path
     from llmq.comm.board import Beat
     from llmq.comm.rendezvous import Store, StoreServer
     from llmq.comm.tcp import TcpWorld
     from llmq.comm.watchdog import Watchdog
     from llmq.errors import LlmqError, WorldError
 
-    port, rank, size, patience, trouble, steps, keeps = sys.argv[1:]
+    folder, port, rank, size, patience, trouble, steps, keeps = sys.argv[1:]
     port, rank, size, steps, keeps = int(port), int(rank), int(size), int(steps), int(keeps)
     server = StoreServer("127.0.0.1", port, size, "the job's token", 20) if keeps and rank == 0 else None
     store = Store.join("127.0.0.1", port, rank, size, "the job's token", 20)
@@ -65,7 +68,8 @@ RANK = """
     status = 0
     try:
         try:
-            with Watchdog(store, lambda: Beat(*at), patience=float(patience), on_lost=last_lines) as watch:
+            stacks = Path(folder, f"stacks-{rank}")
+            with Watchdog(store, lambda: Beat(*at), stacks, patience=float(patience), on_lost=last_lines) as watch:
                 run(world, watch)
         finally:
             world.close()
@@ -81,12 +85,12 @@ RANK = """
 class Ranks:
     """Processes of a run, and their store, which is in this process unless rank 0 keeps it."""
 
-    def __init__(self, trouble, *, patience, size=3, steps=1_000_000, keeps=False):
+    def __init__(self, folder, trouble, *, patience, size=3, steps=1_000_000, keeps=False):
         self._server = StoreServer("127.0.0.1", 0, size, TOKEN, 60)
         port = self._server.port
         if keeps:
             self._server.close()
-        command = [sys.executable, "-c", textwrap.dedent(RANK), str(port)]
+        command = [sys.executable, "-c", textwrap.dedent(RANK), str(folder), str(port)]
         tail = [str(size), str(patience), trouble, str(steps), str(int(keeps))]
         pipe = subprocess.PIPE
         self.all = [
@@ -116,47 +120,64 @@ class Ranks:
         return found
 
 
-def test_a_killed_rank_is_reported_by_all_others():
-    with Ranks("", patience=60) as ranks:
+def test_a_killed_rank_is_reported_by_all_others(tmp_path):
+    with Ranks(tmp_path, "", patience=60) as ranks:
         ranks.reach_the_third_step()
         ranks.all[1].send_signal(signal.SIGKILL)
         for number, (status, out, error) in zip((0, 2), ranks.ends(0, 2, within=10), strict=True):
             assert status == 6 and out == f"the log of rank {number} ends: [1]\n"
-            lines = error.splitlines()
-            assert lines[0] == f"rank {number} ends, because a rank of the run is lost"
-            assert lines[1].startswith("rank 1 is lost: its process has ended (last seen in step ")
-            assert f"Python stacks of rank {number}:\nthread MainThread:" in error
+            (line,) = error.splitlines()
+            report, _, where = line.partition(". Python stacks are in ")
+            assert report.startswith(
+                f"rank {number} ends, because rank 1 is lost: its process has ended (last seen in "
+            )
+            assert where == str(tmp_path / f"stacks-{number}")
+            written = Path(where).read_text()
+            assert f" {report}\nPython stacks of rank {number}:\nthread MainThread:\n" in written
+
+
+@pytest.mark.sweep
+def test_stacks_that_cannot_be_written_are_printed(tmp_path):
+    (tmp_path / "stacks-0").mkdir()
+    with Ranks(tmp_path, "", patience=60, size=2) as ranks:
+        ranks.reach_the_third_step()
+        ranks.all[1].send_signal(signal.SIGKILL)
+        [(status, out, error)] = ranks.ends(0, within=10)
+    assert status == 6 and out == "the log of rank 0 ends: [1]\n"
+    assert "stacks-0 cannot be written: " in error and "\nPython stacks of rank 0:\nthread MainThread:\n" in error
 
 
 @pytest.mark.slow
-def test_a_stopped_rank_is_reported_by_all_others():
-    with Ranks("", patience=3) as ranks:
+def test_a_stopped_rank_is_reported_by_all_others(tmp_path):
+    with Ranks(tmp_path, "", patience=3) as ranks:
         ranks.reach_the_third_step()
         time.sleep(1)
         ranks.all[1].send_signal(signal.SIGSTOP)
         for status, out, error in ranks.ends(0, 2, within=3 + 2 + 5):
             assert status == 6 and "ends: [1]" in out
             assert "rank 1 is lost: no sign of life for 2 s: its process, or its machine, is stopped" in error
-            assert "last seen in step " in error and "Python stacks of rank" in error
+            assert "last seen in step " in error and "Python stacks are in " in error
         ranks.all[1].send_signal(signal.SIGCONT)
         [(status, _, error)] = ranks.ends(1, within=10)
         assert status == 6 and "rank 1 ends" in error
 
 
 @pytest.mark.sweep
-def test_a_rank_that_stands_still_says_where():
-    with Ranks("stuck", patience=3) as ranks:
+def test_a_rank_that_stands_still_says_where(tmp_path):
+    with Ranks(tmp_path, "stuck", patience=3) as ranks:
         ranks.reach_the_third_step()
         for status, out, error in ranks.ends(0, 1, 2, within=3 + 2 + 5):
             assert status == 6 and "ends: [1]" in out
             assert "rank 1 is lost: it stands still for 2 s, and others wait for it" in error
             assert "(last seen in step 3, after collective 4)" in error
-            assert "Python stacks of rank 1:" in error and "in work_of_the_stuck" in error
+        for number in range(3):
+            stacks = (tmp_path / f"stacks-{number}").read_text()
+            assert stacks.count("Python stacks of rank 1:") == 1 and "in work_of_the_stuck" in stacks
 
 
 @pytest.mark.sweep
-def test_a_rank_that_fails_ends_with_its_own_error_and_the_others_name_it():
-    with Ranks("fails", patience=60) as ranks:
+def test_a_rank_that_fails_ends_with_its_own_error_and_the_others_name_it(tmp_path):
+    with Ranks(tmp_path, "fails", patience=60) as ranks:
         ranks.reach_the_third_step()
         for status, _, error in ranks.ends(0, 2, within=15):
             assert status == 6 and "rank 1 is lost: it has failed with ValueError: a fault of its own" in error
@@ -165,22 +186,22 @@ def test_a_rank_that_fails_ends_with_its_own_error_and_the_others_name_it():
 
 
 @pytest.mark.sweep
-def test_ranks_that_fail_alike_all_end_with_their_own_error():
-    with Ranks("all fail", patience=60, keeps=True) as ranks:
+def test_ranks_that_fail_alike_all_end_with_their_own_error(tmp_path):
+    with Ranks(tmp_path, "all fail", patience=60, keeps=True) as ranks:
         assert [end[::2] for end in ranks.ends(0, 1, 2, within=20)] == [(1, "error: the loss is not finite\n")] * 3
 
 
 @pytest.mark.sweep
-def test_a_rank_that_leaves_too_early_is_named():
+def test_a_rank_that_leaves_too_early_is_named(tmp_path):
     """The world of the others breaks; no verdict comes, as a rank that left is no loss."""
-    with Ranks("leaves", patience=60) as ranks:
+    with Ranks(tmp_path, "leaves", patience=60) as ranks:
         for status, _, error in ranks.ends(0, 2, within=30):
             assert status == 6 and "rank 1 has ended, and rank" in error
 
 
 @pytest.mark.sweep
-def test_the_rank_with_the_store_is_killed():
-    with Ranks("", patience=60, keeps=True) as ranks:
+def test_the_rank_with_the_store_is_killed(tmp_path):
+    with Ranks(tmp_path, "", patience=60, keeps=True) as ranks:
         ranks.reach_the_third_step()
         time.sleep(1.5)
         ranks.all[0].send_signal(signal.SIGKILL)
@@ -189,8 +210,8 @@ def test_the_rank_with_the_store_is_killed():
 
 
 @pytest.mark.sweep
-def test_the_rank_with_the_store_is_stopped():
-    with Ranks("", patience=3, keeps=True) as ranks:
+def test_the_rank_with_the_store_is_stopped(tmp_path):
+    with Ranks(tmp_path, "", patience=3, keeps=True) as ranks:
         ranks.reach_the_third_step()
         time.sleep(1)
         ranks.all[0].send_signal(signal.SIGSTOP)
@@ -199,8 +220,8 @@ def test_the_rank_with_the_store_is_stopped():
 
 
 @pytest.mark.sweep
-def test_the_rank_with_the_store_tells_all_others_before_it_ends():
-    with Ranks("", patience=60, keeps=True, size=5) as ranks:
+def test_the_rank_with_the_store_tells_all_others_before_it_ends(tmp_path):
+    with Ranks(tmp_path, "", patience=60, keeps=True, size=5) as ranks:
         ranks.reach_the_third_step()
         ranks.all[3].send_signal(signal.SIGKILL)
         for status, out, error in ranks.ends(0, 1, 2, 4, within=15):
@@ -208,8 +229,8 @@ def test_the_rank_with_the_store_tells_all_others_before_it_ends():
 
 
 @pytest.mark.sweep
-def test_a_log_that_is_stuck_does_not_hold_a_rank_up():
-    with Ranks("the log is stuck", patience=60) as ranks:
+def test_a_log_that_is_stuck_does_not_hold_a_rank_up(tmp_path):
+    with Ranks(tmp_path, "the log is stuck", patience=60) as ranks:
         ranks.reach_the_third_step()
         ranks.all[1].send_signal(signal.SIGKILL)
         assert [status for status, _, _ in ranks.ends(0, 2, within=25)] == [6, 6]
@@ -217,16 +238,16 @@ def test_a_log_that_is_stuck_does_not_hold_a_rank_up():
 
 @pytest.mark.sweep
 @pytest.mark.parametrize("keeps", [False, True])
-def test_what_takes_long_is_waited_for(keeps):
+def test_what_takes_long_is_waited_for(keeps, tmp_path):
     """Three times the patience; and a run that ends well says nothing."""
-    with Ranks("long", patience=3, steps=10, keeps=keeps) as ranks:
+    with Ranks(tmp_path, "long", patience=3, steps=10, keeps=keeps) as ranks:
         assert ranks.ends(0, 1, 2, within=30) == [(0, "third step\n", "")] * 3
 
 
 @pytest.mark.sweep
-def test_all_ranks_stopped_and_continued_are_not_lost():
+def test_all_ranks_stopped_and_continued_are_not_lost(tmp_path):
     """Ctrl-Z and fg, or a laptop that slept."""
-    with Ranks("", patience=3, steps=400, keeps=True) as ranks:
+    with Ranks(tmp_path, "", patience=3, steps=400, keeps=True) as ranks:
         ranks.reach_the_third_step()
         for process in ranks.all:
             process.send_signal(signal.SIGSTOP)
@@ -261,7 +282,8 @@ def watched(size, beats, monkeypatch, *, patience):
     try:
         with ExitStack() as stack:
             watches = [
-                Watchdog(store, lambda rank=rank: beats[rank], patience=patience) for rank, store in enumerate(stores)
+                Watchdog(store, lambda rank=rank: beats[rank], NOWHERE, patience=patience)
+                for rank, store in enumerate(stores)
             ]
             yield [stack.enter_context(watch) for watch in watches], reports
         for store in stores:
@@ -298,7 +320,7 @@ def test_a_rank_that_ends_before_it_is_watched_is_lost(monkeypatch):
     monkeypatch.setattr(Watchdog, "_end", lambda watch, lost: (reports.append(lost), reported.set()))
     server = StoreServer("127.0.0.1", 0, 2, TOKEN, 20)
     stores = stores_of(server, 2)
-    with Watchdog(stores[0], lambda: Beat(0, "", 0), patience=60.0):
+    with Watchdog(stores[0], lambda: Beat(0, "", 0), NOWHERE, patience=60.0):
         stores[1]._channel.close()
         assert reported.wait(10)
     [one] = reports[0]
@@ -314,7 +336,7 @@ def test_who_keeps_the_store_is_named_when_it_breaks_off(monkeypatch, keeper, wh
     server = StoreServer("127.0.0.1", 0, 1, TOKEN, 20)
     [store] = stores_of(server, 1)
     store.is_keeper = keeper
-    with Watchdog(store, lambda: Beat(7, "", 3), patience=60.0) as watchdog:
+    with Watchdog(store, lambda: Beat(7, "", 3), NOWHERE, patience=60.0) as watchdog:
         while not server._desk._writers or (keeper and not watchdog._keepers):
             time.sleep(0.01)
         [writer] = server._desk._writers.values()
@@ -331,4 +353,4 @@ def test_a_store_that_is_gone_cannot_watch():
     store = Store.join("127.0.0.1", server.port, 0, 1, TOKEN, 20)
     server.close(grace=0)
     with pytest.raises(WorldError, match="rank 0 cannot reach the store to be watched"):
-        Watchdog(store, lambda: Beat(0, "", 0)).__enter__()
+        Watchdog(store, lambda: Beat(0, "", 0), NOWHERE).__enter__()

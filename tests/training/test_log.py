@@ -192,6 +192,22 @@ def test_sections_on_the_console_are_plain_and_in_order(tmp_path: Path) -> None:
     assert header["allocator"] == {"Weights": 100.0, "Free": 300.0}
 
 
+@pytest.mark.parametrize("verbosity", [-1, 0, 1])
+def test_a_run_that_starts_again_repeats_no_section(tmp_path: Path, verbosity: int) -> None:
+    """But with -v; the file has all of them again."""
+    shown = io.StringIO()
+    with RunLog(options(tmp_path / "log.jsonl", verbosity=verbosity), shown, again=True) as log:
+        log.options({"name": "try"})
+        log.model("a", parameters=5)
+        log.warn("slow")
+        log.begin(resume_step=3)
+        log.notice("Continued from a checkpoint")
+    after = ["Warning: slow", *(["Continued from a checkpoint"] if verbosity >= 0 else [])]
+    lines = shown.getvalue().splitlines()
+    assert lines[-len(after) :] == after and (len(lines) > len(after)) == (verbosity == 1)
+    assert json.loads((tmp_path / "log.jsonl").read_text().splitlines()[0])["options"] == {"name": "try"}
+
+
 def test_what_lives_on_the_host_has_a_column(tmp_path: Path) -> None:
     console = io.StringIO()
     with RunLog(options(tmp_path / "log.jsonl"), console) as log:

@@ -114,9 +114,13 @@ def test_all_end_when_a_rank_is_lost_and_the_run_resumes(whole, rank, number):
         assert run.wait() == WorldError.exit_code
         assert time.monotonic() - began < WATCHDOG_S + 30
     for other in {0, 1, 2} - {rank}:
-        assert f"rank {other} ends, because a rank of the run is lost" in run.said
-        assert f"Python stacks of rank {other}:\nthread MainThread:\n" in run.said
-    assert f"rank {rank} is lost: " in run.said and "(last seen in step " in run.said
+        stacks = run.folder / f"rank-{other:05}-stacks.txt"
+        (line,) = (
+            line for line in run.said.splitlines() if line.startswith(f"rank {other} ends, because rank {rank} is")
+        )
+        assert "(last seen in step " in line and line.endswith(f". Python stacks are in {stacks}")
+        assert f"Python stacks of rank {other}:\nthread MainThread:\n" in stacks.read_text()
+    assert "thread MainThread:" not in run.said
     assert f"rank {rank} was ended by SIGKILL" in run.said
     if rank:
         (end,) = (one for one in map(json.loads, (run.folder / "log.jsonl").open()) if one["type"] == "end")
@@ -142,6 +146,7 @@ def test_a_run_that_lost_a_rank_starts_again(whole):
         os.kill(run.ranks()[2], signal.SIGKILL)
         assert run.wait() == 0
     assert "starting again from the last checkpoint (start 2 of 2)" in run.said and "Continued from" in run.said
+    assert run.said.count("[Options]") == run.said.count("[Allocator State]") == 1
     assert weights("again") == weights("whole")
 
 
