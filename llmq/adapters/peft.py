@@ -23,6 +23,7 @@ from llmq.adapters.first_values import FirstAdapter
 from llmq.adapters.ia3 import checked_gains
 from llmq.adapters.lora import Lora
 from llmq.adapters.method import Method
+from llmq.adapters.peft_config import wrong_keys
 from llmq.adapters.peft_names import PREFIX, base_copies, checked_beside, is_target
 from llmq.adapters.taken_out import TAKEN_OUT
 from llmq.adapters.targets import (
@@ -36,7 +37,6 @@ from llmq.adapters.targets import (
 )
 from llmq.adapters.virtual_tokens import KINDS, TENSOR, checked_virtual, columns_of
 from llmq.errors import DataError
-from llmq.files import weight_files
 from llmq.files.huggingface import ADAPTER_CONFIG, ADAPTER_WEIGHTS, Export, write_json, write_tensors
 from llmq.files.source import ModelSource, Values, open_parameters
 from llmq.files.tensor_files import Stored, tensors_of
@@ -129,7 +129,7 @@ def open_adapter(folder: Path, config: ModelConfig) -> StoredAdapter:
     if not (folder / ADAPTER_CONFIG).is_file():
         raise DataError(f"{folder} has no {ADAPTER_CONFIG}: give a folder with an adapter in PEFT's format")
     if not (folder / ADAPTER_WEIGHTS).is_file():
-        raise DataError(f"{folder} has no {ADAPTER_WEIGHTS}{weight_files.other_weights(())}")
+        raise DataError(f"{folder} has no {ADAPTER_WEIGHTS}: give a folder with an adapter in PEFT's format")
     about = read_json(folder / ADAPTER_CONFIG)
     _refuse_others(folder, about)
     stored = tensors_of(folder / ADAPTER_WEIGHTS)
@@ -151,11 +151,13 @@ def open_adapter(folder: Path, config: ModelConfig) -> StoredAdapter:
 
 def _refuse_others(folder: Path, about: dict[str, Any]) -> None:
     kind = about.get("peft_type")
-    if kind not in CHECKS:
+    if not isinstance(kind, str) or kind not in CHECKS:
         raise DataError(f"{folder / ADAPTER_CONFIG}: peft_type {kind} is not read, only {', '.join(CHECKS)}")
     if unknown := [name for name in UNKNOWN if about.get(name)]:
         said = ", ".join(f"{name} {about[name]}" for name in unknown)
         raise DataError(f"{folder / ADAPTER_CONFIG}: llmq does not have {said}")
+    if problems := wrong_keys(about):
+        raise DataError(f"{folder / ADAPTER_CONFIG} cannot be used:\n" + "\n".join(f"  - {one}" for one in problems))
 
 
 def _by_kind(problems: Sequence[str]) -> str:

@@ -107,7 +107,7 @@ def _cached(name: str, revision: str, kind: str) -> Path:
     from huggingface_hub import constants, try_to_load_from_cache
 
     anchor = "tokenizer.json" if kind == "tokenizer" else "config.json"
-    found = try_to_load_from_cache(name, anchor, revision=revision)
+    found = ask(name, revision, "", partial(try_to_load_from_cache, name, anchor, revision=revision))
     problem = ""
     if isinstance(found, str):
         try:

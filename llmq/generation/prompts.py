@@ -49,7 +49,7 @@ def read_questions(path: Path, flag: str = "--prompts") -> list[Question]:
 def _question(line: str, place: str) -> Question:
     try:
         row = json.loads(line)
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise DataError(
             f"{place}: is no JSON ({error}): a file of text lines begins with another sign than {{"
         ) from None

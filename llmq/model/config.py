@@ -145,7 +145,7 @@ def read_config(mapping: Mapping[str, Any], where: str = "config.json") -> Model
     try:
         keys = ConfigKeys.model_validate(_used(mapping, family))
     except ValidationError as error:
-        problems += [_problem(mapping, e["loc"], _said(e)) for e in error.errors()]
+        problems += problems_of(mapping, error)
     if problems:
         raise DataError(f"{where} cannot be used:\n" + "\n".join(f"  - {p}" for p in problems))
     facts = {name: value for name, value in keys if name in ModelConfig.__dataclass_fields__}
@@ -163,6 +163,11 @@ def _used(mapping: Mapping[str, Any], family: Family) -> dict[str, Any]:
         for key, value in found.items()
         if value is not None and not (key.startswith("rope_") and value == {})
     }
+
+
+def problems_of(mapping: Mapping[str, Any], error: ValidationError) -> list[str]:
+    """A line for each value that a form of pydantic does not take."""
+    return [_problem(mapping, one["loc"], _said(one)) for one in error.errors()]
 
 
 def _problem(mapping: Any, place: Sequence[object], message: str) -> str:
