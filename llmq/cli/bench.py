@@ -34,7 +34,10 @@ SEARCH = ("fit", "fit_may")  # of RECIPE: not for single ops, which need no sett
 
 
 def _names(context: click.Context, parameter: click.Parameter, value: str | None) -> tuple[str, ...]:
-    return tuple(os.path.expanduser(name.strip()) for name in (value or "").split(",") if name.strip())
+    names = tuple(os.path.expanduser(name.strip()) for name in (value or "").split(",") if name.strip())
+    if value is not None and not names:
+        raise click.BadParameter("the list is empty: give one name or more, with commas, or leave the option out")
+    return names
 
 
 def _sizes(context: click.Context, parameter: click.Parameter, value: str | None) -> tuple[int, ...]:
@@ -176,7 +179,7 @@ def _with_recipe(given: dict[str, Any]) -> dict[str, Any]:
 )
 @click.option(
     "--tolerance",
-    type=click.FloatRange(0),
+    type=shell.Number(0),
     metavar="PERCENT",
     help="With --compare: exit with 1 if a model is slower by more than this.",
 )

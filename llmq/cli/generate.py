@@ -94,7 +94,7 @@ SAMPLING = ("temperature", "top_k", "top_p", "min_p", "repetition_penalty", "see
 @click.option("--batch-size", type=click.IntRange(1), default=8, show_default=True, help="Prompts to answer at a time.")
 @click.option(
     "--temperature",
-    type=click.FloatRange(0),
+    type=shell.Number(0),
     default=0.0,
     show_default=True,
     help="Divide the logits by this before a token is drawn; 0 takes the most likely one.",
@@ -104,21 +104,21 @@ SAMPLING = ("temperature", "top_k", "top_p", "min_p", "repetition_penalty", "see
 )
 @click.option(
     "--top-p",
-    type=click.FloatRange(0, 1, min_open=True),
+    type=shell.Number(0, 1, min_open=True),
     default=1.0,
     show_default=True,
     help="Draw from the fewest most likely tokens whose probabilities reach this; 1: all.",
 )
 @click.option(
     "--min-p",
-    type=click.FloatRange(0, 1),
+    type=shell.Number(0, 1),
     default=0.0,
     show_default=True,
     help="Draw from tokens at least this times as likely as the most likely one; 0: all.",
 )
 @click.option(
     "--repetition-penalty",
-    type=click.FloatRange(0, min_open=True),
+    type=shell.Number(0, min_open=True),
     default=1.0,
     show_default=True,
     help="Divide the positive logits of tokens that are there already by this, and multiply the others; 1: off.",

@@ -78,7 +78,7 @@ class Machines:
 @click.option("--procs", type=click.IntRange(min=1), help="Number of processes on each machine, for --device cpu.")
 @click.option(
     "--join-timeout",
-    type=click.FloatRange(min=0, min_open=True),
+    type=shell.Number(min=0, min_open=True),
     default=JOIN_S,
     show_default=True,
     help="Seconds in which all processes have to come; those that did not are named.",
@@ -114,7 +114,8 @@ def command(
     if options.to_flat()["dry_run"]:
         raise UsageError("--dry-run plans for one process: use llmq-train, with --gpus N for the ranks of many")
     if asked not in (1, gpus):
-        raise UsageError(f"--gpus is {asked} for llmq-train and {gpus} for llmq-launch: leave it out after the --")
+        given = f"--gpus {gpus}" if procs is None else f"--procs {procs}"
+        raise UsageError(f"--gpus is {asked} for llmq-train, and llmq-launch has {given}: leave it out after the --")
     machines = Machines(nnodes, node_rank, master_addr or Machines.host, master_port or 0, join_timeout)
     start = machines.command(f"--procs={procs}" if procs else f"--gpus={gpus}")
     return _start(options, arguments, machines, gpus=gpus, procs=procs, start=start)

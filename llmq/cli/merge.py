@@ -38,7 +38,7 @@ from llmq.errors import UsageError
     "--weight",
     "weights",
     multiple=True,
-    type=float,
+    type=shell.Number(),
     metavar="FLOAT",
     help="How much of an adapter is added; once for each --adapter, in their order.  [default: 1]",
 )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import math
 import os
 import signal
 import sys
@@ -122,6 +123,19 @@ def _refuse_single_dashes(command: click.Command, arguments: Sequence[str]) -> N
         raise UsageError("\n  ".join(problems))
 
 
+class Number(click.FloatRange):
+    """A number in a range, if there is one, which is finite."""
+
+    name = "number"
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> float:
+        """The number."""
+        number = float(super().convert(value, param, ctx))
+        if not math.isfinite(number):
+            self.fail(f"{value} is not a finite number.", param, ctx)
+        return number
+
+
 class Home(click.ParamType):
     """A path, in which `~` is the home folder also where the shell leaves it: --out-dir=~/x."""
 
@@ -129,6 +143,8 @@ class Home(click.ParamType):
 
     def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
         """The path as text."""
+        if value == "":
+            self.fail("it is empty: give a path.", param, ctx)
         return os.path.expanduser(value)
 
 

@@ -49,7 +49,7 @@ from llmq.training.interrupt import terminable
 @click.option("--revision", help="Branch, tag or commit of the tokenizer's hub name.")
 @click.option(
     "--eval-fraction",
-    type=click.FloatRange(0, 1, max_open=True),
+    type=shell.Number(0, 1, max_open=True),
     help="Part of the data that goes to eval.bin; 0 writes none.  [default: the data's validation split, else 0.1]",
 )
 @click.option("--eos-token", help="The token that ends a document, if the tokenizer does not say.")

@@ -95,7 +95,7 @@ def test_a_rank_and_a_dry_run_start_nothing(groups, monkeypatch):
         (launches, ("--gpus=1", "--procs=1"), "give --gpus N for GPUs, or --procs N"),
         (launches, ("--procs=1", "--node-rank=1"), "--node-rank 1 of --nnodes 1 is none: machines are 0 to 0"),
         (launches, ("--procs=1", "--nnodes=2"), "--nnodes 2 needs --master-addr and --master-port"),
-        (launches, ("--gpus=1", "--", "--gpus=2"), "--gpus is 2 for llmq-train and 1 for llmq-launch"),
+        (launches, ("--gpus=1", "--", "--gpus=2"), "--gpus is 2 for llmq-train, and llmq-launch has --gpus 1"),
         (launches, ("--procs=1", "--", "--dry-run"), "--dry-run plans for one process"),
         (launches, ("--procs=1", "--", "--print-config"), "--print-config is for llmq-train itself"),
         (launches, ("--procs=1", "--", "--stepps=2"), "unknown option --stepps: did you mean --steps?"),
