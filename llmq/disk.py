@@ -12,6 +12,7 @@ import os
 import re
 import secrets
 import shutil
+import tempfile
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
@@ -49,6 +50,17 @@ def free_bytes(folder: Path) -> int:
     return shutil.disk_usage(existing_folder(folder)).free
 
 
+def takes_files(folder: Path) -> bool:
+    """Whether this user can make files in a folder; its rights do not say that of /proc, where root has all."""
+    if not folder.is_dir() or not os.access(folder, os.W_OK | os.X_OK):
+        return False
+    try:
+        with tempfile.TemporaryFile(dir=folder):
+            return True
+    except OSError as error:
+        return error.errno in FULL
+
+
 def sync_folder(folder: Path) -> None:
     """Makes the names in `folder` durable."""
     fd = os.open(folder, os.O_RDONLY)
@@ -67,7 +79,7 @@ def check_free_space(needs: Mapping[str, tuple[Path, int]]) -> None:
     disks: dict[int, tuple[Path, list[str], list[int]]] = {}
     for what, (folder, num_bytes) in needs.items():
         there = existing_folder(folder)
-        if not there.is_dir() or not os.access(there, os.W_OK | os.X_OK):
+        if not takes_files(there):
             problems.append(
                 f"{what} cannot be written to {folder}: {there} is not a folder that this user can write to"
             )
@@ -191,7 +203,7 @@ def finish_folder(path: Path, kept: Callable[[str], bool] | None = None) -> None
 
 def replaced_name(path: Path) -> Path:
     """Where the folder `path` is while another one takes its place."""
-    return path.with_name(f".{path.name}.replaced")
+    return beside(path, f".{path.name}.replaced")
 
 
 def remove_folder(path: Path) -> None:
@@ -206,7 +218,14 @@ def temporary_name(path: Path) -> Path:
 
     Process ids would not do: those of containers that share a folder can be the same.
     """
-    return path.with_name(f".{path.name}.{secrets.token_hex(8)}.tmp")
+    return beside(path, f".{path.name}.{secrets.token_hex(8)}.tmp")
+
+
+def beside(path: Path, name: str) -> Path:
+    """The place of this name in the folder that `path` is in. StorageError for `/`, which is in none."""
+    if not path.name:
+        raise StorageError(f"{path} is the root of the file system: give a folder inside it")
+    return path.with_name(name)
 
 
 def remove_leftovers(path: Path, kept: Callable[[str], bool] | None = None) -> None:

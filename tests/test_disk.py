@@ -141,6 +141,12 @@ def test_a_folder_that_is_not_finished_leaves_no_trace(tmp_path: Path) -> None:
     assert there(tmp_path) == []
 
 
+def test_nothing_is_beside_the_root() -> None:
+    for name_of in (replaced_name, temporary_name):
+        with pytest.raises(StorageError, match=r"^/ is the root of the file system: give a folder inside it$"):
+            name_of(Path("/"))
+
+
 def test_what_the_disk_refuses_is_said_with_the_room_on_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(shutil, "disk_usage", lambda path: SimpleNamespace(free=1000))
     path, words = tmp_path / "x", {"kept": "; the old one is there", "advice": "go elsewhere"}

@@ -14,6 +14,7 @@ from typing import Any
 
 from llmq.adapters import resolve as adapters
 from llmq.bench.results import adapters_in_words, load, require_common
+from llmq.disk import takes_files
 from llmq.errors import LlmqError, StorageError, UsageError
 from llmq.hardware import device as devices
 from llmq.hardware.device import Device
@@ -239,7 +240,7 @@ def _check_place(path: Path) -> None:
     place = path if path.exists() else folder
     if path.is_dir() or not folder.is_dir():
         why = "it is a folder" if path.is_dir() else f"there is no folder {folder}"
-    elif not os.access(place, os.W_OK):
+    elif not (os.access(path, os.W_OK) if path.exists() else takes_files(folder)):
         why = f"{place} is read-only for this user"
     else:
         return

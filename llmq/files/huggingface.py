@@ -28,6 +28,7 @@ from llmq.disk import (
     remove_folder,
     remove_leftovers,
     storage,
+    takes_files,
     whole_folder,
 )
 from llmq.errors import DataError, StorageError, UsageError
@@ -303,7 +304,7 @@ def _check_target(folder: Path, overwrite: bool) -> None:
                 "use another --out-dir, or --overwrite to replace it"
             )
     parent = existing_folder(folder.parent)
-    if not parent.is_dir() or not os.access(parent, os.W_OK | os.X_OK):
+    if not takes_files(parent):
         raise StorageError(f"{parent} is not a folder that can be written to: give another --out-dir")
 
 

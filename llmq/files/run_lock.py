@@ -26,7 +26,7 @@ from pathlib import Path
 
 from filelock import FileLock, Timeout
 
-from llmq.disk import existing_folder, storage, write_whole
+from llmq.disk import beside, existing_folder, storage, write_whole
 from llmq.errors import StorageError
 
 NO_LOCKS = (errno.ENOSYS, errno.ENOLCK, errno.EOPNOTSUPP, errno.ENOTSUP)
@@ -50,9 +50,7 @@ class RunOutput:
 def replaced_whole(option: str, path: Path) -> RunOutput:
     """A file, or a folder that another one takes the place of: its lock is beside it. StorageError for `/`."""
     path = Path(os.path.realpath(path.expanduser()))
-    if not path.name:
-        raise StorageError(f"{option} {path} is the root of the file system: give a folder inside it")
-    return RunOutput(option, path, path.with_name(f".{path.name}.lock"))
+    return RunOutput(option, path, beside(path, f".{path.name}.lock"))
 
 
 def kept_folder(option: str, path: Path) -> RunOutput:
