@@ -41,7 +41,17 @@ def _text(value: Any) -> Any:
 
 
 def _home(value: str) -> str:
+    if not is_file_name(value):
+        raise ValueError("it has a character that no path has")
     return os.path.expanduser(value) if value.startswith("~") else value
+
+
+def is_file_name(text: str) -> bool:
+    """Whether file systems take a text: no NUL, and no half of a character."""
+    try:
+        return b"\0" not in os.fsencode(text)
+    except UnicodeEncodeError:
+        return False
 
 
 def _several(value: Any) -> Any:
@@ -282,7 +292,8 @@ def _message(d: Description, error: Any) -> str:
     kind, context, value = error["type"], error.get("ctx", {}), error["input"]
     if kind == "missing":
         return f"{flag(d.key)} is needed: {d.help}"
-    start = f"{flag(d.key)} {value if isinstance(value, (str, int, float)) and value != '' else repr(value)}"
+    is_plain = isinstance(value, (str, int, float)) and value != "" and str(value).isprintable()
+    start = f"{flag(d.key)} {value if is_plain else repr(value)}"
     if kind in LIMITS:
         exact = {k: int(v) if isinstance(v, float) and v.is_integer() else v for k, v in context.items()}
         exact["what"] = "a path" if value == "" else "one value or more"
@@ -290,7 +301,8 @@ def _message(d: Description, error: Any) -> str:
         return f"{start} {LIMITS[kind].format(**exact)}{or_not}"
     if kind == "literal_error":
         close = get_close_matches(str(value).lower(), d.choices, n=1)
-        return f"{start} is not one of {', '.join(d.choices)}" + (f": did you mean {close[0]}?" if close else "")
+        choices = ", ".join(d.choices) or str(context["expected"]).replace("'", "")  # of a list those of its items
+        return f"{start} is not one of {choices}" + (f": did you mean {close[0]}?" if close else "")
     word = next((word for prefix, word in WORDS.items() if kind.startswith(prefix)), "")
     return f"{start} is not {word}: {d.help}" if word else f"{start}: {context.get('error') or error['msg']}"
 

@@ -19,7 +19,17 @@ from llmq.errors import UsageError
 from llmq.options import adapters
 from llmq.options.adapters import AdapterOptions
 from llmq.options.data import DataOptions, ModelOptions, SourceOptions
-from llmq.options.field import Description, Section, build, describe, flag, named, plain, read_flat_yaml
+from llmq.options.field import (
+    Description,
+    Section,
+    build,
+    describe,
+    flag,
+    is_file_name,
+    named,
+    plain,
+    read_flat_yaml,
+)
 from llmq.options.maths import (
     MemoryOptions,
     OptimizerOptions,
@@ -150,6 +160,8 @@ class Options:
         values = named(given, spellings(), errors, {})
         places: dict[str, str] = {}
         if config is not None:
+            if not isinstance(config, str | os.PathLike) or not is_file_name(os.fspath(config)):
+                raise UsageError(f"--config {config!r} is not the path of a file")
             in_file, of_names = read_flat_yaml(os.path.expanduser(config))
             taken_back = {*values, *(other for key in values for other in UNSETS.get(key, ()))}
             file_values = named(in_file, spellings(), errors, of_names)

@@ -16,6 +16,7 @@ from llmq.options.field import (
     Size,
     Text,
     dtype_name,
+    is_file_name,
     option,
     with_commas,
 )
@@ -68,7 +69,7 @@ class LogOptions(Section):
     )
 
     def contradictions(self) -> Iterator[str]:
-        if self.name in (".", "..") or re.search(r"[/\\%\x00-\x1f]", self.name):
+        if self.name in (".", "..") or re.search(r"[/\\%\x00-\x1f]", self.name) or not is_file_name(self.name):
             yield f"--name {self.name!r} cannot be part of a path: use letters, digits, '.', '-' and '_'"
         if self.sample_prompts is not None and not self.eval_every_n_steps:
             yield (

@@ -1,15 +1,28 @@
-"""What hooks of the training loop know of it."""
+"""What hooks of the training loop know of it, and what `llmq.train` takes as such."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Protocol
 
 from llmq.engine.engine import Engine
+from llmq.errors import UsageError
 from llmq.plan.plan import Plan
 from llmq.training.job import Job
 from llmq.training.log import RunLog
 from llmq.training.progress import Progress
 from llmq.training.ranks import Ranks
+from llmq.training.records import EvalRecord, TrainRecord
+
+Watch = Callable[[TrainRecord | EvalRecord], None]
+
+
+def check_hooks(watch: object, console: object) -> None:
+    """UsageError if `watch` cannot be called, or `console` cannot be written to."""
+    if watch is not None and not callable(watch):
+        raise UsageError(f"watch is {watch!r}: give a function, which is called with each record")
+    if console is not None and not hasattr(console, "write"):
+        raise UsageError(f"console is {console!r}: give an open text file, such as sys.stderr or io.StringIO()")
 
 
 class Loop(Protocol):

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from contextlib import ExitStack, nullcontext, suppress
 from dataclasses import replace
 from functools import partial
@@ -33,6 +33,7 @@ from llmq.training.describe import summary
 from llmq.training.evaluation import held_out
 from llmq.training.finish import export_all
 from llmq.training.fp8_watch import Fp8Watch, carried
+from llmq.training.hooks import Watch, check_hooks
 from llmq.training.interrupt import Interrupt
 from llmq.training.job import Job, prepare
 from llmq.training.lisa_watch import LisaWatch
@@ -46,8 +47,6 @@ from llmq.training.several import evaluated, progress_after, step_records
 
 NON_FINITE_LIMIT = 10  # consecutive steps without an update after which training gives up
 
-Watch = Callable[[TrainRecord | EvalRecord], None]
-
 
 def train(
     *, watch: Watch | None = None, console: TextIO | None = None, handle_signals: bool = True, **options: Any
@@ -59,6 +58,7 @@ def train(
     save the same way and return, with exit code 75. Without `handle_signals` they do what they did before the call.
     Raises LlmqError for what the caller can fix.
     """
+    check_hooks(watch, console)
     result = run(Options.parse(options), watch=watch, console=console, handle_signals=handle_signals)
     if result.exit_code == INTERRUPTED:
         raise KeyboardInterrupt
