@@ -38,15 +38,17 @@ STEP = 64  # lengths of rows are multiples of this
 STREAMS = 2**20  # from the number of one sample of a prompt, which addresses what is drawn, to that of the next
 MOST_SAMPLES = 2**32 // STREAMS  # numbers have 32 bits
 BASE_DTYPES = ("fp32", "bf16", "e4m3", "int8", "nf4", "mxfp4")
-LIMITS: tuple[tuple[tuple[str, ...], type, Callable[[Any], bool], str], ...] = (
+LIMITS: tuple[tuple[tuple[str, ...], Any, Callable[[Any], bool], str], ...] = (
     (("batch_size", "max_tokens"), Integral, lambda value: value >= 1, "a whole number of at least 1"),
     (("max_length",), Integral, lambda value: value >= 2, "a whole number of at least 2"),
     (("samples",), Integral, lambda value: 1 <= value <= MOST_SAMPLES, f"a whole number from 1 to {MOST_SAMPLES}"),
     (("top_k", "seed"), Integral, lambda value: value >= 0, "a whole number of at least 0"),
-    (("temperature",), Real, lambda value: value >= 0, "a number of at least 0"),
+    (("temperature",), Real, lambda value: 0 <= value < math.inf, "a number of at least 0"),
     (("top_p",), Real, lambda value: 0 < value <= 1, "a number above 0 and at most 1"),
     (("min_p",), Real, lambda value: 0 <= value <= 1, "a number from 0 to 1"),
-    (("repetition_penalty",), Real, lambda value: value > 0, "a number above 0"),
+    (("repetition_penalty",), Real, lambda value: 0 < value < math.inf, "a number above 0"),
+    (("adapter", "revision", "tokenizer", "chat_template"), str | None, lambda value: True, "a text"),
+    (("from_scratch", "ignore_end"), bool, lambda value: True, "True or False"),
     (("device",), str, ("auto", "cpu", "cuda").__contains__, "auto, cpu or cuda"),
     (("dtype",), object, (None, "bf16", "fp32").__contains__, "bf16 or fp32"),
     (("base_dtype",), object, (None, *BASE_DTYPES).__contains__, f"one of {', '.join(BASE_DTYPES)}"),
@@ -250,11 +252,10 @@ def write(
         asked = (name + "".join(f" (did you mean {one}?)" for one in close) for name, close in near.items())
         raise UsageError(f"llmq.generate has no setting {', '.join(asked)}")
     stop, questions = () if stop is None else stop, questions_of(prompts)
-    sampling = replace(
-        settings.pop("sampling", Sampling()),
-        logprobs=logprobs,
-        **{name: settings.pop(name) for name in drawn & settings.keys()},
-    )
+    given = settings.pop("sampling", Sampling())
+    if not isinstance(given, Sampling):
+        raise UsageError(f"sampling is {given!r}: give temperature, top_k and others by their names")
+    sampling = replace(given, logprobs=logprobs, **{name: settings.pop(name) for name in drawn & settings.keys()})
     stops = tuple(stop) if isinstance(stop, Iterable) and not isinstance(stop, str) else (stop,)
     paths = {name: os.fspath(value) for name, value in settings.items() if isinstance(value, os.PathLike)}
     about = Settings(os.fspath(model), sampling=sampling, stop=stops, samples=samples, **{**settings, **paths})
