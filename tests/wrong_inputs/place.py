@@ -1,0 +1,213 @@
+"""A folder of good and of broken inputs: models, adapters, token files, data, templates, configs, logs."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from golden import families
+from safetensors.numpy import save_file
+from small_tokenizers import EOS, byte_level, save
+
+from llmq.data.tokens.token_file import TokenWriter
+
+CONFIG = {**families.FAMILIES["qwen2"], "num_hidden_layers": 1, "vocab_size": 420, "torch_dtype": "float32"}
+TEMPLATE = "{% for m in messages %}{{ m.role }}: {{ m.content }}{% endfor %}"
+ADAPTER = {"peft_type": "LORA", "r": 2, "lora_alpha": 4, "target_modules": ["q_proj"]}
+Q = "base_model.model.model.layers.0.self_attn.q_proj.lora_"
+CHAT = {"messages": [{"role": "user", "content": "hi"}, {"role": "assistant", "content": "ho"}]}
+HEADER = {"type": "header", "schema": 1, "options": {"name": "x"}}
+TRAIN = {"type": "train", "step": 1, "loss": 2.0}
+SWEEP = "- {name: a, lora_rank: 2}\n"
+DEEP = "[" * 1500
+
+# What config.json says in model folders without weights.
+CONFIGS: dict[str, Any] = {
+    "m-list": [CONFIG],
+    "m-moe": {**CONFIG, "num_experts": 8},
+    "m-arch": {**CONFIG, "architectures": ["GPT2LMHeadModel"]},
+    "m-heads": {**CONFIG, "num_attention_heads": 0},
+    "m-size": {**CONFIG, "hidden_size": "wide"},
+    "m-eps": {**CONFIG, "rms_norm_eps": -1},
+    "m-rope": {**CONFIG, "rope_scaling": 7},
+    "m-huge": {**CONFIG, "vocab_size": 10**12},
+    "m-kv": {**CONFIG, "num_key_value_heads": 3},
+    "m-dtype": {**CONFIG, "torch_dtype": "int3"},
+    "m-eos": {**CONFIG, "eos_token_id": "end"},
+    "m-layers": {**CONFIG, "num_hidden_layers": None},
+    "bare": CONFIG,
+}
+# What adapter_config.json says beside good matrices of q_proj.
+ADAPTERS: dict[str, Any] = {
+    "a": ADAPTER,
+    "a-list": [],
+    "a-none": {**ADAPTER, "peft_type": None},
+    "a-vera": {**ADAPTER, "peft_type": "VERA"},
+    "a-type": {**ADAPTER, "peft_type": ["LORA"]},
+    "a-rank": {**ADAPTER, "r": "two"},
+    "a-null": {**ADAPTER, "r": None},
+    "a-zero": {**ADAPTER, "r": 0},
+    "a-alpha": {**ADAPTER, "lora_alpha": {}},
+    "a-drop": {**ADAPTER, "lora_dropout": "much"},
+    "a-targets": {**ADAPTER, "target_modules": 5},
+    "a-regex": {**ADAPTER, "target_modules": "(q_proj"},
+    "a-pattern": {**ADAPTER, "rank_pattern": ["q_proj"]},
+    "a-pattern-regex": {**ADAPTER, "rank_pattern": {"(q": 3}},
+    "a-pattern-text": {**ADAPTER, "alpha_pattern": {"q_proj": "x"}},
+    "a-save": {**ADAPTER, "modules_to_save": 5},
+    "a-init": {**ADAPTER, "init_lora_weights": ["pissa"]},
+    "a-base": {**ADAPTER, "base_model_name_or_path": ["x"], "r": 3},
+    "a-foreign": {**ADAPTER, "base_model_name_or_path": "org/other", "target_modules": ["q_proj", "k_proj"]},
+    "a-adalora": {**ADAPTER, "peft_type": "ADALORA", "init_r": "x"},
+    "a-ia3": {**ADAPTER, "peft_type": "IA3", "feedforward_modules": 3},
+    "a-prompt": {"peft_type": "PROMPT_TUNING", "num_virtual_tokens": "x"},
+}
+TEXTS = {
+    "nothing.txt": "",
+    "blank.txt": "\n \n",
+    "text.txt": "To be or not to be.\n" * 40,
+    "chats.jsonl": f"{json.dumps(CHAT)}\n" * 20,
+    "torn.jsonl": f"{json.dumps(CHAT)}\n" * 3 + '{"messages": [',
+    "list.jsonl": "[1, 2]\n",
+    "number.jsonl": "7\n",
+    "columns.jsonl": '{"a": 1, "b": 2}\n',
+    "roles.jsonl": '{"messages": [{"role": "user"}]}\n',
+    "robot.jsonl": '{"messages": [{"role": 3, "content": "x"}]}\n',
+    "messages.jsonl": '{"messages": "hello"}\n',
+    "text.jsonl": '{"text": 5}\n',
+    "tokens.jsonl": '{"tokens": [1, 999999]}\n',
+    "deep.jsonl": DEEP + "\n",
+    "rows.csv": 'text,x\n"never closed\n',
+    "rows.json": '{"text":',
+    "mix.yaml": "data: [text.txt\n",
+    "mix-weight.yaml": "- {train_file: text.txt, weight: heavy}\n",
+    "broken.jinja": "{% for m in %}",
+    "raises.jinja": "{{ raise_exception('no') }}",
+    "unknown.jinja": "{{ nothing.at.all }}",
+    "train.yaml": "model: m\ntrain_file: train.bin\n",
+    "tabs.yaml": "model:\tm\n\t- x\n",
+    "list.yaml": "- model: m\n",
+    "nested.yaml": "model: {name: m}\n",
+    "twice.yaml": "model: m\nmodel: n\n",
+    "unknown.yaml": "model: m\ntrain_file: train.bin\nbacth_size: 3\n",
+    "value.yaml": "model: m\ntrain_file: train.bin\nlearning_rate: fast\n",
+    "config.yaml": "config: train.yaml\n",
+    "deep.yaml": DEEP,
+    "python.yaml": "model: !!python/object:os.system m\n",
+    "sweep.yaml": SWEEP,
+    "sweep-map.yaml": "name: a\n",
+    "sweep-empty.yaml": "",
+    "sweep-text.yaml": "- a\n",
+    "sweep-name.yaml": "- {lora_rank: 2}\n",
+    "sweep-slash.yaml": "- {name: a/b, lora_rank: 2}\n",
+    "sweep-twice.yaml": SWEEP + SWEEP,
+    "sweep-key.yaml": "- {name: a, lora_rnak: 2}\n",
+    "sweep-run.yaml": "- {name: a, lora_rank: 2, steps: 3}\n",
+    "sweep-value.yaml": "- {name: a, lora_rank: x}\n",
+    "sweep-rank.yaml": "- {name: a, lora_alpha: 3}\n",
+    "sweep-nested.yaml": "- {name: a, lora_rank: {x: 2}}\n",
+    "prompts.txt": "Once\n",
+    "prompts.jsonl": '{"question": "x"}\n',
+    "prompts-torn.jsonl": '{"prompt": \n',
+    "prompts-deep.jsonl": DEEP + "\n",
+    "prompts-ids.jsonl": '{"tokens": [1, 100000]}\n',
+    "prompts-minus.jsonl": '{"tokens": [-1]}\n',
+    "prompts-huge.jsonl": '{"tokens": [1e999]}\n',
+    "prompts-chat.jsonl": '{"messages": [{"role": "user"}]}\n',
+    "log.txt": "hello\n",
+    "steps.jsonl": json.dumps(HEADER) + "\n",
+    "run.jsonl": "".join(f"{json.dumps(one)}\n" for one in (HEADER, TRAIN)),
+    "schema.jsonl": json.dumps({**HEADER, "schema": 99}) + "\n",
+    "loss.jsonl": "".join(f"{json.dumps(one)}\n" for one in (HEADER, {**TRAIN, "loss": "low"})),
+    "step.jsonl": "".join(f"{json.dumps(one)}\n" for one in (HEADER, {**TRAIN, "step": -1})),
+    "nan.jsonl": json.dumps(HEADER) + '\n{"type": "train", "step": 1, "loss": NaN}\n',
+    "bench.json": "{}",
+    "bench-torn.json": "{",
+    "bench-list.json": "[]",
+}
+BYTES = {
+    "nothing.bin": b"",
+    "text.bin": b"this is a text and no token file" * 99,
+    "latin.txt": b"caf\xe9 au lait\n",
+    "latin.yaml": b"model: caf\xe9\n",
+    "latin.jinja": b"caf\xe9",
+    "latin.jsonl": b'{"text": "caf\xe9"}\n',
+    "bad.parquet": b"PAR1",
+    "bad.jsonl.gz": b"\x1f\x8bnot gzip",
+    "bad.jsonl.zst": b"not zstd",
+    "log.bin": bytes(range(256)),
+}
+
+
+def write_all(place: Path) -> None:
+    """Writes every file of the tables into a new folder."""
+    for name, text in {**TEXTS, **BYTES}.items():
+        (place / name).write_bytes(text.encode() if isinstance(text, str) else text)
+    _write_tokens(place)
+    for name, config in CONFIGS.items():
+        _write_model(place / name, config)
+    _write_model(place / "m", CONFIG, families.weights(CONFIG))
+    save(byte_level(), place / "m", {"eos_token": EOS, "chat_template": TEMPLATE})
+    weights = families.weights(CONFIG)
+    first, *_ = weights
+    _write_model(place / "m-less", CONFIG, {name: value for name, value in weights.items() if name != first})
+    _write_model(place / "m-shape", CONFIG, {**weights, first: weights[first][:5]})
+    _write_model(place / "m-int", CONFIG, {**weights, first: weights[first].astype(np.int32)})
+    _write_model(place / "m-nan", CONFIG, {**weights, first: weights[first] * np.nan})
+    for name, files in {
+        "m-json": {"config.json": "{"},
+        "m-deep": {"config.json": DEEP},
+        "m-none": {},
+        "m-pickle": {"config.json": json.dumps(CONFIG), "pytorch_model.bin": "x"},
+        "m-torn": {"config.json": json.dumps(CONFIG), "model.safetensors": "x"},
+        "m-index": {"config.json": json.dumps(CONFIG), "model.safetensors.index.json": "{"},
+        "m-map": {"config.json": json.dumps(CONFIG), "model.safetensors.index.json": '{"weight_map": 3}'},
+        "m-shard": {"config.json": json.dumps(CONFIG), "model.safetensors.index.json": '{"weight_map": {"a": "b"}}'},
+        "m-out": {"config.json": json.dumps(CONFIG), "model.safetensors.index.json": '{"weight_map": {"a": "../b"}}'},
+        "t-torn": {"tokenizer.json": "{"},
+        "t-list": {"tokenizer.json": "[]"},
+        "t-spm": {"tokenizer.model": "x"},
+        "t-config": {"tokenizer.json": byte_level().to_str(), "tokenizer_config.json": "[1"},
+        "t-eos": {"tokenizer.json": byte_level().to_str(), "tokenizer_config.json": '{"eos_token": "<none>"}'},
+        "a-empty": {"adapter_config.json": json.dumps(ADAPTER)},
+        "a-json": {"adapter_config.json": "{", "adapter_model.safetensors": "x"},
+        "a-torn": {"adapter_config.json": json.dumps(ADAPTER), "adapter_model.safetensors": "x"},
+        "runs": {"one/log.jsonl": TEXTS["steps.jsonl"], "two/notes.txt": ""},
+        "several": {"a.jsonl": "", "b.jsonl": ""},
+        "taken/model": {"config.json": "{}", "model.safetensors": ""},
+        "Qwen2.5-0.5B": {},
+    }.items():
+        (place / name).mkdir(parents=True, exist_ok=True)
+        for file, text in files.items():
+            (place / name / file).parent.mkdir(exist_ok=True)
+            (place / name / file).write_text(text)
+    for name, about in ADAPTERS.items():
+        (place / name).mkdir()
+        pair = {f"{Q}A.weight": np.zeros((2, 32), np.float32), f"{Q}B.weight": np.zeros((32, 2), np.float32)}
+        save_file(pair, place / name / "adapter_model.safetensors")
+        (place / name / "adapter_config.json").write_text(json.dumps(about))
+
+
+def _write_model(folder: Path, config: Any, weights: Mapping[str, np.ndarray] | None = None) -> None:
+    folder.mkdir()
+    (folder / "config.json").write_text(json.dumps(config))
+    if weights:
+        save_file({name: np.ascontiguousarray(value) for name, value in weights.items()}, folder / "model.safetensors")
+
+
+def _write_tokens(place: Path) -> None:
+    """A good token file, and others: too short, with ids beyond the vocabulary, cut off, with a broken sidecar."""
+    for name, vocab_size, count in (("train", 420, 600), ("short", 420, 3), ("wide", 99_999, 600)):
+        with TokenWriter(place / f"{name}.bin", vocab_size=vocab_size) as file:
+            file.append((np.arange(count) % vocab_size).astype(np.int32))
+    good = (place / "train.bin").read_bytes()
+    (place / "cut.bin").write_bytes(good[: len(good) // 2])
+    (place / "head.bin").write_bytes(good[:20])
+    (place / "long.bin").write_bytes(good + b"xx")
+    (place / "sidecar.bin").write_bytes(good)
+    (place / "sidecar.bin.json").write_text("{")
+    (place / "sidecar-list.bin").write_bytes(good)
+    (place / "sidecar-list.bin.json").write_text("[]")
