@@ -58,6 +58,14 @@ def tiny_options(path):
     }
 
 
+def write_weights(source, to, times=1, tokenizer=None):
+    """Writes a model folder with `times` the initial weights of one without, and with the files of a tokenizer's."""
+    found = open_source(ModelOptions(model=str(source), from_scratch=True))
+    rows = parameter_rows(found.config)
+    values = {row.name: times * value for row, value in initial_parameters(found, rows, 7)}
+    Export(to, found.config, rows, "fp32", tokenizer).write(lambda row: values[row.name])
+
+
 def write_documents(name, count, rng):
     """A token file of documents of 2 to 30 tokens, of which some are not trained."""
     with TokenWriter(f"{name}.bin", vocab_size=97, has_masks=True) as file:
@@ -70,10 +78,7 @@ def write_documents(name, count, rng):
 def on_weights(path, times=1):
     """Options of a small run on a model with weights, `times` the initial ones, in `base` below the current folder."""
     options = tiny_options(path)
-    source = open_source(ModelOptions(model=options["model"], from_scratch=True))
-    rows = parameter_rows(source.config)
-    values = {row.name: times * value for row, value in initial_parameters(source, rows, 7)}
-    Export(path / "base", source.config, rows, "fp32").write(lambda row: values[row.name])
+    write_weights(options["model"], path / "base", times)
     return {**options, "model": "base", "from_scratch": False}
 
 
