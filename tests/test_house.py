@@ -188,7 +188,7 @@ def test_imports_go_down():
 
 def test_the_folders_of_data_import_down():
     """Reading ahead is below rows, chats and tokens, which know each other; batches are made of all of them."""
-    height = {"read_ahead": 0, "rows": 1, "chat": 1, "tokens": 1, "batches": 2}
+    height = {"stream": 0, "rows": 1, "chat": 1, "tokens": 1, "batches": 2}
     mine = {module: module.split(".")[2] for module in modules() if module.startswith("llmq.data.")}
     wrong = {
         f"{module} imports {target}"

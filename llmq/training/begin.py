@@ -12,7 +12,7 @@ from typing import Any
 
 import numpy as np
 
-from llmq.data.read_ahead import Stopped
+from llmq.data.stream import Stopped
 from llmq.disk import shown
 from llmq.engine.bound_plan import make_ready
 from llmq.engine.engine import Engine

@@ -18,7 +18,7 @@ import numpy as np
 
 from llmq.data.batches.batch import Batch
 from llmq.data.batches.loader import Loader
-from llmq.data.read_ahead import Stopped
+from llmq.data.stream import Stopped
 from llmq.disk import MIB, shown
 from llmq.engine.engine import Engine, StepResult
 from llmq.errors import INTERRUPTED, NonFiniteError, StorageError

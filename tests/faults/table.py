@@ -174,7 +174,7 @@ def a_ruined_model_is_exported(real, values):
 # data
 
 
-@fault("llmq.data.batches.loader:sample_order", "tests/data/batches/test_loader.py")
+@fault("llmq.data.batches.windows:sample_order", "tests/data/batches/test_loader.py")
 def epochs_all_alike(real, places, num_samples, seed):
     return real(np.asarray(places) % num_samples, num_samples, seed)
 

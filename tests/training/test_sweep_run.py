@@ -13,7 +13,7 @@ from tiny_runs import T, on_weights, weights_of, write_documents
 
 import llmq
 from llmq.comm.in_process import run_ranks
-from llmq.data.batches.stream import Stream, StreamedDocument
+from llmq.data.batches.streaming import StreamedDocument, StreamedRows
 from llmq.data.tokens.token_file import TokenWriter
 from llmq.engine.engine import Engine
 from llmq.errors import DataError, MemoryLimitError, NonFiniteError, UsageError
@@ -122,7 +122,7 @@ def test_a_stream_of_one_adapter_resumes_where_it_was(given, monkeypatch):
 
     def opened(options, vocab_size, seed, **about):
         found = real(options, vocab_size, seed, **about)
-        return replace(found, train=Stream(open_at, T, vocab_size, "stream")) if seed == 5 else found
+        return replace(found, train=StreamedRows(open_at, T, vocab_size, "stream")) if seed == 5 else found
 
     monkeypatch.setattr(trained_on, "open_data", opened)
     whole = llmq.train(**{**given, "ckpt_interval": 3, "ckpt_keep_n": 0})

@@ -25,7 +25,7 @@ from llmq.cli.train import command as train_command
 from llmq.data.batches import loader
 from llmq.data.batches.batch import Batch
 from llmq.data.batches.loader import open_data
-from llmq.data.batches.stream import Stream, StreamedDocument
+from llmq.data.batches.streaming import StreamedDocument, StreamedRows
 from llmq.data.tokens.token_file import TokenWriter
 from llmq.engine.engine import Engine
 from llmq.errors import DataError, MemoryLimitError, NonFiniteError, StorageError, UsageError
@@ -224,7 +224,9 @@ def test_a_run_on_a_stream_goes_on_with_the_same_bits(given, monkeypatch):
             yield StreamedDocument(number // 10, number % 10, number, ids, None)
 
     def open_stream(options, vocab_size, seed, **about):
-        return replace(open_data(options, vocab_size, seed, **about), train=Stream(open_at, T, vocab_size, "stream"))
+        return replace(
+            open_data(options, vocab_size, seed, **about), train=StreamedRows(open_at, T, vocab_size, "stream")
+        )
 
     monkeypatch.setattr(trained_on, "open_data", open_stream)
     whole = llmq.train(**{**given, "name": "whole"})

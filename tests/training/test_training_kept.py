@@ -17,9 +17,9 @@ from tiny_runs import T, weights_of
 import llmq
 from llmq import screen
 from llmq.backends.host import HostBackend
-from llmq.data import read_ahead
+from llmq.data import stream
 from llmq.data.batches import loader
-from llmq.data.batches.loader import Loader
+from llmq.data.batches.loader import RankBatches
 from llmq.data.tokens.token_file import TokenWriter
 from llmq.disk import replaced_name
 from llmq.engine.engine import Engine
@@ -235,8 +235,8 @@ def test_a_signal_is_heard_while_there_is_no_data(given, monkeypatch):
 
     That thread waits 30 seconds, and would be seen to end; on a busy machine the run ends long before.
     """
-    monkeypatch.setattr(read_ahead, "JOIN_S", 0.1)
-    real, hang, late = Loader._batches, threading.Event(), []
+    monkeypatch.setattr(stream, "JOIN_S", 0.1)
+    real, hang, late = RankBatches.read, threading.Event(), []
 
     def batches(self, *about):
         for number, batch in enumerate(real(self, *about)):
@@ -248,7 +248,7 @@ def test_a_signal_is_heard_while_there_is_no_data(given, monkeypatch):
                 late.append(not hang.wait(30))
             yield batch
 
-    monkeypatch.setattr(Loader, "_batches", batches)
+    monkeypatch.setattr(RankBatches, "read", batches)
     result = llmq.train(**given)
     assert result.exit_code == 75 and not late
     hang.set()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 
@@ -26,7 +27,7 @@ class Batch:
     places: np.ndarray | None = None
     position: int = 0
     epoch: float = 0.0
-    stream: dict[str, int] | None = None
+    stream: dict[str, Any] | None = None
     wait_ms: float = 0.0  # how long the training thread waited for it
     num_virtual: int = 0
 

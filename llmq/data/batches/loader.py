@@ -2,8 +2,8 @@
 
 The order of the samples is one endless sequence: place s holds sample s % N of epoch s // N's permutation, so that the
 last step of an epoch wraps into the next, and training can start at any place. A mixture has an order of its own over
-the same places (mixture.py); a stream has no places, and continues from its state (stream.py). A rank of W takes rows
-of each group of W * batch_size consecutive places; what a whole step sees does not depend on W.
+the same places (mixture.py); streamed rows have no places, and continue from their state (streaming.py). A rank of W
+takes rows of each group of W * batch_size consecutive places; what a whole step sees does not depend on W.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from itertools import islice
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -22,10 +23,9 @@ from llmq.data.batches.batch import Batch
 from llmq.data.batches.mix_file import Source, read_sources
 from llmq.data.batches.mixture import Mixture, Share
 from llmq.data.batches.packing import Packs, refuse_single_tokens
-from llmq.data.batches.permutation import sample_order
 from llmq.data.batches.row_layout import PACKED, WINDOWS, RowForm, RowLayout, choose_row_layout
 from llmq.data.batches.step import step_of
-from llmq.data.batches.stream import Stream, stacked
+from llmq.data.batches.streaming import StreamedRows
 from llmq.data.batches.windows import (
     Samples,
     Windows,
@@ -34,8 +34,9 @@ from llmq.data.batches.windows import (
     noted,
     open_files,
     require_one_tokenizer,
+    stacked,
 )
-from llmq.data.read_ahead import ReadAhead
+from llmq.data.stream import START, Position, ReadAhead, Stream
 from llmq.data.tokens.sidecar import Sidecar, tokenizer_folder
 from llmq.errors import UsageError
 
@@ -54,7 +55,7 @@ if TYPE_CHECKING:
 class Data:
     """The data of a run. A step takes batch_size * grad_accumulation samples on each of the ranks."""
 
-    train: Samples | Stream
+    train: Samples | StreamedRows
     eval: Samples | None
     batch_size: int
     seq_len: int
@@ -73,7 +74,7 @@ class Data:
 
     def facts(self) -> dict[str, str]:
         """What a run should know of its rows, in words: their layout, how full they are, and what is trained."""
-        parts: list[tuple[str, Samples | Stream | None]] = [("", self.train), ("eval ", self.eval)]
+        parts: list[tuple[str, Samples | StreamedRows | None]] = [("", self.train), ("eval ", self.eval)]
         if isinstance(self.train, Mixture):
             parts += [(f"{name}: ", source) for name, source in zip(self.train.names, self.train.sources, strict=True)]
         found = {"layout": f"{self.layout.kind} ({self.layout.why})"}
@@ -91,7 +92,7 @@ class Data:
                 kind = f"at most {most} documents in each" if most > 1 else "a document in each"
                 found[f"{name}rows"] = f"{samples.num_windows:,}, {100 * samples.fill:.2f}% full, {kind}"
                 found[f"{name}trained tokens"] = _share(samples.num_trained, size)
-            elif isinstance(samples, Stream) and samples.limits:
+            elif isinstance(samples, StreamedRows) and samples.limits:
                 found[f"{name}rows"] = f"at most {samples.max_docs} documents in each"
             elif isinstance(samples, Windows) and any(file.mask_bits is not None for file in samples.token_files):
                 trained = sum(file.num_trained for file in samples.token_files)
@@ -129,7 +130,12 @@ class Data:
 
     def loader(self, rank: int = 0) -> Loader:
         """A loader of the training data for one rank; call its `start`."""
-        return Loader(self.train, self.batch_size, self.seq_len, self.seed, rank, self.world, augment=self.augment)
+        return Loader(self.batches(rank))
+
+    def batches(self, rank: int) -> Stream[Batch]:
+        """The batches of the training data for one rank."""
+        assert 0 <= rank < self.world
+        return RankBatches(self.train, self.batch_size, self.seed, rank, self.world, self.augment)
 
     def held_out(self, num_steps: int | None) -> tuple[int, Iterator[Batch]]:
         """The batches to evaluate on, and their number: at most `num_steps`, or all of them."""
@@ -148,7 +154,7 @@ class Data:
             "seq_len": self.seq_len,
             "training samples": train.num_windows,
             **({"training files": [file.fingerprint for file in train.token_files]} if train.token_files else {}),
-            **({"data, tokenizer and template": train.key} if isinstance(train, Stream) else {}),
+            **({"data, tokenizer and template": train.key} if isinstance(train, StreamedRows) else {}),
             **({"mixture": train.identity()} if isinstance(train, Mixture) else {}),
             **({"augment": [list(rate) for rate in self.augment.rates]} if self.augment else {}),
             **({"documents of a row": self.limits[0]} if self.limits else {}),
@@ -167,7 +173,7 @@ class Data:
     def end_token_ids(self) -> tuple[int, ...]:
         """The tokens that end documents and trained turns of the training data, as far as its sidecars say."""
         ends = {number for _, sidecar in self._sidecars() for number in sidecar.ends()}
-        return tuple(sorted(ends | set(self.train.end_token_ids if isinstance(self.train, Stream) else ())))
+        return tuple(sorted(ends | set(self.train.end_token_ids if isinstance(self.train, StreamedRows) else ())))
 
     def _sidecars(self) -> Iterator[tuple[Path, Sidecar]]:
         for file in self.train.token_files:
@@ -244,7 +250,7 @@ def _no_data(
     if layout.kind == PACKED and options.max_docs is None:
         raise UsageError("--packing without data: give --max-docs, the documents of a row, or data to count them in")
     about: dict[str, Any] = {"max_docs": options.max_docs, "num_virtual": num_virtual}
-    train = Stream(lambda *place: iter(()), options.seq_len, vocab_size, "no data", **about)
+    train = StreamedRows(lambda *place: iter(()), options.seq_len, vocab_size, "no data", **about)
     sizes = (options.batch_size, options.seq_len, accumulation)
     return Data(train, None, *sizes, seed, world, layout=layout, is_there=False)
 
@@ -266,7 +272,7 @@ def _open_sources(sources: Sequence[Source], form: RowForm) -> Samples:
                 opened.append(_open_files(source.files, form))
         paths = Counter(file.path for samples in opened for file in samples.token_files)
         problems += [f"{path} is in {n} sources: name every file once" for path, n in paths.items() if n > 1]
-    return Mixture(opened, [source.weight or 0.0 for source in sources], form.seed, [one.name for one in sources])
+    return Mixture(opened, [source.weight or 0.0 for source in sources], [one.name for one in sources])
 
 
 def _open_files(patterns: Sequence[str], form: RowForm, *, with_tails: bool = False) -> Windows | Packs:
@@ -278,7 +284,7 @@ def _open_files(patterns: Sequence[str], form: RowForm, *, with_tails: bool = Fa
     return Packs(files, form.seq_len, form.vocab_size, form.seed, form.docs, form.num_virtual)
 
 
-def _require_samples(train: Samples | Stream, evaluation: Samples | None, form: RowForm) -> None:
+def _require_samples(train: Samples | StreamedRows, evaluation: Samples | None, form: RowForm) -> None:
     """DataError if there is no sample to train or evaluate on."""
     with all_problems() as problems:
         if train.num_windows == 0:
@@ -304,38 +310,61 @@ def eval_batches(windows: Samples, batch_size: int, seq_len: int, num_steps: int
     for start in range(0, stop, batch_size):
         rows = windows.read(np.arange(start, min(start + batch_size, stop)))
         filled = empty_rows(batch_size, seq_len, None if rows.borders is None else rows.borders.shape[1] - 1)
-        for whole, part in zip(filled, rows, strict=True):
-            if whole is not None and part is not None:
-                whole[: len(part)] = part
+        filled.put(slice(len(rows.tokens)), rows)
         yield Batch(*filled, position=start + len(rows.tokens), num_virtual=windows.num_virtual)
 
 
-@dataclass(eq=False)
-class Loader:
-    """Batches of shuffled windows for one rank, read ahead by one background thread.
+@dataclass(frozen=True, eq=False)
+class RankBatches:
+    """The batches of one rank: its rows of each group of batch_size * world consecutive ones, without end.
 
-    `start` may be called again to go elsewhere; `close` (or leaving a `with`) ends the thread.
+    A position is the samples that all ranks have taken and, of streamed rows, their own position.
     """
 
-    windows: Samples | Stream
+    rows: Samples | StreamedRows
     batch_size: int
-    seq_len: int
     seed: int
     rank: int = 0
     world: int = 1
     augment: Augmentation | None = None
-    _reader: ReadAhead[Batch] | None = field(default=None, init=False)
 
-    def __post_init__(self) -> None:
-        assert self.seq_len == self.windows.seq_len and 0 <= self.rank < self.world
+    def read(self, position: Position = START) -> Iterator[tuple[Position, Batch]]:
+        """Batch after batch; see Stream."""
+        taken, state = position or (0, None)
+        rows, first = self.rows, self.rank * self.batch_size
+        streamed = rows.read(state) if isinstance(rows, StreamedRows) else iter(())
+        while True:
+            places = taken + first + np.arange(self.batch_size)
+            taken += self.batch_size * self.world
+            if isinstance(rows, StreamedRows):
+                # Every rank reads all rows: what is in them depends on all documents before.
+                group = list(islice(streamed, self.batch_size * self.world))
+                state = dict(group[-1][0])
+                found, epoch = stacked([row for _, row in group[first : first + self.batch_size]]), state["epoch"]
+            else:
+                found, epoch = rows.read(rows.order(places, self.seed)), taken / rows.num_windows
+            if self.augment is not None:
+                found = self.augment(found, places)
+            yield (taken, state), Batch(*found, places, taken, float(epoch), state, num_virtual=rows.num_virtual)
 
-    def start(self, position: int = 0, stream: Mapping[str, int] | None = None) -> Loader:
+
+class Loader:
+    """A stream of batches, read ahead by one background thread.
+
+    `start` may be called again to go elsewhere; `close` (or leaving a `with`) ends the thread.
+    """
+
+    def __init__(self, batches: Stream[Batch]) -> None:
+        self.batches = batches
+        self._reader: ReadAhead[tuple[Position, Batch]] | None = None
+
+    def start(self, position: int = 0, stream: Mapping[str, Any] | None = None) -> Loader:
         """Begins to read at sample `position` of the sequence of all ranks: 0, or the `position` of a batch.
 
-        Of a stream, the batch's `stream` is needed too.
+        Of streamed rows, the batch's `stream` is needed too.
         """
         self.close()
-        self._reader = ReadAhead(self._batches(position, stream), PREFETCHED)
+        self._reader = ReadAhead(self.batches.read((position, stream)), PREFETCHED)
         return self
 
     def next(self, stop: Callable[[], bool] = lambda: False) -> Batch:
@@ -346,7 +375,7 @@ class Loader:
         if self._reader is None:
             raise RuntimeError("the loader is not started: call start(position) first")
         began = time.perf_counter()
-        batch = self._reader.take(stop)
+        _, batch = self._reader.take(stop)
         return replace(batch, wait_ms=(time.perf_counter() - began) * 1e3)
 
     def close(self) -> None:
@@ -360,39 +389,3 @@ class Loader:
 
     def __exit__(self, *about: object) -> None:
         self.close()
-
-    def _batches(self, position: int, stream: Mapping[str, int] | None) -> Iterator[Batch]:
-        # A generator over local values: the thread that runs it must not keep the loader alive.
-        about = (self.windows, self.seed, self.batch_size, self.rank, self.world, self.augment)
-        return _training_batches(*about, position, dict(stream) if stream else None)
-
-
-def _training_batches(
-    windows: Samples | Stream,
-    seed: int,
-    batch_size: int,
-    rank: int,
-    world: int,
-    augment: Augmentation | None,
-    position: int,
-    state: dict[str, int] | None,
-) -> Iterator[Batch]:
-    streamed = windows.rows(state) if isinstance(windows, Stream) else iter(())
-    while True:
-        first = rank * batch_size
-        places = position + first + np.arange(batch_size)
-        position += batch_size * world
-        if isinstance(windows, Stream):
-            # Every rank reads all rows: what is in them depends on all documents before.
-            group = [next(streamed) for _ in range(batch_size * world)]
-            rows, state = stacked(group[first : first + batch_size]), dict(group[-1].state)
-            epoch = float(state["epoch"])
-        else:
-            if isinstance(windows, Mixture):
-                rows = windows.read(windows.order(places))
-            else:
-                rows = windows.read(sample_order(places, windows.num_windows, seed))
-            epoch = position / windows.num_windows
-        if augment is not None:
-            rows = augment(rows, places)
-        yield Batch(*rows, places, position, epoch, state, num_virtual=windows.num_virtual)

@@ -16,13 +16,11 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from fractions import Fraction
-from pathlib import Path
 
 import numpy as np
 
-from llmq.data.batches.permutation import mixed, sample_order
-from llmq.data.batches.windows import Rows, Samples, empty_rows
-from llmq.data.tokens.token_file import TokenFile
+from llmq.data.batches.permutation import mixed
+from llmq.data.batches.windows import Rows, SampleGroup, Samples, empty_rows
 from llmq.errors import DataError, UsageError
 
 LARGEST_PERIOD = 1 << 17  # places: a table of 1 MiB, made in about 0.1 s
@@ -39,7 +37,7 @@ class Share:
     epochs: float  # passes over the source
 
 
-class Mixture:
+class Mixture(SampleGroup):
     """Samples of several sources, numbered through; `order` says which of them stands at a place.
 
     An epoch of the mixture is as many samples as all sources have; how often each source is seen in it is its weight's
@@ -47,22 +45,20 @@ class Mixture:
     """
 
     def __init__(
-        self, sources: Sequence[Samples], weights: Sequence[float], seed: int, names: Sequence[str] | None = None
+        self, sources: Sequence[Samples], weights: Sequence[float], names: Sequence[str] | None = None
     ) -> None:
         """Raises UsageError if a weight is not above 0 or the weights take too long to repeat, DataError if a source
         has no sample."""
         assert len(sources) == len(weights) > 0
-        self.sources, self.weights, self.seed = tuple(sources), tuple(weights), seed
+        super().__init__(sources)
+        self.weights = tuple(weights)
         self.names = tuple(names or (f"source {n}" for n in range(1, len(sources) + 1)))
-        self.seq_len = sources[0].seq_len
         self.parts, self.period = whole_parts(weights)
         empty = [name for name, source in zip(self.names, sources, strict=True) if not source.num_windows]
         if empty:
             raise DataError(
                 f"{', '.join(empty)}: no sample of seq_len {self.seq_len}: lower seq_len, or give more data there"
             )
-        self.token_files: tuple[TokenFile, ...] = tuple(file for source in sources for file in source.token_files)
-        self.num_tokens = sum(source.num_tokens for source in sources)
         self._starts = np.cumsum([0, *(source.num_windows for source in sources)])
         self.num_windows = int(self._starts[-1])
         self._source = assignment(self.parts, self.period)  # (period,): which source stands at each place
@@ -70,26 +66,7 @@ class Mixture:
         for n, part in enumerate(self.parts):
             self._count[self._source == n] = np.arange(part)
 
-    @property
-    def files(self) -> list[tuple[Path, int]]:
-        """Path and number of tokens of each file."""
-        return [found for source in self.sources for found in source.files]
-
-    @property
-    def num_virtual(self) -> int:
-        """Virtual tokens before each document."""
-        return self.sources[0].num_virtual
-
-    @property
-    def limits(self) -> tuple[int, int] | None:
-        """Most documents of a row, and most tokens of a document; None if rows have no borders."""
-        if not any(source.limits for source in self.sources):
-            return None
-        # A row of a source without borders is one document here.
-        found = [source.limits or (1, self.seq_len) for source in self.sources]
-        return max(docs for docs, _ in found), max(longest for _, longest in found)
-
-    def order(self, places: np.ndarray) -> np.ndarray:
+    def order(self, places: np.ndarray, seed: int) -> np.ndarray:
         """Which sample (n,) int64 stands at each of `places` (n,) of the mixture's endless sequence."""
         periods, at = np.divmod(np.asarray(places, np.int64), self.period)
         which, counts = self._source[at], self._count[at]
@@ -97,7 +74,7 @@ class Mixture:
         for n, source in enumerate(self.sources):
             mine = which == n
             draws = periods[mine] * self.parts[n] + counts[mine]
-            samples[mine] = self._starts[n] + sample_order(draws, source.num_windows, mixed(self.seed, n))
+            samples[mine] = self._starts[n] + source.order(draws, mixed(seed, n))
         return samples
 
     def read(self, samples: np.ndarray) -> Rows:
@@ -108,10 +85,7 @@ class Mixture:
         for n, source in enumerate(self.sources):
             (mine,) = np.nonzero(which == n)
             if mine.size:
-                rows = source.read(samples[mine] - self._starts[n])
-                whole.tokens[mine], whole.targets[mine] = rows.tokens, rows.targets
-                if whole.borders is not None and rows.borders is not None:
-                    whole.borders[mine, : rows.borders.shape[1]] = rows.borders
+                whole.put(mine, source.read(samples[mine] - self._starts[n]))
         return whole
 
     def shares(self, num_samples: int) -> list[Share]:

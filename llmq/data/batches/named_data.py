@@ -15,7 +15,7 @@ from llmq.data.batches.first_fit import count_packs, fewest_docs, repeated
 from llmq.data.batches.mix_file import Source, read_sources
 from llmq.data.batches.packing import piece_lengths
 from llmq.data.batches.row_layout import WINDOWS, RowForm
-from llmq.data.batches.stream import Stream, open_stream
+from llmq.data.batches.streaming import StreamedRows, open_stream
 from llmq.data.batches.windows import Rows
 from llmq.data.chat.encode import EncodeOptions
 from llmq.data.chat.prompts import read_prompt_template
@@ -83,7 +83,7 @@ class NamedData:
         asked = (Request(one, self.tokenizer, one.known(encode), options.skip_bad_rows) for one in found)
         return replace(self, sources=tuple(sources), requests=tuple(map(settled, asked)))
 
-    def open(self, form: RowForm) -> tuple[list[Source] | Stream | Estimated, list[str]]:
+    def open(self, form: RowForm) -> tuple[list[Source] | StreamedRows | Estimated, list[str]]:
         """What is trained on, as token files by source unless it is read or only planned; and files to evaluate on."""
         if self.options.streaming:
             (request,) = self.requests
@@ -198,6 +198,10 @@ class Estimated:
     num_virtual: int = 0
     limits: tuple[int, int] | None = None
     token_files: tuple[TokenFile, ...] = ()
+
+    def order(self, places: np.ndarray, seed: int) -> np.ndarray:
+        """Any."""
+        return places
 
     def read(self, samples: np.ndarray) -> Rows:
         """Nothing can be read."""

@@ -74,6 +74,7 @@ class Packs(FileSamples):
         sizes = piece_lengths(documents, seq_len - num_virtual) + np.int32(num_virtual)
         self.docs_per_row = max_docs or fewest_docs(sizes, seq_len)
         self.index = pack_documents(documents, seq_len, self.docs_per_row, seed, num_virtual)
+        self.num_windows = self.index.num_packs
 
     @cached_property
     def limits(self) -> tuple[int, int] | None:
@@ -84,11 +85,6 @@ class Packs(FileSamples):
     def longest(self) -> int:
         """Most tokens of a document in a row, with virtual ones."""
         return int(self.index.lengths.max(initial=1)) + self.num_virtual
-
-    @property
-    def num_windows(self) -> int:
-        """How many packs there are."""
-        return self.index.num_packs
 
     @property
     def fill(self) -> float:

@@ -1,61 +1,30 @@
 """The data of several adapters that are trained at once: rows of each, in their order, make a micro-batch.
 
-Each has a loader of its own, which reads what it would read for a run of that adapter alone. All take the same number
+Each reads what it would read for a run of that adapter alone. All take the same number
 of micro-batches, so that a place in the sequence of all says where each is.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 
 from llmq.data.batches.batch import Batch
-from llmq.data.batches.loader import Data, Loader
+from llmq.data.batches.loader import Data
 from llmq.data.batches.mixture import Share
 from llmq.data.batches.row_layout import RowLayout
-from llmq.data.batches.windows import empty_rows
-from llmq.data.tokens.token_file import TokenFile
+from llmq.data.batches.windows import Rows, SampleGroup, empty_rows
+from llmq.data.stream import START, Position, Stream
 
 
-@dataclass(frozen=True, eq=False)
-class AllSamples:
-    """What several adapters train or evaluate on, as far as it is said of all of them together."""
+class AllSamples(SampleGroup):
+    """What several adapters train or evaluate on. An epoch of all has no number of samples: each has its own."""
 
-    each: tuple[Any, ...]
-    seq_len: int
-    num_virtual: int = 0
-
-    @property
-    def files(self) -> list[tuple[Path, int]]:
-        """Path and number of tokens of each file, once."""
-        return list(dict.fromkeys(file for one in self.each for file in one.files))
-
-    @property
-    def token_files(self) -> tuple[TokenFile, ...]:
-        """All files."""
-        return tuple(file for one in self.each for file in one.token_files)
-
-    @property
-    def num_tokens(self) -> int:
-        """Tokens of all files."""
-        return sum(count for _, count in self.files)
-
-    @property
-    def num_windows(self) -> int | None:
-        """An epoch of all together has no number of samples: each has one of its own."""
-        return None
-
-    @property
-    def limits(self) -> tuple[int, int] | None:
-        """Most documents of a row, and most tokens of a document; None if no rows have borders."""
-        found = [one.limits or (1, self.seq_len) for one in self.each]
-        if not any(one.limits for one in self.each):
-            return None
-        return max(docs for docs, _ in found), max(longest for _, longest in found)
+    num_windows: ClassVar[None] = None
 
 
 @dataclass(frozen=True, eq=False)
@@ -69,9 +38,9 @@ class SeveralData(Data):
         """All of them."""
         found = list(members.values())
         first = found[0]
-        train: Any = AllSamples(tuple(one.train for one in found), first.seq_len)
-        held = tuple(one.eval for one in found if one.eval is not None)
-        evaluation: Any = AllSamples(held, first.seq_len) if held else None
+        train: Any = AllSamples([one.train for one in found])
+        held = [one.eval for one in found if one.eval is not None]
+        evaluation: Any = AllSamples(held) if held else None
         size, kinds = sum(one.batch_size for one in found), dict.fromkeys(one.layout.kind for one in found)
         layout = RowLayout(" and ".join(kinds), first.layout.why if len(kinds) == 1 else "by the data of each adapter")
         about = (size, first.seq_len, first.grad_accumulation, first.seed, first.world, None, layout)
@@ -95,13 +64,13 @@ class SeveralData(Data):
         """Whether rows of the training data may end with padding."""
         return any(one.has_padding for one in self.members.values())
 
-    def loader(self, rank: int = 0) -> SeveralLoader:  # type: ignore[override]
-        """A loader of the training data for one rank; call its `start`."""
-        loaders = {name: one.loader(rank) for name, one in self.members.items()}
-        return SeveralLoader(loaders, self.batch_size, self._docs)
+    def batches(self, rank: int) -> Stream[Batch]:
+        """Micro-batches of all adapters for one rank."""
+        return JoinedBatches({name: one.batches(rank) for name, one in self.members.items()}, self)
 
     @property
-    def _docs(self) -> int | None:
+    def docs(self) -> int | None:
+        """Most documents of a row; None if rows have no borders."""
         return self.limits[0] if self.limits else None
 
     def shares(self, num_samples: int) -> list[Share]:
@@ -151,60 +120,37 @@ class SeveralData(Data):
         rows = [
             next(own, None) or Batch(*empty_rows(n, self.seq_len, None)) for own, n in zip(each, sizes, strict=True)
         ]
-        return joined(rows, self._docs)
+        return joined(rows, self.docs)
 
 
 def joined(batches: Sequence[Batch], docs: int | None) -> Batch:
     """One batch of the rows of several, with borders of up to `docs` documents, if any have them."""
-    length = batches[0].tokens.shape[1]
-    borders = None
-    if docs is not None:
-        borders = np.full((sum(len(one.tokens) for one in batches), docs + 1), length, np.int32)
-        borders[:, 0] = 0
-        first = 0
-        for one in batches:
-            if one.borders is not None:
-                borders[first : first + len(one.tokens), : one.borders.shape[1]] = one.borders
-            first += len(one.tokens)
+    stops = np.cumsum([len(one.tokens) for one in batches]).tolist()
+    rows = empty_rows(stops[-1], batches[0].tokens.shape[1], docs)
+    for one, stop in zip(batches, stops, strict=True):
+        rows.put(slice(stop - len(one.tokens), stop), Rows(one.tokens, one.targets, one.borders))
     places = [one.places for one in batches if one.places is not None]
-    return Batch(
-        np.concatenate([one.tokens for one in batches]),
-        np.concatenate([one.targets for one in batches]),
-        borders,
-        np.concatenate(places) if len(places) == len(batches) else None,
-        position=sum(one.position for one in batches),
-        epoch=min(one.epoch for one in batches),
-        wait_ms=sum(one.wait_ms for one in batches),
-    )
+    whole = np.concatenate(places) if len(places) == len(batches) else None
+    return Batch(*rows, whole, sum(one.position for one in batches), min(one.epoch for one in batches))
 
 
-@dataclass(eq=False)
-class SeveralLoader:
-    """Loaders of several adapters, by name, that are read in step."""
+@dataclass(frozen=True, eq=False)
+class JoinedBatches:
+    """The batches of several adapters, by name, each with as many micro-batches as the others.
 
-    loaders: Mapping[str, Loader]
-    batch_size: int
-    docs: int | None
+    A position is the samples that all have taken, and the positions of streamed rows by name.
+    """
 
-    def start(self, position: int = 0, stream: Mapping[str, Any] | None = None) -> SeveralLoader:
-        """Begins to read at sample `position` of all, and at the places of streams, by name."""
-        for name, loader in self.loaders.items():
-            loader.start(position * loader.batch_size // self.batch_size, (stream or {}).get(name))
-        return self
+    each: Mapping[str, Stream[Batch]]
+    data: SeveralData
 
-    def next(self, stop: Callable[[], bool] = lambda: False) -> Batch:
-        """The next batch of all; see Loader."""
-        found = [loader.next(stop) for loader in self.loaders.values()]
-        streams = {name: one.stream for name, one in zip(self.loaders, found, strict=True) if one.stream}
-        return replace(joined(found, self.docs), stream=streams or None)  # type: ignore[arg-type]
-
-    def close(self) -> None:
-        """Ends the background threads."""
-        for loader in self.loaders.values():
-            loader.close()
-
-    def __enter__(self) -> SeveralLoader:
-        return self
-
-    def __exit__(self, *about: object) -> None:
-        self.close()
+    def read(self, position: Position = START) -> Iterator[tuple[Position, Batch]]:
+        """Batch after batch; see Stream."""
+        taken, streams = position or (0, None)
+        own = {name: self.data.own_position(one, taken) for name, one in self.data.members.items()}
+        readers = [one.read((own[name], (streams or {}).get(name))) for name, one in self.each.items()]
+        for found in zip(*readers, strict=True):
+            batches = [batch for _, batch in found]
+            streams = {name: one.stream for name, one in zip(self.each, batches, strict=True) if one.stream}
+            whole = replace(joined(batches, self.data.docs), stream=streams or None)
+            yield (whole.position, whole.stream), whole

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from llmq.data.batches.mixture import Mixture
-from llmq.data.batches.stream import Stream
+from llmq.data.batches.streaming import StreamedRows
 from llmq.data.batches.windows import Samples
 from llmq.data.chat.template import OWN, open_templates, template_note
 from llmq.data.tokens.sidecar import Sidecar, TemplateNote
@@ -25,7 +25,7 @@ class ExportedTemplates:
     notices: tuple[str, ...] = ()
 
 
-def exported_templates(train: Samples | Stream, tokenizer_folder: Path | None) -> ExportedTemplates:
+def exported_templates(train: Samples | StreamedRows, tokenizer_folder: Path | None) -> ExportedTemplates:
     """The templates of a model that is trained on `train` and exported with the tokenizer of `tokenizer_folder`.
 
     Of several, those with the largest share of the trained data win, with a notice that names all.
@@ -60,9 +60,9 @@ def _own(tokenizer_folder: Path) -> TemplateNote | None:
         return None
 
 
-def _trained(train: Samples | Stream) -> Iterator[tuple[TemplateNote, float]]:
+def _trained(train: Samples | StreamedRows) -> Iterator[tuple[TemplateNote, float]]:
     """The templates of each file, with the part of the trained tokens that is from it."""
-    if isinstance(train, Stream):
+    if isinstance(train, StreamedRows):
         if train.chat_template is not None:
             yield train.chat_template, 1.0
         return

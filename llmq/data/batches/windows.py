@@ -5,10 +5,11 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 
+from llmq.data.batches.permutation import sample_order
 from llmq.data.rows.find_sources import matched
 from llmq.data.tokens.sidecar import SUFFIX, Sidecar, same_ids, tokenizer_hash
 from llmq.data.tokens.token_file import TokenFile
@@ -26,6 +27,12 @@ class Rows(NamedTuple):
     targets: np.ndarray  # (n,T) int32; -100 is not trained
     borders: np.ndarray | None  # (n,D+1) int32: starts of a row's documents, then T repeated; None: not packed
 
+    def put(self, at: np.ndarray | slice, rows: Rows) -> None:
+        """Writes `rows` in the place of those `at`, which are empty so far and may have room for more documents."""
+        self.tokens[at], self.targets[at] = rows.tokens, rows.targets
+        if self.borders is not None and rows.borders is not None:
+            self.borders[at, : rows.borders.shape[1]] = rows.borders
+
 
 def empty_rows(count: int, seq_len: int, docs: int | None) -> Rows:
     """Rows to be filled: tokens 0 that are not trained, as one document, with room for `docs` (None: no borders)."""
@@ -34,6 +41,14 @@ def empty_rows(count: int, seq_len: int, docs: int | None) -> Rows:
     if borders is not None:
         borders[:, 0] = 0
     return Rows(tokens, np.full_like(tokens, IGNORED), borders)
+
+
+def stacked(rows: Sequence[Rows]) -> Rows:
+    """Rows of several one after the other, which have borders for equally many documents, or none."""
+    tokens, targets, borders = zip(*rows, strict=True)
+    return Rows(
+        np.concatenate(tokens), np.concatenate(targets), None if borders[0] is None else np.concatenate(borders)
+    )
 
 
 def aim(targets: np.ndarray, ids: np.ndarray, trained: np.ndarray | bool) -> None:
@@ -66,8 +81,31 @@ class Samples(Protocol):
     def files(self) -> list[tuple[Path, int]]:
         """Path and number of tokens of each file."""
 
+    def order(self, places: np.ndarray, seed: int) -> np.ndarray:
+        """Which sample (n,) int64 stands at each of `places` (n,) of the endless sequence of `seed`."""
+
     def read(self, samples: np.ndarray) -> Rows:
         """The samples with the numbers `samples` (n,); DataError if an id is not in the vocabulary."""
+
+
+class SampleGroup:
+    """What is said of several sources of rows together."""
+
+    def __init__(self, sources: Sequence[Any]) -> None:
+        self.sources, self.seq_len = tuple(sources), int(sources[0].seq_len)
+        self.num_virtual = max(source.num_virtual for source in sources)
+        self.token_files: tuple[TokenFile, ...] = tuple(file for source in sources for file in source.token_files)
+        self.files: list[tuple[Path, int]] = list(dict.fromkeys(file for source in sources for file in source.files))
+        self.num_tokens = sum(count for _, count in self.files)
+
+    @property
+    def limits(self) -> tuple[int, int] | None:
+        """Most documents of a row, and most tokens of a document; None if no rows have borders."""
+        if not any(source.limits for source in self.sources):
+            return None
+        # A row of a source without borders is one document here.
+        found = [source.limits or (1, self.seq_len) for source in self.sources]
+        return max(docs for docs, _ in found), max(longest for _, longest in found)
 
 
 class FileSamples:
@@ -88,10 +126,16 @@ class FileSamples:
                         file.check_ids(vocab_size, 0, CHECKED_ENDS)
                         file.check_ids(vocab_size, file.num_tokens - CHECKED_ENDS)
 
+    num_windows: int
+
     @property
     def files(self) -> list[tuple[Path, int]]:
         """Path and number of tokens of each file."""
         return [(file.path, file.num_tokens) for file in self.token_files]
+
+    def order(self, places: np.ndarray, seed: int) -> np.ndarray:
+        """Which sample stands at each of `places`: place s has sample s % N of epoch s // N's permutation."""
+        return sample_order(places, self.num_windows, seed)
 
     def part(self, number: int, start: int, stop: int) -> tuple[np.ndarray, np.ndarray | bool]:
         """Ids (n,) of the tokens [start, stop) of a file, and which but the first are trained: (n - 1,) or all."""

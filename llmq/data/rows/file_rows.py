@@ -1,6 +1,6 @@
 """Sequences of rows that can be entered anywhere: files one after the other, shuffled, or several mixed.
 
-`read(position)` gives (position after the row, row): a position is a tuple of what JSON knows, and () is the start.
+All are streams (see llmq/data/stream.py).
 """
 
 from __future__ import annotations
@@ -17,19 +17,14 @@ import numpy as np
 
 from llmq.data.rows.records import Row
 from llmq.data.rows.row_files import RowFile
+from llmq.data.stream import START, Position, Stream
 from llmq.errors import DataError, UsageError
 
-Position = tuple[Any, ...]
-START: Position = ()
 DRAWN_AT_ONCE = 1000  # choices of the source of a row, as Hugging Face's datasets draws them
 
 
-class RowSequence(Protocol):
+class RowSequence(Stream[Row], Protocol):
     """Rows in an order of their own."""
-
-    def read(self, position: Position = START) -> Iterator[tuple[Position, Row]]:
-        """The rows after `position`, each with the position after it."""
-        ...
 
     def identity(self) -> Any:
         """What the rows depend on, as JSON knows it; reads files of this machine whole."""

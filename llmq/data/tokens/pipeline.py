@@ -18,9 +18,9 @@ import numpy as np
 
 from llmq.data.chat.counts import Counts
 from llmq.data.chat.encode import Encoder
-from llmq.data.read_ahead import ReadAhead
-from llmq.data.rows.file_rows import START, Position, RowSequence
+from llmq.data.rows.file_rows import RowSequence
 from llmq.data.rows.records import BadRow, Record
+from llmq.data.stream import START, Position, ReadAhead
 from llmq.data.tokens.text import Document, pieces
 from llmq.data.tokens.tokenizer import TextTokenizer
 

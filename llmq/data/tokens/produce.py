@@ -19,8 +19,8 @@ import numpy as np
 from pydantic import BaseModel, Field, ValidationError
 
 from llmq.data.chat.counts import Counts
-from llmq.data.rows.file_rows import START, Position
 from llmq.data.rows.records import BadRows
+from llmq.data.stream import START, Position
 from llmq.data.tokens.pipeline import TokenBatch, Work, tokenized
 from llmq.data.tokens.token_file import TokenWriter
 from llmq.disk import storage, write_whole

@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from llmq.data.batches.augment import SPAN, open_augmentation
-from llmq.data.batches.loader import Loader, eval_batches
+from llmq.data.batches.loader import Loader, RankBatches, eval_batches
 from llmq.data.batches.packing import Packs
 from llmq.data.batches.windows import Rows, Windows
 from llmq.data.tokens.token_file import TokenFile, TokenWriter
@@ -153,7 +153,10 @@ def test_it_is_in_training_and_never_in_evaluation(tmp_path: Path) -> None:
     windows = Windows([TokenFile.open(tmp_path / "a.bin")], 8, 9)
     augment = open_augmentation("token-dropout=1", 9, 0)
     assert augment is not None
-    with Loader(windows, 2, 8, 0, augment=augment).start() as loader, Loader(windows, 2, 8, 0).start() as plain:
+    with (
+        Loader(RankBatches(windows, 2, 0, augment=augment)).start() as loader,
+        Loader(RankBatches(windows, 2, 0)).start() as plain,
+    ):
         one, other = loader.next(), plain.next()
     np.testing.assert_array_equal(one.targets, other.targets)
     np.testing.assert_array_equal(one.tokens, augment(Rows(other.tokens, other.targets, None), np.arange(2)).tokens)

@@ -13,7 +13,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from llmq.data.batches.loader import PREFETCHED, Loader, eval_batches, open_data
+from llmq.data.batches.loader import PREFETCHED, Loader, RankBatches, eval_batches, open_data
 from llmq.data.batches.packing import Packs
 from llmq.data.batches.permutation import sample_order
 from llmq.data.batches.windows import Rows, Windows
@@ -55,7 +55,7 @@ def samples(loader: Loader, batches: int) -> list[int]:
 def test_epochs_have_every_window_once_in_an_order_of_their_own_and_wrap_into_the_next(tmp_path: Path) -> None:
     orders = []
     for seed in (1, 2):
-        with Loader(make_windows(tmp_path, 30), 9, T, seed).start() as loader:
+        with Loader(RankBatches(make_windows(tmp_path, 30), 9, seed)).start() as loader:
             seen = samples(loader, 10)
         orders += [tuple(seen[30 * e : 30 * e + 30]) for e in range(3)]
     assert all(sorted(order) == list(range(30)) for order in orders)
@@ -75,7 +75,7 @@ def test_loaders_of_any_world_and_start_read_the_same(
 ) -> None:
     windows = make_windows(tmp_path_factory.mktemp("l"), size)
     for rank in range(world):
-        with Loader(windows, batch_size, T, seed, rank, world).start(skip * batch_size * world) as loader:
+        with Loader(RankBatches(windows, batch_size, seed, rank, world)).start(skip * batch_size * world) as loader:
             for step in (skip, skip + 1, skip + 2):
                 batch, at = loader.next(), (step * world + rank) * batch_size
                 want = windows.read(sample_order(at + np.arange(batch_size), size, seed))
@@ -95,7 +95,7 @@ def test_an_error_in_the_thread_is_raised_by_next_after_the_good_batches(tmp_pat
         return Windows.read(windows, samples)
 
     monkeypatch.setattr(windows, "read", read)
-    loader = Loader(windows, 2, T, 0).start()
+    loader = Loader(RankBatches(windows, 2, 0)).start()
     loader.next()
     loader.next()
     for _ in range(2):
@@ -120,7 +120,7 @@ def test_it_reads_ahead_but_not_without_bound(tmp_path: Path, monkeypatch) -> No
         return Windows.read(windows, samples)
 
     monkeypatch.setattr(windows, "read", read)
-    with Loader(windows, 2, T, 0).start() as loader:
+    with Loader(RankBatches(windows, 2, 0)).start() as loader:
         for _ in range(PREFETCHED):
             loader.next()
         assert not held.is_set() and len(reads) <= PREFETCHED + 1
@@ -150,7 +150,7 @@ def test_the_wait_is_measured(tmp_path: Path, monkeypatch) -> None:
 
     monkeypatch.setattr(windows, "read", read)
     monkeypatch.setattr("llmq.data.batches.loader.time.perf_counter", now)
-    with Loader(windows, 2, T, 0).start() as loader:
+    with Loader(RankBatches(windows, 2, 0)).start() as loader:
         assert loader.next().wait_ms >= 50
 
 
@@ -164,7 +164,7 @@ def test_reading_is_far_faster_than_training(tmp_path: Path) -> None:
     tokens = np.random.default_rng(0).integers(0, 50_000, 400 * t + 1)
     TokenFile.write(tmp_path / "a.bin", tokens, vocab_size=50_257, mask=tokens % 3 > 0)
     windows = Windows([TokenFile.open(tmp_path / "a.bin")], t, 50_257)
-    batches = Loader(windows, b, t, 0)._batches(0, None)
+    batches = RankBatches(windows, b, 0).read()
     ours, walls, loops = [], [], []
     for _ in range(15):
         start, clock = time.process_time(), time.perf_counter()
@@ -180,7 +180,7 @@ def test_reading_is_far_faster_than_training(tmp_path: Path) -> None:
 
 
 def test_closing_is_quick_repeatable_and_final(tmp_path: Path) -> None:
-    loader = Loader(make_windows(tmp_path, 8), 2, T, 0)
+    loader = Loader(RankBatches(make_windows(tmp_path, 8), 2, 0))
     loader.close()
     loader.start()
     loader.close()
@@ -191,7 +191,7 @@ def test_closing_is_quick_repeatable_and_final(tmp_path: Path) -> None:
 
 def test_a_forgotten_loader_leaves_no_thread(tmp_path: Path) -> None:
     windows = make_windows(tmp_path, 8)
-    loader = Loader(windows, 2, T, 0).start()
+    loader = Loader(RankBatches(windows, 2, 0)).start()
     loader.next()
     del loader  # the fixture waits for the thread's end
 
@@ -218,7 +218,7 @@ def test_borders_go_with_their_rows_and_untrained_rows_are_one_document(tmp_path
         return Rows(tokens, targets, np.array([[0, 1 + n % 3, T] for n in samples], np.int32))
 
     monkeypatch.setattr(windows, "read", packed)
-    with Loader(windows, 3, T, 0).start() as loader:
+    with Loader(RankBatches(windows, 3, 0)).start() as loader:
         for batch in (loader.next(), loader.next()):
             assert batch.borders is not None and batch.borders.dtype == np.int32
             assert batch.borders.tolist() == [[0, 1 + n % 3, T] for n in batch.tokens[:, 0]]

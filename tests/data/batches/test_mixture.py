@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from llmq.data.batches import mixture as mixture_module
-from llmq.data.batches.loader import Loader, open_data
+from llmq.data.batches.loader import Loader, RankBatches, open_data
 from llmq.data.batches.mixture import Mixture, assignment, whole_parts
 from llmq.data.batches.packing import Packs
 from llmq.data.batches.permutation import sample_order
@@ -37,12 +37,12 @@ def write(path: Path, number: int, num_windows: int) -> Path:
     return path
 
 
-def make(folder: Path, sizes: list[int], weights: list[float], seed: int = 0) -> Mixture:
+def make(folder: Path, sizes: list[int], weights: list[float]) -> Mixture:
     sources = []
     for number, size in enumerate(sizes):
         file = TokenFile.open(write(folder / f"{number}.bin", number, size))
         sources.append(Windows([file], T, 10_000))
-    return Mixture(sources, weights, seed)
+    return Mixture(sources, weights)
 
 
 @settings(max_examples=40, deadline=None)
@@ -66,10 +66,10 @@ def test_shares_are_exact_and_every_source_goes_through_permuted_epochs(
     tmp_path_factory: pytest.TempPathFactory, data: st.DataObject, weights: list[float], seed: int
 ) -> None:
     sizes = data.draw(st.lists(st.integers(1, 9), min_size=len(weights), max_size=len(weights)))
-    mixture = make(tmp_path_factory.mktemp("m"), sizes, weights, seed)
+    mixture = make(tmp_path_factory.mktemp("m"), sizes, weights)
     assert mixture.num_windows == sum(sizes)
     count = data.draw(st.integers(1, 200))
-    first = mixture.read(mixture.order(np.arange(count))).tokens[:, 0]
+    first = mixture.read(mixture.order(np.arange(count), seed)).tokens[:, 0]
     shares = mixture.shares(count)
     for number, share in enumerate(shares):
         mine = first[first // 1000 == number] % 1000
@@ -81,14 +81,16 @@ def test_shares_are_exact_and_every_source_goes_through_permuted_epochs(
 
 
 def test_it_is_the_same_sequence_from_any_place_on(tmp_path: Path) -> None:
-    mixture = make(tmp_path, [7, 40, 3], [0.3, 0.5, 0.2], seed=5)
-    whole = mixture.order(np.arange(1000))
+    mixture = make(tmp_path, [7, 40, 3], [0.3, 0.5, 0.2])
+    whole = mixture.order(np.arange(1000), 5)
     rng = np.random.default_rng(0)
     for start in rng.integers(0, 990, 50):
-        np.testing.assert_array_equal(mixture.order(start + np.arange(10)), whole[start : start + 10])
-    np.testing.assert_array_equal(mixture.order(np.arange(10**12, 10**12 + 3)), mixture.order(10**12 + np.arange(3)))
-    other = make(tmp_path, [7, 40, 3], [0.3, 0.5, 0.2], seed=6)
-    assert (other.order(np.arange(1000)) != whole).any()
+        np.testing.assert_array_equal(mixture.order(start + np.arange(10), 5), whole[start : start + 10])
+    far = np.arange(10**12, 10**12 + 3)
+    np.testing.assert_array_equal(
+        mixture.order(far, 5), np.concatenate([mixture.order(far[n:][:1], 5) for n in range(3)])
+    )
+    assert (mixture.order(np.arange(1000), 6) != whole).any()
 
 
 @settings(max_examples=12, deadline=None)
@@ -107,11 +109,11 @@ def test_loaders_of_any_world_and_start_read_the_same(
     data = open_data(options(*files, weight=(0.3, 0.6, 0.1), batch_size=batch_size, augment=text), 10_000, 3)
     places = np.arange((skip + 2) * batch_size * world)
     assert isinstance(data.train, Mixture)
-    want = data.train.read(data.train.order(places))
+    want = data.train.read(data.train.order(places, 3))
     if data.augment:
         want = data.augment(want, places)
     for rank in range(world):
-        with Loader(data.train, batch_size, T, 3, rank, world, augment=data.augment) as loader:
+        with Loader(RankBatches(data.train, batch_size, 3, rank, world, data.augment)) as loader:
             loader.start(skip * batch_size * world)
             for step in (skip, skip + 1):
                 batch, at = loader.next(), (step * world + rank) * batch_size
@@ -150,7 +152,7 @@ def test_documents_alone_in_their_rows_count_among_the_longest(tmp_path: Path) -
         sources.append(Packs([TokenFile.open(tmp_path / f"{name}.bin")], 64, 99, 0))
     short, long = sources
     assert short.limits is not None and short.limits[1] == 9 and long.limits is None
-    mixture = Mixture(sources, [1, 1], 0)
+    mixture = Mixture(sources, [1, 1])
     assert mixture.limits == (short.limits[0], 64)
     rows = mixture.read(np.array([short.num_windows]))
     assert rows.borders is not None and np.diff(rows.borders).max() == 64
@@ -179,7 +181,7 @@ def test_a_run_is_opened_from_a_mix_file_or_from_weights(tmp_path: Path) -> None
     one = open_data(options(path), 10_000, 0)
     two = open_data(options(a, b, weight=(1.0, 3.0)), 10_000, 0)
     assert isinstance(one.train, Mixture) and isinstance(two.train, Mixture)
-    np.testing.assert_array_equal(one.train.order(np.arange(99)), two.train.order(np.arange(99)))
+    np.testing.assert_array_equal(one.train.order(np.arange(99), 0), two.train.order(np.arange(99), 0))
     assert [(s.name, s.samples, s.share) for s in two.shares(100)] == [(str(a), 25, 0.25), (str(b), 75, 0.75)]
     files = {"training files": [TokenFile.open(file).fingerprint for file in (a, b)]}
     known = {"seq_len": T, "training samples": 14, **files}
@@ -213,7 +215,7 @@ def test_the_largest_table_is_made_quickly() -> None:
 
 
 def test_sources_do_not_share_their_order(tmp_path: Path) -> None:
-    mixture = make(tmp_path, [50, 50], [1, 1], seed=9)
-    order = mixture.order(np.arange(100))
+    mixture = make(tmp_path, [50, 50], [1, 1])
+    order = mixture.order(np.arange(100), 9)
     first, second = order[order < 50], order[order >= 50] - 50
     assert first.tolist() != second.tolist() != sample_order(np.arange(50), 50, 9).tolist()

@@ -9,8 +9,8 @@ from llmq.data.batches.augment import open_augmentation
 from llmq.data.batches.batch import Batch
 from llmq.data.batches.loader import Loader, eval_batches, open_data
 from llmq.data.batches.packing import Packs
-from llmq.data.batches.stream import Stream, StreamedDocument
-from llmq.data.batches.windows import Rows, Windows
+from llmq.data.batches.streaming import StreamedDocument, StreamedRows
+from llmq.data.batches.windows import Rows, Windows, stacked
 from llmq.data.tokens.token_file import TokenFile, TokenWriter
 from llmq.errors import UsageError
 from llmq.options.parse import Options
@@ -95,20 +95,18 @@ def test_a_stream_has_the_same_text_and_resumes(max_docs):
 
     def rows_of(num_virtual, count, state=None):
         length = 10 + num_virtual
-        found = Stream(open_at, length, VOCAB, "it", max_docs=max_docs, num_virtual=num_virtual).rows(state)
-        return [next(found) for _ in range(count)]
+        found = StreamedRows(open_at, length, VOCAB, "it", max_docs=max_docs, num_virtual=num_virtual).read(state or ())
+        states, rows = zip(*(next(found) for _ in range(count)), strict=True)
+        return states, stacked(rows)
 
-    rows, plain = rows_of(N, 6), rows_of(0, 6)
-    for one, other in zip(rows, plain, strict=True):
-        assert not one.tokens[:N].any() and (one.targets[:N] == -100).all() and len(one.tokens) == 10 + N
-        if max_docs is None or max_docs == 1:
-            np.testing.assert_array_equal(one.tokens[N:], other.tokens)
-            np.testing.assert_array_equal(one.targets[N:], other.targets)
-    for one, other in zip(rows_of(N, 3, rows[2].state), rows[3:], strict=True):
-        np.testing.assert_array_equal(one.tokens, other.tokens)
+    (states, rows), (_, plain) = rows_of(N, 6), rows_of(0, 6)
+    assert not rows.tokens[:, :N].any() and (rows.targets[:, :N] == -100).all() and rows.tokens.shape[1] == 10 + N
+    if max_docs is None or max_docs == 1:
+        np.testing.assert_array_equal(rows.tokens[:, N:], plain.tokens)
+        np.testing.assert_array_equal(rows.targets[:, N:], plain.targets)
+    np.testing.assert_array_equal(rows_of(N, 3, states[2])[1].tokens, rows.tokens[3:])
     if max_docs == 3:
-        stacked = Rows(*(np.stack([row[part] for row in rows]) for part in range(3)))
-        assert {tuple(ids) for ids, _ in without_lead(stacked, 10 + N)} <= {tuple(d[:10]) for d in documents} | {
+        assert {tuple(ids) for ids, _ in without_lead(rows, 10 + N)} <= {tuple(d[:10]) for d in documents} | {
             tuple(d[9:]) for d in documents
         }
 

@@ -13,9 +13,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from llmq.data.rows.file_rows import START, FileRows, HeldShare, Mixed, Position, Shuffled, Slice, train_test_order
+from llmq.data.rows.file_rows import FileRows, HeldShare, Mixed, Shuffled, Slice, train_test_order
 from llmq.data.rows.records import Record
 from llmq.data.rows.row_files import RowFile
+from llmq.data.stream import START, Position
 from llmq.errors import DataError, UsageError
 
 # interleave_datasets of datasets 5.2.0 on three sets of 3, 5 and 9 rows, with these probabilities, seed 42 and

@@ -19,9 +19,10 @@ from small_tokenizers import EOS, byte_level, save
 from tokenizers import processors
 
 from llmq.data.chat.encode import EncodeOptions, open_encoder
-from llmq.data.rows.file_rows import FileRows, Position
+from llmq.data.rows.file_rows import FileRows
 from llmq.data.rows.records import Record
 from llmq.data.rows.row_files import RowFile
+from llmq.data.stream import Position
 from llmq.data.tokens import pipeline
 from llmq.data.tokens.pipeline import RowWork, TextWork, TokenBatch, tokenized
 from llmq.data.tokens.text import open_documents, pieces

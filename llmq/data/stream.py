@@ -1,4 +1,9 @@
-"""An iterator run ahead of its consumer by a thread of its own."""
+"""The one protocol of all that is read in order, be it rows, documents or batches: it can be entered at any position.
+
+`read(position)` yields (position after the item, item). A position is what JSON knows: a manifest or a checkpoint keeps
+it, and a stream that is read from there has the same items. A stream that wraps others, such as a mixture of rows or
+the batches of a rank, makes its position of theirs. `ReadAhead` reads any of them in a thread.
+"""
 
 from __future__ import annotations
 
@@ -6,12 +11,22 @@ import queue
 import threading
 import weakref
 from collections.abc import Callable, Iterator
-from typing import Generic, TypeVar
+from typing import Any, Generic, Protocol, TypeVar
 
 T = TypeVar("T")
+T_co = TypeVar("T_co", covariant=True)
+Position = Any
+START: Position = ()
 
 POLL_S = 0.2  # from one look at the caller's `stop` to the next, while there is no item
 JOIN_S = 2.0  # for the thread to end; one that waits for a network longer than that is left to itself
+
+
+class Stream(Protocol[T_co]):
+    """Items in an order of their own."""
+
+    def read(self, position: Position = START) -> Iterator[tuple[Position, T_co]]:
+        """The items after `position`, each with the position after it."""
 
 
 class Stopped(Exception):

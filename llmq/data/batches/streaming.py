@@ -10,13 +10,13 @@ from __future__ import annotations
 
 import time
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import closing
 from dataclasses import dataclass
 from datetime import datetime
 from itertools import islice
 from pathlib import Path
-from typing import Any, ClassVar, NamedTuple
+from typing import ClassVar, NamedTuple
 
 import numpy as np
 
@@ -24,20 +24,21 @@ from llmq.data.batches.first_fit import fewest_docs, repeated
 from llmq.data.batches.packing import lay, pack_documents, piece_lengths
 from llmq.data.batches.permutation import mixed
 from llmq.data.batches.row_layout import WINDOWS, RowForm
-from llmq.data.batches.windows import Rows, empty_rows
+from llmq.data.batches.windows import Rows, aim, empty_rows
 from llmq.data.chat.counts import Counts, notes
 from llmq.data.chat.encode import ChatEncoder, Encoded, Encoder
 from llmq.data.chat.template import template_note
-from llmq.data.rows.file_rows import START, FileRows, Position
+from llmq.data.rows.file_rows import FileRows
 from llmq.data.rows.records import BadRow, BadRows, Record, Row
 from llmq.data.rows.request import Request
+from llmq.data.stream import START, Position
 from llmq.data.tokens.pipeline import tokenized
 from llmq.data.tokens.sidecar import TemplateNote
 from llmq.data.tokens.token_file import TokenFile
 from llmq.data.tokens.tokenize import Say
 from llmq.errors import DataError, UsageError
-from llmq.tensor import IGNORED
 
+Place = dict[str, int]
 PLACE = ("epoch", "shard", "row", "overall", "token")  # where a row begins
 GROUP_TOKENS = 1 << 18  # packed together: the last row of a group may be hardly filled
 GROUP_ROWS = 16  # at least
@@ -55,23 +56,8 @@ class StreamedDocument(NamedTuple):
     lengths: tuple[int, ...] | None = None  # of the documents, where it is several
 
 
-class StreamedRow(NamedTuple):
-    """A row to train on."""
-
-    tokens: np.ndarray  # (T,) int32
-    targets: np.ndarray  # (T,) int32; -100 is not trained
-    borders: np.ndarray | None  # (D+1,) int32: starts of the documents, ascending, then T repeated; None: not packed
-    state: dict[str, int]  # of the stream after this row
-
-
-def stacked(rows: Sequence[StreamedRow]) -> Rows:
-    """Rows as they go into a batch."""
-    tokens, targets, borders, _ = zip(*rows, strict=True)
-    return Rows(np.stack(tokens), np.stack(targets), None if borders[0] is None else np.stack(borders))
-
-
 @dataclass(frozen=True, eq=False)
-class Stream:
+class StreamedRows:
     """Documents as rows of `seq_len` tokens, without end: after the last document comes the first again.
 
     `open_at(begun, shard, row, overall)` yields the documents from that row of that shard on, which is row `overall` of
@@ -103,17 +89,16 @@ class Stream:
         """Most documents of a row, and tokens of the longest; None where rows have no borders."""
         return (self.max_docs, self.seq_len) if self.max_docs is not None and self.max_docs > 1 else None
 
-    def rows(self, state: Mapping[str, Any] | None = None) -> Iterator[StreamedRow]:
-        """Row after row, with the state after it.
+    def read(self, position: Position = START) -> Iterator[tuple[Place, Rows]]:
+        """Row after row (1,T), each with the position after it.
 
-        `state` is one that was yielded, or None for the start: the whole numbers `begun` and PLACE, and for packed rows
-        `packs`, how many of the group at this place were taken. DataError for an id outside the vocabulary, or if a
-        whole pass has no tokens.
+        A position is the whole numbers `begun` and PLACE, and for packed rows `packs`, how many of the group at this
+        place were taken. DataError for an id outside the vocabulary, or if a whole pass has no tokens.
         """
-        at = dict(state) if state else {"begun": int(time.time()), **dict.fromkeys(PLACE, 0)}
+        at = dict(position) if position else {"begun": int(time.time()), **dict.fromkeys(PLACE, 0)}
         return self._windows(at) if self.max_docs is None else self._packs(at, self.max_docs)
 
-    def _windows(self, at: dict[str, int]) -> Iterator[StreamedRow]:
+    def _windows(self, at: Place) -> Iterator[tuple[Place, Rows]]:
         pieces, waiting, count, size = self._pieces(at), deque[_Piece](), 0, self.seq_len - self.num_virtual
         while True:
             while count <= size:
@@ -126,12 +111,12 @@ class Stream:
                 rest -= len(waiting.popleft().ids)
             waiting[0] = waiting[0].after(rest)
             count -= size
-            (tokens,), (targets,), _ = empty_rows(1, self.seq_len, None)
-            tokens[self.num_virtual :] = ids[:-1]
-            targets[self.num_virtual :] = np.where(trained, ids, IGNORED)[1:]
-            yield StreamedRow(tokens, targets, None, waiting[0].place)
+            row = empty_rows(1, self.seq_len, None)
+            row.tokens[0, self.num_virtual :] = ids[:-1]
+            aim(row.targets[0, self.num_virtual :], ids, trained[1:])
+            yield waiting[0].place, row
 
-    def _packs(self, at: dict[str, int], max_docs: int) -> Iterator[StreamedRow]:
+    def _packs(self, at: Place, max_docs: int) -> Iterator[tuple[Place, Rows]]:
         taken = at.get("packs", 0)
         for group, following in self._groups(at):
             place = group[0].place
@@ -141,16 +126,15 @@ class Stream:
             lengths = np.array(documents, np.int64)
             index = pack_documents(lengths, self.seq_len, max_docs, seed, self.num_virtual)
             for number in range(taken, index.num_packs):
-                rows = empty_rows(1, self.seq_len, max_docs)
+                row = empty_rows(1, self.seq_len, max_docs)
                 spans = ((ids[a:b], trained[a + 1 : b]) for a, b in index.spans(number))
-                lay(rows, 0, spans, self.num_virtual)
-                borders = rows.borders[0] if rows.borders is not None and self.limits else None
+                lay(row, 0, spans, self.num_virtual)
                 is_last = number + 1 == index.num_packs
                 after = {**following, "packs": 0} if is_last else {**place, "packs": number + 1}
-                yield StreamedRow(rows.tokens[0], rows.targets[0], borders, after)
+                yield after, row if self.limits else row._replace(borders=None)
             taken = 0
 
-    def _groups(self, at: dict[str, int]) -> Iterator[tuple[list[_Piece], dict[str, int]]]:
+    def _groups(self, at: Place) -> Iterator[tuple[list[_Piece], Place]]:
         """What is packed together, and the place of what follows."""
         group: list[_Piece] = []
         count, enough = 0, max(GROUP_TOKENS, GROUP_ROWS * self.seq_len)
@@ -161,7 +145,7 @@ class Stream:
             group.append(piece)
             count += len(piece.ids)
 
-    def _pieces(self, at: Mapping[str, int]) -> Iterator[_Piece]:
+    def _pieces(self, at: Place) -> Iterator[_Piece]:
         """Documents from a place on, pass after pass."""
         begun, epoch, skipped = at["begun"], at["epoch"], at["token"]
         documents = self.open_at(begun, at["shard"], at["row"], at["overall"])
@@ -189,7 +173,7 @@ class Stream:
 class _Piece(NamedTuple):
     """The tokens of a row of the data from one of them on, which is at `place`."""
 
-    place: dict[str, int]
+    place: Place
     ids: np.ndarray
     trained: np.ndarray
     lengths: tuple[int, ...] | None  # of the whole row's documents
@@ -199,7 +183,7 @@ class _Piece(NamedTuple):
         return self._replace(place=place, ids=self.ids[count:], trained=self.trained[count:])
 
 
-def open_stream(request: Request, form: RowForm, say: Say) -> Stream:
+def open_stream(request: Request, form: RowForm, say: Say) -> StreamedRows:
     """The rows of a request as an endless stream of rows of this form.
 
     Where rows are too long, that is said when the first one is, and with all else at the end of the first pass.
@@ -238,7 +222,7 @@ def open_stream(request: Request, form: RowForm, say: Say) -> Stream:
                 yield from documents
         report("to the end of its rows", counts, left_out.count)
 
-    return Stream(
+    return StreamedRows(
         open_at,
         form.seq_len,
         form.vocab_size,

@@ -7,23 +7,24 @@ from collections.abc import Iterator
 from fractions import Fraction
 from itertools import islice, pairwise
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from llmq.data.batches import stream as stream_module
-from llmq.data.batches.loader import Data, Loader
+from llmq.data.batches import streaming
+from llmq.data.batches.loader import Data, Loader, RankBatches
 from llmq.data.batches.packing import piece_lengths
 from llmq.data.batches.row_layout import PACKED, PADDED, WINDOWS, RowForm, RowLayout
-from llmq.data.batches.stream import Stream, StreamedDocument, open_stream
+from llmq.data.batches.streaming import StreamedDocument, StreamedRows, open_stream
 from llmq.data.chat.encode import EncodeOptions
 from llmq.data.rows.file_rows import FileRows, HeldShare
 from llmq.data.rows.find_sources import Found
 from llmq.data.rows.request import Request
 from llmq.data.rows.row_files import RowFile
+from llmq.data.stream import START
 from llmq.data.tokens.tokenizer import TextTokenizer
 from llmq.errors import DataError, UsageError
 from llmq.options.parse import Options
@@ -33,7 +34,9 @@ Shards = list[list[tuple[list[int], list[bool] | None]]]
 T = 5
 
 
-def stream_of(shards: Shards, opened: list[tuple[int, int, int]] | None = None, max_docs: int | None = None) -> Stream:
+def stream_of(
+    shards: Shards, opened: list[tuple[int, int, int]] | None = None, max_docs: int | None = None
+) -> StreamedRows:
     """Windows, or packed rows; every third row is two documents."""
 
     def open_at(begun: int, shard: int, row: int, overall: int) -> Iterator[StreamedDocument]:
@@ -51,7 +54,22 @@ def stream_of(shards: Shards, opened: list[tuple[int, int, int]] | None = None, 
                     lengths_of(ids),
                 )
 
-    return Stream(open_at, T, 1000, "the stream", "its key", max_docs=max_docs, seed=3)
+    return StreamedRows(open_at, T, 1000, "the stream", "its key", max_docs=max_docs, seed=3)
+
+
+class Row(NamedTuple):
+    """One row, and the position after it."""
+
+    tokens: np.ndarray
+    targets: np.ndarray
+    borders: np.ndarray | None
+    state: dict[str, int]
+
+
+def rows_of(stream: StreamedRows, state: Any = START) -> Iterator[Row]:
+    for after, (tokens, targets, borders) in stream.read(state):
+        assert len(tokens) == len(targets) == 1
+        yield Row(tokens[0], targets[0], None if borders is None else borders[0], after)
 
 
 def lengths_of(ids: list[int]) -> tuple[int, ...] | None:
@@ -96,14 +114,14 @@ SIZES = st.lists(st.lists(st.integers(0, 14), max_size=5), min_size=1, max_size=
 def test_it_resumes_at_any_row(sizes: list[list[int]], at: int) -> None:
     shards = drawn(sizes)
     tokens, targets = reference(shards, at + 4)
-    rows = stream_of(shards).rows()
+    rows = rows_of(stream_of(shards))
     state = None
     for n in range(at):
         got, trained, borders, state = next(rows)
         assert borders is None
         assert (got.tolist(), trained.tolist()) == (tokens[n], targets[n]) and got.dtype == trained.dtype == np.int32
     opened: list[tuple[int, int, int]] = []
-    again = stream_of(shards, opened).rows(None if state is None else json.loads(json.dumps(state)))
+    again = rows_of(stream_of(shards, opened), () if state is None else json.loads(json.dumps(state)))
     for n in range(at, at + 4):
         one, other = next(rows), next(again)
         assert one[0].tolist() == other[0].tolist() == tokens[n] and one.state == other.state
@@ -125,9 +143,9 @@ def test_loaders_of_any_world_and_start_read_the_same(
     sizes: list[list[int]], batch_size: int, world: int, skip: int, max_docs: int | None
 ) -> None:
     shards = counted(sizes)
-    rows = list(islice(stream_of(shards, max_docs=max_docs).rows(), (skip + 2) * batch_size * world))
+    rows = list(islice(rows_of(stream_of(shards, max_docs=max_docs)), (skip + 2) * batch_size * world))
     for rank in range(world):
-        with Loader(stream_of(shards, max_docs=max_docs), batch_size, T, 0, rank, world).start() as loader:
+        with Loader(RankBatches(stream_of(shards, max_docs=max_docs), batch_size, 0, rank, world)).start() as loader:
             position, state = 0, None
             for _ in range(skip):
                 batch = loader.next()
@@ -163,7 +181,7 @@ def documents_of(shards: Shards) -> list[Document]:
     return found
 
 
-def taken_apart(rows: list[stream_module.StreamedRow], docs: int) -> list[Document]:
+def taken_apart(rows: list[Row], docs: int) -> list[Document]:
     """The documents of rows, whose padding is tokens 0 without a target; no document has a token 0 at its end."""
     found = []
     for tokens, targets, borders, _ in rows:
@@ -190,11 +208,11 @@ def test_a_packed_stream_has_every_document_whole_and_once_in_a_pass_and_resumes
 ) -> None:
     shards = counted(sizes)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(stream_module, "GROUP_TOKENS", group)
-        patch.setattr(stream_module, "GROUP_ROWS", 1)
+        patch.setattr(streaming, "GROUP_TOKENS", group)
+        patch.setattr(streaming, "GROUP_ROWS", 1)
         stream = stream_of(shards, max_docs=docs)
         assert stream.limits == (None if docs == 1 else (docs, T))
-        rows, whole, epochs = stream.rows(), [], []
+        rows, whole, epochs = rows_of(stream), [], []
         while len(whole) < at + 4 or whole[-1].state["epoch"] < 2:
             before = whole[-1].state["epoch"] if whole else 0
             whole.append(next(rows))
@@ -205,7 +223,7 @@ def test_a_packed_stream_has_every_document_whole_and_once_in_a_pass_and_resumes
             assert sorted(taken_apart(mine, docs)) == sorted(documents_of(shards))
         opened: list[tuple[int, int, int]] = []
         state = json.loads(json.dumps(whole[at].state))
-        again = stream_of(shards, opened, docs).rows(state)
+        again = rows_of(stream_of(shards, opened, docs), state)
         for row in whole[at + 1 : at + 4]:
             other = next(again)
             assert row.state == other.state and row.tokens.tolist() == other.tokens.tolist()
@@ -218,7 +236,7 @@ def test_a_packed_stream_has_every_document_whole_and_once_in_a_pass_and_resumes
 def test_a_packed_stream_fills_its_rows() -> None:
     """Of documents of 1 to 3 tokens, which fit together well, but for the last row of each group."""
     sizes = np.random.default_rng(0).integers(1, 4, 4000)
-    rows = stream_of(counted([sizes.tolist()]), max_docs=5).rows()
+    rows = rows_of(stream_of(counted([sizes.tolist()]), max_docs=5))
     some = [next(rows) for _ in range(1500)]
     assert np.mean([row.tokens > 0 for row in some]) > 0.99
 
@@ -233,12 +251,12 @@ def test_the_layout_of_a_packed_stream_is_told() -> None:
 
 def test_a_stream_without_tokens_ends_with_its_name() -> None:
     with pytest.raises(DataError, match="the stream has no tokens"):
-        next(stream_of([[([], None)], []]).rows())
+        next(rows_of(stream_of([[([], None)], []])))
 
 
 def test_a_foreign_id_is_named_with_shard_and_row() -> None:
     with pytest.raises(DataError, match=r"the stream, shard 1, row 2: an id is outside the vocabulary \(0 to 999\)"):
-        next(stream_of([[([1, 2], None)], [([3], None), ([4, 1000], None)]]).rows())
+        next(rows_of(stream_of([[([1, 2], None)], [([3], None), ([4, 1000], None)]])))
 
 
 def test_a_stream_has_no_epochs_to_count_steps_from() -> None:
@@ -256,7 +274,7 @@ LONG = 8  # tokens of a row of files
 
 def stream_of_files(
     folder: Path, tokenizer: Path, options: EncodeOptions | None = None, kind: str = WINDOWS, **part: Any
-) -> Stream:
+) -> StreamedRows:
     """A part of three files of 40 rows."""
     files = []
     for number in range(3):
@@ -284,13 +302,13 @@ def stream_of_files(
 )
 def test_it_resumes_in_every_file_of_a_slice(tmp_path: Path, small_tokenizer: Path, part: dict[str, Any]) -> None:
     stream = stream_of_files(tmp_path, small_tokenizer, **part)
-    rows = stream.rows()
+    rows = rows_of(stream)
     whole = []
     while not whole or whole[-1].state["epoch"] < 2:
         whole.append(next(rows))
     assert {row.state["shard"] for row in whole} >= {1, 2}
     for at in range(0, len(whole) - 30, 7):
-        again = stream.rows(whole[at].state)
+        again = rows_of(stream, whole[at].state)
         for row in whole[at + 1 : at + 31]:
             got = next(again)
             np.testing.assert_array_equal(got.tokens, row.tokens)
@@ -305,7 +323,7 @@ def test_a_row_that_becomes_several_documents_is_packed_as_several(tmp_path: Pat
     for document in islice(stream.open_at(0, 0, 0, 0), 20):
         whole, rest = divmod(len(document.ids), LONG)
         assert document.lengths == (LONG,) * whole + (rest,) * (rest > 0)
-    rows = [row for row in islice(stream.rows(), 400) if row.state["epoch"] == 0]
+    rows = [row for row in islice(rows_of(stream), 400) if row.state["epoch"] == 0]
     assert stream.max_docs and stream.limits == (stream.max_docs, LONG)
     borders = np.stack([row.borders for row in rows if row.borders is not None])
     lengths = np.diff(borders, axis=1)
