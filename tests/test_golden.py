@@ -32,6 +32,7 @@ from tiny_engines import next_logits
 
 from llmq.data.batches.batch import Batch
 from llmq.model.optimizer import Hyperparameters
+from llmq.model.regularization import Regularization
 
 GOLDEN = Path(__file__).parent / "golden"
 FAMILIES = sorted(families.FAMILIES)
@@ -276,7 +277,7 @@ def test_z_loss():
     weights, (tokens, targets) = families.weights(config), families.batch(families.VOCAB, 1)
 
     def run_with(z_loss, moved):
-        return engine_of(config, moved, FP64, *tokens.shape, Hyperparameters(z_loss=z_loss))
+        return engine_of(config, moved, FP64, *tokens.shape, regularization=Regularization(z_loss=z_loss))
 
     def mean_loss(engine):
         engine.micro_step(Batch(tokens, targets))

@@ -68,6 +68,7 @@ OWNERS = {
     "ScheduleOptions": "llmq.training.schedule",
     "ShardingOptions": "llmq.plan.sharding",
     "OptimizerOptions": "llmq.model.optimizer",
+    "RegularizationOptions": "llmq.model.regularization",
     "LogOptions": "llmq.training.log",
     "CheckpointOptions": "llmq.files.checkpoint",
     "SystemOptions": "llmq.hardware.device",

@@ -20,17 +20,14 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Hyperparameters:
-    """AdamW's constants (Loshchilov and Hutter, 2019), the gradient clip on the norm (0 is no clip), which may be that
-    of the step before (clips_by_last), and what training adds to the loss (z_loss) and to the embedded tokens
-    (neftune_alpha)."""
+    """AdamW's constants (Loshchilov and Hutter, 2019), and the gradient clip on the norm (0 is no clip), which may be
+    that of the step before (clips_by_last)."""
 
     beta_1: float = 0.9
     beta_2: float = 0.95
     epsilon: float = 1e-8
     weight_decay: float = 0.1
     grad_clip: float = 1.0
-    z_loss: float = 0.0
-    neftune_alpha: float = 0.0
     clips_by_last: bool = False
 
 
@@ -42,8 +39,6 @@ def resolve(options: OptimizerOptions) -> Hyperparameters:
         options.adam_epsilon,
         options.weight_decay,
         options.grad_clip,
-        options.z_loss,
-        options.neftune_alpha,
         options.grad_clip > 0 and options.clip_by == "last",
     )
 

@@ -302,6 +302,10 @@ class OptimizerOptions(Section):
     clip_by: Literal["this", "last"] = option(
         "this", "Step whose norm --grad-clip looks at: this one's, or that of the last one, which is known in backward."
     )
+
+
+class RegularizationOptions(Section):
+    title = "Regularization"
     z_loss: Float = option(0.0, "Weight of the squared log-partition (z-loss) in the loss; 0 for none.", ge=0)
     neftune_alpha: Float = option(
         0.0,

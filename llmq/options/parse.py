@@ -34,6 +34,7 @@ from llmq.options.maths import (
     MemoryOptions,
     OptimizerOptions,
     PrecisionOptions,
+    RegularizationOptions,
     ScheduleOptions,
     ShardingOptions,
 )
@@ -50,6 +51,7 @@ SECTIONS: dict[str, type[Section]] = {
     "sharding": ShardingOptions,
     "schedule": ScheduleOptions,
     "optimizer": OptimizerOptions,
+    "regularization": RegularizationOptions,
     "log": LogOptions,
     "checkpoint": CheckpointOptions,
     "export": ExportOptions,
@@ -138,6 +140,7 @@ class Options:
     sharding: ShardingOptions
     schedule: ScheduleOptions
     optimizer: OptimizerOptions
+    regularization: RegularizationOptions
     log: LogOptions
     checkpoint: CheckpointOptions
     export: ExportOptions

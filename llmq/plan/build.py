@@ -73,7 +73,7 @@ def _stored(spec: Spec, row: Row) -> Row:
 def build_model(spec: Spec, sites: Sites = site_of) -> Model:
     """The objects whose forward and backward are recorded in training. UsageError for what cannot be combined."""
     site = partial(sites, spec)
-    config, precision, memory, hyper = spec.config, spec.precision, spec.memory, spec.hyper
+    config, precision, memory = spec.config, spec.precision, spec.memory
     if precision.head == "e4m3" and precision.scaling == "blockwise":
         raise UsageError(
             "--head-dtype e4m3 needs one scale per tensor or row, as cuBLASLt takes 1x128 scales neither for a chunk "
@@ -81,7 +81,7 @@ def build_model(spec: Spec, sites: Sites = site_of) -> Model:
         )
     layers = _blocks(spec, lambda window, layer: _core(spec, window), _rotary(spec), sites, memory.seq_tiles)
     c, padded = config.hidden_size, padded_vocab(config)
-    sizes = (c, config.vocab_size, padded, config.rms_norm_eps, memory.head_chunks, hyper.z_loss)
+    sizes = (c, config.vocab_size, padded, config.rms_norm_eps, memory.head_chunks, spec.regularization.z_loss)
     head = Head(*sizes, site(HEAD), spec.adapters.totals())
     return Model(_embed(spec), layers, head)
 
@@ -134,7 +134,7 @@ def _heads(spec: Spec) -> Heads:
 
 
 def _embed(spec: Spec) -> Embed:
-    c, alpha = spec.config.hidden_size, spec.hyper.neftune_alpha
+    c, alpha = spec.config.hidden_size, spec.regularization.neftune_alpha
     return spec.adapters.embed(NoisyEmbed(c, alpha, spec.seed, NOISE_STREAM) if alpha else Embed(), spec.config)
 
 

@@ -10,6 +10,7 @@ from llmq.blocks.attention import Packing
 from llmq.model.config import ModelConfig
 from llmq.model.lisa import Lisa
 from llmq.model.optimizer import Hyperparameters
+from llmq.model.regularization import UNREGULARIZED, Regularization
 from llmq.model.speed_of_light import seconds_per_token
 from llmq.plan.memory import Memory
 from llmq.plan.precision import Precision
@@ -53,6 +54,7 @@ class Spec:
     adapters: Method = NO_ADAPTERS
     frozen: frozenset[str] = frozenset()
     lisa: Lisa | None = None
+    regularization: Regularization = UNREGULARIZED
 
     def light_s(self, peaks: Mapping[str, float]) -> float:
         """Seconds for a trained token at the speed of light, on a device with these peaks."""
@@ -62,4 +64,5 @@ class Spec:
 
     def without_noise(self) -> Spec:
         """The run as it is evaluated, and as it writes: no noise on tokens, no dropout."""
-        return replace(self, hyper=replace(self.hyper, neftune_alpha=0.0), adapters=self.adapters.without_dropout())
+        quiet = replace(self.regularization, neftune_alpha=0.0)
+        return replace(self, regularization=quiet, adapters=self.adapters.without_dropout())

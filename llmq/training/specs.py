@@ -11,7 +11,7 @@ from llmq.blocks.attention import Packing
 from llmq.data.batches.step import step_of
 from llmq.hardware import device
 from llmq.hardware.device import Device
-from llmq.model import optimizer
+from llmq.model import optimizer, regularization
 from llmq.model.config import ModelConfig
 from llmq.model.parameters import padded_vocab
 from llmq.options.parse import Options
@@ -70,6 +70,7 @@ class Facts:
             or adapters.resolve(options.adapters, self.config, self.steps),
             adapters.frozen(options.adapters, self.config, self.seed, self.step),
             adapters.lisa(options.adapters, self.config, self.seed),
+            regularization.resolve(options.regularization),
         )
 
 

@@ -4,7 +4,6 @@ import json
 import subprocess
 import sys
 import tracemalloc
-from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -18,6 +17,7 @@ from llmq.data.batches.batch import Batch
 from llmq.engine.bind import bind
 from llmq.engine.engine import Engine
 from llmq.model.optimizer import Hyperparameters
+from llmq.model.regularization import Regularization
 from llmq.plan.memory import Memory
 from llmq.plan.plan import make_plan, scratch_storage
 from llmq.plan.spec import Spec
@@ -39,13 +39,12 @@ WRITES_IN_SLICES = 2 << 20  # of f32 and bf16, beside a value
 def engine(name: str, **changes) -> Engine:
     """An engine with random weights, and a batch that is set."""
     packing = changes.pop("packing", None)
-    hyper = Hyperparameters()
-    if changes.pop("noise", False):
-        hyper = replace(hyper, neftune_alpha=5.0)
+    noise = 5.0 if changes.pop("noise", False) else 0.0
     backend = HostBackend()
-    about = {"packing": packing, "observe": True}
+    about = {"packing": packing, "observe": True, "regularization": Regularization(neftune_alpha=noise)}
     plan = make_plan(
-        Spec(tiny(**SHAPE | changes), PRECISIONS[name], Memory(), hyper, B, T, **about), backend.scratch_bytes
+        Spec(tiny(**SHAPE | changes), PRECISIONS[name], Memory(), Hyperparameters(), B, T, **about),
+        backend.scratch_bytes,
     )
     made, rng = Engine(plan, backend), np.random.default_rng(0)
     made.load((row, rng.normal(0, 0.02, row.shape).astype(np.float32)) for row in plan.rows)

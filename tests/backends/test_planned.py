@@ -12,8 +12,8 @@ from llmq.blocks.attention import Packing
 from llmq.engine.engine import Engine
 from llmq.errors import UsageError
 from llmq.hardware.device import backend_settings, pick_device
-from llmq.model.optimizer import Hyperparameters
 from llmq.model.presets import preset
+from llmq.model.regularization import Regularization
 from llmq.options.run import SystemOptions
 from llmq.plan.memory import Memory
 
@@ -114,9 +114,9 @@ def test_a_wide_norm_in_fp8_is_refused_by_the_card_and_taken_with_other_scales()
     ids=["tokens", "noise", "attention"],
 )
 def test_batches_beyond_what_a_launch_takes_are_refused_by_the_plan(precision, shape, noise, said):
-    hyper = Hyperparameters(neftune_alpha=noise)
+    more = {**shape, "regularization": Regularization(neftune_alpha=noise)}
     with pytest.raises(UsageError, match=f"{said}.* use a smaller --batch-size with more --grad-accumulation"):
-        plan_of(precision, hyper=hyper, scratch_bytes=open_backend("planned").scratch_bytes, **shape)
+        plan_of(precision, scratch_bytes=open_backend("planned").scratch_bytes, **more)
 
 
 def test_nothing_runs_on_it():

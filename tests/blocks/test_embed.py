@@ -22,15 +22,15 @@ from tiny_engines import (
 from llmq.backends.host import HostBackend
 from llmq.data.batches.batch import Batch
 from llmq.engine.engine import Engine
-from llmq.model.optimizer import Hyperparameters
+from llmq.model.regularization import Regularization
 from llmq.plan.memory import Memory
 
-NOISE = Hyperparameters(neftune_alpha=5.0)
+NOISE = Regularization(neftune_alpha=5.0)
 PLACES = np.array([2**33 + 5, 17])
 
 
 def test_noise_is_in_training_and_nowhere_else():
-    plain, noisy = engine_of(plan_of(FP32)), engine_of(plan_of(FP32, hyper=NOISE))
+    plain, noisy = engine_of(plan_of(FP32)), engine_of(plan_of(FP32, regularization=NOISE))
     assert noisy.evaluate(batch()) == plain.evaluate(batch())
     assert np.array_equal(next_logits(noisy, batch().tokens[0]), next_logits(plain, batch().tokens[0]))
     losses = []
@@ -48,7 +48,7 @@ def test_noise_is_in_training_and_nowhere_else():
 def test_noise_is_the_same_whatever_is_recomputed(dtypes):
     losses, states = set(), []
     for memory in (Memory(), Memory(("recompute_block",))):
-        engine = Engine(plan_of(dtypes, memory, hyper=NOISE), HostBackend(), poison=True)
+        engine = Engine(plan_of(dtypes, memory, regularization=NOISE), HostBackend(), poison=True)
         engine.load(parameters(engine.plan))
         if engine.needs_warm_up:
             engine.warm_up(replace(batch(), places=PLACES))
@@ -61,9 +61,9 @@ def test_noise_is_the_same_whatever_is_recomputed(dtypes):
 def test_noise_follows_the_sample_through_any_split():
     tokens, targets = arrays(batch(3, b=4))
     places = np.array([9, 2, 40, 11])
-    whole = engine_of(plan_of(FP64, batch_size=4, hyper=NOISE))
+    whole = engine_of(plan_of(FP64, batch_size=4, regularization=NOISE))
     whole.micro_step(Batch(tokens, targets, places=places))
-    parts = engine_of(plan_of(FP64, batch_size=2, hyper=NOISE))
+    parts = engine_of(plan_of(FP64, batch_size=2, regularization=NOISE))
     for rows in (slice(2, 4), slice(0, 2)):
         parts.micro_step(Batch(tokens[rows], targets[rows], places=places[rows]), first=rows.start == 2)
     for row in whole.plan.rows:
@@ -74,7 +74,7 @@ def test_noise_follows_the_sample_through_any_split():
 
 def test_the_gradient_passes_the_noise():
     """The table's gradient in an untied model by central differences: off by h^2 = 1e-8 and 2^-53 / h = 1e-12."""
-    plan = plan_of(FP64, config=tiny(tie_embeddings=False), hyper=NOISE)
+    plan = plan_of(FP64, config=tiny(tie_embeddings=False), regularization=NOISE)
     engine, values = Engine(plan, HostBackend()), parameters(plan)
     (name,) = [row.name for row, _ in values if "embed" in row.name]
     (table,) = [value for row, value in values if row.name == name]

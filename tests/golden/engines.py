@@ -14,6 +14,7 @@ from llmq.data.batches.batch import Batch
 from llmq.engine.engine import Engine
 from llmq.model.config import read_config
 from llmq.model.optimizer import Hyperparameters
+from llmq.model.regularization import UNREGULARIZED, Regularization
 from llmq.plan.memory import Memory
 from llmq.plan.plan import Plan, make_plan
 from llmq.plan.precision import Precision
@@ -57,10 +58,19 @@ def engine_of(
     seq_len: int,
     hyper: Hyperparameters | None = None,
     backend: Backend | None = None,
+    regularization: Regularization = UNREGULARIZED,
 ) -> Engine:
     """An engine holding `weights`, by Hugging Face name: every one of them used, and every parameter given."""
     backend = backend or default_backend(precision)
-    spec = Spec(read_config(config), precision, Memory(), hyper or Hyperparameters(), batch_size, seq_len)
+    spec = Spec(
+        read_config(config),
+        precision,
+        Memory(),
+        hyper or Hyperparameters(),
+        batch_size,
+        seq_len,
+        regularization=regularization,
+    )
     plan = make_plan(spec, backend.scratch_bytes)
     assert {part.name for row in plan.rows for part in row.parts} == set(weights)
     engine = Engine(plan, backend)

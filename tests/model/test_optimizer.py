@@ -15,7 +15,7 @@ from llmq.tensor import Output, Tensor, num_norm_tiles
 
 
 def test_every_option_becomes_its_constant():
-    values = {"beta_1": 0.5, "beta_2": 0.75, "weight_decay": 0.25, "grad_clip": 2.0, "z_loss": 0.125}
+    values = {"beta_1": 0.5, "beta_2": 0.75, "weight_decay": 0.25, "grad_clip": 2.0}
     resolved = optimizer.resolve(OptimizerOptions(**values, adam_epsilon=0.0625))
     assert resolved == Hyperparameters(**values, epsilon=0.0625)
 

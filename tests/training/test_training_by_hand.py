@@ -17,6 +17,7 @@ from llmq.files.checkpoint import load
 from llmq.files.source import ModelSource, initial_parameters
 from llmq.model.config import to_hf
 from llmq.model.optimizer import Hyperparameters
+from llmq.model.regularization import Regularization
 from llmq.plan.memory import Memory
 from llmq.plan.plan import make_plan
 from llmq.plan.precision import Precision
@@ -26,7 +27,8 @@ from llmq.training.records import EvalRecord, TrainRecord
 B, T, ACCUMULATION, STEPS, SEED = 2, 16, 3, 5, 3
 RATES = (5e-3, 1e-2, 1e-2, 7e-3, 4e-3)  # two steps of warmup, then a line from 1e-2 to 1e-3 at the end of step 5
 FP8 = {"bf16": {}, "e4m3": {"gradient_dtype": "e5m2", "fp8_scaling": "delayed"}}
-HYPER = Hyperparameters(beta_1=0.7, beta_2=0.8, epsilon=1e-5, weight_decay=0.3, grad_clip=0.4, z_loss=1e-2)
+HYPER = Hyperparameters(beta_1=0.7, beta_2=0.8, epsilon=1e-5, weight_decay=0.3, grad_clip=0.4)
+ADDED = Regularization(z_loss=1e-2)
 
 
 def token_files(folder):
@@ -78,7 +80,7 @@ def test_a_run_is_its_parts_put_together(tmp_path, monkeypatch, matmul):
         adam_epsilon=HYPER.epsilon,
         weight_decay=HYPER.weight_decay,
         grad_clip=HYPER.grad_clip,
-        z_loss=HYPER.z_loss,
+        z_loss=ADDED.z_loss,
         seed=SEED,
         eval_every_n_steps=STEPS,
         watch=records.append,
@@ -86,7 +88,7 @@ def test_a_run_is_its_parts_put_together(tmp_path, monkeypatch, matmul):
     )
 
     dtypes = Precision("bf16", matmul, "e5m2", "delayed", m="bf16", v="fp32", master="fp32", grad="fp32")
-    plan = make_plan(Spec(config, dtypes, Memory(), HYPER, B, T, SEED))
+    plan = make_plan(Spec(config, dtypes, Memory(), HYPER, B, T, SEED, regularization=ADDED))
     engine = Engine(plan, HostBackend())
     source = ModelSource("", config, None, None, from_scratch=True, init_proj_to_zero=False)
     engine.load(initial_parameters(source, plan.rows, SEED))
