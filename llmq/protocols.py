@@ -121,5 +121,4 @@ class MomentStore(Protocol):
     """Holds the optimizer's state."""
 
     def walk(self, ops: Ops, *, masters_only: bool = False) -> Iterator[tuple[Row, Iterable[Any]]]:
-        """Yields each trained row with the pieces of its master, m and v; one is written back when the next is asked
-        for."""
+        """Yields each trained row with the pieces of its state; one is written back when the next is asked for."""

@@ -33,6 +33,7 @@ from tiny_engines import next_logits
 from llmq.data.batches.batch import Batch
 from llmq.model.optimizer import Hyperparameters
 from llmq.model.regularization import Regularization
+from llmq.optimizers.adamw import AdamW
 
 GOLDEN = Path(__file__).parent / "golden"
 FAMILIES = sorted(families.FAMILIES)
@@ -113,7 +114,7 @@ def test_logits(family):
 def adamw_run(family, precision):
     """20 steps on the batches of the golden run: the results of the steps, and how far each parameter went."""
     config = families.FAMILIES[family]
-    run = engine(family, precision, Hyperparameters(**families.ADAMW, grad_clip=families.grad_clip(config)))
+    run = engine(family, precision, Hyperparameters(AdamW(**families.ADAMW), families.grad_clip(config)))
     results = []
     for step in range(1, families.STEPS + 1):
         run.micro_step(Batch(*families.batch(families.VOCAB, step)))

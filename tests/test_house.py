@@ -28,6 +28,7 @@ FLOORS = (
     ("sites",),  # linear maps
     ("blocks",),  # sublayers
     ("ops",),  # what touches arrays
+    ("optimizers",),  # what is kept and done of gradients, as rules
     ("model",),  # shapes, parameters, the way of a micro-batch
     ("files",),  # models, checkpoints, exports
     ("stores",),  # who holds the bytes
@@ -51,6 +52,7 @@ NEVER: dict[str, set[str]] = {
     "model.decoder": {"options", *ARRAYS},
     "model.optimizer": ARRAYS,
     "ops": {"blocks", "options"},
+    "optimizers": {"options", *ARRAYS},
     "plan.passes": {"blocks", "options", "data", *ARRAYS},
     "report": {"blocks"},
     "sites": {"options", *ARRAYS},

@@ -37,6 +37,7 @@ from llmq.model.config import from_folder, read_config
 from llmq.model.optimizer import Hyperparameters
 from llmq.ops.reference import OPS
 from llmq.ops.reference.sample import threshold
+from llmq.optimizers.adamw import AdamW
 from llmq.plan.decoding import Decoding
 from llmq.plan.memory import Memory
 from llmq.plan.plan import make_plan
@@ -139,7 +140,7 @@ def test_adamw_run(config, seed):
         model = transformers_judge.model_of(config, weights, "float64")
         losses, norms = transformers_judge.adamw_run(model, config, LENGTH)
         right = {name: array - weights[name] for name, array in transformers_judge.parameters(model).items()}
-    run = engine_of(config, weights, FP64, families.BATCH, LENGTH, Hyperparameters(**families.ADAMW, grad_clip=clip))
+    run = engine_of(config, weights, FP64, families.BATCH, LENGTH, Hyperparameters(AdamW(**families.ADAMW), clip))
     for step, (loss, norm) in enumerate(zip(losses, norms, strict=True), 1):
         run.micro_step(Batch(*drawn_batch(config, step)))
         result = run.update(step, families.learning_rate(step))

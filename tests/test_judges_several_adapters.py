@@ -1,7 +1,5 @@
 """Several adapters at once against PEFT, live: each is trained as PEFT does alone, and PEFT runs them in one batch."""
 
-from dataclasses import replace
-
 import numpy as np
 import pytest
 
@@ -22,6 +20,7 @@ from llmq.adapters.targets import chosen, targets
 from llmq.data.batches.batch import Batch
 from llmq.model.config import read_config
 from llmq.model.optimizer import Hyperparameters
+from llmq.optimizers.adamw import AdamW
 from llmq.plan.memory import Memory
 from llmq.plan.spec import Spec
 
@@ -68,7 +67,7 @@ def several_of(config):
     members = []
     for name, (modules, rank, alpha, _, rows, decay, clip) in ASKED.items():
         every = targets(chosen(",".join(modules), read_config(config)), rank, alpha, rslora=False)
-        hyper = replace(Hyperparameters(**{**families.ADAMW, "weight_decay": decay}), grad_clip=clip)
+        hyper = Hyperparameters(AdamW(**{**families.ADAMW, "weight_decay": decay}), clip)
         members.append(Member(name, Lora(rank, alpha, every), rows, hyper=hyper))
     return Several(tuple(members))
 

@@ -9,6 +9,7 @@ import numpy as np
 
 from llmq.adapters.budget import Budget
 from llmq.adapters.targets import FILE
+from llmq.optimizers.rule import MASTER
 from llmq.row import Row
 from llmq.stores.moments import StatePiece
 from llmq.stores.sharding import Shards
@@ -65,7 +66,7 @@ class Importance(NoImportance):
         if row.name in self.refs:
             s, u = (piece.of(ref) for ref in self.refs[row.name])
             betas = {"beta_1": self.budget.beta_1, "beta_2": self.budget.beta_2}
-            ops.importance(s, u, s, u, piece.state.master, grad, scale, apply, **betas)
+            ops.importance(s, u, s, u, piece.state[MASTER], grad, scale, apply, **betas)
 
     def measure(self, ops: Any) -> None:
         """The cell of sums <- all scores; of many ranks that share them out, each has its own, beside zeros."""
@@ -92,8 +93,8 @@ class Importance(NoImportance):
         for (row, pieces), weight in zip(*walks, strict=True):
             for piece in pieces:
                 own = self.cells[KEPT].flat(places[row.name], row.shape[0])
-                ops.scale_columns_forward(piece.state.master, piece.state.master, own, None, None)
-                ops.cast(piece.of(weight), piece.state.master)
+                ops.scale_columns_forward(piece.state[MASTER], piece.state[MASTER], own, None, None)
+                ops.cast(piece.of(weight), piece.state[MASTER])
 
     def scores(self, sums: np.ndarray) -> np.ndarray:
         """The score of every triplet, in f64: that of its entry of E, the mean of its row of A and that of its column

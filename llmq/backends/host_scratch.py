@@ -42,11 +42,6 @@ class Temporaries:
         refs = [*(result.ref for result in self.outputs.values()), *self.inputs.values()]
         return 8 if any(ref.dtype == "fp64" for ref in refs) else 4
 
-    @property
-    def has_codes(self) -> bool:
-        """Whether a moment is held in 8 bits."""
-        return any(name in self.inputs and self.inputs[name].form is not None for name in ("m", "v"))
-
     def size(self, name: str) -> int:
         """Bytes of an operand as ops compute with it; 0 for one that is absent."""
         ref = self.outputs[name].ref if name in self.outputs else self.inputs.get(name)
@@ -128,7 +123,6 @@ def _if_whole(value: str, rule: Rule) -> Rule:
 
 
 RULES: Mapping[str, Rule] = {
-    "adamw": lambda a: SLICES_OF_CODES * a.width * max(a.inputs["m"].shape[-1], SLICE) if a.has_codes else 0,
     "amax_scale": lambda a: max(a.reading("x"), a.copies("x") + a.size("x")),
     "attention_backward": _attention("d_qkv", 3),
     "attention_forward": _attention("att", 2),
@@ -181,6 +175,13 @@ RULES: Mapping[str, Rule] = {
 }
 
 
+def _update(a: Temporaries) -> int:
+    """An optimizer's update, if a state beside the master is held in 8 bits."""
+    before = list(a.inputs)[1 : list(a.inputs).index("grad")]
+    has_codes = any(a.inputs[name].form is not None for name in before)
+    return SLICES_OF_CODES * a.width * max(a.inputs["grad"].shape[-1], SLICE) if has_codes else 0
+
+
 def temporary_bytes(call: Call) -> int:
     """Most bytes of NumPy's temporaries while a call runs."""
     names = record(call.op)
@@ -189,7 +190,8 @@ def temporary_bytes(call: Call) -> int:
     a = Temporaries(outputs, inputs, call.numbers)
     shapes = [*(result.ref.shape for result in outputs.values()), *(ref.shape for ref in inputs.values())]
     slices = SLICES * a.width * max(max(shape[-1], min(math.prod(shape), SLICE)) for shape in shapes if shape)
-    return max(RULES[call.op](a) if call.op in RULES else 0, slices)
+    rule = _update if names.held else RULES.get(call.op)
+    return max(rule(a) if rule else 0, slices)
 
 
 def host_scratch(call: Call) -> int:

@@ -40,7 +40,7 @@ from llmq.errors import MemoryLimitError
 from llmq.hardware import blas
 from llmq.hardware import device as devices
 from llmq.hardware.device import Device
-from llmq.model.optimizer import Hyperparameters
+from llmq.model import optimizer
 from llmq.model.parameters import padded_vocab
 from llmq.options.parse import Options
 from llmq.plan import memory, precision
@@ -236,8 +236,10 @@ def _spec(one: Wanted, options: Options, gpu_bytes: int, sharding: Sharding) -> 
     b, t, micro_steps = step_of(options.data, 1)
     dtypes = precision.resolve(options.precision, one.config)
     logit_bytes = padded_vocab(one.config) * DTYPES[dtypes.model].itemsize
+    hyper = optimizer.resolve(options.optimizer)
     limits = memory.resolve(
         options.memory,
+        hyper.rule,
         batch_size=b,
         seq_len=t,
         logit_bytes=logit_bytes,
@@ -248,7 +250,7 @@ def _spec(one: Wanted, options: Options, gpu_bytes: int, sharding: Sharding) -> 
     method = adapters.resolve(options.adapters, one.config)
     if one.at_once > 1 and isinstance(method, Lora):
         method = alike(method, one.at_once, b)
-    hyper = Hyperparameters(clips_by_last=limits.fused)
+    hyper = replace(hyper, clips_by_last=limits.fused)
     return Spec(one.config, dtypes, limits, hyper, b, t, sharding=sharding, adapters=method)
 
 

@@ -12,6 +12,7 @@ from dataclasses import dataclass, replace
 
 from llmq.disk import GIB
 from llmq.engine.predict import Rates, micro_programs, program_seconds
+from llmq.optimizers.rule import MASTER, spaces
 from llmq.plan.few_layers import with_layers
 from llmq.plan.lattice import Cost
 from llmq.plan.memory import Memory
@@ -23,7 +24,6 @@ from llmq.plan.spec import Spec
 LAYERS = 2
 TIMED = ("only", "first", "middle", "last", "update")
 UPDATES = ("update", "publish", "publish_counted", "calibrate", "gather")
-STATES = ("master", "m", "v")  # spaces that only updates read, but for masters of weights that are streamed, or remade
 LARGE_PIECES = GIB  # of states on the host: as many calls as needed in a plan, but few to count here
 TOKENS = 64  # of a sequence in a plan whose update is all that counts
 
@@ -112,11 +112,12 @@ class Costs:
 
 
 def _on_device(spec: Spec) -> Spec:
-    """The spec with the states of the optimizer on the device, if micro-steps do not read them."""
+    """The spec with the states of the optimizer on the device, if micro-steps do not read them: as they read masters of
+    weights that are streamed, or remade."""
     if spec.memory.fused:
         return spec
-    kept = ("master",) if "weight" in spec.memory.host or not spec.memory.persistent_quants else ()
-    host = tuple(space for space in spec.memory.host if space in kept or space not in STATES)
+    kept = (MASTER,) if "weight" in spec.memory.host or not spec.memory.persistent_quants else ()
+    host = tuple(space for space in spec.memory.host if space in kept or space not in spaces(spec.hyper.rule))
     return replace(spec, memory=replace(spec.memory, host=host, piece_bytes=LARGE_PIECES))
 
 

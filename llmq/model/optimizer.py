@@ -1,7 +1,7 @@
-"""The update at the end of a step: global norm, scales, AdamW, and the weights' copies for the next step.
+"""The update at the end of a step: global norm, scales, the optimizer's rule, and the weights' copies for the next one.
 
-Gradients are sums over the tokens of the step; one device number, clip factor over token count, is read by `adamw`
-beside a flag `apply`, so that a non-finite step is a no-op without the host being asked.
+Gradients are sums over the tokens of the step; one device number, clip factor over token count, is read by the
+rule's op beside a flag `apply`, so that a non-finite step is a no-op without the host being asked.
 """
 
 from __future__ import annotations
@@ -11,6 +11,8 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+from llmq.optimizers import adamw
+from llmq.optimizers.rule import MASTER, Rule
 from llmq.row import Row
 from llmq.tensor import Ref, num_norm_tiles
 
@@ -20,27 +22,18 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Hyperparameters:
-    """AdamW's constants (Loshchilov and Hutter, 2019), and the gradient clip on the norm (0 is no clip), which may be
-    that of the step before (clips_by_last)."""
+    """The optimizer with its constants, and the gradient clip on the norm (0 is no clip), which may be that of the step
+    before (clips_by_last)."""
 
-    beta_1: float = 0.9
-    beta_2: float = 0.95
-    epsilon: float = 1e-8
-    weight_decay: float = 0.1
+    rule: Rule = adamw.DEFAULT
     grad_clip: float = 1.0
     clips_by_last: bool = False
 
 
 def resolve(options: OptimizerOptions) -> Hyperparameters:
     """The options as the engine's constants."""
-    return Hyperparameters(
-        options.beta_1,
-        options.beta_2,
-        options.adam_epsilon,
-        options.weight_decay,
-        options.grad_clip,
-        options.grad_clip > 0 and options.clip_by == "last",
-    )
+    rule = adamw.AdamW(options.beta_1, options.beta_2, options.adam_epsilon, options.weight_decay)
+    return Hyperparameters(rule, options.grad_clip, options.grad_clip > 0 and options.clip_by == "last")
 
 
 def stream(row: Row) -> int:
@@ -73,7 +66,7 @@ def update(
     always: Ref,
     importance: Any,
 ) -> None:
-    """Every master, m and v, and all copies of the weights <- gradients, group by group.
+    """Every master and state, and all copies of the weights <- gradients, group by group.
 
     Scales change first: a weight copy written here and its scale stay together until the next update. Those that
     several groups share do so whether or not a group's step is applied: one that saw a number that is not finite stays.
@@ -175,29 +168,15 @@ def _step(
     seed: int,
     importance: Any,
 ) -> None:
-    """AdamW on rows with pieces of their states, their weights, their gradients, and whether they are updated; and what
-    that says of their importance."""
+    """The rule on rows with pieces of their states, their weights, their gradients, and whether they are updated; and
+    what that says of their importance."""
     for (row, pieces), weight, grad, apply in walks:
+        step = (cells["grad_scale"], apply, cells["learning_rate"], cells["step"])
+        about = {"weight_decay": hyper.rule.weight_decay if row.decay else 0.0, "rate": row.rate}
         for piece in pieces:
             own = piece.grad or piece.of(grad)
-            ops.adamw(
-                *piece.state,
-                piece.of(weight),
-                *piece.state,
-                own,
-                cells["grad_scale"],
-                apply,
-                cells["learning_rate"],
-                cells["step"],
-                beta_1=hyper.beta_1,
-                beta_2=hyper.beta_2,
-                epsilon=hyper.epsilon,
-                weight_decay=hyper.weight_decay if row.decay else 0.0,
-                seed=seed,
-                stream=stream(row),
-                first=piece.first,
-                rate=row.rate,
-            )
+            address = {"seed": seed, "stream": stream(row), "first": piece.first}
+            hyper.rule.update(ops, piece.state, piece.of(weight), own, step, **about, **address)
             importance.update(ops, row, piece, own, cells["grad_scale"], apply)
 
 
@@ -216,6 +195,6 @@ def publish(ops: Any, weights: Any, moments: Any) -> None:
     """All copies of the weights <- masters, as after loading; a frozen weight's from its value."""
     for (_, pieces), weight in zip(moments.walk(ops, masters_only=True), weights.written(ops), strict=True):
         for piece in pieces:
-            ops.cast(piece.of(weight), piece.state.master)
+            ops.cast(piece.of(weight), piece.state[MASTER])
     for weight in weights.frozen():
         ops.cast(weight, weight)

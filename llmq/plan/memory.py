@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Final
 
 from llmq.errors import UsageError
+from llmq.optimizers.rule import MASTER, Rule, offload_option, spaces
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -32,8 +33,12 @@ LOGITS_SHARE = 48  # of the GPU's memory, as a divisor
 PIECE_BYTES = 2**26  # of states on the host: takes 1.2 ms at 55 GB/s, a hundred times a copy's latency
 RESIDUAL = "residual"  # the role of the streams that enter sublayers, for --offload-residual
 # flag -> the space that lives on the host
-STATES = {"offload_master": "master", "offload_opt_m": "m", "offload_opt_v": "v"}
-HOSTED = {**STATES, "offload_gradients": "grad", "offload_quants": "quant", "stream_weights": "weight"}
+HOSTED = {
+    **{offload_option(space): space for space in (MASTER, "m", "v")},
+    "offload_gradients": "grad",
+    "offload_quants": "quant",
+    "stream_weights": "weight",
+}
 
 
 @dataclass(frozen=True)
@@ -99,6 +104,7 @@ def chooses_attention_chunks(options: MemoryOptions) -> bool:
 
 def resolve(
     options: MemoryOptions,
+    rule: Rule,
     *,
     batch_size: int,
     seq_len: int,
@@ -116,7 +122,7 @@ def resolve(
     flags = tuple(flag for flag in ROLES if getattr(options, flag))
     tokens, problems = batch_size * seq_len, []
     hosted = {flag for flag in HOSTED if getattr(options, flag)}
-    hosted |= set(STATES) if options.offload_optimizer else set()
+    hosted |= set(map(offload_option, spaces(rule))) if options.offload_optimizer else set()
     hosted |= {"offload_master"} if options.stream_weights else set()
     if not own_master and not options.stream_weights:
         if options.offload_master:

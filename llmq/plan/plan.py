@@ -25,6 +25,7 @@ from llmq.adapters.importance import KEPT, NoImportance, Scores
 from llmq.errors import UsageError
 from llmq.model.held import HELD_FORMS, HeldBase, room_bytes
 from llmq.ops.record import Call
+from llmq.optimizers.rule import MASTER, State, spaces
 from llmq.plan.arena import aligned
 from llmq.plan.build import Sites, site_of
 from llmq.plan.decoding import DecodingRecordings, completions_of
@@ -44,18 +45,15 @@ from llmq.plan.recordings import Recordings, Stores, stores_of
 from llmq.plan.spec import Spec
 from llmq.row import Row
 from llmq.stores.activations import Frame
-from llmq.stores.moments import State
 from llmq.stores.remade_weights import COUNTED
 from llmq.stores.sharding import Shards
 from llmq.tensor import LARGEST, Ref, stored_bytes
 
-# what the allocator table calls each space, in its order
+# what the allocator table calls each space, in its order, after the optimizer's states
 CATEGORIES = {
-    "v": "Adam V",
-    "m": "Adam M",
     "grad": "Gradients",
     "activation": "Activations",
-    "master": "Master",
+    MASTER: "Master",
     "weight": "Weights",
     "shard": "Weights",
     "workspace": "Workspace",
@@ -129,15 +127,20 @@ class Plan:
         """Bytes by category of the allocator table, of what lives in a home."""
         more = {} if self.spec.completions is None else {"cache": COMPLETIONS}
         more |= dict.fromkeys(Scores._fields, "Importance") if self.importance.refs else {}
-        categories = {**CATEGORIES, **more}
+        categories = {**self.state_titles, **CATEGORIES, **more}
         total = dict.fromkeys((*categories.values(), "Other"), 0)
-        own = {name for name, ref in self.weights.items() if ref.value_in == "master"}
+        own = {name for name, ref in self.weights.items() if ref.value_in == MASTER}
         for ref in self.persistent.values():
             if ref.home == home:
-                is_weight = ref.space == "master" and ref.name in own
+                is_weight = ref.space == MASTER and ref.name in own
                 total["Weights" if is_weight else categories.get(ref.space, "Other")] += aligned(stored_bytes(ref))
         total["Activations"] = self.arena_bytes(home)
         return total
+
+    @property
+    def state_titles(self) -> dict[str, str]:
+        """What the table calls the optimizer's states, by space: the last one first."""
+        return {kind.name: kind.title for kind in reversed(self.spec.hyper.rule.states)}
 
     def shape(self, name: str) -> tuple[int, ...]:
         """Shape of a parameter, whoever holds it."""
@@ -152,7 +155,7 @@ class Plan:
 
     def held(self, name: str) -> Ref:
         """Where the value of a parameter is: its master, or the weight itself, in its form, where it is frozen."""
-        return self.moments[name].master if name in self.moments else self.weights[name]
+        return self.moments[name][MASTER] if name in self.moments else self.weights[name]
 
     def known_scales(self, held: Ref) -> list[Ref]:
         """The single scales of the fp8 copies that programs make of a frozen row, which is `held` in another form."""
@@ -188,7 +191,7 @@ class Plan:
         """The row that each storage of an optimizer state, or of the scales that it is held with, is of."""
         found = {}
         for name, state in self.moments.items():
-            held = (*state, *self.importance.refs.get(name, ()))
+            held = (*state.values(), *self.importance.refs.get(name, ()))
             for one in (one for ref in held for one in (ref.entries if ref.form is not None else (ref,))):
                 found[storage_name(one)] = name
                 if one.form is not None:
@@ -215,8 +218,9 @@ class Plan:
 
     @property
     def moment_names(self) -> frozenset[str]:
-        """The storages of the optimizer's moments, of their scales, and of importance."""
-        return frozenset(name for name in self._states if self.persistent[name].space in ("m", "v", *Scores._fields))
+        """The storages of the optimizer's states, of their scales, and of importance."""
+        found = {*spaces(self.spec.hyper.rule)[1:], *Scores._fields}
+        return frozenset(name for name in self._states if self.persistent[name].space in found)
 
     @property
     def total_bytes(self) -> int:

@@ -69,6 +69,11 @@ class Precision:
         """Whether forward can do without the masters on the device: they are not the weights that it reads."""
         return self.master != "none" and (self.master != self.model or self.matmul == "e4m3")
 
+    def of_state(self, name: str) -> str:
+        """Dtype of an optimizer's state."""
+        dtype: str = getattr(self, name)
+        return dtype
+
     def identity(self) -> dict[str, Any]:
         """Every dtype by its option, and the sites that are not fp8."""
         return {**{flag: getattr(self, name) for name, flag in FLAGS.items()}, "sites outside fp8": list(self.wide)}

@@ -13,6 +13,7 @@ from llmq.model import optimizer
 from llmq.model.decoder import Model
 from llmq.model.parameters import HEAD
 from llmq.ops.record import Call, Recorder
+from llmq.optimizers.rule import MASTER, spaces
 from llmq.plan.build import Sites, build_model, rows_of
 from llmq.plan.groups import groups_of
 from llmq.plan.memory import Memory, is_quant
@@ -27,7 +28,7 @@ from llmq.stores.grads import ReplicatedGrads
 from llmq.stores.hosted_grads import HostedGrads
 from llmq.stores.hosted_moments import HostedMoments
 from llmq.stores.hosted_weights import HostedWeights
-from llmq.stores.moments import ReplicatedMoments, ShardedMoments, State
+from llmq.stores.moments import ReplicatedMoments, ShardedMoments
 from llmq.stores.ranks import Alone, ManyRanks
 from llmq.stores.reduced_grads import ReducedGrads, ShardedGrads
 from llmq.stores.remade_weights import RemadeWeights
@@ -62,7 +63,7 @@ def stores_of(spec: Spec) -> Stores:
 def _weights(memory: Memory, p: Precision, store: Callable[..., Any]) -> Callable[..., Any]:
     """What holds weights as `store` does, those on the host that belong there, or without copies that stay."""
     hosted = memory.hosts_weight(p)
-    host_master = p.master if "master" in memory.host else None
+    host_master = p.master if MASTER in memory.host else None
     if not memory.persistent_quants:  # with the masters of all rows on this rank
         about: dict[str, Any] = {"host_master": host_master, "own_dtype": p.wide_master, "in_place": memory.zero_copy}
         remade = partial(is_quant, precision=p)
@@ -92,11 +93,11 @@ def _at_home(moments: Any, grads: Any, spec: Spec) -> Any:
         site = HEAD if row.layer is None else row.site
         return p.scaling == "delayed" or row.stored is not None or site is None or p.dtype(site) != "e4m3"
 
-    spaces = [space for space in memory.host if space in State._fields]
-    if not spaces and not given:
+    hosted = [space for space in memory.host if space in spaces(spec.hyper.rule)]
+    if not hosted and not given:
         return moments
     about: dict[str, Any] = {"piece_bytes": memory.piece_bytes, "is_cut": is_cut, "in_place": memory.zero_copy}
-    return HostedMoments(moments, spaces, grads=given, **about)
+    return HostedMoments(moments, hosted, grads=given, **about)
 
 
 class Recordings:
@@ -107,9 +108,10 @@ class Recordings:
         self.model = build_model(spec, sites)
         self.rows: tuple[Row, ...] = rows_of(spec, self.model)
         # A master on the host is not the weight that forward reads.
-        self.weights = stores.weights(self.rows, p.model, None if "master" in spec.memory.host else p.wide_master)
+        self.weights = stores.weights(self.rows, p.model, None if MASTER in spec.memory.host else p.wide_master)
         self.grads = {last: stores.grads(self.rows, p.grad, last=last) for last in (False, True)}
-        self.moments = _at_home(stores.moments(self.rows, p.wide_master, p.m, p.v), self.grads[True], spec)
+        kinds = {kind: p.of_state(kind.name) for kind in spec.hyper.rule.states}
+        self.moments = _at_home(stores.moments(self.rows, p.wide_master, kinds), self.grads[True], spec)
         world = spec.sharding
         self._shards = Shards(self.rows, world.size, world.rank) if world.size > 1 else None
         shares = self._shards if world.states else None
@@ -142,7 +144,7 @@ class Recordings:
     def values(self) -> dict[str, Ref]:
         """Where the value of each weight is: its master, of which this rank may have a `piece`, or itself where it is
         frozen. One held in a form has none."""
-        masters = (state.master for state in self.moments.refs.values() if state.master.form is None)
+        masters = (state[MASTER] for state in self.moments.refs.values() if state[MASTER].form is None)
         return {ref.name: ref for ref in (*self.weights.frozen(), *(one for ref in masters for one in ref.entries))}
 
     def piece(self, weight: Ref) -> Ref:

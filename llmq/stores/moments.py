@@ -1,32 +1,17 @@
-"""Optimizer state: master parameters and the two moments of AdamW, which a rank holds whole or its share of."""
+"""Optimizer state: master parameters and the states of a rule, which a rank holds whole or its share of."""
 
 from __future__ import annotations
 
-from collections.abc import Container, Iterable, Iterator, Sequence
+from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
+from llmq.optimizers.rule import MASTER, State, StateKind
 from llmq.row import Row
 from llmq.stores.sharding import Sharding, Shards
 from llmq.tensor import Form, Ref
 
-# The form that a moment in 8 bits is held in, by its space and dtype. Of v it is the root.
-FORMS = {
-    ("m", "e4m3"): Form("e4m3", "row", "blocks"),
-    ("m", "int8"): Form("int8", "row", "blocks"),
-    ("v", "e4m3"): Form("e4m3", "row", "blocks"),
-    ("v", "int8"): Form("uint8", "row", "blocks"),
-}
 # The form of a trained weight that has no wider master: the optimizer updates it in its place.
 MASTER_FORM = Form("e4m3", "row", "powers")
-
-
-class State(NamedTuple):
-    """What the optimizer keeps of a row, or of this rank's share of it. The master of one that is held in 8 bits is
-    the weight."""
-
-    master: Ref
-    m: Ref
-    v: Ref
 
 
 class StatePiece(NamedTuple):
@@ -54,23 +39,22 @@ class Update(NamedTuple):
 
 
 class ReplicatedMoments:
-    """The state of all rows that are trained. A master of the weights' dtype is the weight itself."""
+    """The state of all rows that are trained: a master, and each of `kinds` in its dtype.
 
-    def __init__(self, rows: Sequence[Row], master_dtype: str, m_dtype: str, v_dtype: str) -> None:
-        dtypes = {"master": master_dtype, "m": m_dtype, "v": v_dtype}
+    A master of the weights' dtype, or of a row that is held in 8 bits, is the weight itself.
+    """
+
+    def __init__(self, rows: Sequence[Row], master_dtype: str, kinds: Mapping[StateKind, str]) -> None:
         self.rows = tuple(row for row in rows if row.trainable)
-        self.refs = {
-            row.name: State(*(_ref(row, space, dtype) for space, dtype in dtypes.items())) for row in self.rows
-        }
+        self.refs = {row.name: _state(row, master_dtype, kinds) for row in self.rows}
 
     def walk(self, ops: Any, *, masters_only: bool = False, only: Container[str] | None = None) -> Iterator[Update]:
         """Yields each row, and entry of a stack, with its state as one piece; a resident store has nothing to move.
-        `masters_only` when m and v are not read; `only`: the rows of these names."""
+        `masters_only` when no other state is read; `only`: the rows of these names."""
         for row in self._of(only):
-            states = zip(*(ref.entries for ref in self.refs[row.name]), strict=True)
-            yield from (
-                Update(one, (StatePiece(State(*state)),)) for one, state in zip(row.entries, states, strict=True)
-            )
+            state = self.refs[row.name]
+            for one, entry in zip(row.entries, zip(*(ref.entries for ref in state.values()), strict=True), strict=True):
+                yield Update(one, (StatePiece(dict(zip(state, entry, strict=True))),))
 
     def _of(self, only: Container[str] | None) -> Iterator[Row]:
         return (row for row in self.rows if only is None or row.name in only)
@@ -80,11 +64,11 @@ class ShardedMoments(ReplicatedMoments):
     """The state of this rank's share of every row."""
 
     def __init__(
-        self, rows: Sequence[Row], master_dtype: str, m_dtype: str, v_dtype: str, *, sharding: Sharding
+        self, rows: Sequence[Row], master_dtype: str, kinds: Mapping[StateKind, str], *, sharding: Sharding
     ) -> None:
-        super().__init__(rows, master_dtype, m_dtype, v_dtype)
+        super().__init__(rows, master_dtype, kinds)
         self._shards = Shards(rows, sharding.size, sharding.rank)
-        self.refs = {name: State(*map(self._shards.share, state)) for name, state in self.refs.items()}
+        self.refs = {name: each_of(state, self._shards.share) for name, state in self.refs.items()}
 
     def walk(self, ops: Any, *, masters_only: bool = False, only: Container[str] | None = None) -> Iterator[Update]:
         """Yields each row with this rank's share of its state."""
@@ -92,9 +76,24 @@ class ShardedMoments(ReplicatedMoments):
             yield Update(row, (StatePiece(self.refs[row.name], self._shards.first(row)),))
 
 
-def _ref(row: Row, space: str, dtype: str) -> Ref:
-    """A state of a row; one in 8 bits is a number of f32 in a form."""
-    if space == "master" and row.stored is not None:
+def each_of(state: State, change: Callable[[Ref], Ref]) -> State:
+    """A state with each of its tensors changed."""
+    return {space: change(ref) for space, ref in state.items()}
+
+
+def _state(row: Row, master_dtype: str, kinds: Mapping[StateKind, str]) -> State:
+    """What is kept of a row."""
+    return {MASTER: _master(row, master_dtype), **{kind.name: _ref(row, kind, kinds[kind]) for kind in kinds}}
+
+
+def _master(row: Row, dtype: str) -> Ref:
+    """The master of a row; that of one which is held in 8 bits is the weight."""
+    if row.stored is not None:
         return Ref(row.name, "weight", row.shape, dtype, row.layer, form=row.stored)
-    form = FORMS.get((space, dtype))
-    return Ref(row.name, space, row.shape, "fp32" if form else dtype, row.layer, form=form, is_stack=row.stacked)
+    return Ref(row.name, MASTER, row.shape, dtype, row.layer, is_stack=row.stacked)
+
+
+def _ref(row: Row, kind: StateKind, dtype: str) -> Ref:
+    """A state of a row; one in 8 bits is a number of f32 in a form."""
+    form = kind.form(dtype)
+    return Ref(row.name, kind.name, row.shape, "fp32" if form else dtype, row.layer, form=form, is_stack=row.stacked)

@@ -24,9 +24,6 @@ from llmq.training.several import listed_members
 if TYPE_CHECKING:
     from llmq.training.job import Job
 
-# columns of the table of levels, and what they are in the allocator table; the rest is that of a micro-batch
-HELD = {"weights": ("Weights",), "gradients": ("Gradients",), "states": ("Master", "Adam M", "Adam V")}
-
 
 def describe(
     job: Job,
@@ -96,9 +93,12 @@ def level_lines(job: Job, free_bytes: int) -> list[str]:
         return []
     levels = needs_by_level(job.plan, job.backend.scratch_bytes, job.data.grad_accumulation)
     hosts = any(needs.host_bytes for needs in levels)
-    rows = [("", *HELD, "activations", "all", *(["host"] if hosts else []), "sent in a step", "")]
+    # what columns are in the allocator table; the rest is that of a micro-batch
+    states = ("Master", *job.plan.state_titles.values())
+    columns = {"weights": ("Weights",), "gradients": ("Gradients",), "states": states}
+    rows = [("", *columns, "activations", "all", *(["host"] if hosts else []), "sent in a step", "")]
     for needs in levels:
-        held = [sum(needs.table[name] for name in names) for names in HELD.values()]
+        held = [sum(needs.table[name] for name in names) for names in columns.values()]
         host = [needs.host_bytes] if hosts else []
         sizes = (*held, needs.total_bytes - sum(held), needs.total_bytes, *host, needs.sent_bytes)
         fits = "fits" if needs.total_bytes <= free_bytes else "does not fit"

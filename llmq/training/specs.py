@@ -45,8 +45,10 @@ class Facts:
     def spec(self, options: Options, dtypes: Precision) -> Spec:
         """What is to be planned, all options resolved."""
         b, t, micro_steps = step_of(options.data, self.size)
+        hyper = optimizer.resolve(options.optimizer)
         limits = memory.resolve(
             options.memory,
+            hyper.rule,
             batch_size=b,
             seq_len=t,
             logit_bytes=padded_vocab(self.config) * DTYPES[dtypes.model].itemsize,
@@ -58,7 +60,7 @@ class Facts:
             self.config,
             dtypes,
             limits,
-            optimizer.resolve(options.optimizer),
+            hyper,
             b,
             t,
             self.seed,

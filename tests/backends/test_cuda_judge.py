@@ -19,6 +19,7 @@ from llmq.model.config import to_hf
 from llmq.model.optimizer import Hyperparameters
 from llmq.model.parameters import parameter_rows
 from llmq.model.presets import preset
+from llmq.optimizers.adamw import AdamW
 from llmq.plan.memory import Memory
 from llmq.plan.plan import make_plan
 from llmq.plan.precision import Precision
@@ -62,7 +63,7 @@ def our_losses(values, given):
     from llmq.engine.engine import Engine
 
     backend = CudaBackend()
-    hyper = Hyperparameters(weight_decay=DECAY, grad_clip=CLIP)
+    hyper = Hyperparameters(AdamW(weight_decay=DECAY), CLIP)
     precision = Precision("bf16", "bf16", master="fp32", grad="fp32")
     spec = Spec(CONFIG, precision, Memory(), hyper, MICRO, T)
     engine = Engine(make_plan(spec, backend.scratch_bytes), backend)

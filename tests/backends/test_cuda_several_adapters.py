@@ -12,6 +12,7 @@ from llmq.adapters.several import Member, Several
 from llmq.adapters.targets import chosen, targets
 from llmq.backends.host import HostBackend
 from llmq.model.optimizer import Hyperparameters
+from llmq.optimizers.adamw import AdamW
 from llmq.plan.memory import Memory
 
 pytestmark = pytest.mark.gpu
@@ -49,7 +50,7 @@ def several(base, kind):
     """Ranks 16 and 32, dropout, and the third of a kind."""
     members = (
         Member("narrow", adapters("all", 16), 1, 3),
-        Member("wide", adapters("all", 32, dropout=0.2), 2, 5, Hyperparameters(grad_clip=0.1, weight_decay=0.0)),
+        Member("wide", adapters("all", 32, dropout=0.2), 2, 5, Hyperparameters(AdamW(weight_decay=0.0), 0.1)),
         Member("last", adapters(*LAST[kind]), 1, 7),
     )
     return Several(tuple(members), base=base)

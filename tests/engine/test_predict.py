@@ -28,7 +28,7 @@ def test_a_call_takes_the_longer_of_its_flops_and_its_bytes():
 
 def test_what_moves_between_homes_takes_the_link_alone_in_both_directions_at_once():
     plan = plan_of(BF16, Memory(host=("m", "v")))
-    states = sum(stored_bytes(state.m) + stored_bytes(state.v) for state in plan.moments.values())
+    states = sum(stored_bytes(state["m"]) + stored_bytes(state["v"]) for state in plan.moments.values())
     assert states / BOTH_WAYS < program_seconds(plan.programs["update"], SLOW_LINK, TOKENS) < 1.5 * states
     copies = [call for call in plan.programs["update"].calls if call.lane != "main"]
     assert sum(call_seconds(call, SLOW_LINK, TOKENS) for call in copies) == pytest.approx(2 * states, rel=1e-6)

@@ -1,7 +1,6 @@
 """What comparisons with PEFT share: its parameters by our names, our engine with them, folders, logits."""
 
 import re
-from dataclasses import replace
 
 import numpy as np
 import torch
@@ -14,6 +13,7 @@ from llmq.files.huggingface import Export
 from llmq.model.config import read_config
 from llmq.model.optimizer import Hyperparameters
 from llmq.model.parameters import parameter_rows
+from llmq.optimizers.adamw import AdamW
 from llmq.plan.memory import Memory
 from llmq.plan.plan import make_plan
 from llmq.plan.spec import Spec
@@ -73,7 +73,7 @@ def drawn(config, index):
 
 
 def hyper():
-    return replace(Hyperparameters(**families.ADAMW), grad_clip=0.0)
+    return Hyperparameters(AdamW(**families.ADAMW), grad_clip=0.0)
 
 
 def export_base(config, folder):

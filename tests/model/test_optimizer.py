@@ -9,15 +9,16 @@ from llmq.model.optimizer import Hyperparameters
 from llmq.model.parameters import parameter_rows
 from llmq.model.presets import preset
 from llmq.ops import reference
+from llmq.optimizers.adamw import AdamW
 from llmq.options.maths import OptimizerOptions
 from llmq.plan.plan import SCALE_STRIDE
 from llmq.tensor import Output, Tensor, num_norm_tiles
 
 
 def test_every_option_becomes_its_constant():
-    values = {"beta_1": 0.5, "beta_2": 0.75, "weight_decay": 0.25, "grad_clip": 2.0}
-    resolved = optimizer.resolve(OptimizerOptions(**values, adam_epsilon=0.0625))
-    assert resolved == Hyperparameters(**values, epsilon=0.0625)
+    values = {"beta_1": 0.5, "beta_2": 0.75, "weight_decay": 0.25}
+    resolved = optimizer.resolve(OptimizerOptions(**values, adam_epsilon=0.0625, grad_clip=2.0))
+    assert resolved == Hyperparameters(AdamW(**values, epsilon=0.0625), grad_clip=2.0)
 
 
 @pytest.mark.parametrize("name", ["Qwen2.5-72B", "llama3_405b"])

@@ -23,8 +23,9 @@ from llmq.ops.cuda import compile as cuda_compile
 from llmq.ops.cuda import embedding, launch
 from llmq.ops.cuda_sources import cuda_folder, cuda_sources
 from llmq.ops.seam import Arguments
+from llmq.optimizers.adamw import M, V
 from llmq.scaling import SCALINGS, Nested
-from llmq.stores.moments import FORMS, MASTER_FORM
+from llmq.stores.moments import MASTER_FORM
 from llmq.tensor import COLSUM, DTYPES, Form, Output, Ref, Tensor, num_norm_tiles, scale_shape, stored_shape
 
 from .build import arguments_of
@@ -373,8 +374,8 @@ def model_launches(noted: Launches, b: int, t: int, c: int, hq: int, hkv: int, h
                 written = [out((2 * f, c), kind, None) for kind in (master, dtype, "bf16")]
                 weight = out((2 * f, c), dtype, *forms)
                 ops.adamw(*written, weight, *state, cell, cell, cell, count, **update)
-                for kind, forms_of_v in (("e4m3", FORMS["v", "int8"]), ("int8", FORMS["v", "e4m3"])):
-                    state[1:3] = (noted.tensor((2 * f, c), "fp32", x) for x in (FORMS["m", kind], forms_of_v))
+                for kind, forms_of_v in (("e4m3", V.form("int8")), ("int8", V.form("e4m3"))):
+                    state[1:3] = (noted.tensor((2 * f, c), "fp32", x) for x in (M.form(kind), forms_of_v))
                     written[1:] = (Output("y", x.shape, "fp32", (x,)) for x in state[1:3])
                     ops.adamw(*written, weight, *state, cell, cell, cell, count, **update)
                     held = noted.tensor((2 * f, c), dtype, MASTER_FORM)

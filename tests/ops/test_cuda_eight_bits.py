@@ -6,7 +6,8 @@ import numpy as np
 import pytest
 
 from llmq.ops.reference import OPS
-from llmq.stores.moments import FORMS, MASTER_FORM
+from llmq.optimizers.adamw import M, V
+from llmq.stores.moments import MASTER_FORM
 from llmq.tensor import DTYPES, Form, Output, Tensor, scale_shape
 
 from .build import output, tensor
@@ -19,7 +20,7 @@ COPIES = [None, Form("e4m3", "row", "delayed"), Form("e4m3", "col", "delayed")]
 
 def held(value, space, dtype):
     """A moment in `dtype`: plain, or codes that may be anything with scales from tiny to usual."""
-    form = MASTER_FORM if dtype == "none" else FORMS.get((space, dtype))
+    form = MASTER_FORM if dtype == "none" else {"m": M, "v": V}[space].form(dtype)
     if form is None:
         return tensor(value, dtype)
     rng = np.random.default_rng(value.shape)

@@ -13,6 +13,7 @@ from llmq.errors import MemoryLimitError
 from llmq.model.parameters import padded_vocab
 from llmq.model.presets import preset
 from llmq.ops.record import Call
+from llmq.optimizers import adamw
 from llmq.options.maths import MemoryOptions
 from llmq.plan import advice
 from llmq.plan.advice import refuse_if_host_is_small, refuse_if_too_large, with_fitting_chunks
@@ -208,7 +209,9 @@ ROOM = int(8.4 * 2**30)  # what an H200 has free beside all 28 layers of it
 
 def seven(packing, free_bytes=2**40, deterministic=True):
     """A plan of Qwen2.5-7B in bf16, 4x4096."""
-    limits = resolve(MemoryOptions(), **SEVEN, logit_bytes=2 * padded_vocab(CONFIG), gpu_bytes=141 * 10**9)
+    limits = resolve(
+        MemoryOptions(), adamw.DEFAULT, **SEVEN, logit_bytes=2 * padded_vocab(CONFIG), gpu_bytes=141 * 10**9
+    )
     scratch = open_backend("planned", deterministic=deterministic).scratch_bytes
     found = plan_of(BF16, limits, CONFIG, packing=packing, scratch_bytes=scratch, **SEVEN)
     return with_fitting_chunks(found, free_bytes, scratch)

@@ -116,8 +116,8 @@ def test_no_second_moment_of_a_trained_number_is_zero():
         train_steps(engine)
         state = dict(engine.state())
         for moments in plan.moments.values():
-            codes, m = state[storage_name(moments.v)].view(np.uint8), state[storage_name(moments.m)]
-            assert not np.any((codes == 0) & (np.abs(m) > 1e-20)), moments.v.name
+            codes, m = state[storage_name(moments["v"])].view(np.uint8), state[storage_name(moments["m"])]
+            assert not np.any((codes == 0) & (np.abs(m) > 1e-20)), moments["v"].name
 
 
 @pytest.mark.parametrize("base", [None, pytest.param("e4m3", marks=pytest.mark.slow)])

@@ -12,6 +12,7 @@ from llmq.backends.host import HostBackend
 from llmq.engine.engine import Engine
 from llmq.errors import UsageError
 from llmq.model.optimizer import Hyperparameters
+from llmq.optimizers import adamw
 from llmq.options.maths import MemoryOptions
 from llmq.plan import memory as memories
 from llmq.plan.memory import RESIDUAL, Memory
@@ -165,6 +166,6 @@ def test_what_cannot_be_done_in_backward_is_refused(precision, hyper, memory, mo
 def test_more_than_one_micro_batch_is_refused():
     options = MemoryOptions(fused_update=True)
     sizes = {"batch_size": 2, "seq_len": 8, "logit_bytes": 100}
-    assert memories.resolve(options, **sizes).fused
+    assert memories.resolve(options, adamw.DEFAULT, **sizes).fused
     with pytest.raises(UsageError, match="needs one micro-batch a step, and a step has 4: use --grad-accumulation 1"):
-        memories.resolve(options, **sizes, micro_steps=4)
+        memories.resolve(options, adamw.DEFAULT, **sizes, micro_steps=4)

@@ -25,6 +25,7 @@ from llmq.backends.planned import PlannedBackend
 from llmq.comm.in_process import run_ranks
 from llmq.errors import UsageError
 from llmq.model.presets import preset
+from llmq.optimizers import adamw
 from llmq.options.maths import MemoryOptions
 from llmq.plan import memory as memories
 from llmq.plan.memory import RESIDUAL, Memory
@@ -51,7 +52,7 @@ def test_states_on_the_host_are_bit_equal(precision, host, piece_bytes, mixed):
     dtypes = replace(precision, m="fp32", v="bf16", master="fp32") if mixed else precision
     plan = plan_of(dtypes, Memory(host=host, piece_bytes=piece_bytes), CONFIG)
     assert result_of(plan) == result_of(plan_of(dtypes, None, CONFIG))
-    assert {ref.home for state in plan.moments.values() for ref in state if ref.space in host} == {"host"}
+    assert {ref.home for state in plan.moments.values() for ref in state.values() if ref.space in host} == {"host"}
 
 
 @pytest.mark.parametrize("space", STATES)
@@ -187,7 +188,7 @@ def test_without_the_flag_it_does_grow():
 
 def resolved(own_master=True, **flags):
     options = MemoryOptions(**flags)
-    return memories.resolve(options, batch_size=2, seq_len=16, logit_bytes=1, own_master=own_master)
+    return memories.resolve(options, adamw.DEFAULT, batch_size=2, seq_len=16, logit_bytes=1, own_master=own_master)
 
 
 def test_options_become_homes():

@@ -10,6 +10,7 @@ from llmq.adapters.ia3 import Gains, scaled
 from llmq.adapters.targets import chosen
 from llmq.blocks.attention import Packing
 from llmq.errors import UsageError
+from llmq.optimizers import adamw
 from llmq.options.maths import MemoryOptions
 from llmq.plan import memory as memories
 from llmq.plan.memory import RESIDUAL, Memory
@@ -120,7 +121,7 @@ def test_what_follows_from_weights_alone_is_not_cut(method):
 
 def test_tiles_have_to_divide_the_tokens():
     sizes = {"batch_size": 2, "seq_len": 12, "logit_bytes": 100}
-    found = memories.resolve(MemoryOptions(seq_tiles=8), **sizes)
+    found = memories.resolve(MemoryOptions(seq_tiles=8), adamw.DEFAULT, **sizes)
     assert (found.seq_tiles, found.head_chunks) == (8, 8)
     with pytest.raises(UsageError, match=r"^--seq-tiles 5 does not divide the 24 tokens .*: use a divisor"):
-        memories.resolve(MemoryOptions(seq_tiles=5), **sizes)
+        memories.resolve(MemoryOptions(seq_tiles=5), adamw.DEFAULT, **sizes)

@@ -19,6 +19,7 @@ from llmq.errors import UsageError
 from llmq.model.optimizer import Hyperparameters
 from llmq.model.presets import preset
 from llmq.model.speed_of_light import seconds_per_token
+from llmq.optimizers.adamw import AdamW
 from llmq.plan.memory import Memory
 from llmq.plan.plan import make_plan
 from llmq.plan.spec import Spec
@@ -32,7 +33,7 @@ def adapters(text="all", rank=4, config=None, alpha=6.0, **about):
 
 def members(config=None):
     """Three adapters that have nothing in common: targets, ranks, rows, seeds, dropout, constants of AdamW."""
-    rare = Hyperparameters(beta_2=0.9, weight_decay=0.0, grad_clip=0.0)
+    rare = Hyperparameters(AdamW(beta_2=0.9, weight_decay=0.0), grad_clip=0.0)
     return (
         Member("a", adapters("all", 4, config), 1, 3),
         Member("b-2", adapters("q_proj,v_proj,mlp", 8, config, dropout=0.2, plus=4.0), 2, 5, rare),

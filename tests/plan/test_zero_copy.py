@@ -13,6 +13,7 @@ from llmq.engine.cost import Costs
 from llmq.engine.predict import BOTH_WAYS, Rates, call_seconds, program_seconds
 from llmq.model.optimizer import Hyperparameters
 from llmq.ops.seam import record
+from llmq.optimizers import adamw
 from llmq.options.maths import MemoryOptions
 from llmq.plan import memory as memories
 from llmq.plan.memory import RESIDUAL, Memory
@@ -120,5 +121,5 @@ def test_few_layers_know_of_it():
 
 def test_options_become_a_policy():
     options = MemoryOptions(offload_optimizer=True, use_zero_copy=True, write_combined=True)
-    found = memories.resolve(options, batch_size=2, seq_len=16, logit_bytes=1)
+    found = memories.resolve(options, adamw.DEFAULT, batch_size=2, seq_len=16, logit_bytes=1)
     assert found == Memory(host=STATES, zero_copy=True, write_combined=True)

@@ -18,6 +18,7 @@ from llmq.files.source import ModelSource, initial_parameters
 from llmq.model.config import to_hf
 from llmq.model.optimizer import Hyperparameters
 from llmq.model.regularization import Regularization
+from llmq.optimizers.adamw import AdamW
 from llmq.plan.memory import Memory
 from llmq.plan.plan import make_plan
 from llmq.plan.precision import Precision
@@ -27,7 +28,7 @@ from llmq.training.records import EvalRecord, TrainRecord
 B, T, ACCUMULATION, STEPS, SEED = 2, 16, 3, 5, 3
 RATES = (5e-3, 1e-2, 1e-2, 7e-3, 4e-3)  # two steps of warmup, then a line from 1e-2 to 1e-3 at the end of step 5
 FP8 = {"bf16": {}, "e4m3": {"gradient_dtype": "e5m2", "fp8_scaling": "delayed"}}
-HYPER = Hyperparameters(beta_1=0.7, beta_2=0.8, epsilon=1e-5, weight_decay=0.3, grad_clip=0.4)
+HYPER = Hyperparameters(AdamW(beta_1=0.7, beta_2=0.8, epsilon=1e-5, weight_decay=0.3), grad_clip=0.4)
 ADDED = Regularization(z_loss=1e-2)
 
 
@@ -75,10 +76,10 @@ def test_a_run_is_its_parts_put_together(tmp_path, monkeypatch, matmul):
         lr_schedule="linear",
         warmup=2,
         final_lr_fraction=0.1,
-        beta_1=HYPER.beta_1,
-        beta_2=HYPER.beta_2,
-        adam_epsilon=HYPER.epsilon,
-        weight_decay=HYPER.weight_decay,
+        beta_1=HYPER.rule.beta_1,
+        beta_2=HYPER.rule.beta_2,
+        adam_epsilon=HYPER.rule.epsilon,
+        weight_decay=HYPER.rule.weight_decay,
         grad_clip=HYPER.grad_clip,
         z_loss=ADDED.z_loss,
         seed=SEED,

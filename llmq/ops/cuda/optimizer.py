@@ -175,9 +175,9 @@ def _is_tiled(columns: int, *, has_columns: bool, is_coded: bool) -> bool:
     return has_columns or (is_coded and columns % BLOCK > 0)
 
 
-def _refuse_adamw(call: Arguments, capability: int) -> None:
+def _refuse_update(call: Arguments, capability: int) -> None:
     """UsageError for a parameter that is not read 4 numbers at a time, as random bits come."""
-    states = [call.reads[name] for name in ("master", "m", "v")]
+    states = list(call.reads.values())[: list(call.reads).index("grad")]
     shape, is_coded = states[0].shape, any(ref.form is not None for ref in states)
     has_columns = any(ref.form is not None and ref.form.layout == "col" for ref in call.writes.get("weight", ()))
     tiled = _is_tiled(shape[-1], has_columns=has_columns, is_coded=is_coded)
@@ -210,5 +210,5 @@ KERNELS = (
     Kernel(grad_scale),
     Kernel(last_norm_scale),
     Kernel(apply_if_finite),
-    Kernel(adamw, refuse=_refuse_adamw),
+    Kernel(adamw, refuse=_refuse_update),
 )
