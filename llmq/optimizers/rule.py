@@ -68,6 +68,11 @@ def narrower(rule: Rule, num_bytes: int) -> dict[str, str]:
     return {kind.name: kind.narrow[2 - num_bytes] for kind in rule.states}
 
 
+def dtype_flags(dtypes: Mapping[str, str]) -> str:
+    """Dtypes of states as they are typed: `--opt-m-dtype bf16 --opt-v-dtype bf16`."""
+    return " ".join(f"--opt-{name}-dtype {dtype}" for name, dtype in dtypes.items())
+
+
 def dtype_option(state: str) -> str:
     """The key of the option for a state's dtype."""
     return f"opt_{state}_dtype"

@@ -10,6 +10,7 @@ from typing import Any
 
 from llmq.disk import MIB, shown
 from llmq.errors import MemoryLimitError, UsageError
+from llmq.optimizers.rule import MASTER, dtype_flags, narrower
 from llmq.plan.arena import aligned
 from llmq.plan.few_layers import least_bytes
 from llmq.plan.levels import LEVELS, at_level
@@ -150,10 +151,11 @@ def _with_less_on_host(plan: Plan) -> Iterator[tuple[str, int, dict[str, Any]]]:
         without.append((held["quant"], change, {"host": left, "persistent_quants": False}))
     for moved, change, fields in sorted(without, key=lambda one: one[0]):
         yield change, moved, {"memory": replace(memory, **fields)}
-    moments = {"m", "v"} & set(memory.host)
-    for m, v in (("bf16", "bf16"), ("int8", "e4m3")) if moments else ():
-        change = f"--opt-m-dtype {m} --opt-v-dtype {v} {MARK}"
-        yield change, sum(held[space] for space in moments), {"precision": replace(precision, m=m, v=v)}
+    rule = plan.spec.hyper.rule
+    moments = {kind.name for kind in rule.states} & set(memory.host)
+    for dtypes in (narrower(rule, 2), narrower(rule, 1)) if moments else ():
+        change = f"{dtype_flags(dtypes)} {MARK}"
+        yield change, sum(held[space] for space in moments), {"precision": precision.with_states(dtypes)}
 
 
 def _with_less_workspace(
@@ -176,16 +178,19 @@ def _smaller_plans(plan: Plan, free_bytes: int, scratch_bytes: Scratch | None) -
     """
     block = replace(plan.spec.memory, flags=("recompute_block",))
     one = replace(plan.spec.memory, attention_chunks=1)
-    moments = replace(plan.spec.precision, m="bf16", v="bf16")
+    rule = plan.spec.hyper.rule
+    dtypes = narrower(rule, 2)
+    moments = plan.spec.precision.with_states(dtypes)
     least = replace(moments, master=plan.spec.precision.model, grad=plan.spec.precision.model)
-    narrow = f"--opt-m-dtype bf16 --opt-v-dtype bf16 {MARK}"
+    narrow = f"{dtype_flags(dtypes)} {MARK}"
+    smallest = f"--batch-size 1 --recompute-block {dtype_flags(dtypes)}".rstrip()
     unwatched: list[tuple[str, dict[str, Any]]] = [("--log-fp8-every 0", {"observe": False})] if plan.observed else []
     remade = replace(plan.spec.memory, persistent_quants=False)
     has_quants = plan.spec.precision.matmul == "e4m3" and remade != plan.spec.memory
     silent: list[tuple[str, dict[str, Any]]] = []
     if plan.spec.completions is not None:
         silent = [("leaving out --sample-prompts", {"completions": None})]
-    states = ("m", "v", *(("master",) if plan.spec.precision.has_own_master else ()))
+    states = (*dtypes, *((MASTER,) if plan.spec.precision.has_own_master else ()))
     everything = (
         "--recompute-block --offload-residual --offload-optimizer --offload-gradients --stream-weights, which "
         "needs host memory instead,"
@@ -201,8 +206,8 @@ def _smaller_plans(plan: Plan, free_bytes: int, scratch_bytes: Scratch | None) -
         *unwatched,
         *([("--no-persistent-quants", {"memory": remade})] if has_quants and "quant" not in remade.host else []),
         ("--recompute-block", {"memory": block}),
-        (narrow, {"precision": moments}),
-        (f"--recompute-block {narrow}", {"precision": moments, "memory": block}),
+        *([(narrow, {"precision": moments})] if dtypes else []),
+        *([(f"--recompute-block {narrow}", {"precision": moments, "memory": block})] if dtypes else []),
         (
             "--recompute-block --offload-residual --offload-optimizer, which needs host memory instead,",
             {"memory": _on_host(plan, block, states)},
@@ -210,8 +215,7 @@ def _smaller_plans(plan: Plan, free_bytes: int, scratch_bytes: Scratch | None) -
         (everything, {"memory": _on_host(plan, block, (*states, "grad", "weight"))}),
         ("--batch-size 1 (with more --grad-accumulation)", {"memory": one, "batch_size": 1}),
         (
-            "--batch-size 1 --recompute-block --opt-m-dtype bf16 --opt-v-dtype bf16, default --master-dtype and "
-            f"--grad-accum-dtype {MARK}",
+            f"{smallest}, default --master-dtype and --grad-accum-dtype {MARK}",
             {"precision": least, "memory": replace(block, attention_chunks=1), "batch_size": 1},
         ),
         *_in_tiles(plan, block),
@@ -247,8 +251,9 @@ def _in_tiles(plan: Plan, block: Memory) -> Iterator[tuple[str, dict[str, Any]]]
 
 def _in_8_bits(plan: Plan, block: Memory) -> Iterator[tuple[str, dict[str, Any]]]:
     """The least that states take, which changes numbers."""
-    moments = replace(plan.spec.precision, m="int8", v="e4m3")
-    change = "--batch-size 1 --recompute-block --opt-m-dtype int8 --opt-v-dtype e4m3"
+    dtypes = narrower(plan.spec.hyper.rule, 1)
+    moments = plan.spec.precision.with_states(dtypes)
+    change = f"--batch-size 1 --recompute-block {dtype_flags(dtypes)}".rstrip()
     yield f"{change} {MARK}", {"precision": moments, "memory": block, "batch_size": 1}
     if not plan.spec.adapters.freezes and plan.spec.sharding.size == 1:
         none = replace(moments, master="none")

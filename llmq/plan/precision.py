@@ -6,7 +6,7 @@ here, once; everything else only asks for the site of a place.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import groupby
 from typing import TYPE_CHECKING, Any
@@ -73,6 +73,11 @@ class Precision:
         """Dtype of an optimizer's state."""
         dtype: str = getattr(self, name)
         return dtype
+
+    def with_states(self, dtypes: Mapping[str, str]) -> Precision:
+        """The same with other dtypes of the optimizer's states, by name."""
+        changed: dict[str, Any] = dict(dtypes)
+        return replace(self, **changed)
 
     def identity(self) -> dict[str, Any]:
         """Every dtype by its option, and the sites that are not fp8."""

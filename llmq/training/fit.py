@@ -20,6 +20,7 @@ from llmq.engine.predict import Rates, sustained
 from llmq.errors import MemoryLimitError, UsageError
 from llmq.hardware import cards, device
 from llmq.hardware.device import Device
+from llmq.optimizers.rule import dtype_option, narrower, offload_option
 from llmq.options.field import written
 from llmq.options.parse import Options, told_options
 from llmq.plan import precision
@@ -27,6 +28,7 @@ from llmq.plan.few_layers import with_layers
 from llmq.plan.lattice import Box, Cost, Point, fastest
 from llmq.plan.memory import ROLES, Memory
 from llmq.plan.plan import Plan, Scratch, make_plan, uncollected
+from llmq.plan.precision import Precision
 from llmq.plan.spec import Spec
 
 if TYPE_CHECKING:
@@ -40,7 +42,6 @@ WORTH = 1.01  # how much faster a step has to be for each kind of numbers that c
 MOST_TOKENS = 2**17  # of a micro-batch that holds more than one sequence
 # From fast to frugal; each level drops what those before it do, and more.
 RECOMPUTE = ("", "swiglu norm", "ffn norm", "ffn norm att", "block")
-NARROW_MOMENTS = (("bf16", "bf16"), ("int8", "e4m3"))
 WIDTHS = {"fp32": 4, "bf16": 2, "int8": 1, "e4m3": 1}
 ATTENTION, HEAD_TIMES, TILES = 4, 4, (4, 16)  # chunks of attention; of the head, times as many; tiles of tokens
 TILE_TOKENS = 2048  # at least: products of fewer are slow, which the prediction does not know
@@ -328,10 +329,13 @@ class Search:
         if memory.offload_optimizer:
             return [{}]
         has_master = self._spec_of(self.parsed({"batch_size": 1, **_resting(frame)})).precision.has_own_master
-        first = [] if memory.offload_opt_m or memory.offload_opt_v else [{"offload_opt_m": True}]
-        second = [{"offload_opt_m": True, "offload_opt_v": True}]
-        second = [] if not has_master or (memory.offload_opt_m and memory.offload_opt_v) else second
-        return [{}, *first, *second, {"offload_optimizer": True}]
+        keys = [offload_option(kind.name) for kind in self._spec.hyper.rule.states]
+        given = [getattr(memory, key) for key in keys]
+        if not (keys or has_master):
+            return [{}]
+        some = [] if any(given) else [dict.fromkeys(keys[:count], True) for count in range(1, len(keys))]
+        every = [dict.fromkeys(keys, True)] if has_master and not all(given) else []
+        return [{}, *some, *every, {"offload_optimizer": True}]
 
     def _flag(self, key: str) -> list[Changes]:
         return [{}] if getattr(self._options.memory, key) else [{}, {key: True}]
@@ -379,8 +383,9 @@ class Search:
         moments: list[Changes] = [{}]
         masters: list[Changes] = [{}]
         if "states" in self._may:
-            narrower = [pair for pair in NARROW_MOMENTS if _is_narrower(pair, (now.m, now.v))]
-            moments += [{"opt_m_dtype": m, "opt_v_dtype": v} for m, v in narrower]
+            widths = [narrower(self._spec.hyper.rule, num_bytes) for num_bytes in (2, 1)]
+            less = [dtypes for dtypes in widths if _is_narrower(dtypes, now)]
+            moments += [{dtype_option(name): dtype for name, dtype in dtypes.items()} for dtypes in less]
             if not self._spec.adapters.freezes and now.master != "none":
                 masters += [{"master_dtype": now.model}] if now.master != now.model else []
                 masters += [{"master_dtype": "none"}]
@@ -410,8 +415,8 @@ def _need(num_bytes: int, free: int, of: str) -> str:
     return f"{shown(num_bytes)}{of}, {shown(free)} are free, {shown(num_bytes - free)} are missing"
 
 
-def _is_narrower(pair: tuple[str, str], now: tuple[str, str]) -> bool:
-    widths = [(WIDTHS[a], WIDTHS.get(b, 8)) for a, b in zip(pair, now, strict=True)]
+def _is_narrower(dtypes: Mapping[str, str], now: Precision) -> bool:
+    widths = [(WIDTHS[dtype], WIDTHS.get(now.of_state(name), 8)) for name, dtype in dtypes.items()]
     return all(a <= b for a, b in widths) and any(a < b for a, b in widths)
 
 
