@@ -51,7 +51,7 @@ from llmq.screen import Screen
 from llmq.stores.sharding import ALONE as UNSHARED
 from llmq.stores.sharding import Sharding
 from llmq.tensor import DTYPES
-from llmq.training.fit import fitted
+from llmq.training.fit import SEARCHING, fitted
 
 ROOM = 0.95  # of the free memory, for a plan that models what cuDNN will need
 LIMIT_S = 165.0  # for all configurations that were chosen here: under three minutes with the start of Python
@@ -218,8 +218,9 @@ def _chosen_plan(request: BenchRequest, one: Wanted, where: Device, backend: Bac
 
     modelled = open_backend("planned", deterministic=request.deterministic)
     screen = Screen(sys.stderr)
-    with screen.task(f"Searching for settings of {one.name}"):
-        found = fitted(options, spec_of, where, modelled.scratch_bytes, backend.scratch_bytes, samples)
+    with screen.task(f"{SEARCHING}, of {one.name}") as report:
+        scratch = (modelled.scratch_bytes, backend.scratch_bytes)
+        found = fitted(options, spec_of, where, *scratch, samples, fixed=request.recipe, report=report)
     for line in found.lines:
         screen.line(line)
     assert found.plan is not None

@@ -11,6 +11,7 @@ import click
 from llmq.cli import shell
 from llmq.cli.train import click_option
 from llmq.options.parse import Options, descriptions
+from llmq.screen import Screen
 
 SECTIONS = ("precision", "memory", "sharding", "adapters", "optimizer")
 SINGLE = (
@@ -51,7 +52,7 @@ def _estimate(*, longest: bool, **given: Any) -> None:
     told = {key: value for key, value in given.items() if value is not None}
     without_card = [] if "gpu" in told else [f"--gpu is needed: {descriptions()['gpu'].help}"]
     options = Options.parse({**told, "train_file": "none", "from_scratch": True, "dry_run": True}, without_card)
-    for line in estimate(options, longest=longest):
+    for line in estimate(options, longest=longest, start_task=Screen(sys.stderr).task):
         click.echo(line)
 
 

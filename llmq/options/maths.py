@@ -102,7 +102,7 @@ class MemoryOptions(Section):
     fit: bool = option(
         False,
         "Choose micro-batch, recomputing, offloading and chunks for the fastest predicted step that fits in memory. "
-        "The tokens of a step stay, and what is not at its default.",
+        "The tokens of a step stay, and every setting that is given.",
     )
     fit_may: FitMay = option(
         None,

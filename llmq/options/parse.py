@@ -201,6 +201,17 @@ class Options:
                 raise UsageError(f"{one} and {other} are both {path}: name two places")
         return cls(**sections, templates=templates, notices=tuple(notices))
 
+    @property
+    def given(self) -> frozenset[str]:
+        """Keys of the options that were given, at their defaults, too; but for what leaves a number to be found."""
+        open_ended = {"attn_bwd_chunks": "auto", "lmhead_chunks": 0}
+        return frozenset(
+            d.key
+            for d in descriptions().values()
+            if d.field in (section := getattr(self, d.section)).model_fields_set
+            and getattr(section, d.field) != open_ended.get(d.key)
+        )
+
     def to_flat(self) -> dict[str, Any]:
         """Every option by its key, as JSON knows it (tuples are lists, absent is None)."""
         return {

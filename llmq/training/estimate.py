@@ -27,8 +27,9 @@ from llmq.plan.passes.place import Program
 from llmq.plan.plan import Plan, make_plan
 from llmq.plan.slots import listed
 from llmq.plan.spec import Spec
+from llmq.screen import StartTask, unshown
 from llmq.tensor import DTYPES
-from llmq.training.fit import assumed, fitted, rates_of
+from llmq.training.fit import SEARCHING, assumed, fitted, rates_of
 from llmq.training.longest import with_longest
 from llmq.training.specs import Facts
 
@@ -36,8 +37,8 @@ MOST_BYTES = 2**62  # of a host that is not known
 MOST_SLOTS = 12  # that are listed, the largest
 
 
-def estimate(options: Options, *, longest: bool = False) -> Iterator[str]:
-    """Lines of an estimate; of the `longest` sequence that fits, if asked for.
+def estimate(options: Options, *, longest: bool = False, start_task: StartTask = unshown) -> Iterator[str]:
+    """Lines of an estimate; of the `longest` sequence that fits, if asked for. A search is shown by `start_task`.
 
     MemoryLimitError, after the table, with what would make the plan fit where it does not.
     """
@@ -67,7 +68,9 @@ def estimate(options: Options, *, longest: bool = False) -> Iterator[str]:
         plan = costs.plan(spec_of(options))
     elif memory.is_to_fit(options.memory):
         size, _, micro_steps = step_of(options.data, gpus)
-        found = fitted(options, spec_of, where, backend.scratch_bytes, backend.scratch_bytes, size * micro_steps)
+        scratch = (backend.scratch_bytes, backend.scratch_bytes)
+        with start_task(SEARCHING) as report:
+            found = fitted(options, spec_of, where, *scratch, size * micro_steps, report=report)
         yield from found.lines
         options, plan = found.options, found.plan
     plan = plan or make_plan(spec_of(options), backend.scratch_bytes)

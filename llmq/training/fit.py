@@ -1,13 +1,13 @@
 """`--fit`: the settings with which a run takes least time inside the memory that there is, by predicted steps.
 
-What is searched are options of the command line, so that what comes out is a command. A setting that is not at its
-default stays as it is given: the search adds to it. The tokens of a step stay the same, as micro-batches get smaller.
+What is searched are options of the command line, so that what comes out is a command. A setting that is given stays:
+the search adds to it. The tokens of a step stay the same, as micro-batches get smaller, where their size is not given.
 Numbers change only by what `--fit-may` names, and only where that makes a step 1% faster, or fit.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from itertools import islice, product
@@ -30,6 +30,7 @@ from llmq.plan.memory import ROLES, Memory
 from llmq.plan.plan import Plan, Scratch, make_plan, uncollected
 from llmq.plan.precision import Precision
 from llmq.plan.spec import Spec
+from llmq.screen import Report, unreported
 
 if TYPE_CHECKING:
     from llmq.data.batches.loader import Data
@@ -37,6 +38,7 @@ if TYPE_CHECKING:
 
 Changes = Mapping[str, Any]  # options by key
 SpecOf = Callable[[Options], Spec]
+SEARCHING = "Settings tried, to find those that fit"
 BEST = 5  # settings that are printed
 WORTH = 1.01  # how much faster a step has to be for each kind of numbers that change
 MOST_TOKENS = 2**17  # of a micro-batch that holds more than one sequence
@@ -45,7 +47,9 @@ RECOMPUTE = ("", "swiglu norm", "ffn norm", "ffn norm att", "block")
 WIDTHS = {"fp32": 4, "bf16": 2, "int8": 1, "e4m3": 1}
 ATTENTION, HEAD_TIMES, TILES = 4, 4, (4, 16)  # chunks of attention; of the head, times as many; tiles of tokens
 TILE_TOKENS = 2048  # at least: products of fewer are slow, which the prediction does not know
+SIZES = ("batch_size", "grad_accumulation")
 ALL_MAY = ("states", "matmul")
+KINDS = ("opt_m_dtype", "master_dtype", "matmul_dtype")  # of numbers that a frame changes
 NUMBERS = ("matmul_dtype", "opt_m_dtype", "opt_v_dtype", "master_dtype")  # that a run keeps when it resumes
 
 
@@ -118,12 +122,14 @@ def fitted(
     own_scratch_bytes: Scratch,
     samples: int,
     kept: Changes | None = None,
+    fixed: Collection[str] | None = None,
+    report: Report = unreported,
 ) -> Fit:
     """The best settings of a run that takes so many `samples` a step on each rank.
 
     `spec_of` resolves options. Many plans are made with `scratch_bytes`, and the last with the backend's own. Where
-    numbers are `kept`, as of a checkpoint, --fit-may allows none. MemoryLimitError with the nearest setting if none
-    fits.
+    numbers are `kept`, as of a checkpoint, --fit-may allows none. Options that are `fixed` stay, by default those that
+    are given. `report` gets how many settings were planned. MemoryLimitError with the nearest setting if none fits.
     """
     if precision.is_auto(options.precision):
         raise UsageError(
@@ -133,7 +139,9 @@ def fitted(
     free = {"free_bytes": device.memory_bytes(where)[1], "free_host_bytes": _host_bytes(options, where)}
     costs = Costs(scratch_bytes, own_scratch_bytes, rates_of(where))
     may = (options.to_flat()["fit_may"] or ()) if kept is None else ()
-    search = Search(options, spec_of, costs, samples, may, has_fp8=device.has_fp8(where), kept=kept or {})
+    fixed, has_fp8 = options.given if fixed is None else fixed, device.has_fp8(where)
+    about = partial(Search, options, spec_of, costs, samples, has_fp8=has_fp8, kept=kept or {})
+    search = about(may=may, fixed=fixed, report=report)
     best = search.best(**free)
     if not best:
         raise MemoryLimitError(search.shortage(**free))
@@ -156,8 +164,9 @@ def chosen(
     if told is not None:
         return Fit(taken(options, {**(kept or {}), **told}, samples), told)
     modelled = open_backend("planned", **device.backend_settings(options.system, where))
-    with log.task("Searching for settings that fit"):
-        found = fitted(options, spec_of, where, modelled.scratch_bytes, backend.scratch_bytes, samples, kept)
+    with log.task(SEARCHING) as report:
+        scratch = (modelled.scratch_bytes, backend.scratch_bytes)
+        found = fitted(options, spec_of, where, *scratch, samples, kept, report=report)
     for line in found.lines:
         log.say(line)
     return found
@@ -192,18 +201,17 @@ class Search:
         *,
         has_fp8: bool,
         kept: Changes,
+        fixed: Collection[str],
+        report: Report = unreported,
     ) -> None:
-        self._again = partial(Search, options, spec_of, costs, samples, has_fp8=has_fp8, kept=kept)
+        about = partial(Search, options, spec_of, costs, samples, has_fp8=has_fp8, kept=kept)
+        self._again = partial(about, fixed=fixed, report=report)
         self._options, self._spec_of, self._costs, self._samples = options, spec_of, costs, samples
         self._may, self._has_fp8 = may, has_fp8
-        self._kept = kept
+        self._kept, self._fixed, self._report = kept, frozenset(fixed), report
         self._spec = spec_of(self.parsed({"batch_size": 1}))
         self.frames = self._frames()
-        shared = [self._recomputed(), self._flag("offload_residual"), self._chunks()]
-        self.axes = [
-            [self._weights(frame), self._flag("offload_gradients"), self._states(frame), self._batches(), *shared]
-            for frame in self.frames
-        ]
+        self.axes = [[self._open(axis) for axis in self._all_axes(frame)] for frame in self.frames]
         self._known: dict[Point, Cost | None] = {}
 
     def best(self, *, free_bytes: int, free_host_bytes: int, count: int = BEST) -> list[Setting]:
@@ -231,8 +239,9 @@ class Search:
     def cost_at(self, point: Point) -> Cost | None:
         """The cost of a point, with more seconds where numbers change; None for what cannot be combined."""
         if point not in self._known:
+            self._report(len(self._known), None)
             cost = self._cost(self.changes(point))
-            factor = WORTH ** _numbers_changed(self.frames[point[0]])
+            factor = WORTH ** sum(key in KINDS for key in self.frames[point[0]])
             self._known[point] = cost and replace(cost, seconds=factor * cost.seconds)
         return self._known[point]
 
@@ -257,9 +266,13 @@ class Search:
         needs = [_need(cost.num_bytes, free_bytes, "")] if cost.num_bytes > free_bytes else []
         needs += [_need(cost.host_bytes, free_host_bytes, " of the host")] if cost.host_bytes > free_host_bytes else []
         allows_all = set(self._may) == {*ALL_MAY} or bool(self._kept)
-        other = None if allows_all else self._again(ALL_MAY).nearest(**limits)
+        other = None if allows_all else self._again(may=ALL_MAY).nearest(**limits)
         helps = other is not None and not other.cost.missing(**limits)
         advice = f": --fit-may {','.join(ALL_MAY)} allows one that does" if helps else ""
+        if not advice and not self._fixed.isdisjoint(SIZES) and self._spec_of(self._options).batch_size > 1:
+            advice = (
+                ": --global-batch-size in place of --batch-size and --grad-accumulation leaves the micro-batch open"
+            )
         return f"--fit: no setting fits: the nearest, {nearest.flags}, needs {' and '.join(needs)}{advice}"
 
     def nearest(self, *, free_bytes: int, free_host_bytes: int) -> Setting | None:
@@ -268,6 +281,15 @@ class Search:
         points = {point for low, high in boxes for point in (high, (*low[:4], *high[4:]))}
         found = [self.setting(point) for point in sorted(points) if self.cost_at(point) is not None]
         return min(found, key=lambda one: one.cost.missing(free_bytes, free_host_bytes), default=None)
+
+    def _all_axes(self, frame: Changes) -> list[list[Changes]]:
+        hosted = [self._weights(frame), self._flag("offload_gradients"), self._states(frame)]
+        return [*hosted, self._batches(), self._recomputed(), self._flag("offload_residual"), self._chunks()]
+
+    def _open(self, changes: Sequence[Changes]) -> list[Changes]:
+        """Those that change nothing that is fixed."""
+        flat = self._options.to_flat()
+        return [one for one in changes if all(flat[key] == one[key] for key in self._fixed & one.keys())]
 
     def _box(self, frame: int) -> Box:
         """The points of a frame."""
@@ -341,7 +363,9 @@ class Search:
         return [{}] if getattr(self._options.memory, key) else [{}, {key: True}]
 
     def _batches(self) -> list[Changes]:
-        """Sizes of a micro-batch, each at most half of the one before."""
+        """Sizes of a micro-batch, each at most half of the one before; that which is given, or follows."""
+        if not self._fixed.isdisjoint(SIZES):
+            return [{"batch_size": self._options.to_flat()["batch_size"]}]
         sizes: list[int] = []
         for size in range(self._samples, 0, -1):
             small = size * self._spec.seq_len <= MOST_TOKENS or size == 1
@@ -398,7 +422,7 @@ class Search:
             fused = [{}]
         parts = product(moments, masters, matmuls, fused)
         found = [{key: value for part in frame for key, value in part.items()} for frame in parts]
-        return [frame for frame in found if self._can_be(frame)]
+        return [frame for frame in self._open(found) if self._can_be(frame)]
 
     def _can_be(self, frame: Changes) -> bool:
         """Whether options of a frame go together."""
@@ -423,11 +447,6 @@ def _is_narrower(dtypes: Mapping[str, str], now: Precision) -> bool:
 def _resting(frame: Changes) -> Changes:
     """A frame but for the update in backward, which goes with one size of a micro-batch."""
     return {key: value for key, value in frame.items() if key != "fused_update"}
-
-
-def _numbers_changed(frame: Changes) -> int:
-    """Kinds of numbers that a frame changes: moments, masters, matmuls."""
-    return sum(key in frame for key in ("opt_m_dtype", "master_dtype", "matmul_dtype"))
 
 
 def _divisor(tokens: int, least: int) -> int:

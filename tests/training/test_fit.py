@@ -7,6 +7,7 @@ from itertools import product
 import pytest
 from tiny_engines import tiny
 
+from llmq import screen
 from llmq.backends import open_backend
 from llmq.cli import estimate as command
 from llmq.cli import train as train_command
@@ -25,7 +26,7 @@ from llmq.training.specs import Facts
 
 SHAPE = {"hidden_size": 256, "head_dim": 64, "intermediate_size": 512, "num_layers": 3}
 CONTEXT = cards.CONTEXT_BYTES
-SIZES = {"batch_size": 2, "grad_accumulation": 4, "seq_len": 256}
+SIZES = {"global_batch_size": 8, "seq_len": 256}
 NUMBERS = ("model_dtype", "matmul_dtype", "opt_m_dtype", "opt_v_dtype", "master_dtype", "grad_accum_dtype")
 
 
@@ -68,7 +69,7 @@ def search_of(options, may=()):
     costs = Costs(scratch, scratch, fit.rates_of(where))
     samples = options.data.batch_size * options.data.grad_accumulation
     about = (options, spec_of, where, scratch, scratch, samples)
-    return Search(options, spec_of, costs, samples, may, has_fp8=True, kept={}), about
+    return Search(options, spec_of, costs, samples, may, has_fp8=True, kept={}, fixed=options.given), about
 
 
 def every_point(search):
@@ -97,7 +98,7 @@ def test_the_fastest_that_fits_of_all_is_taken(model, monkeypatch, may, given):
     """In rooms from nearly none to enough for every setting."""
     monkeypatch.setattr(fit, "RECOMPUTE", ("", "block"))
     monkeypatch.setattr(fit, "TILES", (1,))
-    search, _ = search_of(options_of(model, batch_size=1, **given), may)
+    search, _ = search_of(options_of(model, global_batch_size=4, **given), may)
     points = dict(every_point(search))
     sizes = sorted(cost.num_bytes for cost in points.values())
     for share in (0.0, 0.05, 0.3, 0.6, 1.0):
@@ -159,6 +160,44 @@ def test_what_is_given_stays(model):
     whole = options_of(model, global_batch_size=8)
     chosen = fitted(*search_of(whole)[1]).options
     assert chosen.data.global_batch_size == 8 == chosen.data.batch_size * chosen.data.grad_accumulation
+
+
+@pytest.mark.parametrize("given", [{"batch_size": 2}, {"batch_size": 4}, {"grad_accumulation": 2}])
+def test_the_size_of_a_micro_batch_stays_where_it_is_given(model, given):
+    """At its default, too, and where it follows from what is given."""
+    sizes = {"global_batch_size": None, "batch_size": 4, "grad_accumulation": 2, **given}
+    only = {key: value for key, value in sizes.items() if key in ("global_batch_size", *given)}
+    search, _ = search_of(options_of(model, **only))
+    assert [one for axes in search.axes for one in axes[3]] == [{"batch_size": sizes["batch_size"]}]
+    search, _ = search_of(options_of(model))
+    assert [one["batch_size"] for one in search.axes[0][3]] == [8, 4, 2, 1]
+
+
+def test_a_default_that_is_given_stays(model):
+    given = {"recompute_block": False, "offload_gradients": False, "opt_m_dtype": "fp32", "seq_tiles": 1}
+    search, _ = search_of(options_of(model, **given), ("states",))
+    tried = {key for axes in search.axes for axis in axes for changes in axis for key in changes}
+    tried |= {key for frame in search.frames for key in frame}
+    assert tried.isdisjoint(given) and {"recompute_ffn", "stream_weights", "master_dtype"} <= tried
+    search, _ = search_of(options_of(model, attn_bwd_chunks="auto", lmhead_chunks=0))
+    assert {"attn_bwd_chunks", "lmhead_chunks"} <= {key for changes in search.axes[0][-1] for key in changes}
+
+
+@pytest.mark.slow
+def test_where_the_given_size_is_too_large_that_is_advised(model):
+    search, _ = search_of(options_of(model, global_batch_size=None, batch_size=4))
+    found = search.shortage(free_bytes=MIB, free_host_bytes=2**62)
+    assert "--global-batch-size in place of --batch-size and --grad-accumulation" in found
+
+
+def test_a_search_says_now_and_then_how_many_it_tried(model, monkeypatch, capsys):
+    """Off a terminal, too; here at every one."""
+    monkeypatch.setattr(screen, "PLAIN_S", 0.0)
+    monkeypatch.setattr(fit, "RECOMPUTE", ("",))
+    given = [f"--{key.replace('_', '-')}={value}" for key, value in {"batch_size": 2, "attn_bwd_chunks": 1}.items()]
+    code, said = estimated(capsys, model, "--gpu=RTX 4090", "--fit", *given, "--seq-tiles=1", "--lmhead-chunks=1")
+    lines = said.err.splitlines()
+    assert code == 0 and lines[:2] == [f"{fit.SEARCHING}: {n}" for n in range(2)]
 
 
 @pytest.mark.slow
@@ -225,10 +264,11 @@ def test_what_a_search_cannot_compare_is_refused(model):
 
 
 def test_a_size_has_the_rates_of_a_card_which_is_named(model):
-    search, about = search_of(options_of(model, gpu="24GiB", **WITH_STATES_ON_HOST))
-    named, _ = search_of(options_of(model, **WITH_STATES_ON_HOST))
+    search, (_, _, where, *_) = search_of(options_of(model, gpu="24GiB"))
+    named, _ = search_of(options_of(model))
     assert search.cost_at((0,) * 8).seconds == named.cost_at((0,) * 8).seconds > 0
-    assert "with the rates of the RTX 4090, as those of 24 GiB are not known, and" in fitted(*about).lines[0]
+    (title, *_) = fit.table([], GIB, fit.assumed(where))
+    assert "1.0 GiB, with the rates of the RTX 4090, as those of 24 GiB are not known, and" in title
 
 
 def search_of_unknown(options):
@@ -262,7 +302,7 @@ def test_a_limit_counts_what_is_in_use(monkeypatch):
 def estimated(capsys, model, *arguments):
     """Exit code, and what is printed."""
     with pytest.raises(SystemExit) as ended:
-        command.main([f"--model={model}", "--batch-size=2", "--seq-len=256", *arguments])
+        command.main([f"--model={model}", "--global-batch-size=8", "--seq-len=256", *arguments])
     return ended.value.code, capsys.readouterr()
 
 
@@ -275,8 +315,13 @@ def test_an_estimate_takes_the_first(capsys, model):
     assert code == 0 and "1 is taken:" in said.out and "within --memory-limit" in said.out
     first = next(line for line in said.out.splitlines() if line.startswith("1 "))
     again = first[first.index("--") :].split()
-    micro = int(again[again.index("--batch-size") + 1])
-    code, plain = estimated(capsys, model, "--gpu=RTX 4090", limit, *again, f"--grad-accumulation={8 // micro}")
+    code, plain = estimated(
+        capsys,
+        model,
+        "--gpu=RTX 4090",
+        limit,
+        *again,
+    )
     assert code == 0 and plain.out.splitlines() == said.out.splitlines()[-len(plain.out.splitlines()) :]
 
 
@@ -318,9 +363,7 @@ def test_the_largest_models_take_less_than_half_a_minute(tmp_path):
     """72B, streamed, inside half of an H200."""
     config = preset("Qwen2.5-72B")
     assert config.num_layers == 80
-    options = options_of(
-        "Qwen2.5-72B", gpu="H200", memory_limit="80GiB", batch_size=4, grad_accumulation=128, seq_len=1024
-    )
+    options = options_of("Qwen2.5-72B", gpu="H200", memory_limit="80GiB", global_batch_size=512, seq_len=1024)
     began = time.process_time()
     found = fitted(*search_of(options)[1])
     assert time.process_time() - began < 30  # 16 to 18 s on a core that took 42 s with pieces of 64 MiB

@@ -24,7 +24,8 @@ def given(given, monkeypatch):
     monkeypatch.setattr(fit, "rates_of", lambda where: sustained(cards.named("H200")))
     monkeypatch.setattr(fit, "RECOMPUTE", ("", "block"))
     monkeypatch.setattr(fit, "TILES", (1,))
-    sizes = {"batch_size": 1, "grad_accumulation": 4, "steps": 4, "ckpt_interval": 2, "ckpt_keep_n": 0}
+    sizes = {"global_batch_size": 4, "steps": 4, "ckpt_interval": 2, "ckpt_keep_n": 0}
+    given = {key: value for key, value in given.items() if key not in fit.SIZES}
     return {**given, **sizes, "lmhead_chunks": 1, "attn_bwd_chunks": 1, "offload_residual": True, "fit": True}
 
 
@@ -59,7 +60,7 @@ def test_a_run_trains_as_one_with_the_settings_that_were_chosen(given):
 def test_it_is_resumed_on_another_number_of_ranks(given, sizes):
     """With the dtypes of the checkpoint, whatever --fit may change, and as many samples a step."""
     first, then = sizes
-    given |= {"grad_accumulation": None, "global_batch_size": 4, "model_dtype": "bf16", "opt_m_dtype": "bf16"}
+    given |= {"model_dtype": "bf16", "opt_m_dtype": "bf16"}
     (one, *_), console = train(given, first, name="run", steps=2)
     assert one.exit_code == 0 and console.count("1 is taken:") == 1
     before = options_of(one)
