@@ -23,6 +23,7 @@ from llmq.data.rows import datasets
 from llmq.data.rows.file_rows import FileRows
 from llmq.data.rows.find_sources import find_anything
 from llmq.data.rows.request import Request, parsed_mapping
+from llmq.data.stream import START
 from llmq.data.tokens.pipeline import RowWork, TextWork, TokenBatch, Work, tokenized
 from llmq.data.tokens.token_file import TokenFile
 from llmq.data.tokens.tokenize import Say, cache_entry, cached, is_whole, settled
@@ -179,7 +180,7 @@ def _about(request: Request) -> tuple[int, np.ndarray]:
     else:
         return request.found.limit or 0, np.empty(0, np.int64)
     with closing(tokenized(work)) as batches:
-        first = next(batches, None)
+        _, first = next(batches, (START, None))
     if first is None:
         return 0, np.empty(0, np.int64)
     done = first.num_bytes if isinstance(train, tuple) else first.counts.rows

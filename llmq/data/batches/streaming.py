@@ -14,7 +14,6 @@ from collections.abc import Callable, Iterator
 from contextlib import closing
 from dataclasses import dataclass
 from datetime import datetime
-from itertools import islice
 from pathlib import Path
 from typing import ClassVar, NamedTuple
 
@@ -29,10 +28,10 @@ from llmq.data.chat.counts import Counts, notes
 from llmq.data.chat.encode import ChatEncoder, Encoded, Encoder
 from llmq.data.chat.template import template_note
 from llmq.data.rows.file_rows import FileRows
-from llmq.data.rows.records import BadRow, BadRows, Record, Row
+from llmq.data.rows.records import BadRow, BadRows
 from llmq.data.rows.request import Request
 from llmq.data.stream import START, Position
-from llmq.data.tokens.pipeline import tokenized
+from llmq.data.tokens.pipeline import RowBatch, concatenated, encoded, row_batches, tokenized
 from llmq.data.tokens.sidecar import TemplateNote
 from llmq.data.tokens.token_file import TokenFile
 from llmq.data.tokens.tokenize import Say
@@ -213,7 +212,7 @@ def open_stream(request: Request, form: RowForm, say: Say) -> StreamedRows:
         assert encoder is not None
         left_out, counts = BadRows(request.skip_bad_rows), Counts()
         with closing(tokenized(_StreamWork(rows, encoder), (shard, row, overall))) as batches:
-            for documents, bad, counted in batches:
+            for _, (documents, bad, counted) in batches:
                 for one in bad:
                     left_out.add(one)
                 counts.add(counted)
@@ -245,9 +244,6 @@ def _docs_per_row(request: Request, form: RowForm) -> int:
     return fewest_docs(repeated(sizes, form.seq_len), form.seq_len)
 
 
-Batch = list[tuple[Position, Row]]  # rows, with the position after each
-
-
 @dataclass(frozen=True, eq=False)
 class _StreamWork:
     """Rows as documents that know their place."""
@@ -255,23 +251,18 @@ class _StreamWork:
     rows: FileRows
     encoder: Encoder
 
-    def batches(self, position: Position = START) -> Iterator[Batch]:
-        rows = self.rows.read(position)
-        while batch := list(islice(rows, ROWS_AT_ONCE)):
-            yield batch
+    def read(self, position: Position = START) -> Iterator[tuple[Position, RowBatch]]:
+        return row_batches(self.rows, position, ROWS_AT_ONCE)
 
-    def encode(self, batch: Batch) -> tuple[list[StreamedDocument], list[BadRow], Counts]:
+    def encode(self, batch: RowBatch) -> tuple[list[StreamedDocument], list[BadRow], Counts]:
         """What became of each row that can be used, the other rows, and counts."""
-        encoder = self.encoder.copied()
-        bad = [row for _, row in batch if isinstance(row, BadRow)]
+        found, bad, counts = encoded(self.encoder, batch)
         parts: dict[str, list[Encoded]] = {}
-        for document in encoder.encode([row for _, row in batch if isinstance(row, Record)], bad):
+        for document in found:
             parts.setdefault(document.place, []).append(document)
         documents = []
         for (shard, after, after_all), row in batch:
             if mine := parts.get(row.place):
-                ids = np.concatenate([part.ids for part in mine])
-                masks = [np.ones(len(part.ids), bool) if part.trained is None else part.trained for part in mine]
                 lengths = tuple(len(part.ids) for part in mine)
-                documents.append(StreamedDocument(shard, after - 1, after_all - 1, ids, np.concatenate(masks), lengths))
-        return documents, bad, encoder.counts
+                documents.append(StreamedDocument(shard, after - 1, after_all - 1, *concatenated(mine), lengths))
+        return documents, bad, counts

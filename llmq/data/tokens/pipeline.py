@@ -17,10 +17,10 @@ from typing import Any, Protocol, TypeVar
 import numpy as np
 
 from llmq.data.chat.counts import Counts
-from llmq.data.chat.encode import Encoder
+from llmq.data.chat.encode import Encoded, Encoder
 from llmq.data.rows.file_rows import RowSequence
-from llmq.data.rows.records import BadRow, Record
-from llmq.data.stream import START, Position, ReadAhead
+from llmq.data.rows.records import BadRow, Record, Row
+from llmq.data.stream import START, Position, ReadAhead, Stream
 from llmq.data.tokens.text import Document, pieces
 from llmq.data.tokens.tokenizer import TextTokenizer
 
@@ -41,16 +41,13 @@ class TokenBatch:
     ids: np.ndarray  # (n,) int32
     trained: np.ndarray | None  # (n,) bool: whether each is trained as a target; None: all are
     stops: np.ndarray  # (documents that end here,) int64: one after the last token of each, ascending
-    position: Position  # where the source continues after this batch
     num_bytes: int = 0  # of text, where it is text files
     counts: Counts = field(default_factory=Counts)  # of the encoder, where it is rows
     bad: Sequence[BadRow] = field(default_factory=tuple)  # rows that are left out, in order
 
 
-class Work(Protocol[B, R_co]):
-    """What is to be tokenized: batches of something, and how one of them becomes tokens."""
-
-    def batches(self, position: Position) -> Iterator[B]: ...
+class Work(Stream[B], Protocol[B, R_co]):
+    """What is to be tokenized: a stream of batches, and how one of them becomes tokens."""
 
     def encode(self, batch: B) -> R_co: ...
 
@@ -64,11 +61,10 @@ class Edge(Enum):
 
 @dataclass(frozen=True, eq=False)
 class Pieces:
-    """Pieces of documents between their edges, and where the source continues after them."""
+    """Pieces of documents between their edges."""
 
     items: list[str | Edge]
     num_bytes: int
-    position: Position
 
 
 @dataclass(frozen=True, eq=False)
@@ -78,7 +74,7 @@ class TextWork:
     documents: Sequence[Document]
     tokenizer: TextTokenizer
 
-    def batches(self, position: Position = START) -> Iterator[Pieces]:
+    def read(self, position: Position = START) -> Iterator[tuple[Position, Pieces]]:
         """Batches of about BATCH_CHARACTERS; raises DataError for what is not UTF-8."""
         items: list[str | Edge] = []
         characters = num_bytes = 0
@@ -86,10 +82,10 @@ class TextWork:
             items.append(item)
             characters, num_bytes = characters + (len(item) if isinstance(item, str) else 0), num_bytes + size
             if characters >= BATCH_CHARACTERS:
-                yield Pieces(items, num_bytes, after)
+                yield after, Pieces(items, num_bytes)
                 items, characters, num_bytes = [], 0, 0
         if items:
-            yield Pieces(items, num_bytes, after)
+            yield after, Pieces(items, num_bytes)
 
     def _items(self, position: Position) -> Iterator[tuple[str | Edge, int, Position]]:
         """Pieces and edges, each with its bytes and the position after it."""
@@ -114,15 +110,10 @@ class TextWork:
         ]
         stops = np.cumsum([len(part) for part in parts])
         ends = np.array([item is Edge.END for item in batch.items])
-        return TokenBatch(np.concatenate(parts), None, stops[ends], batch.position, batch.num_bytes)
+        return TokenBatch(np.concatenate(parts), None, stops[ends], batch.num_bytes)
 
 
-@dataclass(frozen=True, eq=False)
-class Chunk:
-    """Rows to tokenize together."""
-
-    rows: list[Record | BadRow]
-    position: Position
+RowBatch = list[tuple[Position, Row]]  # rows, with the position after each
 
 
 @dataclass(frozen=True, eq=False)
@@ -132,34 +123,48 @@ class RowWork:
     rows: RowSequence
     encoder: Encoder
 
-    def batches(self, position: Position = START) -> Iterator[Chunk]:
+    def read(self, position: Position = START) -> Iterator[tuple[Position, RowBatch]]:
         """Batches of about BATCH_CHARACTERS, and at most BATCH_ROWS rows."""
-        rows: list[Record | BadRow] = []
-        characters = 0
-        for after, row in self.rows.read(position):
-            rows.append(row)
-            characters += _characters(row.value) if isinstance(row, Record) else 0
-            if characters >= BATCH_CHARACTERS or len(rows) == BATCH_ROWS:
-                yield Chunk(rows, after)
-                rows, characters = [], 0
-        if rows:
-            yield Chunk(rows, after)
+        return row_batches(self.rows, position, BATCH_ROWS)
 
-    def encode(self, batch: Chunk) -> TokenBatch:
+    def encode(self, batch: RowBatch) -> TokenBatch:
         """The ids of all rows that can be used, and what is wrong with the others."""
-        bad = [row for row in batch.rows if isinstance(row, BadRow)]
-        encoder = self.encoder.copied()
-        documents = encoder.encode([row for row in batch.rows if isinstance(row, Record)], bad)
-        if len(bad) > 1:
-            order = {row.place: number for number, row in enumerate(batch.rows)}
-            bad.sort(key=lambda row: order[row.place])
+        documents, bad, counts = encoded(self.encoder, batch)
         stops = np.cumsum([len(document.ids) for document in documents], dtype=np.int64)
-        ids = np.concatenate([document.ids for document in documents]) if documents else np.zeros(0, np.int32)
-        trained = None
-        if any(document.trained is not None for document in documents):
-            masks = [np.ones(len(d.ids), bool) if d.trained is None else d.trained for d in documents]
-            trained = np.concatenate(masks)
-        return TokenBatch(ids, trained, stops, batch.position, counts=encoder.counts, bad=bad)
+        return TokenBatch(*concatenated(documents), stops, counts=counts, bad=bad)
+
+
+def row_batches(rows: RowSequence, position: Position, most: int) -> Iterator[tuple[Position, RowBatch]]:
+    """Batches of about BATCH_CHARACTERS, and at most `most` rows."""
+    batch: RowBatch = []
+    characters = 0
+    for after, row in rows.read(position):
+        batch.append((after, row))
+        characters += _characters(row.value) if isinstance(row, Record) else 0
+        if characters >= BATCH_CHARACTERS or len(batch) == most:
+            yield after, batch
+            batch, characters = [], 0
+    if batch:
+        yield after, batch
+
+
+def encoded(encoder: Encoder, batch: RowBatch) -> tuple[list[Encoded], list[BadRow], Counts]:
+    """The documents of the rows that can be used, the other rows, both in their order, and counts."""
+    bad = [row for _, row in batch if isinstance(row, BadRow)]
+    encoder = encoder.copied()
+    documents = encoder.encode([row for _, row in batch if isinstance(row, Record)], bad)
+    if len(bad) > 1:
+        order = {row.place: number for number, (_, row) in enumerate(batch)}
+        bad.sort(key=lambda row: order[row.place])
+    return documents, bad, encoder.counts
+
+
+def concatenated(documents: Sequence[Encoded]) -> tuple[np.ndarray, np.ndarray | None]:
+    """The ids (n,) int32 of all, and which of them are trained (n,) bool; None: all."""
+    ids = np.concatenate([document.ids for document in documents]) if documents else np.zeros(0, np.int32)
+    if all(document.trained is None for document in documents):
+        return ids, None
+    return ids, np.concatenate([np.ones(len(d.ids), bool) if d.trained is None else d.trained for d in documents])
 
 
 def _characters(value: Any) -> int:
@@ -173,17 +178,17 @@ def _characters(value: Any) -> int:
     return 1
 
 
-def tokenized(work: Work[B, R], position: Position = START) -> Generator[R, None, None]:
-    """The tokens of all batches of `work` from `position`, in order; closing the iterator ends its threads.
+def tokenized(work: Work[B, R], position: Position = START) -> Generator[tuple[Position, R], None, None]:
+    """The tokens of each batch of `work` after `position`, as a stream has them; closing it ends its threads.
 
     Raises what reading or encoding raises, in the place of the batch where it happened.
     """
     pool = ThreadPoolExecutor(_at_once(), "llmq-tokenize")
-    results = (pool.submit(work.encode, batch) for batch in work.batches(position))
+    results = ((after, pool.submit(work.encode, batch)) for after, batch in work.read(position))
     try:
         with closing(ReadAhead(results, READ_AHEAD)) as ahead:
-            for result in ahead:
-                yield result.result()
+            for after, result in ahead:
+                yield after, result.result()
     finally:
         pool.shutdown(cancel_futures=True)
 

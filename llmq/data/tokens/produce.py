@@ -143,11 +143,11 @@ class _Filling:
         done = self.done
         try:
             with closing(tokenized(self.stream.work, done.position)) as batches:
-                for tokens in batches:
+                for position, tokens in batches:
                     for row in tokens.bad:
                         bad.add(row)
                     has_room = self._append(tokens)
-                    done.position, done.skipped = tokens.position, max(done.skipped - len(tokens.ids), 0)
+                    done.position, done.skipped = position, max(done.skipped - len(tokens.ids), 0)
                     done.rows.add(tokens.counts)
                     done.num_bytes += tokens.num_bytes
                     done.bad += len(tokens.bad)

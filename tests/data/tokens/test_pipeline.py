@@ -9,7 +9,7 @@ import sys
 import sysconfig
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -32,7 +32,7 @@ from llmq.errors import DataError
 ROOT = Path(__file__).parents[3]
 
 
-def joined(found: list[TokenBatch]) -> tuple[list[int], list[int]]:
+def joined(found: Iterable[TokenBatch]) -> tuple[list[int], list[int]]:
     """All ids, and where documents end in them."""
     ids: list[int] = []
     stops: list[int] = []
@@ -56,14 +56,14 @@ def test_text_begins_and_ends_once_and_continues_after_any_batch(tmp_path: Path,
     for number, text in enumerate(texts):
         (tmp_path / f"{number}.txt").write_text(text)
     work = TextWork(open_documents(sorted(tmp_path.glob("*.txt"))), tokenizer)
-    found = list(tokenized(work))
+    positions, found = zip(*tokenized(work), strict=True)
     ids, stops = joined(found)
     wholes = [[begin] * begins + made.encode(text, add_special_tokens=False).ids + [eos] for text in texts]
     assert ids == [number for whole in wholes for number in whole]
     assert stops == np.cumsum([len(whole) for whole in wholes]).tolist()
     assert len(found) > 5 and sum(tokens.num_bytes for tokens in found) == sum(len(text.encode()) for text in texts)
-    for count, tokens in enumerate(found, 1):
-        rest, _ = joined(list(tokenized(work, tokens.position)))
+    for count, position in enumerate(positions, 1):
+        rest, _ = joined(tokens for _, tokens in tokenized(work, position))
         assert rest == ids[sum(len(before.ids) for before in found[:count]) :]
 
 
@@ -83,14 +83,14 @@ def row_work(folder: Path, tokenizer: Path, count: int, bad: tuple[int, ...] = (
 def test_rows_keep_their_order_and_bad_ones_their_place(tmp_path: Path, monkeypatch, small_tokenizer: Path) -> None:
     monkeypatch.setattr(pipeline, "BATCH_ROWS", 8)
     work = row_work(tmp_path, small_tokenizer, 100, bad=(7, 20, 21, 22, 99))
-    found = list(tokenized(work))
+    found = [tokens for _, tokens in tokenized(work)]
     assert [row.place.rsplit(":", 1)[1] for tokens in found for row in tokens.bad] == ["8", "21", "22", "23", "100"]
     assert sum(tokens.counts.rows for tokens in found) == 95 and len(joined(found)[1]) == 95
     whole = row_work(tmp_path, small_tokenizer, 100)
     records = [row for _, row in whole.rows.read() if isinstance(row, Record)]
     monkeypatch.setattr(pipeline, "BATCH_ROWS", 1000)
     alone = [np.concatenate([d.ids for d in whole.encoder.encode([record])]) for record in records]
-    (once,) = tokenized(whole)
+    ((_, once),) = tokenized(whole)
     np.testing.assert_array_equal(once.ids, np.concatenate(alone))
     assert once.trained is not None and 0 < once.trained.sum() < len(once.ids)
 
@@ -116,14 +116,14 @@ class Slow:
     count: int
     fail_read: int = -1
     fail_encode: int = -1
-    read: int = 0
+    begun: int = 0
 
-    def batches(self, position: Position = ()) -> Iterator[int]:
+    def read(self, position: Position = ()) -> Iterator[tuple[Position, int]]:
         for number in range(self.count):
             if number == self.fail_read:
                 raise DataError("read")
-            self.read = number + 1
-            yield number
+            self.begun = number + 1
+            yield (number + 1,), number
 
     def encode(self, batch: int) -> int:
         time.sleep(0.003 * (batch % 3))
@@ -137,10 +137,10 @@ def workers() -> list[threading.Thread]:
 
 
 def test_batches_come_in_order_and_errors_in_their_place() -> None:
-    assert list(tokenized(Slow(40))) == list(range(40))
+    assert list(tokenized(Slow(40))) == [((n + 1,), n) for n in range(40)]
     for work, says in ((Slow(40, fail_read=9), "read"), (Slow(40, fail_encode=9), "encode")):
         batches = tokenized(work)
-        assert [next(batches) for _ in range(9)] == list(range(9))
+        assert [next(batches)[1] for _ in range(9)] == list(range(9))
         with pytest.raises(DataError, match=says):
             next(batches)
     assert not workers()
@@ -149,9 +149,9 @@ def test_batches_come_in_order_and_errors_in_their_place() -> None:
 def test_little_is_read_ahead_and_threads_end_with_the_iterator() -> None:
     work = Slow(10_000)
     batches = tokenized(work)
-    assert next(batches) == 0
+    assert next(batches)[1] == 0
     time.sleep(0.1)
-    assert work.read <= 2 + pipeline.READ_AHEAD + pipeline.AT_ONCE and workers()
+    assert work.begun <= 2 + pipeline.READ_AHEAD + pipeline.AT_ONCE and workers()
     batches.close()
     assert not workers()
 
