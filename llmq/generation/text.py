@@ -108,7 +108,10 @@ class Writer:
 
     def __init__(self, settings: Settings, *, reads_text: bool = True) -> None:
         self.settings, self.course = settings, Pace()
-        self._source = find_source(settings.model, revision=settings.revision, from_scratch=settings.from_scratch)
+        found: list[str] = []
+        self._source = find_source(
+            settings.model, revision=settings.revision, from_scratch=settings.from_scratch, say=found.append
+        )
         self._adapter: StoredAdapter | None = None
         if settings.adapter is not None:
             self._adapter = open_adapter(Path(settings.adapter), self._source.config)
@@ -117,7 +120,7 @@ class Writer:
         base = self._adapter and self._adapter.check_base(self._source, settings.sampling.seed)
         held = f"The weights of the layers are held in {self._held}" if self._held.is_quantized else None
         self._device = hardware.pick(settings.device)
-        self.notes = [text for text in (self._device.note, base, held) if text]  # what the user should know
+        self.notes = [*found, *(text for text in (self._device.note, base, held) if text)]  # what the user should know
         own = self._source.preset_tokenizer if reads_text or settings.stop else None
         named = settings.tokenizer or self._source.tokenizer_folder or own
         tokenizer = None if named is None else TextTokenizer.open(str(named))

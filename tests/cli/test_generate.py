@@ -2,6 +2,7 @@
 
 import io
 import json
+import shutil
 from dataclasses import replace
 
 import ml_dtypes
@@ -222,6 +223,13 @@ def test_the_function_answers_as_the_command(run, model):
     assert (row["logprobs"], row["finish_reason"]) == (list(answer.logprobs), answer.finish_reason)
     (silent,) = llmq.generate(str(model), ["Aye"], device="cpu", max_tokens=8, logprobs=False)
     assert silent == replace(answer, logprobs=())
+
+
+def test_a_folder_that_hides_a_preset_is_noticed(run, model, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    shutil.copytree(model, "qwen2.5-0.5b")
+    with pytest.warns(UserWarning, match="qwen2.5-0.5b is the folder .*, not the preset of that name"):
+        llmq.generate("qwen2.5-0.5b", "Aye", device="cpu", max_tokens=1)
 
 
 def test_the_function_takes_chats_samples_and_stop_texts(run, model):
