@@ -147,16 +147,19 @@ def joined(options: Options) -> Iterator[Ranks]:
             f"{asked} needs several processes, and llmq.train() trains in this one alone: the command llmq-train "
             "starts them, as do llmq-launch, torchrun, srun and mpirun"
         )
-    can_restart = place is not None and place.kind in RESTARTING
-    if place is None or place.size == 1:
-        yield Ranks(can_restart=can_restart)
+    if place is None:
+        yield Ranks()
+        return
+    about: dict[str, Any] = {"start": place.start, "again": place.again, "can_restart": place.kind in RESTARTING}
+    if place.size == 1:
+        yield Ranks(**about)
         return
     patience = watchdog_s(os.environ)
     picked = replace(device.pick_device(options.system), num_sharing=place.local_size or 1)
     where = device.use(picked, partial(gpu_index, place))
     world = join_world(place, where, sharding.copying(options.sharding))
     said = "; ".join(filter(None, (place.in_words, copied_in_words(world))))
-    ranks = Ranks(world, said, where, start=place.start, again=place.again, can_restart=can_restart)
+    ranks = Ranks(world, said, where, **about)
     try:
         with ranks.watched(Path(options.to_flat()["log_file"]).parent, patience):
             ranks.check_same(options)

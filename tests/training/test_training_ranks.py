@@ -11,13 +11,14 @@ from tiny_runs import weights_of
 
 import llmq
 from llmq.comm.in_process import run_ranks
+from llmq.comm.launch import Place
 from llmq.errors import StorageError, UsageError
 from llmq.files.checkpoint import load
 from llmq.files.manifest import found
 from llmq.options.parse import Options
 from llmq.report.read import read_log
 from llmq.training import loop
-from llmq.training.ranks import Ranks
+from llmq.training.ranks import Ranks, joined
 
 STEPS = 6
 
@@ -191,6 +192,15 @@ def test_a_rank_with_other_options_is_refused_by_all(given, changes, said):
 
     run_ranks(3, work)
     assert sorted(refused) == [0, 1, 2]
+
+
+def test_a_single_rank_knows_what_started_it(monkeypatch):
+    start = ("llmq-launch", "--procs=1", "--")
+    place = Place(0, 1, 0, 1, "127.0.0.1", 7, "token", "llmq-launch", "", start=start, again=True)
+    for name, value in place.environ().items():
+        monkeypatch.setenv(name, value)
+    with joined(Options.parse({"model": "m", "train_file": "t.bin"})) as ranks:
+        assert (ranks.size, ranks.start, ranks.again, ranks.can_restart) == (1, start, True, True)
 
 
 @pytest.mark.parametrize("size", [1, 2])
