@@ -20,8 +20,10 @@ as a whole, so that a token can straddle the border.
 
 from __future__ import annotations
 
+from bisect import bisect_left, bisect_right
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from operator import itemgetter
 
 import numpy as np
 import tokenizers
@@ -29,6 +31,8 @@ import tokenizers
 from llmq.data.chat.formats import ROLES, Chat
 from llmq.data.chat.template import ChatTemplate, RenderError, Rendering
 from llmq.errors import UsageError
+
+_START, _STOP = itemgetter(0), itemgetter(1)  # of a token's place in the text
 
 
 @dataclass(frozen=True)
@@ -301,10 +305,11 @@ def _common(one: str, other: str) -> int:
 
 def trained_tokens(encoding: tokenizers.Encoding, spans: Sequence[tuple[int, int]]) -> np.ndarray:
     """(n,) bool: the tokens that hold a character of `spans`, of those of the text that was encoded."""
-    offsets = np.array(encoding.offsets, np.int64).reshape(-1, 2)
+    # Looked up in the list, as both ends of tokens ascend: an array of it takes longer than all else that masks need.
+    offsets = encoding.offsets
     trained = np.zeros(len(offsets), bool)
     for start, stop in spans:
-        trained |= (offsets[:, 0] < stop) & (offsets[:, 1] > start)
+        trained[bisect_right(offsets, start, key=_STOP) : bisect_left(offsets, stop, key=_START)] = True
     return trained
 
 
@@ -313,7 +318,6 @@ def turn_ends(encoding: tokenizers.Encoding, turns: Sequence[tuple[int, int]]) -
 
     The second is at least the first, which a token can straddle.
     """
-    offsets = np.array(encoding.offsets, np.int64).reshape(-1, 2)
-    stops = np.searchsorted(offsets[:, 0], [stop for stop, _ in turns], "left").tolist()
-    ends = np.searchsorted(offsets[:, 1], [end for _, end in turns], "right").tolist()
-    return [(stop, max(stop, end)) for stop, end in zip(stops, ends, strict=True)]
+    offsets = encoding.offsets
+    counts = [(bisect_left(offsets, stop, key=_START), bisect_right(offsets, end, key=_STOP)) for stop, end in turns]
+    return [(stop, max(stop, end)) for stop, end in counts]
