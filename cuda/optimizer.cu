@@ -23,6 +23,7 @@
 #include "constants"
 #include "forms.cuh"
 #include "random.cuh"
+#include "update.cuh"
 
 constexpr int LANES = TILE_LANES<N>, SLOTS = TILE_SLOTS<N>, SPAN = LANES * N, ACROSS = (C + SPAN - 1) / SPAN;
 constexpr int ROWS = tile_rows(64), PITCH = pair_pitch(SPAN);
@@ -30,21 +31,6 @@ constexpr bool IN_BLOCKS = IS_CODED<M> || IS_CODED<V> || IS_CODED<MASTER>;
 static_assert(!IN_BLOCKS || SPAN % BLOCK == 0, "a block lies in one row of lanes");
 static_assert(!IS_CODED<MASTER> || FORMS == 0, "copies of a weight in 8 bits are made of it");
 static_assert(N == 4 || N == 8, "a Philox block makes the bits of 4 elements' moments, or of 8 elements' masters");
-
-// x up or down by 16 random bits, to be cut off at bf16; infinities and NaN pass (the NaN of the GPU is 0x7fffffff)
-__device__ __forceinline__ float raised(float x, u32 bits) {
-    return x == x ? __uint_as_float(__float_as_uint(x) + bits) : x;
-}
-
-// the upper halves of v: bf16 numbers, of which the lower halves have to be cut off
-__device__ __forceinline__ void store_cut(bf16* to, const float (&v)[N]) {
-    Pack<bf16, N> pack;
-#pragma unroll
-    for (int i = 0; i < N / 2; i++)
-        pack.at[i] = __byte_perm(__float_as_uint(v[2 * i]), __float_as_uint(v[2 * i + 1]), 0x7632);
-    pack.store(to);
-}
-__device__ __forceinline__ void store_cut(float* to, const float (&v)[N]) { store(to, v); }
 
 // 1 - beta^step in f64, then rounded
 __device__ __forceinline__ float bias(double beta, int step) {
@@ -103,49 +89,6 @@ struct State {
     Moment<V, N> v;
     Pack<G, N> grad;
 };
-
-template <typename S>
-__device__ __forceinline__ void store_plain(S* to, i64 at, const float (&x)[N]) {
-    if constexpr (!IS_CODED<S>) {
-        if (to) store_cut(to + at, x);
-    }
-}
-
-// A state as stored, by the random bits of its N numbers. ROOT: codes stand for the root, as of v; POWERS: scales are
-// powers of two.
-template <bool ROOT, bool POWERS, typename S>
-__device__ __forceinline__ void store_moment(S* to, float* scales, i64 at, i64 block, const float (&x)[N],
-                                             const u32 (&random)[N], bool in, bool is_first) {
-    if constexpr (IS_CODED<S>) {
-        float size[N], most = 0;
-#pragma unroll
-        for (int i = 0; i < N; i++) {
-            size[i] = ROOT ? sqrtf(x[i]) : x[i];
-            most = fmaxf(most, fabsf(size[i]));
-        }
-        float scale = scale_of(block_amax<N>(most), Codes<S>::LIMIT, 1.0f);
-        if (POWERS) scale = power_above(scale);
-        float inverse = 1.0f / scale;
-        u32 words[N / 4] = {};
-#pragma unroll
-        for (int i = 0; i < N; i++) {
-            u32 code;
-            if constexpr (ROOT)
-                code = coded_root<S>(size[i], inverse, random[i], x[i] > 0);
-            else
-                code = Codes<S>::coded(x[i], inverse, random[i]);
-            words[i / 4] |= code << i % 4 * 8;
-        }
-        if (!to || !in) return;
-        store_words(to + at, words);
-        if (is_first) scales[block] = scale;
-    } else {
-        float raised_up[N];
-#pragma unroll
-        for (int i = 0; i < N; i++) raised_up[i] = sizeof(S) == 2 ? raised(x[i], random[i]) : x[i];
-        if (in) store_plain(to, at, raised_up);
-    }
-}
 
 // Element i has the random bits of element origin + i, a multiple of 8. The weight has `tall` rows, of which these are some.
 // new_* may be the memory of master, m and v; a null one is not wanted. b and c are beta and 1 - beta, decay weight_decay.

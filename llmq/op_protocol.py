@@ -362,6 +362,30 @@ class Ops:
     ) -> None:
         """new_scale (N,), new_history (H,N), new_amax (N,) <- scale, amax, limits (N,), history (H,N), apply (1,)."""
 
+    def sgd(
+        self,
+        new_master: Ref | None,
+        new_m: Ref | None,
+        weight: Ref | None,
+        /,
+        master: Ref,
+        m: Ref | None,
+        grad: Ref,
+        scale: Ref,
+        apply: Ref,
+        learning_rate: Ref,
+        step: Ref,
+        *,
+        momentum: float,
+        nesterov: bool,
+        weight_decay: float,
+        seed: int,
+        stream: int,
+        first: int = 0,
+        rate: float = 1.0,
+    ) -> None:
+        """new_master, new_m, weight <- master, m, grad (one shape; no m without momentum); the other four are (1,)."""
+
     def sum_pieces(self, out: Ref | None, /, own: Ref, pieces: Ref | None, *, rank: int) -> None:
         """out (n,K) <- own (n,K), pieces (R-1,m,K) or None: f32 sum of n rows of each, own in place `rank`."""
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 
@@ -458,6 +458,13 @@ def adamw(s: Sizes, rng: np.random.Generator) -> Case:
     numbers["rate"] = 1.3
     stat = frozenset({"scale", "apply", "learning_rate"})
     return Case("", dict.fromkeys(("new_master", "new_m", "new_v", "weight"), shape), inputs, numbers, stat)
+
+
+def sgd(s: Sizes, rng: np.random.Generator) -> Case:
+    case = adamw(s, rng)
+    del case.inputs["v"], case.outputs["new_v"]
+    numbers = {name: case.numbers[name] for name in ("weight_decay", "seed", "stream", "rate")}
+    return replace(case, numbers={"momentum": 0.9, "nesterov": True, **numbers})
 
 
 def cast(s: Sizes, rng: np.random.Generator) -> Case:

@@ -39,6 +39,7 @@ EXACT = {
     "loss_sum",
     "sample",
     "scale_update",
+    "sgd",
 }
 EXACT |= {
     "apply_if_finite",

@@ -46,6 +46,7 @@ REGISTERS = {
     "count": 16,
     "add": 40,
     "adamw": 128,
+    "sgd": 96,
     "apply_if_finite": 32,
     "attend": 128,
     "absmax_mean": 40,
@@ -368,19 +369,26 @@ def model_launches(noted: Launches, b: int, t: int, c: int, hq: int, hkv: int, h
                     ops.cast(out((2 * f, c), dtype, *copies), noted.tensor((2 * f, c), dtype, held))
             ops.cast(out((2 * f, c), dtype, OWN["tilewise"][1]), noted.tensor((2 * f, c), dtype, OWN["tilewise"][0]))
             ops.cast(out((2 * f, c), "bf16", *forms), noted.tensor((2 * f, c), "fp32"))
+            descent = {"momentum": 0.9, "nesterov": False, "weight_decay": 0.1, "seed": 1, "stream": 2}
             update = {"beta_1": 0.9, "beta_2": 0.95, "epsilon": 1e-8, "weight_decay": 0.1, "seed": 1, "stream": 2}
             for master in ("bf16", "fp32"):
                 state = [noted.tensor((2 * f, c), kind) for kind in (master, dtype, "bf16", dtype)]
                 written = [out((2 * f, c), kind, None) for kind in (master, dtype, "bf16")]
                 weight = out((2 * f, c), dtype, *forms)
                 ops.adamw(*written, weight, *state, cell, cell, cell, count, **update)
+                plain = (*written[:2], weight), (*state[:2], state[3], cell, cell, cell, count)
+                ops.sgd(*plain[0], *plain[1], **descent)
+                ops.sgd(*plain[0], *plain[1], **{**descent, "nesterov": True})
+                ops.sgd(written[0], out((2 * f, c), dtype), weight, state[0], None, *plain[1][2:], **descent)
                 for kind, forms_of_v in (("e4m3", V.form("int8")), ("int8", V.form("e4m3"))):
                     state[1:3] = (noted.tensor((2 * f, c), "fp32", x) for x in (M.form(kind), forms_of_v))
                     written[1:] = (Output("y", x.shape, "fp32", (x,)) for x in state[1:3])
                     ops.adamw(*written, weight, *state, cell, cell, cell, count, **update)
+                    ops.sgd(*written[:2], weight, *state[:2], state[3], cell, cell, cell, count, **descent)
                     held = noted.tensor((2 * f, c), dtype, MASTER_FORM)
                     alone = (Output("y", held.shape, dtype, (held,)), *written[1:], out((2 * f, c), dtype))
                     ops.adamw(*alone, held, *state[1:], cell, cell, cell, count, **update)
+                    ops.sgd(*alone[:2], alone[3], held, *state[1:2], state[3], cell, cell, cell, count, **descent)
 
 
 QWEN_0_5B = {"b": 32, "t": 1024, "c": 896, "hq": 14, "hkv": 2, "hd": 64, "f": 4864, "v": 151936}

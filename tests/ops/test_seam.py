@@ -45,6 +45,7 @@ def test_the_facts_that_others_look_up():
         "adamw": {"weight": "new_master"},
         "cast": {"out": "x"},
         "quantize": {"out": "x"},
+        "sgd": {"weight": "new_master"},
     }
 
 

@@ -1,8 +1,9 @@
-"""The update on the GPU; see cuda/optimizer.cu and cuda/sum_squares.cu."""
+"""The update on the GPU; see cuda/optimizer.cu, cuda/sgd.cu and cuda/sum_squares.cu."""
 
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 from typing import Any
 
 import numpy as np
@@ -137,20 +138,75 @@ def adamw(
 
     Bit for bit what the reference computes; new_* may be the memory of master, m and v.
     """
+    states = {"MASTER": (new_master, master), "M": (new_m, m), "V": (new_v, v)}
+    betas = tuple(np.float32(number) for beta in (beta_1, beta_2) for number in (beta, 1 - beta))
+    numbers = (np.float64(beta_1), np.float64(beta_2), *betas, np.float32(epsilon), np.float64(weight_decay))
+    cells = (scale, apply, learning_rate, step)
+    _update("optimizer", "adamw", states, weight, grad, cells, (*numbers, np.float64(rate)), (seed, stream, first), {})
+
+
+def sgd(
+    new_master: Output,
+    new_m: Output,
+    weight: Output,
+    /,
+    master: Tensor,
+    m: Tensor | None,
+    grad: Tensor,
+    scale: Tensor,
+    apply: Tensor,
+    learning_rate: Tensor,
+    step: Tensor,
+    *,
+    momentum: float,
+    nesterov: bool,
+    weight_decay: float,
+    seed: int,
+    stream: int,
+    first: int = 0,
+    rate: float = 1.0,
+) -> None:
+    """new_master, new_m, weight <- master, m, grad (one shape); scale, apply, learning_rate, step cells (1,).
+
+    Bit for bit what the reference computes; new_* may be the memory of master and m.
+    """
+    states = {"MASTER": (new_master, master), "M": (new_m, m)}
+    numbers = (np.float32(momentum), np.float32(weight_decay), np.float64(rate))
+    cells = (scale, apply, learning_rate, step)
+    constants: Constants = {"MOMENTUM": int(m is not None), "NESTEROV": int(nesterov)}
+    _update("sgd", "sgd", states, weight, grad, cells, numbers, (seed, stream, first), constants)
+
+
+def _update(
+    source: str,
+    entry: str,
+    states: Mapping[str, tuple[Output, Tensor | None]],
+    weight: Output,
+    grad: Tensor,
+    cells: tuple[Tensor, ...],
+    numbers: tuple[np.generic, ...],
+    address: tuple[int, int, int],
+    more: Constants,
+) -> None:
+    """Launches a rule's kernel on states by the names of their types, each with what it becomes; absent ones are null.
+
+    `address` of the random bits: seed, stream, first element.
+    """
+    (seed, stream, first), (_, master) = address, states["MASTER"]
+    assert master is not None
+    held = [old for _, old in states.values() if old is not None]
     wanted, outputs = forms(weight, may_be_cut=True)
-    types = {"MASTER": _held_type(master), "M": _held_type(m), "V": _held_type(v), "G": type_of(grad)}
+    types = {name: "float" if old is None else _held_type(old) for name, (_, old) in states.items()}
+    types["G"] = type_of(grad)
     types["T"] = type_of(weight) if weight.wanted or master.form is not None else types["MASTER"]
     bits, count, columns = int(wanted["FORMS"]), math.prod(master.shape), master.shape[-1]
     assert first % 8 == 0, f"{master.name}: a share that begins at element {first} cuts random bits in two"
-    is_coded = any(state.form is not None for state in (master, m, v))
+    is_coded = any(state.form is not None for state in held)
     tiled = _is_tiled(columns, has_columns=bool(bits & COL), is_coded=is_coded)
     number = access(columns if tiled else count, *types.values())
-    written = (*_held(new_master), *_held(new_m), *_held(new_v), *outputs)
-    states = (pointer(master), _scale(master), pointer(m), _scale(m), pointer(v), _scale(v), pointer(grad))
-    read = (*states, *(pointer(x) for x in (scale, apply, learning_rate, step)))
-    betas = tuple(np.float32(number) for beta in (beta_1, beta_2) for number in (beta, 1 - beta))
-    numbers = (np.float64(beta_1), np.float64(beta_2), *betas, np.float32(epsilon), np.float64(weight_decay))
-    numbers = (*numbers, np.float64(rate))
+    written = (*(x for new, old in states.values() for x in ((0, 0) if old is None else _held(new))), *outputs)
+    given = (x for _, old in states.values() for x in ((0, 0) if old is None else (pointer(old), _scale(old))))
+    read = (*given, pointer(grad), *map(pointer, cells))
     key = (np.uint32(seed & WORD), np.uint32((stream ^ (seed >> 32)) & WORD))
     # blocks to a multiprocessor that registers leave room for
     resident = (2 if bits or is_coded else 3) if number == 8 else 3 if bits & COL or is_coded else 4
@@ -159,15 +215,9 @@ def adamw(
     else:
         columns = TILE_LANES * number
         blocks = min(multiprocessors() * resident, -(-count // (TILE_THREADS * number)))
-    constants = {**types, "C": columns, "N": number, "TILED": int(tiled), "RESIDENT": resident, **wanted}
-    launch(
-        "optimizer",
-        "adamw",
-        blocks,
-        TILE_THREADS,
-        (*written, *read, *numbers, *key, np.int64(count), np.int64(first), np.int64(height(weight))),
-        constants,
-    )
+    constants = {**types, "C": columns, "N": number, "TILED": int(tiled), "RESIDENT": resident, **wanted, **more}
+    arguments = (*written, *read, *numbers, *key, np.int64(count), np.int64(first), np.int64(height(weight)))
+    launch(source, entry, blocks, TILE_THREADS, arguments, constants)
 
 
 def _is_tiled(columns: int, *, has_columns: bool, is_coded: bool) -> bool:
@@ -211,4 +261,5 @@ KERNELS = (
     Kernel(last_norm_scale),
     Kernel(apply_if_finite),
     Kernel(adamw, refuse=_refuse_update),
+    Kernel(sgd, refuse=_refuse_update),
 )

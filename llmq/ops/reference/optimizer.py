@@ -1,4 +1,4 @@
-"""The update: sums of squares of gradients, the global norm with clipping, and AdamW (Loshchilov and Hutter, 2019).
+"""The update: sums of squares of gradients, the global norm with clipping, AdamW (Loshchilov and Hutter, 2019) and SGD.
 
 Gradients arrive as sums over tokens; one number, `scale`, makes them the clipped gradient of the mean loss. `apply` is
 0 when the step is not finite: then nothing is written, and the host need not look before the next step.
@@ -148,13 +148,73 @@ def adamw(
         updated = master.chunk(start, rows).read() * (1 - lr * weight_decay) - lr * update
         _write(new_m.chunk(start, rows), first_moment, M, *address)
         _write(new_v.chunk(start, rows), second_moment, V, *address)
-        if master.form is None:
-            updated = _stored(updated, new_master.dtype, MASTER, *address)
-            weight.chunk(start, rows).write(updated)
-            new_master.chunk(start, rows).write(updated)
-        else:
-            assert not weight.wanted, f"{weight.name}: copies of a weight in {master.form} are made of it"
-            _write(new_master.chunk(start, rows), updated, MASTER, *address)
+        _write_master(new_master, weight, master, updated, (start, rows), *address)
+
+
+@op(
+    family="optimizer",
+    for_each_row=True,
+    forms={"weight"},
+    held={"new_master", "new_m"},
+    cast_from={"weight": "new_master"},
+)
+def sgd(
+    new_master: Output,
+    new_m: Output,
+    weight: Output,
+    /,
+    master: Tensor,
+    m: Tensor | None,
+    grad: Tensor,
+    scale: Tensor,
+    apply: Tensor,
+    learning_rate: Tensor,
+    step: Tensor,
+    *,
+    momentum: float,
+    nesterov: bool,
+    weight_decay: float,
+    seed: int,
+    stream: int,
+    first: int = 0,
+    rate: float = 1.0,
+) -> None:
+    """new_master, new_m, weight <- master, m, grad (one shape; no m without momentum); the other four are (1,).
+
+    As torch.optim.SGD without dampening, whose weight decay is part of the gradient: g = grad * scale + weight_decay
+    master, m = momentum m + g, and with lr = learning_rate * rate, master = master - lr (g + momentum m) with nesterov,
+    else master - lr m; without m that is master - lr g. Storage, rounding, shares and `apply` are as of `adamw`.
+    """
+    if apply.read()[0] == 0:
+        return
+    lr = float(learning_rate.read()[0]) * rate
+    for start, rows in slices(master.shape):
+        address = (seed, int(step.read()[0]), stream, first + start * master.shape[-1])
+        value = master.chunk(start, rows).read()
+        update = grad.chunk(start, rows).read() * scale.read() + weight_decay * value
+        if m is not None:
+            buffer = momentum * m.chunk(start, rows).read() + update
+            update = update + momentum * buffer if nesterov else buffer
+            _write(new_m.chunk(start, rows), buffer, M, *address)
+        _write_master(new_master, weight, master, value - lr * update, (start, rows), *address)
+
+
+def _write_master(
+    new_master: Output,
+    weight: Output,
+    master: Tensor,
+    updated: np.ndarray,
+    piece: tuple[int, int],
+    *address: int,
+) -> None:
+    """Rows (start, count) of a master and the copies of its weight, or of one that is held in 8 bits alone."""
+    if master.form is None:
+        updated = _stored(updated, new_master.dtype, MASTER, *address)
+        weight.chunk(*piece).write(updated)
+        new_master.chunk(*piece).write(updated)
+    else:
+        assert not weight.wanted, f"{weight.name}: copies of a weight in {master.form} are made of it"
+        _write(new_master.chunk(*piece), updated, MASTER, *address)
 
 
 def _read_v(v: Tensor) -> np.ndarray:
