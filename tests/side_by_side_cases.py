@@ -29,7 +29,7 @@ UNSET = """
     memcpy_all_gather memcpy_send_recv debug_memory memory_limit host_memory_limit fit_may
     lora_rank lora_alpha lora_dropout lora_targets lora_bias lora_init adapter adapters base_dtype train_only
     lora_rank_pattern lora_alpha_pattern lora_plus_ratio train_also ia3 eva_rho lora_budget lisa lisa_interval
-    prompt_tuning prompt_init prompt_init_text prefix_tuning
+    momentum prompt_tuning prompt_init prompt_init_text prefix_tuning
     lora_rank_pattern lora_alpha_pattern lora_plus_ratio train_also ia3 adalora_target_rank adalora_warmup adalora_final
     adalora_interval adalora_beta1 adalora_beta2 adalora_orth_reg
 """
@@ -37,7 +37,7 @@ OFF = """
     from_scratch init_proj_to_zero fp8_fallback recompute_swiglu recompute_norm recompute_ffn recompute_qkv
     recompute_att recompute_block offload_residual offload_master offload_opt_m offload_opt_v offload_optimizer
     offload_gradients offload_quants use_zero_copy write_combined stream_weights fused_update fit
-    export_anyway dry_run shard_gradients shard_weights all_to_all_reduce rslora dora adalora merge
+    export_anyway dry_run shard_gradients shard_weights all_to_all_reduce rslora dora adalora merge nesterov
 """
 SPELLED: dict[str, Any] = {
     **dict.fromkeys(UNSET.split()),
@@ -59,6 +59,7 @@ SPELLED: dict[str, Any] = {
     "warmup": 1,
     "cooldown": 0,
     "final_lr_fraction": 0.1,
+    "optimizer": "adamw",
     "beta_1": 0.9,
     "beta_2": 0.95,
     "adam_epsilon": 1e-8,

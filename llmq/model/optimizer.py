@@ -11,7 +11,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from llmq.optimizers import adamw
+from llmq.optimizers import RULES, adamw
 from llmq.optimizers.rule import MASTER, Rule
 from llmq.row import Row
 from llmq.tensor import Ref, num_norm_tiles
@@ -32,7 +32,7 @@ class Hyperparameters:
 
 def resolve(options: OptimizerOptions) -> Hyperparameters:
     """The options as the engine's constants."""
-    rule = adamw.AdamW(options.beta_1, options.beta_2, options.adam_epsilon, options.weight_decay)
+    rule = RULES[options.optimizer](options.model_dump())
     return Hyperparameters(rule, options.grad_clip, options.grad_clip > 0 and options.clip_by == "last")
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -19,6 +20,15 @@ class AdamW:
     beta_2: float = 0.95
     epsilon: float = 1e-8
     weight_decay: float = 0.1
+
+    @classmethod
+    def of(cls, options: Mapping[str, Any]) -> AdamW:
+        """With the values of its options."""
+        return cls(options["beta_1"], options["beta_2"], options["adam_epsilon"], options["weight_decay"])
+
+    def identity(self) -> dict[str, Any]:
+        """Nothing: it is the optimizer of checkpoints that name none."""
+        return {}
 
     @property
     def states(self) -> tuple[StateKind, ...]:

@@ -50,6 +50,9 @@ class Rule(Protocol):
     def states(self) -> tuple[StateKind, ...]:
         """What it keeps beside the masters, in the order of its op."""
 
+    def identity(self) -> dict[str, Any]:
+        """What a checkpoint has in common with the run that continues it, by option; constants may change."""
+
     def update(self, ops: Any, state: State, weight: Ref | None, grad: Ref, step: tuple[Ref, ...], **row: Any) -> None:
         """One call: a piece of a row's state, and the copies of its weight, <- the state and its gradient.
 
@@ -61,6 +64,12 @@ class Rule(Protocol):
 def spaces(rule: Rule) -> tuple[str, ...]:
     """The spaces of all that is kept of a row, in the order of `State`."""
     return (MASTER, *(kind.name for kind in rule.states))
+
+
+def kept(rule: Rule) -> str:
+    """What an error says of a rule's states."""
+    names = " and ".join(f"{kind.name} ({kind.title})" for kind in rule.states)
+    return f"the optimizer keeps {names or 'nothing but the master weights'}"
 
 
 def narrower(rule: Rule, num_bytes: int) -> dict[str, str]:

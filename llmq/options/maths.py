@@ -3,7 +3,7 @@
 # No `from __future__ import annotations`: pydantic would compile every annotation from text, a tenth of --help's time.
 
 from collections.abc import Iterator
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
 from pydantic import BeforeValidator, Field
 
@@ -62,7 +62,8 @@ class PrecisionOptions(Section):
     )
     opt_m_dtype: Moment = option(
         "fp32",
-        "Dtype of Adam's first moment; all but fp32 round stochastically, those of 8 bits with a scale for each 128.",
+        "Dtype of Adam's first moment, or of SGD's momentum; all but fp32 round stochastically, those of 8 bits with a "
+        "scale for each 128.",
     )
     opt_v_dtype: Moment = option(
         "fp32", "Dtype of Adam's second moment, as of the first; in 8 bits it is held by its root."
@@ -126,10 +127,12 @@ class MemoryOptions(Section):
         False, "Keep the residual stream between blocks in host memory from the forward to the backward pass."
     )
     offload_master: bool = option(False, "Keep the master weights in host memory.")
-    offload_opt_m: bool = option(False, "Keep Adam's first moment in host memory.")
+    offload_opt_m: bool = option(False, "Keep Adam's first moment, or SGD's momentum, in host memory.")
     offload_opt_v: bool = option(False, "Keep Adam's second moment in host memory.")
     offload_optimizer: bool = option(
-        False, "Keep both moments in host memory, and the master weights where they are not the weights themselves."
+        False,
+        "Keep both moments, or SGD's momentum, in host memory, and the master weights where they are not the weights "
+        "themselves.",
     )
     offload_gradients: bool = option(False, "Keep the gradients of a step in host memory.")
     offload_quants: bool = option(
@@ -288,13 +291,42 @@ class ScheduleOptions(Section):
         )
 
 
+OF_RULE = {"adamw": ("beta_1", "beta_2", "adam_epsilon"), "sgd": ("momentum", "nesterov")}
+
+
+def _of_adamw(default: float, description: str, *aliases: str, **limits: Any) -> Any:
+    """An option that other optimizers lack."""
+    return option(
+        lambda data: default if data.get("optimizer") == "adamw" else None,
+        description,
+        *aliases,
+        shown=f"{default:g}",
+        **limits,
+    )
+
+
 class OptimizerOptions(Section):
     title = "Optimizer"
-    beta_1: Float = option(0.9, "AdamW: decay rate of the first moment.", "adam_beta1", ge=0, lt=1)
-    beta_2: Float = option(0.95, "AdamW: decay rate of the second moment.", "adam_beta2", ge=0, lt=1)
-    adam_epsilon: Float = option(1e-8, "AdamW: constant added to the root of the second moment.", gt=0)
+    optimizer: Literal["adamw", "sgd"] = option(
+        "adamw", "Rule by which gradients update the weights: AdamW, or SGD as in PyTorch."
+    )
+    beta_1: Float | None = _of_adamw(0.9, "AdamW: decay rate of the first moment.", "adam_beta1", ge=0, lt=1)
+    beta_2: Float | None = _of_adamw(0.95, "AdamW: decay rate of the second moment.", "adam_beta2", ge=0, lt=1)
+    adam_epsilon: Float | None = _of_adamw(1e-8, "AdamW: constant added to the root of the second moment.", gt=0)
+    momentum: Float | None = option(
+        lambda data: 0.0 if data.get("optimizer") == "sgd" else None,
+        "SGD: factor of the sum of past gradients in each new one; 0 keeps no such sum.",
+        shown="0 with sgd",
+        ge=0,
+        lt=1,
+    )
+    nesterov: bool = option(False, "SGD: look ahead along the momentum (Nesterov).")
     weight_decay: Float = option(
-        0.1, "AdamW: weight decay of matrices and embeddings; norms and biases have none.", ge=0
+        lambda data: 0.0 if data.get("optimizer") == "sgd" else 0.1,
+        "Weight decay of matrices and embeddings; norms and biases have none. AdamW shrinks weights by it; SGD adds it "
+        "to the gradient, as in PyTorch.",
+        shown="0.1, with sgd 0",
+        ge=0,
     )
     grad_clip: Float = option(
         1.0, "Clip the global norm of the gradient to this; 0 never clips.", "max_grad_norm", ge=0
@@ -302,6 +334,17 @@ class OptimizerOptions(Section):
     clip_by: Literal["this", "last"] = option(
         "this", "Step whose norm --grad-clip looks at: this one's, or that of the last one, which is known in backward."
     )
+
+    def contradictions(self) -> Iterator[str]:
+        for rule, keys in OF_RULE.items():
+            for key in keys if rule != self.optimizer else ():
+                if (value := getattr(self, key)) not in (None, False):
+                    yield (
+                        f"{written(key, value)} is for --optimizer {rule}, but --optimizer is {self.optimizer}: "
+                        f"leave it out, or use --optimizer {rule}"
+                    )
+        if self.nesterov and self.momentum == 0:
+            yield "--nesterov looks ahead along the momentum, which is 0: add --momentum 0.9, or leave it out"
 
 
 class RegularizationOptions(Section):

@@ -23,6 +23,6 @@ INSTEAD = {
     "fsdp": _SHARED,
     **dict.fromkeys(("deepspeed", "deepspeed_config"), f"{_SHARED}; --offload-optimizer keeps states in host memory"),
     **dict.fromkeys(("nodes", "nnodes"), "start llmq-launch --nnodes {value} on each machine"),
-    "optim": "leave it out, as there is only AdamW; --opt-m-dtype int8 --opt-v-dtype int8 keeps its states in 8 bits",
+    "optim": "use --optimizer adamw or sgd; --opt-m-dtype int8 --opt-v-dtype int8 keeps AdamW's states in 8 bits",
     "report_to": "leave it out; llmq-plot draws the log of a run, and llmq-export-wandb sends it to Weights & Biases",
 }

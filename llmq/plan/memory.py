@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Final
 
 from llmq.errors import UsageError
-from llmq.optimizers.rule import MASTER, Rule, offload_option, spaces
+from llmq.optimizers.rule import MASTER, Rule, kept, offload_option, spaces
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -131,6 +131,12 @@ def resolve(
                 "use --master-dtype fp32"
             )
         hosted.discard("offload_master")
+    kinds = set(map(offload_option, spaces(rule)))
+    idle = [flag for flag in HOSTED if flag in hosted - kinds and flag.startswith("offload_opt_")]
+    idle += ["offload_optimizer"] if options.offload_optimizer and not hosted & kinds else []
+    if idle:
+        flags_as_typed = ", ".join(f"--{flag.replace('_', '-')}" for flag in idle)
+        raise UsageError(f"{flags_as_typed} frees no memory, as {kept(rule)}: leave it out")
     tiles = 1 if tokens % options.seq_tiles else options.seq_tiles
     head = options.lmhead_chunks or max(fewest_chunks(tokens, logit_bytes, gpu_bytes), tiles)
     if tokens % head:

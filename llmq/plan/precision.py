@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 from llmq.errors import UsageError
 from llmq.model.config import ModelConfig
 from llmq.model.parameters import HEAD, linear_maps
+from llmq.optimizers.rule import Rule, dtype_flags, kept
 
 if TYPE_CHECKING:
     from llmq.options.maths import PrecisionOptions
@@ -108,6 +109,15 @@ class Watching:
 def watching(options: PrecisionOptions) -> Watching:
     """The options as numbers."""
     return Watching(options.log_fp8_every or 0, options.fp8_fallback)
+
+
+def refuse_unkept(options: PrecisionOptions, rule: Rule) -> None:
+    """UsageError for the dtype of a state that the optimizer does not keep."""
+    states = {kind.name for kind in rule.states}
+    dtypes = {"m": options.opt_m_dtype, "v": options.opt_v_dtype}
+    unkept = {name: dtype for name, dtype in dtypes.items() if name not in states and dtype != "fp32"}
+    if unkept:
+        raise UsageError(f"{dtype_flags(unkept)} is of no use, as {kept(rule)}: leave it out")
 
 
 def is_auto(options: PrecisionOptions) -> bool:

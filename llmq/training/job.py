@@ -177,6 +177,7 @@ class Job:
             **({"trained": self.options["train_only"]} if self.plan.spec.frozen and lisa is None else {}),
             **({} if lisa is None else {"lisa": [lisa.layers, lisa.interval]}),
             **self.plan.spec.adapters.must_match(),
+            **self.plan.spec.hyper.rule.identity(),
             **self.plan.spec.precision.identity(),
         }
 

@@ -46,6 +46,7 @@ class Facts:
         """What is to be planned, all options resolved."""
         b, t, micro_steps = step_of(options.data, self.size)
         hyper = optimizer.resolve(options.optimizer)
+        precision.refuse_unkept(options.precision, hyper.rule)
         limits = memory.resolve(
             options.memory,
             hyper.rule,

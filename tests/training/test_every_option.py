@@ -63,6 +63,7 @@ RUNS = {  # what the options are walked in
     "ranks": {},
     "ranks of fp8": {**FP8, "grad_accum_dtype": "fp32"},
     "ranks of lora": {"lora_rank": 2},
+    "sgd": {"optimizer": "sgd", "momentum": 0.9},
 }
 SLOW = tuple(RUNS)[1:9]  # the others are sweeps
 # fmt: off
@@ -80,8 +81,8 @@ VALUES = {  # unlike the default, and what the runs above have
     "train_only": "*.bias", "lisa": 2, "lisa_interval": 1, "bf16_layers": "layers.0", "fp8_layers": "layers.1",
     "log_fp8_every": 1, "fit_may": "states", "lmhead_chunks": 4, "seq_tiles": 2, "attn_bwd_chunks": 2,
     "zero_level": 3, "steps": 4, "epochs": 0.5, "learning_rate": 2e-2, "warmup": 2, "warmup_ratio": 0.5,
-    "cooldown": 2, "min_lr": 1e-3, "final_lr_fraction": 0.1, "beta_1": 0.5, "beta_2": 0.5, "adam_epsilon": 1e-3,
-    "weight_decay": 0.5, "grad_clip": 0.01, "z_loss": 1e-2, "neftune_alpha": 5.0, "name": "other",
+    "cooldown": 2, "min_lr": 1e-3, "final_lr_fraction": 0.1, "momentum": 0.5, "beta_1": 0.5, "beta_2": 0.5,
+    "adam_epsilon": 1e-3, "weight_decay": 0.5, "grad_clip": 0.01, "z_loss": 1e-2, "neftune_alpha": 5.0, "name": "other",
     "log_file": "runs/here.jsonl", "log_every": 3, "eval_every_n_steps": 1, "eval_num_steps": 2,
     "sample_prompts": "prompts.txt", "sample_tokens": 3, "verbosity": 1, "log_gpu_util": 1,
     "checkpoint_dir": "runs/there", "ckpt_interval": 1, "ckpt_keep_n": 1, "ckpt_major": 1, "continue": "newest",

@@ -1,0 +1,127 @@
+"""SGD: what it keeps, which moves, repeats and is shared out without a changed bit, and what it may be held in."""
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+import test_fused_update
+from ranks import CONFIG as RANKS_CONFIG
+from ranks import LEVELS, Run, rank_batch
+from test_eight_bits import whole_of
+from tiny_engines import BF16, FP32, FP64, batch, engine_of, plan_of, tiny, train_steps
+
+from llmq.backends.host import HostBackend
+from llmq.comm.in_process import run_ranks
+from llmq.engine.engine import Engine
+from llmq.model.optimizer import Hyperparameters
+from llmq.optimizers.sgd import Sgd
+from llmq.plan.memory import Memory
+from llmq.stores.sharding import Sharding
+
+CONFIG = tiny(vocab_size=300, intermediate_size=176)
+HYPER = Hyperparameters(Sgd(momentum=0.9, nesterov=True, weight_decay=0.1), grad_clip=0.5)
+PLAIN = Hyperparameters(Sgd())
+BYTES = {"fp32": 4, "bf16": 2}
+
+
+def momentum_bytes(plan, home="device"):
+    return plan.table(home)["Momentum"]
+
+
+def trained(plan):
+    engine = engine_of(plan)
+    return train_steps(engine), {name: array.tobytes() for name, array in engine.state()}
+
+
+def test_without_momentum_there_is_no_state_but_the_masters():
+    plan, kept = (plan_of(FP32, None, CONFIG, hyper) for hyper in (PLAIN, HYPER))
+    assert plan.moment_names == frozenset() and "Momentum" not in plan.table()
+    assert {ref.space for ref in plan.persistent.values()} == {ref.space for ref in kept.persistent.values()} - {"m"}
+    assert kept.total_bytes - plan.total_bytes == momentum_bytes(kept)
+
+
+@pytest.mark.parametrize("dtype", BYTES)
+def test_momentum_takes_its_dtype_for_each_number_and_nothing_else_is_kept(dtype):
+    plan = plan_of(replace(FP32, m=dtype), None, CONFIG, HYPER)
+    stored = [ref for ref in plan.persistent.values() if ref.space == "m"]
+    assert sum(np.prod(ref.shape) for ref in stored) == sum(np.prod(row.shape) for row in plan.rows)
+    assert {ref.dtype for ref in stored} == {dtype} and not any(ref.space == "v" for ref in plan.persistent.values())
+    adam = plan_of(replace(FP32, m=dtype), None, CONFIG)
+    assert momentum_bytes(plan) == adam.table()["Adam M"] and not {"Adam M", "Adam V"} & plan.table().keys()
+
+
+@pytest.mark.parametrize("dtype", ["e4m3", "int8"])
+def test_momentum_in_8_bits_follows_that_in_fp32(dtype):
+    plan, wide = (plan_of(replace(FP32, m=m), None, CONFIG, HYPER) for m in (dtype, "fp32"))
+    assert momentum_bytes(plan) < momentum_bytes(wide) / 3.5
+    moved = []
+    for each in (plan, wide):
+        engine = engine_of(each)
+        before = dict(engine.state())
+        train_steps(engine)
+        after = dict(engine.state())
+        moved.append(np.concatenate([(after[n] - before[n]).ravel() for n in before if n.startswith("master:")]))
+    assert 0 < np.linalg.norm(moved[0] - moved[1]) < 0.05 * np.linalg.norm(moved[1])
+
+
+HOMES = [
+    (HYPER, Memory(host=("m",), piece_bytes=2**12)),
+    (HYPER, Memory(host=("master", "m"), piece_bytes=2**12)),
+    (HYPER, Memory(host=("master", "m"), zero_copy=True)),
+    (HYPER, Memory(host=("master", "m", "grad", "weight"), piece_bytes=2**12)),
+    (PLAIN, Memory(host=("master",), piece_bytes=2**12)),
+    (PLAIN, Memory(host=("master", "grad", "weight"), piece_bytes=2**12)),
+]
+
+
+@pytest.mark.parametrize(("hyper", "memory"), HOMES)
+def test_where_states_live_changes_no_bit(hyper, memory):
+    precision = replace(BF16, master="fp32")
+    plan = plan_of(precision, memory, CONFIG, hyper)
+    assert trained(plan) == trained(plan_of(precision, None, CONFIG, hyper))
+    if "m" in memory.host:
+        assert momentum_bytes(plan, "host") > momentum_bytes(plan) == 0
+
+
+@pytest.mark.parametrize("momentum", [0.0, 0.9])
+@pytest.mark.parametrize("level", [1, 3])
+def test_ranks_that_share_states_out_have_the_bits_of_one(level, momentum):
+    hyper, precision = Hyperparameters(Sgd(momentum)), replace(BF16, m="int8", master="fp32")
+
+    def one(world):
+        sharding = Sharding(world.rank, world.size, **LEVELS[level]) if world.size > 1 else Sharding()
+        plan = plan_of(precision, None, RANKS_CONFIG, hyper, sharding=sharding)
+        engine = engine_of(plan, backend=HostBackend(world=world))
+        for step in (1, 2):
+            engine.micro_step(rank_batch(Run(), step, 0, 0))
+            engine.update(step, 1e-1)
+        saved = plan.saved()
+        return [(name, saved[name], value) for name, value in engine.state()], None
+
+    alone, shared = (whole_of(run_ranks(size, one)) for size in (1, 2))
+    assert {name: value.tobytes() for name, value in alone.items()} == {n: v.tobytes() for n, v in shared.items()}
+    assert any(name.startswith("m:") for name in alone) == (momentum > 0)
+
+
+def test_the_update_in_backward_has_the_bits_of_the_usual_one():
+    hyper = replace(HYPER, clips_by_last=True)
+    at_once, usual = (plan_of(BF16, memory, CONFIG, hyper) for memory in (Memory(fused=True), None))
+    assert test_fused_update.trained(at_once) == test_fused_update.trained(usual)
+
+
+def test_a_step_with_a_gradient_of_zero_only_decays_and_carries_on():
+    """What no clip and no gradient leave: g = decay w, and m = momentum m + g."""
+    hyper = Hyperparameters(Sgd(momentum=0.5, weight_decay=0.25), grad_clip=0.0)
+    engine: Engine = engine_of(plan_of(FP64, None, tiny(), hyper))
+    start = dict(engine.state())
+    masked = replace(batch(), targets=np.full_like(batch().targets, -100))
+    for step in (1, 2):
+        engine.micro_step(masked)
+        engine.update(step, 0.1)
+    after = dict(engine.state())
+    for row in engine.plan.rows:
+        w, m = start[f"master:{row.name}"], 0.0
+        for _ in range(2):
+            m = 0.5 * m + (0.25 * w if row.decay else 0.0)
+            w = w - 0.1 * m
+        np.testing.assert_allclose(after[f"master:{row.name}"], w, rtol=1e-14)
