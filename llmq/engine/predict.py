@@ -20,7 +20,10 @@ from dataclasses import dataclass, field
 
 from llmq.backends import arguments
 from llmq.changed import changed
+from llmq.errors import UsageError
+from llmq.hardware import cards
 from llmq.hardware.cards import Card
+from llmq.hardware.device import Device
 from llmq.ops.record import Call
 from llmq.ops.seam import Arguments, record
 from llmq.plan.passes.lanes import TO_DEVICE, TO_HOST
@@ -173,3 +176,22 @@ def _slower(attention: Arguments, a: float, b: float, num_sms: int) -> float:
     blocks = sequences * numbers["num_heads"] * -(-length // ATTENTION_ROWS)
     waves = blocks / num_sms if num_sms else USUAL_WAVES
     return (a + b / length) * (1 + TAIL / waves) * max(HEAD_WIDTH / head, 1.0) ** NARROW
+
+
+def rates_of(where: Device) -> Rates:
+    """What the device sustains, or is taken to. UsageError on the CPU and a GPU that is in no table."""
+    rates = sustained(cards.rated(where.card)) if where.card else None
+    if rates is not None:
+        return rates
+    name = "the CPU" if where.kind == "cpu" else "this GPU"
+    raise UsageError(
+        f"--fit compares predicted steps, and llmq's table of cards has no rates of {name}: name the card to plan "
+        "for with --gpu, or choose settings yourself (a run that does not fit says which would)"
+    )
+
+
+def assumed(where: Device) -> str:
+    """Which card's rates are assumed, in words; empty where the device's own are known."""
+    if where.card is None or (rated := cards.rated(where.card)) is where.card:
+        return ""
+    return f", with the rates of the {rated.name}, as those of {where.card.name} are not known"

@@ -11,7 +11,7 @@ from llmq.data.batches.step import step_of
 from llmq.data.tokens.tokenizer import num_ids
 from llmq.disk import MIB, shown
 from llmq.engine.cost import Costs
-from llmq.engine.predict import step_seconds
+from llmq.engine.predict import assumed, rates_of, step_seconds
 from llmq.errors import UsageError
 from llmq.files.source import open_source
 from llmq.files.tensor_files import Piece
@@ -29,7 +29,7 @@ from llmq.plan.slots import listed
 from llmq.plan.spec import Spec
 from llmq.screen import StartTask, unshown
 from llmq.tensor import DTYPES
-from llmq.training.fit import SEARCHING, assumed, fitted, rates_of
+from llmq.training.fit import SEARCHING, fitted
 from llmq.training.longest import with_longest
 from llmq.training.specs import Facts
 

@@ -16,9 +16,9 @@ from typing import TYPE_CHECKING, Any
 from llmq.backends import Backend, open_backend
 from llmq.disk import shown
 from llmq.engine.cost import Costs
-from llmq.engine.predict import Rates, sustained
+from llmq.engine.predict import assumed, rates_of
 from llmq.errors import MemoryLimitError, UsageError
-from llmq.hardware import cards, device
+from llmq.hardware import device
 from llmq.hardware.device import Device
 from llmq.optimizers.rule import dtype_option, narrower, offload_option
 from llmq.options.field import written
@@ -93,25 +93,6 @@ def table(best: Sequence[Setting], free_bytes: int, rates: str) -> tuple[str, ..
     lines = ("  ".join([*(f"{c:>{w}}" for c, w in zip(row, widths, strict=False)), row[-1]]) for row in rows)
     title = f"The fastest by predicted steps in {shown(free_bytes)}{rates}, and those that need less; 1 is taken:"
     return (title, *lines)
-
-
-def rates_of(where: Device) -> Rates:
-    """What the device sustains, or is taken to. UsageError on the CPU and a GPU that is in no table."""
-    rates = sustained(cards.rated(where.card)) if where.card else None
-    if rates is not None:
-        return rates
-    name = "the CPU" if where.kind == "cpu" else "this GPU"
-    raise UsageError(
-        f"--fit compares predicted steps, and llmq's table of cards has no rates of {name}: name the card to plan "
-        "for with --gpu, or choose settings yourself (a run that does not fit says which would)"
-    )
-
-
-def assumed(where: Device) -> str:
-    """Which card's rates are assumed, in words; empty where the device's own are known."""
-    if where.card is None or (rated := cards.rated(where.card)) is where.card:
-        return ""
-    return f", with the rates of the {rated.name}, as those of {where.card.name} are not known"
 
 
 def fitted(

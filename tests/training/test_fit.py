@@ -13,6 +13,7 @@ from llmq.cli import estimate as command
 from llmq.cli import train as train_command
 from llmq.disk import GIB, MIB
 from llmq.engine.cost import Costs
+from llmq.engine.predict import rates_of
 from llmq.errors import MemoryLimitError, UsageError
 from llmq.hardware import cards, device
 from llmq.hardware.device import pick_device
@@ -66,7 +67,7 @@ def search_of(options, may=()):
         return facts.spec(tried, precision.resolve(tried.precision, facts.config))
 
     scratch = open_backend("planned", **device.backend_settings(options.system, where)).scratch_bytes
-    costs = Costs(scratch, scratch, fit.rates_of(where))
+    costs = Costs(scratch, scratch, rates_of(where))
     samples = options.data.batch_size * options.data.grad_accumulation
     about = (options, spec_of, where, scratch, scratch, samples)
     return Search(options, spec_of, costs, samples, may, has_fp8=True, kept={}, fixed=options.given), about
