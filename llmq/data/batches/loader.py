@@ -27,6 +27,7 @@ from llmq.data.batches.row_layout import PACKED, WINDOWS, RowForm, RowLayout, ch
 from llmq.data.batches.step import step_of
 from llmq.data.batches.streaming import StreamedRows
 from llmq.data.batches.windows import (
+    SampleGroup,
     Samples,
     Windows,
     all_problems,
@@ -173,7 +174,8 @@ class Data:
     def end_token_ids(self) -> tuple[int, ...]:
         """The tokens that end documents and trained turns of the training data, as far as its sidecars say."""
         ends = {number for _, sidecar in self._sidecars() for number in sidecar.ends()}
-        return tuple(sorted(ends | set(self.train.end_token_ids if isinstance(self.train, StreamedRows) else ())))
+        sources = self.train.sources if isinstance(self.train, SampleGroup) else [self.train]
+        return tuple(sorted(ends.union(*(one.end_token_ids for one in sources if isinstance(one, StreamedRows)))))
 
     def _sidecars(self) -> Iterator[tuple[Path, Sidecar]]:
         for file in self.train.token_files:

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from pathlib import Path
 from typing import Any, ClassVar
 
 import numpy as np
@@ -59,11 +58,6 @@ class SeveralData(Data):
         for name, one in self.members.items():
             yield from (f"adapter {name}: {text}" for text in one.warnings())
 
-    @property
-    def has_padding(self) -> bool:
-        """Whether rows of the training data may end with padding."""
-        return any(one.has_padding for one in self.members.values())
-
     def batches(self, rank: int) -> Stream[Batch]:
         """Micro-batches of all adapters for one rank."""
         return JoinedBatches({name: one.batches(rank) for name, one in self.members.items()}, self)
@@ -98,14 +92,6 @@ class SeveralData(Data):
     def epoch(self, position: int, stream: Mapping[str, Any] | None) -> float:
         """Passes over the training data: the fewest of any."""
         return min(self.own_epoch(name, position, stream) for name in self.members)
-
-    def tokenizer_folder(self) -> Path | None:
-        """Folder with the files of the tokenizer that made the training data; None if no file has a sidecar."""
-        return next((folder for one in self.members.values() if (folder := one.tokenizer_folder())), None)
-
-    def end_token_ids(self) -> tuple[int, ...]:
-        """The tokens that end documents of the training data, as far as is known."""
-        return tuple(sorted({end for one in self.members.values() for end in one.end_token_ids()}))
 
     def held_out(self, num_steps: int | None) -> tuple[int, Iterator[Batch]]:
         """The batches to evaluate on, with the rows of each adapter's held-out data, and their number: at most

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable
-from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
@@ -17,20 +16,9 @@ from llmq.data.tokens.sidecar import Sidecar
 from llmq.data.tokens.token_file import TokenFile
 from llmq.data.tokens.tokenize import tokenize_data
 from llmq.errors import DataError, StorageError, UsageError
+from llmq.options.data import DataOptions
 
-
-@dataclass
-class Options:
-    train_file: tuple[str, ...]
-    eval_file: tuple[str, ...] | None = None
-    batch_size: int = 1
-    seq_len: int = 4
-    grad_accumulation: int = 1
-    global_batch_size: int | None = None
-    weight: tuple[float, ...] | None = None
-    augment: str | None = None
-    packing: bool | None = None
-    max_docs: int | None = None
+SMALL = {"batch_size": 1, "seq_len": 4, "grad_accumulation": 1}
 
 
 def reference(folder: Path, documents: list[str], eos: int) -> list[int]:
@@ -89,7 +77,7 @@ def test_two_files_two_sidecars_and_the_tokenizer(tmp_path: Path, small_tokenize
     assert "ends with <|endoftext|>" in sidecar.document_rule and "whole documents" in sidecar.document_rule
     assert seen[-1] == (20 * 12, 20 * 12)
     assert (out / "tokenizer/tokenizer.json").read_bytes() == (small_tokenizer / "tokenizer.json").read_bytes()
-    options = Options((str(out / "train.bin"),), (str(out / "eval.bin"),))
+    options = DataOptions(train_file=str(out / "train.bin"), eval_file=str(out / "eval.bin"), **SMALL)
     assert open_data(options, train.vocab_size, 0).tokenizer_folder() == out / "tokenizer"  # type: ignore[arg-type]
 
 
@@ -100,10 +88,12 @@ def test_files_of_two_tokenizers_are_not_mixed(tmp_path: Path, small_tokenizer: 
     (other / "tokenizer.json").write_text((small_tokenizer / "tokenizer.json").read_text() + "\n")
     for name in (small_tokenizer, other):
         tokenize_data(tokenizer=str(name), inputs=[str(tmp_path / "a.txt")], out_dir=tmp_path / f"out-{name.name}")
-    options = Options((str(tmp_path / "out-*/train.bin"),))
+    options = DataOptions(train_file=str(tmp_path / "out-*/train.bin"), **SMALL)
     with pytest.raises(DataError, match=r"of different tokenizers: .*other.*small"):
         open_data(options, 999, 0)  # type: ignore[arg-type]
-    options = Options((str(tmp_path / "out-small/train.bin"),), (str(tmp_path / "out-other/eval.bin"),))
+    options = DataOptions(
+        train_file=str(tmp_path / "out-small/train.bin"), eval_file=str(tmp_path / "out-other/eval.bin"), **SMALL
+    )
     with pytest.raises(DataError, match="of different tokenizers"):
         open_data(options, 999, 0)  # type: ignore[arg-type]
 
