@@ -191,6 +191,7 @@ def _smaller_plans(plan: Plan, free_bytes: int, scratch_bytes: Scratch | None) -
     if plan.spec.completions is not None:
         silent = [("leaving out --sample-prompts", {"completions": None})]
     states = (*dtypes, *((MASTER,) if plan.spec.precision.has_own_master else ()))
+    hosted = " --offload-optimizer" if states else ""
     everything = (
         "--recompute-block --offload-residual --offload-optimizer --offload-gradients --stream-weights, which "
         "needs host memory instead,"
@@ -209,7 +210,7 @@ def _smaller_plans(plan: Plan, free_bytes: int, scratch_bytes: Scratch | None) -
         *([(narrow, {"precision": moments})] if dtypes else []),
         *([(f"--recompute-block {narrow}", {"precision": moments, "memory": block})] if dtypes else []),
         (
-            "--recompute-block --offload-residual --offload-optimizer, which needs host memory instead,",
+            f"--recompute-block --offload-residual{hosted}, which needs host memory instead,",
             {"memory": _on_host(plan, block, states)},
         ),
         (everything, {"memory": _on_host(plan, block, (*states, "grad", "weight"))}),

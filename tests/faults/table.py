@@ -88,6 +88,11 @@ def bias_correction_off_by_one(real, *handles, **numbers):
     real(*others, replace(step, array=step.array + 1), **numbers)
 
 
+@op_fault("sgd", OPTIMIZER)
+def momentum_not_ahead(real, *handles, **numbers):
+    real(*handles, **{**numbers, "nesterov": False})
+
+
 @fault("llmq.ops.reference.optimizer:random_bits", "tests/ops/test_random.py", OPTIMIZER)
 def rounding_same_every_step(real, seed, step, *address):
     return real(seed, 0, *address)

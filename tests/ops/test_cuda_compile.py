@@ -46,7 +46,7 @@ REGISTERS = {
     "count": 16,
     "add": 40,
     "adamw": 128,
-    "sgd": 96,
+    "sgd": 112,
     "apply_if_finite": 32,
     "attend": 128,
     "absmax_mean": 40,

@@ -15,6 +15,7 @@ from llmq.comm.in_process import run_ranks
 from llmq.engine.engine import Engine
 from llmq.model.optimizer import Hyperparameters
 from llmq.optimizers.sgd import Sgd
+from llmq.plan import advice
 from llmq.plan.memory import Memory
 from llmq.stores.sharding import Sharding
 
@@ -107,6 +108,23 @@ def test_the_update_in_backward_has_the_bits_of_the_usual_one():
     hyper = replace(HYPER, clips_by_last=True)
     at_once, usual = (plan_of(BF16, memory, CONFIG, hyper) for memory in (Memory(fused=True), None))
     assert test_fused_update.trained(at_once) == test_fused_update.trained(usual)
+
+
+@pytest.mark.parametrize(
+    ("hyper", "narrow", "hosted"),
+    [(HYPER, "--opt-m-dtype bf16 ", " --offload-optimizer"), (PLAIN, None, "")],
+    ids=["momentum", "plain"],
+)
+def test_advice_speaks_of_what_it_keeps(hyper, narrow, hosted):
+    """Every change that is named is one of options that go together."""
+    plan = plan_of(FP32, None, CONFIG, hyper)
+    found = [advice.remedy(plan, int(plan.total_bytes * share / 20)) for share in range(1, 20)]
+    assert not any("--opt-v-dtype" in text for text in found)
+    assert any(f"{narrow}" in text for text in found) == (narrow is not None)
+    said = {text.split(", which")[0] for text in found if text.startswith(": --recompute-block --offload-residual")}
+    assert {text for text in said if "--stream-weights" not in text} <= {
+        f": --recompute-block --offload-residual{hosted}"
+    }
 
 
 def test_a_step_with_a_gradient_of_zero_only_decays_and_carries_on():

@@ -102,6 +102,17 @@ def test_each_is_what_a_run_of_it_alone_leaves(given):
     assert len({round(loss, 4) for loss in finals}) == 3
 
 
+def test_adapters_train_by_sgd_as_each_would_alone(given):
+    """Each with its own rate and decay."""
+    sgd = {"optimizer": "sgd", "momentum": 0.9, "nesterov": True, "learning_rate": 0.05}
+    own = {"low": {**ENTRIES["low"], "weight_decay": 0.1}, "high": {**ENTRIES["high"], "learning_rate": 0.1}}
+    write_sweep(own)
+    done = llmq.train(**{**given, **sgd, "batch_size": 3})
+    for name, entry in own.items():
+        near(adapter_of(done.adapters[name].path), adapter_of(alone(given, name, **{**sgd, **entry}).model_path))
+    assert done.adapters["low"].train_loss < read_log(done.log_path).adapters[0].train["loss"][0]
+
+
 def test_a_file_of_one_is_that_adapter(given):
     write_sweep({"low": ENTRIES["low"]})
     done = llmq.train(**{**given, "batch_size": 2, "recompute_block": True})

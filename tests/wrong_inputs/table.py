@@ -146,7 +146,7 @@ COMMAND_LINES = {
 --fp16 | unknown option --fp16: use --model-dtype
 --nodes 2 | unknown option --nodes: start llmq-launch
 --fsdp full_shard | unknown option --fsdp: use --zero-level 3
---optim adafactor | unknown option --optim: leave it out, as
+--optim adafactor | unknown option --optim: use --optimizer adamw or sgd
 --report-to wandb | unknown option --report-to: leave it out
 --deepspeed_config ds.json | unknown option --deepspeed_config: use
 --bf16 auto | unknown option --bf16: use --model-dtype bf16
