@@ -19,8 +19,9 @@ COPIES = [None, Form("e4m3", "row", "delayed"), Form("e4m3", "col", "delayed")]
 
 
 def held(value, space, dtype):
-    """A moment in `dtype`: plain, or codes that may be anything with scales from tiny to usual."""
-    form = MASTER_FORM if dtype == "none" else {"m": M, "v": V}[space].form(dtype)
+    """A state in `dtype`: plain, or codes that may be anything with scales from tiny to usual."""
+    forms = {"m": M.form(dtype), "v": V.form(dtype), "master": MASTER_FORM if dtype == "none" else None}
+    form = forms[space]
     if form is None:
         return tensor(value, dtype)
     rng = np.random.default_rng(value.shape)
