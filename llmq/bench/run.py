@@ -33,6 +33,7 @@ from llmq.comm.launch import gpu_index, recognised
 from llmq.comm.peer_copies import Copying
 from llmq.comm.world import ALONE, World
 from llmq.data.batches.step import step_of
+from llmq.engine.advice import Limits, refuse_if_too_large
 from llmq.engine.bound_plan import make_ready
 from llmq.engine.measure import Clock, CudaClock, measure_plan
 from llmq.engine.predict import predicted_rate
@@ -44,8 +45,8 @@ from llmq.model import optimizer
 from llmq.model.parameters import padded_vocab
 from llmq.options.parse import Options
 from llmq.plan import memory, precision
-from llmq.plan.advice import refuse_if_host_is_small, refuse_if_too_large, with_fitting_chunks
 from llmq.plan.plan import Plan, make_plan
+from llmq.plan.remedies import with_fitting_chunks
 from llmq.plan.spec import Spec
 from llmq.screen import Screen
 from llmq.stores.sharding import ALONE as UNSHARED
@@ -203,8 +204,9 @@ def fitting_plan(
     if memory.chooses_attention_chunks(options.memory):
         plan = with_fitting_chunks(plan, free_bytes, backend.scratch_bytes)
     relaxed = open_backend("planned", deterministic=False).scratch_bytes if on_gpu and request.deterministic else None
-    refuse_if_too_large(plan, free_bytes, backend.scratch_bytes, relaxed)
-    refuse_if_host_is_small(plan, devices.host_bytes(options.system, where))
+    host_bytes = devices.host_bytes(options.system, where)
+    room = Limits(free_bytes, backend.scratch_bytes, relaxed, host_bytes, in_one=not on_gpu, card=where.card)
+    refuse_if_too_large(plan, room)
     return plan
 
 

@@ -60,7 +60,7 @@ class Costs:
     Of a spec that was planned whole the bytes are those of the plan, the seconds still those of a few layers.
     """
 
-    def __init__(self, scratch_bytes: Scratch, own_scratch_bytes: Scratch, rates: Rates) -> None:
+    def __init__(self, scratch_bytes: Scratch | None, own_scratch_bytes: Scratch | None, rates: Rates) -> None:
         self._scratch_bytes, self._own_scratch_bytes, self._rates = scratch_bytes, own_scratch_bytes, rates
         self._halves: dict[Spec, _Half] = {}
         self._whole: dict[Spec, Plan] = {}

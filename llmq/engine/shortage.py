@@ -10,9 +10,9 @@ from contextlib import contextmanager
 
 from llmq.backends import Backend
 from llmq.disk import shown
+from llmq.engine.advice import Limits, advice, requests
 from llmq.errors import MemoryLimitError, RefusedMemoryError
 from llmq.hardware.host_memory import host_memory_bytes
-from llmq.plan.advice import host_remedy, remedy, requests
 from llmq.plan.plan import Plan
 
 LIBRARY_BYTES = 256 << 20  # room that is advised to be left where a library does not say what it lacks
@@ -47,13 +47,8 @@ def _explained(plan: Plan, backend: Backend, error: RefusedMemoryError, *, is_he
         numbers += f", {shown(missing)} are missing" if missing else ", but not in one piece"
     place = "this GPU" if on_device and backend.takes_scratch else "the host"
     cause = f"another program on {place} may have taken memory since the plan was made: end it"
-    table = requests(plan, error.home)
-    if not on_device:
-        helping = host_remedy(
-            plan, error.free_bytes + (planned - wanted if is_held else 0), None, backend.scratch_bytes
-        )
-        return MemoryLimitError(f"{error}: {numbers}; {cause}, or change the run{helping}", table)
-    room = error.free_bytes + planned - wanted if is_held else error.free_bytes
-    return MemoryLimitError(
-        f"{error}: {numbers}; {cause}, or change the run{remedy(plan, room, backend.scratch_bytes)}", table
-    )
+    left = error.free_bytes + planned - wanted if is_held else error.free_bytes
+    free, host = (left, None) if on_device else (plan.total_bytes, left)
+    room = Limits(free, backend.scratch_bytes, host_bytes=host, in_one=not backend.takes_scratch)
+    table = "\n".join((*advice(plan, room), requests(plan, error.home)))
+    return MemoryLimitError(f"{error}: {numbers}; {cause}, or change the run", table)

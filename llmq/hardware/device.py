@@ -90,7 +90,7 @@ def pick_device(options: SystemOptions) -> Device:
         if card is None:
             known = ", ".join(gpus.nearest(options.gpu))
             raise UsageError(f"--gpu {options.gpu} is not a known card: give a size such as 24GiB, or one of {known}")
-        return _limited(Device("cuda", planned=card), options.memory_limit)
+        return _limited(Device("cuda", planned=card, num_sharing=max(options.gpus, 1)), options.memory_limit)
     return pick(options.device, options.memory_limit)
 
 
@@ -314,8 +314,8 @@ def memory_bytes(device: Device = CPU) -> tuple[int, int]:
 
 
 def host_bytes(options: SystemOptions, device: Device) -> int | None:
-    """Bytes of host memory that a process may keep: what is free, for a card that is planned for any, or the limit;
-    of several processes of a run on this machine, an equal part of it.
+    """Bytes of host memory that a process may keep: what is free, or the limit, which is all that is known where a card
+    is planned for; of several processes of a run on one machine, an equal part of it.
 
     Of a machine whose memory grows as it is used, the limit says what it may grow to.
     """

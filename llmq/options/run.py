@@ -146,8 +146,8 @@ class SystemOptions(Section):
     )
     host_memory_limit: Size | None = option(
         None,
-        "Keep no more than so much in host memory, such as 100GiB; of a virtual machine whose memory grows as it is "
-        "used, what it may grow to.",
+        "Keep no more than so much in the host memory of a machine, all processes of the run together, such as "
+        "100GiB; of a virtual machine whose memory grows as it is used, what it may grow to.",
         metavar="SIZE",
         shown="what is free",
     )

@@ -27,11 +27,3 @@ def with_layers(spec: Spec, layers: int) -> Spec:
 def extrapolated(first: float, second: float, layers: int, wanted: int) -> float:
     """The number for `wanted` layers, by those for `layers` and for MORE."""
     return first + (wanted - layers) * (second - first) / MORE
-
-
-def least_bytes(spec: Spec, scratch_bytes: Scratch | None) -> int:
-    """Bytes that a plan takes at least, about; 0 for a model of so few layers that its own plan says it as fast."""
-    if spec.config.num_layers <= 2 * (LEAST_LAYERS + MORE):
-        return 0
-    few = [plan.total_bytes for plan in plans_of_few(spec, scratch_bytes, LEAST_LAYERS)]
-    return round(extrapolated(few[0], few[1], LEAST_LAYERS, spec.config.num_layers))

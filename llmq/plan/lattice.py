@@ -9,6 +9,7 @@ bounds (branch and bound, Land and Doig 1960), hence points come out in the orde
 from __future__ import annotations
 
 import heapq
+import math
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from itertools import count
@@ -38,8 +39,11 @@ def fastest(
     *,
     free_bytes: int,
     free_host_bytes: int,
+    within_s: float = math.inf,
 ) -> Iterator[tuple[Point, Cost]]:
     """Points of the boxes that fit, the fastest first, then the fastest of those that need less of the device.
+
+    None takes more than `within_s` seconds.
 
     `cost_at` gives None for settings that cannot be combined, and `accepts` has the last word on a point that would
     come out; both are asked several times.
@@ -52,6 +56,8 @@ def fastest(
         if (frugal is not None and frugal.num_bytes > room) or (fast is not None and fast.host_bytes > free_host_bytes):
             return
         seconds = bound if fast is None else max(bound, fast.seconds)
+        if seconds > within_s:
+            return
         heapq.heappush(waiting, (seconds, sum(low), next(number), low, high))
 
     for low, high in boxes:

@@ -115,7 +115,7 @@ def resolve(
 ) -> Memory:
     """Checks the chunk counts against the batch; UsageError where they do not divide it.
 
-    Automatic chunks of the attention backward are 1 here: `advice.with_fitting_chunks` raises them to fit the device.
+    Automatic chunks of the attention backward are 1 here: `remedies.with_fitting_chunks` raises them to fit the device.
     `logit_bytes` is what the logits of one token take, `gpu_bytes` the memory of the GPU, if there is one. A master
     that is not its `own` is the weight that forward reads. A step has `micro_steps`.
     """

@@ -10,6 +10,7 @@ from llmq.backends import open_backend
 from llmq.data.batches.step import step_of
 from llmq.data.tokens.tokenizer import num_ids
 from llmq.disk import MIB, shown
+from llmq.engine.advice import refuse_if_too_large
 from llmq.engine.cost import Costs
 from llmq.engine.predict import assumed, rates_of, step_seconds
 from llmq.errors import UsageError
@@ -22,15 +23,16 @@ from llmq.model.parameters import num_parameters, rows_of_file
 from llmq.options.parse import Options
 from llmq.options.sweep import read_members
 from llmq.plan import memory, precision
-from llmq.plan.advice import refuse_if_host_is_small, refuse_if_too_large, with_fitting_chunks
 from llmq.plan.passes.place import Program
 from llmq.plan.plan import Plan, make_plan
+from llmq.plan.remedies import with_fitting_chunks
 from llmq.plan.slots import listed
 from llmq.plan.spec import Spec
 from llmq.screen import StartTask, unshown
 from llmq.tensor import DTYPES
 from llmq.training.fit import SEARCHING, fitted
 from llmq.training.longest import with_longest
+from llmq.training.room import limits_of
 from llmq.training.specs import Facts
 
 MOST_BYTES = 2**62  # of a host that is not known
@@ -60,10 +62,11 @@ def estimate(options: Options, *, longest: bool = False, start_task: StartTask =
     free = device.memory_bytes(where)[1]
     plan = None
     if longest:
-        costs = Costs(backend.scratch_bytes, backend.scratch_bytes, rates_of(where))
-        options, line = with_longest(
-            options, spec_of, costs, free, device.host_bytes(options.system, where) or MOST_BYTES
-        )
+        room = limits_of(options, where, backend, 1)
+        costs = Costs(room.scratch_bytes, room.scratch_bytes, rates_of(where))
+        relaxed = Costs(room.relaxed_scratch, room.relaxed_scratch, rates_of(where)) if room.relaxed_scratch else None
+        host = MOST_BYTES if room.host_bytes is None else room.host_bytes
+        options, line = with_longest(options, spec_of, costs, free, host, relaxed)
         yield line
         plan = costs.plan(spec_of(options))
     elif memory.is_to_fit(options.memory):
@@ -78,8 +81,8 @@ def estimate(options: Options, *, longest: bool = False, start_task: StartTask =
         plan = with_fitting_chunks(plan, free, backend.scratch_bytes)
     yield from listed(plan, flat["debug_memory"])
     yield from described(plan, where, step_of(options.data, gpus)[-1])
-    refuse_if_too_large(plan, free, backend.scratch_bytes)
-    refuse_if_host_is_small(plan, device.host_bytes(options.system, where), free, backend.scratch_bytes)
+    micro_steps = step_of(options.data, gpus)[-1]
+    refuse_if_too_large(plan, limits_of(options, where, backend, micro_steps))
 
 
 def described(plan: Plan, where: Device, micro_steps: int) -> Iterator[str]:

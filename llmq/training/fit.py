@@ -7,7 +7,7 @@ Numbers change only by what `--fit-may` names, and only where that makes a step 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from itertools import islice, product
@@ -15,20 +15,20 @@ from typing import TYPE_CHECKING, Any
 
 from llmq.backends import Backend, open_backend
 from llmq.disk import shown
+from llmq.engine.advice import Setting, table
 from llmq.engine.cost import Costs
 from llmq.engine.predict import assumed, rates_of
 from llmq.errors import MemoryLimitError, UsageError
 from llmq.hardware import device
 from llmq.hardware.device import Device
-from llmq.optimizers.rule import dtype_option, narrower, offload_option
-from llmq.options.field import written
+from llmq.optimizers.rule import dtype_option, offload_option
 from llmq.options.parse import Options, told_options
 from llmq.plan import precision
 from llmq.plan.few_layers import with_layers
 from llmq.plan.lattice import Box, Cost, Point, fastest
 from llmq.plan.memory import ROLES, Memory
 from llmq.plan.plan import Plan, Scratch, make_plan, uncollected
-from llmq.plan.precision import Precision
+from llmq.plan.remedies import RECOMPUTE, Changes, narrower_states
 from llmq.plan.spec import Spec
 from llmq.screen import Report, unreported
 
@@ -36,35 +36,17 @@ if TYPE_CHECKING:
     from llmq.data.batches.loader import Data
     from llmq.training.log import RunLog
 
-Changes = Mapping[str, Any]  # options by key
 SpecOf = Callable[[Options], Spec]
 SEARCHING = "Settings tried, to find those that fit"
 BEST = 5  # settings that are printed
 WORTH = 1.01  # how much faster a step has to be for each kind of numbers that change
 MOST_TOKENS = 2**17  # of a micro-batch that holds more than one sequence
-# From fast to frugal; each level drops what those before it do, and more.
-RECOMPUTE = ("", "swiglu norm", "ffn norm", "ffn norm att", "block")
-WIDTHS = {"fp32": 4, "bf16": 2, "int8": 1, "e4m3": 1}
 ATTENTION, HEAD_TIMES, TILES = 4, 4, (4, 16)  # chunks of attention; of the head, times as many; tiles of tokens
 TILE_TOKENS = 2048  # at least: products of fewer are slow, which the prediction does not know
 SIZES = ("batch_size", "grad_accumulation")
 ALL_MAY = ("states", "matmul")
 KINDS = ("opt_m_dtype", "master_dtype", "matmul_dtype")  # of numbers that a frame changes
 NUMBERS = ("matmul_dtype", "opt_m_dtype", "opt_v_dtype", "master_dtype")  # that a run keeps when it resumes
-
-
-@dataclass(frozen=True)
-class Setting:
-    """Options that are added to those of the run, and what a step with them costs, in seconds of `tokens`."""
-
-    changes: Changes
-    cost: Cost
-    tokens: int
-
-    @property
-    def flags(self) -> str:
-        """The options as typed."""
-        return " ".join(written(key, value) for key, value in self.changes.items())
 
 
 @dataclass(frozen=True)
@@ -83,16 +65,12 @@ class Fit:
         return replace(data, batch_size=size, grad_accumulation=data.batch_size * data.grad_accumulation // size)
 
 
-def table(best: Sequence[Setting], free_bytes: int, rates: str) -> tuple[str, ...]:
+def lines_of(best: Sequence[Setting], free_bytes: int, where: Device) -> tuple[str, ...]:
     """Settings by rank, with what they cost."""
-    rows = [("", "tokens/s", "device", "host", "settings")]
-    for number, one in enumerate(best, 1):
-        rate = f"{one.tokens / one.cost.seconds:,.0f}"
-        rows.append((f"{number}", rate, shown(one.cost.num_bytes), shown(one.cost.host_bytes), one.flags))
-    widths = [max(map(len, column)) for column in list(zip(*rows, strict=True))[:-1]]
-    lines = ("  ".join([*(f"{c:>{w}}" for c, w in zip(row, widths, strict=False)), row[-1]]) for row in rows)
-    title = f"The fastest by predicted steps in {shown(free_bytes)}{rates}, and those that need less; 1 is taken:"
-    return (title, *lines)
+    title = (
+        f"The fastest by predicted steps in {shown(free_bytes)}{assumed(where)}, and those that need less; 1 is taken:"
+    )
+    return (title, *table(best, where.num_sharing))
 
 
 def fitted(
@@ -127,7 +105,7 @@ def fitted(
     if not best:
         raise MemoryLimitError(search.shortage(**free))
     first = search.parsed(best[0].changes)
-    return Fit(first, best[0].changes, costs.plan(spec_of(first)), table(best, free["free_bytes"], assumed(where)))
+    return Fit(first, best[0].changes, costs.plan(spec_of(first)), lines_of(best, free["free_bytes"], where))
 
 
 def chosen(
@@ -388,9 +366,9 @@ class Search:
         moments: list[Changes] = [{}]
         masters: list[Changes] = [{}]
         if "states" in self._may:
-            widths = [narrower(self._spec.hyper.rule, num_bytes) for num_bytes in (2, 1)]
-            less = [dtypes for dtypes in widths if _is_narrower(dtypes, now)]
-            moments += [{dtype_option(name): dtype for name, dtype in dtypes.items()} for dtypes in less]
+            moments += [
+                {dtype_option(name): dtype for name, dtype in states.items()} for states in narrower_states(self._spec)
+            ]
             if not self._spec.adapters.freezes and now.master != "none":
                 masters += [{"master_dtype": now.model}] if now.master != now.model else []
                 masters += [{"master_dtype": "none"}]
@@ -418,11 +396,6 @@ class Search:
 
 def _need(num_bytes: int, free: int, of: str) -> str:
     return f"{shown(num_bytes)}{of}, {shown(free)} are free, {shown(num_bytes - free)} are missing"
-
-
-def _is_narrower(dtypes: Mapping[str, str], now: Precision) -> bool:
-    widths = [(WIDTHS[dtype], WIDTHS.get(now.of_state(name), 8)) for name, dtype in dtypes.items()]
-    return all(a <= b for a, b in widths) and any(a < b for a, b in widths)
 
 
 def _resting(frame: Changes) -> Changes:

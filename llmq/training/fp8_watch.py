@@ -14,10 +14,9 @@ from dataclasses import asdict, dataclass, replace
 import numpy as np
 
 from llmq.data.batches.batch import Batch
-from llmq.errors import MemoryLimitError
+from llmq.engine.advice import Limits, lacking
 from llmq.hardware import device
 from llmq.model.parameters import HEAD
-from llmq.plan.advice import refuse_if_too_large
 from llmq.plan.plan import SCALE_STRIDE, Plan
 from llmq.plan.precision import Watching
 from llmq.training.hooks import Loop
@@ -124,12 +123,10 @@ class Fp8Watch:
         """Goes on with `sites` in the model's dtype; returns them, or none of them if that does not fit in memory."""
         loop, names = self._loop, ", ".join(sites)
         job, old = loop.job, loop.job.plan
-        try:
-            plan = job.replan(old.spec.precision.without(sites), old.total_bytes, old.spec.frozen)
-            free = loop.ranks.least(device.memory_bytes(job.device)[1] + old.total_bytes)
-            refuse_if_too_large(plan, free, job.backend.scratch_bytes)
-        except MemoryLimitError as error:
-            loop.log.notice(f"{names} cannot leave fp8: {error.args[0]}")
+        plan = job.replan(old.spec.precision.without(sites), old.total_bytes, old.spec.frozen)
+        free = loop.ranks.least(device.memory_bytes(job.device)[1] + old.total_bytes)
+        if lack := lacking(plan, Limits(free)):
+            loop.log.notice(f"{names} cannot leave fp8: {lack}")
             return ()
         loop.switch(plan)
         step = loop.progress.step + 1

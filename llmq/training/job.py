@@ -33,9 +33,9 @@ from llmq.options.parse import Options, told_options
 from llmq.options.run import RunOptions
 from llmq.options.sweep import MemberOptions, read_members
 from llmq.plan import memory, precision, sharding
-from llmq.plan.advice import with_fitting_chunks
 from llmq.plan.plan import Plan, make_plan
 from llmq.plan.precision import Precision
+from llmq.plan.remedies import with_fitting_chunks
 from llmq.plan.spec import Spec
 from llmq.row import Row
 from llmq.tensor import DTYPES

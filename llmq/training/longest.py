@@ -18,9 +18,17 @@ MOST = 2**24  # tokens that are tried
 
 
 def with_longest(
-    options: Options, spec_of: Callable[[Options], Spec], costs: Costs, free_bytes: int, free_host_bytes: int
+    options: Options,
+    spec_of: Callable[[Options], Spec],
+    costs: Costs,
+    free_bytes: int,
+    free_host_bytes: int,
+    relaxed: Costs | None = None,
 ) -> tuple[Options, str]:
     """The options with the longest sequence whose plan fits, and that in words.
+
+    Where there are costs of a run that need not repeat its bits (`relaxed`), the words say what that would have, if it
+    is longer.
 
     Tiles of the MLP and chunks of the logits, where they are not given, are as many as the length has units.
     UsageError beside --seq-len and --fit, MemoryLimitError if one unit does not fit.
@@ -37,24 +45,30 @@ def with_longest(
     def parsed(units: int) -> Options:
         return Options.parse({**sizes, **told, **settings(units)})
 
-    def fits(units: int) -> bool:
-        cost = costs.of(spec_of(parsed(units)), 1)
-        return not cost.missing(free_bytes, free_host_bytes)
+    def most(of: Costs) -> int:
+        def fits(units: int) -> bool:
+            return not of.of(spec_of(parsed(units)), 1).missing(free_bytes, free_host_bytes)
+
+        found = _most(fits, MOST // UNIT)
+        while found:
+            of.plan(spec_of(parsed(found)))  # of all layers, with which `fits` counts from then on
+            if fits(found):
+                break
+            found -= 1
+        return found
 
     with uncollected():
-        longest = _most(fits, MOST // UNIT)
-        while longest:
-            plan = costs.plan(spec_of(parsed(longest)))  # of all layers, with which `fits` counts from then on
-            if plan.total_bytes <= free_bytes and plan.host_bytes <= free_host_bytes:
-                break
-            longest -= 1
+        longest = most(costs)
+        more = most(relaxed) if relaxed else 0
+    hint = f"--no-deterministic allows {UNIT * more:,}" if more > longest else ""
     if not longest:
+        hint = hint or "add --recompute-block, --offload-residual or --base-dtype nf4"
         raise MemoryLimitError(
-            f"--longest: not even {UNIT:,} tokens fit in {shown(free_bytes)} with these settings: add "
-            "--recompute-block, --offload-residual, --stream-weights or --base-dtype nf4"
+            f"--longest: not even {UNIT:,} tokens fit in {shown(free_bytes)} with these settings: {hint}"
         )
     found = " ".join(f"--{key.replace('_', '-')} {count}" for key, count in settings(longest).items())
-    return parsed(longest), f"The longest sequence in {shown(free_bytes)}, in steps of {UNIT:,} tokens: {found}"
+    line = f"The longest sequence in {shown(free_bytes)}, in steps of {UNIT:,} tokens: {found}"
+    return parsed(longest), f"{line}; {hint} tokens" if hint else line
 
 
 def _most(fits: Callable[[int], bool], limit: int) -> int:

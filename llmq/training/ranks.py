@@ -136,8 +136,7 @@ def joined(options: Options) -> Iterator[Ranks]:
     """
     if options.to_flat()["dry_run"]:
         size, where = device.planned_gpus(options.system), device.pick_device(options.system)
-        shared = where if where.planned else replace(where, num_sharing=size)
-        yield Ranks(device=shared, planned=size, can_restart=size > 1)
+        yield Ranks(device=replace(where, num_sharing=size), planned=size, can_restart=size > 1)
         return
     gpus = device.asked_gpus(options.system)
     place = recognised(os.environ, gpus)

@@ -5,15 +5,16 @@ from __future__ import annotations
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from llmq.backends import open_backend
+from llmq.backends import Backend, open_backend
 from llmq.data.batches.loader import Data
 from llmq.disk import check_free_space
+from llmq.engine.advice import Limits, refuse_if_too_large
 from llmq.errors import UsageError
 from llmq.files.checkpoint import EVAL_LOSS, Checkpoints
 from llmq.files.writers import checkpoint_bytes
 from llmq.hardware import device
+from llmq.hardware.device import Device
 from llmq.options.parse import Options
-from llmq.plan.advice import refuse_if_host_is_small, refuse_if_too_large
 from llmq.plan.slots import listed
 from llmq.training.describe import level_lines
 from llmq.training.log import RunLog
@@ -31,21 +32,31 @@ def check_best(checkpoints: Checkpoints, data: Data, *, evaluates: bool) -> None
         )
 
 
+def limits_of(options: Options, where: Device, backend: Backend, micro_steps: int) -> Limits:
+    """What there is for a run with these options, whose steps have so many micro-batches."""
+    is_gpu = where.kind == "cuda"
+    strict = is_gpu and device.backend_settings(options.system, where)["deterministic"]
+    return Limits(
+        device.memory_bytes(where)[1],
+        backend.scratch_bytes,
+        open_backend("planned", deterministic=False).scratch_bytes if strict else None,
+        device.host_bytes(options.system, where),
+        where.num_sharing,
+        in_one=not is_gpu,
+        micro_steps=micro_steps,
+        has_global_batch=options.to_flat()["global_batch_size"] is not None,
+        card=where.card,
+    )
+
+
 def check_memory(job: Job, options: Options, log: RunLog) -> None:
     """MemoryLimitError if the plan does not fit on the device, or in the memory of this host; a dry run for many says
     first what every level takes."""
-    strict = job.device.kind == "cuda" and device.backend_settings(options.system, job.device)["deterministic"]
-    relaxed = open_backend("planned", deterministic=False).scratch_bytes if strict else None
-    free = device.memory_bytes(job.device)[1]
-    levels = level_lines(job, free) if job.plans_only else ()
+    room = limits_of(options, job.device, job.backend, job.data.grad_accumulation)
+    levels = level_lines(job, room.free_bytes) if job.plans_only else ()
     for line in (*listed(job.plan, job.options["debug_memory"]), *levels):
         log.say(line)
-    refuse_if_too_large(job.plan, free, job.backend.scratch_bytes, relaxed)
-    host = device.host_bytes(options.system, job.device)
-    if host is not None and job.device.kind == "cpu":
-        host -= job.plan.total_bytes  # it is all in one memory, so that nothing is gained by what is not on the host
-    room = free if job.device.kind == "cuda" else None
-    refuse_if_host_is_small(job.plan, host, room, job.backend.scratch_bytes)
+    refuse_if_too_large(job.plan, room)
 
 
 def check_disk(job: Job, done: int) -> dict[str, tuple[Path, int]]:

@@ -20,10 +20,10 @@ from llmq.adapters.method import Method
 from llmq.backends import Backend, Op
 from llmq.data.batches.batch import Batch
 from llmq.data.batches.loader import Data
+from llmq.engine.advice import Limits, refuse_if_too_large
 from llmq.engine.engine import Engine
 from llmq.errors import UsageError
 from llmq.files.source import Values
-from llmq.plan.advice import refuse_if_too_large
 from llmq.plan.build import site_of
 from llmq.plan.plan import Plan, make_plan
 from llmq.plan.spec import Spec
@@ -112,7 +112,7 @@ def _at_gradients(
             if plan.total_bytes > free() and group > 1:
                 group = -(-group // 2)
                 continue
-            refuse_if_too_large(plan, free(), backend.scratch_bytes)
+            refuse_if_too_large(plan, Limits(free(), backend.scratch_bytes))
             engine = _with_gradients(plan, backend, model, batches)
             for site in sites[:group]:
                 whole = engine.gradient(f"{site}.weight")
@@ -162,7 +162,7 @@ def _at_inputs(
             )
     tapped: dict[str, str] = {}
     plan = make_plan(_as_it_is(spec, adapters), backend.scratch_bytes, sites=lambda s, name: Tap(s, name, tapped))
-    refuse_if_too_large(plan, free(), backend.scratch_bytes)
+    refuse_if_too_large(plan, Limits(free(), backend.scratch_bytes))
     seen = 0
     with data.loader() as loader, start_task("Looking at the inputs of adapted maps") as report:
         engine = Engine(plan, backend)

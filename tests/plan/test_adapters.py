@@ -29,12 +29,14 @@ from llmq.adapters.targets import chosen, targets, trained_in_full, without_head
 from llmq.backends.host import HostBackend
 from llmq.backends.planned import PlannedBackend
 from llmq.data.batches.batch import Batch
+from llmq.engine.cost import Costs
 from llmq.engine.engine import Engine
+from llmq.engine.predict import sustained
 from llmq.errors import UsageError
+from llmq.hardware import cards
 from llmq.model.held import room_bytes
 from llmq.model.parameters import left_out
 from llmq.model.presets import preset
-from llmq.plan.few_layers import least_bytes
 from llmq.plan.memory import Memory
 from llmq.plan.precision import Precision
 from llmq.plan.spec import Completions
@@ -338,7 +340,8 @@ def test_70b_in_nf4_fits_into_46_gib():
     config = preset("llama3_70b")
     about = {"adapters": adapters("all", config, rank=16, alpha=32.0, base="nf4"), "batch_size": 1, "seq_len": 2048}
     spec = spec_of(Precision("bf16", "bf16"), Memory(("recompute_block",), head_chunks=8), config, **about)
-    assert 36 * 2**30 < least_bytes(spec, PlannedBackend().scratch_bytes) < 46 * 2**30
+    scratch = PlannedBackend().scratch_bytes
+    assert 36 * 2**30 < Costs(scratch, scratch, sustained(cards.named("H200"))).of(spec, 4).num_bytes < 46 * 2**30
 
 
 @pytest.mark.parametrize("base", ["e4m3", "int8", "nf4", "mxfp4"])

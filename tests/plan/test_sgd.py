@@ -1,6 +1,7 @@
 """SGD: what it keeps, which moves, repeats and is shared out without a changed bit, and what it may be held in."""
 
 from dataclasses import replace
+from itertools import chain
 
 import numpy as np
 import pytest
@@ -15,8 +16,8 @@ from llmq.comm.in_process import run_ranks
 from llmq.engine.engine import Engine
 from llmq.model.optimizer import Hyperparameters
 from llmq.optimizers.sgd import Sgd
-from llmq.plan import advice
 from llmq.plan.memory import Memory
+from llmq.plan.remedies import axes, frames, last_frames
 from llmq.stores.sharding import Sharding
 
 CONFIG = tiny(vocab_size=300, intermediate_size=176)
@@ -111,20 +112,15 @@ def test_the_update_in_backward_has_the_bits_of_the_usual_one():
 
 
 @pytest.mark.parametrize(
-    ("hyper", "narrow", "hosted"),
-    [(HYPER, "--opt-m-dtype bf16 ", " --offload-optimizer"), (PLAIN, None, "")],
+    ("hyper", "wanted"),
+    [(HYPER, {"opt_m_dtype", "offload_optimizer"}), (PLAIN, set())],
     ids=["momentum", "plain"],
 )
-def test_advice_speaks_of_what_it_keeps(hyper, narrow, hosted):
-    """Every change that is named is one of options that go together."""
-    plan = plan_of(FP32, None, CONFIG, hyper)
-    found = [advice.remedy(plan, int(plan.total_bytes * share / 20)) for share in range(1, 20)]
-    assert not any("--opt-v-dtype" in text for text in found)
-    assert any(f"{narrow}" in text for text in found) == (narrow is not None)
-    said = {text.split(", which")[0] for text in found if text.startswith(": --recompute-block --offload-residual")}
-    assert {text for text in said if "--stream-weights" not in text} <= {
-        f": --recompute-block --offload-residual{hosted}"
-    }
+def test_remedies_are_of_what_it_keeps(hyper, wanted):
+    spec = plan_of(FP32, None, CONFIG, hyper).spec
+    every = [*frames(spec, may_relax=False), *last_frames(spec), *chain(*axes(spec, None, may_undo=True))]
+    named = {key for remedy in every for key in remedy.options}
+    assert {key for key in named if key.startswith(("opt_", "offload_opt"))} == wanted
 
 
 def test_a_step_with_a_gradient_of_zero_only_decays_and_carries_on():

@@ -10,6 +10,7 @@ from tiny_runs import folder
 from llmq.backends.planned import PlannedBackend
 from llmq.cli import estimate as command
 from llmq.disk import MIB
+from llmq.engine import advice
 from llmq.plan.memory import Memory
 from llmq.training.estimate import fullest
 
@@ -55,7 +56,8 @@ def test_a_card_has_to_be_named(capsys):
     assert ended.value.code == 2 and "--gpu is needed: GPU to plan for" in said and "--seq-len 0" in said
 
 
-def test_a_run_that_does_not_fit_is_refused_after_its_table(capsys, tmp_path):
+def test_a_run_that_does_not_fit_is_refused_after_its_table(capsys, tmp_path, monkeypatch):
+    monkeypatch.setattr(advice, "remedies", lambda plan, room: [])
     code, said = estimated(capsys, tmp_path, "--gpu=1.3GiB", "--batch-size=256", "--seq-len=256")
     assert code == 4 and "are missing" in said.err and "Weights" in said.out
 

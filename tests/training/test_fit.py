@@ -268,7 +268,7 @@ def test_a_size_has_the_rates_of_a_card_which_is_named(model):
     search, (_, _, where, *_) = search_of(options_of(model, gpu="24GiB"))
     named, _ = search_of(options_of(model))
     assert search.cost_at((0,) * 8).seconds == named.cost_at((0,) * 8).seconds > 0
-    (title, *_) = fit.table([], GIB, fit.assumed(where))
+    (title, *_) = fit.lines_of([], GIB, where)
     assert "1.0 GiB, with the rates of the RTX 4090, as those of 24 GiB are not known, and" in title
 
 

@@ -51,6 +51,18 @@ def test_what_is_given_stays_and_the_host_is_a_limit(capsys, model):
     assert 64 * 2 * (int(length) + 128) > 0.2 * 2**20
 
 
+@pytest.mark.slow
+def test_what_an_attention_without_its_workspace_allows_is_said(capsys, model):
+    limit = f"--memory-limit={CONTEXT + 38}MiB"
+    strict = tuple(flag for flag in FLAGS if flag != "--no-deterministic")
+    code, said = run(capsys, model, *strict, limit, "--longest")
+    line = said.out.splitlines()[0]
+    code_relaxed, relaxed = run(capsys, model, *FLAGS, limit, "--longest")
+    (length,) = re.findall(r"--seq-len (\d+) --seq-tiles", relaxed.out)
+    assert code == code_relaxed == 0 and line.endswith(f"; --no-deterministic allows {int(length):,} tokens")
+    assert int(re.search(r"--seq-len (\d+)", line)[1]) < int(length) and "allows" not in relaxed.out
+
+
 @pytest.mark.parametrize(
     ("arguments", "code", "says"),
     [

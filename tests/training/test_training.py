@@ -27,6 +27,7 @@ from llmq.data.batches.batch import Batch
 from llmq.data.batches.loader import open_data
 from llmq.data.batches.streaming import StreamedDocument, StreamedRows
 from llmq.data.tokens.token_file import TokenWriter
+from llmq.engine.advice import Limits, lacking
 from llmq.engine.engine import Engine
 from llmq.errors import DataError, MemoryLimitError, NonFiniteError, StorageError, UsageError
 from llmq.files.checkpoint import load
@@ -286,9 +287,8 @@ def test_a_site_falls_back_and_a_continued_run_knows(given, monkeypatch):
 
 def test_a_fallback_that_does_not_fit_is_refused(given, monkeypatch):
     strict(monkeypatch, ["layers.0.mlp.down"])
-    refuse = fp8_watch.refuse_if_too_large
-    tight = lambda plan, free, scratch: refuse(plan, plan.total_bytes - 1, scratch)  # noqa: E731
-    monkeypatch.setattr(fp8_watch, "refuse_if_too_large", tight)
+    tight = lambda plan, room: lacking(plan, Limits(plan.total_bytes - 1))  # noqa: E731
+    monkeypatch.setattr(fp8_watch, "lacking", tight)
     result = llmq.train(**{**given, **FALLS, "fp8_fallback": True})
     texts = [event["text"] for event in read_log(result.log_path).events if event["type"] == "notice"]
     assert any(text.startswith("layers.0.mlp.down cannot leave fp8: the run needs") for text in texts)
@@ -460,9 +460,9 @@ def test_a_dry_run_is_refused_by_what_the_planned_gpu_has(given):
 def test_too_little_memory_names_the_option_that_helps(given, monkeypatch):
     plan_bytes = 1_100_000
     monkeypatch.setattr("llmq.hardware.device.memory_bytes", lambda *_: (10 * plan_bytes, plan_bytes))
-    with pytest.raises(MemoryLimitError, match=r"missing: .*--recompute-block|missing: .*--batch-size 1"):
+    with pytest.raises(MemoryLimitError, match=r"missing\nWhat fits, the fastest first:\n.*\n1 .*--batch-size 1"):
         llmq.train(**{**given, "batch_size": 8, "seq_len": 32, "grad_accumulation": 1})
-    with pytest.raises(MemoryLimitError, match="no memory option"):
+    with pytest.raises(MemoryLimitError, match="No memory option"):
         monkeypatch.setattr("llmq.hardware.device.memory_bytes", lambda *_: (10 * plan_bytes, 1000))
         llmq.train(**given)
 
