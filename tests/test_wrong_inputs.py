@@ -52,7 +52,15 @@ def with_base(name, given):
     return [*command, *kept, *given]
 
 
-@pytest.mark.parametrize(("name", "code", "given", "says"), ROWS)
+def sampled(rows, ids):
+    """Every third row, and the others as slow tests."""
+    marks = [() if number % 3 == 0 else pytest.mark.slow for number in range(len(rows))]
+    return [pytest.param(*row, id=one, marks=mark) for row, one, mark in zip(rows, ids, marks, strict=True)]
+
+
+@pytest.mark.parametrize(
+    ("name", "code", "given", "says"), sampled([row.values for row in ROWS], [row.id for row in ROWS])
+)
 def test_a_command_says_what_is_wrong(name, code, given, says, place, capsys):
     module = importlib.import_module(f"llmq.cli.{MODULES.get(name, name.removeprefix('llmq-'))}")
     command = module.command() if name == "llmq-train" else module.command
@@ -62,14 +70,14 @@ def test_a_command_says_what_is_wrong(name, code, given, says, place, capsys):
     assert sum(line.startswith("error: ") for line in said.splitlines()) == 1
 
 
-@pytest.mark.parametrize(("given", "says"), TRAIN, ids=map(str, range(len(TRAIN))))
+@pytest.mark.parametrize(("given", "says"), sampled(TRAIN, map(str, range(len(TRAIN)))))
 def test_train_says_what_is_wrong(given, says, place):
     with pytest.raises(LlmqError) as error:
         llmq.train(**{"console": io.StringIO(), **OPTIONS, **given})
     assert says in str(error.value)
 
 
-@pytest.mark.parametrize(("given", "says"), GENERATE, ids=map(str, range(len(GENERATE))))
+@pytest.mark.parametrize(("given", "says"), sampled(GENERATE, map(str, range(len(GENERATE)))))
 def test_generate_says_what_is_wrong(given, says, place):
     with pytest.raises(LlmqError) as error:
         llmq.generate(**{**ASKED, **given})

@@ -93,6 +93,7 @@ def test_at_most_three_fit_and_change_numbers_only_where_that_is_faster():
     assert said[3 + len(found)] == "--fit compares more settings"
 
 
+@pytest.mark.slow
 def test_without_a_card_there_is_an_order_and_no_rate():
     plan = plan_of(BF16, config=tiny(num_layers=3))
     said = refused(plan, Limits(plan.total_bytes - 1))
@@ -128,6 +129,7 @@ def test_the_host_of_many_processes_is_said_of_all():
     assert advice.table([one], 2)[1] == "1         1  5 bytes   14 bytes  --zero-level 3"
 
 
+@pytest.mark.slow
 def test_what_leaves_the_host_is_named_where_that_is_small():
     hosted = Memory(("recompute_block",), offload=("residual",), host=("m", "v", "grad"))
     plan = plan_of(BF16, hosted, tiny(num_layers=1))
@@ -142,6 +144,7 @@ def test_what_leaves_the_host_is_named_where_that_is_small():
     assert flags(remedies(alone, Limits(1 << 40, host_bytes=0)))[0] == "--no-offload-opt-v"
 
 
+@pytest.mark.slow
 def test_copies_of_weights_may_be_made_for_each_use():
     memories = (Memory(), Memory(persistent_quants=False))
     plan, small = (plan_of(FP8_HEAD, memory, tiny(num_layers=1)) for memory in memories)
@@ -152,6 +155,7 @@ def test_copies_of_weights_may_be_made_for_each_use():
     assert "--no-persistent-quants --no-offload-quants" in found
 
 
+@pytest.mark.slow
 def test_watching_fp8_is_counted_and_may_be_left():
     plan = plan_of(FP8_HEAD, config=tiny(num_layers=1), batch_size=8, seq_len=32, observe=True)
     plain = plan_of(FP8_HEAD, config=tiny(num_layers=1), batch_size=8, seq_len=32)
@@ -159,6 +163,7 @@ def test_watching_fp8_is_counted_and_may_be_left():
     assert flags(remedies(plan, Limits(plain.total_bytes, host_bytes=0)))[0].endswith("--log-fp8-every 0")
 
 
+@pytest.mark.slow
 def test_the_other_attention_is_proposed_where_its_workspace_is_what_is_missing():
     plan = plan_of(BF16, Memory((), attention_chunks=8), tiny(num_layers=1), batch_size=8, scratch_bytes=workspace)
     room = Limits(plan.total_bytes - SCRATCH // 2, workspace, nothing, host_bytes=0)
@@ -184,6 +189,7 @@ def test_where_nothing_fits_that_is_said():
     assert refused(plan, Limits(1))[1].startswith("No memory option makes it fit: train an adapter")
 
 
+@pytest.mark.slow
 def test_the_level_that_shares_all_is_a_remedy_of_many_ranks():
     plan = plan_of(BF16, config=tiny(num_layers=1, **WIDE), sharding=Sharding(0, 2, states=True))
     shared = plan_of(BF16, config=tiny(num_layers=1, **WIDE), sharding=Sharding(0, 2, True, True, True))

@@ -77,10 +77,10 @@ def test_a_dry_run_shows_what_each_level_has_on_the_host(many):
 
 
 def test_processes_of_a_machine_share_its_host_memory(many, monkeypatch):
-    """A card that is not here is on a machine of its own."""
+    """On one with cards that are not here, too."""
     options = Options.parse({**{key: value for key, value in many.items() if key != "console"}, "name": "shared"})
     with joined(options) as ranks:
-        assert (ranks.size, ranks.device.num_sharing) == (4, 1)
+        assert (ranks.size, ranks.device.num_sharing) == (4, 4)
     monkeypatch.setattr(device, "pick_device", lambda options: device.Device("cuda"))
     with joined(options) as ranks:
         assert (ranks.size, ranks.device.num_sharing) == (4, 4)
