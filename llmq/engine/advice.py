@@ -60,11 +60,12 @@ class Setting:
     changes: Changes
     cost: Cost
     tokens: int
+    mark: str = ""
 
     @property
     def flags(self) -> str:
         """The options as typed."""
-        return typed(self.changes)
+        return typed(self.changes) + self.mark
 
 
 def table(best: Sequence[Setting], processes: int = 1, *, has_rates: bool = True) -> list[str]:
@@ -183,7 +184,8 @@ class _Remedies:
             changes |= remedy.options
         spec = self._spec
         text = spec.seq_len - spec.adapters.num_virtual
-        return Setting(changes, cost, self._samples * text * spec.sharding.size)
+        mark = MARK if (numbers := self._frames[point[0]][0]).options and not numbers.relaxed else ""
+        return Setting(changes, cost, self._samples * text * spec.sharding.size, mark)
 
     def _remedies(self, point: Point) -> list[Remedy]:
         """Those of a point: its level, those of axes, and what changes numbers."""

@@ -94,7 +94,14 @@ def _with(spec: Spec, **fields: Any) -> Spec:
 def _with_states(states: Mapping[str, str], also: Changes | None = None, **dtypes: Any) -> Remedy:
     """Dtypes of states, by name, and others."""
     options = {**{dtype_option(name): dtype for name, dtype in states.items()}, **(also or {})}
-    return Remedy(options, lambda spec: replace(spec, precision=replace(spec.precision.with_states(states), **dtypes)))
+
+    def changed(spec: Spec) -> Spec:
+        precision = replace(spec.precision.with_states(states), **dtypes)
+        keeps = precision.has_own_master or "weight" in spec.memory.host
+        host = tuple(space for space in spec.memory.host if keeps or space != MASTER)
+        return _with(replace(spec, precision=precision), host=host)
+
+    return Remedy(options, changed)
 
 
 def _extras(spec: Spec) -> list[Remedy]:
