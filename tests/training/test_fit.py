@@ -349,7 +349,7 @@ def test_a_dry_run_fits_and_says_what_it_took(capsys, model, tmp_path, monkeypat
         train_command.main([*arguments, f"--memory-limit={CONTEXT // MIB + 40}MiB"])
     said = capsys.readouterr()
     assert ended.value.code == 0, said.err
-    assert "1 is taken:" in said.out and "On cuda:" in said.out
+    assert "1 is taken:" in said.out and "On disk:" in said.out
 
 
 def test_the_cpu_is_not_searched_for(capsys, model, tmp_path, monkeypatch):
