@@ -42,6 +42,7 @@ def on_ranks(request, size=2):
     return run_ranks(size, lambda world: bench_run._run(request, CPU, world))
 
 
+@pytest.mark.slow
 def test_one_then_all_at_every_level(shape, tmp_path, capsys):
     assert on_ranks(replace(shape, zero_levels=(1, 3), save=tmp_path / "out.json")) == [0, 0]
     told = capsys.readouterr().out

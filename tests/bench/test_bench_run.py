@@ -103,6 +103,7 @@ def test_adapters_are_measured(shape, tmp_path, capsys):
     assert run([*shape, "--dtypes=bf16", "--base-dtype=nf4"]) == UsageError.exit_code
 
 
+@pytest.mark.slow
 def test_adapters_at_once_are_measured_beside_one(shape, tmp_path, capsys):
     adapted = ["--lora-rank=4", "--dtypes=bf16", "--adapters-at-once=1,2"]
     assert run([*shape, *adapted, f"--save={tmp_path}/out.json"]) == 0
@@ -423,6 +424,7 @@ def test_backends_are_opened_with_the_attention_that_was_asked_for(strict, memor
     assert opened == 2 * each
 
 
+@pytest.mark.slow
 def test_the_other_attention_is_offered_where_it_would_fit(memory):
     (small, _), seen = memory(2**40)
     request = BenchRequest(models=(small,), dtypes=("bf16",), batch_size=4, seq_len=4096, recipe={"attn_bwd_chunks": 1})

@@ -64,6 +64,7 @@ def test_few_layers_say_what_all_take_of_each_rank(level, name):
     assert about.seconds == pytest.approx(step_seconds(plan, RATES, 4), rel=0.02)
 
 
+@pytest.mark.slow
 def test_a_plan_of_the_whole_is_counted_from_then_on():
     spec, costs = spec_of(BF16, MEMORIES["streamed"], wide(10)), Costs(SCRATCH, SCRATCH, RATES)
     plan = costs.plan(spec)

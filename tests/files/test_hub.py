@@ -170,6 +170,7 @@ def case(name, revision=None, kind="model"):
     return name, revision, kind
 
 
+@pytest.mark.slow
 def test_found_then_offline_then_unreachable(server, contents, tmp_path):
     wanted, _ = contents
     first, again, pinned = ask(tmp_path, server.url, case("org/good"), case("org/good"), case("org/good", COMMIT))

@@ -77,6 +77,7 @@ def test_the_device_has_two_bytes_a_parameter_less():
         assert tables[0]["Weights"] - tables[1]["Weights"] >= sum(2 * np.prod(row.shape) for row in sites(plan))
 
 
+@pytest.mark.slow
 def test_copies_of_a_layer_or_two_are_there_at_a_time():
     """Nothing grows with depth but what does without the flag."""
     for kind in ("recomputed", "masters on the host", "streamed"):

@@ -205,6 +205,7 @@ def test_without_matplotlib(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> 
         plot_runs(read_runs([write_run(tmp_path / "a")]), tmp_path / "out.png")
 
 
+@pytest.mark.slow
 def test_the_command_and_the_script(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     from llmq.cli.plot import main
 

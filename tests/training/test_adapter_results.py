@@ -109,6 +109,7 @@ def test_another_base_is_said_and_a_second_merge_refused(given, capsys):
         assert found == [(DataError.exit_code, True)] * 4
 
 
+@pytest.mark.slow
 def test_adapters_of_bases_that_were_held_in_other_ways_are_merged_onto_one_that_is_named(given, capsys):
     one, other = (trained({**given, "name": str(base)}, "lora", base).model_path for base in ("nf4", "int8"))
     taken = trained({**given, "name": "taken"}, "pissa", "nf4").model_path

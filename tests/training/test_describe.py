@@ -86,6 +86,7 @@ def test_processes_of_a_machine_share_its_host_memory(many, monkeypatch):
         assert (ranks.size, ranks.device.num_sharing) == (4, 4)
 
 
+@pytest.mark.slow
 def test_levels_are_shown_of_a_run_that_does_not_fit(many, monkeypatch):
     monkeypatch.setattr(device, "memory_bytes", lambda *_: (2**40, 1000))
     with pytest.raises(MemoryLimitError, match="1,000 bytes are free"):

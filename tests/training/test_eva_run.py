@@ -36,6 +36,7 @@ def ranks_of(path):
     return {name.split(".")[-3]: len(value) for name, value in adapter_of(path).items() if "lora_A" in name}
 
 
+@pytest.mark.slow
 def test_a_run_shares_out_its_ranks_and_resumes_without_another_look(given, monkeypatch):
     whole = llmq.train(**given)
     said = given["console"].getvalue()

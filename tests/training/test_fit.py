@@ -129,6 +129,7 @@ def test_what_is_printed_fits_and_needs_less_and_less(model):
         assert not flat["fit"] and {**flat, **one.changes} == flat
 
 
+@pytest.mark.slow
 def test_numbers_change_only_where_they_may(model):
     states = {"opt_m_dtype", "opt_v_dtype", "master_dtype"}
     for may, changing in (((), set()), (("states",), states), (fit.ALL_MAY, {*states, "matmul_dtype"})):
@@ -336,6 +337,7 @@ def test_many_gpus_offload_what_their_level_leaves(capsys, model):
     assert "--offload-gradients" in first and "--stream-weights" in first
 
 
+@pytest.mark.slow
 def test_host_memory_has_a_limit(capsys, model):
     code, said = estimated(capsys, model, "--gpu=H200", "--offload-optimizer", "--host-memory-limit=1MiB")
     assert code == 4 and "in host memory, 1.0 MiB are free there" in said.err

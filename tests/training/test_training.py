@@ -457,6 +457,7 @@ def test_a_dry_run_is_refused_by_what_the_planned_gpu_has(given):
         llmq.train(**large, dry_run=True, device="cuda", gpu="RTX 4090")
 
 
+@pytest.mark.slow
 def test_too_little_memory_names_the_option_that_helps(given, monkeypatch):
     plan_bytes = 1_100_000
     monkeypatch.setattr("llmq.hardware.device.memory_bytes", lambda *_: (10 * plan_bytes, plan_bytes))

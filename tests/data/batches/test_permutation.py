@@ -17,6 +17,7 @@ from llmq.data.batches.permutation import sample_order
     epoch=st.integers(0, 10**6),
 )
 @example(size=1_000_003, seed=7, epoch=0)
+@pytest.mark.slow
 def test_every_epoch_is_a_permutation(size: int, seed: int, epoch: int) -> None:
     order = sample_order(epoch * size + np.arange(size), size, seed)
     assert np.array_equal(np.sort(order), np.arange(size))

@@ -203,6 +203,7 @@ def counted(sizes: list[list[int]]) -> Shards:
 
 @settings(max_examples=60, deadline=None)
 @given(sizes=SIZES, docs=st.integers(1, 4), group=st.integers(1, 40), at=st.integers(0, 60))
+@pytest.mark.slow
 def test_a_packed_stream_has_every_document_whole_and_once_in_a_pass_and_resumes_at_any_row(
     sizes: list[list[int]], docs: int, group: int, at: int
 ) -> None:

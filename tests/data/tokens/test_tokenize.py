@@ -154,6 +154,7 @@ def test_real_text_with_a_real_tokenizer(tmp_path: Path, shared: Callable[[str],
     np.testing.assert_array_equal(evaluation[:-1], tokenizer.encode(parts[1], add_special_tokens=False).ids)
 
 
+@pytest.mark.slow
 def test_real_text_in_small_pieces_has_the_same_ids(tmp_path: Path, monkeypatch, shared: Callable[[str], Path]) -> None:
     folder = shared("qwen2.5-tokenizer")
     monkeypatch.setattr(text, "BLOCK_BYTES", 512)
@@ -169,6 +170,7 @@ def test_real_text_in_small_pieces_has_the_same_ids(tmp_path: Path, monkeypatch,
     assert TokenFile.open(written.path).tokens.tolist() == reference(folder, [content.decode()], 151643)
 
 
+@pytest.mark.slow
 def test_real_questions_and_answers_train_exactly_the_answers_and_their_ends(
     tmp_path: Path, shared: Callable[[str], Path]
 ) -> None:
