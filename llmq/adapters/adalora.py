@@ -86,9 +86,7 @@ class AdaLora(Lora):
         """PEFT's AdaLoraConfig, with the pattern of ranks of adapters that were read."""
         return {
             "peft_type": "ADALORA",
-            "task_type": "CAUSAL_LM",
-            "base_model_name_or_path": base,
-            "revision": revision,
+            **Method.peft_config(self, config, base, revision),
             "r": 8,
             "init_r": self.rank,
             **{name: getattr(self.schedule, field) for field, (name, _) in FIELDS.items()},
@@ -100,7 +98,6 @@ class AdaLora(Lora):
             "init_lora_weights": True,
             "fan_in_fan_out": False,
             **in_full_config(self.also, config),
-            "inference_mode": True,
         }
 
 

@@ -23,6 +23,7 @@ from llmq.row import Row
 
 BASE, MERGED = "llmq_base.json", "llmq_merged.json"
 DTYPES = ("fp32", "bf16")  # that a run computes in
+BASE_DTYPES = (*DTYPES, *HELD_FORMS)  # that --base-dtype takes
 
 
 @dataclass(frozen=True)
@@ -86,7 +87,7 @@ def other_base(folder: Path, named: str | None, base: AdapterBase | None, source
     By the weights where the folder has their fingerprint, else by the name of the model. DataError for a model that the
     adapter is merged into.
     """
-    if adapter_fingerprint(folder) in _merged_into(source):
+    if (merged := _merged_into(source)) and adapter_fingerprint(folder) in merged:
         raise DataError(
             f"{source.name} has the adapter of {folder} in its weights already: give the model that it was trained on"
             + (f", {named}" if named else "")

@@ -32,10 +32,8 @@ class Gains(Method):
 
     is_relative = True
 
-    def site(self, base: Linear, at: SiteFacts) -> Linear | GainLinear | InputGainLinear:
+    def around(self, base: Linear, at: SiteFacts) -> GainLinear | InputGainLinear:
         """`base` with gains on its outputs or its inputs."""
-        if base.name not in self.by_site:
-            return base
         targets = self.by_site[base.name]
         first = targets[0].module
         if targets[0].inward:
@@ -68,15 +66,12 @@ class Gains(Method):
         """PEFT's IA3Config."""
         return {
             "peft_type": "IA3",
-            "task_type": "CAUSAL_LM",
-            "base_model_name_or_path": base,
-            "revision": revision,
+            **super().peft_config(config, base, revision),
             "target_modules": target_names(self.targets, config),
             "feedforward_modules": target_names([target for target in self.targets if target.inward], config),
             "fan_in_fan_out": False,
             **in_full_config(self.also, config),
             "init_ia3_weights": True,
-            "inference_mode": True,
         }
 
 

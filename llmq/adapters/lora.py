@@ -75,10 +75,8 @@ class Lora(Method):
         """Where outputs have magnitudes, or the first A and B were made of the weight."""
         return self.dora or self.takes_out
 
-    def site(self, base: Linear, at: SiteFacts) -> Linear | LoraLinear | DroppedLinear | DoraLinear:
+    def around(self, base: Linear, at: SiteFacts) -> LoraLinear | DroppedLinear | DoraLinear:
         """`base` with low-rank adapters on those of its maps that have them."""
-        if base.name not in self.by_site:
-            return base
         found = self.low_rank(base, at)
         return DoraLinear(found, outputs_of(at.config, base.name), at.stat) if self.dora else found
 
@@ -190,9 +188,7 @@ class Lora(Method):
         alphas = {t.module.name: t.alpha for t in self.targets if t.alpha != self.alpha}
         return {
             "peft_type": "LORA",
-            "task_type": "CAUSAL_LM",
-            "base_model_name_or_path": base,
-            "revision": revision,
+            **super().peft_config(config, base, revision),
             "r": self.rank,
             "lora_alpha": plain(self.alpha),
             "lora_dropout": self.dropout,
@@ -205,7 +201,6 @@ class Lora(Method):
             "init_lora_weights": INITS.get(self.init, self.init),
             "fan_in_fan_out": False,
             **in_full_config(self.also, config),
-            "inference_mode": True,
         }
 
     def first_pair(self, target: Target, weight: np.ndarray) -> tuple[np.ndarray, np.ndarray]:

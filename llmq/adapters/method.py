@@ -75,8 +75,12 @@ class Method:
         return {site: tuple(sorted(targets, key=lambda t: t.module.start)) for site, targets in found.items()}
 
     def site(self, base: Linear, at: SiteFacts) -> Site:
-        """The linear map `base` with what the method puts around it."""
-        return base
+        """The linear map `base`, with what the method puts around it where it is adapted."""
+        return self.around(base, at) if base.name in self.by_site else base
+
+    def around(self, base: Linear, at: SiteFacts) -> Site:
+        """A linear map that has targets, with what the method puts around it."""
+        raise NotImplementedError
 
     def embed(self, base: Embed, config: ModelConfig) -> Embed | PromptedEmbed:
         """The embedding, with what the method puts around it."""
@@ -181,8 +185,9 @@ class Method:
     # files
 
     def peft_config(self, config: ModelConfig, base: str, revision: str | None) -> dict[str, Any]:
-        """PEFT's config of it, for a base model of this name."""
-        raise NotImplementedError
+        """PEFT's config of it, for a base model of this name: here what those of all methods have."""
+        about = {"task_type": "CAUSAL_LM", "base_model_name_or_path": base, "revision": revision}
+        return {**about, "inference_mode": True}
 
     def stored_rows(self, rows: Sequence[Row]) -> tuple[Row, ...]:
         """The rows of an adapter, trained biases among them, whose parts have the names of PEFT's tensors."""

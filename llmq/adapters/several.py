@@ -45,10 +45,8 @@ class Several(Method):
         """Those of all."""
         return tuple(target for member in self.members for target in member.adapters.targets)
 
-    def site(self, base: Linear, at: SiteFacts) -> Linear | SeveralLinear:
+    def around(self, base: Linear, at: SiteFacts) -> SeveralLinear:
         """`base` with those adapters that have it among their targets, each on its rows."""
-        if base.name not in self.by_site:
-            return base
         found = [
             OwnRows(member.name, member.adapters.low_rank(base, replace(at, seed=member.seed)), start, stop)
             for member, start, stop in self.places

@@ -60,15 +60,8 @@ class VirtualTokens(Method):
 
     def peft_config(self, config: ModelConfig, base: str, revision: str | None) -> dict[str, Any]:
         """What PEFT's configs of both have."""
-        return {
-            "task_type": "CAUSAL_LM",
-            "base_model_name_or_path": base,
-            "revision": revision,
-            "num_virtual_tokens": self.num_virtual,
-            "num_transformer_submodules": 1,
-            "num_layers": config.num_layers,
-            "inference_mode": True,
-        }
+        sizes = {"num_virtual_tokens": self.num_virtual, "num_transformer_submodules": 1}
+        return {**super().peft_config(config, base, revision), **sizes, "num_layers": config.num_layers}
 
     @property
     def name(self) -> str:

@@ -32,7 +32,7 @@ SAMPLING = ("temperature", "top_k", "top_p", "min_p", "repetition_penalty", "see
 )
 @click.option(
     "--base-dtype",
-    type=click.Choice(["fp32", "bf16", "e4m3", "int8", "nf4", "mxfp4"]),
+    type=shell.BASE_DTYPE,
     help="Dtype in which to hold the layers' weights, as in training.  [default: that of the adapter's base]",
 )
 @click.option("--revision", help="Branch, tag or commit of a hub model.")

@@ -48,7 +48,7 @@ from llmq.errors import UsageError
 )
 @click.option(
     "--base-dtype",
-    type=click.Choice(["fp32", "bf16", "e4m3", "int8", "nf4", "mxfp4"]),
+    type=shell.BASE_DTYPE,
     help="Dtype in which to hold what the adapters are added to; fp32: the weights as they are.  "
     "[default: as they were trained]",
 )

@@ -21,6 +21,7 @@ SETTINGS = {
     "max_content_width": 100,
     "token_normalize_func": lambda name: name.replace("_", "-"),  # --batch_size is --batch-size
 }
+BASE_DTYPE = click.Choice(["fp32", "bf16", "e4m3", "int8", "nf4", "mxfp4"])  # of --base-dtype
 # Told as installed, without importing them; what a run has loaded stands in its [System] section.
 LIBRARIES = (
     *("numpy", "ml_dtypes", "tokenizers", "safetensors", "huggingface_hub", "pyarrow", "pydantic", "click", "rich"),

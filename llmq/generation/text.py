@@ -12,7 +12,7 @@ from numbers import Integral, Real
 from pathlib import Path
 from typing import Any
 
-from llmq.adapters.base_record import as_held, held_for
+from llmq.adapters.base_record import BASE_DTYPES, as_held, held_for
 from llmq.adapters.method import NO_ADAPTERS
 from llmq.adapters.peft import StoredAdapter, open_adapter
 from llmq.backends import open_backend
@@ -37,7 +37,6 @@ ROW = 2048  # tokens of prompts that are read together, where there are as many
 STEP = 64  # lengths of rows are multiples of this
 STREAMS = 2**20  # from the number of one sample of a prompt, which addresses what is drawn, to that of the next
 MOST_SAMPLES = 2**32 // STREAMS  # numbers have 32 bits
-BASE_DTYPES = ("fp32", "bf16", "e4m3", "int8", "nf4", "mxfp4")
 LIMITS: tuple[tuple[tuple[str, ...], Any, Callable[[Any], bool], str], ...] = (
     (("batch_size", "max_tokens"), Integral, lambda value: value >= 1, "a whole number of at least 1"),
     (("max_length",), Integral, lambda value: value >= 2, "a whole number of at least 2"),

@@ -14,7 +14,7 @@ from tiny_runs import on_weights
 
 import llmq
 from llmq.adapters import resolve as adapters
-from llmq.adapters.base_record import BASE, AdapterBase, read_base
+from llmq.adapters.base_record import BASE, BASE_DTYPES, AdapterBase, read_base
 from llmq.adapters.merge import merge
 from llmq.cli import shell
 from llmq.cli.generate import command as llmq_generate
@@ -23,6 +23,7 @@ from llmq.errors import DataError, UsageError
 from llmq.files.source import find_source
 from llmq.generation.text import Settings, Writer
 from llmq.model.held import HeldBase
+from llmq.options.parse import descriptions
 
 
 @pytest.fixture
@@ -177,3 +178,7 @@ def test_a_record_of_another_base_than_llmq_holds_is_refused(tmp_path, changes, 
     (tmp_path / BASE).write_text(json.dumps({**base.to_json(), **changes}))
     with pytest.raises(DataError, match=says):
         read_base(tmp_path)
+
+
+def test_every_command_takes_the_same_dtypes_of_a_base():
+    assert tuple(shell.BASE_DTYPE.choices) == BASE_DTYPES == tuple(descriptions()["base_dtype"].choices)
