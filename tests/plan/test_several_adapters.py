@@ -18,7 +18,6 @@ from llmq.engine.engine import Engine
 from llmq.errors import UsageError
 from llmq.model.optimizer import Hyperparameters
 from llmq.model.presets import preset
-from llmq.model.speed_of_light import seconds_per_token
 from llmq.optimizers.adamw import AdamW
 from llmq.plan.memory import Memory
 from llmq.plan.plan import make_plan
@@ -258,14 +257,11 @@ def test_what_it_costs_on_a_gpu_is_that_of_one():
     config = replace(preset("Qwen2.5-0.5B"), num_layers=6)
     one = adapters("all", 16, config)
     eight = alike(one, 8, 16)
-    rate = {"bf16": 1.0}
-    assert seconds_per_token(config, 1024, rate, lambda name: "bf16", eight) == pytest.approx(
-        seconds_per_token(config, 1024, rate, lambda name: "bf16", one)
-    )
-    e4m3 = FP8["e4m3", "delayed"]
-    shape = {"batch_size": 16, "seq_len": 1024}
-    spec = Spec(config, e4m3, Memory(), Hyperparameters(), **shape)
-    plans = [make_plan(replace(spec, adapters=each), PlannedBackend().scratch_bytes) for each in (one, eight)]
+    spec = Spec(config, FP8["e4m3", "delayed"], Memory(), Hyperparameters(), batch_size=16, seq_len=1024)
+    specs = [replace(spec, adapters=each) for each in (one, eight)]
+    light = [each.light_s({"bf16": 1.0, "e4m3": 2.0}) for each in specs]
+    assert light[1] == pytest.approx(light[0])
+    plans = [make_plan(each, PlannedBackend().scratch_bytes) for each in specs]
     assert plans[1].arena_bytes() == plans[0].arena_bytes()
     ops = [[call.op for call in plan.programs["only"].calls] for plan in plans]
     for op in ("low_rank_backward", "swiglu_low_rank_backward"):
