@@ -33,7 +33,6 @@ from llmq.errors import UsageError
 from llmq.files.source import ModelSource, Values, uniform_block
 from llmq.model.config import ModelConfig
 from llmq.model.held import HeldBase
-from llmq.model.lisa import Lisa
 from llmq.model.parameters import left_out, num_parameters
 from llmq.options.adapters import OF_BUDGET
 from llmq.row import Row
@@ -155,20 +154,8 @@ def _patterns(option: str, text: str | None, kind: Callable[[str], _Number]) -> 
     return found
 
 
-def lisa(options: AdapterOptions, config: ModelConfig, seed: int) -> Lisa | None:
-    """Which layers train at a time, if not all do. UsageError for more than there are."""
-    if options.lisa is None:
-        return None
-    if options.lisa > config.num_layers:
-        raise UsageError(f"--lisa {options.lisa}: the model has {config.num_layers} layers: use so many at most")
-    assert options.lisa_interval is not None
-    return Lisa(options.lisa, options.lisa_interval, seed)
-
-
-def frozen(options: AdapterOptions, config: ModelConfig, seed: int = 0, step: int = 0) -> frozenset[str]:
-    """The names of the model's rows that --train-only leaves frozen, or --lisa in a step. UsageError."""
-    if (drawn := lisa(options, config, seed)) is not None:
-        return drawn.frozen(config, step)
+def frozen(options: AdapterOptions, config: ModelConfig) -> frozenset[str]:
+    """The names of the model's rows that --train-only leaves frozen. UsageError."""
     return frozenset() if options.train_only is None else left_out(options.train_only, config)
 
 

@@ -22,7 +22,7 @@ OF_LORA = (*(key for key in SHAPE if key != "train_also"), "lora_dropout", "lora
 LEAVE = "leave it out"
 OF_SEVERAL = "A and B of several adapters on one frozen model"
 NOT_OF_SEVERAL = {  # and what to do instead
-    **dict.fromkeys(("lisa", "ia3", "train_only", "prompt_tuning", "prefix_tuning", "train_also"), LEAVE),
+    **dict.fromkeys(("ia3", "train_only", "prompt_tuning", "prefix_tuning", "train_also"), LEAVE),
     **dict.fromkeys(("adalora", "dora", "lora_budget"), LEAVE),
     "adapter": "name the folder in its entry of the file",
     "merge": "merge the one that you choose with llmq-merge",
@@ -242,36 +242,10 @@ class AdapterOptions(Section):
         metavar="NAMES",
     )
 
-    lisa: Int | None = option(
-        None,
-        "Train only this many layers at a time, drawn at random, with embedding, head and final norm (LISA).",
-        "lisa_activated_layers",
-        shown="all layers",
-        ge=1,
-        le=LARGEST_STEP,
-    )
-    lisa_interval: Int | None = option(
-        lambda data: None if data.get("lisa") is None else 20,
-        "Optimizer steps after which --lisa draws other layers.",
-        "lisa_interval_steps",
-        shown="20",
-        ge=1,
-        le=LARGEST_STEP,
-    )
-
     def contradictions(self) -> Iterator[str]:
         if self.adapters is not None:
             yield from self._of_several()
             return
-        if self.lisa is None and self.lisa_interval is not None:
-            yield f"--lisa-interval {self.lisa_interval} is for --lisa: add that, or leave it out"
-        methods = ("lora_rank", "adapter", "ia3", "train_only", "prompt_tuning", "prefix_tuning")
-        others = [key for key in methods if getattr(self, key) is not None]
-        if self.lisa is not None and others:
-            yield (
-                f"--lisa {self.lisa} trains layers of the model in turn, and {flag(others[0])} says otherwise what is "
-                "trained: leave one of them out"
-            )
         if self.train_only is not None and (self.lora_rank is not None or self.adapter is not None):
             yield "--train-only trains a part of the model, and adapters leave it as it is: leave one of them out"
         yield from self._of_virtual_tokens()

@@ -73,13 +73,12 @@ UNSETS = {  # an option of the command line, and its alternatives, which it take
     "warmup_ratio": ("warmup",),
     "min_lr": ("final_lr_fraction",),
     "final_lr_fraction": ("min_lr",),
-    "lora_rank": ("adapter", "ia3", "lisa", *VIRTUAL),
-    "adapters": ("adapter", "ia3", "lisa", "train_only", *VIRTUAL),
-    "adapter": ("lora_rank", "ia3", "lisa", *VIRTUAL, *adapters.SHAPE),
-    "ia3": ("lora_rank", "adapter", "lisa", *VIRTUAL),
-    "prompt_tuning": ("lora_rank", "adapter", "ia3", "lisa", "prefix_tuning"),
-    "prefix_tuning": ("lora_rank", "adapter", "ia3", "lisa", "prompt_tuning"),
-    "lisa": ("lora_rank", "adapter", "ia3", "train_only", *VIRTUAL),
+    "lora_rank": ("adapter", "ia3", *VIRTUAL),
+    "adapters": ("adapter", "ia3", "train_only", *VIRTUAL),
+    "adapter": ("lora_rank", "ia3", *VIRTUAL, *adapters.SHAPE),
+    "ia3": ("lora_rank", "adapter", *VIRTUAL),
+    "prompt_tuning": ("lora_rank", "adapter", "ia3", "prefix_tuning"),
+    "prefix_tuning": ("lora_rank", "adapter", "ia3", "prompt_tuning"),
 }
 OF_ADAPTERS = {"learning_rate": adapters.RATE, "master_dtype": "fp32", "grad_accum_dtype": "fp32"}  # defaults
 NEEDED = ("model", "train_file", "data")  # the last two are alternatives

@@ -165,26 +165,19 @@ class Plan:
 
     def state(self) -> dict[str, Ref]:
         """Storages that a checkpoint holds: masters, moments, and the state of persistent scales. Frozen rows are
-        loaded anew, but for those that train in other periods."""
-        names = [*self._states, *self._moving]
+        loaded again."""
         held = [one for ref in self.weights.values() if ref.form is not None for one in ref.entries]
         remade = {name for one in held for name in (scale_name(one), *map(storage_name, self.known_scales(one)))}
         scales = sorted(name for name, ref in self.persistent.items() if ref.space == "scale" and name not in remade)
         seen = [(group.norm, group.last_norm) for group in self.cells.groups if group.clips_by_last]
         norms = [storage_name(cell) for pair in seen for cell in pair]
         chosen = [storage_name(self.importance.cells[KEPT])] if self.importance.cells else []
-        return {name: self.persistent[name] for name in names + scales + norms + chosen}
-
-    @property
-    def _moving(self) -> list[str]:
-        """The storages of frozen rows that train in other periods of the run."""
-        rows = () if self.spec.lisa is None else self.rows
-        return [storage_name(self.weights[row.name]) for row in rows if not row.trainable]
+        return {name: self.persistent[name] for name in (*self._states, *scales, *norms, *chosen)}
 
     @property
     def loaded_anew(self) -> tuple[Row, ...]:
         """The rows that no checkpoint holds."""
-        return () if self.spec.lisa is not None else tuple(row for row in self.rows if not row.trainable)
+        return tuple(row for row in self.rows if not row.trainable)
 
     @cached_property
     def _states(self) -> Mapping[str, str]:

@@ -53,8 +53,6 @@ def _tiled(spec: Spec) -> Iterator[str]:
 
 def _without_master(spec: Spec) -> Iterator[str]:
     hosted = {"weight": "--stream-weights", "quant": "--offload-quants", "master": "--offload-master"}
-    if spec.lisa is not None:
-        yield "layers that --lisa freezes have no other room than in the model dtype: leave one of them out"
     if spec.adapters.freezes:
         yield "adapters are all that is trained, and the model has no masters: hold it in --base-dtype e4m3 instead"
     for space, flag in hosted.items():
@@ -69,7 +67,5 @@ def _remade(spec: Spec) -> Iterator[str]:
         yield "--master-dtype none makes them for each use already: leave one of them out"
     if spec.adapters.freezes:
         yield "adapters are all that is trained, and the model has no masters: hold it in --base-dtype e4m3 instead"
-    if spec.lisa is not None:
-        yield "layers that --lisa freezes keep their copies: leave one of them out"
     if spec.sharding.states or spec.sharding.weights:
         yield f"each of {spec.sharding.size} GPUs has masters of its share alone: use --zero-level 0"

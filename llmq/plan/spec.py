@@ -8,7 +8,6 @@ from dataclasses import dataclass, replace
 from llmq.adapters.method import NO_ADAPTERS, Method
 from llmq.blocks.attention import Packing
 from llmq.model.config import ModelConfig
-from llmq.model.lisa import Lisa
 from llmq.model.optimizer import Hyperparameters
 from llmq.model.regularization import UNREGULARIZED, Regularization
 from llmq.model.speed_of_light import seconds_per_token
@@ -37,7 +36,7 @@ class Spec:
     With `packing` every batch comes with the borders of its rows' documents; None: each row is one document. `observe`
     asks for the program that measures the errors of fp8 copies, if there are any, `completions` for those that write.
     `sharding` says which of how many ranks this is, and what it holds. With `adapters` the model is frozen, else
-    the rows named in `frozen` are; with `lisa` these change from one period to the next, and are the run's own.
+    the rows named in `frozen` are.
     """
 
     config: ModelConfig
@@ -53,7 +52,6 @@ class Spec:
     completions: Completions | None = None
     adapters: Method = NO_ADAPTERS
     frozen: frozenset[str] = frozenset()
-    lisa: Lisa | None = None
     regularization: Regularization = UNREGULARIZED
 
     def light_s(self, peaks: Mapping[str, float]) -> float:

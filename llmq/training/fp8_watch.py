@@ -123,7 +123,7 @@ class Fp8Watch:
         """Goes on with `sites` in the model's dtype; returns them, or none of them if that does not fit in memory."""
         loop, names = self._loop, ", ".join(sites)
         job, old = loop.job, loop.job.plan
-        plan = job.replan(old.spec.precision.without(sites), old.total_bytes, old.spec.frozen)
+        plan = job.replan(old.spec.precision.without(sites), old.total_bytes)
         free = loop.ranks.least(device.memory_bytes(job.device)[1] + old.total_bytes)
         if lack := lacking(plan, Limits(free)):
             loop.log.notice(f"{names} cannot leave fp8: {lack}")

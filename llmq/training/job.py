@@ -60,8 +60,8 @@ from llmq.training.without_effect import without_effect
 HOST_RESERVE = 0.05  # of the host's memory stays free when checkpoints are copied into it
 
 
-# A plan with other dtypes, where so many more bytes are free than now, and with these rows frozen.
-Replan = Callable[[Precision, int, frozenset[str]], Plan]
+# A plan with other dtypes, where so many more bytes are free than now.
+Replan = Callable[[Precision, int], Plan]
 
 
 @dataclass(frozen=True)
@@ -167,15 +167,13 @@ class Job:
     @property
     def must_match(self) -> dict[str, Any]:
         """What a checkpoint has in common with the run that continues it: else it would be another run."""
-        lisa = self.plan.spec.lisa
         return {
             "seed": self.seed,
             **self.data.identity(),
             "model": self.plan.spec.config.identity(),
             "parameters": {row.name: list(row.shape) for row in self.plan.rows},
             **({"frozen model": self.base} if self.plan.loaded_anew else {}),
-            **({"trained": self.options["train_only"]} if self.plan.spec.frozen and lisa is None else {}),
-            **({} if lisa is None else {"lisa": [lisa.layers, lisa.interval]}),
+            **({"trained": self.options["train_only"]} if self.plan.spec.frozen else {}),
             **self.plan.spec.adapters.must_match(),
             **self.plan.spec.hyper.rule.identity(),
             **self.plan.spec.precision.identity(),
@@ -207,7 +205,7 @@ def prepare(options: Options, log: RunLog, ranks: Ranks) -> Job:
     dtypes, is_timed = _resolve_precision(options, source.config, where, past, ranks)
     rows = named.open(device.packing_problem(where, dtypes.model), ranks.size, early)
     samples = open_samples(questions, log.sample_tokens, source, *rows.writes)
-    facts = facts_of(rows, dtypes, where, seed, samples, past.step, ranks, members)
+    facts = facts_of(rows, dtypes, where, seed, samples, ranks, members)
     speed, backend = _open_backend(_checked(options, facts, dtypes, past), where, past, ranks)
     fit, options, data = _fit(options, facts, rows.data, backend, past, ranks, log)
     dtypes, is_timed = _resolve_precision(options, source.config, where, past, ranks)
@@ -387,16 +385,16 @@ def _plan(
     """What plans the run, its plan, and a line for each site if timing chose among the fp8 sites."""
     replan = _planner(options, spec, where, backend, known)
     if not is_timed:
-        return replan, replan(spec.precision, 0, spec.frozen), {}
-    dtypes, matmuls = _time_sites(replan(spec.precision, 0, spec.frozen).spec, backend, data, log)
-    return replan, replan(dtypes, 0, spec.frozen), matmuls
+        return replan, replan(spec.precision, 0), {}
+    dtypes, matmuls = _time_sites(replan(spec.precision, 0).spec, backend, data, log)
+    return replan, replan(dtypes, 0), matmuls
 
 
 def _planner(options: Options, spec: Spec, where: Device, backend: Backend, known: Plan | None) -> Replan:
-    """A function that plans `spec` with other dtypes and frozen rows, which may be what is `known`."""
+    """A function that plans `spec` with other dtypes, which may be what is `known`."""
 
-    def planned(dtypes: Precision, given_back: int, frozen: frozenset[str]) -> Plan:
-        wanted = replace(spec, precision=dtypes, frozen=frozen)
+    def planned(dtypes: Precision, given_back: int) -> Plan:
+        wanted = replace(spec, precision=dtypes)
         plan = known if known and known.spec == wanted else make_plan(wanted, backend.scratch_bytes)
         if not memory.chooses_attention_chunks(options.memory):
             return plan

@@ -36,7 +36,6 @@ from llmq.training.fp8_watch import Fp8Watch, carried
 from llmq.training.hooks import Watch, check_hooks
 from llmq.training.interrupt import Interrupt
 from llmq.training.job import Job, prepare
-from llmq.training.lisa_watch import LisaWatch
 from llmq.training.log import SUMMARY, RunLog
 from llmq.training.past import changes, settings
 from llmq.training.progress import Progress
@@ -113,7 +112,7 @@ class _Run:
             log.say(job.backend.allocated)
         self.progress = Progress()
         self.last: Batch | None = None  # that was trained on
-        self.fp8, self.lisa = Fp8Watch(self), LisaWatch(self)
+        self.fp8 = Fp8Watch(self)
         self.allocation = allocation_of(self.engine, log.say)
         self.is_cold = job.resume is None  # whether delayed scales have seen nothing yet
         self.saved = self.began_at = 0  # step of the newest checkpoint, and that of the one that the run continues
@@ -204,7 +203,6 @@ class _Run:
     def _step(self, loader: Loader) -> None:
         """One optimizer step, and what is due after it."""
         self._settle(wait=False)  # what made the last save fail ends the run here
-        self.lisa.before_step()
         job, step, start = self.job, self.progress.step + 1, time.perf_counter()
         self.ranks.step, wait_ms, real, tokens, rates = step, 0.0, 0, 0, job.rates(step)
         for micro_step in range(job.data.grad_accumulation):

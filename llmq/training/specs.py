@@ -38,7 +38,6 @@ class Facts:
     completions: Completions | None = None
     rank: int = 0
     size: int = 1
-    step: int = 0  # that the run is at, for rows that are frozen for a time
     steps: int = 0  # of the run, with which the schedule of AdaLoRA ends
     members: tuple[MemberOptions, ...] = ()  # of --adapters
 
@@ -71,8 +70,7 @@ class Facts:
             self.completions,
             several.resolve(self.members, options.to_flat()["base_dtype"], self.config)
             or adapters.resolve(options.adapters, self.config, self.steps),
-            adapters.frozen(options.adapters, self.config, self.seed, self.step),
-            adapters.lisa(options.adapters, self.config, self.seed),
+            adapters.frozen(options.adapters, self.config),
             regularization.resolve(options.regularization),
         )
 
@@ -83,7 +81,6 @@ def facts_of(
     where: Device,
     seed: int,
     samples: SamplePrompts | None,
-    step: int,
     ranks: Ranks,
     members: tuple[MemberOptions, ...],
 ) -> Facts:
@@ -92,4 +89,4 @@ def facts_of(
     packs = device.packing_problem(where, dtypes.model) is None
     completions = None if samples is None else samples.completions(packed=packs)
     packing = Packing(*data.limits) if data.limits else None
-    return Facts(config, where, seed, packing, completions, ranks.rank, ranks.size, step, steps, members)
+    return Facts(config, where, seed, packing, completions, ranks.rank, ranks.size, steps, members)

@@ -419,7 +419,6 @@ def test_a_bad_file_is_one_clear_message(given, entries, says):
         ({"ia3": "k_proj"}, "--ia3 k_proj does not go with --adapters"),
         ({"prompt_tuning": 4}, "--prompt-tuning 4 does not go with --adapters"),
         ({"train_only": "norm"}, "--train-only norm does not go with --adapters"),
-        ({"lisa": 1}, "--lisa 1 does not go with --adapters"),
         ({"merge": True}, "--merge does not go with --adapters, .*: merge the one that you choose with llmq-merge"),
         ({"adapter": "x"}, "--adapter x does not go with --adapters, .*: name the folder in its entry of the file"),
         ({"fit": True}, "--fit chooses the size of a micro-batch, whose rows --adapters shares out"),

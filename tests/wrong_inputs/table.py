@@ -98,8 +98,7 @@ COMMAND_LINES = {
 --merge | --merge is for adapters: add --lora-rank
 --ia3 nothing | --ia3 nothing: no such linear map in a model
 --ia3 mlp --lora-rank 3 | --ia3 mlp trains gains, and --lora-rank is of
---lisa 9 | --lisa 9: the model has 1 layers: use so many
---lisa 1 --lora-rank 3 | --lisa 1 trains layers of the model in turn
+--lisa 2 | LISA is no longer there: use --lora-rank 16
 --prompt-tuning 16 | --seq-len 16 counts the 16 virtual tokens
 --prompt-tuning 2 --prefix-tuning 2 | --prompt-tuning 2 trains virtual tokens
 --prompt-tuning 2 --merge | --merge adds adapters to weights
