@@ -29,6 +29,7 @@ from llmq.options.field import (
     named,
     plain,
     read_flat_yaml,
+    truth,
 )
 from llmq.options.maths import (
     MemoryOptions,
@@ -80,6 +81,7 @@ UNSETS = {  # an option of the command line, and its alternatives, which it take
     "prompt_tuning": ("lora_rank", "adapter", "ia3", "prefix_tuning"),
     "prefix_tuning": ("lora_rank", "adapter", "ia3", "prompt_tuning"),
 }
+OPEN = {"attn_bwd_chunks": "auto", "lmhead_chunks": 0}  # what leaves a number to be found
 OF_ADAPTERS = {"learning_rate": adapters.RATE, "master_dtype": "fp32", "grad_accum_dtype": "fp32"}  # defaults
 NEEDED = ("model", "train_file", "data")  # the last two are alternatives
 LONGEST_NAME = 200  # bytes of a file's name: file systems take 255, and files in the making have longer names
@@ -127,6 +129,7 @@ def _name_of(model: str) -> str:
 class Options:
     """All sections of a run, checked. `templates` are the paths as given, before %n became the run's name.
 
+    `given` are the keys of options that were given, at their defaults, too; but for what leaves a number to be found.
     `notices` say what was given twice.
     """
 
@@ -147,6 +150,7 @@ class Options:
     launch: LaunchOptions
     run: RunOptions
     templates: Mapping[str, str]
+    given: frozenset[str] = field(default=frozenset(), compare=False)
     notices: tuple[str, ...] = field(default=(), compare=False)
 
     @classmethod
@@ -170,6 +174,9 @@ class Options:
             values |= {key: value for key, value in file_values.items() if key not in taken_back}
             keys = {name: spellings()[plain(name)].key for name in of_names if plain(name) in spellings()}
             places = {key: of_names[name] for name, key in keys.items() if key not in taken_back}
+        given_keys = tuple(values)
+        if truth(values.get("fit")) and "global_batch_size" in values and "grad_accumulation" not in values:
+            values = {"batch_size": 1, **values}  # until it is chosen, as any step is a multiple of it
         if values.keys() & {"lora_rank", "adapter", "adapters", *VIRTUAL}:
             values = {**OF_ADAPTERS, **values}
         if "ia3" in values:
@@ -198,18 +205,9 @@ class Options:
         for (one, path), (other, same) in combinations(outputs, 2):
             if os.path.abspath(path) == os.path.abspath(same):
                 raise UsageError(f"{one} and {other} are both {path}: name two places")
-        return cls(**sections, templates=templates, notices=tuple(notices))
-
-    @property
-    def given(self) -> frozenset[str]:
-        """Keys of the options that were given, at their defaults, too; but for what leaves a number to be found."""
-        open_ended = {"attn_bwd_chunks": "auto", "lmhead_chunks": 0}
-        return frozenset(
-            d.key
-            for d in descriptions().values()
-            if d.field in (section := getattr(self, d.section)).model_fields_set
-            and getattr(section, d.field) != open_ended.get(d.key)
-        )
+        found = {key: descriptions()[key] for key in given_keys}
+        closed = {key for key, d in found.items() if getattr(sections[d.section], d.field) != OPEN.get(key)}
+        return cls(**sections, templates=templates, given=frozenset(closed), notices=tuple(notices))
 
     def to_flat(self) -> dict[str, Any]:
         """Every option by its key, as JSON knows it (tuples are lists, absent is None)."""

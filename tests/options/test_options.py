@@ -391,6 +391,15 @@ def test_values_of_defaults_are_no_contradiction():
 
 def test_defaults_follow_other_options():
     assert parse(global_batch_size=32).data.grad_accumulation == 8
+
+
+def test_a_search_is_free_to_choose_the_micro_batch_that_is_not_given():
+    """Any global batch is a multiple of what stands in for it."""
+    open_ended = parse(global_batch_size=30, fit=True)
+    assert open_ended.data.batch_size == 1 and "batch_size" not in open_ended.given
+    with pytest.raises(UsageError, match="not a multiple of --batch-size 4"):
+        parse(global_batch_size=30, batch_size=4, fit=True)
+    assert "batch_size" in parse(global_batch_size=32, batch_size=4, fit=True).given
     precision = parse(model_dtype="fp32").precision
     assert (precision.matmul_dtype, precision.master_dtype, precision.grad_accum_dtype) == ("fp32", "fp32", "fp32")
     precision = parse(matmul_dtype="e4m3").precision
