@@ -14,8 +14,11 @@ from llmq.backends.host import HostBackend
 from llmq.backends.planned import PlannedBackend
 from llmq.blocks.attention import Packing
 from llmq.data.batches.batch import Batch
+from llmq.engine.cost import Costs
 from llmq.engine.engine import Engine
+from llmq.engine.predict import step_seconds, sustained
 from llmq.errors import UsageError
+from llmq.hardware.cards import named
 from llmq.model.optimizer import Hyperparameters
 from llmq.model.presets import preset
 from llmq.optimizers.adamw import AdamW
@@ -268,6 +271,14 @@ def test_what_it_costs_on_a_gpu_is_that_of_one():
         assert ops[1].count(op) == 8 * ops[0].count(op) > 0
     for op in ("swiglu_forward", "swiglu_backward", "attention_forward"):
         assert ops[1].count(op) == ops[0].count(op)
+
+
+def test_a_step_of_it_costs_what_its_plan_says():
+    rates = sustained(named("H200"))
+    plan = plan_of(BF16, Memory(), adapters=several(), batch_size=4)
+    cost = Costs(None, None, rates).of(plan.spec, 2)
+    assert cost.num_bytes == pytest.approx(plan.total_bytes, rel=0.02)
+    assert cost.seconds == pytest.approx(step_seconds(plan, rates, 2), rel=0.02)
 
 
 def test_tiles_are_refused():
