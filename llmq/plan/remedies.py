@@ -162,14 +162,14 @@ def _hosted(spec: Spec, *, may_undo: bool) -> list[Remedy]:
 
 
 def _batches(spec: Spec, samples: int | None) -> list[Remedy]:
-    """Attention's backward in as many chunks as there are rows, which `auto` finds; micro-batches of half the rows, and
-    of one, or of several adapters one of a row each; and tiles of long rows."""
+    """Attention's backward in two chunks, or as many as there are rows, which `auto` finds; micro-batches of half the
+    rows, and of one, or of several adapters one of a row each; and tiles of long rows."""
     chunks = spec.memory.attention_chunks
     raised = chunks == spec.batch_size  # as `auto` does where the plan is too large
     automatic = {} if raised else {"attn_bwd_chunks": "auto"}
     found = [Remedy({}, lambda spec: _with(spec, attention_chunks=1)) if raised else NOTHING]
-    if spec.batch_size > 1:
-        found.append(Remedy(automatic, lambda spec: _with(spec, attention_chunks=spec.batch_size)))
+    counts = sorted({n for n in (2, spec.batch_size) if n > 1 and spec.batch_size % n == 0})  # `auto` takes what fits
+    found += [Remedy(automatic, partial(_with, attention_chunks=n)) for n in counts if raised or n > chunks]
     also = {} if chunks == 1 else automatic
     least = spec.adapters.with_one_row_each()
     if least.batch_size is not None:
