@@ -109,21 +109,38 @@ class Slot:
 
 
 @dataclass(frozen=True)
+class View:
+    """Which elements of a tensor of shape `whole` a piece is: `size` of them from element `start` on.
+
+    They lie together, or, where there is a `pitch`, are columns of the tensor seen as a matrix: `pitch` is then the
+    matrix's width, and the last of the elements is the piece's last. Of an entry, `stack` names the tensor.
+    """
+
+    whole: tuple[int, ...]
+    start: int
+    size: int
+    pitch: int = 0
+    stack: str | None = None
+
+
+@dataclass(frozen=True)
 class Ref:
     """A name for a tensor, in one form, without memory: what block code passes to ops.
 
-    `space` says which store owns it: activation, weight, master, grad, m, v, sum, cell, batch, const or scale.
-    `span` (offset, size) in elements is a piece of the value, for work done in chunks; `shape` is then the piece's and
-    `whole` the value's. A piece is contiguous, or, where it has a `pitch`, columns of the value seen as a matrix: then
-    `pitch` is the matrix's width, and the span ends with the piece's last element. `again` marks the second life of an
-    intermediate, after it was dropped and computed anew in backward, or fetched from the host; and that of a gradient,
-    as the sum over ranks. `home` is where its bytes live: device or host. `value_in` is the space whose tensor of this
-    name holds the plain value as well (a weight that is its own master). `cell` names the scale cell of its copies
-    where that is another tensor's (a weight that was fetched). `held` is a frozen tensor in the form that it is stored
-    in, whose other forms this slot has; `is_remade`: a weight's copies for a use; `is_sum`: calls of a program add up.
+    `space` says which store owns it: activation, weight, master, grad, m, v, sum, cell, batch, const or scale. `home`
+    is where its bytes live: device or host. With a `view`, for work done in chunks, it is a piece of the tensor, and
+    `shape` the piece's.
 
-    A stack (`is_stack`) is read and written entry by entry along axis 0. An entry has its own name, copies and scales;
-    its value is a piece of the tensor `stack`.
+    `again` marks the second life of an intermediate, after it was dropped and made again in backward, or fetched from
+    the host; and that of a gradient, as the sum over ranks. `is_sum`: calls of a program add to it.
+
+    Of copies in other forms: `value_in` is the space whose tensor of this name has the plain value as well (a weight
+    that is its own master). `cell` names the scale cell of its copies where that is another tensor's (a weight that was
+    fetched). `held` is a frozen tensor in the form that it is stored in, from which this slot is made. `is_remade`: a
+    weight's copies for one use.
+
+    A stack (`is_stack`) is read and written entry by entry along axis 0. An entry has a name, copies and scales of its
+    own; its value is a piece of the stack.
     """
 
     name: str
@@ -133,10 +150,8 @@ class Ref:
     layer: int | None = None
     roles: tuple[str, ...] = ()
     form: Form | None = None
-    span: tuple[int, int] | None = None
-    whole: tuple[int, ...] = ()
+    view: View | None = None
     again: bool = False
-    pitch: int = 0
     home: str = "device"
     value_in: str | None = None
     cell: str | None = None
@@ -144,7 +159,6 @@ class Ref:
     is_remade: bool = False
     is_sum: bool = False
     is_stack: bool = False
-    stack: str | None = None
 
     def as_form(self, form: Form) -> Ref:
         """This tensor as stored in `form`; a plain row form of the slot's own dtype is the value itself.
@@ -156,7 +170,7 @@ class Ref:
         if self.held is not None:
             form = replace(form, scaling="current") if form.has_cell else form
             if form == self.held.form:
-                assert self.span is None or self.stack is not None, f"{self.name}: a piece of what is held in {form}"
+                assert self.view is None or self.stack is not None, f"{self.name}: a piece of what is held in {form}"
                 return self.held
         own = form.layout == "row" and form.scaling is None and form.dtype == self.dtype
         return self.in_form(None if own else form)
@@ -166,7 +180,27 @@ class Ref:
         if form is None or self.stack is None:
             return changed(self, form=form)
         assert self.shape == self.whole[1:], f"{self.name}: a piece of an entry in {form}"
-        return changed(self, form=form, span=None, whole=(), stack=None)
+        return changed(self, form=form, view=None)
+
+    @property
+    def whole(self) -> tuple[int, ...]:
+        """Shape of the tensor that this is, or is a piece of."""
+        return self.shape if self.view is None else self.view.whole
+
+    @property
+    def start(self) -> int:
+        """Elements of the tensor before the first of this piece."""
+        return 0 if self.view is None else self.view.start
+
+    @property
+    def width(self) -> int:
+        """Elements from the start of a row to that of the next, seen as (rows, last axis)."""
+        return (self.view and self.view.pitch) or self.shape[-1]
+
+    @property
+    def stack(self) -> str | None:
+        """Name of the stack that this is an entry of."""
+        return None if self.view is None else self.view.stack
 
     @property
     def entries(self) -> tuple[Ref, ...]:
@@ -176,7 +210,9 @@ class Ref:
     def entry(self, index: int) -> Ref:
         """One entry of a stack."""
         assert self.is_stack, f"{self.name} is no stack"
-        value = changed(self.batch(index, 1), shape=self.shape[1:], form=None, is_stack=False, stack=self.name)
+        size = math.prod(self.shape[1:])
+        view = View(self.shape, index * size, size, stack=self.name)
+        value = changed(self, shape=self.shape[1:], view=view, form=None, is_stack=False)
         cell, held = self.cell and entry_name(self.cell, index), self.held and self.held.entry(index)
         return changed(value, name=entry_name(self.name, index), cell=cell, held=held).in_form(self.form)
 
@@ -188,43 +224,44 @@ class Ref:
     @property
     def entire(self) -> Ref:
         """The tensor of which this is a piece."""
-        return changed(self, name=self.owner, shape=self.whole or self.shape, span=None, whole=(), pitch=0, stack=None)
+        return self if self.view is None else changed(self, name=self.owner, shape=self.whole, view=None)
 
     def chunk(self, start: int, count: int) -> Ref:
         """Rows [start, start + count) of this tensor, or of rows of another one, seen as (rows, last axis)."""
-        width, before = self.shape[-1], self.span[0] if self.span else 0
-        assert not self.pitch, f"{self.name}: rows of columns"
-        span, whole = (before + start * width, count * width), self.whole or self.shape
-        return changed(self, span=span, shape=(count, width), whole=whole)
+        width = self.shape[-1]
+        assert self.view is None or not self.view.pitch, f"{self.name}: rows of columns"
+        view = View(self.whole, self.start + start * width, count * width, stack=self.stack)
+        return changed(self, view=view, shape=(count, width))
 
     def columns(self, start: int, count: int) -> Ref:
         """Columns [start, start + count) of this tensor, or of a chunk of its rows, seen as (rows, last axis)."""
-        rows, width, before = math.prod(self.shape[:-1]), self.shape[-1], self.span[0] if self.span else 0
-        assert not self.pitch and 0 <= start < start + count <= width, f"{self.name}: columns {start}, {count} of them"
-        span = (before + start, (rows - 1) * width + count)
-        return changed(self, span=span, shape=(rows, count), whole=self.whole or self.shape, pitch=width)
+        rows, width = math.prod(self.shape[:-1]), self.shape[-1]
+        is_cut = self.view is not None and self.view.pitch
+        assert not is_cut and 0 <= start < start + count <= width, f"{self.name}: columns {start}, {count} of them"
+        view = View(self.whole, self.start + start, (rows - 1) * width + count, width, self.stack)
+        return changed(self, view=view, shape=(rows, count))
 
     @property
     def rows_before(self) -> int:
         """Rows of the value, seen as (rows, last axis), that lie before this piece; 0 of the whole."""
-        return 0 if self.span is None else self.window[0].start
+        return 0 if self.view is None else self.window[0].start
 
     @property
     def window(self) -> tuple[slice, slice]:
-        """The rows and the columns that a piece covers, of the whole seen as (rows, last axis)."""
-        assert self.span is not None
+        """The rows and the columns of the tensor that this covers, seen as (rows, last axis)."""
         rows = math.prod(self.shape[:-1])
-        row, column = divmod(self.span[0], self.pitch or self.shape[-1])
+        row, column = divmod(self.start, self.width)
         return slice(row, row + rows), slice(column, column + self.shape[-1])
 
     def flat(self, start: int, count: int) -> Ref:
         """Elements [start, start + count) of this tensor seen as one axis."""
-        return changed(self, span=(start, count), shape=(count,), whole=self.shape)
+        return changed(self, view=View(self.shape, start, count, stack=self.stack), shape=(count,))
 
     def batch(self, start: int, count: int) -> Ref:
         """Entries [start, start + count) along the first axis."""
         size = math.prod(self.shape[1:])
-        return changed(self, span=(start * size, count * size), shape=(count, *self.shape[1:]), whole=self.shape)
+        view = View(self.shape, start * size, count * size, stack=self.stack)
+        return changed(self, view=view, shape=(count, *self.shape[1:]))
 
 
 def entry_name(name: str, index: int) -> str:
@@ -254,7 +291,7 @@ def _axes(shape: tuple[int, ...], form: Form) -> tuple[int, ...]:
 
 
 def stored_bytes(ref: Ref) -> int:
-    """Bytes of what a Ref stands for, in its form: of the piece where it has a span."""
+    """Bytes of what a Ref names, in its form: of the piece where it is one."""
     dtype = DTYPES[ref.form.dtype if ref.form else ref.dtype]
     return math.prod(stored_shape(ref.shape, ref.form)) * dtype.itemsize
 

@@ -7,16 +7,16 @@ import pytest
 
 from llmq.plan.names import scale_name, storage_name
 from llmq.scaling import SCALINGS
-from llmq.tensor import Form, Ref, Tensor, own_scales, scales_of_columns, stored_shape, to_form
+from llmq.tensor import Form, Ref, Tensor, View, own_scales, scales_of_columns, stored_shape, to_form
 
 QKV = Ref("qkv", "activation", (2, 6, 40), "bf16")
 
 
 def test_columns_are_a_piece_with_the_pitch_of_the_whole():
     piece = QKV.columns(16, 8)
-    assert (piece.shape, piece.whole, piece.pitch) == ((12, 8), (2, 6, 40), 40)
+    assert (piece.shape, piece.whole, piece.width) == ((12, 8), (2, 6, 40), 40)
     assert piece.window == (slice(0, 12), slice(16, 24))
-    assert piece.span == (16, 11 * 40 + 8), "up to its last element"
+    assert piece.view == View((2, 6, 40), 16, 11 * 40 + 8, 40), "up to its last element"
 
 
 def test_columns_of_a_chunk_of_rows():
@@ -41,9 +41,9 @@ def test_an_entry_of_a_stack_is_a_piece_with_copies_of_its_own():
     stack = Ref("up", "weight", (3, 6, 40), "bf16", is_stack=True, value_in="master")
     entry = stack.entry(2)
     assert (entry.name, entry.owner, entry.shape) == ("up.2", "up", (6, 40))
-    assert (entry.span, entry.whole) == ((480, 240), (3, 6, 40))
+    assert entry.view == View((3, 6, 40), 480, 240, stack="up")
     copy = entry.as_form(Form("e4m3", "col", "delayed"))
-    assert (copy.name, copy.owner, copy.span, copy.whole) == ("up.2", "up.2", None, ())
+    assert (copy.name, copy.owner, copy.view) == ("up.2", "up.2", None)
     assert (storage_name(entry), storage_name(copy)) == ("master:up", "weight:up.2@e4m3/col/delayed")
     assert (scale_name(entry), scale_name(copy)) == (None, "scale:up.2@e4m3")
     assert entry.entire == replace(stack, is_stack=False) and copy.entire == copy

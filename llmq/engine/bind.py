@@ -52,8 +52,8 @@ class _Binder:
     def launch(self, index: int, call: Call, op: Op, poison: bool) -> Launch:
         """One call, with the slots that begin and end with it poisoned around it."""
         refs = [*(ref for ref in call.inputs if ref is not None), *call.written]
-        takes_columns = record(call.op).takes_columns
-        assert takes_columns or not any(ref.pitch for ref in refs), f"{call.op} reads and writes no columns alone"
+        has_columns = any(ref.width != ref.shape[-1] for ref in refs)
+        assert record(call.op).takes_columns or not has_columns, f"{call.op} reads and writes no columns alone"
         outputs = [UNWANTED if result is None else self._output(result) for result in call.outputs]
         inputs = [None if ref is None else self._tensor(ref) for ref in call.inputs]
         run: Callable[[], None] = partial(op, *outputs, *inputs, **call.numbers)
@@ -85,7 +85,7 @@ class _Binder:
         if ref.form.has_cell:
             return self._cell("scales", scale_cell(ref, ref.form.dtype))
         whole = self._whole(own_scales(ref) if ref.form.owns_scales else scale_ref(ref))
-        if ref.span is None:
+        if ref.view is None:
             return whole
         rows, columns = ref.window
         # A piece as long as the whole is not cut along that axis: not all scales can be.
@@ -101,15 +101,14 @@ class _Binder:
 
     def _array(self, ref: Ref) -> np.ndarray:
         whole = self._whole(ref)
-        if ref.span is None:
+        if ref.view is None:
             return whole
         layout = ref.form.layout if ref.form is not None else "row"
         assert layout != "colsum", f"{storage_name(ref)}: no pieces of {ref.form}"
-        if layout == "col" or ref.pitch:
+        if layout == "col" or ref.view.pitch:
             rows, columns = ref.window
-            return whole[columns, rows] if layout == "col" else whole.reshape(-1, ref.pitch)[rows, columns]
-        start, size = ref.span
-        return whole.reshape(-1)[start : start + size].reshape(ref.shape)
+            return whole[columns, rows] if layout == "col" else whole.reshape(-1, ref.width)[rows, columns]
+        return whole.reshape(-1)[ref.start : ref.start + ref.view.size].reshape(ref.shape)
 
     def _whole(self, ref: Ref) -> np.ndarray:
         """The array of the whole tensor that a Ref is, or is a piece of."""
@@ -117,7 +116,7 @@ class _Binder:
         place = self.program.places.get(storage)
         if place is None:
             return self._memory.array(storage)
-        shape = stored_shape(ref.whole or ref.shape, ref.form)
+        shape = stored_shape(ref.whole, ref.form)
         return self._memory.place(place.home, place.offset, shape, stored_dtype(ref))
 
 

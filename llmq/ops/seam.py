@@ -103,7 +103,7 @@ class OpRecord:
 
     def num_bytes(self, call: Arguments) -> int:
         """Bytes that a call moves at least: every operand once, with its own scales; an output added to, twice."""
-        read = {(ref.space, ref.name, ref.again, ref.form, ref.span): ref for ref in call.reads.values()}
+        read = {(ref.space, ref.name, ref.again, ref.form, ref.view): ref for ref in call.reads.values()}
         total = sum(_moved(ref) for ref in read.values())
         for name, refs in call.writes.items():
             total += sum(_moved(ref) for ref in refs) * (2 if name in call.added else 1)

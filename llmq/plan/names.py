@@ -45,9 +45,9 @@ def scale_cell(ref: Ref, dtype: str) -> str:
 def own_scales(ref: Ref) -> Ref:
     """The scales of a copy that owns them: one more tensor, which lives as long as the copy's bytes."""
     assert ref.form is not None and ref.form.owns_scales
-    name, shape = f"{ref.name}@scale/{ref.form.key}", scale_shape(ref.whole or ref.shape, ref.form)
+    name, shape = f"{ref.name}@scale/{ref.form.key}", scale_shape(ref.whole, ref.form)
     about: dict[str, Any] = {"name": name, "shape": shape, "dtype": ref.form.scales.dtype}
-    return replace(ref, **about, form=None, span=None, whole=(), value_in=None, held=None)
+    return replace(ref, **about, form=None, view=None, value_in=None, held=None)
 
 
 def known_scale(ref: Ref) -> Ref | None:

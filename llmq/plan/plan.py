@@ -398,7 +398,7 @@ def _persistent(programs: Iterable[Program]) -> dict[str, Ref]:
         is_master = ref.form is None and ref.value_in is not None
         if ref.space == "activation" or is_master:  # the optimizer's Ref of the same bytes says that it is a master
             continue
-        whole = ref.entire if ref.span else ref
+        whole = ref.entire
         found[storage_name(ref)] = whole
         if ref.form is not None and ref.form.owns_scales:
             owned = own_scales(whole)

@@ -77,12 +77,12 @@ class HostedGrads:
 
 def _like(ref: Ref, kept: Ref) -> Ref:
     """A gradient, or the rows of it that are kept of a slot for it."""
-    return ref if kept.span is None else ref.chunk(kept.rows_before, math.prod(kept.shape[:-1]))
+    return ref if kept.view is None else ref.chunk(kept.rows_before, math.prod(kept.shape[:-1]))
 
 
 def _fetched(ops: Any, ref: Ref) -> Ref:
     """A slot with a gradient, or a piece of one."""
-    start = f"/{ref.span[0]}" if ref.span else ""
+    start = f"/{ref.start}" if ref.view else ""
     slot = Ref(f"gradient/{ref.name}{start}", "activation", ref.shape, ref.dtype, ref.layer)
     ops.copy_to_device(slot, ref)
     return slot

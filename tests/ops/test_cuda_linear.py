@@ -19,7 +19,7 @@ from llmq.ops.cuda.algorithms import Algorithms
 from llmq.ops.cuda.cublaslt import Gemm, Gemms, Matrix, Pointers, refusal
 from llmq.ops.reference import OPS
 from llmq.sites.fp8 import Fp8Linear
-from llmq.tensor import DTYPES, Form, Output, Ref, Tensor
+from llmq.tensor import DTYPES, Form, Output, Ref, Tensor, View
 
 from .build import output, tensor
 from .cases import LARGE, ODD, Sizes, make
@@ -254,7 +254,7 @@ def test_the_problem_is_known_from_the_plan(op, layout):
     (shape,) = case.outputs.values()
     planned = linear.planned_problem(op, Ref("out", "activation", shape, "bf16"), False, refs)
     assert [planned] == gemms.problems
-    chunk = Ref("x", "activation", (4, 6), "bf16", span=(24, 24))
+    chunk = Ref("x", "activation", (4, 6), "bf16", view=View((8, 6), 24, 24))
     weight, bias = Ref("w", "weight", (8, 6), "bf16"), None
     y = Ref("y", "activation", (4, 8), "bf16")
     part = linear.planned_problem("linear_forward", y, False, [chunk, weight, bias, None])

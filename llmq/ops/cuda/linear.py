@@ -89,7 +89,7 @@ def planned_problem(op: str, out: Ref, accumulate: bool, inputs: Sequence[Ref | 
 
 def _place(ref: Ref) -> tuple[Any, ...]:
     """Equal for two Refs of the same bytes."""
-    return ref.space, ref.name, ref.again, ref.form, ref.span, ref.pitch
+    return ref.space, ref.name, ref.again, ref.form, ref.view
 
 
 @dataclass(frozen=True)
@@ -123,9 +123,8 @@ class _View:
         dtype = ref.form.dtype if ref.form is not None else ref.dtype
         is_col = ref.form is not None and ref.form.layout == "col"
         scale = ALIGNMENT if ref.form is not None and ref.form.scaling else 0
-        width = ref.pitch or ref.shape[-1]
-        ld = math.prod((ref.whole or ref.shape)[:-1]) if is_col else width
-        row, column = divmod(ref.span[0] if ref.span is not None else 0, width)
+        ld = math.prod(ref.whole[:-1]) if is_col else ref.width
+        row, column = divmod(ref.start, ref.width)
         address = (column * ld + row if is_col else row * ld + column) * DTYPES[dtype].itemsize
         return cls._make(ref.name, dtype, ref.shape, ref.form, ld, address, scale)
 

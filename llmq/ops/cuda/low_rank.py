@@ -146,7 +146,7 @@ def _scratch_of_halves(call: Arguments) -> int:
 
 def _refuse(call: Arguments, capability: int) -> None:
     d_y, up = call.reads["d_y"], call.reads["up"]
-    if not takes_one_pass(d_y.dtype, up.shape[-1], up.shape[0], d_y.pitch or d_y.shape[-1]):
+    if not takes_one_pass(d_y.dtype, up.shape[-1], up.shape[0], d_y.width):
         raise UsageError(f"{up.name} of rank {up.shape[-1]} in {d_y.dtype} has no kernel of one pass")
 
 

@@ -8,6 +8,7 @@ from llmq.changed import changed
 from llmq.ops.record import Call, Result
 from llmq.ops.seam import record
 from llmq.plan.names import scale_cell, storage_name
+from llmq.tensor import View
 
 
 def accumulate(calls: Sequence[Call], *, first: bool) -> list[Call]:
@@ -16,12 +17,12 @@ def accumulate(calls: Sequence[Call], *, first: bool) -> list[Call]:
     Gradients that live on as their sums over ranks (`Ref.again`) are replaced by these. What is fetched from the host
     to be added to is not fetched where nothing was written to it.
     """
-    written: set[tuple[str, tuple[int, int] | None]] = set()  # storages, and the pieces of them
+    written: set[tuple[str, View | None]] = set()  # storages, and the pieces of them
 
     def marked(result: Result | None) -> Result | None:
         if result is None or result.ref.again or not (result.ref.space in ("grad", "sum") or result.ref.is_sum):
             return result
-        place = storage_name(result.ref), result.ref.span
+        place = storage_name(result.ref), result.ref.view
         adds = (not first and not result.ref.is_sum) or place in written
         written.add(place)
         return changed(result, accumulate=adds)

@@ -44,7 +44,7 @@ def _is_plain(call: Call) -> bool:
     x = call.inputs[0]
     assert x is not None
     written = (result.ref for result in call.outputs if result is not None)
-    whole = not any(ref.form or ref.span for ref in (*call.inputs, *written) if ref is not None)
+    whole = not any(ref.form or ref.view for ref in (*call.inputs, *written) if ref is not None)
     few = x.space == "activation" and prod(x.shape[:-1]) <= MOST_TOKENS
     return few and whole and call.numbers.get("alpha", 1) == 1
 

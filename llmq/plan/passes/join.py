@@ -132,8 +132,8 @@ def _overlap(one: Ref, other: Ref) -> bool:
 
 def _rows(ref: Ref) -> Rows:
     """The rows that a Ref covers of its storage."""
-    if ref.span is None or not ref.whole or len(ref.shape) < 2:
-        return 0, math.prod(ref.whole or ref.shape)  # at least all rows
+    if ref.view is None or len(ref.shape) < 2:
+        return 0, math.prod(ref.whole)  # at least all rows
     rows, _ = ref.window
     return rows.start, rows.stop
 

@@ -126,7 +126,7 @@ def _shared(calls: Sequence[Call], slots: Mapping[str, _Slot]) -> dict[str, str]
             # Copies have other widths or layouts than the value, so only the value can take its input's bytes.
             if result is None or None not in result.forms or source is None or source.space != "activation":
                 continue
-            plain = source.form is None and source.span is None and result.ref.span is None
+            plain = source.form is None and source.view is None and result.ref.view is None
             made, read = storage_name(result.ref), storage_name(source)
             begins = slots[made].first == index  # a piece of it may have been written before
             if plain and begins and slots[read].last == index and slots[made].size == slots[read].size:

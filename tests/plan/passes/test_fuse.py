@@ -7,7 +7,7 @@ from hand_made import recorded, weight
 
 from llmq.ops.record import Result
 from llmq.plan.passes.fuse import fuse
-from llmq.tensor import Form, Ref
+from llmq.tensor import Form, Ref, View
 
 
 def token(name, width=8, tokens=1):
@@ -61,7 +61,7 @@ def test_a_norm_of_more_than_a_block_of_a_gpu_holds_stays():
     [
         {"inputs": (token("x", tokens=5), *UP.inputs[1:])},
         {"inputs": (X.in_form(Form("e4m3", "row", "delayed")), *UP.inputs[1:])},
-        {"inputs": (X, replace(weight("up"), span=(0, 8), whole=(2, 8)), None, None)},
+        {"inputs": (X, replace(weight("up"), view=View((2, 8), 0, 8)), None, None)},
         {"numbers": {"alpha": 0.5}},
     ],
     ids=["many tokens", "a copy", "a piece", "scaled"],
