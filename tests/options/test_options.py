@@ -391,6 +391,11 @@ def test_values_of_defaults_are_no_contradiction():
 
 def test_defaults_follow_other_options():
     assert parse(global_batch_size=32).data.grad_accumulation == 8
+    precision = parse(model_dtype="fp32").precision
+    assert (precision.matmul_dtype, precision.master_dtype, precision.grad_accum_dtype) == ("fp32", "fp32", "fp32")
+    precision = parse(matmul_dtype="e4m3").precision
+    assert (precision.gradient_dtype, precision.fp8_scaling, precision.master_dtype) == ("e4m3", "delayed", "bf16")
+    assert parse(steps=3).schedule.epochs is None
 
 
 def test_a_search_is_free_to_choose_the_micro_batch_that_is_not_given():
@@ -400,11 +405,6 @@ def test_a_search_is_free_to_choose_the_micro_batch_that_is_not_given():
     with pytest.raises(UsageError, match="not a multiple of --batch-size 4"):
         parse(global_batch_size=30, batch_size=4, fit=True)
     assert "batch_size" in parse(global_batch_size=32, batch_size=4, fit=True).given
-    precision = parse(model_dtype="fp32").precision
-    assert (precision.matmul_dtype, precision.master_dtype, precision.grad_accum_dtype) == ("fp32", "fp32", "fp32")
-    precision = parse(matmul_dtype="e4m3").precision
-    assert (precision.gradient_dtype, precision.fp8_scaling, precision.master_dtype) == ("e4m3", "delayed", "bf16")
-    assert parse(steps=3).schedule.epochs is None
 
 
 def test_which_checkpoint():
