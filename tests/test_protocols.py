@@ -7,7 +7,7 @@ from pathlib import Path
 from llmq.ops.reference import OPS
 from llmq.ops.seam import parse
 
-FILE = Path(__file__).parents[1] / "llmq" / "op_protocol.py"
+FILE = Path(__file__).parents[1] / "llmq" / "op_protocol.pyi"
 BEGIN, END = "    # ops: written by `python tests/test_protocols.py`\n", "    # end of ops\n"
 HANDLES = {"Output": "Ref | None", "Tensor": "Ref", "Tensor | None": "Ref | None"}
 

@@ -11,15 +11,11 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
 from itertools import groupby
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import Any, Protocol
 
+from llmq.op_protocol import Ops
 from llmq.ops.seam import record
 from llmq.tensor import Form, Ref
-
-if TYPE_CHECKING:
-    from llmq.op_protocol import Ops
-else:
-    Ops = object  # whose methods are made by __getattr__
 
 
 @dataclass(frozen=True)
