@@ -19,12 +19,11 @@ from llmq.adapters.importance import Importance, NoImportance
 from llmq.adapters.lora import Lora
 from llmq.adapters.method import Change, Method, ReadTensor, SiteFacts
 from llmq.adapters.peft_names import checked_beside, in_full_config, is_target, plain, target_names
-from llmq.adapters.targets import FILE, Module, Target, linear_modules
+from llmq.adapters.targets import FILE, Module, Target, linear_modules, outputs_of
 from llmq.files.tensor_files import Stored
 from llmq.model.config import ModelConfig
 from llmq.row import Part, Row
-from llmq.sites.adalora import AdaLoraLinear
-from llmq.sites.linear import Linear
+from llmq.sites.adalora import AdaLoraAdapter
 from llmq.stores.sharding import Shards
 
 TRIPLET = re.compile(r"(.+)\.lora_([ABE])")
@@ -48,11 +47,11 @@ class AdaLora(Lora):
 
     schedule: Budget = field(kw_only=True)
 
-    def plain_site(self, base: Linear, at: SiteFacts) -> AdaLoraLinear:
-        """`base` with its triplets, of whose orthogonality each norm counts as the mean of all."""
+    def without_drops(self, site: str, at: SiteFacts) -> AdaLoraAdapter:
+        """The triplets of a site, of whose orthogonality each norm counts as the mean of all."""
         weight = self.schedule.orth_reg / (2 * len(self.targets))
-        pieces = self.pieces(base.name)
-        return AdaLoraLinear(base, pieces, "normal", FILE, at.values, stat=at.stat, orthogonality=weight)
+        about = (self.pieces(site), "normal", FILE, at.values, outputs_of(at.config, site))
+        return AdaLoraAdapter(site, *about, stat=at.stat, orthogonality=weight)
 
     def importance(self, rows: Sequence[Row], stat: str, shards: Shards | None) -> NoImportance:
         """Sensitivity and uncertainty of the parameters of adapters, unless the schedule is spent."""

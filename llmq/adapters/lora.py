@@ -19,9 +19,10 @@ from llmq.errors import UsageError
 from llmq.files.weight_files import norms_of
 from llmq.model.config import ModelConfig
 from llmq.row import Row
+from llmq.sites.adapted import AdaptedLinear
 from llmq.sites.dora import DoraLinear
 from llmq.sites.linear import Linear
-from llmq.sites.lora import DroppedLinear, LoraLinear, LowRank
+from llmq.sites.lora import DroppedAdapter, LoraAdapter, LowRank
 
 INITS = {"kaiming": True, "eva": True}  # as PEFT's config has it, where its word is another
 
@@ -75,19 +76,19 @@ class Lora(Method):
         """Where outputs have magnitudes, or the first A and B were made of the weight."""
         return self.dora or self.takes_out
 
-    def around(self, base: Linear, at: SiteFacts) -> LoraLinear | DroppedLinear | DoraLinear:
+    def around(self, base: Linear, at: SiteFacts) -> AdaptedLinear | DoraLinear:
         """`base` with low-rank adapters on those of its maps that have them."""
-        found = self.low_rank(base, at)
-        return DoraLinear(found, outputs_of(at.config, base.name), at.stat) if self.dora else found
+        found = AdaptedLinear(base, self.low_rank(base.name, at))
+        return DoraLinear(found, self.without_drops(base.name, at), at.stat) if self.dora else found
 
-    def low_rank(self, base: Linear, at: SiteFacts) -> LoraLinear | DroppedLinear:
-        """`base` with its adapters, whose dropout draws by the place's seed."""
-        lora = self.plain_site(base, at)
-        return DroppedLinear(lora, rate=self.dropout, seed=at.seed) if self.dropout else lora
+    def low_rank(self, site: str, at: SiteFacts) -> LoraAdapter | DroppedAdapter:
+        """The adapters of a site, whose dropout draws by the place's seed."""
+        lora = self.without_drops(site, at)
+        return DroppedAdapter(lora, self.dropout, at.seed) if self.dropout else lora
 
-    def plain_site(self, base: Linear, at: SiteFacts) -> LoraLinear:
-        """`base` with its adapters, without dropout."""
-        return LoraLinear(base, self.pieces(base.name), self.init, FILE, at.values)
+    def without_drops(self, site: str, at: SiteFacts) -> LoraAdapter:
+        """The adapters of a site, without dropout."""
+        return LoraAdapter(site, self.pieces(site), self.init, FILE, at.values, outputs_of(at.config, site))
 
     def pieces(self, site: str) -> list[LowRank]:
         """The adapters of a site's parts, whose A lie one after the other."""

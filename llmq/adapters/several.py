@@ -18,8 +18,9 @@ from llmq.adapters.targets import FILE, Target
 from llmq.blocks.head import TotalsOfRows
 from llmq.model.optimizer import Hyperparameters
 from llmq.row import Row
+from llmq.sites.adapted import AdaptedLinear
 from llmq.sites.linear import Linear
-from llmq.sites.several import OwnRows, SeveralLinear
+from llmq.sites.several import OwnRows, SeveralAdapters
 
 
 @dataclass(frozen=True)
@@ -45,14 +46,14 @@ class Several(Method):
         """Those of all."""
         return tuple(target for member in self.members for target in member.adapters.targets)
 
-    def around(self, base: Linear, at: SiteFacts) -> SeveralLinear:
+    def around(self, base: Linear, at: SiteFacts) -> AdaptedLinear:
         """`base` with those adapters that have it among their targets, each on its rows."""
         found = [
-            OwnRows(member.name, member.adapters.low_rank(base, replace(at, seed=member.seed)), start, stop)
+            OwnRows(member.name, member.adapters.low_rank(base.name, replace(at, seed=member.seed)), start, stop)
             for member, start, stop in self.places
             if base.name in member.adapters.by_site
         ]
-        return SeveralLinear(base, found, at.batch_size)
+        return AdaptedLinear(base, SeveralAdapters(base.name, found, at.batch_size))
 
     def totals(self) -> TotalsOfRows:
         """Losses and tokens of each."""

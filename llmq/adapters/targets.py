@@ -9,6 +9,7 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
+from functools import lru_cache
 from typing import Any
 
 from llmq.errors import UsageError
@@ -83,7 +84,12 @@ def linear_modules(config: ModelConfig) -> tuple[Module, ...]:
 
 def outputs_of(config: ModelConfig, site: str) -> int:
     """Outputs of all maps that a site computes."""
-    return max(module.stop for module in linear_modules(config) if module.site == site)
+    return _outputs(config)[site]
+
+
+@lru_cache(maxsize=8)  # asked for every site of a model each time that one is built
+def _outputs(config: ModelConfig) -> dict[str, int]:
+    return {module.site: module.stop for module in linear_modules(config)}
 
 
 def chosen(text: str, config: ModelConfig, option: str = "--lora-targets") -> tuple[Module, ...]:

@@ -10,9 +10,12 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
+from llmq.op_protocol import Ops
+from llmq.protocols import Parameters, Slots
 from llmq.row import Part, Row
-from llmq.sites.lora import DroppedLinear, LoraLinear
-from llmq.sites.outputs import fill_gains
+from llmq.sites.adapted import AdaptedLinear
+from llmq.sites.lora import LoraAdapter
+from llmq.sites.outputs import fill_gains, gaps
 from llmq.tensor import COLSUM, Ref, Slot
 
 
@@ -21,7 +24,7 @@ class WithoutBias:
 
     bias = None
 
-    def __init__(self, bundle: Any) -> None:
+    def __init__(self, bundle: Parameters) -> None:
         self._bundle = bundle
 
     def __getattr__(self, name: str) -> Any:
@@ -29,17 +32,18 @@ class WithoutBias:
 
 
 class DoraLinear:
-    """The site `lora`, of so many `outputs`, with a magnitude for each output of its pieces, held in `dtype`."""
+    """The site `base`, whose adapter is `lora`, perhaps with dropout, with a magnitude for each output of its pieces,
+    held in `dtype`."""
 
-    def __init__(self, lora: LoraLinear | DroppedLinear, outputs: int, dtype: str) -> None:
-        self.lora, self.name, self.key = lora, lora.name, lora.key
-        self.outputs, self.dtype = outputs, dtype
+    def __init__(self, base: AdaptedLinear, lora: LoraAdapter, dtype: str) -> None:
+        self.base, self.lora, self.name, self.key, self.dtype = base, lora, base.name, base.key, dtype
+        self.gaps = gaps((piece.columns for piece in lora.pieces), lora.outputs)
 
     def slots(self, x: Slot) -> tuple[Slot, ...]:
         """W x + s B A x (...,N), and of the rows of W: P (N,R), G (R,R), norms and gains (N,)."""
-        key, n, r = self.key, self.outputs, self.lora.rank
+        key, n, r = self.key, self.lora.outputs, self.lora.rank
         return (
-            *self.lora.slots(x),
+            *self.base.slots(x),
             Slot(f"{key}.product", (*x.shape[:-1], n), ("block",)),
             Slot(f"{key}.through", (n, r), (), "stat", of_weights=True),
             Slot(f"{key}.gram", (r, r), (), "stat", of_weights=True),
@@ -49,28 +53,28 @@ class DoraLinear:
 
     def rows(self, rows: Sequence[Row]) -> tuple[Row, ...]:
         """Those of the adapter, and the magnitudes of each piece."""
-        found = list(self.lora.rows(rows))
+        found = list(self.base.rows(rows))
         for piece in self.lora.pieces:
             part = Part(f"{piece.name}.lora_magnitude_vector", 0, piece.outputs)
             shape, layer, name = (piece.stop - piece.start,), found[0].layer, f"{self.name}.lora_m.{piece.key}"
             found.append(Row(name, shape, (part,), "norms", False, layer, dtype=self.dtype, file=self.lora.file))
         return tuple(found)
 
-    def forward(self, ops: Any, a: Any, y: Ref, x: Ref, w: Any, residual: Ref | None = None) -> None:
+    def forward(self, ops: Ops, a: Slots, y: Ref, x: Ref, w: Parameters, residual: Ref | None = None) -> None:
         """y (...,N) <- x (...,K), w, residual (...,N) or None."""
         product = a[f"{self.key}.product"]
         self.measure(ops, a, w)
-        self.lora.forward(ops, a, product, x, WithoutBias(w))
+        self.base.forward(ops, a, product, x, WithoutBias(w))
         ops.scale_columns_forward(y, product, a[f"{self.key}.gain"], w.bias, residual)
 
-    def measure(self, ops: Any, a: Any, w: Any) -> None:
+    def measure(self, ops: Ops, a: Slots, w: Parameters) -> None:
         """a.norm, a.gain (N,) <- w."""
         through, gram, norm, gain = (a[f"{self.key}.{name}"] for name in ("through", "gram", "norm", "gain"))
         ops.linear_forward(through, w.weight, w.lora_a, None, None)
         ops.linear_forward(gram, w.lora_a, w.lora_a, None, None)
-        fill_gains(ops, gain, self.lora.pieces, self.outputs)
+        fill_gains(ops, gain, self.gaps)
         for piece in self.lora.pieces:
-            at = (piece.start, piece.stop - piece.start)
+            at = piece.columns
             ops.output_gain(
                 gain.flat(*at),
                 norm.flat(*at),
@@ -83,13 +87,13 @@ class DoraLinear:
                 first=piece.first,
             )
 
-    def backward(self, ops: Any, a: Any, d: Any, d_x: Ref, dw: Any, d_y: Ref, x: Ref, w: Any) -> None:
+    def backward(self, ops: Ops, a: Slots, d: Slots, d_x: Ref, dw: Parameters, d_y: Ref, x: Ref, w: Parameters) -> None:
         """d_x, dw <- d_y, x, w."""
         product, gain, norm = (a[f"{self.key}.{name}"] for name in ("product", "gain", "norm"))
         d_product, d_gain = d[f"{self.key}.product"], d[f"{self.key}.gain"]
         ops.scale_columns_backward(d_product, d_gain, d_y, product, gain)
         for piece in self.lora.pieces:
-            at = (piece.start, piece.stop - piece.start)
+            at = piece.columns
             ops.output_gain_backward(getattr(dw.lora_m, piece.key), d_gain.flat(*at), norm.flat(*at))
         ops.bias_backward(dw.bias, d_y.as_form(COLSUM))
-        self.lora.backward(ops, a, d, d_x, WithoutBias(dw), d_product, x, WithoutBias(w))
+        self.base.backward(ops, a, d, d_x, WithoutBias(dw), d_product, x, WithoutBias(w))

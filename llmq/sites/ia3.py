@@ -8,11 +8,12 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import Any
 
+from llmq.op_protocol import Ops
+from llmq.protocols import Parameters, Slots
 from llmq.row import Part, Row
 from llmq.sites.linear import Linear
-from llmq.sites.outputs import fill_gains
+from llmq.sites.outputs import fill_gains, gaps
 from llmq.tensor import Ref, Slot
 
 
@@ -32,6 +33,7 @@ class GainLinear:
     def __init__(self, base: Linear, pieces: Sequence[GainPiece], outputs: int, dtype: str, file: str) -> None:
         self.base, self.name, self.key = base, base.name, base.key
         self.pieces, self.outputs, self.dtype, self.file = tuple(pieces), outputs, dtype, file
+        self.gaps = gaps(((piece.start, piece.stop - piece.start) for piece in pieces), outputs)
 
     def slots(self, x: Slot) -> tuple[Slot, ...]:
         """W x + b (...,N), and gains (N,), beside the slots of the base."""
@@ -49,17 +51,17 @@ class GainLinear:
             found.append(replace(row, is_column=True))
         return tuple(found)
 
-    def forward(self, ops: Any, a: Any, y: Ref, x: Ref, w: Any, residual: Ref | None = None) -> None:
+    def forward(self, ops: Ops, a: Slots, y: Ref, x: Ref, w: Parameters, residual: Ref | None = None) -> None:
         """y (...,N) <- x (...,K), w, residual (...,N) or None."""
         product, gain = a[f"{self.key}.product"], a[f"{self.key}.gain"]
         self.base.forward(ops, a, product, x, w)
-        fill_gains(ops, gain, self.pieces, self.outputs)
+        fill_gains(ops, gain, self.gaps)
         for piece in self.pieces:
             at, own = gain.flat(piece.start, piece.stop - piece.start), getattr(w.ia3, piece.key)
             ops.output_gain(at, None, None, None, None, None, own, scale=1.0, first=0)
         ops.scale_columns_forward(y, product, gain, None, residual)
 
-    def backward(self, ops: Any, a: Any, d: Any, d_x: Ref, dw: Any, d_y: Ref, x: Ref, w: Any) -> None:
+    def backward(self, ops: Ops, a: Slots, d: Slots, d_x: Ref, dw: Parameters, d_y: Ref, x: Ref, w: Parameters) -> None:
         """d_x, dw <- d_y, x, w."""
         product, gain = a[f"{self.key}.product"], a[f"{self.key}.gain"]
         d_product, d_gain = d[f"{self.key}.product"], d[f"{self.key}.gain"]
@@ -87,13 +89,13 @@ class InputGainLinear:
         about, part = (f"{self.name}.ia3", (1, self.inputs)), Part(f"{self.part}.ia3_l", 0, 1)
         return (*own, Row(*about, (part,), "ones", False, own[0].layer, dtype=self.dtype, file=self.file))
 
-    def forward(self, ops: Any, a: Any, y: Ref, x: Ref, w: Any, residual: Ref | None = None) -> None:
+    def forward(self, ops: Ops, a: Slots, y: Ref, x: Ref, w: Parameters, residual: Ref | None = None) -> None:
         """y (...,N) <- x (...,K), w, residual (...,N) or None."""
         scaled = a[f"{self.key}.scaled"]
         ops.scale_columns_forward(scaled, x, w.ia3, None, None)
         self.base.forward(ops, a, y, scaled, w, residual)
 
-    def backward(self, ops: Any, a: Any, d: Any, d_x: Ref, dw: Any, d_y: Ref, x: Ref, w: Any) -> None:
+    def backward(self, ops: Ops, a: Slots, d: Slots, d_x: Ref, dw: Parameters, d_y: Ref, x: Ref, w: Parameters) -> None:
         """d_x, dw <- d_y, x, w."""
         scaled, d_scaled = a[f"{self.key}.scaled"], d[f"{self.key}.scaled"]
         self.base.backward(ops, a, d, d_scaled, dw, d_y, scaled, w)

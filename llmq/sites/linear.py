@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
+from llmq.op_protocol import Ops
+from llmq.protocols import Parameters, Slots
 from llmq.row import Row
 from llmq.tensor import COLSUM, Form, Ref, Slot
 
@@ -35,21 +37,30 @@ class Linear:
         """The parameter rows of the site, of which the model has `rows`: weight and bias."""
         return tuple(rows)
 
-    def forward(self, ops: Any, a: Any, y: Ref, x: Ref, w: Any, residual: Ref | None = None) -> None:
+    def forward(self, ops: Ops, a: Slots, y: Ref, x: Ref, w: Parameters, residual: Ref | None = None) -> None:
         """y (...,N) <- x (...,K), w.weight (N,K), w.bias (N,) or None, residual (...,N) or None."""
         ops.linear_forward(y, x.as_form(self.x.row), w.weight.as_form(self.weight.row), w.bias, residual)
 
-    def dgrad(self, ops: Any, d_x: Ref, d_y: Ref, w: Any, residual: Ref | None = None) -> None:
+    def dgrad(self, ops: Ops, d_x: Ref, d_y: Ref, w: Parameters, residual: Ref | None = None) -> None:
         """d_x (...,K) <- d_y (...,N), w.weight (N,K), residual (...,K) or None."""
         ops.linear_dgrad(d_x, d_y.as_form(self.d_y.row), w.weight.as_form(self.weight.col), residual)
 
-    def wgrad(self, ops: Any, dw: Any, d_y: Ref, x: Ref) -> None:
+    def wgrad(self, ops: Ops, dw: Parameters, d_y: Ref, x: Ref) -> None:
         """dw.weight (N,K), dw.bias (N,) <- d_y (...,N), x (...,K)."""
         ops.linear_wgrad(dw.weight, d_y.as_form(self.d_y.col), x.as_form(self.x.col))
         ops.bias_backward(dw.bias, d_y.as_form(COLSUM))
 
     def backward(
-        self, ops: Any, a: Any, d: Any, d_x: Ref, dw: Any, d_y: Ref, x: Ref, w: Any, residual: Ref | None = None
+        self,
+        ops: Ops,
+        a: Slots,
+        d: Slots,
+        d_x: Ref,
+        dw: Parameters,
+        d_y: Ref,
+        x: Ref,
+        w: Parameters,
+        residual: Ref | None = None,
     ) -> None:
         """d_x, dw <- d_y, x, w, residual (...,K) or None, which is added to d_x."""
         self.dgrad(ops, d_x, d_y, w, residual)

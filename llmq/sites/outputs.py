@@ -1,27 +1,25 @@
-"""Outputs of a site that its pieces, of which some or all have gains, leave as they are."""
+"""Outputs of a site that its pieces, of which some or all have gains, leave unchanged."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable
-from typing import Any, Protocol
 
+from llmq.op_protocol import Ops
 from llmq.tensor import Ref
 
-
-class Outputs(Protocol):
-    """Outputs [start, stop) of a site."""
-
-    @property
-    def start(self) -> int: ...
-
-    @property
-    def stop(self) -> int: ...
+Columns = tuple[int, int]  # the first one, and how many
 
 
-def fill_gains(ops: Any, gain: Ref, pieces: Iterable[Outputs], outputs: int) -> None:
-    """gain (N,) <- 1 for those of `outputs` that none of the `pieces`, which are in order, has."""
-    end = 0
-    for start, stop in (*((piece.start, piece.stop) for piece in pieces), (outputs, outputs)):
-        if end < start:
-            ops.output_gain(gain.flat(end, start - end), None, None, None, None, None, None, scale=1.0, first=0)
-        end = stop
+def gaps(pieces: Iterable[Columns], outputs: int) -> list[Columns]:
+    """Those of `outputs` that none of the `pieces`, which are in order, has."""
+    found, end = [], 0
+    for start, count in (*pieces, (outputs, 0)):
+        found += [(end, start - end)] if end < start else []
+        end = start + count
+    return found
+
+
+def fill_gains(ops: Ops, gain: Ref, columns: Iterable[Columns]) -> None:
+    """gain (N,) <- 1 at these columns."""
+    for start, count in columns:
+        ops.output_gain(gain.flat(start, count), None, None, None, None, None, None, scale=1.0, first=0)

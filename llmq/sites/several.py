@@ -1,4 +1,4 @@
-"""Several low-rank adapters on one linear map: y = W x + b + s B A x, with the A and B that a row of the batch has.
+"""Several low-rank adapters of one linear map: s B A x with the A and B that a row of the batch has.
 
 The map itself is computed for all rows at once. An adapter's products read and write its rows alone: they are those of
 a run of this adapter alone, and together have as many terms as those of one adapter. One adapter of all ranks summed,
@@ -10,11 +10,11 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
 
+from llmq.op_protocol import Ops
+from llmq.protocols import Parameters, Slots
 from llmq.row import SEVERAL, Row
-from llmq.sites.linear import Linear
-from llmq.sites.lora import DroppedLinear, LoraLinear, dropped_slots, with_base
+from llmq.sites.lora import DroppedAdapter, LoraAdapter, Some, dropped_slots
 from llmq.tensor import Ref, Slot
 
 
@@ -23,84 +23,82 @@ class OwnRows:
     """The adapter of a name at a site: rows [start, stop) of the batch are its own."""
 
     name: str
-    adapter: LoraLinear | DroppedLinear
+    adapter: LoraAdapter | DroppedAdapter
     start: int
     stop: int
 
 
-class SeveralLinear:
-    """The site `base` with adapters that have rows each of a batch of so many; rows of none are those of the base."""
+class SeveralAdapters:
+    """Adapters that have rows each of a batch of so many, at the site `name`; rows of none are those of the map."""
 
-    def __init__(self, base: Linear, several: Sequence[OwnRows], batch_size: int) -> None:
-        self.base, self.name, self.key = base, base.name, base.key
-        self.several = tuple(several)
-        self.rank = max(one.adapter.rank for one in several)
-        self.has_dropout = any(isinstance(one.adapter, DroppedLinear) for one in several)
+    def __init__(self, name: str, several: Sequence[OwnRows], batch_size: int) -> None:
+        self.name, self.key = name, name.rpartition(".")[2]
+        self.width = max(one.adapter.rank for one in several)
+        self.several = [replace(one, adapter=one.adapter.within(self.width)) for one in several]
+        self.has_dropout = any(isinstance(one.adapter, DroppedAdapter) for one in several)
         self.covers = sum(one.stop - one.start for one in several) == batch_size
+        self.fills = self.covers and all(one.adapter.fills for one in several)
 
     def slots(self, x: Slot) -> tuple[Slot, ...]:
-        """A x (...,R) of the adapters of all rows, and what dropout leaves of x, beside the slots of the base."""
-        return (*self.base.slots(x), *self._own_slots(x))
-
-    def _own_slots(self, x: Slot) -> tuple[Slot, ...]:
-        low = Slot(f"{self.key}.low", (*x.shape[:-1], self.rank), x.roles)
+        """A x (...,R) of the adapters of all rows, and what dropout leaves of x."""
+        low = Slot(f"{self.key}.low", (*x.shape[:-1], self.width), x.roles)
         return (low, *(dropped_slots(self.key, x) if self.has_dropout else ()))
 
-    def rows(self, rows: Sequence[Row]) -> tuple[Row, ...]:
-        """The base's rows, and A and B of every adapter, whose names have that of the adapter."""
-        own = self.base.rows(rows)
-        layer = own[0].layer if own else None  # a tied head has no rows
-        found = list(own)
+    def rows(self, layer: int | None) -> Iterator[Row]:
+        """A and B of every adapter, whose names have that of the adapter."""
         for one in self.several:
-            for row in one.adapter.own_rows(layer):
+            for row in one.adapter.rows(layer):
                 name = f"{self.name}.{SEVERAL}.{one.name}{row.name.removeprefix(self.name)}"
-                found.append(replace(row, name=name, adapter=one.name))
-        return tuple(found)
+                yield replace(row, name=name, adapter=one.name)
 
-    def forward(self, ops: Any, a: Any, y: Ref, x: Ref, w: Any, residual: Ref | None = None) -> None:
-        """y (...,N) <- x (...,K), w, residual (...,N) or None."""
-        with_base(self, self.base, ops, a, y, x, w, residual)
-
-    def backward(self, ops: Any, a: Any, d: Any, d_x: Ref, dw: Any, d_y: Ref, x: Ref, w: Any) -> None:
-        """d_x, dw <- d_y, x, w."""
-        self.pull(ops, a, d, d_x, dw, d_y, x, w)
-
-    def fills(self, y: Ref) -> bool:
-        """Whether every row has an adapter with all columns of y."""
-        return self.covers and all(one.adapter.fills(y) for one in self.several)
-
-    def adapt(self, ops: Any, a: Any, y: Ref, x: Ref, w: Any, residual: Ref | None) -> None:
+    def forward(self, ops: Ops, a: Slots, y: Ref, x: Ref, w: Parameters, residual: Ref | None) -> None:
         """What adapters have of y (...,N) <- s B A x + residual (...,N) or None."""
-        for one, cut, at in self._pieces(a, x):
-            to = None if residual is None else residual.chunk(*at)
-            own = getattr(getattr(w, SEVERAL), one.name)
-            one.adapter.adapt(ops, cut(a), y.chunk(*at), x.chunk(*at), own, to)
+        for piece in self.pieces(x):
+            own = getattr(getattr(w, SEVERAL), piece.name)
+            piece.adapter.forward(ops, piece.frame(a), piece.of(y), piece.of(x), own, piece.of(residual))
 
-    def pull(self, ops: Any, a: Any, d: Any, d_x: Ref, dw: Any, d_y: Ref, x: Ref, w: Any) -> None:
-        """d_x (...,K), all gradients <- d_y (...,N), x (...,K): what adapters add to d_x is written first where every
-        row has one."""
-        if not self.covers:
-            self.base.backward(ops, a, d, d_x, dw, d_y, x, w)
-        for one, cut, at in self._pieces(a, x):
-            to = None if self.covers else d_x.chunk(*at)
-            own, d_own = (getattr(getattr(bundle, SEVERAL), one.name) for bundle in (w, dw))
-            about = (cut(a), cut(d), d_x.chunk(*at), d_own, d_y.chunk(*at), x.chunk(*at), own, to)
-            one.adapter.adapt_backward(ops, *about)
-        if self.covers:
-            self.base.backward(ops, a, d, d_x, dw, d_y, x, w, d_x)
+    def backward(
+        self,
+        ops: Ops,
+        a: Slots,
+        d: Slots,
+        d_x: Ref,
+        dw: Parameters,
+        d_y: Ref,
+        x: Ref,
+        w: Parameters,
+        residual: Ref | None,
+    ) -> None:
+        """What adapters have of d_x (...,K), gradients of A and B <- d_y (...,N), x (...,K), residual (...,K)."""
+        for piece in self.pieces(x):
+            own, d_own = (getattr(getattr(bundle, SEVERAL), piece.name) for bundle in (w, dw))
+            read = (piece.of(d_y), piece.of(x), own, piece.of(residual))
+            piece.adapter.backward(ops, piece.frame(a), piece.frame(d), piece.of(d_x), d_own, *read)
 
-    def _pieces(self, a: Any, x: Ref) -> Iterator[tuple[OwnRows, Any, tuple[int, int]]]:
-        """Each adapter that has any of x, which may be a chunk of the batch's tokens, with what cuts a frame to its
-        own, and (start, count) of its tokens in x."""
+    def pieces(self, x: Ref) -> Iterator[OwnTokens]:
+        """Each adapter that has any of x, which may be a chunk of the batch's tokens."""
         length, before, count = x.entire.shape[-2], x.rows_before, math.prod(x.shape[:-1])
-        names = [slot.name for slot in self._own_slots(Slot("x", x.shape))]
+        names = tuple(slot.name for slot in self.slots(Slot("x", x.shape)))
         for one in self.several:
             start, stop = max(one.start * length - before, 0), min(one.stop * length - before, count)
             if start < stop:
-                at = (start, stop - start)
-                yield one, _cutter(names, at), at
+                yield OwnTokens(one.name, one.adapter, start, stop - start, names)
 
 
-def _cutter(names: Sequence[str], at: tuple[int, int]) -> Any:
-    """What gives a frame with these rows in place of the slots `names`."""
-    return lambda frame: frame.chunk(names, *at)
+@dataclass(frozen=True)
+class OwnTokens:
+    """The adapter of a name, with its tokens of an x: so many, from number `start` on."""
+
+    name: str
+    adapter: LoraAdapter | DroppedAdapter
+    start: int
+    count: int
+    slots: tuple[str, ...]  # of the site, which have tokens of all
+
+    def of(self, ref: Some) -> Some:
+        """Its tokens of a tensor (...,N), if there is one."""
+        return ref if ref is None else ref.chunk(self.start, self.count)
+
+    def frame(self, a: Slots) -> Slots:
+        """A frame with its tokens of the site's slots."""
+        return a.chunk(self.slots, self.start, self.count)
