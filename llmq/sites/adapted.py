@@ -35,18 +35,9 @@ class Adapter(Protocol):
         """What it adds to of y (...,N) <- x (...,K), residual (...,N) or None."""
 
     def backward(
-        self,
-        ops: Ops,
-        a: Slots,
-        d: Slots,
-        d_x: Ref,
-        dw: Parameters,
-        d_y: Ref,
-        x: Ref,
-        w: Parameters,
-        residual: Ref | None,
+        self, ops: Ops, a: Slots, d: Slots, d_x: Ref, dw: Parameters, d_y: Ref, x: Ref, w: Parameters, plus: Ref | None
     ) -> None:
-        """d_x (...,K) as far as it covers it, dw <- d_y (...,N), x (...,K), residual (...,K) or None."""
+        """d_x (...,K) as far as it covers it, dw <- d_y (...,N), x (...,K), plus (...,K) or None."""
 
 
 class AdaptedLinear:

@@ -139,20 +139,11 @@ class LoraAdapter:
         return low
 
     def backward(
-        self,
-        ops: Ops,
-        a: Slots,
-        d: Slots,
-        d_x: Ref,
-        dw: Parameters,
-        d_y: Ref,
-        x: Ref,
-        w: Parameters,
-        residual: Ref | None,
+        self, ops: Ops, a: Slots, d: Slots, d_x: Ref, dw: Parameters, d_y: Ref, x: Ref, w: Parameters, plus: Ref | None
     ) -> None:
-        """d_x (...,K), gradients of A and B <- d_y (...,N), a.low, x (...,K), residual (...,K) or None."""
+        """d_x (...,K), gradients of A and B <- d_y (...,N), a.low, x (...,K), plus (...,K) or None."""
         self.add_backward(ops, a, d, dw, d_y, x, w)
-        ops.linear_dgrad(d_x, cut(d[f"{self.key}.low"], (0, self.rank)), w.lora_a, residual)
+        ops.linear_dgrad(d_x, cut(d[f"{self.key}.low"], (0, self.rank)), w.lora_a, plus)
 
     def add_backward(self, ops: Ops, a: Slots, d: Slots, dw: Parameters, d_y: Ref, x: Ref, w: Parameters) -> None:
         """d.low (...,R), gradients of A and B <- d_y (...,N), a.low, x (...,K)."""
@@ -221,22 +212,13 @@ class DroppedAdapter:
         self.lora.forward(ops, a, y, dropped, w, residual)
 
     def backward(
-        self,
-        ops: Ops,
-        a: Slots,
-        d: Slots,
-        d_x: Ref,
-        dw: Parameters,
-        d_y: Ref,
-        x: Ref,
-        w: Parameters,
-        residual: Ref | None,
+        self, ops: Ops, a: Slots, d: Slots, d_x: Ref, dw: Parameters, d_y: Ref, x: Ref, w: Parameters, plus: Ref | None
     ) -> None:
-        """d_x (...,K), gradients of A and B <- d_y (...,N), a.low, x (...,K), residual (...,K) or None."""
+        """d_x (...,K), gradients of A and B <- d_y (...,N), a.low, x (...,K), plus (...,K) or None."""
         again, d_dropped = a[f"{self.lora.key}.again"], d[f"{self.lora.key}.dropped"]
         ops.dropout(again, x, a.batch.samples, None, **self.place(x))
         self.lora.backward(ops, a, d, d_dropped, dw, d_y, again, w, None)
-        ops.dropout(d_x, d_dropped, a.batch.samples, residual, **self.place(x))
+        ops.dropout(d_x, d_dropped, a.batch.samples, plus, **self.place(x))
 
     def place(self, x: Ref) -> dict[str, Any]:
         """Numbers of the op: where x begins in the batch is the first token's place."""

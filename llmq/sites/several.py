@@ -58,21 +58,12 @@ class SeveralAdapters:
             piece.adapter.forward(ops, piece.frame(a), piece.of(y), piece.of(x), own, piece.of(residual))
 
     def backward(
-        self,
-        ops: Ops,
-        a: Slots,
-        d: Slots,
-        d_x: Ref,
-        dw: Parameters,
-        d_y: Ref,
-        x: Ref,
-        w: Parameters,
-        residual: Ref | None,
+        self, ops: Ops, a: Slots, d: Slots, d_x: Ref, dw: Parameters, d_y: Ref, x: Ref, w: Parameters, plus: Ref | None
     ) -> None:
-        """What adapters have of d_x (...,K), gradients of A and B <- d_y (...,N), x (...,K), residual (...,K)."""
+        """What adapters have of d_x (...,K), gradients of A and B <- d_y (...,N), x (...,K), plus (...,K)."""
         for piece in self.pieces(x):
             own, d_own = (getattr(getattr(bundle, SEVERAL), piece.name) for bundle in (w, dw))
-            read = (piece.of(d_y), piece.of(x), own, piece.of(residual))
+            read = (piece.of(d_y), piece.of(x), own, piece.of(plus))
             piece.adapter.backward(ops, piece.frame(a), piece.frame(d), piece.of(d_x), d_own, *read)
 
     def pieces(self, x: Ref) -> Iterator[OwnTokens]:
