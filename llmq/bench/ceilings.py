@@ -11,13 +11,16 @@ import math
 import statistics
 import time
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from functools import partial
 from itertools import pairwise
+from typing import Any
 
 import numpy as np
 
+from llmq.comm.world import ALONE, World
 from llmq.hardware import device as devices
+from llmq.hardware.device import Device
 from llmq.tensor import DTYPES, Form, Output, Tensor
 
 SIZE = 8192  # of the product's matrices
@@ -32,6 +35,27 @@ class Ceilings:
 
     flops: Mapping[str, float]
     bytes_per_s: float
+
+
+@dataclass(frozen=True)
+class Machine:
+    """Where is measured, with what the log says of it, its peak FLOP/s by dtype, and its ceilings."""
+
+    where: Device
+    system: Mapping[str, Any]
+    peaks: Mapping[str, float]
+    ceilings: Ceilings
+
+    def facts(self) -> dict[str, Any]:
+        """What the file of results has of it."""
+        return {"system": self.system, "peaks": self.peaks, "ceilings": asdict(self.ceilings)}
+
+
+def look_at(where: Device, dtypes: Iterable[str], world: World = ALONE) -> Machine:
+    """The machine with its ceilings for products of `dtypes`: those of the first rank, for which the others wait."""
+    peaks, system = devices.peaks(where), devices.system_facts(where)
+    found = asdict(measure_ceilings(where.kind, dtypes)) if world.rank == 0 else None
+    return Machine(where, system, peaks, Ceilings(**world.gather(found)[0]))
 
 
 def measure_ceilings(kind: str, dtypes: Iterable[str]) -> Ceilings:

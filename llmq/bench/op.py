@@ -9,21 +9,21 @@ from __future__ import annotations
 import gc
 import sys
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from fnmatch import fnmatchcase
 
 from rich.console import Console
 
-from llmq.backends import Backend, open_backend
+from llmq.backends import Backend
 from llmq.bench import table
-from llmq.bench.ceilings import Ceilings, measure_ceilings
+from llmq.bench.ceilings import Ceilings, look_at
 from llmq.bench.ladder import CallWork, different_tokens, roofline_s, work_of
-from llmq.bench.request import BenchRequest, configurations, multiplied
-from llmq.bench.run import fitting_plan
+from llmq.bench.request import BenchRequest, configurations
+from llmq.bench.wanted import clock_of, fitting_plan
 from llmq.engine.bound_plan import make_ready
-from llmq.engine.measure import TIMED, Clock, CudaClock, cold_calls
+from llmq.engine.measure import TIMED, Clock, cold_calls
 from llmq.errors import UsageError
-from llmq.hardware import device as devices
+from llmq.hardware import device
 from llmq.hardware.cards import TERA
 from llmq.model.config import ModelConfig
 from llmq.ops.record import Call
@@ -60,21 +60,23 @@ def run(request: BenchRequest, pattern: str = "*", *, listed: bool = False) -> i
 
     UsageError if a model calls no such op.
     """
-    where = devices.pick(request.device, request.memory_limit)
-    backend = open_backend(where.kind, deterministic=request.deterministic)
-    wanted = [replace(one, config=one_layer(one.config)) for one in configurations(request, where)]
-    plans = [fitting_plan(request, one, where, backend) for one in wanted]
+    where = device.pick_device(request.shared().system)
+    wanted = [
+        replace(one, facts=replace(one.facts, config=one_layer(one.facts.config)))
+        for one in configurations(request, where)
+    ]
+    backend = wanted[0].open_backend()
+    plans = [fitting_plan(request, one, backend) for one in wanted]
     chosen = [different_calls(plan, pattern) for plan in plans]
     if listed:
         print("\n".join(dict.fromkeys(call.name for calls in chosen for call in calls.values())))
         return 0
-    ceilings = measure_ceilings(where.kind, {dtype for one in wanted for dtype in multiplied(one.precision)})
-    table.show_machine(Console(), devices.system_facts(where), devices.peaks(where), asdict(ceilings))
-    clock = CudaClock() if where.kind == "cuda" else Clock()
+    machine = look_at(where, {dtype for one in wanted for dtype in one.multiplied})
+    table.show_machine(Console(), machine.facts())
     for one, plan, calls in zip(wanted, plans, chosen, strict=True):
         print(f"\n{one.model} {one.dtype} {plan.spec.batch_size}x{plan.spec.seq_len}, one layer\n")
         print("| op | shapes | dtypes | MiB moved | us | rate | share of the roofline |\n|---|---|---|---|---|---|---|")
-        _print_times(one.name, plan, backend, clock, calls, ceilings)
+        _print_times(one.name, plan, backend, clock_of(where), calls, machine.ceilings)
         gc.collect()  # the next model needs the memory
     return 0
 

@@ -16,11 +16,14 @@ from pathlib import Path
 from typing import Any
 
 import llmq
-from llmq.bench.ceilings import Ceilings
+from llmq.bench.ceilings import Machine
 from llmq.bench.ladder import Ladder
 from llmq.disk import storage
 from llmq.engine.measure import Speed
+from llmq.engine.predict import predicted_rate
 from llmq.errors import DataError, UsageError
+from llmq.hardware import nvml
+from llmq.hardware.device import Device
 from llmq.hardware.nvml import Reading
 from llmq.training.records import to_json
 
@@ -49,19 +52,16 @@ def result_of(
     dtype: str,
     speed: Speed,
     found: Ladder,
-    peaks: Mapping[str, float],
-    other_processes: int | None,
-    *,
+    machine: Machine,
     deterministic: bool,
+    *,
     gpus: int = 1,
     zero_level: int | None = None,
     communication: Mapping[str, Any] | None = None,
-    predicted: float | None = None,
 ) -> dict[str, Any]:
     """The result of one configuration; of several GPUs with what their `communication` costs.
 
-    `speed` is that of all GPUs, what is said of memory and of the GPU is of one; `predicted` are tokens/s by the
-    planner's model.
+    `speed` is that of all GPUs, memory and readings are those of one. Tokens/s are predicted by the planner's model.
     """
     plan, (median, low, high) = speed.plan, speed.tokens_per_second
     spec = plan.spec
@@ -87,9 +87,9 @@ def result_of(
         "zero_level": zero_level,
         "communication": communication,
         "tokens_per_second": {"median": median, "min": low, "max": high},
-        "predicted_tokens_per_second": predicted,
+        "predicted_tokens_per_second": predicted_rate(plan, machine.where.card, speed.tokens_per_step),
         **spec.adapters.facts(),
-        "sol": median / gpus * spec.light_s(peaks),
+        "sol": median / gpus * spec.light_s(machine.peaks),
         "ceiling_share": found.share,
         "step_s": list(speed.seconds),
         "first_step_s": speed.first_step_s,
@@ -99,11 +99,17 @@ def result_of(
             "used_bytes": speed.peak_bytes,
             "nvml_bytes": max(nvml_bytes, default=None),
         },
-        "gpu": {**gpu_during(speed.readings), "other_processes": other_processes},
+        "gpu": {**gpu_during(speed.readings), "other_processes": other_processes(machine.where)},
         "micro_batch_ms": found.micro_batch_ms,
         "gaps_ms": found.gaps_ms,
         "ladder": [asdict(rung) for rung in found.rungs],
     }
+
+
+def other_processes(where: Device) -> int | None:
+    """Processes on the GPU beside this one, which has a context there; None where that is not known."""
+    processes = nvml.num_processes(where.gpu.uuid) if where.gpu else None
+    return None if processes is None else max(processes - 1, 0)
 
 
 def gpu_during(readings: Sequence[Reading]) -> dict[str, Any]:
@@ -123,18 +129,11 @@ def gpu_during(readings: Sequence[Reading]) -> dict[str, Any]:
     }
 
 
-def document(
-    results: Sequence[Result],
-    command: str,
-    system: Mapping[str, Any],
-    peaks: Mapping[str, float],
-    ceilings: Ceilings,
-) -> dict[str, Any]:
+def document(results: Sequence[Result], command: str, machine: Machine) -> dict[str, Any]:
     """The whole file."""
     about = {"kind": KIND, "schema": SCHEMA, "version": llmq.__version__, "command": command}
     made = time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime())
-    found = {"system": system, "peaks": peaks, "ceilings": asdict(ceilings), "results": results}
-    return dict(to_json({**about, "made": made, **found}))
+    return dict(to_json({**about, "made": made, **machine.facts(), "results": results}))
 
 
 def save(path: Path, content: Mapping[str, Any]) -> None:

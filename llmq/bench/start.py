@@ -25,13 +25,13 @@ def started(request: BenchRequest, arguments: Sequence[str]) -> int | None:
     """
     if request.gpus == 1 or recognised(os.environ, request.gpus) is not None:
         return None
-    if request.device == "cpu":
+    if request.training.get("device") == "cpu":
         raise UsageError(f"--gpus {request.gpus} counts GPUs, but --device is cpu: leave one of them out")
     addresses = device.gpu_addresses(request.gpus)
     num = len(addresses)
     if num == 1:
         return None
-    check(request, device.pick("cuda", request.memory_limit), num)
+    check(request, device.pick_device(request.shared().system), num)
     with TemporaryDirectory(prefix="llmq-bench-") as logs:
         command = (PROGRAM, *arguments)
         cores = cores_of_ranks(num, addresses)

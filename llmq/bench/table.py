@@ -29,12 +29,10 @@ RANKS = (
 LIBRARIES = ("driver", "cuBLASLt", "cuDNN", "cupy", "cupy-cuda13x", "cupy-cuda12x", "numpy", "blas")
 
 
-def show_machine(
-    console: Console, system: Mapping[str, Any], peaks: Mapping[str, float], ceilings: Mapping[str, Any]
-) -> None:
+def show_machine(console: Console, facts: Mapping[str, Any]) -> None:
     """Prints the device, its libraries, and its measured ceilings."""
-    _say(console, machine(system))
-    _say(console, f"Measured ceilings: {ceilings_line(peaks, ceilings)}")
+    _say(console, machine(facts["system"]))
+    _say(console, f"Measured ceilings: {ceilings_line(facts)}")
 
 
 def machine(system: Mapping[str, Any]) -> str:
@@ -45,9 +43,9 @@ def machine(system: Mapping[str, Any]) -> str:
     return f"{device.partition(': ')[2]}; {', '.join(f'{name} {system[name]}' for name in names)}"
 
 
-def ceilings_line(peaks: Mapping[str, float], ceilings: Mapping[str, Any]) -> str:
+def ceilings_line(facts: Mapping[str, Any]) -> str:
     """`bf16 745 TFLOP/s (75% of the peak), copy 4210 GB/s`."""
-    parts = []
+    parts, peaks, ceilings = [], facts["peaks"], facts["ceilings"]
     for dtype, rate in ceilings["flops"].items():
         share = f" ({100 * rate / peaks[dtype]:.0f}% of the peak)" if dtype in peaks else ""
         parts.append(f"{dtype} {rate / TERA:.3g} TFLOP/s{share}")
@@ -177,8 +175,7 @@ def markdown(content: Mapping[str, Any]) -> str:
     """The results as Markdown: the command line and the machine, a table of speeds, a table of ladders."""
     results = content["results"]
     lines = [
-        f"`{content['command']}` on {machine(content['system'])}. "
-        f"Measured ceilings: {ceilings_line(content['peaks'], content['ceilings'])}.",
+        f"`{content['command']}` on {machine(content['system'])}. Measured ceilings: {ceilings_line(content)}.",
         "",
         f"| {' | '.join(COLUMNS)} |",
         f"|{'---|' * len(COLUMNS)}",

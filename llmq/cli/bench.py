@@ -14,7 +14,6 @@ from click.core import ParameterSource
 
 from llmq.cli import shell
 from llmq.cli.train import click_option
-from llmq.disk import size_bytes
 from llmq.errors import UsageError
 from llmq.options.field import flag
 from llmq.options.parse import descriptions
@@ -22,15 +21,22 @@ from llmq.options.parse import descriptions
 ARGUMENTS = "llmq.arguments"  # in a context's meta: all of them
 LEFT_OUT = ("model_dtype", "matmul_dtype", "log_fp8_every", "fp8_fallback")  # --dtypes; watching a run
 OF_ADAPTERS = ("lora_rank", "lora_targets", "lora_dropout", "dora", "base_dtype")
+OF_DEVICE = ("device", "memory_limit", "deterministic")
 # options that mean what they mean in llmq-train; those of recomputing are one, --recompute
-RECIPE = {
-    d.key: d
+RECIPE = tuple(
+    d.key
     for d in descriptions().values()
     if (d.section == "precision" and d.key not in LEFT_OUT)
     or (d.section == "memory" and not d.key.startswith("recompute_"))
     or d.key in OF_ADAPTERS
-}
+)
 SEARCH = ("fit", "fit_may")  # of RECIPE: not for single ops, which need no settings that fit
+OF_RUNS = (*SEARCH, "host_memory_limit", "memcpy_all_gather")  # not for single ops
+SHARED = (*OF_DEVICE, *(key for key in RECIPE if key not in SEARCH))
+HELP = {
+    "memcpy_all_gather": "With --gpus: gather weights by copy engines, or by NCCL, as in llmq-train. [default: what is "
+    "faster]",
+}
 
 
 def _names(context: click.Context, parameter: click.Parameter, value: str | None) -> tuple[str, ...]:
@@ -58,12 +64,6 @@ def _path(context: click.Context, parameter: click.Parameter, value: str | None)
     return Path(value) if value else None
 
 
-def _size(context: click.Context, parameter: click.Parameter, value: str | None) -> str | None:
-    if value is not None and size_bytes(value) is None:
-        raise click.BadParameter(f"{value}: give a size above 0 with its unit, such as 16GiB or 800MiB")
-    return value
-
-
 class Bench(click.Group):
     """A command that measures training where no subcommand is given; it keeps its command line for the results."""
 
@@ -78,17 +78,14 @@ def _as_in_training(*keys: str) -> list[click.Parameter]:
     found: list[click.Parameter] = []
     for d in map(descriptions().__getitem__, keys):
         option = click_option(d, d.key, hidden=False)
-        option.metavar, option.help = d.metavar, f"As in llmq-train: {d.help}"
+        option.metavar, option.help = d.metavar, HELP.get(d.key, f"As in llmq-train: {d.help}")
         option.opts += map(flag, d.aliases)
         found.append(option)
     return found
 
 
 def _shared() -> list[click.Parameter]:
-    """The options of both commands: what is trained, and those of RECIPE."""
-    recipe = _as_in_training(*(key for key in RECIPE if key not in SEARCH))
-    limit = f"As in llmq-train: {descriptions()['memory_limit'].help}"
-    deterministic = f"As in llmq-train: {descriptions()['deterministic'].help}"
+    """The options of both commands: what is trained, and how llmq-train would train it."""
     return [
         click.Option(
             ["--models"],
@@ -108,8 +105,6 @@ def _shared() -> list[click.Parameter]:
         click.Option(
             ["--seq-len"], type=click.IntRange(1), help="Tokens in a sequence. [default: 1024; on the CPU 128]"
         ),
-        click.Option(["--device"], type=click.Choice(["auto", "cuda", "cpu"]), default="auto", show_default=True),
-        click.Option(["--memory-limit"], callback=_size, metavar="SIZE", help=limit),
         click.Option(
             ["--recompute"],
             callback=_names,
@@ -122,15 +117,14 @@ def _shared() -> list[click.Parameter]:
             help="With --lora-rank: train so many equal adapters at once, which share the rows of a micro-batch; "
             "1,8 measures one alone, then eight. [default: 1]",
         ),
-        click.Option(["--deterministic/--no-deterministic"], default=True, show_default=True, help=deterministic),
-        *recipe,
+        *_as_in_training(*SHARED),
     ]
 
 
-def _with_recipe(given: dict[str, Any]) -> dict[str, Any]:
-    """The fields of a BenchRequest: those options of RECIPE that were given are one field."""
-    recipe = {key: given.pop(key) for key in RECIPE if key in given}
-    return {**given, "recipe": {key: value for key, value in recipe.items() if value is not None}}
+def _with_training(given: dict[str, Any]) -> dict[str, Any]:
+    """The fields of a BenchRequest: those options of llmq-train that were given are one field."""
+    training = {key: given.pop(key) for key in (*SHARED, *OF_RUNS) if key in given}
+    return {**given, "training": {key: value for key, value in training.items() if value is not None}}
 
 
 @click.group("llmq-bench", cls=Bench, invoke_without_command=True, context_settings=shell.SETTINGS)
@@ -163,11 +157,6 @@ def _with_recipe(given: dict[str, Any]) -> dict[str, Any]:
     callback=_levels,
     metavar="N,N,...",
     help="With --gpus: what they share out, --zero-level of llmq-train, one after the other. [default: 1]",
-)
-@click.option(
-    "--memcpy-all-gather/--no-memcpy-all-gather",
-    default=None,
-    help="With --gpus: gather weights by copy engines, or by NCCL, as in llmq-train. [default: what is faster]",
 )
 @click.option("--save", type=shell.Home(), callback=_path, metavar="FILE", help="Write the results as JSON.")
 @click.option(
@@ -220,7 +209,7 @@ def command(context: click.Context, **given: Any) -> int:
     from llmq.bench.run import run
     from llmq.bench.start import started
 
-    request = BenchRequest(**_with_recipe(given), command=context.meta["command"])
+    request = BenchRequest(**_with_training(given), command=context.meta["command"])
     exit_code = started(request, context.meta[ARGUMENTS])
     return run(request) if exit_code is None else exit_code
 
@@ -254,10 +243,10 @@ def op(pattern: str, listed: bool, **given: Any) -> int:
     from llmq.bench.op import run
     from llmq.bench.request import BenchRequest
 
-    return run(BenchRequest(**_with_recipe(given)), pattern, listed=listed)
+    return run(BenchRequest(**_with_training(given)), pattern, listed=listed)
 
 
-command.params += [*_shared(), *_as_in_training(*SEARCH, "host_memory_limit"), shell.version_option()]
+command.params += [*_shared(), *_as_in_training(*OF_RUNS), shell.version_option()]
 op.params += _shared()
 
 

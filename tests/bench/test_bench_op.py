@@ -67,7 +67,9 @@ def test_products_are_stated_in_flops_and_other_ops_in_bytes():
 
 
 def test_the_plans_own_calls_are_timed(shape, capsys, monkeypatch):
-    monkeypatch.setattr(bench_op, "measure_ceilings", lambda kind, dtypes: Ceilings(dict.fromkeys(dtypes, 1e11), 1e10))
+    monkeypatch.setattr(
+        "llmq.bench.ceilings.measure_ceilings", lambda kind, dtypes: Ceilings(dict.fromkeys(dtypes, 1e11), 1e10)
+    )
     assert run("linear_*", *shape, "--dtypes=bf16,e4m3", "--fp8-scaling=current") == 0
     told = capsys.readouterr().out
     assert "bf16 2x16, one layer" in told and "e4m3 2x16, one layer" in told and "e4m3/col/current" in told
@@ -77,7 +79,9 @@ def test_the_plans_own_calls_are_timed(shape, capsys, monkeypatch):
 
 def test_what_is_timed_shows_how_far_it_is(shape, capsys, monkeypatch):
     """On stderr, where rows go elsewhere; rows stay as they are."""
-    monkeypatch.setattr(bench_op, "measure_ceilings", lambda kind, dtypes: Ceilings(dict.fromkeys(dtypes, 1e11), 1e10))
+    monkeypatch.setattr(
+        "llmq.bench.ceilings.measure_ceilings", lambda kind, dtypes: Ceilings(dict.fromkeys(dtypes, 1e11), 1e10)
+    )
     told = []
 
     @contextmanager
@@ -94,8 +98,10 @@ def test_a_gpu_is_timed_by_its_own_clock(shape, capsys, monkeypatch):
     """The GPU's way through the command, with the host in the place of the GPU."""
     fake_gpu.install(monkeypatch, FakeDriver(gpus=(RTX_4090,)))
     clocks = []
-    monkeypatch.setattr(bench_op, "CudaClock", lambda: clocks.append(Clock()) or clocks[0])
-    monkeypatch.setattr(bench_op, "measure_ceilings", lambda kind, dtypes: Ceilings(dict.fromkeys(dtypes, 1e14), 9e11))
+    monkeypatch.setattr("llmq.bench.wanted.CudaClock", lambda: clocks.append(Clock()) or clocks[0])
+    monkeypatch.setattr(
+        "llmq.bench.ceilings.measure_ceilings", lambda kind, dtypes: Ceilings(dict.fromkeys(dtypes, 1e14), 9e11)
+    )
     assert run("swiglu_*", *shape[:-1]) == 0
     told = capsys.readouterr().out
     assert "NVIDIA GeForce RTX 4090" in told and "bf16 100 TFLOP/s (61% of the peak), copy 900 GB/s" in told
@@ -103,7 +109,7 @@ def test_a_gpu_is_timed_by_its_own_clock(shape, capsys, monkeypatch):
 
 
 def test_the_list_measures_nothing(shape, capsys, monkeypatch):
-    monkeypatch.setattr(bench_op, "measure_ceilings", lambda *a: pytest.fail("measured"))
+    monkeypatch.setattr("llmq.bench.ceilings.measure_ceilings", lambda *a: pytest.fail("measured"))
     assert run("--list", *shape) == 0
     told = capsys.readouterr().out.splitlines()
     assert "swiglu_forward | 2x16x64 <- 2x16x128 | bf16 <- bf16 | 0.0" in told and len(told) == len(set(told))

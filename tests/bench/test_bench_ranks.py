@@ -8,6 +8,7 @@ from types import SimpleNamespace
 import pytest
 from tiny_engines import tiny
 
+from llmq.bench import ranks as bench_ranks
 from llmq.bench import run as bench_run
 from llmq.bench.ladder import COMPUTING
 from llmq.bench.ranks import EXPOSED
@@ -33,13 +34,13 @@ def quick(monkeypatch):
 def shape(tmp_path):
     """A tiny run, its model a folder."""
     (tmp_path / "config.json").write_text(json.dumps(to_hf(tiny(num_layers=1), "fp32")))
-    sizes = {"seq_len": 16, "tokens_per_step": 128, "steps": 2, "warmup": 1, "device": "cpu"}
+    sizes = {"seq_len": 16, "tokens_per_step": 128, "steps": 2, "warmup": 1, "training": {"device": "cpu"}}
     return BenchRequest(models=(str(tmp_path),), dtypes=("fp32",), batch_size=2, **sizes)
 
 
 def on_ranks(request, size=2):
     """The exit codes of ranks that are threads."""
-    return run_ranks(size, lambda world: bench_run._run(request, CPU, world))
+    return run_ranks(size, lambda world: bench_run.run_on(request, CPU, world))
 
 
 @pytest.mark.slow
@@ -84,29 +85,30 @@ def test_results_of_several_gpus_are_compared_with_their_own(shape, tmp_path, ca
 
 @pytest.mark.slow
 def test_the_batch_fits_every_rank_at_every_level(shape, monkeypatch):
-    seen, fitting = [], bench_run.fitting_plan
+    seen, fitting = [], bench_ranks.fitting_plan
 
-    def plan(request, one, where, backend, sharding):
+    def plan(request, one, backend):
+        size, rank = one.facts.size, one.facts.rank
         if one.batch_size is None:
-            return SimpleNamespace(spec=SimpleNamespace(batch_size=4 if sharding.size == 1 else 2 - sharding.rank))
-        seen.append((sharding.size, sharding.rank, one.batch_size))
-        return fitting(request, one, where, backend, sharding)
+            return SimpleNamespace(spec=SimpleNamespace(batch_size=4 if size == 1 else 2 - rank))
+        seen.append((size, rank, one.batch_size))
+        return fitting(request, one, backend)
 
-    monkeypatch.setattr(bench_run, "fitting_plan", plan)
+    monkeypatch.setattr(bench_ranks, "fitting_plan", plan)
     assert on_ranks(replace(shape, batch_size=None)) == [0, 0]
     assert {batch for *_, batch in seen} == {1} and {(2, 0, 1), (2, 1, 1), (1, 0, 1)} == set(seen)
 
 
 def refusing(monkeypatch, size, rank):
     """Has no room for the plans of a rank of so many."""
-    fitting = bench_run.fitting_plan
+    fitting = bench_ranks.fitting_plan
 
-    def plan(request, one, where, backend, sharding):
-        if (sharding.size, sharding.rank) == (size, rank):
+    def plan(request, one, backend):
+        if (one.facts.size, one.facts.rank) == (size, rank):
             raise MemoryLimitError("3 GiB are missing")
-        return fitting(request, one, where, backend, sharding)
+        return fitting(request, one, backend)
 
-    monkeypatch.setattr(bench_run, "fitting_plan", plan)
+    monkeypatch.setattr(bench_ranks, "fitting_plan", plan)
 
 
 def test_what_is_too_large_for_one_rank_is_refused_on_all(shape, monkeypatch):
@@ -114,7 +116,7 @@ def test_what_is_too_large_for_one_rank_is_refused_on_all(shape, monkeypatch):
 
     def work(world):
         with pytest.raises(MemoryLimitError, match="--zero-levels 1 on 2 GPUs: 3 GiB are missing"):
-            bench_run._run(shape, CPU, world)
+            bench_run.run_on(shape, CPU, world)
         return True
 
     assert run_ranks(2, work) == [True, True]
@@ -151,7 +153,7 @@ def test_gpus_are_started_with_the_same_arguments(shape, monkeypatch, capsys):
     groups = []
     monkeypatch.setattr("llmq.bench.start.run_group", lambda group: groups.append(group) or 7)
     monkeypatch.setattr(device, "gpu_addresses", lambda gpus: ["0000:18:00.0", ""][: gpus or 1])
-    monkeypatch.setattr(device, "pick", lambda name, limit: CPU)
+    monkeypatch.setattr(device, "pick_device", lambda options: CPU)
     monkeypatch.setattr("llmq.bench.start.cores_of_ranks", lambda num, gpus: [frozenset()] * num)
     sizes = ["--seq-len=16", "--batch-size=2", f"--models={shape.models[0]}", "--dtypes=fp32"]
     assert shell.run(bench.command, [*sizes, "--gpus=2", "--zero-levels=3"]) == 7

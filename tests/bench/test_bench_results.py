@@ -10,11 +10,12 @@ from rich.console import Console
 from tiny_engines import FP32, plan_of
 
 from llmq.bench import table as bench_table
-from llmq.bench.ceilings import Ceilings
+from llmq.bench.ceilings import Ceilings, Machine
 from llmq.bench.ladder import Ladder, Rung
 from llmq.bench.results import compare, document, gpu_during, load, require_common, result_of, save
 from llmq.engine.measure import Speed
 from llmq.errors import DataError, StorageError, UsageError
+from llmq.hardware.device import CPU
 from llmq.hardware.nvml import Reading
 
 PEAKS = {"fp32": 1e12, "bf16": 2e12}
@@ -27,17 +28,23 @@ RUNGS = (Rung("linears forward", 6, 40.0, 30.0, 1e9, 1e6), Rung("norms", 4, 5.0,
 SYSTEM = {"device": "cuda: NVIDIA H200", "driver": "580.65.06 (CUDA 13.0)", "cuBLASLt": "13.1.0", "numpy": "2.4"}
 
 
+def machine(system=SYSTEM):
+    """The CPU, with rates of its own."""
+    return Machine(CPU, system, PEAKS, Ceilings({"fp32": 9e11}, 4.2e12))
+
+
 def result(model="m", dtype="fp32", seconds=(0.2, 0.1, 0.25), readings=READINGS, others=0, deterministic=True):
-    """A result of 64 tokens a step in micro-batches of 32."""
+    """A result of 64 tokens a step in micro-batches of 32, beside so many other processes on the card."""
     plan = plan_of(FP32)
     speed = Speed(plan, 64, seconds, 3.0, (4.5, 4.25), (), readings, 12345)
     found = Ladder(RUNGS, speed.micro_batch_ms)
-    return result_of(model, dtype, speed, found, PEAKS, others, deterministic=deterministic)
+    made = result_of(model, dtype, speed, found, machine(), deterministic)
+    return {**made, "gpu": {**made["gpu"], "other_processes": others}}
 
 
 def content(*results, system=SYSTEM):
     """A file's content."""
-    return document(results or (result(),), "llmq-bench --models m", system, PEAKS, Ceilings({"fp32": 9e11}, 4.2e12))
+    return document(results or (result(),), "llmq-bench --models m", machine(system))
 
 
 def test_a_result_says_what_was_measured():

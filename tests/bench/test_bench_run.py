@@ -11,7 +11,8 @@ from tiny_engines import tiny
 
 from llmq.backends.host import HostBackend
 from llmq.bench import run as bench_run
-from llmq.bench.ceilings import Ceilings
+from llmq.bench import wanted as bench_wanted
+from llmq.bench.ceilings import Ceilings, Machine
 from llmq.bench.request import BenchRequest, configurations
 from llmq.bench.run import measured, tokens_in_time
 from llmq.cli import bench, shell
@@ -164,10 +165,10 @@ def test_batch_sizes_are_one_table(shape, tmp_path, capsys, monkeypatch):
 def test_a_batch_size_that_does_not_fit_is_named(shape, capsys, monkeypatch):
     fitting = bench_run.fitting_plan
 
-    def plan(request, one, where, backend):
+    def plan(request, one, backend):
         if one.batch_size == 2:
             raise MemoryLimitError("too large")
-        return fitting(request, one, where, backend)
+        return fitting(request, one, backend)
 
     monkeypatch.setattr(bench_run, "fitting_plan", plan)
     sizes = [part for part in shape if not part.startswith("--batch-size")]
@@ -183,7 +184,7 @@ def test_a_measurement_reports_its_steps(shape, monkeypatch):
     def task(self, title):
         yield lambda done, total: seen.append((title, done, total))
 
-    monkeypatch.setattr(bench_run.Screen, "task", task)
+    monkeypatch.setattr("llmq.screen.Screen.task", task)
     assert run([*shape, "--dtypes=fp32"]) == 0
     title = f"Measuring {shape[0].partition('=')[2]} fp32 2x16"
     assert seen == [(title, 1, 3), (title, 2, 3), (title, 3, 3)]
@@ -225,7 +226,7 @@ def test_bad_input_is_one_message(arguments, code, says, tmp_path, capsys, monke
 
 
 def test_a_read_only_place_is_told_before_anything_is_measured(shape, tmp_path, capsys, monkeypatch):
-    monkeypatch.setattr(bench_run, "measure_ceilings", lambda *a: pytest.fail("measured"))
+    monkeypatch.setattr("llmq.bench.ceilings.measure_ceilings", lambda *a: pytest.fail("measured"))
     monkeypatch.setattr("llmq.bench.request.os.access", lambda path, mode: False)  # root may write anywhere
     assert run([*shape, f"--save={tmp_path}/out.json"]) == 7
     assert f"{tmp_path} is read-only" in capsys.readouterr().err
@@ -246,7 +247,7 @@ def test_a_read_only_place_is_told_before_anything_is_measured(shape, tmp_path, 
 )
 def test_a_foreign_file_is_refused_before_anything_is_measured(content, says, shape, tmp_path, capsys, monkeypatch):
     (tmp_path / "old.json").write_text(content)
-    monkeypatch.setattr(bench_run, "measure_ceilings", lambda *a: pytest.fail("measured"))
+    monkeypatch.setattr("llmq.bench.ceilings.measure_ceilings", lambda *a: pytest.fail("measured"))
     assert run([*shape, f"--compare={tmp_path}/old.json"]) in (2, 3)
     assert says in capsys.readouterr().err
 
@@ -269,7 +270,7 @@ def test_the_default_is_what_the_device_can():
 
 
 def test_a_recipe_is_for_fp8_and_the_optimizers_for_all():
-    request = BenchRequest(dtypes=("bf16", "e4m3"), recipe={"fp8_scaling": "current", "opt_v_dtype": "fp32"})
+    request = BenchRequest(dtypes=("bf16", "e4m3"), training={"fp8_scaling": "current", "opt_v_dtype": "fp32"})
     bf16, e4m3, *_ = configurations(request, H200)
     assert (bf16.precision.v, e4m3.precision.v, e4m3.precision.scaling) == ("fp32", "fp32", "current")
     assert e4m3.precision.m == "bf16" and bf16.precision.matmul == "bf16"
@@ -281,18 +282,18 @@ def card(monkeypatch):
 
     def pretend(share=0.5, batch_size=32):
         seen, now = [], [0.0]
-        monkeypatch.setattr(bench_run.devices, "memory_bytes", lambda where: (2**37, 2**37))
-        monkeypatch.setattr(bench_run, "open_backend", lambda kind, **settings: None)
+        monkeypatch.setattr(device, "memory_bytes", lambda where: (2**37, 2**37))
+        monkeypatch.setattr(bench_wanted, "open_backend", lambda kind, **settings: None)
         monkeypatch.setattr(bench_run.time, "perf_counter", lambda: now[0])
 
-        def plan(request, one, where, backend):
-            batch = request.batch_size or batch_size
-            sizes = {"batch_size": batch if where.kind == "cuda" else 1, "seq_len": one.flat["seq_len"]}
-            return SimpleNamespace(spec=Spec(one.config, one.precision, Memory(), Hyperparameters(), **sizes))
+        def plan(request, one, backend):
+            batch, facts = request.batch_size or batch_size, one.facts
+            sizes = {"batch_size": batch if facts.where.kind == "cuda" else 1, "seq_len": one.flat["seq_len"]}
+            return SimpleNamespace(spec=Spec(facts.config, one.precision, Memory(), Hyperparameters(), **sizes))
 
-        def measure(request, one, plan, backend, where, tokens, peaks, ceilings, limit_s):
-            light = plan.spec.light_s(peaks)
-            end, least = now[0] + limit_s, request.warmup if where.kind == "cuda" else 1
+        def measure(request, one, plan, machine, tokens, backend, limit_s):
+            light = plan.spec.light_s(machine.peaks)
+            end, least = now[0] + limit_s, request.warmup if machine.where.kind == "cuda" else 1
             now[0] += 6
             for _ in paced(request.warmup, request.steps, least=least, end=end):
                 now[0] += tokens * light / share
@@ -301,7 +302,7 @@ def card(monkeypatch):
             return {"sol": share}
 
         monkeypatch.setattr(bench_run, "fitting_plan", plan)
-        monkeypatch.setattr(bench_run, "_measure", measure)
+        monkeypatch.setattr(bench_run, "measured_alone", measure)
         return seen, now
 
     return pretend
@@ -311,7 +312,7 @@ def choose(where, request=None):
     """Measures all that a request wants."""
     request = request or BenchRequest()
     peaks = where.card.peaks if where.card else dict.fromkeys(("fp32", "bf16"), 1e11)
-    return list(measured(request, configurations(request, where), where, peaks, Ceilings({}, 1.0)))
+    return list(measured(request, configurations(request, where), Machine(where, {}, peaks, Ceilings({}, 1.0))))
 
 
 def test_without_arguments_an_h200_measures_full_steps_within_three_minutes(card):
@@ -368,15 +369,15 @@ def memory(monkeypatch, tmp_path):
             config = tiny(num_layers=1, hidden_size=hidden, head_dim=16)
             (tmp_path / name / "config.json").write_text(json.dumps(to_hf(config, "bf16")))
         monkeypatch.setitem(bench_run.DEFAULTS, "cuda", replace(bench_run.DEFAULTS["cuda"], models=tuple(names)))
-        real, seen = bench_run.open_backend, []
+        real, seen = bench_wanted.open_backend, []
 
         def open_backend(kind, **settings):
             return real("planned" if kind == "cuda" else kind, **settings)
 
-        monkeypatch.setattr(bench_run, "open_backend", open_backend)
-        monkeypatch.setattr(bench_run.devices, "memory_bytes", lambda where: (free, free))
+        monkeypatch.setattr(bench_wanted, "open_backend", open_backend)
+        monkeypatch.setattr(device, "memory_bytes", lambda where: (free, free))
         monkeypatch.setattr(
-            bench_run, "_measure", lambda request, one, plan, *_: seen.append((one.model, plan)) or {"sol": 0.5}
+            bench_run, "measured_alone", lambda request, one, plan, *_: seen.append((one.model, plan)) or {"sol": 0.5}
         )
         return names, seen
 
@@ -414,28 +415,31 @@ def test_what_does_not_fit_is_left_out_of_the_choice_and_refused_if_it_was_named
 def test_backends_are_opened_with_the_attention_that_was_asked_for(strict, memory, monkeypatch):
     """The one that plans and the one that runs."""
     memory(2**40)
-    opened, real = [], bench_run.open_backend
-    monkeypatch.setattr(
-        bench_run, "open_backend", lambda kind, **settings: opened.append((kind, settings)) or real(kind, **settings)
-    )
-    choose(GPU_4090, BenchRequest(dtypes=("bf16",), deterministic=strict))
-    relaxed = [("planned", {"deterministic": False})] if strict else []
-    each = [("cuda", {"deterministic": strict}), ("planned", {"deterministic": strict}), *relaxed]
-    assert opened == 2 * each
+    opened, real = [], bench_wanted.open_backend
+
+    def opening(kind, **settings):
+        opened.append((kind, settings["deterministic"]))
+        return real(kind, **settings)
+
+    monkeypatch.setattr(bench_wanted, "open_backend", opening)
+    choose(GPU_4090, BenchRequest(dtypes=("bf16",), training={"deterministic": strict}))
+    assert opened == 2 * [("cuda", strict), ("planned", strict)]
 
 
 @pytest.mark.slow
 def test_the_other_attention_is_offered_where_it_would_fit(memory):
     (small, _), seen = memory(2**40)
-    request = BenchRequest(models=(small,), dtypes=("bf16",), batch_size=4, seq_len=4096, recipe={"attn_bwd_chunks": 1})
+    request = BenchRequest(
+        models=(small,), dtypes=("bf16",), batch_size=4, seq_len=4096, training={"attn_bwd_chunks": 1}
+    )
     for strict in (True, False):
-        choose(GPU_4090, replace(request, deterministic=strict))
+        choose(GPU_4090, replace(request, training={**request.training, "deterministic": strict}))
     whole, relaxed = (plan.total_bytes for _, plan in seen)
     assert relaxed < whole
     memory(relaxed)
     with pytest.raises(MemoryLimitError, match=r"(?m)^\d .*  --no-deterministic$"):
         choose(GPU_4090, request)
-    choose(GPU_4090, replace(request, deterministic=False))
+    choose(GPU_4090, replace(request, training={**request.training, "deterministic": False}))
 
 
 def test_attention_runs_in_chunks_where_the_batch_was_asked_for(memory):
@@ -443,7 +447,7 @@ def test_attention_runs_in_chunks_where_the_batch_was_asked_for(memory):
     (small, _), seen = memory(2**40)
     request = BenchRequest(models=(small,), dtypes=("bf16",), batch_size=4, seq_len=4096)
     choose(GPU_4090, request)
-    choose(GPU_4090, replace(request, recipe={"attn_bwd_chunks": "4"}))
+    choose(GPU_4090, replace(request, training={"attn_bwd_chunks": "4"}))
     (_, whole), (_, chunked) = seen
     assert (whole.spec.memory.attention_chunks, chunked.spec.memory.attention_chunks) == (1, 4)
     _, again = memory(chunked.total_bytes)
@@ -469,8 +473,10 @@ def test_a_gpu_is_opened_measured_and_told_of(shape, tmp_path, monkeypatch, caps
     reading = nvml.Reading(sm_mhz=2520, watts=401.5, celsius=60, throttled=("power cap",), used_bytes=2**30)
     monkeypatch.setattr(nvml, "read", lambda uuid, traffic=False: reading)
     monkeypatch.setattr(nvml, "num_processes", lambda uuid: 3)
-    monkeypatch.setattr(bench_run, "CudaClock", bench_run.Clock)
-    monkeypatch.setattr(bench_run, "measure_ceilings", lambda kind, dtypes: Ceilings(dict.fromkeys(dtypes, 1e14), 9e11))
+    monkeypatch.setattr(bench_wanted, "CudaClock", bench_wanted.Clock)
+    monkeypatch.setattr(
+        "llmq.bench.ceilings.measure_ceilings", lambda kind, dtypes: Ceilings(dict.fromkeys(dtypes, 1e14), 9e11)
+    )
     monkeypatch.setattr(cuda_libraries, "versions", lambda: {"cuBLASLt": "13.1.0", "cuDNN": "9.19.0", "cupy": "14.2"})
     arguments = [text for text in shape if text != "--device=cpu"]
     assert run([*arguments, "--dtypes=bf16", "--no-deterministic", f"--save={tmp_path}/out.json"]) == 0
@@ -487,12 +493,12 @@ def test_a_gpu_is_opened_measured_and_told_of(shape, tmp_path, monkeypatch, caps
 
 def test_the_host_is_planned_as_the_trainer_plans(monkeypatch):
     """The plan comes from the same options: chunks of the head, recomputation, dtypes."""
-    shape = {"batch_size": 2, "seq_len": 64, "recipe": {"attn_bwd_chunks": 2}}
+    shape = {"batch_size": 2, "seq_len": 64, "training": {"attn_bwd_chunks": 2}}
     request = BenchRequest(models=("tiny_llama3_50m",), dtypes=("bf16",), recompute=("ffn",), **shape)
     (one,) = configurations(request, CPU)
-    plan = bench_run.fitting_plan(request, one, CPU, HostBackend())
+    plan = bench_run.fitting_plan(request, one, HostBackend())
     assert plan.spec.memory == Memory(("recompute_ffn",), head_chunks=1, attention_chunks=2)
-    spec = Spec(one.config, one.precision, plan.spec.memory, plan.spec.hyper, 2, 64)
+    spec = Spec(one.facts.config, one.precision, plan.spec.memory, plan.spec.hyper, 2, 64)
     same = make_plan(spec, HostBackend().scratch_bytes)
     assert same.table() == plan.table()
 
@@ -503,13 +509,13 @@ def test_the_plan_that_fit_takes_is_measured(memory, capsys, monkeypatch):
     monkeypatch.setattr("llmq.training.fit.RECOMPUTE", ("", "block"))
     (small, _), seen = memory(2**40)
     given = {"fit": True, "lmhead_chunks": 1, "attn_bwd_chunks": 1, "seq_tiles": 2, "offload_gradients": True}
-    about = {"models": (small,), "dtypes": ("bf16",), "tokens_per_step": 8 * 256, "seq_len": 256, "recipe": given}
+    about = {"models": (small,), "dtypes": ("bf16",), "tokens_per_step": 8 * 256, "seq_len": 256, "training": given}
     choose(GPU_4090, BenchRequest(**about))
     most = seen[0][1]
     assert most.spec.batch_size == 8 and most.spec.memory.seq_tiles == 2
     less, limit = int(0.98 * most.total_bytes), f"{most.host_bytes / 2**20 + 0.001:.3f}MiB"
     _, seen = memory(less)
-    choose(GPU_4090, BenchRequest(**about, host_memory_limit=limit))
+    choose(GPU_4090, BenchRequest(**{**about, "training": {**given, "host_memory_limit": limit}}))
     plan = seen[0][1]
     assert plan.total_bytes <= less and plan.host_bytes <= size_bytes(limit) and plan.spec.memory.seq_tiles == 2
     assert "1 is taken:" in capsys.readouterr().err
@@ -519,13 +525,13 @@ def test_the_plan_that_fit_takes_is_measured(memory, capsys, monkeypatch):
     ("given", "message"),
     [
         ({"batch_size": 4}, "--fit chooses the size of a micro-batch: leave out --batch-size and --batch-sizes"),
-        ({"recipe": {"fit": True, "fit_may": "states,matmul"}}, "--fit-may matmul: --dtypes says what is multiplied"),
+        ({"training": {"fit": True, "fit_may": "states,matmul"}}, "--fit-may matmul: --dtypes says what is multiplied"),
         ({"num_ranks": 2}, "--fit is for one GPU: leave out --gpus"),
     ],
 )
 def test_what_fit_decides_is_not_given(given, message):
     ranks = {key: given[key] for key in given.keys() & {"num_ranks"}}
-    request = BenchRequest(**{"recipe": {"fit": True}, **{key: given[key] for key in given.keys() - ranks.keys()}})
+    request = BenchRequest(**{"training": {"fit": True}, **{key: given[key] for key in given.keys() - ranks.keys()}})
     with pytest.raises(UsageError, match=message):
         configurations(request, H200, **ranks)
 
