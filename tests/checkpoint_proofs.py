@@ -40,7 +40,7 @@ from llmq.files.checkpoint import load
 from llmq.files.manifest import found, read_manifest
 from llmq.files.tensor_files import Piece, cut, write_files
 from llmq.files.weight_files import stored_tensors
-from llmq.files.writers import save
+from llmq.files.writers import TensorSlice, begin, commit, write_part
 
 STEPS = 40
 TENSOR_BYTES = 3584 * 18944 * 2  # of one of 7B's matrices in bf16
@@ -247,7 +247,9 @@ def rates(gib: int, folder: Path, pairs: int = 3) -> str:
                 pass
 
     def written() -> None:
-        save(folder / "saved", 1, pieces, ((name, data) for name in names), {}, in_memory=True)
+        saving, slices = begin(folder / "saved", 1), [TensorSlice.whole(piece) for piece in pieces]
+        part = write_part(saving, 0, slices, ((name, data) for name in names), in_memory=True)
+        commit(saving, [part], {})
 
     def loaded() -> None:
         _, reader = load(folder_of(folder / "saved"), verified=False)

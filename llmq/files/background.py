@@ -13,6 +13,7 @@ import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from types import TracebackType
 from typing import Any
@@ -22,19 +23,18 @@ import numpy as np
 from llmq.comm.world import ALONE, World
 from llmq.disk import discarded_on_error
 from llmq.errors import StorageError
-from llmq.files.byte_count import ByteCount
 from llmq.files.manifest import folder_name
-from llmq.files.tensor_files import Piece
+from llmq.files.tensor_files import ByteCount, Piece
 from llmq.files.writers import (
     Keep,
     Saving,
     TensorSlice,
     begin,
+    checkpoint_bytes,
     commit,
     fail,
     hand_over,
     part_of,
-    save,
     write_part,
 )
 from llmq.screen import StartTask, unshown
@@ -81,33 +81,33 @@ class Saver:
         self._world = world
         self._memory = np.empty(0, np.uint8)
         self._thread: threading.Thread | None = None
-        self._shown, self._work = ExitStack(), ByteCount()
+        self._shown, self._count = ExitStack(), ByteCount()
+        self._show: Callable[[], None] = lambda: None  # how far the save is
         self._gives_up = False
         self._path: Path | None = None
         self._error: BaseException | None = None
 
     def save(self, snapshot: Snapshot, keep: Keep) -> None:
-        """Begins to save; the last save must be `finished`. Without a thread, it is complete, or failed, at the end.
+        """Begins to save; the last save must be `finished`. Without a thread, it is complete at the end, or raises.
 
         All ranks save at the same step.
         """
         assert self._thread is None, "one save at a time"
-        saving = self._begun(snapshot)
         total = sum(piece.num_bytes for piece in snapshot.pieces)
         memory = self._room(total)
-        report = self._shown.enter_context(self._task(f"Saving {self._folder / folder_name(snapshot.step)}"))
-        self._work = ByteCount(total, report)
+        saving = self._begun(snapshot)
+        report = self._shown.enter_context(self._task(f"Saving {saving.path}"))
         if memory is None:
             with self._shown:
-                self._write(saving, snapshot, snapshot.tensors(None), keep, in_memory=False)
+                self._count = ByteCount(total, report)
+                self._path = self._written(saving, snapshot, snapshot.tensors(None), keep)
             return
-        copies = list(snapshot.tensors(_places(snapshot.slices, memory)))
+        self._count = count = ByteCount(total)
+        self._show = lambda: report(count.done, total)  # by the thread of the run
+        with discarded_on_error(saving.hidden):
+            copies = list(snapshot.tensors(_places(snapshot.slices, memory)))
         self._thread = threading.Thread(
-            target=self._write,
-            args=(saving, snapshot, copies, keep),
-            kwargs={"in_memory": True},
-            name="llmq-save",
-            daemon=True,
+            target=self._write, args=(saving, snapshot, copies, keep), name="llmq-save", daemon=True
         )
         self._thread.start()
 
@@ -119,7 +119,7 @@ class Saver:
         while (thread := self._thread) is not None:
             thread.join(POLL_S if wait else 0.0)
             is_over = not thread.is_alive()
-            self._work.report()  # after that look: the last report is of all bytes, however fast they were written
+            self._show()  # after that look: the last report is of all bytes, however fast they were written
             if is_over:
                 self._thread = None
             elif not wait:
@@ -142,39 +142,28 @@ class Saver:
             self._gives_up = kind is not None and not issubclass(kind, Exception)
             self._thread.join(CLOSE_S if self._gives_up else None)
 
-    def _begun(self, snapshot: Snapshot) -> Saving | None:
-        """The folder that all ranks write into, which the first one makes; None for a single rank."""
-        world, folder = self._world, self._folder
-        if world.size == 1:
-            return None
-        saving, why = None, ""
-        needed = sum(world.gather(sum(piece.num_bytes for piece in snapshot.pieces)))
-        try:
-            saving = begin(folder, snapshot.step, world.size, needed=needed) if world.rank == 0 else None
-        except StorageError as error:
-            why = str(error)
-        hidden, why = world.gather((saving and str(saving.hidden), why))[0]
+    def _begun(self, snapshot: Snapshot) -> Saving:
+        """The hidden folder that all ranks write into, which the first one makes."""
+        world, hidden, why = self._world, None, ""
+        needed = sum(world.gather(checkpoint_bytes(snapshot.pieces)))
+        if world.rank == 0:
+            try:
+                hidden = str(begin(self._folder, snapshot.step, world.size, needed=needed).hidden)
+            except StorageError as error:
+                why = str(error)
+        hidden, why = world.gather((hidden, why))[0]
         if hidden is None:
             raise StorageError(why)
-        return Saving(folder / folder_name(snapshot.step), Path(hidden), snapshot.step, world.size, needed)
+        return Saving(self._folder / folder_name(snapshot.step), Path(hidden), snapshot.step, world.size, needed)
 
-    def _write(
-        self, saving: Saving | None, snapshot: Snapshot, tensors: Copies, keep: Keep, *, in_memory: bool
-    ) -> None:
-        about: dict[str, Any] = {"in_memory": in_memory, "moved": self._moved if in_memory else self._work.moved}
+    def _write(self, saving: Saving, snapshot: Snapshot, copies: Copies, keep: Keep) -> None:
         try:
-            if saving is None:
-                given = (self._folder, snapshot.step, snapshot.pieces, tensors, snapshot.state)
-                self._path = save(*given, metrics=snapshot.metrics, keep=keep, **about)
-            else:
-                self._path = self._write_with_others(saving, snapshot, tensors, keep, about)
+            self._path = self._written(saving, snapshot, copies, keep, in_memory=True)
         except BaseException as error:  # raised by `finished`, in the thread of the run
-            if not in_memory and not isinstance(error, Exception):
-                raise
             self._error = error
 
-    def _write_with_others(
-        self, saving: Saving, snapshot: Snapshot, tensors: Copies, keep: Keep, about: Mapping[str, Any]
+    def _written(
+        self, saving: Saving, snapshot: Snapshot, tensors: Copies, keep: Keep, *, in_memory: bool = False
     ) -> Path:
         """Writes this rank's part. The first rank then waits for the others' and commits, and they for that."""
         rank = self._world.rank
@@ -183,21 +172,20 @@ class Saver:
                 f"rank {rank} does not see {saving.hidden}, which rank 0 has made: give a --checkpoint-dir on a file "
                 "system that all machines share"
             )
-        try:
-            part = write_part(saving, rank, snapshot.slices, (value for _, value in tensors), **about)
-            if rank:
-                hand_over(saving, part)
-        except BaseException as error:
-            fail(saving, rank, str(error))
-            raise
+        own = partial(write_part, saving, rank, snapshot.slices, tensors, in_memory=in_memory, moved=self._moved)
         if rank:
+            try:
+                hand_over(saving, own())
+            except BaseException as error:
+                fail(saving, rank, str(error))
+                raise
             while saving.hidden.is_dir():
                 self._wait()
             if not saving.path.is_dir():
                 raise StorageError(f"{saving.path} was not completed, as rank 0 says")
             return saving.path
-        with discarded_on_error(saving.hidden):
-            parts = [part]
+        with discarded_on_error(saving.hidden):  # for which the other ranks wait, too
+            parts = [own()]
             while len(parts) < saving.world:
                 if (other := part_of(saving, len(parts))) is None:
                     self._wait()
@@ -209,8 +197,8 @@ class Saver:
         time.sleep(POLL_S)
         self._moved(0)
 
-    def _moved(self, num_bytes: int, /) -> None:
-        self._work.count(num_bytes)  # it is shown by the thread of the run
+    def _moved(self, num_bytes: int) -> None:
+        self._count.moved(num_bytes)
         if self._gives_up:
             raise _GivenUp
 

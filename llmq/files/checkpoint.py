@@ -24,9 +24,8 @@ from typing import TYPE_CHECKING, Any
 
 from llmq.disk import remove_folder, storage
 from llmq.errors import DataError, UsageError
-from llmq.files.byte_count import ByteCount
 from llmq.files.manifest import MANIFEST, STATE, Reader, canonical, found, read_manifest, sound
-from llmq.files.tensor_files import verify
+from llmq.files.tensor_files import ByteCount, verify
 from llmq.files.writers import Keep, best_of, remove_unfinished
 from llmq.screen import StartTask, unshown
 

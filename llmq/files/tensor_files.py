@@ -15,13 +15,14 @@ import hashlib
 import json
 import math
 import os
+import threading
 import zlib
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
-from itertools import accumulate
+from itertools import accumulate, islice
 from pathlib import Path
-from typing import BinaryIO, Protocol
+from typing import BinaryIO
 
 import ml_dtypes  # noqa: F401 - safetensors < 0.6 finds NumPy's bfloat16 only once this is imported
 import numpy as np
@@ -29,10 +30,12 @@ from safetensors import SafetensorError, safe_open
 
 from llmq.disk import new_file, reading, write_all
 from llmq.errors import DataError
+from llmq.screen import Report, unreported
 from llmq.tensor import DTYPES
 
 BLOCK_BYTES = 8 << 20  # read or written at a time
 AT_ONCE = 4  # files that are written or verified at the same time
+Moved = Callable[[int], None]  # takes the bytes just written or read, from any thread; what it raises ends the work
 
 
 def file_name(dtype: np.dtype) -> str:
@@ -77,14 +80,22 @@ class Shard:
     crc32: int = 0
 
 
-class Moved(Protocol):
-    """Called with the number of bytes that were just written or read, by any thread; what it raises ends the work."""
+class ByteCount:
+    """Counts bytes that several threads move, and reports how many of `total` are done."""
 
-    def __call__(self, num_bytes: int, /) -> None: ...
+    def __init__(self, total: int = 0, report: Report = unreported) -> None:
+        self.done, self._total, self._report = 0, total, report
+        self._lock = threading.Lock()
+
+    def moved(self, num_bytes: int) -> None:
+        """Counts and reports."""
+        with self._lock:
+            self.done += num_bytes
+            self._report(self.done, self._total)
 
 
-def unwatched(num_bytes: int, /) -> None:
-    """For work whose progress does not matter."""
+def unwatched(num_bytes: int) -> None:
+    """The Moved of work whose progress does not matter."""
 
 
 def cut(pieces: Iterable[Piece], shard_bytes: int) -> list[list[Piece]]:
@@ -105,14 +116,34 @@ def write_files(
     files: Iterable[tuple[str, Sequence[Piece]]],
     values: Iterator[np.ndarray],
     moved: Moved = unwatched,
+    *,
+    in_memory: bool = False,
 ) -> list[Shard]:
-    """Writes files of these names; `values` yields the elements of all pieces in order, a piece in any slices."""
-    shards = [write_file(folder / name, pieces, values, moved) for name, pieces in files]
+    """Writes files of these names; `values` yields the elements of all pieces in order, a piece in any slices.
+
+    Where they are `in_memory`, one value a piece, several files are written at a time.
+    """
+    if in_memory:
+        shards = _write_at_once(folder, files, values, moved)
+    else:
+        shards = [_write_file(folder / name, pieces, values, moved) for name, pieces in files]
     assert not any(value.size for value in values), "values that belong to no tensor"
     return shards
 
 
-def write_file(path: Path, pieces: Sequence[Piece], values: Iterator[np.ndarray], moved: Moved = unwatched) -> Shard:
+def _write_at_once(
+    folder: Path, files: Iterable[tuple[str, Sequence[Piece]]], values: Iterator[np.ndarray], moved: Moved
+) -> list[Shard]:
+    with ThreadPoolExecutor(AT_ONCE, "llmq-write") as pool:
+        try:
+            own = [(folder / name, pieces, list(islice(values, len(pieces)))) for name, pieces in files]
+            jobs = [pool.submit(_write_file, path, pieces, iter(each), moved) for path, pieces, each in own]
+            return [job.result() for job in jobs]
+        finally:
+            pool.shutdown(cancel_futures=True)
+
+
+def _write_file(path: Path, pieces: Sequence[Piece], values: Iterator[np.ndarray], moved: Moved) -> Shard:
     """Writes one file, durably; a second thread hashes it meanwhile. OSError."""
     header, left = _header(pieces), sum(piece.num_bytes for piece in pieces)
     num_bytes, digest = len(header) + left, hashlib.sha256(header)

@@ -1,39 +1,27 @@
 """How a checkpoint is written: each writer's tensors into files of its own, then one commit.
 
     saving = begin(folder, step, world)                     one rank, which sends `saving` to the others
-    part = write_part(saving, rank, slices, values)         every rank
+    part = write_part(saving, rank, slices, tensors)        every rank
     hand_over(saving, part); part_of(saving, rank)          a rank leaves word of its part for the one that commits
     commit(saving, parts, state)                            one rank, with the parts of all
 
-`save` does this for a single writer. Until the commit nothing has the checkpoint's name: what a killed writer
-leaves is a hidden folder, which the next save removes. The commit writes the manifest last, renames the folder, and
-only then deletes older checkpoints.
+Until the commit nothing has the checkpoint's name: what a killed writer leaves is a hidden folder, which the next save
+removes. The commit writes the manifest last, renames the folder, and only then deletes older checkpoints.
 """
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass, replace
 from functools import partial
-from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 from pydantic import TypeAdapter
 
-from llmq.disk import (
-    check_free_space,
-    discarded_on_error,
-    remove_folder,
-    remove_leftovers,
-    replace_folder,
-    storage,
-    temporary_name,
-)
+from llmq.disk import check_free_space, remove_folder, remove_leftovers, replace_folder, storage, temporary_name
 from llmq.errors import StorageError
 from llmq.files.manifest import (
     FOLDER_NAME,
@@ -46,21 +34,7 @@ from llmq.files.manifest import (
     sound,
     write_manifest,
 )
-from llmq.files.tensor_files import (
-    AT_ONCE,
-    OUR_NAMES,
-    Moved,
-    Piece,
-    Shard,
-    cut,
-    file_name,
-    files_bytes,
-    places,
-    unwatched,
-    write_file,
-    write_files,
-)
-from llmq.tensor import DTYPES
+from llmq.files.tensor_files import Moved, Piece, Shard, cut, file_name, files_bytes, places, unwatched, write_files
 
 FILE_BYTES = 1 << 30
 PART, FAILED = "part-{:05d}.json", "part-{:05d}.failed"  # what ranks tell the one that commits
@@ -109,11 +83,11 @@ class Saving:
 
 @dataclass(frozen=True)
 class WrittenPart:
-    """What a rank has written: its files, and for each of its slices the tensor and the place."""
+    """What a rank has written: its files, and its slices of tensors, as the manifest says them."""
 
     rank: int
     files: tuple[Shard, ...]
-    slices: tuple[tuple[Piece, Placed], ...]
+    tensors: dict[str, WholeTensor]
 
 
 @dataclass(frozen=True)
@@ -152,56 +126,40 @@ def write_part(
     saving: Saving,
     rank: int,
     slices: Sequence[TensorSlice],
-    values: Iterable[np.ndarray],
+    tensors: Iterable[tuple[str, np.ndarray]],
     *,
     in_memory: bool = False,
-    file_bytes: int = FILE_BYTES,
     moved: Moved = unwatched,
 ) -> WrittenPart:
-    """Writes the `values` of `slices`, in this order, into files of this rank. StorageError.
+    """Writes `tensors`, which are what `slices` say, in this order, into files of this rank. StorageError.
 
     One value is in memory at a time, or all are: then several files are written at once.
     """
-    parts = cut((each.piece for each in slices), file_bytes)
+    parts = cut((each.piece for each in slices), FILE_BYTES)
     files = [(f"tensors-{rank:05d}-{n:05d}.safetensors", pieces) for n, pieces in enumerate(parts, 1)]
     with _not_written(saving.path.parent, needed=saving.needed):
-        if in_memory:
-            shards = _write_at_once(saving.hidden, files, list(values), moved)
-        else:
-            shards = write_files(saving.hidden, files, iter(values), moved)
+        shards = write_files(saving.hidden, files, _checked(slices, tensors), moved, in_memory=in_memory)
     at = [(name, place) for name, pieces in files for place in places(pieces)]
-    placed = tuple(
-        (each.tensor, Placed(name, place, each.start, each.shape))
+    placed = {
+        each.tensor.name: WholeTensor(
+            file_name(each.tensor.dtype), each.tensor.shape, (Placed(name, place, each.start, each.shape),)
+        )
         for each, (name, place) in zip(slices, at, strict=True)
-    )
+    }
     return WrittenPart(rank, tuple(shards), placed)
 
 
-def _write_at_once(
-    folder: Path, files: Sequence[tuple[str, Sequence[Piece]]], values: Sequence[np.ndarray], moved: Moved
-) -> list[Shard]:
-    ends = [0]
-    for _, pieces in files:
-        ends.append(ends[-1] + len(pieces))
-    assert ends[-1] == len(values), "a value for each slice"
-    with ThreadPoolExecutor(AT_ONCE, "llmq-write") as pool:
-        jobs = [
-            pool.submit(write_file, folder / name, pieces, iter(values[start:end]), moved)
-            for (name, pieces), (start, end) in zip(files, pairwise(ends), strict=True)
-        ]
-        try:
-            return [job.result() for job in jobs]
-        finally:
-            pool.shutdown(cancel_futures=True)
+def _checked(slices: Sequence[TensorSlice], tensors: Iterable[tuple[str, np.ndarray]]) -> Iterator[np.ndarray]:
+    for each, (name, array) in zip(slices, tensors, strict=True):
+        assert Piece(name, array.shape, array.dtype) == replace(each.tensor, shape=each.shape), f"{name} is not {each}"
+        yield array
 
 
 def hand_over(saving: Saving, part: WrittenPart) -> None:
     """Leaves word beside a rank's files that they are complete, for the rank that commits. StorageError."""
-    slices = [(piece.name, piece.shape, file_name(piece.dtype), asdict(placed)) for piece, placed in part.slices]
-    word = json.dumps({"files": [asdict(shard) for shard in part.files], "slices": slices})
     with _not_written(saving.path.parent):
         target = saving.hidden / PART.format(part.rank)
-        target.with_suffix(".new").write_text(word, "ascii")
+        target.with_suffix(".new").write_bytes(_PART.dump_json(part))
         target.with_suffix(".new").replace(target)
 
 
@@ -214,21 +172,14 @@ def fail(saving: Saving, rank: int, why: str) -> None:
 def part_of(saving: Saving, rank: int) -> WrittenPart | None:
     """What another rank has written; None if it is not done. StorageError if it has failed."""
     path, failed = (saving.hidden / name.format(rank) for name in (PART, FAILED))
-    with storage(saving.path.parent, "the checkpoint cannot be written", kept="; earlier checkpoints are as they were"):
+    with _not_written(saving.path.parent):
         if failed.exists():
             raise StorageError(f"rank {rank} has not written its part of {saving.path}: {failed.read_text('utf-8')}")
         if not path.exists():
             return None
-        word = json.loads(path.read_text("ascii"))
+        part = _PART.validate_json(path.read_bytes())
         path.unlink()
-    return WrittenPart(
-        rank,
-        tuple(TypeAdapter(Shard).validate_python(shard) for shard in word["files"]),
-        tuple(
-            (Piece(name, tuple(shape), DTYPES[OUR_NAMES[dtype]]), TypeAdapter(Placed).validate_python(placed))
-            for name, shape, dtype, placed in word["slices"]
-        ),
-    )
+    return part
 
 
 def commit(
@@ -264,51 +215,17 @@ def commit(
 
 def _joined(parts: Sequence[WrittenPart]) -> dict[str, WholeTensor]:
     """The tensors that the slices of all writers make up."""
-    pieces: dict[str, Piece] = {}
-    slices: dict[str, list[Placed]] = {}
-    for part in parts:
-        for piece, placed in part.slices:
-            assert pieces.setdefault(piece.name, piece) == piece, f"two ranks disagree about {piece.name}"
-            slices.setdefault(piece.name, []).append(placed)
-    return {
-        name: WholeTensor(file_name(piece.dtype), piece.shape, tuple(sorted(slices[name], key=lambda at: at.start)))
-        for name, piece in pieces.items()
-    }
+    whole: dict[str, WholeTensor] = {}
+    for name, mine in (tensor for part in parts for tensor in part.tensors.items()):
+        before = whole.setdefault(name, replace(mine, slices=()))
+        assert (before.dtype, before.shape) == (mine.dtype, mine.shape), f"two ranks disagree about {name}"
+        whole[name] = replace(mine, slices=tuple(sorted((*before.slices, *mine.slices), key=lambda at: at.start)))
+    return whole
 
 
-def save(
-    folder: Path,
-    step: int,
-    pieces: Sequence[Piece],
-    tensors: Iterable[tuple[str, np.ndarray]],
-    state: Mapping[str, Any],
-    *,
-    metrics: Mapping[str, float] | None = None,
-    keep: Keep | None = None,
-    in_memory: bool = False,
-    file_bytes: int = FILE_BYTES,
-    moved: Moved = unwatched,
-) -> Path:
-    """Writes a checkpoint with one writer; returns its folder. `tensors` are what `pieces` say, in this order.
-
-    StorageError leaves the earlier checkpoints as they were.
-    """
-    saving = begin(folder, step, needed=checkpoint_bytes(pieces, file_bytes=file_bytes))
-    with discarded_on_error(saving.hidden):
-        slices, values = [TensorSlice.whole(piece) for piece in pieces], _checked(pieces, tensors)
-        part = write_part(saving, 0, slices, values, in_memory=in_memory, file_bytes=file_bytes, moved=moved)
-        return commit(saving, [part], state, metrics=metrics, keep=keep)
-
-
-def _checked(pieces: Sequence[Piece], tensors: Iterable[tuple[str, np.ndarray]]) -> Iterator[np.ndarray]:
-    for piece, (name, array) in zip(pieces, tensors, strict=True):
-        assert Piece(name, array.shape, array.dtype) == piece, f"{name} {array.shape} is not {piece}"
-        yield array
-
-
-def checkpoint_bytes(pieces: Iterable[Piece], *, file_bytes: int = FILE_BYTES) -> int:
+def checkpoint_bytes(pieces: Iterable[Piece]) -> int:
     """Disk that one checkpoint of these tensors takes (an upper bound by < 1 MiB)."""
-    return files_bytes(cut(pieces, file_bytes)) + MANIFEST_BYTES
+    return files_bytes(cut(pieces, FILE_BYTES)) + MANIFEST_BYTES
 
 
 def remove_unfinished(folder: Path) -> None:
@@ -343,3 +260,6 @@ def _rotate(newest: Path, keep: Keep) -> None:
 
 def _number(manifest: CheckpointManifest | None) -> int:
     return manifest.save if manifest else 0
+
+
+_PART = TypeAdapter(WrittenPart)

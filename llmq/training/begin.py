@@ -16,11 +16,11 @@ from llmq.data.stream import Stopped
 from llmq.disk import shown
 from llmq.engine.bound_plan import make_ready
 from llmq.engine.engine import Engine
-from llmq.files.byte_count import ByteCount
 from llmq.files.checkpoint import Checkpoints
 from llmq.files.huggingface import export_folder, finish_export
 from llmq.files.manifest import Reader
 from llmq.files.run_lock import held, kept_folder, replaced_whole
+from llmq.files.tensor_files import ByteCount
 from llmq.options.parse import Options
 from llmq.row import Row
 from llmq.screen import counted

@@ -17,13 +17,18 @@ from types import SimpleNamespace
 import ml_dtypes
 import numpy as np
 import pytest
+from checkpoint_files import save
 from tiny_runs import change_manifest, hash_of
 
 from llmq.errors import DataError, LlmqError, StorageError, UsageError
+from llmq.files import writers
 from llmq.files.checkpoint import Checkpoints, check_same, find, load
 from llmq.files.tensor_files import Piece
-from llmq.files.writers import MANIFEST_BYTES, Keep, checkpoint_bytes, save
+from llmq.files.writers import MANIFEST_BYTES, Keep, checkpoint_bytes
 from llmq.options.run import CheckpointOptions
+
+TESTS = Path(__file__).parents[1]
+ENVIRONMENT = {**os.environ, "PYTHONPATH": f"{TESTS.parent}:{TESTS}"}
 
 
 def some_tensors(seed: int = 0) -> dict[str, np.ndarray]:
@@ -38,13 +43,8 @@ def some_tensors(seed: int = 0) -> dict[str, np.ndarray]:
     }
 
 
-def pieces(tensors: dict[str, np.ndarray]) -> list[Piece]:
-    return [Piece(name, array.shape, array.dtype) for name, array in tensors.items()]
-
-
 def write(folder: Path, step: int, **changes: object) -> Path:
-    tensors, state = some_tensors(step), {"seed": 2**64 - 1, "position": [step, 0.1]}
-    return save(folder, step, pieces(tensors), tensors.items(), state, **changes)
+    return save(folder, step, some_tensors(step), {"seed": 2**64 - 1, "position": [step, 0.1]}, **changes)
 
 
 def names(folder: Path) -> list[str]:
@@ -65,8 +65,9 @@ def started(given: CheckpointOptions, **how: bool) -> Path | None:
     return Checkpoints(given).start(print, **how)
 
 
-def test_all_comes_back_as_saved(tmp_path: Path) -> None:
-    path = write(tmp_path / "new" / "folder", 12, file_bytes=300)
+def test_all_comes_back_as_saved(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(writers, "FILE_BYTES", 300)
+    path = write(tmp_path / "new" / "folder", 12)
     assert path == tmp_path / "new" / "folder" / "step-00000012"
     assert len(list(path.glob("*.safetensors"))) > 1
     state, read = load(path)
@@ -82,7 +83,7 @@ def test_all_comes_back_as_saved(tmp_path: Path) -> None:
 
 def test_what_is_on_disk_is_what_was_estimated(tmp_path: Path) -> None:
     path = write(tmp_path, 1)
-    estimate = checkpoint_bytes(pieces(some_tensors()))
+    estimate = checkpoint_bytes([Piece(name, array.shape, array.dtype) for name, array in some_tensors().items()])
     state = (path / "manifest.json").stat().st_size
     assert sum(p.stat().st_size for p in path.iterdir()) == estimate - MANIFEST_BYTES + state
     assert state < MANIFEST_BYTES
@@ -109,8 +110,7 @@ def test_newest_is_what_was_written_last(tmp_path: Path) -> None:
 
 def test_a_step_saved_again_is_replaced(tmp_path: Path) -> None:
     write(tmp_path, 3)
-    only = {"only": np.ones(2)}
-    path = save(tmp_path, 3, pieces(only), only.items(), {}, keep=Keep(2))
+    path = save(tmp_path, 3, {"only": np.ones(2)}, keep=Keep(2))
     assert list(load(path)[1].tensors) == ["only"]
     assert names(tmp_path) == ["step-00000003"]
 
@@ -207,15 +207,15 @@ def test_mutations_raise_only_our_errors(tmp_path: Path) -> None:
 def test_a_killed_writer_leaves_the_previous_one_and_its_traces_go(tmp_path: Path) -> None:
     write(tmp_path, 1)
     code = (
-        "import sys, time, numpy as np; from pathlib import Path; from llmq.files.writers import Keep, Piece, save\n"
-        "def tensors():\n"
+        "import sys, time, numpy as np; from checkpoint_files import save\n"
+        "def values():\n"
         "    yield 'a', np.ones(1 << 20)\n"
         "    yield 'b', np.ones(1 << 20)\n"
         "    print('midway', flush=True); time.sleep(60)\n"
-        "pieces = [Piece(name, (1 << 20,), np.dtype(float)) for name in 'abc']\n"
-        "save(Path(sys.argv[1]), 2, pieces, tensors(), {})"
+        "save(sys.argv[1], 2, dict.fromkeys('abc', np.ones(1 << 20)), values=values())"
     )
-    with subprocess.Popen([sys.executable, "-c", code, str(tmp_path)], stdout=subprocess.PIPE) as process:
+    command = [sys.executable, "-c", code, str(tmp_path)]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, env=ENVIRONMENT) as process:
         assert process.stdout is not None and process.stdout.readline() == b"midway\n"
         process.send_signal(signal.SIGKILL)
         process.wait()
@@ -231,17 +231,17 @@ def test_a_killed_writer_leaves_the_previous_one_and_its_traces_go(tmp_path: Pat
 
 def test_a_writer_killed_at_any_time_leaves_a_whole_newest_one(tmp_path: Path) -> None:
     code = (
-        "import sys, numpy as np; from pathlib import Path; from llmq.files.writers import Keep, Piece, save\n"
-        "pieces = [Piece(f't{i}', (50000,), np.dtype('i4')) for i in range(4)]\n"
+        "import sys, numpy as np; from checkpoint_files import save; from llmq.files import writers\n"
+        "writers.FILE_BYTES = 1\n"
         "for step in range(int(sys.argv[2]), 10**6):\n"
-        "    tensors = [(f't{i}', np.full(50000, step, 'i4')) for i in range(4)]\n"
-        "    save(Path(sys.argv[1]), step, pieces, tensors, {'n': step}, keep=Keep(1), file_bytes=1)\n"
+        "    tensors = {f't{i}': np.full(50000, step, 'i4') for i in range(4)}\n"
+        "    save(sys.argv[1], step, tensors, {'n': step}, keep=writers.Keep(1))\n"
         "    print(step, flush=True)"
     )
     chance, step = random.Random(), 0
     for _ in range(4):
         command = [sys.executable, "-c", code, str(tmp_path), str(step + 1)]
-        with subprocess.Popen(command, stdout=subprocess.PIPE) as process:
+        with subprocess.Popen(command, stdout=subprocess.PIPE, env=ENVIRONMENT) as process:
             assert process.stdout is not None
             process.stdout.readline()
             with pytest.raises(subprocess.TimeoutExpired):
@@ -274,14 +274,14 @@ def test_a_failing_source_leaves_nothing(tmp_path: Path, stop: type[BaseExceptio
 
     write(tmp_path, 1)
     with pytest.raises(stop):
-        save(tmp_path, 2, pieces({"a": np.ones(4), "b": np.ones(4)}), tensors(), {}, keep=Keep(1))
+        save(tmp_path, 2, dict.fromkeys("ab", np.ones(4)), values=tensors(), keep=Keep(1))
     assert names(tmp_path) == ["step-00000001"]
 
 
 def test_tensors_that_are_not_what_was_planned_are_refused(tmp_path: Path) -> None:
     for other in ({"b": np.ones(4)}, {"a": np.ones((2, 2))}, {"a": np.ones(8, np.float32)}):
         with pytest.raises(AssertionError):
-            save(tmp_path, 2, pieces({"a": np.ones(4)}), other.items(), {})
+            save(tmp_path, 2, {"a": np.ones(4)}, values=other.items())
     assert names(tmp_path) == []
 
 

@@ -6,21 +6,19 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from checkpoint_files import save
 from tiny_runs import change_manifest
 
 from llmq.errors import DataError
 from llmq.files.checkpoint import load
 from llmq.files.manifest import canonical
-from llmq.files.tensor_files import Piece
-from llmq.files.writers import save
 
 TENSORS = {"a": np.arange(12, dtype=np.float32).reshape(3, 4), "b": np.array(7, np.int32)}
 
 
 @pytest.fixture
 def saved(tmp_path: Path) -> Path:
-    pieces = [Piece(name, array.shape, array.dtype) for name, array in TENSORS.items()]
-    return save(tmp_path, 7, pieces, TENSORS.items(), {"position": 3})
+    return save(tmp_path, 7, TENSORS, {"position": 3})
 
 
 def first_schema(path: Path) -> None:

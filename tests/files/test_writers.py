@@ -5,16 +5,19 @@ import itertools
 import multiprocessing
 import os
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import nullcontext
 from functools import partial
 
 import numpy as np
 import pytest
+from checkpoint_files import save
 
 from llmq import disk
 from llmq.errors import StorageError
+from llmq.files import writers
 from llmq.files.checkpoint import find, load
 from llmq.files.tensor_files import Piece
-from llmq.files.writers import Keep, TensorSlice, begin, commit, remove_unfinished, save, write_part
+from llmq.files.writers import Keep, TensorSlice, begin, commit, remove_unfinished, write_part
 
 WORLD = 3
 MATRIX, VECTOR = Piece("m", (7, 5), np.dtype(np.float32)), Piece("v", (4,), np.dtype(np.int32))
@@ -32,15 +35,15 @@ def slices_of(rank):
 def part_of(saving, rank):
     slices = slices_of(rank)
     values = [
-        VALUES[each.tensor.name][tuple(slice(a, a + n) for a, n in zip(each.start, each.shape, strict=True))]
+        (name, VALUES[name][tuple(slice(a, a + n) for a, n in zip(each.start, each.shape, strict=True))])
         for each in slices
+        for name in [each.tensor.name]
     ]
     return write_part(saving, rank, slices, values)
 
 
 def write(folder, step, **about):
-    pieces = [MATRIX, VECTOR]
-    return save(folder, step, pieces, [(name, array + step) for name, array in VALUES.items()], {"n": step}, **about)
+    return save(folder, step, {name: array + step for name, array in VALUES.items()}, {"n": step}, **about)
 
 
 def steps(folder):
@@ -169,12 +172,12 @@ def test_a_folder_that_vanishes_is_an_error_of_storage(tmp_path, monkeypatch):
 
 
 @pytest.mark.parametrize("in_memory", [False, True])
-def test_many_files_have_the_same_tensors(tmp_path, in_memory):
+def test_many_files_have_the_same_tensors(tmp_path, monkeypatch, in_memory):
+    monkeypatch.setattr(writers, "FILE_BYTES", 800)
     rng = np.random.default_rng(0)
-    tensors = {f"t{n}": rng.standard_normal(50) for n in range(20)}
-    pieces = [Piece(name, array.shape, array.dtype) for name, array in tensors.items()]
-    moved = []
-    path = save(tmp_path, 1, pieces, tensors.items(), {}, in_memory=in_memory, file_bytes=800, moved=moved.append)
+    tensors, reports = {f"t{n}": rng.standard_normal(50) for n in range(20)}, []
+    task = lambda title: nullcontext(lambda done, total: reports.append((done, total)))  # noqa: E731
+    path = save(tmp_path, 1, tensors, in_memory=in_memory, task=task)
     _, read = load(path)
-    assert len(list(path.glob("*.safetensors"))) == 10 and sum(moved) == 20 * 400
+    assert len(list(path.glob("*.safetensors"))) == 10 and reports[-1] == (20 * 400, 20 * 400)
     assert all(np.array_equal(read(name), array) for name, array in tensors.items())
