@@ -3,11 +3,9 @@
 # No `from __future__ import annotations`: see llmq/options/maths.py.
 
 from collections.abc import Callable, Iterator
-from typing import Annotated, Any, Literal
+from typing import Any, Literal
 
-from pydantic import Field
-
-from llmq.options.field import LARGEST_STEP, Float, Int, Path, Section, Text, flag, option, written
+from llmq.options.field import Float, Int, NonNegative, Path, Positive, Section, Share, Text, flag, option
 
 OF_BUDGET = tuple(
     f"adalora_{key}" for key in ("target_rank", "warmup", "final", "interval", "beta1", "beta2", "orth_reg")
@@ -27,11 +25,24 @@ NOT_OF_SEVERAL = {  # and what to do instead
     "adapter": "name the folder in its entry of the file",
     "merge": "merge the one that you choose with llmq-merge",
 }
+SHARED = {"lora_rank": ("auto",), "lora_bias": ("all", "lora_only"), "lora_init": ("pissa", "olora", "eva")}
 OF_PROMPTS = ("prompt_init", "prompt_init_text")
+ADAPTERS = ("lora_rank", "adapter")
+OF_TOKENS = "{own} trains virtual tokens alone, and {other} is of another method: leave one of them out"
+RIVALS = (  # a method, what cannot be given beside it, and the message
+    (
+        "train_only",
+        ADAPTERS,
+        "--train-only trains a part of the model, and adapters leave it as it is: leave one of them out",
+    ),
+    ("prompt_tuning", ("prefix_tuning", *ADAPTERS, "ia3", "train_only", "train_also", *OF_LORA), OF_TOKENS),
+    ("prefix_tuning", (*ADAPTERS, "ia3", "train_only", "train_also", *OF_LORA), OF_TOKENS),
+    ("ia3", (*ADAPTERS, "train_only", *OF_LORA), "{own} trains gains, and {other} is of another method"),
+)
 RATE_OF_GAINS = 3e-3  # of IA3, as in its paper
 RATE = 2e-4  # of adapters, which take a larger one than the whole model
 
-Rank = Literal["auto"] | Annotated[Int, Field(ge=1, le=LARGEST_STEP)]
+Rank = Literal["auto"] | Positive
 
 
 def _with_rank(value: Any) -> Any:
@@ -51,11 +62,9 @@ class AdapterOptions(Section):
         "lora_r",
         metavar="auto|INT",
     )
-    lora_budget: Int | None = option(
+    lora_budget: Positive | None = option(
         None,
         "With --lora-rank auto, parameters that A and B of all maps have at most.",
-        ge=1,
-        le=LARGEST_STEP,
         shown="needed by --lora-rank auto",
     )
     lora_alpha: Float | None = option(
@@ -64,12 +73,8 @@ class AdapterOptions(Section):
         shown="twice the rank",
         gt=0,
     )
-    lora_dropout: Float | None = option(
-        None,
-        "Share of the adapters' inputs to leave out in training; 0 for none.",
-        shown="0, or that of --adapter",
-        ge=0,
-        lt=1,
+    lora_dropout: Share | None = option(
+        None, "Share of the adapters' inputs to leave out in training; 0 for none.", shown="0, or that of --adapter"
     )
     lora_targets: Text | None = option(
         _with_rank("all"),
@@ -159,12 +164,11 @@ class AdapterOptions(Section):
         gt=0,
         lt=1,
     )
-    adalora_orth_reg: Float | None = option(
+    adalora_orth_reg: NonNegative | None = option(
         _of_adalora(lambda rank: 0.5),
         "Weight in the loss of how far singular vectors are from orthonormal; 0 for none.",
         "orth_reg_weight",
         shown="0.5",
-        ge=0,
     )
     lora_plus_ratio: Float | None = option(
         None,
@@ -207,12 +211,10 @@ class AdapterOptions(Section):
         "model frozen: names or patterns as in --lora-targets, such as k_proj,v_proj,down_proj.",
         metavar="NAMES",
     )
-    prompt_tuning: Int | None = option(
+    prompt_tuning: Positive | None = option(
         None,
         "Train the embeddings of so many virtual tokens before each document (prompt tuning), and keep the model "
         "frozen. They count in --seq-len.",
-        ge=1,
-        le=LARGEST_STEP,
         metavar="TOKENS",
     )
     prompt_init: Literal["random", "sample_vocab"] | None = option(
@@ -226,12 +228,10 @@ class AdapterOptions(Section):
         "Text whose tokens' embeddings a prompt begins as, repeated or cut to its length; replaces --prompt-init.",
         "prompt_tuning_init_text",
     )
-    prefix_tuning: Int | None = option(
+    prefix_tuning: Positive | None = option(
         None,
         "Train the keys and values of so many virtual tokens before each document, in every layer (prefix tuning, "
         "P-tuning v2), and keep the model frozen. They count in --seq-len.",
-        ge=1,
-        le=LARGEST_STEP,
         metavar="TOKENS",
     )
     train_only: Text | None = option(
@@ -246,55 +246,40 @@ class AdapterOptions(Section):
         if self.adapters is not None:
             yield from self._of_several()
             return
-        if self.train_only is not None and (self.lora_rank is not None or self.adapter is not None):
-            yield "--train-only trains a part of the model, and adapters leave it as it is: leave one of them out"
-        yield from self._of_virtual_tokens()
-        if self.prompt_tuning is not None or self.prefix_tuning is not None:
-            return
-        if self.ia3 is not None:
-            others = [key for key in ("lora_rank", "adapter", "train_only", *OF_LORA) if getattr(self, key)]
-            yield from (f"--ia3 {self.ia3} trains gains, and {flag(key)} is of another method" for key in others[:1])
-            return
+        for own, others, words in RIVALS:
+            if getattr(self, own) is not None and (given := self.given(others)):
+                yield words.format(own=self.written(own), other=flag(given[0]))
+        if self.prompt_tuning is None and (given := self.given(OF_PROMPTS)):
+            yield f"{self.written(given[0])} is for prompts: add --prompt-tuning"
+        if not self.given(("prompt_tuning", "prefix_tuning", "ia3")):
+            yield from self._of_auto()
+            yield from self._of_low_rank()
+
+    def _of_low_rank(self) -> Iterator[str]:
+        """What contradicts the kind of adapter, or is for adapters where there are none."""
+        given, fix = self.given(SHAPE), "is for adapters: add --lora-rank"
         if self.eva_rho is not None and self.lora_init not in ("eva", None):
-            yield f"--eva-rho {self.eva_rho:g} is for --lora-init eva, and this run has {self.lora_init}: leave it out"
-        yield from self._of_auto()
-        given = [key for key in SHAPE if getattr(self, key) not in (None, False)]
+            yield f"{self.written('eva_rho')} is for --lora-init eva, and this run has {self.lora_init}: leave it out"
         if self.adapter is not None and self.lora_rank is not None:
             yield f"--lora-rank {self.lora_rank} is of a new adapter, and --adapter continues one: give one of them"
-        elif self.adapter is not None and given:
-            yield f"{self._said(given[0])} is said by --adapter {self.adapter}: leave it out"
-        elif self.adapter is None and self.lora_rank is None:
-            given += [key for key in ("lora_dropout", "lora_plus_ratio", "base_dtype", "merge") if getattr(self, key)]
-            yield from (f"{self._said(key)} is for adapters: add --lora-rank" for key in given)
-        elif not self.adalora:
-            given = [key for key in OF_BUDGET if getattr(self, key) is not None]
-            yield from (f"{self._said(key)} is for --adalora: add that" for key in given)
+        elif self.adapter is not None:
+            yield from (f"{self.written(key)} is said by --adapter {self.adapter}: leave it out" for key in given[:1])
+        elif self.lora_rank is None:
+            given += self.given(("lora_dropout", "lora_plus_ratio", "base_dtype", "merge"))
+            yield from (f"{self.written(key)} {fix}" for key in given)
+        elif self.adalora:
+            given = self.given(NOT_OF_ADALORA)
+            yield from (f"{self.written(key)} does not go with --adalora: leave it out" for key in given)
         else:
-            given = [key for key in NOT_OF_ADALORA if getattr(self, key) not in (None, False)]
-            yield from (f"{self._said(key)} does not go with --adalora: leave it out" for key in given)
-
-    def _said(self, key: str) -> str:
-        return written(key, getattr(self, key))
+            given = [key for key in OF_BUDGET if getattr(self, key) is not None]  # which may be 0
+            yield from (f"{self.written(key)} is for --adalora: add that" for key in given)
 
     def _of_several(self) -> Iterator[str]:
         """What adapters that are trained at once cannot have, as they share the base."""
-        given = [key for key in NOT_OF_SEVERAL if getattr(self, key) not in (None, False)]
-        shared = {"lora_rank": ("auto",), "lora_bias": ("all", "lora_only"), "lora_init": ("pissa", "olora", "eva")}
-        given += [key for key, values in shared.items() if getattr(self, key) in values]
+        given = self.given(NOT_OF_SEVERAL) + [key for key, values in SHARED.items() if getattr(self, key) in values]
         for key in given:
             fix = NOT_OF_SEVERAL.get(key, LEAVE)
-            yield f"{self._said(key)} does not go with --adapters, which trains {OF_SEVERAL}: {fix}"
-
-    def _of_virtual_tokens(self) -> Iterator[str]:
-        """What does not go with a prompt or a prefix."""
-        others = ("lora_rank", "adapter", "ia3", "train_only", "train_also", *OF_LORA)
-        for own, more in (("prompt_tuning", ("prefix_tuning", *others)), ("prefix_tuning", others)):
-            given = [key for key in more if getattr(self, key)]
-            if getattr(self, own) is not None and given:
-                said = f"{self._said(own)} trains virtual tokens alone"
-                yield f"{said}, and {flag(given[0])} is of another method: leave one of them out"
-        if self.prompt_tuning is None and (given := [key for key in OF_PROMPTS if getattr(self, key)]):
-            yield f"{self._said(given[0])} is for prompts: add --prompt-tuning"
+            yield f"{self.written(key)} does not go with --adapters, which trains {OF_SEVERAL}: {fix}"
 
     def _of_auto(self) -> Iterator[str]:
         """What contradicts --lora-rank auto, or needs it."""
@@ -311,4 +296,4 @@ class AdapterOptions(Section):
             yield "--lora-rank auto chooses ranks within a number of parameters: add --lora-budget N"
         for key, given in (("lora_rank_pattern", self.lora_rank_pattern), ("lora_init", self.lora_init == "eva")):
             if given:
-                yield f"{self._said(key)} chooses ranks, as --lora-rank auto does: leave one of them out"
+                yield f"{self.written(key)} chooses ranks, as --lora-rank auto does: leave one of them out"

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from llmq.options.field import written
-from llmq.options.parse import Options, descriptions, told_options
+from llmq.options.parse import Options, descriptions, minimal
 
 
 def continue_command(options: Options, start: Sequence[str]) -> str:
@@ -15,8 +15,8 @@ def continue_command(options: Options, start: Sequence[str]) -> str:
 
     It is `start`, which takes the arguments of `llmq-train`, with the options that differ from their defaults.
     """
-    told = told_options(options)
-    flags = [text for key in descriptions() if key in told for text in _flags(key, told[key])]
+    given = minimal(options)
+    flags = [text for key in descriptions() if key in given for text in _flags(key, given[key])]
     return shlex.join([*start, *flags, "--continue"])
 
 

@@ -6,16 +6,16 @@ import os
 from collections.abc import Iterator, Sequence
 from typing import Annotated, Any, Literal
 
-from pydantic import BeforeValidator, Field
+from pydantic import BeforeValidator
 
 from llmq.options.field import (
-    LARGEST_STEP,
-    Float,
+    Count,
     Floats,
-    Int,
     Path,
     Paths,
+    Positive,
     Section,
+    Share,
     Text,
     Texts,
     describe,
@@ -40,7 +40,7 @@ def _how_to_pack(value: Any) -> Any:
 
 Packing = Annotated[Literal["windows"] | bool | None, BeforeValidator(_how_to_pack)]
 Template = Annotated[Text, BeforeValidator(_file_at_home)]
-VocabSize = Literal["tokenizer"] | Annotated[Int, Field(ge=1, le=LARGEST_STEP)]
+VocabSize = Literal["tokenizer"] | Positive
 
 
 class ModelOptions(Section):
@@ -101,13 +101,9 @@ class DataOptions(Section):
         metavar="WEIGHT",
     )
     eval_file: Paths | None = option(None, "Held-out token files: a path or glob; repeatable.", metavar="GLOB")
-    batch_size: Int = option(
-        4, "Sequences per micro-batch and GPU.", "per_device_train_batch_size", "batch", ge=1, le=LARGEST_STEP
-    )
-    global_batch_size: Int | None = option(
-        None, "Sequences per optimizer step; replaces --grad-accumulation.", ge=1, le=LARGEST_STEP
-    )
-    grad_accumulation: Int = option(
+    batch_size: Positive = option(4, "Sequences per micro-batch and GPU.", "per_device_train_batch_size", "batch")
+    global_batch_size: Positive | None = option(None, "Sequences per optimizer step; replaces --grad-accumulation.")
+    grad_accumulation: Positive = option(
         lambda data: (
             max((data.get("global_batch_size") or 0) // data.get("batch_size", 1), 1)
             if data.get("global_batch_size")
@@ -116,10 +112,8 @@ class DataOptions(Section):
         "Micro-batches per optimizer step.",
         "gradient_accumulation_steps",
         shown="4, or from --global-batch-size",
-        ge=1,
-        le=LARGEST_STEP,
     )
-    seq_len: Int = option(
+    seq_len: Positive = option(
         1024,
         "Tokens per sequence.",
         "seq_length",
@@ -127,8 +121,6 @@ class DataOptions(Section):
         "block_size",
         "sequence_len",
         "cutoff_len",
-        ge=1,
-        le=LARGEST_STEP,
     )
     augment: Text | None = option(
         None,
@@ -143,8 +135,8 @@ class DataOptions(Section):
         metavar="[windows]",
         kind="switch",
     )
-    max_docs: Int | None = option(
-        None, "Largest number of documents in a packed row.", shown="as few as fill the rows", ge=1, le=LARGEST_STEP
+    max_docs: Positive | None = option(
+        None, "Largest number of documents in a packed row.", shown="as few as fill the rows"
     )
 
     def contradictions(self) -> Iterator[str]:
@@ -174,12 +166,10 @@ class SourceOptions(Section):
         "NAME[@REVISION][:CONFIG[:SPLIT[SLICE]]], repeatable, or one mix file (YAML). Replaces --train-file.",
         metavar="NAME-OR-PATH",
     )
-    eval_fraction: Float | None = option(
+    eval_fraction: Share | None = option(
         None,
         "Fraction of the data held out for evaluation; 0 holds out none.",
         shown="the data's own validation split, else 0.1",
-        ge=0,
-        lt=1,
     )
     data_format: Text | None = option(
         None,
@@ -210,7 +200,7 @@ class SourceOptions(Section):
         "Treatment of rows longer than --seq-len: turns keeps the whole turns of a chat that fit, drops a row without "
         "one, and leaves text whole; truncate cuts off the end, split cuts into pieces, drop leaves the row out.",
     )
-    skip_bad_rows: Int = option(0, "Skip up to N broken rows; 0 stops at the first.", ge=0, le=LARGEST_STEP)
+    skip_bad_rows: Count = option(0, "Skip up to N broken rows; 0 stops at the first.")
     streaming: bool = option(False, "Tokenize while training and keep no token files, for data larger than the disk.")
 
     def contradictions(self) -> Iterator[str]:

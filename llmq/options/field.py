@@ -7,7 +7,7 @@ for bad values (`build`), the JSON schema. Which options there are is the busine
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from difflib import get_close_matches
 from typing import Annotated, Any, ClassVar, Literal, get_args, get_origin
@@ -54,12 +54,9 @@ def is_file_name(text: str) -> bool:
         return False
 
 
-def _several(value: Any) -> Any:
-    return (value,) if isinstance(value, (str, int, float)) else value
-
-
-def _patterns(value: Any) -> Any:
-    return (value,) if isinstance(value, (str, os.PathLike)) else value
+def _one_or_more(*kinds: type) -> BeforeValidator:
+    """One value of these types is a list of it."""
+    return BeforeValidator(lambda value: (value,) if isinstance(value, kinds) else value)
 
 
 def truth(value: Any) -> bool | None:
@@ -99,13 +96,18 @@ def _size(value: str) -> str:
 
 Int = Annotated[int, BeforeValidator(_number)]
 Float = Annotated[float, BeforeValidator(_number)]
+# Limits stand before the validator: behind it they would be no `minimum` of the JSON schema.
+Count = Annotated[int, Field(ge=0, le=LARGEST_STEP), BeforeValidator(_number)]
+Positive = Annotated[int, Field(ge=1, le=LARGEST_STEP), BeforeValidator(_number)]
+NonNegative = Annotated[float, Field(ge=0), BeforeValidator(_number)]
+Share = Annotated[float, Field(ge=0, lt=1), BeforeValidator(_number)]
 Text = Annotated[str, BeforeValidator(_text)]
 Size = Annotated[Text, AfterValidator(_size)]  # of memory: 16GiB
 Computed = BeforeValidator(_computed)  # a dtype to compute in
 Path = Annotated[Text, Field(min_length=1), AfterValidator(_home)]
-Floats = Annotated[tuple[Float, ...], BeforeValidator(_several), Field(min_length=1)]
-Texts = Annotated[tuple[Text, ...], BeforeValidator(_patterns), Field(min_length=1)]
-Paths = Annotated[tuple[Path, ...], BeforeValidator(_patterns), Field(min_length=1)]
+Floats = Annotated[tuple[Float, ...], _one_or_more(str, int, float), Field(min_length=1)]
+Texts = Annotated[tuple[Text, ...], _one_or_more(str, os.PathLike), Field(min_length=1)]
+Paths = Annotated[tuple[Path, ...], _one_or_more(str, os.PathLike), Field(min_length=1)]
 
 
 class Section(BaseModel):
@@ -124,6 +126,14 @@ class Section(BaseModel):
     def contradictions(self) -> Iterator[str]:
         """One message for each set of values in this section that cannot go together."""
         return iter(())
+
+    def given(self, keys: Iterable[str]) -> list[str]:
+        """Those of some options that ask for something: neither absent nor off."""
+        return [key for key in keys if getattr(self, key) not in (None, False)]
+
+    def written(self, key: str) -> str:
+        """An option with its value as a user types it."""
+        return written(key, getattr(self, key))
 
 
 @dataclass(frozen=True)

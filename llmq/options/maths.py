@@ -5,17 +5,30 @@
 from collections.abc import Iterator
 from typing import Annotated, Any, Literal
 
-from pydantic import BeforeValidator, Field
+from pydantic import BeforeValidator
 
 from llmq.options import rate_rules
-from llmq.options.field import LARGEST_STEP, Computed, Float, Int, Section, Text, option, with_commas, written
+from llmq.options.field import (
+    LARGEST_STEP,
+    Computed,
+    Count,
+    Float,
+    Int,
+    NonNegative,
+    Positive,
+    Section,
+    Share,
+    Text,
+    option,
+    with_commas,
+)
 from llmq.options.rate_rules import final_fraction, our_name
 
 Narrow = Annotated[Literal["bf16", "fp32"], Computed]
 Moment = Annotated[Literal["fp32", "bf16", "e4m3", "int8"], Computed]
 FitMay = Annotated[tuple[Literal["states", "matmul"], ...] | None, BeforeValidator(with_commas)]
 FP8_MATMULS = ("e4m3", "auto")
-Chunks = Literal["auto"] | Annotated[Int, Field(ge=1, le=LARGEST_STEP)]
+Chunks = Literal["auto"] | Positive
 Course = Annotated[Literal["cosine", "linear", "constant", "wsd"], BeforeValidator(our_name)]
 
 
@@ -50,12 +63,10 @@ class PrecisionOptions(Section):
     fp8_layers: Text | None = option(
         None, "The only layers to run in e4m3, named as in --bf16-layers.", metavar="FIRST,LAST|NAMES"
     )
-    log_fp8_every: Int | None = option(
+    log_fp8_every: Count | None = option(
         lambda data: 100 if data.get("matmul_dtype") in FP8_MATMULS else None,
         "Log the errors of all e4m3 copies every N steps, on one micro-batch; 0 never.",
         shown="100 in e4m3 runs",
-        ge=0,
-        le=LARGEST_STEP,
     )
     fp8_fallback: bool = option(
         False, "Move a linear map to the model dtype when --log-fp8-every finds its signal-to-noise ratio low."
@@ -91,9 +102,9 @@ class PrecisionOptions(Section):
         for key in ("gradient_dtype", "fp8_scaling", "bf16_layers", "fp8_layers", "log_fp8_every", "head_dtype"):
             if self.matmul_dtype in FP8_MATMULS or (key == "head_dtype" and self.head_dtype == "bf16"):
                 continue
-            if (value := getattr(self, key)) is not None:
+            if getattr(self, key) is not None:
                 yield (
-                    f"{written(key, value)} is for e4m3 matmuls, but --matmul-dtype is {self.matmul_dtype}: "
+                    f"{self.written(key)} is for e4m3 matmuls, but --matmul-dtype is {self.matmul_dtype}: "
                     f"leave it out, or use --matmul-dtype e4m3"
                 )
 
@@ -162,15 +173,11 @@ class MemoryOptions(Section):
         "Update the weights of each layer in backward, as soon as it has its gradients, which are then freed. Needs "
         "--grad-accumulation 1, and --grad-clip 0 or --clip-by last.",
     )
-    lmhead_chunks: Int = option(
-        0, "Compute the logits in N chunks to save memory; 0 chooses by size.", ge=0, le=LARGEST_STEP
-    )
-    seq_tiles: Int = option(
+    lmhead_chunks: Count = option(0, "Compute the logits in N chunks to save memory; 0 chooses by size.")
+    seq_tiles: Positive = option(
         1,
         "Run the MLP, with its norm, in N tiles of a micro-batch's tokens, and the logits in N chunks or more, to save "
         "memory; 1 does not.",
-        ge=1,
-        le=LARGEST_STEP,
     )
     attn_bwd_chunks: Chunks = option(
         "auto",
@@ -237,7 +244,7 @@ class ShardingOptions(Section):
 
 class ScheduleOptions(Section):
     title = "Schedule"
-    steps: Int | None = option(None, "Optimizer steps.", "max_steps", shown="by --epochs", ge=1, le=LARGEST_STEP)
+    steps: Positive | None = option(None, "Optimizer steps.", "max_steps", shown="by --epochs")
     epochs: Float | None = option(
         lambda data: 1.0 if data.get("steps") is None else None,
         "Passes over the training data; replaces --steps.",
@@ -246,8 +253,8 @@ class ScheduleOptions(Section):
         gt=0,
         le=LARGEST_STEP,
     )
-    learning_rate: Float = option(
-        1e-5, "Peak learning rate.", "lr", shown="1e-05, of adapters 0.0002, of --ia3 0.003", ge=0
+    learning_rate: NonNegative = option(
+        1e-5, "Peak learning rate.", "lr", shown="1e-05, of adapters 0.0002, of --ia3 0.003"
     )
     lr_schedule: Course = option(
         "constant",
@@ -255,14 +262,12 @@ class ScheduleOptions(Section):
         "constant, then falls over --cooldown.",
         "lr_scheduler_type",
     )
-    warmup: Int = option(0, "Steps of linear warmup to the peak.", "warmup_steps", ge=0, le=LARGEST_STEP)
+    warmup: Count = option(0, "Steps of linear warmup to the peak.", "warmup_steps")
     warmup_ratio: Float | None = option(
         None, "Warmup as a fraction of all steps, rounded up; replaces --warmup.", ge=0, le=1
     )
-    cooldown: Int = option(
-        0, "Steps at the end in which the rate falls linearly to its final value; 0 for none.", ge=0, le=LARGEST_STEP
-    )
-    min_lr: Float | None = option(None, "Final learning rate; replaces --final-lr-fraction.", ge=0)
+    cooldown: Count = option(0, "Steps at the end in which the rate falls linearly to its final value; 0 for none.")
+    min_lr: NonNegative | None = option(None, "Final learning rate; replaces --final-lr-fraction.")
     final_lr_fraction: Float = option(
         final_fraction,
         "Final learning rate, as a fraction of the peak.",
@@ -310,26 +315,23 @@ class OptimizerOptions(Section):
     optimizer: Literal["adamw", "sgd"] = option(
         "adamw", "Rule by which gradients update the weights: AdamW, or SGD as in PyTorch."
     )
-    beta_1: Float | None = _of_adamw(0.9, "AdamW: decay rate of the first moment.", "adam_beta1", ge=0, lt=1)
-    beta_2: Float | None = _of_adamw(0.95, "AdamW: decay rate of the second moment.", "adam_beta2", ge=0, lt=1)
+    beta_1: Share | None = _of_adamw(0.9, "AdamW: decay rate of the first moment.", "adam_beta1")
+    beta_2: Share | None = _of_adamw(0.95, "AdamW: decay rate of the second moment.", "adam_beta2")
     adam_epsilon: Float | None = _of_adamw(1e-8, "AdamW: constant added to the root of the second moment.", gt=0)
-    momentum: Float | None = option(
+    momentum: Share | None = option(
         lambda data: 0.0 if data.get("optimizer") == "sgd" else None,
         "SGD: factor of the sum of past gradients in each new one; 0 keeps no such sum.",
         shown="0 with sgd",
-        ge=0,
-        lt=1,
     )
     nesterov: bool = option(False, "SGD: look ahead along the momentum (Nesterov).")
-    weight_decay: Float = option(
+    weight_decay: NonNegative = option(
         lambda data: 0.0 if data.get("optimizer") == "sgd" else 0.1,
         "Weight decay of matrices and embeddings; norms and biases have none. AdamW shrinks weights by it; SGD adds it "
         "to the gradient, as in PyTorch.",
         shown="0.1, with sgd 0",
-        ge=0,
     )
-    grad_clip: Float = option(
-        1.0, "Clip the global norm of the gradient to this; 0 never clips.", "max_grad_norm", ge=0
+    grad_clip: NonNegative = option(
+        1.0, "Clip the global norm of the gradient to this; 0 never clips.", "max_grad_norm"
     )
     clip_by: Literal["this", "last"] = option(
         "this", "Step whose norm --grad-clip looks at: this one's, or that of the last one, which is known in backward."
@@ -337,22 +339,18 @@ class OptimizerOptions(Section):
 
     def contradictions(self) -> Iterator[str]:
         for rule, keys in OF_RULE.items():
-            for key in keys if rule != self.optimizer else ():
-                if (value := getattr(self, key)) not in (None, False):
-                    yield (
-                        f"{written(key, value)} is for --optimizer {rule}, but --optimizer is {self.optimizer}: "
-                        f"leave it out, or use --optimizer {rule}"
-                    )
+            for key in self.given(keys) if rule != self.optimizer else ():
+                yield (
+                    f"{self.written(key)} is for --optimizer {rule}, but --optimizer is {self.optimizer}: "
+                    f"leave it out, or use --optimizer {rule}"
+                )
         if self.nesterov and self.momentum == 0:
             yield "--nesterov looks ahead along the momentum, which is 0: add --momentum 0.9, or leave it out"
 
 
 class RegularizationOptions(Section):
     title = "Regularization"
-    z_loss: Float = option(0.0, "Weight of the squared log-partition (z-loss) in the loss; 0 for none.", ge=0)
-    neftune_alpha: Float = option(
-        0.0,
-        "NEFTune: noise up to alpha / sqrt(T C) on the embedded tokens; 0 for none.",
-        "neftune_noise_alpha",
-        ge=0,
+    z_loss: NonNegative = option(0.0, "Weight of the squared log-partition (z-loss) in the loss; 0 for none.")
+    neftune_alpha: NonNegative = option(
+        0.0, "NEFTune: noise up to alpha / sqrt(T C) on the embedded tokens; 0 for none.", "neftune_noise_alpha"
     )

@@ -5,7 +5,7 @@ To the user all keys are flat: `--learning-rate`, `learning_rate:` or `learning-
 back with `--config`, give the same run.
 """
 
-from __future__ import annotations
+# No `from __future__ import annotations`: SECTIONS is read off the annotations of Options.
 
 import os
 import re
@@ -42,24 +42,6 @@ from llmq.options.maths import (
 from llmq.options.rate_rules import final_fraction
 from llmq.options.run import CheckpointOptions, ExportOptions, LaunchOptions, LogOptions, RunOptions, SystemOptions
 
-SECTIONS: dict[str, type[Section]] = {
-    "model": ModelOptions,
-    "data": DataOptions,
-    "source": SourceOptions,
-    "adapters": AdapterOptions,
-    "precision": PrecisionOptions,
-    "memory": MemoryOptions,
-    "sharding": ShardingOptions,
-    "schedule": ScheduleOptions,
-    "optimizer": OptimizerOptions,
-    "regularization": RegularizationOptions,
-    "log": LogOptions,
-    "checkpoint": CheckpointOptions,
-    "export": ExportOptions,
-    "system": SystemOptions,
-    "launch": LaunchOptions,
-    "run": RunOptions,
-}
 VIRTUAL = ("prompt_tuning", "prefix_tuning")
 UNSETS = {  # an option of the command line, and its alternatives, which it takes back where a file has them
     "steps": ("epochs",),
@@ -86,18 +68,6 @@ OF_ADAPTERS = {"learning_rate": adapters.RATE, "master_dtype": "fp32", "grad_acc
 NEEDED = ("model", "train_file", "data")  # the last two are alternatives
 LONGEST_NAME = 200  # bytes of a file's name: file systems take 255, and files in the making have longer names
 PATHS_WITH_NAME = (("log", "log_file"), ("checkpoint", "checkpoint_dir"), ("export", "out_dir"))
-
-
-@cache
-def descriptions() -> dict[str, Description]:
-    """Every option by its key, in the order of the sections."""
-    return {d.key: d for name, cls in SECTIONS.items() for d in describe(name, cls)}
-
-
-@cache
-def spellings() -> dict[str, Description]:
-    """Every option by every name that it may be given with."""
-    return {name: d for d in descriptions().values() for name in (d.key, *d.aliases)}
 
 
 def _across(sections: Mapping[str, Any]) -> Iterator[str]:
@@ -154,26 +124,14 @@ class Options:
     notices: tuple[str, ...] = field(default=(), compare=False)
 
     @classmethod
-    def parse(cls, given: Mapping[str, Any], problems: Sequence[str] = (), notices: Sequence[str] = ()) -> Options:
+    def parse(cls, given: Mapping[str, Any], problems: Sequence[str] = (), notices: Sequence[str] = ()) -> "Options":
         """Options from flat keys in any spelling; values may be text. A `config` key names a file that is read first.
 
         What is given overrides the file, and takes back alternatives that the file has. None is the same as not given,
         where the default is None. UsageError lists everything that is wrong at once, after the caller's own `problems`.
         """
         errors = list(problems)
-        given = dict(given)
-        config = given.pop("config", None)
-        values = named(given, spellings(), errors, {})
-        places: dict[str, str] = {}
-        if config is not None:
-            if not isinstance(config, str | os.PathLike) or not is_file_name(os.fspath(config)):
-                raise UsageError(f"--config {config!r} is not the path of a file")
-            in_file, of_names = read_flat_yaml(os.path.expanduser(config))
-            taken_back = {*values, *(other for key in values for other in UNSETS.get(key, ()))}
-            file_values = named(in_file, spellings(), errors, of_names)
-            values |= {key: value for key, value in file_values.items() if key not in taken_back}
-            keys = {name: spellings()[plain(name)].key for name in of_names if plain(name) in spellings()}
-            places = {key: of_names[name] for name, key in keys.items() if key not in taken_back}
+        values, places = _read(given, errors)
         given_keys = tuple(values)
         if truth(values.get("fit")) and "global_batch_size" in values and "grad_accumulation" not in values:
             values = {"batch_size": 1, **values}  # until it is chosen, as any step is a multiple of it
@@ -189,25 +147,10 @@ class Options:
         errors.extend(_across(sections))
         if errors:
             raise UsageError(errors[0] if len(errors) == 1 else "\n  ".join(["options that need a change:", *errors]))
-        name = sections["log"].name or _name_of(sections["model"].model)
-        sections["log"] = sections["log"].model_copy(update={"name": name})
         templates = {key: getattr(sections[section], key) for section, key in PATHS_WITH_NAME}
-        for section, key in PATHS_WITH_NAME:
-            path = templates[key].replace("%n", name)
-            sections[section] = sections[section].model_copy(update={key: path})
-        outputs = [(flag(key), getattr(sections[section], key)) for section, key in PATHS_WITH_NAME]
-        for option, path in outputs:
-            if (longest := max(len(os.fsencode(part)) for part in path.split(os.sep))) > LONGEST_NAME:
-                raise UsageError(
-                    f"{option} {path}: a name in it has {longest} bytes, the most are {LONGEST_NAME}: use a "
-                    "shorter one (%n is the --name)"
-                )
-        for (one, path), (other, same) in combinations(outputs, 2):
-            if os.path.abspath(path) == os.path.abspath(same):
-                raise UsageError(f"{one} and {other} are both {path}: name two places")
         found = {key: descriptions()[key] for key in given_keys}
         closed = {key for key, d in found.items() if getattr(sections[d.section], d.field) != OPEN.get(key)}
-        return cls(**sections, templates=templates, given=frozenset(closed), notices=tuple(notices))
+        return cls(**_with_name(sections), templates=templates, given=frozenset(closed), notices=tuple(notices))
 
     def to_flat(self) -> dict[str, Any]:
         """Every option by its key, as JSON knows it (tuples are lists, absent is None)."""
@@ -233,21 +176,75 @@ class Options:
         return "\n".join(parts)
 
 
-def told_options(options: Options) -> dict[str, Any]:
-    """What has to be told to a command to get these options: those that differ from their defaults, by key."""
+SECTIONS: dict[str, type[Section]] = {
+    name: kind for name, kind in Options.__annotations__.items() if name not in ("templates", "given", "notices")
+}
+
+
+@cache
+def descriptions() -> dict[str, Description]:
+    """Every option by its key, in the order of the sections."""
+    return {d.key: d for name, cls in SECTIONS.items() for d in describe(name, cls)}
+
+
+@cache
+def spellings() -> dict[str, Description]:
+    """Every option by every name that it may be given with."""
+    return {name: d for d in descriptions().values() for name in (d.key, *d.aliases)}
+
+
+def _read(given: Mapping[str, Any], errors: list[str]) -> tuple[dict[str, Any], dict[str, str]]:
+    """Values by key, of the file that `config` names and of what is given, and the places of those in the file."""
+    given = dict(given)
+    config = given.pop("config", None)
+    values = named(given, spellings(), errors, {})
+    if config is None:
+        return values, {}
+    if not isinstance(config, str | os.PathLike) or not is_file_name(os.fspath(config)):
+        raise UsageError(f"--config {config!r} is not the path of a file")
+    in_file, of_names = read_flat_yaml(os.path.expanduser(config))
+    taken_back = {*values, *(other for key in values for other in UNSETS.get(key, ()))}
+    file_values = named(in_file, spellings(), errors, of_names)
+    keys = {name: spellings()[plain(name)].key for name in of_names if plain(name) in spellings()}
+    places = {key: of_names[name] for name, key in keys.items() if key not in taken_back}
+    return {**values, **{key: value for key, value in file_values.items() if key not in taken_back}}, places
+
+
+def _with_name(sections: Mapping[str, Any]) -> dict[str, Any]:
+    """The sections with the run's name in place of %n. UsageError for outputs that cannot be, or are at one place."""
+    name = sections["log"].name or _name_of(sections["model"].model)
+    found = {**sections, "log": sections["log"].model_copy(update={"name": name})}
+    outputs = []
+    for section, key in PATHS_WITH_NAME:
+        path = getattr(sections[section], key).replace("%n", name)
+        if (longest := max(len(os.fsencode(part)) for part in path.split(os.sep))) > LONGEST_NAME:
+            raise UsageError(
+                f"{flag(key)} {path}: a name in it has {longest} bytes, the most are {LONGEST_NAME}: use a "
+                "shorter one (%n is the --name)"
+            )
+        found[section] = found[section].model_copy(update={key: path})
+        outputs.append((flag(key), path))
+    for (one, path), (other, same) in combinations(outputs, 2):
+        if os.path.abspath(path) == os.path.abspath(same):
+            raise UsageError(f"{one} and {other} are both {path}: name two places")
+    return found
+
+
+def minimal(options: Options) -> dict[str, Any]:
+    """The fewest options that a command needs to get these: those that differ from their defaults, by key."""
     values = {**options.to_flat(), **options.templates}
-    told = {key: values[key] for key in NEEDED if values[key] is not None}
-    told |= {"dry_run": True} if values["dry_run"] else {}  # which needs less
-    while unlike := _unlike(values, told):  # what is told moves the defaults of other options
-        told |= unlike
-    return told
+    found = {key: values[key] for key in NEEDED if values[key] is not None}
+    found |= {"dry_run": True} if values["dry_run"] else {}  # which needs less
+    while unlike := _unlike(values, found):  # each option may move the defaults of others
+        found |= unlike
+    return found
 
 
-def _unlike(values: Mapping[str, Any], told: Mapping[str, Any]) -> dict[str, Any]:
-    """What is still to tell, beside `told`, to give these values."""
-    plain = Options.parse(told)
+def _unlike(values: Mapping[str, Any], given: Mapping[str, Any]) -> dict[str, Any]:
+    """What of these values is missing beside those that are `given`."""
+    plain = Options.parse(given)
     now = {**plain.to_flat(), **plain.templates}
-    return {k: v for k, v in values.items() if k not in (*told, "continue", "reset") and v is not None and v != now[k]}
+    return {k: v for k, v in values.items() if k not in (*given, "continue", "reset") and v is not None and v != now[k]}
 
 
 def changed(before: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:

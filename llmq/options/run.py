@@ -9,9 +9,10 @@ from typing import Annotated, Any, Literal
 from pydantic import BeforeValidator
 
 from llmq.options.field import (
-    LARGEST_STEP,
+    Count,
     Int,
     Path,
+    Positive,
     Section,
     Size,
     Text,
@@ -43,9 +44,9 @@ class LogOptions(Section):
         "", "Name of the run, which replaces %n in paths.", "run_name", shown="the last part of --model"
     )
     log_file: Path = option(f"{RUN_FOLDER}/log.jsonl", "Log of the run, as JSON lines.", metavar="PATH")
-    log_every: Int = option(1, "Log every N steps.", "logging_steps", ge=1, le=LARGEST_STEP)
-    eval_every_n_steps: Int = option(100, "Evaluate every N steps; 0 never.", "eval_steps", ge=0, le=LARGEST_STEP)
-    eval_num_steps: Int = option(100, "Batches per evaluation; 0 uses all.", ge=0, le=LARGEST_STEP)
+    log_every: Positive = option(1, "Log every N steps.", "logging_steps")
+    eval_every_n_steps: Count = option(100, "Evaluate every N steps; 0 never.", "eval_steps")
+    eval_num_steps: Count = option(100, "Batches per evaluation; 0 uses all.")
     final_eval: Literal["sample", "all"] = option(
         "sample", "Held-out data of the last evaluation: a sample of --eval-num-steps batches, or all of it."
     )
@@ -56,7 +57,7 @@ class LogOptions(Section):
         metavar="FILE",
         shown="off",
     )
-    sample_tokens: Int = option(64, "Most new tokens of a completion of --sample-prompts.", ge=1, le=LARGEST_STEP)
+    sample_tokens: Positive = option(64, "Most new tokens of a completion of --sample-prompts.")
     verbosity: Int = option(
         0,
         "Lines on the console: 1 adds the learning rate and memory to steps and lists all options, -1 leaves "
@@ -64,9 +65,7 @@ class LogOptions(Section):
         ge=-2,
         le=1,
     )
-    log_gpu_util: Int = option(
-        0, "Log the GPU's clocks, power and temperature every N steps; 0 never.", ge=0, le=LARGEST_STEP
-    )
+    log_gpu_util: Count = option(0, "Log the GPU's clocks, power and temperature every N steps; 0 never.")
 
     def contradictions(self) -> Iterator[str]:
         if self.name in (".", "..") or re.search(r"[/\\%\x00-\x1f]", self.name) or not is_file_name(self.name):
@@ -81,16 +80,9 @@ class LogOptions(Section):
 class CheckpointOptions(Section):
     title = "Checkpoints"
     checkpoint_dir: Path = option(f"{RUN_FOLDER}/checkpoints", "Folder for checkpoints.", metavar="DIR")
-    ckpt_interval: Int = option(
-        100, "Save a checkpoint every N steps; 0 saves only at the end.", "save_steps", ge=0, le=LARGEST_STEP
-    )
-    ckpt_keep_n: Int = option(2, "Newest checkpoints to keep; 0 keeps all.", "save_total_limit", ge=0, le=LARGEST_STEP)
-    ckpt_major: Int = option(
-        0,
-        "Save at multiples of N steps, too, and never delete these checkpoints; 0 for none.",
-        ge=0,
-        le=LARGEST_STEP,
-    )
+    ckpt_interval: Count = option(100, "Save a checkpoint every N steps; 0 saves only at the end.", "save_steps")
+    ckpt_keep_n: Count = option(2, "Newest checkpoints to keep; 0 keeps all.", "save_total_limit")
+    ckpt_major: Count = option(0, "Save at multiples of N steps, too, and never delete these checkpoints; 0 for none.")
     save_best: Literal["eval/loss"] | None = option(
         None, "Save after each evaluation that is the best so far, and never delete the best checkpoint.", shown="off"
     )
@@ -177,12 +169,10 @@ class LaunchOptions(Section):
     ray_address: Text | None = option(
         None, "Address of a running Ray cluster, such as auto or node1:6379.", shown="a cluster on this machine alone"
     )
-    restart_failed: Int = option(
+    restart_failed: Count = option(
         lambda fields: 3 if fields["launcher"] == "ray" else 0,
         "Start all processes again from the last checkpoint when one is lost, up to N times.",
         shown="3 with --launcher ray, else 0",
-        ge=0,
-        le=LARGEST_STEP,
     )
 
     def contradictions(self) -> Iterator[str]:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Annotated, Any
 
@@ -15,7 +16,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from llmq.errors import UsageError
 from llmq.options.field import flag, named, plain, read_yaml_list, written
-from llmq.options.parse import UNSETS, Options, spellings, told_options
+from llmq.options.parse import UNSETS, Options, minimal, spellings
 
 EXAMPLE = "{name: low, lora_rank: 8, learning_rate: 1e-4}"
 LONGEST = 100  # letters of a name, which is a folder's
@@ -59,7 +60,7 @@ def read_members(options: Options) -> tuple[MemberOptions, ...]:
     entries = list(_entries(path, problems))
     problems += [*_twice(entries), *_same_folders(flat, entries)]
     sizes = {} if problems else _sizes(entries, flat["batch_size"], problems)
-    base = {key: value for key, value in _told(options).items() if key not in OF_RUN}
+    base = {key: value for key, value in _of_command(options).items() if key not in OF_RUN}
     found = []
     for entry in entries if not problems else ():
         try:
@@ -76,8 +77,8 @@ def read_members(options: Options) -> tuple[MemberOptions, ...]:
 
 
 def _of_one(entry: AdapterEntry, size: int, flat: Mapping[str, Any], base: Mapping[str, Any]) -> dict[str, Any]:
-    """The options of a run of one adapter with so many rows: the command's, of which `base` are told and `flat` are
-    all, with the entry's in their place."""
+    """The options of a run of one adapter with so many rows: the command's, of which `base` are the fewest and
+    `flat` all, with the entry's in their place."""
     total, micro_steps = flat["global_batch_size"], flat["grad_accumulation"]
     step = {"global_batch_size": micro_steps * size} if total else {"grad_accumulation": micro_steps}
     taken_back = {other for key in entry.given for other in UNSETS.get(key, ())}
@@ -85,17 +86,15 @@ def _of_one(entry: AdapterEntry, size: int, flat: Mapping[str, Any], base: Mappi
     return {**kept, **entry.given, **step, "batch_size": size}
 
 
-def _told(options: Options) -> dict[str, Any]:
-    """What the command has to be told, without those that may be an adapter's own and follow from others."""
-    flat, told = options.to_flat(), told_options(options)
-    for key in (key for key in OWN if key in told):
-        rest = {name: value for name, value in told.items() if name != key}
-        try:
-            follows = Options.parse(rest).to_flat() == {**flat, "continue": None, "reset": None}
-        except UsageError:
-            continue
-        told = rest if follows else told
-    return told
+def _of_command(options: Options) -> dict[str, Any]:
+    """The command's options, without those that may be an adapter's own and follow from others."""
+    flat, found = options.to_flat(), minimal(options)
+    for key in (key for key in OWN if key in found):
+        rest = {name: value for name, value in found.items() if name != key}
+        with suppress(UsageError):
+            if Options.parse(rest).to_flat() == {**flat, "continue": None, "reset": None}:
+                found = rest
+    return found
 
 
 def _entries(path: str, problems: list[str]) -> Iterator[AdapterEntry]:

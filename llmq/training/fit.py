@@ -22,7 +22,7 @@ from llmq.errors import MemoryLimitError, UsageError
 from llmq.hardware import device
 from llmq.hardware.device import Device
 from llmq.optimizers.rule import dtype_option, offload_option
-from llmq.options.parse import Options, told_options
+from llmq.options.parse import Options, minimal
 from llmq.plan import precision
 from llmq.plan.few_layers import with_layers
 from llmq.plan.lattice import Box, Cost, Point, fastest
@@ -133,7 +133,7 @@ def chosen(
 
 def taken(options: Options, changes: Changes, samples: int) -> Options:
     """The options of a run with settings that a search chose, and as many samples a step."""
-    told, flat = told_options(options), options.to_flat()
+    told, flat = minimal(options), options.to_flat()
     again = {key: flat[key] for key in ("continue", "reset") if flat[key] is not None}
     kept = {k: v for k, v in {**told, **again}.items() if k not in ("fit", "fit_may", "grad_accumulation")}
     size = int(changes["batch_size"])

@@ -29,7 +29,7 @@ from llmq.hardware.device import Device
 from llmq.hardware.gemm_speed import GemmSpeed
 from llmq.model.config import ModelConfig
 from llmq.options.commands import continue_command
-from llmq.options.parse import Options, told_options
+from llmq.options.parse import Options, minimal
 from llmq.options.run import RunOptions
 from llmq.options.sweep import MemberOptions, read_members
 from llmq.plan import memory, precision, sharding
@@ -245,7 +245,7 @@ def prepare(options: Options, log: RunLog, ranks: Ranks) -> Job:
 
 def _begun(job: Job, options: Options, matmuls: Mapping[str, str], past: Past, ranks: Ranks, log: RunLog) -> Job:
     """The job with what its options and data give to think about, once it is known to fit, and described in the log."""
-    given, rates = told_options(options), {one.name: one.schedule.peak for one in job.members}
+    given, rates = minimal(options), {one.name: one.schedule.peak for one in job.members}
     found = (text for who, peak in (rates or {"": job.schedule.peak}).items() for text in rate_warnings(peak, who))
     job = replace(
         job, notices=(*job.notices, *without_effect(job, given)), warnings=(*job.warnings, *job.data.warnings(), *found)

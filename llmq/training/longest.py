@@ -8,7 +8,7 @@ from typing import Any
 from llmq.disk import shown
 from llmq.engine.cost import Costs
 from llmq.errors import MemoryLimitError, UsageError
-from llmq.options.parse import Options, told_options
+from llmq.options.parse import Options, minimal
 from llmq.plan.plan import uncollected
 from llmq.plan.spec import Spec
 
@@ -33,7 +33,7 @@ def with_longest(
     Tiles of the MLP and chunks of the logits, where they are not given, are as many as the length has units.
     UsageError beside --seq-len and --fit, MemoryLimitError if one unit does not fit.
     """
-    told = told_options(options)
+    told = minimal(options)
     if taken := [f"--{key.replace('_', '-')}" for key in ("seq_len", "fit") if key in told]:
         raise UsageError(f"--longest looks for the length in the settings that are given: leave out {', '.join(taken)}")
     sizes = {"batch_size": 1, **({} if "global_batch_size" in told else {"grad_accumulation": 1})}
