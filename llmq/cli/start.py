@@ -9,10 +9,17 @@ from __future__ import annotations
 
 import os
 import signal
+from functools import partial
 from importlib import import_module
 from types import FrameType
 
 from llmq.errors import TERMINATED
+
+
+def _start(module: str) -> None:
+    if signal.getsignal(signal.SIGINT) is signal.default_int_handler:
+        signal.signal(signal.SIGINT, signal.SIG_DFL)
+    import_module(f"llmq.cli.{module}").main()
 
 
 def train() -> None:
@@ -22,51 +29,15 @@ def train() -> None:
     _start("train")
 
 
-def launch() -> None:
-    """llmq-launch."""
-    _start("launch")
-
-
-def tokenize_data() -> None:
-    """tokenize-data."""
-    _start("tokenize_data")
-
-
-def generate() -> None:
-    """llmq-generate."""
-    _start("generate")
-
-
-def bench() -> None:
-    """llmq-bench."""
-    _start("bench")
-
-
-def merge() -> None:
-    """llmq-merge."""
-    _start("merge")
-
-
-def estimate() -> None:
-    """llmq-estimate."""
-    _start("estimate")
-
-
-def plot() -> None:
-    """llmq-plot."""
-    _start("plot")
-
-
-def export_wandb() -> None:
-    """llmq-export-wandb."""
-    _start("export_wandb")
-
-
-def _start(module: str) -> None:
-    if signal.getsignal(signal.SIGINT) is signal.default_int_handler:
-        signal.signal(signal.SIGINT, signal.SIG_DFL)
-    import_module(f"llmq.cli.{module}").main()
-
-
 def _end(number: int, frame: FrameType | None) -> None:
     os._exit(TERMINATED)  # an exception could be caught by a module that tries to import another
+
+
+launch = partial(_start, "launch")
+tokenize_data = partial(_start, "tokenize_data")
+generate = partial(_start, "generate")
+bench = partial(_start, "bench")
+merge = partial(_start, "merge")
+estimate = partial(_start, "estimate")
+plot = partial(_start, "plot")
+export_wandb = partial(_start, "export_wandb")

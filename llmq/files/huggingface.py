@@ -11,14 +11,12 @@ import os
 import re
 import shutil
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import ExitStack
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
-from safetensors import SafetensorError, safe_open
 
 from llmq.disk import (
     MIB,
@@ -32,7 +30,7 @@ from llmq.disk import (
     whole_folder,
 )
 from llmq.errors import DataError, StorageError, UsageError
-from llmq.files import weight_files
+from llmq.files import tensor_files, weight_files
 from llmq.files.tensor_files import Piece, Stored, cut, write_files
 from llmq.model.config import DEQUANTIZE, TORCH_NAMES, ModelConfig, read_json, to_hf
 from llmq.row import Row
@@ -113,13 +111,11 @@ def _equal(stored: dict[str, Stored], one: str, other: str) -> bool:
     a, b = stored[one], stored[other]
     if a.shape != b.shape or a.dtype not in weight_files.FILE_DTYPES:
         return False
-    with safe_open(a.path, framework="numpy") as file_a, safe_open(b.path, framework="numpy") as file_b:
-        view_a, view_b = file_a.get_slice(one), file_b.get_slice(other)
-        for start, stop in weight_files.chunks(a.shape):
-            slice_a, slice_b = (view[start:stop].astype(np.float32) for view in (view_a, view_b))
-            if not np.array_equal(slice_a, slice_b, equal_nan=True):
-                return False
-    return True
+    pairs = (
+        [tensor_files.read_rows(tensor, *rows).astype(np.float32) for tensor in (a, b)]
+        for rows in weight_files.chunks(a.shape)
+    )
+    return all(np.array_equal(x, y, equal_nan=True) for x, y in pairs)
 
 
 def read_rows(stored: Mapping[str, Stored], rows: Iterable[Row]) -> Iterator[tuple[Row, np.ndarray]]:
@@ -127,22 +123,14 @@ def read_rows(stored: Mapping[str, Stored], rows: Iterable[Row]) -> Iterator[tup
 
     Values have the row's shape (fused, padded rows zero) and the file's dtype (fp32 where the parts of a row differ).
     """
-    with ExitStack() as stack:
-        files: dict[Path, Any] = {}
-        for row in rows:
-            types = {weight_files.FILE_DTYPES[stored[part.name].dtype] for part in row.parts}
-            value = np.zeros(row.part_axes, DTYPES[types.pop() if len(types) == 1 else "fp32"])
-            for part in row.parts:
-                tensor = stored[part.name]
-                try:
-                    if tensor.path not in files:
-                        files[tensor.path] = stack.enter_context(safe_open(tensor.path, framework="numpy"))
-                    view = files[tensor.path].get_slice(part.name)
-                    for start, stop in weight_files.chunks(tensor.shape):
-                        value[part.start + start : part.start + stop] = view[start:stop]
-                except (SafetensorError, OSError) as error:
-                    raise DataError(f"{tensor.path} cannot be read: {error}") from None
-            yield row, value.reshape(row.shape)
+    for row in rows:
+        types = {weight_files.FILE_DTYPES[stored[part.name].dtype] for part in row.parts}
+        value = np.zeros(row.part_axes, DTYPES[types.pop() if len(types) == 1 else "fp32"])
+        for part in row.parts:
+            for start, stop in weight_files.chunks(stored[part.name].shape):
+                read = tensor_files.read_rows(stored[part.name], start, stop)
+                value[part.start + start : part.start + stop] = read
+        yield row, value.reshape(row.shape)
 
 
 @dataclass(frozen=True)

@@ -158,16 +158,16 @@ def read_manifest(path: Path) -> CheckpointManifest:
 
     UsageError for one of a later release, which is not damaged: nothing falls back from it or deletes it.
     """
-    file = path / (MANIFEST if (path / MANIFEST).exists() or not (path / STATE).exists() else STATE)
+    is_first = not (path / MANIFEST).exists() and (path / STATE).exists()
+    file, schema = (path / STATE, 1) if is_first else (path / MANIFEST, SCHEMA)
     try:
         record = json.loads(file.read_bytes())
-        name, checksum = ("sha256", _sha256) if file.name == MANIFEST else ("crc32", _crc32)
-        if record.pop(name) != checksum(canonical(record)):
+        said, data = record.pop("crc32" if is_first else "sha256"), canonical(record)
+        if said != (zlib.crc32(data) if is_first else hashlib.sha256(data).hexdigest()):
             raise ValueError("its checksum is not the one it was written with")
-        schema = SCHEMA if file.name == MANIFEST else 1
         if record["schema"] != schema:
             raise UsageError(f"{file} has schema {record['schema']}, this llmq reads {schema}: update llmq")
-        manifest = _MANIFEST.validate_python(record | ({"tensors": {}} if schema == 1 else {}))
+        manifest = _MANIFEST.validate_python(record | ({"tensors": {}} if is_first else {}))
         _check_slices(manifest)
     except OSError as error:
         raise DataError(f"the checkpoint {path} cannot be read: {error.strerror or error}: {file}") from error
@@ -178,20 +178,12 @@ def read_manifest(path: Path) -> CheckpointManifest:
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         raise DataError(f"{file} is corrupt: {error}") from error
     _check_sizes(path, manifest)
-    return _with_headers(path, manifest) if file.name == STATE else manifest
+    return _with_headers(path, manifest) if is_first else manifest
 
 
 def canonical(value: object) -> bytes:
     """One spelling of a JSON value, whatever the order of its keys."""
     return json.dumps(value, sort_keys=True, separators=(",", ":"), allow_nan=False).encode()
-
-
-def _sha256(data: bytes) -> str | int:
-    return hashlib.sha256(data).hexdigest()
-
-
-def _crc32(data: bytes) -> str | int:
-    return zlib.crc32(data)
 
 
 def _check_sizes(path: Path, manifest: CheckpointManifest) -> None:
@@ -209,7 +201,7 @@ def _with_headers(path: Path, manifest: CheckpointManifest) -> CheckpointManifes
         for name, at in tensors_of(path / shard.name).items():
             placed = Placed(shard.name, at.start, (0,) * len(at.shape), at.shape)
             tensors[name] = WholeTensor(at.dtype, at.shape, (placed,))
-    return CheckpointManifest(manifest.step, manifest.save, manifest.files, tensors, manifest.state)
+    return replace(manifest, tensors=tensors)
 
 
 def _check_slices(manifest: CheckpointManifest) -> None:

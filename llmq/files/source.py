@@ -197,18 +197,13 @@ def drawn(source: ModelSource, row: Row, seed: int) -> np.ndarray:
     drawn_rows = value[: row.parts[-1].stop]
     if row.init == "ones":
         drawn_rows[...] = 1
-    residual = row.init == "residual"
-    if row.init == "normal" or (residual and not source.init_proj_to_zero):
-        std = INIT_STD / math.sqrt(2 * source.config.num_layers) if residual else INIT_STD
-        _fill(drawn_rows, seed, row.address, normal_block)
-        drawn_rows *= np.float32(std)
-    elif row.init == "unit":
-        _fill(drawn_rows, seed, row.address, normal_block)
-    elif row.init == "kaiming":
-        _fill(drawn_rows, seed, row.address, uniform_block)
-        drawn_rows *= np.float32(1 / math.sqrt(row.shape[-1]))
-    elif row.init == "gaussian":
-        _fill(drawn_rows, seed, row.address, normal_block)
+    projection = 0.0 if source.init_proj_to_zero else INIT_STD / math.sqrt(2 * source.config.num_layers)
+    scales = {"normal": INIT_STD, "residual": projection, "kaiming": 1 / math.sqrt(row.shape[-1])}
+    scale = scales.get(row.init, 1.0 if row.init in ("unit", "gaussian") else 0.0)
+    if scale:
+        _fill(drawn_rows, seed, row.address, uniform_block if row.init == "kaiming" else normal_block)
+        drawn_rows *= np.float32(scale)
+    if row.init == "gaussian":
         for part in row.parts:
             drawn_rows[part.start : part.stop] *= np.float32(1 / (part.stop - part.start))
     return value.reshape(row.shape)
