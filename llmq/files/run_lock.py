@@ -5,8 +5,8 @@ checkpoint folder, model folder) has a lock file, and beside it a JSON file that
 the operating system, which ends with its process however that ends: a JSON file without a held lock was left by a
 killed process, and is replaced. Forked children do not inherit the lock (filelock closes it in them).
 
-Some network file systems have no locks. There the JSON file itself is the lock: it is made only where none is, and it
-is stale if it is of this host and its process is gone. Of a process on another host that cannot be known.
+Some network file systems have no locks. There a file with the id of its process is the lock (filelock's SoftFileLock),
+which is stale if it is of this host and its process is gone. Of a process on another host that cannot be known.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 
-from filelock import FileLock, Timeout
+from filelock import BaseFileLock, FileLock, SoftFileLock, Timeout
 
 from llmq.disk import beside, existing_folder, storage, write_whole
 from llmq.errors import StorageError
@@ -61,14 +61,13 @@ def kept_folder(option: str, path: Path) -> RunOutput:
 
 @dataclass(frozen=True)
 class Holder:
-    """Who holds a lock. `process_start` tells two processes of one id apart; it is empty where it is not known."""
+    """Who holds a lock, in words; the operating system, or filelock, decides whether it is held."""
 
     pid: int
     host: str
     user: str
     started: str
     command: str
-    process_start: str
 
     @classmethod
     def this_process(cls) -> Holder:
@@ -81,7 +80,7 @@ class Holder:
         if len(command) > LONGEST_COMMAND:
             command = f"{command[: LONGEST_COMMAND - 4]} ..."
         started = time.strftime("%Y-%m-%d %H:%M:%S UTC", time.gmtime())
-        return cls(os.getpid(), socket.gethostname(), user, started, command, _process_start(os.getpid()))
+        return cls(os.getpid(), socket.gethostname(), user, started, command)
 
     @classmethod
     def read(cls, path: Path) -> Holder | None:
@@ -96,20 +95,6 @@ class Holder:
     def json(self) -> bytes:
         """What `read` reads."""
         return json.dumps(asdict(self), indent=1).encode()
-
-    @property
-    def is_gone(self) -> bool:
-        """Whether the process is known to have ended."""
-        if self.host != socket.gethostname():
-            return False
-        try:
-            os.kill(self.pid, 0)
-        except ProcessLookupError:
-            return True
-        except (PermissionError, OverflowError):
-            pass
-        now = _process_start(self.pid)
-        return bool(now and self.process_start and now != self.process_start)
 
     def __str__(self) -> str:
         return f"process {self.pid} of {self.user} on {self.host}, since {self.started}: {self.command}"
@@ -130,7 +115,7 @@ def held(output: RunOutput, say: Callable[[str], None]) -> Iterator[None]:
     with ExitStack() as cleanup:
         with storage(output.path, advice=f"choose another {output.option}"):
             cleanup.callback(_remove_empty, missing)
-            lock = FileLock(output.lock, timeout=0, thread_local=False, fallback_to_soft=False)
+            lock: BaseFileLock = FileLock(output.lock, timeout=0, thread_local=False, fallback_to_soft=False)
             try:
                 place.mkdir(parents=True, exist_ok=True)
                 # Where no file can be made, FileLock takes that for a lock which was just removed.
@@ -144,34 +129,26 @@ def held(output: RunOutput, say: Callable[[str], None]) -> Iterator[None]:
                 if error.errno not in NO_LOCKS:
                     raise
                 output.lock.unlink(missing_ok=True)
-                _make_holder(output, say)
-            else:
-                cleanup.callback(lock.release)
-                cleanup.callback(_remove, output.lock)  # still held, so that no other run has just it
-                write_whole(output.holder, Holder.this_process().json())
+                lock = _without_locks(output, say)
+            cleanup.callback(lock.release)
+            cleanup.callback(_remove, output.lock)  # still held, so that no other run has just it
+            write_whole(output.holder, Holder.this_process().json())
             cleanup.callback(_remove, output.holder)
         yield
 
 
-def _make_holder(output: RunOutput, say: Callable[[str], None]) -> None:
-    """Without locks: makes the JSON file, in place of one that is stale. OSError if the disk refuses it."""
-    there = Holder.read(output.holder)
-    if there is not None and there.is_gone:
-        say(f"The lock {output.holder} is stale, since its process has ended: replacing it ({there})")
-        output.holder.unlink(missing_ok=True)
+def _without_locks(output: RunOutput, say: Callable[[str], None]) -> BaseFileLock:
+    """The lock of a file system that has none."""
+    marker = output.lock.with_name(f"{output.lock.name}.pid")  # FileLock would empty a file of its own name
+    lock = SoftFileLock(marker, timeout=0, thread_local=False)
     try:
-        fd = os.open(output.holder, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o666)
-    except FileExistsError:
-        raise _refusal(
-            output, f"; this file system has no locks: if that run has ended, delete {output.holder}"
-        ) from None
-    with os.fdopen(fd, "wb") as file:
-        try:
-            file.write(Holder.this_process().json())
-            file.flush()
-        except BaseException:
-            output.holder.unlink(missing_ok=True)
-            raise
+        lock.acquire()
+    except Timeout:
+        advice = f"; this file system has no locks: if that run has ended, delete {marker}"
+        raise _refusal(output, advice) from None
+    if (there := Holder.read(output.holder)) is not None:
+        say(f"The lock {marker} is stale, since its process has ended: replacing it ({there})")
+    return lock
 
 
 def _refusal(output: RunOutput, advice: str = "") -> StorageError:
@@ -197,12 +174,3 @@ def _remove_empty(folders: Sequence[Path]) -> None:
     with suppress(OSError):
         for path in folders:
             path.rmdir()
-
-
-def _process_start(pid: int) -> str:
-    """When a process began, in ticks since this boot, as Linux counts; empty elsewhere."""
-    try:
-        stat = Path(f"/proc/{pid}/stat").read_text("ascii", errors="replace")
-        return stat.rpartition(")")[2].split()[19]  # field 22; the command's name before it may hold spaces
-    except (OSError, IndexError):
-        return ""

@@ -24,7 +24,8 @@ from llmq.files.run_lock import Holder, held, kept_folder, replaced_whole
 
 ROOT = Path(__file__).parents[2]
 HOLDS = """
-import sys, time
+import errno, fcntl, sys, time
+{before}
 from pathlib import Path
 from llmq.files.run_lock import held, replaced_whole
 with held(replaced_whole("--log-file", Path(sys.argv[1])), print):
@@ -45,10 +46,10 @@ def output(tmp_path):
     return replaced_whole("--log-file", tmp_path / "runs" / "a" / "log.jsonl")
 
 
-def holding(path, what="time.sleep(60)"):
+def holding(path, what="time.sleep(60)", before=""):
     """A process that holds the lock of `path`."""
     environment = {**os.environ, "PYTHONPATH": str(ROOT)}
-    command = [sys.executable, "-c", HOLDS.format(what=what), str(path)]
+    command = [sys.executable, "-c", HOLDS.format(what=what, before=before), str(path)]
     process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=environment)
     assert process.stdout.readline() == "holds\n"
     return process
@@ -190,36 +191,39 @@ def no_locks(request, monkeypatch):
     monkeypatch.setattr(fcntl, "flock", flock)
 
 
-def test_without_locks_the_file_is_the_lock(output, no_locks, tmp_path):
+def marker_of(output):
+    """The file that is the lock where a file system has none."""
+    return output.lock.with_name(f"{output.lock.name}.pid")
+
+
+def test_without_locks_a_file_is_the_lock(output, no_locks, tmp_path):
     with held(output, pytest.fail):
         message = refused(output)
-        assert f"process {os.getpid()} of" in message and f"if that run has ended, delete {output.holder}" in message
+        assert (
+            f"process {os.getpid()} of" in message and f"if that run has ended, delete {marker_of(output)}" in message
+        )
     assert list(tmp_path.iterdir()) == []
     with held(output, pytest.fail):
         pass
 
 
 def test_without_locks_the_file_of_a_process_that_is_gone_is_stale(output, no_locks):
-    done = subprocess.Popen(["true"])
-    done.wait()
-    output.holder.parent.mkdir(parents=True)
-    me = Holder.this_process()
-    stale = [replace(me, pid=done.pid)]
-    if me.process_start:
-        stale.append(replace(me, process_start="1"))  # another process has its number now
-    for holder in stale:
-        output.holder.write_bytes(holder.json())
-        said = []
-        with held(output, said.append):
-            assert Holder.read(output.holder).pid == os.getpid()
-        assert len(said) == 1 and "is stale, since its process has ended" in said[0]
-    for holder in (replace(me, pid=done.pid, host="elsewhere"), me):
-        output.holder.write_bytes(holder.json())
-        assert str(holder) in refused(output)
-        assert output.holder.exists()
-    assert "with `kill" in refused(output)
-    output.holder.write_bytes(replace(me, host="elsewhere").json())
-    assert f"`kill {me.pid}` on elsewhere" in refused(output)
+    refuses = "fcntl.flock = lambda *given: exec('raise OSError(errno.ENOLCK, str())')"
+    process = holding(output.path, before=refuses)
+    try:
+        assert f"`kill {process.pid}`" in refused(output)
+    finally:
+        end(process)
+    said = []
+    with held(output, said.append):
+        assert Holder.read(output.holder).pid == os.getpid()
+    assert len(said) == 1 and f"is stale, since its process has ended: replacing it (process {process.pid} " in said[0]
+    me = replace(Holder.this_process(), pid=process.pid, host="elsewhere")
+    output.holder.parent.mkdir(parents=True, exist_ok=True)
+    output.holder.write_bytes(me.json())
+    marker_of(output).write_text(f"{me.pid}\nelsewhere\n")  # whose processes cannot be seen from here
+    assert str(me) in (message := refused(output)) and f"`kill {me.pid}` on elsewhere" in message
+    assert output.holder.exists() and marker_of(output).exists()
 
 
 def test_a_long_command_line_is_cut_and_a_user_without_a_name_has_a_number(monkeypatch):
